@@ -1,0 +1,30 @@
+# make demo    train the split forward on the standard library's source, then sample with a trace (minutes, 2 cores)
+# make test    run the test suite
+# make lint    ruff: lint and format
+# Each builds $(VENV) from requirements.txt first, if it is not there.
+
+PYTHON ?= python3
+VENV   ?= .venv
+PY     := $(VENV)/bin/python
+OUT    ?= out/stdlib
+
+.PHONY: demo test lint
+
+$(VENV)/ready: requirements.txt
+	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "CoCommit needs Python 3.11 or newer")'
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@
+
+demo: $(VENV)/ready
+	test -f $(OUT)/train.json || $(PY) train.py --n_last 3 --out_dir $(OUT) --log_interval 20
+	test -f $(OUT)/config.json || $(PY) train.py --init_from resume --out_dir $(OUT) --log_interval 20
+	$(PY) sample.py --ckpt $(OUT) --prompt "def " --gen_length 28 --trace
+	$(PY) sample.py --ckpt $(OUT) --prompt "def " --gen_length 412
+
+test: $(VENV)/ready
+	$(PY) -m pytest -q
+
+lint: $(VENV)/ready
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
