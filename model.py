@@ -1,0 +1,626 @@
+"""The model: LLaDA2.1's block-causal mixture-of-experts transformer, split where CoCommit needs it split.
+
+What differs from a GPT:
+  - attention is bidirectional inside a block of `block_length` tokens and causal across blocks; no shift, the logit at
+    position i is for token i
+  - a masked position is an input token like any other (`mask_id`)
+  - per-head RMSNorm on queries and keys before a rotary embedding of the first `rotary_dim` dims only
+  - grouped-query attention with one fused qkv projection, no biases
+  - after the first dense layer(s) a mixture of experts: sigmoid router in float32, a bias that takes part in the choice
+    but not in the weights, group-limited top-k, routed scaling, one shared expert
+What CoCommit adds: LoRA on qkv and the output projection, `markers`, and the visible split (paper, Eq. 2)
+
+    h = model.prefix(ids, ctx)                       # first L - n layers, shared by both branches
+    logits_A = model.head(model.last_n(h, ctx))      # Stage A: factorised
+    logits_B = model.head(model.coordinate(h, bundle, ctx, n_rounds))   # Stage B: marked, the same last n layers again
+
+It refuses checkpoints whose tensors are missing, unknown or of another shape. Weights are safetensors, the rest JSON.
+
+    python model.py --preset llada2.1-mini        # parameter table of a preset, built without memory
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from data import Parser, fail, read_json, replace_file, write_json
+
+# R rows, T positions, S keys, C channels (n_embd), H heads, G key/value heads, D head dim, V vocabulary,
+# N = R*T tokens, E experts, A active experts, F expert width, L layers, n = n_last, K = n_rounds, B block_length
+
+
+@dataclass
+class Config:
+    n_layer: int
+    n_head: int
+    n_kv_head: int
+    n_embd: int
+    head_dim: int
+    vocab_size: int  # rows of the embedding; released vocabularies are padded, so the tokenizer may use fewer
+    d_dense: int  # width of the SwiGLU in the first n_dense layers
+    d_expert: int
+    n_expert: int
+    n_active: int
+    n_group: int  # experts are chosen inside the `topk_group` best of `n_group` groups
+    topk_group: int
+    eos_id: int = -1
+    mask_id: int = -1
+    n_dense: int = 1
+    n_shared: int = 1  # shared experts, as one SwiGLU of n_shared * d_expert
+    routed_scaling: float = 2.5
+    rope_theta: float = 600000.0
+    rotary_dim: int = 64
+    norm_eps: float = 1e-6
+    max_len: int = 32768
+    block_length: int = 32
+    qkv_bias: bool = False
+    proj_bias: bool = False
+    tied: bool = False  # LM head = embedding
+    n_last: int = 3  # n: how many layers Stage B runs again
+    n_rounds: int = 1  # K: how many markers there are
+    tokenizer: str = "bytes"  # "bytes", "bpe" (tokenizer.json beside the weights) or "toy" (toy.json beside them)
+
+    def __post_init__(self) -> None:
+        groups_ok = self.n_expert % self.n_group == 0 and self.topk_group <= self.n_group
+        chosen_from = self.topk_group * (self.n_expert // max(1, self.n_group))
+        for ok, what in (
+            (self.n_head % self.n_kv_head == 0, "n_head must be a multiple of n_kv_head"),
+            (0 < self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0, "rotary_dim: even, at most head_dim"),
+            (groups_ok, "n_expert must divide into n_group groups of which topk_group are kept"),
+            (self.n_expert // self.n_group >= 2, "an expert group needs two experts: its score is its two best"),
+            (self.n_active <= chosen_from, "n_active experts do not fit into the kept groups"),
+            (1 <= self.n_last <= self.n_layer, f"n_last must be 1..{self.n_layer} (n_layer), not {self.n_last}"),
+            (self.n_rounds >= 1, "n_rounds must be at least 1 in a model (0 is a choice of the decoder)"),
+            (self.block_length >= 1, "block_length must be at least 1"),
+        ):
+            if not ok:
+                fail(f"impossible model: {what}")
+
+
+PRESETS = {
+    # tests and toys: every mechanism present, nothing larger than it must be
+    "tiny": Config(4, 4, 2, 64, 16, 320, 128, 32, 8, 2, 4, 2, rotary_dim=8, max_len=4096),
+    # the demo: bytes of real text on two CPU cores
+    "text": Config(6, 4, 2, 128, 32, 272, 384, 128, 16, 2, 4, 2, rotary_dim=16, max_len=8192, rope_theta=10000.0),
+    # the released 16B geometry
+    "llada2.1-mini": Config(20, 16, 4, 2048, 128, 157184, 5120, 512, 256, 8, 8, 4, 156892, 156895, tokenizer="bpe"),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# who may attend to whom
+
+
+def block_causal_mask(T: int, block_length: int, device: torch.device | str = "cpu") -> Tensor:
+    """(T, T) bool, True where the query (row) may attend to the key (column): its own block and every earlier one.
+
+    T = 6, block_length = 2:      1 1 0 0 0 0
+                                  1 1 0 0 0 0
+                                  1 1 1 1 0 0
+                                  1 1 1 1 0 0
+                                  1 1 1 1 1 1
+                                  1 1 1 1 1 1
+    """
+    block = torch.arange(T, device=device) // block_length
+    return block[:, None] >= block[None, :]
+
+
+def doubled_mask(T: int, block_length: int, device: torch.device | str = "cpu") -> Tensor:
+    """(2T, 2T) bool for [noisy ; clean] side by side: noisy blocks see themselves and *clean* earlier blocks, clean
+    blocks see clean ones, so that every noisy block is trained in the context that decoding will give it."""
+    block = torch.arange(T, device=device) // block_length
+    same, earlier = block[:, None] == block[None, :], block[:, None] > block[None, :]
+    noisy = torch.cat([same, earlier], dim=1)
+    clean = torch.cat([torch.zeros_like(same), same | earlier], dim=1)
+    return torch.cat([noisy, clean], dim=0)
+
+
+@dataclass
+class Context:
+    """What a pass needs besides hidden states: the same for Stage A and Stage B, for training and decoding."""
+
+    cos: Tensor  # (T, 1, rotary_dim / 2), or (R, T, 1, ...) where rows are at different positions
+    sin: Tensor
+    mask: Tensor | None  # bool, broadcasts to (R, H, T, S); None: everything may attend to everything
+    cache: "KVCache | None" = None
+    round: int = 0  # which round's keys and values of the context to use (Stage B with K > 1)
+    lora: bool = True  # False: the frozen backbone alone
+
+    def at_round(self, i: int) -> "Context":
+        return replace(self, round=i)
+
+    def doubled(self) -> "Context":
+        """The context of these rows twice: branch 1 and branch 2 of training, one batch."""
+        per_row = self.mask is not None and self.mask.dim() == 4
+        return replace(self, mask=self.mask.repeat(2, 1, 1, 1)) if per_row else self
+
+
+def rotary(cfg: Config, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(..., T) positions -> cos and sin, (..., T, 1, rotary_dim / 2), the 1 for the heads. Angles are float32 whatever the model's dtype: bf16 frequencies are off by
+    radians after a thousand positions. There is no buffer that a `.to(bf16)` could round."""
+    exponent = torch.arange(0, cfg.rotary_dim, 2, device=positions.device, dtype=torch.float32) / cfg.rotary_dim
+    angle = positions.float()[..., None, None] * cfg.rope_theta**-exponent
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def sequence_context(cfg: Config, real: Tensor, dtype: torch.dtype, clean_copy: bool = False) -> Context:
+    """Context of whole rows. real: (R, T) bool, False on padding, which nobody attends to but itself (a query needs
+    one key). With `clean_copy` the rows are [noisy ; clean], 2T long, positions counted twice."""
+    T = real.shape[1]
+    positions = torch.arange(T, device=real.device)
+    mask = (doubled_mask if clean_copy else block_causal_mask)(T, cfg.block_length, real.device)
+    if clean_copy:
+        positions, real = positions.repeat(2), real.repeat(1, 2)
+    if not real.all():
+        itself = torch.eye(len(mask), dtype=torch.bool, device=real.device)
+        mask = ((mask & real[:, None, :]) | itself)[:, None]  # (R, 1, T, S)
+    return Context(*rotary(cfg, positions, dtype), mask)
+
+
+class KVCache:
+    """Keys and values of finished blocks. Exact, not approximate: no block attends to a later one, so what a finished
+    block computed can never change (tested: cached decode = naive decode).
+
+    A slot is one layer in one round: L slots for round 0 and n more for each further round of Stage B, whose context
+    is the context's own states of that round. In a slot, keys 0..B-1 are the current block (rewritten by every pass)
+    and the row's context follows. Rotation has already put the position into a key, so this order does not matter to
+    attention, and the keys in use are one view without a copy, however long each row's context is.
+    """
+
+    def __init__(self, cfg: Config, rows: int, rounds: int, device: torch.device, dtype: torch.dtype):
+        slots = cfg.n_layer + max(0, rounds - 1) * cfg.n_last
+        self.first_last, self.n_layer, self.n_last = cfg.n_layer - cfg.n_last, cfg.n_layer, cfg.n_last
+        self.B = cfg.block_length
+        self.kv = torch.zeros(2, slots, rows, cfg.n_kv_head, 9 * self.B, cfg.head_dim, device=device, dtype=dtype)
+        self.length = torch.zeros(rows, dtype=torch.long, device=device)  # context tokens of each row
+        self.used = 0  # the longest row's, known to the host
+        self.ragged = False  # whether rows differ in length
+        self.filling: int | None = None  # the row whose prompt is being read, if any
+
+    def update(self, layer: int, round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k, v: (R, G, T, D) of the current pass -> keys and values to attend to, (R, G, S, D)."""
+        slot = layer if round == 0 else self.n_layer + (round - 1) * self.n_last + layer - self.first_last
+        if self.filling is not None:  # the prompt's complete blocks: straight into the context, nothing before them
+            self.kv[0, slot, self.filling, :, self.B : self.B + k.shape[2]] = k[0]
+            self.kv[1, slot, self.filling, :, self.B : self.B + v.shape[2]] = v[0]
+            return k, v
+        self.kv[0, slot, :, :, : self.B] = k
+        self.kv[1, slot, :, :, : self.B] = v
+        return tuple(self.kv[:, slot, :, :, : self.B + self.used])
+
+    def close(self, rows: list[int], lengths: list[int]) -> None:
+        """The current block of `rows` joins their context. lengths: every row's context length after this."""
+        self.reserve(max(lengths))
+        at = torch.tensor(rows, device=self.kv.device)
+        place = self.B + self.length[at, None] + torch.arange(self.B, device=self.kv.device)  # (rows, B)
+        block = self.kv[:, :, at, :, : self.B]  # (2, slots, rows, G, B, D)
+        self.kv[:, :, at[:, None], :, place] = block.permute(2, 4, 0, 1, 3, 5)
+        self.set_lengths(lengths)
+
+    def reserve(self, tokens: int) -> None:
+        """Room for a context of `tokens`, doubling so that a long answer copies its cache only a few times."""
+        have, need = self.kv.shape[4], self.B + tokens
+        if need > have:
+            self.kv = torch.cat([self.kv, torch.zeros_like(self.kv[:, :, :, :, : max(need - have, have)])], dim=4)
+
+    def set_lengths(self, lengths: list[int]) -> None:
+        self.length = torch.tensor(lengths, device=self.kv.device)
+        self.used, self.ragged = max(lengths), len(set(lengths)) > 1
+
+    def current_block(self) -> Tensor:
+        return self.kv[:, :, :, :, : self.B].clone()
+
+    def restore_block(self, block: Tensor) -> None:
+        self.kv[:, :, :, :, : self.B] = block
+
+    def keep(self, rows: list[int]) -> None:
+        """Drop finished rows."""
+        self.kv, lengths = self.kv[:, :, rows], self.length[rows].tolist()
+        self.set_lengths(lengths)
+
+    def context(self, cfg: Config, start: Tensor) -> Context:
+        """Context of each row's current block. start: (R,) position of its first token."""
+        positions = start[:, None] + torch.arange(self.B, device=start.device)
+        cos, sin = rotary(cfg, positions, self.kv.dtype)
+        mask = None
+        if self.ragged:
+            key = torch.arange(self.B + self.used, device=start.device)
+            mask = (key < self.B + self.length[:, None])[:, None, None]  # (R, 1, 1, S)
+        return Context(cos, sin, mask, self)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# layers
+
+
+class RMSNorm(nn.Module):
+    """Normalise in float32, cast back, then scale: the order of the released code, which matters in bf16."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight.to(x.dtype) * y.to(x.dtype)
+
+
+class Linear(nn.Linear):
+    """A linear layer that computes in its input's dtype (master weights may be float32 under bf16 activations), with an
+    optional LoRA: y = W x + (alpha / r) B A x, A (r, in) Kaiming, B (out, r) zero, so that it starts as the identity."""
+
+    def __init__(self, n_in: int, n_out: int, bias: bool = False):
+        super().__init__(n_in, n_out, bias)
+        self.register_parameter("lora_A", None)
+        self.register_parameter("lora_B", None)
+        self.lora_scale = 0.0
+
+    def add_lora(self, r: int, alpha: float, generator: torch.Generator) -> None:
+        assert self.lora_A is None, "this layer already has LoRA"
+        self.weight.requires_grad_(False)
+        device = self.weight.device
+        A = torch.empty(r, self.in_features)
+        nn.init.kaiming_uniform_(A, a=math.sqrt(5), generator=generator)
+        self.lora_A = nn.Parameter(A.to(device))  # float32: an update of 1e-5 is lost in a bf16 parameter
+        self.lora_B = nn.Parameter(torch.zeros(self.out_features, r, device=device))
+        self.lora_scale = alpha / r
+
+    def merge_lora(self) -> None:
+        """Fold LoRA into the weight (float32 sum, rounded once) and drop it."""
+        delta = self.lora_scale * (self.lora_B.float() @ self.lora_A.float())
+        self.weight.data = (self.weight.float() + delta).to(self.weight.dtype)
+        self.lora_A = self.lora_B = None
+
+    def forward(self, x: Tensor, lora: bool = True) -> Tensor:
+        y = F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        if lora and self.lora_A is not None:
+            y = y + self.lora_scale * F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
+        return y
+
+
+class Attention(nn.Module):
+    def __init__(self, cfg: Config, layer: int):
+        super().__init__()
+        self.heads, self.head_dim, self.rotary_dim, self.layer = cfg.n_head, cfg.head_dim, cfg.rotary_dim, layer
+        self.kv_heads = cfg.n_kv_head
+        # rows: all query heads, then all key heads, then all value heads
+        self.qkv = Linear(cfg.n_embd, (cfg.n_head + 2 * cfg.n_kv_head) * cfg.head_dim, bias=cfg.qkv_bias)
+        self.q_norm, self.k_norm = RMSNorm(cfg.head_dim, cfg.norm_eps), RMSNorm(cfg.head_dim, cfg.norm_eps)
+        self.proj = Linear(cfg.n_head * cfg.head_dim, cfg.n_embd, bias=cfg.proj_bias)
+
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        R, T, _ = x.shape
+        qkv = self.qkv(x, ctx.lora).view(R, T, -1, self.head_dim)
+        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
+        q, k = self.rotate(self.q_norm(q), ctx), self.rotate(self.k_norm(k), ctx)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (R, H, T, D), (R, G, T, D) twice
+        if ctx.cache is not None:
+            k, v = ctx.cache.update(self.layer, ctx.round, k, v)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=ctx.mask, enable_gqa=True)  # (R, H, T, D)
+        return self.proj(y.transpose(1, 2).reshape(R, T, -1), ctx.lora)
+
+    def rotate(self, x: Tensor, ctx: Context) -> Tensor:
+        """Half-rotation (first half against second half) of the first rotary_dim dims; the rest pass through."""
+        half = self.rotary_dim // 2
+        first, second, rest = x.split([half, half, self.head_dim - self.rotary_dim], dim=-1)
+        return torch.cat([first * ctx.cos - second * ctx.sin, second * ctx.cos + first * ctx.sin, rest], dim=-1)
+
+
+class MLP(nn.Module):
+    """SwiGLU. The gate's rows come first in `gate_up`."""
+
+    def __init__(self, cfg: Config, width: int):
+        super().__init__()
+        self.gate_up = Linear(cfg.n_embd, 2 * width, bias=False)
+        self.down = Linear(width, cfg.n_embd, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class MoE(nn.Module):
+    """Routed experts plus a shared one. Expert weights are stacked tensors: one grouped matmul for all of them."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.n_group, self.topk_group, self.n_active = cfg.n_group, cfg.topk_group, cfg.n_active
+        self.routed_scaling = cfg.routed_scaling
+        self.router = nn.Parameter(torch.empty(cfg.n_expert, cfg.n_embd))
+        self.register_buffer("expert_bias", torch.zeros(cfg.n_expert))  # float32 in every dtype of the model
+        self.gate_up = nn.Parameter(torch.empty(cfg.n_expert, 2 * cfg.d_expert, cfg.n_embd))
+        self.down = nn.Parameter(torch.empty(cfg.n_expert, cfg.n_embd, cfg.d_expert))
+        self.shared = MLP(cfg, cfg.n_shared * cfg.d_expert) if cfg.n_shared else None
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x (N, C) -> chosen experts (N, A) int64 and their weights (N, A) float32.
+
+        The bias decides who is chosen; the weights are the unbiased scores of the chosen, normalised and scaled. A
+        group's score is the sum of its two best biased scores; groups that are not kept are at -inf, not 0, because a
+        kept expert may have a negative biased score.
+        """
+        scores = torch.sigmoid(F.linear(x.float(), self.router.float()))  # (N, E)
+        biased = scores + self.expert_bias
+        groups = biased.view(len(x), self.n_group, -1)
+        group_score = groups.topk(2, dim=-1).values.sum(-1)  # (N, n_group)
+        kept = torch.zeros_like(group_score, dtype=torch.bool)
+        kept.scatter_(1, group_score.topk(self.topk_group, dim=-1).indices, True)
+        allowed = groups.masked_fill(~kept[..., None], float("-inf")).view_as(biased)
+        chosen = allowed.topk(self.n_active, dim=-1).indices
+        weights = scores.gather(1, chosen)
+        if self.n_active > 1:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return chosen, weights * self.routed_scaling
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])  # (N, C)
+        chosen, weights = self.route(flat)
+        y = self.experts(flat, chosen, weights).view_as(x)
+        return y if self.shared is None else y + self.shared(x)
+
+    def experts(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Sort the N*A (token, expert) pairs by expert, run every expert on its run of rows, put the rows back.
+
+        The weighted sum is float32 and in a fixed order per token (no atomic adds): a token's result does not depend
+        on the tokens beside it, and is the same from run to run.
+        """
+        order = chosen.flatten().argsort(stable=True)  # (N*A,)
+        ends = torch.searchsorted(chosen.flatten()[order], torch.arange(len(self.router), device=x.device), right=True)
+        ends = ends.to(torch.int32)
+        rows = x[order // self.n_active]
+        gate, up = F.grouped_mm(rows, self.gate_up.to(x.dtype).transpose(1, 2), offs=ends).chunk(2, dim=-1)
+        out = F.grouped_mm(F.silu(gate) * up, self.down.to(x.dtype).transpose(1, 2), offs=ends)
+        out = torch.zeros_like(out).index_copy(0, order, out).view(len(x), self.n_active, -1)  # (N, A, C)
+        return (out.float() * weights[..., None]).sum(1).to(x.dtype)
+
+    def experts_loop(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """The plain twin of `experts`, obviously right; the tests hold the two together, gradients included."""
+        y = torch.zeros(x.shape, device=x.device)
+        for e in range(len(self.router)):
+            token, place = (chosen == e).nonzero(as_tuple=True)
+            gate, up = F.linear(x[token], self.gate_up[e].to(x.dtype)).chunk(2, dim=-1)
+            out = F.linear(F.silu(gate) * up, self.down[e].to(x.dtype))
+            y = y.index_add(0, token, out.float() * weights[token, place, None])
+        return y.to(x.dtype)
+
+
+class Block(nn.Module):
+    def __init__(self, cfg: Config, layer: int):
+        super().__init__()
+        self.norm_1, self.attn = RMSNorm(cfg.n_embd, cfg.norm_eps), Attention(cfg, layer)
+        self.norm_2 = RMSNorm(cfg.n_embd, cfg.norm_eps)
+        self.mlp = MLP(cfg, cfg.d_dense) if layer < cfg.n_dense else MoE(cfg)
+
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        x = x + self.attn(self.norm_1(x), ctx)
+        return x + self.mlp(self.norm_2(x))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the model and its split
+
+
+class Model(nn.Module):
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.cfg = cfg
+        self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
+        self.layers = nn.ModuleList(Block(cfg, i) for i in range(cfg.n_layer))
+        self.norm_f = RMSNorm(cfg.n_embd, cfg.norm_eps)
+        self.lm_head = Linear(cfg.n_embd, cfg.vocab_size, bias=False)
+        if cfg.tied:
+            self.lm_head.weight = self.wte.weight
+        self.markers = nn.Parameter(torch.zeros(cfg.n_rounds, cfg.n_embd))
+        self.compute_dtype = torch.float32
+        self.checkpointing = False
+
+    def prefix(self, ids: Tensor, ctx: Context) -> Tensor:
+        """Prefix: embedding and the first L - n layers. (R, T) int64 -> (R, T, C)."""
+        h = self.wte(ids).to(self.compute_dtype)
+        return self.run(h, ctx, 0, self.cfg.n_layer - self.cfg.n_last)
+
+    def last_n(self, h: Tensor, ctx: Context) -> Tensor:
+        """LastN: the remaining n layers. (R, T, C) -> (R, T, C)."""
+        return self.run(h, ctx, self.cfg.n_layer - self.cfg.n_last, self.cfg.n_layer)
+
+    def head(self, h: Tensor) -> Tensor:
+        """Head: final norm and LM head. (..., C) -> (..., V) float32."""
+        return self.lm_head(self.norm_f(h)).float()
+
+    def mark(self, h: Tensor, bundle: Tensor, round: int) -> Tensor:
+        """h + 1_S * marker_round. With a zero marker or an empty bundle this is h, and Stage B is Stage A."""
+        return h + bundle[..., None] * self.markers[round].to(h.dtype)
+
+    def coordinate(self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int) -> Tensor:
+        """Eq. 2: K times h <- LastN(h + 1_S * marker_i), from the prefix states h (R, T, C) and bundle (R, T) bool."""
+        for i in range(n_rounds):
+            h = self.last_n(self.mark(h, bundle, i), ctx.at_round(i))
+        return h
+
+    def forward(self, ids: Tensor, ctx: Context) -> Tensor:
+        """The factorised model: (R, T) int64 -> (R, T, V) float32 logits."""
+        return self.head(self.last_n(self.prefix(ids, ctx), ctx))
+
+    def run(self, h: Tensor, ctx: Context, first: int, end: int) -> Tensor:
+        for layer in self.layers[first:end]:
+            if self.checkpointing and torch.is_grad_enabled():
+                h = checkpoint(layer, h, ctx, use_reentrant=False)
+            else:
+                h = layer(h, ctx)
+        return h
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Normal(0, 0.02) matrices, unit norms, zero markers and biases; the projections that write to the residual
+        stream are scaled down by sqrt(2 L), as in GPT-2."""
+        for name, p in self.named_parameters():
+            if name == "markers" or name.endswith("bias"):
+                p.zero_()
+            elif p.dim() == 1:  # norms
+                p.fill_(1.0)
+            else:
+                writes = name.endswith(("proj.weight", "down.weight", "mlp.down"))
+                std = 0.02 / math.sqrt(2 * self.cfg.n_layer) if writes else 0.02
+                p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator))
+        for _, buffer in self.named_buffers():
+            buffer.zero_()
+
+    def add_lora(self, r: int, alpha: float, generator: torch.Generator, layers: range | None = None) -> None:
+        """Freeze everything, then add LoRA to qkv and proj of `layers` (all of them by default); the markers train."""
+        self.requires_grad_(False)
+        for i in layers if layers is not None else range(self.cfg.n_layer):
+            self.layers[i].attn.qkv.add_lora(r, alpha, generator)
+            self.layers[i].attn.proj.add_lora(r, alpha, generator)
+        self.markers = nn.Parameter(self.markers.float())
+
+    def adapter_state(self) -> dict[str, Tensor]:
+        """What add_lora trains, by name: LoRA matrices and markers."""
+        return {k: v for k, v in self.state_dict().items() if "lora_" in k or k == "markers"}
+
+    def merge_lora(self) -> None:
+        for module in self.modules():
+            if isinstance(module, Linear) and module.lora_A is not None:
+                module.merge_lora()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# on disk: config.json, model.safetensors (or shards with an index); adapter.json, adapter.safetensors
+
+
+def new_model(cfg: Config, generator: torch.Generator, device: torch.device | str = "cpu") -> Model:
+    with torch.device("meta"):
+        model = Model(cfg)
+    model.to_empty(device=device)
+    model.init_weights(generator)
+    return model
+
+
+def save_model(model: Model, folder: Path, metadata: dict[str, str] | None = None) -> None:
+    """Weights first, config last: a folder with a config.json has the weights that it speaks of."""
+    tensors = {k: v.contiguous().cpu() for k, v in model.state_dict().items() if "lora_" not in k}
+    if model.cfg.tied:
+        del tensors["lm_head.weight"]
+    replace_file(folder / "model.safetensors", lambda p: save_file(tensors, p, metadata))
+    write_json(folder / "config.json", asdict(model.cfg))
+
+
+def save_adapter(model: Model, folder: Path, settings: dict) -> None:
+    tensors = {k: v.contiguous().cpu() for k, v in model.adapter_state().items()}
+    replace_file(folder / "adapter.safetensors", lambda p: save_file(tensors, p))
+    write_json(folder / "adapter.json", settings)
+
+
+def read_tensors(files: list[Path]) -> Iterator[tuple[Path, str, Tensor]]:
+    """Tensors of safetensors files, one at a time, memory-mapped; a damaged file is one line."""
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as f:
+                for name in f.keys():  # noqa: SIM118 (a safe_open is no dict)
+                    yield path, name, f.get_tensor(name)
+        except FileNotFoundError:
+            fail(f"{path} is missing: the checkpoint is incomplete, copy it again")
+        except (SafetensorError, OSError, ValueError) as e:
+            fail(f"{path} is damaged or not a safetensors file ({e}): copy or convert it again")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return [folder / "model.safetensors"]
+    names = read_json(index, "weight index").get("weight_map")
+    return [folder / n for n in sorted(set(names.values()))] if names else fail(f"{index} has no weight_map")
+
+
+def read_config(folder: Path) -> Config:
+    if (folder / "adapter.json").exists() and not (folder / "config.json").exists():
+        base = read_json(folder / "adapter.json", "adapter settings").get("base")
+        fail(f"{folder} holds an adapter, not a model: use --ckpt {base} --adapter {folder}")
+    raw = read_json(folder / "config.json", "checkpoint config (is this a checkpoint folder?)")
+    if "architectures" in raw or "hidden_size" in raw:
+        fail(f"{folder} is a released checkpoint: run `python convert_weights.py --src {folder} --out DIR` first")
+    try:
+        return Config(**raw)
+    except TypeError as e:
+        known = ", ".join(f.name for f in fields(Config))
+        fail(f"{folder / 'config.json'} does not fit this version ({e}); known fields: {known}")
+
+
+def load_model(
+    folder: str | Path, device: torch.device | str, dtype: torch.dtype, **overrides: object
+) -> Model:
+    """A model from its folder, built on `meta` and filled tensor by tensor, so that no second copy exists.
+
+    Parameters take `dtype`; expert_bias stays float32. `overrides` change config fields (n_last, n_rounds,
+    block_length); markers that the checkpoint lacks start at zero. Exits with one line on any mismatch.
+    """
+    folder = Path(folder)
+    cfg = replace(read_config(folder), **{k: v for k, v in overrides.items() if v is not None})
+    with torch.device("meta"):
+        model = Model(cfg)
+    expected = model.state_dict()
+    state: dict[str, Tensor] = {}
+    for path, name, tensor in read_tensors(weight_files(folder)):
+        if name not in expected:
+            fail(f"{path}: unknown tensor {name}: this file belongs to another model or version")
+        if name == "markers" and len(tensor) != cfg.n_rounds:
+            tensor = F.pad(tensor, (0, 0, 0, max(0, cfg.n_rounds - len(tensor))))[: cfg.n_rounds]
+        if tensor.shape != expected[name].shape:
+            fail(f"{path}: {name} has shape {list(tensor.shape)}, the config says {list(expected[name].shape)}")
+        state[name] = tensor.to(device=device, dtype=torch.float32 if name.endswith("expert_bias") else dtype)
+    state.setdefault("markers", torch.zeros(expected["markers"].shape, device=device, dtype=dtype))
+    if cfg.tied:
+        state["lm_head.weight"] = state.get("wte.weight", expected["wte.weight"])
+    if missing := [k for k in expected if k not in state]:
+        fail(f"{folder}: {len(missing)} tensors are missing, {missing[0]} the first: the checkpoint is incomplete")
+    model.load_state_dict(state, assign=True)
+    model.compute_dtype = dtype
+    return model
+
+
+def load_adapter(model: Model, folder: str | Path) -> None:
+    """LoRA and markers from a folder of train.py into a loaded model."""
+    folder = Path(folder)
+    settings = read_json(folder / "adapter.json", "adapter (a folder that train.py --init_from DIR wrote)")
+    for key, value in settings["model"].items():
+        if getattr(model.cfg, key) != value:
+            fail(f"{folder} was trained with {key} {value}, the loaded model has {getattr(model.cfg, key)}")
+    if model.layers[-1].attn.qkv.lora_A is None:
+        model.add_lora(settings["lora_r"], settings["lora_alpha"], torch.Generator(), layers_of(settings["lora_scope"], model.cfg))
+    expected, state = model.adapter_state(), {}
+    for path, name, tensor in read_tensors([folder / "adapter.safetensors"]):
+        if name not in expected or tensor.shape != expected[name].shape:
+            fail(f"{path}: {name} {list(tensor.shape)} does not fit the loaded model: wrong --ckpt for this adapter?")
+        state[name] = tensor.to(expected[name])
+    if len(state) != len(expected):
+        fail(f"{folder}/adapter.safetensors lacks {sorted(set(expected) - set(state))[0]}: train or copy it again")
+    model.load_state_dict(state, strict=False)
+
+
+def layers_of(lora_scope: str, cfg: Config) -> range:
+    """Which layers LoRA touches: `all` (the paper) or the last n, for adapters that act in the marked pass alone."""
+    return range(cfg.n_layer) if lora_scope == "all" else range(cfg.n_layer - cfg.n_last, cfg.n_layer)
+
+
+def main() -> None:
+    parser = Parser(__doc__)
+    parser.add_argument_group("model").add_argument("--preset", choices=PRESETS, default="text")
+    cfg = PRESETS[parser.parse_args().preset]
+    with torch.device("meta"):
+        model = Model(cfg)
+    for name, p in model.named_parameters():
+        if ".layers." not in f".{name}" or name.startswith(("layers.0.", "layers.1.")):
+            print(f"{name:34} {tuple(p.shape)}")
+    print(f"... layers 2..{cfg.n_layer - 1} as layer 1\n{sum(p.numel() for p in model.parameters()):,} parameters")
+
+
+if __name__ == "__main__":
+    main()

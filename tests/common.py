@@ -1,0 +1,56 @@
+"""A small random model with confident, varied predictions, and a command line that runs in this process."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from data import generator
+from model import PRESETS, Config, Model, new_model
+
+V, MASK, EOS = 40, 38, 39
+
+
+def tiny_config(**overrides) -> Config:
+    base = dict(vocab_size=V, block_length=8, mask_id=MASK, eos_id=EOS, n_last=2, n_rounds=2)
+    return replace(PRESETS["tiny"], **base | overrides)
+
+
+def tiny_model(seed: int = 0, std: float = 0.25, **overrides) -> Model:
+    """Every parameter random, norms, router bias and markers included: nothing is hidden by a zero or a one."""
+    model = new_model(tiny_config(**overrides), generator("tests", seed))
+    g = generator("tests", "weights", seed)
+    for p in model.parameters():
+        p.data.copy_(torch.randn(p.shape, generator=g) * std + (1.0 if p.dim() == 1 else 0.0))
+    for b in model.buffers():
+        b.copy_(torch.randn(b.shape, generator=g) * std)
+    return model
+
+
+def command_line(script, monkeypatch, capsys, *argv: object) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of `python script.py *argv`."""
+    monkeypatch.setattr(sys, "argv", [script.__name__ + ".py", *map(str, argv)])
+    try:
+        script.main()
+        code = 0
+    except SystemExit as e:
+        code = e.code or 0
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def refused(script, monkeypatch, capsys, *argv: object) -> str:
+    """The one line with which a user's mistake is refused."""
+    code, _, err = command_line(script, monkeypatch, capsys, *argv)
+    lines = [line for line in err.replace("\r", "\n").splitlines() if line.startswith("error: ")]
+    assert code == 2, err
+    assert len(lines) == 1 and "Traceback" not in err
+    return lines[0]
+
+
+def random_ids(rows: int, T: int, seed: int = 0, high: int = MASK) -> torch.Tensor:
+    return torch.randint(high, (rows, T), generator=generator("tests", "ids", seed))
+
+
+approx = pytest.approx

@@ -1,0 +1,177 @@
+"""The transformer: who sees whom, experts, LoRA, the split. `pytest tests/test_model.py`"""
+
+import pytest
+import torch
+from common import MASK, random_ids, tiny_config, tiny_model
+
+from data import generator
+from model import PRESETS, Model, MoE, block_causal_mask, doubled_mask, rotary, sequence_context
+
+
+def context(ids, model, **kwargs):
+    return sequence_context(model.cfg, torch.ones_like(ids, dtype=torch.bool), torch.float32, **kwargs)
+
+
+def test_block_causal_mask_written_out():
+    assert block_causal_mask(6, 2).int().tolist() == [
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 1, 1],
+        [1, 1, 1, 1, 1, 1],
+    ]
+
+
+def test_doubled_mask_written_out():
+    noisy_0, noisy_1 = [1, 1, 0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1, 0, 0]  # noisy 1 sees itself and clean 0
+    clean_0, clean_1 = [0, 0, 0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1, 1, 1]
+    assert doubled_mask(4, 2).int().tolist() == [noisy_0] * 2 + [noisy_1] * 2 + [clean_0] * 2 + [clean_1] * 2
+
+
+def test_a_token_changes_its_own_block_and_later_ones_only():
+    model, ids = tiny_model(), random_ids(1, 32)
+    for position in (0, 7, 8, 15, 23, 31):
+        other = ids.clone()
+        other[0, position] = (other[0, position] + 1) % MASK
+        a, b = model(ids, context(ids, model)), model(other, context(other, model))
+        start = position // 8 * 8
+        change = (a - b)[0].abs().amax(-1)
+        assert (change[:start] < 1e-4).all()  # rounding: a changed token regroups the matmuls of the experts
+        assert (change[start:] > 1e-2).all()  # bidirectional inside the block, causal after it
+
+
+def test_padding_is_not_attended_to():
+    model, ids = tiny_model(), random_ids(2, 24)
+    real = torch.arange(24) < torch.tensor([[13], [24]])
+    padded = model(ids, sequence_context(model.cfg, real, torch.float32))
+    refilled = model(ids.masked_fill(~real, 3), sequence_context(model.cfg, real, torch.float32))
+    torch.testing.assert_close(padded[real], refilled[real], rtol=1e-4, atol=1e-4)
+    short = ids[:1, :13]
+    torch.testing.assert_close(padded[:1, :13], model(short, context(short, model)), rtol=1e-4, atol=1e-4)
+
+
+def test_noisy_block_beside_its_clean_copy_sees_what_decoding_sees():
+    model, clean, noisy = tiny_model(), random_ids(2, 24, 1), random_ids(2, 24, 2)
+    doubled = model(torch.cat([noisy, clean], 1), context(clean, model, clean_copy=True))[:, :24]
+    for start in (0, 8, 16):
+        ids = torch.cat([clean[:, :start], noisy[:, start : start + 8]], 1)
+        alone = model(ids, context(ids, model))[:, start:]
+        torch.testing.assert_close(doubled[:, start : start + 8], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_rotary_angles_are_float32_in_every_dtype():
+    cfg = PRESETS["llada2.1-mini"]
+    cos, _ = rotary(cfg, torch.tensor([8000]), torch.bfloat16)
+    exact = torch.cos(8000 * 600000.0 ** (-torch.arange(0, 64, 2, dtype=torch.float64) / 64))
+    assert (cos[0, 0].double() - exact).abs().max() < 2**-8 + 1e-3  # one bf16 rounding of the result, not of the angle
+
+
+def expert_layer(seed=0, **overrides) -> MoE:
+    return tiny_model(seed, **overrides).layers[1].mlp
+
+
+@pytest.mark.parametrize("n_tokens", [1, 3, 200])
+def test_grouped_experts_equal_the_loop_with_gradients(n_tokens):
+    moe = expert_layer()
+    results = []
+    for run in (moe.experts, moe.experts_loop):
+        moe.zero_grad()
+        x = torch.randn(n_tokens, 64, generator=generator("x")).requires_grad_()
+        y = run(x, *moe.route(x))
+        (y * torch.randn(y.shape, generator=generator("dy"))).sum().backward()
+        results.append([y, x.grad, moe.gate_up.grad.clone(), moe.down.grad.clone(), moe.router.grad.clone()])
+    for grouped, loop in zip(*results, strict=True):
+        torch.testing.assert_close(grouped, loop, rtol=1e-4, atol=1e-5)
+
+
+def test_router_ties_choose_distinct_experts_and_both_paths_agree():
+    moe = expert_layer()
+    moe.router.data[:] = moe.router.data[:1]  # every expert scores the same
+    moe.expert_bias.zero_()
+    x = torch.randn(50, 64, generator=generator("x"))
+    chosen, weights = moe.route(x)
+    assert all(len(set(row)) == moe.n_active for row in chosen.tolist())
+    torch.testing.assert_close(weights, torch.full_like(weights, moe.routed_scaling / moe.n_active))
+    torch.testing.assert_close(moe.experts(x, chosen, weights), moe.experts_loop(x, chosen, weights))
+
+
+def test_router_by_hand():
+    """4 experts in 2 groups, 1 group kept, 2 chosen: the bias moves the choice, the weights stay unbiased."""
+    moe = MoE(tiny_config(n_embd=4, n_expert=4, n_active=2, n_group=2, topk_group=1))
+    logits = torch.tensor([2.0, 0.0, 1.0, 1.0])
+    moe.router.data = torch.diag(logits)
+    score = torch.sigmoid(logits)
+    moe.expert_bias[:] = torch.zeros(4)
+    chosen, weights = moe.route(torch.ones(1, 4))
+    # groups score 0.88 + 0.5 = 1.38 and 0.73 + 0.73 = 1.46: the second is kept although expert 0 is the best
+    assert sorted(chosen[0].tolist()) == [2, 3]
+    torch.testing.assert_close(weights, torch.tensor([[1.25, 1.25]]))
+    moe.expert_bias[:] = torch.tensor([0.0, 0.2, 0.0, 0.0])
+    chosen, weights = moe.route(torch.ones(1, 4))
+    assert sorted(chosen[0].tolist()) == [0, 1]
+    expected = 2.5 * score[chosen[0]] / (score[0] + score[1])
+    torch.testing.assert_close(weights[0], expected)
+
+
+def test_a_token_is_independent_of_the_tokens_beside_it():
+    moe, x = expert_layer(), torch.randn(64, 64, generator=generator("x"))
+    torch.testing.assert_close(moe(x)[:5], moe(x[:5]), rtol=1e-5, atol=1e-6)
+
+
+def test_stage_b_without_marker_is_stage_a():
+    model, ids = tiny_model(), random_ids(2, 16)
+    ctx, bundle = context(ids, model), random_ids(2, 16, 5, 2).bool()
+    h = model.prefix(ids, ctx)
+    stage_a = model.last_n(h, ctx)
+    assert not torch.equal(stage_a, model.coordinate(h, bundle, ctx, 1))
+    assert torch.equal(stage_a, model.coordinate(h, torch.zeros_like(bundle), ctx, 1))
+    model.markers.data.zero_()
+    assert torch.equal(stage_a, model.coordinate(h, bundle, ctx, 1))
+    model.add_lora(4, 8.0, generator("lora"))  # B is zero
+    assert torch.equal(stage_a, model.coordinate(model.prefix(ids, ctx), bundle, ctx, 1))
+
+
+def random_lora(model: Model) -> None:
+    model.add_lora(4, 8.0, generator("lora"))
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            p.data.normal_(0, 0.1, generator=generator(name))
+
+
+def test_lora_merged_equals_unmerged():
+    model, ids = tiny_model(), random_ids(2, 16)
+    base = model(ids, context(ids, model))
+    random_lora(model)
+    adapted = model(ids, context(ids, model))
+    assert (adapted - base).abs().max() > 0.1
+    model.merge_lora()
+    torch.testing.assert_close(model(ids, context(ids, model)), adapted, rtol=1e-4, atol=1e-4)
+    assert not any("lora" in n for n in model.state_dict())
+
+
+def test_only_lora_and_markers_receive_gradients():
+    model, ids = tiny_model(), random_ids(2, 16)
+    random_lora(model)
+    ctx = context(ids, model)
+    model.head(model.coordinate(model.prefix(ids, ctx), torch.ones_like(ids, dtype=torch.bool), ctx, 2)).sum().backward()
+    with_grad = {n for n, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
+    assert with_grad == {n for n, p in model.named_parameters() if "lora_" in n or n == "markers"}
+    assert len(with_grad) == 4 * 4 + 1
+
+
+def test_gradient_checkpointing_changes_no_gradient():
+    grads = []
+    for checkpointing in (False, True):
+        model, ids = tiny_model(), random_ids(2, 16)
+        model.checkpointing = checkpointing
+        model(ids, context(ids, model)).square().mean().backward()
+        grads.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+def test_impossible_geometry_is_refused(capsys):
+    for bad, word in ((dict(n_last=9), "n_last"), (dict(n_kv_head=3), "n_kv_head"), (dict(n_group=8), "group")):
+        with pytest.raises(SystemExit):
+            tiny_config(**bad)
+        assert word in capsys.readouterr().err
