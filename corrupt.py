@@ -1,0 +1,218 @@
+"""Corruption: what the model is shown, which positions carry which loss, and the bundle that branch 2 marks.
+
+A clean row x becomes z with three kinds of positions (paper, Sec. 3.1):
+    M  masked          z = [M]                 weight lambda_m2t    fill it
+    W  wrong-visible   z != x, not [M]         weight lambda_edit   correct it
+    G  clean-visible   z == x                  weight lambda_clean  leave it
+
+What is and is not corrupted:
+    prompt (toys, conditional data)   never corrupted, no loss
+    padding                           never corrupted, no loss, not attended to
+    eos that ends a document          an ordinary token: masked, drafted and predicted like any other
+    [M] and other special tokens      never drawn as a random substitute; a draft may predict [M], the position stays M
+
+Corruptions (each block draws its own mask ratio from U(0, 1)):
+    mask      masks alone; there is no W
+    random    masks, and visible tokens replaced by a random ordinary token (base LLaDA2.1)
+    draft     masks, then one no-gradient pass fills part of them with the model's own argmax: wrong ones are W, right
+              ones join G, the rest stay M (the paper, after Yao's self-generated errors)
+
+It refuses nothing and draws nothing from a global state: every draw takes generators, one a row, so that a row's
+corruption does not depend on the rows beside it, on their number, or on the process that holds it.
+
+    python corrupt.py --text "def add(a, b):\\n    return a + b\\n"           # gallery: one text under each corruption
+"""
+
+import math
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from data import Parser, byte_tokenizer, fail, generator
+
+if TYPE_CHECKING:
+    from model import Model
+
+# R rows, T positions (a multiple of B), B block_length, Z = T/B blocks, n selected positions, C channels, V vocabulary
+
+NONE, M, W, G = 0, 1, 2, 3
+LAMBDAS = (1.0, 0.3, 0.2)  # lambda_m2t, lambda_edit, lambda_clean of the paper
+
+Rows = list[torch.Generator]  # one generator a row
+Draft = Callable[[Tensor, Tensor], Tensor]  # (z (R, T), where (R, T) bool with n True) -> (n,) int64 predictions
+
+
+def uniform(rows: Rows, n: int) -> Tensor:
+    """(R, n) float32 in [0, 1), each row from its own generator."""
+    return torch.stack([torch.rand(n, generator=g) for g in rows])
+
+
+@dataclass(frozen=True)
+class Corruption:
+    kind: str  # mask | random | draft
+    block_length: int
+    mask_id: int
+    n_plain: int  # ids 0..n_plain-1 are ordinary tokens
+    random_rate: float = 0.1  # share of visible tokens replaced (random); the paper and LLaDA2.1 publish no rate
+    draft_rate: float = 0.3  # share of masks that the draft fills (draft); not published either
+
+    def __call__(self, x: Tensor, free: Tensor, rows: Rows, draft: Draft) -> tuple[Tensor, Tensor]:
+        """x (R, T) int64 clean; free (R, T) bool, the positions that may be corrupted (real and not prompt).
+        -> z (R, T) int64 and kind (R, T) uint8. M, W and G partition the free positions; the rest is NONE."""
+        R, T = x.shape
+        ratio = uniform(rows, T // self.block_length).repeat_interleave(self.block_length, dim=1)  # (R, T)
+        masked = free & (uniform(rows, T) < ratio).to(x.device)
+        z = x.masked_fill(masked, self.mask_id)
+        if self.kind == "random":
+            replaced = free & ~masked & (uniform(rows, T) < self.random_rate).to(x.device)
+            z = torch.where(replaced, (uniform(rows, T) * self.n_plain).long().to(x.device), z)
+        elif self.kind == "draft":
+            written = masked & (uniform(rows, T) < self.draft_rate).to(x.device)
+            z = z.masked_scatter(written, draft(z, written))
+        kind = torch.where(z == x, G, torch.where(z == self.mask_id, M, W))
+        return z, torch.where(free, kind, NONE).to(torch.uint8)
+
+
+def draw_bundle(masked: Tensor, group: int, s_min: int, s_max: int, rows: Rows) -> Tensor:
+    """D of branch 2: in each run of `group` positions (a block, or the whole row), s ~ Uniform{s_min..s_max} of the
+    masked positions, uniformly; all of them where fewer than s are masked. masked (R, T) bool -> (R, T) bool."""
+    R, T = masked.shape
+    size = s_min + (uniform(rows, T // group) * (s_max - s_min + 1)).long()  # (R, T / group)
+    key = uniform(rows, T).masked_fill(~masked.cpu(), 2.0).view(R, -1, group)  # unmasked positions sort last
+    rank = key.argsort(dim=-1).argsort(dim=-1)
+    return masked & (rank < size[..., None]).view(R, T).to(masked.device)
+
+
+def loss_weights(kind: Tensor, fill: Tensor, lambdas: tuple[float, float, float] = LAMBDAS) -> Tensor:
+    """Eq. 1's weight of every position, (R, T) float32. fill: the masked positions that carry the fill loss, all of M
+    in branch 1 and the bundle D in branch 2."""
+    m2t, edit, clean = lambdas
+    return m2t * (fill & (kind == M)).float() + edit * (kind == W).float() + clean * (kind == G).float()
+
+
+def three_term_loss(
+    model: "Model", h: Tensor, target: Tensor, kind: Tensor, fill: Tensor, lambdas: tuple[float, float, float] = LAMBDAS
+) -> tuple[Tensor, Tensor]:
+    """Eq. 1: weighted sum of cross-entropies to `target` at the same position (no shift), in nats.
+
+    h (R, T, C) states before the head -> the sum, a scalar to be divided by the number of real tokens, and terms
+    (3, 2): unweighted sum of cross-entropy and number of positions for m2t, edit, clean.
+
+    Logits are made only where there is a loss, and in chunks that the backward pass makes again: at 157,184 tokens of
+    vocabulary the full logits of 8 x 2048 positions in two branches would be 20 GB.
+    """
+    weight = loss_weights(kind, fill, lambdas)
+    chosen = weight > 0
+    h, target, kind, weight = h[chosen], target[chosen], kind[chosen], weight[chosen]  # (n, C), (n,), (n,), (n,)
+
+    def cross_entropy(h: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(model.head(h), target, reduction="none")
+
+    size = max(64, 2**24 // model.cfg.vocab_size)  # 64 MB of float32 logits a chunk
+    chunks = list(zip(h.split(size), target.split(size), strict=True))
+    if len(chunks) == 1:
+        ce = cross_entropy(*chunks[0])
+    else:
+        ce = torch.cat([checkpoint(cross_entropy, *c, use_reentrant=False) for c in chunks])
+    detached = ce.detach()
+    terms = torch.stack([torch.stack([detached[kind == k].sum(), (kind == k).sum()]) for k in (M, W, G)])
+    return (weight * ce).sum(), terms
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the gallery
+
+COLOUR = {NONE: "", M: "\033[33m", W: "\033[31m", G: "\033[32m"}
+
+
+def successor_draft(x: list[int], mask_id: int) -> Draft:
+    """A stand-in for the model: after each token, the token that follows it most often in this text."""
+    follows: dict[int, Counter] = {}
+    for a, b in zip(x, x[1:], strict=False):
+        follows.setdefault(a, Counter())[b] += 1
+
+    def predict(z: Tensor, where: Tensor) -> Tensor:
+        guess, last = [], mask_id
+        for token in z[0].tolist():
+            last = token if token != mask_id else follows.get(last, Counter({mask_id: 1})).most_common(1)[0][0]
+            guess.append(last)
+        return torch.tensor([guess])[where]
+
+    return predict
+
+
+def model_draft(folder: str) -> tuple[Draft, int]:
+    """The draft pass of a checkpoint, and its block length."""
+    from model import load_model, sequence_context
+
+    model = load_model(folder, "cpu", torch.float32)
+    if model.cfg.tokenizer != "bytes":
+        fail(f"--ckpt {folder}: the gallery shows byte models; this checkpoint's tokenizer is {model.cfg.tokenizer}")
+
+    @torch.no_grad()
+    def predict(z: Tensor, where: Tensor) -> Tensor:
+        ctx = sequence_context(model.cfg, torch.ones_like(z, dtype=torch.bool), torch.float32)
+        return model(z, ctx)[where].argmax(-1)
+
+    return predict, model.cfg.block_length
+
+
+def show(x: Tensor, z: Tensor, kind: Tensor, bundle: Tensor, width: int, mask_id: int) -> None:
+    """Rows of `width` positions: clean, input, kind, bundle, and the loss weight in both branches in tenths."""
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    glyph = lambda t: "▒" if t == mask_id else chr(t) if 32 < t < 127 else {32: "·", 10: "↵"}.get(t, "�")  # noqa: E731
+    tenths = lambda w: "".join({10: "A"}.get(round(10 * v), str(round(10 * v))) for v in w.tolist())  # noqa: E731
+    w1, w2 = loss_weights(kind, kind == M), loss_weights(kind, bundle)
+    for a in range(0, x.shape[1], width):
+        part = slice(a, a + width)
+        cells = []
+        for t, k, b in zip(z[0, part].tolist(), kind[0, part].tolist(), bundle[0, part].tolist(), strict=True):
+            style = COLOUR[k] + ("\033[4;1m" if b else "")
+            cells.append(f"{style}{glyph(t)}\033[0m" if colour else glyph(t))
+        print("  clean    " + "".join(map(glyph, x[0, part].tolist())))
+        print("  input    " + "".join(cells))
+        print("  kind     " + "".join(".MWG"[k] for k in kind[0, part].tolist()))
+        print("  bundle   " + "".join("^" if b else " " for b in bundle[0, part].tolist()))
+        print("  weight 1 " + tenths(w1[0, part]))
+        print("  weight 2 " + tenths(w2[0, part]) + "\n")
+
+
+def main() -> None:
+    parser = Parser(__doc__)
+    group = parser.add_argument_group("gallery")
+    group.add_argument("--text", default="def add(a, b):\n    return a + b\n", help=r"the text; \n is a line break")
+    group.add_argument("--ckpt", help="a byte checkpoint to write the draft; else the most frequent successor does")
+    group.add_argument("--block_length", type=int, default=32, help="tokens that draw one mask ratio and one bundle")
+    group.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    tokenizer = byte_tokenizer()
+    ids = tokenizer.encode_documents([args.text.replace("\\n", "\n")])[0].tolist()
+    if not ids or args.block_length < 1:
+        fail("--text is empty or --block_length is not positive: give some text and at least 1")
+    draft, B = successor_draft(ids, tokenizer.mask_id), args.block_length
+    if args.ckpt:
+        draft, B = model_draft(args.ckpt)
+    T = math.ceil(len(ids) / B) * B
+    x = torch.tensor([ids + [tokenizer.eos_id] * (T - len(ids))])
+    free = torch.arange(T)[None] < len(ids)
+    print("M masked (yellow), W wrong-visible (red), G clean-visible (green), ^ in the bundle (underlined)")
+    print("weights in tenths: A = 1.0 fill, 3 = 0.3 edit, 2 = 0.2 clean, 0 = no loss; 1, 2: the branch\n")
+    for kind_name in ("mask", "random", "draft"):
+        corruption = Corruption(kind_name, B, tokenizer.mask_id, 256)
+        rows = [generator(args.seed, "gallery")]
+        z, kind = corruption(x, free, rows, draft)
+        bundle = draw_bundle(kind == M, B, 1, 16, rows)
+        print(f"{kind_name}: " + ", ".join(f"{int((kind == k).sum())} {n}" for k, n in ((M, "M"), (W, "W"), (G, "G"))))
+        show(x, z, kind, bundle, B, tokenizer.mask_id)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""Training: the doubled batch, who learns, resuming. `pytest tests/test_train.py`"""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from common import command_line, random_ids, refused, tiny_model
+from safetensors.torch import load_file
+
+import train
+from corrupt import M, three_term_loss
+from data import generator
+from model import sequence_context
+from train import split_forward
+
+TOY = ["--data", "pairs", "--V", 3, "--m", 2, "--preset", "tiny", "--batch_size", 4, "--eval_rows", 4, "--device", "cpu"]
+
+
+def a_batch(R=3, T=24):
+    x, z = random_ids(R, T, 1), random_ids(R, T, 2)
+    kind = random_ids(R, T, 3, 4).to(torch.uint8)
+    z = torch.where(kind == M, 38, z)
+    real = torch.arange(T) < torch.tensor([T, T - 5, T - 11])[:, None]
+    kind = kind * real
+    bundle = (kind == M) & random_ids(R, T, 4, 2).bool()
+    return x, z, kind, bundle, real
+
+
+def gradients(model):
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("clean_copy", [False, True])
+@pytest.mark.parametrize("n_rounds", [1, 2])
+def test_doubled_batch_equals_two_separate_passes(n_rounds, clean_copy):
+    model = tiny_model(n_rounds=n_rounds)
+    x, z, kind, bundle, real = a_batch()
+    T = x.shape[1]
+    ctx = sequence_context(model.cfg, real, torch.float32, clean_copy)
+    together, terms = split_forward(model, x, z, kind, bundle, ctx)
+    together.backward()
+    doubled = gradients(model)
+
+    model.zero_grad()
+    ids = torch.cat([z, x], 1) if clean_copy else z
+    marks = torch.cat([bundle, torch.zeros_like(bundle)], 1) if clean_copy else bundle
+    one, terms_1 = three_term_loss(model, model.last_n(model.prefix(ids, ctx), ctx)[:, :T], x, kind, kind == M)
+    h = model.coordinate(model.prefix(ids, ctx), marks, ctx, n_rounds)
+    two, terms_2 = three_term_loss(model, h[:, :T], x, kind, bundle)
+    (one + two).backward()
+    torch.testing.assert_close(together, one + two, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(terms, torch.stack([terms_1, terms_2]), rtol=1e-5, atol=1e-4)
+    for name, grad in gradients(model).items():
+        torch.testing.assert_close(doubled[name], grad, rtol=1e-3, atol=1e-3 * float(grad.abs().max()), msg=name)
+
+
+def test_marks_reach_the_loss_of_branch_2_only():
+    model = tiny_model(n_rounds=1)
+    x, z, kind, bundle, real = a_batch()
+    ctx = sequence_context(model.cfg, real, torch.float32)
+    _, before = split_forward(model, x, z, kind, bundle, ctx)
+    model.markers.data += 1.0
+    _, after = split_forward(model, x, z, kind, bundle, ctx)
+    torch.testing.assert_close(after[0], before[0])
+    assert (after[1] - before[1]).abs()[:, 0].max() > 0.1
+    _, unmarked = split_forward(model, x, z, kind, torch.zeros_like(bundle), ctx)
+    torch.testing.assert_close(unmarked[1, 1:], before[0, 1:])  # nothing marked: branch 2 reads as branch 1 does
+    assert unmarked[1, 0].tolist() == [0.0, 0.0]  # and fills nothing
+
+
+def test_only_lora_and_markers_move_from_a_checkpoint(tmp_path, monkeypatch, capsys):
+    base, ours = tmp_path / "base", tmp_path / "ours"
+    assert command_line(train, monkeypatch, capsys, *TOY, "--max_iters", 3, "--out_dir", base)[0] == 0
+    before = load_file(base / "model.safetensors")
+    args = [*TOY, "--init_from", base, "--max_iters", 3, "--learning_rate", 0.1, "--out_dir", ours]
+    code, out, _ = command_line(train, monkeypatch, capsys, *args)
+    assert code == 0 and "python sample.py --ckpt" in out
+    assert load_file(base / "model.safetensors").keys() == before.keys()
+    adapter = load_file(ours / "adapter.safetensors")
+    assert not (ours / "model.safetensors").exists()
+    assert len(adapter) == 4 * 4 + 1 and all("lora_" in k or k == "markers" for k in adapter)
+    assert all(t.abs().sum() > 0 for t in adapter.values())
+
+
+def end_state(folder):
+    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return load_file(folder / "state.safetensors"), [{k: v for k, v in r.items() if k != "ms"} for r in log]
+
+
+@pytest.mark.parametrize("extra", [[], ["--context", "clean", "--n_rounds", 2, "--corruption", "random"]], ids=["paper", "clean"])
+def test_twenty_steps_equal_ten_and_resume_and_ten(tmp_path, monkeypatch, capsys, extra):
+    run = [*TOY, *extra, "--max_iters", 20, "--eval_interval", 7, "--save_interval", 4]
+    assert command_line(train, monkeypatch, capsys, *run, "--out_dir", tmp_path / "a")[0] == 0
+    code, out, _ = command_line(train, monkeypatch, capsys, *run, "--out_dir", tmp_path / "b", "--stop_at", 10)
+    assert code == 0 and "--init_from resume" in out
+    code, _, _ = command_line(train, monkeypatch, capsys, "--init_from", "resume", "--out_dir", tmp_path / "b")
+    assert code == 0
+    (tensors_a, log_a), (tensors_b, log_b) = end_state(tmp_path / "a"), end_state(tmp_path / "b")
+    assert log_a == log_b and len([r for r in log_a if "loss" in r]) == 20
+    assert tensors_a.keys() == tensors_b.keys()
+    assert all(torch.equal(tensors_a[k], tensors_b[k]) for k in tensors_a)
+
+
+def test_an_adapter_run_resumes_bit_for_bit(tmp_path, monkeypatch, capsys):
+    assert command_line(train, monkeypatch, capsys, *TOY, "--max_iters", 2, "--out_dir", tmp_path / "base")[0] == 0
+    run = [*TOY, "--init_from", tmp_path / "base", "--max_iters", 6, "--learning_rate", 0.01]
+    assert command_line(train, monkeypatch, capsys, *run, "--out_dir", tmp_path / "a")[0] == 0
+    assert command_line(train, monkeypatch, capsys, *run, "--out_dir", tmp_path / "b", "--stop_at", 3)[0] == 0
+    command_line(train, monkeypatch, capsys, "--init_from", "resume", "--out_dir", tmp_path / "b")
+    (tensors_a, log_a), (tensors_b, log_b) = end_state(tmp_path / "a"), end_state(tmp_path / "b")
+    assert log_a == log_b and all(torch.equal(tensors_a[k], tensors_b[k]) for k in tensors_a)
+
+
+def test_ctrl_c_saves_and_says_how_to_resume(tmp_path):
+    run = [sys.executable, "train.py", *map(str, TOY), "--max_iters", "100000", "--out_dir", str(tmp_path / "run")]
+    process = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines = iter(process.stdout.readline, "")
+    assert any(line.startswith("step 3/") for line in lines)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"python train.py --init_from resume --out_dir {tmp_path / 'run'}" in out and "Traceback" not in out
+    assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_kill_9_leaves_a_run_that_resumes_to_the_same_end(tmp_path, monkeypatch, capsys):
+    run = [*map(str, TOY), "--max_iters", "40", "--save_interval", "1"]
+    assert command_line(train, monkeypatch, capsys, *run, "--out_dir", tmp_path / "a")[0] == 0
+    killed = [sys.executable, "train.py", *run, "--out_dir", str(tmp_path / "b")]
+    process = subprocess.Popen(killed, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert any(line.startswith("step 9/") for line in iter(process.stdout.readline, ""))
+    time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert command_line(train, monkeypatch, capsys, "--init_from", "resume", "--out_dir", tmp_path / "b")[0] == 0
+    (tensors_a, log_a), (tensors_b, log_b) = end_state(tmp_path / "a"), end_state(tmp_path / "b")
+    assert log_a == log_b and all(torch.equal(tensors_a[k], tensors_b[k]) for k in tensors_a)
+
+
+def test_a_non_finite_loss_stops_before_the_weights_are_hurt(tmp_path, monkeypatch, capsys):
+    run = [*TOY, "--max_iters", 50, "--learning_rate", 1e30, "--grad_clip", 0, "--save_interval", 1, "--warmup", 0]
+    line = refused(train, monkeypatch, capsys, *run, "--out_dir", tmp_path / "run")
+    assert "at step" in line and str(tmp_path / "run") in line and "--learning_rate" in line
+
+
+def test_micro_batches_change_only_rounding(tmp_path, monkeypatch, capsys):
+    for name, micro in (("whole", 0), ("split", 1)):
+        run = [*TOY, "--max_iters", 1, "--micro_batch", micro, "--out_dir", tmp_path / name]
+        assert command_line(train, monkeypatch, capsys, *run)[0] == 0
+    whole, split = (end_state(tmp_path / n)[1][0] for n in ("whole", "split"))
+    assert whole == pytest.approx(split, rel=1e-4)
+
+
+def test_bf16_trains_float32_weights(tmp_path, monkeypatch, capsys):
+    run = [*TOY, "--max_iters", 3, "--dtype", "bf16", "--checkpointing", "--out_dir", tmp_path / "run"]
+    assert command_line(train, monkeypatch, capsys, *run)[0] == 0
+    tensors, log = end_state(tmp_path / "run")
+    assert all(t.dtype == torch.float32 for t in tensors.values()) and log[0]["loss"] < 10
+
+
+def test_learning_rate_warms_up_and_ends_at_zero():
+    args = replace_namespace(learning_rate=1.0, warmup=0.1, max_iters=100)
+    rates = [train.learning_rate(s, args) for s in range(101)]
+    assert rates[:10] == pytest.approx([0.1 * k for k in range(1, 11)])
+    assert rates[55] == pytest.approx(0.5) and rates[100] == pytest.approx(0.0)
+    assert all(a > b for a, b in zip(rates[10:], rates[11:], strict=False))
+
+
+def replace_namespace(**values):
+    args = train.build_parser().parse_args([])
+    for k, v in values.items():
+        setattr(args, k, v)
+    return args
+
+
+def test_toy_rows_are_a_prompt_block_and_an_answer_block():
+    args = replace_namespace(data=["pairs"], V=5, m=2)
+    data, task = train.load_data(args, None)
+    x, real, prompt = data["train"].batch(0, 50)
+    assert real.all() and prompt.sum() == 100 and torch.equal(x[:, 0], x[:, 1])
+    assert torch.equal((x[:, 2] + x[:, 0] - task.V) % 5, x[:, 3])  # the partner is shifted by the key
+    assert torch.equal(data["train"].batch(20, 5)[0], x[20:25])
+    assert not torch.equal(data["val"].batch(0, 50)[0], x)
+
+
+def test_generator_is_a_function_of_its_key():
+    assert torch.equal(torch.rand(3, generator=generator(1, "a")), torch.rand(3, generator=generator(1, "a")))
+    assert not torch.equal(torch.rand(3, generator=generator(1, "a")), torch.rand(3, generator=generator(1, "b")))
+
+

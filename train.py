@@ -1,0 +1,466 @@
+"""Split-forward training: both branches in one doubled batch after one shared prefix, one backward (paper, Sec. 4.1).
+
+Two starting points. From `scratch` everything trains, markers included. From a checkpoint folder the backbone is frozen
+and only LoRA and the markers train: the paper's setting, whose recipe is the default there.
+
+Random numbers have no state: each is a function of (seed, row), so a resumed run continues bit for bit, and the same
+rows split over other micro-batches draw the same. It refuses a non-finite loss: it stops before the step is taken.
+
+    python train.py --n_last 3                                          # stdlib bytes from scratch, minutes on 2 cores
+    python train.py --data modes --n_last 2 --out_dir out/modes         # a toy with known total correlation, a minute
+    python train.py --init_from resume --out_dir out/stdlib             # go on after Ctrl-C, kill or power cut
+    python train.py --init_from weights/llada2.1-mini --n_last 3 --data fineweb_edu/*.parquet --out_dir out/cocommit
+"""
+
+import json
+import math
+import shutil
+import signal
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+import toy
+from corrupt import Corruption, M, draw_bundle, three_term_loss
+from data import (
+    Filter, Parser, Sequences, bpe_tokenizer, byte_tokenizer, fail, generator, load_sequences, pick_device, read_json,
+    replace_file, write_json,
+)  # fmt: skip
+from model import PRESETS, Context, Model, load_model, new_model, read_config, read_tensors, save_adapter, save_model
+from model import sequence_context
+
+# R rows, T positions, C channels
+
+# What a run takes when a flag is not given, by what the model reads. "bpe" is the paper's recipe.
+DEFAULTS = {
+    "bytes": dict(preset="text", block_length=32, seq_len=256, batch_size=16, max_iters=900, out_dir="out/stdlib"),
+    "toy": dict(preset="tiny", batch_size=128, max_iters=1500, out_dir="out/toy"),
+    "bpe": dict(block_length=32, seq_len=2048, batch_size=8, max_iters=12500, out_dir="out/cocommit"),
+}
+LEARNING_RATE = {"scratch": 2e-3, "adapter": 1e-5}
+FREE_ON_RESUME = {"init_from", "out_dir", "device", "stop_at", "log_interval", "eval_interval", "save_interval"}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def build_parser() -> Parser:
+    p = Parser(__doc__)
+    g = p.add_argument_group("data")
+    g.add_argument("--data", nargs="+", default=["stdlib"],
+                   help=f"stdlib, a toy ({', '.join(toy.TASKS)}), or .txt / folder / .jsonl[.gz] / .parquet")
+    g.add_argument("--seq_len", type=int, help="tokens in a row; one document a row (256 bytes; 2048 for a BPE model)")
+    g.add_argument("--min_score", type=int, default=3, help="records below this int_score are left out (paper: 3)")
+    g.add_argument("--min_tokens", type=int, default=256, help="... and records shorter than this (paper: 256)")
+    g.add_argument("--max_tokens", type=int, default=1800, help="... or longer than this (paper: 1800)")
+    g.add_argument("--max_docs", type=int, default=0, help="stop reading after so many documents (paper: 50000; 0: all)")
+    toy.add_flags(p.add_argument_group("toy (only with --data TOY; default: the toy's own)"))
+    g = p.add_argument_group("model")
+    g.add_argument("--init_from", default="scratch", help="scratch, resume, or a checkpoint folder (LoRA + markers train)")
+    g.add_argument("--preset", choices=PRESETS, help="geometry from scratch (text for text, tiny for toys)")
+    g.add_argument("--n_last", type=int, help="n, the layers that Stage B runs again (paper: 3 of 20; default 3, or half)")
+    g.add_argument("--n_rounds", type=int, default=1, help="K, rounds of Stage B, one marker each (paper: 1)")
+    g.add_argument("--block_length", type=int, help="tokens decoded together (32; a toy's block is its answer)")
+    g.add_argument("--lora_r", type=int, default=16, help="rank of the adapters (paper: 16)")
+    g.add_argument("--lora_alpha", type=float, default=32.0, help="scale is alpha / r (paper: 32)")
+    g = p.add_argument_group("corruption and bundle")
+    g.add_argument("--corruption", choices=["mask", "random", "draft"], default="draft",
+                   help="how visible tokens go wrong: not at all, random ones, or the model's own drafts (paper)")
+    g.add_argument("--random_rate", type=float, default=0.1, help="share of visible tokens replaced (unpublished)")
+    g.add_argument("--draft_rate", type=float, default=0.3, help="share of masks that the draft fills (unpublished)")
+    g.add_argument("--context", choices=["corrupted", "clean"], default="corrupted",
+                   help="what earlier blocks look like: corrupted too (paper), or clean as in decoding ([noisy ; clean])")
+    g.add_argument("--bundle_scope", choices=["block", "sequence"], default="block",
+                   help="draw D per block (a decoded bundle lies in one block) or once per row (the paper leaves it open)")
+    g.add_argument("--s_min", type=int, default=1, help="smallest bundle (paper: 1)")
+    g.add_argument("--s_max", type=int, default=16, help="largest bundle (paper: 16)")
+    g = p.add_argument_group("optimisation")
+    g.add_argument("--max_iters", type=int, help="optimizer steps; the cosine ends here (paper: 12500)")
+    g.add_argument("--batch_size", type=int, help="rows in one optimizer step (paper: 8)")
+    g.add_argument("--micro_batch", type=int, default=0, help="rows in one forward; gradients accumulate (0: all rows)")
+    g.add_argument("--learning_rate", type=float, help="peak; default 2e-3 from scratch, 1e-5 for adapters (paper)")
+    g.add_argument("--warmup", type=float, default=0.01, help="share of the steps that warm up linearly (paper: 0.01)")
+    g.add_argument("--weight_decay", type=float, default=0.01, help="AdamW, on matrices only")
+    g.add_argument("--grad_clip", type=float, default=1.0, help="largest gradient norm (0: no clipping)")
+    g.add_argument("--checkpointing", action="store_true", help="recompute layers in the backward: less memory, more time")
+    g = p.add_argument_group("run")
+    g.add_argument("--out_dir", help="where checkpoints and log.jsonl go (out/stdlib, out/toy, out/cocommit)")
+    g.add_argument("--seed", type=int, default=0)
+    g.add_argument("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
+    g.add_argument("--dtype", choices=DTYPES, default="fp32", help="activations and frozen weights; trained ones are fp32")
+    g.add_argument("--log_interval", type=int, default=1, help="print every so many steps (log.jsonl has them all)")
+    g.add_argument("--eval_interval", type=int, default=250, help="validate every so many steps, and at the end")
+    g.add_argument("--eval_rows", type=int, default=64, help="validation rows, the same ones each time")
+    g.add_argument("--save_interval", type=int, default=250, help="save every so many steps, and at the end")
+    g.add_argument("--stop_at", type=int, default=0, help="save and stop after this step, as Ctrl-C would (0: run through)")
+    return p
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the learning signal
+
+
+def split_forward(model: Model, x: Tensor, z: Tensor, kind: Tensor, bundle: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+    """Both branches of the paper's Sec. 4.1. All (R, T); ctx is the context of these rows, doubled [noisy ; clean] rows
+    of 2T where `z` is followed by a clean copy of x. -> loss sum (scalar, nats), terms (2 branches, 3 terms, 2)."""
+    T = x.shape[1]
+    both, clean_copy = ctx.doubled(), len(ctx.cos) == 2 * T
+    ids = torch.cat([z, x], dim=1) if clean_copy else z
+    marks = torch.cat([bundle, torch.zeros_like(bundle)], dim=1) if clean_copy else bundle
+
+    h = model.prefix(ids, ctx)  # once
+    h = model.last_n(torch.cat([h, model.mark(h, marks, 0)]), both)  # branch 1 unmarked, branch 2 marked: one batch
+    h_1, h_2 = h.chunk(2)
+    for i in range(1, model.cfg.n_rounds):  # further rounds are branch 2's alone
+        h_2 = model.last_n(model.mark(h_2, marks, i), ctx)
+    loss_1, terms_1 = three_term_loss(model, h_1[:, :T], x, kind, fill=kind == M)  # fill on all of M
+    loss_2, terms_2 = three_term_loss(model, h_2[:, :T], x, kind, fill=bundle)  # fill on D only
+    return loss_1 + loss_2, torch.stack([terms_1, terms_2])
+
+
+class Objective:
+    """Rows -> loss: data, corruption and bundle of the rows first .. first+R of a stream, all drawn from their index."""
+
+    def __init__(self, model: Model, data, args: Namespace, device: torch.device):
+        cfg = model.cfg
+        self.model, self.data, self.args, self.device = model, data, args, device
+        self.corruption = Corruption(
+            args.corruption, cfg.block_length, cfg.mask_id, data.n_plain, args.random_rate, args.draft_rate
+        )
+
+    def rows(self, first: int, n: int, validation: bool = False) -> tuple[Tensor, Tensor]:
+        """-> loss sum (scalar) and terms (2, 3, 2) of n rows."""
+        args, cfg = self.args, self.model.cfg
+        stream = "val" if validation else "train"
+        rows = [generator(args.seed, stream, i) for i in range(first, first + n)]
+        x, real, prompt = (t.to(self.device) for t in self.data[stream].batch(first, n))
+        z, kind = self.corruption(x, real & ~prompt, rows, self.draft(real))
+        group = cfg.block_length if args.bundle_scope == "block" else x.shape[1]
+        bundle = draw_bundle(kind == M, group, args.s_min, args.s_max, rows)
+        ctx = sequence_context(cfg, real, self.model.compute_dtype, clean_copy=args.context == "clean")
+        return split_forward(self.model, x, z, kind, bundle, ctx)
+
+    def draft(self, real: Tensor):
+        """The no-gradient pass that writes the model's own errors into z (unmarked: what Stage A would write)."""
+        ctx = sequence_context(self.model.cfg, real, self.model.compute_dtype)
+
+        @torch.no_grad()
+        def predict(z: Tensor, where: Tensor) -> Tensor:
+            h = self.model.last_n(self.model.prefix(z, ctx), ctx)[where]  # (n, C)
+            return torch.cat([self.model.head(part).argmax(-1) for part in h.split(1024)])
+
+        return predict
+
+    def validate(self) -> Tensor:
+        with torch.no_grad():
+            size = self.args.micro_batch or self.args.batch_size
+            starts = range(0, self.args.eval_rows, size)
+            parts = [self.rows(a, min(size, self.args.eval_rows - a), validation=True)[1] for a in starts]
+        return torch.stack(parts).sum(0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# one step
+
+
+def learning_rate(step: int, args: Namespace) -> float:
+    """Linear warm-up, then a cosine to zero at max_iters."""
+    warm = max(1, round(args.warmup * args.max_iters))
+    if step < warm:
+        return args.learning_rate * (step + 1) / warm
+    return args.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, args.max_iters - warm)))
+
+
+def train_step(objective: Objective, optimizer: torch.optim.Optimizer, step: int, args: Namespace) -> dict:
+    """One optimizer step on rows step*batch .. (step+1)*batch; micro-batches share one denominator, so that how the
+    rows are split changes nothing but rounding."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(step, args)
+    size = args.micro_batch or args.batch_size
+    first = step * args.batch_size
+    n_real = objective.data["train"].count_real(first, args.batch_size)
+    total, terms = 0.0, 0.0
+    for a in range(0, args.batch_size, size):
+        loss, part = objective.rows(first + a, min(size, args.batch_size - a))
+        (loss / n_real).backward()
+        total, terms = total + loss.detach() / n_real, terms + part
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = torch.nn.utils.clip_grad_norm_(params, args.grad_clip or math.inf)
+    record = {"step": step, "loss": float(total), "grad_norm": float(norm), "lr": learning_rate(step, args)}
+    if math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"]):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return record | {"tokens": n_real} | named_terms(terms)
+
+
+def named_terms(terms: Tensor) -> dict[str, float]:
+    """Mean cross-entropy in nats of each term of each branch; a term without positions is left out."""
+    names = [f"{term}_{branch}" for branch in (1, 2) for term in ("m2t", "edit", "clean")]
+    return {k: float(s / n) for k, (s, n) in zip(names, terms.view(6, 2).tolist(), strict=True) if n}
+
+
+def make_optimizer(model: Model, args: Namespace) -> torch.optim.AdamW:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2 and p is not model.markers], "weight_decay": args.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2 or p is model.markers], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.95))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# settings, data, model
+
+
+def settle(args: Namespace, given: set[str]) -> Namespace:
+    """Fill in what was not given: from the saved run when resuming, else from DEFAULTS. Refuses what cannot be meant."""
+    if args.init_from == "resume":
+        folder = Path(args.out_dir or DEFAULTS["bytes"]["out_dir"])
+        saved = read_json(folder / "train.json", "training run to resume (--out_dir of an earlier train.py)")
+        for name in given - FREE_ON_RESUME:
+            if getattr(args, name) != saved[name]:
+                fail(f"--{name} {getattr(args, name)} differs from the run's {saved[name]}: a resumed run keeps its "
+                     "settings; leave the flag out, or start a new --out_dir")  # fmt: skip
+        kept = {k: v for k, v in saved.items() if k not in FREE_ON_RESUME or (k not in given and k != "stop_at")}
+        return Namespace(**(vars(args) | kept | {"init_from": saved["init_from"], "resume": True, "out_dir": str(folder)}))
+    args.resume = False
+    is_toy = len(args.data) == 1 and args.data[0] in toy.TASKS
+    reads = "toy" if is_toy else "bytes" if args.init_from == "scratch" else read_config(Path(args.init_from)).tokenizer
+    for name, value in DEFAULTS[reads].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.learning_rate is None:
+        args.learning_rate = LEARNING_RATE["scratch" if args.init_from == "scratch" else "adapter"]
+    check(args, is_toy)
+    folder = Path(args.out_dir)
+    if (folder / "train.json").exists():
+        fail(f"{folder} already holds a run: add --init_from resume to go on, or choose another --out_dir")
+    return args
+
+
+def check(args: Namespace, is_toy: bool) -> None:
+    positive = ["batch_size", "max_iters", "s_min", "n_rounds", "eval_rows", "eval_interval", "save_interval"]
+    positive += ["lora_r", "log_interval"] + ([] if is_toy else ["seq_len"]) + (["n_last"] if args.n_last is not None else [])
+    for name in positive:
+        if getattr(args, name) < 1:
+            fail(f"--{name} must be at least 1, not {getattr(args, name)}")
+    for name in ("random_rate", "draft_rate", "warmup"):
+        if not 0 <= getattr(args, name) <= 1:
+            fail(f"--{name} is a share: between 0 and 1, not {getattr(args, name)}")
+    if args.s_max < args.s_min:
+        fail(f"--s_max {args.s_max} is below --s_min {args.s_min}")
+    if not 0 < args.learning_rate < math.inf:
+        fail(f"--learning_rate must be positive, not {args.learning_rate}")
+
+
+class Data(dict):
+    """{"train": rows, "val": rows} and n_plain, how many ordinary tokens there are."""
+
+    n_plain: int
+
+
+def load_data(args: Namespace, folder: Path | None) -> tuple[Data, "toy.Toy | None"]:
+    """Rows to train and validate on. folder: a checkpoint whose tokenizer is used, or None for bytes."""
+    data = Data()
+    if len(args.data) == 1 and args.data[0] in toy.TASKS:
+        try:
+            task = toy.make(args.data[0], **{k: getattr(args, k) for k in toy.FLAGS})
+        except ValueError as e:
+            fail(e)
+        data["train"], data["val"] = toy.Rows(task, args.seed, "rows"), toy.Rows(task, args.seed, "validation rows")
+        data.n_plain = task.V
+        return data, task
+    tokenizer = bpe_tokenizer(folder / "tokenizer.json") if folder else byte_tokenizer()
+    keep = Filter(args.min_score, args.min_tokens, args.max_tokens, args.max_docs)
+    data["train"], data["val"] = load_sequences(args.data, tokenizer, args.seq_len, args.seed, keep)
+    data.n_plain = min(tokenizer.special.values())
+    return data, None
+
+
+def build_model(args: Namespace, task: "toy.Toy | None", device: torch.device) -> Model:
+    if args.init_from == "scratch":
+        cfg = PRESETS[args.preset]
+        n_last = args.n_last or max(1, cfg.n_layer // 2)
+        ids = dict(eos_id=256, mask_id=257)
+        if task is not None:
+            ids = dict(eos_id=task.eos_id, mask_id=task.mask_id, vocab_size=task.vocab_size, tokenizer="toy")
+        cfg = replace(cfg, block_length=args.block_length or task.m, n_last=n_last, n_rounds=args.n_rounds, **ids)
+        model = new_model(cfg, generator(args.seed, "init"), device)
+        model.compute_dtype = DTYPES[args.dtype]
+    else:
+        given = dict(n_last=args.n_last, n_rounds=args.n_rounds, block_length=args.block_length)
+        model = load_model(args.init_from, device, DTYPES[args.dtype], **given)
+        model.add_lora(args.lora_r, args.lora_alpha, generator(args.seed, "lora"))
+    model.checkpointing = args.checkpointing
+    return model
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what is kept: a checkpoint to sample from, one file to resume from, one log
+
+
+def save(model: Model, optimizer: torch.optim.Optimizer, step: int, args: Namespace, task: "toy.Toy | None") -> None:
+    """The resume file first and in one piece (weights and moments of the same step, whenever the power goes), then the
+    checkpoint that sample.py reads."""
+    folder = Path(args.out_dir)
+    state = {f"param.{n}": p for n, p in model.named_parameters() if p.requires_grad}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            name = next(n for n, q in model.named_parameters() if q is p)
+            state |= {f"{k}.{name}": v for k, v in optimizer.state[p].items()}
+    state = {k: v.detach().contiguous().cpu() for k, v in state.items()}
+    replace_file(folder / "state.safetensors", lambda p: save_file(state, p, {"step": str(step)}))
+    if args.init_from == "scratch":
+        save_model(model, folder)
+    else:
+        geometry = {k: getattr(model.cfg, k) for k in ("n_layer", "n_embd", "n_last", "n_rounds", "block_length")}
+        settings = dict(base=args.init_from, lora_r=args.lora_r, lora_alpha=args.lora_alpha, lora_scope="all")
+        save_adapter(model, folder, settings | {"model": geometry})
+    if task is not None:
+        write_json(folder / "toy.json", {k: getattr(args, k) for k in toy.FLAGS} | {"name": task.name})
+
+
+def restore(model: Model, optimizer: torch.optim.Optimizer, folder: Path) -> int:
+    """Weights, moments -> the number of steps taken. Generators need nothing: they are functions of the row."""
+    path = folder / "state.safetensors"
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    left, steps = {f"param.{n}" for n in named}, 0
+    for _, key, tensor in read_tensors([path]):
+        kind, name = key.split(".", 1)
+        if name not in named:
+            fail(f"{path}: {name} is not trained by this run: the folder holds another model")
+        p = named[name]
+        if kind == "param":
+            p.data.copy_(tensor)
+            left.discard(key)
+        else:
+            optimizer.state[p][kind] = tensor if kind == "step" else tensor.to(p.device)
+            steps = int(tensor) if kind == "step" else steps
+    return fail(f"{path} lacks {sorted(left)[0]}: start again in a new --out_dir") if left else steps
+
+
+def rewind_log(path: Path, step: int) -> None:
+    """Drop lines at or after `step` (written after the last save) and a line cut short by a kill."""
+    kept = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            break
+        if record["step"] < step or (record["step"] == step and "val" in record):
+            kept.append(line + "\n")
+    replace_file(path, lambda p: p.write_text("".join(kept)))
+
+
+@contextmanager
+def interruptible() -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM ask the loop to finish its step and save; a second one stops at once."""
+    caught: list[int] = []
+
+    def handler(number: int, frame: object) -> None:
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(number)
+
+    before = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def log_line(record: dict, max_iters: int) -> str:
+    def branch(b: int) -> str:
+        return " ".join(f"{t} {record[f'{t}_{b}']:.3f}" for t in ("m2t", "edit", "clean") if f"{t}_{b}" in record)
+
+    head = f"step {record['step'] + 1}/{max_iters} | loss {record['loss']:.4f}" if "loss" in record else record["val"]
+    tail = f" | lr {record['lr']:.1e} | norm {record['grad_norm']:.2f} | {record['ms']:.0f} ms" if "loss" in record else ""
+    return f"{head} | branch 1 {branch(1)} | branch 2 {branch(2)}{tail}"
+
+
+def run(args: Namespace) -> None:
+    device, folder = pick_device(args.device), Path(args.out_dir)
+    checkpoint = None if args.init_from == "scratch" else Path(args.init_from)
+    uses_bpe = checkpoint is not None and read_config(checkpoint).tokenizer == "bpe"
+    data, task = load_data(args, checkpoint if uses_bpe else None)
+    model = build_model(args, task, device)
+    cfg = model.cfg
+    if task is None and (args.seq_len % cfg.block_length or args.seq_len > cfg.max_len):
+        fail(f"--seq_len {args.seq_len} must be a multiple of --block_length {cfg.block_length}, at most {cfg.max_len}")
+    optimizer = make_optimizer(model, args)
+    done = restore(model, optimizer, folder) if args.resume else 0
+    write_json(folder / "train.json", {k: v for k, v in vars(args).items() if k != "resume"})
+    rewind_log(folder / "log.jsonl", done)
+    if uses_bpe:
+        shutil.copyfile(checkpoint / "tokenizer.json", folder / "tokenizer.json")
+
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    print(f"{' '.join(args.data)}: {data['train'].describe()} to train on, {data['val'].describe()} to validate")
+    print(f"training {trained:,} of {sum(p.numel() for p in model.parameters()):,} parameters on {device} in {args.dtype}")
+    print(f"prefix {cfg.n_layer - cfg.n_last} layers, last n = {cfg.n_last}, K = {cfg.n_rounds}, blocks of "
+          f"{cfg.block_length}; steps {done}..{args.max_iters} of {args.batch_size} rows -> {folder}")  # fmt: skip
+    objective = Objective(model, data, args, device)
+    loop(objective, optimizer, done, args, task)
+
+
+def loop(objective: Objective, optimizer: torch.optim.Optimizer, done: int, args: Namespace, task: "toy.Toy | None") -> None:
+    folder, saved = Path(args.out_dir), done
+    last = min(args.max_iters, args.stop_at or args.max_iters)
+    resume = f"python train.py --init_from resume --out_dir {folder}"
+    with interruptible() as caught, open(folder / "log.jsonl", "a", buffering=1) as log:
+        for step in tqdm(range(done, last), initial=done, total=args.max_iters, desc="train", disable=None):
+            start = time.perf_counter()
+            record = train_step(objective, optimizer, step, args)
+            record["ms"] = 1e3 * (time.perf_counter() - start)
+            if not math.isfinite(record["loss"] + record["grad_norm"]):
+                good = f"step {saved} in {folder} ({resume})" if saved else "none yet"
+                fail(f"the loss is {record['loss']} (gradient norm {record['grad_norm']}) at step {step + 1}; last good "
+                     f"checkpoint: {good}; lower --learning_rate in a new --out_dir")  # fmt: skip
+            log.write(json.dumps(record) + "\n")
+            if (step + 1) % args.log_interval == 0:
+                tqdm.write(log_line(record, args.max_iters))
+            stopping = bool(caught) or step + 1 == last
+            if (step + 1) % args.eval_interval == 0 or step + 1 == args.max_iters:
+                val = {"step": step + 1, "val": f"validation at step {step + 1}"} | named_terms(objective.validate())
+                log.write(json.dumps(val) + "\n")
+                tqdm.write(log_line(val, args.max_iters))
+            if stopping or (step + 1) % args.save_interval == 0:
+                save(objective.model, optimizer, step + 1, args, task)
+                saved = step + 1
+            if caught:
+                break
+    if saved < args.max_iters:
+        print(f"saved at step {saved} of {args.max_iters}; go on with: {resume}")
+        raise SystemExit(130 if caught else 0)
+    print(f"done: {folder}; sample with: {how_to_sample(args)}")
+
+
+def how_to_sample(args: Namespace) -> str:
+    if args.init_from != "scratch":
+        return f"python sample.py --ckpt {args.init_from} --adapter {args.out_dir} --prompt ..."
+    if args.data[0] in toy.TASKS:
+        return f"python evaluate.py --data {args.data[0]} --ckpt {args.out_dir}"
+    return f"python sample.py --ckpt {args.out_dir} --prompt 'def '"
+
+
+def main() -> None:
+    args = build_parser().parse_args()
+    given = {a[2:].split("=")[0] for a in sys.argv[1:] if a.startswith("--")}
+    try:
+        run(settle(args, given))
+    except KeyboardInterrupt:
+        fail("interrupted before anything was trained")
+    except torch.OutOfMemoryError:
+        fail("out of memory: lower --micro_batch or --seq_len, or add --checkpointing")
+
+
+if __name__ == "__main__":
+    main()
