@@ -151,7 +151,8 @@ def successor_draft(x: list[int], mask_id: int) -> Draft:
 
 def model_draft(folder: str) -> tuple[Draft, int]:
     """The draft pass of a checkpoint, and its block length."""
-    from model import load_model, sequence_context
+    from checkpoint import load_model
+    from model import sequence_context
 
     model = load_model(folder, "cpu", torch.float32)
     if model.cfg.tokenizer != "bytes":

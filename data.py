@@ -5,8 +5,8 @@
     Sequences    documents -> rows of seq_len ids, never two documents in one row; the same row for the same index
     fail, Parser, replace_file, generator    the four small things that every script shares
 
-It refuses what it cannot read exactly: a tokenizer that tiktoken cannot express, a record without text, an empty corpus.
-Nothing is downloaded.
+It refuses what it cannot read exactly: a tokenizer that tiktoken cannot express, a record without text, no text at
+all. Nothing is downloaded.
 
     python data.py --data stdlib --seq_len 256        # what a corpus holds, and its first row
 """
@@ -131,7 +131,7 @@ class Tokenizer:
         return self.special[MASK]
 
     def encode(self, text: str) -> list[int]:
-        """Text to ids; the names of special tokens inside the text become those tokens, as in the released tokenizer."""
+        """Text to ids; names of special tokens inside the text become those tokens, as in the released tokenizer."""
         text = unicodedata.normalize("NFC", text) if self.nfc else text
         return [self.ids[r] for r in self.encoding.encode(text, allowed_special="all")]
 
@@ -410,7 +410,9 @@ def load_sequences(
 def main() -> None:
     parser = Parser(__doc__)
     group = parser.add_argument_group("corpus")
-    group.add_argument("--data", nargs="+", default=["stdlib"], help="stdlib, or .txt / folder / .jsonl[.gz] / .parquet")
+    group.add_argument(
+        "--data", nargs="+", default=["stdlib"], help="stdlib, or .txt / folder / .jsonl[.gz] / .parquet"
+    )
     group.add_argument("--seq_len", type=int, default=256, help="ids in a row")
     args = parser.parse_args()
     tokenizer = byte_tokenizer()

@@ -14,24 +14,24 @@ What CoCommit adds: LoRA on qkv and the output projection, `markers`, and the vi
     logits_A = model.head(model.last_n(h, ctx))      # Stage A: factorised
     logits_B = model.head(model.coordinate(h, bundle, ctx, n_rounds))   # Stage B: marked, the same last n layers again
 
-It refuses checkpoints whose tensors are missing, unknown or of another shape. Weights are safetensors, the rest JSON.
+It refuses geometries that cannot be, by name. Reading and writing checkpoints is checkpoint.py's.
 
     python model.py --preset llada2.1-mini        # parameter table of a preset, built without memory
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from data import Parser, fail, read_json, replace_file, write_json
+from data import Parser, fail
+
+if TYPE_CHECKING:
+    from cache import KVCache
 
 # R rows, T positions, S keys, C channels (n_embd), H heads, G key/value heads, D head dim, V vocabulary,
 # N = R*T tokens, E experts, A active experts, F expert width, L layers, n = n_last, K = n_rounds, B block_length
@@ -69,6 +69,11 @@ class Config:
     tokenizer: str = "bytes"  # "bytes", "bpe" (tokenizer.json beside the weights) or "toy" (toy.json beside them)
 
     def __post_init__(self) -> None:
+        if (
+            min(self.n_layer, self.n_head, self.n_kv_head, self.n_embd, self.n_group, self.topk_group, self.n_active)
+            < 1
+        ):
+            fail("impossible model: layers, heads, widths, groups and active experts must be positive")
         groups_ok = self.n_expert % self.n_group == 0 and self.topk_group <= self.n_group
         chosen_from = self.topk_group * (self.n_expert // max(1, self.n_group))
         for ok, what in (
@@ -144,8 +149,9 @@ class Context:
 
 
 def rotary(cfg: Config, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(..., T) positions -> cos and sin, (..., T, 1, rotary_dim / 2), the 1 for the heads. Angles are float32 whatever the model's dtype: bf16 frequencies are off by
-    radians after a thousand positions. There is no buffer that a `.to(bf16)` could round."""
+    """(..., T) positions -> cos and sin, (..., T, 1, rotary_dim / 2), the 1 for the heads. Angles are float32 whatever
+    the model's dtype, because bf16 frequencies are off by radians after a thousand positions; and there is no buffer
+    that a `.to(bf16)` could round."""
     exponent = torch.arange(0, cfg.rotary_dim, 2, device=positions.device, dtype=torch.float32) / cfg.rotary_dim
     angle = positions.float()[..., None, None] * cfg.rope_theta**-exponent
     return angle.cos().to(dtype), angle.sin().to(dtype)
@@ -163,78 +169,6 @@ def sequence_context(cfg: Config, real: Tensor, dtype: torch.dtype, clean_copy: 
         itself = torch.eye(len(mask), dtype=torch.bool, device=real.device)
         mask = ((mask & real[:, None, :]) | itself)[:, None]  # (R, 1, T, S)
     return Context(*rotary(cfg, positions, dtype), mask)
-
-
-class KVCache:
-    """Keys and values of finished blocks. Exact, not approximate: no block attends to a later one, so what a finished
-    block computed can never change (tested: cached decode = naive decode).
-
-    A slot is one layer in one round: L slots for round 0 and n more for each further round of Stage B, whose context
-    is the context's own states of that round. In a slot, keys 0..B-1 are the current block (rewritten by every pass)
-    and the row's context follows. Rotation has already put the position into a key, so this order does not matter to
-    attention, and the keys in use are one view without a copy, however long each row's context is.
-    """
-
-    def __init__(self, cfg: Config, rows: int, rounds: int, device: torch.device, dtype: torch.dtype):
-        slots = cfg.n_layer + max(0, rounds - 1) * cfg.n_last
-        self.first_last, self.n_layer, self.n_last = cfg.n_layer - cfg.n_last, cfg.n_layer, cfg.n_last
-        self.B = cfg.block_length
-        self.kv = torch.zeros(2, slots, rows, cfg.n_kv_head, 9 * self.B, cfg.head_dim, device=device, dtype=dtype)
-        self.length = torch.zeros(rows, dtype=torch.long, device=device)  # context tokens of each row
-        self.used = 0  # the longest row's, known to the host
-        self.ragged = False  # whether rows differ in length
-        self.filling: int | None = None  # the row whose prompt is being read, if any
-
-    def update(self, layer: int, round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v: (R, G, T, D) of the current pass -> keys and values to attend to, (R, G, S, D)."""
-        slot = layer if round == 0 else self.n_layer + (round - 1) * self.n_last + layer - self.first_last
-        if self.filling is not None:  # the prompt's complete blocks: straight into the context, nothing before them
-            self.kv[0, slot, self.filling, :, self.B : self.B + k.shape[2]] = k[0]
-            self.kv[1, slot, self.filling, :, self.B : self.B + v.shape[2]] = v[0]
-            return k, v
-        self.kv[0, slot, :, :, : self.B] = k
-        self.kv[1, slot, :, :, : self.B] = v
-        return tuple(self.kv[:, slot, :, :, : self.B + self.used])
-
-    def close(self, rows: list[int], lengths: list[int]) -> None:
-        """The current block of `rows` joins their context. lengths: every row's context length after this."""
-        self.reserve(max(lengths))
-        at = torch.tensor(rows, device=self.kv.device)
-        place = self.B + self.length[at, None] + torch.arange(self.B, device=self.kv.device)  # (rows, B)
-        block = self.kv[:, :, at, :, : self.B]  # (2, slots, rows, G, B, D)
-        self.kv[:, :, at[:, None], :, place] = block.permute(2, 4, 0, 1, 3, 5)
-        self.set_lengths(lengths)
-
-    def reserve(self, tokens: int) -> None:
-        """Room for a context of `tokens`, doubling so that a long answer copies its cache only a few times."""
-        have, need = self.kv.shape[4], self.B + tokens
-        if need > have:
-            self.kv = torch.cat([self.kv, torch.zeros_like(self.kv[:, :, :, :, : max(need - have, have)])], dim=4)
-
-    def set_lengths(self, lengths: list[int]) -> None:
-        self.length = torch.tensor(lengths, device=self.kv.device)
-        self.used, self.ragged = max(lengths), len(set(lengths)) > 1
-
-    def current_block(self) -> Tensor:
-        return self.kv[:, :, :, :, : self.B].clone()
-
-    def restore_block(self, block: Tensor) -> None:
-        self.kv[:, :, :, :, : self.B] = block
-
-    def keep(self, rows: list[int]) -> None:
-        """Drop finished rows."""
-        self.kv, lengths = self.kv[:, :, rows], self.length[rows].tolist()
-        self.set_lengths(lengths)
-
-    def context(self, cfg: Config, start: Tensor) -> Context:
-        """Context of each row's current block. start: (R,) position of its first token."""
-        positions = start[:, None] + torch.arange(self.B, device=start.device)
-        cos, sin = rotary(cfg, positions, self.kv.dtype)
-        mask = None
-        if self.ragged:
-            key = torch.arange(self.B + self.used, device=start.device)
-            mask = (key < self.B + self.length[:, None])[:, None, None]  # (R, 1, 1, S)
-        return Context(cos, sin, mask, self)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -256,7 +190,7 @@ class RMSNorm(nn.Module):
 
 class Linear(nn.Linear):
     """A linear layer that computes in its input's dtype (master weights may be float32 under bf16 activations), with an
-    optional LoRA: y = W x + (alpha / r) B A x, A (r, in) Kaiming, B (out, r) zero, so that it starts as the identity."""
+    optional LoRA: y = W x + (alpha / r) B A x, A (r, in) Kaiming, B (out, r) zero, so that it starts as W alone."""
 
     def __init__(self, n_in: int, n_out: int, bias: bool = False):
         super().__init__(n_in, n_out, bias)
@@ -460,8 +394,9 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
-        """Normal(0, 0.02) matrices, unit norms, zero markers and biases; the projections that write to the residual
-        stream are scaled down by sqrt(2 L), as in GPT-2."""
+        """Normal matrices of std 1/sqrt(C), unit norms, zero markers and biases; the projections that write to the
+        residual stream are scaled down by sqrt(2 L), as in GPT-2. Embeddings are of unit size: at 0.02 the layers drown
+        a token's identity within steps, and copying visible tokens (two thirds of the terms) is learned late."""
         for name, p in self.named_parameters():
             if name == "markers" or name.endswith("bias"):
                 p.zero_()
@@ -469,7 +404,8 @@ class Model(nn.Module):
                 p.fill_(1.0)
             else:
                 writes = name.endswith(("proj.weight", "down.weight", "mlp.down"))
-                std = 0.02 / math.sqrt(2 * self.cfg.n_layer) if writes else 0.02
+                std = {"wte.weight": 1.0, "lm_head.weight": 0.02}.get(name, self.cfg.n_embd**-0.5)
+                std = std / math.sqrt(2 * self.cfg.n_layer) if writes else std
                 p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator))
         for _, buffer in self.named_buffers():
             buffer.zero_()
@@ -492,122 +428,12 @@ class Model(nn.Module):
                 module.merge_lora()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# on disk: config.json, model.safetensors (or shards with an index); adapter.json, adapter.safetensors
-
-
 def new_model(cfg: Config, generator: torch.Generator, device: torch.device | str = "cpu") -> Model:
     with torch.device("meta"):
         model = Model(cfg)
     model.to_empty(device=device)
     model.init_weights(generator)
     return model
-
-
-def save_model(model: Model, folder: Path, metadata: dict[str, str] | None = None) -> None:
-    """Weights first, config last: a folder with a config.json has the weights that it speaks of."""
-    tensors = {k: v.contiguous().cpu() for k, v in model.state_dict().items() if "lora_" not in k}
-    if model.cfg.tied:
-        del tensors["lm_head.weight"]
-    replace_file(folder / "model.safetensors", lambda p: save_file(tensors, p, metadata))
-    write_json(folder / "config.json", asdict(model.cfg))
-
-
-def save_adapter(model: Model, folder: Path, settings: dict) -> None:
-    tensors = {k: v.contiguous().cpu() for k, v in model.adapter_state().items()}
-    replace_file(folder / "adapter.safetensors", lambda p: save_file(tensors, p))
-    write_json(folder / "adapter.json", settings)
-
-
-def read_tensors(files: list[Path]) -> Iterator[tuple[Path, str, Tensor]]:
-    """Tensors of safetensors files, one at a time, memory-mapped; a damaged file is one line."""
-    for path in files:
-        try:
-            with safe_open(path, framework="pt") as f:
-                for name in f.keys():  # noqa: SIM118 (a safe_open is no dict)
-                    yield path, name, f.get_tensor(name)
-        except FileNotFoundError:
-            fail(f"{path} is missing: the checkpoint is incomplete, copy it again")
-        except (SafetensorError, OSError, ValueError) as e:
-            fail(f"{path} is damaged or not a safetensors file ({e}): copy or convert it again")
-
-
-def weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return [folder / "model.safetensors"]
-    names = read_json(index, "weight index").get("weight_map")
-    return [folder / n for n in sorted(set(names.values()))] if names else fail(f"{index} has no weight_map")
-
-
-def read_config(folder: Path) -> Config:
-    if (folder / "adapter.json").exists() and not (folder / "config.json").exists():
-        base = read_json(folder / "adapter.json", "adapter settings").get("base")
-        fail(f"{folder} holds an adapter, not a model: use --ckpt {base} --adapter {folder}")
-    raw = read_json(folder / "config.json", "checkpoint config (is this a checkpoint folder?)")
-    if "architectures" in raw or "hidden_size" in raw:
-        fail(f"{folder} is a released checkpoint: run `python convert_weights.py --src {folder} --out DIR` first")
-    try:
-        return Config(**raw)
-    except TypeError as e:
-        known = ", ".join(f.name for f in fields(Config))
-        fail(f"{folder / 'config.json'} does not fit this version ({e}); known fields: {known}")
-
-
-def load_model(
-    folder: str | Path, device: torch.device | str, dtype: torch.dtype, **overrides: object
-) -> Model:
-    """A model from its folder, built on `meta` and filled tensor by tensor, so that no second copy exists.
-
-    Parameters take `dtype`; expert_bias stays float32. `overrides` change config fields (n_last, n_rounds,
-    block_length); markers that the checkpoint lacks start at zero. Exits with one line on any mismatch.
-    """
-    folder = Path(folder)
-    cfg = replace(read_config(folder), **{k: v for k, v in overrides.items() if v is not None})
-    with torch.device("meta"):
-        model = Model(cfg)
-    expected = model.state_dict()
-    state: dict[str, Tensor] = {}
-    for path, name, tensor in read_tensors(weight_files(folder)):
-        if name not in expected:
-            fail(f"{path}: unknown tensor {name}: this file belongs to another model or version")
-        if name == "markers" and len(tensor) != cfg.n_rounds:
-            tensor = F.pad(tensor, (0, 0, 0, max(0, cfg.n_rounds - len(tensor))))[: cfg.n_rounds]
-        if tensor.shape != expected[name].shape:
-            fail(f"{path}: {name} has shape {list(tensor.shape)}, the config says {list(expected[name].shape)}")
-        state[name] = tensor.to(device=device, dtype=torch.float32 if name.endswith("expert_bias") else dtype)
-    state.setdefault("markers", torch.zeros(expected["markers"].shape, device=device, dtype=dtype))
-    if cfg.tied:
-        state["lm_head.weight"] = state.get("wte.weight", expected["wte.weight"])
-    if missing := [k for k in expected if k not in state]:
-        fail(f"{folder}: {len(missing)} tensors are missing, {missing[0]} the first: the checkpoint is incomplete")
-    model.load_state_dict(state, assign=True)
-    model.compute_dtype = dtype
-    return model
-
-
-def load_adapter(model: Model, folder: str | Path) -> None:
-    """LoRA and markers from a folder of train.py into a loaded model."""
-    folder = Path(folder)
-    settings = read_json(folder / "adapter.json", "adapter (a folder that train.py --init_from DIR wrote)")
-    for key, value in settings["model"].items():
-        if getattr(model.cfg, key) != value:
-            fail(f"{folder} was trained with {key} {value}, the loaded model has {getattr(model.cfg, key)}")
-    if model.layers[-1].attn.qkv.lora_A is None:
-        model.add_lora(settings["lora_r"], settings["lora_alpha"], torch.Generator(), layers_of(settings["lora_scope"], model.cfg))
-    expected, state = model.adapter_state(), {}
-    for path, name, tensor in read_tensors([folder / "adapter.safetensors"]):
-        if name not in expected or tensor.shape != expected[name].shape:
-            fail(f"{path}: {name} {list(tensor.shape)} does not fit the loaded model: wrong --ckpt for this adapter?")
-        state[name] = tensor.to(expected[name])
-    if len(state) != len(expected):
-        fail(f"{folder}/adapter.safetensors lacks {sorted(set(expected) - set(state))[0]}: train or copy it again")
-    model.load_state_dict(state, strict=False)
-
-
-def layers_of(lora_scope: str, cfg: Config) -> range:
-    """Which layers LoRA touches: `all` (the paper) or the last n, for adapters that act in the marked pass alone."""
-    return range(cfg.n_layer) if lora_scope == "all" else range(cfg.n_layer - cfg.n_last, cfg.n_layer)
 
 
 def main() -> None:

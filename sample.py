@@ -1,6 +1,6 @@
 """Decoding: Stage A picks the bundle, Stage B writes it (paper, Sec. 4.2), block after block, with an exact cache.
 
-With --n_rounds 0 (Stage B off) this is LLaDA2.1's released generate(), token for token and forward for forward, its edge
+With --n_rounds 0 (Stage B off) this is LLaDA2.1's released generate(), token for token and forward for forward, edge
 cases included: strict gates, edits while masks remain, mask as an ordinary candidate. Two departures, both stated when
 they happen: a block that can never end (nothing changes any more, or MAX_STEPS forwards) is left with a warning, and
 rows of a batch are independent of each other, where the released code takes one row.
@@ -25,9 +25,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cache import Cached, Naive
+from checkpoint import adapter_geometry, load_adapter, load_model
 from corrupt import uniform
-from data import Parser, Tokenizer, bpe_tokenizer, byte_tokenizer, fail, generator, pick_device, read_json
-from model import KVCache, Model, load_adapter, load_model, sequence_context
+from data import Parser, Tokenizer, bpe_tokenizer, byte_tokenizer, fail, generator, pick_device
+from model import Model
 
 # R rows in flight, B block_length, V vocabulary, C channels, P prompt tokens, K = n_rounds
 
@@ -60,7 +62,7 @@ class Decoding:
 
 @dataclass
 class Output:
-    """One row: generated tokens up to and with eos, forwards by kind, and every step (only if a trace was asked for)."""
+    """One row: generated tokens up to and with eos, forwards by kind, and every step (if a trace was asked for)."""
 
     tokens: list[int]
     nfe: dict[str, int]  # full: Stage A; partial: Stage B rounds, n/L of a full one each; commit: see close()
@@ -74,7 +76,7 @@ class Output:
 
 def candidates(logits: Tensor, u: Tensor, d: Decoding) -> tuple[Tensor, Tensor]:
     """(R, B, V) -> each position's token (R, B) and its probability (R, B). Greedy: the argmax. With temperature:
-    scale, top-k, top-p, renormalise, draw by u (R, B) in [0, 1); the probability is that of the filtered distribution."""
+    scale, top-k, top-p, renormalise, draw by u (R, B) in [0, 1); the probability is the filtered distribution's."""
     if d.temperature == 0:
         token = logits.argmax(-1)
         return token, logits.softmax(-1).gather(-1, token[..., None])[..., 0]
@@ -135,96 +137,6 @@ def step(engine: "Cached | Naive", z: Tensor, prompt: Tensor, busy: bool, u: Ten
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the two ways to run a forward: with the cache, and the plain twin that it must equal
-
-
-class Cached:
-    """Only the current blocks run; finished blocks are keys and values."""
-
-    def __init__(self, model: Model, prompts: list[list[int]], n_rounds: int):
-        self.model, self.cfg, self.n_rounds = model, model.cfg, n_rounds
-        device, B = model.wte.weight.device, model.cfg.block_length
-        self.cache = KVCache(model.cfg, len(prompts), n_rounds, device, model.compute_dtype)
-        lengths = [len(p) // B * B for p in prompts]
-        self.cache.reserve(max(lengths))
-        for r, (p, n) in enumerate(zip(prompts, lengths, strict=True)):
-            if n:  # a prompt's complete blocks are read once; this is no decoding forward and not counted
-                self.cache.filling = r
-                ids = torch.tensor([p[:n]], device=device)
-                ctx = sequence_context(self.cfg, torch.ones_like(ids, dtype=torch.bool), model.compute_dtype)
-                ctx.cache = self.cache
-                model.coordinate(model.prefix(ids, ctx), torch.zeros_like(ids, dtype=torch.bool), ctx, max(1, n_rounds))
-        self.cache.filling = None
-        self.cache.set_lengths(lengths)
-
-    def stage_a(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        self.ctx = self.cache.context(self.cfg, self.cache.length)
-        h = self.model.prefix(z, self.ctx)
-        self.h_1 = self.model.last_n(h, self.ctx)
-        return h, self.model.head(self.h_1)
-
-    def stage_b(self, h: Tensor, bundle: Tensor) -> Tensor:
-        """Stage B must leave no trace in the cache: the block's own keys and values stay Stage A's."""
-        kept = self.cache.current_block()
-        logits = self.model.head(self.model.coordinate(h, bundle, self.ctx, self.n_rounds))
-        self.cache.restore_block(kept)
-        return logits
-
-    def close(self, z: Tensor, rows: list[int], changed: bool) -> None:
-        """The blocks of `rows` are finished. If the last forward still changed one it is read once more (a commit
-        forward); further rounds of Stage B need the block's own unmarked states of each round."""
-        if changed:
-            self.stage_a(z)
-        h, nothing = self.h_1, torch.zeros_like(z, dtype=torch.bool)
-        for i in range(1, self.n_rounds):
-            h = self.model.last_n(self.model.mark(h, nothing, i), self.ctx.at_round(i))
-        lengths = self.cache.length.tolist()
-        for r in rows:
-            lengths[r] += self.cfg.block_length
-        self.cache.close(rows, lengths)
-
-    def keep(self, rows: list[int]) -> None:
-        self.cache.keep(rows)
-
-
-class Naive:
-    """Every forward reads the whole sequence from its first token, one row at a time. Slow and obviously right."""
-
-    def __init__(self, model: Model, prompts: list[list[int]], n_rounds: int):
-        self.model, self.cfg, self.n_rounds = model, model.cfg, n_rounds
-        device, B = model.wte.weight.device, model.cfg.block_length
-        self.past = [torch.tensor(p[: len(p) // B * B], dtype=torch.long, device=device) for p in prompts]
-
-    def stage_a(self, z: Tensor) -> tuple[list[Tensor], Tensor]:
-        h = []
-        for past, block in zip(self.past, z, strict=True):
-            ids = torch.cat([past, block])[None]
-            h.append(self.model.prefix(ids, self.context(ids)))
-        return h, self.logits([self.model.last_n(x, self.context(x)) for x in h])
-
-    def stage_b(self, h: list[Tensor], bundle: Tensor) -> Tensor:
-        out = []
-        for x, marked in zip(h, bundle, strict=True):
-            marks = torch.cat([marked.new_zeros(x.shape[1] - len(marked)), marked])[None]
-            out.append(self.model.coordinate(x, marks, self.context(x), self.n_rounds))
-        return self.logits(out)
-
-    def context(self, x: Tensor):
-        real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
-        return sequence_context(self.cfg, real, self.model.compute_dtype)
-
-    def logits(self, h: list[Tensor]) -> Tensor:
-        return self.model.head(torch.cat([x[:, -self.cfg.block_length :] for x in h]))
-
-    def close(self, z: Tensor, rows: list[int], changed: bool) -> None:
-        for r in rows:
-            self.past[r] = torch.cat([self.past[r], z[r]])
-
-    def keep(self, rows: list[int]) -> None:
-        self.past = [self.past[r] for r in rows]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # the loop over blocks
 
 
@@ -256,7 +168,7 @@ def generate(
     model: Model, prompts: list[list[int]], d: Decoding, *, seed: int = 0, use_cache: bool = True, trace: bool = False,
     on_block: Callable[[int, Output], None] | None = None,
 ) -> list[Output]:  # fmt: skip
-    """Decode every prompt (ids), each as if it were alone: a row's tokens, counts and draws do not depend on the others.
+    """Decode every prompt (ids), each as if it were alone: tokens, counts and draws do not depend on the other rows.
 
     Rows finish blocks at their own pace. `on_block(i, output so far)` is called when row i finishes one.
     """
@@ -372,8 +284,11 @@ def build_parser() -> Parser:
     g.add_argument("--mode", choices=MODES, default="q", help="q: tau_m2t 0.7, tau_t2t 0.5; s: 0.5 and 0.0")
     g.add_argument("--gen_length", type=int, default=256, help="tokens to generate; the last block is decoded whole")
     g.add_argument("--tau_m2t", type=float, help="fill masks whose probability is above this (strictly)")
-    g.add_argument("--tau_t2t", type=number_or_none,
-                   help='edit above this; 0: on any disagreement (the paper\'s default for Stage B); "none": never')
+    g.add_argument(
+        "--tau_t2t",
+        type=number_or_none,
+        help='edit above this; 0: on any disagreement (the paper\'s default for Stage B); "none": never',
+    )
     g.add_argument("--max_post_steps", type=int, default=16, help="forwards after the last mask was filled, at most")
     g.add_argument("--num_to_transfer", type=int, default=1, help="fill at least so many a step")
     g.add_argument("--eos_early_stop", action="store_true", help="stop after the block in which eos appears")
@@ -386,11 +301,17 @@ def build_parser() -> Parser:
     g.add_argument("--fill_from", choices=["A", "B"], default="B", help="which stage's logits fill masks")
     g.add_argument("--edit_from", choices=["A", "B"], default="B", help="which stage's logits edit")
     g.add_argument("--no_marker", action="store_true", help="run the last n layers again, but unmarked")
-    g.add_argument("--select", choices=["confidence", "entropy", "all"], default="confidence",
-                   help="bundle: above the gate; as many, but least entropic; every mask")
+    g.add_argument(
+        "--select",
+        choices=["confidence", "entropy", "all"],
+        default="confidence",
+        help="bundle: above the gate; as many, but least entropic; every mask",
+    )
     g = p.add_argument_group("output")
     g.add_argument("--trace", action="store_true", help="show every step: filled, edited, left, with confidences")
-    g.add_argument("--json", action="store_true", help="one JSON object a prompt: text, tokens, nfe, nfe_per_token, steps")
+    g.add_argument(
+        "--json", action="store_true", help="one JSON object a prompt: text, tokens, nfe, nfe_per_token, steps"
+    )
     g.add_argument("--no_cache", action="store_true", help="the naive twin: recompute everything at every step")
     return p  # fmt: skip
 
@@ -404,7 +325,9 @@ def number_or_none(text: str) -> float | None:
 
 def load_tokenizer(folder: Path, kind: str) -> Tokenizer | None:
     """None for toys, whose tokens are numbers."""
-    return {"bytes": byte_tokenizer, "bpe": lambda: bpe_tokenizer(folder / "tokenizer.json"), "toy": lambda: None}[kind]()
+    return {"bytes": byte_tokenizer, "bpe": lambda: bpe_tokenizer(folder / "tokenizer.json"), "toy": lambda: None}[
+        kind
+    ]()
 
 
 def read_prompts(args: argparse.Namespace, tokenizer: Tokenizer | None, model: Model) -> list[list[int]]:
@@ -437,7 +360,13 @@ def read_prompts(args: argparse.Namespace, tokenizer: Tokenizer | None, model: M
 
 
 def settle_args(args: argparse.Namespace, model: Model) -> Decoding:
-    for name, least in (("gen_length", 1), ("max_post_steps", 0), ("num_to_transfer", 1), ("temperature", 0), ("top_k", 0)):
+    for name, least in (
+        ("gen_length", 1),
+        ("max_post_steps", 0),
+        ("num_to_transfer", 1),
+        ("temperature", 0),
+        ("top_k", 0),
+    ):
         if getattr(args, name) < least:
             fail(f"--{name} must be at least {least}, not {getattr(args, name)}")
     if not 0 < args.top_p <= 1:
@@ -455,7 +384,7 @@ def settle_args(args: argparse.Namespace, model: Model) -> Decoding:
 
 
 def counts_line(output: Output, model: Model, seconds: float | None = None) -> str:
-    """Forwards by kind, the paper's figure (full forwards a token) and the honest one (everything, in full forwards)."""
+    """Forwards by kind, the paper's figure (full forwards a token) and the honest one (all, in full forwards)."""
     n, nfe = max(1, len(output.tokens)), output.nfe
     share = model.cfg.n_last / model.cfg.n_layer
     total = nfe["full"] + nfe["commit"] + nfe["partial"] * share
@@ -497,7 +426,9 @@ def main() -> None:
     args = build_parser().parse_args()
     device = pick_device(args.device)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
-    model = load(args, device, dtype)
+    model = load_model(args.ckpt, device, dtype, block_length=args.block_length, **adapter_geometry(args.adapter))
+    if args.adapter:
+        load_adapter(model, args.adapter)
     tokenizer = load_tokenizer(Path(args.ckpt), model.cfg.tokenizer)
     d = settle_args(args, model)
     prompts = read_prompts(args, tokenizer, model)
@@ -524,19 +455,6 @@ def main() -> None:
         if args.trace:
             show_trace(output, tokenizer, model.cfg.mask_id)
         print(f"[{counts_line(output, model, seconds if len(outputs) == 1 else None)}]")
-
-
-def load(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Model:
-    """The model with its adapter; an adapter brings its own n and K."""
-    trained = {}
-    if args.adapter:
-        path = Path(args.adapter) / "adapter.json"
-        model_settings = read_json(path, "adapter (a folder that train.py --init_from DIR wrote)")["model"]
-        trained = {k: model_settings[k] for k in ("n_last", "n_rounds")}
-    model = load_model(args.ckpt, device, dtype, block_length=args.block_length, **trained)
-    if args.adapter:
-        load_adapter(model, args.adapter)
-    return model.eval()
 
 
 if __name__ == "__main__":

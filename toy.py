@@ -22,12 +22,17 @@ import inspect
 import itertools
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from data import Parser, fail, generator
+from model import sequence_context
+
+if TYPE_CHECKING:
+    from model import Model
 
 # R rows, N contexts, S support tuples, m answer positions, V symbols, Q quadrature nodes
 
@@ -366,13 +371,33 @@ class Rows:
         return "endless rows"
 
 
-def main(argv: list[str] | None = None) -> None:
+def answer_logits(model: "Model", ids: Tensor, n_rounds: int) -> Tensor:
+    """Rows [prompt block | answer block] (R, 2m) int64 -> logits of the answer (R, m, vocab) float32: Stage A for
+    n_rounds 0, else Stage B with every masked position of the answer in the bundle."""
+    m, bundle = ids.shape[1] // 2, ids == model.cfg.mask_id
+    ctx = sequence_context(model.cfg, torch.ones_like(bundle), model.compute_dtype)
+    h = model.prefix(ids, ctx)
+    h = model.coordinate(h, bundle, ctx, n_rounds) if n_rounds else model.last_n(h, ctx)
+    return model.head(h[:, m:])
+
+
+@torch.no_grad()
+def block_loss(model: "Model", toy: Toy, n_rounds: int) -> float:
+    """Cross-entropy of the whole answer written in one step, exactly: sum_i E_p[-log q_i(x_i)] in nats, the mean over
+    contexts. At least H + TC for any factorised q that depends on the context alone."""
+    c = torch.arange(toy.n_ctx)
+    ids = torch.cat([toy.prompt(c), torch.full((toy.n_ctx, toy.m), toy.mask_id)], dim=1).to(model.wte.weight.device)
+    log_q = answer_logits(model, ids, n_rounds).double().log_softmax(-1)[..., : toy.V].cpu()
+    return float(-(toy.marginals() * log_q).sum((1, 2)).mean())
+
+
+def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--task", choices=list(TASKS), help="one task (default: all of them)")
     add_flags(parser.add_argument_group("size and dependence"))
     group = parser.add_argument_group("contexts")
     group.add_argument("--seed", type=int, default=0, help="seed that the contexts are drawn with (0)")
-    args = vars(parser.parse_args(argv))
+    args = vars(parser.parse_args())
     task = args.pop("task")
     try:
         toys = [make(name, **args) for name in ([task] if task else TASKS)]

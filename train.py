@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from safetensors.torch import save_file
@@ -30,23 +31,36 @@ from torch import Tensor
 from tqdm import tqdm
 
 import toy
+from checkpoint import load_model, read_config, read_tensors, save_adapter, save_model
 from corrupt import Corruption, M, draw_bundle, three_term_loss
 from data import (
-    Filter, Parser, Sequences, bpe_tokenizer, byte_tokenizer, fail, generator, load_sequences, pick_device, read_json,
-    replace_file, write_json,
+    Filter,
+    Parser,
+    bpe_tokenizer,
+    byte_tokenizer,
+    fail,
+    generator,
+    load_sequences,
+    pick_device,
+    read_json,
+    replace_file,
+    write_json,
 )  # fmt: skip
-from model import PRESETS, Context, Model, load_model, new_model, read_config, read_tensors, save_adapter, save_model
-from model import sequence_context
+from model import PRESETS, Context, Model, new_model, sequence_context
 
 # R rows, T positions, C channels
 
-# What a run takes when a flag is not given, by what the model reads. "bpe" is the paper's recipe.
-DEFAULTS = {
-    "bytes": dict(preset="text", block_length=32, seq_len=256, batch_size=16, max_iters=900, out_dir="out/stdlib"),
-    "toy": dict(preset="tiny", batch_size=128, max_iters=1500, out_dir="out/toy"),
-    "bpe": dict(block_length=32, seq_len=2048, batch_size=8, max_iters=12500, out_dir="out/cocommit"),
+# What a run takes when a flag is not given: by what the model reads ("bpe" is the paper's), and by where it starts.
+# From scratch there is no draft worth learning from yet; blocks of 8 bytes hold about as much text as 2 BPE tokens.
+READS = {
+    "bytes": dict(preset="text", seq_len=256, batch_size=8, max_iters=1300, out_dir="out/stdlib"),
+    "toy": dict(preset="tiny", batch_size=128, max_iters=1000, out_dir="out/toy"),
+    "bpe": dict(seq_len=2048, batch_size=8, max_iters=12500, out_dir="out/cocommit"),
 }
-LEARNING_RATE = {"scratch": 2e-3, "adapter": 1e-5}
+STARTS = {
+    "scratch": dict(learning_rate=3e-3, corruption="random"),
+    "adapter": dict(learning_rate=1e-5, corruption="draft"),
+}
 FREE_ON_RESUME = {"init_from", "out_dir", "device", "stop_at", "log_interval", "eval_interval", "save_interval"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -54,52 +68,82 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def build_parser() -> Parser:
     p = Parser(__doc__)
     g = p.add_argument_group("data")
-    g.add_argument("--data", nargs="+", default=["stdlib"],
-                   help=f"stdlib, a toy ({', '.join(toy.TASKS)}), or .txt / folder / .jsonl[.gz] / .parquet")
+    g.add_argument(
+        "--data",
+        nargs="+",
+        default=["stdlib"],
+        help=f"stdlib, a toy ({', '.join(toy.TASKS)}), or .txt / folder / .jsonl[.gz] / .parquet",
+    )
     g.add_argument("--seq_len", type=int, help="tokens in a row; one document a row (256 bytes; 2048 for a BPE model)")
     g.add_argument("--min_score", type=int, default=3, help="records below this int_score are left out (paper: 3)")
     g.add_argument("--min_tokens", type=int, default=256, help="... and records shorter than this (paper: 256)")
     g.add_argument("--max_tokens", type=int, default=1800, help="... or longer than this (paper: 1800)")
-    g.add_argument("--max_docs", type=int, default=0, help="stop reading after so many documents (paper: 50000; 0: all)")
+    g.add_argument(
+        "--max_docs", type=int, default=0, help="stop reading after so many documents (paper: 50000; 0: all)"
+    )
     toy.add_flags(p.add_argument_group("toy (only with --data TOY; default: the toy's own)"))
     g = p.add_argument_group("model")
-    g.add_argument("--init_from", default="scratch", help="scratch, resume, or a checkpoint folder (LoRA + markers train)")
+    g.add_argument(
+        "--init_from", default="scratch", help="scratch, resume, or a checkpoint folder (LoRA + markers train)"
+    )
     g.add_argument("--preset", choices=PRESETS, help="geometry from scratch (text for text, tiny for toys)")
-    g.add_argument("--n_last", type=int, help="n, the layers that Stage B runs again (paper: 3 of 20; default 3, or half)")
+    g.add_argument(
+        "--n_last", type=int, help="n, the layers that Stage B runs again (paper: 3 of 20; default 3, or half)"
+    )
     g.add_argument("--n_rounds", type=int, default=1, help="K, rounds of Stage B, one marker each (paper: 1)")
-    g.add_argument("--block_length", type=int, help="tokens decoded together (32; a toy's block is its answer)")
+    g.add_argument(
+        "--block_length", type=int, help="tokens decoded together (8 bytes; a checkpoint's own; toys: the answer)"
+    )
     g.add_argument("--lora_r", type=int, default=16, help="rank of the adapters (paper: 16)")
     g.add_argument("--lora_alpha", type=float, default=32.0, help="scale is alpha / r (paper: 32)")
     g = p.add_argument_group("corruption and bundle")
-    g.add_argument("--corruption", choices=["mask", "random", "draft"], default="draft",
-                   help="how visible tokens go wrong: not at all, random ones, or the model's own drafts (paper)")
+    g.add_argument(
+        "--corruption",
+        choices=["mask", "random", "draft"],
+        help="how visible tokens go wrong: not at all, random ones (default from scratch, as base LLaDA2.1), or the "
+        "model's own drafts (default from a checkpoint, the paper)",
+    )
     g.add_argument("--random_rate", type=float, default=0.1, help="share of visible tokens replaced (unpublished)")
     g.add_argument("--draft_rate", type=float, default=0.3, help="share of masks that the draft fills (unpublished)")
-    g.add_argument("--context", choices=["corrupted", "clean"], default="corrupted",
-                   help="what earlier blocks look like: corrupted too (paper), or clean as in decoding ([noisy ; clean])")
-    g.add_argument("--bundle_scope", choices=["block", "sequence"], default="block",
-                   help="draw D per block (a decoded bundle lies in one block) or once per row (the paper leaves it open)")
+    g.add_argument(
+        "--context",
+        choices=["corrupted", "clean"],
+        default="corrupted",
+        help="what earlier blocks look like: corrupted too (paper), or clean as in decoding ([noisy ; clean])",
+    )
+    g.add_argument(
+        "--bundle_scope",
+        choices=["block", "sequence"],
+        default="block",
+        help="draw D per block (a decoded bundle lies in one block) or once per row (the paper leaves it open)",
+    )
     g.add_argument("--s_min", type=int, default=1, help="smallest bundle (paper: 1)")
     g.add_argument("--s_max", type=int, default=16, help="largest bundle (paper: 16)")
     g = p.add_argument_group("optimisation")
     g.add_argument("--max_iters", type=int, help="optimizer steps; the cosine ends here (paper: 12500)")
     g.add_argument("--batch_size", type=int, help="rows in one optimizer step (paper: 8)")
     g.add_argument("--micro_batch", type=int, default=0, help="rows in one forward; gradients accumulate (0: all rows)")
-    g.add_argument("--learning_rate", type=float, help="peak; default 2e-3 from scratch, 1e-5 for adapters (paper)")
+    g.add_argument("--learning_rate", type=float, help="peak; default 3e-3 from scratch, 1e-5 for adapters (paper)")
     g.add_argument("--warmup", type=float, default=0.01, help="share of the steps that warm up linearly (paper: 0.01)")
     g.add_argument("--weight_decay", type=float, default=0.01, help="AdamW, on matrices only")
     g.add_argument("--grad_clip", type=float, default=1.0, help="largest gradient norm (0: no clipping)")
-    g.add_argument("--checkpointing", action="store_true", help="recompute layers in the backward: less memory, more time")
+    g.add_argument(
+        "--checkpointing", action="store_true", help="recompute layers in the backward: less memory, more time"
+    )
     g = p.add_argument_group("run")
     g.add_argument("--out_dir", help="where checkpoints and log.jsonl go (out/stdlib, out/toy, out/cocommit)")
     g.add_argument("--seed", type=int, default=0)
     g.add_argument("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
-    g.add_argument("--dtype", choices=DTYPES, default="fp32", help="activations and frozen weights; trained ones are fp32")
+    g.add_argument(
+        "--dtype", choices=DTYPES, default="fp32", help="activations and frozen weights; trained ones are fp32"
+    )
     g.add_argument("--log_interval", type=int, default=1, help="print every so many steps (log.jsonl has them all)")
     g.add_argument("--eval_interval", type=int, default=250, help="validate every so many steps, and at the end")
     g.add_argument("--eval_rows", type=int, default=64, help="validation rows, the same ones each time")
     g.add_argument("--save_interval", type=int, default=250, help="save every so many steps, and at the end")
-    g.add_argument("--stop_at", type=int, default=0, help="save and stop after this step, as Ctrl-C would (0: run through)")
+    g.add_argument(
+        "--stop_at", type=int, default=0, help="save and stop after this step, as Ctrl-C would (0: run through)"
+    )
     return p
 
 
@@ -107,7 +151,9 @@ def build_parser() -> Parser:
 # the learning signal
 
 
-def split_forward(model: Model, x: Tensor, z: Tensor, kind: Tensor, bundle: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+def split_forward(
+    model: Model, x: Tensor, z: Tensor, kind: Tensor, bundle: Tensor, ctx: Context
+) -> tuple[Tensor, Tensor]:
     """Both branches of the paper's Sec. 4.1. All (R, T); ctx is the context of these rows, doubled [noisy ; clean] rows
     of 2T where `z` is followed by a clean copy of x. -> loss sum (scalar, nats), terms (2 branches, 3 terms, 2)."""
     T = x.shape[1]
@@ -126,7 +172,7 @@ def split_forward(model: Model, x: Tensor, z: Tensor, kind: Tensor, bundle: Tens
 
 
 class Objective:
-    """Rows -> loss: data, corruption and bundle of the rows first .. first+R of a stream, all drawn from their index."""
+    """Rows -> loss: data, corruption and bundle of rows first .. first+R of a stream, all drawn from their index."""
 
     def __init__(self, model: Model, data, args: Namespace, device: torch.device):
         cfg = model.cfg
@@ -220,24 +266,24 @@ def make_optimizer(model: Model, args: Namespace) -> torch.optim.AdamW:
 
 
 def settle(args: Namespace, given: set[str]) -> Namespace:
-    """Fill in what was not given: from the saved run when resuming, else from DEFAULTS. Refuses what cannot be meant."""
+    """Fill in what was not given: from the saved run when resuming, else from DEFAULTS."""
     if args.init_from == "resume":
-        folder = Path(args.out_dir or DEFAULTS["bytes"]["out_dir"])
+        folder = Path(args.out_dir or READS["bytes"]["out_dir"])
         saved = read_json(folder / "train.json", "training run to resume (--out_dir of an earlier train.py)")
         for name in given - FREE_ON_RESUME:
             if getattr(args, name) != saved[name]:
                 fail(f"--{name} {getattr(args, name)} differs from the run's {saved[name]}: a resumed run keeps its "
                      "settings; leave the flag out, or start a new --out_dir")  # fmt: skip
         kept = {k: v for k, v in saved.items() if k not in FREE_ON_RESUME or (k not in given and k != "stop_at")}
-        return Namespace(**(vars(args) | kept | {"init_from": saved["init_from"], "resume": True, "out_dir": str(folder)}))
+        return Namespace(
+            **(vars(args) | kept | {"init_from": saved["init_from"], "resume": True, "out_dir": str(folder)})
+        )
     args.resume = False
     is_toy = len(args.data) == 1 and args.data[0] in toy.TASKS
     reads = "toy" if is_toy else "bytes" if args.init_from == "scratch" else read_config(Path(args.init_from)).tokenizer
-    for name, value in DEFAULTS[reads].items():
+    for name, value in (READS[reads] | STARTS["scratch" if args.init_from == "scratch" else "adapter"]).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if args.learning_rate is None:
-        args.learning_rate = LEARNING_RATE["scratch" if args.init_from == "scratch" else "adapter"]
     check(args, is_toy)
     folder = Path(args.out_dir)
     if (folder / "train.json").exists():
@@ -247,7 +293,9 @@ def settle(args: Namespace, given: set[str]) -> Namespace:
 
 def check(args: Namespace, is_toy: bool) -> None:
     positive = ["batch_size", "max_iters", "s_min", "n_rounds", "eval_rows", "eval_interval", "save_interval"]
-    positive += ["lora_r", "log_interval"] + ([] if is_toy else ["seq_len"]) + (["n_last"] if args.n_last is not None else [])
+    positive += (
+        ["lora_r", "log_interval"] + ([] if is_toy else ["seq_len"]) + (["n_last"] if args.n_last is not None else [])
+    )
     for name in positive:
         if getattr(args, name) < 1:
             fail(f"--{name} must be at least 1, not {getattr(args, name)}")
@@ -266,7 +314,7 @@ class Data(dict):
     n_plain: int
 
 
-def load_data(args: Namespace, folder: Path | None) -> tuple[Data, "toy.Toy | None"]:
+def load_data(args: Namespace, folder: Path | None) -> tuple[Data, toy.Toy | None]:
     """Rows to train and validate on. folder: a checkpoint whose tokenizer is used, or None for bytes."""
     data = Data()
     if len(args.data) == 1 and args.data[0] in toy.TASKS:
@@ -284,19 +332,22 @@ def load_data(args: Namespace, folder: Path | None) -> tuple[Data, "toy.Toy | No
     return data, None
 
 
-def build_model(args: Namespace, task: "toy.Toy | None", device: torch.device) -> Model:
+def build_model(args: Namespace, task: toy.Toy | None, device: torch.device) -> Model:
     if args.init_from == "scratch":
         cfg = PRESETS[args.preset]
         n_last = args.n_last or max(1, cfg.n_layer // 2)
         ids = dict(eos_id=256, mask_id=257)
         if task is not None:
             ids = dict(eos_id=task.eos_id, mask_id=task.mask_id, vocab_size=task.vocab_size, tokenizer="toy")
-        cfg = replace(cfg, block_length=args.block_length or task.m, n_last=n_last, n_rounds=args.n_rounds, **ids)
+        block_length = task.m if task else args.block_length or 8
+        cfg = replace(cfg, block_length=block_length, n_last=n_last, n_rounds=args.n_rounds, **ids)
         model = new_model(cfg, generator(args.seed, "init"), device)
         model.compute_dtype = DTYPES[args.dtype]
     else:
         given = dict(n_last=args.n_last, n_rounds=args.n_rounds, block_length=args.block_length)
         model = load_model(args.init_from, device, DTYPES[args.dtype], **given)
+        if (model.cfg.tokenizer == "toy") != (task is not None) or (task and model.cfg.vocab_size != task.vocab_size):
+            fail(f"--init_from {args.init_from} reads other tokens than --data {' '.join(args.data)} has")
         model.add_lora(args.lora_r, args.lora_alpha, generator(args.seed, "lora"))
     model.checkpointing = args.checkpointing
     return model
@@ -306,7 +357,7 @@ def build_model(args: Namespace, task: "toy.Toy | None", device: torch.device) -
 # what is kept: a checkpoint to sample from, one file to resume from, one log
 
 
-def save(model: Model, optimizer: torch.optim.Optimizer, step: int, args: Namespace, task: "toy.Toy | None") -> None:
+def save(model: Model, optimizer: torch.optim.Optimizer, step: int, args: Namespace, task: toy.Toy | None) -> None:
     """The resume file first and in one piece (weights and moments of the same step, whenever the power goes), then the
     checkpoint that sample.py reads."""
     folder = Path(args.out_dir)
@@ -320,9 +371,8 @@ def save(model: Model, optimizer: torch.optim.Optimizer, step: int, args: Namesp
     if args.init_from == "scratch":
         save_model(model, folder)
     else:
-        geometry = {k: getattr(model.cfg, k) for k in ("n_layer", "n_embd", "n_last", "n_rounds", "block_length")}
         settings = dict(base=args.init_from, lora_r=args.lora_r, lora_alpha=args.lora_alpha, lora_scope="all")
-        save_adapter(model, folder, settings | {"model": geometry})
+        save_adapter(model, folder, settings)
     if task is not None:
         write_json(folder / "toy.json", {k: getattr(args, k) for k in toy.FLAGS} | {"name": task.name})
 
@@ -377,13 +427,35 @@ def interruptible() -> Iterator[list[int]]:
             signal.signal(number, old)
 
 
-def log_line(record: dict, max_iters: int) -> str:
-    def branch(b: int) -> str:
-        return " ".join(f"{t} {record[f'{t}_{b}']:.3f}" for t in ("m2t", "edit", "clean") if f"{t}_{b}" in record)
+def validation(objective: Objective, step: int, task: toy.Toy | None) -> dict:
+    """The terms of both branches on held-out rows; on a toy also the loss of the whole answer in one step, exactly."""
+    record = {"step": step, "val": True} | named_terms(objective.validate())
+    if task is not None:
+        h, tc = float(task.h_joint().mean()), float(task.tc().mean())
+        losses = [toy.block_loss(objective.model, task, k) for k in (0, objective.model.cfg.n_rounds)]
+        record |= {"block_1": losses[0], "block_2": losses[1], "floor_joint": h, "floor_factorised": h + tc}
+    return record
 
-    head = f"step {record['step'] + 1}/{max_iters} | loss {record['loss']:.4f}" if "loss" in record else record["val"]
-    tail = f" | lr {record['lr']:.1e} | norm {record['grad_norm']:.2f} | {record['ms']:.0f} ms" if "loss" in record else ""
-    return f"{head} | branch 1 {branch(1)} | branch 2 {branch(2)}{tail}"
+
+def report(record: dict, log: TextIO, args: Namespace, shown: bool) -> None:
+    """One line of log.jsonl, and one for people."""
+    log.write(json.dumps(record) + "\n")
+    if not shown:
+        return
+    parts = [f"validation after step {record['step']}"]
+    if "loss" in record:
+        parts = [f"step {record['step'] + 1}/{args.max_iters}", f"loss {record['loss']:.4f}"]
+    for b in (1, 2):
+        terms = [f"{t} {record[f'{t}_{b}']:.3f}" for t in ("m2t", "edit", "clean") if f"{t}_{b}" in record]
+        parts.append(f"branch {b} " + " ".join(terms))
+    if "loss" in record:
+        parts += [f"lr {record['lr']:.1e}", f"norm {record['grad_norm']:.2f}", f"{record['ms']:.0f} ms"]
+    if "block_1" in record:
+        parts.append(
+            f"answer in one step: branch 1 {record['block_1']:.4f} branch 2 {record['block_2']:.4f} "
+            f"(floors H {record['floor_joint']:.4f}, H + TC {record['floor_factorised']:.4f})"
+        )
+    tqdm.write(" | ".join(parts))
 
 
 def run(args: Namespace) -> None:
@@ -404,14 +476,18 @@ def run(args: Namespace) -> None:
 
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     print(f"{' '.join(args.data)}: {data['train'].describe()} to train on, {data['val'].describe()} to validate")
-    print(f"training {trained:,} of {sum(p.numel() for p in model.parameters()):,} parameters on {device} in {args.dtype}")
+    print(
+        f"training {trained:,} of {sum(p.numel() for p in model.parameters()):,} parameters on {device} in {args.dtype}"
+    )
     print(f"prefix {cfg.n_layer - cfg.n_last} layers, last n = {cfg.n_last}, K = {cfg.n_rounds}, blocks of "
           f"{cfg.block_length}; steps {done}..{args.max_iters} of {args.batch_size} rows -> {folder}")  # fmt: skip
     objective = Objective(model, data, args, device)
     loop(objective, optimizer, done, args, task)
 
 
-def loop(objective: Objective, optimizer: torch.optim.Optimizer, done: int, args: Namespace, task: "toy.Toy | None") -> None:
+def loop(
+    objective: Objective, optimizer: torch.optim.Optimizer, done: int, args: Namespace, task: toy.Toy | None
+) -> None:
     folder, saved = Path(args.out_dir), done
     last = min(args.max_iters, args.stop_at or args.max_iters)
     resume = f"python train.py --init_from resume --out_dir {folder}"
@@ -422,17 +498,14 @@ def loop(objective: Objective, optimizer: torch.optim.Optimizer, done: int, args
             record["ms"] = 1e3 * (time.perf_counter() - start)
             if not math.isfinite(record["loss"] + record["grad_norm"]):
                 good = f"step {saved} in {folder} ({resume})" if saved else "none yet"
-                fail(f"the loss is {record['loss']} (gradient norm {record['grad_norm']}) at step {step + 1}; last good "
-                     f"checkpoint: {good}; lower --learning_rate in a new --out_dir")  # fmt: skip
-            log.write(json.dumps(record) + "\n")
-            if (step + 1) % args.log_interval == 0:
-                tqdm.write(log_line(record, args.max_iters))
-            stopping = bool(caught) or step + 1 == last
+                fail(
+                    f"the loss is {record['loss']} (gradient norm {record['grad_norm']}) at step {step + 1}; "
+                    f"last good checkpoint: {good}; lower --learning_rate in a new --out_dir"
+                )
+            report(record, log, args, shown=(step + 1) % args.log_interval == 0)
             if (step + 1) % args.eval_interval == 0 or step + 1 == args.max_iters:
-                val = {"step": step + 1, "val": f"validation at step {step + 1}"} | named_terms(objective.validate())
-                log.write(json.dumps(val) + "\n")
-                tqdm.write(log_line(val, args.max_iters))
-            if stopping or (step + 1) % args.save_interval == 0:
+                report(validation(objective, step + 1, task), log, args, shown=True)
+            if caught or step + 1 == last or (step + 1) % args.save_interval == 0:
                 save(objective.model, optimizer, step + 1, args, task)
                 saved = step + 1
             if caught:

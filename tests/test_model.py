@@ -154,7 +154,9 @@ def test_only_lora_and_markers_receive_gradients():
     model, ids = tiny_model(), random_ids(2, 16)
     random_lora(model)
     ctx = context(ids, model)
-    model.head(model.coordinate(model.prefix(ids, ctx), torch.ones_like(ids, dtype=torch.bool), ctx, 2)).sum().backward()
+    model.head(
+        model.coordinate(model.prefix(ids, ctx), torch.ones_like(ids, dtype=torch.bool), ctx, 2)
+    ).sum().backward()
     with_grad = {n for n, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
     assert with_grad == {n for n, p in model.named_parameters() if "lora_" in n or n == "markers"}
     assert len(with_grad) == 4 * 4 + 1

@@ -9,6 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from common import command_line
 
 import toy
 from data import generator
@@ -460,19 +461,16 @@ def test_the_largest_tables_are_accepted():
 
 
 @pytest.mark.parametrize("line", ["--wrong 1", "--task nope", "--V x", "--task sum --rho 0.5", "--task copy --m 9"])
-def test_a_wrong_command_line_is_one_line_and_exit_code_2(line, capsys):
-    with pytest.raises(SystemExit) as stop:
-        toy.main(line.split())
-    out, err = capsys.readouterr()
-    assert stop.value.code == 2 and out == ""
+def test_a_wrong_command_line_is_one_line_and_exit_code_2(line, monkeypatch, capsys):
+    code, out, err = command_line(toy, monkeypatch, capsys, *line.split())
+    assert code == 2 and out == ""
     assert err.startswith("error: ") and err.count("\n") == 1
 
 
-def test_the_printed_table(capsys):
-    toy.main([])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[2:]] == list(toy.TASKS)
+def test_the_printed_table(monkeypatch, capsys):
+    code, out, _ = command_line(toy, monkeypatch, capsys)
+    lines = out.splitlines()
+    assert code == 0 and [line.split()[0] for line in lines[2:]] == list(toy.TASKS)
     cells = lines[-1].split()
     assert cells[:5] == ["sum", "5", "3", "5", "25"] and cells[7:9] == ["1.6094", "1.6094"]
-    toy.main(["--task", "modes", "--m", "3"])
-    assert " 0/32 " in capsys.readouterr().out
+    assert " 0/32 " in command_line(toy, monkeypatch, capsys, "--task", "modes", "--m", "3")[1]

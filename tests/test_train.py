@@ -17,7 +17,22 @@ from data import generator
 from model import sequence_context
 from train import split_forward
 
-TOY = ["--data", "pairs", "--V", 3, "--m", 2, "--preset", "tiny", "--batch_size", 4, "--eval_rows", 4, "--device", "cpu"]
+TOY = [
+    "--data",
+    "pairs",
+    "--V",
+    3,
+    "--m",
+    2,
+    "--preset",
+    "tiny",
+    "--batch_size",
+    4,
+    "--eval_rows",
+    4,
+    "--device",
+    "cpu",
+]
 
 
 def a_batch(R=3, T=24):
@@ -91,7 +106,9 @@ def end_state(folder):
     return load_file(folder / "state.safetensors"), [{k: v for k, v in r.items() if k != "ms"} for r in log]
 
 
-@pytest.mark.parametrize("extra", [[], ["--context", "clean", "--n_rounds", 2, "--corruption", "random"]], ids=["paper", "clean"])
+@pytest.mark.parametrize(
+    "extra", [[], ["--context", "clean", "--n_rounds", 2, "--corruption", "random"]], ids=["paper", "clean"]
+)
 def test_twenty_steps_equal_ten_and_resume_and_ten(tmp_path, monkeypatch, capsys, extra):
     run = [*TOY, *extra, "--max_iters", 20, "--eval_interval", 7, "--save_interval", 4]
     assert command_line(train, monkeypatch, capsys, *run, "--out_dir", tmp_path / "a")[0] == 0
@@ -190,5 +207,3 @@ def test_toy_rows_are_a_prompt_block_and_an_answer_block():
 def test_generator_is_a_function_of_its_key():
     assert torch.equal(torch.rand(3, generator=generator(1, "a")), torch.rand(3, generator=generator(1, "a")))
     assert not torch.equal(torch.rand(3, generator=generator(1, "a")), torch.rand(3, generator=generator(1, "b")))
-
-

@@ -1,0 +1,148 @@
+"""Checkpoint folders: what train.py and convert_weights.py write, and what every other script loads.
+
+    config.json        the model's geometry and ids, written last: a folder that has one is whole
+    model.safetensors  all parameters and markers, or shards with model.safetensors.index.json
+    adapter.json       instead of the two above: base folder, LoRA's rank and scale, the geometry that it was trained at
+    adapter.safetensors    LoRA matrices and markers
+
+It refuses, with one line, a folder whose tensors are missing, cut off, unknown or of another shape, and an adapter that
+belongs to another model. Weights are safetensors, the rest is JSON; there is no pickle.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from data import fail, read_json, replace_file, write_json
+from model import Config, Model
+
+
+def save_model(model: Model, folder: Path, metadata: dict[str, str] | None = None) -> None:
+    """Weights first, config last: a folder with a config.json has the weights that it speaks of."""
+    tensors = {k: v.contiguous().cpu() for k, v in model.state_dict().items() if "lora_" not in k}
+    if model.cfg.tied:
+        del tensors["lm_head.weight"]
+    replace_file(folder / "model.safetensors", lambda p: save_file(tensors, p, metadata))
+    write_json(folder / "config.json", asdict(model.cfg))
+
+
+def save_adapter(model: Model, folder: Path, settings: dict) -> None:
+    tensors = {k: v.contiguous().cpu() for k, v in model.adapter_state().items()}
+    replace_file(folder / "adapter.safetensors", lambda p: save_file(tensors, p))
+    write_json(folder / "adapter.json", settings | {"model": {k: getattr(model.cfg, k) for k in ADAPTER_GEOMETRY}})
+
+
+def read_tensors(files: list[Path]) -> Iterator[tuple[Path, str, Tensor]]:
+    """Tensors of safetensors files, one at a time, memory-mapped; a damaged file is one line."""
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as f:
+                for name in f.keys():  # noqa: SIM118 (a safe_open is no dict)
+                    yield path, name, f.get_tensor(name)
+        except FileNotFoundError:
+            fail(f"{path} is missing: the checkpoint is incomplete, copy it again")
+        except (SafetensorError, OSError, ValueError) as e:
+            fail(f"{path} is damaged or not a safetensors file ({e}): copy or convert it again")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return [folder / "model.safetensors"]
+    names = read_json(index, "weight index").get("weight_map")
+    if not names or not isinstance(names, dict):
+        fail(f"{index} has no weight_map")
+    return [folder / n for n in sorted(set(names.values()))]
+
+
+def read_config(folder: Path) -> Config:
+    if (folder / "adapter.json").exists() and not (folder / "config.json").exists():
+        base = read_json(folder / "adapter.json", "adapter settings").get("base")
+        fail(f"{folder} holds an adapter, not a model: use --ckpt {base} --adapter {folder}")
+    raw = read_json(folder / "config.json", "checkpoint config (is this a checkpoint folder?)")
+    if "architectures" in raw or "hidden_size" in raw:
+        fail(f"{folder} is a released checkpoint: run `python convert_weights.py --src {folder} --out DIR` first")
+    try:
+        return Config(**raw)
+    except TypeError as e:
+        known = ", ".join(f.name for f in fields(Config))
+        fail(f"{folder / 'config.json'} does not fit this version ({e}); known fields: {known}")
+
+
+def load_model(folder: str | Path, device: torch.device | str, dtype: torch.dtype, **overrides: object) -> Model:
+    """A model from its folder, built on `meta` and filled tensor by tensor, so that no second copy exists.
+
+    Parameters take `dtype`; expert_bias stays float32. `overrides` change config fields (n_last, n_rounds,
+    block_length); markers that the checkpoint lacks start at zero. Exits with one line on any mismatch.
+    """
+    folder = Path(folder)
+    cfg = replace(read_config(folder), **{k: v for k, v in overrides.items() if v is not None})
+    with torch.device("meta"):
+        model = Model(cfg)
+    expected = model.state_dict()
+    state: dict[str, Tensor] = {}
+    for path, name, tensor in read_tensors(weight_files(folder)):
+        if name not in expected:
+            fail(f"{path}: unknown tensor {name}: this file belongs to another model or version")
+        if name == "markers" and len(tensor) != cfg.n_rounds:
+            tensor = F.pad(tensor, (0, 0, 0, max(0, cfg.n_rounds - len(tensor))))[: cfg.n_rounds]
+        if tensor.shape != expected[name].shape:
+            fail(f"{path}: {name} has shape {list(tensor.shape)}, the config says {list(expected[name].shape)}")
+        state[name] = tensor.to(device=device, dtype=torch.float32 if name.endswith("expert_bias") else dtype)
+    state.setdefault("markers", torch.zeros(expected["markers"].shape, device=device, dtype=dtype))
+    if cfg.tied:
+        state["lm_head.weight"] = state.get("wte.weight", expected["wte.weight"])
+    if missing := [k for k in expected if k not in state]:
+        fail(f"{folder}: {len(missing)} tensors are missing, {missing[0]} the first: the checkpoint is incomplete")
+    model.load_state_dict(state, assign=True)
+    if cfg.tied:
+        model.lm_head.weight = model.wte.weight  # one parameter again: assigning made two of one storage
+    model.compute_dtype = dtype
+    return model
+
+
+ADAPTER_GEOMETRY = ("n_layer", "n_embd", "n_head", "n_kv_head", "n_last", "n_rounds")
+
+
+def adapter_settings(folder: str | Path) -> dict:
+    """adapter.json, checked: base, lora_r, lora_alpha, lora_scope, model (the geometry it was trained at)."""
+    settings = read_json(Path(folder) / "adapter.json", "adapter (a folder that train.py --init_from DIR wrote)")
+    known = {"base": str, "lora_r": int, "lora_alpha": (int, float), "lora_scope": str, "model": dict}
+    bad = [k for k, kind in known.items() if not isinstance(settings.get(k), kind)]
+    bad += [k for k in ADAPTER_GEOMETRY if k not in (settings.get("model") or {})]
+    return fail(f"{folder}/adapter.json: {bad[0]} is missing or of the wrong type") if bad else settings
+
+
+def adapter_geometry(folder: str | Path | None) -> dict[str, int]:
+    """An adapter brings its own n and K: the overrides of load_model."""
+    return {k: adapter_settings(folder)["model"][k] for k in ("n_last", "n_rounds")} if folder else {}
+
+
+def load_adapter(model: Model, folder: str | Path) -> None:
+    """LoRA and markers into a loaded model."""
+    settings = adapter_settings(folder)
+    for key in ADAPTER_GEOMETRY:
+        if getattr(model.cfg, key) != settings["model"][key]:
+            fail(f"{folder} was trained with {key} {settings['model'][key]}, this model has {getattr(model.cfg, key)}: "
+                 "wrong --ckpt for this adapter")  # fmt: skip
+    layers = layers_of(settings["lora_scope"], model.cfg.n_layer, model.cfg.n_last)
+    model.add_lora(settings["lora_r"], settings["lora_alpha"], torch.Generator(), layers)
+    expected, state = model.adapter_state(), {}
+    for path, name, tensor in read_tensors([Path(folder) / "adapter.safetensors"]):
+        if name not in expected or tensor.shape != expected[name].shape:
+            fail(f"{path}: {name} {list(tensor.shape)} does not fit the loaded model: wrong --ckpt for this adapter?")
+        state[name] = tensor.to(expected[name])
+    if len(state) != len(expected):
+        fail(f"{folder}/adapter.safetensors lacks {sorted(set(expected) - set(state))[0]}: train or copy it again")
+    model.load_state_dict(state, strict=False)
+
+
+def layers_of(lora_scope: str, n_layer: int, n_last: int) -> range:
+    """Which layers LoRA touches: `all` (the paper) or the last n, for adapters that act in the marked pass alone."""
+    return range(n_layer) if lora_scope == "all" else range(n_layer - n_last, n_layer)

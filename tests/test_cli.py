@@ -1,0 +1,171 @@
+"""A user's mistake: one line that says what is wrong and what to do, exit code 2. `pytest tests/test_cli.py`"""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from common import command_line, refused, tiny_model
+
+import corrupt
+import data
+import sample
+import train
+from checkpoint import save_model
+
+
+@pytest.fixture(scope="module")
+def ckpt(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ckpt")
+    save_model(tiny_model(vocab_size=272, eos_id=256, mask_id=257, max_len=128), folder)
+    return folder
+
+
+TRAIN_MISTAKES = {
+    "no such data": (["--data", "nowhere.txt"], ["nowhere.txt", "no such file"]),
+    "unknown flag": (["--n_lats", 3], ["--n_lats", "--help"]),
+    "not a number": (["--max_iters", "many"], ["--max_iters"]),
+    "n_last too large": (["--data", "pairs", "--n_last", 9], ["n_last", "1..4"]),
+    "n_last zero": (["--data", "pairs", "--n_last", 0], ["--n_last"]),
+    "block against row": (["--seq_len", 100], ["--seq_len 100", "multiple"]),
+    "row beyond the model": (["--seq_len", 16384], ["--seq_len", "8192"]),
+    "no such checkpoint": (["--init_from", "nowhere"], ["nowhere", "config"]),
+    "nothing to resume": (["--init_from", "resume", "--out_dir", "nowhere"], ["nowhere", "resume"]),
+    "toy flag of another toy": (["--data", "pairs", "--eps", 0.1], ["--eps", "pairs"]),
+    "table too large": (["--data", "copy", "--V", 64, "--m", 8], ["65,536"]),
+    "bundle bounds": (["--data", "pairs", "--s_min", 5, "--s_max", 2], ["--s_max"]),
+    "rate": (["--random_rate", 1.5], ["--random_rate", "1.5"]),
+    "device": (["--data", "pairs", "--device", "warp"], ["--device"]),
+    "learning rate": (["--data", "pairs", "--learning_rate", "-1"], ["--learning_rate"]),
+    "batch size": (["--data", "pairs", "--batch_size", 0], ["--batch_size"]),
+}
+
+
+@pytest.mark.parametrize("argv, words", TRAIN_MISTAKES.values(), ids=TRAIN_MISTAKES)
+def test_train_refuses(argv, words, tmp_path, monkeypatch, capsys):
+    out = [] if "--out_dir" in argv else ["--out_dir", tmp_path / "out"]
+    line = refused(train, monkeypatch, capsys, *argv, *out)
+    assert all(w in line for w in words), line
+
+
+def test_train_refuses_damaged_and_unwritable(tmp_path, monkeypatch, capsys):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "fine"}\n{"text": \n')
+    assert "bad.jsonl" in refused(train, monkeypatch, capsys, "--data", bad, "--out_dir", tmp_path / "a")
+    bad.write_text('{"body": "no text"}\n')
+    assert "`text`" in refused(train, monkeypatch, capsys, "--data", bad, "--out_dir", tmp_path / "a")
+    (tmp_path / "empty").mkdir()
+    assert "no text" in refused(train, monkeypatch, capsys, "--data", tmp_path / "empty", "--out_dir", tmp_path / "a")
+    (tmp_path / "file").write_text("in the way")
+    args = ["--data", "pairs", "--out_dir", tmp_path / "file" / "run"]
+    assert "cannot write" in refused(train, monkeypatch, capsys, *args)
+    assert (tmp_path / "file").read_text() == "in the way"
+
+
+def test_a_run_is_not_overwritten_and_a_resume_keeps_its_settings(tmp_path, monkeypatch, capsys):
+    run = ["--data", "pairs", "--V", 3, "--m", 2, "--max_iters", 2, "--batch_size", 2, "--eval_rows", 2]
+    assert command_line(train, monkeypatch, capsys, *run, "--out_dir", tmp_path / "a")[0] == 0
+    before = (tmp_path / "a" / "state.safetensors").read_bytes()
+    assert "resume" in refused(train, monkeypatch, capsys, *run, "--out_dir", tmp_path / "a")
+    resume = ["--init_from", "resume", "--out_dir", tmp_path / "a"]
+    assert "--s_max 3 differs" in refused(train, monkeypatch, capsys, *resume, "--s_max", 3)
+    assert (tmp_path / "a" / "state.safetensors").read_bytes() == before
+    (tmp_path / "a" / "state.safetensors").write_bytes(before[: len(before) // 2])
+    assert "damaged" in refused(train, monkeypatch, capsys, *resume)
+
+
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    line = refused(train, monkeypatch, capsys, "--data", tmp_path / "a.parquet", "--out_dir", tmp_path / "a")
+    assert "pip install pyarrow" in line
+
+
+SAMPLE_MISTAKES = {
+    "no prompt": ([], ["--prompt"]),
+    "empty prompt": (["--prompt", ""], ["empty"]),
+    "one of several is empty": (["--prompt", "a", "--prompt", ""], ["prompt 2"]),
+    "too long": (["--prompt", "x" * 120, "--gen_length", 64], ["120 tokens", "128"]),
+    "no such file": (["--prompts_file", "nowhere.txt"], ["nowhere.txt"]),
+    "bad ids": (["--prompt_ids", "1,two"], ["--prompt_ids"]),
+    "ids outside": (["--prompt_ids", "5,9999"], ["271"]),
+    "too many rounds": (["--prompt", "a", "--n_rounds", 5], ["--n_rounds 5", "0..2"]),
+    "bad gate": (["--prompt", "a", "--tau_t2t", "off"], ["--tau_t2t", "none"]),
+    "temperature": (["--prompt", "a", "--temperature", -1], ["--temperature"]),
+    "top_p": (["--prompt", "a", "--top_p", 0], ["--top_p"]),
+    "length": (["--prompt", "a", "--gen_length", 0], ["--gen_length"]),
+    "mode": (["--prompt", "a", "--mode", "x"], ["--mode"]),
+    "chat without template": (["--prompt", "a", "--chat"], ["--chat", "<role>"]),
+    "no adapter": (["--prompt", "a", "--adapter", "nowhere"], ["nowhere"]),
+    "block_length": (["--prompt", "a", "--block_length", 0], ["block_length"]),
+}
+
+
+@pytest.mark.parametrize("argv, words", SAMPLE_MISTAKES.values(), ids=SAMPLE_MISTAKES)
+def test_sample_refuses(argv, words, ckpt, monkeypatch, capsys):
+    line = refused(sample, monkeypatch, capsys, "--ckpt", ckpt, "--device", "cpu", "--gen_length", 16, *argv)
+    assert all(w in line for w in words), line
+
+
+def test_sample_refuses_damaged_checkpoints(ckpt, tmp_path, monkeypatch, capsys):
+    def refuses(word, spoil):
+        folder = tmp_path / word.replace(" ", "_")
+        shutil.copytree(ckpt, folder)
+        spoil(folder)
+        line = refused(sample, monkeypatch, capsys, "--ckpt", folder, "--prompt", "a", "--device", "cpu")
+        assert word in line and str(folder) in line, line
+
+    weights = "model.safetensors"
+    refuses("damaged", lambda f: (f / weights).write_bytes((f / weights).read_bytes()[:-100]))
+    refuses("missing", lambda f: (f / weights).unlink())
+    refuses("JSON", lambda f: (f / "config.json").write_text("{"))
+    refuses("shape", lambda f: edit_config(f, '"vocab_size": 272', '"vocab_size": 300'))
+    refuses("known fields", lambda f: edit_config(f, '"n_layer"', '"n_layers"'))
+    line = refused(sample, monkeypatch, capsys, "--ckpt", tmp_path / "nothing", "--prompt", "a")
+    assert "no checkpoint config" in line
+
+
+def edit_config(folder, old, new):
+    text = (folder / "config.json").read_text()
+    assert old in text
+    (folder / "config.json").write_text(text.replace(old, new))
+
+
+def test_json_and_text_and_ids_agree(ckpt, monkeypatch, capsys):
+    import json
+
+    common = ["--ckpt", ckpt, "--gen_length", 9, "--device", "cpu"]
+    _, out, _ = command_line(sample, monkeypatch, capsys, *common, "--prompt", "ab", "--json")
+    by_text = json.loads(out)
+    _, out, _ = command_line(sample, monkeypatch, capsys, *common, "--prompt_ids", "97,98", "--json", "--no_cache")
+    assert json.loads(out)["tokens"] == by_text["tokens"]
+    assert set(by_text) == {"text", "tokens", "nfe", "nfe_per_token", "steps"}
+    assert set(by_text["nfe"]) == {"full", "partial", "commit"}
+    assert by_text["nfe_per_token"] == by_text["nfe"]["full"] / len(by_text["tokens"])
+    code, out, _ = command_line(sample, monkeypatch, capsys, *common, "--prompt", "ab", "--trace", "--tau_t2t", "none")
+    assert code == 0 and "step   1 block 0: ab" in out and "left 0 masked" in out and " full a token" in out
+    code, out, _ = command_line(sample, monkeypatch, capsys, *common, "--prompt", "ab", "--prompt", "cd", "--mode", "s")
+    assert code == 0 and out.count("forwards:") == 2
+
+
+def test_gallery_and_corpus_refuse(monkeypatch, capsys):
+    assert "--text" in refused(corrupt, monkeypatch, capsys, "--text", "")
+    assert "nowhere" in refused(data, monkeypatch, capsys, "--data", "nowhere")
+
+
+def test_a_mistake_in_a_real_process_is_one_line(tmp_path):
+    run = [sys.executable, "sample.py", "--ckpt", str(tmp_path), "--prompt", "a"]
+    done = subprocess.run(run, capture_output=True, text=True, env=os.environ | {"COLUMNS": "80"})
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("script", [train, sample, corrupt, data])
+def test_help_is_a_manual(script, monkeypatch, capsys):
+    code, out, _ = command_line(script, monkeypatch, capsys, "--help")
+    assert code == 0 and script.__doc__.splitlines()[0] in out
+
+
+def test_no_pickle_anywhere(ckpt):
+    assert {p.suffix for p in ckpt.iterdir()} == {".json", ".safetensors"}
