@@ -16,12 +16,12 @@ $(VENV)/ready: requirements.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 
-# Greedily, a model this small writes mostly blanks, the likeliest byte of any far position: hence the temperature.
+# Greedily, a model this small writes mostly blanks, the likeliest byte of a far position: hence --temperature 1.
 demo: $(VENV)/ready
 	if test -f $(OUT)/train.json; then $(PY) train.py --init_from resume --out_dir $(OUT) --log_interval 50; \
 	else $(PY) train.py --n_last 3 --out_dir $(OUT) --log_interval 50; fi
-	$(PY) sample.py --ckpt $(OUT) --prompt "def " --gen_length 12 --trace
-	$(PY) sample.py --ckpt $(OUT) --prompt "def " --gen_length 396 --temperature 0.8
+	$(PY) sample.py --ckpt $(OUT) --prompt "def " --gen_length 12 --temperature 1 --trace
+	$(PY) sample.py --ckpt $(OUT) --prompt "def " --gen_length 396 --temperature 1
 
 test: $(VENV)/ready
 	$(PY) -m pytest -q

@@ -1,12 +1,12 @@
 """The paper's seven benchmarks: how a file is read, a question put, an answer found in the model's text, and scored.
 
-One short section a task: GSM8K, CMATH, GPQA-Diamond, DROP, PIQA, HumanEval+, MBPP+; at the end, intervals for tables.
+One short section a task: GSM8K, CMATH, GPQA-Diamond, DROP, PIQA, HumanEval+, MBPP+.
 `TASKS[name].load(path)` reads the *published* file (JSONL, JSON, CSV, zip, gzip); the caller generates; `extract` and
 `correct` give the headline score, `extra_scores` the other rules in use. The paper names no prompt, shot count or
 answer rule: each default here has its source beside it, and what harnesses do differently is an option.
 
 Refuses: downloading, guessing at a damaged file (ValueError: what is wrong, where, what to do), and running
-model-written code in this process: HumanEval+ and MBPP+ are scored by the EvalPlus harness in a subprocess.
+model-written code: HumanEval+ and MBPP+ are judged by the EvalPlus harness, which runs.py starts apart.
 
     pytest tests/test_benchmarks.py                     # add --bench_data DIR to go through the real files
 """
@@ -15,14 +15,9 @@ import csv
 import gzip
 import io
 import json
-import math
-import os
 import random
 import re
 import string
-import subprocess
-import sys
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -31,8 +26,6 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 Rows = Iterator[tuple[str, dict[str, str], Any, dict]]  # id ("": number it), what fills the prompt, gold, extra
 
@@ -470,7 +463,7 @@ def read_piqa(path: Path, labels_file: str | Path | None = None) -> Rows:
         yield "", options, "AB"[int(label)], {"letters": "AB", "letter_only": True}
 
 
-# ---- HumanEval+ and MBPP+: the EvalPlus releases; its harness judges, in a subprocess -------------------------------
+# ---- HumanEval+ and MBPP+: the EvalPlus releases; its harness judges, see runs.py -------------------------------
 
 CODE_PROMPT = (  # EvalPlus; simple-evals and OpenCompass word it differently
     "Please provide a self-contained Python script that solves the following problem in a markdown code block:\n"
@@ -514,63 +507,6 @@ def extract_code(output: str, item: Item) -> str | None:
     return item.extra["code"] + code if body and defines.search(item.extra["code"]) else code
 
 
-def write_samples(path: str | Path, items: Iterable[tuple[str, str | None]]) -> None:
-    """Writes (task id, program) pairs for EvalPlus, whole or not at all; None is an empty program: it wants all."""
-    path = Path(path)
-    if path.suffix != ".jsonl":
-        raise ValueError(f"{path}: EvalPlus reads samples from .jsonl files only; rename it")
-    lines = [json.dumps({"task_id": name, "solution": program or ""}) + "\n" for name, program in items]
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(lines), encoding="utf-8")
-    temporary.replace(path)
-
-
-class MissingEvalplus(ValueError):
-    """EvalPlus is not installed; `command` scores the samples where it is."""
-
-    def __init__(self, command: str):
-        super().__init__(f"EvalPlus is not installed; pip install evalplus==0.3.1 in a sandbox, then run: {command}")
-        self.command = command
-
-
-def score_with_evalplus(
-    samples: str | Path, dataset: str, dataset_file: str | Path, python: str = sys.executable
-) -> dict[str, Any]:
-    """Runs `evalplus.evaluate` (0.3.1) and returns {"base", "plus": pass@1 in 0..1, "per_task", "notes"}.
-
-    dataset: "humaneval" or "mbpp"; dataset_file: its EvalPlus release, or a subset: each of its tasks needs a sample.
-    This EXECUTES MODEL-WRITTEN CODE, in a subprocess with a fresh environment (no secrets), home and cache folder, no
-    input and a memory limit; EvalPlus itself says that this is no sandbox: run in a container without network.
-    Raises MissingEvalplus, or ValueError with the harness's last words where it gave no result.
-    """
-    samples = Path(samples).resolve()
-    result = samples.with_name(samples.name.replace(".jsonl", "_eval_results.json"))
-    result.unlink(missing_ok=True)  # EvalPlus would report an old one again, without running anything
-    command = [python, "-m", "evalplus.evaluate", "--dataset", dataset, "--samples", samples.name]
-    settings = {
-        f"{dataset.upper()}_OVERRIDE_PATH": str(Path(dataset_file).resolve()),  # else it downloads a release
-        "EVALPLUS_MAX_MEMORY_BYTES": "8589934592",  # under its 4 GiB the right programs of Mbpp/255 and 392 fail
-    }
-    # a list of what passes: EVALPLUS_TIMEOUT_PER_TASK, for one, makes 0.3.1 hang
-    kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ}
-    with tempfile.TemporaryDirectory() as home:  # private, for EvalPlus un-pickles what it finds in its cache
-        env = kept | settings | dict.fromkeys(("HOME", "XDG_CACHE_HOME", "TMPDIR"), home)
-        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        log = subprocess.run(command, cwd=samples.parent, env=env, encoding="utf-8", errors="replace", **streams).stdout
-    if "No module named 'evalplus'" in log:
-        prefix = " ".join(f"{name}={value}" for name, value in settings.items())
-        raise MissingEvalplus(f"cd {samples.parent} && {prefix} {' '.join(command)}")
-    if not result.exists():
-        raise ValueError(f"{samples}: EvalPlus gave no result; mend what its last lines say: {log[-500:]}")
-    per_task = {}
-    for name, (run, *_) in json.loads(result.read_text(encoding="utf-8"))["eval"].items():  # one greedy sample a task
-        base = run["base_status"] == "pass"
-        per_task[name] = {"base": base, "plus": base and run["plus_status"] == "pass"}
-    note = "HumanEval/32 fails in EvalPlus 0.3.1 whatever the program (mended since): the best is 163 of 164"
-    share = {kind: sum(task[kind] for task in per_task.values()) / len(per_task) for kind in ("base", "plus")}
-    return share | {"per_task": per_task, "notes": [note] if "HumanEval/32" in per_task else []}
-
-
 # ---- The paper's Table 1 and who does what. Score and forward passes a token: without, with joint commitment --------
 
 GSM8K = (read_gsm8k, extract_number, correct_number, extra_gsm8k, GSM8K_PROMPT, {})
@@ -594,31 +530,3 @@ TASKS: dict[str, Task] = {
         Task("mbpp", "MBPP+", "pass@1", 378, 68.78, 70.11, 0.18, 0.18, *MBPP),
     )
 }
-
-
-# ---- Statistics for tables ------------------------------------------------------------------------------------------
-
-
-def wilson(k: int, n: int) -> tuple[float, float]:
-    """95 % interval (Wilson's) of a share of which k of n were seen."""
-    z2 = 1.959963984540054**2
-    middle, spread = (k + z2 / 2) / (n + z2), math.sqrt(z2 * k * (n - k) / n + z2 * z2 / 4) / (n + z2)
-    return middle - spread, middle + spread
-
-
-def mcnemar(b: int, c: int) -> float:
-    """Exact two-sided p-value of b items that only one system has right against c that only the other has."""
-    return min(1.0, 2 * sum(math.comb(b + c, i) for i in range(min(b, c) + 1)) / 2 ** (b + c))
-
-
-def paired_bootstrap(a: np.ndarray, b: np.ndarray, rng: np.random.Generator, n: int = 10_000) -> tuple[float, float]:
-    """95 % percentile interval of mean(b) - mean(a), the scores of two systems on the same items."""
-    difference = np.asarray(b, float) - np.asarray(a, float)
-    means = [rng.choice(difference, len(difference)).mean() for _ in range(n)]
-    low, high = np.quantile(means, (0.025, 0.975))
-    return float(low), float(high)
-
-
-def difference_se(p: float, q: float, n: int) -> float:
-    """Standard error of p - q, two shares of n items each, unpaired: what a table of n items can tell apart."""
-    return math.sqrt((p * (1 - p) + q * (1 - q)) / n)

@@ -9,6 +9,7 @@ It refuses, with one line, a folder whose tensors are missing, cut off, unknown 
 belongs to another model. Weights are safetensors, the rest is JSON; there is no pickle.
 """
 
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -86,6 +87,9 @@ def load_model(folder: str | Path, device: torch.device | str, dtype: torch.dtyp
     with torch.device("meta"):
         model = Model(cfg)
     expected = model.state_dict()
+    need = sum(t.numel() for t in expected.values()) * dtype.itemsize / 1e9
+    if need > 0.1:
+        print(f"loading {folder}: {need:.1f} GB of weights in {dtype}, onto {device}", file=sys.stderr)
     state: dict[str, Tensor] = {}
     for path, name, tensor in read_tensors(weight_files(folder)):
         if name not in expected:

@@ -115,6 +115,8 @@ def step(engine: "Cached | Naive", z: Tensor, prompt: Tensor, busy: bool, u: Ten
     """One step on the current blocks z (R, B): everything is read from z and written at once.
 
     prompt (R, B) bool: positions that are never edited. busy: whether any row has a mask left (known to the host).
+    u (R, 2, B): with temperature, each stage draws by its own numbers. Selection favours positions whose draw happened
+    to be a likely token; Stage B's fresh draw undoes that bias, so what is written follows the model's probabilities.
     """
     masked = z == engine.cfg.mask_id
     h, logits_a = engine.stage_a(z)  # the full forward

@@ -96,6 +96,7 @@ def build_parser() -> Parser:
     )
     g.add_argument("--lora_r", type=int, default=16, help="rank of the adapters (paper: 16)")
     g.add_argument("--lora_alpha", type=float, default=32.0, help="scale is alpha / r (paper: 32)")
+    g.add_argument("--factorised", action="store_true", help="train branch 1 alone: a base model to adapt later")
     g = p.add_argument_group("corruption and bundle")
     g.add_argument(
         "--corruption",
@@ -171,6 +172,15 @@ def split_forward(
     return loss_1 + loss_2, torch.stack([terms_1, terms_2])
 
 
+def factorised_forward(model: Model, x: Tensor, z: Tensor, kind: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+    """Branch 1 alone: what a base model is trained on. Returns what split_forward does."""
+    T = x.shape[1]
+    ids = torch.cat([z, x], dim=1) if len(ctx.cos) == 2 * T else z
+    h = model.last_n(model.prefix(ids, ctx), ctx)[:, :T]
+    loss, terms = three_term_loss(model, h, x, kind, fill=kind == M)
+    return loss, torch.stack([terms, torch.zeros_like(terms)])
+
+
 class Objective:
     """Rows -> loss: data, corruption and bundle of rows first .. first+R of a stream, all drawn from their index."""
 
@@ -191,6 +201,8 @@ class Objective:
         group = cfg.block_length if args.bundle_scope == "block" else x.shape[1]
         bundle = draw_bundle(kind == M, group, args.s_min, args.s_max, rows)
         ctx = sequence_context(cfg, real, self.model.compute_dtype, clean_copy=args.context == "clean")
+        if args.factorised:
+            return factorised_forward(self.model, x, z, kind, ctx)
         return split_forward(self.model, x, z, kind, bundle, ctx)
 
     def draft(self, real: Tensor):
@@ -447,7 +459,7 @@ def report(record: dict, log: TextIO, args: Namespace, shown: bool) -> None:
         parts = [f"step {record['step'] + 1}/{args.max_iters}", f"loss {record['loss']:.4f}"]
     for b in (1, 2):
         terms = [f"{t} {record[f'{t}_{b}']:.3f}" for t in ("m2t", "edit", "clean") if f"{t}_{b}" in record]
-        parts.append(f"branch {b} " + " ".join(terms))
+        parts += [f"branch {b} " + " ".join(terms)] if terms else []
     if "loss" in record:
         parts += [f"lr {record['lr']:.1e}", f"norm {record['grad_norm']:.2f}", f"{record['ms']:.0f} ms"]
     if "block_1" in record:

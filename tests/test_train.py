@@ -5,13 +5,17 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from common import command_line, random_ids, refused, tiny_model
 from safetensors.torch import load_file
 
+import convert_weights
+import sample
 import train
+from checkpoint import save_model
 from corrupt import M, three_term_loss
 from data import generator
 from model import sequence_context
@@ -207,3 +211,29 @@ def test_toy_rows_are_a_prompt_block_and_an_answer_block():
 def test_generator_is_a_function_of_its_key():
     assert torch.equal(torch.rand(3, generator=generator(1, "a")), torch.rand(3, generator=generator(1, "a")))
     assert not torch.equal(torch.rand(3, generator=generator(1, "a")), torch.rand(3, generator=generator(1, "b")))
+
+
+def test_a_released_checkpoint_is_adapted_on_records_and_sampled(tmp_path, monkeypatch, capsys):
+    """The released layout, its tokenizer, one padded document a row, LoRA in bf16, then decoding with the adapter."""
+    golden = Path(__file__).parent / "data" / "golden_a"
+    base, ours, records = tmp_path / "base", tmp_path / "ours", tmp_path / "docs.jsonl"
+    assert command_line(convert_weights, monkeypatch, capsys, "--src", golden, "--out", base)[0] == 0
+    texts = [f"def f{n}(x):\n    return x + {n}\n" * (1 + n % 3) for n in range(60)]
+    records.write_text("".join(json.dumps({"text": t, "int_score": 3, "token_count": 300}) + "\n" for t in texts))
+    run = ["--init_from", base, "--data", records, "--seq_len", 64, "--max_iters", 2, "--batch_size", 4, "--n_last", 2]
+    run += ["--dtype", "bf16", "--eval_rows", 4, "--learning_rate", 0.01, "--device", "cpu", "--out_dir", ours]
+    code, out, _ = command_line(train, monkeypatch, capsys, *run)
+    assert code == 0 and "blocks of 32" in out
+    common = ["--ckpt", base, "--prompt", "def f", "--gen_length", 8, "--json", "--device", "cpu"]
+    tokens = []
+    for adapter in ([], ["--adapter", ours]):
+        code, out, _ = command_line(sample, monkeypatch, capsys, *common, *adapter)
+        tokens.append(json.loads(out)["tokens"])
+        assert code == 0 and len(tokens[-1]) <= 8
+    assert tokens[0] != tokens[1]
+    assert "wrong --ckpt" in refused(sample, monkeypatch, capsys, "--ckpt", other_base(tmp_path), "--adapter", ours)
+
+
+def other_base(tmp_path):
+    save_model(tiny_model(vocab_size=272, eos_id=256, mask_id=257, n_embd=32, n_last=1), tmp_path / "other")
+    return tmp_path / "other"
