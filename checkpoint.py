@@ -4,11 +4,13 @@
     model.safetensors  all parameters and markers, or shards with model.safetensors.index.json
     adapter.json       instead of the two above: base folder, LoRA's rank and scale, the geometry that it was trained at
     adapter.safetensors    LoRA matrices and markers
+    state.safetensors  what a training run resumes from: trained weights and AdamW's moments; log.jsonl, train.json
 
 It refuses, with one line, a folder whose tensors are missing, cut off, unknown or of another shape, and an adapter that
 belongs to another model. Weights are safetensors, the rest is JSON; there is no pickle.
 """
 
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
@@ -150,3 +152,49 @@ def load_adapter(model: Model, folder: str | Path) -> None:
 def layers_of(lora_scope: str, n_layer: int, n_last: int) -> range:
     """Which layers LoRA touches: `all` (the paper) or the last n, for adapters that act in the marked pass alone."""
     return range(n_layer) if lora_scope == "all" else range(n_layer - n_last, n_layer)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what a training run resumes from
+
+
+def save_state(model: Model, optimizer: torch.optim.Optimizer, step: int, folder: Path) -> None:
+    """Trained weights and moments of one step in one file, so that they belong together whenever the power goes."""
+    names = {p: n for n, p in model.named_parameters() if p.requires_grad}
+    state = {f"param.{n}": p for p, n in names.items()}
+    for p, moments in optimizer.state.items():
+        state |= {f"{k}.{names[p]}": v for k, v in moments.items()}
+    state = {k: v.detach().contiguous().cpu() for k, v in state.items()}
+    replace_file(folder / "state.safetensors", lambda p: save_file(state, p, {"step": str(step)}))
+
+
+def restore_state(model: Model, optimizer: torch.optim.Optimizer, folder: Path) -> int:
+    """Weights, moments -> the number of steps taken. Generators need nothing: they are functions of the row."""
+    path = folder / "state.safetensors"
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    left, steps = {f"param.{n}" for n in named}, 0
+    for _, key, tensor in read_tensors([path]):
+        kind, name = key.split(".", 1)
+        if name not in named:
+            fail(f"{path}: {name} is not trained by this run: the folder holds another model")
+        p = named[name]
+        if kind == "param":
+            p.data.copy_(tensor)
+            left.discard(key)
+        else:
+            optimizer.state[p][kind] = tensor if kind == "step" else tensor.to(p.device)
+            steps = int(tensor) if kind == "step" else steps
+    return fail(f"{path} lacks {sorted(left)[0]}: start again in a new --out_dir") if left else steps
+
+
+def rewind_log(path: Path, step: int) -> None:
+    """Drop lines at or after `step` (written after the last save) and a line cut short by a kill."""
+    kept = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            break
+        if record["step"] < step or (record["step"] == step and "val" in record):
+            kept.append(line + "\n")
+    replace_file(path, lambda p: p.write_text("".join(kept)))

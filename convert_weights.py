@@ -316,6 +316,8 @@ def our_config(raw: dict, path: Path, eos_id: int, mask_id: int) -> Config:
     values: dict = {}
     for name, ours in FIELDS.items():
         kind, value = kinds[ours], raw.get(name)
+        if name == "num_shared_experts" and name in raw and value is None:  # the released code's way to say "none"
+            value = 0
         if type(value) is not kind and not (kind is float and type(value) is int):
             fail(f"{path}: {name} = {value!r} should be a {kind.__name__}" if name in raw else f"{path} lacks {name}")
         if kind is not bool and value <= 0 and ours not in ("n_dense", "n_shared"):

@@ -128,14 +128,14 @@ def step(engine: "Cached | Naive", z: Tensor, prompt: Tensor, busy: bool, u: Ten
         token_b, conf_b = candidates(logits_b, u[:, 1], d)
         coordinated = bundle.any(-1, keepdim=True)  # a row without a bundle writes from Stage A
         token_b, conf_b = torch.where(coordinated, token_b, token_a), torch.where(coordinated, conf_b, conf_a)
-    fill, edit = (token_b if d.fill_from == "B" else token_a), (token_b if d.edit_from == "B" else token_a)
-    edit_conf = conf_b if d.edit_from == "B" else conf_a
+    fill, fill_conf = (token_b, conf_b) if d.fill_from == "B" else (token_a, conf_a)
+    edit, edit_conf = (token_b, conf_b) if d.edit_from == "B" else (token_a, conf_a)
     edited = torch.zeros_like(masked)
     if d.tau_t2t is not None:
         edited = ~masked & ~prompt & (edit != z) & (edit_conf > d.tau_t2t)
     after = torch.where(bundle, fill, torch.where(edited, edit, z))
-    return dict(before=z, after=after, bundle=bundle, edited=edited, token_a=token_a, conf_a=conf_a,
-                token_b=token_b, conf_b=conf_b)  # fmt: skip
+    conf = torch.where(bundle, fill_conf, edit_conf)
+    return dict(before=z, after=after, bundle=bundle, edited=edited, conf=conf, token_a=token_a, conf_a=conf_a)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -256,11 +256,11 @@ def step_record(s: dict[str, Tensor], r: int, start: int) -> dict:
         "before": v["before"],
         "after": v["after"],
         "bundle": [start + i for i in bundle],
-        "fill": [dict(at=start + i, token=v["after"][i], conf=round(v["conf_b"][i], 4), token_a=v["token_a"][i],
+        "fill": [dict(at=start + i, token=v["after"][i], conf=round(v["conf"][i], 4), token_a=v["token_a"][i],
                       conf_a=round(v["conf_a"][i], 4)) for i in bundle],
-        "edit": [dict(at=start + i, old=v["before"][i], token=v["after"][i], conf=round(v["conf_b"][i], 4))
+        "edit": [dict(at=start + i, old=v["before"][i], token=v["after"][i], conf=round(v["conf"][i], 4))
                  for i in edited],
-        "conf": [round(c, 4) for c in v["conf_b"]],
+        "conf": [round(c, 4) for c in v["conf"]],
     }  # fmt: skip
 
 

@@ -26,12 +26,11 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
 import toy
-from checkpoint import load_model, read_config, read_tensors, save_adapter, save_model
+from checkpoint import load_model, read_config, restore_state, rewind_log, save_adapter, save_model, save_state
 from corrupt import Corruption, M, draw_bundle, three_term_loss
 from data import (
     Filter,
@@ -43,7 +42,6 @@ from data import (
     load_sequences,
     pick_device,
     read_json,
-    replace_file,
     write_json,
 )  # fmt: skip
 from model import PRESETS, Context, Model, new_model, sequence_context
@@ -366,20 +364,13 @@ def build_model(args: Namespace, task: toy.Toy | None, device: torch.device) -> 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# what is kept: a checkpoint to sample from, one file to resume from, one log
+# the run
 
 
 def save(model: Model, optimizer: torch.optim.Optimizer, step: int, args: Namespace, task: toy.Toy | None) -> None:
-    """The resume file first and in one piece (weights and moments of the same step, whenever the power goes), then the
-    checkpoint that sample.py reads."""
+    """The resume file first, then the checkpoint that sample.py reads."""
     folder = Path(args.out_dir)
-    state = {f"param.{n}": p for n, p in model.named_parameters() if p.requires_grad}
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            name = next(n for n, q in model.named_parameters() if q is p)
-            state |= {f"{k}.{name}": v for k, v in optimizer.state[p].items()}
-    state = {k: v.detach().contiguous().cpu() for k, v in state.items()}
-    replace_file(folder / "state.safetensors", lambda p: save_file(state, p, {"step": str(step)}))
+    save_state(model, optimizer, step, folder)
     if args.init_from == "scratch":
         save_model(model, folder)
     else:
@@ -387,38 +378,6 @@ def save(model: Model, optimizer: torch.optim.Optimizer, step: int, args: Namesp
         save_adapter(model, folder, settings)
     if task is not None:
         write_json(folder / "toy.json", {k: getattr(args, k) for k in toy.FLAGS} | {"name": task.name})
-
-
-def restore(model: Model, optimizer: torch.optim.Optimizer, folder: Path) -> int:
-    """Weights, moments -> the number of steps taken. Generators need nothing: they are functions of the row."""
-    path = folder / "state.safetensors"
-    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    left, steps = {f"param.{n}" for n in named}, 0
-    for _, key, tensor in read_tensors([path]):
-        kind, name = key.split(".", 1)
-        if name not in named:
-            fail(f"{path}: {name} is not trained by this run: the folder holds another model")
-        p = named[name]
-        if kind == "param":
-            p.data.copy_(tensor)
-            left.discard(key)
-        else:
-            optimizer.state[p][kind] = tensor if kind == "step" else tensor.to(p.device)
-            steps = int(tensor) if kind == "step" else steps
-    return fail(f"{path} lacks {sorted(left)[0]}: start again in a new --out_dir") if left else steps
-
-
-def rewind_log(path: Path, step: int) -> None:
-    """Drop lines at or after `step` (written after the last save) and a line cut short by a kill."""
-    kept = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            break
-        if record["step"] < step or (record["step"] == step and "val" in record):
-            kept.append(line + "\n")
-    replace_file(path, lambda p: p.write_text("".join(kept)))
 
 
 @contextmanager
@@ -480,7 +439,7 @@ def run(args: Namespace) -> None:
     if task is None and (args.seq_len % cfg.block_length or args.seq_len > cfg.max_len):
         fail(f"--seq_len {args.seq_len} must be a multiple of --block_length {cfg.block_length}, at most {cfg.max_len}")
     optimizer = make_optimizer(model, args)
-    done = restore(model, optimizer, folder) if args.resume else 0
+    done = restore_state(model, optimizer, folder) if args.resume else 0
     write_json(folder / "train.json", {k: v for k, v in vars(args).items() if k != "resume"})
     rewind_log(folder / "log.jsonl", done)
     if uses_bpe:
