@@ -62,7 +62,8 @@ class KVCache:
         """Room for a context of `tokens`, doubling so that a long answer copies its cache only a few times."""
         have, need = self.kv.shape[4], self.B + tokens
         if need > have:
-            self.kv = torch.cat([self.kv, torch.zeros_like(self.kv[:, :, :, :, : max(need - have, have)])], dim=4)
+            more = self.kv.new_zeros(*self.kv.shape[:4], max(need - have, have), self.kv.shape[5])
+            self.kv = torch.cat([self.kv, more], dim=4)
 
     def set_lengths(self, lengths: list[int]) -> None:
         self.length = torch.tensor(lengths, device=self.kv.device)
@@ -105,7 +106,7 @@ class Cached:
                 ids = torch.tensor([p[:n]], device=device)
                 ctx = sequence_context(self.cfg, torch.ones_like(ids, dtype=torch.bool), model.compute_dtype)
                 ctx.cache = self.cache
-                model.coordinate(model.prefix(ids, ctx), torch.zeros_like(ids, dtype=torch.bool), ctx, max(1, n_rounds))
+                model.context_rounds(model.prefix(ids, ctx), ctx, n_rounds)
         self.cache.filling = None
         self.cache.set_lengths(lengths)
 
@@ -127,9 +128,9 @@ class Cached:
         forward); further rounds of Stage B need the block's own unmarked states of each round."""
         if changed:
             self.stage_a(z)
-        h, nothing = self.h_1, torch.zeros_like(z, dtype=torch.bool)
+        h = self.h_1
         for i in range(1, self.n_rounds):
-            h = self.model.last_n(self.model.mark(h, nothing, i), self.ctx.at_round(i))
+            h = self.model.last_n(h, self.ctx.at_round(i))
         lengths = self.cache.length.tolist()
         for r in rows:
             lengths[r] += self.cfg.block_length
@@ -158,7 +159,9 @@ class Naive:
         out = []
         for x, marked in zip(h, bundle, strict=True):
             marks = torch.cat([marked.new_zeros(x.shape[1] - len(marked)), marked])[None]
-            out.append(self.model.coordinate(x, marks, self.context(x), self.n_rounds))
+            ctx = self.context(x)
+            ctx.current = torch.arange(x.shape[1], device=x.device)[:, None] >= x.shape[1] - len(marked)
+            out.append(self.model.coordinate(x, marks, ctx, self.n_rounds))
         return self.logits(out)
 
     def context(self, x: Tensor):

@@ -137,8 +137,7 @@ def load_adapter(model: Model, folder: str | Path) -> None:
         if getattr(model.cfg, key) != settings["model"][key]:
             fail(f"{folder} was trained with {key} {settings['model'][key]}, this model has {getattr(model.cfg, key)}: "
                  "wrong --ckpt for this adapter")  # fmt: skip
-    layers = layers_of(settings["lora_scope"], model.cfg.n_layer, model.cfg.n_last)
-    model.add_lora(settings["lora_r"], settings["lora_alpha"], torch.Generator(), layers)
+    model.add_lora(settings["lora_r"], settings["lora_alpha"], torch.Generator(), settings["lora_scope"])
     expected, state = model.adapter_state(), {}
     for path, name, tensor in read_tensors([Path(folder) / "adapter.safetensors"]):
         if name not in expected or tensor.shape != expected[name].shape:
@@ -147,11 +146,6 @@ def load_adapter(model: Model, folder: str | Path) -> None:
     if len(state) != len(expected):
         fail(f"{folder}/adapter.safetensors lacks {sorted(set(expected) - set(state))[0]}: train or copy it again")
     model.load_state_dict(state, strict=False)
-
-
-def layers_of(lora_scope: str, n_layer: int, n_last: int) -> range:
-    """Which layers LoRA touches: `all` (the paper) or the last n, for adapters that act in the marked pass alone."""
-    return range(n_layer) if lora_scope == "all" else range(n_layer - n_last, n_layer)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from checkpoint import adapter_settings, layers_of, read_config, read_tensors, weight_files
+from checkpoint import adapter_settings, read_config, read_tensors, weight_files
 from data import EOS, MASK, Parser, bpe_tokenizer, fail, read_json, replace_file, write_json
 from model import PRESETS, Config, Linear, Model
 
@@ -483,7 +483,7 @@ def read_adapter(folder: Path) -> tuple[dict, dict[str, Tensor], Tensor]:
     """(adapter.json, LoRA matrices by our names, markers (K, C)); exactly the matrices of its layers, of its rank."""
     settings = adapter_settings(folder)
     shape, r = settings["model"], settings["lora_r"]
-    layers = layers_of(settings["lora_scope"], shape["n_layer"], shape["n_last"])
+    layers = range(0 if settings["lora_scope"] == "all" else shape["n_layer"] - shape["n_last"], shape["n_layer"])
     markers_shape = (shape["n_rounds"], shape["n_embd"])
     settings |= {"scale": settings["lora_alpha"] / r, "base": Path(settings["base"]), "n_last": shape["n_last"]}
     path = folder / "adapter.safetensors"

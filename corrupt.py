@@ -41,13 +41,16 @@ from data import Parser, byte_tokenizer, fail, generator
 if TYPE_CHECKING:
     from model import Model
 
-# R rows, T positions (a multiple of B), B block_length, Z = T/B blocks, n selected positions, C channels, V vocabulary
+# R rows, T positions (a multiple of B), B block_length, Z = T / group blocks, n selected positions, C channels,
+# V vocabulary, W beam
 
 NONE, M, W, G = 0, 1, 2, 3
 LAMBDAS = (1.0, 0.3, 0.2)  # lambda_m2t, lambda_edit, lambda_clean of the paper
 
 Rows = list[torch.Generator]  # one generator a row
 Draft = Callable[[Tensor, Tensor], Tensor]  # (z (R, T), where (R, T) bool with n True) -> (n,) int64 predictions
+# (z (R, T), where (R, T) bool with n True, k) -> the k best log-probabilities and tokens at each, (n, k) twice
+Predict = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
 def uniform(rows: Rows, n: int) -> Tensor:
@@ -89,6 +92,44 @@ def draw_bundle(masked: Tensor, group: int, s_min: int, s_max: int, rows: Rows) 
     key = uniform(rows, T).masked_fill(~masked.cpu(), 2.0).view(R, -1, group)  # unmasked positions sort last
     rank = key.argsort(dim=-1).argsort(dim=-1)
     return masked & (rank < size[..., None]).view(R, T).to(masked.device)
+
+
+@torch.no_grad()
+def chain_targets(z: Tensor, bundle: Tensor, group: int, beam: int, predict: Predict) -> Tensor:
+    """The model's own chain-rule decode of each group's bundle: what it would write one token at a time, where TC is
+    zero by construction. Beyond the paper: unlike the clean tokens, this target is a function of z, so a coherent tuple
+    minimises the cross-entropy to it.
+
+    z, bundle (R, T) -> (R, T) int64: z with the bundle written. All groups of all rows advance together, each by its
+    most confident position a step; with `beam` W > 1 each group keeps its W best hypotheses, all filled at the same
+    positions (the best one chooses), so that they are different tuples, and the best is the target.
+    """
+    (R, T), W = z.shape, beam
+    Z = T // group
+    hypotheses, left = z.repeat(W, 1, 1), bundle.clone()  # (W, R, T): sorted, the best first; (R, T)
+    score = torch.zeros(R, Z, W, device=z.device)
+    score[..., 1:] = float("-inf")  # one hypothesis to begin with
+    start = group * torch.arange(Z, device=z.device)
+    while left.any():
+        log_p, token = predict(hypotheses.flatten(0, 1), left.repeat(W, 1), W)  # (W * n, W) each
+        everywhere = left.expand(W, R, T)[..., None]
+        log_p = log_p.new_full((W, R, T, W), float("-inf")).masked_scatter(everywhere, log_p)
+        token = token.new_zeros((W, R, T, W)).masked_scatter(everywhere, token)
+        busy = left.view(R, Z, group).any(-1)  # (R, Z)
+        at = start + log_p[0, ..., 0].view(R, Z, group).argmax(-1)  # (R, Z) the position that each group writes
+        place = at[None, ..., None].expand(W, R, Z, W)
+        log_p, token = (t.gather(2, place).permute(1, 2, 0, 3).flatten(2) for t in (log_p, token))  # (R, Z, W * W)
+        best, choice = (score.repeat_interleave(W, dim=-1) + log_p).topk(W, dim=-1)
+        parent, token = choice // W, token.gather(-1, choice)
+        blocks = hypotheses.view(W, R, Z, group).permute(1, 2, 0, 3)  # (R, Z, W, group)
+        grown = blocks.gather(2, parent[..., None].expand_as(blocks))
+        inside = (at - start)[..., None, None].expand(R, Z, W, 1)
+        grown = grown.scatter(3, inside, token[..., None])
+        blocks = torch.where(busy[..., None, None], grown, blocks)
+        score = torch.where(busy[..., None], best, score)
+        hypotheses = blocks.permute(2, 0, 1, 3).reshape(W, R, T)
+        left = left & ~torch.zeros_like(left).scatter(1, at, busy)
+    return hypotheses[0]
 
 
 def loss_weights(kind: Tensor, fill: Tensor, lambdas: tuple[float, float, float] = LAMBDAS) -> Tensor:

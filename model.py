@@ -137,7 +137,8 @@ class Context:
     mask: Tensor | None  # bool, broadcasts to (R, H, T, S); None: everything may attend to everything
     cache: "KVCache | None" = None
     round: int = 0  # which round's keys and values of the context to use (Stage B with K > 1)
-    lora: bool = True  # False: the frozen backbone alone
+    current: Tensor | None = None  # (T, 1) bool, the positions that Stage B is about; None: all of them
+    lora: bool | Tensor = True  # where adapters act: set by the model, see Model.add_lora
 
     def at_round(self, i: int) -> "Context":
         return replace(self, round=i)
@@ -214,11 +215,12 @@ class Linear(nn.Linear):
         self.weight.data = (self.weight.float() + delta).to(self.weight.dtype)
         self.lora_A = self.lora_B = None
 
-    def forward(self, x: Tensor, lora: bool = True) -> Tensor:
+    def forward(self, x: Tensor, lora: bool | Tensor = True) -> Tensor:
         y = F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
-        if lora and self.lora_A is not None:
-            y = y + self.lora_scale * F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
-        return y
+        if self.lora_A is None or lora is False:
+            return y
+        delta = self.lora_scale * F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
+        return y + (delta if lora is True else delta * lora)
 
 
 class Attention(nn.Module):
@@ -356,6 +358,7 @@ class Model(nn.Module):
         self.markers = nn.Parameter(torch.zeros(cfg.n_rounds, cfg.n_embd))
         self.compute_dtype = torch.float32
         self.checkpointing = False
+        self.lora_scope = "all"  # or "marked", see add_lora
 
     def prefix(self, ids: Tensor, ctx: Context) -> Tensor:
         """Prefix: embedding and the first L - n layers. (R, T) int64 -> (R, T, C)."""
@@ -363,7 +366,8 @@ class Model(nn.Module):
         return self.run(h, ctx, 0, self.cfg.n_layer - self.cfg.n_last)
 
     def last_n(self, h: Tensor, ctx: Context) -> Tensor:
-        """LastN: the remaining n layers. (R, T, C) -> (R, T, C)."""
+        """LastN, unmarked: the remaining n layers. (R, T, C) -> (R, T, C)."""
+        ctx = replace(ctx, lora=self.lora_scope == "all")
         return self.run(h, ctx, self.cfg.n_layer - self.cfg.n_last, self.cfg.n_layer)
 
     def head(self, h: Tensor) -> Tensor:
@@ -376,8 +380,16 @@ class Model(nn.Module):
 
     def coordinate(self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int) -> Tensor:
         """Eq. 2: K times h <- LastN(h + 1_S * marker_i), from the prefix states h (R, T, C) and bundle (R, T) bool."""
+        lora = True if self.lora_scope == "all" or ctx.current is None else ctx.current
         for i in range(n_rounds):
-            h = self.last_n(self.mark(h, bundle, i), ctx.at_round(i))
+            ctx = replace(ctx, round=i, lora=lora)
+            h = self.run(self.mark(h, bundle, i), ctx, self.cfg.n_layer - self.cfg.n_last, self.cfg.n_layer)
+        return h
+
+    def context_rounds(self, h: Tensor, ctx: Context, n_rounds: int) -> Tensor:
+        """What finished positions do in the rounds of Stage B: the same layers, unmarked (at least once)."""
+        for i in range(max(1, n_rounds)):
+            h = self.last_n(h, ctx.at_round(i))
         return h
 
     def forward(self, ids: Tensor, ctx: Context) -> Tensor:
@@ -410,12 +422,17 @@ class Model(nn.Module):
         for _, buffer in self.named_buffers():
             buffer.zero_()
 
-    def add_lora(self, r: int, alpha: float, generator: torch.Generator, layers: range | None = None) -> None:
-        """Freeze everything, then add LoRA to qkv and proj of `layers` (all of them by default); the markers train."""
+    def add_lora(self, r: int, alpha: float, generator: torch.Generator, scope: str = "all") -> None:
+        """Freeze everything, then add LoRA to qkv and proj; LoRA and the markers train.
+
+        scope "all" (the paper): every layer, in every pass. "marked": the last n layers, in the marked pass over the
+        current block alone; Stage A is then the backbone bit for bit, and training needs no gradient in the prefix.
+        """
+        self.lora_scope = scope
         self.requires_grad_(False)
-        for i in layers if layers is not None else range(self.cfg.n_layer):
-            self.layers[i].attn.qkv.add_lora(r, alpha, generator)
-            self.layers[i].attn.proj.add_lora(r, alpha, generator)
+        for layer in self.layers if scope == "all" else self.layers[self.cfg.n_layer - self.cfg.n_last :]:
+            layer.attn.qkv.add_lora(r, alpha, generator)
+            layer.attn.proj.add_lora(r, alpha, generator)
         self.markers = nn.Parameter(self.markers.float())
 
     def adapter_state(self) -> dict[str, Tensor]:

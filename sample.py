@@ -268,6 +268,7 @@ def step_record(s: dict[str, Tensor], r: int, start: int) -> dict:
 # the command line
 
 
+# fmt: off
 def build_parser() -> Parser:
     p = Parser(__doc__)
     g = p.add_argument_group("model")
@@ -286,11 +287,8 @@ def build_parser() -> Parser:
     g.add_argument("--mode", choices=MODES, default="q", help="q: tau_m2t 0.7, tau_t2t 0.5; s: 0.5 and 0.0")
     g.add_argument("--gen_length", type=int, default=256, help="tokens to generate; the last block is decoded whole")
     g.add_argument("--tau_m2t", type=float, help="fill masks whose probability is above this (strictly)")
-    g.add_argument(
-        "--tau_t2t",
-        type=number_or_none,
-        help='edit above this; 0: on any disagreement (the paper\'s default for Stage B); "none": never',
-    )
+    g.add_argument("--tau_t2t", type=number_or_none,
+                   help='edit above this; 0: on any disagreement (the paper\'s default for Stage B); "none": never')
     g.add_argument("--max_post_steps", type=int, default=16, help="forwards after the last mask was filled, at most")
     g.add_argument("--num_to_transfer", type=int, default=1, help="fill at least so many a step")
     g.add_argument("--eos_early_stop", action="store_true", help="stop after the block in which eos appears")
@@ -303,19 +301,15 @@ def build_parser() -> Parser:
     g.add_argument("--fill_from", choices=["A", "B"], default="B", help="which stage's logits fill masks")
     g.add_argument("--edit_from", choices=["A", "B"], default="B", help="which stage's logits edit")
     g.add_argument("--no_marker", action="store_true", help="run the last n layers again, but unmarked")
-    g.add_argument(
-        "--select",
-        choices=["confidence", "entropy", "all"],
-        default="confidence",
-        help="bundle: above the gate; as many, but least entropic; every mask",
-    )
+    g.add_argument("--select", choices=["confidence", "entropy", "all"], default="confidence",
+                   help="bundle: above the gate; as many, but least entropic; every mask")
     g = p.add_argument_group("output")
     g.add_argument("--trace", action="store_true", help="show every step: filled, edited, left, with confidences")
-    g.add_argument(
-        "--json", action="store_true", help="one JSON object a prompt: text, tokens, nfe, nfe_per_token, steps"
-    )
+    g.add_argument("--json", action="store_true",
+                   help="one JSON object a prompt: text, tokens, nfe, nfe_per_token, steps")
     g.add_argument("--no_cache", action="store_true", help="the naive twin: recompute everything at every step")
-    return p  # fmt: skip
+    return p
+# fmt: on
 
 
 def number_or_none(text: str) -> float | None:

@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 import toy
 from checkpoint import load_model, read_config, restore_state, rewind_log, save_adapter, save_model, save_state
-from corrupt import Corruption, M, draw_bundle, three_term_loss
+from corrupt import Corruption, Draft, M, Predict, chain_targets, draw_bundle, three_term_loss
 from data import (
     Filter,
     Parser,
@@ -63,59 +63,51 @@ FREE_ON_RESUME = {"init_from", "out_dir", "device", "stop_at", "log_interval", "
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+# fmt: off
 def build_parser() -> Parser:
     p = Parser(__doc__)
     g = p.add_argument_group("data")
-    g.add_argument(
-        "--data",
-        nargs="+",
-        default=["stdlib"],
-        help=f"stdlib, a toy ({', '.join(toy.TASKS)}), or .txt / folder / .jsonl[.gz] / .parquet",
-    )
+    g.add_argument("--data", nargs="+", default=["stdlib"],
+                   help=f"stdlib, a toy ({', '.join(toy.TASKS)}), or .txt / folder / .jsonl[.gz] / .parquet")
     g.add_argument("--seq_len", type=int, help="tokens in a row; one document a row (256 bytes; 2048 for a BPE model)")
     g.add_argument("--min_score", type=int, default=3, help="records below this int_score are left out (paper: 3)")
     g.add_argument("--min_tokens", type=int, default=256, help="... and records shorter than this (paper: 256)")
     g.add_argument("--max_tokens", type=int, default=1800, help="... or longer than this (paper: 1800)")
-    g.add_argument(
-        "--max_docs", type=int, default=0, help="stop reading after so many documents (paper: 50000; 0: all)"
-    )
+    g.add_argument("--max_docs", type=int, default=0,
+                   help="stop reading after so many documents (paper: 50000; 0: all)")
     toy.add_flags(p.add_argument_group("toy (only with --data TOY; default: the toy's own)"))
     g = p.add_argument_group("model")
-    g.add_argument(
-        "--init_from", default="scratch", help="scratch, resume, or a checkpoint folder (LoRA + markers train)"
-    )
+    g.add_argument("--init_from", default="scratch",
+                   help="scratch, resume, or a checkpoint folder (LoRA + markers train)")
     g.add_argument("--preset", choices=PRESETS, help="geometry from scratch (text for text, tiny for toys)")
-    g.add_argument(
-        "--n_last", type=int, help="n, the layers that Stage B runs again (paper: 3 of 20; default 3, or half)"
-    )
+    g.add_argument("--n_last", type=int,
+                   help="n, the layers that Stage B runs again (paper: 3 of 20; default 3, or half)")
     g.add_argument("--n_rounds", type=int, default=1, help="K, rounds of Stage B, one marker each (paper: 1)")
-    g.add_argument(
-        "--block_length", type=int, help="tokens decoded together (8 bytes; a checkpoint's own; toys: the answer)"
-    )
+    g.add_argument("--block_length", type=int,
+                   help="tokens decoded together (8 bytes; a checkpoint's own; toys: the answer)")
     g.add_argument("--lora_r", type=int, default=16, help="rank of the adapters (paper: 16)")
     g.add_argument("--lora_alpha", type=float, default=32.0, help="scale is alpha / r (paper: 32)")
+    g.add_argument("--lora_scope", choices=["all", "marked"], default="all",
+                   help="adapters in every layer and pass (paper), or in the marked pass of the last n layers alone: "
+                        "Stage A stays the base bit for bit, and training needs no gradient in the prefix")
+    g.add_argument("--target", choices=["clean", "chain"], default="clean",
+                   help="what branch 2 fills the bundle with: the clean tokens (paper), or what the unmarked model "
+                        "itself would write one token at a time (beyond the paper)")
+    g.add_argument("--chain_beam", type=int, default=1,
+                   help="hypotheses of the chain (1: greedy; 8: near the joint mode)")
     g.add_argument("--factorised", action="store_true", help="train branch 1 alone: a base model to adapt later")
     g = p.add_argument_group("corruption and bundle")
-    g.add_argument(
-        "--corruption",
-        choices=["mask", "random", "draft"],
-        help="how visible tokens go wrong: not at all, random ones (default from scratch, as base LLaDA2.1), or the "
-        "model's own drafts (default from a checkpoint, the paper)",
-    )
+    g.add_argument("--corruption", choices=["mask", "random", "draft"],
+                   help="how visible tokens go wrong: not at all, random ones (default from scratch, as base "
+                        "LLaDA2.1), or the model's own drafts (default from a checkpoint, the paper)")
     g.add_argument("--random_rate", type=float, default=0.1, help="share of visible tokens replaced (unpublished)")
     g.add_argument("--draft_rate", type=float, default=0.3, help="share of masks that the draft fills (unpublished)")
-    g.add_argument(
-        "--context",
-        choices=["corrupted", "clean"],
-        default="corrupted",
-        help="what earlier blocks look like: corrupted too (paper), or clean as in decoding ([noisy ; clean])",
-    )
-    g.add_argument(
-        "--bundle_scope",
-        choices=["block", "sequence"],
-        default="block",
-        help="draw D per block (a decoded bundle lies in one block) or once per row (the paper leaves it open)",
-    )
+    g.add_argument("--context", choices=["corrupted", "clean"], default="corrupted",
+                   help="what earlier blocks look like: corrupted too (paper), or clean as in decoding ([noisy ; "
+                        "clean])")
+    g.add_argument("--bundle_scope", choices=["block", "sequence"], default="block",
+                   help="draw D per block (a decoded bundle lies in one block) or once per row (the paper leaves it "
+                        "open)")
     g.add_argument("--s_min", type=int, default=1, help="smallest bundle (paper: 1)")
     g.add_argument("--s_max", type=int, default=16, help="largest bundle (paper: 16)")
     g = p.add_argument_group("optimisation")
@@ -126,24 +118,22 @@ def build_parser() -> Parser:
     g.add_argument("--warmup", type=float, default=0.01, help="share of the steps that warm up linearly (paper: 0.01)")
     g.add_argument("--weight_decay", type=float, default=0.01, help="AdamW, on matrices only")
     g.add_argument("--grad_clip", type=float, default=1.0, help="largest gradient norm (0: no clipping)")
-    g.add_argument(
-        "--checkpointing", action="store_true", help="recompute layers in the backward: less memory, more time"
-    )
+    g.add_argument("--checkpointing", action="store_true",
+                   help="recompute layers in the backward: less memory, more time")
     g = p.add_argument_group("run")
     g.add_argument("--out_dir", help="where checkpoints and log.jsonl go (out/stdlib, out/toy, out/cocommit)")
     g.add_argument("--seed", type=int, default=0)
     g.add_argument("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
-    g.add_argument(
-        "--dtype", choices=DTYPES, default="fp32", help="activations and frozen weights; trained ones are fp32"
-    )
+    g.add_argument("--dtype", choices=DTYPES, default="fp32",
+                   help="activations and frozen weights; trained ones are fp32")
     g.add_argument("--log_interval", type=int, default=1, help="print every so many steps (log.jsonl has them all)")
     g.add_argument("--eval_interval", type=int, default=250, help="validate every so many steps, and at the end")
     g.add_argument("--eval_rows", type=int, default=64, help="validation rows, the same ones each time")
     g.add_argument("--save_interval", type=int, default=250, help="save every so many steps, and at the end")
-    g.add_argument(
-        "--stop_at", type=int, default=0, help="save and stop after this step, as Ctrl-C would (0: run through)"
-    )
+    g.add_argument("--stop_at", type=int, default=0,
+                   help="save and stop after this step, as Ctrl-C would (0: run through)")
     return p
+# fmt: on
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -151,32 +141,55 @@ def build_parser() -> Parser:
 
 
 def split_forward(
-    model: Model, x: Tensor, z: Tensor, kind: Tensor, bundle: Tensor, ctx: Context
+    model: Model, x: Tensor, target: Tensor, z: Tensor, kind: Tensor, bundle: Tensor, ctx: Context
 ) -> tuple[Tensor, Tensor]:
-    """Both branches of the paper's Sec. 4.1. All (R, T); ctx is the context of these rows, doubled [noisy ; clean] rows
-    of 2T where `z` is followed by a clean copy of x. -> loss sum (scalar, nats), terms (2 branches, 3 terms, 2)."""
+    """Both branches of the paper's Sec. 4.1. All (R, T); `target` is what branch 2 fills the bundle with (paper: x).
+    ctx is the context of these rows, or of doubled rows [z ; x] of 2T. -> loss sum (nats), terms (2 branches, 3, 2)."""
     T = x.shape[1]
-    both, clean_copy = ctx.doubled(), len(ctx.cos) == 2 * T
-    ids = torch.cat([z, x], dim=1) if clean_copy else z
-    marks = torch.cat([bundle, torch.zeros_like(bundle)], dim=1) if clean_copy else bundle
+    ids, marks = beside_clean_copy(x, z, bundle, ctx)
 
     h = model.prefix(ids, ctx)  # once
-    h = model.last_n(torch.cat([h, model.mark(h, marks, 0)]), both)  # branch 1 unmarked, branch 2 marked: one batch
+    h = model.last_n(torch.cat([h, model.mark(h, marks, 0)]), ctx.doubled())  # branch 1 unmarked, branch 2 marked
     h_1, h_2 = h.chunk(2)
     for i in range(1, model.cfg.n_rounds):  # further rounds are branch 2's alone
         h_2 = model.last_n(model.mark(h_2, marks, i), ctx)
     loss_1, terms_1 = three_term_loss(model, h_1[:, :T], x, kind, fill=kind == M)  # fill on all of M
-    loss_2, terms_2 = three_term_loss(model, h_2[:, :T], x, kind, fill=bundle)  # fill on D only
+    loss_2, terms_2 = three_term_loss(model, h_2[:, :T], target, kind, fill=bundle)  # fill on D only
     return loss_1 + loss_2, torch.stack([terms_1, terms_2])
+
+
+def marked_forward(
+    model: Model, x: Tensor, target: Tensor, z: Tensor, kind: Tensor, bundle: Tensor, ctx: Context
+) -> tuple[Tensor, Tensor]:
+    """split_forward for adapters that act in the marked pass alone: branch 1 is the frozen base and needs no gradient,
+    nor does the prefix; forward and backward go through the last n layers of branch 2. Branch 1's terms: validation."""
+    T = x.shape[1]
+    ids, marks = beside_clean_copy(x, z, bundle, ctx)
+    ctx.current = torch.arange(ids.shape[1], device=ids.device)[:, None] < T
+    with torch.no_grad():
+        h = model.prefix(ids, ctx)
+    loss, terms = three_term_loss(
+        model, model.coordinate(h, marks, ctx, model.cfg.n_rounds)[:, :T], target, kind, bundle
+    )
+    terms_1 = torch.zeros_like(terms)
+    if not torch.is_grad_enabled():
+        terms_1 = three_term_loss(model, model.last_n(h, ctx)[:, :T], x, kind, kind == M)[1]
+    return loss, torch.stack([terms_1, terms])
 
 
 def factorised_forward(model: Model, x: Tensor, z: Tensor, kind: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
     """Branch 1 alone: what a base model is trained on. Returns what split_forward does."""
-    T = x.shape[1]
-    ids = torch.cat([z, x], dim=1) if len(ctx.cos) == 2 * T else z
-    h = model.last_n(model.prefix(ids, ctx), ctx)[:, :T]
+    ids, _ = beside_clean_copy(x, z, z, ctx)
+    h = model.last_n(model.prefix(ids, ctx), ctx)[:, : x.shape[1]]
     loss, terms = three_term_loss(model, h, x, kind, fill=kind == M)
     return loss, torch.stack([terms, torch.zeros_like(terms)])
+
+
+def beside_clean_copy(x: Tensor, z: Tensor, bundle: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+    """Input ids and marks: z and the bundle, or [z ; x] with no mark on the clean copy where ctx is of doubled rows."""
+    if len(ctx.cos) == x.shape[1]:
+        return z, bundle
+    return torch.cat([z, x], dim=1), torch.cat([bundle, torch.zeros_like(bundle)], dim=1)
 
 
 class Objective:
@@ -185,6 +198,7 @@ class Objective:
     def __init__(self, model: Model, data, args: Namespace, device: torch.device):
         cfg = model.cfg
         self.model, self.data, self.args, self.device = model, data, args, device
+        self.target_seconds = 0.0  # spent on chain targets so far
         self.corruption = Corruption(
             args.corruption, cfg.block_length, cfg.mask_id, data.n_plain, args.random_rate, args.draft_rate
         )
@@ -201,18 +215,41 @@ class Objective:
         ctx = sequence_context(cfg, real, self.model.compute_dtype, clean_copy=args.context == "clean")
         if args.factorised:
             return factorised_forward(self.model, x, z, kind, ctx)
-        return split_forward(self.model, x, z, kind, bundle, ctx)
+        target = x
+        if args.target == "chain":
+            start = time.perf_counter()
+            chain = chain_targets(z, bundle, cfg.block_length, args.chain_beam, self.predict(x, ctx))
+            target = torch.where(bundle, chain, x)
+            self.target_seconds += time.perf_counter() - start
+        forward = split_forward if args.lora_scope == "all" else marked_forward
+        return forward(self.model, x, target, z, kind, bundle, ctx)
 
-    def draft(self, real: Tensor):
+    def draft(self, real: Tensor) -> Draft:
         """The no-gradient pass that writes the model's own errors into z (unmarked: what Stage A would write)."""
         ctx = sequence_context(self.model.cfg, real, self.model.compute_dtype)
 
-        @torch.no_grad()
-        def predict(z: Tensor, where: Tensor) -> Tensor:
-            h = self.model.last_n(self.model.prefix(z, ctx), ctx)[where]  # (n, C)
-            return torch.cat([self.model.head(part).argmax(-1) for part in h.split(1024)])
+        def draft(z: Tensor, where: Tensor) -> Tensor:
+            return self.predict(z, ctx)(z, where, 1)[1][:, 0]
 
-        return predict
+        return draft
+
+    def predict(self, x: Tensor, ctx: Context) -> Predict:
+        """Stage A's best tokens at chosen positions, without gradient and without logits anywhere else."""
+
+        @torch.no_grad()
+        def best(z: Tensor, where: Tensor, k: int) -> tuple[Tensor, Tensor]:
+            T, mask_id, found = z.shape[1], self.model.cfg.mask_id, []
+            for a in range(0, len(z), len(x)):  # hypotheses of a beam come as further rows of the same contexts
+                part = z[a : a + len(x)]
+                ids, _ = beside_clean_copy(x, part, part, ctx)
+                h = self.model.last_n(self.model.prefix(ids, ctx), ctx)[:, :T][where[a : a + len(x)]]  # (n, C)
+                for rows in h.split(1024):
+                    log_p = self.model.head(rows).log_softmax(-1)
+                    log_p[:, mask_id] = float("-inf")  # a target that stays masked is none
+                    found.append(log_p.topk(k, dim=-1))
+            return torch.cat([f.values for f in found]), torch.cat([f.indices for f in found])
+
+        return best
 
     def validate(self) -> Tensor:
         with torch.no_grad():
@@ -304,7 +341,9 @@ def settle(args: Namespace, given: set[str]) -> Namespace:
 def check(args: Namespace, is_toy: bool) -> None:
     positive = ["batch_size", "max_iters", "s_min", "n_rounds", "eval_rows", "eval_interval", "save_interval"]
     positive += (
-        ["lora_r", "log_interval"] + ([] if is_toy else ["seq_len"]) + (["n_last"] if args.n_last is not None else [])
+        ["lora_r", "log_interval", "chain_beam"]
+        + ([] if is_toy else ["seq_len"])
+        + (["n_last"] if args.n_last is not None else [])
     )
     for name in positive:
         if getattr(args, name) < 1:
@@ -312,6 +351,10 @@ def check(args: Namespace, is_toy: bool) -> None:
     for name in ("random_rate", "draft_rate", "warmup"):
         if not 0 <= getattr(args, name) <= 1:
             fail(f"--{name} is a share: between 0 and 1, not {getattr(args, name)}")
+    if args.lora_scope == "marked" and args.init_from == "scratch":
+        fail("--lora_scope marked adapts a frozen checkpoint: give it with --init_from DIR")
+    if args.target == "chain" and args.bundle_scope == "sequence":
+        fail("--target chain decodes a bundle inside its block: it needs --bundle_scope block")
     if args.s_max < args.s_min:
         fail(f"--s_max {args.s_max} is below --s_min {args.s_min}")
     if not 0 < args.learning_rate < math.inf:
@@ -358,7 +401,7 @@ def build_model(args: Namespace, task: toy.Toy | None, device: torch.device) -> 
         model = load_model(args.init_from, device, DTYPES[args.dtype], **given)
         if (model.cfg.tokenizer == "toy") != (task is not None) or (task and model.cfg.vocab_size != task.vocab_size):
             fail(f"--init_from {args.init_from} reads other tokens than --data {' '.join(args.data)} has")
-        model.add_lora(args.lora_r, args.lora_alpha, generator(args.seed, "lora"))
+        model.add_lora(args.lora_r, args.lora_alpha, generator(args.seed, "lora"), args.lora_scope)
     model.checkpointing = args.checkpointing
     return model
 
@@ -374,7 +417,7 @@ def save(model: Model, optimizer: torch.optim.Optimizer, step: int, args: Namesp
     if args.init_from == "scratch":
         save_model(model, folder)
     else:
-        settings = dict(base=args.init_from, lora_r=args.lora_r, lora_alpha=args.lora_alpha, lora_scope="all")
+        settings = dict(base=args.init_from, lora_r=args.lora_r, lora_alpha=args.lora_alpha, lora_scope=args.lora_scope)
         save_adapter(model, folder, settings)
     if task is not None:
         write_json(folder / "toy.json", {k: getattr(args, k) for k in toy.FLAGS} | {"name": task.name})
@@ -420,7 +463,11 @@ def report(record: dict, log: TextIO, args: Namespace, shown: bool) -> None:
         terms = [f"{t} {record[f'{t}_{b}']:.3f}" for t in ("m2t", "edit", "clean") if f"{t}_{b}" in record]
         parts += [f"branch {b} " + " ".join(terms)] if terms else []
     if "loss" in record:
-        parts += [f"lr {record['lr']:.1e}", f"norm {record['grad_norm']:.2f}", f"{record['ms']:.0f} ms"]
+        parts += [
+            f"lr {record['lr']:.1e}",
+            f"norm {record['grad_norm']:.2f}",
+            f"{record['ms']:.0f} ms ({record['times_plain_step']:.1f} plain steps)",
+        ]
     if "block_1" in record:
         parts.append(
             f"answer in one step: branch 1 {record['block_1']:.4f} branch 2 {record['block_2']:.4f} "
@@ -464,9 +511,10 @@ def loop(
     resume = f"python train.py --init_from resume --out_dir {folder}"
     with interruptible() as caught, open(folder / "log.jsonl", "a", buffering=1) as log:
         for step in tqdm(range(done, last), initial=done, total=args.max_iters, desc="train", disable=None):
-            start = time.perf_counter()
+            start, objective.target_seconds = time.perf_counter(), 0.0
             record = train_step(objective, optimizer, step, args)
-            record["ms"] = 1e3 * (time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            record |= {"ms": 1e3 * seconds, "times_plain_step": seconds / (seconds - objective.target_seconds)}
             if not math.isfinite(record["loss"] + record["grad_norm"]):
                 good = f"step {saved} in {folder} ({resume})" if saved else "none yet"
                 fail(

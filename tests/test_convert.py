@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import convert_weights
-from checkpoint import layers_of, load_adapter, load_model, save_adapter, save_model
+from checkpoint import load_adapter, load_model, save_adapter, save_model
 from data import bpe_tokenizer
 from model import PRESETS, Config, MoE, block_causal_mask, new_model, rotary, sequence_context
 
@@ -358,7 +358,7 @@ def adapter(ours, tmp_path):
     def make(scope: str = "all"):
         g = torch.Generator().manual_seed(3)
         model = load_model(ours, "cpu", torch.float32, n_last=2, n_rounds=2).eval()
-        model.add_lora(4, 8.0, g, layers_of(scope, model.cfg.n_layer, model.cfg.n_last))
+        model.add_lora(4, 8.0, g, scope)
         for tensor in model.adapter_state().values():
             tensor.copy_(torch.randn(tensor.shape, generator=g) * 0.1)
         settings = {"base": str(ours), "lora_r": 4, "lora_alpha": 8.0, "lora_scope": scope}

@@ -5,7 +5,9 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,12 +16,14 @@ from safetensors.torch import load_file
 
 import convert_weights
 import sample
+import toy
 import train
 from checkpoint import save_model
-from corrupt import M, three_term_loss
+from corrupt import M, chain_targets, three_term_loss
 from data import generator
 from model import sequence_context
-from train import split_forward
+from sample import Decoding, generate
+from train import Objective, split_forward
 
 TOY = [
     "--data",
@@ -60,7 +64,7 @@ def test_doubled_batch_equals_two_separate_passes(n_rounds, clean_copy):
     x, z, kind, bundle, real = a_batch()
     T = x.shape[1]
     ctx = sequence_context(model.cfg, real, torch.float32, clean_copy)
-    together, terms = split_forward(model, x, z, kind, bundle, ctx)
+    together, terms = split_forward(model, x, x, z, kind, bundle, ctx)
     together.backward()
     doubled = gradients(model)
 
@@ -81,12 +85,12 @@ def test_marks_reach_the_loss_of_branch_2_only():
     model = tiny_model(n_rounds=1)
     x, z, kind, bundle, real = a_batch()
     ctx = sequence_context(model.cfg, real, torch.float32)
-    _, before = split_forward(model, x, z, kind, bundle, ctx)
+    _, before = split_forward(model, x, x, z, kind, bundle, ctx)
     model.markers.data += 1.0
-    _, after = split_forward(model, x, z, kind, bundle, ctx)
+    _, after = split_forward(model, x, x, z, kind, bundle, ctx)
     torch.testing.assert_close(after[0], before[0])
     assert (after[1] - before[1]).abs()[:, 0].max() > 0.1
-    _, unmarked = split_forward(model, x, z, kind, torch.zeros_like(bundle), ctx)
+    _, unmarked = split_forward(model, x, x, z, kind, torch.zeros_like(bundle), ctx)
     torch.testing.assert_close(unmarked[1, 1:], before[0, 1:])  # nothing marked: branch 2 reads as branch 1 does
     assert unmarked[1, 0].tolist() == [0.0, 0.0]  # and fills nothing
 
@@ -237,3 +241,99 @@ def test_a_released_checkpoint_is_adapted_on_records_and_sampled(tmp_path, monke
 def other_base(tmp_path):
     save_model(tiny_model(vocab_size=272, eos_id=256, mask_id=257, n_embd=32, n_last=1), tmp_path / "other")
     return tmp_path / "other"
+
+
+def test_greedy_chain_targets_are_the_one_at_a_time_decode():
+    """What the released loop writes when it may fill one token a step."""
+    model = tiny_model(n_rounds=1, eos_id=-1)
+    prompt = random_ids(3, 8, 7)
+    z = torch.cat([prompt, torch.full((3, 8), 38)], dim=1)
+    bundle = z == 38
+    ctx = sequence_context(model.cfg, torch.ones_like(bundle), torch.float32)
+    predict = Objective.predict(SimpleNamespace(model=model), z, ctx)
+    chain = chain_targets(z, bundle, 8, 1, predict)
+    d = Decoding(gen_length=8, tau_m2t=1.0, tau_t2t=None, n_rounds=0, max_post_steps=0)
+    greedy = torch.tensor([o.tokens for o in generate(model, prompt.tolist(), d)])
+    assert torch.equal(chain, torch.cat([prompt, greedy], dim=1))
+
+
+@pytest.mark.parametrize("task", ["modes", "pairs", "permutation", "sum"])
+def test_with_exact_conditionals_a_chain_is_coherent_and_a_beam_finds_the_joint_mode(task):
+    t = toy.make(task)
+    c, z = torch.arange(t.n_ctx), torch.full((t.n_ctx, t.m), t.mask_id)
+
+    def exact(z, where, k):
+        log_p = t.conditional(c.repeat(len(z) // len(c)), z.masked_fill(z == t.mask_id, -1)).log()
+        return log_p[where].topk(k, dim=-1)
+
+    everything = torch.ones_like(z, dtype=torch.bool)
+    greedy, beam = (chain_targets(z, everything, t.m, w, exact) for w in (1, 5))
+    assert t.coherent(c, greedy).all() and t.coherent(c, beam).all()
+    best = t.log_prob(c, t.mode())
+    torch.testing.assert_close(t.log_prob(c, beam), best)
+    if task == "modes":  # the shared token is the most probable one, and belongs to the lesser phrases
+        assert (t.log_prob(c, greedy) < best - 0.1).all()
+
+
+def test_chain_targets_leave_the_rest_and_write_each_block():
+    z = torch.full((2, 12), 9)
+    bundle = torch.tensor([[1, 0, 0, 1] * 3, [0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 1]]).bool()
+    steps = []
+
+    def predict(z, where, k):
+        steps.append(int(where.sum()))
+        return torch.zeros(steps[-1], k), torch.full((steps[-1], k), 3)
+
+    assert torch.equal(chain_targets(z, bundle, 4, 1, predict), torch.where(bundle, 3, 9))
+    assert steps == [
+        11,
+        6,
+        2,
+        1,
+    ]  # one position a block and step: the largest bundle, four, sets the number of forwards
+
+
+def test_adapters_of_the_marked_pass_leave_stage_a_bit_for_bit():
+    model, ids = tiny_model(), random_ids(2, 24)
+    ctx = sequence_context(model.cfg, torch.ones_like(ids, dtype=torch.bool), torch.float32)
+    before = model(ids, ctx)
+    h = model.prefix(ids, ctx)
+    unadapted = model.coordinate(h, ids < 20, ctx, 2)
+    with_marked_lora(model)
+    assert torch.equal(model(ids, ctx), before)
+    assert (model.coordinate(h, ids < 20, ctx, 2) - unadapted).abs().max() > 0.1
+
+
+def with_marked_lora(model):
+    model.add_lora(4, 8.0, generator("lora"), "marked")
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            p.data.normal_(0, 0.1, generator=generator(name))
+    return model
+
+
+@pytest.mark.parametrize("n_rounds", [1, 2])
+def test_cached_equals_naive_with_adapters_of_the_marked_pass(n_rounds):
+    model = with_marked_lora(tiny_model())
+    d = Decoding(gen_length=29, tau_m2t=0.4, tau_t2t=0.5, max_post_steps=3, n_rounds=n_rounds)
+    for n in (3, 8, 13):
+        prompt = random_ids(1, n, 100)[0].tolist()
+        cached, naive = (generate(model, [prompt], d, use_cache=c)[0] for c in (True, False))
+        assert (cached.tokens, cached.nfe) == (naive.tokens, naive.nfe)
+    factorised = generate(model, [prompt], replace(d, n_rounds=0))[0]
+    assert factorised.tokens == generate(tiny_model(), [prompt], replace(d, n_rounds=0))[0].tokens
+    assert cached.tokens != factorised.tokens
+
+
+@pytest.mark.parametrize("context", ["corrupted", "clean"])
+def test_marked_scope_and_chain_target_train_from_the_command_line(context, tmp_path, monkeypatch, capsys):
+    base = [*TOY, "--max_iters", 2, "--factorised", "--out_dir", tmp_path / "base"]
+    assert command_line(train, monkeypatch, capsys, *base)[0] == 0
+    run = [*TOY, "--init_from", tmp_path / "base", "--max_iters", 2, "--lora_scope", "marked", "--context", context]
+    run += ["--target", "chain", "--chain_beam", 3, "--n_last", 2]
+    code, out, _ = command_line(train, monkeypatch, capsys, *run, "--out_dir", tmp_path / "run")
+    assert code == 0 and "plain steps" in out
+    adapter = load_file(tmp_path / "run" / "adapter.safetensors")
+    assert {int(k.split(".")[1]) for k in adapter if "lora" in k} == {2, 3} and adapter["markers"].abs().sum() > 0
+    scratch = [*TOY, "--lora_scope", "marked", "--out_dir", tmp_path]
+    assert "--init_from DIR" in refused(train, monkeypatch, capsys, *scratch)
