@@ -11,6 +11,8 @@ It refuses a checkpoint that was trained on another toy, or with other parameter
     python evaluate.py --data copy --ckpt out/copy_* --plot dial.png                    # error against the TC dial
     python evaluate.py --table mechanism --data modes --ckpt out/base --adapter out/ours        # paper, Table 2
     python evaluate.py --table lastn --data modes --ckpt out/base --adapter out/n1 out/n2       # paper, Table 3
+
+The seven benchmarks: --task makes run files (runs.py), --table with --runs makes the paper's tables (tables.py).
 """
 
 import json
@@ -22,6 +24,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import runs
+import tables
 import toy
 from checkpoint import adapter_geometry, load_adapter, load_model
 from data import Parser, fail, pick_device, read_json
@@ -158,6 +162,12 @@ def print_table(head: list[str], rows: list[list[str]]) -> None:
         print("  ".join([r[0].ljust(width[0]), *(cell.rjust(w) for cell, w in zip(r[1:], width[1:], strict=True))]))
 
 
+def finite(report: dict) -> dict:
+    """The report with null for infinite: JSON has no infinity."""
+    decoders = {n: {k: v if math.isfinite(v) else None for k, v in d.items()} for n, d in report["decoders"].items()}
+    return report | {"decoders": decoders}
+
+
 def print_toy(report: dict) -> None:
     h, tc = report["h_joint"], report["tc"]
     print(f"{report['task']}: H = {h:.4f} and H + TC = {h + tc:.4f} nats (the floors of a joint and of a factorised"
@@ -168,44 +178,19 @@ def print_toy(report: dict) -> None:
     print_table(head, [[name] + [number(v.get(k)) for k in keys] for name, v in report["decoders"].items()])
 
 
-def mechanism_rows(n_rounds: int) -> list[tuple[str, str, Decoding]]:
-    """The paper's Table 2: (row, which weights, decoder). `base` is the unadapted model, `ours` has the adapter."""
-    q, off = Decoding(tau_m2t=0.7, tau_t2t=0.5, n_rounds=n_rounds), dict(n_rounds=0)
-    rows = [
-        ("base, factorised", "base", replace(q, **off)),
-        ("ours, Stage B off", "ours", replace(q, **off)),
-        ("ours, gated edits", "ours", q),
-        ("ours (default), ungated edits", "ours", replace(q, tau_t2t=0.0)),
-        ("B fills, A edits", "ours", replace(q, edit_from="A")),
-        ("A fills, B edits", "ours", replace(q, fill_from="A")),
-        ("B fills, edits off", "ours", replace(q, tau_t2t=None)),
-        ("Stage B without marker", "ours", replace(q, marker=False)),
-        ("entropy selection, same size", "ours", replace(q, select="entropy")),
-    ]
-    for tau in (0.5, 0.3):
-        rows += [
-            (f"ours, tau_m2t {tau}", "ours", replace(q, tau_m2t=tau)),
-            (f"ours, Stage B off, tau_m2t {tau}", "ours", replace(q, tau_m2t=tau, **off)),
-            (f"base, tau_m2t {tau}", "base", replace(q, tau_m2t=tau, **off)),
-        ]
-    return rows + [
-        ("base, both gates removed", "base", replace(q, tau_m2t=0.0, tau_t2t=0.0, **off)),
-        ("all masks at once", "ours", replace(q, select="all", tau_t2t=0.0)),
-    ]
-
-
 def table_mechanism(args: Namespace, device: torch.device, task: Toy) -> None:
     if len(args.ckpt) != 1 or len(args.adapter) != 1:
         fail("--table mechanism compares one --ckpt (the base) with one --adapter trained from it")
     models = {"base": load(args.ckpt[0], None, device), "ours": load(args.ckpt[0], args.adapter[0], device)}
-    rows = []
-    for name, which, d in mechanism_rows(models["ours"].cfg.n_rounds):
+    q, rows = Decoding(**MODES["q"], n_rounds=models["ours"].cfg.n_rounds), []
+    for name, which, changes, accuracy, nfe in tables.MECHANISM:
+        d = replace(q, **changes)
         r = quality(models[which], task, d)
         gates = [number(None if d.select == "all" else d.tau_m2t), number(d.tau_t2t)]
-        rows.append(
-            [name, *gates, *(number(r[k]) for k in ("coherent", "mode_hit", "lost", "nfe_full", "nfe_partial"))]
-        )
-    print_table(["variant", "tau_m2t", "tau_t2t", "coherent", "mode", "lost", "full/tok", "partial/tok"], rows)
+        measured = [number(r[k]) for k in ("coherent", "mode_hit", "lost", "nfe_full", "nfe_partial")]
+        rows.append([name, *gates, *measured, f"{accuracy:.2f}", f"{nfe:.2f}"])
+    head = ["variant", "tau_m2t", "tau_t2t", "coherent", "mode", "lost", "full/tok", "partial/tok", "paper", "NFE"]
+    print_table(head, rows)
 
 
 def table_lastn(args: Namespace, device: torch.device, task: Toy) -> None:
@@ -299,16 +284,37 @@ def load_task(name: str, ckpt: str) -> Toy:
 def main() -> None:
     parser = Parser(__doc__)
     group = parser.add_argument_group("what")
-    group.add_argument("--data", required=True, help=f"a toy: {', '.join(toy.TASKS)}")
-    group.add_argument("--ckpt", nargs="+", required=True, help="checkpoint folder; several for the dial")
+    group.add_argument("--data", help=f"a toy: {', '.join(toy.TASKS)}")
+    group.add_argument("--ckpt", nargs="+", default=[], help="checkpoint folder; several for the dial")
     group.add_argument("--adapter", nargs="+", default=[], help="LoRA and markers of train.py --init_from CKPT")
-    group.add_argument("--table", choices=["mechanism", "lastn"], help="the paper's Table 2 or 3 on this toy")
+    group.add_argument(
+        "--table", choices=["main", "mechanism", "lastn"], help="the paper's Table 1, 2 or 3: --data TOY or --runs DIR"
+    )
+    group.add_argument("--runs", type=Path, help="folder of run files that --task wrote (Table 1 is for them alone)")
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="{task, tc, h_joint, decoders} a line for each checkpoint")
     group.add_argument("--plot", type=Path, help="draw the dial and the first checkpoint's training curve to this file")
     group.add_argument("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
+    only_task = runs.add_arguments(parser)
     args = parser.parse_args()
+    if not args.task and (stray := [f for f in only_task if f in args and getattr(args, f) != parser.get_default(f)]):
+        fail(f"--{stray[0]} means nothing without --task")
+    what = [flag for flag in ("data", "task", "runs") if getattr(args, flag)]
+    if len(what) != 1:
+        fail("say what to evaluate: --data TOY, or --task BENCHMARK, or --table TABLE --runs DIR")
+    if not args.runs and not args.ckpt:
+        fail(f"--{what[0]} needs --ckpt")
+    if (args.runs and not args.table) or (args.task and args.table) or (args.data and args.table == "main"):
+        fail("--runs needs a --table, --table main needs --runs, and --task makes runs, not tables")
+    if args.runs:
+        head, rows, notes = tables.table(args.table, args.runs)
+        print_table(head, rows)
+        print("\n".join(notes))
+        return
     device = pick_device(args.device)
+    if args.task:
+        runs.run_task(args, device)
+        return
     tasks = [load_task(args.data, ckpt) for ckpt in args.ckpt]
     if args.table:
         (table_mechanism if args.table == "mechanism" else table_lastn)(args, device, tasks[0])
@@ -318,7 +324,7 @@ def main() -> None:
     reports = []
     for ckpt, task in zip(args.ckpt, tasks, strict=True):
         reports.append(evaluate_toy(load(ckpt, args.adapter[0] if args.adapter else None, device), task))
-        print(json.dumps(reports[-1])) if args.json else print_toy(reports[-1])
+        print(json.dumps(finite(reports[-1]), allow_nan=False)) if args.json else print_toy(reports[-1])
     if args.plot:
         plot(args.plot, reports, [Path(args.adapter[0] if args.adapter else args.ckpt[0]) / "log.jsonl"])
 

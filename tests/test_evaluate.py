@@ -5,6 +5,7 @@ The small models are trained here, three seeds each; the statements are theorems
 
 import json
 import math
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -25,7 +26,7 @@ SIZES = {
     "copy": ["--V", 4, "--m", 3, "--n_ctx", 4],
     "gaussian": ["--levels", 4, "--m", 3, "--n_ctx", 4],
     "permutation": ["--V", 4, "--m", 3, "--n_ctx", 3],
-    "sum": ["--V", 3],
+    "sum": ["--V", 3, "--max_iters", 1000],  # parity-like: learned late
 }
 SMALL = ["--n_last", 1, "--batch_size", 64, "--max_iters", 500, "--eval_interval", 10_000, "--device", "cpu",
          "--corruption", "mask", "--learning_rate", 5e-3, "--log_interval", 10_000, "--eval_rows", 1]  # fmt: skip
@@ -39,7 +40,7 @@ def trained(tmp_path_factory):
     def get(task: str, seed: int):
         if (task, seed) not in done:
             folder = tmp_path_factory.mktemp(f"{task}{seed}")
-            argv = ["--data", task, *SIZES[task], *SMALL, "--seed", seed, "--out_dir", folder / "run"]
+            argv = ["--data", task, *SMALL, *SIZES[task], "--seed", seed, "--out_dir", folder / "run"]
             with pytest.MonkeyPatch.context() as m:
                 m.setitem(
                     model.PRESETS, "tiny", replace(model.PRESETS["tiny"], n_layer=2, n_embd=32, d_dense=64, n_last=1)
@@ -140,6 +141,10 @@ def test_report_and_json_from_the_command_line(trained, monkeypatch, capsys):
     report = json.loads(out)
     assert report["tc"] == approx(float(t.tc().mean())) and report["h_joint"] == approx(float(t.h_joint().mean()))
     assert set(report["decoders"]) == set(evaluate.DECODERS)
+    assert report["decoders"]["Stage A, one step"]["reverse_kl"] is None and "Infinity" not in out  # JSON has no inf
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    plot = refused(evaluate, monkeypatch, capsys, "--data", "modes", "--ckpt", run, "--plot", "x.png")
+    assert "pip install matplotlib" in plot
     assert "another toy" in refused(evaluate, monkeypatch, capsys, "--data", "pairs", "--ckpt", run)
     assert "no toy" in refused(evaluate, monkeypatch, capsys, "--data", "poems", "--ckpt", run)
     assert "--adapter" in refused(evaluate, monkeypatch, capsys, "--data", "modes", "--ckpt", run, "--table", "lastn")

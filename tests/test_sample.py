@@ -34,6 +34,14 @@ def test_cached_equals_naive(n_rounds, gates):
             assert a["conf"] == approx(b["conf"], abs=2e-4)
 
 
+def test_a_prompt_of_many_blocks_is_read_whole():
+    """Longer than twice the room that a cache starts with."""
+    for n in (8 * 17, 8 * 40 + 3):
+        d = Decoding(gen_length=9, n_rounds=2)
+        cached, naive = (generate(tiny_model(), [prompt(n)], d, use_cache=c)[0] for c in (True, False))
+        assert cached.tokens == naive.tokens and cached.nfe == naive.nfe
+
+
 def test_the_cases_above_exercise_commit_forwards_edits_and_disagreement():
     """The equality would be hollow if nothing happened: this model edits, commits and lets Stage B overrule Stage A."""
     d = Decoding(gen_length=29, tau_m2t=0.3, tau_t2t=0.0, max_post_steps=3)
