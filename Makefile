@@ -21,7 +21,7 @@ demo: $(VENV)/ready
 	if test -f $(OUT)/train.json; then $(PY) train.py --init_from resume --out_dir $(OUT) --log_interval 50; \
 	else $(PY) train.py --n_last 3 --out_dir $(OUT) --log_interval 50; fi
 	$(PY) sample.py --ckpt $(OUT) --prompt "def " --gen_length 12 --temperature 1 --trace
-	$(PY) sample.py --ckpt $(OUT) --prompt "def " --gen_length 396 --temperature 1
+	$(PY) sample.py --ckpt $(OUT) --prompt "def " --gen_length 396 --temperature 1 --tau_t2t none
 
 test: $(VENV)/ready
 	$(PY) -m pytest -q
