@@ -34,107 +34,20 @@ from checkpoint import load_model, read_config, restore_state, rewind_log, save_
 from corrupt import Corruption, Draft, M, Predict, chain_targets, draw_bundle, three_term_loss
 from data import (
     Filter,
-    Parser,
     bpe_tokenizer,
     byte_tokenizer,
     fail,
     generator,
     load_sequences,
     pick_device,
-    read_json,
     write_json,
-)  # fmt: skip
+)
 from model import PRESETS, Context, Model, new_model, sequence_context
+from options import build_parser, settle
 
 # R rows, T positions, C channels
 
-# What a run takes when a flag is not given: by what the model reads ("bpe" is the paper's), and by where it starts.
-# From scratch there is no draft worth learning from yet; blocks of 8 bytes hold about as much text as 2 BPE tokens.
-READS = {
-    "bytes": dict(preset="text", seq_len=256, batch_size=8, max_iters=1300, out_dir="out/stdlib"),
-    "toy": dict(preset="tiny", batch_size=128, max_iters=1000, out_dir="out/toy"),
-    "bpe": dict(seq_len=2048, batch_size=8, max_iters=12500, out_dir="out/cocommit"),
-}
-STARTS = {
-    "scratch": dict(learning_rate=3e-3, corruption="random"),
-    "adapter": dict(learning_rate=1e-5, corruption="draft"),
-}
-FREE_ON_RESUME = {"init_from", "out_dir", "device", "stop_at", "log_interval", "eval_interval", "save_interval"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-# fmt: off
-def build_parser() -> Parser:
-    p = Parser(__doc__)
-    g = p.add_argument_group("data")
-    g.add_argument("--data", nargs="+", default=["stdlib"],
-                   help=f"stdlib, a toy ({', '.join(toy.TASKS)}), or .txt / folder / .jsonl[.gz] / .parquet")
-    g.add_argument("--seq_len", type=int, help="tokens in a row; one document a row (256 bytes; 2048 for a BPE model)")
-    g.add_argument("--min_score", type=int, default=3, help="records below this int_score are left out (paper: 3)")
-    g.add_argument("--min_tokens", type=int, default=256, help="... and records shorter than this (paper: 256)")
-    g.add_argument("--max_tokens", type=int, default=1800, help="... or longer than this (paper: 1800)")
-    g.add_argument("--max_docs", type=int, default=0,
-                   help="stop reading after so many documents (paper: 50000; 0: all)")
-    toy.add_flags(p.add_argument_group("toy (only with --data TOY; default: the toy's own)"))
-    g = p.add_argument_group("model")
-    g.add_argument("--init_from", default="scratch",
-                   help="scratch, resume, or a checkpoint folder (LoRA + markers train)")
-    g.add_argument("--preset", choices=PRESETS, help="geometry from scratch (text for text, tiny for toys)")
-    g.add_argument("--n_last", type=int,
-                   help="n, the layers that Stage B runs again (paper: 3 of 20; default 3, or half)")
-    g.add_argument("--n_rounds", type=int, default=1, help="K, rounds of Stage B, one marker each (paper: 1)")
-    g.add_argument("--block_length", type=int,
-                   help="tokens decoded together (8 bytes; a checkpoint's own; toys: the answer)")
-    g.add_argument("--lora_r", type=int, default=16, help="rank of the adapters (paper: 16)")
-    g.add_argument("--lora_alpha", type=float, default=32.0, help="scale is alpha / r (paper: 32)")
-    g.add_argument("--lora_scope", choices=["all", "marked"], default="all",
-                   help="adapters in every layer and pass (paper), or in the marked pass of the last n layers alone: "
-                        "Stage A stays the base bit for bit, and training needs no gradient in the prefix")
-    g.add_argument("--target", choices=["clean", "chain"], default="clean",
-                   help="what branch 2 fills the bundle with: the clean tokens (paper), or what the unmarked model "
-                        "itself would write one token at a time (beyond the paper)")
-    g.add_argument("--chain_beam", type=int, default=1,
-                   help="hypotheses of the chain (1: greedy; 8: near the joint mode)")
-    g.add_argument("--factorised", action="store_true", help="train branch 1 alone: a base model to adapt later")
-    g = p.add_argument_group("corruption and bundle")
-    g.add_argument("--corruption", choices=["mask", "random", "draft"],
-                   help="how visible tokens go wrong: not at all, random ones (default from scratch, as base "
-                        "LLaDA2.1), or the model's own drafts (default from a checkpoint, the paper)")
-    g.add_argument("--random_rate", type=float, default=0.1, help="share of visible tokens replaced (unpublished)")
-    g.add_argument("--draft_rate", type=float, default=0.3, help="share of masks that the draft fills (unpublished)")
-    g.add_argument("--context", choices=["corrupted", "clean"], default="corrupted",
-                   help="what earlier blocks look like: corrupted too (paper), or clean as in decoding ([noisy ; "
-                        "clean])")
-    g.add_argument("--bundle_scope", choices=["block", "sequence"], default="block",
-                   help="draw D per block (a decoded bundle lies in one block) or once per row (the paper leaves it "
-                        "open)")
-    g.add_argument("--s_min", type=int, default=1, help="smallest bundle (paper: 1)")
-    g.add_argument("--s_max", type=int, default=16, help="largest bundle (paper: 16)")
-    g = p.add_argument_group("optimisation")
-    g.add_argument("--max_iters", type=int, help="optimizer steps; the cosine ends here (paper: 12500)")
-    g.add_argument("--batch_size", type=int, help="rows in one optimizer step (paper: 8)")
-    g.add_argument("--micro_batch", type=int, default=0, help="rows in one forward; gradients accumulate (0: all rows)")
-    g.add_argument("--learning_rate", type=float, help="peak; default 3e-3 from scratch, 1e-5 for adapters (paper)")
-    g.add_argument("--warmup", type=float, default=0.01, help="share of the steps that warm up linearly (paper: 0.01)")
-    g.add_argument("--weight_decay", type=float, default=0.01, help="AdamW, on matrices only")
-    g.add_argument("--grad_clip", type=float, default=1.0, help="largest gradient norm (0: no clipping)")
-    g.add_argument("--checkpointing", action="store_true",
-                   help="recompute layers in the backward: less memory, more time")
-    g = p.add_argument_group("run")
-    g.add_argument("--out_dir", help="where checkpoints and log.jsonl go (out/stdlib, out/toy, out/cocommit)")
-    g.add_argument("--seed", type=int, default=0)
-    g.add_argument("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
-    g.add_argument("--dtype", choices=DTYPES, default="fp32",
-                   help="activations and frozen weights; trained ones are fp32")
-    g.add_argument("--log_interval", type=int, default=1, help="print every so many steps (log.jsonl has them all)")
-    g.add_argument("--eval_interval", type=int, default=250, help="validate every so many steps, and at the end")
-    g.add_argument("--eval_rows", type=int, default=64, help="validation rows, the same ones each time")
-    g.add_argument("--save_interval", type=int, default=250, help="save every so many steps, and at the end")
-    g.add_argument("--stop_at", type=int, default=0,
-                   help="save and stop after this step, as Ctrl-C would (0: run through)")
-    return p
-# fmt: on
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the learning signal
@@ -309,56 +222,7 @@ def make_optimizer(model: Model, args: Namespace) -> torch.optim.AdamW:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# settings, data, model
-
-
-def settle(args: Namespace, given: set[str]) -> Namespace:
-    """Fill in what was not given: from the saved run when resuming, else from DEFAULTS."""
-    if args.init_from == "resume":
-        folder = Path(args.out_dir or READS["bytes"]["out_dir"])
-        saved = read_json(folder / "train.json", "training run to resume (--out_dir of an earlier train.py)")
-        for name in given - FREE_ON_RESUME:
-            if getattr(args, name) != saved[name]:
-                fail(f"--{name} {getattr(args, name)} differs from the run's {saved[name]}: a resumed run keeps its "
-                     "settings; leave the flag out, or start a new --out_dir")  # fmt: skip
-        kept = {k: v for k, v in saved.items() if k not in FREE_ON_RESUME or (k not in given and k != "stop_at")}
-        return Namespace(
-            **(vars(args) | kept | {"init_from": saved["init_from"], "resume": True, "out_dir": str(folder)})
-        )
-    args.resume = False
-    is_toy = len(args.data) == 1 and args.data[0] in toy.TASKS
-    reads = "toy" if is_toy else "bytes" if args.init_from == "scratch" else read_config(Path(args.init_from)).tokenizer
-    for name, value in (READS[reads] | STARTS["scratch" if args.init_from == "scratch" else "adapter"]).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    check(args, is_toy)
-    folder = Path(args.out_dir)
-    if (folder / "train.json").exists():
-        fail(f"{folder} already holds a run: add --init_from resume to go on, or choose another --out_dir")
-    return args
-
-
-def check(args: Namespace, is_toy: bool) -> None:
-    positive = ["batch_size", "max_iters", "s_min", "n_rounds", "eval_rows", "eval_interval", "save_interval"]
-    positive += (
-        ["lora_r", "log_interval", "chain_beam"]
-        + ([] if is_toy else ["seq_len"])
-        + (["n_last"] if args.n_last is not None else [])
-    )
-    for name in positive:
-        if getattr(args, name) < 1:
-            fail(f"--{name} must be at least 1, not {getattr(args, name)}")
-    for name in ("random_rate", "draft_rate", "warmup"):
-        if not 0 <= getattr(args, name) <= 1:
-            fail(f"--{name} is a share: between 0 and 1, not {getattr(args, name)}")
-    if args.lora_scope == "marked" and args.init_from == "scratch":
-        fail("--lora_scope marked adapts a frozen checkpoint: give it with --init_from DIR")
-    if args.target == "chain" and args.bundle_scope == "sequence":
-        fail("--target chain decodes a bundle inside its block: it needs --bundle_scope block")
-    if args.s_max < args.s_min:
-        fail(f"--s_max {args.s_max} is below --s_min {args.s_min}")
-    if not 0 < args.learning_rate < math.inf:
-        fail(f"--learning_rate must be positive, not {args.learning_rate}")
+# data and model
 
 
 class Data(dict):
@@ -544,7 +408,7 @@ def how_to_sample(args: Namespace) -> str:
 
 
 def main() -> None:
-    args = build_parser().parse_args()
+    args = build_parser(__doc__).parse_args()
     given = {a[2:].split("=")[0] for a in sys.argv[1:] if a.startswith("--")}
     try:
         run(settle(args, given))

@@ -196,7 +196,7 @@ def test_learning_rate_warms_up_and_ends_at_zero():
 
 
 def replace_namespace(**values):
-    args = train.build_parser().parse_args([])
+    args = train.build_parser(train.__doc__).parse_args([])
     for k, v in values.items():
         setattr(args, k, v)
     return args
