@@ -67,7 +67,7 @@ def weight_files(folder: Path) -> list[Path]:
 def read_config(folder: Path) -> Config:
     if (folder / "adapter.json").exists() and not (folder / "config.json").exists():
         base = read_json(folder / "adapter.json", "adapter settings").get("base")
-        fail(f"{folder} holds an adapter, not a model: use --ckpt {base} --adapter {folder}")
+        fail(f"{folder} holds an adapter, not a model: the model is {base}, the adapter goes with it by --adapter")
     raw = read_json(folder / "config.json", "checkpoint config (is this a checkpoint folder?)")
     if "architectures" in raw or "hidden_size" in raw:
         fail(f"{folder} is a released checkpoint: run `python convert_weights.py --src {folder} --out DIR` first")
@@ -121,8 +121,9 @@ def adapter_settings(folder: str | Path) -> dict:
     settings = read_json(Path(folder) / "adapter.json", "adapter (a folder that train.py --init_from DIR wrote)")
     known = {"base": str, "lora_r": int, "lora_alpha": (int, float), "lora_scope": str, "model": dict}
     bad = [k for k, kind in known.items() if not isinstance(settings.get(k), kind)]
-    bad += [k for k in ADAPTER_GEOMETRY if k not in (settings.get("model") or {})]
-    return fail(f"{folder}/adapter.json: {bad[0]} is missing or of the wrong type") if bad else settings
+    bad += [k for k in ADAPTER_GEOMETRY if not isinstance((settings.get("model") or {}).get(k), int)]
+    bad += ["lora_r"] if not bad and settings["lora_r"] < 1 else []
+    return fail(f"{folder}/adapter.json: {bad[0]} is missing or wrong") if bad else settings
 
 
 def adapter_geometry(folder: str | Path | None) -> dict[str, int]:
@@ -184,11 +185,11 @@ def restore_state(model: Model, optimizer: torch.optim.Optimizer, folder: Path) 
 def rewind_log(path: Path, step: int) -> None:
     """Drop lines at or after `step` (written after the last save) and a line cut short by a kill."""
     kept = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
             record = json.loads(line)
-        except ValueError:
+            keep = record["step"] < step or (record["step"] == step and "val" in record)
+        except (ValueError, KeyError, TypeError):
             break
-        if record["step"] < step or (record["step"] == step and "val" in record):
-            kept.append(line + "\n")
-    replace_file(path, lambda p: p.write_text("".join(kept)))
+        kept += [line + b"\n"] if keep else []
+    replace_file(path, lambda p: p.write_bytes(b"".join(kept)))

@@ -1,4 +1,5 @@
-"""Corruption: what the model is shown, which positions carry which loss, and the bundle that branch 2 marks.
+"""Corruption: what the model is shown, which positions carry which loss, and the bundle that branch 2 marks; beyond the
+paper, `chain_targets`: what it is filled with.
 
 A clean row x becomes z with three kinds of positions (paper, Sec. 3.1):
     M  masked          z = [M]                 weight lambda_m2t    fill it
@@ -9,7 +10,7 @@ What is and is not corrupted:
     prompt (toys, conditional data)   never corrupted, no loss
     padding                           never corrupted, no loss, not attended to
     eos that ends a document          an ordinary token: masked, drafted and predicted like any other
-    [M] and other special tokens      never drawn as a random substitute; a draft may predict [M], the position stays M
+    [M] and other special tokens      never drawn as a random substitute, never written by a draft
 
 Corruptions (each block draws its own mask ratio from U(0, 1)):
     mask      masks alone; there is no W
@@ -17,8 +18,8 @@ Corruptions (each block draws its own mask ratio from U(0, 1)):
     draft     masks, then one no-gradient pass fills part of them with the model's own argmax: wrong ones are W, right
               ones join G, the rest stay M (the paper, after Yao's self-generated errors)
 
-It refuses nothing and draws nothing from a global state: every draw takes generators, one a row, so that a row's
-corruption does not depend on the rows beside it, on their number, or on the process that holds it.
+It draws nothing from a global state: every draw takes generators, one a row, so that a row's corruption does not depend
+on the rows beside it, on their number, or on the process that holds it. The gallery refuses an empty text.
 
     python corrupt.py --text "def add(a, b):\\n    return a + b\\n"           # gallery: one text under each corruption
 """

@@ -62,6 +62,8 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(temporary)
         os.replace(temporary, path)
+    except (FileExistsError, NotADirectoryError):
+        fail(f"cannot write {path}: {path.parent} is, or lies in, a file and not a folder; choose another one")
     except OSError as e:
         fail(f"cannot write {path}: {e.strerror or e}; choose another folder or free some space")
     finally:
@@ -76,7 +78,7 @@ def read_json(path: Path, what: str) -> dict:
     """A JSON object from a file, or one line about why not."""
     try:
         value = json.loads(path.read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         fail(f"no {what} at {path}")
     except (OSError, ValueError) as e:
         fail(f"{what} {path} cannot be read as JSON: {e}")
@@ -94,8 +96,8 @@ def pick_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        torch.empty(1, device=name)
-    except (RuntimeError, AssertionError) as e:
+        torch.empty(1, device=name).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as e:
         fail(f"--device {name} is not usable here: {str(e).splitlines()[0]}")
     return torch.device(name)
 

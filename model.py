@@ -84,7 +84,9 @@ class Config:
             (self.n_active <= chosen_from, "n_active experts do not fit into the kept groups"),
             (1 <= self.n_last <= self.n_layer, f"n_last must be 1..{self.n_layer} (n_layer), not {self.n_last}"),
             (self.n_rounds >= 1, "n_rounds must be at least 1 in a model (0 is a choice of the decoder)"),
-            (self.block_length >= 1, "block_length must be at least 1"),
+            (1 <= self.block_length <= self.max_len, f"block_length must be 1..{self.max_len} (max_len)"),
+            (max(self.eos_id, self.mask_id) < self.vocab_size, "eos_id and mask_id must be inside the vocabulary"),
+            (self.tokenizer in ("bytes", "bpe", "toy"), f"tokenizer {self.tokenizer!r} is not bytes, bpe or toy"),
         ):
             if not ok:
                 fail(f"impossible model: {what}")
@@ -366,7 +368,7 @@ class Model(nn.Module):
         return self.run(h, ctx, 0, self.cfg.n_layer - self.cfg.n_last)
 
     def last_n(self, h: Tensor, ctx: Context) -> Tensor:
-        """LastN, unmarked: the remaining n layers. (R, T, C) -> (R, T, C)."""
+        """LastN: the remaining n layers, on h as it is given. (R, T, C) -> (R, T, C)."""
         ctx = replace(ctx, lora=self.lora_scope == "all")
         return self.run(h, ctx, self.cfg.n_layer - self.cfg.n_last, self.cfg.n_layer)
 

@@ -26,6 +26,7 @@ STARTS = {
     "adapter": dict(learning_rate=1e-5, corruption="draft"),
 }
 FREE_ON_RESUME = {"init_from", "out_dir", "device", "stop_at", "log_interval", "eval_interval", "save_interval"}
+FREE_ON_RESUME |= {"micro_batch", "checkpointing"}  # what an out-of-memory error wants changed
 
 
 # fmt: off
@@ -102,41 +103,60 @@ def build_parser(doc: str) -> Parser:
 
 
 def settle(args: Namespace, given: set[str]) -> Namespace:
-    """Fill in what was not given: from the saved run when resuming, else from DEFAULTS."""
+    """Fill in what was not given, from the saved run when resuming, else from READS and STARTS; then check it all."""
     if args.init_from == "resume":
-        folder = Path(args.out_dir or READS["bytes"]["out_dir"])
-        saved = read_json(folder / "train.json", "training run to resume (--out_dir of an earlier train.py)")
-        for name in given - FREE_ON_RESUME:
-            if getattr(args, name) != saved[name]:
-                fail(f"--{name} {getattr(args, name)} differs from the run's {saved[name]}: a resumed run keeps its "
-                     "settings; leave the flag out, or start a new --out_dir")  # fmt: skip
-        kept = {k: v for k, v in saved.items() if k not in FREE_ON_RESUME or (k not in given and k != "stop_at")}
-        return Namespace(
-            **(vars(args) | kept | {"init_from": saved["init_from"], "resume": True, "out_dir": str(folder)})
-        )
-    args.resume = False
-    is_toy = len(args.data) == 1 and args.data[0] in toy.TASKS
-    reads = "toy" if is_toy else "bytes" if args.init_from == "scratch" else read_config(Path(args.init_from)).tokenizer
-    for name, value in (READS[reads] | STARTS["scratch" if args.init_from == "scratch" else "adapter"]).items():
+        args = settle_resume(args, given)
+        check(args)
+        return args
+    args.resume, scratch = False, args.init_from == "scratch"
+    reads = "toy" if is_toy(args) else "bytes"
+    if not scratch:
+        checkpoint_reads = read_config(Path(args.init_from)).tokenizer
+        if (checkpoint_reads == "toy") != is_toy(args):
+            fail(f"--init_from {args.init_from} reads other tokens than --data {' '.join(args.data)} has")
+        reads = checkpoint_reads
+    if args.preset and not scratch:
+        fail("--preset is a geometry from scratch; a checkpoint has its own: leave it out")
+    if is_toy(args) and (args.block_length is not None or args.seq_len is not None):
+        fail("a toy's block is its answer: leave --block_length and --seq_len out, size it with --m")
+    for name, value in (READS[reads] | STARTS["scratch" if scratch else "adapter"]).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    check(args, is_toy)
-    folder = Path(args.out_dir)
-    if (folder / "train.json").exists():
-        fail(f"{folder} already holds a run: add --init_from resume to go on, or choose another --out_dir")
+    check(args)
+    if (Path(args.out_dir) / "train.json").exists():
+        fail(f"{args.out_dir} already holds a run: add --init_from resume to go on, or choose another --out_dir")
     return args
 
 
-def check(args: Namespace, is_toy: bool) -> None:
-    positive = ["batch_size", "max_iters", "s_min", "n_rounds", "eval_rows", "eval_interval", "save_interval"]
-    positive += (
-        ["lora_r", "log_interval", "chain_beam"]
-        + ([] if is_toy else ["seq_len"])
-        + (["n_last"] if args.n_last is not None else [])
+def settle_resume(args: Namespace, given: set[str]) -> Namespace:
+    """The saved run's settings, with what may change from the command line."""
+    folder = Path(args.out_dir or READS["bytes"]["out_dir"])
+    saved = read_json(folder / "train.json", "training run to resume (--out_dir of an earlier train.py)")
+    if lacking := [k for k in vars(args) if k not in saved]:
+        fail(f"{folder / 'train.json'} lacks {lacking[0]}: it is not a whole run's settings; start in a new --out_dir")
+    for name in given - FREE_ON_RESUME:
+        if getattr(args, name) != saved[name]:
+            fail(f"--{name} {getattr(args, name)} differs from the run's {saved[name]}: a resumed run keeps its "
+                 "settings; leave the flag out, or start a new --out_dir")  # fmt: skip
+    free = {k: getattr(args, k) for k in FREE_ON_RESUME & given | {"stop_at"}}
+    return Namespace(**saved | free | {"init_from": saved["init_from"], "resume": True, "out_dir": str(folder)})
+
+
+def is_toy(args: Namespace) -> bool:
+    return len(args.data) == 1 and args.data[0] in toy.TASKS
+
+
+def check(args: Namespace) -> None:
+    at_least_1 = (
+        "batch_size max_iters s_min n_rounds eval_rows eval_interval save_interval lora_r log_interval chain_beam"
     )
-    for name in positive:
-        if getattr(args, name) < 1:
-            fail(f"--{name} must be at least 1, not {getattr(args, name)}")
+    for name in [*at_least_1.split(), "seq_len", "n_last", "block_length"]:
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            fail(f"--{name} must be at least 1, not {value}")
+    for name in ("micro_batch", "stop_at", "grad_clip", "weight_decay", "max_docs"):
+        if not 0 <= getattr(args, name) < math.inf:
+            fail(f"--{name} must be 0 or more, and finite, not {getattr(args, name)}")
     for name in ("random_rate", "draft_rate", "warmup"):
         if not 0 <= getattr(args, name) <= 1:
             fail(f"--{name} is a share: between 0 and 1, not {getattr(args, name)}")
@@ -144,7 +164,9 @@ def check(args: Namespace, is_toy: bool) -> None:
         fail("--lora_scope marked adapts a frozen checkpoint: give it with --init_from DIR")
     if args.target == "chain" and args.bundle_scope == "sequence":
         fail("--target chain decodes a bundle inside its block: it needs --bundle_scope block")
+    if args.factorised and (args.target == "chain" or args.init_from != "scratch"):
+        fail("--factorised trains a base from scratch: it has no branch 2 for --target, and no adapters to train")
     if args.s_max < args.s_min:
         fail(f"--s_max {args.s_max} is below --s_min {args.s_min}")
-    if not 0 < args.learning_rate < math.inf:
-        fail(f"--learning_rate must be positive, not {args.learning_rate}")
+    if not 0 < args.learning_rate < math.inf or not 0 < args.lora_alpha < math.inf:
+        fail(f"--learning_rate {args.learning_rate} and --lora_alpha {args.lora_alpha} must be positive and finite")

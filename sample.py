@@ -286,7 +286,7 @@ def build_parser() -> Parser:
     g = p.add_argument_group("decoding")
     g.add_argument("--mode", choices=MODES, default="q", help="q: tau_m2t 0.7, tau_t2t 0.5; s: 0.5 and 0.0")
     g.add_argument("--gen_length", type=int, default=256, help="tokens to generate; the last block is decoded whole")
-    g.add_argument("--tau_m2t", type=float, help="fill masks whose probability is above this (strictly)")
+    g.add_argument("--tau_m2t", type=number, help="fill masks whose probability is above this (strictly)")
     g.add_argument("--tau_t2t", type=number_or_none,
                    help='edit above this; 0: on any disagreement (the paper\'s default for Stage B); "none": never')
     g.add_argument("--max_post_steps", type=int, default=16, help="forwards after the last mask was filled, at most")
@@ -314,9 +314,16 @@ def build_parser() -> Parser:
 
 def number_or_none(text: str) -> float | None:
     try:
-        return None if text.lower() == "none" else float(text)
+        return None if text.lower() == "none" else float(text)  # nan compares false: it would mean "never"
     except ValueError:
         raise argparse.ArgumentTypeError(f'{text!r} is neither a number nor "none"') from None
+
+
+def number(text: str) -> float:
+    value = number_or_none(text)
+    if value is None or value != value:  # a gate of nan would be silently never passed
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return value
 
 
 def load_tokenizer(folder: Path, kind: str) -> Tokenizer | None:
@@ -363,8 +370,10 @@ def settle_args(args: argparse.Namespace, model: Model) -> Decoding:
         ("temperature", 0),
         ("top_k", 0),
     ):
-        if getattr(args, name) < least:
-            fail(f"--{name} must be at least {least}, not {getattr(args, name)}")
+        if not least <= getattr(args, name) < float("inf"):
+            fail(f"--{name} must be at least {least} and finite, not {getattr(args, name)}")
+    if args.system is not None and not args.chat:
+        fail("--system is a message of the chat template: add --chat")
     if not 0 < args.top_p <= 1:
         fail(f"--top_p is a share above 0 and up to 1, not {args.top_p}")
     rounds = model.cfg.n_rounds if args.n_rounds is None else args.n_rounds

@@ -43,7 +43,7 @@ from data import (
     write_json,
 )
 from model import PRESETS, Context, Model, new_model, sequence_context
-from options import build_parser, settle
+from options import build_parser, is_toy, settle
 
 # R rows, T positions, C channels
 
@@ -234,7 +234,7 @@ class Data(dict):
 def load_data(args: Namespace, folder: Path | None) -> tuple[Data, toy.Toy | None]:
     """Rows to train and validate on. folder: a checkpoint whose tokenizer is used, or None for bytes."""
     data = Data()
-    if len(args.data) == 1 and args.data[0] in toy.TASKS:
+    if is_toy(args):
         try:
             task = toy.make(args.data[0], **{k: getattr(args, k) for k in toy.FLAGS})
         except ValueError as e:
@@ -263,8 +263,8 @@ def build_model(args: Namespace, task: toy.Toy | None, device: torch.device) -> 
     else:
         given = dict(n_last=args.n_last, n_rounds=args.n_rounds, block_length=args.block_length)
         model = load_model(args.init_from, device, DTYPES[args.dtype], **given)
-        if (model.cfg.tokenizer == "toy") != (task is not None) or (task and model.cfg.vocab_size != task.vocab_size):
-            fail(f"--init_from {args.init_from} reads other tokens than --data {' '.join(args.data)} has")
+        if task is not None and (model.cfg.vocab_size, model.cfg.block_length) != (task.vocab_size, task.m):
+            fail(f"--init_from {args.init_from} was trained on a toy of another size: give the same --V, --m, --n_ctx")
         model.add_lora(args.lora_r, args.lora_alpha, generator(args.seed, "lora"), args.lora_scope)
     model.checkpointing = args.checkpointing
     return model
@@ -330,8 +330,10 @@ def report(record: dict, log: TextIO, args: Namespace, shown: bool) -> None:
         parts += [
             f"lr {record['lr']:.1e}",
             f"norm {record['grad_norm']:.2f}",
-            f"{record['ms']:.0f} ms ({record['times_plain_step']:.1f} plain steps)",
+            f"{record['ms']:.0f} ms",
         ]
+        if args.target == "chain":
+            parts[-1] += f", {record['times_plain_step']:.1f} x a step without chain targets"
     if "block_1" in record:
         parts.append(
             f"answer in one step: branch 1 {record['block_1']:.4f} branch 2 {record['block_2']:.4f} "
@@ -350,7 +352,8 @@ def run(args: Namespace) -> None:
     if task is None and (args.seq_len % cfg.block_length or args.seq_len > cfg.max_len):
         fail(f"--seq_len {args.seq_len} must be a multiple of --block_length {cfg.block_length}, at most {cfg.max_len}")
     optimizer = make_optimizer(model, args)
-    done = restore_state(model, optimizer, folder) if args.resume else 0
+    started = args.resume and (folder / "state.safetensors").exists()  # a run killed before its first save starts again
+    done = restore_state(model, optimizer, folder) if started else 0
     write_json(folder / "train.json", {k: v for k, v in vars(args).items() if k != "resume"})
     rewind_log(folder / "log.jsonl", done)
     if uses_bpe:
@@ -400,11 +403,10 @@ def loop(
 
 
 def how_to_sample(args: Namespace) -> str:
-    if args.init_from != "scratch":
-        return f"python sample.py --ckpt {args.init_from} --adapter {args.out_dir} --prompt ..."
-    if args.data[0] in toy.TASKS:
-        return f"python evaluate.py --data {args.data[0]} --ckpt {args.out_dir}"
-    return f"python sample.py --ckpt {args.out_dir} --prompt 'def '"
+    folder = args.out_dir if args.init_from == "scratch" else f"{args.init_from} --adapter {args.out_dir}"
+    if is_toy(args):
+        return f"python evaluate.py --data {args.data[0]} --ckpt {folder}"
+    return f"python sample.py --ckpt {folder} --prompt 'def '"
 
 
 def main() -> None:

@@ -39,6 +39,13 @@ TRAIN_MISTAKES = {
     "device": (["--data", "pairs", "--device", "warp"], ["--device"]),
     "learning rate": (["--data", "pairs", "--learning_rate", "-1"], ["--learning_rate"]),
     "batch size": (["--data", "pairs", "--batch_size", 0], ["--batch_size"]),
+    "negative clip": (["--data", "pairs", "--grad_clip", -1], ["--grad_clip"]),
+    "nan decay": (["--data", "pairs", "--weight_decay", "nan"], ["--weight_decay"]),
+    "negative micro batch": (["--data", "pairs", "--micro_batch", -3], ["--micro_batch"]),
+    "a toy's block": (["--data", "pairs", "--block_length", 5], ["--block_length", "--m"]),
+    "no block": (["--block_length", 0], ["--block_length"]),
+    "chain without branch 2": (["--data", "pairs", "--factorised", "--target", "chain"], ["--factorised"]),
+    "meta device": (["--data", "pairs", "--device", "meta"], ["--device"]),
 }
 
 
@@ -69,8 +76,13 @@ def test_a_run_is_not_overwritten_and_a_resume_keeps_its_settings(tmp_path, monk
     before = (tmp_path / "a" / "state.safetensors").read_bytes()
     assert "resume" in refused(train, monkeypatch, capsys, *run, "--out_dir", tmp_path / "a")
     resume = ["--init_from", "resume", "--out_dir", tmp_path / "a"]
+    assert "--log_interval" in refused(train, monkeypatch, capsys, *resume, "--log_interval", 0)
     assert "--s_max 3 differs" in refused(train, monkeypatch, capsys, *resume, "--s_max", 3)
     assert (tmp_path / "a" / "state.safetensors").read_bytes() == before
+    other_size = ["--data", "pairs", "--V", 4, "--init_from", tmp_path / "a", "--out_dir", tmp_path / "b"]
+    assert "another size" in refused(train, monkeypatch, capsys, *other_size)
+    text = ["--data", "stdlib", "--init_from", tmp_path / "a", "--out_dir", tmp_path / "b"]
+    assert "other tokens" in refused(train, monkeypatch, capsys, *text)
     (tmp_path / "a" / "state.safetensors").write_bytes(before[: len(before) // 2])
     assert "damaged" in refused(train, monkeypatch, capsys, *resume)
 
@@ -93,6 +105,10 @@ SAMPLE_MISTAKES = {
     "too many rounds": (["--prompt", "a", "--n_rounds", 5], ["--n_rounds 5", "0..2"]),
     "bad gate": (["--prompt", "a", "--tau_t2t", "off"], ["--tau_t2t", "none"]),
     "temperature": (["--prompt", "a", "--temperature", -1], ["--temperature"]),
+    "nan temperature": (["--prompt", "a", "--temperature", "nan"], ["--temperature"]),
+    "nan gate": (["--prompt", "a", "--tau_m2t", "nan"], ["--tau_m2t"]),
+    "system without chat": (["--prompt", "a", "--system", "b"], ["--chat"]),
+    "block beyond the model": (["--prompt", "a", "--block_length", 4096], ["block_length"]),
     "top_p": (["--prompt", "a", "--top_p", 0], ["--top_p"]),
     "length": (["--prompt", "a", "--gen_length", 0], ["--gen_length"]),
     "mode": (["--prompt", "a", "--mode", "x"], ["--mode"]),
@@ -114,13 +130,14 @@ def test_sample_refuses_damaged_checkpoints(ckpt, tmp_path, monkeypatch, capsys)
         shutil.copytree(ckpt, folder)
         spoil(folder)
         line = refused(sample, monkeypatch, capsys, "--ckpt", folder, "--prompt", "a", "--device", "cpu")
-        assert word in line and str(folder) in line, line
+        assert word in line, line
 
     weights = "model.safetensors"
     refuses("damaged", lambda f: (f / weights).write_bytes((f / weights).read_bytes()[:-100]))
     refuses("missing", lambda f: (f / weights).unlink())
     refuses("JSON", lambda f: (f / "config.json").write_text("{"))
     refuses("shape", lambda f: edit_config(f, '"vocab_size": 272', '"vocab_size": 300'))
+    refuses("vocabulary", lambda f: edit_config(f, '"mask_id": 257', '"mask_id": 9999'))
     refuses("known fields", lambda f: edit_config(f, '"n_layer"', '"n_layers"'))
     line = refused(sample, monkeypatch, capsys, "--ckpt", tmp_path / "nothing", "--prompt", "a")
     assert "no checkpoint config" in line

@@ -25,22 +25,7 @@ from model import sequence_context
 from sample import Decoding, generate
 from train import Objective, split_forward
 
-TOY = [
-    "--data",
-    "pairs",
-    "--V",
-    3,
-    "--m",
-    2,
-    "--preset",
-    "tiny",
-    "--batch_size",
-    4,
-    "--eval_rows",
-    4,
-    "--device",
-    "cpu",
-]
+TOY = ["--data", "pairs", "--V", 3, "--m", 2, "--batch_size", 4, "--eval_rows", 4, "--device", "cpu"]
 
 
 def a_batch(R=3, T=24):
@@ -101,7 +86,7 @@ def test_only_lora_and_markers_move_from_a_checkpoint(tmp_path, monkeypatch, cap
     before = load_file(base / "model.safetensors")
     args = [*TOY, "--init_from", base, "--max_iters", 3, "--learning_rate", 0.1, "--out_dir", ours]
     code, out, _ = command_line(train, monkeypatch, capsys, *args)
-    assert code == 0 and "python sample.py --ckpt" in out
+    assert code == 0 and f"python evaluate.py --data pairs --ckpt {base} --adapter" in out
     assert load_file(base / "model.safetensors").keys() == before.keys()
     adapter = load_file(ours / "adapter.safetensors")
     assert not (ours / "model.safetensors").exists()
@@ -161,6 +146,17 @@ def test_kill_9_leaves_a_run_that_resumes_to_the_same_end(tmp_path, monkeypatch,
     time.sleep(0.01)
     process.kill()
     process.wait()
+    assert command_line(train, monkeypatch, capsys, "--init_from", "resume", "--out_dir", tmp_path / "b")[0] == 0
+    (tensors_a, log_a), (tensors_b, log_b) = end_state(tmp_path / "a"), end_state(tmp_path / "b")
+    assert log_a == log_b and all(torch.equal(tensors_a[k], tensors_b[k]) for k in tensors_a)
+
+
+def test_a_run_killed_before_its_first_save_starts_again(tmp_path, monkeypatch, capsys):
+    run = [*TOY, "--max_iters", 3]
+    assert command_line(train, monkeypatch, capsys, *run, "--out_dir", tmp_path / "a")[0] == 0
+    assert command_line(train, monkeypatch, capsys, *run, "--out_dir", tmp_path / "b", "--stop_at", 2)[0] == 0
+    (tmp_path / "b" / "state.safetensors").unlink()
+    (tmp_path / "b" / "log.jsonl").write_bytes(b'{"step": 0}\n[]\n\xff')
     assert command_line(train, monkeypatch, capsys, "--init_from", "resume", "--out_dir", tmp_path / "b")[0] == 0
     (tensors_a, log_a), (tensors_b, log_b) = end_state(tmp_path / "a"), end_state(tmp_path / "b")
     assert log_a == log_b and all(torch.equal(tensors_a[k], tensors_b[k]) for k in tensors_a)
