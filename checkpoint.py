@@ -8,6 +8,8 @@
 
 It refuses, with one line, a folder whose tensors are missing, cut off, unknown or of another shape, and an adapter that
 belongs to another model. Weights are safetensors, the rest is JSON; there is no pickle.
+
+    python checkpoint.py --preset llada2.1-mini --dtype bf16 --out weights/random     # random weights, to measure speed
 """
 
 import json
@@ -22,8 +24,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from data import fail, read_json, replace_file, write_json
-from model import Config, Model
+from data import Parser, fail, generator, read_json, replace_file, write_json
+from model import PRESETS, Config, Model, new_model
 
 
 def save_model(model: Model, folder: Path, metadata: dict[str, str] | None = None) -> None:
@@ -193,3 +195,27 @@ def rewind_log(path: Path, step: int) -> None:
             break
         kept += [line + b"\n"] if keep else []
     replace_file(path, lambda p: p.write_bytes(b"".join(kept)))
+
+
+def main() -> None:
+    """Random weights of a preset, with the byte tokenizer: speed and memory of a geometry without its checkpoint."""
+    parser = Parser(__doc__)
+    group = parser.add_argument_group("random weights")
+    group.add_argument("--preset", choices=PRESETS, default="tiny", help="geometry; building takes 4 bytes a parameter")
+    group.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="of the stored weights")
+    group.add_argument("--out", type=Path, required=True, help="folder to write; it must not hold a checkpoint")
+    args = parser.parse_args()
+    if (args.out / "config.json").exists():
+        fail(f"{args.out} already holds a checkpoint: choose another --out")
+    cfg = replace(PRESETS[args.preset], tokenizer="bytes")
+    cfg = replace(cfg, eos_id=256, mask_id=257) if cfg.mask_id < 0 else cfg
+    model = new_model(cfg, generator("random weights"))
+    if args.dtype == "bf16":
+        for p in model.parameters():
+            p.data = p.data.bfloat16()
+    save_model(model, args.out)
+    print(f"wrote {args.out}: {sum(p.numel() for p in model.parameters()):,} random parameters in {args.dtype}")
+
+
+if __name__ == "__main__":
+    main()

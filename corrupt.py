@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from model import Model
 
 # R rows, T positions (a multiple of B), B block_length, Z = T / group blocks, n selected positions, C channels,
-# V vocabulary, W beam
+# V vocabulary, U = beam
 
 NONE, M, W, G = 0, 1, 2, 3
 LAMBDAS = (1.0, 0.3, 0.2)  # lambda_m2t, lambda_edit, lambda_clean of the paper
@@ -102,33 +102,33 @@ def chain_targets(z: Tensor, bundle: Tensor, group: int, beam: int, predict: Pre
     minimises the cross-entropy to it.
 
     z, bundle (R, T) -> (R, T) int64: z with the bundle written. All groups of all rows advance together, each by its
-    most confident position a step; with `beam` W > 1 each group keeps its W best hypotheses, all filled at the same
+    most confident position a step; with `beam` U > 1 each group keeps its U best hypotheses, all filled at the same
     positions (the best one chooses), so that they are different tuples, and the best is the target.
     """
-    (R, T), W = z.shape, beam
+    (R, T), U = z.shape, beam
     Z = T // group
-    hypotheses, left = z.repeat(W, 1, 1), bundle.clone()  # (W, R, T): sorted, the best first; (R, T)
-    score = torch.zeros(R, Z, W, device=z.device)
+    hypotheses, left = z.repeat(U, 1, 1), bundle.clone()  # (U, R, T): sorted, the best first; (R, T)
+    score = torch.zeros(R, Z, U, device=z.device)
     score[..., 1:] = float("-inf")  # one hypothesis to begin with
     start = group * torch.arange(Z, device=z.device)
     while left.any():
-        log_p, token = predict(hypotheses.flatten(0, 1), left.repeat(W, 1), W)  # (W * n, W) each
-        everywhere = left.expand(W, R, T)[..., None]
-        log_p = log_p.new_full((W, R, T, W), float("-inf")).masked_scatter(everywhere, log_p)
-        token = token.new_zeros((W, R, T, W)).masked_scatter(everywhere, token)
+        log_p, token = predict(hypotheses.flatten(0, 1), left.repeat(U, 1), U)  # (U * n, U) each
+        everywhere = left.expand(U, R, T)[..., None]
+        log_p = log_p.new_full((U, R, T, U), float("-inf")).masked_scatter(everywhere, log_p)
+        token = token.new_zeros((U, R, T, U)).masked_scatter(everywhere, token)
         busy = left.view(R, Z, group).any(-1)  # (R, Z)
         at = start + log_p[0, ..., 0].view(R, Z, group).argmax(-1)  # (R, Z) the position that each group writes
-        place = at[None, ..., None].expand(W, R, Z, W)
-        log_p, token = (t.gather(2, place).permute(1, 2, 0, 3).flatten(2) for t in (log_p, token))  # (R, Z, W * W)
-        best, choice = (score.repeat_interleave(W, dim=-1) + log_p).topk(W, dim=-1)
-        parent, token = choice // W, token.gather(-1, choice)
-        blocks = hypotheses.view(W, R, Z, group).permute(1, 2, 0, 3)  # (R, Z, W, group)
+        place = at[None, ..., None].expand(U, R, Z, U)
+        log_p, token = (t.gather(2, place).permute(1, 2, 0, 3).flatten(2) for t in (log_p, token))  # (R, Z, U * U)
+        best, choice = (score.repeat_interleave(U, dim=-1) + log_p).topk(U, dim=-1)
+        parent, token = choice // U, token.gather(-1, choice)
+        blocks = hypotheses.view(U, R, Z, group).permute(1, 2, 0, 3)  # (R, Z, U, group)
         grown = blocks.gather(2, parent[..., None].expand_as(blocks))
-        inside = (at - start)[..., None, None].expand(R, Z, W, 1)
+        inside = (at - start)[..., None, None].expand(R, Z, U, 1)
         grown = grown.scatter(3, inside, token[..., None])
         blocks = torch.where(busy[..., None, None], grown, blocks)
         score = torch.where(busy[..., None], best, score)
-        hypotheses = blocks.permute(2, 0, 1, 3).reshape(W, R, T)
+        hypotheses = blocks.permute(2, 0, 1, 3).reshape(U, R, T)
         left = left & ~torch.zeros_like(left).scatter(1, at, busy)
     return hypotheses[0]
 

@@ -102,6 +102,11 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def peak_memory(device: torch.device) -> str:
+    """What the device has held at most; nothing on a CPU, where the operating system knows better."""
+    return f", peak {torch.cuda.max_memory_allocated(device) / 1e9:.1f} GB" if device.type == "cuda" else ""
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # tokenizers
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from cache import Cached, Naive
 from checkpoint import adapter_geometry, load_adapter, load_model
 from corrupt import uniform
-from data import Parser, Tokenizer, bpe_tokenizer, byte_tokenizer, fail, generator, pick_device
+from data import Parser, Tokenizer, bpe_tokenizer, byte_tokenizer, fail, generator, peak_memory, pick_device
 from model import Model
 
 # R rows in flight, B block_length, V vocabulary, C channels, P prompt tokens, K = n_rounds
@@ -209,7 +209,7 @@ def generate(
                     ended.append(r)
                 if stuck[r]:
                     row.output.warning = f"a block was left with masks after {full} forwards that would never fill it"
-                settle(row, full, partial, d, changed[r], r in ended, history)
+                book_block(row, full, partial, d, changed[r], r in ended, history)
                 if on_block:
                     on_block(position[id(row)], row.output)
             going = [r for r, c in enumerate(closing) if c and r not in ended]
@@ -225,7 +225,7 @@ def generate(
     return outputs
 
 
-def settle(row: Row, full: int, partial: int, d: Decoding, changed: bool, ended: bool, history: list) -> None:
+def book_block(row: Row, full: int, partial: int, d: Decoding, changed: bool, ended: bool, history: list) -> None:
     """Book a finished block. A commit forward is needed if the last forward still changed the block and another block
     will read it; with K > 1 that block also needs this one's states of the further rounds, K - 1 partial passes. The
     naive decode books the same: the record is of the procedure, not of how it was run."""
@@ -393,7 +393,10 @@ def counts_line(output: Output, model: Model, seconds: float | None = None) -> s
     n, nfe = max(1, len(output.tokens)), output.nfe
     share = model.cfg.n_last / model.cfg.n_layer
     total = nfe["full"] + nfe["commit"] + nfe["partial"] * share
-    speed = f", {n / seconds:.0f} tokens/s" if seconds else ""
+    speed = ""
+    if seconds:
+        speed = f", {n / seconds:.0f} tokens/s, {1e3 * seconds / max(1, nfe['full']):.1f} ms a full forward"
+        speed += peak_memory(model.wte.weight.device)
     return (f"{len(output.tokens)} tokens; forwards: {nfe['full']} full, {nfe['partial']} partial (x {share:.2f}), "
             f"{nfe['commit']} commit; {nfe['full'] / n:.3f} full a token, {total / n:.3f} in all{speed}")  # fmt: skip
 

@@ -39,6 +39,7 @@ from data import (
     fail,
     generator,
     load_sequences,
+    peak_memory,
     pick_device,
     write_json,
 )
@@ -92,17 +93,18 @@ def marked_forward(
 
 def factorised_forward(model: Model, x: Tensor, z: Tensor, kind: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
     """Branch 1 alone: what a base model is trained on. Returns what split_forward does."""
-    ids, _ = beside_clean_copy(x, z, z, ctx)
+    ids, _ = beside_clean_copy(x, z, None, ctx)
     h = model.last_n(model.prefix(ids, ctx), ctx)[:, : x.shape[1]]
     loss, terms = three_term_loss(model, h, x, kind, fill=kind == M)
     return loss, torch.stack([terms, torch.zeros_like(terms)])
 
 
-def beside_clean_copy(x: Tensor, z: Tensor, bundle: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+def beside_clean_copy(x: Tensor, z: Tensor, bundle: Tensor | None, ctx: Context) -> tuple[Tensor, Tensor | None]:
     """Input ids and marks: z and the bundle, or [z ; x] with no mark on the clean copy where ctx is of doubled rows."""
     if len(ctx.cos) == x.shape[1]:
         return z, bundle
-    return torch.cat([z, x], dim=1), torch.cat([bundle, torch.zeros_like(bundle)], dim=1)
+    marks = None if bundle is None else torch.cat([bundle, torch.zeros_like(bundle)], dim=1)
+    return torch.cat([z, x], dim=1), marks
 
 
 class Objective:
@@ -154,7 +156,7 @@ class Objective:
             T, mask_id, found = z.shape[1], self.model.cfg.mask_id, []
             for a in range(0, len(z), len(x)):  # hypotheses of a beam come as further rows of the same contexts
                 part = z[a : a + len(x)]
-                ids, _ = beside_clean_copy(x, part, part, ctx)
+                ids, _ = beside_clean_copy(x, part, None, ctx)
                 h = self.model.last_n(self.model.prefix(ids, ctx), ctx)[:, :T][where[a : a + len(x)]]  # (n, C)
                 for rows in h.split(1024):
                     log_p = self.model.head(rows).log_softmax(-1)
@@ -266,6 +268,8 @@ def build_model(args: Namespace, task: toy.Toy | None, device: torch.device) -> 
         if task is not None and (model.cfg.vocab_size, model.cfg.block_length) != (task.vocab_size, task.m):
             fail(f"--init_from {args.init_from} was trained on a toy of another size: give the same --V, --m, --n_ctx")
         model.add_lora(args.lora_r, args.lora_alpha, generator(args.seed, "lora"), args.lora_scope)
+    if args.chain_beam >= model.cfg.vocab_size:
+        fail(f"--chain_beam {args.chain_beam} is more than the vocabulary of {model.cfg.vocab_size} can fill")
     model.checkpointing = args.checkpointing
     return model
 
@@ -399,7 +403,7 @@ def loop(
     if saved < args.max_iters:
         print(f"saved at step {saved} of {args.max_iters}; go on with: {resume}")
         raise SystemExit(130 if caught else 0)
-    print(f"done: {folder}; sample with: {how_to_sample(args)}")
+    print(f"done: {folder}{peak_memory(objective.device)}; sample with: {how_to_sample(args)}")
 
 
 def how_to_sample(args: Namespace) -> str:

@@ -8,6 +8,7 @@ import sys
 import pytest
 from common import command_line, refused, tiny_model
 
+import checkpoint
 import corrupt
 import data
 import sample
@@ -166,6 +167,15 @@ def test_json_and_text_and_ids_agree(ckpt, monkeypatch, capsys):
     assert code == 0 and out.count("forwards:") == 2
 
 
+def test_random_weights_of_a_preset_can_be_sampled_and_adapted(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "random"
+    assert command_line(checkpoint, monkeypatch, capsys, "--dtype", "bf16", "--out", out)[0] == 0
+    run = ["--ckpt", out, "--prompt", "ab", "--gen_length", 8, "--dtype", "bf16", "--device", "cpu"]
+    code, text, _ = command_line(sample, monkeypatch, capsys, *run)
+    assert code == 0 and "ms a full forward" in text
+    assert "already holds" in refused(checkpoint, monkeypatch, capsys, "--out", out)
+
+
 def test_gallery_and_corpus_refuse(monkeypatch, capsys):
     assert "--text" in refused(corrupt, monkeypatch, capsys, "--text", "")
     assert "nowhere" in refused(data, monkeypatch, capsys, "--data", "nowhere")
@@ -178,7 +188,7 @@ def test_a_mistake_in_a_real_process_is_one_line(tmp_path):
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("script", [train, sample, corrupt, data])
+@pytest.mark.parametrize("script", [train, sample, corrupt, data, checkpoint])
 def test_help_is_a_manual(script, monkeypatch, capsys):
     code, out, _ = command_line(script, monkeypatch, capsys, "--help")
     assert code == 0 and script.__doc__.splitlines()[0] in out
