@@ -334,6 +334,8 @@ def load_tokenizer(folder: Path, kind: str) -> Tokenizer | None:
 
 
 def read_prompts(args: argparse.Namespace, tokenizer: Tokenizer | None, model: Model) -> list[list[int]]:
+    if args.system is not None and not args.chat:
+        fail("--system is a message of the chat template: add --chat")
     texts = list(args.prompt)
     if args.prompts_file:
         try:
@@ -372,8 +374,6 @@ def settle_args(args: argparse.Namespace, model: Model) -> Decoding:
     ):
         if not least <= getattr(args, name) < float("inf"):
             fail(f"--{name} must be at least {least} and finite, not {getattr(args, name)}")
-    if args.system is not None and not args.chat:
-        fail("--system is a message of the chat template: add --chat")
     if not 0 < args.top_p <= 1:
         fail(f"--top_p is a share above 0 and up to 1, not {args.top_p}")
     rounds = model.cfg.n_rounds if args.n_rounds is None else args.n_rounds
