@@ -9,8 +9,8 @@ It refuses a checkpoint that was trained on another toy, or with other parameter
     python evaluate.py --data modes --ckpt out/modes                                    # the decoders' table
     python evaluate.py --data modes --ckpt out/modes --json --plot modes.png            # numbers; pictures (matplotlib)
     python evaluate.py --data copy --ckpt out/copy_* --plot dial.png                    # error against the TC dial
-    python evaluate.py --table mechanism --data modes --ckpt out/base --adapter out/ours        # paper, Table 2
-    python evaluate.py --table lastn --data modes --ckpt out/base --adapter out/n1 out/n2       # paper, Table 3
+    python evaluate.py --table mechanism --data modes     # paper, Table 2, of out/base and out/n2 (or --ckpt ...)
+    python evaluate.py --table lastn --data modes         # paper, Table 3, of out/base and out/n1, out/n2, out/n3
 
 The seven benchmarks: --task makes run files (runs.py), --table with --runs makes the paper's tables (tables.py).
 """
@@ -302,6 +302,16 @@ def main() -> None:
     what = [flag for flag in ("data", "task", "runs") if getattr(args, flag)]
     if len(what) != 1:
         fail("say what to evaluate: --data TOY, or --task BENCHMARK, or --table TABLE --runs DIR")
+    if args.data and args.table and not args.ckpt:  # the folders of the commands in the README
+        args.ckpt, args.adapter = (
+            ["out/base"],
+            [f"out/n{n}" for n in ((2,) if args.table == "mechanism" else (1, 2, 3))],
+        )
+        if lacking := [f for f in (*args.ckpt, *args.adapter) if not Path(f).is_dir()]:
+            make = f"python train.py --data {args.data} --factorised --out_dir out/base"
+            adapt = f"python train.py --data {args.data} --init_from out/base --n_last N --learning_rate 1e-3"
+            adapt += " --max_iters 500 --out_dir out/nN"
+            fail(f"{lacking[0]} is missing: give --ckpt and --adapter, or run `{make}`, then `{adapt}` for each N")
     if not args.runs and not args.ckpt:
         fail(f"--{what[0]} needs --ckpt")
     if (args.runs and not args.table) or (args.task and args.table) or (args.data and args.table == "main"):

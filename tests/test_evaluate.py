@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -148,6 +149,9 @@ def test_report_and_json_from_the_command_line(trained, monkeypatch, capsys):
     assert "another toy" in refused(evaluate, monkeypatch, capsys, "--data", "pairs", "--ckpt", run)
     assert "no toy" in refused(evaluate, monkeypatch, capsys, "--data", "poems", "--ckpt", run)
     assert "--adapter" in refused(evaluate, monkeypatch, capsys, "--data", "modes", "--ckpt", run, "--table", "lastn")
+    monkeypatch.chdir(Path(run))  # no out/base here: the line says how to make it
+    missing = refused(evaluate, monkeypatch, capsys, "--data", "modes", "--table", "mechanism")
+    assert "out/base is missing" in missing and "--factorised" in missing
 
 
 def test_mechanism_and_lastn_tables(trained, tmp_path, monkeypatch, capsys):
