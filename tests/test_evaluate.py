@@ -21,11 +21,11 @@ import train
 from evaluate import ONE_STEP, answer_log_probs, chain_table, distances, one_step_table, quality
 
 SIZES = {
-    "modes": ["--V", 6, "--n_ctx", 4],
+    "modes": ["--V", 6, "--n_ctx", 4, "--max_iters", 900],
     "pairs": ["--V", 4, "--m", 2],
     "mixed": ["--V", 4],
     "copy": ["--V", 4, "--m", 3, "--n_ctx", 4],
-    "gaussian": ["--levels", 4, "--m", 3, "--n_ctx", 4],
+    "gaussian": ["--levels", 4, "--m", 3, "--n_ctx", 4, "--max_iters", 900],
     "permutation": ["--V", 4, "--m", 3, "--n_ctx", 3],
     "sum": ["--V", 3, "--max_iters", 1000],  # parity-like: learned late
 }
