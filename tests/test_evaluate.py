@@ -29,7 +29,7 @@ SIZES = {
     "permutation": ["--V", 4, "--m", 3, "--n_ctx", 3],
     "sum": ["--V", 3, "--max_iters", 1000],  # parity-like: learned late
 }
-SMALL = ["--n_last", 1, "--batch_size", 64, "--max_iters", 500, "--eval_interval", 10_000, "--device", "cpu",
+SMALL = ["--n_last", 1, "--batch_size", 64, "--max_iters", 400, "--eval_interval", 10_000, "--device", "cpu",
          "--corruption", "mask", "--learning_rate", 5e-3, "--log_interval", 10_000, "--eval_rows", 1]  # fmt: skip
 
 
