@@ -4,7 +4,7 @@
 the twin that the fast one must equal: same tokens, same forwards, same steps (tests/test_sample.py). Both offer
 
     stage_a(z)          one full forward of the current blocks z (R, B): prefix states and logits of Stage A
-    stage_b(h, bundle)  Stage B from those states: logits, and no trace left behind
+    stage_b(h, bundle, u)   Stage B from those states: logits, and no trace left behind
     close(z, rows, changed)   the blocks of `rows` are finished and become context
     keep(rows)          the other rows are done
 """
@@ -116,10 +116,10 @@ class Cached:
         self.h_1 = self.model.last_n(h, self.ctx)
         return h, self.model.head(self.h_1)
 
-    def stage_b(self, h: Tensor, bundle: Tensor) -> Tensor:
+    def stage_b(self, h: Tensor, bundle: Tensor, u: Tensor | None = None) -> Tensor:
         """Stage B must leave no trace in the cache: the block's own keys and values stay Stage A's."""
         kept = self.cache.current_block()
-        logits = self.model.head(self.model.coordinate(h, bundle, self.ctx, self.n_rounds))
+        logits = self.model.head(self.model.coordinate(h, bundle, self.ctx, self.n_rounds, u))
         self.cache.restore_block(kept)
         return logits
 
@@ -155,13 +155,14 @@ class Naive:
             h.append(self.model.prefix(ids, self.context(ids)))
         return h, self.logits([self.model.last_n(x, self.context(x)) for x in h])
 
-    def stage_b(self, h: list[Tensor], bundle: Tensor) -> Tensor:
+    def stage_b(self, h: list[Tensor], bundle: Tensor, u: Tensor | None = None) -> Tensor:
         out = []
-        for x, marked in zip(h, bundle, strict=True):
-            marks = torch.cat([marked.new_zeros(x.shape[1] - len(marked)), marked])[None]
+        numbers = torch.zeros(bundle.shape, device=bundle.device) if u is None else u
+        for x, marked, number in zip(h, bundle, numbers, strict=True):
+            marks, number = (torch.cat([t.new_zeros(x.shape[1] - len(t)), t])[None] for t in (marked, number))
             ctx = self.context(x)
             ctx.current = torch.arange(x.shape[1], device=x.device)[:, None] >= x.shape[1] - len(marked)
-            out.append(self.model.coordinate(x, marks, ctx, self.n_rounds))
+            out.append(self.model.coordinate(x, marks, ctx, self.n_rounds, number))
         return self.logits(out)
 
     def context(self, x: Tensor):

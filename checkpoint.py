@@ -103,7 +103,8 @@ def load_model(folder: str | Path, device: torch.device | str, dtype: torch.dtyp
         if tensor.shape != expected[name].shape:
             fail(f"{path}: {name} has shape {list(tensor.shape)}, the config says {list(expected[name].shape)}")
         state[name] = tensor.to(device=device, dtype=torch.float32 if name.endswith("expert_bias") else dtype)
-    state.setdefault("markers", torch.zeros(expected["markers"].shape, device=device, dtype=dtype))
+    for name in {"markers", "noise"} & set(expected):  # a plain checkpoint has neither: they start at zero
+        state.setdefault(name, torch.zeros(expected[name].shape, device=device, dtype=dtype))
     if cfg.tied:
         state["lm_head.weight"] = state.get("wte.weight", expected["wte.weight"])
     if missing := [k for k in expected if k not in state]:
@@ -115,7 +116,7 @@ def load_model(folder: str | Path, device: torch.device | str, dtype: torch.dtyp
     return model
 
 
-ADAPTER_GEOMETRY = ("n_layer", "n_embd", "n_head", "n_kv_head", "n_last", "n_rounds")
+ADAPTER_GEOMETRY = ("n_layer", "n_embd", "n_head", "n_kv_head", "n_last", "n_rounds", "noise")
 
 
 def adapter_settings(folder: str | Path) -> dict:
@@ -129,8 +130,8 @@ def adapter_settings(folder: str | Path) -> dict:
 
 
 def adapter_geometry(folder: str | Path | None) -> dict[str, int]:
-    """An adapter brings its own n and K: the overrides of load_model."""
-    return {k: adapter_settings(folder)["model"][k] for k in ("n_last", "n_rounds")} if folder else {}
+    """An adapter brings its own n, K and noise: the overrides of load_model."""
+    return {k: adapter_settings(folder)["model"][k] for k in ("n_last", "n_rounds", "noise")} if folder else {}
 
 
 def load_adapter(model: Model, folder: str | Path) -> None:

@@ -489,6 +489,8 @@ def read_adapter(folder: Path) -> tuple[dict, dict[str, Tensor], Tensor]:
     path = folder / "adapter.safetensors"
     state = {name: t.clone() for _, name, t in read_tensors([path])}
     expected = {f"layers.{i}.attn.{m}.lora_{side}" for i in layers for m in ("qkv", "proj") for side in "AB"}
+    if "noise" in state:
+        fail(f"{path} was trained with --chain_noise: neither layout has a place for the noise of its markers")
     if odd := sorted((expected | {"markers"}).symmetric_difference(state)):
         fail(f"{path}: tensor {odd[0]} is {'unexpected' if odd[0] in state else 'missing'}")
     if state["markers"].shape != markers_shape:

@@ -1,5 +1,5 @@
 """Corruption: what the model is shown, which positions carry which loss, and the bundle that branch 2 marks; beyond the
-paper, `chain_targets`: what it is filled with.
+paper, `chain_decode`: what it is filled with.
 
 A clean row x becomes z with three kinds of positions (paper, Sec. 3.1):
     M  masked          z = [M]                 weight lambda_m2t    fill it
@@ -50,8 +50,8 @@ LAMBDAS = (1.0, 0.3, 0.2)  # lambda_m2t, lambda_edit, lambda_clean of the paper
 
 Rows = list[torch.Generator]  # one generator a row
 Draft = Callable[[Tensor, Tensor], Tensor]  # (z (R, T), where (R, T) bool with n True) -> (n,) int64 predictions
-# (z (R, T), where (R, T) bool with n True, k) -> the k best log-probabilities and tokens at each, (n, k) twice
-Predict = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+# (z (R, T), where (R, T) bool with n True, k) -> what `choose` returns for each of the n positions
+Predict = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
 
 
 def uniform(rows: Rows, n: int) -> Tensor:
@@ -96,14 +96,15 @@ def draw_bundle(masked: Tensor, group: int, s_min: int, s_max: int, rows: Rows) 
 
 
 @torch.no_grad()
-def chain_targets(z: Tensor, bundle: Tensor, group: int, beam: int, predict: Predict) -> Tensor:
+def chain_decode(z: Tensor, bundle: Tensor, group: int, beam: int, predict: Predict) -> tuple[Tensor, Tensor]:
     """The model's own chain-rule decode of each group's bundle: what it would write one token at a time, where TC is
     zero by construction. Beyond the paper: unlike the clean tokens, this target is a function of z, so a coherent tuple
     minimises the cross-entropy to it.
 
-    z, bundle (R, T) -> (R, T) int64: z with the bundle written. All groups of all rows advance together, each by its
-    most confident position a step; with `beam` U > 1 each group keeps its U best hypotheses, all filled at the same
-    positions (the best one chooses), so that they are different tuples, and the best is the target.
+    z, bundle (R, T) -> z with the bundle written (R, T) int64, and the log-probability of what was written in each
+    group (R, Z) float32. All groups of all rows advance together, each by its most confident position a step; with
+    `beam` U > 1 each group keeps its U best hypotheses, all filled at the same positions (the best one chooses), so
+    that they are different tuples, and the best is the result.
     """
     (R, T), U = z.shape, beam
     Z = T // group
@@ -112,12 +113,13 @@ def chain_targets(z: Tensor, bundle: Tensor, group: int, beam: int, predict: Pre
     score[..., 1:] = float("-inf")  # one hypothesis to begin with
     start = group * torch.arange(Z, device=z.device)
     while left.any():
-        log_p, token = predict(hypotheses.flatten(0, 1), left.repeat(U, 1), U)  # (U * n, U) each
+        log_p, token, sure = predict(hypotheses.flatten(0, 1), left.repeat(U, 1), U)  # (U * n, U) twice, (U * n,)
         everywhere = left.expand(U, R, T)[..., None]
         log_p = log_p.new_full((U, R, T, U), float("-inf")).masked_scatter(everywhere, log_p)
         token = token.new_zeros((U, R, T, U)).masked_scatter(everywhere, token)
+        sure = sure.new_full((R, T), float("-inf")).masked_scatter(left, sure)  # the best hypothesis's, which is first
         busy = left.view(R, Z, group).any(-1)  # (R, Z)
-        at = start + log_p[0, ..., 0].view(R, Z, group).argmax(-1)  # (R, Z) the position that each group writes
+        at = start + sure.view(R, Z, group).argmax(-1)  # (R, Z) the position that each group writes
         place = at[None, ..., None].expand(U, R, Z, U)
         log_p, token = (t.gather(2, place).permute(1, 2, 0, 3).flatten(2) for t in (log_p, token))  # (R, Z, U * U)
         best, choice = (score.repeat_interleave(U, dim=-1) + log_p).topk(U, dim=-1)
@@ -130,7 +132,21 @@ def chain_targets(z: Tensor, bundle: Tensor, group: int, beam: int, predict: Pre
         score = torch.where(busy[..., None], best, score)
         hypotheses = blocks.permute(2, 0, 1, 3).reshape(U, R, T)
         left = left & ~torch.zeros_like(left).scatter(1, at, busy)
-    return hypotheses[0]
+    return hypotheses[0], score[..., 0]
+
+
+def choose(log_p: Tensor, k: int, u: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """What a chain needs of (n, V) log-probabilities: the k best and their tokens, (n, k) twice, and the largest (n,).
+    With u (n,) in [0, 1) the one token in which u falls, likeliest first: the inverse conditional CDF, so that uniform
+    u make a sample of the joint distribution (Rosenblatt's transform) and u = 0 makes the greedy chain."""
+    if u is None:
+        best = log_p.topk(k, dim=-1)
+        return best.values, best.indices, best.values[:, 0]
+    sorted_p, order = log_p.sort(dim=-1, descending=True, stable=True)
+    cdf = sorted_p.exp().cumsum(-1)
+    rank = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)
+    rank = rank.clamp(max=(sorted_p > float("-inf")).sum(-1, keepdim=True) - 1)
+    return sorted_p.gather(-1, rank), order.gather(-1, rank), sorted_p[:, 0]
 
 
 def loss_weights(kind: Tensor, fill: Tensor, lambdas: tuple[float, float, float] = LAMBDAS) -> Tensor:

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 # N = R*T tokens, E experts, A active experts, F expert width, L layers, n = n_last, K = n_rounds, B block_length
 
 
+NOISE_WAVES = 16  # cos(0), cos(pi u) .. cos(15 pi u): fine enough to tell CDF steps of 1/16 apart
+
+
 @dataclass
 class Config:
     n_layer: int
@@ -66,6 +69,7 @@ class Config:
     tied: bool = False  # LM head = embedding
     n_last: int = 3  # n: how many layers Stage B runs again
     n_rounds: int = 1  # K: how many markers there are
+    noise: bool = False  # whether the marker carries a number u of each position (joint sampling, see Model.mark)
     tokenizer: str = "bytes"  # "bytes", "bpe" (tokenizer.json beside the weights) or "toy" (toy.json beside them)
 
     def __post_init__(self) -> None:
@@ -358,6 +362,7 @@ class Model(nn.Module):
         if cfg.tied:
             self.lm_head.weight = self.wte.weight
         self.markers = nn.Parameter(torch.zeros(cfg.n_rounds, cfg.n_embd))
+        self.noise = nn.Parameter(torch.zeros(NOISE_WAVES, cfg.n_embd)) if cfg.noise else None
         self.compute_dtype = torch.float32
         self.checkpointing = False
         self.lora_scope = "all"  # or "marked", see add_lora
@@ -376,16 +381,25 @@ class Model(nn.Module):
         """Head: final norm and LM head. (..., C) -> (..., V) float32."""
         return self.lm_head(self.norm_f(h)).float()
 
-    def mark(self, h: Tensor, bundle: Tensor, round: int) -> Tensor:
-        """h + 1_S * marker_round. With a zero marker or an empty bundle this is h, and Stage B is Stage A."""
-        return h + bundle[..., None] * self.markers[round].to(h.dtype)
+    def mark(self, h: Tensor, bundle: Tensor, round: int, u: Tensor | None = None) -> Tensor:
+        """h + 1_S * marker_round. With a zero marker or an empty bundle this is h, and Stage B is Stage A.
 
-    def coordinate(self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int) -> Tensor:
+        Beyond the paper, with cfg.noise: a marked position also carries its u in [0, 1), (R, T), as cosines. A readout
+        that is a function of u can be a sample of the joint; without u (all zeros) it is one and the same tuple.
+        """
+        marker = self.markers[round]
+        if self.noise is not None:
+            u = torch.zeros(bundle.shape, device=h.device) if u is None else u
+            wave = torch.arange(NOISE_WAVES, device=h.device, dtype=torch.float32)
+            marker = marker + torch.cos(math.pi * wave * u[..., None].float()).to(self.noise.dtype) @ self.noise
+        return h + bundle[..., None] * marker.to(h.dtype)
+
+    def coordinate(self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int, u: Tensor | None = None) -> Tensor:
         """Eq. 2: K times h <- LastN(h + 1_S * marker_i), from the prefix states h (R, T, C) and bundle (R, T) bool."""
         lora = True if self.lora_scope == "all" or ctx.current is None else ctx.current
         for i in range(n_rounds):
             ctx = replace(ctx, round=i, lora=lora)
-            h = self.run(self.mark(h, bundle, i), ctx, self.cfg.n_layer - self.cfg.n_last, self.cfg.n_layer)
+            h = self.run(self.mark(h, bundle, i, u), ctx, self.cfg.n_layer - self.cfg.n_last, self.cfg.n_layer)
         return h
 
     def context_rounds(self, h: Tensor, ctx: Context, n_rounds: int) -> Tensor:
@@ -412,7 +426,7 @@ class Model(nn.Module):
         residual stream are scaled down by sqrt(2 L), as in GPT-2. Embeddings are of unit size: at 0.02 the layers drown
         a token's identity within steps, and copying visible tokens (two thirds of the terms) is learned late."""
         for name, p in self.named_parameters():
-            if name == "markers" or name.endswith("bias"):
+            if name in ("markers", "noise") or name.endswith("bias"):
                 p.zero_()
             elif p.dim() == 1:  # norms
                 p.fill_(1.0)
@@ -436,10 +450,12 @@ class Model(nn.Module):
             layer.attn.qkv.add_lora(r, alpha, generator)
             layer.attn.proj.add_lora(r, alpha, generator)
         self.markers = nn.Parameter(self.markers.float())
+        if self.noise is not None:
+            self.noise = nn.Parameter(self.noise.float())
 
     def adapter_state(self) -> dict[str, Tensor]:
-        """What add_lora trains, by name: LoRA matrices and markers."""
-        return {k: v for k, v in self.state_dict().items() if "lora_" in k or k == "markers"}
+        """What add_lora trains, by name: LoRA matrices, markers, and the noise's waves where there are any."""
+        return {k: v for k, v in self.state_dict().items() if "lora_" in k or k in ("markers", "noise")}
 
     def merge_lora(self) -> None:
         for module in self.modules():

@@ -61,6 +61,14 @@ def build_parser(doc: str) -> Parser:
                         "itself would write one token at a time (beyond the paper)")
     g.add_argument("--chain_beam", type=int, default=1,
                    help="hypotheses of the chain (1: greedy; 8: near the joint mode)")
+    g.add_argument("--chain_noise", action="store_true",
+                   help="targets are draws of the chain, and the marker carries the numbers they were drawn with: "
+                        "Stage B learns to sample the bundle jointly (beyond the paper)")
+    g.add_argument("--sample_rounds", action="store_true",
+                   help="draw K of each step from 1..n_rounds, so that decoding may stop at any of them")
+    g.add_argument("--mark_visible", action="store_true",
+                   help="draw D from visible positions too: Stage B learns to rewrite marked text as if it were "
+                        "masked, jointly (beyond the paper; sample.py --mark_visible uses it)")
     g.add_argument("--factorised", action="store_true", help="train branch 1 alone: a base model to adapt later")
     g = p.add_argument_group("corruption and bundle")
     g.add_argument("--corruption", choices=["mask", "random", "draft"],
@@ -164,6 +172,12 @@ def check(args: Namespace) -> None:
         fail("--lora_scope marked adapts a frozen checkpoint: give it with --init_from DIR")
     if args.target == "chain" and args.bundle_scope == "sequence":
         fail("--target chain decodes a bundle inside its block: it needs --bundle_scope block")
+    if args.chain_noise and (args.target != "chain" or args.chain_beam > 1):
+        fail("--chain_noise draws from the chain: it needs --target chain, and --chain_beam 1")
+    if args.sample_rounds and args.n_rounds < 2:
+        fail("--sample_rounds draws K from 1..n_rounds: it needs --n_rounds 2 or more")
+    if args.factorised and args.mark_visible:
+        fail("--factorised has no branch 2 whose marks --mark_visible could put on visible positions")
     if args.factorised and (args.target == "chain" or args.init_from != "scratch"):
         fail("--factorised trains a base from scratch: it has no branch 2 for --target, and no adapters to train")
     if args.s_max < args.s_min:

@@ -55,6 +55,7 @@ class Decoding:
     fill_from: str = "B"  # which stage's logits write masks, and which write edits
     edit_from: str = "B"
     marker: bool = True  # False: Stage B runs the layers again without the marker
+    mark_visible: bool = False  # mark the visible tokens that Stage A would edit as well, and rewrite them jointly
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -115,27 +116,32 @@ def step(engine: "Cached | Naive", z: Tensor, prompt: Tensor, busy: bool, u: Ten
     """One step on the current blocks z (R, B): everything is read from z and written at once.
 
     prompt (R, B) bool: positions that are never edited. busy: whether any row has a mask left (known to the host).
-    u (R, 2, B): with temperature, each stage draws by its own numbers. Selection favours positions whose draw happened
+    u (R, 3, B): with temperature, each stage draws by its own numbers. Selection favours positions whose draw happened
     to be a likely token; Stage B's fresh draw undoes that bias, so what is written follows the model's probabilities.
+    The third number is what the marker carries, where the model was trained with it (--chain_noise).
     """
     masked = z == engine.cfg.mask_id
     h, logits_a = engine.stage_a(z)  # the full forward
     token_a, conf_a = candidates(logits_a, u[:, 0], d)
     bundle = select_bundle(conf_a, logits_a, masked, d)
+    gate = float("inf") if d.tau_t2t is None else d.tau_t2t
+    marks = bundle
+    if d.mark_visible:  # beyond the paper: joint revision
+        marks = bundle | (~masked & ~prompt & (token_a != z) & (conf_a > gate))
     token_b, conf_b = token_a, conf_a
-    if busy and d.n_rounds:  # without a mask there is no bundle, and Stage B would be Stage A
-        logits_b = engine.stage_b(h, bundle if d.marker else torch.zeros_like(bundle))
+    if (busy or d.mark_visible) and d.n_rounds:  # without a mask there is no bundle, and Stage B would be Stage A
+        logits_b = engine.stage_b(h, marks if d.marker else torch.zeros_like(marks), u[:, 2])
         token_b, conf_b = candidates(logits_b, u[:, 1], d)
-        coordinated = bundle.any(-1, keepdim=True)  # a row without a bundle writes from Stage A
+        coordinated = marks.any(-1, keepdim=True)  # a row without marks writes from Stage A
         token_b, conf_b = torch.where(coordinated, token_b, token_a), torch.where(coordinated, conf_b, conf_a)
     fill, fill_conf = (token_b, conf_b) if d.fill_from == "B" else (token_a, conf_a)
     edit, edit_conf = (token_b, conf_b) if d.edit_from == "B" else (token_a, conf_a)
-    edited = torch.zeros_like(masked)
-    if d.tau_t2t is not None:
-        edited = ~masked & ~prompt & (edit != z) & (edit_conf > d.tau_t2t)
+    editable = marks & ~masked if d.mark_visible else ~masked & ~prompt & (edit_conf > gate)
+    edited = editable & (edit != z)
     after = torch.where(bundle, fill, torch.where(edited, edit, z))
     conf = torch.where(bundle, fill_conf, edit_conf)
-    return dict(before=z, after=after, bundle=bundle, edited=edited, conf=conf, token_a=token_a, conf_a=conf_a)
+    return dict(before=z, after=after, bundle=bundle, marks=marks, edited=edited, conf=conf, token_a=token_a,
+                conf_a=conf_a)  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -187,13 +193,13 @@ def generate(
     busy, history = True, []
     while rows:
         prompt = torch.arange(B, device=device) < n_prompt[:, None]
-        u = torch.zeros(len(rows), 2, B, device=device)
+        u = torch.zeros(len(rows), 3, B, device=device)
         if d.temperature > 0:
-            u = uniform([row.rng for row in rows], 2 * B).view(-1, 2, B).to(device)
+            u = uniform([row.rng for row in rows], 3 * B).view(-1, 3, B).to(device)
         s = step(engine, z, prompt, busy, u, d)
         had_mask, changed, z = (z == cfg.mask_id).any(-1), (s["after"] != z).any(-1), s["after"]
         has_mask = (z == cfg.mask_id).any(-1)
-        counts += torch.stack([torch.ones_like(changed), s["bundle"].any(-1), ~has_mask])
+        counts += torch.stack([torch.ones_like(changed), s["marks"].any(-1), ~has_mask])
         # nothing changed and nothing ever will, or the stated bound: the released loop would go on for ever
         stuck = has_mask & ((~changed & (d.temperature == 0)) | (counts[0] >= MAX_STEPS))
         closing = (~had_mask & ~changed) | (counts[2] > d.max_post_steps) | stuck
@@ -300,6 +306,8 @@ def build_parser() -> Parser:
     g.add_argument("--n_rounds", type=int, help="K; 0: Stage B off, the released decoder (default: as trained)")
     g.add_argument("--fill_from", choices=["A", "B"], default="B", help="which stage's logits fill masks")
     g.add_argument("--edit_from", choices=["A", "B"], default="B", help="which stage's logits edit")
+    g.add_argument("--mark_visible", action="store_true",
+                   help="mark what Stage A would edit too, and rewrite it jointly (as train.py --mark_visible taught)")
     g.add_argument("--no_marker", action="store_true", help="run the last n layers again, but unmarked")
     g.add_argument("--select", choices=["confidence", "entropy", "all"], default="confidence",
                    help="bundle: above the gate; as many, but least entropic; every mask")
@@ -376,6 +384,8 @@ def settle_args(args: argparse.Namespace, model: Model) -> Decoding:
             fail(f"--{name} must be at least {least} and finite, not {getattr(args, name)}")
     if not 0 < args.top_p <= 1:
         fail(f"--top_p is a share above 0 and up to 1, not {args.top_p}")
+    if model.cfg.noise and args.temperature not in (0, 1):
+        fail(f"--temperature {args.temperature}: this checkpoint was trained to sample jointly at 1 (or greedily at 0)")
     rounds = model.cfg.n_rounds if args.n_rounds is None else args.n_rounds
     if not 0 <= rounds <= model.cfg.n_rounds:
         fail(f"--n_rounds {rounds}: this checkpoint has markers for 0..{model.cfg.n_rounds} rounds")
@@ -383,7 +393,7 @@ def settle_args(args: argparse.Namespace, model: Model) -> Decoding:
     if any(a.startswith("--tau_t2t") for a in sys.argv):  # given as "none", it reads as None
         gates["tau_t2t"] = args.tau_t2t
     names = ("gen_length", "max_post_steps", "num_to_transfer", "eos_early_stop", "temperature", "top_k", "top_p")
-    names += ("fill_from", "edit_from", "select")
+    names += ("fill_from", "edit_from", "select", "mark_visible")
     kept = {k: getattr(args, k) for k in names}
     return Decoding(**gates, **kept, n_rounds=rounds, marker=not args.no_marker)
 

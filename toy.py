@@ -371,13 +371,13 @@ class Rows:
         return "endless rows"
 
 
-def answer_logits(model: "Model", ids: Tensor, n_rounds: int) -> Tensor:
+def answer_logits(model: "Model", ids: Tensor, n_rounds: int, u: Tensor | None = None) -> Tensor:
     """Rows [prompt block | answer block] (R, 2m) int64 -> logits of the answer (R, m, vocab) float32: Stage A for
-    n_rounds 0, else Stage B with every masked position of the answer in the bundle."""
+    n_rounds 0, else Stage B with every masked position of the answer in the bundle, carrying u (R, 2m) if given."""
     m, bundle = ids.shape[1] // 2, ids == model.cfg.mask_id
     ctx = sequence_context(model.cfg, torch.ones_like(bundle), model.compute_dtype)
     h = model.prefix(ids, ctx)
-    h = model.coordinate(h, bundle, ctx, n_rounds) if n_rounds else model.last_n(h, ctx)
+    h = model.coordinate(h, bundle, ctx, n_rounds, u) if n_rounds else model.last_n(h, ctx)
     return model.head(h[:, m:])
 
 

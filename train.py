@@ -21,7 +21,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -31,7 +31,19 @@ from tqdm import tqdm
 
 import toy
 from checkpoint import load_model, read_config, restore_state, rewind_log, save_adapter, save_model, save_state
-from corrupt import Corruption, Draft, M, Predict, chain_targets, draw_bundle, three_term_loss
+from corrupt import (
+    NONE,
+    Corruption,
+    Draft,
+    M,
+    Predict,
+    Rows,
+    chain_decode,
+    choose,
+    draw_bundle,
+    three_term_loss,
+    uniform,
+)
 from data import (
     Filter,
     bpe_tokenizer,
@@ -54,37 +66,45 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # the learning signal
 
 
-def split_forward(
-    model: Model, x: Tensor, target: Tensor, z: Tensor, kind: Tensor, bundle: Tensor, ctx: Context
-) -> tuple[Tensor, Tensor]:
-    """Both branches of the paper's Sec. 4.1. All (R, T); `target` is what branch 2 fills the bundle with (paper: x).
+@dataclass
+class Marked:
+    """What branch 2 is given beside branch 1's rows, all (R, T)."""
+
+    bundle: Tensor  # bool: D, the positions that carry the marker and the fill loss
+    target: Tensor  # int64: what the loss asks for (paper: the clean x)
+    kind: Tensor  # uint8: branch 1's kinds, with visible positions of D as masked ones
+    n_rounds: int  # K of this step
+    u: Tensor | None = None  # float32 in [0, 1): the numbers that the chain was drawn with, if it was
+
+
+def split_forward(model: Model, x: Tensor, z: Tensor, kind: Tensor, two: Marked, ctx: Context) -> tuple[Tensor, Tensor]:
+    """Both branches of the paper's Sec. 4.1. x, z, kind (R, T).
     ctx is the context of these rows, or of doubled rows [z ; x] of 2T. -> loss sum (nats), terms (2 branches, 3, 2)."""
     T = x.shape[1]
-    ids, marks = beside_clean_copy(x, z, bundle, ctx)
+    ids, marks, u = beside_clean_copy(x, z, ctx), no_marks_on_copy(two.bundle, ctx), no_marks_on_copy(two.u, ctx)
 
     h = model.prefix(ids, ctx)  # once
-    h = model.last_n(torch.cat([h, model.mark(h, marks, 0)]), ctx.doubled())  # branch 1 unmarked, branch 2 marked
+    h = model.last_n(torch.cat([h, model.mark(h, marks, 0, u)]), ctx.doubled())  # branch 1 unmarked, branch 2 marked
     h_1, h_2 = h.chunk(2)
-    for i in range(1, model.cfg.n_rounds):  # further rounds are branch 2's alone
-        h_2 = model.last_n(model.mark(h_2, marks, i), ctx)
+    for i in range(1, two.n_rounds):  # further rounds are branch 2's alone
+        h_2 = model.last_n(model.mark(h_2, marks, i, u), ctx)
     loss_1, terms_1 = three_term_loss(model, h_1[:, :T], x, kind, fill=kind == M)  # fill on all of M
-    loss_2, terms_2 = three_term_loss(model, h_2[:, :T], target, kind, fill=bundle)  # fill on D only
+    loss_2, terms_2 = three_term_loss(model, h_2[:, :T], two.target, two.kind, fill=two.bundle)  # fill on D only
     return loss_1 + loss_2, torch.stack([terms_1, terms_2])
 
 
 def marked_forward(
-    model: Model, x: Tensor, target: Tensor, z: Tensor, kind: Tensor, bundle: Tensor, ctx: Context
+    model: Model, x: Tensor, z: Tensor, kind: Tensor, two: Marked, ctx: Context
 ) -> tuple[Tensor, Tensor]:
     """split_forward for adapters that act in the marked pass alone: branch 1 is the frozen base and needs no gradient,
     nor does the prefix; forward and backward go through the last n layers of branch 2. Branch 1's terms: validation."""
     T = x.shape[1]
-    ids, marks = beside_clean_copy(x, z, bundle, ctx)
+    ids, marks, u = beside_clean_copy(x, z, ctx), no_marks_on_copy(two.bundle, ctx), no_marks_on_copy(two.u, ctx)
     ctx.current = torch.arange(ids.shape[1], device=ids.device)[:, None] < T
     with torch.no_grad():
         h = model.prefix(ids, ctx)
-    loss, terms = three_term_loss(
-        model, model.coordinate(h, marks, ctx, model.cfg.n_rounds)[:, :T], target, kind, bundle
-    )
+    h_2 = model.coordinate(h, marks, ctx, two.n_rounds, u)[:, :T]
+    loss, terms = three_term_loss(model, h_2, two.target, two.kind, fill=two.bundle)
     terms_1 = torch.zeros_like(terms)
     if not torch.is_grad_enabled():
         terms_1 = three_term_loss(model, model.last_n(h, ctx)[:, :T], x, kind, kind == M)[1]
@@ -93,18 +113,21 @@ def marked_forward(
 
 def factorised_forward(model: Model, x: Tensor, z: Tensor, kind: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
     """Branch 1 alone: what a base model is trained on. Returns what split_forward does."""
-    ids, _ = beside_clean_copy(x, z, None, ctx)
-    h = model.last_n(model.prefix(ids, ctx), ctx)[:, : x.shape[1]]
+    h = model.last_n(model.prefix(beside_clean_copy(x, z, ctx), ctx), ctx)[:, : x.shape[1]]
     loss, terms = three_term_loss(model, h, x, kind, fill=kind == M)
     return loss, torch.stack([terms, torch.zeros_like(terms)])
 
 
-def beside_clean_copy(x: Tensor, z: Tensor, bundle: Tensor | None, ctx: Context) -> tuple[Tensor, Tensor | None]:
-    """Input ids and marks: z and the bundle, or [z ; x] with no mark on the clean copy where ctx is of doubled rows."""
-    if len(ctx.cos) == x.shape[1]:
-        return z, bundle
-    marks = None if bundle is None else torch.cat([bundle, torch.zeros_like(bundle)], dim=1)
-    return torch.cat([z, x], dim=1), marks
+def beside_clean_copy(x: Tensor, z: Tensor, ctx: Context) -> Tensor:
+    """Input ids (R, T): z, or [z ; x] where ctx is of doubled rows."""
+    return z if len(ctx.cos) == x.shape[1] else torch.cat([z, x], dim=1)
+
+
+def no_marks_on_copy(marks: Tensor | None, ctx: Context) -> Tensor | None:
+    """The bundle or its u, with nothing on the clean copy where ctx is of doubled rows."""
+    if marks is None or len(ctx.cos) == marks.shape[1]:
+        return marks
+    return torch.cat([marks, torch.zeros_like(marks)], dim=1)
 
 
 class Objective:
@@ -125,44 +148,60 @@ class Objective:
         rows = [generator(args.seed, stream, i) for i in range(first, first + n)]
         x, real, prompt = (t.to(self.device) for t in self.data[stream].batch(first, n))
         z, kind = self.corruption(x, real & ~prompt, rows, self.draft(real))
-        group = cfg.block_length if args.bundle_scope == "block" else x.shape[1]
-        bundle = draw_bundle(kind == M, group, args.s_min, args.s_max, rows)
         ctx = sequence_context(cfg, real, self.model.compute_dtype, clean_copy=args.context == "clean")
         if args.factorised:
             return factorised_forward(self.model, x, z, kind, ctx)
-        target = x
+        two = self.marked(x, z, kind, ctx, rows, first, validation)
+        forward = split_forward if args.lora_scope == "all" else marked_forward
+        return forward(self.model, x, z, kind, two, ctx)
+
+    def marked(
+        self, x: Tensor, z: Tensor, kind: Tensor, ctx: Context, rows: Rows, first: int, validation: bool
+    ) -> Marked:
+        """Draw D, K and u, and find the target that D is to be filled with."""
+        args, cfg = self.args, self.model.cfg
+        group = cfg.block_length if args.bundle_scope == "block" else x.shape[1]
+        bundle = draw_bundle(kind != NONE if args.mark_visible else kind == M, group, args.s_min, args.s_max, rows)
+        two = Marked(bundle, x, kind.masked_fill(bundle, M), cfg.n_rounds)
+        if args.sample_rounds and not validation:  # one K a step, whatever the micro-batches
+            rng = generator(args.seed, "rounds", first // args.batch_size)
+            two.n_rounds = int(torch.randint(1, cfg.n_rounds + 1, (1,), generator=rng))
+        if cfg.noise:
+            two.u = uniform(rows, x.shape[1]).to(x.device)
         if args.target == "chain":
             start = time.perf_counter()
-            chain = chain_targets(z, bundle, cfg.block_length, args.chain_beam, self.predict(x, ctx))
-            target = torch.where(bundle, chain, x)
+            undecided = z.masked_fill(bundle, cfg.mask_id)  # visible positions of D are to be written anew
+            two.target = chain_decode(undecided, bundle, group, args.chain_beam, self.predict(x, ctx, two.u))[0]
+            two.target = torch.where(bundle, two.target, x)
             self.target_seconds += time.perf_counter() - start
-        forward = split_forward if args.lora_scope == "all" else marked_forward
-        return forward(self.model, x, target, z, kind, bundle, ctx)
+        return two
 
     def draft(self, real: Tensor) -> Draft:
         """The no-gradient pass that writes the model's own errors into z (unmarked: what Stage A would write)."""
         ctx = sequence_context(self.model.cfg, real, self.model.compute_dtype)
 
         def draft(z: Tensor, where: Tensor) -> Tensor:
-            return self.predict(z, ctx)(z, where, 1)[1][:, 0]
+            return self.predict(z, ctx, None)(z, where, 1)[1][:, 0]
 
         return draft
 
-    def predict(self, x: Tensor, ctx: Context) -> Predict:
-        """Stage A's best tokens at chosen positions, without gradient and without logits anywhere else."""
+    def predict(self, x: Tensor, ctx: Context, u: Tensor | None) -> Predict:
+        """Stage A's best tokens at chosen positions (or the ones that u (R, T) falls in), without gradient and without
+        logits anywhere else."""
 
         @torch.no_grad()
-        def best(z: Tensor, where: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        def best(z: Tensor, where: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
             T, mask_id, found = z.shape[1], self.model.cfg.mask_id, []
             for a in range(0, len(z), len(x)):  # hypotheses of a beam come as further rows of the same contexts
-                part = z[a : a + len(x)]
-                ids, _ = beside_clean_copy(x, part, None, ctx)
-                h = self.model.last_n(self.model.prefix(ids, ctx), ctx)[:, :T][where[a : a + len(x)]]  # (n, C)
-                for rows in h.split(1024):
-                    log_p = self.model.head(rows).log_softmax(-1)
+                part = slice(a, a + len(x))
+                h = self.model.last_n(self.model.prefix(beside_clean_copy(x, z[part], ctx), ctx), ctx)
+                h = h[:, :T][where[part]]  # (n, C)
+                numbers = h.new_zeros(len(h)) if u is None else u[where[part]]
+                for some, drawn in zip(h.split(1024), numbers.split(1024), strict=True):
+                    log_p = self.model.head(some)
                     log_p[:, mask_id] = float("-inf")  # a target that stays masked is none
-                    found.append(log_p.topk(k, dim=-1))
-            return torch.cat([f.values for f in found]), torch.cat([f.indices for f in found])
+                    found.append(choose(log_p.log_softmax(-1), k, None if u is None else drawn))
+            return tuple(torch.cat(f) for f in zip(*found, strict=True))
 
         return best
 
@@ -259,11 +298,14 @@ def build_model(args: Namespace, task: toy.Toy | None, device: torch.device) -> 
         if task is not None:
             ids = dict(eos_id=task.eos_id, mask_id=task.mask_id, vocab_size=task.vocab_size, tokenizer="toy")
         block_length = task.m if task else args.block_length or 8
-        cfg = replace(cfg, block_length=block_length, n_last=n_last, n_rounds=args.n_rounds, **ids)
+        cfg = replace(
+            cfg, block_length=block_length, n_last=n_last, n_rounds=args.n_rounds, noise=args.chain_noise, **ids
+        )
         model = new_model(cfg, generator(args.seed, "init"), device)
         model.compute_dtype = DTYPES[args.dtype]
     else:
         given = dict(n_last=args.n_last, n_rounds=args.n_rounds, block_length=args.block_length)
+        given["noise"] = args.chain_noise or None  # None: as the checkpoint
         model = load_model(args.init_from, device, DTYPES[args.dtype], **given)
         if task is not None and (model.cfg.vocab_size, model.cfg.block_length) != (task.vocab_size, task.m):
             fail(f"--init_from {args.init_from} was trained on a toy of another size: give the same --V, --m, --n_ctx")

@@ -46,6 +46,9 @@ TRAIN_MISTAKES = {
     "a toy's block": (["--data", "pairs", "--block_length", 5], ["--block_length", "--m"]),
     "no block": (["--block_length", 0], ["--block_length"]),
     "chain without branch 2": (["--data", "pairs", "--factorised", "--target", "chain"], ["--factorised"]),
+    "noise without a chain": (["--data", "pairs", "--chain_noise"], ["--chain_noise", "--target chain"]),
+    "one round to sample": (["--data", "pairs", "--sample_rounds"], ["--sample_rounds", "--n_rounds 2"]),
+    "no branch 2 to mark": (["--data", "pairs", "--factorised", "--mark_visible"], ["--mark_visible"]),
     "meta device": (["--data", "pairs", "--device", "meta"], ["--device"]),
 }
 

@@ -428,10 +428,10 @@ def test_refused_adapters(run, ours, adapter, tmp_path):
     (folder / "adapter.json").write_text(json.dumps(settings | {"model": settings["model"] | {"n_layer": 5}}))
     assert "layers.4.attn.proj.lora_A is missing" in run.fails(*out, folder)
     (folder / "adapter.json").write_text(json.dumps(settings))
-    state = {
-        k: torch.zeros(4, 5) if k.endswith("lora_A") else v
-        for k, v in load_file(folder / "adapter.safetensors").items()
-    }
+    whole = load_file(folder / "adapter.safetensors")
+    save_file(whole | {"noise": torch.zeros(16, 64)}, folder / "adapter.safetensors")
+    assert "--chain_noise" in run.fails(*out, folder)
+    state = {k: torch.zeros(4, 5) if k.endswith("lora_A") else v for k, v in whole.items()}
     save_file(state, folder / "adapter.safetensors")
     assert "[128, 5], " in run.fails(*out, folder)
     assert not (tmp_path / "merged").exists()

@@ -21,7 +21,7 @@ import train
 from evaluate import ONE_STEP, answer_log_probs, chain_table, distances, one_step_table, quality
 
 SIZES = {
-    "modes": ["--V", 6, "--n_ctx", 4, "--max_iters", 900],
+    "modes": ["--V", 6, "--n_ctx", 4, "--max_iters", 1200],
     "pairs": ["--V", 4, "--m", 2],
     "mixed": ["--V", 4],
     "copy": ["--V", 4, "--m", 3, "--n_ctx", 4],

@@ -34,6 +34,44 @@ def test_cached_equals_naive(n_rounds, gates):
             assert a["conf"] == approx(b["conf"], abs=2e-4)
 
 
+@pytest.mark.parametrize("n_rounds", [1, 2])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_cached_equals_naive_with_noise_and_marks_on_visible_tokens(n_rounds, temperature):
+    model = tiny_model(noise=True)
+    d = Decoding(gen_length=29, tau_m2t=0.4, tau_t2t=0.2, max_post_steps=3, n_rounds=n_rounds, temperature=temperature)
+    for e in (d, replace(d, mark_visible=True)):
+        for n in PROMPTS.values():
+            cached, naive = (generate(model, [prompt(n)], e, use_cache=c, trace=True)[0] for c in (True, False))
+            assert (cached.tokens, cached.nfe) == (naive.tokens, naive.nfe)
+        edits = [edit for s in cached.steps for edit in s["edit"]]
+        assert edits and all(edit["at"] >= n for edit in edits)  # never the prompt
+
+
+def test_joint_revision_marks_what_stage_a_would_edit_and_nothing_else():
+    """Block of 4: position 0 is prompt, 1 a mask, 2 and 3 visible; Stage A disagrees with all of the last three."""
+    marked = []
+
+    class Engine:
+        cfg = SimpleNamespace(mask_id=9)
+
+        def stage_a(self, z):
+            return z, 5 * torch.nn.functional.one_hot(torch.tensor([[7, 7, 7, 3]]), 10).float()
+
+        def stage_b(self, h, marks, u):
+            marked.append(marks.tolist())
+            return 5 * torch.nn.functional.one_hot(torch.tensor([[5, 5, 5, 5]]), 10).float()
+
+    z, is_prompt = torch.tensor([[1, 9, 2, 3]]), torch.tensor([[True, False, False, False]])
+    d = Decoding(mark_visible=True, tau_t2t=0.5)
+    s = sample.step(Engine(), z, is_prompt, True, torch.zeros(1, 3, 4), d)
+    assert marked == [[[False, True, True, False]]]  # the mask, and the one visible token that Stage A would edit
+    assert s["after"].tolist() == [[1, 5, 5, 3]] and s["edited"].tolist() == [[False, False, True, False]]
+    plain = sample.step(Engine(), z, is_prompt, True, torch.zeros(1, 3, 4), replace(d, mark_visible=False))
+    assert marked[1] == [[False, True, False, False]] and plain["after"].tolist() == [[1, 5, 5, 5]]
+    off = sample.step(Engine(), z, is_prompt, True, torch.zeros(1, 3, 4), replace(d, tau_t2t=None))
+    assert marked[2] == [[False, True, False, False]] and off["after"].tolist() == [[1, 5, 2, 3]]
+
+
 def test_a_prompt_of_many_blocks_is_read_whole():
     """Longer than twice the room that a cache starts with."""
     for n in (8 * 17, 8 * 40 + 3):

@@ -5,7 +5,9 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,11 +21,11 @@ import sample
 import toy
 import train
 from checkpoint import save_model
-from corrupt import M, chain_targets, three_term_loss
+from corrupt import M, chain_decode, choose, three_term_loss
 from data import generator
 from model import sequence_context
 from sample import Decoding, generate
-from train import Objective, split_forward
+from train import Marked, Objective, split_forward
 
 TOY = ["--data", "pairs", "--V", 3, "--m", 2, "--batch_size", 4, "--eval_rows", 4, "--device", "cpu"]
 
@@ -45,19 +47,20 @@ def gradients(model):
 @pytest.mark.parametrize("clean_copy", [False, True])
 @pytest.mark.parametrize("n_rounds", [1, 2])
 def test_doubled_batch_equals_two_separate_passes(n_rounds, clean_copy):
-    model = tiny_model(n_rounds=n_rounds)
+    model = tiny_model(n_rounds=n_rounds, noise=n_rounds == 2)
     x, z, kind, bundle, real = a_batch()
-    T = x.shape[1]
+    T, u = x.shape[1], torch.rand(x.shape, generator=generator("u"))
     ctx = sequence_context(model.cfg, real, torch.float32, clean_copy)
-    together, terms = split_forward(model, x, x, z, kind, bundle, ctx)
+    together, terms = split_forward(model, x, z, kind, Marked(bundle, x, kind, n_rounds, u), ctx)
     together.backward()
     doubled = gradients(model)
 
     model.zero_grad()
     ids = torch.cat([z, x], 1) if clean_copy else z
     marks = torch.cat([bundle, torch.zeros_like(bundle)], 1) if clean_copy else bundle
+    u = torch.cat([u, torch.zeros_like(u)], 1) if clean_copy else u
     one, terms_1 = three_term_loss(model, model.last_n(model.prefix(ids, ctx), ctx)[:, :T], x, kind, kind == M)
-    h = model.coordinate(model.prefix(ids, ctx), marks, ctx, n_rounds)
+    h = model.coordinate(model.prefix(ids, ctx), marks, ctx, n_rounds, u)
     two, terms_2 = three_term_loss(model, h[:, :T], x, kind, bundle)
     (one + two).backward()
     torch.testing.assert_close(together, one + two, rtol=1e-5, atol=1e-4)
@@ -70,12 +73,12 @@ def test_marks_reach_the_loss_of_branch_2_only():
     model = tiny_model(n_rounds=1)
     x, z, kind, bundle, real = a_batch()
     ctx = sequence_context(model.cfg, real, torch.float32)
-    _, before = split_forward(model, x, x, z, kind, bundle, ctx)
+    _, before = split_forward(model, x, z, kind, Marked(bundle, x, kind, 1), ctx)
     model.markers.data += 1.0
-    _, after = split_forward(model, x, x, z, kind, bundle, ctx)
+    _, after = split_forward(model, x, z, kind, Marked(bundle, x, kind, 1), ctx)
     torch.testing.assert_close(after[0], before[0])
     assert (after[1] - before[1]).abs()[:, 0].max() > 0.1
-    _, unmarked = split_forward(model, x, x, z, kind, torch.zeros_like(bundle), ctx)
+    _, unmarked = split_forward(model, x, z, kind, Marked(torch.zeros_like(bundle), x, kind, 1), ctx)
     torch.testing.assert_close(unmarked[1, 1:], before[0, 1:])  # nothing marked: branch 2 reads as branch 1 does
     assert unmarked[1, 0].tolist() == [0.0, 0.0]  # and fills nothing
 
@@ -239,18 +242,20 @@ def other_base(tmp_path):
     return tmp_path / "other"
 
 
-def test_greedy_chain_targets_are_the_one_at_a_time_decode():
+def test_the_greedy_chain_is_the_one_at_a_time_decode():
     """What the released loop writes when it may fill one token a step."""
     model = tiny_model(n_rounds=1, eos_id=-1)
     prompt = random_ids(3, 8, 7)
     z = torch.cat([prompt, torch.full((3, 8), 38)], dim=1)
     bundle = z == 38
     ctx = sequence_context(model.cfg, torch.ones_like(bundle), torch.float32)
-    predict = Objective.predict(SimpleNamespace(model=model), z, ctx)
-    chain = chain_targets(z, bundle, 8, 1, predict)
+    chain, score = chain_decode(z, bundle, 8, 1, Objective.predict(SimpleNamespace(model=model), z, ctx, None))
     d = Decoding(gen_length=8, tau_m2t=1.0, tau_t2t=None, n_rounds=0, max_post_steps=0)
     greedy = torch.tensor([o.tokens for o in generate(model, prompt.tolist(), d)])
     assert torch.equal(chain, torch.cat([prompt, greedy], dim=1))
+    zeros = Objective.predict(SimpleNamespace(model=model), z, ctx, torch.zeros(3, 16))
+    drawn, drawn_score = chain_decode(z, bundle, 8, 1, zeros)  # u = 0 is the greedy chain
+    assert torch.equal(drawn, chain) and torch.equal(drawn_score, score)
 
 
 @pytest.mark.parametrize("task", ["modes", "pairs", "permutation", "sum"])
@@ -260,27 +265,52 @@ def test_with_exact_conditionals_a_chain_is_coherent_and_a_beam_finds_the_joint_
 
     def exact(z, where, k):
         log_p = t.conditional(c.repeat(len(z) // len(c)), z.masked_fill(z == t.mask_id, -1)).log()
-        return log_p[where].topk(k, dim=-1)
+        return choose(log_p[where], k)
 
     everything = torch.ones_like(z, dtype=torch.bool)
-    greedy, beam = (chain_targets(z, everything, t.m, w, exact) for w in (1, 5))
+    greedy, beam = (chain_decode(z, everything, t.m, w, exact)[0] for w in (1, 5))
     assert t.coherent(c, greedy).all() and t.coherent(c, beam).all()
     best = t.log_prob(c, t.mode())
     torch.testing.assert_close(t.log_prob(c, beam), best)
+    score = chain_decode(z, everything, t.m, 5, exact)[1][:, 0]
+    torch.testing.assert_close(score.double(), best, rtol=0, atol=1e-6)
     if task == "modes":  # the shared token is the most probable one, and belongs to the lesser phrases
         assert (t.log_prob(c, greedy) < best - 0.1).all()
 
 
-def test_chain_targets_leave_the_rest_and_write_each_block():
+CDF_STEPS = {"modes": (dict(V=6, n_ctx=2), 10), "pairs": (dict(V=4, m=2), 4), "sum": (dict(V=3, m=2), 3)}
+
+
+@pytest.mark.parametrize("task", CDF_STEPS)
+def test_a_grid_of_u_through_the_exact_chain_is_the_joint_distribution(task):
+    """Rosenblatt: uniform u give the tuple with its own probability. The conditional CDFs of these tables step at
+    multiples of 1/n only (modes: 0.6 for the shared token, then 1/2): a grid of n midpoints an axis counts exactly."""
+    size, n = CDF_STEPS[task]
+    t = toy.make(task, **size)
+    u = torch.cartesian_prod(*[(torch.arange(n, dtype=torch.float64) + 0.5) / n] * t.m)
+    z = torch.full((len(u), t.m), t.mask_id)
+    for context in range(t.n_ctx):
+        c = torch.full((len(u),), context)
+
+        def exact(z, where, k, c=c):
+            return choose(t.conditional(c, z.masked_fill(z == t.mask_id, -1)).log()[where], k, u[where])
+
+        drawn, score = chain_decode(z, torch.ones_like(z, dtype=torch.bool), t.m, 1, exact)
+        tuples, counts = torch.unique(drawn, dim=0, return_counts=True)
+        torch.testing.assert_close(counts / len(u), t.log_prob(c[: len(tuples)], tuples).exp().float())
+        torch.testing.assert_close(score[:, 0].double(), t.log_prob(c, drawn), rtol=0, atol=1e-6)
+
+
+def test_a_chain_leaves_the_rest_and_writes_each_block():
     z = torch.full((2, 12), 9)
     bundle = torch.tensor([[1, 0, 0, 1] * 3, [0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 1]]).bool()
     steps = []
 
     def predict(z, where, k):
         steps.append(int(where.sum()))
-        return torch.zeros(steps[-1], k), torch.full((steps[-1], k), 3)
+        return torch.zeros(steps[-1], k), torch.full((steps[-1], k), 3), torch.zeros(steps[-1])
 
-    assert torch.equal(chain_targets(z, bundle, 4, 1, predict), torch.where(bundle, 3, 9))
+    assert torch.equal(chain_decode(z, bundle, 4, 1, predict)[0], torch.where(bundle, 3, 9))
     assert steps == [
         11,
         6,
@@ -319,6 +349,35 @@ def test_cached_equals_naive_with_adapters_of_the_marked_pass(n_rounds):
     factorised = generate(model, [prompt], replace(d, n_rounds=0))[0]
     assert factorised.tokens == generate(tiny_model(), [prompt], replace(d, n_rounds=0))[0].tokens
     assert cached.tokens != factorised.tokens
+
+
+def test_noise_rounds_and_marks_on_visible_positions_train_and_come_back(tmp_path, monkeypatch, capsys):
+    base = [*TOY, "--max_iters", 1, "--factorised", "--out_dir", tmp_path / "base"]
+    assert command_line(train, monkeypatch, capsys, *base)[0] == 0
+    run = [*TOY, "--init_from", tmp_path / "base", "--max_iters", 4, "--n_rounds", 3, "--sample_rounds"]
+    run += ["--target", "chain", "--chain_noise", "--mark_visible", "--learning_rate", 1e-2]
+    assert command_line(train, monkeypatch, capsys, *run, "--out_dir", tmp_path / "run")[0] == 0
+    adapter = load_file(tmp_path / "run" / "adapter.safetensors")
+    assert (adapter["noise"].abs().sum(-1) > 0).all() and (adapter["markers"].abs().sum(-1) > 0).all()
+    given = ["--ckpt", tmp_path / "base", "--adapter", tmp_path / "run", "--prompt_ids", "4,4", "--gen_length", 2]
+    assert command_line(sample, monkeypatch, capsys, *given, "--temperature", 1, "--mark_visible")[0] == 0
+    assert "--temperature 0.5" in refused(sample, monkeypatch, capsys, *given, "--temperature", 0.5)
+
+
+def test_what_a_marked_visible_position_is_asked_for():
+    """The chain target of a marked position does not depend on what stands there, and its loss is that of a mask."""
+    args = Namespace(seed=0, bundle_scope="block", s_min=8, s_max=8, mark_visible=True, sample_rounds=False,
+                     target="chain", chain_beam=1)  # fmt: skip
+    model, x, asked = tiny_model(), random_ids(1, 16), []
+    ctx = sequence_context(model.cfg, torch.ones_like(x, dtype=torch.bool), torch.float32)
+    objective = SimpleNamespace(model=model, args=args, target_seconds=0.0)
+    objective.predict = partial(Objective.predict, objective)
+    for z in (x, random_ids(1, 16, seed=5)):  # all visible; all marked, since D takes 8 of each block of 8
+        kind = torch.where(z == x, 3, 2).to(torch.uint8)
+        two = Objective.marked(objective, x, z, kind, ctx, [generator("draw")], 0, False)
+        assert two.bundle.all() and (two.kind == M).all()
+        asked.append(two.target)
+    assert torch.equal(*asked) and not torch.equal(asked[0], x)
 
 
 @pytest.mark.parametrize("context", ["corrupted", "clean"])
