@@ -85,12 +85,22 @@ class Corruption:
         return z, torch.where(free, kind, NONE).to(torch.uint8)
 
 
-def draw_bundle(masked: Tensor, group: int, s_min: int, s_max: int, rows: Rows) -> Tensor:
+def draw_bundle(
+    masked: Tensor, group: int, s_min: int, s_max: int, rows: Rows, sure: Tensor | None = None, share: float = 0.0
+) -> Tensor:
     """D of branch 2: in each run of `group` positions (a block, or the whole row), s ~ Uniform{s_min..s_max} of the
-    masked positions, uniformly; all of them where fewer than s are masked. masked (R, T) bool -> (R, T) bool."""
+    masked positions, uniformly; all of them where fewer than s are masked. masked (R, T) bool -> (R, T) bool.
+
+    In a `share` of the groups the s with the largest `sure` (R, T) float instead: what decoding would take. Both are
+    functions of z and of chance alone, never of x.
+    """
     R, T = masked.shape
     size = s_min + (uniform(rows, T // group) * (s_max - s_min + 1)).long()  # (R, T / group)
-    key = uniform(rows, T).masked_fill(~masked.cpu(), 2.0).view(R, -1, group)  # unmasked positions sort last
+    key = uniform(rows, T)
+    if share:
+        confident = (uniform(rows, T // group) < share).repeat_interleave(group, dim=1)
+        key = torch.where(confident, -sure.cpu(), key)
+    key = key.masked_fill(~masked.cpu(), 2.0).view(R, -1, group)  # unmasked positions sort last
     rank = key.argsort(dim=-1).argsort(dim=-1)
     return masked & (rank < size[..., None]).view(R, T).to(masked.device)
 

@@ -12,7 +12,8 @@ It refuses a checkpoint that was trained on another toy, or with other parameter
     python evaluate.py --table mechanism --data modes     # paper, Table 2, of out/base and out/n2 (or --ckpt ...)
     python evaluate.py --table lastn --data modes         # paper, Table 3, of out/base and out/n1, out/n2, out/n3
 
-The seven benchmarks: --task makes run files (runs.py), --table with --runs makes the paper's tables (tables.py).
+The seven benchmarks: --task makes run files (runs.py), --table with --runs makes the paper's tables (tables.py). Text:
+--curve and --tc (curves.py).
 """
 
 import json
@@ -24,6 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import curves
 import runs
 import tables
 import toy
@@ -284,7 +286,7 @@ def load_task(name: str, ckpt: str) -> Toy:
 def main() -> None:
     parser = Parser(__doc__)
     group = parser.add_argument_group("what")
-    group.add_argument("--data", help=f"a toy: {', '.join(toy.TASKS)}")
+    group.add_argument("--data", help=f"a toy: {', '.join(toy.TASKS)}; or text, with --curve or --tc")
     group.add_argument("--ckpt", nargs="+", default=[], help="checkpoint folder; several for the dial")
     group.add_argument("--adapter", nargs="+", default=[], help="LoRA and markers of train.py --init_from CKPT")
     group.add_argument(
@@ -295,8 +297,16 @@ def main() -> None:
     group.add_argument("--json", action="store_true", help="{task, tc, h_joint, decoders} a line for each checkpoint")
     group.add_argument("--plot", type=Path, help="draw the dial and the first checkpoint's training curve to this file")
     group.add_argument("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
+    only_text = curves.add_arguments(parser)
     only_task = runs.add_arguments(parser)
     args = parser.parse_args()
+    if args.curve or args.tc:
+        if not args.data or not args.ckpt or args.task or args.table:
+            fail("--curve and --tc measure text: give --data (stdlib, a file or a folder) and --ckpt, and no --task")
+        (curves.curve if args.curve else curves.bundle_tc)(args, pick_device(args.device))
+        return
+    if stray := [f for f in only_text if getattr(args, f) != parser.get_default(f)]:
+        fail(f"--{stray[0]} means nothing without --curve or --tc")
     if not args.task and (stray := [f for f in only_task if f in args and getattr(args, f) != parser.get_default(f)]):
         fail(f"--{stray[0]} means nothing without --task")
     what = [flag for flag in ("data", "task", "runs") if getattr(args, flag)]

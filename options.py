@@ -84,6 +84,9 @@ def build_parser(doc: str) -> Parser:
                         "open)")
     g.add_argument("--s_min", type=int, default=1, help="smallest bundle (paper: 1)")
     g.add_argument("--s_max", type=int, default=16, help="largest bundle (paper: 16)")
+    g.add_argument("--confident_share", type=float, default=0.0,
+                   help="share of the blocks whose D is their most confident positions, as in decoding, and not random "
+                        "ones (paper: 0)")
     g = p.add_argument_group("optimisation")
     g.add_argument("--max_iters", type=int, help="optimizer steps; the cosine ends here (paper: 12500)")
     g.add_argument("--batch_size", type=int, help="rows in one optimizer step (paper: 8)")
@@ -165,7 +168,7 @@ def check(args: Namespace) -> None:
     for name in ("micro_batch", "stop_at", "grad_clip", "weight_decay", "max_docs"):
         if not 0 <= getattr(args, name) < math.inf:
             fail(f"--{name} must be 0 or more, and finite, not {getattr(args, name)}")
-    for name in ("random_rate", "draft_rate", "warmup"):
+    for name in ("random_rate", "draft_rate", "confident_share", "warmup"):
         if not 0 <= getattr(args, name) <= 1:
             fail(f"--{name} is a share: between 0 and 1, not {getattr(args, name)}")
     if args.lora_scope == "marked" and args.init_from == "scratch":

@@ -161,7 +161,11 @@ class Objective:
         """Draw D, K and u, and find the target that D is to be filled with."""
         args, cfg = self.args, self.model.cfg
         group = cfg.block_length if args.bundle_scope == "block" else x.shape[1]
-        bundle = draw_bundle(kind != NONE if args.mark_visible else kind == M, group, args.s_min, args.s_max, rows)
+        may_join, sure = kind != NONE if args.mark_visible else kind == M, None
+        if args.confident_share:
+            sure = torch.zeros(z.shape, device=z.device)
+            sure = sure.masked_scatter(may_join, self.predict(x, ctx, None)(z, may_join, 1)[2])
+        bundle = draw_bundle(may_join, group, args.s_min, args.s_max, rows, sure, args.confident_share)
         two = Marked(bundle, x, kind.masked_fill(bundle, M), cfg.n_rounds)
         if args.sample_rounds and not validation:  # one K a step, whatever the micro-batches
             rng = generator(args.seed, "rounds", first // args.batch_size)

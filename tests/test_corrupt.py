@@ -140,3 +140,13 @@ def test_gallery_shows_each_corruption_with_its_weights(monkeypatch, capsys):
     assert code == 0
     for word in ("mask:", "random:", "draft:", "weight 1", "bundle", "▒"):
         assert word in out
+
+
+def test_confident_bundles_are_the_surest_masks_of_their_block():
+    masked = torch.tensor([[1, 1, 1, 0, 1, 1, 0, 1]]).bool()
+    sure = torch.tensor([[-3.0, -1.0, -2.0, 0.0, -5.0, -0.1, 0.0, -0.2]])  # log-probabilities, 0 where not masked
+    bundle = draw_bundle(masked, 4, 2, 2, [generator("b")], sure, 1.0)
+    assert bundle.tolist() == [[False, True, True, False, False, True, False, True]]
+    half = [draw_bundle(masked, 4, 1, 1, [generator("b", i)], sure, 0.5)[0, :3].tolist() for i in range(600)]
+    shares = torch.tensor(half).float().mean(0)  # the surest: 1/2 + 1/2 * 1/3; each other 1/6
+    assert (shares - torch.tensor([1, 4, 1]) / 6).abs().max() < 4 * math.sqrt(2 / 9 / 600)

@@ -367,7 +367,7 @@ def test_noise_rounds_and_marks_on_visible_positions_train_and_come_back(tmp_pat
 def test_what_a_marked_visible_position_is_asked_for():
     """The chain target of a marked position does not depend on what stands there, and its loss is that of a mask."""
     args = Namespace(seed=0, bundle_scope="block", s_min=8, s_max=8, mark_visible=True, sample_rounds=False,
-                     target="chain", chain_beam=1)  # fmt: skip
+                     target="chain", chain_beam=1, confident_share=0.0)  # fmt: skip
     model, x, asked = tiny_model(), random_ids(1, 16), []
     ctx = sequence_context(model.cfg, torch.ones_like(x, dtype=torch.bool), torch.float32)
     objective = SimpleNamespace(model=model, args=args, target_seconds=0.0)
