@@ -9,6 +9,7 @@ It refuses an empty prompt and one that does not fit the model's positions.
 
     python sample.py --ckpt out/stdlib --prompt "def "                              # streams text, then counts forwards
     python sample.py --ckpt out/stdlib --prompt "def " --prompt "class " --trace    # every step of every block
+    python sample.py --ckpt out/stdlib --prompt "def " --trace_html trace.html      # the same as a page to step through
     python sample.py --ckpt weights/llada2.1-mini --adapter out/cocommit --chat --prompt "Write a quicksort." --mode q
     python sample.py --ckpt DIR --prompt_ids 5,9,12 --n_rounds 0 --json             # tokens, counts, steps
 """
@@ -30,6 +31,7 @@ from checkpoint import adapter_geometry, load_adapter, load_model
 from corrupt import uniform
 from data import Parser, Tokenizer, bpe_tokenizer, byte_tokenizer, fail, generator, peak_memory, pick_device
 from model import Model
+from trace import pieces, show_trace, write_page
 
 # R rows in flight, B block_length, V vocabulary, C channels, P prompt tokens, K = n_rounds
 
@@ -313,8 +315,9 @@ def build_parser() -> Parser:
                    help="bundle: above the gate; as many, but least entropic; every mask")
     g = p.add_argument_group("output")
     g.add_argument("--trace", action="store_true", help="show every step: filled, edited, left, with confidences")
+    g.add_argument("--trace_html", metavar="FILE", help="write one page that shows every step of the one prompt")
     g.add_argument("--json", action="store_true",
-                   help="one JSON object a prompt: text, tokens, nfe, nfe_per_token, steps")
+                   help="one JSON object a prompt: text, tokens, nfe, nfe_per_token, steps; trace.py reads it")
     g.add_argument("--no_cache", action="store_true", help="the naive twin: recompute everything at every step")
     return p
 # fmt: on
@@ -411,23 +414,6 @@ def counts_line(output: Output, model: Model, seconds: float | None = None) -> s
             f"{nfe['commit']} commit; {nfe['full'] / n:.3f} full a token, {total / n:.3f} in all{speed}")  # fmt: skip
 
 
-def show_trace(output: Output, tokenizer: Tokenizer | None, mask_id: int) -> None:
-    """One line a step for the block, and one for each token written: Stage A's choice where Stage B's differs."""
-
-    def name(token: int) -> str:
-        text = str(token) if tokenizer is None else tokenizer.decode([token])
-        return "▒" if token == mask_id else text.replace("\n", "↵") or f"<{token}>"
-
-    for n, s in enumerate(output.steps, 1):
-        print(f"step {n:3} block {s['start']}: {''.join(map(name, s['before']))}")
-        for f in s["fill"]:
-            other = f"   (A: {name(f['token_a'])} {f['conf_a']:.2f})" if f["token_a"] != f["token"] else ""
-            print(f"    fill {f['at']:5} {name(f['token'])!r} {f['conf']:.2f}{other}")
-        for e in s["edit"]:
-            print(f"    edit {e['at']:5} {name(e['old'])!r} -> {name(e['token'])!r} {e['conf']:.2f}")
-        print(f"    left {s['after'].count(mask_id)} masked")
-
-
 class Stream:
     """Prints one row's text as its blocks finish, never half a character."""
 
@@ -450,28 +436,34 @@ def main() -> None:
     tokenizer = load_tokenizer(Path(args.ckpt), model.cfg.tokenizer)
     d = settle_args(args, model)
     prompts = read_prompts(args, tokenizer, model)
+    if args.trace_html and len(prompts) > 1:
+        fail(f"--trace_html shows one prompt a page, not {len(prompts)}: run once for each")
     stream = None
     if len(prompts) == 1 and tokenizer is not None and not args.json:
         print(tokenizer.decode(prompts[0]), end="", flush=True)
         stream = Stream(tokenizer)
     start = time.perf_counter()
     outputs = generate(model, prompts, d, seed=args.seed, use_cache=not args.no_cache,
-                       trace=args.trace or args.json, on_block=stream)  # fmt: skip
+                       trace=bool(args.trace or args.trace_html or args.json), on_block=stream)  # fmt: skip
     seconds = time.perf_counter() - start
     for prompt, output in zip(prompts, outputs, strict=True):
         text = None if tokenizer is None else tokenizer.decode(output.tokens)
         if output.warning:
             print(f"warning: {output.warning}", file=sys.stderr)
+        per_token = output.nfe["full"] / max(1, len(output.tokens))
+        record = dict(text=text, tokens=output.tokens, nfe=output.nfe, nfe_per_token=per_token, steps=output.steps,
+                      prompt=prompt, mask_id=model.cfg.mask_id, n_rounds=d.n_rounds,
+                      pieces=pieces(prompt, output.steps, tokenizer, model.cfg.mask_id))  # fmt: skip
+        if args.trace_html:
+            write_page(Path(args.trace_html), [(Path(args.adapter or args.ckpt).name, record)])
         if args.json:
-            per_token = output.nfe["full"] / max(1, len(output.tokens))
-            print(json.dumps(dict(text=text, tokens=output.tokens, nfe=output.nfe, nfe_per_token=per_token,
-                                  steps=output.steps)))  # fmt: skip
+            print(json.dumps(record))
             continue
         if stream is None:
             print(tokenizer.decode(prompt) + text if tokenizer else output.tokens)
         print()
         if args.trace:
-            show_trace(output, tokenizer, model.cfg.mask_id)
+            show_trace(record)
         print(f"[{counts_line(output, model, seconds if len(outputs) == 1 else None)}]")
 
 

@@ -119,6 +119,7 @@ SAMPLE_MISTAKES = {
     "chat without template": (["--prompt", "a", "--chat"], ["--chat", "<role>"]),
     "no adapter": (["--prompt", "a", "--adapter", "nowhere"], ["nowhere"]),
     "block_length": (["--prompt", "a", "--block_length", 0], ["block_length"]),
+    "page of two": (["--prompt", "a", "--prompt", "b", "--trace_html", "t.html"], ["--trace_html", "one prompt", "2"]),
 }
 
 
@@ -161,7 +162,8 @@ def test_json_and_text_and_ids_agree(ckpt, monkeypatch, capsys):
     by_text = json.loads(out)
     _, out, _ = command_line(sample, monkeypatch, capsys, *common, "--prompt_ids", "97,98", "--json", "--no_cache")
     assert json.loads(out)["tokens"] == by_text["tokens"]
-    assert set(by_text) == {"text", "tokens", "nfe", "nfe_per_token", "steps"}
+    of_trace = {"prompt", "mask_id", "n_rounds", "pieces"}
+    assert set(by_text) == {"text", "tokens", "nfe", "nfe_per_token", "steps"} | of_trace
     assert set(by_text["nfe"]) == {"full", "partial", "commit"}
     assert by_text["nfe_per_token"] == by_text["nfe"]["full"] / len(by_text["tokens"])
     code, out, _ = command_line(sample, monkeypatch, capsys, *common, "--prompt", "ab", "--trace", "--tau_t2t", "none")

@@ -1,0 +1,211 @@
+"""The trace as text and as a page, and the page in a browser where there is one. `pytest tests/test_trace.py`"""
+
+import json
+import re
+from html.parser import HTMLParser
+from types import SimpleNamespace
+
+import pytest
+from common import MASK, command_line, random_ids, refused, tiny_model
+
+import sample
+import trace
+from checkpoint import save_model
+from data import byte_tokenizer
+from sample import Decoding, generate
+from trace import booked, divergence, page, pieces, show_trace, states
+
+HOSTILE = '</script><!--<b>&"'
+WORDS = {0: "In", 1: "·the", 2: "·city", 3: "·of", 4: "·San", 5: "·York", 6: "·New", 7: HOSTILE, MASK: "▒"}
+M = MASK
+
+
+def planted(joint: bool) -> dict:
+    """A run by hand: three prompt tokens, blocks of four. At step 2 the bundle {4, 5} is written, where Stage A says
+    "San", "York": Stage B writes "New", "York", the base writes Stage A's words and edits the first one at step 4."""
+    first = (6, 4) if joint else (4, 4)  # (written, Stage A's)
+    steps = [
+        one_step(0, [0, 1, 2, M], {3: (3, 3)}),
+        one_step(4, [M, M, M, M], {4: first, 5: (5, 5)}),
+        one_step(4, [first[0], 5, M, M], {6: (7, 7)}),
+        one_step(4, [first[0], 5, 7, M], {7: (M, M)}, {} if joint else {4: 6}),
+    ]
+    nfe = {"full": 4, "partial": 4 if joint else 0, "commit": 1}
+    return dict(text=None, tokens=[3, 6, 5, 7, M], nfe=nfe, nfe_per_token=0.8, steps=steps, prompt=[0, 1, 2],
+                mask_id=M, n_rounds=int(joint), pieces={str(i): w for i, w in WORDS.items()})  # fmt: skip
+
+
+def one_step(
+    start: int, before: list[int], fill: dict[int, tuple[int, int]], edit: dict[int, int] | None = None
+) -> dict:
+    """What sample.py records of a step: fill {position: (token, Stage A's)}, edit {position: token}."""
+    new = {at: token for at, (token, _) in fill.items()} | (edit or {})
+    return dict(
+        start=start, before=before, after=[new.get(start + i, t) for i, t in enumerate(before)], bundle=list(fill),
+        fill=[dict(at=at, token=b, conf=0.75, token_a=a, conf_a=0.5) for at, (b, a) in fill.items()],
+        edit=[dict(at=at, old=before[at - start], token=t, conf=0.75) for at, t in (edit or {}).items()],
+        conf=[0.75] * len(before),
+    )  # fmt: skip
+
+
+RUNS = [("ours", planted(True)), ("base", planted(False))]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# tokens, counts, divergence
+
+
+def test_every_character_of_a_token_can_be_seen():
+    tok = byte_tokenizer()
+    ids = [*b" \n\t\r\0A<", *"é".encode(), tok.eos_id, 260]
+    shown = pieces(ids, [], tok, tok.mask_id)
+    assert [shown[str(i)] for i in ids] == [*"·↵⇥␍", "<U+0000>", "A", "<", "<C3>", "<A9>", "<|endoftext|>", "<260>"]
+    assert shown[str(tok.mask_id)] == "▒"
+    words = SimpleNamespace(
+        token_bytes={0: " e\u0301".encode(), 1: b"a\xe2\x82", 2: "\u0301\u202e".encode()}, special={}
+    )
+    assert pieces([0, 1, 2], [], words, 9) == {"0": "·e\u0301", "1": "a<E2><82>", "2": "◌\u0301<U+202E>", "9": "▒"}
+    assert pieces([5], [one_step(0, [5, 9], {1: (6, 7)})], None, 9) == {"5": "5", "6": "6", "7": "7", "9": "▒"}
+
+
+@pytest.mark.parametrize("n_rounds", [0, 1, 2])
+def test_running_counts_end_in_the_decoders_and_states_in_its_text(n_rounds):
+    d = Decoding(gen_length=29, tau_m2t=0.3, tau_t2t=0.0, max_post_steps=3, n_rounds=n_rounds)
+    prompts = [random_ids(1, n, 100)[0].tolist() for n in (3, 13, 16)]
+    commits = 0
+    for prompt, out in zip(prompts, generate(tiny_model(), prompts, d, trace=True), strict=True):
+        record = dict(steps=out.steps, n_rounds=n_rounds, prompt=prompt, mask_id=MASK)
+        assert booked(record)[-1] == [out.nfe["full"], out.nfe["partial"], out.nfe["commit"]]
+        assert states(record, 48)[-1][: len(prompt) + len(out.tokens)] == prompt + out.tokens
+        commits += out.nfe["commit"]
+    assert commits > 0
+
+
+def test_counts_and_states_by_hand():
+    ours = planted(True)
+    assert booked(ours) == [[0, 0, 0], [1, 1, 1], [2, 2, 1], [3, 3, 1], [4, 4, 1]]
+    assert booked(dict(ours, n_rounds=2))[1:3] == [[1, 3, 1], [2, 5, 1]]  # the first block's second round, read again
+    assert states(ours, 9)[2] == [0, 1, 2, 3, 6, 5, M, M, M]
+
+
+def test_first_difference_by_hand():
+    ours, base = planted(True), planted(False)
+    assert divergence(ours, base) == (2, "")  # the base's edit brings it back
+    assert divergence(ours, ours) == (None, "")
+    short = dict(ours, steps=ours["steps"][:2])  # ends after step 2, in the state that ours has there
+    assert divergence(short, ours) == divergence(ours, short) == (3, "6")
+    other = dict(ours, steps=[*ours["steps"][:3], one_step(4, [6, 5, 7, M], {7: (0, 0)}, {4: 1, 5: 1})])
+    assert divergence(other, base) == (2, "4–5, 7")
+
+
+def test_text_trace_by_hand(capsys):
+    record = planted(True)
+    show_trace(dict(record, steps=record["steps"][1:2]))
+    assert capsys.readouterr().out.splitlines() == [
+        "step   1 block 4: ▒▒▒▒",
+        "    fill     4 '·New' 0.75   (A: ·San 0.50)",
+        "    fill     5 '·York' 0.75",
+        "    left 2 masked",
+    ]
+    show_trace(dict(record, steps=planted(False)["steps"][3:]))
+    assert "    edit     4 '·San' -> '·New' 0.75" in capsys.readouterr().out.splitlines()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the page as a file
+
+
+class Page(HTMLParser):
+    """What a browser would see of a page: its tags, the text of each element with an id, the cells of the runs."""
+
+    EMPTY = {"meta", "input"}
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.tags, self.open, self.text, self.cells = [], [], {}, []
+        self.feed(html)
+        assert self.open == []  # every element was closed, in order
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.tags.append(tag)
+        if tag == "button" and "cell" in attrs.get("class", "").split():
+            run = [a["class"] for _, a in self.open if "block" in a.get("class", "").split()]
+            self.cells.append(dict(attrs, block=run[0]))
+        if tag not in self.EMPTY:
+            self.open.append((tag, attrs))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop()[0] == tag
+
+    def handle_data(self, data):
+        around = [attrs for _, attrs in self.open]
+        if any("hidden" in attrs for attrs in around):
+            return
+        for attrs in around:
+            if "id" in attrs:
+                self.text[attrs["id"]] = self.text.get(attrs["id"], "") + data
+        if any("data-at" in attrs for attrs in around):
+            self.cells[-1][around[-1]["class"]] = data  # of the parts of a cell: mark, token, other
+
+    def at(self, position: int) -> list[dict]:
+        """The cells of one position, one a run."""
+        return [c for c in self.cells if c["data-at"] == str(position)]
+
+
+def test_page_is_self_contained_and_holds_the_runs():
+    html = page(RUNS)
+    assert re.findall(r"https?:|\bsrc=|\bhref=|@import|url\(|\bimport\b|fetch|innerHTML", html) == []
+    assert "<b>" not in html and "<!--" not in html and html.count("</script>") == 2
+    seen = Page(html)
+    assert seen.tags.count("script") == 2
+    data = json.loads(seen.text["trace"])
+    for shown, (label, record) in zip(data["traces"], RUNS, strict=True):
+        assert shown == record | {"label": label, "counts": booked(record)}
+    assert (data["diverged"], data["differ"]) == (2, "")
+    assert set(json.loads(Page(page(RUNS[:1])).text["trace"])) == {"traces"}
+
+
+def test_sample_and_trace_write_the_same_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    save_model(tiny_model(vocab_size=272, eos_id=256, mask_id=257, max_len=128), tmp_path / "run")
+    common = ["--ckpt", "run", "--gen_length", 9, "--device", "cpu", "--prompt", "a <b>"]
+    code, out, _ = command_line(sample, monkeypatch, capsys, *common, "--trace_html", "pages/a.html", "--json")
+    (tmp_path / "run.json").write_text(out)
+    assert code == 0
+    assert command_line(trace, monkeypatch, capsys, "run.json", "--out", "b.html")[0] == 0
+    assert (
+        (tmp_path / "b.html").read_text()
+        == (tmp_path / "pages" / "a.html").read_text()
+        == page([("run", json.loads(out))])
+    )
+    assert command_line(sample, monkeypatch, capsys, *common, "--trace_html", "c.html")[0] == 0
+    assert (tmp_path / "c.html").read_text() == (tmp_path / "b.html").read_text()
+
+
+def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    good = json.dumps(planted(True))
+    files = {
+        "good": good,
+        "text": "def f(x):\n",
+        "two": good + "\n" + good,
+        "none": "",
+        "list": "[1]",
+        "old": json.dumps({k: v for k, v in planted(True).items() if k != "pieces"}),
+        "other": json.dumps(dict(planted(True), prompt=[0, 1, 3])),
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    for argv, words in (
+        (["nowhere"], "nowhere"),
+        (["text"], "sample.py --json"),
+        (["two"], "holds 2 runs"),
+        (["none"], "holds 0 runs"),
+        (["list"], "no trace"),
+        (["old"], "no trace"),
+        (["good", "other"], "different prompts"),
+        (["good", "good", "good"], "3 runs"),
+        (["good", "--out", "text/t.html"], "cannot write"),
+    ):
+        assert words in refused(trace, monkeypatch, capsys, *argv)
