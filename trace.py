@@ -283,7 +283,7 @@ function position(t, at, v) {
   const here = (x) => x.at === at, i = at % t.B, id = v.ids[i];
   const fill = v.step?.fill.find(here), edit = v.step?.edit.find(here);
   const state = at < t.prompt.length ? "prompt" : edit ? "edit" : id === t.mask_id ? "mask" : fill ? "fill" : "settled";
-  return {id, state, fill, conf: state === "prompt" ? undefined : v.conf?.[i]};
+  return {id, state, fill, edit, conf: state === "prompt" ? undefined : v.conf?.[i]};
 }
 
 // The same in words, and everything that happened to the position so far.
@@ -291,10 +291,10 @@ function describe(t, at, p, b) {
   const best = p.conf === undefined ? "" : `; candidate ${p.conf.toFixed(2)}`;
   const lines = [`position ${at}: ${t.pieces[p.id]} (${STATE[p.state]}${best})`];
   for (let k = b.first; k && k <= Math.min(now, b.last); k++) {
-    const {fill: f, edit: e} = position(t, at, look(t, b, k)), was = t.steps[k - 1].before[at % t.B];
+    const {fill: f, edit: e} = position(t, at, look(t, b, k));
     const a = f && f.token !== f.token_a ? `, Stage A alone ${t.pieces[f.token_a]} ${f.conf_a.toFixed(2)}` : "";
     if (f) lines.push(`step ${k}: wrote ${t.pieces[f.token]} ${f.conf.toFixed(2)}${a}`);
-    if (e) lines.push(`step ${k}: ${t.pieces[was]} became ${t.pieces[e.token]} ${e.conf.toFixed(2)}`);
+    if (e) lines.push(`step ${k}: ${t.pieces[e.old]} became ${t.pieces[e.token]} ${e.conf.toFixed(2)}`);
   }
   return lines;
 }

@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
@@ -209,3 +211,102 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys):
         (["good", "--out", "text/t.html"], "cannot write"),
     ):
         assert words in refused(trace, monkeypatch, capsys, *argv)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the page in a browser
+
+FOUND = filter(None, map(shutil.which, ("google-chrome", "chromium", "chrome")))
+BROWSER = next((path for path in FOUND if not path.startswith("/snap/")), None)  # a snap cannot read these folders
+in_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium: apt install chromium")
+QUIET = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+QUIET += " --disable-component-update --disable-sync --virtual-time-budget=5000 --dump-dom"
+
+
+def browse(folder, html: str, where: str = "", script: str = "") -> Page:
+    """The page as it stands after `script` has run at the address `where`."""
+    file = folder / "page.html"
+    file.write_text(html.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
+    argv = [BROWSER, *QUIET.split(), f"--user-data-dir={folder / 'profile'}"]
+    done = subprocess.run([*argv, file.as_uri() + where], capture_output=True, text=True, encoding="utf-8", timeout=120)
+    return Page(done.stdout)
+
+
+@in_browser
+def test_browser_shows_what_the_stages_disagree_on_and_where_the_runs_part(tmp_path):
+    seen = browse(tmp_path, page(RUNS), "#step=2")
+    assert seen.text["now"] == "step 2 of 4"
+    ours, base = seen.at(4)
+    assert (ours["token"], ours["other"], ours["mark"]) == ("·New", "A ·San", "F")
+    assert ours["class"].split() == ["cell", "fill", "bundle", "differ"]
+    assert "step 2: wrote ·New 0.75, Stage A alone ·San 0.50" in ours["aria-label"] == ours["title"]
+    assert (base["token"], base.get("other"), base["class"]) == ("·San", None, ours["class"])
+    assert [c["class"] for c in seen.at(5)] == ["cell fill bundle"] * 2 and "other" not in seen.at(5)[0]
+    assert [c["class"] for c in seen.at(6)] == ["cell mask"] * 2
+    assert [c["class"] for c in seen.at(0) + seen.at(3)] == ["cell prompt"] * 2 + ["cell settled"] * 2
+    assert seen.text["jump"] == "step 2" and "and agree in the end" in seen.text["differ"]
+    assert "2 full, 2 partial, 1 commit; NFE/token 0.67" in seen.text["runs"]  # tokens 3, 4 and 5 in two forwards
+    assert "2 full, 0 partial, 1 commit" in seen.text["runs"] and "2 filled, 0 edited, 2 left" in seen.text["runs"]
+
+
+@in_browser
+def test_browser_shows_edits_masks_written_as_masks_and_any_text_as_text(tmp_path):
+    seen = browse(tmp_path, page(RUNS[1:]), "#step=4")
+    (edited,), (hostile,), (masked,) = seen.at(4), seen.at(6), seen.at(7)
+    assert (edited["token"], edited["mark"], edited["class"]) == ("·New", "E", "cell edit")
+    assert "step 2: wrote ·San 0.75; step 4: ·San became ·New 0.75" in edited["aria-label"]
+    assert hostile["token"] == HOSTILE and "b" not in seen.tags
+    assert masked["class"] == "cell mask bundle" and "mark" not in masked
+    assert "1 filled, 1 edited, 1 left masked" in seen.text["runs"] and "NFE/token 0.80" in seen.text["runs"]
+    assert "differ" not in seen.text  # one run has none to differ from
+
+
+KEY = "document.dispatchEvent(new KeyboardEvent('keydown', {key: '%s'}));"
+SLIDE = "const s = document.getElementById('slider'); s.value = 3; s.dispatchEvent(new Event('input'));"
+GESTURES = {
+    "nothing": ("", 0),
+    "right, right, left": (KEY % "ArrowRight" * 2 + KEY % "ArrowLeft", 1),
+    "left of the start": (KEY % "ArrowLeft", 0),
+    "end, right": (KEY % "End" + KEY % "ArrowRight", 4),
+    "end, home": (KEY % "End" + KEY % "Home", 0),
+    "slider": (SLIDE, 3),
+    "first difference": ("document.getElementById('jump').click()", 2),
+    "play to the end": ("document.getElementById('play').click()", 4),
+}
+
+
+@in_browser
+@pytest.mark.parametrize("script, expected", GESTURES.values(), ids=GESTURES)
+def test_browser_steps(script, expected, tmp_path):
+    seen = browse(tmp_path, page(RUNS), "", script)
+    assert seen.text["now"] == f"step {expected} of 4" and seen.text["play"] == "Play"
+    opened = ["unopened" not in c["block"] for c in seen.at(4)]
+    assert opened == [expected >= 2] * 2  # the second block begins with step 2
+
+
+@in_browser
+def test_browser_a_tap_shows_details_that_follow_the_steps(tmp_path):
+    tap = "document.querySelector('button[data-at=\"4\"]').click();"
+    seen = browse(tmp_path, page(RUNS), "#step=1", tap)
+    assert seen.text["panel"] == "ours, position 4: ▒ (masked)"
+    seen = browse(tmp_path, page(RUNS), "#step=1", tap + KEY % "ArrowRight")
+    words = "ours, position 4: ·New (filled now; candidate 0.75)step 2: wrote ·New 0.75, Stage A alone ·San 0.50"
+    assert seen.text["panel"] == words and "chosen" in seen.at(4)[0]["class"]
+
+
+@in_browser
+def test_browser_a_phone_never_scrolls_sideways_and_no_token_is_cut(tmp_path):
+    """A token wider than the screen wraps. In a frame, since a window of Chromium's is never as narrow as a phone."""
+    record = planted(True)
+    wide = dict(record, pieces=record["pieces"] | {"5": "wide" * 50})
+    frame = '<!DOCTYPE html><html><body><p id="widths"></p><iframe width="390" height="844"></iframe></body></html>'
+    script = """const f = document.querySelector("iframe");
+        f.onload = () => {
+            const page = f.contentDocument, e = page.documentElement;
+            page.getElementById("last").click();
+            const cut = [...page.querySelectorAll("button.cell")].filter((c) => c.scrollWidth > c.clientWidth);
+            document.getElementById("widths").textContent = `${e.scrollWidth - e.clientWidth}, ${cut.length} cut`;
+        };
+        f.srcdoc = """ + json.dumps(page([("ours", wide), RUNS[1]])).replace("<", "\\u003c")
+    seen = browse(tmp_path, frame, script=script)
+    assert seen.text["widths"] == "0, 0 cut"
