@@ -31,7 +31,7 @@ from checkpoint import adapter_geometry, load_adapter, load_model
 from corrupt import uniform
 from data import Parser, Tokenizer, bpe_tokenizer, byte_tokenizer, fail, generator, peak_memory, pick_device
 from model import Model
-from trace import pieces, show_trace, write_page
+from trace_page import pieces, show_trace, write_page
 
 # R rows in flight, B block_length, V vocabulary, C channels, P prompt tokens, K = n_rounds
 
@@ -317,7 +317,7 @@ def build_parser() -> Parser:
     g.add_argument("--trace", action="store_true", help="show every step: filled, edited, left, with confidences")
     g.add_argument("--trace_html", metavar="FILE", help="write one page that shows every step of the one prompt")
     g.add_argument("--json", action="store_true",
-                   help="one JSON object a prompt: text, tokens, nfe, nfe_per_token, steps; trace.py reads it")
+                   help="one JSON object a prompt: text, tokens, nfe, nfe_per_token, steps; trace_page.py reads it")
     g.add_argument("--no_cache", action="store_true", help="the naive twin: recompute everything at every step")
     return p
 # fmt: on

@@ -10,7 +10,7 @@ of different prompts.
     python sample.py --prompt "def " --trace_html trace.html                        # the page of this run
     python sample.py --prompt "def " --json > ours.json                             # or keep the runs, and compare two
     python sample.py --prompt "def " --json --n_rounds 0 > base.json
-    python trace.py ours.json base.json --out trace.html
+    python trace_page.py ours.json base.json --out trace.html
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The trace as text and as a page, and the page in a browser where there is one. `pytest tests/test_trace.py`"""
+"""The trace as text and as a page, and the page in a browser where there is one. `pytest tests/test_trace_page.py`"""
 
 import json
 import re
@@ -11,11 +11,11 @@ import pytest
 from common import MASK, command_line, random_ids, refused, tiny_model
 
 import sample
-import trace
+import trace_page
 from checkpoint import save_model
 from data import byte_tokenizer
 from sample import Decoding, generate
-from trace import booked, divergence, page, pieces, show_trace, states
+from trace_page import booked, divergence, page, pieces, show_trace, states
 
 HOSTILE = '</script><!--<b>&"'
 WORDS = {0: "In", 1: "·the", 2: "·city", 3: "·of", 4: "·San", 5: "·York", 6: "·New", 7: HOSTILE, MASK: "▒"}
@@ -175,7 +175,7 @@ def test_sample_and_trace_write_the_same_page(tmp_path, monkeypatch, capsys):
     code, out, _ = command_line(sample, monkeypatch, capsys, *common, "--trace_html", "pages/a.html", "--json")
     (tmp_path / "run.json").write_text(out)
     assert code == 0
-    assert command_line(trace, monkeypatch, capsys, "run.json", "--out", "b.html")[0] == 0
+    assert command_line(trace_page, monkeypatch, capsys, "run.json", "--out", "b.html")[0] == 0
     assert (
         (tmp_path / "b.html").read_text()
         == (tmp_path / "pages" / "a.html").read_text()
@@ -210,7 +210,7 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys):
         (["good", "good", "good"], "3 runs"),
         (["good", "--out", "text/t.html"], "cannot write"),
     ):
-        assert words in refused(trace, monkeypatch, capsys, *argv)
+        assert words in refused(trace_page, monkeypatch, capsys, *argv)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
