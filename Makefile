@@ -1,6 +1,8 @@
 # make demo    train the split forward on the standard library's source, then sample with a trace (minutes, 2 cores)
 # make test    run the test suite
 # make lint    ruff: lint and format
+# make joint   the README's tables of joint commitment on the toys: trains 70 small models (an hour or two, 2 cores)
+# make text    the README's curves on text: a base, eight adapters, quality against forwards, TC of bundles (hours, 2 cores)
 # Each builds $(VENV) from requirements.txt first, if it is not there.
 
 PYTHON ?= python3
@@ -8,7 +10,7 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 OUT    ?= out/stdlib
 
-.PHONY: demo test lint
+.PHONY: demo test lint joint text
 
 $(VENV)/ready: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "CoCommit needs Python 3.11 or newer")'
@@ -29,3 +31,42 @@ test: $(VENV)/ready
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+
+# The README's toy tables. A stem is TASK-SEED; make starts again where it was stopped, one file an adapter.
+TASK   = $(word 1,$(subst -, ,$*))
+SEED   = $(word 2,$(subst -, ,$*))
+TRAIN  = $(PY) train.py --data $(TASK) --seed $(SEED) --corruption mask --learning_rate 3e-3 \
+         --log_interval 1000 --eval_interval 5000 --save_interval 5000
+ADAPT  = $(TRAIN) --init_from out/base-$* --n_last 2 --batch_size 16 --max_iters 400 --eval_rows 8 --lora_scope marked
+CHAIN  = $(ADAPT) --target chain --chain_beam 4
+TOYS   = modes copy pairs mixed gaussian permutation
+SEEDS  = 0 1 2
+KINDS  = $(foreach t,$(TOYS),$(foreach s,$(SEEDS),$t-$s-clean $t-$s-chain) $t-0-clean_all $t-0-chain_all) \
+         $(foreach s,$(SEEDS),modes-$s-noise copy-$s-noise) $(foreach t,modes pairs mixed permutation,$t-0-visible) \
+         $(foreach n,1 2 3,sum-0-n$n_K1 sum-0-n$n_K2)
+
+joint: $(KINDS:%=out/joint/%/adapter.json)
+	$(PY) joint.py --adapter $(KINDS:%=out/joint/%)
+
+.SECONDARY:
+out/base-sum-0/config.json: CONTEXTS =
+CONTEXTS = --n_ctx 8
+out/base-%/config.json: $(VENV)/ready
+	$(TRAIN) $(CONTEXTS) --factorised --batch_size 64 --max_iters $(if $(filter modes,$(TASK)),4000,2000) --out_dir $(@D)
+out/joint/%-clean/adapter.json: out/base-%/config.json
+	$(ADAPT) --out_dir $(@D)
+out/joint/%-chain/adapter.json: out/base-%/config.json
+	$(CHAIN) --out_dir $(@D)
+out/joint/%-clean_all/adapter.json: out/base-%/config.json
+	$(ADAPT) --lora_scope all --learning_rate 1e-3 --out_dir $(@D)
+out/joint/%-chain_all/adapter.json: out/base-%/config.json
+	$(CHAIN) --lora_scope all --learning_rate 1e-3 --out_dir $(@D)
+out/joint/%-noise/adapter.json: out/base-%/config.json
+	$(ADAPT) --target chain --chain_noise --max_iters 3000 --batch_size 32 --out_dir $(@D)
+out/joint/%-visible/adapter.json: out/base-%/config.json
+	$(CHAIN) --mark_visible --max_iters 600 --out_dir $(@D)
+define sum_rule
+out/joint/%-n$(1)_K$(2)/adapter.json: out/base-%/config.json
+	$$(CHAIN) --n_last $(1) --n_rounds $(2) $(if $(filter 2,$(2)),--sample_rounds) --max_iters 1000 --out_dir $$(@D)
+endef
+$(foreach n,1 2 3,$(foreach k,1 2,$(eval $(call sum_rule,$(n),$(k)))))

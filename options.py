@@ -126,6 +126,11 @@ def settle(args: Namespace, given: set[str]) -> Namespace:
         if (checkpoint_reads == "toy") != is_toy(args):
             fail(f"--init_from {args.init_from} reads other tokens than --data {' '.join(args.data)} has")
         reads = checkpoint_reads
+    if is_toy(args) and not scratch:  # the checkpoint's own size, unless another one is asked for
+        saved = read_json(Path(args.init_from) / "toy.json", "toy settings of the checkpoint")
+        for name in toy.FLAGS:
+            if getattr(args, name) is None and args.data == [saved.get("name")]:
+                setattr(args, name, saved.get(name))
     if args.preset and not scratch:
         fail("--preset is a geometry from scratch; a checkpoint has its own: leave it out")
     if is_toy(args) and (args.block_length is not None or args.seq_len is not None):
