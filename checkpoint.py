@@ -24,23 +24,32 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+import parallel
 from data import Parser, fail, generator, read_json, replace_file, write_json
 from model import PRESETS, Config, Model, new_model
 
 
+def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """One file of whole tensors, sharded ones gathered one by one; every process takes part, process 0 writes."""
+    whole = {k: parallel.gather(v) for k, v in tensors.items()}
+    if parallel.RANK == 0:
+        replace_file(path, lambda p: save_file(whole, p, metadata))
+
+
 def save_model(model: Model, folder: Path, metadata: dict[str, str] | None = None) -> None:
     """Weights first, config last: a folder with a config.json has the weights that it speaks of."""
-    tensors = {k: v.contiguous().cpu() for k, v in model.state_dict().items() if "lora_" not in k}
+    tensors = {k: v for k, v in model.state_dict().items() if "lora_" not in k}
     if model.cfg.tied:
         del tensors["lm_head.weight"]
-    replace_file(folder / "model.safetensors", lambda p: save_file(tensors, p, metadata))
-    write_json(folder / "config.json", asdict(model.cfg))
+    save_tensors(folder / "model.safetensors", tensors, metadata)
+    if parallel.RANK == 0:
+        write_json(folder / "config.json", asdict(model.cfg))
 
 
 def save_adapter(model: Model, folder: Path, settings: dict) -> None:
-    tensors = {k: v.contiguous().cpu() for k, v in model.adapter_state().items()}
-    replace_file(folder / "adapter.safetensors", lambda p: save_file(tensors, p))
-    write_json(folder / "adapter.json", settings | {"model": {k: getattr(model.cfg, k) for k in ADAPTER_GEOMETRY}})
+    save_tensors(folder / "adapter.safetensors", model.adapter_state())
+    if parallel.RANK == 0:
+        write_json(folder / "adapter.json", settings | {"model": {k: getattr(model.cfg, k) for k in ADAPTER_GEOMETRY}})
 
 
 def read_tensors(files: list[Path]) -> Iterator[tuple[Path, str, Tensor]]:
@@ -92,7 +101,7 @@ def load_model(folder: str | Path, device: torch.device | str, dtype: torch.dtyp
         model = Model(cfg)
     expected = model.state_dict()
     need = sum(t.numel() for t in expected.values()) * dtype.itemsize / 1e9
-    if need > 0.1:
+    if need > 0.1 and parallel.RANK == 0:
         print(f"loading {folder}: {need:.1f} GB of weights in {dtype}, onto {device}", file=sys.stderr)
     state: dict[str, Tensor] = {}
     for path, name, tensor in read_tensors(weight_files(folder)):
@@ -162,8 +171,7 @@ def save_state(model: Model, optimizer: torch.optim.Optimizer, step: int, folder
     state = {f"param.{n}": p for p, n in names.items()}
     for p, moments in optimizer.state.items():
         state |= {f"{k}.{names[p]}": v for k, v in moments.items()}
-    state = {k: v.detach().contiguous().cpu() for k, v in state.items()}
-    replace_file(folder / "state.safetensors", lambda p: save_file(state, p, {"step": str(step)}))
+    save_tensors(folder / "state.safetensors", state, {"step": str(step)})
 
 
 def restore_state(model: Model, optimizer: torch.optim.Optimizer, folder: Path) -> int:
@@ -177,10 +185,10 @@ def restore_state(model: Model, optimizer: torch.optim.Optimizer, folder: Path) 
             fail(f"{path}: {name} is not trained by this run: the folder holds another model")
         p = named[name]
         if kind == "param":
-            p.data.copy_(tensor)
+            p.data.copy_(parallel.like(tensor, p))
             left.discard(key)
         else:
-            optimizer.state[p][kind] = tensor if kind == "step" else tensor.to(p.device)
+            optimizer.state[p][kind] = tensor if kind == "step" else parallel.like(tensor, p)
             steps = int(tensor) if kind == "step" else steps
     return fail(f"{path} lacks {sorted(left)[0]}: start again in a new --out_dir") if left else steps
 

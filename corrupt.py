@@ -37,6 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import parallel
 from data import Parser, byte_tokenizer, fail, generator
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def chain_decode(z: Tensor, bundle: Tensor, group: int, beam: int, predict: Pred
     score = torch.zeros(R, Z, U, device=z.device)
     score[..., 1:] = float("-inf")  # one hypothesis to begin with
     start = group * torch.arange(Z, device=z.device)
-    while left.any():
+    for _ in range(parallel.largest(bundle.view(R, Z, group).sum(-1).max())):  # as many forwards on every process
         log_p, token, sure = predict(hypotheses.flatten(0, 1), left.repeat(U, 1), U)  # (U * n, U) twice, (U * n,)
         everywhere = left.expand(U, R, T)[..., None]
         log_p = log_p.new_full((U, R, T, U), float("-inf")).masked_scatter(everywhere, log_p)

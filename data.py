@@ -39,9 +39,15 @@ EOS, MASK = "<|endoftext|>", "<|mask|>"  # the released names; both tokenizers u
 # what every script shares
 
 
+def first_to_fail() -> bool:
+    """Whether to speak for the run; of several processes (parallel.py), only the first one does."""
+    return True
+
+
 def fail(message: str) -> NoReturn:
     """A user's mistake: one line that says what is wrong and what to do, exit code 2."""
-    print("error: " + " ".join(str(message).split()), file=sys.stderr)
+    if first_to_fail():
+        print("error: " + " ".join(str(message).split()), file=sys.stderr)
     raise SystemExit(2)
 
 

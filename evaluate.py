@@ -26,11 +26,12 @@ import torch
 from torch import Tensor
 
 import curves
+import parallel
 import runs
 import tables
 import toy
 from checkpoint import adapter_geometry, load_adapter, load_model
-from data import Parser, fail, pick_device, read_json
+from data import Parser, fail, read_json
 from model import Model
 from sample import MODES, Decoding, Output, generate
 from toy import Toy
@@ -284,6 +285,7 @@ def load_task(name: str, ckpt: str) -> Toy:
 
 
 def main() -> None:
+    parallel.start()
     parser = Parser(__doc__)
     group = parser.add_argument_group("what")
     group.add_argument("--data", help=f"a toy: {', '.join(toy.TASKS)}; or text, with --curve or --tc")
@@ -303,7 +305,7 @@ def main() -> None:
     if args.curve or args.tc:
         if not args.data or not args.ckpt or args.task or args.table:
             fail("--curve and --tc measure text: give --data (stdlib, a file or a folder) and --ckpt, and no --task")
-        (curves.curve if args.curve else curves.bundle_tc)(args, pick_device(args.device))
+        (curves.curve if args.curve else curves.bundle_tc)(args, parallel.pick_device(args.device))
         return
     if stray := [f for f in only_text if getattr(args, f) != parser.get_default(f)]:
         fail(f"--{stray[0]} means nothing without --curve or --tc")
@@ -322,6 +324,8 @@ def main() -> None:
             adapt = f"python train.py --data {args.data} --init_from out/base --n_last N --learning_rate 1e-3"
             adapt += " --max_iters 500 --out_dir out/nN"
             fail(f"{lacking[0]} is missing: give --ckpt and --adapter, or run `{make}`, then `{adapt}` for each N")
+    if parallel.WORLD > 1 and not args.task:
+        fail("several processes are for --task; the rest is the work of one: leave torchrun out")
     if not args.runs and not args.ckpt:
         fail(f"--{what[0]} needs --ckpt")
     if (args.runs and not args.table) or (args.task and args.table) or (args.data and args.table == "main"):
@@ -331,7 +335,7 @@ def main() -> None:
         print_table(head, rows)
         print("\n".join(notes))
         return
-    device = pick_device(args.device)
+    device = parallel.pick_device(args.device)
     if args.task:
         runs.run_task(args, device)
         return

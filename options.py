@@ -1,4 +1,4 @@
-"""What train.py can be told, and what it takes when it is not told: its flags, their defaults, and the refusals.
+"""What train.py can be told: its flags, what they default to, the refusals, and the data and model that they mean.
 
     python train.py --help        # this file, as a manual
 
@@ -7,12 +7,17 @@ It refuses settings that cannot be meant, a folder that already holds a run, and
 
 import math
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 import toy
-from checkpoint import read_config
-from data import Parser, fail, read_json
-from model import PRESETS
+from checkpoint import load_model, read_config
+from data import Filter, Parser, bpe_tokenizer, byte_tokenizer, fail, generator, load_sequences, read_json
+from model import PRESETS, Model, MoE, new_model
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 # What a run takes when a flag is not given: by what the model reads ("bpe" is the paper's), and by where it starts.
 # From scratch there is no draft worth learning from yet; blocks of 8 bytes hold about as much text as 2 BPE tokens.
@@ -26,7 +31,7 @@ STARTS = {
     "adapter": dict(learning_rate=1e-5, corruption="draft"),
 }
 FREE_ON_RESUME = {"init_from", "out_dir", "device", "stop_at", "log_interval", "eval_interval", "save_interval"}
-FREE_ON_RESUME |= {"micro_batch", "checkpointing"}  # what an out-of-memory error wants changed
+FREE_ON_RESUME |= {"micro_batch", "checkpointing", "compile"}  # what an out-of-memory error wants changed
 
 
 # fmt: off
@@ -90,13 +95,16 @@ def build_parser(doc: str) -> Parser:
     g = p.add_argument_group("optimisation")
     g.add_argument("--max_iters", type=int, help="optimizer steps; the cosine ends here (paper: 12500)")
     g.add_argument("--batch_size", type=int, help="rows in one optimizer step (paper: 8)")
-    g.add_argument("--micro_batch", type=int, default=0, help="rows in one forward; gradients accumulate (0: all rows)")
+    g.add_argument("--micro_batch", type=int, default=0,
+                   help="rows in one forward (of each process); gradients accumulate (0: all rows)")
     g.add_argument("--learning_rate", type=float, help="peak; default 3e-3 from scratch, 1e-5 for adapters (paper)")
     g.add_argument("--warmup", type=float, default=0.01, help="share of the steps that warm up linearly (paper: 0.01)")
     g.add_argument("--weight_decay", type=float, default=0.01, help="AdamW, on matrices only")
     g.add_argument("--grad_clip", type=float, default=1.0, help="largest gradient norm (0: no clipping)")
     g.add_argument("--checkpointing", action="store_true",
                    help="recompute layers in the backward: less memory, more time")
+    g.add_argument("--compile", action="store_true",
+                   help="torch.compile each layer (needs a C++ compiler on CPU); the losses change by rounding")
     g = p.add_argument_group("run")
     g.add_argument("--out_dir", help="where checkpoints and log.jsonl go (out/stdlib, out/toy, out/cocommit)")
     g.add_argument("--seed", type=int, default=0)
@@ -192,3 +200,64 @@ def check(args: Namespace) -> None:
         fail(f"--s_max {args.s_max} is below --s_min {args.s_min}")
     if not 0 < args.learning_rate < math.inf or not 0 < args.lora_alpha < math.inf:
         fail(f"--learning_rate {args.learning_rate} and --lora_alpha {args.lora_alpha} must be positive and finite")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# data and model
+
+
+class Data(dict):
+    """{"train": rows, "val": rows} and n_plain, how many ordinary tokens there are."""
+
+    n_plain: int
+
+
+def load_data(args: Namespace, folder: Path | None) -> tuple[Data, toy.Toy | None]:
+    """Rows to train and validate on. folder: a checkpoint whose tokenizer is used, or None for bytes."""
+    data = Data()
+    if is_toy(args):
+        try:
+            task = toy.make(args.data[0], **{k: getattr(args, k) for k in toy.FLAGS})
+        except ValueError as e:
+            fail(e)
+        data["train"], data["val"] = toy.Rows(task, args.seed, "rows"), toy.Rows(task, args.seed, "validation rows")
+        data.n_plain = task.V
+        return data, task
+    tokenizer = bpe_tokenizer(folder / "tokenizer.json") if folder else byte_tokenizer()
+    keep = Filter(args.min_score, args.min_tokens, args.max_tokens, args.max_docs)
+    data["train"], data["val"] = load_sequences(args.data, tokenizer, args.seq_len, args.seed, keep)
+    data.n_plain = min(tokenizer.special.values())
+    return data, None
+
+
+def build_model(args: Namespace, task: toy.Toy | None, device: torch.device) -> Model:
+    if args.init_from == "scratch":
+        cfg = PRESETS[args.preset]
+        n_last = args.n_last or max(1, cfg.n_layer // 2)
+        ids = dict(eos_id=256, mask_id=257)
+        if task is not None:
+            ids = dict(eos_id=task.eos_id, mask_id=task.mask_id, vocab_size=task.vocab_size, tokenizer="toy")
+        block_length = task.m if task else args.block_length or 8
+        cfg = replace(
+            cfg, block_length=block_length, n_last=n_last, n_rounds=args.n_rounds, noise=args.chain_noise, **ids
+        )
+        model = new_model(cfg, generator(args.seed, "init"), device)
+        model.compute_dtype = DTYPES[args.dtype]
+    else:
+        given = dict(n_last=args.n_last, n_rounds=args.n_rounds, block_length=args.block_length)
+        given["noise"] = args.chain_noise or None  # None: as the checkpoint
+        model = load_model(args.init_from, device, DTYPES[args.dtype], **given)
+        if task is not None and (model.cfg.vocab_size, model.cfg.block_length) != (task.vocab_size, task.m):
+            fail(f"--init_from {args.init_from} was trained on a toy of another size: give the same --V, --m, --n_ctx")
+        model.add_lora(args.lora_r, args.lora_alpha, generator(args.seed, "lora"), args.lora_scope)
+    if args.chain_beam >= model.cfg.vocab_size:
+        fail(f"--chain_beam {args.chain_beam} is more than the vocabulary of {model.cfg.vocab_size} can fill")
+    model.checkpointing = args.checkpointing
+    if args.compile:
+        # dense or routed, R or 2R rows, with and without gradient and padding
+        torch._dynamo.config.recompile_limit = 64
+        for layer in model.layers:  # not the routed experts: in a graph, grouped_mm takes nothing but bf16
+            if isinstance(layer.mlp, MoE):
+                layer.mlp.experts = torch.compiler.disable(layer.mlp.experts)
+            layer.forward = torch.compile(layer.forward, dynamic=False)
+    return model

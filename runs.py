@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+import parallel
 from benchmarks import TASKS, Item, Task, read_jsonl
 from checkpoint import adapter_geometry, adapter_settings, load_adapter, load_model, read_config, weight_files
 from data import Parser, Tokenizer, fail, replace_file
@@ -191,6 +192,12 @@ def run_task(args: Namespace, device: torch.device) -> None:
     if args.score and task.correct:
         fail(f"--score is for HumanEval+ and MBPP+: {task.title} is scored as it runs")
     items, options = load_items(task, args.task_file, args.option)
+    parts = [args.out]
+    if parallel.WORLD > 1:
+        if args.shard != "1/1":
+            fail("--shard under torchrun: its processes are shards already, leave it out")
+        parts = [args.out.with_suffix(f".{i + 1}of{parallel.WORLD}.jsonl") for i in range(parallel.WORLD)]
+        args.shard, args.out = f"{parallel.RANK + 1}/{parallel.WORLD}", parts[parallel.RANK]
     mine = share(items, args.limit, args.shard)
     cfg = replace(read_config(ckpt), **adapter_geometry(next(iter(args.adapter), None)))
     tokenizer, d = load_tokenizer(ckpt, cfg.tokenizer), decoding(args, cfg)
@@ -200,8 +207,9 @@ def run_task(args: Namespace, device: torch.device) -> None:
     run = open_run(args.out, identity(args, items, options, cfg, d, chat))
     todo = [item for item in mine if item.id not in run.items]
     style = "chat template" if chat else "plain prompts (the tokenizer has no chat template)"
-    print(f"{task.title}: {len(mine)} items, {len(todo)} to go; {style}; K = {d.n_rounds}, n = {cfg.n_last}, tau_m2t "
-          f"{d.tau_m2t}, tau_t2t {d.tau_t2t}, gen_length {d.gen_length}, {args.dtype}; settings {run.hash}"
+    part = "" if args.shard == "1/1" else f" in shard {args.shard}"
+    print(f"{task.title}: {len(mine)} items{part}, {len(todo)} to go; {style}; K = {d.n_rounds}, n = {cfg.n_last}, "
+          f"tau_m2t {d.tau_m2t}, tau_t2t {d.tau_t2t}, gen_length {d.gen_length}, {args.dtype}; settings {run.hash}"
     )  # fmt: skip
     try:
         answer(args, device, tokenizer, d, todo, run)
@@ -211,12 +219,16 @@ def run_task(args: Namespace, device: torch.device) -> None:
         fail(f"out of memory: lower --batch or --gen_length, or take --dtype bf16; {args.out} keeps what is done")
     except OSError as e:
         fail(f"cannot write {args.out}: {e.strerror}; free some space, and the same command goes on")
+    if not parallel.last():
+        return
+    run = Run(run.settings, run.hash, {k: v for path in parts for k, v in read_run(path)[0].items.items()})
     print(f"{task.title}: {summary(run)}")
     rules = sorted({rule for record in run.items.values() for rule in record["scores"]})
     for rule in rules:
         print(f"  by the rule {rule!r}: {100 * mean(r['scores'][rule] for r in run.items.values()):.2f} %")
     if task.correct is None:
-        hand_over(args, task, run)
+        for path in parts:
+            hand_over(path, args, task, read_run(path)[0])
 
 
 def answer(
@@ -285,9 +297,9 @@ def decode(
 # HumanEval+ and MBPP+: EvalPlus judges, outside this process
 
 
-def hand_over(args: Namespace, task: Task, run: Run) -> None:
+def hand_over(out: Path, args: Namespace, task: Task, run: Run) -> None:
     """Write the samples; score them if --score says so, else print the command that does."""
-    folder = evalplus_folder(args.out)
+    folder = evalplus_folder(out)
     samples, dataset = folder / "samples.jsonl", folder / "dataset.jsonl"
     records = [r for _, r in read_jsonl(args.task_file) if r["task_id"] in run.items]  # EvalPlus wants a sample of each
     replace_file(dataset, lambda p: p.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8"))

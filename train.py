@@ -10,10 +10,12 @@ rows split over other micro-batches draw the same. It refuses a non-finite loss:
     python train.py --data modes --n_last 2 --out_dir out/modes         # a toy with known total correlation, a minute
     python train.py --init_from resume --out_dir out/stdlib             # go on after Ctrl-C, kill or power cut
     python train.py --init_from weights/llada2.1-mini --n_last 3 --data fineweb_edu/*.parquet --out_dir out/cocommit
+    torchrun --nproc_per_node 2 train.py --data modes --device cpu      # several processes or GPUs, see parallel.py
 """
 
 import json
 import math
+import os
 import shutil
 import signal
 import sys
@@ -21,7 +23,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -29,8 +31,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+import parallel
 import toy
-from checkpoint import load_model, read_config, restore_state, rewind_log, save_adapter, save_model, save_state
+from checkpoint import read_config, restore_state, rewind_log, save_adapter, save_model, save_state
 from corrupt import (
     NONE,
     Corruption,
@@ -44,23 +47,12 @@ from corrupt import (
     three_term_loss,
     uniform,
 )
-from data import (
-    Filter,
-    bpe_tokenizer,
-    byte_tokenizer,
-    fail,
-    generator,
-    load_sequences,
-    peak_memory,
-    pick_device,
-    write_json,
-)
-from model import PRESETS, Context, Model, new_model, sequence_context
-from options import build_parser, is_toy, settle
+from data import fail, generator, peak_memory, write_json
+from model import Context, Model, sequence_context
+from options import Data, build_model, build_parser, is_toy, load_data, settle
+from parallel import share, within
 
 # R rows, T positions, C channels
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the learning signal
@@ -133,7 +125,7 @@ def no_marks_on_copy(marks: Tensor | None, ctx: Context) -> Tensor | None:
 class Objective:
     """Rows -> loss: data, corruption and bundle of rows first .. first+R of a stream, all drawn from their index."""
 
-    def __init__(self, model: Model, data, args: Namespace, device: torch.device):
+    def __init__(self, model: Model, data: Data, args: Namespace, device: torch.device):
         cfg = model.cfg
         self.model, self.data, self.args, self.device = model, data, args, device
         self.target_seconds = 0.0  # spent on chain targets so far
@@ -211,10 +203,9 @@ class Objective:
 
     def validate(self) -> Tensor:
         with torch.no_grad():
-            size = self.args.micro_batch or self.args.batch_size
-            starts = range(0, self.args.eval_rows, size)
-            parts = [self.rows(a, min(size, self.args.eval_rows - a), validation=True)[1] for a in starts]
-        return torch.stack(parts).sum(0)
+            pieces = share(0, self.args.eval_rows, self.args.micro_batch or self.args.batch_size)
+            parts = [within(self.model, self.rows, a, n, True)[1] for a, n in pieces]
+        return parallel.total(torch.stack(parts).sum(0))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -234,16 +225,16 @@ def train_step(objective: Objective, optimizer: torch.optim.Optimizer, step: int
     rows are split changes nothing but rounding."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(step, args)
-    size = args.micro_batch or args.batch_size
     first = step * args.batch_size
     n_real = objective.data["train"].count_real(first, args.batch_size)
     total, terms = 0.0, 0.0
-    for a in range(0, args.batch_size, size):
-        loss, part = objective.rows(first + a, min(size, args.batch_size - a))
+    for a, n in share(first, args.batch_size, args.micro_batch or args.batch_size):
+        loss, part = within(objective.model, objective.rows, a, n)
         (loss / n_real).backward()
         total, terms = total + loss.detach() / n_real, terms + part
+    total, terms = parallel.total(total), parallel.total(terms)
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = torch.nn.utils.clip_grad_norm_(params, args.grad_clip or math.inf)
+    norm = parallel.whole(torch.nn.utils.clip_grad_norm_(params, args.grad_clip or math.inf))
     record = {"step": step, "loss": float(total), "grad_norm": float(norm), "lr": learning_rate(step, args)}
     if math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"]):
         optimizer.step()
@@ -267,60 +258,6 @@ def make_optimizer(model: Model, args: Namespace) -> torch.optim.AdamW:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# data and model
-
-
-class Data(dict):
-    """{"train": rows, "val": rows} and n_plain, how many ordinary tokens there are."""
-
-    n_plain: int
-
-
-def load_data(args: Namespace, folder: Path | None) -> tuple[Data, toy.Toy | None]:
-    """Rows to train and validate on. folder: a checkpoint whose tokenizer is used, or None for bytes."""
-    data = Data()
-    if is_toy(args):
-        try:
-            task = toy.make(args.data[0], **{k: getattr(args, k) for k in toy.FLAGS})
-        except ValueError as e:
-            fail(e)
-        data["train"], data["val"] = toy.Rows(task, args.seed, "rows"), toy.Rows(task, args.seed, "validation rows")
-        data.n_plain = task.V
-        return data, task
-    tokenizer = bpe_tokenizer(folder / "tokenizer.json") if folder else byte_tokenizer()
-    keep = Filter(args.min_score, args.min_tokens, args.max_tokens, args.max_docs)
-    data["train"], data["val"] = load_sequences(args.data, tokenizer, args.seq_len, args.seed, keep)
-    data.n_plain = min(tokenizer.special.values())
-    return data, None
-
-
-def build_model(args: Namespace, task: toy.Toy | None, device: torch.device) -> Model:
-    if args.init_from == "scratch":
-        cfg = PRESETS[args.preset]
-        n_last = args.n_last or max(1, cfg.n_layer // 2)
-        ids = dict(eos_id=256, mask_id=257)
-        if task is not None:
-            ids = dict(eos_id=task.eos_id, mask_id=task.mask_id, vocab_size=task.vocab_size, tokenizer="toy")
-        block_length = task.m if task else args.block_length or 8
-        cfg = replace(
-            cfg, block_length=block_length, n_last=n_last, n_rounds=args.n_rounds, noise=args.chain_noise, **ids
-        )
-        model = new_model(cfg, generator(args.seed, "init"), device)
-        model.compute_dtype = DTYPES[args.dtype]
-    else:
-        given = dict(n_last=args.n_last, n_rounds=args.n_rounds, block_length=args.block_length)
-        given["noise"] = args.chain_noise or None  # None: as the checkpoint
-        model = load_model(args.init_from, device, DTYPES[args.dtype], **given)
-        if task is not None and (model.cfg.vocab_size, model.cfg.block_length) != (task.vocab_size, task.m):
-            fail(f"--init_from {args.init_from} was trained on a toy of another size: give the same --V, --m, --n_ctx")
-        model.add_lora(args.lora_r, args.lora_alpha, generator(args.seed, "lora"), args.lora_scope)
-    if args.chain_beam >= model.cfg.vocab_size:
-        fail(f"--chain_beam {args.chain_beam} is more than the vocabulary of {model.cfg.vocab_size} can fill")
-    model.checkpointing = args.checkpointing
-    return model
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # the run
 
 
@@ -333,7 +270,7 @@ def save(model: Model, optimizer: torch.optim.Optimizer, step: int, args: Namesp
     else:
         settings = dict(base=args.init_from, lora_r=args.lora_r, lora_alpha=args.lora_alpha, lora_scope=args.lora_scope)
         save_adapter(model, folder, settings)
-    if task is not None:
+    if task is not None and parallel.RANK == 0:
         write_json(folder / "toy.json", {k: getattr(args, k) for k in toy.FLAGS} | {"name": task.name})
 
 
@@ -343,7 +280,7 @@ def interruptible() -> Iterator[list[int]]:
     caught: list[int] = []
 
     def handler(number: int, frame: object) -> None:
-        if caught:
+        if caught and not parallel.LAUNCHED:  # torchrun passes on what a terminal has sent already
             raise KeyboardInterrupt
         caught.append(number)
 
@@ -360,7 +297,8 @@ def validation(objective: Objective, step: int, task: toy.Toy | None) -> dict:
     record = {"step": step, "val": True} | named_terms(objective.validate())
     if task is not None:
         h, tc = float(task.h_joint().mean()), float(task.tc().mean())
-        losses = [toy.block_loss(objective.model, task, k) for k in (0, objective.model.cfg.n_rounds)]
+        model = objective.model
+        losses = [within(model, toy.block_loss, model, task, k) for k in (0, model.cfg.n_rounds)]
         record |= {"block_1": losses[0], "block_2": losses[1], "floor_joint": h, "floor_factorised": h + tc}
     return record
 
@@ -393,21 +331,24 @@ def report(record: dict, log: TextIO, args: Namespace, shown: bool) -> None:
 
 
 def run(args: Namespace) -> None:
-    device, folder = pick_device(args.device), Path(args.out_dir)
+    device, folder = parallel.pick_device(args.device), Path(args.out_dir)
+    parallel.join(device, batch_size=args.batch_size, eval_rows=args.eval_rows)
     checkpoint = None if args.init_from == "scratch" else Path(args.init_from)
     uses_bpe = checkpoint is not None and read_config(checkpoint).tokenizer == "bpe"
     data, task = load_data(args, checkpoint if uses_bpe else None)
-    model = build_model(args, task, device)
+    model = build_model(args, task, torch.device("cpu") if parallel.LAUNCHED else device)
+    parallel.shard(model, device)
     cfg = model.cfg
     if task is None and (args.seq_len % cfg.block_length or args.seq_len > cfg.max_len):
         fail(f"--seq_len {args.seq_len} must be a multiple of --block_length {cfg.block_length}, at most {cfg.max_len}")
     optimizer = make_optimizer(model, args)
     started = args.resume and (folder / "state.safetensors").exists()  # a run killed before its first save starts again
     done = restore_state(model, optimizer, folder) if started else 0
-    write_json(folder / "train.json", {k: v for k, v in vars(args).items() if k != "resume"})
-    rewind_log(folder / "log.jsonl", done)
-    if uses_bpe:
-        shutil.copyfile(checkpoint / "tokenizer.json", folder / "tokenizer.json")
+    if parallel.RANK == 0:
+        write_json(folder / "train.json", {k: v for k, v in vars(args).items() if k != "resume"})
+        rewind_log(folder / "log.jsonl", done)
+        if uses_bpe:
+            shutil.copyfile(checkpoint / "tokenizer.json", folder / "tokenizer.json")
 
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     print(f"{' '.join(args.data)}: {data['train'].describe()} to train on, {data['val'].describe()} to validate")
@@ -423,10 +364,10 @@ def run(args: Namespace) -> None:
 def loop(
     objective: Objective, optimizer: torch.optim.Optimizer, done: int, args: Namespace, task: toy.Toy | None
 ) -> None:
-    folder, saved = Path(args.out_dir), done
+    folder, saved, stop = Path(args.out_dir), done, 0
     last = min(args.max_iters, args.stop_at or args.max_iters)
-    resume = f"python train.py --init_from resume --out_dir {folder}"
-    with interruptible() as caught, open(folder / "log.jsonl", "a", buffering=1) as log:
+    resume, log_file = how_to_resume(args), folder / "log.jsonl" if parallel.RANK == 0 else os.devnull
+    with interruptible() as caught, open(log_file, "a", buffering=1) as log:
         for step in tqdm(range(done, last), initial=done, total=args.max_iters, desc="train", disable=None):
             start, objective.target_seconds = time.perf_counter(), 0.0
             record = train_step(objective, optimizer, step, args)
@@ -441,15 +382,20 @@ def loop(
             report(record, log, args, shown=(step + 1) % args.log_interval == 0)
             if (step + 1) % args.eval_interval == 0 or step + 1 == args.max_iters:
                 report(validation(objective, step + 1, task), log, args, shown=True)
-            if caught or step + 1 == last or (step + 1) % args.save_interval == 0:
+            stop = parallel.largest(bool(caught))
+            if stop or step + 1 == last or (step + 1) % args.save_interval == 0:
                 save(objective.model, optimizer, step + 1, args, task)
                 saved = step + 1
-            if caught:
+            if stop:
                 break
     if saved < args.max_iters:
         print(f"saved at step {saved} of {args.max_iters}; go on with: {resume}")
-        raise SystemExit(130 if caught else 0)
+        raise SystemExit(130 if stop else 0)
     print(f"done: {folder}{peak_memory(objective.device)}; sample with: {how_to_sample(args)}")
+
+
+def how_to_resume(args: Namespace) -> str:
+    return f"{parallel.launcher()} train.py --init_from resume --out_dir {args.out_dir}"
 
 
 def how_to_sample(args: Namespace) -> str:
@@ -460,10 +406,13 @@ def how_to_sample(args: Namespace) -> str:
 
 
 def main() -> None:
+    parallel.start()
     args = build_parser(__doc__).parse_args()
     given = {a[2:].split("=")[0] for a in sys.argv[1:] if a.startswith("--")}
+    args = settle(args, given)
     try:
-        run(settle(args, given))
+        with parallel.together(how_to_resume(args)):
+            run(args)
     except KeyboardInterrupt:
         fail("interrupted before anything was trained")
     except torch.OutOfMemoryError:
