@@ -45,9 +45,10 @@ class KVCache:
             self.kv[0, slot, self.filling, :, self.B : self.B + k.shape[2]] = k[0]
             self.kv[1, slot, self.filling, :, self.B : self.B + v.shape[2]] = v[0]
             return k, v
-        self.kv[0, slot, :, :, : self.B] = k
-        self.kv[1, slot, :, :, : self.B] = v
-        return tuple(self.kv[:, slot, :, :, : self.B + self.used])
+        keys, values = (self.kv[i, slot, :, :, : self.B + self.used] for i in (0, 1))
+        keys[:, :, : self.B] = k
+        values[:, :, : self.B] = v
+        return keys, values
 
     def close(self, rows: list[int], lengths: list[int]) -> None:
         """The current block of `rows` joins their context. lengths: every row's context length after this."""
@@ -70,10 +71,11 @@ class KVCache:
         self.used, self.ragged = max(lengths), len(set(lengths)) > 1
 
     def current_block(self) -> Tensor:
-        return self.kv[:, :, :, :, : self.B].clone()
+        """What Stage B overwrites of it: the last n layers of round 0, and the further rounds."""
+        return self.kv[:, self.first_last :, :, :, : self.B].clone()
 
     def restore_block(self, block: Tensor) -> None:
-        self.kv[:, :, :, :, : self.B] = block
+        self.kv[:, self.first_last :, :, :, : self.B] = block
 
     def keep(self, rows: list[int]) -> None:
         """Drop finished rows."""

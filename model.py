@@ -190,8 +190,7 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x.float()
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        y = F.rms_norm(x.float(), x.shape[-1:], None, self.eps)
         return self.weight.to(x.dtype) * y.to(x.dtype)
 
 
@@ -243,7 +242,8 @@ class Attention(nn.Module):
         R, T, _ = x.shape
         qkv = self.qkv(x, ctx.lora).view(R, T, -1, self.head_dim)
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
-        q, k = self.rotate(self.q_norm(q), ctx), self.rotate(self.k_norm(k), ctx)
+        qk = self.rotate(torch.cat([self.q_norm(q), self.k_norm(k)], dim=2), ctx)
+        q, k = qk.split([self.heads, self.kv_heads], dim=2)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (R, H, T, D), (R, G, T, D) twice
         if ctx.cache is not None:
             k, v = ctx.cache.update(self.layer, ctx.round, k, v)
@@ -315,22 +315,23 @@ class MoE(nn.Module):
         The weighted sum is float32 and in a fixed order per token (no atomic adds): a token's result does not depend
         on the tokens beside it, and is the same from run to run.
         """
-        order = chosen.flatten().argsort(stable=True)  # (N*A,)
-        ends = torch.searchsorted(chosen.flatten()[order], torch.arange(len(self.router), device=x.device), right=True)
-        ends = ends.to(torch.int32)
+        expert, order = chosen.flatten().sort(stable=True)  # (N*A,) twice
+        experts = torch.arange(len(self.router), device=x.device)
+        ends = torch.searchsorted(expert, experts, right=True, out_int32=True)
         rows = x[order // self.n_active]
         gate, up = F.grouped_mm(rows, self.gate_up.to(x.dtype).transpose(1, 2), offs=ends).chunk(2, dim=-1)
         out = F.grouped_mm(F.silu(gate) * up, self.down.to(x.dtype).transpose(1, 2), offs=ends)
-        out = torch.zeros_like(out).index_copy(0, order, out).view(len(x), self.n_active, -1)  # (N, A, C)
+        out = torch.empty_like(out).index_copy(0, order, out).view(len(x), self.n_active, -1)  # (N, A, C)
         return (out.float() * weights[..., None]).sum(1).to(x.dtype)
 
     def experts_loop(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """The plain twin of `experts`, obviously right; the tests hold the two together, gradients included."""
         y = torch.zeros(x.shape, device=x.device)
-        for e in range(len(self.router)):
+        # unbind: indexing the stack would give each expert a gradient of the whole stack's size
+        for e, (gate_up, down) in enumerate(zip(self.gate_up.unbind(), self.down.unbind(), strict=True)):
             token, place = (chosen == e).nonzero(as_tuple=True)
-            gate, up = F.linear(x[token], self.gate_up[e].to(x.dtype)).chunk(2, dim=-1)
-            out = F.linear(F.silu(gate) * up, self.down[e].to(x.dtype))
+            gate, up = F.linear(x[token], gate_up.to(x.dtype)).chunk(2, dim=-1)
+            out = F.linear(F.silu(gate) * up, down.to(x.dtype))
             y = y.index_add(0, token, out.float() * weights[token, place, None])
         return y.to(x.dtype)
 
