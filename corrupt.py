@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 # V vocabulary, U = beam
 
 NONE, M, W, G = 0, 1, 2, 3
+TIE = 0.1  # nats
 LAMBDAS = (1.0, 0.3, 0.2)  # lambda_m2t, lambda_edit, lambda_clean of the paper
 
 Rows = list[torch.Generator]  # one generator a row
@@ -130,34 +131,50 @@ def chain_decode(z: Tensor, bundle: Tensor, group: int, beam: int, predict: Pred
         token = token.new_zeros((U, R, T, U)).masked_scatter(everywhere, token)
         sure = sure.new_full((R, T), float("-inf")).masked_scatter(left, sure)  # the best hypothesis's, which is first
         busy = left.view(R, Z, group).any(-1)  # (R, Z)
-        at = start + sure.view(R, Z, group).argmax(-1)  # (R, Z) the position that each group writes
+        at = start + leaders(sure.view(R, Z, group), 1)[..., 0]  # (R, Z) the position that each group writes
         place = at[None, ..., None].expand(U, R, Z, U)
         log_p, token = (t.gather(2, place).permute(1, 2, 0, 3).flatten(2) for t in (log_p, token))  # (R, Z, U * U)
-        best, choice = (score.repeat_interleave(U, dim=-1) + log_p).topk(U, dim=-1)
+        grown_score = score.repeat_interleave(U, dim=-1) + log_p
+        choice = leaders(grown_score, U)
         parent, token = choice // U, token.gather(-1, choice)
         blocks = hypotheses.view(U, R, Z, group).permute(1, 2, 0, 3)  # (R, Z, U, group)
         grown = blocks.gather(2, parent[..., None].expand_as(blocks))
         inside = (at - start)[..., None, None].expand(R, Z, U, 1)
         grown = grown.scatter(3, inside, token[..., None])
         blocks = torch.where(busy[..., None, None], grown, blocks)
-        score = torch.where(busy[..., None], best, score)
+        score = torch.where(busy[..., None], grown_score.gather(-1, choice), score)
         hypotheses = blocks.permute(2, 0, 1, 3).reshape(U, R, T)
         left = left & ~torch.zeros_like(left).scatter(1, at, busy)
     return hypotheses[0], score[..., 0]
 
 
+def leaders(score: Tensor, k: int) -> Tensor:
+    """Indices of the k largest of (..., n) log-probabilities; those within TIE of the largest count as equal, and come
+    by index. Which of two near-equals the model puts first is noise that a target must not depend on."""
+    n = score.shape[-1]
+    equal = score >= score.amax(-1, keepdim=True) - TIE
+    by_index = torch.arange(n, 0, -1, device=score.device, dtype=score.dtype)
+    return torch.where(equal, by_index, score).topk(k, dim=-1).indices
+
+
 def choose(log_p: Tensor, k: int, u: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """What a chain needs of (n, V) log-probabilities: the k best and their tokens, (n, k) twice, and the largest (n,).
-    With u (n,) in [0, 1) the one token in which u falls, likeliest first: the inverse conditional CDF, so that uniform
-    u make a sample of the joint distribution (Rosenblatt's transform) and u = 0 makes the greedy chain."""
+
+    With u (n,) in [0, 1) the one token in which u falls, the best token coming first and then the others by id: the
+    inverse conditional CDF, so that uniform u make a sample of the joint distribution (Rosenblatt's transform) and
+    u = 0 makes the greedy chain. By id, because the map from u to tokens is to be learned: see `leaders`.
+    """
     if u is None:
-        best = log_p.topk(k, dim=-1)
-        return best.values, best.indices, best.values[:, 0]
-    sorted_p, order = log_p.sort(dim=-1, descending=True, stable=True)
-    cdf = sorted_p.exp().cumsum(-1)
-    rank = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)
-    rank = rank.clamp(max=(sorted_p > float("-inf")).sum(-1, keepdim=True) - 1)
-    return sorted_p.gather(-1, rank), order.gather(-1, rank), sorted_p[:, 0]
+        token = leaders(log_p, k)
+        return log_p.gather(-1, token), token, log_p.amax(-1)
+    p, best = log_p.exp(), leaders(log_p, 1)
+    first = p.gather(-1, best)  # (n, 1)
+    others = p.scatter(-1, best, 0.0).cumsum(-1)
+    beyond = u[:, None] * (first + others[:, -1:]) - first
+    other = torch.searchsorted(others, beyond, right=True)
+    other = torch.minimum(other, (others < others[:, -1:]).sum(-1, keepdim=True))  # rounding: not past the last one
+    token = torch.where(beyond < 0, best, other)
+    return log_p.gather(-1, token), token, log_p.amax(-1)
 
 
 def loss_weights(kind: Tensor, fill: Tensor, lambdas: tuple[float, float, float] = LAMBDAS) -> Tensor:

@@ -376,6 +376,7 @@ def answer_logits(model: "Model", ids: Tensor, n_rounds: int, u: Tensor | None =
     n_rounds 0, else Stage B with every masked position of the answer in the bundle, carrying u (R, 2m) if given."""
     m, bundle = ids.shape[1] // 2, ids == model.cfg.mask_id
     ctx = sequence_context(model.cfg, torch.ones_like(bundle), model.compute_dtype)
+    ctx.current = torch.arange(2 * m, device=ids.device)[:, None] >= m  # the prompt is context, as in decoding
     h = model.prefix(ids, ctx)
     h = model.coordinate(h, bundle, ctx, n_rounds, u) if n_rounds else model.last_n(h, ctx)
     return model.head(h[:, m:])

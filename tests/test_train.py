@@ -13,10 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import command_line, random_ids, refused, tiny_model
+from common import approx, command_line, random_ids, refused, tiny_model
 from safetensors.torch import load_file
 
 import convert_weights
+import corrupt
 import sample
 import toy
 import train
@@ -242,8 +243,9 @@ def other_base(tmp_path):
     return tmp_path / "other"
 
 
-def test_the_greedy_chain_is_the_one_at_a_time_decode():
-    """What the released loop writes when it may fill one token a step."""
+def test_the_greedy_chain_is_the_one_at_a_time_decode(monkeypatch):
+    """What the released loop writes when it may fill one token a step, but for near-equals."""
+    monkeypatch.setattr(corrupt, "TIE", 0.0)
     model = tiny_model(n_rounds=1, eos_id=-1)
     prompt = random_ids(3, 8, 7)
     z = torch.cat([prompt, torch.full((3, 8), 38)], dim=1)
@@ -299,6 +301,16 @@ def test_a_grid_of_u_through_the_exact_chain_is_the_joint_distribution(task):
         tuples, counts = torch.unique(drawn, dim=0, return_counts=True)
         torch.testing.assert_close(counts / len(u), t.log_prob(c[: len(tuples)], tuples).exp().float())
         torch.testing.assert_close(score[:, 0].double(), t.log_prob(c, drawn), rtol=0, atol=1e-6)
+
+
+def test_near_equals_come_by_index():
+    score = torch.tensor([[0.30, 0.29, 0.06, 0.31, 0.04], [0.2, 0.12, 0.5, 0.1, 0.08]]).log()
+    assert corrupt.leaders(score, 4).tolist() == [[0, 1, 3, 2], [2, 0, 1, 3]]
+    log_p, token, sure = choose(score, 2)
+    torch.testing.assert_close(log_p.exp(), torch.tensor([[0.30, 0.29], [0.5, 0.2]]))
+    assert token.tolist() == [[0, 1], [2, 0]] and sure.exp().tolist() == approx([0.31, 0.5])
+    drawn = [choose(score[1:], 1, torch.tensor([u]))[1].item() for u in (0.0, 0.49, 0.51, 0.69, 0.71, 0.83, 0.93)]
+    assert drawn == [2, 2, 0, 0, 1, 3, 4]  # the best first, then by id
 
 
 def test_a_chain_leaves_the_rest_and_writes_each_block():
