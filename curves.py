@@ -368,7 +368,8 @@ def plot_tc(path: Path, table: list[tuple[float, float, float]]) -> None:
     save(plt, path)
 
 
-def canvas():
+def canvas(columns: int = 1):
+    """(matplotlib's pyplot, axes), or one line about its absence."""
     try:
         import matplotlib
 
@@ -377,8 +378,7 @@ def canvas():
         import matplotlib.pyplot as plt
     except ImportError:
         fail("--plot needs matplotlib: pip install matplotlib")
-    figure, axes = plt.subplots(figsize=(6, 4), constrained_layout=True)
-    return plt, axes
+    return plt, plt.subplots(1, columns, figsize=(1 + 4.5 * columns, 4), constrained_layout=True)[1]
 
 
 def save(plt, path: Path) -> None:

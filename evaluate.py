@@ -234,14 +234,7 @@ def table_lastn(args: Namespace, device: torch.device, task: Toy) -> None:
 
 def plot(path: Path, reports: list[dict], logs: list[Path]) -> None:
     """Left: error of each one-step decoder against TC, one point a checkpoint. Right: training between the floors."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        fail("--plot needs matplotlib: pip install matplotlib")
-    figure, (dial, curve) = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
+    plt, (dial, curve) = curves.canvas(2)
     for name in ("Stage A, one step", "Stage B, one step", "one at a time"):
         points = sorted((r["tc"], r["decoders"][name]["forward_kl"]) for r in reports)
         dial.plot(*zip(*points, strict=True), marker="o", label=name)
@@ -258,9 +251,7 @@ def plot(path: Path, reports: list[dict], logs: list[Path]) -> None:
     curve.axhline(h, color="grey", linestyle="--", label="H: best joint")
     curve.set(xlabel="step", ylabel="loss of the whole answer in one step (nats)", title="training between the floors")
     curve.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    print(f"wrote {path}")
+    curves.save(plt, path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
