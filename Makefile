@@ -1,8 +1,9 @@
-# make demo    train the split forward on the standard library's source, then sample with a trace (minutes, 2 cores)
-# make test    run the test suite
-# make lint    ruff: lint and format
-# make joint   the README's tables of joint commitment on the toys: trains 70 small models (an hour or two, 2 cores)
-# make text    the README's curves on text: a base, eight adapters, quality against forwards, TC of bundles (hours, 2 cores)
+# make demo     train the split forward on the standard library's source, then sample with a trace (minutes, 2 cores)
+# make test     run the test suite
+# make lint     ruff: lint and format
+# make joint    the README's tables of joint commitment on the toys: trains 90 small models (an hour or two, 2 cores)
+# make text     the README's curves on text: a base, four adapters, quality against forwards, TC of bundles (2 hours)
+# make figures  the README's figure of error against TC: trains seven noisy copies (ten minutes)
 # Each builds $(VENV) from requirements.txt first, if it is not there.
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 OUT    ?= out/stdlib
 
-.PHONY: demo test lint joint text
+.PHONY: demo test lint joint text figures
 
 $(VENV)/ready: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "CoCommit needs Python 3.11 or newer")'
@@ -35,9 +36,10 @@ lint: $(VENV)/ready
 # The README's toy tables. A stem is TASK-SEED; make starts again where it was stopped, one file an adapter.
 TASK   = $(word 1,$(subst -, ,$*))
 SEED   = $(word 2,$(subst -, ,$*))
-TRAIN  = $(PY) train.py --data $(TASK) --seed $(SEED) --corruption mask --learning_rate 3e-3 \
-         --log_interval 1000 --eval_interval 5000 --save_interval 5000
-ADAPT  = $(TRAIN) --init_from out/base-$* --n_last 2 --batch_size 16 --max_iters 400 --eval_rows 8 --lora_scope marked
+QUIET  = --log_interval 1000 --eval_interval 5000 --save_interval 5000
+TRAIN  = $(PY) train.py --data $(TASK) --seed $(SEED) --corruption mask --learning_rate 3e-3 $(QUIET)
+ADAPT  = $(TRAIN) --init_from out/base-$* --context clean --n_last 2 --batch_size 16 --max_iters 600 --eval_rows 8 \
+         --lora_scope marked
 CHAIN  = $(ADAPT) --target chain --chain_beam 4
 TOYS   = modes copy pairs mixed gaussian permutation
 SEEDS  = 0 1 2
@@ -51,8 +53,11 @@ joint: $(KINDS:%=out/joint/%/adapter.json)
 .SECONDARY:
 out/base-sum-0/config.json: CONTEXTS =
 CONTEXTS = --n_ctx 8
+BASE   = $(TRAIN) $(CONTEXTS) --factorised --batch_size 64
 out/base-%/config.json: $(VENV)/ready
-	$(TRAIN) $(CONTEXTS) --factorised --batch_size 64 --max_iters $(if $(filter modes,$(TASK)),4000,2000) --out_dir $(@D)
+	$(BASE) --max_iters $(if $(filter modes,$(TASK)),4000,2000) --out_dir $(@D)
+out/edit-%/config.json: $(VENV)/ready
+	$(BASE) --corruption random --max_iters 3000 --out_dir $(@D)
 out/joint/%-clean/adapter.json: out/base-%/config.json
 	$(ADAPT) --out_dir $(@D)
 out/joint/%-chain/adapter.json: out/base-%/config.json
@@ -63,10 +68,38 @@ out/joint/%-chain_all/adapter.json: out/base-%/config.json
 	$(CHAIN) --lora_scope all --learning_rate 1e-3 --out_dir $(@D)
 out/joint/%-noise/adapter.json: out/base-%/config.json
 	$(ADAPT) --target chain --chain_noise --max_iters 3000 --batch_size 32 --out_dir $(@D)
-out/joint/%-visible/adapter.json: out/base-%/config.json
-	$(CHAIN) --mark_visible --max_iters 600 --out_dir $(@D)
+out/joint/%-visible/adapter.json: out/edit-%/config.json
+	$(CHAIN) --init_from out/edit-$* --corruption draft --mark_visible --out_dir $(@D)
 define sum_rule
 out/joint/%-n$(1)_K$(2)/adapter.json: out/base-%/config.json
 	$$(CHAIN) --n_last $(1) --n_rounds $(2) $(if $(filter 2,$(2)),--sample_rounds) --max_iters 1000 --out_dir $$(@D)
 endef
 $(foreach n,1 2 3,$(foreach k,1 2,$(eval $(call sum_rule,$(n),$(k)))))
+
+# The README's curves on text. The learning rates are those with the lower validation loss, of the two tried for each.
+WORDS  = $(PY) train.py --data stdlib --corruption mask --log_interval 100
+FILLER = $(WORDS) --init_from out/text --context clean --confident_share 0.5 --n_last 2 --batch_size 2 \
+         --max_iters 1000 --eval_rows 16 --eval_interval 2000
+FILLERS = out/text_clean out/text_chain out/text_clean_all out/text_chain_all
+
+text: $(FILLERS:%=%/adapter.json)
+	$(PY) evaluate.py --data stdlib --ckpt out/text --adapter $(FILLERS) --curve --plot assets/curve.svg
+	$(PY) evaluate.py --data stdlib --ckpt out/text --tc --plot assets/tc.svg
+out/text/config.json: $(VENV)/ready
+	$(WORDS) --factorised --block_length 16 --max_iters 2400 --out_dir $(@D)
+out/text_clean/adapter.json: out/text/config.json
+	$(FILLER) --lora_scope marked --learning_rate 3e-3 --out_dir $(@D)
+out/text_chain/adapter.json: out/text/config.json
+	$(FILLER) --lora_scope marked --learning_rate 3e-3 --target chain --out_dir $(@D)
+out/text_clean_all/adapter.json: out/text/config.json
+	$(FILLER) --learning_rate 1e-3 --out_dir $(@D)
+out/text_chain_all/adapter.json: out/text/config.json
+	$(FILLER) --learning_rate 1e-3 --target chain --out_dir $(@D)
+
+# The README's figure of error against TC: noisy copies from certain to independent. Needs matplotlib.
+DIAL   = 0.02 0.05 0.1 0.2 0.4 0.7 1.0
+figures: $(DIAL:%=out/dial-%/config.json)
+	$(PY) evaluate.py --data copy --ckpt $(DIAL:%=out/dial-%) --plot assets/dial.svg
+out/dial-%/config.json: $(VENV)/ready
+	$(PY) train.py --data copy --eps $* --n_ctx 8 --n_last 2 --corruption mask --max_iters 800 --batch_size 64 \
+	    --log_interval 1000 --eval_interval 50 --out_dir $(@D)
