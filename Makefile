@@ -33,7 +33,7 @@ lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
-# The README's toy tables. A stem is TASK-SEED; make starts again where it was stopped, one file an adapter.
+# The README's toy tables. A stem is TASK-SEED. Stopped, make begins again with the adapter it was at.
 TASK   = $(word 1,$(subst -, ,$*))
 SEED   = $(word 2,$(subst -, ,$*))
 QUIET  = --log_interval 1000 --eval_interval 5000 --save_interval 5000
@@ -47,6 +47,7 @@ KINDS  = $(foreach t,$(TOYS),$(foreach s,$(SEEDS),$t-$s-clean $t-$s-chain) $t-0-
          $(foreach s,$(SEEDS),modes-$s-noise copy-$s-noise) $(foreach t,modes pairs mixed permutation,$t-0-visible) \
          $(foreach n,1 2 3,sum-0-n$n_K1 sum-0-n$n_K2)
 
+.DELETE_ON_ERROR:
 joint: $(KINDS:%=out/joint/%/adapter.json)
 	$(PY) joint.py --adapter $(KINDS:%=out/joint/%)
 
@@ -55,24 +56,24 @@ out/base-sum-0/config.json: CONTEXTS =
 CONTEXTS = --n_ctx 8
 BASE   = $(TRAIN) $(CONTEXTS) --factorised --batch_size 64
 out/base-%/config.json: $(VENV)/ready
-	$(BASE) --max_iters $(if $(filter modes,$(TASK)),4000,2000) --out_dir $(@D)
+	rm -rf $(@D) && $(BASE) --max_iters $(if $(filter modes,$(TASK)),4000,2000) --out_dir $(@D)
 out/edit-%/config.json: $(VENV)/ready
-	$(BASE) --corruption random --max_iters 3000 --out_dir $(@D)
+	rm -rf $(@D) && $(BASE) --corruption random --max_iters 3000 --out_dir $(@D)
 out/joint/%-clean/adapter.json: out/base-%/config.json
-	$(ADAPT) --out_dir $(@D)
+	rm -rf $(@D) && $(ADAPT) --out_dir $(@D)
 out/joint/%-chain/adapter.json: out/base-%/config.json
-	$(CHAIN) --out_dir $(@D)
+	rm -rf $(@D) && $(CHAIN) --out_dir $(@D)
 out/joint/%-clean_all/adapter.json: out/base-%/config.json
-	$(ADAPT) --lora_scope all --learning_rate 1e-3 --out_dir $(@D)
+	rm -rf $(@D) && $(ADAPT) --lora_scope all --learning_rate 1e-3 --out_dir $(@D)
 out/joint/%-chain_all/adapter.json: out/base-%/config.json
-	$(CHAIN) --lora_scope all --learning_rate 1e-3 --out_dir $(@D)
+	rm -rf $(@D) && $(CHAIN) --lora_scope all --learning_rate 1e-3 --out_dir $(@D)
 out/joint/%-noise/adapter.json: out/base-%/config.json
-	$(ADAPT) --target chain --chain_noise --max_iters 3000 --batch_size 32 --out_dir $(@D)
+	rm -rf $(@D) && $(ADAPT) --target chain --chain_noise --n_last 3 --s_min 4 --learning_rate 5e-3 --batch_size 32 --max_iters 5000 --out_dir $(@D)
 out/joint/%-visible/adapter.json: out/edit-%/config.json
-	$(CHAIN) --init_from out/edit-$* --corruption draft --mark_visible --out_dir $(@D)
+	rm -rf $(@D) && $(CHAIN) --init_from out/edit-$* --corruption draft --mark_visible --out_dir $(@D)
 define sum_rule
 out/joint/%-n$(1)_K$(2)/adapter.json: out/base-%/config.json
-	$$(CHAIN) --n_last $(1) --n_rounds $(2) $(if $(filter 2,$(2)),--sample_rounds) --max_iters 1000 --out_dir $$(@D)
+	rm -rf $$(@D) && $$(CHAIN) --n_last $(1) --n_rounds $(2) $(if $(filter 2,$(2)),--sample_rounds) --max_iters 1000 --out_dir $$(@D)
 endef
 $(foreach n,1 2 3,$(foreach k,1 2,$(eval $(call sum_rule,$(n),$(k)))))
 
@@ -86,20 +87,20 @@ text: $(FILLERS:%=%/adapter.json)
 	$(PY) evaluate.py --data stdlib --ckpt out/text --adapter $(FILLERS) --curve --plot assets/curve.svg
 	$(PY) evaluate.py --data stdlib --ckpt out/text --tc --plot assets/tc.svg
 out/text/config.json: $(VENV)/ready
-	$(WORDS) --factorised --block_length 16 --max_iters 2400 --out_dir $(@D)
+	rm -rf $(@D) && $(WORDS) --factorised --block_length 16 --max_iters 2400 --out_dir $(@D)
 out/text_clean/adapter.json: out/text/config.json
-	$(FILLER) --lora_scope marked --learning_rate 3e-3 --out_dir $(@D)
+	rm -rf $(@D) && $(FILLER) --lora_scope marked --learning_rate 3e-3 --out_dir $(@D)
 out/text_chain/adapter.json: out/text/config.json
-	$(FILLER) --lora_scope marked --learning_rate 3e-3 --target chain --out_dir $(@D)
+	rm -rf $(@D) && $(FILLER) --lora_scope marked --learning_rate 3e-3 --target chain --out_dir $(@D)
 out/text_clean_all/adapter.json: out/text/config.json
-	$(FILLER) --learning_rate 1e-3 --out_dir $(@D)
+	rm -rf $(@D) && $(FILLER) --learning_rate 1e-3 --out_dir $(@D)
 out/text_chain_all/adapter.json: out/text/config.json
-	$(FILLER) --learning_rate 1e-3 --target chain --out_dir $(@D)
+	rm -rf $(@D) && $(FILLER) --learning_rate 1e-3 --target chain --out_dir $(@D)
 
 # The README's figure of error against TC: noisy copies from certain to independent. Needs matplotlib.
 DIAL   = 0.02 0.05 0.1 0.2 0.4 0.7 1.0
 figures: $(DIAL:%=out/dial-%/config.json)
 	$(PY) evaluate.py --data copy --ckpt $(DIAL:%=out/dial-%) --plot assets/dial.svg
 out/dial-%/config.json: $(VENV)/ready
-	$(PY) train.py --data copy --eps $* --n_ctx 8 --n_last 2 --corruption mask --max_iters 800 --batch_size 64 \
+	rm -rf $(@D) && $(PY) train.py --data copy --eps $* --n_ctx 8 --n_last 2 --corruption mask --max_iters 800 --batch_size 64 \
 	    --log_interval 1000 --eval_interval 50 --out_dir $(@D)

@@ -38,7 +38,7 @@ from limits import distinct_experts, forward_bytes, report_limits
 from model import PRESETS, Config, Model, MoE, new_model, sequence_context
 from options import DTYPES
 from sample import Decoding, generate, step
-from train import Marked, factorised_forward, split_forward
+from train import Marked, factorised_forward, marked_forward, split_forward
 
 # R rows, T positions, B block_length, C channels, V vocabulary, L layers, n = n_last, E experts, A active experts,
 # N tokens, H heads, G key/value heads, D head dim
@@ -263,8 +263,10 @@ def random_rows(cfg: Config, R: int, T: int, device: torch.device) -> tuple[Tens
 
 def training_step(cfg: Config, R: int, T: int, variant: str, device: str) -> Callable[[], None]:
     """Forward and backward of R rows, the optimizer left out: it costs the same in every variant.
-    variant: words out of factorised, checkpointing, bf16, compile."""
+    variant: words out of factorised, adapters, marked, checkpointing, bf16, compile."""
     model = new_model(cfg, generator("bench"), device)
+    if "adapters" in variant:
+        model.add_lora(16, 32, generator("bench", "lora"), "marked" if "marked" in variant else "all")
     model.checkpointing = "checkpointing" in variant
     model.compute_dtype = torch.bfloat16 if "bf16" in variant else torch.float32
     if "compile" in variant:
@@ -277,7 +279,8 @@ def training_step(cfg: Config, R: int, T: int, variant: str, device: str) -> Cal
         if "factorised" in variant:
             loss, _ = factorised_forward(model, x, z, kind, ctx)
         else:
-            loss, _ = split_forward(model, x, z, kind, Marked(bundle, x, kind, 1), ctx)
+            forward = marked_forward if "marked" in variant else split_forward
+            loss, _ = forward(model, x, z, kind, Marked(bundle, x, kind, 1), ctx)
         (loss / x.numel()).backward()
         model.zero_grad(set_to_none=False)
 
@@ -300,12 +303,14 @@ def train(device: torch.device, args: Namespace) -> None:
     one, two = interleaved(*(training_step(*shape, v, device.type) for v in ("factorised", "split")), repeats=S.repeats)
     print(f"  one branch {1e3 * one:.0f} ms, two branches {1e3 * two:.0f} ms: {two / one:.3f}x; (L + n) / L = "
           f"{(L + n) / L:.3f}, so {two / one / ((L + n) / L):.3f} of it; two full passes would be 2")  # fmt: skip
-    variants = ["fp32", "fp32 checkpointing", "bf16"] + (["bf16 compile"] if S.compile else [])
+    variants = ["fp32", "fp32 checkpointing", "fp32 adapters", "fp32 adapters marked", "bf16"]
+    variants += ["bf16 compile"] if S.compile else []
     seconds = interleaved(*(training_step(*shape, v, device.type) for v in variants), repeats=3)
     memory = peaks([(warm_step, (*shape, v, device.type)) for v in variants], device)
     for variant, s, size in zip(variants, seconds, memory, strict=True):
-        print(f"  {variant:18}  {1e3 * s:6.0f} ms, {s / seconds[0]:.2f}x; peak beyond weights and gradients "
+        print(f"  {variant:20}  {1e3 * s:6.0f} ms, {s / seconds[0]:.2f}x; peak beyond weights and gradients "
               f"{mb(size)}")  # fmt: skip
+    print("  (adapters: LoRA on a frozen model, in every pass or in the marked pass of the last n layers alone)")
     print("  (compile: each layer; only in bf16, the one dtype in which grouped_mm can be traced)")
 
 
@@ -384,10 +389,8 @@ def checkpoint_forward(device: torch.device, args: Namespace) -> None:
 
     def report(name: str, run: Callable[[], object]) -> None:
         (s,) = interleaved(run, repeats=4 * S.repeats)
-        against = f", {s * args.bandwidth * 1e9 / size:.2f}x the floor at {args.bandwidth:.0f} GB/s" * bool(
-            args.bandwidth
-        )
-        print(f"  {name:15}  {1e3 * s:7.2f} ms, {size / s / 1e9:.1f} GB/s{against}")
+        floor = f", {s * args.bandwidth * 1e9 / size:.2f}x the floor" if args.bandwidth else ""
+        print(f"  {name:15}  {1e3 * s:7.2f} ms, {size / s / 1e9:.1f} GB/s{floor}")
 
     run = lambda: model(ids, ctx)  # noqa: E731
     report("eager", run)

@@ -33,7 +33,14 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str
     """One file of whole tensors, sharded ones gathered one by one; every process takes part, process 0 writes."""
     whole = {k: parallel.gather(v) for k, v in tensors.items()}
     if parallel.RANK == 0:
-        replace_file(path, lambda p: save_file(whole, p, metadata))
+        replace_file(path, lambda p: write_tensors(p, whole, metadata))
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None) -> None:
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as e:  # a full disk
+        raise OSError(str(e)) from e
 
 
 def save_model(model: Model, folder: Path, metadata: dict[str, str] | None = None) -> None:

@@ -34,11 +34,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from checkpoint import adapter_settings, read_config, read_tensors, weight_files
+from checkpoint import adapter_settings, read_config, read_tensors, weight_files, write_tensors
 from data import EOS, MASK, Parser, bpe_tokenizer, fail, read_json, replace_file, write_json
 from model import PRESETS, Config, Linear, Model
 
@@ -454,6 +453,10 @@ def convert(args: argparse.Namespace) -> None:
 def export(args: argparse.Namespace) -> None:
     """Ours, with or without an adapter, -> released."""
     cfg, found = read_config(args.src), survey(args.src)
+    if cfg.noise:
+        fail(
+            f"{args.src} was trained with --chain_noise: the released layout has no place for the noise of its markers"
+        )
     lora, scale, markers, n_last = {}, 0.0, None, cfg.n_last
     if args.adapter is not None:
         settings, lora, markers = read_adapter(args.adapter)
@@ -498,12 +501,13 @@ def read_adapter(folder: Path) -> tuple[dict, dict[str, Tensor], Tensor]:
     for name in expected:
         if state[name].dim() != 2 or state[name].shape[name.endswith("B")] != r:
             fail(f"{path}: {name} {list(state[name].shape)} is not of rank {r}")
-    return settings, state, state.pop("markers")
+    markers = state.pop("markers")
+    return settings, state, markers
 
 
 def write_markers(path: Path, markers: Tensor, n_last: int, scope: str) -> None:
     metadata = {"n_last": str(n_last), "lora_scope": scope}
-    replace_file(path, lambda p: save_file({"markers": markers}, p, metadata))
+    replace_file(path, lambda p: write_tensors(p, {"markers": markers}, metadata))
 
 
 def to_peft(args: argparse.Namespace) -> None:
@@ -531,7 +535,9 @@ def to_peft(args: argparse.Namespace) -> None:
         "layers_pattern": None if scope == "all" else "layers",
     }
     files: Files = {
-        "adapter_model.safetensors": lambda path: replace_file(path, lambda p: save_file(state, p, {"format": "pt"})),
+        "adapter_model.safetensors": lambda path: replace_file(
+            path, lambda p: write_tensors(p, state, {"format": "pt"})
+        ),
         "markers.safetensors": partial(write_markers, markers=markers, n_last=n_last, scope=scope),
         "adapter_config.json": partial(write_json, value=config),
     }

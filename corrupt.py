@@ -10,7 +10,8 @@ What is and is not corrupted:
     prompt (toys, conditional data)   never corrupted, no loss
     padding                           never corrupted, no loss, not attended to
     eos that ends a document          an ordinary token: masked, drafted and predicted like any other
-    [M] and other special tokens      never drawn as a random substitute, never written by a draft
+    [M]                               never drawn as a random substitute, never written by a draft
+    other special tokens              never drawn as a random substitute
 
 Corruptions (each block draws its own mask ratio from U(0, 1)):
     mask      masks alone; there is no W
@@ -247,7 +248,9 @@ def model_draft(folder: str) -> tuple[Draft, int]:
     @torch.no_grad()
     def predict(z: Tensor, where: Tensor) -> Tensor:
         ctx = sequence_context(model.cfg, torch.ones_like(z, dtype=torch.bool), torch.float32)
-        return model(z, ctx)[where].argmax(-1)
+        logits = model(z, ctx)[where]
+        logits[:, model.cfg.mask_id] = float("-inf")
+        return logits.argmax(-1)
 
     return predict, model.cfg.block_length
 

@@ -35,7 +35,7 @@ from tqdm import tqdm
 from cache import Cached
 from checkpoint import adapter_geometry, load_adapter, load_model
 from corrupt import chain_decode, choose
-from data import Filter, Tokenizer, fail, generator, is_validation, load_text
+from data import Filter, Tokenizer, fail, generator, is_validation, load_text, replace_file
 from model import Model
 from sample import Decoding, load_tokenizer, step
 
@@ -231,9 +231,9 @@ def load_decoders(args: Namespace, device: torch.device) -> tuple[Model, dict[st
     for folder in args.adapter:
         model = load_model(args.ckpt[0], device, torch.float32, **adapter_geometry(folder))
         load_adapter(model, folder)
-        decoders[Path(folder).name] = model, model.cfg.n_rounds
+        decoders[folder] = model, model.cfg.n_rounds
         if model.lora_scope == "all":
-            decoders[f"{Path(folder).name}, B off"] = model, 0
+            decoders[f"{folder}, B off"] = model, 0
     return base, decoders
 
 
@@ -382,6 +382,6 @@ def canvas(columns: int = 1):
 
 
 def save(plt, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    plt.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    date = {"metadata": {"Date": None}} if path.suffix == ".svg" else {}
+    replace_file(path, lambda p: plt.savefig(p, format=path.suffix[1:] or "png", **date))
     print(f"wrote {path}")

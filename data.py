@@ -19,6 +19,7 @@ import os
 import sys
 import sysconfig
 import unicodedata
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,7 +104,7 @@ def pick_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         torch.empty(1, device=name).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as e:
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as e:
         fail(f"--device {name} is not usable here: {str(e).splitlines()[0]}")
     return torch.device(name)
 
@@ -277,14 +278,16 @@ class Filter:
 
 def load_text(sources: list[str], keep: Filter) -> list[tuple[str, str]]:
     """Documents as (stable name, text): `stdlib`, or .txt / folder / .jsonl / .jsonl.gz / .parquet paths."""
-    if sources == ["stdlib"]:
-        return list(walk(Path(sysconfig.get_path("stdlib")), "*.py", {"test", "tests", "idle_test", "site-packages"}))
     documents: list[tuple[str, str]] = []
     for source in sources:
         path = Path(source)
-        if not path.exists():
+        if source == "stdlib":
+            skip = {"test", "tests", "idle_test", "site-packages"}
+            found = walk(Path(sysconfig.get_path("stdlib")), "*.py", skip)
+        elif not path.exists():
             fail(f"--data {source}: no such file or folder (and not `stdlib` or the name of a toy)")
-        found = walk(path, "*", set()) if path.is_dir() else read_file(path, path.name, keep)
+        else:
+            found = walk(path, "*", set()) if path.is_dir() else read_file(path, path.name, keep)
         for document in found:
             documents.append(document)
             if len(documents) == keep.max_docs:
@@ -318,7 +321,7 @@ def read_file(path: Path, name: str, keep: Filter) -> Iterator[tuple[str, str]]:
             yield name, path.read_text(encoding="utf-8")
     except json.JSONDecodeError as e:
         fail(f"--data {path}: a line is not JSON ({e}); expected one record with a `text` field a line")
-    except (OSError, EOFError, UnicodeDecodeError) as e:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as e:
         fail(f"--data {path} cannot be read as text: {e}")
 
 
@@ -326,6 +329,8 @@ def texts_of(records: Iterator[tuple[int, dict]], name: str, keep: Filter) -> It
     for n, record in records:
         if not isinstance(record, dict) or not isinstance(record.get("text"), str):
             fail(f"--data {name}: record {n} has no `text` field")
+        if not all(isinstance(record.get(f), int | float | None) for f in ("int_score", "token_count")):
+            fail(f"--data {name}: record {n} has an int_score or token_count that is no number")
         if keep.keeps(record):
             yield f"{name}:{n}", record["text"]
 
@@ -428,6 +433,8 @@ def main() -> None:
     )
     group.add_argument("--seq_len", type=int, default=256, help="ids in a row")
     args = parser.parse_args()
+    if args.seq_len < 1:
+        fail(f"--seq_len {args.seq_len}: a row holds at least one id")
     tokenizer = byte_tokenizer()
     train, val = load_sequences(args.data, tokenizer, args.seq_len, 0, Filter())
     for name, part in (("train", train), ("validation", val)):

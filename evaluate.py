@@ -270,9 +270,12 @@ def load_task(name: str, ckpt: str) -> Toy:
     if name not in toy.TASKS:
         fail(f"--data {name} is no toy: choose from {', '.join(toy.TASKS)}")
     settings = read_json(Path(ckpt) / "toy.json", "toy settings (a checkpoint of train.py --data TOY)")
-    if settings.pop("name") != name:
+    if settings.pop("name", None) != name:
         fail(f"{ckpt} was trained on another toy than --data {name}")
-    return toy.make(name, **settings)
+    try:
+        return toy.make(name, **settings)
+    except (TypeError, ValueError) as e:
+        fail(f"{ckpt}/toy.json is damaged: {e}")
 
 
 def main() -> None:
@@ -293,6 +296,10 @@ def main() -> None:
     only_text = curves.add_arguments(parser)
     only_task = runs.add_arguments(parser)
     args = parser.parse_args()
+    if parallel.WORLD > 1 and not args.task:
+        fail("several processes are for --task; the rest is the work of one: leave torchrun out")
+    if args.curve and args.tc:
+        fail("--curve or --tc, one at a time")
     if args.curve or args.tc:
         if not args.data or not args.ckpt or args.task or args.table:
             fail("--curve and --tc measure text: give --data (stdlib, a file or a folder) and --ckpt, and no --task")
@@ -315,8 +322,6 @@ def main() -> None:
             adapt = f"python train.py --data {args.data} --init_from out/base --n_last N --learning_rate 1e-3"
             adapt += " --max_iters 500 --out_dir out/nN"
             fail(f"{lacking[0]} is missing: give --ckpt and --adapter, or run `{make}`, then `{adapt}` for each N")
-    if parallel.WORLD > 1 and not args.task:
-        fail("several processes are for --task; the rest is the work of one: leave torchrun out")
     if not args.runs and not args.ckpt:
         fail(f"--{what[0]} needs --ckpt")
     if (args.runs and not args.table) or (args.task and args.table) or (args.data and args.table == "main"):

@@ -6,8 +6,9 @@ Every adapter is compared with its own frozen base (it knows which), the whole a
     chain            the same for the base one token at a time: what a chain target can teach at most
     B mode           share in which Stage B writes the joint mode
     A drift          KL(base's marginal || adapted Stage A's), nats, the mean over positions and contexts
-    sampled KL       KL(p || q) of joint samples (--chain_noise), as a share of TC, with the estimator's standard error
-    repair           a planted incoherent answer made coherent in one step: by Stage A's edits, by joint revision
+    x a step         what a training step costs, as a multiple of the same step without chain targets
+    sampled KL/TC    KL(p || q) of joint samples (--chain_noise), as a share of TC; and the estimator's standard error
+    repair A, B      a planted incoherent answer made coherent in one step: by Stage A's edits, by joint revision
 
 Seeds of one kind are one row: the mean, and the worst seed in brackets. It refuses adapters that were not trained on a
 toy, and folders without their train.json.
@@ -114,9 +115,10 @@ def read_settings(folder: str) -> dict:
     """train.json and adapter.json of an adapter of a toy, and the median cost of its steps."""
     settings = read_json(Path(folder) / "train.json", "settings of an adapter (train.py --init_from DIR)")
     settings |= adapter_settings(folder)
-    if settings["data"][0] not in toy.TASKS:
-        fail(f"{folder} was trained on {settings['data'][0]}, which is no toy: its distribution is not known")
-    costs = [json.loads(line).get("times_plain_step") for line in (Path(folder) / "log.jsonl").read_text().splitlines()]
+    if not settings.get("data") or settings["data"][0] not in toy.TASKS:
+        fail(f"{folder} was trained on {settings.get('data')}, which is no toy: its distribution is not known")
+    log = Path(folder) / "log.jsonl"
+    costs = [json.loads(line).get("times_plain_step") for line in log.read_text().splitlines()] if log.exists() else []
     costs = sorted(c for c in costs if c is not None)
     return settings | {"times_plain_step": costs[len(costs) // 2] if costs else math.nan}
 

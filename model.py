@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # N = R*T tokens, E experts, A active experts, F expert width, L layers, n = n_last, K = n_rounds, B block_length
 
 
-NOISE_WAVES = 16  # cos(0), cos(pi u) .. cos(15 pi u): fine enough to tell CDF steps of 1/16 apart
+NOISE_WAVES = 32  # cos(0), cos(pi u) .. cos(31 pi u): fine enough to tell CDF steps of 1/32 apart
 
 
 @dataclass
@@ -73,13 +73,11 @@ class Config:
     tokenizer: str = "bytes"  # "bytes", "bpe" (tokenizer.json beside the weights) or "toy" (toy.json beside them)
 
     def __post_init__(self) -> None:
-        if (
-            min(self.n_layer, self.n_head, self.n_kv_head, self.n_embd, self.n_group, self.topk_group, self.n_active)
-            < 1
-        ):
-            fail("impossible model: layers, heads, widths, groups and active experts must be positive")
+        for name in ("n_layer", "n_head", "n_kv_head", "n_embd", "n_group", "topk_group", "n_active"):
+            if getattr(self, name) < 1:
+                fail(f"impossible model: {name} must be positive, not {getattr(self, name)}")
         groups_ok = self.n_expert % self.n_group == 0 and self.topk_group <= self.n_group
-        chosen_from = self.topk_group * (self.n_expert // max(1, self.n_group))
+        chosen_from = self.topk_group * (self.n_expert // self.n_group)
         for ok, what in (
             (self.n_head % self.n_kv_head == 0, "n_head must be a multiple of n_kv_head"),
             (0 < self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0, "rotary_dim: even, at most head_dim"),
@@ -206,7 +204,6 @@ class Linear(nn.Linear):
 
     def add_lora(self, r: int, alpha: float, generator: torch.Generator) -> None:
         assert self.lora_A is None, "this layer already has LoRA"
-        self.weight.requires_grad_(False)
         device = self.weight.device
         A = torch.empty(r, self.in_features)
         nn.init.kaiming_uniform_(A, a=math.sqrt(5), generator=generator)

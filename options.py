@@ -149,6 +149,8 @@ def settle(args: Namespace, given: set[str]) -> Namespace:
     check(args)
     if (Path(args.out_dir) / "train.json").exists():
         fail(f"{args.out_dir} already holds a run: add --init_from resume to go on, or choose another --out_dir")
+    if (Path(args.out_dir) / "config.json").exists():
+        fail(f"{args.out_dir} already holds a checkpoint: choose another --out_dir")
     return args
 
 
@@ -234,7 +236,7 @@ def build_model(args: Namespace, task: toy.Toy | None, device: torch.device) -> 
     if args.init_from == "scratch":
         cfg = PRESETS[args.preset]
         n_last = args.n_last or max(1, cfg.n_layer // 2)
-        ids = dict(eos_id=256, mask_id=257)
+        ids = dict(eos_id=256, mask_id=257, tokenizer="bytes")
         if task is not None:
             ids = dict(eos_id=task.eos_id, mask_id=task.mask_id, vocab_size=task.vocab_size, tokenizer="toy")
         block_length = task.m if task else args.block_length or 8

@@ -113,7 +113,7 @@ def share(first: int, n: int, size: int) -> list[tuple[int, int]]:
 
 def total(t: Tensor) -> Tensor:
     """The sum over processes, the same bits on each."""
-    if LAUNCHED:
+    if dist.is_initialized():
         dist.all_reduce(t)
     return t
 
@@ -121,7 +121,7 @@ def total(t: Tensor) -> Tensor:
 def largest(n: int | bool) -> int:
     """The largest of all processes' numbers; of flags, whether any is set."""
     t = torch.tensor(int(n))
-    if LAUNCHED:
+    if dist.is_initialized():
         dist.all_reduce(t, dist.ReduceOp.MAX)
     return int(t)
 

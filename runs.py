@@ -39,7 +39,7 @@ from benchmarks import TASKS, Item, Task, read_jsonl
 from checkpoint import adapter_geometry, adapter_settings, load_adapter, load_model, read_config, weight_files
 from data import Parser, Tokenizer, fail, replace_file
 from model import Config, Model
-from sample import MODES, Decoding, Output, generate, load_tokenizer, number_or_none, settle_args
+from sample import MODES, Decoding, Output, generate, load_tokenizer, number, number_or_none, settle_args
 from tables import Q, Run, differences, digest, evalplus_folder, read_run, summary, verdict_file, wilson
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def add_arguments(parser: Parser) -> list[str]:
     for action in (
         add("--gen_length", type=int, default=Q.gen_length, help="tokens, less where a prompt leaves less room"),
         add("--mode", choices=MODES, default="q", help="q: tau_m2t 0.7, tau_t2t 0.5; s: 0.5 and 0.0"),
-        add("--tau_m2t", type=float, help="fill masks whose probability is above this"),
+        add("--tau_m2t", type=number, help="fill masks whose probability is above this"),
         add("--tau_t2t", type=number_or_none, default=SUPPRESS,
             help='edit above this, or "none" (default: the mode\'s without Stage B, 0 with it: any disagreement)'),
         add("--n_rounds", type=int, help="K (default: the adapter's; without one 0, the released decoder)"),

@@ -17,6 +17,7 @@ It refuses an empty prompt and one that does not fit the model's positions.
 import argparse
 import codecs
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -264,6 +265,7 @@ def step_record(s: dict[str, Tensor], r: int, start: int) -> dict:
         "before": v["before"],
         "after": v["after"],
         "bundle": [start + i for i in bundle],
+        "partial": any(v["marks"]),
         "fill": [dict(at=start + i, token=v["after"][i], conf=round(v["conf"][i], 4), token_a=v["token_a"][i],
                       conf_a=round(v["conf_a"][i], 4)) for i in bundle],
         "edit": [dict(at=start + i, old=v["before"][i], token=v["after"][i], conf=round(v["conf"][i], 4))
@@ -305,7 +307,8 @@ def build_parser() -> Parser:
     g.add_argument("--top_p", type=float, default=1.0, help="with temperature: keep this much mass (1: all)")
     g.add_argument("--seed", type=int, default=0)
     g = p.add_argument_group("Stage B (paper, Table 2)")
-    g.add_argument("--n_rounds", type=int, help="K; 0: Stage B off, the released decoder (default: as trained)")
+    g.add_argument("--n_rounds", type=int,
+                   help="K; 0: Stage B off, the released decoder (default: as trained; 0 where no marker was trained)")
     g.add_argument("--fill_from", choices=["A", "B"], default="B", help="which stage's logits fill masks")
     g.add_argument("--edit_from", choices=["A", "B"], default="B", help="which stage's logits edit")
     g.add_argument("--mark_visible", action="store_true",
@@ -324,24 +327,29 @@ def build_parser() -> Parser:
 
 
 def number_or_none(text: str) -> float | None:
+    if text.lower() == "none":
+        return None
     try:
-        return None if text.lower() == "none" else float(text)  # nan compares false: it would mean "never"
+        value = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f'{text!r} is neither a number nor "none"') from None
+        value = math.nan
+    if math.isnan(value):  # it compares false: it would silently mean "never"
+        raise argparse.ArgumentTypeError(f'{text!r} is neither a number nor "none"')
+    return value
 
 
 def number(text: str) -> float:
     value = number_or_none(text)
-    if value is None or value != value:  # a gate of nan would be silently never passed
+    if value is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number")
     return value
 
 
 def load_tokenizer(folder: Path, kind: str) -> Tokenizer | None:
     """None for toys, whose tokens are numbers."""
-    return {"bytes": byte_tokenizer, "bpe": lambda: bpe_tokenizer(folder / "tokenizer.json"), "toy": lambda: None}[
-        kind
-    ]()
+    if kind == "bpe":
+        return bpe_tokenizer(folder / "tokenizer.json")
+    return byte_tokenizer() if kind == "bytes" else None
 
 
 def read_prompts(args: argparse.Namespace, tokenizer: Tokenizer | None, model: Model) -> list[list[int]]:
@@ -376,20 +384,16 @@ def read_prompts(args: argparse.Namespace, tokenizer: Tokenizer | None, model: M
 
 
 def settle_args(args: argparse.Namespace, model: Model) -> Decoding:
-    for name, least in (
-        ("gen_length", 1),
-        ("max_post_steps", 0),
-        ("num_to_transfer", 1),
-        ("temperature", 0),
-        ("top_k", 0),
-    ):
+    for name, least in dict(gen_length=1, max_post_steps=0, num_to_transfer=1, temperature=0, top_k=0).items():
         if not least <= getattr(args, name) < float("inf"):
             fail(f"--{name} must be at least {least} and finite, not {getattr(args, name)}")
     if not 0 < args.top_p <= 1:
         fail(f"--top_p is a share above 0 and up to 1, not {args.top_p}")
     if model.cfg.noise and args.temperature not in (0, 1):
         fail(f"--temperature {args.temperature}: this checkpoint was trained to sample jointly at 1 (or greedily at 0)")
-    rounds = model.cfg.n_rounds if args.n_rounds is None else args.n_rounds
+    rounds = args.n_rounds
+    if rounds is None:  # zero markers, as a converted checkpoint has: Stage B would be Stage A
+        rounds = model.cfg.n_rounds if model.markers.any() else 0
     if not 0 <= rounds <= model.cfg.n_rounds:
         fail(f"--n_rounds {rounds}: this checkpoint has markers for 0..{model.cfg.n_rounds} rounds")
     gates = {k: v if getattr(args, k) is None else getattr(args, k) for k, v in MODES[args.mode].items()}
@@ -426,8 +430,7 @@ class Stream:
         print(self.utf8.decode(self.tokenizer.decode_bytes(new)), end="", flush=True)
 
 
-def main() -> None:
-    args = build_parser().parse_args()
+def run(args: argparse.Namespace) -> None:
     device = pick_device(args.device)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
     model = load_model(args.ckpt, device, dtype, block_length=args.block_length, **adapter_geometry(args.adapter))
@@ -465,6 +468,16 @@ def main() -> None:
         if args.trace:
             show_trace(record)
         print(f"[{counts_line(output, model, seconds if len(outputs) == 1 else None)}]")
+
+
+def main() -> None:
+    args = build_parser().parse_args()
+    try:
+        run(args)
+    except KeyboardInterrupt:
+        fail("interrupted")
+    except torch.OutOfMemoryError:
+        fail("out of memory: add --dtype bf16, shorten --gen_length, or give fewer prompts")
 
 
 if __name__ == "__main__":

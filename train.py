@@ -315,11 +315,7 @@ def report(record: dict, log: TextIO, args: Namespace, shown: bool) -> None:
         terms = [f"{t} {record[f'{t}_{b}']:.3f}" for t in ("m2t", "edit", "clean") if f"{t}_{b}" in record]
         parts += [f"branch {b} " + " ".join(terms)] if terms else []
     if "loss" in record:
-        parts += [
-            f"lr {record['lr']:.1e}",
-            f"norm {record['grad_norm']:.2f}",
-            f"{record['ms']:.0f} ms",
-        ]
+        parts += [f"lr {record['lr']:.1e}", f"norm {record['grad_norm']:.2f}", f"{record['ms']:.0f} ms"]
         if args.target == "chain":
             parts[-1] += f", {record['times_plain_step']:.1f} x a step without chain targets"
     if "block_1" in record:
@@ -414,7 +410,7 @@ def main() -> None:
         with parallel.together(how_to_resume(args)):
             run(args)
     except KeyboardInterrupt:
-        fail("interrupted before anything was trained")
+        fail(f"interrupted at once: what was done since the last save is lost; go on with: {how_to_resume(args)}")
     except torch.OutOfMemoryError:
         fail("out of memory: lower --micro_batch or --seq_len, or add --checkpointing")
 

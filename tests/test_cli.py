@@ -1,9 +1,11 @@
 """A user's mistake: one line that says what is wrong and what to do, exit code 2. `pytest tests/test_cli.py`"""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from common import command_line, refused, tiny_model
@@ -201,3 +203,5 @@ def test_help_is_a_manual(script, monkeypatch, capsys):
 
 def test_no_pickle_anywhere(ckpt):
     assert {p.suffix for p in ckpt.iterdir()} == {".json", ".safetensors"}
+    for path in Path(train.__file__).parent.glob("*.py"):
+        assert not re.search(r"import pickle|torch\.(save|load)\b|np\.(save|load)\b", path.read_text()), path.name

@@ -44,6 +44,7 @@ def one_step(
     new = {at: token for at, (token, _) in fill.items()} | (edit or {})
     return dict(
         start=start, before=before, after=[new.get(start + i, t) for i, t in enumerate(before)], bundle=list(fill),
+        partial=bool(fill),
         fill=[dict(at=at, token=b, conf=0.75, token_a=a, conf_a=0.5) for at, (b, a) in fill.items()],
         edit=[dict(at=at, old=before[at - start], token=t, conf=0.75) for at, t in (edit or {}).items()],
         conf=[0.75] * len(before),
@@ -70,9 +71,12 @@ def test_every_character_of_a_token_can_be_seen():
     assert pieces([5], [one_step(0, [5, 9], {1: (6, 7)})], None, 9) == {"5": "5", "6": "6", "7": "7", "9": "▒"}
 
 
+@pytest.mark.parametrize("mark_visible", [False, True])
 @pytest.mark.parametrize("n_rounds", [0, 1, 2])
-def test_running_counts_end_in_the_decoders_and_states_in_its_text(n_rounds):
-    d = Decoding(gen_length=29, tau_m2t=0.3, tau_t2t=0.0, max_post_steps=3, n_rounds=n_rounds)
+def test_running_counts_end_in_the_decoders_and_states_in_its_text(n_rounds, mark_visible):
+    d = Decoding(
+        gen_length=29, tau_m2t=0.3, tau_t2t=0.0, max_post_steps=3, n_rounds=n_rounds, mark_visible=mark_visible
+    )
     prompts = [random_ids(1, n, 100)[0].tolist() for n in (3, 13, 16)]
     commits = 0
     for prompt, out in zip(prompts, generate(tiny_model(), prompts, d, trace=True), strict=True):
