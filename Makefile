@@ -1,3 +1,4 @@
+# make picture  joint against factorised on a toy: a base, an adapter, the table, and one page with both decodes (minutes)
 # make demo     train the split forward on the standard library's source, then sample with a trace (minutes, 2 cores)
 # make test     run the test suite
 # make lint     ruff: lint and format
@@ -11,13 +12,26 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 OUT    ?= out/stdlib
 
-.PHONY: demo test lint joint text figures
+.PHONY: picture demo test lint joint text figures
 
 $(VENV)/ready: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "CoCommit needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
+
+PICTURE = --prompt_ids 24,24,24,24 --gen_length 4 --select all --tau_t2t none
+picture: $(VENV)/ready
+	rm -rf out/picture out/picture_joint
+	$(PY) train.py --data modes --n_ctx 8 --factorised --corruption mask --max_iters 1200 --log_interval 400 --out_dir out/picture
+	$(PY) train.py --data modes --init_from out/picture --n_last 2 --lora_scope marked --target chain --chain_beam 4 \
+	    --corruption mask --context clean --learning_rate 3e-3 --batch_size 16 --max_iters 300 --eval_rows 8 --log_interval 100 \
+	    --out_dir out/picture_joint
+	$(PY) evaluate.py --data modes --ckpt out/picture --adapter out/picture_joint
+	$(PY) sample.py --ckpt out/picture $(PICTURE) --json > out/factorised.json
+	$(PY) sample.py --ckpt out/picture --adapter out/picture_joint $(PICTURE) --json > out/joint.json
+	$(PY) sample.py --ckpt out/picture --adapter out/picture_joint $(PICTURE) --trace
+	$(PY) trace_page.py out/factorised.json out/joint.json --out out/picture.html
 
 # Greedily, a model this small writes mostly blanks, the likeliest byte of a far position: hence --temperature 1.
 demo: $(VENV)/ready
@@ -87,7 +101,7 @@ text: $(FILLERS:%=%/adapter.json)
 	$(PY) evaluate.py --data stdlib --ckpt out/text --adapter $(FILLERS) --curve --plot assets/curve.svg
 	$(PY) evaluate.py --data stdlib --ckpt out/text --tc --plot assets/tc.svg
 out/text/config.json: $(VENV)/ready
-	rm -rf $(@D) && $(WORDS) --factorised --block_length 16 --max_iters 2400 --out_dir $(@D)
+	rm -rf $(@D) && $(WORDS) --factorised --block_length 16 --max_iters 2400 $(SIZE) --out_dir $(@D)
 out/text_clean/adapter.json: out/text/config.json
 	rm -rf $(@D) && $(FILLER) --lora_scope marked --learning_rate 3e-3 --out_dir $(@D)
 out/text_chain/adapter.json: out/text/config.json

@@ -50,7 +50,6 @@ class Task:
 
     name: str
     title: str
-    metric: str
     n_official: int
     base: float
     ours: float
@@ -521,12 +520,12 @@ MBPP = (partial(read_code, family="Mbpp"), *CODE)
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
-        Task("gsm8k", "GSM8K", "accuracy", 1319, 89.61, 91.13, 0.26, 0.34, *GSM8K),
-        Task("cmath", "CMATH", "accuracy", 1098, 92.26, 91.99, 0.32, 0.45, *CMATH),
-        Task("gpqa", "GPQA-Diamond", "accuracy", 198, 43.94, 46.97, 0.41, 0.35, *GPQA),
-        Task("drop", "DROP", "exact match", 9536, 84.14, 83.93, 0.33, 0.29, *DROP),
-        Task("piqa", "PIQA", "accuracy", 1838, 80.90, 84.60, 0.76, 0.44, *PIQA),
-        Task("humaneval", "HumanEval+", "pass@1", 164, 76.83, 82.32, 0.14, 0.16, *HUMANEVAL),
-        Task("mbpp", "MBPP+", "pass@1", 378, 68.78, 70.11, 0.18, 0.18, *MBPP),
+        Task("gsm8k", "GSM8K", 1319, 89.61, 91.13, 0.26, 0.34, *GSM8K),
+        Task("cmath", "CMATH", 1098, 92.26, 91.99, 0.32, 0.45, *CMATH),
+        Task("gpqa", "GPQA-Diamond", 198, 43.94, 46.97, 0.41, 0.35, *GPQA),
+        Task("drop", "DROP", 9536, 84.14, 83.93, 0.33, 0.29, *DROP),
+        Task("piqa", "PIQA", 1838, 80.90, 84.60, 0.76, 0.44, *PIQA),
+        Task("humaneval", "HumanEval+", 164, 76.83, 82.32, 0.14, 0.16, *HUMANEVAL),
+        Task("mbpp", "MBPP+", 378, 68.78, 70.11, 0.18, 0.18, *MBPP),
     )
 }

@@ -7,7 +7,6 @@
     # an adapter -> PEFT folder, with the markers beside it
     python convert_weights.py --adapter out/cocommit --to peft --out adapter/
     # a synthetic checkpoint of a tenth of the size: peak memory, and time against `cp`
-    python convert_weights.py --bench 0.1
 
 Our tensors are released tensors laid end to end (see NAMES), so a conversion moves bytes and computes nothing, and its
 memory does not grow with the checkpoint. Only merging and a bfloat16 `expert_bias` (LLaDA2.0) touch numbers.
@@ -21,13 +20,8 @@ The released remote code (modeling_*.py) is no weight: for `--to hf` copy it fro
 import argparse
 import json
 import math
-import os
 import re
 import shutil
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -39,7 +33,7 @@ from tqdm import tqdm
 
 from checkpoint import adapter_settings, read_config, read_tensors, weight_files, write_tensors
 from data import EOS, MASK, Parser, bpe_tokenizer, fail, read_json, replace_file, write_json
-from model import PRESETS, Config, Linear, Model
+from model import Config, Linear, Model
 
 # C channels (n_embd), E experts, F expert width, K = n_rounds, r rank of an adapter
 
@@ -544,38 +538,6 @@ def to_peft(args: argparse.Namespace) -> None:
     write_folder(args.out, files, sum(t.nbytes for t in state.values()))
 
 
-def bench(scale: float) -> None:
-    """Convert a synthetic released checkpoint of about `scale` of LLaDA2.1-mini (fewer layers, each of full size)."""
-    import resource  # not on Windows, and only this needs it
-
-    preset = PRESETS["llada2.1-mini"]
-    cfg = replace(preset, n_layer=max(2, round(scale * preset.n_layer)), n_last=1)
-    with tempfile.TemporaryDirectory(prefix="cocommit-bench-") as folder:
-        noise, src, out, copy = (Path(folder) / name for name in ("noise", "released", "ours", "copy"))
-        noise.write_bytes(torch.randint(256, (CHUNK,), dtype=torch.uint8).numpy().tobytes())
-        shards: Shards = [{} for _ in range(cfg.n_layer + 2)]
-        for shard, name, _, released, part in plan(cfg):
-            dtype = "F32" if name.endswith("expert_bias") else "BF16"
-            size = math.prod(part) * DTYPES[dtype].itemsize
-            pieces = [Stored(noise, name, dtype, part, 0, min(left, CHUNK)) for left in range(size, 0, -CHUNK)]
-            shards[shard] |= {r: Target(dtype, part, pieces) for r in released}
-        files = checkpoint_files(shards, src)
-        files["config.json"] = partial(write_json, value=released_config(cfg))
-        write_folder(src, files, 3 * sum(t.size for tensors in shards for t in tensors.values()))
-        command = [sys.executable, __file__, "--src", src, "--out", out, "--eos_id", "1", "--mask_id", "2"]
-        best = {}
-        for target, step in [(copy, ["cp", "-r", src, copy]), (out, command)] * 2:
-            shutil.rmtree(target, ignore_errors=True)
-            os.sync()  # so that no step pays for what was written before it
-            start = time.perf_counter()
-            subprocess.run(step, check=True)
-            best[target] = min(time.perf_counter() - start, best.get(target, math.inf))
-        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        largest = max(path.stat().st_size for path in out.iterdir())
-    print(f"peak memory {peak / 1e9:.2f} GB = {peak / largest:.2f} x the largest output shard (bound: 1.5)")
-    print(f"convert {best[out]:.1f} s, cp {best[copy]:.1f} s, each the better of two: {best[out] / best[copy]:.2f} x")
-
-
 def main() -> None:
     parser = Parser(__doc__)
     group = parser.add_argument_group("folders")
@@ -586,14 +548,8 @@ def main() -> None:
     group = parser.add_argument_group("token ids, only for a released folder without tokenizer.json")
     group.add_argument("--eos_id", type=int, help="LLaDA2.x: 156892")
     group.add_argument("--mask_id", type=int, help="LLaDA2.x: 156895")
-    group = parser.add_argument_group("benchmark")
-    group.add_argument("--bench", type=float, metavar="SCALE", help="part of 2.1-mini's size, say 0.1 (default: off)")
     args = parser.parse_args()
     given = {name for name, value in vars(args).items() if value is not None} - {"to"}
-    if args.bench is not None:
-        if given != {"bench"} or not 0 < args.bench <= 1:
-            parser.error("--bench takes a size in (0, 1] and no other flag")
-        return bench(args.bench)
     run, needed, allowed = {
         "ours": (convert, {"src", "out"}, {"eos_id", "mask_id"}),
         "hf": (export, {"src", "out"}, {"adapter"}),

@@ -61,8 +61,9 @@ def show_trace(record: dict) -> None:
     def name(token: int) -> str:
         return record["pieces"][str(token)]
 
+    gap = " " if record["text"] is None else ""  # a toy's tokens are numbers
     for n, s in enumerate(record["steps"], 1):
-        print(f"step {n:3} block {s['start']}: {''.join(map(name, s['before']))}")
+        print(f"step {n:3} block {s['start']}: {gap.join(map(name, s['before']))}")
         for f in s["fill"]:
             other = f"   (A: {name(f['token_a'])} {f['conf_a']:.2f})" if f["token_a"] != f["token"] else ""
             print(f"    fill {f['at']:5} {name(f['token'])!r} {f['conf']:.2f}{other}")

@@ -614,8 +614,6 @@ def test_output_folders_that_hold_something(run, ours, tmp_path, monkeypatch):
         (["--src", GOLDEN, "--out", "x", "--to", "onnx"], "onnx"),
         (["--src", "nowhere", "--out", "x"], "nowhere"),
         (["--src", GOLDEN, "--out", "x", "--to", "hf"], "released checkpoint"),
-        (["--bench", "0.1", "--out", "x"], "--bench"),
-        (["--bench", "-1"], "--bench"),
     ],
 )
 def test_wrong_flags(args, says, run):

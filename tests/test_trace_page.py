@@ -33,7 +33,7 @@ def planted(joint: bool) -> dict:
         one_step(4, [first[0], 5, 7, M], {7: (M, M)}, {} if joint else {4: 6}),
     ]
     nfe = {"full": 4, "partial": 4 if joint else 0, "commit": 1}
-    return dict(text=None, tokens=[3, 6, 5, 7, M], nfe=nfe, nfe_per_token=0.8, steps=steps, prompt=[0, 1, 2],
+    return dict(text="", tokens=[3, 6, 5, 7, M], nfe=nfe, nfe_per_token=0.8, steps=steps, prompt=[0, 1, 2],
                 mask_id=M, n_rounds=int(joint), pieces={str(i): w for i, w in WORDS.items()})  # fmt: skip
 
 
