@@ -100,9 +100,7 @@ PRESETS = {
     # the demo: bytes of real text on two CPU cores
     "text": Config(6, 4, 2, 128, 32, 272, 384, 128, 16, 2, 4, 2, rotary_dim=16, max_len=8192, rope_theta=10000.0),
     # the same at a hundred million parameters, for a GPU
-    "text-100m": Config(
-        12, 8, 2, 512, 64, 272, 1536, 320, 16, 2, 4, 2, rotary_dim=32, max_len=8192, rope_theta=10000.0
-    ),
+    "text-100m": Config(12, 8, 2, 512, 64, 272, 1536, 320, 16, 2, 4, 2, rotary_dim=32, max_len=8192, rope_theta=1e4),
     # the released 16B geometry
     "llada2.1-mini": Config(20, 16, 4, 2048, 128, 157184, 5120, 512, 256, 8, 8, 4, 156892, 156895, tokenizer="bpe"),
 }

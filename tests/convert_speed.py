@@ -45,9 +45,8 @@ def measure(scale: float) -> None:
     cfg = replace(preset, n_layer=max(2, round(scale * preset.n_layer)), n_last=1)
     with tempfile.TemporaryDirectory(prefix="cocommit-bench-") as folder:
         noise, src, out, copy = (Path(folder) / name for name in ("noise", "released", "ours", "copy"))
-        noise.write_bytes(
-            torch.randint(256, (CHUNK,), dtype=torch.uint8, generator=generator("convert speed")).numpy().tobytes()
-        )
+        rng = generator("convert speed")
+        noise.write_bytes(torch.randint(256, (CHUNK,), dtype=torch.uint8, generator=rng).numpy().tobytes())
         shards: Shards = [{} for _ in range(cfg.n_layer + 2)]
         for shard, name, _, released, part in plan(cfg):
             dtype = "F32" if name.endswith("expert_bias") else "BF16"
@@ -57,18 +56,8 @@ def measure(scale: float) -> None:
         files = checkpoint_files(shards, src)
         files["config.json"] = partial(write_json, value=released_config(cfg))
         write_folder(src, files, 3 * sum(t.size for tensors in shards for t in tensors.values()))
-        command = [
-            sys.executable,
-            ROOT / "convert_weights.py",
-            "--src",
-            src,
-            "--out",
-            out,
-            "--eos_id",
-            "1",
-            "--mask_id",
-            "2",
-        ]
+        command = [sys.executable, ROOT / "convert_weights.py", "--src", src, "--out", out]
+        command += ["--eos_id", "1", "--mask_id", "2"]
         best = {}
         for target, step in [(copy, ["cp", "-r", src, copy]), (out, command)] * 2:
             shutil.rmtree(target, ignore_errors=True)
