@@ -54,7 +54,7 @@ QUIET  = --log_interval 1000 --eval_interval 5000 --save_interval 5000
 TRAIN  = $(PY) train.py --data $(TASK) --seed $(SEED) --corruption mask --learning_rate 3e-3 $(QUIET)
 ADAPT  = $(TRAIN) --init_from out/base-$* --context clean --n_last 2 --batch_size 16 --max_iters 600 --eval_rows 8 \
          --lora_scope marked
-CHAIN  = $(ADAPT) --target chain --chain_beam 4
+CHAIN  = $(ADAPT) --target chain --chain_beam $(if $(filter gaussian,$(TASK)),8,4)
 TOYS   = modes copy pairs mixed gaussian permutation
 SEEDS  = 0 1 2
 KINDS  = $(foreach t,$(TOYS),$(foreach s,$(SEEDS),$t-$s-clean $t-$s-chain) $t-0-clean_all $t-0-chain_all) \

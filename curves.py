@@ -349,7 +349,7 @@ def bundle_tc(args: Namespace, device: torch.device) -> None:
 
 
 def plot_curve(path: Path, found: dict[str, list[dict]]) -> None:
-    plt, axes = canvas()
+    plt, axes = canvas(path)
     for name, curve in found.items():
         x, y = (np.array([r[k].mean() for r in curve]) for k in ("nfe", "score"))
         error = np.array([r["score"].std(ddof=1) / np.sqrt(len(r["score"])) for r in curve])
@@ -361,15 +361,15 @@ def plot_curve(path: Path, found: dict[str, list[dict]]) -> None:
 
 
 def plot_tc(path: Path, table: list[tuple[float, float, float]]) -> None:
-    plt, axes = canvas()
+    plt, axes = canvas(path)
     x, y, error = np.array(table).T
     axes.errorbar(x, y, error, marker="o", capsize=2)
     axes.set(xlabel="lowest confidence in the bundle", ylabel="total correlation (nats)", ylim=(0, None))
     save(plt, path)
 
 
-def canvas(columns: int = 1):
-    """(matplotlib's pyplot, axes), or one line about its absence."""
+def canvas(path: Path, columns: int = 1):
+    """(matplotlib's pyplot, axes), or one line about its absence or about a kind of file that it cannot draw."""
     try:
         import matplotlib
 
@@ -378,10 +378,13 @@ def canvas(columns: int = 1):
         import matplotlib.pyplot as plt
     except ImportError:
         fail("--plot needs matplotlib: pip install matplotlib")
-    return plt, plt.subplots(1, columns, figsize=(1 + 4.5 * columns, 4), constrained_layout=True)[1]
+    figure, axes = plt.subplots(1, columns, figsize=(1 + 4.5 * columns, 4), constrained_layout=True)
+    if path.suffix[1:] not in (kinds := figure.canvas.get_supported_filetypes()):
+        fail(f"--plot {path}: the name must end in one of {', '.join(kinds)}")
+    return plt, axes
 
 
 def save(plt, path: Path) -> None:
     date = {"metadata": {"Date": None}} if path.suffix == ".svg" else {}
-    replace_file(path, lambda p: plt.savefig(p, format=path.suffix[1:] or "png", **date))
+    replace_file(path, lambda p: plt.savefig(p, format=path.suffix[1:], **date))
     print(f"wrote {path}")

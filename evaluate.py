@@ -234,7 +234,7 @@ def table_lastn(args: Namespace, device: torch.device, task: Toy) -> None:
 
 def plot(path: Path, reports: list[dict], logs: list[Path]) -> None:
     """Left: error of each one-step decoder against TC, one point a checkpoint. Right: training between the floors."""
-    plt, (dial, curve) = curves.canvas(2)
+    plt, (dial, curve) = curves.canvas(path, 2)
     for name in ("Stage A, one step", "Stage B, one step", "one at a time"):
         points = sorted((r["tc"], r["decoders"][name]["forward_kl"]) for r in reports)
         dial.plot(*zip(*points, strict=True), marker="o", label=name)
@@ -298,6 +298,8 @@ def main() -> None:
     args = parser.parse_args()
     if parallel.WORLD > 1 and not args.task:
         fail("several processes are for --task; the rest is the work of one: leave torchrun out")
+    if args.plot:
+        curves.canvas(args.plot)  # refused now, not after hours of measuring
     if args.curve and args.tc:
         fail("--curve or --tc, one at a time")
     if args.curve or args.tc:

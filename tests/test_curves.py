@@ -100,6 +100,7 @@ def test_both_reports_from_the_command_line(tmp_path, monkeypatch, capsys):
     assert code == 0 and "TC (nats)" in out
     assert "--spans" in refused(evaluate, monkeypatch, capsys, "--task", "gsm8k", "--spans", 3)
     assert "--taus" in refused(evaluate, monkeypatch, capsys, *given, "--tc", "--taus", 1.5)
+    assert "one at a time" in refused(evaluate, monkeypatch, capsys, *given, "--curve", "--tc")
     assert "--ckpt" in refused(evaluate, monkeypatch, capsys, "--data", tmp_path / "text", "--curve")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     plot = ["--plot", tmp_path / "c.svg"]
