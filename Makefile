@@ -20,17 +20,19 @@ $(VENV)/ready: requirements.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 
-PICTURE = --prompt_ids 24,24,24,24 --gen_length 4 --select all --tau_t2t none
+PICTURE = --prompt_ids 25,25,25,25 --gen_length 4 --select all --tau_t2t none
+TEACH   = $(PY) train.py --data modes --init_from out/picture --n_last 2 --lora_scope marked --corruption mask --context clean \
+          --learning_rate 3e-3 --batch_size 16 --max_iters 300 --eval_rows 8 --log_interval 100
 picture: $(VENV)/ready
-	rm -rf out/picture out/picture_joint
+	rm -rf out/picture out/picture_clean out/picture_chain
 	$(PY) train.py --data modes --n_ctx 8 --factorised --corruption mask --max_iters 1200 --log_interval 400 --out_dir out/picture
-	$(PY) train.py --data modes --init_from out/picture --n_last 2 --lora_scope marked --target chain --chain_beam 4 \
-	    --corruption mask --context clean --learning_rate 3e-3 --batch_size 16 --max_iters 300 --eval_rows 8 --log_interval 100 \
-	    --out_dir out/picture_joint
-	$(PY) evaluate.py --data modes --ckpt out/picture --adapter out/picture_joint
+	$(TEACH) --out_dir out/picture_clean
+	$(TEACH) --target chain --chain_beam 4 --out_dir out/picture_chain
+	$(PY) joint.py --adapter out/picture_clean out/picture_chain
+	$(PY) toy.py --task modes --n_ctx 8 --context 1
+	$(PY) sample.py --ckpt out/picture --adapter out/picture_chain $(PICTURE) --trace
 	$(PY) sample.py --ckpt out/picture $(PICTURE) --json > out/factorised.json
-	$(PY) sample.py --ckpt out/picture --adapter out/picture_joint $(PICTURE) --json > out/joint.json
-	$(PY) sample.py --ckpt out/picture --adapter out/picture_joint $(PICTURE) --trace
+	$(PY) sample.py --ckpt out/picture --adapter out/picture_chain $(PICTURE) --json > out/joint.json
 	$(PY) trace_page.py out/factorised.json out/joint.json --out out/picture.html
 
 # Greedily, a model this small writes mostly blanks, the likeliest byte of a far position: hence --temperature 1.

@@ -265,7 +265,7 @@ def step_record(s: dict[str, Tensor], r: int, start: int) -> dict:
         "before": v["before"],
         "after": v["after"],
         "bundle": [start + i for i in bundle],
-        "partial": any(v["marks"]),
+        "marked": any(v["marks"]),
         "fill": [dict(at=start + i, token=v["after"][i], conf=round(v["conf"][i], 4), token_a=v["token_a"][i],
                       conf_a=round(v["conf_a"][i], 4)) for i in bundle],
         "edit": [dict(at=start + i, old=v["before"][i], token=v["after"][i], conf=round(v["conf"][i], 4))
@@ -459,6 +459,7 @@ def run(args: argparse.Namespace) -> None:
                       pieces=pieces(prompt, output.steps, tokenizer, model.cfg.mask_id))  # fmt: skip
         if args.trace_html:
             write_page(Path(args.trace_html), [(Path(args.adapter or args.ckpt).name, record)])
+            print(f"wrote {args.trace_html}", file=sys.stderr)
         if args.json:
             print(json.dumps(record))
             continue

@@ -14,6 +14,7 @@ A toy maps a context to the probability of every tuple of an answer block. Margi
 Refused, with the numbers: a table of more than 65,536 tuples, an impossible size, a parameter that a task does not use.
 
     python toy.py                             # one row per task, about 3 seconds
+    python toy.py --task modes --context 1    # the phrases of one context
     python toy.py --task copy --eps 0.3       # the noisy copy with more noise
     python toy.py --task sum --V 2 --m 8      # parity of eight bits
 """
@@ -335,6 +336,18 @@ def row(toy: Toy) -> str:
     )
 
 
+def show_context(toy: Toy, c: int) -> None:
+    """The eight likeliest answers of a context, and what a factorised step would write."""
+    print(f"context {c} (prompt {','.join(map(str, toy.prompt(torch.tensor([c]))[0].tolist()))}):")
+    best = toy.prob[c].sort(descending=True, stable=True).indices[:8]
+    for p, answer in zip(toy.prob[c][best].tolist(), toy.support[c][best].tolist(), strict=True):
+        if p > 0:
+            print(f"  {p:.4f}  {' '.join(map(str, answer))}")
+    alone = first_max(toy.marginals())[c]
+    verdict = "coherent" if toy.coherent(torch.tensor([c]), alone[None])[0] else "impossible"
+    print(f"  each token by itself: {' '.join(map(str, alone.tolist()))} ({verdict})")
+
+
 def add_flags(group) -> None:
     """The sizes and dials of every task, each with the task's own default."""
     group.add_argument("--V", type=int, help="answer symbols, all tasks but gaussian")
@@ -398,8 +411,9 @@ def main() -> None:
     add_flags(parser.add_argument_group("size and dependence"))
     group = parser.add_argument_group("contexts")
     group.add_argument("--seed", type=int, default=0, help="seed that the contexts are drawn with (0)")
+    group.add_argument("--context", type=int, help="show the answers of this context of --task, the likeliest first")
     args = vars(parser.parse_args())
-    task = args.pop("task")
+    task, context = args.pop("task"), args.pop("context")
     try:
         toys = [make(name, **args) for name in ([task] if task else TASKS)]
     except ValueError as error:
@@ -411,6 +425,10 @@ def main() -> None:
     )
     for toy in toys:
         print(row(toy))
+    if context is not None:
+        if not task or not 0 <= context < toys[0].n_ctx:
+            fail(f"--context {context} needs a --task, and one of its contexts 0..{toys[0].n_ctx - 1}")
+        show_context(toys[0], context)
 
 
 if __name__ == "__main__":

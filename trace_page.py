@@ -23,7 +23,7 @@ from data import Parser, Tokenizer, fail, replace_file
 
 GLYPHS = {" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍"}
 KEYS = {"tokens", "nfe", "nfe_per_token", "steps", "prompt", "mask_id", "n_rounds", "pieces"}
-STEP = {"start", "before", "after", "bundle", "partial", "fill", "edit", "conf"}
+STEP = {"start", "before", "after", "bundle", "marked", "fill", "edit", "conf"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def booked(record: dict) -> list[list[int]]:
     counts = [[0, 0, 0]]
     for s, following in zip(steps, [*steps[1:], None], strict=True):
         full, partial, commit = counts[-1]
-        full, partial = full + 1, partial + K * s["partial"]
+        full, partial = full + 1, partial + K * s["marked"]
         if following and following["start"] != s["start"]:  # the next block will read this one
             partial, commit = partial + max(0, K - 1), commit + (s["before"] != s["after"])
         counts.append([full, partial, commit])

@@ -387,7 +387,7 @@ def loop(
     if saved < args.max_iters:
         print(f"saved at step {saved} of {args.max_iters}; go on with: {resume}")
         raise SystemExit(130 if stop else 0)
-    print(f"done: {folder}{peak_memory(objective.device)}; sample with: {how_to_sample(args)}")
+    print(f"done: {folder}{peak_memory(objective.device)}; next: {how_to_sample(args)}")
 
 
 def how_to_resume(args: Namespace) -> str:

@@ -44,7 +44,7 @@ def one_step(
     new = {at: token for at, (token, _) in fill.items()} | (edit or {})
     return dict(
         start=start, before=before, after=[new.get(start + i, t) for i, t in enumerate(before)], bundle=list(fill),
-        partial=bool(fill),
+        marked=bool(fill),
         fill=[dict(at=at, token=b, conf=0.75, token_a=a, conf_a=0.5) for at, (b, a) in fill.items()],
         edit=[dict(at=at, old=before[at - start], token=t, conf=0.75) for at, t in (edit or {}).items()],
         conf=[0.75] * len(before),
