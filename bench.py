@@ -31,12 +31,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cache import Cached, Naive
-from checkpoint import load_model
+from checkpoint import DTYPES, load_model
 from corrupt import Corruption, M, draw_bundle, loss_weights, three_term_loss
 from data import Parser, fail, generator, pick_device
 from limits import distinct_experts, forward_bytes, report_limits
 from model import PRESETS, Config, Model, MoE, new_model, sequence_context
-from options import DTYPES
 from sample import Decoding, generate, step
 from train import Marked, factorised_forward, marked_forward, split_forward
 

@@ -28,6 +28,9 @@ import parallel
 from data import Parser, fail, generator, read_json, replace_file, write_json
 from model import PRESETS, Config, Model, new_model
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ADAPTER_GEOMETRY = ("n_layer", "n_embd", "n_head", "n_kv_head", "n_last", "n_rounds", "noise")
+
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """One file of whole tensors, sharded ones gathered one by one; every process takes part, process 0 writes."""
@@ -96,13 +99,17 @@ def read_config(folder: Path) -> Config:
         fail(f"{folder / 'config.json'} does not fit this version ({e}); known fields: {known}")
 
 
-def load_model(folder: str | Path, device: torch.device | str, dtype: torch.dtype, **overrides: object) -> Model:
+def load_model(
+    folder: str | Path, device: torch.device | str, dtype: torch.dtype, adapter: str | Path | None = None, **overrides
+) -> Model:
     """A model from its folder, built on `meta` and filled tensor by tensor, so that no second copy exists.
 
     Parameters take `dtype`; expert_bias stays float32. `overrides` change config fields (n_last, n_rounds,
-    block_length); markers that the checkpoint lacks start at zero. Exits with one line on any mismatch.
+    block_length); markers that the checkpoint lacks start at zero. With `adapter`, a folder of LoRA and markers, these
+    are added, and the fields are the adapter's. Exits with one line on any mismatch.
     """
     folder = Path(folder)
+    overrides |= adapter_geometry(adapter)
     cfg = replace(read_config(folder), **{k: v for k, v in overrides.items() if v is not None})
     with torch.device("meta"):
         model = Model(cfg)
@@ -129,10 +136,9 @@ def load_model(folder: str | Path, device: torch.device | str, dtype: torch.dtyp
     if cfg.tied:
         model.lm_head.weight = model.wte.weight  # one parameter again: assigning made two of one storage
     model.compute_dtype = dtype
+    if adapter:
+        load_adapter(model, adapter)
     return model
-
-
-ADAPTER_GEOMETRY = ("n_layer", "n_embd", "n_head", "n_kv_head", "n_last", "n_rounds", "noise")
 
 
 def adapter_settings(folder: str | Path) -> dict:

@@ -33,7 +33,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cache import Cached
-from checkpoint import adapter_geometry, load_adapter, load_model
+from checkpoint import load_model
 from corrupt import chain_decode, choose
 from data import Filter, Tokenizer, fail, generator, is_validation, load_text, replace_file
 from model import Model
@@ -229,8 +229,7 @@ def load_decoders(args: Namespace, device: torch.device) -> tuple[Model, dict[st
     base = load_model(args.ckpt[0], device, torch.float32)
     decoders = {"base": (base, 0)}
     for folder in args.adapter:
-        model = load_model(args.ckpt[0], device, torch.float32, **adapter_geometry(folder))
-        load_adapter(model, folder)
+        model = load_model(args.ckpt[0], device, torch.float32, folder)
         decoders[folder] = model, model.cfg.n_rounds
         if model.lora_scope == "all":
             decoders[f"{folder}, B off"] = model, 0

@@ -30,7 +30,7 @@ import parallel
 import runs
 import tables
 import toy
-from checkpoint import adapter_geometry, load_adapter, load_model
+from checkpoint import load_model
 from data import Parser, fail, read_json
 from model import Model
 from sample import MODES, Decoding, Output, generate
@@ -259,10 +259,7 @@ def plot(path: Path, reports: list[dict], logs: list[Path]) -> None:
 
 
 def load(ckpt: str, adapter: str | None, device: torch.device) -> Model:
-    model = load_model(ckpt, device, torch.float32, **adapter_geometry(adapter))
-    if adapter:
-        load_adapter(model, adapter)
-    return model.eval()
+    return load_model(ckpt, device, torch.float32, adapter)
 
 
 def load_task(name: str, ckpt: str) -> Toy:

@@ -13,11 +13,9 @@ from pathlib import Path
 import torch
 
 import toy
-from checkpoint import load_model, read_config
+from checkpoint import DTYPES, load_model, read_config
 from data import Filter, Parser, bpe_tokenizer, byte_tokenizer, fail, generator, load_sequences, read_json
 from model import PRESETS, Model, MoE, new_model
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 # What a run takes when a flag is not given: by what the model reads ("bpe" is the paper's), and by where it starts.
 # From scratch there is no draft worth learning from yet; blocks of 8 bytes hold about as much text as 2 BPE tokens.

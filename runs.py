@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 import parallel
 from benchmarks import TASKS, Item, Task, read_jsonl
-from checkpoint import adapter_geometry, adapter_settings, load_adapter, load_model, read_config, weight_files
+from checkpoint import DTYPES, adapter_geometry, adapter_settings, load_model, read_config, weight_files
 from data import Parser, Tokenizer, fail, replace_file
 from model import Config, Model
 from sample import MODES, Decoding, Output, generate, load_tokenizer, number, number_or_none, settle_args
@@ -237,12 +237,7 @@ def answer(
     """Decode the items of `todo` and append them to the run file, a line at a time."""
     if not todo:
         return
-    adapter = next(iter(args.adapter), None)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
-    model = load_model(args.ckpt[0], device, dtype, **adapter_geometry(adapter))
-    if adapter:
-        load_adapter(model, adapter)
-    model.eval()
+    model = load_model(args.ckpt[0], device, DTYPES[args.dtype], next(iter(args.adapter), None))
     read = tokenizer.chat if run.settings["chat"] else tokenizer.encode
     prompts = {i.id: read(i.prompt) + tokenizer.encode(i.extra.get("prefill", "")) for i in todo}
     places = model.cfg.max_len // model.cfg.block_length * model.cfg.block_length

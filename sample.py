@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from cache import Cached, Naive
-from checkpoint import adapter_geometry, load_adapter, load_model
+from checkpoint import DTYPES, load_model
 from corrupt import uniform
 from data import Parser, Tokenizer, bpe_tokenizer, byte_tokenizer, fail, generator, peak_memory, pick_device
 from model import Model
@@ -286,7 +286,7 @@ def build_parser() -> Parser:
     g.add_argument("--adapter", help="folder of LoRA and markers that train.py --init_from DIR wrote")
     g.add_argument("--block_length", type=int, help="tokens decoded together (default: as trained)")
     g.add_argument("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
-    g.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="of weights and activations")
+    g.add_argument("--dtype", choices=DTYPES, default="fp32", help="of weights and activations")
     g = p.add_argument_group("prompts")
     g.add_argument("--prompt", action="append", default=[], help="text; repeat the flag for several rows")
     g.add_argument("--prompts_file", help="a text file, one prompt a line")
@@ -432,10 +432,7 @@ class Stream:
 
 def run(args: argparse.Namespace) -> None:
     device = pick_device(args.device)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
-    model = load_model(args.ckpt, device, dtype, block_length=args.block_length, **adapter_geometry(args.adapter))
-    if args.adapter:
-        load_adapter(model, args.adapter)
+    model = load_model(args.ckpt, device, DTYPES[args.dtype], args.adapter, block_length=args.block_length)
     tokenizer = load_tokenizer(Path(args.ckpt), model.cfg.tokenizer)
     d = settle_args(args, model)
     prompts = read_prompts(args, tokenizer, model)

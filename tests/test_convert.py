@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import convert_weights
-from checkpoint import load_adapter, load_model, save_adapter, save_model
+from checkpoint import load_model, save_adapter, save_model
 from data import bpe_tokenizer
 from model import PRESETS, Config, MoE, block_causal_mask, new_model, rotary, sequence_context
 
@@ -405,7 +405,7 @@ def test_peft_layout(run, adapter, tmp_path):
 
 def test_an_adapter_of_the_marked_pass_goes_to_peft_but_not_into_the_weights(run, ours, adapter, tmp_path):
     folder, _ = adapter("marked")
-    load_adapter(load_model(ours, "cpu", torch.float32, n_last=2, n_rounds=2), folder)  # as the other scripts do
+    load_model(ours, "cpu", torch.float32, folder)  # as the other scripts do
     line = run.fails("--src", ours, "--adapter", folder, "--to", "hf", "--out", tmp_path / "merged")
     assert "marked pass only" in line and not (tmp_path / "merged").exists()
     run("--adapter", folder, "--to", "peft", "--out", tmp_path / "peft")
