@@ -299,7 +299,9 @@ def train(device: torch.device, args: Namespace) -> None:
     L, n = cfg.n_layer, cfg.n_last
     shape = (cfg, S.rows, S.seq_len)
     print(f"\nTraining step, forward and backward: {geometry(cfg)}, n = {n}, {S.rows} rows of {S.seq_len}")
-    one, two = interleaved(*(training_step(*shape, v, device.type) for v in ("factorised", "split")), repeats=S.repeats)
+    one, two = interleaved(
+        *(training_step(*shape, v, device.type) for v in ("factorised", "split")), repeats=2 * S.repeats
+    )
     print(f"  one branch {1e3 * one:.0f} ms, two branches {1e3 * two:.0f} ms: {two / one:.3f}x; (L + n) / L = "
           f"{(L + n) / L:.3f}, so {two / one / ((L + n) / L):.3f} of it; two full passes would be 2")  # fmt: skip
     variants = ["fp32", "fp32 checkpointing", "fp32 adapters", "fp32 adapters marked", "bf16"]
