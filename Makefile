@@ -59,8 +59,8 @@ ADAPT  = $(TRAIN) --init_from out/base-$* --context clean --n_last 2 --batch_siz
 CHAIN  = $(ADAPT) --target chain --chain_beam $(if $(filter gaussian,$(TASK)),8,4)
 TOYS   = modes copy pairs mixed gaussian permutation
 SEEDS  = 0 1 2
-KINDS  = $(foreach t,$(TOYS),$(foreach s,$(SEEDS),$t-$s-clean $t-$s-chain) $t-0-clean_all $t-0-chain_all) \
-         $(foreach s,$(SEEDS),modes-$s-noise copy-$s-noise) $(foreach t,modes pairs mixed permutation,$t-0-visible) \
+KINDS  = $(foreach t,$(TOYS),$(foreach s,$(SEEDS),$t-$s-clean $t-$s-chain) $t-0-clean_all $t-0-chain_all) $(SEEDS:%=pairs-%-chain3) \
+         modes-0-noise copy-0-noise $(foreach t,modes pairs,$t-0-visible) \
          $(foreach n,1 2 3,sum-0-n$n_K1 sum-0-n$n_K2)
 
 .DELETE_ON_ERROR:
@@ -79,6 +79,8 @@ out/joint/%-clean/adapter.json: out/base-%/config.json
 	rm -rf $(@D) && $(ADAPT) --out_dir $(@D)
 out/joint/%-chain/adapter.json: out/base-%/config.json
 	rm -rf $(@D) && $(CHAIN) --out_dir $(@D)
+out/joint/%-chain3/adapter.json: out/base-%/config.json
+	rm -rf $(@D) && $(CHAIN) --n_last 3 --out_dir $(@D)
 out/joint/%-clean_all/adapter.json: out/base-%/config.json
 	rm -rf $(@D) && $(ADAPT) --lora_scope all --learning_rate 1e-3 --out_dir $(@D)
 out/joint/%-chain_all/adapter.json: out/base-%/config.json
@@ -86,10 +88,10 @@ out/joint/%-chain_all/adapter.json: out/base-%/config.json
 out/joint/%-noise/adapter.json: out/base-%/config.json
 	rm -rf $(@D) && $(ADAPT) --target chain --chain_noise --n_last 3 --s_min 4 --learning_rate 5e-3 --batch_size 32 --max_iters 5000 --out_dir $(@D)
 out/joint/%-visible/adapter.json: out/edit-%/config.json
-	rm -rf $(@D) && $(CHAIN) --init_from out/edit-$* --corruption draft --mark_visible --out_dir $(@D)
+	rm -rf $(@D) && $(CHAIN) --init_from out/edit-$* --corruption draft --mark_visible --s_max 4 --n_last 3 --max_iters 1000 --out_dir $(@D)
 define sum_rule
 out/joint/%-n$(1)_K$(2)/adapter.json: out/base-%/config.json
-	rm -rf $$(@D) && $$(CHAIN) --n_last $(1) --n_rounds $(2) $(if $(filter 2,$(2)),--sample_rounds) --max_iters 1000 --out_dir $$(@D)
+	rm -rf $$(@D) && $$(CHAIN) --n_last $(1) --n_rounds $(2) $(if $(filter 2,$(2)),--sample_rounds) --max_iters 800 --out_dir $$(@D)
 endef
 $(foreach n,1 2 3,$(foreach k,1 2,$(eval $(call sum_rule,$(n),$(k)))))
 
@@ -101,7 +103,7 @@ FILLERS = out/text_clean out/text_chain out/text_clean_all out/text_chain_all
 
 text: $(FILLERS:%=%/adapter.json)
 	$(PY) evaluate.py --data stdlib --ckpt out/text --adapter $(FILLERS) --curve --plot assets/curve.svg
-	$(PY) evaluate.py --data stdlib --ckpt out/text --tc --plot assets/tc.svg
+	$(PY) evaluate.py --data stdlib --ckpt out/text --tc --draws 2 --plot assets/tc.svg
 out/text/config.json: $(VENV)/ready
 	rm -rf $(@D) && $(WORDS) --factorised --block_length 16 --max_iters 2400 $(SIZE) --out_dir $(@D)
 out/text_clean/adapter.json: out/text/config.json

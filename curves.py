@@ -354,7 +354,7 @@ def plot_curve(path: Path, found: dict[str, list[dict]]) -> None:
         error = np.array([r["score"].std(ddof=1) / np.sqrt(len(r["score"])) for r in curve])
         order = np.argsort(x)
         axes.errorbar(x[order], y[order], error[order], marker="o", markersize=3, capsize=2, label=name)
-    axes.set(xlabel="full forwards a token", ylabel="log-probability under the base's chain (nats a token)")
+    axes.set(xlabel="full forwards a token", ylabel="log p under the base's chain (nats a token)")
     axes.legend()
     save(plt, path)
 

@@ -144,7 +144,8 @@ def cell(column: str, values: list[float]) -> str:
     if not values:
         return "-"
     worst = max(values) if column in SMALLER_IS_BETTER else min(values)
-    return f"{sum(values) / len(values):.3f}" + (f" ({worst:.3f})" if len(values) > 1 else "")
+    digits = 4 if column in ("sampled KL/TC", "error") else 3
+    return f"{sum(values) / len(values):.{digits}f}" + (f" ({worst:.{digits}f})" if len(values) > 1 else "")
 
 
 def main() -> None:
