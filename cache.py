@@ -9,6 +9,8 @@ the twin that the fast one must equal: same tokens, same forwards, same steps (t
     keep(rows)          the other rows are done
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -108,7 +110,9 @@ class Cached:
                 ids = torch.tensor([p[:n]], device=device)
                 ctx = sequence_context(self.cfg, torch.ones_like(ids, dtype=torch.bool), model.compute_dtype)
                 ctx.cache = self.cache
-                model.context_rounds(model.prefix(ids, ctx), ctx, n_rounds)
+                h = model.prefix(ids, ctx)
+                for i in range(max(1, n_rounds)):  # in the rounds of Stage B finished positions are unmarked
+                    h = model.last_n(h, replace(ctx, round=i))
         self.cache.filling = None
         self.cache.set_lengths(lengths)
 
@@ -132,7 +136,7 @@ class Cached:
             self.stage_a(z)
         h = self.h_1
         for i in range(1, self.n_rounds):
-            h = self.model.last_n(h, self.ctx.at_round(i))
+            h = self.model.last_n(h, replace(self.ctx, round=i))
         lengths = self.cache.length.tolist()
         for r in rows:
             lengths[r] += self.cfg.block_length

@@ -25,7 +25,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import parallel
-from data import Parser, fail, generator, read_json, replace_file, write_json
+from data import (
+    Parser,
+    Tokenizer,
+    bpe_tokenizer,
+    byte_tokenizer,
+    fail,
+    generator,
+    read_json,
+    replace_file,
+    write_json,
+)  # fmt: skip
 from model import PRESETS, Config, Model, new_model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -139,6 +149,13 @@ def load_model(
     if adapter:
         load_adapter(model, adapter)
     return model
+
+
+def load_tokenizer(folder: Path, kind: str) -> Tokenizer | None:
+    """None for toys, whose tokens are numbers."""
+    if kind == "bpe":
+        return bpe_tokenizer(folder / "tokenizer.json")
+    return byte_tokenizer() if kind == "bytes" else None
 
 
 def adapter_settings(folder: str | Path) -> dict:

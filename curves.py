@@ -33,11 +33,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cache import Cached
-from checkpoint import load_model
+from checkpoint import load_model, load_tokenizer
 from corrupt import chain_decode, choose
 from data import Filter, Tokenizer, fail, generator, is_validation, load_text, replace_file
 from model import Model
-from sample import Decoding, load_tokenizer, step
+from sample import Decoding, step
 
 # R spans (rows), B block_length, V vocabulary, n positions of a bundle
 

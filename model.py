@@ -146,9 +146,6 @@ class Context:
     current: Tensor | None = None  # (T, 1) bool, the positions that Stage B is about; None: all of them
     lora: bool | Tensor = True  # where adapters act: set by the model, see Model.add_lora
 
-    def at_round(self, i: int) -> "Context":
-        return replace(self, round=i)
-
     def doubled(self) -> "Context":
         """The context of these rows twice: branch 1 and branch 2 of training, one batch."""
         per_row = self.mask is not None and self.mask.dim() == 4
@@ -402,12 +399,6 @@ class Model(nn.Module):
             h = self.run(self.mark(h, bundle, i, u), ctx, self.cfg.n_layer - self.cfg.n_last, self.cfg.n_layer)
         return h
 
-    def context_rounds(self, h: Tensor, ctx: Context, n_rounds: int) -> Tensor:
-        """What finished positions do in the rounds of Stage B: the same layers, unmarked (at least once)."""
-        for i in range(max(1, n_rounds)):
-            h = self.last_n(h, ctx.at_round(i))
-        return h
-
     def forward(self, ids: Tensor, ctx: Context) -> Tensor:
         """The factorised model: (R, T) int64 -> (R, T, V) float32 logits."""
         return self.head(self.last_n(self.prefix(ids, ctx), ctx))
@@ -456,11 +447,6 @@ class Model(nn.Module):
     def adapter_state(self) -> dict[str, Tensor]:
         """What add_lora trains, by name: LoRA matrices, markers, and the noise's waves where there are any."""
         return {k: v for k, v in self.state_dict().items() if "lora_" in k or k in ("markers", "noise")}
-
-    def merge_lora(self) -> None:
-        for module in self.modules():
-            if isinstance(module, Linear) and module.lora_A is not None:
-                module.merge_lora()
 
 
 def new_model(cfg: Config, generator: torch.Generator, device: torch.device | str = "cpu") -> Model:

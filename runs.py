@@ -36,10 +36,10 @@ from tqdm import tqdm
 
 import parallel
 from benchmarks import TASKS, Item, Task, read_jsonl
-from checkpoint import DTYPES, adapter_geometry, adapter_settings, load_model, read_config, weight_files
+from checkpoint import DTYPES, adapter_geometry, adapter_settings, load_model, load_tokenizer, read_config, weight_files
 from data import Parser, Tokenizer, fail, replace_file
 from model import Config, Model
-from sample import MODES, Decoding, Output, generate, load_tokenizer, number, number_or_none, settle_args
+from sample import MODES, Decoding, Output, generate, number, number_or_none, settle_args
 from tables import Q, Run, differences, digest, evalplus_folder, read_run, summary, verdict_file, wilson
 
 # ---------------------------------------------------------------------------------------------------------------------

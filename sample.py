@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 
 from cache import Cached, Naive
-from checkpoint import DTYPES, load_model
+from checkpoint import DTYPES, load_model, load_tokenizer
 from corrupt import uniform
-from data import Parser, Tokenizer, bpe_tokenizer, byte_tokenizer, fail, generator, peak_memory, pick_device
+from data import Parser, Tokenizer, fail, generator, peak_memory, pick_device
 from model import Model
-from trace_page import pieces, show_trace, write_page
+from trace_page import pieces, show_trace, step_record, write_page
 
 # R rows in flight, B block_length, V vocabulary, C channels, P prompt tokens, K = n_rounds
 
@@ -255,25 +255,6 @@ def open_blocks(rows, going, z, n_prompt, counts, mask_id) -> tuple[Tensor, Tens
     return z, n_prompt, counts
 
 
-def step_record(s: dict[str, Tensor], r: int, start: int) -> dict:
-    """One step of one row in plain numbers; positions are absolute."""
-    v = {k: t[r].tolist() for k, t in s.items()}
-    bundle = [i for i, b in enumerate(v["bundle"]) if b]
-    edited = [i for i, e in enumerate(v["edited"]) if e]
-    return {
-        "start": start,
-        "before": v["before"],
-        "after": v["after"],
-        "bundle": [start + i for i in bundle],
-        "marked": any(v["marks"]),
-        "fill": [dict(at=start + i, token=v["after"][i], conf=round(v["conf"][i], 4), token_a=v["token_a"][i],
-                      conf_a=round(v["conf_a"][i], 4)) for i in bundle],
-        "edit": [dict(at=start + i, old=v["before"][i], token=v["after"][i], conf=round(v["conf"][i], 4))
-                 for i in edited],
-        "conf": [round(c, 4) for c in v["conf"]],
-    }  # fmt: skip
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # the command line
 
@@ -343,13 +324,6 @@ def number(text: str) -> float:
     if value is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number")
     return value
-
-
-def load_tokenizer(folder: Path, kind: str) -> Tokenizer | None:
-    """None for toys, whose tokens are numbers."""
-    if kind == "bpe":
-        return bpe_tokenizer(folder / "tokenizer.json")
-    return byte_tokenizer() if kind == "bytes" else None
 
 
 def read_prompts(args: argparse.Namespace, tokenizer: Tokenizer | None, model: Model) -> list[list[int]]:

@@ -17,6 +17,8 @@ import json
 import unicodedata
 from pathlib import Path
 
+from torch import Tensor
+
 from data import Parser, Tokenizer, fail, replace_file
 
 # A record is one line of `sample.py --json`. Steps are counted from 1; "after step 0" is the prompt and masks.
@@ -24,6 +26,29 @@ from data import Parser, Tokenizer, fail, replace_file
 GLYPHS = {" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍"}
 KEYS = {"tokens", "nfe", "nfe_per_token", "steps", "prompt", "mask_id", "n_rounds", "pieces"}
 STEP = {"start", "before", "after", "bundle", "marked", "fill", "edit", "conf"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a step as a record
+
+
+def step_record(s: dict[str, Tensor], r: int, start: int) -> dict:
+    """One step of one row in plain numbers; positions are absolute."""
+    v = {k: t[r].tolist() for k, t in s.items()}
+    bundle = [i for i, b in enumerate(v["bundle"]) if b]
+    edited = [i for i, e in enumerate(v["edited"]) if e]
+    return {
+        "start": start,
+        "before": v["before"],
+        "after": v["after"],
+        "bundle": [start + i for i in bundle],
+        "marked": any(v["marks"]),
+        "fill": [dict(at=start + i, token=v["after"][i], conf=round(v["conf"][i], 4), token_a=v["token_a"][i],
+                      conf_a=round(v["conf_a"][i], 4)) for i in bundle],
+        "edit": [dict(at=start + i, old=v["before"][i], token=v["after"][i], conf=round(v["conf"][i], 4))
+                 for i in edited],
+        "conf": [round(c, 4) for c in v["conf"]],
+    }  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------

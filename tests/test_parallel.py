@@ -142,7 +142,7 @@ def test_the_items_of_a_benchmark_are_shared_out(tmp_path, monkeypatch, capsys):
 def test_killed_runs_end_as_undisturbed_ones():
     """The short form of `python tests/survive.py`."""
     script = Path(__file__).parent / "survive.py"
-    done = subprocess.run([sys.executable, script, "--kills", "2", "--length", "8"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, script, "--kills", "2", "--length", "5"], capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == "", done.stdout + done.stderr
     training, evaluation = (line.split() for line in done.stdout.splitlines()[1:])
     assert training[:2] == ["training", "2"] and evaluation[:2] == ["evaluation", "2"]
