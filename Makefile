@@ -2,7 +2,7 @@
 # make demo     train the split forward on the standard library's source, then sample with a trace (minutes, 2 cores)
 # make test     run the test suite
 # make lint     ruff: lint and format
-# make joint    the README's tables of joint commitment on the toys: trains 90 small models (an hour or two, 2 cores)
+# make joint    the README's tables of joint commitment on the toys: trains 82 small models (an hour or two, 2 cores)
 # make text     the README's curves on text: a base, four adapters, quality against forwards, TC of bundles (2 hours)
 # make figures  the README's figure of error against TC: trains seven noisy copies (ten minutes)
 # Each builds $(VENV) from requirements.txt first, if it is not there.

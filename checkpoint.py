@@ -35,7 +35,7 @@ from data import (
     read_json,
     replace_file,
     write_json,
-)  # fmt: skip
+)
 from model import PRESETS, Config, Model, new_model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

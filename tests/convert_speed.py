@@ -34,7 +34,7 @@ from convert_weights import (  # noqa: E402
     plan,
     released_config,
     write_folder,
-)  # fmt: skip
+)
 from data import generator, write_json  # noqa: E402
 from model import PRESETS  # noqa: E402
 

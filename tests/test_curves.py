@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 from common import MASK, approx, command_line, refused, tiny_model
-from test_train import CDF_STEPS
+from test_train import CDF_STEPS, grid
 
 import evaluate
-import toy
 from cache import Cached
 from checkpoint import save_model
 from curves import FILL, blocks, chain, cut_spans, difference, excess, fill, pieces, stage_a_log_probs
@@ -21,10 +20,7 @@ SOURCE = "class A:\n    def double(self, x):\n        return 2 * x\n\n\ndef f(a,
 @pytest.mark.parametrize("task", CDF_STEPS)
 def test_the_estimator_on_exact_conditionals_is_the_exact_tc(task):
     """A grid of u that no conditional CDF cuts gives every joint sample its own weight: the mean is TC itself."""
-    size, n = CDF_STEPS[task]
-    t = toy.make(task, **size)
-    u = torch.cartesian_prod(*[(torch.arange(n, dtype=torch.float64) + 0.5) / n] * t.m)
-    z = torch.full((len(u), t.m), t.mask_id)
+    t, u, z = grid(task)
     for context in range(t.n_ctx):
         c = torch.full((len(u),), context)
         gain = excess(lambda z, c=c: t.conditional(c, z.masked_fill(z == t.mask_id, -1)).log(), z, z == t.mask_id, u)

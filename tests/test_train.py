@@ -283,14 +283,19 @@ def test_with_exact_conditionals_a_chain_is_coherent_and_a_beam_finds_the_joint_
 CDF_STEPS = {"modes": (dict(V=6, n_ctx=2), 10), "pairs": (dict(V=4, m=2), 4), "sum": (dict(V=3, m=2), 3)}
 
 
+def grid(task: str) -> tuple[toy.Toy, torch.Tensor, torch.Tensor]:
+    """A small toy, the midpoints u (n**m, m) that none of its conditional CDFs cuts, and as many masked answers z."""
+    size, n = CDF_STEPS[task]
+    t = toy.make(task, **size)
+    u = torch.cartesian_prod(*[(torch.arange(n, dtype=torch.float64) + 0.5) / n] * t.m)
+    return t, u, torch.full((len(u), t.m), t.mask_id)
+
+
 @pytest.mark.parametrize("task", CDF_STEPS)
 def test_a_grid_of_u_through_the_exact_chain_is_the_joint_distribution(task):
     """Rosenblatt: uniform u give the tuple with its own probability. The conditional CDFs of these tables step at
     multiples of 1/n only (modes: 0.6 for the shared token, then 1/2): a grid of n midpoints an axis counts exactly."""
-    size, n = CDF_STEPS[task]
-    t = toy.make(task, **size)
-    u = torch.cartesian_prod(*[(torch.arange(n, dtype=torch.float64) + 0.5) / n] * t.m)
-    z = torch.full((len(u), t.m), t.mask_id)
+    t, u, z = grid(task)
     for context in range(t.n_ctx):
         c = torch.full((len(u),), context)
 
