@@ -1,21 +1,25 @@
-"""Checkpoint folders: what train.py and convert_weights.py write, and what every other script loads.
+"""Where a model comes from: presets, fresh weights, and the folders that train.py and convert_weights.py write.
 
     config.json        the model's geometry and ids, written last: a folder that has one is whole
     model.safetensors  all parameters and markers, or shards with model.safetensors.index.json
-    adapter.json       instead of the two above: base folder, LoRA's rank and scale, the geometry that it was trained at
+    tokenizer.json     where the model reads byte-level BPE
+    adapter.json       instead of config.json: the base, LoRA's rank and scale, the geometry that it was trained at, and
+                       the extension (a module of beyond/) that made it, if it was not the paper's training
     adapter.safetensors    LoRA matrices and markers
     state.safetensors  what a training run resumes from: trained weights and AdamW's moments; log.jsonl, train.json
 
-It refuses, with one line, a folder whose tensors are missing, cut off, unknown or of another shape, and an adapter that
-belongs to another model. Weights are safetensors, the rest is JSON; there is no pickle.
-
-    python checkpoint.py --preset llada2.1-mini --dtype bf16 --out weights/random     # random weights, to measure speed
+What is missing, damaged, of another shape or impossible is refused with one line; there is no pickle.
 """
 
+import importlib
 import json
-import sys
-from collections.abc import Iterator
-from dataclasses import asdict, fields, replace
+import math
+import re
+import signal
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -24,127 +28,191 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-import parallel
-from data import (
-    Parser,
-    Tokenizer,
-    bpe_tokenizer,
-    byte_tokenizer,
-    fail,
-    generator,
-    read_json,
-    replace_file,
-    write_json,
-)
-from model import PRESETS, Config, Model, new_model
+from data import Tokenizer, bpe_tokenizer, byte_tokenizer, fail, generator, read_json, replace_file, write_json
+from model import Config, Model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-ADAPTER_GEOMETRY = ("n_layer", "n_embd", "n_head", "n_kv_head", "n_last", "n_rounds", "noise")
+LEAST = {"n_dense": 0, "n_shared": 0, "eos_id": -1, "mask_id": -1}  # of a Config's numbers; the others are positive
+ADAPTER_GEOMETRY = ("n_layer", "n_embd", "n_head", "n_kv_head", "n_last", "n_rounds")
+
+
+# fmt: off
+PRESETS = {
+    # tests and toys: every mechanism present, nothing larger than it must be
+    "tiny": Config(n_layer=4, n_head=4, n_kv_head=2, n_embd=64, head_dim=16, vocab_size=320, d_dense=128, d_expert=32,
+                   n_expert=8, n_active=2, n_group=4, topk_group=2, rotary_dim=8, max_len=4096),
+    # names of Unicode characters, in minutes on two CPU cores
+    "names": Config(n_layer=4, n_head=4, n_kv_head=2, n_embd=128, head_dim=32, vocab_size=1024, d_dense=384,
+                    d_expert=128, n_expert=4, n_active=2, n_group=2, topk_group=2, rotary_dim=16, max_len=512,
+                    rope_theta=1e4),
+    # any text, in bytes
+    "text": Config(n_layer=6, n_head=4, n_kv_head=2, n_embd=128, head_dim=32, vocab_size=272, d_dense=384, d_expert=128,
+                   n_expert=16, n_active=2, n_group=4, topk_group=2, rotary_dim=16, max_len=8192, rope_theta=1e4),
+    # the released 16B geometry
+    "llada2.1-mini": Config(n_layer=20, n_head=16, n_kv_head=4, n_embd=2048, head_dim=128, vocab_size=157184,
+                            d_dense=5120, d_expert=512, n_expert=256, n_active=8, n_group=8, topk_group=4,
+                            eos_id=156892, mask_id=156895, tokenizer="bpe"),
+}
+# fmt: on
+
+
+def new_model(cfg: Config, generator: torch.Generator, device: torch.device | str = "cpu") -> Model:
+    """Fresh weights: normal matrices of std 1/sqrt(C), unit norms, zero markers and biases; projections that write to
+    the residual stream are scaled down by sqrt(2 L), as in GPT-2. Embeddings are of unit size: at 0.02 the layers drown
+    a token's identity within steps, and copying visible tokens (two thirds of the terms) is learned late."""
+    with torch.device("meta"):
+        model = Model(cfg)
+    model.to_empty(device=device)
+    for buffer in model.buffers():
+        buffer.zero_()
+    for name, p in model.named_parameters():
+        writes = name.endswith(("proj.weight", "down.weight", "mlp.down"))
+        std = {"wte.weight": 1.0, "lm_head.weight": 0.02}.get(name, cfg.n_embd**-0.5)
+        std = std / math.sqrt(2 * cfg.n_layer) if writes else std
+        if name == "markers" or name.endswith("bias"):
+            p.data.zero_()
+        elif p.dim() == 1:  # norms
+            p.data.fill_(1.0)
+        else:
+            p.data.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator))
+    return model
+
+
+def start(args: Namespace, tokens: dict, adapt: Callable[[Model, Namespace], None], device: torch.device) -> Model:
+    """The model that train.py's settings mean: a preset for these tokens (fields of a Config), or a folder's model with
+    adapters to be trained."""
+    if args.init_from == "scratch":
+        cfg = PRESETS[args.preset]
+        cfg = replace(cfg, n_last=args.n_last or max(1, cfg.n_layer // 2), n_rounds=args.n_rounds, **tokens)
+        model = new_model(check(cfg), generator(args.seed, "init"), device)
+        model.compute_dtype = DTYPES[args.dtype]
+    else:
+        given = dict(n_last=args.n_last, n_rounds=args.n_rounds, block_length=args.block_length)
+        model = load_model(args.init_from, device, DTYPES[args.dtype], **given)
+        if tokens["tokenizer"] == "toy" and any(getattr(model.cfg, k) != v for k, v in tokens.items()):
+            fail(f"--init_from {args.init_from} was trained on a toy of another size: give the same --toy")
+        adapt(model, args)
+    B, longest = model.cfg.block_length, model.cfg.max_len
+    if tokens["tokenizer"] != "toy" and (args.seq_len % B or args.seq_len > longest):
+        fail(f"--seq_len {args.seq_len} must be a multiple of --block_length {B}, at most {longest}")
+    model.checkpointing = args.checkpointing
+    return model
+
+
+def check(cfg: Config) -> Config:
+    """The same geometry, or one line about why no model can be built from it."""
+    small = [k for k, v in asdict(cfg).items() if not isinstance(v, str | bool) and v < LEAST.get(k, 1e-12)]
+    groups = max(1, cfg.n_group)
+    rules = {
+        f"{', '.join(small)} must be positive": not small,
+        "n_head must be a multiple of n_kv_head": cfg.n_head % max(1, cfg.n_kv_head) == 0,
+        "rotary_dim must be even and at most head_dim": cfg.rotary_dim in range(2, cfg.head_dim + 1, 2),
+        # a group's score is that of its two best experts
+        "n_expert must make n_group groups of two or more": cfg.n_expert % groups == 0 and cfg.n_expert >= 2 * groups,
+        "topk_group must be at most n_group": cfg.topk_group <= cfg.n_group,
+        "n_active experts must fit into topk_group groups": cfg.n_active <= cfg.topk_group * (cfg.n_expert // groups),
+        f"n_last must be 1..{cfg.n_layer} (n_layer), not {cfg.n_last}": cfg.n_last <= cfg.n_layer,
+        f"block_length must be 1..{cfg.max_len} (max_len)": cfg.block_length <= cfg.max_len,
+        "eos_id and mask_id must be inside the vocabulary": max(cfg.eos_id, cfg.mask_id) < cfg.vocab_size,
+        f"tokenizer {cfg.tokenizer!r} is not bytes, bpe or toy": cfg.tokenizer in ("bytes", "bpe", "toy"),
+    }
+    return next((fail(f"impossible model: {rule}") for rule, holds in rules.items() if not holds), cfg)
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """One file of whole tensors, sharded ones gathered one by one; every process takes part, process 0 writes."""
-    whole = {k: parallel.gather(v) for k, v in tensors.items()}
-    if parallel.RANK == 0:
-        replace_file(path, lambda p: write_tensors(p, whole, metadata))
+    def write(temporary: Path) -> None:
+        try:
+            save_file({k: v.detach().contiguous().cpu() for k, v in tensors.items()}, temporary, metadata)
+        except SafetensorError as e:  # a full disk
+            raise OSError(str(e)) from e
+
+    replace_file(path, write)
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None) -> None:
-    try:
-        save_file(tensors, path, metadata)
-    except SafetensorError as e:  # a full disk
-        raise OSError(str(e)) from e
+def stored(model: Model) -> dict[str, Tensor]:
+    """What model.safetensors holds: all but adapters, and a tied head once."""
+    left_out = ("lm_head.weight",) if model.cfg.tied else ()
+    return {k: v for k, v in model.state_dict().items() if "lora_" not in k and k not in left_out}
 
 
-def save_model(model: Model, folder: Path, metadata: dict[str, str] | None = None) -> None:
+def save_model(model: Model, folder: Path) -> None:
     """Weights first, config last: a folder with a config.json has the weights that it speaks of."""
-    tensors = {k: v for k, v in model.state_dict().items() if "lora_" not in k}
-    if model.cfg.tied:
-        del tensors["lm_head.weight"]
-    save_tensors(folder / "model.safetensors", tensors, metadata)
-    if parallel.RANK == 0:
-        write_json(folder / "config.json", asdict(model.cfg))
+    save_tensors(folder / "model.safetensors", stored(model))
+    write_json(folder / "config.json", asdict(model.cfg))
 
 
 def save_adapter(model: Model, folder: Path, settings: dict) -> None:
     save_tensors(folder / "adapter.safetensors", model.adapter_state())
-    if parallel.RANK == 0:
-        write_json(folder / "adapter.json", settings | {"model": {k: getattr(model.cfg, k) for k in ADAPTER_GEOMETRY}})
+    write_json(folder / "adapter.json", settings | {"model": {k: getattr(model.cfg, k) for k in ADAPTER_GEOMETRY}})
 
 
-def read_tensors(files: list[Path]) -> Iterator[tuple[Path, str, Tensor]]:
-    """Tensors of safetensors files, one at a time, memory-mapped; a damaged file is one line."""
+@contextmanager
+def open_tensors(path: Path) -> Iterator[safe_open]:
+    """A safetensors file, memory-mapped; a damaged one is one line."""
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except FileNotFoundError:
+        fail(f"{path} is missing: the checkpoint is incomplete, copy it again")
+    except (SafetensorError, OSError, ValueError) as e:
+        fail(f"{path} is cut short, damaged or no safetensors file ({e}): copy or convert it again")
+
+
+def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of all tensors of these files, one at a time."""
     for path in files:
-        try:
-            with safe_open(path, framework="pt") as f:
-                for name in f.keys():  # noqa: SIM118 (a safe_open is no dict)
-                    yield path, name, f.get_tensor(name)
-        except FileNotFoundError:
-            fail(f"{path} is missing: the checkpoint is incomplete, copy it again")
-        except (SafetensorError, OSError, ValueError) as e:
-            fail(f"{path} is damaged or not a safetensors file ({e}): copy or convert it again")
+        with open_tensors(path) as file:
+            yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 (it is no dict)
+
+
+def check_fit(path: Path, held: dict, expected: dict, hint: str, dropped: dict[str, str] | None = None) -> None:
+    """Refuse tensors that are unknown, missing or of another shape; `dropped`: what may be left, and why."""
+    for name in sorted(held.keys() | expected.keys()):
+        a, b = (f"shape {list(t[name].shape)}" if name in t else "no such tensor" for t in (held, expected))
+        if dropped and name in dropped and name not in expected:
+            print(f"dropped {name}: {dropped[name]}")
+        elif a != b:
+            fail(f"{path}: {name}: {a} there, {b} in the model: {hint}")
 
 
 def weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return [folder / "model.safetensors"]
-    names = read_json(index, "weight index").get("weight_map")
-    if not names or not isinstance(names, dict):
-        fail(f"{index} has no weight_map")
+    names = read_json(index, "weight index").get("weight_map") or {}
     return [folder / n for n in sorted(set(names.values()))]
 
 
 def read_config(folder: Path) -> Config:
-    if (folder / "adapter.json").exists() and not (folder / "config.json").exists():
-        base = read_json(folder / "adapter.json", "adapter settings").get("base")
-        fail(f"{folder} holds an adapter, not a model: the model is {base}, the adapter goes with it by --adapter")
-    raw = read_json(folder / "config.json", "checkpoint config (is this a checkpoint folder?)")
-    if "architectures" in raw or "hidden_size" in raw:
-        fail(f"{folder} is a released checkpoint: run `python convert_weights.py --src {folder} --out DIR` first")
+    path = folder / "config.json"
+    raw = read_json(path, "checkpoint config (is this a checkpoint folder? an adapter's is given by --adapter)")
     try:
-        return Config(**raw)
+        return check(Config(**raw))
     except TypeError as e:
-        known = ", ".join(f.name for f in fields(Config))
-        fail(f"{folder / 'config.json'} does not fit this version ({e}); known fields: {known}")
+        fail(f"{path} does not fit this version ({e}); if this is a released checkpoint, convert it first: "
+             f"`python convert_weights.py --src {folder} --out DIR`")  # fmt: skip
 
 
 def load_model(
     folder: str | Path, device: torch.device | str, dtype: torch.dtype, adapter: str | Path | None = None, **overrides
 ) -> Model:
-    """A model from its folder, built on `meta` and filled tensor by tensor, so that no second copy exists.
-
-    Parameters take `dtype`; expert_bias stays float32. `overrides` change config fields (n_last, n_rounds,
-    block_length); markers that the checkpoint lacks start at zero. With `adapter`, a folder of LoRA and markers, these
-    are added, and the fields are the adapter's. Exits with one line on any mismatch.
-    """
+    """A model from its folder, built on `meta` and filled tensor by tensor, so that no second copy exists. Parameters
+    take `dtype`, expert_bias stays float32. `overrides` change config fields (n_last, n_rounds, block_length); an
+    `adapter` (a folder) brings its own. Markers that the checkpoint lacks start at zero."""
     folder = Path(folder)
     overrides |= adapter_geometry(adapter)
-    cfg = replace(read_config(folder), **{k: v for k, v in overrides.items() if v is not None})
+    cfg = check(replace(read_config(folder), **{k: v for k, v in overrides.items() if v is not None}))
     with torch.device("meta"):
         model = Model(cfg)
-    expected = model.state_dict()
-    need = sum(t.numel() for t in expected.values()) * dtype.itemsize / 1e9
-    if need > 0.1 and parallel.RANK == 0:
-        print(f"loading {folder}: {need:.1f} GB of weights in {dtype}, onto {device}", file=sys.stderr)
-    state: dict[str, Tensor] = {}
-    for path, name, tensor in read_tensors(weight_files(folder)):
-        if name not in expected:
-            fail(f"{path}: unknown tensor {name}: this file belongs to another model or version")
-        if name == "markers" and len(tensor) != cfg.n_rounds:
-            tensor = F.pad(tensor, (0, 0, 0, max(0, cfg.n_rounds - len(tensor))))[: cfg.n_rounds]
-        if tensor.shape != expected[name].shape:
-            fail(f"{path}: {name} has shape {list(tensor.shape)}, the config says {list(expected[name].shape)}")
+    state = {}
+    for name, tensor in read_tensors(weight_files(folder)):
         state[name] = tensor.to(device=device, dtype=torch.float32 if name.endswith("expert_bias") else dtype)
-    for name in {"markers", "noise"} & set(expected):  # a plain checkpoint has neither: they start at zero
-        state.setdefault(name, torch.zeros(expected[name].shape, device=device, dtype=dtype))
+    markers = state.get("markers", torch.zeros(1, cfg.n_embd, device=device, dtype=dtype))
+    state["markers"] = F.pad(markers, (0, 0, 0, cfg.n_rounds - len(markers)))
+    check_fit(folder, state, stored(model), "the checkpoint is incomplete, or another model's")
+    model.load_state_dict(state, assign=True, strict=False)
     if cfg.tied:
-        state["lm_head.weight"] = state.get("wte.weight", expected["wte.weight"])
-    if missing := [k for k in expected if k not in state]:
-        fail(f"{folder}: {len(missing)} tensors are missing, {missing[0]} the first: the checkpoint is incomplete")
-    model.load_state_dict(state, assign=True)
-    if cfg.tied:
-        model.lm_head.weight = model.wte.weight  # one parameter again: assigning made two of one storage
+        model.lm_head.weight = model.wte.weight
     model.compute_dtype = dtype
     if adapter:
         load_adapter(model, adapter)
@@ -152,47 +220,38 @@ def load_model(
 
 
 def load_tokenizer(folder: Path, kind: str) -> Tokenizer | None:
-    """None for toys, whose tokens are numbers."""
+    """None where there is none: a toy's tokens are numbers, a released checkpoint may come without its tokenizer."""
     if kind == "bpe":
-        return bpe_tokenizer(folder / "tokenizer.json")
+        return bpe_tokenizer(folder / "tokenizer.json") if (folder / "tokenizer.json").exists() else None
     return byte_tokenizer() if kind == "bytes" else None
 
 
 def adapter_settings(folder: str | Path) -> dict:
-    """adapter.json, checked: base, lora_r, lora_alpha, lora_scope, model (the geometry it was trained at)."""
+    """adapter.json, checked: base, lora_r, lora_alpha, model (the geometry it was trained at), perhaps extension."""
     settings = read_json(Path(folder) / "adapter.json", "adapter (a folder that train.py --init_from DIR wrote)")
-    known = {"base": str, "lora_r": int, "lora_alpha": (int, float), "lora_scope": str, "model": dict}
-    bad = [k for k, kind in known.items() if not isinstance(settings.get(k), kind)]
-    bad += [k for k in ADAPTER_GEOMETRY if not isinstance((settings.get("model") or {}).get(k), int)]
-    bad += ["lora_r"] if not bad and settings["lora_r"] < 1 else []
+    model = settings.get("model")
+    values = settings | (model if isinstance(model, dict) else {})
+    kinds = {"base": str, "lora_alpha": int | float} | dict.fromkeys(("lora_r", *ADAPTER_GEOMETRY), int)
+    bad = [k for k, kind in kinds.items() if not isinstance(values.get(k), kind) or not values[k]]
+    bad += [] if re.fullmatch(r"beyond\.\w+", settings.get("extension", "beyond.x")) else ["extension"]
     return fail(f"{folder}/adapter.json: {bad[0]} is missing or wrong") if bad else settings
 
 
 def adapter_geometry(folder: str | Path | None) -> dict[str, int]:
-    """An adapter brings its own n, K and noise: the overrides of load_model."""
-    return {k: adapter_settings(folder)["model"][k] for k in ("n_last", "n_rounds", "noise")} if folder else {}
+    """An adapter brings its own n and K: the overrides of load_model."""
+    return {k: adapter_settings(folder)["model"][k] for k in ("n_last", "n_rounds")} if folder else {}
 
 
 def load_adapter(model: Model, folder: str | Path) -> None:
-    """LoRA and markers into a loaded model."""
-    settings = adapter_settings(folder)
-    for key in ADAPTER_GEOMETRY:
-        if getattr(model.cfg, key) != settings["model"][key]:
-            fail(f"{folder} was trained with {key} {settings['model'][key]}, this model has {getattr(model.cfg, key)}: "
-                 "wrong --ckpt for this adapter")  # fmt: skip
-    model.add_lora(settings["lora_r"], settings["lora_alpha"], torch.Generator(), settings["lora_scope"])
-    expected, state = model.adapter_state(), {}
-    for path, name, tensor in read_tensors([Path(folder) / "adapter.safetensors"]):
-        if name not in expected or tensor.shape != expected[name].shape:
-            fail(f"{path}: {name} {list(tensor.shape)} does not fit the loaded model: wrong --ckpt for this adapter?")
-        state[name] = tensor.to(expected[name])
-    if len(state) != len(expected):
-        fail(f"{folder}/adapter.safetensors lacks {sorted(set(expected) - set(state))[0]}: train or copy it again")
+    """LoRA and markers into a loaded model; an extension's adapter through the module that it names."""
+    settings, path = adapter_settings(folder), Path(folder) / "adapter.safetensors"
+    if "extension" in settings:  # the one door to beyond/: the module makes the model ready for its adapter
+        importlib.import_module(settings["extension"]).attach(model, settings)
+    else:
+        model.add_lora(settings["lora_r"], settings["lora_alpha"], torch.Generator())
+    state = dict(read_tensors([path]))
+    check_fit(path, state, model.adapter_state(), "wrong --ckpt for this adapter?")
     model.load_state_dict(state, strict=False)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# what a training run resumes from
 
 
 def save_state(model: Model, optimizer: torch.optim.Optimizer, step: int, folder: Path) -> None:
@@ -207,20 +266,16 @@ def save_state(model: Model, optimizer: torch.optim.Optimizer, step: int, folder
 def restore_state(model: Model, optimizer: torch.optim.Optimizer, folder: Path) -> int:
     """Weights, moments -> the number of steps taken. Generators need nothing: they are functions of the row."""
     path = folder / "state.safetensors"
-    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    left, steps = {f"param.{n}" for n in named}, 0
-    for _, key, tensor in read_tensors([path]):
+    named, state = {n: p for n, p in model.named_parameters() if p.requires_grad}, dict(read_tensors([path]))
+    weights = {key.removeprefix("param."): t for key, t in state.items() if key.startswith("param.")}
+    check_fit(path, weights, named, "start again in a new --out_dir")
+    for key, tensor in state.items():
         kind, name = key.split(".", 1)
-        if name not in named:
-            fail(f"{path}: {name} is not trained by this run: the folder holds another model")
-        p = named[name]
         if kind == "param":
-            p.data.copy_(parallel.like(tensor, p))
-            left.discard(key)
+            named[name].data.copy_(tensor)
         else:
-            optimizer.state[p][kind] = tensor if kind == "step" else parallel.like(tensor, p)
-            steps = int(tensor) if kind == "step" else steps
-    return fail(f"{path} lacks {sorted(left)[0]}: start again in a new --out_dir") if left else steps
+            optimizer.state[named[name]][kind] = tensor if kind == "step" else tensor.to(named[name].device)
+    return max((int(t) for key, t in state.items() if key.startswith("step.")), default=0)
 
 
 def rewind_log(path: Path, step: int) -> None:
@@ -229,32 +284,42 @@ def rewind_log(path: Path, step: int) -> None:
     for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
             record = json.loads(line)
-            keep = record["step"] < step or (record["step"] == step and "val" in record)
+            if record["step"] < step or (record["step"] == step and "val" in record):
+                kept.append(line + b"\n")
         except (ValueError, KeyError, TypeError):
             break
-        kept += [line + b"\n"] if keep else []
     replace_file(path, lambda p: p.write_bytes(b"".join(kept)))
 
 
-def main() -> None:
-    """Random weights of a preset, with the byte tokenizer: speed and memory of a geometry without its checkpoint."""
-    parser = Parser(__doc__)
-    group = parser.add_argument_group("random weights")
-    group.add_argument("--preset", choices=PRESETS, default="tiny", help="geometry; building takes 4 bytes a parameter")
-    group.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="of the stored weights")
-    group.add_argument("--out", type=Path, required=True, help="folder to write; it must not hold a checkpoint")
-    args = parser.parse_args()
-    if (args.out / "config.json").exists():
-        fail(f"{args.out} already holds a checkpoint: choose another --out")
-    cfg = replace(PRESETS[args.preset], tokenizer="bytes")
-    cfg = replace(cfg, eos_id=256, mask_id=257) if cfg.mask_id < 0 else cfg
-    model = new_model(cfg, generator("random weights"))
-    if args.dtype == "bf16":
-        for p in model.parameters():
-            p.data = p.data.bfloat16()
-    save_model(model, args.out)
-    print(f"wrote {args.out}: {sum(p.numel() for p in model.parameters()):,} random parameters in {args.dtype}")
+def resumable(folder: Path, flags: dict, given: set[str]) -> dict:
+    """The settings of the run in a folder; `given` flags, which a resumed run cannot change, must agree with them."""
+    saved = read_json(folder / "train.json", "training run to resume (--out_dir of an earlier run)")
+    if lacking := [k for k in flags if k not in saved]:
+        fail(f"{folder / 'train.json'} lacks {lacking[0]}: it is not a whole run's settings; start in a new --out_dir")
+    for name in given:
+        if flags[name] != saved[name]:
+            fail(f"--{name} {flags[name]} differs from the run's {saved[name]}: leave it out, or use a new --out_dir")
+    return saved
 
 
-if __name__ == "__main__":
-    main()
+def refuse_to_overwrite(folder: Path) -> None:
+    if (folder / "train.json").exists() or (folder / "config.json").exists():
+        fail(f"{folder} already holds a checkpoint or a run: choose another --out_dir, or --init_from resume to go on")
+
+
+@contextmanager
+def interruptible() -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM ask the loop to finish its step and save; a second one stops at once."""
+    caught: list[int] = []
+
+    def handler(number: int, frame: object) -> None:
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(number)
+
+    before = [(s, signal.signal(s, handler)) for s in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        yield caught
+    finally:
+        for number, old in before:
+            signal.signal(number, old)

@@ -1,27 +1,26 @@
-"""Text and tokenizers: what goes into the model, as ids.
+"""Text and tokenizers: what goes into the model, as ids, and the small things that every script shares.
 
-    Tokenizer    bytes (built in memory), or a released byte-level BPE `tokenizer.json`, both through tiktoken
-    load_text    the running Python's standard library, a .txt, a folder, or FineWeb-Edu style records -> documents
+    Tokenizer    bytes, or a byte-level BPE `tokenizer.json`: a released one, or one that learn_bpe made
+    load_text    names of Unicode characters, Python's own sources, .txt, a folder, FineWeb-Edu records -> documents
     Sequences    documents -> rows of seq_len ids, never two documents in one row; the same row for the same index
-    fail, Parser, replace_file, generator    the four small things that every script shares
 
-It refuses what it cannot read exactly: a tokenizer that tiktoken cannot express, a record without text, no text at
-all. Nothing is downloaded.
-
-    python data.py --data stdlib --seq_len 256        # what a corpus holds, and its first row
+Nothing is downloaded, and what cannot be read exactly is refused.
 """
 
 import argparse
 import gzip
 import hashlib
 import json
+import math
 import os
+import re
 import sys
 import sysconfig
-import unicodedata
 import zlib
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import NoReturn
 
@@ -31,17 +30,18 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+try:
+    import unicodedata
+except ImportError:  # a Python built without it: `names` is refused
+    unicodedata = None
+
 # R rows, T positions of a row, N rows in the corpus
-
-EOS, MASK = "<|endoftext|>", "<|mask|>"  # the released names; both tokenizers use them
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# what every script shares
+NAMES_VOCAB = 1024  # ids of the BPE that is learned for the corpus `names`
+EOS, MASK = "<|endoftext|>", "<|mask|>"  # the released names; every tokenizer uses them
 
 
 def first_to_fail() -> bool:
-    """Whether to speak for the run; of several processes (parallel.py), only the first one does."""
+    """Whether to speak for the run; of several processes (released/parallel.py), only the first one does."""
     return True
 
 
@@ -62,6 +62,25 @@ class Parser(argparse.ArgumentParser):
         fail(f"{message} (see {self.prog} --help)")
 
 
+def bounded(kind: type, low: float, high: float = math.inf, none: bool = False) -> Callable[[str], float | None]:
+    """The type of a flag: a finite number of this kind in [low, high], or the word "none" where that is allowed."""
+
+    def parse(text: str) -> float | None:
+        if none and text.lower() == "none":
+            return None
+        try:
+            value = kind(text)
+        except ValueError:
+            what = 'neither a number nor "none"' if none else "no whole number" if kind is int else "no number"
+            raise argparse.ArgumentTypeError(f"{text!r} is {what}") from None
+        if not low <= value <= high or value == math.inf:
+            span = f"must be at least {low}, and finite" if high == math.inf else f"must lie in {low}..{high}"
+            raise argparse.ArgumentTypeError(f"{span}, not {text}")
+        return value
+
+    return parse
+
+
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a temporary file beside `path`, then rename it: a reader sees the old file or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -69,8 +88,6 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(temporary)
         os.replace(temporary, path)
-    except (FileExistsError, NotADirectoryError):
-        fail(f"cannot write {path}: {path.parent} is, or lies in, a file and not a folder; choose another one")
     except OSError as e:
         fail(f"cannot write {path}: {e.strerror or e}; choose another folder or free some space")
     finally:
@@ -109,40 +126,19 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def peak_memory(device: torch.device) -> str:
-    """What the device has held at most; nothing on a CPU, where the operating system knows better."""
-    return f", peak {torch.cuda.max_memory_allocated(device) / 1e9:.1f} GB" if device.type == "cuda" else ""
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# tokenizers
-
-
 @dataclass
 class Tokenizer:
-    """A tiktoken.Encoding plus a map between its ranks and the model's ids.
-
-    tiktoken wants a token's id to be its merge rank; a released vocabulary may number its tokens in any order, so the
-    rank -> id map is kept beside it. `token_bytes[id]` is what a token stands for, b"" for special and unused ids.
-    """
+    """A tiktoken.Encoding, which numbers its tokens by merge rank, and the model's ids, which may have any order."""
 
     encoding: tiktoken.Encoding
     ids: list[int]  # rank -> id
     special: dict[str, int]
     nfc: bool = False  # whether the released normaliser is Unicode NFC
-    token_bytes: dict[int, bytes] = field(default_factory=dict)
+    token_bytes: dict[int, bytes] = field(default_factory=dict)  # none for special and unused ids
 
-    @property
-    def vocab_size(self) -> int:
-        return 1 + max(*self.ids, *self.special.values())
-
-    @property
-    def eos_id(self) -> int:
-        return self.special[EOS]
-
-    @property
-    def mask_id(self) -> int:
-        return self.special[MASK]
+    def __post_init__(self) -> None:
+        self.vocab_size = 1 + max([*self.ids, *self.special.values()])
+        self.eos_id, self.mask_id = self.special.get(EOS), self.special.get(MASK)
 
     def encode(self, text: str) -> list[int]:
         """Text to ids; names of special tokens inside the text become those tokens, as in the released tokenizer."""
@@ -152,8 +148,8 @@ class Tokenizer:
     def encode_documents(self, texts: list[str]) -> list[np.ndarray]:
         """Corpus text to int32 ids: here the name of a special token is ordinary text."""
         texts = [unicodedata.normalize("NFC", t) for t in texts] if self.nfc else texts
-        ids = np.asarray(self.ids, dtype=np.int32)
-        return [ids[np.asarray(r, dtype=np.int64)] for r in self.encoding.encode_ordinary_batch(texts, num_threads=2)]
+        ranks = (self.encoding.encode_ordinary(text) for text in texts)
+        return [np.array([self.ids[r] for r in text], dtype=np.int32) for text in ranks]
 
     def decode_bytes(self, ids: list[int]) -> bytes:
         return b"".join(self.token_bytes.get(i, b"") for i in ids)
@@ -162,71 +158,56 @@ class Tokenizer:
         """Ids to text; special tokens are left out and bytes that are no UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
-    def chat(self, user: str, system: str | None = None) -> list[int]:
-        """The released chat template: a SYSTEM turn that is always there, one HUMAN turn, the opening of an answer."""
-        missing = [t for t in ("<role>", "</role>", "<|role_end|>") if t not in self.special]
-        if missing:
-            fail(f"--chat needs a tokenizer with {', '.join(missing)}; this one has none: use --prompt without --chat")
-        head = system + "\n" if system is not None else ""
-        return self.encode(
-            f"<role>SYSTEM</role>{head}detailed thinking off<|role_end|>"
-            f"<role>HUMAN</role>{user}<|role_end|><role>ASSISTANT</role>"
-        )
+    def piece(self, token: int) -> str:
+        """A token's text with every character visible, bytes that are no UTF-8 as <E2>, special tokens by name."""
+        if not (raw := self.token_bytes.get(token, b"")):
+            return {i: name for name, i in self.special.items()}.get(token, f"<{token}>")
+        text, glyphs = raw.decode("utf-8", errors="surrogateescape"), {" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍"}
+        glyphs |= {chr(0xDC00 + b): f"<{b:02X}>" for b in range(128, 256)}  # surrogateescape's stand-ins for bytes
+        shown = (glyphs.get(c) or (c if c.isprintable() else f"<U+{ord(c):04X}>") for c in text)
+        return ("◌" if unicodedata.combining(text[0]) else "") + "".join(shown)  # an accent needs a letter to sit on
 
 
 def byte_tokenizer() -> Tokenizer:
-    """256 byte tokens, eos 256, mask 257; nothing to download and every file is valid input."""
-    ranks = {bytes([i]): i for i in range(256)}
-    special = {EOS: 256, MASK: 257}
-    encoding = tiktoken.Encoding("bytes", pat_str=r"(?s:.{1,256})", mergeable_ranks=ranks, special_tokens=special)
-    return Tokenizer(encoding, list(range(258)), special, token_bytes={i: b for b, i in ranks.items()})
+    """256 byte tokens, eos 256, mask 257: a BPE without merges, so every file is valid input."""
+    return bpe_tokenizer(Path("bytes"), learn_bpe([], 258))
 
 
-def byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> list[str]:
     """The printable stand-in that byte-level BPE files use for each byte: itself if printable, else U+0100 onwards."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    shifted = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(shifted)}
+    others = map(chr, range(256, 512))
+    return [chr(b) if chr(b).isprintable() and b != ord(" ") else next(others) for b in range(256)]
 
 
-def bpe_tokenizer(path: Path) -> Tokenizer:
-    """A released `tokenizer.json` (byte-level BPE) as a tiktoken.Encoding with the same ids on every text.
-
-    Refused with the reason: anything whose result tiktoken could not reproduce exactly.
-    """
-    spec = read_json(path, "tokenizer")
+def bpe_tokenizer(path: Path, spec: dict | None = None) -> Tokenizer:
+    """A `tokenizer.json` (byte-level BPE; `spec` is its content, if known) as a tiktoken.Encoding with the same ids on
+    every text. Refused with the reason: anything whose result tiktoken could not reproduce exactly."""
+    spec = spec or read_json(path, "tokenizer")
     try:
         pattern, nfc = check_pipeline(spec, path)
-        alphabet = byte_alphabet()
+        alphabet = {ch: byte for byte, ch in enumerate(byte_alphabet())}
         vocab = {bytes(alphabet[ch] for ch in token): i for token, i in spec["model"]["vocab"].items()}
-        merges = [m.split(" ") if isinstance(m, str) else m for m in spec["model"]["merges"]]
-        merges = [tuple(bytes(alphabet[ch] for ch in part) for part in pair) for pair in merges]
         special = {t["content"]: t["id"] for t in spec["added_tokens"]}
-    except (KeyError, TypeError, AttributeError) as e:
+        ranks = {bytes([b]): b for b in range(256)}
+        for merge in spec["model"]["merges"]:
+            pair = merge.split(" ") if isinstance(merge, str) else merge
+            left, right = (bytes(alphabet[ch] for ch in part) for part in pair)
+            # tiktoken merges any neighbours whose concatenation is known; that equals this merge list only if the pair
+            # is what the earlier merges make of those bytes, and if no other merge makes the same token.
+            if left + right in ranks or merge_bytes(left + right, ranks) != [left, right]:
+                fail(f"{path}: merge {left!r} + {right!r} is not expressible in tiktoken (duplicate or out of order)")
+            ranks[left + right] = len(ranks)
+        ids = [vocab[token] for token in ranks] + list(special.values())
+    except (KeyError, TypeError, AttributeError, ValueError) as e:
         fail(f"{path} is not a byte-level BPE tokenizer.json: unexpected or missing {e}")
-    ranks = {bytes([b]): b for b in range(256)}
-    for left, right in merges:
-        # tiktoken merges any neighbours whose concatenation is known; that equals this merge list only if the pair is
-        # what the earlier merges make of those bytes, and if no other merge makes the same token.
-        if left + right in ranks or merge_bytes(left + right, ranks) != [left, right]:
-            fail(f"{path}: merge {left!r} + {right!r} is not expressible in tiktoken (duplicate or out of order)")
-        ranks[left + right] = len(ranks)
-    if lacking := [t for t in ranks if t not in vocab]:
-        fail(f"{path}: {len(lacking)} byte or merged tokens have no id, {lacking[0]!r} the first")
-    encoding = tiktoken.Encoding(
-        path.parent.name,
-        pat_str=pattern,
-        mergeable_ranks=ranks,
-        special_tokens={name: len(ranks) + i for i, name in enumerate(special)},
-    )
-    ids = [vocab[t] for t in ranks] + list(special.values())
+    last = {name: len(ranks) + i for i, name in enumerate(special)}
+    encoding = tiktoken.Encoding("bpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens=last)
     return Tokenizer(encoding, ids, special, nfc, token_bytes={i: t for t, i in vocab.items()})
 
 
 def check_pipeline(spec: dict, path: Path) -> tuple[str, bool]:
     """(pre-tokenizer pattern, whether NFC is applied) of a tokenizer.json; refuses every step that is not modelled."""
-    model, normalizer, post = spec["model"], spec.get("normalizer"), spec.get("post_processor")
-    pre = spec["pre_tokenizer"]
+    model, pre, normalizer, post = (spec.get(k) for k in ("model", "pre_tokenizer", "normalizer", "post_processor"))
     steps = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
     refused = [
         (model["type"] != "BPE", f"model {model['type']}"),
@@ -238,115 +219,152 @@ def check_pipeline(spec: dict, path: Path) -> tuple[str, bool]:
         (steps[0].get("behavior") != "Isolated" or steps[0].get("invert"), f"split behaviour {steps[0]}"),
         (any(t["lstrip"] or t["rstrip"] or t["single_word"] for t in spec["added_tokens"]), "a stripping added token"),
     ]
-    for bad, what in refused:
-        if bad:
-            fail(f"{path}: {what} cannot be expressed exactly in tiktoken, so this tokenizer is refused")
+    for what in (what for bad, what in refused if bad):
+        fail(f"{path}: {what} cannot be expressed exactly in tiktoken, so this tokenizer is refused")
     return steps[0]["pattern"]["Regex"], normalizer is not None
 
 
 def merge_bytes(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
     """Byte-pair merging of one token under the merges known so far, lowest rank first."""
     parts = [bytes([b]) for b in token]
-    while len(parts) > 1:
-        rank, i = min((ranks.get(a + b, len(ranks)), i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False)))
-        if rank == len(ranks):
-            break
+    while known := [(ranks[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ranks]:
+        i = min(known)[1]
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
     return parts
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# documents
+def learn_bpe(texts: Iterable[str], vocab_size: int) -> dict:
+    """The content of a `tokenizer.json` with vocab_size ids: bytes, merges learned from these texts, EOS and MASK.
+
+    Each merge joins the pair most often side by side in words, of equals the first in string order, if it is so twice.
+    """
+    pattern = r" ?\S+|\s+"  # a word and the blank before it
+    words = Counter(word for text in texts for word in re.findall(pattern, text))
+    letters = byte_alphabet()
+    parts = {word: [letters[b] for b in word.encode()] for word in words}
+    counts, holders = Counter(), defaultdict(set)  # of a pair: how often it occurs; the words that hold it, or once did
+
+    def count(word: str, sign: int) -> None:
+        for pair in pairwise(parts[word]):
+            counts[pair] += sign * words[word]
+            holders[pair].add(word)
+
+    for word in words:
+        count(word, 1)
+    merges = []
+    while len(letters) + len(merges) + 2 < vocab_size and (most := max(counts.values(), default=0)) > 1:
+        pair = min(p for p, n in counts.items() if n == most)
+        merges.append(list(pair))
+        for word in holders.pop(pair):
+            count(word, -1)
+            for i in range(len(parts[word]) - 1):  # from the left; a slice at the end of a shortened list is no pair
+                if parts[word][i : i + 2] == merges[-1]:
+                    parts[word][i : i + 2] = ["".join(pair)]
+            count(word, 1)
+    tokens = letters + ["".join(pair) for pair in merges]
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {
+        "added_tokens": [{"id": len(tokens) + i, "content": name} | plain for i, name in enumerate((EOS, MASK))],
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": {t: i for i, t in enumerate(tokens)}, "merges": merges},
+    }
 
 
 @dataclass(frozen=True)
 class Filter:
-    """The paper's document filter (Training): FineWeb-Edu score >= 3 and 256..1800 tokens; records without the
-    fields pass. `max_docs` 0 means no limit."""
+    """The paper's filter (Training) of records with FineWeb-Edu's fields; a record without a field passes."""
 
     min_score: int = 3
     min_tokens: int = 256
     max_tokens: int = 1800
-    max_docs: int = 0
+    max_docs: int = 0  # 0: all of them
 
     def keeps(self, record: dict) -> bool:
-        score, count = record.get("int_score"), record.get("token_count")
-        return (score is None or score >= self.min_score) and (
-            count is None or self.min_tokens <= count <= self.max_tokens
-        )
+        limits = ("int_score", self.min_score, math.inf), ("token_count", self.min_tokens, self.max_tokens)
+        return all(record.get(name) is None or low <= record[name] <= high for name, low, high in limits)
 
 
 def load_text(sources: list[str], keep: Filter) -> list[tuple[str, str]]:
-    """Documents as (stable name, text): `stdlib`, or .txt / folder / .jsonl / .jsonl.gz / .parquet paths."""
-    documents: list[tuple[str, str]] = []
-    for source in sources:
-        path = Path(source)
-        if source == "stdlib":
-            skip = {"test", "tests", "idle_test", "site-packages"}
-            found = walk(Path(sysconfig.get_path("stdlib")), "*.py", skip)
-        elif not path.exists():
-            fail(f"--data {source}: no such file or folder (and not `stdlib` or the name of a toy)")
-        else:
-            found = walk(path, "*", set()) if path.is_dir() else read_file(path, path.name, keep)
-        for document in found:
-            documents.append(document)
-            if len(documents) == keep.max_docs:
-                return documents
+    """Documents as (stable name, text): `names`, `stdlib`, or .txt / folder / .jsonl / .jsonl.gz / .parquet paths."""
+    found = (document for source in sources for document in read_source(source, keep))
+    documents = list(islice(found, keep.max_docs or None))
     if not any(text for _, text in documents):
         fail(f"--data {' '.join(sources)} holds no text (or the filter on score and length left none)")
     return documents
 
 
-def walk(root: Path, pattern: str, skip: set[str]) -> Iterator[tuple[str, str]]:
-    """Every text file under a folder, in a fixed order; files that are not UTF-8 text are passed over."""
-    for path in sorted(root.rglob(pattern)):
-        inside = path.relative_to(root)
-        if path.is_file() and not skip.intersection(inside.parts) and not any(p.startswith(".") for p in inside.parts):
-            try:
-                yield inside.as_posix(), path.read_text(encoding="utf-8")
-            except (UnicodeDecodeError, OSError):
-                continue
+def read_source(source: str, keep: Filter) -> Iterator[tuple[str, str]]:
+    """The documents of one source; those of a folder in a fixed order, without its hidden files."""
+    stdlib = source == "stdlib"
+    skip = {"test", "tests", "idle_test", "site-packages"} if stdlib else set()
+    root = Path(sysconfig.get_path("stdlib") if stdlib else source)
+    if source == "names":
+        yield from ((name, name) for name in unicode_names())
+    elif root.is_dir():
+        for path in sorted(root.rglob("*.py" if stdlib else "*")):
+            inside = path.relative_to(root)
+            if path.is_file() and not any(part in skip or part.startswith(".") for part in inside.parts):
+                yield from read_file(path, inside.as_posix(), keep, pass_over=True)
+    elif root.exists():
+        yield from read_file(root, root.name, keep)
+    else:
+        fail(f"--data {source}: no such file or folder (and not `names`, `stdlib` or the name of a toy)")
 
 
-def read_file(path: Path, name: str, keep: Filter) -> Iterator[tuple[str, str]]:
-    """The documents of one file: a .txt is one document, records are filtered and one document each."""
+def unicode_names() -> Iterator[str]:
+    """The names of all characters (about 31,600) but the numbered ones, which teach and test nothing: those that end in
+    their code point (CJK UNIFIED IDEOGRAPH-4E00), the computed ones of Hangul, and two long runs of numbers."""
+    if unicodedata is None:
+        fail("--data names: this Python was built without its module unicodedata; use another Python")
+    numbered = ("HANGUL SYLLABLE ", "TANGUT COMPONENT-", "VARIATION SELECTOR-")
+    for code in range(sys.maxunicode + 1):
+        name = unicodedata.name(chr(code), "")
+        if name and not name.startswith(numbered) and not name.endswith(f"-{code:04X}"):
+            yield name
+
+
+def exists(name: str) -> str | None:
+    """The character of exactly this name in `unicodedata.unidata_version`, numbered or not, or None."""
     try:
-        if path.name.endswith((".jsonl", ".jsonl.gz")):
-            with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
-                records = ((n, json.loads(line)) for n, line in enumerate(lines, 1) if line.strip())
-                yield from texts_of(records, name, keep)
-        elif path.suffix == ".parquet":
-            yield from texts_of(parquet_records(path), name, keep)
-        else:
+        found = unicodedata.lookup(name)  # takes lower case, aliases and sequences too: no character's own name
+    except (KeyError, UnicodeEncodeError):  # unknown; a lone surrogate
+        return None
+    return found if unicodedata.name(found[0], "") == name else None
+
+
+def read_file(path: Path, name: str, keep: Filter, pass_over: bool = False) -> Iterator[tuple[str, str]]:
+    """The documents of one file: one of text, or the records that the filter keeps; or none, if it may be no text."""
+    holds_records = path.name.endswith((".jsonl", ".jsonl.gz", ".parquet"))
+    try:
+        if not holds_records:
             yield name, path.read_text(encoding="utf-8")
-    except json.JSONDecodeError as e:
-        fail(f"--data {path}: a line is not JSON ({e}); expected one record with a `text` field a line")
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as e:
-        fail(f"--data {path} cannot be read as text: {e}")
+        for n, record in read_records(path) if holds_records else ():
+            kinds = {"text": str, "int_score": int | float | None, "token_count": int | float | None}
+            if not isinstance(record, dict) or not all(isinstance(record.get(k), kind) for k, kind in kinds.items()):
+                fail(f"--data {path}: record {n} has no `text` field, or an int_score or token_count that is no number")
+            if keep.keeps(record):
+                yield f"{name}:{n}", record["text"]
+    except (OSError, EOFError, ValueError, zlib.error) as e:  # errors of JSON, UTF-8 and pyarrow are ValueErrors
+        if holds_records or not pass_over:
+            fail(f"--data {path} cannot be read as text, or as one JSON record a line: {e}")
 
 
-def texts_of(records: Iterator[tuple[int, dict]], name: str, keep: Filter) -> Iterator[tuple[str, str]]:
-    for n, record in records:
-        if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-            fail(f"--data {name}: record {n} has no `text` field")
-        if not all(isinstance(record.get(f), int | float | None) for f in ("int_score", "token_count")):
-            fail(f"--data {name}: record {n} has an int_score or token_count that is no number")
-        if keep.keeps(record):
-            yield f"{name}:{n}", record["text"]
-
-
-def parquet_records(path: Path) -> Iterator[tuple[int, dict]]:
+def read_records(path: Path) -> Iterator[tuple[int, object]]:
+    """(number of the line or row, record)"""
+    if path.suffix != ".parquet":
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
+            yield from ((n, json.loads(line)) for n, line in enumerate(lines, 1) if line.strip())
+        return
     try:
         import pyarrow.parquet as parquet
     except ImportError:
         fail(f"--data {path}: reading .parquet needs pyarrow: pip install pyarrow, or convert the file to .jsonl")
-    try:
-        table = parquet.ParquetFile(path)
-        columns = [c for c in ("text", "int_score", "token_count") if c in table.schema_arrow.names]
-        rows = (row for batch in table.iter_batches(columns=columns) for row in batch.to_pylist())
-        yield from enumerate(rows, 1)
-    except (OSError, ValueError) as e:  # pyarrow's own errors derive from ValueError
-        fail(f"--data {path} is not a readable parquet file: {e}")
+    table = parquet.ParquetFile(path)
+    columns = [c for c in ("text", "int_score", "token_count") if c in table.schema_arrow.names]
+    yield from enumerate((row for batch in table.iter_batches(columns=columns) for row in batch.to_pylist()), 1)
 
 
 def is_validation(name: str) -> bool:
@@ -354,94 +372,53 @@ def is_validation(name: str) -> bool:
     return hashlib.sha256(name.encode()).digest()[0] % 20 == 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# rows
-
-
 @dataclass
 class Sequences:
-    """Documents cut into rows of at most seq_len ids, one document a row, padded with eos at the end.
+    """Documents cut into rows of at most seq_len ids, one document a row, padded with eos at the end. Row i of the
+    stream is a function of (seed, i) alone: epoch i // N has its own permutation."""
 
-    Row i of the training stream is a function of (seed, i) alone: epoch i // N has its own permutation.
-    """
-
-    ids: np.ndarray  # int32, all documents end to end, each closed by eos
-    spans: np.ndarray  # (N, 2) int64, first id and length of each row
+    rows: list[np.ndarray]  # N rows of 1..seq_len int32 ids; a document's last row ends in eos
     seq_len: int
     pad_id: int
     seed: int
-    order: tuple[int, np.ndarray] = field(default=(-1, np.empty(0)))  # the epoch in use and its permutation
+    order: dict[int, list[int]] = field(default_factory=dict)  # the epoch in use and its permutation
 
     def __len__(self) -> int:
-        return len(self.spans)
+        return len(self.rows)
 
     def batch(self, first: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """Rows first .. first+rows of the stream: x (R, T) int64, real (R, T) bool, prompt (R, T) bool (none)."""
         x = torch.full((rows, self.seq_len), self.pad_id)
         real = torch.zeros_like(x, dtype=torch.bool)
-        for r, i in enumerate(range(first, first + rows)):
-            start, length = self.spans[self.shuffled(i)]
-            x[r, :length] = torch.from_numpy(self.ids[start : start + length].astype(np.int64))
-            real[r, :length] = True
+        for r in range(rows):
+            row = torch.from_numpy(self.rows[self.shuffled(first + r)])
+            x[r, : len(row)], real[r, : len(row)] = row, True
         return x, real, torch.zeros_like(real)
 
     def count_real(self, first: int, rows: int) -> int:
         """Real tokens in these rows: the denominator of the loss, known before any forward."""
-        return sum(int(self.spans[self.shuffled(i), 1]) for i in range(first, first + rows))
+        return sum(len(self.rows[self.shuffled(i)]) for i in range(first, first + rows))
 
     def describe(self) -> str:
-        return f"{len(self):,} rows, {int(self.spans[:, 1].sum()):,} tokens"
+        return f"{len(self):,} rows, {sum(map(len, self.rows)):,} tokens"
 
     def shuffled(self, i: int) -> int:
         epoch, position = divmod(i, len(self))
-        if self.order[0] != epoch:
+        if epoch not in self.order:
             permutation = torch.randperm(len(self), generator=generator(self.seed, "order", epoch))
-            self.order = (epoch, permutation.numpy())
-        return int(self.order[1][position])
+            self.order = {epoch: permutation.tolist()}
+        return self.order[epoch][position]
 
 
-def load_sequences(
-    sources: list[str], tokenizer: Tokenizer, seq_len: int, seed: int, keep: Filter
-) -> tuple[Sequences, Sequences]:
-    """(train, validation) rows of a corpus. A corpus of few documents keeps its last 5 % of rows for validation."""
+def load_sequences(sources: list[str], tokenizer: Tokenizer, seq_len: int, seed: int, keep: Filter) -> list[Sequences]:
+    """[train, validation] rows of a corpus. A corpus of few documents keeps its last 5 % of rows for validation."""
     documents = load_text(sources, keep)
-    rows: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
-    parts, at = [], 0
-    step = 256  # documents a batch: enough to keep tiktoken's threads busy, few enough for a moving bar
-    for k in tqdm(range(0, len(documents), step), desc="tokenize", unit_scale=step, leave=False, disable=None):
-        chunk = documents[k : k + step]
-        for (name, _), ids in zip(chunk, tokenizer.encode_documents([text for _, text in chunk]), strict=True):
-            ids = np.append(ids, np.int32(tokenizer.eos_id))
-            starts = range(0, len(ids), seq_len)
-            rows[is_validation(name)] += [(at + s, min(seq_len, len(ids) - s)) for s in starts]
-            parts.append(ids)
-            at += len(ids)
-    train, val = rows[False], rows[True]
+    train, val = [], []
+    for name, text in tqdm(documents, desc="tokenize", leave=False, disable=None):
+        ids = np.append(tokenizer.encode_documents([text])[0], np.int32(tokenizer.eos_id))
+        (val if is_validation(name) else train).extend(ids[i : i + seq_len] for i in range(0, len(ids), seq_len))
     if not train or not val:
-        train = sorted(train + val)
-        cut = max(1, len(train) // 20)
-        train, val = train[:-cut] or train, train[-cut:]
-    ids = np.concatenate(parts)
-    return tuple(Sequences(ids, np.asarray(s, dtype=np.int64), seq_len, tokenizer.eos_id, seed) for s in (train, val))
-
-
-def main() -> None:
-    parser = Parser(__doc__)
-    group = parser.add_argument_group("corpus")
-    group.add_argument(
-        "--data", nargs="+", default=["stdlib"], help="stdlib, or .txt / folder / .jsonl[.gz] / .parquet"
-    )
-    group.add_argument("--seq_len", type=int, default=256, help="ids in a row")
-    args = parser.parse_args()
-    if args.seq_len < 1:
-        fail(f"--seq_len {args.seq_len}: a row holds at least one id")
-    tokenizer = byte_tokenizer()
-    train, val = load_sequences(args.data, tokenizer, args.seq_len, 0, Filter())
-    for name, part in (("train", train), ("validation", val)):
-        print(f"{name}: {part.describe()}, at most {args.seq_len} a row")
-    x, real, _ = train.batch(0, 1)
-    print(f"row 0 ({int(real.sum())} tokens):\n{tokenizer.decode(x[0, real[0]].tolist())}")
-
-
-if __name__ == "__main__":
-    main()
+        every = train + val
+        cut = max(1, len(every) // 20)
+        train, val = every[:-cut] or every, every[-cut:]
+    return [Sequences(part, seq_len, tokenizer.eos_id, seed) for part in (train, val)]

@@ -8,15 +8,13 @@ What differs from a GPT:
   - grouped-query attention with one fused qkv projection, no biases
   - after the first dense layer(s) a mixture of experts: sigmoid router in float32, a bias that takes part in the choice
     but not in the weights, group-limited top-k, routed scaling, one shared expert
-What CoCommit adds: LoRA on qkv and the output projection, `markers`, and the visible split (paper, Eq. 2)
+What CoCommit adds: LoRA on qkv and the output projection, `markers`, and the visible split (paper, Sec. 4.1, Eq. 4)
 
-    h = model.prefix(ids, ctx)                       # first L - n layers, shared by both branches
-    logits_A = model.head(model.last_n(h, ctx))      # Stage A: factorised
+    h = model.prefix(ids, ctx)                                          # first L - n layers, shared by both stages
+    logits_A = model.head(model.last_n(h, ctx))                         # Stage A: factorised
     logits_B = model.head(model.coordinate(h, bundle, ctx, n_rounds))   # Stage B: marked, the same last n layers again
 
-It refuses geometries that cannot be, by name. Reading and writing checkpoints is checkpoint.py's.
-
-    python model.py --preset llada2.1-mini        # parameter table of a preset, built without memory
+Where a model comes from (presets, fresh weights, folders) is checkpoint.py's.
 """
 
 import math
@@ -28,8 +26,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from data import Parser, fail
-
 if TYPE_CHECKING:
     from cache import KVCache
 
@@ -37,10 +33,7 @@ if TYPE_CHECKING:
 # N = R*T tokens, E experts, A active experts, F expert width, L layers, n = n_last, K = n_rounds, B block_length
 
 
-NOISE_WAVES = 32  # cos(0), cos(pi u) .. cos(31 pi u): fine enough to tell CDF steps of 1/32 apart
-
-
-@dataclass
+@dataclass(kw_only=True)
 class Config:
     n_layer: int
     n_head: int
@@ -69,45 +62,7 @@ class Config:
     tied: bool = False  # LM head = embedding
     n_last: int = 3  # n: how many layers Stage B runs again
     n_rounds: int = 1  # K: how many markers there are
-    noise: bool = False  # whether the marker carries a number u of each position (joint sampling, see Model.mark)
     tokenizer: str = "bytes"  # "bytes", "bpe" (tokenizer.json beside the weights) or "toy" (toy.json beside them)
-
-    def __post_init__(self) -> None:
-        for name in ("n_layer", "n_head", "n_kv_head", "n_embd", "n_group", "topk_group", "n_active"):
-            if getattr(self, name) < 1:
-                fail(f"impossible model: {name} must be positive, not {getattr(self, name)}")
-        groups_ok = self.n_expert % self.n_group == 0 and self.topk_group <= self.n_group
-        chosen_from = self.topk_group * (self.n_expert // self.n_group)
-        for ok, what in (
-            (self.n_head % self.n_kv_head == 0, "n_head must be a multiple of n_kv_head"),
-            (0 < self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0, "rotary_dim: even, at most head_dim"),
-            (groups_ok, "n_expert must divide into n_group groups of which topk_group are kept"),
-            (self.n_expert // self.n_group >= 2, "an expert group needs two experts: its score is its two best"),
-            (self.n_active <= chosen_from, "n_active experts do not fit into the kept groups"),
-            (1 <= self.n_last <= self.n_layer, f"n_last must be 1..{self.n_layer} (n_layer), not {self.n_last}"),
-            (self.n_rounds >= 1, "n_rounds must be at least 1 in a model (0 is a choice of the decoder)"),
-            (1 <= self.block_length <= self.max_len, f"block_length must be 1..{self.max_len} (max_len)"),
-            (max(self.eos_id, self.mask_id) < self.vocab_size, "eos_id and mask_id must be inside the vocabulary"),
-            (self.tokenizer in ("bytes", "bpe", "toy"), f"tokenizer {self.tokenizer!r} is not bytes, bpe or toy"),
-        ):
-            if not ok:
-                fail(f"impossible model: {what}")
-
-
-PRESETS = {
-    # tests and toys: every mechanism present, nothing larger than it must be
-    "tiny": Config(4, 4, 2, 64, 16, 320, 128, 32, 8, 2, 4, 2, rotary_dim=8, max_len=4096),
-    # the demo: bytes of real text on two CPU cores
-    "text": Config(6, 4, 2, 128, 32, 272, 384, 128, 16, 2, 4, 2, rotary_dim=16, max_len=8192, rope_theta=10000.0),
-    # the same at a hundred million parameters, for a GPU
-    "text-100m": Config(12, 8, 2, 512, 64, 272, 1536, 320, 16, 2, 4, 2, rotary_dim=32, max_len=8192, rope_theta=1e4),
-    # the released 16B geometry
-    "llada2.1-mini": Config(20, 16, 4, 2048, 128, 157184, 5120, 512, 256, 8, 8, 4, 156892, 156895, tokenizer="bpe"),
-}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# who may attend to whom
 
 
 def block_causal_mask(T: int, block_length: int, device: torch.device | str = "cpu") -> Tensor:
@@ -143,13 +98,7 @@ class Context:
     mask: Tensor | None  # bool, broadcasts to (R, H, T, S); None: everything may attend to everything
     cache: "KVCache | None" = None
     round: int = 0  # which round's keys and values of the context to use (Stage B with K > 1)
-    current: Tensor | None = None  # (T, 1) bool, the positions that Stage B is about; None: all of them
-    lora: bool | Tensor = True  # where adapters act: set by the model, see Model.add_lora
-
-    def doubled(self) -> "Context":
-        """The context of these rows twice: branch 1 and branch 2 of training, one batch."""
-        per_row = self.mask is not None and self.mask.dim() == 4
-        return replace(self, mask=self.mask.repeat(2, 1, 1, 1)) if per_row else self
+    lora: bool | Tensor = True  # where adapters act: everywhere (the paper), nowhere, or at (T, 1) bool positions
 
 
 def rotary(cfg: Config, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -175,10 +124,6 @@ def sequence_context(cfg: Config, real: Tensor, dtype: torch.dtype, clean_copy: 
     return Context(*rotary(cfg, positions, dtype), mask)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# layers
-
-
 class RMSNorm(nn.Module):
     """Normalise in float32, cast back, then scale: the order of the released code, which matters in bf16."""
 
@@ -202,19 +147,11 @@ class Linear(nn.Linear):
         self.lora_scale = 0.0
 
     def add_lora(self, r: int, alpha: float, generator: torch.Generator) -> None:
-        assert self.lora_A is None, "this layer already has LoRA"
-        device = self.weight.device
-        A = torch.empty(r, self.in_features)
+        A, device = torch.empty(r, self.in_features), self.weight.device
         nn.init.kaiming_uniform_(A, a=math.sqrt(5), generator=generator)
         self.lora_A = nn.Parameter(A.to(device))  # float32: an update of 1e-5 is lost in a bf16 parameter
         self.lora_B = nn.Parameter(torch.zeros(self.out_features, r, device=device))
         self.lora_scale = alpha / r
-
-    def merge_lora(self) -> None:
-        """Fold LoRA into the weight (float32 sum, rounded once) and drop it."""
-        delta = self.lora_scale * (self.lora_B.float() @ self.lora_A.float())
-        self.weight.data = (self.weight.float() + delta).to(self.weight.dtype)
-        self.lora_A = self.lora_B = None
 
     def forward(self, x: Tensor, lora: bool | Tensor = True) -> Tensor:
         y = F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
@@ -283,9 +220,7 @@ class MoE(nn.Module):
         """x (N, C) -> chosen experts (N, A) int64 and their weights (N, A) float32.
 
         The bias decides who is chosen; the weights are the unbiased scores of the chosen, normalised and scaled. A
-        group's score is the sum of its two best biased scores; groups that are not kept are at -inf, not 0, because a
-        kept expert may have a negative biased score.
-        """
+        group's score is that of its two best; groups not kept are at -inf, because a kept score may be negative."""
         scores = torch.sigmoid(F.linear(x.float(), self.router.float()))  # (N, E)
         biased = scores + self.expert_bias
         groups = biased.view(len(x), self.n_group, -1)
@@ -306,11 +241,8 @@ class MoE(nn.Module):
         return y if self.shared is None else y + self.shared(x)
 
     def experts(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Sort the N*A (token, expert) pairs by expert, run every expert on its run of rows, put the rows back.
-
-        The weighted sum is float32 and in a fixed order per token (no atomic adds): a token's result does not depend
-        on the tokens beside it, and is the same from run to run.
-        """
+        """Sort the N*A (token, expert) pairs by expert, run every expert on its run of rows, put the rows back. The
+        weighted sum is float32 and in a fixed order per token (no atomic adds): the same beside any other tokens."""
         expert, order = chosen.flatten().sort(stable=True)  # (N*A,) twice
         experts = torch.arange(len(self.router), device=x.device)
         ends = torch.searchsorted(expert, experts, right=True, out_int32=True)
@@ -344,10 +276,6 @@ class Block(nn.Module):
         return x + self.mlp(self.norm_2(x))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the model and its split
-
-
 class Model(nn.Module):
     def __init__(self, cfg: Config):
         super().__init__()
@@ -359,10 +287,8 @@ class Model(nn.Module):
         if cfg.tied:
             self.lm_head.weight = self.wte.weight
         self.markers = nn.Parameter(torch.zeros(cfg.n_rounds, cfg.n_embd))
-        self.noise = nn.Parameter(torch.zeros(NOISE_WAVES, cfg.n_embd)) if cfg.noise else None
         self.compute_dtype = torch.float32
         self.checkpointing = False
-        self.lora_scope = "all"  # or "marked", see add_lora
 
     def prefix(self, ids: Tensor, ctx: Context) -> Tensor:
         """Prefix: embedding and the first L - n layers. (R, T) int64 -> (R, T, C)."""
@@ -371,32 +297,20 @@ class Model(nn.Module):
 
     def last_n(self, h: Tensor, ctx: Context) -> Tensor:
         """LastN: the remaining n layers, on h as it is given. (R, T, C) -> (R, T, C)."""
-        ctx = replace(ctx, lora=self.lora_scope == "all")
         return self.run(h, ctx, self.cfg.n_layer - self.cfg.n_last, self.cfg.n_layer)
 
     def head(self, h: Tensor) -> Tensor:
         """Head: final norm and LM head. (..., C) -> (..., V) float32."""
         return self.lm_head(self.norm_f(h)).float()
 
-    def mark(self, h: Tensor, bundle: Tensor, round: int, u: Tensor | None = None) -> Tensor:
-        """h + 1_S * marker_round. With a zero marker or an empty bundle this is h, and Stage B is Stage A.
+    def mark(self, h: Tensor, bundle: Tensor, round: int) -> Tensor:
+        """h + 1_S * marker_round. With a zero marker or an empty bundle this is h, and Stage B is Stage A."""
+        return h + bundle[..., None] * self.markers[round].to(h.dtype)
 
-        Beyond the paper, with cfg.noise: a marked position also carries its u in [0, 1), (R, T), as cosines. A readout
-        that is a function of u can be a sample of the joint; without u (all zeros) it is one and the same tuple.
-        """
-        marker = self.markers[round]
-        if self.noise is not None:
-            u = torch.zeros(bundle.shape, device=h.device) if u is None else u
-            wave = torch.arange(NOISE_WAVES, device=h.device, dtype=torch.float32)
-            marker = marker + torch.cos(math.pi * wave * u[..., None].float()).to(self.noise.dtype) @ self.noise
-        return h + bundle[..., None] * marker.to(h.dtype)
-
-    def coordinate(self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int, u: Tensor | None = None) -> Tensor:
-        """Eq. 2: K times h <- LastN(h + 1_S * marker_i), from the prefix states h (R, T, C) and bundle (R, T) bool."""
-        lora = True if self.lora_scope == "all" or ctx.current is None else ctx.current
+    def coordinate(self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int) -> Tensor:
+        """Eq. 4: K times h <- LastN(h + 1_S * marker_i), from the prefix states h (R, T, C) and bundle (R, T) bool."""
         for i in range(n_rounds):
-            ctx = replace(ctx, round=i, lora=lora)
-            h = self.run(self.mark(h, bundle, i, u), ctx, self.cfg.n_layer - self.cfg.n_last, self.cfg.n_layer)
+            h = self.last_n(self.mark(h, bundle, i), replace(ctx, round=i))
         return h
 
     def forward(self, ids: Tensor, ctx: Context) -> Tensor:
@@ -411,63 +325,14 @@ class Model(nn.Module):
                 h = layer(h, ctx)
         return h
 
-    @torch.no_grad()
-    def init_weights(self, generator: torch.Generator) -> None:
-        """Normal matrices of std 1/sqrt(C), unit norms, zero markers and biases; the projections that write to the
-        residual stream are scaled down by sqrt(2 L), as in GPT-2. Embeddings are of unit size: at 0.02 the layers drown
-        a token's identity within steps, and copying visible tokens (two thirds of the terms) is learned late."""
-        for name, p in self.named_parameters():
-            if name in ("markers", "noise") or name.endswith("bias"):
-                p.zero_()
-            elif p.dim() == 1:  # norms
-                p.fill_(1.0)
-            else:
-                writes = name.endswith(("proj.weight", "down.weight", "mlp.down"))
-                std = {"wte.weight": 1.0, "lm_head.weight": 0.02}.get(name, self.cfg.n_embd**-0.5)
-                std = std / math.sqrt(2 * self.cfg.n_layer) if writes else std
-                p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator))
-        for _, buffer in self.named_buffers():
-            buffer.zero_()
-
-    def add_lora(self, r: int, alpha: float, generator: torch.Generator, scope: str = "all") -> None:
-        """Freeze everything, then add LoRA to qkv and proj; LoRA and the markers train.
-
-        scope "all" (the paper): every layer, in every pass. "marked": the last n layers, in the marked pass over the
-        current block alone; Stage A is then the backbone bit for bit, and training needs no gradient in the prefix.
-        """
-        self.lora_scope = scope
+    def add_lora(self, r: int, alpha: float, generator: torch.Generator, first: int = 0) -> None:
+        """Freeze everything, then add LoRA to qkv and proj of the layers from `first` on; it and the markers train."""
         self.requires_grad_(False)
-        for layer in self.layers if scope == "all" else self.layers[self.cfg.n_layer - self.cfg.n_last :]:
+        for layer in self.layers[first:]:
             layer.attn.qkv.add_lora(r, alpha, generator)
             layer.attn.proj.add_lora(r, alpha, generator)
         self.markers = nn.Parameter(self.markers.float())
-        if self.noise is not None:
-            self.noise = nn.Parameter(self.noise.float())
 
     def adapter_state(self) -> dict[str, Tensor]:
-        """What add_lora trains, by name: LoRA matrices, markers, and the noise's waves where there are any."""
-        return {k: v for k, v in self.state_dict().items() if "lora_" in k or k in ("markers", "noise")}
-
-
-def new_model(cfg: Config, generator: torch.Generator, device: torch.device | str = "cpu") -> Model:
-    with torch.device("meta"):
-        model = Model(cfg)
-    model.to_empty(device=device)
-    model.init_weights(generator)
-    return model
-
-
-def main() -> None:
-    parser = Parser(__doc__)
-    parser.add_argument_group("model").add_argument("--preset", choices=PRESETS, default="text")
-    cfg = PRESETS[parser.parse_args().preset]
-    with torch.device("meta"):
-        model = Model(cfg)
-    for name, p in model.named_parameters():
-        if ".layers." not in f".{name}" or name.startswith(("layers.0.", "layers.1.")):
-            print(f"{name:34} {tuple(p.shape)}")
-    print(f"... layers 2..{cfg.n_layer - 1} as layer 1\n{sum(p.numel() for p in model.parameters()):,} parameters")
-
-
-if __name__ == "__main__":
-    main()
+        """What an adapter is made of, by name: LoRA matrices and markers."""
+        return {k: v for k, v in self.state_dict().items() if "lora_" in k or k == "markers"}

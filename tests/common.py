@@ -1,14 +1,19 @@
 """A small random model with confident, varied predictions, and a command line that runs in this process."""
 
+import runpy
 import sys
+from argparse import Namespace
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from checkpoint import PRESETS, new_model
 from data import generator
-from model import PRESETS, Config, Model, new_model
+from model import Config, Model
 
+ROOT = Path(__file__).resolve().parent.parent
 V, MASK, EOS = 40, 38, 39
 
 
@@ -28,11 +33,18 @@ def tiny_model(seed: int = 0, std: float = 0.25, **overrides) -> Model:
     return model
 
 
+def settings(parser, **values) -> Namespace:
+    """What the parser makes of an empty command line, with these values instead."""
+    args = parser.parse_args([])
+    assert values.keys() <= vars(args).keys()
+    return Namespace(**vars(args) | values)
+
+
 def command_line(script, monkeypatch, capsys, *argv: object) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of `python script.py *argv`."""
+    """(exit code, stdout, stderr) of `python script.py *argv` (`python -m` for a script in one of the doors)."""
     monkeypatch.setattr(sys, "argv", [script.__name__ + ".py", *map(str, argv)])
     try:
-        script.main()
+        script.main() if hasattr(script, "main") else runpy.run_path(script.__file__, run_name="__main__")
         code = 0
     except SystemExit as e:
         code = e.code or 0

@@ -1,7 +1,12 @@
 """Options of the test suite.
 
-pytest --bench_data DIR      also go through the real benchmark files in DIR (tests/test_benchmarks.py says which)
+pytest --bench_data DIR      also go through the real benchmark files in DIR (tests/released/test_benchmarks.py)
 """
+
+import os
+
+# The models are so small that threads wait for each other longer than they work; before torch is first imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser):

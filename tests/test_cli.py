@@ -1,21 +1,23 @@
 """A user's mistake: one line that says what is wrong and what to do, exit code 2. `pytest tests/test_cli.py`"""
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from common import command_line, refused, tiny_model
+import torch
+from common import ROOT, command_line, refused, tiny_model
 
-import checkpoint
-import corrupt
-import data
+import convert_weights
+import evaluate
 import sample
 import train
-from checkpoint import save_model
+from checkpoint import load_model, save_model
+from released import chat
+from tools import gallery, random_weights, toys
 
 
 @pytest.fixture(scope="module")
@@ -31,26 +33,29 @@ TRAIN_MISTAKES = {
     "not a number": (["--max_iters", "many"], ["--max_iters"]),
     "n_last too large": (["--data", "pairs", "--n_last", 9], ["n_last", "1..4"]),
     "n_last zero": (["--data", "pairs", "--n_last", 0], ["--n_last"]),
-    "block against row": (["--seq_len", 100], ["--seq_len 100", "multiple"]),
-    "row beyond the model": (["--seq_len", 16384], ["--seq_len", "8192"]),
+    "block against row": (["--data", __file__, "--seq_len", 100], ["--seq_len 100", "multiple"]),
+    "row beyond the model": (["--data", __file__, "--seq_len", 16384], ["--seq_len", "8192"]),
     "no such checkpoint": (["--init_from", "nowhere"], ["nowhere", "config"]),
     "nothing to resume": (["--init_from", "resume", "--out_dir", "nowhere"], ["nowhere", "resume"]),
-    "toy flag of another toy": (["--data", "pairs", "--eps", 0.1], ["--eps", "pairs"]),
-    "table too large": (["--data", "copy", "--V", 64, "--m", 8], ["65,536"]),
+    "size of another toy": (["--data", "pairs", "--toy", "eps=0.1"], ["eps", "pairs"]),
+    "table too large": (["--data", "copy", "--toy", "V=64", "m=8"], ["65,536"]),
+    "no size": (["--data", "pairs", "--toy", "W=3"], ["W=3", "KEY=VALUE"]),
+    "size without a number": (["--data", "pairs", "--toy", "V=many"], ["V=many"]),
+    "size out of bounds": (["--data", "pairs", "--toy", "V=1"], ["V must lie in 2..1024"]),
+    "size without a toy": (["--data", __file__, "--toy", "V=3"], ["--toy", "--data"]),
     "bundle bounds": (["--data", "pairs", "--s_min", 5, "--s_max", 2], ["--s_max"]),
-    "rate": (["--random_rate", 1.5], ["--random_rate", "1.5"]),
+    "rate": (["--wrong_rate", 1.5], ["--wrong_rate", "1.5"]),
     "device": (["--data", "pairs", "--device", "warp"], ["--device"]),
     "learning rate": (["--data", "pairs", "--learning_rate", "-1"], ["--learning_rate"]),
+    "no learning rate": (["--data", "pairs", "--learning_rate", "inf"], ["--learning_rate"]),
     "batch size": (["--data", "pairs", "--batch_size", 0], ["--batch_size"]),
     "negative clip": (["--data", "pairs", "--grad_clip", -1], ["--grad_clip"]),
     "nan decay": (["--data", "pairs", "--weight_decay", "nan"], ["--weight_decay"]),
     "negative micro batch": (["--data", "pairs", "--micro_batch", -3], ["--micro_batch"]),
-    "a toy's block": (["--data", "pairs", "--block_length", 5], ["--block_length", "--m"]),
+    "a toy's block": (["--data", "pairs", "--block_length", 5], ["--block_length", "--toy m=4"]),
+    "a toy's row": (["--data", "pairs", "--seq_len", 16], ["--seq_len", "--toy m=4"]),
     "no block": (["--block_length", 0], ["--block_length"]),
-    "chain without branch 2": (["--data", "pairs", "--factorised", "--target", "chain"], ["--factorised"]),
-    "noise without a chain": (["--data", "pairs", "--chain_noise"], ["--chain_noise", "--target chain"]),
-    "one round to sample": (["--data", "pairs", "--sample_rounds"], ["--sample_rounds", "--n_rounds 2"]),
-    "no branch 2 to mark": (["--data", "pairs", "--factorised", "--mark_visible"], ["--mark_visible"]),
+    "a geometry of its own": (["--data", "pairs", "--preset", "large"], ["--preset"]),
     "meta device": (["--data", "pairs", "--device", "meta"], ["--device"]),
 }
 
@@ -77,7 +82,7 @@ def test_train_refuses_damaged_and_unwritable(tmp_path, monkeypatch, capsys):
 
 
 def test_a_run_is_not_overwritten_and_a_resume_keeps_its_settings(tmp_path, monkeypatch, capsys):
-    run = ["--data", "pairs", "--V", 3, "--m", 2, "--max_iters", 2, "--batch_size", 2, "--eval_rows", 2]
+    run = ["--data", "pairs", "--toy", "V=3", "m=2", "--max_iters", 2, "--batch_size", 2, "--eval_rows", 2]
     assert command_line(train, monkeypatch, capsys, *run, "--out_dir", tmp_path / "a")[0] == 0
     before = (tmp_path / "a" / "state.safetensors").read_bytes()
     assert "resume" in refused(train, monkeypatch, capsys, *run, "--out_dir", tmp_path / "a")
@@ -85,10 +90,12 @@ def test_a_run_is_not_overwritten_and_a_resume_keeps_its_settings(tmp_path, monk
     assert "--log_interval" in refused(train, monkeypatch, capsys, *resume, "--log_interval", 0)
     assert "--s_max 3 differs" in refused(train, monkeypatch, capsys, *resume, "--s_max", 3)
     assert (tmp_path / "a" / "state.safetensors").read_bytes() == before
-    other_size = ["--data", "pairs", "--V", 4, "--init_from", tmp_path / "a", "--out_dir", tmp_path / "b"]
-    assert "another size" in refused(train, monkeypatch, capsys, *other_size)
-    text = ["--data", "stdlib", "--init_from", tmp_path / "a", "--out_dir", tmp_path / "b"]
-    assert "other tokens" in refused(train, monkeypatch, capsys, *text)
+    adapt = ["--init_from", tmp_path / "a", "--out_dir", tmp_path / "b"]
+    other_size = ["--data", "pairs", "--toy", "V=4"]
+    assert "another size" in refused(train, monkeypatch, capsys, *adapt, *other_size)
+    assert "other tokens" in refused(train, monkeypatch, capsys, *adapt, "--data", "stdlib")
+    assert "--preset" in refused(train, monkeypatch, capsys, *adapt, "--data", "pairs", "--preset", "tiny")
+    assert "--stage_a_only" in refused(train, monkeypatch, capsys, *adapt, "--data", "pairs", "--stage_a_only")
     (tmp_path / "a" / "state.safetensors").write_bytes(before[: len(before) // 2])
     assert "damaged" in refused(train, monkeypatch, capsys, *resume)
 
@@ -113,15 +120,14 @@ SAMPLE_MISTAKES = {
     "temperature": (["--prompt", "a", "--temperature", -1], ["--temperature"]),
     "nan temperature": (["--prompt", "a", "--temperature", "nan"], ["--temperature"]),
     "nan gate": (["--prompt", "a", "--tau_m2t", "nan"], ["--tau_m2t"]),
-    "system without chat": (["--prompt", "a", "--system", "b"], ["--chat"]),
     "block beyond the model": (["--prompt", "a", "--block_length", 4096], ["block_length"]),
     "top_p": (["--prompt", "a", "--top_p", 0], ["--top_p"]),
     "length": (["--prompt", "a", "--gen_length", 0], ["--gen_length"]),
     "mode": (["--prompt", "a", "--mode", "x"], ["--mode"]),
-    "chat without template": (["--prompt", "a", "--chat"], ["--chat", "<role>"]),
     "no adapter": (["--prompt", "a", "--adapter", "nowhere"], ["nowhere"]),
     "block_length": (["--prompt", "a", "--block_length", 0], ["block_length"]),
-    "page of two": (["--prompt", "a", "--prompt", "b", "--trace_html", "t.html"], ["--trace_html", "one prompt", "2"]),
+    "negative rounds": (["--prompt", "a", "--n_rounds", -1], ["--n_rounds"]),
+    "top_k": (["--prompt", "a", "--top_k", -1], ["--top_k"]),
 }
 
 
@@ -129,6 +135,10 @@ SAMPLE_MISTAKES = {
 def test_sample_refuses(argv, words, ckpt, monkeypatch, capsys):
     line = refused(sample, monkeypatch, capsys, "--ckpt", ckpt, "--device", "cpu", "--gen_length", 16, *argv)
     assert all(w in line for w in words), line
+
+
+def test_chat_needs_its_template(ckpt, monkeypatch, capsys):
+    assert "<role>" in refused(chat, monkeypatch, capsys, "--ckpt", ckpt, "--prompt", "a")
 
 
 def test_sample_refuses_damaged_checkpoints(ckpt, tmp_path, monkeypatch, capsys):
@@ -145,7 +155,7 @@ def test_sample_refuses_damaged_checkpoints(ckpt, tmp_path, monkeypatch, capsys)
     refuses("JSON", lambda f: (f / "config.json").write_text("{"))
     refuses("shape", lambda f: edit_config(f, '"vocab_size": 272', '"vocab_size": 300'))
     refuses("vocabulary", lambda f: edit_config(f, '"mask_id": 257', '"mask_id": 9999'))
-    refuses("known fields", lambda f: edit_config(f, '"n_layer"', '"n_layers"'))
+    refuses("does not fit", lambda f: edit_config(f, '"n_layer"', '"n_layers"'))
     line = refused(sample, monkeypatch, capsys, "--ckpt", tmp_path / "nothing", "--prompt", "a")
     assert "no checkpoint config" in line
 
@@ -157,45 +167,46 @@ def edit_config(folder, old, new):
 
 
 def test_json_and_text_and_ids_agree(ckpt, monkeypatch, capsys):
-    import json
-
     common = ["--ckpt", ckpt, "--gen_length", 9, "--device", "cpu"]
     _, out, _ = command_line(sample, monkeypatch, capsys, *common, "--prompt", "ab", "--json")
     by_text = json.loads(out)
-    _, out, _ = command_line(sample, monkeypatch, capsys, *common, "--prompt_ids", "97,98", "--json", "--no_cache")
-    assert json.loads(out)["tokens"] == by_text["tokens"]
-    of_trace = {"prompt", "mask_id", "n_rounds", "pieces"}
-    assert set(by_text) == {"text", "tokens", "nfe", "nfe_per_token", "steps"} | of_trace
+    _, out, _ = command_line(sample, monkeypatch, capsys, *common, "--prompt_ids", "97,98", "--json")
+    assert json.loads(out) == by_text
+    model = load_model(ckpt, "cpu", torch.float32)
+    d = sample.Decoding(gen_length=9, tau_m2t=0.7, tau_t2t=0.0, n_rounds=2)  # the defaults
+    assert by_text["tokens"] == sample.generate_one(model, [97, 98], d)[0]
+    of_page = {"prompt", "mask_id", "n_rounds", "pieces"}
+    assert set(by_text) == {"text", "tokens", "nfe", "nfe_per_token", "steps"} | of_page
     assert set(by_text["nfe"]) == {"full", "partial", "commit"}
     assert by_text["nfe_per_token"] == by_text["nfe"]["full"] / len(by_text["tokens"])
-    code, out, _ = command_line(sample, monkeypatch, capsys, *common, "--prompt", "ab", "--trace", "--tau_t2t", "none")
+    code, out, _ = command_line(sample, monkeypatch, capsys, *common, "--prompt", "ab", "--watch", "--tau_t2t", "none")
     assert code == 0 and "step   1 block 0: ab" in out and "left 0 masked" in out and " full a token" in out
     code, out, _ = command_line(sample, monkeypatch, capsys, *common, "--prompt", "ab", "--prompt", "cd", "--mode", "s")
     assert code == 0 and out.count("forwards:") == 2
 
 
-def test_random_weights_of_a_preset_can_be_sampled_and_adapted(tmp_path, monkeypatch, capsys):
+def test_random_weights_of_a_preset_can_be_sampled(tmp_path, monkeypatch, capsys):
     out = tmp_path / "random"
-    assert command_line(checkpoint, monkeypatch, capsys, "--dtype", "bf16", "--out", out)[0] == 0
+    assert command_line(random_weights, monkeypatch, capsys, "--dtype", "bf16", "--out", out)[0] == 0
     run = ["--ckpt", out, "--prompt", "ab", "--gen_length", 8, "--dtype", "bf16", "--device", "cpu"]
     code, text, _ = command_line(sample, monkeypatch, capsys, *run)
-    assert code == 0 and "ms a full forward" in text
-    assert "already holds" in refused(checkpoint, monkeypatch, capsys, "--out", out)
+    assert code == 0 and "8 tokens; forwards:" in text
+    assert "already holds" in refused(random_weights, monkeypatch, capsys, "--out", out)
 
 
-def test_gallery_and_corpus_refuse(monkeypatch, capsys):
-    assert "--text" in refused(corrupt, monkeypatch, capsys, "--text", "")
-    assert "nowhere" in refused(data, monkeypatch, capsys, "--data", "nowhere")
+def test_gallery_and_toys_refuse(monkeypatch, capsys):
+    assert "--text" in refused(gallery, monkeypatch, capsys, "--text", "")
+    assert "65,536" in refused(toys, monkeypatch, capsys, "copy", "V=64", "m=8")
 
 
 def test_a_mistake_in_a_real_process_is_one_line(tmp_path):
-    run = [sys.executable, "sample.py", "--ckpt", str(tmp_path), "--prompt", "a"]
+    run = [sys.executable, str(ROOT / "sample.py"), "--ckpt", str(tmp_path), "--prompt", "a"]
     done = subprocess.run(run, capture_output=True, text=True, env=os.environ | {"COLUMNS": "80"})
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("script", [train, sample, corrupt, data, checkpoint])
+@pytest.mark.parametrize("script", [train, sample, evaluate, convert_weights, toys, gallery, random_weights])
 def test_help_is_a_manual(script, monkeypatch, capsys):
     code, out, _ = command_line(script, monkeypatch, capsys, "--help")
     assert code == 0 and script.__doc__.splitlines()[0] in out
@@ -203,5 +214,5 @@ def test_help_is_a_manual(script, monkeypatch, capsys):
 
 def test_no_pickle_anywhere(ckpt):
     assert {p.suffix for p in ckpt.iterdir()} == {".json", ".safetensors"}
-    for path in Path(train.__file__).parent.glob("*.py"):
+    for path in [p for folder in (".", "beyond", "released", "tools") for p in (ROOT / folder).glob("*.py")]:
         assert not re.search(r"import pickle|torch\.(save|load)\b|np\.(save|load)\b", path.read_text()), path.name

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from common import MASK, V, approx, command_line, random_ids
 
-import corrupt
-from corrupt import NONE, Corruption, G, M, W, draw_bundle, loss_weights, three_term_loss
+from corrupt import NONE, WRONG_RATE, Corruption, G, M, W, draw_bundle, first_masked, loss_weights, three_term_loss
 from data import generator
+from tools import gallery
 
 B = 8
 
@@ -25,10 +25,12 @@ def off_by_one(z, where):
     return torch.where(clean % 2 == 0, clean, (clean + 1) % MASK)[where]
 
 
-def corrupted(kind, R=64, T=64, free=None, key="a", **rates):
+def corrupted(kind, R=64, T=64, free=None, key="a", rate=None):
     x = random_ids(R, T)
     free = torch.ones_like(x, dtype=torch.bool) if free is None else free
-    z, k = Corruption(kind, B, MASK, MASK, **rates)(x, free, streams(R, key), off_by_one)
+    z, k = Corruption(kind, B, MASK, MASK, WRONG_RATE[kind] if rate is None else rate)(
+        x, free, streams(R, key), off_by_one
+    )
     return x, z, k
 
 
@@ -52,7 +54,7 @@ def test_mask_count_of_a_block_is_uniform():
 
 
 def test_random_replaces_the_stated_share_of_visible_tokens():
-    x, z, k = corrupted("random", R=2000, random_rate=0.2)
+    x, z, k = corrupted("random", R=2000, rate=0.2)
     visible = int((k != M).sum())
     expected = 0.2 * (1 - 1 / MASK)  # a draw that happens to equal the clean token leaves it clean
     assert int((k == W).sum()) / visible == approx(expected, abs=4 * math.sqrt(expected / visible))
@@ -60,7 +62,7 @@ def test_random_replaces_the_stated_share_of_visible_tokens():
 
 
 def test_draft_fills_the_stated_share_of_masks():
-    x, z, k = corrupted("draft", R=2000, draft_rate=0.3)
+    x, z, k = corrupted("draft", R=2000, rate=0.3)
     _, _, masks_alone = corrupted("mask", R=2000)
     masked = int((masks_alone == M).sum())
     assert int((k == M).sum()) / masked == approx(0.7, abs=4 * math.sqrt(0.21 / masked))
@@ -74,7 +76,7 @@ def test_same_seed_same_bytes_and_rows_are_independent():
     assert not torch.equal(z, corrupted("random", key="b")[1])
     x = random_ids(64, 64)
     free = torch.ones(3, 64, dtype=torch.bool)
-    some, _ = Corruption("random", B, MASK, MASK)(x[5:8], free, streams(64, "a")[5:8], off_by_one)
+    some, _ = Corruption("random", B, MASK, MASK, 0.1)(x[5:8], free, streams(64, "a")[5:8], off_by_one)
     assert torch.equal(some, z[5:8])
 
 
@@ -136,17 +138,16 @@ def test_no_loss_anywhere_is_zero():
 
 
 def test_gallery_shows_each_corruption_with_its_weights(monkeypatch, capsys):
-    code, out, _ = command_line(corrupt, monkeypatch, capsys, "--text", "spam and eggs")
+    code, out, _ = command_line(gallery, monkeypatch, capsys, "--text", "spam and eggs")
     assert code == 0
-    for word in ("mask:", "random:", "draft:", "weight 1", "bundle", "▒"):
+    for word in ("mask:", "random:", "draft:", "loss in A", "loss in B", "bundle", "▒"):
         assert word in out
 
 
-def test_confident_bundles_are_the_surest_masks_of_their_block():
-    masked = torch.tensor([[1, 1, 1, 0, 1, 1, 0, 1]]).bool()
-    sure = torch.tensor([[-3.0, -1.0, -2.0, 0.0, -5.0, -0.1, 0.0, -0.2]])  # log-probabilities, 0 where not masked
-    bundle = draw_bundle(masked, 4, 2, 2, [generator("b")], sure, 1.0)
-    assert bundle.tolist() == [[False, True, True, False, False, True, False, True]]
-    half = [draw_bundle(masked, 4, 1, 1, [generator("b", i)], sure, 0.5)[0, :3].tolist() for i in range(600)]
-    shares = torch.tensor(half).float().mean(0)  # the surest: 1/2 + 1/2 * 1/3; each other 1/6
-    assert (shares - torch.tensor([1, 4, 1]) / 6).abs().max() < 4 * math.sqrt(2 / 9 / 600)
+def test_the_first_masked_are_those_with_the_smallest_key():
+    """Unmasked positions come last whatever the keys are: counted as 2, they came before masks with keys above."""
+    masked = torch.tensor([[True, False, True, True]])
+    sure = torch.tensor([[-2.5, 0.0, -2.6, -3.0]])  # log-probabilities
+    for size, expected in ((1, [0]), (2, [0, 2]), (3, [0, 2, 3]), (4, [0, 2, 3])):
+        bundle = first_masked(-sure, masked, torch.tensor([[size]]), 4)
+        assert bundle[0].nonzero()[:, 0].tolist() == expected

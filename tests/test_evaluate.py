@@ -14,22 +14,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import approx, command_line, refused
+from common import approx, command_line, refused, tiny_model
 
+import checkpoint
 import evaluate
-import model
 import toy
 import train
+from checkpoint import save_model
 from evaluate import ONE_STEP, answer_log_probs, chain_table, distances, one_step_table, quality
 
-SIZES = {
-    "modes": ["--V", 6, "--n_ctx", 2, "--max_iters", 600],
-    "pairs": ["--V", 4, "--m", 2],
-    "mixed": ["--V", 4],
-    "copy": ["--V", 4, "--m", 3, "--n_ctx", 4],
-    "gaussian": ["--levels", 4, "--m", 3, "--n_ctx", 4, "--max_iters", 500],
-    "permutation": ["--V", 4, "--m", 3, "--n_ctx", 3],
-    "sum": ["--V", 3, "--max_iters", 600],  # parity-like: learned late
+SIZES = {  # and more flags
+    "modes": ["V=6", "n_ctx=2", "--max_iters", 600],
+    "pairs": ["V=4", "m=2"],
+    "mixed": ["V=4"],
+    "copy": ["V=4", "m=3", "n_ctx=4"],
+    "gaussian": ["levels=4", "m=3", "n_ctx=4", "--max_iters", 500],
+    "permutation": ["V=4", "m=3", "n_ctx=3"],
+    "sum": ["V=3", "--max_iters", 600],  # parity-like: learned late
 }
 SMALL = ["--n_last", 1, "--batch_size", 64, "--max_iters", 250, "--eval_interval", 10_000, "--device", "cpu",
          "--corruption", "mask", "--learning_rate", 5e-3, "--log_interval", 10_000, "--eval_rows", 1]  # fmt: skip
@@ -38,8 +39,9 @@ ORDER = [(t, s) for t in SIZES for s in range(3)]
 
 def train_one(task: str, seed: int, run: str) -> None:
     torch.set_num_threads(1)
-    model.PRESETS["tiny"] = replace(model.PRESETS["tiny"], n_layer=2, n_embd=32, d_dense=64, n_last=1)
-    sys.argv = ["train.py", "--data", task, *map(str, [*SMALL, *SIZES[task], "--seed", seed, "--out_dir", run])]
+    checkpoint.PRESETS["tiny"] = replace(checkpoint.PRESETS["tiny"], n_layer=2, n_embd=32, d_dense=64, n_last=1)
+    flags = [*SMALL, "--toy", *SIZES[task], "--seed", seed, "--out_dir", run]
+    sys.argv = ["train.py", "--data", task, *map(str, flags)]
     train.main()
 
 
@@ -89,7 +91,7 @@ def test_one_at_a_time_is_coherent(task, seed, trained):
 
 @each_task_and_seed
 def test_clean_targets_cannot_take_stage_b_below_tc(task, seed, trained):
-    """The theorem: branch 2's bundle is drawn independently of the clean tokens, so its minimiser is the marginals."""
+    """The theorem: Stage B's bundle is drawn independently of the clean tokens, so its minimiser is the marginals."""
     net, t, _ = trained(task, seed)
     c, z = torch.arange(t.n_ctx), torch.full((t.n_ctx, t.m), -1)
     a, b = (answer_log_probs(net, t, c, z, k) for k in (0, 1))
@@ -130,9 +132,11 @@ def test_block_loss_is_the_entropy_of_the_marginals_at_the_least(trained):
     floor = float(t.h_marginals().sum(-1).mean())
     for k in (0, 1):
         assert floor <= toy.block_loss(net, t, k) < floor * 1.02
-    assert toy.block_loss(net, t, 0) == approx(
-        floor - float(t.tc().mean()) + distances(t, one_step_table(net, t, 0))["forward_kl"]
-    )  # noqa: E501
+    forward = distances(t, one_step_table(net, t, 0))["forward_kl"]
+    assert toy.block_loss(net, t, 0) == approx(floor - float(t.tc().mean()) + forward)
+    floors = toy.floors(net, t)
+    assert floors["floor_factorised"] == approx(floor) and floors["floor_joint"] == approx(float(t.h_joint().mean()))
+    assert (floors["block_A"], floors["block_B"]) == tuple(toy.block_loss(net, t, k) for k in (0, 1))
 
 
 def test_forwards_of_each_decoder(trained):
@@ -152,23 +156,32 @@ def test_report_and_json_from_the_command_line(trained, monkeypatch, capsys):
     assert report["tc"] == approx(float(t.tc().mean())) and report["h_joint"] == approx(float(t.h_joint().mean()))
     assert set(report["decoders"]) == set(evaluate.DECODERS)
     assert report["decoders"]["Stage A, one step"]["reverse_kl"] is None and "Infinity" not in out  # JSON has no inf
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    plot = refused(evaluate, monkeypatch, capsys, "--data", "modes", "--ckpt", run, "--plot", "x.png")
-    assert "pip install matplotlib" in plot
-    assert "another toy" in refused(evaluate, monkeypatch, capsys, "--data", "pairs", "--ckpt", run)
-    assert "no toy" in refused(evaluate, monkeypatch, capsys, "--data", "poems", "--ckpt", run)
-    assert "--adapter" in refused(evaluate, monkeypatch, capsys, "--data", "modes", "--ckpt", run, "--table", "lastn")
-    monkeypatch.chdir(Path(run))  # no out/base here: the line says how to make it
-    missing = refused(evaluate, monkeypatch, capsys, "--data", "modes", "--table", "mechanism")
-    assert "out/base is missing" in missing and "--factorised" in missing
+    assert len(out.splitlines()) == 1
 
 
-def test_mechanism_and_lastn_tables(trained, tmp_path, monkeypatch, capsys):
+def test_an_adapter_is_evaluated_with_its_own_rounds(trained, tmp_path, monkeypatch, capsys):
     _, _, run = trained("modes", 0)
-    adapter = ["--data", "modes", *SIZES["modes"], *SMALL, "--init_from", run, "--max_iters", 2]
-    assert command_line(train, monkeypatch, capsys, *adapter, "--out_dir", tmp_path / "n1")[0] == 0
-    both = ["--data", "modes", "--ckpt", run, "--adapter", tmp_path / "n1"]
-    code, out, _ = command_line(evaluate, monkeypatch, capsys, *both, "--table", "mechanism")
-    assert code == 0 and len(out.splitlines()) == 1 + 17 and "all masks at once" in out
-    code, out, _ = command_line(evaluate, monkeypatch, capsys, *both, "--table", "lastn")
-    assert code == 0 and "n = 1" in out
+    train_adapter = ["--data", "modes", *SMALL, "--init_from", run, "--max_iters", 2, "--n_rounds", 2]
+    assert command_line(train, monkeypatch, capsys, *train_adapter, "--out_dir", tmp_path / "n1")[0] == 0
+    both = ["--data", "modes", "--ckpt", run, "--adapter", tmp_path / "n1", "--json"]
+    code, out, err = command_line(evaluate, monkeypatch, capsys, *both)
+    assert code == 0, err
+    decoders = json.loads(out)["decoders"]
+    assert decoders["Stage B, one step"]["nfe_partial"] == approx(2 * decoders["Stage B, one step"]["nfe_full"])
+    assert all(d["nfe_partial"] == 0 for name, d in decoders.items() if "released" in name)
+
+
+def test_mistakes(trained, tmp_path, monkeypatch, capsys):
+    _, t, run = trained("modes", 0)
+    assert "another toy" in refused(evaluate, monkeypatch, capsys, "--data", "pairs", "--ckpt", run)
+    assert "'poems'" in refused(evaluate, monkeypatch, capsys, "--data", "poems", "--ckpt", run)
+    assert "--ckpt" in refused(evaluate, monkeypatch, capsys, "--data", "modes")
+    save_model(tiny_model(), tmp_path)  # of text
+    assert "no toy settings" in refused(evaluate, monkeypatch, capsys, "--data", "modes", "--ckpt", tmp_path)
+    settings = json.loads(Path(run, "toy.json").read_text())
+    assert torch.equal(evaluate.load_task("modes", run).support, t.support)
+    for wrong in ({"V": "many"}, {"colour": 3}, {"n_modes": 99}):
+        (tmp_path / "toy.json").write_text(json.dumps(settings | wrong))
+        with pytest.raises(SystemExit):
+            evaluate.load_task("modes", str(tmp_path))
+        assert "toy.json is damaged" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""The released generate(), recorded: same tokens, same forwards, same state before every forward, cached and naive.
+"""The released generate(), recorded: same tokens, same forwards, same state before every forward, by generate (cached)
+and by its specification generate_one.
 
 pytest tests/test_golden_decode.py
 """
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from checkpoint import load_model
-from sample import Decoding, generate
+from sample import Decoding, generate, generate_one
 
 GOLDEN = Path(__file__).parent / "data" / "golden_a"
 CASES = json.loads((GOLDEN / "expected.json").read_text())["cases"]
@@ -25,9 +26,8 @@ def ours(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("use_cache", [True, False], ids=["cached", "naive"])
 @pytest.mark.parametrize("case", CASES, ids=[c["name"] for c in CASES])
-def test_released_generate(case, use_cache, ours):
+def test_released_generate(case, ours):
     a = case["args"]
     d = Decoding(
         gen_length=a["gen_length"],
@@ -39,15 +39,16 @@ def test_released_generate(case, use_cache, ours):
         n_rounds=0,
     )
     model = load_model(ours, "cpu", torch.float32, block_length=a["block_length"])
-    out = generate(model, [case["prompt"]], d, use_cache=use_cache, trace=True)[0]
-    assert out.tokens == case["output"]
-    assert out.nfe["full"] == case["forwards"] and out.nfe["partial"] == 0
+    states = [b["states"] for b in case["blocks"]]  # of each block: before the first forward, and after each
+
+    tokens, nfe, seen = generate_one(model, case["prompt"], d)
+    assert tokens == case["output"]
+    assert nfe["full"] == case["forwards"] and nfe["partial"] == 0
+    assert seen == [state for block in states for state in block[:-1]]
+
+    out = generate(model, [case["prompt"]], d, trace=True)[0]
+    assert out.tokens == case["output"] and out.nfe == nfe
     blocks = {}
     for s in out.steps:
-        blocks.setdefault(s["start"], []).append(s["before"])
-        final = s["after"]
-        end = s["start"] + len(final)
-        recorded = next(b["states"] for b in case["blocks"] if b["end"] == end)
-        assert recorded[len(blocks[s["start"]]) - 1] == s["before"]
-        assert recorded[len(blocks[s["start"]])] == final
-    assert [len(b) + 1 for b in blocks.values()] == [len(b["states"]) for b in case["blocks"]]
+        blocks.setdefault(s["start"] + a["block_length"], [s["before"]]).append(s["after"])
+    assert blocks == {b["end"]: b["states"] for b in case["blocks"]}

@@ -4,8 +4,9 @@ import pytest
 import torch
 from common import MASK, random_ids, tiny_config, tiny_model
 
+from checkpoint import PRESETS, check
 from data import generator
-from model import PRESETS, Model, MoE, block_causal_mask, doubled_mask, rotary, sequence_context
+from model import Config, Model, MoE, block_causal_mask, doubled_mask, rotary, sequence_context
 
 
 def context(ids, model, **kwargs):
@@ -116,7 +117,7 @@ def test_router_by_hand():
 
 def test_a_token_is_independent_of_the_tokens_beside_it():
     moe, x = expert_layer(), torch.randn(64, 64, generator=generator("x"))
-    torch.testing.assert_close(moe(x)[:5], moe(x[:5]), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(moe(x)[:5], moe(x[:5]), rtol=1e-5, atol=1e-5)  # of size 6
 
 
 def test_stage_b_without_marker_is_stage_a():
@@ -146,10 +147,32 @@ def test_lora_merged_equals_unmerged():
     adapted = model(ids, context(ids, model))
     assert (adapted - base).abs().max() > 0.1
     for layer in model.layers:
-        layer.attn.qkv.merge_lora()
-        layer.attn.proj.merge_lora()
-    torch.testing.assert_close(model(ids, context(ids, model)), adapted, rtol=1e-4, atol=1e-4)
+        for linear in (layer.attn.qkv, layer.attn.proj):  # y = W x + (alpha / r) B A x
+            linear.weight.data += 8.0 / 4 * linear.lora_B.data @ linear.lora_A.data
+            linear.lora_A = linear.lora_B = None
     assert not any("lora" in n for n in model.state_dict())
+    torch.testing.assert_close(model(ids, context(ids, model)), adapted, rtol=1e-4, atol=1e-4)
+
+
+def test_lora_acts_where_the_context_says():
+    """Everywhere (the paper), nowhere, or at chosen positions: there as everywhere, elsewhere as nowhere."""
+    model = tiny_model()
+    random_lora(model)
+    linear, x = model.layers[0].attn.proj, torch.randn(2, 16, 64, generator=generator("x"))
+    where = torch.arange(16)[:, None] >= 8
+    everywhere, nowhere = linear(x), linear(x, False)
+    assert (everywhere - nowhere).abs().amin(-1).min() > 0
+    assert torch.equal(linear(x, where), torch.where(where, everywhere, nowhere))
+    linear.lora_A = None
+    assert torch.equal(linear(x), nowhere)
+
+
+def test_lora_from_a_layer_on():
+    model = tiny_model()
+    model.add_lora(4, 8.0, generator("lora"), first=3)
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert trained == {f"layers.3.attn.{w}.lora_{x}" for w in ("qkv", "proj") for x in "AB"} | {"markers"}
+    assert model.adapter_state().keys() == trained
 
 
 def test_only_lora_and_markers_receive_gradients():
@@ -175,7 +198,26 @@ def test_gradient_checkpointing_changes_no_gradient():
 
 
 def test_impossible_geometry_is_refused(capsys):
-    for bad, word in ((dict(n_last=9), "n_last"), (dict(n_kv_head=3), "n_kv_head"), (dict(n_group=8), "group")):
-        with pytest.raises(SystemExit):
-            tiny_config(**bad)
-        assert word in capsys.readouterr().err
+    assert check(tiny_config()) == tiny_config()
+    bad = {
+        "n_last must be 1..4": dict(n_last=9),
+        "n_kv_head": dict(n_kv_head=3),
+        "groups of two or more": dict(n_group=8),
+        "topk_group must be at most": dict(topk_group=5),
+        "n_active experts must fit": dict(n_active=5),
+        "rotary_dim": dict(rotary_dim=17),
+        "n_rounds": dict(n_rounds=0),
+        "block_length": dict(block_length=4097),
+        "vocabulary": dict(mask_id=40),
+        "positive": dict(n_embd=0),
+        "tokenizer": dict(tokenizer="words"),
+    }
+    for words, fields in bad.items():
+        with pytest.raises(SystemExit) as stopped:
+            check(tiny_config(**fields))
+        assert stopped.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_a_config_is_built_by_keyword():
+    with pytest.raises(TypeError):
+        Config(4, 4, 2, 64)

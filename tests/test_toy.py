@@ -9,10 +9,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from common import command_line
+from common import command_line, refused
 
 import toy
 from data import generator
+from tools import toys
 from toy import Toy, kl, make, outside, product_table, total_variation
 
 torch.set_num_threads(1)
@@ -36,14 +37,19 @@ def random_toy(rng: np.random.Generator, n_ctx: int = 1) -> Toy:
     everything = np.array(list(itertools.product(range(V), repeat=m)))
     support = np.stack([rng.permutation(everything)[:S] for _ in range(n_ctx)])
     prob = rng.dirichlet(np.full(S, 0.5), n_ctx)
-    return Toy("random", V, m, n_ctx, torch.from_numpy(support), torch.from_numpy(prob), None)
+    return Toy("random", V, torch.from_numpy(support), torch.from_numpy(prob))
 
 
 def uneven_toy() -> Toy:
     """Contexts of two, one and one tuples, the later ones padded as the class says."""
     support = torch.tensor([[[0, 1], [2, 0]], [[1, 1], [1, 1]], [[0, 0], [0, 0]]])
     prob = torch.tensor([[0.25, 0.75], [1.0, 0.0], [1.0, 0.0]], dtype=torch.float64)
-    return Toy("uneven", 3, 2, 3, support, prob, None)
+    return Toy("uneven", 3, support, prob)
+
+
+def draw(t: Toy, c: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    """One exact draw per row."""
+    return t.quantile(c, torch.rand(len(c), dtype=torch.float64, generator=generator(seed)))
 
 
 # --- every task ------------------------------------------------------------------------------------------------------
@@ -93,12 +99,31 @@ def test_total_correlation_is_the_known_number(name, params, tc):
     assert t.tc().tolist() == pytest.approx([tc] * t.n_ctx, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", [name for name in toy.TASKS if name != "gaussian"])
+def entropy(p: list[float]) -> float:
+    return -sum(x * math.log(x) for x in p if x > 0)
+
+
+CLOSED_FORMS = {  # TC in nats
+    "modes": lambda m, n: (
+        (m - m // 2 - 1) * entropy([4 / (3 * n + 1)] + [3 / (3 * n + 1)] * (n - 1))
+        + m // 2 * entropy([4 / (3 * n + 1), 6 / (3 * n + 1)] + [3 / (3 * n + 1)] * (n - 3))
+    ),
+    "pairs": lambda m, V: m // 2 * math.log(V),
+    "mixed": lambda m, V: m // 4 * math.log(V),
+    "copy": lambda m, V: (m - 1) * (math.log(V) - entropy([0.95 + 0.05 / V] + [0.05 / V] * (V - 1))),
+    "permutation": lambda m, V: m * math.log(m) - math.lgamma(m + 1),
+    "sum": lambda m, V: math.log(V),
+}
+
+
+@pytest.mark.parametrize("name", CLOSED_FORMS)
 @pytest.mark.parametrize("m", [4, 8])
 def test_closed_form_equals_enumeration(name, m):
-    params = {"V": 3} if name in ("copy", "sum") else {"n_modes": 5} if name == "modes" else {}
-    t = make(name, m=m, **params)
-    assert (t.tc() - t.closed_form).abs().max() < 1e-9
+    key, size = {"modes": ("n_modes", 5), "copy": ("V", 3), "sum": ("V", 3)}.get(name, ("V", 8))
+    t = make(name, m=m, **{key: size})
+    assert (t.tc() - CLOSED_FORMS[name](m, size)).abs().max() < 1e-9
+    if size != 3:
+        assert (make(name).tc() - CLOSED_FORMS[name](4, 3 if name == "modes" else 8)).abs().max() < 1e-9
 
 
 def test_copy_is_a_dial():
@@ -122,7 +147,8 @@ def test_every_proper_subset_of_sum_is_independent():
     torch.testing.assert_close(t.prob, torch.full((3, 27), 1 / 27).double())
 
 
-@pytest.mark.parametrize("params", [{}, {"n_modes": 6}, {"m": 2}, {"V": 3, "m": 7}])
+@pytest.mark.parametrize("params", [{}, {"n_modes": 6}, {"m": 2}, {"V": 3, "m": 7}, {"V": 3, "m": 3}, {"m": 32},
+                                    {"n_modes": 24}, {"V": 40, "n_modes": 40, "m": 9, "n_ctx": 128}])  # fmt: skip
 def test_modes_mislead_the_argmaxes(params):
     t = make("modes", **params)
     top2 = t.prob.topk(2).values
@@ -131,6 +157,7 @@ def test_modes_mislead_the_argmaxes(params):
     assert (marginals.topk(2).values.diff().abs() > 1e-3).all()  # and so is every argmax
     for n in range(t.n_ctx):
         assert marginals[n].argmax(-1).tolist() not in t.support[n].tolist()
+    assert not t.coherent(contexts(t), toy.first_max(marginals)).any()
     assert torch.equal(t.mode(), t.support[:, 0])
     if not params:
         assert t.prob[0].tolist() == pytest.approx([0.4, 0.3, 0.3])
@@ -289,44 +316,41 @@ def test_token_ids_and_prompt():
 
 def test_mode_takes_the_first_of_a_split_tie():
     prob = torch.tensor([[0.2, 0.4 - 1e-16, 0.4]], dtype=torch.float64)
-    t = Toy("tie", 3, 1, 1, torch.tensor([[[2], [1], [0]]]), prob, None)
+    t = Toy("tie", 3, torch.tensor([[[2], [1], [0]]]), prob)
     assert t.mode().tolist() == [[1]]
 
 
 def test_log_prob_and_coherent():
     t = uneven_toy()
-    c = torch.tensor([0, 1])
-    tuples = torch.tensor([[[0, 1], [2, 0], [1, 1]], [[0, 1], [1, 1], [1, t.mask_id]]])
-    expected = [[math.log(0.25), math.log(0.75), -math.inf], [-math.inf, 0, -math.inf]]
+    c = torch.tensor([0, 0, 0, 1, 1, 1, 2])
+    tuples = torch.tensor([[0, 1], [2, 0], [1, 1], [0, 1], [1, 1], [1, t.mask_id], [0, 0]])
+    expected = [math.log(0.25), math.log(0.75), -math.inf, -math.inf, 0, -math.inf, 0]
     assert t.log_prob(c, tuples).tolist() == expected
-    assert t.coherent(c, tuples).tolist() == [[True, True, False], [False, True, False]]
-    assert t.log_prob(c, tuples[:, 0]).tolist() == [math.log(0.25), -math.inf]
-    # (3, 0) would share its code with (0, 1) if ids that are no symbol were let through.
-    assert not t.coherent(c[:1], torch.tensor([[3, 0]])).any()
-    assert not t.coherent(c[:1], torch.tensor([[-3, 2]])).any()
-    padded = Toy("padded", 3, 1, 1, torch.full((1, 500, 1), 2), torch.eye(500, dtype=torch.float64)[:1], None)
+    assert t.coherent(c, tuples).tolist() == [e > -math.inf for e in expected]
+    # as numbers in base 3 these would be (0, 1) and (0, -1): ids that are no symbol are no tuple
+    assert not t.coherent(c[:2], torch.tensor([[3, 0], [-3, 2]])).any()
+    padded = Toy("padded", 3, torch.full((1, 500, 1), 2), torch.eye(500, dtype=torch.float64)[:1])
     assert padded.log_prob(c[:1], torch.tensor([[2]])).tolist() == [0]
     for name in toy.TASKS:
         t = make(name)
-        torch.testing.assert_close(t.log_prob(contexts(t), t.support).exp(), t.prob)
+        for i in (0, 1, t.support.shape[1] - 1):
+            torch.testing.assert_close(t.log_prob(contexts(t), t.support[:, i]).exp(), t.prob[:, i])
 
 
 @pytest.mark.parametrize(("name", "params"), [("modes", {}), ("permutation", {}), ("copy", {"V": 3, "m": 3}), ("", {})])
 def test_samples_follow_the_table(name, params):
     t = make(name, n_ctx=4, **params) if name else uneven_toy()
     R = 40_000
-    g = generator(0)
     for n in range(t.n_ctx):
         c = torch.full((R,), n)
-        draws = t.sample(c, g)
+        draws = draw(t, c, n)
         assert t.coherent(c, draws).all()
         p = t.prob[n]
         count = (draws[:, None] == t.support[n]).all(-1).sum(0)
         sigma = (R * p * (1 - p)).sqrt()
         assert ((count - R * p).abs() <= 4 * sigma)[p > 0].all()
     mixed_rows = torch.arange(1000) % t.n_ctx
-    assert t.coherent(mixed_rows, t.sample(mixed_rows, g)).all()
-    assert torch.equal(t.sample(mixed_rows, generator(1)), t.sample(mixed_rows, generator(1)))
+    assert t.coherent(mixed_rows, draw(t, mixed_rows)).all()
 
 
 @pytest.mark.parametrize(("u", "second"), [(0.0, False), (0.25 - 2**-54, False), (0.25, True), (1 - 2**-53, True)])
@@ -341,7 +365,7 @@ def test_conditional_equals_brute_force():
     for _ in range(40):
         t = random_toy(rng, n_ctx=2)
         c = torch.from_numpy(rng.integers(0, 2, 8))
-        z = t.sample(c, generator(0))
+        z = draw(t, c)
         z[torch.from_numpy(rng.random(z.shape) < 0.5)] = -1
         p = t.conditional(c, z)
         for r in range(8):
@@ -366,7 +390,7 @@ def test_a_chain_of_conditionals_is_the_joint(name):
     t = make(name)
     rng = np.random.default_rng(0)
     c = torch.from_numpy(rng.integers(0, t.n_ctx, 16))
-    x = t.sample(c, generator(0))
+    x = draw(t, c)
     z = torch.full_like(x, -1)
     chain = torch.zeros(16, dtype=torch.float64)
     for i in rng.permutation(t.m).tolist():
@@ -410,7 +434,7 @@ def test_training_rows_depend_on_their_number_alone():
 def test_two_steps_of_the_ideal_decoder_are_exact_with_the_right_groups():
     t = make("mixed")
     c = torch.arange(1000) % t.n_ctx
-    z = t.sample(c, generator(0))
+    z = draw(t, c)
     z[:, 1:3] = torch.randint(8, (1000, 2), generator=generator(1))  # u and a, drawn independently
     z[:, 3] = -1
     p = t.conditional(c, z)[:, 3]
@@ -425,13 +449,13 @@ def test_two_steps_of_the_ideal_decoder_are_exact_with_the_right_groups():
 @pytest.mark.parametrize(
     ("name", "params", "words"),
     [
-        ("copy", {"m": 8}, "8**8 = 16,777,216 tuples, more than 65,536: lower --V or --m"),
+        ("copy", {"m": 8}, "8**8 = 16,777,216 tuples, more than 65,536: take fewer symbols or a smaller m"),
         ("pairs", {"V": 41, "m": 6}, "41**3 = 68,921 tuples"),
         ("mixed", {"m": 12}, "8**6 = 262,144 tuples"),
         ("sum", {"V": 17, "m": 5}, "17**4 = 83,521 tuples"),
-        ("gaussian", {"m": 6}, "262,144 tuples, more than 65,536: lower --levels or --m"),
-        ("permutation", {"V": 9, "m": 9}, "9! = 362,880 tuples, more than 65,536: lower --m"),
-        ("modes", {"m": 32}, "24**32 tuples exceed 2**63"),
+        ("gaussian", {"m": 6}, "8**6 = 262,144 tuples, more than 65,536"),
+        ("permutation", {"V": 9, "m": 9}, "m! <= 65,536, not m = 9"),
+        ("modes", {"m": 33}, "m must lie in 2..32, not 33"),
         ("permutation", {"V": 3}, "m = 4 and V = 3"),
         ("modes", {"n_modes": 25}, "25 modes"),
         ("modes", {"n_modes": 2}, "n_modes must lie in 3..1024, not 2"),
@@ -439,13 +463,14 @@ def test_two_steps_of_the_ideal_decoder_are_exact_with_the_right_groups():
         ("mixed", {"m": 6}, "not 6"),
         ("sum", {"n_ctx": 6}, "n_ctx must lie in 1..5 here, not 6"),
         ("sum", {"n_ctx": 0}, "not 0"),
+        ("modes", {"n_ctx": 129}, "n_ctx must lie in 1..128, not 129"),
         ("sum", {"m": 1}, "m must lie in 2..32, not 1"),
         ("copy", {"eps": 1.1}, "eps must lie in 0..1, not 1.1"),
         ("gaussian", {"rho": 1.0}, "rho must lie in 0..0.9999"),
         ("gaussian", {"rho": math.nan}, "not nan"),
-        ("gaussian", {"V": 8}, "does not use --V: it uses --levels"),
-        ("sum", {"eps": 0.1}, "the sum task does not use --eps: it uses --V, --m, --n_ctx"),
-        ("sum", {"seed": -1}, "seed"),
+        ("gaussian", {"V": 8}, "does not use V: it uses levels, m, n_ctx, rho"),
+        ("sum", {"eps": 0.1}, "the sum task does not use eps: it uses V, m, n_ctx"),
+        ("sum", {"seed": -1}, "non-negative"),
         ("product", {}, "no task 'product'"),
     ],
 )
@@ -460,17 +485,60 @@ def test_the_largest_tables_are_accepted():
     assert make("gaussian", levels=2, m=16, n_ctx=1).tc() > 5
 
 
-@pytest.mark.parametrize("line", ["--wrong 1", "--task nope", "--V x", "--task sum --rho 0.5", "--task copy --m 9"])
-def test_a_wrong_command_line_is_one_line_and_exit_code_2(line, monkeypatch, capsys):
-    code, out, err = command_line(toy, monkeypatch, capsys, *line.split())
-    assert code == 2 and out == ""
-    assert err.startswith("error: ") and err.count("\n") == 1
+MISTAKES = {
+    "--wrong": "--wrong",
+    "nope": "nope",
+    "sum V=x": "'V=x' is no size of a toy: KEY=VALUE with V, m, n_ctx",
+    "sum V": "'V' is no size",
+    "sum colour=3": "'colour=3' is no size",
+    "sum m=2.5": "'m=2.5' is no size",
+    "sum rho=0.5": "the sum task does not use rho",
+    "copy m=9": "8**9 = 134,217,728 tuples",
+    "copy eps=nan": "eps must lie in 0..1, not nan",
+    "sum --seed -1": "--seed",
+    "sum --context 5": "one of its contexts 0..4",
+    "sum --context -1": "one of its contexts 0..4",
+    "--context 0": "needs a task",
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_mistake_is_one_line(line, monkeypatch, capsys):
+    assert MISTAKES[line] in refused(toys, monkeypatch, capsys, *line.split())
+
+
+def test_sizes_and_build():
+    assert toy.sizes(["V=12", "eps=0.3"]) == {"V": 12, "eps": 0.3} and toy.sizes([]) == {}
+    assert torch.equal(toy.build("copy", ["V=4", "eps=1"], seed=3).prob, make("copy", V=4, eps=1.0, seed=3).prob)
+    assert [type(v) for v in toy.sizes(["m=2", "rho=0"]).values()] == [int, float]
+
+
+@pytest.mark.parametrize("given", [["V=x"], ["rho=0.5"], ["V=41", "m=6"]])
+def test_build_refuses_in_one_line(given, capsys):
+    with pytest.raises(SystemExit) as end:
+        toy.build("pairs", given)
+    out, err = capsys.readouterr()
+    assert end.value.code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1
 
 
 def test_the_printed_table(monkeypatch, capsys):
-    code, out, _ = command_line(toy, monkeypatch, capsys)
+    code, out, _ = command_line(toys, monkeypatch, capsys)
     lines = out.splitlines()
     assert code == 0 and [line.split()[0] for line in lines[2:]] == list(toy.TASKS)
-    cells = lines[-1].split()
-    assert cells[:5] == ["sum", "5", "3", "5", "25"] and cells[7:9] == ["1.6094", "1.6094"]
-    assert " 0/32 " in command_line(toy, monkeypatch, capsys, "--task", "modes", "--m", "3")[1]
+    assert lines[-1].split()[:10] == ["sum", "5", "3", "5", "25", "3.2189", "4.8283", "1.6094", "0.0400", "1/5"]
+    assert " 0/32 " in command_line(toys, monkeypatch, capsys, "modes", "m=3")[1]
+    assert command_line(toys, monkeypatch, capsys, "modes", "--seed", 1)[1] != lines[2]
+
+
+def test_the_printed_context(monkeypatch, capsys):
+    code, out, _ = command_line(toys, monkeypatch, capsys, "modes", "--context", 1, "V=6")
+    t = make("modes", V=6)
+    alone = t.marginals()[1].argmax(-1).tolist()
+    phrases = [f"  {p:.4f}  {t.support[1, i].tolist()}" for i, p in enumerate((0.4, 0.3, 0.3))]
+    assert code == 0 and out.splitlines()[3:] == [
+        "context 1, prompt [7, 7, 7, 7], its likeliest answers:",
+        *phrases,
+        f"  each token by itself: {alone} (impossible)",
+    ]
+    lines = command_line(toys, monkeypatch, capsys, "copy", "--context", 0)[1].splitlines()
+    assert len(lines) == 3 + 1 + 8 + 1 and lines[-1].endswith("(coherent)")

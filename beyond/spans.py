@@ -1,0 +1,178 @@
+"""Spans of held-out text to fill, and the two ways to fill them: by a decoder, and by the one-at-a-time chain.
+
+For text.py and tc.py. Held-out documents give pieces (the functions of Python files, windows of other text); in each
+one a span inside one block is masked, with the text before it and the rest of its block left to read. It refuses toys
+(their tables are exact) and text without a long enough piece.
+"""
+
+import ast
+import textwrap
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from beyond.chain import chain_decode, choose, longest
+from cache import Cached
+from checkpoint import load_tokenizer
+from data import Filter, Parser, Tokenizer, bounded, fail, is_validation, load_text
+from model import Model
+from sample import Decoding, step
+
+# R spans (rows), B block_length, V vocabulary, n masked positions
+
+LogProbs = Callable[[Tensor], Tensor]  # blocks (R, B) int64 -> (R, B, V) float32 log-probabilities
+
+BOOTSTRAP = 1000
+FILL = Decoding(tau_t2t=None)
+TAUS = [0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
+
+
+# fmt: off
+def build_parser(doc: str) -> Parser:
+    p = Parser(doc)
+    g = p.add_argument_group("text")
+    g.add_argument("--data", nargs="+", required=True, help="stdlib, or .txt / folder / .jsonl[.gz] / .parquet")
+    g.add_argument("--ckpt", required=True, help="the base: a checkpoint folder of a model of text")
+    g.add_argument("--taus", type=bounded(float, 0, 1), nargs="+", default=TAUS, help="values of tau_m2t")
+    g.add_argument("--spans", type=bounded(int, 2), default=512, help="held-out spans to fill")
+    g.add_argument("--plot", type=Path, help="also draw it: a file for matplotlib, .svg or .png")
+    g.add_argument("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
+    return p
+# fmt: on
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# spans
+
+
+@dataclass
+class Span:
+    piece: list[int]  # ids of the whole piece
+    start: int  # where the block begins
+    at: slice  # the masked positions, inside the block
+    python: bool
+
+
+def pieces(name: str, text: str) -> Iterator[tuple[str, bool]]:
+    """The functions of a Python file, each by itself; of any other text the whole. -> (text, whether it is Python)."""
+    if not name.endswith(".py"):
+        yield text, False
+        return
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and not node.decorator_list:
+            lines = text.splitlines()[node.lineno - 1 : node.end_lineno]
+            yield textwrap.dedent("\n".join(lines)) + "\n", True
+
+
+def cut(documents: list[tuple[str, str]], tokenizer: Tokenizer, B: int, most: int, n: int) -> list[Span]:
+    """n spans of held-out documents, a function of their order and of B alone: at most one in a piece of up to `most`
+    tokens, a quarter to three quarters of a block long, in a block after the first."""
+    rng, spans = np.random.default_rng(0), []
+    for name, text in documents:
+        if not is_validation(name):
+            continue
+        for piece, python in pieces(name, text):
+            ids = tokenizer.encode_documents([piece])[0].tolist()
+            if not python:
+                ids = ids[:most]
+            if not 3 * B <= len(ids) <= most:
+                continue
+            start = B * int(rng.integers(1, len(ids) // B))
+            length = int(rng.integers(max(2, B // 4), 3 * B // 4 + 1))
+            first = int(rng.integers(0, B - length + 1))
+            spans.append(Span(ids, start, slice(first, first + length), python))
+    if len(spans) < 2:
+        fail(f"the held-out documents have no pieces of {3 * B}..{most} tokens: give more text by --data")
+    return [spans[i] for i in sorted(rng.permutation(len(spans))[:n])]
+
+
+def blocks(spans: list[Span], B: int, mask_id: int) -> tuple[Tensor, Tensor]:
+    """Blocks with the span masked (R, B) int64, and where the span is (R, B) bool."""
+    z = torch.tensor([s.piece[s.start : s.start + B] for s in spans])
+    inside = torch.zeros_like(z, dtype=torch.bool)
+    for row, s in zip(inside, spans, strict=True):
+        row[s.at] = True
+    return z.masked_fill(inside, mask_id), inside
+
+
+def read(args: Namespace, model: Model) -> tuple[list[Span], Tokenizer]:
+    """The spans that the flags ask for, with what reads them; a picture that could not be drawn is refused as well."""
+    if args.plot:
+        from tools.plots import canvas
+
+        canvas(args.plot)  # now, not after measuring
+    tokenizer = load_tokenizer(Path(args.ckpt), model.cfg.tokenizer)
+    if tokenizer is None:
+        fail(f"--ckpt {args.ckpt} has no tokenizer to read text with (a toy's tables are exact: python -m beyond.toys)")
+    most = min(256 if model.cfg.tokenizer == "bytes" else 2048, model.cfg.max_len)
+    spans = cut(load_text(args.data, Filter()), tokenizer, model.cfg.block_length, most, args.spans)
+    tokens, python = sum(s.at.stop - s.at.start for s in spans), sum(s.python for s in spans)
+    print(f"{len(spans)} spans, {tokens} tokens, {python} of them in Python functions; "
+          f"blocks of {model.cfg.block_length}")  # fmt: skip
+    return spans, tokenizer
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# decoders and what they wrote
+
+
+def fill(
+    engine: Cached, z: Tensor, d: Decoding, on_step: Callable[[Tensor, Tensor, Tensor], None] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Fill all masks of the blocks z (R, B) -> the blocks, full and partial forwards of each row, (R,) int64 each.
+    `on_step(z, bundle, Stage A's confidence)`, (R, B) each, sees every commitment."""
+    prompt, u = torch.ones_like(z, dtype=torch.bool), torch.zeros(len(z), 3, z.shape[1], device=z.device)
+    full, partial = torch.zeros(2, len(z), dtype=torch.long, device=z.device)
+    for _ in range(4 * z.shape[1]):  # a model may write masks for ever
+        masked = z == engine.cfg.mask_id
+        if not masked.any():
+            break
+        s = step(engine, z, prompt, True, u, d)
+        if on_step:
+            on_step(z, s["bundle"], s["conf_a"])
+        full, partial = full + masked.any(-1), partial + d.n_rounds * s["bundle"].any(-1)
+        z = s["after"]
+    return z, full, partial
+
+
+def stage_a_log_probs(engine: Cached, mask_too: bool = False) -> LogProbs:
+    """Stage A of the current blocks; a mask is nothing to write, but a decoder may have left one (mask_too)."""
+
+    def log_p(z: Tensor) -> Tensor:
+        logits = engine.stage_a(z)[1]
+        if not mask_too:
+            logits[..., engine.cfg.mask_id] = float("-inf")
+        return logits.log_softmax(-1)
+
+    return log_p
+
+
+def chain(log_p: LogProbs, z: Tensor, bundle: Tensor, forced: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The one-at-a-time decode of a bundle (R, B), most confident position first: by argmax, or with the tokens
+    `forced` (R, B) upon it. -> tokens (R, B), their log-probability (R,)."""
+
+    def predict(z: Tensor, where: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        at = log_p(z)[where]  # (n, V)
+        if forced is None:
+            return choose(at, 1)
+        token = forced[where][:, None]
+        return at.gather(1, token), token, at.amax(-1)
+
+    B = z.shape[1]
+    tokens, score = chain_decode(z, bundle, B, 1, predict, longest(bundle, B))
+    return tokens, score[:, 0]
+
+
+def resamples(rows: int) -> np.ndarray:
+    """How often each row counts (W, R): once each in row 0, the sample itself, and then as a bootstrap draws them."""
+    drawn = np.random.default_rng(0).multinomial(rows, np.full(rows, 1 / rows), size=BOOTSTRAP)
+    return np.concatenate([np.ones((1, rows)), drawn])

@@ -1,0 +1,82 @@
+"""The paper's Tables 2 and 3 on a toy, where every answer is known: what each part of the method adds, and how n does.
+
+A base of `train.py --data TOY --stage_a_only --out_dir out/base`, and for each n an adapter trained from it,
+`train.py --data TOY --init_from out/base --n_last N --learning_rate 1e-3 --max_iters 500 --out_dir out/nN`.
+
+    python -m released.toy_tables mechanism --data modes --ckpt out/base --adapter out/n2
+    python -m released.toy_tables lastn --data modes --ckpt out/base --adapter out/n1 out/n2 out/n3
+"""
+
+from dataclasses import replace
+
+import torch
+
+import toy
+from data import Parser, fail, pick_device
+from evaluate import ONE_STEP, distances, load, load_task, number, one_step_table, print_table, quality
+from released import ablation
+from released.ablation import Ablation
+from released.tables import MECHANISM
+from sample import MODES, Decoding
+from toy import Toy
+
+Table = tuple[list[str], list[list[str]]]  # head, rows
+
+
+def mechanism(ckpt: str, adapters: list[str], device: torch.device, task: Toy) -> Table:
+    """Table 2: every variant of the decoder on the base or on base and adapter, beside the paper's GSM8K figures."""
+    if len(adapters) != 1:
+        fail("mechanism compares the base with one --adapter trained from it")
+    models = {"base": load(ckpt, None, device), "ours": load(ckpt, adapters[0], device)}
+    for model in models.values():
+        model.step = ablation.step
+    q, rows = Ablation(**MODES["q"], n_rounds=models["ours"].cfg.n_rounds), []
+    for name, which, changes, accuracy, nfe in MECHANISM:
+        d = replace(q, **changes)
+        r = quality(models[which], task, d)
+        gates = [number(None if d.tau_m2t < 0 else d.tau_m2t), number(d.tau_t2t)]
+        measured = [number(r[k]) for k in ("coherent", "mode_hit", "lost", "nfe_full", "nfe_partial")]
+        rows.append([name, *gates, *measured, f"{accuracy:.2f}", f"{nfe:.2f}"])
+    head = ["variant", "tau_m2t", "tau_t2t", "coherent", "mode", "lost", "full/tok", "partial/tok", "paper", "NFE"]
+    return head, rows
+
+
+def lastn(ckpt: str, adapters: list[str], device: torch.device, task: Toy) -> Table:
+    """Table 3: adapters of several n, each writing the answer in one step, and with the paper's default decoder."""
+    rows = []
+    for folder in adapters:
+        model = load(ckpt, folder, device)
+        K = model.cfg.n_rounds
+        one = quality(model, task, replace(ONE_STEP, n_rounds=K)) | distances(task, one_step_table(model, task, K))
+        default = quality(model, task, Decoding(tau_m2t=0.7, tau_t2t=0.0, n_rounds=K))
+        cells = [one[k] for k in ("coherent", "mode_hit", "forward_kl")]
+        cells += [default[k] for k in ("coherent", "mode_hit", "nfe_full")]
+        rows.append([f"n = {model.cfg.n_last}", str(K), *map(number, cells)])
+    print("one step: Stage B writes the whole answer at once; default: tau_m2t 0.7, ungated edits")
+    head = [
+        "trained and run at",
+        "K",
+        "one step: coherent",
+        "mode",
+        "KL(p||q)",
+        "default: coherent",
+        "mode",
+        "full/tok",
+    ]
+    return head, rows
+
+
+def main() -> None:
+    parser = Parser(__doc__)
+    parser.add_argument("table", choices=["mechanism", "lastn"], help="the paper's Table 2 or 3")
+    parser.add_argument("--data", choices=toy.TASKS, required=True, help="the toy that the checkpoint was trained on")
+    parser.add_argument("--ckpt", required=True, help="the base")
+    parser.add_argument("--adapter", nargs="+", required=True, help="trained from the base: one, or one for each n")
+    parser.add_argument("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
+    args = parser.parse_args()
+    make, task = mechanism if args.table == "mechanism" else lastn, load_task(args.data, args.ckpt)
+    print_table(*make(args.ckpt, args.adapter, pick_device(args.device), task))
+
+
+if __name__ == "__main__":
+    main()

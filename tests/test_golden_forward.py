@@ -1,0 +1,119 @@
+"""The released forward pass to 1e-4, on the golden checkpoint in our layout. `pytest tests/test_golden_forward.py`"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_convert import GOLDEN, golden_tensors
+
+import convert_weights
+from checkpoint import PRESETS, load_model
+from model import MoE, block_causal_mask, rotary, sequence_context
+
+EXPECTED = load_file(GOLDEN / "expected.safetensors")
+META = json.loads((GOLDEN / "expected.json").read_text())["meta"]
+MOE_LAYERS = (1, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("golden") / "ours"
+    convert_weights.convert(GOLDEN, folder, None, None)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def forward(ours):
+    """The converted model and what every module put out on the golden input."""
+    block_length = META["block_length_of_forward"]
+    model = load_model(ours, "cpu", torch.float32, block_length=block_length).eval()
+    seen = {}
+    modules = {"wte": model.wte, "norm_f": model.norm_f, **{i: layer for i, layer in enumerate(model.layers)}}
+    hooks = [
+        m.register_forward_hook(lambda _, __, out, name=name: seen.setdefault(name, out)) for name, m in modules.items()
+    ]
+    for i in MOE_LAYERS:
+        pre = model.layers[i].mlp.register_forward_pre_hook
+        hooks.append(pre(lambda _, args, i=i: seen.setdefault(f"mlp {i}", args[0])))
+    ids = EXPECTED["input_ids"]
+    context = sequence_context(model.cfg, torch.ones_like(ids, dtype=torch.bool), torch.float32)
+    with torch.no_grad():
+        seen["logits"] = model(ids, context)
+    for hook in hooks:
+        hook.remove()
+    return model, seen
+
+
+def test_mask_is_the_released_one():
+    mask = block_causal_mask(EXPECTED["input_ids"].shape[1], META["block_length_of_forward"])
+    assert torch.equal(mask, EXPECTED["attention_mask_bool"])
+
+
+def test_hidden_states_and_logits(forward):
+    _, seen = forward
+    close = dict(rtol=0, atol=1e-4)
+    torch.testing.assert_close(seen["wte"], EXPECTED["embeddings"], rtol=0, atol=0)
+    for i, hidden in enumerate(EXPECTED["hidden_after_layer"]):
+        torch.testing.assert_close(seen[i], hidden, **close)
+    torch.testing.assert_close(seen["norm_f"], EXPECTED["hidden_final_norm"], **close)
+    torch.testing.assert_close(seen["logits"], EXPECTED["logits"], **close)
+
+
+@pytest.mark.parametrize("layer", MOE_LAYERS)
+def test_router(forward, layer):
+    model, seen = forward
+    x = seen[f"mlp {layer}"].flatten(0, 1)
+    chosen, weights = model.layers[layer].mlp.route(x)
+    want = EXPECTED[f"router.{layer}.topk_idx"].long().flatten(0, 1)
+    order, want_order = chosen.argsort(-1), want.argsort(-1)
+    assert torch.equal(chosen.gather(-1, order), want.gather(-1, want_order))
+    want_weights = EXPECTED[f"router.{layer}.topk_weight"].flatten(0, 1).gather(-1, want_order)
+    torch.testing.assert_close(weights.gather(-1, order), want_weights, rtol=0, atol=1e-5)
+
+
+def test_training_forward_on_noisy_and_clean(forward):
+    model, _ = forward
+    noisy, clean = EXPECTED["train.noisy_ids"], EXPECTED["train.clean_ids"]
+    real = torch.ones_like(noisy, dtype=torch.bool)
+    context = sequence_context(model.cfg, real, torch.float32, clean_copy=True)
+    with torch.no_grad():
+        logits = model(torch.cat([noisy, clean], dim=1), context)[:, : noisy.shape[1]]
+    torch.testing.assert_close(logits, EXPECTED["train.noisy_logits"], rtol=0, atol=1e-4)
+
+
+def test_a_bfloat16_load_keeps_bias_and_angles_float32(ours):
+    model = load_model(ours, "cpu", torch.bfloat16)
+    biases = {k: v for k, v in model.named_buffers()}
+    assert len(biases) == len(MOE_LAYERS)  # and no frequencies among them that a cast could round
+    for i in MOE_LAYERS:
+        stored = golden_tensors()[f"model.layers.{i}.mlp.gate.expert_bias"]
+        assert torch.equal(biases[f"layers.{i}.mlp.expert_bias"], stored) and stored.dtype == torch.float32
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    positions = torch.tensor([0, 1000, 8000])
+    for low, full in zip(
+        rotary(model.cfg, positions, torch.bfloat16), rotary(model.cfg, positions, torch.float32), strict=True
+    ):
+        assert torch.equal(low, full.bfloat16())
+
+
+def moe(n_active: int, scores: list[float], bias: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a router of two groups of two experts, one kept, does with given scores (before the bias)."""
+    cfg = replace(PRESETS["tiny"], n_embd=4, n_expert=4, n_group=2, topk_group=1, n_active=n_active, routed_scaling=1.0)
+    layer = MoE(cfg)
+    layer.router.data = torch.diag(torch.logit(torch.tensor(scores)))
+    layer.expert_bias.copy_(torch.tensor(bias))
+    return layer.route(torch.ones(1, 4))
+
+
+def test_router_weights_of_all_zero_scores_are_zero():
+    _, weights = moe(2, [0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0])
+    assert weights.tolist() == [[0.0, 0.0]]  # 0 / (0 + 1e-20), not 0 / 0
+
+
+def test_router_keeps_to_its_group_when_biased_scores_are_negative():
+    chosen, weights = moe(2, [0.8, 0.2, 0.5, 0.5], [0.0, -1.0, -1.2, -1.2])  # biased: 0.8, -0.8 | -0.7, -0.7
+    assert sorted(chosen[0].tolist()) == [0, 1]  # a group masked to 0 would win against -0.8
+    torch.testing.assert_close(weights.sort().values, torch.tensor([[0.2, 0.8]]))  # unbiased, normalised

@@ -1,0 +1,127 @@
+"""Every section at toy size, and one host synchronisation a step. `pytest tests/tools/test_bench.py`"""
+
+from argparse import Namespace
+from dataclasses import replace
+
+import pytest
+import torch
+from common import EOS, MASK, command_line, refused, tiny_config, tiny_model
+
+import sample
+from checkpoint import PRESETS, save_model
+from model import Model
+from sample import Decoding, generate
+from tools import bench
+
+TINY = PRESETS["tiny"]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    cfg = replace(TINY, vocab_size=272, eos_id=256, mask_id=257, block_length=8)
+    sizes = dict(text=cfg, deep=cfg, wide=cfg, lengths=(16, 32), contexts=(0, 16, 32), whole=16, batch=(1, 3))
+    sizes |= dict(batch_tokens=8, rows=2, seq_len=32, loss_positions=256, moe=cfg, moe_tokens=(4, 32), repeats=1)
+    monkeypatch.setattr(bench, "S", Namespace(**vars(bench.S) | sizes))
+
+
+SIDES = (bench.Cached, bench.Uncached)
+SAYS = {
+    "decode": ["Decoding 3 at once", "all of 32 tokens (integrated)", "check: text, 16 tokens really decoded"],
+    "batch": ["3 rows:"],
+    "stageb": ["full forward"],
+    "train": ["(L + n) / L = 1.750", "as one doubled batch", "fp32 checkpointing", "adapters in Stage B alone"],
+    "loss": ["Stage B", "positions of 256 get logits"],
+    "moe": ["32 tokens: forward"],
+}
+
+
+@pytest.mark.parametrize("section", SAYS)
+def test_each_section_runs(section, small, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "peaks", lambda jobs, device: [10**6, None, 10**6, 10**6, 10**6][: len(jobs)])
+    code, out, err = command_line(bench, monkeypatch, capsys, "--only", section)
+    assert code == 0, err
+    assert out.startswith(f"$ python -m tools.bench --only {section}\n") and torch.__version__ in out
+    assert all(words in out for words in SAYS[section]), out
+    assert "None" not in out and "not measured" not in out  # what a system does not tell is left out
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("n_rounds", [0, 1, 2])
+@torch.inference_mode()
+def test_both_sides_take_the_same_step(rows, n_rounds):
+    """The cache saves time and nothing else: what is compared writes the same tokens with the same confidence."""
+    model = tiny_model(vocab_size=300)
+    prompts = [bench.prompt(16)] * rows
+    cached, uncached = (bench.one_step(E(model, prompts, n_rounds), n_rounds, rows)() for E in SIDES)
+    assert torch.equal(cached["after"], uncached["after"]) and torch.equal(cached["bundle"], uncached["bundle"])
+    torch.testing.assert_close(cached["conf"], uncached["conf"])
+
+
+def test_memory_of_the_loss_is_below_that_of_all_logits(small):
+    """256 positions of 157,184 logits are 161 MB; log-probabilities and gradients are as much again, each."""
+    jobs = [(bench.loss_step, (bench.S.loss, 256, which, "cpu")) for which in ("all logits", "Stage A")]
+    whole, chunked = bench.peaks(jobs, torch.device("cpu"))
+    assert whole > 3 * 161e6 and chunked < 0.6 * whole
+
+
+def test_a_checkpoint_beside_its_floor(tmp_path, small, monkeypatch, capsys):
+    save_model(tiny_model(), tmp_path)
+    code, out, err = command_line(bench, monkeypatch, capsys, "--ckpt", tmp_path, "--bandwidth", 10)
+    assert code == 0 and " ms, " in out and "x the floor" in out, err
+    code, out, err = command_line(bench, monkeypatch, capsys, "--ckpt", tmp_path)
+    assert code == 0 and " ms, " in out and "x the floor" not in out, err
+
+
+@pytest.mark.parametrize(
+    "argv, word",
+    [
+        (["--only", "speed"], "speed"),
+        (["--ckpt", "out", "--only", "moe"], "--only"),
+        (["--ckpt", "out", "--bandwidth", 0], "--bandwidth"),
+        (["--bandwidth", 4800], "tools.limits"),
+    ],
+)
+def test_refusals(argv, word, monkeypatch, capsys):
+    assert word in refused(bench, monkeypatch, capsys, *argv)
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("n_rounds", [0, 1])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_one_host_synchronisation_a_step(n_rounds, temperature, monkeypatch):
+    """On the meta device nothing has a value: whatever asks for one (item, bool, nonzero, a copy to the host) raises.
+    The one .tolist() that decides whether to go on is answered by hand: no block closes, everything else is so."""
+    with torch.device("meta"):
+        model = Model(tiny_config()).to(torch.bfloat16)
+    model.compute_dtype = torch.bfloat16
+    steps, asked = [], []
+
+    def counted_step(*args):
+        steps.append(1)
+        return step(*args)
+
+    def answer(flags):
+        asked.append(tuple(flags.shape))
+        if len(asked) == 5:
+            raise Stop
+        return [[False] * 3] + [[True] * 3] * (len(flags) - 1)
+
+    step = sample.step
+    monkeypatch.setattr(sample, "step", counted_step)
+    monkeypatch.setattr(torch.Tensor, "tolist", answer)
+    d = Decoding(gen_length=16, n_rounds=n_rounds, temperature=temperature)
+    with pytest.raises(Stop):
+        generate(model, [[1], [2, 3], [EOS, MASK, 4]], d)
+    assert asked == [(asked[0][0], 3)] * 5 and len(steps) == 5
+
+
+def test_meta_refuses_every_way_of_asking():
+    """What the test above rests on."""
+    t = torch.zeros(3, device="meta")
+    asks = (lambda: t[0].item(), lambda: bool(t[0] > 0), lambda: t.nonzero(), lambda: t[t > 0], lambda: t.cpu())
+    for ask in (*asks, lambda: t.tolist(), lambda: t[0].to("cpu"), lambda: int(t[0])):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            ask()

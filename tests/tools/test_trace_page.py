@@ -1,0 +1,310 @@
+"""The trace as a page, and the page in a browser where there is one. `pytest tests/tools/test_trace_page.py`"""
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+from common import MASK, command_line, random_ids, refused, tiny_model
+
+import sample
+from checkpoint import save_model
+from data import byte_tokenizer
+from sample import Decoding, generate, show_steps
+from tools import trace_page
+from tools.trace_page import booked, divergence, page, states
+
+HOSTILE = '</script><!--<b>&"'
+WORDS = {0: "In", 1: "·the", 2: "·city", 3: "·of", 4: "·San", 5: "·York", 6: "·New", 7: HOSTILE, MASK: "▒"}
+M = MASK
+
+
+def planted(joint: bool) -> dict:
+    """A run by hand: three prompt tokens, blocks of four. At step 2 the bundle {4, 5} is written, where Stage A says
+    "San", "York": Stage B writes "New", "York", the base writes Stage A's words and edits the first one at step 4."""
+    first = (6, 4) if joint else (4, 4)  # (written, Stage A's)
+    steps = [
+        one_step(0, [0, 1, 2, M], {3: (3, 3)}),
+        one_step(4, [M, M, M, M], {4: first, 5: (5, 5)}),
+        one_step(4, [first[0], 5, M, M], {6: (7, 7)}),
+        one_step(4, [first[0], 5, 7, M], {7: (M, M)}, {} if joint else {4: 6}),
+    ]
+    nfe = {"full": 4, "partial": 4 if joint else 0, "commit": 1}
+    return dict(text="", tokens=[3, 6, 5, 7, M], nfe=nfe, nfe_per_token=0.8, steps=steps, prompt=[0, 1, 2],
+                mask_id=M, n_rounds=int(joint), pieces={str(i): w for i, w in WORDS.items()})  # fmt: skip
+
+
+def one_step(
+    start: int, before: list[int], fill: dict[int, tuple[int, int]], edit: dict[int, int] | None = None
+) -> dict:
+    """What sample.py records of a step: fill {position: (token, Stage A's)}, edit {position: token}."""
+    new = {at: token for at, (token, _) in fill.items()} | (edit or {})
+    return dict(
+        start=start, before=before, after=[new.get(start + i, t) for i, t in enumerate(before)], bundle=list(fill),
+        fill=[dict(at=at, token=b, conf=0.75, token_a=a, conf_a=0.5) for at, (b, a) in fill.items()],
+        edit=[dict(at=at, old=before[at - start], token=t, conf=0.75) for at, t in (edit or {}).items()],
+        conf=[0.75] * len(before),
+    )  # fmt: skip
+
+
+RUNS = [("ours", planted(True)), ("base", planted(False))]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# tokens as they are shown, counts, divergence
+
+
+def test_every_character_of_a_token_can_be_seen():
+    tok = byte_tokenizer()
+    ids = [*b" \n\t\r\0A<", *"é".encode(), tok.eos_id, 260]
+    assert list(map(tok.piece, ids)) == [*"·↵⇥␍", "<U+0000>", "A", "<", "<C3>", "<A9>", "<|endoftext|>", "<260>"]
+    words = {0: " e\u0301".encode(), 1: b"a\xe2\x82", 2: "\u0301\u202e".encode()}
+    tok = replace(tok, token_bytes=words)
+    assert list(map(tok.piece, words)) == ["·e\u0301", "a<E2><82>", "◌\u0301<U+202E>"]
+
+
+@pytest.mark.parametrize("n_rounds", [0, 1, 2])
+def test_running_counts_end_in_the_decoders_and_states_in_its_text(n_rounds):
+    d = Decoding(gen_length=29, tau_m2t=0.3, tau_t2t=0.0, max_post_steps=3, n_rounds=n_rounds)
+    prompts = [random_ids(1, n, 100)[0].tolist() for n in (3, 13, 16)]
+    commits = 0
+    for prompt, out in zip(prompts, generate(tiny_model(), prompts, d, trace=True), strict=True):
+        record = dict(steps=out.steps, n_rounds=n_rounds, prompt=prompt, mask_id=MASK)
+        assert booked(record)[-1] == [out.nfe["full"], out.nfe["partial"], out.nfe["commit"]]
+        assert states(record, 48)[-1][: len(prompt) + len(out.tokens)] == prompt + out.tokens
+        commits += out.nfe["commit"]
+    assert commits > 0
+
+
+def test_counts_and_states_by_hand():
+    ours = planted(True)
+    assert booked(ours) == [[0, 0, 0], [1, 1, 1], [2, 2, 1], [3, 3, 1], [4, 4, 1]]
+    assert booked(dict(ours, n_rounds=2))[1:3] == [[1, 3, 1], [2, 5, 1]]  # the first block's second round, read again
+    assert states(ours, 9)[2] == [0, 1, 2, 3, 6, 5, M, M, M]
+
+
+def test_first_difference_by_hand():
+    ours, base = planted(True), planted(False)
+    assert divergence(ours, base) == (2, "")  # the base's edit brings it back
+    assert divergence(ours, ours) == (None, "")
+    short = dict(ours, steps=ours["steps"][:2])  # ends after step 2, in the state that ours has there
+    assert divergence(short, ours) == divergence(ours, short) == (3, "6")
+    other = dict(ours, steps=[*ours["steps"][:3], one_step(4, [6, 5, 7, M], {7: (0, 0)}, {4: 1, 5: 1})])
+    assert divergence(other, base) == (2, "4–5, 7")
+
+
+def test_steps_as_lines_by_hand(capsys):
+    record = planted(True)
+    show_steps(dict(record, steps=record["steps"][1:2]))
+    assert capsys.readouterr().out.splitlines() == [
+        "step   1 block 4: ▒▒▒▒",
+        "    fill     4 '·New' 0.75   (A: ·San 0.50)",
+        "    fill     5 '·York' 0.75",
+        "    left 2 masked",
+    ]
+    show_steps(dict(record, steps=planted(False)["steps"][3:]))
+    assert "    edit     4 '·San' -> '·New' 0.75" in capsys.readouterr().out.splitlines()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the page as a file
+
+
+class Page(HTMLParser):
+    """What a browser would see of a page: its tags, the text of each element with an id, the cells of the runs."""
+
+    EMPTY = {"meta", "input"}
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.tags, self.open, self.text, self.cells = [], [], {}, []
+        self.feed(html)
+        assert self.open == []  # every element was closed, in order
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.tags.append(tag)
+        if tag == "button" and "cell" in attrs.get("class", "").split():
+            run = [a["class"] for _, a in self.open if "block" in a.get("class", "").split()]
+            self.cells.append(dict(attrs, block=run[0]))
+        if tag not in self.EMPTY:
+            self.open.append((tag, attrs))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop()[0] == tag
+
+    def handle_data(self, data):
+        around = [attrs for _, attrs in self.open]
+        if any("hidden" in attrs for attrs in around):
+            return
+        for attrs in around:
+            if "id" in attrs:
+                self.text[attrs["id"]] = self.text.get(attrs["id"], "") + data
+        if any("data-at" in attrs for attrs in around):
+            self.cells[-1][around[-1]["class"]] = data  # of the parts of a cell: mark, token, other
+
+    def at(self, position: int) -> list[dict]:
+        """The cells of one position, one a run."""
+        return [c for c in self.cells if c["data-at"] == str(position)]
+
+
+def test_page_is_self_contained_and_holds_the_runs():
+    html = page(RUNS)
+    assert re.findall(r"https?:|\bsrc=|\bhref=|@import|url\(|\bimport\b|fetch|innerHTML", html) == []
+    assert "<b>" not in html and "<!--" not in html and html.count("</script>") == 2
+    seen = Page(html)
+    assert seen.tags.count("script") == 2
+    data = json.loads(seen.text["trace"])
+    for shown, (label, record) in zip(data["traces"], RUNS, strict=True):
+        assert shown == record | {"label": label, "counts": booked(record)}
+    assert (data["diverged"], data["differ"]) == (2, "")
+    assert set(json.loads(Page(page(RUNS[:1])).text["trace"])) == {"traces"}
+
+
+def test_what_sample_prints_becomes_a_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run = ["--gen_length", 9, "--device", "cpu", "--json"]
+    for tokenizer, prompt in (("bytes", ["--prompt", "a <b>"]), ("toy", ["--prompt_ids", "5,9"])):
+        model = tiny_model(vocab_size=272, eos_id=256, mask_id=257, max_len=128, tokenizer=tokenizer)
+        save_model(model, tmp_path / tokenizer)
+        code, out, err = command_line(sample, monkeypatch, capsys, "--ckpt", tokenizer, *run, *prompt)
+        assert code == 0, err
+        (tmp_path / "run.json").write_text(out)
+        assert command_line(trace_page, monkeypatch, capsys, "run.json", "--out", f"pages/{tokenizer}.html")[0] == 0
+        record = json.loads(out)
+        assert (tmp_path / "pages" / f"{tokenizer}.html").read_text() == page([("run", record)])
+        shown = {*record["prompt"], *(i for s in record["steps"] for i in (*s["before"], *s["after"]))}
+        shown |= {f["token_a"] for s in record["steps"] for f in s["fill"]}
+        assert shown <= set(map(int, record["pieces"])) and record["pieces"]["257"] == "▒"
+        some = {"97": "a", "32": "·"} if tokenizer == "bytes" else {"5": "5", "9": "9"}
+        assert record["pieces"].items() >= some.items()
+
+
+def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    good = json.dumps(planted(True))
+    files = {
+        "good": good,
+        "text": "def f(x):\n",
+        "two": good + "\n" + good,
+        "none": "",
+        "list": "[1]",
+        "old": json.dumps({k: v for k, v in planted(True).items() if k != "pieces"}),
+        "other": json.dumps(dict(planted(True), prompt=[0, 1, 3])),
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    for argv, words in (
+        (["nowhere"], "nowhere"),
+        (["text"], "sample.py --json"),
+        (["two"], "holds 2 runs"),
+        (["none"], "holds 0 runs"),
+        (["list"], "no trace"),
+        (["old"], "no trace"),
+        (["good", "other"], "different prompts"),
+        (["good", "good", "good"], "3 runs"),
+        (["good", "--out", "text/t.html"], "cannot write"),
+    ):
+        assert words in refused(trace_page, monkeypatch, capsys, *argv)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the page in a browser
+
+FOUND = filter(None, map(shutil.which, ("google-chrome", "chromium", "chrome")))
+BROWSER = next((path for path in FOUND if not path.startswith("/snap/")), None)  # a snap cannot read these folders
+in_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium: apt install chromium")
+QUIET = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+QUIET += " --disable-component-update --disable-sync --virtual-time-budget=5000 --dump-dom"
+
+
+def browse(folder, html: str, where: str = "", script: str = "") -> Page:
+    """The page as it stands after `script` has run at the address `where`."""
+    file = folder / "page.html"
+    file.write_text(html.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
+    argv = [BROWSER, *QUIET.split(), f"--user-data-dir={folder / 'profile'}"]
+    done = subprocess.run([*argv, file.as_uri() + where], capture_output=True, text=True, encoding="utf-8", timeout=120)
+    return Page(done.stdout)
+
+
+@in_browser
+def test_browser_shows_what_the_stages_disagree_on_and_where_the_runs_part(tmp_path):
+    seen = browse(tmp_path, page(RUNS), "#step=2")
+    assert seen.text["now"] == "step 2 of 4"
+    ours, base = seen.at(4)
+    assert (ours["token"], ours["other"], ours["mark"]) == ("·New", "A ·San", "F")
+    assert ours["class"].split() == ["cell", "fill", "bundle", "differ"]
+    assert "step 2: wrote ·New 0.75, Stage A alone ·San 0.50" in ours["aria-label"] == ours["title"]
+    assert (base["token"], base.get("other"), base["class"]) == ("·San", None, ours["class"])
+    assert [c["class"] for c in seen.at(5)] == ["cell fill bundle"] * 2 and "other" not in seen.at(5)[0]
+    assert [c["class"] for c in seen.at(6)] == ["cell mask"] * 2
+    assert [c["class"] for c in seen.at(0) + seen.at(3)] == ["cell prompt"] * 2 + ["cell settled"] * 2
+    assert seen.text["jump"] == "step 2" and "and agree in the end" in seen.text["differ"]
+    assert "2 full, 2 partial, 1 commit; NFE/token 0.67" in seen.text["runs"]  # tokens 3, 4 and 5 in two forwards
+    assert "2 full, 0 partial, 1 commit" in seen.text["runs"] and "2 filled, 0 edited, 2 left" in seen.text["runs"]
+
+
+@in_browser
+def test_browser_shows_edits_masks_written_as_masks_and_any_text_as_text(tmp_path):
+    seen = browse(tmp_path, page(RUNS[1:]), "#step=4")
+    (edited,), (hostile,), (masked,) = seen.at(4), seen.at(6), seen.at(7)
+    assert (edited["token"], edited["mark"], edited["class"]) == ("·New", "E", "cell edit")
+    assert "step 2: wrote ·San 0.75; step 4: ·San became ·New 0.75" in edited["aria-label"]
+    assert hostile["token"] == HOSTILE and "b" not in seen.tags
+    assert masked["class"] == "cell mask bundle" and "mark" not in masked
+    assert "1 filled, 1 edited, 1 left masked" in seen.text["runs"] and "NFE/token 0.80" in seen.text["runs"]
+    assert "differ" not in seen.text  # one run has none to differ from
+
+
+KEY = "document.dispatchEvent(new KeyboardEvent('keydown', {key: '%s'}));"
+SLIDE = "const s = document.getElementById('slider'); s.value = 3; s.dispatchEvent(new Event('input'));"
+GESTURES = {
+    "nothing": ("", 0),
+    "right, right, left": (KEY % "ArrowRight" * 2 + KEY % "ArrowLeft", 1),
+    "left of the start": (KEY % "ArrowLeft", 0),
+    "end, right": (KEY % "End" + KEY % "ArrowRight", 4),
+    "end, home": (KEY % "End" + KEY % "Home", 0),
+    "slider": (SLIDE, 3),
+    "first difference": ("document.getElementById('jump').click()", 2),
+    "play to the end": ("document.getElementById('play').click()", 4),
+}
+
+
+@in_browser
+@pytest.mark.parametrize("script, expected", GESTURES.values(), ids=GESTURES)
+def test_browser_steps(script, expected, tmp_path):
+    seen = browse(tmp_path, page(RUNS), "", script)
+    assert seen.text["now"] == f"step {expected} of 4" and seen.text["play"] == "Play"
+    opened = ["unopened" not in c["block"] for c in seen.at(4)]
+    assert opened == [expected >= 2] * 2  # the second block begins with step 2
+
+
+@in_browser
+def test_browser_a_tap_shows_details_that_follow_the_steps(tmp_path):
+    tap = "document.querySelector('button[data-at=\"4\"]').click();"
+    seen = browse(tmp_path, page(RUNS), "#step=1", tap)
+    assert seen.text["panel"] == "ours, position 4: ▒ (masked)"
+    seen = browse(tmp_path, page(RUNS), "#step=1", tap + KEY % "ArrowRight")
+    words = "ours, position 4: ·New (filled now; candidate 0.75)step 2: wrote ·New 0.75, Stage A alone ·San 0.50"
+    assert seen.text["panel"] == words and "chosen" in seen.at(4)[0]["class"]
+
+
+@in_browser
+def test_browser_a_phone_never_scrolls_sideways_and_no_token_is_cut(tmp_path):
+    """A token wider than the screen wraps. In a frame, since a window of Chromium's is never as narrow as a phone."""
+    record = planted(True)
+    wide = dict(record, pieces=record["pieces"] | {"5": "wide" * 50})
+    frame = '<!DOCTYPE html><html><body><p id="widths"></p><iframe width="390" height="844"></iframe></body></html>'
+    script = """const f = document.querySelector("iframe");
+        f.onload = () => {
+            const page = f.contentDocument, e = page.documentElement;
+            page.getElementById("last").click();
+            const cut = [...page.querySelectorAll("button.cell")].filter((c) => c.scrollWidth > c.clientWidth);
+            document.getElementById("widths").textContent = `${e.scrollWidth - e.clientWidth}, ${cut.length} cut`;
+        };
+        f.srcdoc = """ + json.dumps(page([("ours", wide), RUNS[1]])).replace("<", "\\u003c")
+    seen = browse(tmp_path, frame, script=script)
+    assert seen.text["widths"] == "0, 0 cut"

@@ -1,0 +1,419 @@
+"""Speed, as ratios measured side by side in one process.
+
+The two sides of every ratio take turns (A, B, A, B, ...) and the medians are divided, so that a busy machine disturbs
+both alike. Weights are random: speed does not depend on them. It refuses a section that it does not have. What the
+released geometry could do at best, on paper, is tools/limits.py's.
+
+    python -m tools.bench                                   # every section, minutes on 2 cores
+    python -m tools.bench --only decode stageb              # decode batch stageb train loss moe: any of them
+    python -m tools.bench --ckpt weights/random --device cuda --dtype bf16   # a checkpoint's forward against its floor
+"""
+
+import ctypes
+import gc
+import multiprocessing
+import os
+import platform
+import re
+import statistics
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from beyond.stage_b_only import StageBOnlyObjective
+from cache import Cached
+from checkpoint import DTYPES, PRESETS, load_model, new_model
+from corrupt import Corruption, M, draw_bundle, loss_weights, three_term_loss
+from data import Parser, bounded, fail, generator, pick_device
+from model import Config, Model, MoE, sequence_context
+from sample import Decoding, generate, generate_one, step
+from tools.limits import distinct_experts, forward_bytes
+from train import Objective, split_forward
+
+# R rows, T positions, B block_length, C channels, V vocabulary, L layers, n = n_last, E experts, A active experts,
+# N tokens
+
+TEXT = replace(PRESETS["text"], eos_id=256, mask_id=257, block_length=8)  # as train.py builds it, and 20 layers of it
+RELEASED = PRESETS["llada2.1-mini"]
+
+# what is measured: enough to see the ratios, little enough for two cores
+# fmt: off
+S = Namespace(
+    text=TEXT, deep=replace(TEXT, n_layer=20),
+    wide=replace(TEXT, n_layer=20, n_embd=512, n_head=8, head_dim=64, rotary_dim=32, d_dense=1536, d_expert=256),
+    contexts=(0, 64, 128, 256, 512, 1024, 1536, 2048), lengths=(128, 512, 2048),
+    whole=128,  # tokens that both sides really decode, to check the integral
+    batch=(1, 4, 16), batch_tokens=64,
+    rows=4, seq_len=256,  # of a training step
+    loss=replace(PRESETS["tiny"], n_layer=1, n_last=1, vocab_size=RELEASED.vocab_size, mask_id=257),
+    loss_positions=2048,
+    moe=replace(RELEASED, n_embd=512, d_expert=128, n_layer=2, n_last=1, vocab_size=8, eos_id=0, mask_id=1),
+    moe_tokens=(32, 512, 4096),
+    repeats=5,
+)
+# fmt: on
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# taking time and memory
+
+
+def now() -> float:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def interleaved(*sides: Callable[[], object], repeats: int) -> list[float]:
+    """Median seconds of each side; they take turns, after one untimed round."""
+    seconds: list[list[float]] = [[] for _ in sides]
+    for i in range(repeats + 1):
+        for side, taken in zip(sides, seconds, strict=True):
+            start = now()
+            side()
+            taken += [now() - start] if i else []
+    return [statistics.median(taken) for taken in seconds]
+
+
+def resident(peak: bool = False) -> int:
+    """Bytes of this process in memory, now or at most since the last reset (Linux)."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+)" if peak else r"VmRSS:\s+(\d+)", status)[1])
+
+
+def job_peak(job: Callable, args: tuple, device: str) -> int:
+    """Bytes that what job(*args) returns needs at its peak, beyond what it finds."""
+    run = job(*args)
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
+    before = resident()
+    run()
+    return resident(peak=True) - before
+
+
+def peaks(jobs: list[tuple[Callable, tuple]], device: torch.device) -> list[int | None]:
+    """Peak bytes of each job, None where the system does not tell. On a CPU in a child process whose allocator hands
+    every freed tensor back at once."""
+    if device.type == "cuda":
+        return [job_peak(job, args, "cuda") for job, args in jobs]
+    if not Path("/proc/self/clear_refs").exists():
+        return [None] * len(jobs)
+    os.environ["GLIBC_TUNABLES"] = "glibc.malloc.mmap_threshold=1048576:glibc.malloc.hugetlb=1"
+    try:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            found = [pool.apply(job_peak, (job, args, "cpu")) for job, args in jobs]
+            pool.close()
+            pool.join()
+            return found
+    finally:
+        del os.environ["GLIBC_TUNABLES"]
+
+
+def mb(size: int | None, what: str) -> str:
+    return "" if size is None else f"{what} {size / 1e6:,.0f} MB"
+
+
+def geometry(cfg: Config) -> str:
+    return f"{cfg.n_layer} layers of width {cfg.n_embd}, {cfg.n_expert} experts, blocks of {cfg.block_length}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# decoding
+
+ONE_BY_ONE = Decoding(tau_m2t=1.0, tau_t2t=None)  # no probability is above 1: one token a step, the same steps always
+
+
+def random_model(cfg: Config, device: torch.device) -> Model:
+    """Random weights; the mask is nobody's best token, or a block would never end."""
+    model = new_model(cfg, generator("bench"), device)
+    model.lm_head.weight.data[cfg.mask_id] = 0
+    return model
+
+
+def normal(*shape: int, device: torch.device | str) -> Tensor:
+    return torch.randn(shape, generator=generator("bench", "normal", *shape)).to(device)
+
+
+def prompt(n: int, row: int = 0) -> list[int]:
+    return torch.randint(256, (n,), generator=generator("bench", "prompt", row)).tolist()
+
+
+class Uncached:
+    """What cache.Cached is to `step`, without a cache: every forward reads the rows from their first token, as
+    sample.generate_one does. The prompts are of one length."""
+
+    def __init__(self, model: Model, prompts: list[list[int]], n_rounds: int):
+        self.model, self.cfg, self.n_rounds = model, model.cfg, n_rounds
+        self.past = torch.tensor(prompts, dtype=torch.long, device=model.wte.weight.device)  # (R, T)
+
+    def stage_a(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """The current blocks z (R, B) -> prefix states (R, T + B, C), logits of the blocks (R, B, V)."""
+        ids = torch.cat([self.past, z], dim=1)
+        self.ctx = sequence_context(self.cfg, torch.ones_like(ids, dtype=torch.bool), self.model.compute_dtype)
+        h = self.model.prefix(ids, self.ctx)
+        return h, self.model.head(self.model.last_n(h, self.ctx)[:, -z.shape[1] :])
+
+    def stage_b(self, h: Tensor, bundle: Tensor) -> Tensor:
+        marks = F.pad(bundle, (h.shape[1] - bundle.shape[1], 0))
+        return self.model.head(self.model.coordinate(h, marks, self.ctx, self.n_rounds)[:, -bundle.shape[1] :])
+
+
+def one_step(engine: Cached | Uncached, n_rounds: int, rows: int = 1) -> Callable[[], dict[str, Tensor]]:
+    """One decoding step of rows in the middle of a block: half of it written, half masks, no prompt."""
+    cfg, device = engine.cfg, engine.model.wte.weight.device
+    z = torch.tensor([prompt(cfg.block_length, 1)] * rows, device=device)
+    z[:, cfg.block_length // 2 :] = cfg.mask_id
+    nothing, u = torch.zeros_like(z, dtype=torch.bool), torch.zeros(rows, 3, cfg.block_length, device=device)
+    return lambda: step(engine, z, nothing, True, u, replace(ONE_BY_ONE, n_rounds=n_rounds))
+
+
+@torch.inference_mode()
+def decode(device: torch.device, args: Namespace) -> None:
+    """Cached against uncached: a step behind contexts of several lengths, and whole decodes integrated over them."""
+    many = max(S.batch)
+    for name, cfg, rows in (("text", S.text, 1), ("text", S.text, many), ("20 layers", S.deep, 1),
+                            ("20 layers, wide", S.wide, 1)):  # fmt: skip
+        model, B = random_model(cfg, device), cfg.block_length
+        print(f"\nDecoding {rows} at once, cached against not: {name} ({geometry(cfg)}), Stage A and B in every step")
+        at = []
+        for context in S.contexts:
+            sides = [one_step(E(model, [prompt(context)] * rows, 1), 1, rows) for E in (Cached, Uncached)]
+            at.append(interleaved(*sides, repeats=1 if rows > 1 else 3 if context > 512 else S.repeats))
+        cached, uncached = np.array(at).T
+        print("  context   cached ms a step   uncached ms a step   ratio   of positions read   of bare matmuls on them")
+        for context, c, n in zip(S.contexts, cached, uncached, strict=True):
+            print(f"  {context:7}   {1e3 * c:16.1f}   {1e3 * n:18.1f}   {n / c:4.1f}x   {1 + context // B:16}x   "
+                  f"{matmul_ratio(model, rows, context):22.1f}x")  # fmt: skip
+        for length in S.lengths:
+            # the cost of a step is read off between the measured contexts; a block is B steps on either side
+            starts = np.arange(0, length, B)
+            c, n = (B * np.interp(starts, S.contexts, side).sum() for side in (cached, uncached))
+            print(f"  all of {length} tokens (integrated): cached {c:.2f} s, uncached {n:.2f} s: {n / c:.1f}x")
+    model, d, start = random_model(S.text, device), replace(ONE_BY_ONE, gen_length=S.whole), prompt(1)
+    with device:  # where generate_one makes its tensors
+        c, n = interleaved(lambda: generate(model, [start], d), lambda: generate_one(model, start, d), repeats=2)
+    print(f"  check: text, {S.whole} tokens really decoded: cached {c:.2f} s, generate_one {n:.2f} s: {n / c:.1f}x")
+
+
+def matmul_ratio(model: Model, rows: int, context: int) -> float:
+    """What a matmul library makes of the positions that the cache saves: the qkv matrices of all layers, nothing else,
+    applied to context + B positions of each row and to B. Few are bound by reading the weights, whoever asks."""
+    weights, B = [layer.attn.qkv.weight for layer in model.layers], model.cfg.block_length
+    sides = [normal(rows * n, model.cfg.n_embd, device=weights[0].device) for n in (context + B, B)]
+    uncached, cached = interleaved(*(lambda x=x: [F.linear(x, w) for w in weights] for x in sides), repeats=S.repeats)
+    return uncached / cached
+
+
+def batch(device: torch.device, args: Namespace) -> None:
+    """Tokens a second of 1, 4 and 16 rows whose blocks end at different steps."""
+    model, d = random_model(S.text, device), replace(ONE_BY_ONE, gen_length=S.batch_tokens)
+    prompts = [prompt(1 + r % S.text.block_length, r) for r in range(max(S.batch))]
+    sides = [lambda n=n: generate(model, prompts[:n], d) for n in S.batch]
+    rates = [n * S.batch_tokens / s for n, s in zip(S.batch, interleaved(*sides, repeats=3), strict=True)]
+    print(f"\nRows of a batch: text ({geometry(S.text)}), prompts of 1..{S.text.block_length} tokens, "
+          f"{S.batch_tokens} tokens each")  # fmt: skip
+    for n, rate in zip(S.batch, rates, strict=True):
+        print(f"  {n:3} rows: {rate:7.0f} tokens/s, {rate / rates[0]:.1f}x one row")
+
+
+@torch.inference_mode()
+def stageb(device: torch.device, args: Namespace) -> None:
+    """What Stage B adds to a step, in units of n/L of a full forward."""
+    print("\nStage B: (step with it - step without) / (n/L x a full forward), context 256; goal at most 1.15")
+    for name, cfg in (("text", S.text), ("20 layers", S.deep), ("20 layers, wide", S.wide)):
+        model = random_model(cfg, device)
+        engine = Cached(model, [prompt(256)], 1)
+        z = torch.tensor([prompt(cfg.block_length, 1)], device=device)
+        sides = one_step(engine, 0), one_step(engine, 1), lambda e=engine, z=z: e.stage_a(z)
+        a, b, full = interleaved(*sides, repeats=16 * S.repeats)
+        share = cfg.n_last / cfg.n_layer
+        print(f"  {name} ({geometry(cfg)}, n = {cfg.n_last}): step {1e3 * a:.2f} -> {1e3 * b:.2f} ms, full forward "
+              f"{1e3 * full:.2f} ms: {(b - a) / (share * full):.2f}")  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# training
+
+
+def random_rows(cfg: Config, R: int, T: int, device: torch.device) -> tuple[Tensor, ...]:
+    """x, z, kind, bundle (R, T) of random tokens under the default corruption."""
+    rows = [generator("bench", "row", i) for i in range(R)]
+    x = torch.stack([torch.randint(256, (T,), generator=g) for g in rows])
+    everywhere = torch.ones_like(x, dtype=torch.bool)
+    z, kind = Corruption("random", cfg.block_length, cfg.mask_id, 256, wrong_rate=0.1)(x, everywhere, rows, None)
+    bundle = draw_bundle(kind == M, cfg.block_length, 1, 16, rows)
+    return tuple(t.to(device) for t in (x, z, kind, bundle))
+
+
+def training_step(cfg: Config, R: int, T: int, variant: str, device: str) -> Callable[[], None]:
+    """Forward and backward of R rows, the optimizer left out: it costs the same in every variant. variant: words out of
+    Stage A alone, one after the other, adapters, in Stage B alone, checkpointing, bf16."""
+    model = new_model(cfg, generator("bench"), device)
+    which = StageBOnlyObjective if "in Stage B alone" in variant else Objective
+    args = Namespace(corruption="random", wrong_rate=0.1, stage_a_only="Stage A alone" in variant, lora_r=16, seed=0)
+    if "adapters" in variant:
+        which.adapt(model, args)
+    model.checkpointing = "checkpointing" in variant
+    model.compute_dtype = torch.bfloat16 if "bf16" in variant else torch.float32
+    objective = which(model, {}, 256, args, torch.device(device))
+    x, z, kind, bundle = random_rows(cfg, R, T, torch.device(device))
+    ctx = sequence_context(cfg, torch.ones_like(x, dtype=torch.bool), model.compute_dtype)
+
+    def run() -> None:
+        if "one after the other" in variant:
+            h_a, h_b = split_forward(model, z, bundle, ctx)
+            loss = three_term_loss(model, h_a, x, kind, fill=kind == M)[0]
+            loss = loss + three_term_loss(model, h_b, x, kind, fill=bundle)[0]
+        else:  # as train.py does it: split_forward_doubled
+            loss, _ = objective.stages(x, z, kind, bundle, x, ctx)
+        (loss / x.numel()).backward()
+        model.zero_grad(set_to_none=False)
+
+    run()  # from here on the gradients are there
+    return run
+
+
+def train(device: torch.device, args: Namespace) -> None:
+    """Both stages against Stage A alone, the two ways of running both, then what each switch costs and saves."""
+    cfg = S.deep
+    L, n = cfg.n_layer, cfg.n_last
+    shape = (cfg, S.rows, S.seq_len)
+    print(f"\nTraining step, forward and backward: {geometry(cfg)}, n = {n}, {S.rows} rows of {S.seq_len}")
+    variants = ["Stage A alone", "both, doubled", "both, one after the other"]
+    one, two, apart = interleaved(*(training_step(*shape, v, device.type) for v in variants), repeats=2 * S.repeats)
+    print(f"  Stage A alone {1e3 * one:.0f} ms, both stages {1e3 * two:.0f} ms: {two / one:.3f}x; (L + n) / L = "
+          f"{(L + n) / L:.3f}, so {two / one / ((L + n) / L):.3f} of it; two full passes would be 2")  # fmt: skip
+    print(f"  both stages one after the other (split_forward) {1e3 * apart:.0f} ms, as one doubled batch "
+          f"(split_forward_doubled) {1e3 * two:.0f} ms: {apart / two:.3f}x")  # fmt: skip
+    variants = ["fp32", "fp32 checkpointing", "fp32 adapters", "fp32 adapters in Stage B alone", "bf16"]
+    seconds = interleaved(*(training_step(*shape, v, device.type) for v in variants), repeats=3)
+    memory = peaks([(training_step, (*shape, v, device.type)) for v in variants], device)
+    for variant, s, size in zip(variants, seconds, memory, strict=True):
+        held = mb(size, "; peak beyond weights and gradients")
+        print(f"  {variant:30}  {1e3 * s:6.0f} ms, {s / seconds[0]:.2f}x{held}")
+    print("  (adapters: LoRA on a frozen model, in every layer and both stages unless said otherwise)")
+
+
+def loss_step(cfg: Config, T: int, which: str, device: str) -> Callable[[], None]:
+    """Head and cross-entropy of T positions, forward and backward. which: Stage A, Stage B, or all logits at once."""
+    model = new_model(cfg, generator("bench"), device).requires_grad_(False)
+    x, z, kind, bundle = random_rows(cfg, 1, T, torch.device(device))
+    fill = bundle if which == "Stage B" else kind == M
+    h = normal(1, T, cfg.n_embd, device=device).requires_grad_()
+
+    def run() -> None:
+        if which == "all logits":
+            ce = F.cross_entropy(model.head(h[0]), x[0], reduction="none")
+            (loss_weights(kind, fill)[0] * ce).sum().backward()
+        else:
+            three_term_loss(model, h, x, kind, fill)[0].backward()
+
+    return run
+
+
+def loss(device: torch.device, args: Namespace) -> None:
+    """Logits exist only where there is a loss, and a chunk at a time."""
+    cfg, T = replace(S.loss, block_length=32), S.loss_positions
+    _, _, kind, bundle = random_rows(cfg, 1, T, torch.device("cpu"))
+    fills = {"all logits": kind == M, "Stage A": kind == M, "Stage B": bundle}
+    memory = peaks([(loss_step, (cfg, T, which, device.type)) for which in fills], device)
+    print(f"\nLM head and loss: vocabulary {cfg.vocab_size:,}, {T} positions; "
+          f"{mb(4 * T * cfg.vocab_size, 'their logits in fp32 are')}")  # fmt: skip
+    for (which, fill), size in zip(fills.items(), memory, strict=True):
+        n = T if which == "all logits" else int((loss_weights(kind, fill) > 0).sum())
+        print(f"  {which:10}  {n:5} positions of {T} get logits{mb(size, ', peak')}")
+
+
+def moe(device: torch.device, args: Namespace) -> None:
+    """All experts in one grouped matmul against a loop over them."""
+    cfg = RELEASED if device.type == "cuda" else S.moe
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    layer = MoE(cfg)
+    for p in layer.parameters():
+        p.data = p.data.normal_(0, cfg.n_embd**-0.5, generator=generator("bench")).to(device, dtype)
+    layer.to(device)
+    print(f"\nExperts: {cfg.n_active} of {cfg.n_expert}, width {cfg.n_embd}, expert width {cfg.d_expert}; grouped "
+          "against a loop over the experts")  # fmt: skip
+    for N in S.moe_tokens:
+        x = normal(N, cfg.n_embd, device=device).to(dtype).requires_grad_()
+        chosen, weights = (t.detach() for t in layer.route(x))
+
+        def run(experts: Callable, backward: bool, x=x, chosen=chosen, weights=weights) -> None:
+            with torch.set_grad_enabled(backward):
+                y = experts(x, chosen, weights).sum()
+            if backward:
+                y.backward()
+                layer.zero_grad()
+
+        sides = [lambda f=f, b=b: run(f, b) for b in (False, True) for f in (layer.experts, layer.experts_loop)]
+        a, b, c, d = (1e3 * s for s in interleaved(*sides, repeats=3))
+        print(f"  {N:5} tokens: forward {a:.1f} against {b:.1f} ms, {b / a:.1f}x; with backward {c:.1f} against "
+              f"{d:.1f} ms, {d / c:.1f}x")  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a checkpoint on the device, and the command line
+
+
+@torch.inference_mode()
+def checkpoint_forward(device: torch.device, args: Namespace) -> None:
+    """One block, batch 1, no context, beside the floor."""
+    model = load_model(args.ckpt, device, DTYPES[args.dtype])
+    cfg, B = model.cfg, model.cfg.block_length
+    ids = torch.randint(cfg.vocab_size, (1, B), generator=generator("bench", "block")).to(device)
+    ctx = sequence_context(cfg, torch.ones_like(ids, dtype=torch.bool), model.compute_dtype)
+    size = sum(forward_bytes(cfg, B, 0, distinct_experts(cfg, B), model.compute_dtype.itemsize).values())
+    print(f"\nOne forward of one block: {args.ckpt} ({geometry(cfg)}), {args.dtype}; at least {size / 1e9:.3f} GB read")
+    (s,) = interleaved(lambda: model(ids, ctx), repeats=4 * S.repeats)
+    floor = f", {s * args.bandwidth * 1e9 / size:.2f}x the floor" if args.bandwidth else ""
+    print(f"  {1e3 * s:.2f} ms, {size / s / 1e9:.1f} GB/s{floor}")
+
+
+SECTIONS = dict(decode=decode, batch=batch, stageb=stageb, train=train, loss=loss, moe=moe)
+
+
+def machine(device: torch.device) -> str:
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.+)", info.read_text()) if info.exists() else None
+    name = found[1] if found else platform.processor() or platform.machine()
+    gpu = f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
+    threads = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    return f"{name}, {threads}; torch {torch.__version__}, {device}{gpu}"
+
+
+def main() -> None:
+    parser = Parser(__doc__)
+    g = parser.add_argument_group("what to measure")
+    g.add_argument("--only", nargs="+", choices=SECTIONS, help="these sections (default: all)")
+    g.add_argument("--ckpt", help="instead: a checkpoint folder's batch-1 forward against its floor")
+    g.add_argument("--device", default="cpu", help="auto (cuda, then mps, then cpu), or one by name")
+    g.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the checkpoint's weights and activations")
+    g.add_argument("--bandwidth", type=bounded(float, 1e-6), help="GB/s of the device's memory: the floor of --ckpt")
+    args = parser.parse_args()
+    if args.ckpt and args.only:
+        fail("--ckpt is a measurement of its own: leave --only out")
+    if args.bandwidth and not args.ckpt:
+        fail("--bandwidth is for the floor under --ckpt; the limits on paper are python -m tools.limits")
+    device = pick_device(args.device)
+    print(f"$ python -m tools.bench {' '.join(sys.argv[1:])}\n{date.today()}: {machine(device)}")
+    for section in [checkpoint_forward] if args.ckpt else [SECTIONS[name] for name in args.only or SECTIONS]:
+        section(device, args)
+
+
+if __name__ == "__main__":
+    main()
