@@ -79,8 +79,7 @@ def new_model(cfg: Config, generator: torch.Generator, device: torch.device | st
 
 
 def start(args: Namespace, tokens: dict, adapt: Callable[[Model, Namespace], None], device: torch.device) -> Model:
-    """The model that train.py's settings mean: a preset for these tokens (fields of a Config), or a folder's model with
-    adapters to be trained."""
+    """What train.py's settings mean: a preset for these tokens (fields of a Config), or a folder's model to adapt."""
     if args.init_from == "scratch":
         cfg = PRESETS[args.preset]
         cfg = replace(cfg, n_last=args.n_last or max(1, cfg.n_layer // 2), n_rounds=args.n_rounds, **tokens)

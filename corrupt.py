@@ -18,7 +18,7 @@ Corruptions (each block draws its own mask ratio from U(0, 1)):
               join G, the rest stay M (the paper, after Yao's self-generated errors)
 
 Every draw takes generators, one a row: a row's corruption depends neither on the rows beside it nor on their number.
-    python -m tools.gallery --text "LATIN SMALL LETTER A"       # one text under each corruption, with every loss weight
+    python -m tools.gallery       # one text under each corruption, with the loss weight of every position
 """
 
 from collections.abc import Callable

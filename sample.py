@@ -166,7 +166,7 @@ def build_parser() -> Parser:
     g.add_argument("--prompts_file", help="a text file, one prompt a line")
     g.add_argument("--prompt_ids", action="append", default=[], help="raw token ids, 1,2,3; repeat for several rows")
     g = p.add_argument_group("decoding")
-    g.add_argument("--mode", choices=MODES, default="q", help="q: tau_m2t 0.7, tau_t2t 0.5; s: 0.5 and 0.0")
+    g.add_argument("--mode", choices=MODES, default="q", help="tau_m2t and tau_t2t: q 0.7, 0.5 (see there); s 0.5, 0")
     g.add_argument("--gen_length", type=bounded(int, 1), default=256, help="tokens; the last block is decoded whole")
     g.add_argument("--n_rounds", type=bounded(int, 0),
                    help="K; 0: Stage B off, the released decoder (default: as trained; 0 where no marker was trained)")
@@ -175,8 +175,8 @@ def build_parser() -> Parser:
                    help='edit above this; 0: on any disagreement; "none": never (default: the mode\'s where Stage B is '
                         "off, 0 where it is on, as in the paper)")
     g.add_argument("--max_post_steps", type=bounded(int, 0), default=16, help="forwards after the last mask, at most")
-    g.add_argument("--eos_early_stop", action="store_true", help="stop after the block in which eos appears")
-    g.add_argument("--temperature", type=bounded(float, 0), default=0.0, help="0: argmax (the joint mode is greedy)")
+    g.add_argument("--run_on", dest="eos_early_stop", action="store_false", help="decode --gen_length past eos, too")
+    g.add_argument("--temperature", type=bounded(float, 0), default=0.0, help="0: argmax")
     g.add_argument("--top_k", type=bounded(int, 0), default=0, help="with temperature: the k best tokens (0: all)")
     g.add_argument("--top_p", type=bounded(float, 1e-6, 1), default=1.0, help="with temperature: so much mass (1: all)")
     g.add_argument("--seed", type=int, default=0)

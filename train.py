@@ -30,11 +30,12 @@ from corrupt import WRONG_RATE, Corruption, M, Rows, draw_bundle, three_term_los
 from data import Parser, bounded, fail, generator
 from model import Context, Model, sequence_context
 
-# R rows, T positions, C channels, n = n_last, K = n_rounds
+# R rows, T positions, C channels, K = n_rounds
 
 # settings: what is not given depends on what the model reads ("bpe" is the paper's setting) and on where it starts
 READS = {
-    "names": dict(preset="names", seq_len=16, block_length=8, batch_size=256, max_iters=700, out_dir="out/names"),
+    "names": dict(preset="names", seq_len=16, block_length=8, batch_size=256, max_iters=300, out_dir="out/names",
+                  learning_rate=4e-3, corruption="mask"),
     "bytes": dict(preset="text", seq_len=256, block_length=8, batch_size=8, max_iters=1300, out_dir="out/text"),
     "toy": dict(preset="tiny", batch_size=128, max_iters=1000, out_dir="out/toy"),
     "bpe": dict(seq_len=2048, batch_size=8, max_iters=12500, out_dir="out/cocommit"),
@@ -56,7 +57,7 @@ def build_parser(doc: str) -> Parser:
     g = p.add_argument_group("model")
     g.add_argument("--init_from", default="scratch", help="scratch, resume, or a checkpoint (LoRA and markers train)")
     g.add_argument("--preset", choices=checkpoint.PRESETS, help="geometry from scratch (names, text, tiny for toys)")
-    g.add_argument("--n_last", type=count, help="n, the layers that Stage B runs again (paper 3 of 20; default half)")
+    g.add_argument("--n_last", type=count, help="n, the layers of Stage B (paper 3 of 20; half, or a checkpoint's)")
     g.add_argument("--n_rounds", type=count, default=1, help="K, rounds of Stage B, one marker each (paper 1)")
     g.add_argument("--block_length", type=count, help="tokens decoded together (8; a checkpoint's own; a toy's answer)")
     g.add_argument("--lora_r", type=count, default=16, help="rank of the adapters, alpha = 2 r (paper 16 and 32)")
@@ -104,7 +105,7 @@ def split_forward(model: Model, ids: Tensor, bundle: Tensor, ctx: Context) -> tu
 def split_forward_doubled(model: Model, ids: Tensor, bundle: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
     """The same as one doubled batch, as the paper trains: fewer, larger matmuls. Tested equal, and what is run."""
     h, mask = model.prefix(ids, ctx), ctx.mask
-    twice = replace(ctx, mask=mask if mask.dim() == 2 else mask.repeat(2, 1, 1, 1))  # of padded rows, each its own
+    twice = replace(ctx, mask=mask if mask.dim() == 2 else mask.repeat(2, 1, 1, 1))  # padded rows have one mask each
     h_a, h_b = model.last_n(torch.cat([h, model.mark(h, bundle, 0)]), twice).chunk(2)
     for i in range(1, model.cfg.n_rounds):  # further rounds are Stage B's alone
         h_b = model.last_n(model.mark(h_b, bundle, i), ctx)
@@ -115,14 +116,14 @@ Losses = tuple[Tensor, Tensor]  # the weighted sum (scalar, nats); terms (2 stag
 
 
 class Objective:
-    """Rows -> loss. What beyond/ changes of the paper it changes by overriding adapt, bundle, target or stages."""
+    """Rows -> loss. What beyond/ changes of the paper it changes by overriding methods of this class."""
 
     command = "python train.py"
     extension: dict = {}  # what an extension writes into adapter.json, so that its adapters are loaded through it
 
     def __init__(self, model: Model, rows: dict, n_plain: int, args: Namespace, device: torch.device):
-        self.model, self.rows, self.args, self.device, self.notes = model, rows, args, device, {}
-        cfg = model.cfg
+        self.model, self.rows, self.args, self.device = model, rows, args, device
+        self.notes, cfg = {}, model.cfg  # notes: what an extension adds to a line of the log
         self.corruption = Corruption(args.corruption, cfg.block_length, cfg.mask_id, n_plain, args.wrong_rate)
 
     @staticmethod
@@ -164,21 +165,21 @@ class Objective:
     def stages(self, x: Tensor, z: Tensor, kind: Tensor, bundle: Tensor, target: Tensor, ctx: Context) -> Losses:
         """Both stages and their losses. All (R, T); ctx is of these rows, or of rows [z ; x] of 2T."""
         model, T = self.model, x.shape[1]
-        ids, marks = self.beside_clean_copy(x, z, bundle, ctx)
+        ids, marked = self.beside_clean_copy(x, z, bundle, ctx)
         if self.args.stage_a_only:
             h_a = model.last_n(model.prefix(ids, ctx), ctx)
             loss, terms = three_term_loss(model, h_a[:, :T], x, kind, fill=kind == M)
             return loss, torch.stack([terms, torch.zeros_like(terms)])
-        h_a, h_b = split_forward_doubled(model, ids, marks, ctx)
+        h_a, h_b = split_forward_doubled(model, ids, marked, ctx)
         loss_a, terms_a = three_term_loss(model, h_a[:, :T], x, kind, fill=kind == M)  # fill on all of M
         loss_b, terms_b = three_term_loss(model, h_b[:, :T], target, kind, fill=bundle)  # fill on the bundle only
         return loss_a + loss_b, torch.stack([terms_a, terms_b])
 
-    def beside_clean_copy(self, x: Tensor, z: Tensor, marks: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-        """(z, marks), or with --context clean [z ; x]: the copy is only read, it carries neither marks nor loss."""
+    def beside_clean_copy(self, x: Tensor, z: Tensor, bundle: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+        """(z, bundle), or with --context clean [z ; x]: the copy is only read, without marks or loss."""
         if len(ctx.cos) == x.shape[1]:
-            return z, marks
-        return torch.cat([z, x], dim=1), torch.cat([marks, torch.zeros_like(marks)], dim=1)
+            return z, bundle
+        return torch.cat([z, x], dim=1), torch.cat([bundle, torch.zeros_like(bundle)], dim=1)
 
 
 # --- the run
@@ -191,9 +192,9 @@ def run(args: Namespace, objective_class: type[Objective]) -> None:
     done = saved = checkpoint.restore_state(model, optimizer, folder) if started else 0
     data.write_json(folder / "train.json", {k: v for k, v in vars(args).items() if k != "resume"})
     checkpoint.rewind_log(folder / "log.jsonl", done)
-    cfg, n = model.cfg, sum(p.numel() for p in model.parameters() if p.requires_grad)
+    cfg, learned = model.cfg, sum(p.numel() for p in model.parameters() if p.requires_grad)
     print(f"{' '.join(args.data)}: {rows['train'].describe()} to train on, {rows['val'].describe()} to validate")
-    print(f"training {n:,} parameters on {device} in {args.dtype}; n = {cfg.n_last} of {cfg.n_layer} layers, K = "
+    print(f"training {learned:,} parameters on {device} in {args.dtype}; n = {cfg.n_last} of {cfg.n_layer} layers, K = "
           f"{cfg.n_rounds}, blocks of {cfg.block_length}; steps {done}..{args.max_iters} -> {folder}")  # fmt: skip
 
     last = min(args.max_iters, args.stop_at or args.max_iters)
@@ -342,7 +343,7 @@ def settle(args: Namespace, given: set[str]) -> Namespace:
         fail("--stage_a_only trains a base from scratch, from a checkpoint Stage B is what there is to train")
     if args.s_max < args.s_min:
         fail(f"--s_max {args.s_max} is below --s_min {args.s_min}")
-    for name, value in (READS[reads] | (SCRATCH if scratch else ADAPTER)).items():
+    for name, value in ((SCRATCH if scratch else ADAPTER) | READS[reads]).items():
         if getattr(args, name) is None and (scratch or name not in ("preset", "block_length")):
             setattr(args, name, value)
     args.wrong_rate = WRONG_RATE[args.corruption] if args.wrong_rate is None else args.wrong_rate

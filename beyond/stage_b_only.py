@@ -1,4 +1,4 @@
-"""Adapters that act in Stage B alone: the marked pass over the last n layers, at the current block's positions.
+"""Adapters that act in Stage B alone: the last n layers again, at the current block's positions.
 
 Stage A is then the base model bit for bit, what is gained is Stage B's alone, and training needs no gradient in the
 prefix. (In the paper's scope LoRA acts in every layer and both stages, and a target other than the clean tokens pulls
@@ -58,11 +58,11 @@ class StageBOnlyObjective(Objective):
     ) -> tuple[Tensor, Tensor]:
         """Stage B's loss. Stage A is the frozen base and has no gradient; its terms are measured in validation."""
         model, T = self.model, x.shape[1]
-        ids, marks = self.beside_clean_copy(x, z, bundle, ctx)
+        ids, marked = self.beside_clean_copy(x, z, bundle, ctx)
         with torch.no_grad():
             h = model.prefix(ids, ctx)
         everywhere = torch.arange(ids.shape[1], device=ids.device)[:, None] < T  # but not on the clean copy
-        h_b = model.coordinate(h, marks, replace(ctx, lora=everywhere), model.cfg.n_rounds)
+        h_b = model.coordinate(h, marked, replace(ctx, lora=everywhere), model.cfg.n_rounds)
         loss, terms_b = three_term_loss(model, h_b[:, :T], target, kind, fill=bundle)
         terms_a = torch.zeros_like(terms_b)
         if not torch.is_grad_enabled():

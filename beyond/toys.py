@@ -39,7 +39,7 @@ SMALLER_IS_BETTER = {"A drift", "x a step", "sampled KL/TC", "error"}
 
 @torch.inference_mode()
 def sampled_kl(model: Model, task: Toy, draws: int) -> tuple[float, float]:
-    """KL(p || q) of one marked pass whose markers carry u, nats, the mean over contexts; and its standard error.
+    """KL(p || q) of one pass of Stage B whose markers carry u, nats, the mean over contexts; and its standard error.
 
     Given u the readout is a product, so q(x) = E_u prod_i q_i(x_i | u), estimated by the mean over `draws` of u. The
     logarithm of a mean is too low by about var / (2 q^2): that is taken off the estimate again. The error is the delta

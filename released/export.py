@@ -44,7 +44,7 @@ from model import Config
 
 # C channels (n_embd), K = n_rounds, r rank of an adapter
 
-STAGE_B_ONLY = "beyond.stage_b_only"  # the extension whose LoRA acts in the marked pass alone, in the last n layers
+STAGE_B_ONLY = "beyond.stage_b_only"  # the extension whose LoRA acts in Stage B alone, in the last n layers
 DROPPED = {
     "lm_head.weight": "tied to the embedding",
     "markers": "the released layout has no place for them; they go to markers.safetensors",
@@ -125,7 +125,7 @@ def to_hf(args: Namespace) -> None:
         shape, scale = settings["model"], settings["lora_alpha"] / settings["lora_r"]
         n_last = shape["n_last"]
         if settings.get("extension"):
-            fail(f"{args.adapter} acts in the marked pass only ({STAGE_B_ONLY}): merged it would act in every pass")
+            fail(f"{args.adapter} acts in Stage B only ({STAGE_B_ONLY}): merged it would act in every pass")
         if (shape["n_layer"], shape["n_embd"]) != (cfg.n_layer, cfg.n_embd):
             fail(f"{args.adapter} is for {shape['n_layer']} layers of {shape['n_embd']}, not for {args.src}")
         if Path(settings["base"]).resolve() != args.src.resolve():
@@ -160,7 +160,7 @@ def to_peft(args: Namespace) -> None:
         state[f"base_model.model.{modules[module].format(i=i).removesuffix('weight')}{side}.weight"] = tensor
     partly = settings.get("extension") == STAGE_B_ONLY
     if partly:
-        print("note: this adapter acts in the marked pass only; PEFT users must switch it off in the other passes")
+        print("note: this adapter acts in Stage B only; PEFT users must switch it off in Stage A")
     config = {
         "peft_type": "LORA",
         "task_type": None,

@@ -317,10 +317,12 @@ def settled(model, *argv: str) -> Decoding:
 def test_edits_are_ungated_where_stage_b_is_on_unless_the_gate_is_given():
     trained, converted = tiny_model(), tiny_model()
     converted.markers.data.zero_()
-    assert settled(trained) == Decoding(tau_m2t=0.7, tau_t2t=0.0, n_rounds=2)
-    assert settled(converted) == settled(trained, "--n_rounds", "0") == Decoding(n_rounds=0)  # 0.7 and 0.5, released
-    assert settled(trained, "--mode", "s") == Decoding(tau_m2t=0.5, tau_t2t=0.0, n_rounds=2)
-    assert settled(converted, "--mode", "s") == Decoding(tau_m2t=0.5, tau_t2t=0.0, n_rounds=0)
+    stops = Decoding(eos_early_stop=True)  # the command's default; nothing after eos is shown
+    assert settled(trained) == replace(stops, tau_t2t=0.0, n_rounds=2)
+    assert settled(converted) == settled(trained, "--n_rounds", "0") == replace(stops, n_rounds=0)  # 0.7 and 0.5
+    assert settled(trained, "--mode", "s") == replace(stops, tau_m2t=0.5, tau_t2t=0.0, n_rounds=2)
+    assert settled(converted, "--mode", "s") == replace(stops, tau_m2t=0.5, tau_t2t=0.0, n_rounds=0)
+    assert settled(converted, "--run_on") == Decoding(n_rounds=0)  # the released settings
     for given, gate in {"0.3": 0.3, "0.5": 0.5, "none": None}.items():
         assert settled(trained, "--tau_t2t", given).tau_t2t == settled(converted, "--tau_t2t", given).tau_t2t == gate
     assert settled(converted, "--n_rounds", "1").tau_t2t == 0.0  # Stage B is asked for

@@ -54,7 +54,8 @@ def main() -> None:
     free = torch.arange(x.shape[1])[None] < len(ids)
     likeliest = Counter(ids).most_common(1)[0][0]  # stands in for the model that writes the draft
     print("M masked, W wrong-visible, G clean-visible, ^ in the bundle; loss weights in tenths: A = 1.0 fill, 3 = 0.3")
-    print("edit, 2 = 0.2 clean, 0 = none. Stage A fills all of M, Stage B its bundle alone. One column is one block.\n")
+    print("edit, 2 = 0.2 clean, 0 = none. Stage A fills all of M, Stage B its bundle alone. The text's commonest byte")
+    print("stands in for the model's draft.\n")
     for name, rate in WRONG_RATE.items():
         corruption = Corruption(name, B, tokenizer.mask_id, 256, rate)
         rows = [generator(args.seed, "gallery")]
