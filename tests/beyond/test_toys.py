@@ -18,7 +18,7 @@ MODES = toy.make("modes", V=6, n_ctx=2)  # three phrases of 0.4, 0.3 and 0.3 in 
 
 
 def stub(monkeypatch, write):
-    """A model whose marked pass writes what `write` makes of contexts (R,) and the answer's numbers u (R, m)."""
+    """A model whose Stage B writes what `write` makes of contexts (R,) and the answer's numbers u (R, m)."""
 
     def answer_logits(model, ids, n_rounds):
         return write(ids[:, 0] - MODES.V, model.u[:, MODES.m :]).log()

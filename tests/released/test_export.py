@@ -140,12 +140,12 @@ def test_peft_layout(run, adapter, tmp_path):
     assert torch.equal(load_file(tmp_path / "peft" / "markers.safetensors")["markers"], model.markers)
 
 
-def test_an_adapter_of_the_marked_pass_goes_to_peft_but_not_into_the_weights(run, ours, adapter, tmp_path):
+def test_an_adapter_of_stage_b_alone_goes_to_peft_but_not_into_the_weights(run, ours, adapter, tmp_path):
     folder, _ = adapter
     extend(folder, "beyond.stage_b_only")
     line = run.fails("--to", "hf", "--src", ours, "--adapter", folder, "--out", tmp_path / "merged")
     assert "in Stage B only" in line and not (tmp_path / "merged").exists()
-    assert "marked pass only" in run("--to", "peft", "--adapter", folder, "--out", tmp_path / "peft")
+    assert "in Stage B only" in run("--to", "peft", "--adapter", folder, "--out", tmp_path / "peft")
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert config["layers_to_transform"] == [2, 3] and config["layers_pattern"] == "layers"
     assert len(load_file(tmp_path / "peft" / "adapter_model.safetensors")) == 8
