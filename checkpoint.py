@@ -7,8 +7,7 @@
                        the extension (a module of beyond/) that made it, if it was not the paper's training
     adapter.safetensors    LoRA matrices and markers
     state.safetensors  what a training run resumes from: trained weights and AdamW's moments; log.jsonl, train.json
-
-What is missing, damaged, of another shape or impossible is refused with one line; there is no pickle.
+    names.json         the version of Unicode's data, where the model was trained on names
 """
 
 import importlib
@@ -299,11 +298,6 @@ def resumable(folder: Path, flags: dict, given: set[str]) -> dict:
         if flags[name] != saved[name]:
             fail(f"--{name} {flags[name]} differs from the run's {saved[name]}: leave it out, or use a new --out_dir")
     return saved
-
-
-def refuse_to_overwrite(folder: Path) -> None:
-    if (folder / "train.json").exists() or (folder / "config.json").exists():
-        fail(f"{folder} already holds a checkpoint or a run: choose another --out_dir, or --init_from resume to go on")
 
 
 @contextmanager

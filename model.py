@@ -13,8 +13,6 @@ What CoCommit adds: LoRA on qkv and the output projection, `markers`, and the vi
     h = model.prefix(ids, ctx)                                          # first L - n layers, shared by both stages
     logits_A = model.head(model.last_n(h, ctx))                         # Stage A: factorised
     logits_B = model.head(model.coordinate(h, bundle, ctx, n_rounds))   # Stage B: marked, the same last n layers again
-
-Where a model comes from (presets, fresh weights, folders) is checkpoint.py's.
 """
 
 import math

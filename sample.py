@@ -27,7 +27,7 @@ from torch import Tensor
 
 from cache import MAX_STEPS, Cached, Output, decode
 from checkpoint import DTYPES, load_model, load_tokenizer
-from data import Parser, Tokenizer, bounded, fail, pick_device
+from data import Parser, Tokenizer, bounded, exists, fail, pick_device
 from model import Config, Model, sequence_context
 
 # R rows in flight, T positions, B block_length, V vocabulary, K = n_rounds
@@ -258,6 +258,12 @@ def json_record(prompt: list[int], output: Output, tokenizer: Tokenizer | None, 
                 mask_id=cfg.mask_id, n_rounds=d.n_rounds, pieces=pieces | {str(cfg.mask_id): "▒"})  # fmt: skip
 
 
+def verdict(name: str) -> str:
+    """Of a model of names: the character, or that there is none."""
+    char, case = exists(name), "" if name.isupper() else "; names are in upper case"
+    return f"   {char} (U+{ord(char):04X})" if char else f"   (no such character{case})"
+
+
 def run(args: argparse.Namespace) -> None:
     device = pick_device(args.device)
     model = load_model(args.ckpt, device, DTYPES[args.dtype], args.adapter, block_length=args.block_length)
@@ -284,7 +290,7 @@ def run(args: argparse.Namespace) -> None:
             continue
         if not streamed:
             print(tokenizer.decode(prompt) + record["text"] if tokenizer else output.tokens, end="")
-        print()
+        print(verdict(tokenizer.decode(prompt) + record["text"]) if (Path(args.ckpt) / "names.json").exists() else "")
         if args.watch:
             show_steps(record)
         print(f"[{counts_line(output, cfg)}]")

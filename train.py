@@ -310,6 +310,7 @@ def load_rows(args: Namespace) -> tuple[dict, int, dict]:
         folder = Path(args.out_dir if scratch else args.init_from)
         if scratch and kind == "bpe" and not (folder / "tokenizer.json").exists():
             data.write_json(folder / "tokenizer.json", data.learn_bpe(data.unicode_names(), data.NAMES_VOCAB))
+            data.write_json(folder / "names.json", {"unidata_version": data.unicodedata.unidata_version})
         kind = kind if scratch else checkpoint.read_config(folder).tokenizer
         ids = checkpoint.load_tokenizer(folder, kind) or fail(f"{folder} has no tokenizer.json to read text with")
         rows = data.load_sequences(args.data, ids, args.seq_len, args.seed, data.Filter(max_docs=args.max_docs))
@@ -347,7 +348,8 @@ def settle(args: Namespace, given: set[str]) -> Namespace:
         if getattr(args, name) is None and (scratch or name not in ("preset", "block_length")):
             setattr(args, name, value)
     args.wrong_rate = WRONG_RATE[args.corruption] if args.wrong_rate is None else args.wrong_rate
-    checkpoint.refuse_to_overwrite(Path(args.out_dir))
+    if any((Path(args.out_dir) / name).exists() for name in ("train.json", "config.json")):
+        fail(f"{args.out_dir} already holds a run or a checkpoint: choose another --out_dir, or --init_from resume")
     return args
 
 
