@@ -39,13 +39,13 @@ NONE, M, W, G = 0, 1, 2, 3
 LAMBDAS = (1.0, 0.3, 0.2)  # lambda_m2t, lambda_edit, lambda_clean of the paper
 WRONG_RATE = {"mask": 0.0, "random": 0.1, "draft": 0.3}  # neither the paper nor LLaDA2.1 publishes one
 
-Rows = list[torch.Generator]  # one generator a row
+Draws = list[torch.Generator]  # one a row, from which all of its random numbers come
 Draft = Callable[[Tensor, Tensor], Tensor]  # (z (R, T), where (R, T) bool with n True) -> (n,) int64 predictions
 
 
-def uniform(rows: Rows, n: int) -> Tensor:
+def uniform(draws: Draws, n: int) -> Tensor:
     """(R, n) float32 in [0, 1), each row from its own generator."""
-    return torch.stack([torch.rand(n, generator=g) for g in rows])
+    return torch.stack([torch.rand(n, generator=g) for g in draws])
 
 
 @dataclass(frozen=True)
@@ -56,32 +56,32 @@ class Corruption:
     n_plain: int  # ids 0..n_plain-1 are ordinary tokens
     wrong_rate: float  # share of visible tokens replaced (random), or of masks that the draft fills (draft)
 
-    def __call__(self, x: Tensor, free: Tensor, rows: Rows, draft: Draft) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, free: Tensor, draws: Draws, draft: Draft) -> tuple[Tensor, Tensor]:
         """x (R, T) int64 clean; free (R, T) bool, the positions that may be corrupted (real and not prompt).
         -> z (R, T) int64 and kind (R, T) uint8. M, W and G partition the free positions; the rest is NONE."""
         R, T = x.shape
-        ratio = uniform(rows, T // self.block_length).repeat_interleave(self.block_length, dim=1)  # (R, T)
-        masked = free & (uniform(rows, T) < ratio).to(x.device)
+        ratio = uniform(draws, T // self.block_length).repeat_interleave(self.block_length, dim=1)  # (R, T)
+        masked = free & (uniform(draws, T) < ratio).to(x.device)
         z = x.masked_fill(masked, self.mask_id)
         if self.kind == "random":
-            replaced = free & ~masked & (uniform(rows, T) < self.wrong_rate).to(x.device)
-            z = torch.where(replaced, (uniform(rows, T) * self.n_plain).long().to(x.device), z)
+            replaced = free & ~masked & (uniform(draws, T) < self.wrong_rate).to(x.device)
+            z = torch.where(replaced, (uniform(draws, T) * self.n_plain).long().to(x.device), z)
         elif self.kind == "draft":
-            written = masked & (uniform(rows, T) < self.wrong_rate).to(x.device)
+            written = masked & (uniform(draws, T) < self.wrong_rate).to(x.device)
             z = z.masked_scatter(written, draft(z, written))
         kind = torch.where(z == x, G, torch.where(z == self.mask_id, M, W))
         return z, torch.where(free, kind, NONE).to(torch.uint8)
 
 
-def draw_bundle(masked: Tensor, group: int, s_min: int, s_max: int, rows: Rows) -> Tensor:
+def draw_bundle(masked: Tensor, group: int, s_min: int, s_max: int, draws: Draws) -> Tensor:
     """The bundle that Stage B marks: in each run of `group` positions (a block, or the whole row), s ~
     Uniform{s_min..s_max} of the masked ones, uniformly; all of them where fewer than s are masked (paper, Sec. 4.1 i).
 
     masked (R, T) bool -> (R, T) bool. A function of z and of chance alone, never of x: results/theorem builds on that.
     """
     R, T = masked.shape
-    size = s_min + (uniform(rows, T // group) * (s_max - s_min + 1)).long()  # (R, T / group)
-    return first_masked(uniform(rows, T).to(masked.device), masked, size.to(masked.device), group)
+    size = s_min + (uniform(draws, T // group) * (s_max - s_min + 1)).long()  # (R, T / group)
+    return first_masked(uniform(draws, T).to(masked.device), masked, size.to(masked.device), group)
 
 
 def first_masked(key: Tensor, masked: Tensor, size: Tensor, group: int) -> Tensor:

@@ -26,7 +26,7 @@ from tqdm import tqdm
 import checkpoint
 import data
 import toy
-from corrupt import WRONG_RATE, Corruption, M, Rows, draw_bundle, three_term_loss
+from corrupt import WRONG_RATE, Corruption, Draws, M, draw_bundle, three_term_loss
 from data import Parser, bounded, fail, generator
 from model import Context, Model, sequence_context
 
@@ -152,13 +152,13 @@ class Objective:
             tokens.append(logits.argmax(-1))
         return torch.cat(tokens)
 
-    def bundle(self, x: Tensor, z: Tensor, kind: Tensor, draws: Rows, ctx: Context) -> Tensor:
+    def bundle(self, x: Tensor, z: Tensor, kind: Tensor, draws: Draws, ctx: Context) -> Tensor:
         """Drawn in every block, the earlier ones too: a block sees marked masks before it, where decoding has finished
         text. The paper trains so; --context clean takes both marks and masks out of what a block sees."""
         group = self.model.cfg.block_length if self.args.bundle_scope == "block" else z.shape[1]
         return draw_bundle(kind == M, group, self.args.s_min, self.args.s_max, draws)
 
-    def target(self, x: Tensor, z: Tensor, bundle: Tensor, draws: Rows, ctx: Context) -> Tensor:
+    def target(self, x: Tensor, z: Tensor, bundle: Tensor, draws: Draws, ctx: Context) -> Tensor:
         """What Stage B is asked to write into the bundle: the clean tokens."""
         return x
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import train
 from beyond.stage_b_only import StageBOnlyObjective
-from corrupt import M, Rows, first_masked, uniform
+from corrupt import Draws, M, first_masked, uniform
 from data import bounded, fail
 from model import Context, Model
 from train import Objective
@@ -107,7 +107,7 @@ class Chain(Objective):
             self.notes["target_ms"] = 0.0
         return super().__call__(first, n, stream)
 
-    def bundle(self, x: Tensor, z: Tensor, kind: Tensor, draws: Rows, ctx: Context) -> Tensor:
+    def bundle(self, x: Tensor, z: Tensor, kind: Tensor, draws: Draws, ctx: Context) -> Tensor:
         """In a share of the blocks the most confident masks, what decoding would take; in the others random ones."""
         if not self.args.confident_share:
             return super().bundle(x, z, kind, draws, ctx)
@@ -119,7 +119,7 @@ class Chain(Objective):
         sure = torch.zeros_like(key).masked_scatter(masked, self.predict(x, ctx)(z, masked, 1)[2])
         return first_masked(torch.where(confident, -sure, key), masked, size, B)
 
-    def target(self, x: Tensor, z: Tensor, bundle: Tensor, draws: Rows, ctx: Context) -> Tensor:
+    def target(self, x: Tensor, z: Tensor, bundle: Tensor, draws: Draws, ctx: Context) -> Tensor:
         if self.args.target == "clean":
             return x
         start, B = time.perf_counter(), self.model.cfg.block_length

@@ -21,7 +21,7 @@ import train
 from beyond.chain import ChainStageBOnly, build_parser, chain_decode, leaders, longest, settle
 from beyond.stage_b_only import StageBOnly, adapt
 from cache import Cached
-from corrupt import Rows, uniform
+from corrupt import Draws, uniform
 from data import fail, generator
 from model import Context, Model
 
@@ -85,7 +85,7 @@ class Noise(ChainStageBOnly):
     def adapt(model: Model, args: Namespace) -> None:
         make_noisy(model, args.lora_r, generator(args.seed, "lora"))
 
-    def target(self, x: Tensor, z: Tensor, bundle: Tensor, draws: Rows, ctx: Context) -> Tensor:
+    def target(self, x: Tensor, z: Tensor, bundle: Tensor, draws: Draws, ctx: Context) -> Tensor:
         start, B = time.perf_counter(), self.model.cfg.block_length
         self.u = uniform(draws, x.shape[1]).to(x.device)
         written, _ = chain_decode(z, bundle, B, 1, self.predict_by(x, ctx, self.u), longest(bundle, B))
