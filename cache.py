@@ -1,11 +1,7 @@
 """The fast twin of sample.generate_one: many rows at once, and the keys and values of finished blocks kept.
 
-    KVCache   keys and values; exact, because no block attends to a later one
-    Cached    the forwards of a step over the current blocks: stage_a, stage_b, close
-    decode    the loop: rows finish blocks at their own pace, each as if it were alone
-
-"As if alone" holds for tokens, counts and draws, up to exact ties: a matmul over more rows may round the last bit
-otherwise, which decides between two logits that are equal (tests/test_sample.py shows such a row).
+Rows finish blocks at their own pace, each as if it were alone: tokens, counts and draws. The one exception is an exact
+tie: a matmul over more rows may round the last bit otherwise, and so decide between two logits that are equal.
 """
 
 from collections.abc import Callable

@@ -396,7 +396,6 @@ class Sequences:
         return x, real, torch.zeros_like(real)
 
     def count_real(self, first: int, rows: int) -> int:
-        """Real tokens in these rows: the denominator of the loss, known before any forward."""
         return sum(len(self.rows[self.shuffled(i)]) for i in range(first, first + rows))
 
     def describe(self) -> str:
@@ -410,12 +409,16 @@ class Sequences:
         return self.order[epoch][position]
 
 
-def load_sequences(sources: list[str], tokenizer: Tokenizer, seq_len: int, seed: int, keep: Filter) -> list[Sequences]:
-    """[train, validation] rows of a corpus. A corpus of few documents keeps its last 5 % of rows for validation."""
+def load_sequences(
+    sources: list[str], tokenizer: Tokenizer, seq_len: int, seed: int, keep: Filter, block_length: int = 1
+) -> list[Sequences]:
+    """[train, validation] rows of a corpus. A corpus of few documents keeps its last 5 % of rows for validation. The
+    block in which a document ends is filled with eos: decoding fills it too, and must not learn a length."""
     documents = load_text(sources, keep)
     train, val = [], []
     for name, text in tqdm(documents, desc="tokenize", leave=False, disable=None):
-        ids = np.append(tokenizer.encode_documents([text])[0], np.int32(tokenizer.eos_id))
+        ids = tokenizer.encode_documents([text])[0]
+        ids = np.pad(ids, (0, 1 + (-len(ids) - 1) % block_length), constant_values=tokenizer.eos_id)
         (val if is_validation(name) else train).extend(ids[i : i + seq_len] for i in range(0, len(ids), seq_len))
     if not train or not val:
         every = train + val

@@ -313,8 +313,9 @@ def load_rows(args: Namespace) -> tuple[dict, int, dict]:
             data.write_json(folder / "names.json", {"unidata_version": data.unicodedata.unidata_version})
         kind = kind if scratch else checkpoint.read_config(folder).tokenizer
         ids = checkpoint.load_tokenizer(folder, kind) or fail(f"{folder} has no tokenizer.json to read text with")
-        rows = data.load_sequences(args.data, ids, args.seq_len, args.seed, data.Filter(max_docs=args.max_docs))
         n_plain, B, V = min(ids.special.values()), args.block_length, -(-ids.vocab_size // 16) * 16
+        keep, fill = data.Filter(max_docs=args.max_docs), B or checkpoint.read_config(folder).block_length
+        rows = data.load_sequences(args.data, ids, args.seq_len, args.seed, keep, fill)
     tokens = dict(tokenizer=kind, eos_id=ids.eos_id, mask_id=ids.mask_id, vocab_size=V, block_length=B)
     return dict(zip(("train", "val"), rows, strict=True)), n_plain, tokens
 

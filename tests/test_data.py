@@ -281,10 +281,11 @@ def test_stdlib_is_python_source_without_tests():
 # rows
 
 
-def two_documents(tmp_path, seq_len=8):
+def two_documents(tmp_path, seq_len=8, fill=1):
+    tmp_path.mkdir(exist_ok=True)
     for k in range(40):
         (tmp_path / f"{k:02}.txt").write_text(chr(ord("a") + k % 26) * 11)
-    return load_sequences([str(tmp_path)], byte_tokenizer(), seq_len, 0, Filter())
+    return load_sequences([str(tmp_path)], byte_tokenizer(), seq_len, 0, Filter(), fill)
 
 
 def test_one_document_a_row_padded_and_closed_by_eos(tmp_path):
@@ -299,6 +300,14 @@ def test_one_document_a_row_padded_and_closed_by_eos(tmp_path):
             assert row[3] == 256
     assert train.count_real(0, 40) == int(real.sum())
     assert train.describe() == f"{len(train)} rows, {6 * len(train)} tokens"
+
+
+def test_the_block_in_which_a_document_ends_is_filled_with_eos(tmp_path):
+    """11 letters and eos: in blocks of 4 nothing is added, in blocks of 8 four more eos."""
+    for fill, expected in ((4, 12), (8, 16)):
+        train, val = two_documents(tmp_path / str(fill), 24, fill)
+        assert {len(row) for row in train.rows + val.rows} == {expected}
+        assert all((row[11:] == 256).all() and (row[:11] < 256).all() for row in train.rows + val.rows)
 
 
 def test_every_row_once_an_epoch_in_another_order(tmp_path):
