@@ -1,13 +1,12 @@
 """Where a model comes from: presets, fresh weights, and the folders that train.py and convert_weights.py write.
 
-    config.json        the model's geometry and ids, written last: a folder that has one is whole
-    model.safetensors  all parameters and markers, or shards with model.safetensors.index.json
-    tokenizer.json     where the model reads byte-level BPE
-    adapter.json       instead of config.json: the base, LoRA's rank and scale, the geometry that it was trained at, and
-                       the extension (a module of beyond/) that made it, if it was not the paper's training
-    adapter.safetensors    LoRA matrices and markers
-    state.safetensors  what a training run resumes from: trained weights and AdamW's moments; log.jsonl, train.json
-    names.json         the version of Unicode's data, where the model was trained on names
+config.json        the model's geometry and ids, written last: a folder that has one is whole
+model.safetensors  all parameters and markers, or shards with model.safetensors.index.json
+tokenizer.json     where the model reads byte-level BPE
+adapter.json       instead of config.json: the base, LoRA's rank and scale, the geometry that it was trained at, and
+                   the extension (a module of beyond/) that made it, if it was not the paper's training
+adapter.safetensors    LoRA matrices and markers
+state.safetensors  what a training run resumes from: trained weights and AdamW's moments; log.jsonl, train.json
 """
 
 import importlib
@@ -198,7 +197,7 @@ def load_model(
     take `dtype`, expert_bias stays float32. `overrides` change config fields (n_last, n_rounds, block_length); an
     `adapter` (a folder) brings its own. Markers that the checkpoint lacks start at zero."""
     folder = Path(folder)
-    overrides |= adapter_geometry(adapter)
+    overrides |= {k: adapter_settings(adapter)["model"][k] for k in ("n_last", "n_rounds")} if adapter else {}
     cfg = check(replace(read_config(folder), **{k: v for k, v in overrides.items() if v is not None}))
     with torch.device("meta"):
         model = Model(cfg)
@@ -230,23 +229,25 @@ def adapter_settings(folder: str | Path) -> dict:
     model = settings.get("model")
     values = settings | (model if isinstance(model, dict) else {})
     kinds = {"base": str, "lora_alpha": int | float} | dict.fromkeys(("lora_r", *ADAPTER_GEOMETRY), int)
-    bad = [k for k, kind in kinds.items() if not isinstance(values.get(k), kind) or not values[k]]
-    bad += [] if re.fullmatch(r"beyond\.\w+", settings.get("extension", "beyond.x")) else ["extension"]
+    bad = [k for k, kind in kinds.items() if not isinstance(values.get(k), kind)]
+    bad += [k for k in kinds if k != "base" and not bad and not 0 < values[k] < 2**20]
+    bad += [] if re.fullmatch(r"beyond\.\w+", str(settings.get("extension", "beyond.x"))) else ["extension"]
     return fail(f"{folder}/adapter.json: {bad[0]} is missing or wrong") if bad else settings
-
-
-def adapter_geometry(folder: str | Path | None) -> dict[str, int]:
-    """An adapter brings its own n and K: the overrides of load_model."""
-    return {k: adapter_settings(folder)["model"][k] for k in ("n_last", "n_rounds")} if folder else {}
 
 
 def load_adapter(model: Model, folder: str | Path) -> None:
     """LoRA and markers into a loaded model; an extension's adapter through the module that it names."""
     settings, path = adapter_settings(folder), Path(folder) / "adapter.safetensors"
-    if "extension" in settings:  # the one door to beyond/: the module makes the model ready for its adapter
-        importlib.import_module(settings["extension"]).attach(model, settings)
-    else:
+    if odd := [k for k in ADAPTER_GEOMETRY if getattr(model.cfg, k) != settings["model"][k]]:
+        fail(f"{folder} was trained with {odd[0]} {settings['model'][odd[0]]}: wrong --ckpt for this adapter")
+    if "extension" not in settings:
         model.add_lora(settings["lora_r"], settings["lora_alpha"], torch.Generator())
+    else:  # the one door to beyond/: the module makes the model ready for its adapter
+        try:
+            attach = importlib.import_module(settings["extension"]).attach
+        except (ImportError, AttributeError):
+            fail(f"{folder}/adapter.json: there is no extension {settings['extension']} that loads adapters")
+        attach(model, settings)
     state = dict(read_tensors([path]))
     check_fit(path, state, model.adapter_state(), "wrong --ckpt for this adapter?")
     model.load_state_dict(state, strict=False)

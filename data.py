@@ -116,7 +116,6 @@ def generator(*key: int | str) -> torch.Generator:
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` takes cuda, then mps, then cpu."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
@@ -141,7 +140,7 @@ class Tokenizer:
         self.eos_id, self.mask_id = self.special.get(EOS), self.special.get(MASK)
 
     def encode(self, text: str) -> list[int]:
-        """Text to ids; names of special tokens inside the text become those tokens, as in the released tokenizer."""
+        """Text to ids; names of special tokens become those tokens, as in the released tokenizer."""
         text = unicodedata.normalize("NFC", text) if self.nfc else text
         return [self.ids[r] for r in self.encoding.encode(text, allowed_special="all")]
 
@@ -169,8 +168,7 @@ class Tokenizer:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """256 byte tokens, eos 256, mask 257: a BPE without merges, so every file is valid input."""
-    return bpe_tokenizer(Path("bytes"), learn_bpe([], 258))
+    return bpe_tokenizer(Path("bytes"), learn_bpe([], 258))  # a BPE without merges: eos 256, mask 257
 
 
 def byte_alphabet() -> list[str]:

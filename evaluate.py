@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import toy
-from checkpoint import load_model
+from checkpoint import load_model, read_config
 from data import Parser, fail, pick_device, read_json
 from model import Model
 from sample import MODES, Decoding, generate
@@ -139,9 +139,13 @@ def load_task(name: str, ckpt: str) -> Toy:
     if settings.pop("name", None) != name:
         fail(f"{ckpt} was trained on another toy than --data {name}")
     try:
-        return toy.make(name, **settings)
+        task = toy.make(name, **settings)
     except (TypeError, ValueError) as e:
         fail(f"{ckpt}/toy.json is damaged: {e}")
+    cfg = read_config(Path(ckpt))
+    if (cfg.vocab_size, cfg.mask_id, cfg.block_length) != (task.vocab_size, task.mask_id, task.m):
+        fail(f"{ckpt}/toy.json is of a toy of another size than the model")
+    return task
 
 
 def main() -> None:

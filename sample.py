@@ -17,7 +17,6 @@ import argparse
 import json
 import math
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -278,9 +277,8 @@ def run(args: argparse.Namespace) -> None:
         print(text[len(shown) :], end="", flush=True)
         shown = text
 
-    start, trace = time.perf_counter(), args.watch or args.json
-    outputs = generate(model, prompts, d, seed=args.seed, trace=trace, on_block=stream if streamed else None)
-    seconds = time.perf_counter() - start
+    trace, on_block = args.watch or args.json, stream if streamed else None
+    outputs = generate(model, prompts, d, seed=args.seed, trace=trace, on_block=on_block)
     for prompt, output in zip(prompts, outputs, strict=True):
         record = json_record(prompt, output, tokenizer, cfg, d)
         if output.warning:
@@ -294,8 +292,6 @@ def run(args: argparse.Namespace) -> None:
         if args.watch:
             show_steps(record)
         print(f"[{counts_line(output, cfg)}]")
-    tokens = sum(len(output.tokens) for output in outputs)
-    print(f"{tokens / seconds:.0f} tokens/s", file=sys.stderr)
 
 
 def main(args: argparse.Namespace | None = None) -> None:

@@ -43,8 +43,7 @@ class Toy:
 
     def __post_init__(self) -> None:
         self.n_ctx, _, self.m = self.support.shape
-        # the model's tokens: answer symbols 0..V-1, context tokens V..V+N-1, eos, mask
-        self.eos_id, self.mask_id, self.vocab_size = (self.V + self.n_ctx + i for i in range(3))
+        self.eos_id, self.mask_id, self.vocab_size = (self.V + self.n_ctx + i for i in range(3))  # after the contexts
 
     def prompt(self, c: Tensor) -> Tensor:
         """(R,) int64 -> (R, m) int64: the context token m times, so that prompt and answer fill one block each."""

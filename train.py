@@ -33,6 +33,7 @@ from model import Context, Model, sequence_context
 # R rows, T positions, C channels, K = n_rounds
 
 # settings: what is not given depends on what the model reads ("bpe" is the paper's setting) and on where it starts
+# fmt: off
 READS = {
     "names": dict(preset="names", seq_len=16, block_length=8, batch_size=256, max_iters=300, out_dir="out/names",
                   learning_rate=4e-3, corruption="mask"),
@@ -45,7 +46,6 @@ ADAPTER = dict(learning_rate=1e-5, corruption="draft")
 FREE_ON_RESUME = {"init_from", "out_dir", "device", "stop_at", "log_interval", "micro_batch", "checkpointing"}
 
 
-# fmt: off
 def build_parser(doc: str) -> Parser:
     p, count, some, share = Parser(doc), bounded(int, 1), bounded(int, 0), bounded(float, 0, 1)
     g = p.add_argument_group("data")
@@ -71,7 +71,7 @@ def build_parser(doc: str) -> Parser:
     g.add_argument("--bundle_scope", choices=["block", "sequence"], default="block", help="draw the bundle in each "
                    "block, as decoding does, or once in a row (the paper leaves it open)")
     g.add_argument("--s_min", type=count, default=1, help="smallest bundle (paper 1)")
-    g.add_argument("--s_max", type=count, default=16, help="largest bundle (paper 16, half of its block of 32)")
+    g.add_argument("--s_max", type=count, default=16, help="largest bundle (paper 16, half a block; 8 is all of ours)")
     g = p.add_argument_group("optimisation")
     g.add_argument("--max_iters", type=count, help="optimizer steps; the cosine ends here (paper 12500)")
     g.add_argument("--batch_size", type=count, help="rows in one optimizer step (paper 8)")
@@ -288,8 +288,8 @@ def save(model: Model, optimizer, step: int, args: Namespace, objective: type[Ob
     if args.init_from == "scratch":
         checkpoint.save_model(model, folder)
     else:
-        settings = dict(base=args.init_from, lora_r=args.lora_r, lora_alpha=2 * args.lora_r)
-        checkpoint.save_adapter(model, folder, settings | objective.extension)
+        lora = dict(base=args.init_from, lora_r=args.lora_r, lora_alpha=2 * args.lora_r)
+        checkpoint.save_adapter(model, folder, lora | objective.extension)
     if is_toy(args):
         data.write_json(folder / "toy.json", {"name": args.data[0]} | toy.sizes(args.toy))
 
@@ -355,10 +355,12 @@ def settle(args: Namespace, given: set[str]) -> Namespace:
 
 
 def main(parser: Parser | None = None, choose: Callable[[Namespace], type[Objective]] = lambda args: Objective) -> None:
-    """beyond/ calls this with more flags, and with what chooses an Objective of its own by them."""
     args = (parser or build_parser(__doc__)).parse_args()
     args = settle(args, {a[2:].split("=")[0] for a in sys.argv[1:] if a.startswith("--")})
     objective = choose(args)
+    if args.resume and args.command != objective.command:
+        fail(f"{args.out_dir} holds a run of another objective: go on with {args.command} --init_from resume")
+    args.command = objective.command
     try:
         run(args, objective)
     except KeyboardInterrupt:

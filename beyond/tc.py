@@ -11,7 +11,7 @@ a joint distribution of the bundle, with marginals of its own. Stage A says p_i(
 
 `both`, the chain's entropy and its cross-entropy to p_i are linear in draws of the chain, so their estimates have no
 bias. A chain's marginal is the average of its conditionals over draws, at the moment when that position is written; an
-entropy of an average is too small: TC is corrected by the jackknife over draws, mismatch is the rest. `TC between` has
+entropy of an average is too small: TC is corrected by the jackknife over draws, mismatch is the rest. `between` has
 the bounds, in the mean over draws: below the uncorrected average's, above the cross-entropy of each draw under the
 others' average. Where they are far apart, take more --draws. +- is one standard error, by a bootstrap over spans (a
 span recurs at every tau).
@@ -161,12 +161,15 @@ def by_confidence(bundles: Bundles, values: np.ndarray, rows: int) -> list[dict]
 
 
 def print_bins(table: list[dict]) -> None:
-    head = ["lowest confidence", "bundles", "mean size", "TC", "+-", "TC between", "mismatch", "+-", "both", "+-"]
+    head = ["lowest confidence", "bundles", "mean size", "TC", "+-", "TC between", "mismatch", "+-", "mismatch between"]
+    head += ["both", "+-"]
     rows = []
     for r in table:
         tc, mismatch, both = ([f"{v:.4f}" for v in r[k]] for k in TERMS[:3])
-        between = f"{r['low'][0]:.4f} .. {r['high'][0]:.4f}"
-        rows.append([r["bin"], str(r["bundles"]), f"{r['size']:.2f}", *tc, between, *mismatch, *both])
+        low, high, sum_of_both = (r[k][0] for k in ("low", "high", "both"))
+        between = f"{low:.4f} .. {high:.4f}"
+        rest = f"{sum_of_both - high:.4f} .. {sum_of_both - low:.4f}"  # TC's bias is mismatch's with the other sign
+        rows.append([r["bin"], str(r["bundles"]), f"{r['size']:.2f}", *tc, between, *mismatch, rest, *both])
     print_table(head, rows)
 
 

@@ -111,7 +111,7 @@ def is_noise(settings: dict) -> bool:
 
 
 def kind(settings: dict) -> tuple[str, ...]:
-    """What makes adapters comparable: everything but the seed. (train.py itself has neither target nor scope.)"""
+    """The columns that name a row. (train.py itself has neither target nor scope.)"""
     target, beam = settings.get("target", "clean"), settings.get("beam", 1)
     if is_noise(settings):
         target += " noise"
@@ -119,6 +119,13 @@ def kind(settings: dict) -> tuple[str, ...]:
         target += f" beam {beam}" if beam > 1 else " greedy"
     n, K = settings["model"]["n_last"], settings["model"]["n_rounds"]
     return settings["data"][0], target, settings.get("lora", "all"), str(n), str(K), str(settings["max_iters"])
+
+
+def same_but_for_the_seed(settings: dict) -> str:
+    """What adapters of one row share: every setting but the seed and where things lie."""
+    free = {"seed", "init_from", "base", "out_dir", "device", "log_interval", "eval_interval", "stop_at"}
+    free |= {"times_plain_step", "micro_batch", "checkpointing"}
+    return json.dumps({k: v for k, v in settings.items() if k not in free}, sort_keys=True)
 
 
 def cell(column: str, values: list[float]) -> str:
@@ -138,10 +145,12 @@ def main() -> None:
     args = parser.parse_args()
     device, rows = pick_device(args.device), defaultdict(list)
     for folder, settings in [(folder, read_settings(folder)) for folder in args.adapter]:
-        rows[kind(settings)].append(measure(folder, settings, args.draws, device))
+        row = kind(settings), same_but_for_the_seed(settings)
+        rows[row].append(measure(folder, settings, args.draws, device))
     used = [c for c in COLUMNS if any(c in r for group in rows.values() for r in group)]
     table = [
-        [*k, str(len(group)), *(cell(c, [r[c] for r in group if c in r]) for c in used)] for k, group in rows.items()
+        [*names, str(len(group)), *(cell(c, [r[c] for r in group if c in r]) for c in used)]
+        for (names, _), group in rows.items()
     ]
     print_table(["toy", "target", "adapters", "n", "K", "steps", "seeds", *used], table)
 

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from checkpoint import DTYPES, adapter_geometry, adapter_settings, load_model, load_tokenizer, read_config, weight_files
+from checkpoint import DTYPES, adapter_settings, load_model, load_tokenizer, read_config, weight_files
 from data import Parser, Tokenizer, bounded, fail, replace_file
 from model import Config, Model
 from released import ablation, parallel
@@ -68,12 +68,12 @@ def build_parser() -> Parser:
     add("--score", action="store_true", help="HumanEval+, MBPP+: let EvalPlus EXECUTE the model's code, in a "
         "subprocess that is no sandbox; use a container without network, as an unprivileged user")
     add = p.add_argument_group("decoding, the paper's unless given").add_argument
-    add("--gen_length", type=int, default=Q.gen_length, help="tokens, less where a prompt leaves less room")
+    add("--gen_length", type=bounded(int, 1), default=Q.gen_length, help="tokens, less where a prompt leaves less room")
     add("--mode", choices=MODES, default="q", help="q: tau_m2t 0.7, tau_t2t 0.5; s: 0.5 and 0.0")
     add("--tau_m2t", type=bounded(float, -1, 1), help="fill masks whose probability is above this (-1: all at once)")
     add("--tau_t2t", type=bounded(float, 0, 1, none=True), default=SUPPRESS,
         help='edit above this, or "none" (default: the mode\'s without Stage B, 0 with it: any disagreement)')
-    add("--n_rounds", type=int, help="K (default: the adapter's; without one 0, the released decoder)")
+    add("--n_rounds", type=bounded(int, 0), help="K (default: the adapter's; without one 0, the released decoder)")
     add("--fill_from", choices=["A", "B"], default="B", help="which stage's logits fill masks")
     add("--edit_from", choices=["A", "B"], default="B", help="which stage's logits edit")
     add("--no_marker", action="store_true", help="run the last n layers again, but unmarked")
@@ -203,7 +203,8 @@ def run_task(args: Namespace, device: torch.device) -> None:
         fail(f"--score is for HumanEval+ and MBPP+: {task.title} is scored as it runs")
     items, options = load_items(task, args.task_file, args.option)
     mine, parts = split(args, items)
-    cfg = replace(read_config(args.ckpt), **adapter_geometry(args.adapter))
+    trained = adapter_settings(args.adapter)["model"] if args.adapter else {}
+    cfg = replace(read_config(args.ckpt), **{k: trained[k] for k in ("n_last", "n_rounds") if trained})
     tokenizer, d = load_tokenizer(args.ckpt, cfg.tokenizer), decoding(args, cfg)
     if tokenizer is None:
         fail(f"{args.ckpt} has no tokenizer (a toy's tokens are numbers): it cannot read {task.title}")

@@ -24,8 +24,8 @@ COMMANDS = [
 
 
 def test_quoted_code_is_the_code():
-    """Each block of the README is consecutive lines of one file, but for the indentation."""
-    plain = lambda text: "\n".join(line.strip() for line in text.splitlines())  # noqa: E731
+    """Each block of the README is consecutive lines of one file, but for blanks."""
+    plain = lambda text: "\n".join(" ".join(line.split()) for line in text.splitlines())  # noqa: E731
     sources = [plain(path.read_text()) for path in ROOT.glob("*.py")]
     blocks = re.findall(r"```python\n(.*?)```", README, re.S)
     assert blocks and [b for b in blocks if not any(plain(b) in source for source in sources)] == []

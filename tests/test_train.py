@@ -356,3 +356,30 @@ def test_a_released_checkpoint_is_adapted_on_records_and_sampled(tmp_path, monke
     save_model(tiny_model(vocab_size=272, eos_id=256, mask_id=257, n_embd=32, n_last=1), tmp_path / "other")
     line = refused(sample, monkeypatch, capsys, "--ckpt", tmp_path / "other", "--adapter", ours)
     assert "wrong --ckpt" in line
+
+
+def test_a_run_resumes_by_the_command_that_made_it(tmp_path, monkeypatch, capsys):
+    """Chain targets in the paper's scope leave files that train.py could go on with, on another target."""
+    from beyond import chain
+
+    base, run = tmp_path / "base", tmp_path / "run"
+    assert command_line(train, monkeypatch, capsys, *TOY, "--max_iters", 1, "--out_dir", base)[0] == 0
+    given = [*TOY, "--init_from", base, "--lora", "all", "--corruption", "mask", "--max_iters", 2, "--stop_at", 1]
+    assert command_line(chain, monkeypatch, capsys, *given, "--out_dir", run)[0] == 0
+    line = refused(train, monkeypatch, capsys, "--init_from", "resume", "--out_dir", run)
+    assert "python -m beyond.chain --init_from resume" in line
+    assert command_line(chain, monkeypatch, capsys, "--init_from", "resume", "--out_dir", run)[0] == 0
+
+
+@pytest.mark.parametrize("extension", ["beyond.nothere", "beyond.chain", 5, None, ["beyond.noise"]])
+def test_an_adapter_names_an_extension_that_loads_adapters(extension, tmp_path, monkeypatch, capsys):
+    base, ours = tmp_path / "base", tmp_path / "ours"
+    assert command_line(train, monkeypatch, capsys, *TOY, "--max_iters", 1, "--out_dir", base)[0] == 0
+    adapter = [*TOY, "--init_from", base, "--max_iters", 1, "--out_dir", ours]
+    assert command_line(train, monkeypatch, capsys, *adapter)[0] == 0
+    settings = json.loads((ours / "adapter.json").read_text())
+    (ours / "adapter.json").write_text(json.dumps(settings | {"extension": extension}))
+    prompt = ["--ckpt", base, "--adapter", ours, "--prompt_ids", "3", "--device", "cpu"]
+    assert "extension" in refused(sample, monkeypatch, capsys, *prompt)
+    (ours / "adapter.json").write_text(json.dumps(settings | {"model": settings["model"] | {"n_head": 8}}))
+    assert "n_head 8" in refused(sample, monkeypatch, capsys, *prompt)
