@@ -16,7 +16,7 @@ $(VENV)/ready: requirements.txt
 	touch $@
 demo: $(VENV)/ready
 	python train.py --n_last 3 --log_interval 50
-	python sample.py --prompt "ARABIC LIGATURE " --watch
+	python sample.py --prompt "ARABIC LIGATURE" --watch
 test: $(VENV)/ready
 	python -m pytest -q
 lint: $(VENV)/ready

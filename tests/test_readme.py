@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import shlex
 
 import pytest
 from common import ROOT, command_line
@@ -40,6 +41,15 @@ def test_flags_that_are_written_down_exist(script, monkeypatch, capsys):
     for page, name, line in COMMANDS:
         if name == script:
             assert set(re.findall(r"(?<![\w-])--\w+", line)) <= known, (page, line)
+
+
+def test_what_the_readme_shows_is_what_the_shipped_model_writes(monkeypatch, capsys):
+    shown = re.findall(r"^\$ python sample.py ([^\n]*)\n((?:[^$`\n][^\n]*\n)+)", README, re.M)
+    assert len(shown) >= 2
+    monkeypatch.chdir(ROOT)
+    for argv, expected in shown:
+        code, out, _ = command_line(importlib.import_module("sample"), monkeypatch, capsys, *shlex.split(argv))
+        assert code == 0 and out == expected
 
 
 def test_links_lead_somewhere():
