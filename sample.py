@@ -147,7 +147,7 @@ def generate(
     model: Model, prompts: list[list[int]], d: Decoding, *, seed: int = 0, trace: bool = False,
     on_block: Callable[[int, Output], None] | None = None, by: Callable | None = None,
 ) -> list[Output]:  # fmt: skip
-    """Decode every prompt (ids), each as if it were alone, by the step given, the adapter's own, or the paper's."""
+    """Decode every prompt (ids), as if alone but for exact ties, by the step given, the adapter's or the paper's."""
     return decode(model, prompts, d, by or getattr(model, "step", step), seed, trace, on_block)
 
 

@@ -62,7 +62,7 @@ def build_parser() -> Parser:
     add("--out", type=Path, required=True, help="run file, .jsonl; the same command goes on where it stopped")
     add("--limit", type=int, default=0, help="only the first so many items (0: all)")
     add("--shard", default="1/1", help="part i of n, 1/4 to 4/4, an --out for each; tables put them together")
-    add("--batch", type=int, default=1, help="prompts decoded at once, each as if alone (the paper: 1)")
+    add("--batch", type=int, default=1, help="prompts decoded at once, each as if alone but for exact ties (paper: 1)")
     add("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
     add("--dtype", choices=DTYPES, default="fp32", help="of weights and activations")
     add("--score", action="store_true", help="HumanEval+, MBPP+: let EvalPlus EXECUTE the model's code, in a "
