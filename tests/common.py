@@ -52,6 +52,18 @@ def command_line(script, monkeypatch, capsys, *argv: object) -> tuple[int, str, 
     return code, out, err
 
 
+def caller(script, monkeypatch, capsys):
+    """The script in this process: call(...) must succeed, call.fails(...) returns its one line of error."""
+
+    def call(*args) -> str:
+        code, out, err = command_line(script, monkeypatch, capsys, *args)
+        assert code == 0, err
+        return out
+
+    call.fails = lambda *args: refused(script, monkeypatch, capsys, *args)
+    return call
+
+
 def refused(script, monkeypatch, capsys, *argv: object) -> str:
     """The one line with which a user's mistake is refused."""
     code, _, err = command_line(script, monkeypatch, capsys, *argv)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import command_line, refused
+from common import caller
 from safetensors.torch import load_file, save_file
 
 import convert_weights
@@ -27,15 +27,7 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """convert_weights in this process: run(...) must succeed, run.fails(...) returns its one line of error."""
-
-    def call(*args) -> str:
-        code, out, err = command_line(convert_weights, monkeypatch, capsys, *args)
-        assert code == 0, err
-        return out
-
-    call.fails = lambda *args: refused(convert_weights, monkeypatch, capsys, *args)
-    return call
+    return caller(convert_weights, monkeypatch, capsys)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import command_line, random_ids, refused
+from common import caller, command_line, random_ids
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_convert import GOLDEN, INDEX, VARIANTS, bits, released, variant
@@ -23,14 +23,7 @@ from released import export
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """export in this process: run(...) must succeed, run.fails(...) returns its one line of error."""
-
-    def call(*args) -> str:
-        code, out, err = command_line(export, monkeypatch, capsys, *args)
-        assert code == 0, err
-        return out
-
-    call.fails = lambda *args: refused(export, monkeypatch, capsys, *args)
+    call = caller(export, monkeypatch, capsys)
     call.convert = lambda *args: command_line(convert_weights, monkeypatch, capsys, *args)
     return call
 
