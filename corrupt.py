@@ -85,9 +85,10 @@ def draw_bundle(masked: Tensor, group: int, s_min: int, s_max: int, draws: Draws
 
 
 def first_masked(key: Tensor, masked: Tensor, size: Tensor, group: int) -> Tensor:
-    """In each group the `size` (R, T / group) masked positions with the smallest key (R, T) float: (R, T) bool."""
+    """In each group the `size` (R, T / group) masked positions with the smallest key (R, T) float, the leftmost of
+    equals: (R, T) bool."""
     key = key.masked_fill(~masked, float("inf")).view(len(key), -1, group)  # unmasked positions sort last
-    rank = key.argsort(dim=-1).argsort(dim=-1)
+    rank = key.argsort(dim=-1, stable=True).argsort(dim=-1)
     return masked & (rank < size[..., None]).view_as(masked)
 
 

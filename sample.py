@@ -26,6 +26,7 @@ from torch import Tensor
 
 from cache import MAX_STEPS, Cached, Output, decode
 from checkpoint import DTYPES, load_model, load_tokenizer
+from corrupt import first_masked
 from data import Parser, Tokenizer, bounded, exists, fail, pick_device
 from model import Config, Model, sequence_context
 
@@ -111,14 +112,9 @@ def candidates(logits: Tensor, u: Tensor, d: Decoding) -> tuple[Tensor, Tensor]:
 def select_bundle(conf: Tensor, masked: Tensor, d: Decoding) -> Tensor:
     """The masked positions above tau_m2t, or the num_to_transfer most confident ones where fewer pass. (R, B) bool."""
     passing = masked & (conf > d.tau_m2t)
-    best = top(conf, masked, torch.full_like(masked.sum(-1), d.num_to_transfer))
+    size = torch.full_like(masked[:, :1], d.num_to_transfer, dtype=torch.long)
+    best = first_masked(-conf, masked, size, masked.shape[1])
     return torch.where((passing.sum(-1) >= d.num_to_transfer)[:, None], passing, best)
-
-
-def top(score: Tensor, masked: Tensor, size: Tensor) -> Tensor:
-    """The size (R,) best masked positions of each row, (R, B) bool; the leftmost of equals."""
-    order = score.masked_fill(~masked, float("-inf")).argsort(dim=-1, descending=True, stable=True)
-    return masked & (order.argsort(-1) < size[:, None])
 
 
 def step(engine: Cached, z: Tensor, prompt: Tensor, busy: bool, u: Tensor, d: Decoding) -> dict[str, Tensor]:

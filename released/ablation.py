@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from cache import Cached
-from sample import Decoding, candidates, select_bundle, top
+from corrupt import first_masked
+from sample import Decoding, candidates, select_bundle
 
 # R rows in flight, B block_length
 
@@ -36,7 +37,8 @@ def step(engine: Cached, z: Tensor, prompt: Tensor, busy: bool, u: Tensor, d: Ab
     bundle = select_bundle(a[1], masked, d)
     if d.select == "entropy":
         log_p = logits.log_softmax(-1)
-        bundle = top((log_p.exp() * log_p).sum(-1), masked, bundle.sum(-1))
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        bundle = first_masked(entropy, masked, bundle.sum(-1, keepdim=True), masked.shape[1])
     if busy and d.n_rounds:
         marked = candidates(engine.stage_b(h, bundle & d.marker), u[:, 1], d)
         coordinated = bundle.any(-1, keepdim=True)  # a row without a bundle writes from Stage A
