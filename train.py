@@ -224,7 +224,7 @@ def run(args: Namespace, objective_class: type[Objective]) -> None:
                 report(validate(objective, step + 1), f"validation after step {step + 1}", log, shown=True)
             stop = bool(caught)  # asked once: a signal between the save and the break would lose this step
             if stop or step + 1 == last or (step + 1) % args.eval_interval == 0:
-                save(model, optimizer, step + 1, args, objective_class)
+                save(model, optimizer, step + 1, args, objective)
                 saved = step + 1
             if stop:
                 break
@@ -281,7 +281,7 @@ def report(record: dict, head: str, log, shown: bool) -> None:
         tqdm.write(" | ".join([head, *(f"{k} {v:.4g}" for k, v in record.items() if k not in ("step", "val"))]))
 
 
-def save(model: Model, optimizer, step: int, args: Namespace, objective: type[Objective]) -> None:
+def save(model: Model, optimizer, step: int, args: Namespace, objective: Objective) -> None:
     """The resume file first, then the checkpoint that sample.py reads."""
     folder = Path(args.out_dir)
     checkpoint.save_state(model, optimizer, step, folder)

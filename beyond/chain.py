@@ -14,6 +14,7 @@ would read what it has just written before, where Stage B sees masks.
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,7 +26,8 @@ from data import bounded, fail
 from model import Context, Model
 from train import Objective
 
-# R rows, T positions, B block_length, Z = T / B blocks, n selected positions, V vocabulary, U = beam
+# R rows (r of them at a time), T positions, B block_length, Z = T / B blocks, n selected positions, C channels,
+# G key/value heads, D head dim, V vocabulary, U = beam
 
 TIE = 0.1  # nats
 # (z (R, T), where (R, T) bool with n True, k) -> what `choose` returns for each of the n positions
@@ -91,6 +93,38 @@ def choose(log_p: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     return log_p.gather(-1, token), token, log_p.amax(-1)
 
 
+class Clean:
+    """The keys and values of a batch's clean rows: what decoding keeps of finished blocks, so that only the noisy ones
+    run. The same states as from [noisy ; clean], at half the positions for each of a chain's many passes."""
+
+    @torch.no_grad()
+    def __init__(self, model: Model, x: Tensor, ctx: Context):
+        """x (R, T) int64; ctx is of these rows, which then are their own context, or of rows [noisy ; clean] of 2T."""
+        T, self.model, self.x, self.kv = x.shape[1], model, x, {}
+        self.ctx, self.rows = replace(ctx, cos=ctx.cos[:T], sin=ctx.sin[:T], mask=ctx.mask[..., :T, :]), None
+        if len(ctx.cos) > T:
+            clean = replace(self.ctx, mask=ctx.mask[..., T:, T:], cache=self)
+            model.last_n(model.prefix(x, clean), clean)
+            self.ctx = replace(self.ctx, cache=self)
+
+    def update(self, layer: int, round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k, v (r, G, T, D) of this pass -> what it may attend to, (r, G, 2T, D): the noisy keys, then the clean."""
+        if self.rows is None:
+            self.kv[layer] = k, v
+            return k, v
+        clean_k, clean_v = (t[self.rows] for t in self.kv[layer])
+        return torch.cat([k, clean_k], dim=2), torch.cat([v, clean_v], dim=2)
+
+    @torch.no_grad()
+    def read(self, z: Tensor, rows: Tensor) -> Tensor:
+        """Stage A's final states (r, T, C) of noisy rows z (r, T), which are the rows (r,) of the batch."""
+        if not len(rows):
+            return self.model.markers.new_empty(*z.shape, self.model.cfg.n_embd)
+        self.rows, mask = rows, self.ctx.mask
+        ctx = replace(self.ctx, mask=mask if mask.dim() == 2 else mask[rows])
+        return self.model.last_n(self.model.prefix(z, ctx), ctx)
+
+
 class Chain(Objective):
     """The paper's training with chain targets, and with bundles like those of decoding in a share of the blocks."""
 
@@ -99,6 +133,7 @@ class Chain(Objective):
     def __init__(self, model: Model, *given):
         super().__init__(model, *given)
         self.notes["target_ms"] = 0.0  # what the targets of a step cost
+        self.teacher, self.clean = model, None  # whose chain it is; the batch in work, as `reader` keeps it
         if self.args.beam >= model.cfg.vocab_size:
             fail(f"--beam {self.args.beam} is more than the vocabulary of {model.cfg.vocab_size} can fill")
 
@@ -131,20 +166,28 @@ class Chain(Objective):
         """Stage A's best tokens at chosen positions, without gradient and without logits anywhere else. `pick` takes
         log-probabilities (n, V), k, and which of the n positions they are of."""
 
+        read = self.reader(x, ctx)
+
         @torch.no_grad()
         def best(z: Tensor, where: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-            model, found = self.model, []
+            found = []
             for part in range(0, len(z), len(x)):  # hypotheses of a beam come as further rows of the same contexts
-                ids, here = z[part : part + len(x)], where[part : part + len(x)]
-                ids, _ = self.beside_clean_copy(x, ids, here, ctx)
-                h = model.last_n(model.prefix(ids, ctx), ctx)[:, : x.shape[1]][here]  # (n, C)
+                here = where[part : part + len(x)]
+                rows = here.any(-1).nonzero()[:, 0]  # a chain that is written needs no further pass
+                h = read(z[part : part + len(x)][rows], rows)[here[rows]]  # (n, C)
                 for a in range(0, max(1, len(h)), 1024):
-                    log_p = model.head(h[a : a + 1024])
-                    log_p[:, model.cfg.mask_id] = float("-inf")  # a target that stays masked is none
+                    log_p = self.teacher.head(h[a : a + 1024])
+                    log_p[:, self.model.cfg.mask_id] = float("-inf")  # a target that stays masked is none
                     found.append(pick(log_p.log_softmax(-1), k))
             return tuple(torch.cat(f) for f in zip(*found, strict=True))
 
         return best
+
+    def reader(self, x: Tensor, ctx: Context) -> Callable[[Tensor, Tensor], Tensor]:
+        """Stage A in this batch's contexts: (z (r, T), which rows of the batch they are (r,)) -> states (r, T, C)."""
+        if self.clean is None or self.clean.x is not x:  # a batch's bundles and targets read the same clean rows
+            self.clean = Clean(self.teacher, x, ctx)
+        return self.clean.read
 
 
 class ChainStageBOnly(Chain, StageBOnlyObjective):
