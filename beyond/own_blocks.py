@@ -141,7 +141,7 @@ def settle(args: Namespace) -> type[Objective]:
 
 def main() -> None:
     p = chain.build_parser(__doc__)
-    p.set_defaults(corruption="mask", confident_share=0.75, s_min=2, s_max=8, learning_rate=2e-3, batch_size=64)
+    p.set_defaults(corruption="mask", confident_share=0.75, s_min=2, s_max=8, learning_rate=5e-3, batch_size=64)
     g = p.add_argument_group("own blocks (beyond the paper; n_last of them)")
     g.add_argument("--width", type=bounded(int, 1), default=192, help="of their SwiGLU")
     g.add_argument("--tau_keep", type=bounded(float, 0, 1), default=0.5,
