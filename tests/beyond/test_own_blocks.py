@@ -1,0 +1,199 @@
+"""Our Stage B, own blocks on Stage A's final states. `pytest tests/beyond/test_own_blocks.py`"""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from common import MASK, caller, random_ids, settings, tiny_model
+from safetensors.torch import load_file
+
+import sample
+import train
+from beyond import chain, distill, own_blocks
+from beyond.chain import Clean
+from beyond.own_blocks import OwnBlocks, OwnBlocksObjective, Suffixes
+from corrupt import G, M
+from data import generator
+from model import Context, rotary, sequence_context
+from sample import Decoding, generate
+
+TOY = ["--data", "pairs", "--toy", "V=3", "m=4", "--batch_size", 4, "--eval_rows", 4, "--device", "cpu"]
+FACTORISED = Decoding(gen_length=21, tau_m2t=0.3, tau_t2t=None, n_rounds=0, max_post_steps=0)
+
+
+def with_blocks(model, tau_keep=0.5, std=0.3, width=24):
+    model.__class__ = OwnBlocks
+    model.give_blocks(width, tau_keep, generator("own"))
+    for name, p in model.own.named_parameters():
+        p.data += std * torch.randn(p.shape, generator=generator(name))
+    return model
+
+
+def context(model, ids, clean_copy=False, real=None):
+    real = torch.ones_like(ids, dtype=torch.bool) if real is None else real
+    return sequence_context(model.cfg, real, torch.float32, clean_copy)
+
+
+def plain_decode(model, prompt, d):
+    """One row, no cache, positions one by one -> tokens, forwards, the share of a block that Stage B ran at."""
+    B, ids, full, share = model.cfg.block_length, list(prompt), 0, 0.0
+    commits = 0
+    for start in range(len(prompt) // B * B, len(prompt) + d.gen_length, B):
+        z = torch.tensor([(ids + [MASK] * B)[: start + B]])
+        before = None
+        while (z[0, start:] == MASK).any() and not (before is not None and torch.equal(z, before)):  # [M] may be written, for good
+            before = z.clone()
+            h = model.last_n(model.prefix(z, context(model, z)), context(model, z))[:, start:]
+            conf, token = model.head(h)[0].softmax(-1).max(-1)
+            masked = [i for i in range(B) if z[0, start + i] == MASK]
+            bundle = [i for i in masked if conf[i] > d.tau_m2t] or [max(masked, key=lambda i: conf[i])]
+            writes = {i: int(token[i]) for i in bundle}
+            if len(bundle) > 1:
+                conf, token = second_look_by_position(model, h[0], bundle)
+                surest = max(range(len(bundle)), key=lambda k: conf[k])
+                kept = [k for k in range(len(bundle)) if k == surest or conf[k] > model.tau_keep]
+                writes, share = {bundle[k]: int(token[k]) for k in kept}, share + len(bundle) / B
+            for i, t in writes.items():
+                z[0, start + i] = t
+            full += 1
+        ids = z[0].tolist()
+        commits += start + B < len(prompt) + d.gen_length and MASK not in ids[start:]
+    return ids[len(prompt) : len(prompt) + d.gen_length], full, commits, share
+
+
+def second_look_by_position(model, h, bundle):
+    """h (B, C): each marked position as a query of its own."""
+    y = F.rms_norm(h, h.shape[-1:])
+    ctx = Context(*rotary(model.cfg, torch.arange(len(h)), torch.float32), None)
+    for block in model.own:
+        attended = block.attn(block.norm_1(y)[None], ctx)[0]
+        new = y.clone()
+        for i in bundle:
+            x = y[i] + attended[i]
+            new[i] = x + block.mlp(block.norm_2(x))
+        y = new
+    return model.head(y[bundle]).softmax(-1).max(-1)
+
+
+@pytest.mark.parametrize("n_last", [1, 2])
+@pytest.mark.parametrize("tau_keep", [0.0, 0.5, 1.0])
+def test_the_cached_decode_is_the_plain_one(n_last, tau_keep):
+    model = with_blocks(tiny_model(n_last=n_last, n_rounds=1, eos_id=-1), tau_keep)
+    prompts = [random_ids(1, n, n)[0].tolist() for n in (3, 8, 13)]
+    for tau in (0.1, 0.3):
+        d = replace(FACTORISED, tau_m2t=tau, n_rounds=1)
+        for prompt, out in zip(prompts, generate(model, prompts, d), strict=True):
+            tokens, full, commits, share = plain_decode(model, prompt, d)
+            assert (out.tokens, out.nfe["full"], out.nfe["commit"]) == (tokens, full, commits)
+            assert out.nfe["partial"] == pytest.approx(share, abs=1e-6) and share > 0
+
+
+def test_fresh_blocks_are_stage_a_and_a_gate_above_all_writes_one_token_a_step():
+    base, prompt = tiny_model(n_rounds=1, eos_id=-1), random_ids(1, 5)[0].tolist()
+    fresh = with_blocks(tiny_model(n_rounds=1, eos_id=-1), tau_keep=0.0, std=0.0)
+    together = generate(fresh, [prompt], replace(FACTORISED, n_rounds=1))[0]
+    assert together.tokens == generate(base, [prompt], FACTORISED)[0].tokens and together.nfe["partial"] > 0
+    fresh.tau_keep = 1.0
+    one = generate(fresh, [prompt], replace(FACTORISED, n_rounds=1, tau_m2t=-1))[0]
+    assert one.tokens == generate(base, [prompt], replace(FACTORISED, tau_m2t=1.0))[0].tokens
+    assert one.nfe["full"] == 27  # 3 masks in the prompt's block, then 24
+
+
+def test_a_single_token_is_not_looked_at_again():
+    model, prompt = with_blocks(tiny_model(n_rounds=1, eos_id=-1)), random_ids(1, 5)[0].tolist()
+    out = generate(model, [prompt], replace(FACTORISED, tau_m2t=1.0, n_rounds=1))[0]
+    base = generate(tiny_model(n_rounds=1, eos_id=-1), [prompt], replace(FACTORISED, tau_m2t=1.0))[0]
+    assert out.tokens == base.tokens and out.nfe["partial"] == 0
+
+
+def test_each_row_and_block_is_looked_at_as_if_alone():
+    model, h = with_blocks(tiny_model(n_last=2)), torch.randn(5, 8, 64, generator=generator("h"))
+    bundle = random_ids(5, 8, 3, 2).bool()
+    together = model.second_look(h, bundle)
+    alone = [model.second_look(h[i : i + 1], bundle[i : i + 1]) for i in range(5)]
+    torch.testing.assert_close(together, torch.cat(alone))
+
+
+def test_edits_are_stage_as():
+    """Where nothing is masked any more, and beside a bundle, the released edits go on as they do without Stage B."""
+    model, prompt = with_blocks(tiny_model(n_rounds=1, eos_id=-1), tau_keep=0.0, std=0.0), random_ids(1, 5)[0].tolist()
+    d = replace(FACTORISED, tau_t2t=0.0, max_post_steps=3)
+    ours, base = (generate(model, [prompt], replace(d, n_rounds=k), trace=True)[0] for k in (1, 0))
+    assert ours.tokens == base.tokens and any(s["edit"] for s in ours.steps)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_noisy_rows_read_the_clean_ones_as_decoding_does(padded):
+    """Clean.read = the noisy half of [noisy ; clean], for any of the rows."""
+    model, x = tiny_model(), random_ids(4, 24)
+    real = torch.arange(24) < torch.tensor([[24], [16], [24], [8]]) if padded else None
+    z = x.masked_fill(random_ids(4, 24, 5, 2).bool(), MASK)
+    ctx = context(model, x, True, real)
+    whole = model.last_n(model.prefix(torch.cat([z, x], 1), ctx), ctx)[:, :24]
+    clean, rows = Clean(model, x, ctx), torch.tensor([3, 1])
+    torch.testing.assert_close(clean.read(z, torch.arange(4)), whole)
+    torch.testing.assert_close(clean.read(z[rows], rows), whole[rows])
+
+
+def test_suffixes_are_as_many_masks_at_the_end_of_a_block():
+    x, free = random_ids(400, 16), torch.ones(400, 16, dtype=torch.bool)
+    free[:, :2], free[:, 14:] = False, False  # a prompt, and padding
+    draws = lambda: [generator("s", i) for i in range(400)]  # noqa: E731
+    plain = own_blocks.Corruption("mask", 8, MASK, MASK, 0.0)(x, free, draws(), None)[1] == M
+    z, kind = Suffixes("mask", 8, MASK, MASK, 0.0)(x, free, draws(), None)
+    assert torch.equal(kind == M, z == MASK) and torch.equal((kind == G) | (kind == M), free)
+    count, before = (k.view(400, 2, 8).sum(-1) for k in (kind == M, plain))
+    assert torch.equal(count, before)
+    ends = torch.stack([torch.arange(8) >= 8 - count[:, 0, None], torch.arange(8) >= 6 - count[:, 1, None]], dim=1)
+    suffix = ((kind == M).view(400, 2, 8) == ends & free.view(400, 2, 8)).all(-1)
+    same = ((kind == M) == plain).view(400, 2, 8).all(-1)
+    assert (suffix | same).all() and 0.5 < suffix.float().mean() < 0.75  # half, and those that were so before
+
+
+def test_training_asks_for_bundles_of_two_and_more():
+    model = tiny_model(n_rounds=1)
+    args = settings(chain.build_parser(""), corruption="mask", wrong_rate=0.0, confident_share=0.5, s_min=1, s_max=8)
+    args.width, args.tau_keep = 8, 0.5
+    OwnBlocksObjective.adapt(model, args)
+    objective = OwnBlocksObjective(model, {}, 38, args, torch.device("cpu"))
+    x = random_ids(64, 16)
+    draws = [generator("b", i) for i in range(64)]
+    z, kind = objective.corruption(x, torch.ones_like(x, dtype=torch.bool), draws, None)
+    bundle = objective.bundle(x, z, kind, draws, context(model, x, True))
+    size = bundle.view(64, 2, 8).sum(-1)
+    assert not (size == 1).any() and (size == 0).any() and (size > 1).any() and not (bundle & (kind != M)).any()
+
+
+@pytest.fixture
+def base(tmp_path, monkeypatch, capsys):
+    caller(train, monkeypatch, capsys)(*TOY, "--max_iters", 2, "--stage_a_only", "--out_dir", tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.mark.parametrize("script", [own_blocks, distill])
+def test_adapters_train_resume_and_decode(script, base, tmp_path, monkeypatch, capsys):
+    call = caller(script, monkeypatch, capsys)
+    run = [*TOY, "--init_from", base, "--n_last", 1, "--max_iters", 4]
+    call(*run, "--out_dir", tmp_path / "a")
+    call(*run, "--out_dir", tmp_path / "b", "--stop_at", 2)
+    call("--init_from", "resume", "--out_dir", tmp_path / "b")
+    a, b = (load_file(tmp_path / name / "adapter.safetensors") for name in "ab")
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    assert all(k.startswith("own.") for k in a) == (script is own_blocks)
+    given = ["--ckpt", base, "--adapter", tmp_path / "a", "--prompt_ids", "4,4,5", "--gen_length", 4, "--json"]
+    record = json.loads(caller(sample, monkeypatch, capsys)(*given, "--tau_m2t", -1))
+    assert len(record["tokens"]) > 0 and (record["nfe"]["partial"] > 0) == (script is own_blocks)
+
+
+def test_mistakes_are_one_line(base, tmp_path, monkeypatch, capsys):
+    call = caller(own_blocks, monkeypatch, capsys)
+    run = [*TOY, "--init_from", base, "--out_dir", tmp_path / "run"]
+    assert "--corruption mask" in call.fails(*run, "--corruption", "draft")
+    assert "--init_from" in call.fails(*TOY, "--out_dir", tmp_path / "run")
+    call(*run, "--n_last", 1, "--max_iters", 1)
+    saved = json.loads((tmp_path / "run" / "adapter.json").read_text())
+    (tmp_path / "run" / "adapter.json").write_text(json.dumps(saved | {"width": "wide"}))
+    given = ["--ckpt", base, "--adapter", tmp_path / "run", "--prompt_ids", "4,4,5"]
+    assert "width" in caller(sample, monkeypatch, capsys).fails(*given)
