@@ -4,12 +4,12 @@ On a toy (toy.py) nothing is estimated where it can be enumerated: the output di
 product, that of one-at-a-time decoding a chain, and both are compared with the true table. Validity alone can be won
 by always writing one phrase, so a distance between distributions stands beside it.
 
-Names of Unicode characters are completed from their first third of tokens (rounded up), the held out and the trained
-apart, and `unicodedata` judges. Shares of the names drawn: `exist`, the completion is some character's name, with
-Wilson's 95 % interval; `itself`, it is the very name drawn, so for a held-out prompt a name never trained on;
-`distinct`, different existing names; `repeated`, completions that another drawn name's completion equals, real or not.
+Names of Unicode characters are completed from their first third of tokens (rounded up), held out and trained apart;
+`unicodedata` judges. Shares of the names drawn: `exist`, the completion is some character's name (low, high: Wilson's
+95 %); `itself`, it is the very name drawn, so of a held-out prompt one never trained on; `distinct`, different existing
+names; `repeated`, completions that another drawn name's completion equals, real or not. Forwards: all, in full ones.
 
-    python evaluate.py --data modes --ckpt out/base --adapter out/n2  # the decoders' table, of base and adapter
+    python evaluate.py --data modes --ckpt out/base --adapter out/n2  # the decoders' table, of the base with an adapter
     python evaluate.py --data names --ckpt assets/names --json        # factorised decoders, for a script to read
 """
 

@@ -180,7 +180,7 @@ def test_mistakes(trained, tmp_path, monkeypatch, capsys):
     assert "no toy settings" in refused(evaluate, monkeypatch, capsys, "--data", "modes", "--ckpt", tmp_path)
     settings = json.loads(Path(run, "toy.json").read_text())
     assert torch.equal(evaluate.load_task("modes", run).support, t.support)
-    for wrong, says in (({"V": "many"}, "'V=many'"), ({"colour": 3}, "colour=3"), ({"n_modes": 99}, "n_modes")):
+    for wrong, says in (({"V": "many"}, "V=many"), ({"colour": 3}, "colour=3"), ({"n_modes": 99}, "99 modes")):
         (tmp_path / "toy.json").write_text(json.dumps(settings | wrong))
         assert says in refused(evaluate, monkeypatch, capsys, "--data", "modes", "--ckpt", tmp_path)
     assert "--data names" in refused(evaluate, monkeypatch, capsys, "--data", "modes", "--ckpt", run, "--seed", 1)
