@@ -145,14 +145,12 @@ def save_adapter(model: Model, folder: Path, settings: dict) -> None:
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[safe_open]:
-    """A safetensors file, memory-mapped; a damaged one is one line."""
+    """A safetensors file, memory-mapped; a missing or damaged one is one line."""
     try:
         with safe_open(path, "pt") as file:
             yield file
-    except FileNotFoundError:
-        fail(f"{path} is missing: the checkpoint is incomplete, copy it again")
     except (SafetensorError, OSError, ValueError) as e:
-        fail(f"{path} is cut short, damaged or no safetensors file ({e}): copy or convert it again")
+        fail(f"{path} is missing, cut short, damaged or no safetensors file ({e}): copy or convert it again")
 
 
 def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
@@ -217,10 +215,8 @@ def load_model(
 
 
 def load_tokenizer(folder: Path, kind: str) -> Tokenizer | None:
-    """None where there is none: a toy's tokens are numbers, a released checkpoint may come without its tokenizer."""
-    if kind == "bpe":
-        return bpe_tokenizer(folder / "tokenizer.json") if (folder / "tokenizer.json").exists() else None
-    return byte_tokenizer() if kind == "bytes" else None
+    """None for a toy, whose tokens are numbers."""
+    return byte_tokenizer() if kind == "bytes" else bpe_tokenizer(folder / "tokenizer.json") if kind == "bpe" else None
 
 
 def adapter_settings(folder: str | Path) -> dict:

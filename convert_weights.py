@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from checkpoint import check, check_fit, open_tensors, stored, weight_files
-from data import EOS, MASK, Parser, bounded, bpe_tokenizer, fail, read_json, replace_file, write_json
+from data import EOS, MASK, Parser, bpe_tokenizer, fail, read_json, replace_file, write_json
 from model import Config, Model
 
 # C channels (n_embd), E experts, F expert width
@@ -178,7 +178,7 @@ def our_config(raw: dict, path: Path, eos_id: int, mask_id: int) -> Config:
         fail(f"{path}: unknown field {unknown[0]} = {raw[unknown[0]]!r}: it may change the model, so it is not ignored")
     for name, ours in (("eos_token_id", eos_id), ("mask_token_id", mask_id)):
         if raw.get(name) not in (ours, None):
-            fail(f"{path}: {name} = {raw[name]}, the tokenizer (or flag) says {ours}")
+            fail(f"{path}: {name} = {raw[name]}, the tokenizer says {ours}")
     kinds = {f.name: f.type for f in fields(Config)}
     values = {}
     for name, ours in FIELDS.items():
@@ -261,28 +261,17 @@ def announce(found: dict[str, Stored], shards: Shards, src: Path, out: Path) -> 
     return sum(sizes)
 
 
-def token_ids(src: Path, flags: list[int | None]) -> tuple[int, int, int]:
-    """(eos, mask, vocabulary) of tokenizer.json, or of the flags where there is none."""
-    path, given = src / "tokenizer.json", [i for i in flags if i is not None]
-    if len(given) != (0 if path.exists() else 2):
-        fail(f"--eos_id and --mask_id (LLaDA2.x: 156892 and 156895) are for a folder without {path}, and both needed")
-    if given:
-        return *given, 0
-    tokenizer = bpe_tokenizer(path)
-    if missing := [name for name in (EOS, MASK) if name not in tokenizer.special]:
-        fail(f"{path} has no {missing[0]} token")
-    return tokenizer.eos_id, tokenizer.mask_id, tokenizer.vocab_size
-
-
-def convert(src: Path, out: Path, eos_id: int | None, mask_id: int | None) -> None:
-    path = src / "config.json"
+def convert(src: Path, out: Path) -> None:
+    path, text = src / "config.json", src / "tokenizer.json"
     raw = read_json(path, "released config")
     if "n_layer" in raw:
         fail(f"{src} is already in our layout; `python -m released.export --to hf` is the way back")
-    eos_id, mask_id, used = token_ids(src, [eos_id, mask_id])
-    cfg = our_config(raw, path, eos_id, mask_id)
-    if used > cfg.vocab_size:
-        fail(f"{src / 'tokenizer.json'} has ids up to {used - 1}, {path} has vocab_size = {cfg.vocab_size}")
+    tokenizer = bpe_tokenizer(text)
+    if missing := [name for name in (EOS, MASK) if name not in tokenizer.special]:
+        fail(f"{text} has no {missing[0]} token")
+    cfg = our_config(raw, path, tokenizer.eos_id, tokenizer.mask_id)
+    if tokenizer.vocab_size > cfg.vocab_size:
+        fail(f"{text} has ids up to {tokenizer.vocab_size - 1}, {path} has vocab_size = {cfg.vocab_size}")
     found = survey(src)
     shards = to_ours(found, cfg, src)
     bias = next((t.dtype for name, t in found.items() if name.endswith("expert_bias")), "F32")
@@ -296,8 +285,6 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--src", type=Path, required=True, help="folder of the released checkpoint")
     parser.add_argument("--out", type=Path, required=True, help="new or empty folder, or one left incomplete")
-    parser.add_argument("--eos_id", type=bounded(int, 0), help="where there is no tokenizer.json; LLaDA2.x: 156892")
-    parser.add_argument("--mask_id", type=bounded(int, 0), help="where there is no tokenizer.json; LLaDA2.x: 156895")
     args = parser.parse_args()
     try:
         convert(**vars(args))

@@ -39,7 +39,7 @@ from convert_weights import (
     survey,
     write_folder,
 )
-from data import Parser, fail, read_json, write_json
+from data import Parser, fail, learn_bpe, read_json, write_json
 from model import Config
 
 # C channels (n_embd), K = n_rounds, r rank of an adapter
@@ -136,6 +136,8 @@ def to_hf(args: Namespace) -> None:
     bias = index.get("metadata", {}).get("released_expert_bias", "F32")
     shards = to_released(found, cfg, args.src, lora, scale, bias)
     files = checkpoint_files(shards, args.src)
+    if cfg.tokenizer == "bytes":  # known by its name here; there it is a file, and the converter reads the ids from it
+        files["tokenizer.json"] = partial(write_json, value=learn_bpe([], 258))
     if markers is not None:
         files["markers.safetensors"] = markers_file(markers, n_last)
     kept = args.src / "released_config.json"

@@ -21,7 +21,7 @@ MOE_LAYERS = (1, 2, 3)
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("golden") / "ours"
-    convert_weights.convert(GOLDEN, folder, None, None)
+    convert_weights.convert(GOLDEN, folder)
     return folder
 
 

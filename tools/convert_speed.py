@@ -24,7 +24,7 @@ from torch import Tensor
 
 from checkpoint import PRESETS
 from convert_weights import Target, checkpoint_files, plan, write_folder
-from data import Parser, write_json
+from data import Parser, learn_bpe, write_json
 from model import Config
 from released.export import released_config
 
@@ -46,7 +46,8 @@ def write_released(folder: Path, cfg: Config) -> None:
     for shard, name, _, released, part in plan(cfg):
         dtype = "F32" if name.endswith("expert_bias") else "BF16"
         shards[shard] |= {r: Noise(dtype, part, []) for r in released}
-    files = checkpoint_files(shards, folder) | {"config.json": partial(write_json, value=released_config(cfg))}
+    files = checkpoint_files(shards, folder) | {"tokenizer.json": partial(write_json, value=learn_bpe([], 258))}
+    files["config.json"] = partial(write_json, value=released_config(cfg))
     write_folder(folder, files, 3 * sum(t.size for tensors in shards for t in tensors.values()))
 
 
@@ -57,7 +58,7 @@ def measure(scale: float) -> None:
     with tempfile.TemporaryDirectory(prefix="cocommit-") as folder:
         src, out, copy = (Path(folder) / name for name in ("released", "ours", "copy"))
         write_released(src, cfg)
-        command = [sys.executable, "convert_weights.py", "--src", src, "--out", out, "--eos_id", "1", "--mask_id", "2"]
+        command = [sys.executable, "convert_weights.py", "--src", src, "--out", out]
         best = {}
         for target, step in [(copy, ["cp", "-r", src, copy]), (out, command)] * 2:
             shutil.rmtree(target, ignore_errors=True)

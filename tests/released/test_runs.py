@@ -28,7 +28,7 @@ GOLDEN = Path(__file__).parent.parent / "data" / "golden_a"
 def golden(tmp_path_factory):
     """The golden checkpoint in our layout, with room for every prompt, and a random adapter for it."""
     folder = tmp_path_factory.mktemp("golden")
-    convert_weights.convert(GOLDEN, folder / "base", None, None)
+    convert_weights.convert(GOLDEN, folder / "base")
     config = json.loads((folder / "base" / "config.json").read_text())
     (folder / "base" / "config.json").write_text(json.dumps(config | {"max_len": 1024, "block_length": 8}))
     model = load_model(folder / "base", "cpu", torch.float32, n_last=2)
