@@ -40,15 +40,9 @@ NAMES_VOCAB = 1024  # ids of the BPE that is learned for the corpus `names`
 EOS, MASK = "<|endoftext|>", "<|mask|>"  # the released names; every tokenizer uses them
 
 
-def first_to_fail() -> bool:
-    """Whether to speak for the run; of several processes (released/parallel.py), only the first one does."""
-    return True
-
-
 def fail(message: str) -> NoReturn:
     """A user's mistake: one line that says what is wrong and what to do, exit code 2."""
-    if first_to_fail():
-        print("error: " + " ".join(str(message).split()), file=sys.stderr)
+    print("error: " + " ".join(str(message).split()), file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -144,18 +138,14 @@ class Tokenizer:
         text = unicodedata.normalize("NFC", text) if self.nfc else text
         return [self.ids[r] for r in self.encoding.encode(text, allowed_special="all")]
 
-    def encode_documents(self, texts: list[str]) -> list[np.ndarray]:
+    def encode_document(self, text: str) -> np.ndarray:
         """Corpus text to int32 ids: here the name of a special token is ordinary text."""
-        texts = [unicodedata.normalize("NFC", t) for t in texts] if self.nfc else texts
-        ranks = (self.encoding.encode_ordinary(text) for text in texts)
-        return [np.array([self.ids[r] for r in text], dtype=np.int32) for text in ranks]
-
-    def decode_bytes(self, ids: list[int]) -> bytes:
-        return b"".join(self.token_bytes.get(i, b"") for i in ids)
+        text = unicodedata.normalize("NFC", text) if self.nfc else text
+        return np.array([self.ids[r] for r in self.encoding.encode_ordinary(text)], dtype=np.int32)
 
     def decode(self, ids: list[int]) -> str:
         """Ids to text; special tokens are left out and bytes that are no UTF-8 become U+FFFD."""
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+        return b"".join(self.token_bytes.get(i, b"") for i in ids).decode("utf-8", errors="replace")
 
     def piece(self, token: int) -> str:
         """A token's text with every character visible, bytes that are no UTF-8 as <E2>, special tokens by name."""
@@ -275,13 +265,10 @@ def learn_bpe(texts: Iterable[str], vocab_size: int) -> dict:
 class Filter:
     """The paper's filter (Training) of records with FineWeb-Edu's fields; a record without a field passes."""
 
-    min_score: int = 3
-    min_tokens: int = 256
-    max_tokens: int = 1800
     max_docs: int = 0  # 0: all of them
 
     def keeps(self, record: dict) -> bool:
-        limits = ("int_score", self.min_score, math.inf), ("token_count", self.min_tokens, self.max_tokens)
+        limits = ("int_score", 3, math.inf), ("token_count", 256, 1800)
         return all(record.get(name) is None or low <= record[name] <= high for name, low, high in limits)
 
 
@@ -415,7 +402,7 @@ def load_sequences(
     documents = load_text(sources, keep)
     train, val = [], []
     for name, text in tqdm(documents, desc="tokenize", leave=False, disable=None):
-        ids = tokenizer.encode_documents([text])[0]
+        ids = tokenizer.encode_document(text)
         ids = np.pad(ids, (0, 1 + (-len(ids) - 1) % block_length), constant_values=tokenizer.eos_id)
         (val if is_validation(name) else train).extend(ids[i : i + seq_len] for i in range(0, len(ids), seq_len))
     if not train or not val:

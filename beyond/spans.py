@@ -81,7 +81,7 @@ def cut(documents: list[tuple[str, str]], tokenizer: Tokenizer, B: int, most: in
         if not is_validation(name):
             continue
         for piece, python in pieces(name, text):
-            ids = tokenizer.encode_documents([piece])[0].tolist()
+            ids = tokenizer.encode_document(piece).tolist()
             if not python:
                 ids = ids[:most]
             if not 3 * B <= len(ids) <= most:

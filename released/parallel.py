@@ -54,7 +54,7 @@ def start() -> None:
         store, _, _ = next(dist.rendezvous("env://"))
     except (ValueError, RuntimeError) as e:
         data.fail(f"RANK is set, but the other processes cannot be reached ({e}): start them with torchrun")
-    data.first_to_fail = lambda: store.add("errors", 1) == 1
+    data.print = lambda *words, **how: print(*words, **how) if store.add("errors", 1) == 1 else None
     if RANK:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for as long as the process lives)
         sys.stderr.isatty = lambda: False  # tqdm draws no bar there

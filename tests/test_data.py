@@ -50,8 +50,8 @@ def test_bytes_round_trip_and_specials():
     assert t.encode(TEXT) == list(TEXT.encode()) and t.decode(t.encode(TEXT)) == TEXT
     assert (t.eos_id, t.mask_id, t.vocab_size) == (256, 257, 258)
     assert t.encode("<|endoftext|>") == [256]  # typed by a user it is the token ...
-    assert t.encode_documents(["<|endoftext|>"])[0].tolist() == list(b"<|endoftext|>")  # ... in a corpus it is text
-    assert t.encode_documents([""])[0].tolist() == []
+    assert t.encode_document("<|endoftext|>").tolist() == list(b"<|endoftext|>")  # ... in a corpus it is text
+    assert t.encode_document("").tolist() == []
     assert t.decode([104, 105, 256, 257]) == "hi"
     assert t.decode(list("é".encode())[:1]) == "\ufffd"
     every = [c for n in range(256) if (c := chr(n)).encode()] + ["\u2028", "\U0010ffff", " \t \u00a0\u3000\x1c\x85"]
@@ -135,7 +135,7 @@ def test_each_merge_was_the_most_frequent_pair(names):
 
 def test_all_names_come_back(names, learned):
     _, t = learned
-    rows = t.encode_documents(names)
+    rows = [t.encode_document(name) for name in names]
     assert [t.decode(row.tolist()) for row in rows] == names
     assert 7.0 < np.mean([len(row) for row in rows]) < 7.4  # 24 bytes a name
     assert np.mean([len(row) > 15 for row in rows]) < 0.025  # a row of 16 holds nearly all of them, with eos

@@ -47,7 +47,7 @@ def main() -> None:
     group.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     tokenizer, B = byte_tokenizer(), args.block_length
-    ids = tokenizer.encode_documents([args.text.replace("\\n", "\n")])[0].tolist()
+    ids = tokenizer.encode_document(args.text.replace("\\n", "\n")).tolist()
     if not ids:
         fail("--text is empty: give some text")
     x = torch.tensor([ids + [tokenizer.eos_id] * (-len(ids) % B)])

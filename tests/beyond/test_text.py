@@ -65,7 +65,7 @@ def test_one_at_a_time_fills_what_the_greedy_chain_does():
 
 def test_what_was_written_is_judged_as_text():
     tokenizer, piece = byte_tokenizer(), "def f(a):\n    return a + a\n"
-    ids = tokenizer.encode_documents([piece])[0].tolist()
+    ids = tokenizer.encode_document(piece).tolist()
     python, prose = (spans.Span(ids, 8, slice(4, 7), kind) for kind in (True, False))
     written = torch.tensor([list(s) for s in (b":\n    re", b":\n  ) re", b": f f f ")])
     got = text.quality([python, python, prose], written, tokenizer)
