@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cache import MAX_STEPS, Cached, Output, decode
+from cache import MAX_STEPS, Cached, Output, decode, in_full
 from checkpoint import DTYPES, load_model, load_tokenizer
 from corrupt import first_masked
 from data import Parser, Tokenizer, bounded, exists, fail, pick_device
@@ -225,7 +225,7 @@ def settle_args(args: argparse.Namespace, model: Model) -> Decoding:
 def counts_line(output: Output, cfg: Config) -> str:
     """Forwards by kind, the paper's figure (full forwards a token) and the honest one (all, in full forwards)."""
     n, nfe, share = max(1, len(output.tokens)), output.nfe, cfg.n_last / cfg.n_layer
-    total = nfe["full"] + nfe["commit"] + nfe["partial"] * share
+    total = in_full(nfe, cfg)
     return (f"{len(output.tokens)} tokens; forwards: {nfe['full']} full, {nfe['partial']} partial (x {share:.2f}), "
             f"{nfe['commit']} commit; {nfe['full'] / n:.3f} full a token, {total / n:.3f} in all")  # fmt: skip
 

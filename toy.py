@@ -3,16 +3,9 @@
 A toy maps a context to the probability of every tuple of an answer block. Marginals, entropies, total correlation
 (TC, the marginal entropies' sum less the joint entropy), mode and distances follow by enumeration, in float64 and nats.
 
-  modes        one of n_modes phrases; phrases 1 and 2 share tokens, so that the tuple of marginal argmaxes is no phrase
-  pairs        m/2 keyed pairs (a, a + s mod V), the key s from the context
-  mixed        m/4 times [f, u, a, g(a)], f from the context: u and a are equally unsure, but only a has a partner
-  copy         x_1 uniform, each later x_i copies it, or with probability eps is drawn afresh: a dial for TC
-  gaussian     a Gaussian copula, every correlation rho, cut into `levels` symbols of equal mass
-  permutation  the context picks m of the V symbols, the answer is a uniform order of them
-  sum          uniform subject to sum = c mod V: every proper subset is independent (V = 2 is parity)
-
-Sizes: V symbols, m answer positions (the block length), n_ctx contexts (32, or as many as there are); n_modes (3), eps
-(0.05), rho (0.9) and levels (8, in place of V) are one task's. `python -m tools.toys` prints the tables.
+Each task is described at its function below; c is the context. Sizes: V symbols, m answer positions (the block
+length), n_ctx contexts (32, or as many as there are); n_modes (3), eps (0.05), rho (0.9) and levels (8, in place of V)
+are one task's. `python -m tools.toys` prints the tables.
 """
 
 import inspect
@@ -30,6 +23,7 @@ from model import Model, sequence_context
 # R rows, N contexts, S support tuples, m answer positions, V symbols, Q quadrature nodes
 
 MAX_TUPLES = 65_536
+ROWS = 4096  # in one forward
 
 
 @dataclass
@@ -57,62 +51,31 @@ class Toy:
 
     def marginals(self) -> Tensor:
         """(N, m, V) float64."""
-        return self.conditional(torch.arange(self.n_ctx), torch.full((self.n_ctx, self.m), -1))
+        weight = self.prob[..., None].expand_as(self.support)  # (N, S, m)
+        return weight.new_zeros(self.n_ctx, self.V, self.m).scatter_add_(1, self.support, weight).mT
 
     def h_joint(self) -> Tensor:
         """(N,) float64: joint entropy in nats."""
         return torch.special.entr(self.prob).sum(-1)
 
-    def h_marginals(self) -> Tensor:
-        """(N, m) float64: entropy of every position in nats."""
-        return torch.special.entr(self.marginals()).sum(-1)
-
     def tc(self) -> Tensor:
         """(N,) float64: total correlation in nats."""
-        return self.h_marginals().sum(-1) - self.h_joint()
+        return torch.special.entr(self.marginals()).sum((1, 2)) - self.h_joint()
 
     def mode(self) -> Tensor:
         """(N, m) int64: the most probable tuple, the first one on ties."""
-        return self.support[torch.arange(self.n_ctx), first_max(self.prob)]
+        best = self.prob >= self.prob.amax(-1, keepdim=True) * (1 - 1e-9)  # rounding may have split a tie
+        return self.support[torch.arange(self.n_ctx), best.int().argmax(-1)]
 
     def log_prob(self, c: Tensor, tuples: Tensor) -> Tensor:
         """(R,), (R, m) int64 -> (R,) float64 in nats, -inf outside the support."""
         same = (tuples[:, None] == self.support[c]).all(-1)  # (R, S)
         return (same * self.prob[c]).sum(-1).log()
 
-    def coherent(self, c: Tensor, tuples: Tensor) -> Tensor:
-        """(R,), (R, m) int64 -> (R,) bool: is the tuple inside the support?"""
-        return self.log_prob(c, tuples) > -math.inf
-
-    def conditional(self, c: Tensor, z: Tensor) -> Tensor:
-        """(R,), (R, m) int64 with -1 for masked -> (R, m, V) float64: the exact p(x_i | visible part of z), the ideal
-        factorised decoder. A visible part of probability 0 has no conditional; its rows are uniform."""
-        support = self.support[c]  # (R, S, m)
-        fits = ((z[:, None] == support) | (z[:, None] == -1)).all(-1)
-        weight = (fits * self.prob[c])[..., None].expand_as(support)
-        joint = torch.zeros(len(z), self.V, self.m, dtype=torch.float64).scatter_add_(1, support, weight).mT
-        total = joint.sum(-1, keepdim=True)
-        return torch.where(total > 0, joint / total, 1 / self.V)
-
-
-def first_max(p: Tensor) -> Tensor:
-    """(..., S) -> (...) int64: index of the largest entry, the first on ties, where rounding may have split a tie."""
-    return (p >= p.amax(-1, keepdim=True) * (1 - 1e-9)).int().argmax(-1)
-
 
 def kl(p: Tensor, q: Tensor) -> Tensor:
-    """KL(p || q) in nats of aligned tables, (..., S) each -> (...); p complete, for KL(q || p) is inf if outside(q)."""
+    """KL(p || q) in nats of aligned tables, (..., S) each -> (...); p complete: KL(q || p) is inf if q leaves it."""
     return (torch.xlogy(p, p) - torch.xlogy(p, q)).sum(-1)
-
-
-def total_variation(p: Tensor, q: Tensor) -> Tensor:
-    """Total variation of aligned tables, (..., S) each -> (...); q may leave mass outside the support of p."""
-    return 0.5 * ((p - q).abs().sum(-1) + outside(q))
-
-
-def outside(q: Tensor) -> Tensor:
-    """(..., S) -> (...): the mass that q leaves outside the support, one minus its probability of a coherent tuple."""
-    return (1 - q.sum(-1)).clamp(min=0)
 
 
 def product_table(toy: Toy, c: Tensor, q_marginals: Tensor) -> Tensor:
@@ -122,14 +85,14 @@ def product_table(toy: Toy, c: Tensor, q_marginals: Tensor) -> Tensor:
 
 def _contexts(n_ctx: int | None, most: int) -> int:
     if n_ctx and n_ctx > most:
-        raise ValueError(f"n_ctx must lie in 1..{most} here, not {n_ctx}")
+        fail(f"n_ctx must lie in 1..{most} here, not {n_ctx}")
     return n_ctx or min(32, most)
 
 
 def _tuples(V: int, k: int) -> Tensor:
     """(V**k, k) int64: all tuples, the last position fastest."""
     if V**k > MAX_TUPLES:
-        raise ValueError(f"{V}**{k} = {V**k:,} tuples, more than {MAX_TUPLES:,}: take fewer symbols or a smaller m")
+        fail(f"{V}**{k} = {V**k:,} tuples, more than {MAX_TUPLES:,}: take fewer symbols or a smaller m")
     return torch.cartesian_prod(*[torch.arange(V)] * k).reshape(-1, k)
 
 
@@ -146,9 +109,10 @@ def _shifted(base: Tensor, prob: Tensor, V: int, n_ctx: int | None, rng: Rng) ->
 
 
 def modes(rng: Rng, V: int = 24, m: int = 4, n_ctx: int | None = None, n_modes: int = 3) -> Table:
-    """Weights 4 : 3 : 3 ...; where phrases 1 and 2 share a token, it (6) beats phrase 0, which wins the other half."""
+    """One of n_modes phrases, weights 4 : 3 : 3 ...; where phrases 1 and 2 share a token, it (6) beats phrase 0, which
+    wins the other half: the tuple of marginal argmaxes is no phrase."""
     if n_modes > V:
-        raise ValueError(f"{n_modes} modes need as many symbols at every position: V = {V} is too small")
+        fail(f"{n_modes} modes need as many symbols at every position: V = {V} is too small")
     N = _contexts(n_ctx, 128)
     phrases = rng.permuted(np.tile(np.arange(V), (N, m, 1)), axis=-1)[..., :n_modes]  # (N, m, S)
     shared = rng.permuted(np.tile(np.arange(m) < m // 2, (N, 1)), axis=-1)  # (N, m)
@@ -160,16 +124,16 @@ def modes(rng: Rng, V: int = 24, m: int = 4, n_ctx: int | None = None, n_modes: 
 def pairs(rng: Rng, V: int = 8, m: int = 4, n_ctx: int | None = None) -> Table:
     """m/2 pairs (a, a + s mod V), a uniform, s = c; only a group that holds both members pays, ln V each."""
     if m % 2:
-        raise ValueError(f"pairs needs an even m, not {m}")
+        fail(f"pairs needs an even m, not {m}")
     free = _tuples(V, m // 2)
     partner = (free + torch.arange(_contexts(n_ctx, V))[:, None, None]) % V  # (N, S, m/2)
     return V, torch.stack((free.expand_as(partner), partner), -1).flatten(2), None
 
 
 def mixed(rng: Rng, V: int = 8, m: int = 4, n_ctx: int | None = None) -> Table:
-    """m/4 times [f, u, a, g(a)], f = c, u and a uniform, g(a) = V - 1 - a: no rule on marginals can tell u from a."""
+    """m/4 times [f, u, a, g(a)], f = c, u and a uniform, a's partner g(a) = V - 1 - a: no marginal tells u from a."""
     if m % 4:
-        raise ValueError(f"mixed needs an m that 4 divides, not {m}")
+        fail(f"mixed needs an m that 4 divides, not {m}")
     N = _contexts(n_ctx, V)
     u, a = _tuples(V, m // 2).expand(N, -1, -1).unflatten(2, (-1, 2)).unbind(-1)  # (N, S, m/4) each
     f = torch.arange(N)[:, None, None].expand_as(a)
@@ -177,14 +141,14 @@ def mixed(rng: Rng, V: int = 8, m: int = 4, n_ctx: int | None = None) -> Table:
 
 
 def noisy_copy(rng: Rng, V: int = 8, m: int = 4, n_ctx: int | None = None, eps: float = 0.05) -> Table:
-    """x_1 uniform; x_i = x_1 with probability 1 - eps, else uniform over all V; the context shifts each position."""
+    """x_1 uniform; x_i = x_1 with probability 1 - eps, else uniform over all V: a dial for TC. Shifted by context."""
     base = _tuples(V, m)
     p = eps / V + (1 - eps) * (torch.arange(V) == 0).double()  # of x_i - x_1 mod V
     return _shifted(base, p[(base[:, 1:] - base[:, :1]) % V].prod(-1) / V, V, n_ctx, rng)
 
 
 def gaussian(rng: Rng, levels: int = 8, m: int = 3, n_ctx: int | None = None, rho: float = 0.9) -> Table:
-    """z_i = sqrt(rho) f + sqrt(1 - rho) e_i, cut at the quantiles k/levels; the context shifts each position."""
+    """z_i = sqrt(rho) f + sqrt(1 - rho) e_i, every correlation rho, cut at quantiles k/levels; shifted by context."""
     base = _tuples(levels, m)
     # Given f, a cell is a step of width sqrt(1 - rho), too sharp for Gauss-Hermite (200 nodes: 0.02 nats off at rho
     # 0.99). The trapezoid rule converges fast: 8 nodes a width leave exp(-2 pi**2 * 64 / m), less than rounding.
@@ -203,7 +167,7 @@ def gaussian(rng: Rng, levels: int = 8, m: int = 3, n_ctx: int | None = None, rh
 def permutation(rng: Rng, V: int = 8, m: int = 4, n_ctx: int | None = None) -> Table:
     """The context picks m distinct symbols of V; the answer is one of their m! orders, uniformly."""
     if m > V or math.factorial(m) > MAX_TUPLES:
-        raise ValueError(f"permutation needs m <= V and m! <= {MAX_TUPLES:,}, not m = {m} and V = {V}")
+        fail(f"permutation needs m <= V and m! <= {MAX_TUPLES:,}, not m = {m} and V = {V}")
     N = _contexts(n_ctx, math.comb(V, m))
     chosen: dict[tuple[int, ...], None] = {}  # a set in order of drawing
     while len(chosen) < N:
@@ -213,7 +177,7 @@ def permutation(rng: Rng, V: int = 8, m: int = 4, n_ctx: int | None = None) -> T
 
 
 def modular_sum(rng: Rng, V: int = 5, m: int = 3, n_ctx: int | None = None) -> Table:
-    """Uniform over the tuples whose sum is c mod V: the dependence shows only in the full set."""
+    """Uniform over the tuples whose sum is c mod V (V = 2: parity): the dependence shows only in the full set."""
     c = torch.arange(_contexts(n_ctx, V))
     free = _tuples(V, m - 1).expand(len(c), -1, -1)
     return V, torch.cat((free, (c[:, None, None] - free.sum(-1, keepdim=True)) % V), -1), None
@@ -227,16 +191,14 @@ BOUNDS = dict(V=(2, 1024), m=(2, 32), n_ctx=(1, 128), levels=(2, 1024), n_modes=
 
 
 def make(name: str, *, seed: int = 0, **given: int | float) -> Toy:
-    """Build a task with seeded contexts. Raises ValueError, one sentence each: an unknown task, a size that the task
-    does not use or that is impossible, a table of more than 65,536 tuples."""
-    if name not in TASKS:
-        raise ValueError(f"no task {name!r}: choose from {', '.join(TASKS)}")
+    """Build a task with seeded contexts. Refused: a size that the task does not use or that is impossible, a table of
+    more than 65,536 tuples."""
     used = list(inspect.signature(TASKS[name]).parameters)[1:]  # the first is the generator
     for key, value in given.items():
         if key not in used:
-            raise ValueError(f"the {name} task does not use {key}: it uses {', '.join(used)}")
+            fail(f"the {name} task does not use {key}: it uses {', '.join(used)}")
         if not BOUNDS[key][0] <= value <= BOUNDS[key][1]:
-            raise ValueError(f"{key} must lie in {BOUNDS[key][0]:g}..{BOUNDS[key][1]:g}, not {value}")
+            fail(f"{key} must lie in {BOUNDS[key][0]:g}..{BOUNDS[key][1]:g}, not {value}")
     V, support, prob = TASKS[name](np.random.default_rng(seed), **given)
     N, S, _ = support.shape
     prob = torch.full((S,), 1 / S, dtype=torch.float64) if prob is None else prob
@@ -252,11 +214,8 @@ def sizes(given: list[str]) -> dict[str, int | float]:
 
 
 def build(name: str, given: list[str], seed: int = 0) -> Toy:
-    """`make` with sizes from the command line, like ["V=12"], and one line about what cannot be."""
-    try:
-        return make(name, seed=seed, **sizes(given))
-    except ValueError as error:
-        fail(error)
+    """`make` with sizes from the command line, like ["V=12"]."""
+    return make(name, seed=seed, **sizes(given))
 
 
 class Rows:
@@ -281,27 +240,28 @@ class Rows:
         return "endless rows"
 
 
-def answer_logits(model: Model, ids: Tensor, n_rounds: int) -> Tensor:
-    """Rows [prompt block | answer block] (R, 2m) int64 -> logits of the answer (R, m, vocab) float32: Stage A for
-    n_rounds 0, else Stage B with every masked position of the answer in the bundle."""
-    m, bundle = ids.shape[1] // 2, ids == model.cfg.mask_id
-    ctx = sequence_context(model.cfg, torch.ones_like(bundle), model.compute_dtype)
-    h = model.prefix(ids, ctx)
-    h = model.coordinate(h, bundle, ctx, n_rounds) if n_rounds else model.last_n(h, ctx)
-    return model.head(h[:, m:])
-
-
 @torch.no_grad()
-def block_loss(model: Model, toy: Toy, n_rounds: int) -> float:
-    """Cross-entropy of the whole answer written in one step: sum_i E_p[-log q_i(x_i)] in nats, mean over contexts."""
-    c = torch.arange(toy.n_ctx)
-    ids = torch.cat([toy.prompt(c), torch.full((toy.n_ctx, toy.m), toy.mask_id)], dim=1).to(model.wte.weight.device)
-    log_q = answer_logits(model, ids, n_rounds).double().log_softmax(-1)[..., : toy.V].cpu()
-    return float(-(toy.marginals() * log_q).sum((1, 2)).mean())
+def answer_log_probs(model: Model, toy: Toy, c: Tensor, z: Tensor, n_rounds: int) -> Tensor:
+    """log q(x_i | z) of answer blocks z (R, m) int64, masked where -1, in contexts c (R,): (R, m, V) float64. Stage A
+    for n_rounds 0, else Stage B with every masked position in the bundle. Mass on non-answer tokens stays lost."""
+    out = []
+    for c_part, z_part in zip(c.split(ROWS), z.split(ROWS), strict=True):
+        ids = torch.cat([toy.prompt(c_part), z_part.masked_fill(z_part < 0, toy.mask_id)], dim=1)
+        ids = ids.to(model.wte.weight.device)
+        bundle = ids == toy.mask_id
+        ctx = sequence_context(model.cfg, torch.ones_like(bundle), model.compute_dtype)
+        h = model.prefix(ids, ctx)
+        h = model.coordinate(h, bundle, ctx, n_rounds) if n_rounds else model.last_n(h, ctx)
+        out.append(model.head(h[:, toy.m :]).cpu().double())
+    return torch.cat(out).log_softmax(-1)[..., : toy.V]
 
 
 def floors(model: Model, toy: Toy) -> dict[str, float]:
-    """The loss of the whole answer in one step by each stage, between the best joint and the best factorised one."""
+    """The loss of the whole answer in one step, sum_i E_p[-log q_i(x_i)], by each stage, and between which figures it
+    must lie: the best joint and the best factorised one. Nats, means over contexts."""
+    losses, c, masks = {}, torch.arange(toy.n_ctx), torch.full((toy.n_ctx, toy.m), -1)
+    for stage, n_rounds in (("A", 0), ("B", model.cfg.n_rounds)):
+        log_q = answer_log_probs(model, toy, c, masks, n_rounds)
+        losses[f"block_{stage}"] = float(-(toy.marginals() * log_q).sum((1, 2)).mean())
     h, tc = float(toy.h_joint().mean()), float(toy.tc().mean())
-    block = {"block_A": block_loss(model, toy, 0), "block_B": block_loss(model, toy, model.cfg.n_rounds)}
-    return block | {"floor_joint": h, "floor_factorised": h + tc}
+    return losses | {"floor_joint": h, "floor_factorised": h + tc}

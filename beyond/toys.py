@@ -25,11 +25,11 @@ from statistics import median
 import torch
 
 import toy
-from checkpoint import adapter_settings
+from checkpoint import adapter_settings, load_model
 from data import Parser, bounded, fail, generator, pick_device, read_json
-from evaluate import DECODERS, ONE_STEP, ROWS, answer_log_probs, load, load_task, print_table, quality
+from evaluate import DECODERS, ONE_STEP, load_task, print_table, quality
 from model import Model
-from toy import Toy
+from toy import ROWS, Toy
 
 # N contexts, S support tuples, m answer positions, V answer symbols, n draws
 
@@ -48,13 +48,12 @@ def sampled_kl(model: Model, task: Toy, draws: int) -> tuple[float, float]:
     kl, variance = [], []
     for n in range(task.n_ctx):
         u = torch.rand(draws, 2 * task.m, generator=generator("joint samples", n)).to(model.wte.weight.device)
-        ids = torch.cat([task.prompt(torch.tensor([n])), torch.full((1, task.m), task.mask_id)], dim=1).to(u.device)
         parts = []
         for part in u.split(ROWS):
             model.u = part  # what the markers of this pass carry
-            logits = toy.answer_logits(model, ids.expand(len(part), -1), model.cfg.n_rounds)
-            q_i = logits.cpu().double().softmax(-1)[..., : task.V]
-            parts.append(toy.product_table(task, torch.full((len(part),), n), q_i)[:, task.prob[n] > 0])
+            context, masks = torch.full((len(part),), n), torch.full((len(part), task.m), -1)
+            q_i = toy.answer_log_probs(model, task, context, masks, model.cfg.n_rounds).exp()
+            parts.append(toy.product_table(task, context, q_i)[:, task.prob[n] > 0])
         model.u = None
         q, p = torch.cat(parts), task.prob[n][task.prob[n] > 0]  # (n, S), (S,)
         mean = q.mean(0)
@@ -66,10 +65,10 @@ def sampled_kl(model: Model, task: Toy, draws: int) -> tuple[float, float]:
 
 def measure(folder: str, settings: dict, draws: int, device: torch.device) -> dict[str, float]:
     """The figures of one adapter, by column."""
-    base, task = load(settings["base"], None, device), load_task(settings["data"][0], settings["base"])
-    model, everywhere = load(settings["base"], folder, device), torch.arange(task.n_ctx)
+    base, task = load_model(settings["base"], device, torch.float32), load_task(settings["data"][0], settings["base"])
+    model, everywhere = load_model(settings["base"], device, torch.float32, folder), torch.arange(task.n_ctx)
     masks = torch.full((task.n_ctx, task.m), -1)
-    p, q = (answer_log_probs(net, task, everywhere, masks, 0) for net in (base, model))
+    p, q = (toy.answer_log_probs(net, task, everywhere, masks, 0) for net in (base, model))
     b = quality(model, task, replace(ONE_STEP, n_rounds=model.cfg.n_rounds))
     row = {
         "A coherent": quality(model, task, DECODERS["Stage A, one step"])["coherent"],

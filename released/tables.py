@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from data import Parser, fail, read_json
-from evaluate import print_table
+from evaluate import print_table, wilson
 from released.ablation import Ablation
 from released.benchmarks import TASKS
 from sample import MODES
@@ -170,13 +170,6 @@ def summary(run: Run) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # statistics
-
-
-def wilson(k: int, n: int) -> tuple[float, float]:
-    """95 % interval (Wilson's) of a share of which k of n were seen."""
-    z2 = 1.959963984540054**2
-    middle, spread = (k + z2 / 2) / (n + z2), math.sqrt(z2 * k * (n - k) / n + z2 * z2 / 4) / (n + z2)
-    return middle - spread, middle + spread
 
 
 def mcnemar(b: int, c: int) -> float:

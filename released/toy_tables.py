@@ -12,8 +12,9 @@ from dataclasses import replace
 import torch
 
 import toy
+from checkpoint import load_model
 from data import Parser, fail, pick_device
-from evaluate import ONE_STEP, distances, load, load_task, number, one_step_table, print_table, quality
+from evaluate import ONE_STEP, distances, load_task, number, one_step_table, print_table, quality
 from released import ablation
 from released.ablation import Ablation
 from released.tables import MECHANISM
@@ -27,7 +28,10 @@ def mechanism(ckpt: str, adapters: list[str], device: torch.device, task: Toy) -
     """Table 2: every variant of the decoder on the base or on base and adapter, beside the paper's GSM8K figures."""
     if len(adapters) != 1:
         fail("mechanism compares the base with one --adapter trained from it")
-    models = {"base": load(ckpt, None, device), "ours": load(ckpt, adapters[0], device)}
+    models = {
+        "base": load_model(ckpt, device, torch.float32),
+        "ours": load_model(ckpt, device, torch.float32, adapters[0]),
+    }
     for model in models.values():
         model.step = ablation.step
     q, rows = Ablation(**MODES["q"], n_rounds=models["ours"].cfg.n_rounds), []
@@ -45,7 +49,7 @@ def lastn(ckpt: str, adapters: list[str], device: torch.device, task: Toy) -> Ta
     """Table 3: adapters of several n, each writing the answer in one step, and with the paper's default decoder."""
     rows = []
     for folder in adapters:
-        model = load(ckpt, folder, device)
+        model = load_model(ckpt, device, torch.float32, folder)
         K = model.cfg.n_rounds
         one = quality(model, task, replace(ONE_STEP, n_rounds=K)) | distances(task, one_step_table(model, task, K))
         default = quality(model, task, Decoding(tau_m2t=0.7, tau_t2t=0.0, n_rounds=K))

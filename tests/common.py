@@ -1,5 +1,6 @@
 """A small random model with confident, varied predictions, and a command line that runs in this process."""
 
+import math
 import runpy
 import sys
 from argparse import Namespace
@@ -12,6 +13,7 @@ import torch
 from checkpoint import PRESETS, new_model
 from data import generator
 from model import Config, Model
+from toy import Toy
 
 ROOT = Path(__file__).resolve().parent.parent
 V, MASK, EOS = 40, 38, 39
@@ -75,6 +77,22 @@ def refused(script, monkeypatch, capsys, *argv: object) -> str:
 
 def random_ids(rows: int, T: int, seed: int = 0, high: int = MASK) -> torch.Tensor:
     return torch.randint(high, (rows, T), generator=generator("tests", "ids", seed))
+
+
+def coherent(t: Toy, c: torch.Tensor, tuples: torch.Tensor) -> torch.Tensor:
+    """(R,), (R, m) int64 -> (R,) bool: is the tuple inside the support?"""
+    return t.log_prob(c, tuples) > -math.inf
+
+
+def conditional(t: Toy, c: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """(R,), (R, m) int64 with -1 for masked -> (R, m, V) float64: the exact p(x_i | visible part of z), the ideal
+    factorised decoder. A visible part of probability 0 has no conditional; its rows are uniform."""
+    support = t.support[c]  # (R, S, m)
+    fits = ((z[:, None] == support) | (z[:, None] == -1)).all(-1)
+    weight = (fits * t.prob[c])[..., None].expand_as(support)
+    joint = torch.zeros(len(z), t.V, t.m, dtype=torch.float64).scatter_add_(1, support, weight).mT
+    total = joint.sum(-1, keepdim=True)
+    return torch.where(total > 0, joint / total, 1 / t.V)
 
 
 approx = pytest.approx

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from common import MASK, approx, command_line, random_ids, refused, settings, tiny_model
+from common import MASK, approx, coherent, command_line, conditional, random_ids, refused, settings, tiny_model
 from safetensors.torch import load_file
 
 import sample
@@ -56,12 +56,12 @@ def test_with_exact_conditionals_a_chain_is_coherent_and_a_beam_finds_the_joint_
     c, z = torch.arange(t.n_ctx), torch.full((t.n_ctx, t.m), t.mask_id)
 
     def exact(z, where, k):
-        log_p = t.conditional(c.repeat(len(z) // len(c)), z.masked_fill(z == t.mask_id, -1)).log()
+        log_p = conditional(t, c.repeat(len(z) // len(c)), z.masked_fill(z == t.mask_id, -1)).log()
         return choose(log_p[where], k)
 
     everything = torch.ones_like(z, dtype=torch.bool)
     greedy, beam = (chain_decode(z, everything, t.m, w, exact, t.m)[0] for w in (1, 5))
-    assert t.coherent(c, greedy).all() and t.coherent(c, beam).all()
+    assert coherent(t, c, greedy).all() and coherent(t, c, beam).all()
     best = t.log_prob(c, t.mode())
     torch.testing.assert_close(t.log_prob(c, beam), best)
     score = chain_decode(z, everything, t.m, 5, exact, t.m)[1][:, 0]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from common import MASK, command_line, random_ids, refused, settings, tiny_model
+from common import MASK, command_line, conditional, random_ids, refused, settings, tiny_model
 from grids import CDF_STEPS, grid
 from safetensors.torch import load_file
 
@@ -47,7 +47,7 @@ def test_a_grid_of_u_through_the_exact_chain_is_the_joint_distribution(task):
         c = torch.full((len(u),), context)
 
         def exact(z, where, k, c=c):
-            return quantile(t.conditional(c, z.masked_fill(z == t.mask_id, -1)).log()[where], k, u[where])
+            return quantile(conditional(t, c, z.masked_fill(z == t.mask_id, -1)).log()[where], k, u[where])
 
         drawn, score = chain_decode(z, torch.ones_like(z, dtype=torch.bool), t.m, 1, exact, t.m)
         tuples, counts = torch.unique(drawn, dim=0, return_counts=True)

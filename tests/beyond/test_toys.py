@@ -20,10 +20,10 @@ MODES = toy.make("modes", V=6, n_ctx=2)  # three phrases of 0.4, 0.3 and 0.3 in 
 def stub(monkeypatch, write):
     """A model whose Stage B writes what `write` makes of contexts (R,) and the answer's numbers u (R, m)."""
 
-    def answer_logits(model, ids, n_rounds):
-        return write(ids[:, 0] - MODES.V, model.u[:, MODES.m :]).log()
+    def answer_log_probs(model, task, c, z, n_rounds):
+        return write(c, model.u[:, MODES.m :]).log().double()
 
-    monkeypatch.setattr(toy, "answer_logits", answer_logits)
+    monkeypatch.setattr(toy, "answer_log_probs", answer_log_probs)
     return SimpleNamespace(wte=SimpleNamespace(weight=torch.zeros(1)), cfg=SimpleNamespace(n_rounds=1), u=None)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from common import command_line, refused
 
+from evaluate import wilson
 from released import tables
 
 
@@ -43,7 +44,7 @@ def test_table_1_by_hand(tmp_path, monkeypatch, capsys):
     write_run(tmp_path / "sub" / "ours.jsonl", "gsm8k", BETTER, 4)
     write_run(tmp_path / "six.jsonl", "gsm8k", WORSE, 4, n_last=6)  # Table 3's, not Table 1's
     rows = printed("main", tmp_path, monkeypatch, capsys)
-    low, high = (100 * x for x in tables.wilson(5, 20))
+    low, high = (100 * x for x in wilson(5, 20))
     # 3 full and one commit for 10 tokens; with Stage B 4 + 1 + 4 * 3/20
     assert rows["GSM8K base"] == ["20/1319", "25.00", f"{low:.1f} .. {high:.1f}", "-", "-", "-", "0.300", "0.400"] + [
         "89.61", "-", "-", "0.26"]  # fmt: skip
@@ -124,13 +125,6 @@ def test_table_3_by_hand(tmp_path, monkeypatch, capsys):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # statistics
-
-
-def test_wilson():
-    # 8 of 10, z = 1.96: (0.8 + 3.8415/20) / 1.38415 = 0.71674, 1.96 * sqrt(0.016 + 3.8415/400) / 1.38415 = 0.22658
-    assert tables.wilson(8, 10) == pytest.approx((0.49016, 0.94332), abs=2e-5)
-    assert tables.wilson(0, 10) == pytest.approx((0.0, 3.841459 / 13.841459), abs=1e-6)  # z^2 / (n + z^2)
-    assert tables.wilson(10, 10) == pytest.approx((10 / 13.841459, 1.0), abs=1e-6)
 
 
 def test_mcnemar():
