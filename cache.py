@@ -138,6 +138,11 @@ class Output:
     warning: str | None = None
 
 
+def in_full(nfe: dict[str, float], cfg: Config) -> float:
+    """Forwards of all kinds in full ones: a commit forward is one, a partial one n/L of one."""
+    return nfe["full"] + nfe["commit"] + nfe["partial"] * cfg.n_last / cfg.n_layer
+
+
 class Row:
     """What the host knows of one prompt."""
 
