@@ -109,6 +109,28 @@ def test_steps_as_lines_by_hand(capsys):
     assert "    edit     4 '·San' -> '·New' 0.75" in capsys.readouterr().out.splitlines()
 
 
+def test_steps_on_a_terminal_by_hand(monkeypatch, capsys):
+    """The second block of `ours`: what is written is inverse, and Stage A's "San" struck out beside Stage B's "New"."""
+    record = dict(planted(True), steps=planted(True)["steps"][:2])
+    monkeypatch.setattr(sample.time, "sleep", lambda seconds: None)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    styled = lambda style, text: "".join(f"\x1b[{style}m{c}\x1b[0m" for c in text)  # noqa: E731
+    lines = [  # "before" and "after" of two steps
+        "step   1  In the city" + styled(7, "▒"),
+        "step   1  In the city" + styled(7, " of"),
+        "step   2  " + styled(7, "▒▒") + "▒▒",
+        "step   2  " + styled(7, " New") + styled(9, "(A: San)") + styled(7, " York") + "▒▒",
+    ]
+    sample.play(record)
+    shown = ["\r\x1b[K\x1b[?7l" + line + "\x1b[?7h" for line in lines]
+    assert capsys.readouterr().out == "".join(shown[:2]) + "\n" + "".join(shown[2:]) + "\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "22")
+    sample.play(record)
+    assert "step   2   New(A: San)\x1b" in capsys.readouterr().out  # cut, and in plain letters
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # the page as a file
 
