@@ -92,18 +92,16 @@ def first_masked(key: Tensor, masked: Tensor, size: Tensor, group: int) -> Tenso
     return masked & (rank < size[..., None]).view_as(masked)
 
 
-def loss_weights(kind: Tensor, fill: Tensor, lambdas: tuple[float, float, float] = LAMBDAS) -> Tensor:
+def loss_weights(kind: Tensor, fill: Tensor) -> Tensor:
     """Eq. 1's weight of every position, (R, T) float32. fill (R, T) bool: the masked positions that carry the fill
     loss, all of M in Stage A and the bundle in Stage B.
 
     No 1/t weight stands here, as an ELBO of masked diffusion would have: the paper's loss is Eq. 1, a plain sum."""
-    m2t, edit, clean = lambdas
+    m2t, edit, clean = LAMBDAS
     return m2t * (fill & (kind == M)).float() + edit * (kind == W).float() + clean * (kind == G).float()
 
 
-def three_term_loss(
-    model: "Model", h: Tensor, target: Tensor, kind: Tensor, fill: Tensor, lambdas: tuple[float, float, float] = LAMBDAS
-) -> tuple[Tensor, Tensor]:
+def three_term_loss(model: "Model", h: Tensor, target: Tensor, kind: Tensor, fill: Tensor) -> tuple[Tensor, Tensor]:
     """Eq. 1: weighted sum of cross-entropies to `target` at the same position (no shift), in nats.
 
     h (R, T, C) states before the head; target (R, T) int64; kind, fill as in `loss_weights` -> the sum, a scalar to be
@@ -113,7 +111,7 @@ def three_term_loss(
     Logits are made only where there is a loss, and in chunks that the backward pass makes again: at 157,184 tokens of
     vocabulary the full logits of 8 x 2048 positions in two stages would be 20 GB.
     """
-    weight = loss_weights(kind, fill, lambdas)
+    weight = loss_weights(kind, fill)
     chosen = weight > 0
     h, target, kind, weight = h[chosen], target[chosen], kind[chosen], weight[chosen]  # (n, C), (n,), (n,), (n,)
 

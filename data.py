@@ -148,13 +148,13 @@ class Tokenizer:
         return b"".join(self.token_bytes.get(i, b"") for i in ids).decode("utf-8", errors="replace")
 
     def piece(self, token: int) -> str:
-        """A token's text with every character visible, bytes that are no UTF-8 as <E2>, special tokens by name."""
+        """A token's text, all of it visible (an accent on ◌), bytes that are no UTF-8 as <E2>, special ones by name."""
         if not (raw := self.token_bytes.get(token, b"")):
             return {i: name for name, i in self.special.items()}.get(token, f"<{token}>")
         text, glyphs = raw.decode("utf-8", errors="surrogateescape"), {" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍"}
         glyphs |= {chr(0xDC00 + b): f"<{b:02X}>" for b in range(128, 256)}  # surrogateescape's stand-ins for bytes
         shown = (glyphs.get(c) or (c if c.isprintable() else f"<U+{ord(c):04X}>") for c in text)
-        return ("◌" if unicodedata.combining(text[0]) else "") + "".join(shown)  # an accent needs a letter to sit on
+        return ("◌" if unicodedata and unicodedata.combining(text[0]) else "") + "".join(shown)
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -318,6 +318,19 @@ def exists(name: str) -> str | None:
     except (KeyError, UnicodeEncodeError):  # unknown; a lone surrogate
         return None
     return found if unicodedata.name(found[0], "") == name else None
+
+
+def check_names(folder: Path, prompts: list[str]) -> bool:
+    """Whether completions can be judged: by a model of names, in a Python that knows them. A line for each doubt."""
+    taught = read_json(folder / "names.json", "names").get("unidata_version")
+    known = unicodedata and unicodedata.unidata_version
+    if known != taught:
+        here = known or "unknown: it has no module unicodedata"
+        print(f"note: the model learned the names of Unicode {taught}, this Python's are {here}", file=sys.stderr)
+    for prompt in prompts if known else ():
+        if not any(unicodedata.name(chr(code), "").startswith(prompt) for code in range(sys.maxunicode + 1)):
+            print(f"note: no character's name begins with {prompt!r}", file=sys.stderr)
+    return bool(known)
 
 
 def read_file(path: Path, name: str, keep: Filter, pass_over: bool = False) -> Iterator[tuple[str, str]]:

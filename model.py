@@ -140,9 +140,7 @@ class Linear(nn.Linear):
 
     def __init__(self, n_in: int, n_out: int, bias: bool = False):
         super().__init__(n_in, n_out, bias)
-        self.register_parameter("lora_A", None)
-        self.register_parameter("lora_B", None)
-        self.lora_scale = 0.0
+        self.lora_A = self.lora_B = None  # until add_lora
 
     def add_lora(self, r: int, alpha: float, generator: torch.Generator) -> None:
         A, device = torch.empty(r, self.in_features), self.weight.device
@@ -249,17 +247,6 @@ class MoE(nn.Module):
         out = F.grouped_mm(F.silu(gate) * up, self.down.to(x.dtype).transpose(1, 2), offs=ends)
         out = torch.empty_like(out).index_copy(0, order, out).view(len(x), self.n_active, -1)  # (N, A, C)
         return (out.float() * weights[..., None]).sum(1).to(x.dtype)
-
-    def experts_loop(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """The plain twin of `experts`, obviously right; the tests hold the two together, gradients included."""
-        y = torch.zeros(x.shape, device=x.device)
-        # unbind: indexing the stack would give each expert a gradient of the whole stack's size
-        for e, (gate_up, down) in enumerate(zip(self.gate_up.unbind(), self.down.unbind(), strict=True)):
-            token, place = (chosen == e).nonzero(as_tuple=True)
-            gate, up = F.linear(x[token], gate_up.to(x.dtype)).chunk(2, dim=-1)
-            out = F.linear(F.silu(gate) * up, down.to(x.dtype))
-            y = y.index_add(0, token, out.float() * weights[token, place, None])
-        return y.to(x.dtype)
 
 
 class Block(nn.Module):

@@ -8,15 +8,18 @@ With --n_rounds 0 (Stage B off) this is LLaDA2.1's released generate(), token fo
 cases included: strict gates, edits while masks remain, mask as an ordinary candidate. One departure, stated when it
 happens: a block that can never end (nothing changes any more, or MAX_STEPS forwards) is left with a warning.
 
-    python sample.py --ckpt out/names --prompt "ARABIC LIGATURE "                    # streams text, counts forwards
-    python sample.py --ckpt out/names --prompt "GREEK " --prompt "LATIN " --watch    # every step of every block
+    python sample.py --ckpt out/names --prompt "ARABIC LIGATURE"                     # streams text, counts forwards
+    python sample.py --ckpt out/names --prompt "GREEK" --prompt "LATIN" --watch      # every step of every block
     python sample.py --ckpt DIR --prompt_ids 5,9,12 --n_rounds 0 --json > run.json   # tokens, counts, steps
 """
 
 import argparse
 import json
 import math
+import os
+import shutil
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +30,7 @@ from torch import Tensor
 from cache import MAX_STEPS, Cached, Output, decode, in_full
 from checkpoint import DTYPES, load_model, load_tokenizer
 from corrupt import first_masked
-from data import Parser, Tokenizer, bounded, exists, fail, pick_device
+from data import Parser, Tokenizer, bounded, check_names, exists, fail, pick_device
 from model import Config, Model, sequence_context
 
 # R rows in flight, T positions, B block_length, V vocabulary, K = n_rounds
@@ -140,26 +143,27 @@ def step(engine: Cached, z: Tensor, prompt: Tensor, busy: bool, u: Tensor, d: De
 
 
 def generate(
-    model: Model, prompts: list[list[int]], d: Decoding, *, seed: int = 0, trace: bool = False,
-    on_block: Callable[[int, Output], None] | None = None, by: Callable | None = None,
+    model: Model, prompts: list[list[int]], d: Decoding, seed: int = 0, trace: bool = False,
+    on_block: Callable[[int, Output], None] | None = None,
 ) -> list[Output]:  # fmt: skip
-    """Decode every prompt (ids), as if alone but for exact ties, by the step given, the adapter's or the paper's."""
-    return decode(model, prompts, d, by or getattr(model, "step", step), seed, trace, on_block)
+    """Decode every prompt (ids), as if alone but for exact ties, by the model's own step (an extension's) or `step`."""
+    return decode(model, prompts, d, getattr(model, "step", step), seed, trace, on_block)
 
 
 # fmt: off
 def build_parser() -> Parser:
+    def ids(text: str) -> list[int]:
+        return [int(i) for i in text.split(",")]
     p, probability = Parser(__doc__), bounded(float, -1, 1)
     g = p.add_argument_group("model")
     g.add_argument("--ckpt", default="out/names", help="checkpoint folder of train.py or convert_weights.py")
     g.add_argument("--adapter", help="folder of LoRA and markers that train.py --init_from DIR wrote")
-    g.add_argument("--block_length", type=int, help="tokens decoded together (default: as trained)")
     g.add_argument("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
     g.add_argument("--dtype", choices=DTYPES, default="fp32", help="of weights and activations")
     g = p.add_argument_group("prompts")
     g.add_argument("--prompt", action="append", default=[], help="text; repeat the flag for several rows")
     g.add_argument("--prompts_file", help="a text file, one prompt a line")
-    g.add_argument("--prompt_ids", action="append", default=[], help="raw token ids, 1,2,3; repeat for several rows")
+    g.add_argument("--prompt_ids", type=ids, action="append", default=[], help="token ids, 1,2,3; repeat for several")
     g = p.add_argument_group("decoding")
     g.add_argument("--mode", choices=MODES, default="q", help="tau_m2t and tau_t2t: q 0.7, 0.5 (see there); s 0.5, 0")
     g.add_argument("--gen_length", type=bounded(int, 1), default=256, help="tokens; the last block is decoded whole")
@@ -176,25 +180,21 @@ def build_parser() -> Parser:
     g.add_argument("--top_p", type=bounded(float, 1e-6, 1), default=1.0, help="with temperature: so much mass (1: all)")
     g.add_argument("--seed", type=int, default=0)
     g = p.add_argument_group("output")
-    g.add_argument("--watch", action="store_true", help="show every step: filled, edited, left, with confidences")
+    g.add_argument("--watch", action="store_true", help="show every step; on a terminal in place (▒ a mask, ∎ the end)")
     g.add_argument("--json", action="store_true", help="one JSON object a prompt; tools/trace_page makes a page of it")
     return p
 # fmt: on
 
 
-def read_prompts(args: argparse.Namespace, tokenizer: Tokenizer | None, cfg: Config) -> list[list[int]]:
-    """Every prompt as ids, each checked to fit the model."""
-    texts = list(args.prompt)
+def read_prompts(args: argparse.Namespace, tokenizer: Tokenizer | None, cfg: Config, named: bool) -> list[list[int]]:
+    """Every prompt as ids, each checked to fit the model. In names a blank belongs to the word after it."""
     try:
-        texts += Path(args.prompts_file).read_text(encoding="utf-8").splitlines() if args.prompts_file else []
-        prompts = [[int(i) for i in ids.split(",")] for ids in args.prompt_ids]
+        texts = args.prompt + (Path(args.prompts_file).read_text("utf-8").splitlines() if args.prompts_file else [])
     except (OSError, UnicodeDecodeError) as e:
         fail(f"--prompts_file {args.prompts_file} cannot be read as text: {e}")
-    except ValueError:
-        fail(f"--prompt_ids takes numbers with commas between them, like 5,9,12, not {' '.join(args.prompt_ids)!r}")
     if texts and tokenizer is None:
         fail("this checkpoint has no tokenizer (a toy's tokens are numbers): use --prompt_ids")
-    prompts = [tokenizer.encode(text) for text in texts] + prompts
+    prompts = [tokenizer.encode(text.rstrip() if named else text) for text in texts] + args.prompt_ids
     if not prompts:
         fail("nothing to continue: give --prompt TEXT, --prompts_file FILE or --prompt_ids 1,2,3")
     for n, prompt in enumerate(prompts, 1):
@@ -212,7 +212,7 @@ def read_prompts(args: argparse.Namespace, tokenizer: Tokenizer | None, cfg: Con
 def settle_args(args: argparse.Namespace, model: Model) -> Decoding:
     """Flags -> Decoding. Edits are ungated where Stage B is on (the paper's default), unless --tau_t2t is given."""
     K = args.n_rounds
-    if K is None:  # zero markers, as a converted checkpoint has: Stage B would be Stage A
+    if K is None:  # zero markers, as a converted checkpoint has: Stage B would be Stage A, unless it is an extension's
         K = model.cfg.n_rounds if model.markers.any() or hasattr(model, "step") else 0
     if model.cfg.n_rounds < K:
         fail(f"--n_rounds {K}: this checkpoint has markers for 0..{model.cfg.n_rounds} rounds")
@@ -220,14 +220,6 @@ def settle_args(args: argparse.Namespace, model: Model) -> Decoding:
     gates = MODES[args.mode] | ({"tau_t2t": 0.0} if K else {})
     gates |= {"tau_t2t": args.tau_t2t} if "tau_t2t" in args else {}  # None is a value: no edits
     return Decoding(**gates | given | {"n_rounds": K})
-
-
-def counts_line(output: Output, cfg: Config) -> str:
-    """Forwards by kind, the paper's figure (full forwards a token) and the honest one (all, in full forwards)."""
-    n, nfe, share = max(1, len(output.tokens)), output.nfe, cfg.n_last / cfg.n_layer
-    total = in_full(nfe, cfg)
-    return (f"{len(output.tokens)} tokens; forwards: {nfe['full']} full, {nfe['partial']} partial (x {share:.2f}), "
-            f"{nfe['commit']} commit; {nfe['full'] / n:.3f} full a token, {total / n:.3f} in all")  # fmt: skip
 
 
 def show_steps(record: dict) -> None:
@@ -243,14 +235,24 @@ def show_steps(record: dict) -> None:
         print(f"    left {s['after'].count(record['mask_id'])} masked")
 
 
-def json_record(prompt: list[int], output: Output, tokenizer: Tokenizer | None, cfg: Config, d: Decoding) -> dict:
-    """What --json prints: the run, and the text of every id that occurs in it."""
-    shown = {*prompt, *(f["token_a"] for s in output.steps for f in s["fill"])}
-    shown |= {i for s in output.steps for i in (*s["before"], *s["after"])}
-    pieces = {str(i): str(i) if tokenizer is None else tokenizer.piece(i) for i in sorted(shown)}
-    return dict(text=tokenizer and tokenizer.decode(output.tokens), tokens=output.tokens, nfe=output.nfe,
-                nfe_per_token=output.nfe["full"] / max(1, len(output.tokens)), steps=output.steps, prompt=prompt,
-                mask_id=cfg.mask_id, n_rounds=d.n_rounds, pieces=pieces | {str(cfg.mask_id): "▒"})  # fmt: skip
+def play(record: dict) -> None:
+    """The steps on a terminal: each block fills in place, on one line cut at the width. What a step writes is inverse,
+    before and after, Stage A's choice struck out beside it where Stage B wrote another; all plain under NO_COLOR."""
+    gap, width = " " * (record["text"] is None), shutil.get_terminal_size().columns
+    name = {int(i): piece.replace("·", " ") + gap for i, piece in record["pieces"].items()}
+    new, struck, off = ("", "", "") if os.environ.get("NO_COLOR") else ("\x1b[7m", "\x1b[9m", "\x1b[0m")
+    for n, (s, last) in enumerate(zip(record["steps"], [{}, *record["steps"]], strict=False), 1):
+        wish = {f["at"]: f.get("token_a", f["token"]) for f in s["fill"] + s["edit"]}
+        print(end="\n" if n > 1 and last["start"] != s["start"] else "")
+        for state in ("before", "after"):
+            drawn = list(f"step {n:3}  ")  # characters, each with its style
+            for at, i in enumerate(s[state], s["start"]):
+                drawn += [new + c + off for c in name[i]] if at in wish else name[i]
+                if state == "after" and wish.get(at, i) != i:
+                    drawn += [struck + c + off for c in f"(A:{name[wish[at]]})"]
+            print("\r\x1b[K\x1b[?7l" + "".join(drawn[:width]) + "\x1b[?7h", end="", flush=True)  # [?7l: never wrap
+            time.sleep(0.25)
+    print()
 
 
 def verdict(name: str) -> str:
@@ -260,12 +262,12 @@ def verdict(name: str) -> str:
 
 
 def run(args: argparse.Namespace) -> None:
-    device = pick_device(args.device)
-    model = load_model(args.ckpt, device, DTYPES[args.dtype], args.adapter, block_length=args.block_length)
-    cfg, d = model.cfg, settle_args(args, model)
+    model = load_model(args.ckpt, pick_device(args.device), DTYPES[args.dtype], args.adapter)
+    cfg, d, named = model.cfg, settle_args(args, model), (Path(args.ckpt) / "names.json").exists()
     tokenizer = load_tokenizer(Path(args.ckpt), cfg.tokenizer)
-    prompts = read_prompts(args, tokenizer, cfg)
-    streamed, shown = len(prompts) == 1 and tokenizer is not None and not args.json, ""
+    prompts = read_prompts(args, tokenizer, cfg, named)
+    judged = named and tokenizer and check_names(Path(args.ckpt), [tokenizer.decode(p) for p in prompts])
+    traced, shown = args.watch or args.json, ""
 
     def stream(row: int, output: Output) -> None:
         nonlocal shown  # blocks as they finish, never half a character
@@ -273,27 +275,31 @@ def run(args: argparse.Namespace) -> None:
         print(text[len(shown) :], end="", flush=True)
         shown = text
 
-    trace, on_block = args.watch or args.json, stream if streamed else None
-    outputs = generate(model, prompts, d, seed=args.seed, trace=trace, on_block=on_block)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        record = json_record(prompt, output, tokenizer, cfg, d)
+    on_block = stream if len(prompts) == 1 and tokenizer and not traced else None
+    for prompt, output in zip(prompts, generate(model, prompts, d, args.seed, traced, on_block), strict=True):
+        text = tokenizer.decode(prompt + output.tokens) if tokenizer else str(output.tokens)
+        n, nfe, share = len(output.tokens), output.nfe | {"all": in_full(output.nfe, cfg)}, cfg.n_last / cfg.n_layer
+        ids = {*prompt, *(i for s in output.steps for i in [*s["after"], *(f["token_a"] for f in s["fill"])])}
+        pieces = {str(i): tokenizer.piece(i) if tokenizer else str(i) for i in sorted(ids)}
+        record = dict(text=tokenizer and tokenizer.decode(output.tokens), tokens=output.tokens, steps=output.steps,
+                      verdict=verdict(text).strip() if judged else None, nfe=nfe, nfe_per_token=nfe["full"] / max(1, n),
+                      prompt=prompt, mask_id=cfg.mask_id, n_rounds=d.n_rounds,
+                      pieces=pieces | {str(cfg.eos_id): "∎", str(cfg.mask_id): "▒"})  # fmt: skip
         if output.warning:
             print(f"warning: {output.warning}", file=sys.stderr)
         if args.json:
             print(json.dumps(record))
             continue
-        if not streamed:
-            print(tokenizer.decode(prompt) + record["text"] if tokenizer else output.tokens, end="")
-        print(verdict(tokenizer.decode(prompt) + record["text"]) if (Path(args.ckpt) / "names.json").exists() else "")
         if args.watch:
-            show_steps(record)
-        print(f"[{counts_line(output, cfg)}]")
+            (play if sys.stdout.isatty() else show_steps)(record)
+        print(text[len(shown) :] + (verdict(text) if judged else ""))
+        print(f"[{n} tokens; forwards: {nfe['full']} full, {nfe['partial']:g} partial (x {share:.2f}), {nfe['commit']} "
+              f"commit; {record['nfe_per_token']:.3f} full a token, {nfe['all'] / max(1, n):.3f} in all]")  # fmt: skip
 
 
 def main(args: argparse.Namespace | None = None) -> None:
-    args = args or build_parser().parse_args()
     try:
-        run(args)
+        run(args or build_parser().parse_args())
     except KeyboardInterrupt:
         fail("interrupted")
     except torch.OutOfMemoryError:

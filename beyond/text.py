@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from beyond import spans
 from beyond.spans import FILL, Span, chain, fill, stage_a_log_probs
-from cache import Cached
+from cache import Cached, in_full
 from checkpoint import adapter_settings, load_model
 from data import Tokenizer, pick_device
 from evaluate import print_table
@@ -138,7 +138,7 @@ def curves(args: argparse.Namespace, device: torch.device) -> Curves:
             score = chain(judge, z, inside, forced=written)[1].double().cpu().numpy() / length
             full, partial = full.cpu().numpy() / length, partial.cpu().numpy() / length
             row = quality(cut, written, tokenizer) | dict(score=score, full=full)
-            row["all"] = full + partial * model.cfg.n_last / model.cfg.n_layer
+            row["all"] = in_full(dict(full=full, partial=partial, commit=0), model.cfg)
             found[name].append({k: means(v, weights) for k, v in row.items()} | {"tau": tau})
             bar.update()
     bar.close()

@@ -17,9 +17,11 @@ import math
 from collections import defaultdict
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
+from cache import in_full
 from data import Parser, fail, read_json
 from evaluate import print_table, wilson
 from released.ablation import Ablation
@@ -154,9 +156,9 @@ def tally(run: Run) -> tuple[int, int, float, float]:
     """(right, judged, full forwards a token as the paper counts, all forwards a token in full ones)."""
     judged = [r["correct"] for r in run.items.values() if r["correct"] is not None]
     tokens = max(1, sum(r["tokens"] for r in run.items.values()))
-    full, partial, commit = (sum(r["nfe"][k] for r in run.items.values()) for k in ("full", "partial", "commit"))
-    stage_b = run.settings["model"]["n_last"] / run.settings["model"]["n_layer"]
-    return sum(judged), len(judged), full / tokens, (full + commit + partial * stage_b) / tokens
+    nfe = {k: sum(r["nfe"][k] for r in run.items.values()) for k in ("full", "partial", "commit")}
+    total = in_full(nfe, SimpleNamespace(**run.settings["model"]))
+    return sum(judged), len(judged), nfe["full"] / tokens, total / tokens
 
 
 def summary(run: Run) -> str:

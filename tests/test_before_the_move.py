@@ -51,5 +51,5 @@ def test_decodes_are_those_of_before(name, folder, monkeypatch, capsys):
     argv = [*before["argv"].split(), "--json", "--device", "cpu"]
     code, out, _ = command_line(sample, monkeypatch, capsys, *argv)
     record = json.loads(out)
-    assert code == 0 and record["tokens"] == before["tokens"] and record["nfe"] == before["nfe"]
+    assert code == 0 and record["tokens"] == before["tokens"] and record["nfe"].items() >= before["nfe"].items()
     assert [s["after"] for s in record["steps"]] == before["after"]

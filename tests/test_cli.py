@@ -1,23 +1,29 @@
 """A user's mistake: one line that says what is wrong and what to do, exit code 2. `pytest tests/test_cli.py`"""
 
+import contextlib
 import json
 import os
+import pty
 import re
 import shutil
 import subprocess
 import sys
+import termios
+import unicodedata
 
 import pytest
 import torch
 from common import ROOT, command_line, refused, tiny_model
 
 import convert_weights
+import data
 import evaluate
 import sample
 import train
 from checkpoint import load_model, save_model
 from released import chat
 from tools import gallery, random_weights, toys
+from tools.trace_page import states
 
 
 @pytest.fixture(scope="module")
@@ -112,20 +118,17 @@ SAMPLE_MISTAKES = {
     "empty prompt": (["--prompt", ""], ["empty"]),
     "one of several is empty": (["--prompt", "a", "--prompt", ""], ["prompt 2"]),
     "too long": (["--prompt", "x" * 120, "--gen_length", 64], ["120 tokens", "128"]),
-    "no such file": (["--prompts_file", "nowhere.txt"], ["nowhere.txt"]),
-    "bad ids": (["--prompt_ids", "1,two"], ["--prompt_ids"]),
+    "bad ids": (["--prompt_ids", "1,two"], ["--prompt_ids", "1,two"]),
     "ids outside": (["--prompt_ids", "5,9999"], ["271"]),
     "too many rounds": (["--prompt", "a", "--n_rounds", 5], ["--n_rounds 5", "0..2"]),
     "bad gate": (["--prompt", "a", "--tau_t2t", "off"], ["--tau_t2t", "none"]),
     "temperature": (["--prompt", "a", "--temperature", -1], ["--temperature"]),
     "nan temperature": (["--prompt", "a", "--temperature", "nan"], ["--temperature"]),
     "nan gate": (["--prompt", "a", "--tau_m2t", "nan"], ["--tau_m2t"]),
-    "block beyond the model": (["--prompt", "a", "--block_length", 4096], ["block_length"]),
     "top_p": (["--prompt", "a", "--top_p", 0], ["--top_p"]),
     "length": (["--prompt", "a", "--gen_length", 0], ["--gen_length"]),
     "mode": (["--prompt", "a", "--mode", "x"], ["--mode"]),
     "no adapter": (["--prompt", "a", "--adapter", "nowhere"], ["nowhere"]),
-    "block_length": (["--prompt", "a", "--block_length", 0], ["block_length"]),
     "negative rounds": (["--prompt", "a", "--n_rounds", -1], ["--n_rounds"]),
     "top_k": (["--prompt", "a", "--top_k", -1], ["--top_k"]),
 }
@@ -176,13 +179,90 @@ def test_json_and_text_and_ids_agree(ckpt, monkeypatch, capsys):
     d = sample.Decoding(gen_length=9, tau_m2t=0.7, tau_t2t=0.0, n_rounds=2)  # the defaults
     assert by_text["tokens"] == sample.generate_one(model, [97, 98], d)[0]
     of_page = {"prompt", "mask_id", "n_rounds", "pieces"}
-    assert set(by_text) == {"text", "tokens", "nfe", "nfe_per_token", "steps"} | of_page
-    assert set(by_text["nfe"]) == {"full", "partial", "commit"}
+    assert set(by_text) == {"text", "verdict", "tokens", "nfe", "nfe_per_token", "steps"} | of_page
+    nfe = by_text["nfe"]
+    assert nfe["all"] == nfe["full"] + nfe["commit"] + nfe["partial"] / 2 and len(nfe) == 4  # n = 2 of 4 layers
     assert by_text["nfe_per_token"] == by_text["nfe"]["full"] / len(by_text["tokens"])
     code, out, _ = command_line(sample, monkeypatch, capsys, *common, "--prompt", "ab", "--watch", "--tau_t2t", "none")
     assert code == 0 and "step   1 block 0: ab" in out and "left 0 masked" in out and " full a token" in out
     code, out, _ = command_line(sample, monkeypatch, capsys, *common, "--prompt", "ab", "--prompt", "cd", "--mode", "s")
     assert code == 0 and out.count("forwards:") == 2
+
+
+# --- a model of names, and those who ask it
+
+
+NAMES = ["--ckpt", ROOT / "assets" / "names", "--device", "cpu", "--tau_m2t", "0.1"]
+
+
+def test_a_blank_after_the_prompt_changes_nothing(monkeypatch, capsys):
+    """In names a blank is the beginning of the next token; at the end of a prompt it would be a token of its own."""
+    with_blank = command_line(sample, monkeypatch, capsys, *NAMES, "--prompt", "ARABIC LIGATURE ")
+    without = command_line(sample, monkeypatch, capsys, *NAMES, "--prompt", "ARABIC LIGATURE")
+    assert with_blank == without and without[0] == 0 and re.match(r"ARABIC LIGATURE \S", without[1])
+    assert "empty" in refused(sample, monkeypatch, capsys, *NAMES, "--prompt", " ")
+
+
+def test_a_prompt_that_begins_no_name_is_a_note_and_not_an_error(monkeypatch, capsys):
+    for prompt, words in (("QQQ", "(no such character)"), ("latin", "names are in upper case")):
+        code, out, err = command_line(sample, monkeypatch, capsys, *NAMES, "--prompt", prompt)
+        assert code == 0 and words in out and err == f"note: no character's name begins with {prompt!r}\n"
+    assert command_line(sample, monkeypatch, capsys, *NAMES, "--prompt", "CJK UNIFIED IDEOGRAPH-4E")[2] == ""
+
+
+def test_a_python_of_another_unicode_or_of_none_says_so_and_completes(tmp_path, monkeypatch, capsys):
+    prompt = ["--prompt", "LATIN SMALL LETTER", "--device", "cpu", "--tau_m2t", 1]
+    shutil.copytree(ROOT / "assets" / "names", tmp_path / "names")
+    (tmp_path / "names" / "names.json").write_text('{"unidata_version": "1.1.5"}')
+    code, out, err = command_line(sample, monkeypatch, capsys, "--ckpt", tmp_path / "names", *prompt)
+    assert code == 0 and "û (U+00FB)" in out
+    assert err.count("\n") == 1 and "1.1.5" in err and unicodedata.unidata_version in err
+    monkeypatch.setattr(data, "unicodedata", None)
+    code, bare, err = command_line(sample, monkeypatch, capsys, "--ckpt", tmp_path / "names", *prompt)
+    assert code == 0 and bare == out.replace("   û (U+00FB)", "")
+    assert err.count("\n") == 1 and "no module unicodedata" in err
+    code, out, _ = command_line(sample, monkeypatch, capsys, "--ckpt", tmp_path / "names", *prompt, "--json")
+    assert code == 0 and json.loads(out)["verdict"] is None and json.loads(out)["text"] == " U WITH CIRCUMFLEX"
+
+
+def on_a_terminal(*argv: object, **env: str) -> str:
+    """What sample.py writes to a terminal of 48 columns."""
+    terminal, end = pty.openpty()
+    termios.tcsetwinsize(end, (24, 48))
+    run = [sys.executable, ROOT / "sample.py", *argv]
+    known = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR")}
+    with subprocess.Popen(list(map(str, run)), stdout=end, stderr=subprocess.PIPE, env=known | env) as process:
+        os.close(end)
+        written = b""
+        with contextlib.suppress(OSError):  # how the end of a terminal is told on Linux
+            while part := os.read(terminal, 4096):
+                written += part
+        assert process.wait() == 0, process.stderr.read()
+    os.close(terminal)
+    return written.decode().replace("\r\n", "\n")
+
+
+FRAME = "\r\x1b[K\x1b[?7l"  # back to the line's first column, clear it, no wrapping
+
+
+def test_watch_fills_the_block_in_place_on_a_terminal_and_is_plain_text_in_a_pipe(monkeypatch, capsys):
+    argv = [*NAMES, "--prompt", "LATIN SMALL LETTER"]
+    record = json.loads(command_line(sample, monkeypatch, capsys, *argv, "--json")[1])
+    after = ["".join(record["pieces"][str(i)] for i in ids).replace("·", " ") for ids in states(record, 8)]
+    assert after[0] == "LATIN SMALL LETTER▒▒▒▒▒" and after[-1] == "LATIN SMALL LETTER U WITH WITH∎∎"
+    frames = [f"step {n:3}  {line}"[:48] for n in range(1, len(after)) for line in after[n - 1 : n + 1]]
+    ending = command_line(sample, monkeypatch, capsys, *argv)[1]
+
+    coloured = on_a_terminal(*argv, "--watch")
+    assert "\x1b[7m▒\x1b[0m" in coloured and "\x1b[7mU\x1b[0m" in coloured
+    plain = on_a_terminal(*argv, "--watch", NO_COLOR="1")
+    assert not re.search(r"\x1b\[[\d;]*m", plain)
+    assert plain == "".join(FRAME + frame + "\x1b[?7h" for frame in frames) + "\n" + ending
+    assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == plain
+
+    piped = command_line(sample, monkeypatch, capsys, *argv, "--watch")[1]
+    assert "\x1b" not in piped and "\r" not in piped and piped.endswith(ending)
+    assert piped.startswith("step   1 block 0: LATIN·SMALL·LETTER▒▒▒▒▒\n    fill     4 '·WITH' 0.62\n")
 
 
 def test_random_weights_of_a_preset_can_be_sampled(tmp_path, monkeypatch, capsys):

@@ -1,5 +1,7 @@
 """The transformer: who sees whom, experts, LoRA, the split. `pytest tests/test_model.py`"""
 
+from functools import partial
+
 import pytest
 import torch
 from common import MASK, random_ids, tiny_config, tiny_model
@@ -7,6 +9,7 @@ from common import MASK, random_ids, tiny_config, tiny_model
 from checkpoint import PRESETS, check
 from data import generator
 from model import Config, Model, MoE, block_causal_mask, doubled_mask, rotary, sequence_context
+from tools.bench import experts_loop
 
 
 def context(ids, model, **kwargs):
@@ -76,7 +79,7 @@ def expert_layer(seed=0, **overrides) -> MoE:
 def test_grouped_experts_equal_the_loop_with_gradients(n_tokens):
     moe = expert_layer()
     results = []
-    for run in (moe.experts, moe.experts_loop):
+    for run in (moe.experts, partial(experts_loop, moe)):
         moe.zero_grad()
         x = torch.randn(n_tokens, 64, generator=generator("x")).requires_grad_()
         y = run(x, *moe.route(x))
@@ -94,7 +97,7 @@ def test_router_ties_choose_distinct_experts_and_both_paths_agree():
     chosen, weights = moe.route(x)
     assert all(len(set(row)) == moe.n_active for row in chosen.tolist())
     torch.testing.assert_close(weights, torch.full_like(weights, moe.routed_scaling / moe.n_active))
-    torch.testing.assert_close(moe.experts(x, chosen, weights), moe.experts_loop(x, chosen, weights))
+    torch.testing.assert_close(moe.experts(x, chosen, weights), experts_loop(moe, x, chosen, weights))
 
 
 def test_router_by_hand():

@@ -295,7 +295,7 @@ def test_a_stream_never_prints_half_a_character(tmp_path, monkeypatch, capsys):
     save_model(tiny_model(vocab_size=272, eos_id=256, mask_id=257, n_rounds=1), tmp_path)
     shown, tokens = [], byte_tokenizer().encode("aé€")
 
-    def one_token_a_block(model, prompts, d, *, on_block, **_):
+    def one_token_a_block(model, prompts, d, seed, trace, on_block):
         shown.append(capsys.readouterr().out)
         for n in range(1, len(tokens) + 1):
             output = Output(tokens[:n], dict(full=n, partial=0, commit=0))

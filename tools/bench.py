@@ -22,6 +22,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -339,6 +340,18 @@ def loss(device: torch.device, args: Namespace) -> None:
         print(f"  {which:10}  {n:5} positions of {T} get logits{mb(size, ', peak')}")
 
 
+def experts_loop(layer: MoE, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """The plain twin of `MoE.experts`, obviously right; tests/test_model.py holds the two together, gradients too."""
+    y = torch.zeros(x.shape, device=x.device)
+    # unbind: indexing the stack would give each expert a gradient of the whole stack's size
+    for e, (gate_up, down) in enumerate(zip(layer.gate_up.unbind(), layer.down.unbind(), strict=True)):
+        token, place = (chosen == e).nonzero(as_tuple=True)
+        gate, up = F.linear(x[token], gate_up.to(x.dtype)).chunk(2, dim=-1)
+        out = F.linear(F.silu(gate) * up, down.to(x.dtype))
+        y = y.index_add(0, token, out.float() * weights[token, place, None])
+    return y.to(x.dtype)
+
+
 def moe(device: torch.device, args: Namespace) -> None:
     """All experts in one grouped matmul against a loop over them."""
     cfg = RELEASED if device.type == "cuda" else S.moe
@@ -360,7 +373,8 @@ def moe(device: torch.device, args: Namespace) -> None:
                 y.backward()
                 layer.zero_grad()
 
-        sides = [lambda f=f, b=b: run(f, b) for b in (False, True) for f in (layer.experts, layer.experts_loop)]
+        both = layer.experts, partial(experts_loop, layer)
+        sides = [lambda f=f, b=b: run(f, b) for b in (False, True) for f in both]
         a, b, c, d = (1e3 * s for s in interleaved(*sides, repeats=3))
         print(f"  {N:5} tokens: forward {a:.1f} against {b:.1f} ms, {b / a:.1f}x; with backward {c:.1f} against "
               f"{d:.1f} ms, {d / c:.1f}x")  # fmt: skip

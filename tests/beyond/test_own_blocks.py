@@ -43,7 +43,8 @@ def plain_decode(model, prompt, d):
     for start in range(len(prompt) // B * B, len(prompt) + d.gen_length, B):
         z = torch.tensor([(ids + [MASK] * B)[: start + B]])
         before = None
-        while (z[0, start:] == MASK).any() and not (before is not None and torch.equal(z, before)):  # [M] may be written, for good
+        # [M] itself may be written, for good
+        while (z[0, start:] == MASK).any() and (before is None or not torch.equal(z, before)):
             before = z.clone()
             h = model.last_n(model.prefix(z, context(model, z)), context(model, z))[:, start:]
             conf, token = model.head(h)[0].softmax(-1).max(-1)

@@ -6,16 +6,17 @@ import shutil
 import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import pytest
-from common import MASK, command_line, random_ids, refused, tiny_model
+from common import MASK, ROOT, command_line, random_ids, refused, tiny_model
 
 import sample
 from checkpoint import save_model
 from data import byte_tokenizer
 from sample import Decoding, generate, show_steps
 from tools import trace_page
-from tools.trace_page import booked, divergence, page, states
+from tools.trace_page import booked, divergence, page, picture, states
 
 HOSTILE = '</script><!--<b>&"'
 WORDS = {0: "In", 1: "·the", 2: "·city", 3: "·of", 4: "·San", 5: "·York", 6: "·New", 7: HOSTILE, MASK: "▒"}
@@ -32,9 +33,10 @@ def planted(joint: bool) -> dict:
         one_step(4, [first[0], 5, M, M], {6: (7, 7)}),
         one_step(4, [first[0], 5, 7, M], {7: (M, M)}, {} if joint else {4: 6}),
     ]
-    nfe = {"full": 4, "partial": 4 if joint else 0, "commit": 1}
-    return dict(text="", tokens=[3, 6, 5, 7, M], nfe=nfe, nfe_per_token=0.8, steps=steps, prompt=[0, 1, 2],
-                mask_id=M, n_rounds=int(joint), pieces={str(i): w for i, w in WORDS.items()})  # fmt: skip
+    nfe = {"full": 4, "partial": 4 if joint else 0, "commit": 1, "all": 6.0 if joint else 5.0}  # n/L = 1/4
+    pieces = {str(i): w for i, w in WORDS.items()}
+    return dict(text="", verdict=None, tokens=[3, 6, 5, 7, M], nfe=nfe, nfe_per_token=0.8, steps=steps,
+                prompt=[0, 1, 2], mask_id=M, n_rounds=int(joint), pieces=pieces)  # fmt: skip
 
 
 def one_step(
@@ -109,6 +111,28 @@ def test_steps_as_lines_by_hand(capsys):
     assert "    edit     4 '·San' -> '·New' 0.75" in capsys.readouterr().out.splitlines()
 
 
+def test_steps_on_a_terminal_by_hand(monkeypatch, capsys):
+    """The second block of `ours`: what is written is inverse, and Stage A's "San" struck out beside Stage B's "New"."""
+    record = dict(planted(True), steps=planted(True)["steps"][:2])
+    monkeypatch.setattr(sample.time, "sleep", lambda seconds: None)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    styled = lambda style, text: "".join(f"\x1b[{style}m{c}\x1b[0m" for c in text)  # noqa: E731
+    lines = [  # "before" and "after" of two steps
+        "step   1  In the city" + styled(7, "▒"),
+        "step   1  In the city" + styled(7, " of"),
+        "step   2  " + styled(7, "▒▒") + "▒▒",
+        "step   2  " + styled(7, " New") + styled(9, "(A: San)") + styled(7, " York") + "▒▒",
+    ]
+    sample.play(record)
+    shown = ["\r\x1b[K\x1b[?7l" + line + "\x1b[?7h" for line in lines]
+    assert capsys.readouterr().out == "".join(shown[:2]) + "\n" + "".join(shown[2:]) + "\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "22")
+    sample.play(record)
+    assert "step   2   New(A: San)\x1b" in capsys.readouterr().out  # cut, and in plain letters
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # the page as a file
 
@@ -181,6 +205,94 @@ def test_what_sample_prints_becomes_a_page(tmp_path, monkeypatch, capsys):
         assert shown <= set(map(int, record["pieces"])) and record["pieces"]["257"] == "▒"
         some = {"97": "a", "32": "·"} if tokenizer == "bytes" else {"5": "5", "9": "9"}
         assert record["pieces"].items() >= some.items()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the picture
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def frames_of(svg: str) -> dict[str, list[tuple[str, str]]]:
+    """Id of each frame -> what is drawn in it, in order: (class, text)."""
+    root = ElementTree.fromstring(svg)
+    assert {e.tag for e in root.iter()} == {SVG + tag for tag in ("svg", "title", "style", "rect", "text", "g")}
+    assert not any(key.startswith("on") or "href" in key for e in root.iter() for key in e.attrib)
+    return {g.get("id"): [(e.get("class"), e.text) for e in g] for g in root.iter(SVG + "g")}
+
+
+def test_picture_holds_every_state_in_its_frame():
+    """Position after position: a token where there is one, a box for a mask, in all blocks that are open by then."""
+    svg = picture(RUNS)
+    assert "</script>" not in svg and "url(" not in svg and "@import" not in svg
+    frames = frames_of(svg)
+    assert list(frames) == [f"run{k}step{n}" for k in (0, 1) for n in range(5)]
+    for k, (_, record) in enumerate(RUNS):
+        for n, ids in enumerate(states(record, 8)):
+            opened = ids[: 4 if n < 2 else 8]
+            words = [WORDS[i].strip("·") for i in opened if i != M]
+            drawn = frames[f"run{k}step{n}"]
+            assert [text for kind, text in drawn if kind in ("prompt", "token")] == words
+            boxes = [kind for kind, _ in drawn if kind in ("mask", "fill", "edit")]
+            step = record["steps"][n - 1] if n else {"fill": [], "edit": []}
+            assert boxes.count("fill") == len(step["fill"]) and boxes.count("edit") == len(step["edit"])
+            assert boxes.count("mask") == opened.count(M) - sum(f["token"] == M for f in step["fill"])
+
+
+def test_picture_by_hand():
+    """Step 2 of `ours`: two forwards, a commit and two quarters of one so far; "New York" over the struck-out "San"."""
+    frames = frames_of(picture(RUNS))
+    assert frames["run0step2"] == [
+        ("soft end", "3.5 forwards"), ("prompt", "In"), ("prompt", "the"), ("prompt", "city"), ("token", "of"),
+        ("fill", None), ("token", "New"), ("wish", "San"), ("fill", None), ("token", "York"), ("mask", None),
+        ("mask", None),
+    ]  # fmt: skip
+    assert [frames[f"run1step{n}"][0][1] for n in range(5)] == [
+        "0 forwards", "2 forwards", "3 forwards", "4 forwards", "5 forwards"
+    ]  # fmt: skip
+    assert ("edit", None) in frames["run1step4"] and not any("wish" in drawn for drawn in frames["run1step4"])
+
+
+def test_picture_runs_at_one_pace_for_every_forward():
+    """A second of masks, 0.6 a forward, four of the end: 8.6 seconds for six forwards, 8 for five if alone."""
+    ours, base = RUNS
+    assert "animation-duration: 8.60s" in picture([ours, base]) and "animation-duration: 8.00s" in picture([base])
+    times = re.findall(r"@keyframes run0step\d { (.*?) } #", picture([base]))
+    at = lambda seconds: f"{100 * seconds / 8:.3f}%"  # noqa: E731
+    visible, hidden = "{ visibility: visible }", "{ visibility: hidden }"
+    assert times[0] == f"0.000% {visible} {at(2.2)} {hidden}"
+    assert times[1] == f"0.000% {hidden} {at(2.2)} {visible} {at(2.8)} {hidden}"  # the first step and its commit
+    assert times[4] == f"0.000% {hidden} {at(4.0)} {visible}" and len(times) == 5
+
+
+def test_words_in_a_picture_never_overlap():
+    """From left to right, each begins behind the last one's end; lines end inside the page."""
+    wide = dict(planted(True), pieces=WORDS | {str(i): w * 8 for i, w in WORDS.items()})
+    for record in (planted(True), wide):
+        for g in ElementTree.fromstring(picture([("ours", record)])).iter(SVG + "g"):
+            for kinds in (("prompt", "token"), ("wish",)):
+                ends = {}
+                for e in (e for e in g if e.get("class") in kinds):
+                    x, y, length = float(e.get("x")), e.get("y"), float(e.get("textLength"))
+                    assert x > ends.get(y, 0)
+                    ends[y] = x + length
+                    assert ends[y] <= 780 or len(e.text) > 79  # a word wider than the page has a line of its own
+
+
+def test_a_picture_of_names_ends_in_the_verdict(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names = ["--ckpt", ROOT / "assets" / "names", "--device", "cpu", "--prompt", "LATIN SMALL LETTER", "--json"]
+    for name, tau in (("one_at_a_time", 1), ("factorised", 0.1)):
+        (tmp_path / f"{name}.json").write_text(
+            command_line(sample, monkeypatch, capsys, *names, "--tau_m2t", tau)[1], encoding="utf-8"
+        )
+    argv = ["one_at_a_time.json", "factorised.json", "--out", "watch.svg"]
+    assert command_line(trace_page, monkeypatch, capsys, *argv)[:2] == (0, "wrote watch.svg\n")
+    svg = (tmp_path / "watch.svg").read_text(encoding="utf-8")
+    frames = frames_of(svg)
+    assert frames["run0step15"][-1] == ("yes", "û (U+00FB)") and frames["run0step15"][0][1] == "15 forwards"
+    assert frames["run1step3"][-1] == ("no", "no such character") and frames["run1step3"][0][1] == "3 forwards"
+    assert "one at a time: 15 forwards, û (U+00FB); factorised: 3 forwards" in svg
 
 
 def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys):
