@@ -6,6 +6,7 @@ import pytest
 import torch
 from common import command_line, refused
 
+from beyond.own_blocks import OwnBlocks
 from checkpoint import PRESETS
 from model import Model
 from tools import limits
@@ -39,6 +40,15 @@ def test_bytes_by_hand():
     # n = 3 of the 4 layers, none of them dense, and no embedding; the head and the marker once
     layers = 3 * (64 * 128 + 64 * 64 + 2 * 64 + 2 * 16 + 8 * 64 + 6 * 3 * 64 * 32 + 2 * 2 * 16 * 24)
     assert limits.stage_b_bytes(TINY, 8, 24, 5) == 2 * (layers + 64 + 320 * 64 + 64)
+
+
+def test_own_blocks_are_as_large_as_they_are_and_read_the_head_again():
+    model = Model(replace(TINY, n_last=2))
+    model.__class__ = OwnBlocks
+    model.give_blocks(24, 0.5, torch.Generator())
+    count, read = limits.own_blocks(TINY, 24, 2)
+    assert count == sum(p.numel() for p in model.own.parameters())
+    assert read == 2 * (count + 320 * 64)
 
 
 def test_distinct_experts():
