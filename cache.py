@@ -212,7 +212,7 @@ def decode(
             row.output.steps.append(step_record(s, r, len(row.ids)))
         # nothing changed and nothing ever will; or a stated bound, without which the released loop would go on for ever
         closing = ~changed & (~has_mask | (d.temperature == 0))
-        closing = closing | (counts[2] > d.max_post_steps) | (counts[0] >= MAX_STEPS)
+        closing = closing | (counts[2] > d.post_steps) | (counts[0] >= MAX_STEPS)
         closing, has_mask, changed = torch.stack([closing, has_mask, changed]).tolist()  # the one sync of a step
         busy, opening = any(has_mask), []
         if not any(closing):

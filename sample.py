@@ -56,6 +56,11 @@ class Decoding:
     top_k: int = 0
     top_p: float = 1.0
 
+    @property
+    def post_steps(self) -> int:
+        """Forwards after the last mask: without edits none, as nothing can change any more."""
+        return 0 if self.tau_t2t is None else self.max_post_steps
+
 
 @torch.inference_mode()
 def generate_one(model: Model, prompt: list[int], d: Decoding) -> tuple[list[int], dict[str, int], list[list[int]]]:
@@ -83,7 +88,7 @@ def generate_one(model: Model, prompt: list[int], d: Decoding) -> tuple[list[int
             z = torch.where(bundle | edit, token, z)  # Eq. 2: everything is read from z as it was before the step
             nfe["full"], nfe["partial"] = nfe["full"] + 1, nfe["partial"] + K * bool(bundle.any())
             changed, post = not torch.equal(before, z), post + (not (z[:, start:] == cfg.mask_id).any())
-            if not changed or post > d.max_post_steps:
+            if not changed or post > d.post_steps:
                 break
         ids = z[0].tolist()
         if d.eos_early_stop and cfg.eos_id in ids[n:] and cfg.mask_id not in ids[n:]:

@@ -32,9 +32,11 @@ def main() -> None:
     group.add_argument(
         "--prompts", type=bounded(int, 1), default=12, help="held-out names to begin, where none is given"
     )
-    group.add_argument("--tau_m2t", type=bounded(float, -1, 1), default=0.1, help="the gate of the last two")
+    group.add_argument(
+        "--tau_m2t", type=bounded(float, -1, 1), default=-1.0, help="the gate of the last two (-1: every mask at once)"
+    )
     args = parser.parse_args()
-    device, gate = pick_device("auto"), args.tau_m2t
+    device = pick_device("auto")
     base, joint = (load_model(args.ckpt, device, torch.float32, adapter) for adapter in (None, args.adapter))
     if not (Path(args.ckpt) / "names.json").exists():
         fail(f"{args.ckpt} has no names.json: this takes a checkpoint of train.py --data names")
@@ -42,8 +44,8 @@ def main() -> None:
     prompts = [tokenizer.encode(text.rstrip()) for text in args.prompt]
     prompts = prompts or list(draw_names(args.prompts, "held out", tokenizer).values())
     d = Decoding(gen_length=32, eos_early_stop=True, tau_t2t=None, n_rounds=0)
-    ways = {"one at a time": (base, replace(d, tau_m2t=1.0)), f"factorised, {gate:g}": (base, replace(d, tau_m2t=gate)),
-            f"jointly, {gate:g}": (joint, replace(d, tau_m2t=gate, n_rounds=joint.cfg.n_rounds))}  # fmt: skip
+    ways = {"one at a time": (base, replace(d, tau_m2t=1.0)), "factorised": (base, replace(d, tau_m2t=args.tau_m2t)),
+            "jointly": (joint, replace(d, tau_m2t=args.tau_m2t, n_rounds=joint.cfg.n_rounds))}  # fmt: skip
     outputs = {way: generate(model, prompts, d) for way, (model, d) in ways.items()}
     width, totals = max(map(len, ways)), {way: [0, 0.0] for way in ways}
     for i, prompt in enumerate(prompts):
