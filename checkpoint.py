@@ -215,8 +215,10 @@ def load_model(
 
 
 def load_tokenizer(folder: Path, kind: str) -> Tokenizer | None:
-    """None for a toy, whose tokens are numbers."""
-    return byte_tokenizer() if kind == "bytes" else bpe_tokenizer(folder / "tokenizer.json") if kind == "bpe" else None
+    """None where there is none: a toy's tokens are numbers, a released checkpoint may come without its tokenizer."""
+    if kind == "bpe":
+        return bpe_tokenizer(folder / "tokenizer.json") if (folder / "tokenizer.json").exists() else None
+    return byte_tokenizer() if kind == "bytes" else None
 
 
 def adapter_settings(folder: str | Path) -> dict:
