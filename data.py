@@ -261,27 +261,16 @@ def learn_bpe(texts: Iterable[str], vocab_size: int) -> dict:
     }
 
 
-@dataclass(frozen=True)
-class Filter:
-    """The paper's filter (Training) of records with FineWeb-Edu's fields; a record without a field passes."""
-
-    max_docs: int = 0  # 0: all of them
-
-    def keeps(self, record: dict) -> bool:
-        limits = ("int_score", 3, math.inf), ("token_count", 256, 1800)
-        return all(record.get(name) is None or low <= record[name] <= high for name, low, high in limits)
-
-
-def load_text(sources: list[str], keep: Filter) -> list[tuple[str, str]]:
-    """Documents as (stable name, text): `names`, `stdlib`, or .txt / folder / .jsonl / .jsonl.gz / .parquet paths."""
-    found = (document for source in sources for document in read_source(source, keep))
-    documents = list(islice(found, keep.max_docs or None))
+def load_text(sources: list[str], max_docs: int = 0) -> list[tuple[str, str]]:
+    """Documents as (stable name, text), the first max_docs (0: all) of `names`, `stdlib`, or paths: .txt / folder /
+    .jsonl / .jsonl.gz / .parquet."""
+    documents = list(islice((document for source in sources for document in read_source(source)), max_docs or None))
     if not any(text for _, text in documents):
         fail(f"--data {' '.join(sources)} holds no text (or the filter on score and length left none)")
     return documents
 
 
-def read_source(source: str, keep: Filter) -> Iterator[tuple[str, str]]:
+def read_source(source: str) -> Iterator[tuple[str, str]]:
     """The documents of one source; those of a folder in a fixed order, without its hidden files."""
     stdlib = source == "stdlib"
     skip = {"test", "tests", "idle_test", "site-packages"} if stdlib else set()
@@ -292,9 +281,9 @@ def read_source(source: str, keep: Filter) -> Iterator[tuple[str, str]]:
         for path in sorted(root.rglob("*.py" if stdlib else "*")):
             inside = path.relative_to(root)
             if path.is_file() and not any(part in skip or part.startswith(".") for part in inside.parts):
-                yield from read_file(path, inside.as_posix(), keep, pass_over=True)
+                yield from read_file(path, inside.as_posix(), pass_over=True)
     elif root.exists():
-        yield from read_file(root, root.name, keep)
+        yield from read_file(root, root.name)
     else:
         fail(f"--data {source}: no such file or folder (and not `names`, `stdlib` or the name of a toy)")
 
@@ -333,8 +322,10 @@ def check_names(folder: Path, prompts: list[str]) -> bool:
     return bool(known)
 
 
-def read_file(path: Path, name: str, keep: Filter, pass_over: bool = False) -> Iterator[tuple[str, str]]:
-    """The documents of one file: one of text, or the records that the filter keeps; or none, if it may be no text."""
+def read_file(path: Path, name: str, pass_over: bool = False) -> Iterator[tuple[str, str]]:
+    """The documents of one file: one of text, or its records, those with FineWeb-Edu's fields by the paper's filter
+    (Training); or none, if it may be no text."""
+    limits = ("int_score", 3, math.inf), ("token_count", 256, 1800)
     holds_records = path.name.endswith((".jsonl", ".jsonl.gz", ".parquet"))
     try:
         if not holds_records:
@@ -343,7 +334,7 @@ def read_file(path: Path, name: str, keep: Filter, pass_over: bool = False) -> I
             kinds = {"text": str, "int_score": int | float | None, "token_count": int | float | None}
             if not isinstance(record, dict) or not all(isinstance(record.get(k), kind) for k, kind in kinds.items()):
                 fail(f"--data {path}: record {n} has no `text` field, or an int_score or token_count that is no number")
-            if keep.keeps(record):
+            if all(record.get(field) is None or low <= record[field] <= high for field, low, high in limits):
                 yield f"{name}:{n}", record["text"]
     except (OSError, EOFError, ValueError, zlib.error) as e:  # errors of JSON, UTF-8 and pyarrow are ValueErrors
         if holds_records or not pass_over:
@@ -408,11 +399,11 @@ class Sequences:
 
 
 def load_sequences(
-    sources: list[str], tokenizer: Tokenizer, seq_len: int, seed: int, keep: Filter, block_length: int = 1
+    sources: list[str], tokenizer: Tokenizer, seq_len: int, seed: int, max_docs: int = 0, block_length: int = 1
 ) -> list[Sequences]:
     """[train, validation] rows of a corpus. A corpus of few documents keeps its last 5 % of rows for validation. The
     block in which a document ends is filled with eos: decoding fills it too, and must not learn a length."""
-    documents = load_text(sources, keep)
+    documents = load_text(sources, max_docs)
     train, val = [], []
     for name, text in tqdm(documents, desc="tokenize", leave=False, disable=None):
         ids = tokenizer.encode_document(text)

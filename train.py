@@ -314,8 +314,8 @@ def load_rows(args: Namespace) -> tuple[dict, int, dict]:
         kind = kind if scratch else checkpoint.read_config(folder).tokenizer
         ids = checkpoint.load_tokenizer(folder, kind) or fail(f"{folder} has no tokenizer.json to read text with")
         n_plain, B, V = min(ids.special.values()), args.block_length, -(-ids.vocab_size // 16) * 16
-        keep, fill = data.Filter(max_docs=args.max_docs), B or checkpoint.read_config(folder).block_length
-        rows = data.load_sequences(args.data, ids, args.seq_len, args.seed, keep, fill)
+        fill = B or checkpoint.read_config(folder).block_length
+        rows = data.load_sequences(args.data, ids, args.seq_len, args.seed, args.max_docs, fill)
     tokens = dict(tokenizer=kind, eos_id=ids.eos_id, mask_id=ids.mask_id, vocab_size=V, block_length=B)
     return dict(zip(("train", "val"), rows, strict=True)), n_plain, tokens
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from beyond.chain import chain_decode, choose, longest
 from cache import Cached
 from checkpoint import load_tokenizer
-from data import Filter, Parser, Tokenizer, bounded, fail, is_validation, load_text
+from data import Parser, Tokenizer, bounded, fail, is_validation, load_text
 from model import Model
 from sample import Decoding, step
 
@@ -114,7 +114,7 @@ def read(args: Namespace, model: Model) -> tuple[list[Span], Tokenizer]:
     if tokenizer is None:
         fail(f"--ckpt {args.ckpt} has no tokenizer to read text with (a toy's tables are exact: python -m beyond.toys)")
     most = min(256 if model.cfg.tokenizer == "bytes" else 2048, model.cfg.max_len)
-    spans = cut(load_text(args.data, Filter()), tokenizer, model.cfg.block_length, most, args.spans)
+    spans = cut(load_text(args.data), tokenizer, model.cfg.block_length, most, args.spans)
     tokens, python = sum(s.at.stop - s.at.start for s in spans), sum(s.python for s in spans)
     print(f"{len(spans)} spans, {tokens} tokens, {python} of them in Python functions; "
           f"blocks of {model.cfg.block_length}")  # fmt: skip

@@ -52,7 +52,12 @@ def test_decodes_are_those_of_before(name, folder, monkeypatch, capsys):
     code, out, _ = command_line(sample, monkeypatch, capsys, *argv)
     record = json.loads(out)
     after, nfe = before["after"], before["nfe"]
-    if name == "chain":  # no edits: each of its two blocks had a forward that changed nothing, after the one that filled
-        after, nfe = after[::2], nfe | {"full": 2, "commit": 1}  # it; now the first block's is a commit, the last's gone
+    if (
+        name == "chain"
+    ):  # no edits: each of its two blocks had a forward that changed nothing, after the one that filled
+        after, nfe = (
+            after[::2],
+            nfe | {"full": 2, "commit": 1},
+        )  # it; now the first block's is a commit, the last's gone
     assert code == 0 and record["tokens"] == before["tokens"] and record["nfe"].items() >= nfe.items()
     assert [s["after"] for s in record["steps"]] == after

@@ -13,7 +13,6 @@ import torch
 
 import data
 from data import (
-    Filter,
     bpe_tokenizer,
     byte_tokenizer,
     exists,
@@ -35,7 +34,7 @@ def record(n, **fields):
 def refusal(capsys, *sources):
     """The one line with which a corpus is refused."""
     with pytest.raises(SystemExit) as stop:
-        load_text([str(s) for s in sources], Filter())
+        load_text([str(s) for s in sources])
     lines = capsys.readouterr().err.splitlines()
     assert stop.value.code == 2 and len(lines) == 1
     return lines[0]
@@ -171,10 +170,10 @@ def test_exists_is_the_exact_judge(names):
 
 
 def test_a_name_is_its_own_document_and_split(names, learned):
-    assert load_text(["names"], Filter()) == [(name, name) for name in names]
-    assert load_text(["names"], Filter(max_docs=2)) == [("SPACE", "SPACE"), ("EXCLAMATION MARK", "EXCLAMATION MARK")]
+    assert load_text(["names"]) == [(name, name) for name in names]
+    assert load_text(["names"], max_docs=2) == [("SPACE", "SPACE"), ("EXCLAMATION MARK", "EXCLAMATION MARK")]
     t = learned[1]
-    train, val = load_sequences(["names"], t, 48, 0, Filter())  # 48: the longest name has 33 tokens
+    train, val = load_sequences(["names"], t, 48, 0)  # 48: the longest name has 33 tokens
     assert len(train) + len(val) == len(names)
     assert [t.decode(row.tolist()) for row in val.rows] == [name for name in names if is_validation(name)]
     x, real, _ = train.batch(0, 4)
@@ -192,13 +191,14 @@ def test_no_names_without_unicodedata(monkeypatch, capsys):
 # documents
 
 
-def test_paper_filter():
-    keep = Filter()
-    assert keep.keeps(record(1)) and keep.keeps({"text": "no fields"}) and keep.keeps(record(1, int_score=None))
-    for bad in (dict(int_score=2), dict(token_count=255), dict(token_count=1801)):
-        assert not keep.keeps(record(1, **bad))
-    for good in (dict(int_score=3), dict(token_count=256), dict(token_count=1800)):
-        assert keep.keeps(record(1, **good))
+def test_paper_filter(tmp_path):
+    kept = [record(1), {"text": "no fields"}, record(1, int_score=None), record(1, int_score=3)]
+    kept += [record(1, token_count=256), record(1, token_count=1800)]
+    dropped = [record(1, int_score=2), record(1, token_count=255), record(1, token_count=1801)]
+    rows = [r for pair in zip(kept, dropped, strict=False) for r in pair] + kept[len(dropped) :]
+    write_records(tmp_path / "a.jsonl", rows)
+    names = [name for name, _ in load_text([str(tmp_path / "a.jsonl")])]
+    assert names == [f"a.jsonl:{n}" for n in (1, 3, 5, 7, 8, 9)]
 
 
 def write_records(path, records):
@@ -217,8 +217,8 @@ KINDS = pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
 def test_records_are_filtered_documents(tmp_path, name):
     path = tmp_path / name
     write_records(path, [record(n, int_score=n) for n in range(6)])
-    assert [n for n, _ in load_text([str(path)], Filter())] == [f"{name}:{k}" for k in (4, 5, 6)]
-    assert len(load_text([str(path)], Filter(max_docs=2))) == 2
+    assert [n for n, _ in load_text([str(path)])] == [f"{name}:{k}" for k in (4, 5, 6)]
+    assert len(load_text([str(path)], max_docs=2)) == 2
 
 
 @KINDS
@@ -227,8 +227,8 @@ def test_a_folder_reads_each_file_by_its_kind(tmp_path, name):
     (tmp_path / "sub").mkdir()
     (tmp_path / "b.txt").write_text("b")
     write_records(tmp_path / "sub" / name, [record(n, int_score=n) for n in range(6)])
-    alone = [text for _, text in load_text([str(tmp_path / "sub" / name)], Filter())]
-    inside = load_text([str(tmp_path)], Filter())
+    alone = [text for _, text in load_text([str(tmp_path / "sub" / name)])]
+    inside = load_text([str(tmp_path)])
     assert [n for n, _ in inside] == ["b.txt", *(f"sub/{name}:{k}" for k in (4, 5, 6))]
     assert [text for _, text in inside] == ["b", *alone]
 
@@ -257,7 +257,7 @@ def test_folder_reads_text_and_passes_over_binary_and_hidden(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "c.bin").write_bytes(b"\xff\xfe\x00")
     (tmp_path / ".hidden").write_text("h")
-    assert load_text([str(tmp_path)], Filter()) == [("a.txt", "a"), ("sub/b.md", "b")]
+    assert load_text([str(tmp_path)]) == [("a.txt", "a"), ("sub/b.md", "b")]
     assert "c.bin" in refusal(capsys, tmp_path / "c.bin")  # but not where it is asked for
     assert "no such file" in refusal(capsys, tmp_path / "d.txt")
 
@@ -269,7 +269,7 @@ def test_nothing_to_read_is_refused(tmp_path, capsys):
 
 
 def test_stdlib_is_python_source_without_tests():
-    names = [n for n, _ in load_text(["stdlib"], Filter())]
+    names = [n for n, _ in load_text(["stdlib"])]
     assert "argparse.py" in names and "json/decoder.py" in names
     assert not any("test" in n.split("/")[:-1] or "site-packages" in n for n in names)
     assert names == sorted(names)
@@ -285,7 +285,7 @@ def two_documents(tmp_path, seq_len=8, fill=1):
     tmp_path.mkdir(exist_ok=True)
     for k in range(40):
         (tmp_path / f"{k:02}.txt").write_text(chr(ord("a") + k % 26) * 11)
-    return load_sequences([str(tmp_path)], byte_tokenizer(), seq_len, 0, Filter(), fill)
+    return load_sequences([str(tmp_path)], byte_tokenizer(), seq_len, 0, 0, fill)
 
 
 def test_one_document_a_row_padded_and_closed_by_eos(tmp_path):
@@ -321,7 +321,7 @@ def test_every_row_once_an_epoch_in_another_order(tmp_path):
 def test_a_single_text_keeps_its_last_rows_for_validation(tmp_path):
     text = "".join(chr(97 + i % 26) for i in range(799))
     (tmp_path / "one.txt").write_text(text)
-    train, val = load_sequences([str(tmp_path / "one.txt")], byte_tokenizer(), 8, 0, Filter())
+    train, val = load_sequences([str(tmp_path / "one.txt")], byte_tokenizer(), 8, 0)
     assert (len(train), len(val)) == (95, 5)
     assert np.concatenate(train.rows).tolist() == list(text[:760].encode())
     assert np.concatenate(val.rows).tolist() == [*text[760:].encode(), 256]
