@@ -133,7 +133,7 @@ class Output:
     """One row: generated tokens up to and with eos, forwards by kind, and every step (if a trace was asked for)."""
 
     tokens: list[int]
-    nfe: dict[str, int]  # full: Stage A; partial: Stage B rounds, n/L of a full one each; commit: see Row.finish
+    nfe: dict[str, float]  # full: Stage A; partial: Stage B rounds, n/L of a full one each; commit: see Row.finish
     steps: list[dict] = field(default_factory=list)
     warning: str | None = None
 
@@ -148,16 +148,17 @@ class Row:
         self.rng = generator(seed, "sample", tuple(self.prompt), prompts[:number].count(self.prompt))
         self.output = Output([], {"full": 0, "partial": 0, "commit": 0})
 
-    def finish(self, block: list[int], counts: list[int], changed: bool, d: "Decoding", cfg: Config) -> bool:
+    def finish(self, block: list[int], counts: list[float], changed: bool, d: "Decoding", cfg: Config) -> bool:
         """Book a finished block -> whether it was the last one. If not, the next block will read it, which takes a
         commit forward if the last one still changed it, and K - 1 passes for its states of the further rounds."""
-        self.ids, out, (full, partial, _) = self.ids + block, self.output, counts
+        self.ids, out = self.ids + block, self.output
+        full, partial, _ = (int(n) if n == int(n) else n for n in counts)
         new = self.ids[len(self.prompt) :]
         tokens = new[: d.gen_length]
         out.tokens = tokens[: tokens.index(cfg.eos_id) + 1] if cfg.eos_id in tokens else tokens
         last = len(new) >= d.gen_length or (d.eos_early_stop and cfg.eos_id in new and cfg.mask_id not in new)
         out.nfe["full"] += full
-        out.nfe["partial"] += partial * d.n_rounds + (0 if last else max(0, d.n_rounds - 1))
+        out.nfe["partial"] += partial + (0 if last else max(0, d.n_rounds - 1))
         out.nfe["commit"] += changed and not last
         if cfg.mask_id in block:
             out.warning = f"a block was left with masks after {full} forwards that would never fill it"
@@ -187,7 +188,7 @@ def decode(
     outputs = [row.output for row in rows]
     z = torch.zeros(len(rows), B, dtype=torch.long, device=device)  # (R, B), the current blocks
     prompt = torch.zeros_like(z, dtype=torch.bool)  # (R, B), what of them is prompt
-    counts = torch.zeros(3, len(rows), dtype=torch.long, device=device)  # of this block: full, partial, post steps
+    counts = torch.zeros(3, len(rows), device=device)  # of this block: full, partial, post steps
     busy, opening = True, range(len(rows))  # whether any row has a mask left; the rows whose block begins
     while rows:
         for r in opening:
@@ -200,7 +201,8 @@ def decode(
         s = step(engine, z, prompt, busy, u, d)
         changed, z = (s["after"] != z).any(-1), s["after"]
         has_mask = (z == cfg.mask_id).any(-1)
-        counts += torch.stack([torch.ones_like(changed), s["bundle"].any(-1), ~has_mask])
+        partial = s.get("partial", d.n_rounds * s["bundle"].any(-1))  # (R,); a step may say what part of a block it ran
+        counts += torch.stack([torch.ones_like(partial), partial, ~has_mask])
         for r, row in enumerate(rows if trace else []):
             row.output.steps.append(step_record(s, r, len(row.ids)))
         # nothing changed and nothing ever will; or a stated bound, without which the released loop would go on for ever

@@ -155,6 +155,20 @@ def test_prompt_is_never_edited_and_partial_passes_are_counted():
     assert out.nfe["partial"] == 2 * coordinated + (blocks - 1)  # K a step, and K - 1 for each block that is read again
 
 
+def test_a_step_may_count_a_fraction_of_a_partial_forward():
+    """A step whose Stage B runs the bundle's positions alone says so, and that share of a block is what is counted."""
+
+    def sparse(*args) -> dict:
+        s = sample.step(*args)
+        return s | dict(partial=s["bundle"].float().mean(-1))
+
+    model, d = tiny_model(), Decoding(gen_length=13, tau_m2t=0.3, tau_t2t=0.0, max_post_steps=3)
+    whole, part = (generate(model, [prompt(3)], d, trace=True, by=by)[0] for by in (sample.step, sparse))
+    assert part.tokens == whole.tokens and part.nfe["full"] == whole.nfe["full"]
+    assert part.nfe["partial"] == sum(len(s["bundle"]) for s in whole.steps) / 8 < whole.nfe["partial"]
+    assert isinstance(whole.nfe["partial"], int)
+
+
 # --- one step
 
 
