@@ -3,9 +3,9 @@
 Rows finish blocks at their own pace, each as if it were alone: tokens, counts and draws. The one exception is an exact
 tie: a matmul over more rows may round the last bit otherwise, and so decide between two logits that are equal.
 
-A finished block costs no pass of its own: no block attends to a later one, so the forward that closes block b (it finds
-nothing left to change, or reads once more what the last one changed) carries the first forward of block b + 1 beside
-it, one pass over 2B positions. If it did change block b, that second half is thrown away.
+A finished block costs no pass of its own: the forward that closes it (it finds nothing left to change, or reads once
+more what the last one changed) carries the next block's first beside it, 2B positions in one pass. No block attends to
+a later one; if the first half was changed after all, the second is thrown away.
 """
 
 from collections.abc import Callable
@@ -36,15 +36,13 @@ class KVCache:
     A slot is one layer in one round: L slots for round 0 and n more for each further round of Stage B, whose context
     is the context's own states of that round. In a slot, keys 0..B-1 are the next block, B..2B-1 the current one (each
     rewritten by every pass that reads it) and the row's context follows. Rotation has already put the position into a
-    key, so this order does not matter to attention, and the keys in use are one view without a copy, however long each
-    row's context is.
+    key, so this order does not matter to attention, and the keys in use are one view without a copy, at any length.
     """
 
     def __init__(self, cfg: Config, lengths: list[int], n_rounds: int, device: torch.device, dtype: torch.dtype):
-        self.cfg, self.B = cfg, cfg.block_length
+        self.cfg, self.B, R = cfg, cfg.block_length, len(lengths)
         slots = cfg.n_layer + max(0, n_rounds - 1) * cfg.n_last
-        shape = (2, slots, len(lengths), cfg.n_kv_head, 2 * self.B, cfg.head_dim)
-        self.kv = torch.zeros(shape, device=device, dtype=dtype)
+        self.kv = torch.zeros(2, slots, R, cfg.n_kv_head, 2 * self.B, cfg.head_dim, device=device, dtype=dtype)
         self.set_lengths(lengths)
         self.filling: int | None = None  # the row whose prompt is being read, if any
 
@@ -90,8 +88,8 @@ class KVCache:
             if ahead or len(set(self.lengths)) > 1:
                 key = torch.arange(-T, max(self.lengths), device=self.kv.device)  # from 0 on the context's
                 mask = (key < self.length[:, None])[:, None, None]  # (R, 1, 1, S)
-                if ahead:  # nobody sees a later block
-                    mask = mask & ((order >= B)[:, None] | (key >= -B))  # (R, 1, T, S)
+                # nobody sees a later block, (R, 1, T, S)
+                mask = mask & ((order >= B)[:, None] | (key >= -B)) if ahead else mask
             self.contexts[ahead] = Context(cos, sin, mask, self)
         return self.contexts[ahead]
 
@@ -222,8 +220,7 @@ def decode(
     z = torch.tensor([p + [cfg.mask_id] * (B - len(p)) for p in rest], device=device)  # (R, B), the current blocks
     prompt = torch.arange(B, device=device) < torch.tensor([len(p) for p in rest], device=device)[:, None]  # (R, B)
     counts = torch.zeros(3, len(rows), device=device)  # of this block: full, partial, post steps
-    # the rows whose block is finished; whether one of them was changed by its last forward; whether every row's block
-    # looks finished, and another follows; whether any has a mask left
+    # rows whose block is finished; is one to be read again; may all go on to another block; has any a mask left
     done, commit, ahead, busy = [], False, False, True
     while True:
         if commit or ahead:  # twice the positions: where a pass is due anyway, or all rows may go on with it

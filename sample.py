@@ -223,12 +223,12 @@ def settle_args(args: argparse.Namespace, model: Model) -> Decoding:
 
 
 def counts_line(output: Output, cfg: Config) -> str:
-    """Forwards by kind, the passes that full ones and commits took, the paper's figure (full forwards a token) and the
-    honest one (all, in full forwards)."""
+    """Forwards by kind, passes, the paper's figure (full forwards a token), the honest one (all, in full forwards)."""
     n, nfe, share = max(1, len(output.tokens)), output.nfe, cfg.n_last / cfg.n_layer
     total = nfe["full"] + nfe["commit"] + nfe["partial"] * share
     return (f"{len(output.tokens)} tokens; forwards: {nfe['full']} full, {nfe['partial']} partial (x {share:.2f}), "
-            f"{nfe['commit']} commit; {output.passes} passes; {nfe['full'] / n:.3f} full a token, {total / n:.3f} in all")  # fmt: skip
+            f"{nfe['commit']} commit; {output.passes} passes; {nfe['full'] / n:.3f} full a token, "
+            f"{total / n:.3f} in all")  # fmt: skip
 
 
 def show_steps(record: dict) -> None:
