@@ -2,6 +2,10 @@
 
 Rows finish blocks at their own pace, each as if it were alone: tokens, counts and draws. The one exception is an exact
 tie: a matmul over more rows may round the last bit otherwise, and so decide between two logits that are equal.
+
+A finished block costs no pass of its own: the forward that closes it (it finds nothing left to change, or reads once
+more what the last one changed) carries the next block's first beside it, 2B positions in one pass. No block attends to
+a later one; if the first half was changed after all, the second is thrown away.
 """
 
 from collections.abc import Callable
@@ -30,58 +34,64 @@ class KVCache:
     block computed can never change (tested: cached decode = uncached decode).
 
     A slot is one layer in one round: L slots for round 0 and n more for each further round of Stage B, whose context
-    is the context's own states of that round. In a slot, keys 0..B-1 are the current block (rewritten by every pass)
-    and the row's context follows. Rotation has already put the position into a key, so this order does not matter to
-    attention, and the keys in use are one view without a copy, however long each row's context is.
+    is the context's own states of that round. In a slot, keys 0..B-1 are the next block, B..2B-1 the current one (each
+    rewritten by every pass that reads it) and the row's context follows. Rotation has already put the position into a
+    key, so this order does not matter to attention, and the keys in use are one view without a copy, at any length.
     """
 
     def __init__(self, cfg: Config, lengths: list[int], n_rounds: int, device: torch.device, dtype: torch.dtype):
-        self.cfg, self.B = cfg, cfg.block_length
+        self.cfg, self.B, R = cfg, cfg.block_length, len(lengths)
         slots = cfg.n_layer + max(0, n_rounds - 1) * cfg.n_last
-        self.kv = torch.zeros(2, slots, len(lengths), cfg.n_kv_head, self.B, cfg.head_dim, device=device, dtype=dtype)
+        self.kv = torch.zeros(2, slots, R, cfg.n_kv_head, 2 * self.B, cfg.head_dim, device=device, dtype=dtype)
         self.set_lengths(lengths)
         self.filling: int | None = None  # the row whose prompt is being read, if any
 
     def set_lengths(self, lengths: list[int]) -> None:
         """Context tokens of each row, and room for them, doubled so that a long answer is copied only a few times."""
         self.lengths, self.length = lengths, torch.tensor(lengths, device=self.kv.device)
-        self.used, room = self.B + max(lengths), self.kv.shape[4]
+        self.used, room = 2 * self.B + max(lengths), self.kv.shape[4]
         if self.used > room:
             self.kv = F.pad(self.kv, (0, 0, 0, max(self.used - room, room)))
+        self.contexts: dict[bool, Context] = {}  # what context() has built for these lengths
 
     def update(self, layer: int, round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k, v: (R, G, T, D) of the current pass -> keys and values to attend to, (R, G, S, D)."""
         slot = layer + round * self.cfg.n_last  # round 0 has slots 0..L-1, each further round the next n
-        keys, values = self.kv[0, slot], self.kv[1, slot]
+        kv, new, end, T = self.kv[:, slot], torch.stack([k, v]), 2 * self.B, k.shape[2]
         if self.filling is not None:  # the prompt's complete blocks: straight into the context, nothing before them
-            keys[self.filling, :, self.B : self.B + k.shape[2]] = k[0]
-            values[self.filling, :, self.B : self.B + k.shape[2]] = v[0]
+            kv[:, self.filling, :, end : end + T] = new[:, 0]
             return k, v
-        keys[:, :, : self.B] = k
-        values[:, :, : self.B] = v
-        return keys[:, :, : self.used], values[:, :, : self.used]
+        kv[:, :, :, end - T : end] = new
+        return kv[:, :, :, end - T : self.used].unbind()
 
     def close(self, rows: list[int]) -> None:
-        """The current block of `rows` joins their context."""
-        at = torch.tensor(rows, device=self.kv.device)
-        place = self.B + self.length[at, None] + torch.arange(self.B, device=self.kv.device)  # (rows, B)
-        self.set_lengths([n + self.B * (r in rows) for r, n in enumerate(self.lengths)])
-        block = self.kv[:, :, at, :, : self.B]  # (2, slots, rows, G, B, D)
+        """The current block of `rows` joins their context, and the next one is current."""
+        at, B = torch.tensor(rows, device=self.kv.device), self.B
+        place = 2 * B + self.length[at, None] + torch.arange(B, device=self.kv.device)  # (rows, B)
+        self.set_lengths([n + B * (r in rows) for r, n in enumerate(self.lengths)])
+        block = self.kv[:, :, at, :, B : 2 * B]  # (2, slots, rows, G, B, D)
         self.kv[:, :, at[:, None], :, place] = block.permute(2, 4, 0, 1, 3, 5)
+        self.kv[:, :, at, :, B : 2 * B] = self.kv[:, :, at, :, :B]
 
     def keep(self, rows: list[int]) -> None:
         """Drop the other rows, which are finished."""
         self.kv = self.kv[:, :, rows]
         self.set_lengths([self.lengths[r] for r in rows])
 
-    def context(self) -> Context:
-        """Context of each row's current block."""
-        cos, sin = rotary(self.cfg, self.length[:, None] + torch.arange(self.B, device=self.kv.device), self.kv.dtype)
-        mask = None
-        if len(set(self.lengths)) > 1:
-            key = torch.arange(self.used, device=self.kv.device)
-            mask = (key < self.B + self.length[:, None])[:, None, None]  # (R, 1, 1, S)
-        return Context(cos, sin, mask, self)
+    def context(self, ahead: bool = False) -> Context:
+        """Context of each row's current block, or of [next ; current]; built once for as long as the lengths stay."""
+        if ahead not in self.contexts:
+            B, T = self.B, 2 * self.B if ahead else self.B
+            order = torch.arange(T, device=self.kv.device).roll(T - B)  # B..2B-1, 0..B-1 where the next one is read
+            cos, sin = rotary(self.cfg, self.length[:, None] + order, self.kv.dtype)
+            mask = None
+            if ahead or len(set(self.lengths)) > 1:
+                key = torch.arange(-T, max(self.lengths), device=self.kv.device)  # from 0 on the context's
+                mask = (key < self.length[:, None])[:, None, None]  # (R, 1, 1, S)
+                # nobody sees a later block, (R, 1, T, S)
+                mask = mask & ((order >= B)[:, None] | (key >= -B)) if ahead else mask
+            self.contexts[ahead] = Context(cos, sin, mask, self)
+        return self.contexts[ahead]
 
 
 class Cached:
@@ -102,30 +112,49 @@ class Cached:
                 for i in range(max(1, n_rounds)):  # in every round of Stage B finished positions are unmarked
                     h = model.last_n(h, replace(ctx, round=i))
         self.cache.filling = None
+        self.passes = self.blocks = 0  # Stage A's forwards so far, and how many blocks of a row they read
+        self.ready = self.next = None  # Stage A's states of the current and the next blocks, where a forward was ahead
+
+    def read(self, z: Tensor, ahead: bool = False) -> None:
+        """Stage A's forward of the current blocks z (R, B) and, with `ahead`, of the next ones too, which are masks."""
+        B, ctx = z.shape[1], self.cache.context(ahead)
+        h = self.model.prefix(F.pad(z, (B * ahead, 0), value=self.cfg.mask_id), ctx)
+        both = h, self.model.last_n(h, ctx)  # prefix states and final states, (R, B or 2B, C)
+        self.ready, self.next = [h[:, -B:] for h in both], [h[:, :B] for h in both] if ahead else None
+        self.h_a, self.passes, self.blocks = self.ready[1], self.passes + 1, self.blocks + 1 + ahead
 
     def stage_a(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """One full forward of the current blocks z (R, B) -> prefix states (R, B, C), logits (R, B, V)."""
-        self.ctx = self.cache.context()
-        h = self.model.prefix(z, self.ctx)
-        self.h_a = self.model.last_n(h, self.ctx)
+        """One full forward of the current blocks z (R, B), or `read`'s -> prefix states (R, B, C), logits (R, B, V)."""
+        if self.ready is None:
+            self.read(z)
+        (h, self.h_a), self.ready = self.ready, None
         return h, self.model.head(self.h_a)
 
     def stage_b(self, h: Tensor, bundle: Tensor) -> Tensor:
         """Stage B from those states -> logits (R, B, V). It leaves no trace: the block's own keys stay Stage A's."""
-        current = self.cache.kv[:, self.cfg.n_layer - self.cfg.n_last :, :, :, : self.cfg.block_length]
+        B = self.cfg.block_length
+        current = self.cache.kv[:, self.cfg.n_layer - self.cfg.n_last :, :, :, B : 2 * B]
         kept = current.clone()
-        logits = self.model.head(self.model.coordinate(h, bundle, self.ctx, self.n_rounds))
+        logits = self.model.head(self.model.coordinate(h, bundle, self.cache.context(), self.n_rounds))
         current.copy_(kept)
         return logits
 
-    def close(self, z: Tensor, rows: list[int], changed: bool) -> None:
-        """The blocks of `rows` are finished; if the last forward still changed one, it is read once more (a commit)."""
-        if changed:
-            self.stage_a(z)
+    def close(self, rows: list[int]) -> None:
+        """The blocks of `rows` are finished, as last read. If their next ones were read beside them, and what was read
+        of every other row still holds, the next stage_a has its forward."""
         h = self.h_a
         for i in range(1, self.n_rounds):
-            h = self.model.last_n(h, replace(self.ctx, round=i))
+            h = self.model.last_n(h, replace(self.cache.context(), round=i))
         self.cache.close(rows)
+        if self.next and (self.ready or len(rows) == len(h)):
+            closed = torch.tensor([r in rows for r in range(len(h))], device=h.device)[:, None, None]
+            self.ready = [torch.where(closed, n, c) for n, c in zip(self.next, self.ready or self.next, strict=True)]
+        self.next = None
+
+    def keep(self, rows: list[int]) -> None:
+        """Drop the other rows, which are finished."""
+        self.cache.keep(rows)
+        self.h_a, self.next = self.h_a[rows], self.next and [h[rows] for h in self.next]
 
 
 @dataclass
@@ -134,6 +163,8 @@ class Output:
 
     tokens: list[int]
     nfe: dict[str, float]  # full: Stage A; partial: Stage B rounds, n/L of a full one each; commit: see Row.finish
+    passes: int = 0  # of Stage A, one after the other, until the row was done: at most full + commit of it alone
+    blocks: int = 0  # of the row that they read: one a pass, or two
     steps: list[dict] = field(default_factory=list)
     warning: str | None = None
 
@@ -146,8 +177,8 @@ def in_full(nfe: dict[str, float], cfg: Config) -> float:
 class Row:
     """What the host knows of one prompt."""
 
-    def __init__(self, number: int, prompts: list[list[int]], block_length: int, seed: int):
-        self.number, self.prompt = number, prompts[number]
+    def __init__(self, number: int, prompts: list[list[int]], d: "Decoding", block_length: int, seed: int):
+        self.number, self.prompt, self.end = number, prompts[number], len(prompts[number]) + d.gen_length
         self.ids = self.prompt[: len(self.prompt) // block_length * block_length]  # finished blocks
         # a function of the prompt, and of how many equal prompts come before it
         self.rng = generator(seed, "sample", tuple(self.prompt), prompts[:number].count(self.prompt))
@@ -161,7 +192,7 @@ class Row:
         new = self.ids[len(self.prompt) :]
         tokens = new[: d.gen_length]
         out.tokens = tokens[: tokens.index(cfg.eos_id) + 1] if cfg.eos_id in tokens else tokens
-        last = len(new) >= d.gen_length or (d.eos_early_stop and cfg.eos_id in new and cfg.mask_id not in new)
+        last = len(self.ids) >= self.end or (d.eos_early_stop and cfg.eos_id in new and cfg.mask_id not in new)
         out.nfe["full"] += full
         out.nfe["partial"] += partial + (0 if last else max(0, d.n_rounds - 1))
         out.nfe["commit"] += changed and not last
@@ -189,17 +220,19 @@ def decode(
 ) -> list[Output]:  # fmt: skip
     """Decode every prompt (ids) by `step`; `on_block(i, output so far)` is called when row i finishes a block."""
     cfg, B, device = model.cfg, model.cfg.block_length, model.wte.weight.device
-    rows, engine = [Row(i, prompts, B, seed) for i in range(len(prompts))], Cached(model, prompts, d.n_rounds)
-    outputs = [row.output for row in rows]
-    z = torch.zeros(len(rows), B, dtype=torch.long, device=device)  # (R, B), the current blocks
-    prompt = torch.zeros_like(z, dtype=torch.bool)  # (R, B), what of them is prompt
+    engine, rows = Cached(model, prompts, d.n_rounds), [Row(i, prompts, d, B, seed) for i in range(len(prompts))]
+    outputs, rest = [row.output for row in rows], [row.prompt[len(row.ids) :] for row in rows]
+    z = torch.tensor([p + [cfg.mask_id] * (B - len(p)) for p in rest], device=device)  # (R, B), the current blocks
+    prompt = torch.arange(B, device=device) < torch.tensor([len(p) for p in rest], device=device)[:, None]  # (R, B)
     counts = torch.zeros(3, len(rows), device=device)  # of this block: full, partial, post steps
-    busy, opening = True, range(len(rows))  # whether any row has a mask left; the rows whose block begins
-    while rows:
-        for r in opening:
-            rest = rows[r].prompt[len(rows[r].ids) :]  # what is left of the prompt, and then masks
-            z[r] = torch.tensor(rest + [cfg.mask_id] * (B - len(rest)), device=device)
-            prompt[r], counts[:, r], busy = torch.arange(B, device=device) < len(rest), 0, True
+    # rows whose block is finished; is one to be read again; may all go on to another block; has any a mask left
+    done, commit, ahead, busy = [], False, False, True
+    while True:
+        if commit or ahead:  # twice the positions: where a pass is due anyway, or all rows may go on with it
+            engine.read(z, ahead=True)
+        if done:
+            engine.close(done)
+            z[done], prompt[done], counts[:, done], busy = cfg.mask_id, False, 0, True
         u = torch.zeros(len(rows), 3, B, device=device)
         if d.temperature > 0:
             u = uniform([row.rng for row in rows], 3 * B).view(-1, 3, B).to(device)
@@ -213,21 +246,20 @@ def decode(
         # nothing changed and nothing ever will; or a stated bound, without which the released loop would go on for ever
         closing = ~changed & (~has_mask | (d.temperature == 0))
         closing = closing | (counts[2] > d.post_steps) | (counts[0] >= MAX_STEPS)
-        closing, has_mask, changed = torch.stack([closing, has_mask, changed]).tolist()  # the one sync of a step
-        busy, opening = any(has_mask), []
-        if not any(closing):
-            continue
-        going = []  # the closing rows that have a further block
-        for r in (r for r, ends in enumerate(closing) if ends):
-            if not rows[r].finish(z[r].tolist(), counts[:, r].tolist(), changed[r], d, cfg):
-                going.append(r)
-            if on_block:
-                on_block(rows[r].number, rows[r].output)
-        if going:
-            engine.close(z, going, any(changed[r] for r in going))
-        kept = [r for r, ends in enumerate(closing) if not ends or r in going]
-        if 0 < len(kept) < len(rows):
-            engine.cache.keep(kept)
-        opening = [kept.index(r) for r in going]
-        rows, z, prompt, counts = [rows[r] for r in kept], z[kept], prompt[kept], counts[:, kept]
-    return outputs
+        full = ~(closing | has_mask | d.eos_early_stop * (z == cfg.eos_id).any(-1))
+        closing, has_mask, changed, full = torch.stack([closing, has_mask, changed, full]).tolist()  # a step's one sync
+        kept = []
+        for r, row in enumerate(rows):
+            row.output.passes, row.output.blocks = engine.passes, engine.blocks
+            if not closing[r] or not row.finish(z[r].tolist(), counts[:, r].tolist(), changed[r], d, cfg):
+                kept.append(r)
+            if closing[r] and on_block:
+                on_block(row.number, row.output)
+        done = [i for i, r in enumerate(kept) if closing[r]]
+        ahead = all(full[r] and len(rows[r].ids) + B < rows[r].end for r in kept)
+        busy, commit = any(has_mask), any(closing[r] and changed[r] for r in kept)
+        if not kept:
+            return outputs
+        if len(kept) < len(rows):
+            engine.keep(kept)
+            rows, z, prompt, counts = [rows[r] for r in kept], z[kept], prompt[kept], counts[:, kept]

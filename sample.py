@@ -283,7 +283,11 @@ def run(args: argparse.Namespace) -> None:
     on_block = stream if len(prompts) == 1 and tokenizer and not traced else None
     for prompt, output in zip(prompts, generate(model, prompts, d, args.seed, traced, on_block), strict=True):
         text = tokenizer.decode(prompt + output.tokens) if tokenizer else str(output.tokens)
-        n, nfe, share = len(output.tokens), output.nfe | {"all": in_full(output.nfe, cfg)}, cfg.n_last / cfg.n_layer
+        n, nfe, share = (
+            len(output.tokens),
+            output.nfe | {"all": in_full(output.nfe, cfg), "passes": output.passes},
+            cfg.n_last / cfg.n_layer,
+        )
         ids = {*prompt, *(i for s in output.steps for i in [*s["after"], *(f["token_a"] for f in s["fill"])])}
         pieces = {str(i): tokenizer.piece(i) if tokenizer else str(i) for i in sorted(ids)}
         record = dict(text=tokenizer and tokenizer.decode(output.tokens), tokens=output.tokens, steps=output.steps,
@@ -298,8 +302,9 @@ def run(args: argparse.Namespace) -> None:
         if args.watch:
             (play if sys.stdout.isatty() else show_steps)(record)
         print(text[len(shown) :] + (verdict(text) if judged else ""))
-        print(f"[{n} tokens; forwards: {nfe['full']} full, {nfe['partial']:g} partial (x {share:.2f}), {nfe['commit']} "
-              f"commit; {record['nfe_per_token']:.3f} full a token, {nfe['all'] / max(1, n):.3f} in all]")  # fmt: skip
+        print(f"[{n} tokens; forwards: {nfe['full']} full, {nfe['partial']:g} partial (x {cfg.n_last / cfg.n_layer:.2f}), "
+              f"{nfe['commit']} commit; {nfe['passes']} passes; {record['nfe_per_token']:.3f} full a token, "
+              f"{nfe['all'] / max(1, n):.3f} in all]")  # fmt: skip
 
 
 def main(args: argparse.Namespace | None = None) -> None:

@@ -171,6 +171,27 @@ def test_a_step_may_count_a_fraction_of_a_partial_forward():
     assert isinstance(whole.nfe["partial"], int)
 
 
+def test_a_finished_block_costs_no_pass_of_its_own():
+    """Blocks of 5, 8 and 8 tokens, one a step. What closes a block goes beside the next one's first forward: two passes
+    fewer, whether that is a forward that finds nothing to change or a commit; and all are read all the same."""
+    model, d = tiny_model(), Decoding(gen_length=21, tau_m2t=1.0, tau_t2t=1.0, n_rounds=0)  # no edit is above 1
+    (out,) = generate(model, [prompt(3)], d)
+    assert (out.nfe["full"], out.nfe["commit"], out.passes, out.blocks) == (21 + 3, 0, 21 + 1, 21 + 3)
+    (out,) = generate(model, [prompt(3)], replace(d, tau_t2t=None))
+    assert (out.nfe["full"], out.nfe["commit"], out.passes, out.blocks) == (21, 2, 21, 21 + 2)
+    # three rows in step share every pass; a row out of step is waited for, and then only a commit carries a next block
+    assert [o.passes for o in generate(model, [prompt(3, i) for i in range(3)], d)] == [21 + 1] * 3
+    assert generate(model, [prompt(3), prompt(5)], d)[0].passes == 21 + 3
+    assert generate(model, [prompt(3), prompt(5)], replace(d, tau_t2t=None))[0].passes == 21
+
+
+def test_what_was_read_ahead_of_an_edit_is_thrown_away():
+    d = Decoding(gen_length=29, tau_m2t=0.3, tau_t2t=0.0, max_post_steps=3, n_rounds=1)
+    for out in (generate(tiny_model(), [prompt(n)], d)[0] for n in LENGTHS):
+        closings = out.nfe["full"] + out.nfe["commit"] - out.passes  # blocks but the last, each closed by a shared pass
+        assert 0 < closings <= 4 and out.blocks > out.passes + closings
+
+
 # --- one step
 
 

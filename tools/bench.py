@@ -5,12 +5,14 @@ both alike. Weights are random: speed does not depend on them. It refuses a sect
 released geometry could do at best, on paper, is tools/limits.py's.
 
     python -m tools.bench                                   # every section, minutes on 2 cores
-    python -m tools.bench --only decode stageb              # decode batch stageb train loss moe: any of them
+    python -m tools.bench --only decode stageb              # decode passes batch stageb train loss moe: any of them
+    python -m tools.bench --official DIR                    # against the released code in DIR; needs transformers
     python -m tools.bench --ckpt weights/random --device cuda --dtype bf16   # a checkpoint's forward against its floor
 """
 
 import ctypes
 import gc
+import importlib
 import multiprocessing
 import os
 import platform
@@ -18,6 +20,7 @@ import re
 import statistics
 import sys
 import time
+import types
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,9 +36,11 @@ from torch import Tensor
 from beyond.stage_b_only import StageBOnlyObjective
 from cache import Cached
 from checkpoint import DTYPES, PRESETS, load_model, new_model
+from convert_weights import plan
 from corrupt import Corruption, M, draw_bundle, loss_weights, three_term_loss
 from data import Parser, bounded, fail, generator, pick_device
 from model import Config, Model, MoE, sequence_context
+from released.export import released_config
 from sample import Decoding, generate, generate_one, step
 from tools.limits import distinct_experts, forward_bytes
 from train import Objective, split_forward
@@ -54,6 +59,8 @@ S = Namespace(
     contexts=(0, 64, 128, 256, 512, 1024, 1536, 2048), lengths=(128, 512, 2048),
     whole=128,  # tokens that both sides really decode, to check the integral
     batch=(1, 4, 16), batch_tokens=64,
+    official=replace(TEXT, n_layer=10, n_embd=256, n_head=8, n_kv_head=4, d_dense=512, d_expert=64, n_expert=32,
+                     n_active=4, block_length=32),  # 17 M parameters
     rows=4, seq_len=256,  # of a training step
     loss=replace(PRESETS["tiny"], n_layer=1, n_last=1, vocab_size=RELEASED.vocab_size, mask_id=257),
     loss_positions=2048,
@@ -123,6 +130,10 @@ def peaks(jobs: list[tuple[Callable, tuple]], device: torch.device) -> list[int 
             return found
     finally:
         del os.environ["GLIBC_TUNABLES"]
+
+
+def goal(at: int, goals: dict[int, int]) -> str:
+    return f" (goal {goals[at]})" if at in goals else ""
 
 
 def mb(size: int | None, what: str) -> str:
@@ -204,11 +215,26 @@ def decode(device: torch.device, args: Namespace) -> None:
             # the cost of a step is read off between the measured contexts; a block is B steps on either side
             starts = np.arange(0, length, B)
             c, n = (B * np.interp(starts, S.contexts, side).sum() for side in (cached, uncached))
-            print(f"  all of {length} tokens (integrated): cached {c:.2f} s, uncached {n:.2f} s: {n / c:.1f}x")
+            print(f"  all of {length} tokens (integrated): cached {c:.2f} s, uncached {n:.2f} s: {n / c:.1f}x"
+                  + goal(length, {512: 10, 2048: 30}))  # fmt: skip
     model, d, start = random_model(S.text, device), replace(ONE_BY_ONE, gen_length=S.whole), prompt(1)
     with device:  # where generate_one makes its tensors
         c, n = interleaved(lambda: generate(model, [start], d), lambda: generate_one(model, start, d), repeats=2)
     print(f"  check: text, {S.whole} tokens really decoded: cached {c:.2f} s, generate_one {n:.2f} s: {n / c:.1f}x")
+
+
+def passes(device: torch.device, args: Namespace) -> None:
+    """What closes a block goes beside the next one's first forward: forwards counted, passes taken."""
+    model, B = random_model(S.text, device), S.text.block_length
+    print(f"\nPasses: text ({geometry(S.text)}), 8 blocks, no edits, Stage B off; limit: a pass fewer for each block "
+          "but the last")  # fmt: skip
+    for post in (16, 0):
+        for many in (1, B // 2, B):
+            d = replace(ONE_BY_ONE, gen_length=8 * B - 1, n_rounds=0, num_to_transfer=many, max_post_steps=post)
+            out, what = generate(model, [prompt(1)], d)[0], "commits" if post == 0 else "forwards that find nothing"
+            forwards = out.nfe["full"] + out.nfe["commit"]
+            print(f"  {many} tokens a step, blocks closed by {what}: {forwards} forwards in {out.passes} passes, "
+                  f"{forwards / out.passes:.2f}x; blocks read {out.blocks}")  # fmt: skip
 
 
 def matmul_ratio(model: Model, rows: int, context: int) -> float:
@@ -229,7 +255,7 @@ def batch(device: torch.device, args: Namespace) -> None:
     print(f"\nRows of a batch: text ({geometry(S.text)}), prompts of 1..{S.text.block_length} tokens, "
           f"{S.batch_tokens} tokens each")  # fmt: skip
     for n, rate in zip(S.batch, rates, strict=True):
-        print(f"  {n:3} rows: {rate:7.0f} tokens/s, {rate / rates[0]:.1f}x one row")
+        print(f"  {n:3} rows: {rate:7.0f} tokens/s, {rate / rates[0]:.1f}x one row{goal(n, {16: 4})}")
 
 
 @torch.inference_mode()
@@ -245,6 +271,64 @@ def stageb(device: torch.device, args: Namespace) -> None:
         share = cfg.n_last / cfg.n_layer
         print(f"  {name} ({geometry(cfg)}, n = {cfg.n_last}): step {1e3 * a:.2f} -> {1e3 * b:.2f} ms, full forward "
               f"{1e3 * full:.2f} ms: {(b - a) / (share * full):.2f}")  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# against the released code
+
+OFFICIAL = ("configuration_llada2_moe.py", "modeling_llada2_moe.py")
+
+
+def official_model(folder: Path, ours: Model) -> torch.nn.Module:
+    """The released class, from its files in `folder`, with our model's weights."""
+    if missing := [name for name in OFFICIAL if not (folder / name).exists()]:
+        fail(f"--official {folder} holds no {missing[0]}: it is a file of the released checkpoint")
+    try:
+        importlib.import_module("transformers")
+    except ImportError:
+        fail("--official runs the released code, which needs transformers: pip install transformers==4.57.3")
+    package = types.ModuleType("official")  # so that the one file finds the other
+    package.__path__ = [str(folder)]
+    sys.modules["official"] = package
+    configuration, modeling = (importlib.import_module(f"official.{name.removesuffix('.py')}") for name in OFFICIAL)
+    theirs = modeling.LLaDA2MoeModelLM(configuration.LLaDA2MoeConfig(**released_config(ours.cfg)))
+    state = ours.state_dict()
+    parts = {name: part for _, whole, _, names, shape in plan(ours.cfg)
+             for name, part in zip(names, state[whole].view(-1, *shape), strict=True)}  # fmt: skip
+    parts = {name: part.view(theirs.state_dict()[name].shape) for name, part in parts.items()}
+    theirs.load_state_dict(parts)
+    return theirs.to(ours.wte.weight.device).eval()
+
+
+def official(device: torch.device, args: Namespace) -> None:
+    """Tokens a second of one row, ours and the released generate()'s, which takes no more: the same weights and prompt,
+    and the same tokens or it stops; then 16 rows of ours."""
+    model = random_model(S.official, device)
+    cfg, start = model.cfg, prompt(8)
+    model.lm_head.weight.data *= 16  # far from ties, which rounding decides
+    model.lm_head.weight.data[cfg.eos_id] = 0  # nor does the text end
+    theirs = official_model(args.official, model)
+    print(f"\nAgainst the released code: {geometry(cfg)}, {sum(p.numel() for p in model.parameters()) / 1e6:.0f} M "
+          f"parameters, one token a step, no edits")  # fmt: skip
+
+    def released(length: int) -> list[int]:
+        ids = torch.tensor([start], device=device)
+        settings = dict(gen_length=length, block_length=cfg.block_length, threshold=1.0, editing_threshold=2.0)
+        return theirs.generate(ids, **settings, eos_id=cfg.eos_id, mask_id=cfg.mask_id)[0].tolist()
+
+    def ours(length: int, rows: int = 1) -> list[int]:
+        d = replace(ONE_BY_ONE, gen_length=length, n_rounds=0)
+        return generate(model, [start, *(prompt(8, r) for r in range(1, rows))], d)[0].tokens
+
+    for length in args.lengths:
+        a, b = interleaved(partial(ours, length), partial(released, length), repeats=1 if length > 512 else 3)
+        if ours(length) != released(length):
+            fail(f"{length} tokens differ from the released code's: there is nothing to compare")
+        print(f"  {length} tokens, all the same: {length / a:.1f} tokens/s against {length / b:.1f}, {b / a:.1f}x"
+              + goal(length, {256: 8, 512: 12, 2048: 35}), flush=True)  # fmt: skip
+    rows, length = max(S.batch), args.lengths[0]
+    one, many = interleaved(lambda: ours(length), lambda: ours(length, rows), repeats=2)
+    print(f"  {rows} rows of {length} tokens: {rows * one / many:.1f}x the tokens/s of one row{goal(rows, {16: 4})}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -398,7 +482,7 @@ def checkpoint_forward(device: torch.device, args: Namespace) -> None:
     print(f"  {1e3 * s:.2f} ms, {size / s / 1e9:.1f} GB/s{floor}")
 
 
-SECTIONS = dict(decode=decode, batch=batch, stageb=stageb, train=train, loss=loss, moe=moe)
+SECTIONS = dict(decode=decode, passes=passes, batch=batch, stageb=stageb, train=train, loss=loss, moe=moe)
 
 
 def machine(device: torch.device) -> str:
@@ -415,17 +499,20 @@ def main() -> None:
     g = parser.add_argument_group("what to measure")
     g.add_argument("--only", nargs="+", choices=SECTIONS, help="these sections (default: all)")
     g.add_argument("--ckpt", help="instead: a checkpoint folder's batch-1 forward against its floor")
+    g.add_argument("--official", type=Path, help="instead: whole decodes against the released code in this folder")
+    g.add_argument("--lengths", type=bounded(int, 1), nargs="+", default=[256, 512], help="tokens of those decodes")
     g.add_argument("--device", default="cpu", help="auto (cuda, then mps, then cpu), or one by name")
     g.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the checkpoint's weights and activations")
     g.add_argument("--bandwidth", type=bounded(float, 1e-6), help="GB/s of the device's memory: the floor of --ckpt")
     args = parser.parse_args()
-    if args.ckpt and args.only:
-        fail("--ckpt is a measurement of its own: leave --only out")
+    if bool(args.ckpt) + bool(args.official) + bool(args.only) > 1:
+        fail("--ckpt and --official are measurements of their own: give one of them, or --only")
     if args.bandwidth and not args.ckpt:
         fail("--bandwidth is for the floor under --ckpt; the limits on paper are python -m tools.limits")
     device = pick_device(args.device)
     print(f"$ python -m tools.bench {' '.join(sys.argv[1:])}\n{date.today()}: {machine(device)}")
-    for section in [checkpoint_forward] if args.ckpt else [SECTIONS[name] for name in args.only or SECTIONS]:
+    alone = [checkpoint_forward] if args.ckpt else [official] if args.official else []
+    for section in alone or [SECTIONS[name] for name in args.only or SECTIONS]:
         section(device, args)
 
 

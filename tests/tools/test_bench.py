@@ -1,5 +1,6 @@
 """Every section at toy size, and one host synchronisation a step. `pytest tests/tools/test_bench.py`"""
 
+import sys
 from argparse import Namespace
 from dataclasses import replace
 
@@ -20,13 +21,23 @@ TINY = PRESETS["tiny"]
 def small(monkeypatch):
     cfg = replace(TINY, vocab_size=272, eos_id=256, mask_id=257, block_length=8)
     sizes = dict(text=cfg, deep=cfg, wide=cfg, lengths=(16, 32), contexts=(0, 16, 32), whole=16, batch=(1, 3))
-    sizes |= dict(batch_tokens=8, rows=2, seq_len=32, loss_positions=256, moe=cfg, moe_tokens=(4, 32), repeats=1)
+    sizes |= dict(
+        official=replace(cfg, block_length=4),
+        batch_tokens=8,
+        rows=2,
+        seq_len=32,
+        loss_positions=256,
+        moe=cfg,
+        moe_tokens=(4, 32),
+        repeats=1,
+    )
     monkeypatch.setattr(bench, "S", Namespace(**vars(bench.S) | sizes))
 
 
 SIDES = (bench.Cached, bench.Uncached)
 SAYS = {
     "decode": ["Decoding 3 at once", "all of 32 tokens (integrated)", "check: text, 16 tokens really decoded"],
+    "passes": ["8 tokens a step, blocks closed by commits: 15 forwards in 8 passes"],  # 8 blocks, 7 of them read again
     "batch": ["3 rows:"],
     "stageb": ["full forward"],
     "train": ["(L + n) / L = 1.750", "as one doubled batch", "fp32 checkpointing", "adapters in Stage B alone"],
@@ -77,12 +88,68 @@ def test_a_checkpoint_beside_its_floor(tmp_path, small, monkeypatch, capsys):
     [
         (["--only", "speed"], "speed"),
         (["--ckpt", "out", "--only", "moe"], "--only"),
+        (["--official", "there", "--only", "moe"], "--only"),
+        (["--official", "there"], "there holds no configuration_llada2_moe.py"),
         (["--ckpt", "out", "--bandwidth", 0], "--bandwidth"),
         (["--bandwidth", 4800], "tools.limits"),
     ],
 )
 def test_refusals(argv, word, monkeypatch, capsys):
     assert word in refused(bench, monkeypatch, capsys, *argv)
+
+
+OFFICIAL = {
+    "configuration_llada2_moe.py": """
+class LLaDA2MoeConfig:
+    def __init__(self, **fields):
+        self.fields = fields
+""",
+    "modeling_llada2_moe.py": """
+import torch
+import convert_weights, sample
+from checkpoint import new_model
+from .configuration_llada2_moe import LLaDA2MoeConfig
+from tools import bench
+
+class LLaDA2MoeModelLM(torch.nn.Module):  # the official names and numbers of its tensors, and our decoder
+    def __init__(self, config):
+        super().__init__()
+        self.cfg, self.tensors = bench.S.official, {}
+        assert config.fields["hidden_size"] == self.cfg.n_embd
+
+    def state_dict(self):
+        plan = convert_weights.plan(self.cfg)
+        return {name: torch.empty(part, device="meta") for *_, names, part in plan for name in names}
+
+    def load_state_dict(self, state):
+        self.ours = new_model(self.cfg, torch.Generator())
+        own = self.ours.state_dict()
+        for _, whole, shape, names, part in convert_weights.plan(self.cfg):
+            own[whole].copy_(torch.cat([state[n].flatten() for n in names]).view(shape))
+
+    def generate(self, ids, gen_length, block_length, threshold, editing_threshold, eos_id, mask_id):
+        d = sample.Decoding(gen_length=gen_length, tau_m2t=threshold, tau_t2t=None, n_rounds=0)
+        return torch.tensor([sample.generate_one(self.ours, ids[0].tolist(), d)[0]]) + SHIFT
+""",
+}
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_the_official_code_is_given_our_weights_and_must_write_our_tokens(shift, small, tmp_path, monkeypatch, capsys):
+    """A stand-in for its two files: it takes the released tensors and decodes by generate_one, or, shifted, wrongly."""
+    (tmp_path / "transformers.py").write_text("")
+    for name, text in OFFICIAL.items():
+        (tmp_path / name).write_text(text.replace("SHIFT", str(shift)))
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in list(sys.modules):
+        if name.split(".")[0] in ("official", "transformers"):
+            monkeypatch.delitem(sys.modules, name)
+    run = ["--official", tmp_path, "--lengths", 16]
+    if shift:
+        assert "differ" in refused(bench, monkeypatch, capsys, *run)
+    else:
+        code, out, err = command_line(bench, monkeypatch, capsys, *run)
+        assert code == 0 and "16 tokens, all the same" in out and "3 rows of 16 tokens" in out, err
 
 
 class Stop(Exception):
