@@ -112,6 +112,13 @@ def split_forward_doubled(model: Model, ids: Tensor, bundle: Tensor, ctx: Contex
     return h_a, h_b
 
 
+def by_length(real: Tensor, block: int) -> list[tuple[list[int], int]]:
+    """Rows of about the same length, and the positions to compute: a block, or twice as many, or four times ..."""
+    R, T = real.shape
+    widths = [min(T, block << (-(-n // block) - 1).bit_length()) for n in real.sum(1).tolist()]
+    return [([r for r in range(R) if widths[r] == width], width) for width in sorted(set(widths))]
+
+
 Losses = tuple[Tensor, Tensor]  # the weighted sum (scalar, nats); terms (2 stages, 3, 2): cross-entropy, positions
 
 
@@ -119,6 +126,7 @@ class Objective:
     """Rows -> loss. What beyond/ changes of the paper it changes by overriding methods of this class."""
 
     command = "python train.py"
+    keeps_padding = False  # whether every row is computed at full length
     extension: dict = {}  # what an extension writes into adapter.json, so that its adapters are loaded through it
 
     def __init__(self, model: Model, rows: dict, n_plain: int, args: Namespace, device: torch.device):
@@ -139,7 +147,14 @@ class Objective:
         ctx = sequence_context(self.model.cfg, real, self.model.compute_dtype, self.args.context == "clean")
         bundle = self.bundle(x, z, kind, draws, ctx)
         target = self.target(x, z, bundle, draws, ctx)
-        return self.stages(x, z, kind, bundle, target, ctx)
+        if self.keeps_padding or real.all():
+            return self.stages(x, z, kind, bundle, target, ctx)
+        loss, terms = 0.0, 0.0
+        for r, T in by_length(real, self.model.cfg.block_length):  # the two stages skip most of the padding
+            ctx = sequence_context(self.model.cfg, real[r, :T], self.model.compute_dtype, self.args.context == "clean")
+            part, part_terms = self.stages(*(t[r, :T] for t in (x, z, kind, bundle, target)), ctx)
+            loss, terms = loss + part, terms + part_terms
+        return loss, terms
 
     @torch.no_grad()
     def draft(self, z: Tensor, where: Tensor, real: Tensor) -> Tensor:
