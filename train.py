@@ -17,6 +17,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,7 +36,7 @@ from model import Context, Model, sequence_context
 # settings: what is not given depends on what the model reads ("bpe" is the paper's setting) and on where it starts
 # fmt: off
 READS = {
-    "names": dict(preset="names", seq_len=16, block_length=8, batch_size=256, max_iters=300, out_dir="out/names",
+    "names": dict(preset="names", seq_len=16, block_length=8, batch_size=64, max_iters=1600, out_dir="out/names",
                   learning_rate=4e-3, corruption="mask"),
     "bytes": dict(preset="text", seq_len=256, block_length=8, batch_size=8, max_iters=1300, out_dir="out/text"),
     "toy": dict(preset="tiny", batch_size=128, max_iters=1000, out_dir="out/toy"),
@@ -95,28 +96,14 @@ def build_parser(doc: str) -> Parser:
 
 # --- the learning signal
 def split_forward(model: Model, ids: Tensor, bundle: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-    """The split: both stages' states (R, T, C) from one prefix. ids (R, T) int64, bundle (R, T) bool."""
-    h = model.prefix(ids, ctx)
-    h_a = model.last_n(h, ctx)  # Stage A: unmarked
-    h_b = model.coordinate(h, bundle, ctx, model.cfg.n_rounds)  # Stage B: marked, Eq. 4
-    return h_a, h_b
-
-
-def split_forward_doubled(model: Model, ids: Tensor, bundle: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-    """The same as one doubled batch, as the paper trains: fewer, larger matmuls. Tested equal, and what is run."""
+    """The split: h = prefix(ids), and of it last_n(h), Stage A, and coordinate(h, bundle), Stage B: states (R, T, C)
+    twice. Both are run as one doubled batch, as the paper trains. ids (R, T) int64, bundle (R, T) bool."""
     h, mask = model.prefix(ids, ctx), ctx.mask
     twice = replace(ctx, mask=mask if mask.dim() == 2 else mask.repeat(2, 1, 1, 1))  # padded rows have one mask each
     h_a, h_b = model.last_n(torch.cat([h, model.mark(h, bundle, 0)]), twice).chunk(2)
     for i in range(1, model.cfg.n_rounds):  # further rounds are Stage B's alone
         h_b = model.last_n(model.mark(h_b, bundle, i), ctx)
     return h_a, h_b
-
-
-def by_length(real: Tensor, block: int) -> list[tuple[list[int], int]]:
-    """Rows of about the same length, and the positions to compute: a block, or twice as many, or four times ..."""
-    R, T = real.shape
-    widths = [min(T, block << (-(-n // block) - 1).bit_length()) for n in real.sum(1).tolist()]
-    return [([r for r in range(R) if widths[r] == width], width) for width in sorted(set(widths))]
 
 
 Losses = tuple[Tensor, Tensor]  # the weighted sum (scalar, nats); terms (2 stages, 3, 2): cross-entropy, positions
@@ -126,7 +113,6 @@ class Objective:
     """Rows -> loss. What beyond/ changes of the paper it changes by overriding methods of this class."""
 
     command = "python train.py"
-    keeps_padding = False  # whether every row is computed at full length
     extension: dict = {}  # what an extension writes into adapter.json, so that its adapters are loaded through it
 
     def __init__(self, model: Model, rows: dict, n_plain: int, args: Namespace, device: torch.device):
@@ -144,17 +130,19 @@ class Objective:
         x, real, prompt = (t.to(self.device) for t in self.rows[stream].batch(first, n))
         draws = [generator(self.args.seed, stream, i) for i in range(first, first + n)]
         z, kind = self.corruption(x, real & ~prompt, draws, lambda z, where: self.draft(z, where, real))
-        ctx = sequence_context(self.model.cfg, real, self.model.compute_dtype, self.args.context == "clean")
+        context = partial(sequence_context, self.model.cfg, dtype=self.model.compute_dtype,
+                          clean_copy=self.args.context == "clean")  # fmt: skip
+        ctx = context(real)
         bundle = self.bundle(x, z, kind, draws, ctx)
-        target = self.target(x, z, bundle, draws, ctx)
-        if self.keeps_padding or real.all():
-            return self.stages(x, z, kind, bundle, target, ctx)
-        loss, terms = 0.0, 0.0
-        for r, T in by_length(real, self.model.cfg.block_length):  # the two stages skip most of the padding
-            ctx = sequence_context(self.model.cfg, real[r, :T], self.model.compute_dtype, self.args.context == "clean")
-            part, part_terms = self.stages(*(t[r, :T] for t in (x, z, kind, bundle, target)), ctx)
-            loss, terms = loss + part, terms + part_terms
-        return loss, terms
+        inputs = x, z, kind, bundle, self.target(x, z, bundle, draws, ctx)
+        parts = [self.stages(*(t[r, :T] for t in inputs), context(real[r, :T])) for r, T in self.by_length(real)]
+        return sum(loss for loss, _ in parts), sum(terms for _, terms in parts)
+
+    def by_length(self, real: Tensor) -> list[tuple[Tensor | slice, int]]:
+        """Which rows fit into one block, two, four, eight ..., and the positions: the stages skip the padding behind."""
+        B, T = self.model.cfg.block_length, real.shape[1]
+        widths = torch.tensor([min(T, B << (-(-n // B) - 1).bit_length()) for n in real.sum(1).tolist()])
+        return [((widths == width).to(real.device), width) for width in widths.unique().tolist()]
 
     @torch.no_grad()
     def draft(self, z: Tensor, where: Tensor, real: Tensor) -> Tensor:
@@ -185,7 +173,7 @@ class Objective:
             h_a = model.last_n(model.prefix(ids, ctx), ctx)
             loss, terms = three_term_loss(model, h_a[:, :T], x, kind, fill=kind == M)
             return loss, torch.stack([terms, torch.zeros_like(terms)])
-        h_a, h_b = split_forward_doubled(model, ids, marked, ctx)
+        h_a, h_b = split_forward(model, ids, marked, ctx)
         loss_a, terms_a = three_term_loss(model, h_a[:, :T], x, kind, fill=kind == M)  # fill on all of M
         loss_b, terms_b = three_term_loss(model, h_b[:, :T], target, kind, fill=bundle)  # fill on the bundle only
         return loss_a + loss_b, torch.stack([terms_a, terms_b])
