@@ -139,7 +139,7 @@ class Objective:
         return sum(loss for loss, _ in parts), sum(terms for _, terms in parts)
 
     def by_length(self, real: Tensor) -> list[tuple[Tensor | slice, int]]:
-        """Which rows fit into one block, two, four, eight ..., and the positions: the stages skip the padding behind."""
+        """Which rows fit into one block, two, four ..., and the positions: the stages skip the padding behind."""
         B, T = self.model.cfg.block_length, real.shape[1]
         widths = torch.tensor([min(T, B << (-(-n // B) - 1).bit_length()) for n in real.sum(1).tolist()])
         return [((widths == width).to(real.device), width) for width in widths.unique().tolist()]
