@@ -245,7 +245,7 @@ def decode(
             row.output.steps.append(step_record(s, r, len(row.ids)))
         # nothing changed and nothing ever will; or a stated bound, without which the released loop would go on for ever
         closing = ~changed & (~has_mask | (d.temperature == 0))
-        closing = closing | (counts[2] > d.post_steps) | (counts[0] >= MAX_STEPS)
+        closing = closing | (counts[2] > d.max_post_steps * (d.tau_t2t is not None)) | (counts[0] >= MAX_STEPS)
         full = ~(closing | has_mask | d.eos_early_stop * (z == cfg.eos_id).any(-1))
         closing, has_mask, changed, full = torch.stack([closing, has_mask, changed, full]).tolist()  # a step's one sync
         kept = []

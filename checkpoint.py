@@ -41,7 +41,7 @@ PRESETS = {
                    n_expert=8, n_active=2, n_group=4, topk_group=2, rotary_dim=8, max_len=4096),
     # names of Unicode characters, in minutes on two CPU cores
     "names": Config(n_layer=4, n_head=4, n_kv_head=2, n_embd=128, head_dim=32, vocab_size=1024, d_dense=384,
-                    d_expert=128, n_expert=4, n_active=2, n_group=2, topk_group=2, rotary_dim=16, max_len=512,
+                    d_expert=64, n_expert=8, n_active=2, n_group=2, topk_group=2, rotary_dim=16, max_len=512,
                     rope_theta=1e4),
     # any text, in bytes
     "text": Config(n_layer=6, n_head=4, n_kv_head=2, n_embd=128, head_dim=32, vocab_size=272, d_dense=384, d_expert=128,

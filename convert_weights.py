@@ -257,7 +257,6 @@ def announce(found: dict[str, Stored], shards: Shards, src: Path, out: Path) -> 
     sizes = [sum(t.size for t in tensors.values()) for tensors in shards]
     print(f"read   {src}: {len(found):,} tensors, {parameters:,} parameters + {biases:,} router biases")
     print(f"write  {out}: {len(shards)} shards, {sum(sizes) / 1e9:.2f} GB, the largest {max(sizes) / 1e9:.2f} GB")
-    print(f"memory to load it: {parameters * 2 / 1e9:.1f} GB as bfloat16, {parameters * 4 / 1e9:.1f} GB as float32")
     return sum(sizes)
 
 

@@ -23,6 +23,7 @@ Every draw takes generators, one a row: a row's corruption depends neither on th
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -119,11 +120,7 @@ def three_term_loss(model: "Model", h: Tensor, target: Tensor, kind: Tensor, fil
         return F.cross_entropy(model.head(h), target, reduction="none")
 
     size = max(64, 2**24 // model.cfg.vocab_size)  # 64 MB of float32 logits a chunk
-    chunks = list(zip(h.split(size), target.split(size), strict=True))
-    if len(chunks) == 1:
-        ce = cross_entropy(*chunks[0])
-    else:
-        ce = torch.cat([checkpoint(cross_entropy, *c, use_reentrant=False) for c in chunks])
-    detached = ce.detach()
-    terms = torch.stack([torch.stack([detached[kind == k].sum(), (kind == k).sum()]) for k in (M, W, G)])
+    again = partial(checkpoint, cross_entropy, use_reentrant=False) if len(h) > size else cross_entropy
+    ce = torch.cat([again(*chunk) for chunk in zip(h.split(size), target.split(size), strict=True)])
+    terms = torch.stack([torch.stack([ce.detach()[kind == k].sum(), (kind == k).sum()]) for k in (M, W, G)])
     return (weight * ce).sum(), terms

@@ -1,8 +1,8 @@
 """Evaluation: what a decoder does where every answer can be checked.
 
 On a toy (toy.py) nothing is estimated where it can be enumerated: the output distribution of a one-step decoder is a
-product, that of one-at-a-time decoding a chain, and both are compared with the true table. Validity alone can be won
-by always writing one phrase, so a distance between distributions stands beside it.
+product, and it is compared with the true table. Validity alone can be won by always writing one phrase, so a distance
+between distributions stands beside it.
 
 Names of Unicode characters are completed from their first third of tokens (rounded up), held out and trained apart;
 `unicodedata` judges. Shares of the names drawn: `exist`, the completion is some character's name (low, high: Wilson's
@@ -56,22 +56,6 @@ def one_step_table(model: Model, task: Toy, n_rounds: int) -> Tensor:
     return toy.product_table(task, c, q)
 
 
-def chain_table(model: Model, task: Toy) -> Tensor:
-    """q over the support when tokens are drawn one at a time, the most confident position first: (N, S) float64. A
-    tuple has one path through the states: the position is a function of the state. Equal states are computed once."""
-    N, S, m = task.support.shape
-    c, x = torch.arange(N).repeat_interleave(S), task.support.reshape(N * S, m)
-    z, log_q = torch.full_like(x, -1), torch.zeros(N * S, dtype=torch.float64)
-    for _ in range(m):
-        states, back = torch.unique(torch.cat([c[:, None], z], dim=1), dim=0, return_inverse=True)
-        log_p = toy.answer_log_probs(model, task, states[:, 0], states[:, 1:], 0)
-        at = log_p.amax(-1).masked_fill(states[:, 1:] >= 0, -math.inf).argmax(-1)[back]  # (N*S,)
-        token = x.gather(1, at[:, None])
-        log_q += log_p[back, at, token[:, 0]]
-        z = z.scatter(1, at[:, None], token)
-    return log_q.exp().view(N, S) * (task.prob > 0)
-
-
 def distances(task: Toy, q: Tensor) -> dict[str, float]:
     """Means over contexts, nats. Reverse KL is infinite as soon as q writes anything outside the support."""
     outside, forward = float((1 - q.sum(-1)).clamp(min=0).mean()), float(toy.kl(task.prob, q).mean())
@@ -103,7 +87,6 @@ def evaluate_toy(model: Model, task: Toy) -> dict:
     decoders = {n: quality(model, task, replace(d, n_rounds=d.n_rounds and K)) for n, d in DECODERS.items()}
     decoders["Stage A, one step"] |= distances(task, one_step_table(model, task, 0))
     decoders["Stage B, one step"] |= distances(task, one_step_table(model, task, K))
-    decoders["one at a time"] |= distances(task, chain_table(model, task))
     known = {"task": task.name, "tc": float(task.tc().mean()), "h_joint": float(task.h_joint().mean())}
     return known | {"decoders": decoders}
 

@@ -245,7 +245,7 @@ class MoE(nn.Module):
         rows = x[order // self.n_active]
         gate, up = F.grouped_mm(rows, self.gate_up.to(x.dtype).transpose(1, 2), offs=ends).chunk(2, dim=-1)
         out = F.grouped_mm(F.silu(gate) * up, self.down.to(x.dtype).transpose(1, 2), offs=ends)
-        out = torch.empty_like(out).index_copy(0, order, out).view(len(x), self.n_active, -1)  # (N, A, C)
+        out = torch.empty_like(out).index_copy_(0, order, out).view(len(x), self.n_active, -1)  # (N, A, C)
         return (out.float() * weights[..., None]).sum(1).to(x.dtype)
 
 

@@ -48,18 +48,13 @@ class Decoding:
     gen_length: int = 256
     tau_m2t: float = 0.7  # fill masks whose probability is above; -1: every mask at once
     tau_t2t: float | None = 0.5  # edit above; 0.0: on any disagreement; None: never
-    max_post_steps: int = 16
+    max_post_steps: int = 16  # forwards after the last mask; without edits none, nothing can change any more
     num_to_transfer: int = 1
     eos_early_stop: bool = False
     n_rounds: int = 1
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
-
-    @property
-    def post_steps(self) -> int:
-        """Forwards after the last mask: without edits none, as nothing can change any more."""
-        return 0 if self.tau_t2t is None else self.max_post_steps
 
 
 @torch.inference_mode()
@@ -88,7 +83,7 @@ def generate_one(model: Model, prompt: list[int], d: Decoding) -> tuple[list[int
             z = torch.where(bundle | edit, token, z)  # Eq. 2: everything is read from z as it was before the step
             nfe["full"], nfe["partial"] = nfe["full"] + 1, nfe["partial"] + K * bool(bundle.any())
             changed, post = not torch.equal(before, z), post + (not (z[:, start:] == cfg.mask_id).any())
-            if not changed or post > d.post_steps:
+            if not changed or post > d.max_post_steps * (gate < math.inf):
                 break
         ids = z[0].tolist()
         if d.eos_early_stop and cfg.eos_id in ids[n:] and cfg.mask_id not in ids[n:]:
@@ -283,11 +278,7 @@ def run(args: argparse.Namespace) -> None:
     on_block = stream if len(prompts) == 1 and tokenizer and not traced else None
     for prompt, output in zip(prompts, generate(model, prompts, d, args.seed, traced, on_block), strict=True):
         text = tokenizer.decode(prompt + output.tokens) if tokenizer else str(output.tokens)
-        n, nfe, share = (
-            len(output.tokens),
-            output.nfe | {"all": in_full(output.nfe, cfg), "passes": output.passes},
-            cfg.n_last / cfg.n_layer,
-        )
+        n, nfe = len(output.tokens), output.nfe | {"all": in_full(output.nfe, cfg), "passes": output.passes}
         ids = {*prompt, *(i for s in output.steps for i in [*s["after"], *(f["token_a"] for f in s["fill"])])}
         pieces = {str(i): tokenizer.piece(i) if tokenizer else str(i) for i in sorted(ids)}
         record = dict(text=tokenizer and tokenizer.decode(output.tokens), tokens=output.tokens, steps=output.steps,
@@ -302,7 +293,7 @@ def run(args: argparse.Namespace) -> None:
         if args.watch:
             (play if sys.stdout.isatty() else show_steps)(record)
         print(text[len(shown) :] + (verdict(text) if judged else ""))
-        print(f"[{n} tokens; forwards: {nfe['full']} full, {nfe['partial']:g} partial (x {cfg.n_last / cfg.n_layer:.2f}), "
+        print(f"[{n} tokens; forwards: {nfe['full']} full, {nfe['partial']:g} partial (x {cfg.n_last}/{cfg.n_layer}), "
               f"{nfe['commit']} commit; {nfe['passes']} passes; {record['nfe_per_token']:.3f} full a token, "
               f"{nfe['all'] / max(1, n):.3f} in all]")  # fmt: skip
 

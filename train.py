@@ -17,6 +17,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,7 +36,7 @@ from model import Context, Model, sequence_context
 # settings: what is not given depends on what the model reads ("bpe" is the paper's setting) and on where it starts
 # fmt: off
 READS = {
-    "names": dict(preset="names", seq_len=16, block_length=8, batch_size=256, max_iters=300, out_dir="out/names",
+    "names": dict(preset="names", seq_len=16, block_length=8, batch_size=64, max_iters=2200, out_dir="out/names",
                   learning_rate=4e-3, corruption="mask"),
     "bytes": dict(preset="text", seq_len=256, block_length=8, batch_size=8, max_iters=1300, out_dir="out/text"),
     "toy": dict(preset="tiny", batch_size=128, max_iters=1000, out_dir="out/toy"),
@@ -95,15 +96,8 @@ def build_parser(doc: str) -> Parser:
 
 # --- the learning signal
 def split_forward(model: Model, ids: Tensor, bundle: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-    """The split: both stages' states (R, T, C) from one prefix. ids (R, T) int64, bundle (R, T) bool."""
-    h = model.prefix(ids, ctx)
-    h_a = model.last_n(h, ctx)  # Stage A: unmarked
-    h_b = model.coordinate(h, bundle, ctx, model.cfg.n_rounds)  # Stage B: marked, Eq. 4
-    return h_a, h_b
-
-
-def split_forward_doubled(model: Model, ids: Tensor, bundle: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-    """The same as one doubled batch, as the paper trains: fewer, larger matmuls. Tested equal, and what is run."""
+    """The split: h = prefix(ids), and of it last_n(h), Stage A, and coordinate(h, bundle), Stage B: states (R, T, C)
+    twice. Both are run as one doubled batch, as the paper trains. ids (R, T) int64, bundle (R, T) bool."""
     h, mask = model.prefix(ids, ctx), ctx.mask
     twice = replace(ctx, mask=mask if mask.dim() == 2 else mask.repeat(2, 1, 1, 1))  # padded rows have one mask each
     h_a, h_b = model.last_n(torch.cat([h, model.mark(h, bundle, 0)]), twice).chunk(2)
@@ -136,10 +130,19 @@ class Objective:
         x, real, prompt = (t.to(self.device) for t in self.rows[stream].batch(first, n))
         draws = [generator(self.args.seed, stream, i) for i in range(first, first + n)]
         z, kind = self.corruption(x, real & ~prompt, draws, lambda z, where: self.draft(z, where, real))
-        ctx = sequence_context(self.model.cfg, real, self.model.compute_dtype, self.args.context == "clean")
+        context = partial(sequence_context, self.model.cfg, dtype=self.model.compute_dtype,
+                          clean_copy=self.args.context == "clean")  # fmt: skip
+        ctx = context(real)
         bundle = self.bundle(x, z, kind, draws, ctx)
-        target = self.target(x, z, bundle, draws, ctx)
-        return self.stages(x, z, kind, bundle, target, ctx)
+        inputs = x, z, kind, bundle, self.target(x, z, bundle, draws, ctx)
+        parts = [self.stages(*(t[r, :T] for t in inputs), context(real[r, :T])) for r, T in self.by_length(real)]
+        return sum(loss for loss, _ in parts), sum(terms for _, terms in parts)
+
+    def by_length(self, real: Tensor) -> list[tuple[Tensor | slice, int]]:
+        """Which rows fit into one block, two, four ..., and the positions: the stages skip the padding behind."""
+        B, T = self.model.cfg.block_length, real.shape[1]
+        widths = torch.tensor([min(T, B << (-(-n // B) - 1).bit_length()) for n in real.sum(1).tolist()])
+        return [((widths == width).to(real.device), width) for width in widths.unique().tolist()]
 
     @torch.no_grad()
     def draft(self, z: Tensor, where: Tensor, real: Tensor) -> Tensor:
@@ -170,7 +173,7 @@ class Objective:
             h_a = model.last_n(model.prefix(ids, ctx), ctx)
             loss, terms = three_term_loss(model, h_a[:, :T], x, kind, fill=kind == M)
             return loss, torch.stack([terms, torch.zeros_like(terms)])
-        h_a, h_b = split_forward_doubled(model, ids, marked, ctx)
+        h_a, h_b = split_forward(model, ids, marked, ctx)
         loss_a, terms_a = three_term_loss(model, h_a[:, :T], x, kind, fill=kind == M)  # fill on all of M
         loss_b, terms_b = three_term_loss(model, h_b[:, :T], target, kind, fill=bundle)  # fill on the bundle only
         return loss_a + loss_b, torch.stack([terms_a, terms_b])

@@ -98,6 +98,10 @@ class Noise(ChainStageBOnly):
 
         return draw
 
+    def by_length(self, real: Tensor) -> list[tuple[slice, int]]:
+        """All rows at full length: u is of whole rows."""
+        return [(slice(None), real.shape[1])]
+
     def stages(self, x, z, kind, bundle, target, ctx):
         self.model.u = self.beside_clean_copy(x, z, self.u, ctx)[1]
         try:

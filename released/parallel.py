@@ -188,7 +188,10 @@ def prepare(args: Namespace, kind: type[Objective], compiled: bool) -> tuple[Obj
     checkpoint.rewind_log(folder / "log.jsonl", done)
     print(f"{' '.join(args.data)}: {rows['train'].describe()} to train on, {WORLD} processes on {device} in "
           f"{args.dtype}; steps {done}..{args.max_iters} of {args.batch_size} rows -> {folder}")  # fmt: skip
-    return kind(model, rows, n_plain, args, device), optimizer, done
+    objective = kind(model, rows, n_plain, args, device)
+    # each forward gathers weights from all processes, and all must make as many: one, of rows at full length
+    objective.by_length = lambda real: [(slice(None), real.shape[1])]
+    return objective, optimizer, done
 
 
 def loop(objective: Objective, optimizer: torch.optim.Optimizer, done: int, resume: str) -> None:

@@ -21,7 +21,8 @@ import evaluate
 import toy
 import train
 from checkpoint import load_model, save_model
-from evaluate import ONE_STEP, chain_table, distances, one_step_table, quality
+from evaluate import ONE_STEP, distances, one_step_table, quality
+from tools.plots import chain_table
 from toy import answer_log_probs
 
 SIZES = {  # and more flags

@@ -18,9 +18,9 @@ import sample
 import train
 from checkpoint import save_model
 from corrupt import M, three_term_loss
-from data import generator
+from data import Filter, byte_tokenizer, generator, load_sequences
 from model import sequence_context
-from train import Objective, split_forward, split_forward_doubled
+from train import Objective, split_forward
 
 TOY = ["--data", "pairs", "--toy", "V=3", "m=2", "--batch_size", 4, "--eval_rows", 4, "--device", "cpu"]
 
@@ -51,17 +51,22 @@ def gradients(model):
 # the split
 
 
+def one_by_one(model, ids, bundle, ctx):
+    h = model.prefix(ids, ctx)
+    return model.last_n(h, ctx), model.coordinate(h, bundle, ctx, model.cfg.n_rounds)
+
+
 @pytest.mark.parametrize("clean_copy", [False, True])
 @pytest.mark.parametrize("n_rounds", [1, 2])
-def test_the_doubled_batch_equals_the_plain_split_forward(n_rounds, clean_copy):
-    """States, losses and gradients; and both are Stage A and Stage B each by itself."""
+def test_the_doubled_batch_equals_the_two_stages_one_by_one(n_rounds, clean_copy):
+    """States, losses and gradients, against the README's three lines."""
     model = tiny_model(n_rounds=n_rounds)
     x, z, kind, bundle, real = a_batch()
     T, ctx = x.shape[1], sequence_context(model.cfg, real, torch.float32, clean_copy)
     ids, marks = an_objective(model).beside_clean_copy(x, z, bundle, ctx)
     assert ids.shape[1] == marks.shape[1] == T * (1 + clean_copy) and not marks[:, T:].any()
     found = []
-    for forward in (split_forward, split_forward_doubled):
+    for forward in (one_by_one, split_forward):
         model.zero_grad()
         h_a, h_b = forward(model, ids, marks, ctx)
         loss_a, terms_a = three_term_loss(model, h_a[:, :T], x, kind, fill=kind == M)
@@ -74,9 +79,6 @@ def test_the_doubled_batch_equals_the_plain_split_forward(n_rounds, clean_copy):
     for name, value in plain.items():
         size = float(value.detach().abs().max())
         torch.testing.assert_close(doubled[name], value, rtol=1e-4, atol=1e-4 * size, msg=name)
-    h = model.prefix(ids, ctx)
-    torch.testing.assert_close(plain["h_a"], model.last_n(h, ctx))
-    torch.testing.assert_close(plain["h_b"], model.coordinate(h, marks, ctx, n_rounds))
 
 
 @pytest.mark.parametrize("context", ["corrupted", "clean"])
@@ -86,13 +88,31 @@ def test_the_objective_adds_the_losses_of_both_stages(context, monkeypatch):
     objective = an_objective(model, context=context)
     ctx = sequence_context(model.cfg, real, torch.float32, context == "clean")
     loss, terms = objective.stages(x, z, kind, bundle, x, ctx)
-    monkeypatch.setattr(train, "split_forward_doubled", split_forward)
+    monkeypatch.setattr(train, "split_forward", one_by_one)
     plain_loss, plain_terms = objective.stages(x, z, kind, bundle, x, ctx)
     torch.testing.assert_close(loss, plain_loss, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(terms, plain_terms, rtol=1e-5, atol=1e-4)
     weighted = (terms[..., 0] * torch.tensor([1.0, 0.3, 0.2])).sum()
     torch.testing.assert_close(loss.detach(), weighted)
     assert terms[:, 0, 1].tolist() == [int((kind == M).sum()), int(bundle.sum())]  # all of M, the bundle alone
+
+
+@pytest.mark.parametrize("context", ["corrupted", "clean"])
+def test_skipping_the_padding_changes_no_loss(context, monkeypatch):
+    """Names of one, two and four blocks: losses and gradients of computing every position of every row."""
+    rows = load_sequences(["names"], byte_tokenizer(), 32, 0, Filter(max_docs=300), 8)[0]
+    model, found = tiny_model(vocab_size=272, mask_id=257, block_length=8), []
+    objective = an_objective(model, {"train": rows}, corruption="random", context=context)
+    lengths = [T for _, T in objective.by_length(rows.batch(0, 12)[1])]
+    assert len(lengths) > 1 and lengths == sorted(set(lengths)) and set(lengths) <= {8, 16, 32}
+    for by_length in (objective.by_length, lambda real: [(slice(None), real.shape[1])]):
+        monkeypatch.setattr(objective, "by_length", by_length)
+        model.zero_grad()
+        loss, terms = objective(0, 12)
+        loss.backward()
+        found.append(dict(loss=loss, terms=terms) | gradients(model))
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-4 * float(value.detach().abs().max()))
 
 
 def test_stage_a_only_is_stage_a_alone():

@@ -43,7 +43,7 @@ from model import Config, Model, MoE, sequence_context
 from released.export import released_config
 from sample import Decoding, generate, generate_one, step
 from tools.limits import distinct_experts, forward_bytes
-from train import Objective, split_forward
+from train import Objective
 
 # R rows, T positions, B block_length, C channels, V vocabulary, L layers, n = n_last, E experts, A active experts,
 # N tokens
@@ -361,10 +361,11 @@ def training_step(cfg: Config, R: int, T: int, variant: str, device: str) -> Cal
 
     def run() -> None:
         if "one after the other" in variant:
-            h_a, h_b = split_forward(model, z, bundle, ctx)
+            h = model.prefix(z, ctx)
+            h_a, h_b = model.last_n(h, ctx), model.coordinate(h, bundle, ctx, cfg.n_rounds)
             loss = three_term_loss(model, h_a, x, kind, fill=kind == M)[0]
             loss = loss + three_term_loss(model, h_b, x, kind, fill=bundle)[0]
-        else:  # as train.py does it: split_forward_doubled
+        else:  # as train.py does it: split_forward
             loss, _ = objective.stages(x, z, kind, bundle, x, ctx)
         (loss / x.numel()).backward()
         model.zero_grad(set_to_none=False)
@@ -383,8 +384,8 @@ def train(device: torch.device, args: Namespace) -> None:
     one, two, apart = interleaved(*(training_step(*shape, v, device.type) for v in variants), repeats=2 * S.repeats)
     print(f"  Stage A alone {1e3 * one:.0f} ms, both stages {1e3 * two:.0f} ms: {two / one:.3f}x; (L + n) / L = "
           f"{(L + n) / L:.3f}, so {two / one / ((L + n) / L):.3f} of it; two full passes would be 2")  # fmt: skip
-    print(f"  both stages one after the other (split_forward) {1e3 * apart:.0f} ms, as one doubled batch "
-          f"(split_forward_doubled) {1e3 * two:.0f} ms: {apart / two:.3f}x")  # fmt: skip
+    print(f"  both stages one after the other {1e3 * apart:.0f} ms, as one doubled batch "
+          f"(split_forward) {1e3 * two:.0f} ms: {apart / two:.3f}x")  # fmt: skip
     variants = ["fp32", "fp32 checkpointing", "fp32 adapters", "fp32 adapters in Stage B alone", "bf16"]
     seconds = interleaved(*(training_step(*shape, v, device.type) for v in variants), repeats=3)
     memory = peaks([(training_step, (*shape, v, device.type)) for v in variants], device)

@@ -9,16 +9,20 @@ It refuses, before it measures, a name that is no picture's and checkpoints of a
 """
 
 import json
+import math
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 import toy
 from checkpoint import load_model
 from data import Parser, fail, pick_device, replace_file
-from evaluate import chain_table, load_task, one_step_table
+from evaluate import load_task, one_step_table
 from model import Model
 from toy import Toy
+
+# N contexts, S support tuples, m answer positions
 
 
 def canvas(path: Path, columns: int = 1):
@@ -51,6 +55,22 @@ def read_curve(path: Path) -> list[dict]:
     except (OSError, ValueError) as e:
         fail(f"the training curve needs the first checkpoint's log, but {path} cannot be read: {e}")
     return [r for r in records if "block_A" in r] or fail(f"{path} holds no validation on a toy (--eval_interval)")
+
+
+def chain_table(model: Model, task: Toy) -> Tensor:
+    """q over the support when tokens are drawn one at a time, the most confident position first: (N, S) float64. A
+    tuple has one path through the states: the position is a function of the state. Equal states are computed once."""
+    N, S, m = task.support.shape
+    c, x = torch.arange(N).repeat_interleave(S), task.support.reshape(N * S, m)
+    z, log_q = torch.full_like(x, -1), torch.zeros(N * S, dtype=torch.float64)
+    for _ in range(m):
+        states, back = torch.unique(torch.cat([c[:, None], z], dim=1), dim=0, return_inverse=True)
+        log_p = toy.answer_log_probs(model, task, states[:, 0], states[:, 1:], 0)
+        at = log_p.amax(-1).masked_fill(states[:, 1:] >= 0, -math.inf).argmax(-1)[back]  # (N*S,)
+        token = x.gather(1, at[:, None])
+        log_q += log_p[back, at, token[:, 0]]
+        z = z.scatter(1, at[:, None], token)
+    return log_q.exp().view(N, S) * (task.prob > 0)
 
 
 def errors(model: Model, task: Toy) -> dict[str, float]:
