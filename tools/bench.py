@@ -228,10 +228,10 @@ def passes(device: torch.device, args: Namespace) -> None:
     model, B = random_model(S.text, device), S.text.block_length
     print(f"\nPasses: text ({geometry(S.text)}), 8 blocks, no edits, Stage B off; limit: a pass fewer for each block "
           "but the last")  # fmt: skip
-    for post in (16, 0):
+    for edits, what in ((1.0, "forwards that find nothing to edit"), (None, "commits")):  # no probability is above 1
         for many in (1, B // 2, B):
-            d = replace(ONE_BY_ONE, gen_length=8 * B - 1, n_rounds=0, num_to_transfer=many, max_post_steps=post)
-            out, what = generate(model, [prompt(1)], d)[0], "commits" if post == 0 else "forwards that find nothing"
+            d = replace(ONE_BY_ONE, gen_length=8 * B - 1, n_rounds=0, num_to_transfer=many, tau_t2t=edits)
+            out = generate(model, [prompt(1)], d)[0]
             forwards = out.nfe["full"] + out.nfe["commit"]
             print(f"  {many} tokens a step, blocks closed by {what}: {forwards} forwards in {out.passes} passes, "
                   f"{forwards / out.passes:.2f}x; blocks read {out.blocks}")  # fmt: skip
