@@ -3,8 +3,7 @@
 config.json        the model's geometry and ids, written last: a folder that has one is whole
 model.safetensors  all parameters and markers, or shards with model.safetensors.index.json
 tokenizer.json     where the model reads byte-level BPE
-adapter.json       instead of config.json: the base, LoRA's rank and scale, the geometry that it was trained at, and
-                   the extension (a module of beyond/) that made it, if it was not the paper's training
+adapter.json       instead of config.json: base, LoRA's rank and scale, geometry, the module of beyond/ that made it
 adapter.safetensors    LoRA matrices and markers
 state.safetensors  what a training run resumes from: trained weights and AdamW's moments; log.jsonl, train.json
 """

@@ -1,8 +1,7 @@
 """Evaluation: what a decoder does where every answer can be checked.
 
-On a toy (toy.py) nothing is estimated where it can be enumerated: the output distribution of a one-step decoder is a
-product, and it is compared with the true table. Validity alone can be won by always writing one phrase, so a distance
-between distributions stands beside it.
+On a toy (toy.py) a one-step decoder's output distribution is a product, enumerated and compared with the true table:
+validity alone can be won by always writing one phrase.
 
 Names of Unicode characters are completed from their first third of tokens (rounded up), held out and trained apart;
 `unicodedata` judges. Shares of the names drawn: `exist`, the completion is some character's name (low, high: Wilson's
@@ -91,10 +90,6 @@ def evaluate_toy(model: Model, task: Toy) -> dict:
     return known | {"decoders": decoders}
 
 
-def number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
 def print_table(head: list[str], rows: list[list[str]]) -> None:
     width = [max(len(r[k]) for r in [head, *rows]) for k in range(len(head))]
     for r in [head, *rows]:
@@ -106,7 +101,7 @@ def load_task(name: str, ckpt: str) -> Toy:
     settings = read_json(Path(ckpt) / "toy.json", "toy settings (a checkpoint of train.py --data TOY)")
     if settings.pop("name", None) != name:
         fail(f"{ckpt} was trained on another toy than --data {name}")
-    return toy.build(name, [f"{size}={value}" for size, value in settings.items()])
+    return toy.make(name, **toy.sizes([f"{size}={value}" for size, value in settings.items()]))
 
 
 def evaluate_toys(ckpt: str, args: Namespace, device: torch.device) -> None:
@@ -122,7 +117,8 @@ def evaluate_toys(ckpt: str, args: Namespace, device: torch.device) -> None:
         print(f"{task.name}: H = {h:.4f} and H + TC = {h + tc:.4f} nats (the floors of a joint and of a factorised"
               f" one-step loss), TC = {tc:.4f}")  # fmt: skip
         print("greedy: coherent, joint-mode hit, log-probability lost; sampling: KL(p||q), total variation, KL(q||p)")
-        print_table(head, [[name] + [number(v.get(k)) for k in keys] for name, v in report["decoders"].items()])
+        shown = {name: [f"{v[k]:.3f}" if k in v else "-" for k in keys] for name, v in report["decoders"].items()}
+        print_table(head, [[name, *cells] for name, cells in shown.items()])
 
 
 # --- names

@@ -211,8 +211,7 @@ def read_prompts(args: argparse.Namespace, tokenizer: Tokenizer | None, cfg: Con
 
 def settle_args(args: argparse.Namespace, model: Model) -> Decoding:
     """Flags -> Decoding. Edits are ungated where Stage B is on (the paper's default), unless --tau_t2t is given."""
-    K = args.n_rounds
-    if K is None:  # zero markers, as a converted checkpoint has: Stage B would be Stage A, unless it is an extension's
+    if (K := args.n_rounds) is None:  # zero markers, as a converted checkpoint has: Stage B would be Stage A
         K = model.cfg.n_rounds if model.markers.any() or hasattr(model, "step") else 0
     if model.cfg.n_rounds < K:
         fail(f"--n_rounds {K}: this checkpoint has markers for 0..{model.cfg.n_rounds} rounds")

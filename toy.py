@@ -213,11 +213,6 @@ def sizes(given: list[str]) -> dict[str, int | float]:
         fail(f"{' '.join(given)!r} is no size of a toy: KEY=VALUE with {', '.join(BOUNDS)}, like V=12")
 
 
-def build(name: str, given: list[str], seed: int = 0) -> Toy:
-    """`make` with sizes from the command line, like ["V=12"]."""
-    return make(name, seed=seed, **sizes(given))
-
-
 class Rows:
     """A toy as training rows [prompt block | answer block]; row i is a function of (seed, i) alone."""
 

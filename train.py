@@ -305,7 +305,7 @@ def is_toy(args: Namespace) -> bool:
 def load_rows(args: Namespace) -> tuple[dict, int, dict]:
     """{"train": rows, "val": rows}, the number of ordinary tokens, and what these tokens make of a Config."""
     if is_toy(args):
-        ids = toy.build(args.data[0], args.toy)
+        ids = toy.make(args.data[0], **toy.sizes(args.toy))
         rows = toy.Rows(ids, args.seed, "rows"), toy.Rows(ids, args.seed, "validation rows")
         kind, n_plain, B, V = "toy", ids.V, ids.m, ids.vocab_size
     else:

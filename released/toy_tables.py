@@ -14,7 +14,7 @@ import torch
 import toy
 from checkpoint import load_model
 from data import Parser, fail, pick_device
-from evaluate import ONE_STEP, distances, load_task, number, one_step_table, print_table, quality
+from evaluate import ONE_STEP, distances, load_task, one_step_table, print_table, quality
 from released import ablation
 from released.ablation import Ablation
 from released.tables import MECHANISM
@@ -22,6 +22,10 @@ from sample import MODES, Decoding
 from toy import Toy
 
 Table = tuple[list[str], list[list[str]]]  # head, rows
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def mechanism(ckpt: str, adapters: list[str], device: torch.device, task: Toy) -> Table:

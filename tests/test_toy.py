@@ -510,14 +510,16 @@ def test_a_mistake_is_one_line(line, monkeypatch, capsys):
 
 def test_sizes_and_build():
     assert toy.sizes(["V=12", "eps=0.3"]) == {"V": 12, "eps": 0.3} and toy.sizes([]) == {}
-    assert torch.equal(toy.build("copy", ["V=4", "eps=1"], seed=3).prob, make("copy", V=4, eps=1.0, seed=3).prob)
+    assert torch.equal(
+        make("copy", seed=3, **toy.sizes(["V=4", "eps=1"])).prob, make("copy", V=4, eps=1.0, seed=3).prob
+    )
     assert [type(v) for v in toy.sizes(["m=2", "rho=0"]).values()] == [int, float]
 
 
 @pytest.mark.parametrize("given", [["V=x"], ["rho=0.5"], ["V=41", "m=6"]])
 def test_build_refuses_in_one_line(given, capsys):
     with pytest.raises(SystemExit) as end:
-        toy.build("pairs", given)
+        make("pairs", **toy.sizes(given))
     out, err = capsys.readouterr()
     assert end.value.code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1
 

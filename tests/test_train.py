@@ -18,7 +18,7 @@ import sample
 import train
 from checkpoint import save_model
 from corrupt import M, three_term_loss
-from data import Filter, byte_tokenizer, generator, load_sequences
+from data import byte_tokenizer, generator, load_sequences
 from model import sequence_context
 from train import Objective, split_forward
 
@@ -100,7 +100,7 @@ def test_the_objective_adds_the_losses_of_both_stages(context, monkeypatch):
 @pytest.mark.parametrize("context", ["corrupted", "clean"])
 def test_skipping_the_padding_changes_no_loss(context, monkeypatch):
     """Names of one, two and four blocks: losses and gradients of computing every position of every row."""
-    rows = load_sequences(["names"], byte_tokenizer(), 32, 0, Filter(max_docs=300), 8)[0]
+    rows = load_sequences(["names"], byte_tokenizer(), 32, 0, 300, 8)[0]
     model, found = tiny_model(vocab_size=272, mask_id=257, block_length=8), []
     objective = an_objective(model, {"train": rows}, corruption="random", context=context)
     lengths = [T for _, T in objective.by_length(rows.batch(0, 12)[1])]

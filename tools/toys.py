@@ -10,7 +10,7 @@ import math
 import torch
 
 from data import Parser, bounded, fail
-from toy import TASKS, build
+from toy import TASKS, make, sizes
 
 
 def first_max(p: torch.Tensor) -> torch.Tensor:
@@ -26,7 +26,7 @@ def main() -> None:
     add("--seed", type=bounded(int, 0), default=0, help="seed that the contexts are drawn with (0)")
     add("--context", type=int, help="show the answers of this context of the task, the likeliest first")
     args = parser.parse_intermixed_args()
-    toys = [build(name, args.sizes, args.seed) for name in ([args.task] if args.task else TASKS)]
+    toys = [make(name, seed=args.seed, **sizes(args.sizes)) for name in ([args.task] if args.task else TASKS)]
     if args.context is not None and not (args.task and 0 <= args.context < toys[0].n_ctx):
         fail(f"--context {args.context} needs a task, and one of its contexts 0..{toys[0].n_ctx - 1}")
     print("nats, means over contexts; argmax ok: contexts where the tuple of marginal argmaxes is coherent (a phrase)")
