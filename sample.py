@@ -157,7 +157,7 @@ def build_parser() -> Parser:
     p, probability = Parser(__doc__), bounded(float, -1, 1)
     g = p.add_argument_group("model")
     g.add_argument("--ckpt", default="out/names", help="checkpoint folder of train.py or convert_weights.py")
-    g.add_argument("--adapter", help="folder of LoRA and markers that train.py --init_from DIR wrote")
+    g.add_argument("--adapter", help="folder that train.py --init_from DIR, or a script of beyond/, wrote")
     g.add_argument("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
     g.add_argument("--dtype", choices=DTYPES, default="fp32", help="of weights and activations")
     g = p.add_argument_group("prompts")

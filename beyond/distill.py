@@ -1,4 +1,4 @@
-"""Stage A taught the chain: no second pass, and the fairest opponent of one.
+"""Stage A taught the chain: no second pass, and the opponent that one has to beat.
 
 The targets are beyond/chain.py's, what the base writes into a bundle one token at a time. Here the model itself learns
 to write them at once, in every pass: its own weights, or LoRA in every layer. What it forgets by that (decoding one at

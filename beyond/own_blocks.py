@@ -1,4 +1,4 @@
-"""Our Stage B: a few dense blocks of its own, on Stage A's finished states, at the bundle's positions alone.
+"""Our Stage B: a few dense blocks of its own, on Stage A's finished states, which change the bundle's positions alone.
 
     y <- y + 1_S * Block(y)      n_last times, from y = Stage A's final states, normed; S the bundle
 
@@ -11,7 +11,7 @@ step to decide; only the surest is always written. A bundle of one token has not
 There is no marker: what it would say, the positions that are asked, changes nothing here (results/pays).
 
     python train.py --stage_a_only --n_last 2 --max_iters 1100 --out_dir out/base
-    python -m beyond.own_blocks --data names --init_from out/base --n_last 1 --out_dir out/joint
+    python -m beyond.own_blocks --data names --init_from out/base --n_last 1 --max_iters 1200 --out_dir out/joint
     python sample.py --ckpt out/base --adapter out/joint --prompt "ARABIC LIGATURE"
 """
 
@@ -83,8 +83,10 @@ def attach(model: Model, settings: dict) -> None:
     """Make a loaded model ready for the tensors of such an adapter."""
     model.__class__ = OwnBlocks
     width, tau_keep = settings.get("width"), settings.get("tau_keep")
-    if not isinstance(width, int) or width < 1 or not isinstance(tau_keep, int | float):
-        fail("adapter.json of own blocks lacks their width or tau_keep")
+    if type(width) is not int or not 0 < width < 2**20 or type(tau_keep) not in (int, float) or not 0 <= tau_keep <= 1:
+        fail("adapter.json of own blocks: width must be a positive number, tau_keep a probability")
+    if model.cfg.n_rounds > 1:
+        fail("adapter.json of own blocks: they run once, n_rounds must be 1")
     model.give_blocks(width, tau_keep, torch.Generator())
 
 
@@ -135,6 +137,8 @@ class OwnBlocksObjective(Chain):
 def settle(args: Namespace) -> type[Objective]:
     if args.corruption != "mask" or args.context != "clean" and not train.is_toy(args):
         fail("own blocks read what decoding will show them: --corruption mask and --context clean")
+    if args.n_rounds > 1:
+        fail(f"--n_rounds {args.n_rounds}: own blocks run once; for more of them, --n_last")
     chain.settle(args)
     return OwnBlocksObjective
 

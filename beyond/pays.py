@@ -32,6 +32,7 @@ from model import Model
 from sample import MODES, Decoding
 
 TAUS = {"one at a time": 1.0, "0.4": 0.4, "0.3": 0.3, "0.2": 0.2, "0.15": 0.15, "0.1": 0.1, "all at once": -1.0}
+FINER = {str(tau): tau for tau in (0.12, 0.14, 0.17, 0.22, 0.25, 0.28)}  # for whom has no tau_keep
 KEEP = (0.0, 0.3, 0.5, 0.7)
 BUDGETS = (0.4, 0.5, 0.6, 0.7, 0.8, 1.0, 1.2, 1.5, 2.0)
 COUNTED = ("full/token", "all/token", "serial/token")
@@ -40,7 +41,8 @@ COUNTED = ("full/token", "all/token", "serial/token")
 def settings(model: Model, K: int, args: Namespace) -> dict[str, tuple[float, Decoding]]:
     """What a system is decoded by: label -> (tau_keep, settings). The released settings have edits, where asked for."""
     start = Decoding(gen_length=32, eos_early_stop=True, tau_t2t=None, n_rounds=K, temperature=args.temperature)
-    gates = {f"tau_m2t {label}": replace(start, tau_m2t=tau) for label, tau in TAUS.items()}
+    taus = TAUS if isinstance(model, OwnBlocks) else TAUS | FINER
+    gates = {f"tau_m2t {label}": replace(start, tau_m2t=tau) for label, tau in taus.items()}
     if args.edits:
         gates = {f"released {mode.upper()}": replace(start, **gate) for mode, gate in MODES.items()}
         gates |= {f"tau_m2t {tau}, edits {e}": replace(start, tau_m2t=tau, tau_t2t=e)

@@ -192,9 +192,14 @@ def test_mistakes_are_one_line(base, tmp_path, monkeypatch, capsys):
     call = caller(own_blocks, monkeypatch, capsys)
     run = [*TOY, "--init_from", base, "--out_dir", tmp_path / "run"]
     assert "--corruption mask" in call.fails(*run, "--corruption", "draft")
+    assert "--n_rounds 2" in call.fails(*run, "--n_rounds", 2)
     assert "--init_from" in call.fails(*TOY, "--out_dir", tmp_path / "run")
     call(*run, "--n_last", 1, "--max_iters", 1)
     saved = json.loads((tmp_path / "run" / "adapter.json").read_text())
-    (tmp_path / "run" / "adapter.json").write_text(json.dumps(saved | {"width": "wide"}))
     given = ["--ckpt", base, "--adapter", tmp_path / "run", "--prompt_ids", "4,4,5"]
-    assert "width" in caller(sample, monkeypatch, capsys).fails(*given)
+    wrong = [("width", "wide"), ("width", True), ("width", 10**12), ("tau_keep", 7), ("tau_keep", float("nan"))]
+    wrong += [("model", saved["model"] | {"n_rounds": 2})]
+    for key, value in wrong:
+        (tmp_path / "run" / "adapter.json").write_text(json.dumps(saved | {key: value}))
+        line = caller(sample, monkeypatch, capsys).fails(*given)
+        assert ("n_rounds" if key == "model" else key) in line

@@ -53,6 +53,6 @@ def test_the_table_of_the_shipped_model(tmp_path, monkeypatch, capsys):
     argv = ["--system", "base", names, "--system", "ours", names, names / "joint", "--prompts", 4, "--keep", 0, 1]
     assert "at most, all/token" in call(*argv, "--out", tmp_path / "r.jsonl")
     records = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
-    assert len(records) == 2 * (len(pays.TAUS) + 2 * (len(pays.TAUS) - 1))
+    assert len(records) == 2 * (len(pays.TAUS | pays.FINER) + 2 * (len(pays.TAUS) - 1))
     assert call("--records", tmp_path / "r.jsonl").startswith("system")
     assert "--system" in call.fails() and "--system" in call.fails("--system", "a")
