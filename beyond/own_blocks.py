@@ -127,7 +127,7 @@ class OwnBlocksObjective(Chain):
         model, B, C = self.model, self.model.cfg.block_length, self.model.cfg.n_embd
         h = self.reader(x, ctx)(z, torch.arange(len(z), device=z.device))  # (R, T, C)
         h_b = model.second_look(h.view(-1, B, C), bundle.view(-1, B))  # (n, C)
-        loss, terms_b = three_term_loss(model, h_b, target[bundle], kind[bundle], torch.ones_like(target[bundle]) > 0)
+        loss, terms_b = three_term_loss(model, h_b, target[bundle], kind[bundle], fill=kind[bundle] == M)
         terms_a = torch.zeros_like(terms_b)
         if not torch.is_grad_enabled():
             terms_a = three_term_loss(model, h, x, kind, kind == M)[1]

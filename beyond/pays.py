@@ -72,10 +72,11 @@ def measure(name: str, ckpt: str, adapter: str | None, args: Namespace) -> list[
     K = model.cfg.n_rounds if adapter else 0
     jobs = settings(model, K, args)
     counting(model, looks)
+    groups = {group: evaluate.draw_names(args.prompts, group, tokenizer) for group in ("held out", "trained")}
     for label, (keep, d) in tqdm(jobs.items(), desc=f"{name} {adapter or ckpt}", leave=False, disable=None):
         model.tau_keep = keep
-        for group in ("held out", "trained"):
-            prompts, looks[0] = evaluate.draw_names(args.prompts, group, tokenizer), 0
+        for group, prompts in groups.items():
+            looks[0] = 0
             r = evaluate.judge(model, tokenizer, prompts, d, args.seed)
             tokens = r["full/name"] * len(prompts) / r["full/token"]
             commit = r["all/token"] - r["full/token"] - r["partial/token"] * model.cfg.n_last / model.cfg.n_layer
