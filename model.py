@@ -110,8 +110,8 @@ def rotary(cfg: Config, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
 
 def sequence_context(cfg: Config, real: Tensor, dtype: torch.dtype, clean_copy: bool = False) -> Context:
     """Context of whole rows. real: (R, T) bool, False on padding, which nobody attends to but itself (a query needs
-    one key). With `clean_copy` the rows are [noisy ; clean], 2T long, positions counted twice."""
-    T = real.shape[1]
+    one key). With `clean_copy` rows of several blocks are [noisy ; clean], 2T long, positions counted twice."""
+    T, clean_copy = real.shape[1], clean_copy and real.shape[1] > cfg.block_length
     positions = torch.arange(T, device=real.device)
     mask = (doubled_mask if clean_copy else block_causal_mask)(T, cfg.block_length, real.device)
     if clean_copy:

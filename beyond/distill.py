@@ -1,8 +1,8 @@
 """Stage A taught the chain: no second pass, and the opponent that one has to beat.
 
 The targets are beyond/chain.py's, what the base writes into a bundle one token at a time. Here the model itself learns
-to write them at once, in every pass: its own weights, or LoRA in every layer. What it forgets by that (decoding one at
-a time it is no longer the base) the base's own loss, mixed in, is to keep.
+to write them at once, in every pass: its own weights, or LoRA in every layer, from the masks of own_blocks.py. What it
+forgets by that (decoding one at a time it is no longer the base) the base's own loss, mixed in, is to keep.
 
     python -m beyond.distill --data names --init_from out/base --own_loss 1 --out_dir out/distilled
     python sample.py --ckpt out/base --adapter out/distilled --prompt "ARABIC LIGATURE" --tau_m2t 0.1
@@ -19,9 +19,10 @@ import sample
 import train
 from beyond import chain
 from beyond.chain import Chain
+from beyond.own_blocks import Suffixes
 from cache import Cached
 from corrupt import M, three_term_loss
-from data import bounded
+from data import bounded, fail
 from model import Context, Model
 from sample import Decoding
 from train import Losses, Objective
@@ -53,6 +54,7 @@ class Distill(Chain):
     def __init__(self, model: Model, *given):
         super().__init__(model, *given)
         self.extension = {"extension": "beyond.distill", "weights": self.args.weights}
+        self.corruption = Suffixes(**vars(self.corruption))
         self.teacher = copy.deepcopy(model).requires_grad_(False)  # the base, before anything is learned or resumed
 
     @staticmethod
@@ -72,6 +74,8 @@ class Distill(Chain):
 
 
 def settle(args: Namespace) -> type[Objective]:
+    if args.corruption != "mask":
+        fail("the chain writes masks, and own blocks are trained on them alone: --corruption mask")
     chain.settle(args)
     return Distill
 

@@ -108,8 +108,7 @@ class OwnBlocksObjective(Chain):
 
     def __init__(self, model: Model, *given):
         super().__init__(model, *given)
-        c = self.corruption
-        self.corruption = Suffixes(c.kind, c.block_length, c.mask_id, c.n_plain, c.wrong_rate)
+        self.corruption = Suffixes(**vars(self.corruption))
         self.extension = {"extension": "beyond.own_blocks"} | {k: getattr(self.args, k) for k in ("width", "tau_keep")}
 
     @staticmethod
