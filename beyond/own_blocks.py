@@ -39,6 +39,8 @@ from train import Losses, Objective
 class OwnBlocks(Model):
     """A model with a Stage B of its own; Stage A is the base bit for bit."""
 
+    least = 2  # tokens in a bundle that is looked at again
+
     def give_blocks(self, width: int, tau_keep: float, rng: torch.Generator) -> None:
         """Freeze the base and add n_last dense blocks that change nothing yet. Float32, as all trained weights."""
         cfg = replace(self.cfg, n_dense=self.cfg.n_layer, d_dense=width)
@@ -61,17 +63,21 @@ class OwnBlocks(Model):
             y = y.masked_scatter(bundle[..., None], x + block.mlp(block.norm_2(x)))
         return y[bundle]
 
+    def kept(self, conf: Tensor, marked: Tensor) -> Tensor:
+        """Of the positions that Stage B looked at, which it is sure of; the surest of a row always. All (R, B)."""
+        surest = first_masked(-conf, marked, torch.ones_like(marked[:, :1], dtype=torch.long), marked.shape[1])
+        return marked & (surest | (conf > self.tau_keep))
+
     def step(self, engine: Cached, z: Tensor, prompt: Tensor, busy: bool, u: Tensor, d: Decoding) -> dict[str, Tensor]:
         """`sample.step` with Stage A alone, then this Stage B where there is a bundle of two or more. What it refuses
         is taken out of the bundle. "partial" (R,) is the share of the block that Stage B ran at."""
         s = sample.step(engine, z, prompt, busy, u, replace(d, n_rounds=0))
-        marked = s["bundle"] & (s["bundle"].sum(-1, keepdim=True) > 1) & bool(d.n_rounds)
+        marked = s["bundle"] & (s["bundle"].sum(-1, keepdim=True) >= self.least) & bool(d.n_rounds)
         if not busy or not marked.any():
             return s | {"partial": torch.zeros(len(z), device=z.device)}
         token, conf = candidates(self.head(self.second_look(engine.h_a, marked)), u[:, 1][marked], d)  # (n,) twice
         token, conf = s["token_a"].masked_scatter(marked, token), s["conf_a"].masked_scatter(marked, conf)
-        surest = first_masked(-conf, marked, torch.ones_like(z[:, :1]), z.shape[1])
-        written = s["bundle"] & (~marked | surest | (conf > self.tau_keep))
+        written = s["bundle"] & ~marked | self.kept(conf, marked)
         after = torch.where(marked, torch.where(written, token, z), s["after"])
         return s | {"after": after, "bundle": written, "conf": conf, "partial": marked.float().mean(-1)}
 
@@ -119,7 +125,7 @@ class OwnBlocksObjective(Chain):
     def bundle(self, x: Tensor, z: Tensor, kind: Tensor, draws: Draws, ctx: Context) -> Tensor:
         """As `Chain` draws them, but for blocks with a single mask, which have nothing to coordinate."""
         bundle, B = super().bundle(x, z, kind, draws, ctx), self.model.cfg.block_length
-        return bundle & (bundle.view(len(z), -1, B).sum(-1) > 1).repeat_interleave(B, dim=1)
+        return bundle & (bundle.view(len(z), -1, B).sum(-1) >= self.model.least).repeat_interleave(B, dim=1)
 
     def stages(self, x: Tensor, z: Tensor, kind: Tensor, bundle: Tensor, target: Tensor, ctx: Context) -> Losses:
         """Stage B's loss; Stage A is the frozen base, whose terms are measured in validation."""
@@ -142,14 +148,18 @@ def settle(args: Namespace) -> type[Objective]:
     return OwnBlocksObjective
 
 
-def main() -> None:
-    p = chain.build_parser(__doc__)
+def build_parser(doc: str) -> train.Parser:
+    p = chain.build_parser(doc)
     p.set_defaults(corruption="mask", confident_share=0.75, s_min=2, s_max=8, learning_rate=5e-3, batch_size=64)
     g = p.add_argument_group("own blocks (beyond the paper; n_last of them)")
     g.add_argument("--width", type=bounded(int, 1), default=192, help="of their SwiGLU")
     g.add_argument("--tau_keep", type=bounded(float, 0, 1), default=0.5,
                    help="in decoding, what Stage B is less sure of stays masked (0: nothing is refused)")  # fmt: skip
-    train.main(p, settle)
+    return p
+
+
+def main() -> None:
+    train.main(build_parser(__doc__), settle)
 
 
 if __name__ == "__main__":
