@@ -4,8 +4,8 @@ The paper's target, the clean tokens, has the marginals as its minimiser (result
 cross-entropy to one tuple has that tuple as its minimiser, so Stage B can learn to write one that holds together. Most
 confident position first, total correlation zero by construction, without gradient, all blocks of the batch at once.
 
-It refuses earlier blocks that are masked themselves (--context corrupted on rows of several blocks): there the chain
-would read what it has just written before, where Stage B sees masks.
+It refuses earlier blocks that are masked themselves (--context corrupted on rows of several blocks): the chain reads
+finished text before a block, where Stage B would see masks.
 
     python -m beyond.chain --data modes --init_from out/base --n_last 2 --beam 4 --corruption mask --out_dir out/chain
     python -m beyond.chain --target clean ...      # the paper's target in the same scope, to compare with
@@ -94,32 +94,37 @@ def choose(log_p: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Clean:
-    """The keys and values of a batch's clean rows: what decoding keeps of finished blocks, so that only the noisy ones
-    run. The same states as from [noisy ; clean], at half the positions for each of a chain's many passes."""
+    """The keys and values of a batch's clean rows: what decoding keeps of finished blocks, so that a chain's many passes
+    run only blocks in work, each a row of its own. The same states as from [noisy ; clean], whatever the stages read."""
 
     @torch.no_grad()
     def __init__(self, model: Model, x: Tensor, ctx: Context):
-        """x (R, T) int64; ctx is of these rows, which then are their own context, or of rows [noisy ; clean] of 2T."""
-        T, self.model, self.x, self.kv = x.shape[1], model, x, {}
-        self.ctx, self.rows = replace(ctx, cos=ctx.cos[:T], sin=ctx.sin[:T], mask=ctx.mask[..., :T, :]), None
-        if len(ctx.cos) > T:
-            clean = replace(self.ctx, mask=ctx.mask[..., T:, T:], cache=self)
-            model.last_n(model.prefix(x, clean), clean)
-            self.ctx = replace(self.ctx, cache=self)
+        """x (R, T) int64; ctx is of these rows, or of rows [noisy ; clean] of 2T."""
+        (R, T), B = x.shape, model.cfg.block_length
+        self.model, self.x, self.kv, self.rows = model, x, {}, None
+        self.ctx = replace(ctx, cos=ctx.cos[:T], sin=ctx.sin[:T], mask=ctx.mask[..., -T:, -T:], cache=self)
+        if T > B:
+            model.last_n(model.prefix(x, self.ctx), self.ctx)
+        sees = self.ctx.mask.expand(R, 1, T, T).view(R, T // B, B, T // B, B)
+        itself = sees.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)  # (R, Z, B, B)
+        block = torch.arange(T // B, device=x.device)
+        before = (sees & (block[:, None] > block)[:, None, :, None]).flatten(3)[..., : T * (T > B)]  # (R, Z, B, T)
+        self.mask = torch.cat([itself, before], dim=-1).flatten(0, 1)[:, None]  # (R * Z, 1, B, B + T)
 
     def update(self, layer: int, round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v (r, G, T, D) of this pass -> what it may attend to, (r, G, 2T, D): the noisy keys, then the clean."""
+        """k, v (n, G, B, D) of this pass -> what it may attend to, (n, G, B + T, D): its own keys, then its row's."""
         if self.rows is None:
             self.kv[layer] = k, v
-            return k, v
-        clean_k, clean_v = (t[self.rows] for t in self.kv[layer])
-        return torch.cat([k, clean_k], dim=2), torch.cat([v, clean_v], dim=2)
+        elif self.kv:
+            k, v = (torch.cat([new, t[self.rows]], dim=2) for new, t in zip((k, v), self.kv[layer], strict=True))
+        return k, v
 
     @torch.no_grad()
-    def read(self, z: Tensor, rows: Tensor) -> Tensor:
-        """Stage A's final states (r, T, C) of noisy rows z (r, T), which are the rows (r,) of the batch."""
-        self.rows, mask = rows, self.ctx.mask
-        ctx = replace(self.ctx, mask=mask if mask.dim() == 2 else mask[rows])
+    def read(self, z: Tensor, at: Tensor) -> Tensor:
+        """Stage A's final states (n, B, C) of noisy blocks z (n, B), which are the batch's blocks at (n,) in 0..R*Z-1."""
+        Z, B = self.x.shape[1] // z.shape[1], z.shape[1]
+        self.rows, here = at // Z, (at % Z * B)[:, None] + torch.arange(B, device=z.device)
+        ctx = replace(self.ctx, cos=self.ctx.cos[here], sin=self.ctx.sin[here], mask=self.mask[at])
         return self.model.last_n(self.model.prefix(z, ctx), ctx)
 
 
@@ -138,6 +143,7 @@ class Chain(Objective):
     def __call__(self, first: int, n: int, stream: str = "train") -> tuple[Tensor, Tensor]:
         if first % self.args.batch_size == 0:
             self.notes["target_ms"] = 0.0
+        self.clean = None
         return super().__call__(first, n, stream)
 
     def bundle(self, x: Tensor, z: Tensor, kind: Tensor, draws: Draws, ctx: Context) -> Tensor:
@@ -164,17 +170,17 @@ class Chain(Objective):
         """Stage A's best tokens at chosen positions, without gradient and without logits anywhere else. `pick` takes
         log-probabilities (n, V), k, and which of the n positions they are of."""
 
-        read = self.reader(x, ctx)
+        read, B = self.reader(x, ctx), self.model.cfg.block_length
 
         @torch.no_grad()
         def best(z: Tensor, where: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
             found = []
             for part in range(0, len(z), len(x)):  # hypotheses of a beam come as further rows of the same contexts
-                here = where[part : part + len(x)]
+                here = where[part : part + len(x)].reshape(-1, B)  # (R * Z, B)
                 busy = here.any(-1)  # a chain that is written needs no further pass
                 busy[0] |= ~busy.any()  # but of many processes, each has to make as many
-                rows = busy.nonzero()[:, 0]
-                h = read(z[part : part + len(x)][rows], rows)[here[rows]]  # (n, C)
+                blocks = busy.nonzero()[:, 0]
+                h = read(z[part : part + len(x)].reshape(-1, B)[blocks], blocks)[here[blocks]]  # (n, C)
                 for a in range(0, max(1, len(h)), 1024):
                     log_p = self.teacher.head(h[a : a + 1024])
                     log_p[:, self.model.cfg.mask_id] = float("-inf")  # a target that stays masked is none
@@ -184,8 +190,8 @@ class Chain(Objective):
         return best
 
     def reader(self, x: Tensor, ctx: Context) -> Callable[[Tensor, Tensor], Tensor]:
-        """Stage A in this batch's contexts: (z (r, T), which rows of the batch they are (r,)) -> states (r, T, C)."""
-        if self.clean is None or self.clean.x is not x:  # a batch's bundles and targets read the same clean rows
+        """`Clean.read` in this batch's contexts; its bundles, targets and stages read the same clean rows."""
+        if self.clean is None or self.clean.x.data_ptr() != x.data_ptr():
             self.clean = Clean(self.teacher, x, ctx)
         return self.clean.read
 

@@ -127,15 +127,20 @@ class OwnBlocksObjective(Chain):
         bundle, B = super().bundle(x, z, kind, draws, ctx), self.model.cfg.block_length
         return bundle & (bundle.view(len(z), -1, B).sum(-1) >= self.model.least).repeat_interleave(B, dim=1)
 
+    def by_length(self, real: Tensor) -> list[tuple[slice, int]]:
+        """All rows at full length: only blocks with a bundle run."""
+        return [(slice(None), real.shape[1])]
+
     def stages(self, x: Tensor, z: Tensor, kind: Tensor, bundle: Tensor, target: Tensor, ctx: Context) -> Losses:
         """Stage B's loss; Stage A is the frozen base, whose terms are measured in validation."""
-        model, B, C = self.model, self.model.cfg.block_length, self.model.cfg.n_embd
-        h = self.reader(x, ctx)(z, torch.arange(len(z), device=z.device))  # (R, T, C)
-        h_b = model.second_look(h.view(-1, B, C), bundle.view(-1, B))  # (n, C)
+        model, B = self.model, self.model.cfg.block_length
+        asked = bundle.view(-1, B).any(-1) | ~torch.tensor(torch.is_grad_enabled(), device=z.device)
+        h = self.reader(x, ctx)(z.view(-1, B)[asked], asked.nonzero()[:, 0])  # (n blocks, B, C)
+        h_b = model.second_look(h, bundle.view(-1, B)[asked])  # (n, C)
         loss, terms_b = three_term_loss(model, h_b, target[bundle], kind[bundle], fill=kind[bundle] == M)
         terms_a = torch.zeros_like(terms_b)
         if not torch.is_grad_enabled():
-            terms_a = three_term_loss(model, h, x, kind, kind == M)[1]
+            terms_a = three_term_loss(model, h.view(*x.shape, -1), x, kind, kind == M)[1]
         return loss, torch.stack([terms_a, terms_b])
 
 
