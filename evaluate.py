@@ -26,10 +26,10 @@ from tqdm import tqdm
 
 import data
 import toy
-from cache import in_full
+from cache import Output, in_full
 from checkpoint import DTYPES, load_model, load_tokenizer
 from data import Parser, Tokenizer, bounded, fail, pick_device, read_json
-from model import Model
+from model import Config, Model
 from sample import MODES, Decoding, generate
 from toy import Toy
 
@@ -137,17 +137,15 @@ def draw_names(n: int, group: str, tokenizer: Tokenizer) -> dict[str, list[int]]
     return {name: i[: -(-len(i) // 3)] for name, i in ids.items()}
 
 
-def judge(model: Model, tokenizer: Tokenizer, prompts: dict[str, list[int]], d: Decoding, seed: int) -> dict:
-    """Shares of one decoder's completions, see above, and its forwards a name and a token; prompts: name -> ids."""
-    outputs, n = generate(model, list(prompts.values()), d, seed=seed), len(prompts)
-    written = [tokenizer.decode(p + o.tokens) for p, o in zip(prompts.values(), outputs, strict=True)]  # eos: no text
-    found, times = [name for name in written if data.exists(name)], Counter(written)
+def judge(asked: list[str], written: list[str], outputs: list[Output], cfg: Config) -> dict:
+    """Shares of one decoder's completions, see above, and its forwards a name and a token; asked: the names drawn."""
+    n, found, times = len(written), [name for name in written if data.exists(name)], Counter(written)
     low, high = wilson(len(found), n)
     shares = {"exist": len(found) / n, "low": low, "high": high, "distinct": len(set(found)) / n}
-    shares["itself"] = sum(name == asked for name, asked in zip(written, prompts, strict=True)) / n
+    shares["itself"] = sum(name == drawn for name, drawn in zip(written, asked, strict=True)) / n
     shares["repeated"] = sum(times[name] > 1 for name in written) / n
     nfe = {kind: sum(o.nfe[kind] for o in outputs) for kind in ("full", "partial", "commit")}
-    nfe, tokens = nfe | {"all": in_full(nfe, model.cfg)}, sum(len(o.tokens) for o in outputs)
+    nfe, tokens = nfe | {"all": in_full(nfe, cfg)}, sum(len(o.tokens) for o in outputs)
     each = {"name": n, "token": tokens}
     return shares | {f"{kind}/{unit}": nfe[kind] / each[unit] for unit in each for kind in ("full", "partial", "all")}
 
@@ -177,7 +175,9 @@ def evaluate_names(ckpt: str, args: Namespace, device: torch.device) -> None:
             bar.write(f"{ckpt}: {len(prompts)} {group} names, {different} different prompts; trained on Unicode "
                       f"{version}, judged by {data.unicodedata.unidata_version}", file=sys.stderr)  # fmt: skip
             for name, (net, d) in jobs.items():
-                r = judge(net, tokenizer, prompts, d, args.seed)
+                outputs = generate(net, list(prompts.values()), d, args.seed)
+                written = [tokenizer.decode(p + o.tokens) for p, o in zip(prompts.values(), outputs, strict=True)]
+                r = judge(list(prompts), written, outputs, net.cfg)
                 bar.update(len(prompts))
                 if args.json:
                     print(json.dumps({"ckpt": ckpt, "decoder": name, "group": group, "prompts": len(prompts)} | r))

@@ -3,139 +3,281 @@
 A system is a name, a checkpoint, perhaps an adapter; systems of one name are its seeds, and are pooled. Each decodes
 the same held-out and trained prompts (evaluate.py says how) at every tau_m2t, and own blocks at every tau_keep, too.
 
-    exist     share of the completions that are names, held-out and trained prompts together, with Wilson's 95 %
+    exist     share of the completions that are names, held-out and trained prompts together
+    distinct  different existing names, and `repeated`, completions that another one equals: shares of one seed's
+    entropy   of the draws of one prompt, nats, mean over prompts; plug-in, so at most ln(draws)
     full      Stage A's forwards a token
     all       everything, in full forwards: a partial one counts n/L times the share of the block that it ran at
     serial    forwards one after the other, a partial one like a full one: what latency pays where weights are the cost
 
-The second table is what a user with a budget gets: of each system the best setting that costs no more.
+All three in forwards of the first system: one of more layers is charged its n_layer over the first's for each.
 
-    python -m beyond.pays --system base out/base --system ours out/base out/joint --out pays.jsonl
+Intervals: 95 %, 1,000 resamples of the different beginnings, each with all of its completions (equal prompts of both
+groups, seeds, draws), the same for all systems. What other seeds of training would give is not in them.
+
+The tables of budgets are what a user gets who may not pay more: the setting that is best on one half of the beginnings,
+judged on the other, and the reverse, so that no choice flatters; intervals are those of the settings chosen. With
+--ours, the differences of these shares, paired.
+
+    python -m beyond.pays --system base out/base --system ours out/base out/joint --ours ours --out pays.jsonl
 """
 
 import json
+import math
 from argparse import Namespace
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
 import evaluate
 import sample
 from beyond.own_blocks import OwnBlocks
+from cache import Cached, Output
 from checkpoint import load_model, load_tokenizer
-from data import Parser, bounded, fail, pick_device, replace_file
-from evaluate import print_table, wilson
+from data import Parser, Tokenizer, bounded, exists, fail, pick_device, replace_file
+from evaluate import print_table
 from model import Model
-from sample import MODES, Decoding
+from sample import MODES, Decoding, generate
+
+# P prompts, C clusters (prompts of equal ids are one), W = 1 + RESAMPLES rows of weights
 
 TAUS = {"one at a time": 1.0, "0.4": 0.4, "0.3": 0.3, "0.2": 0.2, "0.15": 0.15, "0.1": 0.1, "all at once": -1.0}
 FINER = {str(tau): tau for tau in (0.12, 0.14, 0.17, 0.22, 0.25, 0.28)}  # for whom has no tau_keep
 KEEP = (0.0, 0.3, 0.5, 0.7)
 BUDGETS = (0.4, 0.5, 0.6, 0.7, 0.8, 1.0, 1.2, 1.5, 2.0)
 COUNTED = ("full/token", "all/token", "serial/token")
+VARIETY = ("distinct", "repeated", "entropy")
+RESAMPLES = 1000
 
 
 def settings(model: Model, K: int, args: Namespace) -> dict[str, tuple[float, Decoding]]:
     """What a system is decoded by: label -> (tau_keep, settings). The released settings have edits, where asked for."""
-    start = Decoding(gen_length=32, eos_early_stop=True, tau_t2t=None, n_rounds=K, temperature=args.temperature)
+    start = Decoding(gen_length=32, eos_early_stop=True, tau_t2t=None, n_rounds=K)
     taus = TAUS if isinstance(model, OwnBlocks) else TAUS | FINER
     gates = {f"tau_m2t {label}": replace(start, tau_m2t=tau) for label, tau in taus.items()}
     if args.edits:
         gates = {f"released {mode.upper()}": replace(start, **gate) for mode, gate in MODES.items()}
         gates |= {f"tau_m2t {tau}, edits {e}": replace(start, tau_m2t=tau, tau_t2t=e)
                   for tau in (0.3, 0.2, 0.1, -1.0) for e in (0.0, 0.5)}  # fmt: skip
-    if not isinstance(model, OwnBlocks):
-        return {label: (0.0, d) for label, d in gates.items()}
-    return {f"{label}, keep {keep}": (keep, d) for keep in args.keep for label, d in gates.items() if d.tau_m2t < 1}
+    kept = {label: (0.0, d) for label, d in gates.items()}
+    if isinstance(model, OwnBlocks):
+        kept = {f"{label}, keep {k}": (k, d) for k in args.keep for label, d in gates.items() if d.tau_m2t < 1}
+    return {label + f", T {T:g}" * (T > 0): (keep, replace(d, temperature=T))
+            for T in args.temperature for label, (keep, d) in kept.items()}  # fmt: skip
 
 
-def counting(model: Model, looks: list[int]) -> None:
-    """Let the model's step add to looks[0] the rows that its Stage B ran for."""
+class Followed(Cached):
+    """An engine that knows which rows of its decode are still in flight."""
+
+    def keep(self, rows: list[int]) -> None:
+        super().keep(rows)
+        self.numbers = [self.numbers[r] for r in rows]
+
+
+def counting(model: Model, looks: Counter) -> None:
+    """Let the model's step add to looks[i] how often Stage B ran for row i of a decode."""
     plain = getattr(model, "step", sample.step)
 
     def step(engine, z, prompt, busy, u, d):
+        if type(engine) is Cached:
+            engine.__class__, engine.numbers = Followed, list(range(len(z)))
         s = plain(engine, z, prompt, busy, u, d)
         ran = s["partial"] > 0 if "partial" in s else s["bundle"].any(-1) & bool(d.n_rounds)
-        looks[0] += int(ran.sum()) * max(1, d.n_rounds)
+        looks.update({i: n * max(1, d.n_rounds) for i, n in zip(engine.numbers, ran.tolist(), strict=True)})
         return s
 
     model.step = step
 
 
-def measure(name: str, ckpt: str, adapter: str | None, args: Namespace) -> list[dict]:
-    """A record for each setting and group of prompts."""
+def numbered(prompts: list[list[int]]) -> list[int]:
+    """Each prompt's cluster, (P,): 0 .. C-1 in the order in which different ones appear."""
+    seen = {}
+    return [seen.setdefault(tuple(prompt), len(seen)) for prompt in prompts]
+
+
+def complete(
+    model: Model, prompts: list[list[int]], d: Decoding, seeds: range, looks: Counter
+) -> tuple[list[Output], list[int]]:
+    """-> outputs and runs of Stage B, (len(seeds) * P) each, seed after seed. Greedy completions of equal prompts are
+    equal, and are decoded once."""
+    at = range(len(prompts)) if d.temperature else numbered(prompts)
+    rows, outputs, ran = dict(zip(at, prompts, strict=True)), [], []
+    for seed in seeds:
+        looks.clear()
+        decoded = generate(model, list(rows.values()), d, seed)
+        outputs += [decoded[i] for i in at]
+        ran += [looks[i] for i in at]
+    return outputs, ran
+
+
+def entropy(texts: list[str]) -> float:
+    """Of the distribution of these texts, nats: the plug-in estimate."""
+    return sum(n / len(texts) * math.log(len(texts) / n) for n in Counter(texts).values())
+
+
+def describe(model: Model, tokenizer: Tokenizer, prompts: dict[str, list[int]], outputs: list, ran: list[int]) -> dict:
+    """What a record holds of one decode, draw after draw; prompts: name -> ids. "found" has a digit (base 36) for each
+    prompt: how many of its completions exist."""
+    P, draws, tokens = len(prompts), len(outputs) // len(prompts), sum(len(o.tokens) for o in outputs)
+    written = [tokenizer.decode(p + o.tokens) for p, o in zip([*prompts.values()] * draws, outputs, strict=True)]
+    r = evaluate.judge(list(prompts) * draws, written, outputs, model.cfg)
+    r["serial/token"] = (sum(o.nfe["full"] + o.nfe["commit"] for o in outputs) + sum(ran)) / tokens
+    r["found"] = "".join(np.base_repr(sum(map(bool, map(exists, written[p::P]))), 36) for p in range(P))
+    if draws > 1:
+        r["entropy"] = sum(entropy(written[p::P]) for p in range(P)) / P
+    own = {"draws": draws, "n_layer": model.cfg.n_layer}
+    return own | {k: v for k, v in r.items() if k not in ("low", "high") and not k.endswith("/name")}
+
+
+def measure(name: str, ckpt: str, adapter: str | None, known: dict, args: Namespace) -> tuple[dict, list[dict]]:
+    """The prompts' clusters by group (the known ones, if any are), and a record for each setting."""
     model = load_model(ckpt, pick_device("cpu"), torch.float32, adapter)
-    tokenizer, looks, records = load_tokenizer(Path(ckpt), model.cfg.tokenizer), [0], []
-    K = model.cfg.n_rounds if adapter else 0
-    jobs = settings(model, K, args)
-    counting(model, looks)
+    tokenizer, looks, records = load_tokenizer(Path(ckpt), model.cfg.tokenizer), Counter(), []
+    if tokenizer is None or not (Path(ckpt) / "names.json").exists():
+        fail(f"{ckpt} is no checkpoint of train.py --data names")
     groups = {group: evaluate.draw_names(args.prompts, group, tokenizer) for group in ("held out", "trained")}
+    prompts = {name: ids for drawn in groups.values() for name, ids in drawn.items()}
+    cluster = iter(numbered(list(prompts.values())))
+    clusters = {group: [next(cluster) for _ in drawn] for group, drawn in groups.items()}
+    if known not in ({}, clusters):
+        fail(f"{ckpt} would complete other prompts than the records before it: the same tokenizer and --prompts?")
+    jobs = settings(model, model.cfg.n_rounds if adapter else 0, args)
+    counting(model, looks)
     for label, (keep, d) in tqdm(jobs.items(), desc=f"{name} {adapter or ckpt}", leave=False, disable=None):
         model.tau_keep = keep
-        for group, prompts in groups.items():
-            looks[0] = 0
-            r = evaluate.judge(model, tokenizer, prompts, d, args.seed)
-            tokens = r["full/name"] * len(prompts) / r["full/token"]
-            commit = r["all/token"] - r["full/token"] - r["partial/token"] * model.cfg.n_last / model.cfg.n_layer
-            r["serial/token"] = r["full/token"] + commit + looks[0] / tokens
-            records.append({"system": name, "ckpt": ckpt, "adapter": adapter, "setting": label, "group": group} | r)
-            records[-1]["prompts"] = len(prompts)
-    return records
+        seeds = range(args.seed, args.seed + (args.draws if d.temperature else 1))
+        decoded = complete(model, list(prompts.values()), d, seeds, looks)
+        of = {"system": name, "ckpt": ckpt, "adapter": adapter, "setting": label, "temperature": d.temperature}
+        records.append(of | describe(model, tokenizer, prompts, *decoded))
+    return clusters, records
 
 
-def pool(records: list[dict]) -> dict[tuple[str, str], dict]:
-    """(system, setting) -> existing names of all seeds and groups together, with their interval; mean forwards."""
-    found = defaultdict(list)
+def load(path: str) -> tuple[dict, list[dict]]:
+    """As `measure` returns them, from a file: the clusters in its first line, a record in each other."""
+    try:
+        head, *records = [json.loads(line) for line in Path(path).read_text().splitlines()]
+        return head["clusters"], [r for r in records if r["found"]]
+    except (OSError, ValueError, TypeError, KeyError) as e:
+        fail(f"--records {path} does not say line by line which prompts were completed (measure again): {e!r}")
+
+
+def pool(records: list[dict], cluster: list[int]) -> dict[tuple[str, str], dict]:
+    """(system, setting) -> completions that exist (found) and all (asked) by cluster, (C,) each, of all seeds; means of
+    the rest. Forwards are the first record's. cluster (P,)"""
+    groups, pooled = defaultdict(list), {}
     for r in records:
-        found[r["system"], r["setting"]].append(r)
-    pooled = {}
-    for key, of in found.items():
-        n, k = sum(r["prompts"] for r in of), round(sum(r["exist"] * r["prompts"] for r in of))
-        low, high = wilson(k, n)
-        means = {c: sum(r[c] * r["prompts"] for r in of) / n for c in (*COUNTED, "distinct", "repeated")}
-        pooled[key] = {"exist": k / n, "low": low, "high": high, "n": n, **means}
+        groups[r["system"], r["setting"]].append(r)
+    for key, of in groups.items():
+        draws = [r["draws"] for r in of]
+        found = sum(np.bincount(cluster, [int(digit, 36) for digit in r["found"]]) for r in of)
+        pooled[key] = {"temperature": of[0]["temperature"], "found": found, "asked": np.bincount(cluster) * sum(draws)}
+        for k in (*VARIETY, *COUNTED):
+            values = [r.get(k, math.nan) * (r["n_layer"] / records[0]["n_layer"] if k in COUNTED else 1) for r in of]
+            pooled[key][k] = float(np.average(values, weights=draws))
     return pooled
 
 
-def within(pooled: dict, system: str, budget: float, count: str) -> str:
-    """The best setting of a system that costs no more, as "share (low .. high)"."""
-    of = [p for (name, _), p in pooled.items() if name == system and p[count] <= budget]
-    best = max(of, key=lambda p: p["exist"], default=None)
-    return f"{best['exist']:.3f} ({best['low']:.3f}..{best['high']:.3f})" if best else "-"
+def resamples(C: int) -> np.ndarray:
+    """How often each cluster is drawn, (W, C): once each in the first row, the sample; the rest is a function of C."""
+    return np.vstack([np.ones(C), np.random.default_rng(0).multinomial(C, np.full(C, 1 / C), RESAMPLES)])
+
+
+def share(weights: np.ndarray, p: dict | None) -> np.ndarray | None:
+    """Share of the completions that exist, (W,): of the sample, then of its resamples."""
+    return p and (weights @ p["found"]) / (weights @ p["asked"])
+
+
+def within(of: list[dict], budget: float, count: str) -> dict | None:
+    """Of a system's settings that cost no more over all prompts: the best by the even clusters, judged on the odd ones,
+    and the reverse (of equal ones the cheapest) -> found and asked, (C,), each half's; the rest is the mean of both."""
+    of = [p for p in of if p[count] <= budget]
+    if not of:
+        return None
+    odd = np.arange(len(of[0]["asked"])) % 2 == 1
+    by_even, by_odd = (max(of, key=lambda p: (p["found"][half].sum() / p["asked"][half].sum(), -p[count]))
+                       for half in (~odd, odd))  # fmt: skip
+    judged = {k: np.where(odd, by_even[k], by_odd[k]) for k in ("found", "asked")}
+    return judged | {k: (by_even[k] + by_odd[k]) / 2 for k in (*VARIETY, *COUNTED)}
+
+
+def shown(x: np.ndarray | float | None, sign: str = "") -> str:
+    """A cell: a number; of (W,) the sample's value and the 95 % percentile interval; "-" where there is none."""
+    if x is None or np.isnan(x).any():
+        return "-"
+    numbers = [x[0], *np.quantile(x[1:], (0.025, 0.975))] if np.ndim(x) else [x]
+    value, *ends = (f"{number:{sign}.3f}" for number in numbers)
+    return f"{value} ({ends[0]}..{ends[1]})" if ends else value
+
+
+def show_budgets(pooled: dict, weights: np.ndarray, ours: str | None) -> None:
+    """For each temperature and way to count, every system within every budget; ours minus each other one."""
+    for T in sorted({p["temperature"] for p in pooled.values()}):
+        systems = defaultdict(list)
+        for (name, _), p in pooled.items():
+            systems[name] += [p] if p["temperature"] == T else []
+        for count in ("all/token", "serial/token"):
+            title, rows, shares = count + f", T {T:g}" * (T > 0), [], {}
+            for name, of in systems.items():
+                best = [within(of, budget, count) for budget in BUDGETS]
+                shares[name] = [share(weights, p) for p in best]
+                rows.append([name, *map(shown, shares[name])])
+                rows += [[f"  {k}", *(shown(p and p[k]) for p in best)] for k in VARIETY if T]
+            print()
+            print_table([f"at most, {title}", *map(str, BUDGETS)], rows)
+            differences = [[name, *(shown(None if a is None or b is None else a - b, "+")
+                                    for a, b in zip(shares[ours], of, strict=True))]
+                           for name, of in shares.items() if ours not in (None, name)]  # fmt: skip
+            if differences:
+                print()
+                print_table([f"{ours} minus, {title}", *map(str, BUDGETS)], differences)
 
 
 def main() -> None:
     parser = Parser(__doc__)
     group = parser.add_argument_group("what is compared")
     group.add_argument("--system", nargs="+", action="append", metavar="NAME CKPT [ADAPTER]", default=[])
-    group.add_argument(
-        "--prompts", type=bounded(int, 1), default=256, help="held-out and trained names, so many of each"
-    )
+    group.add_argument("--ours", metavar="NAME", help="the system whose share minus every other's is shown, too")
+    group.add_argument("--prompts", type=bounded(int, 1), default=256, help="names held out, and as many trained")
     group.add_argument("--keep", nargs="+", type=bounded(float, 0, 1), default=KEEP, help="tau_keep of own blocks")
     group.add_argument("--edits", action="store_true", help="with edits: the released settings, and gates 0 and 0.5")
-    group.add_argument("--temperature", type=bounded(float, 0), default=0.0, help="0: greedy")
-    group.add_argument("--seed", type=int, default=0, help="of the draws, with a temperature")
+    group.add_argument("--temperature", nargs="+", type=bounded(float, 0), default=[0.0], help="several; 0: greedy")
+    group.add_argument("--draws", type=bounded(int, 1, 35), default=1, help="completions of a prompt, if not greedy")
+    group.add_argument("--seed", type=int, default=0, help="of the first draw; the next ones take the numbers after it")
     group.add_argument("--out", help="file for the records, a JSON object a line")
     group.add_argument("--records", nargs="+", default=[], help="files of records that were written before")
     args = parser.parse_args()
     if any(len(s) not in (2, 3) for s in args.system) or not args.system + args.records:
         fail("--system takes NAME CKPT or NAME CKPT ADAPTER; give at least one, or --records")
-    records = [json.loads(line) for path in args.records for line in Path(path).read_text().splitlines()]
+    if args.draws > 1 and not any(args.temperature):
+        fail(f"--draws {args.draws}: greedy completions of a prompt are all the same; give a --temperature")
+    clusters, records = {}, []
+    for path in args.records:
+        known, (clusters, more) = clusters, load(path)
+        records += more
+        if known not in ({}, clusters):
+            fail(f"--records {path} is about other prompts than the file before it")
+    names = {r["system"] for r in records} | {s[0] for s in args.system}
+    if args.ours not in (None, *names):
+        fail(f"--ours {args.ours} is none of the systems: {', '.join(sorted(names))}")
     for name, ckpt, *adapter in args.system:
-        records += measure(name, ckpt, adapter[0] if adapter else None, args)
+        clusters, more = measure(name, ckpt, adapter[0] if adapter else None, clusters, args)
+        records += more
         if args.out:  # after each system: nothing that was measured is lost
-            lines = "".join(json.dumps(r) + "\n" for r in records)
+            lines = "".join(json.dumps(r) + "\n" for r in [{"clusters": clusters}, *records])
             replace_file(Path(args.out), lambda p, lines=lines: p.write_text(lines))
-    pooled, shown = pool(records), ("exist", "low", "high", "distinct", "repeated", *COUNTED)
-    print_table(["system", "setting", *shown, "prompts"],
-                [[*key, *(f"{p[k]:.3f}" for k in shown), str(p["n"])] for key, p in pooled.items()])  # fmt: skip
-    for count in ("all/token", "serial/token"):
-        systems = dict.fromkeys(name for name, _ in pooled)
-        print_table([f"at most, {count}", *map(str, BUDGETS)],
-                    [[s, *(within(pooled, s, b, count) for b in BUDGETS)] for s in systems])  # fmt: skip
+    cluster = sum(clusters.values(), [])
+    if max(cluster) == 0:
+        fail("all prompts are equal: give more --prompts, the halves need two different ones")
+    pooled, weights = pool(records, cluster), resamples(max(cluster) + 1)
+    columns = [k for k in (*VARIETY, *COUNTED) if any(k in r for r in records)]
+    rows = [[*key, shown(share(weights, p)), *(shown(p[k]) for k in columns), str(p["asked"].sum())]
+            for key, p in pooled.items()]  # fmt: skip
+    print_table(["system", "setting", "exist", *columns, "completions"], rows)
+    show_budgets(pooled, weights, args.ours)
 
 
 if __name__ == "__main__":

@@ -31,4 +31,4 @@ done
 python -m beyond.pays "${systems[@]}" --system "ours, two blocks" assets/names out/own-two \
   --system "ours, clean target" assets/names out/own-clean \
   --system "paper, clean target" assets/names out/paper-clean --system "paper, chain target" assets/names out/paper-chain \
-  --out out/pays.jsonl
+  --ours ours --out out/pays.jsonl

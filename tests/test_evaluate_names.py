@@ -14,7 +14,6 @@ from cache import Output, in_full
 from checkpoint import PRESETS, new_model, save_adapter, save_model
 from data import byte_tokenizer, exists, generator, is_validation, learn_bpe, write_json
 from evaluate import draw_names, judge, name_decoders, wilson
-from sample import Decoding
 
 TOKENIZER = byte_tokenizer()
 MODEL = SimpleNamespace(cfg=SimpleNamespace(n_last=1, n_layer=4))
@@ -22,14 +21,10 @@ GATES = ["tau_m2t 0.4", "tau_m2t 0.3", "tau_m2t 0.2", "tau_m2t 0.15", "tau_m2t 0
 FACTORISED = ["one at a time", *GATES, "released Q", "released S"]
 
 
-def written(monkeypatch, full_names: list[str], **nfe: float):
-    """A decoder in generate's place that completes the prompts to these names, each with these forwards."""
-
-    def generate(model, prompts, d, seed):
-        rest = [TOKENIZER.encode(name)[len(p) :] for name, p in zip(full_names, prompts, strict=True)]
-        return [Output([*ids, TOKENIZER.eos_id], dict(nfe)) for ids in rest]
-
-    monkeypatch.setattr(evaluate, "generate", generate)
+def judged(prompts: dict[str, list[int]], written: list[str], **nfe: float) -> dict:
+    """The verdict on a decoder that completes the prompts to these names, each with these forwards."""
+    rest = [TOKENIZER.encode(name)[len(p) :] for name, p in zip(written, prompts.values(), strict=True)]
+    return judge(list(prompts), written, [Output([*ids, TOKENIZER.eos_id], nfe) for ids in rest], MODEL.cfg)
 
 
 def test_the_verdict_is_the_character_or_that_there_is_none():
@@ -51,14 +46,13 @@ def test_forwards_in_full_ones():
     assert in_full({"full": 2, "partial": 0.5, "commit": 0}, MODEL.cfg) == 2.125
 
 
-def test_shares_and_forwards_by_hand(monkeypatch):
+def test_shares_and_forwards_by_hand():
     """Letters A to F are asked for; written are A, A, A, D, ? and ?. Four of six exist, two different ones, A and D are
     the very names; five completions equal another's, the name that is none included. Each row of 2 tokens takes 2 full
     and 1 commit forwards and 0.5 partial ones of n/L = 1/4: 1 full a token, and (2 + 1 + 0.125) / 2 in all."""
     letter = "LATIN SMALL LETTER {}".format
     prompts = {letter(x): TOKENIZER.encode(letter("")) for x in "ABCDEF"}
-    written(monkeypatch, [letter(x) for x in "AAAD??"], full=2, partial=0.5, commit=1)
-    r = judge(MODEL, TOKENIZER, prompts, Decoding(), 0)
+    r = judged(prompts, [letter(x) for x in "AAAD??"], full=2, partial=0.5, commit=1)
     assert r["exist"] == approx(4 / 6) and (r["low"], r["high"]) == wilson(4, 6)
     assert (r["itself"], r["distinct"], r["repeated"]) == approx((2 / 6, 2 / 6, 5 / 6))
     assert (r["full/token"], r["partial/token"], r["all/token"]) == (1.0, 0.25, 1.5625)
@@ -66,15 +60,14 @@ def test_shares_and_forwards_by_hand(monkeypatch):
 
 
 @pytest.mark.parametrize("group", ["held out", "trained"])
-def test_prompts_are_the_first_third_of_names_of_the_group_and_a_function_of_it_alone(group, monkeypatch):
+def test_prompts_are_the_first_third_of_names_of_the_group_and_a_function_of_it_alone(group):
     prompts = draw_names(40, group, TOKENIZER)
     assert len(prompts) == 40 and all(exists(name) for name in prompts)
     assert {is_validation(name) for name in prompts} == {group == "held out"}
     for name, ids in prompts.items():  # a byte is a token
         assert TOKENIZER.decode(ids) == name[: (len(name) + 2) // 3]
     assert list(draw_names(7, group, TOKENIZER).items()) == list(prompts.items())[:7]
-    written(monkeypatch, list(prompts), full=1, partial=0, commit=0)  # a model that knows all names by heart
-    r = judge(MODEL, TOKENIZER, prompts, Decoding(), 0)
+    r = judged(prompts, list(prompts), full=1, partial=0, commit=0)  # a model that knows all names by heart
     assert (r["exist"], r["itself"], r["distinct"], r["repeated"]) == (1, 1, 1, 0)
 
 
