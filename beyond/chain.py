@@ -94,8 +94,8 @@ def choose(log_p: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Clean:
-    """The keys and values of a batch's clean rows: what decoding keeps of finished blocks, so that a chain's many passes
-    run only blocks in work, each a row of its own. The same states as from [noisy ; clean], whatever the stages read."""
+    """The keys and values of a batch's clean rows: what decoding keeps of finished blocks. A chain's many passes run
+    only blocks in work, each a row of its own. The same states as from [noisy ; clean], whatever the stages read."""
 
     @torch.no_grad()
     def __init__(self, model: Model, x: Tensor, ctx: Context):
@@ -121,7 +121,7 @@ class Clean:
 
     @torch.no_grad()
     def read(self, z: Tensor, at: Tensor) -> Tensor:
-        """Stage A's final states (n, B, C) of noisy blocks z (n, B), which are the batch's blocks at (n,) in 0..R*Z-1."""
+        """Stage A's final states (n, B, C) of noisy blocks z (n, B), the batch's blocks at (n,), of 0..R*Z-1."""
         Z, B = self.x.shape[1] // z.shape[1], z.shape[1]
         self.rows, here = at // Z, (at % Z * B)[:, None] + torch.arange(B, device=z.device)
         ctx = replace(self.ctx, cos=self.ctx.cos[here], sin=self.ctx.sin[here], mask=self.mask[at])

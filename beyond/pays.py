@@ -35,7 +35,6 @@ from tqdm import tqdm
 
 import evaluate
 import sample
-from beyond.own_blocks import OwnBlocks
 from cache import Cached, Output
 from checkpoint import load_model, load_tokenizer
 from data import Parser, Tokenizer, bounded, exists, fail, pick_device, replace_file
@@ -57,14 +56,15 @@ RESAMPLES = 1000
 def settings(model: Model, K: int, args: Namespace) -> dict[str, tuple[float, Decoding]]:
     """What a system is decoded by: label -> (tau_keep, settings). The released settings have edits, where asked for."""
     start = Decoding(gen_length=32, eos_early_stop=True, tau_t2t=None, n_rounds=K)
-    taus = TAUS if isinstance(model, OwnBlocks) else TAUS | FINER
+    refuses = hasattr(model, "tau_keep")
+    taus = TAUS if refuses else TAUS | FINER
     gates = {f"tau_m2t {label}": replace(start, tau_m2t=tau) for label, tau in taus.items()}
     if args.edits:
         gates = {f"released {mode.upper()}": replace(start, **gate) for mode, gate in MODES.items()}
         gates |= {f"tau_m2t {tau}, edits {e}": replace(start, tau_m2t=tau, tau_t2t=e)
                   for tau in (0.3, 0.2, 0.1, -1.0) for e in (0.0, 0.5)}  # fmt: skip
     kept = {label: (0.0, d) for label, d in gates.items()}
-    if isinstance(model, OwnBlocks):
+    if refuses:
         kept = {f"{label}, keep {k}": (k, d) for k in args.keep for label, d in gates.items() if d.tau_m2t < 1}
     return {label + f", T {T:g}" * (T > 0): (keep, replace(d, temperature=T))
             for T in args.temperature for label, (keep, d) in kept.items()}  # fmt: skip
