@@ -6,6 +6,7 @@ one a span inside one block is masked, with the text before it and the rest of i
 """
 
 import ast
+import copy
 import textwrap
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -17,13 +18,13 @@ import torch
 from torch import Tensor
 
 from beyond.chain import chain_decode, choose, longest
-from cache import Cached
+from cache import MAX_STEPS, Cached
 from checkpoint import load_tokenizer
 from data import Parser, Tokenizer, bounded, fail, is_validation, load_text
 from model import Model
 from sample import Decoding, step
 
-# R spans (rows), B block_length, V vocabulary, n masked positions
+# R spans (rows), B block_length, V vocabulary, n masked positions, P settings, W resamples
 
 LogProbs = Callable[[Tensor], Tensor]  # blocks (R, B) int64 -> (R, B, V) float32 log-probabilities
 
@@ -38,7 +39,7 @@ def build_parser(doc: str) -> Parser:
     g = p.add_argument_group("text")
     g.add_argument("--data", nargs="+", required=True, help="stdlib, or .txt / folder / .jsonl[.gz] / .parquet")
     g.add_argument("--ckpt", required=True, help="the base: a checkpoint folder of a model of text")
-    g.add_argument("--taus", type=bounded(float, 0, 1), nargs="+", default=TAUS, help="values of tau_m2t")
+    g.add_argument("--taus", type=bounded(float, -1, 1), nargs="+", default=TAUS, help="values of tau_m2t")
     g.add_argument("--spans", type=bounded(int, 2), default=512, help="held-out spans to fill")
     g.add_argument("--plot", type=Path, help="also draw it: a file for matplotlib, .svg or .png")
     g.add_argument("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
@@ -128,20 +129,30 @@ def read(args: Namespace, model: Model) -> tuple[list[Span], Tokenizer]:
 def fill(
     engine: Cached, z: Tensor, d: Decoding, on_step: Callable[[Tensor, Tensor, Tensor], None] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Fill all masks of the blocks z (R, B) -> the blocks, full and partial forwards of each row, (R,) int64 each.
-    `on_step(z, bundle, Stage A's confidence)`, (R, B) each, sees every commitment."""
+    """Fill the masks of the blocks z (R, B) by the model's own step (an extension's) or `step` -> the blocks, full and
+    partial forwards of each row, (R,) float32 each. Rows end as in `sample.generate`: without a mask, or where nothing
+    changes any more. `on_step(z, bundle, Stage A's confidence)`, (R, B) each, sees every commitment."""
     prompt, u = torch.ones_like(z, dtype=torch.bool), torch.zeros(len(z), 3, z.shape[1], device=z.device)
-    full, partial = torch.zeros(2, len(z), dtype=torch.long, device=z.device)
-    for _ in range(4 * z.shape[1]):  # a model may write masks for ever
-        masked = z == engine.cfg.mask_id
-        if not masked.any():
+    (full, partial), busy = torch.zeros(2, len(z), device=z.device), prompt.any(-1)
+    one_step = getattr(engine.model, "step", step)
+    for _ in range(MAX_STEPS):
+        busy = busy & (z == engine.cfg.mask_id).any(-1)
+        if not busy.any():
             break
-        s = step(engine, z, prompt, True, u, d)
+        s = one_step(engine, z, prompt, True, u, d)
         if on_step:
-            on_step(z, s["bundle"], s["conf_a"])
-        full, partial = full + masked.any(-1), partial + d.n_rounds * s["bundle"].any(-1)
-        z = s["after"]
+            on_step(z, s["bundle"] & busy[:, None], s["conf_a"])
+        full, partial = full + busy, partial + busy * s.get("partial", d.n_rounds * s["bundle"].any(-1))
+        z, busy = s["after"], busy & (s["after"] != z).any(-1)
     return z, full, partial
+
+
+def at_rows(engine: Cached, rows: list[int]) -> Cached:
+    """The same contexts' forwards, of these rows, which may repeat."""
+    part = copy.copy(engine)
+    part.cache = copy.copy(engine.cache)
+    part.cache.keep(rows)
+    return part
 
 
 def stage_a_log_probs(engine: Cached, mask_too: bool = False) -> LogProbs:
@@ -172,7 +183,41 @@ def chain(log_p: LogProbs, z: Tensor, bundle: Tensor, forced: Tensor | None = No
     return tokens, score[:, 0]
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# what is known of a mean over rows
+
+
 def resamples(rows: int) -> np.ndarray:
     """How often each row counts (W, R): once each in row 0, the sample itself, and then as a bootstrap draws them."""
     drawn = np.random.default_rng(0).multinomial(rows, np.full(rows, 1 / rows), size=BOOTSTRAP)
     return np.concatenate([np.ones((1, rows)), drawn])
+
+
+def means(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Values (R,) or (P, R), nan where they do not apply, under weights (W, R) -> (W,) or (W, P)."""
+    applies = ~np.isnan(values)
+    n, total = weights @ applies.T, weights @ np.where(applies, values, 0.0).T
+    return np.divide(total, n, out=np.full(n.shape, np.nan), where=n > 0)
+
+
+def within(budget: float, values: np.ndarray, costs: np.ndarray, weights: np.ndarray, half: np.ndarray) -> np.ndarray:
+    """The mean of the best setting that costs no more, chosen on one half of the rows and reported on the other, both
+    ways, anew in every resample: values (P, R), nan where they do not apply, costs (P,), weights (W, R), half (R,) bool
+    -> (W,), nan where every setting costs more. Of equals the cheapest."""
+    cheap = [p for p in np.argsort(costs, kind="stable") if costs[p] <= budget + 1e-9]
+    if not cheap:
+        return np.full(len(weights), np.nan)
+    on_half, on_rest = (means(values[cheap], weights * rows) for rows in (half, ~half))  # (W, P) twice
+    on_half, on_rest = (np.where(np.isnan(m), -np.inf, m).argmax(-1)[:, None] for m in (on_half, on_rest))
+    taken = values[cheap][np.where(half, on_rest, on_half), np.arange(len(half))]  # (W, R)
+    applies = ~np.isnan(taken)
+    n, total = (weights * applies).sum(-1), (weights * np.where(applies, taken, 0.0)).sum(-1)
+    return np.divide(total, n, out=np.full(n.shape, np.nan), where=n > 0)
+
+
+def interval(drawn: np.ndarray, sign: str = "") -> str:
+    """Estimate (the first) and 95 % of its bootstrap (the rest)."""
+    if np.isnan(drawn[0]):
+        return "-"
+    low, high = np.nanquantile(drawn[1:], [0.025, 0.975])
+    return f"{drawn[0]:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"

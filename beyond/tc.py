@@ -19,7 +19,6 @@ span recurs at every tau).
     python -m beyond.tc --data stdlib --ckpt out/text --plot tc.svg
 """
 
-import copy
 from argparse import Namespace
 from collections import defaultdict
 from dataclasses import replace
@@ -33,7 +32,7 @@ from tqdm import tqdm
 from beyond import spans
 from beyond.chain import chain_decode, longest
 from beyond.noise import quantile
-from beyond.spans import FILL, LogProbs, fill, stage_a_log_probs
+from beyond.spans import FILL, LogProbs, at_rows, fill, stage_a_log_probs
 from cache import Cached
 from checkpoint import load_model
 from data import bounded, fail, generator, pick_device
@@ -105,14 +104,6 @@ def committed(engine: Cached, z: Tensor, taus: list[float]) -> Bundles:
     for tau in tqdm(taus, desc="bundles", disable=None):
         fill(engine, z, replace(FILL, tau_m2t=tau, n_rounds=0), see)
     return found
-
-
-def at_rows(engine: Cached, rows: list[int]) -> Cached:
-    """The same contexts' forwards, of these rows, which may repeat."""
-    part = copy.copy(engine)
-    part.cache = copy.copy(engine.cache)
-    part.cache.keep(rows)
-    return part
 
 
 def estimate(engine: Cached, bundles: Bundles, draws: int) -> np.ndarray:

@@ -1,28 +1,32 @@
 """Text: quality against forwards, on spans of held-out documents.
 
-Every decoder fills the same spans of held-out documents (spans.py says which):
+Every decoder fills the same spans of held-out documents (spans.py says which), at many tau_m2t, from every mask at once
+(-1) to one at a time (1):
 
-    base            Stage A alone, the frozen checkpoint, at many more tau_m2t than the others; 1: one at a time
-    NAME            an adapter with Stage B
-    NAME, B off     the same weights, Stage A alone (left out where adapters act in Stage B only: it is base)
+    base            Stage A alone, the frozen checkpoint
+    NAME            an adapter: with Stage B, or as its own step decodes; own blocks at every tau_keep of --keep
+    NAME, B off     the same weights, Stage A alone (left out for extensions: it is the base, or all that they have)
 
-    exact       share of spans as they were
-    parses      share of Python pieces that are still Python with the span in them
     score       log-probability of what was written under the base's own one-at-a-time chain, nats a token. This is what
                 chain targets train: a gain here alone says that they were learned, not that the text is better
+    exact       share of spans as they were
+    parses      share of Python pieces that are still Python with the span in them
     stutter     share of the block's neighbouring words that are equal
-    full, all   forwards a token: full ones (the paper's count), and all of them, a partial one as n/L
+    full, all   forwards a token: full ones (the paper's count), and all of them in full ones, a partial one as n/L,
+                times the share of the block that it ran at where a step says so
 
-Brackets are 95 % of a bootstrap over spans. A second table compares every adapter with the base at equal forwards: with
-the chord between the base's two nearest points, and with the better one of the two. Where the base has no points on
-both sides it says so. It refuses toys (their tables are exact) and text without a long enough piece.
+Brackets are 95 % of a bootstrap over spans (as if those of one file were independent), the same resamples for all. The
+second table is what a user with a budget gets: of each decoder the best setting that costs no more in `all`, chosen on
+every other span and reported on the rest, both ways and anew in every resample, so that many settings to choose from
+flatter nobody; and what --ours has more than each other one. It refuses toys (their tables are exact) and text without
+a long enough piece.
 
-    python -m beyond.text --data stdlib --ckpt out/text --adapter out/text-clean out/text-chain --plot curve.svg
+    python -m beyond.text --data stdlib --ckpt out/text --adapter out/joint out/distilled --ours out/joint
 """
 
-import argparse
 import ast
 import re
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,19 +36,21 @@ from torch import Tensor
 from tqdm import tqdm
 
 from beyond import spans
-from beyond.spans import FILL, Span, chain, fill, stage_a_log_probs
+from beyond.spans import FILL, Span, at_rows, chain, fill, interval, means, stage_a_log_probs, within
 from cache import Cached, in_full
 from checkpoint import adapter_settings, load_model
-from data import Tokenizer, pick_device
+from data import Tokenizer, bounded, fail, pick_device
 from evaluate import print_table
+from model import Model
 
-# R spans (rows), B block_length, P points of the base's curve, W resamples
+# R spans (rows), B block_length, P settings, W resamples
 
-Curves = dict[str, list[dict]]  # decoder -> for every tau the mean of each figure under every resample, (W,) each
+Curves = dict[str, list[dict]]  # decoder -> for each of its settings tau, keep, and each figure of every span, (R,)
 
-# between two of its points the base's curve is not known: many of them, from every mask at once to one at a time
-BASE_TAUS = {0.0, 0.02, 0.05, 0.08, 0.1, 0.12, 0.15, *(k / 20 for k in range(4, 19)), 0.95, 1.0}
-MEASURES = ("exact", "parses", "score")
+ENDS = {-1.0, 1.0}  # every mask at once, one at a time
+FINE = {0.0, 0.02, 0.05, 0.08, 0.1, 0.12, 0.15, *(k / 20 for k in range(4, 19)), 0.95}  # for whom has no tau_keep
+BUDGETS = (0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.8, 1.0)
+MEASURES = ("score", "exact", "parses")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -73,127 +79,116 @@ def is_python(text: str) -> bool:
     return True
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# means, intervals, differences
-
-
-def means(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Values (R,), nan where they do not apply, under weights (W, R) -> (W,)."""
-    applies = ~np.isnan(values)
-    n = weights @ applies
-    return np.divide(weights @ np.where(applies, values, 0.0), n, out=np.full(len(n), np.nan), where=n > 0)
-
-
-def interval(drawn: np.ndarray, sign: str = "") -> str:
-    """Estimate (the first) and 95 % of its bootstrap (the rest)."""
-    if np.isnan(drawn[0]):
-        return "-"
-    low, high = np.nanquantile(drawn[1:], [0.025, 0.975])
-    return f"{drawn[0]:{sign}.4f} [{low:{sign}.4f}, {high:{sign}.4f}]"
-
-
-def differences(x: np.ndarray, y: np.ndarray, base_x: np.ndarray, base_y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """y less the base's at equal forwards x, in every resample: x, y (W,), base_x, base_y (W, P) -> (W,) twice.
-
-    First the chord between the base's two nearest points: below a concave curve, so it flatters us. Then the better one
-    of the two: above a rising curve, so it does not. nan outside the base's range: nothing is extrapolated.
-    """
-    x, base_x = x.round(9), base_x.round(9)  # the same forwards are the same, whatever order they were added in
-    chord, safe = np.full((2, len(x)), np.nan)
-    for w, (bx, by) in enumerate(zip(base_x, base_y, strict=True)):
-        order = np.lexsort((by, bx))
-        bx, by = bx[order], by[order]
-        best = np.append(bx[1:] != bx[:-1], True)  # of points with the same forwards
-        bx, by = bx[best], by[best]
-        if bx[0] <= x[w] <= bx[-1]:
-            k = np.searchsorted(bx, x[w])
-            near = by[k : k + 1] if bx[k] == x[w] else by[k - 1 : k + 1]
-            chord[w], safe[w] = y[w] - np.interp(x[w], bx, by), y[w] - near.max()
-    return chord, safe
+def scores(judge: Cached, z: Tensor, inside: Tensor, written: Tensor, known: dict[tuple, float]) -> np.ndarray:
+    """Log-probability of the written blocks (R, B) under the judge's chain, nats (R,). What is known, (row, *block) ->
+    score, is looked up: settings differ in few blocks."""
+    keys = [(row, *block) for row, block in enumerate(written.tolist())]
+    if new := [row for row, key in enumerate(keys) if key not in known]:
+        log_p = stage_a_log_probs(at_rows(judge, new), mask_too=True)
+        score = chain(log_p, z[new], inside[new], forced=written[new])[1]
+        known |= zip((keys[row] for row in new), score.tolist(), strict=True)
+    return np.array([known[key] for key in keys])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the curves
+# the decoders, at their settings
+
+
+def load(args: Namespace, device: torch.device) -> dict[str, tuple[Model, int]]:
+    """Name -> (model, rounds of Stage B) of everything that is compared, the base first."""
+    decoders = {"base": (load_model(args.ckpt, device, torch.float32), 0)}
+    for folder in args.adapter:
+        model = load_model(args.ckpt, device, torch.float32, folder)
+        decoders[folder] = model, model.cfg.n_rounds
+        if "extension" not in adapter_settings(folder):
+            decoders[f"{folder}, B off"] = model, 0
+    if args.ours and args.ours not in decoders:
+        fail(f"--ours {args.ours} is none of the decoders: {', '.join(decoders)}")
+    return decoders
+
+
+def settings(model: Model, args: Namespace) -> list[tuple[float, float | None]]:
+    """(tau_m2t, tau_keep) of everything that a decoder is run at; None: it has no tau_keep, or never refuses."""
+    taus = sorted(ENDS | set(args.taus))
+    if not hasattr(model, "tau_keep"):
+        return [(tau, None) for tau in sorted(FINE.union(taus))]
+    return [(tau, keep) for keep in sorted(set(args.keep)) for tau in taus if tau < 1] + [(1.0, None)]
 
 
 @torch.inference_mode()
-def curves(args: argparse.Namespace, device: torch.device) -> Curves:
-    base = load_model(args.ckpt, device, torch.float32)
-    decoders = {"base": (base, 0, sorted(BASE_TAUS | set(args.taus)))}
-    for folder in args.adapter:
-        model = load_model(args.ckpt, device, torch.float32, folder)
-        decoders[folder] = model, model.cfg.n_rounds, args.taus
-        if "extension" not in adapter_settings(folder):  # extensions leave Stage A alone
-            decoders[f"{folder}, B off"] = model, 0, args.taus
+def curves(args: Namespace, device: torch.device) -> Curves:
+    decoders = load(args, device)
+    base, found = decoders["base"][0], {}
     cut, tokenizer = spans.read(args, base)
     z, inside = (t.to(device) for t in spans.blocks(cut, base.cfg.block_length, base.cfg.mask_id))
     contexts, length = [s.piece[: s.start] for s in cut], inside.sum(-1).cpu().numpy()
-    judge, weights = stage_a_log_probs(Cached(base, contexts, 0), mask_too=True), spans.resamples(len(cut))
-    found: Curves = {}
-    bar = tqdm(total=sum(len(taus) for _, _, taus in decoders.values()), desc="curves", disable=None)
-    for name, (model, n_rounds, taus) in decoders.items():
+    judge, known = Cached(base, contexts, 0), {}
+    bar = tqdm(total=sum(len(settings(model, args)) for model, _ in decoders.values()), desc="curves", disable=None)
+    for name, (model, n_rounds) in decoders.items():
         engine, found[name] = Cached(model, contexts, n_rounds), []
-        for tau in taus:
+        for tau, keep in settings(model, args):
+            if keep is not None:
+                model.tau_keep = keep
             written, full, partial = fill(engine, z, replace(FILL, tau_m2t=tau, n_rounds=n_rounds))
-            score = chain(judge, z, inside, forced=written)[1].double().cpu().numpy() / length
-            full, partial = full.cpu().numpy() / length, partial.cpu().numpy() / length
-            row = quality(cut, written, tokenizer) | dict(score=score, full=full)
-            row["all"] = in_full(dict(full=full, partial=partial, commit=0), model.cfg)
-            found[name].append({k: means(v, weights) for k, v in row.items()} | {"tau": tau})
+            full, partial = (t.double().cpu().numpy() / length for t in (full, partial))
+            forwards = {"full": full, "all": in_full(dict(full=full, partial=partial, commit=0), model.cfg)}
+            point = {"tau": tau, "keep": keep, "score": scores(judge, z, inside, written, known) / length}
+            found[name].append(point | quality(cut, written, tokenizer) | forwards)
             bar.update()
     bar.close()
     return found
 
 
-def print_curves(found: Curves) -> None:
-    rows = []
+# ---------------------------------------------------------------------------------------------------------------------
+# tables and a picture
+
+
+def print_curves(found: Curves, weights: np.ndarray) -> None:
+    rows, figures = [], (*MEASURES, "stutter")
     for name, points in found.items():
         for p in points:
-            cells = [f"{p['full'][0]:.3f}", f"{p['all'][0]:.3f}", *(interval(p[m]) for m in MEASURES)]
-            rows.append([name, f"{p['tau']:.2f}", *cells, f"{p['stutter'][0]:.4f}"])
-    print_table(["decoder", "tau", "full", "all", *MEASURES, "stutter"], rows)
+            label = [name, f"{p['tau']:.2f}", "-" if p["keep"] is None else f"{p['keep']:.2f}"]
+            forwards = [f"{p[count].mean():.3f}" for count in ("full", "all")]
+            rows.append(label + forwards + [interval(means(p[m], weights)) for m in figures])
+    print_table(["decoder", "tau", "keep", "full", "all", *figures], rows)
 
 
-def print_differences(found: Curves) -> None:
-    rows = []
-    for name, points in list(found.items())[1:]:
-        for p in points:
-            for count in ("full", "all"):
-                x = np.stack([b[count] for b in found["base"]], axis=1)  # (W, P)
-                cells = [f"{p[count][0]:.3f}"]
-                for m in MEASURES:
-                    y = np.stack([b[m] for b in found["base"]], axis=1)
-                    cells += compare(p[count], p[m], x, y)
-                rows.append([name, f"{p['tau']:.2f}", count, *cells])
-    if rows:
-        print("\nless the base's at equal forwards, full or all: by the chord between its two nearest points, which "
-              "flatters where its\ncurve is concave; at least: by the better one of the two; outside: it has no points "
-              "on both sides")  # fmt: skip
-        print_table(["decoder", "tau", "count", "forwards", *(c for m in MEASURES for c in (m, "at least"))], rows)
+def print_budgets(found: Curves, weights: np.ndarray, ours: str | None) -> None:
+    """The best within each budget, weights (W, R), and what `ours` has more than it, in the same resamples."""
+    rows, half = [], np.arange(weights.shape[1]) % 2 == 0
+    stacked = {name: {k: np.stack([p[k] for p in of]) for k in ("all", *MEASURES)} for name, of in found.items()}
+    for budget in BUDGETS:
+        best = {name: [within(budget, x[m], x["all"].mean(-1), weights, half) for m in MEASURES]
+                for name, x in stacked.items()}  # fmt: skip
+        for name, drawn in best.items():
+            row = [name, f"{budget:.2f}"]
+            for mine, theirs in zip(best.get(ours, drawn), drawn, strict=True):
+                row.append(interval(theirs))
+                if ours:
+                    row.append("" if name == ours else interval(mine - theirs, "+"))
+            rows.append(row)
+    head = [h for m in MEASURES for h in ([m, "ours has more"] if ours else [m])]
+    print("\nthe best setting that costs no more, all forwards a token" + (f"; ours: {ours}" if ours else ""))
+    print_table(["decoder", "at most", *head], rows)
 
 
-def compare(x: np.ndarray, y: np.ndarray, base_x: np.ndarray, base_y: np.ndarray) -> list[str]:
-    """Both differences with their intervals; "outside" if too many resamples are to tell 95 % of them."""
-    if np.isnan(y[0]):
-        return ["-", "-"]
-    both = differences(x, y, base_x, base_y)
-    if np.isnan(both[0][0]) or np.isnan(both[0]).mean() > 0.025:
-        return ["outside"] * 2
-    return [interval(d, "+") for d in both]
-
-
-def plot(path: Path, found: Curves) -> None:
+def plot(path: Path, found: Curves, weights: np.ndarray) -> None:
     from tools.plots import canvas, save
 
-    drawn = [m for m in MEASURES if not np.isnan(found["base"][0][m][0])]
+    lines: dict[str, list[dict]] = {}
+    for name, points in found.items():
+        for p in points:
+            lines.setdefault(name if p["keep"] is None else f"{name}, keep {p['keep']:g}", []).append(p)
+    drawn = [m for m in MEASURES if not np.isnan(found["base"][0][m]).all()]
     plt, axes = canvas(path, len(drawn))
     for ax, m in zip(np.atleast_1d(axes), drawn, strict=True):
-        for name, points in found.items():
-            x, y = (np.stack([p[k] for p in points]) for k in ("all", m))  # (points, W)
-            order, (low, high) = np.argsort(x[:, 0]), np.nanquantile(y[:, 1:], [0.025, 0.975], axis=1)
-            error = np.stack([y[:, 0] - low, high - y[:, 0]]).clip(min=0)[:, order]
-            ax.errorbar(x[order, 0], y[order, 0], error, marker="o", markersize=3, capsize=2, label=name)
-        ax.set(xlabel="forwards a token, partial ones as n/L", ylabel=f"{m} (nats a token)" if m == "score" else m)
+        for name, points in lines.items():
+            points = sorted(points, key=lambda p: p["all"].mean())
+            y = means(np.stack([p[m] for p in points]), weights).T  # (P, W)
+            x, (low, high) = [p["all"].mean() for p in points], np.nanquantile(y[:, 1:], [0.025, 0.975], axis=1)
+            error = np.stack([y[:, 0] - low, high - y[:, 0]]).clip(min=0)
+            ax.errorbar(x, y[:, 0], error, marker="o", markersize=3, capsize=2, label=name)
+        ax.set(xlabel="forwards a token, all in full ones", ylabel=f"{m} (nats a token)" if m == "score" else m)
     np.atleast_1d(axes)[0].legend()
     save(plt, path)
 
@@ -201,12 +196,16 @@ def plot(path: Path, found: Curves) -> None:
 def main() -> None:
     parser = spans.build_parser(__doc__)
     parser.add_argument("--adapter", nargs="+", default=[], help="folders of adapters of that base")
+    parser.add_argument("--keep", nargs="+", type=bounded(float, 0, 1), default=[0.0, 0.5, 0.7],
+                        help="values of own blocks' tau_keep")  # fmt: skip
+    parser.add_argument("--ours", metavar="FOLDER", help="the adapter (or base) that all others are compared with")
     args = parser.parse_args()
     found = curves(args, pick_device(args.device))
-    print_curves(found)
-    print_differences(found)
+    weights = spans.resamples(len(found["base"][0]["all"]))
+    print_curves(found, weights)
+    print_budgets(found, weights, args.ours)
     if args.plot:
-        plot(args.plot, found)
+        plot(args.plot, found, weights)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from grids import CDF_STEPS, grid
 import toy
 from beyond import spans, tc
 from beyond.chain import leaders
-from beyond.tc import at_rows, by_confidence, conditionals, estimate, terms
+from beyond.spans import at_rows
+from beyond.tc import by_confidence, conditionals, estimate, terms
 from cache import Cached
 from checkpoint import save_model
 from data import generator, is_validation

@@ -1,4 +1,4 @@
-"""Text: spans, forced chains, differences at equal forwards by hand. `pytest tests/beyond/test_text.py`"""
+"""Text: spans, filling them, forced chains, the best within a budget by hand. `pytest tests/beyond/test_text.py`"""
 
 import sys
 from dataclasses import replace
@@ -6,14 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from common import MASK, approx, command_line, refused, tiny_model
+from common import MASK, approx, command_line, random_ids, refused, tiny_model
 
 from beyond import spans, stage_b_only, text
-from beyond.spans import FILL, blocks, chain, cut, fill, pieces, stage_a_log_probs
-from beyond.text import compare, differences, interval, means
+from beyond.distill import Distilled
+from beyond.own_blocks import OwnBlocks
+from beyond.spans import FILL, blocks, chain, cut, fill, interval, means, pieces, stage_a_log_probs, within
 from cache import Cached
 from checkpoint import save_adapter, save_model
 from data import byte_tokenizer, generator, is_validation
+from sample import generate
 
 SOURCE = "class A:\n    def double(self, x):\n        return 2 * x\n\n\ndef f(a, b):\n    # add\n    return a + b\n"
 
@@ -54,6 +56,17 @@ def test_a_forced_chain_scores_what_is_forced_and_the_greedy_one_scores_itself()
 
 
 @torch.inference_mode()
+def test_a_score_is_the_forced_chains_and_is_computed_once():
+    engine, known = Cached(tiny_model(), [[1, 2, 3, 4, 5, 6, 7, 8], [9] * 16, [3] * 8], 0), {}
+    z = torch.tensor([[1, MASK, MASK, 4, 5, 6, MASK, 8]] * 3)
+    first, second = (torch.where(z == MASK, t, z) for t in (7, torch.tensor([[7], [8], [7]])))
+    whole = [chain(stage_a_log_probs(engine, True), z, z == MASK, forced=w)[1].tolist() for w in (first, second)]
+    assert text.scores(engine, z, z == MASK, first, known) == approx(whole[0]) and len(known) == 3
+    assert text.scores(engine, z, z == MASK, second, known) == approx(whole[1]) and len(known) == 4  # row 1 alone
+    assert text.scores(None, z, z == MASK, first, known) == approx(whole[0])
+
+
+@torch.inference_mode()
 def test_one_at_a_time_fills_what_the_greedy_chain_does():
     engine = Cached(tiny_model(n_rounds=1), [[1, 2, 3, 4, 5, 6, 7, 8]] * 2, 0)
     z = torch.tensor([[MASK] * 8, [1, MASK, MASK, 4, 5, 6, MASK, 8]])
@@ -61,6 +74,77 @@ def test_one_at_a_time_fills_what_the_greedy_chain_does():
     assert full.tolist() == [8, 3] and partial.tolist() == [0, 0]
     assert torch.equal(written, chain(stage_a_log_probs(engine), z, z == MASK)[0])
     assert fill(engine, z, replace(FILL, tau_m2t=0.0, n_rounds=0))[1].tolist() == [1, 1]  # the base's first point
+
+
+def with_blocks(model, std=0.3):
+    """Own blocks that say something else than Stage A."""
+    model.__class__ = OwnBlocks
+    model.give_blocks(8, 0.5, generator("own"))
+    for name, p in model.own.named_parameters():
+        p.data += std * torch.randn(p.shape, generator=generator(name))
+    return model
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("keep", [None, 0.0, 0.3, 1.0])
+def test_blocks_are_filled_as_the_decoder_itself_does(keep):
+    """Rows with 5, 8 and 3 masks at the end of a block, filled together, and decoded one by one."""
+    model = tiny_model(n_rounds=1, eos_id=-1)
+    if keep is not None:
+        model = with_blocks(model)
+        model.tau_keep = keep
+    prompts = [random_ids(1, n, n)[0].tolist() for n in (11, 16, 21)]
+    z = torch.tensor([(p + [MASK] * 8)[len(p) // 8 * 8 :][:8] for p in prompts])
+    for tau in (-1.0, 0.1, 0.3):
+        d = replace(FILL, tau_m2t=tau)
+        written, full, partial = fill(Cached(model, prompts, 1), z, d)
+        for r, prompt in enumerate(prompts):
+            (alone,) = generate(model, [prompt], replace(d, gen_length=8 - len(prompt) % 8))
+            assert written[r].tolist()[len(prompt) % 8 :] == alone.tokens
+            assert {"full": full[r], "partial": partial[r], "commit": 0} == alone.nfe
+
+
+@torch.inference_mode()
+def test_own_blocks_run_at_the_share_of_the_block_that_is_masked():
+    """Every mask at once, blocks of 8, 5 and 2 masks. Without refusal one look at each; where all but the surest is
+    refused, one at 5, 4, 3 and 2 masks (a last one is written as it is), and one at 2."""
+    model, d = with_blocks(tiny_model(n_rounds=1)), replace(FILL, tau_m2t=-1.0)
+    z = torch.tensor([[1, MASK, 2, MASK, MASK, 3, MASK, MASK], [MASK, 1, 2, 3, MASK, 4, 5, 6]])
+    for keep, forwards, share in ((0.0, [1, 1], [5 / 8, 2 / 8]), (1.0, [5, 2], [14 / 8, 2 / 8])):
+        model.tau_keep = keep
+        written, full, partial = fill(Cached(model, [[9] * 8, [7] * 8], 1), z, d)
+        assert full.tolist() == forwards and partial.tolist() == share and not (written == MASK).any()
+    one = fill(Cached(model, [[9] * 8, [7] * 8], 1), z, replace(d, tau_m2t=1.0))
+    assert one[1].tolist() == [5, 2] and one[2].tolist() == [0, 0]  # nothing to coordinate
+
+
+@torch.inference_mode()
+def test_filling_ends_where_nothing_but_masks_is_written():
+    model, prompt = tiny_model(n_rounds=1, eos_id=-1), [1] * 8
+    model.head = lambda h: torch.nn.functional.one_hot(torch.full(h.shape[:-1], MASK), 40).float()
+    z = torch.full((1, 8), MASK)
+    written, full, partial = fill(Cached(model, [prompt], 1), z, FILL)
+    (alone,) = generate(model, [prompt], replace(FILL, gen_length=8))
+    assert torch.equal(written, z) and alone.tokens == [MASK] * 8
+    assert {"full": full[0], "partial": partial[0], "commit": 0} == alone.nfe and full[0] == 1
+
+
+@torch.inference_mode()
+def test_a_row_that_is_done_or_stuck_neither_counts_nor_is_seen():
+    """A step of its own that writes the first mask of row 0 and of row 2, and would never write one in row 1."""
+    model, seen = tiny_model(), []
+
+    def step(engine, z, prompt, busy, u, d):
+        first = (z == MASK) & ((z == MASK).cumsum(-1) == 1)
+        after = torch.where(first & (torch.arange(3) != 1)[:, None], 7, z)
+        return {"after": after, "bundle": first, "conf_a": u[:, 0], "partial": torch.full((3,), 0.25)}
+
+    model.step = step
+    z = torch.tensor([[MASK] * 3 + [1] * 5, [MASK] * 8, [MASK] + [2] * 7])
+    written, full, partial = fill(Cached(model, [[1] * 8] * 3, 0), z, FILL, lambda z, b, conf: seen.append(b.sum(-1)))
+    assert written.tolist() == [[7] * 3 + [1] * 5, [MASK] * 8, [7] + [2] * 7]
+    assert full.tolist() == [3, 1, 1] and partial.tolist() == [0.75, 0.25, 0.25]
+    assert torch.stack(seen).tolist() == [[1, 1, 1], [1, 0, 0], [1, 0, 0]]
 
 
 def test_what_was_written_is_judged_as_text():
@@ -79,56 +163,82 @@ def test_means_and_intervals_by_hand():
     weights = np.array([[1, 1, 1], [3, 0, 0], [0, 2, 1], [0, 0, 3]])
     assert means(np.array([1.0, 2.0, 6.0]), weights) == approx([3, 1, 10 / 3, 6])
     assert means(np.array([1.0, 2.0, np.nan]), weights) == approx([1.5, 1, 2, np.nan], nan_ok=True)
-    assert interval(np.array([0.5, *np.arange(41) / 40])) == "0.5000 [0.0250, 0.9750]"
+    both = means(np.array([[1.0, 2.0, 6.0], [1.0, 2.0, np.nan]]), weights)
+    assert both.T.ravel() == approx([3, 1, 10 / 3, 6, 1.5, 1, 2, np.nan], nan_ok=True)
+    assert interval(np.array([0.5, *np.arange(41) / 40])) == "0.500 [0.025, 0.975]"
     assert interval(np.full(3, np.nan)) == "-"
     drawn = spans.resamples(5)
     assert drawn.shape == (1001, 5) and (drawn[0] == 1).all() and (drawn.sum(-1) == 5).all()
 
 
-def line(*values: float) -> np.ndarray:
-    return np.array([values], dtype=float)
+HALF = np.array([True, False, True, False])
 
 
-def test_a_difference_at_equal_forwards_by_hand():
-    """Base: -1 at 0.2, -0.5 at 0.6. Ours: -0.5 at 0.4, where the chord is at -0.75 and the better neighbour at -0.5."""
-    x, y = line(0.6, 0.2), line(-0.5, -1.0)
-    assert [float(d[0]) for d in differences(line(0.4)[0], line(-0.5)[0], x, y)] == approx([0.25, 0.0])
-    assert [float(d[0]) for d in differences(line(0.2)[0], line(-0.5)[0], x, y)] == approx([0.5, 0.5])  # a point itself
-    for outside in (0.19, 0.61):  # nothing is extrapolated, and nothing clamped
-        assert all(np.isnan(d[0]) for d in differences(line(outside)[0], line(-0.5)[0], x, y))
-    twice = differences(line(0.3)[0], line(0.0)[0], line(0.2, 0.2, 0.6), line(-3.0, -1.0, -1.0))
-    assert [float(d[0]) for d in twice] == approx([1.0, 1.0])  # of two settings with the same forwards the better one
+def test_a_setting_is_chosen_on_one_half_and_reported_on_the_other():
+    """Rows 0 and 2 prefer the second setting (mean 2, 1, 0), rows 1 and 3 the third (0, 1, 3): each half gets what the
+    other one likes. The best on all rows would be 1.5."""
+    values = np.array([[1.0, 1, 1, 1], [4, 0, 0, 0], [0, 3, 0, 3]])
+    costs, once = np.array([0.2, 0.5, 0.9]), np.ones((1, 4))
+    got = [within(budget, values, costs, once, HALF) for budget in (0.1, 0.2, 0.49, 0.5, 1.0)]
+    # at 0.5 rows 0 and 2 have the first one, which the others prefer; at 1.0 the third, which is 0 there
+    assert np.concatenate(got) == approx([np.nan, 1, 1, 0.5, 0], nan_ok=True)
+    again = [2, 0, 1]  # in whatever order
+    assert within(0.5, values[again], costs[again], once, HALF) == approx([0.5])
+    # anew in a resample: without row 0 the first half prefers the first setting, without row 3 all stays as it was
+    weights = np.array([[1, 1, 1, 1], [0, 2, 2, 0], [2, 1, 1, 0]])
+    assert within(0.5, values, costs, weights, HALF) == approx([0.5, 1, 0.75])
 
 
-def test_on_a_concave_curve_the_chord_flatters_and_the_neighbour_does_not():
-    """A decoder on the base's own curve, sqrt(x): the truth is 0. More points bring both columns nearer to it."""
-    wide = differences(line(0.25)[0], line(0.5)[0], line(0.16, 0.36), line(0.4, 0.6))
-    near = differences(line(0.25)[0], line(0.5)[0], line(0.2401, 0.2601), line(0.49, 0.51))
-    assert [float(d[0]) for d in wide] == approx([0.01, -0.1]) and [float(d[0]) for d in near] == approx([1e-4, -0.01])
+def test_of_equal_settings_the_cheapest_is_taken_and_what_does_not_apply_is_left_out():
+    once, costs = np.ones((1, 4)), np.array([0.5, 0.2])
+    equal_on_rows_0_and_2 = np.array([[1.0, 9, 1, 9], [1, 0, 1, 0]])  # so rows 1 and 3 get the second: 0, not 9
+    assert within(1.0, equal_on_rows_0_and_2, costs, once, HALF) == approx([0.5])
+    nan = np.nan
+    prose = np.array([[nan, 5, nan, 5], [nan, 1, nan, 0]])  # rows 0 and 2 cannot choose: the cheapest
+    assert within(1.0, prose, costs, once, HALF) == approx([0.5])
+    some = np.array([[nan, 1, 1, 1], [nan, 0, 0, 0]])
+    assert within(1.0, some, costs, once, HALF) == approx([1.0])  # of three rows
+    assert np.isnan(within(1.0, np.full((2, 4), nan), costs, once, HALF)).all()
 
 
-def test_outside_is_said_when_too_many_resamples_are():
-    base_x, base_y = np.tile([0.2, 0.6], (1001, 1)), np.tile([0.0, 1.0], (1001, 1))
-    x, y = np.full(1001, 0.4), np.full(1001, 0.5)
-    assert compare(x, y, base_x, base_y) == ["+0.0000 [+0.0000, +0.0000]", "-0.5000 [-0.5000, -0.5000]"]
-    x[1:25] = 0.7
-    assert compare(x, y, base_x, base_y)[0] == "+0.0000 [+0.0000, +0.0000]"
-    x[1:35] = 0.7
-    assert compare(x, y, base_x, base_y) == ["outside", "outside"]
-    assert compare(x, np.full(1001, np.nan), base_x, base_y) == ["-", "-"]  # no Python, nothing to parse
+def test_the_table_of_budgets_by_hand(capsys):
+    """Two spans, two decoders of one setting each. A mean of 0 and 1 is 0, 1/2 or 1 in a quarter, a half and a quarter
+    of the resamples; ours is 1/4 better in each span, so in each resample."""
+    point = {"exact": np.array([0.5, 0.5]), "parses": np.full(2, np.nan)}
+    found = {
+        "base": [point | {"score": np.array([-1.0, 0.0]), "all": np.array([0.5, 0.3])}],  # costs 0.4
+        "ours": [point | {"score": np.array([-0.75, 0.25]), "all": np.array([0.6, 0.3])}],  # costs 0.45
+    }
+    text.print_budgets(found, spans.resamples(2), "ours")
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[3:]]
+    constant, none = ["0.500", "[0.500,", "0.500]"], ["-", "-"]
+    at = {(r[0], float(r[1])): r[2:] for r in rows}
+    assert len(rows) == 2 * len(text.BUDGETS) and at["base", 0.35] == ["-"] * 6 and at["ours", 0.40] == ["-"] * 3
+    assert at["base", 0.40] == ["-0.500", "[-1.000,", "0.000]", "-", *constant, "-", *none]  # ours cannot be paid
+    less = ["+0.250", "[+0.250,", "+0.250]"], ["+0.000", "[+0.000,", "+0.000]"]
+    assert at["base", 0.45] == ["-0.500", "[-1.000,", "0.000]", *less[0], *constant, *less[1], *none]
+    assert at["ours", 1.00] == ["-0.250", "[-0.750,", "0.250]", *constant, "-"]
+    text.print_budgets(found, spans.resamples(2), None)
+    assert "more" not in capsys.readouterr().out.splitlines()[2]
+
+
+def distilled(model):
+    model.__class__ = Distilled
 
 
 @pytest.fixture
 def folders(tmp_path):
-    """A base, an adapter of both stages, one of Stage B alone, and text."""
-    model = tiny_model(vocab_size=272, eos_id=256, mask_id=257)
-    save_model(model, tmp_path / "base")
+    """A base, text, and untrained adapters: of both stages, of Stage B alone, own blocks, a distilled Stage A."""
+    ids = dict(vocab_size=272, eos_id=256, mask_id=257, n_rounds=1)
+    save_model(tiny_model(**ids), tmp_path / "base")
     settings = dict(base=str(tmp_path / "base"), lora_r=2, lora_alpha=4)
     for name, attach, extension in (
         ("all", lambda m: m.add_lora(2, 4, generator("lora")), {}),
         ("b", lambda m: stage_b_only.adapt(m, 2, generator("lora")), {"extension": "beyond.stage_b_only"}),
+        ("own", lambda m: with_blocks(m, 0.0), {"extension": "beyond.own_blocks", "width": 8, "tau_keep": 0.5}),
+        ("distilled", distilled, {"extension": "beyond.distill", "weights": "all"}),
     ):
-        model = tiny_model(vocab_size=272, eos_id=256, mask_id=257)
+        model = tiny_model(**ids)
         attach(model)
         save_adapter(model, tmp_path / name, settings | extension)
     (tmp_path / "text").mkdir()
@@ -138,25 +248,40 @@ def folders(tmp_path):
 
 
 def test_the_report_from_the_command_line(folders, monkeypatch, capsys):
-    given = ["--data", folders / "text", "--ckpt", folders / "base", "--spans", 6, "--device", "cpu"]
-    adapters = ["--adapter", folders / "all", folders / "b", "--taus", 0.0, 0.5]
-    monkeypatch.setattr(text, "BASE_TAUS", {0.0, 0.3, 1.0})
-    code, out, _ = command_line(text, monkeypatch, capsys, *given, *adapters)
+    given = ["--data", folders / "text", "--ckpt", folders / "base", "--spans", 6, "--device", "cpu", "--ours", "base"]
+    names = [str(folders / name) for name in ("all", "b", "own", "distilled")]
+    monkeypatch.setattr(text, "FINE", {0.0, 0.3})
+    argv = [*given, "--adapter", *names, "--taus", 0.0, 0.5, "--keep", 0, 1]
+    code, out, _ = command_line(text, monkeypatch, capsys, *argv)
     lines = out.splitlines()
     assert code == 0 and "6 of them in Python functions" in lines[0]
-    assert lines[1].split() == ["decoder", "tau", "full", "all", "exact", "parses", "score", "stutter"]
-    levels = [line.split("  ")[0] for line in lines[2 : lines.index("")]]
-    names = [str(folders / "all"), f"{folders / 'all'}, B off", str(folders / "b")]  # no "B off" where it is the base
-    assert levels == ["base"] * 4 + [n for n in names for _ in range(2)]
-    rows = lines[lines.index("") + 4 :]
-    assert len(rows) == 3 * 2 * 2 and "at least" in lines[lines.index("") + 3]
-    off = [r for r in rows if "B off" in r]  # untrained adapters: Stage A is the base
-    assert all(r.count("+0.0000 [+0.0000, +0.0000]") == 6 for r in off)
+    assert lines[1].split() == ["decoder", "tau", "keep", "full", "all", "score", "exact", "parses", "stutter"]
+    curves = [line.replace(", B off", ",off").split() for line in lines[2 : lines.index("")]]
+    settings = {name: [] for name, *_ in curves}
+    for name, tau, keep, *_ in curves:
+        settings[name].append((float(tau), keep))
+    fine = [(tau, "-") for tau in (-1.0, 0.0, 0.3, 0.5, 1.0)]
+    own = [(tau, keep) for keep in ("0.00", "1.00") for tau in (-1.0, 0.0, 0.5)] + [(1.0, "-")]
+    assert settings == {  # no "B off" for extensions
+        "base": fine, names[0]: fine, f"{names[0]},off": fine, names[1]: fine, names[2]: own, names[3]: fine
+    }  # fmt: skip
+    at = {(name, float(tau), keep): figures for name, tau, keep, *figures in curves}
+    for name in (names[3], f"{names[0]},off"):  # untrained: Stage A is the base, and so is Stage B of own blocks
+        assert [at[name, *s] for s in fine] == [at["base", *s] for s in fine]
+    once = at["base", -1.0, "-"]
+    mine, alone = at[names[2], -1.0, "0.00"], at[names[2], -1.0, "1.00"]
+    assert mine[0] == once[0] and mine[2:] == once[2:] and float(mine[1]) > float(once[1]) == float(once[0])
+    assert alone[0] == "1.000" and alone[2:] == at["base", 1.0, "-"][2:]  # all but the surest refused
+    budgets = lines[lines.index("") + 3 :]
+    assert len(budgets) == 6 * len(text.BUDGETS) and "ours: base" in lines[lines.index("") + 1]
+    paid = [r for r in budgets if ("B off" in r or r.startswith(names[3])) and (" 0.80 " in r or " 1.00 " in r)]
+    assert len(paid) == 4 and all(r.count("+0.000 [+0.000, +0.000]") == 3 for r in paid)
 
 
 def test_the_picture(folders, monkeypatch, capsys):
     given = ["--data", folders / "text", "--ckpt", folders / "base", "--spans", 6, "--device", "cpu", "--taus", 0.5]
-    monkeypatch.setattr(text, "BASE_TAUS", {0.0, 1.0})
+    given += ["--adapter", folders / "own"]
+    monkeypatch.setattr(text, "FINE", {0.0})
     with monkeypatch.context() as m:
         m.setitem(sys.modules, "matplotlib", None)
         assert "pip install matplotlib" in refused(text, m, capsys, *given, "--plot", folders / "c.svg")
@@ -170,6 +295,9 @@ def test_what_cannot_be_compared_is_refused(folders, monkeypatch, capsys):
     given = ["--data", folders / "text", "--ckpt", folders / "base"]
     assert "--taus" in refused(text, monkeypatch, capsys, *given, "--taus", 1.5)
     assert "--spans" in refused(text, monkeypatch, capsys, *given, "--spans", 1)
+    assert "--keep" in refused(text, monkeypatch, capsys, *given, "--keep", 2)
+    ours = refused(text, monkeypatch, capsys, *given, "--adapter", folders / "own", "--ours", "owns")
+    assert "--ours owns" in ours and str(folders / "own") in ours
     save_model(tiny_model(tokenizer="toy"), folders / "toy")
     toy = ["--data", folders / "text", "--ckpt", folders / "toy"]
     assert "tables are exact" in refused(text, monkeypatch, capsys, *toy)
