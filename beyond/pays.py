@@ -16,8 +16,8 @@ Intervals: 95 %, 1,000 resamples of the different beginnings, each with all of i
 groups, seeds, draws), the same for all systems. What other seeds of training would give is not in them.
 
 The tables of budgets are what a user gets who may not pay more: the setting that is best on one half of the beginnings,
-judged on the other, and the reverse, so that no choice flatters; intervals are those of the settings chosen. With
---ours, the differences of these shares, paired.
+judged on the other, and the reverse, anew in every resample, so that no choice flatters. With --ours, the differences
+of these shares, paired.
 
     python -m beyond.pays --system base out/base --system ours out/base out/joint --ours ours --out pays.jsonl
 """
@@ -35,6 +35,7 @@ from tqdm import tqdm
 
 import evaluate
 import sample
+from beyond.spans import interval, means, resamples, within
 from cache import Cached, Output
 from checkpoint import load_model, load_tokenizer
 from data import Parser, Tokenizer, bounded, exists, fail, pick_device, replace_file
@@ -42,7 +43,7 @@ from evaluate import print_table
 from model import Model
 from sample import MODES, Decoding, generate
 
-# P prompts, C clusters (prompts of equal ids are one), W = 1 + RESAMPLES rows of weights
+# P prompts, W resamples
 
 TAUS = {"one at a time": 1.0, "0.4": 0.4, "0.3": 0.3, "0.2": 0.2, "0.15": 0.15, "0.1": 0.1, "all at once": -1.0}
 FINER = {str(tau): tau for tau in (0.12, 0.14, 0.17, 0.22, 0.25, 0.28)}  # for whom has no tau_keep
@@ -50,7 +51,6 @@ KEEP = (0.0, 0.3, 0.5, 0.7)
 BUDGETS = (0.4, 0.5, 0.6, 0.7, 0.8, 1.0, 1.2, 1.5, 2.0)
 COUNTED = ("full/token", "all/token", "serial/token")
 VARIETY = ("distinct", "repeated", "entropy")
-RESAMPLES = 1000
 
 
 def settings(model: Model, K: int, args: Namespace) -> dict[str, tuple[float, Decoding]]:
@@ -94,7 +94,7 @@ def counting(model: Model, looks: Counter) -> None:
 
 
 def numbered(prompts: list[list[int]]) -> list[int]:
-    """Each prompt's cluster, (P,): 0 .. C-1 in the order in which different ones appear."""
+    """Each prompt's cluster, (P,): prompts of equal ids are one, numbered in the order in which they appear."""
     seen = {}
     return [seen.setdefault(tuple(prompt), len(seen)) for prompt in prompts]
 
@@ -165,75 +165,41 @@ def load(path: str) -> tuple[dict, list[dict]]:
         fail(f"--records {path} does not say line by line which prompts were completed (measure again): {e!r}")
 
 
-def pool(records: list[dict], cluster: list[int]) -> dict[tuple[str, str], dict]:
-    """(system, setting) -> completions that exist (found) and all (asked) by cluster, (C,) each, of all seeds; means of
-    the rest. Forwards are the first record's. cluster (P,)"""
+def pool(records: list[dict]) -> dict[tuple[str, str], dict]:
+    """(system, setting) -> share of each prompt's completions that exist, over seeds and draws, (P,) "exist"; means of
+    the rest over the same. Forwards are the first record's."""
     groups, pooled = defaultdict(list), {}
     for r in records:
         groups[r["system"], r["setting"]].append(r)
     for key, of in groups.items():
         draws = [r["draws"] for r in of]
-        found = sum(np.bincount(cluster, [int(digit, 36) for digit in r["found"]]) for r in of)
-        pooled[key] = {"temperature": of[0]["temperature"], "found": found, "asked": np.bincount(cluster) * sum(draws)}
+        found = sum(np.array([int(digit, 36) for digit in r["found"]]) for r in of)
+        pooled[key] = {"temperature": of[0]["temperature"], "exist": found / sum(draws)}
         for k in (*VARIETY, *COUNTED):
             values = [r.get(k, math.nan) * (r["n_layer"] / records[0]["n_layer"] if k in COUNTED else 1) for r in of]
             pooled[key][k] = float(np.average(values, weights=draws))
     return pooled
 
 
-def resamples(C: int) -> np.ndarray:
-    """How often each cluster is drawn, (W, C): once each in the first row, the sample; the rest is a function of C."""
-    return np.vstack([np.ones(C), np.random.default_rng(0).multinomial(C, np.full(C, 1 / C), RESAMPLES)])
-
-
-def share(weights: np.ndarray, p: dict | None) -> np.ndarray | None:
-    """Share of the completions that exist, (W,): of the sample, then of its resamples."""
-    return p and (weights @ p["found"]) / (weights @ p["asked"])
-
-
-def within(of: list[dict], budget: float, count: str) -> dict | None:
-    """Of a system's settings that cost no more over all prompts: the best by the even clusters, judged on the odd ones,
-    and the reverse (of equal ones the cheapest) -> found and asked, (C,), each half's; the rest is the mean of both."""
-    of = [p for p in of if p[count] <= budget]
-    if not of:
-        return None
-    odd = np.arange(len(of[0]["asked"])) % 2 == 1
-    by_even, by_odd = (max(of, key=lambda p: (p["found"][half].sum() / p["asked"][half].sum(), -p[count]))
-                       for half in (~odd, odd))  # fmt: skip
-    judged = {k: np.where(odd, by_even[k], by_odd[k]) for k in ("found", "asked")}
-    return judged | {k: (by_even[k] + by_odd[k]) / 2 for k in (*VARIETY, *COUNTED)}
-
-
-def shown(x: np.ndarray | float | None, sign: str = "") -> str:
-    """A cell: a number; of (W,) the sample's value and the 95 % percentile interval; "-" where there is none."""
-    if x is None or np.isnan(x).any():
-        return "-"
-    numbers = [x[0], *np.quantile(x[1:], (0.025, 0.975))] if np.ndim(x) else [x]
-    value, *ends = (f"{number:{sign}.3f}" for number in numbers)
-    return f"{value} ({ends[0]}..{ends[1]})" if ends else value
-
-
-def show_budgets(pooled: dict, weights: np.ndarray, ours: str | None) -> None:
+def show_budgets(pooled: dict, weights: np.ndarray, half: np.ndarray, ours: str | None) -> None:
     """For each temperature and way to count, every system within every budget; ours minus each other one."""
     for T in sorted({p["temperature"] for p in pooled.values()}):
         systems = defaultdict(list)
         for (name, _), p in pooled.items():
             systems[name] += [p] if p["temperature"] == T else []
         for count in ("all/token", "serial/token"):
-            title, rows, shares = count + f", T {T:g}" * (T > 0), [], {}
+            title, shares = count + f", T {T:g}" * (T > 0), {}
             for name, of in systems.items():
-                best = [within(of, budget, count) for budget in BUDGETS]
-                shares[name] = [share(weights, p) for p in best]
-                rows.append([name, *map(shown, shares[name])])
-                rows += [[f"  {k}", *(shown(p and p[k]) for p in best)] for k in VARIETY if T]
+                exist, costs = (np.array([p[k] for p in of]) for k in ("exist", count))
+                shares[name] = [within(budget, exist, costs, weights, half) for budget in BUDGETS]
+            rows = [[name, *map(interval, of)] for name, of in shares.items()]
             print()
             print_table([f"at most, {title}", *map(str, BUDGETS)], rows)
-            differences = [[name, *(shown(None if a is None or b is None else a - b, "+")
-                                    for a, b in zip(shares[ours], of, strict=True))]
-                           for name, of in shares.items() if ours not in (None, name)]  # fmt: skip
-            if differences:
+            if ours:
                 print()
-                print_table([f"{ours} minus, {title}", *map(str, BUDGETS)], differences)
+                rows = [[name, *(interval(a - b, "+") for a, b in zip(shares[ours], of, strict=True))]
+                        for name, of in shares.items() if name != ours]  # fmt: skip
+                print_table([f"{ours} minus, {title}", *map(str, BUDGETS)], rows)
 
 
 def main() -> None:
@@ -269,15 +235,15 @@ def main() -> None:
         if args.out:  # after each system: nothing that was measured is lost
             lines = "".join(json.dumps(r) + "\n" for r in [{"clusters": clusters}, *records])
             replace_file(Path(args.out), lambda p, lines=lines: p.write_text(lines))
-    cluster = sum(clusters.values(), [])
-    if max(cluster) == 0:
+    cluster = np.array(sum(clusters.values(), []))
+    if cluster.max() == 0:
         fail("all prompts are equal: give more --prompts, the halves need two different ones")
-    pooled, weights = pool(records, cluster), resamples(max(cluster) + 1)
+    pooled, weights = pool(records), resamples(cluster)
     columns = [k for k in (*VARIETY, *COUNTED) if any(k in r for r in records)]
-    rows = [[*key, shown(share(weights, p)), *(shown(p[k]) for k in columns), str(p["asked"].sum())]
+    rows = [[*key, interval(means(p["exist"], weights)), *(f"{p[k]:.3f}" for k in columns)]
             for key, p in pooled.items()]  # fmt: skip
-    print_table(["system", "setting", "exist", *columns, "completions"], rows)
-    show_budgets(pooled, weights, args.ours)
+    print_table(["system", "setting", "exist", *columns], rows)
+    show_budgets(pooled, weights, cluster % 2 == 1, args.ours)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ import ast
 import copy
 import textwrap
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +53,7 @@ def build_parser(doc: str) -> Parser:
 
 @dataclass
 class Span:
+    document: int  # its number among those that gave a span
     piece: list[int]  # ids of the whole piece
     start: int  # where the block begins
     at: slice  # the masked positions, inside the block
@@ -78,7 +79,7 @@ def cut(documents: list[tuple[str, str]], tokenizer: Tokenizer, B: int, most: in
     """n spans of held-out documents, a function of their order and of B alone: at most one in a piece of up to `most`
     tokens, a quarter to three quarters of a block long, in a block after the first."""
     rng, spans = np.random.default_rng(0), []
-    for name, text in documents:
+    for number, (name, text) in enumerate(documents):
         if not is_validation(name):
             continue
         for piece, python in pieces(name, text):
@@ -90,10 +91,12 @@ def cut(documents: list[tuple[str, str]], tokenizer: Tokenizer, B: int, most: in
             start = B * int(rng.integers(1, len(ids) // B))
             length = int(rng.integers(max(2, B // 4), 3 * B // 4 + 1))
             first = int(rng.integers(0, B - length + 1))
-            spans.append(Span(ids, start, slice(first, first + length), python))
+            spans.append(Span(number, ids, start, slice(first, first + length), python))
     if len(spans) < 2:
         fail(f"the held-out documents have no pieces of {3 * B}..{most} tokens: give more text by --data")
-    return [spans[i] for i in sorted(rng.permutation(len(spans))[:n])]
+    drawn = [spans[i] for i in sorted(rng.permutation(len(spans))[:n])]
+    numbers = {number: i for i, number in enumerate(dict.fromkeys(s.document for s in drawn))}
+    return [replace(s, document=numbers[s.document]) for s in drawn]
 
 
 def blocks(spans: list[Span], B: int, mask_id: int) -> tuple[Tensor, Tensor]:
@@ -187,10 +190,12 @@ def chain(log_p: LogProbs, z: Tensor, bundle: Tensor, forced: Tensor | None = No
 # what is known of a mean over rows
 
 
-def resamples(rows: int) -> np.ndarray:
-    """How often each row counts (W, R): once each in row 0, the sample itself, and then as a bootstrap draws them."""
-    drawn = np.random.default_rng(0).multinomial(rows, np.full(rows, 1 / rows), size=BOOTSTRAP)
-    return np.concatenate([np.ones((1, rows)), drawn])
+def resamples(cluster: Sequence[int]) -> np.ndarray:
+    """How often each row counts (W, R): once each in row 0, the sample itself, and then as a bootstrap draws clusters;
+    cluster (R,) says of which of 0, 1, .. a row is."""
+    n = max(cluster) + 1
+    drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=BOOTSTRAP)
+    return np.concatenate([np.ones((1, n)), drawn])[:, cluster]
 
 
 def means(values: np.ndarray, weights: np.ndarray) -> np.ndarray:

@@ -132,15 +132,15 @@ def estimate(engine: Cached, bundles: Bundles, draws: int) -> np.ndarray:
 # by confidence
 
 
-def by_confidence(bundles: Bundles, values: np.ndarray, rows: int) -> list[dict]:
+def by_confidence(bundles: Bundles, values: np.ndarray, documents: list[int]) -> list[dict]:
     """One record for each bin of the lowest confidence: bundles, mean size and confidence, and the mean of every term,
-    with the standard error that a bootstrap over the `rows` spans gives."""
-    weights, table = spans.resamples(rows), []
+    with the standard error that a bootstrap over the spans' documents (R,) gives."""
+    weights, rows, table = spans.resamples(documents), len(documents), []
     row, size = (np.array([f(key) for key in bundles]) for f in (lambda k: k[0], lambda k: sum(k[2])))
     often, lowest = np.array(list(bundles.values())).T
     for a, b in zip(EDGES, EDGES[1:], strict=False):
         here = (lowest > a) & (lowest <= b)
-        if len(set(row[here])) < 2:  # one span has no error
+        if len({documents[r] for r in row[here]}) < 2:  # one document has no error
             continue
         per_span = [np.bincount(row[here], often[here] * v[here], rows) for v in (np.ones(len(row)), *values.T)]
         n, *sums = (weights @ s for s in per_span)  # (W,) each
@@ -189,7 +189,7 @@ def measure(args: Namespace) -> list[dict]:
     count, alone = (sum(v[0] for v in some.values()) for some in (several, everything))
     print(f"{count} bundles of two and more ({len(several)} different), {alone - count} of one (TC 0); "
           f"{args.draws} draws each; tau_m2t {', '.join(map(str, args.taus))}")  # fmt: skip
-    return by_confidence(several, estimate(engine, several, args.draws), len(cut))
+    return by_confidence(several, estimate(engine, several, args.draws), [s.document for s in cut])
 
 
 def main() -> None:

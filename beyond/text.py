@@ -15,11 +15,11 @@ Every decoder fills the same spans of held-out documents (spans.py says which), 
     full, all   forwards a token: full ones (the paper's count), and all of them in full ones, a partial one as n/L,
                 times the share of the block that it ran at where a step says so
 
-Brackets are 95 % of a bootstrap over spans (as if those of one file were independent), the same resamples for all. The
-second table is what a user with a budget gets: of each decoder the best setting that costs no more in `all`, chosen on
-every other span and reported on the rest, both ways and anew in every resample, so that many settings to choose from
-flatter nobody; and what --ours has more than each other one. It refuses toys (their tables are exact) and text without
-a long enough piece.
+Brackets are 95 % of a bootstrap over documents, each with its spans, the same resamples for all. The second table is
+what a user with a budget gets: of each decoder the best setting that costs no more in `all`, chosen on every other
+document and reported on the rest, both ways and anew in every resample, so that many settings to choose from flatter
+nobody; and what --ours has more than each other one. It refuses toys (their tables are exact) and text without a long
+enough piece.
 
     python -m beyond.text --data stdlib --ckpt out/text --adapter out/joint out/distilled --ours out/joint
 """
@@ -116,7 +116,8 @@ def settings(model: Model, args: Namespace) -> list[tuple[float, float | None]]:
 
 
 @torch.inference_mode()
-def curves(args: Namespace, device: torch.device) -> Curves:
+def curves(args: Namespace, device: torch.device) -> tuple[Curves, list[int]]:
+    """What every decoder wrote, and each span's document."""
     decoders = load(args, device)
     base, found = decoders["base"][0], {}
     cut, tokenizer = spans.read(args, base)
@@ -136,7 +137,7 @@ def curves(args: Namespace, device: torch.device) -> Curves:
             found[name].append(point | quality(cut, written, tokenizer) | forwards)
             bar.update()
     bar.close()
-    return found
+    return found, [s.document for s in cut]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -153,9 +154,9 @@ def print_curves(found: Curves, weights: np.ndarray) -> None:
     print_table(["decoder", "tau", "keep", "full", "all", *figures], rows)
 
 
-def print_budgets(found: Curves, weights: np.ndarray, ours: str | None) -> None:
-    """The best within each budget, weights (W, R), and what `ours` has more than it, in the same resamples."""
-    rows, half = [], np.arange(weights.shape[1]) % 2 == 0
+def print_budgets(found: Curves, documents: list[int], ours: str | None) -> None:
+    """The best within each budget, and what `ours` has more than it, in the same resamples of documents (R,)."""
+    rows, weights, half = [], spans.resamples(documents), np.array(documents) % 2 == 0
     stacked = {name: {k: np.stack([p[k] for p in of]) for k in ("all", *MEASURES)} for name, of in found.items()}
     for budget in BUDGETS:
         best = {name: [within(budget, x[m], x["all"].mean(-1), weights, half) for m in MEASURES]
@@ -200,10 +201,10 @@ def main() -> None:
                         help="values of own blocks' tau_keep")  # fmt: skip
     parser.add_argument("--ours", metavar="FOLDER", help="the adapter (or base) that all others are compared with")
     args = parser.parse_args()
-    found = curves(args, pick_device(args.device))
-    weights = spans.resamples(len(found["base"][0]["all"]))
+    found, documents = curves(args, pick_device(args.device))
+    weights = spans.resamples(documents)
     print_curves(found, weights)
-    print_budgets(found, weights, args.ours)
+    print_budgets(found, documents, args.ours)
     if args.plot:
         plot(args.plot, found, weights)
 

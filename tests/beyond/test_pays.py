@@ -16,6 +16,7 @@ from common import ROOT, approx, caller, random_ids, tiny_model
 import evaluate
 from beyond import pays
 from beyond.own_blocks import OwnBlocks
+from beyond.spans import interval, means, resamples, within
 from cache import Output
 from data import generator
 from sample import Decoding, generate
@@ -29,13 +30,14 @@ def record(system, setting, found, cost=1.0, n_layer=4, draws=1, **more):
 
 
 def cell(records, cluster, system="a", setting="x"):
-    p = pays.pool(records, cluster)[system, setting]
-    return pays.shown(pays.share(pays.resamples(max(cluster) + 1), p))
+    return interval(means(pays.pool(records)[system, setting]["exist"], resamples(cluster)))
 
 
 def best(records, cluster, budget, count="all/token", system="a"):
-    pooled = pays.pool(records, cluster)
-    return pays.within([p for (name, _), p in pooled.items() if name == system], budget, count)
+    """The share within a budget, of the sample."""
+    of = [p for (name, _), p in pays.pool(records).items() if name == system]
+    exist, costs = (np.array([p[k] for p in of]) for k in ("exist", count))
+    return within(budget, exist, costs, np.ones((1, len(cluster))), np.array(cluster) % 2 == 1)[0]
 
 
 def ours(model):
@@ -47,16 +49,16 @@ def ours(model):
 # --- intervals
 def test_two_beginnings_are_drawn_twice_once_or_never():
     """Shares of a resample: 1, 1/2 and 0, with probability 1/4, 1/2, 1/4; of 3 and 1 prompts 1, 3/4 and 0."""
-    assert cell([record("a", "x", "10")], [0, 1]) == "0.500 (0.000..1.000)"
-    assert cell([record("a", "x", "1110")], [0, 0, 0, 1]) == "0.750 (0.000..1.000)"
-    x = pays.share(pays.resamples(2), pays.pool([record("a", "x", "1110")], [0, 0, 0, 1])["a", "x"])
+    assert cell([record("a", "x", "10")], [0, 1]) == "0.500 [0.000, 1.000]"
+    assert cell([record("a", "x", "1110")], [0, 0, 0, 1]) == "0.750 [0.000, 1.000]"
+    x = means(pays.pool([record("a", "x", "1110")])["a", "x"]["exist"], resamples([0, 0, 0, 1]))
     assert set(x[1:]) == {0.0, 0.75, 1.0} and x[0] == 0.75
     assert np.mean(x[1:] == 0.75) == approx(0.5, abs=0.05)  # three standard deviations of 1,000 draws
 
 
 def test_different_beginnings_have_the_binomial_interval():
     """200 beginnings, 60 exist: a resample's number is binomial (200, 0.3), whose 2.5 and 97.5 % points are known."""
-    low, high = map(float, cell([record("a", "x", "1" * 60 + "0" * 140)], range(200))[7:-1].split(".."))
+    low, high = map(float, cell([record("a", "x", "1" * 60 + "0" * 140)], range(200))[7:-1].split(", "))
     cdf = np.cumsum([math.comb(200, k) * 0.3**k * 0.7 ** (200 - k) for k in range(201)])
     assert 200 * low == approx(np.searchsorted(cdf, 0.025), abs=2)
     assert 200 * high == approx(np.searchsorted(cdf, 0.975), abs=2)
@@ -74,62 +76,55 @@ def test_copies_of_a_beginning_say_nothing_new():
 
 def test_seeds_are_pooled_each_completion_counted_once():
     records = [record("a", "x", "11", 2.0), record("a", "x", "10", 1.0), record("a", "x", "30", 0.5, draws=4)]
-    p = pays.pool(records, [0, 1])["a", "x"]
-    assert p["found"].tolist() == [5, 1] and p["asked"].tolist() == [6, 6]
+    p = pays.pool(records)["a", "x"]
+    assert p["exist"] == approx([5 / 6, 1 / 6])
     assert p["all/token"] == approx((2 + 1 + 4 * 0.5) / 6) and p["serial/token"] == approx(2 * p["all/token"])
     assert math.isnan(p["entropy"])  # one draw has none
     mixed = [record("a", "x", "11", draws=2, entropy=0.5), record("a", "x", "11", draws=6, entropy=0.1)]
-    assert pays.pool(mixed, [0, 1])["a", "x"]["entropy"] == approx((2 * 0.5 + 6 * 0.1) / 8)
+    assert pays.pool(mixed)["a", "x"]["entropy"] == approx((2 * 0.5 + 6 * 0.1) / 8)
 
 
 def test_a_difference_is_paired():
     """Each beginning is completed twice, by a once more often than by b: any resample differs by 1/2."""
     records = [record("a", "x", "12" * 10, draws=2), record("b", "x", "01" * 10, draws=2)]
-    pooled, weights = pays.pool(records, range(20)), pays.resamples(20)
-    a, b = (pays.share(weights, pooled[name, "x"]) for name in "ab")
-    assert pays.shown(a - b, "+") == "+0.500 (+0.500..+0.500)"
-    assert a[1:].max() - a[1:].min() > 0.2 and pays.shown(b - a, "+").startswith("-0.500 (")
+    pooled, weights = pays.pool(records), resamples(range(20))
+    a, b = (means(pooled[name, "x"]["exist"], weights) for name in "ab")
+    assert interval(a - b, "+") == "+0.500 [+0.500, +0.500]"
+    assert a[1:].max() - a[1:].min() > 0.2 and interval(b - a, "+").startswith("-0.500 [")
 
 
 # --- budgets
 def test_what_is_best_on_one_half_is_judged_on_the_other():
     """x completes the even beginnings, y the odd ones. Chosen by the even ones, x has none of the odd ones."""
     records = [record("a", "x", "101010"), record("a", "y", "010101")]
-    assert best(records, range(6), 1.0)["found"].tolist() == [0] * 6
-    fair = [*records, record("a", "z", "110011")]  # 2 of 3 even ones and 2 of 3 odd ones: each half has a better one
-    assert best(fair, range(6), 1.0)["found"].sum() == 0
+    assert best(records, range(6), 1.0) == 0
     good = [record("a", "x", "101000"), record("a", "y", "010100"), record("a", "z", "111111")]
-    assert best(good, range(6), 1.0)["found"].tolist() == [1] * 6
+    assert best(good, range(6), 1.0) == 1
     # y, 2 of 3 even ones, is chosen by them and has 1 of the odd ones; x, 3 odd ones, by those, and has 1 even one
-    halves = [record("a", "x", "110101", 0.4, distinct=0.1), record("a", "y", "111000", 0.8, distinct=0.5)]
-    p = best(halves, range(6), 1.0)
-    assert p["found"].tolist() == [1, 1, 0, 0, 0, 0] and p["asked"].tolist() == [1] * 6
-    assert p["distinct"] == approx(0.3) and p["all/token"] == approx(0.6)
+    halves = [record("a", "x", "110101", 0.4), record("a", "y", "111000", 0.8)]
+    assert best(halves, range(6), 1.0) == approx(2 / 6)
 
 
 def test_equal_prompts_are_of_one_half():
     """Beginnings 0, 1, 0, 1: x completes the first, y the second; no copy of a beginning chooses for another."""
     records = [record("a", "x", "1010"), record("a", "y", "0101")]
-    assert best(records, [0, 1, 0, 1], 1.0)["found"].tolist() == [0, 0]
+    assert best(records, [0, 1, 0, 1], 1.0) == 0
 
 
-def test_a_budget_takes_what_it_can_pay_over_all_prompts_and_of_equal_ones_the_cheapest():
+def test_a_budget_takes_what_it_can_pay_over_all_prompts():
     records = [record("a", "slow", "1111", 2.0), record("a", "slow", "1111", 1.0), record("a", "fast", "1000", 0.5)]
-    assert best(records, range(4), 1.49)["found"].tolist() == [1, 0, 0, 0]
-    assert best(records, range(4), 1.5)["found"].tolist() == [2, 2, 2, 2]
-    assert best(records, range(4), 1.5, "serial/token")["found"].tolist() == [1, 0, 0, 0]
-    assert best(records, range(4), 0.99, "serial/token") is None
-    same = [record("a", "slow", "1111", 2.0), record("a", "fast", "1111", 0.5), record("a", "middle", "1111", 1.0)]
-    assert best(same, range(4), 2.0)["all/token"] == 0.5
+    assert best(records, range(4), 1.49) == 0.25 and best(records, range(4), 1.5) == 1
+    assert best(records, range(4), 1.5, "serial/token") == 0.25
+    assert math.isnan(best(records, range(4), 0.99, "serial/token"))
 
 
 def test_a_forward_of_more_layers_costs_more():
     """5 layers beside the first system's 4: 1.25 times as much, whatever is counted. 4 beside 5: 0.8 times."""
     deep = record("deep", "x", "11", 0.8, 5)
-    p = pays.pool([record("a", "x", "11", 0.8), deep], [0, 1])
+    p = pays.pool([record("a", "x", "11", 0.8), deep])
     assert [p["deep", "x"][k] for k in pays.COUNTED] == approx([1.0, 1.0, 2.0])
     assert [p["a", "x"][k] for k in pays.COUNTED] == approx([0.8, 0.8, 1.6])
-    assert pays.pool([deep, record("a", "x", "11", 0.8)], [0, 1])["a", "x"]["all/token"] == approx(0.64)
+    assert pays.pool([deep, record("a", "x", "11", 0.8)])["a", "x"]["all/token"] == approx(0.64)
     assert p["deep", "x"]["repeated"] == 0.5
 
 
@@ -149,13 +144,11 @@ def test_the_tables_by_hand(tmp_path, monkeypatch, capsys):
     titles = [f"{what}, {count}/token{T}" for T in ("", ", T 0.5") for count in ("all", "serial")
               for what in ("at most", "ours minus")]  # fmt: skip
     assert [t[0][0] for t in tables] == ["system", *titles]
-    assert tables[0][4][:3] == ["ours", "x, T 0.5", "1.000 (1.000..1.000)"] and tables[0][4][-1] == "8"
-    none, all_, minus = "0.000 (0.000..0.000)", "1.000 (1.000..1.000)", "+1.000 (+1.000..+1.000)"
+    assert tables[0][4][:3] == ["ours", "x, T 0.5", "1.000 [1.000, 1.000]"]
+    none, all_, minus = "0.000 [0.000, 0.000]", "1.000 [1.000, 1.000]", "+1.000 [+1.000, +1.000]"
     assert tables[1][1:] == [["base", *[none] * 9], ["ours", *["-"] * 4, *[all_] * 5]]
     assert tables[2][1:] == [["base", *["-"] * 4, *[minus] * 5]]
     assert tables[4][1:] == [["base", *["-"] * 8, minus]]  # 2.0 alone
-    variety = [["distinct", *["-"] * 4, *["0.250"] * 5], ["repeated", *["-"] * 4, *["0.500"] * 5]]
-    assert tables[5][6:] == [*variety, ["entropy", *["-"] * 4, *["0.125"] * 5]]
     assert "minus" not in call("--records", path)
     assert call.fails("--records", path, "--ours", "b").endswith("none of the systems: base, ours")
 

@@ -150,7 +150,7 @@ def test_a_row_that_is_done_or_stuck_neither_counts_nor_is_seen():
 def test_what_was_written_is_judged_as_text():
     tokenizer, piece = byte_tokenizer(), "def f(a):\n    return a + a\n"
     ids = tokenizer.encode_document(piece).tolist()
-    python, prose = (spans.Span(ids, 8, slice(4, 7), kind) for kind in (True, False))
+    python, prose = (spans.Span(0, ids, 8, slice(4, 7), kind) for kind in (True, False))
     written = torch.tensor([list(s) for s in (b":\n    re", b":\n  ) re", b": f f f ")])
     got = text.quality([python, python, prose], written, tokenizer)
     assert got["exact"].tolist() == [1, 0, 0]
@@ -167,8 +167,9 @@ def test_means_and_intervals_by_hand():
     assert both.T.ravel() == approx([3, 1, 10 / 3, 6, 1.5, 1, 2, np.nan], nan_ok=True)
     assert interval(np.array([0.5, *np.arange(41) / 40])) == "0.500 [0.025, 0.975]"
     assert interval(np.full(3, np.nan)) == "-"
-    drawn = spans.resamples(5)
+    drawn = spans.resamples(range(5))
     assert drawn.shape == (1001, 5) and (drawn[0] == 1).all() and (drawn.sum(-1) == 5).all()
+    assert np.array_equal(spans.resamples([0, 1, 0]), spans.resamples([0, 1])[:, [0, 1, 0]])  # together, as one row is
 
 
 HALF = np.array([True, False, True, False])
@@ -209,7 +210,7 @@ def test_the_table_of_budgets_by_hand(capsys):
         "base": [point | {"score": np.array([-1.0, 0.0]), "all": np.array([0.5, 0.3])}],  # costs 0.4
         "ours": [point | {"score": np.array([-0.75, 0.25]), "all": np.array([0.6, 0.3])}],  # costs 0.45
     }
-    text.print_budgets(found, spans.resamples(2), "ours")
+    text.print_budgets(found, [0, 1], "ours")
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[3:]]
     constant, none = ["0.500", "[0.500,", "0.500]"], ["-", "-"]
     at = {(r[0], float(r[1])): r[2:] for r in rows}
@@ -218,7 +219,7 @@ def test_the_table_of_budgets_by_hand(capsys):
     less = ["+0.250", "[+0.250,", "+0.250]"], ["+0.000", "[+0.000,", "+0.000]"]
     assert at["base", 0.45] == ["-0.500", "[-1.000,", "0.000]", *less[0], *constant, *less[1], *none]
     assert at["ours", 1.00] == ["-0.250", "[-0.750,", "0.250]", *constant, "-"]
-    text.print_budgets(found, spans.resamples(2), None)
+    text.print_budgets(found, [0, 1], None)
     assert "more" not in capsys.readouterr().out.splitlines()[2]
 
 
