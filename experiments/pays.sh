@@ -1,34 +1,70 @@
-# Does a Stage B pay? Own blocks against the base, a distilled Stage A and the paper's Stage B, on names, three seeds.
-# About two hours on 2 cores. Page: results/pays/README.md. Run from the root of the repository.
+# Does a Stage B pay? Own blocks against the base, deeper bases, a distilled Stage A and the paper's Stage B, on names.
+# About four hours on 2 cores. Page: results/pays/README.md. Run from the root of the repository.
 set -e
 bases=(assets/names out/names-base1 out/names-base2)
 small="--data names --corruption mask --batch_size 64 --s_min 2 --s_max 8"
-for seed in 1 2; do  # the page's were of 1ecf150, with 4 experts of 128; the preset has 8 of 64 now
-  python train.py --stage_a_only --n_last 2 --max_iters 1100 --seed $seed --out_dir ${bases[$seed]}
-done
+geometry() {  # the page's bases are of 1ecf150, with 4 experts of 128 (the preset has 8 of 64 now); $1: layers
+  python -c "
+from dataclasses import replace
+import checkpoint, train
+checkpoint.PRESETS['names'] = replace(checkpoint.PRESETS['names'], n_layer=$1, n_expert=4, d_expert=128)
+train.main()" --stage_a_only --n_last 2 --batch_size 256 "${@:2}"
+}
+as_base() {  # a distilled Stage A as a checkpoint of its own: base, adapter, folder
+  python -c "
+import pathlib, shutil, sys, torch
+from checkpoint import load_model, save_model
+base, adapter, out = map(pathlib.Path, sys.argv[1:])
+out.mkdir()
+save_model(load_model(base, 'cpu', torch.float32, adapter), out)
+for name in ('tokenizer.json', 'names.json'): shutil.copy(base / name, out)" "$@"
+}
 for seed in 0 1 2; do
-  python -m beyond.own_blocks --data names --init_from ${bases[$seed]} --n_last 1 --max_iters 1200 --seed $seed \
-    --out_dir out/own-$seed
-  python -m beyond.distill --data names --init_from ${bases[$seed]} --n_last 2 --max_iters 700 --seed $seed \
-    --out_dir out/distilled-$seed
-  python -m beyond.distill --data names --init_from ${bases[$seed]} --n_last 2 --max_iters 700 --seed $seed --own_loss 0 \
-    --out_dir out/distilled-alone-$seed
+  [ $seed = 0 ] || geometry 4 --max_iters 1100 --seed $seed --out_dir ${bases[$seed]}
+  geometry 5 --max_iters 1400 --seed $seed --out_dir out/deep-$seed
+  run="--data names --init_from ${bases[$seed]} --max_iters 1200 --seed $seed"
+  python -m beyond.own_blocks $run --n_last 1 --out_dir out/own-$seed
+  python -m beyond.distill $run --n_last 2 --own_loss 0 --out_dir out/distilled-alone-$seed
+  python -m beyond.distill $run --n_last 2 --out_dir out/distilled-$seed
+  as_base ${bases[$seed]} out/distilled-$seed out/distilled-base-$seed
+  python -m beyond.own_blocks --data names --init_from out/distilled-base-$seed --n_last 1 --max_iters 1200 --seed $seed \
+    --out_dir out/own-on-distilled-$seed
 done
-# one seed each: two blocks, the clean target, the paper's Stage B with both targets
-python -m beyond.own_blocks --data names --init_from assets/names --n_last 2 --max_iters 1200 --out_dir out/own-two
-python -m beyond.own_blocks --data names --init_from assets/names --n_last 1 --max_iters 1200 --target clean \
-  --out_dir out/own-clean
+
+# one seed each: two blocks, the clean target, the paper's Stage B with both targets, one ingredient changed
+run="--data names --init_from assets/names --max_iters 1200"
+python -m beyond.own_blocks $run --n_last 2 --out_dir out/own-two
+python -m beyond.own_blocks $run --n_last 1 --target clean --out_dir out/own-clean
 python train.py $small --init_from assets/names --n_last 2 --context clean --learning_rate 3e-3 --max_iters 700 \
   --out_dir out/paper-clean
 python -m beyond.chain $small --init_from assets/names --n_last 2 --lora all --confident_share 0.75 \
   --learning_rate 3e-3 --max_iters 700 --out_dir out/paper-chain
+python -m beyond.own_blocks $run --n_last 1 --confident_share 0 --out_dir out/changed-confident
+for change in own marked suffixes singles marker rounds2 rounds4; do
+  python -m beyond.ablation $run --n_last 1 --change $change --out_dir out/changed-$change
+done
+
+# a base that was trained to edit, and own blocks on it
+geometry 4 --corruption random --max_iters 1400 --out_dir out/edit-base
+python -m beyond.own_blocks --data names --init_from out/edit-base --n_last 1 --max_iters 1200 --out_dir out/edit-own
+
 systems=()
 for seed in 0 1 2; do
   systems+=(--system base ${bases[$seed]} --system ours ${bases[$seed]} out/own-$seed)
+  systems+=(--system "deeper base" out/deep-$seed)
   systems+=(--system "Stage A distilled" ${bases[$seed]} out/distilled-$seed)
   systems+=(--system "distilled, chain alone" ${bases[$seed]} out/distilled-alone-$seed)
+  systems+=(--system "ours on the distilled" out/distilled-base-$seed out/own-on-distilled-$seed)
 done
-python -m beyond.pays "${systems[@]}" --system "ours, two blocks" assets/names out/own-two \
-  --system "ours, clean target" assets/names out/own-clean \
-  --system "paper, clean target" assets/names out/paper-clean --system "paper, chain target" assets/names out/paper-chain \
-  --ours ours --out out/pays.jsonl
+python -m beyond.pays --prompts 1024 "${systems[@]}" --ours ours --out out/pays.jsonl
+systems=(--system base assets/names --system ours assets/names out/own-0 --system "two blocks" assets/names out/own-two)
+systems+=(--system "clean target" assets/names out/own-clean --system "paper, clean target" assets/names out/paper-clean)
+systems+=(--system "paper, chain target" assets/names out/paper-chain)
+for change in confident own marked suffixes singles marker rounds2 rounds4; do
+  systems+=(--system $change assets/names out/changed-$change)
+done
+python -m beyond.pays --prompts 1024 "${systems[@]}" --ours ours --out out/pays-one-seed.jsonl
+python -m beyond.pays --prompts 1024 --edits --system "base, edits" out/edit-base \
+  --system "ours, edits" out/edit-base out/edit-own --out out/pays-edits.jsonl
+python -m beyond.pays --prompts 1024 --system base out/edit-base --system ours out/edit-base out/edit-own \
+  --records out/pays-edits.jsonl --ours ours
