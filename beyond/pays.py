@@ -1,7 +1,8 @@
 """Does a Stage B pay? Existing names against everything that a decoder runs, for any systems, over their seeds.
 
 A system is a name, a checkpoint, perhaps an adapter; systems of one name are its seeds, and are pooled. Each decodes
-the same held-out and trained prompts (evaluate.py says how) at every tau_m2t, and own blocks at every tau_keep, too.
+the same held-out and trained prompts (evaluate.py says how) at every tau_m2t, own blocks at every tau_keep, and drafts
+at several `looks`, too.
 
     exist     share of the completions that are names, held-out and trained prompts together
     distinct  different existing names, and `repeated`, completions that another one equals: shares of one seed's
@@ -45,29 +46,32 @@ from sample import MODES, Decoding, generate
 
 # P prompts, W resamples
 
-TAUS = {"one at a time": 1.0, "0.4": 0.4, "0.3": 0.3, "0.2": 0.2, "0.15": 0.15, "0.1": 0.1, "all at once": -1.0}
-FINER = {str(tau): tau for tau in (0.12, 0.14, 0.17, 0.22, 0.25, 0.28)}  # for whom has no tau_keep
+TAUS = {1.0: "one at a time", 0.4: "0.4", 0.3: "0.3", 0.2: "0.2", 0.15: "0.15", 0.1: "0.1", -1.0: "all at once"}
+FINER = (0.12, 0.14, 0.17, 0.22, 0.25, 0.28)  # for whom has no tau_keep
 KEEP = (0.0, 0.3, 0.5, 0.7)
+LOOKS = (1, 2, 8)  # of drafts.py
 BUDGETS = (0.4, 0.5, 0.6, 0.7, 0.8, 1.0, 1.2, 1.5, 2.0)
 COUNTED = ("full/token", "all/token", "serial/token")
 VARIETY = ("distinct", "repeated", "entropy")
 
 
-def settings(model: Model, K: int, args: Namespace) -> dict[str, tuple[float, Decoding]]:
-    """What a system is decoded by: label -> (tau_keep, settings). The released settings have edits, where asked for."""
+def settings(model: Model, K: int, args: Namespace) -> dict[str, tuple[dict, Decoding]]:
+    """What a system is decoded by: label -> (attributes of the model, settings). The released settings have edits."""
     start = Decoding(gen_length=32, eos_early_stop=True, tau_t2t=None, n_rounds=K)
-    refuses = hasattr(model, "tau_keep")
-    taus = TAUS if refuses else TAUS | FINER
-    gates = {f"tau_m2t {label}": replace(start, tau_m2t=tau) for label, tau in taus.items()}
+    knob, values = ("looks", LOOKS) if hasattr(model, "looks") else ("tau_keep", args.keep)
+    own = hasattr(model, knob)
+    taus = args.taus or [*TAUS, *([] if own else FINER)]
+    gates = {f"tau_m2t {TAUS.get(tau, tau)}": replace(start, tau_m2t=tau) for tau in taus}
     if args.edits:
         gates = {f"released {mode.upper()}": replace(start, **gate) for mode, gate in MODES.items()}
         gates |= {f"tau_m2t {tau}, edits {e}": replace(start, tau_m2t=tau, tau_t2t=e)
                   for tau in (0.3, 0.2, 0.1, -1.0) for e in (0.0, 0.5)}  # fmt: skip
-    kept = {label: (0.0, d) for label, d in gates.items()}
-    if refuses:
-        kept = {f"{label}, keep {k}": (k, d) for k in args.keep for label, d in gates.items() if d.tau_m2t < 1}
-    return {label + f", T {T:g}" * (T > 0): (keep, replace(d, temperature=T))
-            for T in args.temperature for label, (keep, d) in kept.items()}  # fmt: skip
+    kept = {label: ({}, d) for label, d in gates.items()}
+    if own:  # one at a time there is nothing to look at again
+        kept = {f"{label}, {knob} {v}": ({knob: v}, d) for v in values for label, d in gates.items() if d.tau_m2t < 1}
+    drawn = [(T, p) for T in args.temperature for p in (args.top_p if T else [1.0])]
+    return {label + f", T {T:g}" * (T > 0) + f", top_p {p:g}" * (p < 1): (of, replace(d, temperature=T, top_p=p))
+            for T, p in drawn for label, (of, d) in kept.items()}  # fmt: skip
 
 
 class Followed(Cached):
@@ -147,8 +151,9 @@ def measure(name: str, ckpt: str, adapter: str | None, known: dict, args: Namesp
         fail(f"{ckpt} would complete other prompts than the records before it: the same tokenizer and --prompts?")
     jobs = settings(model, model.cfg.n_rounds if adapter else 0, args)
     counting(model, looks)
-    for label, (keep, d) in tqdm(jobs.items(), desc=f"{name} {adapter or ckpt}", leave=False, disable=None):
-        model.tau_keep = keep
+    for label, (attributes, d) in tqdm(jobs.items(), desc=f"{name} {adapter or ckpt}", leave=False, disable=None):
+        for knob, value in attributes.items():
+            setattr(model, knob, value)
         seeds = range(args.seed, args.seed + (args.draws if d.temperature else 1))
         decoded = complete(model, list(prompts.values()), d, seeds, looks)
         of = {"system": name, "ckpt": ckpt, "adapter": adapter, "setting": label, "temperature": d.temperature}
@@ -208,9 +213,11 @@ def main() -> None:
     group.add_argument("--system", nargs="+", action="append", metavar="NAME CKPT [ADAPTER]", default=[])
     group.add_argument("--ours", metavar="NAME", help="the system whose share minus every other's is shown, too")
     group.add_argument("--prompts", type=bounded(int, 1), default=256, help="names held out, and as many trained")
+    group.add_argument("--taus", nargs="+", type=bounded(float, -1, 1), help="values of tau_m2t (default: 7, or 13)")
     group.add_argument("--keep", nargs="+", type=bounded(float, 0, 1), default=KEEP, help="tau_keep of own blocks")
     group.add_argument("--edits", action="store_true", help="with edits: the released settings, and gates 0 and 0.5")
     group.add_argument("--temperature", nargs="+", type=bounded(float, 0), default=[0.0], help="several; 0: greedy")
+    group.add_argument("--top_p", nargs="+", type=bounded(float, 1e-6, 1), default=[1.0], help="with a temperature")
     group.add_argument("--draws", type=bounded(int, 1, 35), default=1, help="completions of a prompt, if not greedy")
     group.add_argument("--seed", type=int, default=0, help="of the first draw; the next ones take the numbers after it")
     group.add_argument("--out", help="file for the records, a JSON object a line")

@@ -229,7 +229,7 @@ def test_the_table_of_the_shipped_model(tmp_path, monkeypatch, capsys):
     assert "at most, all/token, T 0.7" in table and "ours minus, serial/token" in table
     head, *records = [json.loads(line) for line in path.read_text().splitlines()]
     assert {group: len(of) for group, of in head["clusters"].items()} == {"held out": 4, "trained": 4}
-    assert len(records) == 2 * (len(pays.TAUS | pays.FINER) + 2 * (len(pays.TAUS) - 1))
+    assert len(records) == 2 * (len(pays.TAUS) + len(pays.FINER) + 2 * (len(pays.TAUS) - 1))
     for r in records:
         drawn = r["setting"].endswith(", T 0.7")
         assert r["draws"] == (3 if drawn else 1) and len(r["found"]) == 8 and ("entropy" in r) == drawn
@@ -241,7 +241,7 @@ def test_the_table_of_the_shipped_model(tmp_path, monkeypatch, capsys):
 def test_greedy_records_are_the_judges_of_both_groups(tmp_path, monkeypatch, capsys):
     """At one gate, and with more prompts than different ones: what evaluate.py says of them, decoded one by one."""
     names, d = ROOT / "assets" / "names", Decoding(gen_length=32, eos_early_stop=True, tau_m2t=0.1, tau_t2t=None)
-    monkeypatch.setattr(pays, "settings", lambda *_: {"x": (0.5, d)})
+    monkeypatch.setattr(pays, "settings", lambda *_: {"x": ({"tau_keep": 0.5}, d)})
     call, path = caller(pays, monkeypatch, capsys), tmp_path / "r.jsonl"
     call("--system", "ours", names, names / "joint", "--prompts", 20, "--out", path)
     head, r = [json.loads(line) for line in path.read_text().splitlines()]
