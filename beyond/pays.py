@@ -23,6 +23,7 @@ of these shares, paired.
     python -m beyond.pays --system base out/base --system ours out/base out/joint --ours ours --out pays.jsonl
 """
 
+import gzip
 import json
 import math
 from argparse import Namespace
@@ -162,9 +163,10 @@ def measure(name: str, ckpt: str, adapter: str | None, known: dict, args: Namesp
 
 
 def load(path: str) -> tuple[dict, list[dict]]:
-    """As `measure` returns them, from a file: the clusters in its first line, a record in each other."""
+    """As `measure` returns them, from a file, gzipped or not: clusters in its first line, a record in each other."""
     try:
-        head, *records = [json.loads(line) for line in Path(path).read_text().splitlines()]
+        with gzip.open(path) if path.endswith(".gz") else open(path) as file:
+            head, *records = [json.loads(line) for line in file]
         return head["clusters"], [r for r in records if r["found"]]
     except (OSError, ValueError, TypeError, KeyError) as e:
         fail(f"--records {path} does not say line by line which prompts were completed (measure again): {e!r}")

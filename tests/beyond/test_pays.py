@@ -3,6 +3,7 @@
 Records are made by hand: a digit for each prompt says how many of its completions exist.
 """
 
+import gzip
 import json
 import math
 from collections import Counter
@@ -236,6 +237,8 @@ def test_the_table_of_the_shipped_model(tmp_path, monkeypatch, capsys):
         assert sum(map(int, r["found"])) == round(r["exist"] * 8 * r["draws"]) and r["n_layer"] == 4
         assert 0 <= r.get("entropy", 0) <= math.log(3) and r["serial/token"] >= r["all/token"] - 1e-9
     assert call("--records", path, "--ours", "ours") == table
+    (tmp_path / "r.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
+    assert call("--records", tmp_path / "r.jsonl.gz", "--ours", "ours") == table
 
 
 def test_greedy_records_are_the_judges_of_both_groups(tmp_path, monkeypatch, capsys):
