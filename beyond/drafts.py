@@ -1,22 +1,22 @@
-"""Drafts as shared randomness: positions that are sampled in one pass, and still follow a joint law.
+"""Drafts as shared randomness: several positions are sampled in one pass, and what is written follows a joint law.
 
 A factorised pass draws every position from its own marginal q_i: draws that need not go together. Here they are drafts.
-Stage B, own blocks as in own_blocks.py, reads them in a fixed order, the position that Stage A is surest of first: it
-gives each bundle position i a distribution p_i, given the block and the drafts before i. The draft is accepted with
-probability min(1, p_i / q_i); else the excess (p_i - q_i)+ is drawn from, and what comes after, which had read a wrong
-draft, stays masked for the next look (the same step, at n/L) or the next step (a new Stage A). The first draft stands.
+Stage B, own blocks as in own_blocks.py, reads them in an order, the position that Stage A is surest of first: for each
+position of the bundle it gives a distribution p_i, given the block and the drafts before i. The draft is accepted with
+probability min(1, p_i / q_i), else the excess (p_i - q_i)+ is drawn from. What comes after such a repair has read a
+draft that is not there: it stays masked, for Stage B's next look (--looks) or the next step. The first draft stands.
 
-What is written follows Stage B's chain rule, exactly, at any temperature, top_k and top_p, which filter p_i and q_i:
-q min(1, p/q) + (p - q)+ = p, and (p - q)+ has the mass that was rejected. And there is no selection: the order and the
-place where a step ends depend on the tokens before that place, never on a draw that is thrown away (sample.step selects
-by the token drawn, which sharpens). One position at a time is the base; Stage B's error is all that can be lost.
+What a step writes follows Stage B's chain rule, exactly, whatever Stage A drafts: q min(1, p/q) + (p - q)+ = p, as the
+excess has the mass that was rejected. temperature, top_k and top_p filter p_i and q_i alike. Nothing is selected by
+what was drawn for it, neither the order nor the end of a step. (sample.step takes the positions whose draws are likely
+tokens, which sharpens; refusing what Stage B is not sure of does, too.) One position a step is the base.
 
-The target is the clean token. With a marker alone its minimiser is the marginal (results/theorem); Stage B that sees
-the tokens before has the conditional as its minimiser. No chain is run in training. Accepting and rejecting the drafts
-of a last layer that is causal in an order is SSMD's (2510.03929).
+The target is the clean token: Stage B sees tokens, so its minimiser is their conditional; with a marker alone it would
+be the marginal (results/theorem). No chain is run in training. To accept or reject the drafts of a plain pass by a last
+layer that is causal in some order is SSMD's idea (2510.03929).
 
     python -m beyond.drafts --data names --init_from assets/names --n_last 1 --max_iters 3000 --out_dir out/drafts
-    python sample.py --ckpt assets/names --adapter out/drafts --temperature 1 --top_p 0.7 --tau_m2t -1 --tau_t2t none \
+    python sample.py --ckpt assets/names --adapter out/drafts --tau_m2t -1 --tau_t2t none --temperature 1 --top_p 0.8 \
         --prompt "ARABIC LIGATURE"
 """
 

@@ -42,14 +42,14 @@ def small(n_masks, n_last):
 
 
 class Here:
-    """The engine of one step, on blocks without a context."""
+    """The engine of one step, on equal blocks without a context: one of them is run."""
 
     def __init__(self, model):
         self.model, self.cfg = model, model.cfg
 
     def stage_a(self, z):
-        ctx = sequence_context(self.cfg, torch.ones_like(z, dtype=torch.bool), torch.float32)
-        self.h_a = self.model.last_n(self.model.prefix(z, ctx), ctx)
+        ctx = sequence_context(self.cfg, torch.ones_like(z[:1], dtype=torch.bool), torch.float32)
+        self.h_a = self.model.last_n(self.model.prefix(z[:1], ctx), ctx).expand(len(z), -1, -1)
         return None, self.model.head(self.h_a)
 
 
@@ -139,16 +139,16 @@ def distance(after, order, law):
 @pytest.mark.parametrize("d", [SAMPLING, replace(SAMPLING, temperature=1.5, top_p=0.9), replace(SAMPLING, top_k=2)])
 def test_a_step_follows_stage_bs_chain_rule(d, n_last):
     """Whatever Stage A's drafts are. Two positions are always decided: the second one's draft, or its repair."""
-    (model, engine, z), u = small(2, n_last), torch.rand(20_000, 3, 3, generator=generator("two"))
-    s = model.step(engine, z.expand(20_000, -1), z < 0, True, u, d)
+    (model, engine, z), u = small(2, n_last), torch.rand(10_000, 3, 3, generator=generator("two"))
+    s = model.step(engine, z.expand(10_000, -1), z < 0, True, u, d)
     law, order, _ = chain_rule(model, engine, z, d)
-    assert distance(s["after"], order, law) < 0.01 and sum(law.values()) == pytest.approx(1)
+    assert distance(s["after"], order, law) < 0.02 and sum(law.values()) == pytest.approx(1)
     assert distance(torch.where(z == 3, s["token_a"], z), order, law) > 0.05  # the drafts' own law is another
 
 
 @pytest.mark.parametrize("n_last", [1, 2])
 def test_a_look_ends_at_the_first_repair_and_more_looks_finish_with_the_same_law(n_last):
-    (model, engine, z), rows = small(3, n_last), 20_000
+    (model, engine, z), rows = small(3, n_last), 10_000
     u, z = torch.rand(rows, 3, 4, generator=generator("three")), z.expand(rows, -1)
     one = model.step(engine, z, z < 0, True, u, SAMPLING)
     model.looks = 2
@@ -159,8 +159,8 @@ def test_a_look_ends_at_the_first_repair_and_more_looks_finish_with_the_same_law
     assert torch.equal(one["partial"], torch.full((rows,), 2 / 4))
     assert torch.equal(two["partial"], 2 / 4 + left.sum(-1) / 4)
     law, order, repaired = chain_rule(model, engine, z[:1], SAMPLING)
-    assert distance(two["after"], order, law) < 0.02
-    assert float(left.any(-1).float().mean()) == pytest.approx(repaired, abs=0.01) and repaired > 0.1
+    assert distance(two["after"], order, law) < 0.03
+    assert float(left.any(-1).float().mean()) == pytest.approx(repaired, abs=0.015) and repaired > 0.1
 
 
 # --- the decoder
