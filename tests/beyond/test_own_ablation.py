@@ -1,4 +1,4 @@
-"""Own blocks with one ingredient changed. `pytest tests/beyond/test_ablation.py`"""
+"""Own blocks with one ingredient changed. `pytest tests/beyond/test_own_ablation.py`"""
 
 import json
 from argparse import Namespace
