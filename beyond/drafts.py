@@ -152,8 +152,9 @@ class DraftsObjective(Objective):
     def stages(self, x: Tensor, z: Tensor, kind: Tensor, bundle: Tensor, target: Tensor, ctx: Context) -> Losses:
         """Stage B's loss where a draft comes before; the drafts are the clean tokens. Stage A is the frozen base."""
         model, B = self.model, self.model.cfg.block_length
-        h = Clean(model, x, ctx).read(z, torch.arange(len(z), device=z.device)).view(-1, B, model.cfg.n_embd)
-        bundle, x = bundle.view(-1, B), x.view(-1, B)
+        bundle, z = bundle.view(-1, B), z.view(-1, B)
+        h = Clean(model, x, ctx).read(z, torch.arange(len(z), device=z.device))  # (R, B, C), a block a row
+        x = x.view(-1, B)
         with torch.no_grad():
             sure = torch.zeros_like(h[..., 0]).masked_scatter(bundle, model.head(h[bundle]).softmax(-1).amax(-1))
         before = earlier(sure, bundle)
