@@ -41,7 +41,7 @@ python train.py $small --init_from assets/names --n_last 2 --context clean --lea
   --out_dir out/paper-clean
 python -m beyond.chain $small --init_from assets/names --n_last 2 --lora all --confident_share 0.75 \
   --learning_rate 3e-3 --max_iters 700 --out_dir out/paper-chain
-for change in own marked suffixes singles marker rounds2; do
+for change in own marked suffixes singles marker rounds2 rounds4; do
   python -m beyond.ablation $run --n_last 1 --change $change --out_dir out/changed-$change
 done
 python -m beyond.drafts --data names --init_from assets/names --n_last 1 --max_iters 3000 --out_dir out/drafts
@@ -62,7 +62,7 @@ python -m beyond.pays --prompts 1024 "${systems[@]}" --ours ours --out out/pays.
 systems=(--system base assets/names --system ours assets/names out/own-0 --system "two blocks" assets/names out/own-two)
 systems+=(--system "clean target" assets/names out/own-clean --system "paper, clean target" assets/names out/paper-clean)
 systems+=(--system "paper, chain target" assets/names out/paper-chain --system "deeper base" out/deep-0)
-for change in own marked suffixes singles marker rounds2; do
+for change in own marked suffixes singles marker rounds2 rounds4; do
   systems+=(--system $change assets/names out/changed-$change)
 done
 python -m beyond.pays --prompts 1024 "${systems[@]}" --ours ours --out out/pays-one-seed.jsonl
