@@ -30,6 +30,7 @@ from train import Objective
 # G key/value heads, D head dim, V vocabulary, U = beam
 
 TIE = 0.1  # nats
+PIECE = 1024  # positions whose logits are made at once
 # (z (R, T), where (R, T) bool with n True, k) -> what `choose` returns for each of the n positions
 Predict = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
 
@@ -168,8 +169,7 @@ class Chain(Objective):
 
     def predict(self, x: Tensor, ctx: Context, pick: Callable = choose) -> Predict:
         """Stage A's best tokens at chosen positions, without gradient and without logits anywhere else. `pick` takes
-        log-probabilities (n, V), k, and which of the n positions they are of."""
-
+        log-probabilities (n, V) of at most PIECE of them at a time, in their order, and k."""
         read, B = self.reader(x, ctx), self.model.cfg.block_length
 
         @torch.no_grad()
@@ -181,8 +181,8 @@ class Chain(Objective):
                 busy[0] |= ~busy.any()  # but of many processes, each has to make as many
                 blocks = busy.nonzero()[:, 0]
                 h = read(z[part : part + len(x)].reshape(-1, B)[blocks], blocks)[here[blocks]]  # (n, C)
-                for a in range(0, max(1, len(h)), 1024):
-                    log_p = self.teacher.head(h[a : a + 1024])
+                for a in range(0, max(1, len(h)), PIECE):
+                    log_p = self.teacher.head(h[a : a + PIECE])
                     log_p[:, self.model.cfg.mask_id] = float("-inf")  # a target that stays masked is none
                     found.append(pick(log_p.log_softmax(-1), k))
             return tuple(torch.cat(f) for f in zip(*found, strict=True))

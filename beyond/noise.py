@@ -11,13 +11,13 @@ chain. `sample.py --temperature 1` draws u where the adapter was trained with it
 import math
 import time
 from argparse import Namespace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 import sample
 import train
+from beyond import chain
 from beyond.chain import ChainStageBOnly, build_parser, chain_decode, leaders, longest, settle
 from beyond.stage_b_only import StageBOnly, adapt
 from cache import Cached
@@ -94,7 +94,8 @@ class Noise(ChainStageBOnly):
 
     def predict_by(self, x: Tensor, ctx: Context, u: Tensor):
         def draw(z: Tensor, where: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-            return self.predict(x, ctx, partial(quantile, u=u[where]))(z, where, k)
+            pieces = iter(u[where].split(chain.PIECE))
+            return self.predict(x, ctx, lambda log_p, k: quantile(log_p, k, next(pieces)))(z, where, k)
 
         return draw
 

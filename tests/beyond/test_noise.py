@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import sample
 import train
-from beyond import noise
+from beyond import chain, noise
 from beyond.chain import chain_decode
 from beyond.noise import Noise, Noisy, make_noisy, quantile
 from cache import Cached
@@ -77,8 +77,10 @@ def test_u_of_zero_is_the_greedy_chain():
     assert not torch.equal(other[0], greedy)
 
 
-def test_u_reaches_the_target_at_its_own_position():
-    """Every position is drawn by its own number, whatever else is in the bundle."""
+@pytest.mark.parametrize("piece", [1024, 3])
+def test_u_reaches_the_target_at_its_own_position(piece, monkeypatch):
+    """Every position is drawn by its own number, whatever else is in the bundle and in however many pieces."""
+    monkeypatch.setattr(chain, "PIECE", piece)
     model, x = tiny_model(), random_ids(2, 16, 7)
     objective, seen = an_objective(model), []
     draws = lambda: [generator("draw", i) for i in range(2)]  # noqa: E731
