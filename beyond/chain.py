@@ -46,25 +46,25 @@ def chain_decode(z: Tensor, bundle: Tensor, B: int, beam: int, predict: Predict,
     """
     (R, T), U = z.shape, beam
     Z = T // B
-    hypotheses, left = z.repeat(U, 1, 1), bundle.clone()  # (U, R, T): sorted, the best first; (R, T)
-    score = torch.zeros(R, Z, U, device=z.device)
-    score[..., 1:] = float("-inf")  # one hypothesis to begin with
+    hypotheses, left = z[None], bundle.clone()  # (h, R, T): h is 1, then U, sorted, the best first; (R, T)
+    score = torch.zeros(R, Z, 1, device=z.device)  # (R, Z, h)
     start = B * torch.arange(Z, device=z.device)
     for _ in range(steps):
-        log_p, token, sure = predict(hypotheses.flatten(0, 1), left.repeat(U, 1), U)  # (U * n, U) twice, (U * n,)
-        everywhere = left.expand(U, R, T)[..., None]
-        log_p = log_p.new_full((U, R, T, U), float("-inf")).masked_scatter(everywhere, log_p)
-        token = token.new_zeros((U, R, T, U)).masked_scatter(everywhere, token)
+        h = len(hypotheses)
+        log_p, token, sure = predict(hypotheses.flatten(0, 1), left.repeat(h, 1), U)  # (h * n, U) twice, (h * n,)
+        everywhere = left.expand(h, R, T)[..., None]
+        log_p = log_p.new_full((h, R, T, U), float("-inf")).masked_scatter(everywhere, log_p)
+        token = token.new_zeros((h, R, T, U)).masked_scatter(everywhere, token)
         sure = sure.new_full((R, T), float("-inf")).masked_scatter(left, sure)  # the best hypothesis's, which is first
         busy = left.view(R, Z, B).any(-1)  # (R, Z)
         at = start + leaders(sure.view(R, Z, B), 1)[..., 0]  # (R, Z) the position that each block writes
-        place = at[None, ..., None].expand(U, R, Z, U)
-        log_p, token = (t.gather(2, place).permute(1, 2, 0, 3).flatten(2) for t in (log_p, token))  # (R, Z, U * U)
+        place = at[None, ..., None].expand(h, R, Z, U)
+        log_p, token = (t.gather(2, place).permute(1, 2, 0, 3).flatten(2) for t in (log_p, token))  # (R, Z, h * U)
         grown_score = score.repeat_interleave(U, dim=-1) + log_p
         choice = leaders(grown_score, U)
         parent, token = choice // U, token.gather(-1, choice)
-        blocks = hypotheses.view(U, R, Z, B).permute(1, 2, 0, 3)  # (R, Z, U, B)
-        grown = blocks.gather(2, parent[..., None].expand_as(blocks))
+        blocks = hypotheses.view(h, R, Z, B).permute(1, 2, 0, 3)  # (R, Z, h, B)
+        grown = blocks.gather(2, parent[..., None].expand(R, Z, U, B))
         inside = (at - start)[..., None, None].expand(R, Z, U, 1)
         grown = grown.scatter(3, inside, token[..., None])
         blocks = torch.where(busy[..., None, None], grown, blocks)
