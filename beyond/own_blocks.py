@@ -10,9 +10,9 @@ step to decide; only the surest is always written. A bundle of one token has not
 
 There is no marker: what it would say, the positions that are asked, changes nothing here (results/pays).
 
-    python train.py --stage_a_only --n_last 2 --max_iters 1100 --out_dir out/base
+    python train.py --stage_a_only --n_last 2 --out_dir out/base
     python -m beyond.own_blocks --data names --init_from out/base --n_last 1 --max_iters 1200 --out_dir out/joint
-    python sample.py --ckpt out/base --adapter out/joint --prompt "ARABIC LIGATURE"
+    python sample.py --ckpt out/base --adapter out/joint --tau_m2t 0.1 --tau_t2t none --prompt "ARABIC LIGATURE"
 """
 
 from argparse import Namespace
@@ -149,6 +149,8 @@ def settle(args: Namespace) -> type[Objective]:
         fail("own blocks read what decoding will show them: --corruption mask and --context clean")
     if args.n_rounds > 1:
         fail(f"--n_rounds {args.n_rounds}: own blocks run once; for more of them, --n_last")
+    if args.lora == "all":
+        fail("--lora all: own blocks have weights of their own, and Stage A is the base")
     chain.settle(args)
     return OwnBlocksObjective
 

@@ -1,12 +1,26 @@
 # Does a Stage B pay? Own blocks against the base, a deeper base, distilled Stage As and the paper's Stage B, on names.
-# Three to four hours on 2 cores. Page: results/pays/README.md. Run from the root of the repository.
+# Five hours on 2 cores. Page: results/pays/README.md. Run from the root of the repository.
 set -e
 bases=(assets/names out/names-base1 out/names-base2)
 small="--data names --corruption mask --batch_size 64 --s_min 2 --s_max 8"
 geometry() {  # the page's bases are of 1ecf150, with 4 experts of 128 (the preset has 8 of 64 now); $1: layers
   python -c "
+import os
 from dataclasses import replace
 import checkpoint, train
+from model import Model
+
+class Twice(Model):
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        last, again = self.layers[-2:]  # the last layer is the one before it once more, the same weights
+        again.norm_1, again.norm_2, again.mlp = last.norm_1, last.norm_2, last.mlp
+        for part in ('qkv', 'q_norm', 'k_norm', 'proj'):
+            setattr(again.attn, part, getattr(last.attn, part))
+    def state_dict(self, *args, **kwargs):  # a file holds every layer's own copy
+        return {name: t.clone() for name, t in super().state_dict(*args, **kwargs).items()}
+
+checkpoint.Model = Twice if 'TWICE' in os.environ else Model
 checkpoint.PRESETS['names'] = replace(checkpoint.PRESETS['names'], n_layer=$1, n_expert=4, d_expert=128)
 train.main()" --stage_a_only --n_last 2 --batch_size 256 "${@:2}"
 }
@@ -27,56 +41,61 @@ for seed in 0 1 2; do
   python -m beyond.distill $run --n_last 2 --out_dir out/distilled-$seed
   python -m beyond.distill $run --n_last 2 --own_loss 0 --weights lora --lora_r 64 --learning_rate 3e-3 \
     --out_dir out/distilled-lora-$seed
+  python -m beyond.distill $run --n_last 2 --weights lora --lora_r 64 --learning_rate 3e-3 --out_dir out/distilled-lora-own-$seed
   as_base ${bases[$seed]} out/distilled-$seed out/distilled-base-$seed
   python -m beyond.own_blocks --data names --init_from out/distilled-base-$seed --n_last 1 --max_iters 1200 --seed $seed \
     --out_dir out/own-on-distilled-$seed
+
+  # more depth, two blocks, the clean target, the paper's Stage B, one ingredient changed, drafts
+  geometry 5 --max_iters 1400 --seed $seed --out_dir out/deep-$seed
+  TWICE=1 geometry 5 --max_iters 1400 --seed $seed --out_dir out/twice-$seed
+  python -m beyond.own_blocks $run --n_last 2 --out_dir out/own-two-$seed
+  python -m beyond.own_blocks $run --n_last 1 --target clean --out_dir out/own-clean-$seed
+  paper="$small --init_from ${bases[$seed]} --n_last 2 --learning_rate 3e-3 --max_iters 700 --seed $seed"
+  python train.py $paper --context clean --out_dir out/paper-clean-$seed
+  python -m beyond.chain $paper --lora all --confident_share 0.75 --out_dir out/paper-chain-$seed
+  for change in own suffixes singles marker rounds2 rounds4; do
+    python -m beyond.ablation $run --n_last 1 --change $change --out_dir out/changed-$change-$seed
+  done
+  python -m beyond.drafts --data names --init_from ${bases[$seed]} --n_last 1 --max_iters 3000 --seed $seed --out_dir out/drafts-$seed
+
+  # a base that was trained to edit, and own blocks on it
+  geometry 4 --corruption random --max_iters 1400 --seed $seed --out_dir out/edit-base-$seed
+  python -m beyond.own_blocks --data names --init_from out/edit-base-$seed --n_last 1 --max_iters 1200 --seed $seed \
+    --out_dir out/edit-own-$seed
 done
 
-# one seed each: a deeper base, two blocks, the clean target, the paper's Stage B, one ingredient changed, drafts
-geometry 5 --max_iters 1400 --out_dir out/deep-0
-run="--data names --init_from assets/names --max_iters 1200"
-python -m beyond.own_blocks $run --n_last 2 --out_dir out/own-two
-python -m beyond.own_blocks $run --n_last 1 --target clean --out_dir out/own-clean
-python train.py $small --init_from assets/names --n_last 2 --context clean --learning_rate 3e-3 --max_iters 700 \
-  --out_dir out/paper-clean
-python -m beyond.chain $small --init_from assets/names --n_last 2 --lora all --confident_share 0.75 \
-  --learning_rate 3e-3 --max_iters 700 --out_dir out/paper-chain
-for change in own marked suffixes singles marker rounds2 rounds4; do
-  python -m beyond.ablation $run --n_last 1 --change $change --out_dir out/changed-$change
-done
-python -m beyond.drafts --data names --init_from assets/names --n_last 1 --max_iters 3000 --out_dir out/drafts
-
-# a base that was trained to edit, and own blocks on it
-geometry 4 --corruption random --max_iters 1400 --out_dir out/edit-base
-python -m beyond.own_blocks --data names --init_from out/edit-base --n_last 1 --max_iters 1200 --out_dir out/edit-own
-
-systems=()
-for seed in 0 1 2; do
-  systems+=(--system base ${bases[$seed]} --system ours ${bases[$seed]} out/own-$seed)
-  systems+=(--system "Stage A distilled" ${bases[$seed]} out/distilled-$seed)
-  systems+=(--system "distilled, chain alone" ${bases[$seed]} out/distilled-alone-$seed)
-  systems+=(--system "distilled by LoRA" ${bases[$seed]} out/distilled-lora-$seed)
-  systems+=(--system "ours on the distilled" out/distilled-base-$seed out/own-on-distilled-$seed)
-done
-python -m beyond.pays --prompts 1024 "${systems[@]}" --ours ours --out out/pays.jsonl
-systems=(--system base assets/names --system ours assets/names out/own-0 --system "two blocks" assets/names out/own-two)
-systems+=(--system "clean target" assets/names out/own-clean --system "paper, clean target" assets/names out/paper-clean)
-systems+=(--system "paper, chain target" assets/names out/paper-chain --system "deeper base" out/deep-0)
-for change in own marked suffixes singles marker rounds2 rounds4; do
-  systems+=(--system $change assets/names out/changed-$change)
-done
-python -m beyond.pays --prompts 1024 "${systems[@]}" --ours ours --out out/pays-one-seed.jsonl
-python -m beyond.pays --prompts 1024 --keep 0 0.5 0.7 --system base out/edit-base --system ours out/edit-base out/edit-own \
-  --out out/pays-no-edits.jsonl
-python -m beyond.pays --prompts 1024 --keep 0 0.5 0.7 --edits --system "base, edits" out/edit-base \
-  --system "ours, edits" out/edit-base out/edit-own --records out/pays-no-edits.jsonl --ours ours --out out/pays-edits.jsonl
+records() {  # file, options of pays.py, then after --: NAME BASE [ADAPTER], once for each seed, where % is the seed
+  local file=$1 options=() systems=() seed; shift
+  while [ "$1" != -- ]; do options+=("$1"); shift; done; shift
+  while [ $# -gt 0 ]; do
+    for seed in 0 1 2; do
+      base=${2//%/$seed}; [ "$2" != base ] || base=${bases[$seed]}
+      systems+=(--system "$1" $base ${3//%/$seed})
+    done
+    shift 3
+  done
+  python -m beyond.pays "${options[@]}" "${systems[@]}" --out out/$file.jsonl
+}
+all="--prompts 1024"
+records records $all --ours ours -- base base "" ours base out/own-% "Stage A distilled" base out/distilled-% \
+  "ours on the distilled" out/distilled-base-% out/own-on-distilled-% "distilled, chain alone" base out/distilled-alone-% \
+  "by LoRA, chain alone" base out/distilled-lora-% "by LoRA, own loss" base out/distilled-lora-own-%
+records others $all -- "paper, clean target" base out/paper-clean-% "paper, chain target" base out/paper-chain-% \
+  "deeper base" out/deep-% "" "last layer twice" out/twice-% "" "ours, two blocks" base out/own-two-% \
+  "ours, clean target" base out/own-clean-% own base out/changed-own-% suffixes base out/changed-suffixes-% \
+  singles base out/changed-singles-% marker base out/changed-marker-% rounds2 base out/changed-rounds2-% \
+  rounds4 base out/changed-rounds4-%
+records no-edits $all --keep 0 0.5 0.7 -- base out/edit-base-% "" ours out/edit-base-% out/edit-own-%
+records edits $all --keep 0 0.5 0.7 --edits --records out/no-edits.jsonl --ours ours -- \
+  "base, edits" out/edit-base-% "" "ours, edits" out/edit-base-% out/edit-own-%
 
 # sampling
 draw="--prompts 128 --draws 8 --temperature"
-python -m beyond.pays $draw 1 --taus 1 0.3 -1 --system base assets/names --out out/sampled-base.jsonl
-python -m beyond.pays $draw 1 --taus 1 --top_p 0.8 0.7 --system base assets/names --out out/sampled-top-p.jsonl
-python -m beyond.pays $draw 0.8 0.65 0.5 --taus 1 --system base assets/names --out out/sampled-colder.jsonl
-python -m beyond.pays $draw 1 --taus -1 --top_p 1 0.8 0.7 --system drafts assets/names out/drafts --out out/sampled-drafts.jsonl
-python -m beyond.pays $draw 1 --taus -1 --keep 0.5 0.8 --system ours assets/names out/own-0 --out out/sampled-ours.jsonl
-python -m beyond.pays $draw 1 --taus 1 -1 --system "Stage A distilled" assets/names out/distilled-0 \
-  --system "distilled, chain alone" assets/names out/distilled-alone-0 --out out/sampled-distilled.jsonl
+records sampled-base $draw 1 --taus 1 0.3 -1 -- base base ""
+records sampled-top-p $draw 1 --taus 1 --top_p 0.8 0.7 -- base base ""
+records sampled-colder $draw 0.8 0.65 0.5 --taus 1 -- base base ""
+records sampled-drafts $draw 1 --taus -1 --top_p 1 0.8 0.7 -- drafts base out/drafts-%
+records sampled-ours $draw 1 --taus -1 --keep 0.5 0.8 -- ours base out/own-%
+records sampled-distilled $draw 1 --taus 1 -1 -- "Stage A distilled" base out/distilled-% \
+  "distilled, chain alone" base out/distilled-alone-%

@@ -194,6 +194,7 @@ def test_mistakes_are_one_line(base, tmp_path, monkeypatch, capsys):
     run = [*TOY, "--init_from", base, "--out_dir", tmp_path / "run"]
     assert "--corruption mask" in call.fails(*run, "--corruption", "draft")
     assert "--n_rounds 2" in call.fails(*run, "--n_rounds", 2)
+    assert "--lora all" in call.fails(*run, "--lora", "all")
     assert "--init_from" in call.fails(*TOY, "--out_dir", tmp_path / "run")
     call(*run, "--n_last", 1, "--max_iters", 1)
     saved = json.loads((tmp_path / "run" / "adapter.json").read_text())
