@@ -7,9 +7,10 @@ probability min(1, p_i / q_i), else the excess (p_i - q_i)+ is drawn from. What 
 draft that is not there: it stays masked, for Stage B's next look (--looks) or the next step. The first draft stands.
 
 What a step writes follows Stage B's chain rule, exactly, whatever Stage A drafts: q min(1, p/q) + (p - q)+ = p, as the
-excess has the mass that was rejected. temperature, top_k and top_p filter p_i and q_i alike. Nothing is selected by
-what was drawn for it, neither the order nor the end of a step. (sample.step takes the positions whose draws are likely
-tokens, which sharpens; refusing what Stage B is not sure of does, too.) One position a step is the base.
+excess has the mass that was rejected. temperature, top_k and top_p filter p_i and q_i alike. No position is chosen for
+what was drawn there. (sample.step takes those whose draws are likely tokens, which sharpens; refusing what Stage B is
+not sure of does, too.) Where a step ends early, after a repair, the rest follows the rule in the new context: the whole
+block is Stage B's as far as its rules in both contexts agree. One position a step is the base.
 
 The target is the clean token: Stage B sees tokens, so its minimiser is their conditional; with a marker alone it would
 be the marginal (results/theorem). No chain is run in training. To accept or reject the drafts of a plain pass by a last
@@ -97,12 +98,13 @@ class Drafts(OwnBlocks):
 
     def step(self, engine: Cached, z: Tensor, prompt: Tensor, busy: bool, u: Tensor, d: Decoding) -> dict[str, Tensor]:
         """As `sample.step`: u[:, 0] draws the drafts, u[:, 1] from the excess, u[:, 2] accepts. "bundle" is what was
-        written, "partial" (R,) the shares of the block that Stage B's looks ran at, summed."""
+        written, "looks" (R,) how often Stage B looked, "partial" (R,) the shares of the block it ran at, summed."""
         if d.tau_t2t is not None:
             fail("drafts are written once: --tau_t2t none")
         logits, masked = engine.stage_a(z)[1], z == self.cfg.mask_id
         q, sure = self.filtered(logits, d), logits.softmax(-1).amax(-1)
-        token = draft = draw(q, u[:, 0])
+        token, looks = draw(q, u[:, 0]), torch.zeros(len(z), dtype=torch.long, device=z.device)
+        draft = token
         conf = conf_a = q.gather(-1, draft[..., None])[..., 0]
         bundle, partial = select_bundle(sure, masked, d), torch.zeros(len(z), device=z.device)
         before = earlier(sure, bundle)
@@ -117,10 +119,10 @@ class Drafts(OwnBlocks):
             now = left & ~(before & ~accepted[:, None]).any(-1)  # every draft before it was right
             token = torch.where(now, token.masked_scatter(left, drawn), token)
             conf = torch.where(now, conf.masked_scatter(left, p.gather(-1, drawn[:, None])), conf)
-            written, partial = written | now, partial + left.float().mean(-1)
+            written, partial, looks = written | now, partial + left.float().mean(-1), looks + left.any(-1)
         after, edited = torch.where(written, token, z), torch.zeros_like(masked)
         return dict(before=z, after=after, bundle=written, edited=edited, conf=conf, token_a=draft, conf_a=conf_a,
-                    partial=partial)  # fmt: skip
+                    partial=partial, looks=looks)  # fmt: skip
 
 
 def attach(model: Model, settings: dict) -> None:

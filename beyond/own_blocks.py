@@ -135,6 +135,7 @@ class OwnBlocksObjective(Chain):
         """Stage B's loss; Stage A is the frozen base, whose terms are measured in validation."""
         model, B = self.model, self.model.cfg.block_length
         asked = bundle.view(-1, B).any(-1) | ~torch.tensor(torch.is_grad_enabled(), device=z.device)
+        asked[0] |= ~asked.any()  # attention takes no batch of nothing
         h = self.reader(x, ctx)(z.view(-1, B)[asked], asked.nonzero()[:, 0])  # (n blocks, B, C)
         h_b = model.second_look(h, bundle.view(-1, B)[asked])  # (n, C)
         loss, terms_b = three_term_loss(model, h_b, target[bundle], kind[bundle], fill=kind[bundle] == M)

@@ -92,7 +92,8 @@ def counting(model: Model, looks: Counter) -> None:
             engine.__class__, engine.numbers = Followed, list(range(len(z)))
         s = plain(engine, z, prompt, busy, u, d)
         ran = s["partial"] > 0 if "partial" in s else s["bundle"].any(-1) & bool(d.n_rounds)
-        looks.update({i: n * max(1, d.n_rounds) for i, n in zip(engine.numbers, ran.tolist(), strict=True)})
+        ran = s.get("looks", ran * max(1, d.n_rounds))
+        looks.update(dict(zip(engine.numbers, ran.tolist(), strict=True)))
         return s
 
     model.step = step
@@ -151,6 +152,8 @@ def measure(name: str, ckpt: str, adapter: str | None, known: dict, args: Namesp
     if known not in ({}, clusters):
         fail(f"{ckpt} would complete other prompts than the records before it: the same tokenizer and --prompts?")
     jobs = settings(model, model.cfg.n_rounds if adapter else 0, args)
+    if not jobs:
+        fail(f"--taus 1 leaves {name} nothing to look at again: give a lower one, too")
     counting(model, looks)
     for label, (attributes, d) in tqdm(jobs.items(), desc=f"{name} {adapter or ckpt}", leave=False, disable=None):
         for knob, value in attributes.items():
@@ -168,7 +171,7 @@ def load(path: str) -> tuple[dict, list[dict]]:
         with gzip.open(path) if path.endswith(".gz") else open(path) as file:
             head, *records = [json.loads(line) for line in file]
         return head["clusters"], [r for r in records if r["found"]]
-    except (OSError, ValueError, TypeError, KeyError) as e:
+    except (OSError, EOFError, ValueError, TypeError, KeyError) as e:
         fail(f"--records {path} does not say line by line which prompts were completed (measure again): {e!r}")
 
 

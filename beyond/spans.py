@@ -60,19 +60,27 @@ class Span:
     python: bool
 
 
+def is_python(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError):
+        return False
+    return True
+
+
 def pieces(name: str, text: str) -> Iterator[tuple[str, bool]]:
     """The functions of a Python file, each by itself; of any other text the whole. -> (text, whether it is Python)."""
     if not name.endswith(".py"):
         yield text, False
         return
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError):
+    if not is_python(text):
         return
-    for node in ast.walk(tree):
+    lines = text.split("\n")
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef) and not node.decorator_list:
-            lines = text.splitlines()[node.lineno - 1 : node.end_lineno]
-            yield textwrap.dedent("\n".join(lines)) + "\n", True
+            piece = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno])) + "\n"
+            if is_python(piece):  # a string or comment at the margin keeps a method indented
+                yield piece, True
 
 
 def cut(documents: list[tuple[str, str]], tokenizer: Tokenizer, B: int, most: int, n: int) -> list[Span]:
@@ -92,8 +100,8 @@ def cut(documents: list[tuple[str, str]], tokenizer: Tokenizer, B: int, most: in
             length = int(rng.integers(max(2, B // 4), 3 * B // 4 + 1))
             first = int(rng.integers(0, B - length + 1))
             spans.append(Span(number, ids, start, slice(first, first + length), python))
-    if len(spans) < 2:
-        fail(f"the held-out documents have no pieces of {3 * B}..{most} tokens: give more text by --data")
+    if len({s.document for s in spans}) < 2:
+        fail(f"fewer than two held-out documents have pieces of {3 * B}..{most} tokens: give more text by --data")
     drawn = [spans[i] for i in sorted(rng.permutation(len(spans))[:n])]
     numbers = {number: i for i, number in enumerate(dict.fromkeys(s.document for s in drawn))}
     return [replace(s, document=numbers[s.document]) for s in drawn]

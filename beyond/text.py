@@ -24,7 +24,6 @@ enough piece.
     python -m beyond.text --data stdlib --ckpt out/text --adapter out/joint out/distilled --ours out/joint
 """
 
-import ast
 import re
 from argparse import Namespace
 from dataclasses import replace
@@ -36,7 +35,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from beyond import spans
-from beyond.spans import FILL, Span, at_rows, chain, fill, interval, means, stage_a_log_probs, within
+from beyond.spans import FILL, Span, at_rows, chain, fill, interval, is_python, means, stage_a_log_probs, within
 from cache import Cached, in_full
 from checkpoint import adapter_settings, load_model
 from data import Tokenizer, bounded, fail, pick_device
@@ -69,14 +68,6 @@ def quality(cut: list[Span], written: Tensor, tokenizer: Tokenizer) -> dict[str,
         pairs = list(zip(words, words[1:], strict=False))
         stutter.append(sum(a == b for a, b in pairs) / len(pairs) if pairs else 0.0)
     return {k: np.asarray(v, dtype=float) for k, v in dict(exact=exact, parses=parses, stutter=stutter).items()}
-
-
-def is_python(text: str) -> bool:
-    try:
-        ast.parse(text)
-    except (SyntaxError, ValueError):
-        return False
-    return True
 
 
 def scores(judge: Cached, z: Tensor, inside: Tensor, written: Tensor, known: dict[tuple, float]) -> np.ndarray:

@@ -158,6 +158,7 @@ def test_a_look_ends_at_the_first_repair_and_more_looks_finish_with_the_same_law
     assert torch.equal(one["after"][~left], two["after"][~left])  # and then it goes on
     assert torch.equal(one["partial"], torch.full((rows,), 2 / 4))
     assert torch.equal(two["partial"], 2 / 4 + left.sum(-1) / 4)
+    assert torch.equal(one["looks"], torch.ones(rows)) and torch.equal(two["looks"], 1 + left.any(-1).long())
     law, order, repaired = chain_rule(model, engine, z[:1], SAMPLING)
     assert distance(two["after"], order, law) < 0.03
     assert float(left.any(-1).float().mean()) == pytest.approx(repaired, abs=0.015) and repaired > 0.1

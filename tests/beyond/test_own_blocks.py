@@ -166,6 +166,11 @@ def test_training_asks_for_bundles_of_two_and_more():
     bundle = objective.bundle(x, z, kind, draws, context(model, x, True))
     size = bundle.view(64, 2, 8).sum(-1)
     assert not (size == 1).any() and (size == 0).any() and (size > 1).any() and not (bundle & (kind != M)).any()
+    nothing = torch.zeros_like(bundle)  # as a micro-batch of few rows may have it
+    loss, terms = objective.stages(x, z, kind, nothing, x, context(model, x, True))
+    loss.backward()
+    assert loss == 0 and terms.sum() == 0
+    assert not any(p.grad.any() for p in model.own.parameters() if p.grad is not None)
 
 
 @pytest.fixture

@@ -12,10 +12,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from common import ROOT, approx, caller, random_ids, tiny_model
 
 import evaluate
 from beyond import pays
+from beyond.drafts import Drafts
 from beyond.own_blocks import OwnBlocks
 from beyond.spans import interval, means, resamples, within
 from cache import Output
@@ -171,6 +173,20 @@ def test_serial_forwards_count_each_run_of_stage_b_once(own):
     assert looks.total() == 0
 
 
+def test_serial_forwards_count_every_look_of_drafts():
+    """Stage B's steps as generate's trace has them, and how often it really ran for its one row."""
+    model, prompt, ran = tiny_model(n_rounds=1, eos_id=-1), random_ids(1, 8)[0].tolist(), []
+    model.__class__ = Drafts
+    model.give_blocks(8, 8, generator("drafts"))
+    for p in model.own.parameters():
+        p.data += 0.3 * torch.randn(p.shape, generator=generator("drafts", *p.shape))
+    model.second_look = lambda *args, look=model.second_look: ran.append(1) or look(*args)
+    d, looks = Decoding(gen_length=24, tau_m2t=-1.0, tau_t2t=None, temperature=1.0), Counter()
+    pays.counting(model, looks)
+    out = generate(model, [prompt], d)[0]
+    assert looks[0] == len(ran) > out.nfe["full"]  # several looks in a step
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_equal_prompts_are_decoded_once_with_the_same_result(own):
     """Tokens, forwards and runs of Stage B of every row: those of decoding all rows, and each alone. Rows end at
@@ -275,6 +291,9 @@ def test_mistakes(tmp_path, monkeypatch, capsys):
     for old in (written("old", without, without), written("mixed", head, r, without), written("empty")):
         assert "measure again" in call.fails("--records", old)
     assert "no-such-file" in call.fails("--records", tmp_path / "no-such-file")
+    (tmp_path / "short.gz").write_bytes(gzip.compress(whole.read_bytes())[:40])
+    assert "measure again" in call.fails("--records", tmp_path / "short.gz")
+    assert "--taus 1" in call.fails("--system", "a", names, names / "joint", "--prompts", 2, "--taus", 1)
     assert "other prompts" in call.fails("--records", whole, other)
     assert "other prompts" in call.fails("--records", whole, "--system", "a", names, "--prompts", 2)
     assert "equal" in call.fails("--records", other)

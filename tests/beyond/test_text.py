@@ -25,6 +25,8 @@ def test_spans_lie_inside_a_later_block_of_held_out_functions():
         "def f(a, b):\n    # add\n    return a + b\n",
         "def double(self, x):\n    return 2 * x\n",
     ]
+    odd = "class A:\n    def f(self):\n        return 1\n# at the margin\n        pass\n\x0c\ndef g(b):\n    return b\n"
+    assert list(pieces("a.py", odd)) == [("def g(b):\n    return b\n", True)]  # f's own text is no Python
     assert list(pieces("a.txt", "x")) == [("x", False)] and list(pieces("a.py", "def (")) == []
     names = [n for n in (f"{i}.py" for i in range(400)) if is_validation(n)]
     documents = [(n, SOURCE) for n in names] + [("0.py" if not is_validation("0.py") else "x", SOURCE * 3)]
