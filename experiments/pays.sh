@@ -65,6 +65,18 @@ for seed in 0 1 2; do
     --out_dir out/edit-own-$seed
 done
 
+# where a marker tells something: toys whose bundles are a part of the masks
+for toy in modes pairs; do
+  iters=1500; [ $toy = pairs ] || iters=3000
+  python train.py --data $toy --toy n_ctx=8 --stage_a_only --corruption mask --batch_size 64 --max_iters $iters \
+    --learning_rate 3e-3 --out_dir out/base-$toy
+  for seed in 0 1 2; do
+    run="--data $toy --init_from out/base-$toy --n_last 1 --max_iters 1500 --confident_share 0 --s_max 3 --seed $seed"
+    python -m beyond.own_blocks $run --out_dir out/unmarked-$toy-$seed
+    python -m beyond.ablation $run --change marker --out_dir out/marked-$toy-$seed
+  done
+done
+
 records() {  # file, options of pays.py, then after --: NAME BASE [ADAPTER], once for each seed, where % is the seed
   local file=$1 options=() systems=() seed; shift
   while [ "$1" != -- ]; do options+=("$1"); shift; done; shift
@@ -95,7 +107,7 @@ draw="--prompts 128 --draws 8 --temperature"
 records sampled-base $draw 1 --taus 1 0.3 -1 -- base base ""
 records sampled-top-p $draw 1 --taus 1 --top_p 0.8 0.7 -- base base ""
 records sampled-colder $draw 0.8 0.65 0.5 --taus 1 -- base base ""
-records sampled-drafts $draw 1 --taus -1 --top_p 1 0.8 0.7 -- drafts base out/drafts-%
+records sampled-drafts $draw 1 --taus -1 --top_p 1 0.8 0.77 0.7 -- drafts base out/drafts-%
 records sampled-ours $draw 1 --taus -1 --keep 0.5 0.8 -- ours base out/own-%
 records sampled-distilled $draw 1 --taus 1 -1 -- "Stage A distilled" base out/distilled-% \
   "distilled, chain alone" base out/distilled-alone-%

@@ -10,4 +10,4 @@ python -m beyond.distill $run --n_last 2 --log_interval 50 --out_dir out/text-di
 python -m beyond.distill $run --n_last 2 --own_loss 0 --log_interval 50 --out_dir out/text-distilled-alone
 python -m beyond.text --data stdlib --ckpt out/text-base --adapter out/text-own out/text-distilled \
   out/text-distilled-alone --ours out/text-own --plot out/text-curve.svg
-python -m beyond.tc --data stdlib --ckpt out/text-base --plot out/text-tc.svg
+python -m beyond.tc --data stdlib --ckpt out/text-base --draws 16 --plot out/text-tc.svg
