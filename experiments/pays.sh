@@ -65,6 +65,9 @@ for seed in 0 1 2; do
     --out_dir out/edit-own-$seed
 done
 
+python -m beyond.noise $small --init_from assets/names --n_last 2 --confident_share 0.75 --learning_rate 3e-3 --max_iters 700 \
+  --eval_rows 64 --out_dir out/noise-0
+
 # where a marker tells something: toys whose bundles are a part of the masks
 for toy in modes pairs; do
   iters=1500; [ $toy = pairs ] || iters=3000
@@ -111,3 +114,4 @@ records sampled-drafts $draw 1 --taus -1 --top_p 1 0.8 0.77 0.7 -- drafts base o
 records sampled-ours $draw 1 --taus -1 --keep 0.5 0.8 -- ours base out/own-%
 records sampled-distilled $draw 1 --taus 1 -1 -- "Stage A distilled" base out/distilled-% \
   "distilled, chain alone" base out/distilled-alone-%
+python -m beyond.pays $draw 1 --taus -1 0.1 0.3 --system "joint noise" assets/names out/noise-0 --out out/sampled-noise.jsonl
