@@ -103,10 +103,10 @@ class Drafts(OwnBlocks):
             fail("drafts are written once: --tau_t2t none")
         logits, masked = engine.stage_a(z)[1], z == self.cfg.mask_id
         q, sure = self.filtered(logits, d), logits.softmax(-1).amax(-1)
-        token, looks = draw(q, u[:, 0]), torch.zeros(len(z), dtype=torch.long, device=z.device)
-        draft = token
+        token = draft = draw(q, u[:, 0])
         conf = conf_a = q.gather(-1, draft[..., None])[..., 0]
         bundle, partial = select_bundle(sure, masked, d), torch.zeros(len(z), device=z.device)
+        looks = partial.long()
         before = earlier(sure, bundle)
         written = bundle & ~before.any(-1) if d.n_rounds else bundle
         for _ in range(self.looks):

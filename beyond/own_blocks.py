@@ -8,7 +8,7 @@ what is not in the bundle at Stage A's states, and begins as Stage A: its output
 chain targets (chain.py), and it may refuse: of a bundle, what it is not sure of (tau_keep) stays masked, for the next
 step to decide; only the surest is always written. A bundle of one token has nothing to coordinate and is written as is.
 
-There is no marker: what it would say, the positions that are asked, changes nothing here (results/pays).
+There is no marker: what it would say, the positions that are asked, changes nothing on names (results/pays).
 
     python train.py --stage_a_only --n_last 2 --out_dir out/base
     python -m beyond.own_blocks --data names --init_from out/base --n_last 1 --max_iters 1200 --out_dir out/joint
