@@ -237,16 +237,16 @@ class MoE(nn.Module):
         return y if self.shared is None else y + self.shared(x)
 
     def experts(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Sort the N*A (token, expert) pairs by expert, run every expert on its run of rows, put the rows back. The
-        weighted sum is float32 and in a fixed order per token (no atomic adds): the same beside any other tokens."""
+        """Sort the N*A (token, expert) pairs by expert, run every expert on its run of rows, look a token's own rows up
+        again. The weighted sum is float32 and in a fixed order per token: the same beside any other tokens."""
         expert, order = chosen.flatten().sort(stable=True)  # (N*A,) twice
         experts = torch.arange(len(self.router), device=x.device)
         ends = torch.searchsorted(expert, experts, right=True, out_int32=True)
-        rows = x[order // self.n_active]
+        rows = F.embedding(order // self.n_active, x)  # (N*A, C)
         gate, up = F.grouped_mm(rows, self.gate_up.to(x.dtype).transpose(1, 2), offs=ends).chunk(2, dim=-1)
         out = F.grouped_mm(F.silu(gate) * up, self.down.to(x.dtype).transpose(1, 2), offs=ends)
-        out = torch.empty_like(out).index_copy_(0, order, out).view(len(x), self.n_active, -1)  # (N, A, C)
-        return (out.float() * weights[..., None]).sum(1).to(x.dtype)
+        place = order.argsort().view_as(chosen)  # of each pair's row in out
+        return F.embedding_bag(place, out.float(), per_sample_weights=weights, mode="sum").to(x.dtype)
 
 
 class Block(nn.Module):
