@@ -270,7 +270,7 @@ def restore_state(model: Model, optimizer: torch.optim.Optimizer, folder: Path) 
         if kind == "param":
             named[name].data.copy_(tensor)
         else:
-            optimizer.state[named[name]][kind] = tensor if kind == "step" else tensor.to(named[name].device)
+            optimizer.state[named[name]][kind] = tensor.to(named[name].device)
     return max((int(t) for key, t in state.items() if key.startswith("step.")), default=0)
 
 

@@ -259,7 +259,7 @@ def make_optimizer(model: Model, args: Namespace) -> torch.optim.AdamW:
     decays = {n for n, p in named if p.dim() >= 2 and not n.startswith("markers")}
     groups = [{"params": [p for n, p in named if n in decays], "weight_decay": args.weight_decay},
               {"params": [p for n, p in named if n not in decays], "weight_decay": 0.0}]  # fmt: skip
-    return torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.95))
+    return torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.95), fused=True)
 
 
 def named_terms(terms: Tensor) -> dict[str, float]:

@@ -183,7 +183,7 @@ def prepare(args: Namespace, kind: type[Objective], compiled: bool) -> tuple[Obj
     optimizer = train.make_optimizer(model, args)
     for p, state in ((p, moments[n]) for n, p in model.named_parameters() if n in moments):
         part = partial(distribute_tensor, device_mesh=p.device_mesh, placements=p.placements, src_data_rank=None)
-        optimizer.state[p] = {k: t if k == "step" else part(t.to(device)) for k, t in state.items()}
+        optimizer.state[p] = {k: t.to(device) if k == "step" else part(t.to(device)) for k, t in state.items()}
     data.write_json(folder / "train.json", {k: v for k, v in vars(args).items() if k != "resume"})
     checkpoint.rewind_log(folder / "log.jsonl", done)
     print(f"{' '.join(args.data)}: {rows['train'].describe()} to train on, {WORLD} processes on {device} in "
