@@ -38,7 +38,6 @@ def build_parser(doc: str) -> Parser:
     p = Parser(doc)
     g = p.add_argument_group("text")
     g.add_argument("--data", nargs="+", required=True, help="stdlib, or .txt / folder / .jsonl[.gz] / .parquet")
-    g.add_argument("--ckpt", required=True, help="the base: a checkpoint folder of a model of text")
     g.add_argument("--taus", type=bounded(float, -1, 1), nargs="+", default=TAUS, help="values of tau_m2t")
     g.add_argument("--spans", type=bounded(int, 2), default=512, help="held-out spans to fill")
     g.add_argument("--plot", type=Path, help="also draw it: a file for matplotlib, .svg or .png")
@@ -116,15 +115,15 @@ def blocks(spans: list[Span], B: int, mask_id: int) -> tuple[Tensor, Tensor]:
     return z.masked_fill(inside, mask_id), inside
 
 
-def read(args: Namespace, model: Model) -> tuple[list[Span], Tokenizer]:
+def read(args: Namespace, ckpt: str, model: Model) -> tuple[list[Span], Tokenizer]:
     """The spans that the flags ask for, with what reads them; a picture that could not be drawn is refused as well."""
     if args.plot:
         from tools.plots import canvas
 
         canvas(args.plot)  # now, not after measuring
-    tokenizer = load_tokenizer(Path(args.ckpt), model.cfg.tokenizer)
+    tokenizer = load_tokenizer(Path(ckpt), model.cfg.tokenizer)
     if tokenizer is None:
-        fail(f"--ckpt {args.ckpt} has no tokenizer to read text with (a toy's tables are exact: python -m beyond.toys)")
+        fail(f"{ckpt} has no tokenizer to read text with (a toy's tables are exact: python -m beyond.toys)")
     most = min(256 if model.cfg.tokenizer == "bytes" else 2048, model.cfg.max_len)
     spans = cut(load_text(args.data), tokenizer, model.cfg.block_length, most, args.spans)
     tokens, python = sum(s.at.stop - s.at.start for s in spans), sum(s.python for s in spans)

@@ -179,7 +179,7 @@ def plot(path: Path, table: list[dict]) -> None:
 @torch.inference_mode()
 def measure(args: Namespace) -> list[dict]:
     base = load_model(args.ckpt, pick_device(args.device), torch.float32)
-    cut, _ = spans.read(args, base)
+    cut, _ = spans.read(args, args.ckpt, base)
     z, _ = (t.to(base.wte.weight.device) for t in spans.blocks(cut, base.cfg.block_length, base.cfg.mask_id))
     engine = Cached(base, [s.piece[: s.start] for s in cut], 0)
     everything = committed(engine, z, args.taus)
@@ -194,6 +194,7 @@ def measure(args: Namespace) -> list[dict]:
 
 def main() -> None:
     parser = spans.build_parser(__doc__)
+    parser.add_argument("--ckpt", required=True, help="the base: a checkpoint folder of a model of text")
     parser.add_argument("--draws", type=bounded(int, 2), default=32, help="draws of each bundle's chain")
     args = parser.parse_args()
     table = measure(args)

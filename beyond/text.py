@@ -1,13 +1,11 @@
 """Text: quality against forwards, on spans of held-out documents.
 
-Every decoder fills the same spans of held-out documents (spans.py says which), at many tau_m2t, from every mask at once
-(-1) to one at a time (1):
+A system is a name, a checkpoint, perhaps an adapter: Stage A alone, with Stage B, or as an extension's own step
+decodes, own blocks at every tau_keep of --keep. Systems of one name are its seeds: the first ones of all names belong
+together, then the second ones, and a figure is the mean over them. All fill the same spans of held-out documents
+(spans.py says which), at many tau_m2t, from every mask at once (-1) to one at a time (1). The first name is the base.
 
-    base            Stage A alone, the frozen checkpoint
-    NAME            an adapter: with Stage B, or as its own step decodes; own blocks at every tau_keep of --keep
-    NAME, B off     the same weights, Stage A alone (left out for extensions: it is the base, or all that they have)
-
-    score       log-probability of what was written under the base's own one-at-a-time chain, nats a token. This is what
+    score       log-probability of what was written under its base's own one-at-a-time chain, nats a token. This is what
                 chain targets train: a gain here alone says that they were learned, not that the text is better
     exact       share of spans as they were
     parses      share of Python pieces that are still Python with the span in them
@@ -16,16 +14,17 @@ Every decoder fills the same spans of held-out documents (spans.py says which), 
                 times the share of the block that it ran at where a step says so
 
 Brackets are 95 % of a bootstrap over documents, each with its spans, the same resamples for all. The second table is
-what a user with a budget gets: of each decoder the best setting that costs no more in `all`, chosen on every other
+what a user with a budget gets: of each system the best setting that costs no more in `all`, chosen on every other
 document and reported on the rest, both ways and anew in every resample, so that many settings to choose from flatter
 nobody; and what --ours has more than each other one. It refuses toys (their tables are exact) and text without a long
 enough piece.
 
-    python -m beyond.text --data stdlib --ckpt out/text --adapter out/joint out/distilled --ours out/joint
+    python -m beyond.text --data stdlib --system base out/text --system ours out/text out/joint --ours ours
 """
 
 import re
 from argparse import Namespace
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,14 +36,14 @@ from tqdm import tqdm
 from beyond import spans
 from beyond.spans import FILL, Span, at_rows, chain, fill, interval, is_python, means, stage_a_log_probs, within
 from cache import Cached, in_full
-from checkpoint import adapter_settings, load_model
+from checkpoint import load_model, load_tokenizer
 from data import Tokenizer, bounded, fail, pick_device
 from evaluate import print_table
 from model import Model
 
 # R spans (rows), B block_length, P settings, W resamples
 
-Curves = dict[str, list[dict]]  # decoder -> for each of its settings tau, keep, and each figure of every span, (R,)
+Curves = dict[str, list[dict]]  # system -> for each of its settings tau, keep, and each figure of every span, (R,)
 
 ENDS = {-1.0, 1.0}  # every mask at once, one at a time
 FINE = {0.0, 0.02, 0.05, 0.08, 0.1, 0.12, 0.15, *(k / 20 for k in range(4, 19)), 0.95}  # for whom has no tau_keep
@@ -53,7 +52,7 @@ MEASURES = ("score", "exact", "parses")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# what a decoder wrote
+# what a system wrote
 
 
 def quality(cut: list[Span], written: Tensor, tokenizer: Tokenizer) -> dict[str, np.ndarray]:
@@ -82,24 +81,26 @@ def scores(judge: Cached, z: Tensor, inside: Tensor, written: Tensor, known: dic
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the decoders, at their settings
+# the systems, at their settings
 
 
-def load(args: Namespace, device: torch.device) -> dict[str, tuple[Model, int]]:
-    """Name -> (model, rounds of Stage B) of everything that is compared, the base first."""
-    decoders = {"base": (load_model(args.ckpt, device, torch.float32), 0)}
-    for folder in args.adapter:
-        model = load_model(args.ckpt, device, torch.float32, folder)
-        decoders[folder] = model, model.cfg.n_rounds
-        if "extension" not in adapter_settings(folder):
-            decoders[f"{folder}, B off"] = model, 0
-    if args.ours and args.ours not in decoders:
-        fail(f"--ours {args.ours} is none of the decoders: {', '.join(decoders)}")
-    return decoders
+def systems(args: Namespace) -> dict[str, list[list[str]]]:
+    """Name -> the folders of each seed, a checkpoint's and perhaps an adapter's; the base first."""
+    named = defaultdict(list)
+    for name, *folders in args.system:
+        named[name].append(folders)
+    seeds = next(iter(named.values()))
+    if any(len(s) not in (2, 3) for s in args.system) or any(len(of) > 1 for of in seeds):
+        fail("--system takes NAME CKPT, the base first, or NAME CKPT ADAPTER")
+    if odd := [name for name, of in named.items() if len(of) != len(seeds)]:
+        fail(f"--system {odd[0]} has {len(named[odd[0]])} seeds, the base has {len(seeds)}: each is judged by its own")
+    if args.ours not in (None, *named):
+        fail(f"--ours {args.ours} is none of the systems: {', '.join(named)}")
+    return named
 
 
 def settings(model: Model, args: Namespace) -> list[tuple[float, float | None]]:
-    """(tau_m2t, tau_keep) of everything that a decoder is run at; None: it has no tau_keep, or never refuses."""
+    """(tau_m2t, tau_keep) of everything that a model is run at; None: it has no tau_keep, or never refuses."""
     taus = sorted(ENDS | set(args.taus))
     if not hasattr(model, "tau_keep"):
         return [(tau, None) for tau in sorted(FINE.union(taus))]
@@ -108,26 +109,33 @@ def settings(model: Model, args: Namespace) -> list[tuple[float, float | None]]:
 
 @torch.inference_mode()
 def curves(args: Namespace, device: torch.device) -> tuple[Curves, list[int]]:
-    """What every decoder wrote, and each span's document."""
-    decoders = load(args, device)
-    base, found = decoders["base"][0], {}
-    cut, tokenizer = spans.read(args, base)
-    z, inside = (t.to(device) for t in spans.blocks(cut, base.cfg.block_length, base.cfg.mask_id))
+    """What every system wrote, in the mean over its seeds, and each span's document."""
+    named, found = systems(args), {}
+    bases = [(ckpt, load_model(ckpt, device, torch.float32)) for (ckpt,) in next(iter(named.values()))]
+    cut, tokenizer = spans.read(args, *bases[0])
+    cfg = bases[0][1].cfg
+    z, inside = (t.to(device) for t in spans.blocks(cut, cfg.block_length, cfg.mask_id))
     contexts, length = [s.piece[: s.start] for s in cut], inside.sum(-1).cpu().numpy()
-    judge, known = Cached(base, contexts, 0), {}
-    bar = tqdm(total=sum(len(settings(model, args)) for model, _ in decoders.values()), desc="curves", disable=None)
-    for name, (model, n_rounds) in decoders.items():
-        engine, found[name] = Cached(model, contexts, n_rounds), []
-        for tau, keep in settings(model, args):
-            if keep is not None:
-                model.tau_keep = keep
-            written, full, partial = fill(engine, z, replace(FILL, tau_m2t=tau, n_rounds=n_rounds))
-            full, partial = (t.double().cpu().numpy() / length for t in (full, partial))
-            forwards = {"full": full, "all": in_full(dict(full=full, partial=partial, commit=0), model.cfg)}
-            point = {"tau": tau, "keep": keep, "score": scores(judge, z, inside, written, known) / length}
-            found[name].append(point | quality(cut, written, tokenizer) | forwards)
-            bar.update()
-    bar.close()
+    judges = [(Cached(base, contexts, 0), {}) for _, base in bases]
+    for name, seeds in tqdm(named.items(), desc="systems", disable=None):
+        points = defaultdict(list)  # (tau, keep) -> figures of each seed
+        for (ckpt, *adapter), (judge, known) in zip(seeds, judges, strict=True):
+            model = load_model(ckpt, device, torch.float32, *adapter)
+            reads = load_tokenizer(Path(ckpt), model.cfg.tokenizer)
+            if reads is None or reads.token_bytes != tokenizer.token_bytes or model.cfg.block_length != z.shape[1]:
+                fail(f"{ckpt} reads other tokens or blocks than {bases[0][0]}: it would fill other spans")
+            n_rounds = model.cfg.n_rounds if adapter else 0
+            engine = Cached(model, contexts, n_rounds)
+            for tau, keep in tqdm(settings(model, args), desc=f"{name} {ckpt}", leave=False, disable=None):
+                if keep is not None:
+                    model.tau_keep = keep
+                written, full, partial = fill(engine, z, replace(FILL, tau_m2t=tau, n_rounds=n_rounds))
+                full, partial = (t.double().cpu().numpy() / length for t in (full, partial))
+                forwards = {"full": full, "all": in_full(dict(full=full, partial=partial, commit=0), model.cfg)}
+                score = {"score": scores(judge, z, inside, written, known) / length}
+                points[tau, keep].append(score | quality(cut, written, tokenizer) | forwards)
+        found[name] = [{"tau": tau, "keep": keep} | {k: np.mean([p[k] for p in of], axis=0) for k in of[0]}
+                       for (tau, keep), of in points.items()]  # fmt: skip
     return found, [s.document for s in cut]
 
 
@@ -142,7 +150,7 @@ def print_curves(found: Curves, weights: np.ndarray) -> None:
             label = [name, f"{p['tau']:.2f}", "-" if p["keep"] is None else f"{p['keep']:.2f}"]
             forwards = [f"{p[count].mean():.3f}" for count in ("full", "all")]
             rows.append(label + forwards + [interval(means(p[m], weights)) for m in figures])
-    print_table(["decoder", "tau", "keep", "full", "all", *figures], rows)
+    print_table(["system", "tau", "keep", "full", "all", *figures], rows)
 
 
 def print_budgets(found: Curves, documents: list[int], ours: str | None) -> None:
@@ -161,7 +169,7 @@ def print_budgets(found: Curves, documents: list[int], ours: str | None) -> None
             rows.append(row)
     head = [h for m in MEASURES for h in ([m, "ours has more"] if ours else [m])]
     print("\nthe best setting that costs no more, all forwards a token" + (f"; ours: {ours}" if ours else ""))
-    print_table(["decoder", "at most", *head], rows)
+    print_table(["system", "at most", *head], rows)
 
 
 def plot(path: Path, found: Curves, weights: np.ndarray) -> None:
@@ -171,7 +179,7 @@ def plot(path: Path, found: Curves, weights: np.ndarray) -> None:
     for name, points in found.items():
         for p in points:
             lines.setdefault(name if p["keep"] is None else f"{name}, keep {p['keep']:g}", []).append(p)
-    drawn = [m for m in MEASURES if not np.isnan(found["base"][0][m]).all()]
+    drawn = [m for m in MEASURES if not np.isnan(next(iter(found.values()))[0][m]).all()]
     plt, axes = canvas(path, len(drawn))
     for ax, m in zip(np.atleast_1d(axes), drawn, strict=True):
         for name, points in lines.items():
@@ -187,10 +195,11 @@ def plot(path: Path, found: Curves, weights: np.ndarray) -> None:
 
 def main() -> None:
     parser = spans.build_parser(__doc__)
-    parser.add_argument("--adapter", nargs="+", default=[], help="folders of adapters of that base")
+    parser.add_argument("--system", nargs="+", action="append", metavar="NAME CKPT [ADAPTER]", required=True,
+                        help="what is compared, the base first; again for more seeds of a name")  # fmt: skip
     parser.add_argument("--keep", nargs="+", type=bounded(float, 0, 1), default=[0.0, 0.5, 0.7],
                         help="values of own blocks' tau_keep")  # fmt: skip
-    parser.add_argument("--ours", metavar="FOLDER", help="the adapter (or base) that all others are compared with")
+    parser.add_argument("--ours", metavar="NAME", help="the system that all others are compared with")
     args = parser.parse_args()
     found, documents = curves(args, pick_device(args.device))
     weights = spans.resamples(documents)

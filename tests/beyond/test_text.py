@@ -1,6 +1,7 @@
 """Text: spans, filling them, forced chains, the best within a budget by hand. `pytest tests/beyond/test_text.py`"""
 
 import sys
+from argparse import Namespace
 from dataclasses import replace
 
 import numpy as np
@@ -250,60 +251,90 @@ def folders(tmp_path):
     return tmp_path
 
 
+def given(folders, *names):
+    """Flags: each name once, with the adapter of that name on the base."""
+    argv = ["--data", folders / "text", "--spans", 6, "--device", "cpu", "--system", "base", folders / "base"]
+    for name in names:
+        argv += ["--system", name, folders / "base", folders / name]
+    return argv
+
+
 def test_the_report_from_the_command_line(folders, monkeypatch, capsys):
-    given = ["--data", folders / "text", "--ckpt", folders / "base", "--spans", 6, "--device", "cpu", "--ours", "base"]
-    names = [str(folders / name) for name in ("all", "b", "own", "distilled")]
     monkeypatch.setattr(text, "FINE", {0.0, 0.3})
-    argv = [*given, "--adapter", *names, "--taus", 0.0, 0.5, "--keep", 0, 1]
-    code, out, _ = command_line(text, monkeypatch, capsys, *argv)
+    argv = given(folders, "all", "b", "own", "distilled")
+    code, out, _ = command_line(text, monkeypatch, capsys, *argv, "--taus", 0, 0.5, "--keep", 0, 1, "--ours", "base")
     lines = out.splitlines()
     assert code == 0 and "6 of them in Python functions" in lines[0]
-    assert lines[1].split() == ["decoder", "tau", "keep", "full", "all", "score", "exact", "parses", "stutter"]
-    curves = [line.replace(", B off", ",off").split() for line in lines[2 : lines.index("")]]
+    assert lines[1].split() == ["system", "tau", "keep", "full", "all", "score", "exact", "parses", "stutter"]
+    curves = [line.split() for line in lines[2 : lines.index("")]]
     settings = {name: [] for name, *_ in curves}
     for name, tau, keep, *_ in curves:
         settings[name].append((float(tau), keep))
     fine = [(tau, "-") for tau in (-1.0, 0.0, 0.3, 0.5, 1.0)]
     own = [(tau, keep) for keep in ("0.00", "1.00") for tau in (-1.0, 0.0, 0.5)] + [(1.0, "-")]
-    assert settings == {  # no "B off" for extensions
-        "base": fine, names[0]: fine, f"{names[0]},off": fine, names[1]: fine, names[2]: own, names[3]: fine
-    }  # fmt: skip
+    assert settings == {"base": fine, "all": fine, "b": fine, "own": own, "distilled": fine}
     at = {(name, float(tau), keep): figures for name, tau, keep, *figures in curves}
-    for name in (names[3], f"{names[0]},off"):  # untrained: Stage A is the base, and so is Stage B of own blocks
-        assert [at[name, *s] for s in fine] == [at["base", *s] for s in fine]
+    # untrained: a distilled Stage A is the base, and so is what own blocks write
+    assert [at["distilled", *s] for s in fine] == [at["base", *s] for s in fine]
     once = at["base", -1.0, "-"]
-    mine, alone = at[names[2], -1.0, "0.00"], at[names[2], -1.0, "1.00"]
+    mine, alone = at["own", -1.0, "0.00"], at["own", -1.0, "1.00"]
     assert mine[0] == once[0] and mine[2:] == once[2:] and float(mine[1]) > float(once[1]) == float(once[0])
     assert alone[0] == "1.000" and alone[2:] == at["base", 1.0, "-"][2:]  # all but the surest refused
     budgets = lines[lines.index("") + 3 :]
-    assert len(budgets) == 6 * len(text.BUDGETS) and "ours: base" in lines[lines.index("") + 1]
-    paid = [r for r in budgets if ("B off" in r or r.startswith(names[3])) and (" 0.80 " in r or " 1.00 " in r)]
-    assert len(paid) == 4 and all(r.count("+0.000 [+0.000, +0.000]") == 3 for r in paid)
+    assert len(budgets) == 5 * len(text.BUDGETS) and "ours: base" in lines[lines.index("") + 1]
+    paid = [r for r in budgets if r.startswith("distilled") and (" 0.80 " in r or " 1.00 " in r)]
+    assert len(paid) == 2 and all(r.count("+0.000 [+0.000, +0.000]") == 3 for r in paid)
+
+
+def test_seeds_are_pooled_and_each_is_judged_by_its_own_base(folders, monkeypatch):
+    """A second base likes other tokens. Together the figures of each span are the means; a system that is both bases
+    the wrong way round has the same ones but for the score."""
+    other = tiny_model(vocab_size=272, eos_id=256, mask_id=257, n_rounds=1)
+    other.lm_head.weight.data = other.lm_head.weight.data.roll(1, 0)
+    save_model(other, folders / "other")
+    monkeypatch.setattr(text, "FINE", set())
+    first, second = str(folders / "base"), str(folders / "other")
+
+    def curves(*systems):
+        of = Namespace(data=[folders / "text"], spans=6, taus=[0.5], keep=[0.0], plot=None, ours=None)
+        return text.curves(Namespace(**vars(of), system=[list(s) for s in systems]), torch.device("cpu"))[0]
+
+    one, two = curves(["base", first])["base"], curves(["base", second])["base"]
+    both = curves(["base", first], ["base", second], ["crossed", second], ["crossed", first])
+    for a, b, mean, crossed in zip(one, two, both["base"], both["crossed"], strict=True):
+        for k in ("score", "exact", "parses", "stutter", "full", "all"):
+            assert mean[k] == approx((a[k] + b[k]) / 2)
+        assert all(np.array_equal(mean[k], crossed[k]) for k in ("exact", "parses", "stutter", "full", "all"))
+        assert (crossed["score"] < mean["score"] - 0.1).all()  # a judge likes what it would have written
 
 
 def test_the_picture(folders, monkeypatch, capsys):
-    given = ["--data", folders / "text", "--ckpt", folders / "base", "--spans", 6, "--device", "cpu", "--taus", 0.5]
-    given += ["--adapter", folders / "own"]
+    argv = [*given(folders, "own"), "--taus", 0.5]
     monkeypatch.setattr(text, "FINE", {0.0})
     with monkeypatch.context() as m:
         m.setitem(sys.modules, "matplotlib", None)
-        assert "pip install matplotlib" in refused(text, m, capsys, *given, "--plot", folders / "c.svg")
+        assert "pip install matplotlib" in refused(text, m, capsys, *argv, "--plot", folders / "c.svg")
     pytest.importorskip("matplotlib")
-    assert "must end in" in refused(text, monkeypatch, capsys, *given, "--plot", folders / "c.what")
-    code, out, _ = command_line(text, monkeypatch, capsys, *given, "--plot", folders / "c.svg")
+    assert "must end in" in refused(text, monkeypatch, capsys, *argv, "--plot", folders / "c.what")
+    code, out, _ = command_line(text, monkeypatch, capsys, *argv, "--plot", folders / "c.svg")
     assert code == 0 and out.splitlines()[-1].startswith("wrote") and (folders / "c.svg").stat().st_size > 1000
 
 
 def test_what_cannot_be_compared_is_refused(folders, monkeypatch, capsys):
-    given = ["--data", folders / "text", "--ckpt", folders / "base"]
-    assert "--taus" in refused(text, monkeypatch, capsys, *given, "--taus", 1.5)
-    assert "--spans" in refused(text, monkeypatch, capsys, *given, "--spans", 1)
-    assert "--keep" in refused(text, monkeypatch, capsys, *given, "--keep", 2)
-    ours = refused(text, monkeypatch, capsys, *given, "--adapter", folders / "own", "--ours", "owns")
-    assert "--ours owns" in ours and str(folders / "own") in ours
+    def why(*argv, systems=()):
+        return refused(text, monkeypatch, capsys, *(systems or given(folders, "own")), *argv)
+
+    assert "--taus" in why("--taus", 1.5)
+    assert "--spans" in why("--spans", 1)
+    assert "--keep" in why("--keep", 2)
+    assert "--ours owns" in why("--ours", "owns") and "base, own" in why("--ours", "owns")
+    assert "--system own has 2 seeds, the base has 1" in why("--system", "own", folders / "base", folders / "own")
+    assert "the base first" in why(systems=["--data", "stdlib", "--system", "own", folders / "base", folders / "own"])
+    assert "the base first" in why("--system", "nothing")
     save_model(tiny_model(tokenizer="toy"), folders / "toy")
-    toy = ["--data", folders / "text", "--ckpt", folders / "toy"]
-    assert "tables are exact" in refused(text, monkeypatch, capsys, *toy)
+    assert "tables are exact" in why(systems=["--data", folders / "text", "--system", "toy", folders / "toy"])
+    assert "other tokens" in why("--system", "toy", folders / "toy")
+    save_model(tiny_model(vocab_size=272, eos_id=256, mask_id=257, block_length=4), folders / "fours")
+    assert "other tokens or blocks" in why("--system", "fours", folders / "fours")
     (folders / "text" / "short.txt").write_text("x")
-    short = ["--data", folders / "text" / "short.txt", "--ckpt", folders / "base"]
-    assert "give more text" in refused(text, monkeypatch, capsys, *short)
+    assert "give more text" in why("--data", folders / "text" / "short.txt")

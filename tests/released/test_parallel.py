@@ -163,8 +163,8 @@ def test_killed_runs_end_as_undisturbed_ones():
 
 
 def test_compiled_layers_train_alike(tmp_path, monkeypatch, capsys):
-    """The graphs that dynamo and autograd make, run without generated code: what a C++ compiler adds is rounding. A small
-    rate, because Adam's first step is the rate times the sign of a gradient, however small that is."""
+    """The graphs that dynamo and autograd make, run without generated code: what a C++ compiler adds is rounding. At a
+    small rate, because Adam's first step is the rate times the sign of a gradient, however small that is."""
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     run = [*TOY, "--max_iters", 2, "--learning_rate", 1e-4, "--checkpointing"]
