@@ -247,6 +247,28 @@ def matmul_ratio(model: Model, rows: int, context: int) -> float:
     return uncached / cached
 
 
+def arithmetic(model: Model, rows: int, context: int) -> Callable[[], object]:
+    """What no pass over the current blocks can do without: its matrix products (an expert's on its share of the
+    positions) and its attention."""
+    cfg, T, jobs = model.cfg, rows * model.cfg.block_length, []
+    share = -(-T * cfg.n_active // cfg.n_expert)
+    for name, p in model.named_parameters():
+        if p.dim() > 1 and name not in ("wte.weight", "markers"):
+            x = normal(T if p.dim() == 2 else share, p.shape[-1], device=p.device)
+            jobs += [(x, w) for w in p.view(-1, *p.shape[-2:])]
+    q = normal(rows, cfg.n_head, cfg.block_length, cfg.head_dim, device=p.device)
+    kv = normal(rows, cfg.n_kv_head, context + cfg.block_length, cfg.head_dim, device=p.device)
+
+    @torch.inference_mode()
+    def run() -> None:
+        for x, w in jobs:
+            F.linear(x, w)
+        for _ in range(cfg.n_layer):
+            F.scaled_dot_product_attention(q, kv, kv, enable_gqa=True)
+
+    return run
+
+
 def batch(device: torch.device, args: Namespace) -> None:
     """Tokens a second of 1, 4 and 16 rows whose blocks end at different steps."""
     model, d = random_model(S.text, device), replace(ONE_BY_ONE, gen_length=S.batch_tokens)
@@ -256,7 +278,11 @@ def batch(device: torch.device, args: Namespace) -> None:
     print(f"\nRows of a batch: text ({geometry(S.text)}), prompts of 1..{S.text.block_length} tokens, "
           f"{S.batch_tokens} tokens each")  # fmt: skip
     for n, rate in zip(S.batch, rates, strict=True):
-        print(f"  {n:3} rows: {rate:7.0f} tokens/s, {rate / rates[0]:.1f}x one row{goal(n, {16: 4})}")
+        out = generate(model, prompts[:n], d)
+        forwards = max(o.passes + o.nfe["partial"] * model.cfg.n_last / model.cfg.n_layer for o in out)
+        least = forwards * interleaved(arithmetic(model, n, S.batch_tokens // 2), repeats=20)[0]
+        print(f"  {n:3} rows: {rate:7.0f} tokens/s, {rate / rates[0]:.1f}x one row{goal(n, {16: 4})}; "
+              f"limit {n * S.batch_tokens / least / rates[0]:.1f}x")  # fmt: skip
 
 
 @torch.inference_mode()
@@ -299,28 +325,6 @@ def official_model(folder: Path, ours: Model) -> torch.nn.Module:
     parts = {name: part.view(theirs.state_dict()[name].shape) for name, part in parts.items()}
     theirs.load_state_dict(parts)
     return theirs.to(ours.wte.weight.device).eval()
-
-
-def arithmetic(model: Model, rows: int, context: int) -> Callable[[], object]:
-    """What no pass over the current blocks can do without: its matrix products (an expert's on its share of the
-    positions) and its attention."""
-    cfg, T, jobs = model.cfg, rows * model.cfg.block_length, []
-    share = -(-T * cfg.n_active // cfg.n_expert)
-    for name, p in model.named_parameters():
-        if p.dim() > 1 and name not in ("wte.weight", "markers"):
-            x = normal(T if p.dim() == 2 else share, p.shape[-1], device=p.device)
-            jobs += [(x, w) for w in p.view(-1, *p.shape[-2:])]
-    q = normal(rows, cfg.n_head, cfg.block_length, cfg.head_dim, device=p.device)
-    kv = normal(rows, cfg.n_kv_head, context + cfg.block_length, cfg.head_dim, device=p.device)
-
-    @torch.inference_mode()
-    def run() -> None:
-        for x, w in jobs:
-            F.linear(x, w)
-        for _ in range(cfg.n_layer):
-            F.scaled_dot_product_attention(q, kv, kv, enable_gqa=True)
-
-    return run
 
 
 def official(device: torch.device, args: Namespace) -> None:
