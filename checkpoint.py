@@ -38,14 +38,12 @@ PRESETS = {
     # tests and toys: every mechanism present, nothing larger than it must be
     "tiny": Config(n_layer=4, n_head=4, n_kv_head=2, n_embd=64, head_dim=16, vocab_size=320, d_dense=128, d_expert=32,
                    n_expert=8, n_active=2, n_group=4, topk_group=2, rotary_dim=8, max_len=4096),
-    # names of Unicode characters, in minutes on two CPU cores
+    # names of Unicode characters; any text, in bytes; the released 16B geometry
     "names": Config(n_layer=4, n_head=4, n_kv_head=2, n_embd=128, head_dim=32, vocab_size=1024, d_dense=384,
                     d_expert=64, n_expert=8, n_active=2, n_group=2, topk_group=2, rotary_dim=16, max_len=512,
                     rope_theta=1e4),
-    # any text, in bytes
     "text": Config(n_layer=6, n_head=4, n_kv_head=2, n_embd=128, head_dim=32, vocab_size=272, d_dense=384, d_expert=128,
                    n_expert=16, n_active=2, n_group=4, topk_group=2, rotary_dim=16, max_len=8192, rope_theta=1e4),
-    # the released 16B geometry
     "llada2.1-mini": Config(n_layer=20, n_head=16, n_kv_head=4, n_embd=2048, head_dim=128, vocab_size=157184,
                             d_dense=5120, d_expert=512, n_expert=256, n_active=8, n_group=8, topk_group=4,
                             eos_id=156892, mask_id=156895, tokenizer="bpe"),

@@ -17,6 +17,7 @@ What CoCommit adds: LoRA on qkv and the output projection, `markers`, and the vi
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,12 +67,10 @@ class Config:
 def block_causal_mask(T: int, block_length: int, device: torch.device | str = "cpu") -> Tensor:
     """(T, T) bool, True where the query (row) may attend to the key (column): its own block and every earlier one.
 
-    T = 6, block_length = 2:      1 1 0 0 0 0
-                                  1 1 0 0 0 0
-                                  1 1 1 1 0 0
-                                  1 1 1 1 0 0
-                                  1 1 1 1 1 1
-                                  1 1 1 1 1 1
+    T = 4, block_length = 2:      1 1 0 0
+                                  1 1 0 0
+                                  1 1 1 1
+                                  1 1 1 1
     """
     block = torch.arange(T, device=device) // block_length
     return block[:, None] >= block[None, :]
@@ -97,6 +96,7 @@ class Context:
     cache: "KVCache | None" = None
     round: int = 0  # which round's keys and values of the context to use (Stage B with K > 1)
     lora: bool | Tensor = True  # where adapters act: everywhere (the paper), nowhere, or at (T, 1) bool positions
+    pieces: list[tuple[Tensor, Tensor]] | None = None  # of a long row: queries, the keys that one of them may see
 
 
 def rotary(cfg: Config, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -110,16 +110,19 @@ def rotary(cfg: Config, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
 
 def sequence_context(cfg: Config, real: Tensor, dtype: torch.dtype, clean_copy: bool = False) -> Context:
     """Context of whole rows. real: (R, T) bool, False on padding, which nobody attends to but itself (a query needs
-    one key). With `clean_copy` rows of several blocks are [noisy ; clean], 2T long, positions counted twice."""
+    one key). With `clean_copy` rows of several blocks are [noisy ; clean], 2T long, positions counted twice. Most of a
+    long mask is empty (a half, or three quarters of [noisy ; clean]): 256 queries at a time get the keys they need."""
     T, clean_copy = real.shape[1], clean_copy and real.shape[1] > cfg.block_length
     positions = torch.arange(T, device=real.device)
     mask = (doubled_mask if clean_copy else block_causal_mask)(T, cfg.block_length, real.device)
     if clean_copy:
         positions, real = positions.repeat(2), real.repeat(1, 2)
+    runs = torch.arange(len(mask), device=real.device).split(256)
+    pieces = [(run, mask[run].any(0).nonzero()[:, 0]) for run in runs] if len(runs) > 1 else None
     if not real.all():
         itself = torch.eye(len(mask), dtype=torch.bool, device=real.device)
         mask = ((mask & real[:, None, :]) | itself)[:, None]  # (R, 1, T, S)
-    return Context(*rotary(cfg, positions, dtype), mask)
+    return Context(*rotary(cfg, positions, dtype), mask, pieces=pieces)
 
 
 class RMSNorm(nn.Module):
@@ -176,7 +179,9 @@ class Attention(nn.Module):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (R, H, T, D), (R, G, T, D) twice
         if ctx.cache is not None:
             k, v = ctx.cache.update(self.layer, ctx.round, k, v)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=ctx.mask, enable_gqa=True)  # (R, H, T, D)
+        attend = partial(F.scaled_dot_product_attention, enable_gqa=True)
+        y = [attend(q[:, :, a], k[:, :, b], v[:, :, b], ctx.mask[..., a, :][..., b]) for a, b in ctx.pieces or ()]
+        y = torch.cat(y, dim=2) if y else attend(q, k, v, ctx.mask)  # (R, H, T, D)
         return self.proj(y.transpose(1, 2).reshape(R, T, -1), ctx.lora)
 
     def rotate(self, x: Tensor, ctx: Context) -> Tensor:
@@ -240,8 +245,7 @@ class MoE(nn.Module):
         """Sort the N*A (token, expert) pairs by expert, run every expert on its run of rows, look a token's own rows up
         again. The weighted sum is float32 and in a fixed order per token: the same beside any other tokens."""
         expert, order = chosen.flatten().sort(stable=True)  # (N*A,) twice
-        experts = torch.arange(len(self.router), device=x.device)
-        ends = torch.searchsorted(expert, experts, right=True, out_int32=True)
+        ends = torch.searchsorted(expert, torch.arange(len(self.router), device=x.device), right=True, out_int32=True)
         rows = F.embedding(order // self.n_active, x)  # (N*A, C)
         gate, up = F.grouped_mm(rows, self.gate_up.to(x.dtype).transpose(1, 2), offs=ends).chunk(2, dim=-1)
         out = F.grouped_mm(F.silu(gate) * up, self.down.to(x.dtype).transpose(1, 2), offs=ends)
@@ -303,11 +307,9 @@ class Model(nn.Module):
         return self.head(self.last_n(self.prefix(ids, ctx), ctx))
 
     def run(self, h: Tensor, ctx: Context, first: int, end: int) -> Tensor:
+        again = self.checkpointing and torch.is_grad_enabled()
         for layer in self.layers[first:end]:
-            if self.checkpointing and torch.is_grad_enabled():
-                h = checkpoint(layer, h, ctx, use_reentrant=False)
-            else:
-                h = layer(h, ctx)
+            h = checkpoint(layer, h, ctx, use_reentrant=False) if again else layer(h, ctx)
         return h
 
     def add_lora(self, r: int, alpha: float, generator: torch.Generator, first: int = 0) -> None:

@@ -103,7 +103,8 @@ class Clean:
         """x (R, T) int64; ctx is of these rows, or of rows [noisy ; clean] of 2T."""
         (R, T), B = x.shape, model.cfg.block_length
         self.model, self.x, self.kv, self.rows = model, x, {}, None
-        self.ctx = replace(ctx, cos=ctx.cos[:T], sin=ctx.sin[:T], mask=ctx.mask[..., -T:, -T:], cache=self)
+        cut = dict(cos=ctx.cos[:T], sin=ctx.sin[:T], mask=ctx.mask[..., -T:, -T:], pieces=None)
+        self.ctx = replace(ctx, **cut, cache=self)
         if T > B:
             model.last_n(model.prefix(x, self.ctx), self.ctx)
         sees = self.ctx.mask.expand(R, 1, T, T).view(R, T // B, B, T // B, B)

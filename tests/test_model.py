@@ -1,5 +1,6 @@
 """The transformer: who sees whom, experts, LoRA, the split. `pytest tests/test_model.py`"""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -53,6 +54,28 @@ def test_padding_is_not_attended_to():
     torch.testing.assert_close(padded[real], refilled[real], rtol=1e-4, atol=1e-4)
     short = ids[:1, :13]
     torch.testing.assert_close(padded[:1, :13], model(short, context(short, model)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("clean_copy", [False, True])
+def test_a_long_row_goes_through_attention_in_pieces_as_it_would_whole(clean_copy):
+    """Of 520 positions in blocks of 8, one row padded behind 301, 256 queries at a time see their own block and all
+    keys before it; beside a clean copy their own 256 noisy keys and the clean ones of all but their last block."""
+    model, real = tiny_model(), torch.ones(2, 520, dtype=torch.bool)
+    real[1, 301:] = False
+    ids = random_ids(2, 520)
+    ctx = sequence_context(model.cfg, real, torch.float32, clean_copy)
+    ids = torch.cat([ids.masked_fill(real & (ids % 3 == 0), MASK), ids], dim=1) if clean_copy else ids
+    keys = [256, 512, 520] if not clean_copy else [256 + 248, 256 + 504, 8 + 512, 504, 520]  # the third has both kinds
+    assert [len(b) for _, b in ctx.pieces] == keys
+    assert torch.cat([a for a, _ in ctx.pieces]).equal(torch.arange(ids.shape[1]))
+    found = []
+    for c in (ctx, replace(ctx, pieces=None)):
+        model.zero_grad()
+        out = model(ids, c)
+        out[:, ::7].square().mean().backward()
+        found.append((out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)))
+    for whole, in_pieces in zip(*found, strict=True):
+        torch.testing.assert_close(in_pieces, whole, rtol=1e-4, atol=1e-5)
 
 
 def test_noisy_block_beside_its_clean_copy_sees_what_decoding_sees():
