@@ -35,10 +35,10 @@ ADAPTER_GEOMETRY = ("n_layer", "n_embd", "n_head", "n_kv_head", "n_last", "n_rou
 
 # fmt: off
 PRESETS = {
-    # tests and toys: every mechanism present, nothing larger than it must be
+    # tests and toys (every mechanism present, nothing larger than it must be); names of Unicode characters, in minutes
+    # on two CPU cores; any text, in bytes; the released 16B geometry
     "tiny": Config(n_layer=4, n_head=4, n_kv_head=2, n_embd=64, head_dim=16, vocab_size=320, d_dense=128, d_expert=32,
                    n_expert=8, n_active=2, n_group=4, topk_group=2, rotary_dim=8, max_len=4096),
-    # names of Unicode characters; any text, in bytes; the released 16B geometry
     "names": Config(n_layer=4, n_head=4, n_kv_head=2, n_embd=128, head_dim=32, vocab_size=1024, d_dense=384,
                     d_expert=64, n_expert=8, n_active=2, n_group=2, topk_group=2, rotary_dim=16, max_len=512,
                     rope_theta=1e4),

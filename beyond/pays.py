@@ -215,7 +215,7 @@ def show_budgets(pooled: dict, weights: np.ndarray, half: np.ndarray, ours: str 
 def main() -> None:
     parser = Parser(__doc__)
     group = parser.add_argument_group("what is compared")
-    group.add_argument("--system", nargs="+", action="append", metavar="NAME CKPT [ADAPTER]", default=[])
+    group.add_argument("--system", nargs="+", action="append", metavar=("NAME", "CKPT [ADAPTER]"), default=[])
     group.add_argument("--ours", metavar="NAME", help="the system whose share minus every other's is shown, too")
     group.add_argument("--prompts", type=bounded(int, 1), default=256, help="names held out, and as many trained")
     group.add_argument("--taus", nargs="+", type=bounded(float, -1, 1), help="values of tau_m2t (default: 7, or 13)")

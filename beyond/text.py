@@ -107,23 +107,35 @@ def settings(model: Model, args: Namespace) -> list[tuple[float, float | None]]:
     return [(tau, keep) for keep in sorted(set(args.keep)) for tau in taus if tau < 1] + [(1.0, None)]
 
 
+def load(named: dict[str, list[list[str]]], args: Namespace, device: torch.device) -> dict[str, list[Model]]:
+    """Name -> its seeds' models. What does not belong together is refused now, not after hours."""
+    models = {name: [load_model(ckpt, device, torch.float32, *adapter) for ckpt, *adapter in seeds]
+              for name, seeds in named.items()}  # fmt: skip
+    expected = None
+    for name, seeds in named.items():
+        for (ckpt, *_), model in zip(seeds, models[name], strict=True):
+            tokenizer = load_tokenizer(Path(ckpt), model.cfg.tokenizer)
+            reads = tokenizer and tokenizer.token_bytes, model.cfg.mask_id, model.cfg.block_length
+            if reads != (expected := expected or reads):
+                fail(f"{ckpt} reads other tokens or blocks than the base: it would fill other spans")
+            if settings(model, args) != settings(models[name][0], args):
+                fail(f"--system {name}: one of its seeds has a tau_keep and one has none, they are not of one kind")
+    return models
+
+
 @torch.inference_mode()
 def curves(args: Namespace, device: torch.device) -> tuple[Curves, list[int]]:
     """What every system wrote, in the mean over its seeds, and each span's document."""
     named, found = systems(args), {}
-    bases = [(ckpt, load_model(ckpt, device, torch.float32)) for (ckpt,) in next(iter(named.values()))]
-    cut, tokenizer = spans.read(args, *bases[0])
-    cfg = bases[0][1].cfg
-    z, inside = (t.to(device) for t in spans.blocks(cut, cfg.block_length, cfg.mask_id))
+    models = load(named, args, device)
+    (ckpt,), base = next(iter(named.values()))[0], next(iter(models.values()))[0]
+    cut, tokenizer = spans.read(args, ckpt, base)
+    z, inside = (t.to(device) for t in spans.blocks(cut, base.cfg.block_length, base.cfg.mask_id))
     contexts, length = [s.piece[: s.start] for s in cut], inside.sum(-1).cpu().numpy()
-    judges = [(Cached(base, contexts, 0), {}) for _, base in bases]
+    judges = [(Cached(model, contexts, 0), {}) for model in next(iter(models.values()))]
     for name, seeds in tqdm(named.items(), desc="systems", disable=None):
         points = defaultdict(list)  # (tau, keep) -> figures of each seed
-        for (ckpt, *adapter), (judge, known) in zip(seeds, judges, strict=True):
-            model = load_model(ckpt, device, torch.float32, *adapter)
-            reads = load_tokenizer(Path(ckpt), model.cfg.tokenizer)
-            if reads is None or reads.token_bytes != tokenizer.token_bytes or model.cfg.block_length != z.shape[1]:
-                fail(f"{ckpt} reads other tokens or blocks than {bases[0][0]}: it would fill other spans")
+        for (ckpt, *adapter), model, (judge, known) in zip(seeds, models[name], judges, strict=True):
             n_rounds = model.cfg.n_rounds if adapter else 0
             engine = Cached(model, contexts, n_rounds)
             for tau, keep in tqdm(settings(model, args), desc=f"{name} {ckpt}", leave=False, disable=None):
@@ -195,7 +207,8 @@ def plot(path: Path, found: Curves, weights: np.ndarray) -> None:
 
 def main() -> None:
     parser = spans.build_parser(__doc__)
-    parser.add_argument("--system", nargs="+", action="append", metavar="NAME CKPT [ADAPTER]", required=True,
+    parser.add_argument("--system", nargs="+", action="append", metavar=("NAME", "CKPT [ADAPTER]"),
+                        required=True,
                         help="what is compared, the base first; again for more seeds of a name")  # fmt: skip
     parser.add_argument("--keep", nargs="+", type=bounded(float, 0, 1), default=[0.0, 0.5, 0.7],
                         help="values of own blocks' tau_keep")  # fmt: skip

@@ -248,14 +248,14 @@ def matmul_ratio(model: Model, rows: int, context: int) -> float:
 
 
 def arithmetic(model: Model, rows: int, context: int) -> Callable[[], object]:
-    """What no pass over the current blocks can do without: its matrix products (an expert's on its share of the
-    positions) and its attention."""
+    """What no pass over the current blocks can do without: its matrix products (of as many experts as uniform routing
+    touches, each on its share of the positions) and its attention."""
     cfg, T, jobs = model.cfg, rows * model.cfg.block_length, []
-    share = -(-T * cfg.n_active // cfg.n_expert)
+    used = round(distinct_experts(cfg, T))
     for name, p in model.named_parameters():
         if p.dim() > 1 and name not in ("wte.weight", "markers"):
-            x = normal(T if p.dim() == 2 else share, p.shape[-1], device=p.device)
-            jobs += [(x, w) for w in p.view(-1, *p.shape[-2:])]
+            x = normal(T if p.dim() == 2 else -(-T * cfg.n_active // used), p.shape[-1], device=p.device)
+            jobs += [(x, w) for w in p.view(-1, *p.shape[-2:])[: 1 if p.dim() == 2 else used]]
     q = normal(rows, cfg.n_head, cfg.block_length, cfg.head_dim, device=p.device)
     kv = normal(rows, cfg.n_kv_head, context + cfg.block_length, cfg.head_dim, device=p.device)
 
@@ -276,11 +276,11 @@ def batch(device: torch.device, args: Namespace) -> None:
     sides = [lambda n=n: generate(model, prompts[:n], d) for n in S.batch]
     rates = [n * S.batch_tokens / s for n, s in zip(S.batch, interleaved(*sides, repeats=3), strict=True)]
     print(f"\nRows of a batch: text ({geometry(S.text)}), prompts of 1..{S.text.block_length} tokens, "
-          f"{S.batch_tokens} tokens each")  # fmt: skip
+          f"{S.batch_tokens} tokens each; limit: arithmetic alone, against the measured row")  # fmt: skip
     for n, rate in zip(S.batch, rates, strict=True):
-        out = generate(model, prompts[:n], d)
-        forwards = max(o.passes + o.nfe["partial"] * model.cfg.n_last / model.cfg.n_layer for o in out)
-        least = forwards * interleaved(arithmetic(model, n, S.batch_tokens // 2), repeats=20)[0]
+        out, share = generate(model, prompts[:n], d), model.cfg.n_last / model.cfg.n_layer
+        passes = sum(o.blocks + share * o.nfe["partial"] for o in out) / n  # of n blocks each
+        least = passes * interleaved(arithmetic(model, n, S.batch_tokens // 2), repeats=20)[0]
         print(f"  {n:3} rows: {rate:7.0f} tokens/s, {rate / rates[0]:.1f}x one row{goal(n, {16: 4})}; "
               f"limit {n * S.batch_tokens / least / rates[0]:.1f}x")  # fmt: skip
 

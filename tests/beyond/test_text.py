@@ -334,7 +334,12 @@ def test_what_cannot_be_compared_is_refused(folders, monkeypatch, capsys):
     save_model(tiny_model(tokenizer="toy"), folders / "toy")
     assert "tables are exact" in why(systems=["--data", folders / "text", "--system", "toy", folders / "toy"])
     assert "other tokens" in why("--system", "toy", folders / "toy")
+    assert "other tokens" in why("--system", "base", folders / "toy", systems=given(folders))  # a later seed, too
     save_model(tiny_model(vocab_size=272, eos_id=256, mask_id=257, block_length=4), folders / "fours")
     assert "other tokens or blocks" in why("--system", "fours", folders / "fours")
+    save_model(tiny_model(vocab_size=272, eos_id=256, mask_id=258), folders / "mask")
+    assert "other tokens or blocks" in why("--system", "base", folders / "mask", systems=given(folders))
+    mixed = ["base", folders / "base"], ["own", folders / "base", folders / "distilled"]
+    assert "not of one kind" in why(*(word for s in mixed for word in ("--system", *s)))
     (folders / "text" / "short.txt").write_text("x")
     assert "give more text" in why("--data", folders / "text" / "short.txt")
