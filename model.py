@@ -96,7 +96,7 @@ class Context:
     cache: "KVCache | None" = None
     round: int = 0  # which round's keys and values of the context to use (Stage B with K > 1)
     lora: bool | Tensor = True  # where adapters act: everywhere (the paper), nowhere, or at (T, 1) bool positions
-    pieces: list[tuple[Tensor, Tensor]] | None = None  # of a long row: queries, the keys that one of them may see
+    pieces: list[tuple[Tensor, Tensor]] | None = None  # of a long row: some queries, all keys that any of them sees
 
 
 def rotary(cfg: Config, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -110,8 +110,8 @@ def rotary(cfg: Config, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
 
 def sequence_context(cfg: Config, real: Tensor, dtype: torch.dtype, clean_copy: bool = False) -> Context:
     """Context of whole rows. real: (R, T) bool, False on padding, which nobody attends to but itself (a query needs
-    one key). With `clean_copy` rows of several blocks are [noisy ; clean], 2T long, positions counted twice. Most of a
-    long mask is empty (a half, or three quarters of [noisy ; clean]): 256 queries at a time get the keys they need."""
+    one key). With `clean_copy` rows are [noisy ; clean], 2T long, positions 0..T-1 twice; one block needs no copy. A
+    long mask is half empty, of [noisy ; clean] three quarters: 256 queries at a time get the keys that they need."""
     T, clean_copy = real.shape[1], clean_copy and real.shape[1] > cfg.block_length
     positions = torch.arange(T, device=real.device)
     mask = (doubled_mask if clean_copy else block_causal_mask)(T, cfg.block_length, real.device)
@@ -180,8 +180,8 @@ class Attention(nn.Module):
         if ctx.cache is not None:
             k, v = ctx.cache.update(self.layer, ctx.round, k, v)
         attend = partial(F.scaled_dot_product_attention, enable_gqa=True)
-        y = [attend(q[:, :, a], k[:, :, b], v[:, :, b], ctx.mask[..., a, :][..., b]) for a, b in ctx.pieces or ()]
-        y = torch.cat(y, dim=2) if y else attend(q, k, v, ctx.mask)  # (R, H, T, D)
+        parts = [attend(q[:, :, i], k[:, :, j], v[:, :, j], ctx.mask[..., i, :][..., j]) for i, j in ctx.pieces or ()]
+        y = torch.cat(parts, dim=2) if parts else attend(q, k, v, ctx.mask)  # (R, H, T, D)
         return self.proj(y.transpose(1, 2).reshape(R, T, -1), ctx.lora)
 
     def rotate(self, x: Tensor, ctx: Context) -> Tensor:
@@ -242,14 +242,14 @@ class MoE(nn.Module):
         return y if self.shared is None else y + self.shared(x)
 
     def experts(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Sort the N*A (token, expert) pairs by expert, run every expert on its run of rows, look a token's own rows up
-        again. The weighted sum is float32 and in a fixed order per token: the same beside any other tokens."""
+        """Sort the N*A (token, expert) pairs by expert, run every expert on its run of rows, sum each token's A rows by
+        weight: in float32, in an order that does not depend on the tokens beside it."""
         expert, order = chosen.flatten().sort(stable=True)  # (N*A,) twice
         ends = torch.searchsorted(expert, torch.arange(len(self.router), device=x.device), right=True, out_int32=True)
-        rows = F.embedding(order // self.n_active, x)  # (N*A, C)
+        rows = F.embedding(order // self.n_active, x)  # (N*A, C), x[order // A] with a faster backward
         gate, up = F.grouped_mm(rows, self.gate_up.to(x.dtype).transpose(1, 2), offs=ends).chunk(2, dim=-1)
         out = F.grouped_mm(F.silu(gate) * up, self.down.to(x.dtype).transpose(1, 2), offs=ends)
-        place = order.argsort().view_as(chosen)  # of each pair's row in out
+        place = order.argsort().view_as(chosen)  # (N, A): where in out the rows of a token are
         return F.embedding_bag(place, out.float(), per_sample_weights=weights, mode="sum").to(x.dtype)
 
 
