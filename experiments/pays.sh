@@ -46,7 +46,7 @@ for seed in 0 1 2; do
   python -m beyond.own_blocks --data names --init_from out/distilled-base-$seed --n_last 1 --max_iters 1200 --seed $seed \
     --out_dir out/own-on-distilled-$seed
 
-  # more depth, two blocks, the clean target, the paper's Stage B, one ingredient changed, drafts
+  # more depth, two blocks, the clean target, the paper's Stage B, one ingredient changed, drafts, joint noise
   geometry 5 --max_iters 1400 --seed $seed --out_dir out/deep-$seed
   TWICE=1 geometry 5 --max_iters 1400 --seed $seed --out_dir out/twice-$seed
   python -m beyond.own_blocks $run --n_last 2 --out_dir out/own-two-$seed
@@ -58,15 +58,13 @@ for seed in 0 1 2; do
     python -m beyond.ablation $run --n_last 1 --change $change --out_dir out/changed-$change-$seed
   done
   python -m beyond.drafts --data names --init_from ${bases[$seed]} --n_last 1 --max_iters 3000 --seed $seed --out_dir out/drafts-$seed
+  python -m beyond.noise $paper --confident_share 0.75 --eval_rows 64 --out_dir out/noise-$seed
 
   # a base that was trained to edit, and own blocks on it
   geometry 4 --corruption random --max_iters 1400 --seed $seed --out_dir out/edit-base-$seed
   python -m beyond.own_blocks --data names --init_from out/edit-base-$seed --n_last 1 --max_iters 1200 --seed $seed \
     --out_dir out/edit-own-$seed
 done
-
-python -m beyond.noise $small --init_from assets/names --n_last 2 --confident_share 0.75 --learning_rate 3e-3 --max_iters 700 \
-  --eval_rows 64 --out_dir out/noise-0
 
 # where a marker tells something: toys whose bundles are a part of the masks
 for toy in modes pairs; do
@@ -114,4 +112,4 @@ records sampled-drafts $draw 1 --taus -1 --top_p 1 0.8 0.77 0.7 -- drafts base o
 records sampled-ours $draw 1 --taus -1 --keep 0.5 0.8 -- ours base out/own-%
 records sampled-distilled $draw 1 --taus 1 -1 -- "Stage A distilled" base out/distilled-% \
   "distilled, chain alone" base out/distilled-alone-%
-python -m beyond.pays $draw 1 --taus -1 0.1 0.3 --system "joint noise" assets/names out/noise-0 --out out/sampled-noise.jsonl
+records sampled-noise $draw 1 --taus -1 0.1 0.3 -- "joint noise" base out/noise-%
