@@ -96,7 +96,7 @@ class Context:
     cache: "KVCache | None" = None
     round: int = 0  # which round's keys and values of the context to use (Stage B with K > 1)
     lora: bool | Tensor = True  # where adapters act: everywhere (the paper), nowhere, or at (T, 1) bool positions
-    pieces: list[tuple[Tensor, Tensor]] | None = None  # of a long row: some queries, all keys that any of them sees
+    pieces: list[tuple[slice, Tensor]] | None = None  # of a long row: some queries, all keys that any of them sees
 
 
 def rotary(cfg: Config, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -117,7 +117,7 @@ def sequence_context(cfg: Config, real: Tensor, dtype: torch.dtype, clean_copy: 
     mask = (doubled_mask if clean_copy else block_causal_mask)(T, cfg.block_length, real.device)
     if clean_copy:
         positions, real = positions.repeat(2), real.repeat(1, 2)
-    runs = torch.arange(len(mask), device=real.device).split(256)
+    runs = [slice(a, a + 256) for a in range(0, len(mask), 256)]
     pieces = [(run, mask[run].any(0).nonzero()[:, 0]) for run in runs] if len(runs) > 1 else None
     if not real.all():
         itself = torch.eye(len(mask), dtype=torch.bool, device=real.device)

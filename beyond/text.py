@@ -107,7 +107,7 @@ def settings(model: Model, args: Namespace) -> list[tuple[float, float | None]]:
     return [(tau, keep) for keep in sorted(set(args.keep)) for tau in taus if tau < 1] + [(1.0, None)]
 
 
-def load(named: dict[str, list[list[str]]], args: Namespace, device: torch.device) -> dict[str, list[Model]]:
+def load(named: dict[str, list[list[str]]], device: torch.device) -> dict[str, list[Model]]:
     """Name -> its seeds' models. What does not belong together is refused now, not after hours."""
     models = {name: [load_model(ckpt, device, torch.float32, *adapter) for ckpt, *adapter in seeds]
               for name, seeds in named.items()}  # fmt: skip
@@ -116,10 +116,11 @@ def load(named: dict[str, list[list[str]]], args: Namespace, device: torch.devic
         for (ckpt, *_), model in zip(seeds, models[name], strict=True):
             tokenizer = load_tokenizer(Path(ckpt), model.cfg.tokenizer)
             reads = tokenizer and tokenizer.token_bytes, model.cfg.mask_id, model.cfg.block_length
-            if reads != (expected := expected or reads):
+            expected = expected or reads
+            if reads != expected:
                 fail(f"{ckpt} reads other tokens or blocks than the base: it would fill other spans")
-            if settings(model, args) != settings(models[name][0], args):
-                fail(f"--system {name}: one of its seeds has a tau_keep and one has none, they are not of one kind")
+        if len({hasattr(model, "tau_keep") for model in models[name]}) > 1:
+            fail(f"--system {name}: one of its seeds has a tau_keep and one has none, they are not of one kind")
     return models
 
 
@@ -127,12 +128,12 @@ def load(named: dict[str, list[list[str]]], args: Namespace, device: torch.devic
 def curves(args: Namespace, device: torch.device) -> tuple[Curves, list[int]]:
     """What every system wrote, in the mean over its seeds, and each span's document."""
     named, found = systems(args), {}
-    models = load(named, args, device)
-    (ckpt,), base = next(iter(named.values()))[0], next(iter(models.values()))[0]
-    cut, tokenizer = spans.read(args, ckpt, base)
-    z, inside = (t.to(device) for t in spans.blocks(cut, base.cfg.block_length, base.cfg.mask_id))
+    models, base = load(named, device), next(iter(named))
+    cut, tokenizer = spans.read(args, named[base][0][0], models[base][0])
+    cfg = models[base][0].cfg
+    z, inside = (t.to(device) for t in spans.blocks(cut, cfg.block_length, cfg.mask_id))
     contexts, length = [s.piece[: s.start] for s in cut], inside.sum(-1).cpu().numpy()
-    judges = [(Cached(model, contexts, 0), {}) for model in next(iter(models.values()))]
+    judges = [(Cached(model, contexts, 0), {}) for model in models[base]]
     for name, seeds in tqdm(named.items(), desc="systems", disable=None):
         points = defaultdict(list)  # (tau, keep) -> figures of each seed
         for (ckpt, *adapter), model, (judge, known) in zip(seeds, models[name], judges, strict=True):

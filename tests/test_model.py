@@ -66,8 +66,9 @@ def test_a_long_row_goes_through_attention_in_pieces_as_it_would_whole(clean_cop
     ctx = sequence_context(model.cfg, real, torch.float32, clean_copy)
     ids = torch.cat([ids.masked_fill(real & (ids % 3 == 0), MASK), ids], dim=1) if clean_copy else ids
     keys = [256, 512, 520] if not clean_copy else [256 + 248, 256 + 504, 8 + 512, 504, 520]  # the third has both kinds
-    assert [len(b) for _, b in ctx.pieces] == keys
-    assert torch.cat([a for a, _ in ctx.pieces]).equal(torch.arange(ids.shape[1]))
+    assert [len(j) for _, j in ctx.pieces] == keys
+    every = torch.arange(ids.shape[1])
+    assert torch.cat([every[i] for i, _ in ctx.pieces]).equal(every)
     found = []
     for c in (ctx, replace(ctx, pieces=None)):
         model.zero_grad()

@@ -256,7 +256,7 @@ def arithmetic(model: Model, rows: int, context: int) -> Callable[[], object]:
     for name, p in model.named_parameters():
         if p.dim() > 1 and name not in ("wte.weight", "markers"):
             x = normal(T if p.dim() == 2 else -(-T * cfg.n_active // used), p.shape[-1], device=p.device)
-            jobs += [(x, w) for w in p.view(-1, *p.shape[-2:])[: 1 if p.dim() == 2 else used]]
+            jobs += [(x, w) for w in p.view(-1, *p.shape[-2:])[:used]]
     q = normal(rows, cfg.n_head, cfg.block_length, cfg.head_dim, device=p.device)
     kv = normal(rows, cfg.n_kv_head, context + cfg.block_length, cfg.head_dim, device=p.device)
 
