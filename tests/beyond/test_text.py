@@ -262,7 +262,7 @@ def given(folders, *names):
 def test_the_report_from_the_command_line(folders, monkeypatch, capsys):
     monkeypatch.setattr(text, "FINE", {0.0, 0.3})
     argv = given(folders, "all", "b", "own", "distilled")
-    code, out, _ = command_line(text, monkeypatch, capsys, *argv, "--taus", 0, 0.5, "--keep", 0, 1, "--ours", "base")
+    code, out, _ = command_line(text, monkeypatch, capsys, *argv, "--taus", 0, 0.5, "--keep", 0, 1, "--against", "base")
     lines = out.splitlines()
     assert code == 0 and "6 of them in Python functions" in lines[0]
     assert lines[1].split() == ["system", "tau", "keep", "full", "all", "score", "exact", "parses", "stutter"]
@@ -296,7 +296,7 @@ def test_seeds_are_pooled_and_each_is_judged_by_its_own_base(folders, monkeypatc
     first, second = str(folders / "base"), str(folders / "other")
 
     def curves(*systems):
-        of = Namespace(data=[folders / "text"], spans=6, taus=[0.5], keep=[0.0], plot=None, ours=None)
+        of = Namespace(data=[folders / "text"], spans=6, taus=[0.5], keep=[0.0], plot=None, against=None)
         return text.curves(Namespace(**vars(of), system=[list(s) for s in systems]), torch.device("cpu"))[0]
 
     one, two = curves(["base", first])["base"], curves(["base", second])["base"]
@@ -327,7 +327,7 @@ def test_what_cannot_be_compared_is_refused(folders, monkeypatch, capsys):
     assert "--taus" in why("--taus", 1.5)
     assert "--spans" in why("--spans", 1)
     assert "--keep" in why("--keep", 2)
-    assert "--ours owns" in why("--ours", "owns") and "base, own" in why("--ours", "owns")
+    assert "--against owns" in why("--against", "owns") and "base, own" in why("--against", "owns")
     assert "--system own has 2 seeds, the base has 1" in why("--system", "own", folders / "base", folders / "own")
     assert "the base first" in why(systems=["--data", "stdlib", "--system", "own", folders / "base", folders / "own"])
     assert "the base first" in why("--system", "nothing")
