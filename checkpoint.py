@@ -28,7 +28,7 @@ from torch import Tensor
 
 from data import fail, generator, read_json, replace_file, write_json
 from model import Config, Model
-from presets import FIELDS, PRESETS, check, fits, new_model
+from presets import FIELDS, PRESETS, SIZE, check, fits, new_model
 from tokenizer import Tokenizer, bpe_tokenizer, byte_tokenizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -177,7 +177,8 @@ def load_model(
 
     # as many markers as there are rounds: the stored ones, then zeros
     markers = state.get("markers", torch.zeros(1, cfg.n_embd, device=device, dtype=dtype))
-    state["markers"] = F.pad(markers, (0, 0, 0, cfg.n_rounds - len(markers)))
+    if markers.dim() == 2:
+        state["markers"] = F.pad(markers, (0, 0, 0, cfg.n_rounds - len(markers)))
 
     check_fit(folder, state, stored(model), "the checkpoint is incomplete, or another model's")
     model.load_state_dict(state, assign=True, strict=False)
@@ -234,13 +235,14 @@ ADAPTER_GEOMETRY = ("n_layer", "n_embd", "n_head", "n_kv_head", "n_last", "n_rou
 
 
 def fingerprint(folder: str | Path) -> str:
-    """Which base a folder holds: 16 hex digits, in well under a second, also of 32 GB.
+    """Which base a folder holds, as 16 hex digits. Only a few KB of each tensor are read, however large it is.
 
-    It is a hash of the names and shapes of the stored tensors and of a few KB of each, rounded to bfloat16. So a base
-    keeps its fingerprint when it is cast from float32 to bfloat16, cut into other shards, or converted to the released
-    layout and back. Markers are left out, because the released layout loses them, and an adapter brings its own. A
-    folder whose values are no longer those of its base (int8 rows with scales, say) carries the fingerprint of what it
-    was made from, as `fingerprint` in config.json, and this is what counts.
+    It is a hash of the names and shapes of the stored tensors and of some of their values, rounded to bfloat16. So a
+    base keeps its fingerprint when it is cast from float32 to bfloat16, cut into other shards, or converted to the
+    released layout and back. Markers do not count: the released layout loses them, and an adapter brings its own.
+
+    A folder whose values are no longer those of its base (int8 rows with scales, say) carries the fingerprint of what
+    it was made from, as `fingerprint` in config.json. Where there is one, it is the answer.
     """
     folder = Path(folder)
     inherited = read_json(folder / "config.json", "checkpoint config").get("fingerprint")
@@ -294,7 +296,7 @@ def check_base(base: str | Path, adapter: str | Path) -> None:
     found = fingerprint(base)
     if found != expected:
         fail(f"wrong --ckpt for this adapter: {adapter} was trained on {settings['base']} when its fingerprint was "
-             f"{expected}, the fingerprint of {base} is {found}")  # fmt: skip
+             f"{expected}; the fingerprint of {base} is {found}")  # fmt: skip
 
 
 def save_adapter(model: Model, folder: Path, settings: dict) -> None:
@@ -317,7 +319,7 @@ def adapter_settings(folder: str | Path) -> dict:
     for name in ("base", "base_fingerprint"):
         if not isinstance(settings.get(name), str):
             wrong.append(name)
-    if not fits(settings.get("lora_r"), *FIELDS["n_embd"]):
+    if not fits(settings.get("lora_r"), int, 1, SIZE):
         wrong.append("lora_r")
     if not fits(settings.get("lora_alpha"), float, 1e-12, 1e12):
         wrong.append("lora_alpha")
@@ -338,9 +340,10 @@ def adapter_settings(folder: str | Path) -> dict:
 def load_adapter(model: Model, folder: str | Path) -> None:
     """LoRA and markers into a loaded model; an extension's adapter through the module that it names."""
     settings = adapter_settings(folder)
-    for name, trained in settings["model"].items():
-        if name in ADAPTER_GEOMETRY and getattr(model.cfg, name) != trained:
-            fail(f"{folder} was trained with {name} {trained}: wrong --ckpt for this adapter")
+    trained = settings["model"]
+    for name in ADAPTER_GEOMETRY:
+        if getattr(model.cfg, name) != trained[name]:
+            fail(f"{folder} was trained with {name} {trained[name]}: wrong --ckpt for this adapter")
 
     if "extension" not in settings:
         model.add_lora(settings["lora_r"], settings["lora_alpha"], torch.Generator())

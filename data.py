@@ -399,7 +399,7 @@ def load_sequences(
 
 
 def __getattr__(name: str) -> object:
-    """TEMPORARY, to be removed by the merger: names that moved to tokenizer.py, for callers that import them here."""
+    """TEMPORARY: names that moved to tokenizer.py, until all callers import them from there."""
     if name not in ("EOS", "MASK", "Tokenizer", "bpe_tokenizer", "byte_tokenizer", "learn_bpe"):
         raise AttributeError(f"module 'data' has no attribute {name!r}")
     import tokenizer

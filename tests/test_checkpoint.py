@@ -153,6 +153,12 @@ def test_layers_that_are_not_stored_are_not_built(n_layer, base, monkeypatch, ca
     assert f"n_layer {n_layer}, but no tensor layers.{n_layer - 1}.* is stored" in line
 
 
+@pytest.mark.parametrize("shape", [[], [64], [2, 63], [1, 2, 64]])
+def test_markers_of_another_shape_are_refused(shape, base, capsys):
+    save_file(load_file(base / WEIGHTS) | {"markers": torch.zeros(shape)}, base / WEIGHTS)
+    assert f"markers: shape {shape} there" in line_of(capsys, load_model, base, "cpu", torch.float32)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # the index of shards
 
