@@ -1,4 +1,4 @@
-"""Corpora, learned tokenizers and rows. `pytest tests/test_data.py` (the released tokenizer: test_convert.py)"""
+"""Corpora, tokenizers and rows. `pytest tests/test_data.py` (the released tokenizer: test_convert.py)"""
 
 import gzip
 import json
@@ -12,17 +12,8 @@ import pytest
 import torch
 
 import data
-from data import (
-    bpe_tokenizer,
-    byte_tokenizer,
-    exists,
-    is_validation,
-    learn_bpe,
-    load_sequences,
-    load_text,
-    unicode_names,
-    write_json,
-)
+from data import exists, is_validation, load_sequences, load_text, read_json, unicode_names, write_json
+from tokenizer import bpe_tokenizer, byte_tokenizer, learn_bpe
 
 TEXT = "naïve café, 日本\n"
 
@@ -182,6 +173,15 @@ def test_a_name_is_its_own_document_and_split(names, learned):
         assert exists(t.decode(row)) and not is_validation(t.decode(row))
 
 
+def test_every_token_can_be_seen():
+    t = byte_tokenizer()
+    shown = [t.piece(token) for token in (*b"a \n\t\r", 0xE2, 0, t.eos_id, 300)]
+    assert shown == ["a", "·", "↵", "⇥", "␍", "<E2>", "<U+0000>", "<|endoftext|>", "<300>"]
+    accent = "\u0301"
+    t.token_bytes[300] = accent.encode()
+    assert t.piece(300) == "◌" + accent
+
+
 def test_no_names_without_unicodedata(monkeypatch, capsys):
     monkeypatch.setattr(data, "unicodedata", None)
     assert "unicodedata" in refusal(capsys, "names")
@@ -275,6 +275,16 @@ def test_stdlib_is_python_source_without_tests():
     assert names == sorted(names)
     share = np.mean([is_validation(n) for n in names])
     assert 0.01 < share < 0.12  # one in twenty, by hash
+
+
+@pytest.mark.parametrize("call", [load_text, read_json, write_json], ids=lambda call: call.__name__)
+def test_a_path_with_a_nul_byte_is_one_line(call, tmp_path, capsys):
+    path = tmp_path / "a\0b.jsonl"
+    arguments = {load_text: ([str(path)],), read_json: (path, "settings"), write_json: (path, {})}[call]
+    with pytest.raises(SystemExit) as stop:
+        call(*arguments)
+    lines = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and len(lines) == 1 and r"a\0b.jsonl" in lines[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
