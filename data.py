@@ -396,12 +396,3 @@ def load_sequences(
             train = every
 
     return [Sequences(part, seq_len, tokenizer.eos_id, seed) for part in (train, val)]
-
-
-def __getattr__(name: str) -> object:
-    """TEMPORARY: names that moved to tokenizer.py, until all callers import them from there."""
-    if name not in ("EOS", "MASK", "Tokenizer", "bpe_tokenizer", "byte_tokenizer", "learn_bpe"):
-        raise AttributeError(f"module 'data' has no attribute {name!r}")
-    import tokenizer
-
-    return getattr(tokenizer, name)

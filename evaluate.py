@@ -33,9 +33,10 @@ import data
 import toy
 from cache import Output, in_full
 from checkpoint import DTYPES, load_model, load_tokenizer
-from data import Parser, Tokenizer, bounded, fail, pick_device, read_json
-from model import Config, Model
+from data import Parser, bounded, fail, pick_device, read_json
+from model import Model
 from sample import MODES, Decoding, generate
+from tokenizer import Tokenizer
 from toy import Toy
 
 # N contexts, S support tuples, m answer positions
@@ -225,7 +226,7 @@ def draw_names(n: int, group: str, tokenizer: Tokenizer) -> dict[str, list[int]]
     return prompts
 
 
-def judge(asked: list[str], written: list[str], outputs: list[Output], cfg: Config) -> dict:
+def judge(asked: list[str], written: list[str], outputs: list[Output], partial_cost: float) -> dict:
     """The shares of one decoder's completions (see above) and its forwards a name and a token.
 
     asked: the names drawn; written: what became of each; outputs: how."""
@@ -244,7 +245,7 @@ def judge(asked: list[str], written: list[str], outputs: list[Output], cfg: Conf
 
     # forwards of each kind, and all together in units of a full one
     nfe = {kind: sum(o.nfe[kind] for o in outputs) for kind in ("full", "partial", "commit")}
-    nfe["all"] = in_full(nfe, cfg)
+    nfe["all"] = in_full(nfe, partial_cost)
     tokens = sum(len(o.tokens) for o in outputs)
     for unit, count in {"name": n, "token": tokens}.items():
         for kind in ("full", "partial", "all"):
@@ -317,7 +318,7 @@ def complete(model: Model, tokenizer: Tokenizer, prompts: dict[str, list[int]], 
     written = []
     for ids, output in zip(prompts.values(), outputs, strict=True):
         written.append(tokenizer.decode(ids + output.tokens))
-    return judge(list(prompts), written, outputs, model.cfg)
+    return judge(list(prompts), written, outputs, model.partial_cost)
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ import data
 import toy
 from corrupt import CORRUPTIONS
 from data import Parser, bounded, fail
+from tokenizer import learn_bpe
 
 # --- defaults
 READS = {
@@ -237,6 +238,6 @@ def learn_tokenizer(folder: Path, args: Namespace) -> str:
     if args.data != ["names"]:
         return "bytes"
     if not (folder / "tokenizer.json").exists():
-        data.write_json(folder / "tokenizer.json", data.learn_bpe(data.unicode_names(), data.NAMES_VOCAB))
+        data.write_json(folder / "tokenizer.json", learn_bpe(data.unicode_names(), data.NAMES_VOCAB))
         data.write_json(folder / "names.json", {"unidata_version": data.unicodedata.unidata_version})
     return "bpe"

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from cache import Output, in_full
 from checkpoint import DTYPES
-from data import Parser, Tokenizer, bounded, exists, fail
+from data import Parser, bounded, exists, fail
 from model import Config, Model
+from tokenizer import Tokenizer
 
 MASK = "▒"
 END = "∎"

@@ -17,12 +17,12 @@ from argparse import Namespace
 
 import torch
 import torch.nn.functional as F
+from beyond.own_blocks import OwnBlocks, OwnBlocksObjective
 from torch import Tensor, nn
 
 import sample
 import train
 from beyond import own_blocks
-from beyond.own_blocks import OwnBlocks, OwnBlocksObjective
 from beyond.stage_b_only import StageBOnly, StageBOnlyObjective, adapt
 from cache import Cached
 from corrupt import Corruption

@@ -40,10 +40,11 @@ import sample
 from beyond.spans import interval, means, resamples, within
 from cache import Cached, Output
 from checkpoint import load_model, load_tokenizer
-from data import Parser, Tokenizer, bounded, exists, fail, pick_device, replace_file
+from data import Parser, bounded, exists, fail, pick_device, replace_file
 from evaluate import print_table
 from model import Model
 from sample import MODES, Decoding, generate
+from tokenizer import Tokenizer
 
 # P prompts, W resamples
 

@@ -25,11 +25,11 @@ from argparse import Namespace
 
 import torch
 import torch.nn.functional as F
+from beyond.own_blocks import OwnBlocks, Suffixes
 from torch import Tensor
 
 import train
 from beyond.chain import Clean
-from beyond.own_blocks import OwnBlocks, Suffixes
 from cache import Cached
 from corrupt import Draws, M, three_term_loss
 from data import bounded, fail, generator

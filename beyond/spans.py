@@ -20,9 +20,10 @@ from torch import Tensor
 from beyond.chain import best_tokens, greedy_chain
 from cache import MAX_STEPS, Cached
 from checkpoint import load_tokenizer
-from data import Parser, Tokenizer, bounded, fail, is_validation, load_text
+from data import Parser, bounded, fail, is_validation, load_text
 from model import Model
 from sample import Decoding, step
+from tokenizer import Tokenizer
 
 # R spans (rows), B block_length, V vocabulary, n masked positions, P settings, W resamples
 

@@ -37,9 +37,10 @@ from beyond import spans
 from beyond.spans import FILL, Span, at_rows, chain, fill, interval, is_python, means, stage_a_log_probs, within
 from cache import Cached, in_full
 from checkpoint import load_model, load_tokenizer
-from data import Tokenizer, bounded, fail, pick_device
+from data import bounded, fail, pick_device
 from evaluate import print_table
 from model import Model
+from tokenizer import Tokenizer
 
 # R spans (rows), B block_length, P settings, W resamples
 

@@ -10,10 +10,12 @@ from common import approx, command_line, refused, tiny_model
 import data
 import evaluate
 import sample
+import terminal
 from cache import Output, in_full
 from checkpoint import PRESETS, new_model, save_adapter, save_model
-from data import byte_tokenizer, exists, generator, is_validation, learn_bpe, write_json
+from data import exists, generator, is_validation, write_json
 from evaluate import draw_names, judge, name_decoders, wilson
+from tokenizer import byte_tokenizer, learn_bpe
 
 TOKENIZER = byte_tokenizer()
 MODEL = SimpleNamespace(cfg=SimpleNamespace(n_last=1, n_layer=4))
@@ -24,13 +26,13 @@ FACTORISED = ["one at a time", *GATES, "released Q", "released S"]
 def judged(prompts: dict[str, list[int]], written: list[str], **nfe: float) -> dict:
     """The verdict on a decoder that completes the prompts to these names, each with these forwards."""
     rest = [TOKENIZER.encode(name)[len(p) :] for name, p in zip(written, prompts.values(), strict=True)]
-    return judge(list(prompts), written, [Output([*ids, TOKENIZER.eos_id], nfe) for ids in rest], MODEL.cfg)
+    return judge(list(prompts), written, [Output([*ids, TOKENIZER.eos_id], nfe) for ids in rest], MODEL.partial_cost)
 
 
 def test_the_verdict_is_the_character_or_that_there_is_none():
-    assert sample.verdict("LATIN SMALL LETTER A") == "   a (U+0061)"
-    assert sample.verdict("ARABIC LIGATURE LAM WITH WITH MEEM ISOLATED FORM") == "   (no such character)"
-    assert "upper case" in sample.verdict("latin small letter a")
+    assert terminal.verdict("LATIN SMALL LETTER A") == "a (U+0061)"
+    assert terminal.verdict("ARABIC LIGATURE LAM WITH WITH MEEM ISOLATED FORM") == "(no such character)"
+    assert "upper case" in terminal.verdict("latin small letter a")
 
 
 def test_wilson():
@@ -42,8 +44,8 @@ def test_wilson():
 
 def test_forwards_in_full_ones():
     """2 full, 1 commit, and 4 partial of a quarter each; a partial one of half a block is half a partial one."""
-    assert in_full({"full": 2, "partial": 4, "commit": 1}, MODEL.cfg) == 4
-    assert in_full({"full": 2, "partial": 0.5, "commit": 0}, MODEL.cfg) == 2.125
+    assert in_full({"full": 2, "partial": 4, "commit": 1}, MODEL.partial_cost) == 4
+    assert in_full({"full": 2, "partial": 0.5, "commit": 0}, MODEL.partial_cost) == 2.125
 
 
 def test_shares_and_forwards_by_hand():

@@ -13,8 +13,9 @@ import cache
 import sample
 import terminal
 from checkpoint import save_model
-from data import byte_tokenizer, generator
+from data import generator
 from sample import Decoding, Output, candidates, generate, generate_one, select_bundle
+from tokenizer import byte_tokenizer
 
 LENGTHS = [3, 8, 13, 16, 21]  # shorter than a block of 8, one block, inside a block, two blocks, inside the third
 GATES = [(0.7, 0.5), (0.3, 0.0), (0.9, None), (-1, 0.3)]

@@ -14,6 +14,7 @@ import torch
 from common import ROOT, approx, command_line, random_ids, refused, settings, tiny_config, tiny_model
 from safetensors.torch import load_file
 
+import checkpoint
 import convert_weights
 import sample
 import train
@@ -163,6 +164,7 @@ def test_only_lora_and_markers_move_from_a_checkpoint(tmp_path, monkeypatch, cap
     assert len(adapter) == 4 * 4 + 1 and all("lora_" in k or k == "markers" for k in adapter)
     assert all(t.abs().sum() > 0 for t in adapter.values())
     saved = json.loads((ours / "adapter.json").read_text())
+    assert saved.pop("base_fingerprint") == checkpoint.fingerprint(base)
     geometry = dict(n_layer=4, n_embd=64, n_head=4, n_kv_head=2, n_last=2, n_rounds=1)
     assert saved == dict(base=str(base), lora_r=16, lora_alpha=32, model=geometry)
 

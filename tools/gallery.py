@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from corrupt import CORRUPTIONS, Corruption, G, M, W, corrupt, draw_bundle, loss_weights
-from data import Parser, bounded, byte_tokenizer, fail, generator
+from data import Parser, bounded, fail, generator
+from tokenizer import byte_tokenizer
 
 # T positions of the one row, B block_length
 

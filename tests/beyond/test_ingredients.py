@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from beyond.ablation import CHANGES, Ablation
+from beyond.own_blocks import OwnBlocks
 from common import caller, random_ids, tiny_model
 
 import sample
 import train
 from beyond import ablation
-from beyond.ablation import CHANGES, Ablation
-from beyond.own_blocks import OwnBlocks
 from beyond.stage_b_only import StageBOnly
 from data import generator
 from sample import Decoding, generate

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from beyond.own_blocks import OwnBlocks, OwnBlocksObjective, Suffixes
 from common import MASK, caller, random_ids, settings, tiny_model
 from safetensors.torch import load_file
 
@@ -13,7 +14,6 @@ import sample
 import train
 from beyond import chain, distill, own_blocks
 from beyond.chain import Clean
-from beyond.own_blocks import OwnBlocks, OwnBlocksObjective, Suffixes
 from corrupt import G, M
 from data import generator
 from model import Context, rotary, sequence_context

@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from beyond.drafts import Drafts
+from beyond.own_blocks import OwnBlocks
 from common import ROOT, approx, caller, random_ids, tiny_model
 
 import evaluate
 from beyond import pays
-from beyond.drafts import Drafts
-from beyond.own_blocks import OwnBlocks
 from beyond.spans import interval, means, resamples, within
 from cache import Output
 from data import generator
@@ -141,7 +141,8 @@ def test_the_tables_by_hand(tmp_path, monkeypatch, capsys):
     head = {"clusters": {"held out": [0, 1], "trained": [2, 3]}}
     path.write_text("".join(json.dumps(r) + "\n" for r in [head, *records]))
     tables = [
-        [line.split("  ") for line in t.splitlines()] for t in call("--records", path, "--against", "ours").split("\n\n")
+        [line.split("  ") for line in t.splitlines()]
+        for t in call("--records", path, "--against", "ours").split("\n\n")
     ]
     tables = [[[c.strip() for c in line if c.strip()] for line in t] for t in tables]
     titles = [f"{what}, {count}/token{T}" for T in ("", ", T 0.5") for count in ("all", "serial")
@@ -269,7 +270,7 @@ def test_greedy_records_are_the_judges_of_both_groups(tmp_path, monkeypatch, cap
     drawn = evaluate.draw_names(20, "held out", tokenizer) | evaluate.draw_names(20, "trained", tokenizer)
     outputs = generate(model, list(drawn.values()), d)
     written = [tokenizer.decode(p + o.tokens) for p, o in zip(drawn.values(), outputs, strict=True)]
-    judged = evaluate.judge(list(drawn), written, outputs, model.cfg)
+    judged = evaluate.judge(list(drawn), written, outputs, model.partial_cost)
     assert {k: r[k] for k in judged.keys() & r.keys()} == approx({k: judged[k] for k in judged.keys() & r.keys()})
     cluster = sum(head["clusters"].values(), [])
     assert max(cluster) + 1 == len(set(map(tuple, drawn.values()))) < 40

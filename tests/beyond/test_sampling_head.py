@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from beyond.drafts import Drafts, DraftsObjective, couple, draw, earlier
 from common import MASK, caller, random_ids, settings, tiny_model
 from safetensors.torch import load_file
 
 import sample
 import train
 from beyond import drafts
-from beyond.drafts import Drafts, DraftsObjective, couple, draw, earlier
 from corrupt import M
 from data import generator
 from model import sequence_context

@@ -7,16 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from beyond.own_blocks import OwnBlocks
 from common import MASK, approx, command_line, random_ids, refused, tiny_model
 
 from beyond import spans, stage_b_only, text
 from beyond.distill import Distilled
-from beyond.own_blocks import OwnBlocks
 from beyond.spans import FILL, blocks, chain, cut, fill, interval, means, pieces, stage_a_log_probs, within
 from cache import Cached
 from checkpoint import save_adapter, save_model
-from data import byte_tokenizer, generator, is_validation
+from data import generator, is_validation
 from sample import generate
+from tokenizer import byte_tokenizer
 
 SOURCE = "class A:\n    def double(self, x):\n        return 2 * x\n\n\ndef f(a, b):\n    # add\n    return a + b\n"
 

@@ -1,6 +1,5 @@
 """The table of adapters on toys: its figures by hand. `pytest tests/beyond/test_toys.py`"""
 
-import json
 import math
 from types import SimpleNamespace
 

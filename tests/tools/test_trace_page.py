@@ -13,8 +13,8 @@ from common import MASK, ROOT, command_line, random_ids, refused, tiny_model
 
 import sample
 from checkpoint import save_model
-from data import byte_tokenizer
 from sample import Decoding, generate, show_steps
+from tokenizer import byte_tokenizer
 from tools import trace_page
 from tools.trace_page import booked, divergence, page, picture, states
 
