@@ -330,50 +330,94 @@ def is_validation(name: str) -> bool:
 
 @dataclass
 class Sequences:
-    """Documents cut into rows of at most seq_len ids, one document a row, padded with eos at the end. Row i of the
-    stream is a function of (seed, i) alone: epoch i // N has its own permutation."""
+    """Documents cut into rows of at most seq_len ids, one document a row, padded with eos at the end.
+
+    The stream goes through all rows again and again. Row i of it is a function of (seed, i) alone. In training every
+    batch holds rows of one width: one block, two, four ... up to seq_len. So little of it is padding; and a row's
+    width, on which its random numbers depend, does not depend on the rows beside it.
+    """
 
     rows: list[np.ndarray]  # N rows of 1..seq_len int32 ids; a document's last row ends in eos
     seq_len: int
     pad_id: int
     seed: int
-    order: dict[int, list[int]] = field(default_factory=dict)  # the epoch in use and its permutation
+    block_length: int = 1
+    batch_size: int = 0  # rows 0..batch_size-1 are of one width, and so on; 0: all rows are padded to seq_len
+    order: dict[int, list[int]] = field(default_factory=dict)  # the epoch in use, and its rows in order
+
+    def __post_init__(self) -> None:
+        self.widths = [self.width(len(row)) for row in self.rows]
+        self.epoch_length = len(self.epoch_order(0))
 
     def __len__(self) -> int:
         return len(self.rows)
 
+    def width(self, n: int) -> int:
+        """Of a row of n ids: one block, two, four ..., seq_len, the first that holds it."""
+        if self.batch_size == 0:
+            return self.seq_len
+        width = self.block_length
+        while width < n:
+            width *= 2
+        return min(width, self.seq_len)
+
     def batch(self, first: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """Rows first .. first+rows of the stream: x (R, T) int64, real (R, T) bool, prompt (R, T) bool (none)."""
-        x = torch.full((rows, self.seq_len), self.pad_id)
+        chosen = [self.row(i) for i in range(first, first + rows)]
+        x = torch.full((rows, max(self.widths[i] for i in chosen)), self.pad_id)
         real = torch.zeros_like(x, dtype=torch.bool)
         prompt = torch.zeros_like(real)
-        for r in range(rows):
-            row = torch.from_numpy(self.rows[self.shuffled(first + r)])
-            x[r, : len(row)] = row
-            real[r, : len(row)] = True
+        for r, i in enumerate(chosen):
+            ids = torch.from_numpy(self.rows[i])
+            x[r, : len(ids)] = ids
+            real[r, : len(ids)] = True
         return x, real, prompt
 
     def count_real(self, first: int, rows: int) -> int:
         """How many positions of these rows are no padding."""
-        return sum(len(self.rows[self.shuffled(i)]) for i in range(first, first + rows))
+        return sum(len(self.rows[self.row(i)]) for i in range(first, first + rows))
 
     def describe(self) -> str:
         tokens = sum(len(row) for row in self.rows)
         return f"{len(self):,} rows, {tokens:,} tokens"
 
-    def shuffled(self, i: int) -> int:
+    def row(self, i: int) -> int:
         """Which of the N rows is row i of the stream."""
-        epoch, position = divmod(i, len(self))
+        epoch, position = divmod(i, self.epoch_length)
         if epoch not in self.order:
-            permutation = torch.randperm(len(self), generator=generator(self.seed, "order", epoch))
-            self.order = {epoch: permutation.tolist()}
+            self.order = {epoch: self.epoch_order(epoch)}
         return self.order[epoch][position]
+
+    def epoch_order(self, epoch: int) -> list[int]:
+        """All rows in random order, in batches of one width."""
+        rng = generator(self.seed, "order", epoch)
+        shuffled = torch.randperm(len(self), generator=rng).tolist()
+        if self.batch_size == 0:
+            return shuffled
+
+        # of each width whole batches: the last one is filled up with rows from the first
+        batches = []
+        for width in sorted(set(self.widths)):
+            alike = [i for i in shuffled if self.widths[i] == width]
+            n_batches = math.ceil(len(alike) / self.batch_size)
+            alike = np.resize(alike, (n_batches, self.batch_size))  # repeats what it has
+            batches += alike.tolist()
+
+        # in random order
+        order = []
+        for b in torch.randperm(len(batches), generator=rng).tolist():
+            order += batches[b]
+        return order
 
 
 def load_sequences(
-    sources: list[str], tokenizer: "Tokenizer", seq_len: int, seed: int, max_docs: int = 0, block_length: int = 1
-) -> list[Sequences]:
-    """[train, validation] rows of a corpus. A corpus of few documents keeps its last 5 % of rows for validation."""
+    sources: list[str], tokenizer: "Tokenizer", seq_len: int, seed: int, max_docs: int = 0, block_length: int = 1,
+    batch_size: int = 0,
+) -> tuple[Sequences, Sequences]:  # fmt: skip
+    """(train, validation) rows of a corpus. A corpus of few documents keeps its last 5 % of rows for validation.
+
+    The training rows come in batches of one width; the validation rows, which are few, all at seq_len.
+    """
     documents = load_text(sources, max_docs)
     train, val = [], []
     for name, text in tqdm(documents, desc="tokenize", leave=False, disable=None):
@@ -395,4 +439,7 @@ def load_sequences(
         if not train:  # a single row is both
             train = every
 
-    return [Sequences(part, seq_len, tokenizer.eos_id, seed) for part in (train, val)]
+    return (
+        Sequences(train, seq_len, tokenizer.eos_id, seed, block_length, batch_size),
+        Sequences(val, seq_len, tokenizer.eos_id, seed, block_length),
+    )

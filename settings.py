@@ -222,7 +222,9 @@ def load_text(args: Namespace) -> Corpus:
     block_length = args.block_length
     if block_length is None:
         block_length = checkpoint.read_config(folder).block_length
-    train, val = data.load_sequences(args.data, tokenizer, args.seq_len, args.seed, args.max_docs, block_length)
+    train, val = data.load_sequences(
+        args.data, tokenizer, args.seq_len, args.seed, args.max_docs, block_length, args.batch_size
+    )
 
     # the vocabulary of a new model is padded to a multiple of 16
     vocab_size = -(-tokenizer.vocab_size // 16) * 16

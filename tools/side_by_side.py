@@ -51,7 +51,10 @@ def main() -> None:
     for i, prompt in enumerate(prompts):
         print(tokenizer.decode(prompt))
         for way, (model, _) in ways.items():
-            name, forwards = tokenizer.decode(prompt + outputs[way][i].tokens), in_full(outputs[way][i].nfe, model.partial_cost)
+            name, forwards = (
+                tokenizer.decode(prompt + outputs[way][i].tokens),
+                in_full(outputs[way][i].nfe, model.partial_cost),
+            )
             char = exists(name)
             totals[way] = [totals[way][0] + bool(char), totals[way][1] + forwards]
             print(f"  {way:{width}}  {forwards:5.2f} forwards  {'+' if char else '-'}  {name}  {char or ''}")
