@@ -7,6 +7,7 @@ Nothing is downloaded, and what cannot be read exactly is refused. Tokenizers ar
 """
 
 import argparse
+import atexit
 import gzip
 import hashlib
 import json
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
@@ -51,13 +53,38 @@ def fail(message: str) -> NoReturn:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose error is one line, and whose --help keeps the layout of the script's docstring."""
+    """argparse whose error is one line, and whose --help keeps the layout of the script's docstring.
+
+    A script that has one also ends quietly when whoever reads its output has left (`... | head -1`).
+    """
 
     def __init__(self, doc: str):
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+        sys.excepthook = end_quietly
+        atexit.register(flush_quietly)
 
     def error(self, message: str) -> NoReturn:
         fail(f"{message} (see {self.prog} --help)")
+
+
+READER_IS_GONE = 128 + 13  # the exit status of a Unix tool that SIGPIPE has ended
+
+
+def end_quietly(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """In the place of sys.excepthook: a closed pipe is no error."""
+    if issubclass(kind, BrokenPipeError):
+        os._exit(READER_IS_GONE)
+    sys.__excepthook__(kind, error, trace)
+
+
+def flush_quietly() -> None:
+    """The last words, before Python's own flush could complain about a closed pipe."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os._exit(READER_IS_GONE)
+    except ValueError:  # already closed
+        pass
 
 
 def bounded(kind: type, low: float, high: float = math.inf, none: bool = False) -> Callable[[str], float | None]:

@@ -134,20 +134,27 @@ class Stream:
         print(text[len(self.shown) :], end="", flush=True)
         self.shown = text
 
+    def rest(self, record: dict) -> str:
+        """The text of a row, or what of it has not been printed yet."""
+        if self.tokenizer is None:
+            return str(record["tokens"])
+        return self.tokenizer.decode(record["prompt"] + record["tokens"])[len(self.shown) :]
+
 
 def make_record(
     prompt: list[int], output: Output, model: Model, n_rounds: int, tokenizer: Tokenizer | None, judged: bool
 ) -> dict:
     """Everything about one row in plain values: --json prints it, the displays below and tools/trace_page show it."""
     cfg = model.cfg
-    whole = str(output.tokens)  # a toy's tokens are numbers
-    text = None
+    text = None  # a toy's tokens are numbers
+    judgement = None
     if tokenizer:
-        whole = tokenizer.decode(prompt + output.tokens)
         text = tokenizer.decode(output.tokens)
+    if judged:
+        judgement = verdict(tokenizer.decode(prompt + output.tokens))
     nfe = output.nfe | {"all": in_full(output.nfe, model.partial_cost), "passes": output.passes}
     return dict(
-        text=text, whole=whole, tokens=output.tokens, steps=output.steps, verdict=verdict(whole) if judged else None,
+        text=text, tokens=output.tokens, steps=output.steps, verdict=judgement,
         nfe=nfe, nfe_per_token=nfe["full"] / max(1, len(output.tokens)), partial_cost=model.partial_cost,
         prompt=prompt, mask_id=cfg.mask_id, n_rounds=n_rounds, pieces=pieces(prompt, output, cfg, tokenizer),
     )  # fmt: skip
@@ -167,6 +174,7 @@ def pieces(prompt: list[int], output: Output, cfg: Config, tokenizer: Tokenizer 
 
 
 def show(record: dict, output: Output, stream: Stream, args: Namespace) -> None:
+    """One row: its steps if they are asked for, its text, what it cost."""
     if output.warning:
         print(f"warning: {output.warning}", file=sys.stderr)
     if args.json:
@@ -177,11 +185,10 @@ def show(record: dict, output: Output, stream: Stream, args: Namespace) -> None:
     elif args.watch:
         show_steps(record)
 
-    # the text, or what of it has not been streamed yet
     ending = ""
     if record["verdict"]:
         ending = "   " + record["verdict"]
-    print(record["whole"][len(stream.shown) :] + ending)
+    print(stream.rest(record) + ending)
     print(cost(record))
 
 
