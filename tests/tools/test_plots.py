@@ -100,8 +100,8 @@ def test_the_committed_figures_are_drawn_from_the_committed_numbers(picture, tmp
 
 
 def test_the_figure_of_pays_shows_the_table_of_its_page():
-    """Every share: the table was printed by beyond/pays.py, prompt by prompt; the figure goes by clusters of prompts, so
-    that settings which tie may be chosen otherwise in a resample, and the ends of intervals are left out."""
+    """Every share: the table was printed by beyond/pays.py, prompt by prompt; the figure goes by clusters of prompts.
+    In a resample settings that tie may then be chosen otherwise, so the ends of intervals are left out."""
     page = (ROOT / "results" / "pays" / "appendix.md").read_text()
     pooled, cluster, _ = plots.read_pays("records")
     for system in plots.SYSTEMS:
