@@ -333,15 +333,16 @@ def draw_joint(path: Path) -> None:
     """Shares of contexts, means and worst of three seeds: possible answers on the left, the likeliest on the right."""
     plt, axes = canvas(path, 2)
     rows = read_figure("joint")["rows"]
-    clean = {r["toy"]: r for r in rows if r["target"] == "clean"}
+    clean = {(r["toy"], r["n"]): r for r in rows if r["target"] == "clean"}
     chain = list(reversed([r for r in rows if r["target"] == "chain"]))
     for ax, measure in zip(axes, ("B coherent", "B mode"), strict=True):
         for row, r in enumerate(chain):
-            plain = clean[r["toy"]]
-            kinds = [("Stage B, clean target", ORANGE, plain[measure], -0.15)]
-            kinds += [("Stage B, chain target", BLUE, r[measure], 0)]
+            kinds = [("Stage B, chain target", BLUE, r[measure], 0)]
+            plain = clean.get((r["toy"], r["n"]))
+            if plain is not None:  # three layers were trained with the chain target alone
+                kinds += [("Stage B, clean target", ORANGE, plain[measure], -0.15)]
             if measure == "B coherent":
-                kinds += [("Stage A", GREY, plain["A coherent"], 0.15)]
+                kinds += [("Stage A", GREY, r["A coherent"], 0.15)]
             for label, color, (mean, worst), offset in kinds:
                 name = label if row == 0 else None
                 ax.errorbar(mean, row + offset, xerr=[[mean - worst], [0]], fmt="o", color=color, label=name)
