@@ -85,6 +85,12 @@ def test_decoders_are_factorised_released_and_of_each_stage_b():
     assert [d.tau_m2t for _, d in decoders.values()] == taus
 
 
+@pytest.fixture
+def short(monkeypatch):
+    """Completions of one block: random weights never write an eos, and would go on to the end of four."""
+    monkeypatch.setattr(evaluate, "NAME_TOKENS", 8)
+
+
 @pytest.fixture(scope="module")
 def ckpt(tmp_path_factory):
     """A model of names with random weights and no Stage B."""
@@ -96,7 +102,7 @@ def ckpt(tmp_path_factory):
     return folder
 
 
-def test_every_decoder_is_judged_on_held_out_and_trained_names(ckpt, tmp_path, monkeypatch, capsys):
+def test_every_decoder_is_judged_on_held_out_and_trained_names(ckpt, short, tmp_path, monkeypatch, capsys):
     model = evaluate.load_model(ckpt, "cpu", evaluate.DTYPES["fp32"])
     model.add_lora(2, 4, generator("lora"))
     model.markers.data.fill_(0.1)
@@ -120,7 +126,7 @@ def test_every_decoder_is_judged_on_held_out_and_trained_names(ckpt, tmp_path, m
     assert code == 0 and "no such character" in out
 
 
-def test_a_checkpoint_that_learned_both_stages_shows_its_own_stage_b(ckpt, tmp_path, monkeypatch, capsys):
+def test_a_checkpoint_that_learned_both_stages_shows_its_own_stage_b(ckpt, short, tmp_path, monkeypatch, capsys):
     model = evaluate.load_model(ckpt, "cpu", evaluate.DTYPES["fp32"])
     model.markers.data.fill_(0.1)
     save_model(model, tmp_path)
