@@ -1,7 +1,9 @@
-"""The fast twin of sample.generate_one: many rows at once, and the keys and values of finished blocks kept.
+"""The fast twin of sample.generate_one: many rows at once, and the keys and values of finished
+blocks kept.
 
-Rows finish blocks at their own pace, each as if it were alone: tokens, counts and draws. The one exception is an exact
-tie: a matmul over more rows may round the last bit otherwise, and so decide between two logits that are equal.
+Rows finish blocks at their own pace, each as if it were alone: tokens, counts and draws. The one
+exception is an exact tie: a matmul over more rows may round the last bit otherwise, and so decide
+between two logits that are equal.
 
 Why keeping keys and values is exact, and no approximation (tested: cached = uncached):
 
@@ -11,9 +13,9 @@ Why keeping keys and values is exact, and no approximation (tested: cached = unc
     4. A finished block has no mark. On it Stage B's first round is LastN(h), which is Stage A: their keys are the same.
     5. A further round reads LastN(LastN(h)) of the context, and has keys of its own.
 
-A finished block costs no pass of its own. The forward that closes it (it finds nothing left to change, or reads once
-more what the last one changed) carries the next block's first beside it, 2B positions in one pass. If the first half
-was changed after all, the second is thrown away.
+A finished block costs no pass of its own. The forward that closes it (it finds nothing left to
+change, or reads once more what the last one changed) carries the next block's first beside it, 2B
+positions in one pass. If the first half was changed after all, the second is thrown away.
 """
 
 from collections.abc import Callable
@@ -41,15 +43,15 @@ MAX_STEPS = 1024  # forwards in one block
 class KVCache:
     """Keys and values of finished blocks, in slots.
 
-    A slot is one layer in one round: L slots for round 0, which is Stage A and Stage B's first round, and n more for
-    each further round. In a slot lie the keys of
+    A slot is one layer in one round: L slots for round 0, which is Stage A and Stage B's first
+    round, and n more for each further round. In a slot lie the keys of
 
         the next block   0 .. B-1       each rewritten by every pass that reads it
         the current one  B .. 2B-1
         the context      2B ..          in the order of the text
 
-    Rotation has already put the position into a key, so this order does not matter to attention, and the keys in use
-    are one view without a copy, at any length.
+    Rotation has already put the position into a key, so this order does not matter to attention,
+    and the keys in use are one view without a copy, at any length.
     """
 
     def __init__(self, cfg: Config, lengths: list[int], n_rounds: int, device: torch.device, dtype: torch.dtype):
@@ -62,7 +64,9 @@ class KVCache:
         self.set_lengths(lengths)
 
     def set_lengths(self, lengths: list[int]) -> None:
-        """Context tokens of each row, and room for them, doubled so that a long answer is copied only a few times."""
+        """Context tokens of each row, and room for them, doubled so that a long answer is copied
+        only a few times.
+        """
         self.lengths = lengths
         self.length = torch.tensor(lengths, device=self.kv.device)
         self.used = 2 * self.B + max(lengths)
@@ -73,14 +77,17 @@ class KVCache:
         self.contexts: dict[bool, Context] = {}  # what context() has built for these lengths
 
     def update(self, layer: int, round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v (R, G, T, D) of the current pass -> the keys and values to attend to, (R, G, S, D) each."""
+        """k, v (R, G, T, D) of the current pass -> the keys and values to attend to, (R, G, S, D)
+        each.
+        """
         slot = layer + round * self.cfg.n_last  # round 0 has slots 0..L-1, each further round the next n
         kv = self.kv[:, slot]
         new = torch.stack([k, v])
         T = k.shape[2]
         end = 2 * self.B  # of the current block
 
-        # the prompt's complete blocks go straight into the context of their row, with nothing before them
+        # the prompt's complete blocks go straight into the context of their row, with nothing
+        # before them
         if self.filling is not None:
             kv[:, self.filling, :, end : end + T] = new[:, 0]
             return k, v
@@ -94,7 +101,10 @@ class KVCache:
         B = self.B
         at = torch.tensor(rows, device=self.kv.device)
         place = 2 * B + self.length[at, None] + torch.arange(B, device=self.kv.device)  # (rows, B)
-        self.set_lengths([n + B if r in rows else n for r, n in enumerate(self.lengths)])
+        longer = list(self.lengths)
+        for row in rows:
+            longer[row] += B
+        self.set_lengths(longer)
         block = self.kv[:, :, at, :, B : 2 * B]  # (2, slots, rows, G, B, D)
         self.kv[:, :, at[:, None], :, place] = block.permute(2, 4, 0, 1, 3, 5)
         self.kv[:, :, at, :, B : 2 * B] = self.kv[:, :, at, :, :B]
@@ -105,7 +115,9 @@ class KVCache:
         self.set_lengths([self.lengths[r] for r in rows])
 
     def context(self, ahead: bool = False) -> Context:
-        """The Context of each row's current block, or of [next ; current]; built once while the lengths stay."""
+        """The Context of each row's current block, or of [next ; current]; built once while the
+        lengths stay.
+        """
         if ahead not in self.contexts:
             self.contexts[ahead] = self.build_context(ahead)
         return self.contexts[ahead]
@@ -114,7 +126,8 @@ class KVCache:
         B = self.B
         device = self.kv.device
 
-        # where the positions of a pass lie behind the context: the current block's are 0..B-1, the next one's B..2B-1
+        # where the positions of a pass lie behind the context: the current block's are 0..B-1, the
+        # next one's B..2B-1
         offset = torch.arange(B, device=device)
         if ahead:
             offset = torch.cat([offset + B, offset])
@@ -125,7 +138,8 @@ class KVCache:
         if not ahead and len(set(self.lengths)) == 1:
             return Context(cos, sin, None, self)
 
-        # a shorter row has keys in use that are none of its own: keys are numbered -T.., from 0 on the context's
+        # a shorter row has keys in use that are none of its own: keys are numbered -T.., from 0 on
+        # the context's
         key = torch.arange(-T, max(self.lengths), device=device)
         mask = key < self.length[:, None]  # (R, S)
         mask = mask[:, None, None]  # (R, 1, 1, S)
@@ -140,7 +154,8 @@ class KVCache:
 class Cached:
     """Stage A and Stage B of the current blocks alone; finished blocks are keys and values.
 
-    After a pass of Stage A, h_a (R, B, C) holds its final states: those that an extension may look at again.
+    After a pass of Stage A, h_a (R, B, C) holds its final states: those that an extension may look
+    at again.
     """
 
     def __init__(self, model: Model, prompts: list[list[int]], n_rounds: int):
@@ -157,12 +172,15 @@ class Cached:
         self.passes = 0  # Stage A's forwards so far
         self.blocks = 0  # how many blocks of a row they read
         self.h_a: Tensor | None = None
-        # prefix and final states that were read before they are asked for: of the current and of the next blocks
+        # prefix and final states that were read before they are asked for: of the current and of
+        # the next blocks
         self.ready: list[Tensor] | None = None
         self.next: list[Tensor] | None = None
 
     def read_prompt(self, row: int, ids: Tensor) -> None:
-        """A prompt's complete blocks, ids (1, T), once; this is no decoding forward and is not counted."""
+        """A prompt's complete blocks, ids (1, T), once; this is no decoding forward and is not
+        counted.
+        """
         self.cache.filling = row
         real = torch.ones_like(ids, dtype=torch.bool)
         ctx = sequence_context(self.cfg, real, self.model.compute_dtype)
@@ -173,7 +191,9 @@ class Cached:
         self.cache.filling = None
 
     def read(self, z: Tensor, ahead: bool = False) -> None:
-        """Stage A's forward of the current blocks z (R, B) and, with `ahead`, of the next ones too, which are masks."""
+        """Stage A's forward of the current blocks z (R, B) and, with `ahead`, of the next ones too,
+        which are masks.
+        """
         B = self.cfg.block_length
         ctx = self.cache.context(ahead)
         if ahead:
@@ -201,7 +221,9 @@ class Cached:
         return h, self.model.head(self.h_a)
 
     def stage_b(self, h: Tensor, bundle: Tensor) -> Tensor:
-        """Stage B from those prefix states -> logits (R, B, V). The block's own keys stay Stage A's."""
+        """Stage B from those prefix states -> logits (R, B, V). The block's own keys stay Stage
+        A's.
+        """
         B = self.cfg.block_length
         first = self.cfg.n_layer - self.cfg.n_last
         current = self.cache.kv[:, first:, :, :, B : 2 * B]
@@ -218,8 +240,8 @@ class Cached:
             h = self.model.last_n(h, replace(self.cache.context(), round=i))
         self.cache.close(rows)
 
-        # if their next blocks were read beside them, and what was read of every other row still holds, the next
-        # stage_a has its forward
+        # if their next blocks were read beside them, and what was read of every other row still
+        # holds, the next stage_a has its forward
         others_hold = self.ready is not None or len(rows) == len(h)
         if self.next is not None and others_hold:
             closed = torch.tensor([r in rows for r in range(len(h))], device=h.device)[:, None, None]
@@ -243,7 +265,8 @@ class Output:
     """One row."""
 
     tokens: list[int]  # generated, up to and with eos
-    # forwards: full, Stage A; partial, Stage B's rounds; commit, a finished block read once more, see Row.finish
+    # forwards: full, Stage A; partial, Stage B's rounds; commit, a finished block read once more,
+    # see Row.finish
     nfe: dict[str, float]
     passes: int = 0  # of Stage A, one after the other, until the row was done: at most full + commit of it alone
     blocks: int = 0  # of the row that they read: one a pass, or two
@@ -252,7 +275,9 @@ class Output:
 
 
 def in_full(nfe: dict[str, float], partial_cost: float) -> float:
-    """Forwards of all kinds in full ones. A commit forward is one, a partial one model.partial_cost of one."""
+    """Forwards of all kinds in full ones. A commit forward is one, a partial one model.partial_cost
+    of one.
+    """
     return nfe["full"] + nfe["commit"] + nfe["partial"] * partial_cost
 
 
@@ -284,8 +309,8 @@ class Row:
     def finish(self, block: list[int], counts: list[float], changed: bool) -> bool:
         """Book a finished block, with its full and partial forwards -> whether it was the last one.
 
-        If it was not, the next block will read it: that takes a commit forward if the last one still changed it, and
-        K - 1 partial ones for its states of the further rounds.
+        If it was not, the next block will read it: that takes a commit forward if the last one
+        still changed it, and K - 1 partial ones for its states of the further rounds.
         """
         d = self.d
         out = self.output
@@ -310,7 +335,9 @@ class Row:
 
 
 def whole_number(count: float) -> float:
-    """3.0 -> 3, for counts that are whole; an extension may run a part of a block, and then they are not."""
+    """3.0 -> 3, for counts that are whole; an extension may run a part of a block, and then they
+    are not.
+    """
     if count == int(count):
         return int(count)
     return count
@@ -348,31 +375,58 @@ def places(here: list[bool]) -> list[int]:
 
 
 # --- the loop
+def first_blocks(rows: list[Row], cfg: Config, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The first blocks (R, B) int64: the rest of the prompt, then masks; and where the prompt is,
+    (R, B) bool.
+    """
+    B = cfg.block_length
+    z = torch.tensor([row.rest + [cfg.mask_id] * (B - len(row.rest)) for row in rows], device=device)
+    rest = torch.tensor([len(row.rest) for row in rows], device=device)
+    return z, torch.arange(B, device=device) < rest[:, None]
+
+
+def random_numbers(rows: list[Row], d: "Decoding", B: int) -> Tensor:
+    """(R, 3, B) in [0, 1), of each row's own generator; zeros where nothing is drawn."""
+    if d.temperature == 0:
+        return torch.zeros(len(rows), 3, B)
+    return uniform([row.rng for row in rows], 3 * B).view(-1, 3, B)
+
+
+def is_finished(changed: Tensor, masked: Tensor, counts: Tensor, d: "Decoding") -> Tensor:
+    """Which rows' blocks are finished, (R,) bool: nothing changes any more, or a bound is reached.
+
+    changed, masked (R,) bool: did the step change the block, has it a mask left. counts (3, R), see
+    `decode`.
+    """
+    still = ~changed
+    if d.temperature > 0:  # a sampled step may change nothing, and the next one something
+        still = still & ~masked
+    post_steps = d.max_post_steps if d.edits else 0  # without edits nothing can happen after the last mask
+    return still | (counts[2] > post_steps) | (counts[0] >= MAX_STEPS)
+
+
 @torch.inference_mode()
 def decode(
     model: Model, prompts: list[list[int]], d: "Decoding", step: Callable, seed: int, trace: bool,
     on_block: Callable[[int, Output], None] | None,
 ) -> list[Output]:  # fmt: skip
-    """Decode every prompt (ids) by `step`; `on_block(i, output so far)` is called when row i finishes a block."""
+    """Decode every prompt (ids) by `step`; `on_block(i, output so far)` is called when row i
+    finishes a block.
+    """
     cfg = model.cfg
-    B = cfg.block_length
     device = model.wte.weight.device
     engine = Cached(model, prompts, d.n_rounds)
     rows = [Row(i, prompts, d, cfg, seed) for i in range(len(prompts))]
     outputs = [row.output for row in rows]
-
-    # the current blocks (R, B): the rest of the prompt, then masks
-    z = torch.tensor([row.rest + [cfg.mask_id] * (B - len(row.rest)) for row in rows], device=device)
-    rest = torch.tensor([len(row.rest) for row in rows], device=device)
-    prompt = torch.arange(B, device=device) < rest[:, None]  # (R, B) bool
+    z, prompt = first_blocks(rows, cfg, device)
     counts = torch.zeros(3, len(rows), device=device)  # of these blocks: full, partial, steps without a mask
 
     any_masked = True
     closed: list[int] = []  # rows whose block is finished
     read_ahead = False
     while True:
-        # finished blocks join the context. One pass over twice the positions serves two ends: it reads again what the
-        # last step has changed, and it reads the blocks that come next
+        # finished blocks join the context. One pass over twice the positions serves two ends: it
+        # reads again what the last step has changed, and it reads the blocks that come next
         if read_ahead:
             engine.read(z, ahead=True)
         if closed:
@@ -383,9 +437,7 @@ def decode(
             any_masked = True
 
         # one step
-        u = torch.zeros(len(rows), 3, B, device=device)
-        if d.temperature > 0:
-            u = uniform([row.rng for row in rows], 3 * B).view(-1, 3, B).to(device)
+        u = random_numbers(rows, d, cfg.block_length).to(device)
         s = step(engine, z, prompt, any_masked, u, d)
         changed = (s["after"] != z).any(-1)  # (R,)
         z = s["after"]
@@ -398,15 +450,9 @@ def decode(
             for r, row in enumerate(rows):
                 row.output.steps.append(step_record(s, r, len(row.ids)))
 
-        # which blocks are finished: nothing changes any more, or a bound is reached. (A sampled step may change
-        # nothing, and the next one something. Without edits nothing can happen after the last mask.)
-        still = ~changed
-        if d.temperature > 0:
-            still = still & ~masked
-        post_steps = d.max_post_steps if d.edits else 0
-        finished = still | (counts[2] > post_steps) | (counts[0] >= MAX_STEPS)
-
-        # which rows could go on with their next block at once, should they find nothing to change
+        # which blocks are finished, and which rows could go on with their next block at once,
+        # should the next forward find nothing to change in this one
+        finished = is_finished(changed, masked, counts, d)
         goes_on = ~(finished | masked)
         if d.eos_early_stop:
             goes_on = goes_on & ~(z == cfg.eos_id).any(-1)
@@ -425,7 +471,8 @@ def decode(
         if not staying:
             return outputs
 
-        # the next pass reads ahead where a commit forward is due anyway, or where all rows may go on with it
+        # the next pass reads ahead where a commit forward is due anyway, or where all rows may go
+        # on with it
         any_masked = any(masked)
         closed = [place for place, r in enumerate(staying) if finished[r]]
         commit_due = any(finished[r] and changed[r] for r in staying)

@@ -1,4 +1,5 @@
-"""The folders that train.py and convert_weights.py write, and how a model, an adapter and a run come back from them.
+"""The folders that train.py and convert_weights.py write, and how a model, an adapter and a run
+come back from them.
 
 config.json            the model's geometry and ids, written last: a folder that has one is whole
 model.safetensors      all parameters and markers, or shards with model.safetensors.index.json
@@ -86,7 +87,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_fit(path: Path, held: dict, expected: dict, hint: str, dropped: dict[str, str] | None = None) -> None:
-    """Refuse tensors that are unknown, missing or of another shape; `dropped`: what may be left, and why."""
+    """Refuse tensors that are unknown, missing or of another shape; `dropped`: what may be left,
+    and why.
+    """
 
     def describe(tensors: dict, name: str) -> str:
         if name not in tensors:
@@ -149,9 +152,11 @@ def check_last_layer(folder: Path, files: list[Path], cfg: Config) -> None:
 def load_model(
     folder: str | Path, device: torch.device | str, dtype: torch.dtype, adapter: str | Path | None = None, **overrides
 ) -> Model:
-    """A model from its folder, built on `meta` and filled tensor by tensor, so that no second copy exists. Parameters
-    take `dtype`, expert_bias stays float32. `overrides` change config fields (n_last, n_rounds, block_length); an
-    `adapter` (a folder) brings its own. Markers that the checkpoint lacks start at zero."""
+    """A model from its folder, built on `meta` and filled tensor by tensor, so that no second copy
+    exists. Parameters take `dtype`, expert_bias stays float32. `overrides` change config fields
+    (n_last, n_rounds, block_length); an `adapter` (a folder) brings its own. Markers that the
+    checkpoint lacks start at zero.
+    """
     folder = Path(folder)
     cfg = read_config(folder)
     changes = {name: value for name, value in overrides.items() if value is not None}
@@ -191,7 +196,9 @@ def load_model(
 
 
 def load_tokenizer(folder: Path, kind: str) -> Tokenizer | None:
-    """None where there is none: a toy's tokens are numbers, a released checkpoint may come without its tokenizer."""
+    """None where there is none: a toy's tokens are numbers, a released checkpoint may come without
+    its tokenizer.
+    """
     if kind == "bytes":
         return byte_tokenizer()
     path = folder / "tokenizer.json"
@@ -201,7 +208,9 @@ def load_tokenizer(folder: Path, kind: str) -> Tokenizer | None:
 
 
 def start(args: Namespace, tokens: dict, adapt: Callable[[Model, Namespace], None], device: torch.device) -> Model:
-    """What train.py's settings mean: a preset for these tokens (fields of a Config), or a folder's model to adapt."""
+    """What train.py's settings mean: a preset for these tokens (fields of a Config), or a folder's
+    model to adapt.
+    """
     is_toy = tokens["tokenizer"] == "toy"
     if args.init_from == "scratch":
         preset = PRESETS[args.preset]
@@ -235,14 +244,17 @@ ADAPTER_GEOMETRY = ("n_layer", "n_embd", "n_head", "n_kv_head", "n_last", "n_rou
 
 
 def fingerprint(folder: str | Path) -> str:
-    """Which base a folder holds, as 16 hex digits. Only a few KB of each tensor are read, however large it is.
+    """Which base a folder holds, as 16 hex digits. Only a few KB of each tensor are read, however
+    large it is.
 
-    It is a hash of the names and shapes of the stored tensors and of some of their values, rounded to bfloat16. So a
-    base keeps its fingerprint when it is cast from float32 to bfloat16, cut into other shards, or converted to the
-    released layout and back. Markers do not count: the released layout loses them, and an adapter brings its own.
+    It is a hash of the names and shapes of the stored tensors and of some of their values, rounded
+    to bfloat16. So a base keeps its fingerprint when it is cast from float32 to bfloat16, cut into
+    other shards, or converted to the released layout and back. Markers do not count: the released
+    layout loses them, and an adapter brings its own.
 
-    A folder whose values are no longer those of its base (int8 rows with scales, say) carries the fingerprint of what
-    it was made from, as `fingerprint` in config.json. Where there is one, it is the answer.
+    A folder whose values are no longer those of its base (int8 rows with scales, say) carries the
+    fingerprint of what it was made from, as `fingerprint` in config.json. Where there is one, it is
+    the answer.
     """
     folder = Path(folder)
     inherited = read_json(folder / "config.json", "checkpoint config").get("fingerprint")
@@ -251,7 +263,8 @@ def fingerprint(folder: str | Path) -> str:
 
     parts = {}
     for path in weight_files(folder):
-        # opened only to refuse a damaged file: what is memory-mapped may be read ahead, megabytes for every value
+        # opened only to refuse a damaged file: what is memory-mapped may be read ahead, megabytes
+        # for every value
         with open_tensors(path):
             parts |= extracts(path)
     parts.pop("markers", None)
@@ -308,8 +321,9 @@ def save_adapter(model: Model, folder: Path, settings: dict) -> None:
 
 
 def adapter_settings(folder: str | Path) -> dict:
-    """adapter.json, checked: base, base_fingerprint, lora_r, lora_alpha, model (the geometry it was trained at),
-    perhaps extension."""
+    """adapter.json, checked: base, base_fingerprint, lora_r, lora_alpha, model (the geometry it was
+    trained at), perhaps extension.
+    """
     settings = read_json(Path(folder) / "adapter.json", "adapter (a folder that train.py --init_from DIR wrote)")
     model = settings.get("model")
     if not isinstance(model, dict):
@@ -338,7 +352,9 @@ def adapter_settings(folder: str | Path) -> dict:
 
 
 def load_adapter(model: Model, folder: str | Path) -> None:
-    """LoRA and markers into a loaded model; an extension's adapter through the module that it names."""
+    """LoRA and markers into a loaded model; an extension's adapter through the module that it
+    names.
+    """
     settings = adapter_settings(folder)
     trained = settings["model"]
     for name in ADAPTER_GEOMETRY:
@@ -366,7 +382,9 @@ def load_adapter(model: Model, folder: str | Path) -> None:
 
 
 def save_state(model: Model, optimizer: torch.optim.Optimizer, step: int, folder: Path) -> None:
-    """Trained weights and moments of one step in one file, so that they belong together whenever the power goes."""
+    """Trained weights and moments of one step in one file, so that they belong together whenever
+    the power goes.
+    """
     state = {}
     name_of = {}
     for name, p in model.named_parameters():
@@ -380,7 +398,9 @@ def save_state(model: Model, optimizer: torch.optim.Optimizer, step: int, folder
 
 
 def restore_state(model: Model, optimizer: torch.optim.Optimizer, folder: Path) -> int:
-    """Weights, moments -> the number of steps taken. Generators need nothing: they are functions of the row."""
+    """Weights, moments -> the number of steps taken. Generators need nothing: they are functions of
+    the row.
+    """
     # an adapter goes on with the base that it began with
     if (folder / "adapter.json").exists():
         check_base(adapter_settings(folder)["base"], folder)
@@ -424,7 +444,9 @@ def rewind_log(path: Path, step: int) -> None:
 
 
 def resumable(folder: Path, flags: dict, given: set[str]) -> dict:
-    """The settings of the run in a folder; `given` flags, which a resumed run cannot change, must agree with them."""
+    """The settings of the run in a folder; `given` flags, which a resumed run cannot change, must
+    agree with them.
+    """
     path = folder / "train.json"
     saved = read_json(path, "training run to resume (--out_dir of an earlier run)")
     for name in flags:

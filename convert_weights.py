@@ -3,11 +3,12 @@
     # config.json, shards, index and tokenizer.json -> the folder that every script loads; 32.5 GB for 2.1-mini
     python convert_weights.py --src LLaDA2.1-mini/ --out weights/llada2.1-mini
 
-Our tensors are released tensors laid end to end (see NAMES), so nothing is computed, except that a bfloat16
-`expert_bias` (LLaDA2.0's) becomes float32. Tensors are read one at a time. The way back, and adapters to PEFT:
-released/export.py.
+Our tensors are released tensors laid end to end (see NAMES), so nothing is computed, except that a
+bfloat16 `expert_bias` (LLaDA2.0's) becomes float32. Tensors are read one at a time. The way back,
+and adapters to PEFT: released/export.py.
 
-`config.json` is written last: a folder without one is incomplete, and running the same command again completes it.
+`config.json` is written last: a folder without one is incomplete, and running the same command
+again completes it.
 """
 
 import json
@@ -31,9 +32,10 @@ from tokenizer import EOS, MASK, bpe_tokenizer
 
 # C channels (n_embd), E experts, F expert width
 
-# Released name -> ours; {i} is a layer, {e} an expert. Where several released tensors have one name here, ours is
-# all of them laid end to end in memory: expert by expert, and within an expert in the order of this table. So the
-# experts' gate_proj (F, C) and up_proj (F, C) become gate_up (E, 2F, C), and down_proj (C, F) becomes down (E, C, F).
+# Released name -> ours; {i} is a layer, {e} an expert. Where several released tensors have one name
+# here, ours is all of them laid end to end in memory: expert by expert, and within an expert in the
+# order of this table. So the experts' gate_proj (F, C) and up_proj (F, C) become gate_up (E, 2F,
+# C), and down_proj (C, F) becomes down (E, C, F).
 NAMES = {
     "model.word_embeddings.weight": "wte.weight",
     "model.layers.{i}.input_layernorm.weight": "layers.{i}.norm_1.weight",
@@ -59,7 +61,8 @@ NAMES = {
     "lm_head.weight": "lm_head.weight",
 }
 
-# Released config field -> ours. All must be there: the released class has other defaults than the releases.
+# Released config field -> ours. All must be there: the released class has other defaults than the
+# releases.
 FIELDS = {
     "num_hidden_layers": "n_layer",
     "hidden_size": "n_embd",
@@ -86,7 +89,8 @@ FIELDS = {
 ROTARY = ("partial_rotary_factor", "rotary_dim")  # one of them, or both if they agree
 
 # fmt: off
-# What the model implements. Any other value is refused; absent means this value (except model_type).
+# What the model implements. Any other value is refused; absent means this value (except
+# model_type).
 MUST_BE = {
     "model_type": "llada2_moe", "architectures": ["LLaDA2MoeModelLM"],
     "hidden_act": "silu", "use_rmsnorm": True, "use_qk_norm": True, "using_split_qkv_in_self_attention": False,
@@ -95,7 +99,8 @@ MUST_BE = {
     "norm_head": False, "norm_softmax": False,
     "attention_dropout": 0.0, "embedding_dropout": 0.0, "output_dropout": 0.0,
 }
-# What changes nothing at inference. Ids come from the tokenizer; a different eos or mask here is refused.
+# What changes nothing at inference. Ids come from the tokenizer; a different eos or mask here is
+# refused.
 IGNORED = {
     "_name_or_path", "transformers_version", "auto_map", "dtype", "torch_dtype", "initializer_range", "use_cache",
     "sliding_window", "max_window_layers",  # read only under use_sliding_window
@@ -174,9 +179,12 @@ def released_names(name: str, layer: int | None, n_expert: int) -> list[str]:
 
 
 def plan(cfg: Config) -> Iterator[tuple[int, str, list[int], list[str], list[int]]]:
-    """Our tensors, each once: (shard, our name, its shape, the released names in it in order, the shape of each).
+    """Our tensors, each once: (shard, our name, its shape, the released names in it in order, the
+    shape of each).
 
-    There is one shard for the embedding, one for every layer, and one for the final norm and the head."""
+    There is one shard for the embedding, one for every layer, and one for the final norm and the
+    head.
+    """
     with torch.device("meta"):
         ours = stored(Model(cfg))
     del ours["markers"]  # a released checkpoint has none
@@ -269,7 +277,9 @@ def config_value(raw: dict, name: str, kind: type, path: Path) -> bool | int | f
 
 
 def rotary_width(raw: dict, head_dim: int, path: Path) -> int:
-    """Channels of a head that rotary embeddings turn, from the share of them, from their number, or from both."""
+    """Channels of a head that rotary embeddings turn, from the share of them, from their number, or
+    from both.
+    """
     factor = raw.get("partial_rotary_factor")
     rotary = raw.get("rotary_dim")
     width = rotary
@@ -294,7 +304,8 @@ def write_shard(path: Path, tensors: dict[str, Target]) -> None:
         header[name] = dict(dtype=target.dtype, shape=target.shape, data_offsets=[start, end])
         start = end
 
-    # the format: the header's length in 8 bytes, the header padded to a multiple of 8, the tensors' bytes
+    # the format: the header's length in 8 bytes, the header padded to a multiple of 8, the tensors'
+    # bytes
     raw = json.dumps(header).encode()
     while len(raw) % 8:
         raw += b" "
@@ -335,7 +346,9 @@ def checkpoint_files(shards: Shards, text_from: Path, **metadata: str) -> Files:
 
 
 def write_folder(out: Path, files: Files, size: int) -> None:
-    """Write `files`, `size` bytes in all. The last one marks the folder as complete; without it, go on again."""
+    """Write `files`, `size` bytes in all. The last one marks the folder as complete; without it, go
+    on again.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
         there = {path.name: path.stat().st_size for path in out.iterdir()}
@@ -372,7 +385,9 @@ def announce(found: dict[str, Stored], shards: Shards, src: Path, out: Path) -> 
 
 
 def convert(src: Path, out: Path) -> None:
-    """The released checkpoint in `src` becomes ours in `out`. Nothing is written before everything is checked."""
+    """The released checkpoint in `src` becomes ours in `out`. Nothing is written before everything
+    is checked.
+    """
     path = src / "config.json"
     raw = read_json(path, "released config")
     if "n_layer" in raw:

@@ -1,4 +1,4 @@
-"""Corruption: what the model is shown, the bundle that Stage B will mark, and the loss of every position.
+"""Corruption: what the model is shown, the bundle for Stage B, and the loss of every position.
 
 A clean row x becomes z with three kinds of positions (paper, Sec. 3.1):
 
@@ -20,7 +20,8 @@ Corruptions (each block draws its own mask ratio from U(0, 1)):
     draft     masks, then one Stage A pass without gradient fills some of them with its argmax: the wrong ones are W,
               the right ones join G, the rest stay M (the paper, which takes its W from the model's own errors)
 
-Every draw takes generators, one a row, so a row's corruption depends neither on the rows beside it nor on their number.
+Every draw takes generators, one a row, so a row's corruption depends neither on the rows beside it
+nor on their number.
 
     python -m tools.gallery       # one text under each corruption, with the loss weight of every position
 """
@@ -55,7 +56,8 @@ CORRUPTIONS = ("mask", "random", "draft")
 # one generator a row, from which all of its random numbers come
 Draws = list[torch.Generator]
 
-# what fills masks with the model's own guesses: (z (R, T), where (R, T) bool) -> int64, one token for each True
+# what fills masks with the model's own guesses: (z (R, T), where (R, T) bool) -> int64, one token
+# for each True
 Draft = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -74,7 +76,8 @@ class Corruption:
 def corrupt(
     x: Tensor, free: Tensor, how: Corruption, draws: Draws, draft: Draft | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x (R, T) int64 clean; free (R, T) bool, the positions that may be corrupted: real ones outside the prompt.
+    """x (R, T) int64 clean; free (R, T) bool, the positions that may be corrupted: real ones
+    outside the prompt.
 
     -> z (R, T) int64 and kind (R, T) uint8. M, W and G partition the free positions, the rest is NONE.
     """
@@ -119,11 +122,13 @@ def uniform(draws: Draws, n: int) -> Tensor:
 
 # --- the bundle
 def draw_bundle(masked: Tensor, group: int, s_min: int, s_max: int, draws: Draws) -> Tensor:
-    """The bundle of a training row (paper, Sec. 4.1 i): in each run of `group` positions (a block, or the whole row)
-    s ~ Uniform{s_min..s_max} of the masked ones, uniformly; all of them where fewer than s are masked.
+    """The bundle of a training row (paper, Sec. 4.1 i): in each run of `group` positions (a block,
+    or the whole row) s ~ Uniform{s_min..s_max} of the masked ones, uniformly; all of them where
+    fewer than s are masked.
 
-    masked (R, T) bool -> (R, T) bool. It is a function of z and of chance alone, never of x: the bundle says nothing
-    new about the text, and that is why the paper's target cannot teach Stage B anything (results/theorem).
+    masked (R, T) bool -> (R, T) bool. It is a function of z and of chance alone, never of x: the
+    bundle says nothing new about the text, and that is why the paper's target cannot teach Stage B
+    anything (results/theorem).
     """
     n_groups = masked.shape[1] // group
 
@@ -136,7 +141,8 @@ def draw_bundle(masked: Tensor, group: int, s_min: int, s_max: int, draws: Draws
 
 
 def first_masked(key: Tensor, masked: Tensor, size: Tensor, group: int) -> Tensor:
-    """In each run of `group` positions the `size` masked ones with the smallest key, the leftmost of equals.
+    """In each run of `group` positions the `size` masked ones with the smallest key, the leftmost
+    of equals.
 
     key (R, T) float, masked (R, T) bool, size (R, T / group) int64 -> (R, T) bool.
     """
@@ -150,10 +156,11 @@ def first_masked(key: Tensor, masked: Tensor, size: Tensor, group: int) -> Tenso
 
 
 def ranks(key: Tensor) -> Tensor:
-    """(..., n) float -> (..., n) int64: the place of each entry in ascending order, the leftmost of equals first.
+    """(..., n) float -> (..., n) int64: the place of each entry in ascending order, the leftmost of
+    equals first.
 
-    argsort says which entry stands at a place; the argsort of that says at which place an entry stands.
-    ranks([.7, .2, .9]) = [1, 0, 2]
+    ranks([.7, .2, .9]) = [1, 0, 2]. argsort says which entry stands at a place; the argsort of that
+    says at which place an entry stands.
     """
     order = key.argsort(dim=-1, stable=True)
     return order.argsort(dim=-1)
@@ -161,10 +168,11 @@ def ranks(key: Tensor) -> Tensor:
 
 # --- the loss
 def loss_weights(kind: Tensor, fill: Tensor) -> Tensor:
-    """Eq. 1's weight of every position, (R, T) float32. fill (R, T) bool: the masked positions that carry the fill
-    loss, all of M in Stage A and the bundle in Stage B.
+    """Eq. 1's weight of every position, (R, T) float32. fill (R, T) bool: the masked positions that
+    carry the fill loss, all of M in Stage A and the bundle in Stage B.
 
-    There is no 1/t weight, as an ELBO of masked diffusion would have: the paper's loss is Eq. 1, a plain sum.
+    There is no 1/t weight, as an ELBO of masked diffusion would have: the paper's loss is Eq. 1, a
+    plain sum.
     """
     weight = torch.zeros(kind.shape, device=kind.device)
     weight[fill & (kind == M)] = LAMBDA_M2T
@@ -174,7 +182,7 @@ def loss_weights(kind: Tensor, fill: Tensor) -> Tensor:
 
 
 def three_term_loss(model: "Model", h: Tensor, target: Tensor, kind: Tensor, fill: Tensor) -> tuple[Tensor, Tensor]:
-    """Eq. 1: the weighted sum of cross-entropies to `target` at the same position (no shift), in nats.
+    """Eq. 1: weighted cross-entropies to `target` at the same position (no shift), summed, in nats.
 
     h (R, T, C) states before the head, or (R, 2T, C) of rows beside their clean copy, which has no loss;
     target (R, T) int64; kind (R, T) uint8 and fill (R, T) bool as in `loss_weights`.
@@ -201,8 +209,8 @@ def three_term_loss(model: "Model", h: Tensor, target: Tensor, kind: Tensor, fil
 def cross_entropy(model: "Model", h: Tensor, target: Tensor) -> Tensor:
     """h (P, C), target (P,) int64 -> (P,) float32 in nats.
 
-    A long list goes through the head in parts, whose logits the backward pass makes again: with 157,184 tokens in the
-    vocabulary the logits of 8 rows of 2,048 in two stages would take 20 GB.
+    A long list goes through the head in parts, whose logits the backward pass makes again: with
+    157,184 tokens in the vocabulary the logits of 8 rows of 2,048 in two stages would take 20 GB.
     """
 
     def part(h: Tensor, target: Tensor) -> Tensor:

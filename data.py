@@ -1,4 +1,5 @@
-"""What goes into the model: documents, and rows of ids. And the small things that every script shares.
+"""What goes into the model: documents, and rows of ids. And the small things that every script
+shares.
 
     load_text    names of Unicode characters, Python's own sources, .txt, a folder, FineWeb-Edu records -> documents
     Sequences    documents -> rows of seq_len ids, never two documents in one row; the same row for the same index
@@ -53,9 +54,11 @@ def fail(message: str) -> NoReturn:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose error is one line, and whose --help keeps the layout of the script's docstring.
+    """argparse whose error is one line, and whose --help keeps the layout of the script's
+    docstring.
 
-    A script that has one also ends quietly when whoever reads its output has left (`... | head -1`).
+    A script that has one also ends quietly when whoever reads its output has left (`... | head
+    -1`).
     """
 
     def __init__(self, doc: str):
@@ -88,7 +91,9 @@ def flush_quietly() -> None:
 
 
 def bounded(kind: type, low: float, high: float = math.inf, none: bool = False) -> Callable[[str], float | None]:
-    """The type of a flag: a finite number of this kind in [low, high], or the word "none" where that is allowed."""
+    """The type of a flag: a finite number of this kind in [low, high], or the word "none" where
+    that is allowed.
+    """
     not_one = "no number"
     if kind is int:
         not_one = "no whole number"
@@ -120,7 +125,9 @@ def bounded(kind: type, low: float, high: float = math.inf, none: bool = False) 
 
 
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a temporary file beside `path`, then rename it: a reader sees the old file or the new one."""
+    """Let `write` fill a temporary file beside `path`, then rename it: a reader sees the old file
+    or the new one.
+    """
     if "\0" in str(path):
         fail(f"cannot write {path}: a NUL byte is in its name")
 
@@ -160,14 +167,18 @@ def read_json(path: Path, what: str) -> dict:
 
 
 def generator(*key: int | str) -> torch.Generator:
-    """A CPU generator that is a function of its key alone, so that nothing random has a state to save or to lose."""
+    """A CPU generator that is a function of its key alone, so that nothing random has a state to
+    save or to lose.
+    """
     digest = hashlib.sha256(repr(key).encode()).digest()
     seed = int.from_bytes(digest[:7], "big")
     return torch.Generator().manual_seed(seed)
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of this name, after trying it; `auto` is the first of cuda, mps and cpu that is there."""
+    """The device of this name, after trying it; `auto` is the first of cuda, mps and cpu that is
+    there.
+    """
     if name == "auto":
         name = "cpu"
         if torch.backends.mps.is_available():
@@ -186,8 +197,9 @@ def pick_device(name: str) -> torch.device:
 
 
 def load_text(sources: list[str], max_docs: int = 0) -> list[tuple[str, str]]:
-    """Documents as (stable name, text), the first max_docs (0: all) of `names`, `stdlib`, or paths: .txt / folder /
-    .jsonl / .jsonl.gz / .parquet."""
+    """Documents as (stable name, text), the first max_docs (0: all) of `names`, `stdlib`, or paths:
+    .txt / folder / .jsonl / .jsonl.gz / .parquet.
+    """
     stream = chain.from_iterable(read_source(source) for source in sources)
     if max_docs:
         stream = islice(stream, max_docs)
@@ -219,7 +231,9 @@ def read_source(source: str) -> Iterator[tuple[str, str]]:
 
 
 def read_folder(root: Path, pattern: str, skip: set[str]) -> Iterator[tuple[str, str]]:
-    """The documents of a folder in a fixed order, without its hidden files and the folders named in `skip`."""
+    """The documents of a folder in a fixed order, without its hidden files and the folders named in
+    `skip`.
+    """
     for path in sorted(root.rglob(pattern)):
         inside = path.relative_to(root)
         hidden = any(part.startswith(".") for part in inside.parts)
@@ -232,7 +246,9 @@ RECORDS = (".jsonl", ".jsonl.gz", ".parquet")
 
 
 def read_file(path: Path, name: str, pass_over: bool = False) -> Iterator[tuple[str, str]]:
-    """The documents of one file: its records, or one document of text. `pass_over`: none, if it holds no text."""
+    """The documents of one file: its records, or one document of text. `pass_over`: none, if it
+    holds no text.
+    """
     holds_records = path.name.endswith(RECORDS)
     try:
         if holds_records:
@@ -257,7 +273,9 @@ def check_record(path: Path, number: int, record: object) -> None:
 
 
 def passes_filter(record: dict) -> bool:
-    """The paper's filter (Training): educational score 3 or more, 256 to 1800 tokens. What is not stated passes."""
+    """The paper's filter (Training): educational score 3 or more, 256 to 1800 tokens. What is not
+    stated passes.
+    """
     score = record.get("int_score")
     if score is not None and not score >= 3:
         return False
@@ -298,8 +316,10 @@ def read_parquet(path: Path) -> Iterator[dict]:
 
 
 def unicode_names() -> Iterator[str]:
-    """The names of all characters (about 31,600) but the numbered ones, which teach and test nothing: those that end in
-    their code point (CJK UNIFIED IDEOGRAPH-4E00), the computed ones of Hangul, and two long runs of numbers."""
+    """The names of all characters (about 31,600) but the numbered ones, which teach and test
+    nothing: those that end in their code point (CJK UNIFIED IDEOGRAPH-4E00), the computed ones of
+    Hangul, and two long runs of numbers.
+    """
     if unicodedata is None:
         fail("--data names: this Python was built without its module unicodedata; use another Python")
     numbered = ("HANGUL SYLLABLE ", "TANGUT COMPONENT-", "VARIATION SELECTOR-")
@@ -312,7 +332,9 @@ def unicode_names() -> Iterator[str]:
 
 
 def exists(name: str) -> str | None:
-    """The character of exactly this name in `unicodedata.unidata_version`, numbered or not, or None."""
+    """The character of exactly this name in `unicodedata.unidata_version`, numbered or not, or
+    None.
+    """
     try:
         found = unicodedata.lookup(name)
     except (KeyError, UnicodeEncodeError):  # unknown; a lone surrogate
@@ -325,7 +347,9 @@ def exists(name: str) -> str | None:
 
 
 def check_names(folder: Path, prompts: list[str]) -> bool:
-    """Whether completions can be judged: by a model of names, in a Python that knows them. A line for each doubt."""
+    """Whether completions can be judged: by a model of names, in a Python that knows them. A line
+    for each doubt.
+    """
     taught = read_json(folder / "names.json", "names").get("unidata_version")
     if unicodedata is None:
         here = "unknown: it has no module unicodedata"
@@ -351,17 +375,21 @@ def begins_a_name(prompt: str) -> bool:
 
 
 def is_validation(name: str) -> bool:
-    """A stable split: one document in twenty by the hash of its name, whatever the order or the number of files."""
+    """A stable split: one document in twenty by the hash of its name, whatever the order or the
+    number of files.
+    """
     return hashlib.sha256(name.encode()).digest()[0] % 20 == 0
 
 
 @dataclass
 class Sequences:
-    """Documents cut into rows of at most seq_len ids, one document a row, padded with eos at the end.
+    """Documents cut into rows of at most seq_len ids, one document a row, padded with eos at the
+    end.
 
-    The stream goes through all rows again and again. Row i of it is a function of (seed, i) alone. In training every
-    batch holds rows of one width: one block, two, four ... up to seq_len. So little of it is padding; and a row's
-    width, on which its random numbers depend, does not depend on the rows beside it.
+    The stream goes through all rows again and again. Row i of it is a function of (seed, i) alone.
+    In training every batch holds rows of one width: one block, two, four ... up to seq_len. So
+    little of it is padding; and a row's width, on which its random numbers depend, does not depend
+    on the rows beside it.
     """
 
     rows: list[np.ndarray]  # N rows of 1..seq_len int32 ids; a document's last row ends in eos
@@ -389,7 +417,9 @@ class Sequences:
         return min(width, self.seq_len)
 
     def batch(self, first: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows first .. first+rows of the stream: x (R, T) int64, real (R, T) bool, prompt (R, T) bool (none)."""
+        """Rows first .. first+rows of the stream: x (R, T) int64, real (R, T) bool, prompt (R, T)
+        bool (none).
+        """
         chosen = [self.row(i) for i in range(first, first + rows)]
         x = torch.full((rows, max(self.widths[i] for i in chosen)), self.pad_id)
         real = torch.zeros_like(x, dtype=torch.bool)
@@ -441,16 +471,19 @@ def load_sequences(
     sources: list[str], tokenizer: "Tokenizer", seq_len: int, seed: int, max_docs: int = 0, block_length: int = 1,
     batch_size: int = 0,
 ) -> tuple[Sequences, Sequences]:  # fmt: skip
-    """(train, validation) rows of a corpus. A corpus of few documents keeps its last 5 % of rows for validation.
+    """(train, validation) rows of a corpus. A corpus of few documents keeps its last 5 % of rows
+    for validation.
 
-    The training rows come in batches of one width; the validation rows, which are few, all at seq_len.
+    The training rows come in batches of one width; the validation rows, which are few, all at
+    seq_len.
     """
     documents = load_text(sources, max_docs)
     train, val = [], []
     for name, text in tqdm(documents, desc="tokenize", leave=False, disable=None):
         ids = tokenizer.encode_document(text)
 
-        # eos ends a document, and fills its last block: decoding fills it too, and must not learn a length
+        # eos ends a document, and fills its last block: decoding fills it too, and must not learn a
+        # length
         n_eos = block_length - len(ids) % block_length
         ids = np.pad(ids, (0, n_eos), constant_values=tokenizer.eos_id)
 

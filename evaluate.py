@@ -1,17 +1,18 @@
 """Evaluation: what a decoder does where every answer can be checked.
 
-On a toy (toy.py) a one-step decoder's output distribution is a product. It is enumerated and compared with the
-true table, because validity alone can be won by always writing one phrase.
+On a toy (toy.py) a one-step decoder's output distribution is a product. It is enumerated and
+compared with the true table, because validity alone can be won by always writing one phrase.
 
-Names of Unicode characters are completed from their first third of tokens (rounded up), those held out and those
-trained on apart, and `unicodedata` judges. Shares of the names drawn:
+Names of Unicode characters are completed from their first third of tokens (rounded up), those held
+out and those trained on apart, and `unicodedata` judges. Shares of the names drawn:
 
     exist     the completion is some character's name (low, high: Wilson's 95 % interval)
     itself    it is the very name drawn: of a held-out prompt, a name that was never trained on
     distinct  different existing names
     repeated  completions that another drawn name's completion equals, real or not
 
-Forwards are counted for each name and for each token: full ones, partial ones, and all of them in units of a full one.
+Forwards are counted for each name and for each token: full ones, partial ones, and all of them in
+units of a full one.
 
     python evaluate.py --data modes --ckpt out/base --adapter out/n2  # the decoders' table, of the base with an adapter
     python evaluate.py --data names --ckpt assets/names --json        # factorised decoders, for a script to read
@@ -99,8 +100,9 @@ def one_step_table(model: Model, task: Toy, n_rounds: int) -> Tensor:
 
 
 def distances(task: Toy, q: Tensor) -> dict[str, float]:
-    """Means over contexts, in nats, of a table q (N, S). The reverse KL is infinite as soon as q writes anything
-    outside the support."""
+    """Means over contexts, in nats, of a table q (N, S). The reverse KL is infinite as soon as q
+    writes anything outside the support.
+    """
     # what q lacks of 1 was written outside the support
     outside = float((1 - q.sum(-1)).clamp(min=0).mean())
     forward = float(toy.kl(task.prob, q).mean())
@@ -112,8 +114,10 @@ def distances(task: Toy, q: Tensor) -> dict[str, float]:
 
 
 def quality(model: Model, task: Toy, d: Decoding) -> dict[str, float]:
-    """Every context decoded once, greedily, by the decoder that users run: the share of coherent answers and of
-    joint modes, the mean log-probability lost to the mode (over coherent answers), and forwards a token."""
+    """Every context decoded once, greedily, by the decoder that users run: the share of coherent
+    answers and of joint modes, the mean log-probability lost to the mode (over coherent answers),
+    and forwards a token.
+    """
     c = torch.arange(task.n_ctx)
     outputs = generate(model, task.prompt(c).tolist(), replace(d, gen_length=task.m))
 
@@ -215,7 +219,9 @@ def wilson(k: int, n: int) -> tuple[float, float]:
 
 
 def draw_names(n: int, group: str, tokenizer: Tokenizer) -> dict[str, list[int]]:
-    """n names of a group ("held out" or "trained"), drawn by it alone -> the first third of each one's tokens."""
+    """n names of a group ("held out" or "trained"), drawn by it alone -> the first third of each
+    one's tokens.
+    """
     held_out = group == "held out"
     names = [name for name in data.unicode_names() if data.is_validation(name) == held_out]
     order = torch.randperm(len(names), generator=data.generator("names", group))
@@ -254,9 +260,11 @@ def judge(asked: list[str], written: list[str], outputs: list[Output], partial_c
 
 
 def name_decoders(model: Model, joint: dict[str, Model], temperature: float) -> dict[str, tuple[Model, Decoding]]:
-    """Name -> (weights, settings): the factorised ones, the released ones with edits, and every Stage B there is.
+    """Name -> (weights, settings): the factorised ones, the released ones with edits, and every
+    Stage B there is.
 
-    joint: the weights that have a Stage B, by label."""
+    joint: the weights that have a Stage B, by label.
+    """
     d = Decoding(
         gen_length=NAME_TOKENS,
         tau_t2t=None,
@@ -276,7 +284,9 @@ def name_decoders(model: Model, joint: dict[str, Model], temperature: float) -> 
 
 
 def evaluate_names(ckpt: str, args: Namespace, device: torch.device) -> None:
-    """Print what every decoder writes for the names drawn of each group, of the checkpoint and of its adapters."""
+    """Print what every decoder writes for the names drawn of each group, of the checkpoint and of
+    its adapters.
+    """
     about = read_json(Path(ckpt) / "names.json", "names.json (of train.py --data names)")
     dtype = DTYPES[args.dtype]
     model = load_model(ckpt, device, dtype)

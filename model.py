@@ -1,4 +1,5 @@
-"""The model: LLaDA2.1's block-causal mixture-of-experts transformer, split where CoCommit needs it split.
+"""The model: LLaDA2.1's block-causal mixture-of-experts transformer, split where CoCommit needs it
+split.
 
 The split is the method (paper, Sec. 4.1 and Eq. 4), and all of it is in class Model:
 
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
     from cache import KVCache
 
 # R rows, T positions, S keys, C channels (n_embd), H heads, G key/value heads, D head dim, V vocabulary,
-# N = R*T tokens, E experts, A active experts, F expert width, L layers, n = n_last, K = n_rounds, B block_length
+# N = R*T tokens, E experts, A active experts, F expert width, L layers, n = n_last, K = n_rounds, B
+# block_length
 
 
 @dataclass(kw_only=True)
@@ -71,7 +73,9 @@ class Config:
 
 @dataclass
 class Context:
-    """What a pass needs besides hidden states: the same for Stage A and Stage B, for training and decoding."""
+    """What a pass needs besides hidden states: the same for Stage A and Stage B, for training and
+    decoding.
+    """
 
     cos: Tensor  # (T, 1, rotary_dim / 2), or (R, T, 1, ...) where rows are at different positions
     sin: Tensor
@@ -99,7 +103,9 @@ class Model(nn.Module):
         self.checkpointing = False
 
     def prefix(self, ids: Tensor, ctx: Context) -> Tensor:
-        """Prefix: the embedding and the first L - n layers. (R, T) int64 -> (R, T, C), or (R, 2T, C) with a copy."""
+        """Prefix: the embedding and the first L - n layers. (R, T) int64 -> (R, T, C), or (R, 2T,
+        C) with a copy.
+        """
         if ctx.clean is not None:
             ids = torch.cat([ids, ctx.clean], dim=1)
         h = self.wte(ids).to(self.compute_dtype)
@@ -114,7 +120,9 @@ class Model(nn.Module):
         return self.lm_head(self.norm_f(h)).float()
 
     def mark(self, h: Tensor, bundle: Tensor, round: int) -> Tensor:
-        """h + 1_S * marker_round. With a zero marker or an empty bundle this is h, and Stage B is Stage A."""
+        """h + 1_S * marker_round. With a zero marker or an empty bundle this is h, and Stage B is
+        Stage A.
+        """
         # a clean copy behind the rows is never marked
         bundle = F.pad(bundle, (0, h.shape[1] - bundle.shape[1]))
         return h + bundle[..., None] * self.markers[round].to(h.dtype)
@@ -129,10 +137,11 @@ class Model(nn.Module):
         return h
 
     def both_stages(self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int) -> tuple[Tensor, Tensor]:
-        """last_n(h) and coordinate(h, bundle) of the same h: Stage A's and Stage B's states, (R, T, C) each.
+        """last_n(h) and coordinate(h, bundle) of the same h: Stage A's and Stage B's states, (R, T,
+        C) each.
 
-        The paper trains both as one doubled batch, and so does this: the same results, in fewer and larger matrix
-        products. Rounds after the first are Stage B's alone.
+        The paper trains both as one doubled batch, and so does this: the same results, in fewer and
+        larger matrix products. Rounds after the first are Stage B's alone.
         """
         twice = ctx
         if ctx.mask.dim() > 2:  # padded rows have a mask each
@@ -159,7 +168,9 @@ class Model(nn.Module):
         return self.cfg.n_last / self.cfg.n_layer
 
     def add_lora(self, r: int, alpha: float, generator: torch.Generator, first: int = 0) -> None:
-        """Freeze everything, then add LoRA to qkv and proj of the layers from `first` on; it and the markers train."""
+        """Freeze everything, then add LoRA to qkv and proj of the layers from `first` on; it and
+        the markers train.
+        """
         self.requires_grad_(False)
         for layer in self.layers[first:]:
             layer.attn.qkv.add_lora(r, alpha, generator)
@@ -176,8 +187,9 @@ def sequence_context(cfg: Config, real: Tensor, dtype: torch.dtype, clean: Tenso
     """The context of whole rows.
 
     real (R, T) bool, False on padding, which nobody attends to but itself (a query needs one key).
-    clean (R, T) int64: rows are read beside their clean copy, [noisy ; clean], so that every noisy block has the
-    context that decoding will give it. Rows of a single block have no context, and need no copy.
+    clean (R, T) int64: rows are read beside their clean copy, [noisy ; clean], so that every noisy
+    block has the context that decoding will give it. Rows of a single block have no context, and
+    need no copy.
     """
     T = real.shape[1]
     positions = torch.arange(T, device=real.device)
@@ -201,7 +213,8 @@ def sequence_context(cfg: Config, real: Tensor, dtype: torch.dtype, clean: Tenso
 
 
 def block_causal_mask(T: int, block_length: int, device: torch.device | str = "cpu") -> Tensor:
-    """(T, T) bool, True where the query (row) may attend to the key (column): its own block and every earlier one.
+    """(T, T) bool, True where the query (row) may attend to the key (column): its own block and
+    every earlier one.
 
     T = 4, block_length = 2:      1 1 0 0
                                   1 1 0 0
@@ -213,8 +226,8 @@ def block_causal_mask(T: int, block_length: int, device: torch.device | str = "c
 
 
 def doubled_mask(T: int, block_length: int, device: torch.device | str = "cpu") -> Tensor:
-    """(2T, 2T) bool for rows [noisy ; clean]: a noisy block sees itself and the *clean* blocks before it, a clean block
-    sees clean ones.
+    """(2T, 2T) bool for rows [noisy ; clean]: a noisy block sees itself and the *clean* blocks
+    before it, a clean block sees clean ones.
 
     Two blocks of one token, n0 n1 c0 c1:      1 . . .       n0 sees itself
                                                . 1 1 .       n1 sees itself and c0
@@ -281,8 +294,9 @@ class Attention(nn.Module):
 def attend(q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
     """Attention under ctx.mask: q (R, H, T, D), k and v (R, G, S, D) -> (R, H, T, D).
 
-    It is scaled_dot_product_attention(q, k, v, mask). Of a long row's mask half is empty, with a clean copy three
-    quarters, so there 256 queries at a time are given only the keys that any of them sees (`query_slices`):
+    It is scaled_dot_product_attention(q, k, v, mask). Of a long row's mask half is empty, with a
+    clean copy three quarters, so there 256 queries at a time are given only the keys that any of
+    them sees (`query_slices`):
 
         whole    1 . . .        in slices    [1]
                  1 1 . .                     [1 1]
@@ -300,7 +314,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
 
 
 def query_slices(mask: Tensor, size: int = 256) -> list[tuple[slice, Tensor]] | None:
-    """mask (T, S) bool -> for every `size` queries, the keys that any of them sees; None where one slice is all."""
+    """mask (T, S) bool -> for every `size` queries, the keys that any of them sees; None where one
+    slice is all.
+    """
     if len(mask) <= size:
         return None
     slices = []
@@ -314,8 +330,8 @@ def query_slices(mask: Tensor, size: int = 256) -> list[tuple[slice, Tensor]] | 
 def rotary(cfg: Config, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(..., T) positions -> cos and sin, (..., T, 1, rotary_dim / 2) each, the 1 for the heads.
 
-    Angles are float32 whatever the model's dtype: bf16 frequencies are off by radians after a thousand positions. They
-    are no buffer, which a `.to(bf16)` could round.
+    Angles are float32 whatever the model's dtype: bf16 frequencies are off by radians after a
+    thousand positions. They are no buffer, which a `.to(bf16)` could round.
     """
     exponent = torch.arange(0, cfg.rotary_dim, 2, device=positions.device, dtype=torch.float32) / cfg.rotary_dim
     angle = positions.float()[..., None, None] * cfg.rope_theta**-exponent
@@ -323,7 +339,9 @@ def rotary(cfg: Config, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
 
 
 def rotate(x: Tensor, ctx: Context) -> Tensor:
-    """Turn the first rotary_dim dims, first half against second half; the rest pass through. (R, T, heads, D)."""
+    """Turn the first rotary_dim dims, first half against second half; the rest pass through. (R, T,
+    heads, D).
+    """
     half = ctx.cos.shape[-1]
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     return torch.cat([first * ctx.cos - second * ctx.sin, second * ctx.cos + first * ctx.sin, rest], dim=-1)
@@ -371,7 +389,8 @@ class MoE(nn.Module):
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (N, C) -> chosen experts (N, A) int64 and their weights (N, A) float32.
 
-        The bias decides who is chosen; the weights are the unbiased scores of the chosen, normalised and scaled.
+        The bias decides who is chosen; the weights are the unbiased scores of the chosen,
+        normalised and scaled.
         """
         scores = torch.sigmoid(F.linear(x.float(), self.router.float()))  # (N, E)
         biased = scores + self.expert_bias
@@ -397,8 +416,8 @@ class MoE(nn.Module):
             for token, expert, weight in all N*A choices:
                 y[token] += weight * expert(x[token])
 
-        by sorting the choices by expert, running each expert on its run of rows, and summing each token's A rows: in
-        float32, in an order that does not depend on the tokens beside it.
+        by sorting the choices by expert, running each expert on its run of rows, and summing each
+        token's A rows: in float32, in an order that does not depend on the tokens beside it.
         """
         # rows of x sorted by expert; expert e has the rows up to ends[e]
         expert, order = chosen.flatten().sort(stable=True)  # (N*A,) each
@@ -417,7 +436,9 @@ class MoE(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Normalise in float32, cast back, then scale: the order of the released code, which matters in bf16."""
+    """Normalise in float32, cast back, then scale: the order of the released code, which matters in
+    bf16.
+    """
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -432,8 +453,8 @@ class RMSNorm(nn.Module):
 class Linear(nn.Linear):
     """A linear layer with an optional LoRA: y = W x + (alpha / r) B A x.
 
-    A (r, in) starts Kaiming, B (out, r) zero, so that it starts as W alone. It computes in its input's dtype: master
-    weights may be float32 under bf16 activations.
+    A (r, in) starts Kaiming, B (out, r) zero, so that it starts as W alone. It computes in its
+    input's dtype: master weights may be float32 under bf16 activations.
     """
 
     def __init__(self, n_in: int, n_out: int, bias: bool = False):

@@ -79,7 +79,9 @@ FIELDS = {
 
 
 def fits(value: object, kind: type, low: float, high: float) -> bool:
-    """Whether a value from a JSON file is of this kind and in low..high. A bool is no int, but an int is a float."""
+    """Whether a value from a JSON file is of this kind and in low..high. A bool is no int, but an
+    int is a float.
+    """
     if kind is float and type(value) is int:
         kind = int
     if type(value) is not kind:
@@ -162,14 +164,15 @@ def new_model(cfg: Config, generator: torch.Generator, device: torch.device | st
 
 def initial_std(name: str, cfg: Config) -> float:
     """Standard deviation of a matrix's first values."""
-    # at 0.02 the layers drown a token's identity within steps, and copying visible tokens (two thirds of the terms)
-    # is learned late
+    # at 0.02 the layers drown a token's identity within steps, and copying visible tokens (two
+    # thirds of the terms) is learned late
     if name == "wte.weight":
         return 1.0
     if name == "lm_head.weight":
         return 0.02
 
-    # 2 L projections write to the residual stream: scaled down as in GPT-2, their sum keeps its size
+    # 2 L projections write to the residual stream: scaled down as in GPT-2, their sum keeps its
+    # size
     std = cfg.n_embd**-0.5
     if name.endswith(("proj.weight", "down.weight", "mlp.down")):
         std = std / math.sqrt(2 * cfg.n_layer)

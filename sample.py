@@ -4,9 +4,9 @@
     step            one denoising step of many rows, greedy or sampling
     generate        `step` in cache.py's loop, for many rows and with an exact cache; tested equal to generate_one
 
-With --n_rounds 0 (Stage B off) and a gate on edits this is LLaDA2.1's released generate(), token for token and forward
-for forward, edge cases included: strict gates, edits while masks remain, mask as an ordinary candidate. It departs from
-it in two ways:
+With --n_rounds 0 (Stage B off) and a gate on edits this is LLaDA2.1's released generate(), token
+for token and forward for forward, edge cases included: strict gates, edits while masks remain, mask
+as an ordinary candidate. It departs from it in two ways:
 
   - Without edits (--tau_t2t none) a block ends with its last mask. The released loop, with a gate that nothing passes,
     reads the block once more and finds nothing to do: the same tokens, one forward more in every block.
@@ -82,7 +82,8 @@ class Decoding:
 # --- the decoder as the paper has it
 @torch.inference_mode()
 def generate_one(model: Model, prompt: list[int], d: Decoding) -> tuple[list[int], dict[str, int], list[list[int]]]:
-    """Continue one prompt (ids), greedily -> tokens, forwards by kind, and the current block before every forward.
+    """Continue one prompt (ids), greedily -> tokens, forwards by kind, and the current block before
+    every forward.
 
     Slow: every forward reads the whole text again. It is the specification of `generate`.
     """
@@ -116,7 +117,7 @@ def generate_one(model: Model, prompt: list[int], d: Decoding) -> tuple[list[int
             if bundle.any():
                 nfe["partial"] += d.n_rounds
 
-            # a block is finished when nothing changes any more, or after max_post_steps without a mask
+            # a block is finished when nothing changes, or after max_post_steps without a mask
             changed = not torch.equal(z, before)
             if cfg.mask_id not in z[0, start:]:
                 steps_without_mask += 1
@@ -166,9 +167,11 @@ def denoise(
 
 
 def select_bundle(probability: Tensor, masked: Tensor, d: Decoding) -> Tensor:
-    """Which masks are written in this step: those above tau_m2t, or the num_to_transfer surest where fewer pass.
+    """Which masks are written in this step: those above tau_m2t, or the num_to_transfer surest
+    where fewer pass.
 
-    probability (R, T) float32, the best token's at every position; masked (R, T) bool -> (R, T) bool.
+    probability (R, T) float32, the best token's at every position; masked (R, T) bool -> (R, T)
+    bool.
     """
     passing = masked & (probability > d.tau_m2t)
 
@@ -184,10 +187,13 @@ def select_bundle(probability: Tensor, masked: Tensor, d: Decoding) -> Tensor:
 def step(engine: Cached, z: Tensor, prompt: Tensor, any_masked: bool, u: Tensor, d: Decoding) -> dict[str, Tensor]:
     """One step on the current blocks z (R, B): everything is read from z and written at once.
 
-    prompt (R, B) bool: positions that are never edited. any_masked: whether any row has a mask left (the host knows).
-    u (R, 3, B) in [0, 1): with temperature, each stage draws by its own numbers. Selection favours positions whose draw
-    happened to be a likely token; Stage B's fresh draw undoes that bias, so what is written follows the model's
-    probabilities. (The third row is there for an extension whose marker carries a number.)
+    prompt (R, B) bool: positions that are never edited
+    any_masked: whether any row has a mask left, which the host knows
+    u (R, 3, B) in [0, 1): with temperature, each stage draws by its own numbers (the third row is
+        for an extension whose marker carries a number)
+
+    With temperature, selection favours positions whose draw happened to be a likely token. Stage B
+    draws anew and so undoes that bias: what is written follows the model's probabilities.
     """
     masked = z == engine.cfg.mask_id
     visible = ~masked & ~prompt
@@ -217,8 +223,8 @@ def step(engine: Cached, z: Tensor, prompt: Tensor, any_masked: bool, u: Tensor,
 def candidates(logits: Tensor, u: Tensor, d: Decoding) -> tuple[Tensor, Tensor]:
     """Each position's token and its probability: logits (..., V) -> (...) int64, (...) float32.
 
-    Greedy: the argmax. With temperature: scale, top-k, top-p, renormalise, draw by u (...) in [0, 1); the probability
-    is the filtered distribution's.
+    Greedy: the argmax. With temperature: scale, top-k, top-p, renormalise, draw by u (...) in [0,
+    1); the probability is the filtered distribution's.
     """
     if d.temperature == 0:
         token = logits.argmax(-1)
@@ -248,14 +254,19 @@ def generate(
     model: Model, prompts: list[list[int]], d: Decoding, seed: int = 0, trace: bool = False,
     on_block: Callable[[int, Output], None] | None = None,
 ) -> list[Output]:  # fmt: skip
-    """Decode every prompt (ids), as if alone but for exact ties, by the model's own step (an extension's) or `step`."""
+    """Decode every prompt (ids), as if alone but for exact ties, by the model's own step (an
+    extension's) or `step`.
+    """
     return decode(model, prompts, d, getattr(model, "step", step), seed, trace, on_block)
 
 
 # --- the command line
 def settle_decoding(args: Namespace, model: Model) -> Decoding:
-    """Flags -> Decoding. Edits are ungated where Stage B is on (the paper's default), unless --tau_t2t is given."""
-    # Stage B is on as it was trained; where all markers are zero, as in a converted checkpoint, it would be Stage A
+    """Flags -> Decoding. Edits are ungated where Stage B is on (the paper's default), unless
+    --tau_t2t is given.
+    """
+    # Stage B is on as it was trained; where all markers are zero, as in a converted checkpoint, it
+    # would be Stage A
     n_rounds = args.n_rounds
     if n_rounds is None:
         trained = bool(model.markers.any()) or hasattr(model, "step")

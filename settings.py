@@ -1,7 +1,8 @@
 """The flags of train.py: what they mean, what they default to, and which of them belong together.
 
-What is not given depends on two things: what the model reads (names, bytes, a toy's numbers, or a released checkpoint's
-BPE, which is the paper's setting) and where it starts (from scratch, or from a checkpoint).
+What is not given depends on two things: what the model reads (names, bytes, a toy's numbers, or a
+released checkpoint's BPE, which is the paper's setting) and where it starts (from scratch, or from
+a checkpoint).
 """
 
 import sys
@@ -236,7 +237,9 @@ def load_text(args: Namespace) -> Corpus:
 
 
 def learn_tokenizer(folder: Path, args: Namespace) -> str:
-    """Which tokens a model from scratch reads. Names have a BPE of their own, learned once, in the run's folder."""
+    """Which tokens a model from scratch reads. Names have a BPE of their own, learned once, in the
+    run's folder.
+    """
     if args.data != ["names"]:
         return "bytes"
     if not (folder / "tokenizer.json").exists():

@@ -144,7 +144,9 @@ class Stream:
 def make_record(
     prompt: list[int], output: Output, model: Model, n_rounds: int, tokenizer: Tokenizer | None, judged: bool
 ) -> dict:
-    """Everything about one row in plain values: --json prints it, the displays below and tools/trace_page show it."""
+    """Everything about one row in plain values: --json prints it, the displays below and
+    tools/trace_page show it.
+    """
     cfg = model.cfg
     text = None  # a toy's tokens are numbers
     judgement = None
@@ -213,7 +215,9 @@ def verdict(name: str) -> str:
 
 
 def show_steps(record: dict) -> None:
-    """One line a step for the block, and one for each token written: Stage A's choice where Stage B's differs."""
+    """One line a step for the block, and one for each token written: Stage A's choice where Stage
+    B's differs.
+    """
     name = record["pieces"]
     gap = " " if record["text"] is None else ""  # a toy's tokens are numbers
     for n, s in enumerate(record["steps"], 1):
@@ -249,8 +253,8 @@ def play(record: dict) -> None:
 def draw_block(record: dict, s: dict, ids: list[int], head: str, after: bool) -> list[str]:
     """A block as characters, each with its style.
 
-    What the step writes is inverse. After it, Stage A's choice is struck out beside a token where another was written,
-    and beside a mask that was refused. NO_COLOR leaves the styles out.
+    What the step writes is inverse. After it, Stage A's choice is struck out beside a token where
+    another was written, and beside a mask that was refused. NO_COLOR leaves the styles out.
     """
     inverse = "\x1b[7m"
     struck = "\x1b[9m"

@@ -4,7 +4,8 @@
     bpe_tokenizer(path)  a byte-level BPE from a `tokenizer.json`: a released one, or one that learn_bpe made
     learn_bpe(texts)     the content of such a file, learned from texts
 
-tiktoken does the encoding. A `tokenizer.json` that tiktoken cannot reproduce exactly, on every text, is refused.
+tiktoken does the encoding. A `tokenizer.json` that tiktoken cannot reproduce exactly, on every
+text, is refused.
 """
 
 import re
@@ -32,7 +33,9 @@ MASK = "<|mask|>"
 
 @dataclass
 class Tokenizer:
-    """A tiktoken.Encoding, which numbers its tokens by merge rank, and the model's ids, which may have any order."""
+    """A tiktoken.Encoding, which numbers its tokens by merge rank, and the model's ids, which may
+    have any order.
+    """
 
     encoding: tiktoken.Encoding
     ids: list[int]  # rank -> id
@@ -66,7 +69,9 @@ class Tokenizer:
         return raw.decode("utf-8", errors="replace")
 
     def piece(self, token: int) -> str:
-        """A token's text, all of it visible (an accent on ◌), bytes that are no UTF-8 as <E2>, special ones by name."""
+        """A token's text, all of it visible (an accent on ◌), bytes that are no UTF-8 as <E2>,
+        special ones by name.
+        """
         raw = self.token_bytes.get(token, b"")
         if not raw:
             names = {i: name for name, i in self.special.items()}
@@ -109,7 +114,9 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def byte_alphabet() -> list[str]:
-    """The printable stand-in that byte-level BPE files use for each byte: itself if printable, else U+0100 onwards."""
+    """The printable stand-in that byte-level BPE files use for each byte: itself if printable, else
+    U+0100 onwards.
+    """
     alphabet = []
     next_code = 256
     for byte in range(256):
@@ -122,8 +129,10 @@ def byte_alphabet() -> list[str]:
 
 
 def bpe_tokenizer(path: Path, spec: dict | None = None) -> Tokenizer:
-    """A `tokenizer.json` (byte-level BPE; `spec` is its content, if known) as a tiktoken.Encoding with the same ids on
-    every text. Refused with the reason: anything whose result tiktoken could not reproduce exactly."""
+    """A `tokenizer.json` (byte-level BPE; `spec` is its content, if known) as a tiktoken.Encoding
+    with the same ids on every text. Refused with the reason: anything whose result tiktoken could
+    not reproduce exactly.
+    """
     if spec is None:
         spec = read_json(path, "tokenizer")
     try:
@@ -141,10 +150,12 @@ def bpe_tokenizer(path: Path, spec: dict | None = None) -> Tokenizer:
         for merge in spec["model"]["merges"]:
             # older files write "a b", newer ones ["a", "b"]
             pair = merge.split(" ") if isinstance(merge, str) else merge
-            left, right = (to_bytes(part) for part in pair)
+            left = to_bytes(pair[0])
+            right = to_bytes(pair[1])
 
-            # tiktoken merges any neighbours whose concatenation is known. That equals this list of merges only if the
-            # pair is what the earlier merges make of those bytes, and if no other merge makes the same token.
+            # tiktoken merges any neighbours whose concatenation is known. That equals this list of
+            # merges only if the pair is what the earlier merges make of those bytes, and if no
+            # other merge makes the same token.
             known = left + right in ranks
             if known or merge_bytes(left + right, ranks) != [left, right]:
                 fail(f"{path}: merge {left!r} + {right!r} is not expressible in tiktoken (duplicate or out of order)")
@@ -162,7 +173,9 @@ def bpe_tokenizer(path: Path, spec: dict | None = None) -> Tokenizer:
 
 
 def check_pipeline(spec: dict, path: Path) -> tuple[str, bool]:
-    """(pre-tokenizer pattern, whether NFC is applied) of a tokenizer.json; refuses every step that is not modelled."""
+    """(pre-tokenizer pattern, whether NFC is applied) of a tokenizer.json; refuses every step that
+    is not modelled.
+    """
 
     def refuse(what: str) -> NoReturn:
         fail(f"{path}: {what} cannot be expressed exactly in tiktoken, so this tokenizer is refused")
@@ -233,7 +246,9 @@ class Pairs:
             self.holders[pair].add(word)
 
     def most_frequent(self) -> tuple[str, str] | None:
-        """The pair most often side by side, of equals the first in string order; None if none occurs twice."""
+        """The pair most often side by side, of equals the first in string order; None if none
+        occurs twice.
+        """
         most = max(self.counts.values(), default=0)
         if most < 2:
             return None
@@ -262,9 +277,11 @@ def join_pair(parts: list[str], pair: tuple[str, str]) -> list[str]:
 
 
 def learn_bpe(texts: Iterable[str], vocab_size: int) -> dict:
-    """The content of a `tokenizer.json` with vocab_size ids: bytes, merges learned from these texts, EOS and MASK.
+    """The content of a `tokenizer.json` with vocab_size ids: bytes, merges learned from these
+    texts, EOS and MASK.
 
-    Each merge joins the pair most often side by side in words, of equals the first in string order, if it is so twice.
+    Each merge joins the pair most often side by side in words, of equals the first in string order,
+    if it is so twice.
     """
     # a word takes the blank before it along
     pattern = r" ?\S+|\s+"

@@ -1,8 +1,9 @@
-"""Toy tasks whose joint distribution is a table, so that every number about joint commitment is exact.
+"""Toy tasks whose joint distribution is a table, so that every number about joint commitment is
+exact.
 
-A toy maps a context to the probability of every tuple of an answer block. Marginals, entropies, the total
-correlation (TC: the sum of the marginals' entropies less the joint entropy), the mode and all distances
-follow by enumeration, in float64 and in nats.
+A toy maps a context to the probability of every tuple of an answer block. Marginals, entropies, the
+total correlation (TC: the sum of the marginals' entropies less the joint entropy), the mode and all
+distances follow by enumeration, in float64 and in nats.
 
 Each task is a function below, and its docstring is its definition; c is the context. Their sizes:
 
@@ -34,7 +35,9 @@ ROWS = 4096  # in one forward
 
 @dataclass
 class Toy:
-    """One task as a table, on the CPU. A context with fewer tuples repeats its tuple 0 with probability 0."""
+    """One task as a table, on the CPU. A context with fewer tuples repeats its tuple 0 with
+    probability 0.
+    """
 
     name: str
     V: int
@@ -50,13 +53,16 @@ class Toy:
         self.vocab_size = self.mask_id + 1
 
     def prompt(self, c: Tensor) -> Tensor:
-        """(R,) int64 -> (R, m) int64: the context's token m times, so that prompt and answer are a block each."""
+        """(R,) int64 -> (R, m) int64: the context's token m times, so that prompt and answer are a
+        block each.
+        """
         token = self.V + c
         return token[:, None].repeat(1, self.m)
 
     def quantile(self, c: Tensor, u: Tensor) -> Tensor:
-        """(R,) int64, (R,) float64 in [0, 1) -> (R, m) int64: the tuple where the cumulative probability of
-        context c passes u."""
+        """(R,) int64, (R,) float64 in [0, 1) -> (R, m) int64: the tuple where the cumulative
+        probability of context c passes u.
+        """
         cdf = self.prob.cumsum(-1)[c]  # (R, S)
 
         # the last sum may miss 1 by rounding, so u is taken as a share of it
@@ -97,8 +103,10 @@ class Toy:
 
 
 def kl(p: Tensor, q: Tensor) -> Tensor:
-    """KL(p || q) in nats of aligned tables, (..., S) each -> (...). p must be complete, q may have mass elsewhere;
-    for KL(q || p) that mass would be missing, and the value is inf wherever q leaves the support."""
+    """KL(p || q) in nats of aligned tables, (..., S) each -> (...). p must be complete, q may have
+    mass elsewhere; for KL(q || p) that mass would be missing, and the value is inf wherever q
+    leaves the support.
+    """
     return (torch.xlogy(p, p) - torch.xlogy(p, q)).sum(-1)
 
 
@@ -111,7 +119,8 @@ def product_table(toy: Toy, c: Tensor, q_marginals: Tensor) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------------
-# the tasks: each returns V, the support (N, S, m), and the probabilities (S,) that all contexts share
+# the tasks: each returns V, the support (N, S, m), and the probabilities (S,) that all contexts
+# share
 
 Rng = np.random.Generator
 Table = tuple[int, Tensor, Tensor]
@@ -140,9 +149,11 @@ def _uniform(support: Tensor) -> Tensor:
 
 
 def _shifted(base: Tensor, prob: Tensor, V: int, n_ctx: int | None, rng: Rng) -> Table:
-    """All tuples base (V**m, m) of probabilities prob (V**m,), moved by a shift of each context and position."""
-    # one shift for each context, of those that start with 0: they are the first V**(m-1) tuples. To move all
-    # positions alike would leave the copy task as it is.
+    """All tuples base (V**m, m) of probabilities prob (V**m,), moved by a shift of each context and
+    position.
+    """
+    # one shift for each context, of those that start with 0: they are the first V**(m-1) tuples. To
+    # move all positions alike would leave the copy task as it is.
     most = len(base) // V
     chosen = rng.choice(most, _contexts(n_ctx, most), replace=False)
     shift = base[chosen]  # (N, m)
@@ -154,9 +165,10 @@ def _shifted(base: Tensor, prob: Tensor, V: int, n_ctx: int | None, rng: Rng) ->
 
 
 def modes(rng: Rng, V: int = 24, m: int = 4, n_ctx: int | None = None, n_modes: int = 3) -> Table:
-    """The answer is one of n_modes phrases of the context, with weights 4 : 3 : 3 : ... Phrases 1 and 2 share
-    their tokens at half of the positions: there they win together (6 against 4), elsewhere phrase 0 wins. So
-    the tuple of the marginals' argmaxes is no phrase."""
+    """The answer is one of n_modes phrases of the context, with weights 4 : 3 : 3 : ... Phrases 1
+    and 2 share their tokens at half of the positions: there they win together (6 against 4),
+    elsewhere phrase 0 wins. So the tuple of the marginals' argmaxes is no phrase.
+    """
     if n_modes > V:
         fail(f"{n_modes} modes need as many symbols at every position: V = {V} is too small")
     N = _contexts(n_ctx, 128)
@@ -176,8 +188,9 @@ def modes(rng: Rng, V: int = 24, m: int = 4, n_ctx: int | None = None, n_modes: 
 
 
 def pairs(rng: Rng, V: int = 8, m: int = 4, n_ctx: int | None = None) -> Table:
-    """The answer is m/2 pairs (a, a + c mod V), each a uniform. Only positions that hold both members of a pair
-    depend on each other; each pair costs ln V."""
+    """The answer is m/2 pairs (a, a + c mod V), each a uniform. Only positions that hold both
+    members of a pair depend on each other; each pair costs ln V.
+    """
     if m % 2:
         fail(f"pairs needs an even m, not {m}")
     N = _contexts(n_ctx, V)
@@ -192,8 +205,9 @@ def pairs(rng: Rng, V: int = 8, m: int = 4, n_ctx: int | None = None) -> Table:
 
 
 def mixed(rng: Rng, V: int = 8, m: int = 4, n_ctx: int | None = None) -> Table:
-    """The answer is m/4 groups [f, u, a, g(a)]: f = c is known, u and a are uniform, and g(a) = V - 1 - a is
-    a's partner. No marginal tells u from a."""
+    """The answer is m/4 groups [f, u, a, g(a)]: f = c is known, u and a are uniform, and g(a) = V -
+    1 - a is a's partner. No marginal tells u from a.
+    """
     if m % 4:
         fail(f"mixed needs an m that 4 divides, not {m}")
     N = _contexts(n_ctx, V)
@@ -211,8 +225,9 @@ def mixed(rng: Rng, V: int = 8, m: int = 4, n_ctx: int | None = None) -> Table:
 
 
 def noisy_copy(rng: Rng, V: int = 8, m: int = 4, n_ctx: int | None = None, eps: float = 0.05) -> Table:
-    """x_1 is uniform; each other x_i is x_1 with probability 1 - eps, else uniform over all V. So eps is a dial
-    for TC. The tuples are shifted by context."""
+    """x_1 is uniform; each other x_i is x_1 with probability 1 - eps, else uniform over all V. So
+    eps is a dial for TC. The tuples are shifted by context.
+    """
     # p[d]: the probability that x_i - x_1 mod V is d
     p = torch.full((V,), eps / V, dtype=torch.float64)
     p[0] += 1 - eps
@@ -224,13 +239,16 @@ def noisy_copy(rng: Rng, V: int = 8, m: int = 4, n_ctx: int | None = None, eps: 
 
 
 def gaussian(rng: Rng, levels: int = 8, m: int = 3, n_ctx: int | None = None, rho: float = 0.9) -> Table:
-    """z_i = sqrt(rho) f + sqrt(1 - rho) e_i with f and e_i standard normal, so every correlation is rho; x_i says
-    between which of the quantiles k/levels z_i lies. The tuples are shifted by context."""
+    """z_i = sqrt(rho) f + sqrt(1 - rho) e_i with f and e_i standard normal, so every correlation is
+    rho; x_i says between which of the quantiles k/levels z_i lies. The tuples are shifted by
+    context.
+    """
     base = _tuples(levels, m)  # (V**m, m)
 
-    # p(x) is the integral over f of prod_i p(x_i | f). As a function of f a factor is a step of width
-    # sqrt(1 - rho), too sharp for Gauss-Hermite (200 nodes are 0.02 nats off at rho 0.99). The trapezoid rule
-    # converges fast: 8 nodes to a width leave exp(-2 pi**2 * 64 / m), which is less than rounding.
+    # p(x) is the integral over f of prod_i p(x_i | f). As a function of f a factor is a step of
+    # width sqrt(1 - rho), too sharp for Gauss-Hermite (200 nodes are 0.02 nats off at rho 0.99).
+    # The trapezoid rule converges fast: 8 nodes to a width leave exp(-2 pi**2 * 64 / m), which is
+    # less than rounding.
     width = math.sqrt(1 - rho)
     f = torch.arange(-9, 9, width / 8, dtype=torch.float64)  # (Q,)
     density = torch.exp(-(f**2) / 2)
@@ -252,8 +270,8 @@ def _level_given(f: Tensor, levels: int, rho: float) -> Tensor:
     low = edges[:, :-1]
     high = edges[:, 1:]
 
-    # above 0 from the upper tail, below from the lower one: a tail's own erfc keeps its digits where the
-    # difference of two numbers close to 1 would lose them
+    # above 0 from the upper tail, below from the lower one: a tail's own erfc keeps its digits
+    # where the difference of two numbers close to 1 would lose them
     side = torch.where(low > 0, 1.0, -1.0)
     return (torch.erfc(side * low) - torch.erfc(side * high)).abs() / 2
 
@@ -278,8 +296,9 @@ def permutation(rng: Rng, V: int = 8, m: int = 4, n_ctx: int | None = None) -> T
 
 
 def modular_sum(rng: Rng, V: int = 5, m: int = 3, n_ctx: int | None = None) -> Table:
-    """Uniform over the tuples whose sum is c mod V (V = 2: parity). Any m - 1 positions are independent: only
-    all of them together show the dependence."""
+    """Uniform over the tuples whose sum is c mod V (V = 2: parity). Any m - 1 positions are
+    independent: only all of them together show the dependence.
+    """
     N = _contexts(n_ctx, V)
     c = torch.arange(N)[:, None, None]
 
@@ -315,8 +334,9 @@ BOUNDS = {
 
 
 def make(name: str, *, seed: int = 0, **given: int | float) -> Toy:
-    """Build a task; the seed draws its contexts. Refused: a size that the task does not use or that is
-    impossible, and a table of more than 65,536 tuples."""
+    """Build a task; the seed draws its contexts. Refused: a size that the task does not use or that
+    is impossible, and a table of more than 65,536 tuples.
+    """
     used = list(inspect.signature(TASKS[name]).parameters)
     used.remove("rng")
     for key, value in given.items():
@@ -355,7 +375,8 @@ class Rows:
         """x (R, 2m) int64, real (R, 2m) bool (all), prompt (R, 2m) bool (the first block)."""
         toy = self.toy
 
-        # each row by its own generator: its context, then its place u in the distribution of answers
+        # each row by its own generator: its context, then its place u in the distribution of
+        # answers
         draws = [generator(*self.key, i) for i in range(first, first + rows)]
         c = torch.cat([torch.randint(toy.n_ctx, (1,), generator=g) for g in draws])
         u = torch.cat([torch.rand(1, dtype=torch.float64, generator=g) for g in draws])
@@ -378,10 +399,12 @@ class Rows:
 
 @torch.no_grad()
 def answer_log_probs(model: Model, toy: Toy, c: Tensor, z: Tensor, n_rounds: int) -> Tensor:
-    """log q(x_i | z) for answer blocks z (R, m) int64, -1 where masked, in contexts c (R,): (R, m, V) float64.
+    """log q(x_i | z) for answer blocks z (R, m) int64, -1 where masked, in contexts c (R,): (R, m,
+    V) float64.
 
-    By Stage A if n_rounds is 0, else by Stage B with every masked position in the bundle. Mass on tokens that are
-    no symbol stays lost: the V probabilities may sum to less than 1."""
+    By Stage A if n_rounds is 0, else by Stage B with every masked position in the bundle. Mass on
+    tokens that are no symbol stays lost: the V probabilities may sum to less than 1.
+    """
     logits = []
     for c_part, z_part in zip(c.split(ROWS), z.split(ROWS), strict=True):
         answer = z_part.masked_fill(z_part < 0, toy.mask_id)
@@ -399,8 +422,10 @@ def answer_log_probs(model: Model, toy: Toy, c: Tensor, z: Tensor, n_rounds: int
 
 
 def floors(model: Model, toy: Toy) -> dict[str, float]:
-    """The loss of the whole answer in one step, sum_i E_p[-log q_i(x_i)], by each stage, and its two floors: that
-    of the best joint distribution (H) and that of the best factorised one (H + TC). Nats, means over contexts."""
+    """The loss of the whole answer in one step, sum_i E_p[-log q_i(x_i)], by each stage, and its
+    two floors: that of the best joint distribution (H) and that of the best factorised one (H +
+    TC). Nats, means over contexts.
+    """
     c = torch.arange(toy.n_ctx)
     masks = torch.full((toy.n_ctx, toy.m), -1)
     found = {}

@@ -1,9 +1,10 @@
-"""Split-forward training: Stage A and Stage B of every row after one shared prefix, one backward (paper, Sec. 4.1).
+"""Split-forward training: Stage A and Stage B of every row after one shared prefix, one backward
+(paper, Sec. 4.1).
 
-`cocommit_step` is the method, `run` the loop around it. From `scratch` everything trains, markers included. From a
-checkpoint the backbone is frozen, LoRA and the markers train: the paper's setting, whose recipe is the default there.
-Every random number is a function of (seed, row): a resumed run continues bit for bit, and rows that are split over
-other micro-batches draw the same.
+`cocommit_step` is the method, `run` the loop around it. From `scratch` everything trains, markers
+included. From a checkpoint the backbone is frozen, LoRA and the markers train: the paper's setting,
+whose recipe is the default there. Every random number is a function of (seed, row): a resumed run
+continues bit for bit, and rows that are split over other micro-batches draw the same.
 
     python train.py --n_last 3                                       # names of Unicode characters, minutes on 2 cores
     python train.py --data modes --n_last 2 --out_dir out/modes      # a toy with known total correlation, a minute
@@ -50,15 +51,17 @@ class Batch:
     draws: Draws  # a generator a row
 
 
-# the weighted sum of Eq. 1 in nats, to be divided by the number of real tokens; and for the log, (2 stages, 3 terms, 2)
-# float32: cross-entropy summed, positions counted
+# the weighted sum of Eq. 1 in nats, to be divided by the number of real tokens; and for the log, (2
+# stages, 3 terms, 2) float32: cross-entropy summed, positions counted
 Losses = tuple[Tensor, Tensor]
 Step = Callable[[Model, Batch, Namespace], Losses]
 
 
 # --- the training step
 def clean_tokens(model: Model, batch: Batch, z: Tensor, bundle: Tensor) -> Tensor:
-    """The paper's target for Stage B: the clean tokens. (R, T) int64. It is read at the bundle's fills, W and G."""
+    """The paper's target for Stage B: the clean tokens. (R, T) int64. It is read at the bundle's
+    fills, W and G.
+    """
     return batch.clean
 
 
@@ -87,7 +90,9 @@ def cocommit_step(model: Model, batch: Batch, args: Namespace, target: Callable 
 
 
 def stage_a_step(model: Model, batch: Batch, args: Namespace) -> Losses:
-    """The same without Stage B (--stage_a_only): a plain masked diffusion model, a base to adapt later."""
+    """The same without Stage B (--stage_a_only): a plain masked diffusion model, a base to adapt
+    later.
+    """
     z, kind = corrupt_batch(model, batch, args)
     ctx = batch_context(model, batch, args)
     stage_a = model.last_n(model.prefix(z, ctx), ctx)
@@ -109,10 +114,11 @@ def corrupt_batch(model: Model, batch: Batch, args: Namespace) -> tuple[Tensor, 
 
 @torch.no_grad()
 def stage_a_draft(model: Model, z: Tensor, where: Tensor, real: Tensor) -> Tensor:
-    """The model's own guesses: Stage A's argmax at the True positions of where (R, T), in their order, int64.
+    """The model's own guesses: Stage A's argmax at the True positions of where (R, T), in their
+    order, int64.
 
-    It reads z as it is, without a clean copy of earlier blocks: a draft has to be plausible, not as good as decoding
-    would have it.
+    It reads z as it is, without a clean copy of earlier blocks: a draft has to be plausible, not as
+    good as decoding would have it.
     """
     ctx = sequence_context(model.cfg, real, model.compute_dtype)
     h = model.last_n(model.prefix(z, ctx), ctx)[where]
@@ -129,8 +135,9 @@ def stage_a_draft(model: Model, z: Tensor, where: Tensor, real: Tensor) -> Tenso
 def bundle_group(model: Model, batch: Batch, args: Namespace) -> int:
     """How many positions draw one bundle together: a block, as in decoding, or the whole row.
 
-    Earlier blocks draw bundles too, so with --context corrupted a block sees marked masks before it, where decoding has
-    finished text. The paper trains so; --context clean takes marks and masks out of what a block sees.
+    Earlier blocks draw bundles too, so with --context corrupted a block sees marked masks before
+    it, where decoding has finished text. The paper trains so; --context clean takes marks and masks
+    out of what a block sees.
     """
     if args.bundle_scope == "block":
         return model.cfg.block_length
@@ -138,7 +145,9 @@ def bundle_group(model: Model, batch: Batch, args: Namespace) -> int:
 
 
 def batch_context(model: Model, batch: Batch, args: Namespace) -> Context:
-    """Earlier blocks corrupted too (the paper), or clean, as decoding has them: rows beside their clean copy."""
+    """Earlier blocks corrupted too (the paper), or clean, as decoding has them: rows beside their
+    clean copy.
+    """
     clean = None
     if args.context == "clean":
         clean = batch.clean
@@ -146,7 +155,9 @@ def batch_context(model: Model, batch: Batch, args: Namespace) -> Context:
 
 
 def get_batch(corpus: Corpus, split: str, first: int, n: int, args: Namespace, device: torch.device) -> Batch:
-    """Rows first .. first+n of a split, "train" or "val"; all random numbers of a row come from its index."""
+    """Rows first .. first+n of a split, "train" or "val"; all random numbers of a row come from its
+    index.
+    """
     clean, real, prompt = corpus.rows[split].batch(first, n)
     draws = [generator(args.seed, split, i) for i in range(first, first + n)]
     free = real & ~prompt
@@ -155,7 +166,9 @@ def get_batch(corpus: Corpus, split: str, first: int, n: int, args: Namespace, d
 
 # --- what the loop is handed
 def lora_everywhere(model: Model, args: Namespace) -> None:
-    """What learns from a checkpoint: LoRA in every layer, in both stages, and the markers (paper, Sec. 5.1)."""
+    """What learns from a checkpoint: LoRA in every layer, in both stages, and the markers (paper,
+    Sec. 5.1).
+    """
     model.add_lora(args.lora_r, 2 * args.lora_r, generator(args.seed, "lora"))
 
 
@@ -184,7 +197,8 @@ def run(args: Namespace, recipe: Recipe) -> None:
     model = checkpoint.start(args, corpus.tokens, recipe.adapt, device)
     optimizer = make_optimizer(model, args)
 
-    # a resumed run goes on where it was saved; one that was killed before its first save starts again
+    # a resumed run goes on where it was saved; one that was killed before its first save starts
+    # again
     done = 0
     if args.resume and (folder / "state.safetensors").exists():
         done = checkpoint.restore_state(model, optimizer, folder)
@@ -223,7 +237,9 @@ def take_step(
     model: Model, optimizer: torch.optim.Optimizer, step_of: Step, corpus: Corpus, step: int, args: Namespace,
     device: torch.device,
 ) -> dict[str, float]:  # fmt: skip
-    """One update -> what the log says of it. Nothing is updated where the loss or its gradient is not finite."""
+    """One update -> what the log says of it. Nothing is updated where the loss or its gradient is
+    not finite.
+    """
     start = time.perf_counter()
     first = step * args.batch_size
 
@@ -257,7 +273,9 @@ def take_step(
 def validate(
     model: Model, step_of: Step, corpus: Corpus, step: int, args: Namespace, device: torch.device
 ) -> dict[str, float]:
-    """The terms of both stages on held-out rows; on a toy also the loss of the whole answer in one step, exactly."""
+    """The terms of both stages on held-out rows; on a toy also the loss of the whole answer in one
+    step, exactly.
+    """
     terms = 0.0
     for first, n in micro_batches(0, args.eval_rows, args):
         batch = get_batch(corpus, "val", first, n, args, device)
@@ -293,7 +311,9 @@ def clip_at(args: Namespace) -> float:
 
 
 def make_optimizer(model: Model, args: Namespace) -> torch.optim.AdamW:
-    """Weight decay is for matrices: norms scale and markers are added, zero is not where they should be pulled to."""
+    """Weight decay is for matrices: norms scale and markers are added, zero is not where they
+    should be pulled to.
+    """
     decayed = []
     undecayed = []
     for name, p in model.named_parameters():
@@ -342,7 +362,9 @@ def report(record: dict, head: str, log: TextIO, shown: bool) -> None:
 
 
 def check_finite(record: dict, what: str, step: int, saved: int, args: Namespace, recipe: Recipe) -> None:
-    """Stop a run that has diverged, and name the checkpoint that is good: its own validation was finite."""
+    """Stop a run that has diverged, and name the checkpoint that is good: its own validation was
+    finite.
+    """
     bad = [f"{k} {v}" for k, v in record.items() if not math.isfinite(v)]
     if not bad:
         return
@@ -372,7 +394,9 @@ def resume_command(args: Namespace, recipe: Recipe) -> str:
 def tell_what_is_next(saved: int, interrupted: bool, args: Namespace, recipe: Recipe) -> None:
     if saved < args.max_iters:
         print(f"saved at step {saved} of {args.max_iters}; go on with: {resume_command(args, recipe)}")
-        raise SystemExit(130 if interrupted else 0)
+        if interrupted:
+            raise SystemExit(130)  # as Ctrl-C ends other programs
+        raise SystemExit(0)
     ckpt = args.out_dir
     if args.init_from != "scratch":
         ckpt = f"{args.init_from} --adapter {args.out_dir}"
@@ -383,7 +407,9 @@ def tell_what_is_next(saved: int, interrupted: bool, args: Namespace, recipe: Re
 
 
 def main(parser: Parser | None = None, choose: Callable[[Namespace], Recipe] = the_papers) -> None:
-    """The command line, of the paper's training or of an extension's: its parser, and the recipe its flags choose."""
+    """The command line, of the paper's training or of an extension's: its parser, and the recipe
+    its flags choose.
+    """
     if parser is None:
         parser = build_parser(__doc__)
     args = settle(parser)

@@ -5,10 +5,12 @@ pytest tests/test_golden_decode.py
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from common import assert_same, first_difference
 
 import convert_weights
 from checkpoint import load_model
@@ -16,55 +18,6 @@ from sample import Decoding, generate, generate_one
 
 GOLDEN = Path(__file__).parent / "data" / "golden_a"
 CASES = json.loads((GOLDEN / "expected.json").read_text())["cases"]
-
-
-def first_difference(ours: list, theirs: list, names: tuple[str, str] = ("ours", "recorded")) -> str | None:
-    """Where two decodes part first, in words, or None where they are equal. Both are of one of these kinds:
-
-    tokens   [id, id, ...]
-    states   [tokens before the first forward, after it, after the next, ...]
-    blocks   [states of the first block, of the second, ...]
-    """
-    if ours == theirs:
-        return None
-
-    # the items before the first that differs are equal; there may be no more on one side
-    same = 0
-    while same < min(len(ours), len(theirs)) and ours[same] == theirs[same]:
-        same += 1
-    depth = max(depth_of(ours), depth_of(theirs))
-    kind = {1: "tokens", 2: "states", 3: "blocks"}[depth]
-    if same == min(len(ours), len(theirs)):
-        return f"{names[0]} has {len(ours)} {kind}, {names[1]} {len(theirs)}; the first {same} are equal"
-
-    if kind == "tokens":
-        return f"token {same}: {names[0]} {ours[same]}, {names[1]} {theirs[same]}"
-    if kind == "blocks":
-        return f"block {same}, " + first_difference(ours[same], theirs[same], names)
-    if same == 0:
-        return f"state 0, before any forward: {names[0]} {ours[0]}, {names[1]} {theirs[0]}"
-
-    # states: what did this step write, on either side, into the state that was the same for both?
-    before = ours[same - 1]
-    places = [i for i, pair in enumerate(zip(ours[same], theirs[same], strict=True)) if pair[0] != pair[1]]
-    lines = [f"step {same}: the two differ at position {', '.join(map(str, places))}", f"  before: {before}"]
-    for name, after in zip(names, (ours[same], theirs[same]), strict=True):
-        wrote = [f"{after[i]} at {i}" for i in range(len(before)) if after[i] != before[i]]
-        lines.append(f"  {name} wrote: {', '.join(wrote) or 'nothing'}")
-    return "\n".join(lines)
-
-
-def depth_of(nested: list) -> int:
-    """1 of a list of numbers, 2 of a list of lists, and so on; an empty list is a list of numbers."""
-    inner = [depth_of(item) for item in nested if isinstance(item, list)]
-    return 1 + max(inner, default=0)
-
-
-def assert_same(ours: list, theirs: list, name: str = "ours", other: str = "recorded") -> None:
-    """Fails with the first difference alone, instead of two long lists."""
-    difference = first_difference(ours, theirs, (name, other))
-    if difference is not None:
-        pytest.fail(difference, pytrace=False)
 
 
 def in_blocks(states: list[list[int]], forwards: list[int]) -> list[list[list[int]]]:
@@ -103,10 +56,9 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("case", CASES, ids=[c["name"] for c in CASES])
-def test_released_generate(case, folder):
+def recorded_decoding(case: dict) -> Decoding:
     a = case["args"]
-    d = Decoding(
+    return Decoding(
         gen_length=a["gen_length"],
         tau_m2t=a["threshold"],
         tau_t2t=a["editing_threshold"],
@@ -115,6 +67,12 @@ def test_released_generate(case, folder):
         eos_early_stop=a["eos_early_stop"],
         n_rounds=0,
     )
+
+
+@pytest.mark.parametrize("case", CASES, ids=[c["name"] for c in CASES])
+def test_released_generate(case, folder):
+    a = case["args"]
+    d = recorded_decoding(case)
     model = load_model(folder, "cpu", torch.float32, block_length=a["block_length"])
 
     # of each block: the state before the first forward, and after each
@@ -137,3 +95,21 @@ def test_released_generate(case, folder):
     assert_same(list(blocks.values()), recorded, "generate")
     assert_same(out.tokens, case["output"], "generate")
     assert out.nfe == nfe
+
+
+WITHOUT_EDITS = [case for case in CASES if case["args"]["editing_threshold"] > 1]
+
+
+@pytest.mark.parametrize("case", WITHOUT_EDITS, ids=[case["name"] for case in WITHOUT_EDITS])
+def test_without_edits_a_block_ends_one_forward_earlier(case, folder):
+    """A recorded gate of 2 lets no edit pass, and each block has a last forward that finds nothing to do. With
+    --tau_t2t none that forward is not made: the same tokens; a finished block is read once more by the next one."""
+    d = replace(recorded_decoding(case), tau_t2t=None)
+    model = load_model(folder, "cpu", torch.float32, block_length=case["args"]["block_length"])
+    blocks = len(case["blocks"])
+    expected = dict(full=case["forwards"] - blocks, partial=0, commit=blocks - 1)
+
+    tokens, nfe, _ = generate_one(model, case["prompt"], d)
+    assert (tokens, nfe) == (case["output"], expected)
+    out = generate(model, [case["prompt"]], d)[0]
+    assert (out.tokens, out.nfe) == (case["output"], expected)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import EOS, MASK, approx, command_line, random_ids, refused, tiny_config, tiny_model
+from common import EOS, MASK, approx, assert_same, command_line, random_ids, refused, tiny_config, tiny_model
 
 import cache
 import sample
@@ -29,7 +29,9 @@ def assert_equal_to_the_specification(model, prompts: list[list[int]], d: Decodi
     """Tokens, forwards of each kind and the block before every forward: cached, batched rows against one row alone."""
     outputs = generate(model, prompts, d, trace=True)
     for p, out in zip(prompts, outputs, strict=True):
-        assert (out.tokens, out.nfe, [s["before"] for s in out.steps]) == generate_one(model, p, d)
+        tokens, nfe, seen = generate_one(model, p, d)
+        assert_same([s["before"] for s in out.steps], seen, "generate", "generate_one")
+        assert (out.tokens, out.nfe) == (tokens, nfe)
     return outputs
 
 
@@ -44,7 +46,7 @@ def test_generate_equals_the_specification(n_rounds, gates):
     assert all(0 < len(out.tokens) <= 19 for out in outputs)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(24))
 def test_generate_equals_the_specification_whatever_the_settings(seed):
     """Prompts may hold masks, and blocks may be left with masks or oscillate."""
     draw = random.Random(seed)
@@ -85,7 +87,7 @@ def test_the_stated_exception_is_an_exact_tie(n):
     equal logits, and which mask is filled first is a matter of rounding. Where a row of a batch leaves the row alone or
     the specification, it leaves them at such a tie, between positions of equal confidence."""
     d, ties = Decoding(gen_length=16, tau_m2t=1.0, tau_t2t=None, n_rounds=0), 0
-    for seed in range(4):
+    for seed in range(2):
         model = tiny_model(seed)
         together = generate(model, [[MASK] * n, prompt(13), prompt(5)], d, trace=True)[0]
         assert together.steps[0]["conf"] == approx([together.steps[0]["conf"][0]] * 8, abs=1e-4)
