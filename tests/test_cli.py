@@ -298,15 +298,6 @@ def test_watch_fills_the_block_in_place_on_a_terminal_and_is_plain_text_in_a_pip
     assert piped.startswith("step   1 block 0: LATIN·SMALL·LETTER▒▒▒▒▒\n    fill     4 '·WITH' 0.62\n")
 
 
-def test_random_weights_of_a_preset_can_be_sampled(tmp_path, monkeypatch, capsys):
-    out = tmp_path / "random"
-    assert command_line(random_weights, monkeypatch, capsys, "--dtype", "bf16", "--out", out)[0] == 0
-    run = ["--ckpt", out, "--prompt", "ab", "--gen_length", 8, "--dtype", "bf16", "--device", "cpu"]
-    code, text, _ = command_line(sample, monkeypatch, capsys, *run)
-    assert code == 0 and "8 tokens; forwards:" in text
-    assert "already holds" in refused(random_weights, monkeypatch, capsys, "--out", out)
-
-
 def test_gallery_and_toys_refuse(monkeypatch, capsys):
     assert "--text" in refused(gallery, monkeypatch, capsys, "--text", "")
     assert "65,536" in refused(toys, monkeypatch, capsys, "copy", "V=64", "m=8")

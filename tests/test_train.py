@@ -125,6 +125,25 @@ def test_the_target_is_stage_bs_alone():
     assert other[1, 0, 0] != clean[1, 0, 0]
 
 
+def test_a_target_of_ones_own_is_three_lines(tmp_path, monkeypatch, capsys):
+    """The README's example: it is called with (R, T) ids and a bundle of masks, and its loss is what is logged."""
+    seen = []
+
+    def mine(model, batch, z, bundle):
+        seen.append((z[bundle] == model.cfg.mask_id).all())
+        return torch.where(bundle, 0, batch.clean)
+
+    def choose(args):
+        return train.Recipe(step=partial(train.cocommit_step, target=mine))
+
+    script = SimpleNamespace(__name__="train", main=lambda: train.main(choose=choose))
+    run = [*TOY, "--max_iters", 60, "--learning_rate", 0.01, "--out_dir", tmp_path / "run"]
+    code, out, err = command_line(script, monkeypatch, capsys, *run)
+    assert code == 0 and all(seen) and len(seen) == 61, err
+    log = end_state(tmp_path / "run")[1]
+    assert log[-2]["m2t_B"] < 0.5 * log[-2]["m2t_A"]  # token 0 everywhere is easier than the toy
+
+
 def test_a_draft_is_the_plain_argmax():
     """Also where the second best is within 0.1 nats: the lower id of near-equals (7 here) is a rule of chains alone."""
     logits = torch.full((40,), -5.0)
@@ -256,15 +275,15 @@ def assert_same_end(a, b):
 @pytest.mark.parametrize(
     "extra", [[], ["--context", "clean", "--n_rounds", 2, "--corruption", "draft"]], ids=["paper", "clean"]
 )
-def test_twenty_steps_equal_ten_and_resume_and_ten(tmp_path, monkeypatch, capsys, extra):
-    run = [*TOY, *extra, "--max_iters", 20, "--eval_interval", 7]
+def test_eight_steps_equal_four_and_resume_and_four(tmp_path, monkeypatch, capsys, extra):
+    run = [*TOY, *extra, "--max_iters", 8, "--eval_interval", 3]
     assert command_line(train, monkeypatch, capsys, *run, "--out_dir", tmp_path / "a")[0] == 0
-    code, out, _ = command_line(train, monkeypatch, capsys, *run, "--out_dir", tmp_path / "b", "--stop_at", 10)
+    code, out, _ = command_line(train, monkeypatch, capsys, *run, "--out_dir", tmp_path / "b", "--stop_at", 4)
     assert code == 0 and f"python train.py --init_from resume --out_dir {tmp_path / 'b'}" in out
     code, _, _ = command_line(train, monkeypatch, capsys, "--init_from", "resume", "--out_dir", tmp_path / "b")
     assert code == 0
     assert_same_end(tmp_path / "a", tmp_path / "b")
-    assert len([r for r in end_state(tmp_path / "a")[1] if "loss" in r]) == 20
+    assert len([r for r in end_state(tmp_path / "a")[1] if "loss" in r]) == 8
 
 
 def test_an_adapter_run_resumes_bit_for_bit(tmp_path, monkeypatch, capsys):
