@@ -28,7 +28,7 @@ from beyond.joint_head import JointHead, joint_head_step, masks_as_decoded, stag
 from beyond.stage_b_only import StageBOnly, stage_b_losses
 from cache import Cached
 from corrupt import M, cross_entropy
-from data import fail, generator
+from data import Parser, fail, generator
 from model import Model
 from sample import Decoding
 from train import Batch, Losses, Recipe, Step, corrupt_batch
@@ -215,11 +215,15 @@ def choose(args: Namespace) -> Recipe:
     return Recipe(CHANGES[args.change].step, adapt, "python -m beyond.ingredients", extension)
 
 
-def main() -> None:
-    p = joint_head.build_parser(__doc__)
+def build_parser(doc: str) -> Parser:
+    p = joint_head.build_parser(doc)
     add = p.add_argument_group("ingredient (beyond the paper)").add_argument
     add("--change", choices=CHANGES, help="the ingredient, see above")
-    train.main(p, choose)
+    return p
+
+
+def main() -> None:
+    train.main(build_parser(__doc__), choose)
 
 
 if __name__ == "__main__":
