@@ -86,7 +86,7 @@ class FourRounds(TwoRounds):
 
 
 class LastLayersAgain(StageBOnly):
-    """The paper's Stage B in the place of the joint head, which has the same bundles and refuses alike."""
+    """The paper's Stage B in the place of the joint head. Bundles and refusals are the joint head's."""
 
     least = JointHead.least
     kept = JointHead.kept

@@ -132,16 +132,19 @@ class SamplingHead(Model):
         y = F.rms_norm(h, h.shape[-1:])
 
         # what is read beside one's own state, the same for all layers: the block without drafts, and with them
-        shown = y + self.show_draft(self.wte(draft).to(y.dtype))
-        read = torch.cat([y, shown], dim=1)  # (R, 2B, C)
+        embedded = self.wte(draft).to(y.dtype)
+        with_draft = y + self.show_draft(embedded)
+        read = torch.cat([y, with_draft], dim=1)  # (R, 2B, C)
 
-        # a copy has its position's rotation
+        # the copies of a position have its rotation
         position = torch.arange(h.shape[1], device=h.device).repeat(3)
         cos, sin = rotary(self.cfg, position, h.dtype)
         ctx = Context(cos, sin, head_mask(before))
         for block in self.sampling_head:
-            attended = block.attn(block.norm_1(torch.cat([y, read], dim=1)), ctx)  # (R, 3B, C)
-            attended = attended[:, : h.shape[1]]  # of the copies nothing is asked, they are keys
+            # the copies are keys; what they find as queries is not read
+            all_states = block.norm_1(torch.cat([y, read], dim=1))  # (R, 3B, C)
+            attended = block.attn(all_states, ctx)
+            attended = attended[:, : h.shape[1]]
 
             # the asked positions alone are changed
             x = y[asked] + attended[asked]
@@ -261,14 +264,16 @@ def head_mask(before: Tensor) -> Tensor:
 
 def attach(model: Model, settings: dict) -> None:
     """Make a loaded model ready for the tensors of such an adapter."""
-    sizes = [settings.get(name) for name in ("head_layers", "width", "looks")]
-    for name, value in zip(("head_layers", "width", "looks"), sizes, strict=True):
+    head_layers = settings.get("head_layers")
+    width = settings.get("width")
+    looks = settings.get("looks")
+    for name, value in (("head_layers", head_layers), ("width", width), ("looks", looks)):
         if type(value) is not int or not 0 < value < 2**20:
             fail(f"adapter.json of a sampling head: {name} must be a positive number, not {value!r}")
     if model.cfg.n_rounds > 1:
         fail("adapter.json of a sampling head: n_rounds must be 1")
     model.__class__ = SamplingHead
-    model.give_head(*sizes, torch.Generator())
+    model.give_head(head_layers, width, looks, torch.Generator())
 
 
 # --- the training step
