@@ -16,10 +16,12 @@ finished text before a block, where Stage B would see masks.
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+import checkpoint
 import settings
 import train
 from beyond.stage_b_only import stage_b_losses, stage_b_recipe
@@ -90,8 +92,6 @@ def stage_b_target(finished: "CleanCache", z: Tensor, bundle: Tensor, batch: Bat
     """What Stage B is asked to write: (R, T) int64, the chain in the bundle and the clean tokens elsewhere."""
     if args.target == "clean":
         return batch.clean
-    if args.beam >= finished.model.cfg.vocab_size:
-        fail(f"--beam {args.beam} is more than the vocabulary of {finished.model.cfg.vocab_size} can fill")
     B = finished.B
     blocks = z.view(-1, B)
     in_bundle = bundle.view(-1, B)
@@ -305,6 +305,11 @@ def check(args: Namespace) -> None:
         fail("a chain decodes a bundle inside its block: it needs --bundle_scope block")
     if args.stage_a_only or args.init_from == "scratch":
         fail("chain targets are the base's own: give a trained base by --init_from DIR")
+
+    # before a run has a folder, which a corrected command could not use
+    vocab_size = checkpoint.read_config(Path(args.init_from)).vocab_size
+    if args.beam >= vocab_size:
+        fail(f"--beam {args.beam} is more than the vocabulary of {vocab_size} can fill")
 
 
 def choose(args: Namespace) -> Recipe:
