@@ -233,7 +233,6 @@ class CleanCache:
     rows read beside their clean copy, [noisy ; clean].
     """
 
-    @torch.no_grad()
     def __init__(self, model: Model, batch: Batch):
         R, T = batch.clean.shape
         B = model.cfg.block_length
@@ -243,12 +242,9 @@ class CleanCache:
         self.Z = Z
         self.kv: dict[int, tuple[Tensor, Tensor]] = {}
         self.rows: Tensor | None = None  # whose blocks are in work; None while the clean rows are read
-
-        # read the clean rows; a row of a single block has no context
+        self.clean: Tensor | None = batch.clean  # what is still to be read, when a block first asks for it
         ctx = sequence_context(model.cfg, batch.real, model.compute_dtype)
         self.ctx = replace(ctx, cache=self)
-        if Z > 1:
-            model.last_n(model.prefix(batch.clean, self.ctx), self.ctx)
 
         # what each position of a block may attend to: its own block, then the clean blocks before it in its row
         sees = ctx.mask.expand(R, 1, T, T).view(R, Z, B, Z, B)
@@ -274,6 +270,11 @@ class CleanCache:
     @torch.no_grad()
     def read(self, blocks: Tensor, at: Tensor) -> Tensor:
         """Stage A's final states (N, B, C) of noisy blocks (N, B), which are the batch's blocks at (N,), 0..R*Z-1."""
+        # the clean rows first; a row of a single block has no context
+        if self.clean is not None and self.Z > 1:
+            self.model.last_n(self.model.prefix(self.clean, self.ctx), self.ctx)
+        self.clean = None
+
         self.rows = at // self.Z
         position = (at % self.Z * self.B)[:, None] + torch.arange(self.B, device=blocks.device)
         ctx = replace(self.ctx, cos=self.ctx.cos[position], sin=self.ctx.sin[position], mask=self.mask[at], slices=None)
