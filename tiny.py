@@ -1,4 +1,4 @@
-"""Joint token commitment: the paper's method in one file, on a toy that can be checked by hand.
+"""Joint token commitment: the paper's method in one file, on a toy to check by hand.
 
 A masked diffusion language model is a GPT that looks both ways and fills in masked words, several
 in a step, each by itself. Here it writes "San York": both are the likeliest words of their places.
@@ -25,13 +25,13 @@ TOKENS = sorted(set(TABLE.split())) + ["[M]"]  # the mask is a token, too
 MASK = len(TOKENS) - 1
 IDS = torch.tensor([TOKENS.index(t) for t in TABLE.split()]).view(3, 7)
 ROWS = IDS[:, [[0, 1, 2], [0, 3, 4], [0, 5, 6]]]  # (3 contexts, 3 phrases, 3 tokens)
-TEXT = ROWS.repeat_interleave(torch.tensor([64, 56, 40]), dim=1).flatten(0, 1)  # (480, 3)
+TEXT = ROWS.repeat_interleave((160 * P).round().long(), dim=1).flatten(0, 1)  # (480, 3)
 
-# --- the model: a GPT without the causal mask. R rows, T positions, C channels, H heads, V tokens
-C, H, N_LAYER, N_LAST = 32, 2, 2, 1  # N_LAST is n: so many of the layers does Stage B run again
+# --- the model, a GPT that looks both ways: R rows, T positions, C channels, H heads, V tokens
+C, H, N_LAYER, N_LAST = 32, 2, 2, 1  # N_LAST, n: the layers that Stage B runs again
 
 def rotate(x: Tensor) -> Tensor:
-    """Queries or keys (R, H, T, D), normalised; pairs of channels turn by an angle that grows along T."""
+    """Queries or keys (R, H, T, D): normalised, then turned by an angle that grows along T."""
     T, D = x.shape[-2:]
     x = F.rms_norm(x, [D])
     angle = torch.arange(T)[:, None] * 10000 ** -(torch.arange(0, D, 2) / D)
@@ -116,8 +116,8 @@ def train(rng: Generator, base: Model | None = None, chained: bool = False) -> M
         h = model.prefix(z)
         logits = model.head(model.last_n(h))
         loss = three_term_loss(logits, TEXT, kind, fill=kind == M)
-        # Stage B fills the bundle. With what? That is the line to change. The paper: the text's
-        # own words, and their best guess is Stage A's once more. Ours: a chain, one whole phrase
+        # Stage B fills the bundle. The target is the line to change. The paper's: the text's own
+        # words, and the best guess at them is Stage A's once more. Ours: a chain, one phrase
         if base is not None:  # CoCommit
             bundle = draw_bundle(kind == M, 2, rng)  # CoCommit
             target = chain(base, TEXT, z, bundle) if chained else TEXT  # CoCommit
@@ -153,12 +153,11 @@ def decode(model, prompt, n_new, tau_m2t, tau_t2t, K, max_post_steps=0):
         after = torch.where(bundle, token, z)  # Eq. 2 fills the bundle, Eq. 3 edits
         edit = answer & ~masked & (p > tau_t2t)  # CoCommit
         after = torch.where(edit, token, after)  # CoCommit
-        settled = torch.equal(after, z)
-        z = after
-        post_steps += int(not (z == MASK).any())
-        if settled or post_steps > max_post_steps:
+        post_steps += int(not (after == MASK).any())
+        if torch.equal(after, z) or post_steps > max_post_steps:
             break
-    return z[0].tolist(), full, partial
+        z = after
+    return after[0].tolist(), full, partial
 
 # the chain: what the base would write into the bundle word by word, the surest word first
 def chain(base: Model, x: Tensor, z: Tensor, bundle: Tensor) -> Tensor:  # CoCommit
@@ -169,7 +168,7 @@ def chain(base: Model, x: Tensor, z: Tensor, bundle: Tensor) -> Tensor:  # CoCom
         z = torch.where(left & (torch.arange(z.shape[1]) == surest), token, z)  # CoCommit
     return torch.where(bundle, z, x)  # CoCommit
 
-# --- what is written, and what would be if both words were drawn: by these probabilities (3, 2, V)
+# --- what is written, and the words' probabilities (3, 2, V) if they were drawn
 @torch.no_grad()
 def report(name: str, model: Model, tau_m2t: float, K: int) -> Tensor:
     z = ROWS[:, 0].masked_fill(torch.arange(3) > 0, MASK)
@@ -197,5 +196,5 @@ if __name__ == "__main__":
     report("Stage A", base, 0.3, 0)
     report("Stage B, clean target", train(rng, base), 0.3, 1)  # CoCommit
     report("Stage B, chain target", train(rng, base, chained=True), 0.3, 1)  # CoCommit
-    print("The text's own words pull Stage B to what Stage A knows: each word's own probability (KL .67).")
-    print("A chain is one phrase. Stage B can agree on it, and writes no other (KL 3 stands for 3 or more).")
+    print("The text's own words teach B what A knows: each word's own probability (KL .67).")
+    print("A chain is one phrase: B can agree on it, and writes no other (KL 3: 3 or more).")
