@@ -135,7 +135,7 @@ def decode(model, prompt, n_new, tau_m2t, tau_t2t, K, max_post_steps=0):
     z = torch.tensor([prompt + [MASK] * n_new])
     answer = torch.arange(z.shape[1]) >= len(prompt)
     full = partial = post_steps = 0
-    for _ in range(1024):  # a row that is edited to and fro would never end
+    for _ in range(1024):  # some rows are edited to and fro
         # Stage A, a full forward, picks the bundle: masks above the gate, or else the surest
         masked = z == MASK
         h = model.prefix(z)
@@ -168,7 +168,7 @@ def chain(base: Model, x: Tensor, z: Tensor, bundle: Tensor) -> Tensor:  # CoCom
         z = torch.where(left & (torch.arange(z.shape[1]) == surest), token, z)  # CoCommit
     return torch.where(bundle, z, x)  # CoCommit
 
-# --- what is written, and the words' probabilities (3, 2, V) if they were drawn
+# --- what is written; drawn: the share of phrases if words were drawn, KL up to 3
 @torch.no_grad()
 def report(name: str, model: Model, tau_m2t: float, K: int) -> Tensor:
     z = ROWS[:, 0].masked_fill(torch.arange(3) > 0, MASK)
@@ -183,18 +183,18 @@ def report(name: str, model: Model, tau_m2t: float, K: int) -> Tensor:
     right = sum(row in TEXT.tolist() for row, _, _ in written)
     row, full, partial = written[0]
     drawn = f"{q.sum(1).mean():7.1f}{kl:10.1f}" if tau_m2t < 1 else " " * 17
-    print(f"{name:23}{' '.join(TOKENS[i] for i in row[1:]):14}{right} of 3{drawn}{full:5} + {partial}")
+    print(f"{name:23}{' '.join(TOKENS[i] for i in row[1:]):15}{right} of 3{drawn}{full:5} + {partial}")
     return word
 
 if __name__ == "__main__":
     options = argparse.ArgumentParser("tiny.py", usage=argparse.SUPPRESS)
     options.add_argument("--seed", type=int, default=0, help="of the weights and the masks")
     rng = Generator().manual_seed(options.parse_args().seed % 2**32)
-    print(f"with .40, .35, .25:\n{TABLE}\n{'':23}writes        phrases  drawn  KL, nats  forwards")
+    print(f"True:   .40          .35            .25{TABLE}")
+    print(f"{'':23}writes         phrases  drawn  KL, nats  forwards")
     base = train(rng)
     report("one word at a time", base, 1, 0)
     report("Stage A", base, 0.3, 0)
     report("Stage B, clean target", train(rng, base), 0.3, 1)  # CoCommit
     report("Stage B, chain target", train(rng, base, chained=True), 0.3, 1)  # CoCommit
-    print("The text's own words teach B what A knows: each word's own probability (KL .67).")
-    print("A chain is one phrase: B can agree on it, and writes no other (KL 3: 3 or more).")
+    print("Clean words teach B what A knows: each word's own probability. A chain is one phrase.")
