@@ -45,6 +45,7 @@ class Block(nn.Module):
         self.proj = nn.Linear(C, C, bias=False)
         self.gate_up = nn.Linear(C, 4 * C, bias=False)
         self.down = nn.Linear(2 * C, C, bias=False)
+
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(F.rms_norm(x, [C])).unflatten(2, (3, H, C // H))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (R, H, T, C / H) each
@@ -63,6 +64,7 @@ class Model(nn.Module):
             nn.init.normal_(p, std=C**-0.5, generator=rng)
         # "you are written together": a learned vector for each of K rounds of Stage B
         self.markers = nn.Parameter(torch.zeros(1, C))  # CoCommit
+
     # a plain forward is head(last_n(prefix(z))), cut where Stage B comes in again
     def prefix(self, z: Tensor) -> Tensor:
         return self.layers[:-N_LAST](self.wte(z))
@@ -151,8 +153,7 @@ def decode(model, prompt, n_new, tau_m2t, tau_t2t, K, max_post_steps=0):
             partial += K  # CoCommit
         p, token = logits.softmax(-1).max(-1)
         after = torch.where(bundle, token, z)  # Eq. 2 fills the bundle, Eq. 3 edits
-        edit = answer & ~masked & (p > tau_t2t)  # CoCommit
-        after = torch.where(edit, token, after)  # CoCommit
+        after = torch.where(answer & ~masked & (p > tau_t2t), token, after)  # CoCommit
         post_steps += int(not (after == MASK).any())
         if torch.equal(after, z) or post_steps > max_post_steps:
             break
@@ -168,7 +169,7 @@ def chain(base: Model, x: Tensor, z: Tensor, bundle: Tensor) -> Tensor:  # CoCom
         z = torch.where(left & (torch.arange(z.shape[1]) == surest), token, z)  # CoCommit
     return torch.where(bundle, z, x)  # CoCommit
 
-# --- what is written; drawn: the share of phrases if words were drawn, KL up to 3
+# --- what is written; what share is a phrase if words were drawn
 @torch.no_grad()
 def report(name: str, model: Model, tau_m2t: float, K: int) -> Tensor:
     z = ROWS[:, 0].masked_fill(torch.arange(3) > 0, MASK)
@@ -182,7 +183,7 @@ def report(name: str, model: Model, tau_m2t: float, K: int) -> Tensor:
     written = [decode(model, c, 2, tau_m2t, 1, K) for c in IDS[:, :1].tolist()]
     right = sum(row in TEXT.tolist() for row, _, _ in written)
     row, full, partial = written[0]
-    drawn = f"{q.sum(1).mean():7.1f}{kl:10.1f}" if tau_m2t < 1 else " " * 17
+    drawn = f"{q.sum(1).mean():7.1f}{kl:12.1f}" if tau_m2t < 1 else " " * 19
     print(f"{name:23}{' '.join(TOKENS[i] for i in row[1:]):15}{right} of 3{drawn}{full:5} + {partial}")
     return word
 
@@ -190,8 +191,7 @@ if __name__ == "__main__":
     options = argparse.ArgumentParser("tiny.py", usage=argparse.SUPPRESS)
     options.add_argument("--seed", type=int, default=0, help="of the weights and the masks")
     rng = Generator().manual_seed(options.parse_args().seed % 2**32)
-    print(f"True:   .40          .35            .25{TABLE}")
-    print(f"{'':23}writes         phrases  drawn  KL, nats  forwards")
+    print(f"True:   .40          .35            .25{TABLE}\n{'':23}writes         phrases  drawn  KL (max 3)  forwards")
     base = train(rng)
     report("one word at a time", base, 1, 0)
     report("Stage A", base, 0.3, 0)
