@@ -13,7 +13,7 @@ from common import ROOT, approx
 
 import tiny
 from beyond import chain
-from corrupt import Corruption, draw_bundle, three_term_loss
+from corrupt import Corruption, corrupt, draw_bundle, three_term_loss
 from model import Config, Model, sequence_context
 from sample import Decoding, generate_one
 
@@ -85,7 +85,7 @@ def test_the_decoder_is_generate_one_in_fifty_settings(monkeypatch):
         m2t = draw.choice([-1, 0.0, 0.2, 0.4, 0.7, 1.0])
         t2t = draw.choice([None, 0.0, 0.3, 0.6])
         post = draw.choice([0, 1, 3, 16])
-        d = Decoding(gen_length=T - n, tau_m2t=m2t, tau_t2t=t2t, max_post_steps=post, n_rounds=K)
+        d = Decoding(gen_length=T - n, tau_m2t=m2t, tau_t2t=t2t, max_post_steps=post, n_rounds=K, eos_early_stop=False)
         tokens, nfe, states = generate_one(full, prompt, d)
         edits = (1, 0) if t2t is None else (t2t, post)
         row, n_full, n_partial = tiny.decode(small, prompt, T - n, m2t, edits[0], K, edits[1])
@@ -110,12 +110,12 @@ def test_equation_1_is_the_full_codes(monkeypatch):
 
 
 def test_one_row_is_corrupted_as_in_the_full_code_from_the_same_random_numbers():
-    corruption = Corruption("random", 6, tiny.MASK, tiny.MASK, 0.1)
+    how = Corruption("random", 6, tiny.MASK, tiny.MASK, replace_rate=0.1)
     kinds = set()
     for seed in range(300):
         x = torch.randint(tiny.MASK, (1, 6), generator=rng(1000 + seed))
         free = torch.arange(6)[None] > 0
-        z, kind = corruption(x, free, [rng(seed)], None)
+        z, kind = corrupt(x, free, how, [rng(seed)])
         ours_z, ours_kind = tiny.corrupt(x, rng(seed))
         assert torch.equal(ours_z, z) and torch.equal(ours_kind, kind.long())
         kinds |= set(ours_kind.flatten().tolist())
@@ -173,13 +173,15 @@ def test_the_chain_is_beyond_chains_greedy_one(monkeypatch):
     bundle = masked & (torch.rand(40, 6, generator=rng(8)) < 0.7)
 
     @torch.no_grad()
-    def predict(z, where, k):
+    def look(z, left, k):
         logits = full(z, context(full, z))
         logits[..., tiny.MASK] = -math.inf
-        return chain.choose(logits.log_softmax(-1)[where], k)
+        log_p = logits.log_softmax(-1)
+        sure = log_p.amax(-1).masked_fill(~left, -math.inf)
+        return sure, *chain.best_tokens(log_p, k, slice(None))
 
-    steps = chain.longest(bundle, 6)
-    written, _ = chain.chain_decode(z, bundle, 6, 1, predict, steps)
+    steps = chain.longest(bundle)
+    written, _ = chain.greedy_chain(look, z, bundle)
     x = torch.randint(tiny.MASK, (40, 6), generator=rng(9))
     assert steps > 3
     assert torch.equal(tiny.chain(small, x, z, bundle), torch.where(bundle, written, x))
