@@ -110,7 +110,7 @@ def train(rng: Generator, base: Model | None = None, chained: bool = False) -> M
     """The base, Stage A alone; or from a base both stages, Stage B with one of two targets."""
     model = Model(rng)
     model.load_state_dict((base or model).state_dict())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400)
     for _ in range(400):
         z, kind = corrupt(TEXT, rng)
@@ -147,7 +147,7 @@ def decode(model, prompt, n_new, tau_m2t, tau_t2t, K, max_post_steps=0):
         bundle = p > tau_m2t
         if not bundle.any():
             bundle[0, p.argmax()] = masked.any()
-        # Stage B, K partial forwards, each n layers of N_LAYER
+        # Stage B, K partial forwards of n layers
         if bundle.any() and K > 0:  # CoCommit
             logits = model.head(model.coordinate(h, bundle, K))  # CoCommit
             partial += K  # CoCommit
@@ -189,7 +189,7 @@ def report(name: str, model: Model, tau_m2t: float, K: int) -> Tensor:
 
 if __name__ == "__main__":
     options = argparse.ArgumentParser("tiny.py", usage=argparse.SUPPRESS)
-    options.add_argument("--seed", type=int, default=0, help="of the weights and the masks")
+    options.add_argument("--seed", type=int, default=0, help="any number")
     rng = Generator().manual_seed(options.parse_args().seed % 2**32)
     print(f"True:   .40          .35            .25{TABLE}\n{'':23}writes         phrases  drawn  KL (max 3)  forwards")
     base = train(rng)

@@ -55,7 +55,7 @@ def draw(tables: list[dict[tuple[str, str], float]]) -> str:
     parts.append(f"<style>{STYLE}</style>")
     parts.append('<rect class="page" x="0.5" y="0.5" width="799" height="319" rx="6"/>')
     for i, name in enumerate(SERIES):
-        x = 30 + 180 * i
+        x = 30 + [0, 80, 180, 370][i]
         parts.append(f'<rect class="s{i}" x="{x}" y="16" width="12" height="12"/>')
         parts.append(f'<text x="{x + 18}" y="27">{name}</text>')
     for panel, title in enumerate(["phrases", "pairs that are no phrase"]):
