@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as recompute
 
 if TYPE_CHECKING:
     from model import Model
@@ -64,7 +64,7 @@ Draft = Callable[[Tensor, Tensor], Tensor]
 # --- what the model is shown
 @dataclass(frozen=True)
 class Corruption:
-    kind: str  # one of CORRUPTIONS
+    name: str  # one of CORRUPTIONS
     block_length: int
     mask_id: int
     n_plain: int  # ids 0..n_plain-1 are ordinary tokens
@@ -90,14 +90,14 @@ def corrupt(
     masked = free & masked.to(x.device)
     z = x.masked_fill(masked, how.mask_id)
 
-    if how.kind == "random":
+    if how.name == "random":
         # some of what is visible becomes a random token, which may happen to be the right one
         replaced = uniform(draws, T) < how.replace_rate
         replaced = free & ~masked & replaced.to(x.device)
         token = (uniform(draws, T) * how.n_plain).long()
         z = torch.where(replaced, token.to(x.device), z)
 
-    if how.kind == "draft":
+    if how.name == "draft":
         # some of the masks are filled with the model's own guess
         drafted = uniform(draws, T) < how.draft_rate
         drafted = masked & drafted.to(x.device)
@@ -221,4 +221,4 @@ def cross_entropy(model: "Model", h: Tensor, target: Tensor) -> Tensor:
     if len(h) <= size:
         return part(h, target)
     parts = zip(h.split(size), target.split(size), strict=True)
-    return torch.cat([checkpoint(part, a, b, use_reentrant=False) for a, b in parts])
+    return torch.cat([recompute(part, a, b, use_reentrant=False) for a, b in parts])

@@ -16,10 +16,11 @@ The rest is the architecture. What differs from a GPT:
   - grouped-query attention with one fused qkv projection, no biases
   - after the first dense layer(s) the MLP is a mixture of experts
 
-To change   the block length, n, K, number of experts   edit   a preset in checkpoint.py, or give the flag of train.py
-            where Stage B starts, what a mark is               Model.coordinate, Model.mark
-            who sees whom                                      block_causal_mask, doubled_mask
-            how experts are chosen                             MoE.route
+To change   n, K, the block length        give   train.py's --n_last, --n_rounds, --block_length
+            the number of experts         edit   a preset in presets.py
+            how experts are chosen               MoE.route
+            what a mark is, what it starts       Model.mark, Model.coordinate
+            who sees whom                        block_causal_mask, doubled_mask
 """
 
 import math
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as recompute
 
 if TYPE_CHECKING:
     from cache import KVCache
@@ -89,6 +90,8 @@ class Context:
 
 # --- the method
 class Model(nn.Module):
+    step = None  # an extension that decodes by a step of its own has it here, see sample.step
+
     def __init__(self, cfg: Config):
         super().__init__()
         self.cfg = cfg
@@ -157,7 +160,7 @@ class Model(nn.Module):
     def run_layers(self, h: Tensor, ctx: Context, first: int, end: int) -> Tensor:
         for layer in self.layers[first:end]:
             if self.checkpointing and torch.is_grad_enabled():
-                h = checkpoint(layer, h, ctx, use_reentrant=False)
+                h = recompute(layer, h, ctx, use_reentrant=False)
             else:
                 h = layer(h, ctx)
         return h

@@ -130,7 +130,8 @@ def generate_one(model: Model, prompt: list[int], d: Decoding) -> tuple[list[int
         if d.eos_early_stop and cfg.eos_id in new and cfg.mask_id not in new:
             break
 
-        # the next block will read this one, as it is now and in every round: a cache pays for that
+        # a decoder with a cache must read the block once more if its last step changed it, and
+        # once for each further round: that is counted here, too
         if start + B < end:
             nfe["commit"] += int(changed)
             nfe["partial"] += max(0, d.n_rounds - 1)
@@ -257,7 +258,10 @@ def generate(
     """Decode every prompt (ids), as if alone but for exact ties, by the model's own step (an
     extension's) or `step`.
     """
-    return decode(model, prompts, d, getattr(model, "step", step), seed, trace, on_block)
+    one_step = step
+    if model.step is not None:
+        one_step = model.step
+    return decode(model, prompts, d, one_step, seed, trace, on_block)
 
 
 # --- the command line
@@ -269,7 +273,7 @@ def settle_decoding(args: Namespace, model: Model) -> Decoding:
     # would be Stage A
     n_rounds = args.n_rounds
     if n_rounds is None:
-        trained = bool(model.markers.any()) or hasattr(model, "step")
+        trained = bool(model.markers.any()) or model.step is not None
         n_rounds = model.cfg.n_rounds if trained else 0
     if n_rounds > model.cfg.n_rounds:
         fail(f"--n_rounds {n_rounds}: this checkpoint has markers for 0..{model.cfg.n_rounds} rounds")

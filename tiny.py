@@ -1,13 +1,12 @@
-"""Joint token commitment: the paper's method in one file, on a toy to check by hand.
+"""Don't Commit Alone (Lin Yao, 2026): the paper in one file, on a toy to check by hand.
 
-A masked diffusion language model is a GPT that looks both ways and fills in masked words, several
-in a step, each by itself. Here it writes "San York": both are the likeliest words of their places.
-The paper's idea: Stage A, the plain pass, picks the words to write now, the bundle; Stage B marks
-them and runs the last n layers again, so that they can agree. Does it work? python tiny.py shows it.
-Lines that a plain model would not have end in "# CoCommit"; without them it runs, Stage A alone.
+A masked diffusion language model is a GPT that looks both ways and fills in masked words,
+several in a step, each by itself: "San York", as both are likeliest alone. The paper's idea:
+Stage A, the plain pass, picks the words to write now, the bundle; Stage B marks them and runs
+the last n layers again, to let them agree. Does it work? Run python tiny.py, or --seed 1.
+Lines that a plain model would not have end in "# CoCommit"; without them it still runs.
 """
 
-# fmt: off
 import argparse
 
 import torch
@@ -31,12 +30,11 @@ TEXT = ROWS.repeat_interleave((160 * P).round().long(), dim=1).flatten(0, 1)  # 
 C, H, N_LAYER, N_LAST = 32, 2, 2, 1  # N_LAST, n: the layers that Stage B runs again
 
 def rotate(x: Tensor) -> Tensor:
-    """Queries or keys (R, H, T, D): normalised, then turned by an angle that grows along T."""
-    T, D = x.shape[-2:]
-    x = F.rms_norm(x, [D])
-    angle = torch.arange(T)[:, None] * 10000 ** -(torch.arange(0, D, 2) / D)
-    turned = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angle), angle)
-    return torch.cat([turned.real, turned.imag], dim=-1)
+    """Rotary positions, for nanoGPT's wpe: x (R, H, T, D) turns further along T."""
+    a, b = F.rms_norm(x, x.shape[-1:]).chunk(2, dim=-1)
+    angle = torch.arange(x.shape[2])[:, None] * 10000 ** -torch.arange(0, 1, 2 * H / C)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 class Block(nn.Module):
     def __init__(self):
@@ -52,7 +50,7 @@ class Block(nn.Module):
         y = F.scaled_dot_product_attention(rotate(q), rotate(k), v)  # every word sees every word
         x = x + self.proj(y.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(F.rms_norm(x, [C])).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
+        return x + self.down(F.silu(gate) * up)  # SwiGLU, for nanoGPT's GELU
 
 class Model(nn.Module):
     def __init__(self, rng: Generator):
@@ -62,10 +60,9 @@ class Model(nn.Module):
         self.lm_head = nn.Linear(C, len(TOKENS), bias=False)
         for p in self.parameters():
             nn.init.normal_(p, std=C**-0.5, generator=rng)
-        # "you are written together": a learned vector for each of K rounds of Stage B
+        # "you are written together": a learned vector a round of Stage B; K = 1
         self.markers = nn.Parameter(torch.zeros(1, C))  # CoCommit
-
-    # a plain forward is head(last_n(prefix(z))), cut where Stage B comes in again
+    # a plain forward is head(last_n(prefix(z))), cut for Stage B
     def prefix(self, z: Tensor) -> Tensor:
         return self.layers[:-N_LAST](self.wte(z))
     def last_n(self, h: Tensor) -> Tensor:
@@ -104,12 +101,14 @@ def three_term_loss(logits: Tensor, target: Tensor, kind: Tensor, fill: Tensor) 
 def draw_bundle(masked: Tensor, s_max: int, rng: Generator) -> Tensor:  # CoCommit
     size = 1 + (torch.rand(len(masked), 1, generator=rng) * s_max).long()  # CoCommit
     key = torch.rand(masked.shape, generator=rng).masked_fill(~masked, 2)  # CoCommit
-    return masked & (key <= key.sort(dim=1).values.gather(1, size - 1))  # CoCommit
+    rank = key.argsort(dim=1).argsort(dim=1)  # CoCommit
+    return masked & (rank < size)  # CoCommit
 
 def train(rng: Generator, base: Model | None = None, chained: bool = False) -> Model:
-    """The base, Stage A alone; or from a base both stages, Stage B with one of two targets."""
+    """Without a base Stage A alone; from a base both stages, with one of two targets."""
     model = Model(rng)
-    model.load_state_dict((base or model).state_dict())
+    if base is not None:
+        model.load_state_dict(base.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400)
     for _ in range(400):
@@ -118,8 +117,9 @@ def train(rng: Generator, base: Model | None = None, chained: bool = False) -> M
         h = model.prefix(z)
         logits = model.head(model.last_n(h))
         loss = three_term_loss(logits, TEXT, kind, fill=kind == M)
-        # Stage B fills the bundle. The target is the line to change. The paper's: the text's own
-        # words, and the best guess at them is Stage A's once more. Ours: a chain, one phrase
+        # Stage B fills the bundle; its target is the line to change. The paper's: the text's
+        # own words. But z and a blindly drawn bundle say no more of them than z alone, so B
+        # can at best repeat A. Another one: a chain, which is one whole phrase
         if base is not None:  # CoCommit
             bundle = draw_bundle(kind == M, 2, rng)  # CoCommit
             target = chain(base, TEXT, z, bundle) if chained else TEXT  # CoCommit
@@ -143,10 +143,10 @@ def decode(model, prompt, n_new, tau_m2t, tau_t2t, K, max_post_steps=0):
         h = model.prefix(z)
         logits = model.head(model.last_n(h))
         full += 1
-        p = logits.softmax(-1).amax(-1).masked_fill(~masked, -2)
+        p = logits.softmax(-1).amax(-1).masked_fill(~masked, -2)  # below any gate
         bundle = p > tau_m2t
-        if not bundle.any():
-            bundle[0, p.argmax()] = masked.any()
+        if masked.any() and not bundle.any():
+            bundle[0, p.argmax()] = True
         # Stage B, K partial forwards of n layers
         if bundle.any() and K > 0:  # CoCommit
             logits = model.head(model.coordinate(h, bundle, K))  # CoCommit
@@ -169,9 +169,9 @@ def chain(base: Model, x: Tensor, z: Tensor, bundle: Tensor) -> Tensor:  # CoCom
         z = torch.where(left & (torch.arange(z.shape[1]) == surest), token, z)  # CoCommit
     return torch.where(bundle, z, x)  # CoCommit
 
-# --- what is written; what share is a phrase if words were drawn
 @torch.no_grad()
 def report(name: str, model: Model, tau_m2t: float, K: int) -> Tensor:
+    """What is written; of words that are drawn, the share of phrases; KL in nats."""
     z = ROWS[:, 0].masked_fill(torch.arange(3) > 0, MASK)
     h = model.prefix(z)
     logits = model.head(model.last_n(h))
@@ -191,10 +191,10 @@ if __name__ == "__main__":
     options = argparse.ArgumentParser("tiny.py", usage=argparse.SUPPRESS)
     options.add_argument("--seed", type=int, default=0, help="any number")
     rng = Generator().manual_seed(options.parse_args().seed % 2**32)
-    print(f"True:   .40          .35            .25{TABLE}\n{'':23}writes         phrases  drawn  KL (max 3)  forwards")
+    print(f"True:   .40          .35            .25{TABLE}\n{'':23}writes         phrases  drawn  KL (3: >=)  forwards")
     base = train(rng)
     report("one word at a time", base, 1, 0)
     report("Stage A", base, 0.3, 0)
     report("Stage B, clean target", train(rng, base), 0.3, 1)  # CoCommit
     report("Stage B, chain target", train(rng, base, chained=True), 0.3, 1)  # CoCommit
-    print("Clean words teach B what A knows: each word's own probability. A chain is one phrase.")
+    print("Clean words teach B what A knows. A chain is one phrase, greedily: San comes first.")

@@ -234,6 +234,11 @@ def output() -> str:
     return done.stdout
 
 
+def test_it_prints_what_the_readme_shows(output):
+    shown = (ROOT / "README.md").read_text().split("$ python tiny.py\n")[1].split("```")[0]
+    assert output == shown
+
+
 def test_it_prints_what_a_student_remembers(output):
     rows = [line.split("  ") for line in output.splitlines()]
     cells = {row[0]: [c.strip() for c in row[1:] if c.strip()] for row in rows}
