@@ -255,6 +255,8 @@ def test_a_record_by_hand():
 def test_the_table_of_the_shipped_model(tmp_path, monkeypatch, capsys):
     call, names = caller(pays, monkeypatch, capsys), ROOT / "assets" / "names"
     path = tmp_path / "r.jsonl"
+    monkeypatch.setattr(pays, "TAUS", {1.0: "one at a time", 0.1: "0.1", -1.0: "all at once"})
+    monkeypatch.setattr(pays, "FINER", (0.14,))
     argv = ["--system", "base", names, "--system", "head", names, names / "joint", "--prompts", 4, "--keep", 0, 1]
     table = call(*argv, "--against", "head", "--temperature", 0, 0.7, "--draws", 3, "--out", path)
     assert "at most, all/token, T 0.7" in table and "head minus, serial/token" in table
