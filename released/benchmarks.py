@@ -355,8 +355,8 @@ def extra_drop(output: str, item: Item) -> dict[str, float]:
     extracted = extract_drop(output, item)
     texts = [extracted or "", *(" and ".join(gold) for gold in item.gold)]
     texts = ["".join(char for char in text.lower() if char not in string.punctuation) for text in texts]
-    ours, *golds = [" ".join(re.sub(r"\b(a|an|the)\b", " ", text).split()) for text in texts]
-    fuzzy = any((ours in gold or gold in ours) if ours and gold else ours == gold for gold in golds)
+    given, *golds = [" ".join(re.sub(r"\b(a|an|the)\b", " ", text).split()) for text in texts]
+    fuzzy = any((given in gold or gold in given) if given and gold else given == gold for gold in golds)
     return {"f1": drop_scores(extracted, item)[1], "fuzzy": float(fuzzy)}
 
 

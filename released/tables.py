@@ -6,7 +6,7 @@ by the settings stored in the runs. HumanEval+ and MBPP+ count once EvalPlus's v
 
 Refuses: a damaged run file, a folder without runs, two runs that fit one row.
 
-    python -m released.tables main --runs runs/            # Table 1: base, ours, delta, forwards a token
+    python -m released.tables main --runs runs/            # Table 1: base, CoCommit, delta, forwards a token
     python -m released.tables mechanism --runs runs/       # Table 2: GSM8K, what each part of the method adds
     python -m released.tables lastn --runs runs/           # Table 3: n = 3, 6, 9 (and whatever else was run)
 """
