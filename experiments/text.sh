@@ -8,20 +8,15 @@ for seed in 0 1 2; do
   python train.py --data stdlib --stage_a_only --corruption mask --block_length 16 --max_iters 2400 --n_last 2 \
     --log_interval 100 --seed $seed --out_dir $base
   run="--data stdlib --batch_size 4 --s_max 16 --max_iters 1000 --eval_rows 16 --eval_interval 500 --log_interval 50"
-  own="$run --n_last 1 --width 384 --seed $seed"
-  python -m beyond.own_blocks $own --init_from $base --out_dir out/text-own-$seed
-  python -m beyond.distill $run --init_from $base --n_last 2 --seed $seed --out_dir out/text-distilled-$seed
-  python -m beyond.distill $run --init_from $base --n_last 2 --seed $seed --own_loss 0 --out_dir out/text-alone-$seed
-  python -c "
-import pathlib, sys, torch
-from checkpoint import load_model, save_model
-base, adapter, out = map(pathlib.Path, sys.argv[1:])
-out.mkdir()
-save_model(load_model(base, 'cpu', torch.float32, adapter), out)" $base out/text-distilled-$seed out/text-distilled-base-$seed
-  python -m beyond.own_blocks $own --init_from out/text-distilled-base-$seed --out_dir out/text-own-on-distilled-$seed
-  systems+=(--system base $base --system ours $base out/text-own-$seed --system distilled $base out/text-distilled-$seed
-    --system "distilled, alone" $base out/text-alone-$seed
-    --system "ours on the distilled" out/text-distilled-base-$seed out/text-own-on-distilled-$seed)
+  head="$run --width 384 --seed $seed"
+  python -m beyond.joint_head $head --init_from $base --out_dir out/text-head-$seed
+  python -m beyond.distill $run --init_from $base --seed $seed --out_dir out/text-distilled-$seed
+  python -m beyond.distill $run --init_from $base --seed $seed --own_loss 0 --out_dir out/text-alone-$seed
+  python -m tools.as_checkpoint --ckpt $base --adapter out/text-distilled-$seed --out out/text-distilled-base-$seed
+  python -m beyond.joint_head $head --init_from out/text-distilled-base-$seed --out_dir out/text-head-on-distilled-$seed
+  systems+=(--system base $base --system "joint head" $base out/text-head-$seed
+    --system distilled $base out/text-distilled-$seed --system "distilled, alone" $base out/text-alone-$seed
+    --system "joint head on the distilled" out/text-distilled-base-$seed out/text-head-on-distilled-$seed)
 done
-python -m beyond.text --data stdlib "${systems[@]}" --ours ours --plot out/text-curve.svg
+python -m beyond.text --data stdlib "${systems[@]}" --against "joint head" --plot out/text-curve.svg
 python -m beyond.tc --data stdlib --ckpt out/text-base-0 --draws 16 --plot out/text-tc.svg

@@ -46,7 +46,7 @@ class Item:
 class Task:
     """One benchmark. `correct` is None where only EvalPlus can judge; `options` says what else `load` takes, and why.
 
-    `base`, `ours` (percent), `nfe_base`, `nfe_ours` (forward passes a token) are the paper's Table 1: the plain
+    `base`, `cocommit` (percent), `nfe_base`, `nfe_cocommit` (forward passes a token) are the paper's Table 1: the plain
     sampler and joint commitment.
     """
 
@@ -54,9 +54,9 @@ class Task:
     title: str
     n_official: int
     base: float
-    ours: float
+    cocommit: float
     nfe_base: float
-    nfe_ours: float
+    nfe_cocommit: float
     read: Callable[..., Rows]
     extract: Callable[[str, Item], str | None]
     correct: Callable[[str | None, Item], bool] | None
@@ -152,7 +152,7 @@ read_cmath = partial(read_numbers, question="question|input", answer="golden|ans
 def extra_cmath(output: str, item: Item) -> dict[str, float]:
     """The authors' rule: one of the last two numbers is within 1 % of the gold, or equal where both are integers.
 
-    How numbers are found is ours: their patterns miss bold, minus and Chinese numerals.
+    How numbers are found is this project's own: their patterns miss bold, minus and Chinese numerals.
     """
     gold, official = readings(item.gold)[0], False
     for value in (readings(number)[0] for number in numbers(clean(output))[-2:]):
@@ -355,8 +355,8 @@ def extra_drop(output: str, item: Item) -> dict[str, float]:
     extracted = extract_drop(output, item)
     texts = [extracted or "", *(" and ".join(gold) for gold in item.gold)]
     texts = ["".join(char for char in text.lower() if char not in string.punctuation) for text in texts]
-    ours, *golds = [" ".join(re.sub(r"\b(a|an|the)\b", " ", text).split()) for text in texts]
-    fuzzy = any((ours in gold or gold in ours) if ours and gold else ours == gold for gold in golds)
+    given, *golds = [" ".join(re.sub(r"\b(a|an|the)\b", " ", text).split()) for text in texts]
+    fuzzy = any((given in gold or gold in given) if given and gold else given == gold for gold in golds)
     return {"f1": drop_scores(extracted, item)[1], "fuzzy": float(fuzzy)}
 
 

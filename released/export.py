@@ -1,11 +1,11 @@
-"""Our checkpoints -> the released (Hugging Face) layout, an adapter merged in or not; adapters -> PEFT.
+"""Checkpoints of this project -> the released (Hugging Face) layout, an adapter merged in or not; adapters -> PEFT.
 
-    # ours -> released, bit for bit; with --adapter its LoRA is merged, and its markers lie beside the weights
+    # a checkpoint -> released, bit for bit; with --adapter its LoRA is merged, and its markers lie beside the weights
     python -m released.export --to hf --src weights/llada2.1-mini --adapter out/cocommit --out merged/
     # an adapter -> the folder that PEFT loads, and the markers, which PEFT has no place for
     python -m released.export --to peft --adapter out/cocommit --out adapter/
 
-It refuses what convert_weights.py refuses, an adapter of another model or with other tensors than its settings say, and
+It refuses what convert_weights.py refuses, an adapter of another base or with other tensors than its settings say, and
 to merge one that does not act alike in every pass. The released remote code (modeling_*.py) is no weight: copy it
 from the released folder yourself. `config.json` (PEFT: `adapter_config.json`) is written last: a folder without one is
 incomplete, and running the same command again completes it.
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import adapter_settings, check_fit, open_tensors, read_config, read_tensors, save_tensors
+from checkpoint import adapter_settings, check_base, check_fit, open_tensors, read_config, read_tensors, save_tensors
 from convert_weights import (
     DTYPES,
     FIELDS,
@@ -89,20 +89,20 @@ def read_adapter(folder: Path) -> tuple[dict, dict[str, Tensor], Tensor]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# ours -> released
+# a checkpoint -> released
 
 
 def released_config(cfg: Config) -> dict:
     """A released config.json for a model that was not converted from one."""
-    ours = {name: getattr(cfg, field) for name, field in FIELDS.items()}
+    fields = {name: getattr(cfg, field) for name, field in FIELDS.items()}
     rotary = {"partial_rotary_factor": cfg.rotary_dim / cfg.head_dim, "rotary_dim": cfg.rotary_dim}
-    return {**MUST_BE, **ours, **rotary, "pad_token_id": cfg.eos_id, "use_cache": False}
+    return {**MUST_BE, **fields, **rotary, "pad_token_id": cfg.eos_id, "use_cache": False}
 
 
 def to_released(
     found: dict[str, Stored], cfg: Config, folder: Path, lora: dict[str, Tensor], scale: float, bias_dtype: str
 ) -> Shards:
-    """Released tensors from ours, `lora` (by our names) merged in."""
+    """Released tensors from a checkpoint's, `lora` (by this project's names) merged in."""
     expected = {name: torch.empty(shape, device="meta") for _, name, shape, _, _ in plan(cfg)}
     check_fit(folder, found, expected, "the checkpoint is incomplete", DROPPED)
     shards: Shards = [{} for _ in range(cfg.n_layer + 2)]
@@ -118,7 +118,7 @@ def to_released(
 
 
 def to_hf(args: Namespace) -> None:
-    """Ours, with or without an adapter, -> released."""
+    """A checkpoint, with or without an adapter, -> released."""
     cfg, found = read_config(args.src), survey(args.src)
     lora, scale, markers, n_last = {}, 0.0, None, cfg.n_last
     if args.adapter is not None:
@@ -129,8 +129,7 @@ def to_hf(args: Namespace) -> None:
             fail(f"{args.adapter} acts in Stage B only ({STAGE_B_ONLY}): merged it would act in every pass")
         if (shape["n_layer"], shape["n_embd"]) != (cfg.n_layer, cfg.n_embd):
             fail(f"{args.adapter} is for {shape['n_layer']} layers of {shape['n_embd']}, not for {args.src}")
-        if Path(settings["base"]).resolve() != args.src.resolve():
-            print(f"note: the adapter was trained on {settings['base']}")
+        check_base(args.src, args.adapter)
     elif "markers" in found:
         markers = dict(read_tensors([found["markers"].file]))["markers"].clone()
     index = read_json(args.src / INDEX, "weight index") if (args.src / INDEX).exists() else {}
@@ -156,7 +155,7 @@ def markers_file(markers: Tensor, n_last: int, **metadata: str) -> partial:
 
 def to_peft(args: Namespace) -> None:
     settings, lora, markers = read_adapter(args.adapter)
-    modules = {ours.split(".")[3]: name for name, ours in NAMES.items() if re.search(r"(qkv|proj)\.weight$", ours)}
+    modules = {own.split(".")[3]: name for name, own in NAMES.items() if re.search(r"(qkv|proj)\.weight$", own)}
     state = {}
     for name, tensor in lora.items():
         _, i, _, module, side = name.split(".")

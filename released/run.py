@@ -11,7 +11,7 @@ format beside the run file, and --score starts its harness apart.
 
     python -m released.run --task gsm8k --task_file test.jsonl --ckpt weights/llada2.1-mini --out runs/gsm8k_base.jsonl
     python -m released.run --task gsm8k --task_file test.jsonl --ckpt weights/llada2.1-mini --adapter out/cocommit \\
-        --out runs/gsm8k_ours.jsonl                         # the paper's settings; --help lists what may be changed
+        --out runs/gsm8k_cocommit.jsonl                       # the paper's settings; --help lists what may be changed
 """
 
 import hashlib

@@ -6,7 +6,7 @@ by the settings stored in the runs. HumanEval+ and MBPP+ count once EvalPlus's v
 
 Refuses: a damaged run file, a folder without runs, two runs that fit one row.
 
-    python -m released.tables main --runs runs/            # Table 1: base, ours, delta, forwards a token
+    python -m released.tables main --runs runs/            # Table 1: base, CoCommit, delta, forwards a token
     python -m released.tables mechanism --runs runs/       # Table 2: GSM8K, what each part of the method adds
     python -m released.tables lastn --runs runs/           # Table 3: n = 3, 6, 9 (and whatever else was run)
 """
@@ -32,24 +32,24 @@ from sample import MODES
 Q = Ablation(**MODES["q"], gen_length=16384, eos_early_stop=True)  # the paper's protocol, before Stage B's own gate
 MECHANISM = [  # the paper's Table 2: row, whose weights, what differs from Q with Stage B, accuracy, full NFE/token
     ("released, factorised", "base", dict(n_rounds=0), 89.61, 0.26),
-    ("our weights, Stage B off", "ours", dict(n_rounds=0), 90.75, 0.28),
-    ("ours, gated edits", "ours", {}, 91.13, 0.28),
-    ("ours (default), ungated edits", "ours", dict(tau_t2t=0.0), 91.13, 0.34),
-    ("B fills, A edits", "ours", dict(edit_from="A"), 90.90, 0.27),
-    ("A fills, B edits", "ours", dict(fill_from="A"), 90.90, 0.30),
-    ("B fills, edits off", "ours", dict(tau_t2t=None), 88.40, 0.30),
-    ("Stage B without marker", "ours", dict(marker=False), 90.37, 0.28),
-    ("entropy selection, same size", "ours", dict(select="entropy"), 90.30, 0.27),
-    ("ours, tau_m2t 0.5", "ours", dict(tau_m2t=0.5), 88.40, 0.24),
-    ("ours, tau_m2t 0.3", "ours", dict(tau_m2t=0.3), 84.00, 0.22),
-    ("our weights, Stage B off, tau_m2t 0.5", "ours", dict(tau_m2t=0.5, n_rounds=0), 88.48, 0.23),
-    ("our weights, Stage B off, tau_m2t 0.3", "ours", dict(tau_m2t=0.3, n_rounds=0), 83.70, 0.22),
+    ("adapter, Stage B off", "adapter", dict(n_rounds=0), 90.75, 0.28),
+    ("Stage B, gated edits", "adapter", {}, 91.13, 0.28),
+    ("Stage B, ungated edits (default)", "adapter", dict(tau_t2t=0.0), 91.13, 0.34),
+    ("B fills, A edits", "adapter", dict(edit_from="A"), 90.90, 0.27),
+    ("A fills, B edits", "adapter", dict(fill_from="A"), 90.90, 0.30),
+    ("B fills, edits off", "adapter", dict(tau_t2t=None), 88.40, 0.30),
+    ("Stage B without marker", "adapter", dict(marker=False), 90.37, 0.28),
+    ("entropy selection, same size", "adapter", dict(select="entropy"), 90.30, 0.27),
+    ("Stage B, tau_m2t 0.5", "adapter", dict(tau_m2t=0.5), 88.40, 0.24),
+    ("Stage B, tau_m2t 0.3", "adapter", dict(tau_m2t=0.3), 84.00, 0.22),
+    ("adapter, Stage B off, tau_m2t 0.5", "adapter", dict(tau_m2t=0.5, n_rounds=0), 88.48, 0.23),
+    ("adapter, Stage B off, tau_m2t 0.3", "adapter", dict(tau_m2t=0.3, n_rounds=0), 83.70, 0.22),
     ("released, tau_m2t 0.5", "base", dict(tau_m2t=0.5, n_rounds=0), 86.73, 0.26),
     ("released, tau_m2t 0.3", "base", dict(tau_m2t=0.3, n_rounds=0), 79.15, 0.30),
     ("released, both gates removed", "base", dict(tau_m2t=0.0, tau_t2t=0.0, n_rounds=0), 83.40, 0.15),
-    ("all masks at once", "ours", dict(tau_m2t=-1.0, tau_t2t=0.0), 79.91, 0.10),
+    ("all masks at once", "adapter", dict(tau_m2t=-1.0, tau_t2t=0.0), 79.91, 0.10),
 ]
-LASTN = {  # the paper's Table 3, n = 6 and 9; n = 3 is Table 1's column `ours`
+LASTN = {  # the paper's Table 3, n = 6 and 9; n = 3 is Table 1's column of the method
     "gsm8k": {6: (90.75, 0.30), 9: (90.83, 0.30)},
     "cmath": {6: (93.08, 0.44), 9: (92.17, 0.40)},
     "gpqa": {6: (42.93, 0.36), 9: (39.39, 0.35)},
@@ -206,16 +206,18 @@ def difference_se(p: float, q: float, n: int) -> float:
 def variant(settings: dict) -> tuple:
     """What tells the rows of the tables apart; without Stage B, where its logits would go makes no difference."""
     d, stage_b = settings["decoding"], settings["decoding"]["n_rounds"] > 0
-    weights = "ours" if settings["adapter"] or stage_b else "base"
+    weights = "base"
+    if settings["adapter"] or stage_b:
+        weights = "adapter"
     routes = (d["fill_from"], d["edit_from"], d["marker"]) if stage_b else ("B", "B", True)
     return weights, stage_b, d["tau_m2t"], d["tau_t2t"], d["select"], *routes
 
 
 VARIANTS = {
-    name: variant({"adapter": weights == "ours", "decoding": asdict(replace(Q, **changes))})
+    name: variant({"adapter": weights == "adapter", "decoding": asdict(replace(Q, **changes))})
     for name, weights, changes, *_ in MECHANISM
 }
-BASE, STAGE_B_OFF, _, OURS = list(VARIANTS)[:4]
+BASE, STAGE_B_OFF, _, COCOMMIT = list(VARIANTS)[:4]
 
 
 def pick(runs: list[Run], task: str, row: str, n: int | None = None) -> Run | None:
@@ -299,8 +301,8 @@ LEGEND = (
 def stage_b_note() -> str:
     """Table 2's own share of Stage B, and what GSM8K's number of items allows to say about it."""
     paper, n = {name: accuracy for name, _, _, accuracy, _ in MECHANISM}, TASKS["gsm8k"].n_official
-    gain = paper[OURS] - paper[STAGE_B_OFF]
-    noise, answers = difference_se(paper[OURS] / 100, paper[STAGE_B_OFF] / 100, n), round(gain / 100 * n)
+    gain = paper[COCOMMIT] - paper[STAGE_B_OFF]
+    noise, answers = difference_se(paper[COCOMMIT] / 100, paper[STAGE_B_OFF] / 100, n), round(gain / 100 * n)
     return (
         f"the paper's Stage B alone (Table 2, same weights): {gain:+.2f} points = {answers} of {n} GSM8K answers, "
         f"noise +-{196 * noise:.2f}; had none of the others got worse, McNemar's p would be {mcnemar(0, answers):.3f}"
@@ -311,25 +313,28 @@ def table(kind: str, folder: Path) -> tuple[list[str], list[list[str]], list[str
     """(head, rows, notes) of the paper's Table 1 (`main`), 2 (`mechanism`) or 3 (`lastn`) from the runs in a folder."""
     runs, rows, compared = read_runs(folder), [], []
     if kind == "mechanism":
-        default, best = pick(runs, "gsm8k", OURS), TASKS["gsm8k"].ours
+        default, best = pick(runs, "gsm8k", COCOMMIT), TASKS["gsm8k"].cocommit
         for name, _, _, accuracy, nfe in MECHANISM:
             run = pick(runs, "gsm8k", name)
-            rows.append(line(name, "gsm8k", run, default, (accuracy, nfe), None if name == OURS else best))
+            rows.append(line(name, "gsm8k", run, default, (accuracy, nfe), None if name == COCOMMIT else best))
             compared += [(run, default)] if run else []
         return ["GSM8K", *HEAD[1:]], rows, [*notes(compared), *LEGEND, stage_b_note()]
     for task in TASKS.values():
-        three = (task.ours, task.nfe_ours)
+        three = (task.cocommit, task.nfe_cocommit)
         if kind == "main":
-            base, ours = pick(runs, task.name, BASE), pick(runs, task.name, OURS)
+            base = pick(runs, task.name, BASE)
+            cocommit = pick(runs, task.name, COCOMMIT)
             rows.append(line(f"{task.title} base", task.name, base, None, (task.base, task.nfe_base), None))
-            rows.append(line(f"{task.title} ours", task.name, ours, base, three, task.base))
-            compared += [(r, a) for r, a in ((base, None), (ours, base)) if r]
+            rows.append(line(f"{task.title} CoCommit", task.name, cocommit, base, three, task.base))
+            compared += [(r, a) for r, a in ((base, None), (cocommit, base)) if r]
             continue
-        mine = [r for r in runs if r.settings["task"] == task.name and variant(r.settings) == VARIANTS[OURS]]
-        default = pick(runs, task.name, OURS, 3)
+        mine = [r for r in runs if r.settings["task"] == task.name and variant(r.settings) == VARIANTS[COCOMMIT]]
+        default = pick(runs, task.name, COCOMMIT, 3)
         for n in sorted({3, 6, 9} | {r.settings["model"]["n_last"] for r in mine}):
-            run, paper = pick(runs, task.name, OURS, n), (LASTN[task.name] | {3: three}).get(n)
-            rows.append(line(f"{task.title} n = {n}", task.name, run, default, paper, None if n == 3 else task.ours))
+            run, paper = pick(runs, task.name, COCOMMIT, n), (LASTN[task.name] | {3: three}).get(n)
+            rows.append(
+                line(f"{task.title} n = {n}", task.name, run, default, paper, None if n == 3 else task.cocommit)
+            )
             compared += [(run, default)] if run else []
     return HEAD, rows, [*notes(compared), *LEGEND, *([stage_b_note()] if kind == "main" else [])]
 

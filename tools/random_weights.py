@@ -22,8 +22,11 @@ def main() -> None:
     args = parser.parse_args()
     if (args.out / "config.json").exists():
         fail(f"{args.out} already holds a checkpoint: choose another --out")
+
+    # the byte tokenizer's special tokens, where the preset has none of its own
     cfg = replace(PRESETS[args.preset], tokenizer="bytes")
-    cfg = replace(cfg, eos_id=256, mask_id=257) if cfg.mask_id < 0 else cfg
+    if cfg.mask_id < 0:
+        cfg = replace(cfg, eos_id=256, mask_id=257)
     model = new_model(cfg, generator("random weights"))
     for p in model.parameters():  # not .to(): the router's bias stays float32
         p.data = p.data.to(DTYPES[args.dtype])

@@ -55,7 +55,8 @@ class Training:
     """A toy's short run: first the command, then `--init_from resume` until it is done."""
 
     def __init__(self, folder: Path, steps: int):
-        self.folder, self.steps = folder, steps
+        self.folder = folder
+        self.steps = steps
 
     def command(self, name: str) -> list[str]:
         out = ["--out_dir", str(self.folder / name), "--device", "cpu"]
@@ -67,18 +68,25 @@ class Training:
 
     def progress(self, name: str) -> int:
         log = self.folder / name / "log.jsonl"
-        return log.read_bytes().count(b'"loss"') if log.exists() else 0
+        if not log.exists():
+            return 0
+        return log.read_bytes().count(b'"loss"')
 
     def end(self, name: str) -> tuple[dict, list]:
-        state, model = (load_file(self.folder / name / f"{part}.safetensors") for part in ("state", "model"))
-        return state | {f"model.{k}": v for k, v in model.items()}, lines(self.folder / name / "log.jsonl")
+        run = self.folder / name
+        tensors = load_file(run / "state.safetensors")
+        for key, tensor in load_file(run / "model.safetensors").items():
+            tensors[f"model.{key}"] = tensor
+        return tensors, lines(run / "log.jsonl")
 
 
 class Evaluation:
     """One benchmark over a random model: the same command, again and again."""
 
     def __init__(self, folder: Path, items: int):
-        self.folder, self.model, self.questions = folder, folder / "model", folder / "test.jsonl"
+        self.folder = folder
+        self.model = folder / "model"
+        self.questions = folder / "test.jsonl"
         cfg = replace(PRESETS["tiny"], n_layer=2, n_last=1, vocab_size=272, eos_id=256, mask_id=257)
         save_model(new_model(cfg, generator("survive")), self.model)
         sums = [{"question": f"What is {k} and {k + 1}?", "answer": f"#### {2 * k + 1}"} for k in range(items)]
@@ -91,7 +99,9 @@ class Evaluation:
 
     def progress(self, name: str) -> int:
         out = self.folder / f"{name}.jsonl"
-        return max(0, out.read_bytes().count(b"\n") - 1) if out.exists() else 0
+        if not out.exists():
+            return 0
+        return max(0, out.read_bytes().count(b"\n") - 1)  # the first line holds the settings
 
     def end(self, name: str) -> tuple[dict, list]:
         return {}, lines(self.folder / f"{name}.jsonl")
@@ -101,20 +111,38 @@ def survive(what: Training | Evaluation, kills: int, moments: random.Random) -> 
     """-> kills that came while steps or items were being written, runs, and runs that ended as the undisturbed one."""
     start = time.perf_counter()
     run(what.command("undisturbed"))
-    whole, (tensors, log) = time.perf_counter() - start, what.end("undisturbed")
-    killed = at_work = runs = same = 0
+    whole = time.perf_counter() - start
+    expected = what.end("undisturbed")
+
+    killed = 0
+    at_work = 0
+    runs = 0
+    same = 0
     while killed < kills:
-        runs, done = runs + 1, False
+        runs += 1
         name = f"killed_{runs}"
-        while not done:  # after the last kill of all, undisturbed to the end
+        done = False
+        while not done:
+            # after the last kill of all, undisturbed to the end
+            wait = None
+            if killed < kills:
+                wait = moments.uniform(0, whole)
             before = what.progress(name)
-            done = run(what.command(name), moments.uniform(0, whole) if killed < kills else None)
-            killed += not done
-            at_work += not done and what.progress(name) != before
-        other, other_log = what.end(name)
-        equal = tensors.keys() == other.keys() and all(torch.equal(tensors[k], other[k]) for k in tensors)
-        same += equal and log == other_log
+            done = run(what.command(name), wait)
+            if not done:
+                killed += 1
+                at_work += what.progress(name) != before
+        same += equal(what.end(name), expected)
     return at_work, runs, same
+
+
+def equal(one: tuple[dict, list], other: tuple[dict, list]) -> bool:
+    """The same tensors, bit for bit, and the same lines."""
+    tensors, log = one
+    expected, expected_log = other
+    if tensors.keys() != expected.keys() or log != expected_log:
+        return False
+    return all(torch.equal(tensors[name], expected[name]) for name in tensors)
 
 
 def main() -> int:

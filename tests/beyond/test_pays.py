@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from beyond.drafts import Drafts
-from beyond.own_blocks import OwnBlocks
 from common import ROOT, approx, caller, random_ids, tiny_model
 
 import evaluate
 from beyond import pays
+from beyond.joint_head import JointHead
+from beyond.sampling_head import SamplingHead
 from beyond.spans import interval, means, resamples, within
 from cache import Output
 from data import generator
@@ -43,9 +43,9 @@ def best(records, cluster, budget, count="all/token", system="a"):
     return within(budget, exist, costs, np.ones((1, len(cluster))), np.array(cluster) % 2 == 1)[0]
 
 
-def ours(model):
-    model.__class__ = OwnBlocks
-    model.give_blocks(8, 0.5, generator("own"))
+def with_head(model):
+    model.__class__ = JointHead
+    model.give_head(head_layers=1, width=8, tau_keep=0.5, rng=generator("head"))
     return model
 
 
@@ -132,69 +132,82 @@ def test_a_forward_of_more_layers_costs_more():
 
 
 def test_the_tables_by_hand(tmp_path, monkeypatch, capsys):
-    """Both systems have one setting at each temperature; ours is out of the budgets below 0.8 in all and 1.6 in serial
-    forwards. Of ours all exist, of the base none: the difference is 1 in every resample."""
+    """Both systems have one setting at each temperature; the head is out of the budgets below 0.8 in all and 1.6 in
+    serial forwards. Of its completions all exist, of the base's none: the difference is 1 in every resample."""
     call, path = caller(pays, monkeypatch, capsys), tmp_path / "r.jsonl"
     drawn = dict(temperature=0.5, draws=2, entropy=0.125)
-    records = [record("base", "x", "0000", 0.4), record("ours", "x", "1111", 0.8)]
-    records += [record("base", "x, T 0.5", "0000", 0.4, **drawn), record("ours", "x, T 0.5", "2222", 0.8, **drawn)]
+    records = [record("base", "x", "0000", 0.4), record("head", "x", "1111", 0.8)]
+    records += [record("base", "x, T 0.5", "0000", 0.4, **drawn), record("head", "x, T 0.5", "2222", 0.8, **drawn)]
     head = {"clusters": {"held out": [0, 1], "trained": [2, 3]}}
     path.write_text("".join(json.dumps(r) + "\n" for r in [head, *records]))
     tables = [
         [line.split("  ") for line in t.splitlines()]
-        for t in call("--records", path, "--against", "ours").split("\n\n")
+        for t in call("--records", path, "--against", "head").split("\n\n")
     ]
     tables = [[[c.strip() for c in line if c.strip()] for line in t] for t in tables]
     titles = [f"{what}, {count}/token{T}" for T in ("", ", T 0.5") for count in ("all", "serial")
-              for what in ("at most", "ours minus")]  # fmt: skip
+              for what in ("at most", "head minus")]  # fmt: skip
     assert [t[0][0] for t in tables] == ["system", *titles]
-    assert tables[0][4][:3] == ["ours", "x, T 0.5", "1.000 [1.000, 1.000]"]
+    assert tables[0][4][:3] == ["head", "x, T 0.5", "1.000 [1.000, 1.000]"]
     none, all_, minus = "0.000 [0.000, 0.000]", "1.000 [1.000, 1.000]", "+1.000 [+1.000, +1.000]"
-    assert tables[1][1:] == [["base", *[none] * 9], ["ours", *["-"] * 4, *[all_] * 5]]
+    assert tables[1][1:] == [["base", *[none] * 9], ["head", *["-"] * 4, *[all_] * 5]]
     assert tables[2][1:] == [["base", *["-"] * 4, *[minus] * 5]]
     assert tables[4][1:] == [["base", *["-"] * 8, minus]]  # 2.0 alone
     assert "minus" not in call("--records", path)
-    assert call.fails("--records", path, "--against", "b").endswith("none of the systems: base, ours")
+    assert call.fails("--records", path, "--against", "b").endswith("none of the systems: base, head")
 
 
 # --- what is measured
-@pytest.mark.parametrize("own", [False, True])
-def test_serial_forwards_count_each_run_of_stage_b_once(own):
-    """One row, one block of 8 masks after 8 of prompt: Stage B runs in each step that has a bundle (of two, if own)."""
+@pytest.mark.parametrize("head", [False, True])
+def test_serial_forwards_count_each_run_of_stage_b_or_a_head_once(head):
+    """One row, one block of 8 masks after 8 of prompt: Stage B runs in each step that has a bundle, a head in
+    each that has one of two."""
     model, prompt = tiny_model(n_rounds=1, eos_id=-1), random_ids(1, 8)[0].tolist()
-    model = ours(model) if own else model
+    model = with_head(model) if head else model
     d, looks = Decoding(gen_length=8, tau_m2t=0.2, tau_t2t=None), Counter()
     steps = generate(model, [prompt], d, trace=True)[0].steps
     pays.counting(model, looks)
     out = generate(model, [prompt], d)[0]
     assert len(steps) == out.nfe["full"]
-    assert 0 < looks[0] <= out.nfe["full"] if own else looks[0] == out.nfe["partial"]
+    if head:
+        assert looks[0] == sum(len(s["fill"]) + len(s.get("refused", [])) > 1 for s in steps) > 0
+    else:
+        assert looks[0] == out.nfe["partial"] == out.nfe["full"]
     looks.clear()
     generate(model, [prompt], replace(d, n_rounds=0))
     assert looks.total() == 0
 
 
-def test_serial_forwards_count_every_look_of_drafts():
-    """Stage B's steps as generate's trace has them, and how often it really ran for its one row."""
-    model, prompt, ran = tiny_model(n_rounds=1, eos_id=-1), random_ids(1, 8)[0].tolist(), []
-    model.__class__ = Drafts
-    model.give_blocks(8, 8, generator("drafts"))
-    for p in model.own.parameters():
-        p.data += 0.3 * torch.randn(p.shape, generator=generator("drafts", *p.shape))
-    model.second_look = lambda *args, look=model.second_look: ran.append(1) or look(*args)
-    d, looks = Decoding(gen_length=24, tau_m2t=-1.0, tau_t2t=None, temperature=1.0), Counter()
+def test_serial_forwards_count_every_look_of_a_sampling_head():
+    """Its steps as generate's trace has them, and how often it really ran for its one row."""
+    model = tiny_model(n_rounds=1, eos_id=-1)
+    model.__class__ = SamplingHead
+    model.give_head(head_layers=1, width=8, looks=8, rng=generator("head"))
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            p.data += 0.3 * torch.randn(p.shape, generator=generator("head", name))
+
+    # every call is counted, whoever counts
+    ran = []
+    look = model.second_look
+    model.second_look = lambda *args: ran.append(1) or look(*args)
+    looks = Counter()
     pays.counting(model, looks)
-    out = generate(model, [prompt], d)[0]
+    d = Decoding(gen_length=24, tau_m2t=-1.0, tau_t2t=None, temperature=1.0)
+    out = generate(model, random_ids(1, 8).tolist(), d)[0]
     assert looks[0] == len(ran) > out.nfe["full"]  # several looks in a step
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_equal_prompts_are_decoded_once_with_the_same_result(own):
+@pytest.mark.parametrize("head", [False, True])
+def test_equal_prompts_are_decoded_once_with_the_same_result(head):
     """Tokens, forwards and runs of Stage B of every row: those of decoding all rows, and each alone. Rows end at
     different steps."""
     model = tiny_model(n_rounds=1)
-    model, looks, (a, b, c) = ours(model) if own else model, Counter(), random_ids(3, 8).tolist()
-    prompts, d = [a, b, a, c[:3], b, a], Decoding(gen_length=16, tau_m2t=0.3, tau_t2t=None, eos_early_stop=True)
+    if head:
+        model = with_head(model)
+    looks = Counter()
+    a, b, c = random_ids(3, 8).tolist()
+    prompts, d = [a, b, a, c[:3], b, a], Decoding(gen_length=16, tau_m2t=0.3, tau_t2t=None)
     assert pays.numbered(prompts) == [0, 1, 0, 2, 1, 0]
     pays.counting(model, looks)
     outputs, ran = pays.complete(model, prompts, d, range(1), looks)
@@ -228,7 +241,7 @@ def test_a_record_by_hand():
     """Two equal prompts, 2 draws: A and B, then A and ?. Of the first both exist, of the second one of two. 3 full, 1
     commit, 0.5 partial forwards of 1/4, and 2 runs of Stage B for 2 tokens each."""
     stem, tokenizer = "LATIN SMALL LETTER ", SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)).rstrip("\0"))
-    model = SimpleNamespace(cfg=SimpleNamespace(n_last=1, n_layer=4))
+    model = SimpleNamespace(cfg=SimpleNamespace(n_layer=4), partial_cost=0.25)
     outputs = [Output([ord(x), 0], {"full": 3, "partial": 0.5, "commit": 1}) for x in "ABA?"]
     prompts = dict.fromkeys((stem + "C", stem + "B"), [ord(x) for x in stem])
     r = pays.describe(model, tokenizer, prompts, outputs, [2, 2, 2, 2])
@@ -242,9 +255,11 @@ def test_a_record_by_hand():
 def test_the_table_of_the_shipped_model(tmp_path, monkeypatch, capsys):
     call, names = caller(pays, monkeypatch, capsys), ROOT / "assets" / "names"
     path = tmp_path / "r.jsonl"
-    argv = ["--system", "base", names, "--system", "ours", names, names / "joint", "--prompts", 4, "--keep", 0, 1]
-    table = call(*argv, "--against", "ours", "--temperature", 0, 0.7, "--draws", 3, "--out", path)
-    assert "at most, all/token, T 0.7" in table and "ours minus, serial/token" in table
+    monkeypatch.setattr(pays, "TAUS", {1.0: "one at a time", 0.1: "0.1", -1.0: "all at once"})
+    monkeypatch.setattr(pays, "FINER", (0.14,))
+    argv = ["--system", "base", names, "--system", "head", names, names / "joint", "--prompts", 4, "--keep", 0, 1]
+    table = call(*argv, "--against", "head", "--temperature", 0, 0.7, "--draws", 3, "--out", path)
+    assert "at most, all/token, T 0.7" in table and "head minus, serial/token" in table
     head, *records = [json.loads(line) for line in path.read_text().splitlines()]
     assert {group: len(of) for group, of in head["clusters"].items()} == {"held out": 4, "trained": 4}
     assert len(records) == 2 * (len(pays.TAUS) + len(pays.FINER) + 2 * (len(pays.TAUS) - 1))
@@ -253,17 +268,17 @@ def test_the_table_of_the_shipped_model(tmp_path, monkeypatch, capsys):
         assert r["draws"] == (3 if drawn else 1) and len(r["found"]) == 8 and ("entropy" in r) == drawn
         assert sum(map(int, r["found"])) == round(r["exist"] * 8 * r["draws"]) and r["n_layer"] == 4
         assert 0 <= r.get("entropy", 0) <= math.log(3) and r["serial/token"] >= r["all/token"] - 1e-9
-    assert call("--records", path, "--against", "ours") == table
+    assert call("--records", path, "--against", "head") == table
     (tmp_path / "r.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
-    assert call("--records", tmp_path / "r.jsonl.gz", "--against", "ours") == table
+    assert call("--records", tmp_path / "r.jsonl.gz", "--against", "head") == table
 
 
 def test_greedy_records_are_the_judges_of_both_groups(tmp_path, monkeypatch, capsys):
     """At one gate, and with more prompts than different ones: what evaluate.py says of them, decoded one by one."""
-    names, d = ROOT / "assets" / "names", Decoding(gen_length=32, eos_early_stop=True, tau_m2t=0.1, tau_t2t=None)
+    names, d = ROOT / "assets" / "names", Decoding(gen_length=32, tau_m2t=0.1, tau_t2t=None)
     monkeypatch.setattr(pays, "settings", lambda *_: {"x": ({"tau_keep": 0.5}, d)})
     call, path = caller(pays, monkeypatch, capsys), tmp_path / "r.jsonl"
-    call("--system", "ours", names, names / "joint", "--prompts", 20, "--out", path)
+    call("--system", "head", names, names / "joint", "--prompts", 20, "--out", path)
     head, r = [json.loads(line) for line in path.read_text().splitlines()]
     model = pays.load_model(names, "cpu", evaluate.DTYPES["fp32"], names / "joint")
     tokenizer, model.tau_keep = pays.load_tokenizer(names, "bpe"), 0.5

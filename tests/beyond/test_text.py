@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from beyond.own_blocks import OwnBlocks
 from common import MASK, approx, command_line, random_ids, refused, tiny_model
 
 from beyond import spans, stage_b_only, text
 from beyond.distill import Distilled
+from beyond.joint_head import JointHead
 from beyond.spans import FILL, blocks, chain, cut, fill, interval, means, pieces, stage_a_log_probs, within
 from cache import Cached
 from checkpoint import save_adapter, save_model
@@ -80,11 +80,11 @@ def test_one_at_a_time_fills_what_the_greedy_chain_does():
     assert fill(engine, z, replace(FILL, tau_m2t=0.0, n_rounds=0))[1].tolist() == [1, 1]  # the base's first point
 
 
-def with_blocks(model, std=0.3):
-    """Own blocks that say something else than Stage A."""
-    model.__class__ = OwnBlocks
-    model.give_blocks(8, 0.5, generator("own"))
-    for name, p in model.own.named_parameters():
+def with_head(model, std=0.3):
+    """A joint head that says something else than Stage A."""
+    model.__class__ = JointHead
+    model.give_head(head_layers=1, width=8, tau_keep=0.5, rng=generator("head"))
+    for name, p in model.joint_head.named_parameters():
         p.data += std * torch.randn(p.shape, generator=generator(name))
     return model
 
@@ -95,7 +95,7 @@ def test_blocks_are_filled_as_the_decoder_itself_does(keep):
     """Rows with 5, 8 and 3 masks at the end of a block, filled together, and decoded one by one."""
     model = tiny_model(n_rounds=1, eos_id=-1)
     if keep is not None:
-        model = with_blocks(model)
+        model = with_head(model)
         model.tau_keep = keep
     prompts = [random_ids(1, n, n)[0].tolist() for n in (11, 16, 21)]
     z = torch.tensor([(p + [MASK] * 8)[len(p) // 8 * 8 :][:8] for p in prompts])
@@ -109,10 +109,10 @@ def test_blocks_are_filled_as_the_decoder_itself_does(keep):
 
 
 @torch.inference_mode()
-def test_own_blocks_run_at_the_share_of_the_block_that_is_masked():
+def test_a_joint_head_runs_at_the_share_of_the_block_that_is_masked():
     """Every mask at once, blocks of 8, 5 and 2 masks. Without refusal one look at each; where all but the surest is
     refused, one at 5, 4, 3 and 2 masks (a last one is written as it is), and one at 2."""
-    model, d = with_blocks(tiny_model(n_rounds=1)), replace(FILL, tau_m2t=-1.0)
+    model, d = with_head(tiny_model(n_rounds=1)), replace(FILL, tau_m2t=-1.0)
     z = torch.tensor([[1, MASK, 2, MASK, MASK, 3, MASK, MASK], [MASK, 1, 2, 3, MASK, 4, 5, 6]])
     for keep, forwards, share in ((0.0, [1, 1], [5 / 8, 2 / 8]), (1.0, [5, 2], [14 / 8, 2 / 8])):
         model.tau_keep = keep
@@ -208,21 +208,21 @@ def test_of_equal_settings_the_cheapest_is_taken_and_what_does_not_apply_is_left
 
 def test_the_table_of_budgets_by_hand(capsys):
     """Two spans, two decoders of one setting each. A mean of 0 and 1 is 0, 1/2 or 1 in a quarter, a half and a quarter
-    of the resamples; ours is 1/4 better in each span, so in each resample."""
+    of the resamples; the head is 1/4 better in each span, so in each resample."""
     point = {"exact": np.array([0.5, 0.5]), "parses": np.full(2, np.nan)}
     found = {
         "base": [point | {"score": np.array([-1.0, 0.0]), "all": np.array([0.5, 0.3])}],  # costs 0.4
-        "ours": [point | {"score": np.array([-0.75, 0.25]), "all": np.array([0.6, 0.3])}],  # costs 0.45
+        "head": [point | {"score": np.array([-0.75, 0.25]), "all": np.array([0.6, 0.3])}],  # costs 0.45
     }
-    text.print_budgets(found, [0, 1], "ours")
+    text.print_budgets(found, [0, 1], "head")
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[3:]]
     constant, none = ["0.500", "[0.500,", "0.500]"], ["-", "-"]
     at = {(r[0], float(r[1])): r[2:] for r in rows}
-    assert len(rows) == 2 * len(text.BUDGETS) and at["base", 0.35] == ["-"] * 6 and at["ours", 0.40] == ["-"] * 3
-    assert at["base", 0.40] == ["-0.500", "[-1.000,", "0.000]", "-", *constant, "-", *none]  # ours cannot be paid
+    assert len(rows) == 2 * len(text.BUDGETS) and at["base", 0.35] == ["-"] * 6 and at["head", 0.40] == ["-"] * 3
+    assert at["base", 0.40] == ["-0.500", "[-1.000,", "0.000]", "-", *constant, "-", *none]  # the head cannot be paid
     less = ["+0.250", "[+0.250,", "+0.250]"], ["+0.000", "[+0.000,", "+0.000]"]
     assert at["base", 0.45] == ["-0.500", "[-1.000,", "0.000]", *less[0], *constant, *less[1], *none]
-    assert at["ours", 1.00] == ["-0.250", "[-0.750,", "0.250]", *constant, "-"]
+    assert at["head", 1.00] == ["-0.250", "[-0.750,", "0.250]", *constant, "-"]
     text.print_budgets(found, [0, 1], None)
     assert "more" not in capsys.readouterr().out.splitlines()[2]
 
@@ -233,14 +233,15 @@ def distilled(model):
 
 @pytest.fixture
 def folders(tmp_path):
-    """A base, text, and untrained adapters: of both stages, of Stage B alone, own blocks, a distilled Stage A."""
+    """A base, text, and untrained adapters: of both stages, of Stage B alone, a joint head, a distilled Stage A."""
     ids = dict(vocab_size=272, eos_id=256, mask_id=257, n_rounds=1)
     save_model(tiny_model(**ids), tmp_path / "base")
     settings = dict(base=str(tmp_path / "base"), lora_r=2, lora_alpha=4)
+    head = dict(extension="beyond.joint_head", head_layers=1, width=8, tau_keep=0.5)
     for name, attach, extension in (
         ("all", lambda m: m.add_lora(2, 4, generator("lora")), {}),
         ("b", lambda m: stage_b_only.adapt(m, 2, generator("lora")), {"extension": "beyond.stage_b_only"}),
-        ("own", lambda m: with_blocks(m, 0.0), {"extension": "beyond.own_blocks", "width": 8, "tau_keep": 0.5}),
+        ("head", lambda m: with_head(m, 0.0), head),
         ("distilled", distilled, {"extension": "beyond.distill", "weights": "all"}),
     ):
         model = tiny_model(**ids)
@@ -262,7 +263,7 @@ def given(folders, *names):
 
 def test_the_report_from_the_command_line(folders, monkeypatch, capsys):
     monkeypatch.setattr(text, "FINE", {0.0, 0.3})
-    argv = given(folders, "all", "b", "own", "distilled")
+    argv = given(folders, "all", "b", "head", "distilled")
     code, out, _ = command_line(text, monkeypatch, capsys, *argv, "--taus", 0, 0.5, "--keep", 0, 1, "--against", "base")
     lines = out.splitlines()
     assert code == 0 and "6 of them in Python functions" in lines[0]
@@ -272,17 +273,17 @@ def test_the_report_from_the_command_line(folders, monkeypatch, capsys):
     for name, tau, keep, *_ in curves:
         settings[name].append((float(tau), keep))
     fine = [(tau, "-") for tau in (-1.0, 0.0, 0.3, 0.5, 1.0)]
-    own = [(tau, keep) for keep in ("0.00", "1.00") for tau in (-1.0, 0.0, 0.5)] + [(1.0, "-")]
-    assert settings == {"base": fine, "all": fine, "b": fine, "own": own, "distilled": fine}
+    kept = [(tau, keep) for keep in ("0.00", "1.00") for tau in (-1.0, 0.0, 0.5)] + [(1.0, "-")]
+    assert settings == {"base": fine, "all": fine, "b": fine, "head": kept, "distilled": fine}
     at = {(name, float(tau), keep): figures for name, tau, keep, *figures in curves}
-    # untrained: a distilled Stage A is the base, and so is what own blocks write
+    # untrained: a distilled Stage A is the base, and so is what the head writes
     assert [at["distilled", *s] for s in fine] == [at["base", *s] for s in fine]
     once = at["base", -1.0, "-"]
-    mine, alone = at["own", -1.0, "0.00"], at["own", -1.0, "1.00"]
+    mine, alone = at["head", -1.0, "0.00"], at["head", -1.0, "1.00"]
     assert mine[0] == once[0] and mine[2:] == once[2:] and float(mine[1]) > float(once[1]) == float(once[0])
     assert alone[0] == "1.000" and alone[2:] == at["base", 1.0, "-"][2:]  # all but the surest refused
     budgets = lines[lines.index("") + 3 :]
-    assert len(budgets) == 5 * len(text.BUDGETS) and "ours: base" in lines[lines.index("") + 1]
+    assert len(budgets) == 5 * len(text.BUDGETS) and "costs no more" in lines[lines.index("") + 1]
     paid = [r for r in budgets if r.startswith("distilled") and (" 0.80 " in r or " 1.00 " in r)]
     assert len(paid) == 2 and all(r.count("+0.000 [+0.000, +0.000]") == 3 for r in paid)
 
@@ -310,7 +311,7 @@ def test_seeds_are_pooled_and_each_is_judged_by_its_own_base(folders, monkeypatc
 
 
 def test_the_picture(folders, monkeypatch, capsys):
-    argv = [*given(folders, "own"), "--taus", 0.5]
+    argv = [*given(folders, "head"), "--taus", 0.5]
     monkeypatch.setattr(text, "FINE", {0.0})
     with monkeypatch.context() as m:
         m.setitem(sys.modules, "matplotlib", None)
@@ -323,14 +324,14 @@ def test_the_picture(folders, monkeypatch, capsys):
 
 def test_what_cannot_be_compared_is_refused(folders, monkeypatch, capsys):
     def why(*argv, systems=()):
-        return refused(text, monkeypatch, capsys, *(systems or given(folders, "own")), *argv)
+        return refused(text, monkeypatch, capsys, *(systems or given(folders, "head")), *argv)
 
     assert "--taus" in why("--taus", 1.5)
     assert "--spans" in why("--spans", 1)
     assert "--keep" in why("--keep", 2)
-    assert "--against owns" in why("--against", "owns") and "base, own" in why("--against", "owns")
-    assert "--system own has 2 seeds, the base has 1" in why("--system", "own", folders / "base", folders / "own")
-    assert "the base first" in why(systems=["--data", "stdlib", "--system", "own", folders / "base", folders / "own"])
+    assert "--against heads" in why("--against", "heads") and "base, head" in why("--against", "heads")
+    assert "--system head has 2 seeds, the base has 1" in why("--system", "head", folders / "base", folders / "head")
+    assert "the base first" in why(systems=["--data", "stdlib", "--system", "head", folders / "base", folders / "head"])
     assert "the base first" in why("--system", "nothing")
     save_model(tiny_model(tokenizer="toy"), folders / "toy")
     assert "tables are exact" in why(systems=["--data", folders / "text", "--system", "toy", folders / "toy"])
@@ -340,7 +341,7 @@ def test_what_cannot_be_compared_is_refused(folders, monkeypatch, capsys):
     assert "other tokens or blocks" in why("--system", "fours", folders / "fours")
     save_model(tiny_model(vocab_size=272, eos_id=256, mask_id=258), folders / "mask")
     assert "other tokens or blocks" in why("--system", "base", folders / "mask", systems=given(folders))
-    mixed = ["base", folders / "base"], ["own", folders / "base", folders / "distilled"]
+    mixed = ["base", folders / "base"], ["head", folders / "base", folders / "distilled"]
     assert "not of one kind" in why(*(word for s in mixed for word in ("--system", *s)))
     (folders / "text" / "short.txt").write_text("x")
     assert "give more text" in why("--data", folders / "text" / "short.txt")

@@ -6,9 +6,11 @@ import pytest
 import torch
 from common import random_ids, tiny_model
 
+import cache
+import terminal
 from released import ablation
 from released.ablation import Ablation
-from sample import Decoding, generate
+from sample import MODES, Decoding, generate, settle_decoding
 
 
 def prompt(n: int) -> list[int]:
@@ -21,14 +23,25 @@ def ablated():
     return model
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("n_rounds", [0, 1, 2])
-def test_with_no_switch_set_it_is_the_decoder_for_use(n_rounds, temperature):
+@pytest.mark.parametrize("n_rounds, temperature", [(0, 0.0), (1, 0.8), (2, 0.0)])
+def test_with_no_switch_set_it_is_the_decoder_for_use(n_rounds, temperature, monkeypatch):
+    monkeypatch.setattr(cache, "MAX_STEPS", 20)  # some blocks of this model never end
     d = Decoding(gen_length=30, tau_m2t=0.4, tau_t2t=0.2, max_post_steps=2, n_rounds=n_rounds, temperature=temperature)
     prompts = [prompt(n) for n in (3, 8, 13)]
     plain = generate(tiny_model(), prompts, d, seed=4, trace=True)
     assert generate(ablated(), prompts, Ablation(**asdict(d)), seed=4, trace=True) == plain
     assert not Ablation(**asdict(d)).switched() and Ablation(marker=False).switched()
+
+
+def test_one_default_for_the_command_line_and_for_who_calls_it():
+    """K = 1 without a gate on edits, the paper's method as it is; without Stage B the released gate of 0.5."""
+    model = tiny_model(n_rounds=1)
+    for n_rounds, gate in ((1, 0.0), (0, 0.5)):
+        args = terminal.build_parser("", MODES).parse_args(["--n_rounds", str(n_rounds)])
+        settled = settle_decoding(args, model)
+        assert settled == Decoding(n_rounds=n_rounds) and settled.tau_t2t == gate
+        assert Ablation(n_rounds=n_rounds) == Ablation(**asdict(settled))
+    assert Ablation() == Ablation(n_rounds=1)
 
 
 def test_without_marker_stage_b_writes_what_stage_a_would():

@@ -158,6 +158,11 @@ def test_refused_adapters(run, ours, adapter, tmp_path):
     folder, _ = adapter
     out = ("--to", "hf", "--out", tmp_path / "merged", "--src", ours, "--adapter")
     assert "no adapter" in run.fails(*out, tmp_path / "nowhere")
+    other = load_model(ours, "cpu", torch.float32)
+    other.wte.weight.data[0] += 1
+    save_model(other, tmp_path / "other")
+    line = run.fails("--to", "hf", "--out", tmp_path / "merged", "--src", tmp_path / "other", "--adapter", folder)
+    assert "wrong --ckpt" in line and str(tmp_path / "other") in line
     settings = json.loads((folder / "adapter.json").read_text())
     (folder / "adapter.json").write_text(json.dumps(settings | {"lora_r": 5}))
     assert "not of rank 5" in run.fails(*out, folder)

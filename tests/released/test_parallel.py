@@ -156,11 +156,11 @@ def test_the_items_of_a_benchmark_are_shared_out(tmp_path, monkeypatch, capsys):
 
 def test_killed_runs_end_as_undisturbed_ones():
     """The short form of `python -m tools.survive`."""
-    command = [sys.executable, "-m", "tools.survive", "--kills", "2", "--length", "5"]
+    command = [sys.executable, "-m", "tools.survive", "--kills", "1", "--length", "5"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == "", done.stdout + done.stderr
     training, evaluation = (line.split() for line in done.stdout.splitlines()[1:])
-    assert training[:2] == ["training", "2"] and evaluation[:2] == ["evaluation", "2"]
+    assert training[:2] == ["training", "1"] and evaluation[:2] == ["evaluation", "1"]
 
 
 def test_compiled_layers_train_alike(tmp_path, monkeypatch, capsys):

@@ -36,7 +36,7 @@ def golden(tmp_path_factory):
     for name, p in model.named_parameters():
         if "lora_" in name or name == "markers":
             p.data.copy_(torch.randn(p.shape, generator=generator("adapter", name)) * 0.3)
-    save_adapter(model, folder / "ours", {"base": str(folder / "base"), "lora_r": 2, "lora_alpha": 4})
+    save_adapter(model, folder / "cocommit", {"base": str(folder / "base"), "lora_r": 2, "lora_alpha": 4})
     return folder
 
 
@@ -64,8 +64,8 @@ def lines(path: Path) -> list[dict]:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_task_end_to_end_killed_half_way(task, run, golden, tmp_path, monkeypatch):
-    ours = ["--adapter", golden / "ours"]
-    code, out, err = run(task, tmp_path / "a.jsonl", *ours)
+    cocommit = ["--adapter", golden / "cocommit"]
+    code, out, err = run(task, tmp_path / "a.jsonl", *cocommit)
     assert code == 0, err
     assert "chat template" in out and "K = 1, n = 2, tau_m2t 0.7, tau_t2t 0.0" in out
     header, *items = lines(tmp_path / "a.jsonl")
@@ -77,11 +77,11 @@ def test_a_task_end_to_end_killed_half_way(task, run, golden, tmp_path, monkeypa
     first = data.index(b"\n") + 1
     for kept in (first // 2, first, first + 20, len(data) - 30):  # in the header, after it, in the first, in the last
         (tmp_path / "b.jsonl").write_bytes(data[:kept])
-        assert run(task, tmp_path / "b.jsonl", *ours)[0] == 0
+        assert run(task, tmp_path / "b.jsonl", *cocommit)[0] == 0
         assert lines(tmp_path / "b.jsonl") == [header, *items]
     with monkeypatch.context() as m:  # a finished run decodes nothing
         m.setattr(runs, "generate", None)
-        assert ", 0 to go" in run(task, tmp_path / "a.jsonl", *ours)[1]
+        assert ", 0 to go" in run(task, tmp_path / "a.jsonl", *cocommit)[1]
     assert (tmp_path / "a.jsonl").read_bytes() == data
 
 
@@ -103,12 +103,12 @@ def test_what_a_run_decodes_with(run, golden, tmp_path):
     """Base: the released gate. With Stage B: edits on any disagreement. Flags come first."""
     cases = {
         "base": ([], (0, 0.7, 0.5)),
-        "ours": (["--adapter", golden / "ours"], (1, 0.7, 0.0)),
-        "off": (["--adapter", golden / "ours", "--n_rounds", 0], (0, 0.7, 0.5)),
-        "gated": (["--adapter", golden / "ours", "--tau_t2t", 0.5], (1, 0.7, 0.5)),
+        "cocommit": (["--adapter", golden / "cocommit"], (1, 0.7, 0.0)),
+        "off": (["--adapter", golden / "cocommit", "--n_rounds", 0], (0, 0.7, 0.5)),
+        "gated": (["--adapter", golden / "cocommit", "--tau_t2t", 0.5], (1, 0.7, 0.5)),
         "no edits": (["--tau_t2t", "none", "--tau_m2t", 0.3], (0, 0.3, None)),
         "speed": (["--mode", "s"], (0, 0.5, 0.0)),
-        "from A": (["--adapter", golden / "ours", "--edit_from", "A", "--select", "entropy"], (1, 0.7, 0.0)),
+        "from A": (["--adapter", golden / "cocommit", "--edit_from", "A", "--select", "entropy"], (1, 0.7, 0.0)),
     }
     for name, (flags, expected) in cases.items():
         assert run("gsm8k", tmp_path / f"{name}.jsonl", "--limit", 1, *flags)[0] == 0
@@ -131,7 +131,7 @@ def test_other_settings_do_not_mix(run, golden, tmp_path, monkeypatch, capsys):
     save_model(model, other)
     for flags, word in (
         (["--tau_m2t", 0.5], "decoding.tau_m2t"),
-        (["--adapter", golden / "ours"], "adapter"),
+        (["--adapter", golden / "cocommit"], "adapter"),
         (["--option", "seed=1"], "questions"),
         (["--dtype", "bf16"], "dtype"),
         (["--gen_length", 8], "gen_length"),

@@ -41,29 +41,29 @@ def printed(kind: str, folder: Path, monkeypatch, capsys) -> dict[str, list[str]
 
 def test_table_1_by_hand(tmp_path, monkeypatch, capsys):
     write_run(tmp_path / "base.jsonl", "gsm8k", WORSE, 3, **BASE)
-    write_run(tmp_path / "sub" / "ours.jsonl", "gsm8k", BETTER, 4)
+    write_run(tmp_path / "sub" / "cocommit.jsonl", "gsm8k", BETTER, 4)
     write_run(tmp_path / "six.jsonl", "gsm8k", WORSE, 4, n_last=6)  # Table 3's, not Table 1's
     rows = printed("main", tmp_path, monkeypatch, capsys)
     low, high = (100 * x for x in wilson(5, 20))
     # 3 full and one commit for 10 tokens; with Stage B 4 + 1 + 4 * 3/20
     assert rows["GSM8K base"] == ["20/1319", "25.00", f"{low:.1f} .. {high:.1f}", "-", "-", "-", "0.300", "0.400"] + [
         "89.61", "-", "-", "0.26"]  # fmt: skip
-    ours = rows["GSM8K ours"]
-    assert ours[:2] == ["20/1319", "65.00"] and ours[3] == "+40.00" and ours[6:8] == ["0.400", "0.560"]
-    assert ours[5] == f"{22 / 1024:.3f}"  # McNemar: 1 against 9
+    cocommit = rows["GSM8K CoCommit"]
+    assert cocommit[:2] == ["20/1319", "65.00"] and cocommit[3] == "+40.00" and cocommit[6:8] == ["0.400", "0.560"]
+    assert cocommit[5] == f"{22 / 1024:.3f}"  # McNemar: 1 against 9
     # of 20: nine +1, one -1, mean 0.4, deviation sqrt(10/20 - 0.16) / sqrt(20) = 0.130: 0.4 -+ 0.256
-    low, high = (float(x) for x in ours[4].split(" .. "))
+    low, high = (float(x) for x in cocommit[4].split(" .. "))
     assert 12 <= low <= 17 and 63 <= high <= 68
     # sqrt(.8961 * .1039 + .9113 * .0887) / sqrt(1319) = 0.011475
-    assert ours[8:] == ["91.13", "+1.52", "+-2.25", "0.34"]
-    assert rows["PIQA ours"] == ["-"] * 8 + ["84.60", "+3.70", "+-2.44", "0.44"]
+    assert cocommit[8:] == ["91.13", "+1.52", "+-2.25", "0.34"]
+    assert rows["PIQA CoCommit"] == ["-"] * 8 + ["84.60", "+3.70", "+-2.44", "0.44"]
     assert "+0.38 points = 5 of 1319 GSM8K answers" in rows["out"][0] and "0.062" in rows["out"][0]
-    assert len([name for name in rows if name.endswith((" base", " ours"))]) == 14
+    assert len([name for name in rows if name.endswith((" base", " CoCommit"))]) == 14
 
 
 def test_notes_and_ambiguity(tmp_path, monkeypatch, capsys):
     write_run(tmp_path / "base.jsonl", "mbpp", [None] * 4, 3, **BASE)
-    write_run(tmp_path / "ours.jsonl", "mbpp", [None] * 4, 3, gen_length=64)
+    write_run(tmp_path / "cocommit.jsonl", "mbpp", [None] * 4, 3, gen_length=64)
     out = printed("main", tmp_path, monkeypatch, capsys)["out"][0]
     assert "MBPP+: items without EvalPlus's verdict" in out and "gen_length [64, 16384]" in out
     write_run(tmp_path / "again.jsonl", "mbpp", [None] * 4, 3, gen_length=32)
@@ -73,24 +73,24 @@ def test_notes_and_ambiguity(tmp_path, monkeypatch, capsys):
 
 def test_only_equal_prompts_are_paired(tmp_path):
     write_run(tmp_path / "base.jsonl", "drop", [False, False, True, None], 3, **BASE)
-    write_run(tmp_path / "ours.jsonl", "drop", [True, True, True, True], 3)
-    ours = tmp_path / "ours.jsonl"
-    ours.write_text(ours.read_text().replace('"p0"', '"another"'))
-    ours, base = (tables.pick(tables.read_runs(tmp_path), "drop", row) for row in (tables.OURS, tables.BASE))
-    assert tables.paired(ours, base)[0] == 0.5  # items 1 and 2; 3 is not judged
-    assert tables.paired(replace(ours, items={}), base) is None
+    write_run(tmp_path / "cocommit.jsonl", "drop", [True, True, True, True], 3)
+    cocommit = tmp_path / "cocommit.jsonl"
+    cocommit.write_text(cocommit.read_text().replace('"p0"', '"another"'))
+    cocommit, base = (tables.pick(tables.read_runs(tmp_path), "drop", row) for row in (tables.COCOMMIT, tables.BASE))
+    assert tables.paired(cocommit, base)[0] == 0.5  # items 1 and 2; 3 is not judged
+    assert tables.paired(replace(cocommit, items={}), base) is None
 
 
 def test_repeats_of_a_question_are_no_independent_items(tmp_path):
     write_run(tmp_path / "base.jsonl", "gpqa", [False] * 8, 3, **BASE)
-    write_run(tmp_path / "ours.jsonl", "gpqa", [True] * 4 + [False] * 4, 3)
+    write_run(tmp_path / "cocommit.jsonl", "gpqa", [True] * 4 + [False] * 4, 3)
     for path in tmp_path.iterdir():  # two questions, four orders of options each
         text = path.read_text()
         for i in range(8):
             text = text.replace(f'"gpqa/{i}"', f'"q{i // 4}#{i % 4}"')
         path.write_text(text)
-    ours, base = (tables.pick(tables.read_runs(tmp_path), "gpqa", row) for row in (tables.OURS, tables.BASE))
-    delta, low, high, p = tables.paired(ours, base)
+    cocommit, base = (tables.pick(tables.read_runs(tmp_path), "gpqa", row) for row in (tables.COCOMMIT, tables.BASE))
+    delta, low, high, p = tables.paired(cocommit, base)
     assert (delta, low, high, p) == (0.5, 0.0, 1.0, None)  # eight independent items would say 0.125 .. 0.875
 
 
@@ -99,7 +99,7 @@ def test_table_2_by_hand(tmp_path, monkeypatch, capsys):
     for i, (weights, changes) in enumerate(variants.values()):
         d = {"tau_t2t": 0.5, "n_rounds": 1} | changes
         right = [True] * (i + 1) + [False] * (19 - i)
-        write_run(tmp_path / f"{i}.jsonl", "gsm8k", right, i + 1, adapter=weights == "ours", **d)
+        write_run(tmp_path / f"{i}.jsonl", "gsm8k", right, i + 1, adapter=weights == "adapter", **d)
     rows = printed("mechanism", tmp_path, monkeypatch, capsys)
     for i, name in enumerate(variants):
         assert rows[name][1] == f"{5 * (i + 1):.2f}" and rows[name][6] == f"{(i + 1) / 10:.3f}"

@@ -16,8 +16,8 @@ def trained(tmp_path, monkeypatch, capsys):
     base = [*TOY, "--stage_a_only", "--out_dir", tmp_path / "base"]
     assert command_line(train, monkeypatch, capsys, *base)[0] == 0
     for n in (1, 2):
-        ours = [*TOY, "--init_from", tmp_path / "base", "--n_last", n, "--out_dir", tmp_path / f"n{n}"]
-        assert command_line(train, monkeypatch, capsys, *ours)[0] == 0
+        run = [*TOY, "--init_from", tmp_path / "base", "--n_last", n, "--out_dir", tmp_path / f"n{n}"]
+        assert command_line(train, monkeypatch, capsys, *run)[0] == 0
     one = ["--data", "modes", "--ckpt", tmp_path / "base", "--device", "cpu", "--adapter", tmp_path / "n1"]
     return one, tmp_path / "n2"
 
