@@ -126,9 +126,9 @@ def draw_bundle(masked: Tensor, group: int, s_min: int, s_max: int, draws: Draws
     or the whole row) s ~ Uniform{s_min..s_max} of the masked ones, uniformly; all of them where
     fewer than s are masked.
 
-    masked (R, T) bool -> (R, T) bool. It is a function of z and of chance alone, never of x: the
-    bundle says nothing new about the text, and that is why the paper's target cannot teach Stage B
-    anything (results/theorem).
+    masked (R, T) bool -> (R, T) bool. It is a function of z and of chance alone, never of x. So the
+    bundle says nothing new about the text, and the clean tokens as a target cannot teach Stage B
+    how they depend on one another (results/theorem).
     """
     n_groups = masked.shape[1] // group
 

@@ -74,8 +74,8 @@ class Config:
 
 @dataclass
 class Context:
-    """What a pass needs besides hidden states: the same for Stage A and Stage B, for training and
-    decoding.
+    """What a pass needs besides hidden states: the same for both stages, for training and decoding.
+    On a first reading cos, sin and mask are all of it.
     """
 
     cos: Tensor  # (T, 1, rotary_dim / 2), or (R, T, 1, ...) where rows are at different positions

@@ -258,10 +258,14 @@ def generate(
     """Decode every prompt (ids), as if alone but for exact ties, by the model's own step (an
     extension's) or `step`.
     """
-    one_step = step
+    return decode(model, prompts, d, step_of(model), seed, trace, on_block)
+
+
+def step_of(model: Model) -> Callable:
+    """What decodes this model: its own step, which an extension has given it, or `step`."""
     if model.step is not None:
-        one_step = model.step
-    return decode(model, prompts, d, one_step, seed, trace, on_block)
+        return model.step
+    return step
 
 
 # --- the command line

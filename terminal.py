@@ -199,8 +199,8 @@ def cost(record: dict) -> str:
     nfe = record["nfe"]
     n = len(record["tokens"])
     return (
-        f"[{n} tokens; forwards: {nfe['full']} full, {nfe['partial']:g} partial (x {record['partial_cost']:.3g}), "
-        f"{nfe['commit']} commit; all together {nfe['all']:.3g}, {nfe['all'] / max(1, n):.3f} a token]"
+        f"[{n} tokens; forwards: {nfe['full']} full + {nfe['partial']:g} partial x {record['partial_cost']:.3g} + "
+        f"{nfe['commit']} commit = {nfe['all']:.3g}, {nfe['all'] / max(1, n):.3f} per token]"
     )
 
 

@@ -133,7 +133,7 @@ class Followed(Cached):
 
 def counting(model: Model, looks: Counter) -> None:
     """Let the model's step add to looks[i] how often Stage B or a head ran for row i of a decode."""
-    plain = getattr(model, "step", sample.step)
+    plain = sample.step_of(model)
 
     def step(engine, z, prompt, any_masked, u, d):
         # an engine begins with all rows in flight

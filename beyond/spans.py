@@ -22,7 +22,7 @@ from cache import MAX_STEPS, Cached
 from checkpoint import load_tokenizer
 from data import Parser, bounded, fail, is_validation, load_text
 from model import Model
-from sample import Decoding, step
+from sample import Decoding, step_of
 from tokenizer import Tokenizer
 
 # R spans (rows), B block_length, V vocabulary, n masked positions, P settings, W resamples
@@ -146,7 +146,7 @@ def fill(
     prompt, u = torch.ones_like(z, dtype=torch.bool), torch.zeros(len(z), 3, z.shape[1], device=z.device)
     full, partial = torch.zeros(2, len(z), device=z.device)
     busy = prompt.any(-1)
-    one_step = getattr(engine.model, "step", step)
+    one_step = step_of(engine.model)
     for _ in range(MAX_STEPS):
         busy = busy & (z == engine.cfg.mask_id).any(-1)
         if not busy.any():

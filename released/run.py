@@ -253,7 +253,7 @@ def answer(
         return
     model = load_model(args.ckpt, device, DTYPES[args.dtype], args.adapter)
     if d.switched():
-        if hasattr(model, "step"):
+        if model.step is not None:
             fail(f"{args.adapter} brings its own decoder: leave out --select, --fill_from, --edit_from and --no_marker")
         model.step = ablation.step
     read = (lambda text: tokenizer.encode(chat(text))) if run.settings["chat"] else tokenizer.encode

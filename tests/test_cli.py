@@ -217,7 +217,7 @@ def test_json_and_text_and_ids_agree(ckpt, monkeypatch, capsys):
     assert nfe["all"] == nfe["full"] + nfe["commit"] + nfe["partial"] / 2  # n = 2 of 4 layers
     assert by_text["nfe_per_token"] == by_text["nfe"]["full"] / len(by_text["tokens"])
     code, out, _ = command_line(sample, monkeypatch, capsys, *common, "--prompt", "ab", "--watch", "--tau_t2t", "none")
-    assert code == 0 and "step   1 block 0: ab" in out and "left 0 masked" in out and " a token]" in out
+    assert code == 0 and "step   1 block 0: ab" in out and "left 0 masked" in out and " per token]" in out
     code, out, _ = command_line(sample, monkeypatch, capsys, *common, "--prompt", "ab", "--prompt", "cd", "--mode", "s")
     assert code == 0 and out.count("forwards:") == 2
 
