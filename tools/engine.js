@@ -93,24 +93,36 @@ const add = (rows, others) => rows.map((row, t) => row.map((value, c) => value +
 const silu = (value) => value / (1 + Math.exp(-value));
 
 function dot(W, first, x) {
-  let even = 0;
-  let odd = 0;
-  for (let i = 0; i < x.length; i += 2) {
-    even += W[first + i] * x[i];
-    odd += W[first + i + 1] * x[i + 1];
+  let sum = 0;
+  for (let i = 0; i < x.length; i++) sum += W[first + i] * x[i];
+  return sum;
+}
+
+// y = W x for one row, four numbers at a time: a browser's arithmetic is as fast as it reads.
+function multiply(W, x) {
+  const n = x.length;
+  const y = new Float32Array(W.length / n);
+  let o = 0;
+  for (; o + 4 <= y.length; o += 4) {
+    const [first, second, third, fourth] = [o * n, o * n + n, o * n + 2 * n, o * n + 3 * n];
+    let [a, b, c, d] = [0, 0, 0, 0];
+    for (let i = 0; i < n; i++) {
+      const value = x[i];
+      a += W[first + i] * value;
+      b += W[second + i] * value;
+      c += W[third + i] * value;
+      d += W[fourth + i] * value;
+    }
+    [y[o], y[o + 1], y[o + 2], y[o + 3]] = [a, b, c, d];
   }
-  return even + odd;
+  for (; o < y.length; o++) y[o] = dot(W, o * n, x);
+  return y;
 }
 
 // y = W x + bias for each row; W (out, in) may be one expert's part of a larger tensor.
 function linear(rows, W, bias) {
-  const nIn = rows[0].length;
-  return rows.map((x) => {
-    const y = new Float32Array(W.length / nIn);
-    for (let o = 0; o < y.length; o++) y[o] = dot(W, o * nIn, x);
-    if (bias) y.forEach((_, o) => (y[o] += bias[o]));
-    return y;
-  });
+  const y = rows.map((x) => multiply(W, x));
+  return bias ? y.map((row) => row.map((value, o) => value + bias[o])) : y;
 }
 
 // Root mean square norm, scaled by `weight` where there is one.
