@@ -12,7 +12,7 @@
 // T positions of the block, C channels (n_embd), H query heads, G key and value heads, D head dim, V vocabulary
 
 // ---------------------------------------------------------------------------------------------------------------------
-// weights: the tensors of a safetensors file, in bf16 or float32
+// weights, as tools/playground.py puts them into the page
 
 function fromBase64(text) {
   const letters = atob(text);
@@ -21,30 +21,21 @@ function fromBase64(text) {
   return bytes;
 }
 
-// The file is the header's length in 8 bytes, the header as JSON, and then all numbers.
-function readTensors(bytes) {
-  const length = new DataView(bytes.buffer).getUint32(0, true);
-  const header = JSON.parse(new TextDecoder().decode(bytes.subarray(8, 8 + length)));
-  const tensors = {};
-  for (const [name, {dtype, shape, data_offsets}] of Object.entries(header)) {
-    const [first, end] = data_offsets;
-    const buffer = bytes.slice(8 + length + first, 8 + length + end).buffer;
-    tensors[name] = dtype === "BF16" ? fromBf16(new Uint16Array(buffer)) : new Float32Array(buffer);
-    tensors[name].shape = shape;
+// A bfloat16 number is the upper half of a float32 whose lower half is zero.
+function readTensor({dtype, shape, base64}) {
+  let {buffer} = fromBase64(base64);
+  if (dtype === "bfloat16") {
+    const upper = new Uint16Array(buffer);
+    const halves = new Uint16Array(2 * upper.length);
+    upper.forEach((half, i) => (halves[2 * i + 1] = half));
+    buffer = halves.buffer;
   }
-  return tensors;
+  return Object.assign(new Float32Array(buffer), {shape});
 }
 
-// A bf16 number is the upper half of a float32 whose lower half is zero.
-function fromBf16(upper) {
-  const halves = new Uint16Array(2 * upper.length);
-  for (let i = 0; i < upper.length; i++) halves[2 * i + 1] = upper[i];
-  return new Float32Array(halves.buffer);
-}
-
-// From what tools/playground.py put into the page.
 function loadModel(data) {
-  const tensors = readTensors(fromBase64(data.weights));
+  const tensors = {};
+  for (const [name, stored] of Object.entries(data.tensors)) tensors[name] = readTensor(stored);
   if (data.cfg.tied) tensors["lm_head.weight"] = tensors["wte.weight"];
   return {cfg: data.cfg, tensors, nJoint: data.n_joint, tokenizer: data.tokenizer};
 }

@@ -14,33 +14,39 @@ kind (LoRA and markers) or a joint head.
 """
 
 import base64
-import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from checkpoint import adapter_settings, load_model, load_tokenizer, read_tensors, weight_files
-from data import Parser, Tokenizer, fail, replace_file, unicodedata
+from data import Parser, Tokenizer, exists, fail, replace_file, unicodedata
 from evaluate import draw_names
 from model import Model
+from sample import Decoding, generate
 from tools.trace_page import fill_template
 
 HERE = Path(__file__).parent
 MOST_PARAMETERS = 20_000_000
-LONGEST_NAME, LONGEST_TEXT = 32, 64  # tokens that the page lets a model write
+LONGEST_NAME = 32  # tokens that the page lets a model of names write
+LONGEST_TEXT = 64  # ... and one of text
+BEGINNINGS = 100  # held-out names to complete
+TAU_M2T = 0.1  # the gate that the page opens with
+VIEWER = "<!-- here the viewer of tools/trace_page.html stands: the steps, the runs side by side, the panel -->\n"
 
-# How a joint head's adapter names itself (adapter.json's "extension"), its tensors, and its setting: here alone.
+# How a joint head's adapter names itself in adapter.json, and its setting there. Its tensors are NAME.BLOCK.PART.
 JOINT_HEADS = ("beyond.own_blocks", "beyond.joint_head")
-JOINT_TENSORS = ("own.", "joint_head.")
 TAU_KEEP = "tau_keep"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the model
+
+
+def is_joint_head(adapter: str | None) -> bool:
+    return adapter is not None and adapter_settings(adapter).get("extension") in JOINT_HEADS
 
 
 def shipped(tensor: Tensor) -> Tensor:
@@ -59,14 +65,14 @@ def collect_tensors(ckpt: str, adapter: str | None) -> dict[str, Tensor]:
     settings = adapter_settings(adapter)
     added = dict(read_tensors([Path(adapter) / "adapter.safetensors"]))
     for name, tensor in added.items():
-        if name.endswith("lora_A"):
+        if is_joint_head(adapter):
+            _, block = name.split(".", 1)
+            tensors[f"joint_head.{block}"] = shipped(tensor)
+        elif name.endswith("lora_A"):
             weight = name.replace("lora_A", "weight")
             delta = added[name.replace("lora_A", "lora_B")].float() @ tensor.float()
             tensors[weight] = tensors[weight].float() + settings["lora_alpha"] / settings["lora_r"] * delta
-        elif name.startswith(JOINT_TENSORS):
-            _, rest = name.split(".", 1)
-            tensors[f"joint_head.{rest}"] = shipped(tensor)
-        elif "lora_" not in name:
+        elif name == "markers":
             tensors[name] = shipped(tensor)
     return tensors
 
@@ -81,7 +87,7 @@ def check_page_can_run(ckpt: str, adapter: str | None, model: Model, tokenizer: 
     if tokenizer.nfc or tokenizer.ids != list(range(len(tokenizer.ids))):
         fail(f"{ckpt} has a tokenizer that train.py did not make: the page's tokenizer reads train.py's alone")
     extension = adapter_settings(adapter).get("extension") if adapter else None
-    if extension and extension not in JOINT_HEADS:
+    if extension and not is_joint_head(adapter):
         fail(f"{adapter} is an adapter of {extension}: a page takes the paper's adapters and joint heads")
 
 
@@ -90,22 +96,22 @@ def decoders(model: Model, joint: bool) -> list[dict]:
     columns = [
         {
             "name": "one at a time", "stage": "A", "n_rounds": 0, "gated": False,
-            "about": "The surest token alone, then a new forward: slow, and what the model can do.",
+            "about": "The surest token, then a new forward. Slow, and what the model can do.",
         },
         {
             "name": "factorised", "stage": "A", "n_rounds": 0, "gated": True,
-            "about": "All likely masks in one forward, each with its own best token, none knowing the others.",
+            "about": "Every likely mask in one forward, each with its own best token.",
         },
     ]  # fmt: skip
     if joint:
         columns.append({
             "name": "joint head", "stage": "joint", "n_rounds": 1, "gated": True,
-            "about": "The same masks, then a small second look that decides them together and may leave some masked.",
+            "about": "The same masks, decided together by a small second look, which may refuse.",
         })  # fmt: skip
     elif model.markers.any():
         columns.append({
             "name": "Stage B", "stage": "B", "n_rounds": model.cfg.n_rounds, "gated": True,
-            "about": "The same masks, marked, then the last n layers once more: the paper's way.",
+            "about": "The same masks, marked, and the last n layers once more: the paper's way.",
         })  # fmt: skip
     return columns
 
@@ -122,19 +128,127 @@ def tokenizer_data(tokenizer: Tokenizer, vocab_size: int) -> dict:
     }
 
 
-def model_data(ckpt: str, adapter: str | None) -> dict:
+def tensor_data(tensor: Tensor) -> dict:
+    """One tensor: its numbers in base64, two or four bytes each."""
+    numbers = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "shape": list(tensor.shape), "base64": base64.b64encode(numbers).decode()}
+
+
+def model_data(ckpt: str, adapter: str | None, model: Model, tokenizer: Tokenizer) -> dict:
     """Everything that tools/engine.js reads: geometry, weights, tokenizer; and the decoders that they make possible."""
+    tensors = collect_tensors(ckpt, adapter)
+    return {
+        "cfg": asdict(model.cfg),
+        "tensors": {name: tensor_data(tensor) for name, tensor in tensors.items()},
+        "n_joint": model.cfg.n_last if is_joint_head(adapter) else 0,
+        "tau_keep": getattr(model, TAU_KEEP, None),
+        "tokenizer": tokenizer_data(tokenizer, model.cfg.vocab_size),
+        "decoders": decoders(model, is_joint_head(adapter)),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the names, for the judge and for the experiment
+
+
+def hash_name(name: str, seed: int) -> int:
+    """FNV-1a in 32 bits, as tools/playground.js has it."""
+    for byte in name.encode():
+        seed = ((seed ^ byte) * 16777619) % 2**32
+    return seed
+
+
+def seed_without_collision(names: list[str]) -> tuple[int, list[int]]:
+    """The first seed at which no two names share a hash, and the hashes."""
+    for seed in range(1, 1000):
+        hashes = [hash_name(name, seed) for name in names]
+        if len(set(hashes)) == len(names):
+            return seed, hashes
+    fail("no seed keeps the hashes of all names apart")
+
+
+def names_data() -> dict:
+    """All names of Python's unicodedata, in 32 bits each: a hash, in the order of their characters' numbers.
+
+    runs: [first character, how many] of characters side by side. Names that end in their character's number need no
+    hash: numbered holds [first, last, what stands before the number]. A text that is no name is taken for one with a
+    probability of about one in a hundred thousand.
+    """
+    runs, numbered, named = [], [], []
+    last = {"named": -2, "numbered": -2}
+    for code in range(sys.maxunicode + 1):
+        name = unicodedata.name(chr(code), "")
+        number = f"{code:04X}"
+        if name.endswith(f"-{number}"):
+            front = name.removesuffix(number)
+            if last["numbered"] == code - 1 and numbered[-1][2] == front:
+                numbered[-1][1] = code
+            else:
+                numbered.append([code, code, front])
+            last["numbered"] = code
+        elif name:
+            named.append(name)
+            if last["named"] == code - 1:
+                runs[-1][1] += 1
+            else:
+                runs.append([code, 1])
+            last["named"] = code
+    seed, hashes = seed_without_collision(named)
+    packed = b"".join(h.to_bytes(4, "little") for h in hashes)
+    return {"seed": seed, "hashes": base64.b64encode(packed).decode(), "runs": runs, "numbered": numbered}
+
+
+def telling_prompt(model: Model, tokenizer: Tokenizer, beginnings: list[list[int]], columns: list[dict]) -> str:
+    """A beginning that shows the effect: factorised its name does not exist, and by the last decoder it does."""
+    prompts = [tokenizer.encode("BOX DRAWINGS"), tokenizer.encode("LATIN SMALL LETTER"), *beginnings]
+    start = Decoding(gen_length=LONGEST_NAME, eos_early_stop=True, tau_t2t=None)
+    better = columns[2] if len(columns) == 3 else columns[0]
+    found = []
+    for column in (columns[1], better):
+        tau_m2t = TAU_M2T if column["gated"] else 1.0
+        outputs = generate(model, prompts, replace(start, n_rounds=column["n_rounds"], tau_m2t=tau_m2t))
+        names = [tokenizer.decode(prompt + o.tokens) for prompt, o in zip(prompts, outputs, strict=True)]
+        found.append([exists(name) is not None for name in names])
+    telling = [prompt for prompt, one, other in zip(prompts, *found, strict=True) if other and not one]
+    return tokenizer.decode((telling or prompts)[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the page
+
+
+def page(ckpt: str, adapter: str | None, prompt: str | None = None) -> str:
+    """The HTML for a checkpoint folder and, perhaps, an adapter's; it opens on this prompt, or on a telling one."""
     model = load_model(ckpt, "cpu", torch.float32, adapter)
     tokenizer = load_tokenizer(Path(ckpt), model.cfg.tokenizer)
     check_page_can_run(ckpt, adapter, model, tokenizer)
-    tensors = collect_tensors(ckpt, adapter)
-    joint_blocks = {name.split(".")[1] for name in tensors if name.startswith("joint_head.")}
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    return {
-        "cfg": asdict(model.cfg),
-        "weights": base64.b64encode(save(contiguous)).decode(),
-        "n_joint": len(joint_blocks),
-        "tau_keep": getattr(model, TAU_KEEP, None),
-        "tokenizer": tokenizer_data(tokenizer, model.cfg.vocab_size),
-        "decoders": decoders(model, bool(joint_blocks)),
-    }
+    data = model_data(ckpt, adapter, model, tokenizer)
+    data |= {"names": None, "beginnings": [], "gen_length": LONGEST_TEXT, "tau_m2t": TAU_M2T}
+    if (Path(ckpt) / "names.json").exists():
+        beginnings = list(draw_names(BEGINNINGS, "held out", tokenizer).values())
+        data |= {"names": names_data(), "beginnings": beginnings, "gen_length": LONGEST_NAME}
+        prompt = prompt or telling_prompt(model, tokenizer, beginnings, data["decoders"])
+    data["prompt"] = prompt or "import "
+
+    above, below = (HERE / "playground.html").read_text(encoding="utf-8").split(VIEWER)
+    style = (HERE / "playground.css").read_text(encoding="utf-8")
+    scripts = [(HERE / name).read_text(encoding="utf-8") for name in ("engine.js", "playground.js")]
+    return fill_template(data, style=style, above=above, below=below, script="\n".join(scripts))
+
+
+def main() -> None:
+    parser = Parser(__doc__)
+    group = parser.add_argument_group("playground")
+    group.add_argument("--ckpt", default="assets/names", help="a checkpoint of train.py, on names or on text")
+    group.add_argument("--adapter", help="an adapter of it: LoRA and markers, or a joint head")
+    group.add_argument("--prompt", help="the beginning that the page opens on (default: one that shows the effect)")
+    group.add_argument("--out", default="playground.html", help="the page to write")
+    args = parser.parse_args()
+    html = page(args.ckpt, args.adapter, args.prompt)
+    replace_file(Path(args.out), lambda path: path.write_text(html, encoding="utf-8"))
+    print(f"wrote {args.out} ({len(html.encode()) / 1e6:.1f} MB)")
+
+
+if __name__ == "__main__":
+    main()

@@ -20,6 +20,7 @@ of different prompts.
 """
 
 import json
+import re
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -58,30 +59,25 @@ def states(record: dict, length: int) -> list[list[int]]:
     return found
 
 
-def divergence(a: dict, b: dict) -> tuple[int | None, str]:
-    """The first step after which two runs differ (None: never), and the positions that differ in the end, "4, 6–9".
+def fill_template(data: dict, **parts: str) -> str:
+    """The viewer with this data and these parts of its page: style, above and below (the runs), script."""
+    template = (Path(__file__).parent / "trace_page.html").read_text(encoding="utf-8")
+    # inside <script>, "<" could end the element; as an escape it is the same JSON
+    parts["data"] = json.dumps(data).replace("<", "\\u003c")
+    return re.sub(r"@([A-Z]+)@", lambda found: parts.get(found[1].lower(), ""), template)
 
-    Steps are matched by number; the run that ends first waits in its last state.
-    """
-    length = max(s["start"] + len(s["after"]) for r in (a, b) for s in r["steps"])
-    of_a, of_b = states(a, length), states(b, length)
-    n = max(len(of_a), len(of_b))
-    of_a, of_b = of_a + of_a[-1:] * (n - len(of_a)), of_b + of_b[-1:] * (n - len(of_b))
-    first = next((k for k in range(n) if of_a[k] != of_b[k]), None)
-    differ = [x != y for x, y in zip(of_a[-1], of_b[-1], strict=True)] + [False]
-    starts = [i for i, d in enumerate(differ) if d and not (i and differ[i - 1])]
-    spans = [(i, differ.index(False, i) - 1) for i in starts]
-    return first, ", ".join(f"{i}–{j}" if j > i else str(i) for i, j in spans)
+
+SCRIPT = """
+document.title = $("title").textContent = "Trace of " + data.traces.map((t) => t.label).join(" and ");
+for (const legend of document.querySelectorAll(".joint")) legend.hidden = true;
+show(data.traces, linked());
+"""
 
 
 def page(runs: list[tuple[str, dict]]) -> str:
     """The HTML of one run, or of two of the same prompt; each run is (label, record)."""
-    data = {"traces": [dict(record, label=label, counts=booked(record)) for label, record in runs]}
-    if len(runs) == 2:
-        data["diverged"], data["differ"] = divergence(runs[0][1], runs[1][1])
-    # inside <script>, "<" could end the element; as an escape it is the same JSON
-    template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
-    return template.replace("@DATA@", json.dumps(data).replace("<", "\\u003c"))
+    traces = [dict(record, label=label, counts=booked(record)) for label, record in runs]
+    return fill_template({"traces": traces}, script=SCRIPT)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
