@@ -2,7 +2,7 @@
 // for each decoder, and the viewer shows them side by side.
 
 const model = loadModel(data);
-const SHAPES = ["■", "▲", "●"]; // of the decoders, beside their colours
+const SHAPES = {square: "■", triangle: "▲", circle: "●"}; // of the decoders, beside their colours
 let byHand = data.decoders.map(() => ({})); // of each decoder: {number of a step: {at, token}}
 let earlier = null; // {run, step, answers}: what both stages said before a token was written by hand
 
@@ -86,12 +86,12 @@ function ask(step = Infinity) {
 
 function present(records, step) {
   $("undo").hidden = byHand.every((hand) => !Object.keys(hand).length);
-  $("seen").textContent = whatIsSeen(records);
+  if ($("undo").hidden) $("seen").textContent = whatIsSeen(records);
   show(records, step);
   document.querySelectorAll(".head h2").forEach((title, run) => {
     const shape = document.createElement("span");
-    shape.className = `shape series${run}`;
-    shape.textContent = SHAPES[run] + " ";
+    shape.className = `shape ${data.decoders[run].shape}`;
+    shape.textContent = SHAPES[data.decoders[run].shape] + " ";
     shape.setAttribute("aria-hidden", "true");
     title.prepend(shape);
   });
@@ -99,21 +99,18 @@ function present(records, step) {
 
 // What the decoders wrote, and how that came about.
 function whatIsSeen(records) {
-  const forwards = (t) => `${Number(t.nfe.all.toFixed(2))} forward${t.nfe.all === 1 ? "" : "s"}`;
   const wrote = (t) => {
-    if (!known) return forwards(t);
-    const found = t.verdict.includes("U+") ? `the name of ${t.verdict.split(" ")[0]}` : "which names no character";
-    return `“${t.name}”, ${found}, in ${forwards(t)}`;
+    if (!known) return `its text took ${Number(t.nfe.all.toFixed(2))} forwards`;
+    return `“${t.name}” ` + (t.verdict.includes("U+") ? `is ${t.verdict.split(" ")[0]}` : "names no character");
   };
-  const [alone, factorised, joint] = records;
-  const says = [`Factorised, every likely mask is written at once and none knows what the others take: ` +
-    `${wrote(factorised)}.`];
-  if (joint?.label === "joint head")
-    says.push(`The joint head looks at the same masks once more and decides them together: ${wrote(joint)}.`);
-  else if (joint) says.push(`Stage B marks the same masks and runs the last n layers again: ${wrote(joint)}.`);
-  const same = records.slice(1).some((t) => t.name === alone.name);
-  says.push(same ? `One token at a time takes ${forwards(alone)}.` : `One token at a time: ${wrote(alone)}.`);
-  return says.join(" ");
+  const [factorised, other] = records;
+  const how = {
+    joint: "The joint head looks at the same masks again and decides them together",
+    B: "Stage B marks the same masks and reads them again",
+    A: "One token at a time, each knows what stands there already",
+  };
+  return `Factorised, all likely masks are written at once and none knows what the others take: ${wrote(factorised)}. ` +
+    `${how[data.decoders[1].stage]}: ${wrote(other)}.`;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -155,7 +152,7 @@ morePanel = (panel, t, b, at, v) => {
   const run = traces.indexOf(t);
   const answers = answersFor(t, b, at);
   const before = earlier?.run === run && earlier.step === now ? earlier.answers : null;
-  if (before) make(panel, "p", "hint", "Dotted: before you wrote a token. This is the mask that moved the most.");
+  if (before) make(panel, "p", "hint", "The mask that moved the most. The tick is where a token was before you wrote one.");
   const lists = make(panel, "div", "lists");
   const write = (token) => writeByHand(run, b, at, token, answers);
   list(lists, "Stage A", "this position by itself", t, answers.a.get(at), before?.a.get(at), write);
@@ -172,7 +169,7 @@ function list(parent, title, about, t, p, before, write) {
   for (const token of p ? largest(p, 5) : []) {
     const button = make(box, "button", "option");
     button.type = "button";
-    const bar = make(button, "span", "bar_of");
+    const bar = make(button, "span", "level");
     if (before) make(button, "span", "was").style.left = `${100 * before[token]}%`;
     const piece = {[model.cfg.eos_id]: "∎"}[token] ?? model.tokenizer.pieces[token];
     const share = (before ? `${before[token].toFixed(2)} → ` : "") + p[token].toFixed(2);
@@ -202,13 +199,14 @@ function writeByHand(run, b, at, token, answers) {
   if (!most) return;
   chosen.at = most[0];
   draw();
-  document.querySelector(".option")?.focus();
+  document.querySelector(".option")?.focus({preventScroll: true});
+  showChosen();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // the experiment: names that exist against forwards, over held-out beginnings
 
-let points = []; // {label, run, n, found, forwards}
+let points = []; // {label, shape, run, n, found, forwards}
 let running = false;
 
 // Wilson's 95 % interval of a share of which k of n were seen.
@@ -230,7 +228,8 @@ async function runAll() {
   running = true;
   $("run").textContent = "Stop";
   const settings = data.decoders.map((decoder) => decoding(decoder));
-  const added = data.decoders.map((decoder, run) => ({label: labelOf(decoder), run, n: 0, found: 0, forwards: 0}));
+  const added = data.decoders.map((decoder, run) => ({label: labelOf(decoder), shape: decoder.shape, run, n: 0, found: 0,
+    forwards: 0}));
   const isNew = added.filter((point) => !points.some((old) => old.label === point.label));
   points.push(...isNew);
   for (const [i, prompt] of data.beginnings.entries()) {
@@ -256,11 +255,11 @@ function drawShares() {
   $("shares").hidden = !rows.length;
   const body = $("shares").tBodies[0];
   body.replaceChildren();
-  for (const {label, run, n, found, forwards} of rows) {
+  for (const {label, shape, n, found, forwards} of rows) {
     const row = make(body, "tr", "");
     const title = make(row, "th", "");
     title.scope = "row";
-    make(title, "span", `shape series${run}`, SHAPES[run] + " ");
+    make(title, "span", `shape ${shape}`, SHAPES[shape] + " ");
     title.append(label);
     const [low, high] = wilson(found, n).map((share) => (100 * share).toFixed(0));
     const cells = [n, `${((100 * found) / n).toFixed(0)} %`, `${low}–${high} %`, (forwards / n).toFixed(2)];
@@ -289,22 +288,22 @@ function drawChart(rows) {
     draws(svg, "text", {class: "soft", x: x(forwards), y: height - bottom + 18, "text-anchor": "middle"}, forwards);
   draws(svg, "text", {class: "soft", x: x(most / 2), y: height - 4, "text-anchor": "middle"}, "forwards a name, all counted");
 
-  for (const {label, run, n, found, forwards} of rows) {
+  for (const {label, shape, n, found, forwards} of rows) {
     const [at, share, [low, high]] = [x(forwards / n), y(found / n), wilson(found, n)];
-    const group = draws(svg, "g", {class: `series${run}`});
+    const group = draws(svg, "g", {class: shape});
     draws(group, "line", {class: "interval", x1: at, x2: at, y1: y(low), y2: y(high)});
     for (const end of [low, high]) draws(group, "line", {class: "interval", x1: at - 4, x2: at + 4, y1: y(end), y2: y(end)});
-    drawPoint(group, run, at, share);
+    drawPoint(group, shape, at, share);
     const toTheLeft = at > 0.7 * width;
     draws(group, "text", {x: at + (toTheLeft ? -10 : 10), y: share + 4, "text-anchor": toTheLeft ? "end" : "start"}, label);
   }
 }
 
 // A square, a triangle or a circle: the decoders differ by shape as well as by colour.
-function drawPoint(group, run, x, y) {
-  if (run === 0) draws(group, "rect", {class: "point", x: x - 5, y: y - 5, width: 10, height: 10});
-  if (run === 1) draws(group, "path", {class: "point", d: `M${x - 6},${y + 5} h12 l-6,-11 z`});
-  if (run === 2) draws(group, "circle", {class: "point", cx: x, cy: y, r: 5.5});
+function drawPoint(group, shape, x, y) {
+  if (shape === "square") draws(group, "rect", {class: "point", x: x - 5, y: y - 5, width: 10, height: 10});
+  if (shape === "triangle") draws(group, "path", {class: "point", d: `M${x - 6},${y + 5} h12 l-6,-11 z`});
+  if (shape === "circle") draws(group, "circle", {class: "point", cx: x, cy: y, r: 5.5});
 }
 
 function draws(parent, tag, attributes, text = "") {
@@ -349,7 +348,8 @@ document.title = $("title").textContent = "Tokens that are written together shou
 $("prompt").value = data.prompt;
 $("tau_m2t").value = data.tau_m2t;
 if (data.tau_keep !== null) $("tau_keep").value = data.tau_keep;
-$("keep").hidden = second?.stage !== "joint";
+for (const keeper of document.querySelectorAll(".keep")) keeper.hidden = second?.stage !== "joint";
+$("gates").open = matchMedia("(min-width: 47rem)").matches;
 $("experiment").hidden = $("surprise").hidden = !known;
 following = !known; // a name fits the screen
 showGates();

@@ -92,28 +92,29 @@ def check_page_can_run(ckpt: str, adapter: str | None, model: Model, tokenizer: 
 
 
 def decoders(model: Model, joint: bool) -> list[dict]:
-    """The columns of the page: name, one line about it, which stage writes, rounds, and whether it follows the gate."""
-    columns = [
-        {
-            "name": "one at a time", "stage": "A", "n_rounds": 0, "gated": False,
-            "about": "The surest token, then a new forward. Slow, and what the model can do.",
-        },
-        {
-            "name": "factorised", "stage": "A", "n_rounds": 0, "gated": True,
-            "about": "Every likely mask in one forward, each with its own best token.",
-        },
-    ]  # fmt: skip
+    """The columns of the page: name and a line about it, the shape that stands for it, which stage writes the bundle,
+    rounds, and whether it follows the gate (if not, it writes one token at a time)."""
+    factorised = {
+        "name": "factorised", "shape": "triangle", "stage": "A", "n_rounds": 0, "gated": True,
+        "about": "Every likely mask in one forward, each with its own best token.",
+    }  # fmt: skip
+    joint_head = {
+        "name": "joint head", "shape": "circle", "stage": "joint", "n_rounds": 1, "gated": True,
+        "about": "The same masks, decided together by a small second look, which may refuse.",
+    }  # fmt: skip
+    stage_b = {
+        "name": "Stage B", "shape": "circle", "stage": "B", "n_rounds": model.cfg.n_rounds, "gated": True,
+        "about": "The same masks, marked, and the last n layers once more: the paper's way.",
+    }  # fmt: skip
+    one_at_a_time = {
+        "name": "one at a time", "shape": "square", "stage": "A", "n_rounds": 0, "gated": False,
+        "about": "The surest token, then a new forward. Slow, and what the model can do.",
+    }  # fmt: skip
     if joint:
-        columns.append({
-            "name": "joint head", "stage": "joint", "n_rounds": 1, "gated": True,
-            "about": "The same masks, decided together by a small second look, which may refuse.",
-        })  # fmt: skip
-    elif model.markers.any():
-        columns.append({
-            "name": "Stage B", "stage": "B", "n_rounds": model.cfg.n_rounds, "gated": True,
-            "about": "The same masks, marked, and the last n layers once more: the paper's way.",
-        })  # fmt: skip
-    return columns
+        return [factorised, joint_head, one_at_a_time]
+    if model.markers.any():
+        return [factorised, stage_b, one_at_a_time]
+    return [factorised, one_at_a_time]
 
 
 def tokenizer_data(tokenizer: Tokenizer, vocab_size: int) -> dict:
@@ -200,12 +201,11 @@ def names_data() -> dict:
 
 
 def telling_prompt(model: Model, tokenizer: Tokenizer, beginnings: list[list[int]], columns: list[dict]) -> str:
-    """A beginning that shows the effect: factorised its name does not exist, and by the last decoder it does."""
+    """A beginning that shows the effect: factorised its name does not exist, and by the decoder beside it it does."""
     prompts = [tokenizer.encode("BOX DRAWINGS"), tokenizer.encode("LATIN SMALL LETTER"), *beginnings]
     start = Decoding(gen_length=LONGEST_NAME, eos_early_stop=True, tau_t2t=None)
-    better = columns[2] if len(columns) == 3 else columns[0]
     found = []
-    for column in (columns[1], better):
+    for column in columns[:2]:
         tau_m2t = TAU_M2T if column["gated"] else 1.0
         outputs = generate(model, prompts, replace(start, n_rounds=column["n_rounds"], tau_m2t=tau_m2t))
         names = [tokenizer.decode(prompt + o.tokens) for prompt, o in zip(prompts, outputs, strict=True)]
