@@ -1,47 +1,20 @@
 "use strict";
-// The model in a page: what model.py, sample.generate_one and the joint head of beyond/ compute, for one prompt, greedily.
+// The model in a page: what model.py, sample.generate_one and the joint head of beyond/ compute, greedily, for one row.
 //
-//   h = prefix(model, z, ctx)                            the first L - n layers, shared by both stages
-//   head(model, lastN(model, h, ctx))                    Stage A: factorised
-//   head(model, coordinate(model, h, bundle, ctx, K))    Stage B: marked, the same last n layers again
-//   head(model, jointHead(model, last, bundle))          the joint head: its own blocks, on Stage A's final states
+//   const h = prefix(model, z, ctx);                          // first L - n layers, shared by both stages
+//   head(model, lastN(model, h, ctx));                        // Stage A: factorised
+//   head(model, coordinate(model, h, bundle, ctx, n_rounds)); // Stage B: marked, the same last n layers again
+//   head(model, jointHead(model, last, bundle));              // the joint head: own blocks on Stage A's final states
 //
 // States are rows: an array with one Float32Array of C numbers for each of the T positions of the current block.
 // Finished blocks are keys and values in ctx.past: no block attends to a later one, so they never change.
+// A model is {cfg: a Config, tensors: name -> Float32Array with its shape, tokenizer, n_joint: blocks of a joint head}.
 //
 // T positions of the block, C channels (n_embd), H query heads, G key and value heads, D head dim, V vocabulary
 
-// ---------------------------------------------------------------------------------------------------------------------
-// weights, as tools/playground.py puts them into the page
+const MAX_STEPS = 1024; // forwards in one block
 
-function fromBase64(text) {
-  const letters = atob(text);
-  const bytes = new Uint8Array(letters.length);
-  for (let i = 0; i < letters.length; i++) bytes[i] = letters.charCodeAt(i);
-  return bytes;
-}
-
-// A bfloat16 number is the upper half of a float32 whose lower half is zero.
-function readTensor({dtype, shape, base64}) {
-  let {buffer} = fromBase64(base64);
-  if (dtype === "bfloat16") {
-    const upper = new Uint16Array(buffer);
-    const halves = new Uint16Array(2 * upper.length);
-    upper.forEach((half, i) => (halves[2 * i + 1] = half));
-    buffer = halves.buffer;
-  }
-  return Object.assign(new Float32Array(buffer), {shape});
-}
-
-function loadModel(data) {
-  const tensors = {};
-  for (const [name, stored] of Object.entries(data.tensors)) tensors[name] = readTensor(stored);
-  if (data.cfg.tied) tensors["lm_head.weight"] = tensors["wte.weight"];
-  return {cfg: data.cfg, tensors, nJoint: data.n_joint, tokenizer: data.tokenizer};
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// the tokenizer: byte-level BPE, bytes written as the letters U+0000 to U+00FF
+// --- the tokenizer: byte-level BPE, with bytes as the letters U+0000 to U+00FF
 
 function encode(model, text) {
   const {special, ranks, ids} = model.tokenizer;
@@ -74,14 +47,14 @@ function mergeBytes(parts, ranks) {
 // Special tokens have no bytes, and bytes that are no UTF-8 become U+FFFD.
 function decode(model, ids) {
   const letters = ids.map((id) => model.tokenizer.bytes[id]).join("");
-  return new TextDecoder().decode(Uint8Array.from(letters, (letter) => letter.charCodeAt(0)));
+  return new TextDecoder("utf-8", {ignoreBOM: true}).decode(Uint8Array.from(letters, (letter) => letter.charCodeAt(0)));
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// layers, on rows
+// --- layers, on rows
 
 const add = (rows, others) => rows.map((row, t) => row.map((value, c) => value + others[t][c]));
 const silu = (value) => value / (1 + Math.exp(-value));
+const sigmoid = (value) => 1 / (1 + Math.exp(-value));
 
 function dot(W, first, x) {
   let sum = 0;
@@ -89,31 +62,45 @@ function dot(W, first, x) {
   return sum;
 }
 
-// y = W x for one row, four numbers at a time: a browser's arithmetic is as fast as it reads.
-function multiply(W, x) {
+// y = W x and z = W v, four numbers of each at a time, because what is read from memory is then used more than once.
+// Where W has no multiple of four rows, what is read and written behind the ends is nothing.
+function multiply(W, x, v, y, z) {
   const n = x.length;
-  const y = new Float32Array(W.length / n);
-  let o = 0;
-  for (; o + 4 <= y.length; o += 4) {
-    const [first, second, third, fourth] = [o * n, o * n + n, o * n + 2 * n, o * n + 3 * n];
-    let [a, b, c, d] = [0, 0, 0, 0];
+  for (let o = 0; o < y.length; o += 4) {
+    const first = o * n;
+    const second = first + n;
+    const third = second + n;
+    const fourth = third + n;
+    let [y0, y1, y2, y3, z0, z1, z2, z3] = [0, 0, 0, 0, 0, 0, 0, 0];
     for (let i = 0; i < n; i++) {
-      const value = x[i];
-      a += W[first + i] * value;
-      b += W[second + i] * value;
-      c += W[third + i] * value;
-      d += W[fourth + i] * value;
+      const ofX = x[i];
+      const ofV = v[i];
+      let weight = W[first + i];
+      y0 += weight * ofX;
+      z0 += weight * ofV;
+      weight = W[second + i];
+      y1 += weight * ofX;
+      z1 += weight * ofV;
+      weight = W[third + i];
+      y2 += weight * ofX;
+      z2 += weight * ofV;
+      weight = W[fourth + i];
+      y3 += weight * ofX;
+      z3 += weight * ofV;
     }
-    [y[o], y[o + 1], y[o + 2], y[o + 3]] = [a, b, c, d];
+    [y[o], y[o + 1], y[o + 2], y[o + 3]] = [y0, y1, y2, y3];
+    [z[o], z[o + 1], z[o + 2], z[o + 3]] = [z0, z1, z2, z3];
   }
-  for (; o < y.length; o++) y[o] = dot(W, o * n, x);
-  return y;
 }
 
-// y = W x + bias for each row; W (out, in) may be one expert's part of a larger tensor.
+// y = W x + bias for each row, W (out, in), two rows at a time.
 function linear(rows, W, bias) {
-  const y = rows.map((x) => multiply(W, x));
-  return bias ? y.map((row) => row.map((value, o) => value + bias[o])) : y;
+  const found = rows.map((x) => new Float32Array(W.length / x.length));
+  for (let t = 0; t < rows.length; t += 2) {
+    const u = Math.min(t + 1, rows.length - 1);
+    multiply(W, rows[t], rows[u], found[t], found[u]);
+  }
+  return bias ? found.map((row) => row.map((value, o) => value + bias[o])) : found;
 }
 
 // Root mean square norm, scaled by `weight` where there is one.
@@ -138,28 +125,29 @@ function rotate(cfg, x, position) {
   }
 }
 
-// `count` heads of a fused row, from head number `from` on, normed (each by itself) and rotated.
-function heads(model, name, row, from, count, position) {
+// Heads number `from` to `end` of a fused row.
+function heads(model, row, from, end) {
   const D = model.cfg.head_dim;
-  return Array.from({length: count}, (_, i) => {
-    const x = row.slice((from + i) * D, (from + i + 1) * D);
-    if (name === "") return x; // values
-    const normed = rmsNorm(x, model.tensors[name + ".weight"], model.cfg.norm_eps);
-    rotate(model.cfg, normed, position);
-    return normed;
-  });
+  return Array.from({length: end - from}, (_, i) => row.slice((from + i) * D, (from + i + 1) * D));
+}
+
+// Queries and keys are normed, each head by itself, and then rotated to their position.
+function place(model, name, ofHead, position) {
+  const normed = norm(model, name, ofHead);
+  normed.forEach((x) => rotate(model.cfg, x, position));
+  return normed;
 }
 
 // A block sees itself, in both directions, and every finished block. `slot`: whose finished keys and values.
 function attention(model, name, rows, ctx, slot) {
-  const {n_head: H, n_kv_head: G} = model.cfg;
+  const {n_head: H, n_kv_head: G, head_dim: D} = model.cfg;
   const {tensors} = model;
   const qkv = linear(rows, tensors[name + ".qkv.weight"], tensors[name + ".qkv.bias"]);
-  const q = qkv.map((row, t) => heads(model, name + ".q_norm", row, 0, H, ctx.start + t));
-  const newK = qkv.map((row, t) => heads(model, name + ".k_norm", row, H, G, ctx.start + t));
-  const newV = qkv.map((row) => heads(model, "", row, H + G, G));
+  const q = qkv.map((row, t) => place(model, name + ".q_norm", heads(model, row, 0, H), ctx.start + t));
+  const newK = qkv.map((row, t) => place(model, name + ".k_norm", heads(model, row, H, H + G), ctx.start + t));
+  const newV = qkv.map((row) => heads(model, row, H + G, H + 2 * G));
 
-  // what there is to attend to; a block that is finished leaves its keys and values
+  // a block that is finished leaves its keys and values
   const past = ctx.past[slot] ?? {k: [], v: []};
   const k = past.k.concat(newK);
   const v = past.v.concat(newV);
@@ -167,14 +155,14 @@ function attention(model, name, rows, ctx, slot) {
 
   // H / G query heads share one head of keys and values
   const mixed = q.map((ofHead) => {
-    const y = new Float32Array(H * model.cfg.head_dim);
-    ofHead.forEach((query, i) => y.set(attend(query, k, v, Math.floor((i * G) / H)), i * query.length));
+    const y = new Float32Array(H * D);
+    ofHead.forEach((query, i) => y.set(attend(query, k, v, Math.floor((i * G) / H)), i * D));
     return y;
   });
   return linear(mixed, tensors[name + ".proj.weight"], tensors[name + ".proj.bias"]);
 }
 
-// One query of one head: the values, weighted by the softmax of the scores.
+// One query of one head: the values of head g, weighted by the softmax of the scores.
 function attend(query, k, v, g) {
   const weights = softmax(k.map((key) => dot(key[g], 0, query) / Math.sqrt(query.length)));
   const y = new Float32Array(query.length);
@@ -191,46 +179,46 @@ function swiglu(rows, gateUp, down) {
   return linear(hidden, down);
 }
 
-// The experts of one row, each with its weight. The bias decides who is chosen, inside the topk_group best of n_group
+// The experts of one row -> expert -> weight. The bias decides who is chosen, inside the topk_group best of n_group
 // groups (a group is as good as its two best); the weights are the unbiased scores, normalised and scaled.
 function route(model, name, x) {
-  const {n_expert: E, n_group, topk_group, n_active, routed_scaling} = model.cfg;
-  const scores = linear([x], model.tensors[name + ".router"])[0].map((value) => 1 / (1 + Math.exp(-value)));
-  const biased = add([scores], [model.tensors[name + ".expert_bias"]])[0];
-  const groupOf = (expert) => Math.floor((expert * n_group) / E);
+  const {n_expert, n_group, topk_group, n_active, routed_scaling} = model.cfg;
+  const groupOf = (expert) => Math.floor((expert * n_group) / n_expert);
+  const scores = [...linear([x], model.tensors[name + ".router"])[0].map(sigmoid)];
+  const biased = scores.map((score, expert) => score + model.tensors[name + ".expert_bias"][expert]);
 
   const groupScores = Array.from({length: n_group}, (_, group) => {
-    const members = [...biased].filter((_, expert) => groupOf(expert) === group).sort((a, b) => b - a);
-    return members[0] + members[1];
+    const members = biased.filter((_, expert) => groupOf(expert) === group);
+    const [best, second] = largest(members, 2);
+    return members[best] + members[second];
   });
   const kept = largest(groupScores, topk_group);
-  const allowed = [...biased].map((score, expert) => (kept.includes(groupOf(expert)) ? score : -Infinity));
+  const allowed = biased.map((score, expert) => (kept.includes(groupOf(expert)) ? score : -Infinity));
   const chosen = largest(allowed, n_active);
 
   const total = n_active > 1 ? chosen.reduce((sum, expert) => sum + scores[expert], 1e-20) : 1;
-  return chosen.map((expert) => ({expert, weight: (scores[expert] / total) * routed_scaling}));
+  return new Map(chosen.map((expert) => [expert, (scores[expert] / total) * routed_scaling]));
 }
 
-// One expert's matrix of a stack.
-function expertOf(stack, expert) {
-  const size = stack.length / stack.shape[0];
-  return stack.subarray(expert * size, (expert + 1) * size);
-}
-
-// Mixture of experts: each row's own experts and, for all rows, a shared one.
+// Mixture of experts: each expert on the rows that chose it and, on all rows, a shared one.
 function moe(model, name, rows) {
   const {tensors} = model;
-  const routed = rows.map((x) => {
-    const y = new Float32Array(x.length);
-    for (const {expert, weight} of route(model, name, x)) {
-      const gateUp = expertOf(tensors[name + ".gate_up"], expert);
-      const [out] = swiglu([x], gateUp, expertOf(tensors[name + ".down"], expert));
-      out.forEach((value, c) => (y[c] += weight * value));
-    }
-    return y;
-  });
+  const part = (stack, expert) => {
+    const size = stack.length / model.cfg.n_expert;
+    return stack.subarray(expert * size, (expert + 1) * size);
+  };
+  const y = rows.map((x) => new Float32Array(x.length));
+  const routes = rows.map((x) => route(model, name, x));
+
+  for (let expert = 0; expert < model.cfg.n_expert; expert++) {
+    const mine = [...rows.keys()].filter((t) => routes[t].has(expert));
+    if (!mine.length) continue;
+    const gateUp = part(tensors[name + ".gate_up"], expert);
+    const out = swiglu(mine.map((t) => rows[t]), gateUp, part(tensors[name + ".down"], expert));
+    mine.forEach((t, j) => out[j].forEach((value, c) => (y[t][c] += routes[t].get(expert) * value)));
+  }
   const shared = tensors[name + ".shared.gate_up.weight"];
-  return shared ? add(routed, swiglu(rows, shared, tensors[name + ".shared.down.weight"])) : routed;
+  return shared ? add(y, swiglu(rows, shared, tensors[name + ".shared.down.weight"])) : y;
 }
 
 function mlp(model, name, rows) {
@@ -249,16 +237,15 @@ function run(model, rows, ctx, first, end) {
   return rows;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// the split, by the project's names
+// --- the split, by the project's names
 
-// Where a block stands (start), and what it sees of the finished ones.
-const newContext = () => ({start: 0, round: 0, keep: false, past: []});
+// Where the current block stands (start), what it sees of the finished ones (past), and whether it is one now (keep).
+const newContext = () => ({start: 0, round: 0, past: [], keep: false});
 
 function prefix(model, z, ctx) {
   const {n_layer, n_last, n_embd: C} = model.cfg;
-  const wte = model.tensors["wte.weight"];
-  return run(model, z.map((id) => wte.slice(id * C, (id + 1) * C)), ctx, 0, n_layer - n_last);
+  const embedded = z.map((id) => model.tensors["wte.weight"].slice(id * C, (id + 1) * C));
+  return run(model, embedded, ctx, 0, n_layer - n_last);
 }
 
 function lastN(model, h, ctx) {
@@ -272,14 +259,14 @@ function head(model, h) {
 // Eq. 4: K times h <- LastN(h + 1_S * marker).
 function coordinate(model, h, bundle, ctx, n_rounds) {
   for (let round = 0; round < n_rounds; round++) {
-    const marker = model.tensors["markers"].subarray(round * h[0].length, (round + 1) * h[0].length);
+    const marker = model.tensors.markers.subarray(round * h[0].length, (round + 1) * h[0].length);
     const marked = h.map((row, t) => (bundle.includes(t) ? add([row], [marker])[0] : row));
     h = lastN(model, marked, {...ctx, round});
   }
   return h;
 }
 
-// Stage A: one full forward -> prefix states, final states, logits.
+// Stage A, one full forward -> prefix states, final states, logits.
 function stageA(model, z, ctx) {
   const h = prefix(model, z, ctx);
   const last = lastN(model, h, ctx);
@@ -289,7 +276,7 @@ function stageA(model, z, ctx) {
 // The joint head: y <- y + 1_S * Block(y), inside the block of text alone -> the states of the bundle's positions.
 function jointHead(model, last, bundle) {
   const y = last.map((row) => rmsNorm(row, null, 2 ** -23));
-  for (let i = 0; i < model.nJoint; i++) {
+  for (let i = 0; i < model.n_joint; i++) {
     const name = "joint_head." + i;
     const mixed = attention(model, name + ".attn", norm(model, name + ".norm_1", y), newContext(), 0);
     const x = add(bundle.map((t) => y[t]), bundle.map((t) => mixed[t]));
@@ -299,10 +286,7 @@ function jointHead(model, last, bundle) {
   return bundle.map((t) => y[t]);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// decoding
-
-const MAX_STEPS = 1024; // forwards in one block
+// --- decoding
 
 function softmax(logits) {
   const highest = logits.reduce((a, b) => Math.max(a, b));
@@ -311,139 +295,122 @@ function softmax(logits) {
   return p.map((value) => value / total);
 }
 
-// The k largest, largest first; of equals the first.
+// Where the k largest are, largest first; of equals the first.
 function largest(values, k) {
   return [...values.keys()].sort((a, b) => values[b] - values[a] || a - b).slice(0, k);
 }
 
 // Each row's likeliest token, the first of equals, and its probability.
 function candidates(logits) {
-  const found = logits.map((row) => {
-    const token = row.indexOf(row.reduce((a, b) => Math.max(a, b)));
-    return [token, softmax(row)[token]];
-  });
-  return {token: found.map(([token]) => token), conf: found.map(([, conf]) => conf)};
+  const token = logits.map((row) => row.indexOf(row.reduce((a, b) => Math.max(a, b))));
+  return {token, conf: logits.map((row, t) => softmax(row)[token[t]])};
 }
 
 // The masks above tau_m2t, or the most confident one where none passes -> positions in the block.
 function selectBundle(conf, masked, tau_m2t) {
   const passing = masked.filter((t) => conf[t] > tau_m2t);
-  const best = largest(masked.map((t) => conf[t]), 1);
-  return passing.length ? passing : best.map((i) => masked[i]);
+  if (passing.length > 0) return passing;
+  return largest(masked.map((t) => conf[t]), 1).map((i) => masked[i]);
 }
 
 // What the joint head is sure of, and always the surest; the rest it leaves masked.
-function keep(conf, asked, tau_keep) {
+function keepSure(conf, asked, tau_keep) {
   const [surest] = largest(asked.map((t) => conf[t]), 1);
   return asked.filter((t, i) => i === surest || conf[t] > tau_keep);
 }
 
-// One step on the block z: everything is read from z and written at once. `first`: the first position after the prompt.
-// d: the fields of sample.Decoding, and which `stage` writes the bundle: "A", "B" or "joint".
-function step(model, z, ctx, d, first) {
+// One step on the block z, whose prompt is its first `free` positions: everything is read from z and written at once.
+// d: the fields of sample.Decoding, tau_keep, and the `stage` that writes the bundle: "A", "B" or "joint".
+function step(model, z, ctx, d, free) {
   const masked = [...z.keys()].filter((t) => z[t] === model.cfg.mask_id);
   const {h, last, logits} = stageA(model, z, ctx);
-  const ofA = candidates(logits);
-  const asked = selectBundle(ofA.conf, masked, d.tau_m2t);
+  const {token: token_a, conf: conf_a} = candidates(logits);
+  const asked = selectBundle(conf_a, masked, d.tau_m2t);
+  const s = {before: z, asked, bundle: asked, token: token_a, conf: conf_a, token_a, conf_a, partial: 0};
 
-  let [{token, conf}, bundle, partial] = [ofA, asked, 0];
   if (d.stage === "B" && asked.length > 0) {
-    ({token, conf} = candidates(head(model, coordinate(model, h, asked, ctx, d.n_rounds))));
-    partial = d.n_rounds;
+    Object.assign(s, candidates(head(model, coordinate(model, h, asked, ctx, d.n_rounds))));
+    s.partial = d.n_rounds;
   }
   if (d.stage === "joint" && asked.length > 1) {
-    const ofJoint = candidates(head(model, jointHead(model, last, asked)));
-    [token, conf] = [[...token], [...conf]];
-    asked.forEach((t, i) => ([token[t], conf[t]] = [ofJoint.token[i], ofJoint.conf[i]]));
-    bundle = keep(conf, asked, d.tau_keep);
-    partial = asked.length / z.length;
+    const {token, conf} = candidates(head(model, jointHead(model, last, asked)));
+    s.token = token_a.map((id, t) => (asked.includes(t) ? token[asked.indexOf(t)] : id));
+    s.conf = conf_a.map((p, t) => (asked.includes(t) ? conf[asked.indexOf(t)] : p));
+    s.bundle = keepSure(s.conf, asked, d.tau_keep);
+    s.partial = asked.length / z.length;
   }
 
   // Eq. 3 edits what is visible, Eq. 2 fills the bundle
   const gate = d.tau_t2t ?? Infinity;
-  const edited = [...z.keys()].filter((t) => t >= first && !masked.includes(t) && conf[t] > gate && token[t] !== z[t]);
-  const after = z.map((id, t) => (bundle.includes(t) || edited.includes(t) ? token[t] : id));
-  return {before: z, after, asked, bundle, edited, token, conf, ofA, partial};
+  const visible = [...z.keys()].filter((t) => t >= free && !masked.includes(t));
+  s.edited = visible.filter((t) => s.conf[t] > gate && s.token[t] !== z[t]);
+  s.after = z.map((id, t) => (s.bundle.includes(t) || s.edited.includes(t) ? s.token[t] : id));
+  return s;
 }
 
-// What a step leaves in the record; positions are absolute.
-function stepRecord(s, start) {
-  const round = (p) => Number(p.toFixed(4));
-  const fill = s.bundle.map((t) => ({at: start + t, token: s.after[t], conf: round(s.conf[t]),
-    token_a: s.ofA.token[t], conf_a: round(s.ofA.conf[t])}));
-  const edit = s.edited.map((t) => ({at: start + t, old: s.before[t], token: s.after[t], conf: round(s.conf[t])}));
-  const refused = s.asked.filter((t) => !s.bundle.includes(t)).map((t) => start + t);
-  return {start, before: s.before, after: s.after, bundle: fill.map((f) => f.at), fill, edit,
-    conf: [...s.conf].map(round), refused, byHand: Boolean(s.byHand)};
-}
-
-// A step that writes one token by hand, and asks the model nothing.
-function handStep(z, start, {at, token}) {
-  const after = z.map((id, t) => (start + t === at ? token : id));
-  const sure = {token: after, conf: z.map(() => 1)};
-  return {before: z, after, asked: [], bundle: [at - start], edited: [], ...sure, ofA: sure, partial: 0, byHand: true};
-}
-
-// The decoder as the paper has it: blocks from left to right, steps until a block is full and nothing changes any more.
-// -> a record like those of `sample.py --json`; `counts` are the forwards [full, partial, commit] after each step.
-// d.hand: {number of a step: {at, token}}, tokens that are written by hand, for no forward.
-function generateOne(model, prompt, d) {
-  const {block_length: B, mask_id, eos_id, n_last, n_layer} = model.cfg;
-  const [n, end, K] = [prompt.length, prompt.length + d.gen_length, d.n_rounds];
-  const [ctx, steps, counts, nfe] = [newContext(), [], [[0, 0, 0]], {full: 0, partial: 0, commit: 0}];
-  const ids = [];
-  while (ids.length + B <= n) finishBlock(model, prompt.slice(ids.length, ids.length + B), ids, ctx, K);
-
-  while (ids.length < end) {
-    const start = ids.length;
-    let z = Array.from({length: B}, (_, t) => prompt[start + t] ?? mask_id);
-    let [changed, post] = [true, 0];
-    for (let forwards = 0; forwards < MAX_STEPS; ) {
-      const byHand = d.hand?.[steps.length];
-      const s = byHand ? handStep(z, start, byHand) : step(model, z, ctx, d, n - start);
-      z = s.after;
-      steps.push(stepRecord(s, start));
-      if (!byHand) {
-        forwards++;
-        nfe.full += 1;
-        nfe.partial += s.partial;
-      }
-      counts.push(Object.values(nfe));
-      if (byHand) continue;
-      changed = z.some((id, t) => id !== s.before[t]);
-      post += !z.includes(mask_id);
-      if (!changed || post > (d.tau_t2t === null ? 0 : d.max_post_steps)) break;
-    }
-
-    // the next block will read this one: once more if its last step changed it, and in every round
-    const written = [...ids, ...z].slice(n);
-    const ended = d.eos_early_stop && written.includes(eos_id) && !written.includes(mask_id);
-    if (ended || start + B >= end) {
-      ids.push(...z);
-      break;
-    }
-    nfe.commit += changed;
-    nfe.partial += Math.max(0, K - 1);
-    counts[counts.length - 1] = Object.values(nfe);
-    finishBlock(model, z, ids, ctx, K);
-  }
-
-  let tokens = ids.slice(n, end);
-  if (tokens.includes(eos_id)) tokens = tokens.slice(0, tokens.indexOf(eos_id) + 1);
-  nfe.all = nfe.full + nfe.commit + (nfe.partial * n_last) / n_layer;
-  const seen = [...ids, ...steps.flatMap((s) => s.fill.map((f) => f.token_a))];
-  const pieces = Object.fromEntries(seen.map((id) => [id, model.tokenizer.pieces[id]]));
-  Object.assign(pieces, {[eos_id]: "∎", [mask_id]: "▒"});
-  return {text: decode(model, tokens), tokens, steps, nfe, counts, nfe_per_token: nfe.full / Math.max(1, tokens.length),
-    prompt, mask_id, n_rounds: K, pieces};
-}
-
-// A finished block is read once more, for its keys and values in every round (there it is unmarked).
-function finishBlock(model, z, ids, ctx, n_rounds) {
+// A finished block leaves its keys and values in every round (there it is unmarked), and the next one stands behind it.
+function finishBlock(model, z, ctx, n_rounds) {
   ctx.keep = true;
   let h = prefix(model, z, ctx);
   for (let round = 0; round < Math.max(1, n_rounds); round++) h = lastN(model, h, {...ctx, round});
   ctx.keep = false;
   ctx.start += z.length;
-  ids.push(...z);
+}
+
+// The decoder as the paper has it, block after block -> tokens, forwards by kind, all steps (each with the position
+// `start` of its block), and the forwards [full, partial, commit] after each step.
+// d.hand: {number of a step: {at, token}}, tokens that are written by hand, for no forward.
+function generateOne(model, prompt, d) {
+  const {block_length: B, mask_id, eos_id, n_last, n_layer} = model.cfg;
+  const end = prompt.length + d.gen_length;
+  const ctx = newContext();
+  const nfe = {full: 0, partial: 0, commit: 0};
+  const counts = [[0, 0, 0]];
+  const steps = [];
+  while (ctx.start + B <= prompt.length) finishBlock(model, prompt.slice(ctx.start, ctx.start + B), ctx, d.n_rounds);
+
+  const ids = prompt.slice(0, ctx.start);
+  while (ids.length < end) {
+    const start = ids.length;
+    let z = Array.from({length: B}, (_, t) => prompt[start + t] ?? mask_id);
+    let changed = true;
+    let post = 0; // forwards since the last mask
+    for (let forwards = 0; forwards < MAX_STEPS; ) {
+      const hand = d.hand?.[steps.length];
+      const s = hand ? handStep(z, hand.at - start, hand.token) : step(model, z, ctx, d, prompt.length - start);
+      steps.push({...s, start});
+      z = s.after;
+      nfe.full += hand ? 0 : 1;
+      nfe.partial += s.partial;
+      counts.push(Object.values(nfe));
+      if (hand) continue;
+      forwards++;
+      changed = z.some((id, t) => id !== s.before[t]);
+      post += z.includes(mask_id) ? 0 : 1;
+      if (!changed || post > (d.tau_t2t === null ? 0 : d.max_post_steps)) break;
+    }
+    ids.push(...z);
+    const written = ids.slice(prompt.length);
+    if (d.eos_early_stop && written.includes(eos_id) && !written.includes(mask_id)) break;
+    if (ids.length >= end) break;
+
+    // the next block will read this one: once more if its last step changed it, and in every round
+    nfe.commit += changed ? 1 : 0;
+    nfe.partial += Math.max(0, d.n_rounds - 1);
+    counts[counts.length - 1] = Object.values(nfe);
+    finishBlock(model, z, ctx, d.n_rounds);
+  }
+
+  const tokens = ids.slice(prompt.length, end);
+  const length = tokens.includes(eos_id) ? tokens.indexOf(eos_id) + 1 : tokens.length;
+  const all = nfe.full + nfe.commit + (nfe.partial * n_last) / n_layer;
+  return {tokens: tokens.slice(0, length), nfe: {...nfe, all}, steps, counts};
+}
+
+// A step that writes one token by hand, and asks the model nothing.
+function handStep(z, at, token) {
+  const after = z.map((id, t) => (t === at ? token : id));
+  const sure = z.map(() => 1);
+  return {before: z, after, asked: [], bundle: [at], edited: [], conf: sure, token_a: after, conf_a: sure, partial: 0,
+    byHand: true};
 }

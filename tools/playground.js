@@ -1,10 +1,37 @@
 // The page around the engine (tools/engine.js) and the viewer (tools/trace_page.html): what is typed becomes one record
 // for each decoder, and the viewer shows them side by side.
 
-const model = loadModel(data);
+const model = readModel(data);
 const SHAPES = {square: "■", triangle: "▲", circle: "●"}; // of the decoders, beside their colours
 let byHand = data.decoders.map(() => ({})); // of each decoder: {number of a step: {at, token}}
 let earlier = null; // {run, step, answers}: what both stages said before a token was written by hand
+
+// ---------------------------------------------------------------------------------------------------------------------
+// what the page holds
+
+function fromBase64(text) {
+  const letters = atob(text);
+  const bytes = new Uint8Array(letters.length);
+  for (let i = 0; i < letters.length; i++) bytes[i] = letters.charCodeAt(i);
+  return bytes;
+}
+
+// A bfloat16 number is the upper half of a float32 whose lower half is zero.
+function readTensor({dtype, base64}) {
+  const {buffer} = fromBase64(base64);
+  if (dtype === "float32") return new Float32Array(buffer);
+  const upper = new Uint16Array(buffer);
+  const halves = new Uint16Array(2 * upper.length);
+  upper.forEach((half, i) => (halves[2 * i + 1] = half));
+  return new Float32Array(halves.buffer);
+}
+
+function readModel({cfg, tokenizer, n_joint, tensors: stored}) {
+  const tensors = {};
+  for (const [name, tensor] of Object.entries(stored)) tensors[name] = readTensor(tensor);
+  if (cfg.tied) tensors["lm_head.weight"] = tensors["wte.weight"];
+  return {cfg, tokenizer, n_joint, tensors};
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // the judge: a name is found by its hash among those of all characters, or ends in its character's number
@@ -58,12 +85,35 @@ function decoding(decoder, hand = {}) {
     tau_t2t: null, max_post_steps: 16, gen_length: data.gen_length, eos_early_stop: true};
 }
 
+// One of the engine's steps, as sample.py records it; and what the joint head refused, and whether it is one by hand.
+function stepRecord(s) {
+  const {start, before, after, byHand = false} = s;
+  const round = (p) => Number(p.toFixed(4));
+  const fill = s.bundle.map((t) => ({at: start + t, token: after[t], conf: round(s.conf[t]), token_a: s.token_a[t],
+    conf_a: round(s.conf_a[t])}));
+  const edit = s.edited.map((t) => ({at: start + t, old: before[t], token: after[t], conf: round(s.conf[t])}));
+  const refused = s.asked.filter((t) => !s.bundle.includes(t)).map((t) => start + t);
+  return {start, before, after, bundle: fill.map((f) => f.at), fill, edit, conf: s.conf.map(round), refused, byHand};
+}
+
+// A decode as one record of `sample.py --json`; `counts` are the forwards after each step.
+function recordOf(prompt, d) {
+  const {tokens, nfe, steps, counts} = generateOne(model, prompt, d);
+  const {eos_id, mask_id} = model.cfg;
+  const shown = [...prompt, ...steps.flatMap((s) => [...s.after, ...s.token_a])];
+  const pieces = Object.fromEntries(shown.map((id) => [id, model.tokenizer.pieces[id]]));
+  Object.assign(pieces, {[eos_id]: "∎", [mask_id]: "▒"});
+  return {text: decode(model, tokens), verdict: verdict(decode(model, [...prompt, ...tokens])), tokens, nfe,
+    nfe_per_token: nfe.full / Math.max(1, tokens.length), steps: steps.map(stepRecord), prompt, mask_id,
+    n_rounds: d.n_rounds, pieces, counts};
+}
+
 // One decoder's run, as the viewer takes it.
 function complete(prompt, run) {
   const decoder = data.decoders[run];
-  const record = generateOne(model, prompt, decoding(decoder, byHand[run]));
-  const name = decode(model, [...prompt, ...record.tokens]);
-  return Object.assign(record, {label: decoder.name, about: decoder.about, verdict: verdict(name), name});
+  const record = recordOf(prompt, decoding(decoder, byHand[run]));
+  return Object.assign(record, {label: decoder.name, about: decoder.about,
+    name: decode(model, [...prompt, ...record.tokens])});
 }
 
 function promptOf(text) {
@@ -123,7 +173,7 @@ const second = data.decoders.find((decoder) => decoder.stage !== "A"); // the jo
 function answersFor(t, b, at) {
   const ctx = newContext();
   const finished = t.blocks.filter((block) => block.start < b.start);
-  for (const block of finished) finishBlock(model, look(t, block, now).ids, [], ctx, second?.n_rounds ?? 0);
+  for (const block of finished) finishBlock(model, look(t, block, now).ids, ctx, second?.n_rounds ?? 0);
 
   const z = look(t, b, now).ids;
   const masked = [...z.keys()].filter((i) => z[i] === t.mask_id);
@@ -272,7 +322,11 @@ function drawChart(rows) {
   $("chart").replaceChildren();
   if (!rows.length) return;
   const width = Math.min(720, $("chart").clientWidth || 720);
-  const [height, left, bottom, top, right] = [300, 44, 40, 12, 16];
+  const height = 300;
+  const left = 52;
+  const right = 16;
+  const top = 12;
+  const bottom = 40;
   const most = Math.max(8, ...rows.map((point) => Math.ceil(point.forwards / point.n)));
   const x = (forwards) => left + (forwards / most) * (width - left - right);
   const y = (share) => height - bottom - share * (height - bottom - top);

@@ -133,7 +133,7 @@ def tensor_data(tensor: Tensor) -> dict:
     """One tensor: its numbers in base64, two or four bytes each."""
     numbers = tensor.contiguous().view(torch.uint8).numpy().tobytes()
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "shape": list(tensor.shape), "base64": base64.b64encode(numbers).decode()}
+    return {"dtype": dtype, "base64": base64.b64encode(numbers).decode()}
 
 
 def model_data(ckpt: str, adapter: str | None, model: Model, tokenizer: Tokenizer) -> dict:
