@@ -11,13 +11,12 @@
 // A model is {cfg: a Config, tensors: name -> Float32Array with its shape, tokenizer, n_joint: blocks of a joint head}.
 //
 // T positions of the block, C channels (n_embd), H query heads, G key and value heads, D head dim, V vocabulary
-
 const MAX_STEPS = 1024; // forwards in one block
 
 // --- the tokenizer: byte-level BPE, with bytes as the letters U+0000 to U+00FF
 
 function encode(model, text) {
-  const {special, ranks, ids} = model.tokenizer;
+  const {special, ranks} = model.tokenizer;
   const found = [];
   for (const part of text.split(/(<\|endoftext\|>|<\|mask\|>)/)) {
     if (part in special) {
@@ -27,7 +26,7 @@ function encode(model, text) {
     // a word and the blank before it, or blanks
     for (const word of part.match(/ ?\P{White_Space}+|\p{White_Space}+/gu) ?? []) {
       const bytes = [...new TextEncoder().encode(word)].map((byte) => String.fromCharCode(byte));
-      for (const token of mergeBytes(bytes, ranks)) found.push(ids[ranks[token]]);
+      found.push(...mergeBytes(bytes, ranks).map((token) => ranks[token]));
     }
   }
   return found;
@@ -53,8 +52,8 @@ function decode(model, ids) {
 // --- layers, on rows
 
 const add = (rows, others) => rows.map((row, t) => row.map((value, c) => value + others[t][c]));
-const silu = (value) => value / (1 + Math.exp(-value));
 const sigmoid = (value) => 1 / (1 + Math.exp(-value));
+const silu = (value) => value * sigmoid(value);
 
 function dot(W, first, x) {
   let sum = 0;
@@ -152,7 +151,6 @@ function attention(model, name, rows, ctx, slot) {
   const k = past.k.concat(newK);
   const v = past.v.concat(newV);
   if (ctx.keep) ctx.past[slot] = {k, v};
-
   // H / G query heads share one head of keys and values
   const mixed = q.map((ofHead) => {
     const y = new Float32Array(H * D);
@@ -186,7 +184,6 @@ function route(model, name, x) {
   const groupOf = (expert) => Math.floor((expert * n_group) / n_expert);
   const scores = [...linear([x], model.tensors[name + ".router"])[0].map(sigmoid)];
   const biased = scores.map((score, expert) => score + model.tensors[name + ".expert_bias"][expert]);
-
   const groupScores = Array.from({length: n_group}, (_, group) => {
     const members = biased.filter((_, expert) => groupOf(expert) === group);
     const [best, second] = largest(members, 2);
@@ -195,7 +192,6 @@ function route(model, name, x) {
   const kept = largest(groupScores, topk_group);
   const allowed = biased.map((score, expert) => (kept.includes(groupOf(expert)) ? score : -Infinity));
   const chosen = largest(allowed, n_active);
-
   const total = n_active > 1 ? chosen.reduce((sum, expert) => sum + scores[expert], 1e-20) : 1;
   return new Map(chosen.map((expert) => [expert, (scores[expert] / total) * routed_scaling]));
 }
@@ -203,14 +199,11 @@ function route(model, name, x) {
 // Mixture of experts: each expert on the rows that chose it and, on all rows, a shared one.
 function moe(model, name, rows) {
   const {tensors} = model;
-  const part = (stack, expert) => {
-    const size = stack.length / model.cfg.n_expert;
-    return stack.subarray(expert * size, (expert + 1) * size);
-  };
+  const {n_expert} = model.cfg;
+  const part = (W, expert) => W.subarray((expert * W.length) / n_expert, ((expert + 1) * W.length) / n_expert);
   const y = rows.map((x) => new Float32Array(x.length));
   const routes = rows.map((x) => route(model, name, x));
-
-  for (let expert = 0; expert < model.cfg.n_expert; expert++) {
+  for (let expert = 0; expert < n_expert; expert++) {
     const mine = [...rows.keys()].filter((t) => routes[t].has(expert));
     if (!mine.length) continue;
     const gateUp = part(tensors[name + ".gate_up"], expert);
@@ -222,9 +215,8 @@ function moe(model, name, rows) {
 }
 
 function mlp(model, name, rows) {
-  const {tensors} = model;
-  if (name + ".router" in tensors) return moe(model, name, rows);
-  return swiglu(rows, tensors[name + ".gate_up.weight"], tensors[name + ".down.weight"]);
+  if (name + ".router" in model.tensors) return moe(model, name, rows);
+  return swiglu(rows, model.tensors[name + ".gate_up.weight"], model.tensors[name + ".down.weight"]);
 }
 
 function run(model, rows, ctx, first, end) {
@@ -259,8 +251,8 @@ function head(model, h) {
 // Eq. 4: K times h <- LastN(h + 1_S * marker).
 function coordinate(model, h, bundle, ctx, n_rounds) {
   for (let round = 0; round < n_rounds; round++) {
-    const marker = model.tensors.markers.subarray(round * h[0].length, (round + 1) * h[0].length);
-    const marked = h.map((row, t) => (bundle.includes(t) ? add([row], [marker])[0] : row));
+    const marker = model.tensors.markers.subarray(round * h[0].length);
+    const marked = h.map((row, t) => (bundle.includes(t) ? row.map((value, c) => value + marker[c]) : row));
     h = lastN(model, marked, {...ctx, round});
   }
   return h;
@@ -359,7 +351,7 @@ function finishBlock(model, z, ctx, n_rounds) {
 
 // The decoder as the paper has it, block after block -> tokens, forwards by kind, all steps (each with the position
 // `start` of its block), and the forwards [full, partial, commit] after each step.
-// d.hand: {number of a step: {at, token}}, tokens that are written by hand, for no forward.
+// d.byHand(z, start, number of the step): a step that somebody else makes, for no forward, or undefined.
 function generateOne(model, prompt, d) {
   const {block_length: B, mask_id, eos_id, n_last, n_layer} = model.cfg;
   const end = prompt.length + d.gen_length;
@@ -376,8 +368,8 @@ function generateOne(model, prompt, d) {
     let changed = true;
     let post = 0; // forwards since the last mask
     for (let forwards = 0; forwards < MAX_STEPS; ) {
-      const hand = d.hand?.[steps.length];
-      const s = hand ? handStep(z, hand.at - start, hand.token) : step(model, z, ctx, d, prompt.length - start);
+      const hand = d.byHand?.(z, start, steps.length);
+      const s = hand ?? step(model, z, ctx, d, prompt.length - start);
       steps.push({...s, start});
       z = s.after;
       nfe.full += hand ? 0 : 1;
@@ -391,8 +383,8 @@ function generateOne(model, prompt, d) {
     }
     ids.push(...z);
     const written = ids.slice(prompt.length);
-    if (d.eos_early_stop && written.includes(eos_id) && !written.includes(mask_id)) break;
-    if (ids.length >= end) break;
+    const ended = d.eos_early_stop && written.includes(eos_id) && !written.includes(mask_id);
+    if (ended || ids.length >= end) break;
 
     // the next block will read this one: once more if its last step changed it, and in every round
     nfe.commit += changed ? 1 : 0;
@@ -402,15 +394,7 @@ function generateOne(model, prompt, d) {
   }
 
   const tokens = ids.slice(prompt.length, end);
-  const length = tokens.includes(eos_id) ? tokens.indexOf(eos_id) + 1 : tokens.length;
+  if (tokens.includes(eos_id)) tokens.length = tokens.indexOf(eos_id) + 1;
   const all = nfe.full + nfe.commit + (nfe.partial * n_last) / n_layer;
-  return {tokens: tokens.slice(0, length), nfe: {...nfe, all}, steps, counts};
-}
-
-// A step that writes one token by hand, and asks the model nothing.
-function handStep(z, at, token) {
-  const after = z.map((id, t) => (t === at ? token : id));
-  const sure = z.map(() => 1);
-  return {before: z, after, asked: [], bundle: [at], edited: [], conf: sure, token_a: after, conf_a: sure, partial: 0,
-    byHand: true};
+  return {tokens, nfe: {...nfe, all}, steps, counts};
 }

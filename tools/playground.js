@@ -78,10 +78,19 @@ function verdict(name) {
 
 const gates = () => ({tau_m2t: Number($("tau_m2t").value), tau_keep: Number($("tau_keep").value)});
 
-// The fields of sample.Decoding for one of the page's decoders.
+// The fields of sample.Decoding for one of the page's decoders, and the tokens {number of a step: {at, token}} that are
+// written by hand: such a step asks the model nothing.
 function decoding(decoder, hand = {}) {
   const {tau_m2t, tau_keep} = gates();
-  return {stage: decoder.stage, n_rounds: decoder.n_rounds, tau_m2t: decoder.gated ? tau_m2t : 1, tau_keep, hand,
+  const byHand = (z, start, n) => {
+    if (!(n in hand)) return undefined;
+    const at = hand[n].at - start;
+    const after = z.map((id, t) => (t === at ? hand[n].token : id));
+    const sure = z.map(() => 1);
+    return {before: z, after, asked: [], bundle: [at], edited: [], conf: sure, token_a: after, conf_a: sure, partial: 0,
+      byHand: true};
+  };
+  return {stage: decoder.stage, n_rounds: decoder.n_rounds, tau_m2t: decoder.gated ? tau_m2t : 1, tau_keep, byHand,
     tau_t2t: null, max_post_steps: 16, gen_length: data.gen_length, eos_early_stop: true};
 }
 
@@ -159,8 +168,8 @@ function whatIsSeen(records) {
     B: "Stage B marks the same masks and reads them again",
     A: "One token at a time, each knows what stands there already",
   };
-  return `Factorised, all likely masks are written at once and none knows what the others take: ${wrote(factorised)}. ` +
-    `${how[data.decoders[1].stage]}: ${wrote(other)}.`;
+  const first = "Factorised, all likely masks are written at once and none knows what the others take";
+  return `${first}: ${wrote(factorised)}. ${how[data.decoders[1].stage]}: ${wrote(other)}.`;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -202,7 +211,7 @@ morePanel = (panel, t, b, at, v) => {
   const run = traces.indexOf(t);
   const answers = answersFor(t, b, at);
   const before = earlier?.run === run && earlier.step === now ? earlier.answers : null;
-  if (before) make(panel, "p", "hint", "The mask that moved the most. The tick is where a token was before you wrote one.");
+  if (before) make(panel, "p", "hint", "The mask that moved the most; ticks are from before you wrote a token.");
   const lists = make(panel, "div", "lists");
   const write = (token) => writeByHand(run, b, at, token, answers);
   list(lists, "Stage A", "this position by itself", t, answers.a.get(at), before?.a.get(at), write);
@@ -278,8 +287,8 @@ async function runAll() {
   running = true;
   $("run").textContent = "Stop";
   const settings = data.decoders.map((decoder) => decoding(decoder));
-  const added = data.decoders.map((decoder, run) => ({label: labelOf(decoder), shape: decoder.shape, run, n: 0, found: 0,
-    forwards: 0}));
+  const fresh = {n: 0, found: 0, forwards: 0};
+  const added = data.decoders.map((decoder, run) => ({label: labelOf(decoder), shape: decoder.shape, run, ...fresh}));
   const isNew = added.filter((point) => !points.some((old) => old.label === point.label));
   points.push(...isNew);
   for (const [i, prompt] of data.beginnings.entries()) {
@@ -340,16 +349,19 @@ function drawChart(rows) {
   }
   for (let forwards = 0; forwards <= most; forwards += 2)
     draws(svg, "text", {class: "soft", x: x(forwards), y: height - bottom + 18, "text-anchor": "middle"}, forwards);
-  draws(svg, "text", {class: "soft", x: x(most / 2), y: height - 4, "text-anchor": "middle"}, "forwards a name, all counted");
+  const middle = {class: "soft", x: x(most / 2), y: height - 4, "text-anchor": "middle"};
+  draws(svg, "text", middle, "forwards a name, all counted");
 
   for (const {label, shape, n, found, forwards} of rows) {
     const [at, share, [low, high]] = [x(forwards / n), y(found / n), wilson(found, n)];
     const group = draws(svg, "g", {class: shape});
     draws(group, "line", {class: "interval", x1: at, x2: at, y1: y(low), y2: y(high)});
-    for (const end of [low, high]) draws(group, "line", {class: "interval", x1: at - 4, x2: at + 4, y1: y(end), y2: y(end)});
+    const cap = {class: "interval", x1: at - 4, x2: at + 4};
+    for (const end of [low, high]) draws(group, "line", {...cap, y1: y(end), y2: y(end)});
     drawPoint(group, shape, at, share);
     const toTheLeft = at > 0.7 * width;
-    draws(group, "text", {x: at + (toTheLeft ? -10 : 10), y: share + 4, "text-anchor": toTheLeft ? "end" : "start"}, label);
+    const beside = toTheLeft ? {x: at - 10, "text-anchor": "end"} : {x: at + 10};
+    draws(group, "text", {...beside, y: share + 4}, label);
   }
 }
 
@@ -396,7 +408,12 @@ for (const gate of ["tau_m2t", "tau_keep"]) {
   $(gate).addEventListener("change", () => { play(false); ask(); });
 }
 $("run").addEventListener("click", () => { if (running) running = false; else runAll(); });
-$("clear").addEventListener("click", () => { running = false; points = []; $("progress").textContent = ""; drawShares(); });
+$("clear").addEventListener("click", () => {
+  running = false;
+  points = [];
+  $("progress").textContent = "";
+  drawShares();
+});
 
 document.title = $("title").textContent = "Tokens that are written together should agree";
 $("prompt").value = data.prompt;

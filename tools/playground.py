@@ -122,8 +122,7 @@ def tokenizer_data(tokenizer: Tokenizer, vocab_size: int) -> dict:
     letters = {token: tokenizer.token_bytes.get(token, b"").decode("latin-1") for token in range(vocab_size)}
     return {
         "bytes": list(letters.values()),
-        "ranks": {letters[token]: rank for rank, token in enumerate(tokenizer.ids)},
-        "ids": tokenizer.ids,
+        "ranks": {letters[token]: token for token in tokenizer.ids},
         "special": tokenizer.special,
         "pieces": [tokenizer.piece(token) for token in range(vocab_size)],
     }
