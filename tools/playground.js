@@ -286,11 +286,12 @@ function labelOf(decoder) {
 async function runAll() {
   running = true;
   $("run").textContent = "Stop";
+  points = points.filter((point) => point.n === data.beginnings.length); // what was stopped begins again
   const settings = data.decoders.map((decoder) => decoding(decoder));
   const fresh = {n: 0, found: 0, forwards: 0};
   const added = data.decoders.map((decoder, run) => ({label: labelOf(decoder), shape: decoder.shape, run, ...fresh}));
   const isNew = added.filter((point) => !points.some((old) => old.label === point.label));
-  points.push(...isNew);
+  points = [...points, ...isNew];
   for (const [i, prompt] of data.beginnings.entries()) {
     if (!running) break;
     for (const point of isNew) {
@@ -303,7 +304,6 @@ async function runAll() {
     drawShares();
     await new Promise((resume) => setTimeout(resume));
   }
-  points = points.filter((point) => !isNew.includes(point) || point.n === data.beginnings.length || running);
   running = false;
   $("run").textContent = `Run ${data.beginnings.length}`;
   drawShares();

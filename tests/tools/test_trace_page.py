@@ -16,7 +16,7 @@ from checkpoint import save_model
 from data import byte_tokenizer
 from sample import Decoding, generate, show_steps
 from tools import trace_page
-from tools.trace_page import booked, divergence, page, picture, states
+from tools.trace_page import booked, page, picture, states
 
 HOSTILE = '</script><!--<b>&"'
 WORDS = {0: "In", 1: "·the", 2: "·city", 3: "·of", 4: "·San", 5: "·York", 6: "·New", 7: HOSTILE, MASK: "▒"}
@@ -86,16 +86,6 @@ def test_counts_and_states_by_hand():
     assert booked(ours) == [[0, 0, 0], [1, 1, 1], [2, 2, 1], [3, 3, 1], [4, 4, 1]]
     assert booked(dict(ours, n_rounds=2))[1:3] == [[1, 3, 1], [2, 5, 1]]  # the first block's second round, read again
     assert states(ours, 9)[2] == [0, 1, 2, 3, 6, 5, M, M, M]
-
-
-def test_first_difference_by_hand():
-    ours, base = planted(True), planted(False)
-    assert divergence(ours, base) == (2, "")  # the base's edit brings it back
-    assert divergence(ours, ours) == (None, "")
-    short = dict(ours, steps=ours["steps"][:2])  # ends after step 2, in the state that ours has there
-    assert divergence(short, ours) == divergence(ours, short) == (3, "6")
-    other = dict(ours, steps=[*ours["steps"][:3], one_step(4, [6, 5, 7, M], {7: (0, 0)}, {4: 1, 5: 1})])
-    assert divergence(other, base) == (2, "4–5, 7")
 
 
 def test_steps_as_lines_by_hand(capsys):
@@ -181,11 +171,9 @@ def test_page_is_self_contained_and_holds_the_runs():
     assert "<b>" not in html and "<!--" not in html and html.count("</script>") == 2
     seen = Page(html)
     assert seen.tags.count("script") == 2
-    data = json.loads(seen.text["trace"])
+    data = json.loads(seen.text["data"])
     for shown, (label, record) in zip(data["traces"], RUNS, strict=True):
         assert shown == record | {"label": label, "counts": booked(record)}
-    assert (data["diverged"], data["differ"]) == (2, "")
-    assert set(json.loads(Page(page(RUNS[:1])).text["trace"])) == {"traces"}
 
 
 def test_what_sample_prints_becomes_a_page(tmp_path, monkeypatch, capsys):
@@ -342,6 +330,30 @@ def browse(folder, html: str, where: str = "", script: str = "") -> Page:
     return Page(done.stdout)
 
 
+FIRST_DIFFERENCE = {
+    "an edit brings it back": (planted(True), planted(False), "They first differ after step 2, and agree in the end."),
+    "never": (planted(True), planted(True), "The runs never write different tokens."),
+    # a run that ends first waits, and a mask is no token: runs go at different paces
+    "masks": (
+        dict(planted(True), steps=planted(True)["steps"][:2]),
+        planted(True),
+        "The runs never write different tokens.",
+    ),
+    "in the end": (
+        dict(planted(True), steps=[*planted(True)["steps"][:3], one_step(4, [6, 5, 7, M], {7: (0, 0)}, {4: 1, 5: 1})]),
+        dict(planted(False), steps=[*planted(False)["steps"][:3], one_step(4, [4, 5, 7, M], {7: (2, 2)}, {4: 6})]),
+        "They first differ after step 2, in the end at 4–5, 7.",
+    ),
+}
+
+
+@in_browser
+@pytest.mark.parametrize("a, b, sentence", FIRST_DIFFERENCE.values(), ids=FIRST_DIFFERENCE)
+def test_browser_says_where_runs_first_hold_different_tokens(a, b, sentence, tmp_path):
+    seen = browse(tmp_path, page([("ours", a), ("base", b)]))
+    assert " ".join(seen.text["differ"].split()) == sentence
+
+
 @in_browser
 def test_browser_shows_what_the_stages_disagree_on_and_where_the_runs_part(tmp_path):
     seen = browse(tmp_path, page(RUNS), "#step=2")
@@ -369,6 +381,18 @@ def test_browser_shows_edits_masks_written_as_masks_and_any_text_as_text(tmp_pat
     assert masked["class"] == "cell mask bundle" and "mark" not in masked
     assert "1 filled, 1 edited, 1 left masked" in seen.text["runs"] and "NFE/token 0.80" in seen.text["runs"]
     assert "differ" not in seen.text  # one run has none to differ from
+
+
+@in_browser
+def test_browser_ends_in_the_verdict(tmp_path):
+    runs = [
+        ("ours", dict(planted(True), verdict="û (U+00FB)")),
+        ("base", dict(planted(False), verdict="(no such character)")),
+    ]
+    seen = browse(tmp_path, page(runs), "#step=4").text["runs"]
+    assert "✓ û (U+00FB), 6 forwards" in seen and "✗ no such character, 5 forwards" in seen
+    seen = browse(tmp_path, page(runs), "#step=2").text["runs"]
+    assert "3.5 forwards so far" in seen and "û" not in seen and "character" not in seen  # a partial one is n/L = 1/4
 
 
 KEY = "document.dispatchEvent(new KeyboardEvent('keydown', {key: '%s'}));"
