@@ -68,7 +68,8 @@ function exists(name) {
 function verdict(name) {
   if (!known) return null;
   const character = exists(name);
-  const hint = name === name.toUpperCase() ? "" : "; names are in upper case";
+  const upper = /\p{Lu}/u.test(name) && name === name.toUpperCase();
+  const hint = upper ? "" : "; names are in upper case";
   if (character === undefined) return `(no such character${hint})`;
   return `${character} (U+${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")})`;
 }

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -16,6 +15,7 @@ from checkpoint import save_model
 from data import byte_tokenizer
 from sample import Decoding, generate, show_steps
 from tools import trace_page
+from tools.playground_speed import BROWSER, QUIET
 from tools.trace_page import booked, page, picture, states
 
 HOSTILE = '</script><!--<b>&"'
@@ -314,11 +314,7 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys):
 # ---------------------------------------------------------------------------------------------------------------------
 # the page in a browser
 
-FOUND = filter(None, map(shutil.which, ("google-chrome", "chromium", "chrome")))
-BROWSER = next((path for path in FOUND if not path.startswith("/snap/")), None)  # a snap cannot read these folders
 in_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium: apt install chromium")
-QUIET = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-QUIET += " --disable-component-update --disable-sync --virtual-time-budget=5000 --dump-dom"
 
 
 def browse(folder, html: str, where: str = "", script: str = "") -> Page:
@@ -326,7 +322,7 @@ def browse(folder, html: str, where: str = "", script: str = "") -> Page:
     file = folder / "page.html"
     file.write_text(html.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
     argv = [BROWSER, *QUIET.split(), f"--user-data-dir={folder / 'profile'}"]
-    done = subprocess.run([*argv, file.as_uri() + where], capture_output=True, text=True, encoding="utf-8", timeout=120)
+    done = subprocess.run([*argv, file.as_uri() + where], capture_output=True, text=True, encoding="utf-8", timeout=900)
     return Page(done.stdout)
 
 
