@@ -134,7 +134,7 @@ function promptOf(text) {
   return {prompt};
 }
 
-// Completes what stands in the prompt box, and shows it from `step` on (the last one, if not given).
+// Completes what stands in the prompt box, and shows it at `step` (the last one, if not given).
 function ask(step = Infinity) {
   const {prompt, wrong} = promptOf($("prompt").value);
   $("wrong").textContent = wrong ?? "";
@@ -215,15 +215,15 @@ morePanel = (panel, t, b, at, v) => {
   if (before) make(panel, "p", "hint", "The mask that moved the most; ticks are from before you wrote a token.");
   const lists = make(panel, "div", "lists");
   const write = (token) => writeByHand(run, b, at, token, answers);
-  list(lists, "Stage A", "this position by itself", t, answers.a.get(at), before?.a.get(at), write);
+  list(lists, "Stage A", "this position by itself", answers.a.get(at), before?.a.get(at), write);
   if (!second) return;
   const together = `positions ${spans(answers.bundle)} together`;
   const alone = "not asked: no other mask is above tau_m2t";
-  list(lists, second.name, answers.b.has(at) ? together : alone, t, answers.b.get(at), before?.b.get(at), write);
+  list(lists, second.name, answers.b.has(at) ? together : alone, answers.b.get(at), before?.b.get(at), write);
 };
 
 // The five likeliest tokens as buttons with bars; `before`: the same distribution, earlier.
-function list(parent, title, about, t, p, before, write) {
+function list(parent, title, about, p, before, write) {
   const box = make(parent, "div", "");
   make(make(box, "h4", "", title), "span", "", about);
   for (const token of p ? largest(p, 5) : []) {
@@ -231,7 +231,7 @@ function list(parent, title, about, t, p, before, write) {
     button.type = "button";
     const bar = make(button, "span", "level");
     if (before) make(button, "span", "was").style.left = `${100 * before[token]}%`;
-    const piece = {[model.cfg.eos_id]: "∎"}[token] ?? model.tokenizer.pieces[token];
+    const piece = token === model.cfg.eos_id ? "∎" : model.tokenizer.pieces[token];
     const share = (before ? `${before[token].toFixed(2)} → ` : "") + p[token].toFixed(2);
     make(button, "span", "name", piece);
     make(button, "span", "share", share);
@@ -354,7 +354,9 @@ function drawChart(rows) {
   draws(svg, "text", middle, "forwards a name, all counted");
 
   for (const {label, shape, n, found, forwards} of rows) {
-    const [at, share, [low, high]] = [x(forwards / n), y(found / n), wilson(found, n)];
+    const at = x(forwards / n);
+    const share = y(found / n);
+    const [low, high] = wilson(found, n);
     const group = draws(svg, "g", {class: shape});
     draws(group, "line", {class: "interval", x1: at, x2: at, y1: y(low), y2: y(high)});
     const cap = {class: "interval", x1: at - 4, x2: at + 4};
@@ -389,21 +391,24 @@ function showGates() {
   $("tau_keep_value").textContent = tau_keep.toFixed(2);
 }
 
+// Completes the prompt and plays it from the start; who asks for no motion sees the end.
+function begin() {
+  play(false);
+  const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  ask(still ? Infinity : 0);
+  if (!still && !$("wrong").textContent) play(true);
+}
+
 $("ask").addEventListener("submit", (e) => {
   e.preventDefault();
-  play(false);
-  ask(0);
-  play(true);
+  begin();
 });
 $("surprise").addEventListener("click", () => {
   const prompt = data.beginnings[Math.floor(Math.random() * data.beginnings.length)];
   $("prompt").value = decode(model, prompt);
   $("ask").requestSubmit();
 });
-$("undo").addEventListener("click", () => {
-  const step = now;
-  ask(step);
-});
+$("undo").addEventListener("click", () => ask(now));
 for (const gate of ["tau_m2t", "tau_keep"]) {
   $(gate).addEventListener("input", showGates);
   $(gate).addEventListener("change", () => { play(false); ask(); });
@@ -425,6 +430,8 @@ $("gates").open = matchMedia("(min-width: 47rem)").matches;
 $("experiment").hidden = $("surprise").hidden = !known;
 following = !known; // a name fits the screen
 showGates();
-const still = matchMedia("(prefers-reduced-motion: reduce)").matches || location.hash;
-ask(location.hash ? linked() : still ? Infinity : 0);
-if (!still) play(true);
+if (!known) $("kind").textContent = "text";
+
+// the step in its address, or the whole from the start
+if (location.hash) ask(linked());
+else begin();

@@ -1,10 +1,11 @@
 """The model in a browser: one HTML page that completes what one types, and needs nothing but itself.
 
 The page holds the weights, the tokenizer and an engine in JavaScript (tools/engine.js, which computes what model.py and
-sample.generate_one do), and shows up to three decoders side by side on the same beginning: one token at a time, every
-likely token at once (factorised), and jointly, by a joint head or by the paper's Stage B. A click on a mask shows what
-both stages would write there. For a checkpoint of names it also says whether the name exists, and completes a hundred
-held-out beginnings with each decoder to draw the names that exist against the forwards.
+sample.generate_one do). It shows up to three decoders side by side on the same beginning: every likely token at once
+(factorised), the same jointly (by a joint head, or by the paper's Stage B), and one token at a time. A click on a mask
+shows what both stages would write there, and what changes when another mask is written by hand. For a checkpoint of
+names the page also says whether a name exists, and it completes a hundred held-out beginnings with each decoder, to
+draw how many names exist against the forwards that they took.
 
 It takes a checkpoint of train.py on names or on text with at most 20 million parameters, and an adapter of the paper's
 kind (LoRA and markers) or a joint head.
