@@ -1,29 +1,33 @@
-"""Corruption: what the model is shown, the loss of every position, and the bundle that Stage B will mark.
+"""Corruption: what the model is shown, the bundle for Stage B, and the loss of every position.
 
 A clean row x becomes z with three kinds of positions (paper, Sec. 3.1):
+
     M  masked          z = [M]                 weight lambda_m2t    fill it
     W  wrong-visible   z != x, not [M]         weight lambda_edit   correct it
     G  clean-visible   z == x                  weight lambda_clean  leave it
 
-What is and is not corrupted:
+What is corrupted and what is not:
+
     prompt (toys, conditional data)   never corrupted, no loss
     padding                           never corrupted, no loss, not attended to
     eos that ends a document          an ordinary token: masked, drafted and predicted like any other
     [M] and other special tokens      never drawn as a random substitute; [M] is never written by a draft
 
 Corruptions (each block draws its own mask ratio from U(0, 1)):
-    mask      masks alone; there is no W
-    random    masks, and visible tokens replaced by a random ordinary token (base LLaDA2.1)
-    draft     masks, then one no-gradient Stage A pass fills part of them with its argmax: wrong ones are W, right ones
-              join G, the rest stay M (the paper, after Yao's self-generated errors)
 
-Every draw takes generators, one a row: a row's corruption depends neither on the rows beside it nor on their number.
+    mask      masks alone; there is no W
+    random    masks, and some visible tokens are replaced by a random ordinary one (base LLaDA2.1)
+    draft     masks, then one Stage A pass without gradient fills some of them with its argmax: the wrong ones are W,
+              the right ones join G, the rest stay M (the paper, which takes its W from the model's own errors)
+
+Every draw takes generators, one a row, so a row's corruption depends neither on the rows beside it
+nor on their number.
+
     python -m tools.gallery       # one text under each corruption, with the loss weight of every position
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,14 +38,81 @@ from torch.utils.checkpoint import checkpoint
 if TYPE_CHECKING:
     from model import Model
 
-# R rows, T positions (a multiple of B), B block_length, n selected positions, C channels, V vocabulary
+# R rows, T positions (a multiple of B), B block_length, C channels, V vocabulary, P positions that carry a loss
 
-NONE, M, W, G = 0, 1, 2, 3
-LAMBDAS = (1.0, 0.3, 0.2)  # lambda_m2t, lambda_edit, lambda_clean of the paper
-WRONG_RATE = {"mask": 0.0, "random": 0.1, "draft": 0.3}  # neither the paper nor LLaDA2.1 publishes one
+# kinds of positions
+NONE = 0  # prompt and padding: no loss
+M = 1
+W = 2
+G = 3
 
-Draws = list[torch.Generator]  # one a row, from which all of its random numbers come
-Draft = Callable[[Tensor, Tensor], Tensor]  # (z (R, T), where (R, T) bool with n True) -> (n,) int64 predictions
+# lambda_m2t, lambda_edit and lambda_clean of the paper
+LAMBDA_M2T = 1.0
+LAMBDA_EDIT = 0.3
+LAMBDA_CLEAN = 0.2
+
+CORRUPTIONS = ("mask", "random", "draft")
+
+# one generator a row, from which all of its random numbers come
+Draws = list[torch.Generator]
+
+# what fills masks with the model's own guesses: (z (R, T), where (R, T) bool) -> int64, one token
+# for each True
+Draft = Callable[[Tensor, Tensor], Tensor]
+
+
+# --- what the model is shown
+@dataclass(frozen=True)
+class Corruption:
+    kind: str  # one of CORRUPTIONS
+    block_length: int
+    mask_id: int
+    n_plain: int  # ids 0..n_plain-1 are ordinary tokens
+    # neither the paper nor LLaDA2.1 publishes a rate
+    replace_rate: float = 0.1  # random: the share of visible tokens that are replaced
+    draft_rate: float = 0.3  # draft: the share of masks that the draft fills
+
+
+def corrupt(
+    x: Tensor, free: Tensor, how: Corruption, draws: Draws, draft: Draft | None = None
+) -> tuple[Tensor, Tensor]:
+    """x (R, T) int64 clean; free (R, T) bool, the positions that may be corrupted: real ones
+    outside the prompt.
+
+    -> z (R, T) int64 and kind (R, T) uint8. M, W and G partition the free positions, the rest is NONE.
+    """
+    R, T = x.shape
+
+    # each block draws a mask ratio, then each of its positions is masked with that probability
+    ratio = uniform(draws, T // how.block_length)
+    ratio = ratio.repeat_interleave(how.block_length, dim=1)  # (R, T)
+    masked = uniform(draws, T) < ratio
+    masked = free & masked.to(x.device)
+    z = x.masked_fill(masked, how.mask_id)
+
+    if how.kind == "random":
+        # some of what is visible becomes a random token, which may happen to be the right one
+        replaced = uniform(draws, T) < how.replace_rate
+        replaced = free & ~masked & replaced.to(x.device)
+        token = (uniform(draws, T) * how.n_plain).long()
+        z = torch.where(replaced, token.to(x.device), z)
+
+    if how.kind == "draft":
+        # some of the masks are filled with the model's own guess
+        drafted = uniform(draws, T) < how.draft_rate
+        drafted = masked & drafted.to(x.device)
+        z = z.masked_scatter(drafted, draft(z, drafted))
+
+    return z, kinds(x, z, free, how.mask_id)
+
+
+def kinds(x: Tensor, z: Tensor, free: Tensor, mask_id: int) -> Tensor:
+    """M, W or G for each free position of z, NONE elsewhere: (R, T) uint8."""
+    kind = torch.full_like(x, W, dtype=torch.uint8)
+    kind[z == mask_id] = M
+    kind[z == x] = G
+    kind[~free] = NONE
+    return kind
 
 
 def uniform(draws: Draws, n: int) -> Tensor:
@@ -49,78 +120,105 @@ def uniform(draws: Draws, n: int) -> Tensor:
     return torch.stack([torch.rand(n, generator=g) for g in draws])
 
 
-@dataclass(frozen=True)
-class Corruption:
-    kind: str  # mask | random | draft
-    block_length: int
-    mask_id: int
-    n_plain: int  # ids 0..n_plain-1 are ordinary tokens
-    wrong_rate: float  # share of visible tokens replaced (random), or of masks that the draft fills (draft)
-
-    def __call__(self, x: Tensor, free: Tensor, draws: Draws, draft: Draft) -> tuple[Tensor, Tensor]:
-        """x (R, T) int64 clean; free (R, T) bool, the positions that may be corrupted (real and not prompt).
-        -> z (R, T) int64 and kind (R, T) uint8. M, W and G partition the free positions; the rest is NONE."""
-        R, T = x.shape
-        ratio = uniform(draws, T // self.block_length).repeat_interleave(self.block_length, dim=1)  # (R, T)
-        masked = free & (uniform(draws, T) < ratio).to(x.device)
-        z = x.masked_fill(masked, self.mask_id)
-        if self.kind == "random":
-            replaced = free & ~masked & (uniform(draws, T) < self.wrong_rate).to(x.device)
-            z = torch.where(replaced, (uniform(draws, T) * self.n_plain).long().to(x.device), z)
-        elif self.kind == "draft":
-            written = masked & (uniform(draws, T) < self.wrong_rate).to(x.device)
-            z = z.masked_scatter(written, draft(z, written))
-        kind = torch.where(z == x, G, torch.where(z == self.mask_id, M, W))
-        return z, torch.where(free, kind, NONE).to(torch.uint8)
-
-
+# --- the bundle
 def draw_bundle(masked: Tensor, group: int, s_min: int, s_max: int, draws: Draws) -> Tensor:
-    """The bundle that Stage B marks: in each run of `group` positions (a block, or the whole row), s ~
-    Uniform{s_min..s_max} of the masked ones, uniformly; all of them where fewer than s are masked (paper, Sec. 4.1 i).
+    """The bundle of a training row (paper, Sec. 4.1 i): in each run of `group` positions (a block,
+    or the whole row) s ~ Uniform{s_min..s_max} of the masked ones, uniformly; all of them where
+    fewer than s are masked.
 
-    masked (R, T) bool -> (R, T) bool. A function of z and of chance alone, never of x: results/theorem builds on that.
+    masked (R, T) bool -> (R, T) bool. It is a function of z and of chance alone, never of x: the
+    bundle says nothing new about the text, and that is why the paper's target cannot teach Stage B
+    anything (results/theorem).
     """
-    R, T = masked.shape
-    size = s_min + (uniform(draws, T // group) * (s_max - s_min + 1)).long()  # (R, T / group)
-    return first_masked(uniform(draws, T).to(masked.device), masked, size.to(masked.device), group)
+    n_groups = masked.shape[1] // group
+
+    # how many, in each group
+    size = s_min + (uniform(draws, n_groups) * (s_max - s_min + 1)).long()  # (R, n_groups)
+
+    # which ones: those that draw the smallest numbers
+    key = uniform(draws, masked.shape[1])
+    return first_masked(key.to(masked.device), masked, size.to(masked.device), group)
 
 
 def first_masked(key: Tensor, masked: Tensor, size: Tensor, group: int) -> Tensor:
-    """In each group the `size` (R, T / group) masked positions with the smallest key (R, T) float, the leftmost of
-    equals: (R, T) bool."""
-    key = key.masked_fill(~masked, float("inf")).view(len(key), -1, group)  # unmasked positions sort last
-    rank = key.argsort(dim=-1, stable=True).argsort(dim=-1)
-    return masked & (rank < size[..., None]).view_as(masked)
+    """In each run of `group` positions the `size` masked ones with the smallest key, the leftmost
+    of equals.
+
+    key (R, T) float, masked (R, T) bool, size (R, T / group) int64 -> (R, T) bool.
+    """
+    R, T = masked.shape
+
+    # what is not masked comes last, whatever its key is
+    key = key.masked_fill(~masked, float("inf"))
+    rank = ranks(key.view(R, T // group, group))
+    first = rank < size[..., None]
+    return masked & first.view(R, T)
 
 
+def ranks(key: Tensor) -> Tensor:
+    """(..., n) float -> (..., n) int64: the place of each entry in ascending order, the leftmost of
+    equals first.
+
+    ranks([.7, .2, .9]) = [1, 0, 2]. argsort says which entry stands at a place; the argsort of that
+    says at which place an entry stands.
+    """
+    order = key.argsort(dim=-1, stable=True)
+    return order.argsort(dim=-1)
+
+
+# --- the loss
 def loss_weights(kind: Tensor, fill: Tensor) -> Tensor:
-    """Eq. 1's weight of every position, (R, T) float32. fill (R, T) bool: the masked positions that carry the fill
-    loss, all of M in Stage A and the bundle in Stage B.
+    """Eq. 1's weight of every position, (R, T) float32. fill (R, T) bool: the masked positions that
+    carry the fill loss, all of M in Stage A and the bundle in Stage B.
 
-    No 1/t weight stands here, as an ELBO of masked diffusion would have: the paper's loss is Eq. 1, a plain sum."""
-    m2t, edit, clean = LAMBDAS
-    return m2t * (fill & (kind == M)).float() + edit * (kind == W).float() + clean * (kind == G).float()
+    There is no 1/t weight, as an ELBO of masked diffusion would have: the paper's loss is Eq. 1, a
+    plain sum.
+    """
+    weight = torch.zeros(kind.shape, device=kind.device)
+    weight[fill & (kind == M)] = LAMBDA_M2T
+    weight[kind == W] = LAMBDA_EDIT
+    weight[kind == G] = LAMBDA_CLEAN
+    return weight
 
 
 def three_term_loss(model: "Model", h: Tensor, target: Tensor, kind: Tensor, fill: Tensor) -> tuple[Tensor, Tensor]:
-    """Eq. 1: weighted sum of cross-entropies to `target` at the same position (no shift), in nats.
+    """Eq. 1: weighted cross-entropies to `target` at the same position (no shift), summed, in nats.
 
-    h (R, T, C) states before the head; target (R, T) int64; kind, fill as in `loss_weights` -> the sum, a scalar to be
-    divided by the number of real tokens (one denominator keeps the three terms in Eq. 1's ratio), and terms (3, 2):
-    unweighted sum of cross-entropy and number of positions for m2t, edit, clean.
-
-    Logits are made only where there is a loss, and in chunks that the backward pass makes again: at 157,184 tokens of
-    vocabulary the full logits of 8 x 2048 positions in two stages would be 20 GB.
+    h (R, T, C) states before the head, or (R, 2T, C) of rows beside their clean copy, which has no loss;
+    target (R, T) int64; kind (R, T) uint8 and fill (R, T) bool as in `loss_weights`.
+    -> the sum, a scalar, to be divided by the number of real tokens (one denominator keeps the terms in Eq. 1's ratio);
+       terms (3, 2) float32: for m2t, edit and clean the unweighted sum of cross-entropies and the number of positions.
     """
+    h = h[:, : kind.shape[1]]
+
+    # logits are made only where there is a loss
     weight = loss_weights(kind, fill)
     chosen = weight > 0
-    h, target, kind, weight = h[chosen], target[chosen], kind[chosen], weight[chosen]  # (n, C), (n,), (n,), (n,)
+    weight = weight[chosen]  # (P,)
+    kind = kind[chosen]
+    ce = cross_entropy(model, h[chosen], target[chosen])  # (P,)
 
-    def cross_entropy(h: Tensor, target: Tensor) -> Tensor:
+    # the three terms apart, for the log
+    terms = []
+    for k in (M, W, G):
+        here = kind == k
+        terms.append(torch.stack([ce.detach()[here].sum(), here.sum()]))
+    return (weight * ce).sum(), torch.stack(terms)
+
+
+def cross_entropy(model: "Model", h: Tensor, target: Tensor) -> Tensor:
+    """h (P, C), target (P,) int64 -> (P,) float32 in nats.
+
+    A long list goes through the head in parts, whose logits the backward pass makes again: with
+    157,184 tokens in the vocabulary the logits of 8 rows of 2,048 in two stages would take 20 GB.
+    """
+
+    def part(h: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(model.head(h), target, reduction="none")
 
-    size = max(64, 2**24 // model.cfg.vocab_size)  # 64 MB of float32 logits a chunk
-    again = partial(checkpoint, cross_entropy, use_reentrant=False) if len(h) > size else cross_entropy
-    ce = torch.cat([again(*chunk) for chunk in zip(h.split(size), target.split(size), strict=True)])
-    terms = torch.stack([torch.stack([ce.detach()[kind == k].sum(), (kind == k).sum()]) for k in (M, W, G)])
-    return (weight * ce).sum(), terms
+    # 64 MB of float32 logits at a time
+    size = max(64, 2**24 // model.cfg.vocab_size)
+    if len(h) <= size:
+        return part(h, target)
+    parts = zip(h.split(size), target.split(size), strict=True)
+    return torch.cat([checkpoint(part, a, b, use_reentrant=False) for a, b in parts])

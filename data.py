@@ -1,34 +1,36 @@
-"""Text and tokenizers: what goes into the model, as ids, and the small things that every script shares.
+"""What goes into the model: documents, and rows of ids. And the small things that every script
+shares.
 
-    Tokenizer    bytes, or a byte-level BPE `tokenizer.json`: a released one, or one that learn_bpe made
     load_text    names of Unicode characters, Python's own sources, .txt, a folder, FineWeb-Edu records -> documents
     Sequences    documents -> rows of seq_len ids, never two documents in one row; the same row for the same index
 
-Nothing is downloaded, and what cannot be read exactly is refused.
+Nothing is downloaded, and what cannot be read exactly is refused. Tokenizers are in tokenizer.py.
 """
 
 import argparse
+import atexit
 import gzip
 import hashlib
 import json
 import math
 import os
-import re
 import sys
 import sysconfig
 import zlib
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice, pairwise
+from itertools import chain, islice
 from pathlib import Path
-from typing import NoReturn
+from types import TracebackType
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
-import tiktoken
 import torch
 from torch import Tensor
 from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from tokenizer import Tokenizer
 
 try:
     import unicodedata
@@ -36,28 +38,71 @@ except ImportError:  # a Python built without it: `names` is refused
     unicodedata = None
 
 # R rows, T positions of a row, N rows in the corpus
+
 NAMES_VOCAB = 1024  # ids of the BPE that is learned for the corpus `names`
-EOS, MASK = "<|endoftext|>", "<|mask|>"  # the released names; every tokenizer uses them
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# mistakes and flags
 
 
 def fail(message: str) -> NoReturn:
     """A user's mistake: one line that says what is wrong and what to do, exit code 2."""
-    print("error: " + " ".join(str(message).split()), file=sys.stderr)
+    line = " ".join(str(message).split())
+    print("error: " + line.replace("\0", "\\0"), file=sys.stderr)
     raise SystemExit(2)
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose error is one line, and whose --help keeps the layout of the script's docstring."""
+    """argparse whose error is one line, and whose --help keeps the layout of the script's
+    docstring.
+
+    A script that has one also ends quietly when whoever reads its output has left (`... | head
+    -1`).
+    """
 
     def __init__(self, doc: str):
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+        sys.excepthook = end_quietly
+        atexit.register(flush_quietly)
 
     def error(self, message: str) -> NoReturn:
         fail(f"{message} (see {self.prog} --help)")
 
 
+READER_IS_GONE = 128 + 13  # the exit status of a Unix tool that SIGPIPE has ended
+
+
+def end_quietly(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """In the place of sys.excepthook: a closed pipe is no error."""
+    if issubclass(kind, BrokenPipeError):
+        os._exit(READER_IS_GONE)
+    sys.__excepthook__(kind, error, trace)
+
+
+def flush_quietly() -> None:
+    """The last words, before Python's own flush could complain about a closed pipe."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os._exit(READER_IS_GONE)
+    except ValueError:  # already closed
+        pass
+
+
 def bounded(kind: type, low: float, high: float = math.inf, none: bool = False) -> Callable[[str], float | None]:
-    """The type of a flag: a finite number of this kind in [low, high], or the word "none" where that is allowed."""
+    """The type of a flag: a finite number of this kind in [low, high], or the word "none" where
+    that is allowed.
+    """
+    not_one = "no number"
+    if kind is int:
+        not_one = "no whole number"
+    if none:
+        not_one = 'neither a number nor "none"'
+
+    span = f"must lie in {low}..{high}"
+    if high == math.inf:
+        span = f"must be at least {low}, and finite"
 
     def parse(text: str) -> float | None:
         if none and text.lower() == "none":
@@ -65,18 +110,27 @@ def bounded(kind: type, low: float, high: float = math.inf, none: bool = False) 
         try:
             value = kind(text)
         except ValueError:
-            what = 'neither a number nor "none"' if none else "no whole number" if kind is int else "no number"
-            raise argparse.ArgumentTypeError(f"{text!r} is {what}") from None
+            raise argparse.ArgumentTypeError(f"{text!r} is {not_one}") from None
+
+        # NaN is in no range
         if not low <= value <= high or value == math.inf:
-            span = f"must be at least {low}, and finite" if high == math.inf else f"must lie in {low}..{high}"
             raise argparse.ArgumentTypeError(f"{span}, not {text}")
         return value
 
     return parse
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# files
+
+
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a temporary file beside `path`, then rename it: a reader sees the old file or the new one."""
+    """Let `write` fill a temporary file beside `path`, then rename it: a reader sees the old file
+    or the new one.
+    """
+    if "\0" in str(path):
+        fail(f"cannot write {path}: a NUL byte is in its name")
+
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,11 +139,14 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
     except OSError as e:
         fail(f"cannot write {path}: {e.strerror or e}; choose another folder or free some space")
     finally:
-        temporary.unlink(missing_ok=True) if path.parent.is_dir() else None
+        # still there only if writing was stopped
+        if path.parent.is_dir():
+            temporary.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: object) -> None:
-    replace_file(path, lambda p: p.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n"))
+    text = json.dumps(value, indent=1, ensure_ascii=False)
+    replace_file(path, lambda temporary: temporary.write_text(text + "\n"))
 
 
 def read_json(path: Path, what: str) -> dict:
@@ -98,20 +155,36 @@ def read_json(path: Path, what: str) -> dict:
         value = json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError):
         fail(f"no {what} at {path}")
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         fail(f"{what} {path} cannot be read as JSON: {e}")
-    return value if isinstance(value, dict) else fail(f"{what} {path} is not a JSON object")
+    if not isinstance(value, dict):
+        fail(f"{what} {path} is not a JSON object")
+    return value
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# randomness and the device
 
 
 def generator(*key: int | str) -> torch.Generator:
-    """A CPU generator that is a function of its key alone, so that nothing random has a state to save or to lose."""
+    """A CPU generator that is a function of its key alone, so that nothing random has a state to
+    save or to lose.
+    """
     digest = hashlib.sha256(repr(key).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    seed = int.from_bytes(digest[:7], "big")
+    return torch.Generator().manual_seed(seed)
 
 
 def pick_device(name: str) -> torch.device:
+    """The device of this name, after trying it; `auto` is the first of cuda, mps and cpu that is
+    there.
+    """
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        name = "cpu"
+        if torch.backends.mps.is_available():
+            name = "mps"
+        if torch.cuda.is_available():
+            name = "cuda"
     try:
         torch.empty(1, device=name).item()
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as e:
@@ -119,298 +192,314 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-@dataclass
-class Tokenizer:
-    """A tiktoken.Encoding, which numbers its tokens by merge rank, and the model's ids, which may have any order."""
-
-    encoding: tiktoken.Encoding
-    ids: list[int]  # rank -> id
-    special: dict[str, int]
-    nfc: bool = False  # whether the released normaliser is Unicode NFC
-    token_bytes: dict[int, bytes] = field(default_factory=dict)  # none for special and unused ids
-
-    def __post_init__(self) -> None:
-        self.vocab_size = 1 + max([*self.ids, *self.special.values()])
-        self.eos_id, self.mask_id = self.special.get(EOS), self.special.get(MASK)
-
-    def encode(self, text: str) -> list[int]:
-        """Text to ids; names of special tokens become those tokens, as in the released tokenizer."""
-        text = unicodedata.normalize("NFC", text) if self.nfc else text
-        return [self.ids[r] for r in self.encoding.encode(text, allowed_special="all")]
-
-    def encode_document(self, text: str) -> np.ndarray:
-        """Corpus text to int32 ids: here the name of a special token is ordinary text."""
-        text = unicodedata.normalize("NFC", text) if self.nfc else text
-        return np.array([self.ids[r] for r in self.encoding.encode_ordinary(text)], dtype=np.int32)
-
-    def decode(self, ids: list[int]) -> str:
-        """Ids to text; special tokens are left out and bytes that are no UTF-8 become U+FFFD."""
-        return b"".join(self.token_bytes.get(i, b"") for i in ids).decode("utf-8", errors="replace")
-
-    def piece(self, token: int) -> str:
-        """A token's text, all of it visible (an accent on ◌), bytes that are no UTF-8 as <E2>, special ones by name."""
-        if not (raw := self.token_bytes.get(token, b"")):
-            return {i: name for name, i in self.special.items()}.get(token, f"<{token}>")
-        text, glyphs = raw.decode("utf-8", errors="surrogateescape"), {" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍"}
-        glyphs |= {chr(0xDC00 + b): f"<{b:02X}>" for b in range(128, 256)}  # surrogateescape's stand-ins for bytes
-        shown = (glyphs.get(c) or (c if c.isprintable() else f"<U+{ord(c):04X}>") for c in text)
-        return ("◌" if unicodedata and unicodedata.combining(text[0]) else "") + "".join(shown)
-
-
-def byte_tokenizer() -> Tokenizer:
-    return bpe_tokenizer(Path("bytes"), learn_bpe([], 258))  # a BPE without merges: eos 256, mask 257
-
-
-def byte_alphabet() -> list[str]:
-    """The printable stand-in that byte-level BPE files use for each byte: itself if printable, else U+0100 onwards."""
-    others = map(chr, range(256, 512))
-    return [chr(b) if chr(b).isprintable() and b != ord(" ") else next(others) for b in range(256)]
-
-
-def bpe_tokenizer(path: Path, spec: dict | None = None) -> Tokenizer:
-    """A `tokenizer.json` (byte-level BPE; `spec` is its content, if known) as a tiktoken.Encoding with the same ids on
-    every text. Refused with the reason: anything whose result tiktoken could not reproduce exactly."""
-    spec = spec or read_json(path, "tokenizer")
-    try:
-        pattern, nfc = check_pipeline(spec, path)
-        alphabet = {ch: byte for byte, ch in enumerate(byte_alphabet())}
-        vocab = {bytes(alphabet[ch] for ch in token): i for token, i in spec["model"]["vocab"].items()}
-        special = {t["content"]: t["id"] for t in spec["added_tokens"]}
-        ranks = {bytes([b]): b for b in range(256)}
-        for merge in spec["model"]["merges"]:
-            pair = merge.split(" ") if isinstance(merge, str) else merge
-            left, right = (bytes(alphabet[ch] for ch in part) for part in pair)
-            # tiktoken merges any neighbours whose concatenation is known; that equals this merge list only if the pair
-            # is what the earlier merges make of those bytes, and if no other merge makes the same token.
-            if left + right in ranks or merge_bytes(left + right, ranks) != [left, right]:
-                fail(f"{path}: merge {left!r} + {right!r} is not expressible in tiktoken (duplicate or out of order)")
-            ranks[left + right] = len(ranks)
-        ids = [vocab[token] for token in ranks] + list(special.values())
-    except (KeyError, TypeError, AttributeError, ValueError) as e:
-        fail(f"{path} is not a byte-level BPE tokenizer.json: unexpected or missing {e}")
-    last = {name: len(ranks) + i for i, name in enumerate(special)}
-    encoding = tiktoken.Encoding("bpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens=last)
-    return Tokenizer(encoding, ids, special, nfc, token_bytes={i: t for t, i in vocab.items()})
-
-
-def check_pipeline(spec: dict, path: Path) -> tuple[str, bool]:
-    """(pre-tokenizer pattern, whether NFC is applied) of a tokenizer.json; refuses every step that is not modelled."""
-    model, pre, normalizer, post = (spec.get(k) for k in ("model", "pre_tokenizer", "normalizer", "post_processor"))
-    steps = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
-    refused = [
-        (model["type"] != "BPE", f"model {model['type']}"),
-        (bool(model.get("ignore_merges") or model.get("dropout") or model.get("byte_fallback")), "a BPE option"),
-        (normalizer is not None and normalizer["type"] != "NFC", f"normalizer {normalizer}"),
-        (post is not None and post["type"] != "ByteLevel", f"post-processor {post}"),
-        ([s["type"] for s in steps] != ["Split", "ByteLevel"], f"pre-tokenizer {[s['type'] for s in steps]}"),
-        (steps[-1].get("add_prefix_space") or steps[-1].get("use_regex"), "ByteLevel with prefix space or regex"),
-        (steps[0].get("behavior") != "Isolated" or steps[0].get("invert"), f"split behaviour {steps[0]}"),
-        (any(t["lstrip"] or t["rstrip"] or t["single_word"] for t in spec["added_tokens"]), "a stripping added token"),
-    ]
-    for what in (what for bad, what in refused if bad):
-        fail(f"{path}: {what} cannot be expressed exactly in tiktoken, so this tokenizer is refused")
-    return steps[0]["pattern"]["Regex"], normalizer is not None
-
-
-def merge_bytes(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
-    """Byte-pair merging of one token under the merges known so far, lowest rank first."""
-    parts = [bytes([b]) for b in token]
-    while known := [(ranks[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ranks]:
-        i = min(known)[1]
-        parts[i : i + 2] = [parts[i] + parts[i + 1]]
-    return parts
-
-
-def learn_bpe(texts: Iterable[str], vocab_size: int) -> dict:
-    """The content of a `tokenizer.json` with vocab_size ids: bytes, merges learned from these texts, EOS and MASK.
-
-    Each merge joins the pair most often side by side in words, of equals the first in string order, if it is so twice.
-    """
-    pattern = r" ?\S+|\s+"  # a word and the blank before it
-    words = Counter(word for text in texts for word in re.findall(pattern, text))
-    letters = byte_alphabet()
-    parts = {word: [letters[b] for b in word.encode()] for word in words}
-    counts, holders = Counter(), defaultdict(set)  # of a pair: how often it occurs; the words that hold it, or once did
-
-    def count(word: str, sign: int) -> None:
-        for pair in pairwise(parts[word]):
-            counts[pair] += sign * words[word]
-            holders[pair].add(word)
-
-    for word in words:
-        count(word, 1)
-    merges = []
-    while len(letters) + len(merges) + 2 < vocab_size and (most := max(counts.values(), default=0)) > 1:
-        pair = min(p for p, n in counts.items() if n == most)
-        merges.append(list(pair))
-        for word in holders.pop(pair):
-            count(word, -1)
-            for i in range(len(parts[word]) - 1):  # from the left; a slice at the end of a shortened list is no pair
-                if parts[word][i : i + 2] == merges[-1]:
-                    parts[word][i : i + 2] = ["".join(pair)]
-            count(word, 1)
-    tokens = letters + ["".join(pair) for pair in merges]
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    return {
-        "added_tokens": [{"id": len(tokens) + i, "content": name} | plain for i, name in enumerate((EOS, MASK))],
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
-        "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": {t: i for i, t in enumerate(tokens)}, "merges": merges},
-    }
+# ---------------------------------------------------------------------------------------------------------------------
+# documents
 
 
 def load_text(sources: list[str], max_docs: int = 0) -> list[tuple[str, str]]:
-    """Documents as (stable name, text), the first max_docs (0: all) of `names`, `stdlib`, or paths: .txt / folder /
-    .jsonl / .jsonl.gz / .parquet."""
-    documents = list(islice((document for source in sources for document in read_source(source)), max_docs or None))
+    """Documents as (stable name, text), the first max_docs (0: all) of `names`, `stdlib`, or paths:
+    .txt / folder / .jsonl / .jsonl.gz / .parquet.
+    """
+    stream = chain.from_iterable(read_source(source) for source in sources)
+    if max_docs:
+        stream = islice(stream, max_docs)
+    documents = list(stream)
     if not any(text for _, text in documents):
         fail(f"--data {' '.join(sources)} holds no text (or the filter on score and length left none)")
     return documents
 
 
 def read_source(source: str) -> Iterator[tuple[str, str]]:
-    """The documents of one source; those of a folder in a fixed order, without its hidden files."""
-    stdlib = source == "stdlib"
-    skip = {"test", "tests", "idle_test", "site-packages"} if stdlib else set()
-    root = Path(sysconfig.get_path("stdlib") if stdlib else source)
+    """The documents of one source."""
     if source == "names":
-        yield from ((name, name) for name in unicode_names())
-    elif root.is_dir():
-        for path in sorted(root.rglob("*.py" if stdlib else "*")):
-            inside = path.relative_to(root)
-            if path.is_file() and not any(part in skip or part.startswith(".") for part in inside.parts):
-                yield from read_file(path, inside.as_posix(), pass_over=True)
+        for name in unicode_names():
+            yield name, name
+        return
+
+    if source == "stdlib":
+        tests = {"test", "tests", "idle_test", "site-packages"}
+        yield from read_folder(Path(sysconfig.get_path("stdlib")), "*.py", tests)
+        return
+
+    root = Path(source)
+    if root.is_dir():
+        yield from read_folder(root, "*", set())
     elif root.exists():
         yield from read_file(root, root.name)
     else:
         fail(f"--data {source}: no such file or folder (and not `names`, `stdlib` or the name of a toy)")
 
 
-def unicode_names() -> Iterator[str]:
-    """The names of all characters (about 31,600) but the numbered ones, which teach and test nothing: those that end in
-    their code point (CJK UNIFIED IDEOGRAPH-4E00), the computed ones of Hangul, and two long runs of numbers."""
-    if unicodedata is None:
-        fail("--data names: this Python was built without its module unicodedata; use another Python")
-    numbered = ("HANGUL SYLLABLE ", "TANGUT COMPONENT-", "VARIATION SELECTOR-")
-    for code in range(sys.maxunicode + 1):
-        name = unicodedata.name(chr(code), "")
-        if name and not name.startswith(numbered) and not name.endswith(f"-{code:04X}"):
-            yield name
+def read_folder(root: Path, pattern: str, skip: set[str]) -> Iterator[tuple[str, str]]:
+    """The documents of a folder in a fixed order, without its hidden files and the folders named in
+    `skip`.
+    """
+    for path in sorted(root.rglob(pattern)):
+        inside = path.relative_to(root)
+        hidden = any(part.startswith(".") for part in inside.parts)
+        skipped = any(part in skip for part in inside.parts)
+        if path.is_file() and not hidden and not skipped:
+            yield from read_file(path, inside.as_posix(), pass_over=True)
 
 
-def exists(name: str) -> str | None:
-    """The character of exactly this name in `unicodedata.unidata_version`, numbered or not, or None."""
-    try:
-        found = unicodedata.lookup(name)  # takes lower case, aliases and sequences too: no character's own name
-    except (KeyError, UnicodeEncodeError):  # unknown; a lone surrogate
-        return None
-    return found if unicodedata.name(found[0], "") == name else None
-
-
-def check_names(folder: Path, prompts: list[str]) -> bool:
-    """Whether completions can be judged: by a model of names, in a Python that knows them. A line for each doubt."""
-    taught = read_json(folder / "names.json", "names").get("unidata_version")
-    known = unicodedata and unicodedata.unidata_version
-    if known != taught:
-        here = known or "unknown: it has no module unicodedata"
-        print(f"note: the model learned the names of Unicode {taught}, this Python's are {here}", file=sys.stderr)
-    for prompt in prompts if known else ():
-        if not any(unicodedata.name(chr(code), "").startswith(prompt) for code in range(sys.maxunicode + 1)):
-            print(f"note: no character's name begins with {prompt!r}", file=sys.stderr)
-    return bool(known)
+RECORDS = (".jsonl", ".jsonl.gz", ".parquet")
 
 
 def read_file(path: Path, name: str, pass_over: bool = False) -> Iterator[tuple[str, str]]:
-    """The documents of one file: one of text, or its records, those with FineWeb-Edu's fields by the paper's filter
-    (Training); or none, if it may be no text."""
-    limits = ("int_score", 3, math.inf), ("token_count", 256, 1800)
-    holds_records = path.name.endswith((".jsonl", ".jsonl.gz", ".parquet"))
+    """The documents of one file: its records, or one document of text. `pass_over`: none, if it
+    holds no text.
+    """
+    holds_records = path.name.endswith(RECORDS)
     try:
-        if not holds_records:
+        if holds_records:
+            for number, record in read_records(path):
+                check_record(path, number, record)
+                if passes_filter(record):
+                    yield f"{name}:{number}", record["text"]
+        else:
             yield name, path.read_text(encoding="utf-8")
-        for n, record in read_records(path) if holds_records else ():
-            kinds = {"text": str, "int_score": int | float | None, "token_count": int | float | None}
-            if not isinstance(record, dict) or not all(isinstance(record.get(k), kind) for k, kind in kinds.items()):
-                fail(f"--data {path}: record {n} has no `text` field, or an int_score or token_count that is no number")
-            if all(record.get(field) is None or low <= record[field] <= high for field, low, high in limits):
-                yield f"{name}:{n}", record["text"]
     except (OSError, EOFError, ValueError, zlib.error) as e:  # errors of JSON, UTF-8 and pyarrow are ValueErrors
         if holds_records or not pass_over:
             fail(f"--data {path} cannot be read as text, or as one JSON record a line: {e}")
 
 
+def check_record(path: Path, number: int, record: object) -> None:
+    """A record has a text. FineWeb-Edu's fields may be missing, but are numbers."""
+    good = isinstance(record, dict) and isinstance(record.get("text"), str)
+    for field_name in ("int_score", "token_count"):
+        good = good and isinstance(record.get(field_name), int | float | None)
+    if not good:
+        fail(f"--data {path}: record {number} has no `text` field, or an int_score or token_count that is no number")
+
+
+def passes_filter(record: dict) -> bool:
+    """The paper's filter (Training): educational score 3 or more, 256 to 1800 tokens. What is not
+    stated passes.
+    """
+    score = record.get("int_score")
+    if score is not None and not score >= 3:
+        return False
+    count = record.get("token_count")
+    return count is None or 256 <= count <= 1800
+
+
 def read_records(path: Path) -> Iterator[tuple[int, object]]:
     """(number of the line or row, record)"""
-    if path.suffix != ".parquet":
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
-            yield from ((n, json.loads(line)) for n, line in enumerate(lines, 1) if line.strip())
+    if path.suffix == ".parquet":
+        yield from enumerate(read_parquet(path), 1)
         return
+
+    open_text = open
+    if path.suffix == ".gz":
+        open_text = gzip.open
+    with open_text(path, "rt", encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield number, json.loads(line)
+
+
+def read_parquet(path: Path) -> Iterator[dict]:
+    """The rows of a .parquet file, of the three columns that matter."""
     try:
         import pyarrow.parquet as parquet
     except ImportError:
         fail(f"--data {path}: reading .parquet needs pyarrow: pip install pyarrow, or convert the file to .jsonl")
     table = parquet.ParquetFile(path)
-    columns = [c for c in ("text", "int_score", "token_count") if c in table.schema_arrow.names]
-    yield from enumerate((row for batch in table.iter_batches(columns=columns) for row in batch.to_pylist()), 1)
+    there = table.schema_arrow.names
+    columns = [column for column in ("text", "int_score", "token_count") if column in there]
+    for batch in table.iter_batches(columns=columns):
+        yield from batch.to_pylist()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# names
+
+
+def unicode_names() -> Iterator[str]:
+    """The names of all characters (about 31,600) but the numbered ones, which teach and test
+    nothing: those that end in their code point (CJK UNIFIED IDEOGRAPH-4E00), the computed ones of
+    Hangul, and two long runs of numbers.
+    """
+    if unicodedata is None:
+        fail("--data names: this Python was built without its module unicodedata; use another Python")
+    numbered = ("HANGUL SYLLABLE ", "TANGUT COMPONENT-", "VARIATION SELECTOR-")
+    for code in range(sys.maxunicode + 1):
+        name = unicodedata.name(chr(code), "")
+        if not name or name.startswith(numbered):
+            continue
+        if not name.endswith(f"-{code:04X}"):
+            yield name
+
+
+def exists(name: str) -> str | None:
+    """The character of exactly this name in `unicodedata.unidata_version`, numbered or not, or
+    None.
+    """
+    try:
+        found = unicodedata.lookup(name)
+    except (KeyError, UnicodeEncodeError):  # unknown; a lone surrogate
+        return None
+
+    # lookup also takes lower case, aliases and sequences: none of them is a character's own name
+    if unicodedata.name(found[0], "") != name:
+        return None
+    return found
+
+
+def check_names(folder: Path, prompts: list[str]) -> bool:
+    """Whether completions can be judged: by a model of names, in a Python that knows them. A line
+    for each doubt.
+    """
+    taught = read_json(folder / "names.json", "names").get("unidata_version")
+    if unicodedata is None:
+        here = "unknown: it has no module unicodedata"
+        print(f"note: the model learned the names of Unicode {taught}, this Python's are {here}", file=sys.stderr)
+        return False
+
+    known = unicodedata.unidata_version
+    if known != taught:
+        print(f"note: the model learned the names of Unicode {taught}, this Python's are {known}", file=sys.stderr)
+    for prompt in prompts:
+        if not begins_a_name(prompt):
+            print(f"note: no character's name begins with {prompt!r}", file=sys.stderr)
+    return True
+
+
+def begins_a_name(prompt: str) -> bool:
+    every = range(sys.maxunicode + 1)
+    return any(unicodedata.name(chr(code), "").startswith(prompt) for code in every)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# rows
 
 
 def is_validation(name: str) -> bool:
-    """A stable split: one document in twenty by the hash of its name, whatever the order or the number of files."""
+    """A stable split: one document in twenty by the hash of its name, whatever the order or the
+    number of files.
+    """
     return hashlib.sha256(name.encode()).digest()[0] % 20 == 0
 
 
 @dataclass
 class Sequences:
-    """Documents cut into rows of at most seq_len ids, one document a row, padded with eos at the end. Row i of the
-    stream is a function of (seed, i) alone: epoch i // N has its own permutation."""
+    """Documents cut into rows of at most seq_len ids, one document a row, padded with eos at the
+    end.
+
+    The stream goes through all rows again and again. Row i of it is a function of (seed, i) alone.
+    In training every batch holds rows of one width: one block, two, four ... up to seq_len. So
+    little of it is padding; and a row's width, on which its random numbers depend, does not depend
+    on the rows beside it.
+    """
 
     rows: list[np.ndarray]  # N rows of 1..seq_len int32 ids; a document's last row ends in eos
     seq_len: int
     pad_id: int
     seed: int
-    order: dict[int, list[int]] = field(default_factory=dict)  # the epoch in use and its permutation
+    block_length: int = 1
+    batch_size: int = 0  # rows 0..batch_size-1 are of one width, and so on; 0: all rows are padded to seq_len
+    order: dict[int, list[int]] = field(default_factory=dict)  # the epoch in use, and its rows in order
+
+    def __post_init__(self) -> None:
+        self.widths = [self.width(len(row)) for row in self.rows]
+        self.epoch_length = len(self.epoch_order(0))
 
     def __len__(self) -> int:
         return len(self.rows)
 
+    def width(self, n: int) -> int:
+        """Of a row of n ids: one block, two, four ..., seq_len, the first that holds it."""
+        if self.batch_size == 0:
+            return self.seq_len
+        width = self.block_length
+        while width < n:
+            width *= 2
+        return min(width, self.seq_len)
+
     def batch(self, first: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows first .. first+rows of the stream: x (R, T) int64, real (R, T) bool, prompt (R, T) bool (none)."""
-        x = torch.full((rows, self.seq_len), self.pad_id)
+        """Rows first .. first+rows of the stream: x (R, T) int64, real (R, T) bool, prompt (R, T)
+        bool (none).
+        """
+        chosen = [self.row(i) for i in range(first, first + rows)]
+        x = torch.full((rows, max(self.widths[i] for i in chosen)), self.pad_id)
         real = torch.zeros_like(x, dtype=torch.bool)
-        for r in range(rows):
-            row = torch.from_numpy(self.rows[self.shuffled(first + r)])
-            x[r, : len(row)], real[r, : len(row)] = row, True
-        return x, real, torch.zeros_like(real)
+        prompt = torch.zeros_like(real)
+        for r, i in enumerate(chosen):
+            ids = torch.from_numpy(self.rows[i])
+            x[r, : len(ids)] = ids
+            real[r, : len(ids)] = True
+        return x, real, prompt
 
     def count_real(self, first: int, rows: int) -> int:
-        return sum(len(self.rows[self.shuffled(i)]) for i in range(first, first + rows))
+        """How many positions of these rows are no padding."""
+        return sum(len(self.rows[self.row(i)]) for i in range(first, first + rows))
 
     def describe(self) -> str:
-        return f"{len(self):,} rows, {sum(map(len, self.rows)):,} tokens"
+        tokens = sum(len(row) for row in self.rows)
+        return f"{len(self):,} rows, {tokens:,} tokens"
 
-    def shuffled(self, i: int) -> int:
-        epoch, position = divmod(i, len(self))
+    def row(self, i: int) -> int:
+        """Which of the N rows is row i of the stream."""
+        epoch, position = divmod(i, self.epoch_length)
         if epoch not in self.order:
-            permutation = torch.randperm(len(self), generator=generator(self.seed, "order", epoch))
-            self.order = {epoch: permutation.tolist()}
+            self.order = {epoch: self.epoch_order(epoch)}
         return self.order[epoch][position]
+
+    def epoch_order(self, epoch: int) -> list[int]:
+        """All rows in random order, in batches of one width."""
+        rng = generator(self.seed, "order", epoch)
+        shuffled = torch.randperm(len(self), generator=rng).tolist()
+        if self.batch_size == 0:
+            return shuffled
+
+        # of each width whole batches: the last one is filled up with rows from the first
+        batches = []
+        for width in sorted(set(self.widths)):
+            alike = [i for i in shuffled if self.widths[i] == width]
+            n_batches = math.ceil(len(alike) / self.batch_size)
+            alike = np.resize(alike, (n_batches, self.batch_size))  # repeats what it has
+            batches += alike.tolist()
+
+        # in random order
+        order = []
+        for b in torch.randperm(len(batches), generator=rng).tolist():
+            order += batches[b]
+        return order
 
 
 def load_sequences(
-    sources: list[str], tokenizer: Tokenizer, seq_len: int, seed: int, max_docs: int = 0, block_length: int = 1
-) -> list[Sequences]:
-    """[train, validation] rows of a corpus. A corpus of few documents keeps its last 5 % of rows for validation. The
-    block in which a document ends is filled with eos: decoding fills it too, and must not learn a length."""
+    sources: list[str], tokenizer: "Tokenizer", seq_len: int, seed: int, max_docs: int = 0, block_length: int = 1,
+    batch_size: int = 0,
+) -> tuple[Sequences, Sequences]:  # fmt: skip
+    """(train, validation) rows of a corpus. A corpus of few documents keeps its last 5 % of rows
+    for validation.
+
+    The training rows come in batches of one width; the validation rows, which are few, all at
+    seq_len.
+    """
     documents = load_text(sources, max_docs)
     train, val = [], []
     for name, text in tqdm(documents, desc="tokenize", leave=False, disable=None):
         ids = tokenizer.encode_document(text)
-        ids = np.pad(ids, (0, 1 + (-len(ids) - 1) % block_length), constant_values=tokenizer.eos_id)
-        (val if is_validation(name) else train).extend(ids[i : i + seq_len] for i in range(0, len(ids), seq_len))
+
+        # eos ends a document, and fills its last block: decoding fills it too, and must not learn a
+        # length
+        n_eos = block_length - len(ids) % block_length
+        ids = np.pad(ids, (0, n_eos), constant_values=tokenizer.eos_id)
+
+        part = val if is_validation(name) else train
+        part.extend(ids[i : i + seq_len] for i in range(0, len(ids), seq_len))
+
+    # few documents may all fall on one side of the split
     if not train or not val:
         every = train + val
         cut = max(1, len(every) // 20)
-        train, val = every[:-cut] or every, every[-cut:]
-    return [Sequences(part, seq_len, tokenizer.eos_id, seed) for part in (train, val)]
+        train = every[:-cut]
+        val = every[-cut:]
+        if not train:  # a single row is both
+            train = every
+
+    return (
+        Sequences(train, seq_len, tokenizer.eos_id, seed, block_length, batch_size),
+        Sequences(val, seq_len, tokenizer.eos_id, seed, block_length),
+    )

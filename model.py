@@ -1,23 +1,29 @@
-"""The model: LLaDA2.1's block-causal mixture-of-experts transformer, split where CoCommit needs it split.
+"""The model: LLaDA2.1's block-causal mixture-of-experts transformer, split where CoCommit needs it
+split.
 
-What differs from a GPT:
-  - attention is bidirectional inside a block of `block_length` tokens and causal across blocks; no shift, the logit at
-    position i is for token i
-  - a masked position is an input token like any other (`mask_id`)
-  - per-head RMSNorm on queries and keys before a rotary embedding of the first `rotary_dim` dims only
-  - grouped-query attention with one fused qkv projection, no biases
-  - after the first dense layer(s) a mixture of experts: sigmoid router in float32, a bias that takes part in the choice
-    but not in the weights, group-limited top-k, routed scaling, one shared expert
-What CoCommit adds: LoRA on qkv and the output projection, `markers`, and the visible split (paper, Sec. 4.1, Eq. 4)
+The split is the method (paper, Sec. 4.1 and Eq. 4), and all of it is in class Model:
 
     h = model.prefix(ids, ctx)                                          # first L - n layers, shared by both stages
     logits_A = model.head(model.last_n(h, ctx))                         # Stage A: factorised
     logits_B = model.head(model.coordinate(h, bundle, ctx, n_rounds))   # Stage B: marked, the same last n layers again
+
+The rest is the architecture. What differs from a GPT:
+
+  - attention is bidirectional inside a block of `block_length` tokens and causal across blocks; nothing is shifted, the
+    logits at position i are for token i
+  - a masked position is an input token like any other (`mask_id`)
+  - queries and keys are normalised per head, then a rotary embedding turns their first `rotary_dim` dims only
+  - grouped-query attention with one fused qkv projection, no biases
+  - after the first dense layer(s) the MLP is a mixture of experts
+
+To change   the block length, n, K, number of experts   edit   a preset in checkpoint.py, or give the flag of train.py
+            where Stage B starts, what a mark is               Model.coordinate, Model.mark
+            who sees whom                                      block_causal_mask, doubled_mask
+            how experts are chosen                             MoE.route
 """
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +35,8 @@ if TYPE_CHECKING:
     from cache import KVCache
 
 # R rows, T positions, S keys, C channels (n_embd), H heads, G key/value heads, D head dim, V vocabulary,
-# N = R*T tokens, E experts, A active experts, F expert width, L layers, n = n_last, K = n_rounds, B block_length
+# N = R*T tokens, E experts, A active experts, F expert width, L layers, n = n_last, K = n_rounds, B
+# block_length
 
 
 @dataclass(kw_only=True)
@@ -64,8 +71,150 @@ class Config:
     tokenizer: str = "bytes"  # "bytes", "bpe" (tokenizer.json beside the weights) or "toy" (toy.json beside them)
 
 
+@dataclass
+class Context:
+    """What a pass needs besides hidden states: the same for Stage A and Stage B, for training and
+    decoding.
+    """
+
+    cos: Tensor  # (T, 1, rotary_dim / 2), or (R, T, 1, ...) where rows are at different positions
+    sin: Tensor
+    mask: Tensor | None  # bool, broadcasts to (R, H, T, S); None: everything may attend to everything
+    cache: "KVCache | None" = None
+    round: int = 0  # which round's keys and values of the context to use (Stage B with K > 1)
+    lora: bool | Tensor = True  # where adapters act: everywhere (the paper), nowhere, or at (T, 1) bool positions
+    clean: Tensor | None = None  # (R, T) int64: the clean copy that rows lie beside, [noisy ; clean]
+    slices: list[tuple[slice, Tensor]] | None = None  # of a long row, see `attend`
+
+
+# --- the method
+class Model(nn.Module):
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.cfg = cfg
+        self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
+        self.layers = nn.ModuleList(Block(cfg, i) for i in range(cfg.n_layer))
+        self.norm_f = RMSNorm(cfg.n_embd, cfg.norm_eps)
+        self.lm_head = Linear(cfg.n_embd, cfg.vocab_size, bias=False)
+        if cfg.tied:
+            self.lm_head.weight = self.wte.weight
+        self.markers = nn.Parameter(torch.zeros(cfg.n_rounds, cfg.n_embd))
+        self.compute_dtype = torch.float32
+        self.checkpointing = False
+
+    def prefix(self, ids: Tensor, ctx: Context) -> Tensor:
+        """Prefix: the embedding and the first L - n layers. (R, T) int64 -> (R, T, C), or (R, 2T,
+        C) with a copy.
+        """
+        if ctx.clean is not None:
+            ids = torch.cat([ids, ctx.clean], dim=1)
+        h = self.wte(ids).to(self.compute_dtype)
+        return self.run_layers(h, ctx, 0, self.cfg.n_layer - self.cfg.n_last)
+
+    def last_n(self, h: Tensor, ctx: Context) -> Tensor:
+        """LastN: the remaining n layers, on h as it is given. (R, T, C) -> (R, T, C)."""
+        return self.run_layers(h, ctx, self.cfg.n_layer - self.cfg.n_last, self.cfg.n_layer)
+
+    def head(self, h: Tensor) -> Tensor:
+        """Head: final norm and LM head. (..., C) -> (..., V) float32."""
+        return self.lm_head(self.norm_f(h)).float()
+
+    def mark(self, h: Tensor, bundle: Tensor, round: int) -> Tensor:
+        """h + 1_S * marker_round. With a zero marker or an empty bundle this is h, and Stage B is
+        Stage A.
+        """
+        # a clean copy behind the rows is never marked
+        bundle = F.pad(bundle, (0, h.shape[1] - bundle.shape[1]))
+        return h + bundle[..., None] * self.markers[round].to(h.dtype)
+
+    def coordinate(self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int, first_round: int = 0) -> Tensor:
+        """Stage B, Eq. 4: K times h <- LastN(h + 1_S * marker_i), from the prefix states.
+
+        h (R, T, C), bundle (R, T) bool -> (R, T, C).
+        """
+        for i in range(first_round, n_rounds):
+            h = self.last_n(self.mark(h, bundle, i), replace(ctx, round=i))
+        return h
+
+    def both_stages(self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int) -> tuple[Tensor, Tensor]:
+        """last_n(h) and coordinate(h, bundle) of the same h: Stage A's and Stage B's states, (R, T,
+        C) each.
+
+        The paper trains both as one doubled batch, and so does this: the same results, in fewer and
+        larger matrix products. Rounds after the first are Stage B's alone.
+        """
+        twice = ctx
+        if ctx.mask.dim() > 2:  # padded rows have a mask each
+            twice = replace(ctx, mask=torch.cat([ctx.mask, ctx.mask]))
+        doubled = torch.cat([h, self.mark(h, bundle, 0)])
+        stage_a, stage_b = self.last_n(doubled, twice).chunk(2)
+        return stage_a, self.coordinate(stage_b, bundle, ctx, n_rounds, first_round=1)
+
+    def forward(self, ids: Tensor, ctx: Context) -> Tensor:
+        """The factorised model: (R, T) int64 -> (R, T, V) float32 logits."""
+        return self.head(self.last_n(self.prefix(ids, ctx), ctx))
+
+    def run_layers(self, h: Tensor, ctx: Context, first: int, end: int) -> Tensor:
+        for layer in self.layers[first:end]:
+            if self.checkpointing and torch.is_grad_enabled():
+                h = checkpoint(layer, h, ctx, use_reentrant=False)
+            else:
+                h = layer(h, ctx)
+        return h
+
+    @property
+    def partial_cost(self) -> float:
+        """What one partial forward costs, in full ones: Stage B runs n of the L layers."""
+        return self.cfg.n_last / self.cfg.n_layer
+
+    def add_lora(self, r: int, alpha: float, generator: torch.Generator, first: int = 0) -> None:
+        """Freeze everything, then add LoRA to qkv and proj of the layers from `first` on; it and
+        the markers train.
+        """
+        self.requires_grad_(False)
+        for layer in self.layers[first:]:
+            layer.attn.qkv.add_lora(r, alpha, generator)
+            layer.attn.proj.add_lora(r, alpha, generator)
+        self.markers = nn.Parameter(self.markers.float())
+
+    def adapter_state(self) -> dict[str, Tensor]:
+        """What an adapter is made of, by name: LoRA matrices and markers."""
+        return {k: v for k, v in self.state_dict().items() if "lora_" in k or k == "markers"}
+
+
+# --- who sees whom
+def sequence_context(cfg: Config, real: Tensor, dtype: torch.dtype, clean: Tensor | None = None) -> Context:
+    """The context of whole rows.
+
+    real (R, T) bool, False on padding, which nobody attends to but itself (a query needs one key).
+    clean (R, T) int64: rows are read beside their clean copy, [noisy ; clean], so that every noisy
+    block has the context that decoding will give it. Rows of a single block have no context, and
+    need no copy.
+    """
+    T = real.shape[1]
+    positions = torch.arange(T, device=real.device)
+    if real.shape[1] <= cfg.block_length:
+        clean = None
+
+    if clean is None:
+        mask = block_causal_mask(T, cfg.block_length, real.device)
+    else:
+        mask = doubled_mask(T, cfg.block_length, real.device)
+        positions = positions.repeat(2)
+        real = real.repeat(1, 2)
+
+    cos, sin = rotary(cfg, positions, dtype)
+    slices = query_slices(mask)
+    if not real.all():
+        itself = torch.eye(len(mask), dtype=torch.bool, device=real.device)
+        mask = (mask & real[:, None, :]) | itself
+        mask = mask[:, None]  # (R, 1, T, S), the same for all heads
+    return Context(cos, sin, mask, clean=clean, slices=slices)
+
+
 def block_causal_mask(T: int, block_length: int, device: torch.device | str = "cpu") -> Tensor:
-    """(T, T) bool, True where the query (row) may attend to the key (column): its own block and every earlier one.
+    """(T, T) bool, True where the query (row) may attend to the key (column): its own block and
+    every earlier one.
 
     T = 4, block_length = 2:      1 1 0 0
                                   1 1 0 0
@@ -77,118 +226,125 @@ def block_causal_mask(T: int, block_length: int, device: torch.device | str = "c
 
 
 def doubled_mask(T: int, block_length: int, device: torch.device | str = "cpu") -> Tensor:
-    """(2T, 2T) bool for [noisy ; clean] side by side: noisy blocks see themselves and *clean* earlier blocks, clean
-    blocks see clean ones, so that every noisy block is trained in the context that decoding will give it."""
+    """(2T, 2T) bool for rows [noisy ; clean]: a noisy block sees itself and the *clean* blocks
+    before it, a clean block sees clean ones.
+
+    Two blocks of one token, n0 n1 c0 c1:      1 . . .       n0 sees itself
+                                               . 1 1 .       n1 sees itself and c0
+                                               . . 1 .
+                                               . . 1 1
+    """
     block = torch.arange(T, device=device) // block_length
-    same, earlier = block[:, None] == block[None, :], block[:, None] > block[None, :]
+    same = block[:, None] == block[None, :]
+    earlier = block[:, None] > block[None, :]
     noisy = torch.cat([same, earlier], dim=1)
     clean = torch.cat([torch.zeros_like(same), same | earlier], dim=1)
     return torch.cat([noisy, clean], dim=0)
 
 
-@dataclass
-class Context:
-    """What a pass needs besides hidden states: the same for Stage A and Stage B, for training and decoding."""
-
-    cos: Tensor  # (T, 1, rotary_dim / 2), or (R, T, 1, ...) where rows are at different positions
-    sin: Tensor
-    mask: Tensor | None  # bool, broadcasts to (R, H, T, S); None: everything may attend to everything
-    cache: "KVCache | None" = None
-    round: int = 0  # which round's keys and values of the context to use (Stage B with K > 1)
-    lora: bool | Tensor = True  # where adapters act: everywhere (the paper), nowhere, or at (T, 1) bool positions
-    pieces: list[tuple[slice, Tensor]] | None = None  # of a long row: some queries, all keys that any of them sees
-
-
-def rotary(cfg: Config, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(..., T) positions -> cos and sin, (..., T, 1, rotary_dim / 2), the 1 for the heads. Angles are float32 whatever
-    the model's dtype, because bf16 frequencies are off by radians after a thousand positions; and there is no buffer
-    that a `.to(bf16)` could round."""
-    exponent = torch.arange(0, cfg.rotary_dim, 2, device=positions.device, dtype=torch.float32) / cfg.rotary_dim
-    angle = positions.float()[..., None, None] * cfg.rope_theta**-exponent
-    return angle.cos().to(dtype), angle.sin().to(dtype)
-
-
-def sequence_context(cfg: Config, real: Tensor, dtype: torch.dtype, clean_copy: bool = False) -> Context:
-    """Context of whole rows. real: (R, T) bool, False on padding, which nobody attends to but itself (a query needs
-    one key). With `clean_copy` rows are [noisy ; clean], 2T long, positions 0..T-1 twice; one block needs no copy. A
-    long mask is half empty, of [noisy ; clean] three quarters: 256 queries at a time get the keys that they need."""
-    T, clean_copy = real.shape[1], clean_copy and real.shape[1] > cfg.block_length
-    positions = torch.arange(T, device=real.device)
-    mask = (doubled_mask if clean_copy else block_causal_mask)(T, cfg.block_length, real.device)
-    if clean_copy:
-        positions, real = positions.repeat(2), real.repeat(1, 2)
-    runs = [slice(a, a + 256) for a in range(0, len(mask), 256)]
-    pieces = [(run, mask[run].any(0).nonzero()[:, 0]) for run in runs] if len(runs) > 1 else None
-    if not real.all():
-        itself = torch.eye(len(mask), dtype=torch.bool, device=real.device)
-        mask = ((mask & real[:, None, :]) | itself)[:, None]  # (R, 1, T, S)
-    return Context(*rotary(cfg, positions, dtype), mask, pieces=pieces)
-
-
-class RMSNorm(nn.Module):
-    """Normalise in float32, cast back, then scale: the order of the released code, which matters in bf16."""
-
-    def __init__(self, dim: int, eps: float):
+# --- the layers
+class Block(nn.Module):
+    def __init__(self, cfg: Config, layer: int):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
+        self.norm_1 = RMSNorm(cfg.n_embd, cfg.norm_eps)
+        self.attn = Attention(cfg, layer)
+        self.norm_2 = RMSNorm(cfg.n_embd, cfg.norm_eps)
+        if layer < cfg.n_dense:
+            self.mlp = MLP(cfg, cfg.d_dense)
+        else:
+            self.mlp = MoE(cfg)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.rms_norm(x.float(), x.shape[-1:], None, self.eps)
-        return self.weight.to(x.dtype) * y.to(x.dtype)
-
-
-class Linear(nn.Linear):
-    """A linear layer that computes in its input's dtype (master weights may be float32 under bf16 activations), with an
-    optional LoRA: y = W x + (alpha / r) B A x, A (r, in) Kaiming, B (out, r) zero, so that it starts as W alone."""
-
-    def __init__(self, n_in: int, n_out: int, bias: bool = False):
-        super().__init__(n_in, n_out, bias)
-        self.lora_A = self.lora_B = None  # until add_lora
-
-    def add_lora(self, r: int, alpha: float, generator: torch.Generator) -> None:
-        A, device = torch.empty(r, self.in_features), self.weight.device
-        nn.init.kaiming_uniform_(A, a=math.sqrt(5), generator=generator)
-        self.lora_A = nn.Parameter(A.to(device))  # float32: an update of 1e-5 is lost in a bf16 parameter
-        self.lora_B = nn.Parameter(torch.zeros(self.out_features, r, device=device))
-        self.lora_scale = alpha / r
-
-    def forward(self, x: Tensor, lora: bool | Tensor = True) -> Tensor:
-        y = F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
-        if self.lora_A is None or lora is False:
-            return y
-        delta = self.lora_scale * F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
-        return y + (delta if lora is True else delta * lora)
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        x = x + self.attn(self.norm_1(x), ctx)
+        return x + self.mlp(self.norm_2(x))
 
 
 class Attention(nn.Module):
     def __init__(self, cfg: Config, layer: int):
         super().__init__()
-        self.heads, self.head_dim, self.rotary_dim, self.layer = cfg.n_head, cfg.head_dim, cfg.rotary_dim, layer
-        self.kv_heads = cfg.n_kv_head
+        self.n_head = cfg.n_head
+        self.n_kv_head = cfg.n_kv_head
+        self.head_dim = cfg.head_dim
+        self.layer = layer
         # rows: all query heads, then all key heads, then all value heads
         self.qkv = Linear(cfg.n_embd, (cfg.n_head + 2 * cfg.n_kv_head) * cfg.head_dim, bias=cfg.qkv_bias)
-        self.q_norm, self.k_norm = RMSNorm(cfg.head_dim, cfg.norm_eps), RMSNorm(cfg.head_dim, cfg.norm_eps)
+        self.q_norm = RMSNorm(cfg.head_dim, cfg.norm_eps)
+        self.k_norm = RMSNorm(cfg.head_dim, cfg.norm_eps)
         self.proj = Linear(cfg.n_head * cfg.head_dim, cfg.n_embd, bias=cfg.proj_bias)
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
         R, T, _ = x.shape
         qkv = self.qkv(x, ctx.lora).view(R, T, -1, self.head_dim)
-        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
-        qk = self.rotate(torch.cat([self.q_norm(q), self.k_norm(k)], dim=2), ctx)
-        q, k = qk.split([self.heads, self.kv_heads], dim=2)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (R, H, T, D), (R, G, T, D) twice
+        q, k, v = qkv.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=2)
+
+        # norms first, then positions: queries and keys are turned together
+        qk = rotate(torch.cat([self.q_norm(q), self.k_norm(k)], dim=2), ctx)
+        q, k = qk.split([self.n_head, self.n_kv_head], dim=2)
+        q = q.transpose(1, 2)  # (R, H, T, D)
+        k = k.transpose(1, 2)  # (R, G, T, D)
+        v = v.transpose(1, 2)
+
+        # in decoding, finished blocks are keys and values
         if ctx.cache is not None:
             k, v = ctx.cache.update(self.layer, ctx.round, k, v)
-        attend = partial(F.scaled_dot_product_attention, enable_gqa=True)
-        parts = [attend(q[:, :, i], k[:, :, j], v[:, :, j], ctx.mask[..., i, :][..., j]) for i, j in ctx.pieces or ()]
-        y = torch.cat(parts, dim=2) if parts else attend(q, k, v, ctx.mask)  # (R, H, T, D)
+        y = attend(q, k, v, ctx)
         return self.proj(y.transpose(1, 2).reshape(R, T, -1), ctx.lora)
 
-    def rotate(self, x: Tensor, ctx: Context) -> Tensor:
-        """Half-rotation (first half against second half) of the first rotary_dim dims; the rest pass through."""
-        half = self.rotary_dim // 2
-        first, second, rest = x.split([half, half, self.head_dim - self.rotary_dim], dim=-1)
-        return torch.cat([first * ctx.cos - second * ctx.sin, second * ctx.cos + first * ctx.sin, rest], dim=-1)
+
+def attend(q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
+    """Attention under ctx.mask: q (R, H, T, D), k and v (R, G, S, D) -> (R, H, T, D).
+
+    It is scaled_dot_product_attention(q, k, v, mask). Of a long row's mask half is empty, with a
+    clean copy three quarters, so there 256 queries at a time are given only the keys that any of
+    them sees (`query_slices`):
+
+        whole    1 . . .        in slices    [1]
+                 1 1 . .                     [1 1]
+                 1 1 1 .                     [1 1 1]
+                 1 1 1 1                     [1 1 1 1]
+    """
+    if ctx.slices is None:
+        return F.scaled_dot_product_attention(q, k, v, ctx.mask, enable_gqa=True)
+    parts = []
+    for queries, keys in ctx.slices:
+        mask = ctx.mask[..., queries, :][..., keys]
+        part = F.scaled_dot_product_attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], mask, enable_gqa=True)
+        parts.append(part)
+    return torch.cat(parts, dim=2)
+
+
+def query_slices(mask: Tensor, size: int = 256) -> list[tuple[slice, Tensor]] | None:
+    """mask (T, S) bool -> for every `size` queries, the keys that any of them sees; None where one
+    slice is all.
+    """
+    if len(mask) <= size:
+        return None
+    slices = []
+    for start in range(0, len(mask), size):
+        queries = slice(start, start + size)
+        seen = mask[queries].any(0)
+        slices.append((queries, seen.nonzero()[:, 0]))
+    return slices
+
+
+def rotary(cfg: Config, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(..., T) positions -> cos and sin, (..., T, 1, rotary_dim / 2) each, the 1 for the heads.
+
+    Angles are float32 whatever the model's dtype: bf16 frequencies are off by radians after a
+    thousand positions. They are no buffer, which a `.to(bf16)` could round.
+    """
+    exponent = torch.arange(0, cfg.rotary_dim, 2, device=positions.device, dtype=torch.float32) / cfg.rotary_dim
+    angle = positions.float()[..., None, None] * cfg.rope_theta**-exponent
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate(x: Tensor, ctx: Context) -> Tensor:
+    """Turn the first rotary_dim dims, first half against second half; the rest pass through. (R, T,
+    heads, D).
+    """
+    half = ctx.cos.shape[-1]
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat([first * ctx.cos - second * ctx.sin, second * ctx.cos + first * ctx.sin, rest], dim=-1)
 
 
 class MLP(nn.Module):
@@ -205,121 +361,126 @@ class MLP(nn.Module):
 
 
 class MoE(nn.Module):
-    """Routed experts plus a shared one. Expert weights are stacked tensors: one grouped matmul for all of them."""
+    """A mixture of experts: each token goes through A of E small SwiGLUs, and through a shared one."""
 
     def __init__(self, cfg: Config):
         super().__init__()
-        self.n_group, self.topk_group, self.n_active = cfg.n_group, cfg.topk_group, cfg.n_active
+        self.n_active = cfg.n_active
+        self.n_group = cfg.n_group
+        self.topk_group = cfg.topk_group
         self.routed_scaling = cfg.routed_scaling
         self.router = nn.Parameter(torch.empty(cfg.n_expert, cfg.n_embd))
         self.register_buffer("expert_bias", torch.zeros(cfg.n_expert))  # float32 in every dtype of the model
+        # the experts' weights are stacked, so that one grouped matmul serves them all
         self.gate_up = nn.Parameter(torch.empty(cfg.n_expert, 2 * cfg.d_expert, cfg.n_embd))
         self.down = nn.Parameter(torch.empty(cfg.n_expert, cfg.n_embd, cfg.d_expert))
-        self.shared = MLP(cfg, cfg.n_shared * cfg.d_expert) if cfg.n_shared else None
+        self.shared = None
+        if cfg.n_shared:
+            self.shared = MLP(cfg, cfg.n_shared * cfg.d_expert)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, x.shape[-1])  # (N, C)
+        chosen, weights = self.route(tokens)
+        y = self.experts(tokens, chosen, weights).view_as(x)
+        if self.shared is not None:
+            y = y + self.shared(x)
+        return y
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (N, C) -> chosen experts (N, A) int64 and their weights (N, A) float32.
 
-        The bias decides who is chosen; the weights are the unbiased scores of the chosen, normalised and scaled. A
-        group's score is that of its two best; groups not kept are at -inf, because a kept score may be negative."""
+        The bias decides who is chosen; the weights are the unbiased scores of the chosen,
+        normalised and scaled.
+        """
         scores = torch.sigmoid(F.linear(x.float(), self.router.float()))  # (N, E)
         biased = scores + self.expert_bias
+
+        # the best groups of experts, a group being as good as its two best experts
         groups = biased.view(len(x), self.n_group, -1)
         group_score = groups.topk(2, dim=-1).values.sum(-1)  # (N, n_group)
-        kept = torch.zeros_like(group_score, dtype=torch.bool)
-        kept.scatter_(1, group_score.topk(self.topk_group, dim=-1).indices, True)
+        best_groups = group_score.topk(self.topk_group, dim=-1).indices
+        kept = torch.zeros_like(group_score, dtype=torch.bool).scatter(1, best_groups, True)
+
+        # the best experts of those groups; the others are at -inf because a score may be negative
         allowed = groups.masked_fill(~kept[..., None], float("-inf")).view_as(biased)
-        chosen = allowed.topk(self.n_active, dim=-1).indices
+        chosen = allowed.topk(self.n_active, dim=-1).indices  # (N, A)
+
         weights = scores.gather(1, chosen)
         if self.n_active > 1:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return chosen, weights * self.routed_scaling
 
-    def forward(self, x: Tensor) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])  # (N, C)
-        chosen, weights = self.route(flat)
-        y = self.experts(flat, chosen, weights).view_as(x)
-        return y if self.shared is None else y + self.shared(x)
-
     def experts(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Sort the N*A (token, expert) pairs by expert, run every expert on its run of rows, sum each token's A rows by
-        weight: in float32, in an order that does not depend on the tokens beside it."""
-        expert, order = chosen.flatten().sort(stable=True)  # (N*A,) twice
-        ends = torch.searchsorted(expert, torch.arange(len(self.router), device=x.device), right=True, out_int32=True)
-        rows = F.embedding(order // self.n_active, x)  # (N*A, C), x[order // A] with a faster backward
-        gate, up = F.grouped_mm(rows, self.gate_up.to(x.dtype).transpose(1, 2), offs=ends).chunk(2, dim=-1)
-        out = F.grouped_mm(F.silu(gate) * up, self.down.to(x.dtype).transpose(1, 2), offs=ends)
-        place = order.argsort().view_as(chosen)  # (N, A): where in out the rows of a token are
+        """The routed experts: x (N, C), chosen and weights (N, A) -> (N, C). It computes
+
+            for token, expert, weight in all N*A choices:
+                y[token] += weight * expert(x[token])
+
+        by sorting the choices by expert, running each expert on its run of rows, and summing each
+        token's A rows: in float32, in an order that does not depend on the tokens beside it.
+        """
+        # rows of x sorted by expert; expert e has the rows up to ends[e]
+        expert, order = chosen.flatten().sort(stable=True)  # (N*A,) each
+        all_experts = torch.arange(len(self.router), device=x.device)
+        ends = torch.searchsorted(expert, all_experts, right=True, out_int32=True)
+        rows = F.embedding(order // self.n_active, x)  # x[order // A], with a faster backward
+
+        # every expert on its rows
+        gate_up = F.grouped_mm(rows, self.gate_up.to(x.dtype).transpose(1, 2), offs=ends)
+        gate, up = gate_up.chunk(2, dim=-1)
+        out = F.grouped_mm(F.silu(gate) * up, self.down.to(x.dtype).transpose(1, 2), offs=ends)  # (N*A, C)
+
+        # back to tokens: where in `out` the A rows of each token are, weighted and summed
+        place = order.argsort().view_as(chosen)
         return F.embedding_bag(place, out.float(), per_sample_weights=weights, mode="sum").to(x.dtype)
 
 
-class Block(nn.Module):
-    def __init__(self, cfg: Config, layer: int):
+class RMSNorm(nn.Module):
+    """Normalise in float32, cast back, then scale: the order of the released code, which matters in
+    bf16.
+    """
+
+    def __init__(self, dim: int, eps: float):
         super().__init__()
-        self.norm_1, self.attn = RMSNorm(cfg.n_embd, cfg.norm_eps), Attention(cfg, layer)
-        self.norm_2 = RMSNorm(cfg.n_embd, cfg.norm_eps)
-        self.mlp = MLP(cfg, cfg.d_dense) if layer < cfg.n_dense else MoE(cfg)
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
 
-    def forward(self, x: Tensor, ctx: Context) -> Tensor:
-        x = x + self.attn(self.norm_1(x), ctx)
-        return x + self.mlp(self.norm_2(x))
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.rms_norm(x.float(), x.shape[-1:], None, self.eps)
+        return self.weight.to(x.dtype) * y.to(x.dtype)
 
 
-class Model(nn.Module):
-    def __init__(self, cfg: Config):
-        super().__init__()
-        self.cfg = cfg
-        self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
-        self.layers = nn.ModuleList(Block(cfg, i) for i in range(cfg.n_layer))
-        self.norm_f = RMSNorm(cfg.n_embd, cfg.norm_eps)
-        self.lm_head = Linear(cfg.n_embd, cfg.vocab_size, bias=False)
-        if cfg.tied:
-            self.lm_head.weight = self.wte.weight
-        self.markers = nn.Parameter(torch.zeros(cfg.n_rounds, cfg.n_embd))
-        self.compute_dtype = torch.float32
-        self.checkpointing = False
+class Linear(nn.Linear):
+    """A linear layer with an optional LoRA: y = W x + (alpha / r) B A x.
 
-    def prefix(self, ids: Tensor, ctx: Context) -> Tensor:
-        """Prefix: embedding and the first L - n layers. (R, T) int64 -> (R, T, C)."""
-        h = self.wte(ids).to(self.compute_dtype)
-        return self.run(h, ctx, 0, self.cfg.n_layer - self.cfg.n_last)
+    A (r, in) starts Kaiming, B (out, r) zero, so that it starts as W alone. It computes in its
+    input's dtype: master weights may be float32 under bf16 activations.
+    """
 
-    def last_n(self, h: Tensor, ctx: Context) -> Tensor:
-        """LastN: the remaining n layers, on h as it is given. (R, T, C) -> (R, T, C)."""
-        return self.run(h, ctx, self.cfg.n_layer - self.cfg.n_last, self.cfg.n_layer)
+    def __init__(self, n_in: int, n_out: int, bias: bool = False):
+        super().__init__(n_in, n_out, bias)
+        self.lora_A = None  # until add_lora
+        self.lora_B = None
 
-    def head(self, h: Tensor) -> Tensor:
-        """Head: final norm and LM head. (..., C) -> (..., V) float32."""
-        return self.lm_head(self.norm_f(h)).float()
+    def add_lora(self, r: int, alpha: float, generator: torch.Generator) -> None:
+        # float32 in every dtype of the model: an update of 1e-5 is lost in a bf16 parameter
+        A = torch.empty(r, self.in_features)
+        nn.init.kaiming_uniform_(A, a=math.sqrt(5), generator=generator)
+        device = self.weight.device
+        self.lora_A = nn.Parameter(A.to(device))
+        self.lora_B = nn.Parameter(torch.zeros(self.out_features, r, device=device))
+        self.lora_scale = alpha / r
 
-    def mark(self, h: Tensor, bundle: Tensor, round: int) -> Tensor:
-        """h + 1_S * marker_round. With a zero marker or an empty bundle this is h, and Stage B is Stage A."""
-        return h + bundle[..., None] * self.markers[round].to(h.dtype)
+    def forward(self, x: Tensor, lora: bool | Tensor = True) -> Tensor:
+        bias = self.bias
+        if bias is not None:
+            bias = bias.to(x.dtype)
+        y = F.linear(x, self.weight.to(x.dtype), bias)
 
-    def coordinate(self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int) -> Tensor:
-        """Eq. 4: K times h <- LastN(h + 1_S * marker_i), from the prefix states h (R, T, C) and bundle (R, T) bool."""
-        for i in range(n_rounds):
-            h = self.last_n(self.mark(h, bundle, i), replace(ctx, round=i))
-        return h
-
-    def forward(self, ids: Tensor, ctx: Context) -> Tensor:
-        """The factorised model: (R, T) int64 -> (R, T, V) float32 logits."""
-        return self.head(self.last_n(self.prefix(ids, ctx), ctx))
-
-    def run(self, h: Tensor, ctx: Context, first: int, end: int) -> Tensor:
-        again = self.checkpointing and torch.is_grad_enabled()
-        for layer in self.layers[first:end]:
-            h = checkpoint(layer, h, ctx, use_reentrant=False) if again else layer(h, ctx)
-        return h
-
-    def add_lora(self, r: int, alpha: float, generator: torch.Generator, first: int = 0) -> None:
-        """Freeze everything, then add LoRA to qkv and proj of the layers from `first` on; it and the markers train."""
-        self.requires_grad_(False)
-        for layer in self.layers[first:]:
-            layer.attn.qkv.add_lora(r, alpha, generator)
-            layer.attn.proj.add_lora(r, alpha, generator)
-        self.markers = nn.Parameter(self.markers.float())
-
-    def adapter_state(self) -> dict[str, Tensor]:
-        """What an adapter is made of, by name: LoRA matrices and markers."""
-        return {k: v for k, v in self.state_dict().items() if "lora_" in k or k == "markers"}
+        if self.lora_A is None or lora is False:
+            return y
+        delta = F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
+        delta = self.lora_scale * delta
+        if lora is not True:  # only at some positions
+            delta = delta * lora
+        return y + delta

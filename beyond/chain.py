@@ -4,79 +4,170 @@ The paper's target, the clean tokens, has the marginals as its minimiser (result
 cross-entropy to one tuple has that tuple as its minimiser, so Stage B can learn to write one that holds together. Most
 confident position first, total correlation zero by construction, without gradient, all blocks of the batch at once.
 
-It refuses earlier blocks that are masked themselves (--context corrupted on rows of several blocks): the chain reads
+Earlier blocks that are masked themselves (--context corrupted on rows of several blocks) are refused: the chain reads
 finished text before a block, where Stage B would see masks.
 
     python -m beyond.chain --data modes --init_from out/base --n_last 2 --beam 4 --corruption mask --out_dir out/chain
     python -m beyond.chain --target clean ...      # the paper's target in the same scope, to compare with
+
+`chain_step` below is cocommit_step of train.py with two lines changed: the bundle and the target.
 """
 
-import time
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+import checkpoint
+import settings
 import train
-from beyond.stage_b_only import StageBOnlyObjective
-from corrupt import Draws, M, first_masked, uniform
-from data import bounded, fail
-from model import Context, Model
-from train import Objective
+from beyond.stage_b_only import stage_b_losses, stage_b_recipe
+from corrupt import M, draw_bundle, first_masked, three_term_loss, uniform
+from data import Parser, bounded, fail
+from model import Model, sequence_context
+from train import Batch, Losses, Recipe, batch_context, corrupt_batch
 
-# R rows (r of them at a time), T positions, B block_length, Z = T / B blocks, n selected positions, C channels,
-# G key/value heads, D head dim, V vocabulary, U = beam
+# R rows, T positions, B block_length, Z = T / B blocks of a row, N blocks of the batch or some of them, C channels,
+# P selected positions, G key/value heads, D head dim, V vocabulary, U = beam, U' hypotheses so far (1, then U)
 
 TIE = 0.1  # nats
-PIECE = 1024  # positions whose logits are made at once
-# (z (R, T), where (R, T) bool with n True, k) -> what `choose` returns for each of the n positions
-Predict = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
+AT_ONCE = 1024  # positions whose logits are made at once
+
+# of blocks (N, B) at the positions (N, B) bool, for k tokens: how sure the best token is (N, B), and the k candidates'
+# log-probabilities and tokens (N, B, k)
+Look = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
+
+
+# --- the training step
+def chain_step(model: Model, batch: Batch, args: Namespace) -> Losses:
+    """The paper's step with bundles like those of decoding, and with the chain as Stage B's target."""
+    # what the model is shown
+    z, kind = corrupt_batch(model, batch, args)
+    masked = kind == M
+
+    # finished text before each block, read once; then the bundle, and what the model would write into it
+    finished = CleanCache(model, batch)
+    bundle = bundle_as_decoded(finished, z, masked, batch, args)
+    wanted = stage_b_target(finished, z, bundle, batch, args)
+
+    # adapters in Stage B alone, Stage A is the base
+    if args.lora == "stage_b":
+        return stage_b_losses(model, batch, z, kind, bundle, wanted, args)
+
+    # or everywhere, as in the paper
+    ctx = batch_context(model, batch, args)
+    h = model.prefix(z, ctx)
+    stage_a, stage_b = model.both_stages(h, bundle, ctx, model.cfg.n_rounds)
+    loss_a, terms_a = three_term_loss(model, stage_a, batch.clean, kind, fill=masked)
+    loss_b, terms_b = three_term_loss(model, stage_b, wanted, kind, fill=bundle)
+    return loss_a + loss_b, torch.stack([terms_a, terms_b])
+
+
+def bundle_as_decoded(finished: "CleanCache", z: Tensor, masked: Tensor, batch: Batch, args: Namespace) -> Tensor:
+    """(R, T) bool: in a share of the blocks the most confident masks, as decoding would have it; in the others random
+    ones, as the paper draws them."""
+    B = finished.B
+    if args.confident_share == 0:
+        group = train.bundle_group(finished.model, batch, args)
+        return draw_bundle(masked, group, args.s_min, args.s_max, batch.draws)
+
+    # how many in each block, and in which order: by chance
+    n_blocks = z.shape[1] // B
+    size = args.s_min + (uniform(batch.draws, n_blocks) * (args.s_max - args.s_min + 1)).long()
+    key = uniform(batch.draws, z.shape[1]).to(z.device)
+
+    # or by confidence, the surest first
+    confident = uniform(batch.draws, n_blocks) < args.confident_share
+    confident = confident.repeat_interleave(B, dim=1).to(z.device)
+    sure, _, _ = stage_a_look(finished)(z.view(-1, B), masked.view(-1, B), 1)
+    sure = sure.view(z.shape).masked_fill(~masked, 0.0)
+    key = torch.where(confident, -sure, key)
+    return first_masked(key, masked, size.to(z.device), B)
+
+
+def stage_b_target(finished: "CleanCache", z: Tensor, bundle: Tensor, batch: Batch, args: Namespace) -> Tensor:
+    """What Stage B is asked to write: (R, T) int64, the chain in the bundle and the clean tokens elsewhere."""
+    if args.target == "clean":
+        return batch.clean
+    B = finished.B
+    blocks = z.view(-1, B)
+    in_bundle = bundle.view(-1, B)
+    if args.beam == 1:
+        written, _ = greedy_chain(stage_a_look(finished), blocks, in_bundle)
+    else:
+        written, _ = beam_chain(stage_a_look(finished), blocks, in_bundle, args.beam)
+    return torch.where(bundle, written.reshape(z.shape), batch.clean)
+
+
+# --- the chain
+@torch.no_grad()
+def greedy_chain(look: Look, blocks: Tensor, bundle: Tensor) -> tuple[Tensor, Tensor]:
+    """The model's own decode of each block's bundle, one token at a time.
+
+    blocks (N, B) int64, bundle (N, B) bool -> blocks with the bundle written (N, B), and the log-probability of what
+    was written (N,). All blocks advance together, each by its most confident position a step.
+    """
+    left = bundle.clone()
+    score = torch.zeros(len(blocks), device=blocks.device)
+    for _ in range(longest(bundle)):
+        sure, log_p, token = look(blocks, left, 1)
+
+        # each block writes its surest position; a block that is done writes nothing
+        place = leaders(sure, 1)  # (N, 1)
+        here = torch.zeros_like(left).scatter(1, place, True) & left
+        blocks = torch.where(here, token[..., 0], blocks)
+        score = score + log_p[..., 0].masked_fill(~here, 0.0).sum(-1)
+        left = left & ~here
+    return blocks, score
 
 
 @torch.no_grad()
-def chain_decode(z: Tensor, bundle: Tensor, B: int, beam: int, predict: Predict, steps: int) -> tuple[Tensor, Tensor]:
-    """The model's own chain-rule decode of each block's bundle.
+def beam_chain(look: Look, blocks: Tensor, bundle: Tensor, beam: int) -> tuple[Tensor, Tensor]:
+    """`greedy_chain` that keeps `beam` hypotheses of each block: an approximation of the joint mode.
 
-    z, bundle (R, T) -> z with the bundle written (R, T) int64, and the log-probability of what was written in each
-    block (R, Z) float32. All blocks of all rows advance together, each by its most confident position a step, for
-    `steps` steps, the size of the largest bundle. With `beam` U > 1 each block keeps its U best hypotheses, all filled
-    at the same positions (the best one chooses), so that they are different tuples, and the best is the result.
+    All hypotheses are filled at the same positions (the best one chooses), so that they are different tuples.
     """
-    (R, T), U = z.shape, beam
-    Z = T // B
-    hypotheses, left = z[None], bundle.clone()  # (h, R, T): h is 1, then U, sorted, the best first; (R, T)
-    score = torch.zeros(R, Z, 1, device=z.device)  # (R, Z, h)
-    start = B * torch.arange(Z, device=z.device)
-    for _ in range(steps):
-        h = len(hypotheses)
-        log_p, token, sure = predict(hypotheses.flatten(0, 1), left.repeat(h, 1), U)  # (h * n, U) twice, (h * n,)
-        everywhere = left.expand(h, R, T)[..., None]
-        log_p = log_p.new_full((h, R, T, U), float("-inf")).masked_scatter(everywhere, log_p)
-        token = token.new_zeros((h, R, T, U)).masked_scatter(everywhere, token)
-        sure = sure.new_full((R, T), float("-inf")).masked_scatter(left, sure)  # the best hypothesis's, which is first
-        busy = left.view(R, Z, B).any(-1)  # (R, Z)
-        at = start + leaders(sure.view(R, Z, B), 1)[..., 0]  # (R, Z) the position that each block writes
-        place = at[None, ..., None].expand(h, R, Z, U)
-        log_p, token = (t.gather(2, place).permute(1, 2, 0, 3).flatten(2) for t in (log_p, token))  # (R, Z, h * U)
-        grown_score = score.repeat_interleave(U, dim=-1) + log_p
-        choice = leaders(grown_score, U)
-        parent, token = choice // U, token.gather(-1, choice)
-        blocks = hypotheses.view(h, R, Z, B).permute(1, 2, 0, 3)  # (R, Z, h, B)
-        grown = blocks.gather(2, parent[..., None].expand(R, Z, U, B))
-        inside = (at - start)[..., None, None].expand(R, Z, U, 1)
-        grown = grown.scatter(3, inside, token[..., None])
-        blocks = torch.where(busy[..., None, None], grown, blocks)
-        score = torch.where(busy[..., None], grown_score.gather(-1, choice), score)
-        hypotheses = blocks.permute(2, 0, 1, 3).reshape(U, R, T)
-        left = left & ~torch.zeros_like(left).scatter(1, at, busy)
-    return hypotheses[0], score[..., 0]
+    N, B = blocks.shape
+    U = beam
+    left = bundle.clone()
+    hypotheses = blocks[:, None]  # (N, U', B), the best first
+    score = torch.zeros(N, 1, device=blocks.device)  # (N, U')
+    for _ in range(longest(bundle)):
+        # a look at each hypothesis
+        looks = [look(h, left, U) for h in hypotheses.unbind(1)]
+        sure = looks[0][0]  # (N, B), the best hypothesis's
+        log_p = torch.stack([found[1] for found in looks], dim=1)  # (N, U', B, U)
+        token = torch.stack([found[2] for found in looks], dim=1)
+
+        # the candidates at the position that is written
+        place = leaders(sure, 1)  # (N, 1)
+        at = place[:, None, :, None].expand(N, len(looks), 1, U)
+        log_p = log_p.gather(2, at)[:, :, 0]  # (N, U', U)
+        token = token.gather(2, at)[:, :, 0]
+
+        # the U best of all U' * U continuations: which hypothesis each goes on from, and with which token
+        grown = (score[..., None] + log_p).flatten(1)
+        best = leaders(grown, U)  # (N, U)
+        parent = best // U
+        token = token.flatten(1).gather(1, best)
+        here = torch.zeros_like(left).scatter(1, place, True)
+        longer = hypotheses.gather(1, parent[..., None].expand(N, U, B))
+        longer = torch.where(here[:, None], token[..., None], longer)
+
+        # a block that is done stays as it is
+        busy = left.any(-1)
+        hypotheses = torch.where(busy[:, None, None], longer, hypotheses)
+        score = torch.where(busy[:, None], grown.gather(1, best), score)
+        left = left & ~here
+    return hypotheses[:, 0], score[:, 0]
 
 
-def longest(bundle: Tensor, B: int) -> int:
-    """The size of the largest bundle: how many steps a chain takes."""
-    return int(bundle.view(len(bundle), -1, B).sum(-1).max())
+def longest(bundle: Tensor) -> int:
+    """(N, B) bool -> the size of the largest bundle: how many steps a chain takes."""
+    return int(bundle.sum(-1).max())
 
 
 def leaders(score: Tensor, k: int) -> Tensor:
@@ -88,146 +179,150 @@ def leaders(score: Tensor, k: int) -> Tensor:
     return torch.where(equal, by_index, score).topk(k, dim=-1).indices
 
 
-def choose(log_p: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What a chain needs of (n, V) log-probabilities: the k best, their tokens, (n, k) twice, and the largest (n,)."""
+# --- Stage A's candidates
+def best_tokens(log_p: Tensor, k: int, chunk: slice) -> tuple[Tensor, Tensor]:
+    """Of (P, V) log-probabilities the k best and their tokens, (P, k) each. (chunk: which of all positions these are,
+    for an extension that draws.)"""
     token = leaders(log_p, k)
-    return log_p.gather(-1, token), token, log_p.amax(-1)
+    return log_p.gather(-1, token), token
 
 
-class Clean:
-    """The keys and values of a batch's clean rows: what decoding keeps of finished blocks. A chain's many passes run
-    only blocks in work, each a row of its own. The same states as from [noisy ; clean], whatever the stages read."""
+def stage_a_look(finished: "CleanCache", pick: Callable = best_tokens) -> Look:
+    """Stage A of the batch's noisy blocks, without gradient, and without logits where nobody asks."""
+    model = finished.model
 
     @torch.no_grad()
-    def __init__(self, model: Model, x: Tensor, ctx: Context):
-        """x (R, T) int64; ctx is of these rows, or of rows [noisy ; clean] of 2T."""
-        (R, T), B = x.shape, model.cfg.block_length
-        self.model, self.x, self.kv, self.rows = model, x, {}, None
-        cut = dict(cos=ctx.cos[:T], sin=ctx.sin[:T], mask=ctx.mask[..., -T:, -T:], pieces=None)
-        self.ctx = replace(ctx, **cut, cache=self)
-        if T > B:
-            model.last_n(model.prefix(x, self.ctx), self.ctx)
-        sees = self.ctx.mask.expand(R, 1, T, T).view(R, T // B, B, T // B, B)
+    def look(blocks: Tensor, where: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        # a block without a position to look at needs no pass; but of many processes each has to make as many
+        busy = where.any(-1)
+        if not busy.any():
+            busy = busy.clone()
+            busy[0] = True
+        at = busy.nonzero()[:, 0]
+        h = finished.read(blocks[at], at)[where[at]]  # (P, C)
+
+        # logits of some positions at a time
+        sure = [h.new_empty(0)]
+        log_p = [h.new_empty(0, k)]
+        token = [blocks.new_empty(0, k)]
+        for start in range(0, len(h), AT_ONCE):
+            chunk = slice(start, start + AT_ONCE)
+            part = model.head(h[chunk])
+            part[:, model.cfg.mask_id] = float("-inf")  # a target that stays masked is none
+            part = part.log_softmax(-1)
+            sure.append(part.amax(-1))
+            picked = pick(part, k, chunk)
+            log_p.append(picked[0])
+            token.append(picked[1])
+
+        # back to blocks, -inf where nobody asked
+        everywhere = where[..., None].expand(*where.shape, k)
+        nowhere = torch.full(where.shape, float("-inf"), device=h.device)
+        all_sure = nowhere.masked_scatter(where, torch.cat(sure).float())
+        all_log_p = nowhere[..., None].expand(everywhere.shape).masked_scatter(everywhere, torch.cat(log_p).float())
+        all_token = torch.zeros_like(everywhere, dtype=torch.long).masked_scatter(everywhere, torch.cat(token))
+        return all_sure, all_log_p, all_token
+
+    return look
+
+
+class CleanCache:
+    """Keys and values of a batch's clean rows: what decoding keeps of finished blocks.
+
+    A chain takes many passes; with this each pass runs only the blocks in work, a block a row. The states are those of
+    rows read beside their clean copy, [noisy ; clean].
+    """
+
+    def __init__(self, model: Model, batch: Batch):
+        R, T = batch.clean.shape
+        B = model.cfg.block_length
+        Z = T // B
+        self.model = model
+        self.B = B
+        self.Z = Z
+        self.kv: dict[int, tuple[Tensor, Tensor]] = {}
+        self.rows: Tensor | None = None  # whose blocks are in work; None while the clean rows are read
+        self.clean: Tensor | None = batch.clean  # what is still to be read, when a block first asks for it
+        ctx = sequence_context(model.cfg, batch.real, model.compute_dtype)
+        self.ctx = replace(ctx, cache=self)
+
+        # what each position of a block may attend to: its own block, then the clean blocks before it in its row
+        sees = ctx.mask.expand(R, 1, T, T).view(R, Z, B, Z, B)
         itself = sees.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)  # (R, Z, B, B)
-        block = torch.arange(T // B, device=x.device)
-        before = (sees & (block[:, None] > block)[:, None, :, None]).flatten(3)[..., : T * (T > B)]  # (R, Z, B, T)
-        self.mask = torch.cat([itself, before], dim=-1).flatten(0, 1)[:, None]  # (R * Z, 1, B, B + T)
+        block = torch.arange(Z, device=batch.clean.device)
+        earlier = block[:, None] > block
+        before = (sees & earlier[:, None, :, None]).flatten(3)  # (R, Z, B, T)
+        if Z == 1:
+            before = before[..., :0]
+        mask = torch.cat([itself, before], dim=-1)
+        self.mask = mask.flatten(0, 1)[:, None]  # (R * Z, 1, B, B + T)
 
     def update(self, layer: int, round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v (n, G, B, D) of this pass -> what it may attend to, (n, G, B + T, D): its own keys, then its row's."""
+        """k, v (N, G, B, D) of this pass -> what it may attend to: its own keys, then its row's, (N, G, B + T, D)."""
         if self.rows is None:
-            self.kv[layer] = k, v
-        elif self.kv:
-            k, v = (torch.cat([new, t[self.rows]], dim=2) for new, t in zip((k, v), self.kv[layer], strict=True))
-        return k, v
+            self.kv[layer] = (k, v)
+            return k, v
+        if layer not in self.kv:  # rows of a single block
+            return k, v
+        row_k, row_v = self.kv[layer]
+        return torch.cat([k, row_k[self.rows]], dim=2), torch.cat([v, row_v[self.rows]], dim=2)
 
     @torch.no_grad()
-    def read(self, z: Tensor, at: Tensor) -> Tensor:
-        """Stage A's final states (n, B, C) of noisy blocks z (n, B), the batch's blocks at (n,), of 0..R*Z-1."""
-        Z, B = self.x.shape[1] // z.shape[1], z.shape[1]
-        self.rows, here = at // Z, (at % Z * B)[:, None] + torch.arange(B, device=z.device)
-        ctx = replace(self.ctx, cos=self.ctx.cos[here], sin=self.ctx.sin[here], mask=self.mask[at])
-        return self.model.last_n(self.model.prefix(z, ctx), ctx)
-
-
-class Chain(Objective):
-    """The paper's training with chain targets, and with bundles like those of decoding in a share of the blocks."""
-
-    command = "python -m beyond.chain"
-
-    def __init__(self, model: Model, *given):
-        super().__init__(model, *given)
-        self.notes["target_ms"] = 0.0  # what the targets of a step cost
-        self.teacher, self.clean = model, None  # whose chain it is; the batch in work, as `reader` keeps it
-        if self.args.beam >= model.cfg.vocab_size:
-            fail(f"--beam {self.args.beam} is more than the vocabulary of {model.cfg.vocab_size} can fill")
-
-    def __call__(self, first: int, n: int, stream: str = "train") -> tuple[Tensor, Tensor]:
-        if first % self.args.batch_size == 0:
-            self.notes["target_ms"] = 0.0
+    def read(self, blocks: Tensor, at: Tensor) -> Tensor:
+        """Stage A's final states (N, B, C) of noisy blocks (N, B), which are the batch's blocks at (N,), 0..R*Z-1."""
+        # the clean rows first; a row of a single block has no context
+        if self.clean is not None and self.Z > 1:
+            self.model.last_n(self.model.prefix(self.clean, self.ctx), self.ctx)
         self.clean = None
-        return super().__call__(first, n, stream)
 
-    def bundle(self, x: Tensor, z: Tensor, kind: Tensor, draws: Draws, ctx: Context) -> Tensor:
-        """In a share of the blocks the most confident masks, what decoding would take; in the others random ones."""
-        if not self.args.confident_share:
-            return super().bundle(x, z, kind, draws, ctx)
-        args, B, masked = self.args, self.model.cfg.block_length, kind == M
-        blocks, device = z.shape[1] // B, z.device
-        size = args.s_min + (uniform(draws, blocks) * (args.s_max - args.s_min + 1)).long().to(device)
-        key = uniform(draws, z.shape[1]).to(device)
-        confident = (uniform(draws, blocks) < args.confident_share).repeat_interleave(B, dim=1).to(device)
-        sure = torch.zeros_like(key).masked_scatter(masked, self.predict(x, ctx)(z, masked, 1)[2])
-        return first_masked(torch.where(confident, -sure, key), masked, size, B)
-
-    def target(self, x: Tensor, z: Tensor, bundle: Tensor, draws: Draws, ctx: Context) -> Tensor:
-        if self.args.target == "clean":
-            return x
-        start, B = time.perf_counter(), self.model.cfg.block_length
-        written, _ = chain_decode(z, bundle, B, self.args.beam, self.predict(x, ctx), longest(bundle, B))
-        self.notes["target_ms"] += 1e3 * (time.perf_counter() - start)
-        return torch.where(bundle, written, x)
-
-    def predict(self, x: Tensor, ctx: Context, pick: Callable = choose) -> Predict:
-        """Stage A's best tokens at chosen positions, without gradient and without logits anywhere else. `pick` takes
-        log-probabilities (n, V) of at most PIECE of them at a time, in their order, and k."""
-        read, B = self.reader(x, ctx), self.model.cfg.block_length
-
-        @torch.no_grad()
-        def best(z: Tensor, where: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-            found = []
-            for part in range(0, len(z), len(x)):  # hypotheses of a beam come as further rows of the same contexts
-                here = where[part : part + len(x)].reshape(-1, B)  # (R * Z, B)
-                busy = here.any(-1)  # a chain that is written needs no further pass
-                busy[0] |= ~busy.any()  # but of many processes, each has to make as many
-                blocks = busy.nonzero()[:, 0]
-                h = read(z[part : part + len(x)].reshape(-1, B)[blocks], blocks)[here[blocks]]  # (n, C)
-                for a in range(0, max(1, len(h)), PIECE):
-                    log_p = self.teacher.head(h[a : a + PIECE])
-                    log_p[:, self.model.cfg.mask_id] = float("-inf")  # a target that stays masked is none
-                    found.append(pick(log_p.log_softmax(-1), k))
-            return tuple(torch.cat(f) for f in zip(*found, strict=True))
-
-        return best
-
-    def reader(self, x: Tensor, ctx: Context) -> Callable[[Tensor, Tensor], Tensor]:
-        """`Clean.read` in this batch's contexts; its bundles, targets and stages read the same clean rows."""
-        if self.clean is None or self.clean.x.data_ptr() != x.data_ptr():
-            self.clean = Clean(self.teacher, x, ctx)
-        return self.clean.read
+        self.rows = at // self.Z
+        position = (at % self.Z * self.B)[:, None] + torch.arange(self.B, device=blocks.device)
+        ctx = replace(self.ctx, cos=self.ctx.cos[position], sin=self.ctx.sin[position], mask=self.mask[at], slices=None)
+        return self.model.last_n(self.model.prefix(blocks, ctx), ctx)
 
 
-class ChainStageBOnly(Chain, StageBOnlyObjective):
-    pass
-
-
-def build_parser(doc: str) -> train.Parser:
-    p = train.build_parser(doc)
+# --- the command line
+def build_parser(doc: str) -> Parser:
+    p = settings.build_parser(doc)
     p.set_defaults(context="clean")
-    g = p.add_argument_group("chain (beyond the paper)")
-    g.add_argument("--target", choices=["chain", "clean"], default="chain", help="what Stage B writes into the bundle")
-    g.add_argument("--beam", type=bounded(int, 1), default=1, help="hypotheses (1: greedy; 8: near the joint mode)")
-    g.add_argument("--confident_share", type=bounded(float, 0, 1), default=0.0,
-                   help="share of the blocks whose bundle is their most confident masks, as in decoding")  # fmt: skip
-    g.add_argument("--lora", choices=["stage_b", "all"], default="stage_b",
-                   help="adapters in Stage B alone, Stage A stays the base; or everywhere (the paper)")  # fmt: skip
+    add = p.add_argument_group("chain (beyond the paper)").add_argument
+    # fmt: off
+    add("--target", choices=["chain", "clean"], default="chain", help="what Stage B writes into the bundle")
+    add("--beam", type=bounded(int, 1), default=1, help="hypotheses (1: greedy; 8: near the joint mode)")
+    add("--confident_share", type=bounded(float, 0, 1), default=0.0,
+        help="share of the blocks whose bundle is their most confident masks, as in decoding")
+    add("--lora", choices=["stage_b", "all"], default="stage_b",
+        help="adapters in Stage B alone, Stage A stays the base; or everywhere (the paper)")
+    # fmt: on
     return p
 
 
-def settle(args: Namespace) -> type[Objective]:
-    """Refuse what cannot be meant -> the objective."""
-    several_blocks = not train.is_toy(args)
+def check(args: Namespace) -> None:
+    """Refuse what cannot be meant."""
+    several_blocks = not settings.is_toy(args)
     if args.target == "chain" and args.context == "corrupted" and several_blocks:
         fail("chain targets read finished text before a block: they need --context clean on rows of several blocks")
     if args.target == "chain" and args.bundle_scope == "sequence":
         fail("a chain decodes a bundle inside its block: it needs --bundle_scope block")
     if args.stage_a_only or args.init_from == "scratch":
         fail("chain targets are the base's own: give a trained base by --init_from DIR")
-    return ChainStageBOnly if args.lora == "stage_b" else Chain
+
+    # before a run has a folder, which a corrected command could not use
+    vocab_size = checkpoint.read_config(Path(args.init_from)).vocab_size
+    if args.beam >= vocab_size:
+        fail(f"--beam {args.beam} is more than the vocabulary of {vocab_size} can fill")
+
+
+def choose(args: Namespace) -> Recipe:
+    check(args)
+    command = "python -m beyond.chain"
+    if args.lora == "stage_b":
+        return stage_b_recipe(chain_step, command)
+    return Recipe(chain_step, command=command)
 
 
 def main() -> None:
-    train.main(build_parser(__doc__), settle)
+    train.main(build_parser(__doc__), choose)
 
 
 if __name__ == "__main__":

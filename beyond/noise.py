@@ -9,47 +9,56 @@ chain. `sample.py --temperature 1` draws u where the adapter was trained with it
 """
 
 import math
-import time
 from argparse import Namespace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sample
 import train
 from beyond import chain
-from beyond.chain import ChainStageBOnly, build_parser, chain_decode, leaders, longest, settle
-from beyond.stage_b_only import StageBOnly, adapt
+from beyond.chain import CleanCache, bundle_as_decoded, greedy_chain, leaders, stage_a_look
+from beyond.stage_b_only import StageBOnly, adapt, stage_b_losses
 from cache import Cached
-from corrupt import Draws, uniform
+from corrupt import M, uniform
 from data import fail, generator
-from model import Context, Model
+from model import Model
+from train import Batch, Losses, Recipe, corrupt_batch
 
-# R rows, T positions, n selected positions, C channels, V vocabulary
+# R rows, T positions, B block_length, P selected positions, C channels, V vocabulary
 
 WAVES = 32  # cos(0), cos(pi u) .. cos(31 pi u): fine enough to tell CDF steps of 1/32 apart
 
 
+# --- the model
 class Noisy(StageBOnly):
     u: Tensor | None = None  # (R, T) float32 in [0, 1) of the pass at hand; None: zeros, the greedy chain
 
     def mark(self, h: Tensor, bundle: Tensor, round: int) -> Tensor:
-        u = torch.zeros(bundle.shape, device=h.device) if self.u is None else self.u
+        u = self.u
+        if u is None:
+            u = torch.zeros(bundle.shape, device=h.device)
         wave = torch.arange(WAVES, device=h.device, dtype=torch.float32)
         carried = torch.cos(math.pi * wave * u[..., None].float()) @ self.markers_noise  # (R, T, C)
-        return h + bundle[..., None] * (self.markers[round] + carried).to(h.dtype)
+        marker = bundle[..., None] * (self.markers[round] + carried).to(h.dtype)
+
+        # a clean copy behind the rows is never marked
+        return h + F.pad(marker, (0, 0, 0, h.shape[1] - bundle.shape[1]))
 
     def adapter_state(self) -> dict[str, Tensor]:
         return super().adapter_state() | {"markers_noise": self.markers_noise}
 
 
-def noisy_step(engine: Cached, z: Tensor, prompt: Tensor, busy: bool, u: Tensor, d: sample.Decoding) -> dict:
+def noisy_step(
+    engine: Cached, z: Tensor, prompt: Tensor, any_masked: bool, u: Tensor, d: sample.Decoding
+) -> dict[str, Tensor]:
     """sample.step, with each row's third draw on the markers."""
     if d.temperature not in (0, 1):
         fail(f"--temperature {d.temperature}: this adapter was trained to sample jointly at 1 (or greedily at 0)")
     engine.model.u = u[:, 2]
     try:
-        return sample.step(engine, z, prompt, busy, u, d)
+        return sample.step(engine, z, prompt, any_masked, u, d)
     finally:
         engine.model.u = None
 
@@ -65,62 +74,77 @@ def attach(model: Model, settings: dict) -> None:
     make_noisy(model, settings["lora_r"], torch.Generator())
 
 
-def quantile(log_p: Tensor, k: int, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As chain.choose, but the one token in which u (n,) falls: the best token comes first and then the others by id,
-    because the map from u to tokens is to be learned, and the order of near-equals is noise."""
-    p, best = log_p.exp(), leaders(log_p, 1)
-    first = p.gather(-1, best)  # (n, 1)
+# --- the training step
+def noise_step(model: Noisy, batch: Batch, args: Namespace) -> Losses:
+    """chain_step with a number on every position, and with the chain's draw by these numbers as the target."""
+    z, kind = corrupt_batch(model, batch, args)
+    finished = CleanCache(model, batch)
+    bundle = bundle_as_decoded(finished, z, kind == M, batch, args)
+
+    # the numbers, and what the chain draws by them
+    u = uniform(batch.draws, z.shape[1]).to(z.device)
+    written = drawn_chain(finished, z, bundle, u)
+    wanted = torch.where(bundle, written, batch.clean)
+
+    # Stage B carries them on its markers
+    model.u = u
+    try:
+        return stage_b_losses(model, batch, z, kind, bundle, wanted, args)
+    finally:
+        model.u = None
+
+
+def drawn_chain(finished: CleanCache, z: Tensor, bundle: Tensor, u: Tensor) -> Tensor:
+    """The chain's draw of each bundle by its positions' numbers u: (R, T) int64."""
+    B = finished.B
+    numbers = u.view(-1, B)
+
+    def look(blocks: Tensor, where: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        # the numbers of the positions that are looked at, in their order
+        asked = numbers[where]
+        pick = stage_a_look(finished, lambda log_p, k, chunk: quantile(log_p, asked[chunk]))
+        return pick(blocks, where, k)
+
+    written, _ = greedy_chain(look, z.view(-1, B), bundle.view(-1, B))
+    return written.reshape(z.shape)
+
+
+def quantile(log_p: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """As chain.best_tokens, but the one token in which u (P,) falls: (P, 1) log-probabilities and tokens.
+
+    The best token comes first and then the others by id, because the map from u to tokens is to be learned, and the
+    order of near-equals is noise.
+    """
+    p = log_p.exp()
+    best = leaders(log_p, 1)
+    first = p.gather(-1, best)  # (P, 1)
     others = p.scatter(-1, best, 0.0).cumsum(-1)
+
     beyond = u[:, None] * (first + others[:, -1:]) - first
     other = torch.searchsorted(others, beyond, right=True)
-    other = torch.minimum(other, (others < others[:, -1:]).sum(-1, keepdim=True))  # rounding: not past the last one
+    last = (others < others[:, -1:]).sum(-1, keepdim=True)
+    other = torch.minimum(other, last)  # rounding: not past the last one
     token = torch.where(beyond < 0, best, other)
-    return log_p.gather(-1, token), token, log_p.amax(-1)
+    return log_p.gather(-1, token), token
 
 
-class Noise(ChainStageBOnly):
-    command, extension = "python -m beyond.noise", {"extension": "beyond.noise"}
-
-    @staticmethod
-    def adapt(model: Model, args: Namespace) -> None:
-        make_noisy(model, args.lora_r, generator(args.seed, "lora"))
-
-    def target(self, x: Tensor, z: Tensor, bundle: Tensor, draws: Draws, ctx: Context) -> Tensor:
-        start, B = time.perf_counter(), self.model.cfg.block_length
-        self.u = uniform(draws, x.shape[1]).to(x.device)
-        written, _ = chain_decode(z, bundle, B, 1, self.predict_by(x, ctx, self.u), longest(bundle, B))
-        self.notes["target_ms"] += 1e3 * (time.perf_counter() - start)
-        return torch.where(bundle, written, x)
-
-    def predict_by(self, x: Tensor, ctx: Context, u: Tensor):
-        def draw(z: Tensor, where: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-            pieces = iter(u[where].split(chain.PIECE))
-            return self.predict(x, ctx, lambda log_p, k: quantile(log_p, k, next(pieces)))(z, where, k)
-
-        return draw
-
-    def by_length(self, real: Tensor) -> list[tuple[slice, int]]:
-        """All rows at full length: u is of whole rows."""
-        return [(slice(None), real.shape[1])]
-
-    def stages(self, x, z, kind, bundle, target, ctx):
-        self.model.u = self.beside_clean_copy(x, z, self.u, ctx)[1]
-        try:
-            return super().stages(x, z, kind, bundle, target, ctx)
-        finally:
-            self.model.u = None
+# --- the command line
+def adapt_noisy(model: Model, args: Namespace) -> None:
+    make_noisy(model, args.lora_r, generator(args.seed, "lora"))
 
 
-def settle_noise(args: Namespace) -> type[Noise]:
-    settle(args)
+def choose(args: Namespace) -> Recipe:
+    chain.check(args)
     if args.beam > 1 or args.target == "clean" or args.lora == "all":
-        fail("joint samples are draws of the greedy chain's conditionals, by adapters in Stage B alone: no --beam, "
-             "--target or --lora")  # fmt: skip
-    return Noise
+        fail(
+            "joint samples are draws of the greedy chain's conditionals, by adapters in Stage B alone: no --beam, "
+            "--target or --lora"
+        )
+    return Recipe(noise_step, adapt_noisy, "python -m beyond.noise", {"extension": "beyond.noise"})
 
 
 def main() -> None:
-    train.main(build_parser(__doc__), settle_noise)
+    train.main(chain.build_parser(__doc__), choose)
 
 
 if __name__ == "__main__":

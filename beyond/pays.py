@@ -1,14 +1,14 @@
-"""Does a Stage B pay? Existing names against everything that a decoder runs, for any systems, over their seeds.
+"""Does a second look pay? Existing names against everything that a decoder runs, for any systems, over their seeds.
 
 A system is a name, a checkpoint, perhaps an adapter; systems of one name are its seeds, and are pooled. Each decodes
-the same held-out and trained prompts (evaluate.py says how) at every tau_m2t, own blocks at every tau_keep, and drafts
-at several `looks`, too.
+the same held-out and trained prompts (evaluate.py says how) at every tau_m2t, a joint head at every tau_keep, and a
+sampling head at several `looks`, too.
 
     exist     share of the completions that are names, held-out and trained prompts together
     distinct  different existing names, and `repeated`, completions that another one equals: shares of one seed's
     entropy   of the draws of one prompt, nats, mean over prompts; plug-in, so at most ln(draws)
     full      Stage A's forwards a token
-    all       everything, in full forwards: a partial one counts n/L times the share of the block that it ran at
+    all       everything, in full forwards: a partial one is model.partial_cost times the share of the block it ran at
     serial    forwards one after the other, a partial one like a full one: what latency pays where weights are the cost
 
 All three in forwards of the first system: one of more layers is charged its n_layer over the first's for each.
@@ -17,10 +17,10 @@ Intervals: 95 %, 1,000 resamples of the different beginnings, each with all of i
 groups, seeds, draws), the same for all systems. What other seeds of training would give is not in them.
 
 The tables of budgets are what a user gets who may not pay more: the setting that is best on one half of the beginnings,
-judged on the other, and the reverse, anew in every resample, so that no choice flatters. With --ours, the differences
-of these shares, paired.
+judged on the other, and the reverse, anew in every resample, so that no choice flatters. With --against NAME, the
+differences of these shares, paired.
 
-    python -m beyond.pays --system base out/base --system ours out/base out/joint --ours ours --out pays.jsonl
+    python -m beyond.pays --system base out/base --system head out/base out/joint --against head --out pays.jsonl
 """
 
 import gzip
@@ -40,17 +40,18 @@ import sample
 from beyond.spans import interval, means, resamples, within
 from cache import Cached, Output
 from checkpoint import load_model, load_tokenizer
-from data import Parser, Tokenizer, bounded, exists, fail, pick_device, replace_file
+from data import Parser, bounded, exists, fail, pick_device, replace_file
 from evaluate import print_table
 from model import Model
 from sample import MODES, Decoding, generate
+from tokenizer import Tokenizer
 
 # P prompts, W resamples
 
 TAUS = {1.0: "one at a time", 0.4: "0.4", 0.3: "0.3", 0.2: "0.2", 0.15: "0.15", 0.1: "0.1", -1.0: "all at once"}
 FINER = (0.12, 0.14, 0.17, 0.22, 0.25, 0.28)  # for whom has no tau_keep
 KEEP = (0.0, 0.3, 0.5, 0.7)
-LOOKS = (1, 2, 8)  # of drafts.py
+LOOKS = (1, 2, 8)  # of sampling_head.py
 BUDGETS = (0.4, 0.5, 0.6, 0.7, 0.8, 1.0, 1.2, 1.5, 2.0)
 COUNTED = ("full/token", "all/token", "serial/token")
 VARIETY = ("distinct", "repeated", "entropy")
@@ -58,17 +59,17 @@ VARIETY = ("distinct", "repeated", "entropy")
 
 def settings(model: Model, K: int, args: Namespace) -> dict[str, tuple[dict, Decoding]]:
     """What a system is decoded by: label -> (attributes of the model, settings). The released settings have edits."""
-    start = Decoding(gen_length=32, eos_early_stop=True, tau_t2t=None, n_rounds=K)
+    start = Decoding(gen_length=32, tau_t2t=None, n_rounds=K)
     knob, values = ("looks", LOOKS) if hasattr(model, "looks") else ("tau_keep", args.keep)
-    own = hasattr(model, knob)
-    taus = args.taus or [*TAUS, *([] if own else FINER)]
+    looks_again = hasattr(model, knob)
+    taus = args.taus or [*TAUS, *([] if looks_again else FINER)]
     gates = {f"tau_m2t {TAUS.get(tau, tau)}": replace(start, tau_m2t=tau) for tau in taus}
     if args.edits:
         gates = {f"released {mode.upper()}": replace(start, **gate) for mode, gate in MODES.items()}
         gates |= {f"tau_m2t {tau}, edits {e}": replace(start, tau_m2t=tau, tau_t2t=e)
                   for tau in (0.3, 0.2, 0.1, -1.0) for e in (0.0, 0.5)}  # fmt: skip
     kept = {label: ({}, d) for label, d in gates.items()}
-    if own:  # one at a time there is nothing to look at again
+    if looks_again:  # one at a time there is nothing to look at again
         kept = {f"{label}, {knob} {v}": ({knob: v}, d) for v in values for label, d in gates.items() if d.tau_m2t < 1}
     drawn = [(T, p) for T in args.temperature for p in (args.top_p if T else [1.0])]
     return {label + f", T {T:g}" * (T > 0) + f", top_p {p:g}" * (p < 1): (of, replace(d, temperature=T, top_p=p))
@@ -84,13 +85,13 @@ class Followed(Cached):
 
 
 def counting(model: Model, looks: Counter) -> None:
-    """Let the model's step add to looks[i] how often Stage B ran for row i of a decode."""
+    """Let the model's step add to looks[i] how often Stage B or a head ran for row i of a decode."""
     plain = getattr(model, "step", sample.step)
 
-    def step(engine, z, prompt, busy, u, d):
+    def step(engine, z, prompt, any_masked, u, d):
         if type(engine) is Cached:
             engine.__class__, engine.numbers = Followed, list(range(len(z)))
-        s = plain(engine, z, prompt, busy, u, d)
+        s = plain(engine, z, prompt, any_masked, u, d)
         ran = s["partial"] > 0 if "partial" in s else s["bundle"].any(-1) & bool(d.n_rounds)
         ran = s.get("looks", ran * max(1, d.n_rounds))
         looks.update(dict(zip(engine.numbers, ran.tolist(), strict=True)))
@@ -108,7 +109,7 @@ def numbered(prompts: list[list[int]]) -> list[int]:
 def complete(
     model: Model, prompts: list[list[int]], d: Decoding, seeds: range, looks: Counter
 ) -> tuple[list[Output], list[int]]:
-    """-> outputs and runs of Stage B, (len(seeds) * P) each, seed after seed. Greedy completions of equal prompts are
+    """-> outputs and second looks, (len(seeds) * P) each, seed after seed. Greedy completions of equal prompts are
     equal, and are decoded once."""
     at = range(len(prompts)) if d.temperature else numbered(prompts)
     rows, outputs, ran = dict(zip(at, prompts, strict=True)), [], []
@@ -130,13 +131,13 @@ def describe(model: Model, tokenizer: Tokenizer, prompts: dict[str, list[int]], 
     prompt: how many of its completions exist."""
     P, draws, tokens = len(prompts), len(outputs) // len(prompts), sum(len(o.tokens) for o in outputs)
     written = [tokenizer.decode(p + o.tokens) for p, o in zip([*prompts.values()] * draws, outputs, strict=True)]
-    r = evaluate.judge(list(prompts) * draws, written, outputs, model.cfg)
+    r = evaluate.judge(list(prompts) * draws, written, outputs, model.partial_cost)
     r["serial/token"] = (sum(o.nfe["full"] + o.nfe["commit"] for o in outputs) + sum(ran)) / tokens
     r["found"] = "".join(np.base_repr(sum(map(bool, map(exists, written[p::P]))), 36) for p in range(P))
     if draws > 1:
         r["entropy"] = sum(entropy(written[p::P]) for p in range(P)) / P
-    own = {"draws": draws, "n_layer": model.cfg.n_layer}
-    return own | {k: v for k, v in r.items() if k not in ("low", "high") and not k.endswith("/name")}
+    of = {"draws": draws, "n_layer": model.cfg.n_layer}
+    return of | {k: v for k, v in r.items() if k not in ("low", "high") and not k.endswith("/name")}
 
 
 def measure(name: str, ckpt: str, adapter: str | None, known: dict, args: Namespace) -> tuple[dict, list[dict]]:
@@ -191,8 +192,8 @@ def pool(records: list[dict]) -> dict[tuple[str, str], dict]:
     return pooled
 
 
-def show_budgets(pooled: dict, weights: np.ndarray, half: np.ndarray, ours: str | None) -> None:
-    """For each temperature and way to count, every system within every budget; ours minus each other one."""
+def show_budgets(pooled: dict, weights: np.ndarray, half: np.ndarray, against: str | None) -> None:
+    """For each temperature and way to count, every system within every budget; `against` minus each other one."""
     for T in sorted({p["temperature"] for p in pooled.values()}):
         systems = defaultdict(list)
         for (name, _), p in pooled.items():
@@ -205,21 +206,21 @@ def show_budgets(pooled: dict, weights: np.ndarray, half: np.ndarray, ours: str 
             rows = [[name, *map(interval, of)] for name, of in shares.items()]
             print()
             print_table([f"at most, {title}", *map(str, BUDGETS)], rows)
-            if ours:
+            if against:
                 print()
-                rows = [[name, *(interval(a - b, "+") for a, b in zip(shares[ours], of, strict=True))]
-                        for name, of in shares.items() if name != ours]  # fmt: skip
-                print_table([f"{ours} minus, {title}", *map(str, BUDGETS)], rows)
+                rows = [[name, *(interval(a - b, "+") for a, b in zip(shares[against], of, strict=True))]
+                        for name, of in shares.items() if name != against]  # fmt: skip
+                print_table([f"{against} minus, {title}", *map(str, BUDGETS)], rows)
 
 
 def main() -> None:
     parser = Parser(__doc__)
     group = parser.add_argument_group("what is compared")
     group.add_argument("--system", nargs="+", action="append", metavar=("NAME", "CKPT [ADAPTER]"), default=[])
-    group.add_argument("--ours", metavar="NAME", help="the system whose share minus every other's is shown, too")
+    group.add_argument("--against", metavar="NAME", help="the system whose share minus every other's is shown, too")
     group.add_argument("--prompts", type=bounded(int, 1), default=256, help="names held out, and as many trained")
     group.add_argument("--taus", nargs="+", type=bounded(float, -1, 1), help="values of tau_m2t (default: 7, or 13)")
-    group.add_argument("--keep", nargs="+", type=bounded(float, 0, 1), default=KEEP, help="tau_keep of own blocks")
+    group.add_argument("--keep", nargs="+", type=bounded(float, 0, 1), default=KEEP, help="tau_keep of a joint head")
     group.add_argument("--edits", action="store_true", help="with edits: the released settings, and gates 0 and 0.5")
     group.add_argument("--temperature", nargs="+", type=bounded(float, 0), default=[0.0], help="several; 0: greedy")
     group.add_argument("--top_p", nargs="+", type=bounded(float, 1e-6, 1), default=[1.0], help="with a temperature")
@@ -239,8 +240,8 @@ def main() -> None:
         if known not in ({}, clusters):
             fail(f"--records {path} is about other prompts than the file before it")
     names = {r["system"] for r in records} | {s[0] for s in args.system}
-    if args.ours not in (None, *names):
-        fail(f"--ours {args.ours} is none of the systems: {', '.join(sorted(names))}")
+    if args.against not in (None, *names):
+        fail(f"--against {args.against} is none of the systems: {', '.join(sorted(names))}")
     for name, ckpt, *adapter in args.system:
         clusters, more = measure(name, ckpt, adapter[0] if adapter else None, clusters, args)
         records += more
@@ -255,7 +256,7 @@ def main() -> None:
     rows = [[*key, interval(means(p["exist"], weights)), *(f"{p[k]:.3f}" for k in columns)]
             for key, p in pooled.items()]  # fmt: skip
     print_table(["system", "setting", "exist", *columns], rows)
-    show_budgets(pooled, weights, cluster % 2 == 1, args.ours)
+    show_budgets(pooled, weights, cluster % 2 == 1, args.against)
 
 
 if __name__ == "__main__":

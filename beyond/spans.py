@@ -17,12 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from beyond.chain import chain_decode, choose, longest
+from beyond.chain import best_tokens, greedy_chain
 from cache import MAX_STEPS, Cached
 from checkpoint import load_tokenizer
-from data import Parser, Tokenizer, bounded, fail, is_validation, load_text
+from data import Parser, bounded, fail, is_validation, load_text
 from model import Model
 from sample import Decoding, step
+from tokenizer import Tokenizer
 
 # R spans (rows), B block_length, V vocabulary, n masked positions, P settings, W resamples
 
@@ -143,7 +144,8 @@ def fill(
     partial forwards of each row, (R,) float32 each. Rows end as in `sample.generate`: without a mask, or where nothing
     changes any more. `on_step(z, bundle, Stage A's confidence)`, (R, B) each, sees every commitment."""
     prompt, u = torch.ones_like(z, dtype=torch.bool), torch.zeros(len(z), 3, z.shape[1], device=z.device)
-    (full, partial), busy = torch.zeros(2, len(z), device=z.device), prompt.any(-1)
+    full, partial = torch.zeros(2, len(z), device=z.device)
+    busy = prompt.any(-1)
     one_step = getattr(engine.model, "step", step)
     for _ in range(MAX_STEPS):
         busy = busy & (z == engine.cfg.mask_id).any(-1)
@@ -181,16 +183,15 @@ def chain(log_p: LogProbs, z: Tensor, bundle: Tensor, forced: Tensor | None = No
     """The one-at-a-time decode of a bundle (R, B), most confident position first: by argmax, or with the tokens
     `forced` (R, B) upon it. -> tokens (R, B), their log-probability (R,)."""
 
-    def predict(z: Tensor, where: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-        at = log_p(z)[where]  # (n, V)
+    def look(z: Tensor, left: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        at = log_p(z)  # (R, B, V)
+        sure = at.amax(-1).masked_fill(~left, float("-inf"))
         if forced is None:
-            return choose(at, 1)
-        token = forced[where][:, None]
-        return at.gather(1, token), token, at.amax(-1)
+            return sure, *best_tokens(at, 1, slice(None))
+        token = forced[..., None]
+        return sure, at.gather(-1, token), token
 
-    B = z.shape[1]
-    tokens, score = chain_decode(z, bundle, B, 1, predict, longest(bundle, B))
-    return tokens, score[:, 0]
+    return greedy_chain(look, z, bundle)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ from torch import Tensor
 from corrupt import M, three_term_loss
 from data import generator
 from model import Context, Model
-from train import Objective
+from train import Batch, Losses, Recipe, Step, batch_context
 
-# R rows, T positions, B block_length, C channels
+# R rows, T positions, C channels
 
 
 class StageBOnly(Model):
@@ -27,11 +27,13 @@ class StageBOnly(Model):
     def last_n(self, h: Tensor, ctx: Context) -> Tensor:
         return super().last_n(h, replace(ctx, lora=False))
 
-    def coordinate(self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int) -> Tensor:
-        T, where = h.shape[1], ctx.lora
-        if where is True and self.cfg.block_length < T:  # a whole row, uncached: its last block is the current one
+    def coordinate(self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int, first_round: int = 0) -> Tensor:
+        # of a whole row, uncached, the last block is the current one
+        T = h.shape[1]
+        where = ctx.lora
+        if where is True and self.cfg.block_length < T:
             where = torch.arange(T, device=h.device)[:, None] >= T - self.cfg.block_length
-        for i in range(n_rounds):
+        for i in range(first_round, n_rounds):
             h = super().last_n(self.mark(h, bundle, i), replace(ctx, round=i, lora=where))
         return h
 
@@ -42,29 +44,36 @@ def attach(model: Model, settings: dict) -> None:
 
 
 def adapt(model: Model, r: int, rng: torch.Generator, kind: type[Model] = StageBOnly) -> None:
+    """What learns: LoRA in the last n layers, and the markers."""
     model.__class__ = kind
     model.add_lora(r, 2 * r, rng, first=model.cfg.n_layer - model.cfg.n_last)
 
 
-class StageBOnlyObjective(Objective):
-    extension = {"extension": "beyond.stage_b_only"}
+def stage_b_recipe(step: Step, command: str) -> Recipe:
+    """A recipe that trains such adapters by `step`."""
 
-    @staticmethod
-    def adapt(model: Model, args: Namespace) -> None:
+    def adapt_model(model: Model, args: Namespace) -> None:
         adapt(model, args.lora_r, generator(args.seed, "lora"))
 
-    def stages(
-        self, x: Tensor, z: Tensor, kind: Tensor, bundle: Tensor, target: Tensor, ctx: Context
-    ) -> tuple[Tensor, Tensor]:
-        """Stage B's loss. Stage A is the frozen base and has no gradient; its terms are measured in validation."""
-        model, T = self.model, x.shape[1]
-        ids, marked = self.beside_clean_copy(x, z, bundle, ctx)
-        with torch.no_grad():
-            h = model.prefix(ids, ctx)
-        everywhere = torch.arange(ids.shape[1], device=ids.device)[:, None] < T  # but not on the clean copy
-        h_b = model.coordinate(h, marked, replace(ctx, lora=everywhere), model.cfg.n_rounds)
-        loss, terms_b = three_term_loss(model, h_b[:, :T], target, kind, fill=bundle)
-        terms_a = torch.zeros_like(terms_b)
-        if not torch.is_grad_enabled():
-            terms_a = three_term_loss(model, model.last_n(h, ctx)[:, :T], x, kind, kind == M)[1]
-        return loss, torch.stack([terms_a, terms_b])
+    return Recipe(step, adapt_model, command, {"extension": "beyond.stage_b_only"})
+
+
+def stage_b_losses(
+    model: Model, batch: Batch, z: Tensor, kind: Tensor, bundle: Tensor, wanted: Tensor, args: Namespace
+) -> Losses:
+    """Stage B's loss. Stage A is the frozen base and has no gradient; its terms are measured in validation."""
+    T = z.shape[1]
+    ctx = batch_context(model, batch, args)
+    with torch.no_grad():
+        h = model.prefix(z, ctx)
+
+    # the adapters act at every noisy position, but not on the clean copy behind
+    noisy = torch.arange(h.shape[1], device=h.device)[:, None] < T
+    stage_b = model.coordinate(h, bundle, replace(ctx, lora=noisy), model.cfg.n_rounds)
+    loss, terms_b = three_term_loss(model, stage_b, wanted, kind, fill=bundle)
+
+    terms_a = torch.zeros_like(terms_b)
+    if not torch.is_grad_enabled():
+        stage_a = model.last_n(h, ctx)
+        _, terms_a = three_term_loss(model, stage_a, batch.clean, kind, fill=kind == M)
+    return loss, torch.stack([terms_a, terms_b])

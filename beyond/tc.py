@@ -30,7 +30,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from beyond import spans
-from beyond.chain import chain_decode, longest
+from beyond.chain import greedy_chain
 from beyond.noise import quantile
 from beyond.spans import FILL, LogProbs, at_rows, fill, stage_a_log_probs
 from cache import Cached
@@ -55,15 +55,15 @@ def conditionals(log_p: LogProbs, z: Tensor, bundle: Tensor, u: Tensor) -> tuple
     which the chain writes each position when its turn comes (unwritten positions: as now)."""
     alone = written = log_p(z)
 
-    def predict(z: Tensor, left: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    def look(z: Tensor, left: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         nonlocal written
         if not torch.equal(left, bundle):  # in the first step nothing is written yet: as now
             written = torch.where(left[..., None], log_p(z), written)  # what is not left keeps what it was written by
-        at = written[left]
-        return quantile(at, 1, u[left].to(at.dtype))
+        sure = written.amax(-1).masked_fill(~left, float("-inf"))
+        drawn_log_p, token = quantile(written.flatten(0, 1), u.flatten().to(written.dtype))
+        return sure, drawn_log_p.view(*left.shape, 1), token.view(*left.shape, 1)
 
-    B = z.shape[1]
-    chain_decode(z, bundle, B, 1, predict, longest(bundle, B))
+    greedy_chain(look, z, bundle)
     return alone, written
 
 

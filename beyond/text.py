@@ -1,7 +1,7 @@
 """Text: quality against forwards, on spans of held-out documents.
 
 A system is a name, a checkpoint, perhaps an adapter: Stage A alone, with Stage B, or as an extension's own step
-decodes, own blocks at every tau_keep of --keep. Systems of one name are its seeds: the first ones of all names belong
+decodes, a joint head at every tau_keep of --keep. Systems of one name are its seeds: the first ones of all names belong
 together, then the second ones, and a figure is the mean over them. All fill the same spans of held-out documents
 (spans.py says which), at many tau_m2t, from every mask at once (-1) to one at a time (1). The first name is the base.
 
@@ -10,16 +10,16 @@ together, then the second ones, and a figure is the mean over them. All fill the
     exact       share of spans as they were
     parses      share of Python pieces that are still Python with the span in them
     stutter     share of the block's neighbouring words that are equal
-    full, all   forwards a token: full ones (the paper's count), and all of them in full ones, a partial one as n/L,
-                times the share of the block that it ran at where a step says so
+    full, all   forwards a token: full ones (the paper's count), and all of them in full ones, a partial one as
+                model.partial_cost, times the share of the block that it ran at where a step says so
 
 Brackets are 95 % of a bootstrap over documents, each with its spans, the same resamples for all. The second table is
 what a user with a budget gets: of each system the best setting that costs no more in `all`, chosen on every other
 document and reported on the rest, both ways and anew in every resample, so that many settings to choose from flatter
-nobody; and what --ours has more than each other one. It refuses toys (their tables are exact) and text without a long
-enough piece.
+nobody; and what --against NAME has more than each other one. It refuses toys (their tables are exact) and text without
+a long enough piece.
 
-    python -m beyond.text --data stdlib --system base out/text --system ours out/text out/joint --ours ours
+    python -m beyond.text --data stdlib --system base out/text --system head out/text out/joint --against head
 """
 
 import re
@@ -37,9 +37,10 @@ from beyond import spans
 from beyond.spans import FILL, Span, at_rows, chain, fill, interval, is_python, means, stage_a_log_probs, within
 from cache import Cached, in_full
 from checkpoint import load_model, load_tokenizer
-from data import Tokenizer, bounded, fail, pick_device
+from data import bounded, fail, pick_device
 from evaluate import print_table
 from model import Model
+from tokenizer import Tokenizer
 
 # R spans (rows), B block_length, P settings, W resamples
 
@@ -94,8 +95,8 @@ def systems(args: Namespace) -> dict[str, list[list[str]]]:
         fail("--system takes NAME CKPT, the base first, or NAME CKPT ADAPTER")
     if odd := [name for name, of in named.items() if len(of) != len(seeds)]:
         fail(f"--system {odd[0]} has {len(named[odd[0]])} seeds, the base has {len(seeds)}: each is judged by its own")
-    if args.ours not in (None, *named):
-        fail(f"--ours {args.ours} is none of the systems: {', '.join(named)}")
+    if args.against not in (None, *named):
+        fail(f"--against {args.against} is none of the systems: {', '.join(named)}")
     return named
 
 
@@ -144,7 +145,10 @@ def curves(args: Namespace, device: torch.device) -> tuple[Curves, list[int]]:
                     model.tau_keep = keep
                 written, full, partial = fill(engine, z, replace(FILL, tau_m2t=tau, n_rounds=n_rounds))
                 full, partial = (t.double().cpu().numpy() / length for t in (full, partial))
-                forwards = {"full": full, "all": in_full(dict(full=full, partial=partial, commit=0), model.cfg)}
+                forwards = {
+                    "full": full,
+                    "all": in_full(dict(full=full, partial=partial, commit=0), model.partial_cost),
+                }
                 score = {"score": scores(judge, z, inside, written, known) / length}
                 points[tau, keep].append(score | quality(cut, written, tokenizer) | forwards)
         found[name] = [{"tau": tau, "keep": keep} | {k: np.mean([p[k] for p in of], axis=0) for k in of[0]}
@@ -166,8 +170,8 @@ def print_curves(found: Curves, weights: np.ndarray) -> None:
     print_table(["system", "tau", "keep", "full", "all", *figures], rows)
 
 
-def print_budgets(found: Curves, documents: list[int], ours: str | None) -> None:
-    """The best within each budget, and what `ours` has more than it, in the same resamples of documents (R,)."""
+def print_budgets(found: Curves, documents: list[int], against: str | None) -> None:
+    """The best within each budget, and what `against` has more than it, in the same resamples of documents (R,)."""
     rows, weights, half = [], spans.resamples(documents), np.array(documents) % 2 == 0
     stacked = {name: {k: np.stack([p[k] for p in of]) for k in ("all", *MEASURES)} for name, of in found.items()}
     for budget in BUDGETS:
@@ -175,13 +179,13 @@ def print_budgets(found: Curves, documents: list[int], ours: str | None) -> None
                 for name, x in stacked.items()}  # fmt: skip
         for name, drawn in best.items():
             row = [name, f"{budget:.2f}"]
-            for mine, theirs in zip(best.get(ours, drawn), drawn, strict=True):
+            for mine, theirs in zip(best.get(against, drawn), drawn, strict=True):
                 row.append(interval(theirs))
-                if ours:
-                    row.append("" if name == ours else interval(mine - theirs, "+"))
+                if against:
+                    row.append("" if name == against else interval(mine - theirs, "+"))
             rows.append(row)
-    head = [h for m in MEASURES for h in ([m, "ours has more"] if ours else [m])]
-    print("\nthe best setting that costs no more, all forwards a token" + (f"; ours: {ours}" if ours else ""))
+    head = [h for m in MEASURES for h in ([m, f"{against} has more"] if against else [m])]
+    print("\nthe best setting that costs no more, all forwards a token")
     print_table(["system", "at most", *head], rows)
 
 
@@ -212,13 +216,13 @@ def main() -> None:
                         required=True,
                         help="what is compared, the base first; again for more seeds of a name")  # fmt: skip
     parser.add_argument("--keep", nargs="+", type=bounded(float, 0, 1), default=[0.0, 0.5, 0.7],
-                        help="values of own blocks' tau_keep")  # fmt: skip
-    parser.add_argument("--ours", metavar="NAME", help="the system that all others are compared with")
+                        help="values of a joint head's tau_keep")  # fmt: skip
+    parser.add_argument("--against", metavar="NAME", help="the system that all others are compared with")
     args = parser.parse_args()
     found, documents = curves(args, pick_device(args.device))
     weights = spans.resamples(documents)
     print_curves(found, weights)
-    print_budgets(found, documents, args.ours)
+    print_budgets(found, documents, args.against)
     if args.plot:
         plot(args.plot, found, weights)
 

@@ -6,7 +6,6 @@ Every adapter is compared with its own frozen base (it knows which), the whole a
     chain            the same for the base one token at a time: what a chain target can teach at most
     B mode           share in which Stage B writes the joint mode
     A drift          KL(base's marginal || adapted Stage A's), nats, the mean over positions and contexts
-    x a step         what a training step costs, as a multiple of the same step without chain targets
     sampled KL/TC    KL(p || q) of joint samples (beyond.noise), as a share of TC; and the estimate's standard error
 
 Seeds of one kind are one row: the mean, and the worst seed in brackets. It refuses adapters that were not trained on a
@@ -20,7 +19,6 @@ import math
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 
 import torch
 
@@ -33,8 +31,8 @@ from toy import ROWS, Toy
 
 # N contexts, S support tuples, m answer positions, V answer symbols, n draws
 
-COLUMNS = ["A coherent", "B coherent", "chain", "B mode", "A drift", "x a step", "sampled KL/TC", "error"]
-SMALLER_IS_BETTER = {"A drift", "x a step", "sampled KL/TC", "error"}
+COLUMNS = ["A coherent", "B coherent", "chain", "B mode", "A drift", "sampled KL/TC", "error"]
+SMALLER_IS_BETTER = {"A drift", "sampled KL/TC", "error"}
 
 
 @torch.inference_mode()
@@ -76,25 +74,11 @@ def measure(folder: str, settings: dict, draws: int, device: torch.device) -> di
         "chain": quality(base, task, DECODERS["one at a time"])["coherent"],
         "B mode": b["mode_hit"],
         "A drift": float((p.exp() * (p - q)).sum(-1).mean()),
-        "x a step": cost_of_a_step(Path(folder) / "log.jsonl"),
     }
     if is_noise(settings):
         kl, error = sampled_kl(model, task, draws)
         row |= {"sampled KL/TC": kl / float(task.tc().mean()), "error": error / float(task.tc().mean())}
     return row
-
-
-def cost_of_a_step(log: Path) -> float:
-    """The median training step, in steps without its chain; nan without a log."""
-    costs = []
-    for line in log.read_text().splitlines() if log.exists() else []:
-        try:
-            record = json.loads(line)
-        except ValueError:  # cut short by a kill
-            continue
-        if "ms" in record:
-            costs.append(record["ms"] / (record["ms"] - record.get("target_ms", 0.0)))
-    return median(costs) if costs else math.nan
 
 
 def read_settings(folder: str) -> dict:
@@ -123,7 +107,7 @@ def kind(settings: dict) -> tuple[str, ...]:
 def same_but_for_the_seed(settings: dict) -> str:
     """What adapters of one row share: every setting but the seed and where things lie."""
     free = {"seed", "init_from", "base", "out_dir", "device", "log_interval", "eval_interval", "stop_at"}
-    free |= {"times_plain_step", "micro_batch", "checkpointing"}
+    free |= {"micro_batch", "checkpointing"}
     return json.dumps({k: v for k, v in settings.items() if k not in free}, sort_keys=True)
 
 

@@ -3,7 +3,6 @@
 model.step = ablation.step        # then `generate` and `quality` take an Ablation in place of a Decoding
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -29,23 +28,38 @@ class Ablation(Decoding):
         return (self.select, self.fill_from, self.edit_from, self.marker) != ("confidence", "B", "B", True)
 
 
-def step(engine: Cached, z: Tensor, prompt: Tensor, busy: bool, u: Tensor, d: Ablation) -> dict[str, Tensor]:
+def step(engine: Cached, z: Tensor, prompt: Tensor, any_masked: bool, u: Tensor, d: Ablation) -> dict[str, Tensor]:
     """One step on the current blocks z (R, B), as sample.step but for the switches."""
     masked = z == engine.cfg.mask_id
-    h, logits = engine.stage_a(z)
-    a = b = candidates(logits, u[:, 0], d)  # tokens (R, B), their probabilities (R, B)
-    bundle = select_bundle(a[1], masked, d)
+    visible = ~masked & ~prompt
+
+    # Stage A, and the bundle by confidence
+    h, logits_a = engine.stage_a(z)
+    token_a, conf_a = candidates(logits_a, u[:, 0], d)
+    bundle = select_bundle(conf_a, masked, d)
+
+    # or as many masks, but those of the least entropy
     if d.select == "entropy":
-        log_p = logits.log_softmax(-1)
+        log_p = logits_a.log_softmax(-1)
         entropy = -(log_p.exp() * log_p).sum(-1)
         bundle = first_masked(entropy, masked, bundle.sum(-1, keepdim=True), masked.shape[1])
-    if busy and d.n_rounds:
-        marked = candidates(engine.stage_b(h, bundle & d.marker), u[:, 1], d)
-        coordinated = bundle.any(-1, keepdim=True)  # a row without a bundle writes from Stage A
-        b = [torch.where(coordinated, x, y) for x, y in zip(marked, a, strict=True)]
-    (fill, fill_conf), (edit, edit_conf) = (b if stage == "B" else a for stage in (d.fill_from, d.edit_from))
-    gate = math.inf if d.tau_t2t is None else d.tau_t2t
-    edited = ~masked & ~prompt & (edit_conf > gate) & (edit != z)
-    after = torch.where(bundle, fill, torch.where(edited, edit, z))
+
+    # Stage B; a row without a bundle writes from Stage A
+    token_b = token_a
+    conf_b = conf_a
+    if any_masked and d.n_rounds > 0:
+        marked = bundle & d.marker
+        token, conf = candidates(engine.stage_b(h, marked), u[:, 1], d)
+        coordinated = bundle.any(-1, keepdim=True)
+        token_b = torch.where(coordinated, token, token_a)
+        conf_b = torch.where(coordinated, conf, conf_a)
+
+    # which stage fills, and which edits
+    stages = {"A": (token_a, conf_a), "B": (token_b, conf_b)}
+    fill, fill_conf = stages[d.fill_from]
+    edit, edit_conf = stages[d.edit_from]
+    edited = visible & (edit_conf > d.edit_gate) & (edit != z)
+    after = torch.where(edited, edit, z)
+    after = torch.where(bundle, fill, after)
     conf = torch.where(bundle, fill_conf, edit_conf)
-    return dict(before=z, after=after, bundle=bundle, edited=edited, conf=conf, token_a=a[0], conf_a=a[1])
+    return dict(before=z, after=after, bundle=bundle, edited=edited, conf=conf, token_a=token_a, conf_a=conf_a)

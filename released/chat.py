@@ -8,6 +8,7 @@ from pathlib import Path
 import sample
 from checkpoint import load_tokenizer, read_config
 from data import fail
+from terminal import build_parser
 
 
 def chat(user: str, system: str | None = None) -> str:
@@ -18,8 +19,7 @@ def chat(user: str, system: str | None = None) -> str:
 
 
 def main() -> None:
-    parser = sample.build_parser()
-    parser.description = __doc__
+    parser = build_parser(__doc__, sample.MODES)
     parser.add_argument("--system", help="system message")
     args = parser.parse_args()
     tokenizer = load_tokenizer(Path(args.ckpt), read_config(Path(args.ckpt)).tokenizer)

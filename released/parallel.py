@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 from argparse import Namespace
-from collections import defaultdict
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,8 @@ import data
 import train
 from checkpoint import save_tensors
 from model import Model, MoE
-from train import Objective, named_terms, pieces
+from settings import Corpus, build_parser, load_corpus
+from train import Recipe, Step, micro_batches, named_terms
 
 EXTENSIONS = ("beyond.chain", "beyond.noise")
 LAUNCHED = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # by torchrun, be it with one process
@@ -94,9 +95,9 @@ def last() -> bool:
 
 # --- the exchanges: every process must come to each of them equally often
 def share(first: int, n: int, args: Namespace) -> list[tuple[int, int]]:
-    """train.pieces of this process's part of rows first .. first+n."""
+    """train.micro_batches of this process's part of rows first .. first+n."""
     start, stop = (first + r * n // WORLD for r in (RANK, RANK + 1))
-    return pieces(start, stop - start, args)
+    return micro_batches(start, stop - start, args)
 
 
 def total(t: Tensor) -> Tensor:
@@ -153,105 +154,138 @@ def compile_layers(model: Model) -> None:
 
 
 # --- the run: train.run once more, line for line, with the exchanges
-def run(args: Namespace, kind: type[Objective], command: str, compiled: bool) -> None:
+def run(args: Namespace, recipe: Recipe, command: str, compiled: bool) -> None:
     """In the place of train.run."""
-    resume = f"{command} --init_from resume --out_dir {args.out_dir}"
+    recipe = replace(recipe, command=command)
     try:
-        loop(*prepare(args, kind, compiled), resume)
+        loop(*prepare(args, recipe, compiled), args, recipe)
     except RuntimeError as e:
         if not (isinstance(e, dist.DistError) or "gloo" in str(e)):
             raise
         why = str(e).splitlines()[0].split(". ")[0]
-        data.fail(f"another process is gone ({why}); what was saved last is whole, go on with: {resume}")
+        go_on = train.resume_command(args, recipe)
+        data.fail(f"another process is gone ({why}); what was saved last is whole, go on with: {go_on}")
 
 
-def prepare(args: Namespace, kind: type[Objective], compiled: bool) -> tuple[Objective, torch.optim.Optimizer, int]:
-    """The sharded model and its optimizer, and the number of steps taken."""
-    device, folder = pick_device(args.device), Path(args.out_dir)
+def prepare(
+    args: Namespace, recipe: Recipe, compiled: bool
+) -> tuple[Model, torch.optim.Optimizer, Corpus, torch.device, int]:
+    """The sharded model and its optimizer, what it learns from and where, and the number of steps taken."""
+    device = pick_device(args.device)
+    folder = Path(args.out_dir)
     join(device, batch_size=args.batch_size, eval_rows=args.eval_rows)
-    rows, n_plain, tokens = train.load_rows(args)
+    corpus = load_corpus(args)
     if RANK:  # not before the rows: they may need a tokenizer that each process writes for itself
-        data.replace_file = checkpoint.replace_file = lambda path, write: None
-    model = checkpoint.start(args, tokens, kind.adapt, torch.device("cpu"))
+        train.write_json = data.replace_file = checkpoint.replace_file = lambda path, write: None
+    model = checkpoint.start(args, corpus.tokens, recipe.adapt, torch.device("cpu"))
+
+    # what was saved, while the model is still whole
     optimizer = train.make_optimizer(model, args)
-    started = args.resume and (folder / "state.safetensors").exists()
-    done = checkpoint.restore_state(model, optimizer, folder) if started else 0
+    done = 0
+    if args.resume and (folder / "state.safetensors").exists():
+        done = checkpoint.restore_state(model, optimizer, folder)
     moments = {n: optimizer.state[p] for n, p in model.named_parameters() if p in optimizer.state}
+
+    # each process keeps its part of the weights, and of the moments
     if compiled:
         compile_layers(model)
     shard(model, device)
     optimizer = train.make_optimizer(model, args)
-    for p, state in ((p, moments[n]) for n, p in model.named_parameters() if n in moments):
+    for name, p in model.named_parameters():
+        if name not in moments:
+            continue
         part = partial(distribute_tensor, device_mesh=p.device_mesh, placements=p.placements, src_data_rank=None)
-        optimizer.state[p] = {k: t.to(device) if k == "step" else part(t.to(device)) for k, t in state.items()}
-    data.write_json(folder / "train.json", {k: v for k, v in vars(args).items() if k != "resume"})
+        optimizer.state[p] = {k: t.to(device) if k == "step" else part(t.to(device)) for k, t in moments[name].items()}
+
+    train.write_json(folder / "train.json", {k: v for k, v in vars(args).items() if k != "resume"})
     checkpoint.rewind_log(folder / "log.jsonl", done)
-    print(f"{' '.join(args.data)}: {rows['train'].describe()} to train on, {WORLD} processes on {device} in "
-          f"{args.dtype}; steps {done}..{args.max_iters} of {args.batch_size} rows -> {folder}")  # fmt: skip
-    objective = kind(model, rows, n_plain, args, device)
-    # each forward gathers weights from all processes, and all must make as many: one, of rows at full length
-    objective.by_length = lambda real: [(slice(None), real.shape[1])]
-    return objective, optimizer, done
+    print(f"{WORLD} processes:", end=" ")
+    train.describe(args, corpus, model, device, done)
+    return model, optimizer, corpus, device, done
 
 
-def loop(objective: Objective, optimizer: torch.optim.Optimizer, done: int, resume: str) -> None:
-    model, args, folder = objective.model, objective.args, Path(objective.args.out_dir)
-    objective.notes = defaultdict(float)  # what a step adds to the log, of process 0's rows
-    end, saved, stop = min(args.max_iters, args.stop_at or args.max_iters), done, 0
-    with checkpoint.interruptible() as caught, open(os.devnull if RANK else folder / "log.jsonl", "a", 1) as log:
+def loop(
+    model: Model, optimizer: torch.optim.Optimizer, corpus: Corpus, device: torch.device, done: int, args: Namespace,
+    recipe: Recipe,
+) -> None:  # fmt: skip
+    saved = done
+    stop = 0
+    last = args.max_iters
+    if args.stop_at:
+        last = min(last, args.stop_at)
+    log_file = os.devnull if RANK else Path(args.out_dir) / "log.jsonl"
+    with checkpoint.interruptible() as caught, open(log_file, "a", buffering=1) as log:
         for s in (signal.SIGINT, signal.SIGTERM):  # the second signal is what torchrun passes on of the first
             signal.signal(s, lambda number, frame: caught.append(number))
-        for step in tqdm(range(done, end), initial=done, total=args.max_iters, desc="train", disable=None):
-            start, first = time.perf_counter(), step * args.batch_size
-            n_real = objective.rows["train"].count_real(first, args.batch_size)
-            loss, terms = 0.0, 0.0
-            for a, n in share(first, args.batch_size, args):
-                part, part_terms = model.within(objective, a, n)
-                (part / n_real).backward()
-                loss, terms = loss + part.detach() / n_real, terms + part_terms
-            loss = float(total(loss))
-            norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or math.inf).full_tensor())
-            if not math.isfinite(loss + norm):
-                good = f"step {saved} in {folder} ({resume})" if saved else "none yet"
-                data.fail(f"the loss is {loss} (gradient norm {norm}) at step {step + 1}; last good checkpoint: "
-                          f"{good}; lower --learning_rate in a new --out_dir")  # fmt: skip
-            for group in optimizer.param_groups:
-                group["lr"] = train.learning_rate(step, args)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            record = dict(step=step, loss=loss, grad_norm=norm, lr=train.learning_rate(step, args), tokens=n_real)
-            record |= train.named_terms(terms) | {"ms": 1e3 * (time.perf_counter() - start)} | objective.notes
-            train.report(record, f"step {step + 1}/{args.max_iters}", log, shown=(step + 1) % args.log_interval == 0)
-            if (step + 1) % args.eval_interval == 0 or step + 1 == args.max_iters:
-                record = model.within(train.validate, objective, step + 1)
-                train.report(record, f"validation after step {step + 1}", log, shown=True)
-            stop = largest(bool(caught))
-            if stop or step + 1 == end or (step + 1) % args.eval_interval == 0:
-                train.save(model, optimizer, step + 1, args, type(objective))
+        for step in tqdm(range(done, last), initial=done, total=args.max_iters, desc="train", disable=None):
+            record = take_step(model, optimizer, recipe.step, corpus, step, args, device)
+            train.check_finite(record, "loss", step, saved, args, recipe)
+            shown = (step + 1) % args.log_interval == 0
+            train.report(record, f"step {step + 1}/{args.max_iters}", log, shown)
+
+            stop = largest(bool(caught))  # all processes stop at one step
+            due = (step + 1) % args.eval_interval == 0 or step + 1 == args.max_iters
+            if due or stop or step + 1 == last:
+                validation = model.within(train.validate, model, recipe.step, corpus, step + 1, args, device)
+                train.check_finite(validation, "validation", step, saved, args, recipe)
+                if due:
+                    train.report(validation, f"validation after step {step + 1}", log, shown=True)
+                train.save(model, optimizer, step + 1, args, recipe)
                 saved = step + 1
             if stop:
                 break
-    if saved < args.max_iters:
-        print(f"saved at step {saved} of {args.max_iters}; go on with: {resume}")
-        raise SystemExit(130 if stop else 0)
-    print(f"done: {folder}")
+    train.tell_what_is_next(saved, bool(stop), args, recipe)
+
+
+def take_step(
+    model: Model, optimizer: torch.optim.Optimizer, step_of: Step, corpus: Corpus, step: int, args: Namespace,
+    device: torch.device,
+) -> dict[str, float]:  # fmt: skip
+    """train.take_step on this process's share of the rows."""
+    start = time.perf_counter()
+    first = step * args.batch_size
+    n_real = corpus.rows["train"].count_real(first, args.batch_size)
+    loss = 0.0
+    terms = 0.0
+    for at, n in share(first, args.batch_size, args):
+        batch = train.get_batch(corpus, "train", at, n, args, device)
+        part, part_terms = model.within(step_of, model, batch, args)
+        (part / n_real).backward()
+        loss = loss + part.detach() / n_real
+        terms = terms + part_terms
+    loss = float(total(loss))
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), train.clip_at(args))
+    norm = float(norm.full_tensor())
+
+    rate = train.learning_rate(step, args)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    if math.isfinite(loss + norm):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+    record = dict(step=step, loss=loss, grad_norm=norm, lr=rate, tokens=n_real)
+    record |= train.named_terms(terms)
+    record["ms"] = 1e3 * (time.perf_counter() - start)
+    return record
 
 
 def main() -> None:
     """train.py's main or an extension's, with the functions of all processes in the place of those of one."""
     start()
-    own = [word for word in sys.argv if word in ("--compile", *EXTENSIONS)]
-    sys.argv = [word for word in sys.argv if word not in own]
+    flags = [word for word in sys.argv if word in ("--compile", *EXTENSIONS)]
+    sys.argv = [word for word in sys.argv if word not in flags]
     command = f"torchrun --nproc_per_node {os.environ.get('LOCAL_WORLD_SIZE', WORLD)} -m released.parallel"
-    train.run = partial(run, command=" ".join([command, *own]), compiled="--compile" in own)
-    train.pieces, train.named_terms = share, lambda terms: named_terms(total(terms))
+    train.run = partial(run, command=" ".join([command, *flags]), compiled="--compile" in flags)
+    train.micro_batches = share
+    train.named_terms = lambda terms: named_terms(total(terms))
     checkpoint.save_tensors = save_whole
-    extension = [word for word in own if word in EXTENSIONS]
+    extension = [word for word in flags if word in EXTENSIONS]
     if not extension:
-        return train.main(train.build_parser(__doc__))
+        return train.main(build_parser(__doc__))
     chain = importlib.import_module("beyond.chain")
     longest = chain.longest
-    chain.longest = lambda bundle, B: largest(longest(bundle, B))  # the same number of forwards on each process
+    chain.longest = lambda bundle: largest(longest(bundle))  # the same number of forwards on each process
     importlib.import_module(extension[0]).main()
 
 

@@ -35,7 +35,7 @@ import torch
 from tqdm import tqdm
 
 from checkpoint import DTYPES, adapter_settings, load_model, load_tokenizer, read_config, weight_files
-from data import Parser, Tokenizer, bounded, fail, replace_file
+from data import Parser, bounded, fail, replace_file
 from evaluate import wilson
 from model import Config, Model
 from released import ablation, parallel
@@ -43,7 +43,8 @@ from released.ablation import Ablation
 from released.benchmarks import TASKS, Item, Task, read_jsonl
 from released.chat import chat
 from released.tables import Q, Run, differences, digest, evalplus_folder, read_run, summary, verdict_file
-from sample import MODES, Output, generate, settle_args
+from sample import MODES, Output, generate, settle_decoding
+from tokenizer import Tokenizer
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the command line
@@ -87,8 +88,10 @@ def build_parser() -> Parser:
 def decoding(args: Namespace, cfg: Config) -> Ablation:
     """The paper's settings with the flags over them."""
     fixed = {k: v for k, v in asdict(Q).items() if k not in ("tau_m2t", "tau_t2t")}  # those are the mode's
-    rounds = args.n_rounds if args.n_rounds is not None else cfg.n_rounds if args.adapter else 0
-    plain = settle_args(Namespace(**fixed | vars(args) | {"n_rounds": rounds}), SimpleNamespace(cfg=cfg))
+    rounds = args.n_rounds
+    if rounds is None:
+        rounds = cfg.n_rounds if args.adapter else 0
+    plain = settle_decoding(Namespace(**fixed | vars(args) | {"n_rounds": rounds}), SimpleNamespace(cfg=cfg))
     switches = {k: getattr(args, k) for k in ("select", "fill_from", "edit_from")}
     return Ablation(**asdict(plain), **switches, marker=not args.no_marker)
 

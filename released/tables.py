@@ -17,7 +17,6 @@ import math
 from collections import defaultdict
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 
@@ -157,8 +156,16 @@ def tally(run: Run) -> tuple[int, int, float, float]:
     judged = [r["correct"] for r in run.items.values() if r["correct"] is not None]
     tokens = max(1, sum(r["tokens"] for r in run.items.values()))
     nfe = {k: sum(r["nfe"][k] for r in run.items.values()) for k in ("full", "partial", "commit")}
-    total = in_full(nfe, SimpleNamespace(**run.settings["model"]))
+    total = in_full(nfe, partial_cost(run.settings))
     return sum(judged), len(judged), nfe["full"] / tokens, total / tokens
+
+
+def partial_cost(settings: dict) -> float:
+    """What a partial forward cost in a run: Stage B runs n_last of the layers, a joint head has its own."""
+    layers = settings["model"]["n_last"]
+    if settings["adapter"]:
+        layers = settings["adapter"].get("head_layers", layers)
+    return layers / settings["model"]["n_layer"]
 
 
 def summary(run: Run) -> str:

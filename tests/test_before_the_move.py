@@ -36,7 +36,7 @@ def test_losses_are_those_of_before(name, folder, monkeypatch, capsys):
     log = [json.loads(line) for line in (folder / name / "log.jsonl").read_text().splitlines()]
     columns = {k: [r.get(k) for r in log] for k in dict.fromkeys(k for r in log for k in r)}
     before = BEFORE["runs"][name]["log"]
-    assert columns.keys() - before.keys() <= {"ms", "target_ms", "lr", "tokens"}
+    assert columns.keys() - before.keys() <= {"ms", "lr", "tokens"}
     for key, values in before.items():
         assert [v is None for v in columns[key]] == [v is None for v in values], key
         known = [(a, b) for a, b in zip(columns[key], values, strict=True) if b is not None]

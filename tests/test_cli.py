@@ -50,7 +50,8 @@ TRAIN_MISTAKES = {
     "size out of bounds": (["--data", "pairs", "--toy", "V=1"], ["V must lie in 2..1024"]),
     "size without a toy": (["--data", __file__, "--toy", "V=3"], ["--toy", "--data"]),
     "bundle bounds": (["--data", "pairs", "--s_min", 5, "--s_max", 2], ["--s_max"]),
-    "rate": (["--wrong_rate", 1.5], ["--wrong_rate", "1.5"]),
+    "rate": (["--replace_rate", 1.5], ["--replace_rate", "1.5"]),
+    "rate of drafts": (["--draft_rate", -1], ["--draft_rate", "-1"]),
     "device": (["--data", "pairs", "--device", "warp"], ["--device"]),
     "learning rate": (["--data", "pairs", "--learning_rate", "-1"], ["--learning_rate"]),
     "no learning rate": (["--data", "pairs", "--learning_rate", "inf"], ["--learning_rate"]),
@@ -123,6 +124,8 @@ SAMPLE_MISTAKES = {
     "too many rounds": (["--prompt", "a", "--n_rounds", 5], ["--n_rounds 5", "0..2"]),
     "bad gate": (["--prompt", "a", "--tau_t2t", "off"], ["--tau_t2t", "none"]),
     "temperature": (["--prompt", "a", "--temperature", -1], ["--temperature"]),
+    "a temperature that is greedy": (["--prompt", "a", "--temperature", "1e-40"], ["--temperature", "0.001"]),
+    "a path with a NUL byte": (["--prompts_file", "a\0b"], ["--prompts_file", r"a\x00b"]),
     "nan temperature": (["--prompt", "a", "--temperature", "nan"], ["--temperature"]),
     "nan gate": (["--prompt", "a", "--tau_m2t", "nan"], ["--tau_m2t"]),
     "top_p": (["--prompt", "a", "--top_p", 0], ["--top_p"]),
@@ -138,6 +141,36 @@ SAMPLE_MISTAKES = {
 def test_sample_refuses(argv, words, ckpt, monkeypatch, capsys):
     line = refused(sample, monkeypatch, capsys, "--ckpt", ckpt, "--device", "cpu", "--gen_length", 16, *argv)
     assert all(w in line for w in words), line
+
+
+def test_blank_lines_of_a_prompts_file_are_skipped_and_counted(ckpt, tmp_path, monkeypatch, capsys):
+    (tmp_path / "prompts.txt").write_text("one\n\n  \ntwo\n")
+    argv = ["--ckpt", ckpt, "--prompts_file", tmp_path / "prompts.txt", "--gen_length", 8, "--json", "--device", "cpu"]
+    code, out, err = command_line(sample, monkeypatch, capsys, *argv)
+    assert code == 0 and len(out.splitlines()) == 2 and "2 blank lines" in err
+
+
+def test_a_seed_may_be_any_whole_number(ckpt, monkeypatch, capsys):
+    """It is hashed: beyond 64 bits, and below 0, each is a seed of its own."""
+    argv = ["--ckpt", ckpt, "--prompt", "a", "--gen_length", 8, "--temperature", 1, "--json", "--device", "cpu"]
+    texts = [command_line(sample, monkeypatch, capsys, *argv, "--seed", s)[1] for s in (0, 2**64, 2**64, -1)]
+    assert texts[0] != texts[1] == texts[2] != texts[3] != texts[0]
+
+
+@pytest.mark.parametrize("script", ["sample.py", "tools.toys"])
+def test_a_reader_who_leaves_is_no_error(script, ckpt):
+    """`python ... | head -1`, with the first line read and the pipe closed before the rest is written."""
+    command = ["sample.py", "--ckpt", str(ckpt), "--device", "cpu", "--gen_length", "64", "--watch"]
+    command += [f"--prompt={i}" for i in range(40)]
+    if script == "tools.toys":
+        command = ["-m", script]
+    process = subprocess.Popen(
+        [sys.executable, "-u", *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline()
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait() == 141 and not err
 
 
 def test_chat_needs_its_template(ckpt, monkeypatch, capsys):
@@ -179,12 +212,12 @@ def test_json_and_text_and_ids_agree(ckpt, monkeypatch, capsys):
     d = sample.Decoding(gen_length=9, tau_m2t=0.7, tau_t2t=0.0, n_rounds=2)  # the defaults
     assert by_text["tokens"] == sample.generate_one(model, [97, 98], d)[0]
     of_page = {"prompt", "mask_id", "n_rounds", "pieces"}
-    assert set(by_text) == {"text", "verdict", "tokens", "nfe", "nfe_per_token", "steps"} | of_page
+    assert set(by_text) == {"text", "verdict", "tokens", "nfe", "nfe_per_token", "partial_cost", "steps"} | of_page
     nfe = by_text["nfe"]
     assert nfe["all"] == nfe["full"] + nfe["commit"] + nfe["partial"] / 2  # n = 2 of 4 layers
     assert by_text["nfe_per_token"] == by_text["nfe"]["full"] / len(by_text["tokens"])
     code, out, _ = command_line(sample, monkeypatch, capsys, *common, "--prompt", "ab", "--watch", "--tau_t2t", "none")
-    assert code == 0 and "step   1 block 0: ab" in out and "left 0 masked" in out and " full a token" in out
+    assert code == 0 and "step   1 block 0: ab" in out and "left 0 masked" in out and " a token]" in out
     code, out, _ = command_line(sample, monkeypatch, capsys, *common, "--prompt", "ab", "--prompt", "cd", "--mode", "s")
     assert code == 0 and out.count("forwards:") == 2
 
@@ -263,15 +296,6 @@ def test_watch_fills_the_block_in_place_on_a_terminal_and_is_plain_text_in_a_pip
     piped = command_line(sample, monkeypatch, capsys, *argv, "--watch")[1]
     assert "\x1b" not in piped and "\r" not in piped and piped.endswith(ending)
     assert piped.startswith("step   1 block 0: LATIN·SMALL·LETTER▒▒▒▒▒\n    fill     4 '·WITH' 0.62\n")
-
-
-def test_random_weights_of_a_preset_can_be_sampled(tmp_path, monkeypatch, capsys):
-    out = tmp_path / "random"
-    assert command_line(random_weights, monkeypatch, capsys, "--dtype", "bf16", "--out", out)[0] == 0
-    run = ["--ckpt", out, "--prompt", "ab", "--gen_length", 8, "--dtype", "bf16", "--device", "cpu"]
-    code, text, _ = command_line(sample, monkeypatch, capsys, *run)
-    assert code == 0 and "8 tokens; forwards:" in text
-    assert "already holds" in refused(random_weights, monkeypatch, capsys, "--out", out)
 
 
 def test_gallery_and_toys_refuse(monkeypatch, capsys):

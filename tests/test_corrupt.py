@@ -1,6 +1,7 @@
 """Corruption, bundle and loss against their stated definitions. `pytest tests/test_corrupt.py`"""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from common import MASK, V, approx, command_line, random_ids
 
-from corrupt import NONE, WRONG_RATE, Corruption, G, M, W, draw_bundle, first_masked, loss_weights, three_term_loss
+from corrupt import NONE, Corruption, G, M, W, corrupt, draw_bundle, first_masked, loss_weights, three_term_loss
 from data import generator
 from tools import gallery
 
@@ -28,9 +29,10 @@ def off_by_one(z, where):
 def corrupted(kind, R=64, T=64, free=None, key="a", rate=None):
     x = random_ids(R, T)
     free = torch.ones_like(x, dtype=torch.bool) if free is None else free
-    z, k = Corruption(kind, B, MASK, MASK, WRONG_RATE[kind] if rate is None else rate)(
-        x, free, streams(R, key), off_by_one
-    )
+    how = Corruption(kind, B, MASK, MASK)
+    if rate is not None:
+        how = replace(how, replace_rate=rate, draft_rate=rate)
+    z, k = corrupt(x, free, how, streams(R, key), off_by_one)
     return x, z, k
 
 
@@ -76,7 +78,7 @@ def test_same_seed_same_bytes_and_rows_are_independent():
     assert not torch.equal(z, corrupted("random", key="b")[1])
     x = random_ids(64, 64)
     free = torch.ones(3, 64, dtype=torch.bool)
-    some, _ = Corruption("random", B, MASK, MASK, 0.1)(x[5:8], free, streams(64, "a")[5:8], off_by_one)
+    some, _ = corrupt(x[5:8], free, Corruption("random", B, MASK, MASK), streams(64, "a")[5:8])
     assert torch.equal(some, z[5:8])
 
 

@@ -1,4 +1,4 @@
-"""Corpora, learned tokenizers and rows. `pytest tests/test_data.py` (the released tokenizer: test_convert.py)"""
+"""Corpora, tokenizers and rows. `pytest tests/test_data.py` (the released tokenizer: test_convert.py)"""
 
 import gzip
 import json
@@ -12,17 +12,8 @@ import pytest
 import torch
 
 import data
-from data import (
-    bpe_tokenizer,
-    byte_tokenizer,
-    exists,
-    is_validation,
-    learn_bpe,
-    load_sequences,
-    load_text,
-    unicode_names,
-    write_json,
-)
+from data import exists, is_validation, load_sequences, load_text, read_json, unicode_names, write_json
+from tokenizer import bpe_tokenizer, byte_tokenizer, learn_bpe
 
 TEXT = "naïve café, 日本\n"
 
@@ -182,6 +173,15 @@ def test_a_name_is_its_own_document_and_split(names, learned):
         assert exists(t.decode(row)) and not is_validation(t.decode(row))
 
 
+def test_every_token_can_be_seen():
+    t = byte_tokenizer()
+    shown = [t.piece(token) for token in (*b"a \n\t\r", 0xE2, 0, t.eos_id, 300)]
+    assert shown == ["a", "·", "↵", "⇥", "␍", "<E2>", "<U+0000>", "<|endoftext|>", "<300>"]
+    accent = "\u0301"
+    t.token_bytes[300] = accent.encode()
+    assert t.piece(300) == "◌" + accent
+
+
 def test_no_names_without_unicodedata(monkeypatch, capsys):
     monkeypatch.setattr(data, "unicodedata", None)
     assert "unicodedata" in refusal(capsys, "names")
@@ -277,6 +277,16 @@ def test_stdlib_is_python_source_without_tests():
     assert 0.01 < share < 0.12  # one in twenty, by hash
 
 
+@pytest.mark.parametrize("call", [load_text, read_json, write_json], ids=lambda call: call.__name__)
+def test_a_path_with_a_nul_byte_is_one_line(call, tmp_path, capsys):
+    path = tmp_path / "a\0b.jsonl"
+    arguments = {load_text: ([str(path)],), read_json: (path, "settings"), write_json: (path, {})}[call]
+    with pytest.raises(SystemExit) as stop:
+        call(*arguments)
+    lines = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and len(lines) == 1 and r"a\0b.jsonl" in lines[0]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # rows
 
@@ -313,9 +323,31 @@ def test_the_block_in_which_a_document_ends_is_filled_with_eos(tmp_path):
 def test_every_row_once_an_epoch_in_another_order(tmp_path):
     train, _ = two_documents(tmp_path)
     n = len(train)
-    epochs = [[train.shuffled(e * n + i) for i in range(n)] for e in (0, 1)]
+    epochs = [[train.row(e * n + i) for i in range(n)] for e in (0, 1)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(n)) and epochs[0] != epochs[1]
     assert torch.equal(train.batch(5, 3)[0], torch.cat([train.batch(5, 1)[0], train.batch(6, 2)[0]]))
+
+
+def test_the_rows_of_a_training_batch_have_one_width(tmp_path):
+    """Documents of 3, 6, 12 and 17 letters in blocks of 4: with their eos rows of 1, 2, 4 and 5 blocks."""
+    for n in (3, 6, 12, 17):
+        for k in range(30):
+            (tmp_path / f"{n}-{k:02}.txt").write_text("abcdefghijklmnopq"[:n])
+    train, val = load_sequences([str(tmp_path)], byte_tokenizer(), 20, 0, 0, block_length=4, batch_size=7)
+    epoch = train.epoch_length
+    assert epoch % 7 == 0 and epoch < len(train) + 4 * 7
+    widths = []
+    for first in range(0, epoch, 7):
+        x, real, _ = train.batch(first, 7)
+        widths.append(x.shape[1])
+        assert {1: 4, 2: 8, 4: 16, 5: 20}[int(real.sum(1).max()) // 4] == x.shape[1]
+        assert real.sum(1).min() > x.shape[1] / 2 or x.shape[1] == 4  # a row of half the width is in another batch
+        for r in range(7):  # a micro-batch has the rows of the batch
+            assert torch.equal(train.batch(first + r, 1)[0], x[r : r + 1])
+    assert sorted(set(widths)) == [4, 8, 16, 20] and widths != sorted(widths)
+    assert {train.row(i) for i in range(epoch)} == set(range(len(train)))
+    assert {train.row(epoch + i) for i in range(epoch)} == set(range(len(train)))
+    assert val.batch(0, len(val))[0].shape == (len(val), 20)
 
 
 def test_a_single_text_keeps_its_last_rows_for_validation(tmp_path):

@@ -10,10 +10,12 @@ from common import approx, command_line, refused, tiny_model
 import data
 import evaluate
 import sample
+import terminal
 from cache import Output, in_full
 from checkpoint import PRESETS, new_model, save_adapter, save_model
-from data import byte_tokenizer, exists, generator, is_validation, learn_bpe, write_json
+from data import exists, generator, is_validation, write_json
 from evaluate import draw_names, judge, name_decoders, wilson
+from tokenizer import byte_tokenizer, learn_bpe
 
 TOKENIZER = byte_tokenizer()
 MODEL = SimpleNamespace(cfg=SimpleNamespace(n_last=1, n_layer=4))
@@ -24,13 +26,13 @@ FACTORISED = ["one at a time", *GATES, "released Q", "released S"]
 def judged(prompts: dict[str, list[int]], written: list[str], **nfe: float) -> dict:
     """The verdict on a decoder that completes the prompts to these names, each with these forwards."""
     rest = [TOKENIZER.encode(name)[len(p) :] for name, p in zip(written, prompts.values(), strict=True)]
-    return judge(list(prompts), written, [Output([*ids, TOKENIZER.eos_id], nfe) for ids in rest], MODEL.cfg)
+    return judge(list(prompts), written, [Output([*ids, TOKENIZER.eos_id], nfe) for ids in rest], MODEL.partial_cost)
 
 
 def test_the_verdict_is_the_character_or_that_there_is_none():
-    assert sample.verdict("LATIN SMALL LETTER A") == "   a (U+0061)"
-    assert sample.verdict("ARABIC LIGATURE LAM WITH WITH MEEM ISOLATED FORM") == "   (no such character)"
-    assert "upper case" in sample.verdict("latin small letter a")
+    assert terminal.verdict("LATIN SMALL LETTER A") == "a (U+0061)"
+    assert terminal.verdict("ARABIC LIGATURE LAM WITH WITH MEEM ISOLATED FORM") == "(no such character)"
+    assert "upper case" in terminal.verdict("latin small letter a")
 
 
 def test_wilson():
@@ -42,8 +44,8 @@ def test_wilson():
 
 def test_forwards_in_full_ones():
     """2 full, 1 commit, and 4 partial of a quarter each; a partial one of half a block is half a partial one."""
-    assert in_full({"full": 2, "partial": 4, "commit": 1}, MODEL.cfg) == 4
-    assert in_full({"full": 2, "partial": 0.5, "commit": 0}, MODEL.cfg) == 2.125
+    assert in_full({"full": 2, "partial": 4, "commit": 1}, MODEL.partial_cost) == 4
+    assert in_full({"full": 2, "partial": 0.5, "commit": 0}, MODEL.partial_cost) == 2.125
 
 
 def test_shares_and_forwards_by_hand():
@@ -83,6 +85,12 @@ def test_decoders_are_factorised_released_and_of_each_stage_b():
     assert [d.tau_m2t for _, d in decoders.values()] == taus
 
 
+@pytest.fixture
+def short(monkeypatch):
+    """Completions of one block: random weights never write an eos, and would go on to the end of four."""
+    monkeypatch.setattr(evaluate, "NAME_TOKENS", 8)
+
+
 @pytest.fixture(scope="module")
 def ckpt(tmp_path_factory):
     """A model of names with random weights and no Stage B."""
@@ -94,7 +102,7 @@ def ckpt(tmp_path_factory):
     return folder
 
 
-def test_every_decoder_is_judged_on_held_out_and_trained_names(ckpt, tmp_path, monkeypatch, capsys):
+def test_every_decoder_is_judged_on_held_out_and_trained_names(ckpt, short, tmp_path, monkeypatch, capsys):
     model = evaluate.load_model(ckpt, "cpu", evaluate.DTYPES["fp32"])
     model.add_lora(2, 4, generator("lora"))
     model.markers.data.fill_(0.1)
@@ -118,7 +126,7 @@ def test_every_decoder_is_judged_on_held_out_and_trained_names(ckpt, tmp_path, m
     assert code == 0 and "no such character" in out
 
 
-def test_a_checkpoint_that_learned_both_stages_shows_its_own_stage_b(ckpt, tmp_path, monkeypatch, capsys):
+def test_a_checkpoint_that_learned_both_stages_shows_its_own_stage_b(ckpt, short, tmp_path, monkeypatch, capsys):
     model = evaluate.load_model(ckpt, "cpu", evaluate.DTYPES["fp32"])
     model.markers.data.fill_(0.1)
     save_model(model, tmp_path)

@@ -5,13 +5,14 @@ pytest tests/test_golden_decode.py
 """
 
 import json
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from common import assert_same, first_difference
 
+import convert_weights
 from checkpoint import load_model
 from sample import Decoding, generate, generate_one
 
@@ -19,17 +20,45 @@ GOLDEN = Path(__file__).parent / "data" / "golden_a"
 CASES = json.loads((GOLDEN / "expected.json").read_text())["cases"]
 
 
+def in_blocks(states: list[list[int]], forwards: list[int]) -> list[list[list[int]]]:
+    """The states before every forward, cut where blocks of so many forwards begin; the last takes all that is left."""
+    blocks = []
+    for count in forwards[:-1]:
+        blocks.append(states[:count])
+        states = states[count:]
+    return [*blocks, states]
+
+
+def test_the_first_difference_by_hand():
+    a, b, c, d = [9, 9, 9], [9, 5, 9], [9, 5, 7], [4, 5, 7]
+    assert first_difference([[a, b], [a, c]], [[a, b], [a, c]]) is None
+    assert first_difference([1, 2, 3], [1, 4, 3]) == "token 1: ours 2, recorded 4"
+    assert first_difference([1, 2], [1]) == "ours has 2 tokens, recorded 1; the first 1 are equal"
+    assert first_difference([], [[a], [a, b]]) == "ours has 0 blocks, recorded 2; the first 0 are equal"
+    assert first_difference([[a, b], [a]], [[a, b], [a, b]], ("x", "y")) == (
+        "block 1, x has 1 states, y 2; the first 1 are equal"
+    )
+    assert first_difference([b, d], [a, d]) == "state 0, before any forward: ours [9, 5, 9], recorded [9, 9, 9]"
+    assert first_difference([[a], [a, b, c, d]], [[a], [a, b, d, d]]) == (
+        "block 1, step 2: the two differ at position 0\n"
+        "  before: [9, 5, 9]\n"
+        "  ours wrote: 7 at 2\n"
+        "  recorded wrote: 4 at 0, 7 at 2"
+    )
+    assert "recorded wrote: nothing" in first_difference([a, b], [a, a])
+    assert in_blocks([a, b, c, d], [1, 1]) == [[a], [b, c, d]]
+
+
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory) -> Path:
+def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("golden") / "ours"
-    subprocess.run([sys.executable, "convert_weights.py", "--src", GOLDEN, "--out", folder], check=True)
+    convert_weights.convert(GOLDEN, folder)
     return folder
 
 
-@pytest.mark.parametrize("case", CASES, ids=[c["name"] for c in CASES])
-def test_released_generate(case, ours):
+def recorded_decoding(case: dict) -> Decoding:
     a = case["args"]
-    d = Decoding(
+    return Decoding(
         gen_length=a["gen_length"],
         tau_m2t=a["threshold"],
         tau_t2t=a["editing_threshold"],
@@ -38,17 +67,49 @@ def test_released_generate(case, ours):
         eos_early_stop=a["eos_early_stop"],
         n_rounds=0,
     )
-    model = load_model(ours, "cpu", torch.float32, block_length=a["block_length"])
-    states = [b["states"] for b in case["blocks"]]  # of each block: before the first forward, and after each
 
+
+@pytest.mark.parametrize("case", CASES, ids=[c["name"] for c in CASES])
+def test_released_generate(case, folder):
+    a = case["args"]
+    d = recorded_decoding(case)
+    model = load_model(folder, "cpu", torch.float32, block_length=a["block_length"])
+
+    # of each block: the state before the first forward, and after each
+    recorded = [block["states"] for block in case["blocks"]]
+    forwards = [len(states) - 1 for states in recorded]
+
+    # the specification: it tells the state before every forward
     tokens, nfe, seen = generate_one(model, case["prompt"], d)
-    assert tokens == case["output"]
+    assert_same(in_blocks(seen, forwards), [states[:-1] for states in recorded], "generate_one")
+    assert_same(tokens, case["output"], "generate_one")
     assert nfe["full"] == case["forwards"] and nfe["partial"] == 0
-    assert seen == [state for block in states for state in block[:-1]]
 
+    # the cached decoder: its steps tell the state before and after every forward
     out = generate(model, [case["prompt"]], d, trace=True)[0]
-    assert out.tokens == case["output"] and out.nfe == nfe
     blocks = {}
     for s in out.steps:
-        blocks.setdefault(s["start"] + a["block_length"], [s["before"]]).append(s["after"])
-    assert blocks == {b["end"]: b["states"] for b in case["blocks"]}
+        end = s["start"] + a["block_length"]
+        blocks.setdefault(end, [s["before"]]).append(s["after"])
+    assert list(blocks) == [block["end"] for block in case["blocks"]]
+    assert_same(list(blocks.values()), recorded, "generate")
+    assert_same(out.tokens, case["output"], "generate")
+    assert out.nfe == nfe
+
+
+WITHOUT_EDITS = [case for case in CASES if case["args"]["editing_threshold"] > 1]
+
+
+@pytest.mark.parametrize("case", WITHOUT_EDITS, ids=[case["name"] for case in WITHOUT_EDITS])
+def test_without_edits_a_block_ends_one_forward_earlier(case, folder):
+    """A recorded gate of 2 lets no edit pass, and each block has a last forward that finds nothing to do. With
+    --tau_t2t none that forward is not made: the same tokens; a finished block is read once more by the next one."""
+    d = replace(recorded_decoding(case), tau_t2t=None)
+    model = load_model(folder, "cpu", torch.float32, block_length=case["args"]["block_length"])
+    blocks = len(case["blocks"])
+    expected = dict(full=case["forwards"] - blocks, partial=0, commit=blocks - 1)
+
+    tokens, nfe, _ = generate_one(model, case["prompt"], d)
+    assert (tokens, nfe) == (case["output"], expected)
+    out = generate(model, [case["prompt"]], d)[0]
+    assert (out.tokens, out.nfe) == (case["output"], expected)

@@ -13,8 +13,8 @@ from model import Config, Model, MoE, block_causal_mask, doubled_mask, rotary, s
 from tools.bench import experts_loop
 
 
-def context(ids, model, **kwargs):
-    return sequence_context(model.cfg, torch.ones_like(ids, dtype=torch.bool), torch.float32, **kwargs)
+def context(ids, model, clean=None):
+    return sequence_context(model.cfg, torch.ones_like(ids, dtype=torch.bool), torch.float32, clean)
 
 
 def test_block_causal_mask_written_out():
@@ -57,31 +57,32 @@ def test_padding_is_not_attended_to():
 
 
 @pytest.mark.parametrize("clean_copy", [False, True])
-def test_a_long_row_goes_through_attention_in_pieces_as_it_would_whole(clean_copy):
+def test_a_long_row_goes_through_attention_in_slices_as_it_would_whole(clean_copy):
     """Of 520 positions in blocks of 8, one row padded behind 301, 256 queries at a time see their own block and all
     keys before it; beside a clean copy their own 256 noisy keys and the clean ones of all but their last block."""
     model, real = tiny_model(), torch.ones(2, 520, dtype=torch.bool)
     real[1, 301:] = False
     ids = random_ids(2, 520)
-    ctx = sequence_context(model.cfg, real, torch.float32, clean_copy)
-    ids = torch.cat([ids.masked_fill(real & (ids % 3 == 0), MASK), ids], dim=1) if clean_copy else ids
+    clean = ids if clean_copy else None
+    ctx = sequence_context(model.cfg, real, torch.float32, clean)
+    ids = ids.masked_fill(real & (ids % 3 == 0), MASK)
     keys = [256, 512, 520] if not clean_copy else [256 + 248, 256 + 504, 8 + 512, 504, 520]  # the third has both kinds
-    assert [len(j) for _, j in ctx.pieces] == keys
-    every = torch.arange(ids.shape[1])
-    assert torch.cat([every[i] for i, _ in ctx.pieces]).equal(every)
+    assert [len(j) for _, j in ctx.slices] == keys
+    every = torch.arange(520 * (1 + clean_copy))
+    assert torch.cat([every[i] for i, _ in ctx.slices]).equal(every)
     found = []
-    for c in (ctx, replace(ctx, pieces=None)):
+    for c in (ctx, replace(ctx, slices=None)):
         model.zero_grad()
         out = model(ids, c)
         out[:, ::7].square().mean().backward()
         found.append((out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)))
-    for whole, in_pieces in zip(*found, strict=True):
-        torch.testing.assert_close(in_pieces, whole, rtol=1e-4, atol=1e-5)
+    for whole, sliced in zip(*found, strict=True):
+        torch.testing.assert_close(sliced, whole, rtol=1e-4, atol=1e-5)
 
 
 def test_noisy_block_beside_its_clean_copy_sees_what_decoding_sees():
     model, clean, noisy = tiny_model(), random_ids(2, 24, 1), random_ids(2, 24, 2)
-    doubled = model(torch.cat([noisy, clean], 1), context(clean, model, clean_copy=True))[:, :24]
+    doubled = model(noisy, context(noisy, model, clean))[:, :24]
     for start in (0, 8, 16):
         ids = torch.cat([clean[:, :start], noisy[:, start : start + 8]], 1)
         alone = model(ids, context(ids, model))[:, start:]

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,34 +14,31 @@ import torch
 from common import ROOT, approx, command_line, random_ids, refused, settings, tiny_config, tiny_model
 from safetensors.torch import load_file
 
+import checkpoint
 import convert_weights
 import sample
 import train
 from checkpoint import save_model
-from corrupt import M, three_term_loss
-from data import byte_tokenizer, generator, load_sequences
+from corrupt import G, M, W, draw_bundle
+from data import generator
 from model import sequence_context
-from train import Objective, split_forward
+from settings import build_parser, load_corpus, settle_new
+from train import Batch, cocommit_step, corrupt_batch, stage_a_draft, stage_a_step
 
-TOY = ["--data", "pairs", "--toy", "V=3", "m=2", "--batch_size", 4, "--eval_rows", 4, "--device", "cpu"]
-
-
-def a_batch(R=3, T=24):
-    x, z = random_ids(R, T, 1), random_ids(R, T, 2)
-    kind = random_ids(R, T, 3, 4).to(torch.uint8)
-    z = torch.where(kind == M, 38, z)
-    real = torch.arange(T) < torch.tensor([T, T - 5, T - 11])[:, None]
-    kind = kind * real
-    bundle = (kind == M) & random_ids(R, T, 4, 2).bool()
-    return x, z, kind, bundle, real
+TOY = ["--data", "pairs", "--toy", "V=3", "m=2", "--batch_size", 4, "--eval_rows", 4, "--log_interval", 1]
+TOY += ["--device", "cpu"]
 
 
 def flags(**values):
-    return settings(train.build_parser(train.__doc__), **{"corruption": "draft", "wrong_rate": 0.3} | values)
+    return settings(build_parser(train.__doc__), **{"corruption": "random"} | values)
 
 
-def an_objective(model, rows=None, **values):
-    return Objective(model, rows or {}, 38, flags(**values), torch.device("cpu"))
+def a_batch(R=3, T=24, draws_key="draws") -> Batch:
+    """Rows of 24, 19 and 13 tokens; the same draws each time it is called."""
+    clean = random_ids(R, T, 1)
+    real = torch.arange(T) < torch.tensor([T, T - 5, T - 11])[:, None]
+    draws = [generator("tests", draws_key, r) for r in range(R)]
+    return Batch(clean, real, real, 38, draws)
 
 
 def gradients(model):
@@ -48,79 +46,57 @@ def gradients(model):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the split
+# the step
 
 
-def one_by_one(model, ids, bundle, ctx):
-    h = model.prefix(ids, ctx)
-    return model.last_n(h, ctx), model.coordinate(h, bundle, ctx, model.cfg.n_rounds)
+def one_by_one(model, h, bundle, ctx, n_rounds):
+    return model.last_n(h, ctx), model.coordinate(h, bundle, ctx, n_rounds)
 
 
-@pytest.mark.parametrize("clean_copy", [False, True])
+@pytest.mark.parametrize("context", ["corrupted", "clean"])
 @pytest.mark.parametrize("n_rounds", [1, 2])
-def test_the_doubled_batch_equals_the_two_stages_one_by_one(n_rounds, clean_copy):
-    """States, losses and gradients, against the README's three lines."""
+def test_the_step_is_the_two_stages_one_by_one(n_rounds, context, monkeypatch):
+    """States, losses and gradients of the doubled batch, against last_n and coordinate, one after the other."""
     model = tiny_model(n_rounds=n_rounds)
-    x, z, kind, bundle, real = a_batch()
-    T, ctx = x.shape[1], sequence_context(model.cfg, real, torch.float32, clean_copy)
-    ids, marks = an_objective(model).beside_clean_copy(x, z, bundle, ctx)
-    assert ids.shape[1] == marks.shape[1] == T * (1 + clean_copy) and not marks[:, T:].any()
+    args = flags(context=context)
+    doubled = model.both_stages
     found = []
-    for forward in (one_by_one, split_forward):
+    for both_stages in (doubled, partial(one_by_one, model)):
+        states = []
+
+        def kept(*given, run=both_stages, states=states):
+            states += run(*given)
+            return states
+
+        monkeypatch.setattr(model, "both_stages", kept)
         model.zero_grad()
-        h_a, h_b = forward(model, ids, marks, ctx)
-        loss_a, terms_a = three_term_loss(model, h_a[:, :T], x, kind, fill=kind == M)
-        loss_b, terms_b = three_term_loss(model, h_b[:, :T], x, kind, fill=bundle)
-        (loss_a + loss_b).backward()
-        found.append(dict(h_a=h_a, h_b=h_b, loss_a=loss_a, loss_b=loss_b, terms_a=terms_a, terms_b=terms_b))
-        found[-1] |= gradients(model)
-    plain, doubled = found
-    assert plain.keys() == doubled.keys()
+        loss, terms = cocommit_step(model, a_batch(), args)
+        loss.backward()
+        assert states[0].shape[1] == 24 * (1 + (context == "clean"))
+        found.append(dict(h_a=states[0], h_b=states[1], loss=loss, terms=terms) | gradients(model))
+    plain, both = found
+    assert plain.keys() == both.keys()
     for name, value in plain.items():
         size = float(value.detach().abs().max())
-        torch.testing.assert_close(doubled[name], value, rtol=1e-4, atol=1e-4 * size, msg=name)
+        torch.testing.assert_close(both[name], value, rtol=1e-4, atol=1e-4 * size, msg=name)
 
 
-@pytest.mark.parametrize("context", ["corrupted", "clean"])
-def test_the_objective_adds_the_losses_of_both_stages(context, monkeypatch):
-    model = tiny_model()
-    x, z, kind, bundle, real = a_batch()
-    objective = an_objective(model, context=context)
-    ctx = sequence_context(model.cfg, real, torch.float32, context == "clean")
-    loss, terms = objective.stages(x, z, kind, bundle, x, ctx)
-    monkeypatch.setattr(train, "split_forward", one_by_one)
-    plain_loss, plain_terms = objective.stages(x, z, kind, bundle, x, ctx)
-    torch.testing.assert_close(loss, plain_loss, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(terms, plain_terms, rtol=1e-5, atol=1e-4)
+def test_the_loss_is_eq_1_of_both_stages():
+    model, args = tiny_model(), flags()
+    loss, terms = cocommit_step(model, a_batch(), args)
     weighted = (terms[..., 0] * torch.tensor([1.0, 0.3, 0.2])).sum()
     torch.testing.assert_close(loss.detach(), weighted)
+    batch = a_batch()
+    _, kind = corrupt_batch(model, batch, args)
+    bundle = draw_bundle(kind == M, 8, args.s_min, args.s_max, batch.draws)
     assert terms[:, 0, 1].tolist() == [int((kind == M).sum()), int(bundle.sum())]  # all of M, the bundle alone
-
-
-@pytest.mark.parametrize("context", ["corrupted", "clean"])
-def test_skipping_the_padding_changes_no_loss(context, monkeypatch):
-    """Names of one, two and four blocks: losses and gradients of computing every position of every row."""
-    rows = load_sequences(["names"], byte_tokenizer(), 32, 0, 300, 8)[0]
-    model, found = tiny_model(vocab_size=272, mask_id=257, block_length=8), []
-    objective = an_objective(model, {"train": rows}, corruption="random", context=context)
-    lengths = [T for _, T in objective.by_length(rows.batch(0, 12)[1])]
-    assert len(lengths) > 1 and lengths == sorted(set(lengths)) and set(lengths) <= {8, 16, 32}
-    for by_length in (objective.by_length, lambda real: [(slice(None), real.shape[1])]):
-        monkeypatch.setattr(objective, "by_length", by_length)
-        model.zero_grad()
-        loss, terms = objective(0, 12)
-        loss.backward()
-        found.append(dict(loss=loss, terms=terms) | gradients(model))
-    for name, value in found[0].items():
-        torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-4 * float(value.detach().abs().max()))
+    assert terms[0, 1:, 1].tolist() == terms[1, 1:, 1].tolist() == [int((kind == k).sum()) for k in (W, G)]
 
 
 def test_stage_a_only_is_stage_a_alone():
-    model = tiny_model()
-    x, z, kind, bundle, real = a_batch()
-    ctx = sequence_context(model.cfg, real, torch.float32)
-    _, both = an_objective(model).stages(x, z, kind, bundle, x, ctx)
-    loss, terms = an_objective(model, stage_a_only=True).stages(x, z, kind, bundle, x, ctx)
+    model, args = tiny_model(), flags()
+    _, both = cocommit_step(model, a_batch(), args)
+    loss, terms = stage_a_step(model, a_batch(), args)
     torch.testing.assert_close(terms[0], both[0], rtol=1e-5, atol=1e-4)
     assert not terms[1].any()
     loss.backward()
@@ -128,27 +104,44 @@ def test_stage_a_only_is_stage_a_alone():
 
 
 def test_marks_reach_the_loss_of_stage_b_only():
-    model = tiny_model(n_rounds=1)
-    x, z, kind, bundle, real = a_batch()
-    ctx, objective = sequence_context(model.cfg, real, torch.float32), an_objective(model)
-    _, before = objective.stages(x, z, kind, bundle, x, ctx)
+    model, args = tiny_model(n_rounds=1), flags()
+    _, before = cocommit_step(model, a_batch(), args)
     model.markers.data += 1.0
-    _, after = objective.stages(x, z, kind, bundle, x, ctx)
+    _, after = cocommit_step(model, a_batch(), args)
     torch.testing.assert_close(after[0], before[0])
     assert (after[1] - before[1]).abs()[:, 0].max() > 0.1
-    _, unmarked = objective.stages(x, z, kind, torch.zeros_like(bundle), x, ctx)
-    torch.testing.assert_close(unmarked[1, 1:], before[0, 1:])  # nothing marked: Stage B reads as Stage A does
-    assert unmarked[1, 0].tolist() == [0.0, 0.0]  # and fills nothing
 
 
 def test_the_target_is_stage_bs_alone():
-    model = tiny_model(n_rounds=1)
-    x, z, kind, bundle, real = a_batch()
-    ctx, objective = sequence_context(model.cfg, real, torch.float32), an_objective(model)
-    _, clean = objective.stages(x, z, kind, bundle, x, ctx)
-    _, other = objective.stages(x, z, kind, bundle, torch.where(bundle, (x + 1) % 38, x), ctx)
+    """A target of one's own, as the README shows it."""
+    model, args = tiny_model(n_rounds=1), flags()
+
+    def next_token(model, batch, z, bundle):
+        return torch.where(bundle, (batch.clean + 1) % 38, batch.clean)
+
+    _, clean = cocommit_step(model, a_batch(), args)
+    _, other = cocommit_step(model, a_batch(), args, target=next_token)
     assert torch.equal(other[0], clean[0]) and torch.equal(other[1, 1:], clean[1, 1:])
     assert other[1, 0, 0] != clean[1, 0, 0]
+
+
+def test_a_target_of_ones_own_is_three_lines(tmp_path, monkeypatch, capsys):
+    """The README's example: it is called with (R, T) ids and a bundle of masks, and its loss is what is logged."""
+    seen = []
+
+    def mine(model, batch, z, bundle):
+        seen.append((z[bundle] == model.cfg.mask_id).all())
+        return torch.where(bundle, 0, batch.clean)
+
+    def choose(args):
+        return train.Recipe(step=partial(train.cocommit_step, target=mine))
+
+    script = SimpleNamespace(__name__="train", main=lambda: train.main(choose=choose))
+    run = [*TOY, "--max_iters", 60, "--learning_rate", 0.01, "--out_dir", tmp_path / "run"]
+    code, out, err = command_line(script, monkeypatch, capsys, *run)
+    assert code == 0 and all(seen) and len(seen) == 61, err
+    log = end_state(tmp_path / "run")[1]
+    assert log[-2]["m2t_B"] < 0.5 * log[-2]["m2t_A"]  # token 0 everywhere is easier than the toy
 
 
 def test_a_draft_is_the_plain_argmax():
@@ -158,7 +151,7 @@ def test_a_draft_is_the_plain_argmax():
     model = SimpleNamespace(cfg=tiny_config(), compute_dtype=torch.float32, prefix=lambda ids, ctx: ids[..., None])
     model.last_n, model.head = lambda h, ctx: h.float(), lambda h: logits.repeat(len(h), 1)
     where = random_ids(2, 16, 3, 2).bool()
-    draft = an_objective(model).draft(random_ids(2, 16), where, torch.ones_like(where))
+    draft = stage_a_draft(model, random_ids(2, 16), where, torch.ones_like(where))
     assert draft.tolist() == [21] * int(where.sum())
 
 
@@ -168,8 +161,8 @@ def test_a_draft_is_stage_as_choice():
     logits = model(z, sequence_context(model.cfg, real, torch.float32))
     logits[..., 38] = float("-inf")
     where = (z == 38) & real
-    assert torch.equal(an_objective(model).draft(z, where, real), logits.argmax(-1)[where])
-    assert not an_objective(model).draft(z, torch.zeros_like(where), real).numel()
+    assert torch.equal(stage_a_draft(model, z, where, real), logits.argmax(-1)[where])
+    assert not stage_a_draft(model, z, torch.zeros_like(where), real).numel()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -190,6 +183,7 @@ def test_only_lora_and_markers_move_from_a_checkpoint(tmp_path, monkeypatch, cap
     assert len(adapter) == 4 * 4 + 1 and all("lora_" in k or k == "markers" for k in adapter)
     assert all(t.abs().sum() > 0 for t in adapter.values())
     saved = json.loads((ours / "adapter.json").read_text())
+    assert saved.pop("base_fingerprint") == checkpoint.fingerprint(base)
     geometry = dict(n_layer=4, n_embd=64, n_head=4, n_kv_head=2, n_last=2, n_rounds=1)
     assert saved == dict(base=str(base), lora_r=16, lora_alpha=32, model=geometry)
 
@@ -221,16 +215,12 @@ def test_learning_rate_warms_up_and_ends_at_zero():
 
 
 def test_toy_rows_are_a_prompt_block_and_an_answer_block(tmp_path):
-    args = train.settle(flags(data=["pairs"], toy=["V=5", "m=2"], out_dir=str(tmp_path), corruption=None), set())
-    data, n_plain, tokens = train.load_rows(args)
+    args = settle_new(flags(data=["pairs"], toy=["V=5", "m=2"], out_dir=str(tmp_path), corruption=None))
+    corpus = load_corpus(args)
+    data = corpus.rows
     x, real, prompt = data["train"].batch(0, 50)
-    assert (
-        n_plain == 5
-        and tokens["block_length"] == 2
-        and real.all()
-        and prompt.sum() == 100
-        and torch.equal(x[:, 0], x[:, 1])
-    )
+    assert corpus.n_plain == 5 and corpus.tokens["block_length"] == 2
+    assert real.all() and prompt.sum() == 100 and torch.equal(x[:, 0], x[:, 1])
     assert torch.equal((x[:, 2] + x[:, 0] - 5) % 5, x[:, 3])  # the partner is shifted by the key
     assert torch.equal(data["train"].batch(20, 5)[0], x[20:25])
     assert not torch.equal(data["val"].batch(0, 50)[0], x)
@@ -285,15 +275,15 @@ def assert_same_end(a, b):
 @pytest.mark.parametrize(
     "extra", [[], ["--context", "clean", "--n_rounds", 2, "--corruption", "draft"]], ids=["paper", "clean"]
 )
-def test_twenty_steps_equal_ten_and_resume_and_ten(tmp_path, monkeypatch, capsys, extra):
-    run = [*TOY, *extra, "--max_iters", 20, "--eval_interval", 7]
+def test_eight_steps_equal_four_and_resume_and_four(tmp_path, monkeypatch, capsys, extra):
+    run = [*TOY, *extra, "--max_iters", 8, "--eval_interval", 3]
     assert command_line(train, monkeypatch, capsys, *run, "--out_dir", tmp_path / "a")[0] == 0
-    code, out, _ = command_line(train, monkeypatch, capsys, *run, "--out_dir", tmp_path / "b", "--stop_at", 10)
+    code, out, _ = command_line(train, monkeypatch, capsys, *run, "--out_dir", tmp_path / "b", "--stop_at", 4)
     assert code == 0 and f"python train.py --init_from resume --out_dir {tmp_path / 'b'}" in out
     code, _, _ = command_line(train, monkeypatch, capsys, "--init_from", "resume", "--out_dir", tmp_path / "b")
     assert code == 0
     assert_same_end(tmp_path / "a", tmp_path / "b")
-    assert len([r for r in end_state(tmp_path / "a")[1] if "loss" in r]) == 20
+    assert len([r for r in end_state(tmp_path / "a")[1] if "loss" in r]) == 8
 
 
 def test_an_adapter_run_resumes_bit_for_bit(tmp_path, monkeypatch, capsys):
@@ -346,7 +336,7 @@ def test_a_run_killed_before_its_first_save_starts_again(tmp_path, monkeypatch, 
 def test_a_non_finite_loss_stops_before_the_weights_are_hurt(tmp_path, monkeypatch, capsys):
     run = [*TOY, "--max_iters", 50, "--learning_rate", 1e30, "--grad_clip", 0, "--eval_interval", 1]
     line = refused(train, monkeypatch, capsys, *run, "--out_dir", tmp_path / "run")
-    assert "at step" in line and str(tmp_path / "run") in line and "--learning_rate" in line
+    assert "is not finite" in line and str(tmp_path / "run") in line and "--learning_rate" in line
     tensors, _ = end_state(tmp_path / "run")
     assert all(t.isfinite().all() for k, t in tensors.items() if k.startswith("param."))
 

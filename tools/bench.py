@@ -34,17 +34,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from beyond.stage_b_only import StageBOnlyObjective
+from beyond import stage_b_only
 from cache import Cached, Output
 from checkpoint import DTYPES, PRESETS, load_model, new_model
 from convert_weights import plan
-from corrupt import Corruption, M, draw_bundle, loss_weights, three_term_loss
+from corrupt import Corruption, M, corrupt, draw_bundle, loss_weights, three_term_loss
 from data import Parser, bounded, fail, generator, pick_device
-from model import Config, Model, MoE, sequence_context
+from model import Config, Context, Model, MoE, sequence_context
 from released.export import released_config
 from sample import Decoding, generate, generate_one, step
 from tools.limits import distinct_experts, forward_bytes
-from train import Objective
+from train import Batch, Losses, cocommit_step, corrupt_batch, lora_everywhere, stage_a_step
 
 # R rows, T positions, B block_length, C channels, V vocabulary, L layers, n = n_last, E experts, A active experts,
 # N tokens
@@ -380,7 +380,7 @@ def random_rows(cfg: Config, R: int, T: int, device: torch.device) -> tuple[Tens
     rows = [generator("bench", "row", i) for i in range(R)]
     x = torch.stack([torch.randint(256, (T,), generator=g) for g in rows])
     everywhere = torch.ones_like(x, dtype=torch.bool)
-    z, kind = Corruption("random", cfg.block_length, cfg.mask_id, 256, wrong_rate=0.1)(x, everywhere, rows, None)
+    z, kind = corrupt(x, everywhere, Corruption("random", cfg.block_length, cfg.mask_id, 256), rows)
     bundle = draw_bundle(kind == M, cfg.block_length, 1, 16, rows)
     return tuple(t.to(device) for t in (x, z, kind, bundle))
 
@@ -389,29 +389,45 @@ def training_step(cfg: Config, R: int, T: int, variant: str, device: str) -> Cal
     """Forward and backward of R rows, the optimizer left out: it costs the same in every variant. variant: words out of
     Stage A alone, one after the other, adapters, in Stage B alone, checkpointing, bf16."""
     model = new_model(cfg, generator("bench"), device)
-    which = StageBOnlyObjective if "in Stage B alone" in variant else Objective
-    args = Namespace(corruption="random", wrong_rate=0.1, stage_a_only="Stage A alone" in variant, lora_r=16, seed=0)
-    if "adapters" in variant:
-        which.adapt(model, args)
+    args = Namespace(
+        corruption="random", replace_rate=0.1, draft_rate=0.3, context="corrupted", bundle_scope="block", s_min=1,
+        s_max=16, lora_r=16, seed=0,
+    )  # fmt: skip
+    step_of = cocommit_step
+    if "Stage A alone" in variant:
+        step_of = stage_a_step
+    if "in Stage B alone" in variant:
+        stage_b_only.adapt(model, args.lora_r, generator("lora"))
+        step_of = stage_b_step
+    elif "adapters" in variant:
+        lora_everywhere(model, args)
+    if "one after the other" in variant:
+        model.both_stages = partial(one_after_the_other, model)
     model.checkpointing = "checkpointing" in variant
     model.compute_dtype = torch.bfloat16 if "bf16" in variant else torch.float32
-    objective = which(model, {}, 256, args, torch.device(device))
-    x, z, kind, bundle = random_rows(cfg, R, T, torch.device(device))
-    ctx = sequence_context(cfg, torch.ones_like(x, dtype=torch.bool), model.compute_dtype)
+    x = random_rows(cfg, R, T, torch.device(device))[0]
+    everywhere = torch.ones_like(x, dtype=torch.bool)
 
     def run() -> None:
-        if "one after the other" in variant:
-            h = model.prefix(z, ctx)
-            h_a, h_b = model.last_n(h, ctx), model.coordinate(h, bundle, ctx, cfg.n_rounds)
-            loss = three_term_loss(model, h_a, x, kind, fill=kind == M)[0]
-            loss = loss + three_term_loss(model, h_b, x, kind, fill=bundle)[0]
-        else:  # as train.py does it: split_forward
-            loss, _ = objective.stages(x, z, kind, bundle, x, ctx)
+        draws = [generator("bench", "draws", i) for i in range(R)]
+        loss, _ = step_of(model, Batch(x, everywhere, everywhere, 256, draws), args)
         (loss / x.numel()).backward()
         model.zero_grad(set_to_none=False)
 
     run()  # from here on the gradients are there
     return run
+
+
+def one_after_the_other(model: Model, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int) -> tuple[Tensor, Tensor]:
+    """In the place of Model.both_stages, which runs both as one doubled batch."""
+    return model.last_n(h, ctx), model.coordinate(h, bundle, ctx, n_rounds)
+
+
+def stage_b_step(model: Model, batch: Batch, args: Namespace) -> Losses:
+    """Adapters in Stage B alone, on the clean tokens."""
+    z, kind = corrupt_batch(model, batch, args)
+    bundle = draw_bundle(kind == M, model.cfg.block_length, args.s_min, args.s_max, batch.draws)
+    return stage_b_only.stage_b_losses(model, batch, z, kind, bundle, batch.clean, args)
 
 
 def train(device: torch.device, args: Namespace) -> None:
@@ -425,7 +441,7 @@ def train(device: torch.device, args: Namespace) -> None:
     print(f"  Stage A alone {1e3 * one:.0f} ms, both stages {1e3 * two:.0f} ms: {two / one:.3f}x; (L + n) / L = "
           f"{(L + n) / L:.3f}, so {two / one / ((L + n) / L):.3f} of it; two full passes would be 2")  # fmt: skip
     print(f"  both stages one after the other {1e3 * apart:.0f} ms, as one doubled batch "
-          f"(split_forward) {1e3 * two:.0f} ms: {apart / two:.3f}x")  # fmt: skip
+          f"(both_stages) {1e3 * two:.0f} ms: {apart / two:.3f}x")  # fmt: skip
     variants = ["fp32", "fp32 checkpointing", "fp32 adapters", "fp32 adapters in Stage B alone", "bf16"]
     seconds = interleaved(*(training_step(*shape, v, device.type) for v in variants), repeats=3)
     memory = peaks([(training_step, (*shape, v, device.type)) for v in variants], device)

@@ -9,8 +9,9 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from corrupt import WRONG_RATE, Corruption, G, M, W, draw_bundle, loss_weights
-from data import Parser, bounded, byte_tokenizer, fail, generator
+from corrupt import CORRUPTIONS, Corruption, G, M, W, corrupt, draw_bundle, loss_weights
+from data import Parser, bounded, fail, generator
+from tokenizer import byte_tokenizer
 
 # T positions of the one row, B block_length
 
@@ -56,10 +57,10 @@ def main() -> None:
     print("M masked, W wrong-visible, G clean-visible, ^ in the bundle; loss weights in tenths: A = 1.0 fill, 3 = 0.3")
     print("edit, 2 = 0.2 clean, 0 = none. Stage A fills all of M, Stage B its bundle alone. The text's commonest byte")
     print("stands in for the model's draft.\n")
-    for name, rate in WRONG_RATE.items():
-        corruption = Corruption(name, B, tokenizer.mask_id, 256, rate)
+    for name in CORRUPTIONS:
+        how = Corruption(name, B, tokenizer.mask_id, n_plain=256)
         rows = [generator(args.seed, "gallery")]
-        z, kind = corruption(x, free, rows, lambda z, where: torch.full((int(where.sum()),), likeliest))
+        z, kind = corrupt(x, free, how, rows, lambda z, where: torch.full((int(where.sum()),), likeliest))
         print(f"{name}: " + ", ".join(f"{int((kind == k).sum())} {n}" for k, n in ((M, "M"), (W, "W"), (G, "G"))))
         show(x, z, kind, draw_bundle(kind == M, B, 1, 4, rows), B, tokenizer.mask_id)
 

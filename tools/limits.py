@@ -57,8 +57,8 @@ def stage_b_bytes(cfg: Config, tokens: int, context: int, experts: float) -> flo
     return sum(parts.values()) - parts["embedding"] + 2 * cfg.n_embd
 
 
-def own_blocks(cfg: Config, width: int, n: int = 1) -> tuple[int, int]:
-    """beyond/own_blocks.py: parameters of n dense blocks, and the bytes that one pass reads in bf16, head included."""
+def joint_head(cfg: Config, width: int, n: int = 1) -> tuple[int, int]:
+    """beyond/joint_head.py: parameters of n dense blocks, and the bytes that one pass reads in bf16, head included."""
     one = parameters(replace(cfg, n_layer=1, n_dense=1, d_dense=width))
     count = n * (one["attention"] + one["norms"] - cfg.n_embd + one["dense"])
     return count, 2 * (count + cfg.vocab_size * cfg.n_embd)
@@ -119,8 +119,8 @@ def print_limits(cfg: Config, context: int, speeds: dict[str, float], peak_flops
     print(f"  Stage B: {again / GB:.2f} GB, {again / full / (cfg.n_last / cfg.n_layer):.2f} x n/L of the forward's "
           "(the head is read again)")  # fmt: skip
     for n in (1, 2):
-        count, read = own_blocks(cfg, cfg.d_dense, n)
-        print(f"  {n} own dense block(s) as a Stage B: {count / 1e6:.1f} M parameters, {2 * count / full:.2%} of the "
+        count, read = joint_head(cfg, cfg.d_dense, n)
+        print(f"  {n} dense block(s) as a joint head: {count / 1e6:.1f} M parameters, {2 * count / full:.2%} of the "
               f"forward's bytes, {read / full:.1%} with the head; {16 * count / GB:.2f} GB to train (float32: weights, "
               "gradients, two moments)")  # fmt: skip
     print(f"  a training step on 2048 tokens, LoRA of rank 16 on frozen weights, n = {cfg.n_last}, draft corruption:")

@@ -1,51 +1,459 @@
-"""Pictures of measurements, with matplotlib: the dial, and the canvas on which beyond/ draws its own.
+"""The figures of the results pages, drawn with matplotlib from the numbers that are committed beside them.
 
-The dial: on the left each one-step decoder's error against total correlation, one point a checkpoint; on the right the
-first checkpoint's training between the floors of a joint and of a factorised one-step loss.
+    python -m tools.plots pays --out results/pays/pays.svg
 
-It refuses, before it measures, a name that is no picture's and checkpoints of another toy.
+    pays          existing names against forwards per token, four systems    results/pays/records.jsonl.gz
+    ingredients   the joint head with one ingredient changed                 results/pays/*.jsonl.gz
+    sampling      different existing names against forwards per token        results/pays/sampling.jsonl.gz
+    names         existing names by decoder, base and joint head             results/pays/records.jsonl.gz
+    text          quality of Python text against forwards per token          results/text/log.txt
+    joint         what Stage B writes in one step, toy by toy                results/joint/figure.json
+    paper_tables  the paper's Table 2: thresholds, Stage B on and off        results/paper_tables/figure.json
+    cache         the cache's gain against the length of the context         results/speed/log.txt
+    step_time     where the time of a decoding step goes                     results/speed/figure.json
+    dial          error of one step against total correlation                results/dial/figure.json
+    tc            dependence inside committed bundles                        results/tc/figure.json
+
+The dial can be measured anew, from checkpoints of one toy: on the left each one-step decoder's error against total
+correlation, one point a checkpoint; on the right the first checkpoint's training.
 
     python -m tools.plots dial --data copy --ckpt out/dial-0.1 out/dial-0.4 out/dial-1.0 --out dial.svg
+
+Text stays text in the SVGs, and is of a grey that is readable on white and on black pages.
 """
 
 import json
 import math
+import re
+from argparse import Namespace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import toy
+from beyond import pays
+from beyond.spans import means, resamples, within
 from checkpoint import load_model
 from data import Parser, fail, pick_device, replace_file
 from evaluate import load_task, one_step_table
 from model import Model
 from toy import Toy
 
-# N contexts, S support tuples, m answer positions
+# N contexts, S support tuples, m answer positions, P settings, R prompts, C clusters of equal prompts, W resamples
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+# colours that are readable on white and on GitHub's dark page; one system has one colour in every figure
+INK = "#737d88"
+BLUE = "#3d8bd4"
+ORANGE = "#d9772b"
+GREEN = "#2f9e6e"
+PURPLE = "#9a6dd7"
+RED = "#d1495b"
+GREY = "#8b949e"
+GOLD = "#b8942a"
+STYLE = {
+    "svg.hashsalt": "cocommit",  # the same picture from the same numbers, byte for byte
+    "svg.fonttype": "none",  # text stays text
+    "font.size": 10,
+    "savefig.transparent": True,
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "axes.titlesize": 10,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.prop_cycle": f"cycler('color', {[BLUE, ORANGE, GREEN, PURPLE, RED, GREY]})",
+    "grid.color": INK,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+}
+
+SYSTEMS = {  # of records.jsonl.gz -> colour, name in a legend
+    "base": (GREY, "base, confidence gate"),
+    "joint head": (BLUE, "joint head"),
+    "Stage A distilled": (ORANGE, "Stage A distilled"),
+    "joint head on the distilled": (GREEN, "joint head on the distilled"),
+}
 
 
-def canvas(path: Path, columns: int = 1):
-    """(matplotlib's pyplot, axes), or one line about its absence or about a kind of file that it cannot draw."""
+# ---------------------------------------------------------------------------------------------------------------------
+# the canvas
+
+
+def canvas(path: Path, columns: int = 1, size: tuple[float, float] | None = None):
+    """(matplotlib's pyplot, axes), or one line about its absence or about a kind of file that it cannot draw; size:
+    width and height in inches, where 4.5 a column and 4 are not enough."""
     try:
         import matplotlib
 
         matplotlib.use("Agg")
-        matplotlib.rcParams["svg.hashsalt"] = "cocommit"  # the same picture from the same numbers, byte for byte
+        matplotlib.rcParams.update(STYLE)
         import matplotlib.pyplot as plt
     except ImportError:
         fail("pictures need matplotlib: pip install matplotlib")
-    figure, axes = plt.subplots(1, columns, figsize=(1 + 4.5 * columns, 4), constrained_layout=True)
-    if path.suffix[1:] not in (kinds := figure.canvas.get_supported_filetypes()):
+    if size is None:
+        size = (1 + 4.5 * columns, 4)
+    figure, axes = plt.subplots(1, columns, figsize=size, constrained_layout=True)
+    kinds = figure.canvas.get_supported_filetypes()
+    if path.suffix[1:] not in kinds:
         fail(f"{path}: the name of a picture must end in one of {', '.join(kinds)}")
     return plt, axes
 
 
 def save(plt, path: Path) -> None:
     """Write the picture that pyplot holds to the file that the user named, whole or not at all."""
-    date = {"metadata": {"Date": None}} if path.suffix == ".svg" else {}
+    date = {}
+    if path.suffix == ".svg":
+        date = {"metadata": {"Date": None}}
     replace_file(path, lambda p: plt.savefig(p, format=path.suffix[1:], **date))
+    plt.close("all")
     print(f"wrote {path}")
+
+
+def read_figure(page: str) -> dict:
+    """The numbers of a page that has no other records: results/<page>/figure.json."""
+    return json.loads((RESULTS / page / "figure.json").read_text())
+
+
+def whiskers(drawn: np.ndarray) -> tuple[float, list]:
+    """(estimate, its distances to both ends of 95 %) of resamples (W,), the first of which is the sample itself."""
+    low, high = np.nanquantile(drawn[1:], [0.025, 0.975])
+    return drawn[0], [[max(0, drawn[0] - low)], [max(0, high - drawn[0])]]
+
+
+def band(ax, x, drawn: np.ndarray, color: str, label: str) -> None:
+    """A line of estimates and a band of 95 % of resamples (points, W), the first of which is the sample itself."""
+    low, high = np.quantile(drawn[:, 1:], [0.025, 0.975], axis=1)
+    ax.plot(x, drawn[:, 0], color=color, marker="o", markersize=4, label=label)
+    ax.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# names: the records of beyond/pays.py
+
+
+def read_pays(*files: str) -> tuple[dict, np.ndarray, np.ndarray]:
+    """Everything that was measured on the same prompts, over seeds: (system, setting) -> means, as pays.pool gives
+    them; the cluster of each prompt (R,); the records' resamples (W, R)."""
+    records = []
+    for file in files:
+        clusters, more = pays.load(str(RESULTS / "pays" / f"{file}.jsonl.gz"))
+        records += more
+    cluster = np.array(clusters["held out"] + clusters["trained"])
+    return pays.pool(records), cluster, resamples(cluster)
+
+
+def best_within(pooled: dict, cluster: np.ndarray, system: str) -> np.ndarray:
+    """What the system's best setting within each of pays.BUDGETS writes, as in the tables: (budgets, W).
+
+    Prompts of one cluster always count alike, so their means and their number are all that is needed."""
+    settings = [p for (name, _), p in pooled.items() if name == system]
+    costs = np.array([p["all/token"] for p in settings])
+    exist = np.array([p["exist"] for p in settings])
+
+    # (P, R) shares of prompts -> (P, C) shares of clusters; each cluster weighs as much as it has prompts
+    number = np.bincount(cluster)
+    shares = np.stack([np.bincount(cluster, row) / number for row in exist])
+    weights = resamples(range(len(number))) * number
+
+    half = np.arange(len(number)) % 2 == 1
+    return np.array([within(budget, shares, costs, weights, half) for budget in pays.BUDGETS])
+
+
+def draw_pays(path: Path) -> None:
+    """Existing names within each budget of forwards, and what the joint head has more, paired; bands of 95 %."""
+    plt, (shares, more) = canvas(path, 2)
+    pooled, cluster, _ = read_pays("records")
+    drawn = {system: best_within(pooled, cluster, system) for system in SYSTEMS}
+    for system, (color, label) in SYSTEMS.items():
+        band(shares, pays.BUDGETS, drawn[system], color, label)
+        if system != "joint head":
+            difference = 100 * (drawn["joint head"] - drawn[system])
+            band(more, pays.BUDGETS, difference, color, label)
+    shares.set(ylabel="share of completions that exist", ylim=(0, 0.62))
+    shares.legend(loc="lower right")
+    more.set(ylabel="lead of the joint head (points)")
+    more.axhline(0, color=INK, linewidth=0.8)
+    for ax in (shares, more):
+        ax.set(xlabel="at most so many forwards per token, everything counted", xlim=(0.35, 2.05))
+        ax.grid(axis="y")
+    save(plt, path)
+
+
+INGREDIENTS = {  # name in the figure -> system of the records
+    "clean target": "joint head, clean target",
+    "LoRA, no weights of its own": "own",
+    "masks at random in every block": "suffixes",
+    "a learned marker": "marker",
+    "bundles of one, too": "singles",
+    "its block run twice": "rounds2",
+    "its block run four times": "rounds4",
+    "two blocks": "joint head, two blocks",
+}
+KEEP = {"0.0": ("nothing refused", RED), "0.5": ("refuses below 0.5", BLUE), "0.7": ("refuses below 0.7", GREEN)}
+
+
+def draw_ingredients(path: Path) -> None:
+    """Differences to the joint head when all masks are in the bundle: in existing names, paired, and in forwards."""
+    plt, (left, right) = canvas(path, 2)
+    pooled, _, weights = read_pays("records", "others")
+    for offset, (keep, (label, color)) in zip((0.2, 0, -0.2), KEEP.items(), strict=True):
+        setting = f"tau_m2t all at once, tau_keep {keep}"
+        joint = pooled["joint head", setting]
+        for row, system in enumerate(reversed(INGREDIENTS.values())):
+            changed = pooled[system, setting]
+            gain, error = whiskers(means(changed["exist"] - joint["exist"], weights))
+            cost = changed["all/token"] - joint["all/token"]
+            name = label if row == 0 else None
+            left.errorbar(100 * gain, row + offset, xerr=100 * np.array(error), fmt="o", color=color, label=name)
+            right.plot(cost, row + offset, "o", color=color)
+    for ax in (left, right):
+        ax.axvline(0, color=INK, linewidth=0.8)
+        ax.grid(axis="x")
+        ax.set_ylim(-0.6, len(INGREDIENTS) - 0.4)
+    left.set_yticks(range(len(INGREDIENTS)), list(reversed(INGREDIENTS)))
+    right.set_yticks(range(len(INGREDIENTS)), [])
+    left.set(xlabel="points of existing names, minus the joint head's")
+    right.set(xlabel="forwards per token, minus the joint head's")
+    left.legend(loc="lower left")
+    save(plt, path)
+
+
+def draw_sampling(path: Path) -> None:
+    """Different existing names against forwards, everything at a temperature."""
+    plt, ax = canvas(path, size=(7, 4.6))
+    pooled, _, _ = read_pays("sampling")
+    colors = {"base": GREY, "sampling head": PURPLE, "joint head": BLUE, "joint noise": GOLD}
+    colors |= {"Stage A distilled": ORANGE, "distilled, chain alone": RED}
+    for system, color in colors.items():
+        points = {setting: p for (name, setting), p in pooled.items() if name == system}
+        x = [p["all/token"] for p in points.values()]
+        y = [p["distinct"] for p in points.values()]
+        ax.plot(x, y, "o", color=color, label=system)
+
+    # the sampling head with 1, 2 and 8 looks a step, and the base one at a time, under the same temperature and top_p
+    note = {"fontsize": 8, "textcoords": "offset points"}
+    for p in ("", ", top_p 0.8", ", top_p 0.7"):
+        looks = [pooled["sampling head", f"tau_m2t all at once, looks {n}, T 1{p}"] for n in (1, 2, 8)]
+        ax.plot([q["all/token"] for q in looks], [q["distinct"] for q in looks], color=PURPLE, linewidth=1)
+        head = looks[0]
+        alone = pooled["base", "tau_m2t one at a time, T 1" + p]
+        name = "T 1" + p
+        ax.annotate(name, (head["all/token"], head["distinct"]), xytext=(8, -3), color=PURPLE, **note)
+        ax.annotate(name, (alone["all/token"], alone["distinct"]), xytext=(-8, -3), ha="right", color=INK, **note)
+    ax.set(xlabel="forwards per token, everything counted", ylabel="different existing names, per completion")
+    ax.set(ylim=(0, 0.36), xlim=(0.2, 2.15))
+    ax.grid(axis="y")
+    ax.legend(loc="lower right")
+    save(plt, path)
+
+
+GATES = ("one at a time", "0.4", "0.3", "0.2", "0.15", "0.1", "all at once")
+
+
+def draw_names(path: Path) -> None:
+    """Existing names of the shipped base and joint head at each gate, 1,024 held-out prompts, and the forwards."""
+    plt, ax = canvas(path)
+    clusters, records = pays.load(str(RESULTS / "pays" / "records.jsonl.gz"))
+    shipped = [r for r in records if r["ckpt"] == "assets/names"]
+    pooled = pays.pool(shipped)
+    held_out = len(clusters["held out"])
+    weights = resamples(clusters["held out"])
+    for system, color, keep, offset in (("base", GREY, "", 0.12), ("joint head", BLUE, ", tau_keep 0.5", -0.12)):
+        name = SYSTEMS[system][1]
+        for row, gate in enumerate(reversed(GATES)):
+            p = pooled.get((system, f"tau_m2t {gate}{keep}"))
+            if p is None:  # with one token a step there is nothing to look at again
+                continue
+            share, error = whiskers(means(p["exist"][:held_out], weights))
+            ax.errorbar(share, row + offset, xerr=error, fmt="o", color=color, capsize=2, label=name)
+            cost = f"{p['all/token']:.2f} forwards"
+            ax.text(0.88, row + offset, cost, color=color, fontsize=8, va="center", ha="right")
+            name = None
+    ax.set_yticks(range(len(GATES)), [g if " " in g else f"gate {g}" for g in reversed(GATES)])
+    ax.set(xlabel="share of completions that exist", xlim=(0, 0.9))
+    ax.grid(axis="x")
+    ax.legend(loc="upper left")
+    save(plt, path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# text, toys, the paper's tables, bundles
+
+
+def read_budgets(path: Path) -> dict[str, list[tuple]]:
+    """System -> (budget, [score, low, high], what the joint head has more, alike) for each line of beyond/text.py's
+    second table; the joint head's own lines have no difference."""
+    table = path.read_text().split("the best setting that costs no more")[1]
+    found = {}
+    for line in table.splitlines()[2:]:
+        start = re.match(r"(\S.*?)  +([\d.]+)  +", line)
+        cells = [[float(v) for v in cell] for cell in re.findall(r"(\S+) \[([^,]+), ([^]]+)\]", line)]
+        more = None
+        if start[1] != "joint head":
+            more = cells[1]
+        found.setdefault(start[1], []).append((float(start[2]), cells[0], more))
+    return found
+
+
+def draw_text(path: Path) -> None:
+    """Score within each budget of forwards, and what the joint head has more, paired; bands of 95 %."""
+    plt, (score, more) = canvas(path, 2)
+    systems = dict(
+        zip(("base", "joint head", "distilled", "joint head on the distilled"), SYSTEMS.values(), strict=True)
+    )
+    systems["distilled, alone"] = (RED, "Stage A distilled, chain alone")
+    found = read_budgets(RESULTS / "text" / "log.txt")
+    for name, (color, label) in systems.items():
+        for ax, k in ((score, 1), (more, 2)):
+            if found[name][0][k] is None:
+                continue
+            x = [point[0] for point in found[name]]
+            y, low, high = np.array([point[k] for point in found[name]]).T
+            ax.plot(x, y, color=color, marker="o", markersize=4, label=label)
+            ax.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+    for ax in (score, more):
+        ax.set(xlabel="at most so many forwards per token, everything counted")
+        ax.grid(axis="y")
+    score.set(ylabel="score (nats a token)")
+    more.set(ylabel="lead of the joint head (nats a token)")
+    more.axhline(0, color=INK, linewidth=0.8)
+    score.legend(loc="lower right")
+    save(plt, path)
+
+
+def draw_joint(path: Path) -> None:
+    """Shares of contexts, means and worst of three seeds: possible answers on the left, the likeliest on the right."""
+    plt, axes = canvas(path, 2)
+    rows = read_figure("joint")["rows"]
+    clean = {(r["toy"], r["n"]): r for r in rows if r["target"] == "clean"}
+    chain = list(reversed([r for r in rows if r["target"] == "chain"]))
+    for ax, measure in zip(axes, ("B coherent", "B mode"), strict=True):
+        for row, r in enumerate(chain):
+            kinds = [("Stage B, chain target", BLUE, r[measure], 0)]
+            plain = clean.get((r["toy"], r["n"]))
+            if plain is not None:  # three layers were trained with the chain target alone
+                kinds += [("Stage B, clean target", ORANGE, plain[measure], -0.15)]
+            if measure == "B coherent":
+                kinds += [("Stage A", GREY, r["A coherent"], 0.15)]
+            for label, color, (mean, worst), offset in kinds:
+                name = label if row == 0 else None
+                ax.errorbar(mean, row + offset, xerr=[[mean - worst], [0]], fmt="o", color=color, label=name)
+        ax.set(xlim=(-0.05, 1.05), ylim=(-0.6, len(chain) - 0.4))
+        ax.grid(axis="x")
+    axes[0].set_yticks(range(len(chain)), [f"{r['toy']}, n = {r['n']}" for r in chain])
+    axes[1].set_yticks(range(len(chain)), [])
+    axes[0].set(xlabel="contexts whose answer is possible at all")
+    axes[1].set(xlabel="contexts with the likeliest answer")
+    axes[0].legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
+    save(plt, path)
+
+
+def draw_paper_tables(path: Path) -> None:
+    """Accuracy by threshold: the toy's on the left, the paper's GSM8K on the right."""
+    plt, axes = canvas(path, 2)
+    rows = read_figure("paper_tables")["rows"]
+    looks = {"released": (GREY, "o", "without adapters"), "Stage B off": (ORANGE, "s", "adapters, Stage B off")}
+    looks["Stage B on"] = (BLUE, "D", "the same adapters, Stage B on")
+    gates = sorted({r["tau_m2t"] for r in rows})
+    for ax, measure in zip(axes, ("coherent", "GSM8K"), strict=True):
+        for shift, (weights, (color, marker, label)) in zip((-0.12, 0, 0.12), looks.items(), strict=True):
+            value = {r["tau_m2t"]: r[measure] for r in rows if r["weights"] == weights}
+            x = np.arange(len(gates)) + shift
+            error = None
+            if measure == "GSM8K":  # one standard error of an accuracy, of 1,319 answers
+                error = [100 * math.sqrt(v / 100 * (1 - v / 100) / 1319) for v in map(value.get, gates)]
+            y = [value[gate] for gate in gates]
+            ax.errorbar(x, y, error, fmt=marker, color=color, capsize=2, label=label)
+        ax.set_xticks(range(len(gates)), [f"{gate:g}" for gate in gates])
+        ax.set(xlabel="tau_m2t", xlim=(-0.5, len(gates) - 0.5))
+        ax.grid(axis="y")
+    axes[0].set(ylabel="contexts whose answer is possible", title="the toy modes, here", ylim=(0, 1.05))
+    axes[1].set(ylabel="GSM8K accuracy, %", title="16B, as the paper prints it")
+    axes[0].legend(loc="lower right")
+    save(plt, path)
+
+
+def draw_tc(path: Path) -> None:
+    """Total correlation and mismatch of committed bundles by the lowest confidence in them, bars between bounds."""
+    plt, ax = canvas(path)
+    bins = read_figure("tc")["bins"]
+    for name, color, shift in (("TC", BLUE, -0.1), ("mismatch", ORANGE, 0.1)):
+        y = np.array([b[name] for b in bins])
+        low, high = np.array([b[f"{name} between"] for b in bins]).T
+        label = {"TC": "dependence (TC), at least about", "mismatch": "wrong marginals (mismatch), at most about"}[name]
+        ax.errorbar(np.arange(len(bins)) + shift, y, [y - low, high - y], fmt="o", color=color, capsize=2, label=label)
+    ax.set_xticks(range(len(bins)), [b["lowest"].replace(" to ", "–") for b in bins], fontsize=8)
+    ax.set(xlabel="lowest confidence in the bundle", ylabel="nats a bundle", ylim=(0, None))
+    ax.grid(axis="y")
+    ax.legend()
+    save(plt, path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# speed
+
+
+def read_cache(path: Path) -> dict[tuple[str, str], list[list[float]]]:
+    """(rows, model) -> [context, uncached / cached] of each line of the tables that tools/bench.py printed."""
+    found, lines = {}, None
+    for line in path.read_text().splitlines():
+        head = re.match(r"Decoding (\d+) at once, cached against not: (.*?) \(\d+ layers", line)
+        row = re.match(r" +(\d+) +([\d.]+) +([\d.]+) +[\d.]+x ", line)
+        if head:
+            lines = found.setdefault((head[1], head[2]), [])
+        elif row and lines is not None:
+            lines.append([float(row[1]), float(row[3]) / float(row[2])])
+    return found
+
+
+def draw_cache(path: Path) -> None:
+    """How many times as long a step takes without the cache."""
+    plt, ax = canvas(path)
+    names = {("1", "text"): "6 layers of 128, one row", ("16", "text"): "6 layers of 128, 16 rows"}
+    names |= {("1", "20 layers"): "20 layers of 128, one row", ("1", "20 layers, wide"): "20 layers of 512, one row"}
+    found = read_cache(RESULTS / "speed" / "log.txt")
+    for key, color in zip(names, (BLUE, GREEN, ORANGE, PURPLE), strict=True):
+        context, ratio = np.array(found[key]).T
+        ax.plot(context, ratio, color=color, marker="o", markersize=4, label=names[key])
+    ax.axhline(1, color=INK, linewidth=0.8)
+    ax.set(xlabel="tokens before the block", ylabel="time of a step, without / with the cache", yscale="log")
+    ax.set_yticks([1, 2, 5, 10, 20, 50, 100], ["1", "2", "5", "10", "20", "50", "100"])
+    ax.minorticks_off()
+    ax.grid(axis="y")
+    ax.legend(loc="lower right", bbox_to_anchor=(1, 0.08))
+    save(plt, path)
+
+
+def draw_step_time(path: Path) -> None:
+    """Shares of the time of a step, and of one layer in it."""
+    plt, ax = canvas(path, size=(10, 2.8))
+    bars = read_figure("speed")["bars"]
+    for row, bar in enumerate(reversed(bars)):
+        total = sum(us for _, us in bar["parts"])
+        left = 0.0
+        for k, (name, us) in enumerate(bar["parts"]):
+            share = 100 * us / total
+            color = [BLUE, ORANGE, GREEN, PURPLE, RED, GREY, INK][k]
+            ax.barh(row, share, left=left, color=color, alpha=0.45, height=0.45)
+            # short parts have their names below one another
+            lower = 0.33 + 0.14 * (k % 2)
+            ax.text(left + share / 2, row - lower, f"{name} {us:,}", ha="center", va="center", fontsize=8)
+            left += share
+    ax.set_yticks(range(len(bars)), [f"{b['name']}\n{sum(us for _, us in b['parts']):,} µs" for b in reversed(bars)])
+    ax.set(xlabel="% of its processor time", xlim=(0, 102), ylim=(-0.6, len(bars) - 0.6))
+    save(plt, path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the dial
 
 
 def read_curve(path: Path) -> list[dict]:
@@ -54,19 +462,28 @@ def read_curve(path: Path) -> list[dict]:
         records = [json.loads(line) for line in path.read_text().splitlines()]
     except (OSError, ValueError) as e:
         fail(f"the training curve needs the first checkpoint's log, but {path} cannot be read: {e}")
-    return [r for r in records if "block_A" in r] or fail(f"{path} holds no validation on a toy (--eval_interval)")
+    curve = [r for r in records if "block_A" in r]
+    if not curve:
+        fail(f"{path} holds no validation on a toy (--eval_interval)")
+    return curve
 
 
 def chain_table(model: Model, task: Toy) -> Tensor:
     """q over the support when tokens are drawn one at a time, the most confident position first: (N, S) float64. A
     tuple has one path through the states: the position is a function of the state. Equal states are computed once."""
     N, S, m = task.support.shape
-    c, x = torch.arange(N).repeat_interleave(S), task.support.reshape(N * S, m)
-    z, log_q = torch.full_like(x, -1), torch.zeros(N * S, dtype=torch.float64)
+    c = torch.arange(N).repeat_interleave(S)
+    x = task.support.reshape(N * S, m)
+    z = torch.full_like(x, -1)
+    log_q = torch.zeros(N * S, dtype=torch.float64)
     for _ in range(m):
+        # the distinct states: a context, and what has been written of its answer
         states, back = torch.unique(torch.cat([c[:, None], z], dim=1), dim=0, return_inverse=True)
         log_p = toy.answer_log_probs(model, task, states[:, 0], states[:, 1:], 0)
-        at = log_p.amax(-1).masked_fill(states[:, 1:] >= 0, -math.inf).argmax(-1)[back]  # (N*S,)
+
+        # the open position with the surest token is written next
+        written = states[:, 1:] >= 0
+        at = log_p.amax(-1).masked_fill(written, -math.inf).argmax(-1)[back]  # (N*S,)
         token = x.gather(1, at[:, None])
         log_q += log_p[back, at, token[:, 0]]
         z = z.scatter(1, at[:, None], token)
@@ -83,39 +500,80 @@ def errors(model: Model, task: Toy) -> dict[str, float]:
     return {name: float(toy.kl(task.prob, q).mean()) for name, q in tables.items()}
 
 
-def draw_dial(path: Path, name: str, points: list[tuple[float, dict]], floor: float, curve: list[dict]) -> None:
+def measure_dial(args: Namespace) -> dict:
+    """What draw_dial draws, from checkpoints of one toy."""
+    device = pick_device(args.device)
+    curve = read_curve(Path(args.ckpt[0]) / "log.jsonl")
+    tasks = [load_task(args.data, folder) for folder in args.ckpt]
+    points = []
+    for folder, task in zip(args.ckpt, tasks, strict=True):
+        model = load_model(folder, device, torch.float32)
+        points.append((float(task.tc().mean()), errors(model, task)))
+    return {"toy": args.data, "points": points, "floor": float(tasks[0].h_joint().mean()), "curve": curve}
+
+
+def draw_dial(path: Path, figure: dict) -> None:
     """points: (TC, errors) of each checkpoint; floor: the entropy H of the first one's toy; curve: see read_curve."""
     plt, (dial, training) = canvas(path, 2)
-    for decoder in points[0][1]:
-        dial.plot(*zip(*sorted((tc, e[decoder]) for tc, e in points), strict=True), marker="o", label=decoder)
-    top = max(tc for tc, _ in points)
-    dial.plot([0, top], [0, top], color="grey", linestyle=":", label="TC: the least for any product")
-    dial.set(xlabel="total correlation (nats)", ylabel="KL(p || decoder) (nats)", title=name)
+    points = sorted(figure["points"], key=lambda point: point[0])
+    x = [tc for tc, _ in points]
+    for decoder, style in zip(points[0][1], ("o-", "x--", "s-"), strict=True):  # Stages A and B lie on one another
+        dial.plot(x, [error[decoder] for _, error in points], style, label=decoder)
+    dial.plot([0, x[-1]], [0, x[-1]], color=INK, linestyle=":", label="TC: the least for any product")
+    dial.set(xlabel="total correlation (nats)", ylabel="KL(p || decoder) (nats)", title=f"the toy {figure['toy']}")
     dial.legend()
-    for stage in "AB":
-        training.plot([r["step"] for r in curve], [r[f"block_{stage}"] for r in curve], label=f"Stage {stage}")
-    training.axhline(floor + points[0][0], color="grey", linestyle=":", label="H + TC: best factorised")
-    training.axhline(floor, color="grey", linestyle="--", label="H: best joint")
+
+    curve = figure["curve"]
+    floor = figure["floor"]
+    tc = figure["points"][0][0]
+    for stage, style in (("A", "-"), ("B", "--")):
+        values = [r[f"block_{stage}"] for r in curve]
+        training.plot([r["step"] for r in curve], values, style, label=f"Stage {stage}")
+    training.axhline(floor + tc, color=INK, linestyle=":", label="H + TC: best factorised")
+    training.axhline(floor, color=INK, linestyle="--", label="H: best joint")
     training.set(xlabel="step", ylabel="loss of the whole answer in one step (nats)", title="between the floors")
-    training.legend()
+    training.legend(loc="center right")
     save(plt, path)
+
+
+def draw_recorded_dial(path: Path) -> None:
+    draw_dial(path, read_figure("dial"))
+
+
+PICTURES = {
+    "pays": draw_pays,
+    "ingredients": draw_ingredients,
+    "sampling": draw_sampling,
+    "names": draw_names,
+    "text": draw_text,
+    "joint": draw_joint,
+    "paper_tables": draw_paper_tables,
+    "cache": draw_cache,
+    "step_time": draw_step_time,
+    "dial": draw_recorded_dial,
+    "tc": draw_tc,
+}
 
 
 def main() -> None:
     parser = Parser(__doc__)
-    group = parser.add_argument_group("dial")
-    group.add_argument("picture", choices=["dial"], help="what to draw")
-    group.add_argument("--data", choices=toy.TASKS, required=True, help="the toy that the checkpoints were trained on")
-    group.add_argument("--ckpt", nargs="+", required=True, help="checkpoint folders; the curve is the first one's")
+    group = parser.add_argument_group("figure")
+    group.add_argument("picture", choices=list(PICTURES), help="what to draw")
     group.add_argument("--out", type=Path, required=True, help="the picture to write, .svg, .png or .pdf")
+    group = parser.add_argument_group("dial, measured anew")
+    group.add_argument("--data", choices=toy.TASKS, help="the toy that the checkpoints were trained on")
+    group.add_argument("--ckpt", nargs="+", help="checkpoint folders; the curve is the first one's")
     group.add_argument("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
     args = parser.parse_args()
-    canvas(args.out)  # refused now, not after measuring
-    device, curve = pick_device(args.device), read_curve(Path(args.ckpt[0]) / "log.jsonl")
-    tasks = [load_task(args.data, folder) for folder in args.ckpt]
-    models = (load_model(folder, device, torch.float32) for folder in args.ckpt)
-    points = [(float(t.tc().mean()), errors(model, t)) for model, t in zip(models, tasks, strict=True)]
-    draw_dial(args.out, args.data, points, float(tasks[0].h_joint().mean()), curve)
+
+    canvas(args.out)  # what cannot be drawn is refused now, not after measuring
+    measured = args.data is not None or args.ckpt is not None
+    if not measured:
+        PICTURES[args.picture](args.out)
+        return
+    if args.picture != "dial" or args.data is None or args.ckpt is None:
+        fail("--data and --ckpt go together, and only the dial is measured from checkpoints")
+    draw_dial(args.out, measure_dial(args))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     one at a time    Stage A, one token a forward: slow, and what the model can do
     factorised       Stage A, every token above the gate at once: fast, and they need not belong together
-    jointly          the same gate, but the bundle is written by Stage B (the adapter's), which may refuse
+    jointly          the same gate, but the bundle is written by the adapter: a joint head, which may refuse
 
 Forwards are all of them, in full ones. `unicodedata` says what exists. Names held out from training, drawn by a fixed
 rule, or your own beginnings.
@@ -27,7 +27,7 @@ def main() -> None:
     parser = Parser(__doc__)
     group = parser.add_argument_group("side by side")
     group.add_argument("--ckpt", default="assets/names", help="a checkpoint of train.py --data names")
-    group.add_argument("--adapter", default="assets/names/joint", help="its Stage B")
+    group.add_argument("--adapter", default="assets/names/joint", help="its joint head, or Stage B")
     group.add_argument("--prompt", action="append", default=[], help="a beginning; repeat the flag for several")
     group.add_argument(
         "--prompts", type=bounded(int, 1), default=12, help="held-out names to begin, where none is given"
@@ -51,7 +51,10 @@ def main() -> None:
     for i, prompt in enumerate(prompts):
         print(tokenizer.decode(prompt))
         for way, (model, _) in ways.items():
-            name, forwards = tokenizer.decode(prompt + outputs[way][i].tokens), in_full(outputs[way][i].nfe, model.cfg)
+            name, forwards = (
+                tokenizer.decode(prompt + outputs[way][i].tokens),
+                in_full(outputs[way][i].nfe, model.partial_cost),
+            )
             char = exists(name)
             totals[way] = [totals[way][0] + bool(char), totals[way][1] + forwards]
             print(f"  {way:{width}}  {forwards:5.2f} forwards  {'+' if char else '-'}  {name}  {char or ''}")

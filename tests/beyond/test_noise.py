@@ -11,22 +11,21 @@ from safetensors.torch import load_file
 import sample
 import train
 from beyond import chain, noise
-from beyond.chain import chain_decode
-from beyond.noise import Noise, Noisy, make_noisy, quantile
+from beyond.chain import CleanCache, bundle_as_decoded, greedy_chain, stage_a_look
+from beyond.noise import Noisy, drawn_chain, make_noisy, noise_step, noisy_step, quantile
 from cache import Cached
+from corrupt import M
 from data import generator
 from model import sequence_context
+from train import Batch, corrupt_batch
 
 TOY = ["--data", "pairs", "--toy", "V=3", "m=2", "--batch_size", 4, "--eval_rows", 4, "--device", "cpu"]
 
 
-def context(model, x, clean_copy=False):
-    return sequence_context(model.cfg, torch.ones_like(x, dtype=torch.bool), torch.float32, clean_copy)
-
-
-def an_objective(model, **values):
-    args = settings(noise.build_parser(noise.__doc__), corruption="mask", wrong_rate=0.0, **values)
-    return Noise(model, {}, 38, args, torch.device("cpu"))
+def a_batch(clean):
+    everywhere = torch.ones_like(clean, dtype=torch.bool)
+    draws = [generator("draw", i) for i in range(len(clean))]
+    return Batch(clean, everywhere, everywhere, MASK, draws)
 
 
 def noisy_model(**overrides):
@@ -47,57 +46,59 @@ def test_a_grid_of_u_through_the_exact_chain_is_the_joint_distribution(task):
         c = torch.full((len(u),), context)
 
         def exact(z, where, k, c=c):
-            return quantile(conditional(t, c, z.masked_fill(z == t.mask_id, -1)).log()[where], k, u[where])
+            log_p = conditional(t, c, z.masked_fill(z == t.mask_id, -1)).log()
+            drawn_log_p, token = quantile(log_p.flatten(0, 1), u.flatten())
+            sure = log_p.amax(-1).masked_fill(~where, float("-inf"))
+            return sure, drawn_log_p.view(*z.shape, 1), token.view(*z.shape, 1)
 
-        drawn, score = chain_decode(z, torch.ones_like(z, dtype=torch.bool), t.m, 1, exact, t.m)
+        drawn, score = greedy_chain(exact, z, torch.ones_like(z, dtype=torch.bool))
         tuples, counts = torch.unique(drawn, dim=0, return_counts=True)
         torch.testing.assert_close(counts / len(u), t.log_prob(c[: len(tuples)], tuples).exp().float())
-        torch.testing.assert_close(score[:, 0].double(), t.log_prob(c, drawn), rtol=0, atol=1e-6)
+        torch.testing.assert_close(score.double(), t.log_prob(c, drawn), rtol=0, atol=1e-6)
 
 
 def test_the_best_token_comes_first_and_the_others_by_id():
     log_p = torch.tensor([[0.2, 0.12, 0.5, 0.1, 0.08]]).log()
-    drawn = [quantile(log_p, 1, torch.tensor([u]))[1].item() for u in (0.0, 0.49, 0.51, 0.69, 0.71, 0.83, 0.93)]
+    drawn = [quantile(log_p, torch.tensor([u]))[1].item() for u in (0.0, 0.49, 0.51, 0.69, 0.71, 0.83, 0.93)]
     assert drawn == [2, 2, 0, 0, 1, 3, 4]
-    p, token, sure = quantile(log_p, 1, torch.tensor([0.71]))
-    torch.testing.assert_close((p.exp(), sure.exp()), (torch.tensor([[0.12]]), torch.tensor([0.5])))
+    torch.testing.assert_close(quantile(log_p, torch.tensor([0.71]))[0].exp(), torch.tensor([[0.12]]))
     near = torch.tensor([[0.30, 0.29, 0.06, 0.31, 0.04]]).log()  # of near-equals the first: token 0
-    assert [quantile(near, 1, torch.tensor([u]))[1].item() for u in (0.0, 0.29, 0.31, 0.66, 0.97)] == [0, 0, 1, 3, 4]
+    assert [quantile(near, torch.tensor([u]))[1].item() for u in (0.0, 0.29, 0.31, 0.66, 0.97)] == [0, 0, 1, 3, 4]
 
 
 def test_u_of_zero_is_the_greedy_chain():
     model, x = tiny_model(), random_ids(3, 16, 7)
-    bundle = torch.arange(16).expand(3, 16) >= 8
-    z, objective = x.masked_fill(bundle, MASK), an_objective(model)
-    greedy, score = chain_decode(z, bundle, 8, 1, objective.predict(z, context(model, z)), 8)
-    zeros = objective.predict_by(z, context(model, z), torch.zeros(3, 16))
-    drawn, drawn_score = chain_decode(z, bundle, 8, 1, zeros, 8)
-    assert torch.equal(drawn, greedy) and torch.equal(drawn_score, score)
-    other = chain_decode(z, bundle, 8, 1, objective.predict_by(z, context(model, z), torch.full((3, 16), 0.999)), 8)
-    assert not torch.equal(other[0], greedy)
-
-
-@pytest.mark.parametrize("piece", [1024, 3])
-def test_u_reaches_the_target_at_its_own_position(piece, monkeypatch):
-    """Every position is drawn by its own number, whatever else is in the bundle and in however many pieces."""
-    monkeypatch.setattr(chain, "PIECE", piece)
-    model, x = tiny_model(), random_ids(2, 16, 7)
-    objective, seen = an_objective(model), []
-    draws = lambda: [generator("draw", i) for i in range(2)]  # noqa: E731
-    bundle = random_ids(2, 16, 5, 2).bool()
+    bundle = random_ids(3, 16, 3, 3) > 0
     z = x.masked_fill(bundle, MASK)
-    target = objective.target(x, z, bundle, draws(), context(model, x))
-    u = torch.stack([torch.rand(16, generator=g) for g in draws()])
-    assert torch.equal(objective.u, u) and torch.equal(target[~bundle], x[~bundle])
-    for row, at in bundle.nonzero().tolist():  # one position left: its conditional is the last factor of the chain
-        alone = torch.zeros_like(bundle)
-        alone[row, at] = True
-        one = z.masked_fill(~alone & bundle, 3)
+    finished = CleanCache(model, a_batch(x))
+    greedy, _ = greedy_chain(stage_a_look(finished), z.view(-1, 8), bundle.view(-1, 8))
+    assert torch.equal(drawn_chain(finished, z, bundle, torch.zeros(3, 16)), greedy.view(3, 16))
+    assert not torch.equal(drawn_chain(finished, z, bundle, torch.full((3, 16), 0.999)), greedy.view(3, 16))
+
+
+@pytest.mark.parametrize("at_once", [1024, 3])
+def test_u_reaches_the_target_at_its_own_position(at_once, monkeypatch):
+    """Every position is drawn by its own number, whatever else is in the bundle and in however many parts."""
+    monkeypatch.setattr(chain, "AT_ONCE", at_once)
+    model, x = tiny_model(), random_ids(2, 16, 7)
+    u = torch.rand(2, 16, generator=generator("u"))
+    finished = CleanCache(model, a_batch(x))
+    bundle = random_ids(2, 16, 5, 2).bool()
+    whole = drawn_chain(finished, x.masked_fill(bundle, MASK), bundle, u)
+    assert torch.equal(whole[~bundle], x[~bundle])
+
+    # one mask in every block: its token is the quantile of what the model says there
+    alone = torch.zeros_like(bundle)
+    alone[0, 2] = alone[0, 13] = alone[1, 0] = alone[1, 15] = True
+    z = x.masked_fill(alone, MASK)
+    drawn = drawn_chain(finished, z, alone, u)
+    for row, at in alone.nonzero().tolist():
         before = at // 8 * 8  # finished blocks are read as they are
-        log_p = model(torch.cat([x[:, :before], one[:, before:]], dim=1), context(model, x))[row, at]
-        log_p[MASK] = float("-inf")
-        seen.append(objective.predict_by(x, context(model, x), u)(one, alone, 1)[1].item())
-        assert seen[-1] == quantile(log_p.log_softmax(-1)[None], 1, u[row, at][None])[1].item()
+        ids = torch.cat([x[row, :before], z[row, before : before + 8]])[None]
+        ctx = sequence_context(model.cfg, torch.ones_like(ids, dtype=torch.bool), torch.float32)
+        logits = model(ids, ctx)[0, at]
+        logits[MASK] = float("-inf")
+        assert drawn[row, at] == quantile(logits.log_softmax(-1)[None], u[row, at][None])[1].item()
 
 
 def test_marked_positions_carry_their_u_and_nothing_else_does():
@@ -114,19 +115,37 @@ def test_marked_positions_carry_their_u_and_nothing_else_does():
     torch.testing.assert_close(marked[bundle], expected[bundle], rtol=1e-4, atol=1e-4)
 
 
-def test_training_marks_by_the_u_of_its_targets_and_forgets_it():
+def test_training_marks_by_the_u_of_its_targets_and_forgets_it(monkeypatch):
     model, x = noisy_model(), random_ids(2, 16)
-    kind = random_ids(2, 16, 3, 4).to(torch.uint8)
-    bundle, z = kind == 1, torch.where(kind == 1, MASK, x)
-    objective = an_objective(model, context="clean")
-    ctx, seen = context(model, x, clean_copy=True), []
-    target = objective.target(x, z, bundle, [generator("d", i) for i in range(2)], ctx)
-    mark = model.mark
-    model.mark = lambda h, marks, i: (seen.append((model.u.clone(), marks)), mark(h, marks, i))[1]
-    objective.stages(x, z, kind, bundle, target, ctx)
-    assert len(seen) == 2 and model.u is None
-    for u, marks in seen:
-        assert torch.equal(u, torch.cat([objective.u, torch.zeros(2, 16)], 1)) and not marks[:, 16:].any()
+    args = settings(chain.build_parser(""), corruption="mask")
+    marked, asked = [], []
+    mark, losses = model.mark, noise.stage_b_losses
+
+    def kept_mark(h, bundle, i):
+        marked.append((model.u, bundle, mark(h, bundle, i) - h))
+        return h + marked[-1][2]
+
+    def kept_losses(model, batch, z, kind, bundle, wanted, args):
+        asked.append((z, bundle, wanted))
+        return losses(model, batch, z, kind, bundle, wanted, args)
+
+    model.mark = kept_mark
+    monkeypatch.setattr(noise, "stage_b_losses", kept_losses)
+    noise_step(model, a_batch(x), args)
+
+    # the same draws: masks, bundle, then a number for every position
+    batch = a_batch(x)
+    z, kind = corrupt_batch(model, batch, args)
+    finished = CleanCache(model, batch)
+    bundle = bundle_as_decoded(finished, z, kind == M, batch, args)
+    u = torch.stack([torch.rand(16, generator=g) for g in batch.draws])
+    assert bundle.any() and torch.equal(asked[0][0], z) and torch.equal(asked[0][1], bundle)
+    assert torch.equal(asked[0][2], torch.where(bundle, drawn_chain(finished, z, bundle, u), x))
+    assert len(marked) == 2 and model.u is None
+    for seen, marks, added in marked:
+        assert torch.equal(seen, u) and torch.equal(marks, bundle)
+        assert added.shape[1] == 32 and not added[:, 16:].any()  # the clean copy is never marked
+        assert torch.equal(added[:, :16].any(-1), bundle)
 
 
 @torch.inference_mode()
@@ -135,7 +154,7 @@ def test_a_step_of_decoding_marks_by_the_third_draw():
     engine, z = Cached(model, [[1, 2, 3, 4, 5, 6, 7, 8]], 1), torch.full((1, 8), MASK)
     u, prompt = torch.rand(1, 3, 8, generator=generator("u")), torch.zeros(1, 8, dtype=torch.bool)
     d = sample.Decoding(tau_m2t=-1.0, temperature=1.0)
-    assert model.step is noise.noisy_step
+    assert model.step is noisy_step
     by = [model.step(engine, z, prompt, True, u, d)["after"] for u in (u, u, torch.cat([u[:, :2], 1 - u[:, 2:]], 1))]
     assert torch.equal(by[0], by[1]) and not torch.equal(by[0], by[2]) and model.u is None
 
@@ -177,7 +196,7 @@ def test_noise_refuses_scratch_and_explains_itself(tmp_path, monkeypatch, capsys
 def test_waves_are_not_decayed():
     model = noisy_model()
     assert isinstance(model, Noisy)
-    args = settings(train.build_parser(train.__doc__), learning_rate=1.0)
+    args = settings(chain.build_parser(""), learning_rate=1.0)
     decayed, undecayed = train.make_optimizer(model, args).param_groups
     assert {id(p) for p in undecayed["params"]} == {id(model.markers), id(model.markers_noise)}
     assert len(decayed["params"]) == 8 and undecayed["weight_decay"] == 0

@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from beyond.drafts import Drafts
+from beyond.own_blocks import OwnBlocks
 from common import ROOT, approx, caller, random_ids, tiny_model
 
 import evaluate
 from beyond import pays
-from beyond.drafts import Drafts
-from beyond.own_blocks import OwnBlocks
 from beyond.spans import interval, means, resamples, within
 from cache import Output
 from data import generator
@@ -141,7 +141,8 @@ def test_the_tables_by_hand(tmp_path, monkeypatch, capsys):
     head = {"clusters": {"held out": [0, 1], "trained": [2, 3]}}
     path.write_text("".join(json.dumps(r) + "\n" for r in [head, *records]))
     tables = [
-        [line.split("  ") for line in t.splitlines()] for t in call("--records", path, "--ours", "ours").split("\n\n")
+        [line.split("  ") for line in t.splitlines()]
+        for t in call("--records", path, "--against", "ours").split("\n\n")
     ]
     tables = [[[c.strip() for c in line if c.strip()] for line in t] for t in tables]
     titles = [f"{what}, {count}/token{T}" for T in ("", ", T 0.5") for count in ("all", "serial")
@@ -153,7 +154,7 @@ def test_the_tables_by_hand(tmp_path, monkeypatch, capsys):
     assert tables[2][1:] == [["base", *["-"] * 4, *[minus] * 5]]
     assert tables[4][1:] == [["base", *["-"] * 8, minus]]  # 2.0 alone
     assert "minus" not in call("--records", path)
-    assert call.fails("--records", path, "--ours", "b").endswith("none of the systems: base, ours")
+    assert call.fails("--records", path, "--against", "b").endswith("none of the systems: base, ours")
 
 
 # --- what is measured
@@ -242,7 +243,7 @@ def test_the_table_of_the_shipped_model(tmp_path, monkeypatch, capsys):
     call, names = caller(pays, monkeypatch, capsys), ROOT / "assets" / "names"
     path = tmp_path / "r.jsonl"
     argv = ["--system", "base", names, "--system", "ours", names, names / "joint", "--prompts", 4, "--keep", 0, 1]
-    table = call(*argv, "--ours", "ours", "--temperature", 0, 0.7, "--draws", 3, "--out", path)
+    table = call(*argv, "--against", "ours", "--temperature", 0, 0.7, "--draws", 3, "--out", path)
     assert "at most, all/token, T 0.7" in table and "ours minus, serial/token" in table
     head, *records = [json.loads(line) for line in path.read_text().splitlines()]
     assert {group: len(of) for group, of in head["clusters"].items()} == {"held out": 4, "trained": 4}
@@ -252,9 +253,9 @@ def test_the_table_of_the_shipped_model(tmp_path, monkeypatch, capsys):
         assert r["draws"] == (3 if drawn else 1) and len(r["found"]) == 8 and ("entropy" in r) == drawn
         assert sum(map(int, r["found"])) == round(r["exist"] * 8 * r["draws"]) and r["n_layer"] == 4
         assert 0 <= r.get("entropy", 0) <= math.log(3) and r["serial/token"] >= r["all/token"] - 1e-9
-    assert call("--records", path, "--ours", "ours") == table
+    assert call("--records", path, "--against", "ours") == table
     (tmp_path / "r.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
-    assert call("--records", tmp_path / "r.jsonl.gz", "--ours", "ours") == table
+    assert call("--records", tmp_path / "r.jsonl.gz", "--against", "ours") == table
 
 
 def test_greedy_records_are_the_judges_of_both_groups(tmp_path, monkeypatch, capsys):
@@ -269,7 +270,7 @@ def test_greedy_records_are_the_judges_of_both_groups(tmp_path, monkeypatch, cap
     drawn = evaluate.draw_names(20, "held out", tokenizer) | evaluate.draw_names(20, "trained", tokenizer)
     outputs = generate(model, list(drawn.values()), d)
     written = [tokenizer.decode(p + o.tokens) for p, o in zip(drawn.values(), outputs, strict=True)]
-    judged = evaluate.judge(list(drawn), written, outputs, model.cfg)
+    judged = evaluate.judge(list(drawn), written, outputs, model.partial_cost)
     assert {k: r[k] for k in judged.keys() & r.keys()} == approx({k: judged[k] for k in judged.keys() & r.keys()})
     cluster = sum(head["clusters"].values(), [])
     assert max(cluster) + 1 == len(set(map(tuple, drawn.values()))) < 40

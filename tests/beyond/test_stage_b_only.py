@@ -6,14 +6,14 @@ import pytest
 import torch
 from common import MASK, random_ids, settings, tiny_model
 
-import train
-from beyond import stage_b_only
-from beyond.stage_b_only import StageBOnly, StageBOnlyObjective
+from beyond import chain, stage_b_only
+from beyond.stage_b_only import StageBOnly, stage_b_losses, stage_b_recipe
 from checkpoint import load_model, save_adapter, save_model
 from corrupt import M, three_term_loss
 from data import generator
 from model import sequence_context
 from sample import Decoding, generate, generate_one
+from train import Batch
 
 
 def with_lora(model):
@@ -24,8 +24,8 @@ def with_lora(model):
     return model
 
 
-def context(model, ids, clean_copy=False):
-    return sequence_context(model.cfg, torch.ones_like(ids, dtype=torch.bool), torch.float32, clean_copy)
+def context(model, ids):
+    return sequence_context(model.cfg, torch.ones_like(ids, dtype=torch.bool), torch.float32)
 
 
 def test_adapters_of_stage_b_leave_stage_a_bit_for_bit():
@@ -63,48 +63,47 @@ def a_batch():
     return x, z, kind, (kind == M) & random_ids(3, 24, 4, 2).bool()
 
 
-def an_objective(model, **values):
-    args = settings(train.build_parser(train.__doc__), corruption="mask", wrong_rate=0.0, **values)
-    return StageBOnlyObjective(model, {}, 38, args, torch.device("cpu"))
+def losses(model, context_name):
+    x, z, kind, bundle = a_batch()
+    everywhere = torch.ones_like(x, dtype=torch.bool)
+    args = settings(chain.build_parser(""), context=context_name)
+    return stage_b_losses(model, Batch(x, everywhere, everywhere, MASK, []), z, kind, bundle, x, args)
 
 
 def test_stage_b_is_trained_as_it_decodes():
     """With --context clean each block's marked states are those of decoding it after the finished blocks before it."""
     model = with_lora(tiny_model())
     x, z, kind, bundle = a_batch()
-    ctx, losses = context(model, x, clean_copy=True), 0.0
-    loss, terms = an_objective(model, context="clean").stages(x, z, kind, bundle, x, ctx)
+    loss, terms = losses(model, "clean")
+    by_block = 0.0
     for start in (0, 8, 16):
         end = start + 8
         ids = torch.cat([x[:, :start], z[:, start:end]], dim=1)
         here = bundle[:, :end] & (torch.arange(end) >= start)
         h = model.coordinate(model.prefix(ids, context(model, ids)), here, context(model, ids), 2)
         block = slice(start, end)
-        losses = losses + three_term_loss(model, h[:, block], x[:, block], kind[:, block], bundle[:, block])[0]
-    torch.testing.assert_close(loss, losses, rtol=1e-4, atol=1e-3)
+        part, _ = three_term_loss(model, h[:, block], x[:, block], kind[:, block], bundle[:, block])
+        by_block = by_block + part
+    torch.testing.assert_close(loss, by_block, rtol=1e-4, atol=1e-3)
     assert not terms[0].any() and terms[1, 0, 1] == bundle.sum()
 
 
 @pytest.mark.parametrize("context_name", ["corrupted", "clean"])
 def test_only_stage_bs_adapters_and_markers_have_a_gradient(context_name):
     model = with_lora(tiny_model())
-    x, z, kind, bundle = a_batch()
-    ctx, objective = context(model, x, context_name == "clean"), an_objective(model, context=context_name)
-    objective.stages(x, z, kind, bundle, x, ctx)[0].backward()
+    losses(model, context_name)[0].backward()
     with_grad = {n for n, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
     lora = {f"layers.{i}.attn.{w}.lora_{a}" for i in (2, 3) for w in ("qkv", "proj") for a in "AB"}
     assert with_grad == lora | {"markers"}
 
 
 def test_stage_a_is_measured_in_validation():
-    model = with_lora(tiny_model())
+    base = tiny_model()
     x, z, kind, bundle = a_batch()
-    ctx = context(model, x)
     with torch.no_grad():
-        _, terms = an_objective(model).stages(x, z, kind, bundle, x, ctx)
-        _, terms_a = three_term_loss(
-            tiny_model(), tiny_model().last_n(tiny_model().prefix(z, ctx), ctx), x, kind, kind == M
-        )
+        _, terms = losses(with_lora(tiny_model()), "corrupted")
+        h = base.last_n(base.prefix(z, context(base, z)), context(base, z))
+        _, terms_a = three_term_loss(base, h, x, kind, kind == M)
     torch.testing.assert_close(terms[0], terms_a)
 
 
@@ -112,7 +111,7 @@ def test_a_saved_adapter_names_what_loads_it(tmp_path):
     save_model(tiny_model(), tmp_path / "base")
     model = with_lora(load_model(tmp_path / "base", "cpu", torch.float32))
     settings = dict(base="base", lora_r=4, lora_alpha=8)
-    save_adapter(model, tmp_path / "adapter", settings | StageBOnlyObjective.extension)
+    save_adapter(model, tmp_path / "adapter", settings | stage_b_recipe(None, "").extension)
     again = load_model(tmp_path / "base", "cpu", torch.float32, tmp_path / "adapter")
     assert isinstance(again, StageBOnly)
     state = again.state_dict()

@@ -7,16 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from beyond.own_blocks import OwnBlocks
 from common import MASK, approx, command_line, random_ids, refused, tiny_model
 
 from beyond import spans, stage_b_only, text
 from beyond.distill import Distilled
-from beyond.own_blocks import OwnBlocks
 from beyond.spans import FILL, blocks, chain, cut, fill, interval, means, pieces, stage_a_log_probs, within
 from cache import Cached
 from checkpoint import save_adapter, save_model
-from data import byte_tokenizer, generator, is_validation
+from data import generator, is_validation
 from sample import generate
+from tokenizer import byte_tokenizer
 
 SOURCE = "class A:\n    def double(self, x):\n        return 2 * x\n\n\ndef f(a, b):\n    # add\n    return a + b\n"
 
@@ -262,7 +263,7 @@ def given(folders, *names):
 def test_the_report_from_the_command_line(folders, monkeypatch, capsys):
     monkeypatch.setattr(text, "FINE", {0.0, 0.3})
     argv = given(folders, "all", "b", "own", "distilled")
-    code, out, _ = command_line(text, monkeypatch, capsys, *argv, "--taus", 0, 0.5, "--keep", 0, 1, "--ours", "base")
+    code, out, _ = command_line(text, monkeypatch, capsys, *argv, "--taus", 0, 0.5, "--keep", 0, 1, "--against", "base")
     lines = out.splitlines()
     assert code == 0 and "6 of them in Python functions" in lines[0]
     assert lines[1].split() == ["system", "tau", "keep", "full", "all", "score", "exact", "parses", "stutter"]
@@ -296,7 +297,7 @@ def test_seeds_are_pooled_and_each_is_judged_by_its_own_base(folders, monkeypatc
     first, second = str(folders / "base"), str(folders / "other")
 
     def curves(*systems):
-        of = Namespace(data=[folders / "text"], spans=6, taus=[0.5], keep=[0.0], plot=None, ours=None)
+        of = Namespace(data=[folders / "text"], spans=6, taus=[0.5], keep=[0.0], plot=None, against=None)
         return text.curves(Namespace(**vars(of), system=[list(s) for s in systems]), torch.device("cpu"))[0]
 
     one, two = curves(["base", first])["base"], curves(["base", second])["base"]
@@ -327,7 +328,7 @@ def test_what_cannot_be_compared_is_refused(folders, monkeypatch, capsys):
     assert "--taus" in why("--taus", 1.5)
     assert "--spans" in why("--spans", 1)
     assert "--keep" in why("--keep", 2)
-    assert "--ours owns" in why("--ours", "owns") and "base, own" in why("--ours", "owns")
+    assert "--against owns" in why("--against", "owns") and "base, own" in why("--against", "owns")
     assert "--system own has 2 seeds, the base has 1" in why("--system", "own", folders / "base", folders / "own")
     assert "the base first" in why(systems=["--data", "stdlib", "--system", "own", folders / "base", folders / "own"])
     assert "the base first" in why("--system", "nothing")

@@ -1,6 +1,5 @@
 """The table of adapters on toys: its figures by hand. `pytest tests/beyond/test_toys.py`"""
 
-import json
 import math
 from types import SimpleNamespace
 
@@ -10,7 +9,7 @@ from common import approx, command_line, refused, tiny_model
 
 import toy
 from beyond import noise, stage_b_only, toys
-from beyond.toys import cell, cost_of_a_step, kind, sampled_kl
+from beyond.toys import cell, kind, sampled_kl
 from checkpoint import save_adapter, save_model
 from data import generator, write_json
 
@@ -49,21 +48,6 @@ def test_the_kl_of_joint_samples_of_known_models(monkeypatch):
     assert abs(kl - truth) < 4 * error < 0.03
     kl, error = sampled_kl(stub(monkeypatch, uniform_phrases), MODES, 64)  # few draws: the bias is taken off
     assert abs(kl - truth) < 4 * error
-
-
-def test_a_step_with_a_chain_in_steps_without_it(tmp_path):
-    log = tmp_path / "log.jsonl"
-    assert math.isnan(cost_of_a_step(log))
-    steps = [
-        dict(ms=10.0, target_ms=8.0),
-        dict(ms=10.0, target_ms=5.0),
-        dict(step=2, val=True),
-        dict(ms=9, target_ms=6),
-    ]
-    log.write_text("\n".join(map(json.dumps, steps)) + '\n{"ms": 1')  # cut short by a kill
-    assert cost_of_a_step(log) == approx(3)  # of 5, 2 and 3
-    log.write_text('{"ms": 10.0}\n{"ms": 12.0, "target_ms": 0.0}\n')  # train.py, and the clean target of beyond.chain
-    assert cost_of_a_step(log) == 1
 
 
 def test_what_makes_a_row():

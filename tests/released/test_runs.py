@@ -36,7 +36,7 @@ def golden(tmp_path_factory):
     for name, p in model.named_parameters():
         if "lora_" in name or name == "markers":
             p.data.copy_(torch.randn(p.shape, generator=generator("adapter", name)) * 0.3)
-    save_adapter(model, folder / "ours", {"base": "anywhere", "lora_r": 2, "lora_alpha": 4})
+    save_adapter(model, folder / "ours", {"base": str(folder / "base"), "lora_r": 2, "lora_alpha": 4})
     return folder
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from common import command_line, refused
 
-from beyond.own_blocks import OwnBlocks
+from beyond.joint_head import JointHead
 from checkpoint import PRESETS
 from model import Model
 from tools import limits
@@ -42,12 +42,12 @@ def test_bytes_by_hand():
     assert limits.stage_b_bytes(TINY, 8, 24, 5) == 2 * (layers + 64 + 320 * 64 + 64)
 
 
-def test_own_blocks_are_as_large_as_they_are_and_read_the_head_again():
+def test_a_joint_head_is_as_large_as_it_is_and_reads_the_lm_head_again():
     model = Model(replace(TINY, n_last=2))
-    model.__class__ = OwnBlocks
-    model.give_blocks(24, 0.5, torch.Generator())
-    count, read = limits.own_blocks(TINY, 24, 2)
-    assert count == sum(p.numel() for p in model.own.parameters())
+    model.__class__ = JointHead
+    model.give_head(2, 24, 0.5, torch.Generator())
+    count, read = limits.joint_head(TINY, 24, 2)
+    assert count == sum(p.numel() for p in model.joint_head.parameters())
     assert read == 2 * (count + 320 * 64)
 
 

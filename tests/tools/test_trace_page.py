@@ -12,8 +12,8 @@ from common import MASK, ROOT, command_line, random_ids, refused, tiny_model
 
 import sample
 from checkpoint import save_model
-from data import byte_tokenizer
 from sample import Decoding, generate, show_steps
+from tokenizer import byte_tokenizer
 from tools import trace_page
 from tools.playground_speed import BROWSER, QUIET
 from tools.trace_page import booked, page, picture, states

@@ -1,4 +1,4 @@
-"""Drafts as shared randomness. `pytest tests/beyond/test_drafts.py`"""
+"""The sampling head: its law by enumeration, decoding, training. `pytest tests/beyond/test_sampling_head.py`"""
 
 import itertools
 import json
@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 
 import sample
 import train
-from beyond import drafts
-from beyond.drafts import Drafts, DraftsObjective, couple, draw, earlier
+from beyond import sampling_head
+from beyond.joint_head import masks_as_decoded
+from beyond.sampling_head import SamplingHead, accept_or_repair, draw, earlier, head_mask, sampling_head_step
 from corrupt import M
 from data import generator
 from model import sequence_context
@@ -25,18 +26,18 @@ TOY = ["--data", "pairs", "--toy", "V=3", "m=4", "--batch_size", 4, "--eval_rows
 SAMPLING = Decoding(gen_length=21, tau_m2t=-1.0, tau_t2t=None, temperature=1.0, eos_early_stop=False)
 
 
-def with_drafts(model, looks=1, std=0.3, width=24):
-    model.__class__ = Drafts
-    model.give_blocks(width, looks, generator("drafts"))
-    for name, p in model.own.named_parameters():
+def with_head(model, head_layers=1, looks=1, std=0.3, width=24):
+    model.__class__ = SamplingHead
+    model.give_head(head_layers, width, looks, generator("head"))
+    for name, p in model.adapter_state().items():
         p.data += std * torch.randn(p.shape, generator=generator(name))
     return model
 
 
-def small(n_masks, n_last):
+def small(n_masks, head_layers):
     """A block of a 0 and n masks; tokens 0, 1 and 2 (3 is the mask). (Masks alone would be exact ties.)"""
-    sizes = dict(vocab_size=4, mask_id=3, eos_id=-1, block_length=1 + n_masks, n_rounds=1, n_last=n_last)
-    model = with_drafts(tiny_model(std=0.35, **sizes), std=0.6)
+    sizes = dict(vocab_size=4, mask_id=3, eos_id=-1, block_length=1 + n_masks, n_rounds=1)
+    model = with_head(tiny_model(std=0.35, **sizes), head_layers, std=0.6)
     model.lm_head.weight.data *= 0.4
     return model.requires_grad_(False), Here(model), torch.tensor([[0] + [3] * n_masks])
 
@@ -57,19 +58,19 @@ def grid(n):
     return (torch.arange(n) + 0.5) / n
 
 
-# --- the coupling
+# --- a draft, accepted or repaired
 def test_draw_is_the_inverse_cdf():
     weight = torch.tensor([0.0, 2.0, 0.0, 6.0, 0.0]).expand(9, 5)
     u = torch.tensor([0, 0.1, 0.2499, 0.25, 0.26, 0.5, 0.9, 0.9999999, 1.0])
     assert draw(weight, u).tolist() == [1, 1, 1, 3, 3, 3, 3, 3, 3]
 
 
-def test_the_coupled_draw_has_exactly_the_law_p():
+def test_what_is_accepted_or_repaired_has_exactly_the_law_p():
     """Every draft, coin and u of a grid on which all of these probabilities are whole numbers of cells."""
     p, q = torch.tensor([0.5, 0.0, 0.125, 0.375]), torch.tensor([0.25, 0.25, 0.5, 0.0])
     cells = torch.cartesian_prod(torch.arange(4.0), grid(8), grid(5 * 3))
     draft, coin, u = cells[:, 0].long(), cells[:, 1], cells[:, 2]
-    token, accepted = couple(p.expand(len(cells), 4), q.expand(len(cells), 4), draft, coin, u)
+    token, accepted = accept_or_repair(p.expand(len(cells), 4), q.expand(len(cells), 4), draft, coin, u)
     mass = q[draft] / (8 * 15)
     law = torch.zeros(4).index_add(0, token, mass)  # the excess, 2 : 0 : 0 : 3, in fifths
     torch.testing.assert_close(law, p)
@@ -80,10 +81,12 @@ def test_the_coupled_draw_has_exactly_the_law_p():
 def test_what_is_certain():
     p = torch.randn(50, 7, generator=generator("p")).softmax(-1)
     draft, coin, u = random_ids(1, 50, high=7)[0], torch.rand(50, generator=generator("c")), torch.rand(50)
-    token, accepted = couple(p, p.clone(), draft, coin, u)
+    token, accepted = accept_or_repair(p, p.clone(), draft, coin, u)
     assert accepted.all() and torch.equal(token, draft)  # p = q: every draft
     one_hot = F.one_hot(random_ids(1, 50, 1, high=7)[0], 7).float()
-    token, accepted = couple(one_hot, F.one_hot(draft, 7).float(), draft, coin, u)  # greedy: Stage B's argmax
+    token, accepted = accept_or_repair(
+        one_hot, F.one_hot(draft, 7).float(), draft, coin, u
+    )  # greedy: the head's argmax
     assert torch.equal(token, one_hot.argmax(-1)) and torch.equal(accepted, token == draft)
 
 
@@ -94,10 +97,19 @@ def test_the_surest_comes_first_and_the_leftmost_of_equals():
     assert torch.equal(before, torch.ones(3, 3).tril(-1).bool())
 
 
-# --- Stage B
-@pytest.mark.parametrize("n_last", [1, 2, 3])
-def test_a_position_reads_the_drafts_before_it_and_no_others(n_last):
-    model, h = with_drafts(tiny_model(n_last=n_last)), torch.randn(1, 8, 64, generator=generator("h"))
+# --- the head
+def test_who_sees_whom_is_the_drawing():
+    """head_mask's: three positions that are decided from left to right."""
+    before = torch.ones(3, 3).tril(-1).bool()[None]
+    drawn = ["1.. .11 ...", ".1. 1.1 1..", "..1 11. 11."]
+    rows = [[c == "1" for c in row.replace(" ", "")] for row in drawn]
+    assert head_mask(before)[0, 0].tolist() == rows * 3
+
+
+@pytest.mark.parametrize("head_layers", [1, 3])
+def test_a_position_reads_the_drafts_before_it_and_no_others(head_layers):
+    model = with_head(tiny_model(), head_layers, std=0.1)
+    h = torch.randn(1, 8, 64, generator=generator("h"))
     bundle, sure = torch.tensor([[1, 1, 0, 1, 1, 1, 0, 1]]).bool(), torch.rand(1, 8, generator=generator("s"))
     before, draft = earlier(sure, bundle), random_ids(1, 8)
     plain = torch.zeros(1, 8, 64).masked_scatter(bundle[..., None], model.second_look(h, bundle, draft, before))
@@ -112,7 +124,7 @@ def test_a_position_reads_the_drafts_before_it_and_no_others(n_last):
 
 
 def chain_rule(model, engine, z, d):
-    """Stage B's p(x) of the masks of z (1, B), by enumeration: {tokens in the order of deciding: probability}, the
+    """The head's p(x) of the masks of z (1, B), by enumeration: {tokens in the order of deciding: probability}, the
     order (positions), and the probability that a draft was repaired before the last one."""
     logits = engine.stage_a(z)[1]
     q, sure, masked = model.filtered(logits, d)[0], logits.softmax(-1).amax(-1), z == 3
@@ -135,20 +147,19 @@ def distance(after, order, law):
     return 0.5 * sum(abs(seen[t] / len(after) - law.get(t, 0.0)) for t in {*seen, *law})
 
 
-@pytest.mark.parametrize("n_last", [1, 2])
+@pytest.mark.parametrize("head_layers", [1, 2])
 @pytest.mark.parametrize("d", [SAMPLING, replace(SAMPLING, temperature=1.5, top_p=0.9), replace(SAMPLING, top_k=2)])
-def test_a_step_follows_stage_bs_chain_rule(d, n_last):
+def test_a_step_follows_the_heads_chain_rule(d, head_layers):
     """Whatever Stage A's drafts are. Two positions are always decided: the second one's draft, or its repair."""
-    (model, engine, z), u = small(2, n_last), torch.rand(10_000, 3, 3, generator=generator("two"))
+    (model, engine, z), u = small(2, head_layers), torch.rand(10_000, 3, 3, generator=generator("two"))
     s = model.step(engine, z.expand(10_000, -1), z < 0, True, u, d)
     law, order, _ = chain_rule(model, engine, z, d)
     assert distance(s["after"], order, law) < 0.02 and sum(law.values()) == pytest.approx(1)
     assert distance(torch.where(z == 3, s["token_a"], z), order, law) > 0.05  # the drafts' own law is another
 
 
-@pytest.mark.parametrize("n_last", [1, 2])
-def test_a_look_ends_at_the_first_repair_and_more_looks_finish_with_the_same_law(n_last):
-    (model, engine, z), rows = small(3, n_last), 10_000
+def test_a_look_ends_at_the_first_repair_and_more_looks_finish_with_the_same_law():
+    (model, engine, z), rows = small(3, head_layers=2), 10_000
     u, z = torch.rand(rows, 3, 4, generator=generator("three")), z.expand(rows, -1)
     one = model.step(engine, z, z < 0, True, u, SAMPLING)
     model.looks = 2
@@ -165,10 +176,10 @@ def test_a_look_ends_at_the_first_repair_and_more_looks_finish_with_the_same_law
 
 
 # --- the decoder
-def test_fresh_blocks_write_stage_as_drafts():
-    """Zero output projections: Stage B's distributions are Stage A's, every draft is accepted, one forward a block."""
+def test_a_fresh_head_writes_stage_as_drafts():
+    """Zero output projections: the head's distributions are Stage A's, every draft is accepted, one forward a block."""
     prompt = random_ids(1, 5)[0].tolist()
-    fresh = with_drafts(tiny_model(n_rounds=1, eos_id=-1), std=0.0)
+    fresh = with_head(tiny_model(n_rounds=1, eos_id=-1), std=0.0)
     out = generate(fresh, [prompt], SAMPLING, seed=3, trace=True)[0]
     assert all(f["token"] == f["token_a"] for s in out.steps for f in s["fill"])
     assert (out.nfe["full"], out.nfe["partial"]) == (4, 2 / 8 + 3 * 7 / 8)  # the first of a block is not asked
@@ -177,7 +188,7 @@ def test_fresh_blocks_write_stage_as_drafts():
 
 
 def test_one_token_at_a_time_is_not_looked_at_and_greedy_is_the_base():
-    model, prompt = with_drafts(tiny_model(n_rounds=1, eos_id=-1)), random_ids(1, 5)[0].tolist()
+    model, prompt = with_head(tiny_model(n_rounds=1, eos_id=-1)), random_ids(1, 5)[0].tolist()
     greedy = replace(SAMPLING, temperature=0.0, tau_m2t=1.0)
     out = generate(model, [prompt], greedy)[0]
     base = generate(tiny_model(n_rounds=1, eos_id=-1), [prompt], replace(greedy, n_rounds=0))[0]
@@ -185,10 +196,9 @@ def test_one_token_at_a_time_is_not_looked_at_and_greedy_is_the_base():
     assert MASK in base.tokens or out.tokens == base.tokens
 
 
-@pytest.mark.parametrize("looks", [1, 4])
-@pytest.mark.parametrize("n_last", [1, 2])
-def test_rows_are_decoded_as_if_alone(looks, n_last):
-    model = with_drafts(tiny_model(n_last=n_last, n_rounds=1, eos_id=-1), looks)
+@pytest.mark.parametrize("head_layers, looks", [(1, 1), (2, 4)])
+def test_rows_are_decoded_as_if_alone(head_layers, looks):
+    model = with_head(tiny_model(n_rounds=1, eos_id=-1), head_layers, looks)
     prompts = [random_ids(1, n, n)[0].tolist() for n in (3, 8, 13)]
     for d in (SAMPLING, replace(SAMPLING, tau_m2t=0.1, top_p=0.8), replace(SAMPLING, temperature=0.0)):
         together = generate(model, prompts, d, seed=1)
@@ -201,22 +211,26 @@ def test_rows_are_decoded_as_if_alone(looks, n_last):
 # --- training
 def test_the_loss_is_of_clean_tokens_after_clean_tokens():
     model = tiny_model(n_rounds=1)
-    args = settings(train.build_parser(""), corruption="mask", context="clean", wrong_rate=0.0)
-    args.width, args.looks = 8, 1
-    DraftsObjective.adapt(model, args)
-    objective = DraftsObjective(model, {}, 38, args, torch.device("cpu"))
-    x, draws = random_ids(16, 16), [generator("t", i) for i in range(16)]
-    z, kind = objective.corruption(x, torch.ones_like(x, dtype=torch.bool), draws, None)
-    ctx = sequence_context(model.cfg, torch.ones_like(x, dtype=torch.bool), torch.float32, True)
-    bundle = objective.bundle(x, z, kind, draws, ctx)
-    assert torch.equal(bundle, kind == M)
-    loss, terms = objective.stages(x, z, kind, bundle, x, ctx)
-    masked = bundle.view(-1, 8).sum(-1)
+    args = settings(sampling_head.build_parser(""), width=8)
+    sampling_head.give_head(model, args)
+
+    def batch():
+        everywhere = torch.ones(16, 16, dtype=torch.bool)
+        draws = [generator("t", i) for i in range(16)]
+        return train.Batch(random_ids(16, 16), everywhere, everywhere, MASK, draws)
+
+    with torch.no_grad():
+        validation = sampling_head_step(model, batch(), args)[1]
+    torch.testing.assert_close(validation[0], validation[1])  # a head that changes nothing yet is Stage A
+    loss, terms = sampling_head_step(model, batch(), args)
+    _, kind = masks_as_decoded(model, batch(), args)
+    masked = (kind == M).view(-1, 8).sum(-1)
     assert int(terms[1, 0, 1]) == int((masked - 1).clamp(min=0).sum())  # all but the first of each block
-    torch.testing.assert_close(loss, terms[1, 0, 0])
-    torch.testing.assert_close(terms[0], terms[1])  # blocks that change nothing yet
+    torch.testing.assert_close(loss.detach(), terms[1, 0, 0])
+    assert torch.equal(terms[1], validation[1]) and not terms[0].any()
     loss.backward()
-    assert {n.split(".")[0] for n, p in model.named_parameters() if p.grad is not None} == {"own"}
+    learned = {n.split(".")[0] for n, p in model.named_parameters() if p.grad is not None}
+    assert learned == {"sampling_head", "show_draft"}
 
 
 @pytest.fixture
@@ -226,31 +240,31 @@ def base(tmp_path, monkeypatch, capsys):
 
 
 def test_adapters_train_resume_and_decode(base, tmp_path, monkeypatch, capsys):
-    call = caller(drafts, monkeypatch, capsys)
-    run = [*TOY, "--init_from", base, "--n_last", 1, "--max_iters", 4]
+    call = caller(sampling_head, monkeypatch, capsys)
+    run = [*TOY, "--init_from", base, "--max_iters", 4]
     call(*run, "--out_dir", tmp_path / "a")
     call(*run, "--out_dir", tmp_path / "b", "--stop_at", 2)
     call("--init_from", "resume", "--out_dir", tmp_path / "b")
     a, b = (load_file(tmp_path / name / "adapter.safetensors") for name in "ab")
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-    assert all(k.startswith("own.") for k in a)
+    assert {k.split(".")[0] for k in a} == {"sampling_head", "show_draft"}
     given = ["--ckpt", base, "--adapter", tmp_path / "a", "--prompt_ids", "4,4,5", "--gen_length", 4, "--json"]
     record = json.loads(caller(sample, monkeypatch, capsys)(*given, "--tau_t2t", "none", "--temperature", 1))
-    assert len(record["tokens"]) > 0
+    assert len(record["tokens"]) > 0 and record["partial_cost"] == 1 / 4
 
 
 def test_mistakes_are_one_line(base, tmp_path, monkeypatch, capsys):
-    call = caller(drafts, monkeypatch, capsys)
+    call = caller(sampling_head, monkeypatch, capsys)
     run = [*TOY, "--init_from", base, "--out_dir", tmp_path / "run"]
     for wrong in (["--corruption", "draft"], ["--context", "corrupted"], ["--n_rounds", 2]):
         assert wrong[0] in call.fails(*run, *wrong)
     assert "--init_from" in call.fails(*TOY, "--out_dir", tmp_path / "run")
-    call(*run, "--n_last", 1, "--max_iters", 1)
+    call(*run, "--max_iters", 1)
     saved = json.loads((tmp_path / "run" / "adapter.json").read_text())
     decode = caller(sample, monkeypatch, capsys)
     given = ["--ckpt", base, "--adapter", tmp_path / "run", "--prompt_ids", "4,4,5"]
     assert "--tau_t2t none" in decode.fails(*given, "--temperature", 1)
-    wrong = [("width", "wide"), ("width", True), ("width", 10**12), ("looks", 0), ("looks", 1.5)]
+    wrong = [("width", "wide"), ("width", True), ("width", 10**12), ("head_layers", None), ("looks", 0), ("looks", 1.5)]
     wrong += [("model", saved["model"] | {"n_rounds": 2})]
     for key, value in wrong:
         (tmp_path / "run" / "adapter.json").write_text(json.dumps(saved | {key: value}))
