@@ -8,7 +8,7 @@
 //
 // States are rows: an array with one Float32Array of C numbers for each of the T positions of the current block.
 // Finished blocks are keys and values in ctx.past: no block attends to a later one, so they never change.
-// A model is {cfg: a Config, tensors: name -> Float32Array with its shape, tokenizer, n_joint: blocks of a joint head}.
+// A model is {cfg: a Config, tensors: name -> Float32Array, tokenizer, n_joint: blocks of a joint head, partial_cost}.
 //
 // T positions of the block, C channels (n_embd), H query heads, G key and value heads, D head dim, V vocabulary
 const MAX_STEPS = 1024; // forwards in one block
@@ -318,7 +318,7 @@ function step(model, z, ctx, d, free) {
   const {h, last, logits} = stageA(model, z, ctx);
   const {token: token_a, conf: conf_a} = candidates(logits);
   const asked = selectBundle(conf_a, masked, d.tau_m2t);
-  const s = {before: z, asked, bundle: asked, token: token_a, conf: conf_a, token_a, conf_a, partial: 0};
+  const s = {before: z, bundle: asked, token: token_a, conf: conf_a, token_a, conf_a, partial: 0};
 
   if (d.stage === "B" && asked.length > 0) {
     Object.assign(s, candidates(head(model, coordinate(model, h, asked, ctx, d.n_rounds))));
@@ -329,13 +329,14 @@ function step(model, z, ctx, d, free) {
     s.token = token_a.map((id, t) => (asked.includes(t) ? token[asked.indexOf(t)] : id));
     s.conf = conf_a.map((p, t) => (asked.includes(t) ? conf[asked.indexOf(t)] : p));
     s.bundle = keepSure(s.conf, asked, d.tau_keep);
+    s.refused = asked.filter((t) => !s.bundle.includes(t));
     s.partial = asked.length / z.length;
   }
 
   // Eq. 3 edits what is visible, Eq. 2 fills the bundle
   const gate = d.tau_t2t ?? Infinity;
-  const visible = [...z.keys()].filter((t) => t >= free && !masked.includes(t));
-  s.edited = visible.filter((t) => s.conf[t] > gate && s.token[t] !== z[t]);
+  const visible = (t) => t >= free && !masked.includes(t);
+  s.edited = [...z.keys()].filter((t) => visible(t) && s.conf[t] > gate && s.token[t] !== z[t]);
   s.after = z.map((id, t) => (s.bundle.includes(t) || s.edited.includes(t) ? s.token[t] : id));
   return s;
 }
@@ -353,14 +354,13 @@ function finishBlock(model, z, ctx, n_rounds) {
 // `start` of its block), and the forwards [full, partial, commit] after each step.
 // d.byHand(z, start, number of the step): a step that somebody else makes, for no forward, or undefined.
 function generateOne(model, prompt, d) {
-  const {block_length: B, mask_id, eos_id, n_last, n_layer} = model.cfg;
+  const {block_length: B, mask_id, eos_id} = model.cfg;
   const end = prompt.length + d.gen_length;
   const ctx = newContext();
   const nfe = {full: 0, partial: 0, commit: 0};
   const counts = [[0, 0, 0]];
   const steps = [];
   while (ctx.start + B <= prompt.length) finishBlock(model, prompt.slice(ctx.start, ctx.start + B), ctx, d.n_rounds);
-
   const ids = prompt.slice(0, ctx.start);
   while (ids.length < end) {
     const start = ids.length;
@@ -395,6 +395,6 @@ function generateOne(model, prompt, d) {
 
   const tokens = ids.slice(prompt.length, end);
   if (tokens.includes(eos_id)) tokens.length = tokens.indexOf(eos_id) + 1;
-  const all = nfe.full + nfe.commit + (nfe.partial * n_last) / n_layer;
+  const all = nfe.full + nfe.commit + nfe.partial * model.partial_cost;
   return {tokens, nfe: {...nfe, all}, steps, counts};
 }

@@ -26,11 +26,11 @@ function readTensor({dtype, base64}) {
   return new Float32Array(halves.buffer);
 }
 
-function readModel({cfg, tokenizer, n_joint, tensors: stored}) {
+function readModel({cfg, tokenizer, n_joint, partial_cost, tensors: stored}) {
   const tensors = {};
   for (const [name, tensor] of Object.entries(stored)) tensors[name] = readTensor(tensor);
   if (cfg.tied) tensors["lm_head.weight"] = tensors["wte.weight"];
-  return {cfg, tokenizer, n_joint, tensors};
+  return {cfg, tokenizer, n_joint, partial_cost, tensors};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -88,34 +88,36 @@ function decoding(decoder, hand = {}) {
     const at = hand[n].at - start;
     const after = z.map((id, t) => (t === at ? hand[n].token : id));
     const sure = z.map(() => 1);
-    return {before: z, after, asked: [], bundle: [at], edited: [], conf: sure, token_a: after, conf_a: sure, partial: 0,
-      byHand: true};
+    return {before: z, after, bundle: [at], edited: [], token: after, conf: sure, token_a: after, conf_a: sure,
+      partial: 0, byHand: true};
   };
   return {stage: decoder.stage, n_rounds: decoder.n_rounds, tau_m2t: decoder.gated ? tau_m2t : 1, tau_keep, byHand,
     tau_t2t: null, max_post_steps: 16, gen_length: data.gen_length, eos_early_stop: true};
 }
 
-// One of the engine's steps, as sample.py records it; and what the joint head refused, and whether it is one by hand.
+// One of the engine's steps, as sample.py records it; and whether it was made by hand.
 function stepRecord(s) {
   const {start, before, after, byHand = false} = s;
   const round = (p) => Number(p.toFixed(4));
   const fill = s.bundle.map((t) => ({at: start + t, token: after[t], conf: round(s.conf[t]), token_a: s.token_a[t],
     conf_a: round(s.conf_a[t])}));
   const edit = s.edited.map((t) => ({at: start + t, old: before[t], token: after[t], conf: round(s.conf[t])}));
-  const refused = s.asked.filter((t) => !s.bundle.includes(t)).map((t) => start + t);
-  return {start, before, after, bundle: fill.map((f) => f.at), fill, edit, conf: s.conf.map(round), refused, byHand};
+  const record = {start, before, after, bundle: fill.map((f) => f.at), fill, edit, conf: s.conf.map(round), byHand};
+  if (!s.refused) return record;
+  const refused = s.refused.map((t) => ({at: start + t, token: s.token[t], conf: round(s.conf[t])}));
+  return {...record, refused};
 }
 
 // A decode as one record of `sample.py --json`; `counts` are the forwards after each step.
 function recordOf(prompt, d) {
   const {tokens, nfe, steps, counts} = generateOne(model, prompt, d);
   const {eos_id, mask_id} = model.cfg;
-  const shown = [...prompt, ...steps.flatMap((s) => [...s.after, ...s.token_a])];
+  const shown = [...prompt, ...steps.flatMap((s) => [...s.after, ...s.token_a, ...s.token])];
   const pieces = Object.fromEntries(shown.map((id) => [id, model.tokenizer.pieces[id]]));
   Object.assign(pieces, {[eos_id]: "∎", [mask_id]: "▒"});
   return {text: decode(model, tokens), verdict: verdict(decode(model, [...prompt, ...tokens])), tokens, nfe,
-    nfe_per_token: nfe.full / Math.max(1, tokens.length), steps: steps.map(stepRecord), prompt, mask_id,
-    n_rounds: d.n_rounds, pieces, counts};
+    nfe_per_token: nfe.full / Math.max(1, tokens.length), partial_cost: model.partial_cost,
+    steps: steps.map(stepRecord), prompt, mask_id, n_rounds: d.n_rounds, pieces, counts};
 }
 
 // One decoder's run, as the viewer takes it.

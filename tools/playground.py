@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from checkpoint import adapter_settings, load_model, load_tokenizer, read_tensors, weight_files
-from data import Parser, Tokenizer, exists, fail, replace_file, unicodedata
+from data import Parser, exists, fail, replace_file
 from evaluate import draw_names
 from model import Model
 from sample import Decoding, generate
+from tokenizer import Tokenizer, unicodedata
 from tools.trace_page import fill_template
 
 HERE = Path(__file__).parent
@@ -37,8 +38,9 @@ BEGINNINGS = 100  # held-out names to complete
 TAU_M2T = 0.1  # the gate that the page opens with
 VIEWER = "<!-- here the viewer of tools/trace_page.html stands: the steps, the runs side by side, the panel -->\n"
 
-# How a joint head's adapter names itself in adapter.json, and its setting there. Its tensors are NAME.BLOCK.PART.
-JOINT_HEADS = ("beyond.own_blocks", "beyond.joint_head")
+# What a joint head's adapter.json calls the module and its settings. Its tensors are joint_head.BLOCK.PART.
+JOINT_HEAD = "beyond.joint_head"
+HEAD_LAYERS = "head_layers"
 TAU_KEEP = "tau_keep"
 
 
@@ -47,7 +49,7 @@ TAU_KEEP = "tau_keep"
 
 
 def is_joint_head(adapter: str | None) -> bool:
-    return adapter is not None and adapter_settings(adapter).get("extension") in JOINT_HEADS
+    return adapter is not None and adapter_settings(adapter).get("extension") == JOINT_HEAD
 
 
 def shipped(tensor: Tensor) -> Tensor:
@@ -56,7 +58,7 @@ def shipped(tensor: Tensor) -> Tensor:
 
 
 def collect_tensors(ckpt: str, adapter: str | None) -> dict[str, Tensor]:
-    """Every tensor that decoding needs, by model.py's names; a joint head's blocks are joint_head.0, joint_head.1, ...
+    """Every tensor that decoding needs, by the model's names.
 
     LoRA acts everywhere, so it is added to its matrix, W + (alpha / r) B A, which then is float32.
     """
@@ -66,14 +68,11 @@ def collect_tensors(ckpt: str, adapter: str | None) -> dict[str, Tensor]:
     settings = adapter_settings(adapter)
     added = dict(read_tensors([Path(adapter) / "adapter.safetensors"]))
     for name, tensor in added.items():
-        if is_joint_head(adapter):
-            _, block = name.split(".", 1)
-            tensors[f"joint_head.{block}"] = shipped(tensor)
-        elif name.endswith("lora_A"):
+        if name.endswith("lora_A"):
             weight = name.replace("lora_A", "weight")
             delta = added[name.replace("lora_A", "lora_B")].float() @ tensor.float()
             tensors[weight] = tensors[weight].float() + settings["lora_alpha"] / settings["lora_r"] * delta
-        elif name == "markers":
+        elif not name.endswith("lora_B"):
             tensors[name] = shipped(tensor)
     return tensors
 
@@ -139,11 +138,13 @@ def tensor_data(tensor: Tensor) -> dict:
 def model_data(ckpt: str, adapter: str | None, model: Model, tokenizer: Tokenizer) -> dict:
     """Everything that tools/engine.js reads: geometry, weights, tokenizer; and the decoders that they make possible."""
     tensors = collect_tensors(ckpt, adapter)
+    head = adapter_settings(adapter) if is_joint_head(adapter) else {}
     return {
         "cfg": asdict(model.cfg),
         "tensors": {name: tensor_data(tensor) for name, tensor in tensors.items()},
-        "n_joint": model.cfg.n_last if is_joint_head(adapter) else 0,
-        "tau_keep": getattr(model, TAU_KEEP, None),
+        "n_joint": head.get(HEAD_LAYERS, 0),
+        "tau_keep": head.get(TAU_KEEP),
+        "partial_cost": model.partial_cost,
         "tokenizer": tokenizer_data(tokenizer, model.cfg.vocab_size),
         "decoders": decoders(model, is_joint_head(adapter)),
     }

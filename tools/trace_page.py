@@ -28,7 +28,8 @@ from data import Parser, fail, replace_file
 
 # A record is one line of `sample.py --json`. Steps are counted from 1; "after step 0" is the prompt and masks.
 
-KEYS = {"text", "verdict", "tokens", "nfe", "nfe_per_token", "steps", "prompt", "mask_id", "n_rounds", "pieces"}
+KEYS = {"text", "verdict", "tokens", "nfe", "nfe_per_token", "partial_cost", "steps", "prompt", "mask_id", "n_rounds"}
+KEYS |= {"pieces"}
 STEP = {"start", "before", "after", "bundle", "fill", "edit", "conf"}
 
 
@@ -37,12 +38,23 @@ STEP = {"start", "before", "after", "bundle", "fill", "edit", "conf"}
 
 
 def booked(record: dict) -> list[list[int]]:
-    """[full, partial, commit] forwards after each step, in the way the decoder books them."""
-    steps, K = record["steps"], record["n_rounds"]
+    """[full, partial, commit] forwards after each step, in the way the decoder books them.
+
+    Stage B runs K times where there is a bundle. A joint head looks at a share of the block, what it wrote and what it
+    refused, where these are two positions or more.
+    """
+    steps = record["steps"]
+    K = record["n_rounds"]
+    by_joint_head = any("refused" in s for s in steps)
     counts = [[0, 0, 0]]
     for s, following in zip(steps, [*steps[1:], None], strict=True):
         full, partial, commit = counts[-1]
-        full, partial = full + 1, partial + K * bool(s["bundle"])
+        full += 1
+        if not by_joint_head:
+            partial += K * bool(s["bundle"])
+        else:
+            looked_at = len(s["bundle"]) + len(s.get("refused", []))
+            partial += looked_at / len(s["after"]) if looked_at > 1 else 0
         if following and following["start"] != s["start"]:  # the next block will read this one
             partial, commit = partial + max(0, K - 1), commit + (s["before"] != s["after"])
         counts.append([full, partial, commit])
@@ -69,7 +81,7 @@ def fill_template(data: dict, **parts: str) -> str:
 
 SCRIPT = """
 document.title = $("title").textContent = "Trace of " + data.traces.map((t) => t.label).join(" and ");
-for (const legend of document.querySelectorAll(".joint")) legend.hidden = true;
+for (const legend of document.querySelectorAll(".by_hand")) legend.hidden = true;
 show(data.traces, linked());
 """
 
@@ -107,11 +119,9 @@ STYLE = """
 
 
 def forwards(record: dict) -> list[float]:
-    """All forwards in full ones after step 0, 1, ..., ending in the run's own count; a partial one is its fraction."""
-    counts, all_in = booked(record), record["nfe"]["all"]
-    full, partial, commit = counts[-1]
-    share = (all_in - full - commit) / partial if partial else 0
-    return [full + share * partial + commit for full, partial, commit in counts]
+    """All forwards in full ones after step 0, 1, ..."""
+    cost = record["partial_cost"]
+    return [full + cost * partial + commit for full, partial, commit in booked(record)]
 
 
 def text_of(record: dict, token: int) -> str:

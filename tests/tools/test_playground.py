@@ -18,11 +18,14 @@ from common import ROOT, command_line, random_ids, refused, tiny_model
 from test_trace_page import HOSTILE, browse, in_browser
 
 import sample
+from cache import in_full
 from checkpoint import load_model, load_tokenizer, save_adapter, save_model
-from data import byte_tokenizer, exists, generator, unicode_names, write_json
+from data import exists, generator, unicode_names, write_json
 from evaluate import draw_names, wilson
 from model import Model
-from sample import Decoding, generate, generate_one, verdict
+from sample import Decoding, generate, generate_one
+from terminal import verdict
+from tokenizer import byte_tokenizer
 from tools import playground
 
 BASE = ROOT / "assets" / "names"
@@ -158,7 +161,7 @@ def test_other_checkpoints_decode_as_generate_one_does(kind, tmp_path):
         for name, p in model.named_parameters():
             if "lora_B" in name:
                 p.data.normal_(0.0, 0.1, generator=generator("tests", name))
-        save_adapter(model, tmp_path / "adapter", {"base": "base", "lora_r": 4, "lora_alpha": 8})
+        save_adapter(model, tmp_path / "adapter", {"base": str(tmp_path / "base"), "lora_r": 4, "lora_alpha": 8})
         adapter = str(tmp_path / "adapter")
     model = load_model(tmp_path / "base", "cpu", torch.float32, adapter)
     html = playground.page(str(tmp_path / "base"), adapter)
@@ -251,7 +254,7 @@ def test_the_judge_knows_every_name_and_no_other(html, tmp_path):
     wrong += ["", "NULL", "LINE FEED", "CJK UNIFIED IDEOGRAPH-4e00", "CJK UNIFIED IDEOGRAPH-04E00", "SPACE-0020"]
     wrong += ["CJK UNIFIED IDEOGRAPH-2B81E", "CJK UNIFIED IDEOGRAPH-33FF", "LATIN SMALL LETTER A-0061", "漢"]
     found = answer(tmp_path, html, "return given.names.map(verdict);", names=real + wrong)
-    assert found == [verdict(name)[3:] for name in real + wrong]
+    assert found == [verdict(name) for name in real + wrong]
     assert len(real) > 3000 and sum(exists(name) is None for name in wrong) > 5000
 
 
@@ -439,7 +442,7 @@ def test_run_100_counts_what_exists_and_what_it_costs(html, tokenizer, prompts, 
         outputs = generate(model, few, replace(NAMES, tau_m2t=tau, n_rounds=n_rounds))
         names = [tokenizer.decode(p + o.tokens) for p, o in zip(few, outputs, strict=True)]
         found = sum(exists(name) is not None for name in names)
-        forwards = sum(sample.in_full(o.nfe, model.cfg) for o in outputs) / 4
+        forwards = sum(in_full(o.nfe, model.partial_cost) for o in outputs) / 4
         low, high = (f"{100 * share:.0f}" for share in wilson(found, 4))
         assert f"{label}4{100 * found / 4:.0f} %{low}–{high} %{forwards:.2f}" in table, label
 

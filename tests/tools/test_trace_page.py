@@ -8,11 +8,14 @@ from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from common import MASK, ROOT, command_line, random_ids, refused, tiny_model
 
 import sample
-from checkpoint import save_model
-from sample import Decoding, generate, show_steps
+import terminal
+from checkpoint import load_model, save_model
+from sample import Decoding, generate
+from terminal import show_steps
 from tokenizer import byte_tokenizer
 from tools import trace_page
 from tools.playground_speed import BROWSER, QUIET
@@ -35,8 +38,8 @@ def planted(joint: bool) -> dict:
     ]
     nfe = {"full": 4, "partial": 4 if joint else 0, "commit": 1, "all": 6.0 if joint else 5.0}  # n/L = 1/4
     pieces = {str(i): w for i, w in WORDS.items()}
-    return dict(text="", verdict=None, tokens=[3, 6, 5, 7, M], nfe=nfe, nfe_per_token=0.8, steps=steps,
-                prompt=[0, 1, 2], mask_id=M, n_rounds=int(joint), pieces=pieces)  # fmt: skip
+    return dict(text="", verdict=None, tokens=[3, 6, 5, 7, M], nfe=nfe, nfe_per_token=0.8, partial_cost=0.25,
+                steps=steps, prompt=[0, 1, 2], mask_id=M, n_rounds=int(joint), pieces=pieces)  # fmt: skip
 
 
 def one_step(
@@ -88,6 +91,32 @@ def test_counts_and_states_by_hand():
     assert states(ours, 9)[2] == [0, 1, 2, 3, 6, 5, M, M, M]
 
 
+def refusing() -> dict:
+    """`planted` by a joint head: it looks at two masks of four, writes one and refuses "York" at the other; then one
+    mask is alone in its bundle, and the head does not look."""
+    steps = [
+        one_step(0, [0, 1, 2, M], {3: (3, 3)}),
+        one_step(4, [M, M, M, M], {4: (6, 4)}) | {"refused": [dict(at=5, token=5, conf=0.25)]},
+        one_step(4, [6, M, M, M], {5: (5, 5)}),
+    ]
+    nfe = {"full": 3, "partial": 0.5, "commit": 1, "all": 4.125}
+    return dict(planted(True), steps=steps, tokens=[3, 6, 5], nfe=nfe)
+
+
+def test_a_joint_heads_looks_are_shares_of_a_block():
+    assert booked(refusing()) == [[0, 0, 0], [1, 0, 1], [2, 0.5, 1], [3, 0.5, 1]]
+    d = Decoding(gen_length=32, tau_m2t=0.1, tau_t2t=None)
+    model = load_model(ROOT / "assets" / "names", "cpu", torch.float32, ROOT / "assets" / "names" / "joint")
+    prompts = [random_ids(1, 2, n, 900)[0].tolist() for n in range(20)]
+    refused = 0
+    for prompt, out in zip(prompts, generate(model, prompts, d, trace=True), strict=True):
+        record = dict(steps=out.steps, n_rounds=1, prompt=prompt, mask_id=1023)
+        refused += sum(len(s.get("refused", [])) for s in out.steps)
+        if any("refused" in s for s in out.steps):
+            assert booked(record)[-1] == [out.nfe["full"], out.nfe["partial"], out.nfe["commit"]]
+    assert refused > 0
+
+
 def test_steps_as_lines_by_hand(capsys):
     record = planted(True)
     show_steps(dict(record, steps=record["steps"][1:2]))
@@ -104,7 +133,7 @@ def test_steps_as_lines_by_hand(capsys):
 def test_steps_on_a_terminal_by_hand(monkeypatch, capsys):
     """The second block of `ours`: what is written is inverse, and Stage A's "San" struck out beside Stage B's "New"."""
     record = dict(planted(True), steps=planted(True)["steps"][:2])
-    monkeypatch.setattr(sample.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(terminal.time, "sleep", lambda seconds: None)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("NO_COLOR", raising=False)
     styled = lambda style, text: "".join(f"\x1b[{style}m{c}\x1b[0m" for c in text)  # noqa: E731
@@ -114,12 +143,12 @@ def test_steps_on_a_terminal_by_hand(monkeypatch, capsys):
         "step   2  " + styled(7, "▒▒") + "▒▒",
         "step   2  " + styled(7, " New") + styled(9, "(A: San)") + styled(7, " York") + "▒▒",
     ]
-    sample.play(record)
+    terminal.play(record)
     shown = ["\r\x1b[K\x1b[?7l" + line + "\x1b[?7h" for line in lines]
     assert capsys.readouterr().out == "".join(shown[:2]) + "\n" + "".join(shown[2:]) + "\n"
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "22")
-    sample.play(record)
+    terminal.play(record)
     assert "step   2   New(A: San)\x1b" in capsys.readouterr().out  # cut, and in plain letters
 
 
@@ -377,6 +406,15 @@ def test_browser_shows_edits_masks_written_as_masks_and_any_text_as_text(tmp_pat
     assert masked["class"] == "cell mask bundle" and "mark" not in masked
     assert "1 filled, 1 edited, 1 left masked" in seen.text["runs"] and "NFE/token 0.80" in seen.text["runs"]
     assert "differ" not in seen.text  # one run has none to differ from
+
+
+@in_browser
+def test_browser_shows_what_a_joint_head_refused(tmp_path):
+    (cell,) = browse(tmp_path, page([("ours", refusing())]), "#step=2").at(5)
+    assert cell["class"].split() == ["cell", "refused", "mask"] and cell["mark"] == "?"
+    assert "looked at, left masked" in cell["aria-label"] and "unsure of ·York 0.25" in cell["aria-label"]
+    (cell,) = browse(tmp_path, page([("ours", refusing())]), "#step=3").at(5)
+    assert cell["class"].split() == ["cell", "fill", "bundle"]
 
 
 @in_browser
