@@ -20,6 +20,7 @@ of different prompts.
 """
 
 import json
+import re
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -27,7 +28,8 @@ from data import Parser, fail, replace_file
 
 # A record is one line of `sample.py --json`. Steps are counted from 1; "after step 0" is the prompt and masks.
 
-KEYS = {"text", "verdict", "tokens", "nfe", "nfe_per_token", "steps", "prompt", "mask_id", "n_rounds", "pieces"}
+KEYS = {"text", "verdict", "tokens", "nfe", "nfe_per_token", "partial_cost", "steps", "prompt", "mask_id", "n_rounds"}
+KEYS |= {"pieces"}
 STEP = {"start", "before", "after", "bundle", "fill", "edit", "conf"}
 
 
@@ -36,12 +38,23 @@ STEP = {"start", "before", "after", "bundle", "fill", "edit", "conf"}
 
 
 def booked(record: dict) -> list[list[int]]:
-    """[full, partial, commit] forwards after each step, in the way the decoder books them."""
-    steps, K = record["steps"], record["n_rounds"]
+    """[full, partial, commit] forwards after each step, in the way the decoder books them.
+
+    Stage B runs K times where there is a bundle. A joint head looks at a share of the block, what it wrote and what it
+    refused, where these are two positions or more.
+    """
+    steps = record["steps"]
+    K = record["n_rounds"]
+    by_joint_head = any("refused" in s for s in steps)
     counts = [[0, 0, 0]]
     for s, following in zip(steps, [*steps[1:], None], strict=True):
         full, partial, commit = counts[-1]
-        full, partial = full + 1, partial + K * bool(s["bundle"])
+        full += 1
+        if not by_joint_head:
+            partial += K * bool(s["bundle"])
+        else:
+            looked_at = len(s["bundle"]) + len(s.get("refused", []))
+            partial += looked_at / len(s["after"]) if looked_at > 1 else 0
         if following and following["start"] != s["start"]:  # the next block will read this one
             partial, commit = partial + max(0, K - 1), commit + (s["before"] != s["after"])
         counts.append([full, partial, commit])
@@ -58,30 +71,25 @@ def states(record: dict, length: int) -> list[list[int]]:
     return found
 
 
-def divergence(a: dict, b: dict) -> tuple[int | None, str]:
-    """The first step after which two runs differ (None: never), and the positions that differ in the end, "4, 6–9".
+def fill_template(data: dict, **parts: str) -> str:
+    """The viewer with this data and these parts of its page: style, above and below (the runs), script."""
+    template = (Path(__file__).parent / "trace_page.html").read_text(encoding="utf-8")
+    # inside <script>, "<" could end the element; as an escape it is the same JSON
+    parts["data"] = json.dumps(data).replace("<", "\\u003c")
+    return re.sub(r"@([A-Z]+)@", lambda found: parts.get(found[1].lower(), ""), template)
 
-    Steps are matched by number; the run that ends first waits in its last state.
-    """
-    length = max(s["start"] + len(s["after"]) for r in (a, b) for s in r["steps"])
-    of_a, of_b = states(a, length), states(b, length)
-    n = max(len(of_a), len(of_b))
-    of_a, of_b = of_a + of_a[-1:] * (n - len(of_a)), of_b + of_b[-1:] * (n - len(of_b))
-    first = next((k for k in range(n) if of_a[k] != of_b[k]), None)
-    differ = [x != y for x, y in zip(of_a[-1], of_b[-1], strict=True)] + [False]
-    starts = [i for i, d in enumerate(differ) if d and not (i and differ[i - 1])]
-    spans = [(i, differ.index(False, i) - 1) for i in starts]
-    return first, ", ".join(f"{i}–{j}" if j > i else str(i) for i, j in spans)
+
+SCRIPT = """
+document.title = $("title").textContent = "Trace of " + data.traces.map((t) => t.label).join(" and ");
+for (const legend of document.querySelectorAll(".by_hand")) legend.hidden = true;
+show(data.traces, linked());
+"""
 
 
 def page(runs: list[tuple[str, dict]]) -> str:
     """The HTML of one run, or of two of the same prompt; each run is (label, record)."""
-    data = {"traces": [dict(record, label=label, counts=booked(record)) for label, record in runs]}
-    if len(runs) == 2:
-        data["diverged"], data["differ"] = divergence(runs[0][1], runs[1][1])
-    # inside <script>, "<" could end the element; as an escape it is the same JSON
-    template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
-    return template.replace("@DATA@", json.dumps(data).replace("<", "\\u003c"))
+    traces = [dict(record, label=label, counts=booked(record)) for label, record in runs]
+    return fill_template({"traces": traces}, script=SCRIPT)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -111,11 +119,9 @@ STYLE = """
 
 
 def forwards(record: dict) -> list[float]:
-    """All forwards in full ones after step 0, 1, ..., ending in the run's own count; a partial one is its fraction."""
-    counts, all_in = booked(record), record["nfe"]["all"]
-    full, partial, commit = counts[-1]
-    share = (all_in - full - commit) / partial if partial else 0
-    return [full + share * partial + commit for full, partial, commit in counts]
+    """All forwards in full ones after step 0, 1, ..."""
+    cost = record["partial_cost"]
+    return [full + cost * partial + commit for full, partial, commit in booked(record)]
 
 
 def text_of(record: dict, token: int) -> str:

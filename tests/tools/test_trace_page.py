@@ -2,21 +2,24 @@
 
 import json
 import re
-import shutil
 import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from common import MASK, ROOT, command_line, random_ids, refused, tiny_model
 
 import sample
-from checkpoint import save_model
-from sample import Decoding, generate, show_steps
+import terminal
+from checkpoint import load_model, save_model
+from sample import Decoding, generate
+from terminal import show_steps
 from tokenizer import byte_tokenizer
 from tools import trace_page
-from tools.trace_page import booked, divergence, page, picture, states
+from tools.playground_speed import BROWSER, QUIET
+from tools.trace_page import booked, page, picture, states
 
 HOSTILE = '</script><!--<b>&"'
 WORDS = {0: "In", 1: "·the", 2: "·city", 3: "·of", 4: "·San", 5: "·York", 6: "·New", 7: HOSTILE, MASK: "▒"}
@@ -35,8 +38,8 @@ def planted(joint: bool) -> dict:
     ]
     nfe = {"full": 4, "partial": 4 if joint else 0, "commit": 1, "all": 6.0 if joint else 5.0}  # n/L = 1/4
     pieces = {str(i): w for i, w in WORDS.items()}
-    return dict(text="", verdict=None, tokens=[3, 6, 5, 7, M], nfe=nfe, nfe_per_token=0.8, steps=steps,
-                prompt=[0, 1, 2], mask_id=M, n_rounds=int(joint), pieces=pieces)  # fmt: skip
+    return dict(text="", verdict=None, tokens=[3, 6, 5, 7, M], nfe=nfe, nfe_per_token=0.8, partial_cost=0.25,
+                steps=steps, prompt=[0, 1, 2], mask_id=M, n_rounds=int(joint), pieces=pieces)  # fmt: skip
 
 
 def one_step(
@@ -88,14 +91,30 @@ def test_counts_and_states_by_hand():
     assert states(ours, 9)[2] == [0, 1, 2, 3, 6, 5, M, M, M]
 
 
-def test_first_difference_by_hand():
-    ours, base = planted(True), planted(False)
-    assert divergence(ours, base) == (2, "")  # the base's edit brings it back
-    assert divergence(ours, ours) == (None, "")
-    short = dict(ours, steps=ours["steps"][:2])  # ends after step 2, in the state that ours has there
-    assert divergence(short, ours) == divergence(ours, short) == (3, "6")
-    other = dict(ours, steps=[*ours["steps"][:3], one_step(4, [6, 5, 7, M], {7: (0, 0)}, {4: 1, 5: 1})])
-    assert divergence(other, base) == (2, "4–5, 7")
+def refusing() -> dict:
+    """`planted` by a joint head: it looks at two masks of four, writes one and refuses "York" at the other; then one
+    mask is alone in its bundle, and the head does not look."""
+    steps = [
+        one_step(0, [0, 1, 2, M], {3: (3, 3)}),
+        one_step(4, [M, M, M, M], {4: (6, 4)}) | {"refused": [dict(at=5, token=5, conf=0.25)]},
+        one_step(4, [6, M, M, M], {5: (5, 5)}),
+    ]
+    nfe = {"full": 3, "partial": 0.5, "commit": 1, "all": 4.125}
+    return dict(planted(True), steps=steps, tokens=[3, 6, 5], nfe=nfe)
+
+
+def test_a_joint_heads_looks_are_shares_of_a_block():
+    assert booked(refusing()) == [[0, 0, 0], [1, 0, 1], [2, 0.5, 1], [3, 0.5, 1]]
+    d = Decoding(gen_length=32, tau_m2t=0.1, tau_t2t=None)
+    model = load_model(ROOT / "assets" / "names", "cpu", torch.float32, ROOT / "assets" / "names" / "joint")
+    prompts = [random_ids(1, 2, n, 900)[0].tolist() for n in range(20)]
+    refused = 0
+    for prompt, out in zip(prompts, generate(model, prompts, d, trace=True), strict=True):
+        record = dict(steps=out.steps, n_rounds=1, prompt=prompt, mask_id=1023)
+        refused += sum(len(s.get("refused", [])) for s in out.steps)
+        if any("refused" in s for s in out.steps):
+            assert booked(record)[-1] == [out.nfe["full"], out.nfe["partial"], out.nfe["commit"]]
+    assert refused > 0
 
 
 def test_steps_as_lines_by_hand(capsys):
@@ -114,7 +133,7 @@ def test_steps_as_lines_by_hand(capsys):
 def test_steps_on_a_terminal_by_hand(monkeypatch, capsys):
     """The second block of `ours`: what is written is inverse, and Stage A's "San" struck out beside Stage B's "New"."""
     record = dict(planted(True), steps=planted(True)["steps"][:2])
-    monkeypatch.setattr(sample.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(terminal.time, "sleep", lambda seconds: None)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("NO_COLOR", raising=False)
     styled = lambda style, text: "".join(f"\x1b[{style}m{c}\x1b[0m" for c in text)  # noqa: E731
@@ -124,12 +143,12 @@ def test_steps_on_a_terminal_by_hand(monkeypatch, capsys):
         "step   2  " + styled(7, "▒▒") + "▒▒",
         "step   2  " + styled(7, " New") + styled(9, "(A: San)") + styled(7, " York") + "▒▒",
     ]
-    sample.play(record)
+    terminal.play(record)
     shown = ["\r\x1b[K\x1b[?7l" + line + "\x1b[?7h" for line in lines]
     assert capsys.readouterr().out == "".join(shown[:2]) + "\n" + "".join(shown[2:]) + "\n"
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "22")
-    sample.play(record)
+    terminal.play(record)
     assert "step   2   New(A: San)\x1b" in capsys.readouterr().out  # cut, and in plain letters
 
 
@@ -181,11 +200,9 @@ def test_page_is_self_contained_and_holds_the_runs():
     assert "<b>" not in html and "<!--" not in html and html.count("</script>") == 2
     seen = Page(html)
     assert seen.tags.count("script") == 2
-    data = json.loads(seen.text["trace"])
+    data = json.loads(seen.text["data"])
     for shown, (label, record) in zip(data["traces"], RUNS, strict=True):
         assert shown == record | {"label": label, "counts": booked(record)}
-    assert (data["diverged"], data["differ"]) == (2, "")
-    assert set(json.loads(Page(page(RUNS[:1])).text["trace"])) == {"traces"}
 
 
 def test_what_sample_prints_becomes_a_page(tmp_path, monkeypatch, capsys):
@@ -326,11 +343,7 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys):
 # ---------------------------------------------------------------------------------------------------------------------
 # the page in a browser
 
-FOUND = filter(None, map(shutil.which, ("google-chrome", "chromium", "chrome")))
-BROWSER = next((path for path in FOUND if not path.startswith("/snap/")), None)  # a snap cannot read these folders
 in_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium: apt install chromium")
-QUIET = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-QUIET += " --disable-component-update --disable-sync --virtual-time-budget=5000 --dump-dom"
 
 
 def browse(folder, html: str, where: str = "", script: str = "") -> Page:
@@ -338,8 +351,32 @@ def browse(folder, html: str, where: str = "", script: str = "") -> Page:
     file = folder / "page.html"
     file.write_text(html.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
     argv = [BROWSER, *QUIET.split(), f"--user-data-dir={folder / 'profile'}"]
-    done = subprocess.run([*argv, file.as_uri() + where], capture_output=True, text=True, encoding="utf-8", timeout=120)
+    done = subprocess.run([*argv, file.as_uri() + where], capture_output=True, text=True, encoding="utf-8", timeout=900)
     return Page(done.stdout)
+
+
+FIRST_DIFFERENCE = {
+    "an edit brings it back": (planted(True), planted(False), "They first differ after step 2, and agree in the end."),
+    "never": (planted(True), planted(True), "The runs never write different tokens."),
+    # a run that ends first waits, and a mask is no token: runs go at different paces
+    "masks": (
+        dict(planted(True), steps=planted(True)["steps"][:2]),
+        planted(True),
+        "The runs never write different tokens.",
+    ),
+    "in the end": (
+        dict(planted(True), steps=[*planted(True)["steps"][:3], one_step(4, [6, 5, 7, M], {7: (0, 0)}, {4: 1, 5: 1})]),
+        dict(planted(False), steps=[*planted(False)["steps"][:3], one_step(4, [4, 5, 7, M], {7: (2, 2)}, {4: 6})]),
+        "They first differ after step 2, in the end at 4–5, 7.",
+    ),
+}
+
+
+@in_browser
+@pytest.mark.parametrize("a, b, sentence", FIRST_DIFFERENCE.values(), ids=FIRST_DIFFERENCE)
+def test_browser_says_where_runs_first_hold_different_tokens(a, b, sentence, tmp_path):
+    seen = browse(tmp_path, page([("ours", a), ("base", b)]))
+    assert " ".join(seen.text["differ"].split()) == sentence
 
 
 @in_browser
@@ -369,6 +406,27 @@ def test_browser_shows_edits_masks_written_as_masks_and_any_text_as_text(tmp_pat
     assert masked["class"] == "cell mask bundle" and "mark" not in masked
     assert "1 filled, 1 edited, 1 left masked" in seen.text["runs"] and "NFE/token 0.80" in seen.text["runs"]
     assert "differ" not in seen.text  # one run has none to differ from
+
+
+@in_browser
+def test_browser_shows_what_a_joint_head_refused(tmp_path):
+    (cell,) = browse(tmp_path, page([("ours", refusing())]), "#step=2").at(5)
+    assert cell["class"].split() == ["cell", "refused", "mask"] and cell["mark"] == "?"
+    assert "looked at, left masked" in cell["aria-label"] and "unsure of ·York 0.25" in cell["aria-label"]
+    (cell,) = browse(tmp_path, page([("ours", refusing())]), "#step=3").at(5)
+    assert cell["class"].split() == ["cell", "fill", "bundle"]
+
+
+@in_browser
+def test_browser_ends_in_the_verdict(tmp_path):
+    runs = [
+        ("ours", dict(planted(True), verdict="û (U+00FB)")),
+        ("base", dict(planted(False), verdict="(no such character)")),
+    ]
+    seen = browse(tmp_path, page(runs), "#step=4").text["runs"]
+    assert "✓ û (U+00FB), 6 forwards" in seen and "✗ no such character, 5 forwards" in seen
+    seen = browse(tmp_path, page(runs), "#step=2").text["runs"]
+    assert "3.5 forwards so far" in seen and "û" not in seen and "character" not in seen  # a partial one is n/L = 1/4
 
 
 KEY = "document.dispatchEvent(new KeyboardEvent('keydown', {key: '%s'}));"

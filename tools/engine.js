@@ -1,0 +1,400 @@
+"use strict";
+// The model in a page: what model.py, sample.generate_one and the joint head of beyond/ compute, greedily, for one row.
+//
+//   const h = prefix(model, z, ctx);                          // first L - n layers, shared by both stages
+//   head(model, lastN(model, h, ctx));                        // Stage A: factorised
+//   head(model, coordinate(model, h, bundle, ctx, n_rounds)); // Stage B: marked, the same last n layers again
+//   head(model, jointHead(model, last, bundle));              // the joint head: own blocks on Stage A's final states
+//
+// States are rows: an array with one Float32Array of C numbers for each of the T positions of the current block.
+// Finished blocks are keys and values in ctx.past: no block attends to a later one, so they never change.
+// A model is {cfg: a Config, tensors: name -> Float32Array, tokenizer, n_joint: blocks of a joint head, partial_cost}.
+//
+// T positions of the block, C channels (n_embd), H query heads, G key and value heads, D head dim, V vocabulary
+const MAX_STEPS = 1024; // forwards in one block
+
+// --- the tokenizer: byte-level BPE, with bytes as the letters U+0000 to U+00FF
+
+function encode(model, text) {
+  const {special, ranks} = model.tokenizer;
+  const found = [];
+  for (const part of text.split(/(<\|endoftext\|>|<\|mask\|>)/)) {
+    if (part in special) {
+      found.push(special[part]);
+      continue;
+    }
+    // a word and the blank before it, or blanks
+    for (const word of part.match(/ ?\P{White_Space}+|\p{White_Space}+/gu) ?? []) {
+      const bytes = [...new TextEncoder().encode(word)].map((byte) => String.fromCharCode(byte));
+      found.push(...mergeBytes(bytes, ranks).map((token) => ranks[token]));
+    }
+  }
+  return found;
+}
+
+// The pair that was learned first is merged first, of equals the one on the left, until no pair is known.
+function mergeBytes(parts, ranks) {
+  while (true) {
+    const pairs = parts.slice(1).map((right, i) => ranks[parts[i] + right] ?? Infinity);
+    const lowest = Math.min(...pairs);
+    if (lowest === Infinity) return parts;
+    const i = pairs.indexOf(lowest);
+    parts.splice(i, 2, parts[i] + parts[i + 1]);
+  }
+}
+
+// Special tokens have no bytes, and bytes that are no UTF-8 become U+FFFD.
+function decode(model, ids) {
+  const letters = ids.map((id) => model.tokenizer.bytes[id]).join("");
+  return new TextDecoder("utf-8", {ignoreBOM: true}).decode(Uint8Array.from(letters, (letter) => letter.charCodeAt(0)));
+}
+
+// --- layers, on rows
+
+const add = (rows, others) => rows.map((row, t) => row.map((value, c) => value + others[t][c]));
+const sigmoid = (value) => 1 / (1 + Math.exp(-value));
+const silu = (value) => value * sigmoid(value);
+
+function dot(W, first, x) {
+  let sum = 0;
+  for (let i = 0; i < x.length; i++) sum += W[first + i] * x[i];
+  return sum;
+}
+
+// y = W x and z = W v, four numbers of each at a time, because what is read from memory is then used more than once.
+// Where W has no multiple of four rows, what is read and written behind the ends is nothing.
+function multiply(W, x, v, y, z) {
+  const n = x.length;
+  for (let o = 0; o < y.length; o += 4) {
+    const first = o * n;
+    const second = first + n;
+    const third = second + n;
+    const fourth = third + n;
+    let [y0, y1, y2, y3, z0, z1, z2, z3] = [0, 0, 0, 0, 0, 0, 0, 0];
+    for (let i = 0; i < n; i++) {
+      const ofX = x[i];
+      const ofV = v[i];
+      let weight = W[first + i];
+      y0 += weight * ofX;
+      z0 += weight * ofV;
+      weight = W[second + i];
+      y1 += weight * ofX;
+      z1 += weight * ofV;
+      weight = W[third + i];
+      y2 += weight * ofX;
+      z2 += weight * ofV;
+      weight = W[fourth + i];
+      y3 += weight * ofX;
+      z3 += weight * ofV;
+    }
+    [y[o], y[o + 1], y[o + 2], y[o + 3]] = [y0, y1, y2, y3];
+    [z[o], z[o + 1], z[o + 2], z[o + 3]] = [z0, z1, z2, z3];
+  }
+}
+
+// y = W x + bias for each row, W (out, in), two rows at a time.
+function linear(rows, W, bias) {
+  const found = rows.map((x) => new Float32Array(W.length / x.length));
+  for (let t = 0; t < rows.length; t += 2) {
+    const u = Math.min(t + 1, rows.length - 1);
+    multiply(W, rows[t], rows[u], found[t], found[u]);
+  }
+  return bias ? found.map((row) => row.map((value, o) => value + bias[o])) : found;
+}
+
+// Root mean square norm, scaled by `weight` where there is one.
+function rmsNorm(x, weight, eps) {
+  let squares = 0;
+  for (const value of x) squares += value * value;
+  const scale = 1 / Math.sqrt(squares / x.length + eps);
+  return x.map((value, c) => value * scale * (weight ? weight[c] : 1));
+}
+
+const norm = (model, name, rows) => rows.map((x) => rmsNorm(x, model.tensors[name + ".weight"], model.cfg.norm_eps));
+
+// Half-rotation of the first rotary_dim numbers of a head, in place: first half against second half.
+function rotate(cfg, x, position) {
+  const half = cfg.rotary_dim / 2;
+  for (let i = 0; i < half; i++) {
+    const angle = position * cfg.rope_theta ** (-i / half);
+    const first = x[i];
+    const second = x[half + i];
+    x[i] = first * Math.cos(angle) - second * Math.sin(angle);
+    x[half + i] = second * Math.cos(angle) + first * Math.sin(angle);
+  }
+}
+
+// Heads number `from` to `end` of a fused row.
+function heads(model, row, from, end) {
+  const D = model.cfg.head_dim;
+  return Array.from({length: end - from}, (_, i) => row.slice((from + i) * D, (from + i + 1) * D));
+}
+
+// Queries and keys are normed, each head by itself, and then rotated to their position.
+function place(model, name, ofHead, position) {
+  const normed = norm(model, name, ofHead);
+  normed.forEach((x) => rotate(model.cfg, x, position));
+  return normed;
+}
+
+// A block sees itself, in both directions, and every finished block. `slot`: whose finished keys and values.
+function attention(model, name, rows, ctx, slot) {
+  const {n_head: H, n_kv_head: G, head_dim: D} = model.cfg;
+  const {tensors} = model;
+  const qkv = linear(rows, tensors[name + ".qkv.weight"], tensors[name + ".qkv.bias"]);
+  const q = qkv.map((row, t) => place(model, name + ".q_norm", heads(model, row, 0, H), ctx.start + t));
+  const newK = qkv.map((row, t) => place(model, name + ".k_norm", heads(model, row, H, H + G), ctx.start + t));
+  const newV = qkv.map((row) => heads(model, row, H + G, H + 2 * G));
+
+  // a block that is finished leaves its keys and values
+  const past = ctx.past[slot] ?? {k: [], v: []};
+  const k = past.k.concat(newK);
+  const v = past.v.concat(newV);
+  if (ctx.keep) ctx.past[slot] = {k, v};
+  // H / G query heads share one head of keys and values
+  const mixed = q.map((ofHead) => {
+    const y = new Float32Array(H * D);
+    ofHead.forEach((query, i) => y.set(attend(query, k, v, Math.floor((i * G) / H)), i * D));
+    return y;
+  });
+  return linear(mixed, tensors[name + ".proj.weight"], tensors[name + ".proj.bias"]);
+}
+
+// One query of one head: the values of head g, weighted by the softmax of the scores.
+function attend(query, k, v, g) {
+  const weights = softmax(k.map((key) => dot(key[g], 0, query) / Math.sqrt(query.length)));
+  const y = new Float32Array(query.length);
+  weights.forEach((weight, s) => v[s][g].forEach((value, c) => (y[c] += weight * value)));
+  return y;
+}
+
+// SwiGLU; the gate's rows come first.
+function swiglu(rows, gateUp, down) {
+  const hidden = linear(rows, gateUp).map((row) => {
+    const width = row.length / 2;
+    return row.subarray(0, width).map((gate, i) => silu(gate) * row[width + i]);
+  });
+  return linear(hidden, down);
+}
+
+// The experts of one row -> expert -> weight. The bias decides who is chosen, inside the topk_group best of n_group
+// groups (a group is as good as its two best); the weights are the unbiased scores, normalised and scaled.
+function route(model, name, x) {
+  const {n_expert, n_group, topk_group, n_active, routed_scaling} = model.cfg;
+  const groupOf = (expert) => Math.floor((expert * n_group) / n_expert);
+  const scores = [...linear([x], model.tensors[name + ".router"])[0].map(sigmoid)];
+  const biased = scores.map((score, expert) => score + model.tensors[name + ".expert_bias"][expert]);
+  const groupScores = Array.from({length: n_group}, (_, group) => {
+    const members = biased.filter((_, expert) => groupOf(expert) === group);
+    const [best, second] = largest(members, 2);
+    return members[best] + members[second];
+  });
+  const kept = largest(groupScores, topk_group);
+  const allowed = biased.map((score, expert) => (kept.includes(groupOf(expert)) ? score : -Infinity));
+  const chosen = largest(allowed, n_active);
+  const total = n_active > 1 ? chosen.reduce((sum, expert) => sum + scores[expert], 1e-20) : 1;
+  return new Map(chosen.map((expert) => [expert, (scores[expert] / total) * routed_scaling]));
+}
+
+// Mixture of experts: each expert on the rows that chose it and, on all rows, a shared one.
+function moe(model, name, rows) {
+  const {tensors} = model;
+  const {n_expert} = model.cfg;
+  const part = (W, expert) => W.subarray((expert * W.length) / n_expert, ((expert + 1) * W.length) / n_expert);
+  const y = rows.map((x) => new Float32Array(x.length));
+  const routes = rows.map((x) => route(model, name, x));
+  for (let expert = 0; expert < n_expert; expert++) {
+    const mine = [...rows.keys()].filter((t) => routes[t].has(expert));
+    if (!mine.length) continue;
+    const gateUp = part(tensors[name + ".gate_up"], expert);
+    const out = swiglu(mine.map((t) => rows[t]), gateUp, part(tensors[name + ".down"], expert));
+    mine.forEach((t, j) => out[j].forEach((value, c) => (y[t][c] += routes[t].get(expert) * value)));
+  }
+  const shared = tensors[name + ".shared.gate_up.weight"];
+  return shared ? add(y, swiglu(rows, shared, tensors[name + ".shared.down.weight"])) : y;
+}
+
+function mlp(model, name, rows) {
+  if (name + ".router" in model.tensors) return moe(model, name, rows);
+  return swiglu(rows, model.tensors[name + ".gate_up.weight"], model.tensors[name + ".down.weight"]);
+}
+
+function run(model, rows, ctx, first, end) {
+  for (let layer = first; layer < end; layer++) {
+    const name = "layers." + layer;
+    const slot = layer + ctx.round * model.cfg.n_last; // each round of Stage B has a context of its own
+    rows = add(rows, attention(model, name + ".attn", norm(model, name + ".norm_1", rows), ctx, slot));
+    rows = add(rows, mlp(model, name + ".mlp", norm(model, name + ".norm_2", rows)));
+  }
+  return rows;
+}
+
+// --- the split, by the project's names
+
+// Where the current block stands (start), what it sees of the finished ones (past), and whether it is one now (keep).
+const newContext = () => ({start: 0, round: 0, past: [], keep: false});
+
+function prefix(model, z, ctx) {
+  const {n_layer, n_last, n_embd: C} = model.cfg;
+  const embedded = z.map((id) => model.tensors["wte.weight"].slice(id * C, (id + 1) * C));
+  return run(model, embedded, ctx, 0, n_layer - n_last);
+}
+
+function lastN(model, h, ctx) {
+  return run(model, h, ctx, model.cfg.n_layer - model.cfg.n_last, model.cfg.n_layer);
+}
+
+function head(model, h) {
+  return linear(norm(model, "norm_f", h), model.tensors["lm_head.weight"]);
+}
+
+// Eq. 4: K times h <- LastN(h + 1_S * marker).
+function coordinate(model, h, bundle, ctx, n_rounds) {
+  for (let round = 0; round < n_rounds; round++) {
+    const marker = model.tensors.markers.subarray(round * h[0].length);
+    const marked = h.map((row, t) => (bundle.includes(t) ? row.map((value, c) => value + marker[c]) : row));
+    h = lastN(model, marked, {...ctx, round});
+  }
+  return h;
+}
+
+// Stage A, one full forward -> prefix states, final states, logits.
+function stageA(model, z, ctx) {
+  const h = prefix(model, z, ctx);
+  const last = lastN(model, h, ctx);
+  return {h, last, logits: head(model, last)};
+}
+
+// The joint head: y <- y + 1_S * Block(y), inside the block of text alone -> the states of the bundle's positions.
+function jointHead(model, last, bundle) {
+  const y = last.map((row) => rmsNorm(row, null, 2 ** -23));
+  for (let i = 0; i < model.n_joint; i++) {
+    const name = "joint_head." + i;
+    const mixed = attention(model, name + ".attn", norm(model, name + ".norm_1", y), newContext(), 0);
+    const x = add(bundle.map((t) => y[t]), bundle.map((t) => mixed[t]));
+    const written = add(x, mlp(model, name + ".mlp", norm(model, name + ".norm_2", x)));
+    bundle.forEach((t, j) => (y[t] = written[j]));
+  }
+  return bundle.map((t) => y[t]);
+}
+
+// --- decoding
+
+function softmax(logits) {
+  const highest = logits.reduce((a, b) => Math.max(a, b));
+  const p = Float32Array.from(logits, (value) => Math.exp(value - highest));
+  const total = p.reduce((a, b) => a + b);
+  return p.map((value) => value / total);
+}
+
+// Where the k largest are, largest first; of equals the first.
+function largest(values, k) {
+  return [...values.keys()].sort((a, b) => values[b] - values[a] || a - b).slice(0, k);
+}
+
+// Each row's likeliest token, the first of equals, and its probability.
+function candidates(logits) {
+  const token = logits.map((row) => row.indexOf(row.reduce((a, b) => Math.max(a, b))));
+  return {token, conf: logits.map((row, t) => softmax(row)[token[t]])};
+}
+
+// The masks above tau_m2t, or the most confident one where none passes -> positions in the block.
+function selectBundle(conf, masked, tau_m2t) {
+  const passing = masked.filter((t) => conf[t] > tau_m2t);
+  if (passing.length > 0) return passing;
+  return largest(masked.map((t) => conf[t]), 1).map((i) => masked[i]);
+}
+
+// What the joint head is sure of, and always the surest; the rest it leaves masked.
+function keepSure(conf, asked, tau_keep) {
+  const [surest] = largest(asked.map((t) => conf[t]), 1);
+  return asked.filter((t, i) => i === surest || conf[t] > tau_keep);
+}
+
+// One step on the block z, whose prompt is its first `free` positions: everything is read from z and written at once.
+// d: the fields of sample.Decoding, tau_keep, and the `stage` that writes the bundle: "A", "B" or "joint".
+function step(model, z, ctx, d, free) {
+  const masked = [...z.keys()].filter((t) => z[t] === model.cfg.mask_id);
+  const {h, last, logits} = stageA(model, z, ctx);
+  const {token: token_a, conf: conf_a} = candidates(logits);
+  const asked = selectBundle(conf_a, masked, d.tau_m2t);
+  const s = {before: z, bundle: asked, token: token_a, conf: conf_a, token_a, conf_a, partial: 0};
+
+  if (d.stage === "B" && asked.length > 0) {
+    Object.assign(s, candidates(head(model, coordinate(model, h, asked, ctx, d.n_rounds))));
+    s.partial = d.n_rounds;
+  }
+  if (d.stage === "joint" && asked.length > 1) {
+    const {token, conf} = candidates(head(model, jointHead(model, last, asked)));
+    s.token = token_a.map((id, t) => (asked.includes(t) ? token[asked.indexOf(t)] : id));
+    s.conf = conf_a.map((p, t) => (asked.includes(t) ? conf[asked.indexOf(t)] : p));
+    s.bundle = keepSure(s.conf, asked, d.tau_keep);
+    s.refused = asked.filter((t) => !s.bundle.includes(t));
+    s.partial = asked.length / z.length;
+  }
+
+  // Eq. 3 edits what is visible, Eq. 2 fills the bundle
+  const gate = d.tau_t2t ?? Infinity;
+  const visible = (t) => t >= free && !masked.includes(t);
+  s.edited = [...z.keys()].filter((t) => visible(t) && s.conf[t] > gate && s.token[t] !== z[t]);
+  s.after = z.map((id, t) => (s.bundle.includes(t) || s.edited.includes(t) ? s.token[t] : id));
+  return s;
+}
+
+// A finished block leaves its keys and values in every round (there it is unmarked), and the next one stands behind it.
+function finishBlock(model, z, ctx, n_rounds) {
+  ctx.keep = true;
+  let h = prefix(model, z, ctx);
+  for (let round = 0; round < Math.max(1, n_rounds); round++) h = lastN(model, h, {...ctx, round});
+  ctx.keep = false;
+  ctx.start += z.length;
+}
+
+// The decoder as the paper has it, block after block -> tokens, forwards by kind, all steps (each with the position
+// `start` of its block), and the forwards [full, partial, commit] after each step.
+// d.byHand(z, start, number of the step): a step that somebody else makes, for no forward, or undefined.
+function generateOne(model, prompt, d) {
+  const {block_length: B, mask_id, eos_id} = model.cfg;
+  const end = prompt.length + d.gen_length;
+  const ctx = newContext();
+  const nfe = {full: 0, partial: 0, commit: 0};
+  const counts = [[0, 0, 0]];
+  const steps = [];
+  while (ctx.start + B <= prompt.length) finishBlock(model, prompt.slice(ctx.start, ctx.start + B), ctx, d.n_rounds);
+  const ids = prompt.slice(0, ctx.start);
+  while (ids.length < end) {
+    const start = ids.length;
+    let z = Array.from({length: B}, (_, t) => prompt[start + t] ?? mask_id);
+    let changed = true;
+    let post = 0; // forwards since the last mask
+    for (let forwards = 0; forwards < MAX_STEPS; ) {
+      const hand = d.byHand?.(z, start, steps.length);
+      const s = hand ?? step(model, z, ctx, d, prompt.length - start);
+      steps.push({...s, start});
+      z = s.after;
+      nfe.full += hand ? 0 : 1;
+      nfe.partial += s.partial;
+      counts.push(Object.values(nfe));
+      if (hand) continue;
+      forwards++;
+      changed = z.some((id, t) => id !== s.before[t]);
+      post += z.includes(mask_id) ? 0 : 1;
+      if (!changed || post > (d.tau_t2t === null ? 0 : d.max_post_steps)) break;
+    }
+    ids.push(...z);
+    const written = ids.slice(prompt.length);
+    const ended = d.eos_early_stop && written.includes(eos_id) && !written.includes(mask_id);
+    if (ended || ids.length >= end) break;
+
+    // the next block will read this one: once more if its last step changed it, and in every round
+    nfe.commit += changed ? 1 : 0;
+    nfe.partial += Math.max(0, d.n_rounds - 1);
+    counts[counts.length - 1] = Object.values(nfe);
+    finishBlock(model, z, ctx, d.n_rounds);
+  }
+
+  const tokens = ids.slice(prompt.length, end);
+  if (tokens.includes(eos_id)) tokens.length = tokens.indexOf(eos_id) + 1;
+  const all = nfe.full + nfe.commit + nfe.partial * model.partial_cost;
+  return {tokens, nfe: {...nfe, all}, steps, counts};
+}
