@@ -10,6 +10,7 @@ dial, which trades forwards for quality. All of them fill at least the surest ma
     entropy_bound   nats               below 0                infinity
     factor          a number           0                      infinity
     fixed           tokens a step      1                      the block's length
+    longest_prefix  probability        1, left to right       0
     klass           probability        1                      never: it waits for two forwards that agree
 
 Some rules take back what was written, because a token that looked right alone may look wrong beside the others:
@@ -109,14 +110,16 @@ def fixed(logits: Tensor, masked: Tensor, dial: int) -> Tensor:
     return first_few(order, torch.full_like(masks, dial), masks)
 
 
-def left_to_right(logits: Tensor, masked: Tensor) -> Tensor:
-    """The leftmost mask alone."""
+def longest_prefix(logits: Tensor, masked: Tensor, dial: float) -> Tensor:
+    """The leftmost masks, as long as the product of their confidences stays above the dial (SDLM's longest prefix
+    decoding, arXiv 2509.24007). At 1 this is left to right, one token a step."""
     place = torch.arange(masked.shape[1], device=masked.device).expand(masked.shape)
     order, masks = surest_first(-place.float(), masked)
-    return first_few(order, torch.ones_like(masks), masks)
+    together = confidence(logits).gather(1, order).cumprod(-1)
+    return first_few(order, leading(together > dial), masks)
 
 
-RULES = {f.__name__: f for f in (threshold, margin, product, entropy_bound, factor, fixed)}
+RULES = {f.__name__: f for f in (threshold, margin, product, entropy_bound, factor, fixed, longest_prefix)}
 
 
 # --- a rule that remembers

@@ -69,6 +69,12 @@ def test_confidence_and_entropy():
         ("fixed", 1, [0]),
         ("fixed", 2, [0, 3]),
         ("fixed", 9, [0, 1, 2, 3]),
+        # products, from the left: .9, .54, .27, .216
+        ("longest_prefix", 1.0, [0]),
+        ("longest_prefix", 0.55, [0]),
+        ("longest_prefix", 0.53, [0, 1]),
+        ("longest_prefix", 0.22, [0, 1, 2]),
+        ("longest_prefix", 0.0, [0, 1, 2, 3]),
     ],
 )
 def test_what_a_rule_picks(rule, dial, bundle):
@@ -94,12 +100,12 @@ def test_of_equals_the_leftmost():
     equal = logits([[0.6, 0.4, 0, 0]] * 3)
     masked = torch.tensor([[False, True, True]])
     assert at(rules.fixed(equal, masked, 1)) == [1]
-    assert at(rules.left_to_right(equal, masked)) == [1]
 
 
-def test_left_to_right_asks_nobody():
-    assert at(rules.left_to_right(logits(TABLE), MASKED)) == [0]
-    assert at(rules.left_to_right(logits(TABLE), torch.tensor([[False, False, True, True, True]]))) == [2]
+def test_the_longest_prefix_goes_past_what_is_visible():
+    masked = torch.tensor([[False, True, False, True, True]])
+    assert at(rules.longest_prefix(logits(TABLE), masked, 0.61)) == [1]
+    assert at(rules.longest_prefix(logits(TABLE), masked, 0.475)) == [1, 3]  # .6, .48, .4704
 
 
 def test_entropy_bound_bounds_what_is_lost():
