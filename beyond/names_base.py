@@ -33,6 +33,7 @@ import checkpoint
 import data
 from data import Parser, bounded, fail, generator
 from model import Config, Context, Model, rotary
+from tokenizer import Tokenizer, learn_bpe
 
 # R rows, T positions, B block_length, V vocabulary
 
@@ -41,11 +42,11 @@ SETTINGS = "base.json"
 
 
 # --- what the model reads
-def load_names(folder: Path) -> tuple[dict[str, list[Tensor]], data.Tokenizer]:
+def load_names(folder: Path) -> tuple[dict[str, list[Tensor]], Tokenizer]:
     """{"train": rows, "val": rows}, each row int64 ids, its last block filled with eos, as decoding fills it. The
     tokenizer is learned from all names, and written beside the weights."""
     if not (folder / "tokenizer.json").exists():
-        data.write_json(folder / "tokenizer.json", data.learn_bpe(data.unicode_names(), data.NAMES_VOCAB))
+        data.write_json(folder / "tokenizer.json", learn_bpe(data.unicode_names(), data.NAMES_VOCAB))
         data.write_json(folder / "names.json", {"unidata_version": data.unicodedata.unidata_version})
     tokenizer = checkpoint.load_tokenizer(folder, "bpe")
 
@@ -172,7 +173,7 @@ def learning_share(step: int, steps: int) -> float:
     return warm * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
-def new_model(args: Namespace, tokenizer: data.Tokenizer) -> Model:
+def new_model(args: Namespace, tokenizer: Tokenizer) -> Model:
     size = dict(n_layer=args.n_layer, n_dense=args.n_layer, n_embd=args.n_embd, d_dense=args.width, n_last=1)
     heads = dict(n_head=args.n_embd // 32, n_kv_head=args.n_embd // 64)
     reads = dict(tokenizer="bpe", eos_id=tokenizer.eos_id, mask_id=tokenizer.mask_id, vocab_size=data.NAMES_VOCAB)

@@ -6,7 +6,7 @@ small="--data names --corruption mask --batch_size 64 --s_min 2 --s_max 8"
 for seed in 0 1 2; do
   base=${bases[$seed]}
   # the base of seed 0 is in assets/
-  [ $seed = 0 ] || python -m tools.names_base --max_iters 1100 --seed $seed --out_dir $base
+  [ $seed = 0 ] || python -m tools.deeper_base --max_iters 1100 --seed $seed --out_dir $base
 
   # the joint head, and Stage As that are taught the same chain
   run="--data names --init_from $base --max_iters 1200 --seed $seed"
@@ -23,8 +23,8 @@ for seed in 0 1 2; do
     --out_dir out/head-on-distilled-$seed
 
   # more depth without a head
-  python -m tools.names_base --layers 5 --max_iters 1400 --seed $seed --out_dir out/deep-$seed
-  python -m tools.names_base --layers 5 --twice --max_iters 1400 --seed $seed --out_dir out/twice-$seed
+  python -m tools.deeper_base --layers 5 --max_iters 1400 --seed $seed --out_dir out/deep-$seed
+  python -m tools.deeper_base --layers 5 --twice --max_iters 1400 --seed $seed --out_dir out/twice-$seed
 
   # a head of two blocks, the clean target, one ingredient changed
   python -m beyond.joint_head $run --head_layers 2 --out_dir out/head-two-$seed
@@ -43,7 +43,7 @@ for seed in 0 1 2; do
     --out_dir out/sampling-$seed
 
   # a base that was trained to edit, and a joint head on it
-  python -m tools.names_base --corruption random --max_iters 1400 --seed $seed --out_dir out/edit-base-$seed
+  python -m tools.deeper_base --corruption random --max_iters 1400 --seed $seed --out_dir out/edit-base-$seed
   python -m beyond.joint_head --data names --init_from out/edit-base-$seed --max_iters 1200 --seed $seed \
     --out_dir out/edit-head-$seed
 done

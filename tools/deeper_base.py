@@ -4,8 +4,8 @@ The preset has 8 experts of 64 today; the page's models were trained before it h
 second time with the same weights: a model that is deeper, and no larger. A file holds both copies, so it is read like
 any other checkpoint.
 
-    python -m tools.names_base --layers 5 --max_iters 1400 --out_dir out/deep
-    python -m tools.names_base --layers 5 --twice --max_iters 1400 --out_dir out/twice
+    python -m tools.deeper_base --layers 5 --max_iters 1400 --out_dir out/deep
+    python -m tools.deeper_base --layers 5 --twice --max_iters 1400 --out_dir out/twice
 """
 
 from argparse import Namespace
@@ -57,7 +57,7 @@ def choose(args: Namespace) -> Recipe:
     presets.Model = Model
     if args.twice:
         presets.Model = LastLayerTwice
-    return Recipe(stage_a_step, command="python -m tools.names_base")
+    return Recipe(stage_a_step, command="python -m tools.deeper_base")
 
 
 def main() -> None:

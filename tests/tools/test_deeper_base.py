@@ -1,4 +1,4 @@
-"""Bases of another depth. `pytest tests/tools/test_names_base.py`"""
+"""Bases of another depth. `pytest tests/tools/test_deeper_base.py`"""
 
 import pytest
 import torch
@@ -7,14 +7,14 @@ from common import caller
 import presets
 from checkpoint import load_model, read_tensors, weight_files
 from model import Model
-from tools import names_base
+from tools import deeper_base
 
 
 @pytest.fixture
 def call(monkeypatch, capsys):
     monkeypatch.setitem(presets.PRESETS, "names", presets.PRESETS["names"])  # put back what the script changes
     monkeypatch.setattr(presets, "Model", Model)
-    return caller(names_base, monkeypatch, capsys)
+    return caller(deeper_base, monkeypatch, capsys)
 
 
 def test_the_last_layer_twice_is_trained_saved_resumed_and_read(call, tmp_path):
