@@ -178,6 +178,7 @@ def weight_files(folder: Path) -> list[Path]:
 def read_config(folder: Path) -> Config:
     path = folder / "config.json"
     raw = read_json(path, "checkpoint config (is this a checkpoint folder? an adapter's is given by --adapter)")
+    raw.pop("loader", None)  # says how the weights are stored: see weights_loader
     try:
         return check(Config(**raw))
     except TypeError as e:
@@ -185,15 +186,21 @@ def read_config(folder: Path) -> Config:
              f"`python convert_weights.py --src {folder} --out DIR`")  # fmt: skip
 
 
-def load_model(
-    folder: str | Path, device: torch.device | str, dtype: torch.dtype, adapter: str | Path | None = None, **overrides
-) -> Model:
-    """A model from its folder, built on `meta` and filled tensor by tensor, so that no second copy exists. Parameters
-    take `dtype`, expert_bias stays float32. `overrides` change config fields (n_last, n_rounds, block_length); an
-    `adapter` (a folder) brings its own. Markers that the checkpoint lacks start at zero."""
-    folder = Path(folder)
-    overrides |= {k: adapter_settings(adapter)["model"][k] for k in ("n_last", "n_rounds")} if adapter else {}
-    cfg = check(replace(read_config(folder), **{k: v for k, v in overrides.items() if v is not None}))
+def weights_loader(folder: Path) -> Callable[..., Model]:
+    """`load_weights`; or that of the module of released/ that config.json names, whose weights are stored otherwise."""
+    name = read_json(folder / "config.json", "checkpoint config").get("loader")
+    if name is None:
+        return load_weights
+    if not re.fullmatch(r"released\.\w+", str(name)):
+        fail(f"{folder}/config.json: loader {name!r} is no module of released/")
+    try:
+        return importlib.import_module(name).load_weights
+    except (ImportError, AttributeError):
+        fail(f"{folder}/config.json: there is no module {name} that loads weights")
+
+
+def load_weights(folder: Path, cfg: Config, device: torch.device | str, dtype: torch.dtype) -> Model:
+    """A model built on `meta` and filled tensor by tensor, so that no second copy exists."""
     with torch.device("meta"):
         model = Model(cfg)
     state = {}
@@ -206,6 +213,20 @@ def load_model(
     if cfg.tied:
         model.lm_head.weight = model.wte.weight
     model.compute_dtype = dtype
+    return model
+
+
+def load_model(
+    folder: str | Path, device: torch.device | str, dtype: torch.dtype, adapter: str | Path | None = None, **overrides
+) -> Model:
+    """A model from its folder. Parameters take `dtype`, expert_bias stays float32. `overrides` change config fields
+    (n_last, n_rounds, block_length); an `adapter` (a folder) brings its own. Markers that the checkpoint lacks start at
+    zero."""
+    folder = Path(folder)
+    overrides |= {k: adapter_settings(adapter)["model"][k] for k in ("n_last", "n_rounds")} if adapter else {}
+    cfg = check(replace(read_config(folder), **{k: v for k, v in overrides.items() if v is not None}))
+    load = weights_loader(folder)
+    model = load(folder, cfg, device, dtype)
     if adapter:
         load_adapter(model, adapter)
     return model
