@@ -18,9 +18,10 @@ The weights are frozen: gradients go through them to adapters, markers and joint
 it. Memory while converting is that of one layer.
 """
 
+import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -43,14 +44,16 @@ from convert_weights import (
     to_ours,
     write_folder,
 )
-from data import Parser, bpe_tokenizer, fail, read_json, write_json
+from data import Parser, bpe_tokenizer, fail, read_json, replace_file, write_json
 from model import Config, Linear, Model, MoE
 
 # M rows of activations, N and K rows and columns of a matrix, E experts, A active experts, C channels, T tokens
 
 VERSION = "1"  # of the layout of such a folder, in its index
 FEW = 12  # rows up to which the CPU's kernel is faster than unpacking
-KERNEL_WIDTH = 16  # the kernel reads so many columns at once, and past the end of a matrix that has no multiple of it
+# the CPU's kernel reads so many columns at once, from addresses that are a multiple of it; elsewhere it reads past the
+# end of a matrix, or the process is killed
+KERNEL_WIDTH = 16
 # numbers of a matrix that are unpacked at a time: what a CPU's caches hold, what keeps a GPU busy
 UNPACKED = {"cpu": 2**20, "cuda": 2**27, "mps": 2**25}
 KEPT_FILES = ("names.json", "toy.json", "released_config.json")
@@ -62,7 +65,7 @@ KEPT_FILES = ("names.json", "toy.json", "released_config.json")
 
 def row_scales(w: Tensor) -> Tensor:
     """(..., N, K) any float -> (..., N) bfloat16: the least scales for which no number leaves -127 .. 127."""
-    exact = w.float().abs().amax(-1) / 127
+    exact = w.abs().amax(-1).float() / 127
     scale = exact.bfloat16()
     # rounding to bfloat16 must not make a scale too small
     too_small = scale.float() < exact
@@ -74,7 +77,7 @@ def row_scales(w: Tensor) -> Tensor:
 def quantise(w: Tensor) -> tuple[Tensor, Tensor]:
     """(..., N, K) any float -> int8 numbers of that shape, and their rows' scales (..., N) bfloat16."""
     scale = row_scales(w)
-    numbers = torch.round(w.float() / scale.float()[..., None])
+    numbers = w.to(torch.float32, copy=True).div_(scale.float()[..., None]).round_()
     return numbers.to(torch.int8), scale
 
 
@@ -91,8 +94,9 @@ def row_chunks(numbers: Tensor) -> Iterator[slice]:
 
 
 def kernel_takes(x: Tensor, numbers: Tensor) -> bool:
-    few = len(x) <= FEW
-    return few and x.device.type == "cpu" and x.dtype == torch.bfloat16 and numbers.shape[1] % KERNEL_WIDTH == 0
+    if x.device.type != "cpu" or x.dtype != torch.bfloat16 or len(x) > FEW:
+        return False
+    return numbers.shape[1] % KERNEL_WIDTH == 0 and numbers.data_ptr() % KERNEL_WIDTH == 0
 
 
 def multiply(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
@@ -301,11 +305,10 @@ class Quantised(Target):
                 yield self.numbers_or_scales(w)
 
     def numbers_or_scales(self, w: Tensor) -> Tensor:
-        if not w.isfinite().all():
+        numbers, scale = quantise(w) if self.dtype == "I8" else (None, row_scales(w))
+        if not scale.isfinite().all():
             fail(f"{self.source.pieces[0].file}: {self.source.pieces[0].name}: a weight is infinite or no number")
-        if self.dtype == "BF16":
-            return row_scales(w)
-        return quantise(w)[0]
+        return scale if numbers is None else numbers
 
 
 def to_int8(shards: Shards, cfg: Config) -> Shards:
@@ -345,7 +348,30 @@ def read_released(src: Path, raw: dict) -> tuple[Config, Shards]:
     return cfg, to_ours(survey(src), cfg, src)
 
 
-def unless_there(path: Path, write) -> None:
+def write_aligned(path: Path, tensors: dict[str, Target]) -> None:
+    """A safetensors file, written piece by piece, whose int8 tensors lie where the kernel can read them: the numbers
+    come first, and the header fills up whole lines of memory."""
+    order = sorted(tensors, key=lambda name: tensors[name].dtype != "I8")  # stable
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name in order:
+        end = at + tensors[name].size
+        header[name] = {"dtype": tensors[name].dtype, "shape": tensors[name].shape, "data_offsets": [at, end]}
+        at = end
+    raw = json.dumps(header).encode()
+    raw += b" " * (-(8 + len(raw)) % 64)  # 8: the number in front of it
+
+    def write(temporary: Path) -> None:
+        with open(temporary, "wb") as file:
+            file.write(len(raw).to_bytes(8, "little") + raw)
+            for name in order:
+                for part in tensors[name].parts():
+                    file.write(part.contiguous().flatten().view(torch.uint8).numpy())
+
+    replace_file(path, write)
+
+
+def unless_there(path: Path, write: Callable[[Path], None]) -> None:
     """Shards are renamed into place when they are whole: what an interrupted run has written is not written again."""
     if not path.exists():
         write(path)
@@ -358,6 +384,9 @@ def convert(src: Path, out: Path) -> None:
     cfg, shards = read_ours(src) if "n_layer" in raw else read_released(src, raw)
     shards = to_int8(shards, cfg)
     files = checkpoint_files(shards, src, int8=VERSION)
+    names = [name for name in files if name.endswith(".safetensors")]
+    for name, tensors in zip(names, shards, strict=True):
+        files[name] = partial(write_aligned, tensors=tensors)
     for name in KEPT_FILES:
         if (src / name).exists():
             files[name] = partial(copy_file, src / name)

@@ -15,7 +15,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 
@@ -32,34 +32,41 @@ from sample import Decoding, generate
 # B block_length, C channels, E experts, L layers, n = n_last, K = n_rounds
 
 GB = 1e9
-PART = 2**24  # random numbers that are made at a time
+POOL = 2**25  # random numbers that are drawn
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # a random checkpoint
 
 
+@cache
+def pool(std: float) -> Tensor:
+    """Normal numbers, of which every matrix is made: to draw each weight anew takes minutes."""
+    numbers = torch.empty(POOL).normal_(0.0, std, generator=generator("sixteen_b", "pool"))
+    return numbers.bfloat16()
+
+
 @dataclass
 class Random(Target):
-    """A tensor of random numbers, a function of its name: matrices are normal, norms are ones, router biases zeros."""
+    """A tensor of random numbers, a function of its name. Matrices are pieces of the pool from random places on, of a
+    size that keeps a sum over a row at 1; norms are ones, router biases zeros."""
 
     name: str = ""
 
     def parts(self) -> Iterator[Tensor]:
-        numbers = generator("sixteen_b", self.name)
-        dtype = DTYPES["fp32"] if self.dtype == "F32" else DTYPES["bf16"]
+        places = generator("sixteen_b", self.name)
         left = math.prod(self.shape)
-        while left:
-            size = min(left, PART)
-            if self.name.endswith("expert_bias"):
-                yield torch.zeros(size, dtype=dtype)
-            elif len(self.shape) == 1:
-                yield torch.ones(size, dtype=dtype)
-            else:
-                # the size of a sum over a row does not depend on how long the row is
-                std = self.shape[-1] ** -0.5
-                yield torch.empty(size, dtype=dtype).normal_(0.0, std, generator=numbers)
-            left -= size
+        if self.name.endswith("expert_bias"):
+            yield torch.zeros(left)
+        elif len(self.shape) == 1:
+            yield torch.ones(left, dtype=torch.bfloat16)
+        else:
+            numbers = pool(self.shape[-1] ** -0.5)
+            while left:
+                size = min(left, POOL // 4)
+                first = int(torch.randint(POOL - size, (1,), generator=places))
+                yield numbers[first : first + size]
+                left -= size
 
 
 def write(args: Namespace) -> None:
@@ -208,7 +215,8 @@ def decode(model: Model, read: Read, tokens: int, n_rounds: int) -> None:
     seconds = time.perf_counter() - start
     stages = "Stage A and Stage B" if n_rounds else "Stage A alone"
     print(f"{stages}: {len(out.tokens)} tokens in {seconds:.1f} s, {len(out.tokens) / seconds:.2f} tokens/s; forwards "
-          f"{json.dumps(out.nfe)}, {out.passes} passes, {seconds / out.passes:.2f} s a pass, {read.a_layer():.1f} experts a layer", flush=True)  # fmt: skip
+          f"{json.dumps(out.nfe)}, {out.passes} passes of Stage A, {seconds / out.passes:.2f} s each with all that is "
+          f"beside it, {read.a_layer():.1f} experts a layer", flush=True)  # fmt: skip
 
 
 def measure(args: Namespace) -> None:

@@ -130,6 +130,13 @@ def test_the_kernel_gets_only_what_it_can_read():
     assert not int8.kernel_takes(x, numbers) and int8.kernel_takes(x[:, :16], numbers[:, :16])
     expected = x.float() @ int8.dequantise(numbers, scale).T
     torch.testing.assert_close(int8.multiply(x, numbers, scale).float(), expected, rtol=2**-6, atol=2**-6)
+    # nor one that begins at an odd address, where the kernel's reads are not allowed
+    numbers, scale = int8.quantise(random_matrix(5, 32))
+    moved = torch.zeros(5 * 32 + 1, dtype=torch.int8)[1:].view(5, 32).copy_(numbers)
+    x = random_matrix(2, 32, seed=1).bfloat16()
+    assert not int8.kernel_takes(x, moved) and int8.kernel_takes(x, numbers)
+    expected = int8.multiply(x, numbers, scale).float()
+    torch.testing.assert_close(int8.multiply(x, moved, scale).float(), expected, rtol=2**-6, atol=2**-6)
 
 
 def test_sorted_rows_meet_their_matrices():
@@ -237,6 +244,7 @@ def test_weights_stay_in_their_files(names):
     places = [line.split("-") + [line] for line in maps if str(names) in line]
     for tensor in (model.layers[1].mlp.gate_up, model.lm_head.weight, model.wte.weight):
         at = tensor.data_ptr()
+        assert tensor.dtype != torch.int8 or at % int8.KERNEL_WIDTH == 0
         assert any(int(start, 16) <= at < int(rest.split()[0], 16) for start, rest, *_ in places)
 
 
