@@ -135,23 +135,41 @@ class LLaDA2MoeModelLM(torch.nn.Module):  # the official names and numbers of it
 }
 
 
+FORK = """
+    def _forward_block(self, ids, positions, mask):
+        assert mask.dtype == torch.float32
+
+    def generate(self, ids, **settings):
+        self._forward_block(None, None, torch.ones(1, dtype=torch.bfloat16))
+        return self.decoded(ids, **settings)
+"""
+
+
 @pytest.mark.parametrize("shift", [0, 1])
 def test_the_official_code_is_given_our_weights_and_must_write_our_tokens(shift, small, tmp_path, monkeypatch, capsys):
-    """A stand-in for its two files: it takes the released tensors and decodes by generate_one, or, shifted, wrongly."""
+    """Stand-ins for its two files and for the fork's: they take the released tensors and decode by generate_one, or,
+    shifted, wrongly. The fork makes its masks in bfloat16."""
     (tmp_path / "transformers.py").write_text("")
+    fork = tmp_path / "fork"
+    fork.mkdir()
     for name, text in OFFICIAL.items():
-        (tmp_path / name).write_text(text.replace("SHIFT", str(shift)))
+        (tmp_path / name).write_text(text.replace("SHIFT", "0"))
+        text = text.replace("SHIFT", str(shift)).replace("def generate", "def decoded")
+        (fork / name).write_text(text + FORK * name.startswith("modeling"))
     monkeypatch.syspath_prepend(tmp_path)
     for name in list(sys.modules):
-        if name.split(".")[0] in ("official", "transformers"):
+        if name.split(".")[0] == "transformers":
             monkeypatch.delitem(sys.modules, name)
-    run = ["--official", tmp_path, "--lengths", 16, 32]
+    run = ["--official", tmp_path, fork, "--lengths", 16, 32]
     if shift:
         assert "differ" in refused(bench, monkeypatch, capsys, *run)
     else:
         code, out, err = command_line(bench, monkeypatch, capsys, *run)
         assert code == 0, err
-        assert all(line in out for line in ("16 tokens, all the same", "32 tokens, blocks", "3 rows of 16 tokens"))
+        released, _, forked = out.partition("the fork with a cache")
+        assert "the released file" in released
+        assert all("16 tokens, all the same" in part and "32 tokens, blocks" in part for part in (released, forked))
+        assert "3 rows of 16 tokens" in out
 
 
 class Stop(Exception):
