@@ -8,7 +8,8 @@ Stage A; of a joint head, where --adapter brings one, at the bundles that it wro
     python -m released.int8_quality --ckpt assets/names --int8 weights/names-int8
     python -m released.int8_quality --ckpt assets/names --int8 weights/names-int8 --adapter assets/names/joint
     python -m released.int8_quality --golden tests/data/golden_a --int8 weights/golden-int8      # the 27 recorded runs
-    python evaluate.py --data names --ckpt assets/names weights/names-int8 --adapter assets/names/joint     # the shares
+
+Of names, it also prints which shares of the completions exist, with float32 and with int8.
 """
 
 import json
@@ -24,9 +25,9 @@ from torch import Tensor
 import data
 from cache import Output
 from checkpoint import DTYPES, load_model, load_tokenizer
-from data import Parser, bounded, fail
+from data import Parser, Tokenizer, bounded, fail
 from evaluate import draw_names, print_table
-from model import Model, sequence_context
+from model import Config, Model, sequence_context
 from sample import MODES, Decoding, generate
 
 # T positions, B block_length, C channels, V vocabulary
@@ -99,10 +100,8 @@ def equal_tokens(a: list[int], b: list[int]) -> float:
     return same / max(len(a), len(b), 1)
 
 
-def read_prompts(args: Namespace) -> list[list[int]]:
+def read_prompts(args: Namespace, cfg: Config, tokenizer: Tokenizer) -> list[list[int]]:
     """The first third of held-out names, or the first tokens of held-out texts."""
-    cfg = load_model(args.ckpt, "cpu", torch.float32).cfg
-    tokenizer = load_tokenizer(args.ckpt, cfg.tokenizer)
     if args.data == "names":
         return list(draw_names(args.prompts, "held out", tokenizer).values())
     rows = data.load_sequences([args.data], tokenizer, 4 * PROMPT, 0, 0, cfg.block_length)[1]
@@ -110,11 +109,19 @@ def read_prompts(args: Namespace) -> list[list[int]]:
     return [row[:PROMPT].tolist() for row, here in zip(x, real, strict=True) if here[:PROMPT].all()]
 
 
+def share_that_exists(prompts: list[list[int]], outputs: list[Output], tokenizer: Tokenizer) -> str:
+    """Of names: the share of completions that are some character's name."""
+    written = [tokenizer.decode(p + o.tokens) for p, o in zip(prompts, outputs, strict=True)]
+    return f"{sum(data.exists(name) is not None for name in written) / len(written):.3f}"
+
+
 def compare(args: Namespace) -> None:
     """A table: a line for each decoder and each dtype of the int8 model's activations."""
-    prompts = read_prompts(args)
     joint = args.adapter is not None
+    names = args.data == "names"
     exact = load_model(args.ckpt, "cpu", torch.float32, args.adapter)
+    tokenizer = load_tokenizer(args.ckpt, exact.cfg.tokenizer)
+    prompts = read_prompts(args, exact.cfg, tokenizer)
     stage = "the joint head" if joint else "Stage A"
     print(f"{args.ckpt} against {args.int8}: {len(prompts)} prompts; probabilities of {stage}")
     table = []
@@ -128,10 +135,12 @@ def compare(args: Namespace) -> None:
             whole = sum(a == b for a, b in pairs) / len(pairs)
             tokens = sum(equal_tokens(a, b) for a, b in pairs) / len(pairs)
             kl, best, count = divergence(exact, small, seen, joint)
-            table.append([name, dtype, f"{whole:.3f}", f"{tokens:.3f}", f"{kl:.6f}", f"{best:.4f}", str(count)])
-    print_table(
-        ["decoder", "activations", "answers equal", "tokens equal", "KL, nats", "same best", "positions"], table
-    )
+            line = [name, dtype, f"{whole:.3f}", f"{tokens:.3f}", f"{kl:.6f}", f"{best:.4f}", str(count)]
+            exist = [share_that_exists(prompts, outputs, tokenizer) for outputs in (expected, given) if names]
+            table.append(line + exist)
+    head = ["decoder", "activations", "answers equal", "tokens equal", "KL, nats", "same best", "positions"]
+    head += ["exist, float32", "exist, int8"] if names else []
+    print_table(head, table)
 
 
 def golden(args: Namespace) -> None:

@@ -208,7 +208,8 @@ def forwards(model: Model, read: Read, rate: float) -> None:
 def decode(model: Model, read: Read, tokens: int, n_rounds: int) -> None:
     """So many tokens after a prompt of 32, one a step (nothing is likely to a random model), without edits."""
     cfg = model.cfg
-    prompt = torch.randint(cfg.vocab_size - 512, (32,), generator=generator("sixteen_b", "prompt")).tolist()
+    ordinary = max(1, cfg.vocab_size - 512)  # without what is special at the end of the vocabulary
+    prompt = torch.randint(ordinary, (32,), generator=generator("sixteen_b", "prompt")).tolist()
     read.experts.clear()
     start = time.perf_counter()
     (out,) = generate(model, [prompt], Decoding(gen_length=tokens, tau_t2t=None, n_rounds=n_rounds))
