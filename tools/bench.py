@@ -549,7 +549,8 @@ def checkpoint_forward(device: torch.device, args: Namespace) -> None:
     cfg, B = model.cfg, model.cfg.block_length
     ids = torch.randint(cfg.vocab_size, (1, B), generator=generator("bench", "block")).to(device)
     ctx = sequence_context(cfg, torch.ones_like(ids, dtype=torch.bool), model.compute_dtype)
-    size = sum(forward_bytes(cfg, B, 0, distinct_experts(cfg, B), model.compute_dtype.itemsize).values())
+    itemsize = model.layers[0].attn.qkv.weight.itemsize  # 1 where the checkpoint is in int8
+    size = sum(forward_bytes(cfg, B, 0, distinct_experts(cfg, B), itemsize).values())
     print(f"\nOne forward of one block: {args.ckpt} ({geometry(cfg)}), {args.dtype}; at least {size / 1e9:.3f} GB read")
     (s,) = interleaved(lambda: model(ids, ctx), repeats=4 * S.repeats)
     floor = f", {s * args.bandwidth * 1e9 / size:.2f}x the floor" if args.bandwidth else ""
