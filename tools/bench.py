@@ -329,8 +329,7 @@ def official_model(folder: Path, ours: Model) -> torch.nn.Module:
              for name, part in zip(names, state[whole].view(-1, *shape), strict=True)}  # fmt: skip
     parts = {name: part.view(theirs.state_dict()[name].shape) for name, part in parts.items()}
     theirs.load_state_dict(parts)
-    if keeps_cache(theirs):
-        masks_in_float32(theirs)
+    masks_in_float32(theirs)
     return theirs.to(ours.wte.weight.device).eval()
 
 
@@ -340,13 +339,12 @@ def keeps_cache(theirs: torch.nn.Module) -> bool:
 
 
 def masks_in_float32(theirs: torch.nn.Module) -> None:
-    """The fork makes its masks in bfloat16, which attention refuses beside float32 weights."""
-    forward_block = theirs._forward_block
+    """Their generate() makes masks in bfloat16, which attention refuses beside float32 weights."""
 
-    def patched(ids: Tensor, positions: Tensor, mask: Tensor, *rest: object) -> tuple:
-        return forward_block(ids, positions, mask.float(), *rest)
+    def cast(part: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return args, kwargs | {"attention_mask": kwargs["attention_mask"].float()}
 
-    theirs._forward_block = patched
+    theirs.model.register_forward_pre_hook(cast, with_kwargs=True)
 
 
 def official(device: torch.device, args: Namespace) -> None:
