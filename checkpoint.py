@@ -131,6 +131,7 @@ def read_config(folder: Path) -> Config:
     path = folder / "config.json"
     raw = read_json(path, "checkpoint config (is this a checkpoint folder? an adapter's is given by --adapter)")
     raw.pop("fingerprint", None)  # of the base, not of the geometry: see fingerprint()
+    raw.pop("loader", None)  # how the weights are stored: see weights_loader()
     try:
         cfg = Config(**raw)
     except TypeError as e:
@@ -152,10 +153,9 @@ def check_last_layer(folder: Path, files: list[Path], cfg: Config) -> None:
 def load_model(
     folder: str | Path, device: torch.device | str, dtype: torch.dtype, adapter: str | Path | None = None, **overrides
 ) -> Model:
-    """A model from its folder, built on `meta` and filled tensor by tensor, so that no second copy
-    exists. Parameters take `dtype`, expert_bias stays float32. `overrides` change config fields
-    (n_last, n_rounds, block_length); an `adapter` (a folder) brings its own. Markers that the
-    checkpoint lacks start at zero.
+    """A model from its folder. Parameters take `dtype`, expert_bias stays float32. `overrides`
+    change config fields (n_last, n_rounds, block_length); an `adapter` (a folder) brings its own.
+    Markers that the checkpoint lacks start at zero.
     """
     folder = Path(folder)
     cfg = read_config(folder)
@@ -167,6 +167,28 @@ def load_model(
         changes["n_rounds"] = trained["n_rounds"]
     cfg = check(replace(cfg, **changes))
 
+    model = weights_loader(folder)(folder, cfg, device, dtype)
+    if adapter:
+        load_adapter(model, adapter)
+    return model
+
+
+def weights_loader(folder: Path) -> Callable[..., Model]:
+    """`load_weights`; or that of the module of released/ that config.json names, whose weights are
+    stored otherwise."""
+    name = read_json(folder / "config.json", "checkpoint config").get("loader")
+    if name is None:
+        return load_weights
+    if not re.fullmatch(r"released\.\w+", str(name)):
+        fail(f"{folder}/config.json: loader {name!r} is no module of released/")
+    try:
+        return importlib.import_module(name).load_weights
+    except (ImportError, AttributeError):
+        fail(f"{folder}/config.json: there is no module {name} that loads weights")
+
+
+def load_weights(folder: Path, cfg: Config, device: torch.device | str, dtype: torch.dtype) -> Model:
+    """A model built on `meta` and filled tensor by tensor, so that no second copy exists."""
     # building takes time and memory by the layer: first see that so many are stored
     files = weight_files(folder)
     check_last_layer(folder, files, cfg)
@@ -190,8 +212,6 @@ def load_model(
     if cfg.tied:
         model.lm_head.weight = model.wte.weight
     model.compute_dtype = dtype
-    if adapter:
-        load_adapter(model, adapter)
     return model
 
 

@@ -112,10 +112,14 @@ from checkpoint import new_model
 from .configuration_llada2_moe import LLaDA2MoeConfig
 from tools import bench
 
+class Layers(torch.nn.Module):
+    def forward(self, ids, attention_mask):
+        assert attention_mask.dtype == torch.float32
+
 class LLaDA2MoeModelLM(torch.nn.Module):  # the official names and numbers of its tensors, and our decoder
     def __init__(self, config):
         super().__init__()
-        self.cfg, self.tensors = bench.S.official, {}
+        self.cfg, self.tensors, self.model = bench.S.official, {}, Layers()
         assert config.fields["hidden_size"] == self.cfg.n_embd
 
     def state_dict(self):
@@ -129,29 +133,43 @@ class LLaDA2MoeModelLM(torch.nn.Module):  # the official names and numbers of it
             own[whole].copy_(torch.cat([state[n].flatten() for n in names]).view(shape))
 
     def generate(self, ids, gen_length, block_length, threshold, editing_threshold, eos_id, mask_id):
+        self.model(ids, attention_mask=torch.ones(1, dtype=torch.bfloat16))  # masks are so, whatever the weights are
         d = sample.Decoding(gen_length=gen_length, tau_m2t=threshold, tau_t2t=None, n_rounds=0)
         return torch.tensor([sample.generate_one(self.ours, ids[0].tolist(), d)[0]]) + SHIFT
 """,
 }
 
 
+FORK = """
+    def _forward_block(self):  # what it is told by
+        pass
+"""
+
+
 @pytest.mark.parametrize("shift", [0, 1])
 def test_the_official_code_is_given_our_weights_and_must_write_our_tokens(shift, small, tmp_path, monkeypatch, capsys):
-    """A stand-in for its two files: it takes the released tensors and decodes by generate_one, or, shifted, wrongly."""
+    """Stand-ins for its two files and for the fork's: they take the released tensors and decode by generate_one, or,
+    shifted, wrongly."""
     (tmp_path / "transformers.py").write_text("")
+    fork = tmp_path / "fork"
+    fork.mkdir()
     for name, text in OFFICIAL.items():
-        (tmp_path / name).write_text(text.replace("SHIFT", str(shift)))
+        (tmp_path / name).write_text(text.replace("SHIFT", "0"))
+        (fork / name).write_text(text.replace("SHIFT", str(shift)) + FORK * name.startswith("modeling"))
     monkeypatch.syspath_prepend(tmp_path)
     for name in list(sys.modules):
-        if name.split(".")[0] in ("official", "transformers"):
+        if name.split(".")[0] == "transformers":
             monkeypatch.delitem(sys.modules, name)
-    run = ["--official", tmp_path, "--lengths", 16, 32]
+    run = ["--official", tmp_path, fork, "--lengths", 16, 32]
     if shift:
         assert "differ" in refused(bench, monkeypatch, capsys, *run)
     else:
         code, out, err = command_line(bench, monkeypatch, capsys, *run)
         assert code == 0, err
-        assert all(line in out for line in ("16 tokens, all the same", "32 tokens, blocks", "3 rows of 16 tokens"))
+        released, _, forked = out.partition("the fork with a cache")
+        assert "the released file" in released
+        assert all("16 tokens, all the same" in part and "32 tokens, blocks" in part for part in (released, forked))
+        assert "3 rows of 16 tokens" in out
 
 
 class Stop(Exception):

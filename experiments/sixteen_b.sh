@@ -1,0 +1,37 @@
+# The whole released geometry with random weights, end to end: written in the released layout, converted to ours and to
+# int8, decoded with Stage A alone and with Stage B, adapters and a joint head trained on the int8 base, exported to PEFT.
+# Every command prints its time and its memory at the peak. Page: results/sixteen_b/README.md.
+# Two cores: under two hours, 66 GB of disk at the peak, 24 GB of memory. A folder is deleted as soon as it has been
+# converted, and everything at the end. LAYERS=4 is the same in minutes, with 4 of the 20 layers.
+# Run from the root of the repository.
+set -e
+layers=${LAYERS:-20}
+folder=${FOLDER:-weights/sixteen_b}
+tokens=${TOKENS:-2048}
+watch() {
+  echo
+  echo "\$ $*"
+  python -m released.sixteen_b watch -- "$@"
+}
+
+watch python -m released.sixteen_b write --layers "$layers" --out "$folder/released"
+watch python convert_weights.py --src "$folder/released" --out "$folder/ours"
+rm -r "$folder/released"
+watch python -m released.int8 --src "$folder/ours" --out "$folder/int8"
+rm -r "$folder/ours"
+
+watch python -m released.sixteen_b measure --ckpt "$folder/int8" --what forwards
+watch python -m released.sixteen_b measure --ckpt "$folder/int8" --what decode
+
+watch python train.py --init_from "$folder/int8" --n_last 3 --data stdlib --max_docs 50 --dtype bf16 --checkpointing \
+  --seq_len "$tokens" --batch_size 1 --max_iters 3 --eval_rows 1 --out_dir "$folder/adapter"
+watch python -m beyond.own_blocks --init_from "$folder/int8" --n_last 1 --width 5120 --data stdlib --max_docs 50 \
+  --dtype bf16 --seq_len "${JOINT_TOKENS:-256}" --batch_size 1 --s_max 8 --max_iters 3 --eval_rows 1 \
+  --learning_rate 1e-4 --out_dir "$folder/joint"
+watch python sample.py --ckpt "$folder/int8" --adapter "$folder/adapter" --dtype bf16 --tau_t2t none --gen_length 4 \
+  --prompt "The quick brown fox"
+watch python sample.py --ckpt "$folder/int8" --adapter "$folder/joint" --dtype bf16 --tau_t2t none --gen_length 4 \
+  --tau_m2t -1 --prompt "The quick brown fox"
+watch python -m released.export --to peft --adapter "$folder/adapter" --out "$folder/peft"
+ls -l "$folder/peft"
+rm -r "$folder"

@@ -1,0 +1,382 @@
+"""Int8 weights: what they stand for, the same model through them, and every refusal by name.
+
+pytest tests/released/test_int8.py        # CPU, seconds
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from common import ROOT, caller, random_ids, tiny_model
+from safetensors.torch import load_file, save_file
+
+import checkpoint
+import sample
+import train
+from checkpoint import load_model, save_model
+from model import Linear, Model, MoE, sequence_context
+from released import export, int8
+
+NAMES, GOLDEN = ROOT / "assets" / "names", ROOT / "tests" / "data" / "golden_a"
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def convert(monkeypatch, capsys):
+    return caller(int8, monkeypatch, capsys)
+
+
+@pytest.fixture
+def decode(monkeypatch, capsys):
+    return caller(sample, monkeypatch, capsys)
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory) -> Path:
+    """assets/names in int8."""
+    folder = tmp_path_factory.mktemp("int8") / "names"
+    int8.convert(NAMES, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def names_as_floats(names, tmp_path_factory) -> Path:
+    """The floats that the int8 folder stands for, as an ordinary checkpoint."""
+    folder = tmp_path_factory.mktemp("floats") / "names"
+    shutil.copytree(NAMES, folder)
+    model = as_floats(load_model(names, "cpu", torch.float32))
+    checkpoint.save_tensors(folder / "model.safetensors", checkpoint.stored(model))
+    return folder
+
+
+def as_floats(small: Model) -> Model:
+    """An ordinary model with the float32 matrices that the int8 ones stand for."""
+    state = {}
+    for name, tensor in small.state_dict().items():
+        if name.endswith("_scale"):
+            continue
+        if tensor.dtype == torch.int8:
+            tensor = tensor.float() * small.state_dict()[f"{name}_scale"].float()[..., None]
+        state[name] = tensor
+    model = Model(small.cfg)
+    model.load_state_dict(state)
+    return model
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
+
+
+def random_matrix(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def a_pass(model: Model, ids: torch.Tensor, bundle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of Stage A and of Stage B."""
+    ctx = sequence_context(model.cfg, torch.ones_like(ids, dtype=torch.bool), model.compute_dtype)
+    h = model.prefix(ids, ctx)
+    return model.head(model.last_n(h, ctx)), model.head(model.coordinate(h, bundle, ctx, model.cfg.n_rounds))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# numbers
+
+
+def test_a_matrix_by_hand():
+    # 63.5 = 127 / 2, so the first row's scale is 1/2; halves go to the even number; a row of zeros has scale 1
+    w = torch.tensor([[63.5, -1.0, 0.25, 0.75], [0.0, 0.0, 0.0, 0.0], [-254.0, 3.0, 1.9, 127.0]])
+    numbers, scale = int8.quantise(w)
+    assert numbers.tolist() == [[127, -2, 0, 2], [0, 0, 0, 0], [-127, 2, 1, 64]]
+    assert scale.tolist() == [0.5, 1.0, 2.0]
+    assert (numbers.dtype, scale.dtype) == (torch.int8, torch.bfloat16)
+    back = [[63.5, -1.0, 0.0, 1.0], [0.0] * 4, [-254.0, 4.0, 2.0, 128.0]]
+    assert int8.dequantise(numbers, scale).tolist() == back
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_weight_is_off_by_more_than_half_a_scale(dtype):
+    w = (random_matrix(3, 500, 64) * torch.logspace(-20, 20, 500)[:, None]).to(dtype)
+    numbers, scale = int8.quantise(w)
+    error = (w.double() - numbers.double() * scale.double()[..., None]).abs()
+    assert (error <= 0.5000001 * scale.double()[..., None]).all()
+    # the scale is the least bfloat16 for which the largest number fits
+    largest = w.double().abs().amax(-1)
+    one_less = torch.nextafter(scale, torch.zeros_like(scale)).double()
+    assert (largest <= 127 * scale.double() * (1 + 1e-7)).all() and (largest > 127 * one_less * (1 - 1e-7)).all()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 12, 13, 40])
+def test_products_and_gradients_are_those_of_the_floats(rows, monkeypatch):
+    numbers, scale = int8.quantise(random_matrix(70, 32))
+    w = numbers.float() * scale.float()[:, None]
+    x, g = random_matrix(rows, 32, seed=1), random_matrix(rows, 70, seed=2)
+    for unpacked in (2**20, 320):  # the matrix whole, and ten rows at a time
+        monkeypatch.setitem(int8.UNPACKED, "cpu", unpacked)
+        torch.testing.assert_close(int8.multiply(x, numbers, scale), x @ w.T)
+        torch.testing.assert_close(int8.multiply_back(g, numbers, scale), g @ w)
+        # in bfloat16, by the kernel for few rows: a sum of 32 products, rounded at most twice
+        y = int8.multiply(x.bfloat16(), numbers, scale)
+        assert y.dtype == torch.bfloat16
+        torch.testing.assert_close(y.float(), x.bfloat16().float() @ w.T, rtol=2**-7, atol=2**-7)
+
+
+def test_the_kernel_gets_only_what_it_can_read():
+    """A matrix of 24 columns has no multiple of 16: the kernel would read past its end."""
+    numbers, scale = int8.quantise(random_matrix(5, 24))
+    x = random_matrix(2, 24, seed=1).bfloat16()
+    assert not int8.kernel_takes(x, numbers) and int8.kernel_takes(x[:, :16], numbers[:, :16])
+    expected = x.float() @ int8.dequantise(numbers, scale).T
+    torch.testing.assert_close(int8.multiply(x, numbers, scale).float(), expected, rtol=2**-6, atol=2**-6)
+    # nor one that begins at an odd address, where the kernel's reads are not allowed
+    numbers, scale = int8.quantise(random_matrix(5, 32))
+    moved = torch.zeros(5 * 32 + 1, dtype=torch.int8)[1:].view(5, 32).copy_(numbers)
+    x = random_matrix(2, 32, seed=1).bfloat16()
+    assert not int8.kernel_takes(x, moved) and int8.kernel_takes(x, numbers)
+    expected = int8.multiply(x, numbers, scale).float()
+    torch.testing.assert_close(int8.multiply(x, moved, scale).float(), expected, rtol=2**-6, atol=2**-6)
+
+
+def test_sorted_rows_meet_their_matrices():
+    """Five matrices, two of which nobody asks for: no matter what is in them."""
+    numbers, scale = int8.quantise(random_matrix(5, 8, 16))
+    w = int8.dequantise(numbers, scale)
+    scale[1], scale[4] = float("nan"), float("nan")
+    ends = torch.tensor([2, 2, 3, 7, 7], dtype=torch.int32)
+    which = torch.tensor([0, 0, 2, 3, 3, 3, 3])
+    x = random_matrix(7, 16, seed=1).requires_grad_()
+    y = int8.Product.apply(x, numbers, scale, ends)
+    torch.testing.assert_close(y, torch.einsum("mk,mnk->mn", x, w[which]))
+    g = random_matrix(7, 8, seed=2)
+    (given,) = torch.autograd.grad(y, x, g)
+    torch.testing.assert_close(given, torch.einsum("mn,mnk->mk", g, w[which]))
+    # a GPU's way
+    torch.testing.assert_close(int8.all_active(x.detach(), numbers, scale, ends, back=False), y.detach())
+    torch.testing.assert_close(int8.all_active(g, numbers, scale, ends, back=True), given)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_model_is_that_of_the_floats(tied, tmp_path):
+    """Logits of both stages, and the gradients of adapters and markers."""
+    original = tiny_model(tied=tied, qkv_bias=True, proj_bias=True)
+    save_model(original, tmp_path / "ours")
+    int8.convert(tmp_path / "ours", tmp_path / "int8")
+    small = load_model(tmp_path / "int8", "cpu", torch.float32)
+    plain = as_floats(small)
+    kept = {"wte.weight", "norm_f.weight", "layers.2.mlp.router", "layers.0.attn.qkv.bias", "markers"}
+    assert all(torch.equal(small.state_dict()[name], original.state_dict()[name]) for name in kept)
+    assert (type(small.lm_head) is Linear) == tied
+
+    ids = random_ids(2, 24)
+    bundle = torch.arange(24).expand(2, 24) % 3 == 0
+    for model in (small, plain):
+        model.add_lora(4, 8, torch.Generator().manual_seed(0))
+        for name, p in model.named_parameters():
+            if name.endswith("lora_B"):
+                p.data.copy_(0.1 * random_matrix(*p.shape))
+    expected, given = a_pass(plain, ids, bundle), a_pass(small, ids, bundle)
+    for a, b in zip(given, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    for logits_a, logits_b in (given, expected):
+        (logits_a.log_softmax(-1)[..., 0].sum() + logits_b.log_softmax(-1)[..., 1].sum()).backward()
+    gradients = {n: p.grad for n, p in plain.named_parameters() if p.requires_grad}
+    assert {n for n, p in small.named_parameters() if p.requires_grad} == gradients.keys()
+    for name, p in small.named_parameters():
+        if p.requires_grad:
+            assert p.grad.abs().max() > 0, name
+            torch.testing.assert_close(p.grad, gradients[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_only_active_experts_are_read(names):
+    model = load_model(names, "cpu", torch.float32)
+    layer = next(module for module in model.modules() if isinstance(module, MoE))
+    x = random_matrix(1, model.cfg.n_embd)
+    chosen, weights = layer.route(x)
+    expected = layer.experts(x, chosen, weights)
+    others = torch.ones(model.cfg.n_expert, dtype=torch.bool).index_fill(0, chosen[0], False)
+    assert others.sum() == model.cfg.n_expert - model.cfg.n_active
+    for scale in ("gate_up_scale", "down_scale"):
+        poisoned = getattr(layer, scale).masked_fill(others[:, None], float("nan"))
+        setattr(layer, scale, poisoned)
+    assert torch.equal(layer.experts(x, chosen, weights), expected)
+
+
+def test_decoding_is_that_of_the_floats(names, names_as_floats, decode):
+    """sample.py, by --ckpt alone, and with the joint head on top."""
+    prompts = [arg for text in ("ARABIC LIGATURE", "GREEK SMALL", "CJK") for arg in ("--prompt", text)]
+    for more in ([], ["--adapter", NAMES / "joint", "--tau_m2t", 0.1]):
+        runs = []
+        for folder in (names, names_as_floats):
+            out = decode("--ckpt", folder, *prompts, "--gen_length", 24, "--json", *more)
+            runs.append([json.loads(line) for line in out.splitlines()])
+        for a, b in zip(*runs, strict=True):
+            assert a["tokens"] == b["tokens"] and a["nfe"] == b["nfe"]
+    bf16 = decode("--ckpt", names, *prompts, "--gen_length", 24, "--dtype", "bf16", "--json")
+    assert len(bf16.splitlines()) == 3
+
+
+def test_adapters_train_as_on_the_floats(names, names_as_floats, monkeypatch, capsys, tmp_path):
+    call = caller(train, monkeypatch, capsys)
+    learned = {}
+    for kind, folder in (("int8", names), ("floats", names_as_floats)):
+        out = tmp_path / kind
+        call("--init_from", folder, "--n_last", 2, "--max_iters", 2, "--batch_size", 4, "--eval_rows", 2,
+             "--learning_rate", 1e-3, "--out_dir", out)  # fmt: skip
+        learned[kind] = load_file(out / "adapter.safetensors")
+    assert learned["int8"].keys() == learned["floats"].keys()
+    for name, tensor in learned["int8"].items():
+        if name != "markers" and not name.endswith("lora_B"):  # AdamW's first steps have the size of the learning rate
+            torch.testing.assert_close(tensor, learned["floats"][name], rtol=1e-3, atol=1e-4, msg=name)
+    model = load_model(names, "cpu", torch.bfloat16, tmp_path / "int8")
+    assert model.layers[0].attn.qkv.lora_B.any() and model.markers.any()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_weights_stay_in_their_files(names):
+    model = load_model(names, "cpu", torch.bfloat16)
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    places = [line.split("-") + [line] for line in maps if str(names) in line]
+    for tensor in (model.layers[1].mlp.gate_up, model.lm_head.weight, model.wte.weight):
+        at = tensor.data_ptr()
+        assert tensor.dtype != torch.int8 or at % int8.KERNEL_WIDTH == 0
+        assert any(int(start, 16) <= at < int(rest.split()[0], 16) for start, rest, *_ in places)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# converting
+
+
+def test_released_and_our_layout_give_the_same_folder(tmp_path, convert, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    import convert_weights
+
+    convert("--src", GOLDEN, "--out", tmp_path / "a")
+    convert_weights.convert(GOLDEN, tmp_path / "ours")
+    convert("--src", tmp_path / "ours", "--out", tmp_path / "b")
+    assert {p.name for p in (tmp_path / "a").iterdir()} == {p.name for p in (tmp_path / "b").iterdir()}
+    for path in (tmp_path / "a").iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
+    # every matrix, and nothing else
+    ours, small = tensors(tmp_path / "ours"), tensors(tmp_path / "a")
+    matrices = {name for name, t in small.items() if t.dtype == torch.int8}
+    assert {name.removesuffix("_scale") for name in small.keys() - ours.keys()} == matrices
+    assert len(matrices) == 2 * 4 + 2 + 3 * 4 + 1  # attention, the dense layer, routed and shared experts, the head
+    for name, tensor in ours.items():
+        if name in matrices:
+            numbers, scale = int8.quantise(tensor)
+            assert torch.equal(small[name], numbers) and torch.equal(small[f"{name}_scale"], scale)
+        else:
+            assert torch.equal(small[name], tensor)
+
+
+def test_an_interrupted_conversion_goes_on(convert, names, tmp_path, monkeypatch, capsys):
+    out, quantise = tmp_path / "out", int8.quantise
+    calls = []
+
+    def stop(w):
+        calls.append(w)
+        if len(calls) == 12:
+            raise KeyboardInterrupt
+        return quantise(w)
+
+    monkeypatch.setattr(int8, "quantise", stop)
+    assert "interrupted" in convert.fails("--src", NAMES, "--out", out)
+    monkeypatch.setattr(int8, "quantise", quantise)
+    first = {p.name: p.stat().st_mtime_ns for p in out.iterdir()}
+    assert 0 < len(first) < 6
+    with pytest.raises(SystemExit):
+        load_model(out, "cpu", torch.float32)
+    assert "config.json" in capsys.readouterr().err
+    convert("--src", NAMES, "--out", out)
+    assert all((out / name).stat().st_mtime_ns == when for name, when in first.items())  # not written again
+    for path in names.iterdir():
+        assert path.read_bytes() == (out / path.name).read_bytes(), path.name
+    assert "already holds a result" in convert.fails("--src", NAMES, "--out", out)
+
+
+def test_what_is_not_converted(convert, names, tmp_path, monkeypatch, capsys):
+    assert "already" in convert.fails("--src", names, "--out", tmp_path / "out")
+    assert "config" in convert.fails("--src", tmp_path, "--out", tmp_path / "out")
+    broken = shutil.copytree(NAMES, tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    weights["layers.2.mlp.down"][1, 2, 3] = float("inf")
+    save_file(weights, broken / "model.safetensors")
+    line = convert.fails("--src", broken, "--out", tmp_path / "out")
+    assert "layers.2.mlp.down" in line and "infinite" in line
+    # int8 is no way back to floats
+    hf = caller(export, monkeypatch, capsys)
+    assert "quantised" in hf.fails("--to", "hf", "--src", names, "--out", tmp_path / "hf")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# damage
+
+
+def change(change_tensors):
+    def damage(folder: Path) -> None:
+        path = next(p for p in folder.glob("*.safetensors") if "layers.2.mlp.down" in load_file(p))
+        found = {k: v.clone() for k, v in load_file(path).items()}
+        change_tensors(found)
+        save_file(found, path)
+
+    return damage
+
+
+def edit_json(name: str, **values):
+    def damage(folder: Path) -> None:
+        raw = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(raw | values))
+
+    return damage
+
+
+DOWN = "layers.2.mlp.down"
+DAMAGE = {
+    "no scale": (change(lambda t: t.pop(f"{DOWN}_scale")), [f"{DOWN}_scale", "no such tensor there"]),
+    "no numbers": (change(lambda t: t.pop(DOWN)), [DOWN, "no such tensor there"]),
+    "scale of another shape": (
+        change(lambda t: t.update({f"{DOWN}_scale": torch.ones(3, dtype=torch.bfloat16)})),
+        [f"{DOWN}_scale", "[3] there"],
+    ),
+    "floats for numbers": (change(lambda t: t.update({DOWN: t[DOWN].float()})), [DOWN, "floating point, not int8"]),
+    "unknown tensor": (change(lambda t: t.update({"more": torch.ones(1)})), ["more", "no such tensor in the model"]),
+    "another version": (edit_json(INDEX, metadata={"int8": "2"}), ["version 2", "reads 1"]),
+    "no version": (edit_json(INDEX, metadata={}), ["version None", "convert them again"]),
+    "no index": (lambda folder: (folder / INDEX).unlink(), [INDEX]),
+    "a shard is gone": (lambda folder: (folder / "model-00003-of-00006.safetensors").unlink(), ["model-00003"]),
+    "a shard is cut": (
+        lambda folder: (folder / "model-00003-of-00006.safetensors").write_bytes(b"\x10" + bytes(20)),
+        ["model-00003"],
+    ),
+    "a module from elsewhere": (edit_json("config.json", loader="os.path"), ["os.path", "no module of released/"]),
+    "a module that is not there": (edit_json("config.json", loader="released.int2"), ["no module released.int2"]),
+    "a module that loads nothing": (edit_json("config.json", loader="released.tables"), ["released.tables"]),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_folders_are_refused(name, names, decode, tmp_path):
+    damage, says = DAMAGE[name]
+    folder = shutil.copytree(names, tmp_path / "damaged")
+    damage(folder)
+    line = decode.fails("--ckpt", folder, "--prompt", "GREEK")
+    assert all(word in line for word in says), line
+
+
+def test_machines_that_cannot_are_refused(names, decode, monkeypatch):
+    """Before anything is read: reading is made impossible here."""
+    monkeypatch.setattr(int8, "read_tensors", lambda files: pytest.fail("weights were read"))
+    with monkeypatch.context() as m:
+        m.setattr(int8, "memory", lambda device: 1e6)
+        line = decode.fails("--ckpt", names, "--prompt", "GREEK")
+        assert "0.0 GB of memory" in line and "larger device" in line
+    with monkeypatch.context() as m:
+        m.delattr(torch, "_weight_int8pack_mm")
+        line = decode.fails("--ckpt", names, "--dtype", "bf16", "--prompt", "GREEK")
+        assert "no int8 kernel" in line and "--dtype fp32" in line
