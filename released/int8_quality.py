@@ -25,10 +25,11 @@ from torch import Tensor
 import data
 from cache import Output
 from checkpoint import DTYPES, load_model, load_tokenizer
-from data import Parser, Tokenizer, bounded, fail
+from data import Parser, bounded, fail
 from evaluate import draw_names, print_table
 from model import Config, Model, sequence_context
 from sample import MODES, Decoding, generate
+from tokenizer import Tokenizer
 
 # T positions, B block_length, C channels, V vocabulary
 
