@@ -1,6 +1,6 @@
 """Every rule of beyond/rules.py, at each value of its dial, on a model of names: a JSON object a line.
 
-python -m experiments.names_rules --ckpt out/names-base --prompts 512 > rules.jsonl
+python -m tools.sweep_rules --ckpt out/names-base --prompts 512 > rules.jsonl
 """
 
 import json
@@ -32,7 +32,7 @@ DIALS = {
 def step_of(rule: Callable, dial: float) -> Callable:
     """A greedy decoding step whose bundle this rule picks; nothing visible is edited."""
 
-    def step(engine: Cached, z: Tensor, prompt: Tensor, busy: bool, u: Tensor, d: Decoding) -> dict[str, Tensor]:
+    def step(engine: Cached, z: Tensor, prompt: Tensor, any_masked: bool, u: Tensor, d: Decoding) -> dict[str, Tensor]:
         _, logits = engine.stage_a(z)
         bundle = rule(logits, z == engine.cfg.mask_id, dial)
         conf, token = logits.softmax(-1).max(-1)
@@ -62,7 +62,7 @@ def main() -> None:
             completed = {tuple(p): o for p, o in zip(different, generate(model, different, greedy), strict=True)}
             outputs = [completed[tuple(p)] for p in prompts.values()]
             written = [tokenizer.decode(p + o.tokens) for p, o in zip(prompts.values(), outputs, strict=True)]
-            found = evaluate.judge(list(prompts), written, outputs, model.cfg)
+            found = evaluate.judge(list(prompts), written, outputs, model.partial_cost)
             shown = {k: round(found[k], 4) for k in ("exist", "distinct", "all/token", "full/token")}
             print(json.dumps({"rule": rule, "dial": dial} | shown), flush=True)
 
