@@ -17,10 +17,9 @@ from checkpoint import load_model, load_tokenizer
 from data import Parser, bounded, pick_device
 from sample import Decoding, generate
 
-PROBABILITIES = (0.98, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05, 0.0)
 DIALS = {
-    "threshold": PROBABILITIES,
-    "margin": (*PROBABILITIES, 0.02, -1.0),
+    "threshold": (0.98, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05, 0.0),
+    "margin": (0.98, 0.9, 0.8, 0.7, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.05, 0.02, 0.0, -1.0),
     "product": (0.9, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01, 0.003, 0.001, 1e-4, 0.0),
     "entropy_bound": (-1.0, 0.01, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 99.0),
     "factor": (0.1, 0.2, 0.4, 0.7, 1.0, 1.3, 1.6, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 9.0),
