@@ -31,7 +31,7 @@ from beyond.chain import CleanCache, bundle_as_decoded, stage_b_target
 from cache import Cached
 from corrupt import M, cross_entropy, first_masked, kinds, three_term_loss, uniform
 from data import Parser, bounded, fail, generator
-from model import Block, Context, Model, rotary
+from model import Block, Config, Context, Model, rotary
 from sample import Decoding, candidates
 from train import Batch, Losses, Recipe, corrupt_batch
 
@@ -40,6 +40,18 @@ from train import Batch, Losses, Recipe, corrupt_batch
 
 
 # --- the head
+def dense_blocks(cfg: Config, n: int, width: int, rng: torch.Generator) -> nn.ModuleList:
+    """n blocks of a model's geometry, dense ones, whose projections to the residual stream are zero."""
+    cfg = replace(cfg, n_dense=cfg.n_layer, d_dense=width)
+    blocks = nn.ModuleList(Block(cfg, i) for i in range(n))
+    for name, p in blocks.named_parameters():
+        if name.endswith(("proj.weight", "down.weight")):
+            p.data.zero_()
+        elif p.dim() == 2:
+            p.data.normal_(0.0, cfg.n_embd**-0.5, generator=rng)
+    return blocks
+
+
 class JointHead(Model):
     """A model with a joint head; Stage A is the base bit for bit."""
 
@@ -49,14 +61,7 @@ class JointHead(Model):
         """Freeze the base and add dense blocks that change nothing yet. Float32, as all trained weights are."""
         self.requires_grad_(False)
         self.tau_keep = tau_keep
-        cfg = replace(self.cfg, n_dense=self.cfg.n_layer, d_dense=width)
-        self.joint_head = nn.ModuleList(Block(cfg, i) for i in range(head_layers))
-        for name, p in self.joint_head.named_parameters():
-            if name.endswith(("proj.weight", "down.weight")):
-                p.data.zero_()
-            elif p.dim() == 2:
-                p.data.normal_(0.0, cfg.n_embd**-0.5, generator=rng)
-        self.joint_head.to(self.wte.weight.device)
+        self.joint_head = dense_blocks(self.cfg, head_layers, width, rng).to(self.wte.weight.device)
 
     @property
     def partial_cost(self) -> float:

@@ -26,20 +26,19 @@ accept or reject the drafts of a plain pass by a last layer that is causal in so
 """
 
 from argparse import Namespace
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import settings
 import train
 from beyond.chain import AT_ONCE, CleanCache
-from beyond.joint_head import masks_as_decoded
+from beyond.joint_head import dense_blocks, masks_as_decoded
 from cache import Cached
 from corrupt import M, cross_entropy, ranks
 from data import Parser, bounded, fail, generator
-from model import Block, Context, Linear, Model, rotary
+from model import Context, Linear, Model, rotary
 from sample import Decoding, select_bundle
 from train import Batch, Losses, Recipe
 
@@ -100,13 +99,7 @@ class SamplingHead(Model):
         self.requires_grad_(False)
         self.looks = looks
         C = self.cfg.n_embd
-        cfg = replace(self.cfg, n_dense=self.cfg.n_layer, d_dense=width)
-        self.sampling_head = nn.ModuleList(Block(cfg, i) for i in range(head_layers))
-        for name, p in self.sampling_head.named_parameters():
-            if name.endswith(("proj.weight", "down.weight")):
-                p.data.zero_()
-            elif p.dim() == 2:
-                p.data.normal_(0.0, C**-0.5, generator=rng)
+        self.sampling_head = dense_blocks(self.cfg, head_layers, width, rng)
         self.show_draft = Linear(C, C)
         self.show_draft.weight.data.normal_(0.0, C**-0.5, generator=rng)
 
