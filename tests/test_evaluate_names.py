@@ -18,7 +18,7 @@ from evaluate import draw_names, judge, name_decoders, wilson
 from tokenizer import byte_tokenizer, learn_bpe
 
 TOKENIZER = byte_tokenizer()
-MODEL = SimpleNamespace(cfg=SimpleNamespace(n_last=1, n_layer=4))
+MODEL = SimpleNamespace(partial_cost=1 / 4)
 GATES = ["tau_m2t 0.4", "tau_m2t 0.3", "tau_m2t 0.2", "tau_m2t 0.15", "tau_m2t 0.1", "all at once"]
 FACTORISED = ["one at a time", *GATES, "released Q", "released S"]
 

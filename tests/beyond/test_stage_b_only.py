@@ -110,7 +110,7 @@ def test_stage_a_is_measured_in_validation():
 def test_a_saved_adapter_names_what_loads_it(tmp_path):
     save_model(tiny_model(), tmp_path / "base")
     model = with_lora(load_model(tmp_path / "base", "cpu", torch.float32))
-    settings = dict(base="base", lora_r=4, lora_alpha=8)
+    settings = dict(base=str(tmp_path / "base"), lora_r=4, lora_alpha=8)
     save_adapter(model, tmp_path / "adapter", settings | stage_b_recipe(None, "").extension)
     again = load_model(tmp_path / "base", "cpu", torch.float32, tmp_path / "adapter")
     assert isinstance(again, StageBOnly)
