@@ -15,8 +15,8 @@ $(VENV)/ready: requirements.txt
 	python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 demo: $(VENV)/ready
-	python train.py --n_last 3 --log_interval 50
-	python sample.py --prompt "ARABIC LIGATURE" --watch
+	python train.py --n_last 3
+	python sample.py --prompt "ARABIC LIGATURE" --tau_t2t none --watch
 test: $(VENV)/ready
 	python -m pytest -q
 lint: $(VENV)/ready
