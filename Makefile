@@ -1,6 +1,5 @@
 # make demo     train on the names of Unicode characters, then complete one (minutes, 2 cores)
-# make test     run the test suite
-# make lint     ruff: lint and format
+# make test     run the test suite; make lint: ruff, lint and format
 # make picture  joint against factorised on a toy whose answer is known (minutes)
 # Each builds $(VENV) from requirements.txt first, if it is not there. None of them deletes or overwrites anything.
 
@@ -17,8 +16,9 @@ $(VENV)/ready: requirements.txt
 demo: $(VENV)/ready
 	python train.py --n_last 3
 	python sample.py --prompt "ARABIC LIGATURE" --tau_t2t none --watch
-test: $(VENV)/ready
-	python -m pytest -q
+test: $(VENV)/ready  # in two halves, a core each
+	python -m pytest -q tests/tools tests/released & half=$$!; failed=0; \
+	python -m pytest -q --ignore tests/tools --ignore tests/released || failed=1; wait $$half || failed=1; exit $$failed
 lint: $(VENV)/ready
 	ruff check . && ruff format --check .
 picture: $(VENV)/ready

@@ -157,15 +157,10 @@ def test_a_seed_may_be_any_whole_number(ckpt, monkeypatch, capsys):
     assert texts[0] != texts[1] == texts[2] != texts[3] != texts[0]
 
 
-@pytest.mark.parametrize("script", ["sample.py", "tools.toys"])
-def test_a_reader_who_leaves_is_no_error(script, ckpt):
-    """`python ... | head -1`, with the first line read and the pipe closed before the rest is written."""
-    command = ["sample.py", "--ckpt", str(ckpt), "--device", "cpu", "--gen_length", "64", "--watch"]
-    command += [f"--prompt={i}" for i in range(40)]
-    if script == "tools.toys":
-        command = ["-m", script]
+def test_a_reader_who_leaves_is_no_error():
+    """`python -m tools.toys | head -1`, the pipe closed before the rest is written. Every script has data.Parser."""
     process = subprocess.Popen(
-        [sys.executable, "-u", *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-u", "-m", "tools.toys"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout.readline()
     process.stdout.close()
