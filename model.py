@@ -127,7 +127,9 @@ class Model(nn.Module):
         Stage A.
         """
         # a clean copy behind the rows is never marked
-        bundle = F.pad(bundle, (0, h.shape[1] - bundle.shape[1]))
+        behind = h.shape[1] - bundle.shape[1]
+        if behind > 0:
+            bundle = F.pad(bundle, (0, behind))
         return h + bundle[..., None] * self.markers[round].to(h.dtype)
 
     def coordinate(self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int, first_round: int = 0) -> Tensor:

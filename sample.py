@@ -284,7 +284,7 @@ def settle_decoding(args: Namespace, model: Model) -> Decoding:
 
     gates = dict(MODES[args.mode])
     if n_rounds > 0:
-        gates["tau_t2t"] = 0.0
+        gates["tau_t2t"] = "default"  # the paper's, see Decoding
     if args.tau_m2t is not None:
         gates["tau_m2t"] = args.tau_m2t
     if "tau_t2t" in args:  # None is a value: no edits

@@ -255,18 +255,22 @@ def take_step(
         terms = terms + part_terms
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip_at(args)))
 
-    # the update
+    record = update(optimizer, loss, norm, step, args)
+    record["tokens"] = n_real
+    record |= named_terms(terms)
+    record["ms"] = 1e3 * (time.perf_counter() - start)
+    return record
+
+
+def update(optimizer: torch.optim.Optimizer, loss: float, norm: float, step: int, args: Namespace) -> dict[str, float]:
+    """The optimizer's step, unless the loss or its gradient is not finite -> the log's first fields."""
     rate = learning_rate(step, args)
     for group in optimizer.param_groups:
         group["lr"] = rate
     if math.isfinite(loss + norm):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-
-    record = dict(step=step, loss=loss, grad_norm=norm, lr=rate, tokens=n_real)
-    record |= named_terms(terms)
-    record["ms"] = 1e3 * (time.perf_counter() - start)
-    return record
+    return dict(step=step, loss=loss, grad_norm=norm, lr=rate)
 
 
 @torch.no_grad()

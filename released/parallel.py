@@ -12,7 +12,6 @@ more processes than GPUs, and devices other than these two. released/run.py shar
 """
 
 import importlib
-import math
 import os
 import signal
 import sys
@@ -257,14 +256,8 @@ def take_step(
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), train.clip_at(args))
     norm = float(norm.full_tensor())
 
-    rate = train.learning_rate(step, args)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    if math.isfinite(loss + norm):
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-
-    record = dict(step=step, loss=loss, grad_norm=norm, lr=rate, tokens=n_real)
+    record = train.update(optimizer, loss, norm, step, args)
+    record["tokens"] = n_real
     record |= train.named_terms(terms)
     record["ms"] = 1e3 * (time.perf_counter() - start)
     return record
