@@ -19,7 +19,7 @@ import sample
 import train
 from beyond import chain
 from beyond.chain import CleanCache, bundle_as_decoded, stage_b_target
-from beyond.joint_head import masks_as_decoded
+from beyond.joint_head import masks_as_decoded, summed
 from cache import Cached
 from corrupt import M, cross_entropy, three_term_loss
 from data import bounded, fail
@@ -70,7 +70,7 @@ def distill_step(model: Distilled, batch: Batch, args: Namespace) -> Losses:
     ce = cross_entropy(model, h[:, : z.shape[1]][bundle], wanted[bundle])
 
     terms = torch.zeros_like(terms_own)
-    terms[0] = torch.stack([ce.detach().sum(), torch.tensor(float(len(ce)), device=z.device)])
+    terms[0] = summed(ce)
     return ce.sum() + args.own_loss * own, torch.stack([terms_own, terms])
 
 

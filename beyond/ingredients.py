@@ -15,6 +15,7 @@ nothing is refused with `--keep 0` of pays.py.
 
 from argparse import Namespace
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +25,10 @@ import sample
 import train
 from beyond import joint_head, stage_b_only
 from beyond.chain import CleanCache, bundle_as_decoded, stage_b_target
-from beyond.joint_head import JointHead, joint_head_step, masks_as_decoded, stage_a_terms, without_small_ones
+from beyond.joint_head import JointHead, joint_head_step, masks_as_decoded, without_small_ones
 from beyond.stage_b_only import StageBOnly, stage_b_losses
 from cache import Cached
-from corrupt import M, cross_entropy
+from corrupt import M
 from data import Parser, fail, generator
 from model import Model
 from sample import Decoding
@@ -109,29 +110,6 @@ class LastLayersAgain(StageBOnly):
 
 
 # --- what is trained
-def random_masks_step(model: JointHead, batch: Batch, args: Namespace) -> Losses:
-    """joint_head_step with masks that are random in every block."""
-    z, kind = corrupt_batch(model, batch, args)
-
-    # the bundle, and what the base would write into it one token at a time
-    finished = CleanCache(model, batch)
-    bundle = bundle_as_decoded(finished, z, kind == M, batch, args)
-    bundle = without_small_ones(bundle, model.cfg.block_length, model.least)
-    wanted = stage_b_target(finished, z, bundle, batch, args)
-
-    # the head looks again, at Stage A's final states
-    blocks = z.view(-1, model.cfg.block_length)
-    h = finished.read(blocks, torch.arange(len(blocks), device=z.device))  # (N, B, C)
-    h = model.second_look(h, bundle.view_as(blocks))
-    ce = cross_entropy(model, h, wanted[bundle])
-
-    terms = torch.zeros(2, 3, 2, device=z.device)
-    terms[1, 0] = torch.stack([ce.detach().sum(), torch.tensor(float(len(ce)), device=z.device)])
-    if not torch.is_grad_enabled():
-        terms[0] = stage_a_terms(finished, batch, z, kind)
-    return ce.sum(), terms
-
-
 def last_layers_step(model: LastLayersAgain, batch: Batch, args: Namespace) -> Losses:
     """joint_head_step with LoRA in the last n layers instead of a head."""
     z, kind = masks_as_decoded(model, batch, args)
@@ -153,7 +131,7 @@ class Change:
 
 CHANGES = {
     "singles": Change(model=Singles),
-    "suffixes": Change(step=random_masks_step),
+    "suffixes": Change(step=partial(joint_head_step, masks=corrupt_batch)),
     "everywhere": Change(model=Everywhere),
     "own": Change(model=LastLayersAgain, step=last_layers_step),
     "marker": Change(model=Marked),

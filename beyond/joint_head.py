@@ -17,6 +17,7 @@ There is no marker. It would say which positions are asked, and on names that ch
 """
 
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -137,35 +138,6 @@ def attach(model: Model, settings: dict) -> None:
 
 
 # --- the training step
-def joint_head_step(model: JointHead, batch: Batch, args: Namespace) -> Losses:
-    """The head's loss on chain targets; Stage A is the frozen base."""
-    # what the model is shown: masks alone, in half of the blocks at its end, as a prompt leaves them
-    z, kind = masks_as_decoded(model, batch, args)
-    masked = kind == M
-
-    # the bundle, and what the base would write into it one token at a time
-    finished = CleanCache(model, batch)
-    bundle = bundle_as_decoded(finished, z, masked, batch, args)
-    bundle = without_small_ones(bundle, model.cfg.block_length, model.least)
-    wanted = stage_b_target(finished, z, bundle, batch, args)
-
-    # Stage A's final states of the blocks that have a bundle (attention takes no batch of nothing)
-    blocks = z.view(-1, model.cfg.block_length)  # (R * Z, B)
-    in_bundle = bundle.view(-1, model.cfg.block_length)
-    asked = in_bundle.any(-1)
-    asked[0] |= ~asked.any()
-    h = finished.read(blocks[asked], asked.nonzero()[:, 0])  # (N, B, C)
-
-    # the head looks again, and is asked for the bundle alone
-    h = model.second_look(h, in_bundle[asked])
-    ce = cross_entropy(model, h, wanted[bundle])
-    terms = torch.zeros(2, 3, 2, device=z.device)
-    terms[1, 0] = torch.stack([ce.detach().sum(), torch.tensor(float(len(ce)), device=z.device)])
-    if not torch.is_grad_enabled():
-        terms[0] = stage_a_terms(finished, batch, z, kind)
-    return ce.sum(), terms
-
-
 def masks_as_decoded(model: Model, batch: Batch, args: Namespace) -> tuple[Tensor, Tensor]:
     """z and kind (R, T): masks alone. In half of the blocks they are moved to its end, as many: a prompt leaves the
     rest of its block to be written."""
@@ -185,6 +157,40 @@ def masks_as_decoded(model: Model, batch: Batch, args: Namespace) -> tuple[Tenso
     z = batch.clean.masked_fill(masked, model.cfg.mask_id)
     kind = kinds(batch.clean, z, batch.free, model.cfg.mask_id)
     return z, kind.masked_fill(masked, M)
+
+
+def joint_head_step(model: JointHead, batch: Batch, args: Namespace, masks: Callable = masks_as_decoded) -> Losses:
+    """The head's loss on chain targets; Stage A is the frozen base."""
+    # what the model is shown: masks alone, in half of the blocks at its end, as a prompt leaves them
+    z, kind = masks(model, batch, args)
+    masked = kind == M
+
+    # the bundle, and what the base would write into it one token at a time
+    finished = CleanCache(model, batch)
+    bundle = bundle_as_decoded(finished, z, masked, batch, args)
+    bundle = without_small_ones(bundle, model.cfg.block_length, model.least)
+    wanted = stage_b_target(finished, z, bundle, batch, args)
+
+    # Stage A's final states of the blocks that have a bundle (attention takes no batch of nothing)
+    blocks = z.view(-1, model.cfg.block_length)  # (R * Z, B)
+    in_bundle = bundle.view(-1, model.cfg.block_length)
+    asked = in_bundle.any(-1)
+    asked[0] |= ~asked.any()
+    h = finished.read(blocks[asked], asked.nonzero()[:, 0])  # (N, B, C)
+
+    # the head looks again, and is asked for the bundle alone
+    h = model.second_look(h, in_bundle[asked])
+    ce = cross_entropy(model, h, wanted[bundle])
+    terms = torch.zeros(2, 3, 2, device=z.device)
+    terms[1, 0] = summed(ce)
+    if not torch.is_grad_enabled():
+        terms[0] = stage_a_terms(finished, batch, z, kind)
+    return ce.sum(), terms
+
+
+def summed(ce: Tensor) -> Tensor:
+    """(P,) cross-entropies -> (2,): their sum and their number, as a term of the log."""
+    return torch.stack([ce.detach().sum(), torch.tensor(float(len(ce)), device=ce.device)])
 
 
 def without_small_ones(bundle: Tensor, B: int, least: int) -> Tensor:
