@@ -69,6 +69,7 @@ class Config:
     tied: bool = False  # LM head = embedding
     n_last: int = 3  # n: how many layers Stage B runs again
     n_rounds: int = 1  # K: how many markers there are
+    order: str = "surest"  # which masks of a block are written first: the "surest", or the "leftmost"
     tokenizer: str = "bytes"  # "bytes", "bpe" (tokenizer.json beside the weights) or "toy" (toy.json beside them)
 
 

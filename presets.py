@@ -121,9 +121,11 @@ def check(cfg: Config) -> Config:
     if cfg.block_length > cfg.max_len:
         refuse(f"block_length must be 1..{cfg.max_len} (max_len), not {cfg.block_length}")
 
-    # tokens
+    # tokens, and the order in which they are written
     if max(cfg.eos_id, cfg.mask_id) >= cfg.vocab_size:
         refuse("eos_id and mask_id must be inside the vocabulary")
+    if cfg.order not in ("surest", "leftmost"):
+        refuse(f"order {cfg.order!r} is not surest or leftmost")
     if cfg.tokenizer not in ("bytes", "bpe", "toy"):
         refuse(f"tokenizer {cfg.tokenizer!r} is not bytes, bpe or toy")
     return cfg

@@ -155,7 +155,7 @@ def denoise(
 
     # which masks are written now
     probability = logits.softmax(-1).amax(-1)
-    bundle = select_bundle(probability, masked, d)
+    bundle = select_bundle(probability, masked, d, model.cfg.order)
 
     # Stage B looks at the bundle again (Eq. 4), unless there is none
     if d.n_rounds > 0 and bundle.any():
@@ -167,21 +167,36 @@ def denoise(
     return torch.where(bundle | edited, token, z), bundle
 
 
-def select_bundle(probability: Tensor, masked: Tensor, d: Decoding) -> Tensor:
-    """Which masks are written in this step: those above tau_m2t, or the num_to_transfer surest
-    where fewer pass.
+def select_bundle(probability: Tensor, masked: Tensor, d: Decoding, order: str) -> Tensor:
+    """Which masks are written in this step: those that pass tau_m2t, or the first num_to_transfer of
+    the order where fewer pass.
+
+    surest      passes where its probability is above tau_m2t (the paper)
+    leftmost    passes where the product of the masks' probabilities, up to and with its own, is
 
     probability (R, T) float32, the best token's at every position; masked (R, T) bool -> (R, T)
     bool.
     """
-    passing = masked & (probability > d.tau_m2t)
+    if order == "leftmost":
+        together = torch.where(masked, probability, 1.0).cumprod(-1)
+        passing = masked & (together > d.tau_m2t)
+    else:
+        passing = masked & (probability > d.tau_m2t)
 
-    # the surest ones, the leftmost of equals
+    # the first ones of the order, the leftmost of equals
     size = torch.full_like(masked[:, :1], d.num_to_transfer, dtype=torch.long)
-    surest = first_masked(-probability, masked, size, masked.shape[1])
+    first = first_masked(precedence(probability, order), masked, size, masked.shape[1])
 
     enough = passing.sum(-1, keepdim=True) >= d.num_to_transfer
-    return torch.where(enough, passing, surest)
+    return torch.where(enough, passing, first)
+
+
+def precedence(probability: Tensor, order: str) -> Tensor:
+    """What comes first in this order has the smallest number: (R, T) float32 -> (R, T) float32."""
+    if order == "leftmost":
+        place = torch.arange(probability.shape[1], device=probability.device)
+        return place.to(probability.dtype).expand_as(probability)
+    return -probability
 
 
 # --- the same for many rows, and with temperature
@@ -204,7 +219,7 @@ def step(engine: Cached, z: Tensor, prompt: Tensor, any_masked: bool, u: Tensor,
     token_a, conf_a = candidates(logits_a, u[:, 0], d)
 
     # which masks are written now
-    bundle = select_bundle(conf_a, masked, d)
+    bundle = select_bundle(conf_a, masked, d, engine.cfg.order)
 
     # Stage B looks at the bundles again; a row without one writes from Stage A
     token = token_a

@@ -1,8 +1,9 @@
 """Chain targets: Stage B's bundle is filled with what Stage A itself would write one token at a time.
 
-The paper's target, the clean tokens, has the marginals as its minimiser (results/theorem). This one is a function of z:
-cross-entropy to one tuple has that tuple as its minimiser, so Stage B can learn to write one that holds together. Most
-confident position first, total correlation zero by construction, without gradient, all blocks of the batch at once.
+The paper's target, the clean tokens, has the marginals as its minimiser (results/theorem). This one is a function of
+z: cross-entropy to one tuple has that tuple as its minimiser, so Stage B can learn to write one that holds together.
+It is written in the base's own order (Config.order), without gradient, all blocks of a batch at once; its total
+correlation is zero by construction.
 
 Earlier blocks that are masked themselves (--context corrupted on rows of several blocks) are refused: the chain reads
 finished text before a block, where Stage B would see masks.
@@ -28,6 +29,7 @@ from beyond.stage_b_only import stage_b_losses, stage_b_recipe
 from corrupt import M, draw_bundle, first_masked, three_term_loss, uniform
 from data import Parser, bounded, fail
 from model import Model, sequence_context
+from sample import precedence
 from train import Batch, Losses, Recipe, batch_context, corrupt_batch
 
 # R rows, T positions, B block_length, Z = T / B blocks of a row, N blocks of the batch or some of them, C channels,
@@ -67,8 +69,8 @@ def chain_step(model: Model, batch: Batch, args: Namespace) -> Losses:
 
 
 def bundle_as_decoded(finished: "CleanCache", z: Tensor, masked: Tensor, batch: Batch, args: Namespace) -> Tensor:
-    """(R, T) bool: in a share of the blocks the most confident masks, as decoding would have it; in the others random
-    ones, as the paper draws them."""
+    """(R, T) bool: in a share of the blocks the first masks of the model's order, as decoding would have it; in the
+    others random ones, as the paper draws them."""
     B = finished.B
     if args.confident_share == 0:
         group = train.bundle_group(finished.model, batch, args)
@@ -79,12 +81,15 @@ def bundle_as_decoded(finished: "CleanCache", z: Tensor, masked: Tensor, batch: 
     size = args.s_min + (uniform(batch.draws, n_blocks) * (args.s_max - args.s_min + 1)).long()
     key = uniform(batch.draws, z.shape[1]).to(z.device)
 
-    # or by confidence, the surest first
-    confident = uniform(batch.draws, n_blocks) < args.confident_share
-    confident = confident.repeat_interleave(B, dim=1).to(z.device)
-    sure, _, _ = stage_a_look(finished)(z.view(-1, B), masked.view(-1, B), 1)
-    sure = sure.view(z.shape).masked_fill(~masked, 0.0)
-    key = torch.where(confident, -sure, key)
+    # or as decoding would choose them
+    decoded = uniform(batch.draws, n_blocks) < args.confident_share
+    decoded = decoded.repeat_interleave(B, dim=1).to(z.device)
+    order = finished.model.cfg.order
+    sure = torch.zeros(z.shape, device=z.device)
+    if order == "surest":
+        sure, _, _ = stage_a_look(finished)(z.view(-1, B), masked.view(-1, B), 1)
+        sure = sure.view(z.shape).masked_fill(~masked, 0.0)
+    key = torch.where(decoded, precedence(sure, order), key)
     return first_masked(key, masked, size.to(z.device), B)
 
 
@@ -93,30 +98,31 @@ def stage_b_target(finished: "CleanCache", z: Tensor, bundle: Tensor, batch: Bat
     if args.target == "clean":
         return batch.clean
     B = finished.B
+    order = finished.model.cfg.order
     blocks = z.view(-1, B)
     in_bundle = bundle.view(-1, B)
     if args.beam == 1:
-        written, _ = greedy_chain(stage_a_look(finished), blocks, in_bundle)
+        written, _ = greedy_chain(stage_a_look(finished), blocks, in_bundle, order)
     else:
-        written, _ = beam_chain(stage_a_look(finished), blocks, in_bundle, args.beam)
+        written, _ = beam_chain(stage_a_look(finished), blocks, in_bundle, args.beam, order)
     return torch.where(bundle, written.reshape(z.shape), batch.clean)
 
 
 # --- the chain
 @torch.no_grad()
-def greedy_chain(look: Look, blocks: Tensor, bundle: Tensor) -> tuple[Tensor, Tensor]:
+def greedy_chain(look: Look, blocks: Tensor, bundle: Tensor, order: str = "surest") -> tuple[Tensor, Tensor]:
     """The model's own decode of each block's bundle, one token at a time.
 
     blocks (N, B) int64, bundle (N, B) bool -> blocks with the bundle written (N, B), and the log-probability of what
-    was written (N,). All blocks advance together, each by its most confident position a step.
+    was written (N,). All blocks advance together, each by one position a step: its surest, or its leftmost.
     """
     left = bundle.clone()
     score = torch.zeros(len(blocks), device=blocks.device)
     for _ in range(longest(bundle)):
         sure, log_p, token = look(blocks, left, 1)
 
-        # each block writes its surest position; a block that is done writes nothing
-        place = leaders(sure, 1)  # (N, 1)
+        # each block writes the next position of the order; a block that is done writes nothing
+        place = next_place(sure, left, order)
         here = torch.zeros_like(left).scatter(1, place, True) & left
         blocks = torch.where(here, token[..., 0], blocks)
         score = score + log_p[..., 0].masked_fill(~here, 0.0).sum(-1)
@@ -125,7 +131,7 @@ def greedy_chain(look: Look, blocks: Tensor, bundle: Tensor) -> tuple[Tensor, Te
 
 
 @torch.no_grad()
-def beam_chain(look: Look, blocks: Tensor, bundle: Tensor, beam: int) -> tuple[Tensor, Tensor]:
+def beam_chain(look: Look, blocks: Tensor, bundle: Tensor, beam: int, order: str = "surest") -> tuple[Tensor, Tensor]:
     """`greedy_chain` that keeps `beam` hypotheses of each block: an approximation of the joint mode.
 
     All hypotheses are filled at the same positions (the best one chooses), so that they are different tuples.
@@ -143,7 +149,7 @@ def beam_chain(look: Look, blocks: Tensor, bundle: Tensor, beam: int) -> tuple[T
         token = torch.stack([found[2] for found in looks], dim=1)
 
         # the candidates at the position that is written
-        place = leaders(sure, 1)  # (N, 1)
+        place = next_place(sure, left, order)
         at = place[:, None, :, None].expand(N, len(looks), 1, U)
         log_p = log_p.gather(2, at)[:, :, 0]  # (N, U', U)
         token = token.gather(2, at)[:, :, 0]
@@ -163,6 +169,13 @@ def beam_chain(look: Look, blocks: Tensor, bundle: Tensor, beam: int) -> tuple[T
         score = torch.where(busy[:, None], grown.gather(1, best), score)
         left = left & ~here
     return hypotheses[:, 0], score[:, 0]
+
+
+def next_place(sure: Tensor, left: Tensor, order: str) -> Tensor:
+    """The position that a chain writes next: sure (N, B) log-probabilities, left (N, B) bool -> (N, 1) int64."""
+    if order == "leftmost":
+        return left.to(torch.uint8).argmax(-1, keepdim=True)
+    return leaders(sure, 1)
 
 
 def longest(bundle: Tensor) -> int:
@@ -290,7 +303,7 @@ def build_parser(doc: str) -> Parser:
     add("--target", choices=["chain", "clean"], default="chain", help="what Stage B writes into the bundle")
     add("--beam", type=bounded(int, 1), default=1, help="hypotheses (1: greedy; 8: near the joint mode)")
     add("--confident_share", type=bounded(float, 0, 1), default=0.0,
-        help="share of the blocks whose bundle is their most confident masks, as in decoding")
+        help="share of the blocks whose bundle is the first masks of the base's order, as in decoding")
     add("--lora", choices=["stage_b", "all"], default="stage_b",
         help="adapters in Stage B alone, Stage A stays the base; or everywhere (the paper)")
     # fmt: on

@@ -14,7 +14,7 @@ nothing is refused with `--keep 0` of pays.py.
 """
 
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -31,7 +31,7 @@ from cache import Cached
 from corrupt import M
 from data import Parser, fail, generator
 from model import Model
-from sample import Decoding
+from sample import Decoding, select_bundle
 from train import Batch, Losses, Recipe, Step, corrupt_batch
 
 # R rows, B block_length, N blocks of a batch, C channels, P bundle positions
@@ -90,7 +90,6 @@ class LastLayersAgain(StageBOnly):
     """The paper's Stage B in the place of the joint head. Bundles and refusals are the joint head's."""
 
     least = JointHead.least
-    kept = JointHead.kept
 
     def step(
         self, engine: Cached, z: Tensor, prompt: Tensor, any_masked: bool, u: Tensor, d: Decoding
@@ -101,7 +100,8 @@ class LastLayersAgain(StageBOnly):
             looked_at = torch.zeros_like(looked_at)
 
         # a bundle of one is Stage A's; of the others what is kept is written, what is refused stays masked
-        refused = looked_at & ~self.kept(s["conf"], looked_at)
+        kept = select_bundle(s["conf"], looked_at, replace(d, tau_m2t=self.tau_keep), self.cfg.order)
+        refused = looked_at & ~kept
         single = s["bundle"] & ~looked_at
         after = torch.where(single, s["token_a"], s["after"])
         after = torch.where(refused, z, after)

@@ -2,12 +2,13 @@
 
     y <- y + 1_S * Block(y)      head_layers times, from y = Stage A's final states, normed; S the bundle
 
-The paper's Stage B runs the last n layers again, with a marker. The joint head is no Stage B: it has weights of its own
-(a dense block beside a mixture of experts is small), reads no cache (attention stays inside the block of text, whose
-states have seen the context), keeps what is not in the bundle at Stage A's states, and starts as Stage A, because its
-output projections are zero. It is trained on chain targets (chain.py), and it may refuse: what it is not sure of
-(tau_keep) stays masked, for the next step to decide; only the surest of a bundle is always written. A bundle of one
-token has nothing to coordinate and is written as it is.
+The paper's Stage B runs the last n layers again, with a marker. The joint head is no Stage B: it has weights of its
+own (a dense block beside a mixture of experts is small), reads no cache (attention stays inside the block of text,
+whose states have seen the context), keeps what is not in the bundle at Stage A's states, and starts as Stage A,
+because its output projections are zero. It is trained on chain targets (chain.py), and it may refuse: what does not
+pass tau_keep, by the same rule as Stage A's tau_m2t, stays masked, for the next step to decide; only the first of a
+bundle, in the model's order, is always written. A bundle of one token has nothing to coordinate and is written as it
+is.
 
 There is no marker. It would say which positions are asked, and on names that changes nothing (results/pays).
 
@@ -33,7 +34,7 @@ from cache import Cached
 from corrupt import M, cross_entropy, first_masked, kinds, three_term_loss, uniform
 from data import Parser, bounded, fail, generator
 from model import Block, Config, Context, Model, rotary
-from sample import Decoding, candidates
+from sample import Decoding, candidates, select_bundle
 from train import Batch, Losses, Recipe, corrupt_batch
 
 # R rows, T positions, B block_length, Z = T / B blocks, N blocks of a batch, C channels, V vocabulary,
@@ -83,12 +84,6 @@ class JointHead(Model):
             y = y.masked_scatter(bundle[..., None], x)
         return y[bundle]
 
-    def kept(self, conf: Tensor, looked_at: Tensor) -> Tensor:
-        """Of the positions that the head looked at, which it is sure of; the surest of a row always. All (R, B)."""
-        one = torch.ones_like(looked_at[:, :1], dtype=torch.long)
-        surest = first_masked(-conf, looked_at, one, looked_at.shape[1])
-        return looked_at & (surest | (conf > self.tau_keep))
-
     def step(
         self, engine: Cached, z: Tensor, prompt: Tensor, any_masked: bool, u: Tensor, d: Decoding
     ) -> dict[str, Tensor]:
@@ -108,7 +103,7 @@ class JointHead(Model):
         conf = s["conf_a"].masked_scatter(looked_at, conf)
 
         # what it keeps is written, what it refuses stays masked
-        kept = self.kept(conf, looked_at)
+        kept = select_bundle(conf, looked_at, replace(d, tau_m2t=self.tau_keep), self.cfg.order)
         refused = looked_at & ~kept
         after = torch.where(kept, token, s["after"])
         after = torch.where(refused, z, after)
@@ -140,7 +135,7 @@ def attach(model: Model, settings: dict) -> None:
 # --- the training step
 def masks_as_decoded(model: Model, batch: Batch, args: Namespace) -> tuple[Tensor, Tensor]:
     """z and kind (R, T): masks alone. In half of the blocks they are moved to its end, as many: a prompt leaves the
-    rest of its block to be written."""
+    rest of its block to be written. In all of them where the leftmost are written first: then nothing else is met."""
     z, kind = corrupt_batch(model, batch, args)
     R, T = z.shape
     B = model.cfg.block_length
@@ -151,7 +146,10 @@ def masks_as_decoded(model: Model, batch: Batch, args: Namespace) -> tuple[Tenso
     from_the_end = -torch.arange(T, device=z.device).float().expand(R, T)
     last = first_masked(from_the_end, batch.free, size, B)
 
-    moved = uniform(batch.draws, T // B) < 0.5
+    share = 0.5
+    if model.cfg.order == "leftmost":
+        share = 1.0
+    moved = uniform(batch.draws, T // B) < share
     moved = moved.repeat_interleave(B, dim=1).to(z.device)
     masked = torch.where(moved, last, masked)
     z = batch.clean.masked_fill(masked, model.cfg.mask_id)
@@ -219,7 +217,7 @@ def build_parser(doc: str) -> Parser:
     add("--head_layers", type=bounded(int, 1), default=1, help="dense blocks of the head")
     add("--width", type=bounded(int, 1), default=192, help="of their SwiGLU")
     add("--tau_keep", type=bounded(float, 0, 1), default=0.5,
-        help="in decoding, what the head is less sure of stays masked (0: nothing is refused)")
+        help="in decoding, what does not pass this stays masked (0: nothing is refused)")
     # fmt: on
     return p
 

@@ -177,6 +177,7 @@ def new_model(args: Namespace, tokenizer: Tokenizer) -> Model:
     size = dict(n_layer=args.n_layer, n_dense=args.n_layer, n_embd=args.n_embd, d_dense=args.width, n_last=1)
     heads = dict(n_head=args.n_embd // 32, n_kv_head=args.n_embd // 64)
     reads = dict(tokenizer="bpe", eos_id=tokenizer.eos_id, mask_id=tokenizer.mask_id, vocab_size=data.NAMES_VOCAB)
+    reads["order"] = "leftmost"  # in which this model is better, see results/names/recipe.md
     reads["block_length"] = 1 if args.one_by_one == 1 else BLOCK
     cfg = checkpoint.check(replace(checkpoint.PRESETS["names"], **size, **heads, **reads))
     model = checkpoint.new_model(cfg, generator(args.seed, "init"))

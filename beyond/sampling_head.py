@@ -1,7 +1,7 @@
 """The sampling head: several positions are sampled in one step, and what is written follows a joint law.
 
 A factorised pass draws every position from a distribution of its own, q_i: draws that need not go together. Here they
-are drafts. The head reads them in an order, the position that Stage A is surest of first, and gives each position of
+are drafts. The head reads them in the model's order, the surest position first or the leftmost, and gives each of
 the bundle a distribution p_i: given the block, and the drafts before i. Each draft is then accepted or repaired:
 
     accept    with probability min(1, p_i(draft) / q_i(draft))
@@ -11,10 +11,11 @@ Accepting writes min(p_i, q_i), and repairing fills it up to p_i, whatever q_i i
 p_i. What comes behind a repair has read a draft that is not there. It stays masked, for the head's next look (--looks)
 or for the next step. The first draft stands: there is nothing before it to read.
 
-So a step follows the head's chain rule. temperature, top_k and top_p filter p_i and q_i alike. The order and the bundle
-come from how sure Stage A is, and never from what was drawn. (sample.step writes draws that happen to be likely tokens,
-and a joint head refuses what it is not sure of: both sharpen.) Where a step ends early, the rest follows the rule in
-the new context; the whole block has the head's law as far as its rules in both contexts agree.
+So a step follows the head's chain rule. temperature, top_k and top_p filter p_i and q_i alike. The order and the
+bundle come from how sure Stage A is, or from the places, and never from what was drawn. (sample.step writes draws
+that happen to be likely tokens, and a joint head refuses what it is not sure of: both sharpen.) Where a step ends
+early, the rest follows the rule in the new context; the whole block has the head's law as far as its rules in both
+contexts agree.
 
 The target is the clean token. A marker says only where the bundle is, and with it the minimiser is each position's own
 marginal (results/theorem); this head reads tokens, so its minimiser is their conditional. Training runs no chain. To
@@ -39,7 +40,7 @@ from cache import Cached
 from corrupt import M, cross_entropy, ranks
 from data import Parser, bounded, fail, generator
 from model import Context, Linear, Model, rotary
-from sample import Decoding, select_bundle
+from sample import Decoding, precedence, select_bundle
 from train import Batch, Losses, Recipe
 
 # R rows, B block_length, N blocks of a batch, C channels, V vocabulary, P positions that are asked
@@ -76,15 +77,15 @@ def probability_of(p: Tensor, token: Tensor) -> Tensor:
     return p.gather(-1, token[..., None])[..., 0]
 
 
-def earlier(sure: Tensor, bundle: Tensor) -> Tensor:
-    """The order of the bundle, the surest first, the leftmost of equals: sure (R, B) float, bundle (R, B) bool
-    -> before (R, B, B) bool, True at [r, i, j] where j is in the bundle and comes before i.
+def earlier(key: Tensor, bundle: Tensor) -> Tensor:
+    """The order of the bundle, the smallest key first (sample.precedence), the leftmost of equals: key (R, B) float,
+    bundle (R, B) bool -> before (R, B, B) bool, True at [r, i, j] where j is in the bundle and comes before i.
 
-    sure = [.2, .9, .5], all in the bundle:      . 1 1       0 comes last
+    key = [-.2, -.9, -.5], all in the bundle:    . 1 1       0 comes last
                                                  . . .       1 comes first
                                                  . 1 .
     """
-    rank = ranks((-sure).masked_fill(~bundle, float("inf")))
+    rank = ranks(key.masked_fill(~bundle, float("inf")))
     comes_before = rank[:, None, :] < rank[:, :, None]
     return comes_before & bundle[:, None, :]
 
@@ -163,10 +164,10 @@ class SamplingHead(Model):
         q = self.filtered(logits, d)
         draft = draw(q, u[:, 0])
 
-        # the bundle and its order, by how sure Stage A is and not by what was drawn
+        # the bundle and its order, which do not depend on what was drawn
         sure = logits.softmax(-1).amax(-1)
-        bundle = select_bundle(sure, masked, d)
-        before = earlier(sure, bundle)
+        bundle = select_bundle(sure, masked, d, self.cfg.order)
+        before = earlier(precedence(sure, self.cfg.order), bundle)
 
         # the first draft stands; without the head all of them do
         written = bundle
@@ -281,9 +282,9 @@ def sampling_head_step(model: SamplingHead, batch: Batch, args: Namespace) -> Lo
     finished = CleanCache(model, batch)
     h = finished.read(blocks, torch.arange(len(blocks), device=z.device))  # (N, B, C)
 
-    # all masks are the bundle, the surest first; the first one of a block has no draft to read
+    # all masks are the bundle, in the model's order; the first one of a block has no draft to read
     bundle = (kind == M).view(-1, B)
-    before = earlier(how_sure(model, h, bundle), bundle)
+    before = earlier(precedence(how_sure(model, h, bundle), model.cfg.order), bundle)
     asked = bundle & before.any(-1)
 
     # each token after the clean tokens before it

@@ -36,7 +36,7 @@ def step(engine: Cached, z: Tensor, prompt: Tensor, any_masked: bool, u: Tensor,
     # Stage A, and the bundle by confidence
     h, logits_a = engine.stage_a(z)
     token_a, conf_a = candidates(logits_a, u[:, 0], d)
-    bundle = select_bundle(conf_a, masked, d)
+    bundle = select_bundle(conf_a, masked, d, engine.cfg.order)
 
     # or as many masks, but those of the least entropy
     if d.select == "entropy":

@@ -108,6 +108,7 @@ def adapter(base, tmp_path):
         ("mask_id", 257.0),
         ("tokenizer", 5),
         ("tokenizer", ["bytes"]),
+        ("order", "rightmost"),
     ],
 )
 def test_a_wrong_field_is_one_line_that_names_it(field, value, base, monkeypatch, capsys):
@@ -119,7 +120,7 @@ def test_a_wrong_field_is_one_line_that_names_it(field, value, base, monkeypatch
 def test_every_field_has_a_type_and_a_range():
     """The table against the dataclass, so that a new field cannot be forgotten."""
     kinds = {f.name: f.type for f in fields(Config)}
-    assert kinds.pop("tokenizer") is str
+    assert kinds.pop("tokenizer") is str and kinds.pop("order") is str
     assert {name: kind for name, (kind, _, _) in FIELDS.items()} == kinds
 
 

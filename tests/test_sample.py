@@ -59,10 +59,11 @@ def test_generate_equals_the_specification_whatever_the_settings(seed):
         eos_early_stop=draw.random() < 0.5,
         n_rounds=seed % 3,
     )
+    order = draw.choice(["surest", "leftmost"])
     B, n_last, std = draw.choice([1, 3, 4, 8]), draw.randint(1, 4), draw.choice([0.15, 0.25, 0.35])
     # two tokens at least, and the first of them is no mask: see the exception below
     prompts = [prompt(1, seed + 1) + prompt(n, seed, high=MASK + 2) for n in draw.sample(range(1, 19), 3)]
-    assert_equal_to_the_specification(tiny_model(seed, std, block_length=B, n_last=n_last), prompts, d)
+    assert_equal_to_the_specification(tiny_model(seed, std, block_length=B, n_last=n_last, order=order), prompts, d)
 
 
 def test_a_prompt_of_many_blocks_is_read_whole():
@@ -205,7 +206,7 @@ def test_a_step_by_hand():
     seen = []
 
     class Engine:
-        cfg = SimpleNamespace(mask_id=9)
+        cfg = SimpleNamespace(mask_id=9, order="surest")
 
         def stage_a(self, z):
             return z, 5 * torch.nn.functional.one_hot(torch.tensor([[7, 7, 7, 3]]), 10).float()
@@ -251,10 +252,10 @@ def test_sampled_frequencies_match_the_distribution():
     assert ((share - p).abs() < 4 * (p * (1 - p) / n).sqrt()).all()
 
 
-def bundle_of(conf: list[float], **settings) -> list[int]:
+def bundle_of(conf: list[float], order: str = "surest", **settings) -> list[int]:
     """Of five positions the last is visible."""
     masked = torch.tensor([[True, True, True, True, False]])
-    return select_bundle(torch.tensor([conf]), masked, Decoding(**settings))[0].nonzero()[:, 0].tolist()
+    return select_bundle(torch.tensor([conf]), masked, Decoding(**settings), order)[0].nonzero()[:, 0].tolist()
 
 
 def test_selection_by_hand():
@@ -266,6 +267,21 @@ def test_selection_by_hand():
     assert bundle_of(conf, tau_m2t=0.0, num_to_transfer=9) == [0, 1, 2, 3]
     assert bundle_of(conf, tau_m2t=-1) == [0, 1, 2, 3]  # every mask at once
     assert bundle_of([0.2, 0.3, 0.3, 0.3, 0.3], tau_m2t=0.5, num_to_transfer=2) == [1, 2]  # of equals the leftmost
+
+
+def test_from_the_left_the_product_has_to_pass():
+    """.9, .9 x .7 = .63, .63 x .6 = .378, .378 x .9 = .3402"""
+    conf = [0.9, 0.7, 0.6, 0.9, 0.95]
+    assert bundle_of(conf, "leftmost", tau_m2t=0.37) == [0, 1, 2]
+    assert bundle_of(conf, "leftmost", tau_m2t=0.379) == [0, 1]  # though the fourth is as sure as the first
+    assert bundle_of(conf, "leftmost", tau_m2t=1.0) == [0]  # left to right, one at a time
+    assert bundle_of(conf, "leftmost", tau_m2t=1.0, num_to_transfer=2) == [0, 1]
+    assert bundle_of(conf, "leftmost", tau_m2t=-1) == [0, 1, 2, 3]
+
+    # a visible token takes no part in the product
+    masked = torch.tensor([[False, True, True, True]])
+    picked = select_bundle(torch.tensor([[0.01, 0.7, 0.6, 0.5]]), masked, Decoding(tau_m2t=0.4), "leftmost")
+    assert picked.tolist() == [[False, True, True, False]]
 
 
 # --- how a block ends

@@ -66,29 +66,31 @@ def whole_rows(model):
 # the chain
 
 
-def test_the_greedy_chain_is_the_one_at_a_time_decode(monkeypatch):
+@pytest.mark.parametrize("order", ["surest", "leftmost"])
+def test_the_greedy_chain_is_the_one_at_a_time_decode(order, monkeypatch):
     """What the released loop writes when it may fill one token a step, but for near-equals."""
     monkeypatch.setattr(chain, "TIE", 0.0)
-    model = tiny_model(n_rounds=1, eos_id=-1)
+    model = tiny_model(n_rounds=1, eos_id=-1, order=order)
     prompt = random_ids(3, 8, 7)
     masks = torch.full((3, 8), MASK)
     finished = CleanCache(model, a_batch(torch.cat([prompt, prompt], dim=1)))
     last = torch.stack([prompt, masks], dim=1).view(-1, 8)  # two blocks a row
-    written, _ = greedy_chain(stage_a_look(finished), last, last == MASK)
+    written, _ = greedy_chain(stage_a_look(finished), last, last == MASK, order)
     d = Decoding(gen_length=8, tau_m2t=1.0, tau_t2t=None, n_rounds=0, max_post_steps=0)
     greedy = torch.tensor([o.tokens for o in generate(model, prompt.tolist(), d)])
     assert torch.equal(written.view(3, 2, 8), torch.stack([prompt, greedy], dim=1))
 
 
-def test_the_greedy_chain_is_a_beam_of_one():
+@pytest.mark.parametrize("order", ["surest", "leftmost"])
+def test_the_greedy_chain_is_a_beam_of_one(order):
     model = tiny_model(seed=1)
     x = random_ids(6, 24, 1)
     bundle = random_ids(6, 24, 3, 3) > 0
     bundle[0, :8] = False  # a block without a bundle
     blocks = x.masked_fill(bundle, MASK).view(-1, 8)
     look = stage_a_look(CleanCache(model, a_batch(x)))
-    written, score = greedy_chain(look, blocks, bundle.view(-1, 8))
-    beam, beam_score = beam_chain(look, blocks, bundle.view(-1, 8), 1)
+    written, score = greedy_chain(look, blocks, bundle.view(-1, 8), order)
+    beam, beam_score = beam_chain(look, blocks, bundle.view(-1, 8), 1, order)
     assert torch.equal(written, beam) and not torch.equal(written, x.view(-1, 8))
     torch.testing.assert_close(score, beam_score)
     assert score[0] == 0 and (score <= 0).all() and score.sum() < -1

@@ -189,6 +189,39 @@ def test_half_of_the_blocks_have_their_masks_at_the_end():
     assert (suffix | same).all() and 0.5 < suffix.float().mean() < 0.75  # half, and those that were so before
 
 
+def test_all_masks_are_at_the_end_where_the_leftmost_are_written_first():
+    x = random_ids(100, 16)
+    z, kind = masks_as_decoded(tiny_model(order="leftmost"), a_batch(x), settings(joint_head.build_parser("")))
+    masked = (z == MASK).view(200, 8)
+    count = masked.sum(-1, keepdim=True)
+    assert torch.equal(masked, torch.arange(8) >= 8 - count)
+    assert torch.equal(kind == M, z == MASK) and set(count[:, 0].tolist()) == set(range(9))
+
+
+def test_from_the_left_a_prefix_of_the_bundle_is_kept():
+    """All masks are looked at; those are written whose product of confidences passes, and the first one always."""
+    model = with_head(tiny_model(n_rounds=1, eos_id=-1, order="leftmost"), tau_keep=0.01)
+    d = replace(FACTORISED, gen_length=8, tau_m2t=-1.0, n_rounds=1)
+    lengths = set()
+    for seed in range(6):
+        out = generate(model, [random_ids(1, 8, seed)[0].tolist()], d, trace=True)[0]
+        for s in out.steps:
+            if "refused" not in s:
+                continue
+            written = sorted(s["fill"], key=lambda f: f["at"])
+            left_over = sorted(s["refused"], key=lambda f: f["at"])
+            looked_at = [f["at"] for f in written + left_over]
+            assert looked_at == [8 + i for i, t in enumerate(s["before"]) if t == MASK]
+
+            # the product passes up to the last that was written, and not with the next
+            together = torch.tensor([f["conf"] for f in written + left_over], dtype=torch.float64).cumprod(0)
+            n = len(written)
+            assert n == 1 or together[n - 1] > 0.01
+            assert not left_over or together[n] <= 0.01
+            lengths.add(n)
+    assert len(lengths) > 1
+
+
 def test_training_asks_for_bundles_of_two_and_more(monkeypatch):
     model = tiny_model(n_rounds=1)
     args = settings(joint_head.build_parser(""), confident_share=0.5, s_min=1, s_max=8, width=8)

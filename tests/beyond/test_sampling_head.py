@@ -91,7 +91,7 @@ def test_what_is_certain():
 
 
 def test_the_surest_comes_first_and_the_leftmost_of_equals():
-    before = earlier(torch.tensor([[0.2, 0.9, 0.9, 0.5]]), torch.tensor([[True, False, True, True]]))[0]
+    before = earlier(-torch.tensor([[0.2, 0.9, 0.9, 0.5]]), torch.tensor([[True, False, True, True]]))[0]
     assert [before[i].nonzero().flatten().tolist() for i in (0, 2, 3)] == [[2, 3], [], [2]]
     before = earlier(torch.full((1, 3), 0.5), torch.ones(1, 3, dtype=torch.bool))[0]
     assert torch.equal(before, torch.ones(3, 3).tril(-1).bool())
@@ -111,7 +111,7 @@ def test_a_position_reads_the_drafts_before_it_and_no_others(head_layers):
     model = with_head(tiny_model(), head_layers, std=0.1)
     h = torch.randn(1, 8, 64, generator=generator("h"))
     bundle, sure = torch.tensor([[1, 1, 0, 1, 1, 1, 0, 1]]).bool(), torch.rand(1, 8, generator=generator("s"))
-    before, draft = earlier(sure, bundle), random_ids(1, 8)
+    before, draft = earlier(-sure, bundle), random_ids(1, 8)
     plain = torch.zeros(1, 8, 64).masked_scatter(bundle[..., None], model.second_look(h, bundle, draft, before))
     for j in range(8):
         other = draft.clone()
@@ -128,7 +128,7 @@ def chain_rule(model, engine, z, d):
     order (positions), and the probability that a draft was repaired before the last one."""
     logits = engine.stage_a(z)[1]
     q, sure, masked = model.filtered(logits, d)[0], logits.softmax(-1).amax(-1), z == 3
-    before, order = earlier(sure, masked), sorted((z == 3).nonzero()[:, 1].tolist(), key=lambda i: -float(sure[0, i]))
+    before, order = earlier(-sure, masked), sorted((z == 3).nonzero()[:, 1].tolist(), key=lambda i: -float(sure[0, i]))
     law, repaired = {}, {}
     for t in itertools.product(range(3), repeat=len(order)):
         token = z.clone()

@@ -58,7 +58,7 @@ class Engine:
     """Five positions; Stage A writes 7 with given confidences, Stage B writes 5 surely; id 9 is the mask."""
 
     def __init__(self, logits: list[list[float]]):
-        self.cfg, self.logits = type("cfg", (), {"mask_id": 9}), torch.tensor([logits])
+        self.cfg, self.logits = type("cfg", (), {"mask_id": 9, "order": "surest"}), torch.tensor([logits])
 
     def stage_a(self, z):
         return z, self.logits
