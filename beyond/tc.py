@@ -9,16 +9,18 @@ a joint distribution of the bundle, with marginals of its own. Stage A says p_i(
     mismatch    sum_i KL(chain's marginal_i || p_i): Stage A's marginals are not those of its own chain
     both        KL(chain || product of p_i), what one step of Stage A pays in all
 
-`both`, the chain's entropy and its cross-entropy to p_i are linear in draws of the chain, so their estimates have no
-bias. A chain's marginal is the average of its conditionals over draws, at the moment when that position is written; an
-entropy of an average is too small: TC is corrected by the jackknife over draws, mismatch is the rest. `between` has
-the bounds, in the mean over draws: below the uncorrected average's, above the cross-entropy of each draw under the
-others' average. Where they are far apart, take more --draws. +- is one standard error, by a bootstrap over spans (a
-span recurs at every tau).
+`both` is estimated without bias: the chain's entropy and its cross-entropy to p_i are linear in draws of the chain. Its
+split is not. A chain's marginal is the average of its conditionals over draws, at the moment when that position is
+written, and `between` has two bounds of its entropy, in the mean over draws. The entropy of the average is too low.
+The cross-entropy of each draw to the others' average, with a little of p_i, is too high. TC is the middle of the two,
+because with many draws both miss the truth by about as much; mismatch is the rest. `python -m tools.known_tc` prints
+what it misses on joints whose TC is known. Where the bounds are far apart, take more --draws. +- is one standard
+error, by a bootstrap over spans (a span recurs at every tau).
 
     python -m beyond.tc --data stdlib --ckpt out/text --plot tc.svg
 """
 
+import math
 from argparse import Namespace
 from collections import defaultdict
 from dataclasses import replace
@@ -38,29 +40,33 @@ from checkpoint import load_model
 from data import bounded, fail, generator, pick_device
 from evaluate import print_table
 
-# R rows, B block_length, V vocabulary, D draws, N different bundles
+# R rows, B block_length, V vocabulary, D draws, n positions of a bundle, N different bundles, W resamples
 
 EDGES = tuple(k / 10 for k in range(11))
 ROWS = 512  # rows in one forward
 TERMS = ("TC", "mismatch", "both", "low", "high")
-Bundles = dict[tuple, list]  # (row, block, bundle) -> [how often, lowest confidence]
+Bundle = tuple[int, tuple[int, ...], tuple[bool, ...]]  # row, block, where its bundle is
+Bundles = dict[Bundle, list]  # -> [how often, lowest confidence]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the estimator
-
-
+# --- the estimator
 def conditionals(log_p: LogProbs, z: Tensor, bundle: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """One draw of each bundle's chain, by u (R, B) -> (R, B, V) log-probabilities twice: Stage A's now, and those with
-    which the chain writes each position when its turn comes (unwritten positions: as now)."""
-    alone = written = log_p(z)
+    which the chain writes each position when its turn comes (unwritten positions: as now).
+    """
+    alone = log_p(z)
+    written = alone
 
     def look(z: Tensor, left: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         nonlocal written
-        if not torch.equal(left, bundle):  # in the first step nothing is written yet: as now
-            written = torch.where(left[..., None], log_p(z), written)  # what is not left keeps what it was written by
+
+        # what is not left keeps what it was written by; in the first step nothing is written yet
+        if not torch.equal(left, bundle):
+            written = torch.where(left[..., None], log_p(z), written)
+
         sure = written.amax(-1).masked_fill(~left, float("-inf"))
-        drawn_log_p, token = quantile(written.flatten(0, 1), u.flatten().to(written.dtype))
+        numbers = u.flatten().to(written.dtype)
+        drawn_log_p, token = quantile(written.flatten(0, 1), numbers)
         return sure, drawn_log_p.view(*left.shape, 1), token.view(*left.shape, 1)
 
     greedy_chain(look, z, bundle)
@@ -72,25 +78,45 @@ def entropy(p: Tensor) -> Tensor:
     return torch.special.entr(p).sum((-1, -2))
 
 
+def cross_entropy(p: Tensor, q: Tensor) -> Tensor:
+    """-sum p ln q of the last dimension, summed over positions: (..., n, V) twice -> (...)."""
+    return -torch.xlogy(p, q).sum((-1, -2))
+
+
+def others(c: Tensor, p: Tensor) -> Tensor:
+    """What each draw's conditionals c (D, n, V) are held against: the average of the other draws', in which p (n, V)
+    counts as sqrt(D) / 2 draws more. It does not know the draw, and gives nothing 0 that p does not.
+    """
+    D = len(c)
+    weight = math.sqrt(D) / 2
+    total = (c.sum(0) - c).clamp(min=0)  # rounding
+    return (total + weight * p) / (D - 1 + weight)
+
+
 def terms(alone: Tensor, written: Tensor) -> dict[str, float]:
     """TERMS of one bundle, nats, from log-probabilities: Stage A's (n, V), and the chain's in D draws (D, n, V)."""
-    p, c, D = alone.double().exp(), written.double().exp(), len(written)
-    mean = c.mean(0)
-    others = ((D * mean - c) / (D - 1)).clamp(min=0)  # (D, n, V) the average without each draw
-    chain = float(entropy(c).mean())  # the chain's own entropy, by the chain rule
-    cross = -float(torch.xlogy(mean, p).sum())
-    below = float(entropy(mean))
-    jackknife = D * below - (D - 1) * float(entropy(others).mean())
-    # any distribution that does not know the draw gives a bound; with p in it none of the draw's tokens has 0
-    above = -float(torch.xlogy(c, ((D - 1) * others + p) / D).sum((-1, -2)).mean())
-    return {"TC": jackknife - chain, "mismatch": cross - jackknife, "both": cross - chain,
-            "low": below - chain, "high": above - chain}  # fmt: skip
+    p = alone.double().exp()
+    c = written.double().exp()
+    average = c.mean(0)
+
+    # linear in the draws: the chain's own entropy, by the chain rule, and what Stage A's marginals would pay
+    chain = float(entropy(c).mean())
+    cross = float(cross_entropy(average, p))
+
+    # the entropies of the chain's marginals, from below (Jensen) and from above (Gibbs)
+    below = float(entropy(average))
+    above = float(cross_entropy(c, others(c, p)).mean())
+    marginals = (below + above) / 2
+    return {
+        "TC": marginals - chain,
+        "mismatch": cross - marginals,
+        "both": cross - chain,
+        "low": below - chain,
+        "high": above - chain,
+    }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the bundles of a decoder
-
-
+# --- the bundles of a decoder
 def committed(engine: Cached, z: Tensor, taus: list[float]) -> Bundles:
     """Every bundle that Stage A commits in filling the blocks z (R, B), at every tau."""
     found: Bundles = {}
@@ -98,8 +124,11 @@ def committed(engine: Cached, z: Tensor, taus: list[float]) -> Bundles:
     def see(z: Tensor, bundle: Tensor, conf: Tensor) -> None:
         lowest = conf.masked_fill(~bundle, 2.0).amin(-1).tolist()
         for row, (block, here) in enumerate(zip(z.tolist(), bundle.tolist(), strict=True)):
-            if any(here):
-                found.setdefault((row, tuple(block), tuple(here)), [0, lowest[row]])[0] += 1
+            if not any(here):
+                continue
+            key = (row, tuple(block), tuple(here))
+            record = found.setdefault(key, [0, lowest[row]])
+            record[0] += 1
 
     for tau in tqdm(taus, desc="bundles", disable=None):
         fill(engine, z, replace(FILL, tau_m2t=tau, n_rounds=0), see)
@@ -108,59 +137,100 @@ def committed(engine: Cached, z: Tensor, taus: list[float]) -> Bundles:
 
 def estimate(engine: Cached, bundles: Bundles, draws: int) -> np.ndarray:
     """TERMS of every bundle (N, 5). Bundles of one size go together; draws are a function of the bundle alone."""
-    device, sizes, out = engine.model.wte.weight.device, defaultdict(list), {}
+    sizes = defaultdict(list)
     for key in bundles:
         sizes[sum(key[2])].append(key)
-    bar = tqdm(total=len(bundles), desc="tc", disable=None)
-    for keys in sizes.values():
-        for a in range(0, len(keys), max(1, ROWS // draws)):
-            part = keys[a : a + max(1, ROWS // draws)]
-            rows = [key[0] for key in part for _ in range(draws)]
-            z, bundle = (torch.tensor([key[k] for key in part for _ in range(draws)], device=device) for k in (1, 2))
-            u = torch.cat([torch.rand(draws, z.shape[1], generator=generator("bundle", *key)) for key in part])
-            log_p = stage_a_log_probs(at_rows(engine, rows))
-            alone, written = (t.unflatten(0, (-1, draws)) for t in conditionals(log_p, z, bundle, u.to(device)))
-            for k, key in enumerate(part):
-                here = torch.tensor(key[2], device=device)
-                out[key] = list(terms(alone[k, 0][here], written[k][:, here]).values())
-            bar.update(len(part))
-    bar.close()
-    return np.array([out[key] for key in bundles])
+
+    found = {}
+    at_once = max(1, ROWS // draws)
+    with tqdm(total=len(bundles), desc="tc", disable=None) as bar:
+        for keys in sizes.values():
+            for start in range(0, len(keys), at_once):
+                part = keys[start : start + at_once]
+                found |= estimate_part(engine, part, draws)
+                bar.update(len(part))
+    return np.array([found[key] for key in bundles])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# by confidence
+def estimate_part(engine: Cached, part: list[Bundle], draws: int) -> dict[Bundle, list[float]]:
+    """TERMS of these bundles, whose draws go through the model side by side."""
+    device = engine.model.wte.weight.device
+    repeated = [key for key in part for _ in range(draws)]
+    rows = [row for row, _, _ in repeated]
+    z = torch.tensor([block for _, block, _ in repeated], device=device)
+    bundle = torch.tensor([here for _, _, here in repeated], device=device)
+    u = torch.cat([torch.rand(draws, z.shape[1], generator=generator("bundle", *key)) for key in part])
+
+    log_p = stage_a_log_probs(at_rows(engine, rows))
+    alone, written = conditionals(log_p, z, bundle, u.to(device))
+
+    found = {}
+    for k, key in enumerate(part):
+        here = torch.tensor(key[2], device=device)
+        its_rows = slice(k * draws, (k + 1) * draws)
+        values = terms(alone[k * draws, here], written[its_rows, here])
+        found[key] = [values[name] for name in TERMS]
+    return found
 
 
+# --- by confidence
 def by_confidence(bundles: Bundles, values: np.ndarray, documents: list[int]) -> list[dict]:
     """One record for each bin of the lowest confidence: bundles, mean size and confidence, and the mean of every term,
-    with the standard error that a bootstrap over the spans' documents (R,) gives."""
-    weights, rows, table = spans.resamples(documents), len(documents), []
-    row, size = (np.array([f(key) for key in bundles]) for f in (lambda k: k[0], lambda k: sum(k[2])))
-    often, lowest = np.array(list(bundles.values())).T
-    for a, b in zip(EDGES, EDGES[1:], strict=False):
-        here = (lowest > a) & (lowest <= b)
-        if len({documents[r] for r in row[here]}) < 2:  # one document has no error
+    with the standard error that a bootstrap over the spans' documents (R,) gives.
+    """
+    weights = spans.resamples(documents)  # (W, R)
+    row = np.array([key[0] for key in bundles])
+    size = np.array([sum(key[2]) for key in bundles])
+    often = np.array([count for count, _ in bundles.values()])
+    lowest = np.array([confidence for _, confidence in bundles.values()])
+
+    table = []
+    for low, high in zip(EDGES, EDGES[1:], strict=False):
+        here = (lowest > low) & (lowest <= high)
+
+        # one document has no error
+        if len({documents[r] for r in row[here]}) < 2:
             continue
-        per_span = [np.bincount(row[here], often[here] * v[here], rows) for v in (np.ones(len(row)), *values.T)]
-        n, *sums = (weights @ s for s in per_span)  # (W,) each
-        drawn = {name: s[n > 0] / n[n > 0] for name, s in zip(TERMS, sums, strict=True)}
-        record = {"bin": f"{a:.1f}..{b:.1f}", "bundles": int(n[0]), "size": np.average(size[here], weights=often[here])}
-        record["lowest"] = np.average(lowest[here], weights=often[here])
-        table.append(record | {k: (float(v[0]), float(v[1:].std(ddof=1))) for k, v in drawn.items()})
+
+        count = often[here]
+        record = {"bin": f"{low:.1f}..{high:.1f}", "bundles": int(count.sum())}
+        record["size"] = np.average(size[here], weights=count)
+        record["lowest"] = np.average(lowest[here], weights=count)
+        for name, value in zip(TERMS, values[here].T, strict=True):
+            record[name] = mean_and_error(row[here], count, value, weights)
+        table.append(record)
     return table
+
+
+def mean_and_error(row: np.ndarray, count: np.ndarray, value: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
+    """Mean of `value`, each counted `count` times, (N,) both, and its standard error: `weights` (W, R) says how often
+    the sample itself, and then each resample, has a row.
+    """
+    rows = weights.shape[1]
+    bundles = weights @ np.bincount(row, count, rows)  # (W,)
+    total = weights @ np.bincount(row, count * value, rows)
+
+    # a resample may have no bundle
+    some = bundles > 0
+    mean = total[some] / bundles[some]
+    return float(mean[0]), float(mean[1:].std(ddof=1))
 
 
 def print_bins(table: list[dict]) -> None:
     head = ["lowest confidence", "bundles", "mean size", "TC", "+-", "TC between", "mismatch", "+-", "mismatch between"]
     head += ["both", "+-"]
     rows = []
-    for r in table:
-        tc, mismatch, both = ([f"{v:.4f}" for v in r[k]] for k in TERMS[:3])
-        low, high, sum_of_both = (r[k][0] for k in ("low", "high", "both"))
+    for record in table:
+        tc, mismatch, both = ([f"{v:.4f}" for v in record[name]] for name in TERMS[:3])
+        low = record["low"][0]
+        high = record["high"][0]
+        total = record["both"][0]
         between = f"{low:.4f} .. {high:.4f}"
-        rest = f"{sum_of_both - high:.4f} .. {sum_of_both - low:.4f}"  # TC's bias is mismatch's with the other sign
-        rows.append([r["bin"], str(r["bundles"]), f"{r['size']:.2f}", *tc, between, *mismatch, rest, *both])
+
+        # what TC has too much, mismatch has too little
+        rest = f"{total - high:.4f} .. {total - low:.4f}"
+        size = f"{record['size']:.2f}"
+        rows.append([record["bin"], str(record["bundles"]), size, *tc, between, *mismatch, rest, *both])
     print_table(head, rows)
 
 
@@ -168,28 +238,38 @@ def plot(path: Path, table: list[dict]) -> None:
     from tools.plots import canvas, save
 
     plt, axes = canvas(path)
+    x = [record["lowest"] for record in table]
     for name in TERMS[:2]:
-        y, error = np.array([r[name] for r in table]).T
-        axes.errorbar([r["lowest"] for r in table], y, error, marker="o", capsize=2, label=name)
+        y, error = np.array([record[name] for record in table]).T
+        axes.errorbar(x, y, error, marker="o", capsize=2, label=name)
     axes.set(xlabel="lowest confidence in the bundle", ylabel="nats a bundle")
     axes.legend()
     save(plt, path)
 
 
+# --- the command line
 @torch.inference_mode()
 def measure(args: Namespace) -> list[dict]:
     base = load_model(args.ckpt, pick_device(args.device), torch.float32)
     cut, _ = spans.read(args, args.ckpt, base)
-    z, _ = (t.to(base.wte.weight.device) for t in spans.blocks(cut, base.cfg.block_length, base.cfg.mask_id))
+    z, _ = spans.blocks(cut, base.cfg.block_length, base.cfg.mask_id)
+
+    # every bundle that is committed, and those of several tokens
     engine = Cached(base, [s.piece[: s.start] for s in cut], 0)
-    everything = committed(engine, z, args.taus)
-    several = {key: v for key, v in everything.items() if sum(key[2]) > 1}
+    everything = committed(engine, z.to(base.wte.weight.device), args.taus)
+    several = {key: record for key, record in everything.items() if sum(key[2]) > 1}
     if not several:
         fail("no bundle of two tokens was committed at these --taus: lower them")
-    count, alone = (sum(v[0] for v in some.values()) for some in (several, everything))
-    print(f"{count} bundles of two and more ({len(several)} different), {alone - count} of one (TC 0); "
-          f"{args.draws} draws each; tau_m2t {', '.join(map(str, args.taus))}")  # fmt: skip
-    return by_confidence(several, estimate(engine, several, args.draws), [s.document for s in cut])
+
+    count = sum(often for often, _ in several.values())
+    of_one = sum(often for often, _ in everything.values()) - count
+    taus = ", ".join(map(str, args.taus))
+    print(
+        f"{count} bundles of two and more ({len(several)} different), {of_one} of one (TC 0); "
+        f"{args.draws} draws each; tau_m2t {taus}"
+    )
+    values = estimate(engine, several, args.draws)
+    return by_confidence(several, values, [s.document for s in cut])
 
 
 def main() -> None:
