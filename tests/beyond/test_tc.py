@@ -1,5 +1,6 @@
 """TC and mismatch of bundles against chains that can be enumerated. `pytest tests/beyond/test_tc.py`"""
 
+import itertools
 import math
 
 import numpy as np
@@ -16,6 +17,7 @@ from beyond.tc import by_confidence, conditionals, estimate, terms
 from cache import Cached
 from checkpoint import save_model
 from data import generator, is_validation
+from tools import known_tc
 
 
 def exact(t: toy.Toy, context: int):
@@ -50,7 +52,7 @@ def test_on_exact_conditionals_the_grid_gives_the_exact_tc_and_no_mismatch(task)
     t, u, z = grid(task)
     for context in range(t.n_ctx):
         alone, written = conditionals(exact(t, context), z, z == t.mask_id, u)
-        got = terms(alone[0], written.repeat(1 + 2000 // len(u), 1, 1))  # so many that the jackknife takes off nothing
+        got = terms(alone[0], written.repeat(1 + 2000 // len(u), 1, 1))  # so many that its bounds meet
         assert got["low"] == approx(float(t.tc()[context]), abs=1e-9) == got["both"]
         assert got["TC"] == approx(got["low"], abs=2e-3) and got["mismatch"] == approx(0, abs=2e-3)
         first = (torch.arange(t.m) < 1).expand_as(z)  # one token alone
@@ -106,16 +108,174 @@ def test_both_terms_of_a_model_that_contradicts_itself(task):
 @pytest.mark.parametrize("task", TILTED)
 def test_the_bias_at_the_default_number_of_draws(task):
     """Were Stage A's marginals the chain's own, both would be TC and mismatch 0: what is found of it is the bias, with
-    the noise of the average in both entropies, and so without most of it."""
+    the noise of the average in both entropies, and so without most of it.
+    """
     t, log_p, _, q = contradiction(task)
     own = torch.zeros(t.m, t.V, dtype=torch.float64).scatter_add_(1, t.support[1].T, q.expand(t.m, -1))
     got = replicates(log_p, t, 32, 2500, own.log())
     bias, error = mean_and_error(-got["mismatch"])
     assert abs(bias) + 4 * error < 0.015  # nats a bundle
-    before, error = mean_and_error(got["low"] - got["both"])
-    assert before + 4 * error < -0.02  # what the jackknife took away
+
+    # each bound alone misses more, on its own side
+    below, error = mean_and_error(got["low"] - got["both"])
+    assert below + 4 * error < -0.02
+    above, error = mean_and_error(got["high"] - got["both"])
+    assert above - 4 * error > 0.02
 
 
+# --- what is expected of the estimate, exactly
+def test_four_draws_of_a_fair_coin_by_hand():
+    """With four draws Stage A counts as one more. Three heads and a tail: what a head is held against saw two heads and
+    a tail, the tail three heads; and half a head and half a tail from Stage A, a fourth in all.
+    """
+    head = [1.0, 0.0]
+    tail = [0.0, 1.0]
+    written = torch.tensor([[head], [head], [tail], [head]], dtype=torch.float64).log()
+    fair = torch.tensor([[0.5, 0.5]], dtype=torch.float64).log()
+    got = terms(fair, written)
+
+    low = -0.75 * math.log(0.75) - 0.25 * math.log(0.25)
+    high = -0.75 * math.log(2.5 / 4) - 0.25 * math.log(0.5 / 4)
+    assert got["both"] == approx(math.log(2))  # a conditional is certain, Stage A is not
+    assert got["low"] == approx(low) and got["high"] == approx(high)
+    assert got["TC"] == approx((low + high) / 2) and got["mismatch"] == approx(math.log(2) - (low + high) / 2)
+
+    # with two draws, a head and a tail, Stage A counts as half the root of two: each has seen nothing but its half
+    weight = math.sqrt(2) / 2
+    two = terms(fair, written[1:3])
+    assert two["low"] == approx(math.log(2)) and two["high"] == approx(-math.log(weight / 2 / (1 + weight)))
+
+
+def table(*weighted: tuple[float, tuple[int, ...]], V: int = 4) -> toy.Toy:
+    """(probability, tuple), .. -> the table of one context."""
+    prob, tuples = zip(*weighted, strict=True)
+    return toy.Toy("table", V, torch.tensor([tuples]), torch.tensor([prob], dtype=torch.float64))
+
+
+TABLES = {
+    "a nearly certain copy": table((0.94, (0, 0)), (0.03, (1, 1)), (0.02, (2, 2)), (0.01, (3, 3))),
+    "two phrases": table((0.6, (0, 1, 2)), (0.4, (3, 2, 0))),
+    "three positions": table((0.4, (0, 1, 2)), (0.3, (0, 2, 1)), (0.2, (1, 1, 3)), (0.1, (3, 0, 0))),
+    "a fair copy": table(*((0.25, (k, k)) for k in range(4))),
+}
+
+
+def written_by(t: toy.Toy) -> torch.Tensor:
+    """(S, m, V): the conditional by which each position of each tuple is written, from left to right."""
+    x = t.support[0]
+    steps = []
+    for i in range(t.m):
+        z = x.clone()
+        z[:, i:] = -1
+        steps.append(conditional(t, torch.zeros(len(x), dtype=torch.int64), z)[:, i])
+    return torch.stack(steps, dim=1)
+
+
+def expected(t: toy.Toy, p: torch.Tensor, draws: int) -> dict[str, float]:
+    """The mean of every term over all sequences of so many draws, each with its probability."""
+    log_written = written_by(t).log()
+    mean = dict.fromkeys(tc.TERMS, 0.0)
+    total = 0.0
+    for drawn in itertools.product(range(len(t.prob[0])), repeat=draws):
+        probability = float(t.prob[0][list(drawn)].prod())
+        total += probability
+        for name, value in terms(p.log(), log_written[list(drawn)]).items():
+            mean[name] += probability * value
+    assert total == approx(1)
+    return mean
+
+
+@pytest.mark.parametrize("draws", [2, 3, 4])
+@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize("name", TABLES)
+def test_in_the_mean_over_draws_the_bounds_hold_and_both_has_no_bias(name, wrong, draws):
+    t = TABLES[name]
+    p = t.marginals()[0]
+    if wrong:
+        p = (p + torch.tensor([0.1, 0.2, 0.3, 0.4])) / 2
+    tc_true, mismatch = enumerated(p, t.prob[0], t.support[0])
+    assert tc_true == approx(float(t.tc()[0])) and (mismatch > 0.01 if wrong else mismatch == approx(0, abs=1e-9))
+
+    mean = expected(t, p, draws)
+    assert mean["both"] == approx(tc_true + mismatch)
+    assert mean["low"] < tc_true < mean["high"]
+    assert mean["TC"] == approx((mean["low"] + mean["high"]) / 2)
+    assert mean["TC"] + mean["mismatch"] == approx(mean["both"])
+
+
+def test_of_independent_tokens_nothing_is_unknown():
+    """Every draw has the same conditionals, so that two of them say all. Where Stage A is right both bounds are 0, and
+    where it is wrong the lower one still is.
+    """
+    t = table(*((a * b, (i, j)) for i, a in enumerate([0.7, 0.2, 0.1]) for j, b in enumerate([0.5, 0.5])), V=3)
+    p = t.marginals()[0]
+    written = written_by(t)[:2].log()
+    assert all(abs(value) < 1e-9 for value in terms(p.log(), written).values())
+    got = terms(((p + 1 / 3) / 2).log(), written)
+    assert abs(got["low"]) < 1e-9 and got["high"] > 0.001
+
+
+# --- the joints of tools/known_tc.py
+def h(*p: float) -> float:
+    return -sum(x * math.log(x) for x in p if x)
+
+
+def test_the_known_joints_have_the_tc_of_their_closed_forms():
+    harmonic = sum(1 / k for k in range(1, 41))
+    of_40 = h(*(1 / k / harmonic for k in range(1, 41)))
+    rest = sum(1 / k for k in range(1, 200))
+    sure = h(0.97, *(0.03 / k / rest for k in range(1, 200)))
+    found = {name: float(t.tc()[0]) for name, t in known_tc.BUNDLES.items()}
+    assert found["two independent, Zipf of 40"] == approx(0, abs=1e-9)
+    assert found["two copies, Zipf of 40"] == approx(of_40)
+    assert found["four copies, Zipf of 40"] == approx(3 * of_40)
+    assert found["two copies, one symbol at 97 %"] == approx(sure)
+    assert found["two phrases of four"] == approx(3 * h(0.6, 0.4))
+    assert found["five phrases of four"] == approx(3 * h(0.4, 0.25, 0.2, 0.1, 0.05))
+
+
+def test_the_known_joints_are_written_by_their_own_conditionals():
+    t = TABLES["three positions"]
+    drawn = known_tc.chain_draws(t, 4000, generator("a table"))
+    same = (drawn[:, None] - written_by(t)).abs().amax((-1, -2)) < 1e-12  # (4000, S)
+    assert (same.sum(-1) == 1).all()
+    counts = same.sum(0)
+    error = (t.prob[0] * (1 - t.prob[0]) / 4000).sqrt()  # of a share of 4000 draws
+    assert ((counts / 4000 - t.prob[0]).abs() < 4 * error).all()
+
+
+@pytest.mark.parametrize(
+    "name", ["two copies, Zipf of 40", "two copies, Zipf of 100", "two copies, one symbol at 80 %"]
+)
+def test_of_copies_less_is_missed_than_by_the_jackknife(name):
+    """At 16 draws, whether Stage A is right or wrong."""
+    true = float(known_tc.BUNDLES[name].tc()[0])
+    found = known_tc.estimates(name, 16, 400)
+    jackknife, error = mean_and_error(found["jackknife"])
+    it_misses = true - jackknife - 4 * error  # at least
+    for stage_a in ("right", "too flat", "too sure", "elsewhere"):
+        mean, error = mean_and_error(found[stage_a])
+        assert abs(mean - true) + 4 * error < it_misses, stage_a
+
+    low, error = mean_and_error(found["low"])
+    assert low + 4 * error < true
+    high, error = mean_and_error(found["high"])
+    assert high - 4 * error > true
+
+
+def test_the_table_of_known_joints_from_the_command_line(monkeypatch, capsys):
+    code, out, _ = command_line(known_tc, monkeypatch, capsys, "--draws", 2, 3, "--times", 2)
+    lines = out.splitlines()
+    assert code == 0 and lines[0].split() == [word for head in known_tc.HEAD for word in head.split()]
+    assert len(lines) == 1 + 2 * len(known_tc.BUNDLES)
+
+    # of independent tokens two draws say all
+    name, tc_true, draws, right, error, low, _, high = lines[1].rsplit(maxsplit=11)[:8]
+    assert name == "two independent, Zipf of 40" and draws == "2"
+    assert tc_true == right == error == low == high == "0.00"
+
+
+# --- bundles of a model
 @torch.inference_mode()
 def test_bundles_of_a_model_with_a_cache_by_enumeration_of_every_pair():
     """A bundle of two and all V^2 tuples forced through its chain, against draws of it in rows of other lengths."""
