@@ -1,24 +1,28 @@
 """Does a second look pay? Existing names against everything that a decoder runs, for any systems, over their seeds.
 
-A system is a name, a checkpoint, perhaps an adapter; systems of one name are its seeds, and are pooled. Each decodes
-the same held-out and trained prompts (evaluate.py says how) at every tau_m2t, a joint head at every tau_keep, and a
-sampling head at several `looks`, too.
+A system is a name, a checkpoint, perhaps an adapter; systems of one name are its seeds of training. Each decodes the
+same held-out and trained prompts (evaluate.py says how), greedily in all these settings:
+
+    no adapter, or a distilled Stage A    every rule of rules.py at each value of its dial
+    a joint head      all masks are looked at, and tau_keep says what stays; or it is switched off, for the rule that
+                      goes with the model's order
+    Stage B           at every tau_m2t, and the same with Stage B off: a system of its own, "NAME, off"
+    a sampling head   at several tau_m2t and `looks`
+    left to right     (block_length 1) one token after the other
+
+With a --temperature sample.step's tau_m2t takes the place of the rules.
 
     exist     share of the completions that are names, held-out and trained prompts together
     distinct  different existing names, and `repeated`, completions that another one equals: shares of one seed's
     entropy   of the draws of one prompt, nats, mean over prompts; plug-in, so at most ln(draws)
-    full      Stage A's forwards a token
-    all       everything, in full forwards: a partial one is model.partial_cost times the share of the block it ran at
-    serial    forwards one after the other, a partial one like a full one: what latency pays where weights are the cost
+    all, mult, serial    what a token costs, see costs.py; `all` and `serial` in forwards of the first system (one of
+              more layers is charged its n_layer over the first's for each), mult in its full forwards
 
-All three in forwards of the first system: one of more layers is charged its n_layer over the first's for each.
+Intervals: 95 %, 1,000 resamples of the different beginnings and of the seeds of training, see seeds.py.
 
-Intervals: 95 %, 1,000 resamples of the different beginnings, each with all of its completions (equal prompts of both
-groups, seeds, draws), the same for all systems. What other seeds of training would give is not in them.
-
-The tables of budgets are what a user gets who may not pay more: the setting that is best on one half of the beginnings,
-judged on the other, and the reverse, anew in every resample, so that no choice flatters. With --against NAME, the
-differences of these shares, paired.
+The tables of budgets are what a user gets who may not pay more: of the settings that cost no more, the best on one half
+of the beginnings, judged on the other. With --against NAME, the differences of these shares, paired. A setting's cost
+is its mean over the seeds.
 
     python -m beyond.pays --system base out/base --system head out/base out/joint --against head --out pays.jsonl
 """
@@ -28,7 +32,8 @@ import json
 import math
 from argparse import Namespace
 from collections import Counter, defaultdict
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -37,89 +42,116 @@ from tqdm import tqdm
 
 import evaluate
 import sample
-from beyond.spans import interval, means, resamples, within
+from beyond import rules, seeds
+from beyond.costs import costs, full_forward
+from beyond.distill import Distilled
+from beyond.seeds import Draws
+from beyond.spans import interval
 from cache import Cached, Output
 from checkpoint import load_model, load_tokenizer
 from data import Parser, bounded, exists, fail, pick_device, replace_file
 from evaluate import print_table
 from model import Model
-from sample import MODES, Decoding, generate
+from sample import Decoding, generate
 from tokenizer import Tokenizer
 
-# P prompts, W resamples
+# P settings, S seeds of training, R prompts, C beginnings, W resamples
 
-TAUS = {1.0: "one at a time", 0.4: "0.4", 0.3: "0.3", 0.2: "0.2", 0.15: "0.15", 0.1: "0.1", -1.0: "all at once"}
-FINER = (0.12, 0.14, 0.17, 0.22, 0.25, 0.28)  # for whom has no tau_keep
-KEEP = (0.0, 0.3, 0.5, 0.7)
+GATES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.01, -1.0)  # Stage B's tau_m2t
+SAMPLED = (1.0, 0.9, 0.5, 0.2, -1.0)  # tau_m2t with a temperature
+KEEP = (0.0, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 LOOKS = (1, 2, 8)  # of sampling_head.py
-BUDGETS = (0.4, 0.5, 0.6, 0.7, 0.8, 1.0, 1.2, 1.5, 2.0)
-COUNTED = ("full/token", "all/token", "serial/token")
+BUDGETS = (0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0)
+COSTS = ("all", "mult", "serial")
 VARIETY = ("distinct", "repeated", "entropy")
-EDIT_TAUS = (0.3, 0.2, 0.1, -1.0)
-EDIT_GATES = (0.0, 0.5)
 PER_RECORD = {"low", "high"}  # Wilson's interval, of independent completions: these are not
-
-Jobs = dict[str, tuple[dict, Decoding]]  # label -> attributes of the model, and how it decodes
 
 
 # --- what a system is decoded by
-def settings(model: Model, n_rounds: int, args: Namespace) -> Jobs:
-    """Everything that a system is decoded by. The released settings have edits."""
-    start = Decoding(gen_length=32, tau_t2t=None, n_rounds=n_rounds)
-
-    # a head has a knob that others lack
-    knob = "tau_keep"
-    values = args.keep
-    if hasattr(model, "looks"):
-        knob = "looks"
-        values = LOOKS
-    has_knob = hasattr(model, knob)
-
-    # the gates
-    if args.edits:
-        gates = gates_with_edits(start)
-    elif args.taus:
-        gates = gates_of(start, args.taus)
-    elif has_knob:
-        gates = gates_of(start, [*TAUS])
-    else:
-        gates = gates_of(start, [*TAUS, *FINER])
-
-    # each of them with each value of the knob; one at a time there is nothing to look at again
-    jobs = {label: ({}, d) for label, d in gates.items()}
-    if has_knob:
-        jobs = {}
-        for value in values:
-            for label, d in gates.items():
-                if d.tau_m2t < 1:
-                    jobs[f"{label}, {knob} {value}"] = ({knob: value}, d)
-    return with_temperatures(jobs, args)
+@dataclass(frozen=True)
+class Setting:
+    label: str
+    decoding: Decoding
+    step: Callable | None = None  # a rule's; None: the model's own
+    attributes: dict[str, float] = field(default_factory=dict)  # of the model
+    off: bool = False  # Stage B is off: a system of its own
 
 
-def gates_of(start: Decoding, taus: list[float]) -> dict[str, Decoding]:
-    return {f"tau_m2t {TAUS.get(tau, tau)}": replace(start, tau_m2t=tau) for tau in taus}
-
-
-def gates_with_edits(start: Decoding) -> dict[str, Decoding]:
-    gates = {f"released {mode.upper()}": replace(start, **gate) for mode, gate in MODES.items()}
-    for tau in EDIT_TAUS:
-        for edits in EDIT_GATES:
-            gates[f"tau_m2t {tau}, edits {edits}"] = replace(start, tau_m2t=tau, tau_t2t=edits)
-    return gates
-
-
-def with_temperatures(jobs: Jobs, args: Namespace) -> Jobs:
-    """Each of them at every temperature, and with a temperature at every top_p."""
-    drawn = {}
+def settings(model: Model, adapter: str | None, args: Namespace) -> list[Setting]:
+    """Everything that a system is decoded by, at each temperature, and with one at each top_p."""
+    every = []
+    greedy = Decoding(gen_length=evaluate.NAME_TOKENS, tau_t2t=None, n_rounds=0)
     for temperature in args.temperature:
-        for top_p in args.top_p if temperature else [1.0]:
-            for label, (attributes, d) in jobs.items():
-                if temperature > 0:
-                    label += f", T {temperature:g}"
-                if top_p < 1:
-                    label += f", top_p {top_p:g}"
-                drawn[label] = (attributes, replace(d, temperature=temperature, top_p=top_p))
-    return drawn
+        if temperature == 0:
+            every += settings_of(model, adapter, greedy)
+            continue
+        for top_p in args.top_p:
+            every += settings_of(model, adapter, replace(greedy, temperature=temperature, top_p=top_p))
+    return every
+
+
+def settings_of(model: Model, adapter: str | None, start: Decoding) -> list[Setting]:
+    """By what the model is."""
+    if model.cfg.block_length == 1:
+        return [Setting("left to right", replace(start, tau_m2t=1.0))]
+    if hasattr(model, "tau_keep"):
+        return joint_head_settings(model, start)
+    if hasattr(model, "looks"):
+        return sampling_head_settings(model, start)
+    if adapter is None or isinstance(model, Distilled):
+        return stage_a_settings(start)
+    return stage_b_settings(model, start)
+
+
+def stage_a_settings(start: Decoding) -> list[Setting]:
+    """Every rule at each value of its dial; the rules are greedy."""
+    if start.temperature > 0:
+        return [Setting(f"tau_m2t {tau:g}", replace(start, tau_m2t=tau)) for tau in SAMPLED]
+    return [s for name, dials in rules.DIALS.items() for s in settings_of_rule(name, dials, start)]
+
+
+def settings_of_rule(name: str, dials: tuple[float, ...], start: Decoding) -> list[Setting]:
+    rule = rules.RULES[name]
+    return [Setting(f"{name} {dial:g}", start, rules.step_of(rule, dial)) for dial in dials]
+
+
+def joint_head_settings(model: Model, start: Decoding) -> list[Setting]:
+    """It looks at all masks, and tau_keep is the dial; or it is off, and the rule is careful."""
+    on = replace(start, n_rounds=1, tau_m2t=-1.0)
+    every = [Setting(f"tau_keep {keep:g}", on, attributes={"tau_keep": keep}) for keep in KEEP]
+
+    # off, as its user may have it
+    if start.temperature > 0:
+        taus = [tau for tau in SAMPLED if tau >= 0.5]
+        off = [Setting(f"tau_m2t {tau:g}", replace(start, tau_m2t=tau)) for tau in taus]
+    else:
+        rule = "threshold"
+        if model.cfg.order == "leftmost":
+            rule = "longest_prefix"
+        careful = [dial for dial in rules.DIALS[rule] if dial >= 0.5]
+        off = settings_of_rule(rule, careful, start)
+    return every + [replace(setting, label=f"off, {setting.label}") for setting in off]
+
+
+def sampling_head_settings(model: Model, start: Decoding) -> list[Setting]:
+    """One at a time there is nothing to look at again."""
+    every = []
+    for looks in LOOKS:
+        for tau in SAMPLED:
+            if tau < 1:
+                d = replace(start, n_rounds=1, tau_m2t=tau)
+                every.append(Setting(f"tau_m2t {tau:g}, looks {looks}", d, attributes={"looks": looks}))
+    return every
+
+
+def stage_b_settings(model: Model, start: Decoding) -> list[Setting]:
+    """On, and off with the same weights."""
+    taus = GATES
+    if start.temperature > 0:
+        taus = SAMPLED
+    off = [Setting(f"tau_m2t {tau:g}", replace(start, tau_m2t=tau), off=True) for tau in taus]
+    on = [replace(s, decoding=replace(s.decoding, n_rounds=model.cfg.n_rounds), off=False) for s in off]
+    return on + off
 
 
 # --- how often it looked again
@@ -131,9 +163,8 @@ class Followed(Cached):
         self.numbers = [self.numbers[r] for r in rows]
 
 
-def counting(model: Model, looks: Counter) -> None:
-    """Let the model's step add to looks[i] how often Stage B or a head ran for row i of a decode."""
-    plain = sample.step_of(model)
+def counted(plain: Callable, looks: Counter) -> Callable:
+    """A decoding step that adds to looks[i] how often Stage B or a head ran for row i of a decode."""
 
     def step(engine, z, prompt, any_masked, u, d):
         # an engine begins with all rows in flight
@@ -152,35 +183,33 @@ def counting(model: Model, looks: Counter) -> None:
         looks.update(dict(zip(engine.numbers, ran.tolist(), strict=True)))
         return s
 
-    model.step = step
+    return step
 
 
 # --- completions
 def numbered(prompts: list[list[int]]) -> list[int]:
-    """Each prompt's cluster, (P,): prompts of equal ids are one, numbered in the order in which they appear."""
+    """Each prompt's beginning, (R,): equal prompts have one, numbered in the order in which they appear."""
     seen = {}
     return [seen.setdefault(tuple(prompt), len(seen)) for prompt in prompts]
 
 
 def complete(
-    model: Model, prompts: list[list[int]], d: Decoding, seeds: range, looks: Counter
-) -> tuple[list[Output], list[int]]:
-    """-> outputs and second looks, (len(seeds) * P) each, seed after seed.
-
-    Greedy completions of equal prompts are equal, and are decoded once.
-    """
+    model: Model, prompts: list[list[int]], d: Decoding, draws: range, looks: Counter
+) -> tuple[list[Output], int]:
+    """-> outputs, len(draws) * R, draw after draw, and all their second looks. Greedy completions of equal prompts are
+    equal, and are decoded once."""
     at = list(range(len(prompts)))  # which row of the decode is whose
     if d.temperature == 0:
         at = numbered(prompts)
     rows = dict(zip(at, prompts, strict=True))
 
     outputs = []
-    ran = []
-    for seed in seeds:
+    ran = 0
+    for seed in draws:
         looks.clear()
         decoded = generate(model, list(rows.values()), d, seed)
         outputs += [decoded[i] for i in at]
-        ran += [looks[i] for i in at]
+        ran += sum(looks[i] for i in at)
     return outputs, ran
 
 
@@ -190,76 +219,85 @@ def entropy(texts: list[str]) -> float:
     return sum(times / n * math.log(n / times) for times in Counter(texts).values())
 
 
-def describe(model: Model, tokenizer: Tokenizer, prompts: dict[str, list[int]], outputs: list, ran: list[int]) -> dict:
+def describe(model: Model, tokenizer: Tokenizer, prompts: dict[str, list[int]], outputs: list, looks: int) -> dict:
     """What a record holds of one decode, draw after draw; prompts: name -> ids. "found" has a digit (base 36) for each
     prompt: how many of its completions exist."""
-    P = len(prompts)
-    draws = len(outputs) // P
+    R = len(prompts)
+    draws = len(outputs) // R
     every_prompt = [*prompts.values()] * draws
     written = [tokenizer.decode(p + o.tokens) for p, o in zip(every_prompt, outputs, strict=True)]
 
     # the judge's figures, but for those of a name and for its interval
     judged = evaluate.judge(list(prompts) * draws, written, outputs, model.partial_cost)
-    r = {"draws": draws, "n_layer": model.cfg.n_layer}
+    r = {"draws": draws, "n_layer": model.cfg.n_layer, "mult/full": full_forward(model)}
     r |= {k: v for k, v in judged.items() if k not in PER_RECORD and not k.endswith("/name")}
 
-    # forwards one after the other: every look is one
+    # what a token costs
     tokens = sum(len(o.tokens) for o in outputs)
-    in_turn = sum(o.nfe["full"] + o.nfe["commit"] for o in outputs) + sum(ran)
-    r["serial/token"] = in_turn / tokens
+    nfe = {kind: sum(o.nfe[kind] for o in outputs) for kind in ("full", "partial", "commit")}
+    r |= {f"{kind}/token": cost / tokens for kind, cost in costs(model, nfe, looks).items()}
 
-    # written[p::P] are the completions of prompt p
+    # written[p::R] are the completions of prompt p
     r["found"] = ""
-    for p in range(P):
-        n_exist = sum(exists(text) is not None for text in written[p::P])
+    for p in range(R):
+        n_exist = sum(exists(text) is not None for text in written[p::R])
         r["found"] += np.base_repr(n_exist, 36)
     if draws > 1:
-        r["entropy"] = sum(entropy(written[p::P]) for p in range(P)) / P
+        r["entropy"] = sum(entropy(written[p::R]) for p in range(R)) / R
     return r
 
 
 # --- records
 def measure(name: str, ckpt: str, adapter: str | None, known: dict, args: Namespace) -> tuple[dict, list[dict]]:
-    """The prompts' clusters by group (the known ones, if any are), and a record for each setting."""
+    """The prompts' beginnings by group (the known ones, if any are), and a record for each setting."""
     model = load_model(ckpt, pick_device("cpu"), torch.float32, adapter)
     tokenizer = load_tokenizer(Path(ckpt), model.cfg.tokenizer)
     if tokenizer is None or not (Path(ckpt) / "names.json").exists():
-        fail(f"{ckpt} is no checkpoint of train.py --data names")
+        fail(f"{ckpt} is no checkpoint of train.py --data names, nor of beyond.names_base")
 
-    # held-out and trained prompts together; equal ones are of one cluster
+    # held-out and trained prompts together
     groups = {group: evaluate.draw_names(args.prompts, group, tokenizer) for group in ("held out", "trained")}
     prompts = {name: ids for drawn in groups.values() for name, ids in drawn.items()}
-    cluster = iter(numbered(list(prompts.values())))
-    clusters = {group: [next(cluster) for _ in drawn] for group, drawn in groups.items()}
+    beginning = iter(numbered(list(prompts.values())))
+    clusters = {group: [next(beginning) for _ in drawn] for group, drawn in groups.items()}
     if known and known != clusters:
         fail(f"{ckpt} would complete other prompts than the records before it: the same tokenizer and --prompts?")
 
-    # without an adapter there is no Stage B
-    n_rounds = model.cfg.n_rounds if adapter else 0
-    jobs = settings(model, n_rounds, args)
-    if not jobs:
-        fail(f"--taus 1 leaves {name} nothing to look at again: give a lower one, too")
-
     looks = Counter()
-    counting(model, looks)
+    own_step = sample.step_of(model)
     records = []
-    for label, (attributes, d) in tqdm(jobs.items(), desc=f"{name} {adapter or ckpt}", leave=False, disable=None):
-        for knob, value in attributes.items():
-            setattr(model, knob, value)
-        draws = args.draws if d.temperature else 1
-        outputs, ran = complete(model, list(prompts.values()), d, range(args.seed, args.seed + draws), looks)
-        record = dict(system=name, ckpt=ckpt, adapter=adapter, setting=label, temperature=d.temperature)
+    every = settings(model, adapter, args)
+    for s in tqdm(every, desc=f"{name} {adapter or ckpt}", leave=False, disable=None):
+        # the model as this setting has it
+        step = own_step
+        if s.step is not None:
+            step = s.step
+        model.step = counted(step, looks)
+        for attribute, value in s.attributes.items():
+            setattr(model, attribute, value)
+
+        d = s.decoding
+        draws = range(args.seed, args.seed + 1)
+        if d.temperature > 0:
+            draws = range(args.seed, args.seed + args.draws)
+        outputs, ran = complete(model, list(prompts.values()), d, draws, looks)
+        record = dict(system=name, ckpt=ckpt, adapter=adapter, setting=s.label, temperature=d.temperature)
+        if s.off:
+            record["system"] += ", off"
+        record["top_p"] = d.top_p
         records.append(record | describe(model, tokenizer, prompts, outputs, ran))
     return clusters, records
 
 
 def load(path: str) -> tuple[dict, list[dict]]:
     """As `measure` returns them, from a file, gzipped or not: clusters in its first line, a record in each other."""
-    open_file = gzip.open if path.endswith(".gz") else open
+    open_file = open
+    if path.endswith(".gz"):
+        open_file = gzip.open
     try:
         with open_file(path) as file:
             head, *records = [json.loads(line) for line in file]
-        return head["clusters"], [r for r in records if r["found"]]
+        return head["clusters"], [r for r in records if r["found"] and r["mult/token"]]
     except (OSError, EOFError, ValueError, TypeError, KeyError) as e:
         fail(f"--records {path} does not say line by line which prompts were completed (measure again): {e!r}")
 
@@ -269,75 +307,124 @@ def save(path: Path, clusters: dict, records: list[dict]) -> None:
     replace_file(path, lambda p: p.write_text("".join(lines)))
 
 
-def pool(records: list[dict]) -> dict[tuple[str, str], dict]:
-    """(system, setting) -> share of each prompt's completions that exist, over seeds and draws, (P,) "exist"; means of
-    the rest over the same. Forwards are the first record's."""
-    groups = defaultdict(list)
-    for r in records:
-        groups[r["system"], r["setting"]].append(r)
+# --- systems
+@dataclass
+class System:
+    """What is known of a system at one temperature and top_p: its settings, over its seeds."""
 
-    pooled = {}
-    for key, of in groups.items():
-        draws = [r["draws"] for r in of]
-        found = sum(np.array([int(digit, 36) for digit in r["found"]]) for r in of)
-        p = {"temperature": of[0]["temperature"], "exist": found / sum(draws)}
+    labels: list[str]
+    exist: np.ndarray  # (P, S, R): share of each prompt's completions that exist
+    figures: dict[str, np.ndarray]  # of VARIETY and COSTS: (P,), means over the seeds
+
+
+Drawn = tuple[float, float]  # temperature, top_p
+
+
+def by_system(records: list[dict]) -> dict[Drawn, dict[str, System]]:
+    """In the order in which they appear. Costs are in forwards of the first record."""
+    groups = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
+    for r in records:
+        of_setting = groups[r["temperature"], r["top_p"]][r["system"]][r["setting"]]
+        seed = (r["ckpt"], r["adapter"])
+        if seed in of_setting:
+            fail(f"{r['system']} has {r['setting']} of {r['ckpt']} twice: give each of its seeds once")
+        of_setting[seed] = r
+    return {
+        drawn: {name: system(name, of, records[0]) for name, of in systems.items()} for drawn, systems in groups.items()
+    }
+
+
+def system(name: str, by_setting: dict[str, dict[tuple, dict]], first: dict) -> System:
+    """by_setting: the record of each seed."""
+    trained = list(next(iter(by_setting.values())))  # the seeds, in the order of the first setting
+    exist = []
+    figures = defaultdict(list)
+    for label, of in by_setting.items():
+        if of.keys() != set(trained):
+            fail(f"{name}: {label} was not measured for all of its {len(trained)} seeds: are they of one kind?")
+        in_order = [of[seed] for seed in trained]
+        exist.append([np.array([int(digit, 36) for digit in r["found"]]) / r["draws"] for r in in_order])
         for k in VARIETY:
-            p[k] = float(np.average([r.get(k, math.nan) for r in of], weights=draws))
-        for k in COUNTED:
-            # a forward of more layers costs more
-            costs = [r.get(k, math.nan) * (r["n_layer"] / records[0]["n_layer"]) for r in of]
-            p[k] = float(np.average(costs, weights=draws))
-        pooled[key] = p
-    return pooled
+            figures[k].append(np.mean([r.get(k, math.nan) for r in in_order]))
+        for k in COSTS:
+            figures[k].append(np.mean([in_forwards_of(first, r, k) for r in in_order]))
+    return System(list(by_setting), np.array(exist), {k: np.array(of) for k, of in figures.items()})
+
+
+def in_forwards_of(first: dict, r: dict, kind: str) -> float:
+    """What a token costs by this record, in forwards of the first one's model."""
+    if kind == "mult":
+        return r["mult/token"] / first["mult/full"]
+    return r[f"{kind}/token"] * r["n_layer"] / first["n_layer"]
 
 
 # --- tables
-def show_settings(pooled: dict, records: list[dict], weights: np.ndarray) -> None:
+def show_best(systems: dict[str, System], cluster: np.ndarray, draws: Draws) -> None:
+    """Each system's largest share of all settings, which flatters a little, and what it costs."""
+    rows = []
+    for name, of in systems.items():
+        best = int(of.exist.mean((1, 2)).argmax())
+        rows.append([name, *row_of(of, best, cluster, draws)])
+    print_table(["largest share", "setting", "seeds", "exist", *VARIETY, *COSTS], rows)
+
+
+def show_settings(systems: dict[str, System], cluster: np.ndarray, draws: Draws) -> None:
     """A row for each system and setting."""
-    columns = [k for k in (*VARIETY, *COUNTED) if any(k in r for r in records)]
-    rows = []
-    for (name, setting), p in pooled.items():
-        share = interval(means(p["exist"], weights))
-        rows.append([name, setting, share, *(f"{p[k]:.3f}" for k in columns)])
-    print_table(["system", "setting", "exist", *columns], rows)
+    rows = [[name, *row_of(of, p, cluster, draws)] for name, of in systems.items() for p in range(len(of.labels))]
+    print_table(["system", "setting", "seeds", "exist", *VARIETY, *COSTS], rows)
 
 
-def show_budgets(pooled: dict, weights: np.ndarray, half: np.ndarray, against: str | None) -> None:
-    """For each temperature and way to count, every system within every budget; `against` minus each other one."""
-    for temperature in sorted({p["temperature"] for p in pooled.values()}):
-        # a system that was not run at this temperature has a row without figures
-        systems = defaultdict(list)
-        for (name, _), p in pooled.items():
-            systems[name] += [p] if p["temperature"] == temperature else []
+def row_of(of: System, p: int, cluster: np.ndarray, draws: Draws) -> list[str]:
+    """A setting's cells."""
+    sums = seeds.by_beginning(of.exist[p : p + 1], cluster)
+    share = interval(seeds.shares(sums, draws)[:, 0])
+    figures = [f"{of.figures[k][p]:.3f}" for k in (*VARIETY, *COSTS)]
+    return [of.labels[p], str(of.exist.shape[1]), share, *figures]
 
-        for count in ("all/token", "serial/token"):
-            title = count
-            if temperature > 0:
-                title += f", T {temperature:g}"
-            shares = {name: best_within_budgets(of, count, weights, half) for name, of in systems.items()}
-            rows = [[name, *map(interval, best)] for name, best in shares.items()]
+
+def budgets(systems: dict[str, System], cluster: np.ndarray, draws: Draws) -> dict[str, dict[str, np.ndarray]]:
+    """Kind of cost -> system -> its share within each of BUDGETS, (budgets, W)."""
+    found = {kind: {} for kind in COSTS}
+    for name, of in systems.items():
+        sums = seeds.by_beginning(of.exist, cluster)
+        within = seeds.within_budgets(sums, {kind: of.figures[kind] for kind in COSTS}, BUDGETS, draws)
+        for kind in COSTS:
+            found[kind][name] = within[kind]
+    return found
+
+
+def show_budgets(found: dict[str, dict[str, np.ndarray]], against: str | None) -> None:
+    """For each kind of cost, every system within every budget; `against` minus each other one."""
+    for kind, within in found.items():
+        print()
+        rows = [[name, *map(interval, share)] for name, share in within.items()]
+        print_table([f"at most, {kind}/token", *map(str, BUDGETS)], rows)
+        if against:
             print()
-            print_table([f"at most, {title}", *map(str, BUDGETS)], rows)
-            if against:
-                print()
-                print_table([f"{against} minus, {title}", *map(str, BUDGETS)], differences(shares, against))
+            rows = list(differences(within, against))
+            print_table([f"{against} minus, {kind}/token", *map(str, BUDGETS)], rows)
 
 
-def best_within_budgets(of: list[dict], count: str, weights: np.ndarray, half: np.ndarray) -> list[np.ndarray]:
-    """A system's share within each of BUDGETS, (W,) each."""
-    exist = np.array([p["exist"] for p in of])
-    costs = np.array([p[count] for p in of])
-    return [within(budget, exist, costs, weights, half) for budget in BUDGETS]
-
-
-def differences(shares: dict[str, list[np.ndarray]], against: str) -> list[list[str]]:
+def differences(within: dict[str, np.ndarray], against: str) -> Iterator[list[str]]:
     """Rows: what `against` has more than each other system, in the same resamples."""
-    rows = []
-    for name, theirs in shares.items():
+    for name, share in within.items():
         if name != against:
-            pairs = zip(shares[against], theirs, strict=True)
-            rows.append([name, *(interval(a - b, "+") for a, b in pairs)])
-    return rows
+            yield [name, *(interval(more, "+") for more in within[against] - share)]
+
+
+def show(clusters: dict, records: list[dict], against: str | None) -> None:
+    """All tables. Of what was sampled, every setting."""
+    cluster = np.array(sum(clusters.values(), []))
+    if cluster.max() == 0:
+        fail("all prompts are equal: give more --prompts, the halves need two different ones")
+    draws = seeds.draw(cluster)
+    for (temperature, top_p), systems in by_system(records).items():
+        if temperature == 0:
+            show_best(systems, cluster, draws)
+            show_budgets(budgets(systems, cluster, draws), against)
+        else:
+            print(f"\ntemperature {temperature:g}, top_p {top_p:g}")
+            show_settings(systems, cluster, draws)
 
 
 # --- the command line
@@ -350,17 +437,14 @@ def build_parser() -> Parser:
     add("--against", metavar="NAME", help="the system whose share minus every other's is shown, too")
     add("--prompts", type=bounded(int, 1), default=256, help="names held out, and as many trained")
 
-    add = parser.add_argument_group("how").add_argument
-    add("--taus", nargs="+", type=bounded(float, -1, 1), help="values of tau_m2t (default: 7, or 13)")
-    add("--keep", nargs="+", type=bounded(float, 0, 1), default=KEEP, help="tau_keep of a joint head")
-    add("--edits", action="store_true", help="with edits: the released settings, and gates 0 and 0.5")
+    add = parser.add_argument_group("sampling").add_argument
     add("--temperature", nargs="+", type=bounded(float, 0), default=[0.0], help="several; 0: greedy")
     add("--top_p", nargs="+", type=bounded(float, 1e-6, 1), default=[1.0], help="with a temperature")
     add("--draws", type=bounded(int, 1, 35), default=1, help="completions of a prompt, if not greedy")
     add("--seed", type=int, default=0, help="of the first draw; the next ones take the numbers after it")
 
     add = parser.add_argument_group("records").add_argument
-    add("--out", help="file for the records, a JSON object a line")
+    add("--out", help="file for the records of every setting, a JSON object a line")
     add("--records", nargs="+", default=[], help="files of records that were written before")
     # fmt: on
     return parser
@@ -379,21 +463,23 @@ def read_records(paths: list[str]) -> tuple[dict, list[dict]]:
     return clusters, records
 
 
-def check(args: Namespace) -> None:
+def check(args: Namespace, records: list[dict]) -> None:
     """Refuse what cannot be meant."""
     if any(len(system) not in (2, 3) for system in args.system) or not args.system + args.records:
         fail("--system takes NAME CKPT or NAME CKPT ADAPTER; give at least one, or --records")
     if args.draws > 1 and not any(args.temperature):
         fail(f"--draws {args.draws}: greedy completions of a prompt are all the same; give a --temperature")
 
+    # Stage B, switched off, is a system of its own
+    names = {r["system"] for r in records} | {name for name, *_ in args.system}
+    if args.against and args.against.removesuffix(", off") not in names:
+        fail(f"--against {args.against} is none of the systems: {', '.join(sorted(names))}")
+
 
 def main() -> None:
     args = build_parser().parse_args()
-    check(args)
     clusters, records = read_records(args.records)
-    names = {r["system"] for r in records} | {name for name, *_ in args.system}
-    if args.against and args.against not in names:
-        fail(f"--against {args.against} is none of the systems: {', '.join(sorted(names))}")
+    check(args, records)
 
     # saved after each system: nothing that was measured is lost
     for name, ckpt, *adapter in args.system:
@@ -401,15 +487,7 @@ def main() -> None:
         records += more
         if args.out:
             save(Path(args.out), clusters, records)
-
-    # one resampling of beginnings for all tables
-    cluster = np.array(sum(clusters.values(), []))
-    if cluster.max() == 0:
-        fail("all prompts are equal: give more --prompts, the halves need two different ones")
-    pooled = pool(records)
-    weights = resamples(cluster)
-    show_settings(pooled, records, weights)
-    show_budgets(pooled, weights, cluster % 2 == 1, args.against)
+    show(clusters, records, args.against)
 
 
 if __name__ == "__main__":

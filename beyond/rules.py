@@ -22,8 +22,13 @@ Some rules take back what was written, because a token that looked right alone m
     python -m pytest tests/beyond/test_rules.py     # each rule on distributions of four tokens
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+from cache import Cached
+from sample import Decoding
 
 # R rows, B positions of a block, V vocabulary
 
@@ -120,6 +125,31 @@ def longest_prefix(logits: Tensor, masked: Tensor, dial: float) -> Tensor:
 
 
 RULES = {f.__name__: f for f in (threshold, margin, product, entropy_bound, factor, fixed, longest_prefix)}
+
+# for blocks of 8 tokens, from one token a step to all at once
+DIALS = {
+    "threshold": (0.98, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05, 0.0),
+    "margin": (0.98, 0.9, 0.8, 0.7, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.05, 0.02, 0.0, -1.0),
+    "product": (0.9, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01, 0.003, 0.001, 1e-4, 0.0),
+    "entropy_bound": (-1.0, 0.01, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 99.0),
+    "factor": (0.1, 0.2, 0.4, 0.7, 1.0, 1.3, 1.6, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 9.0),
+    "fixed": (1, 2, 3, 4, 5, 6, 8),
+    "longest_prefix": (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.02, 0.005, 0.001, 0.0),
+}
+
+
+def step_of(rule: Callable, dial: float) -> Callable:
+    """A greedy decoding step (as sample.step) whose bundle this rule picks; nothing visible is edited."""
+
+    def step(engine: Cached, z: Tensor, prompt: Tensor, any_masked: bool, u: Tensor, d: Decoding) -> dict[str, Tensor]:
+        _, logits = engine.stage_a(z)
+        bundle = rule(logits, z == engine.cfg.mask_id, dial)
+        conf, token = logits.softmax(-1).max(-1)
+        after = torch.where(bundle, token, z)
+        edited = torch.zeros_like(bundle)
+        return dict(before=z, after=after, bundle=bundle, edited=edited, conf=conf, token_a=token, conf_a=conf)
+
+    return step
 
 
 # --- a rule that remembers

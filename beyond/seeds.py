@@ -1,0 +1,104 @@
+"""How sure is a share? Resamples of the beginnings and of the seeds of training, and a fair choice of settings.
+
+A system has S seeds, and each of its P settings was decoded by every seed. There are R prompts; equal prompts are one
+beginning, of which there are C.
+
+A resample draws C beginnings with replacement, each with all of its prompts, and S seeds with replacement. Beginnings
+are drawn alike for all systems, and so are seeds for all that have as many: a difference of two systems is paired by
+both. (S seeds drawn from S spread a little less than S seeds trained anew: their variance is (S - 1) / S of it.)
+
+The best of many settings flatters where it is judged by what it was chosen by. So the beginnings are halved, the best
+setting on one half is judged on the other, and the reverse; 20 such halvings are averaged, anew in every resample.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from beyond.spans import BOOTSTRAP, resamples
+
+# P settings, S seeds, R prompts, C beginnings, W resamples, the first of which is the sample itself
+
+HALVINGS = 20
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What all systems share."""
+
+    number: np.ndarray  # (C,) prompts of each beginning
+    times: np.ndarray  # (W, C) float32: how often a resample has each beginning
+    halves: np.ndarray  # (HALVINGS, C) bool
+
+
+def draw(cluster: Sequence[int]) -> Draws:
+    """cluster: which beginning, 0 to C - 1, each prompt has."""
+    number = np.bincount(cluster)
+    C = len(number)
+    rng = np.random.default_rng(0)
+    halves = np.array([rng.permutation(C) < C // 2 for _ in range(HALVINGS)])
+    return Draws(number, resamples(range(C)).astype(np.float32), halves)
+
+
+def times_of_seeds(S: int) -> np.ndarray:
+    """How often a resample has each of S seeds: (W, S) float32."""
+    drawn = np.random.default_rng([1, S]).multinomial(S, np.full(S, 1 / S), size=BOOTSTRAP)
+    return np.concatenate([np.ones((1, S)), drawn]).astype(np.float32)
+
+
+def by_beginning(values: np.ndarray, cluster: Sequence[int]) -> np.ndarray:
+    """(P, S, R) -> sums over the prompts of each beginning, (P, S, C) float32."""
+    P, S, _ = values.shape
+    sums = np.array([np.bincount(cluster, row) for row in values.reshape(P * S, -1)])
+    return sums.reshape(P, S, -1).astype(np.float32)
+
+
+def totals(sums: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """sums (P, S, C) over resamples times (W, C) of the beginnings, and of the seeds: (W, P).
+
+    Numbers of existing names are whole, and float32 adds them without rounding."""
+    P, S, C = sums.shape
+    of_each_seed = (times @ sums.reshape(P * S, C).T).reshape(-1, P, S)
+    return np.einsum("wps,ws->wp", of_each_seed, times_of_seeds(S))
+
+
+def shares(sums: np.ndarray, draws: Draws) -> np.ndarray:
+    """The mean over prompts and seeds of each setting, chosen by nobody: (P, S, C) -> (W, P)."""
+    return totals(sums, draws.times) / n_values(sums, draws)[:, None]
+
+
+def n_values(sums: np.ndarray, draws: Draws) -> np.ndarray:
+    """How many values a resample has, of prompts and seeds: (W,)."""
+    return draws.times @ draws.number * sums.shape[1]
+
+
+def within_budgets(
+    sums: np.ndarray, costs: dict[str, np.ndarray], budgets: Sequence[float], draws: Draws
+) -> dict[str, np.ndarray]:
+    """The share of the best setting that costs no more, by 20 halvings: sums (P, S, C), costs (P,) of each kind ->
+    (budgets, W) for each kind, nan where every setting costs more. Of equals the cheapest."""
+    whole = totals(sums, draws.times)
+    found = {kind: np.zeros((len(budgets), len(whole))) for kind in costs}
+    for half in draws.halves:
+        # the two halves, (W, P) each
+        here = totals(sums[..., half], draws.times[:, half])
+        there = whole - here
+        for kind, cost in costs.items():
+            # the cheapest settings first: what a budget can pay are the first ones
+            cheapest = np.argsort(cost, kind="stable")
+            affordable = np.searchsorted(cost[cheapest], np.array(budgets) + 1e-9, side="right")
+            one = here[:, cheapest]
+            other = there[:, cheapest]
+            for row, n in zip(found[kind], affordable, strict=True):
+                row += crosswise(one[:, :n], other[:, :n])
+    n = n_values(sums, draws) * len(draws.halves)
+    return {kind: of / n for kind, of in found.items()}
+
+
+def crosswise(here: np.ndarray, there: np.ndarray) -> np.ndarray:
+    """What the settings that are best in one half have in the other, and the reverse, added: (W, P) twice -> (W,)."""
+    if here.shape[1] == 0:
+        return np.full(len(here), np.nan)
+    every = np.arange(len(here))
+    return there[every, here.argmax(-1)] + here[every, there.argmax(-1)]
