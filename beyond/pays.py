@@ -1,22 +1,14 @@
 """Does a second look pay? Existing names against everything that a decoder runs, for any systems, over their seeds.
 
 A system is a name, a checkpoint, perhaps an adapter; systems of one name are its seeds of training. Each decodes the
-same held-out and trained prompts (evaluate.py says how), greedily in all these settings:
-
-    no adapter, or a distilled Stage A    every rule of rules.py at each value of its dial
-    a joint head      all masks are looked at, and tau_keep says what stays; or it is switched off, for the rule that
-                      goes with the model's order
-    Stage B           at every tau_m2t, and the same with Stage B off: a system of its own, "NAME, off"
-    a sampling head   at several tau_m2t and `looks`
-    left to right     (block_length 1) one token after the other
-
-With a --temperature sample.step's tau_m2t takes the place of the rules.
+same held-out and trained prompts (evaluate.py says how) in every setting that its user could choose (decoders.py). The
+same weights with the paper's Stage B switched off are a system of their own, "NAME, off".
 
     exist     share of the completions that are names, held-out and trained prompts together
-    distinct  different existing names, and `repeated`, completions that another one equals: shares of one seed's
+    distinct  different existing names, a share of one seed's completions
     entropy   of the draws of one prompt, nats, mean over prompts; plug-in, so at most ln(draws)
-    all, mult, serial    what a token costs, see costs.py; `all` and `serial` in forwards of the first system (one of
-              more layers is charged its n_layer over the first's for each), mult in its full forwards
+    all, mult, serial    what a token costs (costs.py). `all` and `serial` are in forwards of the first system, and one
+              of more layers is charged its n_layer over the first's; mult is in full forwards of the first system
 
 Intervals: 95 %, 1,000 resamples of the different beginnings and of the seeds of training, see seeds.py.
 
@@ -33,7 +25,7 @@ import math
 from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -42,9 +34,9 @@ from tqdm import tqdm
 
 import evaluate
 import sample
-from beyond import rules, seeds
+from beyond import seeds
 from beyond.costs import costs, full_forward
-from beyond.distill import Distilled
+from beyond.decoders import settings
 from beyond.seeds import Draws
 from beyond.spans import interval
 from cache import Cached, Output
@@ -57,101 +49,10 @@ from tokenizer import Tokenizer
 
 # P settings, S seeds of training, R prompts, C beginnings, W resamples
 
-GATES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.01, -1.0)  # Stage B's tau_m2t
-SAMPLED = (1.0, 0.9, 0.5, 0.2, -1.0)  # tau_m2t with a temperature
-KEEP = (0.0, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
-LOOKS = (1, 2, 8)  # of sampling_head.py
 BUDGETS = (0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0)
 COSTS = ("all", "mult", "serial")
-VARIETY = ("distinct", "repeated", "entropy")
+VARIETY = ("distinct", "entropy")
 PER_RECORD = {"low", "high"}  # Wilson's interval, of independent completions: these are not
-
-
-# --- what a system is decoded by
-@dataclass(frozen=True)
-class Setting:
-    label: str
-    decoding: Decoding
-    step: Callable | None = None  # a rule's; None: the model's own
-    attributes: dict[str, float] = field(default_factory=dict)  # of the model
-    off: bool = False  # Stage B is off: a system of its own
-
-
-def settings(model: Model, adapter: str | None, args: Namespace) -> list[Setting]:
-    """Everything that a system is decoded by, at each temperature, and with one at each top_p."""
-    every = []
-    greedy = Decoding(gen_length=evaluate.NAME_TOKENS, tau_t2t=None, n_rounds=0)
-    for temperature in args.temperature:
-        if temperature == 0:
-            every += settings_of(model, adapter, greedy)
-            continue
-        for top_p in args.top_p:
-            every += settings_of(model, adapter, replace(greedy, temperature=temperature, top_p=top_p))
-    return every
-
-
-def settings_of(model: Model, adapter: str | None, start: Decoding) -> list[Setting]:
-    """By what the model is."""
-    if model.cfg.block_length == 1:
-        return [Setting("left to right", replace(start, tau_m2t=1.0))]
-    if hasattr(model, "tau_keep"):
-        return joint_head_settings(model, start)
-    if hasattr(model, "looks"):
-        return sampling_head_settings(model, start)
-    if adapter is None or isinstance(model, Distilled):
-        return stage_a_settings(start)
-    return stage_b_settings(model, start)
-
-
-def stage_a_settings(start: Decoding) -> list[Setting]:
-    """Every rule at each value of its dial; the rules are greedy."""
-    if start.temperature > 0:
-        return [Setting(f"tau_m2t {tau:g}", replace(start, tau_m2t=tau)) for tau in SAMPLED]
-    return [s for name, dials in rules.DIALS.items() for s in settings_of_rule(name, dials, start)]
-
-
-def settings_of_rule(name: str, dials: tuple[float, ...], start: Decoding) -> list[Setting]:
-    rule = rules.RULES[name]
-    return [Setting(f"{name} {dial:g}", start, rules.step_of(rule, dial)) for dial in dials]
-
-
-def joint_head_settings(model: Model, start: Decoding) -> list[Setting]:
-    """It looks at all masks, and tau_keep is the dial; or it is off, and the rule is careful."""
-    on = replace(start, n_rounds=1, tau_m2t=-1.0)
-    every = [Setting(f"tau_keep {keep:g}", on, attributes={"tau_keep": keep}) for keep in KEEP]
-
-    # off, as its user may have it
-    if start.temperature > 0:
-        taus = [tau for tau in SAMPLED if tau >= 0.5]
-        off = [Setting(f"tau_m2t {tau:g}", replace(start, tau_m2t=tau)) for tau in taus]
-    else:
-        rule = "threshold"
-        if model.cfg.order == "leftmost":
-            rule = "longest_prefix"
-        careful = [dial for dial in rules.DIALS[rule] if dial >= 0.5]
-        off = settings_of_rule(rule, careful, start)
-    return every + [replace(setting, label=f"off, {setting.label}") for setting in off]
-
-
-def sampling_head_settings(model: Model, start: Decoding) -> list[Setting]:
-    """One at a time there is nothing to look at again."""
-    every = []
-    for looks in LOOKS:
-        for tau in SAMPLED:
-            if tau < 1:
-                d = replace(start, n_rounds=1, tau_m2t=tau)
-                every.append(Setting(f"tau_m2t {tau:g}, looks {looks}", d, attributes={"looks": looks}))
-    return every
-
-
-def stage_b_settings(model: Model, start: Decoding) -> list[Setting]:
-    """On, and off with the same weights."""
-    taus = GATES
-    if start.temperature > 0:
-        taus = SAMPLED
-    off = [Setting(f"tau_m2t {tau:g}", replace(start, tau_m2t=tau), off=True) for tau in taus]
-    on = [replace(s, decoding=replace(s.decoding, n_rounds=model.cfg.n_rounds), off=False) for s in off]
-    return on + off
 
 
 # --- how often it looked again
@@ -317,21 +218,16 @@ class System:
     figures: dict[str, np.ndarray]  # of VARIETY and COSTS: (P,), means over the seeds
 
 
-Drawn = tuple[float, float]  # temperature, top_p
-
-
-def by_system(records: list[dict]) -> dict[Drawn, dict[str, System]]:
-    """In the order in which they appear. Costs are in forwards of the first record."""
-    groups = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
+def by_system(records: list[dict], first: dict) -> dict[str, System]:
+    """In the order in which they appear. Costs are in forwards of the first record's model."""
+    groups = defaultdict(lambda: defaultdict(dict))
     for r in records:
-        of_setting = groups[r["temperature"], r["top_p"]][r["system"]][r["setting"]]
+        of_setting = groups[r["system"]][r["setting"]]
         seed = (r["ckpt"], r["adapter"])
         if seed in of_setting:
             fail(f"{r['system']} has {r['setting']} of {r['ckpt']} twice: give each of its seeds once")
         of_setting[seed] = r
-    return {
-        drawn: {name: system(name, of, records[0]) for name, of in systems.items()} for drawn, systems in groups.items()
-    }
+    return {name: system(name, by_setting, first) for name, by_setting in groups.items()}
 
 
 def system(name: str, by_setting: dict[str, dict[tuple, dict]], first: dict) -> System:
@@ -364,21 +260,24 @@ def show_best(systems: dict[str, System], cluster: np.ndarray, draws: Draws) -> 
     rows = []
     for name, of in systems.items():
         best = int(of.exist.mean((1, 2)).argmax())
-        rows.append([name, *row_of(of, best, cluster, draws)])
-    print_table(["largest share", "setting", "seeds", "exist", *VARIETY, *COSTS], rows)
+        rows.append([name, *row_of(of, best, ("distinct", *COSTS), cluster, draws)])
+    print_table(["largest share", "setting", "seeds", "exist", "distinct", *COSTS], rows)
 
 
 def show_settings(systems: dict[str, System], cluster: np.ndarray, draws: Draws) -> None:
     """A row for each system and setting."""
-    rows = [[name, *row_of(of, p, cluster, draws)] for name, of in systems.items() for p in range(len(of.labels))]
+    rows = []
+    for name, of in systems.items():
+        for p in range(len(of.labels)):
+            rows.append([name, *row_of(of, p, (*VARIETY, *COSTS), cluster, draws)])
     print_table(["system", "setting", "seeds", "exist", *VARIETY, *COSTS], rows)
 
 
-def row_of(of: System, p: int, cluster: np.ndarray, draws: Draws) -> list[str]:
-    """A setting's cells."""
+def row_of(of: System, p: int, shown: tuple[str, ...], cluster: np.ndarray, draws: Draws) -> list[str]:
+    """A setting's cells, with these figures."""
     sums = seeds.by_beginning(of.exist[p : p + 1], cluster)
     share = interval(seeds.shares(sums, draws)[:, 0])
-    figures = [f"{of.figures[k][p]:.3f}" for k in (*VARIETY, *COSTS)]
+    figures = [f"{of.figures[k][p]:.3f}" for k in shown]
     return [of.labels[p], str(of.exist.shape[1]), share, *figures]
 
 
@@ -418,7 +317,10 @@ def show(clusters: dict, records: list[dict], against: str | None) -> None:
     if cluster.max() == 0:
         fail("all prompts are equal: give more --prompts, the halves need two different ones")
     draws = seeds.draw(cluster)
-    for (temperature, top_p), systems in by_system(records).items():
+    first = records[0]
+    for temperature, top_p in dict.fromkeys((r["temperature"], r["top_p"]) for r in records):
+        of = [r for r in records if (r["temperature"], r["top_p"]) == (temperature, top_p)]
+        systems = by_system(of, first)
         if temperature == 0:
             show_best(systems, cluster, draws)
             show_budgets(budgets(systems, cluster, draws), against)
@@ -433,7 +335,7 @@ def build_parser() -> Parser:
     # fmt: off
     add = parser.add_argument_group("what is compared").add_argument
     add("--system", nargs="+", action="append", metavar=("NAME", "CKPT [ADAPTER]"), default=[],
-        help="again for another one, or for more seeds of a name")
+        help="again for another one, or for more seeds of a name, of all names in one order")
     add("--against", metavar="NAME", help="the system whose share minus every other's is shown, too")
     add("--prompts", type=bounded(int, 1), default=256, help="names held out, and as many trained")
 

@@ -1,4 +1,4 @@
-"""The table of who pays: intervals, budgets, cost, what a record holds. `pytest tests/beyond/test_pays.py`
+"""The table of who pays: budgets, costs, what a record holds. `pytest tests/beyond/test_pays.py`
 
 Records are made by hand: a digit for each prompt says how many of its completions exist.
 """
@@ -7,7 +7,6 @@ import gzip
 import json
 import math
 from collections import Counter
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,31 +15,24 @@ import torch
 from common import ROOT, approx, caller, random_ids, tiny_model
 
 import evaluate
-from beyond import pays
+from beyond import decoders, pays, rules, seeds
+from beyond.costs import multiplications
 from beyond.joint_head import JointHead
 from beyond.sampling_head import SamplingHead
-from beyond.spans import interval, means, resamples, within
 from cache import Output
 from data import generator
-from sample import Decoding, generate
+from sample import Decoding, generate, step_of
 
 
 def record(system, setting, found, cost=1.0, n_layer=4, draws=1, **more):
-    """serial costs twice as much as all"""
-    costs = {"full/token": cost, "all/token": cost, "serial/token": 2 * cost, "distinct": 0.25, "repeated": 0.5}
-    own = {"system": system, "setting": setting, "found": found, "n_layer": n_layer, "draws": draws}
-    return own | {"temperature": 0.0} | costs | more
+    """mult and serial cost twice as much as all; a full forward multiplies by 100 weights"""
+    costs = {"all/token": cost, "mult/token": 200 * cost, "serial/token": 2 * cost, "mult/full": 100}
+    own = {"system": system, "setting": setting, "found": found, "n_layer": n_layer, "draws": draws, "distinct": 0.25}
+    return own | {"temperature": 0.0, "top_p": 1.0, "ckpt": "c", "adapter": None} | costs | more
 
 
-def cell(records, cluster, system="a", setting="x"):
-    return interval(means(pays.pool(records)[system, setting]["exist"], resamples(cluster)))
-
-
-def best(records, cluster, budget, count="all/token", system="a"):
-    """The share within a budget, of the sample."""
-    of = [p for (name, _), p in pays.pool(records).items() if name == system]
-    exist, costs = (np.array([p[k] for p in of]) for k in ("exist", count))
-    return within(budget, exist, costs, np.ones((1, len(cluster))), np.array(cluster) % 2 == 1)[0]
+def pooled(*records):
+    return pays.by_system(list(records), records[0])
 
 
 def with_head(model):
@@ -49,137 +41,120 @@ def with_head(model):
     return model
 
 
-# --- intervals
-def test_two_beginnings_are_drawn_twice_once_or_never():
-    """Shares of a resample: 1, 1/2 and 0, with probability 1/4, 1/2, 1/4; of 3 and 1 prompts 1, 3/4 and 0."""
-    assert cell([record("a", "x", "10")], [0, 1]) == "0.500 [0.000, 1.000]"
-    assert cell([record("a", "x", "1110")], [0, 0, 0, 1]) == "0.750 [0.000, 1.000]"
-    x = means(pays.pool([record("a", "x", "1110")])["a", "x"]["exist"], resamples([0, 0, 0, 1]))
-    assert set(x[1:]) == {0.0, 0.75, 1.0} and x[0] == 0.75
-    assert np.mean(x[1:] == 0.75) == approx(0.5, abs=0.05)  # three standard deviations of 1,000 draws
+def count(model):
+    looks = Counter()
+    model.step = pays.counted(step_of(model), looks)
+    return looks
 
 
-def test_different_beginnings_have_the_binomial_interval():
-    """200 beginnings, 60 exist: a resample's number is binomial (200, 0.3), whose 2.5 and 97.5 % points are known."""
-    low, high = map(float, cell([record("a", "x", "1" * 60 + "0" * 140)], range(200))[7:-1].split(", "))
-    cdf = np.cumsum([math.comb(200, k) * 0.3**k * 0.7 ** (200 - k) for k in range(201)])
-    assert 200 * low == approx(np.searchsorted(cdf, 0.025), abs=2)
-    assert 200 * high == approx(np.searchsorted(cdf, 0.975), abs=2)
+# --- systems
+def test_a_system_is_its_settings_over_its_seeds():
+    """Two seeds, whose settings stand in another order; the second one has more draws."""
+    seed = dict(ckpt="d", draws=4)
+    system = pooled(
+        record("a", "x", "11", 2.0), record("a", "y", "10", 1.0),
+        record("a", "y", "30", 0.5, **seed), record("a", "x", "24", 1.0, **seed),
+    )["a"]  # fmt: skip
+    assert system.labels == ["x", "y"]
+    assert system.exist.tolist() == [[[1, 1], [0.5, 1]], [[1, 0], [0.75, 0]]]
+    assert system.figures["all"].tolist() == [1.5, 0.75]
+    assert system.figures["mult"].tolist() == system.figures["serial"].tolist() == [3.0, 1.5]
+    assert system.figures["distinct"].tolist() == [0.25, 0.25]
+    assert np.isnan(system.figures["entropy"]).all()  # one draw has none
 
 
-def test_copies_of_a_beginning_say_nothing_new():
-    """The interval of one prompt each is that of five seeds, of equal prompts in both groups, and of 9 equal draws."""
-    one, found = cell([record("a", "x", "1101000")], range(7)), "1101000"
-    assert cell([record("a", "x", found, ckpt=seed) for seed in range(5)], range(7)) == one
-    assert cell([record("a", "x", found * 3)], [*range(7)] * 3) == one
-    assert cell([record("a", "x", found.replace("1", "9"), draws=9)], range(7)) == one
-    assert cell([record("a", "x", found.replace("1", "z"), draws=35)], range(7)) == one
-    assert cell([record("a", "x", found * 3)], range(21)) != one
+def test_adapters_tell_seeds_apart():
+    same = [record("a", "x", "11"), record("a", "x", "10", adapter="j"), record("a", "x", "00", adapter="k")]
+    assert pooled(*same)["a"].exist.tolist() == [[[1, 1], [1, 0], [0, 0]]]
 
 
-def test_seeds_are_pooled_each_completion_counted_once():
-    records = [record("a", "x", "11", 2.0), record("a", "x", "10", 1.0), record("a", "x", "30", 0.5, draws=4)]
-    p = pays.pool(records)["a", "x"]
-    assert p["exist"] == approx([5 / 6, 1 / 6])
-    assert p["all/token"] == approx((2 + 1 + 4 * 0.5) / 6) and p["serial/token"] == approx(2 * p["all/token"])
-    assert math.isnan(p["entropy"])  # one draw has none
-    mixed = [record("a", "x", "11", draws=2, entropy=0.5), record("a", "x", "11", draws=6, entropy=0.1)]
-    assert pays.pool(mixed)["a", "x"]["entropy"] == approx((2 * 0.5 + 6 * 0.1) / 8)
+def test_costs_are_in_forwards_of_the_first_system():
+    """5 layers beside the first system's 4: 1.25 times as much. Multiplications need no layers: 160 of 100."""
+    deep = record("deep", "x", "11", 0.8, 5, **{"mult/full": 125})
+    first = pooled(record("a", "x", "11", 0.8), deep)
+    assert [first["deep"].figures[k][0] for k in pays.COSTS] == approx([1.0, 1.6, 2.0])
+    assert [first["a"].figures[k][0] for k in pays.COSTS] == approx([0.8, 1.6, 1.6])
+    last = pooled(deep, record("a", "x", "11", 0.8))
+    assert [last["a"].figures[k][0] for k in pays.COSTS] == approx([0.64, 160 / 125, 1.28])
 
 
-def test_a_difference_is_paired():
-    """Each beginning is completed twice, by a once more often than by b: any resample differs by 1/2."""
-    records = [record("a", "x", "12" * 10, draws=2), record("b", "x", "01" * 10, draws=2)]
-    pooled, weights = pays.pool(records), resamples(range(20))
-    a, b = (means(pooled[name, "x"]["exist"], weights) for name in "ab")
-    assert interval(a - b, "+") == "+0.500 [+0.500, +0.500]"
-    assert a[1:].max() - a[1:].min() > 0.2 and interval(b - a, "+").startswith("-0.500 [")
-
-
-# --- budgets
-def test_what_is_best_on_one_half_is_judged_on_the_other():
-    """x completes the even beginnings, y the odd ones. Chosen by the even ones, x has none of the odd ones."""
-    records = [record("a", "x", "101010"), record("a", "y", "010101")]
-    assert best(records, range(6), 1.0) == 0
-    good = [record("a", "x", "101000"), record("a", "y", "010100"), record("a", "z", "111111")]
-    assert best(good, range(6), 1.0) == 1
-    # y, 2 of 3 even ones, is chosen by them and has 1 of the odd ones; x, 3 odd ones, by those, and has 1 even one
-    halves = [record("a", "x", "110101", 0.4), record("a", "y", "111000", 0.8)]
-    assert best(halves, range(6), 1.0) == approx(2 / 6)
-
-
-def test_equal_prompts_are_of_one_half():
-    """Beginnings 0, 1, 0, 1: x completes the first, y the second; no copy of a beginning chooses for another."""
-    records = [record("a", "x", "1010"), record("a", "y", "0101")]
-    assert best(records, [0, 1, 0, 1], 1.0) == 0
-
-
-def test_a_budget_takes_what_it_can_pay_over_all_prompts():
-    records = [record("a", "slow", "1111", 2.0), record("a", "slow", "1111", 1.0), record("a", "fast", "1000", 0.5)]
-    assert best(records, range(4), 1.49) == 0.25 and best(records, range(4), 1.5) == 1
-    assert best(records, range(4), 1.5, "serial/token") == 0.25
-    assert math.isnan(best(records, range(4), 0.99, "serial/token"))
-
-
-def test_a_forward_of_more_layers_costs_more():
-    """5 layers beside the first system's 4: 1.25 times as much, whatever is counted. 4 beside 5: 0.8 times."""
-    deep = record("deep", "x", "11", 0.8, 5)
-    p = pays.pool([record("a", "x", "11", 0.8), deep])
-    assert [p["deep", "x"][k] for k in pays.COUNTED] == approx([1.0, 1.0, 2.0])
-    assert [p["a", "x"][k] for k in pays.COUNTED] == approx([0.8, 0.8, 1.6])
-    assert pays.pool([deep, record("a", "x", "11", 0.8)])["a", "x"]["all/token"] == approx(0.64)
-    assert p["deep", "x"]["repeated"] == 0.5
-
-
+# --- tables
 def test_the_tables_by_hand(tmp_path, monkeypatch, capsys):
-    """Both systems have one setting at each temperature; the head is out of the budgets below 0.8 in all and 1.6 in
-    serial forwards. Of its completions all exist, of the base's none: the difference is 1 in every resample."""
+    """Both systems have one greedy setting; the head is out of the budgets below 0.8 in all and 1.6 in the others. Of
+    its completions all exist, of the base's none: the difference is 1 in every resample."""
     call, path = caller(pays, monkeypatch, capsys), tmp_path / "r.jsonl"
-    drawn = dict(temperature=0.5, draws=2, entropy=0.125)
+    drawn = dict(temperature=0.5, top_p=0.9, draws=2, entropy=0.125)
     records = [record("base", "x", "0000", 0.4), record("head", "x", "1111", 0.8)]
-    records += [record("base", "x, T 0.5", "0000", 0.4, **drawn), record("head", "x, T 0.5", "2222", 0.8, **drawn)]
+    records += [record("base", "y, drawn", "0000", 0.4, **drawn), record("head", "y, drawn", "2222", 0.8, **drawn)]
     head = {"clusters": {"held out": [0, 1], "trained": [2, 3]}}
     path.write_text("".join(json.dumps(r) + "\n" for r in [head, *records]))
-    tables = [
-        [line.split("  ") for line in t.splitlines()]
-        for t in call("--records", path, "--against", "head").split("\n\n")
-    ]
-    tables = [[[c.strip() for c in line if c.strip()] for line in t] for t in tables]
-    titles = [f"{what}, {count}/token{T}" for T in ("", ", T 0.5") for count in ("all", "serial")
-              for what in ("at most", "head minus")]  # fmt: skip
-    assert [t[0][0] for t in tables] == ["system", *titles]
-    assert tables[0][4][:3] == ["head", "x, T 0.5", "1.000 [1.000, 1.000]"]
-    none, all_, minus = "0.000 [0.000, 0.000]", "1.000 [1.000, 1.000]", "+1.000 [+1.000, +1.000]"
-    assert tables[1][1:] == [["base", *[none] * 9], ["head", *["-"] * 4, *[all_] * 5]]
-    assert tables[2][1:] == [["base", *["-"] * 4, *[minus] * 5]]
-    assert tables[4][1:] == [["base", *["-"] * 8, minus]]  # 2.0 alone
+
+    def cells(line):
+        return [cell.strip() for cell in line.split("  ") if cell.strip()]
+
+    shown = call("--records", path, "--against", "head").split("\n\n")
+    tables = [[cells(line) for line in table.splitlines()] for table in shown]
+    titles = [f"{what}, {kind}/token" for kind in ("all", "mult", "serial") for what in ("at most", "head minus")]
+    assert [t[0][0] for t in tables] == ["largest share", *titles, "temperature 0.5, top_p 0.9"]
+    none, full, minus = "0.000 [0.000, 0.000]", "1.000 [1.000, 1.000]", "+1.000 [+1.000, +1.000]"
+    assert tables[0][1] == ["base", "x", "1", none, "0.250", "0.400", "0.800", "0.800"]
+    assert tables[0][2] == ["head", "x", "1", full, "0.250", "0.800", "1.600", "1.600"]
+    assert tables[1][0][1:] == ["0.35", "0.4", "0.45", "0.5", "0.6", "0.7", "0.8", "0.9", "1.0", "1.2", "1.5", "2.0"]
+    assert tables[1][1:] == [["base", "-", *[none] * 11], ["head", *["-"] * 6, *[full] * 6]]
+    assert tables[2][1:] == [["base", *["-"] * 6, *[minus] * 6]]
+    for serial in (tables[4], tables[6]):
+        assert serial[1:] == [["base", *["-"] * 11, minus]]  # 2.0 alone
+    assert tables[7][1] == ["system", "setting", "seeds", "exist", "distinct", "entropy", "all", "mult", "serial"]
+    assert tables[7][3] == ["head", "y, drawn", "1", full, "0.250", "0.125", "0.800", "1.600", "1.600"]
     assert "minus" not in call("--records", path)
     assert call.fails("--records", path, "--against", "b").endswith("none of the systems: base, head")
 
 
+def test_budgets_are_those_of_seeds_py():
+    """Every kind of cost, with the shares that seeds.within_budgets gives."""
+    systems = pooled(record("a", "x", "110100", 0.4), record("a", "y", "111001", 0.8))
+    cluster = np.arange(6)
+    draws = seeds.draw(cluster)
+    found = pays.budgets(systems, cluster, draws)
+    sums = seeds.by_beginning(systems["a"].exist, cluster)
+    for kind, cost in (("all", [0.4, 0.8]), ("mult", [0.8, 1.6]), ("serial", [0.8, 1.6])):
+        expected = seeds.within_budgets(sums, {kind: np.array(cost)}, pays.BUDGETS, draws)[kind]
+        assert np.array_equal(found[kind]["a"], expected, equal_nan=True)
+
+
 # --- what is measured
 @pytest.mark.parametrize("head", [False, True])
-def test_serial_forwards_count_each_run_of_stage_b_or_a_head_once(head):
+def test_each_run_of_stage_b_or_a_head_counts_once(head):
     """One row, one block of 8 masks after 8 of prompt: Stage B runs in each step that has a bundle, a head in
     each that has one of two."""
     model, prompt = tiny_model(n_rounds=1, eos_id=-1), random_ids(1, 8)[0].tolist()
-    model = with_head(model) if head else model
-    d, looks = Decoding(gen_length=8, tau_m2t=0.2, tau_t2t=None), Counter()
+    if head:
+        model = with_head(model)
+    d = Decoding(gen_length=8, tau_m2t=0.2, tau_t2t=None)
     steps = generate(model, [prompt], d, trace=True)[0].steps
-    pays.counting(model, looks)
+    looks = count(model)
     out = generate(model, [prompt], d)[0]
     assert len(steps) == out.nfe["full"]
     if head:
         assert looks[0] == sum(len(s["fill"]) + len(s.get("refused", [])) > 1 for s in steps) > 0
     else:
         assert looks[0] == out.nfe["partial"] == out.nfe["full"]
-    looks.clear()
-    generate(model, [prompt], replace(d, n_rounds=0))
+
+
+def test_without_a_second_look_there_is_none_to_count():
+    """Switched off, and by a rule."""
+    prompt = random_ids(1, 8)[0].tolist()
+    off = Decoding(gen_length=8, tau_m2t=0.2, tau_t2t=None, n_rounds=0)
+    model = with_head(tiny_model(n_rounds=1, eos_id=-1))
+    looks = count(model)
+    generate(model, [prompt], off)
     assert looks.total() == 0
+    model.step = pays.counted(rules.step_of(rules.threshold, 0.2), looks)
+    assert generate(model, [prompt], off)[0].nfe["partial"] == looks.total() == 0
 
 
-def test_serial_forwards_count_every_look_of_a_sampling_head():
-    """Its steps as generate's trace has them, and how often it really ran for its one row."""
+def test_every_look_of_a_sampling_head_counts():
+    """How often it really ran for its one row."""
     model = tiny_model(n_rounds=1, eos_id=-1)
     model.__class__ = SamplingHead
     model.give_head(head_layers=1, width=8, looks=8, rng=generator("head"))
@@ -191,8 +166,7 @@ def test_serial_forwards_count_every_look_of_a_sampling_head():
     ran = []
     look = model.second_look
     model.second_look = lambda *args: ran.append(1) or look(*args)
-    looks = Counter()
-    pays.counting(model, looks)
+    looks = count(model)
     d = Decoding(gen_length=24, tau_m2t=-1.0, tau_t2t=None, temperature=1.0)
     out = generate(model, random_ids(1, 8).tolist(), d)[0]
     assert looks[0] == len(ran) > out.nfe["full"]  # several looks in a step
@@ -205,29 +179,34 @@ def test_equal_prompts_are_decoded_once_with_the_same_result(head):
     model = tiny_model(n_rounds=1)
     if head:
         model = with_head(model)
-    looks = Counter()
     a, b, c = random_ids(3, 8).tolist()
     prompts, d = [a, b, a, c[:3], b, a], Decoding(gen_length=16, tau_m2t=0.3, tau_t2t=None)
     assert pays.numbered(prompts) == [0, 1, 0, 2, 1, 0]
-    pays.counting(model, looks)
+    looks = count(model)
     outputs, ran = pays.complete(model, prompts, d, range(1), looks)
     assert looks.keys() == {0, 1, 2}  # so many rows were decoded
+
+    # all rows
     looks.clear()
     every = generate(model, prompts, d)
     assert [(o.tokens, o.nfe) for o in outputs] == [(o.tokens, o.nfe) for o in every]
-    assert ran == [looks[i] for i in range(6)]
-    assert len(set(ran)) > 1 and len({o.nfe["full"] for o in outputs}) > 1  # or nothing would tell rows apart
-    for prompt, output, n in zip(prompts, outputs, ran, strict=True):
+    assert ran == looks.total()
+
+    # each alone
+    alone = []
+    for prompt, output in zip(prompts, outputs, strict=True):
         looks.clear()
-        assert generate(model, [prompt], d)[0].tokens == output.tokens and looks == {0: n}
+        assert generate(model, [prompt], d)[0].tokens == output.tokens
+        alone.append(looks[0])
+    assert ran == sum(alone)
+    assert len(set(alone)) > 1 and len({o.nfe["full"] for o in outputs}) > 1  # or nothing would tell rows apart
 
 
 def test_with_a_temperature_every_draw_of_every_prompt_is_another():
-    model, looks, (a, b) = tiny_model(n_rounds=1), Counter(), random_ids(2, 8).tolist()
+    model, (a, b) = tiny_model(n_rounds=1), random_ids(2, 8).tolist()
     d = Decoding(gen_length=8, tau_m2t=0.3, tau_t2t=None, temperature=2.0)
-    pays.counting(model, looks)
-    outputs, ran = pays.complete(model, [a, b, a], d, range(5, 8), looks)
-    assert len(ran) == 9 and len({tuple(o.tokens) for o in outputs}) == 9
+    outputs, ran = pays.complete(model, [a, b, a], d, range(5, 8), count(model))
+    assert len({tuple(o.tokens) for o in outputs}) == 9 and ran == sum(o.nfe["partial"] for o in outputs)
     alone = [generate(model, [a, b, a], d, seed) for seed in (5, 6, 7)]
     assert [o.tokens for o in outputs] == [o.tokens for drawn in alone for o in drawn]
 
@@ -239,32 +218,40 @@ def test_entropy():
 
 def test_a_record_by_hand():
     """Two equal prompts, 2 draws: A and B, then A and ?. Of the first both exist, of the second one of two. 3 full, 1
-    commit, 0.5 partial forwards of 1/4, and 2 runs of Stage B for 2 tokens each."""
+    commit, 0.5 partial forwards of 1/3 of the layers, and 2 runs of Stage B, for 2 tokens each."""
     stem, tokenizer = "LATIN SMALL LETTER ", SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)).rstrip("\0"))
-    model = SimpleNamespace(cfg=SimpleNamespace(n_layer=4), partial_cost=0.25)
+    model = tiny_model(n_layer=3, n_last=1)
     outputs = [Output([ord(x), 0], {"full": 3, "partial": 0.5, "commit": 1}) for x in "ABA?"]
     prompts = dict.fromkeys((stem + "C", stem + "B"), [ord(x) for x in stem])
-    r = pays.describe(model, tokenizer, prompts, outputs, [2, 2, 2, 2])
-    assert r["found"] == "21" and (r["draws"], r["n_layer"]) == (2, 4)
+    r = pays.describe(model, tokenizer, prompts, outputs, 8)
+    assert r["found"] == "21" and (r["draws"], r["n_layer"]) == (2, 3)
     assert (r["exist"], r["distinct"], r["repeated"], r["itself"]) == (3 / 4, 2 / 4, 2 / 4, 1 / 4)
     assert r["entropy"] == approx(math.log(2) / 2)  # of A and A, and of B and ?
-    assert (r["full/token"], r["all/token"], r["serial/token"]) == (1.5, (3 + 1 + 0.125) / 2, (3 + 1 + 2) / 2)
+    assert r["full/token"] == 1.5
+    assert (r["all/token"], r["serial/token"]) == (approx((3 + 1 + 0.5 / 3) / 2), (3 + 1 + 2) / 2)
+    assert r["mult/token"] == multiplications(model, {"full": 12, "partial": 2, "commit": 4}, 8) / 8
     assert "low" not in r  # Wilson's, of independent completions
 
 
 def test_the_table_of_the_shipped_model(tmp_path, monkeypatch, capsys):
     call, names = caller(pays, monkeypatch, capsys), ROOT / "assets" / "names"
     path = tmp_path / "r.jsonl"
-    monkeypatch.setattr(pays, "TAUS", {1.0: "one at a time", 0.1: "0.1", -1.0: "all at once"})
-    monkeypatch.setattr(pays, "FINER", (0.14,))
-    argv = ["--system", "base", names, "--system", "head", names, names / "joint", "--prompts", 4, "--keep", 0, 1]
+    monkeypatch.setattr(rules, "DIALS", {"threshold": (0.9, 0.1), "fixed": (1,)})
+    monkeypatch.setattr(decoders, "KEEP", (0.0, 1.0))
+    monkeypatch.setattr(decoders, "SAMPLED", (1.0, -1.0))
+    argv = ["--system", "base", names, "--system", "head", names, names / "joint", "--prompts", 4]
     table = call(*argv, "--against", "head", "--temperature", 0, 0.7, "--draws", 3, "--out", path)
-    assert "at most, all/token, T 0.7" in table and "head minus, serial/token" in table
+    assert "temperature 0.7, top_p 1" in table and "head minus, serial/token" in table
     head, *records = [json.loads(line) for line in path.read_text().splitlines()]
     assert {group: len(of) for group, of in head["clusters"].items()} == {"held out": 4, "trained": 4}
-    assert len(records) == 2 * (len(pays.TAUS) + len(pays.FINER) + 2 * (len(pays.TAUS) - 1))
+    settings = [(r["system"], r["setting"], r["temperature"]) for r in records]
+    greedy = {"base": ["threshold 0.9", "threshold 0.1", "fixed 1"], "head": ["tau_keep 0", "tau_keep 1"]}
+    greedy["head"].append("off, threshold 0.9")
+    drawn = {"base": ["tau_m2t 1", "tau_m2t -1"], "head": ["tau_keep 0", "tau_keep 1", "off, tau_m2t 1"]}
+    expected = [(s, label, T) for s in ("base", "head") for T, of in ((0, greedy), (0.7, drawn)) for label in of[s]]
+    assert settings == expected
     for r in records:
-        drawn = r["setting"].endswith(", T 0.7")
+        drawn = r["temperature"] == 0.7
         assert r["draws"] == (3 if drawn else 1) and len(r["found"]) == 8 and ("entropy" in r) == drawn
         assert sum(map(int, r["found"])) == round(r["exist"] * 8 * r["draws"]) and r["n_layer"] == 4
         assert 0 <= r.get("entropy", 0) <= math.log(3) and r["serial/token"] >= r["all/token"] - 1e-9
@@ -276,7 +263,8 @@ def test_the_table_of_the_shipped_model(tmp_path, monkeypatch, capsys):
 def test_greedy_records_are_the_judges_of_both_groups(tmp_path, monkeypatch, capsys):
     """At one gate, and with more prompts than different ones: what evaluate.py says of them, decoded one by one."""
     names, d = ROOT / "assets" / "names", Decoding(gen_length=32, tau_m2t=0.1, tau_t2t=None)
-    monkeypatch.setattr(pays, "settings", lambda *_: {"x": ({"tau_keep": 0.5}, d)})
+    one = decoders.Setting("x", d, attributes={"tau_keep": 0.5})
+    monkeypatch.setattr(pays, "settings", lambda *_: [one])
     call, path = caller(pays, monkeypatch, capsys), tmp_path / "r.jsonl"
     call("--system", "head", names, names / "joint", "--prompts", 20, "--out", path)
     head, r = [json.loads(line) for line in path.read_text().splitlines()]
@@ -293,6 +281,19 @@ def test_greedy_records_are_the_judges_of_both_groups(tmp_path, monkeypatch, cap
                for q, j in zip(drawn.values(), cluster, strict=True))  # fmt: skip
 
 
+def test_stage_b_switched_off_is_a_system_of_its_own(tmp_path, monkeypatch, capsys):
+    """One setting on, and one off with the same weights: off, nothing partial is run."""
+    names, on = ROOT / "assets" / "names", Decoding(gen_length=32, tau_m2t=0.1, tau_t2t=None)
+    off = Decoding(gen_length=32, tau_m2t=0.1, tau_t2t=None, n_rounds=0)
+    both = [decoders.Setting("x", on), decoders.Setting("x", off, off=True)]
+    monkeypatch.setattr(pays, "settings", lambda *_: both)
+    call, path = caller(pays, monkeypatch, capsys), tmp_path / "r.jsonl"
+    call("--system", "paper", names, names / "joint", "--prompts", 4, "--out", path, "--against", "paper, off")
+    _, first, second = [json.loads(line) for line in path.read_text().splitlines()]
+    assert (first["system"], second["system"]) == ("paper", "paper, off")
+    assert first["partial/token"] > 0 == second["partial/token"]
+
+
 def test_mistakes(tmp_path, monkeypatch, capsys):
     call, names = caller(pays, monkeypatch, capsys), ROOT / "assets" / "names"
 
@@ -304,14 +305,19 @@ def test_mistakes(tmp_path, monkeypatch, capsys):
     whole, other = written("whole", head, r), written("other", {"clusters": {"held out": [0], "trained": [0]}}, r)
     assert "--system" in call.fails() and "--system" in call.fails("--system", "a")
     without = {k: v for k, v in r.items() if k != "found"} | {"exist": 0.5, "group": "held out"}
-    for old in (written("old", without, without), written("mixed", head, r, without), written("empty")):
+    no_mult = {k: v for k, v in r.items() if k != "mult/token"}
+    for old in (written("old", without, without), written("mixed", head, r, no_mult), written("empty")):
         assert "measure again" in call.fails("--records", old)
     assert "no-such-file" in call.fails("--records", tmp_path / "no-such-file")
     (tmp_path / "short.gz").write_bytes(gzip.compress(whole.read_bytes())[:40])
     assert "measure again" in call.fails("--records", tmp_path / "short.gz")
-    assert "--taus 1" in call.fails("--system", "a", names, names / "joint", "--prompts", 2, "--taus", 1)
     assert "other prompts" in call.fails("--records", whole, other)
     assert "other prompts" in call.fails("--records", whole, "--system", "a", names, "--prompts", 2)
     assert "equal" in call.fails("--records", other)
     assert "--temperature" in call.fails("--system", "a", names, "--draws", 2)
     assert "35" in call.fails("--system", "a", names, "--draws", 36, "--temperature", 1)
+
+    # seeds
+    assert "twice" in call.fails("--records", whole, whole)
+    more = written("more", head, r, record("a", "y", "10"), record("a", "x", "10", ckpt="d"))
+    assert "a: y was not measured for all of its 2 seeds" in call.fails("--records", more)

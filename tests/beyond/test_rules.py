@@ -11,8 +11,10 @@ import math
 
 import pytest
 import torch
+from common import MASK, random_ids, tiny_model
 
 from beyond import rules
+from sample import Decoding, generate
 
 # R = 1 row, B = 5 positions, V = 4 tokens
 
@@ -183,3 +185,34 @@ def test_verified_judges_the_leftmost_run_alone():
     tokens, filled = rules.verified(logits(TABLE), torch.tensor([[3, 1, 3, 1, 1]]), masked)
     assert at(filled) == [1]
     assert tokens.tolist() == [[3, 1, 3, 1, 1]]
+
+
+@pytest.mark.parametrize(("order", "rule"), [("surest", rules.threshold), ("leftmost", rules.longest_prefix)])
+def test_two_rules_are_those_of_sample_py(order, rule):
+    """The same tokens and forwards as sample.step in a model of that order, at several gates."""
+    model = tiny_model(n_rounds=1, order=order)
+    prompts = random_ids(6, 11).tolist()
+    found = set()
+    for tau in (0.9, 0.4, 0.1, 0.02, 0.0):
+        off = Decoding(gen_length=24, tau_m2t=tau, tau_t2t=None, n_rounds=0)
+        model.step = None
+        expected = generate(model, prompts, off)
+        model.step = rules.step_of(rule, tau)
+        ours = generate(model, prompts, off)
+        assert [(o.tokens, o.nfe) for o in ours] == [(o.tokens, o.nfe) for o in expected]
+        found.add(sum(o.nfe["full"] for o in ours))
+    assert len(found) >= 3  # the dial does something
+
+
+@pytest.mark.parametrize("rule", rules.RULES)
+def test_the_ends_of_a_dial_are_one_at_a_time_and_all_at_once(rule):
+    """On a block of 8, of which this model is never sure: 8 forwards, and 1."""
+    model = tiny_model(eos_id=-1, std=0.05)
+    model.lm_head.weight.data[MASK] = 0  # others are above it: no step writes a mask
+    prompt = random_ids(1, 8)[0].tolist()
+    off = Decoding(gen_length=8, tau_t2t=None, n_rounds=0)
+    forwards = []
+    for dial in (rules.DIALS[rule][0], rules.DIALS[rule][-1]):
+        model.step = rules.step_of(rules.RULES[rule], dial)
+        forwards.append(generate(model, [prompt], off)[0].nfe["full"])
+    assert forwards == [8, 1]

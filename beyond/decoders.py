@@ -1,0 +1,113 @@
+"""What a system is decoded by, for pays.py: everything that its user could choose.
+
+    no adapter, or a distilled Stage A    every rule of rules.py at each value of its dial
+    a joint head      all masks are looked at, and tau_keep is the dial; or it is switched off, for the rule that goes
+                      with the model's order, with a careful dial
+    Stage B           at every tau_m2t, and the same with Stage B off: a system of its own
+    a sampling head   at several tau_m2t and `looks`
+    left to right     (block_length 1) one token after the other
+
+The rules are greedy. With a temperature sample.step's tau_m2t, in the model's own order, takes their place.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import evaluate
+from beyond import rules
+from beyond.distill import Distilled
+from model import Model
+from sample import Decoding
+
+GATES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.01, -1.0)  # Stage B's tau_m2t
+SAMPLED = (1.0, 0.9, 0.5, 0.2, -1.0)  # tau_m2t with a temperature
+KEEP = (0.0, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
+LOOKS = (1, 2, 8)  # of sampling_head.py
+CAREFUL = 0.5  # dials of a joint head that is off, from here to 1
+
+
+@dataclass(frozen=True)
+class Setting:
+    label: str
+    decoding: Decoding
+    step: Callable | None = None  # a rule's; None: the model's own
+    attributes: dict[str, float] = field(default_factory=dict)  # of the model
+    off: bool = False  # Stage B is off: a system of its own
+
+
+def settings(model: Model, adapter: str | None, args: Namespace) -> list[Setting]:
+    """Everything that a system is decoded by, at each temperature, and with one at each top_p."""
+    every = []
+    greedy = Decoding(gen_length=evaluate.NAME_TOKENS, tau_t2t=None, n_rounds=0)
+    for temperature in args.temperature:
+        if temperature == 0:
+            every += settings_of(model, adapter, greedy)
+            continue
+        for top_p in args.top_p:
+            every += settings_of(model, adapter, replace(greedy, temperature=temperature, top_p=top_p))
+    return every
+
+
+def settings_of(model: Model, adapter: str | None, start: Decoding) -> list[Setting]:
+    """By what the model is."""
+    if model.cfg.block_length == 1:
+        return [Setting("left to right", replace(start, tau_m2t=1.0))]
+    if hasattr(model, "tau_keep"):
+        return joint_head_settings(model, start)
+    if hasattr(model, "looks"):
+        return sampling_head_settings(model, start)
+    if adapter is None or isinstance(model, Distilled):
+        return stage_a_settings(start)
+    return stage_b_settings(model, start)
+
+
+def stage_a_settings(start: Decoding) -> list[Setting]:
+    """Every rule at each value of its dial; the rules are greedy."""
+    if start.temperature > 0:
+        return [Setting(f"tau_m2t {tau:g}", replace(start, tau_m2t=tau)) for tau in SAMPLED]
+    return [s for name, dials in rules.DIALS.items() for s in settings_of_rule(name, dials, start)]
+
+
+def settings_of_rule(name: str, dials: tuple[float, ...], start: Decoding) -> list[Setting]:
+    rule = rules.RULES[name]
+    return [Setting(f"{name} {dial:g}", start, rules.step_of(rule, dial)) for dial in dials]
+
+
+def joint_head_settings(model: Model, start: Decoding) -> list[Setting]:
+    """It looks at all masks, and tau_keep is the dial; or it is off, and the rule is careful."""
+    on = replace(start, n_rounds=1, tau_m2t=-1.0)
+    every = [Setting(f"tau_keep {keep:g}", on, attributes={"tau_keep": keep}) for keep in KEEP]
+
+    # off, as its user may have it
+    if start.temperature > 0:
+        taus = [tau for tau in SAMPLED if tau >= CAREFUL]
+        off = [Setting(f"tau_m2t {tau:g}", replace(start, tau_m2t=tau)) for tau in taus]
+    else:
+        rule = "threshold"
+        if model.cfg.order == "leftmost":
+            rule = "longest_prefix"
+        careful = [dial for dial in rules.DIALS[rule] if dial >= CAREFUL]
+        off = settings_of_rule(rule, careful, start)
+    return every + [replace(setting, label=f"off, {setting.label}") for setting in off]
+
+
+def sampling_head_settings(model: Model, start: Decoding) -> list[Setting]:
+    """One at a time there is nothing to look at again."""
+    every = []
+    for looks in LOOKS:
+        for tau in SAMPLED:
+            if tau < 1:
+                d = replace(start, n_rounds=1, tau_m2t=tau)
+                every.append(Setting(f"tau_m2t {tau:g}, looks {looks}", d, attributes={"looks": looks}))
+    return every
+
+
+def stage_b_settings(model: Model, start: Decoding) -> list[Setting]:
+    """On, and off with the same weights."""
+    taus = GATES
+    if start.temperature > 0:
+        taus = SAMPLED
+    off = [Setting(f"tau_m2t {tau:g}", replace(start, tau_m2t=tau), off=True) for tau in taus]
+    on = [replace(s, decoding=replace(s.decoding, n_rounds=model.cfg.n_rounds), off=False) for s in off]
+    return on + off

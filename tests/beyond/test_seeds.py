@@ -1,0 +1,151 @@
+"""How sure a share is: closed forms, and a slow twin of the fast sums. `pytest tests/beyond/test_seeds.py`"""
+
+import math
+
+import numpy as np
+from common import approx
+
+from beyond import seeds
+from beyond.spans import interval
+
+# P settings, S seeds, R prompts, C beginnings
+
+
+def sums_of(found, cluster):
+    """found: a string of digits for each seed of each setting, a digit a prompt."""
+    values = np.array([[[int(digit) for digit in seed] for seed in setting] for setting in found], dtype=float)
+    return seeds.by_beginning(values, cluster)
+
+
+def drawn(found, cluster):
+    """The share of one setting in every resample, the sample first; found: a string for each seed."""
+    return seeds.shares(sums_of([found], cluster), seeds.draw(cluster))[:, 0]
+
+
+def best(found, cluster, budget=1.0, costs=None):
+    """The share within a budget, of the sample. A setting costs 1, unless `costs` has it."""
+    costs = np.array(costs or [1.0] * len(found))
+    return seeds.within_budgets(sums_of(found, cluster), {"all": costs}, [budget], seeds.draw(cluster))["all"][0, 0]
+
+
+# --- intervals
+def test_two_beginnings_are_drawn_twice_once_or_never():
+    """Shares of a resample: 1, 1/2 and 0, with probability 1/4, 1/2, 1/4; of 3 and 1 prompts 1, 3/4 and 0."""
+    assert interval(drawn(["10"], [0, 1])) == "0.500 [0.000, 1.000]"
+    x = drawn(["1110"], [0, 0, 0, 1])
+    assert set(x[1:]) == {0.0, 0.75, 1.0} and x[0] == 0.75
+    assert np.mean(x[1:] == 0.75) == approx(0.5, abs=0.05)  # three standard deviations of 1,000 draws
+
+
+def test_different_beginnings_have_the_binomial_interval():
+    """200 beginnings, 60 exist: a resample's number is binomial (200, 0.3), whose 2.5 and 97.5 % points are known."""
+    low, high = map(float, interval(drawn(["1" * 60 + "0" * 140], range(200)))[7:-1].split(", "))
+    cdf = np.cumsum([math.comb(200, k) * 0.3**k * 0.7 ** (200 - k) for k in range(201)])
+    assert 200 * low == approx(np.searchsorted(cdf, 0.025), abs=2)
+    assert 200 * high == approx(np.searchsorted(cdf, 0.975), abs=2)
+
+
+def test_seeds_are_drawn_as_beginnings_are():
+    """What one seed completes the other does not: with 200 prompts the share is still 0, 1/2 or 1."""
+    x = drawn(["1" * 200, "0" * 200], range(200))
+    assert x[0] == 0.5 and set(x[1:]) == {0.0, 0.5, 1.0}
+    assert np.mean(x[1:] == 0.5) == approx(0.5, abs=0.05)
+    assert interval(x) == "0.500 [0.000, 1.000]"
+
+
+def test_the_spread_of_three_seeds():
+    """Shares 0.2, 0.5 and 0.8: a mean of three draws has the variance (0.09 + 0 + 0.09) / 3 / 3 = 0.02. Beginnings are
+    all alike, and add nothing."""
+    x = drawn(["2" * 9, "5" * 9, "8" * 9], range(9)) / 10
+    assert x[0] == approx(0.5)
+    assert x[1:].var() == approx(0.02, rel=0.15)
+
+
+def test_copies_of_a_beginning_say_nothing_new():
+    """The interval of one prompt each is that of equal prompts in both groups, and of seeds that write the same."""
+    one = interval(drawn(["1101000"], range(7)))
+    assert interval(drawn(["1101000" * 3], [*range(7)] * 3)) == one
+    assert interval(drawn(["1101000"] * 5, range(7))) == one
+    assert interval(drawn(["1101000" * 3], range(21))) != one
+
+
+def test_a_difference_is_paired_by_beginning_and_by_seed():
+    """The first seed completes every prompt, the second none; a completes prompt 0 once more than b in both."""
+    a, b = (drawn(found, range(20)) for found in (["21" * 10, "10" * 10], ["11" * 10, "00" * 10]))
+    assert interval(a) != interval(b) and b[1:].max() - b[1:].min() == 1
+    extra = drawn(["10" * 10], range(20))
+    assert (a - b)[1:] == approx(extra[1:])
+
+
+# --- the choice of settings
+def test_what_is_best_on_one_half_is_judged_on_the_other():
+    """Of two beginnings each half has one. x completes the first, y the second: chosen by one, nothing of the other."""
+    assert best([["10"], ["01"]], range(2)) == 0
+    # each half finds the third as good as the other best, and cheaper
+    assert best([["10"], ["01"], ["11"]], range(2), costs=[1.0, 1.0, 0.5]) == 1
+    # one setting leaves nothing to choose
+    assert best([["10"]], range(2)) == 0.5
+
+
+def test_equal_prompts_are_of_one_half():
+    """Beginnings 0, 1, 0, 1: no copy of a beginning chooses for another."""
+    assert best([["1010"], ["0101"]], [0, 1, 0, 1]) == 0
+
+
+def test_a_choice_is_made_by_all_seeds_together():
+    """x completes both beginnings by one seed of three, y by the two others: y is chosen, and has 2/3."""
+    assert best([["11", "00", "00"], ["00", "11", "11"]], range(2)) == approx(2 / 3)
+
+
+def test_a_budget_takes_what_it_can_pay():
+    settings = [["1111"], ["0100"]]
+    assert best(settings, range(4), 1.49, [1.5, 0.5]) == 0.25
+    assert best(settings, range(4), 1.5, [1.5, 0.5]) == 1
+    assert math.isnan(best(settings, range(4), 0.49, [1.5, 0.5]))
+
+
+def test_of_equals_the_cheapest():
+    """Two resamples of two settings, the cheaper one first: in the first resample one half finds them equal."""
+    here = np.array([[3.0, 3.0], [2.0, 5.0]])
+    there = np.array([[7.0, 1.0], [1.0, 4.0]])
+    assert seeds.crosswise(here, there).tolist() == [7 + 3, 4 + 5]
+    assert best([["11"], ["00"]], range(2), costs=[0.5, 0.6]) == 1
+    # z completes beginning 0 as x does, and nothing else: the cheaper of the two is taken, judged on beginning 1
+    assert best([["11"], ["10"]], range(2), costs=[0.5, 0.6]) == 1
+    assert best([["11"], ["10"]], range(2), costs=[0.6, 0.5]) == 0.5
+
+
+def test_the_sums_are_those_of_a_plain_loop():
+    """Every resample and halving, prompt by prompt."""
+    rng = np.random.default_rng(1)
+    cluster = [0, 1, 2, 0, 3, 4, 1, 5, 6]
+    P, S, R = 4, 3, len(cluster)
+    values = rng.integers(0, 2, (P, S, R)).astype(float)
+    cost = np.array([0.9, 0.3, 0.7, 0.5])
+    draws = seeds.draw(cluster)
+    budgets = [0.2, 0.5, 0.8, 1.0]
+    found = seeds.within_budgets(seeds.by_beginning(values, cluster), {"all": cost}, budgets, draws)["all"]
+    share = seeds.shares(seeds.by_beginning(values, cluster), draws)
+
+    of_seeds = seeds.times_of_seeds(S)
+    for w in (0, 1, 17, 1000):
+        # how often each completion of this resample counts
+        weight = draws.times[w][cluster] * of_seeds[w][:, None]  # (S, R)
+        assert share[w] == approx([(values[p] * weight).sum() / weight.sum() for p in range(P)])
+        for row, budget in zip(found, budgets, strict=True):
+            pay = [p for p in np.argsort(cost) if cost[p] <= budget]
+            if not pay:
+                assert math.isnan(row[w])
+                continue
+            total = 0.0
+            for half in draws.halves:
+                for chooses in (half[cluster], ~half[cluster]):
+                    scores = [(values[p] * weight * chooses).sum() for p in pay]
+                    total += (values[pay[int(np.argmax(scores))]] * weight * ~chooses).sum()
+            assert row[w] == approx(total / weight.sum() / len(draws.halves))
+
+
+def test_halvings_are_even_and_differ():
+    halves = seeds.draw(range(11)).halves
+    assert halves.shape == (20, 11) and set(halves.sum(1)) == {5}
+    assert len({tuple(half) for half in halves}) > 15
