@@ -384,8 +384,11 @@ def main() -> None:
     check(args, records)
 
     # saved after each system: nothing that was measured is lost
-    for name, ckpt, *adapter in args.system:
-        clusters, more = measure(name, ckpt, adapter[0] if adapter else None, clusters, args)
+    for name, ckpt, *rest in args.system:
+        adapter = None
+        if rest:
+            adapter = rest[0]
+        clusters, more = measure(name, ckpt, adapter, clusters, args)
         records += more
         if args.out:
             save(Path(args.out), clusters, records)

@@ -2,10 +2,7 @@
 
     python -m tools.plots pays --out results/pays/pays.svg
 
-    pays          existing names against forwards per token, four systems    results/pays/records.jsonl.gz
-    ingredients   the joint head with one ingredient changed                 results/pays/*.jsonl.gz
-    sampling      different existing names against forwards per token        results/pays/sampling.jsonl.gz
-    names         existing names by decoder, base and joint head             results/pays/records.jsonl.gz
+    pays          existing names against forwards per token, every system    results/pays/records.jsonl.gz
     text          quality of Python text against forwards per token          results/text/log.txt
     joint         what Stage B writes in one step, toy by toy                results/joint/figure.json
     paper_tables  the paper's Table 2: thresholds, Stage B on and off        results/paper_tables/figure.json
@@ -33,8 +30,8 @@ import torch
 from torch import Tensor
 
 import toy
-from beyond import pays
-from beyond.spans import means, resamples, within
+from beyond import pays, seeds
+from beyond.pays import System
 from checkpoint import load_model
 from data import Parser, fail, pick_device, replace_file
 from evaluate import load_task, one_step_table
@@ -75,11 +72,13 @@ STYLE = {
     "legend.fontsize": 9,
 }
 
-SYSTEMS = {  # of records.jsonl.gz -> colour, name in a legend
+# of results/text/log.txt -> colour, name in a legend
+TEXT_SYSTEMS = {
     "base": (GREY, "base, confidence gate"),
     "joint head": (BLUE, "joint head"),
-    "Stage A distilled": (ORANGE, "Stage A distilled"),
+    "distilled": (ORANGE, "Stage A distilled"),
     "joint head on the distilled": (GREEN, "joint head on the distilled"),
+    "distilled, alone": (RED, "Stage A distilled, chain alone"),
 }
 
 
@@ -128,160 +127,94 @@ def whiskers(drawn: np.ndarray) -> tuple[float, list]:
     return drawn[0], [[max(0, drawn[0] - low)], [max(0, high - drawn[0])]]
 
 
-def band(ax, x, drawn: np.ndarray, color: str, label: str) -> None:
-    """A line of estimates and a band of 95 % of resamples (points, W), the first of which is the sample itself."""
-    low, high = np.quantile(drawn[:, 1:], [0.025, 0.975], axis=1)
-    ax.plot(x, drawn[:, 0], color=color, marker="o", markersize=4, label=label)
-    ax.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # names: the records of beyond/pays.py
 
+LEAD = "joint head"
+PAYS_COLORS = {"base": GREY, LEAD: BLUE, "distilled": ORANGE, "joint head on the distilled": GREEN}
+OTHER_COLORS = (PURPLE, GOLD, RED, INK)
+PAYS_LINES = ("-", "--", "-.", ":")  # one after the other, so that lines can be told apart without colours
+BUDGETS = np.arange(0.3, 1.61, 0.05).round(2)  # forwards a token that the figure shows
 
-def read_pays(*files: str) -> tuple[dict, np.ndarray, np.ndarray]:
-    """Everything that was measured on the same prompts, over seeds: (system, setting) -> means, as pays.pool gives
-    them; the cluster of each prompt (R,); the records' resamples (W, R)."""
-    records = []
-    for file in files:
-        clusters, more = pays.load(str(RESULTS / "pays" / f"{file}.jsonl.gz"))
-        records += more
+
+def read_pays(path: Path) -> tuple[dict[str, System], np.ndarray]:
+    """The systems of the greedy records, and each prompt's beginning, (R,)."""
+    clusters, records = pays.load(str(path))
+    greedy = [r for r in records if r["temperature"] == 0]
     cluster = np.array(clusters["held out"] + clusters["trained"])
-    return pays.pool(records), cluster, resamples(cluster)
+    return pays.by_system(greedy, records[0]), cluster
 
 
-def best_within(pooled: dict, cluster: np.ndarray, system: str) -> np.ndarray:
-    """What the system's best setting within each of pays.BUDGETS writes, as in the tables: (budgets, W).
+def shares_of(systems: dict[str, System], cluster: np.ndarray) -> tuple[dict, dict]:
+    """System -> its share within each of BUDGETS of `all`, (budgets, W); of those with one setting, which have no dial:
+    system -> (what it costs, its share (W,))."""
+    draws = seeds.draw(cluster)
+    lines = {}
+    points = {}
+    for name, of in systems.items():
+        sums = seeds.by_beginning(of.exist, cluster)
+        if len(of.labels) == 1:
+            points[name] = (of.figures["all"][0], seeds.shares(sums, draws)[:, 0])
+        else:
+            lines[name] = seeds.within_budgets(sums, {"all": of.figures["all"]}, BUDGETS, draws)["all"]
+    return lines, points
 
-    Prompts of one cluster always count alike, so their means and their number are all that is needed."""
-    settings = [p for (name, _), p in pooled.items() if name == system]
-    costs = np.array([p["all/token"] for p in settings])
-    exist = np.array([p["exist"] for p in settings])
 
-    # (P, R) shares of prompts -> (P, C) shares of clusters; each cluster weighs as much as it has prompts
-    number = np.bincount(cluster)
-    shares = np.stack([np.bincount(cluster, row) / number for row in exist])
-    weights = resamples(range(len(number))) * number
-
-    half = np.arange(len(number)) % 2 == 1
-    return np.array([within(budget, shares, costs, weights, half) for budget in pays.BUDGETS])
+def pays_styles(names: list[str]) -> dict[str, dict]:
+    """Each system's colour and line."""
+    others = iter(OTHER_COLORS * len(names))
+    styles = {}
+    for k, name in enumerate(names):
+        color = PAYS_COLORS.get(name)
+        if color is None:
+            color = next(others)
+        styles[name] = {"color": color, "linestyle": PAYS_LINES[k % len(PAYS_LINES)]}
+    return styles
 
 
 def draw_pays(path: Path) -> None:
     """Existing names within each budget of forwards, and what the joint head has more, paired; bands of 95 %."""
     plt, (shares, more) = canvas(path, 2)
-    pooled, cluster, _ = read_pays("records")
-    drawn = {system: best_within(pooled, cluster, system) for system in SYSTEMS}
-    for system, (color, label) in SYSTEMS.items():
-        band(shares, pays.BUDGETS, drawn[system], color, label)
-        if system != "joint head":
-            difference = 100 * (drawn["joint head"] - drawn[system])
-            band(more, pays.BUDGETS, difference, color, label)
-    shares.set(ylabel="share of completions that exist", ylim=(0, 0.62))
+    systems, cluster = read_pays(RESULTS / "pays" / "records.jsonl.gz")
+    if LEAD not in systems:
+        fail(f"results/pays/records.jsonl.gz has no system {LEAD}, whose lead is drawn")
+    lines, points = shares_of(systems, cluster)
+    styles = pays_styles(list(systems))
+
+    # systems with a dial are lines, and the others points
+    for name, drawn in lines.items():
+        band(shares, drawn, name, styles[name])
+        if name != LEAD:
+            band(more, 100 * (lines[LEAD] - drawn), name, styles[name])
+    for name, (cost, drawn) in points.items():
+        share, error = whiskers(drawn)
+        color = styles[name]["color"]
+        shares.errorbar(cost, share, yerr=error, fmt="s", color=color, capsize=3, label=name)
+        lead, error = whiskers(100 * (lead_at(lines[LEAD], cost) - drawn))
+        more.errorbar(cost, lead, yerr=error, fmt="s", color=color, capsize=3)
+
+    shares.set(ylabel="share of completions that exist", ylim=(0, 1))
     shares.legend(loc="lower right")
     more.set(ylabel="lead of the joint head (points)")
     more.axhline(0, color=INK, linewidth=0.8)
     for ax in (shares, more):
-        ax.set(xlabel="at most so many forwards per token, everything counted", xlim=(0.35, 2.05))
+        ax.set(xlabel="at most so many forwards per token, everything counted", xlim=(BUDGETS[0], BUDGETS[-1]))
         ax.grid(axis="y")
     save(plt, path)
 
 
-INGREDIENTS = {  # name in the figure -> system of the records
-    "clean target": "joint head, clean target",
-    "LoRA, no weights of its own": "own",
-    "masks at random in every block": "suffixes",
-    "a learned marker": "marker",
-    "bundles of one, too": "singles",
-    "its block run twice": "rounds2",
-    "its block run four times": "rounds4",
-    "two blocks": "joint head, two blocks",
-}
-KEEP = {"0.0": ("nothing refused", RED), "0.5": ("refuses below 0.5", BLUE), "0.7": ("refuses below 0.7", GREEN)}
+def band(ax, drawn: np.ndarray, label: str, style: dict) -> None:
+    """A line over BUDGETS, and a band of 95 % of resamples (budgets, W); nothing where all settings cost more."""
+    paid = ~np.isnan(drawn[:, 0])
+    low, high = np.quantile(drawn[paid, 1:], [0.025, 0.975], axis=1)
+    ax.plot(BUDGETS[paid], drawn[paid, 0], label=label, **style)
+    ax.fill_between(BUDGETS[paid], low, high, color=style["color"], alpha=0.15, linewidth=0)
 
 
-def draw_ingredients(path: Path) -> None:
-    """Differences to the joint head when all masks are in the bundle: in existing names, paired, and in forwards."""
-    plt, (left, right) = canvas(path, 2)
-    pooled, _, weights = read_pays("records", "others")
-    for offset, (keep, (label, color)) in zip((0.2, 0, -0.2), KEEP.items(), strict=True):
-        setting = f"tau_m2t all at once, tau_keep {keep}"
-        joint = pooled["joint head", setting]
-        for row, system in enumerate(reversed(INGREDIENTS.values())):
-            changed = pooled[system, setting]
-            gain, error = whiskers(means(changed["exist"] - joint["exist"], weights))
-            cost = changed["all/token"] - joint["all/token"]
-            name = label if row == 0 else None
-            left.errorbar(100 * gain, row + offset, xerr=100 * np.array(error), fmt="o", color=color, label=name)
-            right.plot(cost, row + offset, "o", color=color)
-    for ax in (left, right):
-        ax.axvline(0, color=INK, linewidth=0.8)
-        ax.grid(axis="x")
-        ax.set_ylim(-0.6, len(INGREDIENTS) - 0.4)
-    left.set_yticks(range(len(INGREDIENTS)), list(reversed(INGREDIENTS)))
-    right.set_yticks(range(len(INGREDIENTS)), [])
-    left.set(xlabel="points of existing names, minus the joint head's")
-    right.set(xlabel="forwards per token, minus the joint head's")
-    left.legend(loc="lower left")
-    save(plt, path)
-
-
-def draw_sampling(path: Path) -> None:
-    """Different existing names against forwards, everything at a temperature."""
-    plt, ax = canvas(path, size=(7, 4.6))
-    pooled, _, _ = read_pays("sampling")
-    colors = {"base": GREY, "sampling head": PURPLE, "joint head": BLUE, "joint noise": GOLD}
-    colors |= {"Stage A distilled": ORANGE, "distilled, chain alone": RED}
-    for system, color in colors.items():
-        points = {setting: p for (name, setting), p in pooled.items() if name == system}
-        x = [p["all/token"] for p in points.values()]
-        y = [p["distinct"] for p in points.values()]
-        ax.plot(x, y, "o", color=color, label=system)
-
-    # the sampling head with 1, 2 and 8 looks a step, and the base one at a time, under the same temperature and top_p
-    note = {"fontsize": 8, "textcoords": "offset points"}
-    for p in ("", ", top_p 0.8", ", top_p 0.7"):
-        looks = [pooled["sampling head", f"tau_m2t all at once, looks {n}, T 1{p}"] for n in (1, 2, 8)]
-        ax.plot([q["all/token"] for q in looks], [q["distinct"] for q in looks], color=PURPLE, linewidth=1)
-        head = looks[0]
-        alone = pooled["base", "tau_m2t one at a time, T 1" + p]
-        name = "T 1" + p
-        ax.annotate(name, (head["all/token"], head["distinct"]), xytext=(8, -3), color=PURPLE, **note)
-        ax.annotate(name, (alone["all/token"], alone["distinct"]), xytext=(-8, -3), ha="right", color=INK, **note)
-    ax.set(xlabel="forwards per token, everything counted", ylabel="different existing names, per completion")
-    ax.set(ylim=(0, 0.36), xlim=(0.2, 2.15))
-    ax.grid(axis="y")
-    ax.legend(loc="lower right")
-    save(plt, path)
-
-
-GATES = ("one at a time", "0.4", "0.3", "0.2", "0.15", "0.1", "all at once")
-
-
-def draw_names(path: Path) -> None:
-    """Existing names of the shipped base and joint head at each gate, 1,024 held-out prompts, and the forwards."""
-    plt, ax = canvas(path)
-    clusters, records = pays.load(str(RESULTS / "pays" / "records.jsonl.gz"))
-    shipped = [r for r in records if r["ckpt"] == "assets/names"]
-    pooled = pays.pool(shipped)
-    held_out = len(clusters["held out"])
-    weights = resamples(clusters["held out"])
-    for system, color, keep, offset in (("base", GREY, "", 0.12), ("joint head", BLUE, ", tau_keep 0.5", -0.12)):
-        name = SYSTEMS[system][1]
-        for row, gate in enumerate(reversed(GATES)):
-            p = pooled.get((system, f"tau_m2t {gate}{keep}"))
-            if p is None:  # with one token a step there is nothing to look at again
-                continue
-            share, error = whiskers(means(p["exist"][:held_out], weights))
-            ax.errorbar(share, row + offset, xerr=error, fmt="o", color=color, capsize=2, label=name)
-            cost = f"{p['all/token']:.2f} forwards"
-            ax.text(0.88, row + offset, cost, color=color, fontsize=8, va="center", ha="right")
-            name = None
-    ax.set_yticks(range(len(GATES)), [g if " " in g else f"gate {g}" for g in reversed(GATES)])
-    ax.set(xlabel="share of completions that exist", xlim=(0, 0.9))
-    ax.grid(axis="x")
-    ax.legend(loc="upper left")
-    save(plt, path)
+def lead_at(lead: np.ndarray, cost: float) -> np.ndarray:
+    """What the joint head has within the dearest budget that a point of this cost can pay: (budgets, W) -> (W,)."""
+    at = int(np.searchsorted(BUDGETS, cost + 1e-9, side="right")) - 1
+    return lead[max(at, 0)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -306,12 +239,8 @@ def read_budgets(path: Path) -> dict[str, list[tuple]]:
 def draw_text(path: Path) -> None:
     """Score within each budget of forwards, and what the joint head has more, paired; bands of 95 %."""
     plt, (score, more) = canvas(path, 2)
-    systems = dict(
-        zip(("base", "joint head", "distilled", "joint head on the distilled"), SYSTEMS.values(), strict=True)
-    )
-    systems["distilled, alone"] = (RED, "Stage A distilled, chain alone")
     found = read_budgets(RESULTS / "text" / "log.txt")
-    for name, (color, label) in systems.items():
+    for name, (color, label) in TEXT_SYSTEMS.items():
         for ax, k in ((score, 1), (more, 2)):
             if found[name][0][k] is None:
                 continue
@@ -542,9 +471,6 @@ def draw_recorded_dial(path: Path) -> None:
 
 PICTURES = {
     "pays": draw_pays,
-    "ingredients": draw_ingredients,
-    "sampling": draw_sampling,
-    "names": draw_names,
     "text": draw_text,
     "joint": draw_joint,
     "paper_tables": draw_paper_tables,

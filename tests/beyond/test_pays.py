@@ -6,6 +6,7 @@ Records are made by hand: a digit for each prompt says how many of its completio
 import gzip
 import json
 import math
+import shutil
 from collections import Counter
 from types import SimpleNamespace
 
@@ -16,11 +17,11 @@ from common import ROOT, approx, caller, random_ids, tiny_model
 
 import evaluate
 from beyond import decoders, pays, rules, seeds
-from beyond.costs import multiplications
+from beyond.costs import layers_and_vocabulary, multiplications
 from beyond.joint_head import JointHead
 from beyond.sampling_head import SamplingHead
 from cache import Output
-from data import generator
+from data import generator, write_json
 from sample import Decoding, generate, step_of
 
 
@@ -292,6 +293,21 @@ def test_stage_b_switched_off_is_a_system_of_its_own(tmp_path, monkeypatch, caps
     _, first, second = [json.loads(line) for line in path.read_text().splitlines()]
     assert (first["system"], second["system"]) == ("paper", "paper, off")
     assert first["partial/token"] > 0 == second["partial/token"]
+
+
+def test_a_left_to_right_model_is_charged_one_pass_a_token(tmp_path, monkeypatch, capsys):
+    """The shipped model, read in blocks of one, is such a model. Its commit forwards are free."""
+    for file in ("model.safetensors", "names.json", "tokenizer.json"):
+        shutil.copy(ROOT / "assets" / "names" / file, tmp_path / file)
+    config = json.loads((ROOT / "assets" / "names" / "config.json").read_text())
+    write_json(tmp_path / "config.json", config | {"block_length": 1})
+    call, path = caller(pays, monkeypatch, capsys), tmp_path / "r.jsonl"
+    call("--system", "left to right", tmp_path, "--prompts", 3, "--out", path)
+    _, r = [json.loads(line) for line in path.read_text().splitlines()]
+    assert r["setting"] == "left to right"
+    assert r["full/token"] == r["all/token"] == r["serial/token"] == 1
+    layers, vocabulary = layers_and_vocabulary(pays.load_model(tmp_path, "cpu", torch.float32))
+    assert r["mult/full"] == layers + vocabulary and r["mult/token"] == 2 * layers + vocabulary
 
 
 def test_mistakes(tmp_path, monkeypatch, capsys):

@@ -1,9 +1,11 @@
 """Figures: the numbers in them, text that is text, what is refused. `pytest tests/tools/test_plots.py`"""
 
+import gzip
 import json
 import re
 import sys
 
+import numpy as np
 import pytest
 import torch
 from common import ROOT, approx, command_line, refused, tiny_model
@@ -14,7 +16,7 @@ from checkpoint import save_model
 from data import write_json
 from tools import plots
 
-PLACES = {"pays": "pays", "ingredients": "pays", "sampling": "pays", "cache": "speed", "step_time": "speed"}
+PLACES = {"cache": "speed", "step_time": "speed"}
 
 
 def words(svg: str) -> list[str]:
@@ -99,16 +101,64 @@ def test_the_committed_figures_are_drawn_from_the_committed_numbers(picture, tmp
     assert f"python -m tools.plots {picture} " in (page / "README.md").read_text()
 
 
-def test_the_figure_of_pays_shows_the_table_of_its_page():
-    """Every share: the table was printed by beyond/pays.py, prompt by prompt; the figure goes by clusters of prompts.
-    In a resample settings that tie may then be chosen otherwise, so the ends of intervals are left out."""
-    page = (ROOT / "results" / "pays" / "appendix.md").read_text()
-    pooled, cluster, _ = plots.read_pays("records")
-    for system in plots.SYSTEMS:
-        row = re.search(rf"^\| {system} \| (.*) \|$", page, re.M)[1]
-        expected = [cell.split(" <br>")[0] for cell in row.split(" | ")]
-        drawn = plots.best_within(pooled, cluster, system)[:, 0]
-        assert [f"{share:.3f}".lstrip("0").replace("nan", "-") for share in drawn] == expected, system
+def pays_record(system, setting, found, cost, **more):
+    costs = {f"{kind}/token": cost for kind in ("all", "mult", "serial")} | {"mult/full": 1}
+    own = {"system": system, "setting": setting, "found": found, "ckpt": "c", "adapter": None}
+    return own | {"temperature": 0.0, "top_p": 1.0, "n_layer": 4, "draws": 1} | costs | more
+
+
+def write_pays(folder, records):
+    """results/pays/records.jsonl.gz of four prompts, no two of them equal."""
+    (folder / "pays").mkdir()
+    lines = [{"clusters": {"held out": [0, 1], "trained": [2, 3]}}, *records]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "pays" / "records.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+
+
+def test_the_figure_of_pays_by_hand(tmp_path):
+    """Two seeds of a joint head of two settings, and a left-to-right model of one. What is sampled is left out."""
+    head = [pays_record("joint head", label, "1111", cost, ckpt=seed)
+            for seed in "cd" for label, cost in (("x", 0.5), ("y", 1.0))]  # fmt: skip
+    one = pays_record("left to right", "left to right", "1110", 1.0)
+    drawn = pays_record("joint head", "z", "0000", 0.4, temperature=1.0)
+    write_pays(tmp_path, [*head, one, drawn])
+    systems, cluster = plots.read_pays(tmp_path / "pays" / "records.jsonl.gz")
+    assert systems["joint head"].exist.shape == (2, 2, 4)
+    lines, points = plots.shares_of(systems, cluster)
+    assert list(lines) == ["joint head"] and list(points) == ["left to right"]
+    cost, share = points["left to right"]
+    assert cost == 1 and share[0] == 0.75
+
+    # nothing below 0.5, and all of them from there on
+    paid = plots.BUDGETS >= 0.5
+    assert np.isnan(lines["joint head"][~paid]).all() and (lines["joint head"][paid] == 1).all()
+    assert (plots.lead_at(lines["joint head"], 1.0) == 1).all()
+    marked = np.arange(len(plots.BUDGETS))[:, None]
+    assert plots.BUDGETS[plots.lead_at(marked, 1.02)[0]] == 1.0
+
+
+def test_the_figure_of_pays_is_drawn(tmp_path, monkeypatch, capsys):
+    """Every system is named once, in the records' order: lines, then points."""
+    pytest.importorskip("matplotlib", reason="pip install matplotlib")
+    records = [pays_record("base", "x", "0100", 0.4), pays_record("base", "y", "0101", 0.9)]
+    records += [pays_record("one token", "x", "1110", 1.0)]
+    records += [pays_record("mine", "x", "0111", 0.4), pays_record("mine", "y", "0111", 0.6)]
+    monkeypatch.setattr(plots, "RESULTS", tmp_path)
+    write_pays(tmp_path, records)
+    assert "no system joint head" in refused(plots, monkeypatch, capsys, "pays", "--out", tmp_path / "a.svg")
+
+    (tmp_path / "pays" / "records.jsonl.gz").unlink()
+    (tmp_path / "pays").rmdir()
+    head = [pays_record("joint head", "x", "1111", 0.4), pays_record("joint head", "y", "1111", 0.8)]
+    write_pays(tmp_path, records + head)
+    code, _, err = command_line(plots, monkeypatch, capsys, "pays", "--out", tmp_path / "a.svg")
+    assert code == 0, err
+    shown = words((tmp_path / "a.svg").read_text())
+    names = ["base", "one token", "mine", "joint head"]
+    assert [word for word in shown if word in names] == ["base", "mine", "joint head", "one token"]
+    styles = plots.pays_styles(names)
+    assert len({(s["color"], s["linestyle"]) for s in styles.values()}) == 4
+    assert len({s["linestyle"] for s in styles.values()}) == 4
 
 
 @pytest.mark.parametrize("page", ["joint", "paper_tables", "tc", "speed"])
