@@ -7,13 +7,16 @@ for seed in 0 1 2; do
   seeded="--seed $seed"
 
   # the base, and a left-to-right model of the same geometry, text and time
-  python -m beyond.names_base --max_iters 2800 $seeded --out_dir $base
-  python -m beyond.names_base --max_iters 2800 $seeded --one_by_one 1 --out_dir out/left-to-right-$seed
+  python -m beyond.names_base --max_iters 2798 $seeded --out_dir $base
+  python -m beyond.names_base --max_iters 2798 $seeded --one_by_one 1 --out_dir out/left-to-right-$seed
 
   # the joint head, and a Stage A that is taught the same chain
   chain="--data names --max_iters 1500 --s_min 8 $seeded"
   python -m beyond.joint_head $chain --init_from $base --width 384 --out_dir out/joint-$seed
   python -m beyond.distill $chain --init_from $base --out_dir out/distilled-$seed
+
+  # the control: the same masks and steps, all weights, and the clean tokens in place of the chain
+  python -m beyond.distill $chain --init_from $base --target clean --own_loss 0 --out_dir out/control-$seed
 
   # both: a joint head on the distilled Stage A
   python -m tools.as_checkpoint --ckpt $base --adapter out/distilled-$seed --out out/distilled-base-$seed
@@ -21,7 +24,7 @@ for seed in 0 1 2; do
 
   # the paper's Stage B, its target the clean tokens
   python train.py --data names --init_from $base --n_last 2 --corruption mask --context clean --batch_size 64 --s_min 8 \
-    --s_max 8 --learning_rate 3e-3 --max_iters 1500 $seeded --out_dir out/paper-$seed
+    --s_max 8 --learning_rate 1e-3 --max_iters 700 $seeded --out_dir out/paper-$seed
 done
 
 # the seeds of each system in the same order
@@ -33,8 +36,9 @@ add() {  # NAME BASE [ADAPTER], where % is the seed
 add base out/base-%
 add "joint head" out/base-% out/joint-%
 add distilled out/base-% out/distilled-%
+add "trained on without the chain" out/base-% out/control-%
 add "joint head on the distilled" out/distilled-base-% out/joint-on-distilled-%
 add "paper's Stage B" out/base-% out/paper-%
 add "left to right" out/left-to-right-%
 
-python -m beyond.pays --prompts 1024 --against "joint head" "${systems[@]}" --out out/records.jsonl
+python -m beyond.pays --prompts 512 --against "joint head" "${systems[@]}" --out out/records.jsonl
