@@ -298,26 +298,28 @@ function candidates(logits) {
   return {token, conf: logits.map((row, t) => softmax(row)[token[t]])};
 }
 
-// The masks above tau_m2t, or the most confident one where none passes -> positions in the block.
-function selectBundle(conf, masked, tau_m2t) {
-  const passing = masked.filter((t) => conf[t] > tau_m2t);
+// The masks that pass a gate, or the first one of the model's order where none does -> positions in the block. From the
+// left a mask passes where the product of all probabilities up to and with its own is above the gate.
+function selectBundle(conf, masked, gate, order) {
+  const leftmost = order === "leftmost";
+  let together = 1;
+  const passing = masked.filter((t) => {
+    together *= conf[t];
+    return (leftmost ? together : conf[t]) > gate;
+  });
   if (passing.length > 0) return passing;
+  if (leftmost) return masked.slice(0, 1);
   return largest(masked.map((t) => conf[t]), 1).map((i) => masked[i]);
-}
-
-// What the joint head is sure of, and always the surest; the rest it leaves masked.
-function keepSure(conf, asked, tau_keep) {
-  const [surest] = largest(asked.map((t) => conf[t]), 1);
-  return asked.filter((t, i) => i === surest || conf[t] > tau_keep);
 }
 
 // One step on the block z, whose prompt is its first `free` positions: everything is read from z and written at once.
 // d: the fields of sample.Decoding, tau_keep, and the `stage` that writes the bundle: "A", "B" or "joint".
 function step(model, z, ctx, d, free) {
-  const masked = [...z.keys()].filter((t) => z[t] === model.cfg.mask_id);
+  const {mask_id, order} = model.cfg;
+  const masked = [...z.keys()].filter((t) => z[t] === mask_id);
   const {h, last, logits} = stageA(model, z, ctx);
   const {token: token_a, conf: conf_a} = candidates(logits);
-  const asked = selectBundle(conf_a, masked, d.tau_m2t);
+  const asked = selectBundle(conf_a, masked, d.tau_m2t, order);
   const s = {before: z, bundle: asked, token: token_a, conf: conf_a, token_a, conf_a, partial: 0};
 
   if (d.stage === "B" && asked.length > 0) {
@@ -328,7 +330,7 @@ function step(model, z, ctx, d, free) {
     const {token, conf} = candidates(head(model, jointHead(model, last, asked)));
     s.token = token_a.map((id, t) => (asked.includes(t) ? token[asked.indexOf(t)] : id));
     s.conf = conf_a.map((p, t) => (asked.includes(t) ? conf[asked.indexOf(t)] : p));
-    s.bundle = keepSure(s.conf, asked, d.tau_keep);
+    s.bundle = selectBundle(s.conf, asked, d.tau_keep, order);
     s.refused = asked.filter((t) => !s.bundle.includes(t));
     s.partial = asked.length / z.length;
   }

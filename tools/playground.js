@@ -171,7 +171,7 @@ function whatIsSeen(records) {
     B: "Stage B marks the same masks and reads them again",
     A: "One token at a time, each knows what stands there already",
   };
-  const first = "Factorised, all likely masks are written at once and none knows what the others take";
+  const first = "Factorised, the masks are written at once and none knows what the others take";
   return `${first}: ${wrote(factorised)}. ${how[data.decoders[1].stage]}: ${wrote(other)}.`;
 }
 
@@ -190,7 +190,7 @@ function answersFor(t, b, at) {
   const z = look(t, b, now).ids;
   const masked = [...z.keys()].filter((i) => z[i] === t.mask_id);
   const {h, last, logits} = stageA(model, z, ctx);
-  const picked = selectBundle(candidates(logits).conf, masked, gates().tau_m2t);
+  const picked = selectBundle(candidates(logits).conf, masked, gates().tau_m2t, model.cfg.order);
   const bundle = masked.filter((i) => picked.includes(i) || b.start + i === at);
 
   const answers = {a: new Map(), b: new Map(), bundle: bundle.map((i) => b.start + i)};
@@ -220,7 +220,7 @@ morePanel = (panel, t, b, at, v) => {
   list(lists, "Stage A", "this position by itself", answers.a.get(at), before?.a.get(at), write);
   if (!second) return;
   const together = `positions ${spans(answers.bundle)} together`;
-  const alone = "not asked: no other mask is above tau_m2t";
+  const alone = "not asked: no other mask passes tau_m2t";
   list(lists, second.name, answers.b.has(at) ? together : alone, answers.b.get(at), before?.b.get(at), write);
 };
 
@@ -282,7 +282,8 @@ function wilson(k, n) {
 function labelOf(decoder) {
   const {tau_m2t, tau_keep} = gates();
   const keeps = decoder.stage === "joint" && tau_keep !== data.tau_keep ? `, keep ${tau_keep}` : "";
-  return decoder.name + (decoder.gated ? `, ${tau_m2t}${keeps}` : "");
+  const gate = tau_m2t === 0 ? "all at once" : tau_m2t;
+  return decoder.name + (decoder.gated ? `, ${gate}${keeps}` : "");
 }
 
 // One beginning after the other, each with every decoder that has no point at these gates yet.
@@ -428,6 +429,8 @@ $("prompt").value = data.prompt;
 $("tau_m2t").value = data.tau_m2t;
 if (data.tau_keep !== null) $("tau_keep").value = data.tau_keep;
 for (const keeper of document.querySelectorAll(".keep")) keeper.hidden = second?.stage !== "joint";
+for (const order of ["surest", "leftmost"])
+  for (const rule of document.querySelectorAll(`.${order}`)) rule.hidden = model.cfg.order !== order;
 $("gates").open = matchMedia("(min-width: 47rem)").matches;
 $("experiment").hidden = $("surprise").hidden = !known;
 following = !known; // a name fits the screen

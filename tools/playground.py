@@ -1,8 +1,9 @@
 """The model in a browser: one HTML page that completes what one types, and needs nothing but itself.
 
 The page holds the weights, the tokenizer and an engine in JavaScript (tools/engine.js, which computes what model.py and
-sample.generate_one do). It shows up to three decoders side by side on the same beginning: every likely token at once
-(factorised), the same jointly (by a joint head, or by the paper's Stage B), and one token at a time. A click on a mask
+sample.generate_one do). It shows up to three decoders side by side on the same beginning: all tokens at once
+(factorised), the same jointly (by a joint head, or by the paper's Stage B), and one token at a time, in the order in
+which the model is best written (Config.order: the surest mask first, or the leftmost). A click on a mask
 shows what both stages would write there, and what changes when another mask is written by hand. For a checkpoint of
 names the page also says whether a name exists, and it completes a hundred held-out beginnings with each decoder, to
 draw how many names exist against the forwards that they took.
@@ -35,7 +36,7 @@ MOST_PARAMETERS = 20_000_000
 LONGEST_NAME = 32  # tokens that the page lets a model of names write
 LONGEST_TEXT = 64  # ... and one of text
 BEGINNINGS = 100  # held-out names to complete
-TAU_M2T = 0.1  # the gate that the page opens with
+TAU_M2T = 0.0  # the gate that the page opens with: every mask at once
 VIEWER = "<!-- here the viewer of tools/trace_page.html stands: the steps, the runs side by side, the panel -->\n"
 
 # What a joint head's adapter.json calls the module and its settings. Its tensors are joint_head.BLOCK.PART.
@@ -96,7 +97,7 @@ def decoders(model: Model, joint: bool) -> list[dict]:
     rounds, and whether it follows the gate (if not, it writes one token at a time)."""
     factorised = {
         "name": "factorised", "shape": "triangle", "stage": "A", "n_rounds": 0, "gated": True,
-        "about": "Every likely mask in one forward, each with its own best token.",
+        "about": "Every mask that passes the gate in one forward, each with its own best token.",
     }  # fmt: skip
     joint_head = {
         "name": "joint head", "shape": "circle", "stage": "joint", "n_rounds": 1, "gated": True,
@@ -108,7 +109,7 @@ def decoders(model: Model, joint: bool) -> list[dict]:
     }  # fmt: skip
     one_at_a_time = {
         "name": "one at a time", "shape": "square", "stage": "A", "n_rounds": 0, "gated": False,
-        "about": "The surest token, then a new forward. Slow, and what the model can do.",
+        "about": f"The {model.cfg.order} mask, then a new forward. Slow, and what the model can do.",
     }  # fmt: skip
     if joint:
         return [factorised, joint_head, one_at_a_time]
@@ -202,17 +203,18 @@ def names_data() -> dict:
 
 
 def telling_prompt(model: Model, tokenizer: Tokenizer, beginnings: list[list[int]], columns: list[dict]) -> str:
-    """A beginning that shows the effect: factorised its name does not exist, and by the decoder beside it it does."""
-    prompts = [tokenizer.encode("BOX DRAWINGS"), tokenizer.encode("LATIN SMALL LETTER"), *beginnings]
+    """A beginning that shows the effect: factorised its name does not exist, and by the decoders beside it it does."""
     start = Decoding(gen_length=LONGEST_NAME, eos_early_stop=True, tau_t2t=None)
-    found = []
-    for column in columns[:2]:
+    names = []
+    for column in columns:
         tau_m2t = TAU_M2T if column["gated"] else 1.0
-        outputs = generate(model, prompts, replace(start, n_rounds=column["n_rounds"], tau_m2t=tau_m2t))
-        names = [tokenizer.decode(prompt + o.tokens) for prompt, o in zip(prompts, outputs, strict=True)]
-        found.append([exists(name) is not None for name in names])
-    telling = [prompt for prompt, one, other in zip(prompts, *found, strict=True) if other and not one]
-    return tokenizer.decode((telling or prompts)[0])
+        outputs = generate(model, beginnings, replace(start, n_rounds=column["n_rounds"], tau_m2t=tau_m2t))
+        names.append([tokenizer.decode(ids + o.tokens) for ids, o in zip(beginnings, outputs, strict=True)])
+
+    for ids, factorised, *others in zip(beginnings, *names, strict=True):
+        if exists(factorised) is None and all(exists(name) for name in others):
+            return tokenizer.decode(ids)
+    return tokenizer.decode(beginnings[0])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
