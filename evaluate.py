@@ -67,13 +67,24 @@ COLUMNS = {
 }
 
 NAME_TOKENS = 32  # that a completion may have
+
+# tau_m2t by the model's order: the surest first, it is a gate on each mask's probability; from the
+# left, on the product of all up to and with its own
 GATES = {
-    "tau_m2t 0.4": 0.4,
-    "tau_m2t 0.3": 0.3,
-    "tau_m2t 0.2": 0.2,
-    "tau_m2t 0.15": 0.15,
-    "tau_m2t 0.1": 0.1,
-    "all at once": -1.0,
+    "surest": {
+        "tau_m2t 0.4": 0.4,
+        "tau_m2t 0.3": 0.3,
+        "tau_m2t 0.2": 0.2,
+        "tau_m2t 0.15": 0.15,
+        "tau_m2t 0.1": 0.1,
+        "all at once": -1.0,
+    },
+    "leftmost": {
+        "product 0.9": 0.9,
+        "product 0.5": 0.5,
+        "product 0.2": 0.2,
+        "all at once": -1.0,
+    },
 }
 
 
@@ -260,8 +271,8 @@ def judge(asked: list[str], written: list[str], outputs: list[Output], partial_c
 
 
 def name_decoders(model: Model, joint: dict[str, Model], temperature: float) -> dict[str, tuple[Model, Decoding]]:
-    """Name -> (weights, settings): the factorised ones, the released ones with edits, and every
-    Stage B there is.
+    """Name -> (weights, settings): the factorised ones, the released ones with edits where the
+    surest masks are written first, as they do, and every Stage B there is.
 
     joint: the weights that have a Stage B, by label.
     """
@@ -272,13 +283,15 @@ def name_decoders(model: Model, joint: dict[str, Model], temperature: float) -> 
         n_rounds=0,
         temperature=temperature,
     )
+    order = model.cfg.order
     decoders = {"one at a time": (model, replace(d, tau_m2t=1.0))}
-    for gate, tau in GATES.items():
+    for gate, tau in GATES[order].items():
         decoders[gate] = (model, replace(d, tau_m2t=tau))
-    for mode, taus in MODES.items():
-        decoders[f"released {mode.upper()}"] = (model, replace(d, **taus))
+    if order == "surest":
+        for mode, taus in MODES.items():
+            decoders[f"released {mode.upper()}"] = (model, replace(d, **taus))
     for label, net in joint.items():
-        for gate, tau in GATES.items():
+        for gate, tau in GATES[order].items():
             decoders[f"{label}, {gate}"] = (net, replace(d, tau_m2t=tau, n_rounds=net.cfg.n_rounds))
     return decoders
 

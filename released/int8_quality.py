@@ -36,13 +36,13 @@ from tokenizer import Tokenizer
 PROMPT = 32  # tokens of a text that are its prompt
 
 
-def decoders(gen_length: int, joint: bool) -> dict[str, Decoding]:
-    """Without edits, from one token a step to all at once, and the released settings."""
+def decoders(gen_length: int, joint: bool, order: str) -> dict[str, Decoding]:
+    """Without edits, from one token a step to all at once, and the released settings, which write the surest first."""
     start = Decoding(gen_length=gen_length, eos_early_stop=True, tau_t2t=None, n_rounds=int(joint))
     found = {"one at a time": replace(start, tau_m2t=1.0)}
     found |= {f"tau_m2t {tau}": replace(start, tau_m2t=tau) for tau in (0.4, 0.2, 0.1)}
     found |= {"all at once": replace(start, tau_m2t=-1.0)}
-    if not joint:
+    if not joint and order == "surest":
         found |= {f"released {mode.upper()}": replace(start, **gates) for mode, gates in MODES.items()}
     return found
 
@@ -126,7 +126,7 @@ def compare(args: Namespace) -> None:
     stage = "the joint head" if joint else "Stage A"
     print(f"{args.ckpt} against {args.int8}: {len(prompts)} prompts; probabilities of {stage}")
     table = []
-    for name, d in decoders(args.gen_length, joint).items():
+    for name, d in decoders(args.gen_length, joint, exact.cfg.order).items():
         expected = generate(exact, prompts, d, trace=True)
         seen = [s for p, o in zip(prompts, expected, strict=True) for s in states(p, o, exact.cfg.block_length)]
         for dtype in DTYPES:

@@ -18,7 +18,7 @@ from evaluate import draw_names, judge, name_decoders, wilson
 from tokenizer import byte_tokenizer, learn_bpe
 
 TOKENIZER = byte_tokenizer()
-MODEL = SimpleNamespace(partial_cost=1 / 4)
+MODEL = SimpleNamespace(partial_cost=1 / 4, cfg=SimpleNamespace(order="surest"))
 GATES = ["tau_m2t 0.4", "tau_m2t 0.3", "tau_m2t 0.2", "tau_m2t 0.15", "tau_m2t 0.1", "all at once"]
 FACTORISED = ["one at a time", *GATES, "released Q", "released S"]
 
@@ -83,6 +83,16 @@ def test_decoders_are_factorised_released_and_of_each_stage_b():
         assert d.tau_t2t == edits.get(name) and d.temperature == 0.5 and d.eos_early_stop
     taus = [1.0, 0.4, 0.3, 0.2, 0.15, 0.1, -1.0, 0.7, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1, -1.0]
     assert [d.tau_m2t for _, d in decoders.values()] == taus
+
+
+def test_from_the_left_the_gates_are_of_products_and_nothing_is_released():
+    model = SimpleNamespace(cfg=SimpleNamespace(order="leftmost"))
+    joint = SimpleNamespace(cfg=SimpleNamespace(n_rounds=1, order="leftmost"))
+    decoders = name_decoders(model, {"out/j": joint}, 0.0)
+    products = {"product 0.9": 0.9, "product 0.5": 0.5, "product 0.2": 0.2, "all at once": -1.0}
+    taus = {"one at a time": 1.0} | products | {f"out/j, {gate}": tau for gate, tau in products.items()}
+    assert {name: d.tau_m2t for name, (_, d) in decoders.items()} == taus
+    assert all(d.tau_t2t is None for _, d in decoders.values())
 
 
 @pytest.fixture

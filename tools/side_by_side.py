@@ -1,7 +1,7 @@
 """The same beginnings of names, completed three ways: each token by itself, all together, and with a joint head.
 
-    one at a time    Stage A, one token a forward: slow, and what the model can do
-    factorised       Stage A, every token above the gate at once: fast, and they need not belong together
+    one at a time    Stage A, one token a forward, in the order of the model: slow, and what it can do
+    factorised       Stage A, every token that passes the gate at once: fast, and they need not belong together
     joint head       the same gate; the head writes the bundle, and may refuse a part of it
 
 Forwards are counted in full ones, everything included. `unicodedata` says which names exist: +, or -.

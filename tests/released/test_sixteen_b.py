@@ -118,7 +118,7 @@ def test_a_model_is_equal_to_itself(tmp_path, monkeypatch, capsys):
     for adapter in ([], ["--adapter", NAMES / "joint"]):
         out = compare("--ckpt", floats, "--int8", tmp_path / "int8", "--prompts", 4, "--gen_length", 8, *adapter)
         rows = [line.split(" fp32 ")[1].split() for line in out.splitlines() if " fp32 " in line]
-        assert len(rows) == (5 if adapter else 7)
+        assert len(rows) == 5
         for answers, tokens, kl, best, positions, exist, exist_int8 in rows:
             assert (answers, tokens) == ("1.000", "1.000") and exist == exist_int8
             assert float(kl) < 1e-6 and (best == "1.0000" or positions == "0")
