@@ -285,8 +285,8 @@ def step_of(model: Model) -> Callable:
 
 # --- the command line
 def settle_decoding(args: Namespace, model: Model) -> Decoding:
-    """Flags -> Decoding. Edits are ungated where Stage B is on (the paper's default), unless
-    --tau_t2t is given.
+    """Flags -> Decoding. Unless --tau_t2t is given, edits are ungated where Stage B is on (the
+    paper's default), and there are none where the leftmost masks are written first.
     """
     # Stage B is on as it was trained; where all markers are zero, as in a converted checkpoint, it
     # would be Stage A
@@ -300,6 +300,8 @@ def settle_decoding(args: Namespace, model: Model) -> Decoding:
     gates = dict(MODES[args.mode])
     if n_rounds > 0:
         gates["tau_t2t"] = "default"  # the paper's, see Decoding
+    if model.cfg.order == "leftmost":
+        gates["tau_t2t"] = None  # what was written from the left stands
     if args.tau_m2t is not None:
         gates["tau_m2t"] = args.tau_m2t
     if "tau_t2t" in args:  # None is a value: no edits

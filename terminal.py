@@ -42,10 +42,11 @@ def build_parser(doc: str, modes: dict[str, dict]) -> Parser:
     add("--gen_length", type=bounded(int, 1), default=256, help="tokens; the last block is decoded whole")
     add("--n_rounds", type=some,
         help="K; 0: Stage B off, the released decoder (default: as trained; 0 where no marker was trained)")
-    add("--tau_m2t", type=probability, help="fill above this probability (-1: every mask at once)")
+    add("--tau_m2t", type=probability,
+        help="fill above this probability, or this product from the left (-1: every mask at once)")
     add("--tau_t2t", type=bounded(float, 0, 1, none=True), default=argparse.SUPPRESS,
         help='edit above this; 0: on any disagreement; "none": never (default: the mode\'s where Stage B is off, 0 '
-             "where it is on, as in the paper)")
+             "where it is on, as in the paper; none for a model that is written from the left)")
     add("--max_post_steps", type=some, default=16, help="forwards after the last mask, at most")
     add("--run_on", dest="eos_early_stop", action="store_false", help="decode --gen_length past eos, too")
     add("--temperature", type=temperature, default=0.0, help="0: argmax; else at least 0.001")

@@ -386,6 +386,13 @@ def test_edits_are_ungated_where_stage_b_is_on_unless_the_gate_is_given():
     assert settled(converted, "--n_rounds", "1").tau_t2t == 0.0  # Stage B is asked for
 
 
+def test_what_was_written_from_the_left_stands_unless_the_gate_is_given():
+    model = tiny_model(order="leftmost")
+    for more in ([], ["--n_rounds", "0"], ["--mode", "s"]):
+        assert settled(model, *more).tau_t2t is None
+        assert settled(model, *more, "--tau_t2t", "0.5").tau_t2t == 0.5
+
+
 def test_benchmark_runs_settle_their_gates_the_same_way():
     from released import run
 
