@@ -298,18 +298,36 @@ function candidates(logits) {
   return {token, conf: logits.map((row, t) => softmax(row)[token[t]])};
 }
 
-// The masks that pass a gate, or the first one of the model's order where none does -> positions in the block. From the
-// left a mask passes where the product of all probabilities up to and with its own is above the gate.
-function selectBundle(conf, masked, gate, order) {
-  const leftmost = order === "leftmost";
+// The masks that pass a gate. From the left a mask passes where the product of all up to and with its own is above it.
+function passing(conf, masked, gate, order) {
   let together = 1;
-  const passing = masked.filter((t) => {
+  return masked.filter((t) => {
     together *= conf[t];
-    return (leftmost ? together : conf[t]) > gate;
+    return (order === "leftmost" ? together : conf[t]) > gate;
   });
-  if (passing.length > 0) return passing;
-  if (leftmost) return masked.slice(0, 1);
+}
+
+// The first of the model's order, the leftmost of equals, in an array; nothing of nothing.
+function firstOf(conf, masked, order) {
+  if (order === "leftmost") return masked.slice(0, 1);
   return largest(masked.map((t) => conf[t]), 1).map((i) => masked[i]);
+}
+
+// The masks that pass tau_m2t, or the first one where none does -> positions in the block.
+function selectBundle(conf, masked, tau_m2t, order) {
+  const found = passing(conf, masked, tau_m2t, order);
+  return found.length > 0 ? found : firstOf(conf, masked, order);
+}
+
+// What is kept of a joint head's look. A chain starts with Stage A's own first token, which is always written; where the
+// head would write another there, it has another chain in mind, and the rest of it is refused.
+function keepChain(s, asked, tau_keep, order) {
+  if (tau_keep === 0) return asked;
+  const [first] = firstOf(s.conf_a, asked, order);
+  const agrees = s.token[first] === s.token_a[first];
+  const kept = agrees ? passing(s.conf, asked, tau_keep, order) : [];
+  if (!agrees) [s.token[first], s.conf[first]] = [s.token_a[first], s.conf_a[first]];
+  return asked.filter((t) => t === first || kept.includes(t));
 }
 
 // One step on the block z, whose prompt is its first `free` positions: everything is read from z and written at once.
@@ -330,7 +348,7 @@ function step(model, z, ctx, d, free) {
     const {token, conf} = candidates(head(model, jointHead(model, last, asked)));
     s.token = token_a.map((id, t) => (asked.includes(t) ? token[asked.indexOf(t)] : id));
     s.conf = conf_a.map((p, t) => (asked.includes(t) ? conf[asked.indexOf(t)] : p));
-    s.bundle = selectBundle(s.conf, asked, d.tau_keep, order);
+    s.bundle = keepChain(s, asked, d.tau_keep, order);
     s.refused = asked.filter((t) => !s.bundle.includes(t));
     s.partial = asked.length / z.length;
   }
