@@ -1,5 +1,5 @@
 # What int8 changes of trained models: names with and without the joint head, an unfinished text base, the recorded runs.
-# Some 20 minutes on one core. Page: results/int8/README.md.
+# Some 20 minutes on one core. Page: results/int8/README.md, whose names were written by the base shipped until 4d83d3c.
 # Run from the root of the repository.
 set -e
 python -m released.int8 --src assets/names --out weights/names-int8

@@ -220,7 +220,7 @@ def test_json_and_text_and_ids_agree(ckpt, monkeypatch, capsys):
 # --- a model of names, and those who ask it
 
 
-NAMES = ["--ckpt", ROOT / "assets" / "names", "--device", "cpu", "--tau_m2t", "0.1"]
+NAMES = ["--ckpt", ROOT / "assets" / "names", "--device", "cpu", "--tau_m2t", "0.5"]
 
 
 def test_a_blank_after_the_prompt_changes_nothing(monkeypatch, capsys):
@@ -241,16 +241,21 @@ def test_a_prompt_that_begins_no_name_is_a_note_and_not_an_error(monkeypatch, ca
 def test_a_python_of_another_unicode_or_of_none_says_so_and_completes(tmp_path, monkeypatch, capsys):
     prompt = ["--prompt", "LATIN SMALL LETTER", "--device", "cpu", "--tau_m2t", 1]
     shutil.copytree(ROOT / "assets" / "names", tmp_path / "names")
+    _, out, _ = command_line(sample, monkeypatch, capsys, "--ckpt", tmp_path / "names", *prompt, "--json")
+    text = json.loads(out)["text"]
+    character = unicodedata.lookup(f"LATIN SMALL LETTER{text}")
+    judged = f"   {character} (U+{ord(character):04X})"
+
     (tmp_path / "names" / "names.json").write_text('{"unidata_version": "1.1.5"}')
     code, out, err = command_line(sample, monkeypatch, capsys, "--ckpt", tmp_path / "names", *prompt)
-    assert code == 0 and "û (U+00FB)" in out
+    assert code == 0 and out.startswith(f"LATIN SMALL LETTER{text}{judged}\n")
     assert err.count("\n") == 1 and "1.1.5" in err and unicodedata.unidata_version in err
     monkeypatch.setattr(data, "unicodedata", None)
     code, bare, err = command_line(sample, monkeypatch, capsys, "--ckpt", tmp_path / "names", *prompt)
-    assert code == 0 and bare == out.replace("   û (U+00FB)", "")
+    assert code == 0 and bare == out.replace(judged, "")
     assert err.count("\n") == 1 and "no module unicodedata" in err
     code, out, _ = command_line(sample, monkeypatch, capsys, "--ckpt", tmp_path / "names", *prompt, "--json")
-    assert code == 0 and json.loads(out)["verdict"] is None and json.loads(out)["text"] == " U WITH CIRCUMFLEX"
+    assert code == 0 and json.loads(out)["verdict"] is None and json.loads(out)["text"] == text
 
 
 def on_a_terminal(*argv: object, **env: str) -> str:
@@ -274,15 +279,17 @@ FRAME = "\r\x1b[K\x1b[?7l"  # back to the line's first column, clear it, no wrap
 
 
 def test_watch_fills_the_block_in_place_on_a_terminal_and_is_plain_text_in_a_pipe(monkeypatch, capsys):
-    argv = [*NAMES, "--prompt", "LATIN SMALL LETTER"]
+    argv = [*NAMES, "--prompt", "KANGXI RADICAL"]
     record = json.loads(command_line(sample, monkeypatch, capsys, *argv, "--json")[1])
     after = ["".join(record["pieces"][str(i)] for i in ids).replace("·", " ") for ids in states(record, 8)]
-    assert after[0] == "LATIN SMALL LETTER▒▒▒▒▒" and after[-1] == "LATIN SMALL LETTER U WITH WITH∎∎"
+    name = "KANGXI RADICAL" + record["text"]
+    assert after[0] == "KANGXI RADICAL▒▒▒▒▒▒" and after[-1] == name + "∎" * after[-1].count("∎")
+    assert len(after) > 3  # from the left, a prefix a step
     frames = [f"step {n:3}  {line}"[:48] for n in range(1, len(after)) for line in after[n - 1 : n + 1]]
     ending = command_line(sample, monkeypatch, capsys, *argv)[1]
 
     coloured = on_a_terminal(*argv, "--watch")
-    assert "\x1b[7m▒\x1b[0m" in coloured and "\x1b[7mU\x1b[0m" in coloured
+    assert "\x1b[7m▒\x1b[0m" in coloured and re.search(r"\x1b\[7m ?[A-Z]+\x1b\[0m", coloured)
     plain = on_a_terminal(*argv, "--watch", NO_COLOR="1")
     assert not re.search(r"\x1b\[[\d;]*m", plain)
     assert plain == "".join(FRAME + frame + "\x1b[?7h" for frame in frames) + "\n" + ending
@@ -290,7 +297,9 @@ def test_watch_fills_the_block_in_place_on_a_terminal_and_is_plain_text_in_a_pip
 
     piped = command_line(sample, monkeypatch, capsys, *argv, "--watch")[1]
     assert "\x1b" not in piped and "\r" not in piped and piped.endswith(ending)
-    assert piped.startswith("step   1 block 0: LATIN·SMALL·LETTER▒▒▒▒▒\n    fill     4 '·WITH' 0.62\n")
+    token, conf = (record["steps"][0]["fill"][0][key] for key in ("token", "conf"))
+    first = f"    fill     2 '{record['pieces'][str(token)]}' {conf:.2f}\n"
+    assert piped.startswith("step   1 block 0: KANGXI·RADICAL▒▒▒▒▒▒\n" + first)
 
 
 def test_gallery_and_toys_refuse(monkeypatch, capsys):
