@@ -298,18 +298,26 @@ def test_words_in_a_picture_never_overlap():
 
 def test_a_picture_of_names_ends_in_the_verdict(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    names = ["--ckpt", ROOT / "assets" / "names", "--device", "cpu", "--prompt", "LATIN SMALL LETTER", "--json"]
-    for name, tau in (("one_at_a_time", 1), ("factorised", 0.1)):
-        (tmp_path / f"{name}.json").write_text(
-            command_line(sample, monkeypatch, capsys, *names, "--tau_m2t", tau)[1], encoding="utf-8"
-        )
+    names = ["--ckpt", ROOT / "assets" / "names", "--device", "cpu", "--prompt", "CANADIAN", "--json"]
+    records = {}
+    for name, tau in (("one_at_a_time", 1), ("factorised", -1)):
+        out = command_line(sample, monkeypatch, capsys, *names, "--tau_m2t", tau)[1]
+        (tmp_path / f"{name}.json").write_text(out, encoding="utf-8")
+        records[name] = json.loads(out)
     argv = ["one_at_a_time.json", "factorised.json", "--out", "watch.svg"]
     assert command_line(trace_page, monkeypatch, capsys, *argv)[:2] == (0, "wrote watch.svg\n")
     svg = (tmp_path / "watch.svg").read_text(encoding="utf-8")
     frames = frames_of(svg)
-    assert frames["run0step15"][-1] == ("yes", "û (U+00FB)") and frames["run0step15"][0][1] == "15 forwards"
-    assert frames["run1step3"][-1] == ("no", "no such character") and frames["run1step3"][0][1] == "3 forwards"
-    assert "one at a time: 15 forwards, û (U+00FB); factorised: 3 forwards" in svg
+
+    # one token a step, and everything in one; the verdicts are of one that exists and of one that does not
+    slow, fast = records.values()
+    steps = len(slow["steps"])
+    assert steps == slow["nfe"]["full"] > len(fast["steps"]) == 1
+    assert "(U+" in slow["verdict"] and fast["verdict"] == "(no such character)"
+    last = frames[f"run0step{steps}"]
+    assert last[-1] == ("yes", slow["verdict"]) and last[0][1] == f"{slow['nfe']['all']} forwards"
+    assert frames["run1step1"][-1] == ("no", "no such character") and frames["run1step1"][0][1] == "1 forward"
+    assert f"one at a time: {slow['nfe']['all']} forwards, {slow['verdict']}; factorised: 1 forwards" in svg
 
 
 def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys):
