@@ -9,7 +9,7 @@ Forwards are counted in full ones, everything included. `unicodedata` says which
 The beginnings are those of names held out from training, drawn by a fixed rule: the first third of a name's tokens, so
 that some end inside a word. Each of those is marked. Or give your own, as many letters as you like.
 
-    python -m tools.side_by_side                                     # assets/names and its joint head, 20 seconds
+    python -m tools.side_by_side                                     # assets/names and its joint head
     python -m tools.side_by_side --prompt "GREEK SMALL" --prompt "ARABIC LIGATURE"
 """
 

@@ -12,8 +12,8 @@ reduced motion, or has a viewer without animation, sees the last state.
 It refuses files that `sample.py --json` did not write, more than one prompt a file, more than two files, and two runs
 of different prompts.
 
-    python sample.py --ckpt assets/names --prompt "LATIN SMALL LETTER" --tau_m2t 1 --json > one_at_a_time.json
-    python sample.py --ckpt assets/names --prompt "LATIN SMALL LETTER" --tau_m2t 0.1 --json > factorised.json
+    python sample.py --ckpt assets/names --prompt "LATIN SMALL LETTER" --tau_m2t 1  --json > one_at_a_time.json
+    python sample.py --ckpt assets/names --prompt "LATIN SMALL LETTER" --tau_m2t -1 --json > factorised.json
     python -m tools.trace_page factorised.json --out trace.html                       # one run
     python -m tools.trace_page one_at_a_time.json factorised.json --out trace.html    # two, to compare
     python -m tools.trace_page one_at_a_time.json factorised.json --out watch.svg     # as a moving picture

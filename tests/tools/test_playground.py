@@ -172,9 +172,9 @@ def test_tokens_and_counts_are_samples_for_each_order_decoder_and_gate(of_order,
         jobs.append((f"factorised {tau}", base, replace(NAMES, tau_m2t=tau), "A"))
         jobs.append((f"joint {tau}", joint, replace(NAMES, tau_m2t=tau, n_rounds=1), "joint"))
     settings = [engine_settings(d, stage, joint.tau_keep) for _, _, d, stage in jobs]
-    found = answer(tmp_path, html_of_order, COUNTS, settings=settings, prompts=prompts[:32])
+    found = answer(tmp_path, html_of_order, COUNTS, settings=settings, prompts=prompts[:16])
     for (name, model, d, _), here in zip(jobs, found, strict=True):
-        outputs = generate(model, prompts[:32], d)
+        outputs = generate(model, prompts[:16], d)
         expected = [[o.tokens, *(o.nfe[kind] for kind in ("full", "partial", "commit"))] for o in outputs]
         wrong = [prompt for prompt, a, b in zip(prompts, here, expected, strict=False) if a != b]
         assert len(here) == len(expected) and not wrong, (name, wrong)

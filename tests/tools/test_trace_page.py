@@ -315,9 +315,9 @@ def test_a_picture_of_names_ends_in_the_verdict(tmp_path, monkeypatch, capsys):
     assert steps == slow["nfe"]["full"] > len(fast["steps"]) == 1
     assert "(U+" in slow["verdict"] and fast["verdict"] == "(no such character)"
     last = frames[f"run0step{steps}"]
-    assert last[-1] == ("yes", slow["verdict"]) and last[0][1] == f"{slow['nfe']['all']} forwards"
+    assert last[-1] == ("yes", slow["verdict"]) and last[0][1] == f"{slow['nfe']['all']:g} forwards"
     assert frames["run1step1"][-1] == ("no", "no such character") and frames["run1step1"][0][1] == "1 forward"
-    assert f"one at a time: {slow['nfe']['all']} forwards, {slow['verdict']}; factorised: 1 forwards" in svg
+    assert f"one at a time: {slow['nfe']['all']:g} forwards, {slow['verdict']}; factorised: 1 forwards" in svg
 
 
 def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys):
