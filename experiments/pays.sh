@@ -23,7 +23,7 @@ for seed in 0 1 2; do
   python -m beyond.joint_head $chain --init_from out/distilled-base-$seed --width 384 --out_dir out/joint-on-distilled-$seed
 
   # the paper's Stage B, its target the clean tokens
-  python train.py --data names --init_from $base --n_last 2 --corruption mask --context clean --batch_size 64 --s_min 8 \
+  python train.py --data names --init_from $base --n_last 2 --corruption mask --context clean --batch_size 64 \
     --s_max 8 --learning_rate 1e-3 --max_iters 700 $seeded --out_dir out/paper-$seed
 done
 

@@ -237,7 +237,7 @@ def test_a_record_by_hand():
 def test_the_table_of_the_shipped_model(tmp_path, monkeypatch, capsys):
     call, names = caller(pays, monkeypatch, capsys), ROOT / "assets" / "names"
     path = tmp_path / "r.jsonl"
-    monkeypatch.setattr(rules, "DIALS", {"threshold": (0.9, 0.1), "fixed": (1,)})
+    monkeypatch.setattr(rules, "DIALS", {"longest_prefix": (0.9, 0.1), "fixed": (1,)})
     monkeypatch.setattr(decoders, "KEEP", (0.0, 1.0))
     monkeypatch.setattr(decoders, "SAMPLED", (1.0, -1.0))
     argv = ["--system", "base", names, "--system", "head", names, names / "joint", "--prompts", 4]
@@ -246,15 +246,15 @@ def test_the_table_of_the_shipped_model(tmp_path, monkeypatch, capsys):
     head, *records = [json.loads(line) for line in path.read_text().splitlines()]
     assert {group: len(of) for group, of in head["clusters"].items()} == {"held out": 4, "trained": 4}
     settings = [(r["system"], r["setting"], r["temperature"]) for r in records]
-    greedy = {"base": ["threshold 0.9", "threshold 0.1", "fixed 1"], "head": ["tau_keep 0", "tau_keep 1"]}
-    greedy["head"].append("off, threshold 0.9")
+    greedy = {"base": ["longest_prefix 0.9", "longest_prefix 0.1", "fixed 1"], "head": ["tau_keep 0", "tau_keep 1"]}
+    greedy["head"].append("off, longest_prefix 0.9")
     drawn = {"base": ["tau_m2t 1", "tau_m2t -1"], "head": ["tau_keep 0", "tau_keep 1", "off, tau_m2t 1"]}
     expected = [(s, label, T) for s in ("base", "head") for T, of in ((0, greedy), (0.7, drawn)) for label in of[s]]
     assert settings == expected
     for r in records:
         drawn = r["temperature"] == 0.7
         assert r["draws"] == (3 if drawn else 1) and len(r["found"]) == 8 and ("entropy" in r) == drawn
-        assert sum(map(int, r["found"])) == round(r["exist"] * 8 * r["draws"]) and r["n_layer"] == 4
+        assert sum(map(int, r["found"])) == round(r["exist"] * 8 * r["draws"]) and r["n_layer"] == 8
         assert 0 <= r.get("entropy", 0) <= math.log(3) and r["serial/token"] >= r["all/token"] - 1e-9
     assert call("--records", path, "--against", "head") == table
     (tmp_path / "r.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
