@@ -12,7 +12,7 @@ It may refuse. What does not pass tau_keep, by the same rule as Stage A's tau_m2
 decide. A chain starts with Stage A's own first token, which is therefore always written; where the head would write
 another there, the rest of what it wants is refused as well.
 
-There is no marker. It would say which positions are asked, and on names that changes nothing (results/pays).
+There is no marker. It would say which positions are asked, and on names that changes nothing (results/pays/weak_base).
 
     python train.py --stage_a_only --n_last 2 --out_dir out/base
     python -m beyond.joint_head --data names --init_from out/base --max_iters 1200 --out_dir out/joint
