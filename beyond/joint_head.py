@@ -5,8 +5,8 @@
 The paper's Stage B runs the last n layers again, with a marker. The joint head is no Stage B: it has weights of its
 own (a dense block beside a mixture of experts is small), reads no cache (attention stays inside the block of text,
 whose states have seen the context), keeps what is not in the bundle at Stage A's states, and starts as Stage A,
-because its output projections are zero. It is trained on chain targets (chain.py). A bundle of one
-token has nothing to coordinate and is written as it is.
+because its output projections are zero. It is trained on chain targets (chain.py). A bundle of one token has nothing
+to coordinate and is written as it is.
 
 It may refuse. What does not pass tau_keep, by the same rule as Stage A's tau_m2t, stays masked, for the next step to
 decide. A chain starts with Stage A's own first token, which is therefore always written; where the head would write
@@ -36,7 +36,7 @@ from cache import Cached
 from corrupt import M, cross_entropy, first_masked, kinds, three_term_loss, uniform
 from data import Parser, bounded, fail, generator
 from model import Block, Config, Context, Model, rotary
-from sample import Decoding, candidates, precedence, select_bundle
+from sample import Decoding, candidates, select_bundle
 from train import Batch, Losses, Recipe, corrupt_batch
 
 # R rows, T positions, B block_length, Z = T / B blocks, N blocks of a batch, C channels, V vocabulary,
@@ -111,7 +111,8 @@ class JointHead(Model):
             passing = select_bundle(conf, looked_at, gate, self.cfg.order)
 
             # a head that wants another first token has another chain in mind: nothing of it is kept
-            first = first_of(s["conf_a"], looked_at, self.cfg.order)
+            one = replace(d, tau_m2t=1.0, num_to_transfer=1)  # no probability is above 1: the first of the order
+            first = select_bundle(s["conf_a"], looked_at, one, self.cfg.order)
             other = first & (token != s["token_a"])
             kept = first | (passing & ~other.any(-1, keepdim=True))
             token = torch.where(other, s["token_a"], token)
@@ -126,12 +127,6 @@ class JointHead(Model):
 
     def adapter_state(self) -> dict[str, Tensor]:
         return {k: v for k, v in self.state_dict().items() if k.startswith("joint_head.")}
-
-
-def first_of(conf_a: Tensor, looked_at: Tensor, order: str) -> Tensor:
-    """Where a chain starts: the first of the looked-at positions, by Stage A, or none where there are none. (R, B)."""
-    one = torch.ones_like(looked_at[:, :1], dtype=torch.long)
-    return first_masked(precedence(conf_a, order), looked_at, one, looked_at.shape[1])
 
 
 def attach(model: Model, settings: dict) -> None:

@@ -1,7 +1,7 @@
 """Which masks does a step fill? Rules that need no training, one function each, to compare a trained head with.
 
 Stage A gives every masked position a distribution. A rule reads these distributions and picks the bundle. Each has one
-dial, which trades forwards for quality. All of them fill at least the surest mask, so that a block always ends.
+dial, which trades forwards for quality. All of them fill at least one mask, so that a block always ends.
 
     dial            its range          one token a step at    all at once at
     threshold       probability        1                      0
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from cache import Cached
-from sample import Decoding
+from sample import Decoding, select_bundle
 
 # R rows, B positions of a block, V vocabulary
 
@@ -65,21 +65,15 @@ def leading(passes: Tensor) -> Tensor:
 
 
 # --- rules that pick: logits (R, B, V), masked (R, B) bool and the dial -> the bundle (R, B) bool
-def above(sureness: Tensor, masked: Tensor, dial: float) -> Tensor:
-    """Every mask that is surer than the dial; the surest one where none is."""
-    order, masks = surest_first(sureness, masked)
-    return first_few(order, (masked & (sureness > dial)).sum(-1, keepdim=True), masks)
-
-
 def threshold(logits: Tensor, masked: Tensor, dial: float) -> Tensor:
     """p1 > dial: the released decoder of LLaDA2, and Fast-dLLM's simpler rule (arXiv 2505.22618)."""
-    return above(confidence(logits), masked, dial)
+    return select_bundle(confidence(logits), masked, Decoding(tau_m2t=dial), "surest")
 
 
 def margin(logits: Tensor, masked: Tensor, dial: float) -> Tensor:
     """p1 - p2 > dial: the best token against the second best (Kim and others, arXiv 2502.06768)."""
     best = logits.float().softmax(-1).topk(2, dim=-1).values
-    return above(best[..., 0] - best[..., 1], masked, dial)
+    return select_bundle(best[..., 0] - best[..., 1], masked, Decoding(tau_m2t=dial), "surest")
 
 
 def product(logits: Tensor, masked: Tensor, dial: float) -> Tensor:
@@ -118,10 +112,7 @@ def fixed(logits: Tensor, masked: Tensor, dial: int) -> Tensor:
 def longest_prefix(logits: Tensor, masked: Tensor, dial: float) -> Tensor:
     """The leftmost masks, as long as the product of their confidences stays above the dial (SDLM's longest prefix
     decoding, arXiv 2509.24007). At 1 this is left to right, one token a step."""
-    place = torch.arange(masked.shape[1], device=masked.device).expand(masked.shape)
-    order, masks = surest_first(-place.float(), masked)
-    together = confidence(logits).gather(1, order).cumprod(-1)
-    return first_few(order, leading(together > dial), masks)
+    return select_bundle(confidence(logits), masked, Decoding(tau_m2t=dial), "leftmost")
 
 
 RULES = {f.__name__: f for f in (threshold, margin, product, entropy_bound, factor, fixed, longest_prefix)}
