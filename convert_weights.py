@@ -418,13 +418,14 @@ def convert(src: Path, out: Path) -> None:
     write_folder(out, files, announce(found, shards, src, out))
 
 
-def main() -> None:
-    parser = Parser(__doc__)
-    parser.add_argument("--src", type=Path, required=True, help="folder of the released checkpoint")
+def main(doc: str = __doc__, src: str = "folder of the released checkpoint", converter: Callable = convert) -> None:
+    """The command line of a conversion, this one or another: its manual, what --src is, and what converts."""
+    parser = Parser(doc)
+    parser.add_argument("--src", type=Path, required=True, help=src)
     parser.add_argument("--out", type=Path, required=True, help="new or empty folder, or one left incomplete")
     args = parser.parse_args()
     try:
-        convert(args.src, args.out)
+        converter(args.src, args.out)
     except KeyboardInterrupt:
         fail(f"interrupted: {args.out} is incomplete; the same command completes it")
     print(f"wrote {args.out}")

@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import convert_weights
 from checkpoint import check_fit, fingerprint, open_tensors, read_config, read_tensors, stored, weight_files
 from convert_weights import (
     INDEX,
@@ -44,7 +45,7 @@ from convert_weights import (
     to_ours,
     write_folder,
 )
-from data import Parser, fail, read_json, replace_file, write_json
+from data import fail, read_json, replace_file, write_json
 from model import Config, Linear, Model, MoE
 from tokenizer import bpe_tokenizer
 
@@ -402,15 +403,7 @@ def convert(src: Path, out: Path) -> None:
 
 
 def main() -> None:
-    parser = Parser(__doc__)
-    parser.add_argument("--src", type=Path, required=True, help="a checkpoint in the released layout, or in ours")
-    parser.add_argument("--out", type=Path, required=True, help="new or empty folder, or one left incomplete")
-    args = parser.parse_args()
-    try:
-        convert(args.src, args.out)
-    except KeyboardInterrupt:
-        fail(f"interrupted: {args.out} is incomplete; the same command completes it")
-    print(f"wrote {args.out}")
+    convert_weights.main(__doc__, "a checkpoint in the released layout, or in ours", convert)
 
 
 if __name__ == "__main__":
