@@ -4,16 +4,18 @@ pytest tests/released/test_sixteen_b.py        # CPU, seconds; the geometry is a
 """
 
 import json
+import math
+import re
 import sys
 from argparse import Namespace
-from dataclasses import replace
 
 import pytest
 import torch
-from common import ROOT, caller, tiny_config
+from common import ROOT, caller, random_ids, tiny_config, tiny_model
 from safetensors.torch import load_file
 
 import checkpoint
+from cache import Output
 from checkpoint import load_model
 from model import sequence_context
 from released import int8, int8_quality, sixteen_b
@@ -113,15 +115,19 @@ def test_a_model_is_equal_to_itself(tmp_path, monkeypatch, capsys):
     config["fingerprint"] = checkpoint.fingerprint(NAMES)  # so that its joint head fits
     (floats / "config.json").write_text(json.dumps(config))
 
-    monkeypatch.setattr(int8_quality, "DTYPES", {"fp32": torch.float32})
     compare = caller(int8_quality, monkeypatch, capsys)
-    for adapter in ([], ["--adapter", NAMES / "joint"]):
-        out = compare("--ckpt", floats, "--int8", tmp_path / "int8", "--prompts", 4, "--gen_length", 8, *adapter)
-        rows = [line.split(" fp32 ")[1].split() for line in out.splitlines() if " fp32 " in line]
-        assert len(rows) == 5
-        for answers, tokens, kl, best, positions, exist, exist_int8 in rows:
-            assert (answers, tokens) == ("1.000", "1.000") and exist == exist_int8
-            assert float(kl) < 1e-6 and (best == "1.0000" or positions == "0")
+    for decoders, adapter in ((5, []), (4, ["--adapter", NAMES / "joint"])):
+        args = ["--ckpt", floats, "--int8", tmp_path / "int8", "--prompts", 4, "--gen_length", 8, "--int4", *adapter]
+        _, table = compare(*args).split("  won\n")
+        lines = [re.split("  +", line) for line in table.splitlines()]
+        assert [line[1] for line in lines] == ["float32", "bfloat16", "int8", "int8, bfloat16", "int4"] * decoders
+        for line in lines:
+            answers, tokens, kl, best, _, _, lost, won = line[2:]
+            if line[1] in ("float32", "int8"):
+                assert (answers, tokens, best, lost, won) == ("1.000", "1.000", "1.0000", "0", "0")
+                assert float(kl) < 1e-6
+            if line[1] == "int4":
+                assert float(kl) > 1e-3
 
 
 def test_equal_tokens():
@@ -130,36 +136,116 @@ def test_equal_tokens():
     assert int8_quality.equal_tokens([], []) == 0.0
 
 
+def test_names_lost_and_won():
+    assert int8_quality.compare_names([True, True, True, False], [True, False, False, True]) == ["0.500", "2", "1"]
+
+
+@pytest.mark.parametrize(
+    "order, joint, first, last",
+    [
+        ("leftmost", False, "one at a time", "all at once"),
+        ("leftmost", True, "product 0.9", "all at once"),
+        ("surest", False, "one at a time", "released S"),
+        ("surest", True, "tau_m2t 0.4", "all at once"),
+    ],
+)
+def test_decoders_have_the_gates_of_the_order(order, joint, first, last):
+    found = int8_quality.decoders(32, joint, order)
+    assert [*found][0] == first and [*found][-1] == last
+    for name, d in found.items():
+        assert d.n_rounds == joint
+        assert d.edits == name.startswith("released")
+
+
 def test_divergence_by_hand():
     """KL of (1/2, 1/2) from (1/4, 3/4) is log(2 / sqrt(3)); both are best at another token."""
+    half = torch.tensor([[0.5, 0.5]]).log()
+    other = torch.tensor([[0.25, 0.75]]).log()
+    kl, same = int8_quality.divergence(half, other)
+    assert kl == pytest.approx(math.log(2 / math.sqrt(3)), rel=1e-5)
+    assert same == 0
+    # a position where they agree: half as much a position, and one of two is the same
+    assert int8_quality.divergence(half.repeat(2, 1), torch.cat([other, half])) == pytest.approx((kl / 2, 0.5))
 
-    class Two:
-        cfg = replace(tiny_config(), block_length=2, mask_id=0)
-        compute_dtype = torch.float32
 
-        def __init__(self, *p):
-            self.logits = torch.tensor(p).log()
+def test_states_of_a_row():
+    """A prompt of three in blocks of two; what a head refused was looked at, too."""
+    steps = [
+        dict(start=2, before=[5, 0], after=[5, 6], bundle=[3]),
+        dict(start=4, before=[0, 0], after=[7, 0], bundle=[4], refused=[dict(at=5, token=8, conf=0.1)]),
+        dict(start=4, before=[7, 0], after=[7, 9], bundle=[5]),
+    ]
+    seen = int8_quality.states([3, 4, 5], Output([], {}, steps=steps), 2)
+    assert [(s.ids, s.start, s.bundle) for s in seen] == [
+        ([3, 4, 5, 0], 2, [3]),
+        ([3, 4, 5, 6, 0, 0], 4, [4, 5]),
+        ([3, 4, 5, 6, 7, 0], 4, [5]),
+    ]
 
-        def prefix(self, ids, ctx):
-            return torch.zeros(*ids.shape, 1)
 
-        def last_n(self, h, ctx):
-            return h
+@pytest.mark.parametrize("joint", [False, True])
+def test_states_are_read_together_as_alone(joint, monkeypatch):
+    """Shorter ones first; a head reads no bundle of one."""
+    monkeypatch.setattr(int8_quality, "TOGETHER", 2)
+    model = load_model(NAMES, "cpu", torch.float32, NAMES / "joint")
+    ids = random_ids(5, 16, high=1000)
+    ids[:, 12:] = model.cfg.mask_id
+    ids[:2, 4:] = model.cfg.mask_id
+    long = [int8_quality.State(row.tolist(), 8, [12, 14]) for row in ids[2:]]
+    short = [int8_quality.State(row[:8].tolist(), 0, [4, 5, 7]) for row in ids[:2]]
+    alone = [int8_quality.State(ids[0, :8].tolist(), 0, [4])] if joint else []
+    got = int8_quality.log_probs(model, long + short + alone, joint)
 
-        def head(self, h):
-            return self.logits.expand(*h.shape[:-1], 2)
+    expected = []
+    for state in short + long:
+        ids = torch.tensor([state.ids])
+        ctx = sequence_context(model.cfg, torch.ones_like(ids, dtype=torch.bool), torch.float32)
+        with torch.inference_mode():
+            h = model.last_n(model.prefix(ids, ctx), ctx)
+            if joint:
+                here = torch.tensor([[state.start + i in state.bundle for i in range(8)]])
+                h = model.second_look(h[:, state.start :], here)[None]
+            logits = model.head(h)[0]
+        if not joint:
+            logits = logits[ids[0] == model.cfg.mask_id]
+        expected.append(logits.log_softmax(-1))
+    torch.testing.assert_close(got, torch.cat(expected), atol=1e-4, rtol=1e-4)
 
-    state = int8_quality.State(ids=[5, 0], start=0, bundle=[1])
-    kl, best, count = int8_quality.divergence(Two(0.5, 0.5), Two(0.25, 0.75), [state], joint=False)
-    assert kl == pytest.approx(0.5 * torch.tensor(4 / 3).log().item(), rel=1e-5)  # = log(2 / sqrt(3))
-    assert (best, count) == (0.0, 1)
+
+def test_int4_by_hand():
+    # integers -7 .. 7 times a power of two are what they are, group by group; a group of zeros has no scale
+    exact = torch.arange(32) % 15 - 7.0
+    w = torch.cat([exact / 8, torch.zeros(32), 4 * exact])[None]
+    assert torch.equal(int8_quality.round_to_int4(w), w)
+
+    # 7 and 31 times 2.4: the scale 1 is off by 31 * 0.4^2 = 4.96. Of its parts 1, 29/30 .. 15/30, each rounded to
+    # bfloat16, 25/30 is best: 213/256 gives 5.82 and 2.50, which is off by 1.67. Beside it 24/30 (1.95), 26/30 (2.12)
+    w = torch.tensor([[7.0] + 31 * [2.4]])
+    scale = 213 / 256
+    assert torch.equal(int8_quality.round_to_int4(-w), -torch.tensor([[7 * scale] + 31 * [3 * scale]]))
+
+
+def test_int4_rounds_what_int8_stores(monkeypatch):
+    model = tiny_model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    int8_quality.make_int4(model)
+    after = model.state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    parts = ("qkv.weight", "proj.weight", "gate_up.weight", "down.weight", "gate_up", "down", "lm_head.weight")
+    assert changed == {name for name in before if name.endswith(parts)}
+    for name in changed:
+        assert torch.equal(after[name], int8_quality.round_to_int4(before[name]))
+
+    # no groups of 32
+    with pytest.raises(SystemExit):
+        int8_quality.make_int4(tiny_model(d_expert=16))
 
 
 def test_recorded_runs(monkeypatch, capsys, tmp_path):
     int8.convert(ROOT / "tests" / "data" / "golden_a", tmp_path / "int8")
-    monkeypatch.setattr(int8_quality, "DTYPES", {"fp32": torch.float32})
     compare = caller(int8_quality, monkeypatch, capsys)
     out = compare("--golden", ROOT / "tests" / "data" / "golden_a", "--int8", tmp_path / "int8")
     record = json.loads(out.splitlines()[-1])
     assert record["runs"] == 27 and 0 <= record["equal"] <= 27
+    assert "--int4" in compare.fails("--golden", NAMES, "--int8", tmp_path / "int8", "--int4")
     assert "not both" in compare.fails("--int8", tmp_path / "int8")
