@@ -128,7 +128,7 @@ class State:
 
 
 def states(prompt: list[int], output: Output, block_length: int) -> Iterator[State]:
-    """Every state of a row with a mask in it, in order."""
+    """Every state of a row, in order."""
     done = prompt[: len(prompt) // block_length * block_length]
     for step, following in zip(output.steps, [*output.steps[1:], None], strict=True):
         refused = [place["at"] for place in step.get("refused", [])]
@@ -152,6 +152,8 @@ def log_probs(model: Model, seen: list[State], joint: bool) -> Tensor:
     tokens or more."""
     if joint:
         seen = [state for state in seen if len(state.bundle) > 1]
+    else:  # a decoder that edits goes on after the last mask
+        seen = [state for state in seen if model.cfg.mask_id in state.ids[state.start :]]
     found = [torch.zeros(0, model.cfg.vocab_size)]
     for alike in together(seen):
         ids = torch.tensor([state.ids for state in alike])  # (S, T)

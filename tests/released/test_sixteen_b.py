@@ -185,7 +185,7 @@ def test_states_of_a_row():
 
 @pytest.mark.parametrize("joint", [False, True])
 def test_states_are_read_together_as_alone(joint, monkeypatch):
-    """Shorter ones first; a head reads no bundle of one."""
+    """Shorter ones first; Stage A reads no state without a mask, a head no bundle of one."""
     monkeypatch.setattr(int8_quality, "TOGETHER", 2)
     model = load_model(NAMES, "cpu", torch.float32, NAMES / "joint")
     ids = random_ids(5, 16, high=1000)
@@ -193,7 +193,7 @@ def test_states_are_read_together_as_alone(joint, monkeypatch):
     ids[:2, 4:] = model.cfg.mask_id
     long = [int8_quality.State(row.tolist(), 8, [12, 14]) for row in ids[2:]]
     short = [int8_quality.State(row[:8].tolist(), 0, [4, 5, 7]) for row in ids[:2]]
-    alone = [int8_quality.State(ids[0, :8].tolist(), 0, [4])] if joint else []
+    alone = [int8_quality.State(ids[2, :8].tolist(), 0, [4])]
     got = int8_quality.log_probs(model, long + short + alone, joint)
 
     expected = []
