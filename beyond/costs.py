@@ -1,7 +1,7 @@
 """What a decode costs: full forwards, multiplications, passes one after the other.
 
     all      in full forwards of the model: a commit forward is one, a partial one is model.partial_cost times the share
-             of the block that it ran at
+             of the block that it ran at, and a second reading one for each block that it reads
     mult     multiplications by weights
     serial   passes one after the other, a small one like a full one: what latency pays
 
@@ -12,6 +12,8 @@ Multiplications, of a block of B positions, where N is the number of weights of 
     Stage B           B (the last n layers' + VC)             in each round
     joint head        B attention + (MLP + VC) at each position that it looks at, its own weights
     sampling head     B (3 attention + map) + the same: it reads three copies of a block, and drafts through a map
+    WINO's shadows    B (N + VC)                              read in one pass with the block: no pass of their own
+    S2D2's reading    B (2 N + VC)                            a pass of its own, over the drafts and masks beside them
 
 Products of queries, keys and values with one another are left out (below 3 % on names). LoRA counts as merged. Of
 routed experts, those that are active count.
@@ -20,12 +22,26 @@ A left-to-right model (block_length 1) needs no commit forward: the pass that re
 before it, too. Each of its tokens is charged one pass in `all` and `serial`, and 2 N + VC multiplications.
 """
 
+from dataclasses import dataclass
+
 from torch import nn
 
 from cache import in_full
 from model import Model
 
 # B block_length, N weights of all layers, C channels, V vocabulary
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a rule of rule_steps.py reads by all layers, beside the block that Stage A reads."""
+
+    blocks: int  # the last one's positions go through the LM head
+    passes: int  # one after the other; 0: it shares Stage A's
+
+
+SHADOWS = Reading(blocks=1, passes=0)
+VERIFICATION = Reading(blocks=2, passes=1)
 
 
 def weights(module: nn.Module, n_active: int = 0) -> int:
@@ -41,12 +57,23 @@ def weights(module: nn.Module, n_active: int = 0) -> int:
     return total
 
 
-def costs(model: Model, nfe: dict[str, float], looks: int) -> dict[str, float]:
-    """all, mult and serial of forwards by kind (cache.Output, summed) with so many runs of Stage B or a head."""
-    if model.cfg.block_length == 1:
+def costs(model: Model, nfe: dict[str, float], looks: int, reading: Reading | None = None) -> dict[str, float]:
+    """all, mult and serial of forwards by kind (cache.Output, summed) with so many runs of Stage B, of a head, or, if
+    one is given, of a rule's second reading."""
+    layers, vocabulary = layers_and_vocabulary(model)
+    B = model.cfg.block_length
+    if B == 1:
         # no commit forwards, and nobody trains a head for blocks of one
-        layers, vocabulary = layers_and_vocabulary(model)
         return {"all": nfe["full"], "mult": nfe["full"] * (2 * layers + vocabulary), "serial": nfe["full"]}
+
+    # a rule's readings, with Stage B and heads off
+    if reading is not None:
+        once = B * (reading.blocks * layers + vocabulary)
+        return {
+            "all": in_full(nfe, model.partial_cost) + looks * reading.blocks,
+            "mult": multiplications(model, nfe, 0) + looks * once,
+            "serial": nfe["full"] + nfe["commit"] + looks * reading.passes,
+        }
     return {
         "all": in_full(nfe, model.partial_cost),
         "mult": multiplications(model, nfe, looks),

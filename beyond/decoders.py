@@ -1,6 +1,6 @@
 """What a system is decoded by, for pays.py: everything that its user could choose.
 
-    no adapter, or a distilled Stage A    every rule of rules.py at each value of its dial
+    no adapter, or a distilled Stage A    every rule of rules.py and of rule_steps.py at each value of its dial
     a joint head      all masks are looked at, and tau_keep is the dial; or it is switched off, for the rule that goes
                       with the model's order, with a careful dial
     Stage B           at every tau_m2t, and the same with Stage B off: a system of its own
@@ -15,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import evaluate
-from beyond import rules
+from beyond import rule_steps, rules
+from beyond.costs import SHADOWS, VERIFICATION, Reading
 from beyond.distill import Distilled
 from model import Model
 from sample import Decoding
@@ -34,6 +35,7 @@ class Setting:
     step: Callable | None = None  # a rule's; None: the model's own
     attributes: dict[str, float] = field(default_factory=dict)  # of the model
     off: bool = False  # Stage B is off: a system of its own
+    reading: Reading | None = None  # what the rule's step reads a second time
 
 
 def settings(model: Model, adapter: str | None, args: Namespace) -> list[Setting]:
@@ -66,7 +68,23 @@ def stage_a_settings(start: Decoding) -> list[Setting]:
     """Every rule at each value of its dial; the rules are greedy."""
     if start.temperature > 0:
         return [Setting(f"tau_m2t {tau:g}", replace(start, tau_m2t=tau)) for tau in SAMPLED]
-    return [s for name, dials in rules.DIALS.items() for s in settings_of_rule(name, dials, start)]
+    every = [s for name, dials in rules.DIALS.items() for s in settings_of_rule(name, dials, start)]
+    return every + more_rules(start)
+
+
+def more_rules(start: Decoding) -> list[Setting]:
+    """Those that remember, take back, or read a second time."""
+    # T2M judges once more after the last mask, as edits do: a gate of 1, which nothing passes, keeps a block open
+    judging = replace(start, tau_t2t=1.0)
+    every = []
+    for dial in rule_steps.DIALS["klass"]:
+        every.append(Setting(f"klass {dial:g}", start, rule_steps.klass(dial)))
+    for dial in rule_steps.DIALS["wino"]:
+        every.append(Setting(f"wino {dial:g}", start, rule_steps.wino(dial), reading=SHADOWS))
+    for dial in rule_steps.DIALS["t2m"]:
+        every.append(Setting(f"t2m {dial:g}", judging, rule_steps.t2m(dial)))
+    every.append(Setting("s2d2", start, rule_steps.s2d2(), reading=VERIFICATION))
+    return every
 
 
 def settings_of_rule(name: str, dials: tuple[float, ...], start: Decoding) -> list[Setting]:

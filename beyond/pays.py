@@ -35,11 +35,12 @@ from tqdm import tqdm
 import evaluate
 import sample
 from beyond import seeds
-from beyond.costs import costs, full_forward
+from beyond.costs import Reading, costs, full_forward
 from beyond.decoders import settings
+from beyond.rule_steps import follow
 from beyond.seeds import Draws
 from beyond.spans import interval
-from cache import Cached, Output
+from cache import Output
 from checkpoint import load_model, load_tokenizer
 from data import Parser, bounded, exists, fail, pick_device, replace_file
 from evaluate import print_table
@@ -56,25 +57,14 @@ PER_RECORD = {"low", "high"}  # Wilson's interval, of independent completions: t
 
 
 # --- how often it looked again
-class Followed(Cached):
-    """An engine that knows which rows of its decode are still in flight."""
-
-    def keep(self, rows: list[int]) -> None:
-        super().keep(rows)
-        self.numbers = [self.numbers[r] for r in rows]
-
-
 def counted(plain: Callable, looks: Counter) -> Callable:
-    """A decoding step that adds to looks[i] how often Stage B or a head ran for row i of a decode."""
+    """A decoding step that adds to looks[i] how often Stage B, a head or a second reading ran for row i of a decode."""
 
     def step(engine, z, prompt, any_masked, u, d):
-        # an engine begins with all rows in flight
-        if type(engine) is Cached:
-            engine.__class__ = Followed
-            engine.numbers = list(range(len(z)))
+        follow(engine, len(z))
         s = plain(engine, z, prompt, any_masked, u, d)
 
-        # a head says where it ran, or how often; Stage B runs where there is a bundle
+        # a head says where it ran, or how often, and so does a rule; Stage B runs where there is a bundle
         if "looks" in s:
             ran = s["looks"]
         elif "partial" in s:
@@ -120,7 +110,10 @@ def entropy(texts: list[str]) -> float:
     return sum(times / n * math.log(n / times) for times in Counter(texts).values())
 
 
-def describe(model: Model, tokenizer: Tokenizer, prompts: dict[str, list[int]], outputs: list, looks: int) -> dict:
+def describe(
+    model: Model, tokenizer: Tokenizer, prompts: dict[str, list[int]], outputs: list, looks: int,
+    reading: Reading | None = None,
+) -> dict:  # fmt: skip
     """What a record holds of one decode, draw after draw; prompts: name -> ids. "found" has a digit (base 36) for each
     prompt: how many of its completions exist."""
     R = len(prompts)
@@ -136,7 +129,7 @@ def describe(model: Model, tokenizer: Tokenizer, prompts: dict[str, list[int]], 
     # what a token costs
     tokens = sum(len(o.tokens) for o in outputs)
     nfe = {kind: sum(o.nfe[kind] for o in outputs) for kind in ("full", "partial", "commit")}
-    r |= {f"{kind}/token": cost / tokens for kind, cost in costs(model, nfe, looks).items()}
+    r |= {f"{kind}/token": cost / tokens for kind, cost in costs(model, nfe, looks, reading).items()}
 
     # written[p::R] are the completions of prompt p
     r["found"] = ""
@@ -186,7 +179,7 @@ def measure(name: str, ckpt: str, adapter: str | None, known: dict, args: Namesp
         if s.off:
             record["system"] += ", off"
         record["top_p"] = d.top_p
-        records.append(record | describe(model, tokenizer, prompts, outputs, ran))
+        records.append(record | describe(model, tokenizer, prompts, outputs, ran, s.reading))
     return clusters, records
 
 

@@ -19,6 +19,9 @@ Some rules take back what was written, because a token that looked right alone m
     wino            the same, but a token is judged without being seen itself
     verified        the drafts that a left-to-right reading of the same model would have written, up to the first other
 
+The seven rules of the first table need one pass's logits alone, and step_of makes a decoding step of each. klass and
+those that take back need more than that: rule_steps.py has their steps.
+
     python -m pytest tests/beyond/test_rules.py     # each rule on distributions of four tokens
 """
 
@@ -135,12 +138,17 @@ def step_of(rule: Callable, dial: float) -> Callable:
     def step(engine: Cached, z: Tensor, prompt: Tensor, any_masked: bool, u: Tensor, d: Decoding) -> dict[str, Tensor]:
         _, logits = engine.stage_a(z)
         bundle = rule(logits, z == engine.cfg.mask_id, dial)
-        conf, token = logits.softmax(-1).max(-1)
-        after = torch.where(bundle, token, z)
-        edited = torch.zeros_like(bundle)
-        return dict(before=z, after=after, bundle=bundle, edited=edited, conf=conf, token_a=token, conf_a=conf)
+        return fill(z, logits, bundle)
 
     return step
+
+
+def fill(z: Tensor, logits: Tensor, bundle: Tensor) -> dict[str, Tensor]:
+    """What such a step returns: each position of the bundle (R, B) bool becomes its most probable token."""
+    conf, token = logits.softmax(-1).max(-1)
+    after = torch.where(bundle, token, z)
+    edited = torch.zeros_like(bundle)
+    return dict(before=z, after=after, bundle=bundle, edited=edited, conf=conf, token_a=token, conf_a=conf)
 
 
 # --- a rule that remembers

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from beyond import joint_head, sampling_head
-from beyond.costs import costs, full_forward
+from beyond.costs import SHADOWS, VERIFICATION, costs, full_forward
 from checkpoint import new_model
 from data import generator
 from model import Config
@@ -58,6 +58,17 @@ def test_a_sampling_head():
     found = costs(give_head(sampling_head, looks=2), FORWARDS, looks=2)
     assert found["mult"] == 3 * 3712 + 2 * 3392 + 2 * (12 * 192 + 4 * 64) + 3 * (144 + 80)
     assert found["all"] == 5 + 0.75 / 2 and found["serial"] == 7
+
+
+def test_a_rule_s_second_reading():
+    """3 full and 2 commit forwards, and 2 readings of 4 positions. WINO's shadows are a second block in the same pass,
+    with the LM head. S2D2 reads two blocks in a pass of its own: 4 drafts, and 4 masks that alone have the LM head."""
+    forwards = {"full": 3, "partial": 0, "commit": 2}
+    plain = 3 * 3712 + 2 * 3392
+    found = costs(model(), forwards, 2, SHADOWS)
+    assert found == {"all": 5 + 2, "mult": plain + 2 * 4 * (848 + 80), "serial": 5}
+    found = costs(model(), forwards, 2, VERIFICATION)
+    assert found == {"all": 5 + 2 * 2, "mult": plain + 2 * (4 * 848 + 4 * (848 + 80)), "serial": 5 + 2}
 
 
 def test_left_to_right_a_pass_reads_two_tokens_and_writes_one():

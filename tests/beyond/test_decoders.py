@@ -6,7 +6,8 @@ import pytest
 import torch
 from common import tiny_model
 
-from beyond import decoders, distill, joint_head, rules, sampling_head
+from beyond import decoders, distill, joint_head, rule_steps, rules, sampling_head
+from beyond.costs import SHADOWS, VERIFICATION
 
 GREEDY = Namespace(temperature=[0.0], top_p=[1.0])
 
@@ -24,12 +25,21 @@ def labels(model, adapter="adapter", args=GREEDY):
 def test_stage_a_has_every_rule_at_every_dial():
     every = [f"{rule} {dial:g}" for rule, dials in rules.DIALS.items() for dial in dials]
     assert set(rules.DIALS) == set(rules.RULES) and len(every) == len(set(every)) == 91
-    assert labels(tiny_model(), None) == every
+    every += [f"{rule} {dial:g}" for rule, dials in rule_steps.DIALS.items() for dial in dials] + ["s2d2"]
+    assert labels(tiny_model(), None) == every and len(every) == len(set(every)) == 91 + 5 + 7 + 7 + 1
     distilled = tiny_model()
     distill.attach(distilled, {})
     assert labels(distilled) == every
     for s in decoders.settings(distilled, "adapter", GREEDY):
-        assert s.decoding.n_rounds == 0 and s.step is not None and not s.decoding.edits
+        assert s.decoding.n_rounds == 0 and s.step is not None
+
+
+def test_what_a_rule_reads_twice_and_whether_it_looks_at_a_full_block():
+    """T2M alone keeps a block open behind its last mask, by a gate that no probability passes."""
+    for s in decoders.settings(tiny_model(), None, GREEDY):
+        rule = s.label.split()[0]
+        assert s.reading == {"wino": SHADOWS, "s2d2": VERIFICATION}.get(rule)
+        assert s.decoding.tau_t2t == {"t2m": 1.0}.get(rule)
 
 
 @pytest.mark.parametrize(("order", "rule"), [("surest", "threshold"), ("leftmost", "longest_prefix")])
@@ -61,10 +71,10 @@ def test_a_left_to_right_model_has_one_setting():
 def test_with_a_temperature_gates_take_the_place_of_rules():
     args = Namespace(temperature=[0.0, 1.0], top_p=[1.0, 0.7])
     every = decoders.settings(tiny_model(), None, args)
-    assert len(every) == 91 + 2 * 5
-    sampled = [(s.decoding.temperature, s.decoding.top_p, s.decoding.tau_m2t) for s in every[91:]]
+    assert len(every) == 111 + 2 * 5
+    sampled = [(s.decoding.temperature, s.decoding.top_p, s.decoding.tau_m2t) for s in every[111:]]
     assert sampled == [(1.0, p, tau) for p in (1.0, 0.7) for tau in (1.0, 0.9, 0.5, 0.2, -1.0)]
-    assert all(s.step is None for s in every[91:])
+    assert all(s.step is None for s in every[111:])
 
     # a joint head at every tau_keep, or off; a sampling head with so many looks
     args = Namespace(temperature=[1.0], top_p=[0.7])

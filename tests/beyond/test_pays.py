@@ -16,7 +16,7 @@ import torch
 from common import ROOT, approx, caller, random_ids, tiny_model
 
 import evaluate
-from beyond import decoders, pays, rules, seeds
+from beyond import decoders, pays, rule_steps, rules, seeds
 from beyond.costs import layers_and_vocabulary, multiplications
 from beyond.joint_head import JointHead
 from beyond.sampling_head import SamplingHead
@@ -238,6 +238,7 @@ def test_the_table_of_the_shipped_model(tmp_path, monkeypatch, capsys):
     call, names = caller(pays, monkeypatch, capsys), ROOT / "assets" / "names"
     path = tmp_path / "r.jsonl"
     monkeypatch.setattr(rules, "DIALS", {"longest_prefix": (0.9, 0.1), "fixed": (1,)})
+    monkeypatch.setattr(rule_steps, "DIALS", {"klass": (0.5,), "wino": (0.2,), "t2m": (0.3,)})
     monkeypatch.setattr(decoders, "KEEP", (0.0, 1.0))
     monkeypatch.setattr(decoders, "SAMPLED", (1.0, -1.0))
     argv = ["--system", "base", names, "--system", "head", names, names / "joint", "--prompts", 4]
@@ -247,6 +248,7 @@ def test_the_table_of_the_shipped_model(tmp_path, monkeypatch, capsys):
     assert {group: len(of) for group, of in head["clusters"].items()} == {"held out": 4, "trained": 4}
     settings = [(r["system"], r["setting"], r["temperature"]) for r in records]
     greedy = {"base": ["longest_prefix 0.9", "longest_prefix 0.1", "fixed 1"], "head": ["tau_keep 0", "tau_keep 1"]}
+    greedy["base"] += ["klass 0.5", "wino 0.2", "t2m 0.3", "s2d2"]
     greedy["head"].append("off, longest_prefix 0.9")
     drawn = {"base": ["tau_m2t 1", "tau_m2t -1"], "head": ["tau_keep 0", "tau_keep 1", "off, tau_m2t 1"]}
     expected = [(s, label, T) for s in ("base", "head") for T, of in ((0, greedy), (0.7, drawn)) for label in of[s]]
@@ -255,7 +257,9 @@ def test_the_table_of_the_shipped_model(tmp_path, monkeypatch, capsys):
         drawn = r["temperature"] == 0.7
         assert r["draws"] == (3 if drawn else 1) and len(r["found"]) == 8 and ("entropy" in r) == drawn
         assert sum(map(int, r["found"])) == round(r["exist"] * 8 * r["draws"]) and r["n_layer"] == 8
-        assert 0 <= r.get("entropy", 0) <= math.log(3) and r["serial/token"] >= r["all/token"] - 1e-9
+        assert 0 <= r.get("entropy", 0) <= math.log(3)
+        reads_more = r["setting"] in ("wino 0.2", "s2d2")  # blocks than it takes passes
+        assert (r["serial/token"] < r["all/token"] - 1e-9) == reads_more
     assert call("--records", path, "--against", "head") == table
     (tmp_path / "r.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
     assert call("--records", tmp_path / "r.jsonl.gz", "--against", "head") == table
