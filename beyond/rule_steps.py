@@ -61,7 +61,7 @@ class Followed(Cached):
 
 
 def follow(engine: Cached, n_rows: int) -> None:
-    """Called at the begin of a step: in a decode's first one all of its rows are in flight, and nothing is known."""
+    """Called as a step begins: in a decode's first one all of its rows are in flight, and nothing is known."""
     if type(engine) is Cached:
         engine.__class__ = Followed
         engine.numbers = list(range(n_rows))

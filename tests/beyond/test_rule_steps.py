@@ -215,33 +215,37 @@ def by_hand(model, prompt, name, dial):
     ids = list(prompt)
     passes = looks = 0
     while len(ids) < len(prompt) + OFF.gen_length:
-        # a block begins
+        # a block begins, and nothing is remembered
         start = len(ids) // B * B
         generated = torch.arange(start, start + B)[None] >= len(prompt)
         ids = ids + [MASK] * (start + B - len(ids))
         log_p = calm = n_last = None
         times = torch.zeros(1, B, dtype=torch.long)
         while True:
+            # Stage A reads the whole text
             text = torch.tensor([ids])
             ctx = sequence_context(model.cfg, torch.ones_like(text, dtype=torch.bool), torch.float32)
             logits = model(text, ctx)[:, start:]
+            token = logits.argmax(-1)
             passes += 1
+
+            # what the rule fills
             z = text[:, start:]
             masked = z == MASK
-            written = generated & ~masked
-            best = logits.argmax(-1)
-            taken = torch.zeros_like(masked)
+            bundle = masked
+            if name in ("wino", "t2m"):
+                bundle = rules.threshold(logits, masked, dial)
             if name == "klass":
                 bundle, log_p, calm = rules.klass(logits, masked, dial, log_p, calm)
-            elif name == "s2d2":
-                bundle = masked
-                if masked.sum() > 1:
-                    looks += 1
-                    draft = torch.where(masked, best, z)
-                    causal = read_uncached(model, ids[:start] + draft[0].tolist(), causal_mask(B))
-                    best, bundle = rules.verified(causal[None], draft, masked)
-            else:
-                bundle = rules.threshold(logits, masked, dial)
+            if name == "s2d2" and masked.sum() > 1:
+                looks += 1
+                draft = torch.where(masked, token, z)
+                causal = read_uncached(model, ids[:start] + draft[0].tolist(), causal_mask(B))
+                token, bundle = rules.verified(causal[None], draft, masked)
+
+            # what it takes back
+            written = generated & ~masked
+            taken = torch.zeros_like(masked)
             if name == "t2m":
                 taken = rules.t2m(logits, z, written, times)
                 times = times + taken
@@ -249,12 +253,13 @@ def by_hand(model, prompt, name, dial):
                 n_new = bundle.sum(-1, keepdim=True)
                 if written.any():
                     looks += 1
-                    taken = rules.wino(read_uncached(model, ids, shadow_mask(B))[None], z, written, n_new, n_last)
+                    unseen = read_uncached(model, ids, shadow_mask(B))
+                    taken = rules.wino(unseen[None], z, written, n_new, n_last)
                 n_last = n_new
-            after = torch.where(bundle, best, z).masked_fill(taken, MASK)
-            ids[start:] = after[0].tolist()
 
             # T2M has judged a block that it leaves as it is; the others end with the last mask
+            after = torch.where(bundle, token, z).masked_fill(taken, MASK)
+            ids[start:] = after[0].tolist()
             if torch.equal(after, z) or (name != "t2m" and MASK not in ids[start:]):
                 break
     return ids[len(prompt) : len(prompt) + OFF.gen_length], passes, looks
