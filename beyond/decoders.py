@@ -1,8 +1,9 @@
-"""What a system is decoded by, for pays.py: everything that its user could choose.
+"""What a system is decoded by, for pays.py and text.py: everything that its user could choose.
 
     no adapter, or a distilled Stage A    every rule of rules.py and of rule_steps.py at each value of its dial
     a joint head      all masks are looked at, and tau_keep is the dial; or it is switched off, for the rule that goes
-                      with the model's order, with a careful dial
+                      with the model's order, with a careful dial; and where the surest are written first, it looks at
+                      those above tau_m2t alone
     Stage B           at every tau_m2t, and the same with Stage B off: a system of its own
     a sampling head   at several tau_m2t and `looks`
     left to right     (block_length 1) one token after the other
@@ -26,6 +27,8 @@ SAMPLED = (1.0, 0.9, 0.5, 0.2, -1.0)  # tau_m2t with a temperature
 KEEP = (0.0, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 LOOKS = (1, 2, 8)  # of sampling_head.py
 CAREFUL = 0.5  # dials of a joint head that is off, from here to 1
+ABOVE = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)  # tau_m2t of a joint head that looks at some masks alone
+KEEP_OF_THOSE = (0.0, 0.3, 0.5, 0.7, 0.9)
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def settings_of(model: Model, adapter: str | None, start: Decoding) -> list[Sett
     if hasattr(model, "looks"):
         return sampling_head_settings(model, start)
     if adapter is None or isinstance(model, Distilled):
-        return stage_a_settings(start)
+        return stage_a_settings(start) + settings_of_larger_blocks(model, start)
     return stage_b_settings(model, start)
 
 
@@ -87,6 +90,13 @@ def more_rules(start: Decoding) -> list[Setting]:
     return every
 
 
+def settings_of_larger_blocks(model: Model, start: Decoding) -> list[Setting]:
+    """Further dials for the rules: those of rules.py are for blocks of 8."""
+    if model.cfg.block_length <= 8 or start.temperature > 0:
+        return []
+    return [s for name, dials in rules.MORE_DIALS.items() for s in settings_of_rule(name, dials, start)]
+
+
 def settings_of_rule(name: str, dials: tuple[float, ...], start: Decoding) -> list[Setting]:
     rule = rules.RULES[name]
     return [Setting(f"{name} {dial:g}", start, rules.step_of(rule, dial)) for dial in dials]
@@ -96,6 +106,8 @@ def joint_head_settings(model: Model, start: Decoding) -> list[Setting]:
     """It looks at all masks, and tau_keep is the dial; or it is off, and the rule is careful."""
     on = replace(start, n_rounds=1, tau_m2t=-1.0)
     every = [Setting(f"tau_keep {keep:g}", on, attributes={"tau_keep": keep}) for keep in KEEP]
+    if model.cfg.order == "surest" and start.temperature == 0:
+        every += settings_that_look_at_some(start)
 
     # off, as its user may have it
     if start.temperature > 0:
@@ -108,6 +120,16 @@ def joint_head_settings(model: Model, start: Decoding) -> list[Setting]:
         careful = [dial for dial in rules.DIALS[rule] if dial >= CAREFUL]
         off = settings_of_rule(rule, careful, start)
     return every + [replace(setting, label=f"off, {setting.label}") for setting in off]
+
+
+def settings_that_look_at_some(start: Decoding) -> list[Setting]:
+    """The joint head looks at the masks above tau_m2t alone."""
+    every = []
+    for tau in ABOVE:
+        d = replace(start, n_rounds=1, tau_m2t=tau)
+        for keep in KEEP_OF_THOSE:
+            every.append(Setting(f"tau_m2t {tau:g}, tau_keep {keep:g}", d, attributes={"tau_keep": keep}))
+    return every
 
 
 def sampling_head_settings(model: Model, start: Decoding) -> list[Setting]:
@@ -129,3 +151,12 @@ def stage_b_settings(model: Model, start: Decoding) -> list[Setting]:
     off = [Setting(f"tau_m2t {tau:g}", replace(start, tau_m2t=tau), off=True) for tau in taus]
     on = [replace(s, decoding=replace(s.decoding, n_rounds=model.cfg.n_rounds), off=False) for s in off]
     return on + off
+
+
+def set_up(model: Model, s: Setting, own_step: Callable) -> Callable:
+    """Give the model what a setting wants of it -> the step that decodes it: the rule's, or the model's own."""
+    for attribute, value in s.attributes.items():
+        setattr(model, attribute, value)
+    if s.step is None:
+        return own_step
+    return s.step

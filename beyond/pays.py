@@ -24,8 +24,9 @@ import json
 import math
 from argparse import Namespace
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,7 @@ import evaluate
 import sample
 from beyond import seeds
 from beyond.costs import Reading, costs, full_forward
-from beyond.decoders import settings
+from beyond.decoders import set_up, settings
 from beyond.rule_steps import follow
 from beyond.seeds import Draws
 from beyond.spans import interval
@@ -53,6 +54,7 @@ from tokenizer import Tokenizer
 BUDGETS = (0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0)
 COSTS = ("all", "mult", "serial")
 VARIETY = ("distinct", "entropy")
+NEEDED = ("found", "mult/token")  # what older records may lack
 PER_RECORD = {"low", "high"}  # Wilson's interval, of independent completions: these are not
 
 
@@ -162,14 +164,7 @@ def measure(name: str, ckpt: str, adapter: str | None, known: dict, args: Namesp
     records = []
     every = settings(model, adapter, args)
     for s in tqdm(every, desc=f"{name} {adapter or ckpt}", leave=False, disable=None):
-        # the model as this setting has it
-        step = own_step
-        if s.step is not None:
-            step = s.step
-        model.step = counted(step, looks)
-        for attribute, value in s.attributes.items():
-            setattr(model, attribute, value)
-
+        model.step = counted(set_up(model, s, own_step), looks)
         d = s.decoding
         draws = range(args.seed, args.seed + 1)
         if d.temperature > 0:
@@ -183,17 +178,20 @@ def measure(name: str, ckpt: str, adapter: str | None, known: dict, args: Namesp
     return clusters, records
 
 
-def load(path: str) -> tuple[dict, list[dict]]:
-    """As `measure` returns them, from a file, gzipped or not: clusters in its first line, a record in each other."""
+def load(path: str, needed: Sequence[str] = NEEDED) -> tuple[dict, list[dict]]:
+    """As `measure` returns them, from a file, gzipped or not: clusters in its first line, a record in each other, with
+    at least the fields that are needed."""
     open_file = open
     if path.endswith(".gz"):
         open_file = gzip.open
     try:
         with open_file(path) as file:
             head, *records = [json.loads(line) for line in file]
-        return head["clusters"], [r for r in records if r["found"] and r["mult/token"]]
+        for record in records:
+            itemgetter(*needed)(record)
+        return head["clusters"], records
     except (OSError, EOFError, ValueError, TypeError, KeyError) as e:
-        fail(f"--records {path} does not say line by line which prompts were completed (measure again): {e!r}")
+        fail(f"--records {path} does not say line by line what was measured, and on what (measure again): {e!r}")
 
 
 def save(path: Path, clusters: dict, records: list[dict]) -> None:
@@ -213,6 +211,11 @@ class System:
 
 def by_system(records: list[dict], first: dict) -> dict[str, System]:
     """In the order in which they appear. Costs are in forwards of the first record's model."""
+    return {name: system(of, first) for name, of in over_seeds(records).items()}
+
+
+def over_seeds(records: list[dict]) -> dict[str, dict[str, list[dict]]]:
+    """System -> setting -> the record of each seed, in one order. All have the seeds of the system's first setting."""
     groups = defaultdict(lambda: defaultdict(dict))
     for r in records:
         of_setting = groups[r["system"]][r["setting"]]
@@ -220,18 +223,22 @@ def by_system(records: list[dict], first: dict) -> dict[str, System]:
         if seed in of_setting:
             fail(f"{r['system']} has {r['setting']} of {r['ckpt']} twice: give each of its seeds once")
         of_setting[seed] = r
-    return {name: system(name, by_setting, first) for name, by_setting in groups.items()}
+
+    found = defaultdict(dict)
+    for name, by_setting in groups.items():
+        trained = list(next(iter(by_setting.values())))
+        for label, of in by_setting.items():
+            if of.keys() != set(trained):
+                fail(f"{name}: {label} was not measured for all of its {len(trained)} seeds: are they of one kind?")
+            found[name][label] = [of[seed] for seed in trained]
+    return found
 
 
-def system(name: str, by_setting: dict[str, dict[tuple, dict]], first: dict) -> System:
+def system(by_setting: dict[str, list[dict]], first: dict) -> System:
     """by_setting: the record of each seed."""
-    trained = list(next(iter(by_setting.values())))  # the seeds, in the order of the first setting
     exist = []
     figures = defaultdict(list)
-    for label, of in by_setting.items():
-        if of.keys() != set(trained):
-            fail(f"{name}: {label} was not measured for all of its {len(trained)} seeds: are they of one kind?")
-        in_order = [of[seed] for seed in trained]
+    for in_order in by_setting.values():
         exist.append([np.array([int(digit, 36) for digit in r["found"]]) / r["draws"] for r in in_order])
         for k in VARIETY:
             figures[k].append(np.mean([r.get(k, math.nan) for r in in_order]))
@@ -345,12 +352,12 @@ def build_parser() -> Parser:
     return parser
 
 
-def read_records(paths: list[str]) -> tuple[dict, list[dict]]:
+def read_records(paths: list[str], needed: Sequence[str] = NEEDED) -> tuple[dict, list[dict]]:
     """Clusters and records of several files about the same prompts."""
     clusters = {}
     records = []
     for path in paths:
-        found, more = load(path)
+        found, more = load(path, needed)
         if clusters and found != clusters:
             fail(f"--records {path} is about other prompts than the file before it")
         clusters = found
@@ -358,12 +365,10 @@ def read_records(paths: list[str]) -> tuple[dict, list[dict]]:
     return clusters, records
 
 
-def check(args: Namespace, records: list[dict]) -> None:
+def check_systems(args: Namespace, records: list[dict]) -> None:
     """Refuse what cannot be meant."""
     if any(len(system) not in (2, 3) for system in args.system) or not args.system + args.records:
         fail("--system takes NAME CKPT or NAME CKPT ADAPTER; give at least one, or --records")
-    if args.draws > 1 and not any(args.temperature):
-        fail(f"--draws {args.draws}: greedy completions of a prompt are all the same; give a --temperature")
 
     # Stage B, switched off, is a system of its own
     names = {r["system"] for r in records} | {name for name, *_ in args.system}
@@ -374,7 +379,9 @@ def check(args: Namespace, records: list[dict]) -> None:
 def main() -> None:
     args = build_parser().parse_args()
     clusters, records = read_records(args.records)
-    check(args, records)
+    check_systems(args, records)
+    if args.draws > 1 and not any(args.temperature):
+        fail(f"--draws {args.draws}: greedy completions of a prompt are all the same; give a --temperature")
 
     # saved after each system: nothing that was measured is lost
     for name, ckpt, *rest in args.system:

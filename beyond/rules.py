@@ -131,6 +131,15 @@ DIALS = {
     "longest_prefix": (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.02, 0.005, 0.001, 0.0),
 }
 
+# what blocks of up to 16 tokens need beside them: a step may write more, and less sure, tokens
+MORE_DIALS = {
+    "product": (1e-5, 1e-6, 1e-8),
+    "entropy_bound": (12.0, 16.0, 24.0),
+    "factor": (6.0, 7.0, 12.0, 17.0),
+    "fixed": (10, 12, 16),
+    "longest_prefix": (1e-4, 1e-5, 1e-6),
+}
+
 
 def step_of(rule: Callable, dial: float) -> Callable:
     """A greedy decoding step (as sample.step) whose bundle this rule picks; nothing visible is edited."""

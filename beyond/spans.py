@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from beyond.chain import best_tokens, greedy_chain
-from cache import MAX_STEPS, Cached
+from cache import Cached, is_finished
 from checkpoint import load_tokenizer
 from data import Parser, bounded, fail, is_validation, load_text
 from model import Model
@@ -31,15 +31,13 @@ LogProbs = Callable[[Tensor], Tensor]  # blocks (R, B) int64 -> (R, B, V) float3
 
 BOOTSTRAP = 1000
 FILL = Decoding(tau_t2t=None)
-TAUS = [0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
 
 
 # fmt: off
 def build_parser(doc: str) -> Parser:
     p = Parser(doc)
     g = p.add_argument_group("text")
-    g.add_argument("--data", nargs="+", required=True, help="stdlib, or .txt / folder / .jsonl[.gz] / .parquet")
-    g.add_argument("--taus", type=bounded(float, -1, 1), nargs="+", default=TAUS, help="values of tau_m2t")
+    g.add_argument("--data", nargs="+", default=["stdlib"], help="stdlib, or .txt / folder / .jsonl[.gz] / .parquet")
     g.add_argument("--spans", type=bounded(int, 2), default=512, help="held-out spans to fill")
     g.add_argument("--plot", type=Path, help="also draw it: a file for matplotlib, .svg or .png")
     g.add_argument("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
@@ -141,22 +139,36 @@ def fill(
     engine: Cached, z: Tensor, d: Decoding, on_step: Callable[[Tensor, Tensor, Tensor], None] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fill the masks of the blocks z (R, B) by the model's own step (an extension's) or `step` -> the blocks, full and
-    partial forwards of each row, (R,) float32 each. Rows end as in `sample.generate`: without a mask, or where nothing
-    changes any more. `on_step(z, bundle, Stage A's confidence)`, (R, B) each, sees every commitment."""
-    prompt, u = torch.ones_like(z, dtype=torch.bool), torch.zeros(len(z), 3, z.shape[1], device=z.device)
-    full, partial = torch.zeros(2, len(z), device=z.device)
-    busy = prompt.any(-1)
+    partial forwards of each row, (R,) float32 each. Rows end as in `sample.generate`. `on_step(z, bundle, Stage A's
+    confidence)`, (R, B) each, sees every commitment."""
+    # what a step may leave in its engine belongs to this fill alone
+    engine = copy.copy(engine)
     one_step = step_of(engine.model)
-    for _ in range(MAX_STEPS):
-        busy = busy & (z == engine.cfg.mask_id).any(-1)
-        if not busy.any():
-            break
-        s = one_step(engine, z, prompt, True, u, d)
+    mask_id = engine.cfg.mask_id
+
+    # what is given stands, and nothing is drawn
+    prompt = z != mask_id
+    u = torch.zeros(len(z), 3, z.shape[1], device=z.device)
+
+    # of each row: full and partial forwards, and those since its last mask
+    counts = torch.zeros(3, len(z), device=z.device)
+    busy = ~prompt.all(-1)
+    while busy.any():
+        any_masked = bool((z == mask_id).any())
+        s = one_step(engine, z, prompt, any_masked, u, d)
         if on_step:
             on_step(z, s["bundle"] & busy[:, None], s["conf_a"])
-        full, partial = full + busy, partial + busy * s.get("partial", d.n_rounds * s["bundle"].any(-1))
-        z, busy = s["after"], busy & (s["after"] != z).any(-1)
-    return z, full, partial
+
+        # a row that is finished stays as it is
+        before = z
+        z = torch.where(busy[:, None], s["after"], z)
+        masked = (z == mask_id).any(-1)
+        partial = s.get("partial", d.n_rounds * s["bundle"].any(-1))
+        counts += busy * torch.stack([torch.ones_like(busy), partial, ~masked])
+
+        changed = (z != before).any(-1)
+        busy = busy & ~is_finished(changed, masked, counts, d)
+    return z, counts[0], counts[1]
 
 
 def at_rows(engine: Cached, rows: list[int]) -> Cached:

@@ -44,6 +44,7 @@ from evaluate import print_table
 
 EDGES = tuple(k / 10 for k in range(11))
 ROWS = 512  # rows in one forward
+TAUS = (0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 TERMS = ("TC", "mismatch", "both", "low", "high")
 Bundle = tuple[int, tuple[int, ...], tuple[bool, ...]]  # row, block, where its bundle is
 Bundles = dict[Bundle, list]  # -> [how often, lowest confidence]
@@ -277,6 +278,7 @@ def measure(args: Namespace) -> list[dict]:
 def main() -> None:
     parser = spans.build_parser(__doc__)
     parser.add_argument("--ckpt", required=True, help="the base: a checkpoint folder of a model of text")
+    parser.add_argument("--taus", type=bounded(float, -1, 1), nargs="+", default=TAUS, help="values of tau_m2t")
     parser.add_argument("--draws", type=bounded(int, 2), default=32, help="draws of each bundle's chain")
     args = parser.parse_args()
     table = measure(args)

@@ -1,9 +1,10 @@
 """Text: quality against forwards, on spans of held-out documents.
 
-A system is a name, a checkpoint, perhaps an adapter: Stage A alone, with Stage B, or as an extension's own step
-decodes, a joint head at every tau_keep of --keep. Systems of one name are its seeds: the first ones of all names belong
-together, then the second ones, and a figure is the mean over them. All fill the same spans of held-out documents
-(spans.py says which), at many tau_m2t, from every mask at once (-1) to one at a time (1). The first name is the base.
+A system is a name, a checkpoint, perhaps an adapter, and is decoded in every setting that its user could choose
+(decoders.py): Stage A alone by every rule that needs no training, a joint head at its dials, and so on. Systems of one
+name are its seeds: the first ones of all names belong together, then the second ones, and a figure is the mean over
+them. All fill the same spans of held-out documents (spans.py says which). The first name is the base. The same weights
+with the paper's Stage B switched off are a system of their own, "NAME, off".
 
     score       log-probability of what was written under its base's own one-at-a-time chain, nats a token. This is what
                 chain targets train: a gain here alone says that they were learned, not that the text is better
@@ -33,24 +34,26 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from beyond import spans
+from beyond import decoders, spans
+from beyond.pays import check_systems, over_seeds, read_records, save
 from beyond.spans import FILL, Span, at_rows, chain, fill, interval, is_python, means, stage_a_log_probs, within
 from cache import Cached, in_full
 from checkpoint import load_model, load_tokenizer
-from data import bounded, fail, pick_device
+from data import Parser, fail, pick_device
 from evaluate import print_table
 from model import Model
-from sample import Decoding
+from sample import Decoding, step_of
 from tokenizer import Tokenizer
 
 # R spans (rows), B block_length, P settings, W resamples
 
-Curves = dict[str, list[dict]]  # system -> for each of its settings tau, keep, and each figure of every span, (R,)
+Systems = dict[str, list[tuple[str, str | None]]]  # name -> of each seed a checkpoint, and an adapter or None
+Curves = dict[str, list[dict]]  # system -> for each of its settings its label, and each of FIGURES of every span, (R,)
+Budgets = dict[str, dict[str, np.ndarray]]  # system -> each of MEASURES within each of BUDGETS, (budgets, W)
 
-ENDS = {-1.0, 1.0}  # every mask at once, one at a time
-FINE = {0.0, 0.02, 0.05, 0.08, 0.1, 0.12, 0.15, *(k / 20 for k in range(4, 19)), 0.95}  # for whom has no tau_keep
 BUDGETS = (0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.8, 1.0)
 MEASURES = ("score", "exact", "parses")
+FIGURES = ("full", "all", *MEASURES, "stutter")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -99,45 +102,40 @@ def scores(judge: Cached, z: Tensor, inside: Tensor, written: Tensor, known: dic
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the systems, at their settings
+# the systems
 
 
-def systems(args: Namespace) -> dict[str, list[list[str]]]:
-    """Name -> the folders of each seed, a checkpoint's and perhaps an adapter's; the base first."""
+def systems(args: Namespace) -> Systems:
+    """The base first; it has no adapter, and as many seeds as every other system."""
     named = defaultdict(list)
-    for name, *folders in args.system:
-        named[name].append(folders)
+    for name, ckpt, *rest in args.system:
+        adapter = None
+        if rest:
+            adapter = rest[0]
+        named[name].append((ckpt, adapter))
 
-    # the base has no adapter, and as many seeds as every other system
-    seeds = next(iter(named.values()))
-    if any(len(s) not in (2, 3) for s in args.system) or any(len(folders) > 1 for folders in seeds):
-        fail("--system takes NAME CKPT, the base first, or NAME CKPT ADAPTER")
+    base, seeds = next(iter(named.items()))
+    if any(adapter is not None for _, adapter in seeds):
+        fail(f"--system {base} has an adapter, and judges all others: give the base first, as NAME CKPT")
     for name, of in named.items():
         if len(of) != len(seeds):
             fail(f"--system {name} has {len(of)} seeds, the base has {len(seeds)}: each is judged by its own")
-    if args.against is not None and args.against not in named:
-        fail(f"--against {args.against} is none of the systems: {', '.join(named)}")
     return named
 
 
-def settings(model: Model, args: Namespace) -> list[tuple[float, float | None]]:
-    """(tau_m2t, tau_keep) of everything that a model is run at; None: it has no tau_keep, or never refuses."""
-    taus = sorted(ENDS | set(args.taus))
-    if not hasattr(model, "tau_keep"):
-        return [(tau, None) for tau in sorted(FINE.union(taus))]
-
-    # one at a time there is nothing to refuse
-    refusing = [(tau, keep) for keep in sorted(set(args.keep)) for tau in taus if tau < 1]
-    return [*refusing, (1.0, None)]
+def settings(model: Model, adapter: str | None) -> list[decoders.Setting]:
+    """Everything that a system is decoded by, greedily."""
+    return decoders.settings_of(model, adapter, replace(FILL, n_rounds=0))
 
 
-def load(named: dict[str, list[list[str]]], device: torch.device) -> dict[str, list[Model]]:
+def load(named: Systems, device: torch.device) -> dict[str, list[Model]]:
     """Name -> its seeds' models. What does not belong together is refused now, not after hours."""
     models = defaultdict(list)
     expected = None
     for name, seeds in named.items():
-        for ckpt, *adapter in seeds:
-            model = load_model(ckpt, device, torch.float32, *adapter)
+        labels = set()
+        for ckpt, adapter in seeds:
+            model = load_model(ckpt, device, torch.float32, adapter)
             tokenizer = load_tokenizer(Path(ckpt), model.cfg.tokenizer)
             reads = (tokenizer and tokenizer.token_bytes, model.cfg.mask_id, model.cfg.block_length)
             if expected is None:
@@ -145,8 +143,9 @@ def load(named: dict[str, list[list[str]]], device: torch.device) -> dict[str, l
             if reads != expected:
                 fail(f"{ckpt} reads other tokens or blocks than the base: it would fill other spans")
             models[name].append(model)
-        if len({hasattr(model, "tau_keep") for model in models[name]}) > 1:
-            fail(f"--system {name}: one of its seeds has a tau_keep and one has none, they are not of one kind")
+            labels.add(tuple(s.label for s in settings(model, adapter)))
+        if len(labels) > 1:
+            fail(f"--system {name}: its seeds are decoded by different settings, they are not of one kind")
     return models
 
 
@@ -171,34 +170,64 @@ def read_task(args: Namespace, ckpt: str, base: Model) -> Task:
     return Task(cut, tokenizer, z.to(device), inside.to(device), contexts, length)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# what is measured
+
+
 @torch.inference_mode()
-def curves(args: Namespace, device: torch.device) -> tuple[Curves, list[int]]:
-    """What every system wrote, in the mean over its seeds, and each span's document."""
+def measure(args: Namespace, known: dict, records: list[dict]) -> tuple[dict, list[dict]]:
+    """Each span's document, as known from the records if there are any; and the records with one more for each seed and
+    setting of every system that they lack."""
     named = systems(args)
-    models = load(named, device)
+    models = load(named, pick_device(args.device))
     base = next(iter(named))
     task = read_task(args, named[base][0][0], models[base][0])
+    clusters = {"documents": [s.document for s in task.cut]}
+    if known and known != clusters:
+        fail("--records are about other spans than these: the same --data, --spans and tokens?")
 
     # the base of each seed judges that seed of all systems
     judges = [(Cached(model, task.contexts, 0), {}) for model in models[base]]
 
-    found = {}
-    for name, seeds in tqdm(named.items(), desc="systems", disable=None):
-        points = defaultdict(list)  # (tau, keep) -> figures of each seed
-        for (ckpt, *adapter), model, judge in zip(seeds, models[name], judges, strict=True):
-            n_rounds = model.cfg.n_rounds if adapter else 0
-            engine = Cached(model, task.contexts, n_rounds)
-            for tau, keep in tqdm(settings(model, args), desc=f"{name} {ckpt}", leave=False, disable=None):
-                if keep is not None:
-                    model.tau_keep = keep
-                d = replace(FILL, tau_m2t=tau, n_rounds=n_rounds)
-                points[tau, keep].append(measure(engine, d, task, *judge))
-        found[name] = [{"tau": tau, "keep": keep} | mean_of(of) for (tau, keep), of in points.items()]
-    return found, [s.document for s in task.cut]
+    measured = {(r["system"].removesuffix(", off"), r["ckpt"], r["adapter"]) for r in records}
+    records = list(records)
+    for name, seeds in named.items():
+        for (ckpt, adapter), model, judge in zip(seeds, models[name], judges, strict=True):
+            if (name, ckpt, adapter) in measured:
+                continue
+            records += measure_system(name, ckpt, adapter, model, task, judge)
+
+            # nothing that was measured is lost
+            if args.out:
+                save(Path(args.out), clusters, records)
+    return clusters, records
 
 
-def measure(engine: Cached, d: Decoding, task: Task, judge: Cached, known: dict[tuple, float]) -> dict[str, np.ndarray]:
-    """Every figure of every span, (R,) each, of one seed at one setting."""
+def measure_system(
+    name: str, ckpt: str, adapter: str | None, model: Model, task: Task, judge: tuple[Cached, dict]
+) -> list[dict]:
+    """A record for each setting of one seed."""
+    n_rounds = 0
+    if adapter is not None:
+        n_rounds = model.cfg.n_rounds
+    engine = Cached(model, task.contexts, n_rounds)
+
+    own_step = step_of(model)
+    records = []
+    for s in tqdm(settings(model, adapter), desc=f"{name} {adapter or ckpt}", leave=False, disable=None):
+        model.step = decoders.set_up(model, s, own_step)
+        figures = measure_setting(engine, s.decoding, task, *judge)
+        record = dict(system=name, ckpt=ckpt, adapter=adapter, setting=s.label)
+        if s.off:
+            record["system"] += ", off"
+        records.append(record | {k: figures[k].round(5).tolist() for k in FIGURES})
+    return records
+
+
+def measure_setting(
+    engine: Cached, d: Decoding, task: Task, judge: Cached, known: dict[tuple, float]
+) -> dict[str, np.ndarray]:
+    """FIGURES of every span, (R,) each."""
     written, full, partial = fill(engine, task.z, d)
     full = full.double().cpu().numpy() / task.length
     partial = partial.double().cpu().numpy() / task.length
@@ -209,12 +238,18 @@ def measure(engine: Cached, d: Decoding, task: Task, judge: Cached, known: dict[
     return figures | {"full": full, "all": in_full(nfe, engine.model.partial_cost)}
 
 
-def mean_of(seeds: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    return {name: np.mean([figures[name] for figures in seeds], axis=0) for name in seeds[0]}
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # tables and a picture
+
+
+def curves(records: list[dict]) -> Curves:
+    """Means over each system's seeds."""
+    found = defaultdict(list)
+    for name, by_setting in over_seeds(records).items():
+        for label, seeds in by_setting.items():
+            figures = {k: np.mean([r[k] for r in seeds], axis=0) for k in FIGURES}
+            found[name].append({"setting": label} | figures)
+    return found
 
 
 def print_curves(found: Curves, weights: np.ndarray) -> None:
@@ -222,28 +257,34 @@ def print_curves(found: Curves, weights: np.ndarray) -> None:
     rows = []
     for name, points in found.items():
         for p in points:
-            keep = "-"
-            if p["keep"] is not None:
-                keep = f"{p['keep']:.2f}"
             forwards = [f"{p[count].mean():.3f}" for count in ("full", "all")]
             shares = [interval(means(p[m], weights)) for m in figures]
-            rows.append([name, f"{p['tau']:.2f}", keep, *forwards, *shares])
-    print_table(["system", "tau", "keep", "full", "all", *figures], rows)
+            rows.append([name, p["setting"], *forwards, *shares])
+    print_table(["system", "setting", "full", "all", *figures], rows)
 
 
-def print_budgets(found: Curves, documents: list[int], against: str | None) -> None:
-    """The best within each budget, and what `against` has more than it, in the same resamples of documents (R,)."""
-    weights = spans.resamples(documents)
+def within_budgets(found: Curves, documents: list[int], weights: np.ndarray) -> Budgets:
+    """The best setting within each budget, in the same resamples of the documents (R,) for all."""
     half = np.array(documents) % 2 == 0
+    best = defaultdict(dict)
+    for name, points in found.items():
+        costs = np.array([p["all"].mean() for p in points])
+        for m in MEASURES:
+            values = np.stack([p[m] for p in points])  # (P, R)
+            best[name][m] = np.stack([within(budget, values, costs, weights, half) for budget in BUDGETS])
+    return best
+
+
+def print_budgets(best: Budgets, against: str | None) -> None:
+    """A row for each budget and system, with what `against` has more."""
     rows = []
-    for budget in BUDGETS:
-        best = {name: best_within(budget, points, weights, half) for name, points in found.items()}
+    for b, budget in enumerate(BUDGETS):
         for name, measures in best.items():
             row = [name, f"{budget:.2f}"]
             for m in MEASURES:
-                row.append(interval(measures[m]))
+                row.append(interval(measures[m][b]))
                 if against and name != against:
-                    row.append(interval(best[against][m] - measures[m], "+"))
+                    row.append(interval(best[against][m][b] - measures[m][b], "+"))
                 elif against:
                     row.append("")
             rows.append(row)
@@ -257,74 +298,70 @@ def print_budgets(found: Curves, documents: list[int], against: str | None) -> N
     print_table(["system", "at most", *head], rows)
 
 
-def best_within(budget: float, points: list[dict], weights: np.ndarray, half: np.ndarray) -> dict[str, np.ndarray]:
-    """A system's MEASURES at its best setting within a budget, (W,) each."""
-    costs = np.array([p["all"].mean() for p in points])
-    best = {}
-    for m in MEASURES:
-        values = np.stack([p[m] for p in points])  # (P, R)
-        best[m] = within(budget, values, costs, weights, half)
-    return best
-
-
-def plot(path: Path, found: Curves, weights: np.ndarray) -> None:
+def plot(path: Path, best: Budgets) -> None:
     from tools.plots import canvas, save
 
-    # a line for each system, or for each of its tau_keep
-    lines = defaultdict(list)
-    for name, points in found.items():
-        for p in points:
-            label = name
-            if p["keep"] is not None:
-                label = f"{name}, keep {p['keep']:g}"
-            lines[label].append(p)
-
-    # a panel for each figure that the text has
-    first = next(iter(found.values()))[0]
+    # a panel for each measure that the text has
+    first = next(iter(best.values()))
     drawn = [m for m in MEASURES if not np.isnan(first[m]).all()]
     plt, axes = canvas(path, len(drawn))
     axes = np.atleast_1d(axes)
     for ax, m in zip(axes, drawn, strict=True):
-        for label, points in lines.items():
-            draw_line(ax, label, sorted(points, key=lambda p: p["all"].mean()), m, weights)
+        for name, measures in best.items():
+            draw_line(ax, name, measures[m])
         unit = m
         if m == "score":
             unit = "score (nats a token)"
-        ax.set(xlabel="forwards a token, all in full ones", ylabel=unit)
+        ax.set(xlabel="at most so many forwards a token, all in full ones", ylabel=unit)
     axes[0].legend()
     save(plt, path)
 
 
-def draw_line(ax, label: str, points: list[dict], m: str, weights: np.ndarray) -> None:
-    """One system's figure against its cost, with 95 % of the resamples."""
-    x = [p["all"].mean() for p in points]
-    y = means(np.stack([p[m] for p in points]), weights).T  # (P, W)
+def draw_line(ax, name: str, within: np.ndarray) -> None:
+    """What a system has within each budget that pays for one of its settings, (budgets, W), with 95 % of the
+    resamples."""
+    paid = ~np.isnan(within[:, 0])
+    y = within[paid]
     low, high = np.nanquantile(y[:, 1:], [0.025, 0.975], axis=1)
     error = np.stack([y[:, 0] - low, high - y[:, 0]]).clip(min=0)
-    ax.errorbar(x, y[:, 0], error, marker="o", markersize=3, capsize=2, label=label)
+    ax.errorbar(np.array(BUDGETS)[paid], y[:, 0], error, marker="o", markersize=3, capsize=2, label=name)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the command line
 
 
-def main() -> None:
+def build_parser() -> Parser:
     parser = spans.build_parser(__doc__)
     # fmt: off
-    add = parser.add_argument
-    add("--system", nargs="+", action="append", metavar=("NAME", "CKPT [ADAPTER]"), required=True,
-        help="what is compared, the base first; again for more seeds of a name")
-    add("--keep", nargs="+", type=bounded(float, 0, 1), default=[0.0, 0.5, 0.7],
-        help="values of a joint head's tau_keep")
+    add = parser.add_argument_group("what is compared").add_argument
+    add("--system", nargs="+", action="append", metavar=("NAME", "CKPT [ADAPTER]"), default=[],
+        help="the base first; again for another one, or for more seeds of a name, of all names in one order")
     add("--against", metavar="NAME", help="the system that all others are compared with")
+
+    add = parser.add_argument_group("records").add_argument
+    add("--out", help="file for the records of every setting and span, a JSON object a line")
+    add("--records", nargs="+", default=[],
+        help="files of records that were written before: what they hold is not measured again")
     # fmt: on
-    args = parser.parse_args()
-    found, documents = curves(args, pick_device(args.device))
+    return parser
+
+
+def main() -> None:
+    args = build_parser().parse_args()
+    clusters, records = read_records(args.records, FIGURES)
+    check_systems(args, records)
+    if args.system:
+        clusters, records = measure(args, clusters, records)
+
+    documents = clusters["documents"]
     weights = spans.resamples(documents)
+    found = curves(records)
     print_curves(found, weights)
-    print_budgets(found, documents, args.against)
+    best = within_budgets(found, documents, weights)
+    print_budgets(best, args.against)
     if args.plot:
-        plot(args.plot, found, weights)
+        plot(args.plot, best)
 
 
 if __name__ == "__main__":

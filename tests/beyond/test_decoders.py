@@ -42,16 +42,48 @@ def test_what_a_rule_reads_twice_and_whether_it_looks_at_a_full_block():
         assert s.decoding.tau_t2t == {"t2m": 1.0}.get(rule)
 
 
+def test_blocks_of_16_have_more_dials():
+    """A rule may write 16 tokens in a step, and be less sure of them."""
+    more = [f"{rule} {dial:g}" for rule, dials in rules.MORE_DIALS.items() for dial in dials]
+    every = labels(tiny_model(block_length=16), None)
+    assert every == labels(tiny_model(), None) + more and len(every) == len(set(every)) == 107
+    assert "fixed 16" in more and "fixed 16" not in labels(tiny_model(), None)
+
+    # the boldest dial of each rule writes 16 masks at once, of which none is sure (but for the rounding of the last)
+    masked = torch.ones(1, 16, dtype=torch.bool)
+    for rule in rules.RULES:
+        boldest = {"entropy_bound": 99.0, "factor": 17.0, "fixed": 16, "margin": -1.0}.get(rule, 0.0)
+        assert f"{rule} {boldest:g}" in every
+        assert rules.RULES[rule](torch.zeros(1, 16, 272), masked, boldest).all()
+
+
 @pytest.mark.parametrize(("order", "rule"), [("surest", "threshold"), ("leftmost", "longest_prefix")])
 def test_a_joint_head_is_on_at_every_tau_keep_or_off(order, rule):
     every = decoders.settings(headed(joint_head, order, tau_keep=0.5), "adapter", GREEDY)
-    on, off = every[:13], every[13:]
+    on, some, off = every[:13], every[13:-6], every[-6:]
     assert [s.attributes for s in on] == [{"tau_keep": keep} for keep in decoders.KEEP]
     assert all(s.decoding.tau_m2t == -1 and s.decoding.n_rounds == 1 and s.step is None for s in on)
     first = rules.DIALS[rule][0]
     dials = [first, 0.9, 0.8, 0.7, 0.6, 0.5]
     assert [s.label for s in off] == [f"off, {rule} {dial:g}" for dial in dials]
     assert all(s.decoding.n_rounds == 0 and s.step is not None for s in off)
+
+    # where the surest are written first, it may look at those alone
+    dials = [(tau, keep) for tau in decoders.ABOVE for keep in decoders.KEEP_OF_THOSE]
+    if order == "leftmost":
+        dials = []
+    assert [(s.decoding.tau_m2t, s.attributes["tau_keep"]) for s in some] == dials
+    assert [s.label for s in some] == [f"tau_m2t {tau:g}, tau_keep {keep:g}" for tau, keep in dials]
+    assert all(s.decoding.n_rounds == 1 and s.step is None for s in some)
+
+
+def test_a_model_is_set_up_as_a_setting_wants_it():
+    model = headed(joint_head, tau_keep=0.5)
+    on, off = (
+        s for s in decoders.settings(model, "adapter", GREEDY) if s.label in ("tau_keep 0.3", "off, threshold 0.9")
+    )
+    assert decoders.set_up(model, on, own_step=model.step) == model.step and model.tau_keep == 0.3
+    assert decoders.set_up(model, off, own_step=model.step) is off.step and model.tau_keep == 0.3
 
 
 def test_the_papers_stage_b_is_on_and_off_at_the_same_gates():

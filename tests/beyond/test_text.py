@@ -1,5 +1,7 @@
 """Text: spans, filling them, forced chains, the best within a budget by hand. `pytest tests/beyond/test_text.py`"""
 
+import json
+import re
 import sys
 from argparse import Namespace
 from dataclasses import replace
@@ -7,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from common import MASK, approx, command_line, random_ids, refused, tiny_model
+from common import MASK, approx, caller, command_line, random_ids, refused, tiny_model
 
-from beyond import spans, stage_b_only, text
+from beyond import decoders, rules, spans, stage_b_only, text
 from beyond.distill import Distilled
 from beyond.joint_head import JointHead
 from beyond.spans import FILL, blocks, chain, cut, fill, interval, means, pieces, stage_a_log_probs, within
@@ -106,6 +108,53 @@ def test_blocks_are_filled_as_the_decoder_itself_does(keep):
             (alone,) = generate(model, [prompt], replace(d, gen_length=8 - len(prompt) % 8))
             assert written[r].tolist()[len(prompt) % 8 :] == alone.tokens
             assert {"full": full[r], "partial": partial[r], "commit": 0} == alone.nfe
+
+
+@torch.inference_mode()
+def test_blocks_are_edited_as_the_decoder_itself_does():
+    """What was written may change until nothing does, or so many forwards after the last mask. What is given stands."""
+    model = tiny_model(n_rounds=1, eos_id=-1)
+    prompts = [random_ids(1, n, n)[0].tolist() for n in (11, 16, 21)]
+    z = torch.tensor([(p + [MASK] * 8)[len(p) // 8 * 8 :][:8] for p in prompts])
+    forwards = []
+    for most in (0, 1, 16):
+        d = replace(FILL, tau_m2t=0.1, tau_t2t=0.1, max_post_steps=most)
+        written, full, partial = fill(Cached(model, prompts, 1), z, d)
+        forwards.append(full.tolist())
+        assert torch.equal(written[z != MASK], z[z != MASK])
+        for r, prompt in enumerate(prompts):
+            (alone,) = generate(model, [prompt], replace(d, gen_length=8 - len(prompt) % 8))
+            assert written[r].tolist()[len(prompt) % 8 :] == alone.tokens
+            assert {"full": full[r], "partial": partial[r], "commit": 0} == alone.nfe
+    assert forwards[0] < forwards[1] < forwards[2]
+
+
+@torch.inference_mode()
+def test_a_rule_fills_blocks():
+    """Two surest masks a step: of 5 and of 2."""
+    model = tiny_model()
+    model.step = rules.step_of(rules.fixed, 2)
+    z = torch.tensor([[1, MASK, 2, MASK, MASK, 3, MASK, MASK], [MASK, 1, 2, 3, MASK, 4, 5, 6]])
+    written, full, partial = fill(Cached(model, [[9] * 8, [7] * 8], 0), z, replace(FILL, n_rounds=0))
+    assert full.tolist() == [3, 1] and partial.tolist() == [0, 0] and not (written == MASK).any()
+    assert torch.equal(written[z != MASK], z[z != MASK])
+
+
+@torch.inference_mode()
+def test_what_a_step_leaves_in_its_engine_is_gone_in_the_next_fill():
+    """A step that writes the number of its call."""
+    model = tiny_model()
+
+    def step(engine, z, prompt, any_masked, u, d):
+        engine.calls = getattr(engine, "calls", 0) + 1
+        first = (z == MASK) & ((z == MASK).cumsum(-1) == 1)
+        return {"after": z.masked_fill(first, engine.calls), "bundle": first, "conf_a": u[:, 0]}
+
+    model.step = step
+    engine = Cached(model, [[1] * 8], 0)
+    z = torch.tensor([[9, MASK, 9, MASK, MASK, 9, 9, 9]])
+    for _ in range(2):
+        assert fill(engine, z, replace(FILL, n_rounds=0))[0].tolist() == [[9, 1, 9, 2, 3, 9, 9, 9]]
 
 
 @torch.inference_mode()
@@ -214,7 +263,8 @@ def test_the_table_of_budgets_by_hand(capsys):
         "base": [point | {"score": np.array([-1.0, 0.0]), "all": np.array([0.5, 0.3])}],  # costs 0.4
         "head": [point | {"score": np.array([-0.75, 0.25]), "all": np.array([0.6, 0.3])}],  # costs 0.45
     }
-    text.print_budgets(found, [0, 1], "head")
+    best = text.within_budgets(found, [0, 1], spans.resamples([0, 1]))
+    text.print_budgets(best, "head")
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[3:]]
     constant, none = ["0.500", "[0.500,", "0.500]"], ["-", "-"]
     at = {(r[0], float(r[1])): r[2:] for r in rows}
@@ -223,7 +273,7 @@ def test_the_table_of_budgets_by_hand(capsys):
     less = ["+0.250", "[+0.250,", "+0.250]"], ["+0.000", "[+0.000,", "+0.000]"]
     assert at["base", 0.45] == ["-0.500", "[-1.000,", "0.000]", *less[0], *constant, *less[1], *none]
     assert at["head", 1.00] == ["-0.250", "[-0.750,", "0.250]", *constant, "-"]
-    text.print_budgets(found, [0, 1], None)
+    text.print_budgets(best, None)
     assert "more" not in capsys.readouterr().out.splitlines()[2]
 
 
@@ -261,58 +311,98 @@ def given(folders, *names):
     return argv
 
 
-def test_the_report_from_the_command_line(folders, monkeypatch, capsys):
-    monkeypatch.setattr(text, "FINE", {0.0, 0.3})
+@pytest.fixture
+def few(monkeypatch):
+    """Few settings: one at a time, all at once, and one between."""
+    monkeypatch.setattr(rules, "DIALS", {"threshold": (1.0, 0.0), "fixed": (2,)})
+    monkeypatch.setattr(decoders, "GATES", (1.0, 0.3))
+    monkeypatch.setattr(decoders, "KEEP", (0.0, 1.0))
+    monkeypatch.setattr(decoders, "ABOVE", (0.0,))
+    monkeypatch.setattr(decoders, "KEEP_OF_THOSE", (0.0,))
+
+
+def test_the_report_from_the_command_line(folders, few, monkeypatch, capsys):
     argv = given(folders, "all", "b", "head", "distilled")
-    code, out, _ = command_line(text, monkeypatch, capsys, *argv, "--taus", 0, 0.5, "--keep", 0, 1, "--against", "base")
-    lines = out.splitlines()
-    assert code == 0 and "6 of them in Python functions" in lines[0]
-    assert lines[1].split() == ["system", "tau", "keep", "full", "all", "score", "exact", "parses", "stutter"]
-    curves = [line.split() for line in lines[2 : lines.index("")]]
+    lines = caller(text, monkeypatch, capsys)(*argv, "--against", "base").splitlines()
+    assert "6 of them in Python functions" in lines[0]
+    head, *curves = [re.split("  +", line) for line in lines[1 : lines.index("")]]
+    assert head == ["system", "setting", "full", "all", "score", "exact", "parses", "stutter"]
     settings = {name: [] for name, *_ in curves}
-    for name, tau, keep, *_ in curves:
-        settings[name].append((float(tau), keep))
-    fine = [(tau, "-") for tau in (-1.0, 0.0, 0.3, 0.5, 1.0)]
-    kept = [(tau, keep) for keep in ("0.00", "1.00") for tau in (-1.0, 0.0, 0.5)] + [(1.0, "-")]
-    assert settings == {"base": fine, "all": fine, "b": fine, "head": kept, "distilled": fine}
-    at = {(name, float(tau), keep): figures for name, tau, keep, *figures in curves}
-    # untrained: a distilled Stage A is the base, and so is what the head writes
-    assert [at["distilled", *s] for s in fine] == [at["base", *s] for s in fine]
-    once = at["base", -1.0, "-"]
-    mine, alone = at["head", -1.0, "0.00"], at["head", -1.0, "1.00"]
+    for name, label, *_ in curves:
+        settings[name].append(label)
+    free, gates = ["threshold 1", "threshold 0", "fixed 2"], ["tau_m2t 1", "tau_m2t 0.3"]
+    looks = ["tau_keep 0", "tau_keep 1", "tau_m2t 0, tau_keep 0", "off, threshold 1"]
+    stage_b = {"all": gates, "all, off": gates, "b": gates, "b, off": gates}
+    assert settings == {"base": free, "head": looks, "distilled": free} | stage_b
+    at = {(name, label): figures for name, label, *figures in curves}
+
+    # untrained: a distilled Stage A is the base, and so are LoRA with Stage B off and what the head writes
+    assert [at["distilled", label] for label in free] == [at["base", label] for label in free]
+    one, once = at["base", "threshold 1"], at["base", "threshold 0"]
+    assert at["all, off", "tau_m2t 1"] == at["b, off", "tau_m2t 1"] == at["head", "off, threshold 1"] == one
+    mine, alone = at["head", "tau_keep 0"], at["head", "tau_keep 1"]
     assert mine[0] == once[0] and mine[2:] == once[2:] and float(mine[1]) > float(once[1]) == float(once[0])
-    assert alone[0] == "1.000" and alone[2:] == at["base", 1.0, "-"][2:]  # all but the surest refused
+    assert at["head", "tau_m2t 0, tau_keep 0"] == mine
+    assert alone[0] == "1.000" and alone[2:] == one[2:]  # all but the surest refused
+
     budgets = lines[lines.index("") + 3 :]
-    assert len(budgets) == 5 * len(text.BUDGETS) and "costs no more" in lines[lines.index("") + 1]
+    assert len(budgets) == 7 * len(text.BUDGETS) and "costs no more" in lines[lines.index("") + 1]
     paid = [r for r in budgets if r.startswith("distilled") and (" 0.80 " in r or " 1.00 " in r)]
     assert len(paid) == 2 and all(r.count("+0.000 [+0.000, +0.000]") == 3 for r in paid)
 
 
-def test_seeds_are_pooled_and_each_is_judged_by_its_own_base(folders, monkeypatch):
+def test_records_print_the_same_tables_and_are_not_measured_again(folders, few, monkeypatch, capsys):
+    call, path, more = caller(text, monkeypatch, capsys), folders / "r.jsonl", folders / "more.jsonl"
+    spans_read, tables = call(*given(folders, "all"), "--out", path).split("\n", 1)
+    head, *records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(head["clusters"]["documents"]) == 6 and len(records) == 3 + 4
+    assert [(r["system"], r["setting"]) for r in records[:2]] == [("base", "threshold 1"), ("base", "threshold 0")]
+    assert all(len(r[k]) == 6 for r in records for k in text.FIGURES)
+    assert [r["system"] for r in records[3:]] == ["all", "all", "all, off", "all, off"]
+    assert call("--records", path) == tables
+
+    # what they lack is measured, and nothing else
+    measured = []
+    measure_system = text.measure_system
+    monkeypatch.setattr(text, "measure_system", lambda *args: measured.append(args[0]) or measure_system(*args))
+    assert call(*given(folders, "all"), "--records", path) == spans_read + "\n" + tables and not measured
+    both = call(*given(folders, "all", "distilled"), "--records", path, "--out", more)
+    assert measured == ["distilled"] and call("--records", more) == both.split("\n", 1)[1]
+    whole = call(*given(folders, "all", "distilled"))
+    assert whole == both
+
+    # what does not belong together
+    assert "other spans" in call.fails(*given(folders), "--records", path, "--spans", 5)
+    other = folders / "other.jsonl"
+    other.write_text(json.dumps(head) + "\n" + json.dumps({"system": "base", "found": "11", "mult/token": 1}) + "\n")
+    assert "measure again" in call.fails("--records", other)  # of pays.py
+    assert "twice" in call.fails("--records", path, path)
+
+
+def test_seeds_are_pooled_and_each_is_judged_by_its_own_base(folders, few):
     """A second base likes other tokens. Together the figures of each span are the means; a system that is both bases
     the wrong way round has the same ones but for the score."""
     other = tiny_model(vocab_size=272, eos_id=256, mask_id=257, n_rounds=1)
     other.lm_head.weight.data = other.lm_head.weight.data.roll(1, 0)
     save_model(other, folders / "other")
-    monkeypatch.setattr(text, "FINE", set())
     first, second = str(folders / "base"), str(folders / "other")
 
     def curves(*systems):
-        of = Namespace(data=[folders / "text"], spans=6, taus=[0.5], keep=[0.0], plot=None, against=None)
-        return text.curves(Namespace(**vars(of), system=[list(s) for s in systems]), torch.device("cpu"))[0]
+        args = Namespace(data=[folders / "text"], spans=6, plot=None, out=None, device="cpu", system=systems)
+        return text.curves(text.measure(args, {}, [])[1])
 
     one, two = curves(["base", first])["base"], curves(["base", second])["base"]
     both = curves(["base", first], ["base", second], ["crossed", second], ["crossed", first])
+    assert [p["setting"] for p in both["crossed"]] == ["threshold 1", "threshold 0", "fixed 2"]
     for a, b, mean, crossed in zip(one, two, both["base"], both["crossed"], strict=True):
-        for k in ("score", "exact", "parses", "stutter", "full", "all"):
+        for k in text.FIGURES:
             assert mean[k] == approx((a[k] + b[k]) / 2)
-        assert all(np.array_equal(mean[k], crossed[k]) for k in ("exact", "parses", "stutter", "full", "all"))
+        assert all(np.array_equal(mean[k], crossed[k]) for k in text.FIGURES if k != "score")
         assert (crossed["score"] < mean["score"] - 0.1).all()  # a judge likes what it would have written
 
 
-def test_the_picture(folders, monkeypatch, capsys):
-    argv = [*given(folders, "head"), "--taus", 0.5]
-    monkeypatch.setattr(text, "FINE", {0.0})
+def test_the_picture(folders, few, monkeypatch, capsys):
+    argv = given(folders, "head")
     with monkeypatch.context() as m:
         m.setitem(sys.modules, "matplotlib", None)
         assert "pip install matplotlib" in refused(text, m, capsys, *argv, "--plot", folders / "c.svg")
@@ -326,13 +416,12 @@ def test_what_cannot_be_compared_is_refused(folders, monkeypatch, capsys):
     def why(*argv, systems=()):
         return refused(text, monkeypatch, capsys, *(systems or given(folders, "head")), *argv)
 
-    assert "--taus" in why("--taus", 1.5)
     assert "--spans" in why("--spans", 1)
-    assert "--keep" in why("--keep", 2)
+    assert "--records" in why(systems=["--data", folders / "text"])
     assert "--against heads" in why("--against", "heads") and "base, head" in why("--against", "heads")
     assert "--system head has 2 seeds, the base has 1" in why("--system", "head", folders / "base", folders / "head")
     assert "the base first" in why(systems=["--data", "stdlib", "--system", "head", folders / "base", folders / "head"])
-    assert "the base first" in why("--system", "nothing")
+    assert "NAME CKPT" in why("--system", "nothing")
     save_model(tiny_model(tokenizer="toy"), folders / "toy")
     assert "tables are exact" in why(systems=["--data", folders / "text", "--system", "toy", folders / "toy"])
     assert "other tokens" in why("--system", "toy", folders / "toy")
