@@ -136,38 +136,40 @@ def read(args: Namespace, ckpt: str, model: Model) -> tuple[list[Span], Tokenize
 
 
 def fill(
-    engine: Cached, z: Tensor, d: Decoding, on_step: Callable[[Tensor, Tensor, Tensor], None] | None = None
+    engine: Cached, z: Tensor, d: Decoding, on_step: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fill the masks of the blocks z (R, B) by the model's own step (an extension's) or `step` -> the blocks, full and
-    partial forwards of each row, (R,) float32 each. Rows end as in `sample.generate`. `on_step(z, bundle, Stage A's
-    confidence)`, (R, B) each, sees every commitment."""
-    # what a step may leave in its engine belongs to this fill alone
-    engine = copy.copy(engine)
+    partial forwards of each row, (R,) float32 each. Rows end as in `sample.generate`. `on_step(rows, z, bundle, Stage
+    A's confidence)`, (rows,) and (rows, B) each, sees every commitment of the rows that are left."""
     one_step = step_of(engine.model)
     mask_id = engine.cfg.mask_id
-
-    # what is given stands, and nothing is drawn
     prompt = z != mask_id
-    u = torch.zeros(len(z), 3, z.shape[1], device=z.device)
+    z = z.clone()
+    counts = torch.zeros(3, len(z), device=z.device)  # full, partial, and those since the last mask
 
-    # of each row: full and partial forwards, and those since its last mask
-    counts = torch.zeros(3, len(z), device=z.device)
-    busy = ~prompt.all(-1)
-    while busy.any():
-        any_masked = bool((z == mask_id).any())
-        s = one_step(engine, z, prompt, any_masked, u, d)
+    # the rows that are left, and an engine of theirs alone, which a step may leave something in
+    rows = (~prompt).any(-1).nonzero()[:, 0]
+    engine = at_rows(engine, rows.tolist())
+    while len(rows) > 0:
+        before = z[rows]
+        any_masked = bool((before == mask_id).any())
+        u = torch.zeros(len(rows), 3, z.shape[1], device=z.device)  # nothing is drawn
+        s = one_step(engine, before, prompt[rows], any_masked, u, d)
         if on_step:
-            on_step(z, s["bundle"] & busy[:, None], s["conf_a"])
+            on_step(rows, before, s["bundle"], s["conf_a"])
 
-        # a row that is finished stays as it is
-        before = z
-        z = torch.where(busy[:, None], s["after"], z)
-        masked = (z == mask_id).any(-1)
+        # write, and count
+        z[rows] = s["after"]
+        masked = (s["after"] == mask_id).any(-1)
         partial = s.get("partial", d.n_rounds * s["bundle"].any(-1))
-        counts += busy * torch.stack([torch.ones_like(busy), partial, ~masked])
+        counts[:, rows] += torch.stack([torch.ones_like(masked), partial, ~masked])
 
-        changed = (z != before).any(-1)
-        busy = busy & ~is_finished(changed, masked, counts, d)
+        # drop what is finished
+        changed = (s["after"] != before).any(-1)
+        left = (~is_finished(changed, masked, counts[:, rows], d)).nonzero()[:, 0]
+        if 0 < len(left) < len(rows):
+            engine.keep(left.tolist())
+        rows = rows[left]
     return z, counts[0], counts[1]
 
 

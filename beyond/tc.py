@@ -124,13 +124,14 @@ def committed(engine: Cached, z: Tensor, taus: list[float]) -> Bundles:
     """Every bundle that Stage A commits in filling the blocks z (R, B), at every tau."""
     found: Bundles = {}
 
-    def see(z: Tensor, bundle: Tensor, conf: Tensor) -> None:
-        lowest = conf.masked_fill(~bundle, 2.0).amin(-1).tolist()
-        for row, (block, here) in enumerate(zip(z.tolist(), bundle.tolist(), strict=True)):
+    def see(rows: Tensor, z: Tensor, bundle: Tensor, conf: Tensor) -> None:
+        lowest = conf.masked_fill(~bundle, 2.0).amin(-1)
+        of_rows = zip(rows.tolist(), z.tolist(), bundle.tolist(), lowest.tolist(), strict=True)
+        for row, block, here, low in of_rows:
             if not any(here):
                 continue
             key = (row, tuple(block), tuple(here))
-            record = found.setdefault(key, [0, lowest[row]])
+            record = found.setdefault(key, [0, low])
             record[0] += 1
 
     for tau in tqdm(taus, desc="bundles", disable=None):

@@ -184,20 +184,26 @@ def test_filling_ends_where_nothing_but_masks_is_written():
 
 @torch.inference_mode()
 def test_a_row_that_is_done_or_stuck_neither_counts_nor_is_seen():
-    """A step of its own that writes the first mask of row 0 and of row 2, and would never write one in row 1."""
+    """A step of its own that writes the first mask, but in the row that is all masks, where it would never write; and
+    a row without a mask, which is none of its business."""
     model, seen = tiny_model(), []
 
-    def step(engine, z, prompt, busy, u, d):
+    def step(engine, z, prompt, any_masked, u, d):
+        engine.stage_a(z)
         first = (z == MASK) & ((z == MASK).cumsum(-1) == 1)
-        after = torch.where(first & (torch.arange(3) != 1)[:, None], 7, z)
-        return {"after": after, "bundle": first, "conf_a": u[:, 0], "partial": torch.full((3,), 0.25)}
+        writes = first & ~(z == MASK).all(-1, keepdim=True)
+        after = torch.where(writes, 7, z)
+        return {"after": after, "bundle": first, "conf_a": u[:, 0], "partial": torch.full((len(z),), 0.25)}
+
+    def see(rows, z, bundle, conf):
+        seen.append((rows.tolist(), z[:, 0].tolist(), bundle.sum(-1).tolist()))
 
     model.step = step
-    z = torch.tensor([[MASK] * 3 + [1] * 5, [MASK] * 8, [MASK] + [2] * 7])
-    written, full, partial = fill(Cached(model, [[1] * 8] * 3, 0), z, FILL, lambda z, b, conf: seen.append(b.sum(-1)))
-    assert written.tolist() == [[7] * 3 + [1] * 5, [MASK] * 8, [7] + [2] * 7]
-    assert full.tolist() == [3, 1, 1] and partial.tolist() == [0.75, 0.25, 0.25]
-    assert torch.stack(seen).tolist() == [[1, 1, 1], [1, 0, 0], [1, 0, 0]]
+    z = torch.tensor([[MASK] + [2] * 7, [MASK] * 8, [3] * 8, [1] * 5 + [MASK] * 3])
+    written, full, partial = fill(Cached(model, [[1] * 8] * 4, 0), z, FILL, see)
+    assert written.tolist() == [[7] + [2] * 7, [MASK] * 8, [3] * 8, [1] * 5 + [7] * 3]
+    assert full.tolist() == [1, 1, 0, 3] and partial.tolist() == [0.25, 0.25, 0, 0.75]
+    assert seen == [([0, 1, 3], [MASK, MASK, 1], [1, 1, 1]), ([3], [1], [1]), ([3], [1], [1])]
 
 
 def test_what_was_written_is_judged_as_text():
