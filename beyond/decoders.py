@@ -1,6 +1,7 @@
 """What a system is decoded by, for pays.py and text.py: everything that its user could choose.
 
-    no adapter, or a distilled Stage A    every rule of rules.py and of rule_steps.py at each value of its dial
+    no adapter, or a distilled Stage A    every rule of rules.py at each value of its dial, and for pays.py those of
+                      rule_steps.py
     a joint head      all masks are looked at, and tau_keep is the dial; or it is switched off, for the rule that goes
                       with the model's order, with a careful dial; and where the surest are written first, it looks at
                       those above tau_m2t alone
@@ -48,6 +49,8 @@ def settings(model: Model, adapter: str | None, args: Namespace) -> list[Setting
     for temperature in args.temperature:
         if temperature == 0:
             every += settings_of(model, adapter, greedy)
+            if is_stage_a(model, adapter):
+                every += more_rules(greedy)
             continue
         for top_p in args.top_p:
             every += settings_of(model, adapter, replace(greedy, temperature=temperature, top_p=top_p))
@@ -55,28 +58,32 @@ def settings(model: Model, adapter: str | None, args: Namespace) -> list[Setting
 
 
 def settings_of(model: Model, adapter: str | None, start: Decoding) -> list[Setting]:
-    """By what the model is."""
+    """By what the model is, at one temperature."""
     if model.cfg.block_length == 1:
         return [Setting("left to right", replace(start, tau_m2t=1.0))]
     if hasattr(model, "tau_keep"):
         return joint_head_settings(model, start)
     if hasattr(model, "looks"):
         return sampling_head_settings(model, start)
-    if adapter is None or isinstance(model, Distilled):
+    if is_stage_a(model, adapter):
         return stage_a_settings(start) + settings_of_larger_blocks(model, start)
     return stage_b_settings(model, start)
+
+
+def is_stage_a(model: Model, adapter: str | None) -> bool:
+    """Nothing looks again: a base, or a distilled one, with blocks of more than one token."""
+    return model.cfg.block_length > 1 and (adapter is None or isinstance(model, Distilled))
 
 
 def stage_a_settings(start: Decoding) -> list[Setting]:
     """Every rule at each value of its dial; the rules are greedy."""
     if start.temperature > 0:
         return [Setting(f"tau_m2t {tau:g}", replace(start, tau_m2t=tau)) for tau in SAMPLED]
-    every = [s for name, dials in rules.DIALS.items() for s in settings_of_rule(name, dials, start)]
-    return every + more_rules(start)
+    return [s for name, dials in rules.DIALS.items() for s in settings_of_rule(name, dials, start)]
 
 
 def more_rules(start: Decoding) -> list[Setting]:
-    """Those that remember, take back, or read a second time."""
+    """Those that remember, take back, or read a second time; text.py does not count what they read."""
     # T2M judges once more after the last mask, as edits do: a gate of 1, which nothing passes, keeps a block open
     judging = replace(start, tau_t2t=1.0)
     every = []

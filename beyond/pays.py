@@ -311,6 +311,29 @@ def differences(within: dict[str, np.ndarray], against: str) -> Iterator[list[st
             yield [name, *(interval(more, "+") for more in within[against] - share)]
 
 
+def by_rule(of: System) -> dict[str, System]:
+    """A system's settings by the first word of their labels: its rules, as if each were a system."""
+    settings_of = defaultdict(list)
+    for p, label in enumerate(of.labels):
+        settings_of[label.split()[0]].append(p)
+    found = {}
+    for rule, every in settings_of.items():
+        labels = [of.labels[p] for p in every]
+        found[rule] = System(labels, of.exist[every], {k: figure[every] for k, figure in of.figures.items()})
+    return found
+
+
+def show_rules(systems: dict[str, System], cluster: np.ndarray, draws: Draws) -> None:
+    """Of each system that was decoded by several rules, what each rule has within each budget of `all`."""
+    for name, of in systems.items():
+        rules = by_rule(of)
+        if len(rules) > 2:  # a joint head is on or off
+            print()
+            within = budgets(rules, cluster, draws)["all"]
+            rows = [[rule, *map(interval, share)] for rule, share in within.items()]
+            print_table([f"{name}, all/token", *map(str, BUDGETS)], rows)
+
+
 def show(clusters: dict, records: list[dict], against: str | None) -> None:
     """All tables. Of what was sampled, every setting."""
     cluster = np.array(sum(clusters.values(), []))
@@ -324,6 +347,7 @@ def show(clusters: dict, records: list[dict], against: str | None) -> None:
         if temperature == 0:
             show_best(systems, cluster, draws)
             show_budgets(budgets(systems, cluster, draws), against)
+            show_rules(systems, cluster, draws)
         else:
             print(f"\ntemperature {temperature:g}, top_p {top_p:g}")
             show_settings(systems, cluster, draws)

@@ -46,7 +46,7 @@ def test_blocks_of_16_have_more_dials():
     """A rule may write 16 tokens in a step, and be less sure of them."""
     more = [f"{rule} {dial:g}" for rule, dials in rules.MORE_DIALS.items() for dial in dials]
     every = labels(tiny_model(block_length=16), None)
-    assert every == labels(tiny_model(), None) + more and len(every) == len(set(every)) == 107
+    assert sorted(every) == sorted(labels(tiny_model(), None) + more) and len(every) == len(set(every)) == 111 + 16
     assert "fixed 16" in more and "fixed 16" not in labels(tiny_model(), None)
 
     # the boldest dial of each rule writes 16 masks at once, of which none is sure (but for the rounding of the last)

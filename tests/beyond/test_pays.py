@@ -80,6 +80,26 @@ def test_costs_are_in_forwards_of_the_first_system():
 
 
 # --- tables
+def test_a_table_of_rules(tmp_path, monkeypatch, capsys):
+    """Of a system with three rules: b has every name for 0.4 and none for 0.35, and of c's settings the dearer is the
+    better one. A head that is on or off has no such table."""
+    call, path = caller(pays, monkeypatch, capsys), tmp_path / "r.jsonl"
+    records = [record("base", "a 1", "0000", 0.35), record("base", "b 1", "1111", 0.4)]
+    records += [record("base", "c 1", "0000", 0.5), record("base", "c 2", "1111", 0.9)]
+    records += [record("head", "tau_keep 0", "1111", 0.4), record("head", "off, a 1", "1111", 0.8)]
+    head = {"clusters": {"held out": [0, 1], "trained": [2, 3]}}
+    path.write_text("".join(json.dumps(r) + "\n" for r in [head, *records]))
+
+    last = call("--records", path).split("\n\n")[-1].splitlines()
+    rows = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in last]
+    none, full = "0.000 [0.000, 0.000]", "1.000 [1.000, 1.000]"
+    assert rows[0][0] == "base, all/token" and len(rows) == 4
+    assert rows[1] == ["a", *[none] * 12]
+    assert rows[2] == ["b", "-", *[full] * 11]
+    assert rows[3][:8] == ["c", *["-"] * 3, *[none] * 4]
+    assert [cell.split()[0] for cell in rows[3][8:]] == ["1.000"] * 5
+
+
 def test_the_tables_by_hand(tmp_path, monkeypatch, capsys):
     """Both systems have one greedy setting; the head is out of the budgets below 0.8 in all and 1.6 in the others. Of
     its completions all exist, of the base's none: the difference is 1 in every resample."""
@@ -108,6 +128,7 @@ def test_the_tables_by_hand(tmp_path, monkeypatch, capsys):
     assert tables[7][1] == ["system", "setting", "seeds", "exist", "distinct", "entropy", "all", "mult", "serial"]
     assert tables[7][3] == ["head", "y, drawn", "1", full, "0.250", "0.125", "0.800", "1.600", "1.600"]
     assert "minus" not in call("--records", path)
+    assert "x, all/token" not in call("--records", path)
     assert call.fails("--records", path, "--against", "b").endswith("none of the systems: base, head")
 
 
