@@ -25,7 +25,7 @@ a long enough piece.
 
 import re
 from argparse import Namespace
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,14 +35,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from beyond import decoders, spans
-from beyond.pays import check_systems, over_seeds, read_records, save
+from beyond.costs import costs
+from beyond.pays import check_systems, counted, over_seeds, read_records, save
 from beyond.spans import FILL, Span, at_rows, chain, fill, interval, is_python, means, stage_a_log_probs, within
-from cache import Cached, in_full
+from cache import Cached
 from checkpoint import load_model, load_tokenizer
 from data import Parser, fail, pick_device
 from evaluate import print_table
 from model import Model
-from sample import Decoding, step_of
+from sample import step_of
 from tokenizer import Tokenizer
 
 # R spans (rows), B block_length, P settings, W resamples
@@ -213,10 +214,12 @@ def measure_system(
     engine = Cached(model, task.contexts, n_rounds)
 
     own_step = step_of(model)
+    looks = Counter()
     records = []
     for s in tqdm(settings(model, adapter), desc=f"{name} {adapter or ckpt}", leave=False, disable=None):
-        model.step = decoders.set_up(model, s, own_step)
-        figures = measure_setting(engine, s.decoding, task, *judge)
+        model.step = counted(decoders.set_up(model, s, own_step), looks)
+        looks.clear()
+        figures = measure_setting(engine, s, looks, task, *judge)
         record = dict(system=name, ckpt=ckpt, adapter=adapter, setting=s.label)
         if s.off:
             record["system"] += ", off"
@@ -225,17 +228,18 @@ def measure_system(
 
 
 def measure_setting(
-    engine: Cached, d: Decoding, task: Task, judge: Cached, known: dict[tuple, float]
+    engine: Cached, s: decoders.Setting, looks: Counter, task: Task, judge: Cached, known: dict[tuple, float]
 ) -> dict[str, np.ndarray]:
-    """FIGURES of every span, (R,) each."""
-    written, full, partial = fill(engine, task.z, d)
+    """FIGURES of every span, (R,) each; looks: how often Stage B or a head ran for each row."""
+    written, full, partial = fill(engine, task.z, s.decoding)
     full = full.double().cpu().numpy() / task.length
     partial = partial.double().cpu().numpy() / task.length
+    ran = np.array([looks[row] for row in range(len(written))]) / task.length
     nfe = dict(full=full, partial=partial, commit=0)
 
     score = scores(judge, task.z, task.inside, written, known) / task.length
     figures = {"score": score} | quality(task.cut, written, task.tokenizer)
-    return figures | {"full": full, "all": in_full(nfe, engine.model.partial_cost)}
+    return figures | {"full": full, "all": costs(engine.model, nfe, ran)["all"]}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 # Quality against forwards on text, three seeds, and the dependence inside the bundles that a base really commits.
-# Five hours on 2 cores; the figures need matplotlib. Pages: results/text/README.md, results/tc/README.md.
+# Hours on 2 cores; the figures need matplotlib. Pages: results/text/README.md, results/tc/README.md.
 # Run from the root of the repository.
 set -e
 systems=()
@@ -18,5 +18,6 @@ for seed in 0 1 2; do
     --system distilled $base out/text-distilled-$seed --system "distilled, alone" $base out/text-alone-$seed
     --system "joint head on the distilled" out/text-distilled-base-$seed out/text-head-on-distilled-$seed)
 done
-python -m beyond.text --data stdlib "${systems[@]}" --against "joint head" --plot out/text-curve.svg
+python -m beyond.text --data stdlib "${systems[@]}" --against "joint head" --out out/text.jsonl \
+  --plot out/text-curve.svg
 python -m beyond.tc --data stdlib --ckpt out/text-base-0 --draws 16 --plot out/text-tc.svg
