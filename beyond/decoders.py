@@ -28,7 +28,7 @@ SAMPLED = (1.0, 0.9, 0.5, 0.2, -1.0)  # tau_m2t with a temperature
 KEEP = (0.0, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 LOOKS = (1, 2, 8)  # of sampling_head.py
 CAREFUL = 0.5  # dials of a joint head that is off, from here to 1
-ABOVE = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)  # tau_m2t of a joint head that looks at some masks alone
+ABOVE = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)  # tau_m2t of a joint head that looks at some masks alone
 KEEP_OF_THOSE = (0.0, 0.3, 0.5, 0.7, 0.9)
 
 
