@@ -36,9 +36,13 @@ def draw(cluster: Sequence[int]) -> Draws:
     """cluster: which beginning, 0 to C - 1, each prompt has."""
     number = np.bincount(cluster)
     C = len(number)
+    return Draws(number, resamples(range(C)).astype(np.float32), halvings(C))
+
+
+def halvings(C: int) -> np.ndarray:
+    """C things, halved 20 times at random: which are in the first half, (HALVINGS, C) bool."""
     rng = np.random.default_rng(0)
-    halves = np.array([rng.permutation(C) < C // 2 for _ in range(HALVINGS)])
-    return Draws(number, resamples(range(C)).astype(np.float32), halves)
+    return np.array([rng.permutation(C) < C // 2 for _ in range(HALVINGS)])
 
 
 def times_of_seeds(S: int) -> np.ndarray:

@@ -15,10 +15,10 @@ with the paper's Stage B switched off are a system of their own, "NAME, off".
                 model.partial_cost, times the share of the block that it ran at where a step says so
 
 Brackets are 95 % of a bootstrap over documents, each with its spans, the same resamples for all. The second table is
-what a user with a budget gets: of each system the best setting that costs no more in `all`, chosen on every other
-document and reported on the rest, both ways and anew in every resample, so that many settings to choose from flatter
-nobody; and what --against NAME has more than each other one. It refuses toys (their tables are exact) and text without
-a long enough piece.
+what a user with a budget gets: of each system the best setting that costs no more in `all`, chosen on one half of the
+documents and reported on the other, over 20 halvings and anew in every resample, so that many settings to choose from
+flatter nobody; and what --against NAME has more than each other one. It refuses toys (their tables are exact) and text
+without a long enough piece.
 
     python -m beyond.text --data stdlib --system base out/text --system head out/text out/joint --against head
 """
@@ -37,6 +37,7 @@ from tqdm import tqdm
 from beyond import decoders, spans
 from beyond.costs import costs
 from beyond.pays import check_systems, counted, over_seeds, read_records, save
+from beyond.seeds import halvings
 from beyond.spans import FILL, Span, at_rows, chain, fill, interval, is_python, means, stage_a_log_probs, within
 from cache import Cached
 from checkpoint import load_model, load_tokenizer
@@ -268,14 +269,19 @@ def print_curves(found: Curves, weights: np.ndarray) -> None:
 
 
 def within_budgets(found: Curves, documents: list[int], weights: np.ndarray) -> Budgets:
-    """The best setting within each budget, in the same resamples of the documents (R,) for all."""
-    half = np.array(documents) % 2 == 0
+    """The best setting within each budget, in the same resamples and halvings of the documents (R,) for all: the mean
+    over the halvings."""
+    halves = halvings(max(documents) + 1)[:, documents]
     best = defaultdict(dict)
-    for name, points in found.items():
+    for name, points in tqdm(found.items(), desc="budgets", leave=False, disable=None):
         costs = np.array([p["all"].mean() for p in points])
         for m in MEASURES:
             values = np.stack([p[m] for p in points])  # (P, R)
-            best[name][m] = np.stack([within(budget, values, costs, weights, half) for budget in BUDGETS])
+            of_budgets = []
+            for budget in BUDGETS:
+                chosen = [within(budget, values, costs, weights, half) for half in halves]
+                of_budgets.append(np.mean(chosen, axis=0))
+            best[name][m] = np.stack(of_budgets)
     return best
 
 
