@@ -8,6 +8,7 @@ released geometry could do at best, on paper, is tools/limits.py's.
     python -m tools.bench --only decode stageb              # decode passes batch stageb train loss moe: any of them
     python -m tools.bench --official DIR [DIR ...]          # against the released code in DIR, or a fork of it that
                                                             # keeps keys and values; needs transformers
+    python -m tools.bench --official DIR --compile          # and with compiled steps, see released/compiled.py
     python -m tools.bench --ckpt weights/random --device cuda --dtype bf16   # a checkpoint's forward against its floor
 """
 
@@ -25,6 +26,7 @@ import types
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -42,6 +44,7 @@ from convert_weights import plan
 from corrupt import Corruption, M, corrupt, draw_bundle, loss_weights, three_term_loss
 from data import Parser, bounded, fail, generator, pick_device
 from model import Config, Context, Model, MoE, sequence_context
+from released.compiled import compile_blocks
 from released.export import released_config
 from sample import Decoding, generate, generate_one, step
 from tools.limits import distinct_experts, forward_bytes
@@ -84,14 +87,19 @@ def now() -> float:
     return time.perf_counter()
 
 
-def interleaved(*sides: Callable[[], object], repeats: int) -> list[float]:
+def processor_or(device: torch.device) -> Callable[[], float]:
+    """The clock of this process's own work, which other programs hardly disturb; a GPU's work has no such clock."""
+    return time.process_time if device.type == "cpu" else now
+
+
+def interleaved(*sides: Callable[[], object], repeats: int, clock: Callable[[], float] = now) -> list[float]:
     """Median seconds of each side; they take turns, after one untimed round."""
     seconds: list[list[float]] = [[] for _ in sides]
     for i in range(repeats + 1):
         for side, taken in zip(sides, seconds, strict=True):
-            start = now()
+            start = clock()
             side()
-            taken += [now() - start] if i else []
+            taken += [clock() - start] if i else []
     return [statistics.median(taken) for taken in seconds]
 
 
@@ -348,58 +356,110 @@ def masks_in_float32(theirs: torch.nn.Module) -> None:
 
 
 def official(device: torch.device, args: Namespace) -> None:
-    """Tokens a second of one row, ours and the released generate()'s, which takes no more: the same weights and prompt,
-    and the same tokens or it stops; then 16 rows of ours. The limit: our passes as arithmetic alone."""
+    """Tokens a second of ours and of the released generate(): the same weights and prompts, and the same tokens or it
+    stops. One row, then 16. The limit: our passes as arithmetic alone. On a CPU seconds are of processor time."""
     model = random_model(S.official, device)
-    cfg, start = model.cfg, prompt(8)
     model.lm_head.weight.data *= 16  # far from ties, which rounding decides
-    model.lm_head.weight.data[cfg.eos_id] = 0  # nor does the text end
+    model.lm_head.weight.data[model.cfg.eos_id] = 0  # nor does the text end
+    models = {"ours": model}
+    if args.compile:
+        models["ours, compiled"] = deepcopy(model)
+        compile_blocks(models["ours, compiled"])
 
-    def ours(length: int, rows: int = 1) -> Output:
-        d = replace(ONE_BY_ONE, gen_length=length, n_rounds=0)
-        return generate(model, [start, *(prompt(8, r) for r in range(1, rows))], d)[0]
-
-    def limit(length: int, rows: int = 1) -> float:
-        """Seconds that a decode would take if its passes were nothing but arithmetic."""
-        return ours(length, rows).passes * interleaved(arithmetic(model, rows, length // 2), repeats=20)[0]
-
-    print(f"\nAgainst the released code: {geometry(cfg)}, {sum(p.numel() for p in model.parameters()) / 1e6:.0f} M "
-          f"parameters, one token a step, no edits")  # fmt: skip
+    size = sum(p.numel() for p in model.parameters()) / 1e6
+    print(f"\nAgainst the released code: {geometry(model.cfg)}, {size:.0f} M parameters, one token a step, no edits")
     for folder in args.official:
-        compare_with(official_model(folder, model), ours, limit, cfg, args.lengths, device)
-    rows, length = max(S.batch), args.lengths[0]
-    one, many = interleaved(lambda: ours(length), lambda: ours(length, rows), repeats=2)
-    print(f"  {rows} rows of {length} tokens: {rows * one / many:.1f}x the tokens/s of one row{goal(rows, {16: 4})}; "
-          f"limit {rows * one / limit(length, rows):.1f}x")  # fmt: skip
+        theirs = official_model(folder, model)
+        if keeps_cache(theirs):
+            print("  the fork with a cache (synsis/remasked_DLM):")
+        else:
+            print("  the released file, which has no cache:")
+        for length in args.lengths:
+            compare_one_row(theirs, models, length, device)
+        if keeps_cache(theirs):
+            compare_many_rows(theirs, models, args.lengths[0], device)
 
 
-def compare_with(
-    theirs: torch.nn.Module, ours: Callable[[int], Output], limit: Callable[[int], float], cfg: Config,
-    lengths: list[int], device: torch.device,
-) -> None:  # fmt: skip
-    """One row of several lengths, ours and theirs in turns."""
-    cached = keeps_cache(theirs)
-    print("  the fork with a cache (synsis/remasked_DLM):" if cached else "  the released file, which has no cache:")
+def row_prompts(rows: int) -> list[list[int]]:
+    return [prompt(8, r) for r in range(rows)]
 
-    def released(length: int, context: int = 8) -> list[int]:
-        ids = torch.tensor([prompt(context)], device=device)
-        settings = dict(gen_length=length, block_length=cfg.block_length, threshold=1.0, editing_threshold=2.0)
-        return theirs.generate(ids, **settings, eos_id=cfg.eos_id, mask_id=cfg.mask_id)[0].tolist()
 
-    for length in lengths:
-        if length <= S.compared:
-            how = "all the same"
-            if ours(length).tokens != released(length):
-                fail(f"{length} tokens differ from the released code's: there is nothing to compare")
-            a, b = interleaved(partial(ours, length), partial(released, length), repeats=3)
-        else:  # it reads everything in every step: its blocks behind some contexts are timed, the rest lies between
-            how, B, quarter = "blocks integrated", cfg.block_length, length // 4
-            behind = [B, *range(quarter, length + 1, quarter)]
-            blocks = [interleaved(partial(released, B, n), repeats=1)[0] for n in behind]
-            a, b = *interleaved(partial(ours, length), repeats=1), np.interp(range(0, length, B), behind, blocks).sum()
-        wanted = dict.fromkeys(lengths, 1.8) if cached else {256: 8, 512: 12, 2048: 35}
-        print(f"    {length} tokens, {how}: {length / a:.1f} tokens/s against {length / b:.1f}, {b / a:.1f}x"
-              f"{goal(length, wanted)}; limit {b / limit(length):.1f}x", flush=True)  # fmt: skip
+def our_decode(model: Model, length: int, rows: int = 1) -> list[Output]:
+    return generate(model, row_prompts(rows), replace(ONE_BY_ONE, gen_length=length, n_rounds=0))
+
+
+def their_decode(theirs: torch.nn.Module, cfg: Config, length: int, ids: list[list[int]]) -> list[list[int]]:
+    """Prompts -> tokens; of many prompts by the fork's generate_batch()."""
+    device = next(theirs.parameters()).device
+    inputs = [torch.tensor([row], device=device) for row in ids]
+    settings = dict(gen_length=length, block_length=cfg.block_length, threshold=1.0, editing_threshold=2.0)
+    settings |= dict(eos_id=cfg.eos_id, mask_id=cfg.mask_id)
+    if len(ids) == 1:
+        return [theirs.generate(inputs[0], **settings)[0].tolist()]
+    return [row[0].tolist() for row in theirs.generate_batch(inputs, **settings)]
+
+
+def same_tokens(models: dict[str, Model], theirs: torch.nn.Module, length: int, rows: int) -> None:
+    """Stop unless every side writes the same."""
+    written = None
+    for name, model in models.items():
+        tokens = [output.tokens for output in our_decode(model, length, rows)]
+        if written is None:
+            written = their_decode(theirs, model.cfg, length, row_prompts(rows))
+        if tokens != written:
+            fail(f"{length} tokens differ from the released code's ({name}): there is nothing to compare")
+
+
+def limit(model: Model, length: int, rows: int, device: torch.device) -> float:
+    """Seconds that a decode would take if its passes were nothing but arithmetic."""
+    passes = our_decode(model, length, rows)[0].passes
+    return passes * interleaved(arithmetic(model, rows, length // 2), repeats=20, clock=processor_or(device))[0]
+
+
+def compare_one_row(theirs: torch.nn.Module, models: dict[str, Model], length: int, device: torch.device) -> None:
+    """Whole decodes in turns; of a long one by the released file, blocks behind some contexts."""
+    cfg = models["ours"].cfg
+    clock = processor_or(device)
+    ours = [partial(our_decode, model, length) for model in models.values()]
+    if length <= S.compared:
+        how = "all the same"
+        same_tokens(models, theirs, length, rows=1)
+        released = partial(their_decode, theirs, cfg, length, row_prompts(1))
+        *seconds, other = interleaved(*ours, released, repeats=3, clock=clock)
+    else:  # it reads everything in every step: its blocks behind some contexts are timed, the rest lies between
+        how, B, quarter = "blocks integrated", cfg.block_length, length // 4
+        behind = [B, *range(quarter, length + 1, quarter)]
+        blocks = [partial(their_decode, theirs, cfg, B, [prompt(n)]) for n in behind]
+        timed = [interleaved(block, repeats=1, clock=clock)[0] for block in blocks]
+        other = np.interp(range(0, length, B), behind, timed).sum()
+        seconds = interleaved(*ours, repeats=1, clock=clock)
+
+    wanted = 1.8 if keeps_cache(theirs) else {256: 8, 512: 12, 2048: 35}.get(length)
+    aim = "" if wanted is None else f" (goal {wanted})"
+    print(f"    {length} tokens, {how}: theirs {length / other:.1f} tokens/s; "
+          f"limit {other / limit(models['ours'], length, 1, device):.1f}x")  # fmt: skip
+    for name, s in zip(models, seconds, strict=True):
+        print(f"      {name}: {length / s:.1f} tokens/s, {other / s:.2f}x{aim}", flush=True)
+
+
+def compare_many_rows(theirs: torch.nn.Module, models: dict[str, Model], length: int, device: torch.device) -> None:
+    """As many rows as a batch has, ours and the fork's generate_batch(), and one row of either."""
+    cfg = models["ours"].cfg
+    rows = max(S.batch)
+    same_tokens(models, theirs, length, rows)
+    sides = []
+    for n in (1, rows):
+        sides += [partial(our_decode, model, length, n) for model in models.values()]
+        sides += [partial(their_decode, theirs, cfg, length, row_prompts(n))]
+    seconds = interleaved(*sides, repeats=2, clock=processor_or(device))
+
+    least = limit(models["ours"], length, rows, device)
+    names = [*models, "theirs"]
+    ours, fork = seconds[0], seconds[-1]
+    print(f"    {rows} rows of {length} tokens; limit {rows * ours / least:.1f}x the tokens/s of our one row")
+    for name, one, many in zip(names, seconds, seconds[len(names) :], strict=False):
+        against_one = f"{rows * one / many:.1f}x one such row, {rows * ours / many:.1f}x our row{goal(rows, {16: 4})}"
+        print(f"      {name}: {rows * length / many:.0f} tokens/s, {against_one}; {fork / many:.2f}x the fork's rows")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -589,6 +649,7 @@ def main() -> None:
     g.add_argument("--only", nargs="+", choices=SECTIONS, help="these sections (default: all)")
     g.add_argument("--ckpt", help="instead: a checkpoint folder's batch-1 forward against its floor")
     g.add_argument("--official", type=Path, nargs="+", help="instead: whole decodes against the code in these folders")
+    g.add_argument("--compile", action="store_true", help="with --official: ours with compiled steps, too")
     g.add_argument("--lengths", type=bounded(int, 1), nargs="+", default=[256, 512], help="tokens of those decodes")
     g.add_argument("--device", default="cpu", help="auto (cuda, then mps, then cpu), or one by name")
     g.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the checkpoint's weights and activations")
@@ -596,6 +657,8 @@ def main() -> None:
     args = parser.parse_args()
     if bool(args.ckpt) + bool(args.official) + bool(args.only) > 1:
         fail("--ckpt and --official are measurements of their own: give one of them, or --only")
+    if args.compile and not args.official:
+        fail("--compile is for --official; to decode with compiled steps: python -m released.compiled")
     if args.bandwidth and not args.ckpt:
         fail("--bandwidth is for the floor under --ckpt; the limits on paper are python -m tools.limits")
     device = pick_device(args.device)
