@@ -129,10 +129,12 @@ def check_model(model: Model) -> None:
     weights = model.wte.weight
     if weights.device.type != "cpu" or model.compute_dtype != torch.float32 or weights.dtype != torch.float32:
         fail("compiled steps are for float32 on a CPU: add --device cpu --dtype fp32, or use sample.py")
-    kinds = {type(layer.mlp) for layer in model.layers[cfg.n_dense :]}
-    if kinds != {MoE}:
+    routed = [layer.mlp for layer in model.layers[cfg.n_dense :]]
+    if not routed:
+        fail("compiled steps are faster at experts, and no layer of this model has any: use sample.py")
+    if any(type(mlp) is not MoE for mlp in routed):
         fail("compiled steps are for experts in float32: int8 weights have a kernel of their own, use sample.py")
-    if not pays(model.layers[-1].mlp, cfg.block_length):
+    if not pays(routed[-1], cfg.block_length):
         fail(
             f"a block of {cfg.block_length} gives each of {cfg.n_expert} experts more than {FEW} tokens: use sample.py"
         )

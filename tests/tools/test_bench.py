@@ -3,6 +3,7 @@
 import sys
 from argparse import Namespace
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -93,6 +94,7 @@ def test_a_checkpoint_beside_its_floor(tmp_path, small, monkeypatch, capsys):
         (["--official", "there"], "there holds no configuration_llada2_moe.py"),
         (["--ckpt", "out", "--bandwidth", 0], "--bandwidth"),
         (["--bandwidth", 4800], "tools.limits"),
+        (["--compile"], "released.compiled"),
     ],
 )
 def test_refusals(argv, word, monkeypatch, capsys):
@@ -143,6 +145,9 @@ class LLaDA2MoeModelLM(torch.nn.Module):  # the official names and numbers of it
 FORK = """
     def _forward_block(self):  # what it is told by
         pass
+
+    def generate_batch(self, prompts, **settings):
+        return [self.generate(ids, **settings) for ids in prompts]
 """
 
 
@@ -160,7 +165,8 @@ def test_the_official_code_is_given_our_weights_and_must_write_our_tokens(shift,
     for name in list(sys.modules):
         if name.split(".")[0] == "transformers":
             monkeypatch.delitem(sys.modules, name)
-    run = ["--official", tmp_path, fork, "--lengths", 16, 32]
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # no generated code
+    run = ["--official", tmp_path, fork, "--lengths", 16, 32, "--compile"]
     if shift:
         assert "differ" in refused(bench, monkeypatch, capsys, *run)
     else:
@@ -169,7 +175,8 @@ def test_the_official_code_is_given_our_weights_and_must_write_our_tokens(shift,
         released, _, forked = out.partition("the fork with a cache")
         assert "the released file" in released
         assert all("16 tokens, all the same" in part and "32 tokens, blocks" in part for part in (released, forked))
-        assert "3 rows of 16 tokens" in out
+        assert all(part.count("      ours, compiled:") >= 2 for part in (released, forked))
+        assert "3 rows of 16 tokens" in forked and "      theirs:" in forked and "3 rows" not in released
 
 
 class Stop(Exception):
