@@ -1,8 +1,8 @@
-"""sample.py with compiled steps: the same tokens on a CPU in less time, after half a minute of compiling.
+"""sample.py with compiled steps: the same tokens on a CPU in less time, after some seconds of compiling.
 
 A step passes the few tokens of a block through every layer, in many small calls. Here two functions of a layer are
 compiled, what comes before attention and what comes after it. All routed layers share them, for any number of tokens.
-It pays for a text of a thousand tokens or for many texts one after the other: results/speed has the numbers.
+It pays for thousands of tokens, in one text or in many one after the other: results/speed has the numbers.
 
 The flags are sample.py's, on a CPU in fp32. It needs a C++ compiler (g++, or the one that CXX names) and Python's
 headers, and refuses int8 weights, which have a kernel of their own.
@@ -113,7 +113,7 @@ def compile_blocks(model: Model) -> None:
             layer.forward = partial(run_block, layer, before, after)
 
     # a first step, whose result nobody reads
-    print("compiling: half a minute of an idle machine", file=sys.stderr)
+    print("compiling: seconds on an idle machine, minutes on a busy one", file=sys.stderr)
     masks = torch.full((1, model.cfg.block_length), model.cfg.mask_id)
     try:
         with torch.inference_mode():
