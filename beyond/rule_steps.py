@@ -112,7 +112,7 @@ def t2m(dial: float) -> Callable:
 
 
 def wino(dial: float) -> Callable:
-    """A step of WINO, see rules.wino, over the threshold `dial`.
+    """A step of WINO, see rules.wino, over the threshold `dial`, without the published code's cap on a step's tokens.
 
     There block and shadows are read in one pass. Here they take two, because decode's loop may have read the block
     already: no position of the block sees a shadow, so the logits are the same, and costs.py charges the one pass.
@@ -149,8 +149,8 @@ def taken_back(s: dict[str, Tensor], taken: Tensor, mask_id: int) -> dict[str, T
 
 # --- a rule that verifies
 def s2d2() -> Callable:
-    """A step of S2D2, see rules.verified: all masks are drafted, and the drafts read from left to right. A single mask
-    is written as it is drafted, without a second reading."""
+    """A step of S2D2, see rules.verified: all masks are drafted, and the drafts read from left to right, always (the
+    paper also decides when that is worth it). A single mask is written as it is drafted, without a second reading."""
 
     def step(engine: Cached, z: Tensor, prompt: Tensor, any_masked: bool, u: Tensor, d: Decoding) -> dict[str, Tensor]:
         follow(engine, len(z))

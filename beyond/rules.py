@@ -13,14 +13,14 @@ dial, which trades forwards for quality. All of them fill at least one mask, so 
     longest_prefix  probability        1, left to right       0
     klass           probability        1                      never: it waits for two forwards that agree
 
-Some rules take back what was written, because a token that looked right alone may look wrong beside the others:
+Some rules judge what was written or drafted, because a token that looked right alone may look wrong beside the others:
 
     t2m             a visible token that has become improbable is a mask again
     wino            the same, but a token is judged without being seen itself
     verified        the drafts that a left-to-right reading of the same model would have written, up to the first other
 
-The seven rules of the first table need one pass's logits alone, and step_of makes a decoding step of each. klass and
-those that take back need more than that: rule_steps.py has their steps.
+The first seven rules need one pass's logits alone, and step_of makes a decoding step of each. The others need more than
+that: rule_steps.py has their steps.
 
     python -m pytest tests/beyond/test_rules.py     # each rule on distributions of four tokens
 """
