@@ -1,7 +1,6 @@
 """What a system is decoded by, for pays.py and text.py: everything that its user could choose.
 
-    no adapter, or a distilled Stage A    every rule of rules.py at each value of its dial, and for pays.py those of
-                      rule_steps.py
+    no adapter, or a distilled Stage A    every rule of rules.py and of rule_steps.py, at each value of its dial
     a joint head      all masks are looked at, and tau_keep is the dial; or it is switched off, for the rule that goes
                       with the model's order, with a careful dial; and where the surest are written first, it looks at
                       those above tau_m2t alone
@@ -49,8 +48,6 @@ def settings(model: Model, adapter: str | None, args: Namespace) -> list[Setting
     for temperature in args.temperature:
         if temperature == 0:
             every += settings_of(model, adapter, greedy)
-            if is_stage_a(model, adapter):
-                every += more_rules(greedy)
             continue
         for top_p in args.top_p:
             every += settings_of(model, adapter, replace(greedy, temperature=temperature, top_p=top_p))
@@ -65,25 +62,24 @@ def settings_of(model: Model, adapter: str | None, start: Decoding) -> list[Sett
         return joint_head_settings(model, start)
     if hasattr(model, "looks"):
         return sampling_head_settings(model, start)
-    if is_stage_a(model, adapter):
-        return stage_a_settings(start) + settings_of_larger_blocks(model, start)
+    if adapter is None or isinstance(model, Distilled):
+        return stage_a_settings(model, start)
     return stage_b_settings(model, start)
 
 
-def is_stage_a(model: Model, adapter: str | None) -> bool:
-    """Nothing looks again: a base, or a distilled one, with blocks of more than one token."""
-    return model.cfg.block_length > 1 and (adapter is None or isinstance(model, Distilled))
-
-
-def stage_a_settings(start: Decoding) -> list[Setting]:
+def stage_a_settings(model: Model, start: Decoding) -> list[Setting]:
     """Every rule at each value of its dial; the rules are greedy."""
     if start.temperature > 0:
         return [Setting(f"tau_m2t {tau:g}", replace(start, tau_m2t=tau)) for tau in SAMPLED]
-    return [s for name, dials in rules.DIALS.items() for s in settings_of_rule(name, dials, start)]
+    dials = list(rules.DIALS.items())
+    if model.cfg.block_length > 8:
+        dials += rules.MORE_DIALS.items()
+    every = [s for name, of_rule in dials for s in settings_of_rule(name, of_rule, start)]
+    return every + settings_of_rule_steps(start)
 
 
-def more_rules(start: Decoding) -> list[Setting]:
-    """Those that remember, take back, or read a second time; text.py does not count what they read."""
+def settings_of_rule_steps(start: Decoding) -> list[Setting]:
+    """The rules that remember, take back, or read a second time."""
     # T2M judges once more after the last mask, as edits do: a gate of 1, which nothing passes, keeps a block open
     judging = replace(start, tau_t2t=1.0)
     every = []
@@ -95,13 +91,6 @@ def more_rules(start: Decoding) -> list[Setting]:
         every.append(Setting(f"t2m {dial:g}", judging, rule_steps.t2m(dial)))
     every.append(Setting("s2d2", start, rule_steps.s2d2(), reading=VERIFICATION))
     return every
-
-
-def settings_of_larger_blocks(model: Model, start: Decoding) -> list[Setting]:
-    """Further dials for the rules: those of rules.py are for blocks of 8."""
-    if model.cfg.block_length <= 8 or start.temperature > 0:
-        return []
-    return [s for name, dials in rules.MORE_DIALS.items() for s in settings_of_rule(name, dials, start)]
 
 
 def settings_of_rule(name: str, dials: tuple[float, ...], start: Decoding) -> list[Setting]:

@@ -11,8 +11,9 @@ with the paper's Stage B switched off are a system of their own, "NAME, off".
     exact       share of spans as they were
     parses      share of Python pieces that are still Python with the span in them
     stutter     share of the block's neighbouring words that are equal
-    full, all   forwards a token: full ones (the paper's count), and all of them in full ones, a partial one as
-                model.partial_cost, times the share of the block that it ran at where a step says so
+    full, all   forwards a token: full ones (the paper's count), and all of them in full ones (costs.py): a partial
+                one as model.partial_cost, times the share of the block that it ran at where a step says so, and a
+                rule's second reading by the blocks that it reads
 
 Brackets are 95 % of a bootstrap over documents, each with its spans, the same resamples for all. The second table is
 what a user with a budget gets: of each system the best setting that costs no more in `all`, chosen on one half of the
@@ -240,7 +241,7 @@ def measure_setting(
 
     score = scores(judge, task.z, task.inside, written, known) / task.length
     figures = {"score": score} | quality(task.cut, written, task.tokenizer)
-    return figures | {"full": full, "all": costs(engine.model, nfe, ran)["all"]}
+    return figures | {"full": full, "all": costs(engine.model, nfe, ran, s.reading)["all"]}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def setting(name, dial):
     label = name
     if dial is not None:
         label = f"{name} {dial:g}"
-    return next(s for s in decoders.more_rules(OFF) if s.label == label)
+    return next(s for s in decoders.settings_of_rule_steps(OFF) if s.label == label)
 
 
 # --- what an engine remembers

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from argparse import Namespace
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -11,9 +12,10 @@ import pytest
 import torch
 from common import MASK, approx, caller, command_line, random_ids, refused, tiny_model
 
-from beyond import decoders, rules, spans, stage_b_only, text
+from beyond import decoders, rule_steps, rules, spans, stage_b_only, text
 from beyond.distill import Distilled
 from beyond.joint_head import JointHead
+from beyond.pays import counted
 from beyond.spans import FILL, blocks, chain, cut, fill, interval, means, pieces, stage_a_log_probs, within
 from cache import Cached
 from checkpoint import save_adapter, save_model
@@ -138,6 +140,55 @@ def test_a_rule_fills_blocks():
     written, full, partial = fill(Cached(model, [[9] * 8, [7] * 8], 0), z, replace(FILL, n_rounds=0))
     assert full.tolist() == [3, 1] and partial.tolist() == [0, 0] and not (written == MASK).any()
     assert torch.equal(written[z != MASK], z[z != MASK])
+
+
+@pytest.mark.parametrize("label", ["klass 0.2", "t2m 0.1", "wino 0.3", "s2d2"])
+@torch.inference_mode()
+def test_a_rule_that_remembers_fills_blocks_as_the_decoder_itself_does(label):
+    """Rows with 5, 8 and 3 masks at the end of a block, filled together, and decoded one by one."""
+    model = tiny_model(eos_id=-1)
+    s = next(s for s in decoders.settings_of_rule_steps(replace(FILL, n_rounds=0)) if s.label == label)
+    looks = Counter()
+    looks_alone = Counter()
+    prompts = [random_ids(1, n, n)[0].tolist() for n in (11, 16, 21)]
+    z = torch.tensor([(p + [MASK] * 8)[len(p) // 8 * 8 :][:8] for p in prompts])
+    model.step = counted(s.step, looks)
+    written, full, _ = fill(Cached(model, prompts, 0), z, s.decoding)
+    model.step = counted(s.step, looks_alone)
+    for r, prompt in enumerate(prompts):
+        looks_alone.clear()
+        (alone,) = generate(model, [prompt], replace(s.decoding, gen_length=8 - len(prompt) % 8))
+        assert written[r].tolist()[len(prompt) % 8 :] == alone.tokens
+        assert alone.nfe["full"] == full[r] and looks[r] == looks_alone[0]
+    assert (s.reading is None) == (looks.total() == 0)
+
+
+@torch.inference_mode()
+def test_a_second_reading_costs_what_it_reads():
+    """S2D2 reads two blocks in each of its steps, but for one that finds a single mask. A span of one mask, one of
+    five: the first one costs its one forward, the other two forwards more in each step before its last mask."""
+    model = tiny_model()
+    (s,) = [s for s in decoders.settings_of_rule_steps(replace(FILL, n_rounds=0)) if s.label == "s2d2"]
+    z = torch.tensor([[MASK, 1, 2, 3, 4, 5, 6, 7], [1, MASK, 2, MASK, MASK, 3, MASK, MASK]])
+    cut = [spans.Span(0, [9] * 8 + [1] * 8, 8, slice(0, 8), python=False)] * 2
+    task = text.Task(cut, byte_tokenizer(), z, z == MASK, [[9] * 8] * 2, np.array([1, 5]))
+
+    looks = Counter()
+    model.step = counted(s.step, looks)
+    engine, judge = Cached(model, task.contexts, 0), Cached(model, task.contexts, 0)
+    measured = text.measure_setting(engine, s, looks, task, judge, {})
+
+    # how many masks the second row had before each of its steps
+    masks = []
+
+    def see(rows, z, bundle, conf):
+        masks.extend((z[rows == 1] == MASK).sum(-1).tolist())
+
+    fill(engine, z, s.decoding, see)
+    assert masks[0] == 5
+    assert measured["full"].tolist() == [1, len(masks) / 5]
+    read_twice = sum(n > 1 for n in masks)
+    assert measured["all"] == approx([1, (len(masks) + 2 * read_twice) / 5])
 
 
 @torch.inference_mode()
@@ -319,8 +370,9 @@ def given(folders, *names):
 
 @pytest.fixture
 def few(monkeypatch):
-    """Few settings: one at a time, all at once, and one between."""
+    """Few settings: one at a time, all at once, one between, and S2D2, which has no dial."""
     monkeypatch.setattr(rules, "DIALS", {"threshold": (1.0, 0.0), "fixed": (2,)})
+    monkeypatch.setattr(rule_steps, "DIALS", {"klass": (), "wino": (), "t2m": ()})
     monkeypatch.setattr(decoders, "GATES", (1.0, 0.3))
     monkeypatch.setattr(decoders, "KEEP", (0.0, 1.0))
     monkeypatch.setattr(decoders, "ABOVE", (0.0,))
@@ -336,7 +388,7 @@ def test_the_report_from_the_command_line(folders, few, monkeypatch, capsys):
     settings = {name: [] for name, *_ in curves}
     for name, label, *_ in curves:
         settings[name].append(label)
-    free, gates = ["threshold 1", "threshold 0", "fixed 2"], ["tau_m2t 1", "tau_m2t 0.3"]
+    free, gates = ["threshold 1", "threshold 0", "fixed 2", "s2d2"], ["tau_m2t 1", "tau_m2t 0.3"]
     looks = ["tau_keep 0", "tau_keep 1", "tau_m2t 0, tau_keep 0", "off, threshold 1"]
     stage_b = {"all": gates, "all, off": gates, "b": gates, "b, off": gates}
     assert settings == {"base": free, "head": looks, "distilled": free} | stage_b
@@ -361,10 +413,10 @@ def test_records_print_the_same_tables_and_are_not_measured_again(folders, few, 
     call, path, more = caller(text, monkeypatch, capsys), folders / "r.jsonl", folders / "more.jsonl"
     spans_read, tables = call(*given(folders, "all"), "--out", path).split("\n", 1)
     head, *records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len(head["clusters"]["documents"]) == 6 and len(records) == 3 + 4
+    assert len(head["clusters"]["documents"]) == 6 and len(records) == 4 + 4
     assert [(r["system"], r["setting"]) for r in records[:2]] == [("base", "threshold 1"), ("base", "threshold 0")]
     assert all(len(r[k]) == 6 for r in records for k in text.FIGURES)
-    assert [r["system"] for r in records[3:]] == ["all", "all", "all, off", "all, off"]
+    assert [r["system"] for r in records[4:]] == ["all", "all", "all, off", "all, off"]
     assert call("--records", path) == tables
 
     # what they lack is measured, and nothing else
@@ -399,7 +451,7 @@ def test_seeds_are_pooled_and_each_is_judged_by_its_own_base(folders, few):
 
     one, two = curves(["base", first])["base"], curves(["base", second])["base"]
     both = curves(["base", first], ["base", second], ["crossed", second], ["crossed", first])
-    assert [p["setting"] for p in both["crossed"]] == ["threshold 1", "threshold 0", "fixed 2"]
+    assert [p["setting"] for p in both["crossed"]] == ["threshold 1", "threshold 0", "fixed 2", "s2d2"]
     for a, b, mean, crossed in zip(one, two, both["base"], both["crossed"], strict=True):
         for k in text.FIGURES:
             assert mean[k] == approx((a[k] + b[k]) / 2)
