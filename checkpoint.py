@@ -44,10 +44,14 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str
     on_cpu = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
 
     def write(temporary: Path) -> None:
+        # save_file makes a file that its owner alone may read: give it what others have
+        temporary.touch()
+        usual = temporary.stat().st_mode
         try:
             save_file(on_cpu, temporary, metadata)
         except SafetensorError as e:  # a full disk
             raise OSError(str(e)) from e
+        temporary.chmod(usual)
 
     replace_file(path, write)
 

@@ -6,6 +6,7 @@ pytest tests/test_checkpoint.py
 import hashlib
 import json
 import math
+import os
 import struct
 from dataclasses import fields, replace
 from pathlib import Path
@@ -190,6 +191,15 @@ def test_a_weight_map_of_another_type(weight_map, base, monkeypatch, capsys):
     cut_into_shards(base)
     change_json(base / INDEX, weight_map=weight_map)
     assert "weight_map" in refused(sample, monkeypatch, capsys, "--ckpt", base, "--prompt", "a", "--device", "cpu")
+
+
+def test_weights_may_be_read_by_whom_other_files_may_be_read(tmp_path):
+    """By everybody, but for those whom the process's own mask shuts out."""
+    before = os.umask(0o027)
+    save_model(tiny_model(), tmp_path)
+    os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes == {"config.json": 0o640, WEIGHTS: 0o640}
 
 
 @pytest.mark.parametrize(
