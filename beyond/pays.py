@@ -39,8 +39,7 @@ from beyond import seeds
 from beyond.costs import Reading, costs, full_forward
 from beyond.decoders import set_up, settings
 from beyond.rule_steps import follow
-from beyond.seeds import Draws
-from beyond.spans import interval
+from beyond.seeds import Draws, interval
 from cache import Output
 from checkpoint import load_model, load_tokenizer
 from data import Parser, bounded, exists, fail, pick_device, replace_file
@@ -205,8 +204,8 @@ class System:
     """What is known of a system at one temperature and top_p: its settings, over its seeds."""
 
     labels: list[str]
-    exist: np.ndarray  # (P, S, R): share of each prompt's completions that exist
-    figures: dict[str, np.ndarray]  # of VARIETY and COSTS: (P,), means over the seeds
+    values: np.ndarray  # (P, S, R): share of each prompt's completions that exist (text.py: a measure of each span)
+    figures: dict[str, np.ndarray]  # of COSTS, and here of VARIETY: (P,), means over the seeds
 
 
 def by_system(records: list[dict], first: dict) -> dict[str, System]:
@@ -259,7 +258,7 @@ def show_best(systems: dict[str, System], cluster: np.ndarray, draws: Draws) -> 
     """Each system's largest share of all settings, which flatters a little, and what it costs."""
     rows = []
     for name, of in systems.items():
-        best = int(of.exist.mean((1, 2)).argmax())
+        best = int(of.values.mean((1, 2)).argmax())
         rows.append([name, *row_of(of, best, ("distinct", *COSTS), cluster, draws)])
     print_table(["largest share", "setting", "seeds", "exist", "distinct", *COSTS], rows)
 
@@ -275,33 +274,37 @@ def show_settings(systems: dict[str, System], cluster: np.ndarray, draws: Draws)
 
 def row_of(of: System, p: int, shown: tuple[str, ...], cluster: np.ndarray, draws: Draws) -> list[str]:
     """A setting's cells, with these figures."""
-    sums = seeds.by_beginning(of.exist[p : p + 1], cluster)
+    sums = seeds.by_beginning(of.values[p : p + 1], cluster)
     share = interval(seeds.shares(sums, draws)[:, 0])
     figures = [f"{of.figures[k][p]:.3f}" for k in shown]
-    return [of.labels[p], str(of.exist.shape[1]), share, *figures]
+    return [of.labels[p], str(of.values.shape[1]), share, *figures]
 
 
-def budgets(systems: dict[str, System], cluster: np.ndarray, draws: Draws) -> dict[str, dict[str, np.ndarray]]:
-    """Kind of cost -> system -> its share within each of BUDGETS, (budgets, W)."""
+def budgets(
+    systems: dict[str, System], cluster: np.ndarray, draws: Draws, limits: Sequence[float] = BUDGETS
+) -> dict[str, dict[str, np.ndarray]]:
+    """Kind of cost -> system -> its mean within each of these budgets, (budgets, W)."""
     found = {kind: {} for kind in COSTS}
     for name, of in systems.items():
-        sums = seeds.by_beginning(of.exist, cluster)
-        within = seeds.within_budgets(sums, {kind: of.figures[kind] for kind in COSTS}, BUDGETS, draws)
+        sums = seeds.by_beginning(of.values, cluster)
+        within = seeds.within_budgets(sums, {kind: of.figures[kind] for kind in COSTS}, limits, draws)
         for kind in COSTS:
             found[kind][name] = within[kind]
     return found
 
 
-def show_budgets(found: dict[str, dict[str, np.ndarray]], against: str | None) -> None:
+def show_budgets(
+    found: dict[str, dict[str, np.ndarray]], against: str | None, limits: Sequence[float] = BUDGETS
+) -> None:
     """For each kind of cost, every system within every budget; `against` minus each other one."""
     for kind, within in found.items():
         print()
         rows = [[name, *map(interval, share)] for name, share in within.items()]
-        print_table([f"at most, {kind}/token", *map(str, BUDGETS)], rows)
+        print_table([f"at most, {kind}/token", *map(str, limits)], rows)
         if against:
             print()
             rows = list(differences(within, against))
-            print_table([f"{against} minus, {kind}/token", *map(str, BUDGETS)], rows)
+            print_table([f"{against} minus, {kind}/token", *map(str, limits)], rows)
 
 
 def differences(within: dict[str, np.ndarray], against: str) -> Iterator[list[str]]:
@@ -319,19 +322,21 @@ def by_rule(of: System) -> dict[str, System]:
     found = {}
     for rule, every in settings_of.items():
         labels = [of.labels[p] for p in every]
-        found[rule] = System(labels, of.exist[every], {k: figure[every] for k, figure in of.figures.items()})
+        found[rule] = System(labels, of.values[every], {k: figure[every] for k, figure in of.figures.items()})
     return found
 
 
-def show_rules(systems: dict[str, System], cluster: np.ndarray, draws: Draws) -> None:
+def show_rules(
+    systems: dict[str, System], cluster: np.ndarray, draws: Draws, limits: Sequence[float] = BUDGETS
+) -> None:
     """Of each system that was decoded by several rules, what each rule has within each budget of `all`."""
     for name, of in systems.items():
         rules = by_rule(of)
         if len(rules) > 2:  # a joint head is on or off
             print()
-            within = budgets(rules, cluster, draws)["all"]
+            within = budgets(rules, cluster, draws, limits)["all"]
             rows = [[rule, *map(interval, share)] for rule, share in within.items()]
-            print_table([f"{name}, all/token", *map(str, BUDGETS)], rows)
+            print_table([f"{name}, all/token", *map(str, limits)], rows)
 
 
 def show(clusters: dict, records: list[dict], against: str | None) -> None:

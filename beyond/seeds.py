@@ -1,7 +1,7 @@
-"""How sure is a share? Resamples of the beginnings and of the seeds of training, and a fair choice of settings.
+"""How sure is a mean? Resamples of the beginnings and of the seeds of training, and a fair choice of settings.
 
 A system has S seeds, and each of its P settings was decoded by every seed. There are R prompts; equal prompts are one
-beginning, of which there are C.
+beginning, of which there are C. (text.py fills spans: its prompts are spans, and its beginnings documents.)
 
 A resample draws C beginnings with replacement, each with all of its prompts, and S seeds with replacement. Beginnings
 are drawn alike for all systems, and so are seeds for all that have as many: a difference of two systems is paired by
@@ -16,10 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from beyond.spans import BOOTSTRAP, resamples
-
 # P settings, S seeds, R prompts, C beginnings, W resamples, the first of which is the sample itself
 
+BOOTSTRAP = 1000
 HALVINGS = 20
 
 
@@ -30,6 +29,22 @@ class Draws:
     number: np.ndarray  # (C,) prompts of each beginning
     times: np.ndarray  # (W, C) float32: how often a resample has each beginning
     halves: np.ndarray  # (HALVINGS, C) bool
+
+
+def resamples(cluster: Sequence[int]) -> np.ndarray:
+    """How often each row counts (W, R): once each in row 0, the sample itself, and then as a bootstrap draws clusters;
+    cluster (R,) says of which of 0, 1, .. a row is."""
+    n = max(cluster) + 1
+    drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=BOOTSTRAP)
+    return np.concatenate([np.ones((1, n)), drawn])[:, cluster]
+
+
+def interval(drawn: np.ndarray, sign: str = "") -> str:
+    """Estimate (the first) and 95 % of its bootstrap (the rest)."""
+    if np.isnan(drawn[0]):
+        return "-"
+    low, high = np.nanquantile(drawn[1:], [0.025, 0.975])
+    return f"{drawn[0]:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
 
 
 def draw(cluster: Sequence[int]) -> Draws:

@@ -9,7 +9,7 @@ import ast
 import copy
 import textwrap
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,11 +25,10 @@ from model import Model
 from sample import Decoding, step_of
 from tokenizer import Tokenizer
 
-# R spans (rows), B block_length, V vocabulary, n masked positions, P settings, W resamples
+# R spans (rows), B block_length, V vocabulary, n masked positions
 
 LogProbs = Callable[[Tensor], Tensor]  # blocks (R, B) int64 -> (R, B, V) float32 log-probabilities
 
-BOOTSTRAP = 1000
 FILL = Decoding(tau_t2t=None)
 
 
@@ -206,45 +205,3 @@ def chain(log_p: LogProbs, z: Tensor, bundle: Tensor, forced: Tensor | None = No
         return sure, at.gather(-1, token), token
 
     return greedy_chain(look, z, bundle)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# what is known of a mean over rows
-
-
-def resamples(cluster: Sequence[int]) -> np.ndarray:
-    """How often each row counts (W, R): once each in row 0, the sample itself, and then as a bootstrap draws clusters;
-    cluster (R,) says of which of 0, 1, .. a row is."""
-    n = max(cluster) + 1
-    drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=BOOTSTRAP)
-    return np.concatenate([np.ones((1, n)), drawn])[:, cluster]
-
-
-def means(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Values (R,) or (P, R), nan where they do not apply, under weights (W, R) -> (W,) or (W, P)."""
-    applies = ~np.isnan(values)
-    n, total = weights @ applies.T, weights @ np.where(applies, values, 0.0).T
-    return np.divide(total, n, out=np.full(n.shape, np.nan), where=n > 0)
-
-
-def within(budget: float, values: np.ndarray, costs: np.ndarray, weights: np.ndarray, half: np.ndarray) -> np.ndarray:
-    """The mean of the best setting that costs no more, chosen on one half of the rows and reported on the other, both
-    ways, anew in every resample: values (P, R), nan where they do not apply, costs (P,), weights (W, R), half (R,) bool
-    -> (W,), nan where every setting costs more. Of equals the cheapest."""
-    cheap = [p for p in np.argsort(costs, kind="stable") if costs[p] <= budget + 1e-9]
-    if not cheap:
-        return np.full(len(weights), np.nan)
-    on_half, on_rest = (means(values[cheap], weights * rows) for rows in (half, ~half))  # (W, P) twice
-    on_half, on_rest = (np.where(np.isnan(m), -np.inf, m).argmax(-1)[:, None] for m in (on_half, on_rest))
-    taken = values[cheap][np.where(half, on_rest, on_half), np.arange(len(half))]  # (W, R)
-    applies = ~np.isnan(taken)
-    n, total = (weights * applies).sum(-1), (weights * np.where(applies, taken, 0.0)).sum(-1)
-    return np.divide(total, n, out=np.full(n.shape, np.nan), where=n > 0)
-
-
-def interval(drawn: np.ndarray, sign: str = "") -> str:
-    """Estimate (the first) and 95 % of its bootstrap (the rest)."""
-    if np.isnan(drawn[0]):
-        return "-"
-    low, high = np.nanquantile(drawn[1:], [0.025, 0.975])
-    return f"{drawn[0]:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"

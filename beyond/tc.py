@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from beyond import spans
+from beyond import seeds, spans
 from beyond.chain import greedy_chain
 from beyond.noise import quantile
 from beyond.spans import FILL, LogProbs, at_rows, fill, stage_a_log_probs
@@ -182,7 +182,7 @@ def by_confidence(bundles: Bundles, values: np.ndarray, documents: list[int]) ->
     """One record for each bin of the lowest confidence: bundles, mean size and confidence, and the mean of every term,
     with the standard error that a bootstrap over the spans' documents (R,) gives.
     """
-    weights = spans.resamples(documents)  # (W, R)
+    weights = seeds.resamples(documents)  # (W, R)
     row = np.array([key[0] for key in bundles])
     size = np.array([sum(key[2]) for key in bundles])
     often = np.array([count for count, _ in bundles.values()])

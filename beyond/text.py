@@ -2,24 +2,23 @@
 
 A system is a name, a checkpoint, perhaps an adapter, and is decoded in every setting that its user could choose
 (decoders.py): Stage A alone by every rule that needs no training, a joint head at its dials, and so on. Systems of one
-name are its seeds: the first ones of all names belong together, then the second ones, and a figure is the mean over
-them. All fill the same spans of held-out documents (spans.py says which). The first name is the base. The same weights
-with the paper's Stage B switched off are a system of their own, "NAME, off".
+name are its seeds: the first ones of all names belong together, then the second ones. All fill the same spans of
+held-out documents (spans.py says which). The first name is the base. The same weights with the paper's Stage B switched
+off are a system of their own, "NAME, off".
 
     score       log-probability of what was written under its base's own one-at-a-time chain, nats a token. This is what
                 chain targets train: a gain here alone says that they were learned, not that the text is better
     exact       share of spans as they were
     parses      share of Python pieces that are still Python with the span in them
     stutter     share of the block's neighbouring words that are equal
-    full, all   forwards a token: full ones (the paper's count), and all of them in full ones (costs.py): a partial
-                one as model.partial_cost, times the share of the block that it ran at where a step says so, and a
-                rule's second reading by the blocks that it reads
+    all, mult, serial    what a token costs (costs.py), in full forwards: everything that a decoder runs,
+                multiplications by weights, and passes one after the other
 
-Brackets are 95 % of a bootstrap over documents, each with its spans, the same resamples for all. The second table is
-what a user with a budget gets: of each system the best setting that costs no more in `all`, chosen on one half of the
-documents and reported on the other, over 20 halvings and anew in every resample, so that many settings to choose from
-flatter nobody; and what --against NAME has more than each other one. It refuses toys (their tables are exact) and text
-without a long enough piece.
+Brackets are 95 % of 1,000 resamples of the documents, each with its spans, and of the seeds (seeds.py). The tables of
+budgets are what a user gets who may not pay more: of each system the best setting that costs no more, chosen on one
+half of the documents and judged on the other, over 20 halvings and anew in every resample, so that many settings to
+choose from flatter nobody. --against NAME adds what NAME has more than each other one. It refuses toys (their tables
+are exact) and text without a long enough piece.
 
     python -m beyond.text --data stdlib --system base out/text --system head out/text out/joint --against head
 """
@@ -35,11 +34,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from beyond import decoders, spans
-from beyond.costs import costs
-from beyond.pays import check_systems, counted, over_seeds, read_records, save
-from beyond.seeds import halvings
-from beyond.spans import FILL, Span, at_rows, chain, fill, interval, is_python, means, stage_a_log_probs, within
+from beyond import decoders, pays, seeds, spans
+from beyond.costs import costs, full_forward
+from beyond.pays import COSTS, System, check_systems, counted, over_seeds, read_records, save
+from beyond.seeds import interval
+from beyond.spans import FILL, Span, at_rows, chain, fill, is_python, stage_a_log_probs
 from cache import Cached
 from checkpoint import load_model, load_tokenizer
 from data import Parser, fail, pick_device
@@ -48,15 +47,13 @@ from model import Model
 from sample import step_of
 from tokenizer import Tokenizer
 
-# R spans (rows), B block_length, P settings, W resamples
+# R spans (rows), B block_length, P settings, S seeds of training, C documents, W resamples
 
 Systems = dict[str, list[tuple[str, str | None]]]  # name -> of each seed a checkpoint, and an adapter or None
-Curves = dict[str, list[dict]]  # system -> for each of its settings its label, and each of FIGURES of every span, (R,)
-Budgets = dict[str, dict[str, np.ndarray]]  # system -> each of MEASURES within each of BUDGETS, (budgets, W)
 
 BUDGETS = (0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.8, 1.0)
 MEASURES = ("score", "exact", "parses")
-FIGURES = ("full", "all", *MEASURES, "stutter")
+FIGURES = (*COSTS, *MEASURES, "stutter")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -117,12 +114,12 @@ def systems(args: Namespace) -> Systems:
             adapter = rest[0]
         named[name].append((ckpt, adapter))
 
-    base, seeds = next(iter(named.items()))
-    if any(adapter is not None for _, adapter in seeds):
+    base, of_base = next(iter(named.items()))
+    if any(adapter is not None for _, adapter in of_base):
         fail(f"--system {base} has an adapter, and judges all others: give the base first, as NAME CKPT")
     for name, of in named.items():
-        if len(of) != len(seeds):
-            fail(f"--system {name} has {len(of)} seeds, the base has {len(seeds)}: each is judged by its own")
+        if len(of) != len(of_base):
+            fail(f"--system {name} has {len(of)} seeds, the base has {len(of_base)}: each is judged by its own")
     return named
 
 
@@ -135,9 +132,9 @@ def load(named: Systems, device: torch.device) -> dict[str, list[Model]]:
     """Name -> its seeds' models. What does not belong together is refused now, not after hours."""
     models = defaultdict(list)
     expected = None
-    for name, seeds in named.items():
+    for name, of_seeds in named.items():
         labels = set()
-        for ckpt, adapter in seeds:
+        for ckpt, adapter in of_seeds:
             model = load_model(ckpt, device, torch.float32, adapter)
             tokenizer = load_tokenizer(Path(ckpt), model.cfg.tokenizer)
             reads = (tokenizer and tokenizer.token_bytes, model.cfg.mask_id, model.cfg.block_length)
@@ -194,8 +191,8 @@ def measure(args: Namespace, known: dict, records: list[dict]) -> tuple[dict, li
 
     measured = {(r["system"].removesuffix(", off"), r["ckpt"], r["adapter"]) for r in records}
     records = list(records)
-    for name, seeds in named.items():
-        for (ckpt, adapter), model, judge in zip(seeds, models[name], judges, strict=True):
+    for name, of_seeds in named.items():
+        for (ckpt, adapter), model, judge in zip(of_seeds, models[name], judges, strict=True):
             if (name, ckpt, adapter) in measured:
                 continue
             records += measure_system(name, ckpt, adapter, model, task, judge)
@@ -239,87 +236,74 @@ def measure_setting(
     ran = np.array([looks[row] for row in range(len(written))]) / task.length
     nfe = dict(full=full, partial=partial, commit=0)
 
+    cost = costs(engine.model, nfe, ran, s.reading)
+    cost["mult"] = cost["mult"] / full_forward(engine.model)
+
     score = scores(judge, task.z, task.inside, written, known) / task.length
-    figures = {"score": score} | quality(task.cut, written, task.tokenizer)
-    return figures | {"full": full, "all": costs(engine.model, nfe, ran, s.reading)["all"]}
+    return {"score": score} | cost | quality(task.cut, written, task.tokenizer)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # tables and a picture
 
 
-def curves(records: list[dict]) -> Curves:
-    """Means over each system's seeds."""
-    found = defaultdict(list)
+def measured_by(m: str, records: list[dict], documents: list[int]) -> tuple[dict[str, System], np.ndarray]:
+    """What is known of each system by this measure, at the spans that it applies to, and each such span's document,
+    numbered anew. It applies to a span or not, whatever is written there."""
+    systems = {}
     for name, by_setting in over_seeds(records).items():
-        for label, seeds in by_setting.items():
-            figures = {k: np.mean([r[k] for r in seeds], axis=0) for k in FIGURES}
-            found[name].append({"setting": label} | figures)
-    return found
+        values = np.array([[r[m] for r in of_seeds] for of_seeds in by_setting.values()])  # (P, S, R)
+        applies = ~np.isnan(values[0, 0])
+        paid = {kind: [np.mean([r[kind] for r in of_seeds]) for of_seeds in by_setting.values()] for kind in COSTS}
+        systems[name] = System(list(by_setting), values[..., applies], {k: np.array(of) for k, of in paid.items()})
+    _, cluster = np.unique(np.array(documents)[applies], return_inverse=True)
+    return systems, cluster
 
 
-def print_curves(found: Curves, weights: np.ndarray) -> None:
-    figures = (*MEASURES, "stutter")
-    rows = []
-    for name, points in found.items():
-        for p in points:
-            forwards = [f"{p[count].mean():.3f}" for count in ("full", "all")]
-            shares = [interval(means(p[m], weights)) for m in figures]
-            rows.append([name, p["setting"], *forwards, *shares])
-    print_table(["system", "setting", "full", "all", *figures], rows)
+def present(records: list[dict]) -> list[str]:
+    """The measures that this text has: no prose parses."""
+    return [m for m in MEASURES if not np.isnan(records[0][m]).all()]
 
 
-def within_budgets(found: Curves, documents: list[int], weights: np.ndarray) -> Budgets:
-    """The best setting within each budget, in the same resamples and halvings of the documents (R,) for all: the mean
-    over the halvings."""
-    halves = halvings(max(documents) + 1)[:, documents]
-    best = defaultdict(dict)
-    for name, points in tqdm(found.items(), desc="budgets", leave=False, disable=None):
-        costs = np.array([p["all"].mean() for p in points])
-        for m in MEASURES:
-            values = np.stack([p[m] for p in points])  # (P, R)
-            of_budgets = []
-            for budget in BUDGETS:
-                chosen = [within(budget, values, costs, weights, half) for half in halves]
-                of_budgets.append(np.mean(chosen, axis=0))
-            best[name][m] = np.stack(of_budgets)
-    return best
+def show_settings(records: list[dict], documents: list[int]) -> None:
+    """A row for each system and setting: what it costs, and every measure."""
+    shown = [*present(records), "stutter"]
+    rows = {}
+    for m in shown:
+        systems, cluster = measured_by(m, records, documents)
+        draws = seeds.draw(cluster)
+        for name, of in systems.items():
+            shares = seeds.shares(seeds.by_beginning(of.values, cluster), draws)  # (W, P)
+            for p, label in enumerate(of.labels):
+                forwards = [f"{of.figures[kind][p]:.3f}" for kind in COSTS]
+                row = rows.setdefault((name, label), [name, label, *forwards])
+                row.append(interval(shares[:, p]))
+    print_table(["system", "setting", *COSTS, *shown], list(rows.values()))
 
 
-def print_budgets(best: Budgets, against: str | None) -> None:
-    """A row for each budget and system, with what `against` has more."""
-    rows = []
-    for b, budget in enumerate(BUDGETS):
-        for name, measures in best.items():
-            row = [name, f"{budget:.2f}"]
-            for m in MEASURES:
-                row.append(interval(measures[m][b]))
-                if against and name != against:
-                    row.append(interval(best[against][m][b] - measures[m][b], "+"))
-                elif against:
-                    row.append("")
-            rows.append(row)
-
-    head = []
-    for m in MEASURES:
-        head.append(m)
-        if against:
-            head.append(f"{against} has more")
-    print("\nthe best setting that costs no more, all forwards a token")
-    print_table(["system", "at most", *head], rows)
+def show_budgets(records: list[dict], documents: list[int], against: str | None) -> None:
+    """Of every measure the tables of budgets; of the score those of each rule, too."""
+    for m in present(records):
+        systems, cluster = measured_by(m, records, documents)
+        draws = seeds.draw(cluster)
+        print(f"\n{m}: the best setting that costs no more")
+        pays.show_budgets(pays.budgets(systems, cluster, draws, BUDGETS), against, BUDGETS)
+        if m == "score":
+            pays.show_rules(systems, cluster, draws, BUDGETS)
 
 
-def plot(path: Path, best: Budgets) -> None:
+def plot(path: Path, records: list[dict], documents: list[int]) -> None:
+    """A panel for each measure that the text has."""
     from tools.plots import canvas, save
 
-    # a panel for each measure that the text has
-    first = next(iter(best.values()))
-    drawn = [m for m in MEASURES if not np.isnan(first[m]).all()]
+    drawn = present(records)
     plt, axes = canvas(path, len(drawn))
     axes = np.atleast_1d(axes)
     for ax, m in zip(axes, drawn, strict=True):
-        for name, measures in best.items():
-            draw_line(ax, name, measures[m])
+        systems, cluster = measured_by(m, records, documents)
+        within = pays.budgets(systems, cluster, seeds.draw(cluster), BUDGETS)["all"]
+        for name, of_system in within.items():
+            draw_line(ax, name, of_system)
         unit = m
         if m == "score":
             unit = "score (nats a token)"
@@ -366,13 +350,10 @@ def main() -> None:
         clusters, records = measure(args, clusters, records)
 
     documents = clusters["documents"]
-    weights = spans.resamples(documents)
-    found = curves(records)
-    print_curves(found, weights)
-    best = within_budgets(found, documents, weights)
-    print_budgets(best, args.against)
+    show_settings(records, documents)
+    show_budgets(records, documents, args.against)
     if args.plot:
-        plot(args.plot, best)
+        plot(args.plot, records, documents)
 
 
 if __name__ == "__main__":

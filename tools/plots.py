@@ -152,7 +152,7 @@ def shares_of(systems: dict[str, System], cluster: np.ndarray) -> tuple[dict, di
     lines = {}
     points = {}
     for name, of in systems.items():
-        sums = seeds.by_beginning(of.exist, cluster)
+        sums = seeds.by_beginning(of.values, cluster)
         if len(of.labels) == 1:
             points[name] = (of.figures["all"][0], seeds.shares(sums, draws)[:, 0])
         else:

@@ -57,7 +57,7 @@ def test_a_system_is_its_settings_over_its_seeds():
         record("a", "y", "30", 0.5, **seed), record("a", "x", "24", 1.0, **seed),
     )["a"]  # fmt: skip
     assert system.labels == ["x", "y"]
-    assert system.exist.tolist() == [[[1, 1], [0.5, 1]], [[1, 0], [0.75, 0]]]
+    assert system.values.tolist() == [[[1, 1], [0.5, 1]], [[1, 0], [0.75, 0]]]
     assert system.figures["all"].tolist() == [1.5, 0.75]
     assert system.figures["mult"].tolist() == system.figures["serial"].tolist() == [3.0, 1.5]
     assert system.figures["distinct"].tolist() == [0.25, 0.25]
@@ -66,7 +66,7 @@ def test_a_system_is_its_settings_over_its_seeds():
 
 def test_adapters_tell_seeds_apart():
     same = [record("a", "x", "11"), record("a", "x", "10", adapter="j"), record("a", "x", "00", adapter="k")]
-    assert pooled(*same)["a"].exist.tolist() == [[[1, 1], [1, 0], [0, 0]]]
+    assert pooled(*same)["a"].values.tolist() == [[[1, 1], [1, 0], [0, 0]]]
 
 
 def test_costs_are_in_forwards_of_the_first_system():
@@ -138,7 +138,7 @@ def test_budgets_are_those_of_seeds_py():
     cluster = np.arange(6)
     draws = seeds.draw(cluster)
     found = pays.budgets(systems, cluster, draws)
-    sums = seeds.by_beginning(systems["a"].exist, cluster)
+    sums = seeds.by_beginning(systems["a"].values, cluster)
     for kind, cost in (("all", [0.4, 0.8]), ("mult", [0.8, 1.6]), ("serial", [0.8, 1.6])):
         expected = seeds.within_budgets(sums, {kind: np.array(cost)}, pays.BUDGETS, draws)[kind]
         assert np.array_equal(found[kind]["a"], expected, equal_nan=True)

@@ -6,7 +6,7 @@ import numpy as np
 from common import approx
 
 from beyond import seeds
-from beyond.spans import interval
+from beyond.seeds import interval
 
 # P settings, S seeds, R prompts, C beginnings
 
@@ -29,6 +29,18 @@ def best(found, cluster, budget=1.0, costs=None):
 
 
 # --- intervals
+def test_an_interval_leaves_out_an_end_of_each_forty():
+    """The first number is the estimate, the others its resamples."""
+    assert interval(np.array([0.5, *np.arange(41) / 40])) == "0.500 [0.025, 0.975]"
+    assert interval(np.full(3, np.nan)) == "-"
+
+
+def test_rows_of_a_cluster_are_drawn_together():
+    drawn = seeds.resamples(range(5))
+    assert drawn.shape == (1001, 5) and (drawn[0] == 1).all() and (drawn.sum(-1) == 5).all()
+    assert np.array_equal(seeds.resamples([0, 1, 0]), seeds.resamples([0, 1])[:, [0, 1, 0]])
+
+
 def test_two_beginnings_are_drawn_twice_once_or_never():
     """Shares of a resample: 1, 1/2 and 0, with probability 1/4, 1/2, 1/4; of 3 and 1 prompts 1, 3/4 and 0."""
     assert interval(drawn(["10"], [0, 1])) == "0.500 [0.000, 1.000]"

@@ -1,6 +1,7 @@
 """Text: spans, filling them, forced chains, the best within a budget by hand. `pytest tests/beyond/test_text.py`"""
 
 import json
+import math
 import re
 import sys
 from argparse import Namespace
@@ -16,7 +17,7 @@ from beyond import decoders, rule_steps, rules, spans, stage_b_only, text
 from beyond.distill import Distilled
 from beyond.joint_head import JointHead
 from beyond.pays import counted
-from beyond.spans import FILL, blocks, chain, cut, fill, interval, means, pieces, stage_a_log_probs, within
+from beyond.spans import FILL, blocks, chain, cut, fill, pieces, stage_a_log_probs
 from cache import Cached
 from checkpoint import save_adapter, save_model
 from data import generator, is_validation
@@ -186,8 +187,8 @@ def test_a_second_reading_costs_what_it_reads():
 
     fill(engine, z, s.decoding, see)
     assert masks[0] == 5
-    assert measured["full"].tolist() == [1, len(masks) / 5]
     read_twice = sum(n > 1 for n in masks)
+    assert measured["serial"] == approx([1, (len(masks) + read_twice) / 5])
     assert measured["all"] == approx([1, (len(masks) + 2 * read_twice) / 5])
 
 
@@ -268,70 +269,63 @@ def test_what_was_written_is_judged_as_text():
     assert got["stutter"].tolist() == [0, 0, approx(2 / 5)]  # def f a | f f f, from the block before: 5 pairs
 
 
-def test_means_and_intervals_by_hand():
-    """The first row of weights is the sample itself; nan takes no part; a row without any value has no mean."""
-    weights = np.array([[1, 1, 1], [3, 0, 0], [0, 2, 1], [0, 0, 3]])
-    assert means(np.array([1.0, 2.0, 6.0]), weights) == approx([3, 1, 10 / 3, 6])
-    assert means(np.array([1.0, 2.0, np.nan]), weights) == approx([1.5, 1, 2, np.nan], nan_ok=True)
-    both = means(np.array([[1.0, 2.0, 6.0], [1.0, 2.0, np.nan]]), weights)
-    assert both.T.ravel() == approx([3, 1, 10 / 3, 6, 1.5, 1, 2, np.nan], nan_ok=True)
-    assert interval(np.array([0.5, *np.arange(41) / 40])) == "0.500 [0.025, 0.975]"
-    assert interval(np.full(3, np.nan)) == "-"
-    drawn = spans.resamples(range(5))
-    assert drawn.shape == (1001, 5) and (drawn[0] == 1).all() and (drawn.sum(-1) == 5).all()
-    assert np.array_equal(spans.resamples([0, 1, 0]), spans.resamples([0, 1])[:, [0, 1, 0]])  # together, as one row is
+def record(system, setting, seed, score, cost, parses):
+    """Of one seed: the score of each span, what it costs by all counts, and whether it parses."""
+    same = dict.fromkeys(("exact", "stutter"), [0.5] * len(score))
+    costs = dict.fromkeys(text.COSTS, cost)
+    return dict(system=system, ckpt=f"{seed}", adapter=None, setting=setting, score=score, parses=parses) | same | costs
 
 
-HALF = np.array([True, False, True, False])
+def test_the_tables_of_budgets_by_hand(capsys):
+    """Two documents of a span each, two decoders of one setting. A mean of 0 and 1 is 0, 1/2 or 1 in a quarter, a half
+    and a quarter of the resamples; the head is 1/4 better in each span, so in each resample. No span parses or not."""
+    none = [math.nan] * 2
+    records = [
+        record("base", "one", 0, [-1.0, 0.0], [0.5, 0.3], none),  # costs 0.4
+        record("head", "one", 0, [-0.75, 0.25], [0.6, 0.3], none),  # costs 0.45
+    ]
+    text.show_budgets(records, [0, 1], "head")
+    out = capsys.readouterr().out
+    assert "parses" not in out and "stutter" not in out
+
+    # all, mult and serial are equal here: a table of each for score and exact, and the differences
+    tables = [[re.split("  +", line) for line in table.splitlines()] for table in out.split("\n\n")]
+    tables = [{row[0]: dict(zip(table[0][1:], row[1:], strict=True)) for row in table[1:]} for table in tables if table]
+    scores = [t for t in tables if "-0.500 [-1.000, 0.000]" in t.get("base", {}).values()]
+    more = [t for t in tables if "+0.250 [+0.250, +0.250]" in t.get("base", {}).values()]
+    assert len(scores) == len(more) == 3 and scores[0] == scores[1] == scores[2] and more[0] == more[1] == more[2]
+    base, head = scores[0]["base"], scores[0]["head"]
+    assert base["0.35"] == head["0.35"] == "-" and base["0.4"] == base["1.0"] == "-0.500 [-1.000, 0.000]"
+    assert head["0.4"] == "-" and head["0.45"] == head["1.0"] == "-0.250 [-0.750, 0.250]"
+    assert more[0]["base"]["0.4"] == "-" and more[0]["base"]["0.45"] == "+0.250 [+0.250, +0.250]"
 
 
-def test_a_setting_is_chosen_on_one_half_and_reported_on_the_other():
-    """Rows 0 and 2 prefer the second setting (mean 2, 1, 0), rows 1 and 3 the third (0, 1, 3): each half gets what the
-    other one likes. The best on all rows would be 1.5."""
-    values = np.array([[1.0, 1, 1, 1], [4, 0, 0, 0], [0, 3, 0, 3]])
-    costs, once = np.array([0.2, 0.5, 0.9]), np.ones((1, 4))
-    got = [within(budget, values, costs, once, HALF) for budget in (0.1, 0.2, 0.49, 0.5, 1.0)]
-    # at 0.5 rows 0 and 2 have the first one, which the others prefer; at 1.0 the third, which is 0 there
-    assert np.concatenate(got) == approx([np.nan, 1, 1, 0.5, 0], nan_ok=True)
-    again = [2, 0, 1]  # in whatever order
-    assert within(0.5, values[again], costs[again], once, HALF) == approx([0.5])
-    # anew in a resample: without row 0 the first half prefers the first setting, without row 3 all stays as it was
-    weights = np.array([[1, 1, 1, 1], [0, 2, 2, 0], [2, 1, 1, 0]])
-    assert within(0.5, values, costs, weights, HALF) == approx([0.5, 1, 0.75])
+def test_what_does_not_apply_is_left_out():
+    """Spans 0 and 2 are Python, of documents 5 and 7."""
+    nan = math.nan
+    records = [
+        record("base", "one", 0, [0.0] * 4, [1.0] * 4, [1.0, nan, 0.0, nan]),
+        record("base", "two", 0, [0.0] * 4, [2.0] * 4, [1.0, nan, 1.0, nan]),
+    ]
+    systems, cluster = text.measured_by("parses", records, [5, 6, 7, 7])
+    assert systems["base"].values.tolist() == [[[1, 0]], [[1, 1]]] and cluster.tolist() == [0, 1]
+    assert {k: of.tolist() for k, of in systems["base"].figures.items()} == dict.fromkeys(text.COSTS, [1, 2])
+    assert text.present(records) == ["score", "exact", "parses"]
 
 
-def test_of_equal_settings_the_cheapest_is_taken_and_what_does_not_apply_is_left_out():
-    once, costs = np.ones((1, 4)), np.array([0.5, 0.2])
-    equal_on_rows_0_and_2 = np.array([[1.0, 9, 1, 9], [1, 0, 1, 0]])  # so rows 1 and 3 get the second: 0, not 9
-    assert within(1.0, equal_on_rows_0_and_2, costs, once, HALF) == approx([0.5])
-    nan = np.nan
-    prose = np.array([[nan, 5, nan, 5], [nan, 1, nan, 0]])  # rows 0 and 2 cannot choose: the cheapest
-    assert within(1.0, prose, costs, once, HALF) == approx([0.5])
-    some = np.array([[nan, 1, 1, 1], [nan, 0, 0, 0]])
-    assert within(1.0, some, costs, once, HALF) == approx([1.0])  # of three rows
-    assert np.isnan(within(1.0, np.full((2, 4), nan), costs, once, HALF)).all()
-
-
-def test_the_table_of_budgets_by_hand(capsys):
-    """Two spans, two decoders of one setting each. A mean of 0 and 1 is 0, 1/2 or 1 in a quarter, a half and a quarter
-    of the resamples; the head is 1/4 better in each span, so in each resample."""
-    point = {"exact": np.array([0.5, 0.5]), "parses": np.full(2, np.nan)}
-    found = {
-        "base": [point | {"score": np.array([-1.0, 0.0]), "all": np.array([0.5, 0.3])}],  # costs 0.4
-        "head": [point | {"score": np.array([-0.75, 0.25]), "all": np.array([0.6, 0.3])}],  # costs 0.45
-    }
-    best = text.within_budgets(found, [0, 1], spans.resamples([0, 1]))
-    text.print_budgets(best, "head")
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[3:]]
-    constant, none = ["0.500", "[0.500,", "0.500]"], ["-", "-"]
-    at = {(r[0], float(r[1])): r[2:] for r in rows}
-    assert len(rows) == 2 * len(text.BUDGETS) and at["base", 0.35] == ["-"] * 6 and at["head", 0.40] == ["-"] * 3
-    assert at["base", 0.40] == ["-0.500", "[-1.000,", "0.000]", "-", *constant, "-", *none]  # the head cannot be paid
-    less = ["+0.250", "[+0.250,", "+0.250]"], ["+0.000", "[+0.000,", "+0.000]"]
-    assert at["base", 0.45] == ["-0.500", "[-1.000,", "0.000]", *less[0], *constant, *less[1], *none]
-    assert at["head", 1.00] == ["-0.250", "[-0.750,", "0.250]", *constant, "-"]
-    text.print_budgets(best, None)
-    assert "more" not in capsys.readouterr().out.splitlines()[2]
+def test_seeds_are_drawn_like_documents(capsys):
+    """Two seeds with scores of 0 and 1 in every span: in a resample 0, 1/2 or 1."""
+    flat = [math.nan] * 3
+    records = [record("base", "one", seed, [float(seed)] * 3, [1.0] * 3, flat) for seed in (0, 1)]
+    text.show_settings(records, [0, 1, 2])
+    (row,) = capsys.readouterr().out.splitlines()[1:]
+    assert re.split("  +", row) == [
+        "base",
+        "one",
+        *["1.000"] * 3,
+        "0.500 [0.000, 1.000]",
+        *["0.500 [0.500, 0.500]"] * 2,
+    ]
 
 
 def distilled(model):
@@ -384,7 +378,7 @@ def test_the_report_from_the_command_line(folders, few, monkeypatch, capsys):
     lines = caller(text, monkeypatch, capsys)(*argv, "--against", "base").splitlines()
     assert "6 of them in Python functions" in lines[0]
     head, *curves = [re.split("  +", line) for line in lines[1 : lines.index("")]]
-    assert head == ["system", "setting", "full", "all", "score", "exact", "parses", "stutter"]
+    assert head == ["system", "setting", "all", "mult", "serial", "score", "exact", "parses", "stutter"]
     settings = {name: [] for name, *_ in curves}
     for name, label, *_ in curves:
         settings[name].append(label)
@@ -399,14 +393,17 @@ def test_the_report_from_the_command_line(folders, few, monkeypatch, capsys):
     one, once = at["base", "threshold 1"], at["base", "threshold 0"]
     assert at["all, off", "tau_m2t 1"] == at["b, off", "tau_m2t 1"] == at["head", "off, threshold 1"] == one
     mine, alone = at["head", "tau_keep 0"], at["head", "tau_keep 1"]
-    assert mine[0] == once[0] and mine[2:] == once[2:] and float(mine[1]) > float(once[1]) == float(once[0])
+    assert mine[3:] == once[3:] and once[0] == once[1] == once[2]
+    assert all(float(dearer) > float(cheaper) for dearer, cheaper in zip(mine[:3], once[:3], strict=True))
     assert at["head", "tau_m2t 0, tau_keep 0"] == mine
-    assert alone[0] == "1.000" and alone[2:] == one[2:]  # all but the surest refused
+    assert one[2] == "1.000" and alone[3:] == one[3:]  # all but the surest refused
 
-    budgets = lines[lines.index("") + 3 :]
-    assert len(budgets) == 7 * len(text.BUDGETS) and "costs no more" in lines[lines.index("") + 1]
-    paid = [r for r in budgets if r.startswith("distilled") and (" 0.80 " in r or " 1.00 " in r)]
-    assert len(paid) == 2 and all(r.count("+0.000 [+0.000, +0.000]") == 3 for r in paid)
+    # three measures by three costs; against itself a distilled Stage A that was never trained has nothing
+    tables = "\n".join(lines)
+    assert all(tables.count(f"at most, {kind}/token") == 3 for kind in text.COSTS)
+    assert all(f"\n{m}: the best setting that costs no more" in tables for m in text.MEASURES)
+    alike = [line for line in lines if line.startswith("distilled") and "+0.000 [+0.000, +0.000]" in line]
+    assert len(alike) == 9 and not any("+0.0" in line.replace("+0.000", "") for line in alike)
 
 
 def test_records_print_the_same_tables_and_are_not_measured_again(folders, few, monkeypatch, capsys):
@@ -437,26 +434,28 @@ def test_records_print_the_same_tables_and_are_not_measured_again(folders, few, 
     assert "twice" in call.fails("--records", path, path)
 
 
-def test_seeds_are_pooled_and_each_is_judged_by_its_own_base(folders, few):
-    """A second base likes other tokens. Together the figures of each span are the means; a system that is both bases
-    the wrong way round has the same ones but for the score."""
+def test_each_seed_is_judged_by_its_own_base(folders, few):
+    """A second base likes other tokens. A system that is both bases the wrong way round has the same figures but for
+    the score; together they are what each is alone."""
     other = tiny_model(vocab_size=272, eos_id=256, mask_id=257, n_rounds=1)
     other.lm_head.weight.data = other.lm_head.weight.data.roll(1, 0)
     save_model(other, folders / "other")
     first, second = str(folders / "base"), str(folders / "other")
 
-    def curves(*systems):
+    def measured(*systems):
         args = Namespace(data=[folders / "text"], spans=6, plot=None, out=None, device="cpu", system=systems)
-        return text.curves(text.measure(args, {}, [])[1])
+        return text.measure(args, {}, [])[1]
 
-    one, two = curves(["base", first])["base"], curves(["base", second])["base"]
-    both = curves(["base", first], ["base", second], ["crossed", second], ["crossed", first])
-    assert [p["setting"] for p in both["crossed"]] == ["threshold 1", "threshold 0", "fixed 2", "s2d2"]
-    for a, b, mean, crossed in zip(one, two, both["base"], both["crossed"], strict=True):
-        for k in text.FIGURES:
-            assert mean[k] == approx((a[k] + b[k]) / 2)
-        assert all(np.array_equal(mean[k], crossed[k]) for k in text.FIGURES if k != "score")
-        assert (crossed["score"] < mean["score"] - 0.1).all()  # a judge likes what it would have written
+    alone = measured(["base", first]) + measured(["base", second])
+    both = measured(["base", first], ["base", second], ["crossed", second], ["crossed", first])
+    assert [r["setting"] for r in alone] == ["threshold 1", "threshold 0", "fixed 2", "s2d2"] * 2
+    assert both[:8] == alone
+
+    # the first of the crossed seeds is the second base, judged by the first one
+    crossed = both[12:] + both[8:12]
+    for own, other in zip(alone, crossed, strict=True):
+        assert all(own[k] == other[k] for k in text.FIGURES if k != "score")
+        assert np.mean(other["score"]) < np.mean(own["score"]) - 0.1  # a judge likes what it would have written
 
 
 def test_the_picture(folders, few, monkeypatch, capsys):

@@ -123,7 +123,7 @@ def test_the_figure_of_pays_by_hand(tmp_path):
     drawn = pays_record("joint head", "z", "0000", 0.4, temperature=1.0)
     write_pays(tmp_path, [*head, one, drawn])
     systems, cluster = plots.read_pays(tmp_path / "pays" / "records.jsonl.gz")
-    assert systems["joint head"].exist.shape == (2, 2, 4)
+    assert systems["joint head"].values.shape == (2, 2, 4)
     lines, points = plots.shares_of(systems, cluster)
     assert list(lines) == ["joint head"] and list(points) == ["left to right"]
     cost, share = points["left to right"]
