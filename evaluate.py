@@ -80,9 +80,9 @@ GATES = {
         "all at once": -1.0,
     },
     "leftmost": {
-        "product 0.9": 0.9,
-        "product 0.5": 0.5,
-        "product 0.2": 0.2,
+        "longest prefix 0.9": 0.9,
+        "longest prefix 0.5": 0.5,
+        "longest prefix 0.2": 0.2,
         "all at once": -1.0,
     },
 }

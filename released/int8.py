@@ -244,7 +244,10 @@ def load_weights(folder: Path, cfg: Config, device: torch.device | str, dtype: t
 
 def check_folder(folder: Path, model: Model) -> None:
     """Refuse another version, and tensors that are missing, unknown, or of another shape or kind."""
-    version = read_json(folder / INDEX, "weight index").get("metadata", {}).get("int8")
+    metadata = read_json(folder / INDEX, "weight index").get("metadata")
+    version = None
+    if isinstance(metadata, dict):
+        version = metadata.get("int8")
     if version != VERSION:
         fail(f"{folder} holds int8 weights of version {version}, this code reads {VERSION}: convert them again")
     held = {}

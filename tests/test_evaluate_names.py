@@ -89,7 +89,7 @@ def test_from_the_left_the_gates_are_of_products_and_nothing_is_released():
     model = SimpleNamespace(cfg=SimpleNamespace(order="leftmost"))
     joint = SimpleNamespace(cfg=SimpleNamespace(n_rounds=1, order="leftmost"))
     decoders = name_decoders(model, {"out/j": joint}, 0.0)
-    products = {"product 0.9": 0.9, "product 0.5": 0.5, "product 0.2": 0.2, "all at once": -1.0}
+    products = {"longest prefix 0.9": 0.9, "longest prefix 0.5": 0.5, "longest prefix 0.2": 0.2, "all at once": -1.0}
     taus = {"one at a time": 1.0} | products | {f"out/j, {gate}": tau for gate, tau in products.items()}
     assert {name: d.tau_m2t for name, (_, d) in decoders.items()} == taus
     assert all(d.tau_t2t is None for _, d in decoders.values())

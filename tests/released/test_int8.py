@@ -368,6 +368,8 @@ DAMAGE = {
     "unknown tensor": (change(lambda t: t.update({"more": torch.ones(1)})), ["more", "no such tensor in the model"]),
     "another version": (edit_json(INDEX, metadata={"int8": "2"}), ["version 2", "reads 1"]),
     "no version": (edit_json(INDEX, metadata={}), ["version None", "convert them again"]),
+    "no metadata": (edit_json(INDEX, metadata=None), ["version None", "convert them again"]),
+    "metadata of another type": (edit_json(INDEX, metadata=["1"]), ["version None", "convert them again"]),
     "no index": (lambda folder: (folder / INDEX).unlink(), [INDEX]),
     "a shard is gone": (lambda folder: (folder / SHARD).unlink(), ["model-00003"]),
     "a shard is cut": (

@@ -144,7 +144,7 @@ def test_names_lost_and_won():
     "order, joint, first, last",
     [
         ("leftmost", False, "one at a time", "all at once"),
-        ("leftmost", True, "product 0.9", "all at once"),
+        ("leftmost", True, "longest prefix 0.9", "all at once"),
         ("surest", False, "one at a time", "released S"),
         ("surest", True, "tau_m2t 0.4", "all at once"),
     ],
