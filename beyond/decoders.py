@@ -23,9 +23,9 @@ from model import Model
 from sample import Decoding
 
 GATES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.01, -1.0)  # Stage B's tau_m2t
-SAMPLED = (1.0, 0.9, 0.5, 0.2, -1.0)  # tau_m2t with a temperature
+SAMPLED = (1.0, 0.9, 0.5, 0.2, 0.05, 0.005, -1.0)  # tau_m2t with a temperature
 KEEP = (0.0, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
-LOOKS = (1, 2, 8)  # of sampling_head.py
+LOOKS = (1, 8)  # of sampling_head.py
 CAREFUL = 0.5  # dials of a joint head that is off, from here to 1
 ABOVE = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)  # tau_m2t of a joint head that looks at some masks alone
 KEEP_OF_THOSE = (0.0, 0.3, 0.5, 0.7, 0.9)

@@ -103,9 +103,9 @@ def test_a_left_to_right_model_has_one_setting():
 def test_with_a_temperature_gates_take_the_place_of_rules():
     args = Namespace(temperature=[0.0, 1.0], top_p=[1.0, 0.7])
     every = decoders.settings(tiny_model(), None, args)
-    assert len(every) == 111 + 2 * 5
+    assert len(every) == 111 + 2 * 7
     sampled = [(s.decoding.temperature, s.decoding.top_p, s.decoding.tau_m2t) for s in every[111:]]
-    assert sampled == [(1.0, p, tau) for p in (1.0, 0.7) for tau in (1.0, 0.9, 0.5, 0.2, -1.0)]
+    assert sampled == [(1.0, p, tau) for p in (1.0, 0.7) for tau in (1.0, 0.9, 0.5, 0.2, 0.05, 0.005, -1.0)]
     assert all(s.step is None for s in every[111:])
 
     # a joint head at every tau_keep, or off; a sampling head with so many looks
@@ -113,5 +113,5 @@ def test_with_a_temperature_gates_take_the_place_of_rules():
     joint = labels(headed(joint_head, tau_keep=0.5), args=args)
     assert len(joint) == 13 + 3 and joint[13:] == ["off, tau_m2t 1", "off, tau_m2t 0.9", "off, tau_m2t 0.5"]
     sampling = decoders.settings(headed(sampling_head, looks=1), "adapter", args)
-    assert [s.attributes["looks"] for s in sampling] == [1] * 4 + [2] * 4 + [8] * 4
+    assert [s.attributes["looks"] for s in sampling] == [1] * 6 + [8] * 6
     assert all(s.decoding.tau_m2t < 1 and s.decoding.n_rounds == 1 for s in sampling)
