@@ -156,8 +156,9 @@ class Read:
         model.lm_head.register_forward_hook(self.head)
 
     def layer(self, layer: torch.nn.Module, *_: object) -> None:
-        routed = ("mlp.gate_up", "mlp.down", "mlp.gate_up_scale", "mlp.down_scale")
-        routed = routed if isinstance(layer.mlp, MoE) else ()
+        routed = ()
+        if isinstance(layer.mlp, MoE):
+            routed = ("mlp.gate_up", "mlp.down", "mlp.gate_up_scale", "mlp.down_scale")
         self.bytes += bytes_of({k: t for k, t in layer.state_dict().items() if k not in routed})
 
     def head(self, head: torch.nn.Module, *_: object) -> None:
@@ -183,10 +184,10 @@ class Read:
 
 
 @torch.inference_mode()
-def forwards(model: Model, read: Read, rate: float) -> None:
-    """One block of random tokens without context: Stage A, and one round of Stage B, each against its floor."""
+def forwards(model: Model, read: Read, rate: float, rows: int) -> None:
+    """A random block in each row, without context: Stage A, and one round of Stage B, each against its floor."""
     cfg = model.cfg
-    ids = torch.randint(cfg.vocab_size, (1, cfg.block_length), generator=generator("sixteen_b", "block"))
+    ids = torch.randint(cfg.vocab_size, (rows, cfg.block_length), generator=generator("sixteen_b", "block"))
     ids = ids.to(model.wte.weight.device)
     bundle = torch.arange(cfg.block_length, device=ids.device)[None] % 4 == 0
     ctx = sequence_context(cfg, torch.ones_like(ids, dtype=torch.bool), model.compute_dtype)
@@ -206,18 +207,23 @@ def forwards(model: Model, read: Read, rate: float) -> None:
     print(f"at 0.28 forwards a token that forward would be {1 / 0.28 / seconds['forward']:.2f} tokens/s")
 
 
-def decode(model: Model, read: Read, tokens: int, n_rounds: int) -> None:
-    """So many tokens after a prompt of 32, one a step (nothing is likely to a random model), without edits."""
+def decode(model: Model, read: Read, tokens: int, rows: int, n_rounds: int) -> None:
+    """So many tokens a row after a prompt of 32, one a step (nothing is likely to a random model), without edits."""
     cfg = model.cfg
     ordinary = max(1, cfg.vocab_size - 512)  # without what is special at the end of the vocabulary
-    prompt = torch.randint(ordinary, (32,), generator=generator("sixteen_b", "prompt")).tolist()
+    prompts = torch.randint(ordinary, (rows, 32), generator=generator("sixteen_b", "prompt")).tolist()
     read.experts.clear()
     start = time.perf_counter()
-    (out,) = generate(model, [prompt], Decoding(gen_length=tokens, tau_t2t=None, n_rounds=n_rounds))
+    outputs = generate(model, prompts, Decoding(gen_length=tokens, tau_t2t=None, n_rounds=n_rounds))
     seconds = time.perf_counter() - start
-    stages = "Stage A and Stage B" if n_rounds else "Stage A alone"
-    print(f"{stages}: {len(out.tokens)} tokens in {seconds:.1f} s, {len(out.tokens) / seconds:.2f} tokens/s; forwards "
-          f"{json.dumps(out.nfe)}, {out.passes} passes of Stage A, {seconds / out.passes:.2f} s each with all that is "
+
+    written = sum(len(out.tokens) for out in outputs)
+    passes = max(out.passes for out in outputs)
+    stages = "Stage A alone"
+    if n_rounds:
+        stages = "Stage A and Stage B"
+    print(f"{stages}: {written} tokens in {seconds:.1f} s, {written / seconds:.2f} tokens/s; forwards of the first row "
+          f"{json.dumps(outputs[0].nfe)}, {passes} passes of Stage A, {seconds / passes:.2f} s each with all that is "
           f"beside it, {read.a_layer():.1f} experts a layer", flush=True)  # fmt: skip
 
 
@@ -234,10 +240,10 @@ def measure(args: Namespace) -> None:
     if args.what != "decode":
         rate = args.bandwidth * GB if args.bandwidth else bandwidth()
         print(f"plain reads of memory: {rate / GB:.1f} GB/s", flush=True)
-        forwards(model, read, rate)
+        forwards(model, read, rate, args.rows)
     if args.what != "forwards":
         for n_rounds in (0, 1):
-            decode(model, read, args.tokens, n_rounds)
+            decode(model, read, args.tokens, args.rows, n_rounds)
     now = memory()
     if now:
         print(f"memory: peak {now['VmHWM'] / GB:.2f} GB, of it mapped files {now['RssFile'] / GB:.2f} now, "
@@ -254,7 +260,8 @@ def main() -> None:
     group = parser.add_argument_group("measure")
     group.add_argument("--ckpt", type=Path, help="checkpoint folder, in int8 or not")
     group.add_argument("--what", choices=["all", "forwards", "decode"], default="all", help="all, or one of the two")
-    group.add_argument("--tokens", type=bounded(int, 1), default=64, help="to decode")
+    group.add_argument("--tokens", type=bounded(int, 1), default=64, help="to decode, in each row")
+    group.add_argument("--rows", type=bounded(int, 1), default=1, help="beside one another")
     group.add_argument("--device", default="cpu", help="auto (cuda, then mps, then cpu), or one by name")
     group.add_argument("--dtype", choices=DTYPES, default="bf16", help="of activations")
     group.add_argument("--bandwidth", type=bounded(float, 1e-6), help="GB/s of the device's memory (CPU: measured)")

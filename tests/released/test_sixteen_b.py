@@ -49,6 +49,7 @@ def test_written_converted_and_measured(run, tmp_path, monkeypatch):
     assert "plain reads of memory: 1.0 GB/s" in out
     for stages in ("Stage A alone", "Stage A and Stage B"):
         assert f"{stages}: 9 tokens in" in out
+    assert "Stage A alone: 6 tokens in" in run("measure", "--ckpt", tmp_path / "int8", "--tokens", 2, "--rows", 3)
 
 
 def test_bytes_that_a_forward_reads(run, tmp_path):
