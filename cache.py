@@ -64,24 +64,21 @@ class KVCache:
         self.set_lengths(lengths)
 
     def set_lengths(self, lengths: list[int]) -> None:
-        """Context tokens of each row, and room for them, doubled so that a long answer is copied
-        only a few times.
+        """Context tokens of each row, and room for more than them, doubled so that a long answer is
+        copied only a few times.
         """
         self.lengths = lengths
         self.length = torch.tensor(lengths, device=self.kv.device)
         self.used = 2 * self.B + max(lengths)
-        room = self.kv.shape[4]
-        if self.used > room:
-            more = max(self.used - room, room)
-            self.kv = F.pad(self.kv, (0, 0, 0, more))
+        if self.used >= self.kv.shape[4]:
+            self.kv = F.pad(self.kv, (0, 0, 0, self.used))
         self.contexts: dict[bool, Context] = {}  # what context() has built for these lengths
 
     def update(self, layer: int, round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k, v (R, G, T, D) of the current pass -> the keys and values to attend to, (R, G, S, D)
         each.
         """
-        slot = layer + round * self.cfg.n_last  # round 0 has slots 0..L-1, each further round the next n
-        kv = self.kv[:, slot]
+        kv = self.kv[:, self.slot(layer, round)]
         new = torch.stack([k, v])
         T = k.shape[2]
         end = 2 * self.B  # of the current block
@@ -95,6 +92,10 @@ class KVCache:
         # the current block, or the next one and the current one, then the context
         kv[:, :, :, end - T : end] = new
         return kv[:, :, :, end - T : self.used].unbind()
+
+    def slot(self, layer: int, round: int) -> int:
+        """Round 0 has slots 0..L-1, each further round the next n."""
+        return layer + round * self.cfg.n_last
 
     def close(self, rows: list[int]) -> None:
         """The current block of `rows` joins their context, and the next one is current."""

@@ -1,8 +1,9 @@
 """sample.py with compiled steps: the same tokens on a CPU in less time, after some seconds of compiling.
 
-A step passes the few tokens of a block through every layer, in many small calls. Here two functions of a layer are
-compiled, what comes before attention and what comes after it. All routed layers share them, for any number of tokens.
-It pays for thousands of tokens, in one text or in many one after the other: results/speed has the numbers.
+A step passes the few tokens of a block through every layer, in many small calls. Here a layer is compiled as a whole,
+attention and cache included. All routed layers share it: a graph serves any length of the text, and any number of
+rows from two on, for which it is compiled when they first come. It pays for thousands of tokens, in one text or in
+many one after the other: results/speed has the numbers.
 
 The flags are sample.py's, on a CPU in fp32. It needs a C++ compiler (g++, or the one that CXX names) and Python's
 headers, and refuses int8 weights, which have a kernel of their own.
@@ -11,46 +12,66 @@ headers, and refuses int8 weights, which have a kernel of their own.
 """
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo import config as dynamo
 
 import sample
 from cache import Cached
 from checkpoint import load_model
 from data import fail
-from model import Block, Context, Model, MoE, attend, rotate
+from model import Block, Context, Model, MoE, rotate
 from terminal import build_parser
 
-# R rows, T positions, N = R*T tokens, C channels, H heads, G key/value heads, D head dim, E experts, A active experts,
-# F expert width
+# R rows, T positions of a pass (B, or 2B with the next block), N = R*T tokens, S keys, C channels, H heads,
+# G key/value heads, D head dim, B block_length, E experts, A active experts, F expert width
 
 FEW = 8  # tokens an expert, on average, up to which reading its weights once a token is faster than sorting tokens
+GRAPHS = 64  # at most: adapters, which a layer may have or not and a stage may use or not, have graphs of their own
 
 
-# --- the compiled functions
-def before_attention(block: Block, x: Tensor, cos: Tensor, sin: Tensor, lora: bool) -> tuple[Tensor, Tensor]:
-    """The first half of Attention.forward: x (N, C), cos and sin (N, 1, ...) -> queries and keys (N, H + G, D) and
-    values (N, G, D)."""
+# --- the compiled function
+def run_block(
+    block: Block, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, used: int, B: int,
+    mask: Tensor | None, lora: bool,
+) -> Tensor:  # fmt: skip
+    """Block.forward with KVCache.update inside: x (R, T, C) -> (R, T, C).
+
+    cos, sin (R, T, 1, ...). keys, values (R, G, room, D): a slot of the cache, where the pass writes those of its own
+    positions and attends to all up to `used`. There is always more room than that: what is seen being a part and never
+    the whole, one graph does. mask (R, 1, T, S) is added to the scores; None: nothing is hidden.
+    """
+    R, T, C = x.shape
+    tokens = x.reshape(R * T, C)
+
+    # queries, keys and values, as in Attention.forward
     attn = block.attn
-    qkv = attn.qkv(block.norm_1(x), lora).view(len(x), -1, attn.head_dim)
-    q, k, v = qkv.split([attn.n_head, attn.n_kv_head, attn.n_kv_head], dim=1)
-    qk = torch.cat([attn.q_norm(q), attn.k_norm(k)], dim=1)
-    return rotate(qk, Context(cos, sin, None)), v
+    qkv = attn.qkv(block.norm_1(tokens), lora).view(R, T, -1, attn.head_dim)
+    q, k, v = qkv.split([attn.n_head, attn.n_kv_head, attn.n_kv_head], dim=2)
+    qk = rotate(torch.cat([attn.q_norm(q), attn.k_norm(k)], dim=2), Context(cos, sin, None))
+    q, k = qk.split([attn.n_head, attn.n_kv_head], dim=2)
 
+    # the cache, whole and written by index: of a view, or by a slice, the compiler would make a copy
+    start = 2 * B - T
+    place = torch.arange(start, 2 * B)
+    keys[:, :, place] = k.transpose(1, 2)
+    values[:, :, place] = v.transpose(1, 2)
+    k, v = keys[:, :, start:used], values[:, :, start:used]  # (R, G, S, D)
+    y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=True)
+    tokens = tokens + attn.proj(y.transpose(1, 2).reshape(R * T, -1), lora)
 
-def after_attention(block: Block, x: Tensor, y: Tensor, lora: bool) -> Tensor:
-    """The rest of Block.forward: x (N, C) and what attention found, y (N, H*D) -> (N, C)."""
-    x = x + block.attn.proj(y, lora)
-    h = block.norm_2(x)
+    # the experts
+    h = block.norm_2(tokens)
     chosen, weights = block.mlp.route(h)
-    x = x + chosen_experts(block.mlp, h, chosen, weights)
+    out = tokens + chosen_experts(block.mlp, h, chosen, weights)
     if block.mlp.shared is not None:
-        x = x + block.mlp.shared(h)
-    return x
+        out = out + block.mlp.shared(h)
+    return out.view(R, T, C)
 
 
 def chosen_experts(moe: MoE, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -72,30 +93,38 @@ def chosen_experts(moe: MoE, x: Tensor, chosen: Tensor, weights: Tensor) -> Tens
     return (out[place] * weights[..., None]).sum(1)
 
 
-# --- in the place of Block.forward
-def run_block(block: Block, before: partial, after: partial, x: Tensor, ctx: Context) -> Tensor:
-    """Block.forward by the two compiled functions, with attention between them as it was. x (R, T, C) -> (R, T, C)."""
-    R, T, C = x.shape
-    if not pays(block.mlp, R * T) or isinstance(ctx.lora, Tensor):
-        return Block.forward(block, x, ctx)
+# --- in the place of Model.run_layers
+def run_layers(model: Model, compiled: Callable, h: Tensor, ctx: Context, first: int, end: int) -> Tensor:
+    """Model.run_layers, where few tokens are decoded by the compiled function. h (R, T, C) -> (R, T, C)."""
+    R, T, _ = h.shape
+    decoding = ctx.cache is not None and ctx.cache.filling is None
+    few = pays(model.layers[-1].mlp, R * T)
+    if not (decoding and few) or isinstance(ctx.lora, Tensor):
+        return Model.run_layers(model, h, ctx, first, end)
 
-    # one row of R*T tokens: positions matter to attention alone
-    tokens = x.reshape(R * T, C)
-    cos = ctx.cos.expand(R, T, 1, -1).reshape(R * T, 1, -1)
-    sin = ctx.sin.expand(R, T, 1, -1).reshape(R * T, 1, -1)
-    qk, v = before(block, tokens, cos, sin, ctx.lora)
+    cache = ctx.cache
+    mask = added_mask(ctx, R, T)
+    for layer in model.layers[first:end]:
+        if isinstance(layer.mlp, MoE):
+            keys, values = cache.kv[:, cache.slot(layer.attn.layer, ctx.round)]
+            h = compiled(layer, h, ctx.cos, ctx.sin, keys, values, cache.used, cache.B, mask, ctx.lora)
+        else:
+            h = layer(h, ctx)
+    return h
 
-    # heads before positions, then attention with the cache
-    attn = block.attn
-    qk = qk.view(R, T, -1, attn.head_dim).transpose(1, 2)
-    v = v.view(R, T, -1, attn.head_dim).transpose(1, 2)
-    q, k = qk.split([attn.n_head, attn.n_kv_head], dim=1)
-    if ctx.cache is not None:
-        k, v = ctx.cache.update(attn.layer, ctx.round, k, v)
-    y = attend(q, k, v, ctx).transpose(1, 2)
 
-    out = after(block, tokens, y.reshape(R * T, -1), ctx.lora)
-    return out.view(R, T, C)
+def added_mask(ctx: Context, R: int, T: int) -> Tensor | None:
+    """ctx.mask as numbers, 0 or -inf, (R, 1, T, S): attention would convert a bool mask in every layer.
+
+    One row often needs none. Several rows always get one, which saves compiling them without.
+    """
+    if ctx.mask is None and R == 1:
+        return None
+    S = ctx.cache.used - 2 * ctx.cache.B + T
+    mask = torch.zeros(R, 1, T, S)
+    if ctx.mask is not None:
+        mask = mask.masked_fill(~ctx.mask, float("-inf"))
+    return mask
 
 
 def pays(moe: MoE, n_tokens: int) -> bool:
@@ -104,20 +133,22 @@ def pays(moe: MoE, n_tokens: int) -> bool:
 
 
 def compile_blocks(model: Model) -> None:
-    """Give every routed layer of a float32 model on a CPU the compiled functions, and compile them."""
+    """Let every routed layer of a float32 model on a CPU run as the compiled function, and compile it for one row."""
     check_model(model)
-    before = torch.compile(before_attention, dynamic=True, fullgraph=True)
-    after = torch.compile(after_attention, dynamic=True, fullgraph=True)
-    for layer in model.layers:
-        if isinstance(layer.mlp, MoE):
-            layer.forward = partial(run_block, layer, before, after)
+    dynamo.recompile_limit = GRAPHS
+    compiled = torch.compile(run_block, fullgraph=True, options={"cpp_wrapper": True})
+    model.run_layers = partial(run_layers, model, compiled)
 
-    # a first step, whose result nobody reads
+    # first steps, whose results nobody reads. The compiler takes sizes for fixed until they change, so there are two
+    # lengths; and the next block may be beside the current one
     print("compiling: seconds on an idle machine, minutes on a busy one", file=sys.stderr)
     masks = torch.full((1, model.cfg.block_length), model.cfg.mask_id)
     try:
         with torch.inference_mode():
-            Cached(model, [[0]], 0).stage_a(masks)
+            for n_blocks in (1, 3):
+                engine = Cached(model, [[0] * n_blocks * model.cfg.block_length], 0)
+                engine.read(masks)
+                engine.read(masks, ahead=True)
     except RuntimeError as e:  # what dynamo and the compiler raise is one
         reason = str(e).strip().partition("\n")[0]
         fail(f"the steps cannot be compiled ({reason}): install g++ and Python's headers, or use sample.py")

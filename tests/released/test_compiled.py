@@ -2,6 +2,7 @@
 
 import shutil
 import sysconfig
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import torch
 from common import approx, assert_same, command_line, random_ids, refused, tiny_config, tiny_model
 
 import sample
+from beyond import stage_b_only
+from cache import Cached
 from checkpoint import save_model
 from data import generator
-from model import MoE, sequence_context
+from model import Model, MoE, sequence_context
 from released import compiled
 from released.int8 import int8_model
 from sample import Decoding, generate, generate_one
@@ -26,7 +29,8 @@ HEADERS = Path(sysconfig.get_paths()["include"], "Python.h")
 def graphs(monkeypatch):
     """The graphs that dynamo makes, run without generated code: what a C++ compiler adds is rounding. One model's
     graphs are another's where nothing but weights differs."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, options, **how: compile(f, backend="aot_eager", **how))
 
 
 def prompts(rows: int) -> list[list[int]]:
@@ -51,26 +55,42 @@ def test_experts_as_a_sum_over_gathered_weights(n):
     assert found[0].tolist() == approx(by_hand.tolist(), rel=1e-4, abs=1e-4)
 
 
+def with_adapters(model: Model, where: str) -> Model:
+    """Adapters that change something: none, those of the paper, or in Stage B alone."""
+    if where == "everywhere":
+        model.add_lora(4, 8.0, generator("lora"))
+    elif where == "stage_b":
+        stage_b_only.adapt(model, 4, generator("lora"))
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            p.data = torch.randn(p.shape, generator=generator(name)) * 0.1
+    return model
+
+
 @torch.inference_mode()
-@pytest.mark.parametrize("lora", [False, True])
-def test_logits(graphs, lora):
-    """A row as a whole, without a cache: the same logits, with adapters and without, and each layer was compiled."""
-    plain, changed = tiny_model(**CASES), tiny_model(**CASES)
-    for model in (plain, changed):
-        if lora:
-            model.add_lora(4, 8.0, generator("lora"))
-            for name, p in model.named_parameters():
-                if "lora_B" in name:
-                    p.copy_(torch.randn(p.shape, generator=generator(name)) * 0.1)
-    torch._dynamo.reset()
+@pytest.mark.parametrize("where", ["nowhere", "everywhere", "stage_b"])
+def test_logits(graphs, where):
+    """Both stages, two rounds, alone and with the next block beside, behind contexts of one and of two lengths."""
+    plain, changed = (with_adapters(tiny_model(n_rounds=2, **CASES), where) for _ in range(2))
     compiled.compile_blocks(changed)
-    ids = random_ids(2, 16)
-    ctx = sequence_context(plain.cfg, torch.ones_like(ids, dtype=torch.bool), torch.float32)
-    torch.testing.assert_close(changed(ids, ctx), plain(ids, ctx), rtol=1e-5, atol=1e-5)
-    routed = [layer for layer in changed.layers if isinstance(layer.mlp, MoE)]
-    assert len(routed) == plain.cfg.n_layer - 1
-    assert all(layer.forward.func is compiled.run_block for layer in routed)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2
+    function = changed.run_layers.args[1]
+    ran = set()
+    changed.run_layers = partial(
+        compiled.run_layers, changed, lambda block, *args: ran.add(block) or function(block, *args)
+    )
+    for lengths in ([16], [0], [40, 9], [8, 8], [0, 0]):
+        starts = [random_ids(1, n, seed=n)[0].tolist() if n else [] for n in lengths]
+        z = random_ids(len(lengths), 8)
+        bundle = torch.rand(z.shape, generator=generator("bundle")) < 0.5
+        found = []
+        for model in (plain, changed):
+            engine = Cached(model, starts, 2)
+            h, a = engine.stage_a(z)
+            b = engine.stage_b(h, bundle)
+            engine.read(z, ahead=True)
+            found.append([a, b] + [model.head(states) for states in engine.next + engine.ready])
+        torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+    assert ran == {layer for layer in changed.layers if isinstance(layer.mlp, MoE)}
 
 
 @pytest.mark.parametrize("n_rounds", [0, 1, 2])
@@ -86,27 +106,47 @@ def test_the_same_tokens_as_the_specification(graphs, rows, n_rounds):
         assert output.nfe == nfe
 
 
-def test_any_number_of_tokens_runs_one_graph(graphs):
-    """Two functions, two graphs: another number of rows, the next block beside this one, Stage B compile nothing."""
+def test_how_many_graphs(graphs):
+    """Two lengths of one row, with the next block and without. Then one for more rows: any number, any lengths, Stage
+    B. What one row needs again is there."""
     torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters["stats"]
+    before = counters["unique_graphs"]
     model = tiny_model(**CASES)
     compiled.compile_blocks(model)
-    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    for rows in (1, 2, 5):
-        generate(model, prompts(rows), Decoding(gen_length=17, tau_m2t=-1, n_rounds=1))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+    assert counters["unique_graphs"] == before + 4
+    for rows, more in ((1, 0), (3, 1), (2, 1), (6, 1), (1, 1)):
+        for gen_length in (9, 41):
+            generate(model, prompts(rows), Decoding(gen_length=gen_length, tau_m2t=-1, n_rounds=1))
+        assert counters["unique_graphs"] == before + 4 + more
 
 
 @torch.inference_mode()
-def test_many_tokens_run_the_layer_as_it_is(monkeypatch):
-    """65 tokens of 2 choices are more than 8 for each of 16 experts: neither compiled function is called."""
+def test_what_runs_as_it_is():
+    """A prompt, a row without a cache, adapters at some positions; and 65 tokens of 2 choices, which are more than 8
+    for each of 16 experts: the compiled function is not called."""
     model = tiny_model(**CASES)
-    block = model.layers[-1]
-    ids = random_ids(1, 65)
+    model.add_lora(4, 8.0, generator("lora"))
+    plain = partial(Model.run_layers, model)
+    changed = partial(compiled.run_layers, model, None)
+
+    ids = random_ids(1, 16)
     ctx = sequence_context(model.cfg, torch.ones_like(ids, dtype=torch.bool), torch.float32)
-    x = torch.randn(1, 65, model.cfg.n_embd, generator=generator("x"))
-    assert torch.equal(compiled.run_block(block, None, None, x, ctx), block(x, ctx))
-    assert compiled.pays(block.mlp, 64) and not compiled.pays(block.mlp, 65)
+    x = torch.randn(1, 16, model.cfg.n_embd, generator=generator("x"))
+    assert torch.equal(changed(x, ctx, 0, 4), plain(x, ctx, 0, 4))
+
+    engine = Cached(model, [[1] * 16], 0)
+    some = replace(engine.cache.context(), lora=torch.arange(8)[:, None] > 3)
+    assert torch.equal(changed(x[:, :8], some, 0, 4), plain(x[:, :8], some, 0, 4))
+    engine.cache.filling = 0
+    filling = replace(engine.cache.context(), cache=engine.cache)
+    assert torch.equal(changed(x[:, :8], filling, 0, 4), plain(x[:, :8], filling, 0, 4))
+
+    many = Cached(model, [[1]] * 9, 0).cache.context()
+    x = torch.randn(9, 8, model.cfg.n_embd, generator=generator("x"))
+    assert torch.equal(changed(x, many, 0, 4), plain(x, many, 0, 4))
+    moe = model.layers[-1].mlp
+    assert compiled.pays(moe, 64) and not compiled.pays(moe, 65)
 
 
 @pytest.mark.skipif(not (shutil.which("g++") and HEADERS.exists()), reason="no g++, or no headers of Python")
