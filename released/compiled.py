@@ -43,8 +43,8 @@ def run_block(
     """Block.forward with KVCache.update inside: x (R, T, C) -> (R, T, C).
 
     cos, sin (R, T, 1, ...). keys, values (R, G, room, D): a slot of the cache, where the pass writes those of its own
-    positions and attends to all up to `used`. There is always more room than that: what is seen being a part and never
-    the whole, one graph does. mask (R, 1, T, S) is added to the scores; None: nothing is hidden.
+    positions and attends to all up to `used`. There is always more room than that, so that one graph does: the whole
+    would be another one. mask (R, 1, T, S) is added to the scores; None: nothing is hidden.
     """
     R, T, C = x.shape
     tokens = x.reshape(R * T, C)
@@ -56,7 +56,7 @@ def run_block(
     qk = rotate(torch.cat([attn.q_norm(q), attn.k_norm(k)], dim=2), Context(cos, sin, None))
     q, k = qk.split([attn.n_head, attn.n_kv_head], dim=2)
 
-    # the cache, whole and written by index: of a view, or by a slice, the compiler would make a copy
+    # the cache comes whole and is written by index: given a view, or to write a slice, the compiler copies all of it
     start = 2 * B - T
     place = torch.arange(start, 2 * B)
     keys[:, :, place] = k.transpose(1, 2)
