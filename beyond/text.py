@@ -252,10 +252,13 @@ def measured_by(m: str, records: list[dict], documents: list[int]) -> tuple[dict
     numbered anew. It applies to a span or not, whatever is written there."""
     systems = {}
     for name, by_setting in over_seeds(records).items():
-        values = np.array([[r[m] for r in of_seeds] for of_seeds in by_setting.values()])  # (P, S, R)
+        of_settings = list(by_setting.values())  # the records of a setting's seeds, of each setting
+        values = np.array([[r[m] for r in of_seeds] for of_seeds in of_settings])  # (P, S, R)
         applies = ~np.isnan(values[0, 0])
-        paid = {kind: [np.mean([r[kind] for r in of_seeds]) for of_seeds in by_setting.values()] for kind in COSTS}
-        systems[name] = System(list(by_setting), values[..., applies], {k: np.array(of) for k, of in paid.items()})
+        paid = {}
+        for kind in COSTS:
+            paid[kind] = np.array([np.mean([r[kind] for r in of_seeds]) for of_seeds in of_settings])
+        systems[name] = System(list(by_setting), values[..., applies], paid)
     _, cluster = np.unique(np.array(documents)[applies], return_inverse=True)
     return systems, cluster
 
