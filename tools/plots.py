@@ -3,7 +3,7 @@
     python -m tools.plots pays --out results/pays/pays.svg
 
     pays          existing names against forwards per token, every system    results/pays/records.jsonl.gz
-    text          quality of Python text against forwards per token          results/text/log.txt
+    text          quality of Python text against forwards per token          results/text/*.jsonl.gz
     joint         what Stage B writes in one step, toy by toy                results/joint/figure.json
     paper_tables  the paper's Table 2: thresholds, Stage B on and off        results/paper_tables/figure.json
     cache         the cache's gain against the length of the context         results/speed/log.txt
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 import toy
-from beyond import pays, seeds
+from beyond import pays, seeds, text
 from beyond.pays import System
 from checkpoint import load_model
 from data import Parser, fail, pick_device, replace_file
@@ -70,15 +70,6 @@ STYLE = {
     "grid.alpha": 0.25,
     "legend.frameon": False,
     "legend.fontsize": 9,
-}
-
-# of results/text/log.txt -> colour, name in a legend
-TEXT_SYSTEMS = {
-    "base": (GREY, "base, confidence gate"),
-    "joint head": (BLUE, "joint head"),
-    "distilled": (ORANGE, "Stage A distilled"),
-    "joint head on the distilled": (GREEN, "joint head on the distilled"),
-    "distilled, alone": (RED, "Stage A distilled, chain alone"),
 }
 
 
@@ -128,13 +119,18 @@ def whiskers(drawn: np.ndarray) -> tuple[float, list]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# names: the records of beyond/pays.py
+# names and text: the records of beyond/pays.py and of beyond/text.py
 
 LEAD = "joint head"
-PAYS_COLORS = {"base": GREY, LEAD: BLUE, "distilled": ORANGE, "joint head on the distilled": GREEN}
+SYSTEM_COLORS = {"base": GREY, LEAD: BLUE, "distilled": ORANGE, "joint head on the distilled": GREEN}
 OTHER_COLORS = (PURPLE, GOLD, RED, INK)
-PAYS_LINES = ("-", "--", "-.", ":")  # one after the other, so that lines can be told apart without colours
-BUDGETS = np.arange(0.3, 1.61, 0.05).round(2)  # forwards a token that the figure shows
+LINES = ("-", "--", "-.", ":")  # one after the other, so that lines can be told apart without colours
+
+TEXT_RECORDS = ("seed_0.jsonl.gz", "seeds_1_2.jsonl.gz")
+
+# forwards a token that the figures show
+PAYS_BUDGETS = np.arange(0.3, 1.61, 0.05).round(2)
+TEXT_BUDGETS = np.arange(0.15, 1.06, 0.05).round(2)
 
 
 def read_pays(path: Path) -> tuple[dict[str, System], np.ndarray]:
@@ -145,9 +141,9 @@ def read_pays(path: Path) -> tuple[dict[str, System], np.ndarray]:
     return pays.by_system(greedy, records[0]), cluster
 
 
-def shares_of(systems: dict[str, System], cluster: np.ndarray) -> tuple[dict, dict]:
-    """System -> its share within each of BUDGETS of `all`, (budgets, W); of those with one setting, which have no dial:
-    system -> (what it costs, its share (W,))."""
+def within_limits(systems: dict[str, System], cluster: np.ndarray, limits: np.ndarray) -> tuple[dict, dict]:
+    """System -> its mean within each of these budgets of `all`, (budgets, W); of those with one setting, which have no
+    dial: system -> (what it costs, its mean (W,))."""
     draws = seeds.draw(cluster)
     lines = {}
     points = {}
@@ -156,106 +152,88 @@ def shares_of(systems: dict[str, System], cluster: np.ndarray) -> tuple[dict, di
         if len(of.labels) == 1:
             points[name] = (of.figures["all"][0], seeds.shares(sums, draws)[:, 0])
         else:
-            lines[name] = seeds.within_budgets(sums, {"all": of.figures["all"]}, BUDGETS, draws)["all"]
+            lines[name] = seeds.within_budgets(sums, {"all": of.figures["all"]}, limits, draws)["all"]
     return lines, points
 
 
-def pays_styles(names: list[str]) -> dict[str, dict]:
+def system_styles(names: list[str]) -> dict[str, dict]:
     """Each system's colour and line."""
     others = iter(OTHER_COLORS * len(names))
     styles = {}
     for k, name in enumerate(names):
-        color = PAYS_COLORS.get(name)
+        color = SYSTEM_COLORS.get(name)
         if color is None:
             color = next(others)
-        styles[name] = {"color": color, "linestyle": PAYS_LINES[k % len(PAYS_LINES)]}
+        styles[name] = {"color": color, "linestyle": LINES[k % len(LINES)]}
     return styles
 
 
-def draw_pays(path: Path) -> None:
-    """Existing names within each budget of forwards, and what the joint head has more, paired; bands of 95 %."""
-    plt, (shares, more) = canvas(path, 2)
-    systems, cluster = read_pays(RESULTS / "pays" / "records.jsonl.gz")
+def draw_systems(axes, systems: dict[str, System], cluster: np.ndarray, limits: np.ndarray, scale: float = 1) -> None:
+    """On the left each system's mean within each budget of forwards; on the right what the joint head has more, paired,
+    times scale. Bands are 95 %."""
     if LEAD not in systems:
-        fail(f"results/pays/records.jsonl.gz has no system {LEAD}, whose lead is drawn")
-    lines, points = shares_of(systems, cluster)
-    styles = pays_styles(list(systems))
+        fail(f"the records have no system {LEAD}, whose lead is drawn")
+    means, more = axes
+    lines, points = within_limits(systems, cluster, limits)
+    styles = system_styles(list(systems))
 
     # systems with a dial are lines, and the others points
     for name, drawn in lines.items():
-        band(shares, drawn, name, styles[name])
+        band(means, limits, drawn, name, styles[name])
         if name != LEAD:
-            band(more, 100 * (lines[LEAD] - drawn), name, styles[name])
+            band(more, limits, scale * (lines[LEAD] - drawn), name, styles[name])
     for name, (cost, drawn) in points.items():
-        share, error = whiskers(drawn)
+        mean, error = whiskers(drawn)
         color = styles[name]["color"]
-        shares.errorbar(cost, share, yerr=error, fmt="s", color=color, capsize=3, label=name)
-        lead, error = whiskers(100 * (lead_at(lines[LEAD], cost) - drawn))
+        means.errorbar(cost, mean, yerr=error, fmt="s", color=color, capsize=3, label=name)
+        lead, error = whiskers(scale * (lines[LEAD][dearest(limits, cost)] - drawn))
         more.errorbar(cost, lead, yerr=error, fmt="s", color=color, capsize=3)
 
-    shares.set(ylabel="share of completions that exist", ylim=(0, 1))
-    shares.legend(loc="lower right")
-    more.set(ylabel="lead of the joint head (points)")
+    means.legend(loc="lower right")
     more.axhline(0, color=INK, linewidth=0.8)
-    for ax in (shares, more):
-        ax.set(xlabel="at most so many forwards per token, everything counted", xlim=(BUDGETS[0], BUDGETS[-1]))
+    for ax in axes:
+        ax.set(xlabel="at most so many forwards per token, everything counted", xlim=(limits[0], limits[-1]))
         ax.grid(axis="y")
-    save(plt, path)
 
 
-def band(ax, drawn: np.ndarray, label: str, style: dict) -> None:
-    """A line over BUDGETS, and a band of 95 % of resamples (budgets, W); nothing where all settings cost more."""
+def band(ax, limits: np.ndarray, drawn: np.ndarray, label: str, style: dict) -> None:
+    """A line over budgets, and a band of 95 % of resamples (budgets, W); nothing where all settings cost more."""
     paid = ~np.isnan(drawn[:, 0])
     low, high = np.quantile(drawn[paid, 1:], [0.025, 0.975], axis=1)
-    ax.plot(BUDGETS[paid], drawn[paid, 0], label=label, **style)
-    ax.fill_between(BUDGETS[paid], low, high, color=style["color"], alpha=0.15, linewidth=0)
+    ax.plot(limits[paid], drawn[paid, 0], label=label, **style)
+    ax.fill_between(limits[paid], low, high, color=style["color"], alpha=0.15, linewidth=0)
 
 
-def lead_at(lead: np.ndarray, cost: float) -> np.ndarray:
-    """What the joint head has within the dearest budget that a point of this cost can pay: (budgets, W) -> (W,)."""
-    at = int(np.searchsorted(BUDGETS, cost + 1e-9, side="right")) - 1
-    return lead[max(at, 0)]
+def dearest(limits: np.ndarray, cost: float) -> int:
+    """Which is the dearest budget that a point of this cost can pay; the first, if it can pay none."""
+    at = int(np.searchsorted(limits, cost + 1e-9, side="right")) - 1
+    return max(at, 0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# text, toys, the paper's tables, bundles
-
-
-def read_budgets(path: Path) -> dict[str, list[tuple]]:
-    """System -> (budget, [score, low, high], what the joint head has more, alike) for each line of beyond/text.py's
-    second table; the joint head's own lines have no difference."""
-    table = path.read_text().split("the best setting that costs no more")[1]
-    found = {}
-    for line in table.splitlines()[2:]:
-        start = re.match(r"(\S.*?)  +([\d.]+)  +", line)
-        cells = [[float(v) for v in cell] for cell in re.findall(r"(\S+) \[([^,]+), ([^]]+)\]", line)]
-        more = None
-        if start[1] != "joint head":
-            more = cells[1]
-        found.setdefault(start[1], []).append((float(start[2]), cells[0], more))
-    return found
+def draw_pays(path: Path) -> None:
+    """Existing names within each budget of forwards."""
+    plt, axes = canvas(path, 2)
+    systems, cluster = read_pays(RESULTS / "pays" / "records.jsonl.gz")
+    draw_systems(axes, systems, cluster, PAYS_BUDGETS, scale=100)
+    axes[0].set(ylabel="share of completions that exist", ylim=(0, 1))
+    axes[1].set(ylabel="lead of the joint head (points)")
+    save(plt, path)
 
 
 def draw_text(path: Path) -> None:
-    """Score within each budget of forwards, and what the joint head has more, paired; bands of 95 %."""
-    plt, (score, more) = canvas(path, 2)
-    found = read_budgets(RESULTS / "text" / "log.txt")
-    for name, (color, label) in TEXT_SYSTEMS.items():
-        for ax, k in ((score, 1), (more, 2)):
-            if found[name][0][k] is None:
-                continue
-            x = [point[0] for point in found[name]]
-            y, low, high = np.array([point[k] for point in found[name]]).T
-            ax.plot(x, y, color=color, marker="o", markersize=4, label=label)
-            ax.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
-    for ax in (score, more):
-        ax.set(xlabel="at most so many forwards per token, everything counted")
-        ax.grid(axis="y")
-    score.set(ylabel="score (nats a token)")
-    more.set(ylabel="lead of the joint head (nats a token)")
-    more.axhline(0, color=INK, linewidth=0.8)
-    score.legend(loc="lower right")
+    """The score of what was written, within each budget of forwards."""
+    plt, axes = canvas(path, 2)
+    files = [str(RESULTS / "text" / name) for name in TEXT_RECORDS]
+    clusters, records = pays.read_records(files, text.FIGURES)
+    systems, cluster = text.measured_by("score", records, clusters["documents"])
+    draw_systems(axes, systems, cluster, TEXT_BUDGETS)
+    axes[0].set(ylabel="score (nats a token)")
+    axes[1].set(ylabel="lead of the joint head (nats a token)")
     save(plt, path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# toys, the paper's tables, bundles
 
 
 def draw_joint(path: Path) -> None:

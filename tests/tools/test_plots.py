@@ -124,17 +124,16 @@ def test_the_figure_of_pays_by_hand(tmp_path):
     write_pays(tmp_path, [*head, one, drawn])
     systems, cluster = plots.read_pays(tmp_path / "pays" / "records.jsonl.gz")
     assert systems["joint head"].values.shape == (2, 2, 4)
-    lines, points = plots.shares_of(systems, cluster)
+    lines, points = plots.within_limits(systems, cluster, plots.PAYS_BUDGETS)
     assert list(lines) == ["joint head"] and list(points) == ["left to right"]
     cost, share = points["left to right"]
     assert cost == 1 and share[0] == 0.75
 
     # nothing below 0.5, and all of them from there on
-    paid = plots.BUDGETS >= 0.5
+    paid = plots.PAYS_BUDGETS >= 0.5
     assert np.isnan(lines["joint head"][~paid]).all() and (lines["joint head"][paid] == 1).all()
-    assert (plots.lead_at(lines["joint head"], 1.0) == 1).all()
-    marked = np.arange(len(plots.BUDGETS))[:, None]
-    assert plots.BUDGETS[plots.lead_at(marked, 1.02)[0]] == 1.0
+    limits = np.array([0.5, 0.9, 1.0, 1.05])
+    assert [plots.dearest(limits, cost) for cost in (0.1, 0.5, 0.99, 1.0, 1.02, 9)] == [0, 0, 1, 2, 2, 3]
 
 
 def test_the_figure_of_pays_is_drawn(tmp_path, monkeypatch, capsys):
@@ -156,7 +155,7 @@ def test_the_figure_of_pays_is_drawn(tmp_path, monkeypatch, capsys):
     shown = words((tmp_path / "a.svg").read_text())
     names = ["base", "one token", "mine", "joint head"]
     assert [word for word in shown if word in names] == ["base", "mine", "joint head", "one token"]
-    styles = plots.pays_styles(names)
+    styles = plots.system_styles(names)
     assert len({(s["color"], s["linestyle"]) for s in styles.values()}) == 4
     assert len({s["linestyle"] for s in styles.values()}) == 4
 
@@ -173,7 +172,7 @@ def test_transcribed_numbers_stand_on_their_page(page):
 
 
 def test_logs_are_read_as_they_were_printed(tmp_path):
-    """Lines of both logs, each with its known numbers."""
+    """Lines of a log, with their known numbers."""
     log = tmp_path / "log.txt"
     log.write_text(
         "Decoding 16 at once, cached against not: text (6 layers of width 128), Stage A and B in every step\n"
@@ -182,11 +181,3 @@ def test_logs_are_read_as_they_were_printed(tmp_path):
         "  all of 512 tokens (integrated): cached 10.18 s, uncached 204.14 s: 20.1x (goal 10)\n"
     )
     assert plots.read_cache(log) == {("16", "text"): [[512, 45]]}
-    log.write_text(
-        "base   -1.00  0.1\n\nthe best setting that costs no more, all forwards a token\n"
-        "system      at most  score  joint head has more  exact  joint head has more\n"
-        "base           0.20  -1.5 [-1.6, -1.4]  +0.1 [-0.2, +0.3]  0.1 [0.0, 0.2]  +0.0 [-0.1, +0.1]\n"
-        "joint head     0.20  -1.4 [-1.5, -1.3]                     0.1 [0.0, 0.2]\n"
-    )
-    base = (0.2, [-1.5, -1.6, -1.4], [0.1, -0.2, 0.3])
-    assert plots.read_budgets(log) == {"base": [base], "joint head": [(0.2, [-1.4, -1.5, -1.3], None)]}
