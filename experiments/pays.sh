@@ -43,9 +43,10 @@ add "left to right" out/left-to-right-%
 
 python -m beyond.pays --prompts 512 --against "joint head" "${systems[@]}" --out out/records.jsonl
 
-# the same systems, sampling: seed 0
-python -m beyond.sampling_head --data names --init_from out/base-0 --max_iters 1500 --width 384 --n_last 1 --out_dir out/sampling-0
-python -m beyond.pays --prompts 48 --temperature 1 --top_p 1 0.8 0.6 --draws 32 --system base out/base-0 \
-  --system "sampling head" out/base-0 out/sampling-0 --out out/sampling.jsonl
+# sampling: seed 1, which is shipped as assets/names, and the left-to-right model of seed 0
+python -m beyond.sampling_head --data names --init_from assets/names --max_iters 1500 --width 384 --n_last 1 \
+  --out_dir out/sampling-1
+python -m beyond.pays --prompts 48 --temperature 1 --top_p 1 0.8 0.6 --draws 32 --system base assets/names \
+  --system "sampling head" assets/names out/sampling-1 --out out/sampling.jsonl
 python -m beyond.pays --prompts 48 --temperature 1 --top_p 1 0.95 0.9 0.8 0.7 0.6 --draws 32 \
   --system "left to right" out/left-to-right-0 --out out/sampling-left-to-right.jsonl
