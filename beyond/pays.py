@@ -14,7 +14,7 @@ Intervals: 95 %, 1,000 resamples of the different beginnings and of the seeds of
 
 The tables of budgets are what a user gets who may not pay more: of the settings that cost no more, the best on one half
 of the beginnings, judged on the other. With --against NAME, the differences of these shares, paired. A setting's cost
-is its mean over the seeds.
+is its mean over the seeds, and in a resample over its own.
 
     python -m beyond.pays --system base out/base --system head out/base out/joint --against head --out pays.jsonl
 """
@@ -205,7 +205,7 @@ class System:
 
     labels: list[str]
     values: np.ndarray  # (P, S, R): share of each prompt's completions that exist (text.py: a measure of each span)
-    figures: dict[str, np.ndarray]  # of COSTS, and here of VARIETY: (P,), means over the seeds
+    figures: dict[str, np.ndarray]  # of COSTS, and here of VARIETY: (P, S)
 
 
 def by_system(records: list[dict], first: dict) -> dict[str, System]:
@@ -240,9 +240,9 @@ def system(by_setting: dict[str, list[dict]], first: dict) -> System:
     for in_order in by_setting.values():
         exist.append([np.array([int(digit, 36) for digit in r["found"]]) / r["draws"] for r in in_order])
         for k in VARIETY:
-            figures[k].append(np.mean([r.get(k, math.nan) for r in in_order]))
+            figures[k].append([r.get(k, math.nan) for r in in_order])
         for k in COSTS:
-            figures[k].append(np.mean([in_forwards_of(first, r, k) for r in in_order]))
+            figures[k].append([in_forwards_of(first, r, k) for r in in_order])
     return System(list(by_setting), np.array(exist), {k: np.array(of) for k, of in figures.items()})
 
 
@@ -276,7 +276,7 @@ def row_of(of: System, p: int, shown: tuple[str, ...], cluster: np.ndarray, draw
     """A setting's cells, with these figures."""
     sums = seeds.by_beginning(of.values[p : p + 1], cluster)
     share = interval(seeds.shares(sums, draws)[:, 0])
-    figures = [f"{of.figures[k][p]:.3f}" for k in shown]
+    figures = [f"{of.figures[k][p].mean():.3f}" for k in shown]
     return [of.labels[p], str(of.values.shape[1]), share, *figures]
 
 

@@ -9,6 +9,7 @@ both. (S seeds drawn from S spread a little less than S seeds trained anew: thei
 
 The best of many settings flatters where it is judged by what it was chosen by. So the beginnings are halved, the best
 setting on one half is judged on the other, and the reverse; 20 such halvings are averaged, anew in every resample.
+What a setting costs is known from all prompts, and differs from seed to seed: a resample takes its own seeds' mean.
 """
 
 from collections.abc import Sequence
@@ -95,29 +96,32 @@ def n_values(sums: np.ndarray, draws: Draws) -> np.ndarray:
 def within_budgets(
     sums: np.ndarray, costs: dict[str, np.ndarray], budgets: Sequence[float], draws: Draws
 ) -> dict[str, np.ndarray]:
-    """The share of the best setting that costs no more, by 20 halvings: sums (P, S, C), costs (P,) of each kind ->
-    (budgets, W) for each kind, nan where every setting costs more. Of equals the cheapest."""
+    """The share of the best setting that costs no more, by 20 halvings: sums (P, S, C), costs (P, S) of each kind ->
+    (budgets, W) for each kind, nan where every setting costs more. A resample pays the mean cost of the seeds that it
+    has. Of equals the cheapest."""
     whole = totals(sums, draws.times)
+    S = sums.shape[1]
+    paid = {kind: times_of_seeds(S) @ cost.T / S for kind, cost in costs.items()}  # (W, P)
     found = {kind: np.zeros((len(budgets), len(whole))) for kind in costs}
     for half in draws.halves:
         # the two halves, (W, P) each
         here = totals(sums[..., half], draws.times[:, half])
         there = whole - here
-        for kind, cost in costs.items():
-            # the cheapest settings first: what a budget can pay are the first ones
-            cheapest = np.argsort(cost, kind="stable")
-            affordable = np.searchsorted(cost[cheapest], np.array(budgets) + 1e-9, side="right")
-            one = here[:, cheapest]
-            other = there[:, cheapest]
-            for row, n in zip(found[kind], affordable, strict=True):
-                row += crosswise(one[:, :n], other[:, :n])
+        for kind, cost in paid.items():
+            # the cheapest settings first
+            order = np.argsort(cost[0], kind="stable")
+            for row, budget in zip(found[kind], budgets, strict=True):
+                affordable = cost[:, order] <= budget + 1e-9
+                row += crosswise(here[:, order], there[:, order], affordable)
     n = n_values(sums, draws) * len(draws.halves)
     return {kind: of / n for kind, of in found.items()}
 
 
-def crosswise(here: np.ndarray, there: np.ndarray) -> np.ndarray:
-    """What the settings that are best in one half have in the other, and the reverse, added: (W, P) twice -> (W,)."""
-    if here.shape[1] == 0:
-        return np.full(len(here), np.nan)
+def crosswise(here: np.ndarray, there: np.ndarray, affordable: np.ndarray) -> np.ndarray:
+    """What the affordable settings that are best in one half have in the other, and the reverse, added: (W, P) three
+    times -> (W,), nan where none is affordable."""
     every = np.arange(len(here))
-    return there[every, here.argmax(-1)] + here[every, there.argmax(-1)]
+    best_here = np.where(affordable, here, -np.inf).argmax(-1)
+    best_there = np.where(affordable, there, -np.inf).argmax(-1)
+    added = there[every, best_here] + here[every, best_there]
+    return np.where(affordable.any(-1), added, np.nan)

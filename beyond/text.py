@@ -257,7 +257,7 @@ def measured_by(m: str, records: list[dict], documents: list[int]) -> tuple[dict
         applies = ~np.isnan(values[0, 0])
         paid = {}
         for kind in COSTS:
-            paid[kind] = np.array([np.mean([r[kind] for r in of_seeds]) for of_seeds in of_settings])
+            paid[kind] = np.array([[np.mean(r[kind]) for r in of_seeds] for of_seeds in of_settings])  # (P, S)
         systems[name] = System(list(by_setting), values[..., applies], paid)
     _, cluster = np.unique(np.array(documents)[applies], return_inverse=True)
     return systems, cluster
@@ -278,7 +278,7 @@ def show_settings(records: list[dict], documents: list[int]) -> None:
         for name, of in systems.items():
             shares = seeds.shares(seeds.by_beginning(of.values, cluster), draws)  # (W, P)
             for p, label in enumerate(of.labels):
-                forwards = [f"{of.figures[kind][p]:.3f}" for kind in COSTS]
+                forwards = [f"{of.figures[kind][p].mean():.3f}" for kind in COSTS]
                 row = rows.setdefault((name, label), [name, label, *forwards])
                 row.append(interval(shares[:, p]))
     print_table(["system", "setting", *COSTS, *shown], list(rows.values()))

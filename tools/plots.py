@@ -150,7 +150,7 @@ def within_limits(systems: dict[str, System], cluster: np.ndarray, limits: np.nd
     for name, of in systems.items():
         sums = seeds.by_beginning(of.values, cluster)
         if len(of.labels) == 1:
-            points[name] = (of.figures["all"][0], seeds.shares(sums, draws)[:, 0])
+            points[name] = (of.figures["all"].mean(), seeds.shares(sums, draws)[:, 0])
         else:
             lines[name] = seeds.within_budgets(sums, {"all": of.figures["all"]}, limits, draws)["all"]
     return lines, points

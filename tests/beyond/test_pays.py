@@ -58,9 +58,9 @@ def test_a_system_is_its_settings_over_its_seeds():
     )["a"]  # fmt: skip
     assert system.labels == ["x", "y"]
     assert system.values.tolist() == [[[1, 1], [0.5, 1]], [[1, 0], [0.75, 0]]]
-    assert system.figures["all"].tolist() == [1.5, 0.75]
-    assert system.figures["mult"].tolist() == system.figures["serial"].tolist() == [3.0, 1.5]
-    assert system.figures["distinct"].tolist() == [0.25, 0.25]
+    assert system.figures["all"].tolist() == [[2.0, 1.0], [1.0, 0.5]]
+    assert system.figures["mult"].tolist() == system.figures["serial"].tolist() == [[4.0, 2.0], [2.0, 1.0]]
+    assert system.figures["distinct"].tolist() == [[0.25, 0.25], [0.25, 0.25]]
     assert np.isnan(system.figures["entropy"]).all()  # one draw has none
 
 
@@ -73,10 +73,10 @@ def test_costs_are_in_forwards_of_the_first_system():
     """5 layers beside the first system's 4: 1.25 times as much. Multiplications need no layers: 160 of 100."""
     deep = record("deep", "x", "11", 0.8, 5, **{"mult/full": 125})
     first = pooled(record("a", "x", "11", 0.8), deep)
-    assert [first["deep"].figures[k][0] for k in pays.COSTS] == approx([1.0, 1.6, 2.0])
-    assert [first["a"].figures[k][0] for k in pays.COSTS] == approx([0.8, 1.6, 1.6])
+    assert [first["deep"].figures[k].item() for k in pays.COSTS] == approx([1.0, 1.6, 2.0])
+    assert [first["a"].figures[k].item() for k in pays.COSTS] == approx([0.8, 1.6, 1.6])
     last = pooled(deep, record("a", "x", "11", 0.8))
-    assert [last["a"].figures[k][0] for k in pays.COSTS] == approx([0.64, 160 / 125, 1.28])
+    assert [last["a"].figures[k].item() for k in pays.COSTS] == approx([0.64, 160 / 125, 1.28])
 
 
 # --- tables
@@ -139,7 +139,7 @@ def test_budgets_are_those_of_seeds_py():
     draws = seeds.draw(cluster)
     found = pays.budgets(systems, cluster, draws)
     sums = seeds.by_beginning(systems["a"].values, cluster)
-    for kind, cost in (("all", [0.4, 0.8]), ("mult", [0.8, 1.6]), ("serial", [0.8, 1.6])):
+    for kind, cost in (("all", [[0.4], [0.8]]), ("mult", [[0.8], [1.6]]), ("serial", [[0.8], [1.6]])):
         expected = seeds.within_budgets(sums, {kind: np.array(cost)}, pays.BUDGETS, draws)[kind]
         assert np.array_equal(found[kind]["a"], expected, equal_nan=True)
 

@@ -23,9 +23,10 @@ def drawn(found, cluster):
 
 
 def best(found, cluster, budget=1.0, costs=None):
-    """The share within a budget, of the sample. A setting costs 1, unless `costs` has it."""
-    costs = np.array(costs or [1.0] * len(found))
-    return seeds.within_budgets(sums_of(found, cluster), {"all": costs}, [budget], seeds.draw(cluster))["all"][0, 0]
+    """The share within a budget, of the sample. A setting costs 1, by any seed, unless `costs` has it."""
+    sums = sums_of(found, cluster)
+    costs = np.outer(costs or [1.0] * len(found), [1.0] * sums.shape[1])  # (P, S)
+    return seeds.within_budgets(sums, {"all": costs}, [budget], seeds.draw(cluster))["all"][0, 0]
 
 
 # --- intervals
@@ -116,11 +117,24 @@ def test_a_budget_takes_what_it_can_pay():
     assert math.isnan(best(settings, range(4), 0.49, [1.5, 0.5]))
 
 
+def test_a_resample_pays_the_costs_of_its_own_seeds():
+    """0.4 by the first seed and 0.8 by the second: 0.6 is enough for both, and not for the second twice."""
+    sums = sums_of([["11", "11"]], range(2))
+    costs = {"all": np.array([[0.4, 0.8]])}
+    found = seeds.within_budgets(sums, costs, [0.6], seeds.draw(range(2)))["all"][0]
+    twice_the_second = seeds.times_of_seeds(2)[:, 1] == 2
+    assert found[0] == 1 and twice_the_second.any()
+    assert np.array_equal(np.isnan(found), twice_the_second) and (found[~twice_the_second] == 1).all()
+
+
 def test_of_equals_the_cheapest():
     """Two resamples of two settings, the cheaper one first: in the first resample one half finds them equal."""
     here = np.array([[3.0, 3.0], [2.0, 5.0]])
     there = np.array([[7.0, 1.0], [1.0, 4.0]])
-    assert seeds.crosswise(here, there).tolist() == [7 + 3, 4 + 5]
+    assert seeds.crosswise(here, there, np.full((2, 2), True)).tolist() == [7 + 3, 4 + 5]
+    # without the second setting, and then without any
+    only = seeds.crosswise(here, there, np.array([[True, False], [False, False]]))
+    assert only[0] == 7 + 3 and math.isnan(only[1])
     assert best([["11"], ["00"]], range(2), costs=[0.5, 0.6]) == 1
     # z completes beginning 0 as x does, and nothing else: the cheaper of the two is taken, judged on beginning 1
     assert best([["11"], ["10"]], range(2), costs=[0.5, 0.6]) == 1
@@ -133,10 +147,10 @@ def test_the_sums_are_those_of_a_plain_loop():
     cluster = [0, 1, 2, 0, 3, 4, 1, 5, 6]
     P, S, R = 4, 3, len(cluster)
     values = rng.integers(0, 2, (P, S, R)).astype(float)
-    cost = np.array([0.9, 0.3, 0.7, 0.5])
+    costs = rng.uniform(0.3, 0.9, (P, S))
     draws = seeds.draw(cluster)
     budgets = [0.2, 0.5, 0.8, 1.0]
-    found = seeds.within_budgets(seeds.by_beginning(values, cluster), {"all": cost}, budgets, draws)["all"]
+    found = seeds.within_budgets(seeds.by_beginning(values, cluster), {"all": costs}, budgets, draws)["all"]
     share = seeds.shares(seeds.by_beginning(values, cluster), draws)
 
     of_seeds = seeds.times_of_seeds(S)
@@ -145,7 +159,8 @@ def test_the_sums_are_those_of_a_plain_loop():
         weight = draws.times[w][cluster] * of_seeds[w][:, None]  # (S, R)
         assert share[w] == approx([(values[p] * weight).sum() / weight.sum() for p in range(P)])
         for row, budget in zip(found, budgets, strict=True):
-            pay = [p for p in np.argsort(cost) if cost[p] <= budget]
+            cost = [sum(of_seeds[w] * costs[p]) / S for p in range(P)]
+            pay = [p for p in np.argsort(costs.mean(-1)) if cost[p] <= budget]
             if not pay:
                 assert math.isnan(row[w])
                 continue

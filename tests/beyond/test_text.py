@@ -309,7 +309,7 @@ def test_what_does_not_apply_is_left_out():
     ]
     systems, cluster = text.measured_by("parses", records, [5, 6, 7, 7])
     assert systems["base"].values.tolist() == [[[1, 0]], [[1, 1]]] and cluster.tolist() == [0, 1]
-    assert {k: of.tolist() for k, of in systems["base"].figures.items()} == dict.fromkeys(text.COSTS, [1, 2])
+    assert {k: of.tolist() for k, of in systems["base"].figures.items()} == dict.fromkeys(text.COSTS, [[1], [2]])
     assert text.present(records) == ["score", "exact", "parses"]
 
 
