@@ -20,4 +20,6 @@ for seed in 0 1 2; do
 done
 python -m beyond.text --data stdlib "${systems[@]}" --against "joint head" --out out/text.jsonl \
   --plot out/text-curve.svg
-python -m beyond.tc --data stdlib --ckpt out/text-base-0 --draws 16 --plot out/text-tc.svg
+for seed in 0 1 2; do
+  python -m beyond.tc --data stdlib --ckpt out/text-base-$seed --draws 16
+done

@@ -289,14 +289,20 @@ def draw_paper_tables(path: Path) -> None:
 
 
 def draw_tc(path: Path) -> None:
-    """Total correlation and mismatch of committed bundles by the lowest confidence in them, bars between bounds."""
+    """Total correlation and mismatch of committed bundles by the lowest confidence in them: each seed a point, their
+    mean a dash, bars between the mean bounds."""
     plt, ax = canvas(path)
-    bins = read_figure("tc")["bins"]
+    trained = read_figure("tc")["seeds"]  # a list of bins for each
+    bins = trained[0]
     for name, color, shift in (("TC", BLUE, -0.1), ("mismatch", ORANGE, 0.1)):
-        y = np.array([b[name] for b in bins])
-        low, high = np.array([b[f"{name} between"] for b in bins]).T
-        label = {"TC": "dependence (TC), at least about", "mismatch": "wrong marginals (mismatch), at most about"}[name]
-        ax.errorbar(np.arange(len(bins)) + shift, y, [y - low, high - y], fmt="o", color=color, capsize=2, label=label)
+        x = np.arange(len(bins)) + shift
+        y = np.array([[b[name] for b in of_seed] for of_seed in trained])  # (seeds, bins)
+        bounds = np.array([[b[f"{name} between"] for b in of_seed] for of_seed in trained]).mean(0)  # (bins, 2)
+        mean = y.mean(0)
+        error = [mean - bounds[:, 0], bounds[:, 1] - mean]
+        label = {"TC": "dependence (TC)", "mismatch": "wrong marginals (mismatch)"}[name]
+        ax.errorbar(x, mean, error, fmt="_", markersize=10, color=color, capsize=2, label=f"{label}, and its bounds")
+        ax.plot(np.broadcast_to(x, y.shape), y, "o", markersize=3, color=color)
     ax.set_xticks(range(len(bins)), [b["lowest"].replace(" to ", "–") for b in bins], fontsize=8)
     ax.set(xlabel="lowest confidence in the bundle", ylabel="nats a bundle", ylim=(0, None))
     ax.grid(axis="y")
