@@ -43,10 +43,14 @@ add "left to right" out/left-to-right-%
 
 python -m beyond.pays --prompts 512 --against "joint head" "${systems[@]}" --out out/records.jsonl
 
-# sampling: seed 1, which is shipped as assets/names, and the left-to-right model of seed 0
-python -m beyond.sampling_head --data names --init_from assets/names --max_iters 1500 --width 384 --n_last 1 \
-  --out_dir out/sampling-1
-python -m beyond.pays --prompts 48 --temperature 1 --top_p 1 0.8 0.6 --draws 32 --system base assets/names \
-  --system "sampling head" assets/names out/sampling-1 --out out/sampling.jsonl
-python -m beyond.pays --prompts 48 --temperature 1 --top_p 1 0.95 0.9 0.8 0.7 0.6 --draws 32 \
-  --system "left to right" out/left-to-right-0 --out out/sampling-left-to-right.jsonl
+# sampling: the bases of seeds 0 and 1 (seed 1 rounded to bfloat16, as it is shipped), and the left-to-right model of seed 0
+for base in out/base-0 assets/names; do
+  python -m beyond.sampling_head --data names --init_from $base --max_iters 1500 --width 384 --n_last 1 \
+    --out_dir out/sampling-$(basename $base)
+done
+sampled() {  # TOP_P.. --out FILE --system ..
+  python -m beyond.pays --prompts 48 --temperature 1 --draws 32 --top_p "$@"
+}
+sampled 1 0.8 0.6 --out out/sampling.jsonl --system base assets/names --system "sampling head" assets/names out/sampling-names
+sampled 0.8 --out out/sampling-0.jsonl --system base out/base-0 --system "sampling head" out/base-0 out/sampling-base-0
+sampled 1 0.95 0.9 0.8 0.7 0.6 --out out/sampling-left-to-right.jsonl --system "left to right" out/left-to-right-0
