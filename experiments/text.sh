@@ -1,5 +1,5 @@
 # Quality against forwards on text, three seeds, and the dependence inside the bundles that a base really commits.
-# Hours on 2 cores; the figures need matplotlib. Pages: results/text/README.md, results/tc/README.md.
+# Hours on 2 cores. Pages: results/text/README.md, results/tc/README.md.
 # Run from the root of the repository.
 set -e
 systems=()
@@ -8,18 +8,12 @@ for seed in 0 1 2; do
   python train.py --data stdlib --stage_a_only --corruption mask --block_length 16 --max_iters 2400 --n_last 2 \
     --log_interval 100 --seed $seed --out_dir $base
   run="--data stdlib --batch_size 4 --s_max 16 --max_iters 1000 --eval_rows 16 --eval_interval 500 --log_interval 50"
-  head="$run --width 384 --seed $seed"
-  python -m beyond.joint_head $head --init_from $base --out_dir out/text-head-$seed
+  python -m beyond.joint_head $run --width 384 --init_from $base --seed $seed --out_dir out/text-head-$seed
   python -m beyond.distill $run --init_from $base --seed $seed --out_dir out/text-distilled-$seed
-  python -m beyond.distill $run --init_from $base --seed $seed --own_loss 0 --out_dir out/text-alone-$seed
-  python -m tools.as_checkpoint --ckpt $base --adapter out/text-distilled-$seed --out out/text-distilled-base-$seed
-  python -m beyond.joint_head $head --init_from out/text-distilled-base-$seed --out_dir out/text-head-on-distilled-$seed
   systems+=(--system base $base --system "joint head" $base out/text-head-$seed
-    --system distilled $base out/text-distilled-$seed --system "distilled, alone" $base out/text-alone-$seed
-    --system "joint head on the distilled" out/text-distilled-base-$seed out/text-head-on-distilled-$seed)
+    --system distilled $base out/text-distilled-$seed)
 done
-python -m beyond.text --data stdlib "${systems[@]}" --against "joint head" --out out/text.jsonl \
-  --plot out/text-curve.svg
+python -m beyond.text --data stdlib "${systems[@]}" --against "joint head" --out out/text.jsonl
 for seed in 0 1 2; do
   python -m beyond.tc --data stdlib --ckpt out/text-base-$seed --draws 16
 done

@@ -3,7 +3,7 @@
     python -m tools.plots pays --out results/pays/pays.svg
 
     pays          existing names against forwards per token, every system    results/pays/records.jsonl.gz
-    text          quality of Python text against forwards per token          results/text/*.jsonl.gz
+    text          quality of Python text against forwards per token          results/text/records.jsonl.gz
     joint         what Stage B writes in one step, toy by toy                results/joint/figure.json
     paper_tables  the paper's Table 2: thresholds, Stage B on and off        results/paper_tables/figure.json
     cache         the cache's gain against the length of the context         results/speed/log.txt
@@ -126,8 +126,6 @@ SYSTEM_COLORS = {"base": GREY, LEAD: BLUE, "distilled": ORANGE, "joint head on t
 OTHER_COLORS = (PURPLE, GOLD, RED, INK)
 LINES = ("-", "--", "-.", ":")  # one after the other, so that lines can be told apart without colours
 
-TEXT_RECORDS = ("seed_0.jsonl.gz", "seeds_1_2.jsonl.gz")
-
 # forwards a token that the figures show
 PAYS_BUDGETS = np.arange(0.3, 1.61, 0.05).round(2)
 TEXT_BUDGETS = np.arange(0.15, 1.06, 0.05).round(2)
@@ -223,8 +221,7 @@ def draw_pays(path: Path) -> None:
 def draw_text(path: Path) -> None:
     """The score of what was written, within each budget of forwards."""
     plt, axes = canvas(path, 2)
-    files = [str(RESULTS / "text" / name) for name in TEXT_RECORDS]
-    clusters, records = pays.read_records(files, text.FIGURES)
+    clusters, records = pays.load(str(RESULTS / "text" / "records.jsonl.gz"), text.FIGURES)
     systems, cluster = text.measured_by("score", records, clusters["documents"])
     draw_systems(axes, systems, cluster, TEXT_BUDGETS)
     axes[0].set(ylabel="score (nats a token)")
