@@ -51,6 +51,7 @@ from tokenizer import Tokenizer
 # P settings, S seeds of training, R prompts, C beginnings, W resamples
 
 BUDGETS = (0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0)
+AVERAGED = tuple(n / 100 for n in range(36, 101))  # budgets of the mean lead
 COSTS = ("all", "mult", "serial")
 VARIETY = ("distinct", "entropy")
 NEEDED = ("found", "mult/token")  # what older records may lack
@@ -314,6 +315,24 @@ def differences(within: dict[str, np.ndarray], against: str) -> Iterator[list[st
             yield [name, *(interval(more, "+") for more in within[against] - share)]
 
 
+def show_leads(
+    systems: dict[str, System], cluster: np.ndarray, draws: Draws, against: str, limits: Sequence[float] = AVERAGED
+) -> None:
+    """What `against` has more than each other system over many budgets, the mean and the least: a mean hangs little on
+    which system's next setting just misses a budget. "-" where a budget pays for nothing."""
+    rows = defaultdict(list)
+    for within in budgets(systems, cluster, draws, limits).values():
+        for name, share in within.items():
+            if name != against:
+                lead = within[against] - share  # (budgets, W)
+                least = lead[:, 0].argmin()
+                rows[name] += [interval(lead.mean(0), "+"), interval(lead[least], "+")]
+    print()
+    title = f"{against} minus, over budgets of {limits[0]} to {limits[-1]}"
+    columns = [f"{kind}, {which}" for kind in COSTS for which in ("mean", "least")]
+    print_table([title, *columns], [[name, *leads] for name, leads in rows.items()])
+
+
 def by_rule(of: System) -> dict[str, System]:
     """A system's settings by the first word of their labels: its rules, as if each were a system."""
     settings_of = defaultdict(list)
@@ -352,6 +371,8 @@ def show(clusters: dict, records: list[dict], against: str | None) -> None:
         if temperature == 0:
             show_best(systems, cluster, draws)
             show_budgets(budgets(systems, cluster, draws), against)
+            if against:
+                show_leads(systems, cluster, draws, against)
             show_rules(systems, cluster, draws)
         else:
             print(f"\ntemperature {temperature:g}, top_p {top_p:g}")

@@ -37,7 +37,7 @@ from tqdm import tqdm
 from beyond import decoders, pays, seeds, spans
 from beyond.costs import costs, full_forward
 from beyond.pays import COSTS, System, check_systems, counted, over_seeds, read_records, save
-from beyond.seeds import Draws, interval
+from beyond.seeds import interval
 from beyond.spans import FILL, Span, at_rows, chain, fill, is_python, stage_a_log_probs
 from cache import Cached
 from checkpoint import load_model, load_tokenizer
@@ -295,20 +295,7 @@ def show_budgets(records: list[dict], documents: list[int], against: str | None)
         if m == "score":
             pays.show_rules(systems, cluster, draws, BUDGETS)
             if against:
-                show_mean_lead(systems, cluster, draws, against)
-
-
-def show_mean_lead(systems: dict[str, System], cluster: np.ndarray, draws: Draws, against: str) -> None:
-    """What `against` has more than each other system, a mean over budgets: which system's next setting just misses one
-    of them matters little. "-" where a budget pays for nothing."""
-    rows = defaultdict(list)
-    for within in pays.budgets(systems, cluster, draws, AVERAGED).values():
-        for name, score in within.items():
-            if name != against:
-                rows[name].append(interval((within[against] - score).mean(0), "+"))
-    print()
-    title = f"{against} minus, mean over budgets of {AVERAGED[0]} to {AVERAGED[-1]}"
-    print_table([title, *COSTS], [[name, *means] for name, means in rows.items()])
+                pays.show_leads(systems, cluster, draws, against, AVERAGED)
 
 
 def plot(path: Path, records: list[dict], documents: list[int]) -> None:

@@ -116,7 +116,8 @@ def test_the_tables_by_hand(tmp_path, monkeypatch, capsys):
     shown = call("--records", path, "--against", "head").split("\n\n")
     tables = [[cells(line) for line in table.splitlines()] for table in shown]
     titles = [f"{what}, {kind}/token" for kind in ("all", "mult", "serial") for what in ("at most", "head minus")]
-    assert [t[0][0] for t in tables] == ["largest share", *titles, "temperature 0.5, top_p 0.9"]
+    leads = "head minus, over budgets of 0.36 to 1.0"
+    assert [t[0][0] for t in tables] == ["largest share", *titles, leads, "temperature 0.5, top_p 0.9"]
     none, full, minus = "0.000 [0.000, 0.000]", "1.000 [1.000, 1.000]", "+1.000 [+1.000, +1.000]"
     assert tables[0][1] == ["base", "x", "1", none, "0.250", "0.400", "0.800", "0.800"]
     assert tables[0][2] == ["head", "x", "1", full, "0.250", "0.800", "1.600", "1.600"]
@@ -125,11 +126,30 @@ def test_the_tables_by_hand(tmp_path, monkeypatch, capsys):
     assert tables[2][1:] == [["base", *["-"] * 6, *[minus] * 6]]
     for serial in (tables[4], tables[6]):
         assert serial[1:] == [["base", *["-"] * 11, minus]]  # 2.0 alone
-    assert tables[7][1] == ["system", "setting", "seeds", "exist", "distinct", "entropy", "all", "mult", "serial"]
-    assert tables[7][3] == ["head", "y, drawn", "1", full, "0.250", "0.125", "0.800", "1.600", "1.600"]
+    assert tables[7][1:] == [["base", *["-"] * 6]]  # some budgets pay for nothing of the head
+    assert tables[8][1] == ["system", "setting", "seeds", "exist", "distinct", "entropy", "all", "mult", "serial"]
+    assert tables[8][3] == ["head", "y, drawn", "1", full, "0.250", "0.125", "0.800", "1.600", "1.600"]
     assert "minus" not in call("--records", path)
     assert "x, all/token" not in call("--records", path)
     assert call.fails("--records", path, "--against", "b").endswith("none of the systems: base, head")
+
+
+def test_leads_over_budgets(capsys):
+    """Four prompts, of which the base completes none, and the head a quarter of the draws by its first setting and
+    three by its second: a lead of 1/4 at one budget and of 3/4 at the other. mult and serial pay for nothing."""
+    same = dict(draws=4)
+    systems = pooled(
+        record("base", "one", "0000", 0.2, **same),
+        record("head", "one", "1111", 0.4, **same), record("head", "two", "3333", 0.5, **same),
+    )  # fmt: skip
+    cluster = np.arange(4)
+    pays.show_leads(systems, cluster, seeds.draw(cluster), "head", (0.45, 0.55))
+    title, row = (
+        [cell.strip() for cell in line.split("  ") if cell] for line in capsys.readouterr().out.split("\n")[1:3]
+    )
+    assert title[0] == "head minus, over budgets of 0.45 to 0.55" and title[1:3] == ["all, mean", "all, least"]
+    assert row[0] == "base" and row[3:] == ["-"] * 4
+    assert row[1].split()[0] == "+0.500" and row[2] == "+0.250 [+0.250, +0.250]"
 
 
 def test_budgets_are_those_of_seeds_py():

@@ -300,25 +300,6 @@ def test_the_tables_of_budgets_by_hand(capsys):
     assert more[0]["base"]["0.4"] == "-" and more[0]["base"]["0.45"] == "+0.250 [+0.250, +0.250]"
 
 
-def test_the_mean_lead_by_hand(monkeypatch, capsys):
-    """Two documents of a span each. The head is 1/4 better where its first setting alone can be paid, and 3/4 by its
-    second: 1/2 in the mean. In half of the resamples one document is drawn twice: the other half, empty, chooses the
-    cheaper setting, and the lead is 1/4. Of the budgets from 0.4 on one pays for nothing of the head."""
-    none = [math.nan] * 2
-    records = [
-        record("base", "one", 0, [-1.0, 0.0], [0.4, 0.4], none),
-        record("head", "one", 0, [-0.75, 0.25], [0.45, 0.45], none),
-        record("head", "two", 0, [-0.25, 0.75], [0.55, 0.55], none),
-    ]
-    for averaged, lead in (((0.5, 0.6), "+0.500 [+0.250, +0.500]"), ((0.4, 0.5, 0.6), "-")):
-        monkeypatch.setattr(text, "AVERAGED", averaged)
-        systems, cluster = text.measured_by("score", records, [0, 1])
-        text.show_mean_lead(systems, cluster, text.seeds.draw(cluster), "head")
-        title, row = (re.split("  +", line) for line in capsys.readouterr().out.split("\n")[1:3])
-        assert title == [f"head minus, mean over budgets of {averaged[0]} to 0.6", "all", "mult", "serial"]
-        assert row == ["base", *[lead] * 3]
-
-
 def test_what_does_not_apply_is_left_out():
     """Spans 0 and 2 are Python, of documents 5 and 7."""
     nan = math.nan
