@@ -43,6 +43,11 @@ add "left to right" out/left-to-right-%
 
 python -m beyond.pays --prompts 512 --against "joint head" "${systems[@]}" --out out/records.jsonl
 
+# the paper's Stage B with as many steps as the joint head, seed 0
+python train.py --data names --init_from out/base-0 --n_last 2 --corruption mask --context clean --batch_size 64 --s_max 8 \
+  --learning_rate 1e-3 --max_iters 1500 --seed 0 --out_dir out/paper-long-0
+python -m beyond.pays --prompts 512 --system "paper's Stage B, 1,500 steps" out/base-0 out/paper-long-0 --out out/paper-long.jsonl
+
 # sampling: the bases of seeds 0 and 1 (seed 1 rounded to bfloat16, as it is shipped), and the left-to-right model of seed 0
 for base in out/base-0 assets/names; do
   python -m beyond.sampling_head --data names --init_from $base --max_iters 1500 --width 384 --n_last 1 \
