@@ -195,9 +195,10 @@ def draw_systems(axes, systems: dict[str, System], cluster: np.ndarray, limits: 
 
 
 def band(ax, limits: np.ndarray, drawn: np.ndarray, label: str, style: dict) -> None:
-    """A line over budgets, and a band of 95 % of resamples (budgets, W); nothing where all settings cost more."""
+    """A line over budgets, and a band of 95 % of resamples (budgets, W); nothing where all settings cost more. Some
+    resamples have seeds that can pay for nothing: they are left out, as seeds.interval does."""
     paid = ~np.isnan(drawn[:, 0])
-    low, high = np.quantile(drawn[paid, 1:], [0.025, 0.975], axis=1)
+    low, high = np.nanquantile(drawn[paid, 1:], [0.025, 0.975], axis=1)
     ax.plot(limits[paid], drawn[paid, 0], label=label, **style)
     ax.fill_between(limits[paid], low, high, color=style["color"], alpha=0.15, linewidth=0)
 

@@ -160,6 +160,18 @@ def test_the_figure_of_pays_is_drawn(tmp_path, monkeypatch, capsys):
     assert len({s["linestyle"] for s in styles.values()}) == 4
 
 
+def test_a_band_leaves_out_resamples_that_can_pay_for_nothing():
+    """Two budgets, the second of which pays for nothing in one resample. The others are from 1 to 3."""
+    pytest.importorskip("matplotlib", reason="pip install matplotlib")
+    from matplotlib.figure import Figure
+
+    ax = Figure().subplots()
+    drawn = np.array([[2.0, 1.0, 2.0, 3.0], [2.0, 1.0, np.nan, 3.0]])  # the estimate first
+    plots.band(ax, np.array([0.3, 0.4]), drawn, "base", {"color": "black"})
+    edges = ax.collections[0].get_paths()[0].vertices[:, 1]
+    assert edges.min() == approx(1.05) and edges.max() == approx(2.95)  # 2.5 % of the way from an end to the other
+
+
 @pytest.mark.parametrize("page", ["joint", "paper_tables", "tc", "speed"])
 def test_transcribed_numbers_stand_on_their_page(page):
     text = "".join(path.read_text() for path in (ROOT / "results" / page).glob("*.md")).replace(",", "")
