@@ -13,8 +13,8 @@ same weights with the paper's Stage B switched off are a system of their own, "N
 Intervals: 95 %, 1,000 resamples of the different beginnings and of the seeds of training, see seeds.py.
 
 The tables of budgets are what a user gets who may not pay more: of the settings that cost no more, the best on one half
-of the beginnings, judged on the other. With --against NAME, the differences of these shares, paired. A setting's cost
-is its mean over the seeds, and in a resample over its own.
+of the beginnings, judged on the other. With --against NAME, the differences of these shares, paired, and
+their mean and least over many budgets. A setting's cost is its mean over the seeds, and in a resample over its own.
 
     python -m beyond.pays --system base out/base --system head out/base out/joint --against head --out pays.jsonl
 """

@@ -41,7 +41,7 @@ def resamples(cluster: Sequence[int]) -> np.ndarray:
 
 
 def interval(drawn: np.ndarray, sign: str = "") -> str:
-    """Estimate (the first) and 95 % of its bootstrap (the rest)."""
+    """Estimate (the first) and 95 % of its bootstrap (the rest, but for resamples that can pay for nothing)."""
     if np.isnan(drawn[0]):
         return "-"
     low, high = np.nanquantile(drawn[1:], [0.025, 0.975])
@@ -101,18 +101,25 @@ def within_budgets(
     has. Of equals the cheapest."""
     whole = totals(sums, draws.times)
     S = sums.shape[1]
-    paid = {kind: times_of_seeds(S) @ cost.T / S for kind, cost in costs.items()}  # (W, P)
+
+    # the cheapest settings first, and which of them each resample can pay by each budget, (W, P)
+    order = {}
+    affordable = {}
+    for kind, cost in costs.items():
+        paid = times_of_seeds(S) @ cost.T / S  # (W, P)
+        order[kind] = np.argsort(paid[0], kind="stable")
+        affordable[kind] = [paid[:, order[kind]] <= budget + 1e-9 for budget in budgets]
+
     found = {kind: np.zeros((len(budgets), len(whole))) for kind in costs}
     for half in draws.halves:
         # the two halves, (W, P) each
         here = totals(sums[..., half], draws.times[:, half])
         there = whole - here
-        for kind, cost in paid.items():
-            # the cheapest settings first
-            order = np.argsort(cost[0], kind="stable")
-            for row, budget in zip(found[kind], budgets, strict=True):
-                affordable = cost[:, order] <= budget + 1e-9
-                row += crosswise(here[:, order], there[:, order], affordable)
+        for kind, rows in found.items():
+            one = here[:, order[kind]]
+            other = there[:, order[kind]]
+            for row, can_pay in zip(rows, affordable[kind], strict=True):
+                row += crosswise(one, other, can_pay)
     n = n_values(sums, draws) * len(draws.halves)
     return {kind: of / n for kind, of in found.items()}
 
