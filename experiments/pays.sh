@@ -46,7 +46,8 @@ python -m beyond.pays --prompts 512 --against "joint head" "${systems[@]}" --out
 # the paper's Stage B with as many steps as the joint head, seed 0
 python train.py --data names --init_from out/base-0 --n_last 2 --corruption mask --context clean --batch_size 64 --s_max 8 \
   --learning_rate 1e-3 --max_iters 1500 --seed 0 --out_dir out/paper-long-0
-python -m beyond.pays --prompts 512 --system "paper's Stage B, 1,500 steps" out/base-0 out/paper-long-0 --out out/paper-long.jsonl
+python -m beyond.pays --prompts 512 --system "paper's Stage B, 1,500 steps" out/base-0 out/paper-long-0 \
+  --out out/paper-long.jsonl
 
 # sampling: the bases of seeds 0 and 1 (seed 1 rounded to bfloat16, as it is shipped), and the left-to-right model of seed 0
 for base in out/base-0 assets/names; do
@@ -56,6 +57,7 @@ done
 sampled() {  # TOP_P.. --out FILE --system ..
   python -m beyond.pays --prompts 48 --temperature 1 --draws 32 --top_p "$@"
 }
-sampled 1 0.8 0.6 --out out/sampling.jsonl --system base assets/names --system "sampling head" assets/names out/sampling-names
+sampled 1 0.8 0.6 --out out/sampling.jsonl --system base assets/names \
+  --system "sampling head" assets/names out/sampling-names
 sampled 0.8 --out out/sampling-0.jsonl --system base out/base-0 --system "sampling head" out/base-0 out/sampling-base-0
 sampled 1 0.95 0.9 0.8 0.7 0.6 --out out/sampling-left-to-right.jsonl --system "left to right" out/left-to-right-0
