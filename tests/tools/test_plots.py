@@ -168,7 +168,8 @@ def test_a_band_leaves_out_resamples_that_can_pay_for_nothing():
     ax = Figure().subplots()
     drawn = np.array([[2.0, 1.0, 2.0, 3.0], [2.0, 1.0, np.nan, 3.0]])  # the estimate first
     plots.band(ax, np.array([0.3, 0.4]), drawn, "base", {"color": "black"})
-    edges = ax.collections[0].get_paths()[0].vertices[:, 1]
+    budgets, edges = ax.collections[0].get_paths()[0].vertices.T
+    assert budgets.min() == 0.3 and budgets.max() == 0.4
     assert edges.min() == approx(1.05) and edges.max() == approx(2.95)  # 2.5 % of the way from an end to the other
 
 
