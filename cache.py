@@ -26,8 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from corrupt import uniform
-from data import generator
+from lib.util import generator, uniform
 from model import Config, Context, Model, rotary, sequence_context
 
 if TYPE_CHECKING:

@@ -27,10 +27,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from data import fail, generator, read_json, replace_file, write_json
+from lib.tokenizer import Tokenizer, bpe_tokenizer, byte_tokenizer
+from lib.util import fail, generator, read_json, replace_file, write_json
 from model import Config, Model
 from presets import FIELDS, PRESETS, SIZE, check, fits, new_model
-from tokenizer import Tokenizer, bpe_tokenizer, byte_tokenizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

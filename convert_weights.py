@@ -26,9 +26,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from checkpoint import check, check_fit, open_tensors, stored, weight_files
-from data import Parser, fail, read_json, replace_file, write_json
+from lib.tokenizer import EOS, MASK, bpe_tokenizer
+from lib.util import Parser, fail, read_json, replace_file, write_json
 from model import Config, Model
-from tokenizer import EOS, MASK, bpe_tokenizer
 
 # C channels (n_embd), E experts, F expert width
 

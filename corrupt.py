@@ -35,6 +35,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
 
+from lib.util import first_masked, uniform
+
 if TYPE_CHECKING:
     from model import Model
 
@@ -115,11 +117,6 @@ def kinds(x: Tensor, z: Tensor, free: Tensor, mask_id: int) -> Tensor:
     return kind
 
 
-def uniform(draws: Draws, n: int) -> Tensor:
-    """(R, n) float32 in [0, 1), each row from its own generator."""
-    return torch.stack([torch.rand(n, generator=g) for g in draws])
-
-
 # --- the bundle
 def draw_bundle(masked: Tensor, group: int, s_min: int, s_max: int, draws: Draws) -> Tensor:
     """The bundle of a training row (paper, Sec. 4.1 i): in each run of `group` positions (a block,
@@ -138,32 +135,6 @@ def draw_bundle(masked: Tensor, group: int, s_min: int, s_max: int, draws: Draws
     # which ones: those that draw the smallest numbers
     key = uniform(draws, masked.shape[1])
     return first_masked(key.to(masked.device), masked, size.to(masked.device), group)
-
-
-def first_masked(key: Tensor, masked: Tensor, size: Tensor, group: int) -> Tensor:
-    """In each run of `group` positions the `size` masked ones with the smallest key, the leftmost
-    of equals.
-
-    key (R, T) float, masked (R, T) bool, size (R, T / group) int64 -> (R, T) bool.
-    """
-    R, T = masked.shape
-
-    # what is not masked comes last, whatever its key is
-    key = key.masked_fill(~masked, float("inf"))
-    rank = ranks(key.view(R, T // group, group))
-    first = rank < size[..., None]
-    return masked & first.view(R, T)
-
-
-def ranks(key: Tensor) -> Tensor:
-    """(..., n) float -> (..., n) int64: the place of each entry in ascending order, the leftmost of
-    equals first.
-
-    ranks([.7, .2, .9]) = [1, 0, 2]. argsort says which entry stands at a place; the argsort of that
-    says at which place an entry stands.
-    """
-    order = key.argsort(dim=-1, stable=True)
-    return order.argsort(dim=-1)
 
 
 # --- the loss

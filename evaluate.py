@@ -30,15 +30,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-import data
-import toy
 from cache import Output, in_full
 from checkpoint import DTYPES, load_model, load_tokenizer
-from data import Parser, bounded, fail, pick_device, read_json
+from lib import data, toy, util
+from lib.tokenizer import Tokenizer
+from lib.toy import Toy
+from lib.util import Parser, bounded, fail, pick_device, read_json
 from model import Model
 from sample import MODES, Decoding, generate
-from tokenizer import Tokenizer
-from toy import Toy
 
 # N contexts, S support tuples, m answer positions
 
@@ -235,7 +234,7 @@ def draw_names(n: int, group: str, tokenizer: Tokenizer) -> dict[str, list[int]]
     """
     held_out = group == "held out"
     names = [name for name in data.unicode_names() if data.is_validation(name) == held_out]
-    order = torch.randperm(len(names), generator=data.generator("names", group))
+    order = torch.randperm(len(names), generator=util.generator("names", group))
     prompts = {}
     for i in order[:n].tolist():
         ids = tokenizer.encode_document(names[i]).tolist()

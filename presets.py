@@ -5,7 +5,7 @@ from typing import NoReturn
 
 import torch
 
-from data import fail
+from lib.util import fail
 from model import Config, Model
 
 # L layers, C channels (n_embd)

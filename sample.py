@@ -17,7 +17,7 @@ as an ordinary candidate. It departs from it in two ways:
     python sample.py --ckpt DIR --prompt_ids 5,9,12 --n_rounds 0 --json > run.json   # tokens, counts, steps
 
 To change   which masks are written in a step   edit   select_bundle, which generate_one and step both use
-            what is printed, and the flags             terminal.py
+            what is printed, and the flags             show.py
 """
 
 import math
@@ -30,11 +30,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import terminal
 from cache import MAX_STEPS, Cached, Output, decode, up_to_eos
 from checkpoint import DTYPES, load_model, load_tokenizer
-from corrupt import first_masked
-from data import check_names, fail, pick_device
+from lib import show
+from lib.data import check_names
+from lib.util import fail, first_masked, pick_device
 from model import Context, Model, sequence_context
 
 # R rows in flight, T positions, B block_length, V vocabulary, K = n_rounds
@@ -321,26 +321,26 @@ def run(args: Namespace) -> None:
 
     # what is continued; a model of names is judged
     of_names = (folder / "names.json").exists()
-    prompts = terminal.read_prompts(args, tokenizer, model.cfg, of_names)
+    prompts = show.read_prompts(args, tokenizer, model.cfg, of_names)
     judged = False
     if of_names and tokenizer:
         judged = check_names(folder, [tokenizer.decode(p) for p in prompts])
 
     # a single text appears as its blocks finish, unless its steps are asked for
     traced = args.watch or args.json
-    stream = terminal.Stream(prompts[0], tokenizer)
+    stream = show.Stream(prompts[0], tokenizer)
     on_block = None
     if len(prompts) == 1 and tokenizer and not traced:
         on_block = stream.show
     outputs = generate(model, prompts, d, args.seed, traced, on_block)
     for prompt, output in zip(prompts, outputs, strict=True):
-        record = terminal.make_record(prompt, output, model, d.n_rounds, tokenizer, judged)
-        terminal.show(record, output, stream, args)
+        record = show.make_record(prompt, output, model, d.n_rounds, tokenizer, judged)
+        show.show(record, output, stream, args)
 
 
 def main(args: Namespace | None = None) -> None:
     if args is None:
-        args = terminal.build_parser(__doc__, MODES).parse_args()
+        args = show.build_parser(__doc__, MODES).parse_args()
     try:
         run(args)
     except KeyboardInterrupt:

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import checkpoint
-import data
-import toy
 from corrupt import CORRUPTIONS
-from data import Parser, bounded, fail
-from tokenizer import learn_bpe
+from lib import data, toy, util
+from lib.tokenizer import learn_bpe
+from lib.util import Parser, bounded, fail
 
 # --- defaults
 READS = {
@@ -178,7 +177,7 @@ def what_it_reads(args: Namespace) -> str:
 
 def toy_of_the_checkpoint(args: Namespace) -> list[str]:
     """The sizes of the toy that a checkpoint was trained on, where it is the toy of this run."""
-    saved = data.read_json(Path(args.init_from) / "toy.json", "toy settings of the checkpoint")
+    saved = util.read_json(Path(args.init_from) / "toy.json", "toy settings of the checkpoint")
     if saved.get("name") != args.data[0]:
         return []
     return [f"{k}={v}" for k, v in saved.items() if k != "name"]
@@ -243,6 +242,6 @@ def learn_tokenizer(folder: Path, args: Namespace) -> str:
     if args.data != ["names"]:
         return "bytes"
     if not (folder / "tokenizer.json").exists():
-        data.write_json(folder / "tokenizer.json", learn_bpe(data.unicode_names(), data.NAMES_VOCAB))
-        data.write_json(folder / "names.json", {"unidata_version": data.unicodedata.unidata_version})
+        util.write_json(folder / "tokenizer.json", learn_bpe(data.unicode_names(), data.NAMES_VOCAB))
+        util.write_json(folder / "names.json", {"unidata_version": data.unicodedata.unidata_version})
     return "bpe"

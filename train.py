@@ -31,9 +31,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 import checkpoint
-import toy
 from corrupt import Corruption, Draws, M, corrupt, draw_bundle, three_term_loss
-from data import Parser, fail, generator, pick_device, write_json
+from lib import toy
+from lib.util import Parser, fail, generator, pick_device, write_json
 from model import Context, Model, sequence_context
 from settings import Corpus, build_parser, is_toy, load_corpus, settle
 

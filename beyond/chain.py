@@ -26,8 +26,8 @@ import checkpoint
 import settings
 import train
 from beyond.stage_b_only import stage_b_losses, stage_b_recipe
-from corrupt import M, draw_bundle, first_masked, three_term_loss, uniform
-from data import Parser, bounded, fail
+from corrupt import M, draw_bundle, three_term_loss
+from lib.util import Parser, bounded, fail, first_masked, uniform
 from model import Model, sequence_context
 from sample import precedence
 from train import Batch, Losses, Recipe, batch_context, corrupt_batch

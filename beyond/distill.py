@@ -22,7 +22,7 @@ from beyond.chain import CleanCache, bundle_as_decoded, stage_b_target
 from beyond.joint_head import masks_as_decoded, summed
 from cache import Cached
 from corrupt import M, cross_entropy, three_term_loss
-from data import bounded, fail
+from lib.util import bounded, fail
 from model import Model
 from sample import Decoding
 from train import Batch, Losses, Recipe, batch_context, lora_everywhere

@@ -33,8 +33,8 @@ import train
 from beyond import chain
 from beyond.chain import CleanCache, bundle_as_decoded, stage_b_target
 from cache import Cached
-from corrupt import M, cross_entropy, first_masked, kinds, three_term_loss, uniform
-from data import Parser, bounded, fail, generator
+from corrupt import M, cross_entropy, kinds, three_term_loss
+from lib.util import Parser, bounded, fail, first_masked, generator, uniform
 from model import Block, Config, Context, Model, rotary
 from sample import Decoding, candidates, select_bundle
 from train import Batch, Losses, Recipe, corrupt_batch

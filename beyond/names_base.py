@@ -30,10 +30,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 import checkpoint
-import data
-from data import Parser, bounded, fail, generator
+from lib import data, util
+from lib.tokenizer import Tokenizer, learn_bpe
+from lib.util import Parser, bounded, fail, generator
 from model import Config, Context, Model, rotary
-from tokenizer import Tokenizer, learn_bpe
 
 # R rows, T positions, B block_length, V vocabulary
 
@@ -46,8 +46,8 @@ def load_names(folder: Path) -> tuple[dict[str, list[Tensor]], Tokenizer]:
     """{"train": rows, "val": rows}, each row int64 ids, its last block filled with eos, as decoding fills it. The
     tokenizer is learned from all names, and written beside the weights."""
     if not (folder / "tokenizer.json").exists():
-        data.write_json(folder / "tokenizer.json", learn_bpe(data.unicode_names(), data.NAMES_VOCAB))
-        data.write_json(folder / "names.json", {"unidata_version": data.unicodedata.unidata_version})
+        util.write_json(folder / "tokenizer.json", learn_bpe(data.unicode_names(), data.NAMES_VOCAB))
+        util.write_json(folder / "names.json", {"unidata_version": data.unicodedata.unidata_version})
     tokenizer = checkpoint.load_tokenizer(folder, "bpe")
 
     rows = {"train": [], "val": []}
@@ -209,7 +209,7 @@ def run(args: Namespace, resume: bool) -> None:
     done = 0
     if resume and (folder / "state.safetensors").exists():
         done = checkpoint.restore_state(model, optimizer, folder)
-    data.write_json(folder / SETTINGS, vars(args))
+    util.write_json(folder / SETTINGS, vars(args))
     checkpoint.rewind_log(folder / "log.jsonl", done)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{parameters:,} parameters, steps {done}..{args.max_iters} of {args.batch_size} names -> {folder}")
@@ -260,7 +260,7 @@ def main() -> None:
     del args.init_from
     if resume:
         args = Namespace(
-            **data.read_json(folder / SETTINGS, "run of this script to resume") | {"out_dir": args.out_dir}
+            **util.read_json(folder / SETTINGS, "run of this script to resume") | {"out_dir": args.out_dir}
         )
     elif (folder / SETTINGS).exists() or (folder / "config.json").exists():
         fail(f"{folder} already holds a run or a checkpoint: choose another --out_dir, or --init_from resume")

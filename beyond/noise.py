@@ -21,8 +21,8 @@ from beyond import chain
 from beyond.chain import CleanCache, bundle_as_decoded, greedy_chain, leaders, stage_a_look
 from beyond.stage_b_only import StageBOnly, adapt, stage_b_losses
 from cache import Cached
-from corrupt import M, uniform
-from data import fail, generator
+from corrupt import M
+from lib.util import fail, generator, uniform
 from model import Model
 from train import Batch, Losses, Recipe, corrupt_batch
 

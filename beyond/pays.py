@@ -42,11 +42,12 @@ from beyond.rule_steps import follow
 from beyond.seeds import Draws, interval
 from cache import Output
 from checkpoint import load_model, load_tokenizer
-from data import Parser, bounded, exists, fail, pick_device, replace_file
 from evaluate import print_table
+from lib.data import exists
+from lib.tokenizer import Tokenizer
+from lib.util import Parser, bounded, fail, pick_device, replace_file
 from model import Model
 from sample import Decoding, generate
-from tokenizer import Tokenizer
 
 # P settings, S seeds of training, R prompts, C beginnings, W resamples
 

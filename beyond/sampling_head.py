@@ -37,8 +37,8 @@ import train
 from beyond.chain import AT_ONCE, CleanCache
 from beyond.joint_head import dense_blocks, masks_as_decoded
 from cache import Cached
-from corrupt import M, cross_entropy, ranks
-from data import Parser, bounded, fail, generator
+from corrupt import M, cross_entropy
+from lib.util import Parser, bounded, fail, generator, ranks
 from model import Context, Linear, Model, rotary
 from sample import Decoding, precedence, select_bundle
 from train import Batch, Losses, Recipe

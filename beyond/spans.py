@@ -20,10 +20,11 @@ from torch import Tensor
 from beyond.chain import best_tokens, greedy_chain
 from cache import Cached, is_finished
 from checkpoint import load_tokenizer
-from data import Parser, bounded, fail, is_validation, load_text
+from lib.data import is_validation, load_text
+from lib.tokenizer import Tokenizer
+from lib.util import Parser, bounded, fail
 from model import Model
 from sample import Decoding, step_of
-from tokenizer import Tokenizer
 
 # R spans (rows), B block_length, V vocabulary, n masked positions
 

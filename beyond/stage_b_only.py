@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from corrupt import M, three_term_loss
-from data import generator
+from lib.util import generator
 from model import Context, Model
 from train import Batch, Losses, Recipe, Step, batch_context
 

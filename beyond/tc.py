@@ -37,8 +37,8 @@ from beyond.noise import quantile
 from beyond.spans import FILL, LogProbs, at_rows, fill, stage_a_log_probs
 from cache import Cached
 from checkpoint import load_model
-from data import bounded, fail, generator, pick_device
 from evaluate import print_table
+from lib.util import bounded, fail, generator, pick_device
 
 # R rows, B block_length, V vocabulary, D draws, n positions of a bundle, N different bundles, W resamples
 

@@ -41,11 +41,11 @@ from beyond.seeds import interval
 from beyond.spans import FILL, Span, at_rows, chain, fill, is_python, stage_a_log_probs
 from cache import Cached
 from checkpoint import load_model, load_tokenizer
-from data import Parser, fail, pick_device
 from evaluate import print_table
+from lib.tokenizer import Tokenizer
+from lib.util import Parser, fail, pick_device
 from model import Model
 from sample import step_of
-from tokenizer import Tokenizer
 
 # R spans (rows), B block_length, P settings, S seeds of training, C documents, W resamples
 

@@ -22,12 +22,12 @@ from pathlib import Path
 
 import torch
 
-import toy
 from checkpoint import adapter_settings, load_model
-from data import Parser, bounded, fail, generator, pick_device, read_json
 from evaluate import DECODERS, ONE_STEP, load_task, print_table, quality
+from lib import toy
+from lib.toy import ROWS, Toy
+from lib.util import Parser, bounded, fail, generator, pick_device, read_json
 from model import Model
-from toy import ROWS, Toy
 
 # N contexts, S support tuples, m answer positions, V answer symbols, n draws
 

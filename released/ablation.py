@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cache import Cached
-from corrupt import first_masked
+from lib.util import first_masked
 from sample import Decoding, candidates, select_bundle
 
 # R rows in flight, B block_length

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import sample
 from checkpoint import load_tokenizer, read_config
-from data import fail
-from terminal import build_parser
+from lib.show import build_parser
+from lib.util import fail
 
 
 def chat(user: str, system: str | None = None) -> str:

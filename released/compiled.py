@@ -24,9 +24,9 @@ from torch._dynamo import config as dynamo
 import sample
 from cache import Cached
 from checkpoint import load_model
-from data import fail
+from lib.show import build_parser
+from lib.util import fail
 from model import Block, Context, Model, MoE, rotate
-from terminal import build_parser
 
 # R rows, T positions of a pass (B, or 2B with the next block), N = R*T tokens, S keys, C channels, H heads,
 # G key/value heads, D head dim, B block_length, E experts, A active experts, F expert width

@@ -39,9 +39,9 @@ from convert_weights import (
     survey,
     write_folder,
 )
-from data import Parser, fail, read_json, write_json
+from lib.tokenizer import learn_bpe
+from lib.util import Parser, fail, read_json, write_json
 from model import Config
-from tokenizer import learn_bpe
 
 # C channels (n_embd), K = n_rounds, r rank of an adapter
 

@@ -45,9 +45,9 @@ from convert_weights import (
     to_ours,
     write_folder,
 )
-from data import fail, read_json, replace_file, write_json
+from lib.tokenizer import bpe_tokenizer
+from lib.util import fail, read_json, replace_file, write_json
 from model import Config, Linear, Model, MoE
-from tokenizer import bpe_tokenizer
 
 # M rows of activations, N and K rows and columns of a matrix, E experts, A active experts, C channels, T tokens
 

@@ -33,15 +33,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-import data
 from cache import Output
 from checkpoint import DTYPES, load_model, load_tokenizer, stored
-from data import Parser, bounded, fail
 from evaluate import GATES, draw_names, print_table
+from lib import data, util
+from lib.tokenizer import Tokenizer
+from lib.util import Parser, bounded, fail
 from model import Config, Model, sequence_context
 from released.int8 import int8_model
 from sample import MODES, Decoding, generate
-from tokenizer import Tokenizer
 
 # S states, T positions, B block_length, P positions of all states, V vocabulary, N and K rows and columns of a matrix
 
@@ -245,7 +245,7 @@ def compare(args: Namespace) -> None:
 def golden(args: Namespace) -> None:
     """How many of the official code's recorded runs stay equal, token for token. Tiny random weights: a hard case."""
     path = args.golden / "expected.json"
-    cases = data.read_json(path, "recorded runs")["cases"]
+    cases = util.read_json(path, "recorded runs")["cases"]
     for dtype in DTYPES:
         equal, shares = 0, 0.0
         for case in cases:

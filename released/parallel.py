@@ -31,9 +31,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tqdm import tqdm
 
 import checkpoint
-import data
 import train
 from checkpoint import save_tensors
+from lib import data, util
 from model import Model, MoE
 from settings import Corpus, build_parser, load_corpus
 from train import Recipe, Step, micro_batches, named_terms
@@ -53,7 +53,7 @@ def start() -> None:
     try:
         store, _, _ = next(dist.rendezvous("env://"))
     except (ValueError, RuntimeError) as e:
-        data.fail(f"RANK is set, but the other processes cannot be reached ({e}): start them with torchrun")
+        util.fail(f"RANK is set, but the other processes cannot be reached ({e}): start them with torchrun")
     data.print = lambda *words, **how: print(*words, **how) if store.add("errors", 1) == 1 else None
     if RANK:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for as long as the process lives)
@@ -62,23 +62,23 @@ def start() -> None:
 
 
 def pick_device(name: str) -> torch.device:
-    """data.pick_device, and of several GPUs this process's own."""
+    """util.pick_device, and of several GPUs this process's own."""
     if LAUNCHED and name not in ("auto", "cpu", "cuda"):
-        data.fail(f"--device {name}: under torchrun it is cpu or cuda, each process taking the GPU of its number")
+        util.fail(f"--device {name}: under torchrun it is cpu or cuda, each process taking the GPU of its number")
     if LAUNCHED and name != "cpu" and torch.cuda.is_available():
         if int(os.environ["LOCAL_RANK"]) >= torch.cuda.device_count():
-            data.fail(f"more processes here than the {torch.cuda.device_count()} GPUs: lower --nproc_per_node")
+            util.fail(f"more processes here than the {torch.cuda.device_count()} GPUs: lower --nproc_per_node")
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # "cuda" is this one from here on
-    return data.pick_device("cpu" if LAUNCHED and name == "auto" and not torch.cuda.is_available() else name)
+    return util.pick_device("cpu" if LAUNCHED and name == "auto" and not torch.cuda.is_available() else name)
 
 
 def join(device: torch.device, **rows: int) -> None:
     """Meet the other processes, all of which have read the same settings by then. rows: flags that they share out."""
     for flag, n in rows.items():
         if n % WORLD:
-            data.fail(f"--{flag} {n} does not divide by {WORLD} processes: give a multiple of {WORLD}")
+            util.fail(f"--{flag} {n} does not divide by {WORLD} processes: give a multiple of {WORLD}")
     if not LAUNCHED:
-        data.fail("this is one process: start several by torchrun --nproc_per_node N -m released.parallel")
+        util.fail("this is one process: start several by torchrun --nproc_per_node N -m released.parallel")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     group, patience = dist.PrefixStore("group", store), timedelta(minutes=30)  # process 0 may write for long
     dist.init_process_group(backend, store=group, rank=RANK, world_size=WORLD, timeout=patience)
@@ -163,7 +163,7 @@ def run(args: Namespace, recipe: Recipe, command: str, compiled: bool) -> None:
             raise
         why = str(e).splitlines()[0].split(". ")[0]
         go_on = train.resume_command(args, recipe)
-        data.fail(f"another process is gone ({why}); what was saved last is whole, go on with: {go_on}")
+        util.fail(f"another process is gone ({why}); what was saved last is whole, go on with: {go_on}")
 
 
 def prepare(
@@ -175,7 +175,7 @@ def prepare(
     join(device, batch_size=args.batch_size, eval_rows=args.eval_rows)
     corpus = load_corpus(args)
     if RANK:  # not before the rows: they may need a tokenizer that each process writes for itself
-        train.write_json = data.replace_file = checkpoint.replace_file = lambda path, write: None
+        train.write_json = util.replace_file = checkpoint.replace_file = lambda path, write: None
     model = checkpoint.start(args, corpus.tokens, recipe.adapt, torch.device("cpu"))
 
     # what was saved, while the model is still whole

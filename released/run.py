@@ -35,8 +35,9 @@ import torch
 from tqdm import tqdm
 
 from checkpoint import DTYPES, adapter_settings, load_model, load_tokenizer, read_config, weight_files
-from data import Parser, bounded, fail, replace_file
 from evaluate import wilson
+from lib.tokenizer import Tokenizer
+from lib.util import Parser, bounded, fail, replace_file
 from model import Config, Model
 from released import ablation, parallel
 from released.ablation import Ablation
@@ -44,7 +45,6 @@ from released.benchmarks import TASKS, Item, Task, read_jsonl
 from released.chat import chat
 from released.tables import Q, Run, differences, digest, evalplus_folder, read_run, summary, verdict_file
 from sample import MODES, Output, generate, settle_decoding
-from tokenizer import Tokenizer
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the command line

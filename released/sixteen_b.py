@@ -24,11 +24,11 @@ from torch import Tensor
 
 from checkpoint import DTYPES, PRESETS, load_model
 from convert_weights import Target, checkpoint_files, plan, write_folder
-from data import Parser, bounded, fail, generator, pick_device, write_json
+from lib.tokenizer import learn_bpe
+from lib.util import Parser, bounded, fail, generator, pick_device, write_json
 from model import Config, Model, MoE, sequence_context
 from released.export import released_config
 from sample import Decoding, generate
-from tokenizer import learn_bpe
 
 # B block_length, C channels, E experts, L layers, n = n_last, K = n_rounds
 

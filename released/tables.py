@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from cache import in_full
-from data import Parser, fail, read_json
 from evaluate import print_table, wilson
+from lib.util import Parser, fail, read_json
 from released.ablation import Ablation
 from released.benchmarks import TASKS
 from sample import MODES

@@ -11,15 +11,15 @@ from dataclasses import replace
 
 import torch
 
-import toy
 from checkpoint import load_model
-from data import Parser, fail, pick_device
 from evaluate import ONE_STEP, distances, load_task, one_step_table, print_table, quality
+from lib import toy
+from lib.toy import Toy
+from lib.util import Parser, fail, pick_device
 from released import ablation
 from released.ablation import Ablation
 from released.tables import MECHANISM
 from sample import MODES, Decoding
-from toy import Toy
 
 Table = tuple[list[str], list[list[str]]]  # head, rows
 

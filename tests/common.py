@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from checkpoint import PRESETS, new_model
-from data import generator
+from lib.toy import Toy
+from lib.util import generator
 from model import Config, Model
-from toy import Toy
 
 ROOT = Path(__file__).resolve().parent.parent
 V, MASK, EOS = 40, 38, 39

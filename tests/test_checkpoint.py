@@ -31,7 +31,7 @@ from checkpoint import (
     save_model,
     weight_files,
 )
-from data import generator
+from lib.util import generator
 from model import Config
 from presets import FIELDS, check
 

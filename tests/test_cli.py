@@ -16,11 +16,11 @@ import torch
 from common import ROOT, command_line, refused, tiny_model
 
 import convert_weights
-import data
 import evaluate
 import sample
 import train
 from checkpoint import load_model, save_model
+from lib import data
 from released import chat
 from tools import gallery, random_weights, toys
 from tools.trace_page import states
@@ -158,7 +158,7 @@ def test_a_seed_may_be_any_whole_number(ckpt, monkeypatch, capsys):
 
 
 def test_a_reader_who_leaves_is_no_error():
-    """`python -m tools.toys | head -1`, the pipe closed before the rest is written. Every script has data.Parser."""
+    """`python -m tools.toys | head -1`, the pipe closed before the rest is written. Every script has util.Parser."""
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", "tools.toys"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

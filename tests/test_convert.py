@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 import convert_weights
 from checkpoint import PRESETS, load_model
+from lib.tokenizer import bpe_tokenizer
 from model import Config
 from released.chat import chat
-from tokenizer import bpe_tokenizer
 
 GOLDEN = Path(__file__).parent / "data" / "golden_a"
 TOKENS = json.loads((GOLDEN / "tokenizer_expected.json").read_text())

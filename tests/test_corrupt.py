@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from common import MASK, V, approx, command_line, random_ids
 
-from corrupt import NONE, Corruption, G, M, W, corrupt, draw_bundle, first_masked, loss_weights, three_term_loss
-from data import generator
+from corrupt import NONE, Corruption, G, M, W, corrupt, draw_bundle, loss_weights, three_term_loss
+from lib.util import first_masked, generator
 from tools import gallery
 
 B = 8

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-import data
-from data import exists, is_validation, load_sequences, load_text, read_json, unicode_names, write_json
-from tokenizer import bpe_tokenizer, byte_tokenizer, learn_bpe
+from lib import data
+from lib.data import exists, is_validation, load_sequences, load_text, unicode_names
+from lib.tokenizer import bpe_tokenizer, byte_tokenizer, learn_bpe
+from lib.util import read_json, write_json
 
 TEXT = "naïve café, 日本\n"
 

@@ -18,12 +18,12 @@ from common import approx, command_line, conditional, refused, tiny_model
 
 import checkpoint
 import evaluate
-import toy
 import train
 from checkpoint import load_model, save_model
 from evaluate import ONE_STEP, distances, one_step_table, quality
+from lib import toy
+from lib.toy import answer_log_probs
 from tools.plots import chain_table
-from toy import answer_log_probs
 
 # sizes as small as the task allows, and as many steps as leave its marginals well below the 2 % asked for
 TASKS = {

@@ -7,15 +7,15 @@ from types import SimpleNamespace
 import pytest
 from common import approx, command_line, refused, tiny_model
 
-import data
 import evaluate
 import sample
-import terminal
 from cache import Output, in_full
 from checkpoint import PRESETS, new_model, save_adapter, save_model
-from data import exists, generator, is_validation, write_json
 from evaluate import draw_names, judge, name_decoders, wilson
-from tokenizer import byte_tokenizer, learn_bpe
+from lib import data, show
+from lib.data import exists, is_validation
+from lib.tokenizer import byte_tokenizer, learn_bpe
+from lib.util import generator, write_json
 
 TOKENIZER = byte_tokenizer()
 MODEL = SimpleNamespace(partial_cost=1 / 4, cfg=SimpleNamespace(order="surest"))
@@ -30,9 +30,9 @@ def judged(prompts: dict[str, list[int]], written: list[str], **nfe: float) -> d
 
 
 def test_the_verdict_is_the_character_or_that_there_is_none():
-    assert terminal.verdict("LATIN SMALL LETTER A") == "a (U+0061)"
-    assert terminal.verdict("ARABIC LIGATURE LAM WITH WITH MEEM ISOLATED FORM") == "(no such character)"
-    assert "upper case" in terminal.verdict("latin small letter a")
+    assert show.verdict("LATIN SMALL LETTER A") == "a (U+0061)"
+    assert show.verdict("ARABIC LIGATURE LAM WITH WITH MEEM ISOLATED FORM") == "(no such character)"
+    assert "upper case" in show.verdict("latin small letter a")
 
 
 def test_wilson():

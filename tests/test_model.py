@@ -8,7 +8,7 @@ import torch
 from common import MASK, random_ids, tiny_config, tiny_model
 
 from checkpoint import PRESETS, check
-from data import generator
+from lib.util import generator
 from model import Config, Model, MoE, block_causal_mask, doubled_mask, rotary, sequence_context
 from tools.bench import experts_loop
 

@@ -11,11 +11,11 @@ from common import EOS, MASK, approx, assert_same, command_line, random_ids, ref
 
 import cache
 import sample
-import terminal
 from checkpoint import save_model
-from data import generator
+from lib import show
+from lib.tokenizer import byte_tokenizer
+from lib.util import generator
 from sample import Decoding, Output, candidates, generate, generate_one, select_bundle
-from tokenizer import byte_tokenizer
 
 LENGTHS = [3, 8, 13, 16, 21]  # shorter than a block of 8, one block, inside a block, two blocks, inside the third
 GATES = [(0.7, 0.5), (0.3, 0.0), (0.9, None), (-1, 0.3)]
@@ -368,7 +368,7 @@ def test_a_checkpoint_without_its_tokenizer_decodes_ids_and_says_what_text_needs
 
 
 def settled(model, *argv: str) -> Decoding:
-    return sample.settle_decoding(terminal.build_parser("", sample.MODES).parse_args(argv), model)
+    return sample.settle_decoding(show.build_parser("", sample.MODES).parse_args(argv), model)
 
 
 def test_edits_are_ungated_where_stage_b_is_on_unless_the_gate_is_given():

@@ -11,11 +11,11 @@ import pytest
 import torch
 from common import coherent, command_line, conditional, refused
 
-import toy
-from data import generator
 from evaluate import distances
+from lib import toy
+from lib.toy import Toy, kl, make, product_table
+from lib.util import generator
 from tools import toys
-from toy import Toy, kl, make, product_table
 
 torch.set_num_threads(1)
 

@@ -20,7 +20,7 @@ import sample
 import train
 from checkpoint import save_model
 from corrupt import G, M, W, draw_bundle
-from data import generator
+from lib.util import generator
 from model import sequence_context
 from settings import build_parser, load_corpus, settle_new
 from train import Batch, cocommit_step, corrupt_batch, stage_a_draft, stage_a_step

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from checkpoint import adapter_settings, load_model, save_model
-from data import Parser, fail
+from lib.util import Parser, fail
 
 # what a model of names, of a learned BPE or of a toy has beside its weights
 BESIDE = ("tokenizer.json", "names.json", "toy.json")

@@ -42,7 +42,7 @@ from cache import Cached, Output
 from checkpoint import DTYPES, PRESETS, load_model, new_model
 from convert_weights import plan
 from corrupt import Corruption, M, corrupt, draw_bundle, loss_weights, three_term_loss
-from data import Parser, bounded, fail, generator, pick_device
+from lib.util import Parser, bounded, fail, generator, pick_device
 from model import Config, Context, Model, MoE, sequence_context
 from released.compiled import compile_blocks
 from released.export import released_config

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from checkpoint import PRESETS
 from convert_weights import Target, checkpoint_files, plan, write_folder
-from data import Parser, write_json
+from lib.tokenizer import learn_bpe
+from lib.util import Parser, write_json
 from model import Config
 from released.export import released_config
-from tokenizer import learn_bpe
 
 NOISE = torch.randint(256, (1 << 20,), dtype=torch.uint8)
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from corrupt import CORRUPTIONS, Corruption, G, M, W, corrupt, draw_bundle, loss_weights
-from data import Parser, bounded, fail, generator
-from tokenizer import byte_tokenizer
+from lib.tokenizer import byte_tokenizer
+from lib.util import Parser, bounded, fail, generator
 
 # T positions of the one row, B block_length
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from beyond import tc
-from data import Parser, bounded, generator
 from evaluate import print_table
-from toy import Toy
+from lib.toy import Toy
+from lib.util import Parser, bounded, generator
 
 # S tuples, n positions, V symbols, D draws
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from checkpoint import PRESETS
-from data import Parser, bounded
+from lib.util import Parser, bounded
 from model import Config, Model
 
 # T positions of a row, C channels, V vocabulary, D head dim, L layers, n = n_last

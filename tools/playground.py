@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 from checkpoint import adapter_settings, load_model, load_tokenizer, read_tensors, weight_files
-from data import Parser, exists, fail, replace_file
 from evaluate import draw_names
+from lib.data import exists
+from lib.tokenizer import Tokenizer, unicodedata
+from lib.util import Parser, fail, replace_file
 from model import Model
 from sample import Decoding, generate
-from tokenizer import Tokenizer, unicodedata
 from tools.trace_page import fill_template
 
 HERE = Path(__file__).parent

@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from data import Parser, fail
+from lib.util import Parser, fail
 from tools.playground import page
 
 FOUND = filter(None, map(shutil.which, ("google-chrome", "chromium", "chrome")))

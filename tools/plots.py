@@ -29,14 +29,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import toy
 from beyond import pays, seeds, text
 from beyond.pays import System
 from checkpoint import load_model
-from data import Parser, fail, pick_device, replace_file
 from evaluate import load_task, one_step_table
+from lib import toy
+from lib.toy import Toy
+from lib.util import Parser, fail, pick_device, replace_file
 from model import Model
-from toy import Toy
 
 # N contexts, S support tuples, m answer positions, P settings, R prompts, C clusters of equal prompts, W resamples
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from checkpoint import DTYPES, PRESETS, new_model, save_model
-from data import Parser, fail, generator
+from lib.util import Parser, fail, generator
 
 
 def main() -> None:

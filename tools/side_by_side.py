@@ -21,11 +21,12 @@ import torch
 
 from cache import Output, in_full
 from checkpoint import adapter_settings, load_model, load_tokenizer
-from data import Parser, bounded, exists, fail, pick_device
 from evaluate import draw_names
+from lib.data import exists
+from lib.tokenizer import Tokenizer
+from lib.util import Parser, bounded, fail, pick_device
 from model import Model
 from sample import Decoding, generate
-from tokenizer import Tokenizer
 
 Way = tuple[Model, Decoding]
 

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoint import PRESETS, new_model, save_model
-from data import Parser, generator
+from lib.util import Parser, generator
 
 ROOT = Path(__file__).resolve().parent.parent
 CLOCK = {"ms", "seconds"}  # what a clock says

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Generator, Tensor
 
 import tiny
-from data import Parser, replace_file
+from lib.util import Parser, replace_file
 
 SERIES = ["truth", "Stage A", "Stage B, clean target", "Stage B, chain target"]
 PAIRS = [

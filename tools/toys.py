@@ -9,8 +9,8 @@ import math
 
 import torch
 
-from data import Parser, bounded, fail
-from toy import TASKS, make, sizes
+from lib.toy import TASKS, make, sizes
+from lib.util import Parser, bounded, fail
 
 
 def first_max(p: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ import re
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from data import Parser, fail, replace_file
+from lib.util import Parser, fail, replace_file
 
 # A record is one line of `sample.py --json`. Steps are counted from 1; "after step 0" is the prompt and masks.
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-import toy
+from lib import toy
 
 # task -> its size, and n: the conditional CDFs of these tables step at multiples of 1/n only (modes: 0.6 for the shared
 # token, then 1/2)

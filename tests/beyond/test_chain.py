@@ -9,7 +9,6 @@ from common import MASK, coherent, command_line, conditional, random_ids, refuse
 from safetensors.torch import load_file
 
 import sample
-import toy
 import train
 from beyond import chain, stage_b_only
 from beyond.chain import (
@@ -25,7 +24,8 @@ from beyond.chain import (
 )  # fmt: skip
 from checkpoint import save_model
 from corrupt import draw_bundle
-from data import generator
+from lib import toy
+from lib.util import generator
 from model import sequence_context
 from sample import Decoding, generate
 from train import Batch, lora_everywhere

@@ -15,7 +15,7 @@ import torch
 from beyond import joint_head, sampling_head
 from beyond.costs import SHADOWS, VERIFICATION, costs, full_forward
 from checkpoint import new_model
-from data import generator
+from lib.util import generator
 from model import Config
 
 FORWARDS = {"full": 3, "partial": 0.75, "commit": 2}

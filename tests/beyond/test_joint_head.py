@@ -15,7 +15,7 @@ from beyond import distill, joint_head
 from beyond.chain import CleanCache
 from beyond.joint_head import JointHead, joint_head_step, masks_as_decoded
 from corrupt import G, M
-from data import generator
+from lib.util import generator
 from model import Context, rotary, sequence_context
 from sample import Decoding, generate
 from train import Batch, corrupt_batch

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from beyond import names_base
 from checkpoint import PRESETS, load_model, new_model
-from data import generator
+from lib.util import generator
 from model import block_causal_mask, doubled_mask, sequence_context
 
 ASSETS = Path(__file__).parents[2] / "assets/names"

@@ -15,7 +15,7 @@ from beyond.chain import CleanCache, bundle_as_decoded, greedy_chain, stage_a_lo
 from beyond.noise import Noisy, drawn_chain, make_noisy, noise_step, noisy_step, quantile
 from cache import Cached
 from corrupt import M
-from data import generator
+from lib.util import generator
 from model import sequence_context
 from train import Batch, corrupt_batch
 

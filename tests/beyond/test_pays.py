@@ -21,7 +21,7 @@ from beyond.costs import layers_and_vocabulary, multiplications
 from beyond.joint_head import JointHead
 from beyond.sampling_head import SamplingHead
 from cache import Output
-from data import generator, write_json
+from lib.util import generator, write_json
 from sample import Decoding, generate, step_of
 
 

@@ -18,7 +18,7 @@ from beyond import sampling_head
 from beyond.joint_head import masks_as_decoded
 from beyond.sampling_head import SamplingHead, accept_or_repair, draw, earlier, head_mask, sampling_head_step
 from corrupt import M
-from data import generator
+from lib.util import generator
 from model import sequence_context
 from sample import Decoding, generate
 

@@ -10,7 +10,7 @@ from beyond import chain, stage_b_only
 from beyond.stage_b_only import StageBOnly, stage_b_losses, stage_b_recipe
 from checkpoint import load_model, save_adapter, save_model
 from corrupt import M, three_term_loss
-from data import generator
+from lib.util import generator
 from model import sequence_context
 from sample import Decoding, generate, generate_one
 from train import Batch

@@ -9,14 +9,15 @@ import torch
 from common import MASK, approx, command_line, conditional, tiny_model
 from grids import CDF_STEPS, grid
 
-import toy
 from beyond import spans, tc
 from beyond.chain import leaders
 from beyond.spans import at_rows
 from beyond.tc import by_confidence, conditionals, estimate, terms
 from cache import Cached
 from checkpoint import save_model
-from data import generator, is_validation
+from lib import toy
+from lib.data import is_validation
+from lib.util import generator
 from tools import known_tc
 
 

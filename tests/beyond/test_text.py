@@ -20,9 +20,10 @@ from beyond.pays import counted
 from beyond.spans import FILL, blocks, chain, cut, fill, pieces, stage_a_log_probs
 from cache import Cached
 from checkpoint import save_adapter, save_model
-from data import generator, is_validation
+from lib.data import is_validation
+from lib.tokenizer import byte_tokenizer
+from lib.util import generator
 from sample import generate
-from tokenizer import byte_tokenizer
 
 SOURCE = "class A:\n    def double(self, x):\n        return 2 * x\n\n\ndef f(a, b):\n    # add\n    return a + b\n"
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from common import approx, command_line, refused, tiny_model
 
-import toy
 from beyond import noise, stage_b_only, toys
 from beyond.toys import cell, kind, sampled_kl
 from checkpoint import save_adapter, save_model
-from data import generator, write_json
+from lib import toy
+from lib.util import generator, write_json
 
 MODES = toy.make("modes", V=6, n_ctx=2)  # three phrases of 0.4, 0.3 and 0.3 in each context
 

@@ -7,7 +7,7 @@ import torch
 from common import random_ids, tiny_model
 
 import cache
-import terminal
+from lib import show
 from released import ablation
 from released.ablation import Ablation
 from sample import MODES, Decoding, generate, settle_decoding
@@ -37,7 +37,7 @@ def test_one_default_for_the_command_line_and_for_who_calls_it():
     """K = 1 without a gate on edits, the paper's method as it is; without Stage B the released gate of 0.5."""
     model = tiny_model(n_rounds=1)
     for n_rounds, gate in ((1, 0.0), (0, 0.5)):
-        args = terminal.build_parser("", MODES).parse_args(["--n_rounds", str(n_rounds)])
+        args = show.build_parser("", MODES).parse_args(["--n_rounds", str(n_rounds)])
         settled = settle_decoding(args, model)
         assert settled == Decoding(n_rounds=n_rounds) and settled.tau_t2t == gate
         assert Ablation(n_rounds=n_rounds) == Ablation(**asdict(settled))

@@ -14,7 +14,7 @@ import sample
 from beyond import stage_b_only
 from cache import Cached
 from checkpoint import save_model
-from data import generator
+from lib.util import generator
 from model import Model, MoE, sequence_context
 from released import compiled
 from released.int8 import int8_model

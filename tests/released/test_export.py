@@ -16,7 +16,7 @@ from test_convert import GOLDEN, INDEX, VARIANTS, bits, released, variant
 
 import convert_weights
 from checkpoint import PRESETS, load_model, new_model, save_adapter, save_model
-from data import generator
+from lib.util import generator
 from model import sequence_context
 from released import export
 

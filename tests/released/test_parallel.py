@@ -22,7 +22,7 @@ import checkpoint
 import train
 from beyond import chain, noise
 from checkpoint import PRESETS, new_model, save_model
-from data import generator
+from lib.util import generator
 from released import parallel, tables
 from released import run as runs
 

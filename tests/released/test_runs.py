@@ -16,7 +16,7 @@ from test_benchmarks import code_record, write_task
 
 import convert_weights
 from checkpoint import load_model, save_adapter, save_model
-from data import generator
+from lib.util import generator
 from released import run as runs
 from released import tables
 from released.benchmarks import TASKS

@@ -8,7 +8,7 @@ from common import caller, random_ids, tiny_model
 
 from beyond.distill import Distilled
 from checkpoint import load_model, save_adapter, save_model
-from data import generator, write_json
+from lib.util import generator, write_json
 from model import sequence_context
 from tools import as_checkpoint
 

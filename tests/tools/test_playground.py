@@ -21,12 +21,13 @@ from test_trace_page import HOSTILE, browse, in_browser
 import sample
 from cache import in_full
 from checkpoint import load_model, load_tokenizer, save_adapter, save_model
-from data import exists, generator, unicode_names, write_json
 from evaluate import draw_names, wilson
+from lib.data import exists, unicode_names
+from lib.show import verdict
+from lib.tokenizer import byte_tokenizer
+from lib.util import generator, write_json
 from model import Model
 from sample import Decoding, generate, generate_one
-from terminal import verdict
-from tokenizer import byte_tokenizer
 from tools import playground
 
 BASE = ROOT / "assets" / "names"

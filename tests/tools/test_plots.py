@@ -11,9 +11,9 @@ import torch
 from common import ROOT, approx, command_line, refused, tiny_model
 
 import evaluate
-import toy
 from checkpoint import save_model
-from data import write_json
+from lib import toy
+from lib.util import write_json
 from tools import plots
 
 PLACES = {"cache": "speed", "step_time": "speed"}

@@ -5,10 +5,10 @@ import shutil
 import pytest
 from common import ROOT, approx, caller, tiny_model
 
-import terminal
 from checkpoint import load_tokenizer, save_model
-from data import write_json
 from evaluate import draw_names
+from lib import show
+from lib.util import write_json
 from tools import side_by_side
 
 NAMES = ROOT / "assets" / "names"
@@ -65,14 +65,14 @@ def test_mistakes(call, tmp_path):
 def test_what_a_joint_head_refused_is_seen_on_a_terminal(monkeypatch, capsys):
     """A step writes AB at 8 and 9, refuses Z at 10 and leaves 11: after it Z stands struck out beside the mask."""
     monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setattr(terminal.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(show.time, "sleep", lambda seconds: None)
     fill = [dict(at=at, token=at - 8, conf=0.9, token_a=at - 8, conf_a=0.9) for at in (8, 9)]
     step = dict(
         start=8, before=[3] * 4, after=[0, 1, 3, 3], fill=fill, edit=[], refused=[dict(at=10, token=2, conf=0.2)]
     )
-    pieces = {"0": "A", "1": "B", "2": "Z", "3": terminal.MASK}
-    terminal.play(dict(text="AB", pieces=pieces, mask_id=3, steps=[step]))
+    pieces = {"0": "A", "1": "B", "2": "Z", "3": show.MASK}
+    show.play(dict(text="AB", pieces=pieces, mask_id=3, steps=[step]))
     before, after = capsys.readouterr().out.replace("\x1b[K", "").split("\r")[1:]
-    M = terminal.MASK
+    M = show.MASK
     assert f"step   1  {M * 4}\x1b" in before
     assert f"step   1  AB{M}(A:Z){M}\x1b" in after

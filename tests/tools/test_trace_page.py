@@ -12,11 +12,11 @@ import torch
 from common import MASK, ROOT, command_line, random_ids, refused, tiny_model
 
 import sample
-import terminal
 from checkpoint import load_model, save_model
+from lib import show
+from lib.show import show_steps
+from lib.tokenizer import byte_tokenizer
 from sample import Decoding, generate
-from terminal import show_steps
-from tokenizer import byte_tokenizer
 from tools import trace_page
 from tools.playground_speed import BROWSER, QUIET
 from tools.trace_page import booked, page, picture, states
@@ -133,7 +133,7 @@ def test_steps_as_lines_by_hand(capsys):
 def test_steps_on_a_terminal_by_hand(monkeypatch, capsys):
     """The second block of `ours`: what is written is inverse, and Stage A's "San" struck out beside Stage B's "New"."""
     record = dict(planted(True), steps=planted(True)["steps"][:2])
-    monkeypatch.setattr(terminal.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(show.time, "sleep", lambda seconds: None)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("NO_COLOR", raising=False)
     styled = lambda style, text: "".join(f"\x1b[{style}m{c}\x1b[0m" for c in text)  # noqa: E731
@@ -143,12 +143,12 @@ def test_steps_on_a_terminal_by_hand(monkeypatch, capsys):
         "step   2  " + styled(7, "▒▒") + "▒▒",
         "step   2  " + styled(7, " New") + styled(9, "(A: San)") + styled(7, " York") + "▒▒",
     ]
-    terminal.play(record)
+    show.play(record)
     shown = ["\r\x1b[K\x1b[?7l" + line + "\x1b[?7h" for line in lines]
     assert capsys.readouterr().out == "".join(shown[:2]) + "\n" + "".join(shown[2:]) + "\n"
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "22")
-    terminal.play(record)
+    show.play(record)
     assert "step   2   New(A: San)\x1b" in capsys.readouterr().out  # cut, and in plain letters
 
 

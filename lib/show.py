@@ -11,9 +11,10 @@ from pathlib import Path
 
 from cache import Output, in_full
 from checkpoint import DTYPES
-from data import Parser, bounded, exists, fail
+from lib.data import exists
+from lib.tokenizer import Tokenizer
+from lib.util import Parser, bounded, fail
 from model import Config, Model
-from tokenizer import Tokenizer
 
 MASK = "▒"
 END = "∎"

@@ -19,7 +19,7 @@ from typing import NoReturn
 import numpy as np
 import tiktoken
 
-from data import fail, read_json
+from lib.util import fail, read_json
 
 try:
     import unicodedata

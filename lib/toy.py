@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data import fail, generator
+from lib.util import fail, generator
 from model import Model, sequence_context
 
 # R rows, N contexts, S support tuples, m answer positions, V symbols, Q quadrature nodes
