@@ -4,41 +4,37 @@ come back from them.
 config.json            the model's geometry and ids, written last: a folder that has one is whole
 model.safetensors      all parameters and markers, or shards with model.safetensors.index.json
 tokenizer.json         where the model reads byte-level BPE
-adapter.json           instead of config.json: the base and its fingerprint, LoRA's rank and scale, the geometry, and
-                       perhaps the module of beyond/ that made it
-adapter.safetensors    LoRA matrices and markers
+adapter.json           instead of config.json: where the base lies (relative to this folder) and its fingerprint, the
+                       geometry, LoRA's rank and scale or a head of beyond/, and the settings to decode it by
+adapter.safetensors    LoRA matrices and markers, or the head
 state.safetensors      what a training run resumes from: trained weights and AdamW's moments; log.jsonl, train.json
+
+A folder of either kind is loaded by load_model.
 """
 
 import hashlib
 import importlib
 import json
+import math
+import os
 import re
-import signal
-from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
+from lib.config import Config
 from lib.tokenizer import Tokenizer, bpe_tokenizer, byte_tokenizer
-from lib.util import fail, generator, read_json, replace_file, write_json
-from model import Config, Model
-from presets import FIELDS, PRESETS, SIZE, check, fits, new_model
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+from lib.util import fail, read_json, reading, replace_file, write_json
+from model import Model
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# files of tensors
-
-
+# --- files of tensors
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file, whole or not at all."""
     on_cpu = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
@@ -47,29 +43,16 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str
         # save_file makes a file that its owner alone may read: give it what others have
         temporary.touch()
         usual = temporary.stat().st_mode
-        try:
-            save_file(on_cpu, temporary, metadata)
-        except SafetensorError as e:  # a full disk
-            raise OSError(str(e)) from e
+        save_file(on_cpu, temporary, metadata)
         temporary.chmod(usual)
 
     replace_file(path, write)
 
 
-@contextmanager
-def open_tensors(path: Path) -> Iterator[safe_open]:
-    """A safetensors file, memory-mapped; a missing or damaged one is one line."""
-    try:
-        with safe_open(path, "pt") as file:
-            yield file
-    except (SafetensorError, OSError, ValueError) as e:
-        fail(f"{path} is missing, cut short, damaged or no safetensors file ({e}): copy or convert it again")
-
-
 def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of all tensors of these files, one at a time."""
     for path in files:
-        with open_tensors(path) as file:
+        with reading(path, "safetensors file"), safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 (it is no dict)
                 yield name, file.get_tensor(name)
 
@@ -80,14 +63,13 @@ def weight_files(folder: Path) -> list[Path]:
     if not index.exists():
         return [folder / "model.safetensors"]
 
-    shard_of = read_json(index, "weight index").get("weight_map")
-    if not isinstance(shard_of, dict):
-        fail(f"{index}: weight_map must say for each tensor in which file it is: copy the folder again")
-    for shard in shard_of.values():
+    with reading(index, "weight index"):
+        shards = sorted(set(read_json(index, "weight index")["weight_map"].values()))
+    for shard in shards:
         # a name and no path: what lies outside the folder is none of its weights
-        if not isinstance(shard, str) or not re.fullmatch(r"[^/\\\0]+\.safetensors", shard):
+        if not re.fullmatch(r"[^/\\\0]+\.safetensors", str(shard)):
             fail(f"{index}: {shard!r} in weight_map is not the name of a .safetensors file of this folder")
-    return [folder / shard for shard in sorted(set(shard_of.values()))]
+    return [folder / shard for shard in shards]
 
 
 def check_fit(path: Path, held: dict, expected: dict, hint: str, dropped: dict[str, str] | None = None) -> None:
@@ -110,99 +92,148 @@ def check_fit(path: Path, held: dict, expected: dict, hint: str, dropped: dict[s
             fail(f"{path}: {name}: {there} there, {wanted} in the model: {hint}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# a model's folder
+# --- a model's folder
+def new_model(cfg: Config, generator: torch.Generator, device: torch.device | str = "cpu") -> Model:
+    """Fresh weights: matrices are normal (initial_std), norms are one, markers and biases are zero."""
+    with torch.device("meta"):
+        model = Model(cfg)
+    model.to_empty(device=device)
+    for buffer in model.buffers():
+        buffer.zero_()
+    for name, p in model.named_parameters():
+        if name == "markers" or name.endswith("bias"):
+            p.data.zero_()
+        elif p.dim() == 1:  # norms
+            p.data.fill_(1.0)
+        else:
+            # drawn on the CPU, so that every device gets the same weights
+            drawn = torch.empty(p.shape).normal_(0.0, initial_std(name, cfg), generator=generator)
+            p.data.copy_(drawn)
+    return model
+
+
+def initial_std(name: str, cfg: Config) -> float:
+    """Standard deviation of a matrix's first values."""
+    # at 0.02 the layers drown a token's identity within steps, and copying visible tokens (two
+    # thirds of the terms) is learned late
+    if name == "wte.weight":
+        return 1.0
+    if name == "lm_head.weight":
+        return 0.02
+
+    # 2 L projections write to the residual stream: scaled down as in GPT-2, their sum keeps its
+    # size
+    std = cfg.n_embd**-0.5
+    if name.endswith(("proj.weight", "down.weight", "mlp.down")):
+        std = std / math.sqrt(2 * cfg.n_layer)
+    return std
 
 
 def stored(model: Model) -> dict[str, Tensor]:
-    """What model.safetensors holds: all but adapters, and a tied head once."""
+    """What model.safetensors holds: all but adapters and heads, and a tied LM head once."""
     kept = {}
     for name, tensor in model.state_dict().items():
         repeated = model.cfg.tied and name == "lm_head.weight"
-        if "lora_" not in name and not repeated:
+        if "lora_" not in name and not name.startswith("second_look.") and not repeated:
             kept[name] = tensor
     return kept
 
 
-def save_model(model: Model, folder: Path) -> None:
-    """Weights first, config last: a folder with a config.json has the weights that it speaks of."""
-    save_tensors(folder / "model.safetensors", stored(model))
+def save_model(model: Model, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
+    """Weights first, config last: a folder with a config.json has the weights that it speaks of.
+
+    weights: what stored(model) gives, where it is at hand.
+    """
+    save_tensors(folder / "model.safetensors", weights or stored(model))
     write_json(folder / "config.json", asdict(model.cfg))
 
 
 def read_config(folder: Path) -> Config:
-    """A folder's geometry, checked."""
+    """The geometry of a folder, or of an adapter's base."""
+    folder = base_of(folder)
     path = folder / "config.json"
-    raw = read_json(path, "checkpoint config (is this a checkpoint folder? an adapter's is given by --adapter)")
+    raw = read_json(path, "checkpoint config (is this a checkpoint folder?)")
+    if "model_type" in raw:
+        fail(f"{path} is a released checkpoint's: `python convert_weights.py --src {folder} --out DIR` first")
     raw.pop("fingerprint", None)  # of the base, not of the geometry: see fingerprint()
-    raw.pop("loader", None)  # how the weights are stored: see weights_loader()
-    try:
-        cfg = Config(**raw)
-    except TypeError as e:
-        hint = f"`python convert_weights.py --src {folder} --out DIR`"
-        fail(f"{path} does not fit this version ({e}); if this is a released checkpoint, convert it first: {hint}")
-    return check(cfg)
+    raw.pop("loader", None)  # how the weights are stored: see loader_of()
+    with reading(path, "checkpoint config"):
+        return Config(**raw)
 
 
-def check_last_layer(folder: Path, files: list[Path], cfg: Config) -> None:
-    """Refuse a config of more layers than are stored, before they are built."""
+def load_model(
+    folder: str | Path, device: torch.device | str, dtype: torch.dtype, kind: type[Model] = Model,
+    make_head: Callable[[Config], nn.Module] | None = None, **overrides,
+) -> Model:  # fmt: skip
+    """A model from its folder, or a base with an adapter from the adapter's.
+
+    Parameters take `dtype`; expert_bias and adapters stay float32. `kind` is Model, or one with other
+    layers; `make_head` gives it a new head, to be trained. `overrides` change config fields (n_last,
+    n_rounds, block_length); an adapter brings its own. Markers that the checkpoint lacks start at zero.
+    """
+    folder = Path(folder)
+    base = base_of(folder)
+    changes = {name: value for name, value in overrides.items() if value is not None}
+    adapter = None
+    if base != folder:
+        adapter = read_json(folder / "adapter.json", "adapter")
+        check_base(base, folder)
+        with reading(folder / "adapter.json", "adapter"):
+            changes["n_last"] = adapter["model"]["n_last"]
+            changes["n_rounds"] = adapter["model"]["n_rounds"]
+    cfg = replace(read_config(base), **changes)
+
+    # no memory yet for the base, only names and shapes
+    head = None
+    if make_head:
+        head = make_head(cfg)
+    elif adapter and "head" in adapter:
+        head = build_head(folder, adapter["head"], cfg)
+    check_last_layer(base, cfg)
+    with torch.device("meta"):
+        model = kind(cfg, head)
+    loader_of(base)(model, base, device, dtype)
+    if adapter:
+        load_adapter(model, folder, adapter)
+    return model
+
+
+def check_last_layer(folder: Path, cfg: Config) -> None:
+    """Refuse a config of more layers than are stored, before they are built: that takes time and memory."""
     prefix = f"layers.{cfg.n_layer - 1}."
-    for path in files:
-        with open_tensors(path) as file:
+    for path in weight_files(folder):
+        with reading(path, "safetensors file"), safe_open(path, "pt") as file:
             if any(name.startswith(prefix) for name in file.keys()):  # noqa: SIM118 (it is no dict)
                 return
     fail(f"{folder}: config.json has n_layer {cfg.n_layer}, but no tensor {prefix}* is stored: copy the folder again")
 
 
-def load_model(
-    folder: str | Path, device: torch.device | str, dtype: torch.dtype, adapter: str | Path | None = None, **overrides
-) -> Model:
-    """A model from its folder. Parameters take `dtype`, expert_bias stays float32. `overrides`
-    change config fields (n_last, n_rounds, block_length); an `adapter` (a folder) brings its own.
-    Markers that the checkpoint lacks start at zero.
-    """
-    folder = Path(folder)
-    cfg = read_config(folder)
-    changes = {name: value for name, value in overrides.items() if value is not None}
-    if adapter:
-        check_base(folder, adapter)
-        trained = adapter_settings(adapter)["model"]
-        changes["n_last"] = trained["n_last"]
-        changes["n_rounds"] = trained["n_rounds"]
-    cfg = check(replace(cfg, **changes))
-
-    model = weights_loader(folder)(folder, cfg, device, dtype)
-    if adapter:
-        load_adapter(model, adapter)
-    return model
-
-
-def weights_loader(folder: Path) -> Callable[..., Model]:
+def loader_of(folder: Path) -> Callable[[Model, Path, torch.device | str, torch.dtype], None]:
     """`load_weights`; or that of the module of released/ that config.json names, whose weights are
-    stored otherwise."""
+    stored otherwise.
+    """
     name = read_json(folder / "config.json", "checkpoint config").get("loader")
     if name is None:
         return load_weights
-    if not re.fullmatch(r"released\.\w+", str(name)):
-        fail(f"{folder}/config.json: loader {name!r} is no module of released/")
-    try:
-        return importlib.import_module(name).load_weights
-    except (ImportError, AttributeError):
-        fail(f"{folder}/config.json: there is no module {name} that loads weights")
+    return import_from("released", name, folder / "config.json").load_weights
 
 
-def load_weights(folder: Path, cfg: Config, device: torch.device | str, dtype: torch.dtype) -> Model:
-    """A model built on `meta` and filled tensor by tensor, so that no second copy exists."""
-    # building takes time and memory by the layer: first see that so many are stored
-    files = weight_files(folder)
-    check_last_layer(folder, files, cfg)
+def import_from(door: str, name: str, path: Path) -> object:
+    """The module of a folder of this repository that a JSON file names, and nothing else."""
+    with reading(path, "file"):
+        if not re.fullmatch(rf"{door}\.\w+", name):
+            fail(f"{path}: {name!r} is no module of {door}/")
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            fail(f"{path}: there is no module {name}")
 
-    # no memory yet, only names and shapes
-    with torch.device("meta"):
-        model = Model(cfg)
 
+def load_weights(model: Model, folder: Path, device: torch.device | str, dtype: torch.dtype) -> None:
+    """Fill a model that was built on `meta`, tensor by tensor, so that no second copy exists."""
+    cfg = model.cfg
     state = {}
-    for name, tensor in read_tensors(files):
+    for name, tensor in read_tensors(weight_files(folder)):
         kept_dtype = torch.float32 if name.endswith("expert_bias") else dtype
         state[name] = tensor.to(device=device, dtype=kept_dtype)
 
@@ -216,7 +247,6 @@ def load_weights(folder: Path, cfg: Config, device: torch.device | str, dtype: t
     if cfg.tied:
         model.lm_head.weight = model.wte.weight
     model.compute_dtype = dtype
-    return model
 
 
 def load_tokenizer(folder: Path, kind: str) -> Tokenizer | None:
@@ -225,49 +255,100 @@ def load_tokenizer(folder: Path, kind: str) -> Tokenizer | None:
     """
     if kind == "bytes":
         return byte_tokenizer()
-    path = folder / "tokenizer.json"
+    path = base_of(folder) / "tokenizer.json"
     if kind == "bpe" and path.exists():
         return bpe_tokenizer(path)
     return None
 
 
-def start(args: Namespace, tokens: dict, adapt: Callable[[Model, Namespace], None], device: torch.device) -> Model:
-    """What train.py's settings mean: a preset for these tokens (fields of a Config), or a folder's
-    model to adapt.
-    """
-    is_toy = tokens["tokenizer"] == "toy"
-    if args.init_from == "scratch":
-        preset = PRESETS[args.preset]
-        n_last = args.n_last
-        if n_last is None:
-            n_last = max(1, preset.n_layer // 2)
-        cfg = check(replace(preset, n_last=n_last, n_rounds=args.n_rounds, **tokens))
-        model = new_model(cfg, generator(args.seed, "init"), device)
-        model.compute_dtype = DTYPES[args.dtype]
-    else:
-        changes = {"n_last": args.n_last, "n_rounds": args.n_rounds, "block_length": args.block_length}
-        model = load_model(args.init_from, device, DTYPES[args.dtype], **changes)
-        if is_toy and any(getattr(model.cfg, name) != value for name, value in tokens.items()):
-            fail(f"--init_from {args.init_from} was trained on a toy of another size: give the same --toy")
-        adapt(model, args)
-
-    # a toy's rows have the length of its one block
-    block_length = model.cfg.block_length
-    longest = model.cfg.max_len
-    if not is_toy and (args.seq_len % block_length or args.seq_len > longest):
-        fail(f"--seq_len {args.seq_len} must be a multiple of --block_length {block_length}, at most {longest}")
-    model.checkpointing = args.checkpointing
-    return model
+def names_of(folder: Path) -> dict | None:
+    """What a model of names knows of its names; None of any other model."""
+    path = base_of(folder) / "names.json"
+    if not path.exists():
+        return None
+    return read_json(path, "names")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# an adapter's folder
+# --- an adapter's folder
 
 # an adapter fits a model that agrees in these
 ADAPTER_GEOMETRY = ("n_layer", "n_embd", "n_head", "n_kv_head", "n_last", "n_rounds")
 
 
-def fingerprint(folder: str | Path) -> str:
+def base_of(folder: Path) -> Path:
+    """Where the base of an adapter lies; of any other folder, itself."""
+    folder = Path(folder)
+    path = folder / "adapter.json"
+    if not path.exists():
+        return folder
+    with reading(path, "adapter"):
+        base = Path(os.path.normpath(folder / read_json(path, "adapter")["base"]))
+    if not (base / "config.json").exists():
+        fail(f"{path} names {base} as its base, where no checkpoint is: put it there, or correct `base`")
+    return base
+
+
+def decoding_defaults(folder: Path) -> dict:
+    """The settings of a decode that an adapter was made for; of any other folder none."""
+    path = Path(folder) / "adapter.json"
+    if not path.exists():
+        return {}
+    return read_json(path, "adapter").get("decoding", {})
+
+
+def check_base(base: Path, folder: Path) -> None:
+    """Refuse a base that is another one than the adapter in `folder` was trained on."""
+    path = folder / "adapter.json"
+    with reading(path, "adapter"):
+        expected = read_json(path, "adapter")["base_fingerprint"]
+    found = fingerprint(base)
+    if found != expected:
+        fail(f"{folder} was trained on a base whose fingerprint is {expected}; {base} has {found}: it is another one")
+
+
+def save_adapter(
+    model: Model, folder: Path, base: Path, settings: dict, weights: dict[str, Tensor] | None = None
+) -> None:
+    """settings: what else adapter.json says of it, LoRA's rank and scale or its head's sizes.
+
+    weights: what model.adapter_state() gives, where it is at hand.
+    """
+    about = {
+        "base": Path(os.path.relpath(base, folder)).as_posix(),
+        "base_fingerprint": fingerprint(base),
+        "model": {name: getattr(model.cfg, name) for name in ADAPTER_GEOMETRY},
+    }
+    save_tensors(folder / "adapter.safetensors", weights or model.adapter_state())
+    write_json(folder / "adapter.json", about | settings)
+
+
+def build_head(folder: Path, about: dict, cfg: Config) -> nn.Module:
+    """The head that adapter.json speaks of: this is the one door to beyond/."""
+    path = folder / "adapter.json"
+    with reading(path, "adapter"):
+        return import_from("beyond", about["module"], path).build(cfg, about)
+
+
+def load_adapter(model: Model, folder: Path, settings: dict) -> None:
+    """LoRA and markers, or a head, into a loaded model. They are float32 in every dtype of it."""
+    path = folder / "adapter.json"
+    with reading(path, "adapter"):
+        for name, trained in settings["model"].items():
+            if getattr(model.cfg, name) != trained:
+                fail(f"{folder} was trained with {name} {trained}, the base has {getattr(model.cfg, name)}")
+        if model.second_look is None:
+            alone = settings.get("lora_in_stage_b_alone", False)
+            model.add_lora(int(settings["lora_r"]), float(settings["lora_alpha"]), torch.Generator(), alone)
+        else:
+            model.second_look.to(model.wte.weight.device)
+
+    path = folder / "adapter.safetensors"
+    state = dict(read_tensors([path]))
+    check_fit(path, state, model.adapter_state(), "is this adapter whole?")
+    model.load_state_dict(state, strict=False)
+
+
+def fingerprint(folder: Path) -> str:
     """Which base a folder holds, as 16 hex digits. Only a few KB of each tensor are read, however
     large it is.
 
@@ -280,16 +361,13 @@ def fingerprint(folder: str | Path) -> str:
     fingerprint of what it was made from, as `fingerprint` in config.json. Where there is one, it is
     the answer.
     """
-    folder = Path(folder)
     inherited = read_json(folder / "config.json", "checkpoint config").get("fingerprint")
     if inherited is not None:
         return str(inherited)
 
     parts = {}
     for path in weight_files(folder):
-        # opened only to refuse a damaged file: what is memory-mapped may be read ahead, megabytes
-        # for every value
-        with open_tensors(path):
+        with reading(path, "safetensors file"):
             parts |= extracts(path)
     parts.pop("markers", None)
 
@@ -301,13 +379,15 @@ def fingerprint(folder: str | Path) -> str:
 
 
 def extracts(path: Path) -> dict[str, bytes]:
-    """name -> shape and some values of each tensor of a safetensors file."""
+    """name -> shape and some values of each tensor of a safetensors file. (safe_open would map the
+    file, and read megabytes ahead for every value.)
+    """
     floats = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     found = {}
     with open(path, "rb") as file:
         # the file: the header's size in 8 bytes, the header in JSON, the tensors
         header_size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(header_size))
+        header = json.loads(file.read(min(header_size, 10**8)))
         header.pop("__metadata__", None)
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
@@ -326,89 +406,9 @@ def extracts(path: Path) -> dict[str, bytes]:
     return found
 
 
-def check_base(base: str | Path, adapter: str | Path) -> None:
-    """Refuse an adapter that was trained on another base."""
-    settings = adapter_settings(adapter)
-    expected = settings["base_fingerprint"]
-    found = fingerprint(base)
-    if found != expected:
-        fail(f"wrong --ckpt for this adapter: {adapter} was trained on {settings['base']} when its fingerprint was "
-             f"{expected}; the fingerprint of {base} is {found}")  # fmt: skip
-
-
-def save_adapter(model: Model, folder: Path, settings: dict) -> None:
-    """settings["base"] is the folder of the model that was adapted; its fingerprint is taken now."""
-    geometry = {name: getattr(model.cfg, name) for name in ADAPTER_GEOMETRY}
-    known = {"base_fingerprint": fingerprint(settings["base"]), "model": geometry}
-    save_tensors(folder / "adapter.safetensors", model.adapter_state())
-    write_json(folder / "adapter.json", settings | known)
-
-
-def adapter_settings(folder: str | Path) -> dict:
-    """adapter.json, checked: base, base_fingerprint, lora_r, lora_alpha, model (the geometry it was
-    trained at), perhaps extension.
-    """
-    settings = read_json(Path(folder) / "adapter.json", "adapter (a folder that train.py --init_from DIR wrote)")
-    model = settings.get("model")
-    if not isinstance(model, dict):
-        model = {}
-
-    wrong = []
-    for name in ("base", "base_fingerprint"):
-        if not isinstance(settings.get(name), str):
-            wrong.append(name)
-    if not fits(settings.get("lora_r"), int, 1, SIZE):
-        wrong.append("lora_r")
-    if not fits(settings.get("lora_alpha"), float, 1e-12, 1e12):
-        wrong.append("lora_alpha")
-    for name in ADAPTER_GEOMETRY:
-        if not fits(model.get(name), *FIELDS[name]):
-            wrong.append(name)
-
-    # the module that loads it is one of beyond/, and nothing else
-    extension = settings.get("extension", "beyond.none")
-    if not isinstance(extension, str) or not re.fullmatch(r"beyond\.\w+", extension):
-        wrong.append("extension")
-
-    if wrong:
-        fail(f"{folder}/adapter.json: {wrong[0]} is missing or wrong: train the adapter again")
-    return settings
-
-
-def load_adapter(model: Model, folder: str | Path) -> None:
-    """LoRA and markers into a loaded model; an extension's adapter through the module that it
-    names.
-    """
-    settings = adapter_settings(folder)
-    trained = settings["model"]
-    for name in ADAPTER_GEOMETRY:
-        if getattr(model.cfg, name) != trained[name]:
-            fail(f"{folder} was trained with {name} {trained[name]}: wrong --ckpt for this adapter")
-
-    if "extension" not in settings:
-        model.add_lora(settings["lora_r"], settings["lora_alpha"], torch.Generator())
-    else:
-        # the one door to beyond/: the module makes the model ready for its adapter
-        try:
-            attach = importlib.import_module(settings["extension"]).attach
-        except (ImportError, AttributeError):
-            fail(f"{folder}/adapter.json: there is no extension {settings['extension']} that loads adapters")
-        attach(model, settings)
-
-    path = Path(folder) / "adapter.safetensors"
-    state = dict(read_tensors([path]))
-    check_fit(path, state, model.adapter_state(), "wrong --ckpt for this adapter?")
-    model.load_state_dict(state, strict=False)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# a training run's folder
-
-
-def save_state(model: Model, optimizer: torch.optim.Optimizer, step: int, folder: Path) -> None:
-    """Trained weights and moments of one step in one file, so that they belong together whenever
-    the power goes.
-    """
+# --- a training run's folder
+def training_state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Trained weights and their moments: param.NAME, exp_avg.NAME, exp_avg_sq.NAME and step.NAME."""
     state = {}
     name_of = {}
     for name, p in model.named_parameters():
@@ -418,7 +418,7 @@ def save_state(model: Model, optimizer: torch.optim.Optimizer, step: int, folder
     for p, moments in optimizer.state.items():
         for kind, tensor in moments.items():
             state[f"{kind}.{name_of[p]}"] = tensor
-    save_tensors(folder / "state.safetensors", state, {"step": str(step)})
+    return state
 
 
 def restore_state(model: Model, optimizer: torch.optim.Optimizer, folder: Path) -> int:
@@ -427,16 +427,13 @@ def restore_state(model: Model, optimizer: torch.optim.Optimizer, folder: Path) 
     """
     # an adapter goes on with the base that it began with
     if (folder / "adapter.json").exists():
-        check_base(adapter_settings(folder)["base"], folder)
+        check_base(base_of(folder), folder)
 
     path = folder / "state.safetensors"
     state = dict(read_tensors([path]))
     learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
     weights = {key.removeprefix("param."): tensor for key, tensor in state.items() if key.startswith("param.")}
     check_fit(path, weights, learned, "start again in a new --out_dir")
-
-    # keys are param.NAME, exp_avg.NAME, exp_avg_sq.NAME and step.NAME
-    steps = 0
     for key, tensor in state.items():
         kind, name = key.split(".", 1)
         p = learned[name]
@@ -444,59 +441,5 @@ def restore_state(model: Model, optimizer: torch.optim.Optimizer, folder: Path) 
             p.data.copy_(tensor)
         else:
             optimizer.state[p][kind] = tensor.to(p.device)
-        if kind == "step":
-            steps = max(steps, int(tensor))
-    return steps
-
-
-def rewind_log(path: Path, step: int) -> None:
-    """Drop lines at or after `step` (written after the last save) and a line cut short by a kill."""
-    lines = []
-    if path.exists():
-        lines = path.read_bytes().splitlines()
-    kept = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-            earlier = record["step"] < step
-            validation = record["step"] == step and "val" in record  # of the weights after `step` steps
-        except (ValueError, KeyError, TypeError):
-            break
-        if earlier or validation:
-            kept.append(line + b"\n")
-    replace_file(path, lambda temporary: temporary.write_bytes(b"".join(kept)))
-
-
-def resumable(folder: Path, flags: dict, given: set[str]) -> dict:
-    """The settings of the run in a folder; `given` flags, which a resumed run cannot change, must
-    agree with them.
-    """
-    path = folder / "train.json"
-    saved = read_json(path, "training run to resume (--out_dir of an earlier run)")
-    for name in flags:
-        if name not in saved:
-            fail(f"{path} lacks {name}: it is not a whole run's settings; start in a new --out_dir")
-    for name in given:
-        if flags[name] != saved[name]:
-            fail(f"--{name} {flags[name]} differs from the run's {saved[name]}: leave it out, or use a new --out_dir")
-    return saved
-
-
-@contextmanager
-def interruptible() -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM ask the loop to finish its step and save; a second one stops at once."""
-    caught: list[int] = []
-
-    def handler(number: int, frame: object) -> None:
-        if caught:
-            raise KeyboardInterrupt
-        caught.append(number)
-
-    before = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
-        before[number] = signal.signal(number, handler)
-    try:
-        yield caught
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+    with reading(path, "state"), safe_open(path, "pt") as file:
+        return int(file.metadata()["step"])

@@ -22,13 +22,15 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import check, check_fit, open_tensors, stored, weight_files
+from checkpoint import check_fit, stored, weight_files
+from lib.config import Config
 from lib.tokenizer import EOS, MASK, bpe_tokenizer
-from lib.util import Parser, fail, read_json, replace_file, write_json
-from model import Config, Model
+from lib.util import Parser, command, fail, read_json, reading, replace_file, write_json
+from model import Model
 
 # C channels (n_embd), E experts, F expert width
 
@@ -143,7 +145,7 @@ class Target:
         """Its pieces one after the other, in memory one at a time."""
         # neighbours in one file are read while it is open
         for path, pieces in groupby(self.pieces, key=lambda piece: piece.file):
-            with open_tensors(path) as file:
+            with reading(path, "safetensors file"), safe_open(path, "pt") as file:
                 for piece in pieces:
                     yield file.get_tensor(piece.name).to(DTYPES[self.dtype])
 
@@ -156,7 +158,7 @@ def survey(folder: Path) -> dict[str, Stored]:
     """Every tensor of a checkpoint by name."""
     found: dict[str, Stored] = {}
     for path in weight_files(folder):
-        with open_tensors(path) as file:
+        with reading(path, "safetensors file"), safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 (a safe_open is no dict)
                 part = file.get_slice(name)
                 dtype = part.get_dtype()
@@ -256,7 +258,7 @@ def our_config(raw: dict, path: Path, eos_id: int, mask_id: int) -> Config:
     values = {ours: config_value(raw, name, kinds[ours], path) for name, ours in FIELDS.items()}
     values["rotary_dim"] = rotary_width(raw, values["head_dim"], path)
     values["n_last"] = min(Config.n_last, values["n_layer"])
-    return check(Config(**values, eos_id=eos_id, mask_id=mask_id, tokenizer="bpe"))
+    return Config(**values, eos_id=eos_id, mask_id=mask_id, tokenizer="bpe")
 
 
 def config_value(raw: dict, name: str, kind: type, path: Path) -> bool | int | float:
@@ -418,6 +420,7 @@ def convert(src: Path, out: Path) -> None:
     write_folder(out, files, announce(found, shards, src, out))
 
 
+@command
 def main(doc: str = __doc__, src: str = "folder of the released checkpoint", converter: Callable = convert) -> None:
     """The command line of a conversion, this one or another: its manual, what --src is, and what converts."""
     parser = Parser(doc)

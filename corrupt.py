@@ -28,7 +28,6 @@ nor on their number.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -36,9 +35,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
 
 from lib.util import first_masked, uniform
-
-if TYPE_CHECKING:
-    from model import Model
+from model import Model
 
 # R rows, T positions (a multiple of B), B block_length, C channels, V vocabulary, P positions that carry a loss
 
@@ -55,6 +52,10 @@ LAMBDA_CLEAN = 0.2
 
 CORRUPTIONS = ("mask", "random", "draft")
 
+# neither the paper nor LLaDA2.1 publishes a rate
+REPLACE_RATE = 0.1  # random: the share of visible tokens that are replaced
+DRAFT_RATE = 0.3  # draft: the share of masks that the draft fills
+
 # one generator a row, from which all of its random numbers come
 Draws = list[torch.Generator]
 
@@ -70,9 +71,6 @@ class Corruption:
     block_length: int
     mask_id: int
     n_plain: int  # ids 0..n_plain-1 are ordinary tokens
-    # neither the paper nor LLaDA2.1 publishes a rate
-    replace_rate: float = 0.1  # random: the share of visible tokens that are replaced
-    draft_rate: float = 0.3  # draft: the share of masks that the draft fills
 
 
 def corrupt(
@@ -94,14 +92,14 @@ def corrupt(
 
     if how.name == "random":
         # some of what is visible becomes a random token, which may happen to be the right one
-        replaced = uniform(draws, T) < how.replace_rate
+        replaced = uniform(draws, T) < REPLACE_RATE
         replaced = free & ~masked & replaced.to(x.device)
         token = (uniform(draws, T) * how.n_plain).long()
         z = torch.where(replaced, token.to(x.device), z)
 
     if how.name == "draft":
         # some of the masks are filled with the model's own guess
-        drafted = uniform(draws, T) < how.draft_rate
+        drafted = uniform(draws, T) < DRAFT_RATE
         drafted = masked & drafted.to(x.device)
         z = z.masked_scatter(drafted, draft(z, drafted))
 
@@ -118,23 +116,25 @@ def kinds(x: Tensor, z: Tensor, free: Tensor, mask_id: int) -> Tensor:
 
 
 # --- the bundle
-def draw_bundle(masked: Tensor, group: int, s_min: int, s_max: int, draws: Draws) -> Tensor:
-    """The bundle of a training row (paper, Sec. 4.1 i): in each run of `group` positions (a block,
-    or the whole row) s ~ Uniform{s_min..s_max} of the masked ones, uniformly; all of them where
-    fewer than s are masked.
+def draw_bundle(masked: Tensor, block_length: int, s_min: int, s_max: int, draws: Draws) -> Tensor:
+    """The bundle of a training row (paper, Sec. 4.1 i): in each block s ~ Uniform{s_min..s_max} of the
+    masked positions, uniformly; all of them where fewer than s are masked.
 
     masked (R, T) bool -> (R, T) bool. It is a function of z and of chance alone, never of x. So the
     bundle says nothing new about the text, and the clean tokens as a target cannot teach Stage B
     how they depend on one another (results/theorem).
-    """
-    n_groups = masked.shape[1] // group
 
-    # how many, in each group
-    size = s_min + (uniform(draws, n_groups) * (s_max - s_min + 1)).long()  # (R, n_groups)
+    The paper does not say whether a row has one bundle or each block its own. Each block has, because
+    in decoding a bundle always lies in one block. Earlier blocks draw bundles, too.
+    """
+    n_blocks = masked.shape[1] // block_length
+
+    # how many, in each block
+    size = s_min + (uniform(draws, n_blocks) * (s_max - s_min + 1)).long()  # (R, n_blocks)
 
     # which ones: those that draw the smallest numbers
     key = uniform(draws, masked.shape[1])
-    return first_masked(key.to(masked.device), masked, size.to(masked.device), group)
+    return first_masked(key.to(masked.device), masked, size.to(masked.device), block_length)
 
 
 # --- the loss
@@ -152,13 +152,15 @@ def loss_weights(kind: Tensor, fill: Tensor) -> Tensor:
     return weight
 
 
-def three_term_loss(model: "Model", h: Tensor, target: Tensor, kind: Tensor, fill: Tensor) -> tuple[Tensor, Tensor]:
+def three_term_loss(
+    model: Model, h: Tensor, target: Tensor, kind: Tensor, fill: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Eq. 1: weighted cross-entropies to `target` at the same position (no shift), summed, in nats.
 
     h (R, T, C) states before the head, or (R, 2T, C) of rows beside their clean copy, which has no loss;
     target (R, T) int64; kind (R, T) uint8 and fill (R, T) bool as in `loss_weights`.
     -> the sum, a scalar, to be divided by the number of real tokens (one denominator keeps the terms in Eq. 1's ratio);
-       terms (3, 2) float32: for m2t, edit and clean the unweighted sum of cross-entropies and the number of positions.
+       for m2t, edit and clean (2,) float32: the unweighted sum of cross-entropies and the number of positions.
     """
     h = h[:, : kind.shape[1]]
 
@@ -170,14 +172,18 @@ def three_term_loss(model: "Model", h: Tensor, target: Tensor, kind: Tensor, fil
     ce = cross_entropy(model, h[chosen], target[chosen])  # (P,)
 
     # the three terms apart, for the log
-    terms = []
-    for k in (M, W, G):
-        here = kind == k
-        terms.append(torch.stack([ce.detach()[here].sum(), here.sum()]))
-    return (weight * ce).sum(), torch.stack(terms)
+    terms = {}
+    for name, k in (("m2t", M), ("edit", W), ("clean", G)):
+        terms[name] = summed(ce[kind == k])
+    return (weight * ce).sum(), terms
 
 
-def cross_entropy(model: "Model", h: Tensor, target: Tensor) -> Tensor:
+def summed(ce: Tensor) -> Tensor:
+    """(P,) cross-entropies -> (2,) float32, a term of the log: their sum and their number."""
+    return torch.stack([ce.detach().sum(), ce.new_tensor(len(ce))])
+
+
+def cross_entropy(model: Model, h: Tensor, target: Tensor) -> Tensor:
     """h (P, C), target (P,) int64 -> (P,) float32 in nats.
 
     A long list goes through the head in parts, whose logits the backward pass makes again: with

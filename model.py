@@ -17,7 +17,7 @@ The rest is the architecture. What differs from a GPT:
   - after the first dense layer(s) the MLP is a mixture of experts
 
 To change   n, K, the block length        give   train.py's --n_last, --n_rounds, --block_length
-            the number of experts         edit   a preset in presets.py
+            the geometry                  edit   a preset in lib/config.py
             how experts are chosen               MoE.route
             what a mark is, what it starts       Model.mark, Model.coordinate
             who sees whom                        block_causal_mask, doubled_mask
@@ -25,52 +25,18 @@ To change   n, K, the block length        give   train.py's --n_last, --n_rounds
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
-if TYPE_CHECKING:
-    from cache import KVCache
+from lib.config import Config
 
 # R rows, T positions, S keys, C channels (n_embd), H heads, G key/value heads, D head dim, V vocabulary,
 # N = R*T tokens, E experts, A active experts, F expert width, L layers, n = n_last, K = n_rounds, B
 # block_length
-
-
-@dataclass(kw_only=True)
-class Config:
-    n_layer: int
-    n_head: int
-    n_kv_head: int
-    n_embd: int
-    head_dim: int
-    vocab_size: int  # rows of the embedding; released vocabularies are padded, so the tokenizer may use fewer
-    d_dense: int  # width of the SwiGLU in the first n_dense layers
-    d_expert: int
-    n_expert: int
-    n_active: int
-    n_group: int  # experts are chosen inside the `topk_group` best of `n_group` groups
-    topk_group: int
-    eos_id: int = -1
-    mask_id: int = -1
-    n_dense: int = 1
-    n_shared: int = 1  # shared experts, as one SwiGLU of n_shared * d_expert
-    routed_scaling: float = 2.5
-    rope_theta: float = 600000.0
-    rotary_dim: int = 64
-    norm_eps: float = 1e-6
-    max_len: int = 32768
-    block_length: int = 32
-    qkv_bias: bool = False
-    proj_bias: bool = False
-    tied: bool = False  # LM head = embedding
-    n_last: int = 3  # n: how many layers Stage B runs again
-    n_rounds: int = 1  # K: how many markers there are
-    order: str = "surest"  # which masks of a block are written first: the "surest", or the "leftmost"
-    tokenizer: str = "bytes"  # "bytes", "bpe" (tokenizer.json beside the weights) or "toy" (toy.json beside them)
 
 
 @dataclass
@@ -82,18 +48,15 @@ class Context:
     cos: Tensor  # (T, 1, rotary_dim / 2), or (R, T, 1, ...) where rows are at different positions
     sin: Tensor
     mask: Tensor | None  # bool, broadcasts to (R, H, T, S); None: everything may attend to everything
-    cache: "KVCache | None" = None
+    cache: Any = None  # in decoding, the text before: it has `update`, see cache.py
     round: int = 0  # which round's keys and values of the context to use (Stage B with K > 1)
-    lora: bool | Tensor = True  # where adapters act: everywhere (the paper), nowhere, or at (T, 1) bool positions
+    lora: Tensor | None = None  # (T, 1) bool: the positions where adapters act; None: everywhere, as in the paper
     clean: Tensor | None = None  # (R, T) int64: the clean copy that rows lie beside, [noisy ; clean]
-    slices: list[tuple[slice, Tensor]] | None = None  # of a long row, see `attend`
 
 
 # --- the method
 class Model(nn.Module):
-    step = None  # an extension that decodes by a step of its own has it here, see sample.step
-
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: Config, second_look: nn.Module | None = None):
         super().__init__()
         self.cfg = cfg
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
@@ -103,8 +66,10 @@ class Model(nn.Module):
         if cfg.tied:
             self.lm_head.weight = self.wte.weight
         self.markers = nn.Parameter(torch.zeros(cfg.n_rounds, cfg.n_embd))
+        self.second_look = second_look  # a head of beyond/ in the place of Stage B; None: the paper's Stage B
         self.compute_dtype = torch.float32
         self.checkpointing = False
+        self.lora_in_stage_b_alone = False
 
     def prefix(self, ids: Tensor, ctx: Context) -> Tensor:
         """Prefix: the embedding and the first L - n layers. (R, T) int64 -> (R, T, C), or (R, 2T,
@@ -117,6 +82,8 @@ class Model(nn.Module):
 
     def last_n(self, h: Tensor, ctx: Context) -> Tensor:
         """LastN: the remaining n layers, on h as it is given. (R, T, C) -> (R, T, C)."""
+        if self.lora_in_stage_b_alone:
+            ctx = replace(ctx, lora=torch.zeros(1, 1, dtype=torch.bool, device=h.device))
         return self.run_layers(h, ctx, self.cfg.n_layer - self.cfg.n_last, self.cfg.n_layer)
 
     def head(self, h: Tensor) -> Tensor:
@@ -133,28 +100,20 @@ class Model(nn.Module):
             bundle = F.pad(bundle, (0, behind))
         return h + bundle[..., None] * self.markers[round].to(h.dtype)
 
-    def coordinate(self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int, first_round: int = 0) -> Tensor:
+    def coordinate(self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int) -> Tensor:
         """Stage B, Eq. 4: K times h <- LastN(h + 1_S * marker_i), from the prefix states.
 
-        h (R, T, C), bundle (R, T) bool -> (R, T, C).
+        h (R, T, C), bundle (R, T) bool -> (R, T, C). The paper runs its first round and Stage A as one
+        doubled batch; the results are the same, and here it is no faster.
         """
-        for i in range(first_round, n_rounds):
-            h = self.last_n(self.mark(h, bundle, i), replace(ctx, round=i))
+        if self.lora_in_stage_b_alone and ctx.lora is None:
+            # at every position that is decoded; not on a clean copy behind the rows
+            decoded = torch.arange(h.shape[1], device=h.device) < bundle.shape[1]
+            ctx = replace(ctx, lora=decoded[:, None])
+        first = self.cfg.n_layer - self.cfg.n_last
+        for i in range(n_rounds):
+            h = self.run_layers(self.mark(h, bundle, i), replace(ctx, round=i), first, self.cfg.n_layer)
         return h
-
-    def both_stages(self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int) -> tuple[Tensor, Tensor]:
-        """last_n(h) and coordinate(h, bundle) of the same h: Stage A's and Stage B's states, (R, T,
-        C) each.
-
-        The paper trains both as one doubled batch, and so does this: the same results, in fewer and
-        larger matrix products. Rounds after the first are Stage B's alone.
-        """
-        twice = ctx
-        if ctx.mask.dim() > 2:  # padded rows have a mask each
-            twice = replace(ctx, mask=torch.cat([ctx.mask, ctx.mask]))
-        doubled = torch.cat([h, self.mark(h, bundle, 0)])
-        stage_a, stage_b = self.last_n(doubled, twice).chunk(2)
-        return stage_a, self.coordinate(stage_b, bundle, ctx, n_rounds, first_round=1)
 
     def forward(self, ids: Tensor, ctx: Context) -> Tensor:
         """The factorised model: (R, T) int64 -> (R, T, V) float32 logits."""
@@ -168,56 +127,69 @@ class Model(nn.Module):
                 h = layer(h, ctx)
         return h
 
+    def context(self, real: Tensor, clean: Tensor | None = None) -> Context:
+        """The context of whole rows.
+
+        real (R, T) bool, False on padding, which nobody attends to but itself (a query needs one key).
+        clean (R, T) int64: rows are read beside their clean copy, [noisy ; clean], so that every noisy
+        block has the context that decoding will give it. Rows of a single block have no context, and
+        need no copy.
+        """
+        T = real.shape[1]
+        B = self.cfg.block_length
+        positions = torch.arange(T, device=real.device)
+        if T <= B:
+            clean = None
+
+        if clean is None:
+            mask = block_causal_mask(T, B, real.device)
+        else:
+            mask = doubled_mask(T, B, real.device)
+            positions = positions.repeat(2)
+            real = real.repeat(1, 2)
+
+        if not real.all():
+            itself = torch.eye(len(mask), dtype=torch.bool, device=real.device)
+            mask = (mask & real[:, None, :]) | itself
+            mask = mask[:, None]  # (R, 1, T, S), the same for all heads
+        cos, sin = rotary(self.cfg, positions, self.compute_dtype)
+        return Context(cos, sin, mask, clean=clean)
+
     @property
     def partial_cost(self) -> float:
-        """What one partial forward costs, in full ones: Stage B runs n of the L layers."""
+        """What one partial forward costs, in full ones: Stage B runs n of the L layers, a head its
+        own.
+        """
+        if self.second_look is not None:
+            return self.second_look.n_layer / self.cfg.n_layer
         return self.cfg.n_last / self.cfg.n_layer
 
-    def add_lora(self, r: int, alpha: float, generator: torch.Generator, first: int = 0) -> None:
-        """Freeze everything, then add LoRA to qkv and proj of the layers from `first` on; it and
-        the markers train.
+    def add_lora(self, r: int, alpha: float, generator: torch.Generator, stage_b_alone: bool = False) -> None:
+        """Freeze everything, then add LoRA to every qkv and proj: it and the markers train (paper,
+        Sec. 5.1).
+
+        stage_b_alone (beyond the paper): it lies in the last n layers, and acts in Stage B alone, so
+        that Stage A stays the base.
         """
         self.requires_grad_(False)
-        for layer in self.layers[first:]:
+        layers = self.layers
+        if stage_b_alone:
+            layers = self.layers[-self.cfg.n_last :]
+            self.lora_in_stage_b_alone = True
+        for layer in layers:
             layer.attn.qkv.add_lora(r, alpha, generator)
             layer.attn.proj.add_lora(r, alpha, generator)
         self.markers = nn.Parameter(self.markers.float())
 
     def adapter_state(self) -> dict[str, Tensor]:
-        """What an adapter is made of, by name: LoRA matrices and markers."""
-        return {k: v for k, v in self.state_dict().items() if "lora_" in k or k == "markers"}
+        """What an adapter is made of, by name: a head, or LoRA matrices and markers."""
+        state = self.state_dict()
+        if self.second_look is not None:
+            return {k: v for k, v in state.items() if k.startswith("second_look.")}
+        return {k: v for k, v in state.items() if "lora_" in k or k == "markers"}
 
 
 # --- who sees whom
-def sequence_context(cfg: Config, real: Tensor, dtype: torch.dtype, clean: Tensor | None = None) -> Context:
-    """The context of whole rows.
-
-    real (R, T) bool, False on padding, which nobody attends to but itself (a query needs one key).
-    clean (R, T) int64: rows are read beside their clean copy, [noisy ; clean], so that every noisy
-    block has the context that decoding will give it. Rows of a single block have no context, and
-    need no copy.
-    """
-    T = real.shape[1]
-    positions = torch.arange(T, device=real.device)
-    if real.shape[1] <= cfg.block_length:
-        clean = None
-
-    if clean is None:
-        mask = block_causal_mask(T, cfg.block_length, real.device)
-    else:
-        mask = doubled_mask(T, cfg.block_length, real.device)
-        positions = positions.repeat(2)
-        real = real.repeat(1, 2)
-
-    cos, sin = rotary(cfg, positions, dtype)
-    slices = query_slices(mask)
-    if not real.all():
-        itself = torch.eye(len(mask), dtype=torch.bool, device=real.device)
-        mask = (mask & real[:, None, :]) | itself
-        mask = mask[:, None]  # (R, 1, T, S), the same for all heads
-    return Context(cos, sin, mask, clean=clean, slices=slices)
-
-
 def block_causal_mask(T: int, block_length: int, device: torch.device | str = "cpu") -> Tensor:
     """(T, T) bool, True where the query (row) may attend to the key (column): its own block and
     every earlier one.
@@ -293,44 +265,8 @@ class Attention(nn.Module):
         # in decoding, finished blocks are keys and values
         if ctx.cache is not None:
             k, v = ctx.cache.update(self.layer, ctx.round, k, v)
-        y = attend(q, k, v, ctx)
+        y = F.scaled_dot_product_attention(q, k, v, ctx.mask, enable_gqa=True)
         return self.proj(y.transpose(1, 2).reshape(R, T, -1), ctx.lora)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
-    """Attention under ctx.mask: q (R, H, T, D), k and v (R, G, S, D) -> (R, H, T, D).
-
-    It is scaled_dot_product_attention(q, k, v, mask). Of a long row's mask half is empty, with a
-    clean copy three quarters, so there 256 queries at a time are given only the keys that any of
-    them sees (`query_slices`):
-
-        whole    1 . . .        in slices    [1]
-                 1 1 . .                     [1 1]
-                 1 1 1 .                     [1 1 1]
-                 1 1 1 1                     [1 1 1 1]
-    """
-    if ctx.slices is None:
-        return F.scaled_dot_product_attention(q, k, v, ctx.mask, enable_gqa=True)
-    parts = []
-    for queries, keys in ctx.slices:
-        mask = ctx.mask[..., queries, :][..., keys]
-        part = F.scaled_dot_product_attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], mask, enable_gqa=True)
-        parts.append(part)
-    return torch.cat(parts, dim=2)
-
-
-def query_slices(mask: Tensor, size: int = 256) -> list[tuple[slice, Tensor]] | None:
-    """mask (T, S) bool -> for every `size` queries, the keys that any of them sees; None where one
-    slice is all.
-    """
-    if len(mask) <= size:
-        return None
-    slices = []
-    for start in range(0, len(mask), size):
-        queries = slice(start, start + size)
-        seen = mask[queries].any(0)
-        slices.append((queries, seen.nonzero()[:, 0]))
-    return slices
 
 
 def rotary(cfg: Config, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -477,16 +413,19 @@ class Linear(nn.Linear):
         self.lora_B = nn.Parameter(torch.zeros(self.out_features, r, device=device))
         self.lora_scale = alpha / r
 
-    def forward(self, x: Tensor, lora: bool | Tensor = True) -> Tensor:
+    def forward(self, x: Tensor, where: Tensor | None = None) -> Tensor:
+        """x (R, T, in) -> (R, T, out). where (T, 1) bool: the positions at which LoRA acts; None:
+        all.
+        """
         bias = self.bias
         if bias is not None:
             bias = bias.to(x.dtype)
         y = F.linear(x, self.weight.to(x.dtype), bias)
 
-        if self.lora_A is None or lora is False:
+        if self.lora_A is None:
             return y
         delta = F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
         delta = self.lora_scale * delta
-        if lora is not True:  # only at some positions
-            delta = delta * lora
+        if where is not None:
+            delta = delta * where
         return y + delta

@@ -1,8 +1,8 @@
 """Decoding: Stage A picks the bundle, Stage B writes it (paper, Sec. 4.2), block after block.
 
+    denoise         one step on the current blocks: Eq. 2, 3 and 4
     generate_one    the decoder as the paper has it: one row, greedy, no cache. Read this one
-    step            one denoising step of many rows, greedy or sampling
-    generate        `step` in cache.py's loop, for many rows and with an exact cache; tested equal to generate_one
+    generate        the same for many rows, with an exact cache and temperature; tested equal to generate_one
 
 With --n_rounds 0 (Stage B off) and a gate on edits this is LLaDA2.1's released generate(), token
 for token and forward for forward, edge cases included: strict gates, edits while masks remain, mask
@@ -12,16 +12,18 @@ as an ordinary candidate. It departs from it in two ways:
     reads the block once more and finds nothing to do: the same tokens, one forward more in every block.
   - A block that can never end (nothing changes any more, or MAX_STEPS forwards) is left with a warning.
 
-    python sample.py --ckpt out/names --prompt "ARABIC LIGATURE"                     # streams text, counts forwards
-    python sample.py --ckpt out/names --prompt "GREEK" --prompt "LATIN" --watch      # every step of every block
+    python sample.py --prompt "CANADIAN"                                 # streams text, counts forwards
+    python sample.py --prompt "CANADIAN SYLLABICS ▒▒▒ DZU" --watch  # every step; each ▒ is a token to fill
     python sample.py --ckpt DIR --prompt_ids 5,9,12 --n_rounds 0 --json > run.json   # tokens, counts, steps
 
-To change   which masks are written in a step   edit   select_bundle, which generate_one and step both use
-            what is printed, and the flags             show.py
+A hole in the prompt sees its own block and what is before it, not later blocks: attention is causal
+across blocks.
+
+To change   which masks are written in a step   give   Decoding(select=f), f(probabilities, masked) -> bundle
+            what looks at the bundle again             Decoding(look=f), or a head: Model(cfg, second_look=head)
+            flags, and what is printed          edit   lib/show.py
 """
 
-import math
-import sys
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,210 +32,170 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cache import MAX_STEPS, Cached, Output, decode, up_to_eos
-from checkpoint import DTYPES, load_model, load_tokenizer
+from cache import Cached, Uncached
+from checkpoint import decoding_defaults, load_model, load_tokenizer, names_of
 from lib import show
+from lib.config import DTYPES
 from lib.data import check_names
-from lib.util import fail, first_masked, pick_device
-from model import Context, Model, sequence_context
+from lib.output import Output, Row, in_full, up_to_eos
+from lib.util import command, fail, first_masked, pick_device, uniform
+from model import Model
 
-# R rows in flight, T positions, B block_length, V vocabulary, K = n_rounds
+# R rows in flight, T positions, B block_length, C channels, V vocabulary, K = n_rounds
 
-MODES = {
-    "q": dict(tau_m2t=0.7, tau_t2t=0.5),  # the released settings: quality
-    "s": dict(tau_m2t=0.5, tau_t2t=0.0),  # speed
-}
+MAX_STEPS = 1024  # forwards in one block
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """The settings of a decode. (The switches of the paper's Table 2 are released/ablation.py's.)"""
+    """The settings of a decode. As they stand here they are the paper's."""
 
-    gen_length: int = 256
+    gen_length: int = 256  # tokens; the last block is decoded whole
     tau_m2t: float = 0.7  # fill masks whose probability is above; -1: every mask at once
-    # edit a visible token where another has more than this; 0.0: on any disagreement; None: never.
-    # "default": 0.0 where Stage B is on, as in the paper; 0.5 where it is off, as released
-    tau_t2t: float | str | None = "default"
-    max_post_steps: int = 16  # forwards after the last mask; without edits none, nothing can change any more
+    tau_t2t: float | None = 0.0  # edit a visible token where another has more than this; None: never
+    tau_keep: float = 0.0  # a head leaves masked what does not pass this
+    n_rounds: int = 1  # K; 0: Stage B is off
+    max_post_steps: int = 16  # forwards after the last mask
     num_to_transfer: int = 1  # masks that are written in a step at least
     eos_early_stop: bool = True
-    n_rounds: int = 1
-    temperature: float = 0.0
-    top_k: int = 0
+    holes: bool = False  # fill the masks in a prompt, too; the released decoder leaves them
+    temperature: float = 0.0  # 0: greedy
+    top_k: int = 0  # 0: all tokens
     top_p: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.tau_t2t == "default":
-            gate = 0.0 if self.n_rounds > 0 else MODES["q"]["tau_t2t"]
-            object.__setattr__(self, "tau_t2t", gate)
-
-    @property
-    def edits(self) -> bool:
-        return self.tau_t2t is not None
-
-    @property
-    def edit_gate(self) -> float:
-        """What an edit's probability must exceed; nothing exceeds infinity."""
-        if self.tau_t2t is None:
-            return math.inf
-        return self.tau_t2t
+    # a rule of one's own: probabilities (R, B, V), masked (R, B) bool -> the bundle (R, B) bool
+    select: Callable[[Tensor, Tensor], Tensor] | None = None
+    # what looks at the bundle again, in the place of Stage B: see `stage_b_look`
+    look: Callable[["Cached | Uncached", "StageA", Tensor], "Look"] | None = None
 
 
-# --- the decoder as the paper has it
-@torch.inference_mode()
-def generate_one(model: Model, prompt: list[int], d: Decoding) -> tuple[list[int], dict[str, int], list[list[int]]]:
-    """Continue one prompt (ids), greedily -> tokens, forwards by kind, and the current block before
-    every forward.
+@dataclass
+class StageA:
+    """The current blocks, and what Stage A says of them."""
 
-    Slow: every forward reads the whole text again. It is the specification of `generate`.
+    z: Tensor  # (R, B) int64, before the step
+    given: Tensor  # (R, B) bool: the prompt's tokens, which are never edited
+    h: Tensor  # (R, B, C) prefix states
+    states: Tensor  # (R, B, C) final states, before the LM head
+    logits: Tensor  # (R, B, V)
+    token: Tensor  # (R, B) int64: what it would write
+    conf: Tensor  # (R, B) float32: how probable that is
+    u: Tensor  # (R, B) in [0, 1): the numbers by which the next look draws, if it does
+    d: Decoding
+
+
+@dataclass
+class Look:
+    """What came of looking at the bundle again, and what it cost each row."""
+
+    token: Tensor  # (R, B) int64
+    conf: Tensor  # (R, B) float32
+    written: Tensor  # (R, B) bool: where `token` is written; the rest of the bundle stays masked
+    partial: Tensor  # (R,) float32: partial forwards; one at some positions is that share of one
+    looks: Tensor  # (R,) int64: passes one after the other
+
+
+@dataclass
+class Step:
+    """One step on the current blocks."""
+
+    stage_a: StageA
+    bundle: Tensor  # (R, B) bool
+    look: Look
+    edited: Tensor  # (R, B) bool
+    after: Tensor  # (R, B) int64
+
+
+# --- one step
+def denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
+    """One step on the current blocks z (R, B) int64: everything is read from z and written at once.
+
+    given (R, B) bool: positions that are never edited.
+    u (R, 2, B) in [0, 1): with temperature, each stage draws by its own numbers. Selection then favours
+    positions whose draw happened to be a likely token; Stage B draws anew and so undoes that bias:
+    what is written follows the model's probabilities.
     """
-    cfg = model.cfg
-    B = cfg.block_length
-    n_prompt = len(prompt)
-    end = n_prompt + d.gen_length
-    first_block = n_prompt // B * B  # where the block starts in which the prompt ends
-
-    ids = list(prompt)
-    nfe = dict(full=0, partial=0, commit=0)
-    seen = []
-    for start in range(first_block, end, B):
-        # the text so far, then masks to the end of this block
-        z = torch.tensor([ids + [cfg.mask_id] * (start + B - len(ids))])  # (1, T)
-        position = torch.arange(start + B)
-        in_block = position >= start
-        generated = position >= n_prompt
-        ctx = sequence_context(cfg, torch.ones_like(z, dtype=torch.bool), model.compute_dtype)
-
-        steps_without_mask = 0
-        for _ in range(MAX_STEPS):
-            seen.append(z[0, start:].tolist())
-            before = z
-
-            # one step of denoising
-            z, bundle = denoise(model, z, in_block, generated, ctx, d)
-
-            # what it cost
-            nfe["full"] += 1
-            if bundle.any():
-                nfe["partial"] += d.n_rounds
-
-            # a block is finished when nothing changes, or after max_post_steps without a mask
-            changed = not torch.equal(z, before)
-            if cfg.mask_id not in z[0, start:]:
-                steps_without_mask += 1
-            post_steps = d.max_post_steps if d.edits else 0
-            if not changed or steps_without_mask > post_steps:
-                break
-
-        ids = z[0].tolist()
-        new = ids[n_prompt:]
-        if d.eos_early_stop and cfg.eos_id in new and cfg.mask_id not in new:
-            break
-
-        # a decoder with a cache must read the block once more if its last step changed it, and
-        # once for each further round: that is counted here, too
-        if start + B < end:
-            nfe["commit"] += int(changed)
-            nfe["partial"] += max(0, d.n_rounds - 1)
-    return up_to_eos(ids[n_prompt:end], cfg.eos_id), nfe, seen
-
-
-def denoise(
-    model: Model, z: Tensor, in_block: Tensor, generated: Tensor, ctx: Context, d: Decoding
-) -> tuple[Tensor, Tensor]:
-    """One step on the current block: z (1, T) int64 -> what it becomes, and the bundle (1, T) bool.
-
-    in_block and generated (T,) bool: the current block's positions, and all behind the prompt.
-    """
-    # a mask in an earlier block was left there for good
-    masked = in_block & (z == model.cfg.mask_id)
-    visible = in_block & generated & ~masked
+    model = engine.model
+    masked = z == model.cfg.mask_id
+    visible = ~masked & ~given
 
     # Stage A: one full forward
-    h = model.prefix(z, ctx)
-    logits = model.head(model.last_n(h, ctx))
+    h, states = engine.stage_a(z)
+    logits = model.head(states)
+    token, conf = candidates(logits, u[:, 0], d)
+    stage_a = StageA(z, given, h, states, logits, token, conf, u[:, 1], d)
 
     # which masks are written now
-    probability = logits.softmax(-1).amax(-1)
-    bundle = select_bundle(probability, masked, d, model.cfg.order)
+    if d.select is None:
+        bundle = select_bundle(conf, masked, d.tau_m2t, d.num_to_transfer, model.cfg.order)
+    else:
+        bundle = d.select(logits.softmax(-1), masked)
 
     # Stage B looks at the bundle again (Eq. 4), unless there is none
-    if d.n_rounds > 0 and bundle.any():
-        logits = model.head(model.coordinate(h, bundle, ctx, d.n_rounds))
+    look = look_again(engine, stage_a, bundle)
 
-    # fill the bundle (Eq. 2) and edit what is visible (Eq. 3), both from z as it was
-    probability, token = logits.softmax(-1).max(-1)
-    edited = visible & (probability > d.edit_gate) & (token != z)
-    return torch.where(bundle | edited, token, z), bundle
+    # fill the bundle (Eq. 2), edit what is visible (Eq. 3), both from z as it was
+    edited = torch.zeros_like(visible)
+    if d.tau_t2t is not None:
+        edited = visible & (look.conf > d.tau_t2t) & (look.token != z)
+    after = torch.where(look.written | edited, look.token, z)
+    return Step(stage_a, bundle, look, edited, after)
 
 
-def select_bundle(probability: Tensor, masked: Tensor, d: Decoding, order: str) -> Tensor:
-    """Which masks are written in this step: those that pass tau_m2t, or the first num_to_transfer of
-    the order where fewer pass.
+def look_again(engine: Cached | Uncached, a: StageA, bundle: Tensor) -> Look:
+    """The second look: one's own, a head's, Stage B's, or none."""
+    if a.d.look is not None:
+        return a.d.look(engine, a, bundle)
+    if a.d.n_rounds == 0 or not bundle.any():
+        none = torch.zeros(len(bundle), device=bundle.device)
+        return Look(a.token, a.conf, bundle, none, none.long())
+    if engine.model.second_look is not None:
+        return engine.model.second_look.look(engine, a, bundle)
+    return stage_b_look(engine, a, bundle)
+
+
+def stage_b_look(engine: Cached | Uncached, a: StageA, bundle: Tensor) -> Look:
+    """Stage B: K rounds of the last n layers with the bundle marked. It writes all of the bundle."""
+    logits = engine.model.head(engine.stage_b(a.h, bundle))
+    token, conf = candidates(logits, a.u, a.d)
+
+    # a row without a bundle stays with Stage A
+    coordinated = bundle.any(-1, keepdim=True)
+    token = torch.where(coordinated, token, a.token)
+    conf = torch.where(coordinated, conf, a.conf)
+    rounds = engine.n_rounds * coordinated[:, 0].long()
+    return Look(token, conf, bundle, rounds.float(), rounds)
+
+
+def select_bundle(probability: Tensor, masked: Tensor, tau_m2t: float, at_least: int, order: str) -> Tensor:
+    """Which masks are written in this step: those that pass tau_m2t, or the first `at_least` of the
+    order where fewer pass.
 
     surest      passes where its probability is above tau_m2t (the paper)
     leftmost    passes where the product of the masks' probabilities, up to and with its own, is
 
-    probability (R, T) float32, the best token's at every position; masked (R, T) bool -> (R, T)
+    probability (R, B) float32, the best token's at every position; masked (R, B) bool -> (R, B)
     bool.
     """
     if order == "leftmost":
         together = torch.where(masked, probability, 1.0).cumprod(-1)
-        passing = masked & (together > d.tau_m2t)
+        passing = masked & (together > tau_m2t)
     else:
-        passing = masked & (probability > d.tau_m2t)
+        passing = masked & (probability > tau_m2t)
 
     # the first ones of the order, the leftmost of equals
-    size = torch.full_like(masked[:, :1], d.num_to_transfer, dtype=torch.long)
+    size = torch.full_like(masked[:, :1], at_least, dtype=torch.long)
     first = first_masked(precedence(probability, order), masked, size, masked.shape[1])
 
-    enough = passing.sum(-1, keepdim=True) >= d.num_to_transfer
+    enough = passing.sum(-1, keepdim=True) >= at_least
     return torch.where(enough, passing, first)
 
 
 def precedence(probability: Tensor, order: str) -> Tensor:
-    """What comes first in this order has the smallest number: (R, T) float32 -> (R, T) float32."""
+    """What comes first in this order has the smallest number: (R, B) float32 -> (R, B) float32."""
     if order == "leftmost":
         place = torch.arange(probability.shape[1], device=probability.device)
         return place.to(probability.dtype).expand_as(probability)
     return -probability
-
-
-# --- the same for many rows, and with temperature
-def step(engine: Cached, z: Tensor, prompt: Tensor, any_masked: bool, u: Tensor, d: Decoding) -> dict[str, Tensor]:
-    """One step on the current blocks z (R, B): everything is read from z and written at once.
-
-    prompt (R, B) bool: positions that are never edited
-    any_masked: whether any row has a mask left, which the host knows
-    u (R, 3, B) in [0, 1): with temperature, each stage draws by its own numbers (the third row is
-        for an extension whose marker carries a number)
-
-    With temperature, selection favours positions whose draw happened to be a likely token. Stage B
-    draws anew and so undoes that bias: what is written follows the model's probabilities.
-    """
-    masked = z == engine.cfg.mask_id
-    visible = ~masked & ~prompt
-
-    # Stage A: one full forward
-    h, logits_a = engine.stage_a(z)
-    token_a, conf_a = candidates(logits_a, u[:, 0], d)
-
-    # which masks are written now
-    bundle = select_bundle(conf_a, masked, d, engine.cfg.order)
-
-    # Stage B looks at the bundles again; a row without one writes from Stage A
-    token = token_a
-    conf = conf_a
-    if d.n_rounds > 0 and any_masked:
-        token_b, conf_b = candidates(engine.stage_b(h, bundle), u[:, 1], d)
-        coordinated = bundle.any(-1, keepdim=True)
-        token = torch.where(coordinated, token_b, token_a)
-        conf = torch.where(coordinated, conf_b, conf_a)
-
-    # fill the bundle (Eq. 2), edit what is visible (Eq. 3)
-    edited = visible & (conf > d.edit_gate) & (token != z)
-    after = torch.where(bundle | edited, token, z)
-    return dict(before=z, after=after, bundle=bundle, edited=edited, conf=conf, token_a=token_a, conf_a=conf_a)
 
 
 def candidates(logits: Tensor, u: Tensor, d: Decoding) -> tuple[Tensor, Tensor]:
@@ -266,88 +228,222 @@ def candidates(logits: Tensor, u: Tensor, d: Decoding) -> tuple[Tensor, Tensor]:
     return order.gather(-1, place)[..., 0], (p / mass).gather(-1, place)[..., 0]
 
 
-def generate(
-    model: Model, prompts: list[list[int]], d: Decoding, seed: int = 0, trace: bool = False,
-    on_block: Callable[[int, Output], None] | None = None,
-) -> list[Output]:  # fmt: skip
-    """Decode every prompt (ids), as if alone but for exact ties, by the model's own step (an
-    extension's) or `step`.
+# --- the decoder as the paper has it
+@torch.inference_mode()
+def generate_one(model: Model, prompt: list[int], d: Decoding) -> tuple[list[int], dict[str, float], list[list[int]]]:
+    """Continue one prompt (ids), greedily -> tokens, forwards by kind, and the current block before
+    every forward.
+
+    Slow: every forward reads the whole text again. It is the specification of `generate`.
     """
-    return decode(model, prompts, d, step_of(model), seed, trace, on_block)
+    mask_id = model.cfg.mask_id
+    B = model.cfg.block_length
+    end = len(prompt) + d.gen_length
+
+    # decoding begins with the block where the prompt ends, or where its first hole is
+    first = len(prompt)
+    if d.holes and mask_id in prompt:
+        first = prompt.index(mask_id)
+    start = first // B * B
+    ids = prompt[:start]
+    engine = Uncached(model, [ids], d.n_rounds)
+
+    nfe = dict(full=0, partial=0, commit=0, looks=0)
+    seen = []
+    while start < end:
+        # what the prompt has of this block, then masks
+        of_prompt = prompt[start : start + B]
+        z = torch.tensor([of_prompt + [mask_id] * (B - len(of_prompt))])  # (1, B)
+        given = torch.arange(B)[None] < len(of_prompt)
+        if d.holes:
+            given = given & (z != mask_id)
+
+        steps_without_mask = 0
+        for _ in range(MAX_STEPS):
+            # one step of denoising, and what it cost
+            seen.append(z[0].tolist())
+            step = denoise(engine, z, given, torch.zeros(1, 2, B), d)
+            nfe["full"] += 1
+            nfe["partial"] += float(step.look.partial)
+            nfe["looks"] += int(step.look.looks)
+
+            # a block is finished when nothing changes, or after max_post_steps without a mask;
+            # without edits nothing can change after the last mask
+            changed = not torch.equal(step.after, z)
+            z = step.after
+            if mask_id not in z[0]:
+                steps_without_mask += 1
+            post_steps = 0 if d.tau_t2t is None else d.max_post_steps
+            if not changed or steps_without_mask > post_steps:
+                break
+
+        engine.close([0], z)
+        ids = ids + z[0].tolist()
+        start += B
+        new = ids[len(prompt) :]
+        if d.eos_early_stop and model.cfg.eos_id in new and mask_id not in new:
+            break
+
+        # a decoder with a cache must read the block once more if its last step changed it, and
+        # once for each further round: that is counted here, too
+        if start < end:
+            nfe["commit"] += int(changed)
+            nfe["partial"] += max(0, d.n_rounds - 1)
+    return up_to_eos(ids[len(prompt) : end], model.cfg.eos_id), nfe, seen
 
 
-def step_of(model: Model) -> Callable:
-    """What decodes this model: its own step, which an extension has given it, or `step`."""
-    if model.step is not None:
-        return model.step
-    return step
+# --- the same for many rows
+@torch.inference_mode()
+def generate(
+    model: Model, prompts: list[list[int]], d: Decoding, seed: int = 0,
+    on_step: Callable[[list[Row], Step], None] | None = None, on_block: Callable[[int, Output], None] | None = None,
+    cached: bool = True,
+) -> list[Output]:  # fmt: skip
+    """Decode every prompt (ids), as if alone: tokens, counts and draws. The one exception is an exact
+    tie: a matmul over more rows may round the last bit otherwise, and so decide between two logits
+    that are equal. Rows finish blocks at their own pace.
+
+    on_step(rows in flight, step) sees every step, on_block(i, output so far) every finished block of
+    row i.
+    """
+    device = model.wte.weight.device
+    rows = [Row(i, prompts, d, model.cfg, seed) for i in range(len(prompts))]
+    outputs = [row.output for row in rows]
+    make = Cached if cached else Uncached
+    engine = make(model, [row.ids for row in rows], d.n_rounds)
+
+    # the current blocks; and of each: forwards, partial ones, looks, steps without a mask
+    z = torch.tensor([row.block(0) for row in rows], device=device)
+    given = torch.tensor([row.given() for row in rows], device=device)
+    counts = torch.zeros(4, len(rows), device=device)
+    while True:
+        # one step, and what it cost
+        u = random_numbers(rows, d, model.cfg.block_length).to(device)
+        step = denoise(engine, z, given, u, d)
+        if on_step:
+            on_step(rows, step)
+        changed = (step.after != z).any(-1)  # (R,)
+        z = step.after
+        masked = (z == model.cfg.mask_id).any(-1)
+        counts += torch.stack([torch.ones_like(changed), step.look.partial, step.look.looks, ~masked])
+
+        # which blocks are finished; and which could be after the next pass, if it changes nothing
+        finished = is_finished(changed, masked, counts, d)
+        goes_on = ~finished & ~masked
+        if d.eos_early_stop:
+            goes_on = goes_on & ~(z == model.cfg.eos_id).any(-1)
+
+        # a step's one wait for the device
+        finished, changed, goes_on = torch.stack([finished, changed, goes_on]).tolist()
+        staying = []
+        for r, row in enumerate(rows):
+            last = finished[r] and row.finish(z[r].tolist(), counts[:3, r].tolist(), changed[r])
+            if not last:
+                staying.append(r)
+            if finished[r] and on_block:
+                on_block(row.number, row.output)
+        if not staying:
+            return outputs
+
+        # the next pass reads the next blocks beside the current ones where a finished block must be
+        # read once more anyway, or where all rows may go on with theirs
+        closed = [place for place, r in enumerate(staying) if finished[r]]
+        commit_due = any(finished[r] and changed[r] for r in staying)
+        all_go_on = all(goes_on[r] and rows[r].has_another_block() for r in staying)
+        if len(staying) < len(rows):
+            engine.keep(staying)
+            rows = [rows[r] for r in staying]
+            z = z[staying]
+            given = given[staying]
+            counts = counts[:, staying]
+        if commit_due or all_go_on:
+            # a row that has closed its block books it already: its next one is its current one
+            offset = [0 if place in closed else 1 for place in range(len(rows))]
+            next_z = torch.tensor([row.block(k) for row, k in zip(rows, offset, strict=True)], device=device)
+            engine.read(z, next_z)
+
+        # finished blocks join the context
+        if closed:
+            engine.close(closed, z)
+            z[closed] = torch.tensor([rows[r].block(0) for r in closed], device=device)
+            given[closed] = torch.tensor([rows[r].given() for r in closed], device=device)
+            counts[:, closed] = 0
+
+
+def random_numbers(rows: list[Row], d: Decoding, B: int) -> Tensor:
+    """(R, 2, B) in [0, 1), of each row's own generator; zeros where nothing is drawn."""
+    if d.temperature == 0:
+        return torch.zeros(len(rows), 2, B)
+    return uniform([row.rng for row in rows], 2 * B).view(-1, 2, B)
+
+
+def is_finished(changed: Tensor, masked: Tensor, counts: Tensor, d: Decoding) -> Tensor:
+    """Which rows' blocks are finished, (R,) bool: nothing changes any more, or a bound is reached.
+
+    changed, masked (R,) bool: did the step change the block, has it a mask left. counts (4, R), see
+    `generate`.
+    """
+    still = ~changed
+    if d.temperature > 0:  # a sampled step may change nothing, and the next one something
+        still = still & ~masked
+    post_steps = 0 if d.tau_t2t is None else d.max_post_steps
+    return still | (counts[3] > post_steps) | (counts[0] >= MAX_STEPS)
 
 
 # --- the command line
-def settle_decoding(args: Namespace, model: Model) -> Decoding:
-    """Flags -> Decoding. Unless --tau_t2t is given, edits are ungated where Stage B is on (the
-    paper's default), and there are none where the leftmost masks are written first.
+def settle_decoding(args: Namespace, model: Model, own: dict) -> Decoding:
+    """Every default of a decode is settled here: what the flags say; else what the folder was made
+    for (own); else the paper's setting, or the released one where Stage B is off.
     """
     # Stage B is on as it was trained; where all markers are zero, as in a converted checkpoint, it
     # would be Stage A
+    trained = bool(model.markers.any()) or model.second_look is not None
     n_rounds = args.n_rounds
     if n_rounds is None:
-        trained = bool(model.markers.any()) or model.step is not None
         n_rounds = model.cfg.n_rounds if trained else 0
     if n_rounds > model.cfg.n_rounds:
         fail(f"--n_rounds {n_rounds}: this checkpoint has markers for 0..{model.cfg.n_rounds} rounds")
 
-    gates = dict(MODES[args.mode])
-    if n_rounds > 0:
-        gates["tau_t2t"] = "default"  # the paper's, see Decoding
+    settings = dict(tau_m2t=0.7, tau_t2t=0.0)
+    if n_rounds == 0:
+        settings["tau_t2t"] = 0.5
     if model.cfg.order == "leftmost":
-        gates["tau_t2t"] = None  # what was written from the left stands
-    if args.tau_m2t is not None:
-        gates["tau_m2t"] = args.tau_m2t
-    if "tau_t2t" in args:  # None is a value: no edits
-        gates["tau_t2t"] = args.tau_t2t
-    return Decoding(
-        gen_length=args.gen_length, max_post_steps=args.max_post_steps, eos_early_stop=args.eos_early_stop,
-        n_rounds=n_rounds, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, **gates,
-    )  # fmt: skip
+        settings["tau_t2t"] = None  # what was written from the left stands
+    if n_rounds > 0:
+        settings |= own
+    for name in ("gen_length", "tau_m2t", "tau_t2t", "tau_keep", "temperature", "top_k", "top_p"):
+        if name in args:  # a flag that was not given is not there
+            settings[name] = getattr(args, name)
+    return Decoding(n_rounds=n_rounds, holes=True, **settings)
 
 
-def run(args: Namespace) -> None:
+@command
+def main(load: Callable[..., Model] = load_model) -> None:
+    """`load` loads the model: another one may give it faster layers."""
+    args = show.build_parser(__doc__).parse_args()
+
     # the model and its text
     folder = Path(args.ckpt)
-    model = load_model(folder, pick_device(args.device), DTYPES[args.dtype], args.adapter)
+    model = load(folder, pick_device(args.device), DTYPES[args.dtype])
     tokenizer = load_tokenizer(folder, model.cfg.tokenizer)
-    d = settle_decoding(args, model)
+    d = settle_decoding(args, model, decoding_defaults(folder))
 
     # what is continued; a model of names is judged
-    of_names = (folder / "names.json").exists()
-    prompts = show.read_prompts(args, tokenizer, model.cfg, of_names)
-    judged = False
-    if of_names and tokenizer:
-        judged = check_names(folder, [tokenizer.decode(p) for p in prompts])
+    names = names_of(folder)
+    prompts = show.read_prompts(args, tokenizer, model.cfg, d.gen_length, names is not None)
+    judged = names is not None and check_names(names, [tokenizer.decode(p) for p in prompts])
 
     # a single text appears as its blocks finish, unless its steps are asked for
-    traced = args.watch or args.json
+    steps = show.Steps(len(prompts))
     stream = show.Stream(prompts[0], tokenizer)
-    on_block = None
-    if len(prompts) == 1 and tokenizer and not traced:
-        on_block = stream.show
-    outputs = generate(model, prompts, d, args.seed, traced, on_block)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        record = show.make_record(prompt, output, model, d.n_rounds, tokenizer, judged)
-        show.show(record, output, stream, args)
-
-
-def main(args: Namespace | None = None) -> None:
-    if args is None:
-        args = show.build_parser(__doc__, MODES).parse_args()
-    try:
-        run(args)
-    except KeyboardInterrupt:
-        fail("interrupted")
-    except torch.OutOfMemoryError:
-        fail("out of memory: add --dtype bf16, shorten --gen_length, or give fewer prompts")
+    on_step = steps.add if args.watch or args.json else None
+    on_block = stream.show if len(prompts) == 1 and tokenizer and on_step is None else None
+    outputs = generate(model, prompts, d, args.seed, on_step, on_block)
+    for number, output in enumerate(outputs):
+        output.nfe["all"] = in_full(output.nfe, model.partial_cost)
+        record = show.make_record(output, steps.of_row[number], model.cfg, d.n_rounds, tokenizer, judged)
+        show.show(record | {"partial_cost": model.partial_cost}, output.warning, stream, args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

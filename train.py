@@ -1,43 +1,59 @@
 """Split-forward training: Stage A and Stage B of every row after one shared prefix, one backward
 (paper, Sec. 4.1).
 
-`cocommit_step` is the method, `run` the loop around it. From `scratch` everything trains, markers
-included. From a checkpoint the backbone is frozen, LoRA and the markers train: the paper's setting,
-whose recipe is the default there. Every random number is a function of (seed, row): a resumed run
-continues bit for bit, and rows that are split over other micro-batches draw the same.
+`cocommit_step` is the method, `run` the loop around it. From a checkpoint the backbone is frozen,
+LoRA and the markers train: the paper's setting. From `scratch` everything trains, markers
+included. Every random number is a function of (seed, row): a resumed run continues bit for bit,
+and rows that are split over other micro-batches draw the same.
 
-    python train.py --n_last 3                                       # names of Unicode characters, minutes on 2 cores
-    python train.py --data modes --n_last 2 --out_dir out/modes      # a toy with known total correlation, a minute
-    python train.py --init_from resume --out_dir out/names           # go on after Ctrl-C, kill or power cut
+    python train.py --n_last 3                                   # the paper's training on assets/names, two minutes
+    python train.py --init_from scratch --out_dir out/scratch    # names of Unicode characters, everything trains
+    python train.py --data modes --n_last 2 --out_dir out/modes  # a toy with known total correlation, a minute
+    python train.py --init_from resume --out_dir out/names       # go on after Ctrl-C, kill or power cut
     python train.py --init_from weights/llada2.1-mini --n_last 3 --data fineweb_edu/*.parquet --out_dir out/cocommit
 
-To change   what Stage B is asked to write   edit   `clean_tokens`, or hand `main` a step with a target of your own
-            how the bundle is drawn                 draw_bundle in corrupt.py
-            the loss                                three_term_loss in corrupt.py
-            flags and defaults                      settings.py
+To change   what Stage B is asked to write   hand   `main` a Recipe(step=partial(cocommit_step, target=f))
+            how the bundle is drawn                 cocommit_step another `bundle`; beyond/chain.py has both
+            the loss                         edit   three_term_loss in corrupt.py
+            flags and defaults                      lib/settings.py
 """
 
-import json
 import math
+import os
+import shutil
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TextIO
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 import checkpoint
 from corrupt import Corruption, Draws, M, corrupt, draw_bundle, three_term_loss
-from lib import toy
-from lib.util import Parser, fail, generator, pick_device, write_json
-from model import Context, Model, sequence_context
-from settings import Corpus, build_parser, is_toy, load_corpus, settle
+from lib import settings, toy
+from lib.config import DTYPES, PRESETS, Config
+from lib.run import (
+    Processes,
+    added,
+    check_finite,
+    means,
+    micro_batches,
+    report,
+    resume_command,
+    schedule,
+    tell_what_is_next,
+    this_command,
+    trained_by,
+)
+from lib.settings import Corpus, is_toy
+from lib.util import Parser, command, fail, generator, interruptible, rewind_log, write_json
+from model import Context, Model
 
-# R rows, T positions
+# R rows, T positions, C channels
 
 
 @dataclass
@@ -51,42 +67,47 @@ class Batch:
     draws: Draws  # a generator a row
 
 
-# the weighted sum of Eq. 1 in nats, to be divided by the number of real tokens; and for the log, (2
-# stages, 3 terms, 2) float32: cross-entropy summed, positions counted
-Losses = tuple[Tensor, Tensor]
+# the weighted sum of Eq. 1 in nats, to be divided by the number of real tokens; and for the log, by
+# name, (2,) float32: a cross-entropy summed, positions counted
+Losses = tuple[Tensor, dict[str, Tensor]]
 Step = Callable[[Model, Batch, Namespace], Losses]
 
 
 # --- the training step
-def clean_tokens(model: Model, batch: Batch, z: Tensor, bundle: Tensor) -> Tensor:
+def random_masks(model: Model, batch: Batch, z: Tensor, masked: Tensor, args: Namespace) -> Tensor:
+    """The paper's bundle: some masks of each block, chosen without a look at the text. (R, T) bool."""
+    return draw_bundle(masked, model.cfg.block_length, args.s_min, args.s_max, batch.draws)
+
+
+def clean_tokens(model: Model, batch: Batch, z: Tensor, bundle: Tensor, args: Namespace) -> Tensor:
     """The paper's target for Stage B: the clean tokens. (R, T) int64. It is read at the bundle's
     fills, W and G.
     """
     return batch.clean
 
 
-def cocommit_step(model: Model, batch: Batch, args: Namespace, target: Callable = clean_tokens) -> Losses:
+def cocommit_step(
+    model: Model, batch: Batch, args: Namespace, bundle: Callable = random_masks, target: Callable = clean_tokens
+) -> Losses:
     """One step of the paper: both stages of these rows, Eq. 1 in each."""
     # what the model is shown: masked, wrong and right positions
     z, kind = corrupt_batch(model, batch, args)
     masked = kind == M
 
-    # the bundle: some masks of each block, chosen without a look at the text
-    group = bundle_group(model, batch, args)
-    bundle = draw_bundle(masked, group, args.s_min, args.s_max, batch.draws)
-
-    # what Stage B is asked to write
-    wanted = target(model, batch, z, bundle)
+    # the bundle, and what Stage B is asked to write there
+    bundle = bundle(model, batch, z, masked, args)
+    wanted = target(model, batch, z, bundle, args)
 
     # the split: one prefix, then the last n layers unmarked and marked
     ctx = batch_context(model, batch, args)
     h = model.prefix(z, ctx)
-    stage_a, stage_b = model.both_stages(h, bundle, ctx, model.cfg.n_rounds)
+    stage_a = model.last_n(h, ctx)
+    stage_b = model.coordinate(h, bundle, ctx, model.cfg.n_rounds)
 
     # Eq. 1 in both stages: Stage A fills every mask, Stage B its bundle
     loss_a, terms_a = three_term_loss(model, stage_a, batch.clean, kind, fill=masked)
     loss_b, terms_b = three_term_loss(model, stage_b, wanted, kind, fill=bundle)
-    return loss_a + loss_b, torch.stack([terms_a, terms_b])
+    return loss_a + loss_b, of_stage("A", terms_a) | of_stage("B", terms_b)
 
 
 def stage_a_step(model: Model, batch: Batch, args: Namespace) -> Losses:
@@ -97,14 +118,14 @@ def stage_a_step(model: Model, batch: Batch, args: Namespace) -> Losses:
     ctx = batch_context(model, batch, args)
     stage_a = model.last_n(model.prefix(z, ctx), ctx)
     loss, terms = three_term_loss(model, stage_a, batch.clean, kind, fill=kind == M)
-    return loss, torch.stack([terms, torch.zeros_like(terms)])
+    return loss, of_stage("A", terms)
 
 
 # --- what a step is made of
 def corrupt_batch(model: Model, batch: Batch, args: Namespace) -> tuple[Tensor, Tensor]:
     """z (R, T) int64 and kind (R, T) uint8, see corrupt.py."""
     cfg = model.cfg
-    how = Corruption(args.corruption, cfg.block_length, cfg.mask_id, batch.n_plain, args.replace_rate, args.draft_rate)
+    how = Corruption(args.corruption, cfg.block_length, cfg.mask_id, batch.n_plain)
 
     def draft(z: Tensor, where: Tensor) -> Tensor:
         return stage_a_draft(model, z, where, batch.real)
@@ -120,7 +141,7 @@ def stage_a_draft(model: Model, z: Tensor, where: Tensor, real: Tensor) -> Tenso
     It reads z as it is, without a clean copy of earlier blocks: a draft has to be plausible, not as
     good as decoding would have it.
     """
-    ctx = sequence_context(model.cfg, real, model.compute_dtype)
+    ctx = model.context(real)
     h = model.last_n(model.prefix(z, ctx), ctx)[where]
 
     # the logits of 1,024 positions at a time
@@ -132,18 +153,6 @@ def stage_a_draft(model: Model, z: Tensor, where: Tensor, real: Tensor) -> Tenso
     return torch.cat(tokens)
 
 
-def bundle_group(model: Model, batch: Batch, args: Namespace) -> int:
-    """How many positions draw one bundle together: a block, as in decoding, or the whole row.
-
-    Earlier blocks draw bundles too, so with --context corrupted a block sees marked masks before
-    it, where decoding has finished text. The paper trains so; --context clean takes marks and masks
-    out of what a block sees.
-    """
-    if args.bundle_scope == "block":
-        return model.cfg.block_length
-    return batch.clean.shape[1]
-
-
 def batch_context(model: Model, batch: Batch, args: Namespace) -> Context:
     """Earlier blocks corrupted too (the paper), or clean, as decoding has them: rows beside their
     clean copy.
@@ -151,7 +160,12 @@ def batch_context(model: Model, batch: Batch, args: Namespace) -> Context:
     clean = None
     if args.context == "clean":
         clean = batch.clean
-    return sequence_context(model.cfg, batch.real, model.compute_dtype, clean)
+    return model.context(batch.real, clean)
+
+
+def of_stage(stage: str, terms: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Eq. 1's terms under the names that the log has for them: m2t_A, edit_A, clean_A, ..."""
+    return {f"{name}_{stage}": term for name, term in terms.items()}
 
 
 def get_batch(corpus: Corpus, split: str, first: int, n: int, args: Namespace, device: torch.device) -> Batch:
@@ -172,149 +186,12 @@ def lora_everywhere(model: Model, args: Namespace) -> None:
     model.add_lora(args.lora_r, 2 * args.lora_r, generator(args.seed, "lora"))
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """A way of training: the paper's, or an extension's."""
-
-    step: Step = cocommit_step
-    adapt: Callable[[Model, Namespace], None] = lora_everywhere  # from a checkpoint: what learns
-    command: str = "python train.py"
-    extension: dict = field(default_factory=dict)  # written into adapter.json, so that its adapters load through it
+def about_lora(args: Namespace) -> dict:
+    """What adapter.json says of it."""
+    return dict(lora_r=args.lora_r, lora_alpha=2 * args.lora_r)
 
 
-def the_papers(args: Namespace) -> Recipe:
-    if args.stage_a_only:
-        return Recipe(step=stage_a_step)
-    return Recipe()
-
-
-# --- the loop
-def run(args: Namespace, recipe: Recipe) -> None:
-    # what is learned from, and what learns
-    device = pick_device(args.device)
-    folder = Path(args.out_dir)
-    corpus = load_corpus(args)
-    model = checkpoint.start(args, corpus.tokens, recipe.adapt, device)
-    optimizer = make_optimizer(model, args)
-
-    # a resumed run goes on where it was saved; one that was killed before its first save starts
-    # again
-    done = 0
-    if args.resume and (folder / "state.safetensors").exists():
-        done = checkpoint.restore_state(model, optimizer, folder)
-    write_json(folder / "train.json", {k: v for k, v in vars(args).items() if k != "resume"})
-    checkpoint.rewind_log(folder / "log.jsonl", done)
-    describe(args, corpus, model, device, done)
-
-    saved = done
-    last = args.max_iters
-    if args.stop_at:
-        last = min(last, args.stop_at)
-    with checkpoint.interruptible() as caught, open(folder / "log.jsonl", "a", buffering=1) as log:
-        for step in tqdm(range(done, last), initial=done, total=args.max_iters, desc="train", disable=None):
-            # forward, backward, update
-            record = take_step(model, optimizer, recipe.step, corpus, step, args, device)
-            check_finite(record, "loss", step, saved, args, recipe)
-            shown = (step + 1) % args.log_interval == 0
-            report(record, f"step {step + 1}/{args.max_iters}", log, shown)
-
-            # validate, and save what has been validated
-            stop = bool(caught)  # asked once: a signal between the save and the break would lose this step
-            due = (step + 1) % args.eval_interval == 0 or step + 1 == args.max_iters
-            if due or stop or step + 1 == last:
-                validation = validate(model, recipe.step, corpus, step + 1, args, device)
-                check_finite(validation, "validation", step, saved, args, recipe)
-                if due:  # a run that was stopped here logs what it would have logged otherwise
-                    report(validation, f"validation after step {step + 1}", log, shown=True)
-                save(model, optimizer, step + 1, args, recipe)
-                saved = step + 1
-            if stop:
-                break
-    tell_what_is_next(saved, bool(caught), args, recipe)
-
-
-def take_step(
-    model: Model, optimizer: torch.optim.Optimizer, step_of: Step, corpus: Corpus, step: int, args: Namespace,
-    device: torch.device,
-) -> dict[str, float]:  # fmt: skip
-    """One update -> what the log says of it. Nothing is updated where the loss or its gradient is
-    not finite.
-    """
-    start = time.perf_counter()
-    first = step * args.batch_size
-
-    # gradients of all micro-batches, with one denominator
-    n_real = corpus.rows["train"].count_real(first, args.batch_size)
-    loss = 0.0
-    terms = 0.0
-    for at, n in micro_batches(first, args.batch_size, args):
-        batch = get_batch(corpus, "train", at, n, args, device)
-        part, part_terms = step_of(model, batch, args)
-        (part / n_real).backward()
-        loss += float(part.detach()) / n_real
-        terms = terms + part_terms
-    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip_at(args)))
-
-    record = update(optimizer, loss, norm, step, args)
-    record["tokens"] = n_real
-    record |= named_terms(terms)
-    record["ms"] = 1e3 * (time.perf_counter() - start)
-    return record
-
-
-def update(optimizer: torch.optim.Optimizer, loss: float, norm: float, step: int, args: Namespace) -> dict[str, float]:
-    """The optimizer's step, unless the loss or its gradient is not finite -> the log's first fields."""
-    rate = learning_rate(step, args)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    if math.isfinite(loss + norm):
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return dict(step=step, loss=loss, grad_norm=norm, lr=rate)
-
-
-@torch.no_grad()
-def validate(
-    model: Model, step_of: Step, corpus: Corpus, step: int, args: Namespace, device: torch.device
-) -> dict[str, float]:
-    """The terms of both stages on held-out rows; on a toy also the loss of the whole answer in one
-    step, exactly.
-    """
-    terms = 0.0
-    for first, n in micro_batches(0, args.eval_rows, args):
-        batch = get_batch(corpus, "val", first, n, args, device)
-        terms = terms + step_of(model, batch, args)[1]
-    record = {"step": step, "val": True} | named_terms(terms)
-    if is_toy(args):
-        record |= toy.floors(model, corpus.rows["val"].toy)
-    return record
-
-
-def micro_batches(first: int, n: int, args: Namespace) -> list[tuple[int, int]]:
-    """Rows first .. first+n in micro-batches: the first row and the number of rows of each."""
-    size = args.batch_size
-    if args.micro_batch:
-        size = args.micro_batch
-    return [(at, min(size, first + n - at)) for at in range(first, first + n, size)]
-
-
-def learning_rate(step: int, args: Namespace) -> float:
-    """Linear warm-up over 1 % of the steps (paper), then a cosine to zero at max_iters."""
-    warm = max(1, round(0.01 * args.max_iters))
-    if step < warm:
-        return args.learning_rate * (step + 1) / warm
-    progress = (step - warm) / max(1, args.max_iters - warm)
-    return args.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def clip_at(args: Namespace) -> float:
-    """The largest gradient norm; --grad_clip 0 clips nothing."""
-    if args.grad_clip == 0:
-        return math.inf
-    return args.grad_clip
-
-
-def make_optimizer(model: Model, args: Namespace) -> torch.optim.AdamW:
+def make_optimizer(model: Model, args: Namespace) -> torch.optim.Optimizer:
     """Weight decay is for matrices: norms scale and markers are added, zero is not where they
     should be pulled to.
     """
@@ -328,10 +205,180 @@ def make_optimizer(model: Model, args: Namespace) -> torch.optim.AdamW:
         else:
             undecayed.append(p)
     groups = [
-        {"params": decayed, "weight_decay": args.weight_decay},
-        {"params": undecayed, "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": args.weight_decay, "peak": args.learning_rate},
+        {"params": undecayed, "weight_decay": 0.0, "peak": args.learning_rate},
     ]
     return torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.95), fused=True)
+
+
+def preset(args: Namespace) -> Config:
+    return PRESETS[args.preset]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A way of training: the paper's as it stands here, or an extension's."""
+
+    step: Step = cocommit_step
+    # from a checkpoint: what learns, and what adapter.json says of it
+    adapt: Callable[[Model, Namespace], None] = lora_everywhere
+    about: Callable[[Namespace], dict] = about_lora
+    head: Callable[[Config, Namespace], nn.Module] | None = None  # a new head, which learns alone
+    whole: bool = False  # all weights learn, and what is saved is a model of its own
+    geometry: Callable[[Namespace], Config] = preset  # from scratch
+    optimizer: Callable[[Model, Namespace], torch.optim.Optimizer] = make_optimizer
+
+
+def the_papers(args: Namespace) -> Recipe:
+    if args.stage_a_only:
+        return Recipe(step=stage_a_step)
+    return Recipe()
+
+
+# --- the loop
+def run(args: Namespace, recipe: Recipe, processes: Processes) -> None:
+    # what is learned from, and what learns
+    device = processes.device(args)
+    folder = Path(args.out_dir)
+    corpus = load_corpus(args)
+    model = start(args, corpus.tokens, recipe, device)
+    optimizer = recipe.optimizer(model, args)
+
+    # a resumed run goes on where it was saved; one that was killed before its first save starts
+    # again
+    done = 0
+    if args.resume and (folder / "state.safetensors").exists():
+        done = checkpoint.restore_state(model, optimizer, folder)
+    optimizer = processes.place(model, optimizer, partial(recipe.optimizer, args=args), device)
+    if processes.rank == 0:
+        write_json(folder / "train.json", {k: v for k, v in vars(args).items() if k != "resume"})
+        rewind_log(folder / "log.jsonl", done)
+    describe(args, corpus, model, device, done)
+
+    saved = done
+    log_file = folder / "log.jsonl" if processes.rank == 0 else os.devnull
+    with interruptible() as caught, open(log_file, "a", buffering=1) as log:
+        for step in tqdm(range(done, args.max_iters), initial=done, total=args.max_iters, desc="train", disable=None):
+            # forward, backward, update
+            record = take_step(model, optimizer, recipe.step, corpus, step, args, device, processes)
+            check_finite(record, "loss", step, saved, args)
+            report(record, f"step {step + 1}/{args.max_iters}", log, (step + 1) % args.log_interval == 0)
+
+            # validate, and save what has been validated
+            stop = processes.any(bool(caught))  # asked once: a signal before the break would lose this step
+            due = (step + 1) % args.eval_interval == 0 or step + 1 == args.max_iters
+            if due or stop:
+                validation = processes.within(
+                    model, validate, model, recipe.step, corpus, step + 1, args, device, processes
+                )
+                check_finite(validation, "validation", step, saved, args)
+                if due:  # a run that was stopped here logs what it would have logged otherwise
+                    report(validation, f"validation after step {step + 1}", log, shown=True)
+                save(model, optimizer, step + 1, args, recipe, processes)
+                saved = step + 1
+            if stop:
+                break
+    tell_what_is_next(saved, bool(caught), args)
+
+
+def take_step(
+    model: Model, optimizer: torch.optim.Optimizer, step_of: Step, corpus: Corpus, step: int, args: Namespace,
+    device: torch.device, processes: Processes,
+) -> dict[str, float]:  # fmt: skip
+    """One update -> what the log says of it. Nothing is updated where the loss or its gradient is
+    not finite.
+    """
+    began = time.perf_counter()
+    first = step * args.batch_size
+
+    # gradients of all micro-batches, with one denominator
+    n_real = corpus.rows["train"].count_real(first, args.batch_size)
+    loss = torch.zeros((), device=device)
+    terms = {}
+    for at, n in micro_batches(*processes.share(first, args.batch_size), args):
+        batch = get_batch(corpus, "train", at, n, args, device)
+        part, part_terms = processes.within(model, step_of, model, batch, args)
+        (part / n_real).backward()
+        loss += part.detach() / n_real
+        terms = added(terms, part_terms)
+    loss = float(processes.total(loss))
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or math.inf)
+    norm = float(processes.gather({"norm": norm})["norm"])
+
+    # the update, along the schedule
+    share = schedule(step, args)
+    for group in optimizer.param_groups:
+        group["lr"] = share * group["peak"]
+    if math.isfinite(loss + norm):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+    record = dict(step=step, loss=loss, grad_norm=norm, lr=share * args.learning_rate, tokens=n_real)
+    record |= means(terms, processes)
+    record["ms"] = 1e3 * (time.perf_counter() - began)
+    return record
+
+
+@torch.no_grad()
+def validate(
+    model: Model, step_of: Step, corpus: Corpus, step: int, args: Namespace, device: torch.device, processes: Processes
+) -> dict[str, float]:
+    """The terms of the step on held-out rows; on a toy also the loss of the whole answer in one
+    step, exactly.
+    """
+    terms = {}
+    for first, n in micro_batches(*processes.share(0, args.eval_rows), args):
+        batch = get_batch(corpus, "val", first, n, args, device)
+        terms = added(terms, step_of(model, batch, args)[1])
+    record = {"step": step, "val": True} | means(terms, processes)
+    if is_toy(args):
+        record |= toy.floors(model, corpus.rows["val"].toy)
+    return record
+
+
+# --- what it starts from
+def load_corpus(args: Namespace) -> Corpus:
+    """What the settings say to read; text by the tokens of the checkpoint that it starts from."""
+    if is_toy(args):
+        return settings.toy_corpus(args)
+    folder = Path(args.init_from)
+    block_length = args.block_length
+    if args.init_from == "scratch":
+        folder = Path(args.out_dir)
+        kind = settings.learn_tokenizer(folder, args)
+    else:
+        cfg = checkpoint.read_config(folder)
+        kind = cfg.tokenizer
+        block_length = block_length or cfg.block_length
+    tokenizer = checkpoint.load_tokenizer(folder, kind)
+    if tokenizer is None:
+        fail(f"{folder} has no tokenizer.json to read text with")
+    return settings.text_corpus(args, tokenizer, kind, block_length)
+
+
+def start(args: Namespace, tokens: dict, recipe: Recipe, device: torch.device) -> Model:
+    """A fresh model for these tokens (fields of a Config), or a folder's to adapt."""
+    if args.init_from == "scratch":
+        cfg = recipe.geometry(args)
+        n_last = args.n_last or max(1, cfg.n_layer // 2)
+        cfg = replace(cfg, n_last=n_last, n_rounds=args.n_rounds, **tokens)
+        model = checkpoint.new_model(cfg, generator(args.seed, "init"), device)
+        model.compute_dtype = DTYPES[args.dtype]
+    else:
+        changes = {"n_last": args.n_last, "n_rounds": args.n_rounds, "block_length": args.block_length}
+        make_head = recipe.head and partial(recipe.head, args=args)
+        model = checkpoint.load_model(args.init_from, device, DTYPES[args.dtype], make_head=make_head, **changes)
+        if is_toy(args) and any(getattr(model.cfg, name) != value for name, value in tokens.items()):
+            fail(f"--init_from {args.init_from} was trained on a toy of another size: give the same --toy")
+        recipe.adapt(model, args)
+
+    # a toy's rows have the length of its one block
+    block_length = model.cfg.block_length
+    longest = model.cfg.max_len
+    if not is_toy(args) and (args.seq_len % block_length or args.seq_len > longest):
+        fail(f"--seq_len {args.seq_len} must be a multiple of --block_length {block_length}, at most {longest}")
+    model.checkpointing = args.checkpointing
+    return model
 
 
 # --- what is printed, logged and saved
@@ -342,91 +389,58 @@ def describe(args: Namespace, corpus: Corpus, model: Model, device: torch.device
     val = corpus.rows["val"].describe()
     print(f"{' '.join(args.data)}: {train} to train on, {val} to validate")
     print(
-        f"training {learned:,} parameters on {device} in {args.dtype}; n = {cfg.n_last} of {cfg.n_layer} layers, K = "
-        f"{cfg.n_rounds}, blocks of {cfg.block_length}; steps {done}..{args.max_iters} -> {args.out_dir}"
+        f"training {learned:,} parameters on {device} in {args.dtype}, from {args.init_from}; n = {cfg.n_last} of "
+        f"{cfg.n_layer} layers, K = {cfg.n_rounds}, blocks of {cfg.block_length}; steps {done}..{args.max_iters} -> "
+        f"{args.out_dir}"
     )
 
 
-def named_terms(terms: Tensor) -> dict[str, float]:
-    """Mean cross-entropy in nats of each term of each stage; a term without positions is left out."""
-    named = {}
-    for stage, three in zip("AB", terms.tolist(), strict=True):
-        for term, (ce, count) in zip(("m2t", "edit", "clean"), three, strict=True):
-            if count:
-                named[f"{term}_{stage}"] = ce / count
-    return named
-
-
-def report(record: dict, head: str, log: TextIO, shown: bool) -> None:
-    """One line of log.jsonl, and one for people."""
-    log.write(json.dumps(record) + "\n")
-    if shown:
-        figures = [f"{k} {v:.4g}" for k, v in record.items() if k not in ("step", "val")]
-        tqdm.write(" | ".join([head, *figures]))
-
-
-def check_finite(record: dict, what: str, step: int, saved: int, args: Namespace, recipe: Recipe) -> None:
-    """Stop a run that has diverged, and name the checkpoint that is good: its own validation was
-    finite.
-    """
-    bad = [f"{k} {v}" for k, v in record.items() if not math.isfinite(v)]
-    if not bad:
-        return
-    good = "none was saved yet"
-    if saved:
-        good = f"the checkpoint of step {saved} in {args.out_dir} is good ({resume_command(args, recipe)})"
-    fail(f"the {what} of step {step + 1} is not finite ({bad[0]}): {good}; lower --learning_rate in a new --out_dir")
-
-
-def save(model: Model, optimizer: torch.optim.Optimizer, step: int, args: Namespace, recipe: Recipe) -> None:
+def save(
+    model: Model, optimizer: torch.optim.Optimizer, step: int, args: Namespace, recipe: Recipe, processes: Processes
+) -> None:
     """The resume file first, then the checkpoint that sample.py reads."""
     folder = Path(args.out_dir)
-    checkpoint.save_state(model, optimizer, step, folder)
-    if args.init_from == "scratch":
-        checkpoint.save_model(model, folder)
+    whole = args.init_from == "scratch" or recipe.whole
+    state = processes.gather(checkpoint.training_state(model, optimizer))
+    weights = processes.gather(checkpoint.stored(model) if whole else model.adapter_state())
+    if processes.rank > 0:
+        return
+    checkpoint.save_tensors(folder / "state.safetensors", state, {"step": str(step)})
+    if whole:
+        # a model of its own keeps what lies beside the one that it started from
+        for name in ("tokenizer.json", "names.json"):
+            if args.init_from != "scratch" and (Path(args.init_from) / name).exists():
+                shutil.copyfile(Path(args.init_from) / name, folder / name)
+        checkpoint.save_model(model, folder, weights)
     else:
-        settings = dict(base=args.init_from, lora_r=args.lora_r, lora_alpha=2 * args.lora_r)
-        checkpoint.save_adapter(model, folder, settings | recipe.extension)
+        checkpoint.save_adapter(model, folder, Path(args.init_from), recipe.about(args), weights)
     if is_toy(args):
         write_json(folder / "toy.json", {"name": args.data[0]} | toy.sizes(args.toy))
 
 
-def resume_command(args: Namespace, recipe: Recipe) -> str:
-    return f"{recipe.command} --init_from resume --out_dir {args.out_dir}"
-
-
-def tell_what_is_next(saved: int, interrupted: bool, args: Namespace, recipe: Recipe) -> None:
-    if saved < args.max_iters:
-        print(f"saved at step {saved} of {args.max_iters}; go on with: {resume_command(args, recipe)}")
-        if interrupted:
-            raise SystemExit(130)  # as Ctrl-C ends other programs
-        raise SystemExit(0)
-    ckpt = args.out_dir
-    if args.init_from != "scratch":
-        ckpt = f"{args.init_from} --adapter {args.out_dir}"
-    script = "sample.py --prompt TEXT"
-    if is_toy(args):
-        script = f"evaluate.py --data {args.data[0]}"
-    print(f"done; next: python {script} --ckpt {ckpt}")
-
-
-def main(parser: Parser | None = None, choose: Callable[[Namespace], Recipe] = the_papers) -> None:
+@command
+def main(
+    parser: Parser | None = None, choose: Callable[[Namespace], Recipe] = the_papers, processes: Processes | None = None
+) -> None:
     """The command line, of the paper's training or of an extension's: its parser, and the recipe
     its flags choose.
     """
     if parser is None:
-        parser = build_parser(__doc__)
-    args = settle(parser)
+        parser = settings.build_parser(__doc__)
+    if processes is None:
+        processes = Processes()
+    args = settings.settle(parser, checkpoint.read_config)
     recipe = choose(args)
-    if args.resume and args.command != recipe.command:
-        fail(f"{args.out_dir} holds a run of another script: go on with {args.command} --init_from resume")
-    args.command = recipe.command
-    try:
-        run(args, recipe)
-    except KeyboardInterrupt:
-        fail("interrupted at once: what was done since the last save is lost; go on with --init_from resume")
-    except torch.OutOfMemoryError:
-        fail("out of memory: lower --micro_batch or --seq_len, or add --checkpointing")
+
+    # what began a run goes on with it
+    made_of = trained_by(recipe.step)
+    if args.resume and args.trained_by != made_of:
+        fail(
+            f"{args.out_dir} is trained by {args.trained_by}, and this is {made_of}: go on with {resume_command(args)}"
+        )
+    args.trained_by = made_of
+    args.command = this_command(processes.launcher)
+    run(args, recipe, processes)
 
 
 if __name__ == "__main__":

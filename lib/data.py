@@ -18,17 +18,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lib.util import fail, generator, read_json
-
-if TYPE_CHECKING:
-    from lib.tokenizer import Tokenizer
+from lib.tokenizer import Tokenizer
+from lib.util import fail, generator
 
 try:
     import unicodedata
@@ -194,11 +191,11 @@ def exists(name: str) -> str | None:
     return found
 
 
-def check_names(folder: Path, prompts: list[str]) -> bool:
+def check_names(about: dict, prompts: list[str]) -> bool:
     """Whether completions can be judged: by a model of names, in a Python that knows them. A line
     for each doubt.
     """
-    taught = read_json(folder / "names.json", "names").get("unidata_version")
+    taught = about.get("unidata_version")
     if unicodedata is None:
         here = "unknown: it has no module unicodedata"
         print(f"note: the model learned the names of Unicode {taught}, this Python's are {here}", file=sys.stderr)
@@ -316,7 +313,7 @@ class Sequences:
 
 
 def load_sequences(
-    sources: list[str], tokenizer: "Tokenizer", seq_len: int, seed: int, max_docs: int = 0, block_length: int = 1,
+    sources: list[str], tokenizer: Tokenizer, seq_len: int, seed: int, max_docs: int = 0, block_length: int = 1,
     batch_size: int = 0,
 ) -> tuple[Sequences, Sequences]:  # fmt: skip
     """(train, validation) rows of a corpus. A corpus of few documents keeps its last 5 % of rows

@@ -3,61 +3,57 @@
 import argparse
 import json
 import os
-import shutil
 import sys
-import time
 from argparse import Namespace
-from pathlib import Path
+from typing import Any
 
-from cache import Output, in_full
-from checkpoint import DTYPES
+from torch import Tensor
+
+from lib.config import DTYPES, Config
 from lib.data import exists
+from lib.output import Output, Row
 from lib.tokenizer import Tokenizer
-from lib.util import Parser, bounded, fail
-from model import Config, Model
+from lib.util import Parser, bounded, fail, or_none
 
 MASK = "▒"
 END = "∎"
 
 
 # --- what is asked for
-def build_parser(doc: str, modes: dict[str, dict]) -> Parser:
+def build_parser(doc: str) -> Parser:
     parser = Parser(doc)
-    probability = bounded(float, -1, 1)
     some = bounded(int, 0)
+    own = argparse.SUPPRESS  # what is not given is not there: sample.settle_decoding has the defaults
 
     # fmt: off
     add = parser.add_argument_group("model").add_argument
-    add("--ckpt", default="out/names", help="checkpoint folder of train.py or convert_weights.py")
-    add("--adapter", help="folder that train.py --init_from DIR, or a script of beyond/, wrote")
+    add("--ckpt", default="assets/names/joint", help="a model's folder, or an adapter's")
     add("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
     add("--dtype", choices=DTYPES, default="fp32", help="of weights and activations")
 
     add = parser.add_argument_group("prompts").add_argument
-    add("--prompt", action="append", default=[], help="text; repeat the flag for several rows")
-    add("--prompts_file", help="a text file, one prompt a line; blank lines are skipped")
+    add("--prompt", action="append", default=[],
+        help=f"text, in which each {MASK} is one token to fill; repeat the flag for several rows")
     add("--prompt_ids", type=token_ids, action="append", default=[], help="token ids, 1,2,3; repeat for several rows")
 
     add = parser.add_argument_group("decoding").add_argument
-    add("--mode", choices=modes, default="q", help="tau_m2t and tau_t2t: q 0.7, 0.5 (see there); s 0.5, 0")
-    add("--gen_length", type=bounded(int, 1), default=256, help="tokens; the last block is decoded whole")
+    add("--gen_length", type=some, default=own, help="tokens after the prompt (256); the last block is decoded whole")
     add("--n_rounds", type=some,
         help="K; 0: Stage B off, the released decoder (default: as trained; 0 where no marker was trained)")
-    add("--tau_m2t", type=probability,
-        help="fill above this probability, or this product from the left (-1: every mask at once)")
-    add("--tau_t2t", type=bounded(float, 0, 1, none=True), default=argparse.SUPPRESS,
-        help='edit above this; 0: on any disagreement; "none": never (default: the mode\'s where Stage B is off, 0 '
-             "where it is on, as in the paper; none for a model that is written from the left)")
-    add("--max_post_steps", type=some, default=16, help="forwards after the last mask, at most")
-    add("--run_on", dest="eos_early_stop", action="store_false", help="decode --gen_length past eos, too")
-    add("--temperature", type=temperature, default=0.0, help="0: argmax; else at least 0.001")
-    add("--top_k", type=some, default=0, help="with temperature: the k best tokens (0: all)")
-    add("--top_p", type=bounded(float, 1e-6, 1), default=1.0, help="with temperature: so much mass (1: all)")
+    add("--tau_m2t", type=bounded(float, -1, 1), default=own,
+        help="fill above this probability, from the left above this product (paper 0.7; -1: every mask at once)")
+    add("--tau_t2t", type=or_none(bounded(float, 0, 1)), default=own,
+        help='edit above this; 0: on any disagreement; "none": never (paper 0; 0.5, as released, where Stage B is off; '
+             "none for a model that is written from the left)")
+    add("--tau_keep", type=bounded(float, 0, 1), default=own, help="a head leaves masked what does not pass this")
+    add("--temperature", type=temperature, default=own, help="0: argmax; else at least 0.001")
+    add("--top_k", type=some, default=own, help="with temperature: the k best tokens (0: all)")
+    add("--top_p", type=bounded(float, 1e-6, 1), default=own, help="with temperature: so much mass (1: all)")
     add("--seed", type=int, default=0, help="any whole number, of any size: it is hashed")
 
     add = parser.add_argument_group("output").add_argument
-    add("--watch", action="store_true", help=f"show every step; on a terminal in place ({MASK} a mask, {END} the end)")
-    add("--json", action="store_true", help="one JSON object a prompt; tools/trace_page makes a page of it")
+    add("--watch", action="store_true", help=f"show every step ({MASK} a mask, {END} the end)")
+    add("--json", action="store_true", help="one JSON object a prompt; tools/playground shows it")
     # fmt: on
     return parser
 
@@ -74,37 +70,31 @@ def temperature(text: str) -> float:
     return value
 
 
-def read_prompts(args: Namespace, tokenizer: Tokenizer | None, cfg: Config, of_names: bool) -> list[list[int]]:
+def read_prompts(
+    args: Namespace, tokenizer: Tokenizer | None, cfg: Config, gen_length: int, of_names: bool
+) -> list[list[int]]:
     """Every prompt as ids, each checked to fit the model."""
-    texts = args.prompt + read_lines(args.prompts_file)
-    if texts and tokenizer is None:
+    if args.prompt and tokenizer is None:
         fail("this checkpoint has no tokenizer (a toy's tokens are numbers): use --prompt_ids")
-    prompts = []
-    for text in texts:
-        if of_names:  # in names a blank belongs to the word after it
-            text = text.rstrip()
-        prompts.append(tokenizer.encode(text))
+    prompts = [encode_with_holes(text, tokenizer, cfg.mask_id, of_names) for text in args.prompt]
     prompts += args.prompt_ids
-
     if not prompts:
-        fail("nothing to continue: give --prompt TEXT, --prompts_file FILE or --prompt_ids 1,2,3")
+        fail("nothing to continue: give --prompt TEXT or --prompt_ids 1,2,3")
     for number, prompt in enumerate(prompts, 1):
-        check_prompt(prompt, number, args.gen_length, cfg)
+        check_prompt(prompt, number, gen_length, cfg)
     return prompts
 
 
-def read_lines(path: str | None) -> list[str]:
-    """The lines of a text file that are not blank."""
-    if path is None:
-        return []
-    try:
-        lines = Path(path).read_text("utf-8").splitlines()
-    except (OSError, ValueError) as e:  # a ValueError: not UTF-8, or a path with a NUL byte
-        fail(f"--prompts_file {path!r} cannot be read as text: {e}")
-    prompts = [line for line in lines if line.strip()]
-    if len(prompts) < len(lines):
-        print(f"note: {len(lines) - len(prompts)} blank lines of {path} were skipped", file=sys.stderr)
-    return prompts
+def encode_with_holes(text: str, tokenizer: Tokenizer, mask_id: int, of_names: bool) -> list[int]:
+    """Text to ids; each MASK in it is one mask."""
+    ids = []
+    for number, part in enumerate(text.split(MASK)):
+        if number > 0:
+            ids.append(mask_id)
+        if of_names:  # in names a blank belongs to the word after it
+            part = part.rstrip()
+        ids += tokenizer.encode(part)
+    return ids
 
 
 def check_prompt(prompt: list[int], number: int, gen_length: int, cfg: Config) -> None:
@@ -112,6 +102,8 @@ def check_prompt(prompt: list[int], number: int, gen_length: int, cfg: Config) -
         fail(f"prompt {number} is empty: the model continues a text, give it at least one token")
     if not all(0 <= i < cfg.vocab_size for i in prompt):
         fail(f"prompt {number} has ids outside 0..{cfg.vocab_size - 1}, the model's vocabulary")
+    if gen_length == 0 and cfg.mask_id not in prompt:
+        fail(f"prompt {number} has no {MASK} to fill, and --gen_length is 0: nothing would be written")
     # the last block is decoded whole
     blocks = -(-(len(prompt) + gen_length) // cfg.block_length)
     need = blocks * cfg.block_length
@@ -122,17 +114,102 @@ def check_prompt(prompt: list[int], number: int, gen_length: int, cfg: Config) -
         )
 
 
+# --- a decode in plain values
+class Steps:
+    """The steps of every row, for generate's on_step."""
+
+    def __init__(self, n_rows: int):
+        self.of_row: list[list[dict]] = [[] for _ in range(n_rows)]
+
+    def add(self, rows: list[Row], step: Any) -> None:
+        """step: a sample.Step of these rows."""
+        for r, row in enumerate(rows):
+            self.of_row[row.number].append(step_record(step, r, len(row.ids)))
+
+
+def step_record(step: Any, r: int, start: int) -> dict:
+    """One step of row r in plain numbers; positions are absolute."""
+    before = step.stage_a.z[r].tolist()
+    after = step.after[r].tolist()
+    token = step.look.token[r].tolist()
+    conf = [round(p, 4) for p in step.look.conf[r].tolist()]
+    token_a = step.stage_a.token[r].tolist()
+    conf_a = [round(p, 4) for p in step.stage_a.conf[r].tolist()]
+    written = step.bundle & step.look.written
+
+    fill = []
+    for i in places(written[r]):
+        fill.append(dict(at=start + i, token=after[i], conf=conf[i], token_a=token_a[i], conf_a=conf_a[i]))
+    edit = []
+    for i in places(step.edited[r]):
+        edit.append(dict(at=start + i, old=before[i], token=after[i], conf=conf[i]))
+    refused = []  # what a head is not sure of stays masked
+    for i in places(step.bundle[r] & ~step.look.written[r]):
+        refused.append(dict(at=start + i, token=token[i], conf=conf[i]))
+    return dict(start=start, before=before, after=after, fill=fill, edit=edit, refused=refused, conf=conf)
+
+
+def places(here: Tensor) -> list[int]:
+    """[False, True, True] -> [1, 2]"""
+    return here.nonzero()[:, 0].tolist()
+
+
+def make_record(
+    output: Output, steps: list[dict], cfg: Config, n_rounds: int, tokenizer: Tokenizer | None, judged: bool
+) -> dict:
+    """Everything about one row in plain values: --json prints it, the displays below and the
+    playground show it.
+    """
+    text = None  # a toy's tokens are numbers
+    judgement = None
+    if tokenizer:
+        text = tokenizer.decode(output.tokens)
+    if judged:
+        judgement = verdict(tokenizer.decode(output.prompt + output.tokens))
+    return dict(
+        text=text, tokens=output.tokens, steps=steps, verdict=judgement, nfe=output.nfe,
+        nfe_per_token=output.nfe["full"] / max(1, len(output.tokens)),
+        prompt=output.prompt, mask_id=cfg.mask_id, n_rounds=n_rounds, pieces=pieces(output, steps, cfg, tokenizer),
+    )  # fmt: skip
+
+
+def pieces(output: Output, steps: list[dict], cfg: Config, tokenizer: Tokenizer | None) -> dict[str, str]:
+    """The text of every id that occurs in a record."""
+    ids = set(output.prompt)
+    for s in steps:
+        ids.update(s["after"])
+        ids.update(f["token_a"] for f in s["fill"])
+        ids.update(f["token"] for f in s["refused"])
+    names = {str(i): str(i) for i in sorted(ids)}
+    if tokenizer:
+        names = {str(i): tokenizer.piece(i) for i in sorted(ids)}
+    return names | {str(cfg.eos_id): END, str(cfg.mask_id): MASK}
+
+
+def verdict(name: str) -> str:
+    """Of a model of names: the character, or that there is none."""
+    char = exists(name)
+    if char:
+        return f"{char} (U+{ord(char):04X})"
+    if not name.isupper():
+        return "(no such character; names are in upper case)"
+    return "(no such character)"
+
+
 # --- what is shown
 class Stream:
     """Prints a text as its blocks finish, never half a character."""
 
     def __init__(self, prompt: list[int], tokenizer: Tokenizer | None):
-        self.prompt = prompt
         self.tokenizer = tokenizer
         self.shown = ""
+        # a text with holes is printed when they are filled
+        self.waits = tokenizer is not None and tokenizer.mask_id in prompt
 
     def show(self, row: int, output: Output) -> None:
-        text = self.tokenizer.decode(self.prompt + output.tokens).rstrip("\ufffd")
+        if self.waits:
+            return
+        text = self.tokenizer.decode(output.prompt + output.tokens).rstrip("\ufffd")
         print(text[len(self.shown) :], end="", flush=True)
         self.shown = text
 
@@ -143,51 +220,15 @@ class Stream:
         return self.tokenizer.decode(record["prompt"] + record["tokens"])[len(self.shown) :]
 
 
-def make_record(
-    prompt: list[int], output: Output, model: Model, n_rounds: int, tokenizer: Tokenizer | None, judged: bool
-) -> dict:
-    """Everything about one row in plain values: --json prints it, the displays below and
-    tools/trace_page show it.
-    """
-    cfg = model.cfg
-    text = None  # a toy's tokens are numbers
-    judgement = None
-    if tokenizer:
-        text = tokenizer.decode(output.tokens)
-    if judged:
-        judgement = verdict(tokenizer.decode(prompt + output.tokens))
-    nfe = output.nfe | {"all": in_full(output.nfe, model.partial_cost), "passes": output.passes}
-    return dict(
-        text=text, tokens=output.tokens, steps=output.steps, verdict=judgement,
-        nfe=nfe, nfe_per_token=nfe["full"] / max(1, len(output.tokens)), partial_cost=model.partial_cost,
-        prompt=prompt, mask_id=cfg.mask_id, n_rounds=n_rounds, pieces=pieces(prompt, output, cfg, tokenizer),
-    )  # fmt: skip
-
-
-def pieces(prompt: list[int], output: Output, cfg: Config, tokenizer: Tokenizer | None) -> dict[str, str]:
-    """The text of every id that occurs in a record."""
-    ids = set(prompt)
-    for s in output.steps:
-        ids.update(s["after"])
-        ids.update(f["token_a"] for f in s["fill"])
-        ids.update(f["token"] for f in s.get("refused", []))
-    names = {str(i): str(i) for i in sorted(ids)}
-    if tokenizer:
-        names = {str(i): tokenizer.piece(i) for i in sorted(ids)}
-    return names | {str(cfg.eos_id): END, str(cfg.mask_id): MASK}
-
-
-def show(record: dict, output: Output, stream: Stream, args: Namespace) -> None:
+def show(record: dict, warning: str | None, stream: Stream, args: Namespace) -> None:
     """One row: its steps if they are asked for, its text, what it cost."""
-    if output.warning:
-        print(f"warning: {output.warning}", file=sys.stderr)
+    if warning:
+        print(f"warning: {warning}", file=sys.stderr)
     if args.json:
         print(json.dumps(record))
         return
-    if args.watch and sys.stdout.isatty():
-        play(record)
-    elif args.watch:
-        show_steps(record)
+    if args.watch:
+        show_steps(record, styled=sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
 
     ending = ""
     if record["verdict"]:
@@ -201,82 +242,30 @@ def cost(record: dict) -> str:
     nfe = record["nfe"]
     n = len(record["tokens"])
     return (
-        f"[{n} tokens; forwards: {nfe['full']} full + {nfe['partial']:g} partial x {record['partial_cost']:.3g} + "
+        f"[{n} tokens; forwards: {nfe['full']} full + {nfe['partial']:.3g} partial x {record['partial_cost']:.3g} + "
         f"{nfe['commit']} commit = {nfe['all']:.3g}, {nfe['all'] / max(1, n):.3f} per token]"
     )
 
 
-def verdict(name: str) -> str:
-    """Of a model of names: the character, or that there is none."""
-    char = exists(name)
-    if char:
-        return f"{char} (U+{ord(char):04X})"
-    if not name.isupper():
-        return "(no such character; names are in upper case)"
-    return "(no such character)"
+def show_steps(record: dict, styled: bool) -> None:
+    """One line a step: the block after it, and in it what the step wrote.
 
-
-def show_steps(record: dict) -> None:
-    """One line a step for the block, and one for each token written: Stage A's choice where Stage
-    B's differs.
+    What is written is inverse. Stage A's choice stands beside a token where another was written, and
+    beside a mask the token that a head was not sure of.
     """
-    name = record["pieces"]
+    on = "\x1b[7m" if styled else "["
+    off = "\x1b[0m" if styled else "]"
     gap = " " if record["text"] is None else ""  # a toy's tokens are numbers
-    for n, s in enumerate(record["steps"], 1):
-        print(f"step {n:3} block {s['start']}: {gap.join(name[str(i)] for i in s['before'])}")
-        for f in s["fill"]:
-            other = ""
-            if f["token_a"] != f["token"]:
-                other = f"   (A: {name[str(f['token_a'])]} {f['conf_a']:.2f})"
-            print(f"    fill {f['at']:5} {name[str(f['token'])]!r} {f['conf']:.2f}{other}")
-        for f in s.get("refused", []):
-            print(f"    keep {f['at']:5} masked: {name[str(f['token'])]!r} has only {f['conf']:.2f}")
-        for e in s["edit"]:
-            print(f"    edit {e['at']:5} {name[str(e['old'])]!r} -> {name[str(e['token'])]!r} {e['conf']:.2f}")
-        print(f"    left {s['after'].count(record['mask_id'])} masked")
-
-
-def play(record: dict) -> None:
-    """The steps on a terminal: each block fills in place, on one line cut at the width."""
-    width = shutil.get_terminal_size().columns
-    last_start = None
-    for n, s in enumerate(record["steps"], 1):
-        if n > 1 and s["start"] != last_start:
-            print()
-        last_start = s["start"]
-        for state in ("before", "after"):
-            drawn = draw_block(record, s, s[state], f"step {n:3}  ", after=state == "after")
-            # [?7l: never wrap
-            print("\r\x1b[K\x1b[?7l" + "".join(drawn[:width]) + "\x1b[?7h", end="", flush=True)
-            time.sleep(0.25)
-    print()
-
-
-def draw_block(record: dict, s: dict, ids: list[int], head: str, after: bool) -> list[str]:
-    """A block as characters, each with its style.
-
-    What the step writes is inverse. After it, Stage A's choice is struck out beside a token where
-    another was written, and beside a mask that was refused. NO_COLOR leaves the styles out.
-    """
-    inverse = "\x1b[7m"
-    struck = "\x1b[9m"
-    off = "\x1b[0m"
-    if os.environ.get("NO_COLOR"):
-        inverse = struck = off = ""
-    gap = " " if record["text"] is None else ""
     name = {int(i): piece.replace("·", " ") + gap for i, piece in record["pieces"].items()}
 
-    # what Stage A, or the head that refused it, wanted at each position that the step looked at
-    wish = {}
-    for f in s["fill"] + s["edit"] + s.get("refused", []):
-        wish[f["at"]] = f.get("token_a", f["token"])
-
-    drawn = list(head)
-    for at, i in enumerate(ids, s["start"]):
-        if at not in wish:
-            drawn += name[i]
-            continue
-        drawn += [inverse + c + off for c in name[i]]
-        if after and wish[at] != i:
-            drawn += [struck + c + off for c in f"(A:{name[wish[at]]})"]
-    return drawn
+    for number, s in enumerate(record["steps"], 1):
+        drawn = [name[i] for i in s["after"]]
+        for f in s["fill"] + s["edit"]:
+            i = f["at"] - s["start"]
+            other = ""
+            if f.get("token_a", f["token"]) != f["token"]:
+                other = f"(A: {name[f['token_a']]})"
+            drawn[i] = f"{on}{name[f['token']]}{off}{other}"
+        for f in s["refused"]:
+            drawn[f["at"] - s["start"]] = f"{MASK}({name[f['token']]}? {f['conf']:.2f})"
+        print(f"step {number:3}  block {s['start']:3}  " + "".join(drawn))

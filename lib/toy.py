@@ -22,10 +22,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lib.util import fail, generator
-from model import Model, sequence_context
 
 # R rows, N contexts, S support tuples, m answer positions, V symbols, Q quadrature nodes
 
@@ -398,7 +397,7 @@ class Rows:
 
 
 @torch.no_grad()
-def answer_log_probs(model: Model, toy: Toy, c: Tensor, z: Tensor, n_rounds: int) -> Tensor:
+def answer_log_probs(model: nn.Module, toy: Toy, c: Tensor, z: Tensor, n_rounds: int) -> Tensor:
     """log q(x_i | z) for answer blocks z (R, m) int64, -1 where masked, in contexts c (R,): (R, m,
     V) float64.
 
@@ -411,7 +410,7 @@ def answer_log_probs(model: Model, toy: Toy, c: Tensor, z: Tensor, n_rounds: int
         ids = torch.cat([toy.prompt(c_part), answer], dim=1)
         ids = ids.to(model.wte.weight.device)
         bundle = ids == toy.mask_id
-        ctx = sequence_context(model.cfg, torch.ones_like(bundle), model.compute_dtype)
+        ctx = model.context(torch.ones_like(bundle))
 
         h = model.prefix(ids, ctx)
         h = model.last_n(h, ctx) if n_rounds == 0 else model.coordinate(h, bundle, ctx, n_rounds)
@@ -421,7 +420,7 @@ def answer_log_probs(model: Model, toy: Toy, c: Tensor, z: Tensor, n_rounds: int
     return torch.cat(logits).log_softmax(-1)[..., : toy.V]
 
 
-def floors(model: Model, toy: Toy) -> dict[str, float]:
+def floors(model: nn.Module, toy: Toy) -> dict[str, float]:
     """The loss of the whole answer in one step, sum_i E_p[-log q_i(x_i)], by each stage, and its
     two floors: that of the best joint distribution (H) and that of the best factorised one (H +
     TC). Nats, means over contexts.

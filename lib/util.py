@@ -1,119 +1,165 @@
-"""The small things that every script stands on: mistakes and flags, files, random numbers, the device."""
+"""The small things that every script stands on: a user's mistakes, flags, files, random numbers, the
+device.
+"""
 
 import argparse
-import atexit
+import functools
 import hashlib
 import json
 import math
 import os
+import signal
 import sys
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 # R rows, T positions
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# mistakes and flags
+# --- a user's mistakes
+class Mistake(Exception):
+    """What a user can mend: one line that says what is wrong and what to do."""
 
 
 def fail(message: str) -> NoReturn:
-    """A user's mistake: one line that says what is wrong and what to do, exit code 2."""
-    line = " ".join(str(message).split())
-    print("error: " + line.replace("\0", "\\0"), file=sys.stderr)
-    raise SystemExit(2)
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse whose error is one line, and whose --help keeps the layout of the script's
-    docstring.
-
-    A script that has one also ends quietly when whoever reads its output has left (`... | head
-    -1`).
-    """
-
-    def __init__(self, doc: str):
-        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-        sys.excepthook = end_quietly
-        atexit.register(flush_quietly)
-
-    def error(self, message: str) -> NoReturn:
-        fail(f"{message} (see {self.prog} --help)")
+    raise Mistake(message)
 
 
 READER_IS_GONE = 128 + 13  # the exit status of a Unix tool that SIGPIPE has ended
 
 
-def end_quietly(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """In the place of sys.excepthook: a closed pipe is no error."""
-    if issubclass(kind, BrokenPipeError):
-        os._exit(READER_IS_GONE)
-    sys.__excepthook__(kind, error, trace)
+def command(main: Callable) -> Callable:
+    """Around every script's main: a mistake becomes one line and exit code 2, and no traceback.
 
-
-def flush_quietly() -> None:
-    """The last words, before Python's own flush could complain about a closed pipe."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os._exit(READER_IS_GONE)
-    except ValueError:  # already closed
-        pass
-
-
-def bounded(kind: type, low: float, high: float = math.inf, none: bool = False) -> Callable[[str], float | None]:
-    """The type of a flag: a finite number of this kind in [low, high], or the word "none" where
-    that is allowed.
+    This is the one handler. It words what Python raises, too: a full disk, a missing right, Ctrl-C. A
+    closed pipe (`... | head -1`) ends a script quietly.
     """
-    not_one = "no number"
+
+    @functools.wraps(main)
+    def run(*args, **kwargs):
+        try:
+            result = main(*args, **kwargs)
+            sys.stdout.flush()
+            return result
+        except Mistake as e:
+            message = str(e)
+        except BrokenPipeError:
+            # nothing more can be written there, not even when Python closes it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(READER_IS_GONE) from None
+        except KeyboardInterrupt:
+            message = "interrupted; a training run goes on from its last save with --init_from resume"
+        except (torch.OutOfMemoryError, MemoryError):
+            message = "out of memory: take fewer or shorter rows at a time, or --dtype bf16"
+        except OSError as e:
+            message = str(e)
+        line = " ".join(message.split()).replace("\0", "\\0")
+        print(f"error: {line}", file=sys.stderr)
+        raise SystemExit(2)
+
+    return run
+
+
+@contextmanager
+def reading(path: Path, what: str) -> Iterator[None]:
+    """While a user's file is taken apart: what Python, json and safetensors raise over it is the
+    file's mistake.
+    """
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        fail(f"no {what} at {path}")
+    except KeyError as e:
+        fail(f"{what} {path} is damaged, or of another kind: it lacks {e}")
+    except (OSError, ValueError, TypeError, AttributeError, IndexError, RecursionError) as e:
+        fail(f"{what} {path} cannot be read, is damaged, or of another kind: {e}")
+    except (SafetensorError, EOFError, zlib.error) as e:
+        fail(f"{what} {path} is cut short, damaged, or of another kind: {e}")
+
+
+@contextmanager
+def interruptible() -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM ask the loop to finish its step and save; a second one stops at once."""
+    caught: list[int] = []
+
+    def handler(number: int, frame: object) -> None:
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(number)
+
+    before = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before[number] = signal.signal(number, handler)
+    try:
+        yield caught
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+# --- flags
+class Parser(argparse.ArgumentParser):
+    """argparse whose error is one line, and whose --help keeps the layout of the script's
+    docstring.
+    """
+
+    def __init__(self, doc: str):
+        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        fail(f"{message} (see {self.prog} --help)")
+
+
+def bounded(kind: type, low: float, high: float = math.inf) -> Callable[[str], float]:
+    """The type of a flag: a finite number of this kind in [low, high]."""
+    number = "no number"
     if kind is int:
-        not_one = "no whole number"
-    if none:
-        not_one = 'neither a number nor "none"'
+        number = "no whole number"
 
-    span = f"must lie in {low}..{high}"
-    if high == math.inf:
-        span = f"must be at least {low}, and finite"
-
-    def parse(text: str) -> float | None:
-        if none and text.lower() == "none":
-            return None
+    def parse(text: str) -> float:
         try:
             value = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is {not_one}") from None
+            raise argparse.ArgumentTypeError(f"{text!r} is {number}") from None
 
         # NaN is in no range
         if not low <= value <= high or value == math.inf:
-            raise argparse.ArgumentTypeError(f"{span}, not {text}")
+            raise argparse.ArgumentTypeError(f"must lie in {low}..{high}, and be finite, not {text}")
         return value
 
     return parse
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# files
+def or_none(parse: Callable[[str], float]) -> Callable[[str], float | None]:
+    """The type of a flag that may also be the word "none"."""
+
+    def parse_or_none(text: str) -> float | None:
+        if text.lower() == "none":
+            return None
+        return parse(text)
+
+    return parse_or_none
 
 
+# --- files
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a temporary file beside `path`, then rename it: a reader sees the old file
     or the new one.
     """
-    if "\0" in str(path):
-        fail(f"cannot write {path}: a NUL byte is in its name")
-
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(temporary)
         os.replace(temporary, path)
-    except OSError as e:
-        fail(f"cannot write {path}: {e.strerror or e}; choose another folder or free some space")
+    except (OSError, ValueError, SafetensorError) as e:  # no right, no space, a NUL byte in the name
+        fail(f"cannot write {path}: {e}; choose another folder or free some space")
     finally:
         # still there only if writing was stopped
         if path.parent.is_dir():
@@ -127,21 +173,32 @@ def write_json(path: Path, value: object) -> None:
 
 def read_json(path: Path, what: str) -> dict:
     """A JSON object from a file, or one line about why not."""
-    try:
+    with reading(path, what):
         value = json.loads(path.read_text())
-    except (FileNotFoundError, NotADirectoryError):
-        fail(f"no {what} at {path}")
-    except (OSError, ValueError, RecursionError) as e:
-        fail(f"{what} {path} cannot be read as JSON: {e}")
     if not isinstance(value, dict):
         fail(f"{what} {path} is not a JSON object")
     return value
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# randomness and the device
+def rewind_log(path: Path, step: int) -> None:
+    """Drop lines at or after `step` (written after the last save) and a line cut short by a kill."""
+    lines = []
+    if path.exists():
+        lines = path.read_bytes().splitlines()
+    kept = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+            earlier = record["step"] < step
+            validation = record["step"] == step and "val" in record  # of the weights after `step` steps
+        except (ValueError, KeyError, TypeError):
+            break
+        if earlier or validation:
+            kept.append(line + b"\n")
+    replace_file(path, lambda temporary: temporary.write_bytes(b"".join(kept)))
 
 
+# --- randomness and the device
 def generator(*key: int | str) -> torch.Generator:
     """A CPU generator that is a function of its key alone, so that nothing random has a state to
     save or to lose.
@@ -149,6 +206,11 @@ def generator(*key: int | str) -> torch.Generator:
     digest = hashlib.sha256(repr(key).encode()).digest()
     seed = int.from_bytes(digest[:7], "big")
     return torch.Generator().manual_seed(seed)
+
+
+def uniform(draws: list[torch.Generator], n: int) -> Tensor:
+    """(R, n) float32 in [0, 1), each row from its own generator."""
+    return torch.stack([torch.rand(n, generator=g) for g in draws])
 
 
 def pick_device(name: str) -> torch.device:
@@ -168,15 +230,7 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def uniform(draws: list[torch.Generator], n: int) -> Tensor:
-    """(R, n) float32 in [0, 1), each row from its own generator."""
-    return torch.stack([torch.rand(n, generator=g) for g in draws])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# places
-
-
+# --- places
 def first_masked(key: Tensor, masked: Tensor, size: Tensor, group: int) -> Tensor:
     """In each run of `group` positions the `size` masked ones with the smallest key, the leftmost
     of equals.

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint import PRESETS, new_model
+from checkpoint import new_model
+from lib.config import PRESETS, Config
 from lib.toy import Toy
 from lib.util import generator
-from model import Config, Model
+from model import Model
 
 ROOT = Path(__file__).resolve().parent.parent
 V, MASK, EOS = 40, 38, 39

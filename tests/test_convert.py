@@ -15,7 +15,8 @@ from common import caller
 from safetensors.torch import load_file, save_file
 
 import convert_weights
-from checkpoint import PRESETS, load_model
+from checkpoint import load_model
+from lib.config import PRESETS
 from lib.tokenizer import bpe_tokenizer
 from model import Config
 from released.chat import chat

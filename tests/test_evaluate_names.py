@@ -10,7 +10,7 @@ from common import approx, command_line, refused, tiny_model
 import evaluate
 import sample
 from cache import Output, in_full
-from checkpoint import PRESETS, new_model, save_adapter, save_model
+from checkpoint import new_model, save_adapter, save_model
 from evaluate import draw_names, judge, name_decoders, wilson
 from lib import data, show
 from lib.data import exists, is_validation

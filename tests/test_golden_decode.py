@@ -14,6 +14,7 @@ from common import assert_same, first_difference
 
 import convert_weights
 from checkpoint import load_model
+from lib.show import Steps
 from sample import Decoding, generate, generate_one
 
 GOLDEN = Path(__file__).parent / "data" / "golden_a"
@@ -86,9 +87,10 @@ def test_released_generate(case, folder):
     assert nfe["full"] == case["forwards"] and nfe["partial"] == 0
 
     # the cached decoder: its steps tell the state before and after every forward
-    out = generate(model, [case["prompt"]], d, trace=True)[0]
+    steps = Steps(1)
+    out = generate(model, [case["prompt"]], d, on_step=steps.add)[0]
     blocks = {}
-    for s in out.steps:
+    for s in steps.of_row[0]:
         end = s["start"] + a["block_length"]
         blocks.setdefault(end, [s["before"]]).append(s["after"])
     assert list(blocks) == [block["end"] for block in case["blocks"]]
@@ -107,7 +109,7 @@ def test_without_edits_a_block_ends_one_forward_earlier(case, folder):
     d = replace(recorded_decoding(case), tau_t2t=None)
     model = load_model(folder, "cpu", torch.float32, block_length=case["args"]["block_length"])
     blocks = len(case["blocks"])
-    expected = dict(full=case["forwards"] - blocks, partial=0, commit=blocks - 1)
+    expected = dict(full=case["forwards"] - blocks, partial=0, commit=blocks - 1, looks=0)
 
     tokens, nfe, _ = generate_one(model, case["prompt"], d)
     assert (tokens, nfe) == (case["output"], expected)

@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 from test_convert import GOLDEN, golden_tensors
 
 import convert_weights
-from checkpoint import PRESETS, load_model
-from model import MoE, block_causal_mask, rotary, sequence_context
+from lib.config import PRESETS
+from checkpoint import load_model
+from model import MoE, block_causal_mask, rotary
 
 EXPECTED = load_file(GOLDEN / "expected.safetensors")
 META = json.loads((GOLDEN / "expected.json").read_text())["meta"]
@@ -39,7 +40,7 @@ def forward(ours):
         pre = model.layers[i].mlp.register_forward_pre_hook
         hooks.append(pre(lambda _, args, i=i: seen.setdefault(f"mlp {i}", args[0])))
     ids = EXPECTED["input_ids"]
-    context = sequence_context(model.cfg, torch.ones_like(ids, dtype=torch.bool), torch.float32)
+    context = model.context(torch.ones_like(ids, dtype=torch.bool))
     with torch.no_grad():
         seen["logits"] = model(ids, context)
     for hook in hooks:
@@ -78,7 +79,7 @@ def test_training_forward_on_noisy_and_clean(forward):
     model, _ = forward
     noisy, clean = EXPECTED["train.noisy_ids"], EXPECTED["train.clean_ids"]
     real = torch.ones_like(noisy, dtype=torch.bool)
-    context = sequence_context(model.cfg, real, torch.float32, clean)
+    context = model.context(real, clean)
     with torch.no_grad():
         logits = model(noisy, context)[:, : noisy.shape[1]]
     torch.testing.assert_close(logits, EXPECTED["train.noisy_logits"], rtol=0, atol=1e-4)

@@ -7,9 +7,11 @@ import pytest
 import torch
 from common import MASK, random_ids, tiny_config, tiny_model
 
-from checkpoint import PRESETS, check
+from lib.config import PRESETS
+from checkpoint import check
+from lib.config import Config
 from lib.util import generator
-from model import Config, Model, MoE, block_causal_mask, doubled_mask, rotary, sequence_context
+from model import Model, MoE, block_causal_mask, doubled_mask, rotary, sequence_context
 from tools.bench import experts_loop
 
 

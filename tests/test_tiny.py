@@ -14,7 +14,8 @@ from common import ROOT, approx
 import tiny
 from beyond import chain
 from corrupt import Corruption, corrupt, draw_bundle, three_term_loss
-from model import Config, Model, sequence_context
+from lib.config import Config
+from model import Model, sequence_context
 from sample import Decoding, generate_one
 
 SOURCE = (ROOT / "tiny.py").read_text()

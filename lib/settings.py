@@ -7,31 +7,36 @@ a checkpoint).
 
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import checkpoint
-from corrupt import CORRUPTIONS
-from lib import data, toy, util
-from lib.tokenizer import learn_bpe
-from lib.util import Parser, bounded, fail
+from lib import data, toy
+from lib.config import DTYPES, PRESETS, Config
+from lib.tokenizer import Tokenizer, learn_bpe
+from lib.util import Parser, bounded, fail, read_json, write_json
 
-# --- defaults
-READS = {
-    "names": dict(
-        preset="names", seq_len=16, block_length=8, batch_size=64, max_iters=2100, out_dir="out/names",
-        learning_rate=4e-3, corruption="mask",
-    ),
+# --- defaults, the first that has a value: by what is read and where it starts, by what is read, by
+# where it starts
+OF_BOTH = {
+    ("names", "scratch"): dict(seq_len=16, learning_rate=4e-3, corruption="mask", max_iters=2100),
+    ("names", "checkpoint"): dict(seq_len=32, learning_rate=1e-3, max_iters=300),
+}
+OF_DATA = {
+    "names": dict(preset="names", block_length=8, batch_size=64, out_dir="out/names"),
     "bytes": dict(preset="text", seq_len=256, block_length=8, batch_size=8, max_iters=1300, out_dir="out/text"),
     "toy": dict(preset="tiny", batch_size=128, max_iters=1000, out_dir="out/toy"),
     "bpe": dict(seq_len=2048, batch_size=8, max_iters=12500, out_dir="out/cocommit"),
-}  # fmt: skip
-SCRATCH = dict(learning_rate=3e-3, corruption="random")  # there is no draft worth learning from yet
-ADAPTER = dict(learning_rate=1e-5, corruption="draft")
+}
+OF_START = {
+    "scratch": dict(learning_rate=3e-3, corruption="random"),  # there is no draft worth learning from yet
+    "checkpoint": dict(learning_rate=1e-5, corruption="draft"),
+}
 OF_A_CHECKPOINT = ("preset", "block_length")  # a checkpoint has its own
+BASE_OF_NAMES = "assets/names"
 
 # what a resumed run may change
-FREE_ON_RESUME = {"init_from", "out_dir", "device", "stop_at", "log_interval", "micro_batch", "checkpointing"}
+FREE_ON_RESUME = {"init_from", "out_dir", "device", "micro_batch", "checkpointing"}
 
 
 # --- flags
@@ -46,107 +51,117 @@ def build_parser(doc: str) -> Parser:
     add = parser.add_argument_group("data").add_argument
     add("--data", nargs="+", default=["names"],
         help=f"names, stdlib, a toy ({', '.join(toy.TASKS)}), or .txt / folder / .jsonl[.gz] / .parquet")
-    add("--toy", nargs="+", default=[], metavar="KEY=VALUE", help="sizes of a toy, see toy.py")
-    add("--seq_len", type=count, help="tokens in a row, one document a row (names 16, bytes 256, else 2048)")
+    add("--toy", nargs="+", default=[], metavar="KEY=VALUE", help="sizes of a toy, see lib/toy.py")
+    add("--seq_len", type=count, help="tokens in a row, one document a row (paper 2048; names 32, bytes 256)")
     add("--max_docs", type=some, default=0, help="stop reading after so many documents (paper 50000; 0: read all)")
 
     add = parser.add_argument_group("model").add_argument
-    add("--init_from", default="scratch", help="scratch, resume, or a checkpoint (LoRA and markers train)")
-    add("--preset", choices=checkpoint.PRESETS, help="geometry from scratch (names, text, tiny for toys)")
-    add("--n_last", type=count, help="n, the layers of Stage B (paper 3 of 20; half, or a checkpoint's)")
+    add("--init_from", help="scratch, resume, or a checkpoint's folder, as in the paper: LoRA and markers train (names "
+        "start from assets/names, everything else from scratch)")
+    add("--preset", choices=PRESETS, help="geometry from scratch (names, text, tiny for toys)")
+    add("--n_last", type=count, help="n, the layers of Stage B (paper 3; from scratch half of them)")
     add("--n_rounds", type=count, default=1, help="K, rounds of Stage B, one marker each (paper 1)")
-    add("--block_length", type=count, help="tokens decoded together (8; a checkpoint's own; a toy's answer)")
+    add("--block_length", type=count, help="tokens decoded together (paper 32: a checkpoint's own; scratch 8)")
     add("--lora_r", type=count, default=16, help="rank of the adapters, alpha = 2 r (paper 16 and 32)")
     add("--stage_a_only", action="store_true", help="from scratch without Stage B: a base to adapt later")
 
     add = parser.add_argument_group("corruption and bundle").add_argument
-    add("--corruption", choices=CORRUPTIONS,
-        help="see corrupt.py (random from scratch, masks alone for names; draft from a checkpoint, the paper)")
-    add("--replace_rate", type=share, default=0.1, help="random: the share of visible tokens that are replaced")
-    add("--draft_rate", type=share, default=0.3, help="draft: the share of masks that the draft fills")
+    add("--corruption", choices=("mask", "random", "draft"),
+        help="see corrupt.py (paper draft; from scratch random, masks alone for names)")
     add("--context", choices=["corrupted", "clean"], default="corrupted",
         help="earlier blocks: corrupted too (paper), or clean as in decoding, rows [noisy ; clean]")
-    add("--bundle_scope", choices=["block", "sequence"], default="block",
-        help="draw the bundle in each block, as decoding does, or once in a row (the paper leaves it open)")
-    add("--s_min", type=count, default=1, help="smallest bundle (paper 1)")
-    add("--s_max", type=count, default=16, help="largest bundle (paper 16, half a block; 8 is all of a names block)")
+    add("--s_max", type=count, help="largest bundle, the smallest is 1 (paper 16: half a block; a toy's answer)")
 
     add = parser.add_argument_group("optimisation").add_argument
     add("--max_iters", type=count, help="optimizer steps; the cosine ends here (paper 12500)")
     add("--batch_size", type=count, help="rows in one optimizer step (paper 8)")
     add("--micro_batch", type=some, default=0, help="rows in one forward; gradients accumulate (0: all)")
-    add("--learning_rate", type=bounded(float, 1e-12), help="peak (3e-3 from scratch; adapters 1e-5, paper)")
+    add("--learning_rate", type=bounded(float, 1e-12), help="peak (paper 1e-5; names 1e-3; from scratch 3e-3)")
     add("--weight_decay", type=share, default=0.01, help="on matrices; not on norms and markers")
     add("--grad_clip", type=bounded(float, 0), default=1.0, help="largest gradient norm (0: no clipping)")
-    add("--checkpointing", action="store_true", help="recompute layers in the backward: less memory, slower")
+    add("--checkpointing", action="store_true", help="recompute layers in the backward (paper): less memory, slower")
 
     add = parser.add_argument_group("run").add_argument
     add("--out_dir", help="where checkpoints and log.jsonl go")
     add("--seed", type=int, default=0)
     add("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
-    add("--dtype", choices=checkpoint.DTYPES, default="fp32", help="activations; frozen weights too")
-    add("--log_interval", type=count, default=50, help="print every so many steps (log.jsonl has them all)")
+    add("--dtype", choices=DTYPES, default="fp32", help="activations; frozen weights too (paper bf16)")
     add("--eval_interval", type=count, default=250, help="validate and save every so many steps")
-    add("--eval_rows", type=count, default=64, help="validation rows, the same ones each time")
-    add("--stop_at", type=some, default=0, help="save and stop after this step, as Ctrl-C would (0: run on)")
     # fmt: on
+    parser.set_defaults(s_min=1, eval_rows=64, log_interval=50)
     return parser
 
 
 # --- what the flags mean
-def settle(parser: Parser) -> Namespace:
-    """The command line with every default filled in, or one line about what does not go together."""
+def settle(parser: Parser, config_of: Callable[[Path], Config]) -> Namespace:
+    """The command line with every default filled in, or one line about what does not go together.
+
+    config_of reads the geometry of a checkpoint's folder.
+    """
     args = parser.parse_args()
     given = {word[2:].split("=")[0] for word in sys.argv[1:] if word.startswith("--")}
     if args.init_from == "resume":
         return settle_resumed(args, given)
-    return settle_new(args)
+    return settle_new(args, config_of)
 
 
 def settle_resumed(args: Namespace, given: set[str]) -> Namespace:
     """The saved run's settings, and those of the command line that a resumed run may change."""
-    if args.out_dir is None:
-        args.out_dir = READS["names"]["out_dir"]
-    saved = checkpoint.resumable(Path(args.out_dir), vars(args), given - FREE_ON_RESUME)
-    settled = Namespace(**saved)
-    for name in (given & FREE_ON_RESUME) | {"stop_at", "out_dir"}:
+    folder = Path(args.out_dir or OF_DATA["names"]["out_dir"])
+    path = folder / "train.json"
+    saved = read_json(path, "training run to resume (--out_dir of an earlier run)")
+    for name in vars(args):
+        if name not in saved:
+            fail(f"{path} lacks {name}: it is no whole run's settings, or another script's; start in a new --out_dir")
+    for name in given - FREE_ON_RESUME:
+        if getattr(args, name) != saved[name]:
+            value = getattr(args, name)
+            fail(f"--{name} {value} differs from the run's {saved[name]}: leave it out, or use a new --out_dir")
+    settled = Namespace(**saved | {"out_dir": str(folder), "resume": True})
+    for name in given & FREE_ON_RESUME - {"init_from"}:
         setattr(settled, name, getattr(args, name))
-    settled.init_from = saved["init_from"]
-    settled.resume = True
     return settled
 
 
-def settle_new(args: Namespace) -> Namespace:
+def settle_new(args: Namespace, config_of: Callable[[Path], Config]) -> Namespace:
     """Refuse what cannot be meant, then fill in what was not given."""
     args.resume = False
-    scratch = args.init_from == "scratch"
-    reads = what_it_reads(args)
-    if is_toy(args) and not scratch and not args.toy:
-        args.toy = toy_of_the_checkpoint(args)
+    if args.init_from is None:
+        args.init_from = "scratch"
+        if args.data == ["names"] and not args.stage_a_only and not args.preset:
+            args.init_from = BASE_OF_NAMES
+    start = "scratch" if args.init_from == "scratch" else "checkpoint"
+    cfg = None
+    if start == "checkpoint":
+        cfg = config_of(Path(args.init_from))
+        if is_toy(args) and not args.toy:
+            args.toy = toy_of_the_checkpoint(args)
+    reads = what_it_reads(args, cfg)
 
-    if args.preset and not scratch:
+    if args.preset and cfg:
         fail("--preset is a geometry from scratch; a checkpoint has its own: leave it out")
     if args.toy and not is_toy(args):
         fail("--toy gives a toy its size; name the toy by --data")
     if is_toy(args) and (args.block_length or args.seq_len):
         fail("--block_length and --seq_len are for text, a toy has its size from --toy m=4")
-    if args.stage_a_only and not scratch:
+    if args.stage_a_only and cfg:
         fail("--stage_a_only trains a base from scratch, from a checkpoint Stage B is what there is to train")
+
+    for name, value in (OF_START[start] | OF_DATA[reads] | OF_BOTH.get((reads, start), {})).items():
+        if getattr(args, name) is None and not (cfg and name in OF_A_CHECKPOINT):
+            setattr(args, name, value)
+    if args.n_last is None and cfg:
+        args.n_last = min(3, cfg.n_layer)
+
+    # a bundle is at most half a block, but a toy's answer may be all of it
+    if args.s_max is None and is_toy(args):
+        args.s_max = toy_corpus(args).tokens["block_length"]
+    elif args.s_max is None:
+        args.s_max = max(args.s_min, (args.block_length or cfg.block_length) // 2)
     if args.s_max < args.s_min:
-        fail(f"--s_max {args.s_max} is below --s_min {args.s_min}")
+        fail(f"--s_max {args.s_max} is below the smallest bundle, {args.s_min}")
 
-    # what the model reads decides before where it starts
-    defaults = ADAPTER
-    if scratch:
-        defaults = SCRATCH
-    for name, value in (defaults | READS[reads]).items():
-        if getattr(args, name) is not None:
-            continue
-        if not scratch and name in OF_A_CHECKPOINT:
-            continue
-        setattr(args, name, value)
-
-    for name in ("train.json", "config.json"):
+    for name in ("train.json", "config.json", "adapter.json"):
         if (Path(args.out_dir) / name).exists():
             fail(f"{args.out_dir} already holds a run or a checkpoint: choose another --out_dir, or --init_from resume")
     return args
@@ -156,28 +171,25 @@ def is_toy(args: Namespace) -> bool:
     return len(args.data) == 1 and args.data[0] in toy.TASKS
 
 
-def what_it_reads(args: Namespace) -> str:
-    """A key of READS."""
+def what_it_reads(args: Namespace, cfg: Config | None) -> str:
+    """A key of OF_DATA; cfg is that of the checkpoint that it starts from, if it does."""
     reads = "bytes"
     if is_toy(args):
         reads = "toy"
     elif args.data == ["names"]:
         reads = "names"
-    if args.init_from == "scratch":
-        return reads
 
     # a checkpoint reads what it was made for
-    tokenizer = checkpoint.read_config(Path(args.init_from)).tokenizer
-    if (tokenizer == "toy") != is_toy(args):
+    if cfg is not None and (cfg.tokenizer == "toy") != is_toy(args):
         fail(f"--init_from {args.init_from} reads other tokens than --data {' '.join(args.data)} has")
-    if reads == "bytes":
-        return tokenizer
+    if cfg is not None and reads == "bytes":
+        return cfg.tokenizer
     return reads
 
 
 def toy_of_the_checkpoint(args: Namespace) -> list[str]:
     """The sizes of the toy that a checkpoint was trained on, where it is the toy of this run."""
-    saved = util.read_json(Path(args.init_from) / "toy.json", "toy settings of the checkpoint")
+    saved = read_json(Path(args.init_from) / "toy.json", "toy settings of the checkpoint")
     if saved.get("name") != args.data[0]:
         return []
     return [f"{k}={v}" for k, v in saved.items() if k != "name"]
@@ -191,13 +203,7 @@ class Corpus:
     tokens: dict  # what these tokens make of a Config
 
 
-def load_corpus(args: Namespace) -> Corpus:
-    if is_toy(args):
-        return load_toy(args)
-    return load_text(args)
-
-
-def load_toy(args: Namespace) -> Corpus:
+def toy_corpus(args: Namespace) -> Corpus:
     task = toy.make(args.data[0], **toy.sizes(args.toy))
     rows = {"train": toy.Rows(task, args.seed, "rows"), "val": toy.Rows(task, args.seed, "validation rows")}
     tokens = dict(
@@ -206,22 +212,8 @@ def load_toy(args: Namespace) -> Corpus:
     return Corpus(rows, task.V, tokens)
 
 
-def load_text(args: Namespace) -> Corpus:
-    scratch = args.init_from == "scratch"
-    folder = Path(args.init_from)
-    if scratch:
-        folder = Path(args.out_dir)
-        kind = learn_tokenizer(folder, args)
-    else:
-        kind = checkpoint.read_config(folder).tokenizer
-    tokenizer = checkpoint.load_tokenizer(folder, kind)
-    if tokenizer is None:
-        fail(f"{folder} has no tokenizer.json to read text with")
-
-    # rows end at the end of a block
-    block_length = args.block_length
-    if block_length is None:
-        block_length = checkpoint.read_config(folder).block_length
+def text_corpus(args: Namespace, tokenizer: Tokenizer, kind: str, block_length: int) -> Corpus:
+    """Rows end at the end of a block."""
     train, val = data.load_sequences(
         args.data, tokenizer, args.seq_len, args.seed, args.max_docs, block_length, args.batch_size
     )
@@ -230,7 +222,7 @@ def load_text(args: Namespace) -> Corpus:
     vocab_size = -(-tokenizer.vocab_size // 16) * 16
     tokens = dict(
         tokenizer=kind, eos_id=tokenizer.eos_id, mask_id=tokenizer.mask_id, vocab_size=vocab_size,
-        block_length=args.block_length,
+        block_length=block_length,
     )  # fmt: skip
     return Corpus({"train": train, "val": val}, min(tokenizer.special.values()), tokens)
 
@@ -242,6 +234,6 @@ def learn_tokenizer(folder: Path, args: Namespace) -> str:
     if args.data != ["names"]:
         return "bytes"
     if not (folder / "tokenizer.json").exists():
-        util.write_json(folder / "tokenizer.json", learn_bpe(data.unicode_names(), data.NAMES_VOCAB))
-        util.write_json(folder / "names.json", {"unidata_version": data.unicodedata.unidata_version})
+        write_json(folder / "tokenizer.json", learn_bpe(data.unicode_names(), data.NAMES_VOCAB))
+        write_json(folder / "names.json", {"unidata_version": data.unicodedata.unidata_version})
     return "bpe"

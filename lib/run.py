@@ -1,0 +1,145 @@
+"""What a training run is made of beside its step: its processes, its schedule, its log, and what it
+tells its user.
+"""
+
+import json
+import math
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from lib.toy import TASKS
+from lib.util import fail, pick_device
+
+
+class Processes:
+    """The processes of a run: this one alone. released/parallel.py has several."""
+
+    rank = 0
+    launcher = "python"
+
+    def device(self, args: Namespace) -> torch.device:
+        return pick_device(args.device)
+
+    def place(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, make: Callable, device: torch.device
+    ) -> torch.optim.Optimizer:
+        """Share out the model and its moments -> the optimizer of this process's part."""
+        return optimizer
+
+    def share(self, first: int, n: int) -> tuple[int, int]:
+        """Of rows first .. first+n this process's: the first, and how many."""
+        return first, n
+
+    def within(self, model: nn.Module, f: Callable, *args: object) -> object:
+        """f(*args), which may call the model."""
+        return f(*args)
+
+    def total(self, t: Tensor) -> Tensor:
+        """The sum over all processes."""
+        return t
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is set in any process."""
+        return flag
+
+    def gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors, in process 0."""
+        return tensors
+
+
+# --- rows, and the learning rate
+def micro_batches(first: int, n: int, args: Namespace) -> list[tuple[int, int]]:
+    """Rows first .. first+n in micro-batches: the first row and the number of rows of each."""
+    size = args.micro_batch or args.batch_size
+    return [(at, min(size, first + n - at)) for at in range(first, first + n, size)]
+
+
+def schedule(step: int, args: Namespace) -> float:
+    """The learning rate as a share of its peak: linear warm-up over 1 % of the steps (paper), then a
+    cosine to zero at max_iters.
+    """
+    warm = max(1, round(0.01 * args.max_iters))
+    if step < warm:
+        return (step + 1) / warm
+    progress = (step - warm) / max(1, args.max_iters - warm)
+    return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def added(terms: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The terms of two micro-batches together."""
+    return {name: terms.get(name, 0.0) + term for name, term in more.items()}
+
+
+def means(terms: dict[str, Tensor], processes: Processes) -> dict[str, float]:
+    """Mean cross-entropy in nats of each term; one without positions is left out."""
+    found = {}
+    for name, term in terms.items():
+        ce, count = processes.total(term).tolist()
+        if count:
+            found[name] = ce / count
+    return found
+
+
+# --- what is logged and printed
+def report(record: dict, head: str, log: TextIO, shown: bool) -> None:
+    """One line of log.jsonl, and one for people."""
+    log.write(json.dumps(record) + "\n")
+    if shown:
+        figures = [f"{k} {v:.4g}" for k, v in record.items() if k not in ("step", "val")]
+        tqdm.write(" | ".join([head, *figures]))
+
+
+def check_finite(record: dict, what: str, step: int, saved: int, args: Namespace) -> None:
+    """Stop a run that has diverged, and name the checkpoint that is good: its own validation was
+    finite.
+    """
+    bad = [f"{k} {v}" for k, v in record.items() if not math.isfinite(v)]
+    if not bad:
+        return
+    good = "none was saved yet"
+    if saved:
+        good = f"the checkpoint of step {saved} in {args.out_dir} is good ({resume_command(args)})"
+    fail(f"the {what} of step {step + 1} is not finite ({bad[0]}): {good}; lower --learning_rate in a new --out_dir")
+
+
+def resume_command(args: Namespace) -> str:
+    return f"{args.command} --init_from resume --out_dir {args.out_dir}"
+
+
+def tell_what_is_next(saved: int, interrupted: bool, args: Namespace) -> None:
+    if saved < args.max_iters:
+        print(f"saved at step {saved} of {args.max_iters}; go on with: {resume_command(args)}")
+        raise SystemExit(130 if interrupted else 0)  # as Ctrl-C ends other programs
+    script = "sample.py --prompt TEXT"
+    if args.data == ["names"] or args.data[0] in TASKS:
+        script = "evaluate.py"
+    print(f"done; what it does now: python {script} --ckpt {args.out_dir}")
+
+
+def trained_by(f: Callable) -> str:
+    """A step in words: the file and name of every function that it is made of. What resumes a run must
+    be the same.
+    """
+    if isinstance(f, partial):
+        parts = [f"{name}={trained_by(value)}" for name, value in sorted(f.keywords.items()) if callable(value)]
+        return f"{trained_by(f.func)}({', '.join(parts)})"
+    if isinstance(f, nn.Module):
+        return type(f).__name__
+    return f"{Path(f.__code__.co_filename).name}:{f.__qualname__}"
+
+
+def this_command(launcher: str) -> str:
+    """How the script that runs was started."""
+    script = os.path.relpath(sys.argv[0])
+    if "/" in script and not script.startswith(".."):
+        return f"{launcher} -m {script.removesuffix('.py').replace('/', '.')}"
+    return f"{launcher} {script}"
