@@ -431,7 +431,8 @@ def main(load: Callable[..., Model] = load_model) -> None:
     # what is continued; a model of names is judged
     names = names_of(folder)
     prompts = show.read_prompts(args, tokenizer, model.cfg, d.gen_length, names is not None)
-    judged = names is not None and check_names(names, [tokenizer.decode(p) for p in prompts])
+    beginnings = [tokenizer.decode(up_to_eos(p, model.cfg.mask_id)) for p in prompts if tokenizer]
+    judged = names is not None and check_names(names, beginnings)
 
     # a single text appears as its blocks finish, unless its steps are asked for
     steps = show.Steps(len(prompts))
