@@ -9,7 +9,7 @@ Each task is a function below, and its docstring is its definition; c is the con
 
     V         symbols
     m         positions of an answer, which is one block
-    n_ctx     contexts (32, or as many as there are)
+    n_ctx     contexts, at the most (32): a task may have fewer
     n_modes   of modes (3);  eps: of copy (0.05);  rho and levels: of gaussian (0.9, and 8 in place of V)
 
 `python -m tools.toys` prints the tables.
@@ -52,16 +52,11 @@ class Toy:
         self.vocab_size = self.mask_id + 1
 
     def prompt(self, c: Tensor) -> Tensor:
-        """(R,) int64 -> (R, m) int64: the context's token m times, so that prompt and answer are a
-        block each.
-        """
-        token = self.V + c
-        return token[:, None].repeat(1, self.m)
+        """(R,) int64 -> (R, m) int64: a block of the context's token."""
+        return (self.V + c)[:, None].repeat(1, self.m)
 
     def quantile(self, c: Tensor, u: Tensor) -> Tensor:
-        """(R,) int64, (R,) float64 in [0, 1) -> (R, m) int64: the tuple where the cumulative
-        probability of context c passes u.
-        """
+        """(R,), (R,) float64 in [0, 1) -> (R, m): where context c's cumulative probability passes u."""
         cdf = self.prob.cumsum(-1)[c]  # (R, S)
 
         # the last sum may miss 1 by rounding, so u is taken as a share of it
@@ -75,8 +70,7 @@ class Toy:
         # every tuple adds its probability to the symbol it has at each position
         weight = self.prob[..., None].expand_as(self.support)  # (N, S, m)
         total = weight.new_zeros(self.n_ctx, self.V, self.m)
-        total.scatter_add_(1, self.support, weight)
-        return total.mT
+        return total.scatter_add_(1, self.support, weight).mT
 
     def h_joint(self) -> Tensor:
         """(N,) float64: joint entropy in nats."""
@@ -102,9 +96,8 @@ class Toy:
 
 
 def kl(p: Tensor, q: Tensor) -> Tensor:
-    """KL(p || q) in nats of aligned tables, (..., S) each -> (...). p must be complete, q may have
-    mass elsewhere; for KL(q || p) that mass would be missing, and the value is inf wherever q
-    leaves the support.
+    """KL(p || q) in nats of aligned tables, (..., S) each -> (...). p is complete, q may have mass
+    elsewhere.
     """
     return (torch.xlogy(p, p) - torch.xlogy(p, q)).sum(-1)
 
@@ -117,21 +110,9 @@ def product_table(toy: Toy, c: Tensor, q_marginals: Tensor) -> Tensor:
     return q.prod(1) * (toy.prob[c] > 0)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# the tasks: each returns V, the support (N, S, m), and the probabilities (S,) that all contexts
-# share
-
+# --- the tasks: each returns V, the support (N, S, m), and the probabilities (S,) of all contexts
 Rng = np.random.Generator
 Table = tuple[int, Tensor, Tensor]
-
-
-def _contexts(n_ctx: int | None, most: int) -> int:
-    """How many contexts: those asked for, or 32, or as many as there are."""
-    if n_ctx is None:
-        return min(32, most)
-    if n_ctx > most:
-        fail(f"n_ctx must lie in 1..{most} here, not {n_ctx}")
-    return n_ctx
 
 
 def _tuples(V: int, k: int) -> Tensor:
@@ -147,14 +128,12 @@ def _uniform(support: Tensor) -> Tensor:
     return torch.full((S,), 1 / S, dtype=torch.float64)
 
 
-def _shifted(base: Tensor, prob: Tensor, V: int, n_ctx: int | None, rng: Rng) -> Table:
-    """All tuples base (V**m, m) of probabilities prob (V**m,), moved by a shift of each context and
-    position.
-    """
-    # one shift for each context, of those that start with 0: they are the first V**(m-1) tuples. To
-    # move all positions alike would leave the copy task as it is.
+def _shifted(base: Tensor, prob: Tensor, V: int, n_ctx: int, rng: Rng) -> Table:
+    """All tuples base (V**m, m) of probabilities prob (V**m,), shifted by context and position."""
+    # a context's shift is a tuple that starts with 0, and these are the first V**(m-1): to move all
+    # positions alike would leave the copy task as it is
     most = len(base) // V
-    chosen = rng.choice(most, _contexts(n_ctx, most), replace=False)
+    chosen = rng.choice(most, min(n_ctx, most), replace=False)
     shift = base[chosen]  # (N, m)
 
     # a tuple whose probability is 0, or underflows to it, is no part of the support
@@ -163,21 +142,20 @@ def _shifted(base: Tensor, prob: Tensor, V: int, n_ctx: int | None, rng: Rng) ->
     return V, support, prob[keep]
 
 
-def modes(rng: Rng, V: int = 24, m: int = 4, n_ctx: int | None = None, n_modes: int = 3) -> Table:
+def modes(rng: Rng, V: int = 24, m: int = 4, n_ctx: int = 32, n_modes: int = 3) -> Table:
     """The answer is one of n_modes phrases of the context, with weights 4 : 3 : 3 : ... Phrases 1
     and 2 share their tokens at half of the positions: there they win together (6 against 4),
     elsewhere phrase 0 wins. So the tuple of the marginals' argmaxes is no phrase.
     """
     if n_modes > V:
         fail(f"{n_modes} modes need as many symbols at every position: V = {V} is too small")
-    N = _contexts(n_ctx, 128)
 
     # at every position the phrases have different symbols: the first n_modes of a shuffled alphabet
-    alphabet = np.tile(np.arange(V), (N, m, 1))
+    alphabet = np.tile(np.arange(V), (n_ctx, m, 1))
     phrases = rng.permuted(alphabet, axis=-1)[..., :n_modes]  # (N, m, S)
 
     # except that phrase 2 takes phrase 1's at half of the positions, drawn for each context
-    half = np.tile(np.arange(m) < m // 2, (N, 1))
+    half = np.tile(np.arange(m) < m // 2, (n_ctx, 1))
     shared = rng.permuted(half, axis=-1)  # (N, m)
     phrases[shared, 2] = phrases[shared, 1]
 
@@ -186,15 +164,13 @@ def modes(rng: Rng, V: int = 24, m: int = 4, n_ctx: int | None = None, n_modes: 
     return V, support, weight / weight.sum()
 
 
-def pairs(rng: Rng, V: int = 8, m: int = 4, n_ctx: int | None = None) -> Table:
+def pairs(rng: Rng, V: int = 8, m: int = 4, n_ctx: int = 32) -> Table:
     """The answer is m/2 pairs (a, a + c mod V), each a uniform. Only positions that hold both
     members of a pair depend on each other; each pair costs ln V.
     """
     if m % 2:
         fail(f"pairs needs an even m, not {m}")
-    N = _contexts(n_ctx, V)
-    c = torch.arange(N)[:, None, None]
-
+    c = torch.arange(min(n_ctx, V))[:, None, None]
     a = _tuples(V, m // 2)  # (S, m/2)
     partner = (a + c) % V  # (N, S, m/2)
 
@@ -203,17 +179,16 @@ def pairs(rng: Rng, V: int = 8, m: int = 4, n_ctx: int | None = None) -> Table:
     return V, support, _uniform(support)
 
 
-def mixed(rng: Rng, V: int = 8, m: int = 4, n_ctx: int | None = None) -> Table:
+def mixed(rng: Rng, V: int = 8, m: int = 4, n_ctx: int = 32) -> Table:
     """The answer is m/4 groups [f, u, a, g(a)]: f = c is known, u and a are uniform, and g(a) = V -
     1 - a is a's partner. No marginal tells u from a.
     """
     if m % 4:
         fail(f"mixed needs an m that 4 divides, not {m}")
-    N = _contexts(n_ctx, V)
-    c = torch.arange(N)[:, None, None]
+    c = torch.arange(min(n_ctx, V))[:, None, None]
 
     # u and a of every group: (S, m/2) -> (N, S, m/4) each
-    free = _tuples(V, m // 2).expand(N, -1, -1)
+    free = _tuples(V, m // 2).expand(len(c), -1, -1)
     u = free[..., 0::2]
     a = free[..., 1::2]
     f = c.expand_as(a)
@@ -223,7 +198,7 @@ def mixed(rng: Rng, V: int = 8, m: int = 4, n_ctx: int | None = None) -> Table:
     return V, support, _uniform(support)
 
 
-def noisy_copy(rng: Rng, V: int = 8, m: int = 4, n_ctx: int | None = None, eps: float = 0.05) -> Table:
+def noisy_copy(rng: Rng, V: int = 8, m: int = 4, n_ctx: int = 32, eps: float = 0.05) -> Table:
     """x_1 is uniform; each other x_i is x_1 with probability 1 - eps, else uniform over all V. So
     eps is a dial for TC. The tuples are shifted by context.
     """
@@ -237,17 +212,15 @@ def noisy_copy(rng: Rng, V: int = 8, m: int = 4, n_ctx: int | None = None, eps: 
     return _shifted(base, prob, V, n_ctx, rng)
 
 
-def gaussian(rng: Rng, levels: int = 8, m: int = 3, n_ctx: int | None = None, rho: float = 0.9) -> Table:
+def gaussian(rng: Rng, levels: int = 8, m: int = 3, n_ctx: int = 32, rho: float = 0.9) -> Table:
     """z_i = sqrt(rho) f + sqrt(1 - rho) e_i with f and e_i standard normal, so every correlation is
-    rho; x_i says between which of the quantiles k/levels z_i lies. The tuples are shifted by
-    context.
+    rho; x_i says between which quantiles k/levels z_i lies. The tuples are shifted by context.
     """
     base = _tuples(levels, m)  # (V**m, m)
 
-    # p(x) is the integral over f of prod_i p(x_i | f). As a function of f a factor is a step of
-    # width sqrt(1 - rho), too sharp for Gauss-Hermite (200 nodes are 0.02 nats off at rho 0.99).
-    # The trapezoid rule converges fast: 8 nodes to a width leave exp(-2 pi**2 * 64 / m), which is
-    # less than rounding.
+    # p(x) is the integral over f of prod_i p(x_i | f), by the trapezoid rule. As a function of f a
+    # factor is a step of width sqrt(1 - rho): too sharp for Gauss-Hermite, while 8 nodes to a width
+    # leave less than rounding here.
     width = math.sqrt(1 - rho)
     f = torch.arange(-9, 9, width / 8, dtype=torch.float64)  # (Q,)
     density = torch.exp(-(f**2) / 2)
@@ -275,11 +248,11 @@ def _level_given(f: Tensor, levels: int, rho: float) -> Tensor:
     return (torch.erfc(side * low) - torch.erfc(side * high)).abs() / 2
 
 
-def permutation(rng: Rng, V: int = 8, m: int = 4, n_ctx: int | None = None) -> Table:
+def permutation(rng: Rng, V: int = 8, m: int = 4, n_ctx: int = 32) -> Table:
     """The context picks m of the V symbols; the answer is one of their m! orders, uniformly."""
     if m > V or math.factorial(m) > MAX_TUPLES:
         fail(f"permutation needs m <= V and m! <= {MAX_TUPLES:,}, not m = {m} and V = {V}")
-    N = _contexts(n_ctx, math.comb(V, m))
+    N = min(n_ctx, math.comb(V, m))
 
     # no two contexts pick the same symbols
     chosen: list[list[int]] = []
@@ -294,14 +267,12 @@ def permutation(rng: Rng, V: int = 8, m: int = 4, n_ctx: int | None = None) -> T
     return V, support, _uniform(support)
 
 
-def modular_sum(rng: Rng, V: int = 5, m: int = 3, n_ctx: int | None = None) -> Table:
+def modular_sum(rng: Rng, V: int = 5, m: int = 3, n_ctx: int = 32) -> Table:
     """Uniform over the tuples whose sum is c mod V (V = 2: parity). Any m - 1 positions are
     independent: only all of them together show the dependence.
     """
-    N = _contexts(n_ctx, V)
-    c = torch.arange(N)[:, None, None]
-
-    free = _tuples(V, m - 1).expand(N, -1, -1)  # (N, S, m - 1)
+    c = torch.arange(min(n_ctx, V))[:, None, None]
+    free = _tuples(V, m - 1).expand(len(c), -1, -1)  # (N, S, m - 1)
     last = (c - free.sum(-1, keepdim=True)) % V  # (N, S, 1)
     support = torch.cat((free, last), -1)
     return V, support, _uniform(support)
@@ -328,28 +299,7 @@ BOUNDS = {
 }
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# building a toy, and training rows of it
-
-
-def make(name: str, *, seed: int = 0, **given: int | float) -> Toy:
-    """Build a task; the seed draws its contexts. Refused: a size that the task does not use or that
-    is impossible, and a table of more than 65,536 tuples.
-    """
-    used = list(inspect.signature(TASKS[name]).parameters)
-    used.remove("rng")
-    for key, value in given.items():
-        if key not in used:
-            fail(f"the {name} task does not use {key}: it uses {', '.join(used)}")
-        low, high = BOUNDS[key]
-        if not low <= value <= high:
-            fail(f"{key} must lie in {low:g}..{high:g}, not {value}")
-
-    V, support, prob = TASKS[name](np.random.default_rng(seed), **given)
-    N = len(support)
-    return Toy(name, V, support.contiguous(), prob.repeat(N, 1))
-
-
+# --- building a toy, and training rows of it
 def sizes(given: list[str]) -> dict[str, int | float]:
     """["V=12", "eps=0.3"] -> {"V": 12, "eps": 0.3}; what is no size is refused in one line."""
     found = {}
@@ -363,6 +313,21 @@ def sizes(given: list[str]) -> dict[str, int | float]:
     return found
 
 
+def make(name: str, *, seed: int = 0, **given: int | float) -> Toy:
+    """Build a task; the seed draws its contexts. A size that it does not use is refused."""
+    task = TASKS[name]
+    used = [size for size in inspect.signature(task).parameters if size != "rng"]
+    for key, value in given.items():
+        if key not in used:
+            fail(f"the {name} task does not use {key}: it uses {', '.join(used)}")
+        low, high = BOUNDS[key]
+        if not low <= value <= high:
+            fail(f"{key} must lie in {low:g}..{high:g}, not {value}")
+
+    V, support, prob = task(np.random.default_rng(seed), **given)
+    return Toy(name, V, support.contiguous(), prob.repeat(len(support), 1))
+
+
 class Rows:
     """A toy as training rows [prompt block | answer block]; row i is a function of (key, i) alone."""
 
@@ -374,8 +339,7 @@ class Rows:
         """x (R, 2m) int64, real (R, 2m) bool (all), prompt (R, 2m) bool (the first block)."""
         toy = self.toy
 
-        # each row by its own generator: its context, then its place u in the distribution of
-        # answers
+        # each row by its own generator: its context, then its place u among the answers
         draws = [generator(*self.key, i) for i in range(first, first + rows)]
         c = torch.cat([torch.randint(toy.n_ctx, (1,), generator=g) for g in draws])
         u = torch.cat([torch.rand(1, dtype=torch.float64, generator=g) for g in draws])
@@ -392,38 +356,35 @@ class Rows:
         return "endless rows"
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# a model's distribution on a toy
-
-
+# --- a model's distribution on a toy
 @torch.no_grad()
 def answer_log_probs(model: nn.Module, toy: Toy, c: Tensor, z: Tensor, n_rounds: int) -> Tensor:
-    """log q(x_i | z) for answer blocks z (R, m) int64, -1 where masked, in contexts c (R,): (R, m,
-    V) float64.
+    """log q(x_i | z) (R, m, V) float64 of answers z (R, m) int64, -1 where masked, in contexts c (R,).
 
-    By Stage A if n_rounds is 0, else by Stage B with every masked position in the bundle. Mass on
-    tokens that are no symbol stays lost: the V probabilities may sum to less than 1.
+    By Stage A if n_rounds is 0, else by Stage B with every masked position in the bundle.
     """
+    device = next(model.parameters()).device
     logits = []
     for c_part, z_part in zip(c.split(ROWS), z.split(ROWS), strict=True):
         answer = z_part.masked_fill(z_part < 0, toy.mask_id)
-        ids = torch.cat([toy.prompt(c_part), answer], dim=1)
-        ids = ids.to(model.wte.weight.device)
+        ids = torch.cat([toy.prompt(c_part), answer], dim=1).to(device)
         bundle = ids == toy.mask_id
         ctx = model.context(torch.ones_like(bundle))
 
         h = model.prefix(ids, ctx)
-        h = model.last_n(h, ctx) if n_rounds == 0 else model.coordinate(h, bundle, ctx, n_rounds)
+        if n_rounds == 0:
+            h = model.last_n(h, ctx)
+        else:
+            h = model.coordinate(h, bundle, ctx, n_rounds)
         logits.append(model.head(h[:, toy.m :]).cpu().double())
 
-    # normalised over all tokens, then cut to the symbols
+    # normalised over all tokens, then cut to the symbols: mass on any other token stays lost
     return torch.cat(logits).log_softmax(-1)[..., : toy.V]
 
 
 def floors(model: nn.Module, toy: Toy) -> dict[str, float]:
     """The loss of the whole answer in one step, sum_i E_p[-log q_i(x_i)], by each stage, and its
-    two floors: that of the best joint distribution (H) and that of the best factorised one (H +
-    TC). Nats, means over contexts.
+    floors for a joint (H) and for a factorised model (H + TC). Nats, means over contexts.
     """
     c = torch.arange(toy.n_ctx)
     masks = torch.full((toy.n_ctx, toy.m), -1)
@@ -434,7 +395,6 @@ def floors(model: nn.Module, toy: Toy) -> dict[str, float]:
         found[name] = float(loss.mean())
 
     h = float(toy.h_joint().mean())
-    tc = float(toy.tc().mean())
     found["floor_joint"] = h
-    found["floor_factorised"] = h + tc
+    found["floor_factorised"] = h + float(toy.tc().mean())
     return found
