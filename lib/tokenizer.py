@@ -9,22 +9,17 @@ text, is refused.
 """
 
 import re
-from collections import Counter, defaultdict
+import unicodedata
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 import tiktoken
 
-from lib.util import fail, read_json
-
-try:
-    import unicodedata
-except ImportError:  # a Python built without it
-    unicodedata = None
+from lib.util import fail, read_json, reading
 
 # the released names; every tokenizer uses them
 EOS = "<|endoftext|>"
@@ -33,18 +28,16 @@ MASK = "<|mask|>"
 
 @dataclass
 class Tokenizer:
-    """A tiktoken.Encoding, which numbers its tokens by merge rank, and the model's ids, which may
-    have any order.
-    """
+    """A tiktoken.Encoding, which numbers its tokens by merge rank, and the model's ids of them."""
 
     encoding: tiktoken.Encoding
     ids: list[int]  # rank -> id
     special: dict[str, int]
-    nfc: bool = False  # whether the released normaliser is Unicode NFC
-    token_bytes: dict[int, bytes] = field(default_factory=dict)  # none for special and unused ids
+    nfc: bool  # whether the released normaliser is Unicode NFC
+    token_bytes: dict[int, bytes]  # none for special and unused ids
 
     def __post_init__(self) -> None:
-        self.vocab_size = 1 + max([*self.ids, *self.special.values()])
+        self.vocab_size = 1 + max(self.ids)
         self.eos_id = self.special.get(EOS)
         self.mask_id = self.special.get(MASK)
 
@@ -69,19 +62,16 @@ class Tokenizer:
         return raw.decode("utf-8", errors="replace")
 
     def piece(self, token: int) -> str:
-        """A token's text, all of it visible (an accent on ◌), bytes that are no UTF-8 as <E2>,
-        special ones by name.
-        """
+        """A token's text, all of it visible; a special token's name."""
         raw = self.token_bytes.get(token, b"")
         if not raw:
             names = {i: name for name, i in self.special.items()}
             return names.get(token, f"<{token}>")
 
+        # an accent needs something to stand on
         text = raw.decode("utf-8", errors="surrogateescape")
         shown = "".join(visible(character) for character in text)
-
-        # an accent needs something to stand on
-        if unicodedata is not None and unicodedata.combining(text[0]):
+        if unicodedata.combining(text[0]):
             return "◌" + shown
         return shown
 
@@ -104,19 +94,14 @@ def visible(character: str) -> str:
     return f"<U+{code:04X}>"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# reading a tokenizer
-
-
+# --- reading a tokenizer
 def byte_tokenizer() -> Tokenizer:
     """A BPE without merges: ids 0..255 are bytes, eos is 256, mask is 257."""
     return bpe_tokenizer(Path("bytes"), learn_bpe([], 258))
 
 
 def byte_alphabet() -> list[str]:
-    """The printable stand-in that byte-level BPE files use for each byte: itself if printable, else
-    U+0100 onwards.
-    """
+    """What byte-level BPE files write for each byte: itself if printable, else U+0100 onwards."""
     alphabet = []
     next_code = 256
     for byte in range(256):
@@ -129,88 +114,75 @@ def byte_alphabet() -> list[str]:
 
 
 def bpe_tokenizer(path: Path, spec: dict | None = None) -> Tokenizer:
-    """A `tokenizer.json` (byte-level BPE; `spec` is its content, if known) as a tiktoken.Encoding
-    with the same ids on every text. Refused with the reason: anything whose result tiktoken could
-    not reproduce exactly.
-    """
+    """The tokenizer of a `tokenizer.json` (`spec`: its content, if known), exact on every text."""
     if spec is None:
         spec = read_json(path, "tokenizer")
-    try:
-        pattern, nfc = check_pipeline(spec, path)
+    byte_of = {character: byte for byte, character in enumerate(byte_alphabet())}
 
-        # the file writes bytes as printable characters
-        byte_of = {character: byte for byte, character in enumerate(byte_alphabet())}
+    def to_bytes(token: str) -> bytes:
+        return bytes(byte_of[character] for character in token)
 
-        def to_bytes(token: str) -> bytes:
-            return bytes(byte_of[character] for character in token)
-
+    with reading(path, "tokenizer"):
+        check_pipeline(spec, path)
+        pattern = spec["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
         vocab = {to_bytes(token): i for token, i in spec["model"]["vocab"].items()}
         special = {token["content"]: token["id"] for token in spec["added_tokens"]}
+        nfc = spec.get("normalizer") is not None
+
+        # ranks: the bytes, then the merges in order
         ranks = {bytes([byte]): byte for byte in range(256)}
         for merge in spec["model"]["merges"]:
             # older files write "a b", newer ones ["a", "b"]
-            pair = merge.split(" ") if isinstance(merge, str) else merge
-            left = to_bytes(pair[0])
-            right = to_bytes(pair[1])
+            left, right = merge.split(" ") if isinstance(merge, str) else merge
+            pair = [to_bytes(left), to_bytes(right)]
+            token = b"".join(pair)
 
             # tiktoken merges any neighbours whose concatenation is known. That equals this list of
-            # merges only if the pair is what the earlier merges make of those bytes, and if no
-            # other merge makes the same token.
-            known = left + right in ranks
-            if known or merge_bytes(left + right, ranks) != [left, right]:
-                fail(f"{path}: merge {left!r} + {right!r} is not expressible in tiktoken (duplicate or out of order)")
-            ranks[left + right] = len(ranks)
-        ids = [vocab[token] for token in ranks]
-    except (KeyError, TypeError, AttributeError, ValueError) as e:
-        fail(f"{path} is not a byte-level BPE tokenizer.json: unexpected or missing {e}")
+            # merges only if the pair is what the earlier merges make of those bytes.
+            if merge_bytes(token, ranks) != pair:
+                fail(f"{path}: merge {merge!r} is not expressible in tiktoken (duplicate or out of order)")
+            ranks[token] = len(ranks)
 
-    # special tokens take the ranks after all others
-    special_ranks = {name: len(ranks) + i for i, name in enumerate(special)}
-    ids += special.values()
-    encoding = tiktoken.Encoding("bpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_ranks)
-    token_bytes = {i: token for token, i in vocab.items()}
-    return Tokenizer(encoding, ids, special, nfc, token_bytes)
+        # special tokens take the ranks after all others
+        ids = [vocab[token] for token in ranks] + list(special.values())
+        special_ranks = {name: len(ranks) + i for i, name in enumerate(special)}
+        encoding = tiktoken.Encoding("bpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_ranks)
+        token_bytes = {i: token for token, i in vocab.items()}
+        return Tokenizer(encoding, ids, special, nfc, token_bytes)
 
 
-def check_pipeline(spec: dict, path: Path) -> tuple[str, bool]:
-    """(pre-tokenizer pattern, whether NFC is applied) of a tokenizer.json; refuses every step that
-    is not modelled.
-    """
+def check_pipeline(spec: dict, path: Path) -> None:
+    """Refuse a tokenizer.json with a step that is not modelled: its ids would silently differ."""
 
-    def refuse(what: str) -> NoReturn:
-        fail(f"{path}: {what} cannot be expressed exactly in tiktoken, so this tokenizer is refused")
+    def demand(holds: bool, what: str) -> None:
+        if not holds:
+            fail(f"{path}: {what} cannot be expressed exactly in tiktoken, so this tokenizer is refused")
 
-    model = spec.get("model")
-    if model["type"] != "BPE":
-        refuse(f"model {model['type']}")
-    if model.get("ignore_merges") or model.get("dropout") or model.get("byte_fallback"):
-        refuse("a BPE option")
+    model = spec["model"]
+    options = [model.get(option) for option in ("ignore_merges", "dropout", "byte_fallback")]
+    demand(model["type"] == "BPE", f"model {model['type']}")
+    demand(not any(options), "a BPE option")
 
     # before the merges: NFC or nothing
     normalizer = spec.get("normalizer")
-    if normalizer is not None and normalizer["type"] != "NFC":
-        refuse(f"normalizer {normalizer}")
+    demand(normalizer is None or normalizer["type"] == "NFC", f"normalizer {normalizer}")
 
     # a pattern that splits text into words, then bytes
-    pre = spec.get("pre_tokenizer")
-    steps = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
+    pre = spec["pre_tokenizer"]
+    steps = pre.get("pretokenizers", [pre])
     kinds = [step["type"] for step in steps]
-    if kinds != ["Split", "ByteLevel"]:
-        refuse(f"pre-tokenizer {kinds}")
+    demand(kinds == ["Split", "ByteLevel"], f"pre-tokenizer {kinds}")
     split, byte_level = steps
-    if split.get("behavior") != "Isolated" or split.get("invert"):
-        refuse(f"split behaviour {split}")
-    if byte_level.get("add_prefix_space") or byte_level.get("use_regex"):
-        refuse("ByteLevel with prefix space or regex")
+    demand(split["behavior"] == "Isolated" and not split.get("invert"), f"split behaviour {split}")
+    adds = byte_level.get("add_prefix_space") or byte_level.get("use_regex")
+    demand(not adds, "ByteLevel with prefix space or regex")
 
     # after the merges: nothing that changes an id
     post = spec.get("post_processor")
-    if post is not None and post["type"] != "ByteLevel":
-        refuse(f"post-processor {post}")
+    demand(post is None or post["type"] == "ByteLevel", f"post-processor {post}")
     for token in spec["added_tokens"]:
-        if token["lstrip"] or token["rstrip"] or token["single_word"]:
-            refuse("a stripping added token")
-    return split["pattern"]["Regex"], normalizer is not None
+        strips = token["lstrip"] or token["rstrip"] or token["single_word"]
+        demand(not strips, "a stripping added token")
 
 
 def merge_bytes(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
@@ -224,81 +196,47 @@ def merge_bytes(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# learning one
-
-
-class Pairs:
-    """Words cut into parts, and how often each pair of neighbouring parts occurs in all of them."""
-
-    def __init__(self, words: Counter, letters: list[str]):
-        self.words = words  # word -> how often it occurs
-        self.parts = {word: [letters[byte] for byte in word.encode()] for word in words}
-        self.counts: Counter = Counter()
-        self.holders = defaultdict(set)  # pair -> the words that hold it, or once did
-        for word in words:
-            self.count(word, 1)
-
-    def count(self, word: str, sign: int) -> None:
-        """Add a word's pairs to the counts (sign 1), or take them out (sign -1)."""
-        for pair in pairwise(self.parts[word]):
-            self.counts[pair] += sign * self.words[word]
-            self.holders[pair].add(word)
-
-    def most_frequent(self) -> tuple[str, str] | None:
-        """The pair most often side by side, of equals the first in string order; None if none
-        occurs twice.
-        """
-        most = max(self.counts.values(), default=0)
-        if most < 2:
-            return None
-        return min(pair for pair, n in self.counts.items() if n == most)
-
-    def join(self, pair: tuple[str, str]) -> None:
-        """Make the pair one part, in every word that holds it."""
-        for word in self.holders.pop(pair):
-            self.count(word, -1)
-            self.parts[word] = join_pair(self.parts[word], pair)
-            self.count(word, 1)
-
-
-def join_pair(parts: list[str], pair: tuple[str, str]) -> list[str]:
-    """Join the pair wherever it stands, from the left: of a, a, a the first two."""
-    joined = []
-    i = 0
-    while i < len(parts):
-        if tuple(parts[i : i + 2]) == pair:
-            joined.append("".join(pair))
-            i += 2
-        else:
-            joined.append(parts[i])
-            i += 1
-    return joined
-
-
+# --- learning one
 def learn_bpe(texts: Iterable[str], vocab_size: int) -> dict:
     """The content of a `tokenizer.json` with vocab_size ids: bytes, merges learned from these
     texts, EOS and MASK.
 
-    Each merge joins the pair most often side by side in words, of equals the first in string order,
-    if it is so twice.
+    Each merge joins the pair of tokens that is most often side by side in words, if it is so twice.
     """
     # a word takes the blank before it along
     pattern = r" ?\S+|\s+"
-    words = Counter(word for text in texts for word in re.findall(pattern, text))
+    found = Counter(word for text in texts for word in re.findall(pattern, text))
 
-    letters = byte_alphabet()
-    pairs = Pairs(words, letters)
+    # while merges are learned a token is one character, chr(id), and a pair is two
+    tokens = byte_alphabet()
+    words = {word.encode().decode("latin-1"): n for word, n in found.items()}
+    counts: Counter[str] = Counter()
+    for word, n in words.items():
+        count_pairs(counts, word, n)
+
     merges = []
-    while len(letters) + len(merges) + 2 < vocab_size:
-        pair = pairs.most_frequent()
-        if pair is None:
+    while len(tokens) + 2 < vocab_size:
+        most = max(counts.values(), default=0)
+        if most < 2:
             break
-        merges.append(list(pair))
-        pairs.join(pair)
+
+        # of equals the first in string order
+        equals = [pair for pair, n in counts.items() if n == most]
+        pair = min(equals, key=lambda pair: [tokens[ord(token)] for token in pair])
+        merge = [tokens[ord(token)] for token in pair]
+        merges.append(merge)
+        joined = chr(len(tokens))
+        tokens.append("".join(merge))
+
+        # in every word that holds it, from the left: of a, a, a the first two
+        for word in [word for word in words if pair in word]:
+            n = words.pop(word)
+            count_pairs(counts, word, -n)
+            word = word.replace(pair, joined)
+            count_pairs(counts, word, n)
+            words[word] = n
 
     # ids: the bytes, the merges in order, then the two special tokens
-    tokens = letters + ["".join(pair) for pair in merges]
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     eos = {"id": len(tokens), "content": EOS} | plain
     mask = {"id": len(tokens) + 1, "content": MASK} | plain
@@ -312,3 +250,9 @@ def learn_bpe(texts: Iterable[str], vocab_size: int) -> dict:
         "decoder": byte_level,
         "model": {"type": "BPE", "vocab": vocab, "merges": merges},
     }
+
+
+def count_pairs(counts: Counter, word: str, n: int) -> None:
+    """Add n to the count of every two neighbours of a word."""
+    for left, right in pairwise(word):
+        counts[left + right] += n
