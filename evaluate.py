@@ -40,7 +40,7 @@ from lib.config import DTYPES
 from lib.output import Output, in_full
 from lib.tokenizer import Tokenizer
 from lib.toy import Toy
-from lib.util import Parser, bounded, command, fail, generator, pick_device, read_json
+from lib.util import Parser, bounded, command, generator, pick_device, read_json
 from model import Model
 from sample import Decoding, generate
 
@@ -285,8 +285,6 @@ def main() -> None:
 
     folder = Path(args.ckpt)
     about = names_of(folder)
-    if about is not None and data.unicodedata is None:
-        fail("names are judged by Python's module unicodedata, which this Python lacks")
     task = None
     if about is None:
         task = load_task(folder if (folder / "toy.json").exists() else base_of(folder))

@@ -432,7 +432,9 @@ def main(load: Callable[..., Model] = load_model) -> None:
     names = names_of(folder)
     prompts = show.read_prompts(args, tokenizer, model.cfg, d.gen_length, names is not None)
     beginnings = [tokenizer.decode(up_to_eos(p, model.cfg.mask_id)) for p in prompts if tokenizer]
-    judged = names is not None and check_names(names, beginnings)
+    judged = names is not None
+    if judged:
+        check_names(names, beginnings)
 
     # a single text appears as its blocks finish, unless its steps are asked for
     steps = show.Steps(len(prompts))

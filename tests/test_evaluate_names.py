@@ -12,7 +12,7 @@ import sample
 from cache import Output, in_full
 from checkpoint import new_model, save_adapter, save_model
 from evaluate import draw_names, judge, name_decoders, wilson
-from lib import data, show
+from lib import show
 from lib.data import exists, is_validation
 from lib.tokenizer import byte_tokenizer, learn_bpe
 from lib.util import generator, write_json
@@ -158,5 +158,3 @@ def test_mistakes(ckpt, tmp_path, monkeypatch, capsys):
     assert "no names.json" in refused(evaluate, monkeypatch, capsys, *names, tmp_path)
     assert "adapter" in refused(evaluate, monkeypatch, capsys, *names, ckpt, "--adapter", tmp_path)
     assert "--prompts" in refused(evaluate, monkeypatch, capsys, *names, ckpt, "--prompts", 0)
-    monkeypatch.setattr(data, "unicodedata", None)
-    assert "unicodedata" in refused(evaluate, monkeypatch, capsys, *names, ckpt)

@@ -10,7 +10,7 @@ import math
 import torch
 
 from lib.toy import TASKS, make, sizes
-from lib.util import Parser, bounded, fail
+from lib.util import Parser, bounded, command, fail
 
 
 def first_max(p: torch.Tensor) -> torch.Tensor:
@@ -18,6 +18,7 @@ def first_max(p: torch.Tensor) -> torch.Tensor:
     return (p >= p.amax(-1, keepdim=True) * (1 - 1e-9)).int().argmax(-1)
 
 
+@command
 def main() -> None:
     parser = Parser(__doc__)
     add = parser.add_argument_group("toy").add_argument
