@@ -162,8 +162,8 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
         fail(f"cannot write {path}: {e}; choose another folder or free some space")
     finally:
         # still there only if writing was stopped
-        if path.parent.is_dir():
-            temporary.unlink(missing_ok=True)
+        if temporary.exists():
+            temporary.unlink()
 
 
 def write_json(path: Path, value: object) -> None:
