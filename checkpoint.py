@@ -193,6 +193,8 @@ def load_model(
     with torch.device("meta"):
         model = kind(cfg, head)
     loader_of(base)(model, base, device, dtype)
+    if head is not None:
+        head.to(device)
     if adapter:
         load_adapter(model, folder, adapter)
     return model
@@ -339,8 +341,6 @@ def load_adapter(model: Model, folder: Path, settings: dict) -> None:
         if model.second_look is None:
             alone = settings.get("lora_in_stage_b_alone", False)
             model.add_lora(int(settings["lora_r"]), float(settings["lora_alpha"]), torch.Generator(), alone)
-        else:
-            model.second_look.to(model.wte.weight.device)
 
     path = folder / "adapter.safetensors"
     state = dict(read_tensors([path]))

@@ -127,16 +127,16 @@ class Model(nn.Module):
                 h = layer(h, ctx)
         return h
 
-    def context(self, real: Tensor, clean: Tensor | None = None) -> Context:
+    def context(self, real: Tensor, clean: Tensor | None = None, block_length: int | None = None) -> Context:
         """The context of whole rows.
 
         real (R, T) bool, False on padding, which nobody attends to but itself (a query needs one key).
         clean (R, T) int64: rows are read beside their clean copy, [noisy ; clean], so that every noisy
         block has the context that decoding will give it. Rows of a single block have no context, and
-        need no copy.
+        need no copy. block_length: other blocks than the model's own (of one: a left-to-right model).
         """
         T = real.shape[1]
-        B = self.cfg.block_length
+        B = block_length or self.cfg.block_length
         positions = torch.arange(T, device=real.device)
         if T <= B:
             clean = None
