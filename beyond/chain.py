@@ -5,35 +5,38 @@ z: cross-entropy to one tuple has that tuple as its minimiser, so Stage B can le
 It is written in the base's own order (Config.order), without gradient, all blocks of a batch at once; its total
 correlation is zero by construction.
 
+The training step is the paper's, train.cocommit_step, with two functions handed in:
+
+    bundle_as_decoded     the bundle: in a share of the blocks the first masks of the model's order
+    chain_target          what Stage B is asked to write there
+
 Earlier blocks that are masked themselves (--context corrupted on rows of several blocks) are refused: the chain reads
 finished text before a block, where Stage B would see masks.
 
     python -m beyond.chain --data modes --init_from out/base --n_last 2 --beam 4 --corruption mask --out_dir out/chain
     python -m beyond.chain --target clean ...      # the paper's target in the same scope, to compare with
-
-`chain_step` below is cocommit_step of train.py with two lines changed: the bundle and the target.
 """
 
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import checkpoint
-import settings
 import train
-from beyond.stage_b_only import stage_b_losses, stage_b_recipe
-from corrupt import M, draw_bundle, three_term_loss
-from lib.util import Parser, bounded, fail, first_masked, uniform
-from model import Model, sequence_context
+from corrupt import M, draw_bundle, kinds
+from lib.settings import build_parser, is_toy
+from lib.util import Parser, bounded, fail, first_masked, generator, uniform
+from model import Context, Model, rotary
 from sample import precedence
-from train import Batch, Losses, Recipe, batch_context, corrupt_batch
+from train import Batch, Recipe, about_lora, clean_tokens, cocommit_step, corrupt_batch
 
 # R rows, T positions, B block_length, Z = T / B blocks of a row, N blocks of the batch or some of them, C channels,
-# P selected positions, G key/value heads, D head dim, V vocabulary, U = beam, U' hypotheses so far (1, then U)
+# P positions that are asked, G key/value heads, D head dim, V vocabulary, k candidates, U = beam
 
 TIE = 0.1  # nats
 AT_ONCE = 1024  # positions whose logits are made at once
@@ -43,69 +46,61 @@ AT_ONCE = 1024  # positions whose logits are made at once
 Look = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
 
 
-# --- the training step
-def chain_step(model: Model, batch: Batch, args: Namespace) -> Losses:
-    """The paper's step with bundles like those of decoding, and with the chain as Stage B's target."""
-    # what the model is shown
-    z, kind = corrupt_batch(model, batch, args)
-    masked = kind == M
-
-    # finished text before each block, read once; then the bundle, and what the model would write into it
-    finished = CleanCache(model, batch)
-    bundle = bundle_as_decoded(finished, z, masked, batch, args)
-    wanted = stage_b_target(finished, z, bundle, batch, args)
-
-    # adapters in Stage B alone, Stage A is the base
-    if args.lora == "stage_b":
-        return stage_b_losses(model, batch, z, kind, bundle, wanted, args)
-
-    # or everywhere, as in the paper
-    ctx = batch_context(model, batch, args)
-    h = model.prefix(z, ctx)
-    stage_a, stage_b = model.both_stages(h, bundle, ctx, model.cfg.n_rounds)
-    loss_a, terms_a = three_term_loss(model, stage_a, batch.clean, kind, fill=masked)
-    loss_b, terms_b = three_term_loss(model, stage_b, wanted, kind, fill=bundle)
-    return loss_a + loss_b, torch.stack([terms_a, terms_b])
-
-
-def bundle_as_decoded(finished: "CleanCache", z: Tensor, masked: Tensor, batch: Batch, args: Namespace) -> Tensor:
+# --- what the training step is handed
+def bundle_as_decoded(model: Model, batch: Batch, z: Tensor, masked: Tensor, args: Namespace) -> Tensor:
     """(R, T) bool: in a share of the blocks the first masks of the model's order, as decoding would have it; in the
     others random ones, as the paper draws them."""
-    B = finished.B
+    B = model.cfg.block_length
+    drawn = draw_bundle(masked, B, args.s_min, args.s_max, batch.draws)
     if args.confident_share == 0:
-        group = train.bundle_group(finished.model, batch, args)
-        return draw_bundle(masked, group, args.s_min, args.s_max, batch.draws)
+        return drawn
 
-    # how many in each block, and in which order: by chance
-    n_blocks = z.shape[1] // B
-    size = args.s_min + (uniform(batch.draws, n_blocks) * (args.s_max - args.s_min + 1)).long()
-    key = uniform(batch.draws, z.shape[1]).to(z.device)
-
-    # or as decoding would choose them
-    decoded = uniform(batch.draws, n_blocks) < args.confident_share
-    decoded = decoded.repeat_interleave(B, dim=1).to(z.device)
-    order = finished.model.cfg.order
+    # as many, but those that come first
     sure = torch.zeros(z.shape, device=z.device)
-    if order == "surest":
-        sure, _, _ = stage_a_look(finished)(z.view(-1, B), masked.view(-1, B), 1)
+    if model.cfg.order == "surest":
+        sure, _, _ = stage_a_look(model, batch)(z.view(-1, B), masked.view(-1, B), 1)
         sure = sure.view(z.shape).masked_fill(~masked, 0.0)
-    key = torch.where(decoded, precedence(sure, order), key)
-    return first_masked(key, masked, size.to(z.device), B)
+    size = drawn.view(len(z), -1, B).sum(-1)
+    first = first_masked(precedence(sure, model.cfg.order), masked, size, B)
+
+    decoded = uniform(batch.draws, z.shape[1] // B) < args.confident_share
+    decoded = decoded.repeat_interleave(B, dim=1).to(z.device)
+    return torch.where(decoded, first, drawn)
 
 
-def stage_b_target(finished: "CleanCache", z: Tensor, bundle: Tensor, batch: Batch, args: Namespace) -> Tensor:
+def chain_target(model: Model, batch: Batch, z: Tensor, bundle: Tensor, args: Namespace) -> Tensor:
     """What Stage B is asked to write: (R, T) int64, the chain in the bundle and the clean tokens elsewhere."""
-    if args.target == "clean":
-        return batch.clean
-    B = finished.B
-    order = finished.model.cfg.order
+    B = model.cfg.block_length
+    look = stage_a_look(model, batch)
     blocks = z.view(-1, B)
     in_bundle = bundle.view(-1, B)
     if args.beam == 1:
-        written, _ = greedy_chain(stage_a_look(finished), blocks, in_bundle, order)
+        written, _ = greedy_chain(look, blocks, in_bundle, model.cfg.order)
     else:
-        written, _ = beam_chain(stage_a_look(finished), blocks, in_bundle, args.beam, order)
+        written, _ = beam_chain(look, blocks, in_bundle, args.beam, model.cfg.order)
     return torch.where(bundle, written.reshape(z.shape), batch.clean)
+
+
+def masks_as_decoded(model: Model, batch: Batch, args: Namespace) -> tuple[Tensor, Tensor]:
+    """z and kind (R, T): masks alone. In half of the blocks they are moved to its end, as many: a prompt leaves the
+    rest of its block to be written. In all of them where the leftmost are written first: then nothing else is met."""
+    z, kind = corrupt_batch(model, batch, args)
+    R, T = z.shape
+    B = model.cfg.block_length
+    masked = kind == M
+
+    # as many positions, counted from the end
+    size = masked.view(R, T // B, B).sum(-1)
+    from_the_end = -torch.arange(T, device=z.device).float().expand(R, T)
+    last = first_masked(from_the_end, batch.free, size, B)
+
+    share = 0.5
+    if model.cfg.order == "leftmost":
+        share = 1.0
+    moved = uniform(batch.draws, T // B) < share
+    moved = moved.repeat_interleave(B, dim=1).to(z.device)
+    z = batch.clean.masked_fill(torch.where(moved, last, masked), model.cfg.mask_id)
+    return z, kinds(batch.clean, z, batch.free, model.cfg.mask_id)
 
 
 # --- the chain
@@ -139,7 +134,7 @@ def beam_chain(look: Look, blocks: Tensor, bundle: Tensor, beam: int, order: str
     N, B = blocks.shape
     U = beam
     left = bundle.clone()
-    hypotheses = blocks[:, None]  # (N, U', B), the best first
+    hypotheses = blocks[:, None]  # (N, U', B), the best first; U' is 1, and U after the first step
     score = torch.zeros(N, 1, device=blocks.device)  # (N, U')
     for _ in range(longest(bundle)):
         # a look at each hypothesis
@@ -193,149 +188,142 @@ def leaders(score: Tensor, k: int) -> Tensor:
 
 
 # --- Stage A's candidates
-def best_tokens(log_p: Tensor, k: int, chunk: slice) -> tuple[Tensor, Tensor]:
-    """Of (P, V) log-probabilities the k best and their tokens, (P, k) each. (chunk: which of all positions these are,
-    for an extension that draws.)"""
+def best_tokens(log_p: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Of (P, V) log-probabilities the k best and their tokens, (P, k) each."""
     token = leaders(log_p, k)
     return log_p.gather(-1, token), token
 
 
-def stage_a_look(finished: "CleanCache", pick: Callable = best_tokens) -> Look:
+def candidates_of(model: Model, h: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of final states (P, C): how sure the best token is (P,), and the k candidates (P, k), see `Look`."""
+    logits = model.head(h)
+    logits[:, model.cfg.mask_id] = float("-inf")  # a target that stays masked is none
+    log_p = logits.log_softmax(-1)
+    return log_p.amax(-1), *best_tokens(log_p, k)
+
+
+def stage_a_look(model: Model, batch: Batch) -> Look:
     """Stage A of the batch's noisy blocks, without gradient, and without logits where nobody asks."""
-    model = finished.model
+    finished = CleanRows(model, batch)
 
     @torch.no_grad()
     def look(blocks: Tensor, where: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-        # a block without a position to look at needs no pass; but of many processes each has to make as many
+        # a block without a position to look at needs no pass; but attention takes no batch of nothing
         busy = where.any(-1)
-        if not busy.any():
-            busy = busy.clone()
-            busy[0] = True
+        busy[0] |= ~busy.any()
         at = busy.nonzero()[:, 0]
         h = finished.read(blocks[at], at)[where[at]]  # (P, C)
 
-        # logits of some positions at a time
-        sure = [h.new_empty(0)]
-        log_p = [h.new_empty(0, k)]
-        token = [blocks.new_empty(0, k)]
-        for start in range(0, len(h), AT_ONCE):
-            chunk = slice(start, start + AT_ONCE)
-            part = model.head(h[chunk])
-            part[:, model.cfg.mask_id] = float("-inf")  # a target that stays masked is none
-            part = part.log_softmax(-1)
-            sure.append(part.amax(-1))
-            picked = pick(part, k, chunk)
-            log_p.append(picked[0])
-            token.append(picked[1])
-
-        # back to blocks, -inf where nobody asked
-        everywhere = where[..., None].expand(*where.shape, k)
-        nowhere = torch.full(where.shape, float("-inf"), device=h.device)
-        all_sure = nowhere.masked_scatter(where, torch.cat(sure).float())
-        all_log_p = nowhere[..., None].expand(everywhere.shape).masked_scatter(everywhere, torch.cat(log_p).float())
-        all_token = torch.zeros_like(everywhere, dtype=torch.long).masked_scatter(everywhere, torch.cat(token))
-        return all_sure, all_log_p, all_token
+        # the answers, -inf where nobody asked
+        sure = torch.full(where.shape, float("-inf"), device=h.device)
+        log_p = sure[..., None].repeat(1, 1, k)
+        token = torch.zeros_like(log_p, dtype=torch.long)
+        found = [candidates_of(model, part, k) for part in h.split(AT_ONCE)]
+        sure[where], log_p[where], token[where] = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return sure, log_p, token
 
     return look
 
 
-class CleanCache:
+class CleanRows:
     """Keys and values of a batch's clean rows: what decoding keeps of finished blocks.
 
-    A chain takes many passes; with this each pass runs only the blocks in work, a block a row. The states are those of
-    rows read beside their clean copy, [noisy ; clean].
+    A chain takes many passes; with this each one runs only the blocks in work, a block a row. Their states are those
+    of rows beside their clean copy, [noisy ; clean]. (Padding fills whole blocks, which nobody asks for.)
     """
 
+    @torch.no_grad()
     def __init__(self, model: Model, batch: Batch):
-        R, T = batch.clean.shape
         B = model.cfg.block_length
-        Z = T // B
         self.model = model
-        self.B = B
-        self.Z = Z
-        self.kv: dict[int, tuple[Tensor, Tensor]] = {}
-        self.rows: Tensor | None = None  # whose blocks are in work; None while the clean rows are read
-        self.clean: Tensor | None = batch.clean  # what is still to be read, when a block first asks for it
-        ctx = sequence_context(model.cfg, batch.real, model.compute_dtype)
-        self.ctx = replace(ctx, cache=self)
-
-        # what each position of a block may attend to: its own block, then the clean blocks before it in its row
-        sees = ctx.mask.expand(R, 1, T, T).view(R, Z, B, Z, B)
-        itself = sees.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)  # (R, Z, B, B)
-        block = torch.arange(Z, device=batch.clean.device)
-        earlier = block[:, None] > block
-        before = (sees & earlier[:, None, :, None]).flatten(3)  # (R, Z, B, T)
-        if Z == 1:
-            before = before[..., :0]
-        mask = torch.cat([itself, before], dim=-1)
-        self.mask = mask.flatten(0, 1)[:, None]  # (R * Z, 1, B, B + T)
+        self.n_blocks = batch.clean.shape[1] // B
+        self.past = (self.n_blocks - 1) * B  # positions of a clean row; the last block is read by none
+        self.kv: dict[int, tuple[Tensor, Tensor]] = {}  # of each layer
+        self.row: Tensor | None = None  # whose blocks are in work; None while the clean rows are read
+        if self.past:
+            clean = batch.clean[:, : self.past]
+            ctx = replace(model.context(torch.ones_like(clean, dtype=torch.bool)), cache=self)
+            model.last_n(model.prefix(clean, ctx), ctx)
 
     def update(self, layer: int, round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v (N, G, B, D) of this pass -> what it may attend to: its own keys, then its row's, (N, G, B + T, D)."""
-        if self.rows is None:
+        """k, v (N, G, B, D) of this pass -> what it may attend to: its own keys, then its row's, (N, G, T, D)."""
+        if self.row is None:
             self.kv[layer] = (k, v)
             return k, v
-        if layer not in self.kv:  # rows of a single block
+        if not self.past:
             return k, v
-        row_k, row_v = self.kv[layer]
-        return torch.cat([k, row_k[self.rows]], dim=2), torch.cat([v, row_v[self.rows]], dim=2)
+        past_k, past_v = self.kv[layer]
+        return torch.cat([k, past_k[self.row]], dim=2), torch.cat([v, past_v[self.row]], dim=2)
 
-    @torch.no_grad()
     def read(self, blocks: Tensor, at: Tensor) -> Tensor:
         """Stage A's final states (N, B, C) of noisy blocks (N, B), which are the batch's blocks at (N,), 0..R*Z-1."""
-        # the clean rows first; a row of a single block has no context
-        if self.clean is not None and self.Z > 1:
-            self.model.last_n(self.model.prefix(self.clean, self.ctx), self.ctx)
-        self.clean = None
+        cfg = self.model.cfg
+        start = at % self.n_blocks * cfg.block_length
+        positions = start[:, None] + torch.arange(cfg.block_length, device=at.device)
+        cos, sin = rotary(cfg, positions, self.model.compute_dtype)
 
-        self.rows = at // self.Z
-        position = (at % self.Z * self.B)[:, None] + torch.arange(self.B, device=blocks.device)
-        ctx = replace(self.ctx, cos=self.ctx.cos[position], sin=self.ctx.sin[position], mask=self.mask[at], slices=None)
+        # each block sees itself, and the clean blocks before it in its row
+        itself = torch.ones_like(blocks, dtype=torch.bool)
+        before = torch.arange(self.past, device=at.device) < start[:, None]
+        mask = torch.cat([itself, before], dim=1)[:, None, None]  # (N, 1, 1, T)
+        self.row = at // self.n_blocks
+        ctx = Context(cos, sin, mask, cache=self)
         return self.model.last_n(self.model.prefix(blocks, ctx), ctx)
 
 
 # --- the command line
-def build_parser(doc: str) -> Parser:
-    p = settings.build_parser(doc)
-    p.set_defaults(context="clean")
-    add = p.add_argument_group("chain (beyond the paper)").add_argument
+def add_flags(parser: Parser) -> None:
+    """Of all that is trained on chains."""
+    # confident_share: of the blocks, those whose bundle is the first masks of the order
+    parser.set_defaults(context="clean", confident_share=0.0)
+    add = parser.add_argument_group("chain (beyond the paper)").add_argument
     # fmt: off
-    add("--target", choices=["chain", "clean"], default="chain", help="what Stage B writes into the bundle")
+    add("--target", choices=["chain", "clean"], default="chain", help="what is written into the bundle")
     add("--beam", type=bounded(int, 1), default=1, help="hypotheses (1: greedy; 8: near the joint mode)")
-    add("--confident_share", type=bounded(float, 0, 1), default=0.0,
-        help="share of the blocks whose bundle is the first masks of the base's order, as in decoding")
-    add("--lora", choices=["stage_b", "all"], default="stage_b",
-        help="adapters in Stage B alone, Stage A stays the base; or everywhere (the paper)")
+    add("--s_min", type=bounded(int, 1), default=1, help="smallest bundle")
     # fmt: on
-    return p
 
 
-def check(args: Namespace) -> None:
-    """Refuse what cannot be meant."""
-    several_blocks = not settings.is_toy(args)
-    if args.target == "chain" and args.context == "corrupted" and several_blocks:
-        fail("chain targets read finished text before a block: they need --context clean on rows of several blocks")
-    if args.target == "chain" and args.bundle_scope == "sequence":
-        fail("a chain decodes a bundle inside its block: it needs --bundle_scope block")
-    if args.stage_a_only or args.init_from == "scratch":
+def target_of(args: Namespace) -> Callable:
+    """The target that --target names, after a look at whether it can be meant."""
+    if args.init_from == "scratch":
         fail("chain targets are the base's own: give a trained base by --init_from DIR")
+    if args.target == "clean":
+        return clean_tokens
+    if args.context == "corrupted" and not is_toy(args):
+        fail("chain targets read finished text before a block: they need --context clean on rows of several blocks")
 
     # before a run has a folder, which a corrected command could not use
     vocab_size = checkpoint.read_config(Path(args.init_from)).vocab_size
     if args.beam >= vocab_size:
         fail(f"--beam {args.beam} is more than the vocabulary of {vocab_size} can fill")
+    return chain_target
+
+
+def lora_in_stage_b(model: Model, args: Namespace) -> None:
+    """What learns: LoRA in the last n layers, which acts in Stage B alone, and the markers."""
+    model.add_lora(args.lora_r, 2 * args.lora_r, generator(args.seed, "lora"), stage_b_alone=True)
+
+
+def about_lora_in_stage_b(args: Namespace) -> dict:
+    return about_lora(args) | dict(lora_in_stage_b_alone=True)
 
 
 def choose(args: Namespace) -> Recipe:
-    check(args)
-    command = "python -m beyond.chain"
-    if args.lora == "stage_b":
-        return stage_b_recipe(chain_step, command)
-    return Recipe(chain_step, command=command)
+    step = partial(cocommit_step, bundle=bundle_as_decoded, target=target_of(args))
+    if args.lora == "all":
+        return Recipe(step)
+    return Recipe(step, lora_in_stage_b, about_lora_in_stage_b)
 
 
 def main() -> None:
-    train.main(build_parser(__doc__), choose)
+    parser = build_parser(__doc__)
+    add_flags(parser)
+    parser.add_argument(
+        "--lora", choices=["stage_b", "all"], default="stage_b",
+        help="adapters in Stage B alone, Stage A stays the base; or everywhere (the paper)",
+    )  # fmt: skip
+    train.main(parser, choose)
 
 
 if __name__ == "__main__":

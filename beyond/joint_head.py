@@ -17,18 +17,28 @@ another there, the rest of what it wants is refused as well.
     python sample.py --ckpt out/joint --tau_m2t 0.1 --prompt "ARABIC LIGATURE"
 """
 
+from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import train
+from beyond import chain
+from beyond.chain import bundle_as_decoded, masks_as_decoded
 from cache import Cached, Uncached
+from corrupt import M, cross_entropy, summed
 from lib.config import Config
-from model import Block, Context, rotary
+from lib.settings import build_parser
+from lib.util import bounded, fail, generator
+from model import Block, Context, Model, rotary
 from sample import Look, StageA, candidates, select_bundle
+from train import Batch, Losses, Recipe, batch_context
 
-# R rows, B block_length, C channels, V vocabulary, P bundle positions
+# R rows, T positions, B block_length, C channels, V vocabulary, P bundle positions
 
 LEAST = 2  # tokens in a bundle that is looked at again
 
@@ -93,3 +103,70 @@ class JointHead(nn.Module):
 def build(cfg: Config, about: dict) -> JointHead:
     """The head that adapter.json speaks of, for the tensors beside it."""
     return JointHead(cfg, about["width"])
+
+
+# --- the training step
+def joint_head_step(model: Model, batch: Batch, args: Namespace, target: Callable) -> Losses:
+    """The head's loss on chain targets; Stage A is the frozen base."""
+    # what the model is shown: masks alone, in half of the blocks at its end, as a prompt leaves them
+    z, kind = masks_as_decoded(model, batch, args)
+    B = model.cfg.block_length
+
+    # the bundle, and what the base would write into it one token at a time; a small one has nothing to coordinate
+    bundle = bundle_as_decoded(model, batch, z, kind == M, args)
+    size = bundle.view(len(z), -1, B).sum(-1)
+    bundle = bundle & (size >= LEAST).repeat_interleave(B, dim=1)
+    wanted = target(model, batch, z, bundle, args)
+
+    # Stage A's final states, block by block
+    with torch.no_grad():
+        ctx = batch_context(model, batch, args)
+        h = model.last_n(model.prefix(z, ctx), ctx)[:, : z.shape[1]]
+    h = h.reshape(-1, B, h.shape[-1])
+
+    # the head looks again, and is asked for the bundle alone
+    h = model.second_look(h, bundle.view(-1, B))
+    ce = cross_entropy(model, h, wanted[bundle])
+    return ce.sum(), {"head": summed(ce)}
+
+
+# --- what the loop is handed
+def make_head(cfg: Config, args: Namespace) -> JointHead:
+    head = JointHead(cfg, args.width)
+    head.init_weights(generator(args.seed, "joint head"))
+    return head
+
+
+def head_alone(model: Model, args: Namespace) -> None:
+    """What learns."""
+    model.requires_grad_(False)
+    model.second_look.requires_grad_(True)
+
+
+def about(args: Namespace) -> dict:
+    """What adapter.json says of it, and how it is decoded: every mask at once, no edits, and what is refused waits."""
+    head = dict(module="beyond.joint_head", width=args.width)
+    return dict(head=head, decoding=dict(tau_m2t=-1.0, tau_t2t=None, tau_keep=0.5))
+
+
+def choose(args: Namespace) -> Recipe:
+    if args.corruption != "mask" or args.context != "clean":
+        fail("a joint head reads what decoding will show it: --corruption mask and --context clean")
+    if args.n_rounds > 1:
+        fail(f"--n_rounds {args.n_rounds}: a joint head looks once")
+    step = partial(joint_head_step, target=chain.target_of(args))
+    return Recipe(step, head_alone, about, make_head)
+
+
+def main() -> None:
+    parser = build_parser(__doc__)
+    chain.add_flags(parser)
+    parser.set_defaults(
+        corruption="mask", confident_share=0.75, s_min=2, s_max=8, learning_rate=5e-3, batch_size=64
+    )  # fmt: skip
+    parser.add_argument("--width", type=bounded(int, 1), default=192, help="of the head's SwiGLU")
+    train.main(parser, choose)
+
+
+if __name__ == "__main__":
+    main()
