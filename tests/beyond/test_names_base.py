@@ -1,122 +1,126 @@
-"""The base of names: what a row may read in training, which positions are masks, and how a stopped run goes on."""
+"""The base of names: what a row may read in training, which positions are masks, what learns by which optimizer.
+`pytest tests/beyond/test_names_base.py`
+"""
 
-import os
-import shutil
-import signal
-import subprocess
-import sys
+import math
 from dataclasses import replace
-from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
-from safetensors.torch import load_file
+import torch.nn.functional as F
+from common import MASK, command_line, random_ids, refused, tiny_model
+from runs import goes_on_bit_for_bit
+from test_chain import a_batch
 
 from beyond import names_base
-from checkpoint import PRESETS, load_model, new_model
+from beyond.names_base import MuonAndAdam, draw_masks, fill_loss, names_step
+from checkpoint import new_model, read_config
+from lib.config import PRESETS
 from lib.util import generator
-from model import block_causal_mask, doubled_mask, sequence_context
-
-ASSETS = Path(__file__).parents[2] / "assets/names"
-SMALL = ["--batch_size", "8", "--n_layer", "1", "--n_embd", "64", "--width", "32"]
 
 
-def tiny(block_length: int):
-    cfg = replace(PRESETS["tiny"], block_length=block_length, mask_id=300, eos_id=299)
-    return new_model(cfg, generator("test"))
-
-
-def test_the_mask_of_three_blocks_of_one_is_the_docstrings():
-    ctx = names_base.beside_clean(PRESETS["tiny"], 3, 1, torch.float32)
-    rows = ["10000", "01010", "00111", "00010", "00011"]
-    assert ctx.mask.tolist() == [[c == "1" for c in row] for row in rows]
-
-
-def test_only_the_last_clean_block_is_missing():
-    """Of [noisy ; clean] as train.py has it the last clean block is read by nobody else; the rest is the same."""
-    whole = doubled_mask(24, 8)
-    kept = torch.ones(48, dtype=torch.bool)
-    kept[40:] = False
-    assert not whole[kept][:, ~kept].any()
-    assert torch.equal(names_base.beside_clean(PRESETS["tiny"], 24, 8, torch.float32).mask, whole[kept][:, kept])
-
-
-def test_a_noisy_block_is_read_as_decoding_reads_it():
-    """Finished text in clean blocks, the block in work with its masks: the states are those of the plain row."""
-    model = tiny(4)
-    x = torch.randint(0, 290, (2, 12), generator=generator("rows"))
-    z = x.clone()
-    z[:, 9:] = model.cfg.mask_id
-    ctx = names_base.beside_clean(model.cfg, 12, 4, torch.float32)
-    beside = model(torch.cat([z, x[:, :8]], dim=1), ctx)[:, 8:12]
-    plain = model(z, sequence_context(model.cfg, torch.ones_like(z, dtype=torch.bool), torch.float32))[:, 8:]
-    assert torch.allclose(beside, plain, atol=1e-5)
-
-
-def test_blocks_of_one_are_a_left_to_right_model():
-    """Each mask is read after the tokens before it, by themselves: the loss is the sum of T separate readings."""
-    model = tiny(1)
-    x = torch.randint(0, 290, (1, 5), generator=generator("rows"))
-    total = 0.0
-    for i in range(5):
-        z = x[:, : i + 1].clone()
-        z[:, i] = model.cfg.mask_id
-        real = torch.ones_like(z, dtype=torch.bool)
-        ctx = sequence_context(model.cfg, real, torch.float32)
-        assert torch.equal(ctx.mask, block_causal_mask(i + 1, 1))
-        total += float(torch.nn.functional.cross_entropy(model(z, ctx)[:, i], x[:, i]).detach())
-    loss = names_base.fill_loss(model, x, torch.ones_like(x, dtype=torch.bool), 1)
-    assert abs(float(loss.detach()) - total) < 1e-4
+@pytest.mark.parametrize("block_length", [1, 4])
+def test_a_mask_is_read_after_the_clean_blocks_before_its_own(block_length):
+    """In blocks of one that is a left-to-right model: T separate readings. The model's own blocks do not matter."""
+    model = tiny_model(block_length=8)
+    plain = replace(model.cfg, block_length=block_length)
+    x = random_ids(1, 12)
+    masked = random_ids(1, 12, 1, 2).bool()
+    ce = []
+    for start in range(0, 12, block_length):
+        block = slice(start, start + block_length)
+        z = x[:, : block.stop].clone()
+        z[:, block] = z[:, block].masked_fill(masked[:, block], MASK)
+        model.cfg = plain
+        logits = model(z, model.context(torch.ones_like(z, dtype=torch.bool)))[:, block]
+        ce.append(F.cross_entropy(logits[masked[:, block]], x[:, block][masked[:, block]], reduction="none"))
+    model.cfg = replace(plain, block_length=8)
+    found = fill_loss(model, x, torch.ones_like(masked), masked, block_length)
+    torch.testing.assert_close(found, torch.cat(ce), rtol=1e-4, atol=1e-4)
 
 
 def test_masks_are_ends_scattered_ends_and_random_ones():
     """Of 40,000 blocks of 8: all eight are masks in 30 % / 8 (the end begins at 0), in 30 % / 8 * 1/5 (a scattered end
     from 0, and the mean of r^4 for a ratio sqrt r) and in 40 % / 9 (the mean of r^8). The share of masks is 30 % * 9/16
     + 30 % * 9/16 * 2/3 + 40 % / 2."""
-    masked = names_base.draw_masks(40000, 8, generator("masks"))
+    masked = draw_masks([generator("masks", i) for i in range(40)], 8000, 8).view(40000, 8)
     whole = 0.3 / 8 + 0.3 / 8 / 5 + 0.4 / 9
     assert abs(float(masked.all(-1).float().mean()) - whole) < 5 * (whole / 40000) ** 0.5
     share = 0.3 * 9 / 16 + 0.3 * 9 / 16 * 2 / 3 + 0.4 / 2
     assert abs(float(masked.float().mean()) - share) < 0.01
 
-
-def test_every_row_once_an_epoch():
-    rows = [torch.full((8 if i % 3 else 16,), i) for i in range(12)]
-    seen = [int(r[0]) for step in range(3) for x in names_base.batch(rows, step, 4, seed=0) for r in x]
-    assert sorted(seen) == list(range(12))
-    again = [int(r[0]) for step in range(3, 6) for x in names_base.batch(rows, step, 4, seed=0) for r in x]
-    assert sorted(again) == list(range(12)) and again != seen
-
-
-def run(folder, *flags, stop_after: int = 0):
-    folder.mkdir(exist_ok=True)
-    for name in ("tokenizer.json", "names.json"):  # learning the tokenizer takes most of the time of so short a run
-        shutil.copy(ASSETS / name, folder)
-    command = [sys.executable, "-m", "beyond.names_base", "--out_dir", str(folder), *flags]
-    if not stop_after:
-        return subprocess.run(command, capture_output=True, text=True)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    for line in process.stdout:
-        if f"step {stop_after}:" in line:
-            os.kill(process.pid, signal.SIGINT)
-            break
-    process.stdout.read()
-    process.wait()
-    return process
+    # exactly the last half: an end that begins there, or what chance leaves of the other two, by their integrals
+    scattered = sum(2 * math.factorial(5) * math.factorial(j) / math.factorial(6 + j) for j in range(5)) / 8
+    anywhere = math.factorial(4) ** 2 / math.factorial(9)
+    half = 0.3 / 8 + 0.3 * scattered + 0.4 * anywhere
+    found = (masked == (torch.arange(8) >= 4)).all(-1).float().mean()
+    assert abs(float(found) - half) < 5 * (half / 40000) ** 0.5
 
 
-def test_a_stopped_run_goes_on_bit_for_bit(tmp_path):
-    steps = ["--max_iters", "6", "--eval_interval", "2", *SMALL]
-    assert run(tmp_path / "whole", *steps).returncode == 0
-    assert run(tmp_path / "parts", *steps, stop_after=2).returncode in (0, 130)
-    assert run(tmp_path / "parts", "--init_from", "resume").returncode == 0
-    whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
-    assert all(torch.equal(whole[k], parts[k]) for k in whole)
-    log = [(tmp_path / name / "log.jsonl").read_text() for name in ("whole", "parts")]
-    assert log[0] == log[1]
-    refused = run(tmp_path / "whole", *steps)
-    assert refused.returncode == 2 and "--init_from resume" in refused.stderr
+def test_a_share_of_the_rows_is_read_in_blocks_of_one():
+    model, args = tiny_model(), SimpleNamespace(one_by_one=0.35)
+    x = random_ids(200, 16)
+    real = torch.arange(16) < torch.tensor([16, 8])[torch.arange(200) % 2][:, None]
+    loss, terms = names_step(model, a_batch(x, "n", real), args)
+    total = terms["causal"][0] + terms["any_order"][0]
+    torch.testing.assert_close(loss.detach(), total)
+
+    # every real token of the rows in blocks of one is a target, half of the others are
+    draws = a_batch(x, "n").draws
+    chosen = torch.cat([torch.rand(1, generator=g) for g in draws]) < 0.35
+    assert terms["causal"][1] == real[chosen].sum() and 0.25 < chosen.float().mean() < 0.45
+    masked = (draw_masks(draws, 16, 8) & real)[~chosen]
+    assert terms["any_order"][1] == masked.sum()
+    ce = fill_loss(model, x[~chosen], real[~chosen], masked, 8)
+    torch.testing.assert_close(terms["any_order"][0], ce.detach().sum())
+    for share, name in ((0.0, "any_order"), (1.0, "causal")):
+        _, terms = names_step(model, a_batch(x[:4], "n", real[:4]), SimpleNamespace(one_by_one=share))
+        assert set(terms) == {name}
 
 
-def test_the_left_to_right_model_decodes_in_blocks_of_one(tmp_path):
-    assert run(tmp_path / "causal", "--one_by_one", "1", "--max_iters", "1", *SMALL).returncode == 0
-    assert load_model(tmp_path / "causal", torch.device("cpu"), torch.float32, None).cfg.block_length == 1
+def test_muon_has_the_matrices_of_the_layers_and_adam_the_rest():
+    cfg = replace(PRESETS["tiny"], n_dense=4, eos_id=300, mask_id=301)
+    model = new_model(cfg, generator("m"))
+    optimizer = MuonAndAdam(model, SimpleNamespace(learning_rate=0.01, weight_decay=0.01))
+    muon, adam = optimizer.param_groups
+    names = {p: name for name, p in model.named_parameters()}
+    matrices = {names[p] for p in muon["params"]}
+    assert len(matrices) == 4 * 4 and all(name.startswith("layers.") and "norm" not in name for name in matrices)
+    assert matrices | {names[p] for p in adam["params"]} == set(names.values())
+    assert (muon["peak"], adam["peak"]) == (0.01, pytest.approx(0.004))
+
+    # the schedule's rate reaches both; a matrix moves by an orthogonal one, as far as Adam would move it
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak"]
+    before = {name: p.detach().clone() for p, name in names.items()}
+    model(random_ids(2, 32), model.context(torch.ones(2, 32, dtype=torch.bool))).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    assert all(p.grad is None for p in model.parameters())
+    moved = {name: (p.detach() - before[name]) for p, name in names.items()}
+    spectrum = torch.linalg.svdvals(moved["layers.1.attn.qkv.weight"])
+    assert spectrum.max() < 2 * spectrum.median() and 0.0005 < moved["layers.1.attn.qkv.weight"].std() < 0.005
+    assert moved["lm_head.weight"].abs().max() == pytest.approx(0.004, rel=0.01)
+    assert {names[p] for p, moments in optimizer.state.items() if moments} == set(names.values()) - {"markers"}
+
+
+@pytest.fixture
+def text(tmp_path):
+    """Text in bytes: learning the tokenizer of names takes most of the time of so short a run."""
+    (tmp_path / "a.txt").write_text("GREEK SMALL LETTER ALPHA\nCANADIAN SYLLABICS CARRIER DZU\n" * 20)
+    return ["--data", tmp_path / "a.txt", "--batch_size", 4, "--device", "cpu"]
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(text, tmp_path, monkeypatch, capsys):
+    goes_on_bit_for_bit(names_base, text, tmp_path, monkeypatch, capsys)
+    cfg = read_config(tmp_path / "whole")
+    assert (cfg.n_layer, cfg.n_dense, cfg.order, cfg.block_length, cfg.n_last) == (8, 8, "leftmost", 8, 1)
+
+
+def test_a_left_to_right_model_decodes_in_blocks_of_one(text, tmp_path, monkeypatch, capsys):
+    run = [*text, "--one_by_one", 1, "--max_iters", 1, "--out_dir", tmp_path / "run"]
+    code, _, err = command_line(names_base, monkeypatch, capsys, *run)
+    assert code == 0 and read_config(tmp_path / "run").block_length == 1, err
+    line = refused(names_base, monkeypatch, capsys, *text, "--init_from", tmp_path / "run", "--out_dir", tmp_path / "b")
+    assert "begins from scratch" in line
