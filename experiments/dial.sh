@@ -4,7 +4,7 @@
 set -e
 for eps in 0.02 0.05 0.1 0.2 0.4 0.7 1.0; do
   python train.py --data copy --toy eps=$eps n_ctx=8 --n_last 2 --corruption mask --max_iters 800 --batch_size 64 \
-    --log_interval 200 --eval_interval 50 --out_dir out/dial-$eps
+    --eval_interval 50 --out_dir out/dial-$eps
 done
 python -m tools.plots dial --data copy --ckpt out/dial-0.02 out/dial-0.05 out/dial-0.1 out/dial-0.2 out/dial-0.4 \
   out/dial-0.7 out/dial-1.0 --out out/dial.svg

@@ -7,8 +7,8 @@ for seed in 0 1 2; do
   seeded="--seed $seed"
 
   # the base, and a left-to-right model of the same geometry, text and time
-  python -m beyond.names_base --max_iters 2798 $seeded --out_dir $base
-  python -m beyond.names_base --max_iters 2798 $seeded --one_by_one 1 --out_dir out/left-to-right-$seed
+  python -m beyond.names_base $seeded --out_dir $base
+  python -m beyond.names_base $seeded --one_by_one 1 --out_dir out/left-to-right-$seed
 
   # the joint head, and a Stage A that is taught the same chain
   chain="--data names --max_iters 1500 --s_min 8 $seeded"
@@ -19,8 +19,7 @@ for seed in 0 1 2; do
   python -m beyond.distill $chain --init_from $base --target clean --own_loss 0 --out_dir out/control-$seed
 
   # both: a joint head on the distilled Stage A
-  python -m tools.as_checkpoint --ckpt $base --adapter out/distilled-$seed --out out/distilled-base-$seed
-  python -m beyond.joint_head $chain --init_from out/distilled-base-$seed --width 384 --out_dir out/joint-on-distilled-$seed
+  python -m beyond.joint_head $chain --init_from out/distilled-$seed --width 384 --out_dir out/joint-on-distilled-$seed
 
   # the paper's Stage B, its target the clean tokens
   python train.py --data names --init_from $base --n_last 2 --corruption mask --context clean --batch_size 64 \
@@ -49,15 +48,9 @@ python train.py --data names --init_from out/base-0 --n_last 2 --corruption mask
 python -m beyond.pays --prompts 512 --system "paper's Stage B, 1,500 steps" out/base-0 out/paper-long-0 \
   --out out/paper-long.jsonl
 
-# sampling: the bases of seeds 0 and 1 (seed 1 rounded to bfloat16, as it is shipped), and the left-to-right model of seed 0
-for base in out/base-0 assets/names; do
-  python -m beyond.sampling_head --data names --init_from $base --max_iters 1500 --width 384 --n_last 1 \
-    --out_dir out/sampling-$(basename $base)
-done
+# sampling: the base that is shipped, and the left-to-right model of seed 0
 sampled() {  # TOP_P.. --out FILE --system ..
   python -m beyond.pays --prompts 48 --temperature 1 --draws 32 --top_p "$@"
 }
-sampled 1 0.8 0.6 --out out/sampling.jsonl --system base assets/names \
-  --system "sampling head" assets/names out/sampling-names
-sampled 0.8 --out out/sampling-0.jsonl --system base out/base-0 --system "sampling head" out/base-0 out/sampling-base-0
+sampled 1 0.8 0.6 --out out/sampling.jsonl --system base assets/names
 sampled 1 0.95 0.9 0.8 0.7 0.6 --out out/sampling-left-to-right.jsonl --system "left to right" out/left-to-right-0

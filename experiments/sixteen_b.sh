@@ -24,9 +24,9 @@ watch python -m released.sixteen_b measure --ckpt "$folder/int8" --what forwards
 watch python -m released.sixteen_b measure --ckpt "$folder/int8" --what decode
 
 watch python train.py --init_from "$folder/int8" --n_last 3 --data stdlib --max_docs 50 --dtype bf16 --checkpointing \
-  --seq_len "$tokens" --batch_size 1 --max_iters 3 --eval_rows 1 --out_dir "$folder/adapter"
+  --seq_len "$tokens" --batch_size 1 --max_iters 3 --out_dir "$folder/adapter"
 watch python -m beyond.joint_head --init_from "$folder/int8" --width 5120 --data stdlib --max_docs 50 \
-  --dtype bf16 --seq_len 64 --batch_size 1 --s_max 8 --max_iters 3 --eval_rows 1 \
+  --dtype bf16 --seq_len 64 --batch_size 1 --s_max 8 --max_iters 3 \
   --learning_rate 1e-4 --out_dir "$folder/joint"
 watch python sample.py --ckpt "$folder/int8" --adapter "$folder/adapter" --dtype bf16 --tau_t2t none --gen_length 4 \
   --prompt "The quick brown fox"

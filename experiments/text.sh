@@ -6,8 +6,8 @@ systems=()
 for seed in 0 1 2; do
   base=out/text-base-$seed
   python train.py --data stdlib --stage_a_only --corruption mask --block_length 16 --max_iters 2400 --n_last 2 \
-    --log_interval 100 --seed $seed --out_dir $base
-  run="--data stdlib --batch_size 4 --s_max 16 --max_iters 1000 --eval_rows 16 --eval_interval 500 --log_interval 50"
+    --seed $seed --out_dir $base
+  run="--data stdlib --batch_size 4 --s_max 16 --max_iters 1000 --eval_interval 500"
   python -m beyond.joint_head $run --width 384 --init_from $base --seed $seed --out_dir out/text-head-$seed
   python -m beyond.distill $run --init_from $base --seed $seed --out_dir out/text-distilled-$seed
   systems+=(--system base $base --system "joint head" $base out/text-head-$seed

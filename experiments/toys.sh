@@ -2,6 +2,6 @@
 # About 10 minutes on 2 cores. Page: results/toys/README.md. Run from the root of the repository.
 set -e
 for task in modes pairs mixed copy gaussian permutation sum; do
-  python train.py --data $task --n_last 2 --log_interval 250 --out_dir out/toys/$task
+  python train.py --data $task --n_last 2 --out_dir out/toys/$task
   python evaluate.py --data $task --ckpt out/toys/$task
 done
