@@ -32,7 +32,6 @@ from corrupt import M, draw_bundle, kinds
 from lib.settings import build_parser, is_toy
 from lib.util import Parser, bounded, fail, first_masked, generator, uniform
 from model import Context, Model, rotary
-from sample import precedence
 from train import Batch, Recipe, about_lora, clean_tokens, cocommit_step, corrupt_batch
 
 # R rows, T positions, B block_length, Z = T / B blocks of a row, N blocks of the batch or some of them, C channels,
@@ -55,13 +54,12 @@ def bundle_as_decoded(model: Model, batch: Batch, z: Tensor, masked: Tensor, arg
     if args.confident_share == 0:
         return drawn
 
-    # as many, but those that come first
+    # as many, but those that come first: where the leftmost do, all are as sure
     sure = torch.zeros(z.shape, device=z.device)
     if model.cfg.order == "surest":
         sure, _, _ = stage_a_look(model, batch)(z.view(-1, B), masked.view(-1, B), 1)
-        sure = sure.view(z.shape).masked_fill(~masked, 0.0)
     size = drawn.view(len(z), -1, B).sum(-1)
-    first = first_masked(precedence(sure, model.cfg.order), masked, size, B)
+    first = first_masked(-sure.view(z.shape), masked, size, B)
 
     decoded = uniform(batch.draws, z.shape[1] // B) < args.confident_share
     decoded = decoded.repeat_interleave(B, dim=1).to(z.device)
