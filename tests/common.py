@@ -17,6 +17,7 @@ from lib.util import generator
 from model import Model
 
 ROOT = Path(__file__).resolve().parent.parent
+GOLDEN = ROOT / "tests" / "data" / "golden_a"  # a small checkpoint in the released layout, and what its code made of it
 V, MASK, EOS = 40, 38, 39
 
 
@@ -96,53 +97,22 @@ def conditional(t: Toy, c: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     return torch.where(total > 0, joint / total, 1 / t.V)
 
 
-def first_difference(ours: list, theirs: list, names: tuple[str, str] = ("ours", "recorded")) -> str | None:
-    """Where two decodes part first, in words, or None where they are equal. Both are of one of these kinds:
-
-    tokens   [id, id, ...]
-    states   [tokens before the first forward, after it, after the next, ...]
-    blocks   [states of the first block, of the second, ...]
-    """
-    if ours == theirs:
-        return None
-
-    # the items before the first that differs are equal; there may be no more on one side
-    same = 0
-    while same < min(len(ours), len(theirs)) and ours[same] == theirs[same]:
-        same += 1
-    depth = max(depth_of(ours), depth_of(theirs))
-    kind = {1: "tokens", 2: "states", 3: "blocks"}[depth]
-    if same == min(len(ours), len(theirs)):
-        return f"{names[0]} has {len(ours)} {kind}, {names[1]} {len(theirs)}; the first {same} are equal"
-
-    if kind == "tokens":
-        return f"token {same}: {names[0]} {ours[same]}, {names[1]} {theirs[same]}"
-    if kind == "blocks":
-        return f"block {same}, " + first_difference(ours[same], theirs[same], names)
-    if same == 0:
-        return f"state 0, before any forward: {names[0]} {ours[0]}, {names[1]} {theirs[0]}"
-
-    # states: what did this step write, on either side, into the state that was the same for both?
-    before = ours[same - 1]
-    places = [i for i, pair in enumerate(zip(ours[same], theirs[same], strict=True)) if pair[0] != pair[1]]
-    lines = [f"step {same}: the two differ at position {', '.join(map(str, places))}", f"  before: {before}"]
-    for name, after in zip(names, (ours[same], theirs[same]), strict=True):
-        wrote = [f"{after[i]} at {i}" for i in range(len(before)) if after[i] != before[i]]
-        lines.append(f"  {name} wrote: {', '.join(wrote) or 'nothing'}")
-    return "\n".join(lines)
+def first_difference(ours: object, theirs: object, at: str = "") -> str | None:
+    """Where two nested lists part first, or None where they are equal: "[1][2]: 7, and not 4"."""
+    if not isinstance(ours, list) or not isinstance(theirs, list):
+        return None if ours == theirs else f"{at}: {ours}, and not {theirs}"
+    for i, pair in enumerate(zip(ours, theirs, strict=False)):
+        difference = first_difference(*pair, f"{at}[{i}]")
+        if difference:
+            return difference
+    return None if len(ours) == len(theirs) else f"{at}: {len(ours)} items, and not {len(theirs)}"
 
 
-def depth_of(nested: list) -> int:
-    """1 of a list of numbers, 2 of a list of lists, and so on; an empty list is a list of numbers."""
-    inner = [depth_of(item) for item in nested if isinstance(item, list)]
-    return 1 + max(inner, default=0)
-
-
-def assert_same(ours: list, theirs: list, name: str = "ours", other: str = "recorded") -> None:
+def assert_same(ours: list, theirs: list, name: str = "ours") -> None:
     """Fails with the first difference alone, instead of two long lists."""
-    difference = first_difference(ours, theirs, (name, other))
-    if difference is not None:
-        pytest.fail(difference, pytrace=False)
+    difference = first_difference(ours, theirs)
+    if difference:
+        pytest.fail(f"{name}{difference}", pytrace=False)
 
 
 approx = pytest.approx

@@ -1,22 +1,19 @@
 """The transformer: who sees whom, experts, LoRA, the split. `pytest tests/test_model.py`"""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from common import MASK, random_ids, tiny_config, tiny_model
+import torch.nn.functional as F
+from common import MASK, approx, random_ids, tiny_config, tiny_model
 
-from lib.config import PRESETS
-from checkpoint import check
-from lib.config import Config
-from lib.util import generator
-from model import Model, MoE, block_causal_mask, doubled_mask, rotary, sequence_context
-from tools.bench import experts_loop
+from lib.config import PRESETS, Config
+from lib.util import Mistake, generator
+from model import MLP, Model, MoE, block_causal_mask, doubled_mask, rotary
 
 
 def context(ids, model, clean=None):
-    return sequence_context(model.cfg, torch.ones_like(ids, dtype=torch.bool), torch.float32, clean)
+    return model.context(torch.ones_like(ids, dtype=torch.bool), clean)
 
 
 def test_block_causal_mask_written_out():
@@ -51,35 +48,11 @@ def test_a_token_changes_its_own_block_and_later_ones_only():
 def test_padding_is_not_attended_to():
     model, ids = tiny_model(), random_ids(2, 24)
     real = torch.arange(24) < torch.tensor([[13], [24]])
-    padded = model(ids, sequence_context(model.cfg, real, torch.float32))
-    refilled = model(ids.masked_fill(~real, 3), sequence_context(model.cfg, real, torch.float32))
+    padded = model(ids, model.context(real))
+    refilled = model(ids.masked_fill(~real, 3), model.context(real))
     torch.testing.assert_close(padded[real], refilled[real], rtol=1e-4, atol=1e-4)
     short = ids[:1, :13]
     torch.testing.assert_close(padded[:1, :13], model(short, context(short, model)), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("clean_copy", [False, True])
-def test_a_long_row_goes_through_attention_in_slices_as_it_would_whole(clean_copy):
-    """Of 520 positions in blocks of 8, one row padded behind 301, 256 queries at a time see their own block and all
-    keys before it; beside a clean copy their own 256 noisy keys and the clean ones of all but their last block."""
-    model, real = tiny_model(), torch.ones(2, 520, dtype=torch.bool)
-    real[1, 301:] = False
-    ids = random_ids(2, 520)
-    clean = ids if clean_copy else None
-    ctx = sequence_context(model.cfg, real, torch.float32, clean)
-    ids = ids.masked_fill(real & (ids % 3 == 0), MASK)
-    keys = [256, 512, 520] if not clean_copy else [256 + 248, 256 + 504, 8 + 512, 504, 520]  # the third has both kinds
-    assert [len(j) for _, j in ctx.slices] == keys
-    every = torch.arange(520 * (1 + clean_copy))
-    assert torch.cat([every[i] for i, _ in ctx.slices]).equal(every)
-    found = []
-    for c in (ctx, replace(ctx, slices=None)):
-        model.zero_grad()
-        out = model(ids, c)
-        out[:, ::7].square().mean().backward()
-        found.append((out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)))
-    for whole, sliced in zip(*found, strict=True):
-        torch.testing.assert_close(sliced, whole, rtol=1e-4, atol=1e-5)
 
 
 def test_noisy_block_beside_its_clean_copy_sees_what_decoding_sees():
@@ -102,7 +75,19 @@ def expert_layer(seed=0, **overrides) -> MoE:
     return tiny_model(seed, **overrides).layers[1].mlp
 
 
-@pytest.mark.parametrize("n_tokens", [1, 3, 200])
+def experts_loop(moe: MoE, x, chosen, weights):
+    """What MoE.experts says that it computes: every choice of every token, one after the other."""
+    rows = []
+    for token, experts, shares in zip(x, chosen, weights, strict=True):
+        row = torch.zeros_like(token)
+        for expert, weight in zip(experts.tolist(), shares, strict=True):
+            gate, up = (moe.gate_up[expert] @ token).chunk(2)
+            row = row + weight * (moe.down[expert] @ (F.silu(gate) * up))
+        rows.append(row)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 3, 50])
 def test_grouped_experts_equal_the_loop_with_gradients(n_tokens):
     moe = expert_layer()
     results = []
@@ -127,22 +112,35 @@ def test_router_ties_choose_distinct_experts_and_both_paths_agree():
     torch.testing.assert_close(moe.experts(x, chosen, weights), experts_loop(moe, x, chosen, weights))
 
 
-def test_router_by_hand():
-    """4 experts in 2 groups, 1 group kept, 2 chosen: the bias moves the choice, the weights stay unbiased."""
+def route(scores: list[float], bias: list[float]) -> tuple[list[int], list[float]]:
+    """Of 4 experts in 2 groups, of which 1 is kept, the 2 that are chosen, in order, and their weights."""
     moe = MoE(tiny_config(n_embd=4, n_expert=4, n_active=2, n_group=2, topk_group=1))
-    logits = torch.tensor([2.0, 0.0, 1.0, 1.0])
-    moe.router.data = torch.diag(logits)
-    score = torch.sigmoid(logits)
-    moe.expert_bias[:] = torch.zeros(4)
+    moe.router.data = torch.diag(torch.logit(torch.tensor(scores)))
+    moe.expert_bias.copy_(torch.tensor(bias))
     chosen, weights = moe.route(torch.ones(1, 4))
-    # groups score 0.88 + 0.5 = 1.38 and 0.73 + 0.73 = 1.46: the second is kept although expert 0 is the best
-    assert sorted(chosen[0].tolist()) == [2, 3]
-    torch.testing.assert_close(weights, torch.tensor([[1.25, 1.25]]))
-    moe.expert_bias[:] = torch.tensor([0.0, 0.2, 0.0, 0.0])
-    chosen, weights = moe.route(torch.ones(1, 4))
-    assert sorted(chosen[0].tolist()) == [0, 1]
-    expected = 2.5 * score[chosen[0]] / (score[0] + score[1])
-    torch.testing.assert_close(weights[0], expected)
+    order = chosen[0].argsort()
+    return chosen[0][order].tolist(), weights[0][order].tolist()
+
+
+def test_router_by_hand():
+    # groups score 0.9 + 0.5 = 1.4 and 0.75 + 0.75 = 1.5: the second is kept although expert 0 is the best
+    assert route([0.9, 0.5, 0.75, 0.75], [0, 0, 0, 0]) == ([2, 3], approx([1.25, 1.25]))
+    # the bias moves the choice, the weights stay unbiased: 2.5 x 0.9 / 1.4
+    assert route([0.9, 0.5, 0.75, 0.75], [0, 0.2, 0, 0]) == ([0, 1], approx([2.25 / 1.4, 1.25 / 1.4]))
+    # biased 0.8, -0.8 | -0.7, -0.7: a group masked to 0 would win against -0.8
+    assert route([0.8, 0.2, 0.5, 0.5], [0, -1, -1.2, -1.2]) == ([0, 1], approx([2.0, 0.5]))
+    # 0 / (0 + 1e-20), not 0 / 0
+    assert route([0, 0, 0, 0], [0, 0, 0, 0])[1] == [0, 0]
+
+
+def test_a_layer_adds_its_shared_expert():
+    """n_shared small SwiGLUs side by side are one of their width: silu(gate) * up, the gate's rows first."""
+    moe, x = expert_layer(), torch.randn(5, 64, generator=generator("x"))
+    gate, up = (x @ moe.shared.gate_up.weight.T).split(32, dim=-1)
+    shared = (gate * gate.sigmoid() * up) @ moe.shared.down.weight.T
+    torch.testing.assert_close(moe(x), moe.experts(x, *moe.route(x)) + shared)
+    assert MoE(tiny_config(n_shared=0)).shared is None
+    assert MLP(tiny_config(), 7).gate_up.weight.shape == (14, 64)
 
 
 def test_a_token_is_independent_of_the_tokens_beside_it():
@@ -163,8 +161,8 @@ def test_stage_b_without_marker_is_stage_a():
     assert torch.equal(stage_a, model.coordinate(model.prefix(ids, ctx), bundle, ctx, 1))
 
 
-def random_lora(model: Model) -> None:
-    model.add_lora(4, 8.0, generator("lora"))
+def random_lora(model: Model, stage_b_alone: bool = False) -> None:
+    model.add_lora(4, 8.0, generator("lora"), stage_b_alone)
     for name, p in model.named_parameters():
         if "lora_B" in name:
             p.data.normal_(0, 0.1, generator=generator(name))
@@ -190,19 +188,27 @@ def test_lora_acts_where_the_context_says():
     random_lora(model)
     linear, x = model.layers[0].attn.proj, torch.randn(2, 16, 64, generator=generator("x"))
     where = torch.arange(16)[:, None] >= 8
-    everywhere, nowhere = linear(x), linear(x, False)
+    everywhere, nowhere = linear(x), linear(x, torch.zeros(1, 1))
     assert (everywhere - nowhere).abs().amin(-1).min() > 0
     assert torch.equal(linear(x, where), torch.where(where, everywhere, nowhere))
     linear.lora_A = None
     assert torch.equal(linear(x), nowhere)
 
 
-def test_lora_from_a_layer_on():
-    model = tiny_model()
-    model.add_lora(4, 8.0, generator("lora"), first=3)
+def test_lora_of_stage_b_alone_leaves_stage_a_the_base():
+    """It lies in the last n layers, and acts on rows but not on a clean copy behind them."""
+    model, ids = tiny_model(), random_ids(2, 16)
+    ctx, bundle = context(ids, model, ids), torch.zeros(2, 16, dtype=torch.bool)
+    h = model.prefix(ids, ctx)
+    base = model.last_n(h, ctx)
+    random_lora(model, stage_b_alone=True)
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
-    assert trained == {f"layers.3.attn.{w}.lora_{x}" for w in ("qkv", "proj") for x in "AB"} | {"markers"}
-    assert model.adapter_state().keys() == trained
+    names = {f"layers.{i}.attn.{w}.lora_{x}" for i in (2, 3) for w in ("qkv", "proj") for x in "AB"}
+    assert trained == model.adapter_state().keys() == names | {"markers"}
+    assert torch.equal(model.last_n(h, ctx), base)
+    stage_b = model.coordinate(h, bundle, ctx, 1)
+    torch.testing.assert_close(stage_b[:, 16:], base[:, 16:], rtol=1e-4, atol=1e-4)
+    assert (stage_b - base)[:, :16].abs().amax(-1).min() > 0
 
 
 def test_only_lora_and_markers_receive_gradients():
@@ -227,25 +233,26 @@ def test_gradient_checkpointing_changes_no_gradient():
     torch.testing.assert_close(grads[0], grads[1])
 
 
-def test_impossible_geometry_is_refused(capsys):
-    assert check(tiny_config()) == tiny_config()
-    bad = {
-        "n_last must be 1..4": dict(n_last=9),
-        "n_kv_head": dict(n_kv_head=3),
-        "groups of two or more": dict(n_group=8),
-        "topk_group must be at most": dict(topk_group=5),
-        "n_active experts must fit": dict(n_active=5),
-        "rotary_dim": dict(rotary_dim=17),
-        "n_rounds": dict(n_rounds=0),
-        "block_length": dict(block_length=4097),
-        "vocabulary": dict(mask_id=40),
-        "positive": dict(n_embd=0),
-        "tokenizer": dict(tokenizer="words"),
-    }
-    for words, fields in bad.items():
-        with pytest.raises(SystemExit) as stopped:
-            check(tiny_config(**fields))
-        assert stopped.value.code == 2 and words in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "words, fields",
+    [
+        ("n_last is 1..4", dict(n_last=9)),
+        ("n_kv_head", dict(n_kv_head=3)),
+        ("rotary_dim", dict(rotary_dim=17)),
+        ("in twos or more", dict(n_group=8)),
+        ("topk_group", dict(topk_group=5)),
+        ("n_active", dict(n_active=5)),
+        ("n_rounds", dict(n_rounds=0)),
+        ("block_length", dict(block_length=4097)),
+        ("vocabulary", dict(mask_id=40)),
+        ("widths", dict(n_embd=0)),
+        ("order", dict(order="rightmost")),
+        ("tokenizer", dict(tokenizer="words")),
+    ],
+)
+def test_impossible_geometry_is_refused(words, fields):
+    with pytest.raises(Mistake, match=words):
+        tiny_config(**fields)
 
 
 def test_a_config_is_built_by_keyword():

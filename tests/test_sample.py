@@ -7,15 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import EOS, MASK, approx, assert_same, command_line, random_ids, refused, tiny_config, tiny_model
+import torch.nn.functional as F
+from common import EOS, MASK, V, approx, assert_same, command_line, random_ids, refused, tiny_model
+from torch import nn
 
-import cache
 import sample
 from checkpoint import save_model
 from lib import show
+from lib.output import in_full
+from lib.show import Steps
 from lib.tokenizer import byte_tokenizer
 from lib.util import generator
-from sample import Decoding, Output, candidates, generate, generate_one, select_bundle
+from sample import Decoding, Look, Output, candidates, denoise, generate, generate_one, select_bundle
 
 LENGTHS = [3, 8, 13, 16, 21]  # shorter than a block of 8, one block, inside a block, two blocks, inside the third
 GATES = [(0.7, 0.5), (0.3, 0.0), (0.9, None), (-1, 0.3)]
@@ -25,14 +28,30 @@ def prompt(n: int, seed: int = 0, high: int = MASK) -> list[int]:
     return random_ids(1, n, 100 + seed, high)[0].tolist()
 
 
+def traced(model, prompts: list[list[int]], d: Decoding, **how) -> tuple[list[Output], list[list[dict]]]:
+    """What comes out of each row, and its steps."""
+    steps = Steps(len(prompts))
+    outputs = generate(model, prompts, d, on_step=steps.add, **how)
+    return outputs, steps.of_row
+
+
 def assert_equal_to_the_specification(model, prompts: list[list[int]], d: Decoding) -> list[Output]:
-    """Tokens, forwards of each kind and the block before every forward: cached, batched rows against one row alone."""
-    outputs = generate(model, prompts, d, trace=True)
-    for p, out in zip(prompts, outputs, strict=True):
-        tokens, nfe, seen = generate_one(model, p, d)
-        assert_same([s["before"] for s in out.steps], seen, "generate", "generate_one")
-        assert (out.tokens, out.nfe) == (tokens, nfe)
+    """Tokens, forwards of each kind and the block before every forward: rows together, with a cache and without one,
+    against a row alone."""
+    expected = [generate_one(model, p, d) for p in prompts]
+    for cached in (False, True):
+        outputs, steps = traced(model, prompts, d, cached=cached)
+        for out, row, (tokens, nfe, seen) in zip(outputs, steps, expected, strict=True):
+            assert_same([s["before"] for s in row], seen, f"cached {cached}, generate")
+            assert (out.tokens, out.nfe) == (tokens, nfe)
     return outputs
+
+
+def random_lora(model, stage_b_alone: bool) -> None:
+    model.add_lora(4, 8.0, generator("lora"), stage_b_alone)
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            p.data.normal_(0, 0.1, generator=generator(name))
 
 
 # --- the specification
@@ -48,7 +67,7 @@ def test_generate_equals_the_specification(n_rounds, gates):
 
 @pytest.mark.parametrize("seed", range(24))
 def test_generate_equals_the_specification_whatever_the_settings(seed):
-    """Prompts may hold masks, and blocks may be left with masks or oscillate."""
+    """Prompts may hold masks, which are filled or left, and blocks may be left with masks or oscillate."""
     draw = random.Random(seed)
     d = Decoding(
         gen_length=draw.randint(1, 18),
@@ -63,7 +82,10 @@ def test_generate_equals_the_specification_whatever_the_settings(seed):
     B, n_last, std = draw.choice([1, 3, 4, 8]), draw.randint(1, 4), draw.choice([0.15, 0.25, 0.35])
     # two tokens at least, and the first of them is no mask: see the exception below
     prompts = [prompt(1, seed + 1) + prompt(n, seed, high=MASK + 2) for n in draw.sample(range(1, 19), 3)]
-    assert_equal_to_the_specification(tiny_model(seed, std, block_length=B, n_last=n_last, order=order), prompts, d)
+    model = tiny_model(seed, std, block_length=B, n_last=n_last, order=order)
+    if seed % 4 > 1:
+        random_lora(model, stage_b_alone=seed % 4 == 3)
+    assert_equal_to_the_specification(model, prompts, replace(d, holes=draw.random() < 0.5))
 
 
 def test_a_prompt_of_many_blocks_is_read_whole():
@@ -75,35 +97,30 @@ def test_a_prompt_of_many_blocks_is_read_whole():
 def test_the_cases_above_exercise_commit_forwards_edits_and_disagreement():
     """The equality would be hollow if nothing happened: this model edits, commits and lets Stage B overrule Stage A."""
     d = Decoding(gen_length=29, tau_m2t=0.3, tau_t2t=0.0, max_post_steps=3)
-    outputs = generate(tiny_model(), [prompt(n) for n in LENGTHS], d, trace=True)
-    steps = [s for o in outputs for s in o.steps]
+    outputs, rows = traced(tiny_model(), [prompt(n) for n in LENGTHS], d)
+    steps = [s for row in rows for s in row]
     assert sum(o.nfe["commit"] for o in outputs) > 0
-    assert any(s["edit"] for s in steps) and any(len(s["bundle"]) > 1 for s in steps)
+    assert any(s["edit"] for s in steps) and any(len(s["fill"]) > 1 for s in steps)
     assert any(f["token"] != f["token_a"] for s in steps for f in s["fill"])
 
 
 @pytest.mark.parametrize("n", [3, 8, 13])
 def test_the_stated_exception_is_an_exact_tie(n):
     """A prompt of masks and nothing else: attention over equal values is that value, so all positions of a block have
-    equal logits, and which mask is filled first is a matter of rounding. Where a row of a batch leaves the row alone or
-    the specification, it leaves them at such a tie, between positions of equal confidence."""
-    d, ties = Decoding(gen_length=16, tau_m2t=1.0, tau_t2t=None, n_rounds=0), 0
+    equal logits, and which mask is filled first is a matter of rounding. Where a row of a batch leaves the
+    specification, it leaves it at such a tie, between positions of equal confidence."""
+    d = Decoding(gen_length=16, tau_m2t=1.0, tau_t2t=None, n_rounds=0)
     for seed in range(2):
         model = tiny_model(seed)
-        together = generate(model, [[MASK] * n, prompt(13), prompt(5)], d, trace=True)[0]
-        assert together.steps[0]["conf"] == approx([together.steps[0]["conf"][0]] * 8, abs=1e-4)
-        alone = [s["before"] for s in generate(model, [[MASK] * n], d, trace=True)[0].steps]
-        for states in (alone, generate_one(model, [MASK] * n, d)[2]):
-            apart = [i for i, (s, z) in enumerate(zip(together.steps, states, strict=False)) if s["before"] != z]
-            if apart:
-                step, after = together.steps[apart[0] - 1], states[apart[0]]
-                (here,), (there,) = (
-                    [i for i, t in enumerate(z) if t != step["before"][i]] for z in (step["after"], after)
-                )
-                assert here != there and step["conf"][here] == approx(step["conf"][there], abs=1e-4)
-                ties += 1
-    if not ties:
-        pytest.skip("this machine rounds every tie alike")
+        steps = traced(model, [[MASK] * n, prompt(13), prompt(5)], d)[1][0]
+        seen = generate_one(model, [MASK] * n, d)[2]
+        assert steps[0]["conf"] == approx([steps[0]["conf"][0]] * 8, abs=1e-4)
+        apart = [i for i, (s, z) in enumerate(zip(steps, seen, strict=False)) if s["before"] != z]
+        if apart:
+            step = steps[apart[0] - 1]
+            places = [[i for i in range(8) if z[i] != step["before"][i]] for z in (step["after"], seen[apart[0]])]
+            (here,), (there,) = places
+            assert here != there and step["conf"][here] == approx(step["conf"][there], abs=1e-4)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -112,25 +129,15 @@ def test_a_row_of_a_batch_equals_the_prompt_alone(n_rounds, temperature):
     model = tiny_model()
     d = Decoding(gen_length=30, tau_m2t=0.4, tau_t2t=0.6, max_post_steps=2, n_rounds=n_rounds, temperature=temperature)
     prompts = [prompt(n, i) for i, n in enumerate(LENGTHS)]
-    together = generate(model, prompts, d, seed=4, trace=True)
-    for p, row in zip(prompts, together, strict=True):
-        alone = generate(model, [p], d, seed=4, trace=True)[0]
-        assert (alone.tokens, alone.nfe) == (row.tokens, row.nfe)
-        for a, b in zip(alone.steps, row.steps, strict=True):
-            assert (a["start"], a["before"], a["after"], a["bundle"]) == (
-                b["start"],
-                b["before"],
-                b["after"],
-                b["bundle"],
-            )
+    together, rows = traced(model, prompts, d, seed=4)
+    for p, out, row in zip(prompts, together, rows, strict=True):
+        (alone,), (steps,) = traced(model, [p], d, seed=4)
+        assert (alone.tokens, alone.nfe) == (out.tokens, out.nfe)
+        for a, b in zip(steps, row, strict=True):
+            assert [a[k] for k in ("start", "before", "after")] == [b[k] for k in ("start", "before", "after")]
             assert a["conf"] == approx(b["conf"], abs=2e-4)
-
-
-def test_a_trace_changes_nothing():
-    d = Decoding(gen_length=30, tau_m2t=0.4, tau_t2t=0.6, temperature=0.8)
-    plain, traced = (generate(tiny_model(), [prompt(3), prompt(13)], d, trace=t) for t in (False, True))
-    assert [(o.tokens, o.nfe) for o in plain] == [(o.tokens, o.nfe) for o in traced]
-    assert not plain[0].steps and len(traced[0].steps) == traced[0].nfe["full"]
+    unwatched = generate(model, prompts, d, seed=4, cached=False)
+    assert [(o.tokens, o.nfe) for o in unwatched] == [(o.tokens, o.nfe) for o in together]
 
 
 def test_equal_prompts_sample_different_texts_and_a_seed_repeats_them():
@@ -152,49 +159,128 @@ def test_with_zero_markers_stage_b_writes_what_stage_a_would():
 
 def test_prompt_is_never_edited_and_partial_passes_are_counted():
     d = Decoding(gen_length=19, tau_m2t=0.3, tau_t2t=0.0, max_post_steps=4, n_rounds=2)
-    out = generate(tiny_model(), [prompt(13)], d, trace=True)[0]
-    assert all(e["at"] >= 13 for s in out.steps for e in s["edit"])
-    coordinated = sum(bool(s["bundle"]) for s in out.steps)
-    blocks = len({s["start"] for s in out.steps})
-    assert out.nfe["full"] == len(out.steps)
+    model = tiny_model()
+    (out,), (steps,) = traced(model, [prompt(13)], d)
+    assert all(e["at"] >= 13 for s in steps for e in s["edit"])
+    coordinated = sum(bool(s["fill"]) for s in steps)
+    blocks = len({s["start"] for s in steps})
+    assert out.nfe["full"] == len(steps) and out.nfe["looks"] == 2 * coordinated
     assert out.nfe["partial"] == 2 * coordinated + (blocks - 1)  # K a step, and K - 1 for each block that is read again
-
-
-def test_a_step_may_count_a_fraction_of_a_partial_forward():
-    """A step whose Stage B runs the bundle's positions alone says so, and that share of a block is what is counted."""
-
-    def sparse(*args) -> dict:
-        s = sample.step(*args)
-        return s | dict(partial=s["bundle"].float().mean(-1))
-
-    model, d = tiny_model(), Decoding(gen_length=13, tau_m2t=0.3, tau_t2t=0.0, max_post_steps=3)
-    whole = generate(model, [prompt(3)], d, trace=True)[0]
-    model.step = sparse  # as an extension's adapter brings its own
-    part = generate(model, [prompt(3)], d)[0]
-    assert part.tokens == whole.tokens and part.nfe["full"] == whole.nfe["full"]
-    assert part.nfe["partial"] == sum(len(s["bundle"]) for s in whole.steps) / 8 < whole.nfe["partial"]
-    assert isinstance(whole.nfe["partial"], int)
+    in_all = out.nfe["full"] + out.nfe["commit"] + out.nfe["partial"] * 2 / 4  # n = 2 of 4 layers
+    assert in_full(out.nfe, model.partial_cost) == in_all
 
 
 def test_a_finished_block_costs_no_pass_of_its_own():
     """Blocks of 5, 8 and 8 tokens, one a step. What closes a block goes beside the next one's first forward: two passes
     fewer, whether that is a forward that finds nothing to change or a commit; and all are read all the same."""
-    model, d = tiny_model(), Decoding(gen_length=21, tau_m2t=1.0, tau_t2t=1.0, n_rounds=0)  # no edit is above 1
-    (out,) = generate(model, [prompt(3)], d)
-    assert (out.nfe["full"], out.nfe["commit"], out.passes, out.blocks) == (21 + 3, 0, 21 + 1, 21 + 3)
-    (out,) = generate(model, [prompt(3)], replace(d, tau_t2t=None))
-    assert (out.nfe["full"], out.nfe["commit"], out.passes, out.blocks) == (21, 2, 21, 21 + 2)
+    model, passes = tiny_model(), []
+    model.layers[0].register_forward_hook(lambda layer, given, out: passes.append(out.shape[1] // 8))
+    d = Decoding(gen_length=21, tau_m2t=1.0, tau_t2t=1.0, n_rounds=0)  # no edit is above 1
+
+    def decoded(prompts, d):
+        passes.clear()
+        nfe = generate(model, prompts, d)[0].nfe
+        return nfe["full"], nfe["commit"], len(passes), sum(passes)
+
+    unedited = replace(d, tau_t2t=None)
+    assert decoded([prompt(3)], d) == (21 + 3, 0, 21 + 1, 21 + 3)
+    assert decoded([prompt(3)], unedited) == (21, 2, 21, 21 + 2)
     # three rows in step share every pass; a row out of step is waited for, and then only a commit carries a next block
-    assert [o.passes for o in generate(model, [prompt(3, i) for i in range(3)], d)] == [21 + 1] * 3
-    assert generate(model, [prompt(3), prompt(5)], d)[0].passes == 21 + 3
-    assert generate(model, [prompt(3), prompt(5)], replace(d, tau_t2t=None))[0].passes == 21
+    assert decoded([prompt(3, i) for i in range(3)], d)[2] == 21 + 1
+    assert decoded([prompt(3), prompt(5)], d)[2] == 21 + 3
+    assert decoded([prompt(3), prompt(5)], unedited)[2] == 21
 
-
-def test_what_was_read_ahead_of_an_edit_is_thrown_away():
+    # what was read ahead of an edit is thrown away: more is read than passes and the blocks that they close
     d = Decoding(gen_length=29, tau_m2t=0.3, tau_t2t=0.0, max_post_steps=3, eos_early_stop=False)
-    for out in (generate(tiny_model(), [prompt(n)], d)[0] for n in LENGTHS):
-        closings = out.nfe["full"] + out.nfe["commit"] - out.passes  # blocks but the last, each closed by a shared pass
-        assert 0 < closings <= 4 and out.blocks > out.passes + closings
+    full, commit, n_passes, blocks = decoded([prompt(3)], d)
+    closings = full + commit - n_passes
+    assert 0 < closings <= 3 and blocks > n_passes + closings
+
+
+# --- given text, and rules and looks of one's own
+
+
+def test_holes_are_filled_and_what_is_given_stays():
+    """Holes in the first block of three, the others given; in the last alone; and none."""
+    texts = [prompt(20), prompt(13), prompt(11)]
+    for at in (2, 5):
+        texts[0][at] = MASK
+    texts[1][12] = MASK
+    d = Decoding(gen_length=6, tau_m2t=0.3, tau_t2t=0.0, max_post_steps=3, holes=True, eos_early_stop=False)
+    outputs, rows = traced(tiny_model(), texts, d)
+    for out, steps, text in zip(outputs, rows, texts, strict=True):
+        holes = [i for i, token in enumerate(text) if token == MASK]
+        assert [i for i in range(len(text)) if out.prompt[i] != text[i]] == holes and MASK not in out.prompt
+        written = {f["at"] for s in steps for f in s["fill"] + s["edit"]}
+        assert {i for i in written if i < len(text)} == set(holes) and len(out.tokens) == 6
+    assert [steps[0]["start"] for steps in rows] == [0, 8, 8]
+    assert_equal_to_the_specification(tiny_model(), texts, d)
+    # holes alone may be asked for; and as released a mask in a finished block is left
+    assert generate(tiny_model(), texts[:1], replace(d, gen_length=0))[0].tokens == []
+    assert generate(tiny_model(), texts[:1], replace(d, holes=False))[0].prompt == texts[0]
+
+
+def test_a_rule_of_ones_own_selects_the_bundle():
+    """The two rightmost masks, a step; and a rule that says what the paper's says is the paper's."""
+
+    def rightmost(p, masked):
+        assert p.shape == (*masked.shape, V) and torch.allclose(p.sum(-1), torch.ones(masked.shape))
+        return masked & (masked.flip(1).cumsum(1).flip(1) <= 2)
+
+    def the_papers(p, masked):
+        return select_bundle(p.amax(-1), masked, 0.3, 1, "surest")
+
+    d = Decoding(gen_length=13, tau_m2t=0.3, tau_t2t=None, n_rounds=2)
+    texts = [prompt(3), prompt(13)]
+    assert_equal_to_the_specification(tiny_model(), texts, replace(d, select=rightmost))
+    rows = traced(tiny_model(), texts, replace(d, select=rightmost))[1]
+    assert [[f["at"] for f in s["fill"]] for s in rows[0]] == [
+        [6, 7],
+        [4, 5],
+        [3],
+        [14, 15],
+        [12, 13],
+        [10, 11],
+        [8, 9],
+    ]
+    plain, ruled = (generate(tiny_model(), texts, replace(d, select=f)) for f in (None, the_papers))
+    assert [(o.tokens, o.nfe) for o in plain] == [(o.tokens, o.nfe) for o in ruled]
+
+
+class SurestOnly(nn.Module):
+    """A head that writes the surest of the bundle, by the states that Stage A has left, for that share of a forward."""
+
+    n_layer = 3
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((width,), 0.5))
+
+    def look(self, engine, a, bundle):
+        token, conf = candidates(engine.model.head(a.states * self.scale), a.u, a.d)
+        surest = conf.masked_fill(~bundle, -1).argmax(-1, keepdim=True)
+        written = bundle & (torch.arange(bundle.shape[1]) == surest)
+        return Look(token, conf, written, bundle.float().mean(-1), bundle.any(-1).long())
+
+
+@pytest.mark.parametrize("by", ["a look", "a head"])
+def test_a_look_of_ones_own_writes_what_it_says_and_costs_what_it_says(by):
+    model, head = tiny_model(), SurestOnly(64)
+    d = Decoding(gen_length=13, tau_m2t=0.1, tau_t2t=None)
+    if by == "a look":
+        d = replace(d, look=head.look)
+    else:
+        model.second_look = head
+        assert model.partial_cost == 3 / 4 and model.adapter_state().keys() == {"second_look.scale"}
+        off = generate(model, [prompt(3)], replace(d, n_rounds=0))[0]
+        assert off.nfe["partial"] == off.nfe["looks"] == 0
+    texts = [prompt(3), prompt(13), prompt(8)]
+    outputs = assert_equal_to_the_specification(model, texts, d)
+    _, rows = traced(model, texts, d)
+    for out, steps in zip(outputs, rows, strict=True):
+        assert all(len(s["fill"]) == 1 for s in steps) and any(s["refused"] for s in steps)
+        sizes = [len(s["fill"] + s["refused"]) for s in steps]
+        assert out.nfe["partial"] == sum(sizes) / 8 and out.nfe["looks"] == out.nfe["full"] == len(steps)
 
 
 # --- one step
@@ -206,27 +292,28 @@ def test_a_step_by_hand():
     seen = []
 
     class Engine:
-        cfg = SimpleNamespace(mask_id=9, order="surest")
+        n_rounds = 1
+        model = SimpleNamespace(cfg=SimpleNamespace(mask_id=9, order="surest"), second_look=None, head=lambda h: 5 * h)
 
         def stage_a(self, z):
-            return z, 5 * torch.nn.functional.one_hot(torch.tensor([[7, 7, 7, 3]]), 10).float()
+            return z, F.one_hot(torch.tensor([[7, 7, 7, 3]]), 10).float()
 
         def stage_b(self, h, bundle):
+            assert h.tolist() == [[1, 9, 2, 3]]  # what Stage A's forward left
             seen.append(bundle.tolist())
-            return 5 * torch.nn.functional.one_hot(torch.tensor([[5, 5, 5, 5]]), 10).float()
+            return F.one_hot(torch.tensor([[5, 5, 5, 5]]), 10).float()
 
-    z, is_prompt = torch.tensor([[1, 9, 2, 3]]), torch.tensor([[True, False, False, False]])
+    given = torch.tensor([[True, False, False, False]])
 
-    def after(z, any_masked=True, **settings) -> list[int]:
+    def after(*z, **settings) -> list[int]:
         d = Decoding(**dict(tau_t2t=0.5) | settings)
-        return sample.step(Engine(), z, is_prompt, any_masked, torch.zeros(1, 3, 4), d)["after"][0].tolist()
+        return denoise(Engine(), torch.tensor([z]), given, torch.zeros(1, 2, 4), d).after[0].tolist()
 
-    assert after(z) == [1, 5, 5, 5] and seen == [[[False, True, False, False]]]
-    assert after(z, tau_t2t=None) == [1, 5, 2, 3]  # no edits
-    assert after(z, tau_t2t=0.99) == [1, 5, 2, 3]  # 5 / (5 + 9) of the mass in logits is 0.94: below the gate
-    assert after(z, n_rounds=0) == [1, 7, 7, 3] and len(seen) == 3  # Stage A alone
-    assert after(torch.tensor([[1, 4, 2, 3]]), any_masked=False) == [1, 7, 7, 3]  # without a mask there is no bundle
-    assert after(torch.tensor([[1, 4, 2, 3]])) == [1, 7, 7, 3]  # nor where only another row has one
+    assert after(1, 9, 2, 3) == [1, 5, 5, 5] and seen == [[[False, True, False, False]]]
+    assert after(1, 9, 2, 3, tau_t2t=None) == [1, 5, 2, 3]  # no edits
+    assert after(1, 9, 2, 3, tau_t2t=0.99) == [1, 5, 2, 3]  # e^5 / (e^5 + 9) is 0.94: below the gate
+    assert after(1, 9, 2, 3, n_rounds=0) == [1, 7, 7, 3] and len(seen) == 3  # Stage A alone
+    assert after(1, 4, 2, 3) == [1, 7, 7, 3] and len(seen) == 3  # without a mask there is no bundle
 
 
 def test_candidates_filter_and_renormalise_by_hand():
@@ -252,35 +339,40 @@ def test_sampled_frequencies_match_the_distribution():
     assert ((share - p).abs() < 4 * (p * (1 - p) / n).sqrt()).all()
 
 
-def bundle_of(conf: list[float], order: str = "surest", **settings) -> list[int]:
+def bundle_of(conf: list[float], tau_m2t: float, at_least: int = 1, order: str = "surest") -> list[int]:
     """Of five positions the last is visible."""
     masked = torch.tensor([[True, True, True, True, False]])
-    return select_bundle(torch.tensor([conf]), masked, Decoding(**settings), order)[0].nonzero()[:, 0].tolist()
+    return select_bundle(torch.tensor([conf]), masked, tau_m2t, at_least, order)[0].nonzero()[:, 0].tolist()
 
 
 def test_selection_by_hand():
     conf = [0.9, 0.7, 0.6, 0.2, 0.95]
-    assert bundle_of(conf, tau_m2t=0.5) == [0, 1, 2]
-    assert bundle_of(conf, tau_m2t=0.7) == [0]  # strictly above; the visible position never counts
-    assert bundle_of(conf, tau_m2t=0.99) == [0]  # nothing passes: the single most confident
-    assert bundle_of(conf, tau_m2t=0.99, num_to_transfer=3) == [0, 1, 2]
-    assert bundle_of(conf, tau_m2t=0.0, num_to_transfer=9) == [0, 1, 2, 3]
-    assert bundle_of(conf, tau_m2t=-1) == [0, 1, 2, 3]  # every mask at once
-    assert bundle_of([0.2, 0.3, 0.3, 0.3, 0.3], tau_m2t=0.5, num_to_transfer=2) == [1, 2]  # of equals the leftmost
+    assert bundle_of(conf, 0.5) == [0, 1, 2]
+    assert bundle_of(conf, 0.7) == [0]  # strictly above; the visible position never counts
+    assert bundle_of(conf, 0.99) == [0]  # nothing passes: the single most confident
+    assert bundle_of(conf, 0.99, 3) == [0, 1, 2]
+    assert bundle_of(conf, 0.65, 2) == [0, 1] and bundle_of(conf, 0.5, 2) == [
+        0,
+        1,
+        2,
+    ]  # as many as asked for pass, and more
+    assert bundle_of(conf, 0.0, 9) == [0, 1, 2, 3]
+    assert bundle_of(conf, -1) == [0, 1, 2, 3]  # every mask at once
+    assert bundle_of([0.2, 0.3, 0.3, 0.3, 0.3], 0.5, 2) == [1, 2]  # of equals the leftmost
 
 
 def test_from_the_left_the_product_has_to_pass():
     """.9, .9 x .7 = .63, .63 x .6 = .378, .378 x .9 = .3402"""
     conf = [0.9, 0.7, 0.6, 0.9, 0.95]
-    assert bundle_of(conf, "leftmost", tau_m2t=0.37) == [0, 1, 2]
-    assert bundle_of(conf, "leftmost", tau_m2t=0.379) == [0, 1]  # though the fourth is as sure as the first
-    assert bundle_of(conf, "leftmost", tau_m2t=1.0) == [0]  # left to right, one at a time
-    assert bundle_of(conf, "leftmost", tau_m2t=1.0, num_to_transfer=2) == [0, 1]
-    assert bundle_of(conf, "leftmost", tau_m2t=-1) == [0, 1, 2, 3]
+    assert bundle_of(conf, 0.37, order="leftmost") == [0, 1, 2]
+    assert bundle_of(conf, 0.379, order="leftmost") == [0, 1]  # though the fourth is as sure as the first
+    assert bundle_of(conf, 1.0, order="leftmost") == [0]  # left to right, one at a time
+    assert bundle_of(conf, 1.0, 2, order="leftmost") == [0, 1]
+    assert bundle_of(conf, -1, order="leftmost") == [0, 1, 2, 3]
 
     # a visible token takes no part in the product
     masked = torch.tensor([[False, True, True, True]])
-    picked = select_bundle(torch.tensor([[0.01, 0.7, 0.6, 0.5]]), masked, Decoding(tau_m2t=0.4), "leftmost")
+    picked = select_bundle(torch.tensor([[0.01, 0.7, 0.6, 0.5]]), masked, 0.4, 1, "leftmost")
     assert picked.tolist() == [[False, True, True, False]]
 
 
@@ -295,25 +387,24 @@ def test_a_block_that_never_ends_is_left_with_a_warning(monkeypatch):
     monkeypatch.setattr(model, "head", lambda h: logits.expand(len(h), -1, -1))
     out = assert_equal_to_the_specification(model, [prompt(3)], Decoding(gen_length=5))[0]
     assert out.tokens == [MASK] * 5 and "never" in out.warning
-    monkeypatch.setattr(cache, "MAX_STEPS", 6)
+    monkeypatch.setattr(sample, "MAX_STEPS", 6)
     out = generate(model, [prompt(3)], Decoding(gen_length=5, temperature=0.01))[0]
     assert out.nfe["full"] == 6 and out.warning
 
 
 def test_a_block_that_goes_round_in_circles_is_left_after_max_steps(monkeypatch):
-    monkeypatch.setattr(cache, "MAX_STEPS", 6)
     monkeypatch.setattr(sample, "MAX_STEPS", 6)
     model, turn = tiny_model(), iter(range(10_000))
 
     def head(h):  # the best token of every position is another one each time
-        return 9.0 * torch.nn.functional.one_hot(torch.full(h.shape[:2], next(turn) % 5), model.cfg.vocab_size)
+        return 9.0 * F.one_hot(torch.full(h.shape[:2], next(turn) % 5), model.cfg.vocab_size)
 
     monkeypatch.setattr(model, "head", head)
     d = Decoding(gen_length=10, n_rounds=0, tau_t2t=0.0, max_post_steps=99)
     (out,) = generate(model, [prompt(3)], d)
     turn = iter(range(10_000))
     tokens, nfe, _ = generate_one(model, prompt(3), d)
-    assert nfe == dict(full=12, partial=0, commit=1) and nfe["full"] == out.nfe["full"] and not out.warning
+    assert nfe == dict(full=12, partial=0, commit=1, looks=0) and nfe["full"] == out.nfe["full"] and not out.warning
     assert len(tokens) == len(out.tokens) == 10
 
 
@@ -334,23 +425,18 @@ def test_eos_cuts_the_answer_and_may_stop_it(monkeypatch):
 # --- the command line
 
 
-def test_a_stream_never_prints_half_a_character(tmp_path, monkeypatch, capsys):
-    save_model(tiny_model(vocab_size=272, eos_id=256, mask_id=257, n_rounds=1), tmp_path)
-    shown, tokens = [], byte_tokenizer().encode("aé€")
-
-    def one_token_a_block(model, prompts, d, seed, trace, on_block):
+def test_a_stream_never_prints_half_a_character(capsys):
+    shown, tokens, stream = [], byte_tokenizer().encode("aé€"), show.Stream([120], byte_tokenizer())
+    for n in range(len(tokens) + 1):
+        stream.show(0, Output([120], tokens[:n]))
         shown.append(capsys.readouterr().out)
-        for n in range(1, len(tokens) + 1):
-            output = Output(tokens[:n], dict(full=n, partial=0, commit=0))
-            on_block(0, output)
-            shown.append(capsys.readouterr().out)
-        return [output]
+    assert shown == ["x", "a", "", "é", "", "", "€"]
+    assert stream.rest({"prompt": [120], "tokens": [*tokens, 33]}) == "!"
 
-    monkeypatch.setattr(sample, "generate", one_token_a_block)
-    code, rest, err = command_line(sample, monkeypatch, capsys, "--ckpt", tmp_path, "--prompt", "x", "--device", "cpu")
-    assert code == 0, err
-    assert "".join(shown) == "xaé€" and "\ufffd" not in "".join(shown) + rest
-    assert shown[-6:] == ["a", "", "é", "", "", "€"] or shown[-6:] == ["xa", "", "é", "", "", "€"]
+    # a text with holes waits until they are filled
+    stream = show.Stream([120, 257], byte_tokenizer())
+    stream.show(0, Output([120, 121], [33]))
+    assert capsys.readouterr().out == "" and stream.rest({"prompt": [120, 121], "tokens": [33]}) == "xy!"
 
 
 def test_a_checkpoint_without_its_tokenizer_decodes_ids_and_says_what_text_needs(tmp_path, monkeypatch, capsys):
@@ -367,37 +453,30 @@ def test_a_checkpoint_without_its_tokenizer_decodes_ids_and_says_what_text_needs
     assert "no tokenizer" in refused(sample, monkeypatch, capsys, *run, "--prompt", "text")
 
 
-def settled(model, *argv: str) -> Decoding:
-    return sample.settle_decoding(show.build_parser("", sample.MODES).parse_args(argv), model)
+def settled(model, *argv: str, own: dict | None = None) -> Decoding:
+    return sample.settle_decoding(show.build_parser("").parse_args(argv), model, own or {})
 
 
-def test_edits_are_ungated_where_stage_b_is_on_unless_the_gate_is_given():
-    trained, converted = tiny_model(), tiny_model()
+def test_what_a_decode_defaults_to():
+    """The flags; else what the folder was made for; else the paper's, or the released one where Stage B is off."""
+    trained, converted, leftmost = tiny_model(), tiny_model(), tiny_model(order="leftmost")
     converted.markers.data.zero_()
-    # a Decoding made by hand has the same defaults
-    assert settled(trained) == Decoding(n_rounds=2) and Decoding(n_rounds=2).tau_t2t == 0.0
-    assert settled(converted) == settled(trained, "--n_rounds", "0") == Decoding(n_rounds=0)
-    assert (Decoding(n_rounds=0).tau_m2t, Decoding(n_rounds=0).tau_t2t) == (0.7, 0.5)
-    assert settled(trained, "--mode", "s") == Decoding(tau_m2t=0.5, tau_t2t=0.0, n_rounds=2)
-    assert settled(converted, "--mode", "s") == Decoding(tau_m2t=0.5, tau_t2t=0.0, n_rounds=0)
-    assert settled(converted, "--run_on") == Decoding(eos_early_stop=False, n_rounds=0)
+    assert settled(trained) == Decoding(n_rounds=2, holes=True)
+    assert (Decoding().tau_m2t, Decoding().tau_t2t) == (0.7, 0.0)
+    released = Decoding(n_rounds=0, tau_t2t=0.5, holes=True)
+    assert settled(converted) == settled(trained, "--n_rounds", "0") == released
+    assert settled(converted, "--n_rounds", "1").tau_t2t == 0.0  # Stage B is asked for
     for given, gate in {"0.3": 0.3, "0.5": 0.5, "none": None}.items():
         assert settled(trained, "--tau_t2t", given).tau_t2t == settled(converted, "--tau_t2t", given).tau_t2t == gate
-    assert settled(converted, "--n_rounds", "1").tau_t2t == 0.0  # Stage B is asked for
 
+    # what was written from the left stands, unless the gate is given
+    for more in ([], ["--n_rounds", "0"]):
+        assert settled(leftmost, *more).tau_t2t is None and settled(leftmost, *more, "--tau_t2t", "0.5").tau_t2t == 0.5
 
-def test_what_was_written_from_the_left_stands_unless_the_gate_is_given():
-    model = tiny_model(order="leftmost")
-    for more in ([], ["--n_rounds", "0"], ["--mode", "s"]):
-        assert settled(model, *more).tau_t2t is None
-        assert settled(model, *more, "--tau_t2t", "0.5").tau_t2t == 0.5
-
-
-def test_benchmark_runs_settle_their_gates_the_same_way():
-    from released import run
-
-    assert run.settle_decoding is sample.settle_decoding
-    flags = ["--task", "gsm8k", "--task_file", "x", "--ckpt", "x", "--out", "x.jsonl"]
-    for more, K, gate in (([], 0, 0.5), (["--adapter", "x"], 2, 0.0), (["--adapter", "x", "--tau_t2t", "0.5"], 2, 0.5)):
-        d = run.decoding(run.build_parser().parse_args(flags + more), tiny_config())
-        assert (d.n_rounds, d.tau_m2t, d.tau_t2t) == (K, 0.7, gate)
+    # an adapter's own settings are for its Stage B
+    own = dict(tau_m2t=-1.0, tau_t2t=None, tau_keep=0.5)
+    assert settled(trained, own=own) == Decoding(n_rounds=2, holes=True, **own)
+    assert settled(trained, "--tau_m2t", "0.9", own=own).tau_m2t == 0.9
+    assert settled(trained, "--n_rounds", "0", own=own) == released
+    converted.second_look = SurestOnly(64)
+    assert settled(converted).n_rounds == 2  # a head is on as it was trained, and needs no marker
