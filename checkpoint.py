@@ -211,9 +211,7 @@ def check_last_layer(folder: Path, cfg: Config) -> None:
 
 
 def loader_of(folder: Path) -> Callable[[Model, Path, torch.device | str, torch.dtype], None]:
-    """`load_weights`; or that of the module of released/ that config.json names, whose weights are
-    stored otherwise.
-    """
+    """`load_weights`, or that of the module of released/ that config.json names: stored otherwise."""
     name = read_json(folder / "config.json", "checkpoint config").get("loader")
     if name is None:
         return load_weights
@@ -295,7 +293,13 @@ def decoding_defaults(folder: Path) -> dict:
     path = Path(folder) / "adapter.json"
     if not path.exists():
         return {}
-    return read_json(path, "adapter").get("decoding", {})
+    settings = {}
+    with reading(path, "adapter"):
+        for name, value in read_json(path, "adapter").get("decoding", {}).items():
+            if name not in ("tau_m2t", "tau_t2t", "tau_keep"):
+                fail(f"{path}: {name!r} is no setting of a decode")
+            settings[name] = None if (name, value) == ("tau_t2t", None) else float(value)
+    return settings
 
 
 def check_base(base: Path, folder: Path) -> None:

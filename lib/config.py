@@ -1,6 +1,6 @@
 """A model's geometry: its fields, what they must be, and the ones that there are."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -43,10 +43,20 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuse what no model can be built from, and what one would silently get wrong."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            whole = field.type is float and type(value) is int  # 600000 for 600000.0
+            if type(value) is not field.type and not whole:
+                fail(f"impossible model: {field.name} is of type {field.type.__name__}, and {value!r} is not")
+
         group_size = self.n_expert // max(1, self.n_group)
-        widths = (self.n_layer, self.n_head, self.n_kv_head, self.n_embd, self.head_dim, self.d_dense, self.d_expert)
+        sizes = (self.n_layer, self.n_head, self.n_kv_head, self.n_embd, self.head_dim, self.n_expert)
+        scales = (self.norm_eps, self.rope_theta, self.routed_scaling)
+        ids = (self.eos_id, self.mask_id)
         for holds, what in (
-            (all(0 < n <= 2**20 for n in widths), "layers, heads and widths are 1..1,048,576"),
+            (all(0 < n <= 2**20 for n in (*sizes, self.d_dense, self.d_expert)), "sizes are 1..1,048,576"),
+            (all(0 < x < 1e30 for x in scales), "norm_eps, rope_theta and routed_scaling are above 0, and finite"),
+            (all(0 <= n <= 2**10 for n in (self.n_dense, self.n_shared)), "n_dense and n_shared are 0..1024"),
             (self.n_head % max(1, self.n_kv_head) == 0, "n_head is a multiple of n_kv_head"),
             (self.rotary_dim in range(2, self.head_dim + 1, 2), "rotary_dim is even, and at most head_dim"),
             (
@@ -58,7 +68,8 @@ class Config:
             (1 <= self.n_last <= self.n_layer, f"n_last is 1..{self.n_layer} (n_layer), not {self.n_last}"),
             (1 <= self.n_rounds <= 1000, "n_rounds is 1..1000"),
             (1 <= self.block_length <= self.max_len, f"block_length is 1..{self.max_len} (max_len)"),
-            (max(self.eos_id, self.mask_id) < self.vocab_size <= 2**20, "eos_id and mask_id are in the vocabulary"),
+            (max(ids) < self.vocab_size <= 2**20, "eos_id and mask_id are in the vocabulary, of 1,048,576 at most"),
+            (min(ids) >= 0 or ids == (-1, -1), "eos_id and mask_id are 0 or above"),  # a preset has none yet
             (self.order in ("surest", "leftmost"), "order is surest or leftmost"),
             (self.tokenizer in ("bytes", "bpe", "toy"), "tokenizer is bytes, bpe or toy"),
         ):

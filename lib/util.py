@@ -32,6 +32,7 @@ def fail(message: str) -> NoReturn:
     raise Mistake(message)
 
 
+OUT_OF_MEMORY = "out of memory: take fewer or shorter rows at a time, or --dtype bf16"
 READER_IS_GONE = 128 + 13  # the exit status of a Unix tool that SIGPIPE has ended
 
 
@@ -57,9 +58,13 @@ def command(main: Callable) -> Callable:
         except KeyboardInterrupt:
             message = "interrupted; a training run goes on from its last save with --init_from resume"
         except (torch.OutOfMemoryError, MemoryError):
-            message = "out of memory: take fewer or shorter rows at a time, or --dtype bf16"
+            message = OUT_OF_MEMORY
         except OSError as e:
             message = str(e)
+        except RuntimeError as e:
+            if "can't allocate memory" not in str(e):  # what the CPU says in the place of OutOfMemoryError
+                raise
+            message = OUT_OF_MEMORY
         line = " ".join(message.split()).replace("\0", "\\0")
         print(f"error: {line}", file=sys.stderr)
         raise SystemExit(2)
@@ -78,7 +83,7 @@ def reading(path: Path, what: str) -> Iterator[None]:
         fail(f"no {what} at {path}")
     except KeyError as e:
         fail(f"{what} {path} is damaged, or of another kind: it lacks {e}")
-    except (OSError, ValueError, TypeError, AttributeError, IndexError, RecursionError) as e:
+    except (OSError, ValueError, TypeError, AttributeError, IndexError, ArithmeticError, RuntimeError) as e:
         fail(f"{what} {path} cannot be read, is damaged, or of another kind: {e}")
     except (SafetensorError, EOFError, zlib.error) as e:
         fail(f"{what} {path} is cut short, damaged, or of another kind: {e}")
