@@ -98,6 +98,7 @@ def new_model(cfg: Config, generator: torch.Generator, device: torch.device | st
     with torch.device("meta"):
         model = Model(cfg)
     model.to_empty(device=device)
+    model.tie()
     for buffer in model.buffers():
         buffer.zero_()
     for name, p in model.named_parameters():
@@ -244,8 +245,7 @@ def load_weights(model: Model, folder: Path, device: torch.device | str, dtype: 
 
     check_fit(folder, state, stored(model), "the checkpoint is incomplete, or another model's")
     model.load_state_dict(state, assign=True, strict=False)
-    if cfg.tied:
-        model.lm_head.weight = model.wte.weight
+    model.tie()
     model.compute_dtype = dtype
 
 

@@ -63,13 +63,17 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Block(cfg, i) for i in range(cfg.n_layer))
         self.norm_f = RMSNorm(cfg.n_embd, cfg.norm_eps)
         self.lm_head = Linear(cfg.n_embd, cfg.vocab_size, bias=False)
-        if cfg.tied:
-            self.lm_head.weight = self.wte.weight
+        self.tie()
         self.markers = nn.Parameter(torch.zeros(cfg.n_rounds, cfg.n_embd))
         self.second_look = second_look  # a head of beyond/ in the place of Stage B; None: the paper's Stage B
         self.compute_dtype = torch.float32
         self.checkpointing = False
         self.lora_in_stage_b_alone = False
+
+    def tie(self) -> None:
+        """The embedding is the LM head, too, where the config says so; again after they are made anew."""
+        if self.cfg.tied:
+            self.lm_head.weight = self.wte.weight
 
     def prefix(self, ids: Tensor, ctx: Context) -> Tensor:
         """Prefix: the embedding and the first L - n layers. (R, T) int64 -> (R, T, C), or (R, 2T,
