@@ -40,7 +40,7 @@ from lib.config import DTYPES
 from lib.output import Output, in_full
 from lib.tokenizer import Tokenizer
 from lib.toy import Toy
-from lib.util import Parser, bounded, command, generator, pick_device, read_json
+from lib.util import Parser, bounded, command, generator, pick_device, read_json, reading
 from model import Model
 from sample import Decoding, generate
 
@@ -156,10 +156,12 @@ def evaluate_toy(model: Model, task: Toy) -> dict:
 
 def load_task(folder: Path) -> Toy:
     """The toy that a checkpoint was trained on, from its toy.json."""
-    settings = read_json(folder / "toy.json", "toy or names to judge by (a folder of train.py --data names, or a toy)")
-    name = settings.pop("name")
-    given = [f"{size}={value}" for size, value in settings.items()]
-    return toy.make(name, **toy.sizes(given))
+    path = folder / "toy.json"
+    settings = read_json(path, "toy or names to judge by (a folder of train.py --data names, or a toy)")
+    with reading(path, "toy settings"):
+        name = settings.pop("name")
+        given = [f"{size}={value}" for size, value in settings.items()]
+        return toy.make(name, **toy.sizes(given))
 
 
 def print_toy(report: dict) -> None:
