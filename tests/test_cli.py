@@ -276,6 +276,13 @@ def test_a_name_is_judged_and_a_doubt_is_a_note(tmp_path, monkeypatch, capsys):
     assert code == 0 and same == out and err.count("\n") == 1
     assert "1.1.5" in err and unicodedata.unidata_version in err
 
+    # a hole is no part of what a name begins with; and without its tokenizer nothing is judged
+    holes = ["--prompt", "LATIN ▒▒ LETTER", "--gen_length", 8]
+    assert command_line(sample, monkeypatch, capsys, *NAMES, *holes)[2] == ""
+    (tmp_path / "names" / "tokenizer.json").unlink()
+    ids = ["--ckpt", tmp_path / "names", "--prompt_ids", "5,6", "--gen_length", 8, "--json"]
+    assert json.loads(command_line(sample, monkeypatch, capsys, *NAMES, *ids)[1])["verdict"] is None
+
 
 @pytest.mark.parametrize("script", [train, sample, evaluate, convert_weights, toys, gallery])
 def test_help_is_a_manual(script, monkeypatch, capsys):

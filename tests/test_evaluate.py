@@ -1,122 +1,102 @@
-"""What decoders do to a known joint distribution. `pytest tests/test_evaluate.py`
+"""What decoders do where every answer can be checked. `pytest tests/test_evaluate.py`
 
-A small model of each task is trained here; the statements are theorems plus "the marginals were learned".
+Small models of two toys are trained here; the statements are theorems plus "the marginals were learned".
 """
 
 import json
 import math
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from common import approx, command_line, conditional, refused, tiny_model
+from common import approx, command_line, conditional, refused, tiny_config, tiny_model
+from test_sample import SurestOnly
 
-import checkpoint
 import evaluate
 import train
-from checkpoint import load_model, save_model
-from evaluate import ONE_STEP, distances, one_step_table, quality
-from lib import toy
+from checkpoint import load_model, new_model, save_adapter, save_model
+from evaluate import ONE_STEP, TOY_DECODERS, chain_table, distances, draw_names, judge, one_step_table, quality, wilson
+from lib import settings, toy
+from lib.data import exists, is_validation
+from lib.output import Output, in_full
+from lib.show import verdict
+from lib.tokenizer import byte_tokenizer, learn_bpe
 from lib.toy import answer_log_probs
-from tools.plots import chain_table
+from lib.util import generator, write_json
 
-# sizes as small as the task allows, and as many steps as leave its marginals well below the 2 % asked for
-TASKS = {
-    "modes": ["V=5", "m=3", "n_ctx=2", "--max_iters", 350],
-    "pairs": ["V=3", "m=2", "--max_iters", 200],
-    "mixed": ["V=4", "--max_iters", 250],
-    "copy": ["V=3", "m=3", "n_ctx=2", "--max_iters", 250],
-    "gaussian": ["levels=3", "m=3", "n_ctx=2", "--max_iters", 350],
-    "permutation": ["V=4", "m=3", "n_ctx=2", "--max_iters", 150],
-    "sum": ["V=2", "--max_iters", 300],  # parity
-}
-SMALL = ["--seed", 0, "--n_last", 1, "--batch_size", 64, "--eval_interval", 10_000, "--device", "cpu",
-         "--corruption", "mask", "--learning_rate", 5e-3, "--log_interval", 10_000, "--eval_rows", 1]  # fmt: skip
-
-
-def train_one(task: str, run: str) -> None:
-    torch.set_num_threads(1)
-    checkpoint.PRESETS["tiny"] = replace(checkpoint.PRESETS["tiny"], n_layer=2, n_embd=32, d_dense=64, n_last=1)
-    flags = [*SMALL, "--toy", *TASKS[task], "--out_dir", run]
-    sys.argv = ["train.py", "--data", task, *map(str, flags)]
-    train.main()
+# sizes as small as the toy allows, and as many steps as leave its marginals well below the 2 % asked for
+TRAINED = {"modes": ["V=5", "m=3", "n_ctx=2", "--max_iters", 350], "pairs": ["V=3", "m=2", "--max_iters", 200]}
+SMALL = train.Recipe(geometry=lambda args: tiny_config(n_layer=2, n_embd=32, d_dense=64, n_last=1))
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """task -> (model, toy, folder), all of them trained once, while the tests run."""
-    folder = tmp_path_factory.mktemp("toys")
-    # processes of their own: a core each, and the preset is theirs alone
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        jobs = {task: pool.submit(train_one, task, str(folder / task)) for task in TASKS}
+    """toy -> (model, toy, folder), each trained once."""
+    runs = {}
+    parser = settings.build_parser("")
+    parser.set_defaults(eval_rows=1, learning_rate=5e-3, corruption="mask", eval_interval=10_000, device="cpu")
+    for task, sizes in TRAINED.items():
+        folder = tmp_path_factory.mktemp(task)
+        argv = ["--data", task, "--toy", *sizes, "--n_last", 1, "--batch_size", 64]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["train.py", *map(str, argv), "--out_dir", str(folder)])
+            train.main(parser, choose=lambda args: SMALL)
+        runs[task] = load_model(folder, "cpu", torch.float32), evaluate.load_task(folder), folder
+    return runs
 
-        def get(task: str):
-            jobs[task].result()
-            run = str(folder / task)
-            return load_model(run, "cpu", torch.float32), evaluate.load_task(task, run), run
 
-        yield get
-        pool.shutdown(cancel_futures=True)
+# --- toys
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_in_one_step_both_stages_pay_tc_and_the_little_that_their_marginals_lack(task, trained):
+@pytest.mark.parametrize("task", TRAINED)
+def test_in_one_step_both_stages_pay_tc_and_one_at_a_time_nothing(task, trained):
     """KL(p || prod q_i) = TC + sum_i KL(p_i || q_i), and training left of the sum under 2 % of TC. Clean targets
     cannot take Stage B below TC either: its bundle is drawn independently of the clean tokens, so its minimiser is the
     marginals, as Stage A's is."""
-    net, t, _ = trained(task)
+    net, t, _ = trained[task]
     p, tc = t.marginals(), t.tc()
     for n_rounds in (0, 1):
         q = answer_log_probs(net, t, torch.arange(t.n_ctx), torch.full((t.n_ctx, t.m), -1), n_rounds)
         own = (torch.xlogy(p, p) - p * q).sum((1, 2))
         forward = toy.kl(t.prob, one_step_table(net, t, n_rounds))
         torch.testing.assert_close(forward, tc + own, rtol=0, atol=1e-6)
-        assert (forward >= tc - 1e-9).all()
-        assert float(own.mean()) < 0.02 * float(tc.mean())
+        assert (forward >= tc - 1e-9).all() and float(own.mean()) < 0.02 * float(tc.mean())
+    assert quality(net, t, TOY_DECODERS["one at a time"])["coherent"] >= 0.99
+    assert distances(t, chain_table(net, t))["forward_kl"] < float(tc.mean())  # what no product can reach
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_one_at_a_time_is_coherent(task, trained):
-    net, t, _ = trained(task)
-    assert quality(net, t, evaluate.DECODERS["one at a time"])["coherent"] >= 0.99
-    assert distances(t, chain_table(net, t))["forward_kl"] < float(t.tc().mean())  # what no product can reach
-
-
-def oracle(t, monkeypatch):
-    """The ideal factorised decoder in the model's place."""
+def oracle(monkeypatch) -> None:
+    """The ideal factorised decoder in every model's place."""
 
     def log_probs(_, task, c, z, n_rounds):
         return conditional(task, c, z).log()
 
     monkeypatch.setattr(toy, "answer_log_probs", log_probs)
-    return SimpleNamespace()
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", toy.TASKS)
 def test_with_exact_conditionals_the_chain_is_exact_and_the_product_pays_tc(task, monkeypatch):
     t = toy.make(task)
     t = t if t.support.shape[1] <= 512 else toy.make(task, V=4, m=3)
-    net = oracle(t, monkeypatch)
-    chain = distances(t, chain_table(net, t))
+    oracle(monkeypatch)
+    chain = distances(t, chain_table(None, t))
     assert chain["forward_kl"] == approx(0.0, abs=1e-9) and chain["tv"] == approx(0.0, abs=1e-9)
-    assert distances(t, one_step_table(net, t, 0))["forward_kl"] == approx(float(t.tc().mean()), abs=1e-9)
+    assert distances(t, one_step_table(None, t, 0))["forward_kl"] == approx(float(t.tc().mean()), abs=1e-9)
 
 
 def test_keyed_pairs_in_one_step_by_hand(monkeypatch):
     """V = 8, two pairs: valid with probability 8**-2, so TV = 1 - 1/64 and KL = 2 ln 8."""
     t = toy.make("pairs")
-    d = distances(t, one_step_table(oracle(t, monkeypatch), t, 0))
+    oracle(monkeypatch)
+    d = distances(t, one_step_table(None, t, 0))
     assert d["tv"] == approx(1 - 1 / 64) and d["outside"] == approx(1 - 1 / 64)
     assert d["forward_kl"] == approx(2 * math.log(8)) and d["reverse_kl"] == math.inf
 
 
 def test_block_loss_is_the_entropy_of_the_marginals_at_the_least(trained):
-    net, t, _ = trained("modes")
+    net, t, _ = trained["modes"]
     floor = float(torch.special.entr(t.marginals()).sum((1, 2)).mean())
     floors = toy.floors(net, t)
     for k, stage in enumerate("AB"):
@@ -127,47 +107,134 @@ def test_block_loss_is_the_entropy_of_the_marginals_at_the_least(trained):
 
 
 def test_forwards_of_each_decoder(trained):
-    net, t, _ = trained("modes")
-    one = quality(net, t, ONE_STEP)
-    assert one["nfe_full"] == one["nfe_partial"] == approx(1 / t.m)
-    single = quality(net, t, evaluate.DECODERS["one at a time"])
-    assert (single["nfe_full"], single["nfe_partial"]) == (approx(1.0), 0.0)
+    """A third of a forward a token in one step of three, and Stage B's n / L = 1/2 of that beside it."""
+    net, t, _ = trained["modes"]
+    one, single = quality(net, t, ONE_STEP), quality(net, t, TOY_DECODERS["one at a time"])
+    assert (one["full/token"], one["partial/token"], one["forwards/token"]) == approx((1 / 3, 1 / 3, 1 / 2))
+    assert (single["full/token"], single["partial/token"], single["forwards/token"]) == approx((1, 0, 1))
 
 
-def test_report_and_json_from_the_command_line(trained, monkeypatch, capsys):
-    _, t, run = trained("modes")
-    code, out, _ = command_line(evaluate, monkeypatch, capsys, "--data", "modes", "--ckpt", run)
-    assert code == 0 and all(name in out for name in evaluate.DECODERS)
-    _, out, _ = command_line(evaluate, monkeypatch, capsys, "--data", "modes", "--ckpt", run, "--json")
+def test_a_toy_from_the_command_line(trained, tmp_path, monkeypatch, capsys):
+    _, t, run = trained["modes"]
+    code, out, _ = command_line(evaluate, monkeypatch, capsys, "--ckpt", run, "--device", "cpu")
+    assert code == 0 and all(name in out for name in TOY_DECODERS) and f"TC = {float(t.tc().mean()):.4f}" in out
+    _, out, _ = command_line(evaluate, monkeypatch, capsys, "--ckpt", run, "--json")
     report = json.loads(out)
     assert report["tc"] == approx(float(t.tc().mean())) and report["h_joint"] == approx(float(t.h_joint().mean()))
-    assert set(report["decoders"]) == set(evaluate.DECODERS)
     assert report["decoders"]["Stage A, one step"]["reverse_kl"] is None and "Infinity" not in out  # JSON has no inf
     assert len(out.splitlines()) == 1
 
-
-def test_an_adapter_is_evaluated_with_its_own_rounds(trained, tmp_path, monkeypatch, capsys):
-    _, _, run = trained("modes")
-    train_adapter = ["--data", "modes", *SMALL, "--init_from", run, "--max_iters", 2, "--n_rounds", 2]
-    assert command_line(train, monkeypatch, capsys, *train_adapter, "--out_dir", tmp_path / "n1")[0] == 0
-    both = ["--data", "modes", "--ckpt", run, "--adapter", tmp_path / "n1", "--json"]
-    code, out, err = command_line(evaluate, monkeypatch, capsys, *both)
-    assert code == 0, err
+    # an adapter is evaluated by its own rounds
+    argv = ["--data", "modes", "--init_from", run, "--max_iters", 2, "--n_rounds", 2, "--out_dir", tmp_path / "two"]
+    assert command_line(train, monkeypatch, capsys, *argv, "--n_last", 1, "--batch_size", 4)[0] == 0
+    _, out, _ = command_line(evaluate, monkeypatch, capsys, "--ckpt", tmp_path / "two", "--json")
     decoders = json.loads(out)["decoders"]
-    assert decoders["Stage B, one step"]["nfe_partial"] == approx(2 * decoders["Stage B, one step"]["nfe_full"])
-    assert all(d["nfe_partial"] == 0 for name, d in decoders.items() if "released" in name)
+    assert decoders["Stage B, one step"]["partial/token"] == approx(2 * decoders["Stage B, one step"]["full/token"])
+    assert all(d["partial/token"] == 0 for name, d in decoders.items() if "released" in name)
 
 
-def test_mistakes(trained, tmp_path, monkeypatch, capsys):
-    _, t, run = trained("modes")
-    assert "another toy" in refused(evaluate, monkeypatch, capsys, "--data", "pairs", "--ckpt", run)
-    assert "'poems'" in refused(evaluate, monkeypatch, capsys, "--data", "poems", "--ckpt", run)
-    assert "--ckpt" in refused(evaluate, monkeypatch, capsys, "--data", "modes")
-    save_model(tiny_model(), tmp_path)  # of text
-    assert "no toy settings" in refused(evaluate, monkeypatch, capsys, "--data", "modes", "--ckpt", tmp_path)
-    settings = json.loads(Path(run, "toy.json").read_text())
-    assert torch.equal(evaluate.load_task("modes", run).support, t.support)
-    for wrong, says in (({"V": "many"}, "V=many"), ({"colour": 3}, "colour=3"), ({"n_modes": 99}, "99 modes")):
-        (tmp_path / "toy.json").write_text(json.dumps(settings | wrong))
-        assert says in refused(evaluate, monkeypatch, capsys, "--data", "modes", "--ckpt", tmp_path)
-    assert "--data names" in refused(evaluate, monkeypatch, capsys, "--data", "modes", "--ckpt", run, "--seed", 1)
+def test_mistakes(tmp_path, monkeypatch, capsys):
+    assert "no toy or names to judge by" in refused(evaluate, monkeypatch, capsys, "--ckpt", tmp_path)
+    assert "--prompts" in refused(evaluate, monkeypatch, capsys, "--ckpt", tmp_path, "--prompts", 0)
+    save_model(tiny_model(tokenizer="toy"), tmp_path)
+    for wrong, says in ((dict(V="many"), "V=many"), (dict(colour=3), "colour=3"), (dict(n_modes=99), "99 modes")):
+        (tmp_path / "toy.json").write_text(json.dumps({"name": "modes"} | wrong))
+        assert says in refused(evaluate, monkeypatch, capsys, "--ckpt", tmp_path)
+    for wrong in ({"V": 3}, {"name": 3}, {"name": "poems"}, [3]):
+        (tmp_path / "toy.json").write_text(json.dumps(wrong))
+        refused(evaluate, monkeypatch, capsys, "--ckpt", tmp_path)
+
+
+# --- names
+
+
+def test_the_verdict_is_the_character_or_that_there_is_none():
+    assert verdict("LATIN SMALL LETTER A") == "a (U+0061)"
+    assert verdict("ARABIC LIGATURE LAM WITH WITH MEEM ISOLATED FORM") == "(no such character)"
+    assert "upper case" in verdict("latin small letter a")
+
+
+def test_wilson():
+    # 8 of 10, z = 1.96: (0.8 + 3.8415/20) / 1.38415 = 0.71674, 1.96 * sqrt(0.016 + 3.8415/400) / 1.38415 = 0.22658
+    assert wilson(8, 10) == approx((0.49016, 0.94332), abs=2e-5)
+    assert wilson(0, 10) == approx((0.0, 3.841459 / 13.841459), abs=1e-6)  # z^2 / (n + z^2)
+    assert wilson(10, 10) == approx((10 / 13.841459, 1.0), abs=1e-6)
+
+
+def test_shares_and_forwards_by_hand():
+    """Letters A to F are asked for; written are A, A, A, D, ? and ?. Four of six exist, two different ones, A and D are
+    the very names; five completions equal another's, the name that is none included."""
+    letter = "LATIN SMALL LETTER {}".format
+    r = judge([letter(x) for x in "ABCDEF"], [letter(x) for x in "AAAD??"])
+    assert r["exist"] == approx(4 / 6) and (r["low"], r["high"]) == wilson(4, 6)
+    assert (r["itself"], r["distinct"], r["repeated"]) == approx((2 / 6, 2 / 6, 5 / 6))
+
+    # 2 full, 1 commit and half a partial one of n/L = 1/4 a row, of 2 tokens: 1 full a token, and 3.125 / 2 in all
+    nfe = dict(full=2, partial=0.5, commit=1, looks=1)
+    assert in_full(nfe, 1 / 4) == 3.125
+    found = evaluate.per_token(SimpleNamespace(partial_cost=1 / 4), [Output([5], nfe=nfe)] * 6, 12)
+    assert found == approx({f"{k}/token": v for k, v in zip(
+        ("full", "partial", "commit", "looks", "forwards"), (1, 0.25, 0.5, 0.5, 3.125 / 2), strict=True)})  # fmt: skip
+
+
+@pytest.mark.parametrize("group", ["held out", "trained"])
+def test_prompts_are_the_first_third_of_names_of_the_group_and_a_function_of_it_alone(group):
+    tokenizer = byte_tokenizer()
+    prompts = draw_names(40, group, tokenizer)
+    assert len(prompts) == 40 and all(exists(name) for name in prompts)
+    assert {is_validation(name) for name in prompts} == {group == "held out"}
+    for name, ids in prompts.items():  # a byte is a token
+        assert tokenizer.decode(ids) == name[: (len(name) + 2) // 3]
+    assert list(draw_names(7, group, tokenizer).items()) == list(prompts.items())[:7]
+
+
+def test_decoders_are_stage_a_at_its_gates_and_the_same_with_what_there_is():
+    """From the left a gate is on a product. Only what was trained is shown."""
+    gates = {"above 0.4": 0.4, "above 0.2": 0.2, "above 0.1": 0.1, "all at once": -1.0}
+    products = {"prefix above 0.9": 0.9, "prefix above 0.5": 0.5, "prefix above 0.2": 0.2, "all at once": -1.0}
+    for order, taus in (("surest", gates), ("leftmost", products)):
+        model = tiny_model(order=order)
+        alone = {"one at a time": 1.0} | taus
+        both = alone | {f"Stage B, {gate}": tau for gate, tau in taus.items()}
+        decoders = evaluate.name_decoders(model, 0.5)
+        assert {name: d.tau_m2t for name, d in decoders.items()} == both
+        for name, d in decoders.items():
+            assert d.n_rounds == (2 if "Stage B" in name else 0)
+            assert d.tau_t2t is None and d.temperature == 0.5 and d.eos_early_stop and d.gen_length == 32
+        model.markers.data.zero_()
+        assert list(evaluate.name_decoders(model, 0.0)) == list(alone)
+    model.second_look = SurestOnly(64)
+    keeps = {name: d.tau_keep for name, d in evaluate.name_decoders(model, 0.0).items() if d.n_rounds == 1}
+    assert keeps == {f"head, tau_keep {keep}": keep for keep in (0.0, 0.5, 0.8, 0.95)}
+
+
+def test_names_from_the_command_line(tmp_path, monkeypatch, capsys):
+    """A base of random weights, and an adapter that has learned Stage B; --json has both groups and every measure."""
+    monkeypatch.setattr(evaluate, "NAMES", replace(evaluate.NAMES, gen_length=8))
+    base, joint = tmp_path / "base", tmp_path / "joint"
+    write_json(base / "tokenizer.json", learn_bpe([], 258))
+    write_json(base / "names.json", {"unidata_version": "0"})
+    cfg = tiny_config(vocab_size=272, eos_id=256, mask_id=257, tokenizer="bpe", n_rounds=1)
+    save_model(new_model(cfg, generator("names")), base)
+    model = load_model(base, "cpu", torch.float32)
+    model.add_lora(2, 4, generator("lora"))
+    model.markers.data.fill_(0.1)
+    save_adapter(model, joint, base, dict(lora_r=2, lora_alpha=4))
+
+    argv = ["--ckpt", joint, "--prompts", 2, "--device", "cpu"]
+    code, out, err = command_line(evaluate, monkeypatch, capsys, *argv, "--json", "--temperature", 1)
+    records = [json.loads(line) for line in out.splitlines()]
+    names = list(evaluate.name_decoders(model, 1.0))
+    assert code == 0, err
+    assert [(r["group"], r["decoder"]) for r in records] == [(g, n) for g in ("held out", "trained") for n in names]
+    for r in records:
+        assert r["prompts"] == 2 and 0 <= r["low"] <= r["exist"] <= r["high"] <= 1
+        assert (r["partial/token"] > 0) == ("Stage B" in r["decoder"])
+        assert r["forwards/token"] == approx(r["full/token"] + r["commit/token"] + r["partial/token"] / 2)
+
+    # fewer columns for people; and the seed is that of what is drawn
+    seeds, generate = [], evaluate.generate
+    monkeypatch.setattr(evaluate, "generate", lambda *given: seeds.append(given[3]) or generate(*given))
+    code, out, _ = command_line(evaluate, monkeypatch, capsys, "--ckpt", base, *argv[2:], "--seed", 7)
+    assert set(seeds) == {7}
+    assert code == 0 and "2 held-out names" in out and "one at a time" in out and "Stage B" not in out
