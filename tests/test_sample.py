@@ -283,6 +283,24 @@ def test_a_look_of_ones_own_writes_what_it_says_and_costs_what_it_says(by):
         assert out.nfe["partial"] == sum(sizes) / 8 and out.nfe["looks"] == out.nfe["full"] == len(steps)
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_look_is_told_which_rows_are_in_flight(cached):
+    looked, in_flight = [], []
+
+    def look(engine, a, bundle):
+        looked.append(list(engine.rows))
+        return sample.stage_b_look(engine, a, bundle)
+
+    d = Decoding(gen_length=16, tau_m2t=0.1, tau_t2t=None, look=look)
+    texts = [prompt(8), prompt(3), prompt(15)]
+
+    def count(rows, step):
+        in_flight.append([row.number for row in rows])
+
+    generate(tiny_model(), texts, d, on_step=count, cached=cached)
+    assert looked == in_flight and looked[0] == [0, 1, 2] and looked[-1] not in ([0, 1, 2], [0, 1], [0])
+
+
 # --- one step
 
 
