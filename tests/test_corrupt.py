@@ -127,6 +127,23 @@ def test_chunked_loss_equals_whole_loss_with_gradients():
     torch.testing.assert_close(*results)
 
 
+def test_no_logits_are_kept_for_the_backward_pass():
+    """Of 512 positions and 4,096 tokens they would be two million numbers; a chunk of 64 has 262,144."""
+    h = torch.randn(1, 512, 16, generator=generator("h")).requires_grad_()
+    w = torch.randn(16, 4096, generator=generator("w")).requires_grad_()
+    kind = torch.full((1, 512), M, dtype=torch.uint8)
+    rows, kept = [], []
+
+    def head(x):
+        rows.append(len(x))
+        return x @ w
+
+    model = SimpleNamespace(head=head, cfg=SimpleNamespace(vocab_size=2**20))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        three_term_loss(model, h, random_ids(1, 512), kind, kind == M)
+    assert rows == [64] * 8 and max(kept) <= w.numel() < 64 * 4096
+
+
 def test_no_loss_anywhere_is_zero():
     model = SimpleNamespace(head=lambda h: h, cfg=SimpleNamespace(vocab_size=V))
     nothing = torch.zeros(1, 4, dtype=torch.uint8)

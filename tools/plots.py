@@ -317,7 +317,7 @@ def read_cache(path: Path) -> dict[tuple[str, str], list[list[float]]]:
     found, lines = {}, None
     for line in path.read_text().splitlines():
         head = re.match(r"Decoding (\d+) at once, cached against not: (.*?) \(\d+ layers", line)
-        row = re.match(r" +(\d+) +([\d.]+) +([\d.]+) +[\d.]+x ", line)
+        row = re.match(r" +(\d+) +([\d.]+) +([\d.]+) +[\d.]+x", line)
         if head:
             lines = found.setdefault((head[1], head[2]), [])
         elif row and lines is not None:
