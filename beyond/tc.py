@@ -13,8 +13,8 @@ a joint distribution of the bundle, with marginals of its own. Stage A says p_i(
 split is not. A chain's marginal is the average of its conditionals over draws, at the moment when that position is
 written, and `between` has two bounds of its entropy, in the mean over draws. The entropy of the average is too low.
 The cross-entropy of each draw to the others' average, with a little of p_i, is too high. TC is the middle of the two,
-because with many draws both miss the truth by about as much; mismatch is the rest. `python -m tools.known_tc` prints
-what it misses on joints whose TC is known. Where the bounds are far apart, take more --draws. +- is one standard
+because with many draws both miss the truth by about as much; mismatch is the rest. What it
+misses where TC is known: results/tc. Where the bounds are far apart, take more --draws. +- is one standard
 error, by a bootstrap over spans (a span recurs at every tau).
 
     python -m beyond.tc --data stdlib --ckpt out/text --plot tc.svg

@@ -18,7 +18,6 @@ from checkpoint import save_model
 from lib import toy
 from lib.data import is_validation
 from lib.util import generator
-from tools import known_tc
 
 
 def exact(t: toy.Toy, context: int):
@@ -214,66 +213,6 @@ def test_of_independent_tokens_nothing_is_unknown():
     assert all(abs(value) < 1e-9 for value in terms(p.log(), written).values())
     got = terms(((p + 1 / 3) / 2).log(), written)
     assert abs(got["low"]) < 1e-9 and got["high"] > 0.001
-
-
-# --- the joints of tools/known_tc.py
-def h(*p: float) -> float:
-    return -sum(x * math.log(x) for x in p if x)
-
-
-def test_the_known_joints_have_the_tc_of_their_closed_forms():
-    harmonic = sum(1 / k for k in range(1, 41))
-    of_40 = h(*(1 / k / harmonic for k in range(1, 41)))
-    rest = sum(1 / k for k in range(1, 200))
-    sure = h(0.97, *(0.03 / k / rest for k in range(1, 200)))
-    found = {name: float(t.tc()[0]) for name, t in known_tc.BUNDLES.items()}
-    assert found["two independent, Zipf of 40"] == approx(0, abs=1e-9)
-    assert found["two copies, Zipf of 40"] == approx(of_40)
-    assert found["four copies, Zipf of 40"] == approx(3 * of_40)
-    assert found["two copies, one symbol at 97 %"] == approx(sure)
-    assert found["two phrases of four"] == approx(3 * h(0.6, 0.4))
-    assert found["five phrases of four"] == approx(3 * h(0.4, 0.25, 0.2, 0.1, 0.05))
-
-
-def test_the_known_joints_are_written_by_their_own_conditionals():
-    t = TABLES["three positions"]
-    drawn = known_tc.chain_draws(t, 4000, generator("a table"))
-    same = (drawn[:, None] - written_by(t)).abs().amax((-1, -2)) < 1e-12  # (4000, S)
-    assert (same.sum(-1) == 1).all()
-    counts = same.sum(0)
-    error = (t.prob[0] * (1 - t.prob[0]) / 4000).sqrt()  # of a share of 4000 draws
-    assert ((counts / 4000 - t.prob[0]).abs() < 4 * error).all()
-
-
-@pytest.mark.parametrize(
-    "name", ["two copies, Zipf of 40", "two copies, Zipf of 100", "two copies, one symbol at 80 %"]
-)
-def test_of_copies_less_is_missed_than_by_the_jackknife(name):
-    """At 16 draws, whether Stage A is right or wrong."""
-    true = float(known_tc.BUNDLES[name].tc()[0])
-    found = known_tc.estimates(name, 16, 400)
-    jackknife, error = mean_and_error(found["jackknife"])
-    it_misses = true - jackknife - 4 * error  # at least
-    for stage_a in ("right", "too flat", "too sure", "elsewhere"):
-        mean, error = mean_and_error(found[stage_a])
-        assert abs(mean - true) + 4 * error < it_misses, stage_a
-
-    low, error = mean_and_error(found["low"])
-    assert low + 4 * error < true
-    high, error = mean_and_error(found["high"])
-    assert high - 4 * error > true
-
-
-def test_the_table_of_known_joints_from_the_command_line(monkeypatch, capsys):
-    code, out, _ = command_line(known_tc, monkeypatch, capsys, "--draws", 2, 3, "--times", 2)
-    lines = out.splitlines()
-    assert code == 0 and lines[0].split() == [word for head in known_tc.HEAD for word in head.split()]
-    assert len(lines) == 1 + 2 * len(known_tc.BUNDLES)
-
-    # of independent tokens two draws say all
-    name, tc_true, draws, right, error, low, _, high = lines[1].rsplit(maxsplit=11)[:8]
-    assert name == "two independent, Zipf of 40" and draws == "2"
-    assert tc_true == right == error == low == high == "0.00"
 
 
 # --- bundles of a model

@@ -154,15 +154,6 @@ def test_the_items_of_a_benchmark_are_shared_out(tmp_path, monkeypatch, capsys):
     assert out.count("items in shard 1/2") == out.count(tables.summary(one)) == 1 and "shard 2/2" not in out
 
 
-def test_killed_runs_end_as_undisturbed_ones():
-    """The short form of `python -m tools.survive`."""
-    command = [sys.executable, "-m", "tools.survive", "--kills", "1", "--length", "5"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stderr == "", done.stdout + done.stderr
-    training, evaluation = (line.split() for line in done.stdout.splitlines()[1:])
-    assert training[:2] == ["training", "1"] and evaluation[:2] == ["evaluation", "1"]
-
-
 def test_compiled_layers_train_alike(tmp_path, monkeypatch, capsys):
     """The graphs that dynamo and autograd make, run without generated code: what a C++ compiler adds is rounding. At a
     small rate, because Adam's first step is the rate times the sign of a gradient, however small that is."""
