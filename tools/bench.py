@@ -28,20 +28,20 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from cache import Cached, Output
-from checkpoint import PRESETS, new_model
+from cache import Cached, Uncached
+from checkpoint import new_model
 from convert_weights import plan
-from lib.util import Parser, bounded, fail, generator, pick_device
-from model import Config, Model, sequence_context
+from lib.config import PRESETS, Config
+from lib.output import Output
+from lib.util import Parser, bounded, command, fail, generator, pick_device
+from model import Model
 from released.compiled import compile_blocks
 from released.export import released_config
-from sample import Decoding, generate, step
+from sample import Decoding, Step, denoise, generate
 from train import Batch, cocommit_step, lora_everywhere, stage_a_step
 
-# R rows, T positions, B block_length, C channels, V vocabulary, L layers, n = n_last
+# R rows, B block_length, L layers, n = n_last
 
 # what is measured: enough to see the ratios, little enough for two cores
 TEXT = replace(PRESETS["text"], eos_id=256, mask_id=257, block_length=8)  # as train.py builds it
@@ -49,19 +49,9 @@ DEEP = replace(TEXT, n_layer=20)
 WIDE = replace(DEEP, n_embd=512, n_head=8, head_dim=64, rotary_dim=32, d_dense=1536, d_expert=256)
 GEOMETRIES = {"text": TEXT, "20 layers": DEEP, "20 layers, wide": WIDE}
 
-# 17 M parameters, for the released code
-OFFICIAL = replace(
-    TEXT,
-    n_layer=10,
-    n_embd=256,
-    n_head=8,
-    n_kv_head=4,
-    d_dense=512,
-    d_expert=64,
-    n_expert=32,
-    n_active=4,
-    block_length=32,
-)
+# for the released code, 17 M parameters
+OFFICIAL = replace(TEXT, n_layer=10, n_embd=256, n_head=8, n_kv_head=4, d_dense=512, d_expert=64, n_expert=32,
+                   n_active=4, block_length=32)  # fmt: skip
 
 CONTEXTS = (0, 64, 128, 256, 512, 1024, 1536, 2048)  # tokens before the block
 LENGTHS = (128, 512, 2048)  # of whole decodes
@@ -123,34 +113,15 @@ def row_prompts(rows: int) -> list[list[int]]:
 # decoding
 
 
-class Uncached:
-    """What cache.Cached is to `step`, without a cache: every forward reads the rows from their first token, as
-    sample.generate_one does. The prompts are of one length."""
-
-    def __init__(self, model: Model, prompts: list[list[int]], n_rounds: int):
-        self.model, self.cfg, self.n_rounds = model, model.cfg, n_rounds
-        self.past = torch.tensor(prompts, dtype=torch.long, device=model.wte.weight.device)  # (R, T)
-
-    def stage_a(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """The current blocks z (R, B) -> prefix states (R, T + B, C), logits of the blocks (R, B, V)."""
-        ids = torch.cat([self.past, z], dim=1)
-        self.ctx = sequence_context(self.cfg, torch.ones_like(ids, dtype=torch.bool), self.model.compute_dtype)
-        h = self.model.prefix(ids, self.ctx)
-        return h, self.model.head(self.model.last_n(h, self.ctx)[:, -z.shape[1] :])
-
-    def stage_b(self, h: Tensor, bundle: Tensor) -> Tensor:
-        marks = F.pad(bundle, (h.shape[1] - bundle.shape[1], 0))
-        return self.model.head(self.model.coordinate(h, marks, self.ctx, self.n_rounds)[:, -bundle.shape[1] :])
-
-
-def one_step(engine: Cached | Uncached, n_rounds: int, rows: int = 1) -> Callable[[], dict[str, Tensor]]:
-    """One decoding step of rows in the middle of a block: half of it written, half masks, no prompt."""
-    cfg, device = engine.cfg, engine.model.wte.weight.device
-    z = torch.tensor([prompt(cfg.block_length, 1)] * rows, device=device)
+def one_step(engine: Cached | Uncached, n_rounds: int) -> Callable[[], Step]:
+    """One decoding step of every row in the middle of a block: half of it written, half masks, no prompt."""
+    cfg = engine.cfg
+    R = len(engine.rows)
+    z = torch.tensor([prompt(cfg.block_length, 1)] * R, device=engine.model.wte.weight.device)
     z[:, cfg.block_length // 2 :] = cfg.mask_id
     nothing = torch.zeros_like(z, dtype=torch.bool)
-    u = torch.zeros(rows, 3, cfg.block_length, device=device)
-    return lambda: step(engine, z, nothing, True, u, replace(ONE_BY_ONE, n_rounds=n_rounds))
+    u = torch.zeros(R, 2, cfg.block_length)
+    return partial(denoise, engine, z, nothing, u, replace(ONE_BY_ONE, n_rounds=n_rounds))
 
 
 @torch.inference_mode()
@@ -163,7 +134,7 @@ def decode(device: torch.device) -> None:
         print("  context   cached ms a step   uncached ms a step   ratio")
         measured = []
         for context in CONTEXTS:
-            sides = [one_step(engine(model, [prompt(context)] * rows, 1), 1, rows) for engine in (Cached, Uncached)]
+            sides = [one_step(engine(model, [prompt(context)] * rows, 1), 1) for engine in (Cached, Uncached)]
             cached, uncached = interleaved(*sides, repeats=1 if rows > 1 else 3)
             measured.append((cached, uncached))
             print(f"  {context:7}   {1e3 * cached:16.1f}   {1e3 * uncached:18.1f}   {uncached / cached:4.1f}x")
@@ -207,10 +178,7 @@ STEPS = {
 def training_step(cfg: Config, variant: str, device: torch.device) -> Callable[[], None]:
     """Forward and backward; the optimizer is left out, because it costs the same in every variant."""
     model = new_model(cfg, generator("bench"), device)
-    args = Namespace(
-        corruption="random", replace_rate=0.1, draft_rate=0.3, context="corrupted", bundle_scope="block", s_min=1,
-        s_max=16, lora_r=16, seed=0,
-    )  # fmt: skip
+    args = Namespace(corruption="random", context="corrupted", s_min=1, s_max=16, lora_r=16, seed=0)
     if variant == "both, adapters":
         lora_everywhere(model, args)
     model.checkpointing = variant == "both, checkpointing"
@@ -347,11 +315,12 @@ def machine(device: torch.device) -> str:
     info = Path("/proc/cpuinfo")
     if info.exists() and (found := re.search(r"model name\s*: (.+)", info.read_text())):
         name = found[1]
-    gpu = f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
-    threads = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    return f"{name}, {threads}; torch {torch.__version__}, {device}{gpu}"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads; torch {torch.__version__}, {device}"
 
 
+@command
 def main() -> None:
     parser = Parser(__doc__)
     add = parser.add_argument_group("what to measure").add_argument

@@ -9,7 +9,7 @@ import torch
 from common import EOS, MASK, command_line, refused, tiny_config, tiny_model
 
 import sample
-from checkpoint import PRESETS
+from lib.config import PRESETS
 from model import Model
 from sample import Decoding, generate
 from tools import bench
@@ -42,9 +42,10 @@ def test_both_sides_take_the_same_step(rows, n_rounds):
     model = tiny_model(vocab_size=300)
     prompts = [bench.prompt(16)] * rows
     engines = (bench.Cached(model, prompts, n_rounds), bench.Uncached(model, prompts, n_rounds))
-    cached, uncached = (bench.one_step(engine, n_rounds, rows)() for engine in engines)
-    assert torch.equal(cached["after"], uncached["after"]) and torch.equal(cached["bundle"], uncached["bundle"])
-    torch.testing.assert_close(cached["conf"], uncached["conf"])
+    cached, uncached = (bench.one_step(engine, n_rounds)() for engine in engines)
+    assert torch.equal(cached.after, uncached.after) and torch.equal(cached.bundle, uncached.bundle)
+    assert cached.bundle.sum() == rows  # one token a step
+    torch.testing.assert_close(cached.look.conf, uncached.look.conf)
 
 
 def test_refusals(monkeypatch, capsys):
@@ -143,7 +144,7 @@ def test_one_host_synchronisation_a_step(n_rounds, temperature, monkeypatch):
 
     def counted_step(*args):
         steps.append(1)
-        return step(*args)
+        return denoise(*args)
 
     def answer(flags):
         asked.append(tuple(flags.shape))
@@ -151,8 +152,8 @@ def test_one_host_synchronisation_a_step(n_rounds, temperature, monkeypatch):
             raise Stop
         return [[False] * 3] + [[True] * 3] * (len(flags) - 1)
 
-    step = sample.step
-    monkeypatch.setattr(sample, "step", counted_step)
+    denoise = sample.denoise
+    monkeypatch.setattr(sample, "denoise", counted_step)
     monkeypatch.setattr(torch.Tensor, "tolist", answer)
     d = Decoding(gen_length=16, n_rounds=n_rounds, temperature=temperature)
     with pytest.raises(Stop):
