@@ -11,9 +11,8 @@ python -m beyond.toys --adapter out/picture_clean out/picture_chain
 python -m tools.toys modes n_ctx=8 --context 1
 python sample.py --ckpt out/picture --adapter out/picture_chain --prompt_ids 25,25,25,25 --gen_length 4 --tau_m2t -1 \
   --tau_t2t none --watch
-# the same two decodes as one page, side by side
+# the same two decodes as records, which the page of `python -m tools.playground` shows side by side
 python sample.py --ckpt out/picture --prompt_ids 25,25,25,25 --gen_length 4 --tau_m2t -1 --tau_t2t none --json \
   > out/factorised.json
-python sample.py --ckpt out/picture --adapter out/picture_chain --prompt_ids 25,25,25,25 --gen_length 4 --tau_m2t -1 \
-  --tau_t2t none --json > out/joint.json
-python -m tools.trace_page out/factorised.json out/joint.json --out out/picture.html
+python sample.py --ckpt out/picture_chain --prompt_ids 25,25,25,25 --gen_length 4 --tau_m2t -1 --tau_t2t none --json \
+  > out/joint.json

@@ -146,7 +146,10 @@ def step_record(step: Any, r: int, start: int) -> dict:
     refused = []  # what a head is not sure of stays masked
     for i in places(step.bundle[r] & ~step.look.written[r]):
         refused.append(dict(at=start + i, token=token[i], conf=conf[i]))
-    return dict(start=start, before=before, after=after, fill=fill, edit=edit, refused=refused, conf=conf)
+    return dict(
+        start=start, before=before, after=after, fill=fill, edit=edit, refused=refused, conf=conf,
+        partial=float(step.look.partial[r]),
+    )  # fmt: skip
 
 
 def places(here: Tensor) -> list[int]:

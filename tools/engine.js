@@ -8,7 +8,7 @@
 //
 // States are rows: an array with one Float32Array of C numbers for each of the T positions of the current block.
 // Finished blocks are keys and values in ctx.past: no block attends to a later one, so they never change.
-// A model is {cfg: a Config, tensors: name -> Float32Array, tokenizer, n_joint: blocks of a joint head, partial_cost}.
+// A model is {cfg: a Config, tensors: name -> Float32Array, tokenizer, partial_cost}.
 //
 // T positions of the block, C channels (n_embd), H query heads, G key and value heads, D head dim, V vocabulary
 const MAX_STEPS = 1024; // forwards in one block
@@ -61,45 +61,13 @@ function dot(W, first, x) {
   return sum;
 }
 
-// y = W x and z = W v, four numbers of each at a time, because what is read from memory is then used more than once.
-// Where W has no multiple of four rows, what is read and written behind the ends is nothing.
-function multiply(W, x, v, y, z) {
-  const n = x.length;
-  for (let o = 0; o < y.length; o += 4) {
-    const first = o * n;
-    const second = first + n;
-    const third = second + n;
-    const fourth = third + n;
-    let [y0, y1, y2, y3, z0, z1, z2, z3] = [0, 0, 0, 0, 0, 0, 0, 0];
-    for (let i = 0; i < n; i++) {
-      const ofX = x[i];
-      const ofV = v[i];
-      let weight = W[first + i];
-      y0 += weight * ofX;
-      z0 += weight * ofV;
-      weight = W[second + i];
-      y1 += weight * ofX;
-      z1 += weight * ofV;
-      weight = W[third + i];
-      y2 += weight * ofX;
-      z2 += weight * ofV;
-      weight = W[fourth + i];
-      y3 += weight * ofX;
-      z3 += weight * ofV;
-    }
-    [y[o], y[o + 1], y[o + 2], y[o + 3]] = [y0, y1, y2, y3];
-    [z[o], z[o + 1], z[o + 2], z[o + 3]] = [z0, z1, z2, z3];
-  }
-}
-
-// y = W x + bias for each row, W (out, in), two rows at a time.
+// y = W x + bias for each row, W (out, in).
 function linear(rows, W, bias) {
-  const found = rows.map((x) => new Float32Array(W.length / x.length));
-  for (let t = 0; t < rows.length; t += 2) {
-    const u = Math.min(t + 1, rows.length - 1);
-    multiply(W, rows[t], rows[u], found[t], found[u]);
-  }
-  return bias ? found.map((row) => row.map((value, o) => value + bias[o])) : found;
+  return rows.map((x) => {
+    const y = new Float32Array(W.length / x.length);
+    for (let o = 0; o < y.length; o++) y[o] = dot(W, o * x.length, x) + (bias ? bias[o] : 0);
+    return y;
+  });
 }
 
 // Root mean square norm, scaled by `weight` where there is one.
@@ -267,15 +235,11 @@ function stageA(model, z, ctx) {
 
 // The joint head: y <- y + 1_S * Block(y), inside the block of text alone -> the states of the bundle's positions.
 function jointHead(model, last, bundle) {
+  const name = "second_look.block";
   const y = last.map((row) => rmsNorm(row, null, 2 ** -23));
-  for (let i = 0; i < model.n_joint; i++) {
-    const name = "joint_head." + i;
-    const mixed = attention(model, name + ".attn", norm(model, name + ".norm_1", y), newContext(), 0);
-    const x = add(bundle.map((t) => y[t]), bundle.map((t) => mixed[t]));
-    const written = add(x, mlp(model, name + ".mlp", norm(model, name + ".norm_2", x)));
-    bundle.forEach((t, j) => (y[t] = written[j]));
-  }
-  return bundle.map((t) => y[t]);
+  const mixed = attention(model, name + ".attn", norm(model, name + ".norm_1", y), newContext(), 0);
+  const x = add(bundle.map((t) => y[t]), bundle.map((t) => mixed[t]));
+  return add(x, mlp(model, name + ".mlp", norm(model, name + ".norm_2", x)));
 }
 
 // --- decoding
@@ -330,19 +294,20 @@ function keepChain(s, asked, tau_keep, order) {
   return asked.filter((t) => t === first || kept.includes(t));
 }
 
-// One step on the block z, whose prompt is its first `free` positions: everything is read from z and written at once.
-// d: the fields of sample.Decoding, tau_keep, and the `stage` that writes the bundle: "A", "B" or "joint".
-function step(model, z, ctx, d, free) {
+// One step on the block z: everything is read from z and written at once. given: which positions are the prompt's.
+// d: the fields of sample.Decoding, and the `stage` that writes the bundle: "A", "B" or "joint".
+function step(model, z, ctx, d, given) {
   const {mask_id, order} = model.cfg;
   const masked = [...z.keys()].filter((t) => z[t] === mask_id);
   const {h, last, logits} = stageA(model, z, ctx);
   const {token: token_a, conf: conf_a} = candidates(logits);
   const asked = selectBundle(conf_a, masked, d.tau_m2t, order);
-  const s = {before: z, bundle: asked, token: token_a, conf: conf_a, token_a, conf_a, partial: 0};
+  const s = {before: z, bundle: asked, refused: [], token: token_a, conf: conf_a, token_a, conf_a, partial: 0,
+    looks: 0};
 
   if (d.stage === "B" && asked.length > 0) {
     Object.assign(s, candidates(head(model, coordinate(model, h, asked, ctx, d.n_rounds))));
-    s.partial = d.n_rounds;
+    s.partial = s.looks = d.n_rounds;
   }
   if (d.stage === "joint" && asked.length > 1) {
     const {token, conf} = candidates(head(model, jointHead(model, last, asked)));
@@ -351,11 +316,12 @@ function step(model, z, ctx, d, free) {
     s.bundle = keepChain(s, asked, d.tau_keep, order);
     s.refused = asked.filter((t) => !s.bundle.includes(t));
     s.partial = asked.length / z.length;
+    s.looks = 1;
   }
 
   // Eq. 3 edits what is visible, Eq. 2 fills the bundle
   const gate = d.tau_t2t ?? Infinity;
-  const visible = (t) => t >= free && !masked.includes(t);
+  const visible = (t) => !given[t] && !masked.includes(t);
   s.edited = [...z.keys()].filter((t) => visible(t) && s.conf[t] > gate && s.token[t] !== z[t]);
   s.after = z.map((id, t) => (s.bundle.includes(t) || s.edited.includes(t) ? s.token[t] : id));
   return s;
@@ -370,31 +336,32 @@ function finishBlock(model, z, ctx, n_rounds) {
   ctx.start += z.length;
 }
 
-// The decoder as the paper has it, block after block -> tokens, forwards by kind, all steps (each with the position
-// `start` of its block), and the forwards [full, partial, commit] after each step.
+// The decoder as the paper has it, block after block, from the first hole of the prompt on -> the prompt with its holes
+// filled, tokens, forwards by kind, and all steps, each with the position `start` of its block.
 // d.byHand(z, start, number of the step): a step that somebody else makes, for no forward, or undefined.
 function generateOne(model, prompt, d) {
   const {block_length: B, mask_id, eos_id} = model.cfg;
   const end = prompt.length + d.gen_length;
   const ctx = newContext();
-  const nfe = {full: 0, partial: 0, commit: 0};
-  const counts = [[0, 0, 0]];
+  const nfe = {full: 0, partial: 0, commit: 0, looks: 0};
   const steps = [];
-  while (ctx.start + B <= prompt.length) finishBlock(model, prompt.slice(ctx.start, ctx.start + B), ctx, d.n_rounds);
+  const first = prompt.includes(mask_id) ? prompt.indexOf(mask_id) : prompt.length;
+  while (ctx.start + B <= first) finishBlock(model, prompt.slice(ctx.start, ctx.start + B), ctx, d.n_rounds);
   const ids = prompt.slice(0, ctx.start);
   while (ids.length < end) {
     const start = ids.length;
     let z = Array.from({length: B}, (_, t) => prompt[start + t] ?? mask_id);
+    const given = z.map((id) => id !== mask_id);
     let changed = true;
     let post = 0; // forwards since the last mask
     for (let forwards = 0; forwards < MAX_STEPS; ) {
       const hand = d.byHand?.(z, start, steps.length);
-      const s = hand ?? step(model, z, ctx, d, prompt.length - start);
+      const s = hand ?? step(model, z, ctx, d, given);
       steps.push({...s, start});
       z = s.after;
       nfe.full += hand ? 0 : 1;
       nfe.partial += s.partial;
-      counts.push(Object.values(nfe));
+      nfe.looks += s.looks;
       if (hand) continue;
       forwards++;
       changed = z.some((id, t) => id !== s.before[t]);
@@ -409,12 +376,11 @@ function generateOne(model, prompt, d) {
     // the next block will read this one: once more if its last step changed it, and in every round
     nfe.commit += changed ? 1 : 0;
     nfe.partial += Math.max(0, d.n_rounds - 1);
-    counts[counts.length - 1] = Object.values(nfe);
     finishBlock(model, z, ctx, d.n_rounds);
   }
 
   const tokens = ids.slice(prompt.length, end);
   if (tokens.includes(eos_id)) tokens.length = tokens.indexOf(eos_id) + 1;
   const all = nfe.full + nfe.commit + nfe.partial * model.partial_cost;
-  return {tokens, nfe: {...nfe, all}, steps, counts};
+  return {prompt: ids.slice(0, prompt.length), tokens, nfe: {...nfe, all}, steps};
 }

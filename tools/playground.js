@@ -1,9 +1,11 @@
-// The page around the engine (tools/engine.js) and the viewer (tools/trace_page.html): what is typed becomes one record
-// for each decoder, and the viewer shows them side by side.
+// The page around the engine (engine.js) and the viewer (viewer.js): what is typed becomes one record for each decoder,
+// and the viewer shows them side by side. It also shows records from files.
 
+const data = JSON.parse($("data").textContent);
 const model = readModel(data);
 const SHAPES = {square: "■", triangle: "▲", circle: "●"}; // of the decoders, beside their colours
 let byHand = data.decoders.map(() => ({})); // of each decoder: {number of a step: {at, token}}
+let fromFiles = false; // whether the records shown are of files: of another model, perhaps
 let earlier = null; // {run, step, answers}: what both stages said before a token was written by hand
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -26,33 +28,16 @@ function readTensor({dtype, base64}) {
   return new Float32Array(halves.buffer);
 }
 
-function readModel({cfg, tokenizer, n_joint, partial_cost, tensors: stored}) {
+function readModel({cfg, tokenizer, partial_cost, tensors: stored}) {
   const tensors = {};
   for (const [name, tensor] of Object.entries(stored)) tensors[name] = readTensor(tensor);
-  if (cfg.tied) tensors["lm_head.weight"] = tensors["wte.weight"];
-  return {cfg, tokenizer, n_joint, partial_cost, tensors};
+  return {cfg, tokenizer, partial_cost, tensors};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// the judge: a name is found by its hash among those of all characters, or ends in its character's number
+// the judge: a name is in the list of all, or ends in its character's number
 
-// FNV-1a, 32 bits, started by a seed at which no two names share a hash (tools/playground.py looks for it)
-function hash(text) {
-  let h = data.names.seed;
-  for (let i = 0; i < text.length; i++) h = Math.imul(h ^ text.charCodeAt(i), 16777619);
-  return h >>> 0;
-}
-
-// {codes: hash of a name -> code point, numbered: [first, last, what stands before the number]}
-function readNames(names) {
-  const hashes = new Uint32Array(fromBase64(names.hashes).buffer);
-  const codes = new Map();
-  let i = 0;
-  for (const [first, count] of names.runs) for (let k = 0; k < count; k++) codes.set(hashes[i++], first + k);
-  return {codes, numbered: names.numbered};
-}
-
-const known = data.names && readNames(data.names);
+const known = data.names;
 
 // The character of exactly this name, or undefined.
 function exists(name) {
@@ -60,8 +45,8 @@ function exists(name) {
   const code = Number.parseInt(number, 16);
   const inRun = ([first, last, before]) => first <= code && code <= last && before === front;
   const canonical = number === code.toString(16).toUpperCase().padStart(4, "0");
-  const found = number && canonical && known.numbered.some(inRun) ? code : known.codes.get(hash(name));
-  return found === undefined ? undefined : String.fromCodePoint(found);
+  if (number && canonical && known.numbered.some(inRun)) return String.fromCodePoint(code);
+  return Object.hasOwn(known.codes, name) ? String.fromCodePoint(known.codes[name]) : undefined;
 }
 
 // As sample.py says it.
@@ -88,8 +73,8 @@ function decoding(decoder, hand = {}) {
     const at = hand[n].at - start;
     const after = z.map((id, t) => (t === at ? hand[n].token : id));
     const sure = z.map(() => 1);
-    return {before: z, after, bundle: [at], edited: [], token: after, conf: sure, token_a: after, conf_a: sure,
-      partial: 0, byHand: true};
+    return {before: z, after, bundle: [at], edited: [], refused: [], token: after, conf: sure, token_a: after, conf_a: sure,
+      partial: 0, looks: 0, byHand: true};
   };
   return {stage: decoder.stage, n_rounds: decoder.n_rounds, tau_m2t: decoder.gated ? tau_m2t : 1, tau_keep, byHand,
     tau_t2t: null, max_post_steps: 16, gen_length: data.gen_length, eos_early_stop: true};
@@ -102,34 +87,38 @@ function stepRecord(s) {
   const fill = s.bundle.map((t) => ({at: start + t, token: after[t], conf: round(s.conf[t]), token_a: s.token_a[t],
     conf_a: round(s.conf_a[t])}));
   const edit = s.edited.map((t) => ({at: start + t, old: before[t], token: after[t], conf: round(s.conf[t])}));
-  const record = {start, before, after, bundle: fill.map((f) => f.at), fill, edit, conf: s.conf.map(round), byHand};
-  if (!s.refused) return record;
   const refused = s.refused.map((t) => ({at: start + t, token: s.token[t], conf: round(s.conf[t])}));
-  return {...record, refused};
+  return {start, before, after, fill, edit, refused, conf: s.conf.map(round), partial: s.partial, byHand};
 }
 
-// A decode as one record of `sample.py --json`; `counts` are the forwards after each step.
-function recordOf(prompt, d) {
-  const {tokens, nfe, steps, counts} = generateOne(model, prompt, d);
+// A decode as one record of `sample.py --json`.
+function recordOf(asked, d) {
+  const {prompt, tokens, nfe, steps} = generateOne(model, asked, d);
   const {eos_id, mask_id} = model.cfg;
   const shown = [...prompt, ...steps.flatMap((s) => [...s.after, ...s.token_a, ...s.token])];
   const pieces = Object.fromEntries(shown.map((id) => [id, model.tokenizer.pieces[id]]));
   Object.assign(pieces, {[eos_id]: "∎", [mask_id]: "▒"});
   return {text: decode(model, tokens), verdict: verdict(decode(model, [...prompt, ...tokens])), tokens, nfe,
     nfe_per_token: nfe.full / Math.max(1, tokens.length), partial_cost: model.partial_cost,
-    steps: steps.map(stepRecord), prompt, mask_id, n_rounds: d.n_rounds, pieces, counts};
+    steps: steps.map(stepRecord), prompt, mask_id, n_rounds: d.n_rounds, pieces};
 }
 
 // One decoder's run, as the viewer takes it.
 function complete(prompt, run) {
   const decoder = data.decoders[run];
   const record = recordOf(prompt, decoding(decoder, byHand[run]));
-  return Object.assign(record, {label: decoder.name, about: decoder.about,
-    name: decode(model, [...prompt, ...record.tokens])});
+  const name = decode(model, [...record.prompt, ...record.tokens]);
+  return {...record, asked: prompt, label: decoder.name, about: decoder.about, name};
+}
+
+// The ids of a text, in which each ▒ is one token to fill.
+function encodeWithHoles(text) {
+  const parts = text.split("▒").map((part) => encode(model, known ? part.trimEnd() : part));
+  return parts.flatMap((ids, i) => (i ? [model.cfg.mask_id, ...ids] : ids));
 }
 
 function promptOf(text) {
-  const prompt = encode(model, known ? text.trimEnd() : text);
+  const prompt = encodeWithHoles(text);
   const need = Math.ceil((prompt.length + data.gen_length) / model.cfg.block_length) * model.cfg.block_length;
   if (!prompt.length) return {wrong: "The model continues a text: type at least one letter."};
   if (need > model.cfg.max_len) return {wrong: "This beginning is too long for the model."};
@@ -146,7 +135,30 @@ function ask(step = Infinity) {
   present(data.decoders.map((_, run) => complete(prompt, run)), step);
 }
 
+// Texts of files, [name, text] each, whose lines are records: shown side by side, from the start.
+function showRecords(files) {
+  const records = [];
+  for (const [name, text] of files) {
+    const lines = text.split("\n").filter((line) => line.trim());
+    for (const line of lines) {
+      const record = JSON.parse(line);
+      if (!record.steps?.length) throw new Error(`${name} holds no steps`);
+      records.push({...record, label: name.replace(/\.\w+$/, "")});
+    }
+  }
+  const prompts = new Set(records.map((record) => String(record.prompt)));
+  if (prompts.size !== 1) throw new Error(`side by side are runs of one prompt, these are of ${prompts.size}`);
+  play(false);
+  chosen = null;
+  fromFiles = true;
+  $("undo").hidden = true;
+  $("seen").textContent = "Runs of sample.py --json, from files.";
+  show(records, 0);
+}
+
+// Shows one record for each decoder.
 function present(records, step) {
+  fromFiles = false;
   $("undo").hidden = byHand.every((hand) => !Object.keys(hand).length);
   if ($("undo").hidden) $("seen").textContent = whatIsSeen(records);
   show(records, step);
@@ -207,6 +219,7 @@ function answersFor(t, b, at) {
 }
 
 morePanel = (panel, t, b, at, v) => {
+  if (fromFiles) return;
   if (v.ids[at - b.start] !== t.mask_id) {
     make(panel, "p", "hint", "Step back until this token is a mask to see what else could stand here.");
     return;
@@ -252,7 +265,7 @@ function writeByHand(run, b, at, token, answers) {
   byHand[run] = {...Object.fromEntries(before), [k]: {at, token}};
   earlier = {run, step: k + 1, answers};
   chosen = {run, at};
-  present(traces.map((t, i) => (i === run ? complete(t.prompt, run) : t)), k + 1);
+  present(traces.map((t, i) => (i === run ? complete(t.asked, run) : t)), k + 1);
 
   const t = traces[run];
   const after = answersFor(t, t.blocks.find((block) => block.start === b.start), at);
@@ -266,123 +279,43 @@ function writeByHand(run, b, at, token, answers) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// the experiment: names that exist against forwards, over held-out beginnings
+// the experiment: how many names exist, and the forwards that they took, over held-out beginnings
 
-let points = []; // {label, shape, run, n, found, forwards}
 let running = false;
 
-// Wilson's 95 % interval of a share of which k of n were seen.
-function wilson(k, n) {
-  const z2 = 1.959963984540054 ** 2;
-  const middle = (k + z2 / 2) / (n + z2);
-  const spread = Math.sqrt((z2 * k * (n - k)) / n + (z2 * z2) / 4) / (n + z2);
-  return [middle - spread, middle + spread];
-}
-
-function labelOf(decoder) {
-  const {tau_m2t, tau_keep} = gates();
-  const keeps = decoder.stage === "joint" && tau_keep !== data.tau_keep ? `, keep ${tau_keep}` : "";
-  const gate = tau_m2t === 0 ? "all at once" : tau_m2t;
-  return decoder.name + (decoder.gated ? `, ${gate}${keeps}` : "");
-}
-
-// One beginning after the other, each with every decoder that has no point at these gates yet.
+// One beginning after the other, each by every decoder.
 async function runAll() {
   running = true;
   $("run").textContent = "Stop";
-  points = points.filter((point) => point.n === data.beginnings.length); // what was stopped begins again
-  const settings = data.decoders.map((decoder) => decoding(decoder));
-  const fresh = {n: 0, found: 0, forwards: 0};
-  const added = data.decoders.map((decoder, run) => ({label: labelOf(decoder), shape: decoder.shape, run, ...fresh}));
-  const isNew = added.filter((point) => !points.some((old) => old.label === point.label));
-  points = [...points, ...isNew];
+  const sums = data.decoders.map((decoder) => ({decoder, d: decoding(decoder), found: 0, forwards: 0}));
   for (const [i, prompt] of data.beginnings.entries()) {
-    if (!running) break;
-    for (const point of isNew) {
-      const record = generateOne(model, prompt, settings[point.run]);
-      point.n += 1;
-      point.found += exists(decode(model, [...prompt, ...record.tokens])) !== undefined;
-      point.forwards += record.nfe.all;
+    for (const sum of sums) {
+      const {tokens, nfe} = generateOne(model, prompt, sum.d);
+      sum.found += exists(decode(model, [...prompt, ...tokens])) === undefined ? 0 : 1;
+      sum.forwards += nfe.all;
     }
-    $("progress").textContent = `${i + 1} of ${data.beginnings.length} names`;
-    drawShares();
+    drawShares(sums, i + 1);
     await new Promise((resume) => setTimeout(resume));
+    if (!running) break;
   }
   running = false;
-  $("run").textContent = `Run ${data.beginnings.length}`;
-  drawShares();
+  $("run").textContent = "Run again";
 }
 
-function drawShares() {
-  const rows = points.filter((point) => point.n);
-  $("shares").hidden = !rows.length;
+function drawShares(sums, n) {
+  $("progress").textContent = `${n} of ${data.beginnings.length} names`;
+  $("shares").hidden = false;
   const body = $("shares").tBodies[0];
   body.replaceChildren();
-  for (const {label, shape, n, found, forwards} of rows) {
+  for (const {decoder, found, forwards} of sums) {
     const row = make(body, "tr", "");
     const title = make(row, "th", "");
     title.scope = "row";
-    make(title, "span", `shape ${shape}`, SHAPES[shape] + " ");
-    title.append(label);
-    const [low, high] = wilson(found, n).map((share) => (100 * share).toFixed(0));
-    const cells = [n, `${((100 * found) / n).toFixed(0)} %`, `${low}–${high} %`, (forwards / n).toFixed(2)];
-    for (const text of cells) make(row, "td", "", String(text));
+    make(title, "span", `shape ${decoder.shape}`, SHAPES[decoder.shape] + " ");
+    title.append(decoder.name);
+    make(row, "td", "", `${((100 * found) / n).toFixed(0)} %`);
+    make(row, "td", "", (forwards / n).toFixed(2));
   }
-  drawChart(rows);
-}
-
-function drawChart(rows) {
-  $("chart").replaceChildren();
-  if (!rows.length) return;
-  const width = Math.min(720, $("chart").clientWidth || 720);
-  const height = 300;
-  const left = 52;
-  const right = 16;
-  const top = 12;
-  const bottom = 40;
-  const most = Math.max(8, ...rows.map((point) => Math.ceil(point.forwards / point.n)));
-  const x = (forwards) => left + (forwards / most) * (width - left - right);
-  const y = (share) => height - bottom - share * (height - bottom - top);
-  const svg = draws($("chart"), "svg", {viewBox: `0 0 ${width} ${height}`, role: "img"});
-  svg.style.maxWidth = `${width}px`;
-  svg.setAttribute("aria-label", "names that exist against forwards a name; the table below holds the numbers");
-
-  for (const share of [0, 0.25, 0.5, 0.75, 1]) {
-    draws(svg, "line", {class: "axis", x1: left, x2: width - right, y1: y(share), y2: y(share)});
-    draws(svg, "text", {class: "soft", x: left - 6, y: y(share) + 4, "text-anchor": "end"}, `${100 * share} %`);
-  }
-  for (let forwards = 0; forwards <= most; forwards += 2)
-    draws(svg, "text", {class: "soft", x: x(forwards), y: height - bottom + 18, "text-anchor": "middle"}, forwards);
-  const middle = {class: "soft", x: x(most / 2), y: height - 4, "text-anchor": "middle"};
-  draws(svg, "text", middle, "forwards a name, all counted");
-
-  for (const {label, shape, n, found, forwards} of rows) {
-    const at = x(forwards / n);
-    const share = y(found / n);
-    const [low, high] = wilson(found, n);
-    const group = draws(svg, "g", {class: shape});
-    draws(group, "line", {class: "interval", x1: at, x2: at, y1: y(low), y2: y(high)});
-    const cap = {class: "interval", x1: at - 4, x2: at + 4};
-    for (const end of [low, high]) draws(group, "line", {...cap, y1: y(end), y2: y(end)});
-    drawPoint(group, shape, at, share);
-    const toTheLeft = at > 0.7 * width;
-    const beside = toTheLeft ? {x: at - 10, "text-anchor": "end"} : {x: at + 10};
-    draws(group, "text", {...beside, y: share + 4}, label);
-  }
-}
-
-// A square, a triangle or a circle: the decoders differ by shape as well as by colour.
-function drawPoint(group, shape, x, y) {
-  if (shape === "square") draws(group, "rect", {class: "point", x: x - 5, y: y - 5, width: 10, height: 10});
-  if (shape === "triangle") draws(group, "path", {class: "point", d: `M${x - 6},${y + 5} h12 l-6,-11 z`});
-  if (shape === "circle") draws(group, "circle", {class: "point", cx: x, cy: y, r: 5.5});
-}
-
-function draws(parent, tag, attributes, text = "") {
-  const e = parent.appendChild(document.createElementNS("http://www.w3.org/2000/svg", tag));
-  for (const [name, value] of Object.entries(attributes)) e.setAttribute(name, value);
-  e.textContent = text;
-  return e;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -417,17 +350,18 @@ for (const gate of ["tau_m2t", "tau_keep"]) {
   $(gate).addEventListener("change", () => { play(false); ask(); });
 }
 $("run").addEventListener("click", () => { if (running) running = false; else runAll(); });
-$("clear").addEventListener("click", () => {
-  running = false;
-  points = [];
-  $("progress").textContent = "";
-  drawShares();
+$("files").addEventListener("change", async () => {
+  try {
+    showRecords(await Promise.all([...$("files").files].map(async (file) => [file.name, await file.text()])));
+    $("unread").textContent = "";
+    scrollTo(0, 0);
+  } catch (problem) {
+    $("unread").textContent = `This is not what sample.py --json writes: ${problem.message}.`;
+  }
 });
-
-document.title = $("title").textContent = "Tokens that are written together should agree";
 $("prompt").value = data.prompt;
 $("tau_m2t").value = data.tau_m2t;
-if (data.tau_keep !== null) $("tau_keep").value = data.tau_keep;
+$("tau_keep").value = data.tau_keep;
 for (const keeper of document.querySelectorAll(".keep")) keeper.hidden = second?.stage !== "joint";
 for (const order of ["surest", "leftmost"])
   for (const rule of document.querySelectorAll(`.${order}`)) rule.hidden = model.cfg.order !== order;
@@ -437,6 +371,4 @@ following = !known; // a name fits the screen
 showGates();
 if (!known) $("kind").textContent = "text";
 
-// the step in its address, or the whole from the start
-if (location.hash) ask(linked());
-else begin();
+begin();

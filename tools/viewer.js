@@ -1,137 +1,5 @@
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy"
-  content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
-<title>Trace</title>
-<style>
-:root {
-  --page: #fff; --ink: #1b1f24; --soft: #59636e; --line: #d0d5dc; --cell: #f4f5f7; --hatch: #dfe3e8;
-  --fill: #0a5ca8; --fill-back: #dcebfa; --edit: #a84300; --edit-back: #fde9d9; --differ: #8a1c7c;
-}
-@media (prefers-color-scheme: dark) { :root {
-  --page: #14171b; --ink: #e6e9ee; --soft: #9ba5b1; --line: #3a424d; --cell: #20252c; --hatch: #2d343d;
-  --fill: #79bcff; --fill-back: #15334f; --edit: #ffab6e; --edit-back: #4a2a12; --differ: #f2a0e6;
-} }
-* { box-sizing: border-box; }
-html { scroll-padding: 8rem 0 6rem; }
-body { margin: 0; color: var(--ink); background: var(--page); font: 16px/1.45 system-ui, sans-serif; }
-header, main, footer, #differ, .bar > div, #panel { max-width: 75rem; margin: 0 auto; padding: 0 1rem; }
-h1 { font-size: 1.2rem; margin: 1rem 0 .25rem; }
-h2 { font-size: 1rem; margin: 0; }
-h3 { font-size: .8rem; font-weight: 400; color: var(--soft); margin: 0 0 .3rem; }
-p { margin: 0; overflow-wrap: anywhere; }
-.counts, footer { color: var(--soft); font-size: .875rem; }
-.bar, #details { position: sticky; z-index: 1; background: var(--page); border: 0 solid var(--line); }
-.bar { top: 0; border-bottom-width: 1px; }
-.bar > div { display: flex; flex-wrap: wrap; align-items: center; gap: .5rem 1rem; }
-.bar > div { padding-top: .5rem; padding-bottom: .4rem; }
-.buttons { display: flex; flex-wrap: wrap; align-items: center; gap: .4rem; }
-.buttons button { min-width: 2.4rem; padding: .3rem .5rem; border: 1px solid var(--line); border-radius: 6px;
-  background: var(--cell); font: inherit; color: inherit; cursor: pointer; }
-.buttons #play { min-width: 4.2rem; }
-#jump { padding: 0; border: 0; background: none; font: inherit; color: var(--differ); text-decoration: underline;
-  cursor: pointer; }
-#now { margin-left: .4rem; }
-#now, .counts { font-variant-numeric: tabular-nums; }
-.track { position: relative; flex: 1 1 15rem; }
-#differ { padding-top: .5rem; padding-bottom: .2rem; }
-#slider { display: block; width: 100%; height: 1.6rem; margin: 0; accent-color: var(--fill); }
-#flag { position: absolute; top: -.4rem; color: var(--differ); font-size: .7rem; transform: translateX(-50%); }
-:focus-visible { outline: 3px solid var(--fill); outline-offset: 2px; }
-#runs { display: grid; grid-template-columns: repeat(var(--columns), minmax(0, 1fr)); column-gap: 2rem; }
-.head { padding: .6rem 0 .3rem; }
-.block { padding: .4rem 0; }
-.foot { padding: .4rem 0; border-top: 1px solid var(--line); }
-.unopened { display: none; }
-.verdict { font-weight: 600; font-variant-numeric: tabular-nums; }
-.verdict.yes { color: var(--fill); }
-.verdict.no { color: var(--edit); }
-.current h3 { color: var(--ink); font-weight: 600; }
-.cells { display: flex; flex-wrap: wrap; gap: 9px; padding: 4px; }
-.cell { position: relative; min-width: 2.05rem; min-height: 2.9rem; max-width: 100%; padding: .8rem .3rem .45rem;
-  border: 1px solid var(--line); border-radius: 5px; background: var(--cell); color: inherit; text-align: center;
-  font: 1rem/1.1 ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; overflow: hidden; }
-button.cell { cursor: pointer; }
-.token, .other { display: block; white-space: pre-wrap; overflow-wrap: anywhere; }
-.other { font-size: .7rem; margin-top: .2rem; padding-top: .15rem; border-top: 1px dotted; color: var(--ink); }
-.mark { position: absolute; top: 1px; left: 3px; font-size: .65rem; font-weight: 700; }
-.level { position: absolute; left: 0; bottom: 0; height: 3px; background: currentColor; opacity: .55; }
-.differ::after { content: "≠"; position: absolute; top: 0; right: 3px; font-size: .8rem; color: var(--differ); }
-.prompt { border-color: transparent transparent var(--soft); border-radius: 0; background: none; color: var(--soft); }
-.mask { border: 1px dashed var(--soft); color: var(--soft);
-  background: repeating-linear-gradient(135deg, var(--hatch) 0 4px, transparent 4px 8px); }
-.fill { border: 2px solid var(--fill); background: var(--fill-back); color: var(--fill); }
-.edit { border: 4px double var(--edit); background: var(--edit-back); color: var(--edit); }
-.fill .token, .edit .token { color: var(--ink); font-weight: 600; }
-.bundle { box-shadow: 0 0 0 2px var(--page), 0 0 0 4px var(--ink); }
-.refused { border: 2px dotted var(--edit); }
-.byHand { border-style: dashed; }
-.chosen .token { text-decoration: underline 2px; text-underline-offset: 4px; }
-#details { bottom: 0; border-top-width: 1px; }
-#panel { max-height: 30vh; padding: .5rem 1rem; overflow: auto; font-size: .875rem; }
-.legend { display: flex; flex-wrap: wrap; gap: .7rem 1.4rem; margin: .9rem 0; padding: 0 4px; list-style: none; }
-.legend li { display: flex; align-items: center; gap: .6rem; }
-footer { border-top: 1px solid var(--line); }
-footer p { margin-bottom: 1rem; }
-[hidden] { display: none !important; }
-@media (max-width: 47rem) {
-  #runs { display: block; }
-  .buttons { gap: .3rem; }
-  .buttons button { min-width: 2.1rem; }
-  .buttons #play { min-width: 3.8rem; }
-  .head ~ .head { margin-top: 1rem; border-top: 3px double var(--line); }
-}
-@STYLE@</style>
-</head>
-<body>
-<header>
-  <h1 id="title">Trace</h1>
-@ABOVE@</header>
-<section class="bar" aria-label="steps"><div>
-  <div class="buttons">
-    <button type="button" id="first" aria-label="start">|‹</button>
-    <button type="button" id="back" aria-label="step back">‹</button>
-    <button type="button" id="play">Play</button>
-    <button type="button" id="next" aria-label="step on">›</button>
-    <button type="button" id="last" aria-label="end">›|</button>
-    <output id="now" for="slider"></output>
-  </div>
-  <div class="track">
-    <span id="flag" aria-hidden="true" hidden>▼</span>
-    <input type="range" id="slider" min="0" value="0" aria-label="denoising step">
-  </div>
-</div></section>
-<p id="differ" hidden></p>
-<main id="runs"><noscript><p>This page draws the trace with JavaScript, which is switched off.</p></noscript></main>
-<section id="details" aria-label="token" aria-live="polite"><div id="panel"></div></section>
-@BELOW@<footer>
-  <ul class="legend" aria-label="legend">
-    <li><span class="cell prompt"><span class="token">x</span></span> prompt</li>
-    <li><span class="cell mask"><span class="token">▒</span></span> mask</li>
-    <li><span class="cell fill bundle"><span class="mark">F</span><span class="token">x</span></span>
-      filled in this step; the ring is the bundle, written together</li>
-    <li><span class="cell fill bundle"><span class="mark">F</span><span class="token">x</span><span
-      class="other">A y</span></span> Stage A alone would have written y</li>
-    <li><span class="cell edit"><span class="mark">E</span><span class="token">x</span></span> edited in this step</li>
-    <li><span class="cell mask refused"><span class="mark">?</span><span class="token">▒</span></span>
-      a joint head looked, and left it masked</li>
-    <li class="by_hand"><span class="cell fill byHand"><span class="mark">H</span><span class="token">x</span></span>
-      written by hand</li>
-    <li><span class="cell"><span class="token">x</span></span> settled</li>
-    <li id="differs" hidden><span class="cell differ"><span class="token">x</span></span> not as in another run</li>
-  </ul>
-  <p>The bar under a token is the probability of the candidate there in the last step of its block so far. A full
-  forward is Stage A, a partial one is Stage B or a joint head, a commit forward reads a block that its last step still
-  changed; NFE/token counts the full ones. Keys: left and right, Home and End.</p>
-</footer>
-<script type="application/json" id="data">@DATA@</script>
-<script>
-"use strict";
-const data = JSON.parse(document.getElementById("data").textContent);
+// The viewer: records of a decode side by side, step by step, and a panel about the token that was tapped. A record is
+// one line of `sample.py --json`, with a label; engine.js makes the same.
 const $ = (id) => document.getElementById(id);
 const LETTER = {fill: "F", edit: "E", refused: "?", byHand: "H"};
 const STATE = {prompt: "prompt", mask: "masked", refused: "looked at, left masked", fill: "filled now",
@@ -142,7 +10,6 @@ let steps = 0; // of the longest run
 let now = 0; // the step shown
 let timer = 0; // of play
 let chosen = null; // {run, at}: the cell in the panel
-let diverged = null; // the first step after which two runs hold different tokens
 let following = true; // whether a step scrolls to the block at work
 let morePanel = () => {}; // what a page adds to the panel: (panel, trace, block, position, what the block looks like)
 
@@ -155,6 +22,21 @@ function make(parent, tag, cls, text = "") {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // what a run holds after a step
+
+// Forwards [full, partial, commit] after each step, as the decoder counts them: the next block reads a finished one once
+// more if its last step changed it, and in Stage B's further rounds. What is written by hand asks the model nothing.
+function countsOf(t) {
+  const counts = [[0, 0, 0]];
+  t.steps.forEach((s, i) => {
+    const [full, partial, commit] = counts.at(-1);
+    const next = t.steps[i + 1];
+    const closes = next && next.start !== s.start;
+    const changed = s.after.some((id, j) => id !== s.before[j]);
+    counts.push([full + (s.byHand ? 0 : 1), partial + s.partial + (closes ? Math.max(0, t.n_rounds - 1) : 0),
+      commit + (closes && changed ? 1 : 0)]);
+  });
+  return counts;
+}
 
 // The blocks of a run: where each starts, its first and last step (0 for a block of nothing but prompt), its prompt.
 function blocksOf(t) {
@@ -178,15 +60,16 @@ function look(t, b, k) {
 }
 
 // One position of a block that looks like v: the token, its state, what this step did to it.
-function position(t, at, v) {
+function position(t, at, v, b) {
   const here = (x) => x.at === at;
   const i = at % t.B;
   const id = v.ids[i];
   const fill = v.step?.fill.find(here);
   const edit = v.step?.edit.find(here);
-  const refused = v.step?.refused?.find(here); // a joint head looked, and left it masked
+  const refused = v.step?.refused?.find(here);
+  const given = !b.first || t.steps[b.first - 1].before[i] !== t.mask_id;
   let state = "settled";
-  if (at < t.prompt.length) state = "prompt";
+  if (given) state = "prompt";
   else if (edit) state = "edit";
   else if (id === t.mask_id) state = refused ? "refused" : "mask";
   else if (fill) state = v.step.byHand ? "byHand" : "fill";
@@ -222,7 +105,7 @@ function describe(t, at, p, b) {
   const best = p.conf === undefined ? "" : `; candidate ${p.conf.toFixed(2)}`;
   const lines = [`position ${at}: ${t.pieces[p.id]} (${STATE[p.state]}${best})`];
   for (let k = b.first; k && k <= Math.min(now, b.last); k++) {
-    const {fill: f, edit: e, refused: r} = position(t, at, look(t, b, k));
+    const {fill: f, edit: e, refused: r} = position(t, at, look(t, b, k), b);
     const byHand = t.steps[k - 1].byHand;
     const a = f && f.token !== f.token_a ? `, Stage A alone ${t.pieces[f.token_a]} ${f.conf_a.toFixed(2)}` : "";
     if (f && byHand) lines.push(`step ${k}: ${t.pieces[f.token]} was written by hand`);
@@ -234,7 +117,7 @@ function describe(t, at, p, b) {
 }
 
 function drawCell(cell, t, b, at, v, differs) {
-  const p = position(t, at, v);
+  const p = position(t, at, v, b);
   const lines = describe(t, at, p, b);
   const [mark, token, alone, level] = cell.children;
   const isChosen = chosen?.at === at && traces[chosen.run] === t;
@@ -261,18 +144,14 @@ function drawPanel(t, b, at, v, lines) {
   morePanel($("panel"), t, b, at, v);
 }
 
-function drawHead(t, looks) {
+function drawHead(t) {
   const n = Math.min(now, t.steps.length);
   const s = t.steps[Math.max(0, n - 1)];
   const masks = (ids) => ids.filter((id) => id === t.mask_id).length;
 
   const [full, partial, commit] = t.counts[n]; // forwards so far
   const all = full + commit + t.partial_cost * partial;
-  const answer = t.blocks.flatMap((b) => looks.get(b.start).ids).slice(t.prompt.length).slice(0, t.tokens.length);
-  const written = answer.length - masks(answer);
-  const rate = n === t.steps.length ? t.nfe_per_token : full / written;
-  const kinds = `${full} full, ${Number(partial.toFixed(3))} partial, ${commit} commit`;
-  t.countsLine.textContent = `forwards: ${kinds}; NFE/token ${written ? rate.toFixed(2) : "–"}`;
+  t.countsLine.textContent = `forwards: ${full} full, ${Number(partial.toFixed(3))} partial, ${commit} commit`;
   const done = `${s.fill.length} filled, ${s.edit.length} edited, ${masks(s.after)} left masked`;
   const where = now > n ? `ended with step ${n}` : `block ${s.start}`;
   t.stepLine.textContent = n ? `${where}: ${done}` : `block ${s.start}: ${masks(s.before)} masked`;
@@ -290,10 +169,9 @@ function drawHead(t, looks) {
 function draw() {
   const differing = new Set(differences(now));
   for (const t of traces) {
-    const looks = new Map(t.blocks.map((b) => [b.start, look(t, b, now)]));
-    drawHead(t, looks);
+    drawHead(t);
     for (const b of t.blocks) {
-      const v = looks.get(b.start);
+      const v = look(t, b, now);
       b.box.className = "block" + (v.unopened ? " unopened" : v.step ? " current" : "");
       b.cells.forEach((cell, i) => {
         const differs = v.ids[i] !== t.mask_id && differing.has(b.start + i);
@@ -331,29 +209,22 @@ function showChosen() {
   document.querySelector(".chosen")?.scrollIntoView({block: "nearest"});
 }
 
-// Where the runs part: a sentence, and a flag over the slider.
-function buildDivergence() {
-  const line = $("differ");
-  diverged = Array.from({length: steps + 1}, (_, k) => k).find((k) => differences(k).length) ?? null;
-  line.hidden = $("differs").hidden = traces.length < 2;
-  $("flag").hidden = diverged === null;
-  line.textContent = diverged === null ? "The runs never write different tokens." : "They first differ after ";
-  if (diverged === null) return;
-  const jump = make(line, "button", "", `step ${diverged}`);
-  Object.assign(jump, {id: "jump", type: "button", onclick: () => { play(false); go(diverged); }});
+// Where the runs part, in a sentence.
+function divergence() {
+  const parted = Array.from({length: steps + 1}, (_, k) => k).find((k) => differences(k).length);
+  if (parted === undefined) return "The runs never write different tokens.";
   const ending = spans(differences(steps));
-  line.append(ending ? `, in the end at ${ending}.` : ", and agree in the end.");
-  $("flag").style.left = `calc(8px + (100% - 16px) * ${diverged / steps})`; // the thumb is 16px wide
+  return `They first differ after step ${parted}, ` + (ending ? `in the end at ${ending}.` : "and agree in the end.");
 }
 
-// Shows these records at a step; each has a label, its counts, and perhaps a line about it.
+// Shows these records at a step; each has a label, and perhaps a line about it.
 function show(records, step) {
   traces = records;
   steps = Math.max(...traces.map((t) => t.steps.length));
   $("runs").replaceChildren();
   $("runs").style.setProperty("--columns", traces.length);
   traces.forEach((t, run) => {
-    Object.assign(t, {blocks: blocksOf(t), B: t.steps[0].after.length});
+    Object.assign(t, {blocks: blocksOf(t), B: t.steps[0].after.length, counts: countsOf(t)});
     const head = make($("runs"), "div", "head");
     head.style.gridArea = `1 / ${run + 1}`;
     if (traces.length > 1) make(head, "h2", "", t.label);
@@ -366,7 +237,8 @@ function show(records, step) {
     t.stepLine = make(foot, "p", "counts");
   });
   $("slider").max = steps;
-  buildDivergence();
+  $("differ").hidden = $("differs").hidden = traces.length < 2;
+  $("differ").textContent = divergence();
   if (!chosen) $("panel").replaceChildren();
   if (!chosen) make($("panel"), "p", "", "Tap a token, or move to it with Tab: what happened to it?");
   go(step, false);
@@ -378,7 +250,6 @@ function show(records, step) {
 function go(k, follow = true) {
   now = Math.max(0, Math.min(steps, k));
   draw();
-  try { history.replaceState(null, "", "#step=" + now); } catch { /* browsers limit how often; the address may lag */ }
   if (follow && following) document.querySelector(".current")?.scrollIntoView({block: "nearest"});
 }
 
@@ -399,8 +270,3 @@ document.addEventListener("keydown", (e) => { // sliders and text fields have th
   play(false);
   go(KEYS[e.key]());
 });
-const linked = () => Number(location.hash.match(/^#step=(\d+)$/)?.[1] ?? 0);
-addEventListener("hashchange", () => go(linked(), false));
-@SCRIPT@</script>
-</body>
-</html>
