@@ -93,6 +93,30 @@ def one_step_table(model: Model, task: Toy, n_rounds: int) -> Tensor:
     return toy.product_table(task, c, q)
 
 
+def chain_table(model: Model, task: Toy) -> Tensor:
+    """q over the support when tokens are drawn one at a time, the most confident position first:
+    (N, S) float64. A tuple has one path through the states, because the position is a function of
+    the state. Equal states are computed once.
+    """
+    N, S, m = task.support.shape
+    c = torch.arange(N).repeat_interleave(S)
+    x = task.support.reshape(N * S, m)
+    z = torch.full_like(x, -1)
+    log_q = torch.zeros(N * S, dtype=torch.float64)
+    for _ in range(m):
+        # the distinct states: a context, and what has been written of its answer
+        states, back = torch.unique(torch.cat([c[:, None], z], dim=1), dim=0, return_inverse=True)
+        log_p = toy.answer_log_probs(model, task, states[:, 0], states[:, 1:], 0)
+
+        # the open position with the surest token is written next
+        written = states[:, 1:] >= 0
+        at = log_p.amax(-1).masked_fill(written, -math.inf).argmax(-1)[back]  # (N*S,)
+        token = x.gather(1, at[:, None])
+        log_q += log_p[back, at, token[:, 0]]
+        z = z.scatter(1, at[:, None], token)
+    return log_q.exp().view(N, S) * (task.prob > 0)
+
+
 def distances(task: Toy, q: Tensor) -> dict[str, float]:
     """Means over contexts, in nats, of a table q (N, S). The reverse KL is infinite as soon as q
     writes anything outside the support.
@@ -143,7 +167,8 @@ def evaluate_toy(model: Model, task: Toy) -> dict:
             d = replace(d, n_rounds=K)
         decoders[name] = quality(model, task, d)
 
-    # only a decoder of one step has a distribution that can be enumerated here
+    # in one step, and one at a time, what is drawn has a distribution that can be enumerated
+    decoders["one at a time"] |= distances(task, chain_table(model, task))
     decoders["Stage A, one step"] |= distances(task, one_step_table(model, task, 0))
     decoders["Stage B, one step"] |= distances(task, one_step_table(model, task, K))
     return {

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from corrupt import CORRUPTIONS, Corruption, G, M, W, corrupt, draw_bundle, loss_weights
 from lib.tokenizer import byte_tokenizer
-from lib.util import Parser, bounded, fail, generator
+from lib.util import Parser, bounded, command, fail, generator
 
 # T positions of the one row, B block_length
 
@@ -38,6 +38,7 @@ def show(x: Tensor, z: Tensor, kind: Tensor, bundle: Tensor, B: int, mask_id: in
     print()
 
 
+@command
 def main() -> None:
     parser = Parser(__doc__)
     group = parser.add_argument_group("gallery")

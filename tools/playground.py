@@ -20,6 +20,7 @@ paper's kind (LoRA and markers) or a joint head.
 import base64
 import json
 import sys
+import unicodedata
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from torch import Tensor
 from checkpoint import decoding_defaults, load_model, load_tokenizer, names_of
 from evaluate import draw_names
 from lib.data import exists
-from lib.tokenizer import Tokenizer, unicodedata
+from lib.tokenizer import Tokenizer
 from lib.util import Parser, command, fail, read_json, replace_file
 from model import Model
 from sample import Decoding, generate
