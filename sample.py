@@ -106,10 +106,10 @@ class Step:
 
 
 # --- one step
-def denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
+def denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: Decoding, any_masked: bool) -> Step:
     """One step on the current blocks z (R, B) int64: everything is read from z and written at once.
 
-    given (R, B) bool: positions that are never edited.
+    given (R, B) bool: positions that are never edited. any_masked: has any row a mask left?
     u (R, 2, B) in [0, 1): with temperature, each stage draws by its own numbers. Selection then favours
     positions whose draw happened to be a likely token; Stage B draws anew and so undoes that bias:
     what is written follows the model's probabilities.
@@ -131,7 +131,7 @@ def denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: D
         bundle = d.select(logits.softmax(-1), masked)
 
     # Stage B looks at the bundle again (Eq. 4), unless there is none
-    look = look_again(engine, stage_a, bundle)
+    look = look_again(engine, stage_a, bundle, any_masked)
 
     # fill the bundle (Eq. 2), edit what is visible (Eq. 3), both from z as it was
     edited = torch.zeros_like(visible)
@@ -141,11 +141,11 @@ def denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: D
     return Step(stage_a, bundle, look, edited, after)
 
 
-def look_again(engine: Cached | Uncached, a: StageA, bundle: Tensor) -> Look:
+def look_again(engine: Cached | Uncached, a: StageA, bundle: Tensor, any_masked: bool) -> Look:
     """The second look: one's own, a head's, Stage B's, or none."""
     if a.d.look is not None:
         return a.d.look(engine, a, bundle)
-    if a.d.n_rounds == 0 or not bundle.any():
+    if a.d.n_rounds == 0 or not any_masked:
         none = torch.zeros(len(bundle), device=bundle.device)
         return Look(a.token, a.conf, bundle, none, none.long())
     if engine.model.second_look is not None:
@@ -262,7 +262,7 @@ def generate_one(model: Model, prompt: list[int], d: Decoding) -> tuple[list[int
         for _ in range(MAX_STEPS):
             # one step of denoising, and what it cost
             seen.append(z[0].tolist())
-            step = denoise(engine, z, given, torch.zeros(1, 2, B), d)
+            step = denoise(engine, z, given, torch.zeros(1, 2, B), d, mask_id in z[0])
             nfe["full"] += 1
             nfe["partial"] += float(step.look.partial)
             nfe["looks"] += int(step.look.looks)
@@ -303,8 +303,7 @@ def generate(
     tie: a matmul over more rows may round the last bit otherwise, and so decide between two logits
     that are equal. Rows finish blocks at their own pace.
 
-    on_step(rows in flight, step) sees every step, on_block(i, output so far) every finished block of
-    row i.
+    on_step(rows in flight, step) sees every step, on_block(i, output) every finished block of row i.
     """
     device = model.wte.weight.device
     rows = [Row(i, prompts, d, model.cfg, seed) for i in range(len(prompts))]
@@ -315,10 +314,11 @@ def generate(
     z = torch.tensor([row.block(0) for row in rows], device=device)
     given = torch.tensor([row.given() for row in rows], device=device)
     counts = torch.zeros(4, len(rows), device=device)
+    any_masked = True
     while True:
         # one step, and what it cost
         u = random_numbers(rows, d, model.cfg.block_length).to(device)
-        step = denoise(engine, z, given, u, d)
+        step = denoise(engine, z, given, u, d, any_masked)
         if on_step:
             on_step(rows, step)
         changed = (step.after != z).any(-1)  # (R,)
@@ -333,7 +333,7 @@ def generate(
             goes_on = goes_on & ~(z == model.cfg.eos_id).any(-1)
 
         # a step's one wait for the device
-        finished, changed, goes_on = torch.stack([finished, changed, goes_on]).tolist()
+        finished, changed, goes_on, masked = torch.stack([finished, changed, goes_on, masked]).tolist()
         staying = []
         for r, row in enumerate(rows):
             last = finished[r] and row.finish(z[r].tolist(), counts[:3, r].tolist(), changed[r])
@@ -347,6 +347,7 @@ def generate(
         # the next pass reads the next blocks beside the current ones where a finished block must be
         # read once more anyway, or where all rows may go on with theirs
         closed = [place for place, r in enumerate(staying) if finished[r]]
+        any_masked = bool(closed) or any(masked[r] for r in staying)
         commit_due = any(finished[r] and changed[r] for r in staying)
         all_go_on = all(goes_on[r] and rows[r].has_another_block() for r in staying)
         if len(staying) < len(rows):
