@@ -4,10 +4,10 @@
 
     pays          existing names against forwards per token                  results/pays/records.jsonl.gz
     text          quality of Python text against forwards per token          results/text/records.jsonl.gz
-    joint         what Stage B writes in one step, toy by toy                results/joint/figure.json
-    paper_tables  the paper's Table 2: thresholds, Stage B on and off        results/paper_tables/figure.json
-    dial          error of one step against total correlation                results/dial/figure.json
-    tc            dependence inside committed bundles                        results/tc/figure.json
+    joint         what Stage B writes in one step, toy by toy                results/theorem/joint.json
+    paper_tables  the paper's Table 2: thresholds, Stage B on and off        results/paper_tables/paper_tables.json
+    dial          error of one step against total correlation                results/theorem/dial.json
+    tc            dependence inside committed bundles                        results/tc/tc.json
     cache         the cache's gain against the length of the context         results/speed/log.txt
 
 Text stays text in the SVGs, and is of a grey that is readable on white and on black pages.
