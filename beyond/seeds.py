@@ -1,7 +1,7 @@
 """How sure is a mean? Resamples of the beginnings and of the seeds of training, and a fair choice of settings.
 
 A system has S seeds, and each of its P settings was decoded by every seed. There are R prompts; equal prompts are one
-beginning, of which there are C. (text.py fills spans: its prompts are spans, and its beginnings documents.)
+beginning, of which there are C. (Of text, prompts are spans, and beginnings documents.)
 
 A resample draws C beginnings with replacement, each with all of its prompts, and S seeds with replacement. Beginnings
 are drawn alike for all systems, and so are seeds for all that have as many: a difference of two systems is paired by
@@ -10,9 +10,12 @@ both. (S seeds drawn from S spread a little less than S seeds trained anew: thei
 The best of many settings flatters where it is judged by what it was chosen by. So the beginnings are halved, the best
 setting on one half is judged on the other, and the reverse; 20 such halvings are averaged, anew in every resample.
 What a setting costs is known from all prompts, and differs from seed to seed: a resample takes its own seeds' mean.
+
+A user may also mix two settings, one for some prompts and the other for the rest: every cost between theirs, and the
+share between theirs. What is best then lies on the concave hull of all settings.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,42 +96,86 @@ def n_values(sums: np.ndarray, draws: Draws) -> np.ndarray:
     return draws.times @ draws.number * sums.shape[1]
 
 
+# --- what a budget pays for
+Choice = Callable[[np.ndarray, np.ndarray, np.ndarray, Sequence[float]], np.ndarray]
+
+
+def one_setting(cost: np.ndarray, chooses: np.ndarray, judges: np.ndarray, budgets: Sequence[float]) -> np.ndarray:
+    """What the affordable setting that is best by one half has by the other: (W, P) three times ->
+    (budgets, W). Of equals the cheapest.
+    """
+    order = np.argsort(cost[0], kind="stable")
+    cost, chooses, judges = cost[:, order], chooses[:, order], judges[:, order]
+    every = np.arange(len(cost))
+    found = []
+    for budget in budgets:
+        affordable = cost <= budget
+        best = np.where(affordable, chooses, -np.inf).argmax(-1)
+        found.append(np.where(affordable.any(-1), judges[every, best], np.nan))
+    return np.array(found)
+
+
+def mixture(cost: np.ndarray, chooses: np.ndarray, judges: np.ndarray, budgets: Sequence[float]) -> np.ndarray:
+    """The same of two settings, one for some prompts and the other for the rest: what lies between the
+    corners of the hull that one half chooses.
+    """
+    every = np.arange(len(cost))
+    found = np.full((len(budgets), len(cost)), np.nan)
+    for at, to in hull(cost, chooses):
+        length = cost[every, to] - cost[every, at]
+        gain = judges[every, to] - judges[every, at]
+        for row, budget in zip(found, budgets, strict=True):
+            # what is left of the budget beyond the next corner, the next step sees
+            spent = (budget - cost[every, at]).clip(max=length)
+            share = np.divide(spent, length, out=np.zeros_like(spent), where=length > 0)
+            reached = budget >= cost[every, at]
+            row[reached] = (judges[every, at] + share * gain)[reached]
+    return found
+
+
+def hull(cost: np.ndarray, share: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Walk along the concave hull of every resample: from its cheapest setting on, each time to the one
+    with the steepest gain, as long as there is a gain.
+
+    cost (W, P), share (W, P) -> corner after corner the settings (W,) where each resample stands, and to
+    which it goes: at its end the same.
+
+    Costs 1, 2, 3, 4 and shares 0, .2, .6, .5: from 0 to 2. Setting 1 lies below that line, and 3 gains nothing.
+    """
+    every = np.arange(len(cost))
+    cheapest = cost == cost.min(-1, keepdims=True)
+    at = np.where(cheapest, share, -np.inf).argmax(-1)
+    while True:
+        dearer = cost - cost[every, at][:, None]
+        better = share - share[every, at][:, None]
+        gains = (dearer > 0) & (better > 0)
+        slope = np.divide(better, dearer, out=np.zeros_like(dearer), where=gains)
+        to = np.where(gains.any(-1), slope.argmax(-1), at)
+        yield at, to
+        if (to == at).all():
+            return
+        at = to
+
+
 def within_budgets(
-    sums: np.ndarray, costs: dict[str, np.ndarray], budgets: Sequence[float], draws: Draws
-) -> dict[str, np.ndarray]:
-    """The share of the best setting that costs no more, by 20 halvings: sums (P, S, C), costs (P, S) of each kind ->
-    (budgets, W) for each kind, nan where every setting costs more. A resample pays the mean cost of the seeds that it
-    has. Of equals the cheapest."""
+    sums: np.ndarray, costs: dict[str, np.ndarray], budgets: Sequence[float], draws: Draws,
+    choice: Choice = one_setting,
+) -> dict[str, np.ndarray]:  # fmt: skip
+    """What a choice has within each budget, by 20 halvings: sums (P, S, C), costs (P, S) of each kind ->
+    (budgets, W) for each kind, nan where every setting costs more.
+
+    choice: `one_setting` or `mixture`. A resample pays the mean cost of the seeds that it has.
+    """
     whole = totals(sums, draws.times)
     S = sums.shape[1]
-
-    # the cheapest settings first, and which of them each resample can pay by each budget, (W, P)
-    order = {}
-    affordable = {}
-    for kind, cost in costs.items():
-        paid = times_of_seeds(S) @ cost.T / S  # (W, P)
-        order[kind] = np.argsort(paid[0], kind="stable")
-        affordable[kind] = [paid[:, order[kind]] <= budget + 1e-9 for budget in budgets]
+    paid = {kind: times_of_seeds(S) @ cost.T / S for kind, cost in costs.items()}  # (W, P)
+    limits = np.array(budgets) + 1e-9  # rounding
 
     found = {kind: np.zeros((len(budgets), len(whole))) for kind in costs}
     for half in draws.halves:
-        # the two halves, (W, P) each
         here = totals(sums[..., half], draws.times[:, half])
         there = whole - here
-        for kind, rows in found.items():
-            one = here[:, order[kind]]
-            other = there[:, order[kind]]
-            for row, can_pay in zip(rows, affordable[kind], strict=True):
-                row += crosswise(one, other, can_pay)
+        for kind, cost in paid.items():
+            found[kind] += choice(cost, here, there, limits) + choice(cost, there, here, limits)
     n = n_values(sums, draws) * len(draws.halves)
     return {kind: of / n for kind, of in found.items()}
-
-
-def crosswise(here: np.ndarray, there: np.ndarray, affordable: np.ndarray) -> np.ndarray:
-    """What the affordable settings that are best in one half have in the other, and the reverse, added: (W, P) three
-    times -> (W,), nan where none is affordable."""
-    every = np.arange(len(here))
-    best_here = np.where(affordable, here, -np.inf).argmax(-1)
-    best_there = np.where(affordable, there, -np.inf).argmax(-1)
-    added = there[every, best_here] + here[every, best_there]
-    return np.where(affordable.any(-1), added, np.nan)

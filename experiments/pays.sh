@@ -1,7 +1,6 @@
 # Does a joint head pay? Against every free rule, a left-to-right model, distilled Stage As and the paper's Stage B, on
 # names, three seeds of everything. Page: results/pays/README.md. Run from the root of the repository.
 set -e
-systems=()
 for seed in 0 1 2; do
   base=out/base-$seed
   seeded="--seed $seed"
@@ -27,30 +26,25 @@ for seed in 0 1 2; do
 done
 
 # the seeds of each system in the same order
-add() {  # NAME BASE [ADAPTER], where % is the seed
-  for seed in 0 1 2; do
-    systems+=(--system "$1" ${2//%/$seed} ${3//%/$seed})
-  done
-}
-add base out/base-%
-add "joint head" out/base-% out/joint-%
-add distilled out/base-% out/distilled-%
-add "trained on without the chain" out/base-% out/control-%
-add "joint head on the distilled" out/distilled-base-% out/joint-on-distilled-%
-add "paper's Stage B" out/base-% out/paper-%
-add "left to right" out/left-to-right-%
-
-python -m beyond.pays --prompts 512 --against "joint head" "${systems[@]}" --out out/records.jsonl
+python -m beyond.sweep --prompts 512 --out out/records.jsonl \
+  --system base out/base-{0,1,2} \
+  --system "joint head" out/joint-{0,1,2} \
+  --system distilled out/distilled-{0,1,2} \
+  --system "trained on without the chain" out/control-{0,1,2} \
+  --system "joint head on the distilled" out/joint-on-distilled-{0,1,2} \
+  --system "paper's Stage B" out/paper-{0,1,2} \
+  --system "left to right" out/left-to-right-{0,1,2}
+python -m beyond.report out/records.jsonl --against "joint head"
 
 # the paper's Stage B with as many steps as the joint head, seed 0
 python train.py --data names --init_from out/base-0 --n_last 2 --corruption mask --context clean --batch_size 64 --s_max 8 \
   --learning_rate 1e-3 --max_iters 1500 --seed 0 --out_dir out/paper-long-0
-python -m beyond.pays --prompts 512 --system "paper's Stage B, 1,500 steps" out/base-0 out/paper-long-0 \
-  --out out/paper-long.jsonl
+python -m beyond.sweep --prompts 512 --system "paper's Stage B, 1,500 steps" out/paper-long-0 --out out/paper-long.jsonl
 
 # sampling: the base that is shipped, and the left-to-right model of seed 0
-sampled() {  # TOP_P.. --out FILE --system ..
-  python -m beyond.pays --prompts 48 --temperature 1 --draws 32 --top_p "$@"
+sampled() {  # TOP_P..
+  python -m beyond.sweep --prompts 48 --temperature 1 --draws 32 --out out/sampling.jsonl --top_p "$@"
 }
-sampled 1 0.8 0.6 --out out/sampling.jsonl --system base assets/names
-sampled 1 0.95 0.9 0.8 0.7 0.6 --out out/sampling-left-to-right.jsonl --system "left to right" out/left-to-right-0
+sampled 1 0.8 0.6 --system base assets/names
+sampled 1 0.95 0.9 0.8 0.7 0.6 --system "left to right" out/left-to-right-0
+python -m beyond.report out/sampling.jsonl

@@ -2,7 +2,6 @@
 # Hours on 2 cores. Pages: results/text/README.md, results/tc/README.md.
 # Run from the root of the repository.
 set -e
-systems=()
 for seed in 0 1 2; do
   base=out/text-base-$seed
   python train.py --data stdlib --stage_a_only --corruption mask --block_length 16 --max_iters 2400 --n_last 2 \
@@ -10,10 +9,10 @@ for seed in 0 1 2; do
   run="--data stdlib --batch_size 4 --s_max 16 --max_iters 1000 --eval_interval 500"
   python -m beyond.joint_head $run --width 384 --init_from $base --seed $seed --out_dir out/text-head-$seed
   python -m beyond.distill $run --init_from $base --seed $seed --out_dir out/text-distilled-$seed
-  systems+=(--system base $base --system "joint head" $base out/text-head-$seed
-    --system distilled $base out/text-distilled-$seed)
 done
-python -m beyond.text --data stdlib "${systems[@]}" --against "joint head" --out out/text.jsonl
+python -m beyond.sweep --data stdlib --prompts 512 --out out/text.jsonl --system base out/text-base-{0,1,2} \
+  --system "joint head" out/text-head-{0,1,2} --system distilled out/text-distilled-{0,1,2}
+python -m beyond.report out/text.jsonl --against "joint head"
 for seed in 0 1 2; do
   python -m beyond.tc --data stdlib --ckpt out/text-base-$seed --draws 16
 done

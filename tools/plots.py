@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from beyond import pays, seeds, text
-from beyond.pays import System
+from beyond import report, seeds
+from beyond.report import System, Unit
 from lib.util import Parser, command, fail, replace_file
 
 # R prompts, C clusters of equal prompts, W resamples, the first of which is the sample itself
@@ -107,7 +107,7 @@ def whiskers(drawn: np.ndarray) -> tuple[float, list]:
     return drawn[0], [[max(0, drawn[0] - low)], [max(0, high - drawn[0])]]
 
 
-# --- names and text: the records of beyond/pays.py and of beyond/text.py
+# --- names and text: the records of beyond/sweep.py
 
 # who is drawn, and how: four lines are as many as one can tell apart; the page's tables have the rest
 LEAD = "joint head"
@@ -125,10 +125,9 @@ TEXT_BUDGETS = np.arange(0.15, 1.06, 0.05).round(2)
 
 def read_pays(path: Path) -> tuple[dict[str, System], np.ndarray]:
     """The systems of the greedy records, and each prompt's beginning, (R,)."""
-    clusters, records = pays.load(str(path))
+    clusters, records = report.load(path)
     greedy = [r for r in records if r["temperature"] == 0]
-    cluster = np.array(clusters["held out"] + clusters["trained"])
-    return pays.by_system(greedy, records[0]), cluster
+    return report.measured(greedy, clusters, "exist", Unit("token", records[0]))
 
 
 def within_limits(systems: dict[str, System], cluster: np.ndarray, limits: np.ndarray) -> tuple[dict, dict]:
@@ -202,8 +201,8 @@ def draw_pays(path: Path) -> None:
 def draw_text(path: Path) -> None:
     """The score of what was written, within each budget of forwards."""
     plt, axes = canvas(path, 2)
-    clusters, records = pays.load(str(RESULTS / "text" / "records.jsonl.gz"), text.FIGURES)
-    systems, cluster = text.measured_by("score", records, clusters["documents"])
+    clusters, records = report.load(RESULTS / "text" / "records.jsonl.gz")
+    systems, cluster = report.measured(records, clusters, "score")
     axes[0].set(ylabel="score (nats a token)")
     axes[1].set(ylabel="lead of the joint head (nats a token)")
     draw_systems(axes, systems, cluster, TEXT_BUDGETS)

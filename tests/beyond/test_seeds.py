@@ -66,22 +66,6 @@ def test_seeds_are_drawn_as_beginnings_are():
     assert interval(x) == "0.500 [0.000, 1.000]"
 
 
-def test_the_spread_of_three_seeds():
-    """Shares 0.2, 0.5 and 0.8: a mean of three draws has the variance (0.09 + 0 + 0.09) / 3 / 3 = 0.02. Beginnings are
-    all alike, and add nothing."""
-    x = drawn(["2" * 9, "5" * 9, "8" * 9], range(9)) / 10
-    assert x[0] == approx(0.5)
-    assert x[1:].var() == approx(0.02, rel=0.15)
-
-
-def test_copies_of_a_beginning_say_nothing_new():
-    """The interval of one prompt each is that of equal prompts in both groups, and of seeds that write the same."""
-    one = interval(drawn(["1101000"], range(7)))
-    assert interval(drawn(["1101000" * 3], [*range(7)] * 3)) == one
-    assert interval(drawn(["1101000"] * 5, range(7))) == one
-    assert interval(drawn(["1101000" * 3], range(21))) != one
-
-
 def test_a_difference_is_paired_by_beginning_and_by_seed():
     """The first seed completes every prompt, the second none; a completes prompt 0 once more than b in both."""
     a, b = (drawn(found, range(20)) for found in (["21" * 10, "10" * 10], ["11" * 10, "00" * 10]))
@@ -98,16 +82,6 @@ def test_what_is_best_on_one_half_is_judged_on_the_other():
     assert best([["10"], ["01"], ["11"]], range(2), costs=[1.0, 1.0, 0.5]) == 1
     # one setting leaves nothing to choose
     assert best([["10"]], range(2)) == 0.5
-
-
-def test_equal_prompts_are_of_one_half():
-    """Beginnings 0, 1, 0, 1: no copy of a beginning chooses for another."""
-    assert best([["1010"], ["0101"]], [0, 1, 0, 1]) == 0
-
-
-def test_a_choice_is_made_by_all_seeds_together():
-    """x completes both beginnings by one seed of three, y by the two others: y is chosen, and has 2/3."""
-    assert best([["11", "00", "00"], ["00", "11", "11"]], range(2)) == approx(2 / 3)
 
 
 def test_a_budget_takes_what_it_can_pay():
@@ -131,10 +105,12 @@ def test_of_equals_the_cheapest():
     """Two resamples of two settings, the cheaper one first: in the first resample one half finds them equal."""
     here = np.array([[3.0, 3.0], [2.0, 5.0]])
     there = np.array([[7.0, 1.0], [1.0, 4.0]])
-    assert seeds.crosswise(here, there, np.full((2, 2), True)).tolist() == [7 + 3, 4 + 5]
+    cost = np.array([[0.5, 0.6], [0.5, 0.6]])
+    assert seeds.one_setting(cost, here, there, [1.0]).tolist() == [[7, 4]]
+    assert seeds.one_setting(cost, there, here, [1.0]).tolist() == [[3, 5]]
     # without the second setting, and then without any
-    only = seeds.crosswise(here, there, np.array([[True, False], [False, False]]))
-    assert only[0] == 7 + 3 and math.isnan(only[1])
+    only, none = seeds.one_setting(cost, here, there, [0.55, 0.1])
+    assert only.tolist() == [7, 1] and np.isnan(none).all()
     assert best([["11"], ["00"]], range(2), costs=[0.5, 0.6]) == 1
     # z completes beginning 0 as x does, and nothing else: the cheaper of the two is taken, judged on beginning 1
     assert best([["11"], ["10"]], range(2), costs=[0.5, 0.6]) == 1
@@ -150,7 +126,9 @@ def test_the_sums_are_those_of_a_plain_loop():
     costs = rng.uniform(0.3, 0.9, (P, S))
     draws = seeds.draw(cluster)
     budgets = [0.2, 0.5, 0.8, 1.0]
-    found = seeds.within_budgets(seeds.by_beginning(values, cluster), {"all": costs}, budgets, draws)["all"]
+    sums = seeds.by_beginning(values, cluster)
+    found = seeds.within_budgets(sums, {"all": costs}, budgets, draws)["all"]
+
     share = seeds.shares(seeds.by_beginning(values, cluster), draws)
 
     of_seeds = seeds.times_of_seeds(S)
@@ -176,3 +154,33 @@ def test_halvings_are_even_and_differ():
     halves = seeds.draw(range(11)).halves
     assert halves.shape == (20, 11) and set(halves.sum(1)) == {5}
     assert len({tuple(half) for half in halves}) > 15
+
+
+# --- mixtures
+def test_the_hull_by_hand():
+    """Costs 1, 2, 3, 4 with shares 0, .2, .6, .5: setting 1 lies below the line from 0 to 2, and 3 gains nothing. Above
+    the line, at .4, setting 1 is a corner. In any order, and of the cheapest ones the best.
+    """
+    cost = np.array([[1.0, 2.0, 3.0, 4.0]] * 3 + [[3.0, 1.0, 1.0, 5.0]])
+    share = np.array([[0.0, 0.2, 0.6, 0.5], [0.0, 0.4, 0.6, 0.7], [0.9, 0.4, 0.6, 0.7], [0.6, 0.1, 0.2, 0.6]])
+    corners = np.array([at for at, _ in seeds.hull(cost, share)]).T
+    assert corners.tolist() == [[0, 2, 2, 2], [0, 1, 2, 3], [0, 0, 0, 0], [2, 0, 0, 0]]
+
+    # between 0 and 2, by the other half's shares
+    other = np.array([[0.1, 9.0, 0.5, 9.0]])
+    found = seeds.mixture(cost[:1], share[:1], other, [0.5, 1.0, 1.5, 3.0, 8.0])[:, 0]
+    assert math.isnan(found[0]) and found[1:].tolist() == approx([0.1, 0.2, 0.5, 0.5])
+
+
+def test_a_mixture_is_chosen_on_one_half_and_judged_on_the_other():
+    """Of two beginnings each half has one. x completes neither, for 1; y the first, for 3: one half mixes them and gets
+    nothing of the other; the other half stays with x, which has nothing either. z completes both, for 3."""
+
+    def share(found, budget):
+        sums = sums_of(found, range(2))
+        costs = {"all": np.array([[1.0], [3.0]])}
+        return seeds.within_budgets(sums, costs, [budget], seeds.draw(range(2)), seeds.mixture)["all"][0, 0]
+
+    assert share([["00"], ["10"]], 2.0) == 0
+    assert share([["00"], ["11"]], 2.0) == approx(0.5) and share([["00"], ["11"]], 2.5) == approx(0.75)
+    assert share([["00"], ["11"]], 9.0) == approx(1) and math.isnan(share([["00"], ["11"]], 0.9))

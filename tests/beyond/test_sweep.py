@@ -1,0 +1,407 @@
+"""What each kind of model is decoded by, what that costs, and what a record says of it."""
+
+import json
+import math
+import shutil
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from common import EOS, MASK, ROOT, approx, caller, random_ids, tiny_model
+
+import evaluate
+from beyond import joint_head, opponents, spans, sweep
+from beyond.spans import Spans, chain_score, cut, pieces, quality, stage_a_log_probs
+from beyond.sweep import complete, full_forward, multiplications, price, settings, weights
+from cache import Cached
+from checkpoint import load_model, load_tokenizer, new_model, save_model
+from lib.config import Config
+from lib.data import is_validation
+from lib.output import Output
+from lib.tokenizer import byte_tokenizer
+from lib.util import generator, write_json
+from model import Model
+from sample import Decoding, generate
+
+START = Decoding(gen_length=32, tau_t2t=None, n_rounds=0)
+NAMES = ROOT / "assets" / "names"
+
+
+def headed(model: Model, width: int = 8) -> Model:
+    """The same model with a head that says something else than Stage A."""
+    head = joint_head.JointHead(model.cfg, width)
+    for name, p in head.named_parameters():
+        p.data = 0.3 * torch.randn(p.shape, generator=generator("head", name)) + (p.dim() == 1)
+    model.second_look = head
+    return model.requires_grad_(False)
+
+
+def labels(model, start=START):
+    return [s.label for s in settings(model, start)]
+
+
+def without_stage_b(**changes):
+    model = tiny_model(**changes)
+    model.markers.data.zero_()
+    return model
+
+
+# --- what a system is decoded by
+def test_stage_a_has_every_rule_at_every_dial():
+    every = [f"{rule} {dial:g}" for rule, dials in opponents.DIALS.items() for dial in dials]
+    assert set(opponents.DIALS) == set(opponents.RULES) and len(every) == 91
+    every += [f"t2m {dial:g}" for dial in opponents.T2M_DIALS] + ["s2d2"]
+    assert labels(without_stage_b()) == every and len(set(every)) == 91 + 7 + 1
+
+    # T2M alone keeps a block open behind its last mask, by a gate that no probability passes
+    for s in settings(without_stage_b(), START):
+        assert s.decoding.tau_t2t == {"t2m": 1.0}.get(s.label.split()[0]) and s.decoding.n_rounds == 0
+
+
+def test_blocks_of_16_have_more_dials():
+    """A rule may write 16 tokens in a step, and be less sure of them."""
+    more = [f"{rule} {dial:g}" for rule, dials in opponents.MORE_DIALS.items() for dial in dials]
+    every = labels(without_stage_b(block_length=16))
+    assert sorted(every) == sorted(labels(without_stage_b()) + more) and len(set(every)) == 99 + 16
+
+    # the boldest dial of each rule writes 16 masks at once, of which none is sure (but for the rounding of the last)
+    masked = torch.ones(1, 16, dtype=torch.bool)
+    for rule in opponents.RULES:
+        boldest = {"entropy_bound": 99.0, "factor": 17.0, "fixed": 16, "margin": -1.0}.get(rule, 0.0)
+        assert f"{rule} {boldest:g}" in every
+        assert opponents.rule(rule, boldest)(torch.full((1, 16, 272), 1 / 272), masked).all()
+
+
+@pytest.mark.parametrize(("order", "rule"), [("surest", "threshold"), ("leftmost", "longest_prefix")])
+def test_a_head_is_on_at_every_tau_keep_or_off(order, rule):
+    every = list(settings(headed(tiny_model(n_rounds=1, order=order)), START))
+    on, some, off = every[:13], every[13:-6], every[-6:]
+    assert [s.decoding.tau_keep for s in on] == [*sweep.KEEP]
+    assert all(s.decoding.tau_m2t == -1 and s.decoding.n_rounds == 1 for s in on)
+    dials = [opponents.DIALS[rule][0], 0.9, 0.8, 0.7, 0.6, 0.5]
+    assert [s.label for s in off] == [f"off, {rule} {dial:g}" for dial in dials]
+    assert all(s.decoding.n_rounds == 0 and s.decoding.select for s in off)
+
+    # where the surest are written first, it may look at those alone
+    dials = [(tau, keep) for tau in sweep.ABOVE for keep in sweep.KEEP_OF_THOSE]
+    if order == "leftmost":
+        dials = []
+    assert [(s.decoding.tau_m2t, s.decoding.tau_keep) for s in some] == dials
+    assert [s.label for s in some] == [f"tau_m2t {tau:g}, tau_keep {keep:g}" for tau, keep in dials]
+
+
+def test_the_papers_stage_b_is_on_and_off_at_the_same_gates():
+    every = list(settings(tiny_model(n_rounds=2), START))
+    on, off = every[:13], every[13:]
+    assert [s.label for s in on] == [s.label for s in off] and not any(s.off for s in on) and all(s.off for s in off)
+    assert [s.decoding.tau_m2t for s in on] == [s.decoding.tau_m2t for s in off] == [*sweep.GATES]
+    assert {s.decoding.n_rounds for s in on} == {2} and {s.decoding.n_rounds for s in off} == {0}
+
+
+def test_with_a_temperature_gates_take_the_place_of_rules():
+    drawn = replace(START, temperature=1.0, top_p=0.7)
+    every = list(settings(without_stage_b(), drawn))
+    assert [s.decoding.tau_m2t for s in every] == [1.0, 0.9, 0.5, 0.2, 0.05, 0.005, -1.0]
+    assert all(s.decoding.top_p == 0.7 and s.decoding.select is None for s in every)
+    head = labels(headed(tiny_model(n_rounds=1)), drawn)
+    assert len(head) == 13 + 3 and head[13:] == ["off, tau_m2t 1", "off, tau_m2t 0.9", "off, tau_m2t 0.5"]
+    assert labels(tiny_model(block_length=1), drawn) == ["left to right"]
+
+
+# --- what it costs
+def costly(**changes):
+    """Two layers of 8 channels, 2 heads and 1 key/value head of 4; a vocabulary of 10; blocks of 4:
+
+    attention       qkv 8 x (2 + 1 + 1) 4 = 128, proj 8 x 8 = 64              192
+    dense layer     attention, SwiGLU of 3: 8 x 6 + 3 x 8 = 72                264
+    expert layer    attention, router 4 x 8 = 32, 2 of 4 experts of 5, each
+                    8 x 10 + 5 x 8 = 120, and the shared one                  584
+    N, VC                                                                     848, 80
+    """
+    sizes = dict(n_layer=2, n_head=2, n_kv_head=1, n_embd=8, head_dim=4, vocab_size=10, d_dense=3, d_expert=5)
+    experts = dict(n_expert=4, n_active=2, n_group=2, topk_group=1, n_shared=1, rotary_dim=4)
+    return new_model(Config(**sizes | experts | dict(block_length=4, n_last=1) | changes), generator("costs"))
+
+
+FORWARDS = {"full": 3, "partial": 0.75, "commit": 2, "looks": 1}
+
+
+def test_multiplications():
+    """Commit forwards have no LM head. Stage B: the last layer and the LM head at 3 of 4 positions. A head
+    (attention 192, a SwiGLU of 6: 8 x 12 + 6 x 8 = 144) reads 4 and looks at 3. S2D2 reads 4 drafts, and
+    4 masks that alone have the LM head.
+    """
+    model = costly()
+    assert full_forward(model) == 4 * (848 + 80) == full_forward(costly(tied=True))
+    assert full_forward(costly(n_active=1)) == 4 * (848 - 120 + 80)
+    plain = 3 * 3712 + 2 * 3392
+    assert multiplications(model, FORWARDS, "") == plain
+    assert multiplications(model, FORWARDS, "stage_b") == plain + 3 * (584 + 80)
+    assert multiplications(model, FORWARDS, "s2d2") == plain + 4 * 848 + 4 * (848 + 80)
+    assert multiplications(headed(model, 6), FORWARDS, "head") == plain + 4 * 192 + 3 * (144 + 80)
+
+    # left to right a pass reads two tokens and writes one; LoRA counts as merged
+    assert multiplications(costly(block_length=1), FORWARDS, "") == 3 * (2 * 848 + 80)
+    adapted = costly()
+    adapted.add_lora(2, 4.0, torch.Generator())
+    assert weights(adapted.layers, 2) == 848
+
+
+class Counting(Model):
+    """Counts its passes by all layers."""
+
+    passes = 0
+
+    def prefix(self, ids, ctx):
+        self.passes += 1
+        return super().prefix(ids, ctx)
+
+
+@pytest.mark.parametrize("edits", [None, 0.2])
+def test_serial_is_the_passes_that_the_cache_runs(edits):
+    """Of one row, with Stage B, whose rounds are counted apart, and with T2M: a commit is no pass of its
+    own, and a block that is left as it is was read beside the next one.
+    """
+    model = Counting(tiny_model(n_rounds=1).cfg)
+    model.load_state_dict(tiny_model(n_rounds=1).state_dict())
+    model.lm_head.weight.data[[MASK, EOS]] = 0
+    borders = 0
+    t2m = replace(START, select=opponents.rule("threshold", 0.1), look=opponents.t2m(), tau_t2t=1.0)
+    for d in (replace(START, tau_m2t=0.2, n_rounds=1, tau_t2t=edits), t2m):
+        for n in (3, 8, 13):
+            before = model.passes
+            outputs, n_blocks = complete(model, random_ids(1, n).tolist(), d, range(1))
+            prompt_is_read = int(n >= 8)
+            passes = model.passes - before - prompt_is_read
+            (nfe,) = (o.nfe for o in outputs)
+            assert price(model, d, outputs, n_blocks)["cost"]["serial"] == passes + nfe["looks"]
+            borders += n_blocks - 1
+    assert borders > 20
+
+
+def test_what_a_setting_is_charged():
+    """Two outputs of two blocks each, by the paper's Stage B, n = 1 of 2 layers; by S2D2; left to right."""
+    nfe = {"full": 3, "partial": 0.75, "commit": 1, "looks": 1}
+    outputs = [Output([1]), Output([1])]
+    for o in outputs:
+        o.nfe = nfe
+    r = price(costly(), replace(START, n_rounds=1), outputs, 4)
+    assert r["second"] == "stage_b" and r["n_layer"] == 2 and r["mult/full"] == 3712
+    assert r["counts"] == {"full": 6, "partial": 1.5, "commit": 2, "looks": 2}
+    assert r["cost"]["all"] == 6 + 2 + 1.5 / 2 and r["cost"]["serial"] == 6 + 2
+    assert price(costly(), replace(START, look=opponents.s2d2), outputs, 4)["second"] == "s2d2"
+    assert price(costly(), START, outputs, 4)["second"] == ""
+    one = price(costly(block_length=1), START, [Output([1])], 3)["counts"]
+    assert one["commit"] == 0
+
+
+# --- what is completed
+def test_equal_prompts_are_decoded_once_with_the_same_result():
+    """Tokens, forwards and blocks of every row: those of decoding all rows, and each alone."""
+    model = headed(tiny_model(n_rounds=1))
+    a, b, c = random_ids(3, 8).tolist()
+    prompts, d = [a, b, a, c[:3], b, a], Decoding(gen_length=16, tau_m2t=0.3, tau_t2t=None)
+    assert sweep.numbered(prompts) == [0, 1, 0, 2, 1, 0]
+    outputs, n_blocks = complete(model, prompts, d, range(1))
+    every = generate(model, prompts, d)
+    assert [(o.tokens, o.nfe) for o in outputs] == [(o.tokens, o.nfe) for o in every]
+    assert n_blocks == sum(complete(model, [p], d, range(1))[1] for p in prompts)
+    assert len({o.nfe["full"] for o in outputs}) > 1  # or nothing would tell rows apart
+
+
+def test_with_a_temperature_every_draw_of_every_prompt_is_another():
+    model, (a, b) = tiny_model(n_rounds=1), random_ids(2, 8).tolist()
+    d = Decoding(gen_length=8, tau_m2t=0.3, tau_t2t=None, temperature=2.0)
+    outputs, _ = complete(model, [a, b, a], d, range(5, 8))
+    assert len({tuple(o.tokens) for o in outputs}) == 9
+    alone = [generate(model, [a, b, a], d, seed) for seed in (5, 6, 7)]
+    assert [o.tokens for o in outputs] == [o.tokens for drawn in alone for o in drawn]
+
+
+def test_entropy():
+    assert sweep.entropy(["a", "a", "b", "c"]) == approx(1.5 * math.log(2))  # 1/2, 1/4, 1/4
+    assert sweep.entropy(["a"] * 7) == 0 and sweep.entropy(list("abcdefgh")) == approx(math.log(8))
+
+
+def test_what_names_are_worth_by_hand(monkeypatch):
+    """Two equal prompts, 2 draws: A and B, then A and ?. Of the first both exist, of the second one of two."""
+    stem = "LATIN SMALL LETTER "
+    prompt = [ord(x) for x in stem]
+    monkeypatch.setattr(
+        evaluate, "draw_names", lambda n, group, _: {stem + ("C" if group == "trained" else "B"): prompt}
+    )
+    tokenizer = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)).rstrip("\0"))
+    task = sweep.Names(tokenizer, 1)
+    assert task.clusters == {"held out": [0], "trained": [0]}
+    outputs = [Output(prompt, [ord(x), 0]) for x in "ABA?"]
+    r = task.figures(outputs, base=None)
+    assert r["found"] == "21" and r["draws"] == 2 and task.n_tokens(outputs) == 8
+    assert (r["exist"], r["distinct"], r["repeated"], r["itself"]) == (3 / 4, 2 / 4, 2 / 4, 0)
+    assert r["entropy"] == approx(math.log(2) / 2)  # of A and A, and of B and ?
+
+
+# --- spans of text
+SOURCE = "class A:\n    def double(self, x):\n        return 2 * x\n\n\ndef f(a, b):\n    # add\n    return a + b\n"
+
+
+def test_spans_lie_inside_a_later_block_of_held_out_functions():
+    assert [p for p, _ in pieces("a.py", SOURCE)] == [
+        "def f(a, b):\n    # add\n    return a + b\n",
+        "def double(self, x):\n    return 2 * x\n",
+    ]
+    odd = "class A:\n    def f(self):\n        return 1\n# at the margin\n        pass\n\x0c\ndef g(b):\n    return b\n"
+    assert list(pieces("a.py", odd)) == [("def g(b):\n    return b\n", True)]  # f's own text is no Python
+    assert list(pieces("a.txt", "x")) == [("x", False)] and list(pieces("a.py", "def (")) == []
+    names = [n for n in (f"{i}.py" for i in range(400)) if is_validation(n)]
+    documents = [(n, SOURCE) for n in names] + [("0.py" if not is_validation("0.py") else "x", SOURCE * 3)]
+    found = cut(documents, byte_tokenizer(), 8, 64, 1000)
+    assert len(found) == 2 * len(names)  # nothing from a training document
+    for s in found:
+        prompt = spans.masked(s, 8, MASK)
+        assert s.start >= 8 and s.start % 8 == 0 and len(prompt) == s.start + 8 <= len(s.piece)
+        masks = [i - s.start for i, token in enumerate(prompt) if token == MASK]
+        assert masks == [*range(s.at.start, s.at.stop)] and 2 <= len(masks) <= 6
+        assert all(a in (b, MASK) for a, b in zip(prompt, s.piece, strict=False))
+
+
+@torch.inference_mode()
+def test_the_score_is_that_of_writing_one_at_a_time():
+    """The greedy decode of 4 and 3 masks scores the product of the probabilities that it was written by;
+    of a single mask the score is the marginal. (No two positions are nearly as sure: their order is the
+    chain's own.)
+    """
+    model = without_stage_b(n_rounds=1)
+    context = [1, 2, 3, 4, 5, 6, 7, 8]
+    z = torch.tensor([[9, MASK, 3, 4, MASK, MASK, MASK, 8], [1, MASK, MASK, 4, 5, 6, MASK, 8]])
+    written, steps = [], []
+    for row in z.tolist():
+        log_p = []
+        d = replace(Spans.start, tau_m2t=1.0)
+        see = lambda _, step, of=log_p: of.append(step.stage_a.conf[step.bundle].log().sum())  # noqa: E731
+        written.append(generate(model, [context + row], d, on_step=see)[0].prompt[8:])
+        steps.append(sum(log_p))
+    engine = Cached(model, [context] * 2, 0)
+    score = chain_score(stage_a_log_probs(engine, mask_too=True), z, z == MASK, torch.tensor(written))
+    torch.testing.assert_close(score, torch.stack(steps), rtol=1e-4, atol=1e-4)
+
+    one = torch.tensor([[9, MASK, 9, 9, 9, 9, 9, 9]] * 2)
+    log_p = stage_a_log_probs(engine)
+    sevens = torch.full_like(one, 7)
+    torch.testing.assert_close(chain_score(log_p, one, one == MASK, sevens), log_p(one)[:, 1, 7])
+    left = stage_a_log_probs(engine, mask_too=True)  # a mask that a decoder has left there has a score too
+    assert chain_score(left, one, one == MASK, one).isfinite().all()
+
+
+def test_what_was_written_is_judged_as_text():
+    tokenizer, piece = byte_tokenizer(), "def f(a):\n    return a + a\n"
+    ids = tokenizer.encode_document(piece).tolist()
+    python, prose = (spans.Span(0, ids, 8, slice(4, 7), kind) for kind in (True, False))
+    written = torch.tensor([list(s) for s in (b":\n    re", b":\n  ) re", b": f f f ")])
+    got = quality([python, python, prose], written, tokenizer)
+    assert got["exact"].tolist() == [1, 0, 0]
+    assert got["parses"].tolist()[:2] == [1, 0] and np.isnan(got["parses"][2])  # prose is not asked
+
+
+# --- records, from the command line
+@pytest.fixture
+def few(monkeypatch):
+    """Few settings: one at a time, all at once, one between, and S2D2, which has no dial."""
+    monkeypatch.setattr(opponents, "DIALS", {"threshold": (1.0, 0.0), "longest_prefix": (0.9,), "fixed": (2,)})
+    monkeypatch.setattr(opponents, "T2M_DIALS", (0.3,))
+    monkeypatch.setattr(sweep, "KEEP", (0.0, 1.0))
+    monkeypatch.setattr(sweep, "SAMPLED", (1.0, -1.0))
+    monkeypatch.setattr(sweep, "ABOVE", (0.0,))
+    monkeypatch.setattr(sweep, "KEEP_OF_THOSE", (0.0,))
+    monkeypatch.setattr(sweep, "GATES", (1.0, 0.3))
+
+
+def test_the_records_of_the_shipped_model(few, tmp_path, monkeypatch, capsys):
+    """Its base and its head, greedily and drawn. A record is what evaluate.py says of the same prompts."""
+    call, path = caller(sweep, monkeypatch, capsys), tmp_path / "r.jsonl"
+    argv = ["--prompts", 4, "--temperature", 0, 0.7, "--draws", 3, "--out", path]
+    call("--system", "base", NAMES, *argv)
+    call("--system", "base", NAMES, "--system", "head", NAMES / "joint", *argv)
+    head, *records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {group: len(of) for group, of in head["clusters"].items()} == {"held out": 4, "trained": 4}
+    base = ["threshold 1", "threshold 0", "longest_prefix 0.9", "fixed 2", "t2m 0.3", "s2d2", "tau_m2t 1", "tau_m2t -1"]
+    looks = ["tau_keep 0", "tau_keep 1"]
+    joint = [*looks, "off, longest_prefix 0.9", *looks, "off, tau_m2t 1"]
+    expected = [("base", s) for s in base] + [("head", s) for s in joint]  # and base was measured once
+    assert [(r["system"], r["setting"]) for r in records] == expected
+    for r in records:
+        drawn = r["temperature"] == 0.7
+        assert r["draws"] == (3 if drawn else 1) and len(r["found"]) == 8 and ("entropy" in r) == drawn
+        assert r["per"]["name"] == 8 * r["draws"] and r["n_layer"] == 8
+        assert sum(map(int, r["found"])) == round(r["exist"] * 8 * r["draws"])
+        assert r["cost"]["serial"] <= r["counts"]["full"] + r["counts"]["looks"] <= r["cost"]["serial"] * 2
+
+    model, tokenizer = load_model(NAMES / "joint", "cpu", torch.float32), load_tokenizer(NAMES, "bpe")
+    prompts = evaluate.draw_names(4, "held out", tokenizer) | evaluate.draw_names(4, "trained", tokenizer)
+    one = next(s for s in settings(model, evaluate.NAMES) if s.label == "tau_keep 0").decoding
+    found = evaluate.complete(model, tokenizer, prompts, one, 0)
+    (r,) = (r for r in records if (r["setting"], r["temperature"]) == ("tau_keep 0", 0))
+    assert r["exist"] == found["exist"] and r["per"]["token"] == found["tokens/name"] * 8
+    assert r["cost"]["all"] / r["per"]["token"] == approx(found["forwards/token"])
+
+    assert "other texts" in call.fails("--system", "more", NAMES, "--prompts", 2, "--out", path)
+
+
+def test_a_left_to_right_model_is_charged_one_pass_a_token(tmp_path, monkeypatch, capsys):
+    """The shipped model, read in blocks of one, is such a model. Its commit forwards are free."""
+    for file in ("model.safetensors", "names.json", "tokenizer.json"):
+        shutil.copy(NAMES / file, tmp_path / file)
+    config = json.loads((NAMES / "config.json").read_text())
+    write_json(tmp_path / "config.json", config | {"block_length": 1})
+    path = tmp_path / "r.jsonl"
+    caller(sweep, monkeypatch, capsys)("--system", "left to right", tmp_path, "--prompts", 3, "--out", path)
+    _, r = [json.loads(line) for line in path.read_text().splitlines()]
+    assert r["setting"] == "left to right"
+    assert r["counts"]["full"] == r["cost"]["all"] == r["cost"]["serial"] == r["per"]["token"]
+
+
+@pytest.fixture
+def text(tmp_path):
+    """Two bases, of which the second likes other tokens, and some files to fill."""
+    ids = dict(vocab_size=272, eos_id=256, mask_id=257, n_rounds=1)
+    base = without_stage_b(**ids)
+    save_model(base, tmp_path / "base")
+    base.lm_head.weight.data = base.lm_head.weight.data.roll(1, 0)
+    save_model(base, tmp_path / "other")
+    save_model(tiny_model(**ids), tmp_path / "stage_b")
+    (tmp_path / "text").mkdir()
+    for name in [n for n in (f"{i}.py" for i in range(200)) if is_validation(n)]:
+        (tmp_path / "text" / name).write_text(SOURCE)
+    return tmp_path
+
+
+def test_the_records_of_spans(few, text, monkeypatch, capsys):
+    """Spans are filled inside one block, and each seed is judged by its own base: a system that is both
+    bases the wrong way round has the same figures but for the score.
+    """
+    call, path = caller(sweep, monkeypatch, capsys), text / "r.jsonl"
+    base, other, stage_b = text / "base", text / "other", text / "stage_b"
+    argv = ["--data", text / "text", "--prompts", 6, "--device", "cpu", "--out", path]
+    systems = ["--system", "base", base, other, "--system", "crossed", other, base]
+    call(*systems, "--system", "paper", stage_b, stage_b, *argv)
+    head, *records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(head["clusters"]["documents"]) == 6
+    n = Counter((r["system"], r["ckpt"]) for r in records)
+    assert n["base", str(base)] == 6 and n["paper", str(stage_b)] == n["paper, off", str(stage_b)] == 2 * 2
+
+    of = {(r["system"], r["ckpt"], r["setting"]): r for r in records}
+    for (system, ckpt, setting), r in of.items():
+        assert r["counts"]["commit"] == 0 and r["per"]["span"] == 6 == len(r["score"])
+        if system == "base":
+            crossed = of["crossed", ckpt, setting]
+            assert crossed["cost"] == r["cost"] and crossed["exact"] == r["exact"]
+            assert np.mean(crossed["score"]) < np.mean(r["score"]) - 0.1  # a judge likes what it would have written
+    one, once = of["base", str(base), "threshold 1"], of["base", str(base), "threshold 0"]
+    assert one["counts"]["full"] == one["per"]["token"] and once["counts"]["full"] == 6
+
+    assert "without --temperature" in call.fails("--system", "b", base, *argv, "--temperature", 1)
+    assert "has 1 seeds, the base 2" in call.fails(*systems, "--system", "b", stage_b, *argv)
+    save_model(tiny_model(tokenizer="toy"), text / "toy")
+    assert "tables are exact" in call.fails("--system", "toy", text / "toy", *argv[:-1], text / "new.jsonl")
