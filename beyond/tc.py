@@ -1,28 +1,29 @@
 """Text: the dependence inside the bundles that a decoder really commits.
 
-Every bundle of two or more tokens that the base commits at any of the tau_m2t below, in held-out spans (spans.py). Its
-chain writes it one token at a time, most confident position first, each drawn from the conditional p(x_i | z, written):
-a joint distribution of the bundle, with marginals of its own. Stage A says p_i(x_i | z) of the same positions at once.
+Every bundle of two or more tokens that the base commits at any of the tau_m2t below, in held-out
+spans (spans.py). Its chain writes it one token at a time, the surest position first, each drawn from
+the conditional p(x_i | z, written): a joint distribution of the bundle, with marginals of its own.
+Stage A says p_i(x_i | z) of the same positions at once.
 
     TC          of the chain: the sum of its marginals' entropies less its own. What one step by marginals, even by
                 the right ones, cannot write
     mismatch    sum_i KL(chain's marginal_i || p_i): Stage A's marginals are not those of its own chain
     both        KL(chain || product of p_i), what one step of Stage A pays in all
 
-`both` is estimated without bias: the chain's entropy and its cross-entropy to p_i are linear in draws of the chain. Its
-split is not. A chain's marginal is the average of its conditionals over draws, at the moment when that position is
-written, and `between` has two bounds of its entropy, in the mean over draws. The entropy of the average is too low.
-The cross-entropy of each draw to the others' average, with a little of p_i, is too high. TC is the middle of the two,
-because with many draws both miss the truth by about as much; mismatch is the rest. What it
-misses where TC is known: results/tc. Where the bounds are far apart, take more --draws. +- is one standard
-error, by a bootstrap over spans (a span recurs at every tau).
+`both` is estimated without bias: the chain's entropy and its cross-entropy to p_i are linear in draws
+of the chain. Its split is not. A chain's marginal is the average of its conditionals over draws, at the
+moment when that position is written, and `between` has two bounds of its entropy, in the mean over
+draws. The entropy of the average is too low. The cross-entropy of each draw to the others' average,
+with a little of p_i, is too high. TC is the middle of the two, because with many draws both miss the
+truth by about as much; mismatch is the rest. Where the bounds are far apart, take more --draws. +- is
+one standard error, by a bootstrap over documents (a span recurs at every tau).
 
-    python -m beyond.tc --data stdlib --ckpt out/text --plot tc.svg
+    python -m beyond.tc --data stdlib --ckpt out/text
 """
 
+import copy
 import math
 from argparse import Namespace
-from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,14 +32,16 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from beyond import seeds, spans
+from beyond import seeds
 from beyond.chain import greedy_chain
-from beyond.noise import quantile
-from beyond.spans import FILL, LogProbs, at_rows, fill, stage_a_log_probs
+from beyond.spans import LogProbs, Spans, stage_a_log_probs
 from cache import Cached
-from checkpoint import load_model
+from checkpoint import load_model, load_tokenizer
 from evaluate import print_table
-from lib.util import bounded, fail, generator, pick_device
+from lib.output import Row
+from lib.util import Parser, bounded, command, fail, generator, pick_device
+from model import Model
+from sample import Step, generate
 
 # R rows, B block_length, V vocabulary, D draws, n positions of a bundle, N different bundles, W resamples
 
@@ -52,8 +55,9 @@ Bundles = dict[Bundle, list]  # -> [how often, lowest confidence]
 
 # --- the estimator
 def conditionals(log_p: LogProbs, z: Tensor, bundle: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """One draw of each bundle's chain, by u (R, B) -> (R, B, V) log-probabilities twice: Stage A's now, and those with
-    which the chain writes each position when its turn comes (unwritten positions: as now).
+    """One draw of each bundle's chain, by u (R, B) -> (R, B, V) log-probabilities twice: Stage A's now,
+    and those with which the chain writes each position when its turn comes (unwritten positions: as
+    now).
     """
     alone = log_p(z)
     written = alone
@@ -65,10 +69,15 @@ def conditionals(log_p: LogProbs, z: Tensor, bundle: Tensor, u: Tensor) -> tuple
         if not torch.equal(left, bundle):
             written = torch.where(left[..., None], log_p(z), written)
 
+        # the token in whose share of the mass u falls (rounding: not past the last one)
+        cdf = written.exp().cumsum(-1)
+        height = u[..., None].to(cdf.dtype) * cdf[..., -1:]
+        token = torch.searchsorted(cdf, height, right=True)
+        last = (cdf < cdf[..., -1:]).sum(-1, keepdim=True)
+        token = torch.minimum(token, last)
+
         sure = written.amax(-1).masked_fill(~left, float("-inf"))
-        numbers = u.flatten().to(written.dtype)
-        drawn_log_p, token = quantile(written.flatten(0, 1), numbers)
-        return sure, drawn_log_p.view(*left.shape, 1), token.view(*left.shape, 1)
+        return sure, written.gather(-1, token), token
 
     greedy_chain(look, z, bundle)
     return alone, written
@@ -85,8 +94,9 @@ def cross_entropy(p: Tensor, q: Tensor) -> Tensor:
 
 
 def others(c: Tensor, p: Tensor) -> Tensor:
-    """What each draw's conditionals c (D, n, V) are held against: the average of the other draws', in which Stage A's
-    p (n, V) counts as sqrt(D) / 2 draws more. It does not know the draw, and gives nothing 0 that p does not.
+    """What each draw's conditionals c (D, n, V) are held against: the average of the other draws', in
+    which Stage A's p (n, V) counts as sqrt(D) / 2 draws more. It does not know the draw, and gives
+    nothing 0 that p does not.
     """
     D = len(c)
 
@@ -120,39 +130,39 @@ def terms(alone: Tensor, written: Tensor) -> dict[str, float]:
 
 
 # --- the bundles of a decoder
-def committed(engine: Cached, z: Tensor, taus: list[float]) -> Bundles:
-    """Every bundle that Stage A commits in filling the blocks z (R, B), at every tau."""
+def committed(base: Model, task: Spans, taus: list[float]) -> Bundles:
+    """Every bundle that Stage A commits in filling the spans, at every tau."""
     found: Bundles = {}
 
-    def see(rows: Tensor, z: Tensor, bundle: Tensor, conf: Tensor) -> None:
-        lowest = conf.masked_fill(~bundle, 2.0).amin(-1)
-        of_rows = zip(rows.tolist(), z.tolist(), bundle.tolist(), lowest.tolist(), strict=True)
+    def see(rows: list[Row], step: Step) -> None:
+        lowest = step.stage_a.conf.masked_fill(~step.bundle, 2.0).amin(-1)
+        of_rows = zip(rows, step.stage_a.z.tolist(), step.bundle.tolist(), lowest.tolist(), strict=True)
         for row, block, here, low in of_rows:
-            if not any(here):
-                continue
-            key = (row, tuple(block), tuple(here))
-            record = found.setdefault(key, [0, low])
-            record[0] += 1
+            if any(here):
+                key = (row.number, tuple(block), tuple(here))
+                record = found.setdefault(key, [0, low])
+                record[0] += 1
 
     for tau in tqdm(taus, desc="bundles", disable=None):
-        fill(engine, z, replace(FILL, tau_m2t=tau, n_rounds=0), see)
+        generate(base, task.prompts, replace(task.start, tau_m2t=tau), on_step=see)
     return found
 
 
-def estimate(engine: Cached, bundles: Bundles, draws: int) -> np.ndarray:
-    """TERMS of every bundle (N, 5). Bundles of one size go together; draws are a function of the bundle alone."""
-    sizes = defaultdict(list)
-    for key in bundles:
-        sizes[sum(key[2])].append(key)
+def at_rows(engine: Cached, rows: list[int]) -> Cached:
+    """The same contexts' forwards, of these rows, which may repeat."""
+    part = copy.copy(engine)
+    part.cache = copy.copy(engine.cache)
+    part.cache.keep(rows)
+    return part
 
-    found = {}
+
+def estimate(engine: Cached, bundles: Bundles, draws: int) -> np.ndarray:
+    """TERMS of every bundle (N, 5). Draws are a function of the bundle alone."""
+    by_size = sorted(bundles, key=lambda key: sum(key[2]))  # chains of one length go side by side
     at_once = max(1, ROWS // draws)
-    with tqdm(total=len(bundles), desc="tc", disable=None) as bar:
-        for keys in sizes.values():
-            for start in range(0, len(keys), at_once):
-                part = keys[start : start + at_once]
-                found |= estimate_part(engine, part, draws)
-                bar.update(len(part))
+    found = {}
+    for start in tqdm(range(0, len(by_size), at_once), desc="tc", disable=None):
+        found |= estimate_part(engine, by_size[start : start + at_once], draws)
     return np.array([found[key] for key in bundles])
 
 
@@ -179,7 +189,7 @@ def estimate_part(engine: Cached, part: list[Bundle], draws: int) -> dict[Bundle
 
 # --- by confidence
 def by_confidence(bundles: Bundles, values: np.ndarray, documents: list[int]) -> list[dict]:
-    """One record for each bin of the lowest confidence: bundles, mean size and confidence, and the mean of every term,
+    """One record for each bin of the lowest confidence: bundles, mean size, and the mean of every term,
     with the standard error that a bootstrap over the spans' documents (R,) gives.
     """
     weights = seeds.resamples(documents)  # (W, R)
@@ -199,7 +209,6 @@ def by_confidence(bundles: Bundles, values: np.ndarray, documents: list[int]) ->
         count = often[here]
         record = {"bin": f"{low:.1f}..{high:.1f}", "bundles": int(count.sum())}
         record["size"] = np.average(size[here], weights=count)
-        record["lowest"] = np.average(lowest[here], weights=count)
         for name, value in zip(TERMS, values[here].T, strict=True):
             record[name] = mean_and_error(row[here], count, value, weights)
         table.append(record)
@@ -207,8 +216,8 @@ def by_confidence(bundles: Bundles, values: np.ndarray, documents: list[int]) ->
 
 
 def mean_and_error(row: np.ndarray, count: np.ndarray, value: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
-    """Mean of `value`, each counted `count` times, (N,) both, and its standard error: `weights` (W, R) says how often
-    the sample itself, and then each resample, has a row.
+    """Mean of `value`, each counted `count` times, (N,) both, and its standard error: `weights` (W, R)
+    says how often the sample itself, and then each resample, has a row.
     """
     rows = weights.shape[1]
     bundles = weights @ np.bincount(row, count, rows)  # (W,)
@@ -221,46 +230,31 @@ def mean_and_error(row: np.ndarray, count: np.ndarray, value: np.ndarray, weight
 
 
 def print_bins(table: list[dict]) -> None:
-    head = ["lowest confidence", "bundles", "mean size", "TC", "+-", "TC between", "mismatch", "+-", "mismatch between"]
-    head += ["both", "+-"]
     rows = []
     for record in table:
         tc, mismatch, both = ([f"{v:.4f}" for v in record[name]] for name in TERMS[:3])
         low = record["low"][0]
         high = record["high"][0]
         total = record["both"][0]
-        between = f"{low:.4f} .. {high:.4f}"
 
         # what TC has too much, mismatch has too little
+        between = f"{low:.4f} .. {high:.4f}"
         rest = f"{total - high:.4f} .. {total - low:.4f}"
         size = f"{record['size']:.2f}"
         rows.append([record["bin"], str(record["bundles"]), size, *tc, between, *mismatch, rest, *both])
-    print_table(head, rows)
-
-
-def plot(path: Path, table: list[dict]) -> None:
-    from tools.plots import canvas, save
-
-    plt, axes = canvas(path)
-    x = [record["lowest"] for record in table]
-    for name in TERMS[:2]:
-        y, error = np.array([record[name] for record in table]).T
-        axes.errorbar(x, y, error, marker="o", capsize=2, label=name)
-    axes.set(xlabel="lowest confidence in the bundle", ylabel="nats a bundle")
-    axes.legend()
-    save(plt, path)
+    head = ["lowest confidence", "bundles", "mean size", "TC", "+-", "TC between", "mismatch", "+-", "mismatch between"]
+    print_table([*head, "both", "+-"], rows)
 
 
 # --- the command line
 @torch.inference_mode()
 def measure(args: Namespace) -> list[dict]:
     base = load_model(args.ckpt, pick_device(args.device), torch.float32)
-    cut, _ = spans.read(args, args.ckpt, base)
-    z, _ = spans.blocks(cut, base.cfg.block_length, base.cfg.mask_id)
+    task = Spans(args.data, args.spans, load_tokenizer(Path(args.ckpt), base.cfg.tokenizer), base.cfg)
+    print(f"{len(task.spans)} spans, {task.length.sum()} tokens; blocks of {base.cfg.block_length}")
 
     # every bundle that is committed, and those of several tokens
-    engine = Cached(base, [s.piece[: s.start] for s in cut], 0)
-    everything = committed(engine, z.to(base.wte.weight.device), args.taus)
+    everything = committed(base, task, args.taus)
     several = {key: record for key, record in everything.items() if sum(key[2]) > 1}
     if not several:
         fail("no bundle of two tokens was committed at these --taus: lower them")
@@ -272,20 +266,23 @@ def measure(args: Namespace) -> list[dict]:
         f"{count} bundles of two and more ({len(several)} different), {of_one} of one (TC 0); "
         f"{args.draws} draws each; tau_m2t {taus}"
     )
-    values = estimate(engine, several, args.draws)
-    return by_confidence(several, values, [s.document for s in cut])
+    values = estimate(task.read_by(base), several, args.draws)
+    return by_confidence(several, values, task.clusters["documents"])
 
 
+@command
 def main() -> None:
-    parser = spans.build_parser(__doc__)
-    parser.add_argument("--ckpt", required=True, help="the base: a checkpoint folder of a model of text")
-    parser.add_argument("--taus", type=bounded(float, -1, 1), nargs="+", default=TAUS, help="values of tau_m2t")
-    parser.add_argument("--draws", type=bounded(int, 2), default=32, help="draws of each bundle's chain")
-    args = parser.parse_args()
-    table = measure(args)
-    print_bins(table)
-    if args.plot:
-        plot(args.plot, table)
+    parser = Parser(__doc__)
+    # fmt: off
+    add = parser.add_argument
+    add("--ckpt", required=True, help="the base: a checkpoint folder of a model of text")
+    add("--data", nargs="+", default=["stdlib"], help="stdlib, or .txt / folder / .jsonl[.gz] / .parquet")
+    add("--spans", type=bounded(int, 2), default=512, help="held-out spans to fill")
+    add("--taus", type=bounded(float, -1, 1), nargs="+", default=TAUS, help="values of tau_m2t")
+    add("--draws", type=bounded(int, 2), default=32, help="draws of each bundle's chain")
+    add("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
+    # fmt: on
+    print_bins(measure(parser.parse_args()))
 
 
 if __name__ == "__main__":
