@@ -36,4 +36,4 @@ done
 
 # one row of the table for each kind of adapter, over its seeds
 python -m beyond.toys \
-  --adapter out/*-[012]-clean out/*-[012]-chain out/pairs-[012]-chain3 out/*-0-clean-all out/*-0-chain-all
+  --ckpt out/*-[012]-clean out/*-[012]-chain out/pairs-[012]-chain3 out/*-0-clean-all out/*-0-chain-all

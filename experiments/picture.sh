@@ -7,7 +7,7 @@ python -m beyond.chain --data modes --init_from out/picture --target clean --n_l
   --learning_rate 3e-3 --batch_size 16 --max_iters 300 --out_dir out/picture_clean
 python -m beyond.chain --data modes --init_from out/picture --n_last 2 --beam 4 --corruption mask \
   --learning_rate 3e-3 --batch_size 16 --max_iters 300 --out_dir out/picture_chain
-python -m beyond.toys --adapter out/picture_clean out/picture_chain
+python -m beyond.toys --ckpt out/picture_clean out/picture_chain
 python -m tools.toys modes n_ctx=8 --context 1
 python sample.py --ckpt out/picture --adapter out/picture_chain --prompt_ids 25,25,25,25 --gen_length 4 --tau_m2t -1 \
   --tau_t2t none --watch

@@ -3,5 +3,5 @@
 set -e
 for task in modes pairs mixed copy gaussian permutation sum; do
   python train.py --data $task --n_last 2 --out_dir out/toys/$task
-  python evaluate.py --data $task --ckpt out/toys/$task
+  python evaluate.py --ckpt out/toys/$task
 done
