@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from common import MASK, caller, random_ids, settings, tiny_model
 from runs import TOY, a_base, goes_on_bit_for_bit
 from safetensors.torch import load_file
-from test_chain import a_batch
+from test_chain import a_batch, endless_model
 
 import sample
 from beyond import chain, distill, joint_head
@@ -29,7 +29,7 @@ WITH_HEAD = replace(FACTORISED, n_rounds=1)
 
 
 def with_head(std=0.3, **overrides):
-    model = tiny_model(**dict(n_rounds=1, eos_id=-1) | overrides)
+    model = endless_model(**overrides)
     model.second_look = JointHead(model.cfg, width=24)
     model.second_look.init_weights(generator("head"))
     for name, p in model.second_look.named_parameters():
@@ -113,7 +113,7 @@ def test_the_decode_is_the_plain_one(tau_keep, cached):
 
 
 def test_a_fresh_head_is_stage_a_and_a_gate_above_all_writes_one_token_a_step():
-    base, prompt = tiny_model(n_rounds=1, eos_id=-1), random_ids(1, 5)[0].tolist()
+    base, prompt = endless_model(), random_ids(1, 5)[0].tolist()
     fresh = with_head(std=0.0)
     together = generate(fresh, [prompt], WITH_HEAD)[0]
     assert together.tokens == generate(base, [prompt], FACTORISED)[0].tokens and together.nfe["partial"] > 0
@@ -125,7 +125,7 @@ def test_a_fresh_head_is_stage_a_and_a_gate_above_all_writes_one_token_a_step():
 def test_a_single_token_is_not_looked_at_again():
     prompt = random_ids(1, 5)[0].tolist()
     out = generate(with_head(), [prompt], replace(WITH_HEAD, tau_m2t=1.0))[0]
-    base = generate(tiny_model(n_rounds=1, eos_id=-1), [prompt], replace(FACTORISED, tau_m2t=1.0))[0]
+    base = generate(endless_model(), [prompt], replace(FACTORISED, tau_m2t=1.0))[0]
     assert out.tokens == base.tokens and out.nfe["partial"] == out.nfe["looks"] == 0
 
 
