@@ -1,5 +1,5 @@
 # Seven noisy copies from independent to certain: each decoder's error against total correlation.
-# About 10 minutes on 2 cores. Page: results/dial/README.md.
+# About 10 minutes on 2 cores. Page: results/theorem/README.md.
 # Run from the root of the repository.
 set -e
 for eps in 0.02 0.05 0.1 0.2 0.4 0.7 1.0; do

@@ -1,6 +1,6 @@
 # Clean against chain targets on six toys: a base for each toy and seed, then adapters in Stage B alone; three seeds.
 # The paper's scope (adapters in both stages) on two toys, seed 0. 61 small models, 60 to 90 minutes on 2 cores.
-# Page: results/joint/README.md. Run from the root of the repository.
+# Page: results/theorem/README.md. Run from the root of the repository.
 set -e
 for seed in 0 1 2; do
   # bases: Stage A alone; `modes` takes longer to learn than the others

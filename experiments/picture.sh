@@ -1,5 +1,5 @@
 # The smallest picture of the effect: one base, Stage B with the clean target and with a chain target, one step of each.
-# About 2 minutes on 2 cores. Page: results/picture/README.md. Run from the root of the repository.
+# About 2 minutes on 2 cores. Page: results/theorem/README.md. Run from the root of the repository.
 set -e
 python train.py --data modes --toy n_ctx=8 --stage_a_only --corruption mask --max_iters 1200 \
   --out_dir out/picture

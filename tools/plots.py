@@ -96,9 +96,9 @@ def name_lines(ax, ends: dict[str, tuple[float, float, str]]) -> None:
                     color=color, va="center", fontsize=9, annotation_clip=False)  # fmt: skip
 
 
-def read_figure(page: str) -> dict:
-    """The numbers of a page that has no other records: results/<page>/figure.json."""
-    return json.loads((RESULTS / page / "figure.json").read_text())
+def read_figure(path: str) -> dict:
+    """The numbers of a figure that has no other records, by their place in results/."""
+    return json.loads((RESULTS / path).read_text())
 
 
 def whiskers(drawn: np.ndarray) -> tuple[float, list]:
@@ -213,7 +213,7 @@ def draw_text(path: Path) -> None:
 def draw_joint(path: Path) -> None:
     """Shares of contexts, means and worst of three seeds: possible answers on the left, the likeliest on the right."""
     plt, axes = canvas(path, 2)
-    rows = read_figure("joint")["rows"]
+    rows = read_figure("theorem/joint.json")["rows"]
     clean = {(r["toy"], r["n"]): r for r in rows if r["target"] == "clean"}
     chain = list(reversed([r for r in rows if r["target"] == "chain"]))
     for ax, measure in zip(axes, ("B coherent", "B mode"), strict=True):
@@ -240,7 +240,7 @@ def draw_joint(path: Path) -> None:
 def draw_paper_tables(path: Path) -> None:
     """Accuracy by threshold: the toy's on the left, the paper's GSM8K on the right."""
     plt, axes = canvas(path, 2)
-    rows = read_figure("paper_tables")["rows"]
+    rows = read_figure("paper_tables/paper_tables.json")["rows"]
     looks = {"released": (GREY, "o", "without adapters"), "Stage B off": (ORANGE, "s", "adapters, Stage B off")}
     looks["Stage B on"] = (BLUE, "D", "the same adapters, Stage B on")
     gates = sorted({r["tau_m2t"] for r in rows})
@@ -266,7 +266,7 @@ def draw_dial(path: Path) -> None:
     """On the left each one-step decoder's error against TC, one point a checkpoint; on the right the first one's
     training. points: (TC, errors) of each; floor: the entropy H of the first one's toy."""
     plt, (dial, training) = canvas(path, 2)
-    figure = read_figure("dial")
+    figure = read_figure("theorem/dial.json")
     points = sorted(figure["points"], key=lambda point: point[0])
     x = [tc for tc, _ in points]
     colors = (GREY, BLUE, GREEN)
@@ -301,7 +301,7 @@ def draw_tc(path: Path) -> None:
     """Total correlation and mismatch of committed bundles by the lowest confidence in them: each seed a point, their
     mean a dash, bars between the mean bounds."""
     plt, ax = canvas(path)
-    trained = read_figure("tc")["seeds"]  # a list of bins for each
+    trained = read_figure("tc/tc.json")["seeds"]  # a list of bins for each
     bins = trained[0]
     for name, color, shift in (("TC", BLUE, -0.1), ("mismatch", ORANGE, 0.1)):
         x = np.arange(len(bins)) + shift
