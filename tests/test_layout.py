@@ -18,7 +18,8 @@ FLOORS = [
     {"train", "sample"},
     {"evaluate", "convert_weights"},
     {"beyond"},
-    {"released", "tools"},
+    {"released"},
+    {"tools"},
 ]
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 FOLDERS = {"lib", "beyond", "released", "tools"}
