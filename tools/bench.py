@@ -1,12 +1,11 @@
 """Speed, as ratios measured side by side in one process.
 
 The two sides of every ratio take turns (A, B, A, B, ...) and the medians are divided, so that a busy machine disturbs
-both alike. Weights are random: speed does not depend on them.
+both alike. Weights are random, because speed does not depend on them. All of it runs on a CPU.
 
     python -m tools.bench                                # all three sections, minutes on 2 cores
     python -m tools.bench --only decode                  # decode: the cache; stageb: Stage B; train: a training step
-    python -m tools.bench --official DIR [DIR ...]       # instead: against the released code in DIR, or a fork of it
-                                                         # that keeps keys and values; needs transformers
+    python -m tools.bench --official DIR [DIR ...]       # instead: against the released code in DIR; needs transformers
     python -m tools.bench --official DIR --compile       # and with compiled steps, see released/compiled.py
 """
 
@@ -34,7 +33,7 @@ from checkpoint import new_model
 from convert_weights import plan
 from lib.config import PRESETS, Config
 from lib.output import Output
-from lib.util import Parser, bounded, command, fail, generator, pick_device
+from lib.util import Parser, bounded, command, fail, generator
 from model import Model
 from released.compiled import compile_blocks
 from released.export import released_config
@@ -67,18 +66,9 @@ ONE_BY_ONE = Decoding(tau_m2t=1.0, tau_t2t=None)
 # taking time, and what time is taken of
 
 
-def now() -> float:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def processor_or(device: torch.device) -> Callable[[], float]:
-    """The clock of this process's own work, which other programs hardly disturb; a GPU's work has no such clock."""
-    return time.process_time if device.type == "cpu" else now
-
-
-def interleaved(*sides: Callable[[], object], repeats: int, clock: Callable[[], float] = now) -> list[float]:
+def interleaved(
+    *sides: Callable[[], object], repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> list[float]:
     """Median seconds of each side; they take turns, after one untimed round."""
     seconds: list[list[float]] = [[] for _ in sides]
     for turn in range(repeats + 1):
@@ -94,9 +84,9 @@ def geometry(cfg: Config) -> str:
     return f"{cfg.n_layer} layers of width {cfg.n_embd}, {cfg.n_expert} experts, blocks of {cfg.block_length}"
 
 
-def random_model(cfg: Config, device: torch.device) -> Model:
+def random_model(cfg: Config) -> Model:
     """Random weights; the mask is nobody's best token, or a block would never end."""
-    model = new_model(cfg, generator("bench"), device)
+    model = new_model(cfg, generator("bench"))
     model.lm_head.weight.data[cfg.mask_id] = 0
     return model
 
@@ -117,7 +107,7 @@ def one_step(engine: Cached | Uncached, n_rounds: int) -> Callable[[], Step]:
     """One decoding step of every row in the middle of a block: half of it written, half masks, no prompt."""
     cfg = engine.cfg
     R = len(engine.rows)
-    z = torch.tensor([prompt(cfg.block_length, 1)] * R, device=engine.model.wte.weight.device)
+    z = torch.tensor([prompt(cfg.block_length, 1)] * R)
     z[:, cfg.block_length // 2 :] = cfg.mask_id
     nothing = torch.zeros_like(z, dtype=torch.bool)
     u = torch.zeros(R, 2, cfg.block_length)
@@ -125,11 +115,11 @@ def one_step(engine: Cached | Uncached, n_rounds: int) -> Callable[[], Step]:
 
 
 @torch.inference_mode()
-def decode(device: torch.device) -> None:
+def decode() -> None:
     """Cached against uncached: a step behind contexts of several lengths, and whole decodes integrated over them."""
     for name, rows in (("text", 1), ("text", ROWS), ("20 layers", 1), ("20 layers, wide", 1)):
         cfg = GEOMETRIES[name]
-        model = random_model(cfg, device)
+        model = random_model(cfg)
         print(f"\nDecoding {rows} at once, cached against not: {name} ({geometry(cfg)}), Stage A and B in every step")
         print("  context   cached ms a step   uncached ms a step   ratio")
         measured = []
@@ -149,12 +139,12 @@ def decode(device: torch.device) -> None:
 
 
 @torch.inference_mode()
-def stageb(device: torch.device) -> None:
+def stageb() -> None:
     """What Stage B adds to a step, in units of n/L of a full forward."""
     print("\nStage B: (step with it - step without) / (n/L x a full forward), context 256")
     for name, cfg in GEOMETRIES.items():
-        engine = Cached(random_model(cfg, device), [prompt(256)], 1)
-        z = torch.tensor([prompt(cfg.block_length, 1)], device=device)
+        engine = Cached(random_model(cfg), [prompt(256)], 1)
+        z = torch.tensor([prompt(cfg.block_length, 1)])
         sides = one_step(engine, 0), one_step(engine, 1), partial(engine.stage_a, z)
         without, with_it, full = interleaved(*sides, repeats=80)
         share = cfg.n_last / cfg.n_layer
@@ -175,16 +165,16 @@ STEPS = {
 }
 
 
-def training_step(cfg: Config, variant: str, device: torch.device) -> Callable[[], None]:
+def training_step(cfg: Config, variant: str) -> Callable[[], None]:
     """Forward and backward; the optimizer is left out, because it costs the same in every variant."""
-    model = new_model(cfg, generator("bench"), device)
+    model = new_model(cfg, generator("bench"))
     args = Namespace(corruption="random", context="corrupted", s_min=1, s_max=16, lora_r=16, seed=0)
     if variant == "both, adapters":
         lora_everywhere(model, args)
     model.checkpointing = variant == "both, checkpointing"
 
     R = TRAINED_ROWS
-    x = torch.tensor([prompt(TRAINED_LENGTH, row) for row in range(R)], device=device)
+    x = torch.tensor([prompt(TRAINED_LENGTH, row) for row in range(R)])
     everywhere = torch.ones_like(x, dtype=torch.bool)
 
     def run() -> None:
@@ -196,12 +186,12 @@ def training_step(cfg: Config, variant: str, device: torch.device) -> Callable[[
     return run
 
 
-def train(device: torch.device) -> None:
+def train() -> None:
     """A step of both stages against one of Stage A alone; what checkpointing costs and what adapters save."""
     cfg = DEEP
     print(f"\nTraining step, forward and backward: {geometry(cfg)}, n = {cfg.n_last}, {TRAINED_ROWS} rows of "
           f"{TRAINED_LENGTH}")  # fmt: skip
-    seconds = interleaved(*(training_step(cfg, variant, device) for variant in STEPS), repeats=5)
+    seconds = interleaved(*(training_step(cfg, variant) for variant in STEPS), repeats=5)
     for variant, s in zip(STEPS, seconds, strict=True):
         print(f"  {variant:20} {1e3 * s:6.0f} ms, {s / seconds[0]:.3f}x")
     print(f"  (L + n) / L = {(cfg.n_layer + cfg.n_last) / cfg.n_layer:.3f}; two full passes would be 2")
@@ -237,7 +227,7 @@ def official_model(folder: Path, ours: Model) -> torch.nn.Module:
             parts[name] = part.view(expected[name].shape)
     theirs.load_state_dict(parts)
     masks_in_float32(theirs)
-    return theirs.to(ours.wte.weight.device).eval()
+    return theirs.eval()
 
 
 def masks_in_float32(theirs: torch.nn.Module) -> None:
@@ -255,8 +245,7 @@ def our_decode(model: Model, length: int, rows: int = 1) -> list[Output]:
 
 def their_decode(theirs: torch.nn.Module, cfg: Config, length: int, rows: int = 1) -> list[list[int]]:
     """The tokens of each row; of many rows by the fork's generate_batch()."""
-    device = next(theirs.parameters()).device
-    inputs = [torch.tensor([ids], device=device) for ids in row_prompts(rows)]
+    inputs = [torch.tensor([ids]) for ids in row_prompts(rows)]
     settings = dict(gen_length=length, block_length=cfg.block_length, threshold=1.0, editing_threshold=2.0)
     settings |= dict(eos_id=cfg.eos_id, mask_id=cfg.mask_id)
     if rows == 1:
@@ -264,8 +253,8 @@ def their_decode(theirs: torch.nn.Module, cfg: Config, length: int, rows: int = 
     return [row[0].tolist() for row in theirs.generate_batch(inputs, **settings)]
 
 
-def compare(theirs: torch.nn.Module, models: dict[str, Model], length: int, rows: int, clock: Callable) -> None:
-    """Whole decodes in turns, once every side has written the same tokens."""
+def compare(theirs: torch.nn.Module, models: dict[str, Model], length: int, rows: int) -> None:
+    """Whole decodes in turns, once every side has written the same tokens. Seconds are of this process's own work."""
     cfg = models["ours"].cfg
     written = their_decode(theirs, cfg, length, rows)
     for name, model in models.items():
@@ -273,17 +262,18 @@ def compare(theirs: torch.nn.Module, models: dict[str, Model], length: int, rows
             fail(f"{length} tokens differ from the released code's ({name}): there is nothing to compare")
 
     sides = [partial(our_decode, model, length, rows) for model in models.values()]
-    *seconds, other = interleaved(*sides, partial(their_decode, theirs, cfg, length, rows), repeats=3, clock=clock)
+    sides.append(partial(their_decode, theirs, cfg, length, rows))
+    *seconds, other = interleaved(*sides, repeats=3, clock=time.process_time)
     tokens = rows * length
     print(f"    {rows} x {length} tokens, all the same: theirs {tokens / other:.1f} tokens/s")
     for name, s in zip(models, seconds, strict=True):
         print(f"      {name}: {tokens / s:.1f} tokens/s, {other / s:.2f}x", flush=True)
 
 
-def official(device: torch.device, folders: list[Path], lengths: list[int], compiled: bool) -> None:
-    """Tokens a second of ours and of the released generate(): the same weights and prompts, and the same tokens or it
-    stops. One row, then 16 if there is a generate_batch(). On a CPU seconds are of processor time."""
-    model = random_model(OFFICIAL, device)
+def official(folders: list[Path], lengths: list[int], compiled: bool) -> None:
+    """Tokens a second of ours and of the released generate(), or of a fork of it that keeps keys and values: the same
+    weights and prompts, and the same tokens or it stops. One row, then 16 if there is a generate_batch()."""
+    model = random_model(OFFICIAL)
     model.lm_head.weight.data *= 16  # far from ties, which rounding decides
     model.lm_head.weight.data[model.cfg.eos_id] = 0  # nor does the text end
     models = {"ours": model}
@@ -299,9 +289,9 @@ def official(device: torch.device, folders: list[Path], lengths: list[int], comp
         forked = getattr(theirs, "generate_batch", None) is not None
         print("  the fork with a cache:" if forked else "  the released file, which has no cache:")
         for length in lengths:
-            compare(theirs, models, length, 1, processor_or(device))
+            compare(theirs, models, length, 1)
         if forked:
-            compare(theirs, models, lengths[0], ROWS, processor_or(device))
+            compare(theirs, models, lengths[0], ROWS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -310,14 +300,12 @@ def official(device: torch.device, folders: list[Path], lengths: list[int], comp
 SECTIONS = {"decode": decode, "stageb": stageb, "train": train}
 
 
-def machine(device: torch.device) -> str:
+def machine() -> str:
     name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
-    if info.exists() and (found := re.search(r"model name\s*: (.+)", info.read_text())):
-        name = found[1]
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads; torch {torch.__version__}, {device}"
+    if info.exists():
+        name = re.search(r"model name\s*: (.+)|$", info.read_text())[1] or name
+    return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads; torch {torch.__version__}"
 
 
 @command
@@ -328,17 +316,15 @@ def main() -> None:
     add("--official", type=Path, nargs="+", help="instead: whole decodes against the code in these folders")
     add("--compile", action="store_true", help="with --official: ours with compiled steps, too")
     add("--lengths", type=bounded(int, 1), nargs="+", default=[256, 512], help="tokens of those decodes")
-    add("--device", default="cpu", help="auto (cuda, then mps, then cpu), or one by name")
     args = parser.parse_args()
     if args.compile and not args.official:
         fail("--compile is for --official; to decode with compiled steps: python -m released.compiled")
-    device = pick_device(args.device)
-    print(f"$ python -m tools.bench {' '.join(sys.argv[1:])}\n{date.today()}: {machine(device)}")
+    print(f"$ python -m tools.bench {' '.join(sys.argv[1:])}\n{date.today()}: {machine()}")
     if args.official:
-        official(device, args.official, args.lengths, args.compile)
+        official(args.official, args.lengths, args.compile)
         return
     for name in args.only or SECTIONS:
-        SECTIONS[name](device)
+        SECTIONS[name]()
 
 
 if __name__ == "__main__":
