@@ -1,12 +1,12 @@
-# make demo     train on the names of Unicode characters, then complete one (minutes, 2 cores)
+# make demo     complete a name, train the paper's way on names, and see what it does (minutes, 2 cores)
 # make test     run the test suite; make lint: ruff, lint and format
-# make picture  joint against factorised on a toy whose answer is known (minutes)
+# make pages    draw the figures of results/ again, from the records that are committed beside them (needs matplotlib)
 # Each builds $(VENV) from requirements.txt first, if it is not there. None of them deletes or overwrites anything.
 
 PYTHON ?= python3
 VENV   ?= .venv
 export PATH := $(abspath $(VENV))/bin:$(PATH)
-.PHONY: demo test lint picture
+.PHONY: demo test lint pages
 
 $(VENV)/ready: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "CoCommit needs Python 3.11 or newer")'
@@ -14,12 +14,15 @@ $(VENV)/ready: requirements.txt
 	python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 demo: $(VENV)/ready
+	python sample.py --prompt "CANADIAN" --watch
 	python train.py --n_last 3
-	python sample.py --prompt "ARABIC LIGATURE" --tau_t2t none --watch
+	python evaluate.py --ckpt out/names
 test: $(VENV)/ready  # in two halves, a core each
 	python -m pytest -q tests/tools tests/released & half=$$!; failed=0; \
 	python -m pytest -q --ignore tests/tools --ignore tests/released || failed=1; wait $$half || failed=1; exit $$failed
 lint: $(VENV)/ready
 	ruff check . && ruff format --check .
-picture: $(VENV)/ready
-	bash experiments/picture.sh
+pages: $(VENV)/ready
+	for page in pays text paper_tables tc; do python -m tools.plots $$page --out results/$$page/$$page.svg || exit 1; done
+	for picture in joint dial; do python -m tools.plots $$picture --out results/theorem/$$picture.svg || exit 1; done
+	python -m tools.plots cache --out results/speed/cache.svg

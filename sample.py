@@ -8,16 +8,14 @@ With --n_rounds 0 (Stage B off) and a gate on edits this is LLaDA2.1's released 
 for token and forward for forward, edge cases included: strict gates, edits while masks remain, mask
 as an ordinary candidate. It departs from it in two ways:
 
-  - Without edits (--tau_t2t none) a block ends with its last mask. The released loop, with a gate that nothing passes,
-    reads the block once more and finds nothing to do: the same tokens, one forward more in every block.
+  - Without edits (--tau_t2t none) a block ends with its last mask. The released loop reads it once more, to find nothing.
   - A block that can never end (nothing changes any more, or MAX_STEPS forwards) is left with a warning.
 
     python sample.py --prompt "CANADIAN"                                 # streams text, counts forwards
     python sample.py --prompt "CANADIAN SYLLABICS ▒▒▒ DZU" --watch  # every step; each ▒ is a token to fill
     python sample.py --ckpt DIR --prompt_ids 5,9,12 --n_rounds 0 --json > run.json   # tokens, counts, steps
 
-A hole in the prompt sees its own block and what is before it, not later blocks: attention is causal
-across blocks.
+A hole sees its own block and what is before it, not later blocks: attention is causal across blocks.
 
 To change   which masks are written in a step   give   Decoding(select=f), f(probabilities, masked) -> bundle
             what looks at the bundle again             Decoding(look=f), or a head: Model(cfg, second_look=head)
@@ -106,10 +104,10 @@ class Step:
 
 
 # --- one step
-def denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: Decoding, any_masked: bool) -> Step:
+def denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: Decoding, masks: bool) -> Step:
     """One step on the current blocks z (R, B) int64: everything is read from z and written at once.
 
-    given (R, B) bool: positions that are never edited. any_masked: has any row a mask left?
+    given (R, B) bool: positions that are never edited. masks: has any row one left?
     u (R, 2, B) in [0, 1): with temperature, each stage draws by its own numbers. Selection then favours
     positions whose draw happened to be a likely token; Stage B draws anew and so undoes that bias:
     what is written follows the model's probabilities.
@@ -131,7 +129,7 @@ def denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: D
         bundle = d.select(logits.softmax(-1), masked)
 
     # Stage B looks at the bundle again (Eq. 4), unless there is none
-    look = look_again(engine, stage_a, bundle, any_masked)
+    look = look_again(engine, stage_a, bundle, masks)
 
     # fill the bundle (Eq. 2), edit what is visible (Eq. 3), both from z as it was
     edited = torch.zeros_like(visible)
@@ -141,11 +139,11 @@ def denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: D
     return Step(stage_a, bundle, look, edited, after)
 
 
-def look_again(engine: Cached | Uncached, a: StageA, bundle: Tensor, any_masked: bool) -> Look:
+def look_again(engine: Cached | Uncached, a: StageA, bundle: Tensor, masks: bool) -> Look:
     """The second look: one's own, a head's, Stage B's, or none."""
     if a.d.look is not None:
         return a.d.look(engine, a, bundle)
-    if a.d.n_rounds == 0 or not any_masked:
+    if a.d.n_rounds == 0 or not masks:
         none = torch.zeros(len(bundle), device=bundle.device)
         return Look(a.token, a.conf, bundle, none, none.long())
     if engine.model.second_look is not None:
@@ -308,17 +306,18 @@ def generate(
     device = model.wte.weight.device
     rows = [Row(i, prompts, d, model.cfg, seed) for i in range(len(prompts))]
     outputs = [row.output for row in rows]
-    engine = (Cached if cached else Uncached)(model, [row.ids for row in rows], d.n_rounds)
+    make = Cached if cached else Uncached
+    engine = make(model, [row.ids for row in rows], d.n_rounds)
 
     # the current blocks; and of each: forwards, partial ones, looks, steps without a mask
     z = torch.tensor([row.block(0) for row in rows], device=device)
     given = torch.tensor([row.given() for row in rows], device=device)
     counts = torch.zeros(4, len(rows), device=device)
-    any_masked = True
+    masks = True
     while True:
         # one step, and what it cost
         u = random_numbers(rows, d, model.cfg.block_length).to(device)
-        step = denoise(engine, z, given, u, d, any_masked)
+        step = denoise(engine, z, given, u, d, masks)
         if on_step:
             on_step(rows, step)
         changed = (step.after != z).any(-1)  # (R,)
@@ -347,7 +346,7 @@ def generate(
         # the next pass reads the next blocks beside the current ones where a finished block must be
         # read once more anyway, or where all rows may go on with theirs
         closed = [place for place, r in enumerate(staying) if finished[r]]
-        any_masked = bool(closed) or any(masked[r] for r in staying)
+        masks = bool(closed) or any(masked[r] for r in staying)
         commit_due = any(finished[r] and changed[r] for r in staying)
         all_go_on = all(goes_on[r] and rows[r].has_another_block() for r in staying)
         if len(staying) < len(rows):
@@ -429,11 +428,12 @@ def main(load: Callable[..., Model] = load_model) -> None:
     d = settle_decoding(args, model, decoding_defaults(folder))
 
     # what is continued; a model of names is judged
-    names = names_of(folder) if tokenizer else None
+    names = names_of(folder)
+    prompts = show.read_prompts(args, tokenizer, model.cfg, d.gen_length, names is not None)
+    beginnings = [tokenizer.decode(up_to_eos(p, model.cfg.mask_id)) for p in prompts if tokenizer]
     judged = names is not None
-    prompts = show.read_prompts(args, tokenizer, model.cfg, d.gen_length, judged)
     if judged:
-        check_names(names, [tokenizer.decode(up_to_eos(p, model.cfg.mask_id)) for p in prompts])
+        check_names(names, beginnings)
 
     # a single text appears as its blocks finish, unless its steps are asked for
     steps = show.Steps(len(prompts))
