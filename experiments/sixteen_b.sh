@@ -11,7 +11,7 @@ tokens=${TOKENS:-2048}
 watch() {
   echo
   echo "\$ $*"
-  python -m released.sixteen_b watch -- "$@"
+  /usr/bin/time -f "[%e s; peak memory %M KB, mapped files included]" "$@"
 }
 
 watch python -m released.sixteen_b write --layers "$layers" --out "$folder/released"
@@ -20,18 +20,17 @@ rm -r "$folder/released"
 watch python -m released.int8 --src "$folder/ours" --out "$folder/int8"
 rm -r "$folder/ours"
 
-watch python -m released.sixteen_b measure --ckpt "$folder/int8" --what forwards
-watch python -m released.sixteen_b measure --ckpt "$folder/int8" --what decode
+watch python -m released.sixteen_b measure --ckpt "$folder/int8"
 
 watch python train.py --init_from "$folder/int8" --n_last 3 --data stdlib --max_docs 50 --dtype bf16 --checkpointing \
   --seq_len "$tokens" --batch_size 1 --max_iters 3 --out_dir "$folder/adapter"
 watch python -m beyond.joint_head --init_from "$folder/int8" --width 5120 --data stdlib --max_docs 50 \
   --dtype bf16 --seq_len 64 --batch_size 1 --s_max 8 --max_iters 3 \
   --learning_rate 1e-4 --out_dir "$folder/joint"
-watch python sample.py --ckpt "$folder/int8" --adapter "$folder/adapter" --dtype bf16 --tau_t2t none --gen_length 4 \
+watch python sample.py --ckpt "$folder/adapter" --dtype bf16 --tau_t2t none --gen_length 4 \
   --prompt "The quick brown fox"
-watch python sample.py --ckpt "$folder/int8" --adapter "$folder/joint" --dtype bf16 --tau_t2t none --gen_length 4 \
+watch python sample.py --ckpt "$folder/joint" --dtype bf16 --tau_t2t none --gen_length 4 \
   --tau_m2t -1 --prompt "The quick brown fox"
-watch python -m released.export --to peft --adapter "$folder/adapter" --out "$folder/peft"
+watch python -m released.export --to peft --src "$folder/adapter" --out "$folder/peft"
 ls -l "$folder/peft"
 rm -r "$folder"

@@ -1,19 +1,16 @@
 """Checkpoints of this project -> the released (Hugging Face) layout, an adapter merged in or not; adapters -> PEFT.
 
-    # a checkpoint -> released, bit for bit; with --adapter its LoRA is merged, and its markers lie beside the weights
-    python -m released.export --to hf --src weights/llada2.1-mini --adapter out/cocommit --out merged/
+    # a checkpoint -> released, bit for bit; of an adapter's folder the LoRA is merged, and its markers lie beside
+    python -m released.export --to hf --src weights/llada2.1-mini --out back/
+    python -m released.export --to hf --src out/cocommit --out merged/
     # an adapter -> the folder that PEFT loads, and the markers, which PEFT has no place for
-    python -m released.export --to peft --adapter out/cocommit --out adapter/
+    python -m released.export --to peft --src out/cocommit --out adapter/
 
-It refuses what convert_weights.py refuses, an adapter of another base or with other tensors than its settings say, and
-to merge one that does not act alike in every pass. The released remote code (modeling_*.py) is no weight: copy it
-from the released folder yourself. `config.json` (PEFT: `adapter_config.json`) is written last: a folder without one is
-incomplete, and running the same command again completes it.
+An adapter that does not act alike in every pass is not merged, and a head goes nowhere. The released remote code
+(modeling_*.py) is no weight: copy it from the released folder yourself. `config.json` (PEFT: `adapter_config.json`) is
+written last: a folder without one is incomplete, and running the same command again completes it.
 """
 
-import re
-from argparse import Namespace
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,71 +18,102 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import adapter_settings, check_base, check_fit, open_tensors, read_config, read_tensors, save_tensors
+from checkpoint import base_of, check_base, check_fit, read_config, read_tensors, save_tensors
 from convert_weights import (
-    DTYPES,
     FIELDS,
     INDEX,
     MUST_BE,
     NAMES,
-    Files,
-    Shards,
+    TEXT,
+    Plan,
     Stored,
-    Target,
-    announce,
-    checkpoint_files,
+    copies,
     copy_file,
     plan,
+    prepare,
+    read,
     survey,
-    write_folder,
+    write_checkpoint,
 )
+from lib.config import Config
 from lib.tokenizer import learn_bpe
-from lib.util import Parser, fail, read_json, write_json
-from model import Config
+from lib.util import Parser, command, fail, read_json, reading, write_json
 
 # C channels (n_embd), K = n_rounds, r rank of an adapter
 
-STAGE_B_ONLY = "beyond.stage_b_only"  # the extension whose LoRA acts in Stage B alone, in the last n layers
 DROPPED = {
     "lm_head.weight": "tied to the embedding",
     "markers": "the released layout has no place for them; they go to markers.safetensors",
 }
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# adapters
 
 
 @dataclass
-class Part(Target):
-    """Part `at` of a stored tensor that is several released ones end to end; `lora` (A, B, scale) merged into it."""
-
-    at: int = 0
-    lora: tuple[Tensor, Tensor, float] | None = None
-
-    def parts(self) -> Iterator[Tensor]:
-        with open_tensors(self.pieces[0].file) as f:
-            part = f.get_tensor(self.pieces[0].name).view(-1, *self.shape)[self.at]
-            if self.lora is not None:  # a float32 sum, rounded once
-                A, B, scale = self.lora
-                part = part.float() + scale * (B.float() @ A.float())
-            yield part.to(DTYPES[self.dtype])
+class Adapter:
+    settings: dict  # adapter.json
+    lora: dict[str, Tensor]  # by our names
+    markers: Tensor  # (K, C)
+    n_last: int
+    scale: float
+    in_stage_b_alone: bool
 
 
-def read_adapter(folder: Path) -> tuple[dict, dict[str, Tensor], Tensor]:
-    """(adapter.json, LoRA matrices by our names, markers (K, C)); exactly the matrices of its layers, of its rank."""
-    settings = adapter_settings(folder)
-    shape, r, extension = settings["model"], settings["lora_r"], settings.get("extension")
-    if extension not in (None, STAGE_B_ONLY):
-        fail(f"{folder} was made by {extension}: no other layout has a place for what that adds")
-    layers = range(shape["n_layer"] - shape["n_last"] if extension else 0, shape["n_layer"])
-    path, markers_shape = folder / "adapter.safetensors", (shape["n_rounds"], shape["n_embd"])
-    state = {name: t.clone() for name, t in read_tensors([path])}
-    expected = {f"layers.{i}.attn.{m}.lora_{side}" for i in layers for m in ("qkv", "proj") for side in "AB"}
-    if odd := sorted((expected | {"markers"}).symmetric_difference(state)):
-        fail(f"{path}: tensor {odd[0]} is {'unexpected' if odd[0] in state else 'missing'}")
-    if state["markers"].shape != markers_shape:
-        fail(f"{path}: markers {list(state['markers'].shape)} should be {list(markers_shape)}")
-    for name in expected:
-        if state[name].dim() != 2 or state[name].shape[name.endswith("B")] != r:
-            fail(f"{path}: {name} {list(state[name].shape)} is not of rank {r}")
-    return settings, state, state.pop("markers")
+def read_adapter(folder: Path) -> Adapter:
+    """An adapter of LoRA and markers, whose base is the one that it was trained on."""
+    path = folder / "adapter.json"
+    settings = read_json(path, "adapter")
+    if "head" in settings:
+        fail(f"{folder} is a head: no other layout has a place for it")
+    check_base(base_of(folder), folder)
+    lora = dict(read_tensors([folder / "adapter.safetensors"]))
+    with reading(path, "adapter"):
+        scale = settings["lora_alpha"] / settings["lora_r"]
+        alone = settings.get("lora_in_stage_b_alone", False)
+        return Adapter(settings, lora, lora.pop("markers"), settings["model"]["n_last"], scale, alone)
+
+
+def save_markers(path: Path, markers: Tensor, n_last: int) -> None:
+    save_tensors(path, {"markers": markers}, {"n_last": str(n_last)})
+
+
+def to_peft(src: Path, out: Path) -> None:
+    adapter = read_adapter(src)
+    released = {own: name for name, own in NAMES.items()}
+    renamed = {}
+    layers = set()
+    modules = set()
+    for name, tensor in adapter.lora.items():
+        # layers.3.attn.qkv.lora_A -> base_model.model.model.layers.3.attention.query_key_value.lora_A.weight
+        _, i, _, module, side = name.split(".")
+        theirs = released[f"layers.{{i}}.attn.{module}.weight"].format(i=i).removesuffix(".weight")
+        renamed[f"base_model.model.{theirs}.{side}.weight"] = tensor
+        layers.add(int(i))
+        modules.add(theirs.split(".")[-1])
+
+    config = {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": adapter.settings["base"],
+        "r": adapter.settings["lora_r"],
+        "lora_alpha": adapter.settings["lora_alpha"],
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+        "target_modules": sorted(modules),
+    }
+    if adapter.in_stage_b_alone:
+        print("note: this adapter acts in Stage B only; PEFT users must switch it off in Stage A")
+        config |= {"layers_to_transform": sorted(layers), "layers_pattern": "layers"}
+
+    prepare(out, ["adapter_model.safetensors", "markers.safetensors", "adapter_config.json"])
+    save_tensors(out / "adapter_model.safetensors", renamed, {"format": "pt"})
+    save_markers(out / "markers.safetensors", adapter.markers, adapter.n_last)
+    write_json(out / "adapter_config.json", config)
+    print(f"wrote {out}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -99,108 +127,73 @@ def released_config(cfg: Config) -> dict:
     return {**MUST_BE, **fields, **rotary, "pad_token_id": cfg.eos_id, "use_cache": False}
 
 
-def to_released(
-    found: dict[str, Stored], cfg: Config, folder: Path, lora: dict[str, Tensor], scale: float, bias_dtype: str
-) -> Shards:
-    """Released tensors from a checkpoint's, `lora` (by this project's names) merged in."""
-    expected = {name: torch.empty(shape, device="meta") for _, name, shape, _, _ in plan(cfg)}
-    check_fit(folder, found, expected, "the checkpoint is incomplete", DROPPED)
-    shards: Shards = [{} for _ in range(cfg.n_layer + 2)]
-    for shard, name, shape, released, part in plan(cfg):
-        whole = found[name]
-        dtype = bias_dtype if name.endswith("expert_bias") else whole.dtype
-        A, B = (lora.get(name.removesuffix("weight") + side) for side in ("lora_A", "lora_B"))
-        if A is not None and [B.shape[0], A.shape[1]] != shape:
-            fail(f"the adapter's {name} is {[B.shape[0], A.shape[1]]}, {folder} has {shape}: trained on another model?")
-        for at, r in enumerate(released):
-            shards[shard][r] = Part(dtype, part, [whole], at, None if A is None else (A, B, scale))
-    return shards
+def released_tensors(
+    found: dict[str, Stored], shard: list[Plan], adapter: Adapter | None, bias_dtype: str
+) -> dict[str, Tensor]:
+    """The released tensors of one shard of ours, the adapter's LoRA merged in."""
+    tensors = {}
+    for planned in shard:
+        (whole,) = read([found[planned.name]])
+        name = planned.name.removesuffix("weight")
+        if adapter and f"{name}lora_A" in adapter.lora:  # a float32 sum, rounded once
+            delta = adapter.lora[f"{name}lora_B"].float() @ adapter.lora[f"{name}lora_A"].float()
+            whole = (whole.float() + adapter.scale * delta).to(whole.dtype)
+        if name.endswith("expert_bias"):
+            whole = whole.to(DTYPES[bias_dtype])
+        parts = whole.view(-1, *planned.part)
+        tensors |= zip(planned.released, parts, strict=True)
+    return tensors
 
 
-def to_hf(args: Namespace) -> None:
-    """A checkpoint, with or without an adapter, -> released."""
-    cfg, found = read_config(args.src), survey(args.src)
-    lora, scale, markers, n_last = {}, 0.0, None, cfg.n_last
-    if args.adapter is not None:
-        settings, lora, markers = read_adapter(args.adapter)
-        shape, scale = settings["model"], settings["lora_alpha"] / settings["lora_r"]
-        n_last = shape["n_last"]
-        if settings.get("extension"):
-            fail(f"{args.adapter} acts in Stage B only ({STAGE_B_ONLY}): merged it would act in every pass")
-        if (shape["n_layer"], shape["n_embd"]) != (cfg.n_layer, cfg.n_embd):
-            fail(f"{args.adapter} is for {shape['n_layer']} layers of {shape['n_embd']}, not for {args.src}")
-        check_base(args.src, args.adapter)
+def to_hf(src: Path, out: Path) -> None:
+    """A checkpoint, or a base with the adapter in `src`, -> released."""
+    base = base_of(src)
+    cfg = read_config(base)
+    found = survey(base)
+    shards = plan(cfg)
+    expected = {planned.name: torch.empty(planned.shape, device="meta") for planned in sum(shards, [])}
+    check_fit(base, found, expected, "the checkpoint is incomplete", DROPPED)
+
+    adapter = None
+    markers = None
+    n_last = cfg.n_last
+    if src != base:
+        adapter = read_adapter(src)
+        if adapter.in_stage_b_alone:
+            fail(f"{src} acts in Stage B only: merged it would act in every pass")
+        markers = adapter.markers
+        n_last = adapter.n_last
     elif "markers" in found:
-        markers = dict(read_tensors([found["markers"].file]))["markers"].clone()
-    index = read_json(args.src / INDEX, "weight index") if (args.src / INDEX).exists() else {}
-    bias = index.get("metadata", {}).get("released_expert_bias", "F32")
-    shards = to_released(found, cfg, args.src, lora, scale, bias)
-    files = checkpoint_files(shards, args.src)
-    if cfg.tokenizer == "bytes":  # known by its name here; there it is a file, and the converter reads the ids from it
+        (markers,) = read([found["markers"]])
+
+    # what goes with the weights, its own released config where it was converted from one
+    files = copies(base, *TEXT)
+    if cfg.tokenizer == "bytes":  # a word in our config; there it is a file, and the converter reads the ids from it
         files["tokenizer.json"] = partial(write_json, value=learn_bpe([], 258))
     if markers is not None:
-        files["markers.safetensors"] = markers_file(markers, n_last)
-    kept = args.src / "released_config.json"
-    write_config = partial(copy_file, kept) if kept.exists() else partial(write_json, value=released_config(cfg))
-    write_folder(args.out, files | {"config.json": write_config}, announce(found, shards, args.src, args.out))
+        files["markers.safetensors"] = partial(save_markers, markers=markers, n_last=n_last)
+    files["config.json"] = partial(write_json, value=released_config(cfg))
+    if (base / "released_config.json").exists():
+        files["config.json"] = partial(copy_file, base / "released_config.json")
+
+    bias_dtype = "F32"
+    if (base / INDEX).exists():
+        bias_dtype = read_json(base / INDEX, "weight index")["metadata"].get("released_expert_bias", "F32")
+    makers = [partial(released_tensors, found, shard, adapter, bias_dtype) for shard in shards]
+    write_checkpoint(out, makers, files)
 
 
-def markers_file(markers: Tensor, n_last: int, **metadata: str) -> partial:
-    return partial(save_tensors, tensors={"markers": markers}, metadata={"n_last": str(n_last), **metadata})
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# adapters -> PEFT
-
-
-def to_peft(args: Namespace) -> None:
-    settings, lora, markers = read_adapter(args.adapter)
-    modules = {own.split(".")[3]: name for name, own in NAMES.items() if re.search(r"(qkv|proj)\.weight$", own)}
-    state = {}
-    for name, tensor in lora.items():
-        _, i, _, module, side = name.split(".")
-        state[f"base_model.model.{modules[module].format(i=i).removesuffix('weight')}{side}.weight"] = tensor
-    partly = settings.get("extension") == STAGE_B_ONLY
-    if partly:
-        print("note: this adapter acts in Stage B only; PEFT users must switch it off in Stage A")
-    config = {
-        "peft_type": "LORA",
-        "task_type": None,
-        "base_model_name_or_path": str(args.src or settings["base"]),
-        "r": settings["lora_r"],
-        "lora_alpha": settings["lora_alpha"],
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "inference_mode": True,
-        "target_modules": [name.split(".")[-2] for name in modules.values()],
-        "layers_to_transform": sorted({int(name.split(".")[1]) for name in lora}) if partly else None,
-        "layers_pattern": "layers" if partly else None,
-    }
-    metadata = {"extension": STAGE_B_ONLY} if partly else {}
-    files: Files = {
-        "adapter_model.safetensors": partial(save_tensors, tensors=state, metadata={"format": "pt"}),
-        "markers.safetensors": markers_file(markers, settings["model"]["n_last"], **metadata),
-        "adapter_config.json": partial(write_json, value=config),
-    }
-    write_folder(args.out, files, sum(t.nbytes for t in state.values()))
-
-
+@command
 def main() -> None:
     parser = Parser(__doc__)
-    add = parser.add_argument
-    add("--to", choices=["hf", "peft"], required=True, help="layout to write")
-    add("--src", type=Path, help="checkpoint in our layout; with --to peft: the name of the base to record")
-    add("--adapter", type=Path, help="a folder of train.py --init_from: merged by --to hf, rewritten by --to peft")
-    add("--out", type=Path, required=True, help="a new or empty folder, or one that an interrupted run left incomplete")
+    parser.add_argument("--to", choices=["hf", "peft"], required=True, help="layout to write")
+    parser.add_argument("--src", type=Path, required=True, help="a checkpoint in our layout, or an adapter's folder")
+    parser.add_argument("--out", type=Path, required=True, help="new or empty folder, or one left incomplete")
     args = parser.parse_args()
-    needed = "src" if args.to == "hf" else "adapter"
-    if getattr(args, needed) is None:
-        parser.error(f"--to {args.to} needs --{needed}")
-    try:
-        (to_hf if args.to == "hf" else to_peft)(args)
-    except KeyboardInterrupt:
-        fail(f"interrupted: {args.out} is incomplete; the same command completes it")
-    print(f"wrote {args.out}")
+    if args.to == "hf":
+        to_hf(args.src, args.out)
+    else:
+        to_peft(args.src, args.out)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Weight conversion: every tensor in its place, every token id, and every refusal by name.
+"""Weight conversion: every tensor in its place, every token id, and what would be silently wrong.
 
 pytest tests/test_convert.py        # CPU, seconds; the golden checkpoint is tests/data/golden_a
 """
@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 import convert_weights
 from checkpoint import load_model
-from lib.config import PRESETS
+from lib.config import PRESETS, Config
 from lib.tokenizer import bpe_tokenizer
-from model import Config
+from lib.util import Mistake
 from released.chat import chat
 
 GOLDEN = Path(__file__).parent / "data" / "golden_a"
@@ -37,7 +37,7 @@ def ours(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("golden") / "ours"
     command = [sys.executable, "convert_weights.py", "--src", GOLDEN, "--out", folder]
     out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert "189 tensors, 268,992 parameters + 48 router biases" in out and "6 shards" in out
+    assert "47 tensors in 6 shards" in out
     return folder
 
 
@@ -45,7 +45,7 @@ def golden_tensors() -> dict[str, torch.Tensor]:
     return {k: v for i in (1, 2) for k, v in load_file(GOLDEN / f"model-0000{i}-of-00002.safetensors").items()}
 
 
-def released(folder: Path, tensors: dict[str, torch.Tensor] | None = None, tokenizer: bool = True, **config) -> Path:
+def released(folder: Path, tensors: dict[str, torch.Tensor] | None = None, **config) -> Path:
     """A released-layout folder: the golden one with other tensors or config fields (... deletes a field)."""
     folder.mkdir(parents=True)
     tensors = golden_tensors() if tensors is None else tensors
@@ -57,8 +57,7 @@ def released(folder: Path, tensors: dict[str, torch.Tensor] | None = None, token
     (folder / INDEX).write_text(json.dumps(index))
     raw = json.loads((GOLDEN / "config.json").read_text()) | config
     (folder / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if v is not ...}))
-    if tokenizer:
-        shutil.copy(GOLDEN / "tokenizer.json", folder)
+    shutil.copy(GOLDEN / "tokenizer.json", folder)
     return folder
 
 
@@ -113,13 +112,10 @@ def no_mask(spec):
     "change, says",
     [
         (lambda s: s["model"]["merges"].reverse(), "not expressible"),
-        (lambda s: s["model"]["merges"].append(s["model"]["merges"][0]), "not expressible"),
         (lambda s: s.update(normalizer={"type": "Lowercase"}), "normalizer"),
         (lambda s: s["added_tokens"][0].update(lstrip=True), "stripping added token"),
-        (lambda s: s["pre_tokenizer"]["pretokenizers"].pop(), "pre-tokenizer"),
         (lambda s: s["model"].update(byte_fallback=True), "BPE option"),
-        (lambda s: s["model"].update(type="Unigram"), "Unigram"),
-        (no_mask, "no <|mask|> token"),
+        (no_mask, "no <|mask|>"),
         (lambda s: s["added_tokens"][-1].update(id=320), "vocab_size = 320"),
     ],
 )
@@ -130,11 +126,6 @@ def test_refused_tokenizers(change, says, run, tmp_path):
     (src / "tokenizer.json").write_text(json.dumps(spec))
     line = run.fails("--src", src, "--out", tmp_path / "out")
     assert says in line and "tokenizer.json" in line and not (tmp_path / "out").exists()
-
-
-def test_a_folder_without_its_tokenizer_is_refused(run, tmp_path):
-    line = run.fails("--src", released(tmp_path / "src", tokenizer=False), "--out", tmp_path / "out")
-    assert "no tokenizer" in line and "tokenizer.json" in line and not (tmp_path / "out").exists()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -181,143 +172,79 @@ def test_every_tensor_is_in_its_place(name, run, tmp_path):
 
 
 def test_the_preset_is_the_release():
-    names, parameters, biases, size = [], 0, 0, 0
-    for _, _, shape, released_names, part in convert_weights.plan(PRESETS["llada2.1-mini"]):
-        names += released_names
-        count = torch.Size(part).numel() * len(released_names)
-        assert count == torch.Size(shape).numel()
-        is_bias = released_names[0].endswith("expert_bias")
-        biases, parameters = biases + count * is_bias, parameters + count * (not is_bias)
-        size += count * (4 if is_bias else 2)
-    assert len(names) == len(set(names)) == 14_813
-    assert (parameters, biases, size) == (16_255_638_528, 4_864, 32_511_296_512)
-    shapes = {n: p for _, _, _, r, p in convert_weights.plan(PRESETS["llada2.1-mini"]) for n in r}
-    assert shapes["model.word_embeddings.weight"] == shapes["lm_head.weight"] == [157184, 2048]
-    assert shapes["model.layers.7.attention.query_key_value.weight"] == [3072, 2048]
-    assert shapes["model.layers.0.mlp.up_proj.weight"] == [5120, 2048]
-    assert shapes["model.layers.19.mlp.experts.255.down_proj.weight"] == [2048, 512]
-    assert shapes["model.layers.1.mlp.shared_experts.gate_proj.weight"] == [512, 2048]
-    assert "model.layers.0.mlp.gate.weight" not in shapes and "model.layers.20.input_layernorm.weight" not in shapes
+    parts = {}
+    for planned in sum(convert_weights.plan(PRESETS["llada2.1-mini"]), []):
+        count = torch.Size(planned.part).numel() * len(planned.released)
+        assert count == torch.Size(planned.shape).numel()
+        assert not parts.keys() & set(planned.released)
+        parts |= dict.fromkeys(planned.released, planned.part)
+    numbers = {name: torch.Size(part).numel() for name, part in parts.items()}
+    biases = sum(n for name, n in numbers.items() if name.endswith("expert_bias"))
+    total = sum(numbers.values())
+    assert len(parts) == 14_813
+    assert (total - biases, biases, 2 * total + 2 * biases) == (16_255_638_528, 4_864, 32_511_296_512)
+    assert parts["model.word_embeddings.weight"] == parts["lm_head.weight"] == [157184, 2048]
+    assert parts["model.layers.7.attention.query_key_value.weight"] == [3072, 2048]
+    assert parts["model.layers.0.mlp.up_proj.weight"] == [5120, 2048]
+    assert parts["model.layers.19.mlp.experts.255.down_proj.weight"] == [2048, 512]
+    assert parts["model.layers.1.mlp.shared_experts.gate_proj.weight"] == [512, 2048]
+    assert "model.layers.0.mlp.gate.weight" not in parts and "model.layers.20.input_layernorm.weight" not in parts
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# damage
-
-
-def cut(src: Path) -> None:
-    data = (src / "b.safetensors").read_bytes()
-    (src / "b.safetensors").write_bytes(data[:-1000])
-
-
-def edit(change):
-    """Rewrite the folder with changed tensors."""
-
-    def damage(src: Path) -> None:
-        tensors = golden_tensors()
-        change(tensors)
-        shutil.rmtree(src)
-        released(src, tensors)
-
-    return damage
+# checkpoints that are not what they should be
 
 
 def stack_experts(tensors: dict) -> None:
     for side in ("gate", "up", "down"):
         name = "model.layers.1.mlp.experts.{}" + f".{side}_proj.weight"
-        tensors[f"model.layers.1.mlp.experts.{side}_proj"] = torch.stack(
-            [tensors.pop(name.format(e)) for e in range(16)]
-        )
-
-
-def drop_from_file(src: Path) -> None:
-    tensors = load_file(src / "a.safetensors")
-    del tensors["model.layers.0.mlp.up_proj.weight"]
-    save_file(tensors, src / "a.safetensors")
+        stacked = torch.stack([tensors.pop(name.format(e)) for e in range(16)])
+        tensors[f"model.layers.1.mlp.experts.{side}_proj"] = stacked
 
 
 K, V = "model.layers.2.mlp.experts.9.up_proj.weight", torch.zeros(16, 64)
 DAMAGE = {
-    "cut shard": (cut, ["b.safetensors is", "cut short"]),
-    "missing shard": (lambda s: (s / "b.safetensors").unlink(), ["b.safetensors is missing"]),
-    "not safetensors": (lambda s: (s / "a.safetensors").write_bytes(b"\x02" + b"\0" * 7 + b"[]"), ["a.safetensors"]),
-    "empty shard": (lambda s: (s / "a.safetensors").write_bytes(b""), ["a.safetensors"]),
-    "missing tensor": (edit(lambda t: t.pop(K)), [K, "no such tensor there"]),
-    "missing in file": (drop_from_file, ["model.layers.0.mlp.up_proj.weight", "no such tensor there"]),
-    "extra tensor": (
-        edit(lambda t: t.update({"model.extra.weight": V})),
-        ["model.extra.weight", "no such tensor in the model"],
-    ),
-    "extra layer": (
-        edit(lambda t: t.update({K.replace("2", "4", 1): V})),
-        ["model.layers.4.", "no such tensor in the model"],
-    ),
-    "wrong shape": (edit(lambda t: t.update({K: V.T})), [K, "[64, 16] there", "[16, 64] in the model"]),
-    "mixed dtypes": (edit(lambda t: t.update({K: V.bfloat16()})), [K, "BF16", ".safetensors"]),
-    "quantised": (edit(lambda t: t.update({K: V.to(torch.float8_e4m3fn)})), [K, "F8_E4M3", ".safetensors"]),
-    "stacked experts": (edit(stack_experts), ["experts.0.", "no such tensor there", "another framework's"]),
-    "no config": (lambda s: (s / "config.json").unlink(), ["config.json"]),
-    "bad config": (lambda s: (s / "config.json").write_text("{"), ["config.json", "JSON"]),
-    "no weights": (lambda s: [p.unlink() for p in (*s.glob("*.safetensors"), s / INDEX)], ["model.safetensors"]),
-    "bad index": (lambda s: (s / INDEX).write_text('{"weight_map": []}'), ["weight_map"]),
+    "missing tensor": (lambda t: t.pop(K), [K, "no such tensor there"]),
+    "extra layer": (lambda t: t.update({K.replace("2", "4", 1): V}), ["layers.4.", "no such tensor in the model"]),
+    "wrong shape": (lambda t: t.update({K: V.T}), [K, "[64, 16] there", "[16, 64] in the model"]),
+    "quantised": (lambda t: t.update({K: V.to(torch.float8_e4m3fn)}), [K, "F8_E4M3", ".safetensors"]),
+    "stacked experts": (stack_experts, ["experts.0.", "no such tensor there", "another framework's"]),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damaged_checkpoints(name, run, tmp_path):
     damage, says = DAMAGE[name]
-    src = released(tmp_path / "src")
-    damage(src)
-    line = run.fails("--src", src, "--out", tmp_path / "out")
+    tensors = golden_tensors()
+    damage(tensors)
+    line = run.fails("--src", released(tmp_path / "src", tensors), "--out", tmp_path / "out")
     assert all(word in line for word in says), line
     assert not (tmp_path / "out").exists()
-
-
-def test_the_same_tensor_in_two_files(run, tmp_path):
-    src = released(tmp_path / "src")
-    save_file(load_file(src / "b.safetensors") | {"lm_head.weight": torch.zeros(320, 64)}, src / "b.safetensors")
-    line = run.fails("--src", src, "--out", tmp_path / "out")
-    assert "b.safetensors: lm_head.weight is also in a.safetensors" in line
 
 
 @pytest.mark.parametrize(
     "field, value",
     [
         ("rope_scaling", {"type": "yarn", "factor": 4.0}),
-        ("hidden_act", "gelu"),
-        ("score_function", "softmax"),
-        ("use_qk_norm", False),
         ("norm_topk_prob", False),
-        ("norm_head", True),
-        ("norm_softmax", True),
         ("use_sliding_window", True),
-        ("moe_router_enable_expert_bias", False),
-        ("router_dtype", "bf16"),
         ("attention_dropout", 0.1),
-        ("embedding_dropout", 0.1),
-        ("output_dropout", 0.1),
-        ("use_rmsnorm", False),
-        ("using_split_qkv_in_self_attention", True),
         ("partial_rotary_factor", 1.0),
-        ("partial_rotary_factor", "0.5"),
         ("rotary_dim", 16),
         ("model_type", "llama"),
         ("architectures", ["LLaDAModelLM"]),
         ("quantization_config", {"quant_method": "fp8"}),
         ("attention_sink", True),
-        ("eos_token_id", 7),
-        ("num_hidden_layers", "4"),
         ("num_hidden_layers", ...),
+        ("num_hidden_layers", None),
         ("use_bias", ...),
-        ("use_bias", 0),
-        ("n_group", 0),
         ("n_group", 3),
-        ("rms_norm_eps", None),
     ],
 )
-def test_config_fields_are_refused_by_name(field, value, run, tmp_path):
+def test_config_fields_are_refused(field, value, run, tmp_path):
     src = released(tmp_path / "src", **{field: value})
     line = run.fails("--src", src, "--out", tmp_path / "out")
-    assert field in line and not (tmp_path / "out").exists()
+    assert (field in line or value is None) and not (tmp_path / "out").exists()
 
 
 def test_config_fields_that_may_be_absent_or_agree(run, tmp_path):
@@ -328,55 +255,34 @@ def test_config_fields_that_may_be_absent_or_agree(run, tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# output folders and flags
+# output folders
 
 
-def test_an_interrupted_conversion_is_no_checkpoint_and_runs_again(run, ours, tmp_path, monkeypatch, capsys):
-    out, write = tmp_path / "out", convert_weights.write_shard
+def test_an_interrupted_conversion_is_no_checkpoint_and_runs_again(run, ours, tmp_path, monkeypatch):
+    out, save = tmp_path / "out", convert_weights.save_tensors
 
-    def stop(path, tensors):
+    def stop(path, tensors, metadata):
         if "00004-of" in path.name:
             raise KeyboardInterrupt
-        write(path, tensors)
+        save(path, tensors, metadata)
 
-    monkeypatch.setattr(convert_weights, "write_shard", stop)
+    monkeypatch.setattr(convert_weights, "save_tensors", stop)
     assert "interrupted" in run.fails("--src", GOLDEN, "--out", out)
     assert len(list(out.iterdir())) == 3
-    with pytest.raises(SystemExit) as refused:
+    with pytest.raises(Mistake, match="config.json"):
         load_model(out, "cpu", torch.float32)
-    assert refused.value.code == 2 and "config.json" in capsys.readouterr().err
-    monkeypatch.setattr(convert_weights, "write_shard", write)
+    monkeypatch.setattr(convert_weights, "save_tensors", save)
     (out / ".model-00004-of-00006.safetensors.1.tmp").write_bytes(b"left by a run that was killed")
     run("--src", GOLDEN, "--out", out)
     assert {p.name: p.read_bytes() for p in out.iterdir()} == {p.name: p.read_bytes() for p in ours.iterdir()}
 
 
-def test_output_folders_that_hold_something(run, ours, tmp_path, monkeypatch):
+def test_output_folders_that_hold_something(run, ours, tmp_path):
     before = {p.name: p.stat().st_mtime_ns for p in ours.iterdir()}
     assert "already holds" in run.fails("--src", GOLDEN, "--out", ours)
+    assert "already in our layout" in run.fails("--src", ours, "--out", tmp_path / "out")
     assert before == {p.name: p.stat().st_mtime_ns for p in ours.iterdir()}
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
     assert "thesis.txt" in run.fails("--src", GOLDEN, "--out", tmp_path / "mine")
-    assert "cannot be used" in run.fails("--src", GOLDEN, "--out", tmp_path / "mine" / "thesis.txt" / "out")
-    monkeypatch.setattr(convert_weights.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 0))
-    assert "are needed" in run.fails("--src", GOLDEN, "--out", tmp_path / "full")
-
-
-@pytest.mark.parametrize(
-    "args, says",
-    [
-        ([], "--out"),
-        (["--out", "x"], "--src"),
-        (["--src", GOLDEN], "--out"),
-        (["--src", "nowhere", "--out", "x"], "nowhere"),
-        (["--src", GOLDEN, "--out", "x", "--to", "hf"], "--to"),
-    ],
-)
-def test_wrong_flags(args, says, run):
-    assert says in run.fails(*args)
-    assert not Path("x").exists()
-
-
-def test_converting_twice_says_so(run, ours, tmp_path):
-    assert "already in our layout" in run.fails("--src", ours, "--out", tmp_path / "out")
+    assert "thesis.txt" in run.fails("--src", GOLDEN, "--out", tmp_path / "mine" / "thesis.txt" / "out")

@@ -1,4 +1,4 @@
-"""Export: every byte there and back, merged weights, PEFT's layout, and every refusal by name.
+"""Export: every byte there and back, merged weights, and PEFT's layout.
 
 pytest tests/released/test_export.py        # CPU, seconds; the golden checkpoint is tests/data/golden_a
 """
@@ -9,23 +9,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import caller, command_line, random_ids
+from common import caller, random_ids
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from test_convert import GOLDEN, INDEX, VARIANTS, bits, released, variant
 
 import convert_weights
-from checkpoint import PRESETS, load_model, new_model, save_adapter, save_model
+from checkpoint import load_model, new_model, save_adapter, save_model
+from lib.config import PRESETS
 from lib.util import generator
-from model import sequence_context
 from released import export
 
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    call = caller(export, monkeypatch, capsys)
-    call.convert = lambda *args: command_line(convert_weights, monkeypatch, capsys, *args)
-    return call
+    return caller(export, monkeypatch, capsys)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +42,7 @@ def ours(tmp_path_factory) -> Path:
 def test_round_trip_is_exact(name, run, tmp_path):
     tensors, config = variant(name)
     src = released(tmp_path / "src", tensors, **config)
-    assert run.convert("--src", src, "--out", tmp_path / "ours")[0] == 0
+    convert_weights.convert(src, tmp_path / "ours")
     run("--to", "hf", "--src", tmp_path / "ours", "--out", tmp_path / "back")
     assert bits(tmp_path / "back") == bits(src)
     for file in ("config.json", "tokenizer.json"):
@@ -54,6 +52,7 @@ def test_round_trip_is_exact(name, run, tmp_path):
     for k, file in index["weight_map"].items():
         with safe_open(tmp_path / "back" / file, "pt") as f:
             assert k in f.keys()  # noqa: SIM118 (a safe_open is no dict)
+            assert f.metadata() == {"format": "pt"}
 
 
 def test_a_model_trained_here_exports_and_converts_back(run, tmp_path):
@@ -64,7 +63,7 @@ def test_a_model_trained_here_exports_and_converts_back(run, tmp_path):
     out = run("--to", "hf", "--src", tmp_path / "ours", "--out", tmp_path / "hf")
     markers = load_file(tmp_path / "hf" / "markers.safetensors")["markers"]
     assert "dropped markers" in out and torch.equal(markers, model.markers)
-    run.convert("--src", tmp_path / "hf", "--out", tmp_path / "back")
+    convert_weights.convert(tmp_path / "hf", tmp_path / "back")
     back = load_model(tmp_path / "back", "cpu", torch.float32)
     assert back.cfg == replace(cfg, tokenizer="bpe")
     for k, v in model.state_dict().items():
@@ -75,35 +74,26 @@ def test_a_model_trained_here_exports_and_converts_back(run, tmp_path):
 # adapters
 
 
-@pytest.fixture
-def adapter(ours, tmp_path):
-    """(a folder as train.py writes it, with random LoRA and markers; the model with it)."""
+def adapter(ours: Path, folder: Path, in_stage_b_alone: bool = False):
+    """A folder as train.py writes it, with random LoRA and markers -> the model with it."""
     model = load_model(ours, "cpu", torch.float32, n_last=2, n_rounds=2).eval()
-    model.add_lora(4, 8, generator("lora"))
+    model.add_lora(4, 8, generator("lora"), in_stage_b_alone)
     for name, p in model.named_parameters():
         if "lora_" in name or name == "markers":
             p.data.copy_(torch.randn(p.shape, generator=generator("adapter", name)) * 0.1)
-    save_adapter(model, tmp_path / "adapter", {"base": str(ours), "lora_r": 4, "lora_alpha": 8})
-    return tmp_path / "adapter", model
+    settings = {"lora_r": 4, "lora_alpha": 8, "lora_in_stage_b_alone": in_stage_b_alone}
+    save_adapter(model, folder, ours, settings)
+    return model
 
 
-def extend(folder: Path, extension: str) -> None:
-    """Make the adapter one of an extension, its LoRA in the last two of four layers."""
-    settings = json.loads((folder / "adapter.json").read_text())
-    (folder / "adapter.json").write_text(json.dumps(settings | {"extension": extension}))
-    state = load_file(folder / "adapter.safetensors")
-    kept = {k: v for k, v in state.items() if not k.startswith(("layers.0.", "layers.1."))}
-    save_file(kept, folder / "adapter.safetensors")
-
-
-def test_merged_export_has_the_logits_of_the_adapter(run, ours, adapter, tmp_path):
-    folder, model = adapter
-    run("--to", "hf", "--src", ours, "--adapter", folder, "--out", tmp_path / "merged")
-    run.convert("--src", tmp_path / "merged", "--out", tmp_path / "reloaded")
+def test_merged_export_has_the_logits_of_the_adapter(run, ours, tmp_path):
+    model = adapter(ours, tmp_path / "adapter")
+    run("--to", "hf", "--src", tmp_path / "adapter", "--out", tmp_path / "merged")
+    convert_weights.convert(tmp_path / "merged", tmp_path / "reloaded")
     reloaded = load_model(tmp_path / "reloaded", "cpu", torch.float32).eval()
     base = load_model(ours, "cpu", torch.float32).eval()
     ids = random_ids(2, 64)
-    context = sequence_context(model.cfg, torch.ones_like(ids, dtype=torch.bool), torch.float32)
+    context = model.context(torch.ones_like(ids, dtype=torch.bool))
     with torch.no_grad():
         want, got, without = model(ids, context), reloaded(ids, context), base(ids, context)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
@@ -118,9 +108,9 @@ def test_merged_export_has_the_logits_of_the_adapter(run, ours, adapter, tmp_pat
         assert torch.equal(f.get_tensor("markers"), model.markers) and f.metadata() == {"n_last": "2"}
 
 
-def test_peft_layout(run, adapter, tmp_path):
-    folder, model = adapter
-    run("--to", "peft", "--adapter", folder, "--out", tmp_path / "peft", "--src", "LLaDA2.1-mini")
+def test_peft_layout(run, ours, tmp_path):
+    model = adapter(ours, tmp_path / "adapter")
+    run("--to", "peft", "--src", tmp_path / "adapter", "--out", tmp_path / "peft")
     state = load_file(tmp_path / "peft" / "adapter_model.safetensors")
     assert len(state) == 16
     prefix = "base_model.model.model.layers.3.attention"
@@ -128,96 +118,31 @@ def test_peft_layout(run, adapter, tmp_path):
     assert torch.equal(state[f"{prefix}.dense.lora_B.weight"], model.layers[3].attn.proj.lora_B)
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert config["peft_type"] == "LORA" and (config["r"], config["lora_alpha"]) == (4, 8)
-    assert config["target_modules"] == ["query_key_value", "dense"] and config["layers_to_transform"] is None
-    assert config["base_model_name_or_path"] == "LLaDA2.1-mini"
+    assert sorted(config["target_modules"]) == ["dense", "query_key_value"] and "layers_to_transform" not in config
     assert torch.equal(load_file(tmp_path / "peft" / "markers.safetensors")["markers"], model.markers)
 
 
-def test_an_adapter_of_stage_b_alone_goes_to_peft_but_not_into_the_weights(run, ours, adapter, tmp_path):
-    folder, _ = adapter
-    extend(folder, "beyond.stage_b_only")
-    line = run.fails("--to", "hf", "--src", ours, "--adapter", folder, "--out", tmp_path / "merged")
+def test_an_adapter_of_stage_b_alone_goes_to_peft_but_not_into_the_weights(run, ours, tmp_path):
+    adapter(ours, tmp_path / "adapter", in_stage_b_alone=True)
+    line = run.fails("--to", "hf", "--src", tmp_path / "adapter", "--out", tmp_path / "merged")
     assert "in Stage B only" in line and not (tmp_path / "merged").exists()
-    assert "in Stage B only" in run("--to", "peft", "--adapter", folder, "--out", tmp_path / "peft")
+    assert "in Stage B only" in run("--to", "peft", "--src", tmp_path / "adapter", "--out", tmp_path / "peft")
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert config["layers_to_transform"] == [2, 3] and config["layers_pattern"] == "layers"
     assert len(load_file(tmp_path / "peft" / "adapter_model.safetensors")) == 8
-    with safe_open(tmp_path / "peft" / "markers.safetensors", "pt") as f:
-        assert f.metadata() == {"n_last": "2", "extension": "beyond.stage_b_only"}
 
 
-def test_an_adapter_of_another_extension_goes_nowhere(run, ours, adapter, tmp_path):
-    folder, _ = adapter
-    extend(folder, "beyond.noise")
-    for to in (["hf", "--src", ours], ["peft"]):
-        line = run.fails("--to", *to, "--adapter", folder, "--out", tmp_path / "out")
-        assert "made by beyond.noise" in line and not (tmp_path / "out").exists()
-
-
-def test_refused_adapters(run, ours, adapter, tmp_path):
-    folder, _ = adapter
-    out = ("--to", "hf", "--out", tmp_path / "merged", "--src", ours, "--adapter")
-    assert "no adapter" in run.fails(*out, tmp_path / "nowhere")
-    other = load_model(ours, "cpu", torch.float32)
-    other.wte.weight.data[0] += 1
-    save_model(other, tmp_path / "other")
-    line = run.fails("--to", "hf", "--out", tmp_path / "merged", "--src", tmp_path / "other", "--adapter", folder)
-    assert "wrong --ckpt" in line and str(tmp_path / "other") in line
-    settings = json.loads((folder / "adapter.json").read_text())
-    (folder / "adapter.json").write_text(json.dumps(settings | {"lora_r": 5}))
-    assert "not of rank 5" in run.fails(*out, folder)
-    (folder / "adapter.json").write_text(json.dumps({k: v for k, v in settings.items() if k != "lora_alpha"}))
-    assert "lora_alpha is missing" in run.fails(*out, folder)
-    (folder / "adapter.json").write_text(json.dumps(settings | {"model": settings["model"] | {"n_layer": 5}}))
-    assert "layers.4.attn.proj.lora_A is missing" in run.fails(*out, folder)
-    (folder / "adapter.json").write_text(json.dumps(settings))
-    whole = load_file(folder / "adapter.safetensors")
-    save_file(whole | {"noise": torch.zeros(16, 64)}, folder / "adapter.safetensors")
-    assert "noise is unexpected" in run.fails(*out, folder)
-    state = {k: torch.zeros(4, 5) if k.endswith("lora_A") else v for k, v in whole.items()}
-    save_file(state, folder / "adapter.safetensors")
-    assert "[128, 5], " in run.fails(*out, folder)
-    assert not (tmp_path / "merged").exists()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# output folders and flags
-
-
-def test_an_interrupted_export_is_no_checkpoint_and_runs_again(run, ours, tmp_path, monkeypatch):
-    out, write = tmp_path / "out", convert_weights.write_shard
-
-    def stop(path, tensors):
-        if "00004-of" in path.name:
-            raise KeyboardInterrupt
-        write(path, tensors)
-
-    monkeypatch.setattr(convert_weights, "write_shard", stop)
-    assert "interrupted" in run.fails("--to", "hf", "--src", ours, "--out", out)
-    assert len(list(out.iterdir())) == 3
-    monkeypatch.setattr(convert_weights, "write_shard", write)
-    run("--to", "hf", "--src", ours, "--out", out)
-    assert bits(out) == bits(GOLDEN) and (out / "config.json").exists()
-
-
-@pytest.mark.parametrize(
-    "args, says",
-    [
-        ([], "--to"),
-        (["--to", "hf", "--out", "x"], "--src"),
-        (["--to", "hf", "--src", GOLDEN], "--out"),
-        (["--to", "peft", "--out", "x"], "--adapter"),
-        (["--to", "onnx", "--src", GOLDEN, "--out", "x"], "onnx"),
-        (["--to", "hf", "--src", "nowhere", "--out", "x"], "nowhere"),
-        (["--to", "hf", "--src", GOLDEN, "--out", "x"], "released checkpoint"),
-    ],
-)
-def test_wrong_flags(args, says, run):
-    assert says in run.fails(*args)
-    assert not Path("x").exists()
-
-
-def test_an_export_does_not_write_over_a_checkpoint(run, ours):
+def test_what_is_not_exported(run, ours, tmp_path):
+    """A head, another base, a folder that is a checkpoint already."""
+    adapter(ours, tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter.json"
+    settings = json.loads(path.read_text())
+    for to in ("hf", "peft"):
+        path.write_text(json.dumps(settings | {"head": {"module": "beyond.head"}}))
+        assert "is a head" in run.fails("--to", to, "--src", tmp_path / "adapter", "--out", tmp_path / "out")
+        path.write_text(json.dumps(settings | {"base_fingerprint": "another"}))
+        assert "another" in run.fails("--to", to, "--src", tmp_path / "adapter", "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
     before = {p.name: p.stat().st_mtime_ns for p in ours.iterdir()}
     assert "already holds" in run.fails("--to", "hf", "--src", ours, "--out", ours)
     assert before == {p.name: p.stat().st_mtime_ns for p in ours.iterdir()}
