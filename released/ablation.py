@@ -1,65 +1,177 @@
-"""The switches of the paper's Table 2 that its ablations alone need: whose logits fill and edit, marker, bundle.
+"""The switches of the paper's Table 2, and its Tables 2 and 3 on a toy, where every answer is known.
 
-model.step = ablation.step        # then `generate` and `quality` take an Ablation in place of a Decoding
+A switch says which masks make up the bundle, whose logits fill and edit, and whether Stage B sees a marker. run.py has
+them as flags, for the benchmarks. On a toy, from a base of `train.py --data TOY --stage_a_only --out_dir out/base` and
+for each n an adapter of `train.py --data TOY --init_from out/base --n_last N --out_dir out/nN`:
+
+    python -m released.ablation mechanism --ckpt out/n2                # Table 2: what each part adds
+    python -m released.ablation lastn --ckpt out/n1 out/n2 out/n3      # Table 3: what n does
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from cache import Cached
-from lib.util import first_masked
-from sample import Decoding, candidates, select_bundle
+from checkpoint import base_of, load_model
+from evaluate import ONE_STEP, distances, load_task, one_step_table, print_table, quality
+from lib.toy import Toy
+from lib.util import Parser, command, first_masked, pick_device
+from model import Model
+from sample import Decoding, Look, StageA, candidates, look_again, select_bundle
 
-# R rows in flight, B block_length
+# R rows in flight, B block_length, V vocabulary
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the switches
 
 
 @dataclass(frozen=True)
-class Ablation(Decoding):
-    """The paper's method as it is. (All masks at once: tau_m2t -1; no Stage B: n_rounds 0; no edits: tau_t2t None.)"""
+class Switches:
+    """As they stand here, the paper's method. (All masks at once: tau_m2t -1; no Stage B: n_rounds 0.)"""
 
     select: str = "confidence"  # or "entropy": as many positions as confidence would take, but the least entropic ones
     fill_from: str = "B"  # which stage's logits write masks, and which write edits
     edit_from: str = "B"
     marker: bool = True  # False: Stage B runs the layers again without the marker
 
-    def switched(self) -> bool:
-        return (self.select, self.fill_from, self.edit_from, self.marker) != ("confidence", "B", "B", True)
+
+def switched(d: Decoding, s: Switches) -> Decoding:
+    """The same decoder with these switches set."""
+    if s.select == "entropy":
+        d = replace(d, select=partial(least_entropic, d))
+    if d.n_rounds > 0 and s != Switches(select=s.select):
+        d = replace(d, look=partial(switched_look, s))
+    return d
 
 
-def step(engine: Cached, z: Tensor, prompt: Tensor, any_masked: bool, u: Tensor, d: Ablation) -> dict[str, Tensor]:
-    """One step on the current blocks z (R, B), as sample.step but for the switches."""
-    masked = z == engine.cfg.mask_id
-    visible = ~masked & ~prompt
+def plain(d: Decoding, s: Switches) -> dict:
+    """Both in plain values, as a run file has them."""
+    values = {f.name: getattr(d, f.name) for f in fields(d) if f.name not in ("select", "look")}
+    return values | asdict(s)
 
-    # Stage A, and the bundle by confidence
-    h, logits_a = engine.stage_a(z)
-    token_a, conf_a = candidates(logits_a, u[:, 0], d)
-    bundle = select_bundle(conf_a, masked, d, engine.cfg.order)
 
-    # or as many masks, but those of the least entropy
-    if d.select == "entropy":
-        log_p = logits_a.log_softmax(-1)
-        entropy = -(log_p.exp() * log_p).sum(-1)
-        bundle = first_masked(entropy, masked, bundle.sum(-1, keepdim=True), masked.shape[1])
+def least_entropic(d: Decoding, p: Tensor, masked: Tensor) -> Tensor:
+    """As many masks as confidence would take, but those of the least entropy. p (R, B, V), masked (R, B) -> (R, B)."""
+    bundle = select_bundle(p.amax(-1), masked, d.tau_m2t, d.num_to_transfer, "surest")
+    entropy = torch.special.entr(p).sum(-1)
+    return first_masked(entropy, masked, bundle.sum(-1, keepdim=True), masked.shape[1])
 
-    # Stage B; a row without a bundle writes from Stage A
-    token_b = token_a
-    conf_b = conf_a
-    if any_masked and d.n_rounds > 0:
-        marked = bundle & d.marker
-        token, conf = candidates(engine.stage_b(h, marked), u[:, 1], d)
+
+def switched_look(s: Switches, engine: Cached, a: StageA, bundle: Tensor) -> Look:
+    """Stage B with or without its marker, and what is taken from which stage."""
+    any_bundle = bool(bundle.any())
+    b = look_again(engine, replace(a, d=replace(a.d, look=None)), bundle, any_bundle)
+    if any_bundle and not s.marker:
+        token, conf = candidates(engine.model.head(engine.stage_b(a.h, torch.zeros_like(bundle))), a.u, a.d)
         coordinated = bundle.any(-1, keepdim=True)
-        token_b = torch.where(coordinated, token, token_a)
-        conf_b = torch.where(coordinated, conf, conf_a)
+        b = replace(b, token=torch.where(coordinated, token, a.token), conf=torch.where(coordinated, conf, a.conf))
 
-    # which stage fills, and which edits
-    stages = {"A": (token_a, conf_a), "B": (token_b, conf_b)}
-    fill, fill_conf = stages[d.fill_from]
-    edit, edit_conf = stages[d.edit_from]
-    edited = visible & (edit_conf > d.edit_gate) & (edit != z)
-    after = torch.where(edited, edit, z)
-    after = torch.where(bundle, fill, after)
-    conf = torch.where(bundle, fill_conf, edit_conf)
-    return dict(before=z, after=after, bundle=bundle, edited=edited, conf=conf, token_a=token_a, conf_a=conf_a)
+    stages = {"A": a, "B": b}
+    fill = stages[s.fill_from]
+    edit = stages[s.edit_from]
+    token = torch.where(bundle, fill.token, edit.token)
+    conf = torch.where(bundle, fill.conf, edit.conf)
+    return replace(b, token=token, conf=conf)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Table 2: a row, whose weights, what differs from the released Q settings with Stage B, accuracy, full NFE per token
+
+Q = dict(tau_m2t=0.7, tau_t2t=0.5)
+MECHANISM = [
+    ("released, factorised", "base", dict(n_rounds=0), 89.61, 0.26),
+    ("adapter, Stage B off", "adapter", dict(n_rounds=0), 90.75, 0.28),
+    ("Stage B, gated edits", "adapter", {}, 91.13, 0.28),
+    ("Stage B, ungated edits (default)", "adapter", dict(tau_t2t=0.0), 91.13, 0.34),
+    ("B fills, A edits", "adapter", dict(edit_from="A"), 90.90, 0.27),
+    ("A fills, B edits", "adapter", dict(fill_from="A"), 90.90, 0.30),
+    ("B fills, edits off", "adapter", dict(tau_t2t=None), 88.40, 0.30),
+    ("Stage B without marker", "adapter", dict(marker=False), 90.37, 0.28),
+    ("entropy selection, same size", "adapter", dict(select="entropy"), 90.30, 0.27),
+    ("Stage B, tau_m2t 0.5", "adapter", dict(tau_m2t=0.5), 88.40, 0.24),
+    ("Stage B, tau_m2t 0.3", "adapter", dict(tau_m2t=0.3), 84.00, 0.22),
+    ("adapter, Stage B off, tau_m2t 0.5", "adapter", dict(tau_m2t=0.5, n_rounds=0), 88.48, 0.23),
+    ("adapter, Stage B off, tau_m2t 0.3", "adapter", dict(tau_m2t=0.3, n_rounds=0), 83.70, 0.22),
+    ("released, tau_m2t 0.5", "base", dict(tau_m2t=0.5, n_rounds=0), 86.73, 0.26),
+    ("released, tau_m2t 0.3", "base", dict(tau_m2t=0.3, n_rounds=0), 79.15, 0.30),
+    ("released, both gates removed", "base", dict(tau_m2t=0.0, tau_t2t=0.0, n_rounds=0), 83.40, 0.15),
+    ("all masks at once", "adapter", dict(tau_m2t=-1.0, tau_t2t=0.0), 79.91, 0.10),
+]
+
+
+def variant(changes: dict, n_rounds: int) -> tuple[Decoding, Switches]:
+    """The decoder of a row of Table 2."""
+    switches = {f.name: changes[f.name] for f in fields(Switches) if f.name in changes}
+    plain = {name: value for name, value in changes.items() if name not in switches}
+    return Decoding(**Q | {"n_rounds": n_rounds} | plain), Switches(**switches)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# both tables on a toy
+
+
+def number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3f}"
+
+
+def mechanism(load: Callable[[Path], Model], folders: list[Path], task: Toy) -> None:
+    """Table 2: every variant of the decoder on the base or on the adapter, beside the paper's GSM8K figures."""
+    adapter = load(folders[0])
+    models = {"adapter": adapter, "base": load(base_of(folders[0]))}
+    rows = []
+    for name, weights, changes, accuracy, nfe in MECHANISM:
+        d, switches = variant(changes, adapter.cfg.n_rounds)
+        found = quality(models[weights], task, switched(d, switches))
+        gate = d.tau_m2t
+        if gate < 0:  # every mask at once
+            gate = None
+        figures = [found[k] for k in ("coherent", "mode_hit", "lost", "full/token", "partial/token")]
+        rows.append([name, *map(number, [gate, d.tau_t2t, *figures]), f"{accuracy:.2f}", f"{nfe:.2f}"])
+    head = ["variant", "tau_m2t", "tau_t2t", "coherent", "mode", "lost", "full/tok", "partial/tok", "paper", "NFE"]
+    print_table(head, rows)
+
+
+def lastn(load: Callable[[Path], Model], folders: list[Path], task: Toy) -> None:
+    """Table 3: adapters of several n, each writing the answer in one step, and with the paper's default decoder."""
+    rows = []
+    for folder in folders:
+        model = load(folder)
+        K = model.cfg.n_rounds
+
+        # Stage B writes the whole answer at once
+        one = quality(model, task, replace(ONE_STEP, n_rounds=K))
+        one |= distances(task, one_step_table(model, task, K))
+        figures = [one[k] for k in ("coherent", "mode_hit", "forward_kl")]
+
+        # the paper's decoder
+        default = quality(model, task, Decoding(n_rounds=K))
+        figures += [default[k] for k in ("coherent", "mode_hit", "full/token")]
+        rows.append([f"n = {model.cfg.n_last}", str(K), *map(number, figures)])
+
+    print("one step: Stage B writes the whole answer at once; default: tau_m2t 0.7, ungated edits")
+    head = ["trained and run at", "K", "one step: coherent", "mode", "KL(p||q)"]
+    print_table([*head, "default: coherent", "mode", "full/tok"], rows)
+
+
+@command
+def main() -> None:
+    parser = Parser(__doc__)
+    parser.add_argument("table", choices=["mechanism", "lastn"], help="the paper's Table 2 or 3")
+    parser.add_argument("--ckpt", type=Path, nargs="+", required=True, help="an adapter's folder, or one for each n")
+    parser.add_argument("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
+    args = parser.parse_args()
+    load = partial(load_model, device=pick_device(args.device), dtype=torch.float32)
+    table = {"mechanism": mechanism, "lastn": lastn}[args.table]
+    table(load, args.ckpt, load_task(args.ckpt[0]))
+
+
+if __name__ == "__main__":
+    main()

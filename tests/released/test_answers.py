@@ -3,39 +3,33 @@
 import pytest
 from test_benchmarks import write_task
 
-from released import benchmarks
+from released import answers
 from released.benchmarks import TASKS, Item
 
 
 def check(name: str, output: str, gold, extracted, correct: bool, **extra) -> None:
-    task, item = TASKS[name], Item("", "", gold, extra)
-    assert task.extract(output, item) == extracted
-    assert task.correct(extracted, item) is correct
+    task = TASKS[name]
+    assert task.find(output, Item("", "", gold, extra)) == extracted
+    assert task.right(extracted, gold) is correct
 
 
 @pytest.mark.parametrize(
     "output, gold, extracted, correct",
     [
         (r"16 - 3 - 4 = 9 eggs, 9 * 2 = \boxed{18}", "18", "18", True),
-        (r"\boxed{-10}", "-10", "-10", True),
         (r"\boxed{−3}", "-3", "-3", True),  # U+2212
         (r"\boxed{10}", "-10", "10", False),
         ("5 + 67 = 72\n#### 72", "72", "72", True),
         ("The answer is 2,125.", "2125", "2125", True),
         (r"\boxed{1{,}450{,}000}", "1450000", "1450000", True),
-        (r"\boxed{65\,960}", "65960", "65960", True),
-        (r"\boxed{\$18}", "18", "18", True),
         ("It ends at -$3.", "-3", "-3", True),
         (r"\boxed{18.00}", "18", "18.00", True),
         (r"\boxed{18.5}", "18", "18.5", False),
         (r"\boxed{.5}", "0", ".5", False),
-        (r"\boxed{20\%}", "20", "20%", True),
         (r"\boxed{\text{18 dollars in 3 days}}", "18", "18", True),  # the last number in the box is no answer
-        (r"\boxed{x = 18}", "18", "18", True),
         (r"\boxed{5 + 6 = 11}", "11", "11", True),
         (r"First \boxed{12}. No, it is \boxed{18}.", "18", "18", True),
         (r"\boxed{18}. To check: 18 / 2 = 9", "18", "18", True),  # naive last number: 9
-        (r"\boxed{\frac{36}{2}}", "18", "36/2", True),
         (r"\boxed{\dfrac{\text{36}}{2}}", "18", "36/2", True),
         (r"\boxed{1\frac{1}{2}}", "2", "1 1/2", False),
         (r"\boxed{1½}", "1", "1 1/2", False),
@@ -45,16 +39,12 @@ def check(name: str, output: str, gold, extracted, correct: bool, **extra) -> No
         ("**Answer:** 18 apples (3 boxes of 6)", "18", "18", True),  # naive: 6
         ("The answer is 12, since 12 - 4 = 8 are left.", "12", "12", True),  # naive: 8
         ("The answer is $5 x 3 = $15.", "15", "15", True),
-        ("The final answer is:\n\n18", "18", "18", True),
         ("The answer is 18.\nWait. The answer is 20.", "20", "20", True),
         ("She buys 10-12 eggs", "12", "12", True),  # a range, no minus
         ("The garden has 18 m^2", "18", "18", True),  # an exponent is no answer
         (r"so we need \boxed{18", "18", "18", True),  # cut off
         ("It is H2O", "2", None, False),
-        ("１８ eggs", "18", "18", True),
         ("It is 10/0", "0", None, False),
-        ("I do not know.", "18", None, False),
-        ("", "18", None, False),
     ],
 )
 def test_gsm8k(output, gold, extracted, correct):
@@ -62,64 +52,32 @@ def test_gsm8k(output, gold, extracted, correct):
 
 
 @pytest.mark.parametrize(
-    "output, gold, score",
-    [
-        ("The answer is 18.", "18", 1.0),
-        (r"\boxed{2,125}", "2125", 1.0),
-        ("It costs $18", "18", 1.0),
-        ("It is -10.", "-10", 1.0),
-        ("18.00", "18", 0.0),  # compared as strings
-        ("The answer is 18 (2 a day)", "18", 0.0),  # the last match is 2
-        ("none", "18", 0.0),
-    ],
-)
-def test_gsm8k_flexible(output, gold, score):
-    assert TASKS["gsm8k"].extra_scores(output, Item("", "", gold, {})) == {"flexible": score}
-
-
-@pytest.mark.parametrize(
     "output, gold, extracted, correct",
     [
         (r"3×6=18，所以\boxed{18}", "18", "18", True),
-        (r"\boxed{18平方厘米}", "18", "18", True),
         ("所以答案是18个。", "18", "18", True),
-        ("**答案**：18", "18", "18", True),
-        ("答案为：１８．", "18", "18", True),
         ("答案是18。验算：18-3=15", "18", "18", True),  # naive last number: 15
         ("答案是3+4=7（个）", "7", "7", True),
         ("答案：每份100，200是总数", "100", "100", True),  # a Chinese comma groups no thousands
         ("答案是十八个", "18", "18", True),
         ("答案是一样的，十五", "15", "15", True),  # 一样 is no number
-        ("一共有18个，分成两份", "18", "18", True),  # 两 beside digits is no number
-        (r"\boxed{一百零五}", "105", "105", True),
         (r"\boxed{二〇二四年}", "2024", "2024", True),
         (r"\boxed{一亿二千万}", "120000000", "120000000", True),
         (r"\boxed{三点一四}", "3.14", "3.14", True),
-        (r"\boxed{五分之三}", "3/5", "3/5", True),
-        ("红球占全部的8分之3。", "3/8", "3/8", True),
         ("答案是一又七分之二", "9/7", "1 2/7", True),
-        ("答案：1又7分之2米", "9/7", "1 2/7", True),
-        (r"\boxed{1\frac{2}{7}}", "9/7", "1 2/7", True),
-        (r"\boxed{\frac{4}{10}}", "4/10", "4/10", True),
         (r"\boxed{\frac25}", "4/10", "2/5", True),
-        (r"\boxed{0.4}", "4/10", "0.4", True),
         (r"\boxed{-\frac{1}{2}}", "1/2", "-1/2", False),
         ("温度是负5度", "-5", "-5", True),
         (r"\boxed{83.33}", "250/3", "83.33", False),  # 1/300 off
         (r"\boxed{83.333}", "250/3", "83.333", True),  # 1/3000 off
-        (r"\boxed{40\%}", "40%", "40%", True),
-        (r"\boxed{40％}", "40%", "40%", True),
         (r"\boxed{40}", "40%", "40", True),  # 百分之几 was asked
         (r"\boxed{0.4}", "40%", "0.4", True),
         ("便宜了百分之四十", "40%", "40/100", True),
-        (r"\boxed{27.27\%}", "27.3%", "27.27%", True),  # 0.0003 off
-        (r"\boxed{25\%}", "27.3%", "25%", False),
         (r"\boxed{8万}", "80000", "8万", True),
         (r"\boxed{21.22万册}", "21.22", "21.22万", True),  # 多少万册 was asked
         (r"\boxed{x≈3.14}", "3.14", "3.14", True),
         (r"\boxed{0.03}", "0.0303", "0.03", True),  # within 1e-3
         (r"\boxed{0.029}", "0.0303", "0.029", False),
-        ("不知道", "18", None, False),
         ("", "18", None, False),
     ],
 )
@@ -128,44 +86,15 @@ def test_cmath(output, gold, extracted, correct):
 
 
 @pytest.mark.parametrize(
-    "output, gold, score",
-    [
-        ("答案是83.3", "250/3", 1.0),  # 0.04 % off
-        ("18，再检查20", "18", 1.0),  # one of the last two
-        ("1，2，3", "1", 0.0),  # the third from the end
-        ("答案是19", "18", 0.0),
-        ("答案是101", "100", 0.0),  # within 1 % + 1e-6, but integers must be equal
-        ("答案是18.1", "18", 1.0),  # 0.56 % off
-        ("答案是18.2", "18", 0.0),  # 1.1 % off
-        ("便宜40%", "0.4", 1.0),
-        ("-18", "18", 0.0),
-        ("不知道", "18", 0.0),
-    ],
-)
-def test_cmath_official(output, gold, score):
-    assert TASKS["cmath"].extra_scores(output, Item("", "", gold, {})) == {"official": score}
-
-
-@pytest.mark.parametrize(
     "output, letter",
     [
         ("Answer: B", "B"),
-        ("answer: b", "B"),
-        ("ANSWER : C", "C"),
         ("**Answer:** C", "C"),
-        ("**Answer: C**", "C"),
-        ("Answer: (D)", "D"),
-        ('Answer: "B"', "B"),
         ("Answer: $A$", "A"),
         (r"Answer: $\boxed{D}$", "D"),
-        (r"Answer: \text{B}", "B"),
-        ("Answer:\n\nB", "B"),
-        ("Answer: C) 5 kJ", "C"),
         ("Answer: option A", "A"),
         (r"The final answer is \boxed{C}.", "C"),
-        ("The correct answer is option D.", "D"),
         ("I think the answer would be B.", "B"),
-        (r"\boxed{B}", "B"),
         (r"\boxed{\text{(B) } 5}", "B"),
         ("B", "B"),
         ("(b)", "B"),
@@ -175,13 +104,9 @@ def test_cmath_official(output, gold, score):
         ("Answer: Because of symmetry", None),  # naive: B
         ("The answer is a photon", None),  # naive: A
         ("Answer: ABCD", None),
-        ("Answer: D2 receptor", None),
         ("The last line is 'Answer: $LETTER'.", None),
         ("The answer is not A, but B", None),
-        ("Answer: E", None),
-        ("Cancer answers Dogma", None),
         ("Option C looks right", None),
-        ("A. is polar, so no", None),
         ("", None),
     ],
 )
@@ -191,57 +116,22 @@ def test_gpqa(output, letter):
 
 
 @pytest.mark.parametrize(
-    "output, gold, score",
-    [
-        ("Answer: C", "C", 1.0),
-        ("Answer: $C", "C", 1.0),
-        ("Answer: A\nAnswer: C", "C", 0.0),  # the first counts
-        ("**Answer:** C", "C", 0.0),
-        ("Answer: c", "C", 0.0),
-        ("Answer: Because", "B", 1.0),
-        ("", "C", 0.0),
-    ],
-)
-def test_gpqa_simple_evals(output, gold, score):
-    assert TASKS["gpqa"].extra_scores(output, Item("", "", gold, {})) == {"simple_evals": score}
-
-
-@pytest.mark.parametrize(
     "output, letter",
     [
-        ("A", "A"),
         ("B", "B"),
-        ("b", "B"),
-        ("a.", "A"),
         ("B.", "B"),
-        ("(A)", "A"),
-        ("[A]", "A"),
         ("**B**", "B"),
-        (" \n B\n", "B"),
-        (r"\boxed{A}", "A"),
         (r"It is safe, so $\boxed{\text{B}}$.", "B"),
         ("Answer: B", "B"),
-        ("Answer:\nA", "A"),
-        ("The answer is A.", "A"),
-        ("I think the answer should be B, not A", "B"),
         ("The answer is B because option A breaks", "B"),  # naive last letter: A
-        ("B. use a sponge", "B"),
-        ("A, because glue dries", "A"),
         ("A is safer than B", "A"),
-        ("A\nThe second one would break.", "A"),
         ("Option B is better", "B"),
         ("I would choose A.", "A"),
-        ("The correct choice is B", "B"),
-        ("The best solution would be B.", "B"),
         ("Option A fails, so pick B", "B"),
         ("A better way is to use a sponge", None),  # naive first letter: A
         ("Because of the glue", None),  # naive: B
-        ("Apply glue", None),  # naive: A
         ("The answer is a sponge", None),
         ("Both A and B would work", None),
-        ("Answer: AB", None),
-        ("C", None),
-        ("Neither", None),
         ("", None),
     ],
 )
@@ -251,54 +141,42 @@ def test_piqa(output, letter):
 
 
 @pytest.mark.parametrize(
-    "output, gold, extracted, em, f1, fuzzy",
+    "output, gold, extracted, em, f1",
     [
-        ("Answer: 13", [("13",)], "13", 1, 1.0, 1),
-        ("13", [("13",)], "13", 1, 1.0, 1),
-        ("Answer:\n13", [("13",)], "13", 1, 1.0, 1),
-        ("**Answer:** 13.", [("13",)], "13.", 1, 1.0, 1),
-        ("Answer: $13$", [("13",)], "13", 1, 1.0, 1),
-        (r"Answer: \boxed{13}", [("13",)], "13", 1, 1.0, 1),
-        (r"So it is \boxed{\text{Bears}}.", [("Bears",)], "Bears", 1, 1.0, 1),
-        ("Answer: 3\nWait.\nAnswer: 4", [("4",)], "4", 1, 1.0, 1),  # simple-evals takes the first
-        ("Answer: 49", [("47",), ("49",)], "49", 1, 1.0, 1),
-        ("Answer: 12", [("13",)], "12", 0, 0.0, 0),
-        ("Answer: 13 yards", [("13",)], "13 yards", 0, 0.67, 1),  # bags {13.0, yards}, {13.0}: 2 * 1 / 3
-        ("Answer: 12 yards", [("13 yards",)], "12 yards", 0, 0.0, 0),  # no number of the gold's
-        ("The answer is 13", [("13",)], "The answer is 13", 0, 0.5, 1),  # no "Answer:"; 2 * 1 / (3 + 1)
-        ("Answer: the Bears", [("Bears",)], "the Bears", 1, 1.0, 1),
-        ("Answer: Chicago Bears", [("Bears",)], "Chicago Bears", 0, 0.67, 1),
-        ("Answer: 1,234", [("1234",)], "1,234", 1, 1.0, 1),
-        ("Answer: 7.60", [("7.6",)], "7.60", 1, 1.0, 1),  # "760" holds "76"
-        ("Answer: 7.6%", [("7.6",)], "7.6%", 0, 0.0, 1),  # official trap: 76.0
-        ("Answer: $5.50", [("5.5",)], "$5.50", 0, 0.0, 1),  # official trap: 550.0; "550" holds "55"
-        ("Answer: -5", [("5",)], "-5", 1, 1.0, 1),  # official trap: the sign is a separator
-        ("Answer: 80-yard", [("80",)], "80-yard", 0, 0.67, 1),
-        ("Answer: 5 February 1284", [("5 February 1284",)], "5 February 1284", 1, 1.0, 1),
-        ("Answer: February 5, 1284", [("5 February 1284",)], "February 5, 1284", 0, 1.0, 0),  # same bag, other order
-        ("Answer: February 1284", [("5 February 1284",)], "February 1284", 0, 0.8, 1),  # 2 * 2 / (2 + 3)
-        ("Answer: ale, rum", [("ale and rum",), ("ale", "rum")], "ale, rum", 1, 1.0, 0),
-        ("Answer: rum and ale", [("ale and rum",), ("ale", "rum")], "rum and ale", 1, 1.0, 0),
-        ("Answer: rum; ale", [("ale", "rum")], "rum; ale", 1, 1.0, 0),
-        ("Answer: ale, rum, and gin", [("gin", "ale", "rum")], "ale, rum, and gin", 1, 1.0, 0),
-        ("Answer: 10,000 men, 5,000 men", [("10,000 men", "5,000 men")], "10,000 men, 5,000 men", 1, 1.0, 0),
-        ("Answer: ale", [("ale", "rum")], "ale", 0, 0.5, 1),  # one of two paired
-        ("Answer: ale, rum, gin", [("ale", "rum")], "ale, rum, gin", 0, 0.67, 0),  # 2 of 3
-        ("Answer: rum, rum", [("rum", "rum")], "rum, rum", 1, 1.0, 0),
-        ("Answer: rum", [("rum", "rum")], "rum", 0, 0.5, 1),  # the same set, but not as many
-        ("I think it was the Bears", [("Bears",)], "I think it was the Bears", 0, 0.33, 1),  # 2 * 1 / (5 + 1)
-        ("", [("13",)], None, 0, 0.0, 0),
-        ("Answer: ?", [("13",)], "?", 0, 0.0, 0),
+        ("Answer: 13", [("13",)], "13", 1, 1.0),
+        ("**Answer:** 13.", [("13",)], "13.", 1, 1.0),
+        ("Answer: $13$", [("13",)], "13", 1, 1.0),
+        (r"So it is \boxed{\text{Bears}}.", [("Bears",)], "Bears", 1, 1.0),
+        ("Answer: 3\nWait.\nAnswer: 4", [("4",)], "4", 1, 1.0),  # simple-evals takes the first
+        ("Answer: 49", [("47",), ("49",)], "49", 1, 1.0),
+        ("Answer: 13 yards", [("13",)], "13 yards", 0, 0.67),  # bags {13.0, yards}, {13.0}: 2 * 1 / 3
+        ("Answer: 12 yards", [("13 yards",)], "12 yards", 0, 0.0),  # no number of the gold's
+        ("The answer is 13", [("13",)], "The answer is 13", 0, 0.5),  # no "Answer:"; 2 * 1 / (3 + 1)
+        ("Answer: the Bears", [("Bears",)], "the Bears", 1, 1.0),
+        ("Answer: 7.60", [("7.6",)], "7.60", 1, 1.0),
+        ("Answer: 7.6%", [("7.6",)], "7.6%", 0, 0.0),  # official trap: 76.0
+        ("Answer: $5.50", [("5.5",)], "$5.50", 0, 0.0),  # official trap: 550.0
+        ("Answer: -5", [("5",)], "-5", 1, 1.0),  # official trap: the sign is a separator
+        ("Answer: February 5, 1284", [("5 February 1284",)], "February 5, 1284", 0, 1.0),  # same bag, other order
+        ("Answer: ale, rum", [("ale and rum",), ("ale", "rum")], "ale, rum", 1, 1.0),
+        ("Answer: rum and ale", [("ale and rum",), ("ale", "rum")], "rum and ale", 1, 1.0),
+        ("Answer: ale, rum, and gin", [("gin", "ale", "rum")], "ale, rum, and gin", 1, 1.0),
+        ("Answer: ale", [("ale", "rum")], "ale", 0, 0.5),  # one of two paired
+        ("Answer: ale, rum, gin", [("ale", "rum")], "ale, rum, gin", 0, 0.67),  # 2 of 3
+        ("Answer: rum", [("rum", "rum")], "rum", 0, 0.5),  # the same set, but not as many
+        ("I think it was the Bears", [("Bears",)], "I think it was the Bears", 0, 0.33),  # 2 * 1 / (5 + 1)
+        ("", [("13",)], None, 0, 0.0),
+        ("Answer: ?", [("13",)], "?", 0, 0.0),
     ],
 )
-def test_drop(output, gold, extracted, em, f1, fuzzy):
+def test_drop(output, gold, extracted, em, f1):
     check("drop", output, gold, extracted, em == 1)
-    assert TASKS["drop"].extra_scores(output, Item("", "", gold, {})) == {"f1": f1, "fuzzy": fuzzy}
+    assert TASKS["drop"].f1(extracted, gold) == f1
 
 
 def test_drop_f1_pairs_spans_for_the_greatest_sum():
     # red fox - red 2/3, red fox - red cat 1/2, red - red 1, red - red cat 2/3: the best is 1/2 + 1, not 2/3 + 2/3
-    assert benchmarks.drop_em_f1(["red fox", "red"], ["red", "red cat"]) == (0.0, 0.75)
+    assert answers.exact_match_and_f1(["red fox", "red"], ["red", "red cat"]) == (0.0, 0.75)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -307,33 +185,25 @@ def test_drop_f1_pairs_spans_for_the_greatest_sum():
 BODY = "def F(x):\n    return x\n"
 BLOCKS = {
     "python": (f"~~~python\n{BODY}~~~", BODY),
-    "py": (f"~~~py\n{BODY}~~~", BODY),
     "python3": (f"~~~Python3\n{BODY}~~~", BODY),
     "untagged": (f"~~~\n{BODY}~~~", BODY),
-    "prose around": (f"Sure!\n\n~~~python\n{BODY}~~~\nIt returns x.", BODY),
     "prose on the fence's line": (f"Code: ~~~python\n{BODY}~~~", BODY),
     "title after the tag": (f'~~~python title="f.py"\n{BODY}~~~', BODY),
     "four backticks": (f"~~~~python\n{BODY}~~~~", BODY),
-    "unclosed": (f"~~~python\n{BODY}", BODY),
     "unclosed and cut": ("~~~python\ndef F(x):\n    retu", "def F(x):\n    retu"),
     "windows line ends": ("~~~python\r\ndef F(x):\r\n    return x\r\n~~~", BODY),
     "in a list": ("1. First\n   ~~~python\n   def F(x):\n       return x\n   ~~~", BODY),
-    "imports first": (f"~~~python\nimport math\n\n{BODY}~~~", f"import math\n\n{BODY}"),
     "helper first": (f"~~~python\ndef g(x):\n    return x\n\n{BODY}~~~", f"def g(x):\n    return x\n\n{BODY}"),
     "two answers: the first": (f"~~~python\n{BODY}~~~\nor\n~~~python\ndef F(x): return 0\n~~~", BODY),
-    "usage after": (f"~~~python\n{BODY}~~~\n~~~python\nprint(F(1))\n~~~", BODY),
     "usage before": (f"~~~python\nprint(F(1))\n~~~\n~~~python\n{BODY}~~~", BODY),
     "shell before": (f"~~~bash\npip install x\n~~~\n~~~python\n{BODY}~~~", BODY),
     "a longer name is another name": (f"~~~python\ndef F2(x): return 0\n~~~\n~~~python\n{BODY}~~~", BODY),
     "entry point nowhere": ("~~~python\nx = 1\n~~~\n~~~python\ny = 2\n~~~", "x = 1\n"),
     "only another language": ("~~~java\nint x;\n~~~", "~~~java\nint x;\n~~~"),
-    "no fence": (BODY, BODY),
     "no fence, with prose": (f"Here it is:\n{BODY}", f"Here it is:\n{BODY}"),
-    "inline code in prose": ("Use ~F(x)~.", "Use ~F(x)~."),
     "a class": ("~~~python\nclass F:\n    pass\n~~~", "class F:\n    pass\n"),
     "empty block": ("~~~python\n~~~", None),
     "empty output": ("", None),
-    "white space": (" \n\n", None),
 }
 HEADER = 'def F(x):\n    """Say x."""\n'
 BODY_ONLY = {
@@ -344,26 +214,23 @@ BODY_ONLY = {
 }
 
 
-def code_item(name: str, prefill: bool = False) -> Item:
-    header = HEADER.replace("F", "same") if name == "humaneval" else '"""\nSay x.\nassert same(1) == 1\n"""\n'
-    extra = {"entry_point": "same", "code": header, "prefill": benchmarks.PREFILL if prefill else ""}
-    return Item("", "", "", extra)
-
-
 @pytest.mark.parametrize("case", BLOCKS | BODY_ONLY)
 @pytest.mark.parametrize("name", ["humaneval", "mbpp"])
 def test_code(name, case):
     output, humaneval, *mbpp = (BLOCKS | BODY_ONLY)[case]
-    expected = mbpp[0] if mbpp and name == "mbpp" else humaneval  # a body needs a header, which MBPP does not give
-    output, expected = (text and text.replace("F", "same").replace("~", "`") for text in (output, expected))
-    assert TASKS[name].extract(output, code_item(name)) == expected
+    expected = humaneval
+    header = HEADER
+    if name == "mbpp":  # its problems have no header that a body could go under
+        expected = (mbpp or [humaneval])[0]
+        header = '"""\nSay x.\nassert F(1) == 1\n"""\n'
+    output, expected, header = (t and t.replace("F", "same").replace("~", "`") for t in (output, expected, header))
+    item = Item("", "", "", {"entry_point": "same", "code": header, "prefill": ""})
+    assert TASKS[name].find(output, item) == expected
 
 
 @pytest.mark.parametrize("name", ["humaneval", "mbpp"])
 def test_code_after_a_prefilled_turn_starts_inside_the_block(name, tmp_path):
     item = TASKS[name].load(write_task(tmp_path, name), prefill=True)[0]
     assert item.extra["prefill"].endswith("passes corresponding tests:\n```python\n")
-    assert (
-        TASKS[name].extract("def twice(x):\n    return 2 * x\n```\nDone.", item) == "def twice(x):\n    return 2 * x\n"
-    )
-    assert TASKS[name].load(write_task(tmp_path, name))[0].extra["prefill"] == ""
+    code = "def twice(x):\n    return 2 * x\n"
+    assert TASKS[name].find(f"{code}```\nDone.", item) == code

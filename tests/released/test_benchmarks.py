@@ -9,13 +9,11 @@ import gzip
 import io
 import json
 import random
-import struct
-import zipfile
-import zlib
 from pathlib import Path
 
 import pytest
 
+from lib.util import Mistake
 from released.benchmarks import TASKS, Item
 
 FILES = {
@@ -38,10 +36,6 @@ def code_record(name: str, prompt: str, entry: str, solution: str, plus: list) -
     return {"task_id": name, "prompt": prompt, "entry_point": entry, "canonical_solution": solution} | inputs
 
 
-def answer(number: str = "", date: tuple = ("", "", ""), spans: tuple = ()) -> dict:
-    return {"number": number, "date": dict(zip(("day", "month", "year"), date, strict=True)), "spans": list(spans)}
-
-
 GSM8K = [
     {"question": "A hen lays {3} eggs a day. How many in 2 days?", "answer": "3*2=<<3*2=6>>6 eggs.\n#### 6"},
     {"question": "How many grains are 85 bags of 25?", "answer": "85*25 = 2,125\n#### 2,125"},
@@ -50,37 +44,16 @@ GSM8K = [
 CMATH = [
     {"grade": 1, "question": "3包糖，每包6颗，一共多少颗？", "golden": "18", "reasoning_step": 1, "num_digits": 2},
     {"grade": 6, "question": "6元的书便宜了百分之几？", "golden": "27.3%", "reasoning_step": 2, "num_digits": 1},
-    {"grade": 5, "input": "10个球中有4个红球，占几分之几？", "answer": "4/10"},
+    {"grade": 5, "question": "10个球中有4个红球，占几分之几？", "golden": "4/10"},
 ]
 GPQA = [
     ["Which metal floats,\nin water?", "sodium", "lead", "gold", 'so-called "iron"', "rec1"],
     ["Which gas glows red?", "neon", "argon", "helium", "oxygen", "rec2"],
 ]
-DROP_LINES = [
+DROP = [
     {"context": "Passage: A, then\nB won.\nQuestion: Who won?\nAnswer:", "completion": " B", "ref_text": "B|the B"},
     {"context": "Passage: P.\nQuestion: Which two?\nAnswer:", "completion": " x", "ref_text": "ale and rum"},
 ]
-DROP_NESTED = {
-    "history_1": {
-        "passage": "In March 1743 Ann and Bo met 12 men.",
-        "qa_pairs": [
-            {
-                "question": "How many men?",
-                "query_id": "q1",
-                "answer": answer("12"),
-                "validated_answers": [answer("13")],
-            },
-            {"question": "When?", "query_id": "q2", "answer": answer(date=("", "March", "1743"))},
-            {
-                "question": "Who?",
-                "query_id": "q3",
-                "answer": answer(spans=("Ann", "Bo")),
-                "validated_answers": [answer(), answer(spans=("Ann",))],
-            },
-        ],
-        "wiki_url": "",
-    }
-}
 PIQA = [
     {"id": "x1", "goal": "dry a cup", "sol1": "use a towel", "sol2": "use a lake"},
     {"id": "x2", "goal": "cut bread", "sol1": "use soup", "sol2": "use a knife"},
@@ -92,7 +65,7 @@ HUMANEVAL = [
 MBPP = [
     code_record("Mbpp/900", '"""\nTwice.\nassert twice(1) == 2\n"""\n', "twice", "\ndef twice(x):\n  return 2*x\n", [])
 ]
-RECORDS = {"gsm8k": GSM8K, "cmath": CMATH, "drop": DROP_LINES, "piqa": PIQA, "humaneval": HUMANEVAL, "mbpp": MBPP}
+RECORDS = {"gsm8k": GSM8K, "cmath": CMATH, "drop": DROP, "piqa": PIQA, "humaneval": HUMANEVAL, "mbpp": MBPP}
 
 
 def gpqa_csv(rows: list = GPQA) -> str:
@@ -118,16 +91,13 @@ def write_task(folder: Path, name: str) -> Path:
 
 def pytest_generate_tests(metafunc):
     # the hand-written files always; the real ones only where a folder of them is given
-    if "bench_folder" in metafunc.fixturenames:
-        real = metafunc.config.getoption("--bench_data")
-        cases = [(name, None) for name in FILES]
-        cases += (
-            [(name, Path(real)) for name in FILES if name != "gpqa" or (Path(real) / FILES[name]).exists()]
-            if real
-            else []
-        )
-        names = [f"{name}-{'real' if folder else 'by_hand'}" for name, folder in cases]
-        metafunc.parametrize("name, bench_folder", cases, ids=names)
+    if "bench_folder" not in metafunc.fixturenames:
+        return
+    cases = {f"{name}-by_hand": (name, None) for name in FILES}
+    given = metafunc.config.getoption("--bench_data")
+    if given:
+        cases |= {f"{name}-real": (name, Path(given)) for name in FILES if (Path(given) / FILES[name]).exists()}
+    metafunc.parametrize("name, bench_folder", cases.values(), ids=cases)
 
 
 def gold_outputs(name: str, item: Item) -> list[str]:
@@ -140,28 +110,27 @@ def gold_outputs(name: str, item: Item) -> list[str]:
     return [f"Let me think.\nAnswer: {mark.join(spans)}" for mark, spans in zip(marks, item.gold, strict=True)]
 
 
-def test_every_item_loads_and_its_gold_is_correct(name, bench_folder, tmp_path):
+def test_every_item_loads_and_its_gold_is_right(name, bench_folder, tmp_path):
     task = TASKS[name]
-    items = task.load((bench_folder / FILES[name]) if bench_folder else write_task(tmp_path, name))
-    assert len(items) == (task.n_official if bench_folder else len(RECORDS.get(name, GPQA)))
-    assert len({item.id for item in items}) == len(items)
+    path = write_task(tmp_path, name)
+    expected = len(RECORDS.get(name, GPQA))
+    if bench_folder:
+        path = bench_folder / FILES[name]
+        expected = task.n_official
+    items = task.load(path)
+    assert len(items) == len({item.id for item in items}) == expected
     for item in items:
-        if task.correct is None:
-            assert task.extract(f"Here it is:\n```python\n{item.gold}\n```\nDone.", item).strip() == item.gold.strip()
-        else:
-            outputs = gold_outputs(name, item)
-            assert [task.correct(task.extract(output, item), item) for output in outputs] == [True] * len(outputs), (
-                item.id
-            )
-            assert not task.correct(task.extract("", item), item), item.id
-
-
-def test_the_official_counts():
-    counts = {name: task.n_official for name, task in TASKS.items()}
-    assert counts == dict(gsm8k=1319, cmath=1098, gpqa=198, drop=9536, piqa=1838, humaneval=164, mbpp=378)
+        if task.right is None:
+            assert task.find(f"Here it is:\n```python\n{item.gold}\n```\nDone.", item).strip() == item.gold.strip()
+            continue
+        for output in gold_outputs(name, item):
+            assert task.right(task.find(output, item), item.gold), item.id
+        assert not task.right(task.find("", item), item.gold), item.id
 
 
 def test_table_1():
+    counts = {name: task.n_official for name, task in TASKS.items()}
+    assert counts == dict(gsm8k=1319, cmath=1098, gpqa=198, drop=9536, piqa=1838, humaneval=164, mbpp=378)
     figures = {name: (t.base, t.cocommit, t.nfe_base, t.nfe_cocommit) for name, t in TASKS.items()}
     assert figures["gsm8k"] == (89.61, 91.13, 0.26, 0.34)
     assert figures["piqa"] == (80.90, 84.60, 0.76, 0.44)
@@ -182,8 +151,9 @@ def test_the_prompts_are_those_of_the_named_sources(tmp_path):
     assert first["cmath"].prompt == (
         "3包糖，每包6颗，一共多少颗？\n请通过逐步推理来解答问题，并把最终答案放置于\\boxed{}中。"
     )
-    assert first["piqa"].prompt == ("dry a cup\nA. use a towel\nB. use a lake\nAnswer with the letter A or B.\nAnswer:")
+    assert first["piqa"].prompt == "dry a cup\nA. use a towel\nB. use a lake\nAnswer with the letter A or B.\nAnswer:"
     assert "\n\nPassage: A, then\nB won.\nQuestion: Who won?\n\nThink step by step, then" in first["drop"].prompt
+    assert first["drop"].gold == [("B",), ("the B",)]
     assert first["humaneval"].prompt == (
         "Please provide a self-contained Python script that solves the following problem in a markdown code block:\n"
         '```\ndef twice(x):\n    """2x"""\n```\n'
@@ -191,12 +161,15 @@ def test_the_prompts_are_those_of_the_named_sources(tmp_path):
     assert first["mbpp"].prompt.endswith('```\n"""\nTwice.\nassert twice(1) == 2\n"""\n```\n')
 
 
+def test_a_span_that_holds_and_is_read_both_ways(tmp_path):
+    assert TASKS["drop"].load(write_task(tmp_path, "drop"))[1].gold == [("ale and rum",), ("ale", "rum")]
+
+
 def test_a_template_replaces_the_prompt_and_must_hold_every_field(tmp_path):
     path = write_task(tmp_path, "gsm8k")
-    assert TASKS["gsm8k"].load(path, template="Q: {question} A:")[0].prompt == (
-        "Q: A hen lays {3} eggs a day. How many in 2 days? A:"
-    )
-    with pytest.raises(ValueError, match=r"lacks \{question\}"):
+    asked = TASKS["gsm8k"].load(path, template="Q: {question} A:")[0].prompt
+    assert asked == "Q: A hen lays {3} eggs a day. How many in 2 days? A:"
+    with pytest.raises(Mistake, match=r"lacks \{question\}"):
         TASKS["gsm8k"].load(path, template="Q: ")
 
 
@@ -214,26 +187,6 @@ def test_gpqa_options_are_permuted_as_in_simple_evals(tmp_path):
     assert [item.gold for item in TASKS["gpqa"].load(path, repeats=4, seed=1)] != [item.gold for item in items]
 
 
-def test_drop_golds_in_both_shapes(tmp_path):
-    lines = TASKS["drop"].load(write_task(tmp_path, "drop"))
-    assert lines[0].gold == [("B",), ("the B",)]
-    assert lines[1].gold == [("ale and rum",), ("ale", "rum")]
-    nested = tmp_path / "drop_dataset_dev.json"
-    nested.write_text(json.dumps(DROP_NESTED))
-    items = TASKS["drop"].load(nested)
-    assert [item.id for item in items] == ["q1", "q2", "q3"]
-    assert [item.gold for item in items] == [[("12",), ("13",)], [("March 1743",)], [("Ann", "Bo"), ("Ann",)]]
-    assert "Passage: In March 1743 Ann and Bo met 12 men.\nQuestion: When?" in items[1].prompt
-
-
-def test_piqa_labels(tmp_path):
-    path = write_task(tmp_path, "piqa")
-    assert [item.gold for item in TASKS["piqa"].load(path)] == ["A", "B"]
-    other = tmp_path / "other.lst"
-    other.write_text("1\n1\n")
-    assert [item.gold for item in TASKS["piqa"].load(path, labels_file=other)] == ["B", "B"]
-
-
 def test_files_may_be_plain_or_gzip_and_have_a_byte_order_mark(tmp_path):
     path = write_task(tmp_path, "gsm8k")
     expected = TASKS["gsm8k"].load(path)
@@ -244,131 +197,29 @@ def test_files_may_be_plain_or_gzip_and_have_a_byte_order_mark(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# damaged files
-
+# files that would give wrong questions or golds
 
 DAMAGED = [
-    ("gsm8k", b"", "holds no record"),
     ("gsm8k", b"\n\n", "holds no record"),
-    (
-        "gsm8k",
-        b'{"question": "1+1?", "answer": "#### 2"}\n{"question": "2',
-        r"test.jsonl:2: the line is not a JSON object",
-    ),
-    ("gsm8k", b'["question"]', r"test.jsonl:1: the line is not a JSON object"),
-    ("gsm8k", b'{"question": "1+1?", "answer": "2"}', r"test.jsonl:1: .*one number after"),
-    ("gsm8k", b'{"question": "1+1?", "answer": "#### two or 2, 3"}', r"test.jsonl:1: .*one number after"),
-    ("gsm8k", b'{"question": " ", "answer": "#### 2"}', r'test.jsonl:1: field "question"'),
-    ("gsm8k", b'{"question": ["a"], "answer": "#### 2"}', r'test.jsonl:1: field "question"'),
-    ("gsm8k", b"\xff\xfe", "cannot be read"),
-    ("gsm8k", gzip.compress(b"x" * 100)[:-9], "cannot be read"),
-    ("gsm8k", b"\x1f\x8b\x08\x00zzzzzzzzzzzz", "cannot be read"),
-    ("cmath", '{"question": "几？", "golden": "很多"}'.encode(), r"test.jsonl:1: .*one number"),
-    ("cmath", '{"question": "几？", "golden": true}'.encode(), r'test.jsonl:1: field "golden'),
-    ("cmath", b'{"golden": "1"}', r'test.jsonl:1: field "question'),
-    ("gpqa", b"", "holds no record"),
-    ("gpqa", b"Question,Correct Answer\nq,a\n", r'record 1: field "Incorrect Answer 1"'),
-    ("gpqa", gpqa_csv([["q", "a", "b", "", "d", "r"]]).encode(), r'record 1: field "Incorrect Answer 2"'),
-    ("gpqa", b'Question\n"' + b"x" * (2**24 + 1) + b'"\n', "damaged CSV"),
-    ("drop", b"[]", r"gz:1: the line is not a JSON object"),
-    ("drop", b"{}", "holds no record"),
-    ("drop", b'{"context": "no passage", "ref_text": "1"}', "gz:1: no .Passage"),
-    ("drop", b'{"context": "Passage: a\\nQuestion: b\\nAnswer:", "ref_text": "|"}', "gz:1: .*no answer"),
-    ("drop", b'{"p1": {"passage": "a"}}', "passage 'p1' is damaged"),
-    ("drop", b'{"p1": ["passage"]}', "passage 'p1' is damaged"),
-    ("drop", b'{"p1": {"passage": "a", "qa_pairs": [{"question": "q", "query_id": "1"}]}}', "passage 'p1' is damaged"),
-    (
-        "drop",
-        json.dumps(
-            {"p1": {"passage": "a", "qa_pairs": [{"question": "q", "query_id": "1", "answer": answer()}]}}
-        ).encode(),
-        "every answer is blank",
-    ),
-    ("piqa", b'{"goal": "g", "sol1": "a", "sol2": "b"}', "2 labels for 1 records"),
-    ("piqa", b'{"goal": "g", "sol1": "a", "sol2": "b"}\n{"goal": "g", "sol1": "a"}', r'dev.jsonl:2: field "sol2"'),
-    ("humaneval", b'{"task_id": "HumanEval/0"}', r'gz:1: field "prompt"'),
-    ("humaneval", json.dumps(MBPP[0]).encode(), "give its release of HumanEval"),
-    ("mbpp", json.dumps(HUMANEVAL[0]).encode(), "give its release of Mbpp"),
-    (
-        "humaneval",
-        json.dumps({k: v for k, v in HUMANEVAL[0].items() if k != "plus_input"}).encode(),
-        "EvalPlus's HumanEval",
-    ),
+    ("gsm8k", b'{"question": "1+1?", "answer": "#### 2"}\n{"question": "2', "GSM8K file"),
+    ("gsm8k", b'{"question": "1+1?", "answer": "2"}', "line 1: .*one number after"),
+    ("gsm8k", b'{"question": "1+1?", "answer": "#### two or 2, 3"}', "line 1: .*one number after"),
+    ("gsm8k", b'{"question": " ", "answer": "#### 2"}', 'line 1: field "question"'),
+    ("gsm8k", gzip.compress(b"x" * 100)[:-9], "GSM8K file"),
+    ("cmath", '{"question": "几？", "golden": "很多"}'.encode(), "line 1: .*one number"),
+    ("gpqa", b"Question,Correct Answer\nq,a\n", 'record 1: field "Incorrect Answer 1"'),
+    ("drop", b'{"context": "no passage", "ref_text": "1"}', "line 1: no .Passage"),
+    ("drop", b'{"context": "Passage: a\\nQuestion: b\\nAnswer:", "ref_text": "|"}', "line 1: .*no answer"),
+    ("piqa", b'{"goal": "g", "sol1": "a", "sol2": "b"}', "PIQA file"),  # two labels
+    ("humaneval", json.dumps(MBPP[0]).encode(), "not a record of EvalPlus's HumanEval"),
+    ("mbpp", json.dumps({k: v for k, v in MBPP[0].items() if k != "plus_input"}).encode(), "EvalPlus's Mbpp"),
 ]
 
 
-@pytest.mark.parametrize("name, data, message", DAMAGED)
-def test_a_damaged_file_is_named_in_one_sentence(name, data, message, tmp_path):
+@pytest.mark.parametrize("name, data, says", DAMAGED)
+def test_a_damaged_file_is_refused(name, data, says, tmp_path):
     path = write_task(tmp_path, name)
     path.write_bytes(data)
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(Mistake, match=says) as caught:
         TASKS[name].load(path)
-    text = str(caught.value)
-    assert str(path) in text or "dev-labels.lst" in text
-    assert "\n" not in text and "; " in text  # what is wrong; what to do
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_missing_file_is_named(name, tmp_path):
-    with pytest.raises(ValueError, match="nowhere.*cannot be read.*give the path"):
-        TASKS[name].load(tmp_path / "nowhere")
-
-
-def test_piqa_labels_that_are_missing_or_wrong(tmp_path):
-    path = write_task(tmp_path, "piqa")
-    labels = path.parent / "dev-labels.lst"
-    labels.write_text("0\n2\n")
-    with pytest.raises(ValueError, match="dev-labels.lst:2: the label '2' is not 0 or 1"):
-        TASKS["piqa"].load(path)
-    labels.unlink()
-    with pytest.raises(ValueError, match="dev-labels.lst: cannot be read"):
-        TASKS["piqa"].load(path)
-
-
-def zip_crypto(data: bytes, password: bytes, method: int = 0) -> bytes:
-    """A zip with one stored member under PKWARE's traditional encryption (APPNOTE 6.1), which zipfile only reads."""
-    keys = [0x12345678, 0x23456789, 0x34567890]
-
-    def crc(old: int, byte: int) -> int:
-        return zlib.crc32(bytes([byte]), old ^ 0xFFFFFFFF) ^ 0xFFFFFFFF
-
-    def update(byte: int) -> None:
-        keys[0] = crc(keys[0], byte)
-        keys[1] = ((keys[1] + (keys[0] & 0xFF)) * 134775813 + 1) & 0xFFFFFFFF
-        keys[2] = crc(keys[2], keys[1] >> 24)
-
-    for byte in password:
-        update(byte)
-    name, checksum, secret = b"dataset/gpqa_diamond.csv", zlib.crc32(data), b""
-    for byte in bytes(11) + bytes([checksum >> 24]) + data:  # 12 bytes go before; the last one checks the password
-        low = (keys[2] | 2) & 0xFFFF
-        secret += bytes([byte ^ (low * (low ^ 1) >> 8) & 0xFF])
-        update(byte)
-    common = struct.pack("<HHHHHIIIHH", 20, 1, method, 0, 33, checksum, len(secret), len(data), len(name), 0)
-    local = b"PK\x03\x04" + common + name + secret
-    central = b"PK\x01\x02" + struct.pack("<H", 20) + common + struct.pack("<HHHII", 0, 0, 0, 0, 0) + name
-    return local + central + b"PK\x05\x06" + struct.pack("<HHHHIIH", 0, 0, 1, 1, len(central), len(local), 0)
-
-
-def test_gpqa_zip_with_its_password(tmp_path):
-    path = tmp_path / "dataset.zip"
-    path.write_bytes(zip_crypto(gpqa_csv().encode(), b"open sesame"))
-    expected = TASKS["gpqa"].load(write_task(tmp_path, "gpqa"))
-    assert TASKS["gpqa"].load(path, password="open sesame") == expected
-    for password in (None, "wrong"):
-        with pytest.raises(ValueError, match="dataset.zip: .*password.*give the password from GPQA's README"):
-            TASKS["gpqa"].load(path, password=password)
-
-
-def test_gpqa_zip_under_aes_or_without_the_file(tmp_path):
-    path = tmp_path / "dataset.zip"
-    path.write_bytes(zip_crypto(gpqa_csv().encode(), b"open sesame", method=99))  # 99 is the mark of AES
-    with pytest.raises(ValueError, match="extracted gpqa_diamond.csv .a must for an AES zip"):
-        TASKS["gpqa"].load(path, password="open sesame")
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("gpqa_main.csv", gpqa_csv())
-    with pytest.raises(ValueError, match="no item named 'gpqa_diamond.csv'"):
-        TASKS["gpqa"].load(path)
-    with zipfile.ZipFile(path, "w") as archive:  # a zip without a password needs none
-        archive.writestr("gpqa_diamond.csv", gpqa_csv())
-    assert len(TASKS["gpqa"].load(path)) == 2
+    assert str(path) in str(caught.value)

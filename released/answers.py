@@ -1,0 +1,283 @@
+r"""How an answer is found in a model's text, and when it is right: numbers, letters, spans, programs.
+
+numbers    GSM8K, CMATH       \boxed{18}, "The answer is 2,125.", 答案是一又七分之二
+letters    GPQA, PIQA         "**Answer:** (C)"
+spans      DROP               "Answer: ale, rum": official exact match and F1
+programs   HumanEval+, MBPP+  the fenced block that defines the entry point; EvalPlus judges it
+
+Harnesses do not agree on these rules. Each rule here has its source beside it.
+"""
+
+import re
+import string
+from fractions import Fraction
+
+BOX = re.compile(r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)\}")  # braces in it: three levels
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# numbers, in English, Chinese and LaTeX
+
+WIDE = "０１２３４５６７８９．％－−–＋／＝≈：￥（）", "0123456789.%---+/==:¥()"
+CHARACTERS = str.maketrans(*WIDE) | {ord("，"): ", ", ord("½"): " 1/2", ord("¼"): " 1/4", ord("¾"): " 3/4"}
+CN_DIGIT = {char: i for i, char in enumerate("零一二三四五六七八九")} | {"〇": 0, "两": 2}
+CN_UNIT = {"十": 10, "百": 100, "千": 1000}
+CN = "".join(CN_DIGIT) + "十百千万亿点"
+CN_NUMBER = re.compile(f"[{CN}]+(?![共样定起般直])")  # 一共, 一样, 一定 ... are words, not ones
+PLAIN = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+NUMBER = re.compile(  # sign and currency, then "w a/b", "a/b" or one number, then % and 万 or 亿
+    r"((?:(?<![A-Za-z\d)\]%])-|(?<![A-Za-z\d]))(?:[$¥€£]-?)?)"  # a minus after a digit, unit or bracket subtracts
+    rf"(?:(\d+)\s+(\d+)/(\d+)|({PLAIN})\s*/\s*({PLAIN})|({PLAIN}))\s*(%?)([万亿]?)"
+)
+ANSWER_MARK = re.compile(r"(?i:answer)\s*(?:is|[:=])|答案|####")
+
+
+def chinese_number(match: re.Match) -> str:
+    """A Chinese numeral in decimal digits: 一百零五 -> 105, 二〇二四 -> 2024, 三点一四 -> 3.14."""
+    whole, _, decimals = match[0].partition("点")
+    if not whole:
+        return match[0]
+
+    total = 0
+    section = 0  # below 万
+    digit = 0
+    for char in whole:
+        if char in CN_DIGIT:
+            digit = 10 * digit + CN_DIGIT[char]
+        elif char in CN_UNIT:
+            section += (digit or 1) * CN_UNIT[char]
+            digit = 0
+        elif char == "亿":  # multiplies all that stands before it, 万 included
+            total = (total + section + digit) * 10**8
+            section = digit = 0
+        else:
+            total += (section + digit) * 10**4
+            section = digit = 0
+
+    number = str(total + section + digit)
+    tail = "".join(str(CN_DIGIT[char]) for char in decimals if char in CN_DIGIT)
+    if tail:
+        number += f".{tail}"
+    return number
+
+
+def clean(text: str) -> str:
+    r"""Full-width characters, LaTeX and n分之m rewritten for NUMBER: 1\frac23 and 1又3分之2 become 1 2/3."""
+    text = text.translate(CHARACTERS).replace("**", " ")
+
+    # LaTeX: escapes and thin spaces, words, fractions
+    text = re.sub(r"\\([%$])|\{(,)\}|\\[,!; ]", lambda m: m[1] or m[2] or "", text)
+    text = re.sub(r"\\(?:text|math|mbox)[a-z]*\s*\{([^{}]*)\}", r" \1 ", text)
+    text = re.sub(r"(?<=\d)\s*(?=\\[cdt]?frac)", " ", text)  # a mixed number; a minus stays next to its fraction
+    part = r"\s*(?:\{([^{}]*)\}|(\d))"
+    text = re.sub(rf"\\[cdt]?frac{part}{part}", lambda m: f"{m[1] or m[2]}/{m[3] or m[4]}", text)
+
+    # exponents and indices, as in cm^2 and x_1, are no numbers
+    text = re.sub(r"\s*\^\s*(?:\{[^{}]*\}|\\?\w+)|(?<=[A-Za-z])_(?:\{[^{}]*\}|\w)", "", text)
+    text = re.sub(r"\\[A-Za-z]+", lambda m: "=" if m[0] == r"\approx" else " ", text)
+
+    # Chinese fractions and minus
+    text = re.sub(rf"[{CN}\d.又]+分之[{CN}\d.]+", lambda m: CN_NUMBER.sub(chinese_number, m[0]), text)
+    text = re.sub(r"(?:(\d+)又)?([\d.]+)分之([\d.]*\d)", lambda m: f"{m[1] or ''} {m[3]}/{m[2]}", text)
+    return re.sub(rf"负\s*(?=[{CN}\d])", "-", text)
+
+
+def numbers(text: str) -> list[str]:
+    """The numbers of cleaned text. Chinese numerals count only where no other digit is: 一, 两 are mostly words."""
+    if not re.search(r"\d", text):
+        text = CN_NUMBER.sub(chinese_number, text)
+    found = []
+    for match in NUMBER.finditer(text):
+        below = match[4] or match[6] or "1"
+        if not re.fullmatch(r"[0.]+", below):  # n/0 is no number
+            found.append(re.sub(r"[,$¥€£]|\s+(?=[/%万亿])|(?<=/)\s+", "", match[0]).strip())
+    return found
+
+
+def readings(number: str) -> list[Fraction]:
+    """What a string of `numbers` may mean, its plain value first: 40% is 2/5 or 40, 8万 is 8 or 80000.
+
+    Only the question tells ("how many percent?", "how many 万?"), and DeepSeek-Math drops such units as well.
+    """
+    sign, whole, top, bottom, a, b, plain, percent, unit = NUMBER.fullmatch(number).groups()
+    value = Fraction(a or top or plain) / Fraction(b or bottom or 1) + Fraction(whole or 0)
+    if "-" in sign:
+        value = -value
+    if percent:
+        return [value / 100, value]
+    return [value, value * {"": 1, "万": 10**4, "亿": 10**8}[unit]]
+
+
+def find_number(output: str) -> str | None:
+    r"""The answer's number as written, or None: the first rule that applies, each looking from the end.
+
+    \boxed{} unless blank (OpenCompass, DeepSeek-Math; a box without a number is no answer) -> "####" (GSM8K's own
+    mark), "answer is", "answer:" or 答案 with a number on its line -> the last number (lm-evaluation-harness).
+    """
+    boxed = [box for box in BOX.findall(output) if box.strip()]
+    if boxed:
+        found = numbers(clean(boxed[-1]).rpartition("=")[2])
+        return found[0] if found else None
+
+    text = clean(output)
+    for mark in reversed(list(ANSWER_MARK.finditer(text))):
+        line = text[mark.end() :].lstrip(" \t\n:=是为").partition("\n")[0]
+        sentence = re.split(r"[.。!;；](?!\d)", line)[0]
+        # "5 + 6 = 11" answers 11, but "12, since 12 - 4 = 8" answers 12: only bare arithmetic before "=" is skipped
+        found = numbers(re.sub(r"^[^A-WYZa-wyz\u4e00-\u9fff]*=", "", sentence))
+        if found:
+            return found[0]
+    found = numbers(text)
+    return found[-1] if found else None
+
+
+def equal_numbers(a: str, b: str) -> bool:
+    """Within 1e-3 of each other (DeepSeek-Math, for GSM8K and CMATH alike), in any reading of either."""
+    return any(abs(x - y) < Fraction("1e-3") for x in readings(a) for y in readings(b))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# letters
+
+
+def find_letter(output: str, letters: str, letter_only: bool) -> str | None:
+    r"""The chosen option's letter, or None. Markup (** $ ( \text{) is dropped, then the first rule that applies counts:
+
+    the last "Answer: X" or "answer is X" (simple-evals, widened) -> the last \boxed{X} -> a letter and no more -> where
+    a letter was all we asked for (PIQA): a leading "X." or "X is" -> the last "option X". A capital must not start a
+    word and a small letter must end its line: "Answer: Because" and "the answer is a pump" choose nothing.
+    """
+    one = rf"([{letters}](?![A-Za-z0-9])|[{letters.lower()}](?=\W*$))"
+    link = r"\s*(?:is|would be|should be)?\s*:?\s*"
+    markup = r"[*`$(\[\"'“”]|\\(?:boxed|text\w*|math\w*)\s*\{"
+    text = re.sub(markup, "", output)
+    boxed = [re.sub(markup, "", box) for box in BOX.findall(output)]
+
+    rules = [
+        (rf"(?i:\banswer{link}(?:option|choice)?\s*){one}", [text]),
+        (rf"\A\W*{one}", boxed),
+        (rf"\A\W*{one}\W*\Z", [text]),
+    ]
+    if letter_only:
+        rules.append((rf"\A\W*([{letters}])(?=[).:,;\]]|\s*$|\s+(?:is|because|since)\b)", [text]))
+        rules.append((rf"(?i:\b(?:option|choice|solution|choose|pick|select){link}){one}", [text]))
+    for pattern, places in rules:
+        found = [letter for place in places for letter in re.findall(pattern, place, re.MULTILINE)]
+        if found:
+            return found[-1].upper()
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# spans (DROP). A gold is a list of references, each a tuple of spans
+
+FLOAT = re.compile(r"\+?(\d+\.?\d*|\.\d+)(e\+?\d+)?|nan|inf(inity)?")  # what float() reads where "-" has split words
+
+
+def find_spans(output: str) -> str | None:
+    r"""The last "Answer: ..." line (simple-evals), else the last \boxed{}, else the whole output."""
+    text = re.sub(r"\*\*|`", "", output)
+    answer = (re.findall(r"(?i)Answer\s*:\s*([^\n]+)", text) or [text])[-1]
+    answer = (BOX.findall(answer) or [answer])[-1]
+    answer = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", answer).strip()
+    # $13$ is markup, a lone leading $ is money and stays
+    return re.sub(r"\A\$([^$]+)\$\Z", r"\1", answer) or None
+
+
+def without_punctuation(text: str) -> str:
+    return "".join(char for char in text if char not in string.punctuation)
+
+
+def without_articles(text: str) -> str:
+    return re.sub(r"\b(a|an|the)\b", " ", text)
+
+
+def normalised(text: str) -> str:
+    """DROP's official normalisation (AllenNLP), traps included: 7.6% -> 76.0, $5.50 -> 550.0, -5 -> 5.0."""
+    words = []
+    for token in re.split(" |-", text.lower()):
+        if not FLOAT.fullmatch(token):
+            token = without_punctuation(token)
+        if FLOAT.fullmatch(token):
+            words.append(str(float(token)))
+        else:
+            words += without_articles(token).split()
+    return " ".join(words)
+
+
+def exact_match_and_f1(predicted: list[str], gold: tuple[str, ...]) -> tuple[float, float]:
+    """Official DROP exact match and F1 (AllenNLP; 0..1, F1 to two decimals) of predicted spans and one reference.
+
+    EM: the same set of normalised spans, and as many. F1: bags of words, paired one to one for the greatest sum.
+    """
+    spans = [normalised(span) for span in predicted]
+    wanted = [normalised(span) for span in gold]
+    exact = set(spans) == set(wanted) and len(spans) == len(wanted)
+
+    # which gold spans are paired so far -> the greatest sum
+    best = {frozenset(): 0.0}
+    for span in spans:
+        extended = dict(best)
+        for i, other in enumerate(wanted):
+            f1 = bag_f1(set(span.split()), set(other.split()))
+            for paired, total in best.items():
+                if i not in paired:
+                    extended[paired | {i}] = max(extended.get(paired | {i}, 0.0), total + f1)
+        best = extended
+    return float(exact), round(max(best.values()) / max(len(spans), len(wanted)), 2)
+
+
+def bag_f1(bag: set[str], gold: set[str]) -> float:
+    """F1 of two bags of words; 0 where the gold bag has numbers and the other has none of them."""
+    digits = {word for word in gold if FLOAT.fullmatch(word)}
+    if digits and not digits & bag:
+        return 0.0
+    if not bag and not gold:
+        return 1.0
+    return 2 * len(bag & gold) / (len(bag) + len(gold))
+
+
+def drop_scores(extracted: str | None, gold: list[tuple[str, ...]]) -> tuple[float, float]:
+    """EM and F1, each the best over references and, for a reference of several spans, over ways to cut the answer."""
+    scores = [(0.0, 0.0)]
+    if extracted is None:
+        return scores[0]
+    for reference in gold:
+        ways = [[extracted]]
+        if len(reference) > 1:
+            for cut in (r"\s*;\s*", r"\s+and\s+", r",?\s+and\s+|[,;]\s+"):
+                ways.append(re.split(cut, extracted))
+        scores += [exact_match_and_f1(spans, reference) for spans in ways]
+    return max(em for em, _ in scores), max(f1 for _, f1 in scores)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# programs
+
+FENCE = re.compile(r"^([^\n`]*)(`{3,})[ \t]*([\w+-]*)[^\n`]*\n(.*?)(?:^[ \t]*\2|\Z)", re.MULTILINE | re.DOTALL)
+
+
+def find_code(output: str, entry_point: str, header: str) -> str | None:
+    """The program for EvalPlus, or None for a blank output. header: the problem's own opening lines.
+
+    The first Python (or untagged) fenced block that defines the entry point, else the first such block, else the whole
+    output; an unclosed block runs to the end. An indented body alone goes under the problem's header, as EvalPlus does
+    with a "completion". Cutting away what is no code is left to `evalplus.sanitize`.
+    """
+    text = output.replace("\r\n", "\n")
+    defines = re.compile(rf"^\s*(?:async\s+)?(?:def|class)\s+{entry_point}\b", re.MULTILINE)
+    blocks = []
+    for before, _, language, code in FENCE.findall(text):
+        if language.lower() not in ("", "py", "python", "python3"):
+            continue
+        if before.isspace():  # a fence inside a list is indented, and its code with it
+            code = re.sub(f"^{before}", "", code, flags=re.MULTILINE)
+        blocks.append(code)
+
+    code = next((block for block in blocks if defines.search(block)), (blocks or [text])[0])
+    if not code.strip():
+        return None
+    is_body = code.lstrip("\n").startswith((" ", "\t")) and not defines.search(code)
+    if is_body and defines.search(header):
+        return header + code
+    return code
