@@ -8,23 +8,21 @@ many one after the other: results/speed has the numbers.
 The flags are sample.py's, on a CPU in fp32. It needs a C++ compiler (g++, or the one that CXX names) and Python's
 headers, and refuses int8 weights, which have a kernel of their own.
 
-    python -m released.compiled --ckpt out/text --prompts_file prompts.txt --gen_length 512
+    python -m released.compiled --ckpt out/text --prompt "def " --gen_length 512
 """
 
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo import config as dynamo
 
 import sample
 from cache import Cached
 from checkpoint import load_model
-from lib.show import build_parser
+from lib.config import Config
 from lib.util import fail
 from model import Block, Context, Model, MoE, rotate
 
@@ -32,13 +30,13 @@ from model import Block, Context, Model, MoE, rotate
 # G key/value heads, D head dim, B block_length, E experts, A active experts, F expert width
 
 FEW = 8  # tokens an expert, on average, up to which reading its weights once a token is faster than sorting tokens
-GRAPHS = 64  # at most: adapters, which a layer may have or not and a stage may use or not, have graphs of their own
+GRAPHS = 64  # at most: a layer with adapters has graphs of its own
 
 
 # --- the compiled function
 def run_block(
     block: Block, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, used: int, B: int,
-    mask: Tensor | None, lora: bool,
+    mask: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Block.forward with KVCache.update inside: x (R, T, C) -> (R, T, C).
 
@@ -51,7 +49,7 @@ def run_block(
 
     # queries, keys and values, as in Attention.forward
     attn = block.attn
-    qkv = attn.qkv(block.norm_1(tokens), lora).view(R, T, -1, attn.head_dim)
+    qkv = attn.qkv(block.norm_1(tokens)).view(R, T, -1, attn.head_dim)
     q, k, v = qkv.split([attn.n_head, attn.n_kv_head, attn.n_kv_head], dim=2)
     qk = rotate(torch.cat([attn.q_norm(q), attn.k_norm(k)], dim=2), Context(cos, sin, None))
     q, k = qk.split([attn.n_head, attn.n_kv_head], dim=2)
@@ -63,7 +61,7 @@ def run_block(
     values[:, :, place] = v.transpose(1, 2)
     k, v = keys[:, :, start:used], values[:, :, start:used]  # (R, G, S, D)
     y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=True)
-    tokens = tokens + attn.proj(y.transpose(1, 2).reshape(R * T, -1), lora)
+    tokens = tokens + attn.proj(y.transpose(1, 2).reshape(R * T, -1))
 
     # the experts
     h = block.norm_2(tokens)
@@ -93,24 +91,32 @@ def chosen_experts(moe: MoE, x: Tensor, chosen: Tensor, weights: Tensor) -> Tens
     return (out[place] * weights[..., None]).sum(1)
 
 
-# --- in the place of Model.run_layers
-def run_layers(model: Model, compiled: Callable, h: Tensor, ctx: Context, first: int, end: int) -> Tensor:
-    """Model.run_layers, where few tokens are decoded by the compiled function. h (R, T, C) -> (R, T, C)."""
-    R, T, _ = h.shape
-    decoding = ctx.cache is not None and ctx.cache.filling is None
-    few = pays(model.layers[-1].mlp, R * T)
-    if not (decoding and few) or isinstance(ctx.lora, Tensor):
-        return Model.run_layers(model, h, ctx, first, end)
+# --- the model
+class CompiledModel(Model):
+    """A float32 model on a CPU, whose routed layers decode few tokens by the compiled function."""
 
-    cache = ctx.cache
-    mask = added_mask(ctx, R, T)
-    for layer in model.layers[first:end]:
-        if isinstance(layer.mlp, MoE):
-            keys, values = cache.kv[:, cache.slot(layer.attn.layer, ctx.round)]
-            h = compiled(layer, h, ctx.cos, ctx.sin, keys, values, cache.used, cache.B, mask, ctx.lora)
-        else:
-            h = layer(h, ctx)
-    return h
+    def __init__(self, cfg: Config, second_look: nn.Module | None = None):
+        super().__init__(cfg, second_look)
+        dynamo.recompile_limit = GRAPHS
+        self.run_block = torch.compile(run_block, fullgraph=True, options={"cpp_wrapper": True})
+
+    def run_layers(self, h: Tensor, ctx: Context, first: int, end: int) -> Tensor:
+        """As Model.run_layers: (R, T, C) -> (R, T, C)."""
+        R, T, _ = h.shape
+        decoding = ctx.cache is not None and ctx.cache.filling is None
+        few = R * T * self.cfg.n_active <= FEW * self.cfg.n_expert
+        if not decoding or not few or ctx.lora is not None:
+            return super().run_layers(h, ctx, first, end)
+
+        cache = ctx.cache
+        mask = added_mask(ctx, R, T)
+        for layer in self.layers[first:end]:
+            if isinstance(layer.mlp, MoE):
+                keys, values = cache.kv[:, cache.slot(layer.attn.layer, ctx.round)]
+                h = self.run_block(layer, h, ctx.cos, ctx.sin, keys, values, cache.used, cache.B, mask)
+            else:
+                h = layer(h, ctx)
+        return h
 
 
 def added_mask(ctx: Context, R: int, T: int) -> Tensor | None:
@@ -127,63 +133,31 @@ def added_mask(ctx: Context, R: int, T: int) -> Tensor | None:
     return mask
 
 
-def pays(moe: MoE, n_tokens: int) -> bool:
-    """Whether so many tokens are few for its experts. More run faster as they are."""
-    return n_tokens * moe.n_active <= FEW * len(moe.router)
-
-
-def compile_blocks(model: Model) -> None:
-    """Let every routed layer of a float32 model on a CPU run as the compiled function, and compile it for one row."""
-    check_model(model)
-    dynamo.recompile_limit = GRAPHS
-    compiled = torch.compile(run_block, fullgraph=True, options={"cpp_wrapper": True})
-    model.run_layers = partial(run_layers, model, compiled)
-
-    # first steps, whose results nobody reads. The compiler takes sizes for fixed until they change, so there are two
-    # lengths; and the next block may be beside the current one
+@torch.inference_mode()
+def compile_for_one_row(model: CompiledModel) -> None:
+    """First steps, whose results nobody reads. The compiler takes sizes for fixed until they change, so there are two
+    lengths; and the next block may be beside the current one."""
     print("compiling: seconds on an idle machine, minutes on a busy one", file=sys.stderr)
     masks = torch.full((1, model.cfg.block_length), model.cfg.mask_id)
+    for n_blocks in (1, 3):
+        engine = Cached(model, [[0] * n_blocks * model.cfg.block_length], 0)
+        engine.read(masks)
+        engine.read(masks, masks)
+
+
+def load_compiled(folder: Path, device: torch.device, dtype: torch.dtype) -> CompiledModel:
+    if device.type != "cpu" or dtype != torch.float32:
+        fail("compiled steps are for float32 on a CPU: add --device cpu --dtype fp32, or use sample.py")
+    model = load_model(folder, device, dtype, CompiledModel)
+    if not any(type(layer.mlp) is MoE for layer in model.layers):
+        fail(f"{folder} has no experts in float32, at which compiled steps are faster: use sample.py")
     try:
-        with torch.inference_mode():
-            for n_blocks in (1, 3):
-                engine = Cached(model, [[0] * n_blocks * model.cfg.block_length], 0)
-                engine.read(masks)
-                engine.read(masks, ahead=True)
+        compile_for_one_row(model)
     except RuntimeError as e:  # what dynamo and the compiler raise is one
         reason = str(e).strip().partition("\n")[0]
         fail(f"the steps cannot be compiled ({reason}): install g++ and Python's headers, or use sample.py")
-
-
-def check_model(model: Model) -> None:
-    """Refuse what would not be faster, or was never tried."""
-    cfg = model.cfg
-    weights = model.wte.weight
-    if weights.device.type != "cpu" or model.compute_dtype != torch.float32 or weights.dtype != torch.float32:
-        fail("compiled steps are for float32 on a CPU: add --device cpu --dtype fp32, or use sample.py")
-    routed = [layer.mlp for layer in model.layers[cfg.n_dense :]]
-    if not routed:
-        fail("compiled steps are faster at experts, and no layer of this model has any: use sample.py")
-    if any(type(mlp) is not MoE for mlp in routed):
-        fail("compiled steps are for experts in float32: int8 weights have a kernel of their own, use sample.py")
-    if not pays(routed[-1], cfg.block_length):
-        fail(
-            f"a block of {cfg.block_length} gives each of {cfg.n_expert} experts more than {FEW} tokens: use sample.py"
-        )
-
-
-# --- the command line
-def load_compiled(folder: Path, device: torch.device, dtype: torch.dtype, adapter: str | None = None) -> Model:
-    model = load_model(folder, device, dtype, adapter)
-    compile_blocks(model)
     return model
 
 
-def main() -> None:
-    args = build_parser(__doc__, sample.MODES).parse_args()
-    # the one thing that differs from sample.py
-    sample.load_model = load_compiled
-    sample.main(args)
-
-
 if __name__ == "__main__":
-    main()
+    sample.main(load_compiled)  # the one thing that differs from sample.py

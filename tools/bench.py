@@ -19,7 +19,6 @@ import time
 import types
 from argparse import Namespace
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -35,7 +34,7 @@ from lib.config import PRESETS, Config
 from lib.output import Output
 from lib.util import Parser, bounded, command, fail, generator
 from model import Model
-from released.compiled import compile_blocks
+from released.compiled import CompiledModel, compile_for_one_row
 from released.export import released_config
 from sample import Decoding, Step, denoise, generate
 from train import Batch, cocommit_step, lora_everywhere, stage_a_step
@@ -222,8 +221,8 @@ def official_model(folder: Path, ours: Model) -> torch.nn.Module:
     state = ours.state_dict()
     expected = theirs.state_dict()
     parts = {}
-    for _, whole, _, names, shape in plan(ours.cfg):
-        for name, part in zip(names, state[whole].view(-1, *shape), strict=True):
+    for planned in sum(plan(ours.cfg), []):
+        for name, part in zip(planned.released, state[planned.name].view(-1, *planned.part), strict=True):
             parts[name] = part.view(expected[name].shape)
     theirs.load_state_dict(parts)
     masks_in_float32(theirs)
@@ -278,8 +277,10 @@ def official(folders: list[Path], lengths: list[int], compiled: bool) -> None:
     model.lm_head.weight.data[model.cfg.eos_id] = 0  # nor does the text end
     models = {"ours": model}
     if compiled:
-        models["ours, compiled"] = deepcopy(model)
-        compile_blocks(models["ours, compiled"])
+        fast = CompiledModel(model.cfg)
+        fast.load_state_dict(model.state_dict())
+        compile_for_one_row(fast)
+        models["ours, compiled"] = fast
 
     size = sum(p.numel() for p in model.parameters()) / 1e6
     print(f"\nAgainst the released code: {geometry(model.cfg)}, {size:.0f} M parameters, one token a step, no edits")

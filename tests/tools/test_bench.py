@@ -74,14 +74,15 @@ class LLaDA2MoeModelLM(torch.nn.Module):  # the official names and numbers of it
         assert config.fields["hidden_size"] == self.cfg.n_embd
 
     def state_dict(self):
-        plan = convert_weights.plan(self.cfg)
-        return {name: torch.empty(part, device="meta") for *_, names, part in plan for name in names}
+        plan = sum(convert_weights.plan(self.cfg), [])
+        return {name: torch.empty(planned.part, device="meta") for planned in plan for name in planned.released}
 
     def load_state_dict(self, state):
         self.ours = new_model(self.cfg, torch.Generator())
         own = self.ours.state_dict()
-        for _, whole, shape, names, part in convert_weights.plan(self.cfg):
-            own[whole].copy_(torch.cat([state[n].flatten() for n in names]).view(shape))
+        for planned in sum(convert_weights.plan(self.cfg), []):
+            flat = torch.cat([state[name].flatten() for name in planned.released])
+            own[planned.name].copy_(flat.view(planned.shape))
 
     def generate(self, ids, gen_length, block_length, threshold, editing_threshold, eos_id, mask_id):
         self.model(ids, attention_mask=torch.ones(1, dtype=torch.bfloat16))  # masks are so, whatever the weights are
