@@ -241,7 +241,7 @@ def run(args: Namespace, recipe: Recipe, processes: Processes) -> None:
     device = processes.device(args)
     folder = Path(args.out_dir)
     corpus = load_corpus(args)
-    model = start(args, corpus.tokens, recipe, device)
+    model = start(args, corpus.tokens, recipe, processes.cradle(device))
     optimizer = recipe.optimizer(model, args)
 
     # a resumed run goes on where it was saved; one that was killed before its first save starts
@@ -276,6 +276,7 @@ def run(args: Namespace, recipe: Recipe, processes: Processes) -> None:
                     report(validation, f"validation after step {step + 1}", log, shown=True)
                 save(model, optimizer, step + 1, args, recipe, processes)
                 saved = step + 1
+                processes.any(False)  # nobody leaves before it is written
             if stop:
                 break
     tell_what_is_next(saved, bool(caught), args)

@@ -29,6 +29,10 @@ class Processes:
     def device(self, args: Namespace) -> torch.device:
         return pick_device(args.device)
 
+    def cradle(self, device: torch.device) -> torch.device:
+        """Where the model is built, before it is shared out."""
+        return device
+
     def place(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, make: Callable, device: torch.device
     ) -> torch.optim.Optimizer:
