@@ -8,13 +8,12 @@ With --n_rounds 0 (Stage B off) and a gate on edits this is LLaDA2.1's released 
 for token and forward for forward, edge cases included: strict gates, edits while masks remain, mask
 as an ordinary candidate. It departs from it in two ways:
 
-  - Without edits (--tau_t2t none) a block ends with its last mask. The released loop reads it once more, to find nothing.
+  - Without edits (--tau_t2t none) a block ends with its last mask. The released loop reads it once more.
   - A block that can never end (nothing changes any more, or MAX_STEPS forwards) is left with a warning.
 
-    python sample.py --prompt "CANADIAN"                                 # streams text, counts forwards
+    python sample.py --prompt "CANADIAN"                            # streams text, counts forwards
     python sample.py --prompt "CANADIAN SYLLABICS ▒▒▒ DZU" --watch  # every step; each ▒ is a token to fill
     python sample.py --ckpt DIR --prompt_ids 5,9,12 --n_rounds 0 --json > run.json   # tokens, counts, steps
-
 A hole sees its own block and what is before it, not later blocks: attention is causal across blocks.
 
 To change   which masks are written in a step   give   Decoding(select=f), f(probabilities, masked) -> bundle
