@@ -31,7 +31,7 @@ import train
 from corrupt import M, draw_bundle, kinds
 from lib.settings import build_parser, is_toy
 from lib.util import Parser, bounded, fail, first_masked, generator, uniform
-from model import Context, Model, rotary
+from model import Context, Model, block_causal_mask, rotary
 from train import Batch, Recipe, about_lora, clean_tokens, cocommit_step, corrupt_batch
 
 # R rows, T positions, B block_length, Z = T / B blocks of a row, N blocks of the batch or some of them, C channels,
@@ -112,7 +112,7 @@ def greedy_chain(look: Look, blocks: Tensor, bundle: Tensor, order: str = "sures
     left = bundle.clone()
     score = torch.zeros(len(blocks), device=blocks.device)
     for _ in range(longest(bundle)):
-        sure, log_p, token = look(blocks, left, 1)
+        sure, log_p, token = look(blocks, asked(left, order), 1)
 
         # each block writes the next position of the order; a block that is done writes nothing
         place = next_place(sure, left, order)
@@ -136,7 +136,7 @@ def beam_chain(look: Look, blocks: Tensor, bundle: Tensor, beam: int, order: str
     score = torch.zeros(N, 1, device=blocks.device)  # (N, U')
     for _ in range(longest(bundle)):
         # a look at each hypothesis
-        looks = [look(h, left, U) for h in hypotheses.unbind(1)]
+        looks = [look(h, asked(left, order), U) for h in hypotheses.unbind(1)]
         sure = looks[0][0]  # (N, B), the best hypothesis's
         log_p = torch.stack([found[1] for found in looks], dim=1)  # (N, U', B, U)
         token = torch.stack([found[2] for found in looks], dim=1)
@@ -162,6 +162,13 @@ def beam_chain(look: Look, blocks: Tensor, bundle: Tensor, beam: int, order: str
         score = torch.where(busy[:, None], grown.gather(1, best), score)
         left = left & ~here
     return hypotheses[:, 0], score[:, 0]
+
+
+def asked(left: Tensor, order: str) -> Tensor:
+    """Where a chain looks, of what is left (N, B) bool: from the left at the next position alone."""
+    if order == "leftmost":
+        return left & (left.cumsum(-1) == 1)
+    return left
 
 
 def next_place(sure: Tensor, left: Tensor, order: str) -> Tensor:
@@ -200,9 +207,10 @@ def candidates_of(model: Model, h: Tensor, k: int) -> tuple[Tensor, Tensor, Tens
     return log_p.amax(-1), *best_tokens(log_p, k)
 
 
-def stage_a_look(model: Model, batch: Batch) -> Look:
-    """Stage A of the batch's noisy blocks, without gradient, and without logits where nobody asks."""
-    finished = CleanRows(model, batch)
+def stage_a_look(model: Model, batch: Batch, block_length: int | None = None) -> Look:
+    """Stage A of the batch's noisy blocks, without gradient, and without logits where nobody asks. block_length: they
+    are read in smaller blocks than the model's own; in blocks of one, a position sees what is before it and itself."""
+    finished = CleanRows(model, batch, block_length or model.cfg.block_length)
 
     @torch.no_grad()
     def look(blocks: Tensor, where: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -231,16 +239,18 @@ class CleanRows:
     """
 
     @torch.no_grad()
-    def __init__(self, model: Model, batch: Batch):
+    def __init__(self, model: Model, batch: Batch, block_length: int):
         B = model.cfg.block_length
         self.model = model
+        self.read_in = block_length  # blocks of this length, of which B is a multiple
         self.n_blocks = batch.clean.shape[1] // B
         self.past = (self.n_blocks - 1) * B  # positions of a clean row; the last block is read by none
         self.kv: dict[int, tuple[Tensor, Tensor]] = {}  # of each layer
         self.row: Tensor | None = None  # whose blocks are in work; None while the clean rows are read
         if self.past:
             clean = batch.clean[:, : self.past]
-            ctx = replace(model.context(torch.ones_like(clean, dtype=torch.bool)), cache=self)
+            ctx = model.context(torch.ones_like(clean, dtype=torch.bool), block_length=block_length)
+            ctx = replace(ctx, cache=self)
             model.last_n(model.prefix(clean, ctx), ctx)
 
     def update(self, layer: int, round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -261,9 +271,11 @@ class CleanRows:
         cos, sin = rotary(cfg, positions, self.model.compute_dtype)
 
         # each block sees itself, and the clean blocks before it in its row
-        itself = torch.ones_like(blocks, dtype=torch.bool)
+        N, B = blocks.shape
+        itself = block_causal_mask(B, self.read_in, at.device)  # (B, B)
         before = torch.arange(self.past, device=at.device) < start[:, None]
-        mask = torch.cat([itself, before], dim=1)[:, None, None]  # (N, 1, 1, T)
+        mask = torch.cat([itself.expand(N, B, B), before[:, None].expand(N, B, self.past)], dim=2)
+        mask = mask[:, None]  # (N, 1, B, T)
         self.row = at // self.n_blocks
         ctx = Context(cos, sin, mask, cache=self)
         return self.model.last_n(self.model.prefix(blocks, ctx), ctx)
@@ -282,7 +294,7 @@ def add_flags(parser: Parser) -> None:
     # fmt: on
 
 
-def target_of(args: Namespace) -> Callable:
+def target_of(args: Namespace, of_the_base: Callable = chain_target) -> Callable:
     """The target that --target names, after a look at whether it can be meant."""
     if args.init_from == "scratch":
         fail("chain targets are the base's own: give a trained base by --init_from DIR")
@@ -295,7 +307,7 @@ def target_of(args: Namespace) -> Callable:
     vocab_size = checkpoint.read_config(Path(args.init_from)).vocab_size
     if args.beam >= vocab_size:
         fail(f"--beam {args.beam} is more than the vocabulary of {vocab_size} can fill")
-    return chain_target
+    return of_the_base
 
 
 def lora_in_stage_b(model: Model, args: Namespace) -> None:
