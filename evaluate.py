@@ -19,7 +19,7 @@ names and trained ones apart, and `unicodedata` judges. Shares of the names draw
 Forwards are per token, everything counted: full ones, commits, and partial ones at their share of
 the layers. --json has all measures, for a script to read.
 
-    python evaluate.py --ckpt assets/names/joint      # a base with a head, held-out names, a minute
+    python evaluate.py --ckpt assets/names/head      # a base with a head, held-out names, a minute
     python evaluate.py --ckpt out/modes --json        # a toy's decoders, an object a line
 """
 
@@ -300,7 +300,7 @@ def evaluate_names(folder: Path, model: Model, about: dict, args: Namespace) -> 
 def main() -> None:
     parser = Parser(__doc__)
     add = parser.add_argument_group("toys and names").add_argument
-    add("--ckpt", default="assets/names/joint", help="a model's folder, or an adapter's")
+    add("--ckpt", default="assets/names/head", help="a model's folder, or an adapter's")
     add("--json", action="store_true", help="an object a line: a toy's table, or one decoder of names")
     add("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
     add("--dtype", choices=DTYPES, default="fp32", help="of weights and activations")

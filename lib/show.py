@@ -27,7 +27,7 @@ def build_parser(doc: str) -> Parser:
 
     # fmt: off
     add = parser.add_argument_group("model").add_argument
-    add("--ckpt", default="assets/names/joint", help="a model's folder, or an adapter's")
+    add("--ckpt", default="assets/names/head", help="a model's folder, or an adapter's")
     add("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
     add("--dtype", choices=DTYPES, default="fp32", help="of weights and activations")
 
