@@ -11,14 +11,14 @@ for seed in 0 1 2; do
 
   # the joint head, and a Stage A that is taught the same chain
   chain="--data names --max_iters 1500 --s_min 8 $seeded"
-  python -m beyond.joint_head $chain --init_from $base --width 384 --out_dir out/joint-$seed
+  python -m beyond.head $chain --init_from $base --out_dir out/joint-$seed
   python -m beyond.distill $chain --init_from $base --out_dir out/distilled-$seed
 
   # the control: the same masks and steps, all weights, and the clean tokens in place of the chain
   python -m beyond.distill $chain --init_from $base --target clean --own_loss 0 --out_dir out/control-$seed
 
   # both: a joint head on the distilled Stage A
-  python -m beyond.joint_head $chain --init_from out/distilled-$seed --width 384 --out_dir out/joint-on-distilled-$seed
+  python -m beyond.head $chain --init_from out/distilled-$seed --out_dir out/joint-on-distilled-$seed
 
   # the paper's Stage B, its target the clean tokens
   python train.py --data names --init_from $base --n_last 2 --corruption mask --context clean --batch_size 64 \

@@ -209,7 +209,7 @@ def page(ckpt: str, prompt: str | None = None) -> str:
 def main() -> None:
     parser = Parser(__doc__)
     add = parser.add_argument_group("playground").add_argument
-    add("--ckpt", default="assets/names/joint", help="a model of train.py, on names or on text, or an adapter of one")
+    add("--ckpt", default="assets/names/head", help="a model of train.py, on names or on text, or an adapter of one")
     add("--prompt", help="the beginning that the page opens on (default: one that shows the effect)")
     add("--out", default="playground.html", help="the page to write")
     args = parser.parse_args()
