@@ -4,6 +4,6 @@
 set -e
 for eps in 0.02 0.05 0.1 0.2 0.4 0.7 1.0; do
   python train.py --data copy --toy eps=$eps n_ctx=8 --n_last 2 --corruption mask --max_iters 800 --batch_size 64 \
-    --log_interval 200 --eval_interval 50 --out_dir out/dial-$eps
+    --eval_interval 50 --out_dir out/dial-$eps
   python evaluate.py --ckpt out/dial-$eps
 done

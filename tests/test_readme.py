@@ -71,4 +71,4 @@ def test_nothing_is_deleted_or_overwritten_by_a_script():
             deletes = name.endswith(".sh") and re.search(r"\brm\b", line)
             # the 66 GB that sixteen_b.sh makes, in a folder of its own, are its to delete
             assert not deletes or (name.endswith("sixteen_b.sh") and re.match(r'rm -r "\$folder', line)), name
-    assert "rm " not in (ROOT / "Makefile").read_text() and len((ROOT / "Makefile").read_text().splitlines()) <= 25
+    assert "rm " not in (ROOT / "Makefile").read_text() and len((ROOT / "Makefile").read_text().splitlines()) <= 30

@@ -13,7 +13,7 @@ import torch
 from common import EOS, MASK, ROOT, approx, caller, random_ids, tiny_model
 
 import evaluate
-from beyond import joint_head, opponents, spans, sweep
+from beyond import head, opponents, spans, sweep
 from beyond.spans import Spans, chain_score, cut, pieces, quality, stage_a_log_probs
 from beyond.sweep import complete, full_forward, multiplications, price, settings, weights
 from cache import Cached
@@ -32,10 +32,10 @@ NAMES = ROOT / "assets" / "names"
 
 def headed(model: Model, width: int = 8) -> Model:
     """The same model with a head that says something else than Stage A."""
-    head = joint_head.JointHead(model.cfg, width)
-    for name, p in head.named_parameters():
+    own = head.Head(model.cfg, width)
+    for name, p in own.named_parameters():
         p.data = 0.3 * torch.randn(p.shape, generator=generator("head", name)) + (p.dim() == 1)
-    model.second_look = head
+    model.second_look = own
     return model.requires_grad_(False)
 
 
@@ -131,7 +131,7 @@ FORWARDS = {"full": 3, "partial": 0.75, "commit": 2, "looks": 1}
 
 def test_multiplications():
     """Commit forwards have no LM head. Stage B: the last layer and the LM head at 3 of 4 positions. A head
-    (attention 192, a SwiGLU of 6: 8 x 12 + 6 x 8 = 144) reads 4 and looks at 3. S2D2 reads 4 drafts, and
+    (attention 192, its map 64, a SwiGLU of 6: 8 x 12 + 6 x 8 = 144) reads 4 and looks at 3. S2D2 reads 4 drafts, and
     4 masks that alone have the LM head.
     """
     model = costly()
@@ -141,7 +141,7 @@ def test_multiplications():
     assert multiplications(model, FORWARDS, "") == plain
     assert multiplications(model, FORWARDS, "stage_b") == plain + 3 * (584 + 80)
     assert multiplications(model, FORWARDS, "s2d2") == plain + 4 * 848 + 4 * (848 + 80)
-    assert multiplications(headed(model, 6), FORWARDS, "head") == plain + 4 * 192 + 3 * (144 + 80)
+    assert multiplications(headed(model, 6), FORWARDS, "head") == plain + 4 * 192 + 3 * (64 + 144 + 80)
 
     # left to right a pass reads two tokens and writes one; LoRA counts as merged
     assert multiplications(costly(block_length=1), FORWARDS, "") == 3 * (2 * 848 + 80)
@@ -323,7 +323,7 @@ def test_the_records_of_the_shipped_model(few, tmp_path, monkeypatch, capsys):
     call, path = caller(sweep, monkeypatch, capsys), tmp_path / "r.jsonl"
     argv = ["--prompts", 4, "--temperature", 0, 0.7, "--draws", 3, "--out", path]
     call("--system", "base", NAMES, *argv)
-    call("--system", "base", NAMES, "--system", "head", NAMES / "joint", *argv)
+    call("--system", "base", NAMES, "--system", "head", NAMES / "head", *argv)
     head, *records = [json.loads(line) for line in path.read_text().splitlines()]
     assert {group: len(of) for group, of in head["clusters"].items()} == {"held out": 4, "trained": 4}
     base = ["threshold 1", "threshold 0", "longest_prefix 0.9", "fixed 2", "t2m 0.3", "s2d2", "tau_m2t 1", "tau_m2t -1"]
@@ -338,7 +338,7 @@ def test_the_records_of_the_shipped_model(few, tmp_path, monkeypatch, capsys):
         assert sum(map(int, r["found"])) == round(r["exist"] * 8 * r["draws"])
         assert r["cost"]["serial"] <= r["counts"]["full"] + r["counts"]["looks"] <= r["cost"]["serial"] * 2
 
-    model, tokenizer = load_model(NAMES / "joint", "cpu", torch.float32), load_tokenizer(NAMES, "bpe")
+    model, tokenizer = load_model(NAMES / "head", "cpu", torch.float32), load_tokenizer(NAMES, "bpe")
     prompts = evaluate.draw_names(4, "held out", tokenizer) | evaluate.draw_names(4, "trained", tokenizer)
     one = next(s for s in settings(model, evaluate.NAMES) if s.label == "tau_keep 0").decoding
     found = evaluate.complete(model, tokenizer, prompts, one, 0)
