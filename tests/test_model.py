@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from common import MASK, approx, random_ids, tiny_config, tiny_model
 
-from lib.config import PRESETS, Config
+from lib.config import PRESETS
 from lib.util import Mistake, generator
-from model import MLP, Model, MoE, block_causal_mask, doubled_mask, rotary
+from model import Model, MoE, block_causal_mask, doubled_mask, rotary
 
 
 def context(ids, model, clean=None):
@@ -133,21 +133,6 @@ def test_router_by_hand():
     assert route([0, 0, 0, 0], [0, 0, 0, 0])[1] == [0, 0]
 
 
-def test_a_layer_adds_its_shared_expert():
-    """n_shared small SwiGLUs side by side are one of their width: silu(gate) * up, the gate's rows first."""
-    moe, x = expert_layer(), torch.randn(5, 64, generator=generator("x"))
-    gate, up = (x @ moe.shared.gate_up.weight.T).split(32, dim=-1)
-    shared = (gate * gate.sigmoid() * up) @ moe.shared.down.weight.T
-    torch.testing.assert_close(moe(x), moe.experts(x, *moe.route(x)) + shared)
-    assert MoE(tiny_config(n_shared=0)).shared is None
-    assert MLP(tiny_config(), 7).gate_up.weight.shape == (14, 64)
-
-
-def test_a_token_is_independent_of_the_tokens_beside_it():
-    moe, x = expert_layer(), torch.randn(64, 64, generator=generator("x"))
-    torch.testing.assert_close(moe(x)[:5], moe(x[:5]), rtol=1e-5, atol=1e-5)  # of size 6
-
-
 def test_stage_b_without_marker_is_stage_a():
     model, ids = tiny_model(), random_ids(2, 16)
     ctx, bundle = context(ids, model), random_ids(2, 16, 5, 2).bool()
@@ -180,19 +165,6 @@ def test_lora_merged_equals_unmerged():
             linear.lora_A = linear.lora_B = None
     assert not any("lora" in n for n in model.state_dict())
     torch.testing.assert_close(model(ids, context(ids, model)), adapted, rtol=1e-4, atol=1e-4)
-
-
-def test_lora_acts_where_the_context_says():
-    """Everywhere (the paper), nowhere, or at chosen positions: there as everywhere, elsewhere as nowhere."""
-    model = tiny_model()
-    random_lora(model)
-    linear, x = model.layers[0].attn.proj, torch.randn(2, 16, 64, generator=generator("x"))
-    where = torch.arange(16)[:, None] >= 8
-    everywhere, nowhere = linear(x), linear(x, torch.zeros(1, 1))
-    assert (everywhere - nowhere).abs().amin(-1).min() > 0
-    assert torch.equal(linear(x, where), torch.where(where, everywhere, nowhere))
-    linear.lora_A = None
-    assert torch.equal(linear(x), nowhere)
 
 
 def test_lora_of_stage_b_alone_leaves_stage_a_the_base():
@@ -257,8 +229,3 @@ def test_gradient_checkpointing_changes_no_gradient():
 def test_impossible_geometry_is_refused(words, fields):
     with pytest.raises(Mistake, match=words):
         tiny_config(**fields)
-
-
-def test_a_config_is_built_by_keyword():
-    with pytest.raises(TypeError):
-        Config(4, 4, 2, 64)
