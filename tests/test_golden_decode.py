@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from common import GOLDEN, assert_same, first_difference
+from common import GOLDEN, assert_same
 
 import convert_weights
 from checkpoint import load_model
@@ -27,15 +27,6 @@ def in_blocks(states: list[list[int]], forwards: list[int]) -> list[list[list[in
         blocks.append(states[:count])
         states = states[count:]
     return [*blocks, states]
-
-
-def test_the_first_difference_by_hand():
-    a, b, c = [9, 9, 9], [9, 5, 9], [9, 5, 7]
-    assert first_difference([[a, b], [c]], [[a, b], [c]]) is None
-    assert first_difference([[a, b], [a, c]], [[a, b], [a, b]]) == "[1][1][2]: 7, and not 9"
-    assert first_difference([[a, b], [a]], [[a, b], [a, b]]) == "[1]: 1 items, and not 2"
-    assert first_difference([], [[a]]) == ": 0 items, and not 1"
-    assert in_blocks([a, b, c, a], [1, 1]) == [[a], [b, c, a]]
 
 
 @pytest.fixture(scope="module")

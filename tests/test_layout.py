@@ -70,6 +70,7 @@ def test_arrows_point_down_to_what_is_stated(name):
 def test_nothing_is_patched_or_put_on_from_outside(name):
     text = FILES[name].read_text()
     assert not re.findall(r"TYPE_CHECKING|__class__ =|\bhasattr\(|object\.__setattr__", text)
+    assert not re.findall(r"import pickle|torch\.(?:save|load)\b|np\.(?:save|load)\b", text)  # no pickle
 
 
 def test_the_command_lines_are_short():

@@ -95,16 +95,6 @@ def test_a_prompt_of_many_blocks_is_read_whole():
     assert_equal_to_the_specification(tiny_model(), [prompt(n) for n in (8 * 40 + 3, 8 * 17, 2)], d)
 
 
-def test_the_cases_above_exercise_commit_forwards_edits_and_disagreement():
-    """The equality would be hollow if nothing happened: this model edits, commits and lets Stage B overrule Stage A."""
-    d = Decoding(gen_length=29, tau_m2t=0.3, tau_t2t=0.0, max_post_steps=3)
-    outputs, rows = traced(tiny_model(), [prompt(n) for n in LENGTHS], d)
-    steps = [s for row in rows for s in row]
-    assert sum(o.nfe["commit"] for o in outputs) > 0
-    assert any(s["edit"] for s in steps) and any(len(s["fill"]) > 1 for s in steps)
-    assert any(f["token"] != f["token_a"] for s in steps for f in s["fill"])
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("n_rounds", [0, 1, 2])
 def test_a_row_of_a_batch_equals_the_prompt_alone(n_rounds, temperature):
@@ -130,16 +120,20 @@ def test_equal_prompts_sample_different_texts_and_a_seed_repeats_them():
 
 
 def test_prompt_is_never_edited_and_partial_passes_are_counted():
+    """And what is said of generate is not hollow: this model edits, commits, and lets Stage B overrule Stage A."""
     d = Decoding(gen_length=19, tau_m2t=0.3, tau_t2t=0.0, max_post_steps=4, n_rounds=2)
     model = tiny_model()
-    (out,), (steps,) = traced(model, [prompt(13)], d)
-    assert all(e["at"] >= 13 for s in steps for e in s["edit"])
-    coordinated = sum(bool(s["fill"]) for s in steps)
-    blocks = len({s["start"] for s in steps})
-    assert out.nfe["full"] == len(steps) and out.nfe["looks"] == 2 * coordinated
-    assert out.nfe["partial"] == 2 * coordinated + (blocks - 1)  # K a step, and K - 1 for each block that is read again
-    in_all = out.nfe["full"] + out.nfe["commit"] + out.nfe["partial"] * 2 / 4  # n = 2 of 4 layers
-    assert in_full(out.nfe, model.partial_cost) == in_all
+    outputs, rows = traced(model, [prompt(13), prompt(21)], d)
+    for out, steps, n in zip(outputs, rows, (13, 21), strict=True):
+        assert all(e["at"] >= n for s in steps for e in s["edit"])
+        coordinated, blocks = sum(bool(s["fill"]) for s in steps), len({s["start"] for s in steps})
+        assert out.nfe["full"] == len(steps) and out.nfe["looks"] == 2 * coordinated
+        assert out.nfe["partial"] == 2 * coordinated + (blocks - 1)  # K a step, K - 1 for each block read again
+        in_all = out.nfe["full"] + out.nfe["commit"] + out.nfe["partial"] * 2 / 4  # n = 2 of 4 layers
+        assert in_full(out.nfe, model.partial_cost) == in_all
+    steps = rows[0] + rows[1]
+    assert any(s["edit"] for s in steps) and any(len(s["fill"]) > 1 for s in steps) and outputs[0].nfe["commit"]
+    assert any(f["token"] != f["token_a"] for s in steps for f in s["fill"])
 
 
 def test_a_finished_block_costs_no_pass_of_its_own():
@@ -206,15 +200,8 @@ def test_a_rule_of_ones_own_selects_the_bundle():
     texts = [prompt(3), prompt(13)]
     assert_equal_to_the_specification(tiny_model(), texts, replace(d, select=rightmost))
     rows = traced(tiny_model(), texts, replace(d, select=rightmost))[1]
-    assert [[f["at"] for f in s["fill"]] for s in rows[0]] == [
-        [6, 7],
-        [4, 5],
-        [3],
-        [14, 15],
-        [12, 13],
-        [10, 11],
-        [8, 9],
-    ]
+    filled = [[f["at"] for f in s["fill"]] for s in rows[0]]
+    assert filled == [[6, 7], [4, 5], [3], *[[i, i + 1] for i in (14, 12, 10, 8)]]
     plain, ruled = (generate(tiny_model(), texts, replace(d, select=f)) for f in (None, the_papers))
     assert [(o.tokens, o.nfe) for o in plain] == [(o.tokens, o.nfe) for o in ruled]
 
@@ -258,10 +245,10 @@ def test_a_look_of_ones_own_writes_what_it_says_and_costs_what_it_says(by):
 
     generate(model, texts, d, on_step=on_step)
     assert all(told) and head.rows not in ([0, 1, 2], [0, 1], [0])
-    for out, steps in zip(outputs, steps.of_row, strict=True):
-        assert all(len(s["fill"]) == 1 for s in steps) and any(s["refused"] for s in steps)
-        sizes = [len(s["fill"] + s["refused"]) for s in steps]
-        assert out.nfe["partial"] == sum(sizes) / 8 and out.nfe["looks"] == out.nfe["full"] == len(steps)
+    for out, row in zip(outputs, steps.of_row, strict=True):
+        assert all(len(s["fill"]) == 1 for s in row) and any(s["refused"] for s in row)
+        sizes = [len(s["fill"] + s["refused"]) for s in row]
+        assert out.nfe["partial"] == sum(sizes) / 8 and out.nfe["looks"] == out.nfe["full"] == len(row)
 
 
 # --- one step
