@@ -393,8 +393,7 @@ def settle_decoding(args: Namespace, model: Model, own: dict) -> Decoding:
     """Every default of a decode is settled here: what the flags say; else what the folder was made
     for (own); else the paper's setting, or the released one where Stage B is off.
     """
-    # Stage B is on as it was trained; where all markers are zero, as in a converted checkpoint, it
-    # would be Stage A
+    # Stage B is on where it was trained; with the zero markers of a converted checkpoint it is Stage A
     trained = bool(model.markers.any()) or model.second_look is not None
     n_rounds = args.n_rounds
     if n_rounds is None:
