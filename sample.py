@@ -305,8 +305,7 @@ def generate(
     device = model.wte.weight.device
     rows = [Row(i, prompts, d, model.cfg, seed) for i in range(len(prompts))]
     outputs = [row.output for row in rows]
-    make = Cached if cached else Uncached
-    engine = make(model, [row.ids for row in rows], d.n_rounds)
+    engine = (Cached if cached else Uncached)(model, [row.ids for row in rows], d.n_rounds)
 
     # the current blocks; and of each: forwards, partial ones, looks, steps without a mask
     z = torch.tensor([row.block(0) for row in rows], device=device)
@@ -426,12 +425,11 @@ def main(load: Callable[..., Model] = load_model) -> None:
     d = settle_decoding(args, model, decoding_defaults(folder))
 
     # what is continued; a model of names is judged
-    names = names_of(folder)
-    prompts = show.read_prompts(args, tokenizer, model.cfg, d.gen_length, names is not None)
-    beginnings = [tokenizer.decode(up_to_eos(p, model.cfg.mask_id)) for p in prompts if tokenizer]
+    names = names_of(folder) if tokenizer else None
     judged = names is not None
+    prompts = show.read_prompts(args, tokenizer, model.cfg, d.gen_length, judged)
     if judged:
-        check_names(names, beginnings)
+        check_names(names, [tokenizer.decode(up_to_eos(p, model.cfg.mask_id)) for p in prompts])
 
     # a single text appears as its blocks finish, unless its steps are asked for
     steps = show.Steps(len(prompts))
