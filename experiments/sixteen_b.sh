@@ -1,5 +1,5 @@
 # The whole released geometry with random weights, end to end: written in the released layout, converted to ours and to
-# int8, decoded with Stage A alone and with Stage B, adapters and a joint head trained on the int8 base, exported to PEFT.
+# int8, decoded with Stage A alone and with Stage B, adapters and a head trained on the int8 base, exported to PEFT.
 # Every command prints its time and its memory at the peak. Page: results/sixteen_b/README.md.
 # Two cores: under two hours, 66 GB of disk at the peak, 24 GB of memory. A folder is deleted as soon as it has been
 # converted, and everything at the end. LAYERS=4 is the same in minutes, with 4 of the 20 layers.
@@ -26,10 +26,10 @@ watch python train.py --init_from "$folder/int8" --n_last 3 --data stdlib --max_
   --seq_len "$tokens" --batch_size 1 --max_iters 3 --out_dir "$folder/adapter"
 watch python -m beyond.head --init_from "$folder/int8" --read_in blocks --width 5120 --data stdlib --max_docs 50 \
   --dtype bf16 --seq_len 64 --batch_size 1 --s_max 8 --max_iters 3 \
-  --learning_rate 1e-4 --out_dir "$folder/joint"
+  --learning_rate 1e-4 --out_dir "$folder/head"
 watch python sample.py --ckpt "$folder/adapter" --dtype bf16 --tau_t2t none --gen_length 4 \
   --prompt "The quick brown fox"
-watch python sample.py --ckpt "$folder/joint" --dtype bf16 --tau_t2t none --gen_length 4 \
+watch python sample.py --ckpt "$folder/head" --dtype bf16 --tau_t2t none --gen_length 4 \
   --tau_m2t -1 --prompt "The quick brown fox"
 watch python -m released.export --to peft --src "$folder/adapter" --out "$folder/peft"
 ls -l "$folder/peft"

@@ -60,7 +60,7 @@ class Engine:
 
 def one_step(engine: Engine, z: list[int], d: Decoding):
     given = torch.zeros(1, len(z), dtype=torch.bool)
-    return denoise(engine, torch.tensor([z]), given, torch.zeros(1, 2, 5), d, any_masked=True)
+    return denoise(engine, torch.tensor([z]), given, torch.zeros(1, 2, 5), d, masks=True)
 
 
 def test_whose_logits_fill_and_whose_edit():

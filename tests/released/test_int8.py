@@ -36,7 +36,7 @@ def names(tmp_path_factory) -> Path:
     """assets/names in int8."""
     folder = tmp_path_factory.mktemp("int8") / "names"
     int8.convert(NAMES, folder)
-    shutil.copytree(NAMES / "joint", folder / "joint")
+    shutil.copytree(NAMES / "head", folder / "head")
     return folder
 
 
@@ -223,7 +223,7 @@ def test_only_active_experts_are_read(experts):
 def test_decoding_is_that_of_the_floats(names, names_as_floats, decode):
     """sample.py, by --ckpt alone, and with a head on top."""
     prompts = [arg for text in ("ARABIC LIGATURE", "GREEK SMALL", "CJK") for arg in ("--prompt", text)]
-    for part in (".", "joint"):
+    for part in (".", "head"):
         runs = []
         for folder in (names, names_as_floats):
             out = decode("--ckpt", folder / part, *prompts, "--gen_length", 24, "--json")
@@ -296,7 +296,7 @@ def test_released_and_our_layout_give_the_same_folder(tmp_path):
 def test_what_is_not_converted(names, tmp_path, monkeypatch, capsys):
     convert = caller(int8, monkeypatch, capsys)
     assert "already" in convert.fails("--src", names, "--out", tmp_path / "out")
-    broken = shutil.copytree(NAMES, tmp_path / "broken", ignore=shutil.ignore_patterns("joint"))
+    broken = shutil.copytree(NAMES, tmp_path / "broken", ignore=shutil.ignore_patterns("head"))
     weights = load_file(broken / "model.safetensors")
     weights[DOWN][2, 3] = float("inf")
     save_file(weights, broken / "model.safetensors")
@@ -316,7 +316,7 @@ DAMAGE = {
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damaged_folders_are_refused(name, names, tmp_path):
     change, says = DAMAGE[name]
-    folder = shutil.copytree(names, tmp_path / "damaged", ignore=shutil.ignore_patterns("joint"))
+    folder = shutil.copytree(names, tmp_path / "damaged", ignore=shutil.ignore_patterns("head"))
     path = next(p for p in folder.glob("*.safetensors") if DOWN in load_file(p))
     found = {k: v.clone() for k, v in load_file(path).items()}
     change(found)
