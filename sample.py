@@ -439,7 +439,9 @@ def main(load: Callable[..., Model] = load_model) -> None:
     outputs = generate(model, prompts, d, args.seed, on_step, on_block)
     for number, output in enumerate(outputs):
         output.nfe["all"] = in_full(output.nfe, model.partial_cost)
-        record = show.make_record(output, steps.of_row[number], model.cfg, d.n_rounds, tokenizer, judged)
+        record = show.make_record(
+            prompts[number], output, steps.of_row[number], model.cfg, d.n_rounds, tokenizer, judged
+        )
         show.show(record | {"partial_cost": model.partial_cost}, output.warning, stream, args)
 
 

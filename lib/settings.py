@@ -150,6 +150,8 @@ def settle_new(args: Namespace, config_of: Callable[[Path], Config]) -> Namespac
     for name, value in (OF_START[start] | OF_DATA[reads] | OF_BOTH.get((reads, start), {})).items():
         if getattr(args, name) is None and not (cfg and name in OF_A_CHECKPOINT):
             setattr(args, name, value)
+    # enough to tell, and never more than a few steps' worth: at full size a row takes minutes
+    args.eval_rows = min(args.eval_rows, 8 * args.batch_size)
     if args.n_last is None and cfg:
         args.n_last = min(3, cfg.n_layer)
 

@@ -158,8 +158,9 @@ def places(here: Tensor) -> list[int]:
 
 
 def make_record(
-    output: Output, steps: list[dict], cfg: Config, n_rounds: int, tokenizer: Tokenizer | None, judged: bool
-) -> dict:
+    prompt: list[int], output: Output, steps: list[dict], cfg: Config, n_rounds: int, tokenizer: Tokenizer | None,
+    judged: bool,
+) -> dict:  # fmt: skip
     """Everything about one row in plain values: --json prints it, the displays below and the
     playground show it.
     """
@@ -169,9 +170,10 @@ def make_record(
         text = tokenizer.decode(output.tokens)
     if judged:
         judgement = verdict(tokenizer.decode(output.prompt + output.tokens))
+    n_written = len(output.tokens) + prompt.count(cfg.mask_id)
     return dict(
         text=text, tokens=output.tokens, steps=steps, verdict=judgement, nfe=output.nfe,
-        nfe_per_token=output.nfe["full"] / max(1, len(output.tokens)),
+        n_written=n_written, nfe_per_token=output.nfe["full"] / max(1, n_written),
         prompt=output.prompt, mask_id=cfg.mask_id, n_rounds=n_rounds, pieces=pieces(output, steps, cfg, tokenizer),
     )  # fmt: skip
 
@@ -243,7 +245,7 @@ def show(record: dict, warning: str | None, stream: Stream, args: Namespace) -> 
 def cost(record: dict) -> str:
     """What a decode cost, in one line; the README's glossary has the words."""
     nfe = record["nfe"]
-    n = len(record["tokens"])
+    n = record["n_written"]
     return (
         f"[{n} tokens; forwards: {nfe['full']} full + {nfe['partial']:.3g} partial x {record['partial_cost']:.3g} + "
         f"{nfe['commit']} commit = {nfe['all']:.3g}, {nfe['all'] / max(1, n):.3f} per token]"

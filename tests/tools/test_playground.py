@@ -637,7 +637,7 @@ def test_running_counts_end_in_the_decoders(bytes_page, shipped, prompts, tmp_pa
     for model, asked, d in jobs:
         steps = show.Steps(len(asked))
         for number, output in enumerate(generate(model, asked, d, on_step=steps.add)):
-            records.append(show.make_record(output, steps.of_row[number], model.cfg, d.n_rounds, None, False))
+            records.append(show.make_record([], output, steps.of_row[number], model.cfg, d.n_rounds, None, False))
     found = answer(tmp_path, bytes_page, "return given.runs.map((run) => countsOf(run).at(-1));", runs=records)
     expected = [[record["nfe"][kind] for kind in ("full", "partial", "commit")] for record in records]
     assert found == [pytest.approx(counts) for counts in expected]
