@@ -110,7 +110,7 @@ def one_step(engine: Cached | Uncached, n_rounds: int) -> Callable[[], Step]:
     z[:, cfg.block_length // 2 :] = cfg.mask_id
     nothing = torch.zeros_like(z, dtype=torch.bool)
     u = torch.zeros(R, 2, cfg.block_length)
-    return partial(denoise, engine, z, nothing, u, replace(ONE_BY_ONE, n_rounds=n_rounds), any_masked=True)
+    return partial(denoise, engine, z, nothing, u, replace(ONE_BY_ONE, n_rounds=n_rounds), masks=True)
 
 
 @torch.inference_mode()
