@@ -1,10 +1,10 @@
 "use strict";
-// The model in a page: what model.py, sample.generate_one and the joint head of beyond/ compute, greedily, for one row.
+// The model in a page: what model.py, sample.generate_one and beyond/head.py compute, greedily, for one row.
 //
 //   const h = prefix(model, z, ctx);                          // first L - n layers, shared by both stages
 //   head(model, lastN(model, h, ctx));                        // Stage A: factorised
 //   head(model, coordinate(model, h, bundle, ctx, n_rounds)); // Stage B: marked, the same last n layers again
-//   head(model, jointHead(model, last, bundle));              // the joint head: own blocks on Stage A's final states
+//   headLook(model, z, a, bundle, tau_keep);                  // the head: looks at Stage A's final states
 //
 // States are rows: an array with one Float32Array of C numbers for each of the T positions of the current block.
 // Finished blocks are keys and values in ctx.past: no block attends to a later one, so they never change.
@@ -120,9 +120,10 @@ function attention(model, name, rows, ctx, slot) {
   const v = past.v.concat(newV);
   if (ctx.keep) ctx.past[slot] = {k, v};
   // H / G query heads share one head of keys and values
-  const mixed = q.map((ofHead) => {
+  const mixed = q.map((ofHead, t) => {
     const y = new Float32Array(H * D);
-    ofHead.forEach((query, i) => y.set(attend(query, k, v, Math.floor((i * G) / H)), i * D));
+    const seen = ctx.causal ? k.slice(0, t + 1) : k;
+    ofHead.forEach((query, i) => y.set(attend(query, seen, v, Math.floor((i * G) / H)), i * D));
     return y;
   });
   return linear(mixed, tensors[name + ".proj.weight"], tensors[name + ".proj.bias"]);
@@ -187,25 +188,34 @@ function mlp(model, name, rows) {
   return swiglu(rows, model.tensors[name + ".gate_up.weight"], model.tensors[name + ".down.weight"]);
 }
 
+// A transformer block of this name.
+function layer(model, name, rows, ctx, slot) {
+  rows = add(rows, attention(model, name + ".attn", norm(model, name + ".norm_1", rows), ctx, slot));
+  return add(rows, mlp(model, name + ".mlp", norm(model, name + ".norm_2", rows)));
+}
+
 function run(model, rows, ctx, first, end) {
-  for (let layer = first; layer < end; layer++) {
-    const name = "layers." + layer;
-    const slot = layer + ctx.round * model.cfg.n_last; // each round of Stage B has a context of its own
-    rows = add(rows, attention(model, name + ".attn", norm(model, name + ".norm_1", rows), ctx, slot));
-    rows = add(rows, mlp(model, name + ".mlp", norm(model, name + ".norm_2", rows)));
+  for (let i = first; i < end; i++) {
+    const slot = i + ctx.round * model.cfg.n_last; // each round of Stage B has a context of its own
+    rows = layer(model, "layers." + i, rows, ctx, slot);
   }
   return rows;
 }
 
 // --- the split, by the project's names
 
-// Where the current block stands (start), what it sees of the finished ones (past), and whether it is one now (keep).
-const newContext = () => ({start: 0, round: 0, past: [], keep: false});
+// Where the current block stands (start), what it sees of the finished ones (past), whether it is one now (keep), and
+// whether attention looks left alone in it (causal).
+const newContext = () => ({start: 0, round: 0, past: [], keep: false, causal: false});
+
+function embed(model, ids) {
+  const C = model.cfg.n_embd;
+  return ids.map((id) => model.tensors["wte.weight"].slice(id * C, (id + 1) * C));
+}
 
 function prefix(model, z, ctx) {
-  const {n_layer, n_last, n_embd: C} = model.cfg;
-  const embedded = z.map((id) => model.tensors["wte.weight"].slice(id * C, (id + 1) * C));
-  return run(model, embedded, ctx, 0, n_layer - n_last);
+  const {n_layer, n_last} = model.cfg;
+  return run(model, embed(model, z), ctx, 0, n_layer - n_last);
 }
 
 function lastN(model, h, ctx) {
@@ -233,13 +243,16 @@ function stageA(model, z, ctx) {
   return {h, last, logits: head(model, last)};
 }
 
-// The joint head: y <- y + 1_S * Block(y), inside the block of text alone -> the states of the bundle's positions.
-function jointHead(model, last, bundle) {
-  const name = "second_look.block";
-  const y = last.map((row) => rmsNorm(row, null, 2 ** -23));
-  const mixed = attention(model, name + ".attn", norm(model, name + ".norm_1", y), newContext(), 0);
-  const x = add(bundle.map((t) => y[t]), bundle.map((t) => mixed[t]));
-  return add(x, mlp(model, name + ".mlp", norm(model, name + ".norm_2", x)));
+// What the head adds to Stage A's log-probabilities at the positions `asked`: a block on Stage A's final states and the
+// token before each position. It is inside the block of text alone, and attention looks left.
+function headAdds(model, last, tokens, asked) {
+  const {tensors} = model;
+  const none = new Float32Array(model.cfg.n_embd); // before the first of a block
+  const before = [none, ...embed(model, tokens.slice(0, -1))];
+  const shown = linear(before, tensors["second_look.show.weight"], tensors["second_look.show.bias"]);
+  const x = add(last.map((row) => rmsNorm(row, null, 2 ** -23)), shown);
+  const y = layer(model, "second_look.block", x, {...newContext(), causal: true}, 0);
+  return head(model, asked.map((t) => y[t]));
 }
 
 // --- decoding
@@ -283,19 +296,66 @@ function selectBundle(conf, masked, tau_m2t, order) {
   return found.length > 0 ? found : firstOf(conf, masked, order);
 }
 
-// What is kept of a joint head's look. A chain starts with Stage A's own first token, which is always written; where the
-// head would write another there, it has another chain in mind, and the rest of it is refused.
-function keepChain(s, asked, tau_keep, order) {
-  if (tau_keep === 0) return asked;
-  const [first] = firstOf(s.conf_a, asked, order);
-  const agrees = s.token[first] === s.token_a[first];
-  const kept = agrees ? passing(s.conf, asked, tau_keep, order) : [];
-  if (!agrees) [s.token[first], s.conf[first]] = [s.token_a[first], s.conf_a[first]];
-  return asked.filter((t) => t === first || kept.includes(t));
+// Is something visible behind a mask? From the left the head has been taught masks at a block's end alone.
+function standsAside(model, z, bundle) {
+  const {mask_id, order} = model.cfg;
+  return order !== "surest" && z.some((id, t) => t > bundle[0] && id !== mask_id);
+}
+
+// Log-probabilities among tokens: a mask is none.
+function logProbs(logits, mask_id) {
+  const among = logits.map((value, id) => (id === mask_id ? -Infinity : value));
+  const highest = among.reduce((a, b) => Math.max(a, b));
+  const total = among.reduce((sum, value) => sum + Math.exp(value - highest), 0);
+  return among.map((value) => value - highest - Math.log(total));
+}
+
+// The head writes the bundle, or a prefix of it: drafts, then looks until nothing changes, or what is final is refused.
+// a: {last, logits, token_a, conf_a} of Stage A -> what changes about a step, and `answers`: position -> logits.
+// looks: the drafts, then what each look wrote, [{t, token, final}].
+function headLook(model, z, a, bundle, tau_keep) {
+  const stage_a = a.logits.map((row) => logProbs(row, model.cfg.mask_id));
+  const mine = standsAside(model, z, bundle) ? [] : bundle;
+
+  // the first drafts are Stage A's
+  const draft = candidates(stage_a).token;
+  const tokens = z.map((id, t) => (mine.includes(t) ? draft[t] : id));
+  const conf = z.map(() => 1);
+  const answers = new Map();
+  const looks = mine.length ? [mine.map((t) => ({t, token: draft[t], final: false}))] : [];
+
+  let open = mine; // what is not final
+  let final = [];
+  let live = mine.length > 0;
+  while (live) {
+    const added = headAdds(model, a.last, tokens, open);
+    const rows = added.map((row, i) => row.map((value, id) => value + stage_a[open[i]][id]));
+    const found = candidates(rows);
+
+    // what has read nothing but final tokens is final: all up to and with the first that differs
+    const differs = open.findIndex((t, i) => found.token[i] !== tokens[t]);
+    const n = differs < 0 ? open.length : differs + 1;
+    looks.push(open.map((t, i) => ({t, token: found.token[i], final: i < n})));
+    open.forEach((t, i) => {
+      [tokens[t], conf[t]] = [found.token[i], found.conf[i]];
+      answers.set(t, rows[i]);
+    });
+    final = final.concat(open.slice(0, n));
+    open = open.slice(n);
+    live = open.length > 0 && final.reduce((product, t) => product * conf[t], 1) > tau_keep;
+  }
+
+  // the longest prefix that is sure enough, or else Stage A's first token alone
+  const sure = passing(conf, final, tau_keep, "leftmost");
+  const written = sure.length ? sure : bundle.slice(0, 1);
+  const own = (t) => mine.includes(t) && (sure.length > 0 || t !== bundle[0]);
+  return {token: tokens.map((id, t) => (own(t) ? id : a.token_a[t])), conf: conf.map((p, t) => (own(t) ? p : a.conf_a[t])),
+    bundle: written, refused: bundle.filter((t) => !written.includes(t)), partial: Math.max(0, looks.length - 1),
+    nLooks: Math.max(0, looks.length - 1), looks, answers};
 }
 
 // One step on the block z: everything is read from z and written at once. given: which positions are the prompt's.
-// d: the fields of sample.Decoding, and the `stage` that writes the bundle: "A", "B" or "joint".
+// d: the fields of sample.Decoding, and the `stage` that writes the bundle: "A", "B" or "head".
 function step(model, z, ctx, d, given) {
   const {mask_id, order} = model.cfg;
   const masked = [...z.keys()].filter((t) => z[t] === mask_id);
@@ -303,20 +363,14 @@ function step(model, z, ctx, d, given) {
   const {token: token_a, conf: conf_a} = candidates(logits);
   const asked = selectBundle(conf_a, masked, d.tau_m2t, order);
   const s = {before: z, bundle: asked, refused: [], token: token_a, conf: conf_a, token_a, conf_a, partial: 0,
-    looks: 0};
+    nLooks: 0, looks: []};
 
   if (d.stage === "B" && asked.length > 0) {
     Object.assign(s, candidates(head(model, coordinate(model, h, asked, ctx, d.n_rounds))));
-    s.partial = s.looks = d.n_rounds;
+    s.partial = s.nLooks = d.n_rounds;
   }
-  if (d.stage === "joint" && asked.length > 1) {
-    const {token, conf} = candidates(head(model, jointHead(model, last, asked)));
-    s.token = token_a.map((id, t) => (asked.includes(t) ? token[asked.indexOf(t)] : id));
-    s.conf = conf_a.map((p, t) => (asked.includes(t) ? conf[asked.indexOf(t)] : p));
-    s.bundle = keepChain(s, asked, d.tau_keep, order);
-    s.refused = asked.filter((t) => !s.bundle.includes(t));
-    s.partial = asked.length / z.length;
-    s.looks = 1;
+  if (d.stage === "head" && asked.length > 0) {
+    Object.assign(s, headLook(model, z, {last, logits, token_a, conf_a}, asked, d.tau_keep));
   }
 
   // Eq. 3 edits what is visible, Eq. 2 fills the bundle
@@ -361,7 +415,7 @@ function generateOne(model, prompt, d) {
       z = s.after;
       nfe.full += hand ? 0 : 1;
       nfe.partial += s.partial;
-      nfe.looks += s.looks;
+      nfe.looks += s.nLooks;
       if (hand) continue;
       forwards++;
       changed = z.some((id, t) => id !== s.before[t]);

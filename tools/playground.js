@@ -74,13 +74,13 @@ function decoding(decoder, hand = {}) {
     const after = z.map((id, t) => (t === at ? hand[n].token : id));
     const sure = z.map(() => 1);
     return {before: z, after, bundle: [at], edited: [], refused: [], token: after, conf: sure, token_a: after, conf_a: sure,
-      partial: 0, looks: 0, byHand: true};
+      partial: 0, nLooks: 0, looks: [], byHand: true};
   };
   return {stage: decoder.stage, n_rounds: decoder.n_rounds, tau_m2t: decoder.gated ? tau_m2t : 1, tau_keep, byHand,
     tau_t2t: null, max_post_steps: 16, gen_length: data.gen_length, eos_early_stop: true};
 }
 
-// One of the engine's steps, as sample.py records it; and whether it was made by hand.
+// One of the engine's steps, as sample.py records it; the head's looks, and whether it was made by hand.
 function stepRecord(s) {
   const {start, before, after, byHand = false} = s;
   const round = (p) => Number(p.toFixed(4));
@@ -88,14 +88,16 @@ function stepRecord(s) {
     conf_a: round(s.conf_a[t])}));
   const edit = s.edited.map((t) => ({at: start + t, old: before[t], token: after[t], conf: round(s.conf[t])}));
   const refused = s.refused.map((t) => ({at: start + t, token: s.token[t], conf: round(s.conf[t])}));
-  return {start, before, after, fill, edit, refused, conf: s.conf.map(round), partial: s.partial, byHand};
+  const looks = s.looks.map((asked) => asked.map(({t, token, final}) => ({at: start + t, token, final})));
+  return {start, before, after, fill, edit, refused, conf: s.conf.map(round), partial: s.partial, looks, byHand};
 }
 
 // A decode as one record of `sample.py --json`.
 function recordOf(asked, d) {
   const {prompt, tokens, nfe, steps} = generateOne(model, asked, d);
   const {eos_id, mask_id} = model.cfg;
-  const shown = [...prompt, ...steps.flatMap((s) => [...s.after, ...s.token_a, ...s.token])];
+  const looked = steps.flatMap((s) => s.looks.flat().map((x) => x.token));
+  const shown = [...prompt, ...looked, ...steps.flatMap((s) => [...s.after, ...s.token_a, ...s.token])];
   const pieces = Object.fromEntries(shown.map((id) => [id, model.tokenizer.pieces[id]]));
   Object.assign(pieces, {[eos_id]: "∎", [mask_id]: "▒"});
   return {text: decode(model, tokens), verdict: verdict(decode(model, [...prompt, ...tokens])), tokens, nfe,
@@ -179,7 +181,7 @@ function whatIsSeen(records) {
   };
   const [factorised, other] = records;
   const how = {
-    joint: "The joint head looks at the same masks again and decides them together",
+    head: "The head looks at the same masks again, and at the token before each, until nothing changes",
     B: "Stage B marks the same masks and reads them again",
     A: "One token at a time, each knows what stands there already",
   };
@@ -190,7 +192,7 @@ function whatIsSeen(records) {
 // ---------------------------------------------------------------------------------------------------------------------
 // the panel: what both stages would write at a mask, and what a token put in by hand changes about it
 
-const second = data.decoders.find((decoder) => decoder.stage !== "A"); // the joint head or Stage B, if there is one
+const second = data.decoders.find((decoder) => decoder.stage !== "A"); // the head or Stage B, if there is one
 
 // Probabilities of every token at the masks of block b as it stands: {a, b: position -> Float32Array, bundle}. The
 // bundle is the gate's, and `at` with it.
@@ -202,14 +204,15 @@ function answersFor(t, b, at) {
   const z = look(t, b, now).ids;
   const masked = [...z.keys()].filter((i) => z[i] === t.mask_id);
   const {h, last, logits} = stageA(model, z, ctx);
-  const picked = selectBundle(candidates(logits).conf, masked, gates().tau_m2t, model.cfg.order);
+  const {token: token_a, conf: conf_a} = candidates(logits);
+  const picked = selectBundle(conf_a, masked, gates().tau_m2t, model.cfg.order);
   const bundle = masked.filter((i) => picked.includes(i) || b.start + i === at);
 
   const answers = {a: new Map(), b: new Map(), bundle: bundle.map((i) => b.start + i)};
   for (const i of masked) answers.a.set(b.start + i, softmax(logits[i]));
-  if (second?.stage === "joint" && bundle.length > 1) {
-    const rows = head(model, jointHead(model, last, bundle));
-    bundle.forEach((i, j) => answers.b.set(b.start + i, softmax(rows[j])));
+  if (second?.stage === "head") {
+    const said = headLook(model, z, {last, logits, token_a, conf_a}, bundle, gates().tau_keep).answers;
+    for (const [i, row] of said) answers.b.set(b.start + i, softmax(row));
   }
   if (second?.stage === "B") {
     const rows = head(model, coordinate(model, h, bundle, ctx, second.n_rounds));
@@ -233,7 +236,7 @@ morePanel = (panel, t, b, at, v) => {
   list(lists, "Stage A", "this position by itself", answers.a.get(at), before?.a.get(at), write);
   if (!second) return;
   const together = `positions ${spans(answers.bundle)} together`;
-  const alone = "not asked: no other mask passes tau_m2t";
+  const alone = "it stands aside: a token stands behind a mask";
   list(lists, second.name, answers.b.has(at) ? together : alone, answers.b.get(at), before?.b.get(at), write);
 };
 
@@ -362,7 +365,7 @@ $("files").addEventListener("change", async () => {
 $("prompt").value = data.prompt;
 $("tau_m2t").value = data.tau_m2t;
 $("tau_keep").value = data.tau_keep;
-for (const keeper of document.querySelectorAll(".keep")) keeper.hidden = second?.stage !== "joint";
+for (const keeper of document.querySelectorAll(".keep")) keeper.hidden = second?.stage !== "head";
 for (const order of ["surest", "leftmost"])
   for (const rule of document.querySelectorAll(`.${order}`)) rule.hidden = model.cfg.order !== order;
 $("gates").open = matchMedia("(min-width: 47rem)").matches;

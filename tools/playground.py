@@ -2,16 +2,17 @@
 
 The page holds the weights, the tokenizer and an engine in JavaScript (tools/engine.js, which computes what model.py and
 sample.generate_one do). It shows up to three decoders side by side on the same beginning: all tokens at once
-(factorised), the same jointly (by a joint head, or by the paper's Stage B), and one token at a time, in the order in
+(factorised), the same jointly (by the head, or by the paper's Stage B), and one token at a time, in the order in
 which the model is best written (Config.order: the surest mask first, or the leftmost). A click on a mask
-shows what both stages would write there, and what changes when another mask is written by hand. For a checkpoint of
+shows what both stages would write there, and what changes when another mask is written by hand; on a token that the
+head wrote, its draft and what each look made of it. For a checkpoint of
 names the page also says whether a name exists, and it completes a hundred held-out beginnings with each decoder, to
 count how many names exist and the forwards that they took.
 
 It shows what `sample.py --json` wrote, too: choose the files at the bottom of the page, of any model.
 
 It takes a model of train.py, of names or of text, with at most 20 million parameters: alone, or with an adapter of the
-paper's kind (LoRA and markers) or a joint head.
+paper's kind (LoRA and markers) or a head (beyond/head.py).
 
     python -m tools.playground                                       # the shipped head
     python -m tools.playground --ckpt out/names --out mine.html      # one's own: two decoders, three with a Stage B
@@ -43,7 +44,7 @@ BEGINNINGS = 100  # held-out names to complete
 TAU_M2T = 0.0  # the gate that the page opens with: every mask at once
 SCRIPTS = ("engine.js", "viewer.js", "playground.js")
 
-JOINT_HEAD = "beyond.joint_head"
+HEAD = "beyond.head"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -65,9 +66,9 @@ def check_page_can_run(folder: Path, model: Model, tokenizer: Tokenizer | None, 
         fail(f"{folder} has no tokenizer (a toy's tokens are numbers): a page needs a checkpoint of names or of text")
     if tokenizer.nfc or tokenizer.ids != list(range(len(tokenizer.ids))):
         fail(f"{folder} has a tokenizer that train.py did not make: the page's tokenizer reads train.py's alone")
-    other_head = model.second_look is not None and about["head"]["module"] != JOINT_HEAD
+    other_head = model.second_look is not None and about["head"]["module"] != HEAD
     if other_head or model.lora_in_stage_b_alone:
-        fail(f"{folder} is an adapter of another kind: a page takes the paper's adapters and joint heads")
+        fail(f"{folder} is an adapter of another kind: a page takes the paper's adapters and beyond.head's")
 
 
 def collect_tensors(model: Model, about: dict) -> dict[str, Tensor]:
@@ -97,9 +98,9 @@ def decoders(model: Model) -> list[dict]:
         "name": "factorised", "shape": "triangle", "stage": "A", "n_rounds": 0, "gated": True,
         "about": "Every mask that passes the gate in one forward, each with its own best token.",
     }  # fmt: skip
-    joint_head = {
-        "name": "joint head", "shape": "circle", "stage": "joint", "n_rounds": 1, "gated": True,
-        "about": "The same masks, decided together by a small second look, which may refuse.",
+    head = {
+        "name": "head", "shape": "circle", "stage": "head", "n_rounds": 1, "gated": True,
+        "about": "The same masks, each after the token before it, in looks until nothing changes; it may refuse.",
     }  # fmt: skip
     stage_b = {
         "name": "Stage B", "shape": "circle", "stage": "B", "n_rounds": model.cfg.n_rounds, "gated": True,
@@ -110,7 +111,7 @@ def decoders(model: Model) -> list[dict]:
         "about": f"The {model.cfg.order} mask, then a new forward. Slow, and what the model can do.",
     }  # fmt: skip
     if model.second_look is not None:
-        return [factorised, joint_head, one_at_a_time]
+        return [factorised, head, one_at_a_time]
     if model.markers.any():
         return [factorised, stage_b, one_at_a_time]
     return [factorised, one_at_a_time]

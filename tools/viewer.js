@@ -100,6 +100,16 @@ function spans(positions) {
 // ---------------------------------------------------------------------------------------------------------------------
 // drawing
 
+// A head's draft at a position, and what each of its looks made of it; nothing where it did not look.
+function looksAt(t, s, at) {
+  const words = (s.looks ?? []).map((asked, n) => {
+    const here = asked.find((x) => x.at === at);
+    const name = n ? `look ${n}` : "draft";
+    return here && `${name} ${t.pieces[here.token]}${here.final ? " (final)" : ""}`;
+  });
+  return words.filter(Boolean).join(", ");
+}
+
 // A position in words, and everything that happened to it so far.
 function describe(t, at, p, b) {
   const best = p.conf === undefined ? "" : `; candidate ${p.conf.toFixed(2)}`;
@@ -107,6 +117,8 @@ function describe(t, at, p, b) {
   for (let k = b.first; k && k <= Math.min(now, b.last); k++) {
     const {fill: f, edit: e, refused: r} = position(t, at, look(t, b, k), b);
     const byHand = t.steps[k - 1].byHand;
+    const looks = looksAt(t, t.steps[k - 1], at);
+    if (looks) lines.push(`step ${k}: ${looks}`);
     const a = f && f.token !== f.token_a ? `, Stage A alone ${t.pieces[f.token_a]} ${f.conf_a.toFixed(2)}` : "";
     if (f && byHand) lines.push(`step ${k}: ${t.pieces[f.token]} was written by hand`);
     else if (f) lines.push(`step ${k}: wrote ${t.pieces[f.token]} ${f.conf.toFixed(2)}${a}`);

@@ -19,6 +19,7 @@ import torch
 from common import MASK, ROOT, command_line, random_ids, refused, tiny_model
 
 import sample
+from beyond.head import Head
 from checkpoint import load_model, load_tokenizer, save_adapter, save_model
 from evaluate import draw_names
 from lib import show
@@ -32,9 +33,9 @@ from sample import Decoding, generate, generate_one
 from tools import playground
 
 BASE = ROOT / "assets" / "names"
-JOINT = BASE / "joint"
+HEAD = BASE / "head"
 NAMES = Decoding(gen_length=32, tau_t2t=None, n_rounds=0, holes=True)
-JOINTLY = replace(NAMES, n_rounds=1, tau_keep=0.5)
+WITH_HEAD = replace(NAMES, n_rounds=1, tau_keep=0.5)
 GATES = {"surest": (-1.0, 0.1, 0.2), "leftmost": (-1.0, 0.2, 0.5)}
 HOSTILE = '</script><!--<b>&"'
 
@@ -47,13 +48,13 @@ in_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium: apt instal
 
 @pytest.fixture(scope="module")
 def shipped() -> Model:
-    return load_model(JOINT, "cpu", torch.float32)
+    return load_model(HEAD, "cpu", torch.float32)
 
 
 @pytest.fixture(scope="module")
 def names_page() -> str:
     """The page of the shipped head."""
-    return playground.page(str(JOINT))
+    return playground.page(str(HEAD))
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,7 @@ def of_order(request, tmp_path_factory) -> Path:
     shutil.copytree(BASE, folder)
     config = json.loads((folder / "config.json").read_text())
     write_json(folder / "config.json", config | {"order": request.param})
-    return folder / "joint"
+    return folder / "head"
 
 
 def odd_model(**overrides) -> Model:
@@ -155,7 +156,7 @@ def check_logits(folder: Path, page: str, model: Model, prompts: list[list[int]]
 
 @in_browser
 def test_both_stages_logits_are_pytorchs_on_fifty_blocks(names_page, shipped, prompts, tmp_path):
-    assert check_logits(tmp_path, names_page, shipped, prompts[:26], replace(JOINTLY, tau_m2t=0.1), "joint") >= 50
+    assert check_logits(tmp_path, names_page, shipped, prompts[:26], replace(WITH_HEAD, tau_m2t=0.1), "head") >= 50
 
 
 @in_browser
@@ -179,24 +180,60 @@ def test_selection_by_hand(bytes_page, tmp_path):
     assert answer(tmp_path, bytes_page, script) == [[1, 2], [], [1, 2, 3], []]
 
 
+HEAD_BY_HAND = """
+    headAdds = (model, last, tokens, asked) => asked.map((t) => {
+        const before = t ? tokens[t - 1] : 0;
+        const row = new Float32Array(6);
+        row[(before + 1) % 4] = Math.log(before % 2 === 0 ? 2 : 3);
+        return row;
+    });
+    const byHand = ([z, order, tau_keep]) => {
+        const logits = z.map((_, t) => Float32Array.from([0, 0, t === 0 ? 1e-3 : 0, 0, -Infinity, 0]));
+        const a = {last: [], logits, token_a: [2, 2, 2, 2], conf_a: [0.3, 0.3, 0.3, 0.3]};
+        const bundle = [0, 1, 2, 3].filter((t) => z[t] === 5);
+        return headLook({cfg: {mask_id: 5, order}}, z, a, bundle, tau_keep);
+    };
+"""
+
+
 @in_browser
-def test_what_is_kept_of_a_look_by_hand(bytes_page, tmp_path):
-    """The head wants 5 6 7 8, by .9, .7, .6 and .9. From the left Stage A starts with the first position, else with the
-    third, of which it is the surest."""
+def test_what_a_head_writes_by_hand(bytes_page, tmp_path):
+    """tests/beyond/test_head.py's cases: two to one after even tokens, three to one after odd ones, for the token that
+    is one higher; a mask is 5. 0 _ is followed by 1 (2/5), 1 by 2 (3/6), and behind the visible 1 comes 2 (3/6)."""
+    z = [5, 5, 1, 5]
     cases = [
-        ([5, 0, 0, 0], 0.5, "leftmost", [0, 1], [5, 6, 7, 8]),  # .9, .63, .378
-        ([5, 0, 0, 0], 0.95, "leftmost", [0], [5, 6, 7, 8]),  # the first is always written
-        ([1, 6, 7, 8], 0.5, "leftmost", [0], [1, 6, 7, 8]),  # Stage A starts with another token
-        ([1, 6, 7, 8], 0.0, "leftmost", [0, 1, 2, 3], [5, 6, 7, 8]),  # nothing is refused
-        ([0, 0, 7, 0], 0.65, "surest", [0, 1, 2, 3], [5, 6, 7, 8]),
-        ([0, 0, 7, 0], 0.8, "surest", [0, 2, 3], [5, 6, 7, 8]),
-        ([5, 6, 1, 8], 0.65, "surest", [2], [5, 6, 1, 8]),
+        ((z, "surest", 0.0), [0, 1, 3], [], [1, 2, 2, 2], 3),
+        ((z, "surest", 0.15), [0, 1], [3], [1, 2, 2, 2], 3),  # .4, .2, .1 together
+        ((z, "surest", 0.3), [0], [1, 3], [1, 2, 2, 2], 2),
+        ((z, "surest", 0.5), [0], [1, 3], [2, 3, 2, 2], 1),  # not sure of its first token: Stage A's
+        (([5, 0, 1, 0], "surest", 0.0), [0], [], [1, 2, 2, 2], 1),
+        (([5, 5, 5, 5], "leftmost", 0.0), [0, 1, 2, 3], [], [1, 2, 3, 0], 4),
+        ((z, "leftmost", 0.0), [0], [1, 3], [2, 2, 2, 2], 0),  # it stands aside: a token stands behind a mask
+        (([1, 0, 5, 5], "leftmost", 0.0), [2, 3], [], [2, 2, 1, 2], 2),
     ]
-    script = """return given.cases.map(([token_a, tau_keep, order]) => {
-        const s = {token: [5, 6, 7, 8], conf: [0.9, 0.7, 0.6, 0.9], token_a, conf_a: [0.2, 0.3, 0.4, 0.3]};
-        return [keepChain(s, [0, 1, 2, 3], tau_keep, order), s.token];
-    });"""
-    assert answer(tmp_path, bytes_page, script, cases=cases) == [list(case[3:]) for case in cases]
+    script = f"""{HEAD_BY_HAND} return given.cases.map((given) => {{
+        const s = byHand(given);
+        return [s.bundle, s.refused, s.token, s.nLooks, s.partial, s.conf];
+    }});"""
+    found = answer(tmp_path, bytes_page, script, cases=[given for given, *_ in cases])
+    for (given, written, refused_, token, looks), here in zip(cases, found, strict=True):
+        assert here[:5] == [written, refused_, token, looks, looks], given
+    assert [found[0][5][t] for t in (0, 1, 3)] == pytest.approx([0.4, 0.5, 0.5], abs=1e-3)
+    assert found[3][5][0] == found[6][5][0] == 0.3
+
+
+@in_browser
+def test_looks_by_hand(bytes_page, tmp_path):
+    """Drafts 2 0 . 0. The first look finds 1 at the first place and 3 behind the draft 2; the second 2 behind 1; that
+    differs from 3, and the third finds what is behind the visible 1, the same as ever."""
+    script = f"""{HEAD_BY_HAND}
+        return byHand([[5, 5, 1, 5], "surest", 0]).looks.map((asked) => asked.map((x) => [x.t, x.token, x.final]));"""
+    assert answer(tmp_path, bytes_page, script) == [
+        [[0, 2, False], [1, 0, False], [3, 0, False]],
+        [[0, 1, True], [1, 3, False], [3, 2, False]],
+        [[1, 2, True], [3, 2, False]],
+        [[3, 2, True]],
+    ]
 
 
 COUNTS = """
@@ -222,20 +259,24 @@ def test_tokens_and_counts_are_samples_for_each_order_decoder_and_gate(of_order,
     asked = prompts[:16] + [with_holes(prompt + prompts[0], model.cfg.mask_id) for prompt in prompts[:4]]
     jobs = [(replace(NAMES, tau_m2t=1.0), "A")]
     for tau in GATES[model.cfg.order]:
-        jobs += [(replace(NAMES, tau_m2t=tau), "A"), (replace(JOINTLY, tau_m2t=tau), "joint")]
+        jobs += [(replace(NAMES, tau_m2t=tau), "A"), (replace(WITH_HEAD, tau_m2t=tau), "head")]
     watch = """
-        let others = 0;
-        const plain = keepChain;
-        keepChain = (s, asked, tau_keep, order) => {
-            const [first] = firstOf(s.conf_a, asked, order);
-            others += s.token[first] !== s.token_a[first] ? 1 : 0;
-            return plain(s, asked, tau_keep, order);
+        const kinds = {slow: 0, refused: 0, aside: 0};
+        const plain = headLook;
+        headLook = (...asked) => {
+            const s = plain(...asked);
+            kinds.slow += s.nLooks > 2 ? 1 : 0;
+            kinds.refused += s.nLooks > 0 && s.refused.length > 0 ? 1 : 0;
+            kinds.aside += s.nLooks === 0 ? 1 : 0;
+            return s;
         };
     """
-    script = f"{watch} const found = (() => {{ {COUNTS} }})(); return {{found, others}};"
+    script = f"{watch} const found = (() => {{ {COUNTS} }})(); return {{found, kinds}};"
     page = playground.page(str(of_order), "GREEK")
     found = answer(tmp_path, page, script, settings=[engine_settings(*job) for job in jobs], prompts=asked)
-    assert found["others"] > 0  # heads that wanted another first token are among them
+    kinds = found["kinds"]  # wrong drafts, refusals and holes are among them
+    assert kinds["slow"] > 0 and kinds["refused"] > 0
+    assert (kinds["aside"] > 0) == (model.cfg.order == "leftmost")
     for (d, stage), here in zip(jobs, found["found"], strict=True):
         expected = [counted(o.prompt, o.tokens, o.nfe) for o in generate(model, asked, d)]
         wrong = [prompt for prompt, a, b in zip(asked, here, expected, strict=True) if a != b]
@@ -243,15 +284,17 @@ def test_tokens_and_counts_are_samples_for_each_order_decoder_and_gate(of_order,
 
 
 @in_browser
-@pytest.mark.parametrize("kind", ["Stage B", "LoRA", "bare"])
+@pytest.mark.parametrize("kind", ["Stage B", "LoRA", "bare", "head"])
 def test_other_checkpoints_decode_as_generate_does(kind, tmp_path):
     """Two rounds of Stage B, edits, holes, blocks before the current one, biases; LoRA over them, from the left; one
-    expert alone, tied."""
+    expert alone, tied; a random head, whose drafts are mostly wrong."""
     extras = dict(qkv_bias=True, proj_bias=True)
     if kind == "LoRA":
         extras["order"] = "leftmost"
     if kind == "bare":
         extras = dict(n_shared=0, n_active=1, tied=True, n_rounds=1, n_dense=0, routed_scaling=1.0)
+    if kind == "head":
+        extras["n_rounds"] = 1
     model = odd_model(**extras)
     save_model(model, tmp_path / "base")
     folder = tmp_path / "base"
@@ -262,18 +305,25 @@ def test_other_checkpoints_decode_as_generate_does(kind, tmp_path):
                 p.data.normal_(0.0, 0.1, generator=generator("tests", name))
         folder = tmp_path / "adapter"
         save_adapter(model, folder, tmp_path / "base", {"lora_r": 4, "lora_alpha": 8})
+    if kind == "head":
+        model.second_look = Head(model.cfg, width=24)
+        for name, p in model.second_look.named_parameters():
+            p.data = 0.3 * torch.randn(p.shape, generator=generator(name)) + (1.0 if p.dim() == 1 else 0.0)
+        folder = tmp_path / "head"
+        save_adapter(model, folder, tmp_path / "base", {"head": {"module": "beyond.head", "width": 24}})
     model = load_model(folder, "cpu", torch.float32)
     page = playground.page(str(folder))
+    stage = "head" if kind == "head" else "B"
 
     starts = [random_ids(1, n, n, 250)[0].tolist() for n in (3, 8, 13, 21)]
     starts += [with_holes(start, 257) for start in starts]
     d = Decoding(gen_length=20, tau_m2t=0.4, n_rounds=model.cfg.n_rounds, holes=True)
     settings = [
-        (replace(d, tau_t2t=0.3, max_post_steps=2), "B"),
+        (replace(d, tau_t2t=0.3, max_post_steps=2), stage),
         (replace(d, tau_t2t=0.0, max_post_steps=3, n_rounds=0), "A"),
-        (replace(d, tau_m2t=-1.0, tau_t2t=None), "B"),
+        (replace(d, tau_m2t=-1.0, tau_t2t=None, tau_keep=0.02), stage),
     ]
-    check_logits(tmp_path, page, model, starts, settings[0][0], "B")
+    check_logits(tmp_path, page, model, starts, settings[0][0], stage)
     found = answer(tmp_path, page, COUNTS, prompts=starts, settings=[engine_settings(*s) for s in settings])
     edits = []
     for (d, _), here in zip(settings, found, strict=True):
@@ -300,7 +350,7 @@ def test_of_equals_the_first_is_taken(tmp_path):
 def test_records_are_those_of_sample_json(names_page, tmp_path, monkeypatch, capsys):
     """But for what the page adds."""
     names = ["BOX DRAWINGS", "GREEK SMALL", "latin", "CANADIAN ▒▒▒ DZU"]
-    argv = ["--ckpt", JOINT, "--device", "cpu", "--gen_length", 32, "--json", "--tau_m2t", 0]
+    argv = ["--ckpt", HEAD, "--device", "cpu", "--gen_length", 32, "--json", "--tau_m2t", 0]
     argv += [a for name in names for a in ("--prompt", name)]
     lines = command_line(sample, monkeypatch, capsys, *argv)[1].splitlines()
     script = "return given.names.map((name) => recordOf(promptOf(name).prompt, decoding(data.decoders[1])));"
@@ -308,7 +358,7 @@ def test_records_are_those_of_sample_json(names_page, tmp_path, monkeypatch, cap
         record = json.loads(line)
         assert found["pieces"].items() >= record.pop("pieces").items()
         for here, there in zip(found["steps"], record.pop("steps"), strict=True):
-            assert here.keys() == there.keys() | {"byHand"}
+            assert here.keys() == there.keys() | {"byHand", "looks"}
             assert np.allclose(here.pop("conf"), there.pop("conf"), atol=2e-4)
             for key in ("fill", "edit", "refused"):
                 for a, b in zip(here.pop(key), there.pop(key), strict=True):
@@ -374,7 +424,7 @@ def test_it_opens_on_what_goes_wrong_and_what_does_not(names_page, shipped, toke
     prompt = tokenizer.encode(opening)
     seen = answer(tmp_path, names_page, 'go(99); return [text("seen"), text("runs"), text("differ")];')
     names = {}
-    for way, d in (("factorised", NAMES), ("joint head", JOINTLY), ("one at a time", replace(NAMES, tau_m2t=1.0))):
+    for way, d in (("factorised", NAMES), ("head", WITH_HEAD), ("one at a time", replace(NAMES, tau_m2t=1.0))):
         d = d if way == "one at a time" else replace(d, tau_m2t=-1.0)
         (out,) = generate(shipped, [prompt], d)
         names[way] = tokenizer.decode(prompt + out.tokens)
@@ -382,13 +432,13 @@ def test_it_opens_on_what_goes_wrong_and_what_does_not(names_page, shipped, toke
         assert f"{said}, {round(in_full(out.nfe, shipped.partial_cost), 2):g} forward" in seen[1]
     assert [exists(name) is not None for name in names.values()] == [False, True, True]
     assert f"“{names['factorised']}” names no character" in seen[0]
-    assert f"“{names['joint head']}” is {exists(names['joint head'])}" in seen[0]
+    assert f"“{names['head']}” is {exists(names['head'])}" in seen[0]
     assert "They first differ after step " in seen[2]
 
 
 @in_browser
 def test_a_mask_shows_both_stages_and_moves_when_another_is_written(names_page, shipped, tokenizer, tmp_path):
-    """By PyTorch: the five likeliest tokens of Stage A and of the joint head, before and after a token is put in."""
+    """By PyTorch: the five likeliest tokens of Stage A and of the head, before and after a token is put in."""
     prompt = tokenizer.encode("BOX DRAWINGS")
     heavy = tokenizer.encode("BOX DRAWINGS HEAVY")[2]
     script = """
@@ -412,12 +462,22 @@ def test_a_mask_shows_both_stages_and_moves_when_another_is_written(names_page, 
     found = answer(tmp_path, names_page, script)
 
     def probabilities(z: list[int]) -> list[torch.Tensor]:
-        """Of Stage A and of the joint head, at all masks of z that they look at: (8, V), (n, V)."""
+        """Of Stage A and of the head, at all masks of z, each in the last look that asked for it: (8, V), (n, V)."""
         rows = []
         hook = shipped.lm_head.register_forward_hook(lambda module, given, out: rows.append(out))
-        generate(shipped, [z], replace(JOINTLY, gen_length=8 - len(z), tau_m2t=-1.0))
+        looks = []
+        d = replace(WITH_HEAD, gen_length=8 - len(z), tau_m2t=-1.0)
+        generate(shipped, [z], d, on_step=lambda rows, step: looks.append(int(step.look.looks[0])))
         hook.remove()
-        return [rows[0][0].softmax(-1), rows[1].softmax(-1)]
+
+        # a look asks for what is not final, the last masks
+        stage_a = rows[0][0].clone()
+        stage_a[:, shipped.cfg.mask_id] = float("-inf")
+        both = stage_a[len(z) :].log_softmax(-1)
+        head = torch.zeros_like(both)
+        for added in rows[1 : 1 + looks[0]]:
+            head[-len(added) :] = (both[-len(added) :] + added).softmax(-1)
+        return [rows[0][0].softmax(-1), head]
 
     def five(p: torch.Tensor) -> list[list[str]]:
         top = p.topk(5)
@@ -477,9 +537,9 @@ def test_run_100_counts_what_exists_and_what_it_costs(names_page, shipped, token
     """
     progress, table = answer(tmp_path, names_page, script, few=few)
     assert progress == "4 of 4 names"
-    ways = {"factorised": (-1.0, 0), "joint head": (-1.0, 1), "one at a time": (1.0, 0)}
+    ways = {"factorised": (-1.0, 0), "head": (-1.0, 1), "one at a time": (1.0, 0)}
     for label, (tau, n_rounds) in ways.items():
-        outputs = generate(shipped, few, replace(JOINTLY, tau_m2t=tau, n_rounds=n_rounds))
+        outputs = generate(shipped, few, replace(WITH_HEAD, tau_m2t=tau, n_rounds=n_rounds))
         names = [tokenizer.decode(p + o.tokens) for p, o in zip(few, outputs, strict=True)]
         found = sum(exists(name) is not None for name in names)
         forwards = sum(in_full(o.nfe, shipped.partial_cost) for o in outputs) / 4
@@ -555,9 +615,11 @@ def planted(joint: bool) -> dict:
 
 
 def refusing() -> dict:
-    """`planted` by a joint head: it looks at two masks of four, writes one and refuses "York" at the other."""
+    """`planted` by a head: it looks at two masks of four, writes one and refuses "York" at the other."""
     steps = planted(True)["steps"][:2]
     steps[1] = one_step(4, [M, M, M, M], {4: (6, 4)}, 0.5) | {"refused": [dict(at=5, token=5, conf=0.25)]}
+    look = lambda a, b, final: [dict(at=4, token=a, final=final), dict(at=5, token=b, final=False)]  # noqa: E731
+    steps[1]["looks"] = [look(4, 7, False), look(6, 5, True)]
     return dict(planted(True), steps=steps)
 
 
@@ -618,21 +680,27 @@ def test_a_record_is_shown_step_by_step(bytes_page, tmp_path):
 
 
 @in_browser
-def test_what_a_joint_head_refused_is_marked(bytes_page, tmp_path):
-    script = f"{SHOW} go(2); return [cells().find((cell) => cell.at === 5), traces[0].counts];"
-    cell, counts = answer(tmp_path, bytes_page, script, runs=[refusing()])
+def test_what_a_head_refused_is_marked(bytes_page, tmp_path):
+    script = f"""
+        {SHOW}
+        go(2);
+        return [4, 5].map((at) => cells().find((cell) => cell.at === at)).concat([traces[0].counts]);
+    """
+    written, cell, counts = answer(tmp_path, bytes_page, script, runs=[refusing()])
     assert cell["is"] == "cell refused mask" and cell["parts"][0] == "?"
     assert "looked at, left masked" in cell["title"] and "unsure of ·York 0.25" in cell["title"]
+    assert f"step 2: draft {HOSTILE}, look 1 ·York; step 2: left" in cell["title"]
+    assert "step 2: draft ·San, look 1 ·New (final); step 2: wrote ·New" in written["title"]
     assert counts == [[0, 0, 0], [1, 1, 1], [2, 1.5, 1]]
 
 
 @in_browser
 def test_running_counts_end_in_the_decoders(bytes_page, shipped, prompts, tmp_path):
-    """Of Stage B with 0, 1 and 2 rounds, with edits, and of a joint head."""
+    """Of Stage B with 0, 1 and 2 rounds, with edits, and of a head."""
     starts = [random_ids(1, n, 100)[0].tolist() for n in (3, 13, 16)]
     d = Decoding(gen_length=29, tau_m2t=0.3, tau_t2t=0.0, max_post_steps=3, holes=True)
     jobs = [(odd_model(), starts, replace(d, n_rounds=n_rounds)) for n_rounds in (0, 1, 2)]
-    jobs += [(shipped, prompts[:5], replace(JOINTLY, tau_m2t=0.1))]
+    jobs += [(shipped, prompts[:5], replace(WITH_HEAD, tau_m2t=0.1))]
     records = []
     for model, asked, d in jobs:
         steps = show.Steps(len(asked))
