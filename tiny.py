@@ -1,200 +1,200 @@
 """Don't Commit Alone (Lin Yao, 2026): the paper in one file, on a toy to check by hand.
 
-A masked diffusion language model is a GPT that looks both ways and fills in masked words,
-several in a step, each by itself: "San York", as both are likeliest alone. The paper's idea:
-Stage A, the plain pass, picks the words to write now, the bundle; Stage B marks them and runs
-the last n layers again, to let them agree. Does it work? Run python tiny.py, or --seed 1.
-Lines that a plain model would not have end in "# CoCommit"; without them it still runs.
+A masked diffusion language model is a GPT that looks both ways and fills the holes in a text, its
+masks. To be fast it fills several in one step, each by itself, and there it fails. Say that "city"
+goes on with New York (.40), San Francisco (.35) or San Diego (.25). The likeliest first word is
+San (.35 + .25 = .60), the likeliest second word is York (.40), and the model writes "San York".
+
+The paper gives such positions a second look. Stage A, the plain pass, picks the masks to write
+now: the bundle. Stage B adds a learned vector there, the marker, runs the last layers once more,
+and writes the bundle. Do its words agree? python tiny.py trains six small models, in a minute,
+and answers with one table. Lines that a plain model does not need end in "# CoCommit".
 """
 
 import argparse
 
 import torch
 import torch.nn.functional as F
-from torch import Generator, Tensor, nn
+from torch import nn
 
-# --- the toy: a context, then one of its three phrases, with probability P
-TABLE = """
-  city   New York     San Francisco   San Diego
-  dish   hot dog      ice cream       ice tea
-  star   black hole   red giant       red dwarf
-"""
-P = torch.tensor([0.40, 0.35, 0.25])
-TOKENS = sorted(set(TABLE.split())) + ["[M]"]  # the mask is a token, too
-MASK = len(TOKENS) - 1
-IDS = torch.tensor([TOKENS.index(t) for t in TABLE.split()]).view(3, 7)
-ROWS = IDS[:, [[0, 1, 2], [0, 3, 4], [0, 5, 6]]]  # (3 contexts, 3 phrases, 3 tokens)
-TEXT = ROWS.repeat_interleave((160 * P).round().long(), dim=1).flatten(0, 1)  # (480, 3)
+# --- the toy: a context, then one of its three phrases
+PHRASES = ["city New York", "city San Francisco", "city San Diego",
+           "dish hot dog", "dish ice cream", "dish ice tea",
+           "star black hole", "star red giant", "star red dwarf"]
+TOKENS = ["[M]"] + sorted(set(" ".join(PHRASES).split()))
+MASK = 0  # the mask is a token, too
+ROWS = torch.tensor([[TOKENS.index(word) for word in phrase.split()] for phrase in PHRASES])
+TEXT = ROWS.repeat_interleave(torch.tensor([32, 28, 20] * 3), dim=0)  # .40, .35, .25 of 80
 
-# --- the model, a GPT that looks both ways: R rows, T positions, C channels, H heads, V tokens
-C, H, N_LAYER, N_LAST = 32, 2, 2, 1  # N_LAST, n: the layers that Stage B runs again
+# --- the model: a GPT, cut where the layers begin that run twice
+C = 32  # channels
+H = 2  # heads
+N_LAYER = 2  # L
+N_LAST = 1  # n: the layers that Stage B runs again
+N_ROUNDS = 1  # K: how often it does
+# R rows, T positions, V tokens. z, masked, bundle, fill (R, T); h (R, T, C); u, number (R, 1)
 
-def rotate(x: Tensor) -> Tensor:
-    """Rotary positions, for nanoGPT's wpe: x (R, H, T, D) turns further along T."""
-    a, b = F.rms_norm(x, x.shape[-1:]).chunk(2, dim=-1)
-    angle = torch.arange(x.shape[2])[:, None] * 10000 ** -torch.arange(0, 1, 2 * H / C)
-    cos, sin = angle.cos(), angle.sin()
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wte = nn.Embedding(len(TOKENS), C)
+        self.layers = nn.Sequential(*[Block() for _ in range(N_LAYER)])
+        self.lm_head = nn.Linear(C, len(TOKENS), bias=False)
+        # a marker for each round: "you are written together"
+        self.markers = nn.Parameter(torch.zeros(N_ROUNDS, C))  # CoCommit
+        self.dial = nn.Parameter(torch.zeros(C))  # carries a number  # CoCommit
+    # Stage A is head(last_n(prefix(z))): tokens -> logits (R, T, V), as in any GPT
+    def prefix(self, z):
+        return self.layers[:-N_LAST](self.wte(z))
+    def last_n(self, h):
+        return self.layers[-N_LAST:](h)
+    def head(self, h):
+        return self.lm_head(F.rms_norm(h, [C]))
+    # Stage B (Eq. 4): the last n layers start from the prefix's output h once more, but the bundle
+    # is marked. (Only the last row of the table has a number; in the others it is 0.)
+    def coordinate(self, h, bundle, number):  # CoCommit
+        for marker in self.markers:  # CoCommit
+            mark = marker + number[..., None] * self.dial  # CoCommit
+            h = self.last_n(h + bundle[..., None] * mark)  # CoCommit
+        return h  # CoCommit
 
 class Block(nn.Module):
+    """A GPT's block, with RMSNorm for LayerNorm and SwiGLU for GELU."""
     def __init__(self):
         super().__init__()
         self.qkv = nn.Linear(C, 3 * C, bias=False)
         self.proj = nn.Linear(C, C, bias=False)
         self.gate_up = nn.Linear(C, 4 * C, bias=False)
         self.down = nn.Linear(2 * C, C, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         qkv = self.qkv(F.rms_norm(x, [C])).unflatten(2, (3, H, C // H))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (R, H, T, C / H) each
-        y = F.scaled_dot_product_attention(rotate(q), rotate(k), v)  # every word sees every word
+        y = F.scaled_dot_product_attention(rotate(q), rotate(k), v)  # no causal mask
         x = x + self.proj(y.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(F.rms_norm(x, [C])).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)  # SwiGLU, for nanoGPT's GELU
+        return x + self.down(F.silu(gate) * up)
 
-class Model(nn.Module):
-    def __init__(self, rng: Generator):
-        super().__init__()
-        self.wte = nn.Embedding(len(TOKENS), C)
-        self.layers = nn.Sequential(*[Block() for _ in range(N_LAYER)])
-        self.lm_head = nn.Linear(C, len(TOKENS), bias=False)
-        for p in self.parameters():
-            nn.init.normal_(p, std=C**-0.5, generator=rng)
-        # "you are written together": a learned vector a round of Stage B; K = 1
-        self.markers = nn.Parameter(torch.zeros(1, C))  # CoCommit
-    # a plain forward is head(last_n(prefix(z))), cut for Stage B
-    def prefix(self, z: Tensor) -> Tensor:
-        return self.layers[:-N_LAST](self.wte(z))
-    def last_n(self, h: Tensor) -> Tensor:
-        return self.layers[-N_LAST:](h)
-    def head(self, h: Tensor) -> Tensor:
-        return self.lm_head(F.rms_norm(h, [C]))
-    # Stage B, Eq. 4: mark the bundle and run the last n layers again, K times
-    def coordinate(self, h: Tensor, bundle: Tensor, K: int) -> Tensor:  # CoCommit
-        for marker in self.markers[:K]:  # CoCommit
-            h = self.last_n(h + bundle[..., None] * marker)  # CoCommit
-        return h  # CoCommit
+def rotate(x):
+    """Rotary positions, for wpe: pairs of channels turn by angles that grow with the position."""
+    first, second = F.rms_norm(x, x.shape[-1:]).chunk(2, dim=-1)
+    speed = 10000 ** -torch.arange(0, 1, 1 / first.shape[-1])
+    angle = torch.arange(x.shape[2])[:, None] * speed
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
-NONE, M, W, G = 0, 1, 2, 3  # --- training: the context; a masked, a wrong, a good word
+# --- training: what the model is shown, and what it is asked to write
+def corrupt(x):
+    """Mask some words of each row, few or many, but not its context."""
+    masked = torch.rand(len(x), 1) > torch.rand(x.shape)
+    masked[:, 0] = False
+    return x.masked_fill(masked, MASK), masked
 
-def corrupt(x: Tensor, rng: Generator) -> tuple[Tensor, Tensor]:
-    """Clean text x (R, T) -> z (R, T), which the model sees, and every position's kind."""
-    word = torch.arange(x.shape[1]) > 0
-    ratio = torch.rand(len(x), 1, generator=rng)
-    masked = word & (torch.rand(x.shape, generator=rng) < ratio)
-    z = x.masked_fill(masked, MASK)
-    wrong = word & ~masked & (torch.rand(x.shape, generator=rng) < 0.1)  # CoCommit
-    other = (torch.rand(x.shape, generator=rng) * MASK).long()  # CoCommit
-    z = torch.where(wrong, other, z)  # CoCommit
-    kind = (word * G).repeat(len(x), 1)
-    kind[z != x] = W  # CoCommit
-    kind[masked] = M
-    return z, kind
+def draw_bundle(masked, s_max):  # 1 to s_max masks of a row, by lot  # CoCommit
+    lot = torch.rand(masked.shape) + ~masked  # CoCommit
+    size = torch.randint(s_max, (len(masked), 1))  # CoCommit
+    return masked & (lot <= lot.sort(dim=1).values.gather(1, size))  # CoCommit
 
-def three_term_loss(logits: Tensor, target: Tensor, kind: Tensor, fill: Tensor) -> Tensor:
-    """Eq. 1: fill what is masked, correct what is wrong, leave what is good."""
-    weight = 1.0 * fill
-    weight = weight + 0.3 * (kind == W) + 0.2 * (kind == G)  # CoCommit
-    return (weight * F.cross_entropy(logits.mT, target, reduction="none")).mean()
+@torch.no_grad()
+def chain(base, z, bundle, u=None):
+    """What the base writes into the bundle word by word, from the left; with u, what u draws."""
+    for t in range(1, z.shape[1]):
+        p = base.head(base.last_n(base.prefix(z)))[:, t].softmax(-1)  # (R, V)
+        word = p.argmax(-1, keepdim=True)  # (R, 1)
+        here = bundle & (torch.arange(z.shape[1]) == t)
+        if u is not None:
+            # p cuts [0, 1) into a piece for each word, and u falls into one of them. Where in
+            # this piece it falls is the number for the next word
+            end = p.cumsum(-1)
+            word = (end[:, :-1] <= u).sum(-1, keepdim=True)
+            inside = 1 - (end.gather(1, word) - u) / p.gather(1, word)
+            u = torch.where(here[:, t, None], inside, u)
+        z = torch.where(here, word, z)
+    return z
 
-# the bundle in training: 1 to s_max of the masked words, drawn blindly
-def draw_bundle(masked: Tensor, s_max: int, rng: Generator) -> Tensor:  # CoCommit
-    size = 1 + (torch.rand(len(masked), 1, generator=rng) * s_max).long()  # CoCommit
-    key = torch.rand(masked.shape, generator=rng).masked_fill(~masked, 2)  # CoCommit
-    rank = key.argsort(dim=1).argsort(dim=1)  # CoCommit
-    return masked & (rank < size)  # CoCommit
+def choose_target(kind, base, z, fill):
+    """What a stage is asked to write where `fill` is True, and the number that Stage B is given."""
+    # Positions that decide apart can at best give their own probabilities, given what they see. They
+    # see z and the bundle, and given these the clean words are still random: San .60, York .40. So
+    # with this target Stage B learns what Stage A has already.
+    if kind == "clean":
+        return TEXT, torch.zeros(len(z), 1)
+    # A chain is a function of z and the bundle, so every position can learn its part of one phrase.
+    # (Stage A could, too. But its San would be 1.00, no longer .60, and by that it picks the bundle.)
+    if kind == "chain":
+        return chain(base, z, fill), torch.zeros(len(z), 1)
+    # It is always the same phrase. A chain drawn by u is a function of z, the bundle and u: positions
+    # that know u can agree on a phrase, and all that is random is u.
+    u = torch.rand(len(z), 1)
+    return chain(base, z, fill, u), 8 * u - 4
 
-def train(rng: Generator, base: Model | None = None, chained: bool = False) -> Model:
-    """Without a base Stage A alone; from a base both stages, with one of two targets."""
-    model = Model(rng)
-    if base is not None:
-        model.load_state_dict(base.state_dict())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.99))
+def fill_loss(logits, target, fill):  # Eq. 1, but for the terms that teach the full code to edit
+    return (fill * F.cross_entropy(logits.mT, target, reduction="none")).mean()
+
+def train(base, target_a="clean", target_b=None):
+    """A copy of the base, trained on: Stage A, and if it has a target Stage B as well."""
+    model = Model()
+    model.load_state_dict(base.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400)
-    for _ in range(400):
-        z, kind = corrupt(TEXT, rng)
-        # Stage A fills every masked word
+    for step in range(400):
+        z, masked = corrupt(TEXT)
+        # Stage A fills every mask
         h = model.prefix(z)
         logits = model.head(model.last_n(h))
-        loss = three_term_loss(logits, TEXT, kind, fill=kind == M)
-        # Stage B fills the bundle; its target is the line to change. The paper's: the text's
-        # own words. But z and a blindly drawn bundle say no more of them than z alone, so B
-        # can at best repeat A. Another one: a chain, which is one whole phrase
-        if base is not None:  # CoCommit
-            bundle = draw_bundle(kind == M, 2, rng)  # CoCommit
-            target = chain(base, TEXT, z, bundle) if chained else TEXT  # CoCommit
-            logits = model.head(model.coordinate(h, bundle, 1))  # CoCommit
-            loss = loss + three_term_loss(logits, target, kind, fill=bundle)  # CoCommit
+        target, _ = choose_target(target_a, base, z, masked)
+        loss = fill_loss(logits, target, masked)
+        # Stage B fills the bundle
+        if target_b is not None:  # CoCommit
+            bundle = draw_bundle(masked, 2)  # CoCommit
+            target, number = choose_target(target_b, base, z, bundle)  # CoCommit
+            logits = model.head(model.coordinate(h, bundle, number))  # CoCommit
+            loss = loss + fill_loss(logits, target, bundle)  # CoCommit
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         schedule.step()
+        if step in (0, 399):
+            print(f"{loss.item():.2f} ", end="", flush=True)
     return model
 
-# --- decoding a prompt and n_new masks, one block. tau_t2t = 1: no edits
 @torch.no_grad()
-def decode(model, prompt, n_new, tau_m2t, tau_t2t, K, max_post_steps=0):
-    z = torch.tensor([prompt + [MASK] * n_new])
-    answer = torch.arange(z.shape[1]) >= len(prompt)
-    full = partial = post_steps = 0
-    for _ in range(1024):  # some rows are edited to and fro
-        # Stage A, a full forward, picks the bundle: masks above the gate, or else the surest
-        masked = z == MASK
+def decode(model, z, tau, stage_b, number):
+    """Fill all masks of z -> z, the cost in forwards, the last step's probabilities (R, T, V)."""
+    forwards = 0
+    while (masked := z == MASK).any():
         h = model.prefix(z)
         logits = model.head(model.last_n(h))
-        full += 1
-        p = logits.softmax(-1).amax(-1).masked_fill(~masked, -2)  # below any gate
-        bundle = p > tau_m2t
-        if masked.any() and not bundle.any():
-            bundle[0, p.argmax()] = True
-        # Stage B, K partial forwards of n layers
-        if bundle.any() and K > 0:  # CoCommit
-            logits = model.head(model.coordinate(h, bundle, K))  # CoCommit
-            partial += K  # CoCommit
-        p, token = logits.softmax(-1).max(-1)
-        after = torch.where(bundle, token, z)  # Eq. 2 fills the bundle, Eq. 3 edits
-        after = torch.where(answer & ~masked & (p > tau_t2t), token, after)  # CoCommit
-        post_steps += int(not (after == MASK).any())
-        if torch.equal(after, z) or post_steps > max_post_steps:
-            break
-        z = after
-    return after[0].tolist(), full, partial
+        forwards += 1
+        # Stage A's rule for the bundle: the surest mask, and all whose best word has more than tau
+        sure = logits.softmax(-1).amax(-1) * masked
+        bundle = masked & ((sure > tau) | (sure == sure.amax(1, keepdim=True)))
+        if stage_b:  # CoCommit
+            logits = model.head(model.coordinate(h, bundle, number))  # CoCommit
+            forwards += N_ROUNDS * N_LAST / N_LAYER  # CoCommit
+        p = logits.softmax(-1)
+        z = torch.where(bundle, p.argmax(-1), z)
+    return z, forwards, p
 
-# the chain: what the base would write into the bundle word by word, the surest word first
-def chain(base: Model, x: Tensor, z: Tensor, bundle: Tensor) -> Tensor:  # CoCommit
-    for _ in range(bundle.sum(1).max()):  # CoCommit
-        left = bundle & (z == MASK)  # CoCommit
-        p, token = base.head(base.last_n(base.prefix(z)))[..., :MASK].softmax(-1).max(-1)  # CoCommit
-        surest = p.masked_fill(~left, -1).argmax(1, keepdim=True)  # CoCommit
-        z = torch.where(left & (torch.arange(z.shape[1]) == surest), token, z)  # CoCommit
-    return torch.where(bundle, z, x)  # CoCommit
-
-@torch.no_grad()
-def report(name: str, model: Model, tau_m2t: float, K: int) -> Tensor:
-    """What is written; of words that are drawn, the share of phrases; KL in nats."""
-    z = ROWS[:, 0].masked_fill(torch.arange(3) > 0, MASK)
-    h = model.prefix(z)
-    logits = model.head(model.last_n(h))
-    if K > 0:  # CoCommit
-        logits = model.head(model.coordinate(h, z == MASK, K))  # CoCommit
-    word = logits[:, 1:].softmax(-1)
-    q = word[:, 0].gather(1, ROWS[..., 1]) * word[:, 1].gather(1, ROWS[..., 2])
-    kl = (P * (P / q).log()).sum(1).mean().clamp(max=3)
-    written = [decode(model, c, 2, tau_m2t, 1, K) for c in IDS[:, :1].tolist()]
-    right = sum(row in TEXT.tolist() for row, _, _ in written)
-    row, full, partial = written[0]
-    drawn = f"{q.sum(1).mean():7.1f}{kl:12.1f}" if tau_m2t < 1 else " " * 19
-    print(f"{name:23}{' '.join(TOKENS[i] for i in row[1:]):15}{right} of 3{drawn}{full:5} + {partial}")
-    return word
+def report(name, model, stage_b=False):
+    """A row of the table: both words in one step, in 3 contexts, with 1,000 numbers each."""
+    z = ROWS[::3].masked_fill(torch.arange(3) > 0, MASK).repeat(1000, 1)
+    z, forwards, p = decode(model, z, -1, stage_b, torch.linspace(-4, 4, 3000)[:, None])
+    # how probable each phrase of "city" is if both words are drawn
+    q = (p[::3, 1, ROWS[:3, 1]] * p[::3, 2, ROWS[:3, 2]]).mean(0).tolist()
+    # in how many contexts the likeliest words are a phrase
+    right = 3 * (z[:, None] == ROWS).all(-1).any(-1).float().mean()
+    print(f"{name:30}{q[0]:9.2f}{q[1]:14.2f}{q[2]:10.2f}{1 - sum(q):10.2f}{forwards:9.1f}{right:11.1f}")
 
 if __name__ == "__main__":
-    options = argparse.ArgumentParser("tiny.py", usage=argparse.SUPPRESS)
+    options = argparse.ArgumentParser(usage=argparse.SUPPRESS)
     options.add_argument("--seed", type=int, default=0, help="any number")
-    rng = Generator().manual_seed(options.parse_args().seed % 2**32)
-    print(f"True:   .40          .35            .25{TABLE}\n{'':23}writes         phrases  drawn  KL (3: >=)  forwards")
-    base = train(rng)
-    report("one word at a time", base, 1, 0)
-    report("Stage A", base, 0.3, 0)
-    report("Stage B, clean target", train(rng, base), 0.3, 1)  # CoCommit
-    report("Stage B, chain target", train(rng, base, chained=True), 0.3, 1)  # CoCommit
-    print("Clean words teach B what A knows. A chain is one phrase, greedily: San comes first.")
+    torch.manual_seed(options.parse_args().seed)
+    print("loss       P(phrase | city)               New York San Francisco San Diego no phrase forwards right of 3")
+    print("           the text                           0.40          0.35      0.25      0.00")
+    base = train(Model())
+    report("Stage A", base)
+    report("Stage A, trained as long again", train(base))
+    report("Stage B, clean target (paper)", train(base, "clean", "clean"), True)  # CoCommit
+    report("Stage B, chain target", train(base, "clean", "chain"), True)  # CoCommit
+    report("Stage A, taught the chain", train(base, "chain"))
+    report("Stage B, chain drawn by u", train(base, "clean", "drawn"), True)  # CoCommit
