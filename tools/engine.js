@@ -349,9 +349,17 @@ function headLook(model, z, a, bundle, tau_keep) {
   const sure = passing(conf, final, tau_keep, "leftmost");
   const written = sure.length ? sure : bundle.slice(0, 1);
   const own = (t) => mine.includes(t) && (sure.length > 0 || t !== bundle[0]);
-  return {token: tokens.map((id, t) => (own(t) ? id : a.token_a[t])), conf: conf.map((p, t) => (own(t) ? p : a.conf_a[t])),
-    bundle: written, refused: bundle.filter((t) => !written.includes(t)), partial: Math.max(0, looks.length - 1),
-    nLooks: Math.max(0, looks.length - 1), looks, answers};
+  const nLooks = Math.max(0, looks.length - 1); // each reads the whole block
+  return {
+    token: tokens.map((id, t) => (own(t) ? id : a.token_a[t])),
+    conf: conf.map((p, t) => (own(t) ? p : a.conf_a[t])),
+    bundle: written,
+    refused: bundle.filter((t) => !written.includes(t)),
+    partial: nLooks,
+    nLooks,
+    looks,
+    answers,
+  };
 }
 
 // One step on the block z: everything is read from z and written at once. given: which positions are the prompt's.

@@ -235,7 +235,8 @@ morePanel = (panel, t, b, at, v) => {
   const write = (token) => writeByHand(run, b, at, token, answers);
   list(lists, "Stage A", "this position by itself", answers.a.get(at), before?.a.get(at), write);
   if (!second) return;
-  const together = `positions ${spans(answers.bundle)} together`;
+  const marked = `positions ${spans(answers.bundle)} together`;
+  const together = second.stage === "head" ? "after the token before it" : marked;
   const alone = "it stands aside: a token stands behind a mask";
   list(lists, second.name, answers.b.has(at) ? together : alone, answers.b.get(at), before?.b.get(at), write);
 };
