@@ -246,10 +246,9 @@ function stageA(model, z, ctx) {
 // What the head adds to Stage A's log-probabilities at the positions `asked`: a block on Stage A's final states and the
 // token before each position. It is inside the block of text alone, and attention looks left.
 function headAdds(model, last, tokens, asked) {
-  const {tensors} = model;
   const none = new Float32Array(model.cfg.n_embd); // before the first of a block
   const before = [none, ...embed(model, tokens.slice(0, -1))];
-  const shown = linear(before, tensors["second_look.show.weight"], tensors["second_look.show.bias"]);
+  const shown = linear(before, model.tensors["second_look.show.weight"]);
   const x = add(last.map((row) => rmsNorm(row, null, 2 ** -23)), shown);
   const y = layer(model, "second_look.block", x, {...newContext(), causal: true}, 0);
   return head(model, asked.map((t) => y[t]));
