@@ -100,8 +100,9 @@ function recordOf(asked, d) {
   const shown = [...prompt, ...looked, ...steps.flatMap((s) => [...s.after, ...s.token_a, ...s.token])];
   const pieces = Object.fromEntries(shown.map((id) => [id, model.tokenizer.pieces[id]]));
   Object.assign(pieces, {[eos_id]: "∎", [mask_id]: "▒"});
+  const n_written = tokens.length + asked.filter((id) => id === mask_id).length;
   return {text: decode(model, tokens), verdict: verdict(decode(model, [...prompt, ...tokens])), tokens, nfe,
-    nfe_per_token: nfe.full / Math.max(1, tokens.length), partial_cost: model.partial_cost,
+    n_written, nfe_per_token: nfe.full / Math.max(1, n_written), partial_cost: model.partial_cost,
     steps: steps.map(stepRecord), prompt, mask_id, n_rounds: d.n_rounds, pieces};
 }
 
