@@ -150,7 +150,9 @@ def test_weight_decay_is_for_matrices(lora):
     """Not for norms, and not for markers, which are added to states."""
     model = tiny_model()
     if lora:
-        model.add_lora(4, 8.0, generator("lora"))
+        train.lora_everywhere(model, flags(lora_r=4))
+        about = train.about_lora(flags(lora_r=4))
+        assert model.layers[0].attn.qkv.lora_scale == about["lora_alpha"] / about["lora_r"] == 2
     groups = train.make_optimizer(model, flags(weight_decay=0.5, learning_rate=1.0)).param_groups
     names = {p: n for n, p in model.named_parameters()}
     decayed, undecayed = ({names[p] for p in g["params"]} for g in groups)
