@@ -409,13 +409,13 @@ class Linear(nn.Linear):
         self.lora_B = None
 
     def add_lora(self, r: int, alpha: float, generator: torch.Generator) -> None:
+        self.lora_scale = alpha / r
         # float32 in every dtype of the model: an update of 1e-5 is lost in a bf16 parameter
         A = torch.empty(r, self.in_features)
         nn.init.kaiming_uniform_(A, a=math.sqrt(5), generator=generator)
         device = self.weight.device
         self.lora_A = nn.Parameter(A.to(device))
         self.lora_B = nn.Parameter(torch.zeros(self.out_features, r, device=device))
-        self.lora_scale = alpha / r
 
     def forward(self, x: Tensor, where: Tensor | None = None) -> Tensor:
         """x (R, T, in) -> (R, T, out). where (T, 1) bool: the positions at which LoRA acts; None:
