@@ -123,9 +123,7 @@ class Several(Processes):
         return {k: t.detach().full_tensor().cpu() if isinstance(t, DTensor) else t for k, t in tensors.items()}
 
 
-class NoTerminal(io.TextIOBase):
-    """stderr, where tqdm draws no bar."""
-
+class NoTerminal(io.TextIOBase):  # stderr, where tqdm draws no bar
     def write(self, text: str) -> int:
         return sys.__stderr__.write(text)
 
@@ -135,8 +133,7 @@ def main() -> None:
     processes = Several()
     with ExitStack() as quiet:
         if processes.rank:
-            nowhere = quiet.enter_context(open(os.devnull, "w"))
-            quiet.enter_context(redirect_stdout(nowhere))
+            quiet.enter_context(redirect_stdout(quiet.enter_context(open(os.devnull, "w"))))
             quiet.enter_context(redirect_stderr(NoTerminal()))
         try:
             train.main(processes=processes)
@@ -144,6 +141,9 @@ def main() -> None:
             if not (isinstance(e, dist.DistError) or "gloo" in str(e)):
                 raise
             fail("another process is gone; what was saved last is whole: go on with --init_from resume")
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()  # or its threads may abort the process as it ends
 
 
 if __name__ == "__main__":
