@@ -186,6 +186,7 @@ def test_a_recorded_run_is_repeated(tmp_path, monkeypatch, capsys):
     assert [r["loss"] for r in log] == approx([1.80016, 1.735206, 1.716287, 1.534201, 1.390626, 1.968375], rel=1e-4)
     norms = [1.354996, 1.252859, 1.165804, 0.9850049, 1.233773, 1.797619]
     assert [r["grad_norm"] for r in log] == approx(norms, rel=1e-3)
+    assert [r["lr"] for r in log] == approx([0.003 * schedule(step, flags(max_iters=30)) for step in range(6)])
     assert [r.get("edit_B") for r in log[:3]] == [None, approx(3.088376, rel=1e-4), approx(2.807017, rel=1e-4)]
 
 
