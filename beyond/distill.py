@@ -1,10 +1,10 @@
-"""Stage A taught the chain: no second look, and the opponent that one has to beat.
+"""Stage A taught the head's chain: no second look, and the opponent that one has to beat.
 
-The targets are chain.py's, what the base writes into a bundle one token at a time. Here the model itself learns to
-write them at once, in every pass, with all of its weights. What it forgets by that (decoding one at a time it is no
-longer the base), the base's own loss, mixed in, is to keep. What is saved is a model of its own.
+The targets are head.py's, what the base writes at all masks from the left. Here the model itself learns to write them
+at once, in every pass, with all of its weights. What it forgets by that (decoding one at a time it is no longer the
+base), the base's own loss, mixed in, is to keep. What is saved is a model of its own.
 
-    python -m beyond.distill --data names --init_from out/base --own_loss 1 --out_dir out/distilled
+    python -m beyond.distill --init_from assets/names --out_dir out/distilled
     python sample.py --ckpt out/distilled --prompt "ARABIC LIGATURE" --tau_m2t 0.1
 """
 
@@ -13,8 +13,8 @@ from collections.abc import Callable
 from functools import partial
 
 import train
-from beyond import chain
-from beyond.chain import bundle_as_decoded, masks_as_decoded
+from beyond.chain import masks_as_decoded
+from beyond.head import add_flags, target_of
 from checkpoint import load_model
 from corrupt import M, cross_entropy, summed, three_term_loss
 from lib.config import DTYPES
@@ -25,19 +25,18 @@ from train import Batch, Losses, Recipe, batch_context, of_stage
 
 
 def distill_step(model: Model, batch: Batch, args: Namespace, teacher: Model, target: Callable) -> Losses:
-    """Stage A's loss to the chain on the bundle, and own_loss times Eq. 1's to the clean tokens."""
+    """Stage A's loss to the chain at all masks, and own_loss times Eq. 1's to the clean tokens."""
     z, kind = masks_as_decoded(model, batch, args)
     masked = kind == M
 
     # the chain is the teacher's: the base, as it was before anything was learned
-    bundle = bundle_as_decoded(teacher, batch, z, masked, args)
-    wanted = target(teacher, batch, z, bundle, args)
+    wanted = target(teacher, batch, z, masked, args)
 
     # one pass, two losses
     ctx = batch_context(model, batch, args)
     h = model.last_n(model.prefix(z, ctx), ctx)[:, : z.shape[1]]
     own, terms = three_term_loss(model, h, batch.clean, kind, fill=masked)
-    ce = cross_entropy(model, h[bundle], wanted[bundle])
+    ce = cross_entropy(model, h[masked], wanted[masked])
     return ce.sum() + args.own_loss * own, of_stage("A", terms) | {"chain": summed(ce)}
 
 
@@ -48,7 +47,7 @@ def everything(model: Model, args: Namespace) -> None:
 def choose(args: Namespace) -> Recipe:
     if args.corruption != "mask":
         fail("the chain writes masks, and the opponent is trained on them alone: --corruption mask")
-    target = chain.target_of(args)
+    target = target_of(args)
     teacher = load_model(
         args.init_from, pick_device(args.device), DTYPES[args.dtype], block_length=args.block_length
     ).requires_grad_(False)
@@ -58,10 +57,8 @@ def choose(args: Namespace) -> Recipe:
 
 def main() -> None:
     parser = build_parser(__doc__)
-    chain.add_flags(parser)
-    parser.set_defaults(
-        corruption="mask", confident_share=0.75, s_min=2, s_max=8, learning_rate=1e-3, batch_size=64
-    )  # fmt: skip
+    add_flags(parser)
+    parser.set_defaults(learning_rate=1e-3, out_dir="out/distilled")
     parser.add_argument("--own_loss", type=bounded(float, 0), default=1.0, help="weight of the base's own loss")
     train.main(parser, choose)
 

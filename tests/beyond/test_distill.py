@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from test_chain import a_batch
 
 import sample
-from beyond import chain, distill
-from beyond.chain import bundle_as_decoded, chain_target, masks_as_decoded
+from beyond import distill, head
+from beyond.chain import chain_target, masks_as_decoded
 from corrupt import M, cross_entropy, three_term_loss
 from lib.settings import build_parser
 from train import batch_context
@@ -18,8 +18,8 @@ from train import batch_context
 
 def flags():
     parser = build_parser("")
-    chain.add_flags(parser)
-    parser.set_defaults(corruption="mask", confident_share=0.75, s_min=2, s_max=8, own_loss=0.5)
+    head.add_flags(parser)
+    parser.set_defaults(beam=1, own_loss=0.5)
     return settings(parser)
 
 
@@ -29,20 +29,20 @@ def test_it_learns_the_teachers_chain_and_its_own_loss():
     loss, terms = distill.distill_step(model, a_batch(x), args, teacher, chain_target)
     batch = a_batch(x)
     z, kind = masks_as_decoded(model, batch, args)
-    bundle = bundle_as_decoded(teacher, batch, z, kind == M, args)
+    masked = kind == M
     ctx = batch_context(model, batch, args)
     h = model.last_n(model.prefix(z, ctx), ctx)[:, :24]
-    own, _ = three_term_loss(model, h, x, kind, fill=kind == M)
-    wanted = chain_target(teacher, batch, z, bundle, args)
-    assert not torch.equal(wanted, chain_target(model, batch, z, bundle, args))
-    ce = cross_entropy(model, h[bundle], wanted[bundle]).sum()
+    own, _ = three_term_loss(model, h, x, kind, fill=masked)
+    wanted = chain_target(teacher, batch, z, masked, args)
+    assert not torch.equal(wanted, chain_target(model, batch, z, masked, args))
+    ce = cross_entropy(model, h[masked], wanted[masked]).sum()
     torch.testing.assert_close(loss, ce + 0.5 * own)
-    assert terms["chain"][1] == bundle.sum() and terms["m2t_A"][1] == (kind == M).sum()
+    assert terms["chain"][1] == terms["m2t_A"][1] == masked.sum()
 
 
 def test_it_trains_resumes_and_is_a_checkpoint_of_its_own(tmp_path, monkeypatch, capsys):
     base = a_base(tmp_path, monkeypatch, capsys)
-    goes_on_bit_for_bit(distill, [*TOY, "--init_from", base, "--s_max", 4], tmp_path, monkeypatch, capsys)
+    goes_on_bit_for_bit(distill, [*TOY, "--init_from", base, "--beam", 2], tmp_path, monkeypatch, capsys)
     given = ["--ckpt", tmp_path / "whole", "--prompt_ids", "4,4,5", "--gen_length", 4, "--n_rounds", 0, "--json"]
     assert json.loads(caller(sample, monkeypatch, capsys)(*given))["tokens"]
 

@@ -247,7 +247,8 @@ def test_the_target_is_what_the_base_writes_from_the_left_in_blocks_of_one():
     model, x = tiny_model(std=0.12), random_ids(3, 24)
     masked = (torch.arange(24) % 8 >= 5).repeat(3, 1)
     z = x.masked_fill(masked, MASK)
-    found = from_the_left(model, a_batch(x), z, masked, flags(beam=1))
+    known = {}
+    found = from_the_left(model, a_batch(x), z, masked, flags(beam=1), known)
     for r, end in [(r, e) for r in range(3) for e in (8, 16, 24)]:
         ids = x[r, :end].clone()
         ids[-3:] = MASK
@@ -257,10 +258,15 @@ def test_the_target_is_what_the_base_writes_from_the_left_in_blocks_of_one():
             logits[MASK] = float("-inf")
             ids[i] = chain.leaders(logits.log_softmax(-1), 1)[0]
         assert torch.equal(found[r, end - 8 : end], ids[-8:])
-    wide = from_the_left(model, a_batch(x), z, masked, flags(beam=4))
-    blocks = from_the_left(model, a_batch(x), z, masked, flags(beam=1, read_in="blocks"))
+    wide = from_the_left(model, a_batch(x), z, masked, flags(beam=4), {})
+    blocks = from_the_left(model, a_batch(x), z, masked, flags(beam=1, read_in="blocks"), {})
     assert not torch.equal(wide, found) and not torch.equal(blocks, found)
     assert torch.equal(wide[~masked], x[~masked])
+
+    # what has been written for the same visible tokens is remembered, with other blocks beside it
+    order = [2, 0, 2]
+    again = from_the_left(model, a_batch(x[order]), z[order], masked, flags(beam=1), known)
+    assert torch.equal(again, found[order]) and len(known) == 9
 
 
 def test_the_loss_is_the_cross_entropy_of_every_mask_after_the_tokens_before_it():
