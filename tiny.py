@@ -7,8 +7,8 @@ San (.35 + .25 = .60), the likeliest second word is York (.40), and the model wr
 
 The paper gives such positions a second look. Stage A, the plain pass, picks the masks to write
 now: the bundle. Stage B adds a learned vector there, the marker, runs the last layers once more,
-and writes the bundle. Do its words agree? python tiny.py trains six small models, in a minute,
-and answers with one table. Lines that a plain model does not need end in "# CoCommit".
+and writes the bundle. Do its words agree? python tiny.py trains six models, in a minute, and
+answers with a table. Lines that a plain model does not need end in "# CoCommit".
 """
 
 import argparse
@@ -24,15 +24,15 @@ PHRASES = ["city New York", "city San Francisco", "city San Diego",
 TOKENS = ["[M]"] + sorted(set(" ".join(PHRASES).split()))
 MASK = 0  # the mask is a token, too
 ROWS = torch.tensor([[TOKENS.index(word) for word in phrase.split()] for phrase in PHRASES])
-TEXT = ROWS.repeat_interleave(torch.tensor([32, 28, 20] * 3), dim=0)  # .40, .35, .25 of 80
+TEXT = ROWS.repeat_interleave(torch.tensor([64, 56, 40] * 3), dim=0)  # .40, .35, .25 of 160
 
-# --- the model: a GPT, cut where the layers begin that run twice
+# --- the model: a GPT in two parts, because its last layers run twice
 C = 32  # channels
 H = 2  # heads
 N_LAYER = 2  # L
 N_LAST = 1  # n: the layers that Stage B runs again
 N_ROUNDS = 1  # K: how often it does
-# R rows, T positions, V tokens. z, masked, bundle, fill (R, T); h (R, T, C); u, number (R, 1)
+# R rows, T positions, V tokens. z is (R, T), as are masked, bundle and fill; h is (R, T, C)
 
 class Model(nn.Module):
     def __init__(self):
@@ -42,7 +42,7 @@ class Model(nn.Module):
         self.lm_head = nn.Linear(C, len(TOKENS), bias=False)
         # a marker for each round: "you are written together"
         self.markers = nn.Parameter(torch.zeros(N_ROUNDS, C))  # CoCommit
-        self.dial = nn.Parameter(torch.zeros(C))  # carries a number  # CoCommit
+        self.dial = nn.Parameter(torch.zeros(C))  # scaled by a number  # CoCommit
     # Stage A is head(last_n(prefix(z))): tokens -> logits (R, T, V), as in any GPT
     def prefix(self, z):
         return self.layers[:-N_LAST](self.wte(z))
@@ -51,7 +51,7 @@ class Model(nn.Module):
     def head(self, h):
         return self.lm_head(F.rms_norm(h, [C]))
     # Stage B (Eq. 4): the last n layers start from the prefix's output h once more, but the bundle
-    # is marked. (Only the last row of the table has a number; in the others it is 0.)
+    # is marked. The number (R, 1) is 0, but for the last model of the table
     def coordinate(self, h, bundle, number):  # CoCommit
         for marker in self.markers:  # CoCommit
             mark = marker + number[..., None] * self.dial  # CoCommit
@@ -75,7 +75,7 @@ class Block(nn.Module):
         return x + self.down(F.silu(gate) * up)
 
 def rotate(x):
-    """Rotary positions, for wpe: pairs of channels turn by angles that grow with the position."""
+    """Rotary positions, for wpe: x is normalised, and turned by angles that grow with the position."""
     first, second = F.rms_norm(x, x.shape[-1:]).chunk(2, dim=-1)
     speed = 10000 ** -torch.arange(0, 1, 1 / first.shape[-1])
     angle = torch.arange(x.shape[2])[:, None] * speed
@@ -103,7 +103,7 @@ def chain(base, z, bundle, u=None):
         here = bundle & (torch.arange(z.shape[1]) == t)
         if u is not None:
             # p cuts [0, 1) into a piece for each word, and u falls into one of them. Where in
-            # this piece it falls is the number for the next word
+            # this piece it falls is u for the next word
             end = p.cumsum(-1)
             word = (end[:, :-1] <= u).sum(-1, keepdim=True)
             inside = 1 - (end.gather(1, word) - u) / p.gather(1, word)
@@ -112,22 +112,22 @@ def chain(base, z, bundle, u=None):
     return z
 
 def choose_target(kind, base, z, fill):
-    """What a stage is asked to write where `fill` is True, and the number that Stage B is given."""
+    """What a stage is to write where `fill` is True (yours goes here); the number for Stage B."""
     # Positions that decide apart can at best give their own probabilities, given what they see. They
     # see z and the bundle, and given these the clean words are still random: San .60, York .40. So
     # with this target Stage B learns what Stage A has already.
     if kind == "clean":
         return TEXT, torch.zeros(len(z), 1)
     # A chain is a function of z and the bundle, so every position can learn its part of one phrase.
-    # (Stage A could, too. But its San would be 1.00, no longer .60, and by that it picks the bundle.)
+    # (Stage A could, too. But its San would be 1.00, not .60, and by such numbers it picks the bundle.)
     if kind == "chain":
         return chain(base, z, fill), torch.zeros(len(z), 1)
     # It is always the same phrase. A chain drawn by u is a function of z, the bundle and u: positions
-    # that know u can agree on a phrase, and all that is random is u.
+    # that are told u can agree on a phrase, and all that is random is u.
     u = torch.rand(len(z), 1)
-    return chain(base, z, fill, u), 8 * u - 4
+    return chain(base, z, fill, u), 8 * u - 4  # from -4 to 4
 
-def fill_loss(logits, target, fill):  # Eq. 1, but for the terms that teach the full code to edit
+def fill_loss(logits, target, fill):  # Eq. 1; the full code has its terms for edits, too
     return (fill * F.cross_entropy(logits.mT, target, reduction="none")).mean()
 
 def train(base, target_a="clean", target_b=None):
@@ -165,7 +165,7 @@ def decode(model, z, tau, stage_b, number):
         h = model.prefix(z)
         logits = model.head(model.last_n(h))
         forwards += 1
-        # Stage A's rule for the bundle: the surest mask, and all whose best word has more than tau
+        # Stage A's rule for the bundle: the surest mask, and all whose best word is above tau
         sure = logits.softmax(-1).amax(-1) * masked
         bundle = masked & ((sure > tau) | (sure == sure.amax(1, keepdim=True)))
         if stage_b:  # CoCommit
@@ -176,10 +176,10 @@ def decode(model, z, tau, stage_b, number):
     return z, forwards, p
 
 def report(name, model, stage_b=False):
-    """A row of the table: both words in one step, in 3 contexts, with 1,000 numbers each."""
+    """A row of the table: both words in one step, in 3 contexts, by 1,000 numbers."""
     z = ROWS[::3].masked_fill(torch.arange(3) > 0, MASK).repeat(1000, 1)
     z, forwards, p = decode(model, z, -1, stage_b, torch.linspace(-4, 4, 3000)[:, None])
-    # how probable each phrase of "city" is if both words are drawn
+    # "city" is every third row: how probable its phrases are if both words are drawn
     q = (p[::3, 1, ROWS[:3, 1]] * p[::3, 2, ROWS[:3, 2]]).mean(0).tolist()
     # in how many contexts the likeliest words are a phrase
     right = 3 * (z[:, None] == ROWS).all(-1).any(-1).float().mean()
@@ -187,7 +187,7 @@ def report(name, model, stage_b=False):
 
 if __name__ == "__main__":
     options = argparse.ArgumentParser(usage=argparse.SUPPRESS)
-    options.add_argument("--seed", type=int, default=0, help="any number")
+    options.add_argument("--seed", type=int, default=0)
     torch.manual_seed(options.parse_args().seed)
     print("loss       P(phrase | city)               New York San Francisco San Diego no phrase forwards right of 3")
     print("           the text                           0.40          0.35      0.25      0.00")
