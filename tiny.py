@@ -24,7 +24,7 @@ PHRASES = ["city New York", "city San Francisco", "city San Diego",
 TOKENS = ["[M]"] + sorted(set(" ".join(PHRASES).split()))
 MASK = 0  # the mask is a token, too
 ROWS = torch.tensor([[TOKENS.index(word) for word in phrase.split()] for phrase in PHRASES])
-TEXT = ROWS.repeat_interleave(torch.tensor([64, 56, 40] * 3), dim=0)  # .40, .35, .25 of 160
+TEXT = ROWS.repeat_interleave(torch.tensor([48, 42, 30] * 3), dim=0)  # .40, .35, .25 of 120
 
 # --- the model: a GPT in two parts, because its last layers run twice
 C = 32  # channels

@@ -74,6 +74,17 @@ Step = Callable[[Model, Batch, Namespace], Losses]
 
 
 # --- the training step
+def corrupt_batch(model: Model, batch: Batch, args: Namespace) -> tuple[Tensor, Tensor]:
+    """What the model is shown: z (R, T) int64 and kind (R, T) uint8, see corrupt.py."""
+    cfg = model.cfg
+    how = Corruption(args.corruption, cfg.block_length, cfg.mask_id, batch.n_plain)
+
+    def draft(z: Tensor, where: Tensor) -> Tensor:
+        return stage_a_draft(model, z, where, batch.real)
+
+    return corrupt(batch.clean, batch.free, how, batch.draws, draft)
+
+
 def random_masks(model: Model, batch: Batch, z: Tensor, masked: Tensor, args: Namespace) -> Tensor:
     """The paper's bundle: some masks of each block, chosen without a look at the text. (R, T) bool."""
     return draw_bundle(masked, model.cfg.block_length, args.s_min, args.s_max, batch.draws)
@@ -87,11 +98,12 @@ def clean_tokens(model: Model, batch: Batch, z: Tensor, bundle: Tensor, args: Na
 
 
 def cocommit_step(
-    model: Model, batch: Batch, args: Namespace, bundle: Callable = random_masks, target: Callable = clean_tokens
-) -> Losses:
+    model: Model, batch: Batch, args: Namespace, shown: Callable = corrupt_batch,
+    bundle: Callable = random_masks, target: Callable = clean_tokens,
+) -> Losses:  # fmt: skip
     """One step of the paper: both stages of these rows, Eq. 1 in each."""
     # what the model is shown: masked, wrong and right positions
-    z, kind = corrupt_batch(model, batch, args)
+    z, kind = shown(model, batch, args)
     masked = kind == M
 
     # the bundle, and what Stage B is asked to write there
@@ -122,17 +134,6 @@ def stage_a_step(model: Model, batch: Batch, args: Namespace) -> Losses:
 
 
 # --- what a step is made of
-def corrupt_batch(model: Model, batch: Batch, args: Namespace) -> tuple[Tensor, Tensor]:
-    """z (R, T) int64 and kind (R, T) uint8, see corrupt.py."""
-    cfg = model.cfg
-    how = Corruption(args.corruption, cfg.block_length, cfg.mask_id, batch.n_plain)
-
-    def draft(z: Tensor, where: Tensor) -> Tensor:
-        return stage_a_draft(model, z, where, batch.real)
-
-    return corrupt(batch.clean, batch.free, how, batch.draws, draft)
-
-
 @torch.no_grad()
 def stage_a_draft(model: Model, z: Tensor, where: Tensor, real: Tensor) -> Tensor:
     """The model's own guesses: Stage A's argmax at the True positions of where (R, T), in their

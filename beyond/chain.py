@@ -5,8 +5,9 @@ z: cross-entropy to one tuple has that tuple as its minimiser, so Stage B can le
 It is written in the base's own order (Config.order), without gradient, all blocks of a batch at once; its total
 correlation is zero by construction.
 
-The training step is the paper's, train.cocommit_step, with two functions handed in:
+The training step is the paper's, train.cocommit_step, with functions handed in:
 
+    masks_as_decoded      what is shown, of a model that writes from the left: masks at the end of a block
     bundle_as_decoded     the bundle: in a share of the blocks the first masks of the model's order
     chain_target          what Stage B is asked to write there
 
@@ -321,6 +322,12 @@ def about_lora_in_stage_b(args: Namespace) -> dict:
 
 def choose(args: Namespace) -> Recipe:
     step = partial(cocommit_step, bundle=bundle_as_decoded, target=target_of(args))
+
+    # a model that writes from the left meets masks at the end of a block, and nothing else
+    if checkpoint.read_config(Path(args.init_from)).order == "leftmost":
+        if args.corruption != "mask":
+            fail("a base that writes from the left has not learned to judge visible tokens: --corruption mask")
+        step = partial(step, shown=masks_as_decoded)
     if args.lora == "all":
         return Recipe(step)
     return Recipe(step, lora_in_stage_b, about_lora_in_stage_b)

@@ -26,6 +26,7 @@ be wrong beside the others. They stand where Stage B would:
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -35,7 +36,7 @@ from torch import Tensor
 
 from cache import Cached
 from model import Context, rotary
-from sample import Look, StageA, select_bundle
+from sample import Look, StageA, select_bundle, stage_b_look
 
 # R rows, B positions of a block, V vocabulary, S context tokens of the longest row
 
@@ -149,6 +150,18 @@ T2M_DIALS = (0.9, 0.7, 0.5, 0.4, 0.3, 0.2, 0.1)  # of the threshold that writes;
 
 
 # --- a look that takes back
+def refusing(engine: Cached, a: StageA, bundle: Tensor) -> Look:
+    """Stage B that refuses as a head does: it writes the longest prefix of the bundle whose product of its
+    probabilities is above tau_keep; where that is nothing, Stage A's first token.
+    """
+    b = stage_b_look(engine, a, bundle)
+    together = b.conf.masked_fill(~bundle, 1.0).cumprod(-1)
+    written = bundle & (together > a.d.tau_keep)
+    alone = bundle & (bundle.cumsum(-1) == 1) & ~written.any(-1, keepdim=True)
+    token = torch.where(alone, a.token, b.token)
+    return replace(b, token=token, written=written | alone)
+
+
 def t2m(doubt: float = 0.1, most: int = 3) -> Callable[[Cached, StageA, Tensor], Look]:
     """T2M (Yao, arXiv 2604.18738, by the author of CoCommit and on this backbone): the same pass that
     picks the bundle says how probable the written tokens are, and `doubted` are masks again.

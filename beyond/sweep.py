@@ -8,7 +8,8 @@ text (spans.py says which). There the first system is the base, whose seeds judg
     a head                all masks are looked at, and tau_keep is the dial; or it is off, for the rule that goes
                           with the model's order, with a careful dial; and where the surest are written first,
                           it looks at those above tau_m2t alone
-    Stage B               at every tau_m2t; and the same with Stage B off, a system of its own: "NAME, off"
+    Stage B               at every tau_m2t, or at all masks with the dial tau_keep; and with Stage B off, a system of
+                          its own: "NAME, off"
     a left-to-right model (block_length 1)     one token after the other
 
 The rules are greedy. With a temperature tau_m2t, in the model's own order, takes their place.
@@ -75,6 +76,9 @@ def settings(model: Model, start: Decoding) -> Iterator[Setting]:
             for tau in taus:
                 n_rounds = 0 if off else model.cfg.n_rounds
                 yield Setting(f"tau_m2t {tau:g}", replace(start, tau_m2t=tau, n_rounds=n_rounds), off)
+        for keep in KEEP[1:]:
+            refusing = replace(start, tau_m2t=-1.0, tau_keep=keep, look=opponents.refusing)
+            yield Setting(f"tau_keep {keep:g}", refusing)
     elif start.temperature > 0:
         for tau in taus:
             yield Setting(f"tau_m2t {tau:g}", replace(start, tau_m2t=tau))
