@@ -39,6 +39,8 @@ from train import Batch, Recipe, about_lora, clean_tokens, cocommit_step, corrup
 # P positions that are asked, G key/value heads, D head dim, V vocabulary, k candidates, U = beam
 
 TIE = 0.1  # nats
+REMEMBERED = 2**18  # blocks
+FROM_THE_LEFT = dict(corruption="mask", beam=4, read_in="ones", max_iters=1500, batch_size=64)  # as the head is taught
 AT_ONCE = 1024  # positions whose logits are made at once
 
 # of blocks (N, B) at the positions (N, B) bool, for k tokens: how sure the best token is (N, B), and the k candidates'
@@ -78,6 +80,37 @@ def chain_target(model: Model, batch: Batch, z: Tensor, bundle: Tensor, args: Na
     else:
         written, _ = beam_chain(look, blocks, in_bundle, args.beam, model.cfg.order)
     return torch.where(bundle, written.reshape(z.shape), batch.clean)
+
+
+def from_the_left(
+    model: Model, batch: Batch, z: Tensor, masked: Tensor, args: Namespace, known: dict[bytes, Tensor]
+) -> Tensor:
+    """What the base writes at the masks (R, T) bool, one after the other from the left: the best of a beam. (R, T)
+    int64.
+
+    It is a function of what is visible in a block and before it. `known` remembers it from step to step, (B,) by what
+    is visible and asked for: of names every second block comes again.
+    """
+    B = model.cfg.block_length
+    if len(known) > REMEMBERED:
+        known.clear()
+
+    # which blocks are new
+    keys = []
+    for clean, shown, where in zip(batch.clean, z, masked, strict=True):
+        for at in range(0, z.shape[1], B):
+            block = slice(at, at + B)
+            key = torch.cat([clean[:at], shown[block], where[block]])
+            keys.append(key.cpu().numpy().tobytes())
+    first = {key: i for i, key in reversed(list(enumerate(keys))) if key not in known}
+    new = torch.zeros(len(keys), 1, dtype=torch.bool, device=z.device)
+    new[list(first.values())] = True
+
+    # they are written, the others are remembered
+    look = stage_a_look(model, batch, 1 if args.read_in == "ones" else B)
+    written, _ = beam_chain(look, z.view(-1, B), masked.view(-1, B) & new, args.beam, "leftmost")
+    known.update((key, written[i]) for key, i in first.items())
+    return torch.stack([known[key] for key in keys]).view(z.shape)
 
 
 def masks_as_decoded(model: Model, batch: Batch, args: Namespace) -> tuple[Tensor, Tensor]:
@@ -291,11 +324,13 @@ def add_flags(parser: Parser) -> None:
     # fmt: off
     add("--target", choices=["chain", "clean"], default="chain", help="what is written into the bundle")
     add("--beam", type=bounded(int, 1), default=1, help="hypotheses (1: greedy; 8: near the joint mode)")
+    add("--read_in", choices=["ones", "blocks"], default="blocks",
+        help="how the base reads while it writes the chain: in blocks of one, from the left, or in its own")
     add("--s_min", type=bounded(int, 1), default=1, help="smallest bundle")
     # fmt: on
 
 
-def target_of(args: Namespace, of_the_base: Callable = chain_target) -> Callable:
+def target_of(args: Namespace, of_the_base: Callable) -> Callable:
     """The target that --target names, after a look at whether it can be meant."""
     if args.init_from == "scratch":
         fail("chain targets are the base's own: give a trained base by --init_from DIR")
@@ -321,7 +356,10 @@ def about_lora_in_stage_b(args: Namespace) -> dict:
 
 
 def choose(args: Namespace) -> Recipe:
-    step = partial(cocommit_step, bundle=bundle_as_decoded, target=target_of(args))
+    of_the_base = chain_target
+    if args.read_in == "ones":
+        of_the_base = partial(from_the_left, known={})
+    step = partial(cocommit_step, bundle=bundle_as_decoded, target=target_of(args, of_the_base))
 
     # a model that writes from the left meets masks at the end of a block, and nothing else
     if checkpoint.read_config(Path(args.init_from)).order == "leftmost":

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from functools import partial
 
 import train
-from beyond.chain import masks_as_decoded
-from beyond.head import add_flags, target_of
+from beyond import chain
+from beyond.chain import from_the_left, masks_as_decoded
 from checkpoint import load_model
 from corrupt import M, cross_entropy, summed, three_term_loss
 from lib.config import DTYPES
@@ -47,7 +47,7 @@ def everything(model: Model, args: Namespace) -> None:
 def choose(args: Namespace) -> Recipe:
     if args.corruption != "mask":
         fail("the chain writes masks, and the opponent is trained on them alone: --corruption mask")
-    target = target_of(args)
+    target = chain.target_of(args, partial(from_the_left, known={}))
     teacher = load_model(
         args.init_from, pick_device(args.device), DTYPES[args.dtype], block_length=args.block_length
     ).requires_grad_(False)
@@ -57,8 +57,8 @@ def choose(args: Namespace) -> Recipe:
 
 def main() -> None:
     parser = build_parser(__doc__)
-    add_flags(parser)
-    parser.set_defaults(learning_rate=1e-3, out_dir="out/distilled")
+    chain.add_flags(parser)
+    parser.set_defaults(**chain.FROM_THE_LEFT, learning_rate=1e-3, out_dir="out/distilled")
     parser.add_argument("--own_loss", type=bounded(float, 0), default=1.0, help="weight of the base's own loss")
     train.main(parser, choose)
 

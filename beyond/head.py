@@ -35,19 +35,17 @@ from torch import Tensor, nn
 
 import train
 from beyond import chain
-from beyond.chain import beam_chain, masks_as_decoded, stage_a_look
+from beyond.chain import from_the_left, masks_as_decoded
 from cache import Cached, Uncached
 from corrupt import M, summed
 from lib.config import Config
 from lib.settings import build_parser
-from lib.util import Parser, bounded, fail, generator
+from lib.util import bounded, fail, generator
 from model import Block, Context, Linear, Model, block_causal_mask, rotary
 from sample import Look, StageA, candidates
 from train import Batch, Losses, Recipe, batch_context
 
 # R rows, T positions of a row, B block_length, C channels, V vocabulary, P positions that are asked
-
-REMEMBERED = 2**18  # blocks
 
 
 # --- the head
@@ -155,37 +153,6 @@ def build(cfg: Config, about: dict) -> Head:
 
 
 # --- the training step
-def from_the_left(
-    model: Model, batch: Batch, z: Tensor, masked: Tensor, args: Namespace, known: dict[bytes, Tensor]
-) -> Tensor:
-    """What the base writes at the masks (R, T) bool, one after the other from the left: the best of a beam. (R, T)
-    int64.
-
-    It is a function of what is visible in a block and before it. `known` remembers it from step to step, (B,) by what
-    is visible and asked for: of names every second block comes again.
-    """
-    B = model.cfg.block_length
-    if len(known) > REMEMBERED:
-        known.clear()
-
-    # which blocks are new
-    keys = []
-    for clean, shown, where in zip(batch.clean, z, masked, strict=True):
-        for at in range(0, z.shape[1], B):
-            block = slice(at, at + B)
-            key = torch.cat([clean[:at], shown[block], where[block]])
-            keys.append(key.cpu().numpy().tobytes())
-    first = {key: i for i, key in reversed(list(enumerate(keys))) if key not in known}
-    new = torch.zeros(len(keys), 1, dtype=torch.bool, device=z.device)
-    new[list(first.values())] = True
-
-    # they are written, the others are remembered
-    look = stage_a_look(model, batch, 1 if args.read_in == "ones" else B)
-    written, _ = beam_chain(look, z.view(-1, B), masked.view(-1, B) & new, args.beam, "leftmost")
-    known.update((key, written[i]) for key, i in first.items())
-    return torch.stack([known[key] for key in keys]).view(z.shape)
-
-
 def head_step(model: Model, batch: Batch, args: Namespace, target: Callable) -> Losses:
     """The head's loss at all masks, each read after the wanted tokens before it; Stage A is the frozen base."""
     # what the model is shown: masks alone, mostly at the end of a block, as a prompt leaves them
@@ -231,29 +198,15 @@ def choose(args: Namespace) -> Recipe:
         fail("a head reads what decoding will show it: --corruption mask and --context clean")
     if args.n_rounds > 1:
         fail(f"--n_rounds {args.n_rounds}: a head looks as often as it needs to")
-    step = partial(head_step, target=target_of(args))
+    target = chain.target_of(args, partial(from_the_left, known={}))
+    step = partial(head_step, target=target)
     return Recipe(step, head_alone, about, make_head)
-
-
-def add_flags(parser: Parser) -> None:
-    """Of what is taught `from_the_left`."""
-    chain.add_flags(parser)
-    parser.add_argument(
-        "--read_in", choices=["ones", "blocks"], default="ones",
-        help="how the base reads while it writes the chain: in blocks of one, or in its own",
-    )  # fmt: skip
-    parser.set_defaults(corruption="mask", beam=4, max_iters=1500, batch_size=64)
-
-
-def target_of(args: Namespace) -> Callable:
-    """The target that --target names; the chain is the one from the left."""
-    return chain.target_of(args, partial(from_the_left, known={}))
 
 
 def main() -> None:
     parser = build_parser(__doc__)
-    add_flags(parser)
-    parser.set_defaults(learning_rate=5e-3, n_last=1, seed=1, out_dir="out/head")
+    chain.add_flags(parser)
+    parser.set_defaults(**chain.FROM_THE_LEFT, learning_rate=5e-3, n_last=1, seed=1, out_dir="out/head")
     parser.add_argument("--width", type=bounded(int, 1), default=384, help="of the head's SwiGLU")
     train.main(parser, choose)
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from test_chain import a_batch
 
 import sample
-from beyond import distill, head
+from beyond import chain, distill
 from beyond.chain import chain_target, masks_as_decoded
 from corrupt import M, cross_entropy, three_term_loss
 from lib.settings import build_parser
@@ -18,8 +18,8 @@ from train import batch_context
 
 def flags():
     parser = build_parser("")
-    head.add_flags(parser)
-    parser.set_defaults(beam=1, own_loss=0.5)
+    chain.add_flags(parser)
+    parser.set_defaults(corruption="mask", own_loss=0.5)
     return settings(parser)
 
 

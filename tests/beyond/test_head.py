@@ -17,8 +17,8 @@ from test_chain import a_batch
 import sample
 import train
 from beyond import chain, head
-from beyond.chain import masks_as_decoded
-from beyond.head import Head, from_the_left, head_step
+from beyond.chain import from_the_left, masks_as_decoded
+from beyond.head import Head, head_step
 from checkpoint import load_model, load_tokenizer
 from corrupt import M
 from evaluate import draw_names
