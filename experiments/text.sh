@@ -11,8 +11,8 @@ for seed in 0 1 2; do
   python -m beyond.distill $run --init_from $base --seed $seed --out_dir out/text-distilled-$seed
 done
 python -m beyond.sweep --data stdlib --prompts 512 --out out/text.jsonl --system base out/text-base-{0,1,2} \
-  --system "joint head" out/text-head-{0,1,2} --system distilled out/text-distilled-{0,1,2}
-python -m beyond.report out/text.jsonl --against "joint head"
+  --system "head" out/text-head-{0,1,2} --system distilled out/text-distilled-{0,1,2}
+python -m beyond.report out/text.jsonl --against "head"
 for seed in 0 1 2; do
   python -m beyond.tc --data stdlib --ckpt out/text-base-$seed --draws 16
 done
