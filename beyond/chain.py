@@ -2,17 +2,13 @@
 
 The paper's target, the clean tokens, has the marginals as its minimiser (results/theorem). This one is a function of
 z: cross-entropy to one tuple has that tuple as its minimiser, so Stage B can learn to write one that holds together.
-It is written in the base's own order (Config.order), without gradient, all blocks of a batch at once; its total
-correlation is zero by construction.
+It is written in the base's own order (Config.order), without gradient, all blocks of a batch at once.
 
 The training step is the paper's, train.cocommit_step, with functions handed in:
 
     masks_as_decoded      what is shown, of a model that writes from the left: masks at the end of a block
     bundle_as_decoded     the bundle: in a share of the blocks the first masks of the model's order
     chain_target          what Stage B is asked to write there
-
-Earlier blocks that are masked themselves (--context corrupted on rows of several blocks) are refused: the chain reads
-finished text before a block, where Stage B would see masks.
 
     python -m beyond.chain --data modes --init_from out/base --n_last 2 --beam 4 --corruption mask --out_dir out/chain
     python -m beyond.chain --target clean ...      # the paper's target in the same scope, to compare with
@@ -73,12 +69,7 @@ def chain_target(model: Model, batch: Batch, z: Tensor, bundle: Tensor, args: Na
     """What Stage B is asked to write: (R, T) int64, the chain in the bundle and the clean tokens elsewhere."""
     B = model.cfg.block_length
     look = stage_a_look(model, batch)
-    blocks = z.view(-1, B)
-    in_bundle = bundle.view(-1, B)
-    if args.beam == 1:
-        written, _ = greedy_chain(look, blocks, in_bundle, model.cfg.order)
-    else:
-        written, _ = beam_chain(look, blocks, in_bundle, args.beam, model.cfg.order)
+    written, _ = beam_chain(look, z.view(-1, B), bundle.view(-1, B), args.beam, model.cfg.order)
     return torch.where(bundle, written.reshape(z.shape), batch.clean)
 
 
@@ -137,46 +128,34 @@ def masks_as_decoded(model: Model, batch: Batch, args: Namespace) -> tuple[Tenso
 
 # --- the chain
 @torch.no_grad()
-def greedy_chain(look: Look, blocks: Tensor, bundle: Tensor, order: str = "surest") -> tuple[Tensor, Tensor]:
-    """The model's own decode of each block's bundle, one token at a time.
+def beam_chain(look: Look, blocks: Tensor, bundle: Tensor, beam: int, order: str = "surest") -> tuple[Tensor, Tensor]:
+    """The model's own decode of each block's bundle, one token at a time, with `beam` hypotheses of each block: the
+    greedy chain with one, with more an approximation of the joint mode.
 
     blocks (N, B) int64, bundle (N, B) bool -> blocks with the bundle written (N, B), and the log-probability of what
-    was written (N,). All blocks advance together, each by one position a step: its surest, or its leftmost.
-    """
-    left = bundle.clone()
-    score = torch.zeros(len(blocks), device=blocks.device)
-    for _ in range(longest(bundle)):
-        sure, log_p, token = look(blocks, asked(left, order), 1)
-
-        # each block writes the next position of the order; a block that is done writes nothing
-        place = next_place(sure, left, order)
-        here = torch.zeros_like(left).scatter(1, place, True) & left
-        blocks = torch.where(here, token[..., 0], blocks)
-        score = score + log_p[..., 0].masked_fill(~here, 0.0).sum(-1)
-        left = left & ~here
-    return blocks, score
-
-
-@torch.no_grad()
-def beam_chain(look: Look, blocks: Tensor, bundle: Tensor, beam: int, order: str = "surest") -> tuple[Tensor, Tensor]:
-    """`greedy_chain` that keeps `beam` hypotheses of each block: an approximation of the joint mode.
-
-    All hypotheses are filled at the same positions (the best one chooses), so that they are different tuples.
+    was written (N,). All blocks advance together, each by one position a step: its surest, or its leftmost. All
+    hypotheses are filled at the same positions (the best one chooses), so that they are different tuples.
     """
     N, B = blocks.shape
     U = beam
     left = bundle.clone()
     hypotheses = blocks[:, None]  # (N, U', B), the best first; U' is 1, and U after the first step
     score = torch.zeros(N, 1, device=blocks.device)  # (N, U')
-    for _ in range(longest(bundle)):
+    longest = int(bundle.sum(-1).max())
+    for _ in range(longest):
+        # where it looks, of what is left: from the left at the next position alone
+        asked = left
+        if order == "leftmost":
+            asked = left & (left.cumsum(-1) == 1)
+
         # a look at each hypothesis
-        looks = [look(h, asked(left, order), U) for h in hypotheses.unbind(1)]
+        looks = [look(h, asked, U) for h in hypotheses.unbind(1)]
         sure = looks[0][0]  # (N, B), the best hypothesis's
         log_p = torch.stack([found[1] for found in looks], dim=1)  # (N, U', B, U)
         token = torch.stack([found[2] for found in looks], dim=1)
 
         # the candidates at the position that is written
-        place = next_place(sure, left, order)
+        place = leaders(sure.masked_fill(~asked, float("-inf")), 1)  # (N, 1)
         at = place[:, None, :, None].expand(N, len(looks), 1, U)
         log_p = log_p.gather(2, at)[:, :, 0]  # (N, U', U)
         token = token.gather(2, at)[:, :, 0]
@@ -198,25 +177,6 @@ def beam_chain(look: Look, blocks: Tensor, bundle: Tensor, beam: int, order: str
     return hypotheses[:, 0], score[:, 0]
 
 
-def asked(left: Tensor, order: str) -> Tensor:
-    """Where a chain looks, of what is left (N, B) bool: from the left at the next position alone."""
-    if order == "leftmost":
-        return left & (left.cumsum(-1) == 1)
-    return left
-
-
-def next_place(sure: Tensor, left: Tensor, order: str) -> Tensor:
-    """The position that a chain writes next: sure (N, B) log-probabilities, left (N, B) bool -> (N, 1) int64."""
-    if order == "leftmost":
-        return left.to(torch.uint8).argmax(-1, keepdim=True)
-    return leaders(sure, 1)
-
-
-def longest(bundle: Tensor) -> int:
-    """(N, B) bool -> the size of the largest bundle: how many steps a chain takes."""
-    return int(bundle.sum(-1).max())
-
-
 def leaders(score: Tensor, k: int) -> Tensor:
     """Indices of the k largest of (..., n) log-probabilities; those within TIE of the largest count as equal, and come
     by index. Which of two near-equals the model puts first is noise that a target must not depend on."""
@@ -227,18 +187,13 @@ def leaders(score: Tensor, k: int) -> Tensor:
 
 
 # --- Stage A's candidates
-def best_tokens(log_p: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Of (P, V) log-probabilities the k best and their tokens, (P, k) each."""
-    token = leaders(log_p, k)
-    return log_p.gather(-1, token), token
-
-
 def candidates_of(model: Model, h: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of final states (P, C): how sure the best token is (P,), and the k candidates (P, k), see `Look`."""
     logits = model.head(h)
     logits[:, model.cfg.mask_id] = float("-inf")  # a target that stays masked is none
     log_p = logits.log_softmax(-1)
-    return log_p.amax(-1), *best_tokens(log_p, k)
+    token = leaders(log_p, k)
+    return log_p.amax(-1), log_p.gather(-1, token), token
 
 
 def stage_a_look(model: Model, batch: Batch, block_length: int | None = None) -> Look:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from beyond.chain import greedy_chain
+from beyond.chain import beam_chain
 from cache import Cached
 from lib.config import Config
 from lib.data import is_validation, load_text
@@ -183,5 +183,5 @@ def chain_score(log_p: LogProbs, z: Tensor, bundle: Tensor, tokens: Tensor) -> T
         sure = at.amax(-1).masked_fill(~left, float("-inf"))
         return sure, at.gather(-1, tokens[..., None]), tokens[..., None]
 
-    _, score = greedy_chain(look, z, bundle)
+    _, score = beam_chain(look, z, bundle, 1)
     return score

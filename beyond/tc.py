@@ -1,22 +1,20 @@
 """Text: the dependence inside the bundles that a decoder really commits.
 
-Every bundle of two or more tokens that the base commits at any of the tau_m2t below, in held-out
-spans (spans.py). Its chain writes it one token at a time, the surest position first, each drawn from
-the conditional p(x_i | z, written): a joint distribution of the bundle, with marginals of its own.
-Stage A says p_i(x_i | z) of the same positions at once.
+Every bundle of two or more tokens that the base commits at any of TAUS, in held-out spans (spans.py). Its chain
+writes it one token at a time, the surest position first, each drawn from the conditional p(x_i | z, written): a
+joint distribution of the bundle, with marginals of its own. Stage A says p_i(x_i | z) of the same positions at once.
 
     TC          of the chain: the sum of its marginals' entropies less its own. What one step by marginals, even by
                 the right ones, cannot write
     mismatch    sum_i KL(chain's marginal_i || p_i): Stage A's marginals are not those of its own chain
     both        KL(chain || product of p_i), what one step of Stage A pays in all
 
-`both` is estimated without bias: the chain's entropy and its cross-entropy to p_i are linear in draws
-of the chain. Its split is not. A chain's marginal is the average of its conditionals over draws, at the
-moment when that position is written, and `between` has two bounds of its entropy, in the mean over
-draws. The entropy of the average is too low. The cross-entropy of each draw to the others' average,
-with a little of p_i, is too high. TC is the middle of the two, because with many draws both miss the
-truth by about as much; mismatch is the rest. Where the bounds are far apart, take more --draws. +- is
-one standard error, by a bootstrap over documents (a span recurs at every tau).
+`both` is estimated without bias: the chain's entropy and its cross-entropy to p_i are linear in draws of the chain. Its
+split is not. A chain's marginal is the average of its conditionals over draws, at the moment when that position is
+written, and `between` has two bounds of its entropy, in the mean over draws. The entropy of the average is too low. The
+cross-entropy of each draw to the others' average, with a little of p_i, is too high. TC is the middle of the two,
+because with many draws both miss the truth by about as much; mismatch is the rest. Where the bounds are far apart, take
+more --draws.
 
     python -m beyond.tc --data stdlib --ckpt out/text
 """
@@ -24,6 +22,7 @@ one standard error, by a bootstrap over documents (a span recurs at every tau).
 import copy
 import math
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,8 +31,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from beyond import seeds
-from beyond.chain import greedy_chain
+from beyond.chain import beam_chain
 from beyond.spans import LogProbs, Spans, stage_a_log_probs
 from cache import Cached
 from checkpoint import load_model, load_tokenizer
@@ -43,7 +41,7 @@ from lib.util import Parser, bounded, command, fail, generator, pick_device
 from model import Model
 from sample import Step, generate
 
-# R rows, B block_length, V vocabulary, D draws, n positions of a bundle, N different bundles, W resamples
+# R rows, B block_length, V vocabulary, D draws, n positions of a bundle, N different bundles
 
 EDGES = tuple(k / 10 for k in range(11))
 ROWS = 512  # rows in one forward
@@ -55,10 +53,8 @@ Bundles = dict[Bundle, list]  # -> [how often, lowest confidence]
 
 # --- the estimator
 def conditionals(log_p: LogProbs, z: Tensor, bundle: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """One draw of each bundle's chain, by u (R, B) -> (R, B, V) log-probabilities twice: Stage A's now,
-    and those with which the chain writes each position when its turn comes (unwritten positions: as
-    now).
-    """
+    """One draw of each bundle's chain, by u (R, B) -> (R, B, V) log-probabilities twice: Stage A's now, and those with
+    which the chain writes each position when its turn comes (unwritten positions: as now)."""
     alone = log_p(z)
     written = alone
 
@@ -79,7 +75,7 @@ def conditionals(log_p: LogProbs, z: Tensor, bundle: Tensor, u: Tensor) -> tuple
         sure = written.amax(-1).masked_fill(~left, float("-inf"))
         return sure, written.gather(-1, token), token
 
-    greedy_chain(look, z, bundle)
+    beam_chain(look, z, bundle, 1)
     return alone, written
 
 
@@ -94,10 +90,8 @@ def cross_entropy(p: Tensor, q: Tensor) -> Tensor:
 
 
 def others(c: Tensor, p: Tensor) -> Tensor:
-    """What each draw's conditionals c (D, n, V) are held against: the average of the other draws', in
-    which Stage A's p (n, V) counts as sqrt(D) / 2 draws more. It does not know the draw, and gives
-    nothing 0 that p does not.
-    """
+    """What each draw's conditionals c (D, n, V) are held against: the average of the other draws', in which Stage A's p
+    (n, V) counts as sqrt(D) / 2 draws more. It does not know the draw, and gives nothing 0 that p does not."""
     D = len(c)
 
     # more of p brings the upper bound down where Stage A is right, and up where it is wrong; beside D this fades
@@ -130,7 +124,7 @@ def terms(alone: Tensor, written: Tensor) -> dict[str, float]:
 
 
 # --- the bundles of a decoder
-def committed(base: Model, task: Spans, taus: list[float]) -> Bundles:
+def committed(base: Model, task: Spans, taus: Sequence[float]) -> Bundles:
     """Every bundle that Stage A commits in filling the spans, at every tau."""
     found: Bundles = {}
 
@@ -156,94 +150,66 @@ def at_rows(engine: Cached, rows: list[int]) -> Cached:
     return part
 
 
-def estimate(engine: Cached, bundles: Bundles, draws: int) -> np.ndarray:
+def estimate(engine: Cached, bundles: list[Bundle], draws: int) -> np.ndarray:
     """TERMS of every bundle (N, 5). Draws are a function of the bundle alone."""
-    by_size = sorted(bundles, key=lambda key: sum(key[2]))  # chains of one length go side by side
+    order = sorted(range(len(bundles)), key=lambda n: sum(bundles[n][2]))  # chains of one length go side by side
     at_once = max(1, ROWS // draws)
-    found = {}
-    for start in tqdm(range(0, len(by_size), at_once), desc="tc", disable=None):
-        found |= estimate_part(engine, by_size[start : start + at_once], draws)
-    return np.array([found[key] for key in bundles])
+    found = np.zeros((len(bundles), len(TERMS)))
+    for start in tqdm(range(0, len(order), at_once), desc="tc", disable=None):
+        part = order[start : start + at_once]
+        found[part] = estimate_part(engine, [bundles[n] for n in part], draws)
+    return found
 
 
-def estimate_part(engine: Cached, part: list[Bundle], draws: int) -> dict[Bundle, list[float]]:
+def estimate_part(engine: Cached, part: list[Bundle], draws: int) -> list[list[float]]:
     """TERMS of these bundles, whose draws go through the model side by side."""
     device = engine.model.wte.weight.device
     repeated = [key for key in part for _ in range(draws)]
-    rows = [row for row, _, _ in repeated]
     z = torch.tensor([block for _, block, _ in repeated], device=device)
     bundle = torch.tensor([here for _, _, here in repeated], device=device)
     u = torch.cat([torch.rand(draws, z.shape[1], generator=generator("bundle", *key)) for key in part])
 
-    log_p = stage_a_log_probs(at_rows(engine, rows))
+    log_p = stage_a_log_probs(at_rows(engine, [row for row, _, _ in repeated]))
     alone, written = conditionals(log_p, z, bundle, u.to(device))
 
-    found = {}
-    for k, key in enumerate(part):
-        here = torch.tensor(key[2], device=device)
-        its_rows = slice(k * draws, (k + 1) * draws)
-        values = terms(alone[k * draws, here], written[its_rows, here])
-        found[key] = [values[name] for name in TERMS]
+    found = []
+    for start in range(0, len(repeated), draws):
+        here = bundle[start]
+        values = terms(alone[start, here], written[start : start + draws, here])
+        found.append([values[name] for name in TERMS])
     return found
 
 
 # --- by confidence
-def by_confidence(bundles: Bundles, values: np.ndarray, documents: list[int]) -> list[dict]:
-    """One record for each bin of the lowest confidence: bundles, mean size, and the mean of every term,
-    with the standard error that a bootstrap over the spans' documents (R,) gives.
-    """
-    weights = seeds.resamples(documents)  # (W, R)
-    row = np.array([key[0] for key in bundles])
-    size = np.array([sum(key[2]) for key in bundles])
+def by_confidence(bundles: Bundles, values: np.ndarray) -> list[dict]:
+    """One record for each bin of the lowest confidence: bundles, their mean size, and the mean of every term of values
+    (N, 5). A bundle counts as often as it was committed."""
+    size = np.array([sum(here) for _, _, here in bundles])
     often = np.array([count for count, _ in bundles.values()])
     lowest = np.array([confidence for _, confidence in bundles.values()])
 
     table = []
     for low, high in zip(EDGES, EDGES[1:], strict=False):
         here = (lowest > low) & (lowest <= high)
-
-        # one document has no error
-        if len({documents[r] for r in row[here]}) < 2:
-            continue
-
-        count = often[here]
-        record = {"bin": f"{low:.1f}..{high:.1f}", "bundles": int(count.sum())}
-        record["size"] = np.average(size[here], weights=count)
-        for name, value in zip(TERMS, values[here].T, strict=True):
-            record[name] = mean_and_error(row[here], count, value, weights)
-        table.append(record)
+        if here.any():
+            count = often[here]
+            record = {"bin": f"{low:.1f}..{high:.1f}", "bundles": int(count.sum())}
+            record["size"] = np.average(size[here], weights=count)
+            means = np.average(values[here], axis=0, weights=count)
+            table.append(record | dict(zip(TERMS, means, strict=True)))
     return table
-
-
-def mean_and_error(row: np.ndarray, count: np.ndarray, value: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
-    """Mean of `value`, each counted `count` times, (N,) both, and its standard error: `weights` (W, R)
-    says how often the sample itself, and then each resample, has a row.
-    """
-    rows = weights.shape[1]
-    bundles = weights @ np.bincount(row, count, rows)  # (W,)
-    total = weights @ np.bincount(row, count * value, rows)
-
-    # a resample may have no bundle
-    some = bundles > 0
-    mean = total[some] / bundles[some]
-    return float(mean[0]), float(mean[1:].std(ddof=1))
 
 
 def print_bins(table: list[dict]) -> None:
     rows = []
-    for record in table:
-        tc, mismatch, both = ([f"{v:.4f}" for v in record[name]] for name in TERMS[:3])
-        low = record["low"][0]
-        high = record["high"][0]
-        total = record["both"][0]
-
+    for r in table:
         # what TC has too much, mismatch has too little
-        between = f"{low:.4f} .. {high:.4f}"
-        rest = f"{total - high:.4f} .. {total - low:.4f}"
-        size = f"{record['size']:.2f}"
-        rows.append([record["bin"], str(record["bundles"]), size, *tc, between, *mismatch, rest, *both])
-    head = ["lowest confidence", "bundles", "mean size", "TC", "+-", "TC between", "mismatch", "+-", "mismatch between"]
-    print_table([*head, "both", "+-"], rows)
+        between = f"{r['low']:.4f} .. {r['high']:.4f}"
+        rest = f"{r['both'] - r['high']:.4f} .. {r['both'] - r['low']:.4f}"
+        tc, mismatch, both = (f"{r[name]:.4f}" for name in TERMS[:3])
+        rows.append([r["bin"], str(r["bundles"]), f"{r['size']:.2f}", tc, between, mismatch, rest, both])
+    head = ["lowest confidence", "bundles", "mean size", "TC", "TC between", "mismatch", "mismatch between", "both"]
+    print_table(head, rows)
 
 
 # --- the command line
@@ -254,20 +220,15 @@ def measure(args: Namespace) -> list[dict]:
     print(f"{len(task.spans)} spans, {task.length.sum()} tokens; blocks of {base.cfg.block_length}")
 
     # every bundle that is committed, and those of several tokens
-    everything = committed(base, task, args.taus)
+    everything = committed(base, task, TAUS)
     several = {key: record for key, record in everything.items() if sum(key[2]) > 1}
     if not several:
-        fail("no bundle of two tokens was committed at these --taus: lower them")
+        fail("no bundle of two tokens was committed: is this base's Stage A never sure of two?")
 
     count = sum(often for often, _ in several.values())
     of_one = sum(often for often, _ in everything.values()) - count
-    taus = ", ".join(map(str, args.taus))
-    print(
-        f"{count} bundles of two and more ({len(several)} different), {of_one} of one (TC 0); "
-        f"{args.draws} draws each; tau_m2t {taus}"
-    )
-    values = estimate(task.read_by(base), several, args.draws)
-    return by_confidence(several, values, task.clusters["documents"])
+    print(f"{count} bundles of two and more ({len(several)} different), {of_one} of one; {args.draws} draws each")
+    return by_confidence(several, estimate(task.read_by(base), list(several), args.draws))
 
 
 @command
@@ -278,7 +239,6 @@ def main() -> None:
     add("--ckpt", required=True, help="the base: a checkpoint folder of a model of text")
     add("--data", nargs="+", default=["stdlib"], help="stdlib, or .txt / folder / .jsonl[.gz] / .parquet")
     add("--spans", type=bounded(int, 2), default=512, help="held-out spans to fill")
-    add("--taus", type=bounded(float, -1, 1), nargs="+", default=TAUS, help="values of tau_m2t")
     add("--draws", type=bounded(int, 2), default=32, help="draws of each bundle's chain")
     add("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
     # fmt: on

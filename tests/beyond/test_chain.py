@@ -11,16 +11,7 @@ from safetensors.torch import load_file
 
 import sample
 from beyond import chain
-from beyond.chain import (
-    beam_chain,
-    bundle_as_decoded,
-    chain_target,
-    greedy_chain,
-    leaders,
-    longest,
-    masks_as_decoded,
-    stage_a_look,
-)  # fmt: skip
+from beyond.chain import beam_chain, bundle_as_decoded, chain_target, leaders, masks_as_decoded, stage_a_look
 from corrupt import G, M, draw_bundle
 from lib import toy
 from lib.settings import build_parser
@@ -74,25 +65,10 @@ def test_the_greedy_chain_is_the_one_at_a_time_decode(order, monkeypatch):
     prompt = random_ids(3, 8, 7)
     look = stage_a_look(model, a_batch(torch.cat([prompt, prompt], dim=1)))
     last = torch.stack([prompt, torch.full((3, 8), MASK)], dim=1).view(-1, 8)  # two blocks a row
-    written, _ = greedy_chain(look, last, last == MASK, order)
+    written, _ = beam_chain(look, last, last == MASK, 1, order)
     d = Decoding(gen_length=8, tau_m2t=1.0, tau_t2t=None, n_rounds=0, max_post_steps=0)
     greedy = torch.tensor([o.tokens for o in generate(model, prompt.tolist(), d)])
     assert torch.equal(written.view(3, 2, 8), torch.stack([prompt, greedy], dim=1))
-
-
-@pytest.mark.parametrize("order", ["surest", "leftmost"])
-def test_the_greedy_chain_is_a_beam_of_one(order):
-    model = tiny_model(seed=1)
-    x = random_ids(6, 24, 1)
-    bundle = random_ids(6, 24, 3, 3) > 0
-    bundle[0, :8] = False  # a block without a bundle
-    blocks = x.masked_fill(bundle, MASK).view(-1, 8)
-    look = stage_a_look(model, a_batch(x))
-    written, score = greedy_chain(look, blocks, bundle.view(-1, 8), order)
-    beam, beam_score = beam_chain(look, blocks, bundle.view(-1, 8), 1, order)
-    assert torch.equal(written, beam) and not torch.equal(written, x.view(-1, 8))
-    torch.testing.assert_close(score, beam_score)
-    assert score[0] == 0 and (score <= 0).all() and score.sum() < -1
 
 
 @pytest.mark.parametrize("task", ["modes", "pairs", "permutation", "sum"])
@@ -107,7 +83,7 @@ def test_with_exact_conditionals_a_chain_is_coherent_and_a_beam_finds_the_joint_
         return log_p.amax(-1).masked_fill(~where, float("-inf")), log_p.gather(-1, token).float(), token
 
     everything = torch.ones_like(z, dtype=torch.bool)
-    greedy, greedy_score = greedy_chain(exact, z, everything)
+    greedy, greedy_score = beam_chain(exact, z, everything, 1)
     beam, beam_score = beam_chain(exact, z, everything, 5)
     assert coherent(t, c, greedy).all() and coherent(t, c, beam).all()
     best = t.log_prob(c, t.mode())
@@ -151,8 +127,7 @@ def test_all_blocks_advance_together():
         sure = torch.zeros(z.shape).masked_fill(~where, float("-inf"))
         return sure, torch.zeros(*z.shape, k), torch.full((*z.shape, k), 3)
 
-    assert longest(bundle) == 4
-    assert torch.equal(greedy_chain(look, blocks, bundle)[0], torch.where(bundle, 3, 9))
+    assert torch.equal(beam_chain(look, blocks, bundle, 1)[0], torch.where(bundle, 3, 9))
     assert asked == [11, 6, 2, 1]  # one position a block and step: the largest bundle sets the number of forwards
 
 

@@ -139,18 +139,6 @@ def test_in_the_mean_over_draws_the_bounds_hold_and_both_has_no_bias(name, wrong
     assert mean["TC"] + mean["mismatch"] == approx(mean["both"])
 
 
-def test_of_independent_tokens_nothing_is_unknown():
-    """Every draw has the same conditionals, so that two of them say all. Where Stage A is right both bounds are 0, and
-    where it is wrong the lower one still is.
-    """
-    t = table(*((a * b, (i, j)) for i, a in enumerate([0.7, 0.2, 0.1]) for j, b in enumerate([0.5, 0.5])), V=3)
-    p = t.marginals()[0]
-    written = written_by(t)[:2].log()
-    assert all(abs(value) < 1e-9 for value in terms(p.log(), written).values())
-    got = terms(((p + 1 / 3) / 2).log(), written)
-    assert abs(got["low"]) < 1e-9 and got["high"] > 0.001
-
-
 # --- bundles of a model
 @torch.inference_mode()
 def test_bundles_of_a_model_with_a_cache_by_enumeration_of_every_pair():
@@ -168,7 +156,7 @@ def test_bundles_of_a_model_with_a_cache_by_enumeration_of_every_pair():
     q, p = score.double().exp(), everywhere(z.expand_as(forced))[0, bundle[0]].double().exp()
     assert float(q.sum()) == approx(1, abs=1e-4)
     truth = enumerated(p, q, tuples)
-    got = [estimate(engine, {(1, block, here): [1, 0.5], (0, block, (True,) + here[1:]): [1, 0.5]}, 32)[0]]
+    got = [estimate(engine, [(1, block, here), (0, block, (True,) + here[1:])], 32)[0]]
     for k in range(1, 40):  # draws are a function of the bundle alone: here they are drawn by hand
         u = torch.rand(32, 8, generator=generator("by hand", k))
         rows = spans.stage_a_log_probs(at_rows(engine, [1] * 32))
@@ -180,18 +168,14 @@ def test_bundles_of_a_model_with_a_cache_by_enumeration_of_every_pair():
         assert true > 0 and abs(mean - true) < 4 * error + 0.005
 
 
-def test_a_span_counts_as_one_however_many_bundles_it_has():
-    """Span 0 has one bundle, committed at three taus, with TC 1; span 1 one with TC 3; nothing in span 2. The mean is
-    (3 + 3) / 4; a bootstrap of the two spans has 1, 1.5 and 3."""
+def test_a_bundle_counts_as_often_as_it_was_committed():
+    """One at three taus, with TC 1; another once, with TC 3; of another size and a higher confidence one more."""
     here = (True, True, True, False)
-    bundles = {(0, (5,) * 4, here): [3, 0.55], (1, (6,) * 4, here): [1, 0.60], (0, (7,) * 4, here): [2, 0.95]}
+    bundles = {(0, (5,) * 4, here): [3, 0.55], (1, (6,) * 4, here): [1, 0.60], (0, (7,) * 4, (True,) * 4): [2, 0.95]}
     values = np.array([[1.0, 2.0, 3.0, 0.5, 1.5], [3.0, 2.0, 5.0, 2.5, 3.5], [9.0] * 5])
-    (record,) = by_confidence(bundles, values, [0, 1])  # 0.9..1.0 has one span alone: no error, no row
-    assert record["bin"] == "0.5..0.6" and record["bundles"] == 4 and record["size"] == 3
-    assert (
-        record["TC"][0] == approx(1.5) and record["mismatch"] == (2.0, approx(0)) and record["both"][0] == approx(3.5)
-    )
-    assert record["TC"][1] == approx(0.75, rel=0.05)
+    low, high = by_confidence(bundles, values)
+    assert low == dict(bin="0.5..0.6", bundles=4, size=3, TC=1.5, mismatch=2, both=3.5, low=1, high=2)
+    assert high == dict(bin="0.9..1.0", bundles=2, size=4) | dict.fromkeys(tc.TERMS, 9)
 
 
 SOURCE = "class A:\n    def double(self, x):\n        return 2 * x\n\n\ndef f(a, b):\n    # add\n    return a + b\n"
@@ -203,7 +187,7 @@ def test_the_report_from_the_command_line(tmp_path, monkeypatch, capsys):
     for name in [n for n in (f"{i}.py" for i in range(200)) if is_validation(n)]:
         (tmp_path / "text" / name).write_text(SOURCE)
     given = ["--data", tmp_path / "text", "--ckpt", tmp_path / "base", "--spans", 6, "--draws", 2, "--device", "cpu"]
-    code, out, _ = command_line(tc, monkeypatch, capsys, *given, "--taus", 0, 0.1)
+    code, out, _ = command_line(tc, monkeypatch, capsys, *given)
     assert code == 0 and "6 spans" in out and "2 draws each" in out and "TC between" in out
 
     # at -1 every mask of a span is one bundle, committed once
