@@ -3,16 +3,15 @@
     exist     share of the completions that are names (a text's measures: see spans.py)
     distinct  different existing names, a share of one seed's completions
     entropy   of the draws of one prompt, nats, mean over prompts; plug-in, so at most ln(draws)
-    all, mult, serial    what a name or a token costs: forwards, multiplications, passes one after the other (sweep.py).
-              `all` and `serial` are in forwards of the first system, and one of more layers is charged its n_layer
-              over the first's; mult is in full forwards of the first system
-    time      by a list of prices, --prices beyond/prices.json: seconds of a full forward, a commit, a run of
+    all       forwards a name or a token, everything counted, in full ones of the first system: one of more layers is
+              charged its n_layer over the first's
+    time      the same by a list of prices, --prices beyond/prices.json: seconds of a full forward, a commit, a run of
               Stage B, a look of a head, S2D2's reading. In full forwards of that list
 
-The tables of budgets: of the settings that cost no more, the best on one half of the beginnings,
-judged on the other (seeds.py). With --mix a user may also use two settings by turns, and has what lies
-between them. With --against NAME the differences of these, paired, and their mean and least over many
-budgets. A setting's cost is its mean over the seeds, and in a resample over its own.
+A table of budgets has of the settings that cost no more the best on one half of the beginnings, judged on the other
+(seeds.py). With --mix a user may also use two settings by turns, and has what lies between them. With --against NAME
+the differences of these, paired, and their mean and least over many budgets. A setting's cost is its mean over the
+seeds, and in a resample over its own.
 
     python -m beyond.report results/pays/records.jsonl.gz --against "joint head"
 """
@@ -22,8 +21,9 @@ import json
 import math
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,22 +35,19 @@ from lib.util import Parser, command, fail, read_json, reading
 
 # P settings, S seeds of training, R prompts, C beginnings, W resamples
 
-COSTS = ("all", "mult", "serial")
 VARIETY = ("distinct", "entropy")
 MEASURES = ("score", "exact", "parses")  # of text
 
-# by unit: budgets, and those of the mean lead. A name has seven tokens, a span eight
+# by unit: budgets, and those of the mean lead. A name has seven tokens
 BUDGETS = {
     "token": (0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0),
     "name": (2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 14.0),
     "token of a span": (0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.8, 1.0),
-    "span": (1.6, 2.0, 2.4, 2.8, 3.2, 3.6, 4.0, 4.8, 6.4, 8.0),
 }
 AVERAGED = {
     "token": tuple(n / 100 for n in range(36, 101)),
     "name": tuple(n / 10 for n in range(25, 71)),
     "token of a span": tuple(n / 100 for n in range(20, 61)),
-    "span": tuple(n / 10 for n in range(16, 49)),
 }
 
 
@@ -59,20 +56,16 @@ def load(path: Path) -> tuple[dict, list[dict]]:
     """Which cluster each prompt is of, and the records, from a file, gzipped or not."""
     with reading(path, "file of records"), gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as file:
         head, *records = [json.loads(line) for line in file]
-        return head["clusters"], [with_costs(r) for r in records]
+        return head["clusters"], [with_cost(r) for r in records]
 
 
-def with_costs(r: dict) -> dict:
-    """A record of today, of one that has costs of a token alone: of each completed name, or a list of
-    each span's.
-    """
+def with_cost(r: dict) -> dict:
+    """A record of today. An older one has the cost of a token alone: a number for all names, or a list of each
+    span's."""
     if "cost" in r:
         return r
-    if "found" in r:
-        cost = {kind: r[f"{kind}/token"] for kind in COSTS}
-        return r | {"cost": cost, "per": {"token": 1}}
-    cost = {kind: float(np.mean(r[kind])) for kind in COSTS}
-    return r | {"cost": cost, "per": {"token": 1}, "n_layer": 1, "mult/full": 1}
+    cost = r["all/token"] if "found" in r else float(np.mean(r["all"]))
+    return {"n_layer": 1, "cost": {"all": cost}, "per": {"token": 1}} | r
 
 
 def read_records(paths: list[Path]) -> tuple[dict, list[dict]]:
@@ -89,9 +82,7 @@ def read_records(paths: list[Path]) -> tuple[dict, list[dict]]:
 
 
 def in_order(records: list[dict]) -> dict[str, dict[str, list[dict]]]:
-    """System -> setting -> the record of each seed, in one order. All have the seeds of the system's
-    first setting.
-    """
+    """System -> setting -> the record of each seed, in one order. All have the seeds of the system's first setting."""
     groups: dict = defaultdict(lambda: defaultdict(dict))
     for r in records:
         of_setting = groups[r["system"]][r["setting"]]
@@ -124,20 +115,16 @@ class System:
 class Unit:
     """In which unit a cost is."""
 
-    name: str  # token, name, span
+    name: str  # token or name
     first: dict  # the record of whose model a forward is
     prices: dict | None = None  # seconds
 
     def kinds(self) -> tuple[str, ...]:
-        return (*COSTS, "time") if self.prices else COSTS
+        return ("all", "time") if self.prices else ("all",)
 
     def cost(self, r: dict, kind: str) -> float:
-        if kind == "time":
-            return self.time(r) / r["per"][self.name]
-        cost = r["cost"][kind] / r["per"][self.name]
-        if kind == "mult":
-            return cost / self.first["mult/full"]
-        return cost * r["n_layer"] / self.first["n_layer"]
+        forwards = self.time(r) if kind == "time" else r["cost"]["all"]
+        return forwards / r["per"][self.name] * r["n_layer"] / self.first["n_layer"]
 
     def time(self, r: dict) -> float:
         """All of its forwards, by their prices, in full forwards."""
@@ -145,29 +132,30 @@ class Unit:
         seconds = counts["full"] * self.prices["full"] + counts["commit"] * self.prices["commit"]
         if r["second"]:
             seconds += counts["looks"] * self.prices[r["second"]]
-        return seconds / self.prices["full"] * r["n_layer"] / self.first["n_layer"]
+        return seconds / self.prices["full"]
 
 
 def measured(
     records: list[dict], clusters: dict, measure: str, unit: Unit | None = None
 ) -> tuple[dict[str, System], np.ndarray]:
-    """Each system by this measure at the prompts that it applies to, and each such prompt's cluster,
-    numbered anew. (A span parses or not only if it is of Python, whatever is written there.)
-    """
+    """Each system by this measure at the prompts that it applies to, and each such prompt's cluster, numbered anew. (A
+    span parses or not only if it is of Python, whatever is written there.)"""
     unit = unit or Unit("token", records[0])
     systems = {}
     for name, by_setting in in_order(records).items():
-        of_settings = list(by_setting.values())
-        values = np.array([[value(r, measure) for r in of_seeds] for of_seeds in of_settings])  # (P, S, R)
+        values = of_each(by_setting, lambda r: value(r, measure))  # (P, S, R)
         applies = ~np.isnan(values[0, 0])
-        figures = {}
+        figures = {k: of_each(by_setting, lambda r, k=k: r.get(k, math.nan)) for k in VARIETY}
         for kind in unit.kinds():
-            figures[kind] = np.array([[unit.cost(r, kind) for r in of_seeds] for of_seeds in of_settings])
-        for k in VARIETY:
-            figures[k] = np.array([[r.get(k, math.nan) for r in of_seeds] for of_seeds in of_settings])
+            figures[kind] = of_each(by_setting, partial(unit.cost, kind=kind))
         systems[name] = System(list(by_setting), values[..., applies], figures)
     cluster = np.array(sum(clusters.values(), []))[applies]
     return systems, np.unique(cluster, return_inverse=True)[1]
+
+
+def of_each(by_setting: dict[str, list[dict]], read: Callable[[dict], np.ndarray | float]) -> np.ndarray:
+    """What is read of every record: (P, S, ..)."""
+    return np.array([[read(r) for r in of_seeds] for of_seeds in by_setting.values()])
 
 
 def value(r: dict, measure: str) -> np.ndarray:
@@ -201,62 +189,47 @@ class Tables:
     of: str  # a key of BUDGETS
     choice: Choice
 
-    def budgets(self, systems: dict[str, System], kinds: Sequence[str], limits: Sequence[float]) -> dict[str, dict]:
+    def budgets(self, systems: dict[str, System], limits: Sequence[float]) -> dict[str, dict[str, np.ndarray]]:
         """Kind of cost -> system -> its mean within each of these budgets, (budgets, W)."""
-        found: dict = {kind: {} for kind in kinds}
+        found: dict = {kind: {} for kind in self.unit.kinds()}
         for name, of in systems.items():
             sums = seeds.by_beginning(of.values, self.cluster)
-            costs = {kind: of.figures[kind] for kind in kinds}
-            within = seeds.within_budgets(sums, costs, limits, self.draws, self.choice)
-            for kind in kinds:
-                found[kind][name] = within[kind]
+            costs = {kind: of.figures[kind] for kind in found}
+            for kind, within in seeds.within_budgets(sums, costs, limits, self.draws, self.choice).items():
+                found[kind][name] = within
         return found
-
-    def row(self, of: System, p: int, shown: Sequence[str]) -> list[str]:
-        """A setting's cells, with these figures."""
-        sums = seeds.by_beginning(of.values[p : p + 1], self.cluster)
-        share = interval(seeds.shares(sums, self.draws)[:, 0])
-        figures = [f"{of.figures[k][p].mean():.3f}" for k in shown]
-        return [of.labels[p], str(of.values.shape[1]), share, *figures]
-
-    def show_best(self) -> None:
-        """Each system's largest share of all settings, which flatters a little, and what it costs."""
-        shown = ("distinct", *self.unit.kinds())
-        rows = []
-        for name, of in self.systems.items():
-            best = int(of.values.mean((1, 2)).argmax())
-            rows.append([name, *self.row(of, best, shown)])
-        print_table(["largest share", "setting", "seeds", "exist", *shown], rows)
 
     def show_settings(self) -> None:
         """A row for each system and setting."""
         shown = (*VARIETY, *self.unit.kinds())
         rows = []
         for name, of in self.systems.items():
-            for p in range(len(of.labels)):
-                rows.append([name, *self.row(of, p, shown)])
+            share = seeds.shares(seeds.by_beginning(of.values, self.cluster), self.draws)  # (W, P)
+            for p, label in enumerate(of.labels):
+                figures = [f"{of.figures[k][p].mean():.3f}" for k in shown]
+                rows.append([name, label, str(of.values.shape[1]), interval(share[:, p]), *figures])
         print_table(["system", "setting", "seeds", "exist", *shown], rows)
 
     def show_budgets(self, against: str | None) -> None:
         """For each kind of cost, every system within every budget; `against` minus each other one."""
         limits = BUDGETS[self.of]
-        for kind, within in self.budgets(self.systems, self.unit.kinds(), limits).items():
+        for kind, within in self.budgets(self.systems, limits).items():
             title = f"{kind}/{self.unit.name}"
             print()
             rows = [[name, *map(interval, share)] for name, share in within.items()]
             print_table([f"at most, {title}", *map(str, limits)], rows)
             if against:
                 print()
-                print_table([f"{against} minus, {title}", *map(str, limits)], list(differences(within, against)))
+                leads = {name: within[against] - share for name, share in within.items() if name != against}
+                rows = [[name, *(interval(lead, "+") for lead in of)] for name, of in leads.items()]
+                print_table([f"{against} minus, {title}", *map(str, limits)], rows)
 
     def show_leads(self, against: str) -> None:
-        """What `against` has more than each other system over many budgets, the mean and the least: a
-        mean hangs little on which system's next setting just misses a budget. "-" where a budget pays
-        for nothing.
-        """
+        """What `against` has more than each other system over many budgets, the mean and the least: a mean hangs little
+        on which system's next setting just misses a budget. "-" where a budget pays for nothing."""
         limits = AVERAGED[self.of]
         rows = defaultdict(list)
-        for within in self.budgets(self.systems, self.unit.kinds(), limits).values():
+        for within in self.budgets(self.systems, limits).values():
             for name, share in within.items():
                 if name != against:
                     lead = within[against] - share  # (budgets, W)
@@ -274,20 +247,13 @@ class Tables:
             rules = by_rule(of)
             if len(rules) > 2:  # a head is on or off
                 print()
-                within = self.budgets(rules, ["all"], limits)["all"]
+                within = self.budgets(rules, limits)["all"]
                 rows = [[rule, *map(interval, share)] for rule, share in within.items()]
                 print_table([f"{name}, all/{self.unit.name}", *map(str, limits)], rows)
 
 
-def differences(within: dict[str, np.ndarray], against: str) -> Iterator[list[str]]:
-    """Rows: what `against` has more than each other system, in the same resamples."""
-    for name, share in within.items():
-        if name != against:
-            yield [name, *(interval(more, "+") for more in within[against] - share)]
-
-
 def show_names(records: list[dict], clusters: dict, unit: Unit, args: Namespace) -> None:
-    """Greedy: all tables. Of what was sampled, every setting."""
+    """Greedy: all tables of budgets. Of what was sampled, every setting."""
     for temperature, top_p in dict.fromkeys((r["temperature"], r["top_p"]) for r in records):
         of = [r for r in records if (r["temperature"], r["top_p"]) == (temperature, top_p)]
         systems, cluster = measured(of, clusters, "exist", unit)
@@ -296,7 +262,6 @@ def show_names(records: list[dict], clusters: dict, unit: Unit, args: Namespace)
             print(f"\ntemperature {temperature:g}, top_p {top_p:g}")
             tables.show_settings()
             continue
-        tables.show_best()
         tables.show_budgets(args.against)
         if args.against:
             tables.show_leads(args.against)
@@ -304,36 +269,25 @@ def show_names(records: list[dict], clusters: dict, unit: Unit, args: Namespace)
 
 
 def show_text(records: list[dict], clusters: dict, unit: Unit, args: Namespace) -> None:
-    """A row for each setting with every measure; then of each measure the tables of budgets, and of
-    the score all of them.
-    """
-    present = [m for m in MEASURES if not np.isnan(value(records[0], m)).all()]  # no prose parses
-    tables = {}
-    rows: dict = {}
-    for m in (*present, "stutter"):
+    """Of each measure the tables of budgets, and of the score all of them."""
+    for m in MEASURES:
+        if np.isnan(value(records[0], m)).all():  # no prose parses
+            continue
         systems, cluster = measured(records, clusters, m, unit)
-        of = "token of a span" if unit.name == "token" else unit.name
-        tables[m] = Tables(systems, cluster, seeds.draw(cluster), unit, of, args.choice)
-        for name, system in systems.items():
-            for p, label in enumerate(system.labels):
-                _, _, share, *costs = tables[m].row(system, p, unit.kinds())
-                rows.setdefault((name, label), [name, label, *costs]).append(share)
-    print_table(["system", "setting", *unit.kinds(), *tables], list(rows.values()))
-
-    for m in present:
+        tables = Tables(systems, cluster, seeds.draw(cluster), unit, "token of a span", args.choice)
         print(f"\n{m}: the best setting that costs no more")
-        tables[m].show_budgets(args.against)
+        tables.show_budgets(args.against)
         if m == "score":
-            tables[m].show_rules()
+            tables.show_rules()
             if args.against:
-                tables[m].show_leads(args.against)
+                tables.show_leads(args.against)
 
 
 # --- the command line
 def read_unit(records: list[dict], args: Namespace) -> Unit:
     """What --unit and --prices ask for, where the records have it."""
     units = set.intersection(*(set(r["per"]) for r in records))
-    name = args.unit or ("token" if units == {"token"} else min(units - {"token"}))
+    name = args.unit or ("name" if "name" in units else "token")
     if name not in units:
         fail(f"--unit {name}: these records have costs per {' or '.join(sorted(units))}")
     prices = None
@@ -354,7 +308,7 @@ def main() -> None:
     add = parser.add_argument
     add("records", nargs="+", type=Path, help="files of beyond.sweep, gzipped or not, about the same prompts")
     add("--against", metavar="NAME", help="the system whose share minus every other's is shown, too")
-    add("--unit", choices=["token", "name", "span"], help="what a cost is of (where records have it, a name or a span)")
+    add("--unit", choices=["token", "name"], help="what a cost is of (a name, where records have it)")
     add("--mix", dest="choice", action="store_const", const=seeds.mixture, default=seeds.one_setting,
         help="two settings may be used by turns")
     add("--prices", type=Path, help="a JSON of prices, like beyond/prices.json: adds the cost `time`")

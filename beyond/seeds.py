@@ -35,12 +35,24 @@ class Draws:
     halves: np.ndarray  # (HALVINGS, C) bool
 
 
-def resamples(cluster: Sequence[int]) -> np.ndarray:
-    """How often each row counts (W, R): once each in row 0, the sample itself, and then as a bootstrap draws clusters;
-    cluster (R,) says of which of 0, 1, .. a row is."""
-    n = max(cluster) + 1
-    drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=BOOTSTRAP)
-    return np.concatenate([np.ones((1, n)), drawn])[:, cluster]
+def draw(cluster: Sequence[int]) -> Draws:
+    """cluster: which beginning, 0 to C - 1, each prompt has."""
+    number = np.bincount(cluster)
+    C = len(number)
+    rng = np.random.default_rng(0)
+    halves = [rng.permutation(C) < C // 2 for _ in range(HALVINGS)]
+    return Draws(number, resamples(C, 0), np.array(halves))
+
+
+def resamples(n: int, key: int | list[int]) -> np.ndarray:
+    """How often a resample has each of n things, (W, n) float32: in row 0 once, then as a bootstrap draws them."""
+    drawn = np.random.default_rng(key).multinomial(n, np.full(n, 1 / n), size=BOOTSTRAP)
+    return np.concatenate([np.ones((1, n)), drawn]).astype(np.float32)
+
+
+def times_of_seeds(S: int) -> np.ndarray:
+    """How often a resample has each of S seeds: (W, S) float32."""
+    return resamples(S, [1, S])
 
 
 def interval(drawn: np.ndarray, sign: str = "") -> str:
@@ -51,25 +63,7 @@ def interval(drawn: np.ndarray, sign: str = "") -> str:
     return f"{drawn[0]:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
 
 
-def draw(cluster: Sequence[int]) -> Draws:
-    """cluster: which beginning, 0 to C - 1, each prompt has."""
-    number = np.bincount(cluster)
-    C = len(number)
-    return Draws(number, resamples(range(C)).astype(np.float32), halvings(C))
-
-
-def halvings(C: int) -> np.ndarray:
-    """C things, halved 20 times at random: which are in the first half, (HALVINGS, C) bool."""
-    rng = np.random.default_rng(0)
-    return np.array([rng.permutation(C) < C // 2 for _ in range(HALVINGS)])
-
-
-def times_of_seeds(S: int) -> np.ndarray:
-    """How often a resample has each of S seeds: (W, S) float32."""
-    drawn = np.random.default_rng([1, S]).multinomial(S, np.full(S, 1 / S), size=BOOTSTRAP)
-    return np.concatenate([np.ones((1, S)), drawn]).astype(np.float32)
-
-
+# --- means
 def by_beginning(values: np.ndarray, cluster: Sequence[int]) -> np.ndarray:
     """(P, S, R) -> sums over the prompts of each beginning, (P, S, C) float32."""
     P, S, _ = values.shape
@@ -86,14 +80,14 @@ def totals(sums: np.ndarray, times: np.ndarray) -> np.ndarray:
     return np.einsum("wps,ws->wp", of_each_seed, times_of_seeds(S))
 
 
-def shares(sums: np.ndarray, draws: Draws) -> np.ndarray:
-    """The mean over prompts and seeds of each setting, chosen by nobody: (P, S, C) -> (W, P)."""
-    return totals(sums, draws.times) / n_values(sums, draws)[:, None]
-
-
 def n_values(sums: np.ndarray, draws: Draws) -> np.ndarray:
     """How many values a resample has, of prompts and seeds: (W,)."""
     return draws.times @ draws.number * sums.shape[1]
+
+
+def shares(sums: np.ndarray, draws: Draws) -> np.ndarray:
+    """The mean over prompts and seeds of each setting, chosen by nobody: (P, S, C) -> (W, P)."""
+    return totals(sums, draws.times) / n_values(sums, draws)[:, None]
 
 
 # --- what a budget pays for
@@ -101,9 +95,8 @@ Choice = Callable[[np.ndarray, np.ndarray, np.ndarray, Sequence[float]], np.ndar
 
 
 def one_setting(cost: np.ndarray, chooses: np.ndarray, judges: np.ndarray, budgets: Sequence[float]) -> np.ndarray:
-    """What the affordable setting that is best by one half has by the other: (W, P) three times ->
-    (budgets, W). Of equals the cheapest.
-    """
+    """What the affordable setting that is best by one half has by the other, of equals the cheapest: (W, P) three
+    times -> (budgets, W)."""
     order = np.argsort(cost[0], kind="stable")
     cost, chooses, judges = cost[:, order], chooses[:, order], judges[:, order]
     every = np.arange(len(cost))
@@ -116,9 +109,8 @@ def one_setting(cost: np.ndarray, chooses: np.ndarray, judges: np.ndarray, budge
 
 
 def mixture(cost: np.ndarray, chooses: np.ndarray, judges: np.ndarray, budgets: Sequence[float]) -> np.ndarray:
-    """The same of two settings, one for some prompts and the other for the rest: what lies between the
-    corners of the hull that one half chooses.
-    """
+    """The same of two settings, one for some prompts and the other for the rest: what lies between the corners of the
+    hull that one half chooses."""
     every = np.arange(len(cost))
     found = np.full((len(budgets), len(cost)), np.nan)
     for at, to in hull(cost, chooses):
@@ -134,11 +126,11 @@ def mixture(cost: np.ndarray, chooses: np.ndarray, judges: np.ndarray, budgets: 
 
 
 def hull(cost: np.ndarray, share: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Walk along the concave hull of every resample: from its cheapest setting on, each time to the one
-    with the steepest gain, as long as there is a gain.
+    """Walk along the concave hull of every resample: from its cheapest setting on, each time to the one with the
+    steepest gain, as long as there is a gain.
 
-    cost (W, P), share (W, P) -> corner after corner the settings (W,) where each resample stands, and to
-    which it goes: at its end the same.
+    cost (W, P), share (W, P) -> corner after corner the settings (W,) where each resample stands, and to which it
+    goes: at its end the same.
 
     Costs 1, 2, 3, 4 and shares 0, .2, .6, .5: from 0 to 2. Setting 1 lies below that line, and 3 gains nothing.
     """
@@ -161,11 +153,8 @@ def within_budgets(
     sums: np.ndarray, costs: dict[str, np.ndarray], budgets: Sequence[float], draws: Draws,
     choice: Choice = one_setting,
 ) -> dict[str, np.ndarray]:  # fmt: skip
-    """What a choice has within each budget, by 20 halvings: sums (P, S, C), costs (P, S) of each kind ->
-    (budgets, W) for each kind, nan where every setting costs more.
-
-    choice: `one_setting` or `mixture`. A resample pays the mean cost of the seeds that it has.
-    """
+    """What a choice has within each budget, by 20 halvings: sums (P, S, C), costs (P, S) of each kind -> (budgets, W)
+    for each kind, nan where every setting costs more. A resample pays the mean cost of the seeds that it has."""
     whole = totals(sums, draws.times)
     S = sums.shape[1]
     paid = {kind: times_of_seeds(S) @ cost.T / S for kind, cost in costs.items()}  # (W, P)

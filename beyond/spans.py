@@ -99,7 +99,6 @@ def cut(documents: list[tuple[str, str]], tokenizer: Tokenizer, B: int, most: in
 class Spans:
     """Spans to fill; those of one document are one cluster."""
 
-    unit = "span"
     start = Decoding(gen_length=0, tau_t2t=None, n_rounds=0, holes=True)
 
     def __init__(self, data: list[str], n: int, tokenizer: Tokenizer | None, cfg: Config):
@@ -117,8 +116,9 @@ class Spans:
         self.z = torch.tensor([prompt[-self.B :] for prompt in self.prompts])
         self.length = (self.z == self.mask_id).sum(-1).numpy()  # (R,) tokens in each span
 
-    def n_tokens(self, outputs: list[Output]) -> int:
-        return int(self.length.sum())
+    def per(self, outputs: list[Output]) -> dict[str, int]:
+        """What a cost is of, and how many of it there are."""
+        return {"token": int(self.length.sum())}
 
     def read_by(self, base: Model) -> Cached:
         """Forwards of the blocks, with the text before them."""

@@ -1,21 +1,20 @@
 """Run systems over all settings that their users could choose, and write down what comes of it.
 
-A system is a name and the folders of its seeds of training. A model of names completes the same
-held-out and trained beginnings (evaluate.py says how); any other fills the same spans of held-out
-text (spans.py says which). There the first system is the base, whose seeds judge those of the others.
+A system is a name and the folders of its seeds of training. A model of names completes the same held-out and trained
+beginnings (evaluate.py says how); any other fills the same spans of held-out text (spans.py says which). There the
+first system is the base, whose seeds judge those of the others.
 
     a Stage A             every rule of opponents.py, at each value of its dial
-    a head                all masks are looked at, and tau_keep is the dial; or it is off, for the rule that goes
-                          with the model's order, with a careful dial; and where the surest are written first,
-                          it looks at those above tau_m2t alone
+    a head                all masks are looked at, and tau_keep is the dial; or it is off, for the rule that goes with
+                          the model's order, with a careful dial
     Stage B               at every tau_m2t, or at all masks with the dial tau_keep; and with Stage B off, a system of
                           its own: "NAME, off"
     a left-to-right model (block_length 1)     one token after the other
 
 The rules are greedy. With a temperature tau_m2t, in the model's own order, takes their place.
 
-A record is a JSON object a line: the setting, what each prompt's completions are worth, and costs of
-all of them together (`price` below). --out keeps what it holds: nothing is measured twice.
+A record is a JSON object a line: the setting, what each prompt's completions are worth, and costs of all of them
+together (`price` below). --out keeps what it holds: nothing is measured twice.
 
     python -m beyond.sweep --system base out/base-0 out/base-1 --system head out/head-0 out/head-1 --out r.jsonl
     python -m beyond.report r.jsonl --against head
@@ -31,7 +30,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 from tqdm import tqdm
 
 import evaluate
@@ -46,14 +44,12 @@ from lib.util import Parser, bounded, command, fail, pick_device, replace_file
 from model import Model
 from sample import Decoding, generate
 
-# R prompts, B block_length, N weights of all layers, V vocabulary, C channels
+# R prompts
 
 GATES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.01, -1.0)  # Stage B's tau_m2t
 SAMPLED = (1.0, 0.9, 0.5, 0.2, 0.05, 0.005, -1.0)  # tau_m2t with a temperature
 KEEP = (0.0, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 CAREFUL = 0.5  # dials of a head that is off, from here to 1
-ABOVE = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)  # tau_m2t of a head that looks at some masks alone
-KEEP_OF_THOSE = (0.0, 0.3, 0.5, 0.7, 0.9)
 
 
 # --- what a system is decoded by
@@ -103,7 +99,7 @@ def rule_settings(model: Model, start: Decoding) -> Iterator[Setting]:
 
 
 def head_settings(model: Model, start: Decoding) -> Iterator[Setting]:
-    """On, at all masks and at some; and off, as its user may have it."""
+    """On, and off as its user may have it."""
     on = replace(start, n_rounds=1, tau_m2t=-1.0)
     for keep in KEEP:
         yield Setting(f"tau_keep {keep:g}", replace(on, tau_keep=keep))
@@ -113,15 +109,23 @@ def head_settings(model: Model, start: Decoding) -> Iterator[Setting]:
                 yield Setting(f"off, tau_m2t {tau:g}", replace(start, tau_m2t=tau))
         return
 
-    rule = "longest_prefix"
-    if model.cfg.order == "surest":
-        rule = "threshold"
-        for tau in ABOVE:
-            for keep in KEEP_OF_THOSE:
-                yield Setting(f"tau_m2t {tau:g}, tau_keep {keep:g}", replace(on, tau_m2t=tau, tau_keep=keep))
+    rule = "threshold" if model.cfg.order == "surest" else "longest_prefix"
     for dial in opponents.DIALS[rule]:
         if dial >= CAREFUL:
             yield Setting(f"off, {rule} {dial:g}", replace(start, select=opponents.rule(rule, dial)))
+
+
+# --- what it costs
+def price(model: Model, d: Decoding, outputs: list[Output]) -> dict:
+    """What these outputs cost together: `all` in full forwards, of which a commit is one and a partial one
+    model.partial_cost of one; and the counts of forwards, for a list of prices."""
+    counts = {kind: sum(o.nfe[kind] for o in outputs) for kind in ("full", "partial", "commit", "looks")}
+
+    # left to right, the pass that reads a position's mask reads the token before it, too
+    if model.cfg.block_length == 1:
+        counts["commit"] = 0
+    cost = {"all": in_full(counts, model.partial_cost)}
+    return {"n_layer": model.cfg.n_layer, "counts": counts, "second": second_look(model, d), "cost": cost}
 
 
 def second_look(model: Model, d: Decoding) -> str:
@@ -131,82 +135,6 @@ def second_look(model: Model, d: Decoding) -> str:
     if d.n_rounds == 0:
         return ""
     return "stage_b" if model.second_look is None else "head"
-
-
-# --- what it costs
-def price(model: Model, d: Decoding, outputs: list[Output], n_blocks: int) -> dict:
-    """Costs of these outputs, which have so many blocks, together.
-
-    all       in full forwards: a commit is one, a partial one model.partial_cost of one
-    mult      multiplications by weights, see below
-    serial    passes one after the other, a small one like a full one. A block's last pass, or its
-              commit, carries the next block's first beside it (cache.py): a pass less at each border
-    counts    of forwards, for a list of prices
-    """
-    counts = {kind: sum(o.nfe[kind] for o in outputs) for kind in ("full", "partial", "commit", "looks")}
-    borders = n_blocks - len(outputs)
-    serial = counts["full"] + counts["commit"] + counts["looks"] - borders
-
-    # left to right, the pass that reads a position's mask reads the token before it, too
-    if model.cfg.block_length == 1:
-        counts["commit"] = 0
-    second = second_look(model, d)
-    return {
-        "n_layer": model.cfg.n_layer, "mult/full": full_forward(model), "counts": counts, "second": second,
-        "cost": {
-            "all": in_full(counts, model.partial_cost), "mult": multiplications(model, counts, second),
-            "serial": serial,
-        },
-    }  # fmt: skip
-
-
-def multiplications(model: Model, counts: dict[str, float], second: str) -> float:
-    """Products by weights, LoRA merged, of a routed expert those that are active; V C is the LM head's.
-
-    full forward      B (N + V C)
-    commit forward    B N                                        it writes nothing
-    Stage B           B (the last n layers' + V C)               in each round
-    a head            B attention + (the rest + V C) at each position that it looks at, its own weights
-    S2D2's reading    B (2 N + V C)                              drafts, and masks beside them
-    left to right     2 N + V C                                  a pass reads two positions
-    """
-    B = model.cfg.block_length
-    n_active = model.cfg.n_active
-    layers = weights(model.layers, n_active)
-    vocabulary = model.lm_head.weight.numel()
-    if B == 1:
-        return counts["full"] * (2 * layers + vocabulary)
-
-    total = counts["full"] * full_forward(model) + counts["commit"] * B * layers
-    if second == "s2d2":
-        total += counts["looks"] * B * (2 * layers + vocabulary)
-    if second == "stage_b":
-        last_n = weights(model.layers[-model.cfg.n_last :], n_active)
-        total += counts["partial"] * B * (last_n + vocabulary)
-    if second == "head":
-        attention = sum(weights(m) for name, m in model.second_look.named_modules() if name.endswith("attn"))
-        rest = weights(model.second_look) - attention
-        total += counts["looks"] * B * attention + counts["partial"] * B * (rest + vocabulary)
-    return total
-
-
-def full_forward(model: Model) -> int:
-    """The multiplications of one full forward of a block."""
-    layers = weights(model.layers, model.cfg.n_active)
-    return model.cfg.block_length * (layers + model.lm_head.weight.numel())
-
-
-def weights(module: nn.Module, n_active: int = 0) -> int:
-    """By how many weights a position is multiplied: matrices, and n_active of the stacked experts (E, out, in)."""
-    total = 0
-    for name, p in module.named_parameters():
-        if "lora_" in name:
-            continue
-        if p.dim() == 2:
-            total += p.numel()
-        if p.dim() == 3:
-            total += p[0].numel() * n_active
-    return total
 
 
 # --- what it is asked for
@@ -219,7 +147,6 @@ def numbered(prompts: list[list[int]]) -> list[int]:
 class Names:
     """Names to complete, held out and trained ones; equal beginnings are one cluster."""
 
-    unit = "name"
     start = evaluate.NAMES
 
     def __init__(self, tokenizer: Tokenizer, n: int):
@@ -230,13 +157,13 @@ class Names:
         beginning = iter(numbered(self.prompts))
         self.clusters = {group: [next(beginning) for _ in drawn] for group, drawn in groups.items()}
 
-    def n_tokens(self, outputs: list[Output]) -> int:
-        return sum(len(o.tokens) for o in outputs)
+    def per(self, outputs: list[Output]) -> dict[str, int]:
+        """What a cost may be of, and how many of it there are."""
+        return {"token": sum(len(o.tokens) for o in outputs), "name": len(outputs)}
 
     def figures(self, outputs: list[Output], base: Model) -> dict:
-        """outputs: draw after draw. "found" has a digit (base 36) for each prompt: how many of its
-        completions exist; no base is asked.
-        """
+        """outputs: draw after draw. "found" has a digit (base 36) for each prompt: how many of its completions exist;
+        no base is asked."""
         R = len(self.prompts)
         draws = len(outputs) // R
         written = [self.tokenizer.decode(o.prompt + o.tokens) for o in outputs]
@@ -260,23 +187,18 @@ def entropy(texts: list[str]) -> float:
 
 
 # --- records
-def complete(model: Model, prompts: list[list[int]], d: Decoding, draws: range) -> tuple[list[Output], int]:
-    """-> outputs, len(draws) * R, draw after draw, and how many blocks they have. Greedy completions
-    of equal prompts are equal, and are decoded once.
-    """
+def complete(model: Model, prompts: list[list[int]], d: Decoding, draws: range) -> list[Output]:
+    """len(draws) * R, draw after draw. Greedy completions of equal prompts are equal, and are decoded once."""
     at = list(range(len(prompts)))  # which row of the decode is whose
     if d.temperature == 0:
         at = numbered(prompts)
     rows = dict(zip(at, prompts, strict=True))
 
     outputs = []
-    n_blocks = 0
     for seed in draws:
-        blocks: Counter[int] = Counter()
-        decoded = generate(model, list(rows.values()), d, seed, on_block=lambda row, _, of=blocks: of.update([row]))
+        decoded = generate(model, list(rows.values()), d, seed)
         outputs += [decoded[i] for i in at]
-        n_blocks += sum(blocks[i] for i in at)
-    return outputs, n_blocks
+    return outputs
 
 
 def measure(model: Model, task: Names | Spans, base: Model, args: Namespace) -> Iterator[tuple[Setting, dict]]:
@@ -289,11 +211,9 @@ def measure(model: Model, task: Names | Spans, base: Model, args: Namespace) -> 
     for s in tqdm(every, leave=False, disable=None):
         d = s.decoding
         draws = range(args.seed, args.seed + (args.draws if d.temperature > 0 else 1))
-        outputs, n_blocks = complete(model, task.prompts, d, draws)
-        record = {"setting": s.label, "temperature": d.temperature, "top_p": d.top_p}
-        record |= price(model, d, outputs, n_blocks)
-        record["per"] = {"token": task.n_tokens(outputs), task.unit: len(outputs)}
-        yield s, record | task.figures(outputs, base)
+        outputs = complete(model, task.prompts, d, draws)
+        record = {"setting": s.label, "temperature": d.temperature, "top_p": d.top_p, "per": task.per(outputs)}
+        yield s, record | price(model, d, outputs) | task.figures(outputs, base)
 
 
 def ask(folder: str, model: Model, args: Namespace) -> Names | Spans:

@@ -22,11 +22,11 @@ def drawn(found, cluster):
     return seeds.shares(sums_of([found], cluster), seeds.draw(cluster))[:, 0]
 
 
-def best(found, cluster, budget=1.0, costs=None):
+def best(found, cluster, budget=1.0, costs=None, choice=seeds.one_setting):
     """The share within a budget, of the sample. A setting costs 1, by any seed, unless `costs` has it."""
     sums = sums_of(found, cluster)
     costs = np.outer(costs or [1.0] * len(found), [1.0] * sums.shape[1])  # (P, S)
-    return seeds.within_budgets(sums, {"all": costs}, [budget], seeds.draw(cluster))["all"][0, 0]
+    return seeds.within_budgets(sums, {"all": costs}, [budget], seeds.draw(cluster), choice)["all"][0, 0]
 
 
 # --- intervals
@@ -36,34 +36,22 @@ def test_an_interval_leaves_out_an_end_of_each_forty():
     assert interval(np.full(3, np.nan)) == "-"
 
 
-def test_rows_of_a_cluster_are_drawn_together():
-    drawn = seeds.resamples(range(5))
+def test_a_resample_has_as_many_as_the_sample():
+    drawn = seeds.resamples(5, 0)
     assert drawn.shape == (1001, 5) and (drawn[0] == 1).all() and (drawn.sum(-1) == 5).all()
-    assert np.array_equal(seeds.resamples([0, 1, 0]), seeds.resamples([0, 1])[:, [0, 1, 0]])
+    assert np.mean(drawn[1:, 0] == 0) == approx(0.8**5, abs=0.05)
 
 
-def test_two_beginnings_are_drawn_twice_once_or_never():
-    """Shares of a resample: 1, 1/2 and 0, with probability 1/4, 1/2, 1/4; of 3 and 1 prompts 1, 3/4 and 0."""
+def test_beginnings_and_seeds_are_drawn_twice_once_or_never():
+    """Shares of a resample: 1, 1/2 and 0, with probability 1/4, 1/2, 1/4; of 3 and 1 prompts 1, 3/4 and 0. What one
+    seed completes the other does not: with 200 prompts the share is still 0, 1/2 or 1."""
     assert interval(drawn(["10"], [0, 1])) == "0.500 [0.000, 1.000]"
     x = drawn(["1110"], [0, 0, 0, 1])
     assert set(x[1:]) == {0.0, 0.75, 1.0} and x[0] == 0.75
     assert np.mean(x[1:] == 0.75) == approx(0.5, abs=0.05)  # three standard deviations of 1,000 draws
-
-
-def test_different_beginnings_have_the_binomial_interval():
-    """200 beginnings, 60 exist: a resample's number is binomial (200, 0.3), whose 2.5 and 97.5 % points are known."""
-    low, high = map(float, interval(drawn(["1" * 60 + "0" * 140], range(200)))[7:-1].split(", "))
-    cdf = np.cumsum([math.comb(200, k) * 0.3**k * 0.7 ** (200 - k) for k in range(201)])
-    assert 200 * low == approx(np.searchsorted(cdf, 0.025), abs=2)
-    assert 200 * high == approx(np.searchsorted(cdf, 0.975), abs=2)
-
-
-def test_seeds_are_drawn_as_beginnings_are():
-    """What one seed completes the other does not: with 200 prompts the share is still 0, 1/2 or 1."""
-    x = drawn(["1" * 200, "0" * 200], range(200))
-    assert x[0] == 0.5 and set(x[1:]) == {0.0, 0.5, 1.0}
-    assert np.mean(x[1:] == 0.5) == approx(0.5, abs=0.05)
-    assert interval(x) == "0.500 [0.000, 1.000]"
+    of_seeds = drawn(["1" * 200, "0" * 200], range(200))
+    assert of_seeds[0] == 0.5 and set(of_seeds[1:]) == {0.0, 0.5, 1.0}
+    assert np.mean(of_seeds[1:] == 0.5) == approx(0.5, abs=0.05)
 
 
 def test_a_difference_is_paired_by_beginning_and_by_seed():
@@ -83,22 +71,10 @@ def test_what_is_best_on_one_half_is_judged_on_the_other():
     # one setting leaves nothing to choose
     assert best([["10"]], range(2)) == 0.5
 
-
-def test_a_budget_takes_what_it_can_pay():
-    settings = [["1111"], ["0100"]]
-    assert best(settings, range(4), 1.49, [1.5, 0.5]) == 0.25
-    assert best(settings, range(4), 1.5, [1.5, 0.5]) == 1
-    assert math.isnan(best(settings, range(4), 0.49, [1.5, 0.5]))
-
-
-def test_a_resample_pays_the_costs_of_its_own_seeds():
-    """0.4 by the first seed and 0.8 by the second: 0.6 is enough for both, and not for the second twice."""
-    sums = sums_of([["11", "11"]], range(2))
-    costs = {"all": np.array([[0.4, 0.8]])}
-    found = seeds.within_budgets(sums, costs, [0.6], seeds.draw(range(2)))["all"][0]
-    twice_the_second = seeds.times_of_seeds(2)[:, 1] == 2
-    assert found[0] == 1 and twice_the_second.any()
-    assert np.array_equal(np.isnan(found), twice_the_second) and (found[~twice_the_second] == 1).all()
+    # halvings are even and differ
+    halves = seeds.draw(range(11)).halves
+    assert halves.shape == (20, 11) and set(halves.sum(1)) == {5}
+    assert len({tuple(half) for half in halves}) > 15
 
 
 def test_of_equals_the_cheapest():
@@ -111,7 +87,6 @@ def test_of_equals_the_cheapest():
     # without the second setting, and then without any
     only, none = seeds.one_setting(cost, here, there, [0.55, 0.1])
     assert only.tolist() == [7, 1] and np.isnan(none).all()
-    assert best([["11"], ["00"]], range(2), costs=[0.5, 0.6]) == 1
     # z completes beginning 0 as x does, and nothing else: the cheaper of the two is taken, judged on beginning 1
     assert best([["11"], ["10"]], range(2), costs=[0.5, 0.6]) == 1
     assert best([["11"], ["10"]], range(2), costs=[0.6, 0.5]) == 0.5
@@ -129,8 +104,7 @@ def test_the_sums_are_those_of_a_plain_loop():
     sums = seeds.by_beginning(values, cluster)
     found = seeds.within_budgets(sums, {"all": costs}, budgets, draws)["all"]
 
-    share = seeds.shares(seeds.by_beginning(values, cluster), draws)
-
+    share = seeds.shares(sums, draws)
     of_seeds = seeds.times_of_seeds(S)
     for w in (0, 1, 17, 1000):
         # how often each completion of this resample counts
@@ -148,12 +122,6 @@ def test_the_sums_are_those_of_a_plain_loop():
                     scores = [(values[p] * weight * chooses).sum() for p in pay]
                     total += (values[pay[int(np.argmax(scores))]] * weight * ~chooses).sum()
             assert row[w] == approx(total / weight.sum() / len(draws.halves))
-
-
-def test_halvings_are_even_and_differ():
-    halves = seeds.draw(range(11)).halves
-    assert halves.shape == (20, 11) and set(halves.sum(1)) == {5}
-    assert len({tuple(half) for half in halves}) > 15
 
 
 # --- mixtures
@@ -175,12 +143,7 @@ def test_the_hull_by_hand():
 def test_a_mixture_is_chosen_on_one_half_and_judged_on_the_other():
     """Of two beginnings each half has one. x completes neither, for 1; y the first, for 3: one half mixes them and gets
     nothing of the other; the other half stays with x, which has nothing either. z completes both, for 3."""
-
-    def share(found, budget):
-        sums = sums_of(found, range(2))
-        costs = {"all": np.array([[1.0], [3.0]])}
-        return seeds.within_budgets(sums, costs, [budget], seeds.draw(range(2)), seeds.mixture)["all"][0, 0]
-
+    share = lambda found, budget: best(found, range(2), budget, [1.0, 3.0], seeds.mixture)  # noqa: E731
     assert share([["00"], ["10"]], 2.0) == 0
     assert share([["00"], ["11"]], 2.0) == approx(0.5) and share([["00"], ["11"]], 2.5) == approx(0.75)
     assert share([["00"], ["11"]], 9.0) == approx(1) and math.isnan(share([["00"], ["11"]], 0.9))

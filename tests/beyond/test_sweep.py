@@ -10,15 +10,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from common import EOS, MASK, ROOT, approx, caller, random_ids, tiny_model
+from common import MASK, ROOT, approx, caller, random_ids, tiny_model
 
 import evaluate
 from beyond import head, opponents, spans, sweep
 from beyond.spans import Spans, chain_score, cut, pieces, quality, stage_a_log_probs
-from beyond.sweep import complete, full_forward, multiplications, price, settings, weights
+from beyond.sweep import complete, price, settings
 from cache import Cached
-from checkpoint import load_model, load_tokenizer, new_model, save_model
-from lib.config import Config
+from checkpoint import load_model, load_tokenizer, save_model
 from lib.data import is_validation
 from lib.output import Output
 from lib.tokenizer import byte_tokenizer
@@ -60,37 +59,25 @@ def test_stage_a_has_every_rule_at_every_dial():
     for s in settings(without_stage_b(), START):
         assert s.decoding.tau_t2t == {"t2m": 1.0}.get(s.label.split()[0]) and s.decoding.n_rounds == 0
 
-
-def test_blocks_of_16_have_more_dials():
-    """A rule may write 16 tokens in a step, and be less sure of them."""
+    # blocks of 16 have more dials: the boldest of each rule writes 16 masks at once, of which none is sure
     more = [f"{rule} {dial:g}" for rule, dials in opponents.MORE_DIALS.items() for dial in dials]
-    every = labels(without_stage_b(block_length=16))
-    assert sorted(every) == sorted(labels(without_stage_b()) + more) and len(set(every)) == 99 + 16
-
-    # the boldest dial of each rule writes 16 masks at once, of which none is sure (but for the rounding of the last)
+    assert sorted(labels(without_stage_b(block_length=16))) == sorted(every + more)
     masked = torch.ones(1, 16, dtype=torch.bool)
-    for rule in opponents.RULES:
-        boldest = {"entropy_bound": 99.0, "factor": 17.0, "fixed": 16, "margin": -1.0}.get(rule, 0.0)
-        assert f"{rule} {boldest:g}" in every
-        assert opponents.rule(rule, boldest)(torch.full((1, 16, 272), 1 / 272), masked).all()
+    for rule, dials in opponents.DIALS.items():
+        boldest = min if rule in ("threshold", "margin", "product", "longest_prefix") else max
+        dial = boldest(dials + opponents.MORE_DIALS.get(rule, ()))
+        assert opponents.rule(rule, dial)(torch.full((1, 16, 272), 1 / 272), masked).all()
 
 
 @pytest.mark.parametrize(("order", "rule"), [("surest", "threshold"), ("leftmost", "longest_prefix")])
 def test_a_head_is_on_at_every_tau_keep_or_off(order, rule):
     every = list(settings(headed(tiny_model(n_rounds=1, order=order)), START))
-    on, some, off = every[:13], every[13:-6], every[-6:]
+    on, off = every[:13], every[13:]
     assert [s.decoding.tau_keep for s in on] == [*sweep.KEEP]
     assert all(s.decoding.tau_m2t == -1 and s.decoding.n_rounds == 1 for s in on)
     dials = [opponents.DIALS[rule][0], 0.9, 0.8, 0.7, 0.6, 0.5]
     assert [s.label for s in off] == [f"off, {rule} {dial:g}" for dial in dials]
     assert all(s.decoding.n_rounds == 0 and s.decoding.select for s in off)
-
-    # where the surest are written first, it may look at those alone
-    dials = [(tau, keep) for tau in sweep.ABOVE for keep in sweep.KEEP_OF_THOSE]
-    if order == "leftmost":
-        dials = []
-    assert [(s.decoding.tau_m2t, s.decoding.tau_keep) for s in some] == dials
-    assert [s.label for s in some] == [f"tau_m2t {tau:g}, tau_keep {keep:g}" for tau, keep in dials]
 
 
 def test_the_papers_stage_b_is_on_and_off_at_the_same_gates():
@@ -111,119 +98,38 @@ def test_with_a_temperature_gates_take_the_place_of_rules():
     assert labels(tiny_model(block_length=1), drawn) == ["left to right"]
 
 
-# --- what it costs
-def costly(**changes):
-    """Two layers of 8 channels, 2 heads and 1 key/value head of 4; a vocabulary of 10; blocks of 4:
-
-    attention       qkv 8 x (2 + 1 + 1) 4 = 128, proj 8 x 8 = 64              192
-    dense layer     attention, SwiGLU of 3: 8 x 6 + 3 x 8 = 72                264
-    expert layer    attention, router 4 x 8 = 32, 2 of 4 experts of 5, each
-                    8 x 10 + 5 x 8 = 120, and the shared one                  584
-    N, VC                                                                     848, 80
-    """
-    sizes = dict(n_layer=2, n_head=2, n_kv_head=1, n_embd=8, head_dim=4, vocab_size=10, d_dense=3, d_expert=5)
-    experts = dict(n_expert=4, n_active=2, n_group=2, topk_group=1, n_shared=1, rotary_dim=4)
-    return new_model(Config(**sizes | experts | dict(block_length=4, n_last=1) | changes), generator("costs"))
-
-
-FORWARDS = {"full": 3, "partial": 0.75, "commit": 2, "looks": 1}
-
-
-def test_multiplications():
-    """Commit forwards have no LM head. Stage B: the last layer and the LM head at 3 of 4 positions. A head
-    (attention 192, its map 64, a SwiGLU of 6: 8 x 12 + 6 x 8 = 144) reads 4 and looks at 3. S2D2 reads 4 drafts, and
-    4 masks that alone have the LM head.
-    """
-    model = costly()
-    assert full_forward(model) == 4 * (848 + 80) == full_forward(costly(tied=True))
-    assert full_forward(costly(n_active=1)) == 4 * (848 - 120 + 80)
-    plain = 3 * 3712 + 2 * 3392
-    assert multiplications(model, FORWARDS, "") == plain
-    assert multiplications(model, FORWARDS, "stage_b") == plain + 3 * (584 + 80)
-    assert multiplications(model, FORWARDS, "s2d2") == plain + 4 * 848 + 4 * (848 + 80)
-    assert multiplications(headed(model, 6), FORWARDS, "head") == plain + 4 * 192 + 3 * (64 + 144 + 80)
-
-    # left to right a pass reads two tokens and writes one; LoRA counts as merged
-    assert multiplications(costly(block_length=1), FORWARDS, "") == 3 * (2 * 848 + 80)
-    adapted = costly()
-    adapted.add_lora(2, 4.0, torch.Generator())
-    assert weights(adapted.layers, 2) == 848
-
-
-class Counting(Model):
-    """Counts its passes by all layers."""
-
-    passes = 0
-
-    def prefix(self, ids, ctx):
-        self.passes += 1
-        return super().prefix(ids, ctx)
-
-
-@pytest.mark.parametrize("edits", [None, 0.2])
-def test_serial_is_the_passes_that_the_cache_runs(edits):
-    """Of one row, with Stage B, whose rounds are counted apart, and with T2M: a commit is no pass of its
-    own, and a block that is left as it is was read beside the next one.
-    """
-    model = Counting(tiny_model(n_rounds=1).cfg)
-    model.load_state_dict(tiny_model(n_rounds=1).state_dict())
-    model.lm_head.weight.data[[MASK, EOS]] = 0
-    borders = 0
-    t2m = replace(START, select=opponents.rule("threshold", 0.1), look=opponents.t2m(), tau_t2t=1.0)
-    for d in (replace(START, tau_m2t=0.2, n_rounds=1, tau_t2t=edits), t2m):
-        for n in (3, 8, 13):
-            before = model.passes
-            outputs, n_blocks = complete(model, random_ids(1, n).tolist(), d, range(1))
-            prompt_is_read = int(n >= 8)
-            passes = model.passes - before - prompt_is_read
-            (nfe,) = (o.nfe for o in outputs)
-            assert price(model, d, outputs, n_blocks)["cost"]["serial"] == passes + nfe["looks"]
-            borders += n_blocks - 1
-    assert borders > 20
-
-
 def test_what_a_setting_is_charged():
-    """Two outputs of two blocks each, by the paper's Stage B, n = 1 of 2 layers; by S2D2; left to right."""
-    nfe = {"full": 3, "partial": 0.75, "commit": 1, "looks": 1}
+    """Two outputs, by the paper's Stage B, n = 2 of 4 layers; by a head, a block beside 4; by S2D2; left to right."""
     outputs = [Output([1]), Output([1])]
     for o in outputs:
-        o.nfe = nfe
-    r = price(costly(), replace(START, n_rounds=1), outputs, 4)
-    assert r["second"] == "stage_b" and r["n_layer"] == 2 and r["mult/full"] == 3712
+        o.nfe = {"full": 3, "partial": 0.75, "commit": 1, "looks": 1}
+    model = tiny_model()
+    r = price(model, replace(START, n_rounds=1), outputs)
+    assert r["second"] == "stage_b" and r["n_layer"] == 4 and r["cost"] == {"all": 6 + 2 + 1.5 / 2}
     assert r["counts"] == {"full": 6, "partial": 1.5, "commit": 2, "looks": 2}
-    assert r["cost"]["all"] == 6 + 2 + 1.5 / 2 and r["cost"]["serial"] == 6 + 2
-    assert price(costly(), replace(START, look=opponents.s2d2), outputs, 4)["second"] == "s2d2"
-    assert price(costly(), START, outputs, 4)["second"] == ""
-    one = price(costly(block_length=1), START, [Output([1])], 3)["counts"]
-    assert one["commit"] == 0
+    assert price(model, replace(START, look=opponents.s2d2), outputs)["second"] == "s2d2"
+    assert price(model, START, outputs)["second"] == ""
+    r = price(headed(model), replace(START, n_rounds=1), outputs)
+    assert r["second"] == "head" and r["cost"] == {"all": 6 + 2 + 1.5 / 4}
+    r = price(tiny_model(block_length=1), START, outputs)
+    assert r["counts"]["commit"] == 0 and r["cost"] == {"all": 6 + 1.5 / 2}
 
 
 # --- what is completed
 def test_equal_prompts_are_decoded_once_with_the_same_result():
-    """Tokens, forwards and blocks of every row: those of decoding all rows, and each alone."""
     model = headed(tiny_model(n_rounds=1))
     a, b, c = random_ids(3, 8).tolist()
     prompts, d = [a, b, a, c[:3], b, a], Decoding(gen_length=16, tau_m2t=0.3, tau_t2t=None)
     assert sweep.numbered(prompts) == [0, 1, 0, 2, 1, 0]
-    outputs, n_blocks = complete(model, prompts, d, range(1))
     every = generate(model, prompts, d)
-    assert [(o.tokens, o.nfe) for o in outputs] == [(o.tokens, o.nfe) for o in every]
-    assert n_blocks == sum(complete(model, [p], d, range(1))[1] for p in prompts)
-    assert len({o.nfe["full"] for o in outputs}) > 1  # or nothing would tell rows apart
+    assert [(o.tokens, o.nfe) for o in complete(model, prompts, d, range(1))] == [(o.tokens, o.nfe) for o in every]
+    assert len({o.nfe["full"] for o in every}) > 1  # or nothing would tell rows apart
 
-
-def test_with_a_temperature_every_draw_of_every_prompt_is_another():
-    model, (a, b) = tiny_model(n_rounds=1), random_ids(2, 8).tolist()
-    d = Decoding(gen_length=8, tau_m2t=0.3, tau_t2t=None, temperature=2.0)
-    outputs, _ = complete(model, [a, b, a], d, range(5, 8))
-    assert len({tuple(o.tokens) for o in outputs}) == 9
-    alone = [generate(model, [a, b, a], d, seed) for seed in (5, 6, 7)]
-    assert [o.tokens for o in outputs] == [o.tokens for drawn in alone for o in drawn]
-
-
-def test_entropy():
-    assert sweep.entropy(["a", "a", "b", "c"]) == approx(1.5 * math.log(2))  # 1/2, 1/4, 1/4
-    assert sweep.entropy(["a"] * 7) == 0 and sweep.entropy(list("abcdefgh")) == approx(math.log(8))
+    # with a temperature every draw of every prompt is another
+    d = replace(d, gen_length=8, temperature=2.0)
+    outputs = complete(model, [a, b, a], d, range(5, 8))
+    alone = [o.tokens for seed in (5, 6, 7) for o in generate(model, [a, b, a], d, seed)]
+    assert [o.tokens for o in outputs] == alone and len(set(map(tuple, alone))) == 9
 
 
 def test_what_names_are_worth_by_hand(monkeypatch):
@@ -238,9 +144,10 @@ def test_what_names_are_worth_by_hand(monkeypatch):
     assert task.clusters == {"held out": [0], "trained": [0]}
     outputs = [Output(prompt, [ord(x), 0]) for x in "ABA?"]
     r = task.figures(outputs, base=None)
-    assert r["found"] == "21" and r["draws"] == 2 and task.n_tokens(outputs) == 8
+    assert r["found"] == "21" and r["draws"] == 2 and task.per(outputs) == {"token": 8, "name": 4}
     assert (r["exist"], r["distinct"], r["repeated"], r["itself"]) == (3 / 4, 2 / 4, 2 / 4, 0)
     assert r["entropy"] == approx(math.log(2) / 2)  # of A and A, and of B and ?
+    assert sweep.entropy(["a", "a", "b", "c"]) == approx(1.5 * math.log(2))  # 1/2, 1/4, 1/4
 
 
 # --- spans of text
@@ -313,8 +220,6 @@ def few(monkeypatch):
     monkeypatch.setattr(opponents, "T2M_DIALS", (0.3,))
     monkeypatch.setattr(sweep, "KEEP", (0.0, 1.0))
     monkeypatch.setattr(sweep, "SAMPLED", (1.0, -1.0))
-    monkeypatch.setattr(sweep, "ABOVE", (0.0,))
-    monkeypatch.setattr(sweep, "KEEP_OF_THOSE", (0.0,))
     monkeypatch.setattr(sweep, "GATES", (1.0, 0.3))
 
 
@@ -336,7 +241,6 @@ def test_the_records_of_the_shipped_model(few, tmp_path, monkeypatch, capsys):
         assert r["draws"] == (3 if drawn else 1) and len(r["found"]) == 8 and ("entropy" in r) == drawn
         assert r["per"]["name"] == 8 * r["draws"] and r["n_layer"] == 8
         assert sum(map(int, r["found"])) == round(r["exist"] * 8 * r["draws"])
-        assert r["cost"]["serial"] <= r["counts"]["full"] + r["counts"]["looks"] <= r["cost"]["serial"] * 2
 
     model, tokenizer = load_model(NAMES / "head", "cpu", torch.float32), load_tokenizer(NAMES, "bpe")
     prompts = evaluate.draw_names(4, "held out", tokenizer) | evaluate.draw_names(4, "trained", tokenizer)
@@ -359,7 +263,7 @@ def test_a_left_to_right_model_is_charged_one_pass_a_token(tmp_path, monkeypatch
     caller(sweep, monkeypatch, capsys)("--system", "left to right", tmp_path, "--prompts", 3, "--out", path)
     _, r = [json.loads(line) for line in path.read_text().splitlines()]
     assert r["setting"] == "left to right"
-    assert r["counts"]["full"] == r["cost"]["all"] == r["cost"]["serial"] == r["per"]["token"]
+    assert r["counts"]["full"] == r["cost"]["all"] == r["per"]["token"]
 
 
 @pytest.fixture
@@ -393,7 +297,7 @@ def test_the_records_of_spans(few, text, monkeypatch, capsys):
 
     of = {(r["system"], r["ckpt"], r["setting"]): r for r in records}
     for (system, ckpt, setting), r in of.items():
-        assert r["counts"]["commit"] == 0 and r["per"]["span"] == 6 == len(r["score"])
+        assert r["counts"]["commit"] == 0 and len(r["score"]) == 6
         if system == "base":
             crossed = of["crossed", ckpt, setting]
             assert crossed["cost"] == r["cost"] and crossed["exact"] == r["exact"]
