@@ -43,9 +43,8 @@ from sample import Look, StageA, select_bundle, stage_b_look
 
 # --- what rules are made of
 def surest_first(sureness: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions from the surest mask to the least sure, (R, B) int64, visible ones last; and how
-    many masks each row has, (R, 1) int64. Of equals the leftmost comes first.
-    """
+    """Positions from the surest mask to the least sure, (R, B) int64, visible ones last; and how many masks each row
+    has, (R, 1) int64. Of equals the leftmost comes first."""
     order = sureness.masked_fill(~masked, float("-inf")).argsort(dim=-1, descending=True, stable=True)
     return order, masked.sum(-1, keepdim=True)
 
@@ -75,9 +74,8 @@ def margin(p: Tensor, masked: Tensor, dial: float) -> Tensor:
 
 
 def product(p: Tensor, masked: Tensor, dial: float) -> Tensor:
-    """The surest masks, as long as the product of their probabilities stays above the dial: that all
-    of them are right, if they were independent.
-    """
+    """The surest masks, as long as the product of their probabilities stays above the dial: that all of them are
+    right, if they were independent."""
     sure = p.amax(-1)
     order, masks = surest_first(sure, masked)
     together = sure.gather(1, order).cumprod(-1)
@@ -85,10 +83,8 @@ def product(p: Tensor, masked: Tensor, dial: float) -> Tensor:
 
 
 def entropy_bound(p: Tensor, masked: Tensor, dial: float) -> Tensor:
-    """The masks of lowest entropy H, as long as sum H - max H <= dial. This bounds the total
-    correlation of what is written together (EB-Sampler, arXiv 2505.24857; the default decoder of
-    DiffusionGemma, with 0.1).
-    """
+    """The masks of lowest entropy H, as long as sum H - max H <= dial. This bounds the total correlation of what is
+    written together (EB-Sampler, arXiv 2505.24857; the default decoder of DiffusionGemma, with 0.1)."""
     h = torch.special.entr(p).sum(-1)
     order, masks = surest_first(-h, masked)
     h = h.gather(1, order)  # rising, so the last one is the largest
@@ -96,9 +92,8 @@ def entropy_bound(p: Tensor, masked: Tensor, dial: float) -> Tensor:
 
 
 def factor(p: Tensor, masked: Tensor, dial: float) -> Tensor:
-    """The n surest masks, as long as (n + 1) (1 - c_n) < dial, where c_n is the least probability
-    among them (Fast-dLLM's factor, arXiv 2505.22618).
-    """
+    """The n surest masks, as long as (n + 1) (1 - c_n) < dial, where c_n is the least probability among them
+    (Fast-dLLM's factor, arXiv 2505.22618)."""
     sure = p.amax(-1)
     order, masks = surest_first(sure, masked)
     n = torch.arange(1, sure.shape[1] + 1, device=sure.device)
@@ -112,9 +107,8 @@ def fixed(p: Tensor, masked: Tensor, dial: int) -> Tensor:
 
 
 def longest_prefix(p: Tensor, masked: Tensor, dial: float) -> Tensor:
-    """The leftmost masks, as long as the product of their probabilities stays above the dial (SDLM's
-    longest prefix decoding, arXiv 2509.24007). At 1 this is left to right, one token a step.
-    """
+    """The leftmost masks, as long as the product of their probabilities stays above the dial (SDLM's longest prefix
+    decoding, arXiv 2509.24007). At 1 this is left to right, one token a step."""
     return select_bundle(p.amax(-1), masked, dial, 1, "leftmost")
 
 
@@ -163,11 +157,11 @@ def refusing(engine: Cached, a: StageA, bundle: Tensor) -> Look:
 
 
 def t2m(doubt: float = 0.1, most: int = 3) -> Callable[[Cached, StageA, Tensor], Look]:
-    """T2M (Yao, arXiv 2604.18738, by the author of CoCommit and on this backbone): the same pass that
-    picks the bundle says how probable the written tokens are, and `doubted` are masks again.
+    """T2M (Yao, arXiv 2604.18738, by the author of CoCommit and on this backbone): the same pass that picks the bundle
+    says how probable the written tokens are, and `doubted` are masks again.
 
-    It needs a Decoding with edits (tau_t2t 1, a gate that nothing passes): without them a block ends
-    with its last mask, before the tokens that were written last are judged.
+    It needs a Decoding with edits (tau_t2t 1, a gate that nothing passes): without them a block ends with its last
+    mask, before the tokens that were written last are judged.
     """
     # of each decode, and there of each row's current block: how often each token was taken back
     of_decode: WeakKeyDictionary[Cached, dict[tuple[int, int], Tensor]] = WeakKeyDictionary()
@@ -191,9 +185,8 @@ def t2m(doubt: float = 0.1, most: int = 3) -> Callable[[Cached, StageA, Tensor],
 
 
 def doubted(p: Tensor, z: Tensor, written: Tensor, times: Tensor, doubt: float, most: int) -> Tensor:
-    """The tokens to which the model, reading them, gives less than `doubt`, at most `most` times a
-    position; of a row's written tokens at most a quarter a step, the least probable first, and at
-    least one.
+    """The tokens to which the model, reading them, gives less than `doubt`, at most `most` times a position; of a
+    row's written tokens at most a quarter a step, the least probable first, and at least one.
 
     p (R, B, V); z, times (R, B) int64: tokens, and how often each was taken back; written (R, B) bool.
     """
@@ -206,10 +199,9 @@ def doubted(p: Tensor, z: Tensor, written: Tensor, times: Tensor, doubt: float, 
 
 # --- a look that verifies
 def s2d2(engine: Cached, a: StageA, bundle: Tensor) -> Look:
-    """S2D2 (arXiv 2603.25702), greedy: all masks are drafted (tau_m2t -1), and the drafts read from
-    left to right, always (the paper also decides when that is worth it). A single mask is written as
-    it is drafted, without a second reading, which costs two blocks' forward.
-    """
+    """S2D2 (arXiv 2603.25702), greedy: all masks are drafted (tau_m2t -1), and the drafts read from left to right,
+    always (the paper also decides when that is worth it). A single mask is written as it is drafted, without a second
+    reading, which costs two blocks' forward."""
     several = bundle.sum(-1, keepdim=True) > 1
     draft = torch.where(bundle, a.token, a.z)
     token = draft
@@ -225,12 +217,11 @@ def s2d2(engine: Cached, a: StageA, bundle: Tensor) -> Look:
 
 
 def verified(causal: Tensor, draft: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
-    """Drafts are kept up to the first that a left-to-right reading would not have written; in its
-    place stands what it would have written.
+    """Drafts are kept up to the first that a left-to-right reading would not have written; in its place stands what it
+    would have written.
 
-    causal (R, B, V): logits of position i after the drafts before it; draft (R, B) int64: z with every
-    mask drafted -> tokens (R, B) int64, and which masks are filled (R, B) bool: the leftmost run of
-    masks alone is judged.
+    causal (R, B, V): logits of position i after the drafts before it; draft (R, B) int64: z with every mask drafted ->
+    tokens (R, B) int64, and which masks are filled (R, B) bool: the leftmost run of masks alone is judged.
     """
     own = causal.argmax(-1)
 
@@ -247,9 +238,8 @@ def verified(causal: Tensor, draft: Tensor, masked: Tensor) -> tuple[Tensor, Ten
 
 
 def read_beside(engine: Cached, z: Tensor) -> Tensor:
-    """B masks beside the blocks z (R, B), at the same positions, each of which sees what is before it
-    -> the masks' logits (R, B, V). The engine's keys are put back: the reading leaves no trace.
-    """
+    """B masks beside the blocks z (R, B), at the same positions, each of which sees what is before it -> the masks'
+    logits (R, B, V). The engine's keys are put back: the reading leaves no trace."""
     cache = engine.cache
     R, B = z.shape
     place = torch.arange(B, device=z.device).repeat(2)

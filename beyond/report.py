@@ -225,8 +225,8 @@ class Tables:
                 print_table([f"{against} minus, {title}", *map(str, limits)], rows)
 
     def show_leads(self, against: str) -> None:
-        """What `against` has more than each other system over many budgets, the mean and the least: a mean hangs little
-        on which system's next setting just misses a budget. "-" where a budget pays for nothing."""
+        """What `against` has more than each other system over many budgets, the mean and the least: a mean hangs
+        little on which system's next setting just misses a budget. "-" where a budget pays for nothing."""
         limits = AVERAGED[self.of]
         rows = defaultdict(list)
         for within in self.budgets(self.systems, limits).values():

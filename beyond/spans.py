@@ -52,9 +52,7 @@ def is_python(text: str) -> bool:
 
 
 def pieces(name: str, text: str) -> Iterator[tuple[str, bool]]:
-    """The functions of a Python file, each by itself; of any other text the whole. -> (text, whether
-    it is Python).
-    """
+    """The functions of a Python file, each by itself; of any other text the whole. -> (text, whether it is Python)."""
     if not name.endswith(".py"):
         yield text, False
         return
@@ -69,9 +67,8 @@ def pieces(name: str, text: str) -> Iterator[tuple[str, bool]]:
 
 
 def cut(documents: list[tuple[str, str]], tokenizer: Tokenizer, B: int, most: int, n: int) -> list[Span]:
-    """n spans of held-out documents, a function of their order and of B alone: at most one in a piece
-    of up to `most` tokens, a quarter to three quarters of a block long, in a block after the first.
-    """
+    """n spans of held-out documents, a function of their order and of B alone: at most one in a piece of up to `most`
+    tokens, a quarter to three quarters of a block long, in a block after the first."""
     rng = np.random.default_rng(0)
     spans = []
     for number, (name, text) in enumerate(documents):
@@ -160,9 +157,7 @@ def quality(spans: list[Span], written: Tensor, tokenizer: Tokenizer) -> dict[st
 
 # --- the base's chain
 def stage_a_log_probs(engine: Cached, mask_too: bool = False) -> LogProbs:
-    """Stage A of the current blocks; a mask is nothing to write, but a decoder may have left one
-    (mask_too).
-    """
+    """Stage A of the current blocks; a mask is nothing to write, but a decoder may have left one (mask_too)."""
 
     def log_p(z: Tensor) -> Tensor:
         logits = engine.model.head(engine.stage_a(z)[1])
@@ -174,9 +169,8 @@ def stage_a_log_probs(engine: Cached, mask_too: bool = False) -> LogProbs:
 
 
 def chain_score(log_p: LogProbs, z: Tensor, bundle: Tensor, tokens: Tensor) -> Tensor:
-    """The log-probability (R,) with which a one-at-a-time decode of the bundle (R, B), the surest
-    position first, writes these tokens (R, B).
-    """
+    """The log-probability (R,) with which a one-at-a-time decode of the bundle (R, B), the surest position first,
+    writes these tokens (R, B)."""
 
     def look(z: Tensor, left: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         at = log_p(z)  # (R, B, V)

@@ -90,8 +90,8 @@ def cross_entropy(p: Tensor, q: Tensor) -> Tensor:
 
 
 def others(c: Tensor, p: Tensor) -> Tensor:
-    """What each draw's conditionals c (D, n, V) are held against: the average of the other draws', in which Stage A's p
-    (n, V) counts as sqrt(D) / 2 draws more. It does not know the draw, and gives nothing 0 that p does not."""
+    """What each draw's conditionals c (D, n, V) are held against: the average of the other draws', in which Stage A's
+    p (n, V) counts as sqrt(D) / 2 draws more. It does not know the draw, and gives nothing 0 that p does not."""
     D = len(c)
 
     # more of p brings the upper bound down where Stage A is right, and up where it is wrong; beside D this fades
