@@ -13,7 +13,7 @@ and rows that are split over other micro-batches draw the same.
     python train.py --init_from weights/llada2.1-mini --n_last 3 --data fineweb_edu/*.parquet --out_dir out/cocommit
 
 To change   what Stage B is asked to write   hand   `main` a Recipe(step=partial(cocommit_step, target=f))
-            how the bundle is drawn                 cocommit_step another `bundle`; beyond/chain.py has both
+            how the bundle is drawn                 cocommit_step another `bundle`
             the loss                         edit   three_term_loss in corrupt.py
             flags and defaults                      lib/settings.py
 """

@@ -7,8 +7,7 @@ It is written in the base's own order (Config.order), without gradient, all bloc
 The training step is the paper's, train.cocommit_step, with functions handed in:
 
     masks_as_decoded      what is shown, of a model that writes from the left: masks at the end of a block
-    bundle_as_decoded     the bundle: in a share of the blocks the first masks of the model's order
-    chain_target          what Stage B is asked to write there
+    chain_target          what Stage B is asked to write in the bundle
 
     python -m beyond.chain --data modes --init_from out/base --n_last 2 --beam 4 --corruption mask --out_dir out/chain
     python -m beyond.chain --target clean ...      # the paper's target in the same scope, to compare with
@@ -25,7 +24,7 @@ from torch import Tensor
 
 import checkpoint
 import train
-from corrupt import M, draw_bundle, kinds
+from corrupt import M, kinds
 from lib.settings import build_parser, is_toy
 from lib.util import Parser, bounded, fail, first_masked, generator, uniform
 from model import Context, Model, block_causal_mask, rotary
@@ -44,27 +43,7 @@ AT_ONCE = 1024  # positions whose logits are made at once
 Look = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
 
 
-# --- what the training step is handed
-def bundle_as_decoded(model: Model, batch: Batch, z: Tensor, masked: Tensor, args: Namespace) -> Tensor:
-    """(R, T) bool: in a share of the blocks the first masks of the model's order, as decoding would have it; in the
-    others random ones, as the paper draws them."""
-    B = model.cfg.block_length
-    drawn = draw_bundle(masked, B, args.s_min, args.s_max, batch.draws)
-    if args.confident_share == 0:
-        return drawn
-
-    # as many, but those that come first: where the leftmost do, all are as sure
-    sure = torch.zeros(z.shape, device=z.device)
-    if model.cfg.order == "surest":
-        sure, _, _ = stage_a_look(model, batch)(z.view(-1, B), masked.view(-1, B), 1)
-    size = drawn.view(len(z), -1, B).sum(-1)
-    first = first_masked(-sure.view(z.shape), masked, size, B)
-
-    decoded = uniform(batch.draws, z.shape[1] // B) < args.confident_share
-    decoded = decoded.repeat_interleave(B, dim=1).to(z.device)
-    return torch.where(decoded, first, drawn)
-
-
+# --- what a training step is handed
 def chain_target(model: Model, batch: Batch, z: Tensor, bundle: Tensor, args: Namespace) -> Tensor:
     """What Stage B is asked to write: (R, T) int64, the chain in the bundle and the clean tokens elsewhere."""
     B = model.cfg.block_length
@@ -273,8 +252,7 @@ class CleanRows:
 # --- the command line
 def add_flags(parser: Parser) -> None:
     """Of all that is trained on chains."""
-    # confident_share: of the blocks, those whose bundle is the first masks of the order
-    parser.set_defaults(context="clean", confident_share=0.0)
+    parser.set_defaults(context="clean")
     add = parser.add_argument_group("chain (beyond the paper)").add_argument
     # fmt: off
     add("--target", choices=["chain", "clean"], default="chain", help="what is written into the bundle")
@@ -314,7 +292,7 @@ def choose(args: Namespace) -> Recipe:
     of_the_base = chain_target
     if args.read_in == "ones":
         of_the_base = partial(from_the_left, known={})
-    step = partial(cocommit_step, bundle=bundle_as_decoded, target=target_of(args, of_the_base))
+    step = partial(cocommit_step, target=target_of(args, of_the_base))
 
     # a model that writes from the left meets masks at the end of a block, and nothing else
     if checkpoint.read_config(Path(args.init_from)).order == "leftmost":

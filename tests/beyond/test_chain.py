@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 import sample
 from beyond import chain
-from beyond.chain import beam_chain, bundle_as_decoded, chain_target, leaders, masks_as_decoded, stage_a_look
-from corrupt import G, M, draw_bundle
+from beyond.chain import beam_chain, chain_target, leaders, masks_as_decoded, stage_a_look
+from corrupt import G, M
 from lib import toy
 from lib.settings import build_parser
 from lib.util import generator
@@ -117,20 +117,6 @@ def test_a_look_takes_the_lower_id_of_near_equals_and_says_how_sure_the_best_is(
     assert torch.equal(chain_target(model, a_batch(x), z, bundle, flags()), torch.where(bundle, 7, x))
 
 
-def test_all_blocks_advance_together():
-    blocks = torch.full((6, 4), 9)
-    bundle = torch.tensor([[1, 0, 0, 1]] * 3 + [[0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 1]]).bool()
-    asked = []
-
-    def look(z, where, k):
-        asked.append(int(where.sum()))
-        sure = torch.zeros(z.shape).masked_fill(~where, float("-inf"))
-        return sure, torch.zeros(*z.shape, k), torch.full((*z.shape, k), 3)
-
-    assert torch.equal(beam_chain(look, blocks, bundle, 1)[0], torch.where(bundle, 3, 9))
-    assert asked == [11, 6, 2, 1]  # one position a block and step: the largest bundle sets the number of forwards
-
-
 @pytest.mark.parametrize("beam", [1, 3])
 @pytest.mark.parametrize("order", ["surest", "leftmost"])
 def test_a_later_blocks_target_is_that_of_the_block_alone(beam, order):
@@ -151,51 +137,7 @@ def test_a_later_blocks_target_is_that_of_the_block_alone(beam, order):
         assert torch.equal(target[:, start:end], alone[:, start:])
 
 
-def test_without_a_bundle_there_is_nothing_to_write():
-    model, x = tiny_model(), random_ids(2, 16)
-    nothing = torch.zeros(2, 16, dtype=torch.bool)
-    assert torch.equal(chain_target(model, a_batch(x), x, nothing, flags()), x)
-    bundle = bundle_as_decoded(model, a_batch(x), x, nothing, flags(confident_share=1.0, s_max=4))
-    assert not bundle.any()
-
-
-# --- bundles and masks
-def confident(sure, masked, monkeypatch, order="surest", **values):
-    """The bundles of blocks of four whose masks are as sure as given, (R, T) log-probabilities."""
-    monkeypatch.setattr(chain, "stage_a_look", lambda model, batch: lambda z, where, k: (sure.view(z.shape), 0, 0))
-    x = random_ids(*sure.shape)
-    args = flags(**dict(confident_share=1.0, s_min=2, s_max=2) | values)
-    return bundle_as_decoded(tiny_model(block_length=4, order=order), a_batch(x, "b"), x, masked, args)
-
-
-def test_confident_bundles_are_the_first_masks_of_the_order(monkeypatch):
-    masked = torch.tensor([[1, 1, 1, 0, 1, 1, 0, 1]]).bool()
-    sure = torch.tensor([[-3.0, -1.0, -2.0, 0.0, -5.0, -0.1, 0.0, -0.2]])  # log-probabilities, 0 where not masked
-    assert confident(sure, masked, monkeypatch).int().tolist() == [[0, 1, 1, 0, 0, 1, 0, 1]]
-    assert confident(sure, masked, monkeypatch, "leftmost").int().tolist() == [[1, 1, 0, 0, 1, 1, 0, 0]]
-    rows = sure.repeat(600, 1), masked.repeat(600, 1)
-    shares = confident(*rows, monkeypatch, confident_share=0.5, s_min=1, s_max=1)[:, :3].float().mean(0)
-    # the surest: 1/2 + 1/2 * 1/3; each other 1/6
-    assert (shares - torch.tensor([1, 4, 1]) / 6).abs().max() < 4 * math.sqrt(2 / 9 / 600)
-
-
-def test_a_confident_bundle_has_s_positions_or_all_there_are(monkeypatch):
-    masked = random_ids(300, 8, 1, 2).bool()
-    sure = -8 * torch.rand(300, 8, generator=generator("sure")) * masked
-    bundle = confident(sure, masked, monkeypatch, s_min=3, s_max=3).view(-1, 4)
-    masked, sure = masked.view(-1, 4), sure.view(-1, 4)
-    assert torch.equal(bundle.sum(-1), masked.sum(-1).clamp(max=3)) and not (bundle & ~masked).any()
-    least, most = sure.masked_fill(~bundle, 0).amin(-1), sure.masked_fill(~masked | bundle, -math.inf).amax(-1)
-    assert (least >= most).all()  # no mask left out is surer than one taken
-
-
-def test_without_a_share_bundles_are_the_papers():
-    x = random_ids(3, 24)
-    masked = random_ids(3, 24, 1, 2) > 0
-    bundle = bundle_as_decoded(tiny_model(), a_batch(x, "p"), x, masked, flags(s_max=5))
-    assert torch.equal(bundle, draw_bundle(masked, 8, 1, 5, a_batch(x, "p").draws))
-
-
+# --- masks
 def test_half_of_the_blocks_have_their_masks_at_the_end():
     x = random_ids(400, 16)
     real = (torch.arange(16) < 14).expand(400, 16)
@@ -230,8 +172,7 @@ def test_adapters_in_stage_b_alone_learn_and_stage_a_stays(context):
     for name, p in model.named_parameters():
         if "lora_B" in name:
             p.data.normal_(0, 0.1, generator=generator(name))
-    step = chain.partial(cocommit_step, bundle=bundle_as_decoded, target=chain_target)
-    loss, terms = step(model, a_batch(random_ids(3, 24)), args)
+    loss, terms = cocommit_step(model, a_batch(random_ids(3, 24)), args, target=chain_target)
     assert torch.equal(terms["m2t_A"], before["m2t_A"]) and not torch.equal(terms["m2t_B"], before["m2t_B"])
     loss.backward()
     learned = {n for n, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
@@ -239,17 +180,21 @@ def test_adapters_in_stage_b_alone_learn_and_stage_a_stays(context):
     assert learned == lora | {"markers"}
 
 
-@pytest.mark.parametrize("lora, layers", [("stage_b", {2, 3}), ("all", {0, 1, 2, 3})])
-def test_chain_targets_train_resume_and_decode(lora, layers, tmp_path, monkeypatch, capsys):
-    run = [*TOY, "--init_from", a_base(tmp_path, monkeypatch, capsys), "--lora", lora, "--beam", 3, "--n_last", 2]
+def test_chain_targets_train_resume_and_decode(tmp_path, monkeypatch, capsys):
+    run = [*TOY, "--init_from", a_base(tmp_path, monkeypatch, capsys), "--beam", 3, "--n_last", 2]
     goes_on_bit_for_bit(chain, run, tmp_path, monkeypatch, capsys)
     adapter = load_file(tmp_path / "whole" / "adapter.safetensors")
-    assert {int(k.split(".")[1]) for k in adapter if "lora" in k} == layers
-    about = json.loads((tmp_path / "whole" / "adapter.json").read_text())
-    assert about.get("lora_in_stage_b_alone", False) == (lora == "stage_b")
+    assert {int(k.split(".")[1]) for k in adapter if "lora" in k} == {2, 3}
+    assert json.loads((tmp_path / "whole" / "adapter.json").read_text())["lora_in_stage_b_alone"]
     given = ["--ckpt", tmp_path / "whole", "--prompt_ids", "4,4", "--gen_length", 2, "--n_rounds", 1, "--json"]
     code, out, _ = command_line(sample, monkeypatch, capsys, *given)
     assert code == 0 and json.loads(out)["nfe"]["partial"] > 0
+
+    # --lora all is the paper's scope
+    run = [*run, "--lora", "all", "--max_iters", 1, "--out_dir", tmp_path / "all"]
+    assert command_line(chain, monkeypatch, capsys, *run)[0] == 0
+    adapter = load_file(tmp_path / "all" / "adapter.safetensors")
+    assert {int(k.split(".")[1]) for k in adapter if "lora" in k} == {0, 1, 2, 3}
 
 
 def test_mistakes_are_one_line_before_there_is_a_folder(tmp_path, monkeypatch, capsys):
