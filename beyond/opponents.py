@@ -1,7 +1,7 @@
 """Which masks does a step write? Rules that need no training, to compare a trained look with.
 
-Stage A gives every mask a distribution. A rule reads these distributions and picks the bundle, at
-least one mask, so that a block always ends. Each has a dial, which trades forwards for quality.
+Stage A gives every mask a distribution. A rule reads these distributions and picks the bundle, at least one mask, so
+that a block always ends. Each has a dial, which trades forwards for quality: Decoding(select=rule("product", 0.3))
 
     dial            its range          one token a step at    all at once at
     threshold       probability        1                      0
@@ -12,17 +12,12 @@ least one mask, so that a block always ends. Each has a dial, which trades forwa
     fixed           tokens a step      1                      the block's length
     longest_prefix  probability        1, left to right       0
 
-    Decoding(select=rule("product", 0.3))
-
-Two more look again at what was written or drafted, because a token that seemed right alone may
-be wrong beside the others. They stand where Stage B would:
+Two more look again at what was written or drafted. They stand where Stage B would:
 
     t2m     a written token that has become improbable is a mask again
             Decoding(select=rule("threshold", 0.7), look=t2m(), tau_t2t=1.0)
     s2d2    the same weights read the drafts from left to right, and keep those they agree with
             Decoding(tau_m2t=-1.0, look=s2d2)
-
-    python -m beyond.sweep --system base out/base --out out/base.jsonl      # all of them, at all dials
 """
 
 from collections.abc import Callable
@@ -41,27 +36,24 @@ from sample import Look, StageA, select_bundle, stage_b_look
 # R rows, B positions of a block, V vocabulary, S context tokens of the longest row
 
 
-# --- what rules are made of
-def surest_first(sureness: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions from the surest mask to the least sure, (R, B) int64, visible ones last; and how many masks each row
-    has, (R, 1) int64. Of equals the leftmost comes first."""
-    order = sureness.masked_fill(~masked, float("-inf")).argsort(dim=-1, descending=True, stable=True)
-    return order, masked.sum(-1, keepdim=True)
-
-
-def first_few(order: Tensor, count: Tensor, masks: Tensor) -> Tensor:
-    """The first `count` (R, 1) positions of an order, at least one, at most all masks: (R, B) bool."""
-    count = count.clamp(min=1).minimum(masks)
-    rank = torch.arange(order.shape[1], device=order.device)
-    return torch.zeros_like(order, dtype=torch.bool).scatter(1, order, rank < count)
-
-
-def leading(passes: Tensor) -> Tensor:
-    """How many entries pass before the first that does not: (R, B) bool -> (R, 1) int64."""
-    return passes.long().cumprod(-1).sum(-1, keepdim=True)
-
-
 # --- rules: probabilities (R, B, V), masked (R, B) bool and the dial -> the bundle (R, B) bool
+def surest(sureness: Tensor, masked: Tensor, passes: Callable[[Tensor], Tensor]) -> Tensor:
+    """The surest masks up to the first that does not pass, at least one, of equals the leftmost: (R, B) bool.
+
+    passes: sureness (R, B), in falling order -> bool.
+    """
+    order = sureness.masked_fill(~masked, float("-inf")).argsort(dim=-1, descending=True, stable=True)
+    passing = passes(sureness.gather(1, order))
+    count = passing.long().cumprod(-1).sum(-1, keepdim=True)
+    count = count.clamp(min=1).minimum(masked.sum(-1, keepdim=True))
+    return torch.zeros_like(masked).scatter(1, order, places(masked) < count)
+
+
+def places(z: Tensor) -> Tensor:
+    """0 .. B - 1 of (R, B)."""
+    return torch.arange(z.shape[1], device=z.device)
+
+
 def threshold(p: Tensor, masked: Tensor, dial: float) -> Tensor:
     """p1 > dial: the released decoder of LLaDA2, and Fast-dLLM's simpler rule (arXiv 2505.22618)."""
     return select_bundle(p.amax(-1), masked, dial, 1, "surest")
@@ -76,34 +68,26 @@ def margin(p: Tensor, masked: Tensor, dial: float) -> Tensor:
 def product(p: Tensor, masked: Tensor, dial: float) -> Tensor:
     """The surest masks, as long as the product of their probabilities stays above the dial: that all of them are
     right, if they were independent."""
-    sure = p.amax(-1)
-    order, masks = surest_first(sure, masked)
-    together = sure.gather(1, order).cumprod(-1)
-    return first_few(order, leading(together > dial), masks)
+    return surest(p.amax(-1), masked, lambda sure: sure.cumprod(-1) > dial)
 
 
 def entropy_bound(p: Tensor, masked: Tensor, dial: float) -> Tensor:
     """The masks of lowest entropy H, as long as sum H - max H <= dial. This bounds the total correlation of what is
     written together (EB-Sampler, arXiv 2505.24857; the default decoder of DiffusionGemma, with 0.1)."""
-    h = torch.special.entr(p).sum(-1)
-    order, masks = surest_first(-h, masked)
-    h = h.gather(1, order)  # rising, so the last one is the largest
-    return first_few(order, leading(h.cumsum(-1) - h <= dial), masks)
+    # rising, so the last one is the largest
+    return surest(-torch.special.entr(p).sum(-1), masked, lambda sure: sure - sure.cumsum(-1) <= dial)
 
 
 def factor(p: Tensor, masked: Tensor, dial: float) -> Tensor:
     """The n surest masks, as long as (n + 1) (1 - c_n) < dial, where c_n is the least probability among them
     (Fast-dLLM's factor, arXiv 2505.22618)."""
-    sure = p.amax(-1)
-    order, masks = surest_first(sure, masked)
-    n = torch.arange(1, sure.shape[1] + 1, device=sure.device)
-    return first_few(order, leading((n + 1) * (1 - sure.gather(1, order)) < dial), masks)
+    n = places(masked) + 1
+    return surest(p.amax(-1), masked, lambda sure: (n + 1) * (1 - sure) < dial)
 
 
 def fixed(p: Tensor, masked: Tensor, dial: int) -> Tensor:
     """The `dial` surest masks, whatever they are (LLaDA, arXiv 2502.09992)."""
-    order, masks = surest_first(p.amax(-1), masked)
-    return first_few(order, torch.full_like(masks, dial), masks)
+    return surest(p.amax(-1), masked, lambda sure: places(sure) < dial)
 
 
 def longest_prefix(p: Tensor, masked: Tensor, dial: float) -> Tensor:
@@ -192,9 +176,8 @@ def doubted(p: Tensor, z: Tensor, written: Tensor, times: Tensor, doubt: float, 
     """
     own = p.gather(-1, z[..., None])[..., 0]
     improbable = written & (own < doubt) & (times < most)
-    order, n = surest_first(-own, improbable)
-    quarter = (written.sum(-1, keepdim=True) // 4).clamp(min=1)
-    return first_few(order, quarter, n)
+    quarter = written.sum(-1, keepdim=True) // 4
+    return surest(-own, improbable, lambda _: places(z) < quarter)
 
 
 # --- a look that verifies

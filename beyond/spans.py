@@ -100,7 +100,7 @@ class Spans:
 
     def __init__(self, data: list[str], n: int, tokenizer: Tokenizer | None, cfg: Config):
         if tokenizer is None:
-            fail("a model that reads numbers has no text to fill (a toy's tables are exact: python -m beyond.toys)")
+            fail("a model that reads numbers has no text to fill (a toy's tables are exact: see evaluate.py)")
         most = min(256 if cfg.tokenizer == "bytes" else 2048, cfg.max_len)
         self.tokenizer = tokenizer
         self.B = cfg.block_length
@@ -123,12 +123,17 @@ class Spans:
 
     def figures(self, outputs: list[Output], base: Model) -> dict:
         """The measures of every span, nan where one does not apply; of one draw."""
-        written = torch.tensor([o.prompt[-self.B :] for o in outputs])
+        blocks = [o.prompt[-self.B :] for o in outputs]
         log_p = stage_a_log_probs(self.read_by(base), mask_too=True)
         z = self.z.to(base.wte.weight.device)
-        score = chain_score(log_p, z, z == self.mask_id, written.to(z.device)).cpu().numpy()
-        found = {"score": score / self.length} | quality(self.spans, written, self.tokenizer)
-        return {name: values.astype(float).round(5).tolist() for name, values in found.items()}
+        score = chain_score(log_p, z, z == self.mask_id, torch.tensor(blocks, device=z.device)).cpu().numpy()
+
+        pairs = list(zip(self.spans, blocks, strict=True))
+        return {
+            "score": (score / self.length).astype(float).round(5).tolist(),
+            "exact": [float(block == s.piece[s.start : s.start + self.B]) for s, block in pairs],
+            "parses": [parses(s, block, self.tokenizer) for s, block in pairs],
+        }
 
 
 def masked(s: Span, B: int, mask_id: int) -> list[int]:
@@ -140,19 +145,12 @@ def masked(s: Span, B: int, mask_id: int) -> list[int]:
 
 
 # --- what was written
-def quality(spans: list[Span], written: Tensor, tokenizer: Tokenizer) -> dict[str, np.ndarray]:
-    """What the written blocks (R, B) are worth, (R,) float64 each; nan where a figure does not apply."""
-    figures = dict(exact=[], parses=[])
-    for s, block in zip(spans, written.tolist(), strict=True):
-        end = s.start + len(block)
-        figures["exact"].append(block == s.piece[s.start : end])
-
-        # is the piece still Python, with the block in it?
-        parses = np.nan
-        if s.python:
-            parses = is_python(tokenizer.decode(s.piece[: s.start] + block + s.piece[end:]))
-        figures["parses"].append(parses)
-    return {name: np.asarray(values, dtype=float) for name, values in figures.items()}
+def parses(s: Span, block: list[int], tokenizer: Tokenizer) -> float:
+    """Is the piece still Python, with this block in it? 0 or 1, and nan of other text."""
+    if not s.python:
+        return np.nan
+    behind = s.piece[s.start + len(block) :]
+    return float(is_python(tokenizer.decode(s.piece[: s.start] + block + behind)))
 
 
 # --- the base's chain

@@ -1,4 +1,5 @@
-"""Training runs of the extensions in this process: one that is stopped and goes on, against one that is not."""
+"""Training runs of the extensions in this process: one that is stopped and goes on, against one that is not. Python
+text with spans to fill."""
 
 import json
 import signal
@@ -8,7 +9,9 @@ from common import command_line
 from safetensors.torch import load_file
 
 import train
+from lib.data import is_validation
 
+SOURCE = "class A:\n    def double(self, x):\n        return 2 * x\n\n\ndef f(a, b):\n    # add\n    return a + b\n"
 TOY = ["--data", "pairs", "--toy", "V=3", "m=4", "--batch_size", 4, "--device", "cpu"]
 
 
@@ -50,3 +53,11 @@ def goes_on_bit_for_bit(script, run, folder, monkeypatch, capsys) -> None:
     whole, parts = (load_file(folder / name / "state.safetensors") for name in ("whole", "parts"))
     assert whole.keys() == parts.keys() and all(torch.equal(whole[k], parts[k]) for k in whole)
     assert steps_of(folder / "whole") == steps_of(folder / "parts")
+
+
+def held_out_text(folder):
+    """A folder of held-out files, each with two functions."""
+    folder.mkdir()
+    for name in [n for n in (f"{i}.py" for i in range(200)) if is_validation(n)]:
+        (folder / name).write_text(SOURCE)
+    return folder

@@ -42,8 +42,8 @@ def test_a_mask_is_read_after_the_clean_blocks_before_its_own(block_length):
 
 def test_masks_are_ends_scattered_ends_and_random_ones():
     """Of 40,000 blocks of 8: all eight are masks in 30 % / 8 (the end begins at 0), in 30 % / 8 * 1/5 (a scattered end
-    from 0, and the mean of r^4 for a ratio sqrt r) and in 40 % / 9 (the mean of r^8). The share of masks is 30 % * 9/16
-    + 30 % * 9/16 * 2/3 + 40 % / 2."""
+    from 0, and the mean of r^4 for a ratio sqrt r) and in 40 % / 9 (the mean of r^8). The share of masks is 30 % *
+    9/16 + 30 % * 9/16 * 2/3 + 40 % / 2."""
     masked = draw_masks([generator("masks", i) for i in range(40)], 8000, 8).view(40000, 8)
     whole = 0.3 / 8 + 0.3 / 8 / 5 + 0.4 / 9
     assert abs(float(masked.all(-1).float().mean()) - whole) < 5 * (whole / 40000) ** 0.5

@@ -40,7 +40,6 @@ def at(bundle: torch.Tensor) -> list[int]:
     [
         # strictly above; the visible position, surest of all, is never chosen
         ("threshold", 0.55, [0, 1, 3]),
-        ("threshold", 0.85, [0]),
         ("threshold", 0.95, [0]),  # none passes: the surest
         ("threshold", 0.0, [0, 1, 2, 3]),
         # margins: .8, .2, .25, .7
@@ -52,26 +51,21 @@ def at(bundle: torch.Tensor) -> list[int]:
         ("product", 0.71, [0, 3]),
         ("product", 0.43, [0, 1, 3]),
         ("product", 0.2, [0, 1, 2, 3]),
-        ("product", 0.95, [0]),
         # entropies: 0 .325, 3 .639, 1 .673, 2 1.040; sum without the largest: 0, .325, .964, 1.637
         ("entropy_bound", -1.0, [0]),
-        ("entropy_bound", 0.0, [0]),
         ("entropy_bound", 0.33, [0, 3]),
         ("entropy_bound", 0.97, [0, 1, 3]),
         ("entropy_bound", math.inf, [0, 1, 2, 3]),
         # (n + 1) (1 - c_n): .2, .6, 1.6, 2.5
         ("factor", 0.1, [0]),
         ("factor", 0.61, [0, 3]),
-        ("factor", 1.59, [0, 3]),
         ("factor", 1.61, [0, 1, 3]),
         ("factor", 3.0, [0, 1, 2, 3]),
         # the surest so many, at most all
-        ("fixed", 1, [0]),
         ("fixed", 2, [0, 3]),
         ("fixed", 9, [0, 1, 2, 3]),
         # products, from the left: .9, .54, .27, .216
         ("longest_prefix", 1.0, [0]),
-        ("longest_prefix", 0.55, [0]),
         ("longest_prefix", 0.53, [0, 1]),
         ("longest_prefix", 0.22, [0, 1, 2]),
         ("longest_prefix", 0.0, [0, 1, 2, 3]),
@@ -91,21 +85,14 @@ def test_rows_are_chosen_apart_and_a_finished_row_is_left_alone(name):
 
 def test_a_prefix_ends_at_the_first_that_fails():
     # (n + 1) (1 - c_n) need not rise: 2 * .4 = .8, then 3 * .4 = 1.2, then 4 * .4 = 1.6; a later mask is no way round
-    assert opponents.leading(torch.tensor([[True, False, True]])).item() == 1
+    passes = lambda sure: torch.tensor([[True, False, True]])  # noqa: E731
+    assert at(opponents.surest(torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool), passes)) == [0]
     equal = torch.tensor([[[0.6, 0.4, 0, 0]] * 3])
     assert at(opponents.factor(equal, torch.ones(1, 3, dtype=torch.bool), 1.3)) == [0, 1]
 
 
-def test_the_longest_prefix_goes_past_what_is_visible():
-    masked = torch.tensor([[False, True, False, True, True]])
-    assert at(opponents.longest_prefix(P, masked, 0.61)) == [1]
-    assert at(opponents.longest_prefix(P, masked, 0.475)) == [1, 3]  # .6, .48, .4704
-
-
 def test_entropy_bound_bounds_what_is_lost():
-    """Two fair coins that always agree: TC = ln 2 is what writing both at once loses, and sum H - max H
-    is the same. With a smaller bound they are written one after the other.
-    """
+    """Two fair coins that always agree: TC = ln 2 is what writing both at once loses, and sum H - max H is the same."""
     coins = torch.full((1, 2, 2), 0.5)
     masked = torch.ones(1, 2, dtype=torch.bool)
     assert at(opponents.entropy_bound(coins, masked, math.log(2) + 1e-6)) == [0, 1]
@@ -154,9 +141,8 @@ def small(**changes):
 
 
 def test_t2m_takes_a_token_back_three_times_in_a_row_s_block():
-    """Token 1 at position 1 has .05 in every pass: it is taken back until it has been three times, in
-    every block of every row, and in every decode anew. A given one stays.
-    """
+    """Token 1 at position 1 has .05 in every pass: it is taken back until it has been three times, in every block of
+    every row, and in every decode anew. A given one stays."""
     M = 3
     p = torch.tensor([[[0.6, 0.4, 0, 0], [0.95, 0.05, 0, 0]]])
     z = torch.tensor([[M, 1]])
@@ -181,15 +167,12 @@ def test_t2m_takes_a_token_back_three_times_in_a_row_s_block():
 
 # --- S2D2
 def test_verified_keeps_drafts_up_to_the_first_that_differs():
-    """Read from left to right the model would write 0, 1, 2, 0, 0."""
+    """Read from left to right the model would write 0, 1, 2, 0, 0. The leftmost run of masks alone is judged."""
     tokens, filled = opponents.verified(P, torch.tensor([[0, 1, 0, 0, 3]]), MASKED)
     assert at(filled) == [0, 1, 2]  # 2 is the first that differs: it is written as the model would
     assert tokens.tolist() == [[0, 1, 2, 0, 3]]
     tokens, filled = opponents.verified(P, torch.tensor([[0, 1, 2, 0, 3]]), MASKED)
     assert at(filled) == [0, 1, 2, 3]  # all agree; position 4 is visible and stays
-
-
-def test_verified_judges_the_leftmost_run_alone():
     masked = torch.tensor([[False, True, False, True, True]])
     tokens, filled = opponents.verified(P, torch.tensor([[3, 1, 3, 1, 1]]), masked)
     assert at(filled) == [1]
@@ -233,10 +216,8 @@ def test_a_second_reading_is_that_of_the_whole_text():
 
 
 def test_s2d2_writes_what_blocks_of_one_would():
-    """A first block: every token but the block's last is the left-to-right model's, from the same
-    weights in blocks of one; in fewer passes than tokens somewhere. (The last mask has no draft beside
-    it, and is written unread.)
-    """
+    """A first block: every token but the block's last is the left-to-right model's, from the same weights in blocks of
+    one; in fewer passes than tokens somewhere. (The last mask has no draft beside it, and is written unread.)"""
     model = small(std=0.1)
     one = small(std=0.1, block_length=1)
     prompts = random_ids(12, 2).tolist()
@@ -299,9 +280,8 @@ def by_hand(model, prompt, name):
 @pytest.mark.parametrize("name", LOOKS)
 @torch.inference_mode()
 def test_a_decode_is_the_loop_without_a_cache(name):
-    """Rows of all lengths, decoded together, twice, and each by the loop for one: tokens, passes,
-    second readings, which cost two blocks each.
-    """
+    """Rows of all lengths, decoded together, twice, and each by the loop for one: tokens, passes, second readings,
+    which cost two blocks each."""
     model = small()
     prompts = [random_ids(1, n, n)[0].tolist() for n in (3, 8, 1, 17, 6)]
     outputs = generate(model, prompts, LOOKS[name])

@@ -126,9 +126,8 @@ def test_the_sums_are_those_of_a_plain_loop():
 
 # --- mixtures
 def test_the_hull_by_hand():
-    """Costs 1, 2, 3, 4 with shares 0, .2, .6, .5: setting 1 lies below the line from 0 to 2, and 3 gains nothing. Above
-    the line, at .4, setting 1 is a corner. In any order, and of the cheapest ones the best.
-    """
+    """Costs 1, 2, 3, 4 with shares 0, .2, .6, .5: setting 1 lies below the line from 0 to 2, and 3 gains nothing.
+    Above the line, at .4, setting 1 is a corner. In any order, and of the cheapest ones the best."""
     cost = np.array([[1.0, 2.0, 3.0, 4.0]] * 3 + [[3.0, 1.0, 1.0, 5.0]])
     share = np.array([[0.0, 0.2, 0.6, 0.5], [0.0, 0.4, 0.6, 0.7], [0.9, 0.4, 0.6, 0.7], [0.6, 0.1, 0.2, 0.6]])
     corners = np.array([at for at, _ in seeds.hull(cost, share)]).T
@@ -141,8 +140,8 @@ def test_the_hull_by_hand():
 
 
 def test_a_mixture_is_chosen_on_one_half_and_judged_on_the_other():
-    """Of two beginnings each half has one. x completes neither, for 1; y the first, for 3: one half mixes them and gets
-    nothing of the other; the other half stays with x, which has nothing either. z completes both, for 3."""
+    """Of two beginnings each half has one. x completes neither, for 1; y the first, for 3: one half mixes them and
+    gets nothing of the other; the other half stays with x, which has nothing either. z completes both, for 3."""
     share = lambda found, budget: best(found, range(2), budget, [1.0, 3.0], seeds.mixture)  # noqa: E731
     assert share([["00"], ["10"]], 2.0) == 0
     assert share([["00"], ["11"]], 2.0) == approx(0.5) and share([["00"], ["11"]], 2.5) == approx(0.75)

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 from common import MASK, ROOT, approx, caller, random_ids, tiny_model
+from runs import SOURCE, held_out_text
 
 import evaluate
 from beyond import head, opponents, spans, sweep
-from beyond.spans import Spans, chain_score, cut, pieces, quality, stage_a_log_probs
+from beyond.spans import Spans, chain_score, cut, pieces, stage_a_log_probs
 from beyond.sweep import complete, price, settings
 from cache import Cached
 from checkpoint import load_model, load_tokenizer, save_model
@@ -59,14 +60,9 @@ def test_stage_a_has_every_rule_at_every_dial():
     for s in settings(without_stage_b(), START):
         assert s.decoding.tau_t2t == {"t2m": 1.0}.get(s.label.split()[0]) and s.decoding.n_rounds == 0
 
-    # blocks of 16 have more dials: the boldest of each rule writes 16 masks at once, of which none is sure
+    # blocks of 16 have more dials
     more = [f"{rule} {dial:g}" for rule, dials in opponents.MORE_DIALS.items() for dial in dials]
     assert sorted(labels(without_stage_b(block_length=16))) == sorted(every + more)
-    masked = torch.ones(1, 16, dtype=torch.bool)
-    for rule, dials in opponents.DIALS.items():
-        boldest = min if rule in ("threshold", "margin", "product", "longest_prefix") else max
-        dial = boldest(dials + opponents.MORE_DIALS.get(rule, ()))
-        assert opponents.rule(rule, dial)(torch.full((1, 16, 272), 1 / 272), masked).all()
 
 
 @pytest.mark.parametrize(("order", "rule"), [("surest", "threshold"), ("leftmost", "longest_prefix")])
@@ -151,7 +147,6 @@ def test_what_names_are_worth_by_hand(monkeypatch):
 
 
 # --- spans of text
-SOURCE = "class A:\n    def double(self, x):\n        return 2 * x\n\n\ndef f(a, b):\n    # add\n    return a + b\n"
 
 
 def test_spans_lie_inside_a_later_block_of_held_out_functions():
@@ -176,10 +171,8 @@ def test_spans_lie_inside_a_later_block_of_held_out_functions():
 
 @torch.inference_mode()
 def test_the_score_is_that_of_writing_one_at_a_time():
-    """The greedy decode of 4 and 3 masks scores the product of the probabilities that it was written by;
-    of a single mask the score is the marginal. (No two positions are nearly as sure: their order is the
-    chain's own.)
-    """
+    """The greedy decode of 4 and 3 masks scores the product of the probabilities that it was written by; of a single
+    mask the score is the marginal. (No two positions are nearly as sure: their order is the chain's own.)"""
     model = without_stage_b(n_rounds=1)
     context = [1, 2, 3, 4, 5, 6, 7, 8]
     z = torch.tensor([[9, MASK, 3, 4, MASK, MASK, MASK, 8], [1, MASK, MASK, 4, 5, 6, MASK, 8]])
@@ -200,16 +193,6 @@ def test_the_score_is_that_of_writing_one_at_a_time():
     torch.testing.assert_close(chain_score(log_p, one, one == MASK, sevens), log_p(one)[:, 1, 7])
     left = stage_a_log_probs(engine, mask_too=True)  # a mask that a decoder has left there has a score too
     assert chain_score(left, one, one == MASK, one).isfinite().all()
-
-
-def test_what_was_written_is_judged_as_text():
-    tokenizer, piece = byte_tokenizer(), "def f(a):\n    return a + a\n"
-    ids = tokenizer.encode_document(piece).tolist()
-    python, prose = (spans.Span(0, ids, 8, slice(4, 7), kind) for kind in (True, False))
-    written = torch.tensor([list(s) for s in (b":\n    re", b":\n  ) re", b": f f f ")])
-    got = quality([python, python, prose], written, tokenizer)
-    assert got["exact"].tolist() == [1, 0, 0]
-    assert got["parses"].tolist()[:2] == [1, 0] and np.isnan(got["parses"][2])  # prose is not asked
 
 
 # --- records, from the command line
@@ -275,16 +258,25 @@ def text(tmp_path):
     base.lm_head.weight.data = base.lm_head.weight.data.roll(1, 0)
     save_model(base, tmp_path / "other")
     save_model(tiny_model(**ids), tmp_path / "stage_b")
-    (tmp_path / "text").mkdir()
-    for name in [n for n in (f"{i}.py" for i in range(200)) if is_validation(n)]:
-        (tmp_path / "text" / name).write_text(SOURCE)
+    held_out_text(tmp_path / "text")
     return tmp_path
 
 
+def test_what_was_written_is_judged_as_text(text):
+    base = load_model(text / "base", "cpu", torch.float32)
+    task = Spans([text / "text"], 6, byte_tokenizer(), base.cfg)
+    blocks = [s.piece[: s.start + 8] for s in task.spans]
+    r = task.figures([Output(ids) for ids in blocks], base)
+    assert r["exact"] == r["parses"] == [1] * 6 and max(r["score"]) < 0
+    r = task.figures([Output(ids[:-1] + [ord(")")]) for ids in blocks], base)
+    assert r["exact"] == r["parses"] == [0] * 6
+    prose = replace(task.spans[0], python=False)  # it is not asked
+    assert math.isnan(spans.parses(prose, blocks[0][-8:], byte_tokenizer()))
+
+
 def test_the_records_of_spans(few, text, monkeypatch, capsys):
-    """Spans are filled inside one block, and each seed is judged by its own base: a system that is both
-    bases the wrong way round has the same figures but for the score.
-    """
+    """Spans are filled inside one block, and each seed is judged by its own base: a system that is both bases the
+    wrong way round has the same figures but for the score."""
     call, path = caller(sweep, monkeypatch, capsys), text / "r.jsonl"
     base, other, stage_b = text / "base", text / "other", text / "stage_b"
     argv = ["--data", text / "text", "--prompts", 6, "--device", "cpu", "--out", path]

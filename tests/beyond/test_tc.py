@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 from common import MASK, approx, command_line, conditional, tiny_model
+from runs import held_out_text
 
 from beyond import spans, tc
 from beyond.tc import at_rows, by_confidence, conditionals, estimate, terms
 from cache import Cached
 from checkpoint import load_model, save_model
 from lib import toy
-from lib.data import is_validation
 from lib.tokenizer import byte_tokenizer
 from lib.util import generator
 
@@ -61,9 +61,8 @@ def test_on_exact_conditionals_the_grid_gives_the_exact_tc_and_no_mismatch(task)
 
 # --- what is expected of the estimate, exactly
 def test_four_draws_of_a_fair_coin_by_hand():
-    """With four draws Stage A counts as one more. Three heads and a tail: what a head is held against saw two heads and
-    a tail, the tail three heads; and half a head and half a tail from Stage A, a fourth in all.
-    """
+    """With four draws Stage A counts as one more. Three heads and a tail: what a head is held against saw two heads
+    and a tail, the tail three heads; and half a head and half a tail from Stage A, a fourth in all."""
     head = [1.0, 0.0]
     tail = [0.0, 1.0]
     written = torch.tensor([[head], [head], [tail], [head]], dtype=torch.float64).log()
@@ -178,14 +177,9 @@ def test_a_bundle_counts_as_often_as_it_was_committed():
     assert high == dict(bin="0.9..1.0", bundles=2, size=4) | dict.fromkeys(tc.TERMS, 9)
 
 
-SOURCE = "class A:\n    def double(self, x):\n        return 2 * x\n\n\ndef f(a, b):\n    # add\n    return a + b\n"
-
-
 def test_the_report_from_the_command_line(tmp_path, monkeypatch, capsys):
     save_model(tiny_model(vocab_size=272, eos_id=256, mask_id=257), tmp_path / "base")
-    (tmp_path / "text").mkdir()
-    for name in [n for n in (f"{i}.py" for i in range(200)) if is_validation(n)]:
-        (tmp_path / "text" / name).write_text(SOURCE)
+    held_out_text(tmp_path / "text")
     given = ["--data", tmp_path / "text", "--ckpt", tmp_path / "base", "--spans", 6, "--draws", 2, "--device", "cpu"]
     code, out, _ = command_line(tc, monkeypatch, capsys, *given)
     assert code == 0 and "6 spans" in out and "2 draws each" in out and "TC between" in out

@@ -25,9 +25,8 @@ def test_what_makes_a_row():
 
 @pytest.fixture
 def folders(tmp_path):
-    """A base, an adapter of the paper's kind, and two seeds of one in Stage B alone. They have learned
-    nothing: zero LoRA and zero markers.
-    """
+    """A base, an adapter of the paper's kind, and two seeds of one in Stage B alone. They have learned nothing: zero
+    LoRA and zero markers."""
 
     def model():
         reads = dict(vocab_size=MODES.vocab_size, block_length=MODES.m, eos_id=MODES.eos_id, mask_id=MODES.mask_id)
