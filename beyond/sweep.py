@@ -73,8 +73,8 @@ def settings(model: Model, start: Decoding) -> Iterator[Setting]:
                 n_rounds = 0 if off else model.cfg.n_rounds
                 yield Setting(f"tau_m2t {tau:g}", replace(start, tau_m2t=tau, n_rounds=n_rounds), off)
         for keep in KEEP[1:]:
-            refusing = replace(start, tau_m2t=-1.0, tau_keep=keep, look=opponents.refusing)
-            yield Setting(f"tau_keep {keep:g}", refusing)
+            at_all = replace(start, tau_m2t=-1.0, n_rounds=model.cfg.n_rounds)
+            yield Setting(f"tau_keep {keep:g}", replace(at_all, tau_keep=keep, look=opponents.refusing))
     elif start.temperature > 0:
         for tau in taus:
             yield Setting(f"tau_m2t {tau:g}", replace(start, tau_m2t=tau))

@@ -111,6 +111,27 @@ def test_the_ends_of_a_dial_are_one_at_a_time_and_all_at_once(name):
     assert forwards == [8, 1]
 
 
+# --- Stage B that refuses
+@torch.inference_mode()
+def test_stage_b_writes_the_longest_prefix_that_is_sure_enough():
+    """All masks of a block at once, against Stage B's own probabilities; of nothing sure Stage A's first token."""
+    model = small(std=0.05)
+    steps = []
+    prompt = random_ids(1, 3)[0].tolist()
+    d = replace(OFF, gen_length=5, tau_m2t=-1.0, n_rounds=1)
+    generate(model, [prompt], d, on_step=lambda rows, s: steps.append(s))
+    together = steps[0].look.conf[0, 3:].cumprod(-1)
+    stage_b = steps[0].look.token
+    for k in range(5):
+        refused = replace(d, tau_keep=float(together[k]), look=opponents.refusing)
+        steps.clear()
+        generate(model, [prompt], refused, on_step=lambda rows, s: steps.append(s))
+        look = steps[0].look
+        assert at(look.written) == [3, *range(4, 3 + k)] and look.looks == 1
+        whose = steps[0].stage_a.token if k == 0 else stage_b
+        assert look.token[0, 3] == whose[0, 3]
+
+
 # --- T2M
 # own probabilities of the tokens in z: .1, .4, .5, .1, .02
 Z = torch.tensor([[1, 0, 2, 1, 1]])

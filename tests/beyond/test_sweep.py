@@ -78,10 +78,11 @@ def test_a_head_is_on_at_every_tau_keep_or_off(order, rule):
 
 def test_the_papers_stage_b_is_on_and_off_at_the_same_gates():
     every = list(settings(tiny_model(n_rounds=2), START))
-    on, off = every[:13], every[13:]
+    on, off, refusing = every[:13], every[13:26], every[26:]
     assert [s.label for s in on] == [s.label for s in off] and not any(s.off for s in on) and all(s.off for s in off)
     assert [s.decoding.tau_m2t for s in on] == [s.decoding.tau_m2t for s in off] == [*sweep.GATES]
-    assert {s.decoding.n_rounds for s in on} == {2} and {s.decoding.n_rounds for s in off} == {0}
+    assert {s.decoding.n_rounds for s in on + refusing} == {2} and {s.decoding.n_rounds for s in off} == {0}
+    assert [s.decoding.tau_keep for s in refusing] == [*sweep.KEEP[1:]] and not any(s.off for s in refusing)
 
 
 def test_with_a_temperature_gates_take_the_place_of_rules():
