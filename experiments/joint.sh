@@ -34,6 +34,8 @@ for task in modes pairs; do
     --corruption mask --learning_rate 1e-3 --batch_size 16 --max_iters 600 --out_dir out/$task-0-chain-all
 done
 
-# one row of the table for each kind of adapter, over its seeds
-python -m beyond.toys \
-  --ckpt out/*-[012]-clean out/*-[012]-chain out/pairs-[012]-chain3 out/*-0-clean-all out/*-0-chain-all
+# Stage A, Stage B and the chain of each adapter, in one step
+for adapter in out/*-[012]-clean out/*-[012]-chain out/pairs-[012]-chain3 out/*-0-clean-all out/*-0-chain-all; do
+  echo "$adapter"
+  python evaluate.py --ckpt "$adapter"
+done
