@@ -5,8 +5,8 @@
     entropy   of the draws of one prompt, nats, mean over prompts; plug-in, so at most ln(draws)
     all       forwards a name or a token, everything counted, in full ones of the first system: one of more layers is
               charged its n_layer over the first's
-    time      the same by a list of prices, --prices beyond/prices.json: seconds of a full forward, a commit, a run of
-              Stage B, a look of a head, S2D2's reading. In full forwards of that list
+    time      in its place by a list of prices, --prices beyond/prices.json: seconds of a full forward, a commit, a run
+              of Stage B, a look of a head, S2D2's reading. In full forwards of that list
 
 A table of budgets has of the settings that cost no more the best on one half of the beginnings, judged on the other
 (seeds.py). With --mix a user may also use two settings by turns, and has what lies between them. With --against NAME
@@ -23,7 +23,6 @@ from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -108,7 +107,7 @@ class System:
 
     labels: list[str]
     values: np.ndarray  # (P, S, R): the measure of each prompt
-    figures: dict[str, np.ndarray]  # of costs and VARIETY: (P, S)
+    figures: dict[str, np.ndarray]  # of its cost and VARIETY: (P, S)
 
 
 @dataclass(frozen=True)
@@ -119,11 +118,12 @@ class Unit:
     first: dict  # the record of whose model a forward is
     prices: dict | None = None  # seconds
 
-    def kinds(self) -> tuple[str, ...]:
-        return ("all", "time") if self.prices else ("all",)
+    @property
+    def kind(self) -> str:
+        return "time" if self.prices else "all"
 
-    def cost(self, r: dict, kind: str) -> float:
-        forwards = self.time(r) if kind == "time" else r["cost"]["all"]
+    def cost(self, r: dict) -> float:
+        forwards = self.time(r) if self.prices else r["cost"]["all"]
         return forwards / r["per"][self.name] * r["n_layer"] / self.first["n_layer"]
 
     def time(self, r: dict) -> float:
@@ -146,8 +146,7 @@ def measured(
         values = of_each(by_setting, lambda r: value(r, measure))  # (P, S, R)
         applies = ~np.isnan(values[0, 0])
         figures = {k: of_each(by_setting, lambda r, k=k: r.get(k, math.nan)) for k in VARIETY}
-        for kind in unit.kinds():
-            figures[kind] = of_each(by_setting, partial(unit.cost, kind=kind))
+        figures[unit.kind] = of_each(by_setting, unit.cost)
         systems[name] = System(list(by_setting), values[..., applies], figures)
     cluster = np.array(sum(clusters.values(), []))[applies]
     return systems, np.unique(cluster, return_inverse=True)[1]
@@ -189,19 +188,19 @@ class Tables:
     of: str  # a key of BUDGETS
     choice: Choice
 
-    def budgets(self, systems: dict[str, System], limits: Sequence[float]) -> dict[str, dict[str, np.ndarray]]:
-        """Kind of cost -> system -> its mean within each of these budgets, (budgets, W)."""
-        found: dict = {kind: {} for kind in self.unit.kinds()}
-        for name, of in systems.items():
+    def within(self, limits: Sequence[float], systems: dict[str, System] | None = None) -> dict[str, np.ndarray]:
+        """System -> its mean within each of these budgets, (budgets, W)."""
+        kind = self.unit.kind
+        found = {}
+        for name, of in (systems or self.systems).items():
             sums = seeds.by_beginning(of.values, self.cluster)
-            costs = {kind: of.figures[kind] for kind in found}
-            for kind, within in seeds.within_budgets(sums, costs, limits, self.draws, self.choice).items():
-                found[kind][name] = within
+            costs = {kind: of.figures[kind]}
+            found[name] = seeds.within_budgets(sums, costs, limits, self.draws, self.choice)[kind]
         return found
 
     def show_settings(self) -> None:
         """A row for each system and setting."""
-        shown = (*VARIETY, *self.unit.kinds())
+        shown = (*VARIETY, self.unit.kind)
         rows = []
         for name, of in self.systems.items():
             share = seeds.shares(seeds.by_beginning(of.values, self.cluster), self.draws)  # (W, P)
@@ -211,45 +210,48 @@ class Tables:
         print_table(["system", "setting", "seeds", "exist", *shown], rows)
 
     def show_budgets(self, against: str | None) -> None:
-        """For each kind of cost, every system within every budget; `against` minus each other one."""
+        """Every system within every budget; `against` minus each other one."""
         limits = BUDGETS[self.of]
-        for kind, within in self.budgets(self.systems, limits).items():
-            title = f"{kind}/{self.unit.name}"
+        within = self.within(limits)
+        title = f"{self.unit.kind}/{self.unit.name}"
+        self.show_shares(f"at most, {title}", within)
+        if against:
+            rows = []
+            for name, share in within.items():
+                if name != against:
+                    rows.append([name, *(interval(lead, "+") for lead in within[against] - share)])
             print()
-            rows = [[name, *map(interval, share)] for name, share in within.items()]
-            print_table([f"at most, {title}", *map(str, limits)], rows)
-            if against:
-                print()
-                leads = {name: within[against] - share for name, share in within.items() if name != against}
-                rows = [[name, *(interval(lead, "+") for lead in of)] for name, of in leads.items()]
-                print_table([f"{against} minus, {title}", *map(str, limits)], rows)
+            print_table([f"{against} minus, {title}", *map(str, limits)], rows)
+
+    def show_shares(self, title: str, within: dict[str, np.ndarray]) -> None:
+        """A row for each of these."""
+        print()
+        rows = [[name, *map(interval, share)] for name, share in within.items()]
+        print_table([title, *map(str, BUDGETS[self.of])], rows)
 
     def show_leads(self, against: str) -> None:
         """What `against` has more than each other system over many budgets, the mean and the least: a mean hangs
         little on which system's next setting just misses a budget. "-" where a budget pays for nothing."""
         limits = AVERAGED[self.of]
-        rows = defaultdict(list)
-        for within in self.budgets(self.systems, limits).values():
-            for name, share in within.items():
-                if name != against:
-                    lead = within[against] - share  # (budgets, W)
-                    least = lead[:, 0].argmin()
-                    rows[name] += [interval(lead.mean(0), "+"), interval(lead[least], "+")]
+        within = self.within(limits)
+        rows = []
+        for name, share in within.items():
+            if name != against:
+                lead = within[against] - share  # (budgets, W)
+                least = lead[:, 0].argmin()
+                rows.append([name, interval(lead.mean(0), "+"), interval(lead[least], "+")])
+        kind = self.unit.kind
         print()
         title = f"{against} minus, over budgets of {limits[0]} to {limits[-1]}"
-        columns = [f"{kind}, {which}" for kind in self.unit.kinds() for which in ("mean", "least")]
-        print_table([title, *columns], [[name, *leads] for name, leads in rows.items()])
+        print_table([title, f"{kind}, mean", f"{kind}, least"], rows)
 
     def show_rules(self) -> None:
-        """Of each system that was decoded by several rules, what each has within each budget of `all`."""
-        limits = BUDGETS[self.of]
+        """Of each system that was decoded by several rules, what each has within each budget."""
         for name, of in self.systems.items():
             rules = by_rule(of)
             if len(rules) > 2:  # a head is on or off
-                print()
-                within = self.budgets(rules, limits)["all"]
-                rows = [[rule, *map(interval, share)] for rule, share in within.items()]
-                print_table([f"{name}, all/{self.unit.name}", *map(str, limits)], rows)
+                title = f"{name}, {self.unit.kind}/{self.unit.name}"
+                self.show_shares(title, self.within(BUDGETS[self.of], rules))
 
 
 def show_names(records: list[dict], clusters: dict, unit: Unit, args: Namespace) -> None:
@@ -311,7 +313,7 @@ def main() -> None:
     add("--unit", choices=["token", "name"], help="what a cost is of (a name, where records have it)")
     add("--mix", dest="choice", action="store_const", const=seeds.mixture, default=seeds.one_setting,
         help="two settings may be used by turns")
-    add("--prices", type=Path, help="a JSON of prices, like beyond/prices.json: adds the cost `time`")
+    add("--prices", type=Path, help="a JSON of prices, like beyond/prices.json: costs are time")
     # fmt: on
     args = parser.parse_args()
     clusters, records = read_records(args.records)

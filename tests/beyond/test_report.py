@@ -59,13 +59,13 @@ def test_what_a_cost_is_of():
     and 5 looks of .2 are 18 seconds: 9 full forwards, for 2 tokens."""
     a = record("a", "x", "11", 0.8)
     deep = record("deep", "x", "11", 0.8, 5)
-    assert [Unit("token", a).cost(r, "all") for r in (a, deep)] == approx([0.8, 1.0])
-    assert [Unit("name", deep).cost(r, "all") for r in (a, deep)] == approx([1.28, 1.6])
+    assert [Unit("token", a).cost(r) for r in (a, deep)] == approx([0.8, 1.0])
+    assert [Unit("name", deep).cost(r) for r in (a, deep)] == approx([1.28, 1.6])
 
     prices = {"full": 2.0, "commit": 1.0, "head": 0.2, "stage_b": 0.5}
-    assert Unit("token", a, prices).cost(deep, "time") == approx(9 / 2 * 1.25)
-    assert Unit("name", a, prices).cost(a | {"second": "stage_b"}, "time") == approx((16 + 1 + 2.5) / 2)
-    assert Unit("name", a, prices).cost(a | {"second": ""}, "time") == approx(17 / 2)
+    assert Unit("token", a, prices).cost(deep) == approx(9 / 2 * 1.25)
+    assert Unit("name", a, prices).cost(a | {"second": "stage_b"}) == approx((16 + 1 + 2.5) / 2)
+    assert Unit("name", a, prices).cost(a | {"second": ""}) == approx(17 / 2)
 
 
 def test_what_does_not_apply_is_left_out():
@@ -111,9 +111,10 @@ def test_mixing_two_settings(tmp_path, monkeypatch, capsys):
     path = written(tmp_path / "r.jsonl", *two)
     prices = tmp_path / "prices.json"
     prices.write_text(json.dumps({"full": 1.0, "commit": 1.0, "head": 0.1}))
-    mixed, time = tables(call(path, "--unit", "token", "--mix", "--prices", prices))
+    (mixed,) = tables(call(path, "--unit", "token", "--mix"))
     assert dict(zip(mixed[0], mixed[1], strict=True))["0.6"].startswith("0.500 ")
-    assert time[0][0] == "at most, time/token"
+    (time,) = tables(call(path, "--unit", "token", "--prices", prices))
+    assert time[0][0] == "at most, time/token" and time[1][-3:] == ["-"] * 3  # 9.5 forwards for two tokens
     (plain,) = tables(call(path, "--unit", "token"))
     assert dict(zip(plain[0], plain[1], strict=True))["0.6"] == "0.000 [0.000, 0.000]"
     two[0]["second"] = "s2d2"
