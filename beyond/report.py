@@ -5,8 +5,8 @@
     entropy   of the draws of one prompt, nats, mean over prompts; plug-in, so at most ln(draws)
     all       forwards a name or a token, everything counted, in full ones of the first system: one of more layers is
               charged its n_layer over the first's
-    time      in its place by a list of prices, --prices beyond/prices.json: seconds of a full forward, a commit, a run
-              of Stage B, a look of a head, S2D2's reading. In full forwards of that list
+    time      the same by a list of prices, --prices beyond/prices.json: seconds of a full forward, a commit, a run of
+              Stage B, a look of a head, S2D2's reading. In full forwards of that list
 
 A table of budgets has of the settings that cost no more the best on one half of the beginnings, judged on the other
 (seeds.py). With --mix a user may also use two settings by turns, and has what lies between them. With --against NAME
@@ -286,13 +286,13 @@ def show_text(records: list[dict], clusters: dict, unit: Unit, args: Namespace) 
 
 
 # --- the command line
-def read_unit(records: list[dict], args: Namespace) -> Unit:
-    """What --unit and --prices ask for, where the records have it."""
-    units = set.intersection(*(set(r["per"]) for r in records))
-    name = args.unit or ("name" if "name" in units else "token")
-    if name not in units:
-        fail(f"--unit {name}: these records have costs per {' or '.join(sorted(units))}")
-    prices = None
+def read_units(records: list[dict], args: Namespace) -> list[Unit]:
+    """What --unit and --prices ask for, where the records have it: forwards, and their time if it is asked for."""
+    per = set.intersection(*(set(r["per"]) for r in records))
+    name = args.unit or ("name" if "name" in per else "token")
+    if name not in per:
+        fail(f"--unit {name}: these records have costs per {' or '.join(sorted(per))}")
+    units = [Unit(name, records[0])]
     if args.prices:
         prices = read_json(args.prices, "list of prices")
         if not all("counts" in r for r in records):
@@ -300,7 +300,8 @@ def read_unit(records: list[dict], args: Namespace) -> Unit:
         wanted = {"full", "commit"} | {r["second"] for r in records if r["second"]}
         if missing := wanted - prices.keys():
             fail(f"--prices {args.prices} lacks {', '.join(sorted(missing))}")
-    return Unit(name, records[0], prices)
+        units.append(Unit(name, records[0], prices))
+    return units
 
 
 @command
@@ -313,7 +314,7 @@ def main() -> None:
     add("--unit", choices=["token", "name"], help="what a cost is of (a name, where records have it)")
     add("--mix", dest="choice", action="store_const", const=seeds.mixture, default=seeds.one_setting,
         help="two settings may be used by turns")
-    add("--prices", type=Path, help="a JSON of prices, like beyond/prices.json: costs are time")
+    add("--prices", type=Path, help="a JSON of prices, like beyond/prices.json: all tables again, in time")
     # fmt: on
     args = parser.parse_args()
     clusters, records = read_records(args.records)
@@ -324,11 +325,9 @@ def main() -> None:
         fail(f"--against {args.against} is none of the systems: {', '.join(names)}")
     if len(set(sum(clusters.values(), []))) < 2:
         fail("all prompts are equal: give more --prompts, the halves need two different ones")
-    unit = read_unit(records, args)
-    if "documents" in clusters:
-        show_text(records, clusters, unit, args)
-    else:
-        show_names(records, clusters, unit, args)
+    show = show_text if "documents" in clusters else show_names
+    for unit in read_units(records, args):
+        show(records, clusters, unit, args)
 
 
 if __name__ == "__main__":

@@ -111,9 +111,8 @@ def test_mixing_two_settings(tmp_path, monkeypatch, capsys):
     path = written(tmp_path / "r.jsonl", *two)
     prices = tmp_path / "prices.json"
     prices.write_text(json.dumps({"full": 1.0, "commit": 1.0, "head": 0.1}))
-    (mixed,) = tables(call(path, "--unit", "token", "--mix"))
+    mixed, time = tables(call(path, "--unit", "token", "--mix", "--prices", prices))
     assert dict(zip(mixed[0], mixed[1], strict=True))["0.6"].startswith("0.500 ")
-    (time,) = tables(call(path, "--unit", "token", "--prices", prices))
     assert time[0][0] == "at most, time/token" and time[1][-3:] == ["-"] * 3  # 9.5 forwards for two tokens
     (plain,) = tables(call(path, "--unit", "token"))
     assert dict(zip(plain[0], plain[1], strict=True))["0.6"] == "0.000 [0.000, 0.000]"
