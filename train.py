@@ -1,10 +1,9 @@
 """Split-forward training: Stage A and Stage B of every row after one shared prefix, one backward
 (paper, Sec. 4.1).
 
-`cocommit_step` is the method, `run` the loop around it. From a checkpoint the backbone is frozen,
-LoRA and the markers train: the paper's setting. From `scratch` everything trains, markers
-included. Every random number is a function of (seed, row): a resumed run continues bit for bit,
-and rows that are split over other micro-batches draw the same.
+`cocommit_step` is the method, `run` the loop around it. From a checkpoint the backbone is frozen, LoRA and
+markers train: the paper's setting. From `scratch` everything trains. Every random number is a function of
+(seed, row): a resumed run continues bit for bit, and other micro-batches draw the same.
 
     python train.py --n_last 3                                   # the paper's training on assets/names, two minutes
     python train.py --init_from scratch --out_dir out/scratch    # names of Unicode characters, everything trains
@@ -36,19 +35,7 @@ import checkpoint
 from corrupt import Corruption, Draws, M, corrupt, draw_bundle, three_term_loss
 from lib import settings, toy
 from lib.config import DTYPES, PRESETS, Config
-from lib.run import (
-    Processes,
-    added,
-    check_finite,
-    means,
-    micro_batches,
-    report,
-    resume_command,
-    schedule,
-    tell_what_is_next,
-    this_command,
-    trained_by,
-)
+from lib.run import Processes, added, check_finite, means, micro_batches, report, schedule, sign, tell_what_is_next
 from lib.settings import Corpus, is_toy
 from lib.util import Parser, command, fail, generator, interruptible, rewind_log, write_json
 from model import Context, Model
@@ -76,12 +63,8 @@ Step = Callable[[Model, Batch, Namespace], Losses]
 # --- the training step
 def corrupt_batch(model: Model, batch: Batch, args: Namespace) -> tuple[Tensor, Tensor]:
     """What the model is shown: z (R, T) int64 and kind (R, T) uint8, see corrupt.py."""
-    cfg = model.cfg
-    how = Corruption(args.corruption, cfg.block_length, cfg.mask_id, batch.n_plain)
-
-    def draft(z: Tensor, where: Tensor) -> Tensor:
-        return stage_a_draft(model, z, where, batch.real)
-
+    how = Corruption(args.corruption, model.cfg.block_length, model.cfg.mask_id, batch.n_plain)
+    draft = partial(stage_a_draft, model, real=batch.real)
     return corrupt(batch.clean, batch.free, how, batch.draws, draft)
 
 
@@ -91,9 +74,7 @@ def random_masks(model: Model, batch: Batch, z: Tensor, masked: Tensor, args: Na
 
 
 def clean_tokens(model: Model, batch: Batch, z: Tensor, bundle: Tensor, args: Namespace) -> Tensor:
-    """The paper's target for Stage B: the clean tokens. (R, T) int64. It is read at the bundle's
-    fills, W and G.
-    """
+    """The paper's target for Stage B, the clean tokens: (R, T) int64, read at the bundle, W and G."""
     return batch.clean
 
 
@@ -123,9 +104,7 @@ def cocommit_step(
 
 
 def stage_a_step(model: Model, batch: Batch, args: Namespace) -> Losses:
-    """The same without Stage B (--stage_a_only): a plain masked diffusion model, a base to adapt
-    later.
-    """
+    """The same without Stage B (--stage_a_only): a plain masked diffusion model, a base to adapt."""
     z, kind = corrupt_batch(model, batch, args)
     ctx = batch_context(model, batch, args)
     stage_a = model.last_n(model.prefix(z, ctx), ctx)
@@ -136,11 +115,9 @@ def stage_a_step(model: Model, batch: Batch, args: Namespace) -> Losses:
 # --- what a step is made of
 @torch.no_grad()
 def stage_a_draft(model: Model, z: Tensor, where: Tensor, real: Tensor) -> Tensor:
-    """The model's own guesses: Stage A's argmax at the True positions of where (R, T), in their
-    order, int64.
+    """Stage A's argmax at the True positions of where (R, T), in their order: (P,) int64.
 
-    It reads z as it is, without a clean copy of earlier blocks: a draft has to be plausible, not as
-    good as decoding would have it.
+    It reads z without a clean copy of earlier blocks: a draft has to be plausible, no better.
     """
     ctx = model.context(real)
     h = model.last_n(model.prefix(z, ctx), ctx)[where]
@@ -155,12 +132,8 @@ def stage_a_draft(model: Model, z: Tensor, where: Tensor, real: Tensor) -> Tenso
 
 
 def batch_context(model: Model, batch: Batch, args: Namespace) -> Context:
-    """Earlier blocks corrupted too (the paper), or clean, as decoding has them: rows beside their
-    clean copy.
-    """
-    clean = None
-    if args.context == "clean":
-        clean = batch.clean
+    """Earlier blocks corrupted too (the paper), or clean as in decoding: rows beside their clean copy."""
+    clean = batch.clean if args.context == "clean" else None
     return model.context(batch.real, clean)
 
 
@@ -170,9 +143,7 @@ def of_stage(stage: str, terms: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def get_batch(corpus: Corpus, split: str, first: int, n: int, args: Namespace, device: torch.device) -> Batch:
-    """Rows first .. first+n of a split, "train" or "val"; all random numbers of a row come from its
-    index.
-    """
+    """Rows first .. first+n of "train" or "val"; all random numbers of a row come from its index."""
     clean, real, prompt = corpus.rows[split].batch(first, n)
     draws = [generator(args.seed, split, i) for i in range(first, first + n)]
     free = real & ~prompt
@@ -181,9 +152,7 @@ def get_batch(corpus: Corpus, split: str, first: int, n: int, args: Namespace, d
 
 # --- what the loop is handed
 def lora_everywhere(model: Model, args: Namespace) -> None:
-    """What learns from a checkpoint: LoRA in every layer, in both stages, and the markers (paper,
-    Sec. 5.1).
-    """
+    """What learns from a checkpoint: LoRA in every layer and the markers (paper, Sec. 5.1)."""
     model.add_lora(args.lora_r, 2 * args.lora_r, generator(args.seed, "lora"))
 
 
@@ -193,27 +162,15 @@ def about_lora(args: Namespace) -> dict:
 
 
 def make_optimizer(model: Model, args: Namespace) -> torch.optim.Optimizer:
-    """Weight decay is for matrices: norms scale and markers are added, zero is not where they
-    should be pulled to.
-    """
-    decayed = []
-    undecayed = []
-    for name, p in model.named_parameters():
-        if not p.requires_grad:
-            continue
-        if p.dim() >= 2 and not name.startswith("markers"):
-            decayed.append(p)
-        else:
-            undecayed.append(p)
+    """AdamW. Weight decay pulls to zero: right for matrices, wrong for norms, which scale, and markers."""
+    learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    matrices = [p for name, p in learned.items() if p.dim() >= 2 and name != "markers"]
+    others = [p for name, p in learned.items() if p.dim() < 2 or name == "markers"]
     groups = [
-        {"params": decayed, "weight_decay": args.weight_decay, "peak": args.learning_rate},
-        {"params": undecayed, "weight_decay": 0.0, "peak": args.learning_rate},
+        {"params": matrices, "weight_decay": args.weight_decay, "peak": args.learning_rate},
+        {"params": others, "weight_decay": 0.0, "peak": args.learning_rate},
     ]
     return torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.95), fused=True)
-
-
-def preset(args: Namespace) -> Config:
-    return PRESETS[args.preset]
 
 
 @dataclass(frozen=True)
@@ -226,7 +183,7 @@ class Recipe:
     about: Callable[[Namespace], dict] = about_lora
     head: Callable[[Config, Namespace], nn.Module] | None = None  # a new head, which learns alone
     whole: bool = False  # all weights learn, and what is saved is a model of its own
-    geometry: Callable[[Namespace], Config] = preset  # from scratch
+    geometry: Callable[[Namespace], Config] = lambda args: PRESETS[args.preset]  # from scratch
     optimizer: Callable[[Model, Namespace], torch.optim.Optimizer] = make_optimizer
 
 
@@ -245,8 +202,7 @@ def run(args: Namespace, recipe: Recipe, processes: Processes) -> None:
     model = start(args, corpus.tokens, recipe, processes.cradle(device))
     optimizer = recipe.optimizer(model, args)
 
-    # a resumed run goes on where it was saved; one that was killed before its first save starts
-    # again
+    # a resumed run goes on where it was saved; one that was killed before its first save starts again
     done = 0
     if args.resume and (folder / "state.safetensors").exists():
         done = checkpoint.restore_state(model, optimizer, folder)
@@ -269,9 +225,7 @@ def run(args: Namespace, recipe: Recipe, processes: Processes) -> None:
             stop = processes.any(bool(caught))  # asked once: a signal before the break would lose this step
             due = (step + 1) % args.eval_interval == 0 or step + 1 == args.max_iters
             if due or stop:
-                validation = processes.within(
-                    model, validate, model, recipe.step, corpus, step + 1, args, device, processes
-                )
+                validation = validate(model, recipe.step, corpus, step + 1, args, device, processes)
                 check_finite(validation, "validation", step, saved, args)
                 if due:  # a run that was stopped here logs what it would have logged otherwise
                     report(validation, f"validation after step {step + 1}", log, shown=True)
@@ -287,9 +241,7 @@ def take_step(
     model: Model, optimizer: torch.optim.Optimizer, step_of: Step, corpus: Corpus, step: int, args: Namespace,
     device: torch.device, processes: Processes,
 ) -> dict[str, float]:  # fmt: skip
-    """One update -> what the log says of it. Nothing is updated where the loss or its gradient is
-    not finite.
-    """
+    """One update -> what the log says of it. Where loss or gradient is not finite, nothing is updated."""
     began = time.perf_counter()
     first = step * args.batch_size
 
@@ -325,16 +277,14 @@ def take_step(
 def validate(
     model: Model, step_of: Step, corpus: Corpus, step: int, args: Namespace, device: torch.device, processes: Processes
 ) -> dict[str, float]:
-    """The terms of the step on held-out rows; on a toy also the loss of the whole answer in one
-    step, exactly.
-    """
+    """The step's terms on held-out rows; of a toy also the exact loss of the whole answer in one step."""
     terms = {}
     for first, n in micro_batches(*processes.share(0, args.eval_rows), args):
         batch = get_batch(corpus, "val", first, n, args, device)
-        terms = added(terms, step_of(model, batch, args)[1])
+        terms = added(terms, processes.within(model, step_of, model, batch, args)[1])
     record = {"step": step, "val": True} | means(terms, processes)
     if is_toy(args):
-        record |= toy.floors(model, corpus.rows["val"].toy)
+        record |= processes.within(model, toy.floors, model, corpus.rows["val"].toy)
     return record
 
 
@@ -387,9 +337,8 @@ def start(args: Namespace, tokens: dict, recipe: Recipe, device: torch.device) -
 def describe(args: Namespace, corpus: Corpus, model: Model, device: torch.device, done: int) -> None:
     cfg = model.cfg
     learned = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    train = corpus.rows["train"].describe()
-    val = corpus.rows["val"].describe()
-    print(f"{' '.join(args.data)}: {train} to train on, {val} to validate")
+    about = {split: rows.describe() for split, rows in corpus.rows.items()}
+    print(f"{' '.join(args.data)}: {about['train']} to train on, {about['val']} to validate")
     print(
         f"training {learned:,} parameters on {device} in {args.dtype}, from {args.init_from}; n = {cfg.n_last} of "
         f"{cfg.n_layer} layers, K = {cfg.n_rounds}, blocks of {cfg.block_length}; steps {done}..{args.max_iters} -> "
@@ -424,24 +373,11 @@ def save(
 def main(
     parser: Parser | None = None, choose: Callable[[Namespace], Recipe] = the_papers, processes: Processes | None = None
 ) -> None:
-    """The command line, of the paper's training or of an extension's: its parser, and the recipe
-    its flags choose.
-    """
-    if parser is None:
-        parser = settings.build_parser(__doc__)
-    if processes is None:
-        processes = Processes()
-    args = settings.settle(parser, checkpoint.read_config)
+    """The command line, of the paper's training or of an extension's: its parser, and its choice of a recipe."""
+    processes = processes or Processes()
+    args = settings.settle(parser or settings.build_parser(__doc__), checkpoint.read_config)
     recipe = choose(args)
-
-    # what began a run goes on with it
-    made_of = trained_by(recipe.step)
-    if args.resume and args.trained_by != made_of:
-        fail(
-            f"{args.out_dir} is trained by {args.trained_by}, and this is {made_of}: go on with {resume_command(args)}"
-        )
-    args.trained_by = made_of
-    args.command = this_command(processes.launcher)
+    sign(args, recipe.step, processes.launcher)
     run(args, recipe, processes)
 
 

@@ -20,9 +20,7 @@ class Output:
 
 
 def in_full(nfe: dict[str, float], partial_cost: float) -> float:
-    """Forwards of all kinds in full ones. A commit forward is one, a partial one model.partial_cost
-    of one.
-    """
+    """Forwards of all kinds in full ones: a commit is one, a partial one model.partial_cost of one."""
     return nfe["full"] + nfe["commit"] + nfe["partial"] * partial_cost
 
 
@@ -45,16 +43,14 @@ class Row:
         first = len(self.prompt)
         if d.holes and cfg.mask_id in self.prompt:
             first = self.prompt.index(cfg.mask_id)
-        self.ids = self.prompt[: first // self.cfg.block_length * self.cfg.block_length]
+        self.ids = self.prompt[: first // cfg.block_length * cfg.block_length]
         # random numbers are a function of the prompt, and of how many equal prompts come before it
         twins = prompts[:number].count(self.prompt)
         self.rng = generator(seed, "sample", tuple(self.prompt), twins)
         self.output = Output(self.prompt)
 
     def block(self, number: int) -> list[int]:
-        """Of the unfinished blocks the current one (0) or the next one (1): what the prompt has of
-        it, then masks.
-        """
+        """The current block (0) or the next one (1): what the prompt has of it, then masks."""
         B = self.cfg.block_length
         start = len(self.ids) + number * B
         given = self.prompt[start : start + B]
@@ -72,8 +68,8 @@ class Row:
     def finish(self, block: list[int], cost: list[float], changed: bool) -> bool:
         """Book a finished block and what it cost -> whether it was the last one.
 
-        If it was not, the next block will read it: that takes a commit forward if the last one
-        still changed it, and K - 1 partial ones for its states of the further rounds.
+        If not, the next block will read it: that takes a commit forward if its last step still changed
+        it, and K - 1 partial ones for its states of the further rounds.
         """
         out = self.output
         last = not self.has_another_block()

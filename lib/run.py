@@ -1,6 +1,4 @@
-"""What a training run is made of beside its step: its processes, its schedule, its log, and what it
-tells its user.
-"""
+"""What a training run has beside its step: processes, a schedule, a log, and words for its user."""
 
 import json
 import math
@@ -68,9 +66,7 @@ def micro_batches(first: int, n: int, args: Namespace) -> list[tuple[int, int]]:
 
 
 def schedule(step: int, args: Namespace) -> float:
-    """The learning rate as a share of its peak: linear warm-up over 1 % of the steps (paper), then a
-    cosine to zero at max_iters.
-    """
+    """The learning rate as a share of its peak: warm-up over 1 % of the steps (paper), then a cosine to 0."""
     warm = max(1, round(0.01 * args.max_iters))
     if step < warm:
         return (step + 1) / warm
@@ -103,9 +99,7 @@ def report(record: dict, head: str, log: TextIO, shown: bool) -> None:
 
 
 def check_finite(record: dict, what: str, step: int, saved: int, args: Namespace) -> None:
-    """Stop a run that has diverged, and name the checkpoint that is good: its own validation was
-    finite.
-    """
+    """Stop a run that has diverged, and name the good checkpoint: its own validation was finite."""
     bad = [f"{k} {v}" for k, v in record.items() if not math.isfinite(v)]
     if not bad:
         return
@@ -113,10 +107,6 @@ def check_finite(record: dict, what: str, step: int, saved: int, args: Namespace
     if saved:
         good = f"the checkpoint of step {saved} in {args.out_dir} is good ({resume_command(args)})"
     fail(f"the {what} of step {step + 1} is not finite ({bad[0]}): {good}; lower --learning_rate in a new --out_dir")
-
-
-def resume_command(args: Namespace) -> str:
-    return f"{args.command} --init_from resume --out_dir {args.out_dir}"
 
 
 def tell_what_is_next(saved: int, interrupted: bool, args: Namespace) -> None:
@@ -129,10 +119,24 @@ def tell_what_is_next(saved: int, interrupted: bool, args: Namespace) -> None:
     print(f"done; what it does now: python {script} --ckpt {args.out_dir}")
 
 
-def trained_by(f: Callable) -> str:
-    """A step in words: the file and name of every function that it is made of. What resumes a run must
-    be the same.
+# --- what began a run goes on with it
+def sign(args: Namespace, step: Callable, launcher: str) -> None:
+    """Write into the settings what trains this run, and the command that does. A resumed run has both:
+    the same step must go on with it.
     """
+    made_of = trained_by(step)
+    if args.resume and args.trained_by != made_of:
+        fail(f"{args.out_dir} is trained by {args.trained_by}, this is {made_of}: go on with {resume_command(args)}")
+    args.trained_by = made_of
+
+    script = os.path.relpath(sys.argv[0])
+    args.command = f"{launcher} {script}"
+    if "/" in script and not script.startswith(".."):
+        args.command = f"{launcher} -m {script.removesuffix('.py').replace('/', '.')}"
+
+
+def trained_by(f: Callable) -> str:
+    """A step in words: the file and name of every function that it is made of."""
     if isinstance(f, partial):
         parts = [f"{name}={trained_by(value)}" for name, value in sorted(f.keywords.items()) if callable(value)]
         return f"{trained_by(f.func)}({', '.join(parts)})"
@@ -141,9 +145,5 @@ def trained_by(f: Callable) -> str:
     return f"{Path(f.__code__.co_filename).name}:{f.__qualname__}"
 
 
-def this_command(launcher: str) -> str:
-    """How the script that runs was started."""
-    script = os.path.relpath(sys.argv[0])
-    if "/" in script and not script.startswith(".."):
-        return f"{launcher} -m {script.removesuffix('.py').replace('/', '.')}"
-    return f"{launcher} {script}"
+def resume_command(args: Namespace) -> str:
+    return f"{args.command} --init_from resume --out_dir {args.out_dir}"

@@ -1,6 +1,4 @@
-"""The small things that every script stands on: a user's mistakes, flags, files, random numbers, the
-device.
-"""
+"""What every script stands on: a user's mistakes, flags, files, random numbers, the device."""
 
 import argparse
 import functools
@@ -32,15 +30,13 @@ def fail(message: str) -> NoReturn:
     raise Mistake(message)
 
 
-OUT_OF_MEMORY = "out of memory: take fewer or shorter rows at a time, or --dtype bf16"
 READER_IS_GONE = 128 + 13  # the exit status of a Unix tool that SIGPIPE has ended
 
 
 def command(main: Callable) -> Callable:
-    """Around every script's main: a mistake becomes one line and exit code 2, and no traceback.
+    """Around every script's main, the one handler: a mistake becomes one line and exit code 2.
 
-    This is the one handler. It words what Python raises, too: a full disk, a missing right, Ctrl-C. A
-    closed pipe (`... | head -1`) ends a script quietly.
+    So does what Python raises over a full disk, a missing right, Ctrl-C.
     """
 
     @functools.wraps(main)
@@ -52,19 +48,18 @@ def command(main: Callable) -> Callable:
         except Mistake as e:
             message = str(e)
         except BrokenPipeError:
-            # nothing more can be written there, not even when Python closes it
+            # `... | head -1`: nothing more can be written there, not even when Python closes it
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(READER_IS_GONE) from None
         except KeyboardInterrupt:
             message = "interrupted; a training run goes on from its last save with --init_from resume"
-        except (torch.OutOfMemoryError, MemoryError):
-            message = OUT_OF_MEMORY
         except OSError as e:
             message = str(e)
-        except RuntimeError as e:
-            if "can't allocate memory" not in str(e):  # what the CPU says in the place of OutOfMemoryError
+        except (MemoryError, RuntimeError) as e:  # the CPU's allocator raises a plain RuntimeError
+            known = isinstance(e, (MemoryError, torch.OutOfMemoryError))
+            if not known and "can't allocate memory" not in str(e):
                 raise
-            message = OUT_OF_MEMORY
+            message = "out of memory: take fewer or shorter rows at a time, or --dtype bf16"
         line = " ".join(message.split()).replace("\0", "\\0")
         print(f"error: {line}", file=sys.stderr)
         raise SystemExit(2)
@@ -74,19 +69,16 @@ def command(main: Callable) -> Callable:
 
 @contextmanager
 def reading(path: Path, what: str) -> Iterator[None]:
-    """While a user's file is taken apart: what Python, json and safetensors raise over it is the
-    file's mistake.
-    """
+    """While a user's file is taken apart: what Python, json and safetensors raise is its mistake."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
         fail(f"no {what} at {path}")
     except KeyError as e:
         fail(f"{what} {path} is damaged, or of another kind: it lacks {e}")
-    except (OSError, ValueError, TypeError, AttributeError, IndexError, ArithmeticError, RuntimeError) as e:
+    except (OSError, ValueError, TypeError, AttributeError, IndexError, ArithmeticError, RuntimeError,
+            SafetensorError, EOFError, zlib.error) as e:  # fmt: skip
         fail(f"{what} {path} cannot be read, is damaged, or of another kind: {e}")
-    except (SafetensorError, EOFError, zlib.error) as e:
-        fail(f"{what} {path} is cut short, damaged, or of another kind: {e}")
 
 
 @contextmanager
@@ -111,9 +103,7 @@ def interruptible() -> Iterator[list[int]]:
 
 # --- flags
 class Parser(argparse.ArgumentParser):
-    """argparse whose error is one line, and whose --help keeps the layout of the script's
-    docstring.
-    """
+    """argparse whose error is one line, and whose --help keeps the layout of the docstring."""
 
     def __init__(self, doc: str):
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
@@ -124,40 +114,30 @@ class Parser(argparse.ArgumentParser):
 
 def bounded(kind: type, low: float, high: float = math.inf) -> Callable[[str], float]:
     """The type of a flag: a finite number of this kind in [low, high]."""
-    number = "no number"
-    if kind is int:
-        number = "no whole number"
 
     def parse(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is {number}") from None
-
+        value = kind(text)
         # NaN is in no range
         if not low <= value <= high or value == math.inf:
             raise argparse.ArgumentTypeError(f"must lie in {low}..{high}, and be finite, not {text}")
         return value
 
+    parse.__name__ = kind.__name__  # argparse: "invalid int value: 'x'"
     return parse
 
 
 def or_none(parse: Callable[[str], float]) -> Callable[[str], float | None]:
     """The type of a flag that may also be the word "none"."""
 
-    def parse_or_none(text: str) -> float | None:
-        if text.lower() == "none":
-            return None
-        return parse(text)
+    def number(text: str) -> float | None:
+        return None if text.lower() == "none" else parse(text)
 
-    return parse_or_none
+    return number
 
 
 # --- files
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a temporary file beside `path`, then rename it: a reader sees the old file
-    or the new one.
-    """
+    """Let `write` fill a temporary file, then rename it: a reader sees the old file or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -166,8 +146,7 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
     except (OSError, ValueError, SafetensorError) as e:  # no right, no space, a NUL byte in the name
         fail(f"cannot write {path}: {e}; choose another folder or free some space")
     finally:
-        # still there only if writing was stopped
-        if temporary.exists():
+        if temporary.exists():  # only if writing was stopped
             temporary.unlink()
 
 
@@ -205,12 +184,9 @@ def rewind_log(path: Path, step: int) -> None:
 
 # --- randomness and the device
 def generator(*key: int | str) -> torch.Generator:
-    """A CPU generator that is a function of its key alone, so that nothing random has a state to
-    save or to lose.
-    """
+    """A CPU generator that is a function of its key alone: no random state is to be saved."""
     digest = hashlib.sha256(repr(key).encode()).digest()
-    seed = int.from_bytes(digest[:7], "big")
-    return torch.Generator().manual_seed(seed)
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 def uniform(draws: list[torch.Generator], n: int) -> Tensor:
@@ -219,9 +195,7 @@ def uniform(draws: list[torch.Generator], n: int) -> Tensor:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of this name, after trying it; `auto` is the first of cuda, mps and cpu that is
-    there.
-    """
+    """The device of this name, after trying it; `auto` is the first of cuda, mps, cpu that is there."""
     if name == "auto":
         name = "cpu"
         if torch.backends.mps.is_available():
@@ -237,26 +211,16 @@ def pick_device(name: str) -> torch.device:
 
 # --- places
 def first_masked(key: Tensor, masked: Tensor, size: Tensor, group: int) -> Tensor:
-    """In each run of `group` positions the `size` masked ones with the smallest key, the leftmost
-    of equals.
+    """In each run of `group` positions the `size` masked ones with the smallest key, leftmost of equals.
 
     key (R, T) float, masked (R, T) bool, size (R, T / group) int64 -> (R, T) bool.
     """
-    R, T = masked.shape
-
     # what is not masked comes last, whatever its key is
-    key = key.masked_fill(~masked, float("inf"))
-    rank = ranks(key.view(R, T // group, group))
-    first = rank < size[..., None]
-    return masked & first.view(R, T)
+    key = key.masked_fill(~masked, float("inf")).unflatten(1, (-1, group))
 
-
-def ranks(key: Tensor) -> Tensor:
-    """(..., n) float -> (..., n) int64: the place of each entry in ascending order, the leftmost of
-    equals first.
-
-    ranks([.7, .2, .9]) = [1, 0, 2]. argsort says which entry stands at a place; the argsort of that
-    says at which place an entry stands.
-    """
+    # argsort says which entry stands at a place, the argsort of that at which place an entry stands:
+    # .7 .2 .9 -> 1 0 2
     order = key.argsort(dim=-1, stable=True)
-    return order.argsort(dim=-1)
+    rank = order.argsort(dim=-1)
+    first = rank < size[..., None]
+    return masked & first.flatten(1)
