@@ -1,5 +1,4 @@
-"""The model: LLaDA2.1's block-causal mixture-of-experts transformer, split where CoCommit needs it
-split.
+"""The model: LLaDA2.1's block-causal mixture-of-experts transformer, split where CoCommit needs it.
 
 The split is the method (paper, Sec. 4.1 and Eq. 4), and all of it is in class Model:
 
@@ -41,9 +40,7 @@ from lib.config import Config
 
 @dataclass
 class Context:
-    """What a pass needs besides hidden states: the same for both stages, for training and decoding.
-    On a first reading cos, sin and mask are all of it.
-    """
+    """What a pass needs besides hidden states. On a first reading cos, sin and mask are all of it."""
 
     cos: Tensor  # (T, 1, rotary_dim / 2), or (R, T, 1, ...) where rows are at different positions
     sin: Tensor
@@ -71,14 +68,12 @@ class Model(nn.Module):
         self.lora_in_stage_b_alone = False
 
     def tie(self) -> None:
-        """The embedding is the LM head, too, where the config says so; again after they are made anew."""
+        """The embedding is the LM head, too, where the config says so."""
         if self.cfg.tied:
             self.lm_head.weight = self.wte.weight
 
     def prefix(self, ids: Tensor, ctx: Context) -> Tensor:
-        """Prefix: the embedding and the first L - n layers. (R, T) int64 -> (R, T, C), or (R, 2T,
-        C) with a copy.
-        """
+        """Prefix: the embedding and the first L - n layers. (R, T) int64 -> (R, T, C); with a copy (R, 2T, C)."""
         if ctx.clean is not None:
             ids = torch.cat([ids, ctx.clean], dim=1)
         h = self.wte(ids).to(self.compute_dtype)
@@ -95,20 +90,16 @@ class Model(nn.Module):
         return self.lm_head(self.norm_f(h)).float()
 
     def mark(self, h: Tensor, bundle: Tensor, round: int) -> Tensor:
-        """h + 1_S * marker_round. With a zero marker or an empty bundle this is h, and Stage B is
-        Stage A.
-        """
+        """h + 1_S * marker_round. With a zero marker or an empty bundle Stage B is Stage A."""
         # a clean copy behind the rows is never marked
-        behind = h.shape[1] - bundle.shape[1]
-        if behind > 0:
-            bundle = F.pad(bundle, (0, behind))
+        bundle = F.pad(bundle, (0, h.shape[1] - bundle.shape[1]))
         return h + bundle[..., None] * self.markers[round].to(h.dtype)
 
     def coordinate(self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int) -> Tensor:
         """Stage B, Eq. 4: K times h <- LastN(h + 1_S * marker_i), from the prefix states.
 
-        h (R, T, C), bundle (R, T) bool -> (R, T, C). The paper runs its first round and Stage A as one
-        doubled batch; the results are the same, and here it is no faster.
+        h (R, T, C), bundle (R, T) bool -> (R, T, C). The paper runs round 1 and Stage A as one doubled
+        batch; the results are the same, and here it is no faster.
         """
         if self.lora_in_stage_b_alone and ctx.lora is None:
             # at every position that is decoded; not on a clean copy behind the rows
@@ -135,15 +126,14 @@ class Model(nn.Module):
         """The context of whole rows.
 
         real (R, T) bool, False on padding, which nobody attends to but itself (a query needs one key).
-        clean (R, T) int64: rows are read beside their clean copy, [noisy ; clean], so that every noisy
-        block has the context that decoding will give it. Rows of a single block have no context, and
-        need no copy. block_length: other blocks than the model's own (of one: a left-to-right model).
+        clean (R, T) int64: rows lie beside their clean copy, [noisy ; clean], so every noisy block reads
+        what it will in decoding. block_length: other blocks than the model's (of one: left to right).
         """
         T = real.shape[1]
         B = block_length or self.cfg.block_length
         positions = torch.arange(T, device=real.device)
         if T <= B:
-            clean = None
+            clean = None  # a single block reads nothing before it
 
         if clean is None:
             mask = block_causal_mask(T, B, real.device)
@@ -161,26 +151,18 @@ class Model(nn.Module):
 
     @property
     def partial_cost(self) -> float:
-        """What one partial forward costs, in full ones: Stage B runs n of the L layers, a head its
-        own.
-        """
-        if self.second_look is not None:
-            return self.second_look.n_layer / self.cfg.n_layer
-        return self.cfg.n_last / self.cfg.n_layer
+        """What one partial forward costs, in full ones: Stage B runs n of the L layers, a head its own."""
+        n = self.cfg.n_last if self.second_look is None else self.second_look.n_layer
+        return n / self.cfg.n_layer
 
     def add_lora(self, r: int, alpha: float, generator: torch.Generator, stage_b_alone: bool = False) -> None:
-        """Freeze everything, then add LoRA to every qkv and proj: it and the markers train (paper,
-        Sec. 5.1).
+        """Freeze everything, then add LoRA to every qkv and proj: it and the markers train (paper, Sec. 5.1).
 
-        stage_b_alone (beyond the paper): it lies in the last n layers, and acts in Stage B alone, so
-        that Stage A stays the base.
+        stage_b_alone (beyond the paper): in the last n layers, acting in Stage B alone; Stage A stays the base.
         """
         self.requires_grad_(False)
-        layers = self.layers
-        if stage_b_alone:
-            layers = self.layers[-self.cfg.n_last :]
-            self.lora_in_stage_b_alone = True
-        for layer in layers:
+        self.lora_in_stage_b_alone = stage_b_alone
+        for layer in self.layers[-self.cfg.n_last :] if stage_b_alone else self.layers:
             layer.attn.qkv.add_lora(r, alpha, generator)
             layer.attn.proj.add_lora(r, alpha, generator)
         self.markers = nn.Parameter(self.markers.float())
@@ -195,8 +177,7 @@ class Model(nn.Module):
 
 # --- who sees whom
 def block_causal_mask(T: int, block_length: int, device: torch.device | str = "cpu") -> Tensor:
-    """(T, T) bool, True where the query (row) may attend to the key (column): its own block and
-    every earlier one.
+    """(T, T) bool, True where a query (row) may attend to a key (column): its own block, and earlier ones.
 
     T = 4, block_length = 2:      1 1 0 0
                                   1 1 0 0
@@ -208,8 +189,7 @@ def block_causal_mask(T: int, block_length: int, device: torch.device | str = "c
 
 
 def doubled_mask(T: int, block_length: int, device: torch.device | str = "cpu") -> Tensor:
-    """(2T, 2T) bool for rows [noisy ; clean]: a noisy block sees itself and the *clean* blocks
-    before it, a clean block sees clean ones.
+    """(2T, 2T) bool for rows [noisy ; clean]: a noisy block sees itself and the *clean* blocks before it.
 
     Two blocks of one token, n0 n1 c0 c1:      1 . . .       n0 sees itself
                                                . 1 1 .       n1 sees itself and c0
@@ -231,10 +211,7 @@ class Block(nn.Module):
         self.norm_1 = RMSNorm(cfg.n_embd, cfg.norm_eps)
         self.attn = Attention(cfg, layer)
         self.norm_2 = RMSNorm(cfg.n_embd, cfg.norm_eps)
-        if layer < cfg.n_dense:
-            self.mlp = MLP(cfg, cfg.d_dense)
-        else:
-            self.mlp = MoE(cfg)
+        self.mlp = MLP(cfg, cfg.d_dense) if layer < cfg.n_dense else MoE(cfg)
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
         x = x + self.attn(self.norm_1(x), ctx)
@@ -274,20 +251,15 @@ class Attention(nn.Module):
 
 
 def rotary(cfg: Config, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(..., T) positions -> cos and sin, (..., T, 1, rotary_dim / 2) each, the 1 for the heads.
-
-    Angles are float32 whatever the model's dtype: bf16 frequencies are off by radians after a
-    thousand positions. They are no buffer, which a `.to(bf16)` could round.
-    """
+    """(..., T) positions -> cos and sin, (..., T, 1, rotary_dim / 2) each, the 1 for the heads."""
+    # float32 in every dtype of the model: bf16 angles are off by radians after a thousand positions
     exponent = torch.arange(0, cfg.rotary_dim, 2, device=positions.device, dtype=torch.float32) / cfg.rotary_dim
     angle = positions.float()[..., None, None] * cfg.rope_theta**-exponent
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 def rotate(x: Tensor, ctx: Context) -> Tensor:
-    """Turn the first rotary_dim dims, first half against second half; the rest pass through. (R, T,
-    heads, D).
-    """
+    """Turn the first rotary_dim dims of (R, T, heads, D), half against half; the rest pass through."""
     half = ctx.cos.shape[-1]
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     return torch.cat([first * ctx.cos - second * ctx.sin, second * ctx.cos + first * ctx.sin, rest], dim=-1)
@@ -320,9 +292,7 @@ class MoE(nn.Module):
         # the experts' weights are stacked, so that one grouped matmul serves them all
         self.gate_up = nn.Parameter(torch.empty(cfg.n_expert, 2 * cfg.d_expert, cfg.n_embd))
         self.down = nn.Parameter(torch.empty(cfg.n_expert, cfg.n_embd, cfg.d_expert))
-        self.shared = None
-        if cfg.n_shared:
-            self.shared = MLP(cfg, cfg.n_shared * cfg.d_expert)
+        self.shared = MLP(cfg, cfg.n_shared * cfg.d_expert) if cfg.n_shared else None
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])  # (N, C)
@@ -335,8 +305,7 @@ class MoE(nn.Module):
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (N, C) -> chosen experts (N, A) int64 and their weights (N, A) float32.
 
-        The bias decides who is chosen; the weights are the unbiased scores of the chosen,
-        normalised and scaled.
+        The bias decides who is chosen; the weights are the unbiased scores, normalised and scaled.
         """
         scores = torch.sigmoid(F.linear(x.float(), self.router.float()))  # (N, E)
         biased = scores + self.expert_bias
@@ -362,8 +331,7 @@ class MoE(nn.Module):
             for token, expert, weight in all N*A choices:
                 y[token] += weight * expert(x[token])
 
-        by sorting the choices by expert, running each expert on its run of rows, and summing each
-        token's A rows: in float32, in an order that does not depend on the tokens beside it.
+        summing in float32, in an order that does not depend on the tokens beside a token.
         """
         # rows of x sorted by expert; expert e has the rows up to ends[e]
         expert, order = chosen.flatten().sort(stable=True)  # (N*A,) each
@@ -382,9 +350,7 @@ class MoE(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Normalise in float32, cast back, then scale: the order of the released code, which matters in
-    bf16.
-    """
+    """Normalise in float32, cast back, then scale: the released order, which matters in bf16."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -397,10 +363,9 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """A linear layer with an optional LoRA: y = W x + (alpha / r) B A x.
+    """y = W x, with LoRA W x + (alpha / r) B A x, in the dtype of x: weights may be float32 under bf16.
 
-    A (r, in) starts Kaiming, B (out, r) zero, so that it starts as W alone. It computes in its
-    input's dtype: master weights may be float32 under bf16 activations.
+    A (r, in) starts Kaiming, B (out, r) zero, so that it starts as W alone.
     """
 
     def __init__(self, n_in: int, n_out: int, bias: bool = False):
@@ -418,18 +383,13 @@ class Linear(nn.Linear):
         self.lora_B = nn.Parameter(torch.zeros(self.out_features, r, device=device))
 
     def forward(self, x: Tensor, where: Tensor | None = None) -> Tensor:
-        """x (R, T, in) -> (R, T, out). where (T, 1) bool: the positions at which LoRA acts; None:
-        all.
-        """
-        bias = self.bias
-        if bias is not None:
-            bias = bias.to(x.dtype)
+        """x (R, T, in) -> (R, T, out). where (T, 1) bool: the positions at which LoRA acts; None: all."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
         y = F.linear(x, self.weight.to(x.dtype), bias)
 
         if self.lora_A is None:
             return y
-        delta = F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
-        delta = self.lora_scale * delta
+        delta = self.lora_scale * F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
         if where is not None:
             delta = delta * where
         return y + delta
