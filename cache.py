@@ -11,9 +11,8 @@ Why keeping keys and values is exact, and no approximation (tested: cached = unc
     4. A finished block has no mark. On it Stage B's first round is LastN(h), which is Stage A: their keys are the same.
     5. A further round reads LastN(LastN(h)) of the context, and has keys of its own.
 
-A finished block costs no pass of its own. The pass that closes it (it finds nothing left to change,
-or reads once more what the last step changed) carries the next block's first beside it, 2B positions
-in one pass. If the block was changed after all, what was read of the next one is thrown away.
+A finished block costs no pass of its own. The pass that closes it carries the next block's first beside
+it, 2B positions in one. If the block was changed after all, what was read of the next is thrown away.
 """
 
 from dataclasses import replace
@@ -40,8 +39,7 @@ class KVCache:
         the current one  B .. 2B-1
         the context      2B ..          in the order of the text
 
-    Rotation has already put the position into a key, so this order does not matter to attention,
-    and the keys in use are one view without a copy, at any length.
+    So the keys in use are one view without a copy. Their order is nothing to attention: they are rotated.
     """
 
     def __init__(self, cfg: Config, lengths: list[int], n_rounds: int, device: torch.device, dtype: torch.dtype):
@@ -54,9 +52,7 @@ class KVCache:
         self.set_lengths(lengths)
 
     def set_lengths(self, lengths: list[int]) -> None:
-        """Context tokens of each row, and room for more than them, doubled so that a long answer is
-        copied only a few times.
-        """
+        """Context tokens of each row, and room for them, doubled: a long answer is copied a few times only."""
         self.lengths = lengths
         self.length = torch.tensor(lengths, device=self.kv.device)
         self.used = 2 * self.B + max(lengths)
@@ -65,16 +61,13 @@ class KVCache:
         self.contexts: dict[bool, Context] = {}  # what context() has built for these lengths
 
     def update(self, layer: int, round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v (R, G, T, D) of the current pass -> the keys and values to attend to, (R, G, S, D)
-        each.
-        """
+        """k, v (R, G, T, D) of the current pass -> the keys and values to attend to, (R, G, S, D) each."""
         kv = self.kv[:, self.slot(layer, round)]
         new = torch.stack([k, v])
         T = k.shape[2]
         end = 2 * self.B  # of the current block
 
-        # the prompt's complete blocks go straight into the context of their row, with nothing
-        # before them
+        # the prompt's complete blocks go straight into their row's context, with nothing before them
         if self.filling is not None:
             kv[:, self.filling, :, end : end + T] = new[:, 0]
             return k, v
@@ -92,10 +85,7 @@ class KVCache:
         B = self.B
         at = torch.tensor(rows, device=self.kv.device)
         place = 2 * B + self.length[at, None] + torch.arange(B, device=self.kv.device)  # (rows, B)
-        longer = list(self.lengths)
-        for row in rows:
-            longer[row] += B
-        self.set_lengths(longer)
+        self.set_lengths([n + B * (row in rows) for row, n in enumerate(self.lengths)])
         block = self.kv[:, :, at, :, B : 2 * B]  # (2, slots, rows, G, B, D)
         self.kv[:, :, at[:, None], :, place] = block.permute(2, 4, 0, 1, 3, 5)
         self.kv[:, :, at, :, B : 2 * B] = self.kv[:, :, at, :, :B]
@@ -106,9 +96,7 @@ class KVCache:
         self.set_lengths([self.lengths[r] for r in rows])
 
     def context(self, ahead: bool = False) -> Context:
-        """The Context of each row's current block, or of [next ; current]; built once while the
-        lengths stay.
-        """
+        """The Context of the current blocks, or of [next ; current]; built once while the lengths stay."""
         if ahead not in self.contexts:
             self.contexts[ahead] = self.build_context(ahead)
         return self.contexts[ahead]
@@ -129,8 +117,7 @@ class KVCache:
         if not ahead and len(set(self.lengths)) == 1:
             return Context(cos, sin, None, self)
 
-        # a shorter row has keys in use that are none of its own: keys are numbered -T.., from 0 on
-        # the context's
+        # a shorter row has keys in use that are none of its own; keys are numbered, the context's from 0
         key = torch.arange(-T, max(self.lengths), device=device)
         mask = key < self.length[:, None]  # (R, S)
         mask = mask[:, None, None]  # (R, 1, 1, S)
@@ -164,9 +151,7 @@ class Cached:
         self.ready = False  # whether Stage A's forward of the current blocks is made already
 
     def read_prompt(self, row: int, ids: Tensor) -> None:
-        """A prompt's complete blocks, ids (1, T), once; this is no decoding forward and is not
-        counted.
-        """
+        """A prompt's complete blocks, ids (1, T), once; this is no decoding forward and is not counted."""
         self.cache.filling = row
         ctx = replace(self.model.context(torch.ones_like(ids, dtype=torch.bool)), cache=self.cache)
         h = self.model.prefix(ids, ctx)
@@ -175,9 +160,7 @@ class Cached:
         self.cache.filling = None
 
     def read(self, z: Tensor, next_z: Tensor | None = None) -> None:
-        """Stage A's forward of the current blocks z (R, B), and with next_z (R, B) of the next ones
-        beside them.
-        """
+        """Stage A's forward of the current blocks z (R, B), with next_z (R, B) of the next beside them."""
         B = self.cfg.block_length
         ahead = next_z is not None
         if ahead:
@@ -193,18 +176,14 @@ class Cached:
         self.ready = True
 
     def stage_a(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """One full forward of the current blocks z (R, B), unless `read` has made it already ->
-        prefix states and final states, (R, B, C) each.
-        """
+        """One full forward of z (R, B), unless `read` has made it -> prefix and final states, (R, B, C) each."""
         if not self.ready:
             self.read(z)
         self.ready = False
         return self.last
 
     def stage_b(self, h: Tensor, bundle: Tensor) -> Tensor:
-        """Stage B from those prefix states: final states (R, B, C). The block's own keys stay Stage
-        A's.
-        """
+        """Stage B from those prefix states: final states (R, B, C). The block's own keys stay Stage A's."""
         B = self.cfg.block_length
         first = self.cfg.n_layer - self.cfg.n_last
         current = self.cache.kv[:, first:, :, :, B : 2 * B]
@@ -227,18 +206,16 @@ class Cached:
         if self.ready:
             closed = torch.zeros(len(z), 1, 1, dtype=torch.bool, device=z.device)
             closed[rows] = True
-            h = torch.where(closed, self.next[0], self.last[0])
-            y = torch.where(closed, self.next[1], self.last[1])
-            self.last = (h, y)
+            self.last = tuple(torch.where(closed, new, old) for new, old in zip(self.next, self.last, strict=True))
         self.next = None
 
     def keep(self, rows: list[int]) -> None:
         """Drop the other rows, which are finished."""
         self.cache.keep(rows)
         self.rows = [self.rows[r] for r in rows]
-        self.last = (self.last[0][rows], self.last[1][rows])
+        self.last = tuple(states[rows] for states in self.last)
         if self.next is not None:
-            self.next = (self.next[0][rows], self.next[1][rows])
+            self.next = tuple(states[rows] for states in self.next)
 
 
 # --- the forwards of the whole text

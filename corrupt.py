@@ -20,8 +20,7 @@ Corruptions (each block draws its own mask ratio from U(0, 1)):
     draft     masks, then one Stage A pass without gradient fills some of them with its argmax: the wrong ones are W,
               the right ones join G, the rest stay M (the paper, which takes its W from the model's own errors)
 
-Every draw takes generators, one a row, so a row's corruption depends neither on the rows beside it
-nor on their number.
+Every draw takes generators, one a row, so a row's corruption does not depend on the rows beside it.
 
     python -m tools.gallery       # one text under each corruption, with the loss weight of every position
 """
@@ -59,8 +58,7 @@ DRAFT_RATE = 0.3  # draft: the share of masks that the draft fills
 # one generator a row, from which all of its random numbers come
 Draws = list[torch.Generator]
 
-# what fills masks with the model's own guesses: (z (R, T), where (R, T) bool) -> int64, one token
-# for each True
+# what fills masks with the model's own guesses: (z (R, T), where (R, T) bool) -> (P,) int64, one for each True
 Draft = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -76,8 +74,7 @@ class Corruption:
 def corrupt(
     x: Tensor, free: Tensor, how: Corruption, draws: Draws, draft: Draft | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x (R, T) int64 clean; free (R, T) bool, the positions that may be corrupted: real ones
-    outside the prompt.
+    """x (R, T) int64 clean; free (R, T) bool, what may be corrupted: real positions outside the prompt.
 
     -> z (R, T) int64 and kind (R, T) uint8. M, W and G partition the free positions, the rest is NONE.
     """
@@ -117,19 +114,15 @@ def kinds(x: Tensor, z: Tensor, free: Tensor, mask_id: int) -> Tensor:
 
 # --- the bundle
 def draw_bundle(masked: Tensor, block_length: int, s_min: int, s_max: int, draws: Draws) -> Tensor:
-    """The bundle of a training row (paper, Sec. 4.1 i): in each block s ~ Uniform{s_min..s_max} of the
-    masked positions, uniformly; all of them where fewer than s are masked.
+    """The bundle of a training row (paper, Sec. 4.1 i): of each block s ~ Uniform{s_min..s_max} masks, uniformly.
 
     masked (R, T) bool -> (R, T) bool. It is a function of z and of chance alone, never of x. So the
     bundle says nothing new about the text, and the clean tokens as a target cannot teach Stage B
     how they depend on one another (results/theorem).
-
-    The paper does not say whether a row has one bundle or each block its own. Each block has, because
-    in decoding a bundle always lies in one block. Earlier blocks draw bundles, too.
     """
     n_blocks = masked.shape[1] // block_length
 
-    # how many, in each block
+    # how many, in each block: the paper leaves it open, but in decoding a bundle lies in one block
     size = s_min + (uniform(draws, n_blocks) * (s_max - s_min + 1)).long()  # (R, n_blocks)
 
     # which ones: those that draw the smallest numbers
@@ -139,11 +132,8 @@ def draw_bundle(masked: Tensor, block_length: int, s_min: int, s_max: int, draws
 
 # --- the loss
 def loss_weights(kind: Tensor, fill: Tensor) -> Tensor:
-    """Eq. 1's weight of every position, (R, T) float32. fill (R, T) bool: the masked positions that
-    carry the fill loss, all of M in Stage A and the bundle in Stage B.
-
-    There is no 1/t weight, as an ELBO of masked diffusion would have: the paper's loss is Eq. 1, a
-    plain sum.
+    """Eq. 1's weight of every position, (R, T) float32. fill (R, T) bool: the masks that carry the fill
+    loss, all of M in Stage A and the bundle in Stage B. There is no 1/t, as an ELBO would have.
     """
     weight = torch.zeros(kind.shape, device=kind.device)
     weight[fill & (kind == M)] = LAMBDA_M2T
@@ -157,10 +147,9 @@ def three_term_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Eq. 1: weighted cross-entropies to `target` at the same position (no shift), summed, in nats.
 
-    h (R, T, C) states before the head, or (R, 2T, C) of rows beside their clean copy, which has no loss;
-    target (R, T) int64; kind (R, T) uint8 and fill (R, T) bool as in `loss_weights`.
-    -> the sum, a scalar, to be divided by the number of real tokens (one denominator keeps the terms in Eq. 1's ratio);
-       for m2t, edit and clean (2,) float32: the unweighted sum of cross-entropies and the number of positions.
+    h (R, T, C) states before the head, or (R, 2T, C) with a clean copy, which has no loss; target (R, T)
+    int64; kind (R, T) uint8; fill (R, T) bool -> a scalar, and for m2t, edit and clean (2,) float32: the
+    unweighted sum of cross-entropies and the number of positions.
     """
     h = h[:, : kind.shape[1]]
 
@@ -172,9 +161,7 @@ def three_term_loss(
     ce = cross_entropy(model, h[chosen], target[chosen])  # (P,)
 
     # the three terms apart, for the log
-    terms = {}
-    for name, k in (("m2t", M), ("edit", W), ("clean", G)):
-        terms[name] = summed(ce[kind == k])
+    terms = {name: summed(ce[kind == k]) for name, k in (("m2t", M), ("edit", W), ("clean", G))}
     return (weight * ce).sum(), terms
 
 
@@ -184,16 +171,13 @@ def summed(ce: Tensor) -> Tensor:
 
 
 def cross_entropy(model: Model, h: Tensor, target: Tensor) -> Tensor:
-    """h (P, C), target (P,) int64 -> (P,) float32 in nats.
-
-    A long list goes through the head in parts, whose logits the backward pass makes again: with
-    157,184 tokens in the vocabulary the logits of 8 rows of 2,048 in two stages would take 20 GB.
-    """
+    """h (P, C), target (P,) int64 -> (P,) float32 in nats."""
 
     def part(h: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(model.head(h), target, reduction="none")
 
-    # 64 MB of float32 logits at a time
+    # 64 MB of logits at a time, which the backward makes again: those of 8 rows of 2,048 with 157,184
+    # tokens in the vocabulary would take 20 GB in two stages
     size = max(64, 2**24 // model.cfg.vocab_size)
     if len(h) <= size:
         return part(h, target)

@@ -4,12 +4,9 @@
     generate_one    the decoder as the paper has it: one row, greedy, no cache. Read this one
     generate        the same for many rows, with an exact cache and temperature; tested equal to generate_one
 
-With --n_rounds 0 (Stage B off) and a gate on edits this is LLaDA2.1's released generate(), token
-for token and forward for forward, edge cases included: strict gates, edits while masks remain, mask
-as an ordinary candidate. It departs from it in two ways:
-
-  - Without edits (--tau_t2t none) a block ends with its last mask. The released loop reads it once more.
-  - A block that can never end (nothing changes any more, or MAX_STEPS forwards) is left with a warning.
+With --n_rounds 0 (Stage B off) and a gate on edits this is LLaDA2.1's released generate(), token for
+token and forward for forward. Two things differ: without edits (--tau_t2t none) a block ends with its
+last mask, which the released loop reads once more; and a block that can never end is left, with a warning.
 
     python sample.py --prompt "CANADIAN"                            # streams text, counts forwards
     python sample.py --prompt "CANADIAN SYLLABICS ▒▒▒ DZU" --watch  # every step; each ▒ is a token to fill
@@ -106,10 +103,9 @@ class Step:
 def denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: Decoding, masks: bool) -> Step:
     """One step on the current blocks z (R, B) int64: everything is read from z and written at once.
 
-    given (R, B) bool: positions that are never edited. masks: has any row one left?
-    u (R, 2, B) in [0, 1): with temperature, each stage draws by its own numbers. Selection then favours
-    positions whose draw happened to be a likely token; Stage B draws anew and so undoes that bias:
-    what is written follows the model's probabilities.
+    given (R, B) bool: positions that are never edited. masks: has any row one left? u (R, 2, B) in [0, 1):
+    each stage draws by its own numbers. Selection favours positions whose draw happened to be likely;
+    Stage B draws anew, so that what is written follows the model's probabilities.
     """
     model = engine.model
     masked = z == model.cfg.mask_id
@@ -164,42 +160,33 @@ def stage_b_look(engine: Cached | Uncached, a: StageA, bundle: Tensor) -> Look:
 
 
 def select_bundle(probability: Tensor, masked: Tensor, tau_m2t: float, at_least: int, order: str) -> Tensor:
-    """Which masks are written in this step: those that pass tau_m2t, or the first `at_least` of the
-    order where fewer pass.
+    """The masks that pass tau_m2t; where these are too few, the first `at_least` of the order.
 
     surest      passes where its probability is above tau_m2t (the paper)
     leftmost    passes where the product of the masks' probabilities, up to and with its own, is
 
-    probability (R, B) float32, the best token's at every position; masked (R, B) bool -> (R, B)
-    bool.
+    probability (R, B) float32, of the best token; masked (R, B) bool -> (R, B) bool.
     """
+    # what comes first in this order has the smallest key
+    sure = probability
+    key = -probability
     if order == "leftmost":
-        together = torch.where(masked, probability, 1.0).cumprod(-1)
-        passing = masked & (together > tau_m2t)
-    else:
-        passing = masked & (probability > tau_m2t)
+        sure = torch.where(masked, probability, 1.0).cumprod(-1)
+        key = torch.zeros_like(probability)
+    passing = masked & (sure > tau_m2t)
 
-    # the first ones of the order, the leftmost of equals
+    # the first ones, the leftmost of equals
     size = torch.full_like(masked[:, :1], at_least, dtype=torch.long)
-    first = first_masked(precedence(probability, order), masked, size, masked.shape[1])
+    first = first_masked(key, masked, size, masked.shape[1])
 
     enough = passing.sum(-1, keepdim=True) >= at_least
     return torch.where(enough, passing, first)
 
 
-def precedence(probability: Tensor, order: str) -> Tensor:
-    """What comes first in this order has the smallest number: (R, B) float32 -> (R, B) float32."""
-    if order == "leftmost":
-        place = torch.arange(probability.shape[1], device=probability.device)
-        return place.to(probability.dtype).expand_as(probability)
-    return -probability
-
-
 def candidates(logits: Tensor, u: Tensor, d: Decoding) -> tuple[Tensor, Tensor]:
     """Each position's token and its probability: logits (..., V) -> (...) int64, (...) float32.
 
-    Greedy: the argmax. With temperature: scale, top-k, top-p, renormalise, draw by u (...) in [0,
-    1); the probability is the filtered distribution's.
+    Greedy: the argmax. With temperature: drawn by u (...) in [0, 1) from what the filters leave.
     """
     if d.temperature == 0:
         token = logits.argmax(-1)
@@ -228,8 +215,7 @@ def candidates(logits: Tensor, u: Tensor, d: Decoding) -> tuple[Tensor, Tensor]:
 # --- the decoder as the paper has it
 @torch.inference_mode()
 def generate_one(model: Model, prompt: list[int], d: Decoding) -> tuple[list[int], dict[str, float], list[list[int]]]:
-    """Continue one prompt (ids), greedily -> tokens, forwards by kind, and the current block before
-    every forward.
+    """Continue one prompt (ids), greedily -> tokens, forwards by kind, the current block before each forward.
 
     Slow: every forward reads the whole text again. It is the specification of `generate`.
     """
@@ -296,9 +282,7 @@ def generate(
     on_step: Callable[[list[Row], Step], None] | None = None, on_block: Callable[[int, Output], None] | None = None,
     cached: bool = True,
 ) -> list[Output]:  # fmt: skip
-    """Decode every prompt (ids), as if alone: tokens, counts and draws. The one exception is an exact
-    tie: a matmul over more rows may round the last bit otherwise, and so decide between two logits
-    that are equal. Rows finish blocks at their own pace.
+    """Decode every prompt (ids), as if alone; but a matmul over more rows may decide an exact tie otherwise.
 
     on_step(rows in flight, step) sees every step, on_block(i, output) every finished block of row i.
     """
@@ -314,7 +298,7 @@ def generate(
     masks = True
     while True:
         # one step, and what it cost
-        u = random_numbers(rows, d, model.cfg.block_length).to(device)
+        u = random_numbers(rows, d, z)
         step = denoise(engine, z, given, u, d, masks)
         if on_step:
             on_step(rows, step)
@@ -367,18 +351,18 @@ def generate(
             counts[:, closed] = 0
 
 
-def random_numbers(rows: list[Row], d: Decoding, B: int) -> Tensor:
-    """(R, 2, B) in [0, 1), of each row's own generator; zeros where nothing is drawn."""
+def random_numbers(rows: list[Row], d: Decoding, z: Tensor) -> Tensor:
+    """For z (R, B): (R, 2, B) in [0, 1), of each row's own generator; zeros where nothing is drawn."""
+    R, B = z.shape
     if d.temperature == 0:
-        return torch.zeros(len(rows), 2, B)
-    return uniform([row.rng for row in rows], 2 * B).view(-1, 2, B)
+        return torch.zeros(R, 2, B, device=z.device)
+    return uniform([row.rng for row in rows], 2 * B).view(R, 2, B).to(z.device)
 
 
 def is_finished(changed: Tensor, masked: Tensor, counts: Tensor, d: Decoding) -> Tensor:
     """Which rows' blocks are finished, (R,) bool: nothing changes any more, or a bound is reached.
 
-    changed, masked (R,) bool: did the step change the block, has it a mask left. counts (4, R), see
-    `generate`.
+    changed, masked (R,) bool: did the step change the block, has it a mask left. counts (4, R): `generate`'s.
     """
     still = ~changed
     if d.temperature > 0:  # a sampled step may change nothing, and the next one something
@@ -389,8 +373,8 @@ def is_finished(changed: Tensor, masked: Tensor, counts: Tensor, d: Decoding) ->
 
 # --- the command line
 def settle_decoding(args: Namespace, model: Model, own: dict) -> Decoding:
-    """Every default of a decode is settled here: what the flags say; else what the folder was made
-    for (own); else the paper's setting, or the released one where Stage B is off.
+    """Every default of a decode: what the flags say; else what the folder was made for (own); else the
+    paper's setting, or the released one where Stage B is off.
     """
     # Stage B is on where it was trained; with the zero markers of a converted checkpoint it is Stage A
     trained = bool(model.markers.any()) or model.second_look is not None
