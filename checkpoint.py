@@ -1,5 +1,4 @@
-"""The folders that train.py and convert_weights.py write, and how a model, an adapter and a run
-come back from them.
+"""The folders that train.py and convert_weights.py write, and what comes back from them.
 
 config.json            the model's geometry and ids, written last: a folder that has one is whole
 model.safetensors      all parameters and markers, or shards with model.safetensors.index.json
@@ -49,12 +48,20 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str
     replace_file(path, write)
 
 
-def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of all tensors of these files, one at a time."""
+def tensors_in(files: list[Path]) -> Iterator[tuple[Path, safe_open, str]]:
+    """(path, open file, name) of all tensors of these files."""
     for path in files:
         with reading(path, "safetensors file"), safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 (it is no dict)
-                yield name, file.get_tensor(name)
+                yield path, file, name
+
+
+def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of all tensors of these files, one at a time."""
+    for path, file, name in tensors_in(files):
+        with reading(path, "safetensors file"):
+            tensor = file.get_tensor(name)
+        yield name, tensor
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -73,22 +80,17 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_fit(path: Path, held: dict, expected: dict, hint: str, dropped: dict[str, str] | None = None) -> None:
-    """Refuse tensors that are unknown, missing or of another shape; `dropped`: what may be left,
-    and why.
-    """
+    """Refuse tensors that are unknown, missing or of another shape; `dropped`: what may be left, and why."""
 
-    def describe(tensors: dict, name: str) -> str:
-        if name not in tensors:
-            return "no such tensor"
-        return f"shape {list(tensors[name].shape)}"
+    def shape(tensors: dict, name: str) -> str:
+        return f"shape {list(tensors[name].shape)}" if name in tensors else "no such tensor"
 
     for name in sorted(held.keys() | expected.keys()):
+        there = shape(held, name)
+        wanted = shape(expected, name)
         if dropped and name in dropped and name not in expected:
             print(f"dropped {name}: {dropped[name]}")
-            continue
-        there = describe(held, name)
-        wanted = describe(expected, name)
-        if there != wanted:
+        elif there != wanted:
             fail(f"{path}: {name}: {there} there, {wanted} in the model: {hint}")
 
 
@@ -115,15 +117,13 @@ def new_model(cfg: Config, generator: torch.Generator, device: torch.device | st
 
 def initial_std(name: str, cfg: Config) -> float:
     """Standard deviation of a matrix's first values."""
-    # at 0.02 the layers drown a token's identity within steps, and copying visible tokens (two
-    # thirds of the terms) is learned late
+    # at 0.02 the layers drown a token's identity, and copying visible tokens is learned late
     if name == "wte.weight":
         return 1.0
     if name == "lm_head.weight":
         return 0.02
 
-    # 2 L projections write to the residual stream: scaled down as in GPT-2, their sum keeps its
-    # size
+    # 2 L projections write to the residual stream: scaled as in GPT-2, their sum keeps its size
     std = cfg.n_embd**-0.5
     if name.endswith(("proj.weight", "down.weight", "mlp.down")):
         std = std / math.sqrt(2 * cfg.n_layer)
@@ -132,19 +132,14 @@ def initial_std(name: str, cfg: Config) -> float:
 
 def stored(model: Model) -> dict[str, Tensor]:
     """What model.safetensors holds: all but adapters and heads, and a tied LM head once."""
-    kept = {}
-    for name, tensor in model.state_dict().items():
-        repeated = model.cfg.tied and name == "lm_head.weight"
-        if "lora_" not in name and not name.startswith("second_look.") and not repeated:
-            kept[name] = tensor
+    kept = {k: v for k, v in model.state_dict().items() if "lora_" not in k and not k.startswith("second_look.")}
+    if model.cfg.tied:
+        del kept["lm_head.weight"]
     return kept
 
 
 def save_model(model: Model, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
-    """Weights first, config last: a folder with a config.json has the weights that it speaks of.
-
-    weights: what stored(model) gives, where it is at hand.
-    """
+    """Weights first (stored(model), or as given), config last: a folder that has one is whole."""
     save_tensors(folder / "model.safetensors", weights or stored(model))
     write_json(folder / "config.json", asdict(model.cfg))
 
@@ -168,27 +163,25 @@ def load_model(
 ) -> Model:  # fmt: skip
     """A model from its folder, or a base with an adapter from the adapter's.
 
-    Parameters take `dtype`; expert_bias and adapters stay float32. `kind` is Model, or one with other
-    layers; `make_head` gives it a new head, to be trained. `overrides` change config fields (n_last,
-    n_rounds, block_length); an adapter brings its own. Markers that the checkpoint lacks start at zero.
+    Parameters take `dtype`; expert_bias and adapters stay float32. `kind`: Model, or one with other layers.
+    `make_head`: a new head, to be trained. `overrides`: of config fields (n_last, n_rounds, block_length);
+    an adapter brings its own. Markers that the checkpoint lacks start at zero.
     """
     folder = Path(folder)
     base = base_of(folder)
     changes = {name: value for name, value in overrides.items() if value is not None}
-    adapter = None
-    if base != folder:
-        adapter = read_json(folder / "adapter.json", "adapter")
+    adapter = about_adapter(folder)
+    if adapter:
         check_base(base, folder)
         with reading(folder / "adapter.json", "adapter"):
-            changes["n_last"] = adapter["model"]["n_last"]
-            changes["n_rounds"] = adapter["model"]["n_rounds"]
+            changes |= {name: adapter["model"][name] for name in ("n_last", "n_rounds")}
     cfg = replace(read_config(base), **changes)
 
     # no memory yet for the base, only names and shapes
     head = None
     if make_head:
         head = make_head(cfg)
-    elif adapter and "head" in adapter:
+    elif "head" in adapter:
         head = build_head(folder, adapter["head"], cfg)
     check_last_layer(base, cfg)
     with torch.device("meta"):
@@ -203,12 +196,9 @@ def load_model(
 
 def check_last_layer(folder: Path, cfg: Config) -> None:
     """Refuse a config of more layers than are stored, before they are built: that takes time and memory."""
-    prefix = f"layers.{cfg.n_layer - 1}."
-    for path in weight_files(folder):
-        with reading(path, "safetensors file"), safe_open(path, "pt") as file:
-            if any(name.startswith(prefix) for name in file.keys()):  # noqa: SIM118 (it is no dict)
-                return
-    fail(f"{folder}: config.json has n_layer {cfg.n_layer}, but no tensor {prefix}* is stored: copy the folder again")
+    last = f"layers.{cfg.n_layer - 1}."
+    if not any(name.startswith(last) for _, _, name in tensors_in(weight_files(folder))):
+        fail(f"{folder}: config.json has n_layer {cfg.n_layer}, but no tensor {last}* is stored: copy the folder again")
 
 
 def loader_of(folder: Path) -> Callable[[Model, Path, torch.device | str, torch.dtype], None]:
@@ -216,18 +206,18 @@ def loader_of(folder: Path) -> Callable[[Model, Path, torch.device | str, torch.
     name = read_json(folder / "config.json", "checkpoint config").get("loader")
     if name is None:
         return load_weights
-    return import_from("released", name, folder / "config.json").load_weights
+    return import_from("released", name, folder).load_weights
 
 
-def import_from(door: str, name: str, path: Path) -> object:
-    """The module of a folder of this repository that a JSON file names, and nothing else."""
-    with reading(path, "file"):
+def import_from(door: str, name: str, folder: Path) -> object:
+    """The module of `door`, a folder of this repository, that a JSON file names; and nothing else."""
+    with reading(folder, "model in"):
         if not re.fullmatch(rf"{door}\.\w+", name):
-            fail(f"{path}: {name!r} is no module of {door}/")
+            fail(f"{folder}: {name!r} is no module of {door}/")
         try:
             return importlib.import_module(name)
         except ImportError:
-            fail(f"{path}: there is no module {name}")
+            fail(f"{folder}: there is no module {name}")
 
 
 def load_weights(model: Model, folder: Path, device: torch.device | str, dtype: torch.dtype) -> None:
@@ -250,9 +240,7 @@ def load_weights(model: Model, folder: Path, device: torch.device | str, dtype: 
 
 
 def load_tokenizer(folder: Path, kind: str) -> Tokenizer | None:
-    """None where there is none: a toy's tokens are numbers, a released checkpoint may come without
-    its tokenizer.
-    """
+    """None of a toy, whose tokens are numbers, and of a checkpoint that came without its tokenizer."""
     if kind == "bytes":
         return byte_tokenizer()
     path = base_of(folder) / "tokenizer.json"
@@ -264,15 +252,19 @@ def load_tokenizer(folder: Path, kind: str) -> Tokenizer | None:
 def names_of(folder: Path) -> dict | None:
     """What a model of names knows of its names; None of any other model."""
     path = base_of(folder) / "names.json"
-    if not path.exists():
-        return None
-    return read_json(path, "names")
+    return read_json(path, "names") if path.exists() else None
 
 
 # --- an adapter's folder
 
 # an adapter fits a model that agrees in these
 ADAPTER_GEOMETRY = ("n_layer", "n_embd", "n_head", "n_kv_head", "n_last", "n_rounds")
+
+
+def about_adapter(folder: Path) -> dict:
+    """What adapter.json says; of any other folder nothing."""
+    path = folder / "adapter.json"
+    return read_json(path, "adapter") if path.exists() else {}
 
 
 def base_of(folder: Path) -> Path:
@@ -282,7 +274,7 @@ def base_of(folder: Path) -> Path:
     if not path.exists():
         return folder
     with reading(path, "adapter"):
-        base = Path(os.path.normpath(folder / read_json(path, "adapter")["base"]))
+        base = Path(os.path.normpath(folder / about_adapter(folder)["base"]))
     if not (base / "config.json").exists():
         fail(f"{path} names {base} as its base, where no checkpoint is: put it there, or correct `base`")
     return base
@@ -291,11 +283,9 @@ def base_of(folder: Path) -> Path:
 def decoding_defaults(folder: Path) -> dict:
     """The settings of a decode that an adapter was made for; of any other folder none."""
     path = Path(folder) / "adapter.json"
-    if not path.exists():
-        return {}
     settings = {}
     with reading(path, "adapter"):
-        for name, value in read_json(path, "adapter").get("decoding", {}).items():
+        for name, value in about_adapter(path.parent).get("decoding", {}).items():
             if name not in ("tau_m2t", "tau_t2t", "tau_keep"):
                 fail(f"{path}: {name!r} is no setting of a decode")
             settings[name] = None if (name, value) == ("tau_t2t", None) else float(value)
@@ -304,9 +294,8 @@ def decoding_defaults(folder: Path) -> dict:
 
 def check_base(base: Path, folder: Path) -> None:
     """Refuse a base that is another one than the adapter in `folder` was trained on."""
-    path = folder / "adapter.json"
-    with reading(path, "adapter"):
-        expected = read_json(path, "adapter")["base_fingerprint"]
+    with reading(folder / "adapter.json", "adapter"):
+        expected = about_adapter(folder)["base_fingerprint"]
     found = fingerprint(base)
     if found != expected:
         fail(f"{folder} was trained on a base whose fingerprint is {expected}; {base} has {found}: it is another one")
@@ -315,10 +304,7 @@ def check_base(base: Path, folder: Path) -> None:
 def save_adapter(
     model: Model, folder: Path, base: Path, settings: dict, weights: dict[str, Tensor] | None = None
 ) -> None:
-    """settings: what else adapter.json says of it, LoRA's rank and scale or its head's sizes.
-
-    weights: what model.adapter_state() gives, where it is at hand.
-    """
+    """settings: LoRA's rank and scale, or a head's sizes. weights: model.adapter_state(), or as given."""
     about = {
         "base": Path(os.path.relpath(base, folder)).as_posix(),
         "base_fingerprint": fingerprint(base),
@@ -330,9 +316,8 @@ def save_adapter(
 
 def build_head(folder: Path, about: dict, cfg: Config) -> nn.Module:
     """The head that adapter.json speaks of: this is the one door to beyond/."""
-    path = folder / "adapter.json"
-    with reading(path, "adapter"):
-        return import_from("beyond", about["module"], path).build(cfg, about)
+    with reading(folder / "adapter.json", "adapter"):
+        return import_from("beyond", about["module"], folder).build(cfg, about)
 
 
 def load_adapter(model: Model, folder: Path, settings: dict) -> None:
@@ -353,18 +338,12 @@ def load_adapter(model: Model, folder: Path, settings: dict) -> None:
 
 
 def fingerprint(folder: Path) -> str:
-    """Which base a folder holds, as 16 hex digits. Only a few KB of each tensor are read, however
-    large it is.
+    """Which base a folder holds, as 16 hex digits: a hash of its tensors' names, shapes and some values.
 
-    It is a hash of the names and shapes of the stored tensors and of some of their values, rounded
-    to bfloat16. So a base keeps its fingerprint when it is cast from float32 to bfloat16, cut into
-    other shards, or converted to the released layout and back. Markers do not count: the released
-    layout loses them, and an adapter brings its own.
-
-    A folder whose values are no longer those of its base (int8 rows with scales, say) carries the
-    fingerprint of what it was made from, as `fingerprint` in config.json. Where there is one, it is
-    the answer.
+    Values are rounded to bfloat16, so a cast from float32, other shards, or a way through the released
+    layout change nothing. Markers do not count: the released layout loses them, an adapter has its own.
     """
+    # int8 rows, say, are no longer their base's values: they carry its fingerprint
     inherited = read_json(folder / "config.json", "checkpoint config").get("fingerprint")
     if inherited is not None:
         return str(inherited)
@@ -383,9 +362,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def extracts(path: Path) -> dict[str, bytes]:
-    """name -> shape and some values of each tensor of a safetensors file. (safe_open would map the
-    file, and read megabytes ahead for every value.)
-    """
+    """name -> shape and some values of each tensor of a file, of which no more than these is read."""
     floats = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     found = {}
     with open(path, "rb") as file:
@@ -414,21 +391,16 @@ def extracts(path: Path) -> dict[str, bytes]:
 def training_state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Trained weights and their moments: param.NAME, exp_avg.NAME, exp_avg_sq.NAME and step.NAME."""
     state = {}
-    name_of = {}
+    moments = optimizer.state
     for name, p in model.named_parameters():
         if p.requires_grad:
-            name_of[p] = name
             state[f"param.{name}"] = p
-    for p, moments in optimizer.state.items():
-        for kind, tensor in moments.items():
-            state[f"{kind}.{name_of[p]}"] = tensor
+            state |= {f"{kind}.{name}": tensor for kind, tensor in moments[p].items()}
     return state
 
 
 def restore_state(model: Model, optimizer: torch.optim.Optimizer, folder: Path) -> int:
-    """Weights, moments -> the number of steps taken. Generators need nothing: they are functions of
-    the row.
-    """
+    """Weights, moments -> the number of steps taken. Generators are functions of the row."""
     # an adapter goes on with the base that it began with
     if (folder / "adapter.json").exists():
         check_base(base_of(folder), folder)

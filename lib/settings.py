@@ -1,8 +1,7 @@
 """The flags of train.py: what they mean, what they default to, and which of them belong together.
 
-What is not given depends on two things: what the model reads (names, bytes, a toy's numbers, or a
-released checkpoint's BPE, which is the paper's setting) and where it starts (from scratch, or from
-a checkpoint).
+What is not given depends on what the model reads (names, bytes, a toy's numbers, or a released
+checkpoint's BPE: the paper's setting) and on where it starts (from scratch, or from a checkpoint).
 """
 
 import sys
@@ -36,7 +35,7 @@ OF_A_CHECKPOINT = ("preset", "block_length")  # a checkpoint has its own
 BASE_OF_NAMES = "assets/names"
 
 # what a resumed run may change
-FREE_ON_RESUME = {"init_from", "out_dir", "device", "micro_batch", "checkpointing"}
+FREE_ON_RESUME = {"out_dir", "device", "micro_batch", "checkpointing"}
 
 
 # --- flags
@@ -94,33 +93,28 @@ def build_parser(doc: str) -> Parser:
 
 # --- what the flags mean
 def settle(parser: Parser, config_of: Callable[[Path], Config]) -> Namespace:
-    """The command line with every default filled in, or one line about what does not go together.
-
-    config_of reads the geometry of a checkpoint's folder.
-    """
+    """The command line with every default filled in. config_of reads the geometry of a folder."""
     args = parser.parse_args()
-    given = {word[2:].split("=")[0] for word in sys.argv[1:] if word.startswith("--")}
     if args.init_from == "resume":
-        return settle_resumed(args, given)
+        return settle_resumed(args)
     return settle_new(args, config_of)
 
 
-def settle_resumed(args: Namespace, given: set[str]) -> Namespace:
+def settle_resumed(args: Namespace) -> Namespace:
     """The saved run's settings, and those of the command line that a resumed run may change."""
+    given = {word[2:].split("=")[0] for word in sys.argv[1:] if word.startswith("--")}
     folder = Path(args.out_dir or OF_DATA["names"]["out_dir"])
     path = folder / "train.json"
     saved = read_json(path, "training run to resume (--out_dir of an earlier run)")
     for name in vars(args):
         if name not in saved:
             fail(f"{path} lacks {name}: it is no whole run's settings, or another script's; start in a new --out_dir")
-    for name in given - FREE_ON_RESUME:
-        if getattr(args, name) != saved[name]:
-            value = getattr(args, name)
+    for name in given - {"init_from"}:
+        value = getattr(args, name)
+        if value != saved[name] and name not in FREE_ON_RESUME:
             fail(f"--{name} {value} differs from the run's {saved[name]}: leave it out, or use a new --out_dir")
-    settled = Namespace(**saved | {"out_dir": str(folder), "resume": True})
-    for name in given & FREE_ON_RESUME - {"init_from"}:
-        setattr(settled, name, getattr(args, name))
-    return settled
+        saved[name] = value
+    return Namespace(**saved | {"out_dir": str(folder), "resume": True})
 
 
 def settle_new(args: Namespace, config_of: Callable[[Path], Config]) -> Namespace:
@@ -130,9 +124,10 @@ def settle_new(args: Namespace, config_of: Callable[[Path], Config]) -> Namespac
         args.init_from = "scratch"
         if args.data == ["names"] and not args.stage_a_only and not args.preset:
             args.init_from = BASE_OF_NAMES
-    start = "scratch" if args.init_from == "scratch" else "checkpoint"
+    start = "scratch"
     cfg = None
-    if start == "checkpoint":
+    if args.init_from != "scratch":
+        start = "checkpoint"
         cfg = config_of(Path(args.init_from))
         if is_toy(args) and not args.toy:
             args.toy = toy_of_the_checkpoint(args)
@@ -175,18 +170,13 @@ def is_toy(args: Namespace) -> bool:
 
 def what_it_reads(args: Namespace, cfg: Config | None) -> str:
     """A key of OF_DATA; cfg is that of the checkpoint that it starts from, if it does."""
-    reads = "bytes"
-    if is_toy(args):
-        reads = "toy"
-    elif args.data == ["names"]:
-        reads = "names"
-
-    # a checkpoint reads what it was made for
-    if cfg is not None and (cfg.tokenizer == "toy") != is_toy(args):
+    if cfg and (cfg.tokenizer == "toy") != is_toy(args):
         fail(f"--init_from {args.init_from} reads other tokens than --data {' '.join(args.data)} has")
-    if cfg is not None and reads == "bytes":
-        return cfg.tokenizer
-    return reads
+    if is_toy(args):
+        return "toy"
+    if args.data == ["names"]:
+        return "names"
+    return cfg.tokenizer if cfg else "bytes"
 
 
 def toy_of_the_checkpoint(args: Namespace) -> list[str]:
@@ -215,7 +205,6 @@ def toy_corpus(args: Namespace) -> Corpus:
 
 
 def text_corpus(args: Namespace, tokenizer: Tokenizer, kind: str, block_length: int) -> Corpus:
-    """Rows end at the end of a block."""
     train, val = data.load_sequences(
         args.data, tokenizer, args.seq_len, args.seed, args.max_docs, block_length, args.batch_size
     )
@@ -230,9 +219,7 @@ def text_corpus(args: Namespace, tokenizer: Tokenizer, kind: str, block_length: 
 
 
 def learn_tokenizer(folder: Path, args: Namespace) -> str:
-    """Which tokens a model from scratch reads. Names have a BPE of their own, learned once, in the
-    run's folder.
-    """
+    """Which tokens a model from scratch reads: bytes; names have a BPE, learned once, in the run's folder."""
     if args.data != ["names"]:
         return "bytes"
     if not (folder / "tokenizer.json").exists():
