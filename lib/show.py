@@ -2,12 +2,11 @@
 
 import argparse
 import json
+import math
 import os
 import sys
 from argparse import Namespace
 from typing import Any
-
-from torch import Tensor
 
 from lib.config import DTYPES, Config
 from lib.data import exists
@@ -34,7 +33,8 @@ def build_parser(doc: str) -> Parser:
     add = parser.add_argument_group("prompts").add_argument
     add("--prompt", action="append", default=[],
         help=f"text, in which each {MASK} is one token to fill; repeat the flag for several rows")
-    add("--prompt_ids", type=token_ids, action="append", default=[], help="token ids, 1,2,3; repeat for several rows")
+    add("--prompt_ids", type=lambda text: [int(i) for i in text.split(",")], action="append", default=[],
+        help="token ids, 1,2,3; repeat for several rows")
 
     add = parser.add_argument_group("decoding").add_argument
     add("--gen_length", type=some, default=own, help="tokens after the prompt (256); the last block is decoded whole")
@@ -56,10 +56,6 @@ def build_parser(doc: str) -> Parser:
     add("--json", action="store_true", help="one JSON object a prompt; tools/playground shows it")
     # fmt: on
     return parser
-
-
-def token_ids(text: str) -> list[int]:
-    return [int(i) for i in text.split(",")]
 
 
 def temperature(text: str) -> float:
@@ -88,13 +84,11 @@ def read_prompts(
 def encode_with_holes(text: str, tokenizer: Tokenizer, mask_id: int, of_names: bool) -> list[int]:
     """Text to ids; each MASK in it is one mask."""
     ids = []
-    for number, part in enumerate(text.split(MASK)):
-        if number > 0:
-            ids.append(mask_id)
+    for part in text.split(MASK):
         if of_names:  # in names a blank belongs to the word after it
             part = part.rstrip()
-        ids += tokenizer.encode(part)
-    return ids
+        ids += [*tokenizer.encode(part), mask_id]
+    return ids[:-1]
 
 
 def check_prompt(prompt: list[int], number: int, gen_length: int, cfg: Config) -> None:
@@ -102,11 +96,8 @@ def check_prompt(prompt: list[int], number: int, gen_length: int, cfg: Config) -
         fail(f"prompt {number} is empty: the model continues a text, give it at least one token")
     if not all(0 <= i < cfg.vocab_size for i in prompt):
         fail(f"prompt {number} has ids outside 0..{cfg.vocab_size - 1}, the model's vocabulary")
-    if gen_length == 0 and cfg.mask_id not in prompt:
-        fail(f"prompt {number} has no {MASK} to fill, and --gen_length is 0: nothing would be written")
     # the last block is decoded whole
-    blocks = -(-(len(prompt) + gen_length) // cfg.block_length)
-    need = blocks * cfg.block_length
+    need = math.ceil((len(prompt) + gen_length) / cfg.block_length) * cfg.block_length
     if need > cfg.max_len:
         fail(
             f"prompt {number} of {len(prompt)} tokens and --gen_length {gen_length} need {need} positions, the model "
@@ -135,44 +126,32 @@ def step_record(step: Any, r: int, start: int) -> dict:
     conf = [round(p, 4) for p in step.look.conf[r].tolist()]
     token_a = step.stage_a.token[r].tolist()
     conf_a = [round(p, 4) for p in step.stage_a.conf[r].tolist()]
-    written = step.bundle & step.look.written
 
-    fill = []
-    for i in places(written[r]):
-        fill.append(dict(at=start + i, token=after[i], conf=conf[i], token_a=token_a[i], conf_a=conf_a[i]))
-    edit = []
-    for i in places(step.edited[r]):
-        edit.append(dict(at=start + i, old=before[i], token=after[i], conf=conf[i]))
-    refused = []  # what a head is not sure of stays masked
-    for i in places(step.bundle[r] & ~step.look.written[r]):
-        refused.append(dict(at=start + i, token=token[i], conf=conf[i]))
+    fill, edit, refused = [], [], []
+    for i in range(len(after)):
+        here = dict(at=start + i, token=token[i], conf=conf[i])
+        if step.edited[r, i]:
+            edit.append(here | dict(old=before[i]))
+        elif step.bundle[r, i] and step.look.written[r, i]:
+            fill.append(here | dict(token_a=token_a[i], conf_a=conf_a[i]))
+        elif step.bundle[r, i]:  # what a head is not sure of stays masked
+            refused.append(here)
     return dict(
         start=start, before=before, after=after, fill=fill, edit=edit, refused=refused, conf=conf,
         partial=float(step.look.partial[r]),
     )  # fmt: skip
 
 
-def places(here: Tensor) -> list[int]:
-    """[False, True, True] -> [1, 2]"""
-    return here.nonzero()[:, 0].tolist()
-
-
 def make_record(
     prompt: list[int], output: Output, steps: list[dict], cfg: Config, n_rounds: int, tokenizer: Tokenizer | None,
     judged: bool,
 ) -> dict:  # fmt: skip
-    """Everything about one row in plain values: --json prints it, the displays below and the
-    playground show it.
-    """
-    text = None  # a toy's tokens are numbers
-    judgement = None
-    if tokenizer:
-        text = tokenizer.decode(output.tokens)
-    if judged:
-        judgement = verdict(tokenizer.decode(output.prompt + output.tokens))
+    """Everything about one row in plain values: what --json prints, and every display shows."""
     n_written = len(output.tokens) + prompt.count(cfg.mask_id)
     return dict(
-        text=text, tokens=output.tokens, steps=steps, verdict=judgement, nfe=output.nfe,
+        text=tokenizer.decode(output.tokens) if tokenizer else None,  # a toy's tokens are numbers
+        verdict=verdict(tokenizer.decode(output.prompt + output.tokens)) if judged else None,
+        tokens=output.tokens, steps=steps, nfe=output.nfe,
         n_written=n_written, nfe_per_token=output.nfe["full"] / max(1, n_written),
         prompt=output.prompt, mask_id=cfg.mask_id, n_rounds=n_rounds, pieces=pieces(output, steps, cfg, tokenizer),
     )  # fmt: skip
@@ -185,10 +164,8 @@ def pieces(output: Output, steps: list[dict], cfg: Config, tokenizer: Tokenizer 
         ids.update(s["after"])
         ids.update(f["token_a"] for f in s["fill"])
         ids.update(f["token"] for f in s["refused"])
-    names = {str(i): str(i) for i in sorted(ids)}
-    if tokenizer:
-        names = {str(i): tokenizer.piece(i) for i in sorted(ids)}
-    return names | {str(cfg.eos_id): END, str(cfg.mask_id): MASK}
+    name = tokenizer.piece if tokenizer else str
+    return {str(i): name(i) for i in sorted(ids)} | {str(cfg.eos_id): END, str(cfg.mask_id): MASK}
 
 
 def verdict(name: str) -> str:
@@ -196,9 +173,7 @@ def verdict(name: str) -> str:
     char = exists(name)
     if char:
         return f"{char} (U+{ord(char):04X})"
-    if not name.isupper():
-        return "(no such character; names are in upper case)"
-    return "(no such character)"
+    return "(no such character)" if name.isupper() else "(no such character; names are in upper case)"
 
 
 # --- what is shown
@@ -235,28 +210,21 @@ def show(record: dict, warning: str | None, stream: Stream, args: Namespace) -> 
     if args.watch:
         show_steps(record, styled=sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
 
-    ending = ""
-    if record["verdict"]:
-        ending = "   " + record["verdict"]
+    ending = "   " + record["verdict"] if record["verdict"] else ""
     print(stream.rest(record) + ending)
-    print(cost(record))
 
-
-def cost(record: dict) -> str:
-    """What a decode cost, in one line; the README's glossary has the words."""
+    # what it cost; the README's glossary has the words
     nfe = record["nfe"]
     n = record["n_written"]
-    return (
+    print(
         f"[{n} tokens; forwards: {nfe['full']} full + {nfe['partial']:.3g} partial x {record['partial_cost']:.3g} + "
         f"{nfe['commit']} commit = {nfe['all']:.3g}, {nfe['all'] / max(1, n):.3f} per token]"
     )
 
 
 def show_steps(record: dict, styled: bool) -> None:
-    """One line a step: the block after it, and in it what the step wrote.
-
-    What is written is inverse. Stage A's choice stands beside a token where another was written, and
-    beside a mask the token that a head was not sure of.
+    """One line a step: the block after it, and in it, inverse, what the step wrote. In brackets: Stage A's
+    choice where another was written, and beside a mask what a head was not sure of.
     """
     on = "\x1b[7m" if styled else "["
     off = "\x1b[0m" if styled else "]"
@@ -267,10 +235,9 @@ def show_steps(record: dict, styled: bool) -> None:
         drawn = [name[i] for i in s["after"]]
         for f in s["fill"] + s["edit"]:
             i = f["at"] - s["start"]
-            other = ""
+            drawn[i] = on + name[f["token"]] + off
             if f.get("token_a", f["token"]) != f["token"]:
-                other = f"(A: {name[f['token_a']]})"
-            drawn[i] = f"{on}{name[f['token']]}{off}{other}"
+                drawn[i] += f"(A: {name[f['token_a']]})"
         for f in s["refused"]:
             drawn[f["at"] - s["start"]] = f"{MASK}({name[f['token']]}? {f['conf']:.2f})"
         print(f"step {number:3}  block {s['start']:3}  " + "".join(drawn))

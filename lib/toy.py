@@ -1,11 +1,8 @@
-"""Toy tasks whose joint distribution is a table, so that every number about joint commitment is
-exact.
+"""Toy tasks whose joint distribution is a table, so that every number about them is exact.
 
-A toy maps a context to the probability of every tuple of an answer block. Marginals, entropies, the
-total correlation (TC: the sum of the marginals' entropies less the joint entropy), the mode and all
-distances follow by enumeration, in float64 and in nats.
-
-Each task is a function below, and its docstring is its definition; c is the context. Their sizes:
+A toy maps a context to the probability of every tuple of an answer block. Marginals, entropies, total
+correlation (TC: the marginals' entropies less the joint one), mode and distances follow by enumeration,
+in float64 and in nats. Each task is a function below, its docstring the definition. Their sizes:
 
     V         symbols
     m         positions of an answer, which is one block
@@ -34,9 +31,7 @@ ROWS = 4096  # in one forward
 
 @dataclass
 class Toy:
-    """One task as a table, on the CPU. A context with fewer tuples repeats its tuple 0 with
-    probability 0.
-    """
+    """One task as a table. A context with fewer tuples repeats one with probability 0."""
 
     name: str
     V: int
@@ -62,8 +57,7 @@ class Toy:
         # the last sum may miss 1 by rounding, so u is taken as a share of it
         height = u[:, None] * cdf[:, -1:]
         index = torch.searchsorted(cdf, height, right=True)[:, 0]
-        index = index.clamp(max=cdf.shape[1] - 1)
-        return self.support[c, index]
+        return self.support[c, index.clamp(max=cdf.shape[1] - 1)]
 
     def marginals(self) -> Tensor:
         """(N, m, V) float64."""
@@ -82,12 +76,9 @@ class Toy:
         return h_marginals - self.h_joint()
 
     def mode(self) -> Tensor:
-        """(N, m) int64: the most probable tuple, the first one of a tie."""
-        # rounding may have split a tie: whatever is this close to the highest is as high
-        highest = self.prob.amax(-1, keepdim=True)
-        best = self.prob >= highest * (1 - 1e-9)
-        first = best.int().argmax(-1)
-        return self.support[torch.arange(self.n_ctx), first]
+        """(N, m) int64: the most probable tuple, the first of a tie (up to rounding)."""
+        best = self.prob >= self.prob.amax(-1, keepdim=True) * (1 - 1e-9)
+        return self.support[torch.arange(self.n_ctx), best.int().argmax(-1)]
 
     def log_prob(self, c: Tensor, tuples: Tensor) -> Tensor:
         """(R,), (R, m) int64 -> (R,) float64 in nats, -inf outside the support."""
@@ -96,9 +87,7 @@ class Toy:
 
 
 def kl(p: Tensor, q: Tensor) -> Tensor:
-    """KL(p || q) in nats of aligned tables, (..., S) each -> (...). p is complete, q may have mass
-    elsewhere.
-    """
+    """KL(p || q) in nats of aligned tables, (..., S) each -> (...); q may have mass elsewhere."""
     return (torch.xlogy(p, p) - torch.xlogy(p, q)).sum(-1)
 
 
@@ -110,7 +99,7 @@ def product_table(toy: Toy, c: Tensor, q_marginals: Tensor) -> Tensor:
     return q.prod(1) * (toy.prob[c] > 0)
 
 
-# --- the tasks: each returns V, the support (N, S, m), and the probabilities (S,) of all contexts
+# --- the tasks: each returns V, the support (N, S, m), and the probabilities (S,) of every context c
 Rng = np.random.Generator
 Table = tuple[int, Tensor, Tensor]
 
@@ -130,11 +119,10 @@ def _uniform(support: Tensor) -> Tensor:
 
 def _shifted(base: Tensor, prob: Tensor, V: int, n_ctx: int, rng: Rng) -> Table:
     """All tuples base (V**m, m) of probabilities prob (V**m,), shifted by context and position."""
-    # a context's shift is a tuple that starts with 0, and these are the first V**(m-1): to move all
-    # positions alike would leave the copy task as it is
+    # a context's shift is one of the V**(m-1) tuples that start with 0: to move all positions alike
+    # would leave the copy task as it is
     most = len(base) // V
-    chosen = rng.choice(most, min(n_ctx, most), replace=False)
-    shift = base[chosen]  # (N, m)
+    shift = base[rng.choice(most, min(n_ctx, most), replace=False)]  # (N, m)
 
     # a tuple whose probability is 0, or underflows to it, is no part of the support
     keep = prob > 0
@@ -143,9 +131,9 @@ def _shifted(base: Tensor, prob: Tensor, V: int, n_ctx: int, rng: Rng) -> Table:
 
 
 def modes(rng: Rng, V: int = 24, m: int = 4, n_ctx: int = 32, n_modes: int = 3) -> Table:
-    """The answer is one of n_modes phrases of the context, with weights 4 : 3 : 3 : ... Phrases 1
-    and 2 share their tokens at half of the positions: there they win together (6 against 4),
-    elsewhere phrase 0 wins. So the tuple of the marginals' argmaxes is no phrase.
+    """The answer is one of n_modes phrases of the context, with weights 4 : 3 : 3 : ... Phrases 1 and 2
+    share half of their tokens: there they win together (6 to 4), elsewhere phrase 0 wins. So the tuple
+    of the marginals' argmaxes is no phrase.
     """
     if n_modes > V:
         fail(f"{n_modes} modes need as many symbols at every position: V = {V} is too small")
@@ -165,24 +153,19 @@ def modes(rng: Rng, V: int = 24, m: int = 4, n_ctx: int = 32, n_modes: int = 3) 
 
 
 def pairs(rng: Rng, V: int = 8, m: int = 4, n_ctx: int = 32) -> Table:
-    """The answer is m/2 pairs (a, a + c mod V), each a uniform. Only positions that hold both
-    members of a pair depend on each other; each pair costs ln V.
-    """
+    """m/2 pairs (a, a + c mod V), each a uniform: TC is ln V a pair."""
     if m % 2:
         fail(f"pairs needs an even m, not {m}")
     c = torch.arange(min(n_ctx, V))[:, None, None]
-    a = _tuples(V, m // 2)  # (S, m/2)
-    partner = (a + c) % V  # (N, S, m/2)
+    a = _tuples(V, m // 2).expand(len(c), -1, -1)  # (N, S, m/2)
 
     # a pair's members stand side by side: (N, S, m/2, 2) -> (N, S, m)
-    support = torch.stack((a.expand_as(partner), partner), -1).flatten(2)
+    support = torch.stack((a, (a + c) % V), -1).flatten(2)
     return V, support, _uniform(support)
 
 
 def mixed(rng: Rng, V: int = 8, m: int = 4, n_ctx: int = 32) -> Table:
-    """The answer is m/4 groups [f, u, a, g(a)]: f = c is known, u and a are uniform, and g(a) = V -
-    1 - a is a's partner. No marginal tells u from a.
-    """
+    """m/4 groups [c, u, a, V - 1 - a], u and a uniform: no marginal tells u from a."""
     if m % 4:
         fail(f"mixed needs an m that 4 divides, not {m}")
     c = torch.arange(min(n_ctx, V))[:, None, None]
@@ -191,17 +174,14 @@ def mixed(rng: Rng, V: int = 8, m: int = 4, n_ctx: int = 32) -> Table:
     free = _tuples(V, m // 2).expand(len(c), -1, -1)
     u = free[..., 0::2]
     a = free[..., 1::2]
-    f = c.expand_as(a)
 
     # a group's members stand side by side: (N, S, m/4, 4) -> (N, S, m)
-    support = torch.stack((f, u, a, V - 1 - a), -1).flatten(2)
+    support = torch.stack((c.expand_as(a), u, a, V - 1 - a), -1).flatten(2)
     return V, support, _uniform(support)
 
 
 def noisy_copy(rng: Rng, V: int = 8, m: int = 4, n_ctx: int = 32, eps: float = 0.05) -> Table:
-    """x_1 is uniform; each other x_i is x_1 with probability 1 - eps, else uniform over all V. So
-    eps is a dial for TC. The tuples are shifted by context.
-    """
+    """x_1 is uniform, each other x_i is x_1, or uniform with probability eps: a dial for TC."""
     # p[d]: the probability that x_i - x_1 mod V is d
     p = torch.full((V,), eps / V, dtype=torch.float64)
     p[0] += 1 - eps
@@ -213,14 +193,13 @@ def noisy_copy(rng: Rng, V: int = 8, m: int = 4, n_ctx: int = 32, eps: float = 0
 
 
 def gaussian(rng: Rng, levels: int = 8, m: int = 3, n_ctx: int = 32, rho: float = 0.9) -> Table:
-    """z_i = sqrt(rho) f + sqrt(1 - rho) e_i with f and e_i standard normal, so every correlation is
-    rho; x_i says between which quantiles k/levels z_i lies. The tuples are shifted by context.
+    """z_i = sqrt(rho) f + sqrt(1 - rho) e_i with f and e_i standard normal: every correlation is rho.
+    x_i says between which quantiles k/levels z_i lies.
     """
     base = _tuples(levels, m)  # (V**m, m)
 
-    # p(x) is the integral over f of prod_i p(x_i | f), by the trapezoid rule. As a function of f a
-    # factor is a step of width sqrt(1 - rho): too sharp for Gauss-Hermite, while 8 nodes to a width
-    # leave less than rounding here.
+    # p(x) is the integral over f of prod_i p(x_i | f), by the trapezoid rule: as a function of f a
+    # factor is a step of width sqrt(1 - rho), and 8 nodes to a width leave less than rounding
     width = math.sqrt(1 - rho)
     f = torch.arange(-9, 9, width / 8, dtype=torch.float64)  # (Q,)
     density = torch.exp(-(f**2) / 2)
@@ -242,8 +221,7 @@ def _level_given(f: Tensor, levels: int, rho: float) -> Tensor:
     low = edges[:, :-1]
     high = edges[:, 1:]
 
-    # above 0 from the upper tail, below from the lower one: a tail's own erfc keeps its digits
-    # where the difference of two numbers close to 1 would lose them
+    # from the upper tail above 0, from the lower one below: differences of tails keep their digits
     side = torch.where(low > 0, 1.0, -1.0)
     return (torch.erfc(side * low) - torch.erfc(side * high)).abs() / 2
 
@@ -254,23 +232,19 @@ def permutation(rng: Rng, V: int = 8, m: int = 4, n_ctx: int = 32) -> Table:
         fail(f"permutation needs m <= V and m! <= {MAX_TUPLES:,}, not m = {m} and V = {V}")
     N = min(n_ctx, math.comb(V, m))
 
-    # no two contexts pick the same symbols
-    chosen: list[list[int]] = []
+    # no two contexts pick the same symbols; a dict keeps the order in which they came
+    chosen: dict[tuple[int, ...], None] = {}
     while len(chosen) < N:
-        symbols = sorted(rng.choice(V, m, replace=False).tolist())
-        if symbols not in chosen:
-            chosen.append(symbols)
+        chosen[tuple(sorted(rng.choice(V, m, replace=False).tolist()))] = None
 
     # (N, m) symbols at (S, m) places -> (N, S, m)
     orders = torch.tensor(list(itertools.permutations(range(m))))
-    support = torch.tensor(chosen)[:, orders]
+    support = torch.tensor(list(chosen))[:, orders]
     return V, support, _uniform(support)
 
 
 def modular_sum(rng: Rng, V: int = 5, m: int = 3, n_ctx: int = 32) -> Table:
-    """Uniform over the tuples whose sum is c mod V (V = 2: parity). Any m - 1 positions are
-    independent: only all of them together show the dependence.
-    """
+    """Uniform over the tuples whose sum is c mod V (V = 2: parity): only all m positions depend."""
     c = torch.arange(min(n_ctx, V))[:, None, None]
     free = _tuples(V, m - 1).expand(len(c), -1, -1)  # (N, S, m - 1)
     last = (c - free.sum(-1, keepdim=True)) % V  # (N, S, 1)
@@ -301,22 +275,18 @@ BOUNDS = {
 
 # --- building a toy, and training rows of it
 def sizes(given: list[str]) -> dict[str, int | float]:
-    """["V=12", "eps=0.3"] -> {"V": 12, "eps": 0.3}; what is no size is refused in one line."""
-    found = {}
+    """["V=12", "eps=0.3"] -> {"V": 12, "eps": 0.3}"""
     try:
-        for text in given:
-            key, _, value = text.partition("=")
-            kind = type(BOUNDS[key][0])
-            found[key] = kind(value)
+        pairs = [text.split("=") for text in given]
+        return {key: type(BOUNDS[key][0])(value) for key, value in pairs}
     except (KeyError, ValueError):
         fail(f"{' '.join(given)!r} is no size of a toy: KEY=VALUE with {', '.join(BOUNDS)}, like V=12")
-    return found
 
 
 def make(name: str, *, seed: int = 0, **given: int | float) -> Toy:
     """Build a task; the seed draws its contexts. A size that it does not use is refused."""
     task = TASKS[name]
-    used = [size for size in inspect.signature(task).parameters if size != "rng"]
+    _, *used = inspect.signature(task).parameters  # the first is rng
     for key, value in given.items():
         if key not in used:
             fail(f"the {name} task does not use {key}: it uses {', '.join(used)}")
@@ -337,17 +307,14 @@ class Rows:
 
     def batch(self, first: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """x (R, 2m) int64, real (R, 2m) bool (all), prompt (R, 2m) bool (the first block)."""
-        toy = self.toy
-
         # each row by its own generator: its context, then its place u among the answers
         draws = [generator(*self.key, i) for i in range(first, first + rows)]
-        c = torch.cat([torch.randint(toy.n_ctx, (1,), generator=g) for g in draws])
+        c = torch.cat([torch.randint(self.toy.n_ctx, (1,), generator=g) for g in draws])
         u = torch.cat([torch.rand(1, dtype=torch.float64, generator=g) for g in draws])
 
-        x = torch.cat([toy.prompt(c), toy.quantile(c, u)], dim=1)
-        prompt = (torch.arange(2 * toy.m) < toy.m).expand_as(x)
-        real = torch.ones_like(prompt)
-        return x, real, prompt
+        x = torch.cat([self.toy.prompt(c), self.toy.quantile(c, u)], dim=1)
+        prompt = (torch.arange(x.shape[1]) < self.toy.m).expand_as(x)
+        return x, torch.ones_like(prompt), prompt
 
     def count_real(self, first: int, rows: int) -> int:
         return rows * 2 * self.toy.m
@@ -372,10 +339,7 @@ def answer_log_probs(model: nn.Module, toy: Toy, c: Tensor, z: Tensor, n_rounds:
         ctx = model.context(torch.ones_like(bundle))
 
         h = model.prefix(ids, ctx)
-        if n_rounds == 0:
-            h = model.last_n(h, ctx)
-        else:
-            h = model.coordinate(h, bundle, ctx, n_rounds)
+        h = model.coordinate(h, bundle, ctx, n_rounds) if n_rounds else model.last_n(h, ctx)
         logits.append(model.head(h[:, toy.m :]).cpu().double())
 
     # normalised over all tokens, then cut to the symbols: mass on any other token stays lost
@@ -383,18 +347,15 @@ def answer_log_probs(model: nn.Module, toy: Toy, c: Tensor, z: Tensor, n_rounds:
 
 
 def floors(model: nn.Module, toy: Toy) -> dict[str, float]:
-    """The loss of the whole answer in one step, sum_i E_p[-log q_i(x_i)], by each stage, and its
-    floors for a joint (H) and for a factorised model (H + TC). Nats, means over contexts.
+    """The whole answer's loss in one step, sum_i E_p[-log q_i(x_i)], by each stage, and its floors for a
+    joint (H) and for a factorised model (H + TC): nats, means over contexts.
     """
     c = torch.arange(toy.n_ctx)
     masks = torch.full((toy.n_ctx, toy.m), -1)
     found = {}
     for name, n_rounds in {"block_A": 0, "block_B": model.cfg.n_rounds}.items():
         log_q = answer_log_probs(model, toy, c, masks, n_rounds)
-        loss = -(toy.marginals() * log_q).sum((1, 2))
-        found[name] = float(loss.mean())
+        found[name] = float(-(toy.marginals() * log_q).sum((1, 2)).mean())
 
     h = float(toy.h_joint().mean())
-    found["floor_joint"] = h
-    found["floor_factorised"] = h + float(toy.tc().mean())
-    return found
+    return found | {"floor_joint": h, "floor_factorised": h + float(toy.tc().mean())}
