@@ -49,7 +49,7 @@ class Config:
             if type(value) is not field.type and not whole:
                 fail(f"impossible model: {field.name} is of type {field.type.__name__}, and {value!r} is not")
 
-        group_size = self.n_expert // max(1, self.n_group)
+        group = self.n_expert // max(1, self.n_group)
         sizes = (self.n_layer, self.n_head, self.n_kv_head, self.n_embd, self.head_dim, self.n_expert)
         scales = (self.norm_eps, self.rope_theta, self.routed_scaling)
         ids = (self.eos_id, self.mask_id)
@@ -59,12 +59,9 @@ class Config:
             (all(0 <= n <= 2**10 for n in (self.n_dense, self.n_shared)), "n_dense and n_shared are 0..1024"),
             (self.n_head % max(1, self.n_kv_head) == 0, "n_head is a multiple of n_kv_head"),
             (self.rotary_dim in range(2, self.head_dim + 1, 2), "rotary_dim is even, and at most head_dim"),
-            (
-                self.n_expert == group_size * self.n_group and group_size > 1,
-                "n_group divides n_expert, in twos or more",
-            ),
+            (self.n_expert == group * self.n_group and group > 1, "n_group divides n_expert, in twos or more"),
             (1 <= self.topk_group <= self.n_group, "topk_group is 1..n_group"),
-            (1 <= self.n_active <= self.topk_group * group_size, "n_active experts fit into topk_group groups"),
+            (1 <= self.n_active <= self.topk_group * group, "n_active experts fit into topk_group groups"),
             (1 <= self.n_last <= self.n_layer, f"n_last is 1..{self.n_layer} (n_layer), not {self.n_last}"),
             (1 <= self.n_rounds <= 1000, "n_rounds is 1..1000"),
             (1 <= self.block_length <= self.max_len, f"block_length is 1..{self.max_len} (max_len)"),

@@ -15,6 +15,7 @@ import sysconfig
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 
@@ -48,16 +49,15 @@ def read_source(source: str) -> Iterator[tuple[str, str]]:
     """The documents of one source."""
     path = Path(source)
     if source == "names":
-        yield from ((name, name) for name in unicode_names())
-    elif source == "stdlib":
+        return ((name, name) for name in unicode_names())
+    if source == "stdlib":
         tests = {"test", "tests", "idle_test", "site-packages"}
-        yield from read_folder(Path(sysconfig.get_path("stdlib")), "*.py", tests)
-    elif path.is_dir():
-        yield from read_folder(path, "*", set())
-    elif path.exists():
-        yield from read_file(path, path.name)
-    else:
-        fail(f"--data {source}: no such file or folder (and not `names`, `stdlib` or the name of a toy)")
+        return read_folder(Path(sysconfig.get_path("stdlib")), "*.py", tests)
+    if path.is_dir():
+        return read_folder(path, "*", set())
+    if path.exists():
+        return read_file(path, path.name)
+    fail(f"--data {source}: no such file or folder (and not `names`, `stdlib` or the name of a toy)")
 
 
 def read_folder(root: Path, pattern: str, skip: set[str]) -> Iterator[tuple[str, str]]:
@@ -92,10 +92,8 @@ def read_file(path: Path, name: str, pass_over: bool = False) -> Iterator[tuple[
 def passes_filter(record: dict) -> bool:
     """The paper's filter (Training). What is not stated passes."""
     score = record.get("int_score")
-    if score is not None and not score >= 3:
-        return False
     count = record.get("token_count")
-    return count is None or 256 <= count <= 1800
+    return (score is None or score >= 3) and (count is None or 256 <= count <= 1800)
 
 
 def read_records(path: Path) -> Iterator[tuple[int, dict]]:
@@ -103,10 +101,7 @@ def read_records(path: Path) -> Iterator[tuple[int, dict]]:
     if path.suffix == ".parquet":
         yield from enumerate(read_parquet(path), 1)
         return
-
-    open_text = open
-    if path.suffix == ".gz":
-        open_text = gzip.open
+    open_text = gzip.open if path.suffix == ".gz" else open
     with open_text(path, "rt", encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
@@ -125,9 +120,8 @@ def read_parquet(path: Path) -> Iterator[dict]:
 
 # --- names
 def unicode_names() -> Iterator[str]:
-    """The names of all characters (about 31,600) but the numbered ones, which teach and test
-    nothing: those that end in their code point (CJK UNIFIED IDEOGRAPH-4E00), the computed ones of
-    Hangul, and two long runs of numbers.
+    """The names of all characters (about 31,600) but the numbered ones, which teach nothing: those that end
+    in their code point (CJK UNIFIED IDEOGRAPH-4E00), Hangul's, and two long runs of numbers.
     """
     numbered = ("HANGUL SYLLABLE ", "TANGUT COMPONENT-", "VARIATION SELECTOR-")
     for code in range(sys.maxunicode + 1):
@@ -142,11 +136,8 @@ def exists(name: str) -> str | None:
         found = unicodedata.lookup(name)
     except (KeyError, UnicodeEncodeError):  # unknown; a lone surrogate
         return None
-
     # lookup also takes lower case, aliases and sequences: none of them is a character's own name
-    if unicodedata.name(found[0], "") != name:
-        return None
-    return found
+    return found if unicodedata.name(found[0], "") == name else None
 
 
 def check_names(about: dict, prompts: list[str]) -> None:
@@ -172,10 +163,9 @@ def is_validation(name: str) -> bool:
 class Sequences:
     """Documents cut into rows of at most seq_len ids, one document a row, padded with eos.
 
-    The stream goes through all rows again and again. Row i of it is a function of (seed, i) alone.
-    In training every batch holds rows of one width: one block, two, four ... up to seq_len. So
-    little of it is padding; and a row's width, on which its random numbers depend, does not depend
-    on the rows beside it.
+    The stream goes through all rows again and again; row i of it is a function of (seed, i) alone. In
+    training every batch has rows of one width, one block, two, four ... up to seq_len: so little is
+    padding, and a row's random numbers, which depend on its width, do not depend on the rows beside it.
     """
 
     rows: list[np.ndarray]  # N rows of 1..seq_len int32 ids; a document's last row ends in eos
@@ -211,16 +201,14 @@ class Sequences:
             ids = torch.from_numpy(self.rows[i])
             x[r, : len(ids)] = ids
             real[r, : len(ids)] = True
-        no_prompt = torch.zeros_like(real)
-        return x, real, no_prompt
+        return x, real, torch.zeros_like(real)
 
     def count_real(self, first: int, rows: int) -> int:
         """How many positions of these rows are no padding."""
         return sum(len(self.rows[self.row(i)]) for i in range(first, first + rows))
 
     def describe(self) -> str:
-        tokens = sum(len(row) for row in self.rows)
-        return f"{len(self):,} rows, {tokens:,} tokens"
+        return f"{len(self):,} rows, {sum(map(len, self.rows)):,} tokens"
 
     def row(self, i: int) -> int:
         """Which of the N rows is row i of the stream."""
@@ -237,13 +225,12 @@ class Sequences:
         if self.batch_size == 0:
             return shuffled
 
-        # of each width whole batches: the last one is filled up with rows from the first
+        # of each width whole batches: np.resize fills the last one up with rows from the first
         batches = []
         for width in sorted(set(self.widths)):
             alike = [i for i in shuffled if self.widths[i] == width]
             n_batches = math.ceil(len(alike) / self.batch_size)
-            alike = np.resize(alike, (n_batches, self.batch_size))  # repeats what it has
-            batches += alike.tolist()
+            batches += np.resize(alike, (n_batches, self.batch_size)).tolist()
 
         # in random order
         mixed = torch.randperm(len(batches), generator=rng).tolist()
@@ -267,15 +254,13 @@ def load_sequences(
         part = val if is_validation(name) else train
         part.extend(ids[i : i + seq_len] for i in range(0, len(ids), seq_len))
 
-    # few documents may all fall on one side of the split: then the last 5 % of rows are for
-    # validation, and a single row is both
+    # all documents may fall on one side of the split: then the last 5 % of rows are for validation,
+    # and a single row is both
     if not train or not val:
         every = train + val
         cut = max(1, len(every) // 20)
         train = every[:-cut] or every
         val = every[-cut:]
 
-    return (
-        Sequences(train, seq_len, tokenizer.eos_id, seed, block_length, batch_size),
-        Sequences(val, seq_len, tokenizer.eos_id, seed, block_length),
-    )
+    make = partial(Sequences, seq_len=seq_len, pad_id=tokenizer.eos_id, seed=seed, block_length=block_length)
+    return make(train, batch_size=batch_size), make(val)

@@ -4,8 +4,7 @@
     bpe_tokenizer(path)  a byte-level BPE from a `tokenizer.json`: a released one, or one that learn_bpe made
     learn_bpe(texts)     the content of such a file, learned from texts
 
-tiktoken does the encoding. A `tokenizer.json` that tiktoken cannot reproduce exactly, on every
-text, is refused.
+tiktoken does the encoding. A `tokenizer.json` that it cannot reproduce exactly, on every text, is refused.
 """
 
 import re
@@ -42,9 +41,7 @@ class Tokenizer:
         self.mask_id = self.special.get(MASK)
 
     def normalise(self, text: str) -> str:
-        if self.nfc:
-            return unicodedata.normalize("NFC", text)
-        return text
+        return unicodedata.normalize("NFC", text) if self.nfc else text
 
     def encode(self, text: str) -> list[int]:
         """Text to ids; names of special tokens become those tokens, as in the released tokenizer."""
@@ -70,10 +67,8 @@ class Tokenizer:
 
         # an accent needs something to stand on
         text = raw.decode("utf-8", errors="surrogateescape")
-        shown = "".join(visible(character) for character in text)
-        if unicodedata.combining(text[0]):
-            return "◌" + shown
-        return shown
+        stand = "◌" if unicodedata.combining(text[0]) else ""
+        return stand + "".join(visible(character) for character in text)
 
 
 GLYPHS = {" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍"}
@@ -83,14 +78,13 @@ def visible(character: str) -> str:
     """One character as something that can be seen on one line."""
     if character in GLYPHS:
         return GLYPHS[character]
+    if character.isprintable():
+        return character
 
     # bytes that are no UTF-8 were decoded to U+DC80..U+DCFF by surrogateescape
     code = ord(character)
     if 0xDC80 <= code <= 0xDCFF:
         return f"<{code - 0xDC00:02X}>"
-
-    if character.isprintable():
-        return character
     return f"<U+{code:04X}>"
 
 
@@ -158,31 +152,31 @@ def check_pipeline(spec: dict, path: Path) -> None:
         if not holds:
             fail(f"{path}: {what} cannot be expressed exactly in tiktoken, so this tokenizer is refused")
 
-    model = spec["model"]
-    options = [model.get(option) for option in ("ignore_merges", "dropout", "byte_fallback")]
-    demand(model["type"] == "BPE", f"model {model['type']}")
-    demand(not any(options), "a BPE option")
+    def none_of(holder: dict, *options: str) -> bool:
+        return not any(holder.get(option) for option in options)
 
     # before the merges: NFC or nothing
     normalizer = spec.get("normalizer")
     demand(normalizer is None or normalizer["type"] == "NFC", f"normalizer {normalizer}")
 
     # a pattern that splits text into words, then bytes
-    pre = spec["pre_tokenizer"]
-    steps = pre.get("pretokenizers", [pre])
+    steps = spec["pre_tokenizer"].get("pretokenizers", [])
     kinds = [step["type"] for step in steps]
     demand(kinds == ["Split", "ByteLevel"], f"pre-tokenizer {kinds}")
     split, byte_level = steps
-    demand(split["behavior"] == "Isolated" and not split.get("invert"), f"split behaviour {split}")
-    adds = byte_level.get("add_prefix_space") or byte_level.get("use_regex")
-    demand(not adds, "ByteLevel with prefix space or regex")
+    demand(split["behavior"] == "Isolated" and none_of(split, "invert"), f"split behaviour {split}")
+    demand(none_of(byte_level, "add_prefix_space", "use_regex"), "ByteLevel with prefix space or regex")
 
-    # after the merges: nothing that changes an id
+    # the merges
+    model = spec["model"]
+    demand(model["type"] == "BPE", f"model {model['type']}")
+    demand(none_of(model, "ignore_merges", "dropout", "byte_fallback"), "a BPE option")
+
+    # after them: nothing that changes an id
     post = spec.get("post_processor")
     demand(post is None or post["type"] == "ByteLevel", f"post-processor {post}")
     for token in spec["added_tokens"]:
-        strips = token["lstrip"] or token["rstrip"] or token["single_word"]
-        demand(not strips, "a stripping added token")
+        demand(none_of(token, "lstrip", "rstrip", "single_word"), "a stripping added token")
 
 
 def merge_bytes(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
@@ -198,8 +192,7 @@ def merge_bytes(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
 
 # --- learning one
 def learn_bpe(texts: Iterable[str], vocab_size: int) -> dict:
-    """The content of a `tokenizer.json` with vocab_size ids: bytes, merges learned from these
-    texts, EOS and MASK.
+    """The content of a `tokenizer.json` with vocab_size ids: bytes, learned merges, EOS and MASK.
 
     Each merge joins the pair of tokens that is most often side by side in words, if it is so twice.
     """
