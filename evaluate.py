@@ -1,5 +1,4 @@
-"""Evaluation: what a decoder does where every answer can be checked. What a checkpoint has learned, a
-toy or names, is told by its folder.
+"""Evaluation: what a decoder does where every answer can be checked, on toys and on names.
 
 On a toy (lib/toy.py) a one-step decoder's output distribution is a product. It is enumerated and
 compared with the true table, because validity alone can be won by always writing one phrase.
@@ -14,7 +13,6 @@ names and trained ones apart, and `unicodedata` judges. Shares of the names draw
     exist      the completion is some character's name (low, high: Wilson's 95 % interval)
     itself     it is the very name drawn: of a held-out prompt, a name that was never trained on
     distinct   different existing names
-    repeated   completions that another drawn name's completion equals, real or not
 
 Forwards are per token, everything counted: full ones, commits, and partial ones at their share of
 the layers. --json has all measures, for a script to read.
@@ -26,7 +24,6 @@ the layers. --json has all measures, for a script to read.
 import json
 import math
 from argparse import Namespace
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,7 +31,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import base_of, load_model, load_tokenizer, names_of
+from checkpoint import load_model, load_tokenizer, names_of
 from lib import data, toy
 from lib.config import DTYPES
 from lib.output import Output, in_full
@@ -94,9 +91,9 @@ def one_step_table(model: Model, task: Toy, n_rounds: int) -> Tensor:
 
 
 def chain_table(model: Model, task: Toy) -> Tensor:
-    """q over the support when tokens are drawn one at a time, the most confident position first:
-    (N, S) float64. A tuple has one path through the states, because the position is a function of
-    the state. Equal states are computed once.
+    """q over the support when tokens are drawn one at a time, the surest position first: (N, S) float64.
+
+    A tuple has one path through the states: the position is a function of the state.
     """
     N, S, m = task.support.shape
     c = torch.arange(N).repeat_interleave(S)
@@ -118,23 +115,16 @@ def chain_table(model: Model, task: Toy) -> Tensor:
 
 
 def distances(task: Toy, q: Tensor) -> dict[str, float]:
-    """Means over contexts, in nats, of a table q (N, S). The reverse KL is infinite as soon as q
-    writes anything outside the support.
-    """
+    """Means over contexts, in nats, of a table q (N, S)."""
     # what q lacks of 1 was written outside the support
     outside = float((1 - q.sum(-1)).clamp(min=0).mean())
-    forward = float(toy.kl(task.prob, q).mean())
     inside = float((task.prob - q).abs().sum(-1).mean())
-    reverse = math.inf
-    if outside < 1e-9:
-        reverse = float(toy.kl(q, task.prob).mean())
-    return {"forward_kl": forward, "tv": 0.5 * (inside + outside), "reverse_kl": reverse, "outside": outside}
+    return {"forward_kl": float(toy.kl(task.prob, q).mean()), "tv": 0.5 * (inside + outside)}
 
 
 def quality(model: Model, task: Toy, d: Decoding) -> dict[str, float]:
-    """Every context decoded once, greedily, by the decoder that users run: the share of coherent
-    answers and of joint modes, the mean log-probability lost to the mode (over coherent answers),
-    and forwards a token.
+    """Every context decoded once, greedily, by the decoder that users run: shares of coherent answers and
+    of joint modes, the mean log-probability that coherent ones lose to the mode, forwards a token.
     """
     c = torch.arange(task.n_ctx)
     outputs = generate(model, task.prompt(c).tolist(), replace(d, gen_length=task.m))
@@ -149,34 +139,25 @@ def quality(model: Model, task: Toy, d: Decoding) -> dict[str, float]:
     lost = math.inf
     if coherent.any():
         lost = float((best - log_p)[coherent].mean())
-    found = {
-        "coherent": float(coherent.double().mean()),
-        "mode_hit": float(mode_hit.double().mean()),
-        "lost": lost,
-    }
-    return found | per_token(model, outputs, task.n_ctx * task.m)
+    shares = {"coherent": float(coherent.double().mean()), "mode_hit": float(mode_hit.double().mean())}
+    return shares | {"lost": lost} | per_token(model, outputs, task.n_ctx * task.m)
 
 
 def evaluate_toy(model: Model, task: Toy) -> dict:
-    """{task, tc, h_joint, decoders: {name: {...}}}, nats and means over contexts."""
-    # a decoder that uses Stage B takes the model's number of rounds
+    """What print_toy shows: nats, means over contexts."""
+    # a decoder that uses Stage B, once, takes the model's number of rounds
     K = model.cfg.n_rounds
     decoders = {}
     for name, d in TOY_DECODERS.items():
-        if d.n_rounds > 0:
-            d = replace(d, n_rounds=K)
-        decoders[name] = quality(model, task, d)
+        decoders[name] = quality(model, task, replace(d, n_rounds=K * d.n_rounds))
 
     # in one step, and one at a time, what is drawn has a distribution that can be enumerated
     decoders["one at a time"] |= distances(task, chain_table(model, task))
     decoders["Stage A, one step"] |= distances(task, one_step_table(model, task, 0))
     decoders["Stage B, one step"] |= distances(task, one_step_table(model, task, K))
-    return {
-        "task": task.name,
-        "tc": float(task.tc().mean()),
-        "h_joint": float(task.h_joint().mean()),
-        "decoders": decoders,
-    }
+    tc = float(task.tc().mean())
+    h = float(task.h_joint().mean())
+    return {"task": task.name, "tc": tc, "h_joint": h, "decoders": decoders}
 
 
 def load_task(folder: Path) -> Toy:
@@ -192,10 +173,8 @@ def load_task(folder: Path) -> Toy:
 def print_toy(report: dict) -> None:
     h = report["h_joint"]
     tc = report["tc"]
-    print(
-        f"{report['task']}: TC = {tc:.4f} nats; in one step a joint decoder loses at least H = {h:.4f}, one apart"
-        f" H + TC = {h + tc:.4f}"
-    )
+    print(f"{report['task']}: TC = {tc:.4f} nats; in one step a joint decoder loses at least H = {h:.4f}, "
+          f"one apart H + TC = {h + tc:.4f}")  # fmt: skip
     columns = {"coherent": "coherent", "mode": "mode_hit", "KL": "forward_kl", "TV": "tv"}
     rows = []
     for name, measured in report["decoders"].items():
@@ -214,9 +193,7 @@ def wilson(k: int, n: int) -> tuple[float, float]:
 
 
 def draw_names(n: int, group: str, tokenizer: Tokenizer) -> dict[str, list[int]]:
-    """n names of a group ("held out" or "trained"), drawn by it alone -> the first third of each
-    one's tokens.
-    """
+    """n names, "held out" or "trained" ones -> the first third of their tokens."""
     held_out = group == "held out"
     names = [name for name in data.unicode_names() if data.is_validation(name) == held_out]
     order = torch.randperm(len(names), generator=generator("names", group))
@@ -231,7 +208,6 @@ def judge(asked: list[str], written: list[str]) -> dict[str, float]:
     """The shares of one decoder's completions (see above): the names drawn, and what became of each."""
     n = len(written)
     found = [name for name in written if data.exists(name)]
-    times = Counter(written)
     low, high = wilson(len(found), n)
     return {
         "exist": len(found) / n,
@@ -239,14 +215,11 @@ def judge(asked: list[str], written: list[str]) -> dict[str, float]:
         "high": high,
         "distinct": len(set(found)) / n,
         "itself": sum(name == drawn for name, drawn in zip(written, asked, strict=True)) / n,
-        "repeated": sum(times[name] > 1 for name in written) / n,
     }
 
 
 def name_decoders(model: Model, temperature: float) -> dict[str, Decoding]:
-    """Stage A at several gates; and the same with Stage B, or a head at several tau_keep, if there is
-    one.
-    """
+    """Stage A at several gates; the same with Stage B, or a head at several tau_keep."""
     start = replace(NAMES, temperature=temperature)
     above = "above" if model.cfg.order == "surest" else "prefix above"
     gates = {"all at once" if tau < 0 else f"{above} {tau}": tau for tau in GATES[model.cfg.order]}
@@ -266,9 +239,7 @@ def name_decoders(model: Model, temperature: float) -> dict[str, Decoding]:
 def complete(model: Model, tokenizer: Tokenizer, prompts: dict[str, list[int]], d: Decoding, seed: int) -> dict:
     """Complete every prompt (name -> ids), judge the names that come of it, and count."""
     outputs = generate(model, list(prompts.values()), d, seed)
-    written = []
-    for ids, output in zip(prompts.values(), outputs, strict=True):
-        written.append(tokenizer.decode(ids + output.tokens))
+    written = [tokenizer.decode(ids + o.tokens) for ids, o in zip(prompts.values(), outputs, strict=True)]
     tokens = sum(len(o.tokens) for o in outputs)
     return judge(list(prompts), written) | per_token(model, outputs, tokens) | {"tokens/name": tokens / len(prompts)}
 
@@ -284,15 +255,12 @@ def evaluate_names(folder: Path, model: Model, about: dict, args: Namespace) -> 
         for name, d in tqdm(decoders.items(), desc=group, unit="decoder", disable=None):
             found = complete(model, tokenizer, prompts, d, args.seed)
             if args.json:
-                print(
-                    json.dumps({"ckpt": str(folder), "decoder": name, "group": group, "prompts": len(prompts)} | found)
-                )
+                about_it = {"ckpt": str(folder), "decoder": name, "group": group, "prompts": len(prompts)}
+                print(json.dumps(about_it | found))
             rows.append([name, f"{found['exist']:.3f}", f"{found['forwards/token']:.3f}"])
     if not args.json:
-        print(
-            f"{folder}: {len(prompts)} held-out names, completed from their first third; trained on Unicode"
-            f" {about.get('unidata_version')}, judged by {data.unicodedata.unidata_version}"
-        )
+        versions = f"trained on Unicode {about.get('unidata_version')}, judged by {data.unicodedata.unidata_version}"
+        print(f"{folder}: {len(prompts)} held-out names, completed from their first third; {versions}")
         print_table(["decoder", "exist", "forwards/token"], rows)
 
 
@@ -312,19 +280,14 @@ def main() -> None:
 
     folder = Path(args.ckpt)
     about = names_of(folder)
-    task = None
-    if about is None:
-        task = load_task(folder if (folder / "toy.json").exists() else base_of(folder))
+    task = load_task(folder) if about is None else None
     model = load_model(folder, pick_device(args.device), DTYPES[args.dtype])
-    if task is None:
+    if about is not None:
         evaluate_names(folder, model, about, args)
-        return
-    report = evaluate_toy(model, task)
-    if args.json:
-        # JSON has no infinity
-        print(json.dumps(report).replace("Infinity", "null"))
+    elif args.json:
+        print(json.dumps(evaluate_toy(model, task)).replace("Infinity", "null"))  # JSON has no infinity
     else:
-        print_toy(report)
+        print_toy(evaluate_toy(model, task))
 
 
 if __name__ == "__main__":
