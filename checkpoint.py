@@ -80,7 +80,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_fit(path: Path, held: dict, expected: dict, hint: str, dropped: dict[str, str] | None = None) -> None:
-    """Refuse tensors that are unknown, missing or of another shape; `dropped`: what may be left, and why."""
+    """Refuse unknown tensors, missing ones, other shapes. dropped: what may be left, and why."""
 
     def shape(tensors: dict, name: str) -> str:
         return f"shape {list(tensors[name].shape)}" if name in tensors else "no such tensor"
@@ -97,18 +97,12 @@ def check_fit(path: Path, held: dict, expected: dict, hint: str, dropped: dict[s
 # --- a model's folder
 def new_model(cfg: Config, generator: torch.Generator, device: torch.device | str = "cpu") -> Model:
     """Fresh weights: matrices are normal (initial_std), norms are one, markers and biases are zero."""
-    with torch.device("meta"):
+    with torch.device(device):
         model = Model(cfg)
-    model.to_empty(device=device)
-    model.tie()
-    for buffer in model.buffers():
-        buffer.zero_()
     for name, p in model.named_parameters():
-        if name == "markers" or name.endswith("bias"):
+        if name.endswith("bias"):
             p.data.zero_()
-        elif p.dim() == 1:  # norms
-            p.data.fill_(1.0)
-        else:
+        elif p.dim() > 1 and name != "markers":
             # drawn on the CPU, so that every device gets the same weights
             drawn = torch.empty(p.shape).normal_(0.0, initial_std(name, cfg), generator=generator)
             p.data.copy_(drawn)
@@ -139,7 +133,7 @@ def stored(model: Model) -> dict[str, Tensor]:
 
 
 def save_model(model: Model, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
-    """Weights first (stored(model), or as given), config last: a folder that has one is whole."""
+    """Config last: a folder that has one is whole. weights: stored(model), if at hand."""
     save_tensors(folder / "model.safetensors", weights or stored(model))
     write_json(folder / "config.json", asdict(model.cfg))
 
@@ -210,7 +204,7 @@ def loader_of(folder: Path) -> Callable[[Model, Path, torch.device | str, torch.
 
 
 def import_from(door: str, name: str, folder: Path) -> object:
-    """The module of `door`, a folder of this repository, that a JSON file names; and nothing else."""
+    """The module of one folder of this repository that a JSON file names."""
     with reading(folder, "model in"):
         if not re.fullmatch(rf"{door}\.\w+", name):
             fail(f"{folder}: {name!r} is no module of {door}/")
@@ -240,7 +234,7 @@ def load_weights(model: Model, folder: Path, device: torch.device | str, dtype: 
 
 
 def load_tokenizer(folder: Path, kind: str) -> Tokenizer | None:
-    """None of a toy, whose tokens are numbers, and of a checkpoint that came without its tokenizer."""
+    """None where there is none: a toy's tokens are numbers."""
     if kind == "bytes":
         return byte_tokenizer()
     path = base_of(folder) / "tokenizer.json"
@@ -304,7 +298,7 @@ def check_base(base: Path, folder: Path) -> None:
 def save_adapter(
     model: Model, folder: Path, base: Path, settings: dict, weights: dict[str, Tensor] | None = None
 ) -> None:
-    """settings: LoRA's rank and scale, or a head's sizes. weights: model.adapter_state(), or as given."""
+    """settings: what else adapter.json says. weights: model.adapter_state(), if at hand."""
     about = {
         "base": Path(os.path.relpath(base, folder)).as_posix(),
         "base_fingerprint": fingerprint(base),
@@ -362,7 +356,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def extracts(path: Path) -> dict[str, bytes]:
-    """name -> shape and some values of each tensor of a file, of which no more than these is read."""
+    """name -> shape and some values of each tensor of a file. No more of it is read."""
     floats = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     found = {}
     with open(path, "rb") as file:

@@ -3,12 +3,9 @@
     # config.json, shards, index and tokenizer.json -> the folder that every script loads; 32.5 GB for 2.1-mini
     python convert_weights.py --src LLaDA2.1-mini/ --out weights/llada2.1-mini
 
-Our tensors are released tensors laid end to end (see NAMES), so nothing is computed, except that a
-bfloat16 `expert_bias` (LLaDA2.0's) becomes float32. One layer at a time is in memory. The way back,
-and adapters to PEFT: released/export.py.
-
-`config.json` is written last: a folder without one is incomplete, and running the same command
-again completes it.
+Our tensors are released tensors laid end to end (see NAMES), so nothing is computed, except that a bfloat16
+`expert_bias` (LLaDA2.0's) becomes float32. One layer at a time is in memory. The same command completes a
+folder left incomplete: `config.json` is written last. The way back, and adapters to PEFT: released/export.py.
 """
 
 import math
@@ -25,7 +22,7 @@ from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import check_fit, save_tensors, stored, weight_files
+from checkpoint import check_fit, save_tensors, stored, tensors_in, weight_files
 from lib.config import Config
 from lib.tokenizer import EOS, MASK, bpe_tokenizer
 from lib.util import Parser, command, fail, read_json, reading, replace_file, write_json
@@ -33,10 +30,9 @@ from model import Model
 
 # C channels (n_embd), E experts, F expert width
 
-# Released name -> ours; {i} is a layer, {e} an expert. Where several released tensors have one name
-# here, ours is all of them laid end to end in memory: expert by expert, and within an expert in the
-# order of this table. So the experts' gate_proj (F, C) and up_proj (F, C) become gate_up (E, 2F,
-# C), and down_proj (C, F) becomes down (E, C, F).
+# Released name -> ours; {i} is a layer, {e} an expert. Several released tensors of one name here are laid
+# end to end: expert by expert, and within an expert in the order of this table. So the experts'
+# gate_proj (F, C) and up_proj (F, C) become gate_up (E, 2F, C), and down_proj (C, F) becomes down (E, C, F).
 NAMES = {
     "model.word_embeddings.weight": "wte.weight",
     "model.layers.{i}.input_layernorm.weight": "layers.{i}.norm_1.weight",
@@ -116,13 +112,11 @@ class Stored:
 def survey(folder: Path) -> dict[str, Stored]:
     """Every tensor of a checkpoint by name."""
     found: dict[str, Stored] = {}
-    for path in weight_files(folder):
-        with reading(path, "safetensors file"), safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 (a safe_open is no dict)
-                part = file.get_slice(name)
-                if part.get_dtype() not in FLOATS:
-                    fail(f"{path}: {name} is stored as {part.get_dtype()}: quantised weights are not read")
-                found[name] = Stored(path, name, part.get_dtype(), part.get_shape())
+    for path, file, name in tensors_in(weight_files(folder)):
+        part = file.get_slice(name)
+        if part.get_dtype() not in FLOATS:
+            fail(f"{path}: {name} is stored as {part.get_dtype()}: quantised weights are not read")
+        found[name] = Stored(path, name, part.get_dtype(), part.get_shape())
     return found
 
 
@@ -136,9 +130,7 @@ def read(pieces: list[Stored]) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Plan:
-    """One of our tensors, and the released ones that it is made of: equal parts of it, cut along its
-    rows.
-    """
+    """One of our tensors, and the released ones it is made of: equal parts, cut along its rows."""
 
     name: str
     shape: list[int]
@@ -147,9 +139,7 @@ class Plan:
 
 
 def plan(cfg: Config) -> list[list[Plan]]:
-    """All of our tensors: a shard for the embedding, one for every layer, and one for the final norm
-    and the head.
-    """
+    """All of our tensors, in shards: the embedding; every layer; final norm and head."""
     with torch.device("meta"):
         ours = stored(Model(cfg))
     del ours["markers"]  # a released checkpoint has none
@@ -157,11 +147,9 @@ def plan(cfg: Config) -> list[list[Plan]]:
     shards: list[list[Plan]] = [[] for _ in range(cfg.n_layer + 2)]
     for name, tensor in ours.items():
         layer = re.match(r"layers\.(\d+)\.", name)
-        shard = -1
+        shard = 0 if name == "wte.weight" else -1
         if layer:
             shard = 1 + int(layer[1])
-        elif name == "wte.weight":
-            shard = 0
 
         shape = list(tensor.shape)
         released = released_names(name, cfg.n_expert)
@@ -196,18 +184,14 @@ def our_tensors(found: dict[str, Stored], shard: list[Plan]) -> dict[str, Tensor
 
 
 def read_released(src: Path) -> tuple[Config, list[Shard], str]:
-    """(our config, what makes our shards, the dtype of the router's bias) of a released folder, all
-    of it checked.
-    """
+    """Our config, what makes our shards, the router bias's dtype; all is checked."""
     cfg = our_config(src)
     found = survey(src)
     shards = plan(cfg)
 
     # all tensors of the plan, and no others
-    expected = {}
-    for planned in sum(shards, []):
-        for name in planned.released:
-            expected[name] = torch.empty(planned.part, device="meta")
+    parts = {name: planned.part for planned in sum(shards, []) for name in planned.released}
+    expected = {name: torch.empty(part, device="meta") for name, part in parts.items()}
     hint = "the checkpoint is incomplete, or another framework's"
     check_fit(src, found, expected, hint, {"lm_head.weight": "tied to the embedding"})
 
@@ -218,9 +202,7 @@ def read_released(src: Path) -> tuple[Config, list[Shard], str]:
 
 # --- config.json
 def our_config(src: Path) -> Config:
-    """Our Config from a released folder; every field of its config.json is used, checked or in
-    IGNORED.
-    """
+    """Our Config. Every field of the released config.json is used, checked or in IGNORED."""
     path = src / "config.json"
     raw = read_json(path, "released config")
     for name, value in MUST_BE.items():
@@ -255,11 +237,8 @@ def our_config(src: Path) -> Config:
 
 def rotary_width(raw: dict) -> int:
     """Channels of a head that rotary embeddings turn: a number, a share of them, or both in agreement."""
-    widths = set()
-    if raw.get("rotary_dim") is not None:
-        widths.add(int(raw["rotary_dim"]))
-    if raw.get("partial_rotary_factor") is not None:
-        widths.add(int(raw["partial_rotary_factor"] * raw["head_dim"]))
+    given = {"rotary_dim": 1, "partial_rotary_factor": raw["head_dim"]}
+    widths = {int(raw[name] * unit) for name, unit in given.items() if raw.get(name) is not None}
     if len(widths) != 1:
         raise ValueError("rotary_dim and partial_rotary_factor disagree, or both are missing")
     return widths.pop()
@@ -301,9 +280,7 @@ def write_checkpoint(
 
 
 def prepare(out: Path, names: list[str]) -> None:
-    """Nothing of the user's is overwritten: a folder that holds the last of these files is whole, and one
-    that holds others is something else.
-    """
+    """Overwrite nothing: with the last of these files a folder is whole, with others it is not ours."""
     out.mkdir(parents=True, exist_ok=True)
     if (out / names[-1]).exists():
         fail(f"--out {out} already holds a result ({names[-1]}): choose another folder, or delete this one first")
