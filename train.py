@@ -35,7 +35,7 @@ import checkpoint
 from corrupt import Corruption, Draws, M, corrupt, draw_bundle, three_term_loss
 from lib import settings, toy
 from lib.config import DTYPES, PRESETS, Config
-from lib.run import Processes, added, check_finite, means, micro_batches, report, schedule, sign, tell_what_is_next
+from lib.run import Processes, check_finite, means, micro_batches, report, schedule, sign, tell_what_is_next
 from lib.settings import Corpus, is_toy
 from lib.util import Parser, command, fail, generator, interruptible, rewind_log, write_json
 from model import Context, Model
@@ -74,7 +74,7 @@ def random_masks(model: Model, batch: Batch, z: Tensor, masked: Tensor, args: Na
 
 
 def clean_tokens(model: Model, batch: Batch, z: Tensor, bundle: Tensor, args: Namespace) -> Tensor:
-    """The paper's target for Stage B, the clean tokens: (R, T) int64, read at the bundle, W and G."""
+    """The paper's target for Stage B, the clean tokens: (R, T) int64."""
     return batch.clean
 
 
@@ -104,7 +104,7 @@ def cocommit_step(
 
 
 def stage_a_step(model: Model, batch: Batch, args: Namespace) -> Losses:
-    """The same without Stage B (--stage_a_only): a plain masked diffusion model, a base to adapt."""
+    """The same without Stage B (--stage_a_only): a plain masked diffusion model."""
     z, kind = corrupt_batch(model, batch, args)
     ctx = batch_context(model, batch, args)
     stage_a = model.last_n(model.prefix(z, ctx), ctx)
@@ -123,7 +123,7 @@ def stage_a_draft(model: Model, z: Tensor, where: Tensor, real: Tensor) -> Tenso
     h = model.last_n(model.prefix(z, ctx), ctx)[where]
 
     # the logits of 1,024 positions at a time
-    tokens = [z.new_empty(0)]
+    tokens = []
     for part in h.split(1024):
         logits = model.head(part)
         logits[:, model.cfg.mask_id] = float("-inf")  # a draft that stays masked is none
@@ -132,7 +132,7 @@ def stage_a_draft(model: Model, z: Tensor, where: Tensor, real: Tensor) -> Tenso
 
 
 def batch_context(model: Model, batch: Batch, args: Namespace) -> Context:
-    """Earlier blocks corrupted too (the paper), or clean as in decoding: rows beside their clean copy."""
+    """Earlier blocks corrupted, too (paper), or clean: rows beside their clean copy."""
     clean = batch.clean if args.context == "clean" else None
     return model.context(batch.real, clean)
 
@@ -143,7 +143,7 @@ def of_stage(stage: str, terms: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def get_batch(corpus: Corpus, split: str, first: int, n: int, args: Namespace, device: torch.device) -> Batch:
-    """Rows first .. first+n of "train" or "val"; all random numbers of a row come from its index."""
+    """Rows first .. first+n of "train" or "val"; a row's draws come from its index."""
     clean, real, prompt = corpus.rows[split].batch(first, n)
     draws = [generator(args.seed, split, i) for i in range(first, first + n)]
     free = real & ~prompt
@@ -162,7 +162,7 @@ def about_lora(args: Namespace) -> dict:
 
 
 def make_optimizer(model: Model, args: Namespace) -> torch.optim.Optimizer:
-    """AdamW. Weight decay pulls to zero: right for matrices, wrong for norms, which scale, and markers."""
+    """AdamW; weight decay on matrices alone: norms and markers are not pulled to zero."""
     learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
     matrices = [p for name, p in learned.items() if p.dim() >= 2 and name != "markers"]
     others = [p for name, p in learned.items() if p.dim() < 2 or name == "markers"]
@@ -202,7 +202,7 @@ def run(args: Namespace, recipe: Recipe, processes: Processes) -> None:
     model = start(args, corpus.tokens, recipe, processes.cradle(device))
     optimizer = recipe.optimizer(model, args)
 
-    # a resumed run goes on where it was saved; one that was killed before its first save starts again
+    # a resumed run goes on where it was saved; one without a save starts again
     done = 0
     if args.resume and (folder / "state.safetensors").exists():
         done = checkpoint.restore_state(model, optimizer, folder)
@@ -241,20 +241,20 @@ def take_step(
     model: Model, optimizer: torch.optim.Optimizer, step_of: Step, corpus: Corpus, step: int, args: Namespace,
     device: torch.device, processes: Processes,
 ) -> dict[str, float]:  # fmt: skip
-    """One update -> what the log says of it. Where loss or gradient is not finite, nothing is updated."""
+    """One update, if loss and gradient are finite -> what the log says of it."""
     began = time.perf_counter()
     first = step * args.batch_size
 
     # gradients of all micro-batches, with one denominator
     n_real = corpus.rows["train"].count_real(first, args.batch_size)
     loss = torch.zeros((), device=device)
-    terms = {}
+    terms = []
     for at, n in micro_batches(*processes.share(first, args.batch_size), args):
         batch = get_batch(corpus, "train", at, n, args, device)
         part, part_terms = processes.within(model, step_of, model, batch, args)
         (part / n_real).backward()
         loss += part.detach() / n_real
-        terms = added(terms, part_terms)
+        terms.append(part_terms)
     loss = float(processes.total(loss))
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or math.inf)
     norm = float(processes.gather({"norm": norm})["norm"])
@@ -277,11 +277,11 @@ def take_step(
 def validate(
     model: Model, step_of: Step, corpus: Corpus, step: int, args: Namespace, device: torch.device, processes: Processes
 ) -> dict[str, float]:
-    """The step's terms on held-out rows; of a toy also the exact loss of the whole answer in one step."""
-    terms = {}
+    """The step's terms on held-out rows; of a toy also the whole answer's exact loss."""
+    terms = []
     for first, n in micro_batches(*processes.share(0, args.eval_rows), args):
         batch = get_batch(corpus, "val", first, n, args, device)
-        terms = added(terms, processes.within(model, step_of, model, batch, args)[1])
+        terms.append(processes.within(model, step_of, model, batch, args)[1])
     record = {"step": step, "val": True} | means(terms, processes)
     if is_toy(args):
         record |= processes.within(model, toy.floors, model, corpus.rows["val"].toy)
@@ -293,15 +293,15 @@ def load_corpus(args: Namespace) -> Corpus:
     """What the settings say to read; text by the tokens of the checkpoint that it starts from."""
     if is_toy(args):
         return settings.toy_corpus(args)
-    folder = Path(args.init_from)
-    block_length = args.block_length
     if args.init_from == "scratch":
         folder = Path(args.out_dir)
         kind = settings.learn_tokenizer(folder, args)
+        block_length = args.block_length
     else:
+        folder = Path(args.init_from)
         cfg = checkpoint.read_config(folder)
         kind = cfg.tokenizer
-        block_length = block_length or cfg.block_length
+        block_length = args.block_length or cfg.block_length
     tokenizer = checkpoint.load_tokenizer(folder, kind)
     if tokenizer is None:
         fail(f"{folder} has no tokenizer.json to read text with")
@@ -373,7 +373,7 @@ def save(
 def main(
     parser: Parser | None = None, choose: Callable[[Namespace], Recipe] = the_papers, processes: Processes | None = None
 ) -> None:
-    """The command line, of the paper's training or of an extension's: its parser, and its choice of a recipe."""
+    """The command line of the paper's training, or of an extension's: its parser and its recipes."""
     processes = processes or Processes()
     args = settings.settle(parser or settings.build_parser(__doc__), checkpoint.read_config)
     recipe = choose(args)

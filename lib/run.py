@@ -66,7 +66,7 @@ def micro_batches(first: int, n: int, args: Namespace) -> list[tuple[int, int]]:
 
 
 def schedule(step: int, args: Namespace) -> float:
-    """The learning rate as a share of its peak: warm-up over 1 % of the steps (paper), then a cosine to 0."""
+    """The rate as a share of its peak: up over 1 % of the steps (paper), then a cosine to 0."""
     warm = max(1, round(0.01 * args.max_iters))
     if step < warm:
         return (step + 1) / warm
@@ -74,15 +74,11 @@ def schedule(step: int, args: Namespace) -> float:
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def added(terms: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The terms of two micro-batches together."""
-    return {name: terms.get(name, 0.0) + term for name, term in more.items()}
-
-
-def means(terms: dict[str, Tensor], processes: Processes) -> dict[str, float]:
-    """Mean cross-entropy in nats of each term; one without positions is left out."""
+def means(parts: list[dict[str, Tensor]], processes: Processes) -> dict[str, float]:
+    """Mean cross-entropy in nats of each term, where it has positions, over micro-batches."""
     found = {}
-    for name, term in terms.items():
+    for name in dict.fromkeys(name for terms in parts for name in terms):
+        term = sum(terms[name] for terms in parts if name in terms)
         ce, count = processes.total(term).tolist()
         if count:
             found[name] = ce / count

@@ -4,6 +4,7 @@ What is not given depends on what the model reads (names, bytes, a toy's numbers
 checkpoint's BPE: the paper's setting) and on where it starts (from scratch, or from a checkpoint).
 """
 
+import math
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -15,23 +16,23 @@ from lib.config import DTYPES, PRESETS, Config
 from lib.tokenizer import Tokenizer, learn_bpe
 from lib.util import Parser, bounded, fail, read_json, write_json
 
-# --- defaults, the first that has a value: by what is read and where it starts, by what is read, by
-# where it starts
-OF_BOTH = {
-    ("names", "scratch"): dict(seq_len=16, learning_rate=4e-3, corruption="mask", max_iters=2100),
-    ("names", "checkpoint"): dict(seq_len=32, learning_rate=1e-3, max_iters=300),
-}
+# --- defaults: by what is read; by where it starts; and by both, which goes before
 OF_DATA = {
-    "names": dict(preset="names", block_length=8, batch_size=64, out_dir="out/names"),
-    "bytes": dict(preset="text", seq_len=256, block_length=8, batch_size=8, max_iters=1300, out_dir="out/text"),
-    "toy": dict(preset="tiny", batch_size=128, max_iters=1000, out_dir="out/toy"),
+    "names": dict(batch_size=64, out_dir="out/names"),
+    "bytes": dict(seq_len=256, batch_size=8, max_iters=1300, out_dir="out/text"),
+    "toy": dict(batch_size=128, max_iters=1000, out_dir="out/toy"),
     "bpe": dict(seq_len=2048, batch_size=8, max_iters=12500, out_dir="out/cocommit"),
 }
 OF_START = {
-    "scratch": dict(learning_rate=3e-3, corruption="random"),  # there is no draft worth learning from yet
+    "scratch": dict(learning_rate=3e-3, corruption="random", block_length=8),  # no draft is worth learning from yet
     "checkpoint": dict(learning_rate=1e-5, corruption="draft"),
 }
-OF_A_CHECKPOINT = ("preset", "block_length")  # a checkpoint has its own
+OF_BOTH = {
+    ("names", "scratch"): dict(preset="names", seq_len=16, learning_rate=4e-3, corruption="mask", max_iters=2100),
+    ("names", "checkpoint"): dict(seq_len=32, learning_rate=1e-3, max_iters=300),
+    ("bytes", "scratch"): dict(preset="text"),
+    ("toy", "scratch"): dict(preset="tiny", block_length=None),  # its answer is one block
+}
 BASE_OF_NAMES = "assets/names"
 
 # what a resumed run may change
@@ -143,7 +144,7 @@ def settle_new(args: Namespace, config_of: Callable[[Path], Config]) -> Namespac
         fail("--stage_a_only trains a base from scratch, from a checkpoint Stage B is what there is to train")
 
     for name, value in (OF_START[start] | OF_DATA[reads] | OF_BOTH.get((reads, start), {})).items():
-        if getattr(args, name) is None and not (cfg and name in OF_A_CHECKPOINT):
+        if getattr(args, name) is None:
             setattr(args, name, value)
     # enough to tell, and never more than a few steps' worth: at full size a row takes minutes
     args.eval_rows = min(args.eval_rows, 8 * args.batch_size)
@@ -182,9 +183,8 @@ def what_it_reads(args: Namespace, cfg: Config | None) -> str:
 def toy_of_the_checkpoint(args: Namespace) -> list[str]:
     """The sizes of the toy that a checkpoint was trained on, where it is the toy of this run."""
     saved = read_json(Path(args.init_from) / "toy.json", "toy settings of the checkpoint")
-    if saved.get("name") != args.data[0]:
-        return []
-    return [f"{k}={v}" for k, v in saved.items() if k != "name"]
+    same = saved.pop("name", None) == args.data[0]
+    return [f"{k}={v}" for k, v in saved.items()] if same else []
 
 
 # --- what is read
@@ -208,18 +208,15 @@ def text_corpus(args: Namespace, tokenizer: Tokenizer, kind: str, block_length: 
     train, val = data.load_sequences(
         args.data, tokenizer, args.seq_len, args.seed, args.max_docs, block_length, args.batch_size
     )
-
-    # the vocabulary of a new model is padded to a multiple of 16
-    vocab_size = -(-tokenizer.vocab_size // 16) * 16
     tokens = dict(
-        tokenizer=kind, eos_id=tokenizer.eos_id, mask_id=tokenizer.mask_id, vocab_size=vocab_size,
-        block_length=block_length,
+        tokenizer=kind, eos_id=tokenizer.eos_id, mask_id=tokenizer.mask_id, block_length=block_length,
+        vocab_size=math.ceil(tokenizer.vocab_size / 16) * 16,  # padded, in a new model
     )  # fmt: skip
     return Corpus({"train": train, "val": val}, min(tokenizer.special.values()), tokens)
 
 
 def learn_tokenizer(folder: Path, args: Namespace) -> str:
-    """Which tokens a model from scratch reads: bytes; names have a BPE, learned once, in the run's folder."""
+    """What a model from scratch reads: bytes; of names a BPE, learned once."""
     if args.data != ["names"]:
         return "bytes"
     if not (folder / "tokenizer.json").exists():
