@@ -52,7 +52,7 @@ class KVCache:
         self.set_lengths(lengths)
 
     def set_lengths(self, lengths: list[int]) -> None:
-        """Context tokens of each row, and room for them, doubled: a long answer is copied a few times only."""
+        """Context tokens of each row, and room for them, which doubles as they grow."""
         self.lengths = lengths
         self.length = torch.tensor(lengths, device=self.kv.device)
         self.used = 2 * self.B + max(lengths)
@@ -61,13 +61,13 @@ class KVCache:
         self.contexts: dict[bool, Context] = {}  # what context() has built for these lengths
 
     def update(self, layer: int, round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v (R, G, T, D) of the current pass -> the keys and values to attend to, (R, G, S, D) each."""
+        """k, v (R, G, T, D) of this pass -> what it attends to, (R, G, S, D) each."""
         kv = self.kv[:, self.slot(layer, round)]
         new = torch.stack([k, v])
         T = k.shape[2]
         end = 2 * self.B  # of the current block
 
-        # the prompt's complete blocks go straight into their row's context, with nothing before them
+        # the prompt's complete blocks go straight into their row's context
         if self.filling is not None:
             kv[:, self.filling, :, end : end + T] = new[:, 0]
             return k, v
@@ -96,7 +96,7 @@ class KVCache:
         self.set_lengths([self.lengths[r] for r in rows])
 
     def context(self, ahead: bool = False) -> Context:
-        """The Context of the current blocks, or of [next ; current]; built once while the lengths stay."""
+        """The Context of the current blocks, or of [next ; current]; built once."""
         if ahead not in self.contexts:
             self.contexts[ahead] = self.build_context(ahead)
         return self.contexts[ahead]
@@ -117,10 +117,9 @@ class KVCache:
         if not ahead and len(set(self.lengths)) == 1:
             return Context(cos, sin, None, self)
 
-        # a shorter row has keys in use that are none of its own; keys are numbered, the context's from 0
+        # a shorter row has keys in use that are none of its own; the context's are 0 and above
         key = torch.arange(-T, max(self.lengths), device=device)
-        mask = key < self.length[:, None]  # (R, S)
-        mask = mask[:, None, None]  # (R, 1, 1, S)
+        mask = key < self.length[:, None, None, None]  # (R, 1, 1, S)
         if ahead:
             # the first B keys are the next block's, which nobody but itself sees
             is_next = offset >= B
@@ -151,7 +150,7 @@ class Cached:
         self.ready = False  # whether Stage A's forward of the current blocks is made already
 
     def read_prompt(self, row: int, ids: Tensor) -> None:
-        """A prompt's complete blocks, ids (1, T), once; this is no decoding forward and is not counted."""
+        """A prompt's complete blocks, ids (1, T): no decoding forward, and not counted."""
         self.cache.filling = row
         ctx = replace(self.model.context(torch.ones_like(ids, dtype=torch.bool)), cache=self.cache)
         h = self.model.prefix(ids, ctx)
@@ -160,7 +159,7 @@ class Cached:
         self.cache.filling = None
 
     def read(self, z: Tensor, next_z: Tensor | None = None) -> None:
-        """Stage A's forward of the current blocks z (R, B), with next_z (R, B) of the next beside them."""
+        """Stage A's forward of the current blocks z (R, B), the next ones beside them."""
         B = self.cfg.block_length
         ahead = next_z is not None
         if ahead:
@@ -176,14 +175,14 @@ class Cached:
         self.ready = True
 
     def stage_a(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """One full forward of z (R, B), unless `read` has made it -> prefix and final states, (R, B, C) each."""
+        """The full forward of z (R, B) -> prefix states and final states, (R, B, C) each."""
         if not self.ready:
             self.read(z)
         self.ready = False
         return self.last
 
     def stage_b(self, h: Tensor, bundle: Tensor) -> Tensor:
-        """Stage B from those prefix states: final states (R, B, C). The block's own keys stay Stage A's."""
+        """Stage B from those prefix states: final states (R, B, C). The block keeps its keys."""
         B = self.cfg.block_length
         first = self.cfg.n_layer - self.cfg.n_last
         current = self.cache.kv[:, first:, :, :, B : 2 * B]

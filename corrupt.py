@@ -58,7 +58,7 @@ DRAFT_RATE = 0.3  # draft: the share of masks that the draft fills
 # one generator a row, from which all of its random numbers come
 Draws = list[torch.Generator]
 
-# what fills masks with the model's own guesses: (z (R, T), where (R, T) bool) -> (P,) int64, one for each True
+# the model's own guesses for some masks: z (R, T), where (R, T) bool -> (P,) int64
 Draft = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -74,7 +74,7 @@ class Corruption:
 def corrupt(
     x: Tensor, free: Tensor, how: Corruption, draws: Draws, draft: Draft | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x (R, T) int64 clean; free (R, T) bool, what may be corrupted: real positions outside the prompt.
+    """x (R, T) int64, clean; free (R, T) bool, real positions outside the prompt.
 
     -> z (R, T) int64 and kind (R, T) uint8. M, W and G partition the free positions, the rest is NONE.
     """

@@ -40,7 +40,7 @@ from lib.config import Config
 
 @dataclass
 class Context:
-    """What a pass needs besides hidden states. On a first reading cos, sin and mask are all of it."""
+    """What a pass needs besides states. On a first reading: cos, sin and mask."""
 
     cos: Tensor  # (T, 1, rotary_dim / 2), or (R, T, 1, ...) where rows are at different positions
     sin: Tensor
@@ -73,7 +73,7 @@ class Model(nn.Module):
             self.lm_head.weight = self.wte.weight
 
     def prefix(self, ids: Tensor, ctx: Context) -> Tensor:
-        """Prefix: the embedding and the first L - n layers. (R, T) int64 -> (R, T, C); with a copy (R, 2T, C)."""
+        """The embedding and the first L - n layers. (R, T) int64 -> (R, T, C); (R, 2T, C) with a copy."""
         if ctx.clean is not None:
             ids = torch.cat([ids, ctx.clean], dim=1)
         h = self.wte(ids).to(self.compute_dtype)
@@ -151,12 +151,12 @@ class Model(nn.Module):
 
     @property
     def partial_cost(self) -> float:
-        """What one partial forward costs, in full ones: Stage B runs n of the L layers, a head its own."""
+        """A partial forward in full ones: Stage B runs n of L layers, a head its own."""
         n = self.cfg.n_last if self.second_look is None else self.second_look.n_layer
         return n / self.cfg.n_layer
 
     def add_lora(self, r: int, alpha: float, generator: torch.Generator, stage_b_alone: bool = False) -> None:
-        """Freeze everything, then add LoRA to every qkv and proj: it and the markers train (paper, Sec. 5.1).
+        """Freeze all but LoRA, in every qkv and proj, and the markers (paper, Sec. 5.1).
 
         stage_b_alone (beyond the paper): in the last n layers, acting in Stage B alone; Stage A stays the base.
         """
@@ -177,7 +177,7 @@ class Model(nn.Module):
 
 # --- who sees whom
 def block_causal_mask(T: int, block_length: int, device: torch.device | str = "cpu") -> Tensor:
-    """(T, T) bool, True where a query (row) may attend to a key (column): its own block, and earlier ones.
+    """(T, T) bool, query by key: a position sees its own block, and earlier ones.
 
     T = 4, block_length = 2:      1 1 0 0
                                   1 1 0 0
@@ -189,7 +189,7 @@ def block_causal_mask(T: int, block_length: int, device: torch.device | str = "c
 
 
 def doubled_mask(T: int, block_length: int, device: torch.device | str = "cpu") -> Tensor:
-    """(2T, 2T) bool for rows [noisy ; clean]: a noisy block sees itself and the *clean* blocks before it.
+    """(2T, 2T) bool of [noisy ; clean]: a noisy block sees itself and *clean* ones before it.
 
     Two blocks of one token, n0 n1 c0 c1:      1 . . .       n0 sees itself
                                                . 1 1 .       n1 sees itself and c0
@@ -259,7 +259,7 @@ def rotary(cfg: Config, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
 
 
 def rotate(x: Tensor, ctx: Context) -> Tensor:
-    """Turn the first rotary_dim dims of (R, T, heads, D), half against half; the rest pass through."""
+    """Turn the first rotary_dim dims of (R, T, heads, D), half against half."""
     half = ctx.cos.shape[-1]
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     return torch.cat([first * ctx.cos - second * ctx.sin, second * ctx.cos + first * ctx.sin, rest], dim=-1)
@@ -363,7 +363,7 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """y = W x, with LoRA W x + (alpha / r) B A x, in the dtype of x: weights may be float32 under bf16.
+    """y = W x + (alpha / r) B A x, in the dtype of x: weights may be float32 under bf16.
 
     A (r, in) starts Kaiming, B (out, r) zero, so that it starts as W alone.
     """
@@ -383,7 +383,7 @@ class Linear(nn.Linear):
         self.lora_B = nn.Parameter(torch.zeros(self.out_features, r, device=device))
 
     def forward(self, x: Tensor, where: Tensor | None = None) -> Tensor:
-        """x (R, T, in) -> (R, T, out). where (T, 1) bool: the positions at which LoRA acts; None: all."""
+        """(R, T, in) -> (R, T, out). where (T, 1) bool: positions at which LoRA acts; None: all."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
         y = F.linear(x, self.weight.to(x.dtype), bias)
 

@@ -215,7 +215,7 @@ def candidates(logits: Tensor, u: Tensor, d: Decoding) -> tuple[Tensor, Tensor]:
 # --- the decoder as the paper has it
 @torch.inference_mode()
 def generate_one(model: Model, prompt: list[int], d: Decoding) -> tuple[list[int], dict[str, float], list[list[int]]]:
-    """Continue one prompt (ids), greedily -> tokens, forwards by kind, the current block before each forward.
+    """Continue one prompt, greedily -> tokens, forwards, the block before each forward.
 
     Slow: every forward reads the whole text again. It is the specification of `generate`.
     """
@@ -282,7 +282,7 @@ def generate(
     on_step: Callable[[list[Row], Step], None] | None = None, on_block: Callable[[int, Output], None] | None = None,
     cached: bool = True,
 ) -> list[Output]:  # fmt: skip
-    """Decode every prompt (ids), as if alone; but a matmul over more rows may decide an exact tie otherwise.
+    """Decode every prompt as if alone (up to exact ties, which more rows may round otherwise).
 
     on_step(rows in flight, step) sees every step, on_block(i, output) every finished block of row i.
     """
@@ -338,10 +338,9 @@ def generate(
             given = given[staying]
             counts = counts[:, staying]
         if commit_due or all_go_on:
-            # a row that has closed its block books it already: its next one is its current one
-            offset = [0 if place in closed else 1 for place in range(len(rows))]
-            next_z = torch.tensor([row.block(k) for row, k in zip(rows, offset, strict=True)], device=device)
-            engine.read(z, next_z)
+            # a row that has closed its block has booked it: its next block is its current one, 0
+            next_z = [row.block(int(r not in closed)) for r, row in enumerate(rows)]
+            engine.read(z, torch.tensor(next_z, device=device))
 
         # finished blocks join the context
         if closed:
@@ -352,7 +351,7 @@ def generate(
 
 
 def random_numbers(rows: list[Row], d: Decoding, z: Tensor) -> Tensor:
-    """For z (R, B): (R, 2, B) in [0, 1), of each row's own generator; zeros where nothing is drawn."""
+    """(R, 2, B) in [0, 1) for z (R, B), by each row's own generator; 0 where none is drawn."""
     R, B = z.shape
     if d.temperature == 0:
         return torch.zeros(R, 2, B, device=z.device)
@@ -421,11 +420,9 @@ def main(load: Callable[..., Model] = load_model) -> None:
     on_step = steps.add if args.watch or args.json else None
     on_block = stream.show if len(prompts) == 1 and tokenizer and on_step is None else None
     outputs = generate(model, prompts, d, args.seed, on_step, on_block)
-    for number, output in enumerate(outputs):
+    for prompt, output, of_row in zip(prompts, outputs, steps.of_row, strict=True):
         output.nfe["all"] = in_full(output.nfe, model.partial_cost)
-        record = show.make_record(
-            prompts[number], output, steps.of_row[number], model.cfg, d.n_rounds, tokenizer, judged
-        )
+        record = show.make_record(prompt, output, of_row, model.cfg, d.n_rounds, tokenizer, judged)
         show.show(record | {"partial_cost": model.partial_cost}, output.warning, stream, args)
 
 

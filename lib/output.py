@@ -20,7 +20,7 @@ class Output:
 
 
 def in_full(nfe: dict[str, float], partial_cost: float) -> float:
-    """Forwards of all kinds in full ones: a commit is one, a partial one model.partial_cost of one."""
+    """All forwards in full ones: a commit is one, a partial one is partial_cost of one."""
     return nfe["full"] + nfe["commit"] + nfe["partial"] * partial_cost
 
 

@@ -69,7 +69,7 @@ def command(main: Callable) -> Callable:
 
 @contextmanager
 def reading(path: Path, what: str) -> Iterator[None]:
-    """While a user's file is taken apart: what Python, json and safetensors raise is its mistake."""
+    """While a user's file is taken apart: what is raised meanwhile is its mistake."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
@@ -91,9 +91,7 @@ def interruptible() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         caught.append(number)
 
-    before = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
-        before[number] = signal.signal(number, handler)
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield caught
     finally:
@@ -137,7 +135,7 @@ def or_none(parse: Callable[[str], float]) -> Callable[[str], float | None]:
 
 # --- files
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a temporary file, then rename it: a reader sees the old file or the new one."""
+    """Let `write` fill a temporary file, then rename it: whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -166,19 +164,15 @@ def read_json(path: Path, what: str) -> dict:
 
 def rewind_log(path: Path, step: int) -> None:
     """Drop lines at or after `step` (written after the last save) and a line cut short by a kill."""
-    lines = []
-    if path.exists():
-        lines = path.read_bytes().splitlines()
     kept = []
-    for line in lines:
+    for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
             record = json.loads(line)
-            earlier = record["step"] < step
-            validation = record["step"] == step and "val" in record  # of the weights after `step` steps
+            end = step + ("val" in record)  # a validation at `step` is of the weights that were saved
+            if record["step"] < end:
+                kept.append(line + b"\n")
         except (ValueError, KeyError, TypeError):
             break
-        if earlier or validation:
-            kept.append(line + b"\n")
     replace_file(path, lambda temporary: temporary.write_bytes(b"".join(kept)))
 
 
@@ -195,13 +189,9 @@ def uniform(draws: list[torch.Generator], n: int) -> Tensor:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of this name, after trying it; `auto` is the first of cuda, mps, cpu that is there."""
+    """The device of this name, after trying it; `auto`: an accelerator, or the CPU."""
     if name == "auto":
-        name = "cpu"
-        if torch.backends.mps.is_available():
-            name = "mps"
-        if torch.cuda.is_available():
-            name = "cuda"
+        name = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     try:
         torch.empty(1, device=name).item()
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as e:
@@ -211,14 +201,14 @@ def pick_device(name: str) -> torch.device:
 
 # --- places
 def first_masked(key: Tensor, masked: Tensor, size: Tensor, group: int) -> Tensor:
-    """In each run of `group` positions the `size` masked ones with the smallest key, leftmost of equals.
+    """In each run of `group` positions the `size` masks of smallest key, leftmost of equals.
 
     key (R, T) float, masked (R, T) bool, size (R, T / group) int64 -> (R, T) bool.
     """
     # what is not masked comes last, whatever its key is
     key = key.masked_fill(~masked, float("inf")).unflatten(1, (-1, group))
 
-    # argsort says which entry stands at a place, the argsort of that at which place an entry stands:
+    # argsort says which entry stands at a place, its argsort where an entry stands:
     # .7 .2 .9 -> 1 0 2
     order = key.argsort(dim=-1, stable=True)
     rank = order.argsort(dim=-1)
