@@ -91,7 +91,7 @@ def test_a_toy_from_the_command_line(trained, tmp_path, monkeypatch, capsys):
     _, out, _ = command_line(evaluate, monkeypatch, capsys, "--ckpt", run, "--json")
     report = json.loads(out)
     assert report["tc"] == approx(float(t.tc().mean())) and report["h_joint"] == approx(float(t.h_joint().mean()))
-    assert report["decoders"]["Stage A, one step"]["lost"] is None and "Infinity" not in out  # JSON has no inf
+    assert "Infinity" not in out  # JSON has no inf
     assert len(out.splitlines()) == 1
 
     # an adapter is evaluated by its own rounds
