@@ -97,22 +97,11 @@ def conditional(t: Toy, c: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     return torch.where(total > 0, joint / total, 1 / t.V)
 
 
-def first_difference(ours: object, theirs: object, at: str = "") -> str | None:
-    """Where two nested lists part first, or None where they are equal: "[1][2]: 7, and not 4"."""
-    if not isinstance(ours, list) or not isinstance(theirs, list):
-        return None if ours == theirs else f"{at}: {ours}, and not {theirs}"
-    for i, pair in enumerate(zip(ours, theirs, strict=False)):
-        difference = first_difference(*pair, f"{at}[{i}]")
-        if difference:
-            return difference
-    return None if len(ours) == len(theirs) else f"{at}: {len(ours)} items, and not {len(theirs)}"
-
-
 def assert_same(ours: list, theirs: list, name: str = "ours") -> None:
-    """Fails with the first difference alone, instead of two long lists."""
-    difference = first_difference(ours, theirs)
-    if difference:
-        pytest.fail(f"{name}{difference}", pytrace=False)
+    """Fails with the first item that differs, instead of two long lists."""
+    for i, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+        assert one == other, f"{name}[{i}]"
+    assert len(ours) == len(theirs), name
 
 
 approx = pytest.approx
