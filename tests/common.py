@@ -37,6 +37,13 @@ def tiny_model(seed: int = 0, std: float = 0.25, **overrides) -> Model:
     return model
 
 
+def random_lora(model: Model, stage_b_alone: bool = False) -> None:
+    model.add_lora(4, 8.0, generator("lora"), stage_b_alone)
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            p.data.normal_(0, 0.1, generator=generator(name))
+
+
 def settings(parser, **values) -> Namespace:
     """What the parser makes of an empty command line, with these values instead."""
     args = parser.parse_args([])

@@ -5,26 +5,14 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from common import MASK, approx, random_ids, tiny_config, tiny_model
+from common import MASK, approx, random_ids, random_lora, tiny_config, tiny_model
 
-from lib.config import PRESETS
 from lib.util import Mistake, generator
-from model import Model, MoE, block_causal_mask, doubled_mask, rotary
+from model import MoE
 
 
 def context(ids, model, clean=None):
     return model.context(torch.ones_like(ids, dtype=torch.bool), clean)
-
-
-def test_block_causal_mask_written_out():
-    first, second, third = [1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]
-    assert block_causal_mask(6, 2).int().tolist() == [first] * 2 + [second] * 2 + [third] * 2
-
-
-def test_doubled_mask_written_out():
-    noisy_0, noisy_1 = [1, 1, 0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1, 0, 0]  # noisy 1 sees itself and clean 0
-    clean_0, clean_1 = [0, 0, 0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1, 1, 1]
-    assert doubled_mask(4, 2).int().tolist() == [noisy_0] * 2 + [noisy_1] * 2 + [clean_0] * 2 + [clean_1] * 2
 
 
 def test_a_token_changes_its_own_block_and_later_ones_only():
@@ -58,15 +46,8 @@ def test_noisy_block_beside_its_clean_copy_sees_what_decoding_sees():
         torch.testing.assert_close(doubled[:, start : start + 8], alone, rtol=1e-4, atol=1e-4)
 
 
-def test_rotary_angles_are_float32_in_every_dtype():
-    cfg = PRESETS["llada2.1-mini"]
-    cos, _ = rotary(cfg, torch.tensor([8000]), torch.bfloat16)
-    exact = torch.cos(8000 * 600000.0 ** (-torch.arange(0, 64, 2, dtype=torch.float64) / 64))
-    assert (cos[0, 0].double() - exact).abs().max() < 2**-8 + 1e-3  # one bf16 rounding of the result, not of the angle
-
-
-def expert_layer(seed=0, **overrides) -> MoE:
-    return tiny_model(seed, **overrides).layers[1].mlp
+def expert_layer() -> MoE:
+    return tiny_model().layers[1].mlp
 
 
 def experts_loop(moe: MoE, x, chosen, weights):
@@ -140,13 +121,6 @@ def test_stage_b_without_marker_is_stage_a():
     assert torch.equal(stage_a, model.coordinate(model.prefix(ids, ctx), bundle, ctx, 1))
 
 
-def random_lora(model: Model, stage_b_alone: bool = False) -> None:
-    model.add_lora(4, 8.0, generator("lora"), stage_b_alone)
-    for name, p in model.named_parameters():
-        if "lora_B" in name:
-            p.data.normal_(0, 0.1, generator=generator(name))
-
-
 def test_lora_merged_equals_unmerged():
     model, ids = tiny_model(), random_ids(2, 16)
     base = model(ids, context(ids, model))
@@ -175,15 +149,6 @@ def test_lora_of_stage_b_alone_leaves_stage_a_the_base():
     stage_b = model.coordinate(h, bundle, ctx, 1)
     torch.testing.assert_close(stage_b[:, 16:], base[:, 16:], rtol=1e-4, atol=1e-4)
     assert (stage_b - base)[:, :16].abs().amax(-1).min() > 0
-
-
-def test_only_lora_and_markers_receive_gradients():
-    model, ids = tiny_model(), random_ids(2, 16)
-    random_lora(model)
-    ctx = context(ids, model)
-    model.head(model.coordinate(model.prefix(ids, ctx), ids >= 0, ctx, 2)).sum().backward()
-    with_grad = {n for n, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
-    assert with_grad == {n for n, p in model.named_parameters() if "lora_" in n or n == "markers"}
 
 
 def test_impossible_geometry_is_refused():

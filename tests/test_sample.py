@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from common import EOS, MASK, V, approx, assert_same, command_line, random_ids, refused, tiny_model
+from common import EOS, MASK, V, approx, assert_same, command_line, random_ids, random_lora, refused, tiny_model
 from torch import nn
 
 import sample
@@ -17,7 +17,6 @@ from lib import show
 from lib.output import in_full
 from lib.show import Steps
 from lib.tokenizer import byte_tokenizer
-from lib.util import generator
 from sample import Decoding, Look, Output, candidates, denoise, generate, generate_one, select_bundle
 
 LENGTHS = [3, 8, 13, 16, 21]  # shorter than a block of 8, one block, inside a block, two blocks, inside the third
@@ -46,13 +45,6 @@ def assert_equal_to_the_specification(model, prompts: list[list[int]], d: Decodi
             assert_same([s["before"] for s in row], seen, f"cached {cached}, generate")
             assert (out.tokens, out.nfe) == (tokens, nfe)
     return outputs
-
-
-def random_lora(model, stage_b_alone: bool) -> None:
-    model.add_lora(4, 8.0, generator("lora"), stage_b_alone)
-    for name, p in model.named_parameters():
-        if "lora_B" in name:
-            p.data.normal_(0, 0.1, generator=generator(name))
 
 
 # --- the specification
