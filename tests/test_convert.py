@@ -5,13 +5,11 @@ pytest tests/test_convert.py        # CPU, seconds; the golden checkpoint is tes
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from common import caller
+from common import GOLDEN, caller
 from safetensors.torch import load_file, save_file
 
 import convert_weights
@@ -21,7 +19,6 @@ from lib.tokenizer import bpe_tokenizer
 from lib.util import Mistake
 from released.chat import chat
 
-GOLDEN = Path(__file__).parent / "data" / "golden_a"
 TOKENS = json.loads((GOLDEN / "tokenizer_expected.json").read_text())
 INDEX = "model.safetensors.index.json"
 
@@ -29,16 +26,6 @@ INDEX = "model.safetensors.index.json"
 @pytest.fixture
 def run(monkeypatch, capsys):
     return caller(convert_weights, monkeypatch, capsys)
-
-
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory) -> Path:
-    """The golden checkpoint in our layout, by the command line."""
-    folder = tmp_path_factory.mktemp("golden") / "ours"
-    command = [sys.executable, "convert_weights.py", "--src", GOLDEN, "--out", folder]
-    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert "47 tensors in 6 shards" in out
-    return folder
 
 
 def golden_tensors() -> dict[str, torch.Tensor]:
@@ -75,8 +62,8 @@ def bits(folder: Path) -> dict[str, tuple]:
 # tokenizer
 
 
-def test_tokenizer_ids(ours):
-    tokenizer = bpe_tokenizer(ours / "tokenizer.json")
+def test_tokenizer_ids(golden):
+    tokenizer = bpe_tokenizer(golden / "tokenizer.json")
     for case in TOKENS["strings"]:
         assert tokenizer.encode(case["text"]) == case["ids"], case["text"]
         plain = case["text"]
@@ -91,19 +78,6 @@ def test_tokenizer_ids(ours):
             assert tokenizer.encode(chat(user, *system)) == case["ids"]
 
 
-def test_tokenizer_whose_ids_are_not_in_merge_order(tmp_path):
-    spec = json.loads((GOLDEN / "tokenizer.json").read_text())
-    new = torch.randperm(312, generator=torch.Generator().manual_seed(0)).tolist()
-    spec["model"]["vocab"] = {token: new[i] for token, i in spec["model"]["vocab"].items()}
-    for token in spec["added_tokens"]:
-        token["id"] = new[token["id"]]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
-    tokenizer = bpe_tokenizer(tmp_path / "tokenizer.json")
-    for case in TOKENS["strings"]:
-        assert tokenizer.encode(case["text"]) == [new[i] for i in case["ids"]], case["text"]
-    assert tokenizer.mask_id == new[TOKENS["special_ids"]["<|mask|>"]]
-
-
 def no_mask(spec):
     spec["added_tokens"] = [t for t in spec["added_tokens"] if t["content"] != "<|mask|>"]
 
@@ -111,10 +85,7 @@ def no_mask(spec):
 @pytest.mark.parametrize(
     "change, says",
     [
-        (lambda s: s["model"]["merges"].reverse(), "not expressible"),
         (lambda s: s.update(normalizer={"type": "Lowercase"}), "normalizer"),
-        (lambda s: s["added_tokens"][0].update(lstrip=True), "stripping added token"),
-        (lambda s: s["model"].update(byte_fallback=True), "BPE option"),
         (no_mask, "no <|mask|>"),
         (lambda s: s["added_tokens"][-1].update(id=320), "vocab_size = 320"),
     ],
@@ -156,7 +127,8 @@ def variant(name: str) -> tuple[dict[str, torch.Tensor], dict]:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_tensor_is_in_its_place(name, run, tmp_path):
     tensors, config = variant(name)
-    run("--src", released(tmp_path / "src", tensors, **config), "--out", tmp_path / "ours")
+    out = run("--src", released(tmp_path / "src", tensors, **config), "--out", tmp_path / "ours")
+    assert f"{47 - (name == 'tied') + 8 * (name == 'biases')} tensors in 6 shards" in out
     stored = {k: dtype for k, (dtype, *_) in bits(tmp_path / "ours").items()}
     assert {dtype for k, dtype in stored.items() if k.endswith("expert_bias")} == {torch.float32}
     assert len(set(stored.values())) == (2 if name.startswith("LLaDA2") else 1)  # the rest keeps its dtype
@@ -226,19 +198,11 @@ def test_damaged_checkpoints(name, run, tmp_path):
     "field, value",
     [
         ("rope_scaling", {"type": "yarn", "factor": 4.0}),
-        ("norm_topk_prob", False),
-        ("use_sliding_window", True),
-        ("attention_dropout", 0.1),
         ("partial_rotary_factor", 1.0),
-        ("rotary_dim", 16),
         ("model_type", "llama"),
-        ("architectures", ["LLaDAModelLM"]),
         ("quantization_config", {"quant_method": "fp8"}),
-        ("attention_sink", True),
         ("num_hidden_layers", ...),
         ("num_hidden_layers", None),
-        ("use_bias", ...),
-        ("n_group", 3),
     ],
 )
 def test_config_fields_are_refused(field, value, run, tmp_path):
@@ -258,7 +222,7 @@ def test_config_fields_that_may_be_absent_or_agree(run, tmp_path):
 # output folders
 
 
-def test_an_interrupted_conversion_is_no_checkpoint_and_runs_again(run, ours, tmp_path, monkeypatch):
+def test_an_interrupted_conversion_is_no_checkpoint_and_runs_again(run, golden, tmp_path, monkeypatch):
     out, save = tmp_path / "out", convert_weights.save_tensors
 
     def stop(path, tensors, metadata):
@@ -274,14 +238,14 @@ def test_an_interrupted_conversion_is_no_checkpoint_and_runs_again(run, ours, tm
     monkeypatch.setattr(convert_weights, "save_tensors", save)
     (out / ".model-00004-of-00006.safetensors.1.tmp").write_bytes(b"left by a run that was killed")
     run("--src", GOLDEN, "--out", out)
-    assert {p.name: p.read_bytes() for p in out.iterdir()} == {p.name: p.read_bytes() for p in ours.iterdir()}
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == {p.name: p.read_bytes() for p in golden.iterdir()}
 
 
-def test_output_folders_that_hold_something(run, ours, tmp_path):
-    before = {p.name: p.stat().st_mtime_ns for p in ours.iterdir()}
-    assert "already holds" in run.fails("--src", GOLDEN, "--out", ours)
-    assert "already in our layout" in run.fails("--src", ours, "--out", tmp_path / "out")
-    assert before == {p.name: p.stat().st_mtime_ns for p in ours.iterdir()}
+def test_output_folders_that_hold_something(run, golden, tmp_path):
+    before = {p.name: p.stat().st_mtime_ns for p in golden.iterdir()}
+    assert "already holds" in run.fails("--src", GOLDEN, "--out", golden)
+    assert "already in our layout" in run.fails("--src", golden, "--out", tmp_path / "out")
+    assert before == {p.name: p.stat().st_mtime_ns for p in golden.iterdir()}
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
     assert "thesis.txt" in run.fails("--src", GOLDEN, "--out", tmp_path / "mine")

@@ -12,7 +12,6 @@ import pytest
 import torch
 from common import GOLDEN, assert_same
 
-import convert_weights
 from checkpoint import load_model
 from lib.show import Steps
 from sample import Decoding, generate, generate_one
@@ -30,11 +29,9 @@ def in_blocks(states: list[list[int]], forwards: list[int]) -> list[list[list[in
 
 
 @pytest.fixture(scope="module")
-def model_of(tmp_path_factory):
+def model_of(golden):
     """The converted checkpoint with blocks of a length, each loaded once."""
-    folder = tmp_path_factory.mktemp("golden") / "ours"
-    convert_weights.convert(GOLDEN, folder)
-    return functools.cache(lambda block_length: load_model(folder, "cpu", torch.float32, block_length=block_length))
+    return functools.cache(lambda block_length: load_model(golden, "cpu", torch.float32, block_length=block_length))
 
 
 def recorded_decoding(case: dict) -> Decoding:

@@ -1,14 +1,12 @@
 """The released forward pass to 1e-4, on the golden checkpoint in our layout. `pytest tests/test_golden_forward.py`"""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from common import GOLDEN
 from safetensors.torch import load_file
 
-import convert_weights
 from checkpoint import load_model
 from model import block_causal_mask, rotary
 
@@ -18,31 +16,25 @@ MOE_LAYERS = (1, 2, 3)
 
 
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("golden") / "ours"
-    convert_weights.convert(GOLDEN, folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def forward(ours):
-    """The converted model and what every module put out on the golden input."""
+def forward(golden):
+    """The converted model, and what every module put out on the golden input, which it reads first."""
     block_length = META["block_length_of_forward"]
-    model = load_model(ours, "cpu", torch.float32, block_length=block_length).eval()
+    model = load_model(golden, "cpu", torch.float32, block_length=block_length).eval()
     seen = {}
-    modules = {"wte": model.wte, "norm_f": model.norm_f, **{i: layer for i, layer in enumerate(model.layers)}}
-    hooks = [
-        m.register_forward_hook(lambda _, __, out, name=name: seen.setdefault(name, out)) for name, m in modules.items()
-    ]
+
+    def keep(name, tensor):
+        if name not in seen:
+            seen[name] = tensor
+
+    modules = {"wte": model.wte, "norm_f": model.norm_f, **dict(enumerate(model.layers))}
+    for name, module in modules.items():
+        module.register_forward_hook(lambda _, __, out, name=name: keep(name, out))
     for i in MOE_LAYERS:
-        pre = model.layers[i].mlp.register_forward_pre_hook
-        hooks.append(pre(lambda _, args, i=i: seen.setdefault(f"mlp {i}", args[0])))
+        model.layers[i].mlp.register_forward_pre_hook(lambda _, args, i=i: keep(f"mlp {i}", args[0]))
     ids = EXPECTED["input_ids"]
     context = model.context(torch.ones_like(ids, dtype=torch.bool))
     with torch.no_grad():
         seen["logits"] = model(ids, context)
-    for hook in hooks:
-        hook.remove()
     return model, seen
 
 
@@ -83,8 +75,8 @@ def test_training_forward_on_noisy_and_clean(forward):
     torch.testing.assert_close(logits, EXPECTED["train.noisy_logits"], rtol=0, atol=1e-4)
 
 
-def test_a_bfloat16_load_keeps_bias_and_angles_float32(ours):
-    model = load_model(ours, "cpu", torch.bfloat16)
+def test_a_bfloat16_load_keeps_bias_and_angles_float32(golden):
+    model = load_model(golden, "cpu", torch.bfloat16)
     biases = dict(model.named_buffers())
     assert len(biases) == len(MOE_LAYERS)  # and no frequencies among them that a cast could round
     released = {}
