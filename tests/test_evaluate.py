@@ -1,6 +1,6 @@
 """What decoders do where every answer can be checked. `pytest tests/test_evaluate.py`
 
-Small models of two toys are trained here; the statements are theorems plus "the marginals were learned".
+A small model of a toy is trained here; the statements are theorems plus "the marginals were learned".
 """
 
 import json
@@ -15,45 +15,40 @@ from test_sample import SurestOnly
 
 import evaluate
 import train
-from checkpoint import load_model, new_model, save_adapter, save_model
+from checkpoint import load_model, save_model
 from evaluate import TOY_DECODERS, chain_table, distances, draw_names, judge, one_step_table, quality, wilson
 from lib import settings, toy
 from lib.data import exists, is_validation
 from lib.output import Output, in_full
 from lib.tokenizer import byte_tokenizer, learn_bpe
 from lib.toy import answer_log_probs
-from lib.util import generator, write_json
+from lib.util import write_json
 
-# sizes as small as the toy allows, and as many steps as leave its marginals well below the 2 % asked for
-TRAINED = {"modes": ["V=5", "m=3", "n_ctx=2", "--max_iters", 350], "pairs": ["V=3", "m=2", "--max_iters", 200]}
+# as small as the toy may be, and as many steps as leave its marginals well below the 2 % asked for
+PAIRS = ["--data", "pairs", "--toy", "V=3", "m=2", "--n_last", 1, "--batch_size", 64, "--max_iters", 200]
 SMALL = train.Recipe(geometry=lambda args: tiny_config(n_layer=2, n_embd=32, d_dense=64, n_last=1))
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """toy -> (model, toy, folder), each trained once."""
-    runs = {}
+    """(model, toy, folder), trained once."""
+    folder = tmp_path_factory.mktemp("pairs")
     parser = settings.build_parser("")
     parser.set_defaults(eval_rows=1, learning_rate=5e-3, corruption="mask", eval_interval=10_000, device="cpu")
-    for task, sizes in TRAINED.items():
-        folder = tmp_path_factory.mktemp(task)
-        argv = ["--data", task, "--toy", *sizes, "--n_last", 1, "--batch_size", 64]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "argv", ["train.py", *map(str, argv), "--out_dir", str(folder)])
-            train.main(parser, choose=lambda args: SMALL)
-        runs[task] = load_model(folder, "cpu", torch.float32), evaluate.load_task(folder), folder
-    return runs
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train.py", *map(str, PAIRS), "--out_dir", str(folder)])
+        train.main(parser, choose=lambda args: SMALL)
+    return load_model(folder, "cpu", torch.float32), evaluate.load_task(folder), folder
 
 
 # --- toys
 
 
-@pytest.mark.parametrize("task", TRAINED)
-def test_in_one_step_both_stages_pay_tc_and_one_at_a_time_nothing(task, trained):
+def test_in_one_step_both_stages_pay_tc_and_one_at_a_time_nothing(trained):
     """KL(p || prod q_i) = TC + sum_i KL(p_i || q_i), and training left of the sum under 2 % of TC. Clean targets
     cannot take Stage B below TC either: its bundle is drawn independently of the clean tokens, so its minimiser is the
     marginals, as Stage A's is."""
-    net, t, _ = trained[task]
+    net, t, _ = trained
     p, tc = t.marginals(), t.tc()
     for n_rounds in (0, 1):
         q = answer_log_probs(net, t, torch.arange(t.n_ctx), torch.full((t.n_ctx, t.m), -1), n_rounds)
@@ -85,7 +80,7 @@ def test_with_exact_conditionals_the_chain_is_exact_and_the_product_pays_tc(task
 
 
 def test_a_toy_from_the_command_line(trained, tmp_path, monkeypatch, capsys):
-    _, t, run = trained["modes"]
+    _, t, run = trained
     code, out, _ = command_line(evaluate, monkeypatch, capsys, "--ckpt", run, "--device", "cpu")
     assert code == 0 and all(name in out for name in TOY_DECODERS) and f"TC = {float(t.tc().mean()):.4f}" in out
     _, out, _ = command_line(evaluate, monkeypatch, capsys, "--ckpt", run, "--json")
@@ -95,7 +90,7 @@ def test_a_toy_from_the_command_line(trained, tmp_path, monkeypatch, capsys):
     assert len(out.splitlines()) == 1
 
     # an adapter is evaluated by its own rounds
-    argv = ["--data", "modes", "--init_from", run, "--max_iters", 2, "--n_rounds", 2, "--out_dir", tmp_path / "two"]
+    argv = ["--data", "pairs", "--init_from", run, "--max_iters", 2, "--n_rounds", 2, "--out_dir", tmp_path / "two"]
     assert command_line(train, monkeypatch, capsys, *argv, "--n_last", 1, "--batch_size", 4)[0] == 0
     _, out, _ = command_line(evaluate, monkeypatch, capsys, "--ckpt", tmp_path / "two", "--json")
     decoders = json.loads(out)["decoders"]
@@ -105,14 +100,9 @@ def test_a_toy_from_the_command_line(trained, tmp_path, monkeypatch, capsys):
 
 def test_mistakes(tmp_path, monkeypatch, capsys):
     assert "no toy or names to judge by" in refused(evaluate, monkeypatch, capsys, "--ckpt", tmp_path)
-    assert "--prompts" in refused(evaluate, monkeypatch, capsys, "--ckpt", tmp_path, "--prompts", 0)
-    save_model(tiny_model(tokenizer="toy"), tmp_path)
-    for wrong, says in ((dict(V="many"), "V=many"), (dict(colour=3), "colour=3"), (dict(n_modes=99), "99 modes")):
-        (tmp_path / "toy.json").write_text(json.dumps({"name": "modes"} | wrong))
-        assert says in refused(evaluate, monkeypatch, capsys, "--ckpt", tmp_path)
-    for wrong in ({"V": 3}, {"name": 3}, {"name": "poems"}, [3]):
+    for wrong, says in (({"name": "modes", "V": "many"}, "V=many"), ({"name": "poems"}, "toy.json"), ([3], "toy.json")):
         (tmp_path / "toy.json").write_text(json.dumps(wrong))
-        refused(evaluate, monkeypatch, capsys, "--ckpt", tmp_path)
+        assert says in refused(evaluate, monkeypatch, capsys, "--ckpt", tmp_path)
 
 
 # --- names
@@ -139,15 +129,15 @@ def test_shares_and_forwards_by_hand():
         ("full", "partial", "commit", "looks", "forwards"), (1, 0.25, 0.5, 0.5, 3.125 / 2), strict=True)})  # fmt: skip
 
 
-@pytest.mark.parametrize("group", ["held out", "trained"])
-def test_prompts_are_the_first_third_of_names_of_the_group_and_a_function_of_it_alone(group):
+def test_prompts_are_the_first_third_of_names_of_the_group_and_a_function_of_it_alone():
     tokenizer = byte_tokenizer()
-    prompts = draw_names(40, group, tokenizer)
-    assert len(prompts) == 40 and all(exists(name) for name in prompts)
-    assert {is_validation(name) for name in prompts} == {group == "held out"}
-    for name, ids in prompts.items():  # a byte is a token
-        assert tokenizer.decode(ids) == name[: (len(name) + 2) // 3]
-    assert list(draw_names(7, group, tokenizer).items()) == list(prompts.items())[:7]
+    for group in ("held out", "trained"):
+        prompts = draw_names(40, group, tokenizer)
+        assert len(prompts) == 40 and all(exists(name) for name in prompts)
+        assert {is_validation(name) for name in prompts} == {group == "held out"}
+        for name, ids in prompts.items():  # a byte is a token
+            assert tokenizer.decode(ids) == name[: (len(name) + 2) // 3]
+        assert list(draw_names(7, group, tokenizer).items()) == list(prompts.items())[:7]
 
 
 def test_decoders_are_stage_a_at_its_gates_and_the_same_with_what_there_is():
@@ -171,19 +161,13 @@ def test_decoders_are_stage_a_at_its_gates_and_the_same_with_what_there_is():
 
 
 def test_names_from_the_command_line(tmp_path, monkeypatch, capsys):
-    """A base of random weights, and an adapter that has learned Stage B; --json has both groups and every measure."""
+    """Random weights, with a marker and without; --json has both groups and every measure."""
     monkeypatch.setattr(evaluate, "NAMES", replace(evaluate.NAMES, gen_length=8))
-    base, joint = tmp_path / "base", tmp_path / "joint"
-    write_json(base / "tokenizer.json", learn_bpe([], 258))
-    write_json(base / "names.json", {"unidata_version": "0"})
-    cfg = tiny_config(vocab_size=272, eos_id=256, mask_id=257, tokenizer="bpe", n_rounds=1)
-    save_model(new_model(cfg, generator("names")), base)
-    model = load_model(base, "cpu", torch.float32)
-    model.add_lora(2, 4, generator("lora"))
-    model.markers.data.fill_(0.1)
-    save_adapter(model, joint, base, dict(lora_r=2, lora_alpha=4))
-
-    argv = ["--ckpt", joint, "--prompts", 2, "--device", "cpu"]
+    model = tiny_model(vocab_size=272, eos_id=256, mask_id=257, tokenizer="bpe", n_rounds=1)
+    save_model(model, tmp_path)
+    write_json(tmp_path / "tokenizer.json", learn_bpe([], 258))
+    write_json(tmp_path / "names.json", {"unidata_version": "0"})
+    argv = ["--ckpt", tmp_path, "--prompts", 2, "--device", "cpu"]
     code, out, err = command_line(evaluate, monkeypatch, capsys, *argv, "--json", "--temperature", 1)
     records = [json.loads(line) for line in out.splitlines()]
     names = list(evaluate.name_decoders(model, 1.0))
@@ -195,8 +179,10 @@ def test_names_from_the_command_line(tmp_path, monkeypatch, capsys):
         assert r["forwards/token"] == approx(r["full/token"] + r["commit/token"] + r["partial/token"] / 2)
 
     # fewer columns for people; and the seed is that of what is drawn
+    model.markers.data.zero_()
+    save_model(model, tmp_path)
     seeds, generate = [], evaluate.generate
     monkeypatch.setattr(evaluate, "generate", lambda *given: seeds.append(given[3]) or generate(*given))
-    code, out, _ = command_line(evaluate, monkeypatch, capsys, "--ckpt", base, *argv[2:], "--seed", 7)
+    code, out, _ = command_line(evaluate, monkeypatch, capsys, *argv, "--seed", 7)
     assert set(seeds) == {7}
     assert code == 0 and "2 held-out names" in out and "one at a time" in out and "Stage B" not in out
