@@ -1,4 +1,4 @@
-"""What lies where, who imports whom, and how long it may get. `pytest tests/test_layout.py`"""
+"""What lies where, and who imports whom. `pytest tests/test_layout.py`"""
 
 import ast
 import re
@@ -7,8 +7,6 @@ import tomllib
 
 import pytest
 from common import ROOT
-
-from lib import settings, show
 
 # arrows point down: a file imports what stands on a lower floor, or in its own folder
 FLOORS = [
@@ -50,7 +48,6 @@ def imports(tree: ast.AST) -> set[str]:
 def test_the_root_is_the_card():
     root = {part(name) for name in FILES if "/" not in name}
     assert root == FLOOR.keys() - FOLDERS
-    assert all(len(FILES[f"{name}.py"].read_text().splitlines()) <= 450 for name in root)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -66,14 +63,8 @@ def test_arrows_point_down_to_what_is_stated(name):
     assert "importlib" not in found or name == "checkpoint.py" or "/" in name
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_nothing_is_patched_or_put_on_from_outside(name):
-    text = FILES[name].read_text()
-    assert not re.findall(r"TYPE_CHECKING|__class__ =|\bhasattr\(|object\.__setattr__", text)
-    assert not re.findall(r"import pickle|torch\.(?:save|load)\b|np\.(?:save|load)\b", text)  # no pickle
-
-
-def test_the_command_lines_are_short():
-    for parser, most in ((settings.build_parser(""), 26), (show.build_parser(""), 16)):
-        flags = [a for a in parser._actions if a.option_strings and a.dest != "help"]
-        assert len(flags) <= most
+def test_nothing_is_patched_or_put_on_from_outside():
+    for name, path in FILES.items():
+        text = path.read_text()
+        assert not re.findall(r"TYPE_CHECKING|__class__ =|\bhasattr\(|object\.__setattr__", text), name
+        assert not re.findall(r"import pickle|torch\.(?:save|load)\b|np\.(?:save|load)\b", text), name  # no pickle
