@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from common import EOS, MASK, V, approx, assert_same, caller, random_ids, random_lora, tiny_model
+from common import EOS, MASK, V, approx, assert_same, caller, random_ids, random_lora, tiny_config, tiny_model
 from torch import nn
 
 import sample
@@ -17,6 +17,7 @@ from lib import show
 from lib.output import in_full
 from lib.show import Steps
 from lib.tokenizer import byte_tokenizer
+from model import Model
 from sample import Decoding, Look, Output, candidates, denoise, generate, generate_one, select_bundle
 
 LENGTHS = [3, 8, 13, 16, 21]  # shorter than a block of 8, one block, inside a block, two blocks, inside the third
@@ -370,6 +371,33 @@ def test_eos_cuts_the_answer_and_may_stop_it(monkeypatch):
     assert runs_on.nfe["full"] == 3 * stops.nfe["full"]  # three blocks, one block
 
 
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("n_rounds", [0, 1])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_one_host_synchronisation_a_step(n_rounds, temperature, monkeypatch):
+    """On the meta device nothing has a value: whatever asks for one (item, bool, nonzero, a copy to the host) raises.
+    The one .tolist() that decides whether to go on is answered by hand: no block closes, everything else is so."""
+    with torch.device("meta"):
+        model = Model(tiny_config()).to(torch.bfloat16)
+    model.compute_dtype = torch.bfloat16
+    steps, asked = [], []
+
+    def answer(flags):
+        asked.append(tuple(flags.shape))
+        if len(asked) == 5:
+            raise Stop
+        return [[False] * 3] + [[True] * 3] * (len(flags) - 1)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", answer)
+    d = Decoding(gen_length=16, n_rounds=n_rounds, temperature=temperature)
+    with pytest.raises(Stop):
+        generate(model, [[1], [2, 3], [EOS, MASK, 4]], d, on_step=lambda rows, step: steps.append(1))
+    assert asked == [(asked[0][0], 3)] * 5 and len(steps) == 5
+
+
 # --- the command line
 
 
@@ -395,7 +423,9 @@ def test_a_checkpoint_without_its_tokenizer_decodes_ids_and_says_what_text_needs
     record = json.loads(run(*given, "--prompt_ids", "5,9,12", "--json"))
     d = Decoding(gen_length=12, tau_t2t=0.0, n_rounds=2)
     assert record["text"] is None and record["tokens"] == generate_one(tiny_model(), [5, 9, 12], d)[0]
-    assert str(record["tokens"]) in run(*given, "--prompt_ids", "5,9,12", "--watch")
+    watched = run(*given, "--prompt_ids", "5,9,12", "--watch")
+    assert watched.startswith("step   1  block   0  5 9 12") and f"\n{record['tokens']}\n" in watched
+    assert " per token]" in watched and "\x1b" not in watched
     assert "no tokenizer" in run.fails(*given, "--prompt", "text")
 
 
