@@ -1,6 +1,5 @@
 """What lies where, and who imports whom. `pytest tests/test_layout.py`"""
 
-import ast
 import re
 import sys
 import tomllib
@@ -31,18 +30,9 @@ def part(name: str) -> str:
     return name.split("/")[0].removesuffix(".py")
 
 
-def imports(tree: ast.AST) -> set[str]:
+def imports(text: str) -> set[str]:
     """First names of all imported modules, those inside functions too."""
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {a.name.split(".")[0] for a in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, "a relative import: no folder here is a package"
-            found.add(node.module.split(".")[0])
-        elif isinstance(node, ast.Name) and node.id == "__import__":
-            found.add("importlib")
-    return found
+    return set(re.findall(r"^ *(?:from (?=\S+ import )|import )(\w+)", text, re.M))
 
 
 def test_the_root_is_the_card():
@@ -52,7 +42,7 @@ def test_the_root_is_the_card():
 
 @pytest.mark.parametrize("name", FILES)
 def test_arrows_point_down_to_what_is_stated(name):
-    found = imports(ast.parse(FILES[name].read_text()))
+    found = imports(FILES[name].read_text())
     ours = found & FLOOR.keys()
     assert found - ours <= STATED | set(sys.stdlib_module_names)
     here = part(name)
