@@ -14,6 +14,7 @@ from common import approx, command_line, conditional, refused, tiny_config, tiny
 from test_sample import SurestOnly
 
 import evaluate
+import sample
 import train
 from checkpoint import load_model, save_model
 from evaluate import TOY_DECODERS, chain_table, distances, draw_names, judge, one_step_table, quality, wilson
@@ -146,15 +147,13 @@ def test_decoders_are_stage_a_at_its_gates_and_the_same_with_what_there_is():
     products = {"prefix above 0.9": 0.9, "prefix above 0.5": 0.5, "prefix above 0.2": 0.2, "all at once": -1.0}
     for order, taus in (("surest", gates), ("leftmost", products)):
         model = tiny_model(order=order)
-        alone = {"one at a time": 1.0} | taus
-        both = alone | {f"Stage B, {gate}": tau for gate, tau in taus.items()}
-        decoders = evaluate.name_decoders(model, 0.5)
-        assert {name: d.tau_m2t for name, d in decoders.items()} == both
-        for name, d in decoders.items():
-            assert d.n_rounds == (2 if "Stage B" in name else 0)
-            assert d.tau_t2t is None and d.temperature == 0.5 and d.eos_early_stop and d.gen_length == 32
+        by_a = sample.Decoding(gen_length=32, tau_t2t=None, n_rounds=0, temperature=0.5)
+        expected = {"one at a time": replace(by_a, tau_m2t=1.0)}
+        expected |= {gate: replace(by_a, tau_m2t=tau) for gate, tau in taus.items()}
+        by_b = {f"Stage B, {gate}": replace(expected[gate], n_rounds=2) for gate in taus}
+        assert evaluate.name_decoders(model, 0.5) == expected | by_b
         model.markers.data.zero_()
-        assert list(evaluate.name_decoders(model, 0.0)) == list(alone)
+        assert evaluate.name_decoders(model, 0.5) == expected
     model.second_look = SurestOnly(64)
     keeps = {name: d.tau_keep for name, d in evaluate.name_decoders(model, 0.0).items() if d.n_rounds == 1}
     assert keeps == {f"head, tau_keep {keep}": keep for keep in (0.0, 0.5, 0.8, 0.95)}

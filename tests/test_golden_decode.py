@@ -19,15 +19,6 @@ from sample import Decoding, generate, generate_one
 CASES = json.loads((GOLDEN / "expected.json").read_text())["cases"]
 
 
-def in_blocks(states: list[list[int]], forwards: list[int]) -> list[list[list[int]]]:
-    """The states before every forward, cut where blocks of so many forwards begin; the last takes all that is left."""
-    blocks = []
-    for count in forwards[:-1]:
-        blocks.append(states[:count])
-        states = states[count:]
-    return [*blocks, states]
-
-
 @pytest.fixture(scope="module")
 def model_of(golden):
     """The converted checkpoint with blocks of a length, each loaded once."""
@@ -53,25 +44,25 @@ def test_released_generate(case, model_of):
     d = recorded_decoding(case)
     model = model_of(a["block_length"])
 
-    # of each block: the state before the first forward, and after each
-    recorded = [block["states"] for block in case["blocks"]]
-    forwards = [len(states) - 1 for states in recorded]
+    # a block's states: before the first forward, and after each
+    blocks = case["blocks"]
+    before = [z for block in blocks for z in block["states"][:-1]]
+    after = [z for block in blocks for z in block["states"][1:]]
 
     # the specification: it tells the state before every forward
     tokens, nfe, seen = generate_one(model, case["prompt"], d)
-    assert_same(in_blocks(seen, forwards), [states[:-1] for states in recorded], "generate_one")
+    assert_same(seen, before, "generate_one")
     assert_same(tokens, case["output"], "generate_one")
     assert nfe["full"] == case["forwards"] and nfe["partial"] == 0
 
     # the cached decoder: its steps tell the state before and after every forward
     steps = Steps(1)
     out = generate(model, [case["prompt"]], d, on_step=steps.add)[0]
-    blocks = {}
-    for s in steps.of_row[0]:
-        end = s["start"] + a["block_length"]
-        blocks.setdefault(end, [s["before"]]).append(s["after"])
-    assert list(blocks) == [block["end"] for block in case["blocks"]]
-    assert_same(list(blocks.values()), recorded, "generate")
+    (taken,) = steps.of_row
+    assert_same([s["before"] for s in taken], before, "generate")
+    assert_same([s["after"] for s in taken], after, "generate")
+    ends = [block["end"] for block in blocks for _ in block["states"][1:]]
+    assert [s["start"] + a["block_length"] for s in taken] == ends
     assert_same(out.tokens, case["output"], "generate")
     assert out.nfe == nfe
 

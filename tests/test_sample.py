@@ -55,7 +55,7 @@ def assert_equal_to_the_specification(model, prompts: list[list[int]], d: Decodi
 @pytest.mark.parametrize("gates", GATES, ids=str)
 def test_generate_equals_the_specification(n_rounds, gates):
     d = Decoding(gen_length=13, tau_m2t=gates[0], tau_t2t=gates[1], max_post_steps=3, n_rounds=n_rounds)
-    outputs = assert_equal_to_the_specification(tiny_model(), [prompt(n) for n in LENGTHS], d)
+    outputs = assert_equal_to_the_specification(tiny_model(n_layer=3), [prompt(n) for n in LENGTHS], d)
     assert all(0 < len(out.tokens) <= 13 for out in outputs)
 
 
@@ -91,7 +91,7 @@ def test_a_prompt_of_many_blocks_is_read_whole():
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("n_rounds", [0, 1, 2])
 def test_a_row_of_a_batch_equals_the_prompt_alone(n_rounds, temperature):
-    model = tiny_model()
+    model = tiny_model(n_layer=3)
     d = Decoding(gen_length=17, tau_m2t=0.4, tau_t2t=0.6, max_post_steps=2, n_rounds=n_rounds, temperature=temperature)
     prompts = [prompt(n, i) for i, n in enumerate(LENGTHS)]
     together, rows = traced(model, prompts, d, seed=4)
