@@ -317,6 +317,7 @@ def test_from_the_left_the_product_has_to_pass():
     assert bundle_of(conf, 0.379, order="leftmost") == [0, 1]  # though the fourth is as sure as the first
     assert bundle_of(conf, 1.0, order="leftmost") == [0]  # left to right, one at a time
     assert bundle_of(conf, 1.0, 2, order="leftmost") == [0, 1]
+    assert bundle_of(conf, 1.0, 4, order="leftmost") == [0, 1, 2, 3]  # what is visible comes last, at any place
     assert bundle_of(conf, -1, order="leftmost") == [0, 1, 2, 3]
 
     # a visible token takes no part in the product
