@@ -7,13 +7,11 @@ trained ones, so they show what the released model needs. experiments/sixteen_b.
     python -m released.sixteen_b measure --ckpt weights/int8       # seconds of a forward and of Stage B, and 64 tokens
 """
 
-import json
-import math
 import time
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -31,38 +29,20 @@ from sample import Decoding, generate
 
 # B block_length, L layers, n = n_last, K = n_rounds
 
-GB = 1e9
-POOL = 2**25  # random numbers that are drawn
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # a random checkpoint
 
 
-@cache
-def pool(std: float) -> Tensor:
-    """Normal numbers, of which every matrix is made: to draw each weight anew takes minutes."""
-    numbers = torch.empty(POOL).normal_(0.0, std, generator=generator("sixteen_b", "pool"))
-    return numbers.bfloat16()
-
-
 def random_tensor(name: str, shape: list[int]) -> Tensor:
-    """A function of its name. Norms are ones, router biases zeros; a matrix is pieces of the pool from random places
-    on, of a size that keeps a sum over a row at 1."""
+    """A function of its name. Norms are ones, router biases zeros; a matrix is normal, of a size that keeps a sum over
+    a row at 1."""
     if name.endswith("expert_bias"):
         return torch.zeros(shape)
     if len(shape) == 1:
         return torch.ones(shape, dtype=torch.bfloat16)
-    numbers = pool(shape[-1] ** -0.5)
-    places = generator("sixteen_b", name)
-    pieces = []
-    left = math.prod(shape)
-    while left:
-        size = min(left, POOL // 4)
-        first = int(torch.randint(POOL - size, (1,), generator=places))
-        pieces.append(numbers[first : first + size])
-        left -= size
-    return torch.cat(pieces).view(shape)
+    numbers = torch.empty(shape, dtype=torch.bfloat16)
+    return numbers.normal_(0.0, shape[-1] ** -0.5, generator=generator("sixteen_b", name))
 
 
 def random_shard(shard: list[Plan]) -> dict[str, Tensor]:
@@ -97,12 +77,12 @@ def seconds_of(run: Callable[[], object], repeats: int = 5) -> float:
 
 
 @torch.inference_mode()
-def forwards(model: Model, rows: int) -> None:
-    """A random block in each row, without context: Stage A, and one round of Stage B."""
+def forwards(model: Model) -> None:
+    """A random block without context: Stage A, and one round of Stage B."""
     cfg = model.cfg
-    ids = torch.randint(cfg.vocab_size, (rows, cfg.block_length), generator=generator("sixteen_b", "block"))
+    ids = torch.randint(cfg.vocab_size, (1, cfg.block_length), generator=generator("sixteen_b", "block"))
     ids = ids.to(model.wte.weight.device)
-    bundle = (torch.arange(cfg.block_length, device=ids.device) % 4 == 0).expand(rows, -1)
+    bundle = torch.arange(cfg.block_length, device=ids.device)[None] % 4 == 0
     ctx = model.context(torch.ones_like(ids, dtype=torch.bool))
     h = model.prefix(ids, ctx)
 
@@ -112,19 +92,15 @@ def forwards(model: Model, rows: int) -> None:
     print(f"a forward: {full:.3f} s; Stage B: {partly:.3f} s, {partly / full / share:.2f} x n/L of it ({share:.2f})")
 
 
-def decode(model: Model, tokens: int, rows: int, n_rounds: int) -> None:
-    """So many tokens a row after a prompt of 32, one a step (nothing is likely to a random model), without edits."""
+def decode(model: Model, tokens: int, n_rounds: int) -> None:
+    """So many tokens after a prompt of 32, one a step (nothing is likely to a random model), without edits."""
     ordinary = max(1, model.cfg.vocab_size - 512)  # without what is special at the end of the vocabulary
-    prompts = torch.randint(ordinary, (rows, 32), generator=generator("sixteen_b", "prompt")).tolist()
+    prompts = torch.randint(ordinary, (1, 32), generator=generator("sixteen_b", "prompt")).tolist()
     start = time.perf_counter()
-    outputs = generate(model, prompts, Decoding(gen_length=tokens, tau_t2t=None, n_rounds=n_rounds))
+    (output,) = generate(model, prompts, Decoding(gen_length=tokens, tau_t2t=None, n_rounds=n_rounds))
     seconds = time.perf_counter() - start
-    written = sum(len(out.tokens) for out in outputs)
-    print(
-        f"K = {n_rounds}: {written} tokens in {seconds:.1f} s, {written / seconds:.2f} tokens/s; forwards of the first "
-        f"row {json.dumps(outputs[0].nfe)}",
-        flush=True,
-    )
+    n = len(output.tokens)
+    print(f"K = {n_rounds}: {n} tokens in {seconds:.1f} s, {n / seconds:.2f} tokens/s; forwards {output.nfe}")
 
 
 def measure(args: Namespace) -> None:
@@ -133,11 +109,13 @@ def measure(args: Namespace) -> None:
     model = load_model(args.ckpt, device, DTYPES[args.dtype])
     loaded = time.perf_counter() - start
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
-    print(f"{args.ckpt}: {model.cfg.n_layer} layers, {size / GB:.2f} GB, loaded in {loaded:.2f} s; "
-          f"{torch.get_num_threads()} threads, {device}, {args.dtype}", flush=True)  # fmt: skip
-    forwards(model, args.rows)
+    print(
+        f"{args.ckpt}: {model.cfg.n_layer} layers, {size / 1e9:.2f} GB, loaded in {loaded:.2f} s; "
+        f"{torch.get_num_threads()} threads, {device}, {args.dtype}"
+    )
+    forwards(model)
     for n_rounds in (0, 1):
-        decode(model, args.tokens, args.rows, n_rounds)
+        decode(model, args.tokens, n_rounds)
 
 
 @command
@@ -149,8 +127,7 @@ def main() -> None:
     group.add_argument("--out", type=Path, default=Path("weights/released"), help="new or empty folder")
     group = parser.add_argument_group("measure")
     group.add_argument("--ckpt", type=Path, default=Path("weights/int8"), help="checkpoint folder, in int8 or not")
-    group.add_argument("--tokens", type=bounded(int, 1), default=64, help="to decode, in each row")
-    group.add_argument("--rows", type=bounded(int, 1), default=1, help="beside one another")
+    group.add_argument("--tokens", type=bounded(int, 1), default=64, help="to decode")
     group.add_argument("--device", default="cpu", help="auto (cuda, then mps, then cpu), or one by name")
     group.add_argument("--dtype", choices=DTYPES, default="bf16", help="of activations")
     args = parser.parse_args()

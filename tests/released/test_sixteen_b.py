@@ -1,26 +1,20 @@
-"""A random checkpoint of the released layout, converted and measured.
-
-pytest tests/released/test_sixteen_b.py        # CPU, seconds; the geometry is a tiny one here
-"""
+"""A random checkpoint of the released layout, converted and measured; the geometry is a tiny one here."""
 
 import pytest
 import torch
 from common import caller, tiny_config
 from safetensors.torch import load_file
 
-from released import int8, sixteen_b
+import convert_weights
+from released import sixteen_b
 
 
 def test_written_converted_and_measured(tmp_path, monkeypatch, capsys):
     """Four layers of width 64 that read bytes."""
     cfg = tiny_config(vocab_size=320, eos_id=256, mask_id=257, n_last=3, n_rounds=1, tokenizer="bpe")
     monkeypatch.setitem(sixteen_b.PRESETS, "llada2.1-mini", cfg)
-    monkeypatch.setattr(sixteen_b, "POOL", 2**14)
-    sixteen_b.pool.cache_clear()
     run = caller(sixteen_b, monkeypatch, capsys)
     run("write", "--layers", 4, "--out", tmp_path / "released")
-    sixteen_b.pool.cache_clear()
-
     weights = {k: v for p in (tmp_path / "released").glob("*.safetensors") for k, v in load_file(p).items()}
     down = [weights[f"model.layers.2.mlp.experts.{e}.down_proj.weight"].float() for e in range(8)]
     assert not torch.equal(down[0], down[1])
@@ -28,6 +22,6 @@ def test_written_converted_and_measured(tmp_path, monkeypatch, capsys):
     assert torch.cat(down).std() == pytest.approx(32**-0.5, rel=0.05)
     assert weights["model.norm.weight"].unique().tolist() == [1]
 
-    int8.convert(tmp_path / "released", tmp_path / "int8")
-    out = run("measure", "--ckpt", tmp_path / "int8", "--tokens", 2, "--rows", 3)
-    assert "a forward: " in out and "K = 0: 6 tokens in" in out and "K = 1: 6 tokens in" in out
+    convert_weights.convert(tmp_path / "released", tmp_path / "ours")
+    out = run("measure", "--ckpt", tmp_path / "ours", "--tokens", 2)
+    assert "a forward: " in out and "K = 0: 2 tokens in" in out and "K = 1: 2 tokens in" in out
