@@ -4,6 +4,6 @@ set -e
 python train.py --data modes --stage_a_only --out_dir out/base
 for n in 1 2 3; do
   python train.py --data modes --init_from out/base --n_last $n --learning_rate 1e-3 --max_iters 500 --out_dir out/n$n
+  python evaluate.py --ckpt out/n$n
 done
-python -m released.ablation mechanism --ckpt out/n2
-python -m released.ablation lastn --ckpt out/n1 out/n2 out/n3
+python -m released.ablation --ckpt out/n2

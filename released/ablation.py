@@ -1,14 +1,12 @@
-"""The switches of the paper's Table 2, and its Tables 2 and 3 on a toy, where every answer is known.
+"""The switches of the paper's Table 2, and that table on a toy, where every answer is known.
 
 A switch says which masks make up the bundle, whose logits fill and edit, and whether Stage B sees a marker. run.py has
 them as flags, for the benchmarks. On a toy, from a base of `train.py --data TOY --stage_a_only --out_dir out/base` and
-for each n an adapter of `train.py --data TOY --init_from out/base --n_last N --out_dir out/nN`:
+an adapter of `train.py --data TOY --init_from out/base --out_dir out/adapter`:
 
-    python -m released.ablation mechanism --ckpt out/n2                # Table 2: what each part adds
-    python -m released.ablation lastn --ckpt out/n1 out/n2 out/n3      # Table 3: what n does
+    python -m released.ablation --ckpt out/adapter      # each row beside the paper's figures for GSM8K
 """
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -18,10 +16,8 @@ from torch import Tensor
 
 from cache import Cached
 from checkpoint import base_of, load_model
-from evaluate import ONE_STEP, distances, load_task, one_step_table, print_table, quality
-from lib.toy import Toy
+from evaluate import load_task, print_table, quality
 from lib.util import Parser, command, first_masked, pick_device
-from model import Model
 from sample import Decoding, Look, StageA, candidates, look_again, select_bundle
 
 # R rows in flight, B block_length, V vocabulary
@@ -113,7 +109,7 @@ def variant(changes: dict, n_rounds: int) -> tuple[Decoding, Switches]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# both tables on a toy
+# the table on a toy
 
 
 def number(value: float | None) -> str:
@@ -122,13 +118,19 @@ def number(value: float | None) -> str:
     return f"{value:.3f}"
 
 
-def mechanism(load: Callable[[Path], Model], folders: list[Path], task: Toy) -> None:
-    """Table 2: every variant of the decoder on the base or on the adapter, beside the paper's GSM8K figures."""
-    adapter = load(folders[0])
-    models = {"adapter": adapter, "base": load(base_of(folders[0]))}
+@command
+def main() -> None:
+    parser = Parser(__doc__)
+    parser.add_argument("--ckpt", type=Path, required=True, help="the adapter's folder")
+    parser.add_argument("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
+    args = parser.parse_args()
+    task = load_task(args.ckpt)
+    load = partial(load_model, device=pick_device(args.device), dtype=torch.float32)
+    models = {"adapter": load(args.ckpt), "base": load(base_of(args.ckpt))}
+
     rows = []
     for name, weights, changes, accuracy, nfe in MECHANISM:
-        d, switches = variant(changes, adapter.cfg.n_rounds)
+        d, switches = variant(changes, models["adapter"].cfg.n_rounds)
         found = quality(models[weights], task, switched(d, switches))
         gate = d.tau_m2t
         if gate < 0:  # every mask at once
@@ -137,40 +139,6 @@ def mechanism(load: Callable[[Path], Model], folders: list[Path], task: Toy) -> 
         rows.append([name, *map(number, [gate, d.tau_t2t, *figures]), f"{accuracy:.2f}", f"{nfe:.2f}"])
     head = ["variant", "tau_m2t", "tau_t2t", "coherent", "mode", "lost", "full/tok", "partial/tok", "paper", "NFE"]
     print_table(head, rows)
-
-
-def lastn(load: Callable[[Path], Model], folders: list[Path], task: Toy) -> None:
-    """Table 3: adapters of several n, each writing the answer in one step, and with the paper's default decoder."""
-    rows = []
-    for folder in folders:
-        model = load(folder)
-        K = model.cfg.n_rounds
-
-        # Stage B writes the whole answer at once
-        one = quality(model, task, replace(ONE_STEP, n_rounds=K))
-        one |= distances(task, one_step_table(model, task, K))
-        figures = [one[k] for k in ("coherent", "mode_hit", "forward_kl")]
-
-        # the paper's decoder
-        default = quality(model, task, Decoding(n_rounds=K))
-        figures += [default[k] for k in ("coherent", "mode_hit", "full/token")]
-        rows.append([f"n = {model.cfg.n_last}", str(K), *map(number, figures)])
-
-    print("one step: Stage B writes the whole answer at once; default: tau_m2t 0.7, ungated edits")
-    head = ["trained and run at", "K", "one step: coherent", "mode", "KL(p||q)"]
-    print_table([*head, "default: coherent", "mode", "full/tok"], rows)
-
-
-@command
-def main() -> None:
-    parser = Parser(__doc__)
-    parser.add_argument("table", choices=["mechanism", "lastn"], help="the paper's Table 2 or 3")
-    parser.add_argument("--ckpt", type=Path, nargs="+", required=True, help="an adapter's folder, or one for each n")
-    parser.add_argument("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
-    args = parser.parse_args()
-    load = partial(load_model, device=pick_device(args.device), dtype=torch.float32)
-    table = {"mechanism": mechanism, "lastn": lastn}[args.table]
-    table(load, args.ckpt, load_task(args.ckpt[0]))
 
 
 if __name__ == "__main__":
