@@ -1,8 +1,8 @@
 """The switches of the paper's Table 2, and that table on a toy, where every answer is known.
 
-A switch says which masks make up the bundle, whose logits fill and edit, and whether Stage B sees a marker. run.py has
-them as flags, for the benchmarks. On a toy, from a base of `train.py --data TOY --stage_a_only --out_dir out/base` and
-an adapter of `train.py --data TOY --init_from out/base --out_dir out/adapter`:
+A switch says which masks make up the bundle, whose logits fill and edit, and whether Stage B sees a marker. For the
+benchmarks run.py takes a row by its name. On a toy, from a base of `train.py --data TOY --stage_a_only --out_dir
+out/base` and an adapter of `train.py --data TOY --init_from out/base --out_dir out/adapter`:
 
     python -m released.ablation --ckpt out/adapter      # each row beside the paper's figures for GSM8K
 """
@@ -77,28 +77,31 @@ def switched_look(s: Switches, engine: Cached, a: StageA, bundle: Tensor) -> Loo
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Table 2: a row, whose weights, what differs from the released Q settings with Stage B, accuracy, full NFE per token
+# Table 2, by the names of its rows: whose weights, what differs from the released Q settings with Stage B, the paper's
+# accuracy and full forwards per token
 
 Q = dict(tau_m2t=0.7, tau_t2t=0.5)
-MECHANISM = [
-    ("released, factorised", "base", dict(n_rounds=0), 89.61, 0.26),
-    ("adapter, Stage B off", "adapter", dict(n_rounds=0), 90.75, 0.28),
-    ("Stage B, gated edits", "adapter", {}, 91.13, 0.28),
-    ("Stage B, ungated edits (default)", "adapter", dict(tau_t2t=0.0), 91.13, 0.34),
-    ("B fills, A edits", "adapter", dict(edit_from="A"), 90.90, 0.27),
-    ("A fills, B edits", "adapter", dict(fill_from="A"), 90.90, 0.30),
-    ("B fills, edits off", "adapter", dict(tau_t2t=None), 88.40, 0.30),
-    ("Stage B without marker", "adapter", dict(marker=False), 90.37, 0.28),
-    ("entropy selection, same size", "adapter", dict(select="entropy"), 90.30, 0.27),
-    ("Stage B, tau_m2t 0.5", "adapter", dict(tau_m2t=0.5), 88.40, 0.24),
-    ("Stage B, tau_m2t 0.3", "adapter", dict(tau_m2t=0.3), 84.00, 0.22),
-    ("adapter, Stage B off, tau_m2t 0.5", "adapter", dict(tau_m2t=0.5, n_rounds=0), 88.48, 0.23),
-    ("adapter, Stage B off, tau_m2t 0.3", "adapter", dict(tau_m2t=0.3, n_rounds=0), 83.70, 0.22),
-    ("released, tau_m2t 0.5", "base", dict(tau_m2t=0.5, n_rounds=0), 86.73, 0.26),
-    ("released, tau_m2t 0.3", "base", dict(tau_m2t=0.3, n_rounds=0), 79.15, 0.30),
-    ("released, both gates removed", "base", dict(tau_m2t=0.0, tau_t2t=0.0, n_rounds=0), 83.40, 0.15),
-    ("all masks at once", "adapter", dict(tau_m2t=-1.0, tau_t2t=0.0), 79.91, 0.10),
-]
+BASE = "released, factorised"
+COCOMMIT = "Stage B, ungated edits (default)"
+MECHANISM = {
+    BASE: ("base", dict(n_rounds=0), 89.61, 0.26),
+    "adapter, Stage B off": ("adapter", dict(n_rounds=0), 90.75, 0.28),
+    "Stage B, gated edits": ("adapter", {}, 91.13, 0.28),
+    COCOMMIT: ("adapter", dict(tau_t2t=0.0), 91.13, 0.34),
+    "B fills, A edits": ("adapter", dict(edit_from="A"), 90.90, 0.27),
+    "A fills, B edits": ("adapter", dict(fill_from="A"), 90.90, 0.30),
+    "B fills, edits off": ("adapter", dict(tau_t2t=None), 88.40, 0.30),
+    "Stage B without marker": ("adapter", dict(marker=False), 90.37, 0.28),
+    "entropy selection, same size": ("adapter", dict(select="entropy"), 90.30, 0.27),
+    "Stage B, tau_m2t 0.5": ("adapter", dict(tau_m2t=0.5), 88.40, 0.24),
+    "Stage B, tau_m2t 0.3": ("adapter", dict(tau_m2t=0.3), 84.00, 0.22),
+    "adapter, Stage B off, tau_m2t 0.5": ("adapter", dict(tau_m2t=0.5, n_rounds=0), 88.48, 0.23),
+    "adapter, Stage B off, tau_m2t 0.3": ("adapter", dict(tau_m2t=0.3, n_rounds=0), 83.70, 0.22),
+    "released, tau_m2t 0.5": ("base", dict(tau_m2t=0.5, n_rounds=0), 86.73, 0.26),
+    "released, tau_m2t 0.3": ("base", dict(tau_m2t=0.3, n_rounds=0), 79.15, 0.30),
+    "released, both gates removed": ("base", dict(tau_m2t=0.0, tau_t2t=0.0, n_rounds=0), 83.40, 0.15),
+    "all masks at once": ("adapter", dict(tau_m2t=-1.0, tau_t2t=0.0), 79.91, 0.10),
+}
 
 
 def variant(changes: dict, n_rounds: int) -> tuple[Decoding, Switches]:
@@ -129,7 +132,7 @@ def main() -> None:
     models = {"adapter": load(args.ckpt), "base": load(base_of(args.ckpt))}
 
     rows = []
-    for name, weights, changes, accuracy, nfe in MECHANISM:
+    for name, (weights, changes, accuracy, nfe) in MECHANISM.items():
         d, switches = variant(changes, models["adapter"].cfg.n_rounds)
         found = quality(models[weights], task, switched(d, switches))
         gate = d.tau_m2t

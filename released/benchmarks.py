@@ -14,7 +14,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One benchmark. `right` is None where only EvalPlus can judge; `options` says what else `load` takes, and why."""
+    """One benchmark. `right` is None where only EvalPlus can judge; `options` are what else `read` takes."""
 
     name: str
     title: str
@@ -56,13 +56,7 @@ class Task:
     find: Callable[[str, Item], str | None]
     right: Callable[[str | None, Any], bool] | None
     f1: Callable[[str | None, Any], float] | None = None  # a score beside right and wrong
-    options: dict[str, str] = field(default_factory=dict)
-
-    # the paper's Table 1: percent, and full forwards per token, of the plain sampler and of joint commitment
-    base: float
-    cocommit: float
-    nfe_base: float
-    nfe_cocommit: float
+    options: tuple[str, ...] = ()
 
     def load(self, path: str | Path, template: str | None = None, **options: Any) -> list[Item]:
         """The items of the published file at `path`."""
@@ -147,18 +141,15 @@ GPQA_PROMPT = (  # simple-evals
     "'Answer: $LETTER' (without quotes) where LETTER is one of ABCD. Think step by step before answering.\n\n"
     "{question}\n\nA) {A}\nB) {B}\nC) {C}\nD) {D}"
 )
-GPQA_OPTIONS = {
-    "repeats": "runs over the questions, options reordered: 1, or 4 (simple-evals, and LLaDA2.1's scores are k/792)",
-    "seed": "of the option orders; 0 in simple-evals",
-}
 GPQA_COLUMNS = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 
 
-def read_gpqa(path: Path, repeats: int = 1, seed: int = 0) -> Rows:
-    """Columns by name; options permuted as in simple-evals: one draw a row in order, all rows again for each repeat."""
+def read_gpqa(path: Path, repeats: int = 1) -> Rows:
+    """Columns by name; options permuted as in simple-evals: one draw a row in order, all rows again for each repeat
+    (there are 4 in simple-evals, and LLaDA2.1's scores are k/792)."""
     csv.field_size_limit(2**24)  # explanations outgrow the default cell
     rows = list(csv.DictReader(io.StringIO(read_text(path), newline="")))
-    rng = random.Random(seed)
+    rng = random.Random(0)
     for repeat in range(repeats):
         for number, row in enumerate(rows, 1):
             question, *answers = texts(f"record {number}", row, *GPQA_COLUMNS)
@@ -214,8 +205,7 @@ CODE_PROMPT = (  # EvalPlus; simple-evals and OpenCompass word it differently
     "Please provide a self-contained Python script that solves the following problem in a markdown code block:\n"
     "```\n{problem}\n```\n"
 )
-CODE_OPTIONS = {"prefill": "start the assistant's turn as EvalPlus does; off, since other harnesses do not"}
-PREFILL = (
+PREFILL = (  # starts the assistant's turn, as EvalPlus does; off, since other harnesses do not
     "Below is a Python script with a self-contained function that solves the problem and passes corresponding tests:\n"
     "```python\n"
 )
@@ -245,31 +235,20 @@ CODE = dict(
     find=lambda output, item: find_code(item.extra["prefill"] + output, item.extra["entry_point"], item.extra["code"]),
     right=None,
     prompt=CODE_PROMPT,
-    options=CODE_OPTIONS,
+    options=("prefill",),
 )
 
 # fmt: off
 TASKS: dict[str, Task] = {task.name: task for task in (
     Task(name="gsm8k", title="GSM8K", n_official=1319, prompt=GSM8K_PROMPT, **NUMBERS,
-        read=partial(read_numbers, question="question", answer="answer", mark="####"),
-        base=89.61, cocommit=91.13, nfe_base=0.26, nfe_cocommit=0.34),
+        read=partial(read_numbers, question="question", answer="answer", mark="####")),
     Task(name="cmath", title="CMATH", n_official=1098, prompt=CMATH_PROMPT, **NUMBERS,
-        read=partial(read_numbers, question="question", answer="golden", mark=""),
-        base=92.26, cocommit=91.99, nfe_base=0.32, nfe_cocommit=0.45),
+        read=partial(read_numbers, question="question", answer="golden", mark="")),
     Task(name="gpqa", title="GPQA-Diamond", n_official=198, prompt=GPQA_PROMPT, **LETTERS,
-        read=read_gpqa, options=GPQA_OPTIONS,
-        base=43.94, cocommit=46.97, nfe_base=0.41, nfe_cocommit=0.35),
-    Task(name="drop", title="DROP", n_official=9536, prompt=DROP_PROMPT, **SPANS,
-        read=read_drop,
-        base=84.14, cocommit=83.93, nfe_base=0.33, nfe_cocommit=0.29),
-    Task(name="piqa", title="PIQA", n_official=1838, prompt=PIQA_PROMPT, **LETTERS,
-        read=read_piqa,
-        base=80.90, cocommit=84.60, nfe_base=0.76, nfe_cocommit=0.44),
-    Task(name="humaneval", title="HumanEval+", n_official=164, **CODE,
-        read=partial(read_code, family="HumanEval"),
-        base=76.83, cocommit=82.32, nfe_base=0.14, nfe_cocommit=0.16),
-    Task(name="mbpp", title="MBPP+", n_official=378, **CODE,
-        read=partial(read_code, family="Mbpp"),
-        base=68.78, cocommit=70.11, nfe_base=0.18, nfe_cocommit=0.18),
+        read=read_gpqa, options=("repeats",)),
+    Task(name="drop", title="DROP", n_official=9536, prompt=DROP_PROMPT, **SPANS, read=read_drop),
+    Task(name="piqa", title="PIQA", n_official=1838, prompt=PIQA_PROMPT, **LETTERS, read=read_piqa),
+    Task(name="humaneval", title="HumanEval+", n_official=164, **CODE, read=partial(read_code, family="HumanEval")),
+    Task(name="mbpp", title="MBPP+", n_official=378, **CODE, read=partial(read_code, family="Mbpp")),
 )}
 # fmt: on

@@ -1,73 +1,62 @@
 """Benchmark runs: one of the seven tasks over one checkpoint, as the paper sets it up, into a run file.
 
-A run file is JSON lines and only ever appended to: first the settings in clear with their hash, then one line an item
-(id, prompt hash, output, extracted, gold, correct, tokens, forwards, seconds, settings hash). Stopped or killed, the
-same command goes on: a line cut short is dropped, and no finished item runs again. tables.py reads run files and makes
-the paper's tables of them.
+A run file is JSON lines and only ever appended to: first the settings, then one line an item (id, prompt hash, output,
+extracted, gold, correct, tokens, forwards, seconds). Stopped or killed, the same command goes on: a line cut short is
+dropped, and no finished item runs again. Going on with other settings is refused: whatever changes an output, weights,
+decoding, questions, prompts, precision. tables.py makes the paper's tables of run files.
 
-Going on with other settings is refused: whatever changes an output, weights, decoding, questions, prompts, precision.
 Model-written code never runs in this process: HumanEval+ and MBPP+ leave samples in EvalPlus's format beside the run
 file, and the command that scores them is printed.
 
     python -m released.run --task gsm8k --task_file test.jsonl --ckpt weights/llada2.1-mini --out runs/gsm8k_base.jsonl
     python -m released.run --task gsm8k --task_file test.jsonl --ckpt out/cocommit --out runs/gsm8k_cocommit.jsonl
-    # the paper's settings; --help lists what may be changed
+    python -m released.run --task gsm8k --task_file test.jsonl --ckpt out/cocommit --out runs/gsm8k_gated.jsonl \\
+        --row "Stage B, gated edits"      # of Table 2
 """
 
 import hashlib
 import json
 import time
-from argparse import SUPPRESS, Namespace
-from collections.abc import Iterator
-from dataclasses import asdict
+from argparse import Namespace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
 from checkpoint import base_of, decoding_defaults, fingerprint, load_model, load_tokenizer
 from lib.config import DTYPES
+from lib.show import check_prompt
 from lib.tokenizer import Tokenizer
-from lib.util import Parser, bounded, command, fail, or_none, pick_device, replace_file
+from lib.util import Parser, bounded, command, fail, pick_device, reading, replace_file
 from model import Model
-from released.ablation import Switches, plain, switched
-from released.benchmarks import TASKS, Item, Task, read_jsonl
+from released.ablation import BASE, COCOMMIT, MECHANISM, Switches, plain, switched, variant
+from released.benchmarks import TASKS, Item, read_jsonl
 from released.chat import chat
 from released.tables import Run, differences, digest, evalplus_folder, read_run, summary
-from sample import Decoding, generate, settle_decoding
+from sample import Decoding, generate
 
 
 # fmt: off
 def build_parser() -> Parser:
     parser = Parser(__doc__)
-    add = parser.add_argument_group("what").add_argument
-    known = "; ".join(f"{n}: {k}: {v}" for n, t in TASKS.items() if n != "mbpp" for k, v in t.options.items())
+    add = parser.add_argument_group("what is asked").add_argument
     add("--task", choices=TASKS, required=True)
     add("--task_file", type=Path, required=True, help="the published file of the task; nothing is downloaded")
-    add("--option", action="append", default=[], metavar="K=V",
-        help=f"of the task ({known}); every task: template: a text file with another prompt, fields in braces")
-    add("--ckpt", type=Path, required=True, help="a model's folder, or an adapter's")
-    add("--out", type=Path, required=True, help="run file, .jsonl; the same command goes on where it stopped")
+    add("--template", type=Path, help="a text file with another prompt, fields in braces")
+    add("--repeats", type=bounded(int, 1), help="gpqa: ask all so often, options reordered (1, or simple-evals' 4)")
+    add("--prefill", action="store_true", help="humaneval, mbpp: start the assistant's turn as EvalPlus does")
     add("--limit", type=bounded(int, 0), default=0, help="only the first so many items (0: all)")
     add("--shard", type=shard, default=(1, 1), metavar="I/N",
         help="part i of n, 1/4 to 4/4, an --out for each; tables put them together")
-    add("--batch", type=bounded(int, 1), default=1,
-        help="prompts decoded at once, each as if alone but for exact ties (paper: 1)")
+
+    add = parser.add_argument_group("who answers, and where that goes").add_argument
+    add("--ckpt", type=Path, required=True, help="a model's folder, or an adapter's")
+    add("--row", choices=MECHANISM, metavar="NAME",
+        help=f"decode as this row of Table 2 ({BASE!r}; of an adapter {COCOMMIT!r}; of a head as it was made for)")
+    add("--gen_length", type=bounded(int, 1), default=16384, help="tokens of an answer")
+    add("--out", type=Path, required=True, help="run file, .jsonl; the same command goes on where it stopped")
     add("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
     add("--dtype", choices=DTYPES, default="fp32", help="of weights and activations")
-
-    add = parser.add_argument_group("decoding, the paper's unless given").add_argument
-    add("--gen_length", type=bounded(int, 1), default=16384, help="tokens of an answer")
-    add("--n_rounds", type=bounded(int, 0), help="K; 0: the released decoder (default: as trained)")
-    add("--tau_m2t", type=bounded(float, -1, 1), default=SUPPRESS,
-        help="fill masks whose probability is above this (0.7; -1: all at once)")
-    add("--tau_t2t", type=or_none(bounded(float, 0, 1)), default=SUPPRESS,
-        help='edit above this, or "none" (0.5 without Stage B, 0 with it: any disagreement)')
-    add("--fill_from", choices=["A", "B"], default="B", help="which stage's logits fill masks")
-    add("--edit_from", choices=["A", "B"], default="B", help="which stage's logits edit")
-    add("--no_marker", dest="marker", action="store_false", help="run the last n layers again, but unmarked")
-    add("--select", choices=["confidence", "entropy"], default="confidence",
-        help="the bundle: above the gate, or as many but least entropic")
     return parser
 # fmt: on
 
@@ -80,65 +69,72 @@ def shard(text: str) -> tuple[int, int]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# what is asked
+# what is asked, and how it is decoded
 
 
-def load_items(task: Task, file: Path, options: list[str]) -> tuple[list[Item], dict[str, Any]]:
-    """The task's items, and its options in clear."""
-    kinds = {
-        "repeats": int,
-        "seed": int,
-        "prefill": {"true": True, "false": False}.__getitem__,
-        "template": lambda path: Path(path).read_text(encoding="utf-8"),
-    }
-    values: dict[str, Any] = {}
-    for option in options:
-        key, _, text = option.partition("=")
-        if key not in [*task.options, "template"]:
-            fail(f"--option {key}: {task.name} takes {', '.join([*task.options, 'template'])}")
-        try:
-            values[key] = kinds[key](text)
-        except (ValueError, KeyError) as e:
-            fail(f"--option {option} cannot be used ({type(e).__name__}: {e})")
-    return task.load(file, **values), values
+def load_items(args: Namespace) -> tuple[list[Item], dict]:
+    """The task's items, and its options as a run file has them."""
+    task = TASKS[args.task]
+    options = {}
+    for name in ("repeats", "prefill"):
+        value = getattr(args, name)
+        if value and name not in task.options:
+            fail(f"--{name} is no option of {args.task}")
+        if value:
+            options[name] = value
+    if args.template:
+        with reading(args.template, "template"):
+            options["template"] = args.template.read_text(encoding="utf-8")
+    return task.load(args.task_file, **options), options
 
 
-def encode(items: list[Item], tokenizer: Tokenizer) -> dict[str, list[int]]:
-    """Their prompts by id, in the released chat template where the tokenizer has one."""
-    prompts = {}
-    for item in items:
-        text = item.prompt
-        if "<role>" in tokenizer.special:
-            text = chat(text)
-        prompts[item.id] = tokenizer.encode(text + item.extra.get("prefill", ""))
-    return prompts
+def encode(item: Item, tokenizer: Tokenizer) -> list[int]:
+    """Its prompt, in the released chat template where the tokenizer has one."""
+    text = item.prompt
+    if "<role>" in tokenizer.special:
+        text = chat(text)
+    return tokenizer.encode(text + item.extra.get("prefill", ""))
+
+
+def decoder(args: Namespace, model: Model) -> tuple[str | None, Decoding, Switches]:
+    """(the row of Table 2, its settings); a head has settings of its own and is in no table."""
+    if model.second_look is not None and args.row is None:
+        d = Decoding(gen_length=args.gen_length, **decoding_defaults(args.ckpt))
+        return None, d, Switches()
+
+    trained = "adapter" if model.markers.any() else "base"
+    row = args.row or {"adapter": COCOMMIT, "base": BASE}[trained]
+    weights, changes, *_ = MECHANISM[row]
+    if weights != trained:
+        fail(f"--row {row!r} is about the {weights}, and {args.ckpt} is the {trained}")
+    d, switches = variant(changes, model.cfg.n_rounds)
+    return row, replace(d, gen_length=args.gen_length), switches
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # run files
 
 
-def identity(args: Namespace, items: list[Item], options: dict, model: Model, decoding: dict, chatty: bool) -> dict:
-    """Everything that changes an output, as JSON; where files lie, and how the work is cut up, does not."""
+def identity(args: Namespace, items: list[Item], options: dict, model: Model) -> dict:
+    """Everything that changes an output, as JSON; where files lie, and how the work is cut up, does not. Of the
+    decoder `run_task` adds it."""
     adapter = None
     if base_of(args.ckpt) != args.ckpt:
         adapter = hashlib.sha256((args.ckpt / "adapter.safetensors").read_bytes()).hexdigest()[:16]
-    settings = {
+    return {
         "task": args.task,
         "options": options,
         "questions": digest([[i.id, i.prompt, i.gold, i.extra] for i in items]),
         "model": asdict(model.cfg) | {"weights": fingerprint(base_of(args.ckpt))},
         "adapter": adapter,
         "partial_cost": model.partial_cost,
-        "decoding": decoding,
-        "chat": chatty,
         "dtype": args.dtype,
     }
-    return json.loads(json.dumps(settings))
 
 
 def open_run(path: Path, settings: dict) -> Run:
     """The run at `path` as far as it got, its cut line dropped; or a new one, its first line written."""
+    settings = json.loads(json.dumps(settings))
     run = None
     whole = 0
     if path.exists():
@@ -150,8 +146,8 @@ def open_run(path: Path, settings: dict) -> Run:
     with path.open("ab") as file:
         file.truncate(whole)
         if run is None:
-            run = Run(settings, digest(settings), {})
-            file.write(line({"settings": settings, "hash": run.hash}))
+            run = Run(settings, {})
+            file.write(line({"settings": settings}))
     return run
 
 
@@ -168,7 +164,7 @@ def run_task(args: Namespace) -> None:
     if args.out.suffix != ".jsonl":
         fail("--out is named *.jsonl")
     task = TASKS[args.task]
-    items, options = load_items(task, args.task_file, args.option)
+    items, options = load_items(args)
     part, parts = args.shard
     mine = items[: args.limit or None][part - 1 :: parts]
 
@@ -177,21 +173,14 @@ def run_task(args: Namespace) -> None:
     tokenizer = load_tokenizer(args.ckpt, model.cfg.tokenizer)
     if tokenizer is None:
         fail(f"{args.ckpt} has no tokenizer (a toy's tokens are numbers): it cannot read {task.title}")
-    d = settle_decoding(args, model, decoding_defaults(args.ckpt))
-    switches = Switches(args.select, args.fill_from, args.edit_from, args.marker)
-    if model.second_look and switches != Switches():
-        fail(f"{args.ckpt} is a head, which has no stages to switch: leave --select, --*_from and --no_marker out")
+    row, d, switches = decoder(args, model)
 
     # what is to do
-    chatty = "<role>" in tokenizer.special
-    run = open_run(args.out, identity(args, items, options, model, plain(d, switches), chatty))
+    settings = identity(args, items, options, model) | {"row": row, "decoding": plain(d, switches)}
+    run = open_run(args.out, settings)
     todo = [item for item in mine if item.id not in run.items]
-    style = "chat template" if chatty else "plain prompts (the tokenizer has no chat template)"
-    print(
-        f"{task.title}: {len(mine)} items, {len(todo)} to go; {style}; K = {d.n_rounds}, n = {model.cfg.n_last}, "
-        f"tau_m2t {d.tau_m2t}, tau_t2t {d.tau_t2t}, gen_length {d.gen_length}, {args.dtype}; settings {run.hash}"
-    )
-    answer(model, tokenizer, switched(d, switches), todo, run, args)
+    print(f"{task.title}, {row or 'a head'}: {len(mine)} items, {len(todo)} to go")
+    answer(model, tokenizer, switched(d, switches), todo, run, args.out)
 
     print(f"{task.title}: {summary(run)}")
     if task.f1 and run.items:
@@ -200,45 +189,29 @@ def run_task(args: Namespace) -> None:
         hand_over(args, run)
 
 
-def answer(model: Model, tokenizer: Tokenizer, d: Decoding, todo: list[Item], run: Run, args: Namespace) -> None:
-    """Decode the items of `todo` and append them to the run file, a line at a time."""
-    prompts = encode(todo, tokenizer)
-    B = model.cfg.block_length
-    places = model.cfg.max_len // B * B
-    for name, prompt in prompts.items():
-        if len(prompt) + d.gen_length > places:
-            fail(f"{name} has {len(prompt)} tokens, which leave {places - len(prompt)} of the model's {places}: "
-                 f"--gen_length {d.gen_length} is too much")  # fmt: skip
-
-    with args.out.open("ab") as file, tqdm(total=len(todo), unit="item", disable=None) as bar:
-        for at in range(0, len(todo), args.batch):
-            items = todo[at : at + args.batch]
-            for record in decode(model, tokenizer, items, [prompts[item.id] for item in items], d, run):
-                file.write(line(record))
-                run.items[record["id"]] = record
-            file.flush()
-            bar.update(len(items))
-            bar.set_postfix_str(summary(run))
-
-
-def decode(
-    model: Model, tokenizer: Tokenizer, items: list[Item], prompts: list[list[int]], d: Decoding, run: Run
-) -> Iterator[dict]:
-    """One line of the run file for each item; they are decoded together."""
+def answer(model: Model, tokenizer: Tokenizer, d: Decoding, todo: list[Item], run: Run, out: Path) -> None:
+    """Decode the items of `todo`, one at a time, and append them to the run file."""
     task = TASKS[run.settings["task"]]
-    start = time.perf_counter()
-    outputs = generate(model, prompts, d)
-    seconds = (time.perf_counter() - start) / len(items)
+    prompts = [encode(item, tokenizer) for item in todo]
+    for number, prompt in enumerate(prompts, 1):
+        check_prompt(prompt, number, d.gen_length, model.cfg)
 
-    for item, prompt, output in zip(items, prompts, outputs, strict=True):
-        text = tokenizer.decode(output.tokens)
-        extracted = task.find(text, item)
-        record = {"id": item.id, "prompt": digest(prompt), "output": text, "extracted": extracted, "gold": item.gold}
-        record["correct"] = task.right and task.right(extracted, item.gold)
-        if task.f1:
-            record["f1"] = task.f1(extracted, item.gold)
-        cost = {"tokens": len(output.tokens), "nfe": output.nfe, "seconds": round(seconds, 3), "batch": len(items)}
-        yield record | cost | {"note": output.warning, "settings": run.hash}
+    with out.open("ab") as file:
+        for item, prompt in zip(tqdm(todo, unit="item", disable=None), prompts, strict=True):
+            start = time.perf_counter()
+            (output,) = generate(model, [prompt], d)
+            seconds = round(time.perf_counter() - start, 3)
+
+            text = tokenizer.decode(output.tokens)
+            extracted = task.find(text, item)
+            record = {"id": item.id, "prompt": digest(prompt), "output": text, "extracted": extracted}
+            record |= {"gold": item.gold, "correct": task.right and task.right(extracted, item.gold)}
+            if task.f1:
+                record["f1"] = task.f1(extracted, item.gold)
+            record |= {"tokens": len(output.tokens), "nfe": output.nfe, "seconds": seconds, "note": output.warning}
+            file.write(line(record))
+            file.flush()
+            run.items[item.id] = record
 
 
 # ---------------------------------------------------------------------------------------------------------------------

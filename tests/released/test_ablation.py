@@ -91,4 +91,4 @@ def test_the_table_on_a_toy(tmp_path, monkeypatch, capsys):
     learn(*toy, "--stage_a_only", "--out_dir", tmp_path / "base")
     learn(*toy, "--init_from", tmp_path / "base", "--n_last", 1, "--out_dir", tmp_path / "adapter")
     out = caller(ablation, monkeypatch, capsys)("--ckpt", tmp_path / "adapter", "--device", "cpu")
-    assert [line.split("  ")[0] for line in out.splitlines()[1:]] == [row[0] for row in MECHANISM]
+    assert [line.split("  ")[0] for line in out.splitlines()[1:]] == list(MECHANISM)

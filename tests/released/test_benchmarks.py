@@ -128,16 +128,6 @@ def test_every_item_loads_and_its_gold_is_right(name, bench_folder, tmp_path):
         assert not task.right(task.find("", item), item.gold), item.id
 
 
-def test_table_1():
-    counts = {name: task.n_official for name, task in TASKS.items()}
-    assert counts == dict(gsm8k=1319, cmath=1098, gpqa=198, drop=9536, piqa=1838, humaneval=164, mbpp=378)
-    figures = {name: (t.base, t.cocommit, t.nfe_base, t.nfe_cocommit) for name, t in TASKS.items()}
-    assert figures["gsm8k"] == (89.61, 91.13, 0.26, 0.34)
-    assert figures["piqa"] == (80.90, 84.60, 0.76, 0.44)
-    sums = [round(sum(column), 2) for column in zip(*figures.values(), strict=True)]
-    assert sums == [536.46, 551.05, 2.40, 2.21]  # the columns of the printed table, added by hand
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # prompts
 
@@ -159,9 +149,7 @@ def test_the_prompts_are_those_of_the_named_sources(tmp_path):
         '```\ndef twice(x):\n    """2x"""\n```\n'
     )
     assert first["mbpp"].prompt.endswith('```\n"""\nTwice.\nassert twice(1) == 2\n"""\n```\n')
-
-
-def test_a_span_that_holds_and_is_read_both_ways(tmp_path):
+    # a span that holds "and" is read both ways
     assert TASKS["drop"].load(write_task(tmp_path, "drop"))[1].gold == [("ale and rum",), ("ale", "rum")]
 
 
@@ -184,7 +172,6 @@ def test_gpqa_options_are_permuted_as_in_simple_evals(tmp_path):
         assert item.prompt.endswith(f"before answering.\n\n{row[0]}\n\n{shown}")
         assert options["ABCD".index(item.gold)] == row[1]
     assert [item.prompt for item in TASKS["gpqa"].load(path)] == [item.prompt for item in items[:2]]
-    assert [item.gold for item in TASKS["gpqa"].load(path, repeats=4, seed=1)] != [item.gold for item in items]
 
 
 def test_files_may_be_plain_or_gzip_and_have_a_byte_order_mark(tmp_path):
@@ -201,17 +188,12 @@ def test_files_may_be_plain_or_gzip_and_have_a_byte_order_mark(tmp_path):
 
 DAMAGED = [
     ("gsm8k", b"\n\n", "holds no record"),
-    ("gsm8k", b'{"question": "1+1?", "answer": "#### 2"}\n{"question": "2', "GSM8K file"),
-    ("gsm8k", b'{"question": "1+1?", "answer": "2"}', "line 1: .*one number after"),
+    ("gsm8k", gzip.compress(b"x" * 100)[:-9], "GSM8K file"),
     ("gsm8k", b'{"question": "1+1?", "answer": "#### two or 2, 3"}', "line 1: .*one number after"),
     ("gsm8k", b'{"question": " ", "answer": "#### 2"}', 'line 1: field "question"'),
-    ("gsm8k", gzip.compress(b"x" * 100)[:-9], "GSM8K file"),
-    ("cmath", '{"question": "几？", "golden": "很多"}'.encode(), "line 1: .*one number"),
     ("gpqa", b"Question,Correct Answer\nq,a\n", 'record 1: field "Incorrect Answer 1"'),
     ("drop", b'{"context": "no passage", "ref_text": "1"}', "line 1: no .Passage"),
-    ("drop", b'{"context": "Passage: a\\nQuestion: b\\nAnswer:", "ref_text": "|"}', "line 1: .*no answer"),
     ("piqa", b'{"goal": "g", "sol1": "a", "sol2": "b"}', "PIQA file"),  # two labels
-    ("humaneval", json.dumps(MBPP[0]).encode(), "not a record of EvalPlus's HumanEval"),
     ("mbpp", json.dumps({k: v for k, v in MBPP[0].items() if k != "plus_input"}).encode(), "EvalPlus's Mbpp"),
 ]
 

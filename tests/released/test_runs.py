@@ -1,7 +1,4 @@
-"""Benchmark runs end to end on the golden checkpoint.
-
-pytest tests/released/test_runs.py           # CPU, under a minute
-"""
+"""Benchmark runs end to end on the golden checkpoint. `pytest tests/released/test_runs.py`"""
 
 import json
 import subprocess
@@ -9,17 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import command_line
+from common import GOLDEN, command_line
 from test_benchmarks import write_task
 
 import convert_weights
-from checkpoint import load_model, save_adapter, save_model
+from checkpoint import load_model, save_adapter
 from lib.util import generator
 from released import run as runs
 from released import tables
+from released.ablation import COCOMMIT
 from released.benchmarks import TASKS
-
-GOLDEN = Path(__file__).parent.parent / "data" / "golden_a"
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +23,8 @@ def golden(tmp_path_factory):
     """The golden checkpoint in our layout, with room for every prompt, and a random adapter for it."""
     folder = tmp_path_factory.mktemp("golden")
     convert_weights.convert(GOLDEN, folder / "base")
-    change_config(folder / "base", max_len=1024, block_length=8)
+    config = json.loads((folder / "base" / "config.json").read_text()) | {"max_len": 1024, "block_length": 8}
+    (folder / "base" / "config.json").write_text(json.dumps(config))
     model = load_model(folder / "base", "cpu", torch.float32, n_last=2)
     model.add_lora(2, 4, generator("adapter"))
     for name, p in model.named_parameters():
@@ -35,11 +32,6 @@ def golden(tmp_path_factory):
             p.data.copy_(torch.randn(p.shape, generator=generator("adapter", name)) * 0.3)
     save_adapter(model, folder / "cocommit", folder / "base", {"lora_r": 2, "lora_alpha": 4})
     return folder
-
-
-def change_config(folder: Path, **values) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | values))
 
 
 @pytest.fixture
@@ -55,21 +47,23 @@ def run(golden, tmp_path, monkeypatch, capsys):
 
 
 def lines(path: Path) -> list[dict]:
-    """The lines of a run file without what a clock says, and without how many prompts ran beside."""
+    """The lines of a run file without what a clock says."""
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{k: v for k, v in r.items() if k not in ("seconds", "batch")} for r in records]
+    return [{k: v for k, v in r.items() if k != "seconds"} for r in records]
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_task_end_to_end(task, run, tmp_path):
-    code, out, err = run(task, tmp_path / "a.jsonl")
+    flags = {"gpqa": ["--repeats", 2], "mbpp": ["--prefill"]}.get(task, [])
+    code, out, err = run(task, tmp_path / "a.jsonl", *flags)
     assert code == 0, err
-    assert "chat template" in out and "K = 1, n = 2, tau_m2t 0.7, tau_t2t 0.0" in out
     header, *items = lines(tmp_path / "a.jsonl")
-    assert len(items) == len(TASKS[task].load(write_task(tmp_path, task))) > 0
+    assert header["settings"]["row"] == COCOMMIT and COCOMMIT in out
+    published = TASKS[task].load(write_task(tmp_path, task))
+    assert len(items) == len(published) * (2 if task == "gpqa" else 1) > 0
     for item in items:
         assert 0 < item["tokens"] <= 16 and item["nfe"]["full"] >= item["nfe"]["partial"] > 0
-        assert item["settings"] == header["hash"] and (item["correct"] is None) == (TASKS[task].right is None)
+        assert (item["correct"] is None) == (TASKS[task].right is None)
 
 
 def test_killed_half_way_it_goes_on(run, tmp_path, monkeypatch):
@@ -86,68 +80,52 @@ def test_killed_half_way_it_goes_on(run, tmp_path, monkeypatch):
     assert (tmp_path / "a.jsonl").read_bytes() == data
 
 
-def test_several_prompts_at_once_and_shards_are_the_whole(run, tmp_path):
-    assert run("gsm8k", tmp_path / "whole.jsonl")[0] == 0
-    assert run("gsm8k", tmp_path / "batch.jsonl", "--batch", 2)[0] == 0
-    assert lines(tmp_path / "batch.jsonl") == lines(tmp_path / "whole.jsonl")
+def test_shards_and_a_limited_run_are_parts_of_the_whole(run, tmp_path):
+    assert run("gsm8k", tmp_path / "few.jsonl", "--limit", 1)[0] == 0
+    assert len(lines(tmp_path / "few.jsonl")) == 2
+    assert run("gsm8k", tmp_path / "few.jsonl")[0] == 0  # a limit is no setting: the run grows
     for part in ("1/2", "2/2"):
         assert run("gsm8k", tmp_path / f"parts/{part[0]}.jsonl", "--shard", part)[0] == 0
-    (whole,) = tables.read_runs(tmp_path / "parts")
-    assert len(whole.items) == 3 and tables.tally(whole) == tables.tally(tables.read_run(tmp_path / "whole.jsonl")[0])
-    assert run("gsm8k", tmp_path / "few.jsonl", "--limit", 1)[0] == 0
-    assert lines(tmp_path / "few.jsonl") == lines(tmp_path / "whole.jsonl")[:2]
-    assert run("gsm8k", tmp_path / "few.jsonl")[0] == 0  # a limit is no setting: the run grows
-    assert lines(tmp_path / "few.jsonl") == lines(tmp_path / "whole.jsonl")
+    (sharded,) = tables.read_runs(tmp_path / "parts")
+    whole, _ = tables.read_run(tmp_path / "few.jsonl")
+    assert len(sharded.items) == 3 and tables.tally(sharded) == tables.tally(whole)
 
 
 def test_what_a_run_decodes_with(run, golden, tmp_path):
-    """Base: the released gate. With Stage B: edits on any disagreement. Flags come first."""
-    cases = {
-        "base": (["--ckpt", golden / "base"], (0, 0.7, 0.5)),
-        "cocommit": ([], (1, 0.7, 0.0)),
-        "off": (["--n_rounds", 0], (0, 0.7, 0.5)),
-        "gated": (["--tau_t2t", 0.5], (1, 0.7, 0.5)),
-        "no edits": (["--tau_t2t", "none", "--tau_m2t", 0.3], (1, 0.3, None)),
-        "from A": (["--edit_from", "A", "--select", "entropy"], (1, 0.7, 0.0)),
-    }
-    for name, (flags, expected) in cases.items():
-        code, _, err = run("gsm8k", tmp_path / f"{name}.jsonl", "--limit", 1, *flags)
+    """The paper's default, of a base the released gate; or a row of Table 2."""
+    for number, (flags, expected) in enumerate((
+        (["--ckpt", golden / "base"], dict(n_rounds=0, tau_m2t=0.7, tau_t2t=0.5)),
+        ([], dict(n_rounds=1, tau_m2t=0.7, tau_t2t=0.0, edit_from="B", select="confidence", marker=True)),
+        (["--row", "B fills, edits off"], dict(n_rounds=1, tau_m2t=0.7, tau_t2t=None)),
+        (["--row", "adapter, Stage B off, tau_m2t 0.3"], dict(n_rounds=0, tau_m2t=0.3, tau_t2t=0.5)),
+        (["--row", "B fills, A edits"], dict(fill_from="B", edit_from="A", tau_t2t=0.5)),
+    )):  # fmt: skip
+        code, _, err = run("gsm8k", tmp_path / f"{number}.jsonl", "--limit", 1, *flags)
         assert code == 0, err
-        d = lines(tmp_path / f"{name}.jsonl")[0]["settings"]["decoding"]
-        assert (d["n_rounds"], d["tau_m2t"], d["tau_t2t"]) == expected
-        assert (d["max_post_steps"], d["eos_early_stop"], d["temperature"]) == (16, True, 0.0)
-    assert (d["edit_from"], d["fill_from"], d["select"], d["marker"]) == ("A", "B", "entropy", True)
-    parser = runs.build_parser()
-    assert parser.get_default("gen_length") == 16384 and parser.get_default("batch") == 1
+        d = lines(tmp_path / f"{number}.jsonl")[0]["settings"]["decoding"]
+        always = dict(max_post_steps=16, eos_early_stop=True, temperature=0.0, gen_length=16)
+        assert d | expected | always == d
+    assert runs.build_parser().get_default("gen_length") == 16384
 
 
 def test_other_settings_do_not_mix(run, golden, tmp_path):
     out = tmp_path / "a.jsonl"
-    assert run("gpqa", out, "--ckpt", golden / "base")[0] == 0
+    assert run("gpqa", out)[0] == 0
     before = out.read_bytes()
-    other = tmp_path / "base"
-    model = load_model(golden / "base", "cpu", torch.float32)
-    model.lm_head.weight.data[0, 0] += 1
-    runs.replace_file(other / "tokenizer.json", lambda p: p.write_bytes((GOLDEN / "tokenizer.json").read_bytes()))
-    save_model(model, other)
+    template = tmp_path / "template.txt"
+    template.write_text("{question} {A} {B} {C} {D}")
     for flags, word in (
-        (["--tau_m2t", 0.5], "decoding.tau_m2t"),
-        (["--ckpt", golden / "cocommit"], "adapter"),
-        (["--option", "seed=1"], "questions"),
+        (["--row", "Stage B, gated edits"], "decoding.tau_t2t (0.0, 0.5)"),
+        (["--ckpt", golden / "base"], "adapter"),
+        (["--template", template], "questions"),
         (["--dtype", "bf16"], "dtype"),
-        (["--ckpt", other], "model.weights"),
     ):
-        code, _, err = run("gpqa", out, "--ckpt", golden / "base", *flags)
+        code, _, err = run("gpqa", out, *flags)
         assert code == 2 and "other settings" in err and word in err and len(err.splitlines()) == 1
-    # nor is what is no run of these settings touched
-    header, first, *_ = before.splitlines(keepends=True)
-    for damaged, word in (
-        (b"my notes", "no run file"),
-        (header + first[:-20] + b"\n", "run file"),
-        (header + first.replace(json.loads(first)["settings"].encode(), b"0" * 16), "another run"),
-    ):
+    # nor is what is no run file touched
+    for damaged, word in ((b"my notes", "no run file"), (before[:-20] + b"\n", "run file")):
         out.write_bytes(damaged)
-        code, _, err = run("gpqa", out, "--ckpt", golden / "base")
+        code, _, err = run("gpqa", out)
         assert code == 2 and word in err and len(err.splitlines()) == 1
         assert out.read_bytes() == damaged
 
@@ -187,12 +165,10 @@ def test_samples_for_evalplus_are_handed_over(run, tmp_path):
 def test_mistakes_of_a_run(run, tmp_path):
     out = tmp_path / "a.jsonl"
     for flags, word in (
-        (["--option", "repeats=4"], "gsm8k takes template"),
-        (["--option", "template=nowhere"], "nowhere"),
-        (["--shard", "0/2"], "0/2"),
-        (["--n_rounds", 5], "--n_rounds 5"),
-        (["--gen_length", 1024], "gsm8k/0"),  # a prompt and that much do not fit
-        (["--ckpt", tmp_path], "config"),
+        (["--repeats", 4], "--repeats is no option of gsm8k"),
+        (["--template", "nowhere"], "nowhere"),
+        (["--row", "released, tau_m2t 0.5"], "is about the base"),
+        (["--gen_length", 1024], "prompt 1"),  # and that much do not fit
     ):
         code, _, err = run("gsm8k", out, *flags)
         assert code == 2 and word in err and len(err.splitlines()) == 1, (flags, err)
