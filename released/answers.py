@@ -15,9 +15,7 @@ from fractions import Fraction
 BOX = re.compile(r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)\}")  # braces in it: three levels
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# numbers, in English, Chinese and LaTeX
-
+# --- numbers, in English, Chinese and LaTeX
 WIDE = "０１２３４５６７８９．％－−–＋／＝≈：￥（）", "0123456789.%---+/==:¥()"
 CHARACTERS = str.maketrans(*WIDE) | {ord("，"): ", ", ord("½"): " 1/2", ord("¼"): " 1/4", ord("¾"): " 3/4"}
 CN_DIGIT = {char: i for i, char in enumerate("零一二三四五六七八九")} | {"〇": 0, "两": 2}
@@ -136,10 +134,7 @@ def equal_numbers(a: str, b: str) -> bool:
     return any(abs(x - y) < Fraction("1e-3") for x in readings(a) for y in readings(b))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# letters
-
-
+# --- letters
 def find_letter(output: str, letters: str, letter_only: bool) -> str | None:
     r"""The chosen option's letter, or None. Markup (** $ ( \text{) is dropped, then the first rule that applies counts:
 
@@ -168,9 +163,7 @@ def find_letter(output: str, letters: str, letter_only: bool) -> str | None:
     return None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# spans (DROP). A gold is a list of references, each a tuple of spans
-
+# --- spans (DROP). A gold is a list of references, each a tuple of spans
 FLOAT = re.compile(r"\+?(\d+\.?\d*|\.\d+)(e\+?\d+)?|nan|inf(inity)?")  # what float() reads where "-" has split words
 
 
@@ -251,9 +244,7 @@ def drop_scores(extracted: str | None, gold: list[tuple[str, ...]]) -> tuple[flo
     return max(em for em, _ in scores), max(f1 for _, f1 in scores)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# programs
-
+# --- programs
 FENCE = re.compile(r"^([^\n`]*)(`{3,})[ \t]*([\w+-]*)[^\n`]*\n(.*?)(?:^[ \t]*\2|\Z)", re.MULTILINE | re.DOTALL)
 
 

@@ -76,10 +76,7 @@ class Task:
         return items
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# files
-
-
+# --- files
 def read_text(path: Path) -> str:
     """UTF-8 text of a plain or gzip file, told by its first bytes."""
     data = path.read_bytes()
@@ -107,10 +104,8 @@ def texts(where: str, record: dict, *names: str) -> list[str]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# GSM8K: openai/grade-school-math test.jsonl, {"question", "answer"}; the worked answer ends "#### 72"
+# --- GSM8K: openai/grade-school-math test.jsonl, {"question", "answer"}; the worked answer ends "#### 72"
 # CMATH: the test split, {"question", "golden"}
-
 # OpenCompass, 0-shot; lm-evaluation-harness and LLaDA's own runs show 4 or 5 worked examples
 GSM8K_PROMPT = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."
 CMATH_PROMPT = "{question}\n请通过逐步推理来解答问题，并把最终答案放置于\\boxed{}中。"  # DeepSeek-Math
@@ -133,9 +128,7 @@ def right_number(extracted: str | None, gold: str) -> bool:
     return extracted is not None and equal_numbers(extracted, gold)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# GPQA-Diamond: gpqa_diamond.csv, out of the authors' zip. They ask not to publish its records: never print one
-
+# --- GPQA-Diamond: gpqa_diamond.csv, out of the authors' zip. They ask not to publish its records: never print one
 GPQA_PROMPT = (  # simple-evals
     "Answer the following multiple choice question. The last line of your response should be of the following format: "
     "'Answer: $LETTER' (without quotes) where LETTER is one of ABCD. Think step by step before answering.\n\n"
@@ -160,9 +153,7 @@ def read_gpqa(path: Path, repeats: int = 1) -> Rows:
             yield f"{name}#{repeat}", {"question": question} | options, "ABCD"[order.index(0)], extra
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# PIQA: dev.jsonl (or valid.jsonl), {"goal", "sol1", "sol2"}, and a file of labels, one 0 or 1 a line
-
+# --- PIQA: dev.jsonl (or valid.jsonl), {"goal", "sol1", "sol2"}, and a file of labels, one 0 or 1 a line
 PIQA_PROMPT = "{goal}\nA. {sol1}\nB. {sol2}\nAnswer with the letter A or B.\nAnswer:"  # OpenCompass + our line
 
 
@@ -175,9 +166,7 @@ def read_piqa(path: Path) -> Rows:
         yield "", {"goal": goal, "sol1": first, "sol2": second}, gold, {"letters": "AB", "letter_only": True}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# DROP: simple-evals' drop_v0_dev.jsonl.gz, {"context", "ref_text"}; golds as "a|b and c"
-
+# --- DROP: simple-evals' drop_v0_dev.jsonl.gz, {"context", "ref_text"}; golds as "a|b and c"
 DROP_PROMPT = (  # simple-evals without its 3 examples; what the answer line may hold is our addition
     "You will be asked to read a passage and answer a question.\n\nPassage: {passage}\nQuestion: {question}\n\n"
     'Think step by step, then write a line of the form "Answer: $ANSWER" at the end of your response. '
@@ -198,9 +187,7 @@ def read_drop(path: Path) -> Rows:
         yield "", {"passage": shape[1], "question": shape[2]}, gold, {}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# HumanEval+ and MBPP+: the EvalPlus releases; its harness judges, see run.py
-
+# --- HumanEval+ and MBPP+: the EvalPlus releases; its harness judges, see run.py
 CODE_PROMPT = (  # EvalPlus; simple-evals and OpenCompass word it differently
     "Please provide a self-contained Python script that solves the following problem in a markdown code block:\n"
     "```\n{problem}\n```\n"
@@ -221,9 +208,7 @@ def read_code(path: Path, family: str, prefill: bool = False) -> Rows:
         yield name, {"problem": prompt.strip()}, prompt + solution, extra
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# who does what
-
+# --- who does what
 NUMBERS = dict(find=lambda output, item: find_number(output), right=right_number)
 LETTERS = dict(find=lambda output, item: find_letter(output, **item.extra), right=lambda found, gold: found == gold)
 SPANS = dict(

@@ -48,10 +48,7 @@ DROPPED = {
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# adapters
-
-
+# --- adapters
 @dataclass
 class Adapter:
     settings: dict  # adapter.json
@@ -116,10 +113,7 @@ def to_peft(src: Path, out: Path) -> None:
     print(f"wrote {out}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# a checkpoint -> released
-
-
+# --- a checkpoint -> released
 def released_config(cfg: Config) -> dict:
     """A released config.json for a model that was not converted from one."""
     fields = {name: getattr(cfg, field) for name, field in FIELDS.items()}

@@ -43,10 +43,7 @@ KERNEL_WIDTH = 16
 UNPACKED = 2**20  # numbers of a matrix that are unpacked at a time: what a CPU's caches hold
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# numbers
-
-
+# --- numbers
 def row_scales(w: Tensor) -> Tensor:
     """(..., N, K) any float -> (..., N) bfloat16: the least scales for which no number leaves -127 .. 127."""
     exact = w.abs().amax(-1).float() / 127
@@ -94,10 +91,7 @@ def multiply(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
     return torch.cat(products, dim=1) * scale.to(x.dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the model's layers, with such weights
-
-
+# --- the model's layers, with such weights
 def int8_buffers(module: nn.Module, name: str) -> None:
     """The parameter `name` becomes two buffers, which nothing trains: the numbers, and `name`_scale."""
     shape = getattr(module, name).shape
@@ -182,10 +176,7 @@ def load_weights(model: Model, folder: Path, device: torch.device | str, dtype: 
     model.compute_dtype = dtype
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# converting
-
-
+# --- converting
 def int8_tensors(found: dict[str, Stored], names: list[str], matrices: set[str]) -> dict[str, Tensor]:
     """The tensors of a shard: matrices as numbers and scales, everything else as it is."""
     tensors = {}

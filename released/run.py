@@ -18,7 +18,7 @@ import hashlib
 import json
 import time
 from argparse import Namespace
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -29,7 +29,7 @@ from lib.show import check_prompt
 from lib.tokenizer import Tokenizer
 from lib.util import Parser, bounded, command, fail, pick_device, reading, replace_file
 from model import Model
-from released.ablation import BASE, COCOMMIT, MECHANISM, Switches, plain, switched, variant
+from released.ablation import BASE, COCOMMIT, MECHANISM, decoding_of
 from released.benchmarks import TASKS, Item, read_jsonl
 from released.chat import chat
 from released.tables import Run, differences, digest, evalplus_folder, read_run, summary
@@ -68,10 +68,7 @@ def shard(text: str) -> tuple[int, int]:
     return part, n
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# what is asked, and how it is decoded
-
-
+# --- what is asked, and how it is decoded
 def load_items(args: Namespace) -> tuple[list[Item], dict]:
     """The task's items, and its options as a run file has them."""
     task = TASKS[args.task]
@@ -96,28 +93,25 @@ def encode(item: Item, tokenizer: Tokenizer) -> list[int]:
     return tokenizer.encode(text + item.extra.get("prefill", ""))
 
 
-def decoder(args: Namespace, model: Model) -> tuple[str | None, Decoding, Switches]:
+def decoder(args: Namespace, model: Model) -> tuple[str | None, Decoding]:
     """(the row of Table 2, its settings); a head has settings of its own and is in no table."""
     if model.second_look is not None and args.row is None:
-        d = Decoding(gen_length=args.gen_length, **decoding_defaults(args.ckpt))
-        return None, d, Switches()
+        return None, Decoding(gen_length=args.gen_length, **decoding_defaults(args.ckpt))
 
     trained = "adapter" if model.markers.any() else "base"
     row = args.row or {"adapter": COCOMMIT, "base": BASE}[trained]
-    weights, changes, *_ = MECHANISM[row]
+    weights, *_ = MECHANISM[row]
     if weights != trained:
         fail(f"--row {row!r} is about the {weights}, and {args.ckpt} is the {trained}")
-    d, switches = variant(changes, model.cfg.n_rounds)
-    return row, replace(d, gen_length=args.gen_length), switches
+    return row, replace(decoding_of(row, model.cfg.n_rounds), gen_length=args.gen_length)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# run files
-
-
-def identity(args: Namespace, items: list[Item], options: dict, model: Model) -> dict:
-    """Everything that changes an output, as JSON; where files lie, and how the work is cut up, does not. Of the
-    decoder `run_task` adds it."""
+# --- run files
+def identity(
+    args: Namespace, items: list[Item], options: dict, model: Model, row: str | None, d: Decoding
+) -> dict:  # fmt: skip
+    """Everything that changes an output, as JSON; where files lie, and how the work is cut up, does not."""
+    decoding = {f.name: getattr(d, f.name) for f in fields(d) if f.name not in ("select", "look")}
     adapter = None
     if base_of(args.ckpt) != args.ckpt:
         adapter = hashlib.sha256((args.ckpt / "adapter.safetensors").read_bytes()).hexdigest()[:16]
@@ -128,6 +122,8 @@ def identity(args: Namespace, items: list[Item], options: dict, model: Model) ->
         "model": asdict(model.cfg) | {"weights": fingerprint(base_of(args.ckpt))},
         "adapter": adapter,
         "partial_cost": model.partial_cost,
+        "row": row,
+        "decoding": decoding,
         "dtype": args.dtype,
     }
 
@@ -155,10 +151,7 @@ def line(record: dict) -> bytes:
     return (json.dumps(record, ensure_ascii=False) + "\n").encode()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# one run
-
-
+# --- one run
 def run_task(args: Namespace) -> None:
     """What is missing from the run file, and for code the samples."""
     if args.out.suffix != ".jsonl":
@@ -173,14 +166,13 @@ def run_task(args: Namespace) -> None:
     tokenizer = load_tokenizer(args.ckpt, model.cfg.tokenizer)
     if tokenizer is None:
         fail(f"{args.ckpt} has no tokenizer (a toy's tokens are numbers): it cannot read {task.title}")
-    row, d, switches = decoder(args, model)
+    row, d = decoder(args, model)
 
     # what is to do
-    settings = identity(args, items, options, model) | {"row": row, "decoding": plain(d, switches)}
-    run = open_run(args.out, settings)
+    run = open_run(args.out, identity(args, items, options, model, row, d))
     todo = [item for item in mine if item.id not in run.items]
     print(f"{task.title}, {row or 'a head'}: {len(mine)} items, {len(todo)} to go")
-    answer(model, tokenizer, switched(d, switches), todo, run, args.out)
+    answer(model, tokenizer, d, todo, run, args.out)
 
     print(f"{task.title}: {summary(run)}")
     if task.f1 and run.items:
@@ -214,10 +206,7 @@ def answer(model: Model, tokenizer: Tokenizer, d: Decoding, todo: list[Item], ru
             run.items[item.id] = record
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# HumanEval+ and MBPP+: EvalPlus judges, outside this process
-
-
+# --- HumanEval+ and MBPP+: EvalPlus judges, outside this process
 def hand_over(args: Namespace, run: Run) -> None:
     """Write the samples for EvalPlus, and print the command that scores them."""
     folder = evalplus_folder(args.out)

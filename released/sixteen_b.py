@@ -30,10 +30,7 @@ from sample import Decoding, generate
 # B block_length, L layers, n = n_last, K = n_rounds
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# a random checkpoint
-
-
+# --- a random checkpoint
 def random_tensor(name: str, shape: list[int]) -> Tensor:
     """A function of its name. Norms are ones, router biases zeros; a matrix is normal, of a size that keeps a sum over
     a row at 1."""
@@ -60,10 +57,7 @@ def write(out: Path, layers: int) -> None:
     write_checkpoint(out, [partial(random_shard, shard) for shard in plan(cfg)], files)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# time
-
-
+# --- time
 def seconds_of(run: Callable[[], object], repeats: int = 5) -> float:
     """Median of some runs after an untimed one."""
     taken = []

@@ -39,10 +39,7 @@ PAPER = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# run files
-
-
+# --- run files
 @dataclass
 class Run:
     settings: dict
@@ -112,10 +109,7 @@ def judge(path: Path, run: Run) -> None:
                 run.items[name]["correct"] = sample["base_status"] == sample["plus_status"] == "pass"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# what a run says
-
-
+# --- what a run says
 @dataclass
 class Tally:
     right: int
@@ -169,10 +163,7 @@ def difference_se(p: float, q: float, n: int) -> float:
     return math.sqrt((p * (1 - p) + q * (1 - q)) / n)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the rows of the tables
-
-
+# --- the rows of the tables
 @dataclass
 class Row:
     label: str
@@ -224,9 +215,7 @@ def pick(runs: list[Run], row: Row) -> Run | None:
     return found[0] if found else None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# their cells
-
+# --- their cells
 HEAD = ["", "items", "score", "95 %", "delta", "95 %, paired", "NFE/token", "in all"]
 HEAD += ["| paper:", "delta", "noise", "NFE/token"]
 LEGEND = (

@@ -1,13 +1,14 @@
-"""The switches of Table 2: none set, the decoder for use; each set, what it says. `pytest tests/released`"""
+"""The rows of Table 2: what each may have in the place of the paper's method. `pytest tests/released`"""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from common import caller, random_ids, tiny_model
 
 import train
 from released import ablation
-from released.ablation import MECHANISM, Switches, switched
+from released.ablation import MECHANISM, decoding_of, least_entropic, mixed, unmarked
 from sample import Decoding, denoise, generate
 
 
@@ -15,13 +16,10 @@ def prompt(n: int) -> list[int]:
     return random_ids(1, n, 100)[0].tolist()
 
 
-def test_with_no_switch_set_it_is_the_decoder_for_use():
-    d = Decoding(tau_m2t=0.4, n_rounds=2)
-    assert switched(d, Switches()) is d
-    # and a look that takes everything from Stage B is Stage B's
+def test_a_look_that_takes_everything_from_stage_b_is_stage_b():
     d = Decoding(gen_length=30, tau_m2t=0.4, tau_t2t=0.5, max_post_steps=2, temperature=0.8)
     prompts = [prompt(n) for n in (3, 8, 13)]
-    same = replace(d, look=lambda *what: ablation.switched_look(Switches(), *what))
+    same = replace(d, look=partial(mixed, "B", "B"))
     model = tiny_model()
     assert generate(model, prompts, same, seed=4) == generate(model, prompts, d, seed=4)
 
@@ -29,12 +27,10 @@ def test_with_no_switch_set_it_is_the_decoder_for_use():
 def test_without_marker_stage_b_writes_what_stage_a_would():
     model = tiny_model()
     d = Decoding(gen_length=24, tau_m2t=0.3, tau_t2t=0.5)
-    off = generate(model, [prompt(5)], replace(d, n_rounds=0))[0]
-    marked = generate(model, [prompt(5)], d)[0]
-    unmarked = generate(model, [prompt(5)], switched(d, Switches(marker=False)))[0]
-    from_a = generate(model, [prompt(5)], switched(d, Switches(fill_from="A", edit_from="A")))[0]
-    assert unmarked.tokens == off.tokens == from_a.tokens != marked.tokens
-    assert unmarked.nfe["partial"] == from_a.nfe["partial"] > 0 == off.nfe["partial"]
+    decoders = {"off": dict(n_rounds=0), "on": {}, "A": dict(look=partial(mixed, "A", "A")), "no": dict(look=unmarked)}
+    found = {name: generate(model, [prompt(5)], replace(d, **change))[0] for name, change in decoders.items()}
+    assert found["no"].tokens == found["off"].tokens == found["A"].tokens != found["on"].tokens
+    assert found["no"].nfe["partial"] == found["A"].nfe["partial"] > 0 == found["off"].nfe["partial"]
 
 
 class Engine:
@@ -65,10 +61,14 @@ def one_step(engine: Engine, z: list[int], d: Decoding):
 
 def test_whose_logits_fill_and_whose_edit():
     engine = Engine([[0.0] * 7 + [9.0] + [0.0] * 2] * 5)
-    for fill, edit in ((5, 5), (5, 7), (7, 5), (7, 7)):
-        stages = {5: "B", 7: "A"}
-        d = switched(Decoding(tau_t2t=0.0), Switches(fill_from=stages[fill], edit_from=stages[edit]))
-        assert one_step(engine, [9, 9, 1, 2, 3], d).after.tolist() == [[fill, fill, edit, edit, edit]]
+    for row, (fill, edit) in {
+        "Stage B, gated edits": (5, 5),
+        "B fills, A edits": (5, 7),
+        "A fills, B edits": (7, 5),
+        "adapter, Stage B off": (7, 7),
+    }.items():
+        after = one_step(engine, [9, 9, 1, 2, 3], decoding_of(row, 1)).after
+        assert after.tolist() == [[fill, fill, edit, edit, edit]]
 
 
 def test_selection_by_entropy_by_hand():
@@ -80,7 +80,7 @@ def test_selection_by_entropy_by_hand():
     z, d = [9, 9, 9, 9, 1], Decoding(tau_m2t=0.7, tau_t2t=None, n_rounds=0)
     assert one_step(engine, z, d).bundle.tolist() == [[True, True, False, False, False]]
     # entropies: 0.545, 0.940, 0.673, 0.688; the last position is not masked
-    d = switched(d, Switches(select="entropy"))
+    d = replace(d, select=least_entropic)
     assert one_step(engine, z, d).bundle.tolist() == [[True, False, True, False, False]]
 
 

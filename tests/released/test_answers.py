@@ -179,9 +179,7 @@ def test_drop_f1_pairs_spans_for_the_greatest_sum():
     assert answers.exact_match_and_f1(["red fox", "red"], ["red", "red cat"]) == (0.0, 0.75)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# code extraction by hand. F stands for the entry point, P for the problem's own header, ~ for a backtick
-
+# --- code extraction by hand. F stands for the entry point, P for the problem's own header, ~ for a backtick
 BODY = "def F(x):\n    return x\n"
 BLOCKS = {
     "python": (f"~~~python\n{BODY}~~~", BODY),

@@ -27,10 +27,7 @@ FILES = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# records by hand, in the published shapes
-
-
+# --- records by hand, in the published shapes
 def code_record(name: str, prompt: str, entry: str, solution: str, plus: list) -> dict:
     inputs = {"base_input": [[1], [2]], "plus_input": plus, "contract": "", "atol": 0}
     return {"task_id": name, "prompt": prompt, "entry_point": entry, "canonical_solution": solution} | inputs
@@ -128,10 +125,7 @@ def test_every_item_loads_and_its_gold_is_right(name, bench_folder, tmp_path):
         assert not task.right(task.find("", item), item.gold), item.id
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# prompts
-
-
+# --- prompts
 def test_the_prompts_are_those_of_the_named_sources(tmp_path):
     first = {name: TASKS[name].load(write_task(tmp_path, name))[0] for name in FILES}
     assert first["gsm8k"].prompt == (
@@ -183,9 +177,7 @@ def test_files_may_be_plain_or_gzip_and_have_a_byte_order_mark(tmp_path):
     assert TASKS["gsm8k"].load(path) == expected
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# files that would give wrong questions or golds
-
+# --- files that would give wrong questions or golds
 DAMAGED = [
     ("gsm8k", b"\n\n", "holds no record"),
     ("gsm8k", gzip.compress(b"x" * 100)[:-9], "GSM8K file"),

@@ -34,10 +34,7 @@ def ours(tmp_path_factory) -> Path:
     return folder
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# there and back
-
-
+# --- there and back
 @pytest.mark.parametrize("name", VARIANTS)
 def test_round_trip_is_exact(name, run, tmp_path):
     tensors, config = variant(name)
@@ -70,10 +67,7 @@ def test_a_model_trained_here_exports_and_converts_back(run, tmp_path):
         assert k == "markers" or torch.equal(v, back.state_dict()[k]), k
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# adapters
-
-
+# --- adapters
 def adapter(ours: Path, folder: Path, in_stage_b_alone: bool = False):
     """A folder as train.py writes it, with random LoRA and markers -> the model with it."""
     model = load_model(ours, "cpu", torch.float32, n_last=2, n_rounds=2).eval()

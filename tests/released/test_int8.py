@@ -64,10 +64,7 @@ def random_matrix(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# numbers
-
-
+# --- numbers
 def test_a_matrix_by_hand():
     # 63.5 = 127 / 2, so the first row's scale is 1/2; halves go to the even number; a row of zeros has scale 1
     w = torch.tensor([[63.5, -1.0, 0.25, 0.75], [0.0, 0.0, 0.0, 0.0], [-254.0, 3.0, 1.9, 127.0]])
@@ -119,10 +116,7 @@ def test_the_kernel_gets_only_what_it_can_read():
         torch.testing.assert_close(int8.multiply(x, numbers, scale).float(), expected, rtol=2**-6, atol=2**-6)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the model
-
-
+# --- the model
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_model_is_that_of_the_floats(tied, tmp_path):
     """Logits of both stages, and the gradients of adapters and markers."""
@@ -209,10 +203,7 @@ def test_weights_stay_in_their_files(experts):
         assert any(int(start, 16) <= at < int(rest.split()[0], 16) for start, rest, *_ in places)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# converting
-
-
+# --- converting
 def test_every_matrix_is_converted_and_nothing_else(experts):
     ours, small = tensors(experts / "ours"), tensors(experts / "int8")
     matrices = {name for name, t in small.items() if t.dtype == torch.int8}

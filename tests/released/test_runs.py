@@ -95,10 +95,9 @@ def test_what_a_run_decodes_with(run, golden, tmp_path):
     """The paper's default, of a base the released gate; or a row of Table 2."""
     for number, (flags, expected) in enumerate((
         (["--ckpt", golden / "base"], dict(n_rounds=0, tau_m2t=0.7, tau_t2t=0.5)),
-        ([], dict(n_rounds=1, tau_m2t=0.7, tau_t2t=0.0, edit_from="B", select="confidence", marker=True)),
+        ([], dict(n_rounds=1, tau_m2t=0.7, tau_t2t=0.0)),
         (["--row", "B fills, edits off"], dict(n_rounds=1, tau_m2t=0.7, tau_t2t=None)),
         (["--row", "adapter, Stage B off, tau_m2t 0.3"], dict(n_rounds=0, tau_m2t=0.3, tau_t2t=0.5)),
-        (["--row", "B fills, A edits"], dict(fill_from="B", edit_from="A", tau_t2t=0.5)),
     )):  # fmt: skip
         code, _, err = run("gsm8k", tmp_path / f"{number}.jsonl", "--limit", 1, *flags)
         assert code == 0, err

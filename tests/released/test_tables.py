@@ -121,10 +121,7 @@ def test_the_papers_figures():
     assert [round(sum(row[k] for row in MECHANISM.values()), 2) for k in (2, 3)] == [1487.26, 4.3]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# statistics
-
-
+# --- statistics
 def test_bootstrap():
     x = np.repeat([1.0, 0.0], [100, 300])
     low, high = tables.bootstrap(x, np.random.default_rng(0))
