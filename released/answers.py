@@ -177,24 +177,16 @@ def find_spans(output: str) -> str | None:
     return re.sub(r"\A\$([^$]+)\$\Z", r"\1", answer) or None
 
 
-def without_punctuation(text: str) -> str:
-    return "".join(char for char in text if char not in string.punctuation)
-
-
-def without_articles(text: str) -> str:
-    return re.sub(r"\b(a|an|the)\b", " ", text)
-
-
 def normalised(text: str) -> str:
     """DROP's official normalisation (AllenNLP), traps included: 7.6% -> 76.0, $5.50 -> 550.0, -5 -> 5.0."""
     words = []
     for token in re.split(" |-", text.lower()):
         if not FLOAT.fullmatch(token):
-            token = without_punctuation(token)
+            token = "".join(char for char in token if char not in string.punctuation)
         if FLOAT.fullmatch(token):
             words.append(str(float(token)))
         else:
-            words += without_articles(token).split()
+            words += re.sub(r"\b(a|an|the)\b", " ", token).split()
     return " ".join(words)
 
 
@@ -232,15 +224,14 @@ def bag_f1(bag: set[str], gold: set[str]) -> float:
 
 def drop_scores(extracted: str | None, gold: list[tuple[str, ...]]) -> tuple[float, float]:
     """EM and F1, each the best over references and, for a reference of several spans, over ways to cut the answer."""
-    scores = [(0.0, 0.0)]
     if extracted is None:
-        return scores[0]
+        return 0.0, 0.0
+    scores = []
     for reference in gold:
-        ways = [[extracted]]
+        scores.append(exact_match_and_f1([extracted], reference))
         if len(reference) > 1:
             for cut in (r"\s*;\s*", r"\s+and\s+", r",?\s+and\s+|[,;]\s+"):
-                ways.append(re.split(cut, extracted))
-        scores += [exact_match_and_f1(spans, reference) for spans in ways]
+                scores.append(exact_match_and_f1(re.split(cut, extracted), reference))
     return max(em for em, _ in scores), max(f1 for _, f1 in scores)
 
 

@@ -20,16 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.util import fail, reading
-from released.answers import (
-    clean,
-    drop_scores,
-    equal_numbers,
-    find_code,
-    find_letter,
-    find_number,
-    find_spans,
-    numbers,
-)
+from released.answers import clean, drop_scores, equal_numbers, find_code, find_letter, find_number, find_spans, numbers
 
 Rows = Iterator[tuple[str, dict[str, str], Any, dict]]  # id ("": number it), what fills the prompt, gold, extra
 
@@ -85,27 +76,23 @@ def read_text(path: Path) -> str:
     return data.decode("utf-8-sig")
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[str, dict]]:
-    """("line 3", record) for each line that is not blank."""
+def read_jsonl(path: Path) -> list[dict]:
+    """A record for each line that is not blank."""
     # not splitlines(): a string may hold U+2028
-    for number, line in enumerate(read_text(path).split("\n"), 1):
-        if line.strip():
-            yield f"line {number}", json.loads(line)
+    return [json.loads(line) for line in read_text(path).split("\n") if line.strip()]
 
 
-def texts(where: str, record: dict, *names: str) -> list[str]:
+def texts(record: dict, *names: str) -> list[str]:
     """The named fields as text. A question without its text is no question."""
-    found = []
     for name in names:
-        value = record.get(name)
-        if isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value).strip():
-            raise ValueError(f'{where}: field "{name}" is missing, blank or no text')
-        found.append(str(value))
-    return found
+        if record[name] is None or not str(record[name]).strip():
+            raise ValueError(f'field "{name}" is blank')
+    return [str(record[name]) for name in names]
 
 
 # --- GSM8K: openai/grade-school-math test.jsonl, {"question", "answer"}; the worked answer ends "#### 72"
 # CMATH: the test split, {"question", "golden"}
+
 # OpenCompass, 0-shot; lm-evaluation-harness and LLaDA's own runs show 4 or 5 worked examples
 GSM8K_PROMPT = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."
 CMATH_PROMPT = "{question}\n请通过逐步推理来解答问题，并把最终答案放置于\\boxed{}中。"  # DeepSeek-Math
@@ -113,19 +100,14 @@ CMATH_PROMPT = "{question}\n请通过逐步推理来解答问题，并把最终�
 
 def read_numbers(path: Path, question: str, answer: str, mark: str) -> Rows:
     """Questions whose gold is the one number that follows `mark` in the field `answer`, kept as written ("27.3%")."""
-    for where, record in read_jsonl(path):
-        asked, text = texts(where, record, question, answer)
+    for record in read_jsonl(path):
+        asked, text = texts(record, question, answer)
         if mark:
             text = text.partition(mark)[2]
         found = numbers(clean(text))
         if len(found) != 1:
-            raise ValueError(f'{where}: "{answer}" does not give one number after "{mark}"')
+            raise ValueError(f'"{answer}: {text}" does not give one number after "{mark}"')
         yield "", {"question": asked}, found[0], {}
-
-
-def right_number(extracted: str | None, gold: str) -> bool:
-    """The same number in any reading; no number is wrong."""
-    return extracted is not None and equal_numbers(extracted, gold)
 
 
 # --- GPQA-Diamond: gpqa_diamond.csv, out of the authors' zip. They ask not to publish its records: never print one
@@ -145,7 +127,7 @@ def read_gpqa(path: Path, repeats: int = 1) -> Rows:
     rng = random.Random(0)
     for repeat in range(repeats):
         for number, row in enumerate(rows, 1):
-            question, *answers = texts(f"record {number}", row, *GPQA_COLUMNS)
+            question, *answers = texts(row, *GPQA_COLUMNS)
             order = rng.sample(range(4), 4)
             options = {letter: answers[i] for letter, i in zip("ABCD", order, strict=True)}
             name = row.get("Record ID") or f"gpqa/{number}"
@@ -160,8 +142,8 @@ PIQA_PROMPT = "{goal}\nA. {sol1}\nB. {sol2}\nAnswer with the letter A or B.\nAns
 def read_piqa(path: Path) -> Rows:
     """Options keep their order, as in all harnesses. The labels of dev.jsonl are dev-labels.lst, beside it."""
     labels = read_text(path.with_name(path.name.partition(".")[0] + "-labels.lst")).split()
-    for (where, record), label in zip(read_jsonl(path), labels, strict=True):
-        goal, first, second = texts(where, record, "goal", "sol1", "sol2")
+    for record, label in zip(read_jsonl(path), labels, strict=True):
+        goal, first, second = texts(record, "goal", "sol1", "sol2")
         gold = {"0": "A", "1": "B"}[label]
         yield "", {"goal": goal, "sol1": first, "sol2": second}, gold, {"letters": "AB", "letter_only": True}
 
@@ -177,11 +159,11 @@ DROP_PROMPT = (  # simple-evals without its 3 examples; what the answer line may
 def read_drop(path: Path) -> Rows:
     """`gold` is a list of references, each a tuple of spans. The file joins a reference's spans with " and ", which
     one span may hold too: both readings count."""
-    for where, record in read_jsonl(path):
-        context, references = texts(where, record, "context", "ref_text")
+    for record in read_jsonl(path):
+        context, references = texts(record, "context", "ref_text")
         shape = re.fullmatch(r"Passage: (.*)\nQuestion: (.*?)\nAnswer:\s*", context, re.DOTALL)
         if shape is None or not references.strip("| "):
-            raise ValueError(f'{where}: no "Passage: ... Question: ... Answer:", or no answer')
+            raise ValueError('no "Passage: ... Question: ... Answer:", or no answer')
         gold = [(reference,) for reference in references.split("|") if reference.strip()]
         gold += [tuple(reference.split(" and ")) for (reference,) in gold if " and " in reference]
         yield "", {"passage": shape[1], "question": shape[2]}, gold, {}
@@ -200,16 +182,19 @@ PREFILL = (  # starts the assistant's turn, as EvalPlus does; off, since other h
 
 def read_code(path: Path, family: str, prefill: bool = False) -> Rows:
     """`gold` is the canonical program, `extra["prefill"]` what the caller starts the assistant's turn with."""
-    for where, record in read_jsonl(path):
-        name, prompt, entry, solution = texts(where, record, "task_id", "prompt", "entry_point", "canonical_solution")
+    for record in read_jsonl(path):
+        name, prompt, entry, solution = texts(record, "task_id", "prompt", "entry_point", "canonical_solution")
         if not name.startswith(family) or "plus_input" not in record:  # the original files have no "plus_input"
-            raise ValueError(f"{where}: not a record of EvalPlus's {family} file")
+            raise ValueError(f"{name}: not a record of EvalPlus's {family} file")
         extra = {"entry_point": entry, "code": prompt, "prefill": PREFILL if prefill else ""}
         yield name, {"problem": prompt.strip()}, prompt + solution, extra
 
 
 # --- who does what
-NUMBERS = dict(find=lambda output, item: find_number(output), right=right_number)
+NUMBERS = dict(
+    find=lambda output, item: find_number(output),
+    right=lambda found, gold: found is not None and equal_numbers(found, gold),
+)
 LETTERS = dict(find=lambda output, item: find_letter(output, **item.extra), right=lambda found, gold: found == gold)
 SPANS = dict(
     find=lambda output, item: find_spans(output),

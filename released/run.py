@@ -212,7 +212,7 @@ def hand_over(args: Namespace, run: Run) -> None:
     folder = evalplus_folder(args.out)
     samples = [{"task_id": name, "solution": record["extracted"] or ""} for name, record in run.items.items()]
     # EvalPlus wants a sample of every problem that it is given
-    problems = [record for _, record in read_jsonl(args.task_file) if record["task_id"] in run.items]
+    problems = [record for record in read_jsonl(args.task_file) if record["task_id"] in run.items]
     for name, records in (("samples.jsonl", samples), ("dataset.jsonl", problems)):
         data = b"".join(map(line, records))
         replace_file(folder / name, lambda path, data=data: path.write_bytes(data))
