@@ -18,23 +18,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import convert_weights
 from checkpoint import base_of, check_base, check_fit, read_config, read_tensors, save_tensors
-from convert_weights import (
-    FIELDS,
-    INDEX,
-    MUST_BE,
-    NAMES,
-    TEXT,
-    Plan,
-    Stored,
-    copies,
-    copy_file,
-    plan,
-    prepare,
-    read,
-    survey,
-    write_checkpoint,
-)
+from convert_weights import Plan, Stored, copies, copy_file, plan, read, survey, write_checkpoint
 from lib.config import Config
 from lib.tokenizer import learn_bpe
 from lib.util import Parser, command, fail, read_json, reading, write_json
@@ -79,17 +65,12 @@ def save_markers(path: Path, markers: Tensor, n_last: int) -> None:
 
 def to_peft(src: Path, out: Path) -> None:
     adapter = read_adapter(src)
-    released = {own: name for name, own in NAMES.items()}
     renamed = {}
-    layers = set()
-    modules = set()
     for name, tensor in adapter.lora.items():
         # layers.3.attn.qkv.lora_A -> base_model.model.model.layers.3.attention.query_key_value.lora_A.weight
-        _, i, _, module, side = name.split(".")
-        theirs = released[f"layers.{{i}}.attn.{module}.weight"].format(i=i).removesuffix(".weight")
-        renamed[f"base_model.model.{theirs}.{side}.weight"] = tensor
-        layers.add(int(i))
-        modules.add(theirs.split(".")[-1])
+        module, side = name.rsplit(".", 1)
+        (theirs,) = convert_weights.released_names(f"{module}.weight", 0)
+        renamed[f"base_model.model.{theirs.removesuffix('weight')}{side}.weight"] = tensor
 
     config = {
         "peft_type": "LORA",
@@ -100,13 +81,15 @@ def to_peft(src: Path, out: Path) -> None:
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
-        "target_modules": sorted(modules),
+        "target_modules": ["dense", "query_key_value"],
     }
     if adapter.in_stage_b_alone:
         print("note: this adapter acts in Stage B only; PEFT users must switch it off in Stage A")
-        config |= {"layers_to_transform": sorted(layers), "layers_pattern": "layers"}
+        n_layer = adapter.settings["model"]["n_layer"]
+        config["layers_to_transform"] = list(range(n_layer - adapter.n_last, n_layer))
+        config["layers_pattern"] = "layers"
 
-    prepare(out, ["adapter_model.safetensors", "markers.safetensors", "adapter_config.json"])
+    convert_weights.prepare(out, ["adapter_model.safetensors", "markers.safetensors", "adapter_config.json"])
     save_tensors(out / "adapter_model.safetensors", renamed, {"format": "pt"})
     save_markers(out / "markers.safetensors", adapter.markers, adapter.n_last)
     write_json(out / "adapter_config.json", config)
@@ -116,9 +99,9 @@ def to_peft(src: Path, out: Path) -> None:
 # --- a checkpoint -> released
 def released_config(cfg: Config) -> dict:
     """A released config.json for a model that was not converted from one."""
-    fields = {name: getattr(cfg, field) for name, field in FIELDS.items()}
+    fields = {name: getattr(cfg, field) for name, field in convert_weights.FIELDS.items()}
     rotary = {"partial_rotary_factor": cfg.rotary_dim / cfg.head_dim, "rotary_dim": cfg.rotary_dim}
-    return {**MUST_BE, **fields, **rotary, "pad_token_id": cfg.eos_id, "use_cache": False}
+    return {**convert_weights.MUST_BE, **fields, **rotary, "pad_token_id": cfg.eos_id, "use_cache": False}
 
 
 def released_tensors(
@@ -161,7 +144,7 @@ def to_hf(src: Path, out: Path) -> None:
         (markers,) = read([found["markers"]])
 
     # what goes with the weights, its own released config where it was converted from one
-    files = copies(base, *TEXT)
+    files = copies(base, *convert_weights.TEXT)
     if cfg.tokenizer == "bytes":  # a word in our config; there it is a file, and the converter reads the ids from it
         files["tokenizer.json"] = partial(write_json, value=learn_bpe([], 258))
     if markers is not None:
@@ -171,8 +154,9 @@ def to_hf(src: Path, out: Path) -> None:
         files["config.json"] = partial(copy_file, base / "released_config.json")
 
     bias_dtype = "F32"
-    if (base / INDEX).exists():
-        bias_dtype = read_json(base / INDEX, "weight index")["metadata"].get("released_expert_bias", "F32")
+    index = base / convert_weights.INDEX
+    if index.exists():
+        bias_dtype = read_json(index, "weight index")["metadata"].get("released_expert_bias", "F32")
     makers = [partial(released_tensors, found, shard, adapter, bias_dtype) for shard in shards]
     write_checkpoint(out, makers, files)
 

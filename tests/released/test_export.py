@@ -131,11 +131,11 @@ def test_what_is_not_exported(run, ours, tmp_path):
     adapter(ours, tmp_path / "adapter")
     path = tmp_path / "adapter" / "adapter.json"
     settings = json.loads(path.read_text())
-    for to in ("hf", "peft"):
-        path.write_text(json.dumps(settings | {"head": {"module": "beyond.head"}}))
-        assert "is a head" in run.fails("--to", to, "--src", tmp_path / "adapter", "--out", tmp_path / "out")
-        path.write_text(json.dumps(settings | {"base_fingerprint": "another"}))
-        assert "another" in run.fails("--to", to, "--src", tmp_path / "adapter", "--out", tmp_path / "out")
+    head = {"head": {"module": "beyond.head"}}
+    for change, says in ((head, "is a head"), ({"base_fingerprint": "another"}, "another")):
+        path.write_text(json.dumps(settings | change))
+        for to in ("hf", "peft"):
+            assert says in run.fails("--to", to, "--src", tmp_path / "adapter", "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     before = {p.name: p.stat().st_mtime_ns for p in ours.iterdir()}
     assert "already holds" in run.fails("--to", "hf", "--src", ours, "--out", ours)
