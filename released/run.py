@@ -151,36 +151,7 @@ def line(record: dict) -> bytes:
     return (json.dumps(record, ensure_ascii=False) + "\n").encode()
 
 
-# --- one run
-def run_task(args: Namespace) -> None:
-    """What is missing from the run file, and for code the samples."""
-    if args.out.suffix != ".jsonl":
-        fail("--out is named *.jsonl")
-    task = TASKS[args.task]
-    items, options = load_items(args)
-    part, parts = args.shard
-    mine = items[: args.limit or None][part - 1 :: parts]
-
-    # the model, and how it decodes
-    model = load_model(args.ckpt, pick_device(args.device), DTYPES[args.dtype])
-    tokenizer = load_tokenizer(args.ckpt, model.cfg.tokenizer)
-    if tokenizer is None:
-        fail(f"{args.ckpt} has no tokenizer (a toy's tokens are numbers): it cannot read {task.title}")
-    row, d = decoder(args, model)
-
-    # what is to do
-    run = open_run(args.out, identity(args, items, options, model, row, d))
-    todo = [item for item in mine if item.id not in run.items]
-    print(f"{task.title}, {row or 'a head'}: {len(mine)} items, {len(todo)} to go")
-    answer(model, tokenizer, d, todo, run, args.out)
-
-    print(f"{task.title}: {summary(run)}")
-    if task.f1 and run.items:
-        print(f"  F1: {100 * sum(record['f1'] for record in run.items.values()) / len(run.items):.2f} %")
-    if task.right is None:
-        hand_over(args, run)
-
-
+# --- answers
 def answer(model: Model, tokenizer: Tokenizer, d: Decoding, todo: list[Item], run: Run, out: Path) -> None:
     """Decode the items of `todo`, one at a time, and append them to the run file."""
     task = TASKS[run.settings["task"]]
@@ -230,9 +201,35 @@ def hand_over(args: Namespace, run: Run) -> None:
     )  # fmt: skip
 
 
+# --- the command line
 @command
 def main() -> None:
-    run_task(build_parser().parse_args())
+    args = build_parser().parse_args()
+    if args.out.suffix != ".jsonl":
+        fail("--out is named *.jsonl")
+    task = TASKS[args.task]
+    items, options = load_items(args)
+    part, parts = args.shard
+    mine = items[: args.limit or None][part - 1 :: parts]
+
+    # the model, and how it decodes
+    model = load_model(args.ckpt, pick_device(args.device), DTYPES[args.dtype])
+    tokenizer = load_tokenizer(args.ckpt, model.cfg.tokenizer)
+    if tokenizer is None:
+        fail(f"{args.ckpt} has no tokenizer (a toy's tokens are numbers): it cannot read {task.title}")
+    row, d = decoder(args, model)
+
+    # what is to do
+    run = open_run(args.out, identity(args, items, options, model, row, d))
+    todo = [item for item in mine if item.id not in run.items]
+    print(f"{task.title}, {row or 'a head'}: {len(mine)} items, {len(todo)} to go")
+    answer(model, tokenizer, d, todo, run, args.out)
+
+    print(f"{task.title}: {summary(run)}")
+    if task.f1 and run.items:
+        print(f"  F1: {100 * sum(record['f1'] for record in run.items.values()) / len(run.items):.2f} %")
+    if task.right is None:
+        hand_over(args, run)
 
 
 if __name__ == "__main__":

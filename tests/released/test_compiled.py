@@ -16,7 +16,7 @@ from lib.util import generator
 from model import Model, MoE
 from released import compiled
 from released.compiled import CompiledModel
-from sample import Decoding, generate, generate_one
+from sample import Decoding, generate
 
 # 16 experts, 2 of them active: up to 64 tokens at a time are few, which 6 rows of 8 are and 9 rows are not
 CASES = dict(block_length=8, n_expert=16, n_active=2)
@@ -62,17 +62,6 @@ def test_how_many_graphs(graphs):
     for rows, gen_length, more in ((1, 41, 0), (3, 9, 1), (6, 41, 1), (1, 9, 1)):
         generate(model, prompts(rows), Decoding(gen_length=gen_length, tau_m2t=-1, n_rounds=1))
         assert counters["unique_graphs"] == before + 4 + more
-
-
-@pytest.mark.parametrize("rows, n_rounds", [(1, 1), (9, 2)])
-def test_the_same_tokens_as_the_specification(graphs, rows, n_rounds):
-    """Steps of few tokens, and of too many until rows have finished."""
-    d = Decoding(gen_length=13, tau_m2t=0.3, tau_t2t=0.3, max_post_steps=3, n_rounds=n_rounds)
-    plain, changed = both()
-    specified = [generate_one(plain, p, d) for p in prompts(rows)]
-    for output, (tokens, nfe, _) in zip(generate(changed, prompts(rows), d), specified, strict=True):
-        assert_same(output.tokens, tokens, "compiled")
-        assert output.nfe == nfe
 
 
 @torch.inference_mode()

@@ -105,6 +105,13 @@ def test_what_a_run_decodes_with(run, golden, tmp_path):
         always = dict(max_post_steps=16, eos_early_stop=True, temperature=0.0, gen_length=16)
         assert d | expected | always == d
     assert runs.build_parser().get_default("gen_length") == 16384
+    for flags, word in (
+        (["--row", "released, tau_m2t 0.5"], "is about the base"),
+        (["--gen_length", 1024], "prompt 1"),  # and that much do not fit
+        (["--repeats", 4], "--repeats is no option of gsm8k"),
+    ):
+        code, _, err = run("gsm8k", tmp_path / "none.jsonl", *flags)
+        assert code == 2 and word in err and len(err.splitlines()) == 1, (flags, err)
 
 
 def test_other_settings_do_not_mix(run, golden, tmp_path):
@@ -159,16 +166,3 @@ def test_samples_for_evalplus_are_handed_over(run, tmp_path):
     assert "-m evalplus.evaluate --dataset humaneval --samples samples.jsonl" in seen
     assert f"HUMANEVAL_OVERRIDE_PATH={folder}/dataset.jsonl" in seen and "EVALPLUS_MAX_MEMORY_BYTES=8589934592" in seen
     assert "hush" not in seen and "TIMEOUT" not in seen and "eval_results" not in seen
-
-
-def test_mistakes_of_a_run(run, tmp_path):
-    out = tmp_path / "a.jsonl"
-    for flags, word in (
-        (["--repeats", 4], "--repeats is no option of gsm8k"),
-        (["--template", "nowhere"], "nowhere"),
-        (["--row", "released, tau_m2t 0.5"], "is about the base"),
-        (["--gen_length", 1024], "prompt 1"),  # and that much do not fit
-    ):
-        code, _, err = run("gsm8k", out, *flags)
-        assert code == 2 and word in err and len(err.splitlines()) == 1, (flags, err)
-    assert not out.exists() or not tables.read_run(out)[0].items
