@@ -189,31 +189,27 @@ BLOCKS = {
     "empty output": ("", None),
 }
 HEADER = 'def F(x):\n    """Say x."""\n'
+NO_HEADER = '"""\nSay x.\nassert F(1) == 1\n"""\n'  # as in MBPP+: a body cannot go under it
 BODY_ONLY = {
-    "body without a fence": ("    return x\n", f"{HEADER}    return x\n", "    return x\n"),
-    "body in a fence": ("~~~python\n    return x\n~~~", f"{HEADER}    return x\n", "    return x\n"),
-    "body after a blank line": ("\n    return x", f"{HEADER}\n    return x", "\n    return x"),
-    "indented program is no body": ("~~~\n  def F(x):\n    return x\n~~~",) + ("  def F(x):\n    return x\n",) * 2,
+    "body without a fence": ("    return x\n", f"{HEADER}    return x\n"),
+    "body in a fence": ("~~~python\n    return x\n~~~", f"{HEADER}    return x\n"),
+    "body after a blank line": ("\n    return x", f"{HEADER}\n    return x"),
+    "indented program is no body": ("~~~\n  def F(x):\n    return x\n~~~", "  def F(x):\n    return x\n"),
 }
 
 
-@pytest.mark.parametrize("case", BLOCKS | BODY_ONLY)
-@pytest.mark.parametrize("name", ["humaneval", "mbpp"])
-def test_code(name, case):
-    output, humaneval, *mbpp = (BLOCKS | BODY_ONLY)[case]
-    expected = humaneval
-    header = HEADER
-    if name == "mbpp":  # its problems have no header that a body could go under
-        expected = (mbpp or [humaneval])[0]
-        header = '"""\nSay x.\nassert F(1) == 1\n"""\n'
-    output, expected, header = (t and t.replace("F", "same").replace("~", "`") for t in (output, expected, header))
-    item = Item("", "", "", {"entry_point": "same", "code": header, "prefill": ""})
-    assert TASKS[name].find(output, item) == expected
+@pytest.mark.parametrize("output, expected", (BLOCKS | BODY_ONLY).values(), ids=BLOCKS | BODY_ONLY)
+def test_code(output, expected):
+    written = output.replace("F", "same").replace("~", "`")
+    for header in (HEADER, NO_HEADER):
+        if header == NO_HEADER and expected and expected.startswith(HEADER):
+            expected = expected.removeprefix(HEADER)
+        found = answers.find_code(written, "same", header.replace("F", "same"))
+        assert found == (expected and expected.replace("F", "same").replace("~", "`"))
 
 
-@pytest.mark.parametrize("name", ["humaneval", "mbpp"])
-def test_code_after_a_prefilled_turn_starts_inside_the_block(name, tmp_path):
-    item = TASKS[name].load(write_task(tmp_path, name), prefill=True)[0]
+def test_code_after_a_prefilled_turn_starts_inside_the_block(tmp_path):
+    item = TASKS["mbpp"].load(write_task(tmp_path, "mbpp"), prefill=True)[0]
     assert item.extra["prefill"].endswith("passes corresponding tests:\n```python\n")
     code = "def twice(x):\n    return 2 * x\n"
-    assert TASKS[name].find(f"{code}```\nDone.", item) == code
+    assert TASKS["mbpp"].find(f"{code}```\nDone.", item) == code

@@ -86,17 +86,6 @@ def write_task(folder: Path, name: str) -> Path:
     return path
 
 
-def pytest_generate_tests(metafunc):
-    # the hand-written files always; the real ones only where a folder of them is given
-    if "bench_folder" not in metafunc.fixturenames:
-        return
-    cases = {f"{name}-by_hand": (name, None) for name in FILES}
-    given = metafunc.config.getoption("--bench_data")
-    if given:
-        cases |= {f"{name}-real": (name, Path(given)) for name in FILES if (Path(given) / FILES[name]).exists()}
-    metafunc.parametrize("name, bench_folder", cases.values(), ids=cases)
-
-
 def gold_outputs(name: str, item: Item) -> list[str]:
     """The gold answer as a model that follows the prompt would write it: once for each reference."""
     if name in ("gsm8k", "cmath"):
@@ -107,22 +96,23 @@ def gold_outputs(name: str, item: Item) -> list[str]:
     return [f"Let me think.\nAnswer: {mark.join(spans)}" for mark, spans in zip(marks, item.gold, strict=True)]
 
 
-def test_every_item_loads_and_its_gold_is_right(name, bench_folder, tmp_path):
+@pytest.mark.parametrize("name", FILES)
+def test_every_item_loads_and_its_gold_is_right(name, request, tmp_path):
     task = TASKS[name]
-    path = write_task(tmp_path, name)
-    expected = len(RECORDS.get(name, GPQA))
-    if bench_folder:
-        path = bench_folder / FILES[name]
-        expected = task.n_official
-    items = task.load(path)
-    assert len(items) == len({item.id for item in items}) == expected
-    for item in items:
-        if task.right is None:
-            assert task.find(f"Here it is:\n```python\n{item.gold}\n```\nDone.", item).strip() == item.gold.strip()
-            continue
-        for output in gold_outputs(name, item):
-            assert task.right(task.find(output, item), item.gold), item.id
-        assert not task.right(task.find("", item), item.gold), item.id
+    files = {write_task(tmp_path, name): len(RECORDS.get(name, GPQA))}
+    real = Path(request.config.getoption("--bench_data") or "nowhere") / FILES[name]
+    if real.exists():
+        files[real] = task.n_official
+    for path, expected in files.items():
+        items = task.load(path)
+        assert len(items) == len({item.id for item in items}) == expected
+        for item in items:
+            if task.right is None:
+                assert task.find(f"Here it is:\n```python\n{item.gold}\n```\nDone.", item).strip() == item.gold.strip()
+                continue
+            for output in gold_outputs(name, item):
+                assert task.right(task.find(output, item), item.gold), item.id
+            assert not task.right(task.find("", item), item.gold), item.id
 
 
 # --- prompts

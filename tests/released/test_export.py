@@ -1,7 +1,4 @@
-"""Export: every byte there and back, merged weights, and PEFT's layout.
-
-pytest tests/released/test_export.py        # CPU, seconds; the golden checkpoint is tests/data/golden_a
-"""
+"""Export: every byte there and back, merged weights, PEFT's layout. `pytest tests/released/test_export.py`"""
 
 import json
 from dataclasses import replace
@@ -9,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import caller, random_ids
+from common import caller
 from safetensors import safe_open
 from safetensors.torch import load_file
 from test_convert import GOLDEN, INDEX, VARIANTS, bits, released, variant
@@ -70,7 +67,7 @@ def test_a_model_trained_here_exports_and_converts_back(run, tmp_path):
 # --- adapters
 def adapter(ours: Path, folder: Path, in_stage_b_alone: bool = False):
     """A folder as train.py writes it, with random LoRA and markers -> the model with it."""
-    model = load_model(ours, "cpu", torch.float32, n_last=2, n_rounds=2).eval()
+    model = load_model(ours, "cpu", torch.float32, n_last=2, n_rounds=2)
     model.add_lora(4, 8, generator("lora"), in_stage_b_alone)
     for name, p in model.named_parameters():
         if "lora_" in name or name == "markers":
@@ -80,22 +77,15 @@ def adapter(ours: Path, folder: Path, in_stage_b_alone: bool = False):
     return model
 
 
-def test_merged_export_has_the_logits_of_the_adapter(run, ours, tmp_path):
+def test_lora_is_merged_and_nothing_else_changes(run, ours, tmp_path):
     model = adapter(ours, tmp_path / "adapter")
     run("--to", "hf", "--src", tmp_path / "adapter", "--out", tmp_path / "merged")
     convert_weights.convert(tmp_path / "merged", tmp_path / "reloaded")
-    reloaded = load_model(tmp_path / "reloaded", "cpu", torch.float32).eval()
-    base = load_model(ours, "cpu", torch.float32).eval()
-    ids = random_ids(2, 64)
-    context = model.context(torch.ones_like(ids, dtype=torch.bool))
-    with torch.no_grad():
-        want, got, without = model(ids, context), reloaded(ids, context), base(ids, context)
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
-    assert (want - without).abs().max() > 0.1
+    reloaded = load_model(tmp_path / "reloaded", "cpu", torch.float32).state_dict()
     for i, layer in enumerate(model.layers):
         for name, linear in (("qkv", layer.attn.qkv), ("proj", layer.attn.proj)):
             merged = linear.weight + 2.0 * linear.lora_B @ linear.lora_A  # alpha / r = 2
-            assert torch.equal(reloaded.state_dict()[f"layers.{i}.attn.{name}.weight"], merged)
+            assert torch.equal(reloaded[f"layers.{i}.attn.{name}.weight"], merged)
     changed = {k for k, v in bits(tmp_path / "merged").items() if v != bits(GOLDEN)[k]}
     assert len(changed) == 8 and all(".query_key_value." in k or ".dense." in k for k in changed)
     with safe_open(tmp_path / "merged" / "markers.safetensors", "pt") as f:
