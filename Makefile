@@ -1,6 +1,6 @@
 # make demo     complete a name, train the paper's way on names, and see what it does (minutes, 2 cores)
 # make test     run the test suite; make lint: ruff, lint and format
-# make pages    draw the figures of results/ again, from the records that are committed beside them (needs matplotlib)
+# make pages    draw all figures again, from the numbers that are committed beside them (needs matplotlib)
 # Each builds $(VENV) from requirements.txt first, if it is not there. None of them deletes or overwrites anything.
 
 PYTHON ?= python3
@@ -23,6 +23,4 @@ test: $(VENV)/ready  # in two halves, a core each
 lint: $(VENV)/ready
 	ruff check . && ruff format --check .
 pages: $(VENV)/ready
-	for page in pays text paper_tables tc; do python -m tools.plots $$page --out results/$$page/$$page.svg || exit 1; done
-	for picture in joint dial; do python -m tools.plots $$picture --out results/theorem/$$picture.svg || exit 1; done
-	python -m tools.plots cache --out results/speed/cache.svg
+	python -m tools.plots

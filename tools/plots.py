@@ -1,20 +1,20 @@
-"""The figures of the results pages, drawn with matplotlib from the numbers that are committed beside them.
+"""The figures of the README and of the results pages, drawn with matplotlib from the numbers that are committed.
 
-    python -m tools.plots pays --out results/pays/pays.svg
+    python -m tools.plots                    # all of them, each to its place
+    python -m tools.plots pays tiny          # two of them
 
-    pays          existing names against forwards per token                  results/pays/records.jsonl.gz
-    text          quality of Python text against forwards per token          results/text/records.jsonl.gz
-    joint         what Stage B writes in one step, toy by toy                results/theorem/joint.json
-    paper_tables  the paper's Table 2: thresholds, Stage B on and off        results/paper_tables/paper_tables.json
-    dial          error of one step against total correlation                results/theorem/dial.json
-    tc            dependence inside committed bundles                        results/tc/tc.json
-    cache         the cache's gain against the length of the context         results/speed/log.txt
+    tiny          what each stage of tiny.py writes               the table in README.md
+    pays          existing names against time and forwards        results/pays/records.jsonl.gz
+    text          quality of Python text against forwards         results/text/records.jsonl.gz
+    joint         what Stage B writes in one step, toy by toy     results/theorem/joint.json
+    dial          error of one step against total correlation     results/theorem/dial.json
+    paper_tables  the paper's Table 2: Stage B on and off         results/paper_tables/paper_tables.json
+    cache         the cache's gain against the context's length   results/speed/log.txt
 
 Text stays text in the SVGs, and is of a grey that is readable on white and on black pages.
 """
 
 import json
-import math
 import re
 from pathlib import Path
 
@@ -24,9 +24,13 @@ from beyond import report, seeds
 from beyond.report import System, Unit
 from lib.util import Parser, command, fail, replace_file
 
-# R prompts, C clusters of equal prompts, W resamples, the first of which is the sample itself
+try:
+    import matplotlib.pyplot as plt
+except ImportError:
+    plt = None
 
-RESULTS = Path(__file__).parents[1] / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "results"
 
 # colours that are readable on white and on GitHub's dark page
 INK = "#737d88"
@@ -34,66 +38,41 @@ BLUE = "#3d8bd4"
 ORANGE = "#d9772b"
 GREEN = "#2f9e6e"
 PURPLE = "#9a6dd7"
-GREY = "#8b949e"
 STYLE = {
     "svg.hashsalt": "cocommit",  # the same picture from the same numbers, byte for byte
     "svg.fonttype": "none",  # text stays text
-    "font.size": 10,
+    "font.size": 11,
     "savefig.transparent": True,
     "text.color": INK,
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,
     "axes.titlecolor": INK,
-    "axes.titlesize": 10,
+    "axes.titlesize": "medium",
     "xtick.color": INK,
     "ytick.color": INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "grid.color": INK,
     "grid.alpha": 0.25,
-    "legend.frameon": False,
-    "legend.fontsize": 9,
+    "lines.linewidth": 2,
 }
 
 
 # --- the canvas
-def canvas(path: Path, columns: int = 1):
-    """(matplotlib's pyplot, axes), or one line about its absence or about a kind of file that it cannot draw."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        matplotlib.rcParams.update(STYLE)
-        import matplotlib.pyplot as plt
-    except ImportError:
-        fail("pictures need matplotlib: pip install matplotlib")
-    figure, axes = plt.subplots(1, columns, figsize=(1.5 + 4.5 * columns, 4), constrained_layout=True)
-    kinds = figure.canvas.get_supported_filetypes()
-    if path.suffix[1:] not in kinds:
-        fail(f"{path}: the name of a picture must end in one of {', '.join(kinds)}")
-    return plt, axes
+def panels(rows: int, columns: int, width: float, height: float, **shared: bool):
+    """(figure, axes), in inches."""
+    return plt.subplots(rows, columns, figsize=(width, height), layout="constrained", **shared)
 
 
-def save(plt, path: Path) -> None:
-    """Write the picture that pyplot holds to the file that the user named, whole or not at all."""
-    date = {}
-    if path.suffix == ".svg":
-        date = {"metadata": {"Date": None}}
-    replace_file(path, lambda p: plt.savefig(p, format=path.suffix[1:], **date))
-    plt.close("all")
-    print(f"wrote {path}")
-
-
-def name_lines(ax, ends: dict[str, tuple[float, float, str]]) -> None:
-    """Each line's name at its end (x, y, colour), pushed up where two would overlap."""
-    bottom, top = ax.transData.transform([(0, end) for end in ax.get_ylim()])[:, 1]
-    lowest = 0.0  # in heights of the panel
+def name_lines(ax, ends: dict[str, tuple[float, float, str]], before: bool = False) -> None:
+    """Each line's name behind its end, or before its start (x, y, colour), pushed up where two would overlap."""
+    bottom, top = ax.get_ylim()
+    lowest = bottom
     for name, (x, y, color) in sorted(ends.items(), key=lambda end: end[1][1]):
-        height = (ax.transData.transform((x, y))[1] - bottom) / (top - bottom)
-        place = max(height, lowest)
-        lowest = place + 0.055
-        ax.annotate(name, (x, place), xycoords=("data", "axes fraction"), xytext=(5, 0), textcoords="offset points",
-                    color=color, va="center", fontsize=9, annotation_clip=False)  # fmt: skip
+        place = max(y, lowest)
+        lowest = place + 0.075 * (top - bottom)
+        ax.annotate(name, (x, place), xytext=(-6 if before else 6, 0), textcoords="offset points", color=color,
+                    ha="right" if before else "left", va="center", annotation_clip=False)  # fmt: skip
 
 
 def read_figure(path: str) -> dict:
@@ -101,225 +80,182 @@ def read_figure(path: str) -> dict:
     return json.loads((RESULTS / path).read_text())
 
 
-def whiskers(drawn: np.ndarray) -> tuple[float, list]:
-    """(estimate, its distances to both ends of 95 %) of resamples (W,), the first of which is the sample itself."""
-    low, high = np.nanquantile(drawn[1:], [0.025, 0.975])
-    return drawn[0], [[max(0, drawn[0] - low)], [max(0, high - drawn[0])]]
+# --- tiny.py
+def read_tiny(page: str) -> tuple[list[str], dict[str, list[float]]]:
+    """The table that tiny.py printed on a page: its phrases, and of each row their probabilities."""
+    head, *lines = page.partition("$ python tiny.py\n")[2].partition("```")[0].splitlines()
+    phrases = re.findall(r"[A-Z]\w+ [A-Z]\w+|no phrase", head.partition(")")[2])
+    rows = {}
+    for line in lines:
+        # losses, a name, and the probabilities
+        found = re.match(r"(?:\d\.\d\d ?)* *(\D+?) +((?: *\d\.\d\d\b)+)", line)
+        rows[found[1]] = [float(share) for share in found[2].split()]
+    return phrases, rows
+
+
+def draw_tiny():
+    """A bar for each cell: the phrases side by side, and a row for each model under its name."""
+    phrases, rows = read_tiny((ROOT / "README.md").read_text())
+    figure, ax = panels(1, 1, 5.4, 4.8)
+    for row, (name, shares) in enumerate(rows.items()):
+        ax.annotate(name, (0, row - 0.32), va="center")
+        for column, share in enumerate(shares):
+            color = ORANGE if phrases[column] == "no phrase" else BLUE
+            ax.barh(row + 0.1, 0.68 * share, height=0.36, left=column, color=color)
+            ax.annotate(f"{share:.2f}", (column + 0.68 * share + 0.03, row + 0.1), va="center", color=color)
+    for column, phrase in enumerate(phrases):
+        ax.annotate(phrase, (column, -0.85), va="center", weight="bold")
+    ax.set(xlim=(-0.02, len(phrases) - 0.02), ylim=(len(rows) - 0.6, -1.1))
+    ax.set_axis_off()
+    return figure
 
 
 # --- names and text: the records of beyond/sweep.py
 
 # who is drawn, and how: four lines are as many as one can tell apart; the page's tables have the rest
-LEAD = "joint head"
 LOOKS = {
-    LEAD: {"color": BLUE, "linestyle": "-"},
-    "distilled": {"color": ORANGE, "linestyle": "--"},
-    "base": {"color": INK, "linestyle": "-."},
-    "left to right": {"color": PURPLE, "linestyle": ":"},
+    "head": ("head", BLUE, "-"),
+    "joint head": ("joint head", BLUE, "-"),
+    "distilled": ("taught Stage A", ORANGE, "--"),
+    "base": ("base", INK, "-."),
+    "paper's Stage B": ("paper's Stage B", GREEN, ":"),
+    "left to right": ("left to right", PURPLE, "-"),
 }
 
-# forwards a token that the figures show
-PAYS_BUDGETS = np.arange(0.3, 1.61, 0.05).round(2)
-TEXT_BUDGETS = np.arange(0.15, 1.06, 0.05).round(2)
+
+def within(of: System, cluster: np.ndarray, kind: str, limits: np.ndarray, choice: seeds.Choice) -> np.ndarray:
+    """What a system has within each of these budgets, as report's tables have it; nan where nothing is so cheap."""
+    sums = seeds.by_beginning(of.values, cluster)
+    costs = {kind: of.figures[kind]}
+    return seeds.within_budgets(sums, costs, limits, seeds.draw(cluster), choice)[kind][:, 0]
 
 
-def read_pays(path: Path) -> tuple[dict[str, System], np.ndarray]:
-    """The systems of the greedy records, and each prompt's beginning, (R,)."""
-    clusters, records = report.load(path)
-    greedy = [r for r in records if r["temperature"] == 0]
-    return report.measured(greedy, clusters, "exist", Unit("token", records[0]))
-
-
-def within_limits(systems: dict[str, System], cluster: np.ndarray, limits: np.ndarray) -> tuple[dict, dict]:
-    """System -> its mean within each of these budgets of `all`, (budgets, W); of those with one setting, which have no
-    dial: system -> (what it costs, its mean (W,))."""
-    draws = seeds.draw(cluster)
-    lines = {}
-    points = {}
-    for name in LOOKS.keys() & systems.keys():
-        of = systems[name]
-        sums = seeds.by_beginning(of.values, cluster)
+def draw_systems(ax, systems: dict[str, System], cluster: np.ndarray, kind: str, limits: np.ndarray,
+                 choice: seeds.Choice) -> None:  # fmt: skip
+    """A line for each system that has settings to choose from, named at its start; a point for one that has none."""
+    starts = {}
+    for system, (name, color, style) in LOOKS.items():
+        if system not in systems:
+            continue
+        of = systems[system]
         if len(of.labels) == 1:
-            points[name] = (of.figures["all"].mean(), seeds.shares(sums, draws)[:, 0])
-        else:
-            lines[name] = seeds.within_budgets(sums, {"all": of.figures["all"]}, limits, draws)["all"]
-    return lines, points
+            point = (of.figures[kind].mean(), of.values.mean())
+            ax.plot(*point, "s", color=color)
+            ax.annotate(name, point, xytext=(0, 7), textcoords="offset points", color=color, ha="center")
+            continue
+        share = within(of, cluster, kind, limits, choice)
+        ax.plot(limits, share, color=color, linestyle=style)
+        paid = ~np.isnan(share)
+        starts[name] = (limits[paid][0], share[paid][0], color)
+    name_lines(ax, starts, before=True)
+    ax.grid(axis="y")
 
 
-def draw_systems(axes, systems: dict[str, System], cluster: np.ndarray, limits: np.ndarray, scale: float = 1) -> None:
-    """On the left each system's mean within each budget of forwards; on the right what the joint head has more, paired,
-    times scale. Bands are 95 %. Systems with a dial are lines, and the others points."""
-    if LEAD not in systems:
-        fail(f"the records have no system {LEAD}, whose lead is drawn")
-    lines, points = within_limits(systems, cluster, limits)
-    ends = [{}, {}]
-    for name, drawn in lines.items():
-        ends[0][name] = band(axes[0], limits, drawn, name)
-        if name != LEAD:
-            ends[1][f"over {name}"] = band(axes[1], limits, scale * (lines[LEAD] - drawn), name)
-    for name, (cost, drawn) in points.items():
-        lead = scale * (lines[LEAD][dearest(limits, cost)] - drawn)
-        for ax, label, of_ax in ((axes[0], name, drawn), (axes[1], f"over {name}", lead)):
-            mean, error = whiskers(of_ax)
-            color = LOOKS[name]["color"]
-            ax.errorbar(cost, mean, yerr=error, fmt="s", color=color, capsize=3)
-            ax.annotate(label, (cost, mean), xytext=(7, -3), textcoords="offset points", color=color, fontsize=9)
+def draw_pays():
+    """Existing names for at most so much time, and so many forwards; two settings may be mixed."""
+    clusters, records = report.load(RESULTS / "pays" / "records.jsonl.gz")
+    greedy = [r for r in records if r["temperature"] == 0]
+    prices = json.loads((ROOT / "beyond" / "prices.json").read_text())
+    kinds = {"time": "time a name, in full forwards of the 16B geometry", "all": "forwards a name, everything counted"}
+    limits = np.arange(2, 8.01, 0.2)
+    unit = Unit("name", records[0], prices)
+    if "counts" not in records[0]:  # older records: what a token costs in forwards, alone
+        kinds = {"all": "forwards a token, everything counted"}
+        limits = np.arange(0.3, 1.61, 0.05)
+        unit = Unit("token", records[0])
+    systems, cluster = report.measured(greedy, clusters, "exist", unit)
 
-    axes[1].axhline(0, color=INK, linewidth=0.8)
-    for ax, names in zip(axes, ends, strict=True):
-        ax.set(xlabel="at most so many forwards per token, everything counted", xlim=(limits[0], limits[-1]))
-        ax.grid(axis="y")
-        name_lines(ax, names)
+    figure, axes = panels(len(kinds), 1, 5.4, 2.6 * len(kinds), squeeze=False)
+    for ax, (kind, words) in zip(axes[:, 0], kinds.items(), strict=True):
+        ax.set(ylim=(0, 1.05))
+        draw_systems(ax, systems, cluster, kind, limits, seeds.mixture)
+        ax.set(xlim=(0, limits[-1]), xlabel=words)
+    axes[0, 0].set_title("share of the completed names that exist", loc="left")
+    return figure
 
 
-def band(ax, limits: np.ndarray, drawn: np.ndarray, name: str) -> tuple[float, float, str]:
-    """A line over budgets, and a band of 95 % of resamples (budgets, W); nothing where all settings cost more. Some
-    resamples have seeds that can pay for nothing: they are left out, as seeds.interval does. -> where it ends."""
-    paid = ~np.isnan(drawn[:, 0])
-    low, high = np.nanquantile(drawn[paid, 1:], [0.025, 0.975], axis=1)
-    ax.plot(limits[paid], drawn[paid, 0], **LOOKS[name])
-    ax.fill_between(limits[paid], low, high, color=LOOKS[name]["color"], alpha=0.15, linewidth=0)
-    return limits[paid][-1], drawn[paid, 0][-1], LOOKS[name]["color"]
-
-
-def dearest(limits: np.ndarray, cost: float) -> int:
-    """Which is the dearest budget that a point of this cost can pay; the first, if it can pay none."""
-    at = int(np.searchsorted(limits, cost + 1e-9, side="right")) - 1
-    return max(at, 0)
-
-
-def draw_pays(path: Path) -> None:
-    """Existing names within each budget of forwards."""
-    plt, axes = canvas(path, 2)
-    systems, cluster = read_pays(RESULTS / "pays" / "records.jsonl.gz")
-    axes[0].set(ylabel="share of completions that exist", ylim=(0, 1))
-    axes[1].set(ylabel="lead of the joint head (points)")
-    draw_systems(axes, systems, cluster, PAYS_BUDGETS, scale=100)
-    save(plt, path)
-
-
-def draw_text(path: Path) -> None:
+def draw_text():
     """The score of what was written, within each budget of forwards."""
-    plt, axes = canvas(path, 2)
     clusters, records = report.load(RESULTS / "text" / "records.jsonl.gz")
     systems, cluster = report.measured(records, clusters, "score")
-    axes[0].set(ylabel="score (nats a token)")
-    axes[1].set(ylabel="lead of the joint head (nats a token)")
-    draw_systems(axes, systems, cluster, TEXT_BUDGETS)
-    save(plt, path)
+    figure, ax = panels(1, 1, 5.4, 3.6)
+    limits = np.arange(0.15, 1.06, 0.05)
+    draw_systems(ax, systems, cluster, "all", limits, seeds.one_setting)
+    ax.set_xticks([0.2, 0.4, 0.6, 0.8, 1.0])
+    ax.set(xlim=(-0.2, limits[-1]), xlabel="forwards a token, everything counted", ylabel="score (nats a token)")
+    return figure
 
 
-# --- toys, the paper's tables, bundles
-def draw_joint(path: Path) -> None:
+# --- toys, the paper's tables, speed
+def draw_joint():
     """Shares of contexts, means and worst of three seeds: possible answers on the left, the likeliest on the right."""
-    plt, axes = canvas(path, 2)
+    figure, axes = panels(1, 2, 8, 3.8, sharey=True)
     rows = read_figure("theorem/joint.json")["rows"]
-    clean = {(r["toy"], r["n"]): r for r in rows if r["target"] == "clean"}
-    chain = list(reversed([r for r in rows if r["target"] == "chain"]))
+    toys = [(r["toy"], r["n"]) for r in rows if r["target"] == "chain"]
+    looks = {"chain": (BLUE, 0), "clean": (ORANGE, 0.2)}
     for ax, measure in zip(axes, ("B coherent", "B mode"), strict=True):
-        for row, r in enumerate(chain):
-            kinds = [("Stage B, chain target", BLUE, r[measure], 0)]
-            plain = clean.get((r["toy"], r["n"]))
-            if plain is not None:  # three layers were trained with the chain target alone
-                kinds += [("Stage B, clean target", ORANGE, plain[measure], -0.15)]
-            if measure == "B coherent":
-                kinds += [("Stage A", GREY, r["A coherent"], 0.15)]
-            for label, color, (mean, worst), offset in kinds:
-                name = label if row == 0 else None
-                ax.errorbar(mean, row + offset, xerr=[[mean - worst], [0]], fmt="o", color=color, label=name)
-        ax.set(xlim=(-0.05, 1.05), ylim=(-0.6, len(chain) - 0.4))
+        for r in rows:
+            color, below = looks[r["target"]]
+            mean, worst = r[measure]
+            y = toys.index((r["toy"], r["n"])) + below
+            ax.errorbar(mean, y, xerr=[[mean - worst], [0]], fmt="o", color=color)
+        ax.set(xlim=(-0.05, 1.05))
         ax.grid(axis="x")
-    axes[0].set_yticks(range(len(chain)), [f"{r['toy']}, n = {r['n']}" for r in chain])
-    axes[1].set_yticks(range(len(chain)), [])
-    axes[0].set(xlabel="contexts whose answer is possible at all")
+    axes[0].set_yticks(range(len(toys)), [f"{toy}, n = {n}" for toy, n in toys])
+    axes[0].set(ylim=(len(toys) - 0.5, -0.5), xlabel="contexts whose answer is possible")
     axes[1].set(xlabel="contexts with the likeliest answer")
-    axes[0].legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
-    save(plt, path)
+    for ax in axes:
+        ax.annotate("chain target", (0.95, 0), color=BLUE, ha="right", va="center")
+        ax.annotate("clean target", (0.05, 0.2), color=ORANGE, va="center")
+    return figure
 
 
-def draw_paper_tables(path: Path) -> None:
+def draw_dial():
+    """Each decoder's error against TC, one point a checkpoint."""
+    figure, ax = panels(1, 1, 5.4, 3.8)
+    points = sorted(read_figure("theorem/dial.json")["points"])
+    x = [tc for tc, _ in points]
+    ax.plot([0, x[-1]], [0, x[-1]], color=INK, linestyle=":")
+    ends = {"TC, the least for a product": (x[-1], x[-1], INK)}
+    looks = {"Stage A, one step": (ORANGE, "o-"), "Stage B, one step": (BLUE, "x--"), "one at a time": (GREEN, "s-")}
+    for decoder, (color, style) in looks.items():
+        y = [error[decoder] for _, error in points]
+        ax.plot(x, y, style, color=color)
+        ends[decoder] = (x[-1], y[-1], color)
+    ax.set(xlabel="total correlation (nats)", ylabel="KL(p || decoder) (nats)")
+    name_lines(ax, ends)
+    return figure
+
+
+def draw_paper_tables():
     """Accuracy by threshold: the toy's on the left, the paper's GSM8K on the right."""
-    plt, axes = canvas(path, 2)
+    figure, axes = panels(1, 2, 8, 3.8)
     rows = read_figure("paper_tables/paper_tables.json")["rows"]
-    looks = {"released": (GREY, "o", "without adapters"), "Stage B off": (ORANGE, "s", "adapters, Stage B off")}
-    looks["Stage B on"] = (BLUE, "D", "the same adapters, Stage B on")
     gates = sorted({r["tau_m2t"] for r in rows})
-    for ax, measure in zip(axes, ("coherent", "GSM8K"), strict=True):
-        for shift, (weights, (color, marker, label)) in zip((-0.12, 0, 0.12), looks.items(), strict=True):
-            value = {r["tau_m2t"]: r[measure] for r in rows if r["weights"] == weights}
-            x = np.arange(len(gates)) + shift
-            error = None
-            if measure == "GSM8K":  # one standard error of an accuracy, of 1,319 answers
-                error = [100 * math.sqrt(v / 100 * (1 - v / 100) / 1319) for v in map(value.get, gates)]
-            y = [value[gate] for gate in gates]
-            ax.errorbar(x, y, error, fmt=marker, color=color, capsize=2, label=label)
+    looks = {
+        "released": ("without adapters", INK, "o", -0.12),
+        "Stage B off": ("adapters, Stage B off", ORANGE, "s", 0),
+        "Stage B on": ("adapters, Stage B on", BLUE, "D", 0.12),
+    }
+    for weights, (name, color, marker, shift) in looks.items():
+        of = sorted((r for r in rows if r["weights"] == weights), key=lambda r: r["tau_m2t"])
+        x = np.arange(len(gates)) + shift
+        axes[0].plot(x, [r["coherent"] for r in of], marker, color=color, label=name)
+
+        # one standard error of an accuracy, of 1,319 answers
+        accuracy = np.array([r["GSM8K"] for r in of])
+        error = np.sqrt(accuracy * (100 - accuracy) / 1319)
+        axes[1].errorbar(x, accuracy, error, fmt=marker, color=color, capsize=2)
+    for ax in axes:
         ax.set_xticks(range(len(gates)), [f"{gate:g}" for gate in gates])
-        ax.set(xlabel="tau_m2t", xlim=(-0.5, len(gates) - 0.5))
+        ax.set(xlabel="tau_m2t")
         ax.grid(axis="y")
     axes[0].set(ylabel="contexts whose answer is possible", title="the toy modes, here", ylim=(0, 1.05))
     axes[1].set(ylabel="GSM8K accuracy, %", title="16B, as the paper prints it")
-    axes[0].legend(loc="lower right")
-    save(plt, path)
+    axes[0].legend(loc="lower right", frameon=False)
+    return figure
 
 
-def draw_dial(path: Path) -> None:
-    """On the left each one-step decoder's error against TC, one point a checkpoint; on the right the first one's
-    training. points: (TC, errors) of each; floor: the entropy H of the first one's toy."""
-    plt, (dial, training) = canvas(path, 2)
-    figure = read_figure("theorem/dial.json")
-    points = sorted(figure["points"], key=lambda point: point[0])
-    x = [tc for tc, _ in points]
-    colors = (GREY, BLUE, GREEN)
-    ends = {"TC, the least for any product": (x[-1], x[-1], INK)}
-    dial.plot([0, x[-1]], [0, x[-1]], color=INK, linestyle=":")
-    for decoder, style, color in zip(points[0][1], ("o-", "x--", "s-"), colors, strict=True):  # A and B lie together
-        y = [error[decoder] for _, error in points]
-        dial.plot(x, y, style, color=color)
-        ends[decoder] = (x[-1], y[-1], color)
-    dial.set(xlabel="total correlation (nats)", ylabel="KL(p || decoder) (nats)", title=f"the toy {figure['toy']}")
-    name_lines(dial, ends)
-
-    curve = figure["curve"]
-    last = curve[-1]["step"]
-    tc = figure["points"][0][0]
-    ends = {}
-    for stage, style, color in (("A", "-", GREY), ("B", "--", BLUE)):
-        values = [r[f"block_{stage}"] for r in curve]
-        training.plot([r["step"] for r in curve], values, style, color=color)
-        ends[f"Stage {stage}"] = (last, values[-1], color)
-    for floor, name in ((figure["floor"] + tc, "H + TC: best factorised"), (figure["floor"], "H: best joint")):
-        training.axhline(floor, color=INK, linestyle=":")
-        ends[name] = (last, floor, INK)
-    training.set(
-        xlim=(0, last), xlabel="step", ylabel="loss of the whole answer in one step (nats)", title="between the floors"
-    )
-    name_lines(training, ends)
-    save(plt, path)
-
-
-def draw_tc(path: Path) -> None:
-    """Total correlation and mismatch of committed bundles by the lowest confidence in them: each seed a point, their
-    mean a dash, bars between the mean bounds."""
-    plt, ax = canvas(path)
-    trained = read_figure("tc/tc.json")["seeds"]  # a list of bins for each
-    bins = trained[0]
-    for name, color, shift in (("TC", BLUE, -0.1), ("mismatch", ORANGE, 0.1)):
-        x = np.arange(len(bins)) + shift
-        y = np.array([[b[name] for b in of_seed] for of_seed in trained])  # (seeds, bins)
-        bounds = np.array([[b[f"{name} between"] for b in of_seed] for of_seed in trained]).mean(0)  # (bins, 2)
-        mean = y.mean(0)
-        error = [mean - bounds[:, 0], bounds[:, 1] - mean]
-        label = {"TC": "dependence (TC)", "mismatch": "wrong marginals (mismatch)"}[name]
-        ax.errorbar(x, mean, error, fmt="_", markersize=10, color=color, capsize=2, label=f"{label}, and its bounds")
-        ax.plot(np.broadcast_to(x, y.shape), y, "o", markersize=3, color=color)
-    ax.set_xticks(range(len(bins)), [b["lowest"].replace(" to ", "–") for b in bins], fontsize=8)
-    ax.set(xlabel="lowest confidence in the bundle", ylabel="nats a bundle", ylim=(0, None))
-    ax.grid(axis="y")
-    ax.legend()
-    save(plt, path)
-
-
-# --- speed
 def read_cache(path: Path) -> dict[tuple[str, str], list[list[float]]]:
     """(rows, model) -> [context, uncached / cached] of each line of the tables that tools/bench.py printed."""
     found, lines = {}, None
@@ -333,44 +269,56 @@ def read_cache(path: Path) -> dict[tuple[str, str], list[list[float]]]:
     return found
 
 
-def draw_cache(path: Path) -> None:
+def draw_cache():
     """How many times as long a step takes without the cache."""
-    plt, ax = canvas(path)
-    names = {("1", "text"): "6 layers of 128", ("16", "text"): "16 rows, 6 layers of 128"}
-    names |= {("1", "20 layers"): "20 layers of 128", ("1", "20 layers, wide"): "20 layers of 512"}
+    figure, ax = panels(1, 1, 5.4, 3.8)
+    looks = {
+        ("1", "text"): ("6 layers of 128", BLUE),
+        ("16", "text"): ("16 rows", GREEN),
+        ("1", "20 layers"): ("20 layers of 128", ORANGE),
+        ("1", "20 layers, wide"): ("20 layers of 512", PURPLE),
+    }
     found = read_cache(RESULTS / "speed" / "log.txt")
     ends = {}
-    for key, color in zip(names, (BLUE, GREEN, ORANGE, PURPLE), strict=True):
+    for key, (name, color) in looks.items():
         context, ratio = np.array(found[key]).T
         ax.plot(context, ratio, color=color, marker="o", markersize=4)
-        ends[names[key]] = (context[-1], ratio[-1], color)
-    ax.axhline(1, color=INK, linewidth=0.8)
-    ax.set(xlabel="tokens before the block", ylabel="time of a step, without / with the cache", yscale="log")
-    ax.set_yticks([1, 2, 5, 10, 20, 50, 100], ["1", "2", "5", "10", "20", "50", "100"])
-    ax.minorticks_off()
+        ends[name] = (context[-1], ratio[-1], color)
+    ax.set(xlabel="tokens before the block", ylabel="time of a step, without / with the cache", ylim=(0, None))
     ax.grid(axis="y")
     name_lines(ax, ends)
-    save(plt, path)
+    return figure
 
 
+# name -> its place and who draws it
 PICTURES = {
-    "pays": draw_pays,
-    "text": draw_text,
-    "joint": draw_joint,
-    "paper_tables": draw_paper_tables,
-    "dial": draw_dial,
-    "tc": draw_tc,
-    "cache": draw_cache,
+    "tiny": ("assets/tiny.svg", draw_tiny),
+    "pays": ("results/pays/pays.svg", draw_pays),
+    "text": ("results/text/text.svg", draw_text),
+    "joint": ("results/theorem/joint.svg", draw_joint),
+    "dial": ("results/theorem/dial.svg", draw_dial),
+    "paper_tables": ("results/paper_tables/paper_tables.svg", draw_paper_tables),
+    "cache": ("results/speed/cache.svg", draw_cache),
 }
 
 
 @command
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("picture", choices=list(PICTURES), help="what to draw")
-    parser.add_argument("--out", type=Path, required=True, help="the picture to write, .svg, .png or .pdf")
+    parser.add_argument("pictures", nargs="*", metavar="NAME", help="which ones (default: all)")
+    parser.add_argument("--out", type=Path, default=ROOT, help="the folder that their places are in (the repository)")
     args = parser.parse_args()
-    PICTURES[args.picture](args.out)
+    if plt is None:
+        fail("pictures need matplotlib: pip install matplotlib")
+    plt.rcParams.update(STYLE)
+    for name in args.pictures or PICTURES:
+        if name not in PICTURES:
+            fail(f"there is no picture {name}: {', '.join(PICTURES)}")
+        place, draw = PICTURES[name]
+        figure = draw()
+        replace_file(args.out / place, lambda path, of=figure: of.savefig(path, format="svg", metadata={"Date": None}))
+        plt.close(figure)
+        print(f"wrote {args.out / place}")
 
 
 if __name__ == "__main__":

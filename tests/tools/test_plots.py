@@ -1,17 +1,14 @@
-"""Figures: the numbers in them, text that is text, what is refused. `pytest tests/tools/test_plots.py`"""
+"""Figures: the numbers in them, text that is text. `pytest tests/tools/test_plots.py`"""
 
 import gzip
 import json
 import re
-import sys
 
 import numpy as np
 import pytest
-from common import ROOT, approx, command_line, refused
+from common import ROOT, command_line, refused
 
 from tools import plots
-
-PLACES = {"joint": "theorem", "dial": "theorem", "cache": "speed"}
 
 
 def words(svg: str) -> list[str]:
@@ -20,98 +17,85 @@ def words(svg: str) -> list[str]:
 
 
 def test_refusals(tmp_path, monkeypatch, capsys):
-    with monkeypatch.context() as without:
-        without.setitem(sys.modules, "matplotlib", None)
-        assert "pip install matplotlib" in refused(plots, without, capsys, "tc", "--out", tmp_path / "a.svg")
-    pytest.importorskip("matplotlib", reason="pip install matplotlib")
-    assert ".txt" in refused(plots, monkeypatch, capsys, "tc", "--out", tmp_path / "a.txt")
+    assert "no picture nosuch: tiny, pays" in refused(plots, monkeypatch, capsys, "nosuch", "--out", tmp_path)
+    monkeypatch.setattr(plots, "plt", None)
+    assert "pip install matplotlib" in refused(plots, monkeypatch, capsys, "tiny", "--out", tmp_path)
 
 
-@pytest.mark.parametrize("picture", plots.PICTURES)
-def test_the_committed_figures_are_drawn_from_the_committed_numbers(picture, tmp_path, monkeypatch, capsys):
-    """The command of the page draws the page's figure: the same words, as text, in less than 100 kB."""
+def test_the_committed_figures_are_drawn_from_the_committed_numbers(tmp_path, monkeypatch, capsys):
+    """`make pages` draws what is committed: the same words, as text, in less than 100 kB; and a page shows it."""
     pytest.importorskip("matplotlib", reason="pip install matplotlib")
-    out = tmp_path / "figure.svg"
-    code, _, err = command_line(plots, monkeypatch, capsys, picture, "--out", out)
+    code, _, err = command_line(plots, monkeypatch, capsys, "--out", tmp_path)
     assert code == 0, err
-    drawn = out.read_text()
-    page = ROOT / "results" / PLACES.get(picture, picture)
-    committed = (page / f"{picture}.svg").read_text()
-    assert words(drawn) == words(committed) and len(words(drawn)) > 10
-    assert "DejaVuSans-" not in drawn, "letters were drawn as shapes"
-    assert len(drawn.encode()) < 100_000
-    assert f"({picture}.svg)" in (page / "README.md").read_text()
-    assert re.search(rf"\b{picture}\b", (ROOT / "Makefile").read_text().split("\npages:")[1])
+    for place, _ in plots.PICTURES.values():
+        drawn = (tmp_path / place).read_text()
+        committed = (ROOT / place).read_text()
+        assert words(drawn) == words(committed) and len(words(drawn)) > 10, place
+        assert "DejaVuSans-" not in drawn, "letters were drawn as shapes"
+        assert len(drawn.encode()) < 100_000
+    assert "python -m tools.plots" in (ROOT / "Makefile").read_text().split("\npages:")[1]
 
 
-def pays_record(system, setting, found, cost, **more):
-    costs = {f"{kind}/token": cost for kind in ("all", "mult", "serial")} | {"mult/full": 1}
-    own = {"system": system, "setting": setting, "found": found, "ckpt": "c", "adapter": None}
-    return own | {"temperature": 0.0, "top_p": 1.0, "n_layer": 4, "draws": 1} | costs | more
+def test_tinys_table_is_read_as_it_was_printed():
+    page = (
+        "text .90\n$ python tiny.py\n"
+        "loss       P(phrase | city)               New York San Francisco San Diego no phrase forwards right of 3\n"
+        "           the text                           0.40          0.35      0.25      0.00\n"
+        "1.04 0.22 Stage A, trained as long again     0.15          0.22      0.15      0.48      1.0        0.0\n"
+        "```\n1.04 0.22 Stage B  0.15 0.22 0.15 0.48\n"
+    )
+    phrases, rows = plots.read_tiny(page)
+    assert phrases == ["New York", "San Francisco", "San Diego", "no phrase"]
+    assert rows == {"the text": [0.4, 0.35, 0.25, 0.0], "Stage A, trained as long again": [0.15, 0.22, 0.15, 0.48]}
 
 
-def write_pays(folder, records):
-    """results/pays/records.jsonl.gz of four prompts, no two of them equal."""
-    (folder / "pays").mkdir(exist_ok=True)
-    lines = [{"clusters": {"held out": [0, 1], "trained": [2, 3]}}, *records]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / "pays" / "records.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+def pays_record(system, setting, found, forwards, ckpt="c", **more):
+    """Two names; a forward costs 2 seconds, and there is nothing else."""
+    own = {"system": system, "setting": setting, "found": found, "ckpt": ckpt, "second": ""}
+    costs = {"counts": {"full": 2 * forwards, "commit": 0, "looks": 0}, "cost": {"all": 2 * forwards, "mult": 1}}
+    costs["cost"]["serial"] = 1
+    return own | {"temperature": 0.0, "draws": 1, "n_layer": 4, "mult/full": 1, "per": {"name": 2}} | costs | more
 
 
-def test_the_figure_of_pays_by_hand(tmp_path):
-    """Two seeds of a joint head of two settings, and a left-to-right model of one. What is sampled is left out."""
-    head = [pays_record("joint head", label, "1111", cost, ckpt=seed)
-            for seed in "cd" for label, cost in (("x", 0.5), ("y", 1.0))]  # fmt: skip
-    one = pays_record("left to right", "left to right", "1110", 1.0)
-    drawn = pays_record("joint head", "z", "0000", 0.4, temperature=1.0)
-    write_pays(tmp_path, [*head, one, drawn])
-    systems, cluster = plots.read_pays(tmp_path / "pays" / "records.jsonl.gz")
-    assert systems["joint head"].values.shape == (2, 2, 4)
-    lines, points = plots.within_limits(systems, cluster, plots.PAYS_BUDGETS)
-    assert list(lines) == ["joint head"] and list(points) == ["left to right"]
-    cost, share = points["left to right"]
-    assert cost == 1 and share[0] == 0.75
-
-    # nothing below 0.5, and all of them from there on
-    paid = plots.PAYS_BUDGETS >= 0.5
-    assert np.isnan(lines["joint head"][~paid]).all() and (lines["joint head"][paid] == 1).all()
-    limits = np.array([0.5, 0.9, 1.0, 1.05])
-    assert [plots.dearest(limits, cost) for cost in (0.1, 0.5, 0.99, 1.0, 1.02, 9)] == [0, 0, 1, 2, 2, 3]
-
-
-def test_the_figure_of_pays_names_who_is_drawn(tmp_path, monkeypatch, capsys):
-    """Lines at their ends, points beside them; a system that the page's tables alone have is not drawn."""
+@pytest.fixture
+def drawn(tmp_path, monkeypatch, capsys):
+    """(words, axes) of the figure of these records, of four prompts, no two of them equal."""
     pytest.importorskip("matplotlib", reason="pip install matplotlib")
-    records = [pays_record("base", "x", "0100", 0.4), pays_record("base", "y", "0101", 0.9)]
-    records += [pays_record("left to right", "x", "1110", 1.0)]
-    records += [pays_record("mine", "x", "0111", 0.4), pays_record("mine", "y", "0111", 0.6)]
     monkeypatch.setattr(plots, "RESULTS", tmp_path)
-    write_pays(tmp_path, records)
-    assert "no system joint head" in refused(plots, monkeypatch, capsys, "pays", "--out", tmp_path / "a.svg")
 
-    head = [pays_record("joint head", "x", "1111", 0.4), pays_record("joint head", "y", "1111", 0.8)]
-    write_pays(tmp_path, records + head)
-    code, _, err = command_line(plots, monkeypatch, capsys, "pays", "--out", tmp_path / "a.svg")
-    assert code == 0, err
-    shown = words((tmp_path / "a.svg").read_text())
-    names = {"base", "joint head", "left to right", "over base", "over left to right"}
-    assert names <= set(shown) and not any("mine" in word for word in shown)
+    def draw(records):
+        (tmp_path / "pays").mkdir(exist_ok=True)
+        lines = [{"clusters": {"held out": [0, 1], "trained": [2, 3]}}, *records]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / "pays" / "records.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+        axes = plots.draw_pays().axes
+        return [[a.get_text() for a in ax.texts] for ax in axes], axes
 
-
-def test_a_band_leaves_out_resamples_that_can_pay_for_nothing():
-    """Two budgets, the second of which pays for nothing in one resample. The others are from 1 to 3."""
-    pytest.importorskip("matplotlib", reason="pip install matplotlib")
-    from matplotlib.figure import Figure
-
-    ax = Figure().subplots()
-    drawn = np.array([[2.0, 1.0, 2.0, 3.0], [2.0, 1.0, np.nan, 3.0]])  # the estimate first
-    assert plots.band(ax, np.array([0.3, 0.4]), drawn, "base")[:2] == (0.4, 2.0)
-    budgets, edges = ax.collections[0].get_paths()[0].vertices.T
-    assert budgets.min() == 0.3 and budgets.max() == 0.4
-    assert edges.min() == approx(1.05) and edges.max() == approx(2.95)  # 2.5 % of the way from an end to the other
+    return draw
 
 
-@pytest.mark.parametrize("figure", ["theorem/joint.json", "paper_tables/paper_tables.json", "tc/tc.json"])
+def test_the_figure_of_pays_by_hand(drawn):
+    """Two seeds of a head of two settings, mixed between them, and a left-to-right model of one, a point. What is
+    sampled is left out, and so is a system that has no line."""
+    head = [pays_record("head", label, found, cost, ckpt)
+            for ckpt in "cd" for label, found, cost in (("x", "0000", 3), ("y", "1111", 5))]  # fmt: skip
+    records = [*head, pays_record("left to right", "x", "1110", 7)]
+    records += [pays_record("mine", label, "0000", cost) for label, cost in (("x", 2), ("y", 4))]
+    records += [pays_record("head", "z", "1111", 2, temperature=1.0)]
+    names, axes = drawn(records)
+    assert names == [["left to right", "head"]] * 2
+    for ax in axes:
+        lines = {len(line.get_xdata()): line.get_data() for line in ax.lines}
+        assert np.array_equal(lines[1], ([7], [0.75]))
+
+        # nothing below 3, all from 5 on, and halfway half
+        limits, share = lines[31]
+        paid = limits > 3 - 1e-6
+        assert np.isnan(share[~paid]).all()
+        np.testing.assert_allclose(share[paid], np.clip((limits[paid] - 3) / 2, 0, 1), atol=1e-6)
+
+
+@pytest.mark.parametrize("figure", ["theorem/joint.json", "paper_tables/paper_tables.json"])
 def test_numbers_of_a_figure_stand_on_its_page_or_in_its_log(figure):
     path = ROOT / "results" / figure
     beside = [*path.parent.glob("*.md"), *path.parent.glob("*.txt")]
