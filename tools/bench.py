@@ -3,8 +3,8 @@
 The two sides of every ratio take turns (A, B, A, B, ...) and the medians are divided, so that a busy machine disturbs
 both alike. Weights are random, because speed does not depend on them. All of it runs on a CPU.
 
-    python -m tools.bench                                # all three sections, minutes on 2 cores
-    python -m tools.bench --only decode                  # decode: the cache; stageb: Stage B; train: a training step
+    python -m tools.bench                                # both sections, minutes on 2 cores
+    python -m tools.bench --only decode                  # decode: the cache; stageb: Stage B
     python -m tools.bench --official DIR [DIR ...]       # instead: against the released code in DIR; needs transformers
     python -m tools.bench --official DIR --compile       # and with compiled steps, see released/compiled.py
 """
@@ -17,7 +17,6 @@ import statistics
 import sys
 import time
 import types
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
@@ -37,7 +36,6 @@ from model import Model
 from released.compiled import CompiledModel, compile_for_one_row
 from released.export import released_config
 from sample import Decoding, Step, denoise, generate
-from train import Batch, cocommit_step, lora_everywhere, stage_a_step
 
 # R rows, B block_length, L layers, n = n_last
 
@@ -54,17 +52,12 @@ OFFICIAL = replace(TEXT, n_layer=10, n_embd=256, n_head=8, n_kv_head=4, d_dense=
 CONTEXTS = (0, 64, 128, 256, 512, 1024, 1536, 2048)  # tokens before the block
 LENGTHS = (128, 512, 2048)  # of whole decodes
 ROWS = 16  # that are decoded at once
-TRAINED_ROWS = 4
-TRAINED_LENGTH = 256
 
 # no probability is above 1: one token a step, always the same steps
 ONE_BY_ONE = Decoding(tau_m2t=1.0, tau_t2t=None)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# taking time, and what time is taken of
-
-
+# --- taking time, and what time is taken of
 def interleaved(
     *sides: Callable[[], object], repeats: int, clock: Callable[[], float] = time.perf_counter
 ) -> list[float]:
@@ -94,14 +87,7 @@ def prompt(n: int, row: int = 0) -> list[int]:
     return torch.randint(256, (n,), generator=generator("bench", "prompt", row)).tolist()
 
 
-def row_prompts(rows: int) -> list[list[int]]:
-    return [prompt(8, row) for row in range(rows)]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# decoding
-
-
+# --- decoding
 def one_step(engine: Cached | Uncached, n_rounds: int) -> Callable[[], Step]:
     """One decoding step of every row in the middle of a block: half of it written, half masks, no prompt."""
     cfg = engine.cfg
@@ -129,12 +115,12 @@ def decode() -> None:
             print(f"  {context:7}   {1e3 * cached:16.1f}   {1e3 * uncached:18.1f}   {uncached / cached:4.1f}x")
 
         # the cost of a step is read off between the measured contexts; a block is B steps on either side
+        B = cfg.block_length
         for length in LENGTHS:
-            starts = np.arange(0, length, cfg.block_length)
-            cached, uncached = (cfg.block_length * np.interp(starts, CONTEXTS, side).sum()
-                                for side in np.array(measured).T)  # fmt: skip
-            print(f"  all of {length} tokens (integrated): cached {cached:.2f} s, uncached {uncached:.2f} s: "
-                  f"{uncached / cached:.1f}x")  # fmt: skip
+            starts = np.arange(0, length, B)
+            cached, uncached = (B * np.interp(starts, CONTEXTS, side).sum() for side in np.array(measured).T)
+            ratio = f"{uncached / cached:.1f}x"
+            print(f"  all of {length} tokens (integrated): cached {cached:.2f} s, uncached {uncached:.2f} s: {ratio}")
 
 
 @torch.inference_mode()
@@ -146,58 +132,12 @@ def stageb() -> None:
         z = torch.tensor([prompt(cfg.block_length, 1)])
         sides = one_step(engine, 0), one_step(engine, 1), partial(engine.stage_a, z)
         without, with_it, full = interleaved(*sides, repeats=80)
-        share = cfg.n_last / cfg.n_layer
-        print(f"  {name} ({geometry(cfg)}, n = {cfg.n_last}): step {1e3 * without:.2f} -> {1e3 * with_it:.2f} ms, "
-              f"full forward {1e3 * full:.2f} ms: {(with_it - without) / (share * full):.2f}")  # fmt: skip
+        ratio = (with_it - without) / (cfg.n_last / cfg.n_layer * full)
+        step = f"step {1e3 * without:.2f} -> {1e3 * with_it:.2f} ms, full forward {1e3 * full:.2f} ms"
+        print(f"  {name} ({geometry(cfg)}, n = {cfg.n_last}): {step}: {ratio:.2f}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# training
-
-
-# what is trained -> its step
-STEPS = {
-    "Stage A alone": stage_a_step,
-    "both stages": cocommit_step,
-    "both, checkpointing": cocommit_step,
-    "both, adapters": cocommit_step,
-}
-
-
-def training_step(cfg: Config, variant: str) -> Callable[[], None]:
-    """Forward and backward; the optimizer is left out, because it costs the same in every variant."""
-    model = new_model(cfg, generator("bench"))
-    args = Namespace(corruption="random", context="corrupted", s_min=1, s_max=16, lora_r=16, seed=0)
-    if variant == "both, adapters":
-        lora_everywhere(model, args)
-    model.checkpointing = variant == "both, checkpointing"
-
-    R = TRAINED_ROWS
-    x = torch.tensor([prompt(TRAINED_LENGTH, row) for row in range(R)])
-    everywhere = torch.ones_like(x, dtype=torch.bool)
-
-    def run() -> None:
-        draws = [generator("bench", "draws", row) for row in range(R)]
-        loss, _ = STEPS[variant](model, Batch(x, everywhere, everywhere, 256, draws), args)
-        (loss / x.numel()).backward()
-        model.zero_grad(set_to_none=False)
-
-    return run
-
-
-def train() -> None:
-    """A step of both stages against one of Stage A alone; what checkpointing costs and what adapters save."""
-    cfg = DEEP
-    print(f"\nTraining step, forward and backward: {geometry(cfg)}, n = {cfg.n_last}, {TRAINED_ROWS} rows of "
-          f"{TRAINED_LENGTH}")  # fmt: skip
-    seconds = interleaved(*(training_step(cfg, variant) for variant in STEPS), repeats=5)
-    for variant, s in zip(STEPS, seconds, strict=True):
-        print(f"  {variant:20} {1e3 * s:6.0f} ms, {s / seconds[0]:.3f}x")
-    print(f"  (L + n) / L = {(cfg.n_layer + cfg.n_last) / cfg.n_layer:.3f}; two full passes would be 2")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# against the released code
+# --- against the released code
 
 FILES = ("configuration_llada2_moe.py", "modeling_llada2_moe.py")
 
@@ -225,28 +165,24 @@ def official_model(folder: Path, ours: Model) -> torch.nn.Module:
         for name, part in zip(planned.released, state[planned.name].view(-1, *planned.part), strict=True):
             parts[name] = part.view(expected[name].shape)
     theirs.load_state_dict(parts)
-    masks_in_float32(theirs)
-    return theirs.eval()
 
-
-def masks_in_float32(theirs: torch.nn.Module) -> None:
-    """Their generate() makes masks in bfloat16, which attention refuses beside float32 weights."""
-
+    # their generate() makes masks in bfloat16, which attention refuses beside float32 weights
     def cast(part: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         return args, kwargs | {"attention_mask": kwargs["attention_mask"].float()}
 
     theirs.model.register_forward_pre_hook(cast, with_kwargs=True)
+    return theirs.eval()
 
 
 def our_decode(model: Model, length: int, rows: int = 1) -> list[Output]:
-    return generate(model, row_prompts(rows), replace(ONE_BY_ONE, gen_length=length, n_rounds=0))
+    return generate(model, [prompt(8, row) for row in range(rows)], replace(ONE_BY_ONE, gen_length=length, n_rounds=0))
 
 
 def their_decode(theirs: torch.nn.Module, cfg: Config, length: int, rows: int = 1) -> list[list[int]]:
     """The tokens of each row; of many rows by the fork's generate_batch()."""
-    inputs = [torch.tensor([ids]) for ids in row_prompts(rows)]
-    settings = dict(gen_length=length, block_length=cfg.block_length, threshold=1.0, editing_threshold=2.0)
-    settings |= dict(eos_id=cfg.eos_id, mask_id=cfg.mask_id)
+    inputs = [torch.tensor([prompt(8, row)]) for row in range(rows)]
+    ids = dict(eos_id=cfg.eos_id, mask_id=cfg.mask_id)
+    settings = dict(gen_length=length, block_length=cfg.block_length, threshold=1.0, editing_threshold=2.0, **ids)
     if rows == 1:
         return [theirs.generate(inputs[0], **settings)[0].tolist()]
     return [row[0].tolist() for row in theirs.generate_batch(inputs, **settings)]
@@ -295,10 +231,9 @@ def official(folders: list[Path], lengths: list[int], compiled: bool) -> None:
             compare(theirs, models, lengths[0], ROWS)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the command line
+# --- the command line
 
-SECTIONS = {"decode": decode, "stageb": stageb, "train": train}
+SECTIONS = {"decode": decode, "stageb": stageb}
 
 
 def machine() -> str:

@@ -8,7 +8,6 @@
     text          quality of Python text against forwards         results/text/records.jsonl.gz
     joint         what Stage B writes in one step, toy by toy     results/theorem/joint.json
     dial          error of one step against total correlation     results/theorem/dial.json
-    paper_tables  the paper's Table 2: Stage B on and off         results/paper_tables/paper_tables.json
     cache         the cache's gain against the context's length   results/speed/log.txt
 
 Text stays text in the SVGs, and is of a grey that is readable on white and on black pages.
@@ -88,7 +87,7 @@ def read_tiny(page: str) -> tuple[list[str], dict[str, list[float]]]:
     rows = {}
     for line in lines:
         # losses, a name, and the probabilities
-        found = re.match(r"(?:\d\.\d\d ?)* *(\D+?) +((?: *\d\.\d\d\b)+)", line)
+        found = re.match(r"(?:\d\.\d\d )* *(\S.*?)  +((?: *\d\.\d\d\b)+)", line)
         rows[found[1]] = [float(share) for share in found[2].split()]
     return phrases, rows
 
@@ -186,7 +185,7 @@ def draw_text():
     return figure
 
 
-# --- toys, the paper's tables, speed
+# --- toys, speed
 def draw_joint():
     """Shares of contexts, means and worst of three seeds: possible answers on the left, the likeliest on the right."""
     figure, axes = panels(1, 2, 8, 3.8, sharey=True)
@@ -224,35 +223,6 @@ def draw_dial():
         ends[decoder] = (x[-1], y[-1], color)
     ax.set(xlabel="total correlation (nats)", ylabel="KL(p || decoder) (nats)")
     name_lines(ax, ends)
-    return figure
-
-
-def draw_paper_tables():
-    """Accuracy by threshold: the toy's on the left, the paper's GSM8K on the right."""
-    figure, axes = panels(1, 2, 8, 3.8)
-    rows = read_figure("paper_tables/paper_tables.json")["rows"]
-    gates = sorted({r["tau_m2t"] for r in rows})
-    looks = {
-        "released": ("without adapters", INK, "o", -0.12),
-        "Stage B off": ("adapters, Stage B off", ORANGE, "s", 0),
-        "Stage B on": ("adapters, Stage B on", BLUE, "D", 0.12),
-    }
-    for weights, (name, color, marker, shift) in looks.items():
-        of = sorted((r for r in rows if r["weights"] == weights), key=lambda r: r["tau_m2t"])
-        x = np.arange(len(gates)) + shift
-        axes[0].plot(x, [r["coherent"] for r in of], marker, color=color, label=name)
-
-        # one standard error of an accuracy, of 1,319 answers
-        accuracy = np.array([r["GSM8K"] for r in of])
-        error = np.sqrt(accuracy * (100 - accuracy) / 1319)
-        axes[1].errorbar(x, accuracy, error, fmt=marker, color=color, capsize=2)
-    for ax in axes:
-        ax.set_xticks(range(len(gates)), [f"{gate:g}" for gate in gates])
-        ax.set(xlabel="tau_m2t")
-        ax.grid(axis="y")
-    axes[0].set(ylabel="contexts whose answer is possible", title="the toy modes, here", ylim=(0, 1.05))
-    axes[1].set(ylabel="GSM8K accuracy, %", title="16B, as the paper prints it")
-    axes[0].legend(loc="lower right", frameon=False)
     return figure
 
 
@@ -297,7 +267,6 @@ PICTURES = {
     "text": ("results/text/text.svg", draw_text),
     "joint": ("results/theorem/joint.svg", draw_joint),
     "dial": ("results/theorem/dial.svg", draw_dial),
-    "paper_tables": ("results/paper_tables/paper_tables.svg", draw_paper_tables),
     "cache": ("results/speed/cache.svg", draw_cache),
 }
 
