@@ -3,13 +3,10 @@
 
 const data = JSON.parse($("data").textContent);
 const model = readModel(data);
-const SHAPES = {square: "■", triangle: "▲", circle: "●"}; // of the decoders, beside their colours
 let byHand = data.decoders.map(() => ({})); // of each decoder: {number of a step: {at, token}}
 let fromFiles = false; // whether the records shown are of files: of another model, perhaps
-let earlier = null; // {run, step, answers}: what both stages said before a token was written by hand
 
-// ---------------------------------------------------------------------------------------------------------------------
-// what the page holds
+// --- what the page holds
 
 function fromBase64(text) {
   const letters = atob(text);
@@ -34,8 +31,7 @@ function readModel({cfg, tokenizer, partial_cost, tensors: stored}) {
   return {cfg, tokenizer, partial_cost, tensors};
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// the judge: a name is in the list of all, or ends in its character's number
+// --- the judge: a name is in the list of all, or ends in its character's number
 
 const known = data.names;
 
@@ -59,8 +55,7 @@ function verdict(name) {
   return `${character} (U+${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")})`;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// decoding
+// --- decoding
 
 const gates = () => ({tau_m2t: Number($("tau_m2t").value), tau_keep: Number($("tau_keep").value)});
 
@@ -73,8 +68,9 @@ function decoding(decoder, hand = {}) {
     const at = hand[n].at - start;
     const after = z.map((id, t) => (t === at ? hand[n].token : id));
     const sure = z.map(() => 1);
-    return {before: z, after, bundle: [at], edited: [], refused: [], token: after, conf: sure, token_a: after, conf_a: sure,
-      partial: 0, nLooks: 0, looks: [], byHand: true};
+    const said = {token: after, conf: sure, token_a: after, conf_a: sure};
+    const nothing = {edited: [], refused: [], looks: [], nLooks: 0, partial: 0};
+    return {...nothing, ...said, before: z, after, bundle: [at], byHand: true};
   };
   return {stage: decoder.stage, n_rounds: decoder.n_rounds, tau_m2t: decoder.gated ? tau_m2t : 1, tau_keep, byHand,
     tau_t2t: null, max_post_steps: 16, gen_length: data.gen_length, eos_early_stop: true};
@@ -154,7 +150,6 @@ function showRecords(files) {
   play(false);
   chosen = null;
   fromFiles = true;
-  $("undo").hidden = true;
   $("seen").textContent = "Runs of sample.py --json, from files.";
   show(records, 0);
 }
@@ -162,136 +157,94 @@ function showRecords(files) {
 // Shows one record for each decoder.
 function present(records, step) {
   fromFiles = false;
-  $("undo").hidden = byHand.every((hand) => !Object.keys(hand).length);
-  if ($("undo").hidden) $("seen").textContent = whatIsSeen(records);
+  $("seen").textContent = whatIsSeen(records);
   show(records, step);
-  document.querySelectorAll(".head h2").forEach((title, run) => {
-    const shape = document.createElement("span");
-    shape.className = `shape ${data.decoders[run].shape}`;
-    shape.textContent = SHAPES[data.decoders[run].shape] + " ";
-    shape.setAttribute("aria-hidden", "true");
-    title.prepend(shape);
-  });
 }
 
-// What the decoders wrote, and how that came about.
+// What the decoders wrote, in a sentence.
 function whatIsSeen(records) {
   const wrote = (t) => {
-    if (!known) return `its text took ${Number(t.nfe.all.toFixed(2))} forwards`;
-    return `“${t.name}” ` + (t.verdict.includes("U+") ? `is ${t.verdict.split(" ")[0]}` : "names no character");
+    if (!known) return `${t.label} took ${rounded(t.nfe.all)} forwards`;
+    const what = t.verdict.includes("U+") ? `is ${[...t.verdict][0]}` : "names no character";
+    return `${t.label} writes “${t.name}”, which ${what}`;
   };
-  const [factorised, other] = records;
-  const how = {
-    head: "The head looks at the same masks again, and at the token before each, until nothing changes",
-    B: "Stage B marks the same masks and reads them again",
-    A: "One token at a time, each knows what stands there already",
-  };
-  const first = "Factorised, the masks are written at once and none knows what the others take";
-  return `${first}: ${wrote(factorised)}. ${how[data.decoders[1].stage]}: ${wrote(other)}.`;
+  return records.map(wrote).join("; ") + ".";
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// the panel: what both stages would write at a mask, and what a token put in by hand changes about it
+// --- the panel: what both stages would write at a mask, and a token put there by hand
 
 const second = data.decoders.find((decoder) => decoder.stage !== "A"); // the head or Stage B, if there is one
 
-// Probabilities of every token at the masks of block b as it stands: {a, b: position -> Float32Array, bundle}. The
-// bundle is the gate's, and `at` with it.
-function answersFor(t, b, at) {
+// Probabilities of every token at position `at` of block b as it stands: {a, b}, by Stage A and by what looks again,
+// where it does. The bundle is the gate's, and `at` with it.
+function answersAt(t, b, at) {
   const ctx = newContext();
   const finished = t.blocks.filter((block) => block.start < b.start);
   for (const block of finished) finishBlock(model, look(t, block, now).ids, ctx, second?.n_rounds ?? 0);
 
   const z = look(t, b, now).ids;
+  const here = at - b.start;
   const masked = [...z.keys()].filter((i) => z[i] === t.mask_id);
   const {h, last, logits} = stageA(model, z, ctx);
   const {token: token_a, conf: conf_a} = candidates(logits);
   const picked = selectBundle(conf_a, masked, gates().tau_m2t, model.cfg.order);
-  const bundle = masked.filter((i) => picked.includes(i) || b.start + i === at);
+  const bundle = masked.filter((i) => picked.includes(i) || i === here);
 
-  const answers = {a: new Map(), b: new Map(), bundle: bundle.map((i) => b.start + i)};
-  for (const i of masked) answers.a.set(b.start + i, softmax(logits[i]));
-  if (second?.stage === "head") {
-    const said = headLook(model, z, {last, logits, token_a, conf_a}, bundle, gates().tau_keep).answers;
-    for (const [i, row] of said) answers.b.set(b.start + i, softmax(row));
-  }
-  if (second?.stage === "B") {
-    const rows = head(model, coordinate(model, h, bundle, ctx, second.n_rounds));
-    for (const i of bundle) answers.b.set(b.start + i, softmax(rows[i]));
-  }
-  return answers;
+  let again;
+  if (second?.stage === "head")
+    again = headLook(model, z, {last, logits, token_a, conf_a}, bundle, gates().tau_keep).answers.get(here);
+  if (second?.stage === "B")
+    again = head(model, coordinate(model, h, bundle, ctx, second.n_rounds))[here];
+  return {a: softmax(logits[here]), b: again && softmax(again)};
 }
 
 morePanel = (panel, t, b, at, v) => {
   if (fromFiles) return;
   if (v.ids[at - b.start] !== t.mask_id) {
-    make(panel, "p", "hint", "Step back until this token is a mask to see what else could stand here.");
+    make(panel, "p", "counts", "Step back until this token is a mask to see what else could stand here.");
     return;
   }
-  const run = traces.indexOf(t);
-  const answers = answersFor(t, b, at);
-  const before = earlier?.run === run && earlier.step === now ? earlier.answers : null;
-  if (before) make(panel, "p", "hint", "The mask that moved the most; ticks are from before you wrote a token.");
+  const answers = answersAt(t, b, at);
   const lists = make(panel, "div", "lists");
-  const write = (token) => writeByHand(run, b, at, token, answers);
-  list(lists, "Stage A", "this position by itself", answers.a.get(at), before?.a.get(at), write);
-  if (!second) return;
-  const marked = `positions ${spans(answers.bundle)} together`;
-  const together = second.stage === "head" ? "after the token before it" : marked;
+  const write = (token) => writeByHand(traces.indexOf(t), at, token);
+  list(lists, "Stage A", "this position by itself", answers.a, write);
+  const together = second?.stage === "head" ? "after the token before it" : "with the rest of the bundle";
   const alone = "it stands aside: a token stands behind a mask";
-  list(lists, second.name, answers.b.has(at) ? together : alone, answers.b.get(at), before?.b.get(at), write);
+  if (second) list(lists, second.name, answers.b ? together : alone, answers.b, write);
 };
 
-// The five likeliest tokens as buttons with bars; `before`: the same distribution, earlier.
-function list(parent, title, about, p, before, write) {
+// The five likeliest tokens as buttons with bars.
+function list(parent, title, about, p, write) {
   const box = make(parent, "div", "");
   make(make(box, "h4", "", title), "span", "", about);
   for (const token of p ? largest(p, 5) : []) {
     const button = make(box, "button", "option");
     button.type = "button";
-    const bar = make(button, "span", "level");
-    if (before) make(button, "span", "was").style.left = `${100 * before[token]}%`;
-    const piece = token === model.cfg.eos_id ? "∎" : model.tokenizer.pieces[token];
-    const share = (before ? `${before[token].toFixed(2)} → ` : "") + p[token].toFixed(2);
-    make(button, "span", "name", piece);
-    make(button, "span", "share", share);
-    button.setAttribute("aria-label", `write ${piece} by hand, probability ${share.replace("→", "to")}`);
+    make(button, "span", "level").style.width = `${100 * p[token]}%`;
+    make(button, "span", "name", token === model.cfg.eos_id ? "∎" : model.tokenizer.pieces[token]);
+    make(button, "span", "share", p[token].toFixed(2));
     button.addEventListener("click", () => write(token));
-    bar.style.width = `${100 * (before ? before[token] : p[token])}%`;
-    requestAnimationFrame(() => (bar.style.width = `${100 * p[token]}%`));
   }
 }
 
-// The run goes on from here with this token, and the panel moves to the mask at which Stage A's answer moved the most.
-function writeByHand(run, b, at, token, answers) {
+// The run goes on from here with this token, and the panel moves to the first mask that is left.
+function writeByHand(run, at, token) {
   play(false);
   const k = Math.min(now, traces[run].steps.length);
   const before = Object.entries(byHand[run]).filter(([step]) => step < k);
   byHand[run] = {...Object.fromEntries(before), [k]: {at, token}};
-  earlier = {run, step: k + 1, answers};
-  chosen = {run, at};
-  present(traces.map((t, i) => (i === run ? complete(t.asked, run) : t)), k + 1);
-
-  const t = traces[run];
-  const after = answersFor(t, t.blocks.find((block) => block.start === b.start), at);
-  const moved = ([position, p]) => p.reduce((sum, value, i) => sum + Math.abs(value - answers.a.get(position)[i]), 0);
-  const [most] = [...after.a.entries()].sort((x, y) => moved(y) - moved(x));
-  if (!most) return;
-  chosen.at = most[0];
-  draw();
-  document.querySelector(".option")?.focus({preventScroll: true});
-  showChosen();
+  const records = traces.map((t, i) => (i === run ? complete(t.asked, run) : t));
+  const {start, after} = records[run].steps[k];
+  const left = after.indexOf(model.cfg.mask_id);
+  chosen = {run, at: left < 0 ? at : start + left};
+  present(records, k + 1);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// the experiment: how many names exist, and the forwards that they took, over held-out beginnings
-
-let running = false;
+// --- the experiment: how many names exist, and the forwards that they took, over held-out beginnings
 
 // One beginning after the other, each by every decoder.
 async function runAll() {
-  running = true;
-  $("run").textContent = "Stop";
+  $("run").disabled = true;
   const sums = data.decoders.map((decoder) => ({decoder, d: decoding(decoder), found: 0, forwards: 0}));
   for (const [i, prompt] of data.beginnings.entries()) {
     for (const sum of sums) {
@@ -301,43 +254,35 @@ async function runAll() {
     }
     drawShares(sums, i + 1);
     await new Promise((resume) => setTimeout(resume));
-    if (!running) break;
   }
-  running = false;
-  $("run").textContent = "Run again";
+  $("run").disabled = false;
 }
 
 function drawShares(sums, n) {
-  $("progress").textContent = `${n} of ${data.beginnings.length} names`;
+  $("run").textContent = `${n} of ${data.beginnings.length}`;
   $("shares").hidden = false;
   const body = $("shares").tBodies[0];
   body.replaceChildren();
   for (const {decoder, found, forwards} of sums) {
     const row = make(body, "tr", "");
-    const title = make(row, "th", "");
-    title.scope = "row";
-    make(title, "span", `shape ${decoder.shape}`, SHAPES[decoder.shape] + " ");
-    title.append(decoder.name);
+    make(row, "th", "", decoder.name).scope = "row";
     make(row, "td", "", `${((100 * found) / n).toFixed(0)} %`);
     make(row, "td", "", (forwards / n).toFixed(2));
   }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// what one can touch
+// --- what one can touch
 
 function showGates() {
   const {tau_m2t, tau_keep} = gates();
-  $("tau_m2t_value").textContent = tau_m2t.toFixed(2);
-  $("tau_keep_value").textContent = tau_keep.toFixed(2);
+  $("gate_values").textContent = `tau_m2t ${tau_m2t.toFixed(2)}, tau_keep ${tau_keep.toFixed(2)}`;
 }
 
-// Completes the prompt and plays it from the start; who asks for no motion sees the end.
+// Completes the prompt and plays it from the start.
 function begin() {
   play(false);
-  const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
-  ask(still ? Infinity : 0);
-  if (!still && !$("wrong").textContent) play(true);
+  ask(0);
+  if (!$("wrong").textContent) play(true);
 }
 
 $("ask").addEventListener("submit", (e) => {
@@ -349,12 +294,11 @@ $("surprise").addEventListener("click", () => {
   $("prompt").value = decode(model, prompt);
   $("ask").requestSubmit();
 });
-$("undo").addEventListener("click", () => ask(now));
 for (const gate of ["tau_m2t", "tau_keep"]) {
   $(gate).addEventListener("input", showGates);
   $(gate).addEventListener("change", () => { play(false); ask(); });
 }
-$("run").addEventListener("click", () => { if (running) running = false; else runAll(); });
+$("run").addEventListener("click", runAll);
 $("files").addEventListener("change", async () => {
   try {
     showRecords(await Promise.all([...$("files").files].map(async (file) => [file.name, await file.text()])));
@@ -365,14 +309,9 @@ $("files").addEventListener("change", async () => {
   }
 });
 $("prompt").value = data.prompt;
-$("tau_m2t").value = data.tau_m2t;
 $("tau_keep").value = data.tau_keep;
-for (const keeper of document.querySelectorAll(".keep")) keeper.hidden = second?.stage !== "head";
-for (const order of ["surest", "leftmost"])
-  for (const rule of document.querySelectorAll(`.${order}`)) rule.hidden = model.cfg.order !== order;
-$("gates").open = matchMedia("(min-width: 47rem)").matches;
+$("keep").hidden = second?.stage !== "head";
 $("experiment").hidden = $("surprise").hidden = !known;
-following = !known; // a name fits the screen
 showGates();
 if (!known) $("kind").textContent = "text";
 

@@ -2,17 +2,15 @@
 
 The page holds the weights, the tokenizer and an engine in JavaScript (tools/engine.js, which computes what model.py and
 sample.generate_one do). It shows up to three decoders side by side on the same beginning: all tokens at once
-(factorised), the same jointly (by the head, or by the paper's Stage B), and one token at a time, in the order in
-which the model is best written (Config.order: the surest mask first, or the leftmost). A click on a mask
-shows what both stages would write there, and what changes when another mask is written by hand; on a token that the
-head wrote, its draft and what each look made of it. For a checkpoint of
-names the page also says whether a name exists, and it completes a hundred held-out beginnings with each decoder, to
-count how many names exist and the forwards that they took.
+(factorised), the same jointly (by the head, or by the paper's Stage B), and one token at a time. A click on a mask
+shows what both stages would write there, and writes a token by hand; on a token that the head wrote, its draft and
+what each look made of it. For a checkpoint of names the page also says whether a name exists, and counts how many of a
+hundred held-out beginnings each decoder completes to one, and the forwards that it took.
 
 It shows what `sample.py --json` wrote, too: choose the files at the bottom of the page, of any model.
 
-It takes a model of train.py, of names or of text, with at most 20 million parameters: alone, or with an adapter of the
-paper's kind (LoRA and markers) or a head (beyond/head.py).
+It takes a small model of train.py, of names or of text: alone, or with an adapter of the paper's kind (LoRA and
+markers) or a head (beyond/head.py).
 
     python -m tools.playground                                       # the shipped head
     python -m tools.playground --ckpt out/names --out mine.html      # one's own: two decoders, three with a Stage B
@@ -22,7 +20,7 @@ import base64
 import json
 import sys
 import unicodedata
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -30,27 +28,24 @@ from torch import Tensor
 
 from checkpoint import decoding_defaults, load_model, load_tokenizer, names_of
 from evaluate import draw_names
-from lib.data import exists
 from lib.tokenizer import Tokenizer
 from lib.util import Parser, command, fail, read_json, replace_file
 from model import Model
-from sample import Decoding, generate
 
 HERE = Path(__file__).parent
-MOST_PARAMETERS = 20_000_000
 LONGEST_NAME = 32  # tokens that the page lets a model of names write
 LONGEST_TEXT = 64  # ... and one of text
 BEGINNINGS = 100  # held-out names to complete
-TAU_M2T = 0.0  # the gate that the page opens with: every mask at once
+ABOUT = {
+    "factorised": "Every mask that passes the gate in one forward, each with its own best token.",
+    "head": "The same masks, each after the token before it, in looks until nothing changes; it may refuse.",
+    "Stage B": "The same masks, marked, and the last n layers once more: the paper's way.",
+    "one at a time": "One mask, then a new forward. Slow, and what the model can do.",
+}
 SCRIPTS = ("engine.js", "viewer.js", "playground.js")
 
-HEAD = "beyond.head"
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# the model
-
-
+# --- the model
 def about_adapter(folder: Path) -> dict:
     """What adapter.json says; nothing of a model without one."""
     path = folder / "adapter.json"
@@ -58,15 +53,12 @@ def about_adapter(folder: Path) -> dict:
 
 
 def check_page_can_run(folder: Path, model: Model, tokenizer: Tokenizer | None, about: dict) -> None:
-    """Refuse in one line what the engine cannot compute, or what would be too slow or too large for a page."""
-    parameters = sum(p.numel() for p in model.parameters())
-    if parameters > MOST_PARAMETERS:
-        fail(f"{folder} has {parameters:,} parameters: a page takes at most {MOST_PARAMETERS:,}")
+    """Refuse in one line what the engine cannot compute."""
     if tokenizer is None:
         fail(f"{folder} has no tokenizer (a toy's tokens are numbers): a page needs a checkpoint of names or of text")
     if tokenizer.nfc or tokenizer.ids != list(range(len(tokenizer.ids))):
         fail(f"{folder} has a tokenizer that train.py did not make: the page's tokenizer reads train.py's alone")
-    other_head = model.second_look is not None and about["head"]["module"] != HEAD
+    other_head = model.second_look is not None and about["head"]["module"] != "beyond.head"
     if other_head or model.lora_in_stage_b_alone:
         fail(f"{folder} is an adapter of another kind: a page takes the paper's adapters and beyond.head's")
 
@@ -91,30 +83,20 @@ def tensor_data(tensor: Tensor) -> dict:
     return {"dtype": dtype, "base64": base64.b64encode(numbers).decode()}
 
 
+def decoder(name: str, stage: str, n_rounds: int, gated: bool = True) -> dict:
+    """A column of the page: which stage writes the bundle, its rounds, and whether it follows the gate (if not, it
+    writes one token at a time)."""
+    return {"name": name, "stage": stage, "n_rounds": n_rounds, "gated": gated, "about": ABOUT[name]}
+
+
 def decoders(model: Model) -> list[dict]:
-    """The columns of the page: name and a line about it, the shape that stands for it, which stage writes the bundle,
-    rounds, and whether it follows the gate (if not, it writes one token at a time)."""
-    factorised = {
-        "name": "factorised", "shape": "triangle", "stage": "A", "n_rounds": 0, "gated": True,
-        "about": "Every mask that passes the gate in one forward, each with its own best token.",
-    }  # fmt: skip
-    head = {
-        "name": "head", "shape": "circle", "stage": "head", "n_rounds": 1, "gated": True,
-        "about": "The same masks, each after the token before it, in looks until nothing changes; it may refuse.",
-    }  # fmt: skip
-    stage_b = {
-        "name": "Stage B", "shape": "circle", "stage": "B", "n_rounds": model.cfg.n_rounds, "gated": True,
-        "about": "The same masks, marked, and the last n layers once more: the paper's way.",
-    }  # fmt: skip
-    one_at_a_time = {
-        "name": "one at a time", "shape": "square", "stage": "A", "n_rounds": 0, "gated": False,
-        "about": f"The {model.cfg.order} mask, then a new forward. Slow, and what the model can do.",
-    }  # fmt: skip
+    """What the page shows side by side: two of every model, and between them what looks again."""
+    found = [decoder("factorised", "A", 0)]
     if model.second_look is not None:
-        return [factorised, head, one_at_a_time]
-    if model.markers.any():
-        return [factorised, stage_b, one_at_a_time]
-    return [factorised, one_at_a_time]
+        found.append(decoder("head", "head", 1))
+    elif model.markers.any():
+        found.append(decoder("Stage B", "B", model.cfg.n_rounds))
+    return [*found, decoder("one at a time", "A", 0, gated=False)]
 
 
 def tokenizer_data(tokenizer: Tokenizer, vocab_size: int) -> dict:
@@ -126,21 +108,6 @@ def tokenizer_data(tokenizer: Tokenizer, vocab_size: int) -> dict:
         "special": tokenizer.special,
         "pieces": [tokenizer.piece(token) for token in range(vocab_size)],
     }
-
-
-def model_data(model: Model, tokenizer: Tokenizer, about: dict) -> dict:
-    """Everything that tools/engine.js reads: geometry, weights, tokenizer; and the decoders that they make possible."""
-    return {
-        "cfg": asdict(model.cfg),
-        "tensors": {name: tensor_data(tensor) for name, tensor in collect_tensors(model, about).items()},
-        "partial_cost": model.partial_cost,
-        "tokenizer": tokenizer_data(tokenizer, model.cfg.vocab_size),
-        "decoders": decoders(model),
-    }
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# the names, for the judge and for the experiment
 
 
 def names_data() -> dict:
@@ -164,46 +131,37 @@ def names_data() -> dict:
     return {"codes": codes, "numbered": numbered}
 
 
-def telling_prompt(model: Model, tokenizer: Tokenizer, beginnings: list[list[int]], data: dict) -> str:
-    """A beginning that shows the effect: factorised its name does not exist, and by the decoders beside it it does."""
-    start = Decoding(gen_length=LONGEST_NAME, tau_t2t=None, tau_keep=data["tau_keep"])
-    names = []
-    for column in data["decoders"]:
-        tau_m2t = TAU_M2T if column["gated"] else 1.0
-        outputs = generate(model, beginnings, replace(start, n_rounds=column["n_rounds"], tau_m2t=tau_m2t))
-        names.append([tokenizer.decode(ids + o.tokens) for ids, o in zip(beginnings, outputs, strict=True)])
-
-    for ids, factorised, *others in zip(beginnings, *names, strict=True):
-        if exists(factorised) is None and all(exists(name) for name in others):
-            return tokenizer.decode(ids)
-    return tokenizer.decode(beginnings[0])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# the page
-
-
-def page(ckpt: str, prompt: str | None = None) -> str:
-    """The HTML for a model's folder or an adapter's; it opens on this prompt, or on a telling one."""
+# --- the page
+def page_data(ckpt: str, prompt: str | None) -> dict:
+    """Everything that the page reads: geometry, weights, tokenizer, decoders and, of a model of names, all names."""
     folder = Path(ckpt)
     model = load_model(folder, "cpu", torch.float32)
     tokenizer = load_tokenizer(folder, model.cfg.tokenizer)
     about = about_adapter(folder)
     check_page_can_run(folder, model, tokenizer, about)
-    data = model_data(model, tokenizer, about)
-    data |= {"tau_m2t": TAU_M2T, "tau_keep": decoding_defaults(folder).get("tau_keep", 0.0)}
-    data |= {"names": None, "beginnings": [], "gen_length": LONGEST_TEXT}
-    if names_of(folder) is not None:
-        beginnings = list(draw_names(BEGINNINGS, "held out", tokenizer).values())
-        data |= {"names": names_data(), "beginnings": beginnings, "gen_length": LONGEST_NAME}
-        prompt = prompt or telling_prompt(model, tokenizer, beginnings, data)
-    data["prompt"] = prompt or "import "
+    data = {
+        "cfg": asdict(model.cfg),
+        "tensors": {name: tensor_data(tensor) for name, tensor in collect_tensors(model, about).items()},
+        "partial_cost": model.partial_cost,
+        "tokenizer": tokenizer_data(tokenizer, model.cfg.vocab_size),
+        "decoders": decoders(model),
+        "tau_keep": decoding_defaults(folder).get("tau_keep", 0.0),
+    }
+    if names_of(folder) is None:
+        return data | {"names": None, "beginnings": [], "gen_length": LONGEST_TEXT, "prompt": prompt or "import "}
+    beginnings = list(draw_names(BEGINNINGS, "held out", tokenizer).values())
+    names = {"names": names_data(), "beginnings": beginnings, "gen_length": LONGEST_NAME}
+    return data | names | {"prompt": prompt or "CANADIAN"}
 
-    # inside <script>, "<" could end the element; as an escape it is the same JSON
+
+def page(ckpt: str, prompt: str | None = None) -> str:
+    """The HTML for a model's folder or an adapter's, which opens on this prompt."""
     read = lambda name: (HERE / name).read_text(encoding="utf-8")  # noqa: E731
     html = read("playground.html").replace("@STYLE@", read("playground.css"))
     html = html.replace("@SCRIPT@", "\n".join(map(read, SCRIPTS)))
-    return html.replace("@DATA@", json.dumps(data).replace("<", "\\u003c"))
+
+    # inside <script>, "<" could end the element; as an escape it is the same JSON
+    return html.replace("@DATA@", json.dumps(page_data(ckpt, prompt)).replace("<", "\\u003c"))
 
 
 @command
@@ -211,7 +169,7 @@ def main() -> None:
     parser = Parser(__doc__)
     add = parser.add_argument_group("playground").add_argument
     add("--ckpt", default="assets/names/head", help="a model of train.py, on names or on text, or an adapter of one")
-    add("--prompt", help="the beginning that the page opens on (default: one that shows the effect)")
+    add("--prompt", help="the beginning that the page opens on (of names: CANADIAN)")
     add("--out", default="playground.html", help="the page to write")
     args = parser.parse_args()
     html = page(args.ckpt, args.prompt)

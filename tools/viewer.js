@@ -10,7 +10,6 @@ let steps = 0; // of the longest run
 let now = 0; // the step shown
 let timer = 0; // of play
 let chosen = null; // {run, at}: the cell in the panel
-let following = true; // whether a step scrolls to the block at work
 let morePanel = () => {}; // what a page adds to the panel: (panel, trace, block, position, what the block looks like)
 
 function make(parent, tag, cls, text = "") {
@@ -20,23 +19,7 @@ function make(parent, tag, cls, text = "") {
   return e;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// what a run holds after a step
-
-// Forwards [full, partial, commit] after each step, as the decoder counts them: the next block reads a finished one once
-// more if its last step changed it, and in Stage B's further rounds. What is written by hand asks the model nothing.
-function countsOf(t) {
-  const counts = [[0, 0, 0]];
-  t.steps.forEach((s, i) => {
-    const [full, partial, commit] = counts.at(-1);
-    const next = t.steps[i + 1];
-    const closes = next && next.start !== s.start;
-    const changed = s.after.some((id, j) => id !== s.before[j]);
-    counts.push([full + (s.byHand ? 0 : 1), partial + s.partial + (closes ? Math.max(0, t.n_rounds - 1) : 0),
-      commit + (closes && changed ? 1 : 0)]);
-  });
-  return counts;
-}
+// --- what a run holds after a step
 
 // The blocks of a run: where each starts, its first and last step (0 for a block of nothing but prompt), its prompt.
 function blocksOf(t) {
@@ -76,29 +59,7 @@ function position(t, at, v, b) {
   return {id, state, fill, edit, refused, conf: state === "prompt" ? undefined : v.conf?.[i]};
 }
 
-// The positions at which two runs hold different tokens after step k. A mask differs from nothing, since runs go at
-// different paces.
-function differences(k) {
-  const held = new Map(); // position -> tokens
-  for (const t of traces) {
-    for (const b of t.blocks) {
-      look(t, b, k).ids.forEach((id, i) => {
-        if (id !== t.mask_id) held.set(b.start + i, (held.get(b.start + i) ?? new Set()).add(id));
-      });
-    }
-  }
-  return [...held.keys()].filter((at) => held.get(at).size > 1).sort((a, b) => a - b);
-}
-
-// [4, 6, 7, 8] -> "4, 6–8"
-function spans(positions) {
-  const starts = positions.filter((at) => !positions.includes(at - 1));
-  const ends = positions.filter((at) => !positions.includes(at + 1));
-  return starts.map((at, i) => (ends[i] > at ? `${at}–${ends[i]}` : `${at}`)).join(", ");
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// drawing
+// --- drawing
 
 // A head's draft at a position, and what each of its looks made of it; nothing where it did not look.
 function looksAt(t, s, at) {
@@ -128,7 +89,7 @@ function describe(t, at, p, b) {
   return lines;
 }
 
-function drawCell(cell, t, b, at, v, differs) {
+function drawCell(cell, t, b, at, v) {
   const p = position(t, at, v, b);
   const lines = describe(t, at, p, b);
   const [mark, token, alone, level] = cell.children;
@@ -137,15 +98,13 @@ function drawCell(cell, t, b, at, v, differs) {
   if (p.state === "refused") cell.classList.add("mask");
   if (p.state === "byHand") cell.classList.add("fill");
   if (p.fill && p.state !== "byHand") cell.classList.add("bundle");
-  if (differs) cell.classList.add("differ");
   if (isChosen) cell.classList.add("chosen");
-  cell.tabIndex = v.step || !now ? 0 : -1; // Tab goes through the block at work, not through the whole text
   mark.textContent = LETTER[p.state] ?? "";
   token.textContent = t.pieces[p.id];
   alone.hidden = !p.fill || p.fill.token === p.fill.token_a;
   alone.textContent = alone.hidden ? "" : "A " + t.pieces[p.fill.token_a];
   level.style.width = 100 * (p.conf ?? 0) + "%";
-  cell.title = lines.join("; ") + (differs ? "; not as in another run" : "");
+  cell.title = lines.join("; ");
   cell.setAttribute("aria-label", cell.title);
   if (isChosen) drawPanel(t, b, at, v, lines);
 }
@@ -156,39 +115,30 @@ function drawPanel(t, b, at, v, lines) {
   morePanel($("panel"), t, b, at, v);
 }
 
+const rounded = (forwards) => Number(forwards.toFixed(2));
+
 function drawHead(t) {
   const n = Math.min(now, t.steps.length);
   const s = t.steps[Math.max(0, n - 1)];
   const masks = (ids) => ids.filter((id) => id === t.mask_id).length;
-
-  const [full, partial, commit] = t.counts[n]; // forwards so far
-  const all = full + commit + t.partial_cost * partial;
-  t.countsLine.textContent = `forwards: ${full} full, ${Number(partial.toFixed(3))} partial, ${commit} commit`;
   const done = `${s.fill.length} filled, ${s.edit.length} edited, ${masks(s.after)} left masked`;
   const where = now > n ? `ended with step ${n}` : `block ${s.start}`;
   t.stepLine.textContent = n ? `${where}: ${done}` : `block ${s.start}: ${masks(s.before)} masked`;
 
-  // a model of names: the character, or that there is none
-  const said = n === t.steps.length ? t.verdict : null;
-  const exists = said?.includes("U+");
-  const kind = exists ? "yes" : "no";
-  const spent = `${Number(all.toFixed(2))} forward${all === 1 ? "" : "s"}`;
-  t.verdictLine.className = "verdict " + (said ? kind : "");
-  if (!said) t.verdictLine.textContent = spent + (n === t.steps.length ? " in all" : " so far");
-  else t.verdictLine.textContent = (exists ? "✓ " + said : "✗ " + said.replace(/[()]/g, "")) + ", " + spent;
+  // at the end what it took and, of a model of names, the character, or that there is none
+  const exists = t.verdict?.includes("U+");
+  const said = exists ? `✓ ${t.verdict}, ` : `✗ ${t.verdict?.replace(/[()]/g, "")}, `;
+  t.verdictLine.className = "verdict " + (exists ? "yes" : "no");
+  t.verdictLine.textContent = n < t.steps.length ? "" : (t.verdict ? said : "") + `${rounded(t.nfe.all)} forwards`;
 }
 
 function draw() {
-  const differing = new Set(differences(now));
   for (const t of traces) {
     drawHead(t);
     for (const b of t.blocks) {
       const v = look(t, b, now);
-      b.box.className = "block" + (v.unopened ? " unopened" : v.step ? " current" : "");
-      b.cells.forEach((cell, i) => {
-        const differs = v.ids[i] !== t.mask_id && differing.has(b.start + i);
-        drawCell(cell, t, b, b.start + i, v, differs);
-      });
+      b.box.className = "block" + (v.unopened ? " unopened" : "");
+      b.cells.forEach((cell, i) => drawCell(cell, t, b, b.start + i, v));
     }
   }
   $("slider").value = now;
@@ -196,8 +146,7 @@ function draw() {
   $("slider").setAttribute("aria-valuetext", $("now").textContent);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// building
+// --- building
 
 function buildBlock(t, b, run) {
   b.box = make($("runs"), "section", "block");
@@ -209,24 +158,9 @@ function buildBlock(t, b, run) {
     cell.type = "button";
     cell.dataset.at = b.start + i;
     for (const part of ["mark", "token", "other", "level"]) make(cell, "span", part);
-    const choose = () => { play(false); chosen = {run, at: b.start + i}; draw(); showChosen(); };
-    for (const event of ["click", "focus"]) cell.addEventListener(event, choose); // Safari focuses nothing on a tap
+    cell.addEventListener("click", () => { play(false); chosen = {run, at: b.start + i}; draw(); });
     return cell;
   });
-}
-
-// The panel may have grown over the cell that it speaks of.
-function showChosen() {
-  document.documentElement.style.scrollPaddingBottom = `${$("details").offsetHeight + 12}px`;
-  document.querySelector(".chosen")?.scrollIntoView({block: "nearest"});
-}
-
-// Where the runs part, in a sentence.
-function divergence() {
-  const parted = Array.from({length: steps + 1}, (_, k) => k).find((k) => differences(k).length);
-  if (parted === undefined) return "The runs never write different tokens.";
-  const ending = spans(differences(steps));
-  return `They first differ after step ${parted}, ` + (ending ? `in the end at ${ending}.` : "and agree in the end.");
 }
 
 // Shows these records at a step; each has a label, and perhaps a line about it.
@@ -236,7 +170,7 @@ function show(records, step) {
   $("runs").replaceChildren();
   $("runs").style.setProperty("--columns", traces.length);
   traces.forEach((t, run) => {
-    Object.assign(t, {blocks: blocksOf(t), B: t.steps[0].after.length, counts: countsOf(t)});
+    Object.assign(t, {blocks: blocksOf(t), B: t.steps[0].after.length});
     const head = make($("runs"), "div", "head");
     head.style.gridArea = `1 / ${run + 1}`;
     if (traces.length > 1) make(head, "h2", "", t.label);
@@ -245,24 +179,20 @@ function show(records, step) {
     for (const b of t.blocks) buildBlock(t, b, run);
     const foot = make($("runs"), "div", "foot");
     foot.style.gridArea = `${3 + t.blocks.at(-1).start / t.B} / ${run + 1}`;
-    t.countsLine = make(foot, "p", "counts");
     t.stepLine = make(foot, "p", "counts");
+    const {full, partial, commit} = t.nfe;
+    make(foot, "p", "counts", `forwards in all: ${full} full, ${rounded(partial)} partial, ${commit} commit`);
   });
   $("slider").max = steps;
-  $("differ").hidden = $("differs").hidden = traces.length < 2;
-  $("differ").textContent = divergence();
-  if (!chosen) $("panel").replaceChildren();
-  if (!chosen) make($("panel"), "p", "", "Tap a token, or move to it with Tab: what happened to it?");
-  go(step, false);
+  if (!chosen) $("panel").textContent = "Tap a token: what happened to it?";
+  go(step);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// moving
+// --- moving
 
-function go(k, follow = true) {
+function go(k) {
   now = Math.max(0, Math.min(steps, k));
   draw();
-  if (follow && following) document.querySelector(".current")?.scrollIntoView({block: "nearest"});
 }
 
 function play(on) {
@@ -275,7 +205,7 @@ const KEYS = {ArrowLeft: () => now - 1, ArrowRight: () => now + 1, Home: () => 0
 const TARGETS = {first: KEYS.Home, back: KEYS.ArrowLeft, next: KEYS.ArrowRight, last: KEYS.End};
 for (const id in TARGETS) $(id).addEventListener("click", () => { play(false); go(TARGETS[id]()); });
 $("play").addEventListener("click", () => { if (!timer && now === steps) go(0); play(!timer); });
-$("slider").addEventListener("input", () => { play(false); go(Number($("slider").value), false); });
+$("slider").addEventListener("input", () => { play(false); go(Number($("slider").value)); });
 document.addEventListener("keydown", (e) => { // sliders and text fields have these keys for themselves
   if (!(e.key in KEYS) || e.target.tagName === "INPUT" || e.ctrlKey || e.altKey || e.metaKey || e.shiftKey) return;
   e.preventDefault();
