@@ -129,7 +129,7 @@ function drawHead(t) {
   const exists = t.verdict?.includes("U+");
   const said = exists ? `✓ ${t.verdict}, ` : `✗ ${t.verdict?.replace(/[()]/g, "")}, `;
   t.verdictLine.className = "verdict " + (exists ? "yes" : "no");
-  t.verdictLine.textContent = n < t.steps.length ? "" : (t.verdict ? said : "") + `${rounded(t.nfe.all)} forwards`;
+  t.verdictLine.textContent = n < t.steps.length ? "" : (t.verdict ? said : "") + `forwards: ${rounded(t.nfe.all)}`;
 }
 
 function draw() {
@@ -181,7 +181,7 @@ function show(records, step) {
     foot.style.gridArea = `${3 + t.blocks.at(-1).start / t.B} / ${run + 1}`;
     t.stepLine = make(foot, "p", "counts");
     const {full, partial, commit} = t.nfe;
-    make(foot, "p", "counts", `forwards in all: ${full} full, ${rounded(partial)} partial, ${commit} commit`);
+    make(foot, "p", "counts", `${full} full, ${rounded(partial)} partial, ${commit} commit`);
   });
   $("slider").max = steps;
   if (!chosen) $("panel").textContent = "Tap a token: what happened to it?";

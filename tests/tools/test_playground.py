@@ -328,7 +328,7 @@ def test_it_opens_on_what_goes_wrong_and_what_does_not(names_page, shipped, toke
         forwards = in_full(out.nfe, shipped.partial_cost)
         found.append(exists(name) is not None)
         said = verdict(name) if found[-1] else "no such character"
-        assert f"{said}, {forwards:g} forwards" in runs
+        assert f"{said}, forwards: {forwards:g}" in runs
         assert f"{way}{100 * found[-1]} %{forwards:.2f}" in shares
     assert found == [False, True, True]
     assert "at least one letter" in wrong and HOSTILE in shown and bold == 0  # any text is text
@@ -470,4 +470,4 @@ def test_records_from_files_are_shown_step_by_step(bytes_page, tmp_path):
 
     assert end[4]["parts"][:2] == ["E", "·San"] and "step 4: ·New became ·San 0.75" in end[4]["title"]
     assert end[6]["parts"][1] == HOSTILE and end[7]["is"] == "cell mask bundle"
-    assert "✓ û (U+00FB), 6 forwards" in found["heads"] and "4 full, 4 partial, 1 commit" in found["heads"]
+    assert "✓ û (U+00FB), forwards: 6" in found["heads"] and "4 full, 4 partial, 1 commit" in found["heads"]
