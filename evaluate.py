@@ -18,6 +18,7 @@ Forwards are per token, everything counted: full ones, commits, and partial ones
 the layers. --json has all measures, for a script to read.
 
     python evaluate.py --ckpt assets/names/head      # a base with a head, held-out names, a minute
+    python evaluate.py --holes 2                      # the same with two tokens of a block masked
     python evaluate.py --ckpt out/modes --json        # a toy's decoders, an object a line
 """
 
@@ -25,6 +26,7 @@ import json
 import math
 from argparse import Namespace
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,13 +35,13 @@ from tqdm import tqdm
 
 from checkpoint import load_model, load_tokenizer, names_of
 from lib import data, toy
-from lib.config import DTYPES
+from lib.config import DTYPES, Config
 from lib.output import Output, in_full
 from lib.tokenizer import Tokenizer
 from lib.toy import Toy
 from lib.util import Parser, bounded, command, generator, pick_device, read_json, reading
 from model import Model
-from sample import Decoding, generate
+from sample import Decoding, generate, select_bundle
 
 # N contexts, S support tuples, m answer positions
 
@@ -204,6 +206,28 @@ def draw_names(n: int, group: str, tokenizer: Tokenizer) -> dict[str, list[int]]
     return prompts
 
 
+def draw_holes(n: int, k: int, group: str, tokenizer: Tokenizer, cfg: Config) -> dict[str, list[int]]:
+    """n names with k tokens of one block masked, and something visible behind them in this block."""
+    B = cfg.block_length
+    rng = generator("holes", k)
+    prompts = {}
+    for name in draw_names(3 * n, group, tokenizer):
+        # the blocks with more tokens than that
+        ids = tokenizer.encode_document(name).tolist()
+        blocks = [at for at in range(0, len(ids), B) if len(ids[at : at + B]) > k]
+        if not blocks or len(prompts) == n:
+            continue
+
+        # k tokens of one of them, but not its last; the name, and its end, in whole blocks
+        at = blocks[int(torch.randint(len(blocks), (), generator=rng))]
+        before_last = len(ids[at : at + B]) - 1
+        ids += [cfg.eos_id] * (-len(ids) % B)
+        for place in torch.randperm(before_last, generator=rng)[:k].tolist():
+            ids[at + place] = cfg.mask_id
+        prompts[name] = ids
+    return prompts
+
+
 def judge(asked: list[str], written: list[str]) -> dict[str, float]:
     """The shares of one decoder's completions (see above): the names drawn, and what became of each."""
     n = len(written)
@@ -236,22 +260,46 @@ def name_decoders(model: Model, temperature: float) -> dict[str, Decoding]:
     return decoders
 
 
+def hole_decoders(model: Model) -> dict[str, Decoding]:
+    """Nothing is written behind the text, so a block ends with its last hole."""
+
+    def first(order: str, p: Tensor, masked: Tensor) -> Tensor:
+        return select_bundle(p.amax(-1), masked, 1.0, 1, order)
+
+    start = replace(NAMES, gen_length=0, holes=True)
+    decoders = {
+        "one at a time, from the left": replace(start, select=partial(first, "leftmost")),
+        "one at a time, surest first": replace(start, select=partial(first, "surest")),
+        "all at once": replace(start, tau_m2t=-1.0),
+    }
+    if model.second_look is not None:
+        decoders["head"] = replace(start, tau_m2t=-1.0, tau_keep=0.5, n_rounds=1)
+    return decoders
+
+
 def complete(model: Model, tokenizer: Tokenizer, prompts: dict[str, list[int]], d: Decoding, seed: int) -> dict:
     """Complete every prompt (name -> ids), judge the names that come of it, and count."""
     outputs = generate(model, list(prompts.values()), d, seed)
-    written = [tokenizer.decode(ids + o.tokens) for ids, o in zip(prompts.values(), outputs, strict=True)]
-    tokens = sum(len(o.tokens) for o in outputs)
+    written = [tokenizer.decode(o.prompt + o.tokens) for o in outputs]
+    holes = sum(ids.count(model.cfg.mask_id) for ids in prompts.values())
+    tokens = holes + sum(len(o.tokens) for o in outputs)
     return judge(list(prompts), written) | per_token(model, outputs, tokens) | {"tokens/name": tokens / len(prompts)}
 
 
 def evaluate_names(folder: Path, model: Model, about: dict, args: Namespace) -> None:
     """Print what every decoder writes for held-out names; with --json also for trained ones."""
     tokenizer = load_tokenizer(folder, model.cfg.tokenizer)
+    asked = "completed from their first third"
     decoders = name_decoders(model, args.temperature)
+    if args.holes:
+        asked = f"{args.holes} tokens of a block masked"
+        decoders = hole_decoders(model)
     groups = ("held out", "trained") if args.json else ("held out",)
     rows = []
     for group in groups:
         prompts = draw_names(args.prompts, group, tokenizer)
+        if args.holes:
+            prompts = draw_holes(args.prompts, args.holes, group, tokenizer, model.cfg)
         for name, d in tqdm(decoders.items(), desc=group, unit="decoder", disable=None):
             found = complete(model, tokenizer, prompts, d, args.seed)
             if args.json:
@@ -260,7 +308,7 @@ def evaluate_names(folder: Path, model: Model, about: dict, args: Namespace) -> 
             rows.append([name, f"{found['exist']:.3f}", f"{found['forwards/token']:.3f}"])
     if not args.json:
         versions = f"trained on Unicode {about.get('unidata_version')}, judged by {data.unicodedata.unidata_version}"
-        print(f"{folder}: {len(prompts)} held-out names, completed from their first third; {versions}")
+        print(f"{folder}: {len(prompts)} held-out names, {asked}; {versions}")
         print_table(["decoder", "exist", "forwards/token"], rows)
 
 
@@ -274,6 +322,7 @@ def main() -> None:
     add("--dtype", choices=DTYPES, default="fp32", help="of weights and activations")
     add = parser.add_argument_group("names only").add_argument
     add("--prompts", type=bounded(int, 1), default=256, help="names drawn of each group")
+    add("--holes", type=bounded(int, 0), default=0, help="mask so many tokens of a block of each name, and fill these")
     add("--temperature", type=bounded(float, 0), default=0.0, help="0: greedy")
     add("--seed", type=int, default=0, help="of the tokens drawn, with a temperature")
     args = parser.parse_args()

@@ -17,7 +17,17 @@ import evaluate
 import sample
 import train
 from checkpoint import load_model, save_model
-from evaluate import TOY_DECODERS, chain_table, distances, draw_names, judge, one_step_table, quality, wilson
+from evaluate import (
+    TOY_DECODERS,
+    chain_table,
+    distances,
+    draw_holes,
+    draw_names,
+    judge,
+    one_step_table,
+    quality,
+    wilson,
+)
 from lib import settings, toy
 from lib.data import exists, is_validation
 from lib.output import Output, in_full
@@ -139,6 +149,32 @@ def test_prompts_are_the_first_third_of_names_of_the_group_and_a_function_of_it_
         for name, ids in prompts.items():  # a byte is a token
             assert tokenizer.decode(ids) == name[: (len(name) + 2) // 3]
         assert list(draw_names(7, group, tokenizer).items()) == list(prompts.items())[:7]
+
+
+def test_holes_are_in_one_block_with_something_visible_behind():
+    """A byte is a token. The name is whole where it is not masked, and its end fills the last block."""
+    tokenizer = byte_tokenizer()
+    cfg = SimpleNamespace(block_length=8, mask_id=257, eos_id=256)
+    for k in (1, 4):
+        prompts = draw_holes(20, k, "held out", tokenizer, cfg)
+        assert len(prompts) == 20 and all(is_validation(name) for name in prompts)
+        for name, ids in prompts.items():
+            whole = list(name.encode()) + [256] * (-len(name) % 8)
+            masked = [i for i, token in enumerate(ids) if token == 257]
+            assert len(masked) == k and len({i // 8 for i in masked}) == 1
+            assert masked[-1] + 1 < len(name) and (masked[-1] + 1) % 8 > 0
+            assert [i for i, (a, b) in enumerate(zip(ids, whole, strict=True)) if a != b] == masked
+
+
+def test_a_base_fills_holes_in_as_many_forwards_as_its_order_asks_for(monkeypatch):
+    """Three holes of the first of two blocks: a step each, or one for all, then a commit and the next block's step."""
+    model = tiny_model(vocab_size=272, eos_id=256, mask_id=257, n_rounds=1)
+    prompts = {"A NAME OF A SORT": [257 if i in (1, 2, 5) else ord(c) for i, c in enumerate("A NAME OF A SORT")]}
+    costs = {}
+    for name, d in evaluate.hole_decoders(model).items():
+        found = evaluate.complete(model, byte_tokenizer(), prompts, d, 0)
+        costs[name] = round(3 * found["forwards/token"])
+    assert costs == {"one at a time, from the left": 5, "one at a time, surest first": 5, "all at once": 3}
 
 
 def test_decoders_are_stage_a_at_its_gates_and_the_same_with_what_there_is():
