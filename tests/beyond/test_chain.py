@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import sample
 from beyond import chain
-from beyond.chain import beam_chain, chain_target, leaders, masks_as_decoded, stage_a_look
+from beyond.chain import TIE, beam_chain, chain_target, leaders, masks_as_decoded, stage_a_look
 from corrupt import G, M
 from lib import toy
 from lib.settings import build_parser
@@ -48,7 +48,7 @@ def whole_rows(model):
         logits = model(z, model.context(torch.ones_like(z, dtype=torch.bool)))
         logits[..., MASK] = float("-inf")
         log_p = logits.log_softmax(-1)
-        token = leaders(log_p, k)
+        token = leaders(log_p, k, TIE)
         sure = log_p.amax(-1).masked_fill(~where, float("-inf"))
         return sure, log_p.gather(-1, token), token
 
@@ -57,15 +57,14 @@ def whole_rows(model):
 
 # --- the chain
 @pytest.mark.parametrize("order", ["surest", "leftmost"])
-def test_the_greedy_chain_is_the_one_at_a_time_decode(order, monkeypatch):
+def test_the_greedy_chain_is_the_one_at_a_time_decode(order):
     """What the released loop writes when it may fill one token a step, but for near-equals."""
-    monkeypatch.setattr(chain, "TIE", 0.0)
     model = endless_model(order=order)
     model.lm_head.weight.data[MASK] = 0.0  # to the loop [M] is a candidate like any other, a chain never writes it
     prompt = random_ids(3, 8, 7)
-    look = stage_a_look(model, a_batch(torch.cat([prompt, prompt], dim=1)))
+    look = stage_a_look(model, a_batch(torch.cat([prompt, prompt], dim=1)), tie=0.0)
     last = torch.stack([prompt, torch.full((3, 8), MASK)], dim=1).view(-1, 8)  # two blocks a row
-    written, _ = beam_chain(look, last, last == MASK, 1, order)
+    written, _ = beam_chain(look, last, last == MASK, 1, order, tie=0.0)
     d = Decoding(gen_length=8, tau_m2t=1.0, tau_t2t=None, n_rounds=0, max_post_steps=0)
     greedy = torch.tensor([o.tokens for o in generate(model, prompt.tolist(), d)])
     assert torch.equal(written.view(3, 2, 8), torch.stack([prompt, greedy], dim=1))
@@ -79,7 +78,7 @@ def test_with_exact_conditionals_a_chain_is_coherent_and_a_beam_finds_the_joint_
 
     def exact(z, where, k):
         log_p = conditional(t, c, z.masked_fill(z == t.mask_id, -1)).log()
-        token = leaders(log_p, k)
+        token = leaders(log_p, k, TIE)
         return log_p.amax(-1).masked_fill(~where, float("-inf")), log_p.gather(-1, token).float(), token
 
     everything = torch.ones_like(z, dtype=torch.bool)
@@ -96,7 +95,7 @@ def test_with_exact_conditionals_a_chain_is_coherent_and_a_beam_finds_the_joint_
 
 def test_near_equals_come_by_index():
     score = torch.tensor([[0.30, 0.29, 0.06, 0.31, 0.04], [0.2, 0.12, 0.5, 0.1, 0.08]]).log()
-    assert leaders(score, 4).tolist() == [[0, 1, 3, 2], [2, 0, 1, 3]]
+    assert leaders(score, 4, TIE).tolist() == [[0, 1, 3, 2], [2, 0, 1, 3]]
 
 
 def test_a_look_takes_the_lower_id_of_near_equals_and_says_how_sure_the_best_is(monkeypatch):
