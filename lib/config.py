@@ -84,7 +84,7 @@ PRESETS = {
     ),
     # names of Unicode characters, in minutes on two CPU cores
     "names": Config(
-        n_layer=4, n_embd=128, n_head=4, n_kv_head=2, head_dim=32, rotary_dim=16, rope_theta=1e4,
+        n_layer=6, n_embd=128, n_head=4, n_kv_head=2, head_dim=32, rotary_dim=16, rope_theta=1e4,
         d_dense=384, d_expert=64, n_expert=8, n_active=2, n_group=2, topk_group=2,
         vocab_size=1024, max_len=512,
     ),
