@@ -440,7 +440,8 @@ def test_what_a_decode_defaults_to():
     converted.markers.data.zero_()
     papers, off = Decoding(n_rounds=2, holes=True), ["--n_rounds", "0"]
     released = Decoding(n_rounds=0, tau_t2t=0.5, holes=True)
-    assert settled(trained) == papers and (papers.tau_m2t, papers.tau_t2t) == (0.7, 0.0)
+    assert settled(trained) == papers
+    assert (papers.tau_m2t, papers.tau_t2t, papers.eos_early_stop) == (0.7, 0.0, True)
     assert settled(converted) == settled(trained, *off) == released
     assert settled(converted, "--n_rounds", "1").tau_t2t == 0.0  # Stage B is asked for
     for given, gate in {"0.3": 0.3, "0.5": 0.5, "none": None}.items():
