@@ -107,7 +107,7 @@ class System:
 
     labels: list[str]
     values: np.ndarray  # (P, S, R): the measure of each prompt
-    figures: dict[str, np.ndarray]  # of its cost and VARIETY: (P, S)
+    figures: dict[str, np.ndarray]  # of costs and VARIETY: (P, S)
 
 
 @dataclass(frozen=True)
@@ -120,11 +120,11 @@ class Unit:
 
     @property
     def kind(self) -> str:
+        """What the tables are of."""
         return "time" if self.prices else "all"
 
-    def cost(self, r: dict) -> float:
-        forwards = self.time(r) if self.prices else r["cost"]["all"]
-        return forwards / r["per"][self.name] * r["n_layer"] / self.first["n_layer"]
+    def forwards(self, r: dict) -> float:
+        return self.of_one(r, r["cost"]["all"])
 
     def time(self, r: dict) -> float:
         """All of its forwards, by their prices, in full forwards."""
@@ -132,7 +132,11 @@ class Unit:
         seconds = counts["full"] * self.prices["full"] + counts["commit"] * self.prices["commit"]
         if r["second"]:
             seconds += counts["looks"] * self.prices[r["second"]]
-        return seconds / self.prices["full"]
+        return self.of_one(r, seconds / self.prices["full"])
+
+    def of_one(self, r: dict, cost: float) -> float:
+        """The cost of one token or name, in forwards of the first model."""
+        return cost / r["per"][self.name] * r["n_layer"] / self.first["n_layer"]
 
 
 def measured(
@@ -146,7 +150,9 @@ def measured(
         values = of_each(by_setting, lambda r: value(r, measure))  # (P, S, R)
         applies = ~np.isnan(values[0, 0])
         figures = {k: of_each(by_setting, lambda r, k=k: r.get(k, math.nan)) for k in VARIETY}
-        figures[unit.kind] = of_each(by_setting, unit.cost)
+        figures["all"] = of_each(by_setting, unit.forwards)
+        if unit.prices:
+            figures["time"] = of_each(by_setting, unit.time)
         systems[name] = System(list(by_setting), values[..., applies], figures)
     cluster = np.array(sum(clusters.values(), []))[applies]
     return systems, np.unique(cluster, return_inverse=True)[1]

@@ -59,13 +59,13 @@ def test_what_a_cost_is_of():
     and 5 looks of .2 are 18 seconds: 9 full forwards, for 2 tokens."""
     a = record("a", "x", "11", 0.8)
     deep = record("deep", "x", "11", 0.8, 5)
-    assert [Unit("token", a).cost(r) for r in (a, deep)] == approx([0.8, 1.0])
-    assert [Unit("name", deep).cost(r) for r in (a, deep)] == approx([1.28, 1.6])
+    assert [Unit("token", a).forwards(r) for r in (a, deep)] == approx([0.8, 1.0])
+    assert [Unit("name", deep).forwards(r) for r in (a, deep)] == approx([1.28, 1.6])
 
     prices = {"full": 2.0, "commit": 1.0, "head": 0.2, "stage_b": 0.5}
-    assert Unit("token", a, prices).cost(deep) == approx(9 / 2 * 1.25)
-    assert Unit("name", a, prices).cost(a | {"second": "stage_b"}) == approx((16 + 1 + 2.5) / 2)
-    assert Unit("name", a, prices).cost(a | {"second": ""}) == approx(17 / 2)
+    assert Unit("token", a, prices).time(deep) == approx(9 / 2 * 1.25)
+    assert Unit("name", a, prices).time(a | {"second": "stage_b"}) == approx((16 + 1 + 2.5) / 2)
+    assert Unit("name", a, prices).time(a | {"second": ""}) == approx(17 / 2)
 
 
 def test_what_does_not_apply_is_left_out():
