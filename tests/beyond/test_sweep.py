@@ -142,7 +142,7 @@ def test_what_names_are_worth_by_hand(monkeypatch):
     outputs = [Output(prompt, [ord(x), 0]) for x in "ABA?"]
     r = task.figures(outputs, base=None)
     assert r["found"] == "21" and r["draws"] == 2 and task.per(outputs) == {"token": 8, "name": 4}
-    assert (r["exist"], r["distinct"], r["repeated"], r["itself"]) == (3 / 4, 2 / 4, 2 / 4, 0)
+    assert (r["exist"], r["distinct"], r["itself"]) == (3 / 4, 2 / 4, 0)
     assert r["entropy"] == approx(math.log(2) / 2)  # of A and A, and of B and ?
     assert sweep.entropy(["a", "a", "b", "c"]) == approx(1.5 * math.log(2))  # 1/2, 1/4, 1/4
 
