@@ -6,16 +6,11 @@
 Every matrix (experts, attention, head) is stored as integers -127 .. 127 with one scale a row. The embedding, which is
 looked up and never multiplied, the router, the norms and the biases stay as they are. A matrix `x` (..., N, K) is two
 tensors, `x` in int8 and `x_scale` (..., N) in bfloat16, and stands for x * x_scale[..., None]. No weight is off by more
-than half of its row's scale.
+than half of its row's scale. Weights are frozen: gradients go through them to adapters, markers and heads.
 
-On a CPU nothing is copied while loading: the files are memory-mapped, and a pass reads the experts that it uses. With
---dtype bf16 products of few rows go through torch's int8 kernel, and all others unpack the matrix a part at a time; so
-does --dtype fp32, which is exact and slower. A GPU unpacks one matrix after another. The weights are frozen: gradients
-go through them to adapters, markers and heads, which train as on any base. Until the way back autograd keeps what was
-unpacked, so train with --checkpointing.
-
-One layer at a time is in memory while converting. `config.json` names this module and is written last: a folder without
-one is incomplete, and the same command completes it.
+On a CPU the files are memory-mapped, and a pass reads the experts that it uses. With --dtype bf16 products of few rows
+go through torch's int8 kernel; --dtype fp32 is exact and slower. Train with --checkpointing: autograd keeps what a pass
+has unpacked until the way back.
 """
 
 import math

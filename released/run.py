@@ -24,6 +24,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from checkpoint import base_of, decoding_defaults, fingerprint, load_model, load_tokenizer
+from evaluate import print_table
 from lib.config import DTYPES
 from lib.show import check_prompt
 from lib.tokenizer import Tokenizer
@@ -32,7 +33,7 @@ from model import Model
 from released.ablation import BASE, COCOMMIT, MECHANISM, decoding_of
 from released.benchmarks import TASKS, Item, read_jsonl
 from released.chat import chat
-from released.tables import Run, differences, digest, evalplus_folder, read_run, summary
+from released.tables import HEAD, Run, differences, digest, evalplus_folder, measured, read_run
 from sample import Decoding, generate
 
 
@@ -225,7 +226,7 @@ def main() -> None:
     print(f"{task.title}, {row or 'a head'}: {len(mine)} items, {len(todo)} to go")
     answer(model, tokenizer, d, todo, run, args.out)
 
-    print(f"{task.title}: {summary(run)}")
+    print_table(HEAD[:8], [[task.title, *measured(run, None)]])
     if task.f1 and run.items:
         print(f"  F1: {100 * sum(record['f1'] for record in run.items.values()) / len(run.items):.2f} %")
     if task.right is None:

@@ -4,16 +4,14 @@ Random weights say nothing about answers. They read as many bytes, take as much 
 trained ones, so they show what the released model needs. experiments/sixteen_b.sh is the whole run.
 
     python -m released.sixteen_b write --out weights/released      # 32.5 GB in the released layout, a layer at a time
-    python -m released.sixteen_b measure --ckpt weights/int8       # seconds of a forward and of Stage B, and 64 tokens
+    python -m released.sixteen_b measure --ckpt weights/int8       # seconds for 64 tokens, with Stage B and without
 """
 
 import time
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 
 import torch
 from torch import Tensor
@@ -26,8 +24,6 @@ from lib.util import Parser, bounded, command, generator, pick_device, write_jso
 from model import Model
 from released.export import released_config
 from sample import Decoding, generate
-
-# B block_length, L layers, n = n_last, K = n_rounds
 
 
 # --- a random checkpoint
@@ -58,43 +54,16 @@ def write(out: Path, layers: int) -> None:
 
 
 # --- time
-def seconds_of(run: Callable[[], object], repeats: int = 5) -> float:
-    """Median of some runs after an untimed one."""
-    taken = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        run()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        taken.append(time.perf_counter() - start)
-    return median(taken[1:])
-
-
-@torch.inference_mode()
-def forwards(model: Model) -> None:
-    """A random block without context: Stage A, and one round of Stage B."""
-    cfg = model.cfg
-    ids = torch.randint(cfg.vocab_size, (1, cfg.block_length), generator=generator("sixteen_b", "block"))
-    ids = ids.to(model.wte.weight.device)
-    bundle = torch.arange(cfg.block_length, device=ids.device)[None] % 4 == 0
-    ctx = model.context(torch.ones_like(ids, dtype=torch.bool))
-    h = model.prefix(ids, ctx)
-
-    full = seconds_of(lambda: model(ids, ctx))
-    partly = seconds_of(lambda: model.head(model.coordinate(h, bundle, ctx, 1)))
-    share = cfg.n_last / cfg.n_layer
-    print(f"a forward: {full:.3f} s; Stage B: {partly:.3f} s, {partly / full / share:.2f} x n/L of it ({share:.2f})")
-
-
 def decode(model: Model, tokens: int, n_rounds: int) -> None:
-    """So many tokens after a prompt of 32, one a step (nothing is likely to a random model), without edits."""
+    """So many tokens after a prompt of 32, one a step (nothing is likely to a random model), without edits: a step is
+    one forward, and with Stage B n_rounds partial ones."""
     ordinary = max(1, model.cfg.vocab_size - 512)  # without what is special at the end of the vocabulary
     prompts = torch.randint(ordinary, (1, 32), generator=generator("sixteen_b", "prompt")).tolist()
     start = time.perf_counter()
     (output,) = generate(model, prompts, Decoding(gen_length=tokens, tau_t2t=None, n_rounds=n_rounds))
     seconds = time.perf_counter() - start
     n = len(output.tokens)
-    print(f"K = {n_rounds}: {n} tokens in {seconds:.1f} s, {n / seconds:.2f} tokens/s; forwards {output.nfe}")
+    print(f"K = {n_rounds}: {n} tokens in {seconds:.1f} s, {seconds / n:.2f} s each; forwards {output.nfe}")
 
 
 def measure(args: Namespace) -> None:
@@ -107,7 +76,6 @@ def measure(args: Namespace) -> None:
         f"{args.ckpt}: {model.cfg.n_layer} layers, {size / 1e9:.2f} GB, loaded in {loaded:.2f} s; "
         f"{torch.get_num_threads()} threads, {device}, {args.dtype}"
     )
-    forwards(model)
     for n_rounds in (0, 1):
         decode(model, args.tokens, n_rounds)
 

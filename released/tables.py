@@ -109,32 +109,7 @@ def judge(path: Path, run: Run) -> None:
                 run.items[name]["correct"] = sample["base_status"] == sample["plus_status"] == "pass"
 
 
-# --- what a run says
-@dataclass
-class Tally:
-    right: int
-    judged: int
-    full: float  # full forwards per token, as the paper counts
-    in_all: float  # all forwards per token, in full ones
-
-
-def tally(run: Run) -> Tally:
-    judged = [record["correct"] for record in run.items.values() if record["correct"] is not None]
-    tokens = max(1, sum(record["tokens"] for record in run.items.values()))
-    nfe = {k: sum(record["nfe"][k] for record in run.items.values()) for k in ("full", "partial", "commit")}
-    in_all = in_full(nfe, run.settings["partial_cost"])
-    return Tally(sum(judged), len(judged), nfe["full"] / tokens, in_all / tokens)
-
-
-def summary(run: Run) -> str:
-    t = tally(run)
-    score = "not judged here"
-    if t.judged:
-        low, high = wilson(t.right, t.judged)
-        score = f"{100 * t.right / t.judged:.2f} % [{100 * low:.1f}, {100 * high:.1f}] ({t.right} of {t.judged})"
-    return f"{score}, NFE/token {t.full:.3f} ({t.in_all:.3f} in all)"
-
-
+# --- statistics
 def paired(run: Run, reference: Run) -> tuple[float, float, float] | None:
     """(delta, its 95 % interval) in shares over the items of both; None where there are none.
 
@@ -229,19 +204,26 @@ def measured(run: Run | None, reference: Run | None) -> list[str]:
     cells = ["-"] * 7
     if run is None:
         return cells
-    t = tally(run)
+    records = run.items.values()
     n = TASKS[run.settings["task"]].n_official
-    cells[0] = f"{len(run.items)}"
-    if len(run.items) < n:
+    cells[0] = f"{len(records)}"
+    if len(records) < n:
         cells[0] += f"/{n}"
-    if t.judged:
-        low, high = wilson(t.right, t.judged)
-        cells[1:3] = [f"{100 * t.right / t.judged:.2f}", f"{100 * low:.1f} .. {100 * high:.1f}"]
+
+    # the score, and what it gains on the reference
+    judged = [record["correct"] for record in records if record["correct"] is not None]
+    if judged:
+        low, high = wilson(sum(judged), len(judged))
+        cells[1:3] = [f"{100 * sum(judged) / len(judged):.2f}", f"{100 * low:.1f} .. {100 * high:.1f}"]
     found = reference and paired(run, reference)
     if found:
         delta, low, high = found
         cells[3:5] = [f"{100 * delta:+.2f}", f"{100 * low:+.2f} .. {100 * high:+.2f}"]
-    cells[5:] = [f"{t.full:.3f}", f"{t.in_all:.3f}"]
+
+    # forwards per token
+    tokens = max(1, sum(record["tokens"] for record in records))
+    nfe = {k: sum(record["nfe"][k] for record in records) / tokens for k in ("full", "partial", "commit")}
+    cells[5:] = [f"{nfe['full']:.3f}", f"{in_full(nfe, run.settings['partial_cost']):.3f}"]
     return cells
 
 

@@ -24,4 +24,4 @@ def test_written_converted_and_measured(tmp_path, monkeypatch, capsys):
 
     convert_weights.convert(tmp_path / "released", tmp_path / "ours")
     out = run("measure", "--ckpt", tmp_path / "ours", "--tokens", 2)
-    assert "a forward: " in out and "K = 0: 2 tokens in" in out and "K = 1: 2 tokens in" in out
+    assert "K = 0: 2 tokens in" in out and "K = 1: 2 tokens in" in out
