@@ -155,17 +155,18 @@ def draw_pays():
     clusters, records = report.load(RESULTS / "pays" / "records.jsonl.gz")
     greedy = [r for r in records if r["temperature"] == 0]
     prices = json.loads((ROOT / "beyond" / "prices.json").read_text())
-    kinds = {"time": "time a name, in full forwards of the 16B geometry", "all": "forwards a name, everything counted"}
+    panes = [
+        ("time", "time a name, in full forwards of the 16B geometry", Unit("name", records[0], prices)),
+        ("all", "forwards a name, everything counted", Unit("name", records[0])),
+    ]
     limits = np.arange(2, 8.01, 0.2)
-    unit = Unit("name", records[0], prices)
     if "counts" not in records[0]:  # older records: what a token costs in forwards, alone
-        kinds = {"all": "forwards a token, everything counted"}
+        panes = [("all", "forwards a token, everything counted", Unit("token", records[0]))]
         limits = np.arange(0.3, 1.61, 0.05)
-        unit = Unit("token", records[0])
-    systems, cluster = report.measured(greedy, clusters, "exist", unit)
 
-    figure, axes = panels(len(kinds), 1, 5.4, 2.6 * len(kinds), squeeze=False)
-    for ax, (kind, words) in zip(axes[:, 0], kinds.items(), strict=True):
+    figure, axes = panels(len(panes), 1, 5.4, 2.6 * len(panes), squeeze=False)
+    for ax, (kind, words, unit) in zip(axes[:, 0], panes, strict=True):
+        systems, cluster = report.measured(greedy, clusters, "exist", unit)
         ax.set(ylim=(0, 1.05))
         draw_systems(ax, systems, cluster, kind, limits, seeds.mixture)
         ax.set(xlim=(0, limits[-1]), xlabel=words)
