@@ -18,7 +18,7 @@ def check(name: str, output: str, gold, extracted, correct: bool, **extra) -> No
     [
         (r"16 - 3 - 4 = 9 eggs, 9 * 2 = \boxed{18}", "18", "18", True),
         (r"\boxed{−3}", "-3", "-3", True),  # U+2212
-        ("5 + 67 = 72\n#### 72", "72", "72", True),
+        ("5 + 67 = 72\n#### 72\nChecked 2 times.", "72", "72", True),  # naive last number: 2
         ("The answer is 2,125.", "2125", "2125", True),
         (r"\boxed{1{,}450{,}000}", "1450000", "1450000", True),
         ("It ends at -$3.", "-3", "-3", True),
