@@ -5,10 +5,10 @@ masks. To be fast it fills several in one step, each by itself, and there it fai
 goes on with New York (.40), San Francisco (.35) or San Diego (.25). The likeliest first word is
 San (.35 + .25 = .60), the likeliest second word is York (.40), and the model writes "San York".
 
-The paper gives such positions a second look. Stage A, the plain pass, picks the masks to write
-now: the bundle. Stage B adds a learned vector there, the marker, runs the last layers once more,
-and writes the bundle. Do its words agree? python tiny.py trains six models, in a minute, and
-answers with a table. Lines that a plain model does not need end in "# CoCommit".
+The paper's method, CoCommit, looks twice. Stage A, the plain pass, picks the masks to write now:
+the bundle. Stage B adds a learned vector there, the marker, runs the last layers once more, and
+writes the bundle. Do its words agree? python tiny.py trains six models, in a minute, and answers
+with a table. Tagged # CoCommit is what its model has more; the chain and the number are not its.
 """
 
 import argparse
@@ -31,7 +31,7 @@ C = 32  # channels
 H = 2  # heads
 N_LAYER = 2  # L
 N_LAST = 1  # n: the layers that Stage B runs again
-N_ROUNDS = 1  # K: how often it does
+N_ROUNDS = 1  # K: how often
 # R rows, T positions, V tokens. z is (R, T), as are masked, bundle and fill; h is (R, T, C)
 
 class Model(nn.Module):
@@ -42,7 +42,7 @@ class Model(nn.Module):
         self.lm_head = nn.Linear(C, len(TOKENS), bias=False)
         # a marker for each round: "you are written together"
         self.markers = nn.Parameter(torch.zeros(N_ROUNDS, C))  # CoCommit
-        self.dial = nn.Parameter(torch.zeros(C))  # scaled by a number  # CoCommit
+        self.dial = nn.Parameter(torch.zeros(C))  # times a number  # CoCommit
     # Stage A is head(last_n(prefix(z))): tokens -> logits (R, T, V), as in any GPT
     def prefix(self, z):
         return self.layers[:-N_LAST](self.wte(z))
@@ -50,8 +50,8 @@ class Model(nn.Module):
         return self.layers[-N_LAST:](h)
     def head(self, h):
         return self.lm_head(F.rms_norm(h, [C]))
-    # Stage B (Eq. 4): the last n layers start from the prefix's output h once more, but the bundle
-    # is marked. The number (R, 1) is 0, but for the last model of the table
+    # Stage B (Eq. 4): the last n layers run on the prefix's h once more, with the bundle marked. The
+    # number (R, 1) is a lot that the bundle shares; only the last model learns its use
     def coordinate(self, h, bundle, number):  # CoCommit
         for marker in self.markers:  # CoCommit
             mark = marker + number[..., None] * self.dial  # CoCommit
@@ -89,21 +89,21 @@ def corrupt(x):
     masked[:, 0] = False
     return x.masked_fill(masked, MASK), masked
 
-def draw_bundle(masked, s_max):  # 1 to s_max masks of a row, by lot  # CoCommit
+def draw_bundle(masked, s_max):  # the masks with the 1 to s_max lowest lots  # CoCommit
     lot = torch.rand(masked.shape) + ~masked  # CoCommit
-    size = torch.randint(s_max, (len(masked), 1))  # CoCommit
-    return masked & (lot <= lot.sort(dim=1).values.gather(1, size))  # CoCommit
+    last = torch.randint(s_max, (len(masked), 1))  # CoCommit
+    return masked & (lot <= lot.sort(dim=1).values.gather(1, last))  # CoCommit
 
 @torch.no_grad()
 def chain(base, z, bundle, u=None):
-    """What the base writes into the bundle word by word, from the left; with u, what u draws."""
+    """What the base writes into the bundle, a forward for each word; with u (R, 1), what u draws."""
     for t in range(1, z.shape[1]):
         p = base.head(base.last_n(base.prefix(z)))[:, t].softmax(-1)  # (R, V)
         word = p.argmax(-1, keepdim=True)  # (R, 1)
         here = bundle & (torch.arange(z.shape[1]) == t)
         if u is not None:
-            # p cuts [0, 1) into a piece for each word, and u falls into one of them. Where in
-            # this piece it falls is u for the next word
+            # A word's piece of [0, 1) is as long as its p: a uniform u falls into it that often.
+            # Where in the piece it falls is uniform again: u for the next word
             end = p.cumsum(-1)
             word = (end[:, :-1] <= u).sum(-1, keepdim=True)
             inside = 1 - (end.gather(1, word) - u) / p.gather(1, word)
@@ -112,26 +112,26 @@ def chain(base, z, bundle, u=None):
     return z
 
 def choose_target(kind, base, z, fill):
-    """What a stage is to write where `fill` is True (yours goes here); the number for Stage B."""
-    # Positions that decide apart can at best give their own probabilities, given what they see. They
-    # see z and the bundle, and given these the clean words are still random: San .60, York .40. So
-    # with this target Stage B learns what Stage A has already.
+    """What a stage is to write where `fill` is True, and Stage B's number. A target of yours: here."""
+    # A position that decides by itself can at best give its word's probabilities, given what it sees:
+    # z and the bundle. Given these the text's words are random, San .60, York .40. So with this
+    # target Stage B learns what Stage A has already.
     if kind == "clean":
         return TEXT, torch.zeros(len(z), 1)
     # A chain is a function of z and the bundle, so every position can learn its part of one phrase.
-    # (Stage A could, too. But its San would be 1.00, not .60, and by such numbers it picks the bundle.)
+    # (Stage A can, and cheaper. But then San is 1.00, not .60: no doubt is left to pick a bundle by.)
     if kind == "chain":
         return chain(base, z, fill), torch.zeros(len(z), 1)
-    # It is always the same phrase. A chain drawn by u is a function of z, the bundle and u: positions
-    # that are told u can agree on a phrase, and all that is random is u.
+    # But it is always the same phrase. A chain drawn by u is a function of z, the bundle and u: told u,
+    # positions can agree on a phrase, and all that is random is u.
     u = torch.rand(len(z), 1)
-    return chain(base, z, fill, u), 8 * u - 4  # from -4 to 4
+    return chain(base, z, fill, u), 8 * u - 4
 
 def fill_loss(logits, target, fill):  # Eq. 1; the full code has its terms for edits, too
     return (fill * F.cross_entropy(logits.mT, target, reduction="none")).mean()
 
 def train(base, target_a="clean", target_b=None):
-    """A copy of the base, trained on: Stage A, and if it has a target Stage B as well."""
+    """Train a copy of the base further: its Stage A and, given a target for it, Stage B."""
     model = Model()
     model.load_state_dict(base.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
@@ -159,7 +159,7 @@ def train(base, target_a="clean", target_b=None):
 
 @torch.no_grad()
 def decode(model, z, tau, stage_b, number):
-    """Fill all masks of z -> z, the cost in forwards, the last step's probabilities (R, T, V)."""
+    """Write all masks of z -> z, the cost in forwards, the last step's p (R, T, V)."""
     forwards = 0
     while (masked := z == MASK).any():
         h = model.prefix(z)
@@ -176,10 +176,10 @@ def decode(model, z, tau, stage_b, number):
     return z, forwards, p
 
 def report(name, model, stage_b=False):
-    """A row of the table: both words in one step, in 3 contexts, by 1,000 numbers."""
+    """A row of the table: both words in one step, 3 contexts, 1,000 numbers each."""
     z = ROWS[::3].masked_fill(torch.arange(3) > 0, MASK).repeat(1000, 1)
     z, forwards, p = decode(model, z, -1, stage_b, torch.linspace(-4, 4, 3000)[:, None])
-    # "city" is every third row: how probable its phrases are if both words are drawn
+    # "city" is every third row: how probable its phrases are if words are drawn
     q = (p[::3, 1, ROWS[:3, 1]] * p[::3, 2, ROWS[:3, 2]]).mean(0).tolist()
     # in how many contexts the likeliest words are a phrase
     right = 3 * (z[:, None] == ROWS).all(-1).any(-1).float().mean()
