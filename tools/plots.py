@@ -117,7 +117,7 @@ LOOKS = {
     "joint head": ("joint head", BLUE, "-"),
     "distilled": ("taught Stage A", ORANGE, "--"),
     "base": ("base", INK, "-."),
-    "paper's Stage B": ("paper's Stage B", GREEN, ":"),
+    "paper's Stage B, chain": ("Stage B, chain", GREEN, ":"),
     "left to right": ("left to right", PURPLE, "-"),
 }
 
@@ -160,10 +160,6 @@ def draw_pays():
         ("all", "forwards a name, everything counted", Unit("name", records[0])),
     ]
     limits = np.arange(2, 8.01, 0.2)
-    if "counts" not in records[0]:  # older records: what a token costs in forwards, alone
-        panes = [("all", "forwards a token, everything counted", Unit("token", records[0]))]
-        limits = np.arange(0.3, 1.61, 0.05)
-
     figure, axes = panels(len(panes), 1, 5.4, 2.6 * len(panes), squeeze=False)
     for ax, (kind, words, unit) in zip(axes[:, 0], panes, strict=True):
         systems, cluster = report.measured(greedy, clusters, "exist", unit)
