@@ -13,7 +13,7 @@ A table of budgets has of the settings that cost no more the best on one half of
 the differences of these, paired, and their mean and least over many budgets. A setting's cost is its mean over the
 seeds, and in a resample over its own.
 
-    python -m beyond.report results/pays/records.jsonl.gz --against "joint head"
+    python -m beyond.report results/pays/records.jsonl.gz --against head --unit name --mix
 """
 
 import gzip

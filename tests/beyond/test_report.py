@@ -174,13 +174,20 @@ def test_the_tables_of_text_by_hand(tmp_path, monkeypatch, capsys):
 
 
 def test_the_committed_records_print_the_page():
-    """A line of results/pays."""
+    """The head's line in both tables of results/pays: within three and four forwards a name, or their time."""
+    page = (ROOT / "results" / "pays" / "README.md").read_text()
+    lines = [line.replace("*", "").split(" | ")[1:] for line in page.splitlines() if "**head** |" in line]
+    budgets = [line.split(" | ")[1:] for line in page.splitlines() if line.startswith("| at most | 2 |")]
+    prices = json.loads((ROOT / "beyond" / "prices.json").read_text())
     clusters, records = report.load(ROOT / "results" / "pays" / "records.jsonl.gz")
-    systems, cluster = measured(records, clusters, "exist")
-    head = systems["joint head"]
-    sums = seeds.by_beginning(head.values, cluster)
-    within = seeds.within_budgets(sums, {"all": head.figures["all"]}, [0.35, 0.5], seeds.draw(cluster))["all"]
-    assert [seeds.interval(share) for share in within] == ["0.707 [0.657, 0.754]", "0.812 [0.768, 0.851]"]
+    for kind, of, line, limits in zip(("all", "time"), (None, prices), lines, budgets, strict=True):
+        systems, cluster = measured(records, clusters, "exist", report.Unit("name", records[0], of))
+        head = systems["head"]
+        sums = seeds.by_beginning(head.values, cluster)
+        costs = {kind: head.figures[kind]}
+        within = seeds.within_budgets(sums, costs, [3.0, 4.0], seeds.draw(cluster), seeds.mixture)[kind]
+        shown = dict(zip([limit.strip(" |") for limit in limits], [cell.strip(" |") for cell in line], strict=True))
+        assert [seeds.interval(share)[1:5] for share in within] == [shown["3"], shown["4"]]
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path, monkeypatch, capsys):
