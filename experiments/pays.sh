@@ -18,10 +18,15 @@ for seed in 0 1 2; do
     --out_dir out/paper-$seed
   python -m beyond.chain $run --n_last 3 --corruption mask --lora_r 128 --beam 4 --read_in ones --s_min 8 --s_max 8 \
     --learning_rate 2e-3 --max_iters 1500 --out_dir out/chain-$seed
+
+  # is it the chain or the weights? the same with the paper's target
+  python -m beyond.chain $run --target clean --n_last 3 --corruption mask --lora_r 128 --s_min 8 --s_max 8 \
+    --learning_rate 2e-3 --max_iters 1500 --out_dir out/clean-$seed
+  python evaluate.py --ckpt out/clean-$seed
 done
 
 # the seeds of each system in the same order
-python -m beyond.sweep --prompts 512 --out out/records.jsonl \
+python -m beyond.sweep --prompts 256 --out out/records.jsonl \
   --system base out/base-{0,1,2} \
   --system head out/head-{0,1,2} \
   --system distilled out/distilled-{0,1,2} \
@@ -30,12 +35,8 @@ python -m beyond.sweep --prompts 512 --out out/records.jsonl \
   --system "left to right" out/left-to-right-{0,1,2}
 python -m beyond.report out/records.jsonl --against head --unit name --mix --prices beyond/prices.json
 
-# sampling: the base that is shipped, a head with the clean target, and the left-to-right model of seed 0
+# draws: the base that is shipped, and a head with the clean target
 python -m beyond.head --init_from assets/names --target clean --out_dir out/draws
-sampled() {  # TOP_P..
-  python -m beyond.sweep --prompts 48 --temperature 1 --draws 32 --out out/sampling.jsonl --top_p "$@"
-}
-sampled 1 0.8 0.6 --system base assets/names
-sampled 0.8 --system head out/draws
-sampled 1 0.95 0.9 0.8 0.7 0.6 --system "left to right" out/left-to-right-0
+python -m beyond.sweep --prompts 48 --temperature 1 --top_p 0.8 --draws 16 --out out/sampling.jsonl \
+  --system base assets/names --system head out/draws
 python -m beyond.report out/sampling.jsonl

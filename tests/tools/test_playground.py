@@ -328,7 +328,7 @@ def test_it_opens_on_what_goes_wrong_and_what_does_not(names_page, shipped, toke
         forwards = in_full(out.nfe, shipped.partial_cost)
         found.append(exists(name) is not None)
         said = verdict(name) if found[-1] else "no such character"
-        assert f"{said}, forwards: {forwards:g}" in runs
+        assert f"{said}, forwards: {round(forwards, 2):g}" in runs
         assert f"{way}{100 * found[-1]} %{forwards:.2f}" in shares
     assert found == [False, True, True]
     assert "at least one letter" in wrong and HOSTILE in shown and bold == 0  # any text is text
