@@ -48,7 +48,8 @@ def test_what_the_readme_shows_is_what_the_shipped_model_writes(monkeypatch, cap
     assert len(shown) >= 2
     monkeypatch.chdir(ROOT)
     for argv, expected in shown:
-        code, out, _ = command_line(importlib.import_module("sample"), monkeypatch, capsys, *shlex.split(argv, comments=True))
+        words = shlex.split(argv, comments=True)
+        code, out, _ = command_line(importlib.import_module("sample"), monkeypatch, capsys, *words)
         assert code == 0 and out == expected
 
 
