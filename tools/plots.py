@@ -274,12 +274,13 @@ def main() -> None:
     parser.add_argument("pictures", nargs="*", metavar="NAME", help="which ones (default: all)")
     parser.add_argument("--out", type=Path, default=ROOT, help="the folder that their places are in (the repository)")
     args = parser.parse_args()
+    for name in args.pictures:
+        if name not in PICTURES:
+            fail(f"there is no picture {name}: {', '.join(PICTURES)}")
     if plt is None:
         fail("pictures need matplotlib: pip install matplotlib")
     plt.rcParams.update(STYLE)
     for name in args.pictures or PICTURES:
-        if name not in PICTURES:
-            fail(f"there is no picture {name}: {', '.join(PICTURES)}")
         place, draw = PICTURES[name]
         figure = draw()
         replace_file(args.out / place, lambda path, of=figure: of.savefig(path, format="svg", metadata={"Date": None}))
