@@ -10,7 +10,6 @@ the bundle. Stage B adds a learned vector there, the marker, runs the last layer
 writes the bundle. Do its words agree? python tiny.py trains six models, in a minute, and answers
 with a table. Tagged # CoCommit is what its model has more; the chain and the number are not its.
 """
-
 import argparse
 
 import torch
@@ -189,6 +188,7 @@ if __name__ == "__main__":
     options = argparse.ArgumentParser(usage=argparse.SUPPRESS)
     options.add_argument("--seed", type=int, default=0)
     torch.manual_seed(options.parse_args().seed)
+    torch.set_num_threads(1)  # small matrices
     print("loss       P(phrase | city)               New York San Francisco San Diego no phrase forwards right of 3")
     print("           the text                           0.40          0.35      0.25      0.00")
     base = train(Model())
