@@ -28,7 +28,7 @@ OF_START = {
     "checkpoint": dict(learning_rate=1e-5, corruption="draft"),
 }
 OF_BOTH = {
-    ("names", "scratch"): dict(preset="names", seq_len=16, learning_rate=4e-3, corruption="mask", max_iters=2100),
+    ("names", "scratch"): dict(preset="names", seq_len=16, learning_rate=4e-3, corruption="mask", max_iters=1800),
     ("names", "checkpoint"): dict(seq_len=32, learning_rate=1e-3, max_iters=300),
     ("bytes", "scratch"): dict(preset="text"),
     ("toy", "scratch"): dict(preset="tiny", block_length=None),  # its answer is one block

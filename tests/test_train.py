@@ -383,7 +383,7 @@ def test_a_released_checkpoint_is_adapted_on_records_and_sampled(golden, tmp_pat
 
 # preset, seq_len, block_length, batch_size, learning_rate, corruption, max_iters, n_last, s_max, out_dir
 DEFAULTS = {
-    "names scratch": ("names", 16, 8, 64, 4e-3, "mask", 2100, None, 4, "out/names"),
+    "names scratch": ("names", 16, 8, 64, 4e-3, "mask", 1800, None, 4, "out/names"),
     "names checkpoint": (None, 32, None, 64, 1e-3, "draft", 300, 3, 16, "out/names"),
     "bytes scratch": ("text", 256, 8, 8, 3e-3, "random", 1300, None, 4, "out/text"),
     "toy checkpoint": (None, None, None, 128, 1e-5, "draft", 1000, 3, 2, "out/toy"),
