@@ -178,6 +178,7 @@ def test_bf16_trains_float32_weights_and_the_log_names_terms_by_stage(tmp_path, 
     terms = {f"{term}_{stage}" for term in ("m2t", "edit", "clean") for stage in "AB"}
     assert first.keys() - terms == {"step", "loss", "grad_norm", "lr", "tokens"} and first["tokens"] == 16
     assert {"m2t_A", "m2t_B"} <= first.keys() & last.keys()
+    assert last["val"]
     assert last.keys() - terms == {"step", "val", "block_A", "block_B", "floor_joint", "floor_factorised"}
     assert last["floor_joint"] < last["floor_factorised"] < min(last["block_A"], last["block_B"])
 
