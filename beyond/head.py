@@ -42,7 +42,7 @@ from lib.config import Config
 from lib.settings import build_parser
 from lib.util import bounded, fail, generator
 from model import Block, Context, Linear, Model, block_causal_mask, rotary
-from sample import Look, StageA, candidates
+from sample import Look, StageA, candidates, select_bundle
 from train import Batch, Losses, Recipe, batch_context
 
 # R rows, T positions of a row, B block_length, C channels, V vocabulary, P positions that are asked
@@ -120,9 +120,9 @@ class Head(nn.Module):
             live = live & ~final.all(-1) & (together[:, -1] > a.d.tau_keep)
 
         # the longest prefix that is sure enough, or else Stage A's first token alone
-        together = conf.masked_fill(~(mine & final), 1.0).cumprod(-1)
-        written = mine & final & (together > a.d.tau_keep)
-        alone = bundle & (bundle.cumsum(-1) == 1) & ~written.any(-1, keepdim=True)
+        sure = torch.where(mine, conf, 0.0)
+        written = select_bundle(sure, bundle & final, a.d.tau_keep, 1, "leftmost")
+        alone = written & (sure <= a.d.tau_keep)
 
         # elsewhere it says what Stage A says
         own = mine & ~alone
@@ -130,7 +130,7 @@ class Head(nn.Module):
         conf = torch.where(own, conf, a.conf)
 
         # every look reads the whole block
-        return Look(token, conf, written | alone, partial=looks.float(), looks=looks)
+        return Look(token, conf, written, partial=looks.float(), looks=looks)
 
     def stands_aside(self, z: Tensor, bundle: Tensor) -> Tensor:
         """(R,) bool: is something visible behind a mask? Where the leftmost are written first the head has been taught

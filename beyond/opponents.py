@@ -133,11 +133,9 @@ def refusing(engine: Cached, a: StageA, bundle: Tensor) -> Look:
     probabilities is above tau_keep; where that is nothing, Stage A's first token.
     """
     b = stage_b_look(engine, a, bundle)
-    together = b.conf.masked_fill(~bundle, 1.0).cumprod(-1)
-    written = bundle & (together > a.d.tau_keep)
-    alone = bundle & (bundle.cumsum(-1) == 1) & ~written.any(-1, keepdim=True)
-    token = torch.where(alone, a.token, b.token)
-    return replace(b, token=token, written=written | alone)
+    written = select_bundle(b.conf, bundle, a.d.tau_keep, 1, "leftmost")
+    alone = written & (b.conf <= a.d.tau_keep)
+    return replace(b, token=torch.where(alone, a.token, b.token), written=written)
 
 
 def t2m(doubt: float = 0.1, most: int = 3) -> Callable[[Cached, StageA, Tensor], Look]:
