@@ -72,7 +72,10 @@ def from_the_left(
             block = slice(at, at + B)
             key = torch.cat([clean[:at], shown[block], where[block]])
             keys.append(key.cpu().numpy().tobytes())
-    first = {key: i for i, key in reversed(list(enumerate(keys))) if key not in known}
+    first = {}
+    for i, key in enumerate(keys):
+        if key not in known:
+            first.setdefault(key, i)
     new = torch.zeros(len(keys), 1, dtype=torch.bool, device=z.device)
     new[list(first.values())] = True
 
@@ -163,7 +166,7 @@ def leaders(score: Tensor, k: int, tie: float) -> Tensor:
     come by index.
 
     On a toy many answers are equally probable, and which of them the model puts first is noise. On names it is not:
-    a head taught with ties is six points worse (results/names).
+    a head taught with ties is five points worse (results/names).
     """
     n = score.shape[-1]
     equal = score >= score.amax(-1, keepdim=True) - tie

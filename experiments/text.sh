@@ -6,8 +6,8 @@ for seed in 0 1 2; do
   base=out/text-base-$seed
   python train.py --data stdlib --stage_a_only --corruption mask --block_length 16 --max_iters 2400 --n_last 2 \
     --seed $seed --out_dir $base
-  run="--data stdlib --batch_size 4 --s_max 16 --max_iters 1000 --eval_interval 500"
-  python -m beyond.head $run --read_in blocks --init_from $base --seed $seed --out_dir out/text-head-$seed
+  run="--data stdlib --read_in blocks --batch_size 4 --s_max 16 --max_iters 1000 --eval_interval 500"
+  python -m beyond.head $run --init_from $base --seed $seed --out_dir out/text-head-$seed
   python -m beyond.distill $run --init_from $base --seed $seed --out_dir out/text-distilled-$seed
 done
 python -m beyond.sweep --data stdlib --prompts 512 --out out/text.jsonl --system base out/text-base-{0,1,2} \
