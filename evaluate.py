@@ -39,7 +39,7 @@ from lib.config import DTYPES, Config
 from lib.output import Output, in_full
 from lib.tokenizer import Tokenizer
 from lib.toy import Toy
-from lib.util import Parser, bounded, command, generator, pick_device, read_json, reading
+from lib.util import Parser, bounded, command, fail, generator, pick_device, read_json, reading
 from model import Model
 from sample import Decoding, generate, select_bundle
 
@@ -212,10 +212,13 @@ def draw_holes(n: int, k: int, group: str, tokenizer: Tokenizer, cfg: Config) ->
     rng = generator("holes", k)
     prompts = {}
     for name in draw_names(3 * n, group, tokenizer):
+        if len(prompts) == n:
+            break
+
         # the blocks with more tokens than that
         ids = tokenizer.encode_document(name).tolist()
         blocks = [at for at in range(0, len(ids), B) if len(ids[at : at + B]) > k]
-        if not blocks or len(prompts) == n:
+        if not blocks:
             continue
 
         # k tokens of one of them, but not its last; the name, and its end, in whole blocks
@@ -225,6 +228,8 @@ def draw_holes(n: int, k: int, group: str, tokenizer: Tokenizer, cfg: Config) ->
         for place in torch.randperm(before_last, generator=rng)[:k].tolist():
             ids[at + place] = cfg.mask_id
         prompts[name] = ids
+    if not prompts:
+        fail(f"--holes {k}: no name has so many tokens in a block of {B}, and one behind them")
     return prompts
 
 
@@ -260,13 +265,13 @@ def name_decoders(model: Model, temperature: float) -> dict[str, Decoding]:
     return decoders
 
 
-def hole_decoders(model: Model) -> dict[str, Decoding]:
+def hole_decoders(model: Model, temperature: float) -> dict[str, Decoding]:
     """Nothing is written behind the text, so a block ends with its last hole."""
 
     def first(order: str, p: Tensor, masked: Tensor) -> Tensor:
         return select_bundle(p.amax(-1), masked, 1.0, 1, order)
 
-    start = replace(NAMES, gen_length=0, holes=True)
+    start = replace(NAMES, gen_length=0, holes=True, temperature=temperature)
     decoders = {
         "one at a time, from the left": replace(start, select=partial(first, "leftmost")),
         "one at a time, surest first": replace(start, select=partial(first, "surest")),
@@ -293,13 +298,14 @@ def evaluate_names(folder: Path, model: Model, about: dict, args: Namespace) -> 
     decoders = name_decoders(model, args.temperature)
     if args.holes:
         asked = f"{args.holes} tokens of a block masked"
-        decoders = hole_decoders(model)
+        decoders = hole_decoders(model, args.temperature)
     groups = ("held out", "trained") if args.json else ("held out",)
     rows = []
     for group in groups:
-        prompts = draw_names(args.prompts, group, tokenizer)
         if args.holes:
             prompts = draw_holes(args.prompts, args.holes, group, tokenizer, model.cfg)
+        else:
+            prompts = draw_names(args.prompts, group, tokenizer)
         for name, d in tqdm(decoders.items(), desc=group, unit="decoder", disable=None):
             found = complete(model, tokenizer, prompts, d, args.seed)
             if args.json:

@@ -171,7 +171,7 @@ def test_a_base_fills_holes_in_as_many_forwards_as_its_order_asks_for(monkeypatc
     model = tiny_model(vocab_size=272, eos_id=256, mask_id=257, n_rounds=1)
     prompts = {"A NAME OF A SORT": [257 if i in (1, 2, 5) else ord(c) for i, c in enumerate("A NAME OF A SORT")]}
     costs = {}
-    for name, d in evaluate.hole_decoders(model).items():
+    for name, d in evaluate.hole_decoders(model, 0.0).items():
         found = evaluate.complete(model, byte_tokenizer(), prompts, d, 0)
         costs[name] = round(3 * found["forwards/token"])
     assert costs == {"one at a time, from the left": 5, "one at a time, surest first": 5, "all at once": 3}
@@ -203,6 +203,8 @@ def test_names_from_the_command_line(tmp_path, monkeypatch, capsys):
     write_json(tmp_path / "tokenizer.json", learn_bpe([], 258))
     write_json(tmp_path / "names.json", {"unidata_version": "0"})
     argv = ["--ckpt", tmp_path, "--prompts", 2, "--device", "cpu"]
+    code, _, err = command_line(evaluate, monkeypatch, capsys, *argv, "--holes", 8)
+    assert code == 2 and "--holes 8: no name" in err and len(err.splitlines()) == 1
     code, out, err = command_line(evaluate, monkeypatch, capsys, *argv, "--json", "--temperature", 1)
     records = [json.loads(line) for line in out.splitlines()]
     names = list(evaluate.name_decoders(model, 1.0))
