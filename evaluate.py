@@ -17,7 +17,7 @@ names and trained ones apart, and `unicodedata` judges. Shares of the names draw
 Forwards are per token, everything counted: full ones, commits, and partial ones at their share of
 the layers. --json has all measures, for a script to read.
 
-    python evaluate.py --ckpt assets/names/head      # a base with a head, held-out names, a minute
+    python evaluate.py --ckpt assets/names/head      # a base with a head, held-out names, twelve seconds
     python evaluate.py --holes 2                      # the same with two tokens of a block masked
     python evaluate.py --ckpt out/modes --json        # a toy's decoders, an object a line
 """

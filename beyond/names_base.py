@@ -1,6 +1,6 @@
 """A base of names that is worth deciding on: written in any order, and from left to right, by one model.
 
-It is train.py's loop with another recipe. What each part of it is worth stands in results/names/recipe.md.
+It is train.py's loop with another recipe. What each part of it is worth stands on results/names.
 
     the masks       of a block are its end, random ones behind a visible beginning, or random ones: what decoding meets
     the context     is clean, as it is in decoding: a noisy block reads the finished text before it
@@ -122,7 +122,7 @@ class MuonAndAdam:
 
 
 def geometry(args: Namespace) -> Config:
-    """Eight dense layers, and the order in which such a model is better (results/names/recipe.md)."""
+    """Eight dense layers, and the order in which such a model is better (results/names)."""
     return replace(PRESETS["names"], n_layer=8, n_dense=8, order="leftmost")
 
 
