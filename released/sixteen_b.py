@@ -4,9 +4,11 @@ Random weights say nothing about answers. They read as many bytes, take as much 
 trained ones, so they show what the released model needs. experiments/sixteen_b.sh is the whole run.
 
     python -m released.sixteen_b write --out weights/released      # 32.5 GB in the released layout, a layer at a time
-    python -m released.sixteen_b measure --ckpt weights/int8       # seconds for 64 tokens, with Stage B and without
+    python -m released.sixteen_b measure --ckpt weights/int8       # seconds a forward, and for 64 tokens
 """
 
+import json
+import statistics
 import time
 from argparse import Namespace
 from dataclasses import replace
@@ -16,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cache import Cached
 from checkpoint import load_model
 from convert_weights import Plan, plan, write_checkpoint
 from lib.config import DTYPES, PRESETS
@@ -24,6 +27,8 @@ from lib.util import Parser, bounded, command, generator, pick_device, write_jso
 from model import Model
 from released.export import released_config
 from sample import Decoding, generate
+
+TURNS = 9  # of which the median is taken
 
 
 # --- a random checkpoint
@@ -54,11 +59,48 @@ def write(out: Path, layers: int) -> None:
 
 
 # --- time
+def random_tokens(model: Model) -> Tensor:
+    """A block of them, (1, B) int64."""
+    ordinary = max(1, model.cfg.vocab_size - 512)  # without what is special at the end of the vocabulary
+    rng = generator("sixteen_b", "prompt")
+    return torch.randint(ordinary, (1, model.cfg.block_length), generator=rng)
+
+
+@torch.inference_mode()
+def forwards(model: Model) -> dict[str, float]:
+    """Median seconds of each forward of a block that is half masks, behind a block of context; they take turns."""
+    device = model.wte.weight.device
+    z = random_tokens(model).to(device)
+    engine = Cached(model, z.tolist(), 1)
+    masked = torch.arange(z.shape[1], device=device)[None] >= z.shape[1] // 2
+    z = z.masked_fill(masked, model.cfg.mask_id)
+    h, states = engine.stage_a(z)
+
+    # nobody reads the logits of a commit; Stage B makes them of the block, a head of the masks
+    sides = {
+        "full": lambda: model.head(engine.stage_a(z)[1]),
+        "commit": lambda: engine.stage_a(z),
+        "stage_b": lambda: model.head(engine.stage_b(h, masked)),
+    }
+    if model.second_look is not None:
+        del sides["stage_b"]
+        sides["head"] = lambda: model.second_look(model, states, z, masked)
+
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(TURNS):
+        for name, side in sides.items():
+            start = time.perf_counter()
+            side()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(taken) for name, taken in seconds.items()}
+
+
 def decode(model: Model, tokens: int, n_rounds: int) -> None:
     """So many tokens after a prompt of 32, one a step (nothing is likely to a random model), without edits: a step is
     one forward, and with Stage B n_rounds partial ones."""
-    ordinary = max(1, model.cfg.vocab_size - 512)  # without what is special at the end of the vocabulary
-    prompts = torch.randint(ordinary, (1, 32), generator=generator("sixteen_b", "prompt")).tolist()
+    prompts = random_tokens(model).tolist()
     start = time.perf_counter()
     (output,) = generate(model, prompts, Decoding(gen_length=tokens, tau_t2t=None, n_rounds=n_rounds))
     seconds = time.perf_counter() - start
@@ -76,6 +118,8 @@ def measure(args: Namespace) -> None:
         f"{args.ckpt}: {model.cfg.n_layer} layers, {size / 1e9:.2f} GB, loaded in {loaded:.2f} s; "
         f"{torch.get_num_threads()} threads, {device}, {args.dtype}"
     )
+    seconds = {name: round(of, 4) for name, of in forwards(model).items()}
+    print(f"seconds a forward of one block: {json.dumps(seconds)}")
     for n_rounds in (0, 1):
         decode(model, args.tokens, n_rounds)
 

@@ -1,5 +1,7 @@
 """A random checkpoint of the released layout, converted and measured; the geometry is a tiny one here."""
 
+import json
+
 import pytest
 import torch
 from common import caller, tiny_config
@@ -24,4 +26,6 @@ def test_written_converted_and_measured(tmp_path, monkeypatch, capsys):
 
     convert_weights.convert(tmp_path / "released", tmp_path / "ours")
     out = run("measure", "--ckpt", tmp_path / "ours", "--tokens", 2)
+    seconds = json.loads(out.split("seconds a forward of one block: ")[1].splitlines()[0])
+    assert set(seconds) == {"full", "commit", "stage_b"} and seconds["full"] > 0
     assert "K = 0: 2 tokens in" in out and "K = 1: 2 tokens in" in out
