@@ -1,6 +1,8 @@
 """What could a head of names be taught? Four ways in which the base writes a name from the left, judged.
 
-python experiments/teachers.py --prompts 512 > results/names/teachers.jsonl      # from the root of the repository
+    python experiments/teachers.py --prompts 512 > results/names/teachers.jsonl
+
+Run from the root of the repository.
 """
 
 import argparse
