@@ -7,11 +7,10 @@ first system is the base, whose seeds judge those of the others.
     a Stage A             every rule of opponents.py, at each value of its dial
     a head                all masks are looked at, and tau_keep is the dial; or it is off, for the rule that goes with
                           the model's order, with a careful dial
-    Stage B               at every tau_m2t, or at all masks with the dial tau_keep; and with Stage B off, a system of
-                          its own: "NAME, off"
+    Stage B               at every tau_m2t, or at all masks with the dial tau_keep
     a left-to-right model (block_length 1)     one token after the other
 
-The rules are greedy. With a temperature tau_m2t, in the model's own order, takes their place.
+That is greedy. With a temperature a Stage A is decoded at every tau_m2t, in the model's own order.
 
 A record is a JSON object a line: the setting, what each prompt's completions are worth, and costs of all of them
 together (`price` below). --out keeps what it holds: nothing is measured twice.
@@ -24,8 +23,9 @@ import json
 import math
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -53,66 +53,48 @@ CAREFUL = 0.5  # dials of a head that is off, from here to 1
 
 
 # --- what a system is decoded by
-@dataclass(frozen=True)
-class Setting:
-    label: str
-    decoding: Decoding
-    off: bool = False  # Stage B is off: a system of its own
-
-
-def settings(model: Model, start: Decoding) -> Iterator[Setting]:
-    """By what the model is. start: Stage A alone, at some temperature."""
-    taus = GATES if start.temperature == 0 else SAMPLED
+def settings(model: Model, start: Decoding) -> dict[str, Decoding]:
+    """Every setting of a model, by what it is. start: Stage A alone, at some temperature."""
     if model.cfg.block_length == 1:
-        yield Setting("left to right", replace(start, tau_m2t=1.0))
-    elif model.second_look is not None:
-        yield from head_settings(model, start)
-    elif model.markers.any():
-        for off in (False, True):
-            for tau in taus:
-                n_rounds = 0 if off else model.cfg.n_rounds
-                yield Setting(f"tau_m2t {tau:g}", replace(start, tau_m2t=tau, n_rounds=n_rounds), off)
-        for keep in KEEP[1:]:
-            at_all = replace(start, tau_m2t=-1.0, n_rounds=model.cfg.n_rounds)
-            yield Setting(f"tau_keep {keep:g}", replace(at_all, tau_keep=keep, look=opponents.refusing))
-    elif start.temperature > 0:
-        for tau in taus:
-            yield Setting(f"tau_m2t {tau:g}", replace(start, tau_m2t=tau))
-    else:
-        yield from rule_settings(model, start)
+        return {"left to right": replace(start, tau_m2t=1.0)}
+    if model.second_look is not None:
+        return head_settings(model, start)
+    if model.markers.any():
+        return stage_b_settings(model, start)
+    if start.temperature > 0:
+        return {f"tau_m2t {tau:g}": replace(start, tau_m2t=tau) for tau in SAMPLED}
+
+    # every rule at each value of its dial
+    found = {}
+    for rule, dials in opponents.DIALS.items():
+        if model.cfg.block_length > 8:
+            dials += opponents.MORE_DIALS.get(rule, ())
+        found |= by_rule(rule, dials, start)
+    return found
 
 
-def rule_settings(model: Model, start: Decoding) -> Iterator[Setting]:
-    """Every rule at each value of its dial."""
-    dials = list(opponents.DIALS.items())
-    if model.cfg.block_length > 8:
-        dials += opponents.MORE_DIALS.items()
-    for name, of_rule in dials:
-        for dial in of_rule:
-            yield Setting(f"{name} {dial:g}", replace(start, select=opponents.rule(name, dial)))
-
-    # T2M judges once more after the last mask, as edits do: a gate of 1, which nothing passes
-    for dial in opponents.T2M_DIALS:
-        judging = replace(start, select=opponents.rule("threshold", dial), look=opponents.t2m(), tau_t2t=1.0)
-        yield Setting(f"t2m {dial:g}", judging)
-    yield Setting("s2d2", replace(start, tau_m2t=-1.0, look=opponents.s2d2))
+def by_rule(rule: Callable, dials: tuple, start: Decoding) -> dict[str, Decoding]:
+    """A setting for each value of a rule's dial."""
+    return {f"{rule.__name__} {dial:g}": replace(start, select=partial(rule, dial=dial)) for dial in dials}
 
 
-def head_settings(model: Model, start: Decoding) -> Iterator[Setting]:
+def stage_b_settings(model: Model, start: Decoding) -> dict[str, Decoding]:
+    """At every gate, or at all masks with what is not sure refused."""
+    on = replace(start, n_rounds=model.cfg.n_rounds)
+    refusing = replace(on, tau_m2t=-1.0, look=opponents.refusing)
+    found = {f"tau_m2t {tau:g}": replace(on, tau_m2t=tau) for tau in GATES}
+    return found | {f"tau_keep {keep:g}": replace(refusing, tau_keep=keep) for keep in KEEP[1:]}
+
+
+def head_settings(model: Model, start: Decoding) -> dict[str, Decoding]:
     """On, and off as its user may have it."""
     on = replace(start, n_rounds=1, tau_m2t=-1.0)
-    for keep in KEEP:
-        yield Setting(f"tau_keep {keep:g}", replace(on, tau_keep=keep))
-    if start.temperature > 0:
-        for tau in SAMPLED:
-            if tau >= CAREFUL:
-                yield Setting(f"off, tau_m2t {tau:g}", replace(start, tau_m2t=tau))
-        return
-
-    rule = "threshold" if model.cfg.order == "surest" else "longest_prefix"
-    for dial in opponents.DIALS[rule]:
-        if dial >= CAREFUL:
-            yield Setting(f"off, {rule} {dial:g}", replace(start, select=opponents.rule(rule, dial)))
+    found = {f"tau_keep {keep:g}": replace(on, tau_keep=keep) for keep in KEEP}
+    if start.temperature == 0:
+        rule = opponents.threshold if model.cfg.order == "surest" else opponents.longest_prefix
+        careful = tuple(dial for dial in opponents.DIALS[rule] if dial >= CAREFUL)
+        found |= {f"off, {label}": d for label, d in by_rule(rule, careful, start).items()}
+    return found
 
 
 # --- what it costs
@@ -124,17 +106,13 @@ def price(model: Model, d: Decoding, outputs: list[Output]) -> dict:
     # left to right, the pass that reads a position's mask reads the token before it, too
     if model.cfg.block_length == 1:
         counts["commit"] = 0
-    cost = {"all": in_full(counts, model.partial_cost)}
-    return {"n_layer": model.cfg.n_layer, "counts": counts, "second": second_look(model, d), "cost": cost}
 
-
-def second_look(model: Model, d: Decoding) -> str:
-    """What looks again: a price of prices.json. T2M reads nothing again."""
-    if d.look is opponents.s2d2:
-        return "s2d2"
+    # what looks again: a price of prices.json
+    second = "stage_b" if model.second_look is None else "head"
     if d.n_rounds == 0:
-        return ""
-    return "stage_b" if model.second_look is None else "head"
+        second = ""
+    cost = {"all": in_full(counts, model.partial_cost)}
+    return {"n_layer": model.cfg.n_layer, "counts": counts, "second": second, "cost": cost}
 
 
 # --- what it is asked for
@@ -187,33 +165,16 @@ def entropy(texts: list[str]) -> float:
 
 
 # --- records
-def complete(model: Model, prompts: list[list[int]], d: Decoding, draws: range) -> list[Output]:
-    """len(draws) * R, draw after draw. Greedy completions of equal prompts are equal, and are decoded once."""
-    at = list(range(len(prompts)))  # which row of the decode is whose
-    if d.temperature == 0:
-        at = numbered(prompts)
-    rows = dict(zip(at, prompts, strict=True))
-
-    outputs = []
-    for seed in draws:
-        decoded = generate(model, list(rows.values()), d, seed)
-        outputs += [decoded[i] for i in at]
-    return outputs
-
-
-def measure(model: Model, task: Names | Spans, base: Model, args: Namespace) -> Iterator[tuple[Setting, dict]]:
-    """Every setting, and what its record says of it."""
-    starts = []
-    for temperature in args.temperature:
-        for top_p in args.top_p if temperature > 0 else [1.0]:
-            starts.append(replace(task.start, temperature=temperature, top_p=top_p))
-    every = [s for start in starts for s in settings(model, start)]
-    for s in tqdm(every, leave=False, disable=None):
-        d = s.decoding
-        draws = range(args.seed, args.seed + (args.draws if d.temperature > 0 else 1))
-        outputs = complete(model, task.prompts, d, draws)
-        record = {"setting": s.label, "temperature": d.temperature, "top_p": d.top_p, "per": task.per(outputs)}
-        yield s, record | price(model, d, outputs) | task.figures(outputs, base)
+def measure(model: Model, task: Names | Spans, base: Model, args: Namespace) -> Iterator[dict]:
+    """A record of each setting."""
+    start = replace(task.start, temperature=args.temperature, top_p=args.top_p)
+    draws = args.draws if args.temperature > 0 else 1
+    for label, d in tqdm(settings(model, start).items(), leave=False, disable=None):
+        outputs = []
+        for seed in range(draws):
+            outputs += generate(model, task.prompts, d, seed)
+        record = {"setting": label, "temperature": d.temperature, "top_p": d.top_p, "per": task.per(outputs)}
+        yield record | price(model, d, outputs) | task.figures(outputs, base)
 
 
 def ask(folder: str, model: Model, args: Namespace) -> Names | Spans:
@@ -221,7 +182,7 @@ def ask(folder: str, model: Model, args: Namespace) -> Names | Spans:
     tokenizer = load_tokenizer(Path(folder), model.cfg.tokenizer)
     if names_of(Path(folder)) is not None:
         return Names(tokenizer, args.prompts)
-    if any(args.temperature):
+    if args.temperature > 0:
         fail(f"{folder} fills spans, and each has one filling that is judged: greedily, without --temperature")
     return Spans(args.data, args.prompts, tokenizer, model.cfg)
 
@@ -229,7 +190,7 @@ def ask(folder: str, model: Model, args: Namespace) -> Names | Spans:
 @torch.inference_mode()
 def sweep(args: Namespace, clusters: dict, records: list[dict]) -> None:
     """Measure what the records lack, and save them after each model: nothing is lost."""
-    known = {(r["system"].removesuffix(", off"), r["ckpt"]) for r in records}
+    known = {(r["system"], r["ckpt"]) for r in records}
     device = pick_device(args.device)
     bases = args.system[0][1:]
     for name, *folders in args.system:
@@ -246,11 +207,10 @@ def sweep(args: Namespace, clusters: dict, records: list[dict]) -> None:
 
             # each seed of a system is judged by that seed of the base
             base = load_model(of_base, device, torch.float32)
-            for s, record in measure(model, task, base, args):
-                own = {"system": name + ", off" if s.off else name, "ckpt": folder}
-                records.append(own | record)
-            lines = [json.dumps(line) + "\n" for line in [{"clusters": clusters}, *records]]
-            replace_file(args.out, lambda path, lines=lines: path.write_text("".join(lines)))
+            for record in measure(model, task, base, args):
+                records.append({"system": name, "ckpt": folder} | record)
+            text = "".join(json.dumps(line) + "\n" for line in [{"clusters": clusters}, *records])
+            replace_file(args.out, lambda path, text=text: path.write_text(text))
 
 
 @command
@@ -266,10 +226,9 @@ def main() -> None:
     add("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
 
     add = parser.add_argument_group("sampling").add_argument
-    add("--temperature", nargs="+", type=bounded(float, 0), default=[0.0], help="several; 0: greedy")
-    add("--top_p", nargs="+", type=bounded(float, 1e-6, 1), default=[1.0], help="with a temperature")
+    add("--temperature", type=bounded(float, 0), default=0.0, help="0: greedy")
+    add("--top_p", type=bounded(float, 1e-6, 1), default=1.0, help="with a temperature")
     add("--draws", type=bounded(int, 1, 35), default=1, help="completions of a prompt, if not greedy")
-    add("--seed", type=int, default=0, help="of the first draw; the next ones take the numbers after it")
     # fmt: on
     args = parser.parse_args()
     clusters, records = {}, []

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from common import MASK, ROOT, approx, caller, random_ids, tiny_model
+from common import MASK, ROOT, approx, caller, tiny_model
 from runs import SOURCE, held_out_text
 
 import evaluate
 from beyond import head, opponents, spans, sweep
 from beyond.spans import Spans, chain_score, cut, pieces, stage_a_log_probs
-from beyond.sweep import complete, price, settings
+from beyond.sweep import price, settings
 from cache import Cached
 from checkpoint import load_model, load_tokenizer, save_model
 from lib.data import is_validation
@@ -39,10 +39,6 @@ def headed(model: Model, width: int = 8) -> Model:
     return model.requires_grad_(False)
 
 
-def labels(model, start=START):
-    return [s.label for s in settings(model, start)]
-
-
 def without_stage_b(**changes):
     model = tiny_model(**changes)
     model.markers.data.zero_()
@@ -51,52 +47,41 @@ def without_stage_b(**changes):
 
 # --- what a system is decoded by
 def test_stage_a_has_every_rule_at_every_dial():
-    every = [f"{rule} {dial:g}" for rule, dials in opponents.DIALS.items() for dial in dials]
-    assert set(opponents.DIALS) == set(opponents.RULES) and len(every) == 91
-    every += [f"t2m {dial:g}" for dial in opponents.T2M_DIALS] + ["s2d2"]
-    assert labels(without_stage_b()) == every and len(set(every)) == 91 + 7 + 1
-
-    # T2M alone keeps a block open behind its last mask, by a gate that no probability passes
-    for s in settings(without_stage_b(), START):
-        assert s.decoding.tau_t2t == {"t2m": 1.0}.get(s.label.split()[0]) and s.decoding.n_rounds == 0
+    every = [f"{rule.__name__} {dial:g}" for rule, dials in opponents.DIALS.items() for dial in dials]
+    greedy = settings(without_stage_b(), START)
+    assert list(greedy) == every and len(set(every)) == 91
+    assert all(d.n_rounds == 0 for d in greedy.values())
 
     # blocks of 16 have more dials
-    more = [f"{rule} {dial:g}" for rule, dials in opponents.MORE_DIALS.items() for dial in dials]
-    assert sorted(labels(without_stage_b(block_length=16))) == sorted(every + more)
+    more = [f"{rule.__name__} {dial:g}" for rule, dials in opponents.MORE_DIALS.items() for dial in dials]
+    assert sorted(settings(without_stage_b(block_length=16), START)) == sorted(every + more)
+
+    # with a temperature gates take their place
+    drawn = settings(without_stage_b(), replace(START, temperature=1.0, top_p=0.7))
+    assert [d.tau_m2t for d in drawn.values()] == [1.0, 0.9, 0.5, 0.2, 0.05, 0.005, -1.0]
+    assert all(d.top_p == 0.7 and d.select is None for d in drawn.values())
 
 
 @pytest.mark.parametrize(("order", "rule"), [("surest", "threshold"), ("leftmost", "longest_prefix")])
 def test_a_head_is_on_at_every_tau_keep_or_off(order, rule):
-    every = list(settings(headed(tiny_model(n_rounds=1, order=order)), START))
-    on, off = every[:13], every[13:]
-    assert [s.decoding.tau_keep for s in on] == [*sweep.KEEP]
-    assert all(s.decoding.tau_m2t == -1 and s.decoding.n_rounds == 1 for s in on)
-    dials = [opponents.DIALS[rule][0], 0.9, 0.8, 0.7, 0.6, 0.5]
-    assert [s.label for s in off] == [f"off, {rule} {dial:g}" for dial in dials]
-    assert all(s.decoding.n_rounds == 0 and s.decoding.select for s in off)
+    model = headed(tiny_model(n_rounds=1, order=order))
+    found = settings(model, START)
+    on, off = list(found.values())[:13], list(found.values())[13:]
+    assert [d.tau_keep for d in on] == [*sweep.KEEP] and all(d.tau_m2t == -1 and d.n_rounds == 1 for d in on)
+    dials = [0.98 if rule == "threshold" else 1, 0.9, 0.8, 0.7, 0.6, 0.5]
+    assert list(found)[13:] == [f"off, {rule} {dial:g}" for dial in dials]
+    assert all(d.n_rounds == 0 and d.select for d in off)
+    assert list(settings(model, replace(START, temperature=1.0))) == list(found)[:13]  # drawn: on alone
 
 
-def test_the_papers_stage_b_is_on_and_off_at_the_same_gates():
-    every = list(settings(tiny_model(n_rounds=2), START))
-    on, off, refusing = every[:13], every[13:26], every[26:]
-    assert [s.label for s in on] == [s.label for s in off] and not any(s.off for s in on) and all(s.off for s in off)
-    assert [s.decoding.tau_m2t for s in on] == [s.decoding.tau_m2t for s in off] == [*sweep.GATES]
-    assert {s.decoding.n_rounds for s in on + refusing} == {2} and {s.decoding.n_rounds for s in off} == {0}
-    assert [s.decoding.tau_keep for s in refusing] == [*sweep.KEEP[1:]] and not any(s.off for s in refusing)
-
-
-def test_with_a_temperature_gates_take_the_place_of_rules():
-    drawn = replace(START, temperature=1.0, top_p=0.7)
-    every = list(settings(without_stage_b(), drawn))
-    assert [s.decoding.tau_m2t for s in every] == [1.0, 0.9, 0.5, 0.2, 0.05, 0.005, -1.0]
-    assert all(s.decoding.top_p == 0.7 and s.decoding.select is None for s in every)
-    head = labels(headed(tiny_model(n_rounds=1)), drawn)
-    assert len(head) == 13 + 3 and head[13:] == ["off, tau_m2t 1", "off, tau_m2t 0.9", "off, tau_m2t 0.5"]
-    assert labels(tiny_model(block_length=1), drawn) == ["left to right"]
+def test_the_papers_stage_b_is_at_every_gate_or_refuses():
+    found = list(settings(tiny_model(n_rounds=2), START).values())
+    assert {d.n_rounds for d in found} == {2} and [d.tau_m2t for d in found[:13]] == [*sweep.GATES]
+    assert [d.tau_keep for d in found[13:]] == [*sweep.KEEP[1:]] and {d.tau_m2t for d in found[13:]} == {-1}
 
 
 def test_what_a_setting_is_charged():
-    """Two outputs, by the paper's Stage B, n = 2 of 4 layers; by a head, a block beside 4; by S2D2; left to right."""
+    """Two outputs, by the paper's Stage B, n = 2 of 4 layers; by a head, a block beside 4; left to right."""
     outputs = [Output([1]), Output([1])]
     for o in outputs:
         o.nfe = {"full": 3, "partial": 0.75, "commit": 1, "looks": 1}
@@ -104,7 +89,6 @@ def test_what_a_setting_is_charged():
     r = price(model, replace(START, n_rounds=1), outputs)
     assert r["second"] == "stage_b" and r["n_layer"] == 4 and r["cost"] == {"all": 6 + 2 + 1.5 / 2}
     assert r["counts"] == {"full": 6, "partial": 1.5, "commit": 2, "looks": 2}
-    assert price(model, replace(START, look=opponents.s2d2), outputs)["second"] == "s2d2"
     assert price(model, START, outputs)["second"] == ""
     r = price(headed(model), replace(START, n_rounds=1), outputs)
     assert r["second"] == "head" and r["cost"] == {"all": 6 + 2 + 1.5 / 4}
@@ -113,22 +97,6 @@ def test_what_a_setting_is_charged():
 
 
 # --- what is completed
-def test_equal_prompts_are_decoded_once_with_the_same_result():
-    model = headed(tiny_model(n_rounds=1))
-    a, b, c = random_ids(3, 8).tolist()
-    prompts, d = [a, b, a, c[:3], b, a], Decoding(gen_length=16, tau_m2t=0.3, tau_t2t=None)
-    assert sweep.numbered(prompts) == [0, 1, 0, 2, 1, 0]
-    every = generate(model, prompts, d)
-    assert [(o.tokens, o.nfe) for o in complete(model, prompts, d, range(1))] == [(o.tokens, o.nfe) for o in every]
-    assert len({o.nfe["full"] for o in every}) > 1  # or nothing would tell rows apart
-
-    # with a temperature every draw of every prompt is another
-    d = replace(d, gen_length=8, temperature=2.0)
-    outputs = complete(model, [a, b, a], d, range(5, 8))
-    alone = [o.tokens for seed in (5, 6, 7) for o in generate(model, [a, b, a], d, seed)]
-    assert [o.tokens for o in outputs] == alone and len(set(map(tuple, alone))) == 9
-
-
 def test_what_names_are_worth_by_hand(monkeypatch):
     """Two equal prompts, 2 draws: A and B, then A and ?. Of the first both exist, of the second one of two."""
     stem = "LATIN SMALL LETTER "
@@ -199,9 +167,8 @@ def test_the_score_is_that_of_writing_one_at_a_time():
 # --- records, from the command line
 @pytest.fixture
 def few(monkeypatch):
-    """Few settings: one at a time, all at once, one between, and S2D2, which has no dial."""
-    monkeypatch.setattr(opponents, "DIALS", {"threshold": (1.0, 0.0), "longest_prefix": (0.9,), "fixed": (2,)})
-    monkeypatch.setattr(opponents, "T2M_DIALS", (0.3,))
+    """Few settings: one at a time, all at once, and one between."""
+    monkeypatch.setattr(opponents, "DIALS", {opponents.threshold: (1.0, 0.0), opponents.longest_prefix: (0.9,)})
     monkeypatch.setattr(sweep, "KEEP", (0.0, 1.0))
     monkeypatch.setattr(sweep, "SAMPLED", (1.0, -1.0))
     monkeypatch.setattr(sweep, "GATES", (1.0, 0.3))
@@ -209,32 +176,36 @@ def few(monkeypatch):
 
 def test_the_records_of_the_shipped_model(few, tmp_path, monkeypatch, capsys):
     """Its base and its head, greedily and drawn. A record is what evaluate.py says of the same prompts."""
-    call, path = caller(sweep, monkeypatch, capsys), tmp_path / "r.jsonl"
-    argv = ["--prompts", 4, "--temperature", 0, 0.7, "--draws", 3, "--out", path]
-    call("--system", "base", NAMES, *argv)
-    call("--system", "base", NAMES, "--system", "head", NAMES / "head", *argv)
-    head, *records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert {group: len(of) for group, of in head["clusters"].items()} == {"held out": 4, "trained": 4}
-    base = ["threshold 1", "threshold 0", "longest_prefix 0.9", "fixed 2", "t2m 0.3", "s2d2", "tau_m2t 1", "tau_m2t -1"]
+    call = caller(sweep, monkeypatch, capsys)
+    paths = tmp_path / "greedy.jsonl", tmp_path / "drawn.jsonl"
     looks = ["tau_keep 0", "tau_keep 1"]
-    joint = [*looks, "off, longest_prefix 0.9", *looks, "off, tau_m2t 1"]
-    expected = [("base", s) for s in base] + [("head", s) for s in joint]  # and base was measured once
-    assert [(r["system"], r["setting"]) for r in records] == expected
-    for r in records:
-        drawn = r["temperature"] == 0.7
-        assert r["draws"] == (3 if drawn else 1) and len(r["found"]) == 8 and ("entropy" in r) == drawn
-        assert r["per"]["name"] == 8 * r["draws"] and r["n_layer"] == 8
-        assert sum(map(int, r["found"])) == round(r["exist"] * 8 * r["draws"])
+    records = {}
+    for path, how, base, joint in (
+        (paths[0], [], ["threshold 1", "threshold 0", "longest_prefix 0.9"], [*looks, "off, longest_prefix 0.9"]),
+        (paths[1], ["--temperature", 0.7, "--draws", 3], ["tau_m2t 1", "tau_m2t -1"], looks),
+    ):
+        argv = ["--prompts", 4, "--out", path, *how]
+        call("--system", "base", NAMES, *argv)
+        call("--system", "base", NAMES, "--system", "head", NAMES / "head", *argv)
+        head, *records[path] = [json.loads(line) for line in path.read_text().splitlines()]
+        assert {group: len(of) for group, of in head["clusters"].items()} == {"held out": 4, "trained": 4}
+        expected = [("base", s) for s in base] + [("head", s) for s in joint]  # and base was measured once
+        assert [(r["system"], r["setting"]) for r in records[path]] == expected
+    for path, draws in zip(paths, (1, 3), strict=True):
+        for r in records[path]:
+            assert r["draws"] == draws and len(r["found"]) == 8 and ("entropy" in r) == (draws > 1)
+            assert r["per"]["name"] == 8 * draws and r["n_layer"] == 8
+            assert sum(map(int, r["found"])) == round(r["exist"] * 8 * draws)
 
     model, tokenizer = load_model(NAMES / "head", "cpu", torch.float32), load_tokenizer(NAMES, "bpe")
     prompts = evaluate.draw_names(4, "held out", tokenizer) | evaluate.draw_names(4, "trained", tokenizer)
-    one = next(s for s in settings(model, evaluate.NAMES) if s.label == "tau_keep 0").decoding
+    one = settings(model, evaluate.NAMES)["tau_keep 0"]
     found = evaluate.complete(model, tokenizer, prompts, one, 0)
-    (r,) = (r for r in records if (r["setting"], r["temperature"]) == ("tau_keep 0", 0))
+    (r,) = (r for r in records[paths[0]] if r["setting"] == "tau_keep 0")
     assert r["exist"] == found["exist"] and r["per"]["token"] == found["tokens/name"] * 8
     assert r["cost"]["all"] / r["per"]["token"] == approx(found["forwards/token"])
 
-    assert "other texts" in call.fails("--system", "more", NAMES, "--prompts", 2, "--out", path)
+    assert "other texts" in call.fails("--system", "more", NAMES, "--prompts", 2, "--out", paths[0])
 
 
 def test_a_left_to_right_model_is_charged_one_pass_a_token(tmp_path, monkeypatch, capsys):
@@ -286,8 +257,7 @@ def test_the_records_of_spans(few, text, monkeypatch, capsys):
     head, *records = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(head["clusters"]["documents"]) == 6
     n = Counter((r["system"], r["ckpt"]) for r in records)
-    assert n["base", str(base)] == 6 and n["paper, off", str(stage_b)] == 2 * 2
-    assert n["paper", str(stage_b)] == 2 * 3  # two gates, and one tau_keep
+    assert n["base", str(base)] == 3 and n["paper", str(stage_b)] == 2 * 3  # two gates, and one tau_keep
 
     of = {(r["system"], r["ckpt"], r["setting"]): r for r in records}
     for (system, ckpt, setting), r in of.items():
