@@ -1,18 +1,18 @@
-"""Spans of held-out text to fill, and what is worth what was written there. For sweep.py and tc.py.
+"""Spans of held-out Python to fill, and what is worth what was written there. For sweep.py and tc.py.
 
-Held-out documents give pieces (the functions of Python files, windows of other text). In each one a
-span inside one block is masked, with the text before it and the rest of its block left to read.
+The pieces are the functions of held-out Python files. In each one a span inside one block is masked, with the text
+before it and the rest of its block left to read.
 
     score     log-probability of what was written under a base's own one-at-a-time chain, nats a token.
               Chain targets train this: a gain here alone says that they were learned, not that the text is better
     exact     whether the span is as it was
-    parses    whether a Python piece is still Python with the span in it
+    parses    whether the function is still Python with the span in it
 """
 
 import ast
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -30,17 +30,18 @@ from sample import Decoding
 
 # R spans (rows), B block_length, V vocabulary
 
+LONGEST = 256  # tokens of a function
+
 LogProbs = Callable[[Tensor], Tensor]  # blocks (R, B) int64 -> (R, B, V) float32 log-probabilities
 
 
 # --- spans
 @dataclass
 class Span:
-    document: int  # its number among those that gave a span
+    document: int  # its number among the held-out ones
     piece: list[int]  # ids of the whole piece
     start: int  # where the block begins
     at: slice  # the masked positions, inside the block
-    python: bool
 
 
 def is_python(text: str) -> bool:
@@ -51,11 +52,8 @@ def is_python(text: str) -> bool:
     return True
 
 
-def pieces(name: str, text: str) -> Iterator[tuple[str, bool]]:
-    """The functions of a Python file, each by itself; of any other text the whole. -> (text, whether it is Python)."""
-    if not name.endswith(".py"):
-        yield text, False
-        return
+def functions(text: str) -> Iterator[str]:
+    """The functions of a Python file, each by itself."""
     if not is_python(text):
         return
     lines = text.split("\n")
@@ -63,34 +61,27 @@ def pieces(name: str, text: str) -> Iterator[tuple[str, bool]]:
         if isinstance(node, ast.FunctionDef) and not node.decorator_list:
             piece = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno])) + "\n"
             if is_python(piece):  # a string or comment at the margin keeps a method indented
-                yield piece, True
+                yield piece
 
 
-def cut(documents: list[tuple[str, str]], tokenizer: Tokenizer, B: int, most: int, n: int) -> list[Span]:
-    """n spans of held-out documents, a function of their order and of B alone: at most one in a piece of up to `most`
-    tokens, a quarter to three quarters of a block long, in a block after the first."""
+def cut(documents: list[tuple[str, str]], tokenizer: Tokenizer, B: int, n: int) -> list[Span]:
+    """n spans of held-out documents, a function of their order and of B alone: at most one in a function, a quarter to
+    three quarters of a block long, in a block after the first."""
     rng = np.random.default_rng(0)
     spans = []
-    for number, (name, text) in enumerate(documents):
-        if not is_validation(name):
-            continue
-        for piece, python in pieces(name, text):
+    held_out = [text for name, text in documents if is_validation(name)]
+    for number, text in enumerate(held_out):
+        for piece in functions(text):
             ids = tokenizer.encode_document(piece).tolist()
-            if not python:
-                ids = ids[:most]
-            if not 3 * B <= len(ids) <= most:
-                continue
-            start = B * int(rng.integers(1, len(ids) // B))
-            length = int(rng.integers(max(2, B // 4), 3 * B // 4 + 1))
-            first = int(rng.integers(0, B - length + 1))
-            spans.append(Span(number, ids, start, slice(first, first + length), python))
+            if 3 * B <= len(ids) <= LONGEST:
+                start = B * int(rng.integers(1, len(ids) // B))
+                length = int(rng.integers(max(2, B // 4), 3 * B // 4 + 1))
+                first = int(rng.integers(0, B - length + 1))
+                spans.append(Span(number, ids, start, slice(first, first + length)))
     if len({s.document for s in spans}) < 2:
-        fail(f"fewer than two held-out documents have pieces of {3 * B}..{most} tokens: give more text by --data")
+        fail(f"fewer than two held-out Python files have functions of {3 * B}..{LONGEST} tokens: give more by --data")
 
-    # n of them, and their documents numbered anew
-    drawn = [spans[i] for i in sorted(rng.permutation(len(spans))[:n])]
-    numbers = {number: i for i, number in enumerate(dict.fromkeys(s.document for s in drawn))}
-    return [replace(s, document=numbers[s.document]) for s in drawn]
+    return [spans[i] for i in sorted(rng.permutation(len(spans))[:n])]
 
 
 class Spans:
@@ -101,11 +92,10 @@ class Spans:
     def __init__(self, data: list[str], n: int, tokenizer: Tokenizer | None, cfg: Config):
         if tokenizer is None:
             fail("a model that reads numbers has no text to fill (a toy's tables are exact: see evaluate.py)")
-        most = min(256 if cfg.tokenizer == "bytes" else 2048, cfg.max_len)
         self.tokenizer = tokenizer
         self.B = cfg.block_length
         self.mask_id = cfg.mask_id
-        self.spans = cut(load_text(data), tokenizer, self.B, most, n)
+        self.spans = cut(load_text(data), tokenizer, self.B, n)
         self.prompts = [masked(s, self.B, self.mask_id) for s in self.spans]
         self.clusters = {"documents": [s.document for s in self.spans]}
 
@@ -122,7 +112,7 @@ class Spans:
         return Cached(base, [s.piece[: s.start] for s in self.spans], 0)
 
     def figures(self, outputs: list[Output], base: Model) -> dict:
-        """The measures of every span, nan where one does not apply; of one draw."""
+        """The measures of every span."""
         blocks = [o.prompt[-self.B :] for o in outputs]
         log_p = stage_a_log_probs(self.read_by(base), mask_too=True)
         z = self.z.to(base.wte.weight.device)
@@ -146,9 +136,7 @@ def masked(s: Span, B: int, mask_id: int) -> list[int]:
 
 # --- what was written
 def parses(s: Span, block: list[int], tokenizer: Tokenizer) -> float:
-    """Is the piece still Python, with this block in it? 0 or 1, and nan of other text."""
-    if not s.python:
-        return np.nan
+    """Is the function still Python, with this block in it? 0 or 1."""
     behind = s.piece[s.start + len(block) :]
     return float(is_python(tokenizer.decode(s.piece[: s.start] + block + behind)))
 

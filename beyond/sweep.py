@@ -1,7 +1,7 @@
 """Run systems over all settings that their users could choose, and write down what comes of it.
 
 A system is a name and the folders of its seeds of training. A model of names completes the same held-out and trained
-beginnings (evaluate.py says how); any other fills the same spans of held-out text (spans.py says which). There the
+beginnings (evaluate.py says how); any other fills the same spans of held-out Python (spans.py says which). There the
 first system is the base, whose seeds judge those of the others.
 
     a Stage A             every rule of opponents.py, at each value of its dial
@@ -116,24 +116,22 @@ def price(model: Model, d: Decoding, outputs: list[Output]) -> dict:
 
 
 # --- what it is asked for
-def numbered(prompts: list[list[int]]) -> list[int]:
-    """Each prompt's beginning, (R,): equal prompts have one, numbered in the order in which they appear."""
-    seen: dict[tuple, int] = {}
-    return [seen.setdefault(tuple(prompt), len(seen)) for prompt in prompts]
-
-
 class Names:
     """Names to complete, held out and trained ones; equal beginnings are one cluster."""
 
     start = evaluate.NAMES
 
     def __init__(self, tokenizer: Tokenizer, n: int):
-        groups = {group: evaluate.draw_names(n, group, tokenizer) for group in ("held out", "trained")}
         self.tokenizer = tokenizer
-        self.names = [name for drawn in groups.values() for name in drawn]
-        self.prompts = [ids for drawn in groups.values() for ids in drawn.values()]
-        beginning = iter(numbered(self.prompts))
-        self.clusters = {group: [next(beginning) for _ in drawn] for group, drawn in groups.items()}
+        self.names = []
+        self.prompts = []
+        self.clusters = {}
+        numbers: dict[tuple, int] = {}  # of beginnings, in the order in which they appear
+        for group in ("held out", "trained"):
+            drawn = evaluate.draw_names(n, group, tokenizer)
+            self.names += drawn
+            self.prompts += drawn.values()
+            self.clusters[group] = [numbers.setdefault(tuple(ids), len(numbers)) for ids in drawn.values()]
 
     def per(self, outputs: list[Output]) -> dict[str, int]:
         """What a cost may be of, and how many of it there are."""
@@ -222,7 +220,7 @@ def main() -> None:
         help="a name and the folders of its seeds; again for another one, of all in one order, the base first")
     add("--out", type=Path, required=True, help="file for the records, a JSON object a line")
     add("--prompts", type=bounded(int, 2), default=512, help="names held out, and as many trained; or spans of text")
-    add("--data", nargs="+", default=["stdlib"], help="text: stdlib, or .txt / folder / .jsonl[.gz] / .parquet")
+    add("--data", nargs="+", default=["stdlib"], help="text: stdlib, or a folder of Python files")
     add("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
 
     add = parser.add_argument_group("sampling").add_argument

@@ -203,12 +203,10 @@ def by_confidence(bundles: Bundles, values: np.ndarray) -> list[dict]:
 def print_bins(table: list[dict]) -> None:
     rows = []
     for r in table:
-        # what TC has too much, mismatch has too little
         between = f"{r['low']:.4f} .. {r['high']:.4f}"
-        rest = f"{r['both'] - r['high']:.4f} .. {r['both'] - r['low']:.4f}"
         tc, mismatch, both = (f"{r[name]:.4f}" for name in TERMS[:3])
-        rows.append([r["bin"], str(r["bundles"]), f"{r['size']:.2f}", tc, between, mismatch, rest, both])
-    head = ["lowest confidence", "bundles", "mean size", "TC", "TC between", "mismatch", "mismatch between", "both"]
+        rows.append([r["bin"], str(r["bundles"]), f"{r['size']:.2f}", tc, between, mismatch, both])
+    head = ["lowest confidence", "bundles", "mean size", "TC", "TC between", "mismatch", "both"]
     print_table(head, rows)
 
 
@@ -237,7 +235,7 @@ def main() -> None:
     # fmt: off
     add = parser.add_argument
     add("--ckpt", required=True, help="the base: a checkpoint folder of a model of text")
-    add("--data", nargs="+", default=["stdlib"], help="stdlib, or .txt / folder / .jsonl[.gz] / .parquet")
+    add("--data", nargs="+", default=["stdlib"], help="stdlib, or a folder of Python files")
     add("--spans", type=bounded(int, 2), default=512, help="held-out spans to fill")
     add("--draws", type=bounded(int, 2), default=32, help="draws of each bundle's chain")
     add("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")

@@ -15,7 +15,7 @@ from runs import SOURCE, held_out_text
 
 import evaluate
 from beyond import head, opponents, spans, sweep
-from beyond.spans import Spans, chain_score, cut, pieces, stage_a_log_probs
+from beyond.spans import Spans, chain_score, cut, functions, stage_a_log_probs
 from beyond.sweep import price, settings
 from cache import Cached
 from checkpoint import load_model, load_tokenizer, save_model
@@ -116,19 +116,17 @@ def test_what_names_are_worth_by_hand(monkeypatch):
 
 
 # --- spans of text
-
-
 def test_spans_lie_inside_a_later_block_of_held_out_functions():
-    assert [p for p, _ in pieces("a.py", SOURCE)] == [
+    assert list(functions(SOURCE)) == [
         "def f(a, b):\n    # add\n    return a + b\n",
         "def double(self, x):\n    return 2 * x\n",
     ]
     odd = "class A:\n    def f(self):\n        return 1\n# at the margin\n        pass\n\x0c\ndef g(b):\n    return b\n"
-    assert list(pieces("a.py", odd)) == [("def g(b):\n    return b\n", True)]  # f's own text is no Python
-    assert list(pieces("a.txt", "x")) == [("x", False)] and list(pieces("a.py", "def (")) == []
+    assert list(functions(odd)) == ["def g(b):\n    return b\n"]  # f's own text is no Python
+    assert list(functions("def (")) == []
     names = [n for n in (f"{i}.py" for i in range(400)) if is_validation(n)]
     documents = [(n, SOURCE) for n in names] + [("0.py" if not is_validation("0.py") else "x", SOURCE * 3)]
-    found = cut(documents, byte_tokenizer(), 8, 64, 1000)
+    found = cut(documents, byte_tokenizer(), 8, 1000)
     assert len(found) == 2 * len(names)  # nothing from a training document
     for s in found:
         prompt = spans.masked(s, 8, MASK)
@@ -242,8 +240,6 @@ def test_what_was_written_is_judged_as_text(text):
     assert r["exact"] == r["parses"] == [1] * 6 and max(r["score"]) < 0
     r = task.figures([Output(ids[:-1] + [ord(")")]) for ids in blocks], base)
     assert r["exact"] == r["parses"] == [0] * 6
-    prose = replace(task.spans[0], python=False)  # it is not asked
-    assert math.isnan(spans.parses(prose, blocks[0][-8:], byte_tokenizer()))
 
 
 def test_the_records_of_spans(few, text, monkeypatch, capsys):
