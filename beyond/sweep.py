@@ -191,9 +191,13 @@ def sweep(args: Namespace, clusters: dict, records: list[dict]) -> None:
     known = {(r["system"], r["ckpt"]) for r in records}
     device = pick_device(args.device)
     bases = args.system[0][1:]
+
+    # before hours of work
     for name, *folders in args.system:
         if len(folders) != len(bases):
             fail(f"--system {name} has {len(folders)} seeds, the base {len(bases)}: give as many of all")
+
+    for name, *folders in args.system:
         for folder, of_base in zip(folders, bases, strict=True):
             if (name, folder) in known:
                 continue
