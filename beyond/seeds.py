@@ -16,7 +16,6 @@ share between theirs. What is best then lies on the concave hull of all settings
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,22 +25,10 @@ BOOTSTRAP = 1000
 HALVINGS = 20
 
 
-@dataclass(frozen=True)
-class Draws:
-    """What all systems share."""
-
-    number: np.ndarray  # (C,) prompts of each beginning
-    times: np.ndarray  # (W, C) float32: how often a resample has each beginning
-    halves: np.ndarray  # (HALVINGS, C) bool
-
-
-def draw(cluster: Sequence[int]) -> Draws:
-    """cluster: which beginning, 0 to C - 1, each prompt has."""
-    number = np.bincount(cluster)
-    C = len(number)
+def halvings(C: int) -> np.ndarray:
+    """(HALVINGS, C) bool."""
     rng = np.random.default_rng(0)
-    halves = [rng.permutation(C) < C // 2 for _ in range(HALVINGS)]
-    return Draws(number, resamples(C, 0), np.array(halves))
+    return np.array([rng.permutation(C) < C // 2 for _ in range(HALVINGS)])
 
 
 def resamples(n: int, key: int | list[int]) -> np.ndarray:
@@ -78,16 +65,6 @@ def totals(sums: np.ndarray, times: np.ndarray) -> np.ndarray:
     P, S, C = sums.shape
     of_each_seed = (times @ sums.reshape(P * S, C).T).reshape(-1, P, S)
     return np.einsum("wps,ws->wp", of_each_seed, times_of_seeds(S))
-
-
-def n_values(sums: np.ndarray, draws: Draws) -> np.ndarray:
-    """How many values a resample has, of prompts and seeds: (W,)."""
-    return draws.times @ draws.number * sums.shape[1]
-
-
-def shares(sums: np.ndarray, draws: Draws) -> np.ndarray:
-    """The mean over prompts and seeds of each setting, chosen by nobody: (P, S, C) -> (W, P)."""
-    return totals(sums, draws.times) / n_values(sums, draws)[:, None]
 
 
 # --- what a budget pays for
@@ -150,21 +127,26 @@ def hull(cost: np.ndarray, share: np.ndarray) -> Iterator[tuple[np.ndarray, np.n
 
 
 def within_budgets(
-    sums: np.ndarray, costs: dict[str, np.ndarray], budgets: Sequence[float], draws: Draws,
+    values: np.ndarray, costs: np.ndarray, cluster: Sequence[int], budgets: Sequence[float],
     choice: Choice = one_setting,
-) -> dict[str, np.ndarray]:  # fmt: skip
-    """What a choice has within each budget, by 20 halvings: sums (P, S, C), costs (P, S) of each kind -> (budgets, W)
-    for each kind, nan where every setting costs more. A resample pays the mean cost of the seeds that it has."""
-    whole = totals(sums, draws.times)
+) -> np.ndarray:  # fmt: skip
+    """What a choice has within each budget, by 20 halvings: values (P, S, R), costs (P, S), cluster (R,) -> (budgets,
+    W), nan where every setting costs more. A resample pays the mean cost of the seeds that it has."""
+    number = np.bincount(cluster)  # (C,) prompts of each beginning
+    times = resamples(len(number), 0)  # (W, C)
+    sums = by_beginning(values, cluster)
+    whole = totals(sums, times)
     S = sums.shape[1]
-    paid = {kind: times_of_seeds(S) @ cost.T / S for kind, cost in costs.items()}  # (W, P)
+    paid = times_of_seeds(S) @ costs.T / S  # (W, P)
     limits = np.array(budgets) + 1e-9  # rounding
 
-    found = {kind: np.zeros((len(budgets), len(whole))) for kind in costs}
-    for half in draws.halves:
-        here = totals(sums[..., half], draws.times[:, half])
+    found = np.zeros((len(budgets), len(whole)))
+    halves = halvings(len(number))
+    for half in halves:
+        here = totals(sums[..., half], times[:, half])
         there = whole - here
-        for kind, cost in paid.items():
-            found[kind] += choice(cost, here, there, limits) + choice(cost, there, here, limits)
-    n = n_values(sums, draws) * len(draws.halves)
-    return {kind: of / n for kind, of in found.items()}
+        found += choice(paid, here, there, limits) + choice(paid, there, here, limits)
+
+    # the values that a resample has, of prompts and seeds
+    n = times @ number * S
+    return found / (n * len(halves))

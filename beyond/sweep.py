@@ -33,8 +33,7 @@ import torch
 from tqdm import tqdm
 
 import evaluate
-from beyond import opponents
-from beyond.report import read_records
+from beyond import opponents, report
 from beyond.spans import Spans
 from checkpoint import load_model, load_tokenizer, names_of
 from lib.data import exists
@@ -235,7 +234,9 @@ def main() -> None:
     args = parser.parse_args()
     clusters, records = {}, []
     if args.out.exists():
-        clusters, records = read_records([args.out])
+        clusters, records = report.load(args.out)
+        if records[0]["temperature"] != args.temperature:
+            fail(f"{args.out} was measured at another --temperature: choose another --out")
     sweep(args, clusters, records)
 
 

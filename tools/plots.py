@@ -122,15 +122,7 @@ LOOKS = {
 }
 
 
-def within(of: System, cluster: np.ndarray, kind: str, limits: np.ndarray, choice: seeds.Choice) -> np.ndarray:
-    """What a system has within each of these budgets, as report's tables have it; nan where nothing is so cheap."""
-    sums = seeds.by_beginning(of.values, cluster)
-    costs = {kind: of.figures[kind]}
-    return seeds.within_budgets(sums, costs, limits, seeds.draw(cluster), choice)[kind][:, 0]
-
-
-def draw_systems(ax, systems: dict[str, System], cluster: np.ndarray, kind: str, limits: np.ndarray,
-                 choice: seeds.Choice) -> None:  # fmt: skip
+def draw_systems(ax, systems: dict[str, System], limits: np.ndarray, choice: seeds.Choice) -> None:
     """A line for each system that has settings to choose from, named at its start; a point for one that has none."""
     starts = {}
     for system, (name, color, style) in LOOKS.items():
@@ -138,11 +130,11 @@ def draw_systems(ax, systems: dict[str, System], cluster: np.ndarray, kind: str,
             continue
         of = systems[system]
         if len(of.labels) == 1:
-            point = (of.figures[kind].mean(), of.values.mean())
+            point = (of.costs.mean(), of.values.mean())
             ax.plot(*point, "s", color=color)
             ax.annotate(name, point, xytext=(0, 7), textcoords="offset points", color=color, ha="center")
             continue
-        share = within(of, cluster, kind, limits, choice)
+        share = of.within(limits, choice)[:, 0]  # nan where nothing is so cheap
         ax.plot(limits, share, color=color, linestyle=style)
         paid = ~np.isnan(share)
         starts[name] = (limits[paid][0], share[paid][0], color)
@@ -156,15 +148,14 @@ def draw_pays():
     greedy = [r for r in records if r["temperature"] == 0]
     prices = json.loads((ROOT / "beyond" / "prices.json").read_text())
     panes = [
-        ("time", "time a name, in full forwards of the 16B geometry", Unit("name", records[0], prices)),
-        ("all", "forwards a name, everything counted", Unit("name", records[0])),
+        ("time a name, in full forwards of the 16B geometry", Unit("name", prices)),
+        ("forwards a name, everything counted", Unit("name")),
     ]
     limits = np.arange(2, 8.01, 0.2)
     figure, axes = panels(len(panes), 1, 5.4, 2.6 * len(panes), squeeze=False)
-    for ax, (kind, words, unit) in zip(axes[:, 0], panes, strict=True):
-        systems, cluster = report.measured(greedy, clusters, "exist", unit)
+    for ax, (words, unit) in zip(axes[:, 0], panes, strict=True):
         ax.set(ylim=(0, 1.05))
-        draw_systems(ax, systems, cluster, kind, limits, seeds.mixture)
+        draw_systems(ax, report.measured(greedy, clusters, "exist", unit), limits, seeds.mixture)
         ax.set(xlim=(0, limits[-1]), xlabel=words)
     axes[0, 0].set_title("share of the completed names that exist", loc="left")
     return figure
@@ -173,10 +164,10 @@ def draw_pays():
 def draw_text():
     """The score of what was written, within each budget of forwards."""
     clusters, records = report.load(RESULTS / "text" / "records.jsonl.gz")
-    systems, cluster = report.measured(records, clusters, "score")
+    systems = report.measured(records, clusters, "score", Unit("token"))
     figure, ax = panels(1, 1, 5.4, 3.6)
     limits = np.arange(0.15, 1.06, 0.05)
-    draw_systems(ax, systems, cluster, "all", limits, seeds.one_setting)
+    draw_systems(ax, systems, limits, seeds.one_setting)
     ax.set_xticks([0.2, 0.4, 0.6, 0.8, 1.0])
     ax.set(xlim=(-0.2, limits[-1]), xlabel="forwards a token, everything counted", ylabel="score (nats a token)")
     return figure

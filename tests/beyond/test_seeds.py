@@ -11,22 +11,21 @@ from beyond.seeds import interval
 # P settings, S seeds, R prompts, C beginnings
 
 
-def sums_of(found, cluster):
+def values_of(found):
     """found: a string of digits for each seed of each setting, a digit a prompt."""
-    values = np.array([[[int(digit) for digit in seed] for seed in setting] for setting in found], dtype=float)
-    return seeds.by_beginning(values, cluster)
+    return np.array([[[int(digit) for digit in seed] for seed in setting] for setting in found], dtype=float)
 
 
 def drawn(found, cluster):
     """The share of one setting in every resample, the sample first; found: a string for each seed."""
-    return seeds.shares(sums_of([found], cluster), seeds.draw(cluster))[:, 0]
+    return seeds.within_budgets(values_of([found]), np.ones((1, len(found))), cluster, [1.0])[0]
 
 
 def best(found, cluster, budget=1.0, costs=None, choice=seeds.one_setting):
     """The share within a budget, of the sample. A setting costs 1, by any seed, unless `costs` has it."""
-    sums = sums_of(found, cluster)
-    costs = np.outer(costs or [1.0] * len(found), [1.0] * sums.shape[1])  # (P, S)
-    return seeds.within_budgets(sums, {"all": costs}, [budget], seeds.draw(cluster), choice)["all"][0, 0]
+    values = values_of(found)
+    costs = np.outer(costs or [1.0] * len(found), [1.0] * values.shape[1])  # (P, S)
+    return seeds.within_budgets(values, costs, cluster, [budget], choice)[0, 0]
 
 
 # --- intervals
@@ -72,7 +71,7 @@ def test_what_is_best_on_one_half_is_judged_on_the_other():
     assert best([["10"]], range(2)) == 0.5
 
     # halvings are even and differ
-    halves = seeds.draw(range(11)).halves
+    halves = seeds.halvings(11)
     assert halves.shape == (20, 11) and set(halves.sum(1)) == {5}
     assert len({tuple(half) for half in halves}) > 15
 
@@ -99,17 +98,14 @@ def test_the_sums_are_those_of_a_plain_loop():
     P, S, R = 4, 3, len(cluster)
     values = rng.integers(0, 2, (P, S, R)).astype(float)
     costs = rng.uniform(0.3, 0.9, (P, S))
-    draws = seeds.draw(cluster)
     budgets = [0.2, 0.5, 0.8, 1.0]
-    sums = seeds.by_beginning(values, cluster)
-    found = seeds.within_budgets(sums, {"all": costs}, budgets, draws)["all"]
+    found = seeds.within_budgets(values, costs, cluster, budgets)
 
-    share = seeds.shares(sums, draws)
+    times = seeds.resamples(7, 0)
     of_seeds = seeds.times_of_seeds(S)
     for w in (0, 1, 17, 1000):
         # how often each completion of this resample counts
-        weight = draws.times[w][cluster] * of_seeds[w][:, None]  # (S, R)
-        assert share[w] == approx([(values[p] * weight).sum() / weight.sum() for p in range(P)])
+        weight = times[w][cluster] * of_seeds[w][:, None]  # (S, R)
         for row, budget in zip(found, budgets, strict=True):
             cost = [sum(of_seeds[w] * costs[p]) / S for p in range(P)]
             pay = [p for p in np.argsort(costs.mean(-1)) if cost[p] <= budget]
@@ -117,11 +113,11 @@ def test_the_sums_are_those_of_a_plain_loop():
                 assert math.isnan(row[w])
                 continue
             total = 0.0
-            for half in draws.halves:
+            for half in seeds.halvings(7):
                 for chooses in (half[cluster], ~half[cluster]):
                     scores = [(values[p] * weight * chooses).sum() for p in pay]
                     total += (values[pay[int(np.argmax(scores))]] * weight * ~chooses).sum()
-            assert row[w] == approx(total / weight.sum() / len(draws.halves))
+            assert row[w] == approx(total / weight.sum() / seeds.HALVINGS)
 
 
 # --- mixtures

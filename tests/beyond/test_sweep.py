@@ -204,6 +204,7 @@ def test_the_records_of_the_shipped_model(few, tmp_path, monkeypatch, capsys):
     assert r["cost"]["all"] / r["per"]["token"] == approx(found["forwards/token"])
 
     assert "other texts" in call.fails("--system", "more", NAMES, "--prompts", 2, "--out", paths[0])
+    assert "--temperature" in call.fails("--system", "more", NAMES, "--prompts", 4, "--out", paths[1])
 
 
 def test_a_left_to_right_model_is_charged_one_pass_a_token(tmp_path, monkeypatch, capsys):
@@ -265,7 +266,9 @@ def test_the_records_of_spans(few, text, monkeypatch, capsys):
     one, once = of["base", str(base), "threshold 1"], of["base", str(base), "threshold 0"]
     assert one["counts"]["full"] == one["per"]["token"] and once["counts"]["full"] == 6
 
-    assert "without --temperature" in call.fails("--system", "b", base, *argv, "--temperature", 1)
+    # mistakes
     assert "has 1 seeds, the base 2" in call.fails(*systems, "--system", "b", stage_b, *argv)
+    new = [*argv[:-1], text / "new.jsonl"]
+    assert "without --temperature" in call.fails("--system", "b", base, *new, "--temperature", 1)
     save_model(tiny_model(tokenizer="toy"), text / "toy")
-    assert "tables are exact" in call.fails("--system", "toy", text / "toy", *argv[:-1], text / "new.jsonl")
+    assert "tables are exact" in call.fails("--system", "toy", text / "toy", *new)
