@@ -1,31 +1,25 @@
 """The Stage A that is taught the chain. `pytest tests/beyond/test_distill.py`"""
 
 import json
+from argparse import Namespace
 
 import torch
-from common import caller, random_ids, settings, tiny_model
+from common import caller, random_ids, tiny_model
 from runs import TOY, a_base, goes_on_bit_for_bit
 from safetensors.torch import load_file
-from test_chain import a_batch
+from test_chain import a_batch, flags
 
 import sample
-from beyond import chain, distill
+from beyond import distill
 from beyond.chain import chain_target, masks_as_decoded
 from corrupt import M, cross_entropy, three_term_loss
-from lib.settings import build_parser
 from train import batch_context
-
-
-def flags():
-    parser = build_parser("")
-    chain.add_flags(parser)
-    parser.set_defaults(corruption="mask", own_loss=0.5)
-    return settings(parser)
 
 
 def test_it_learns_the_teachers_chain_and_its_own_loss():
     """The teacher writes another chain than the model that learns would."""
-    model, teacher, args, x = tiny_model(), tiny_model(seed=1), flags(), random_ids(4, 24)
+    model, teacher, x = tiny_model(), tiny_model(seed=1), random_ids(4, 24)
+    args = Namespace(**vars(flags()), own_loss=0.5)
     loss, terms = distill.distill_step(model, a_batch(x), args, teacher, chain_target)
     batch = a_batch(x)
     z, kind = masks_as_decoded(model, batch, args)

@@ -9,20 +9,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from common import MASK, caller, coherent, random_ids, settings, tiny_model
+from common import MASK, caller, coherent, random_ids, tiny_model
 from runs import TOY, a_base, goes_on_bit_for_bit
 from safetensors.torch import load_file
-from test_chain import a_batch
+from test_chain import a_batch, flags
 
 import sample
 import train
-from beyond import chain, head
+from beyond import head
 from beyond.chain import from_the_left, masks_as_decoded
 from beyond.head import Head, head_step
 from checkpoint import load_model
 from corrupt import M
 from lib import toy
-from lib.settings import build_parser
 from lib.util import generator
 from model import Context, rotary
 from sample import Decoding, Look, StageA, candidates, generate, generate_one
@@ -37,13 +36,6 @@ def with_head(std=0.3, **overrides):
     for name, p in model.second_look.named_parameters():
         p.data = std * torch.randn(p.shape, generator=generator(name)) + (1.0 if p.dim() == 1 else 0.0)
     return model.requires_grad_(False)
-
-
-def flags(**values):
-    parser = build_parser("")
-    chain.add_flags(parser)
-    parser.set_defaults(corruption="mask", beam=2, read_in="ones")
-    return settings(parser, **values)
 
 
 # --- decoding
@@ -203,7 +195,8 @@ def test_the_target_is_what_the_base_writes_from_the_left_in_blocks_of_one():
     masked = (torch.arange(24) % 8 >= 5).repeat(3, 1)
     z = x.masked_fill(masked, MASK)
     known = {}
-    found = from_the_left(model, a_batch(x), z, masked, flags(beam=1), known)
+    args = flags(read_in="ones")
+    found = from_the_left(model, a_batch(x), z, masked, args, known)
     for r, end in [(r, e) for r in range(3) for e in (8, 16, 24)]:
         ids = x[r, :end].clone()
         ids[-3:] = MASK
@@ -213,14 +206,14 @@ def test_the_target_is_what_the_base_writes_from_the_left_in_blocks_of_one():
             logits[MASK] = float("-inf")
             ids[i] = logits.argmax()
         assert torch.equal(found[r, end - 8 : end], ids[-8:])
-    wide = from_the_left(model, a_batch(x), z, masked, flags(beam=4), {})
-    blocks = from_the_left(model, a_batch(x), z, masked, flags(beam=1, read_in="blocks"), {})
+    wide = from_the_left(model, a_batch(x), z, masked, flags(read_in="ones", beam=4), {})
+    blocks = from_the_left(model, a_batch(x), z, masked, flags(read_in="blocks"), {})
     assert not torch.equal(wide, found) and not torch.equal(blocks, found)
     assert torch.equal(wide[~masked], x[~masked])
 
     # what has been written for the same visible tokens is remembered, with other blocks beside it
     order = [2, 0, 2]
-    again = from_the_left(model, a_batch(x[order]), z[order], masked, flags(beam=1), known)
+    again = from_the_left(model, a_batch(x[order]), z[order], masked, args, known)
     assert torch.equal(again, found[order]) and len(known) == 9
 
 
@@ -280,7 +273,3 @@ def test_it_trains_resumes_and_decodes_from_its_folder_alone(tmp_path, monkeypat
     new = [*run, "--out_dir", tmp_path / "new"]
     assert "--corruption mask" in call.fails(*new, "--corruption", "draft")
     assert "--n_rounds 2" in call.fails(*new, "--n_rounds", 2)
-    for width in ("wide", 10**12, None):
-        changed = about | {"head": about["head"] | {"width": width}}
-        (tmp_path / "whole" / "adapter.json").write_text(json.dumps(changed))
-        caller(sample, monkeypatch, capsys).fails(*given)

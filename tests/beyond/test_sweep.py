@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,7 +21,6 @@ from checkpoint import load_model, load_tokenizer, save_model
 from lib.data import is_validation
 from lib.output import Output
 from lib.tokenizer import byte_tokenizer
-from lib.util import generator, write_json
 from model import Model
 from sample import Decoding, generate
 
@@ -30,13 +28,10 @@ START = Decoding(gen_length=32, tau_t2t=None, n_rounds=0)
 NAMES = ROOT / "assets" / "names"
 
 
-def headed(model: Model, width: int = 8) -> Model:
-    """The same model with a head that says something else than Stage A."""
-    own = head.Head(model.cfg, width)
-    for name, p in own.named_parameters():
-        p.data = 0.3 * torch.randn(p.shape, generator=generator("head", name)) + (p.dim() == 1)
-    model.second_look = own
-    return model.requires_grad_(False)
+def headed(**changes) -> Model:
+    model = tiny_model(n_rounds=1, **changes)
+    model.second_look = head.Head(model.cfg, width=8)
+    return model
 
 
 def without_stage_b(**changes):
@@ -61,10 +56,13 @@ def test_stage_a_has_every_rule_at_every_dial():
     assert [d.tau_m2t for d in drawn.values()] == [1.0, 0.9, 0.5, 0.2, 0.05, 0.005, -1.0]
     assert all(d.top_p == 0.7 and d.select is None for d in drawn.values())
 
+    # from left to right there is no choice
+    assert list(settings(tiny_model(block_length=1), START)) == ["left to right"]
+
 
 @pytest.mark.parametrize(("order", "rule"), [("surest", "threshold"), ("leftmost", "longest_prefix")])
 def test_a_head_is_on_at_every_tau_keep_or_off(order, rule):
-    model = headed(tiny_model(n_rounds=1, order=order))
+    model = headed(order=order)
     found = settings(model, START)
     on, off = list(found.values())[:13], list(found.values())[13:]
     assert [d.tau_keep for d in on] == [*sweep.KEEP] and all(d.tau_m2t == -1 and d.n_rounds == 1 for d in on)
@@ -90,7 +88,7 @@ def test_what_a_setting_is_charged():
     assert r["second"] == "stage_b" and r["n_layer"] == 4 and r["cost"] == {"all": 6 + 2 + 1.5 / 2}
     assert r["counts"] == {"full": 6, "partial": 1.5, "commit": 2, "looks": 2}
     assert price(model, START, outputs)["second"] == ""
-    r = price(headed(model), replace(START, n_rounds=1), outputs)
+    r = price(headed(), replace(START, n_rounds=1), outputs)
     assert r["second"] == "head" and r["cost"] == {"all": 6 + 2 + 1.5 / 4}
     r = price(tiny_model(block_length=1), START, outputs)
     assert r["counts"]["commit"] == 0 and r["cost"] == {"all": 6 + 1.5 / 2}
@@ -172,52 +170,43 @@ def few(monkeypatch):
     monkeypatch.setattr(sweep, "GATES", (1.0, 0.3))
 
 
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def test_the_records_of_the_shipped_model(few, tmp_path, monkeypatch, capsys):
-    """Its base and its head, greedily and drawn. A record is what evaluate.py says of the same prompts."""
-    call = caller(sweep, monkeypatch, capsys)
-    paths = tmp_path / "greedy.jsonl", tmp_path / "drawn.jsonl"
-    looks = ["tau_keep 0", "tau_keep 1"]
-    records = {}
-    for path, how, base, joint in (
-        (paths[0], [], ["threshold 1", "threshold 0", "longest_prefix 0.9"], [*looks, "off, longest_prefix 0.9"]),
-        (paths[1], ["--temperature", 0.7, "--draws", 3], ["tau_m2t 1", "tau_m2t -1"], looks),
-    ):
-        argv = ["--prompts", 4, "--out", path, *how]
-        call("--system", "base", NAMES, *argv)
-        call("--system", "base", NAMES, "--system", "head", NAMES / "head", *argv)
-        head, *records[path] = [json.loads(line) for line in path.read_text().splitlines()]
-        assert {group: len(of) for group, of in head["clusters"].items()} == {"held out": 4, "trained": 4}
-        expected = [("base", s) for s in base] + [("head", s) for s in joint]  # and base was measured once
-        assert [(r["system"], r["setting"]) for r in records[path]] == expected
-    for path, draws in zip(paths, (1, 3), strict=True):
-        for r in records[path]:
-            assert r["draws"] == draws and len(r["found"]) == 8 and ("entropy" in r) == (draws > 1)
-            assert r["per"]["name"] == 8 * draws and r["n_layer"] == 8
-            assert sum(map(int, r["found"])) == round(r["exist"] * 8 * draws)
+    """Its base and its head. A record is what evaluate.py says of the same prompts."""
+    call, path = caller(sweep, monkeypatch, capsys), tmp_path / "r.jsonl"
+    argv = ["--prompts", 4, "--out", path]
+    call("--system", "base", NAMES, *argv)
+    call("--system", "base", NAMES, "--system", "head", NAMES / "head", *argv)
+    clusters, *records = read(path)
+    assert {group: len(of) for group, of in clusters["clusters"].items()} == {"held out": 4, "trained": 4}
+    base = ["threshold 1", "threshold 0", "longest_prefix 0.9"]
+    looks = ["tau_keep 0", "tau_keep 1", "off, longest_prefix 0.9"]
+    expected = [("base", s) for s in base] + [("head", s) for s in looks]  # and base was measured once
+    assert [(r["system"], r["setting"]) for r in records] == expected
+    for r in records:
+        assert r["draws"] == 1 and r["per"]["name"] == len(r["found"]) == 8 and r["n_layer"] == 8
+        assert sum(map(int, r["found"])) == round(r["exist"] * 8) and "entropy" not in r
 
     model, tokenizer = load_model(NAMES / "head", "cpu", torch.float32), load_tokenizer(NAMES, "bpe")
     prompts = evaluate.draw_names(4, "held out", tokenizer) | evaluate.draw_names(4, "trained", tokenizer)
-    one = settings(model, evaluate.NAMES)["tau_keep 0"]
-    found = evaluate.complete(model, tokenizer, prompts, one, 0)
-    (r,) = (r for r in records[paths[0]] if r["setting"] == "tau_keep 0")
+    found = evaluate.complete(model, tokenizer, prompts, settings(model, evaluate.NAMES)["tau_keep 0"], 0)
+    r = records[3]
     assert r["exist"] == found["exist"] and r["per"]["token"] == found["tokens/name"] * 8
     assert r["cost"]["all"] / r["per"]["token"] == approx(found["forwards/token"])
 
-    assert "other texts" in call.fails("--system", "more", NAMES, "--prompts", 2, "--out", paths[0])
-    assert "--temperature" in call.fails("--system", "more", NAMES, "--prompts", 4, "--out", paths[1])
+    # draws differ
+    drawn = ["--temperature", 0.7, "--draws", 3]
+    call("--system", "base", NAMES, "--prompts", 2, *drawn, "--out", tmp_path / "drawn.jsonl")
+    _, *records = read(tmp_path / "drawn.jsonl")
+    assert [r["setting"] for r in records] == ["tau_m2t 1", "tau_m2t -1"]
+    assert all(r["draws"] == 3 and r["per"]["name"] == 12 and r["entropy"] > 0 for r in records)
 
-
-def test_a_left_to_right_model_is_charged_one_pass_a_token(tmp_path, monkeypatch, capsys):
-    """The shipped model, read in blocks of one, is such a model. Its commit forwards are free."""
-    for file in ("model.safetensors", "names.json", "tokenizer.json"):
-        shutil.copy(NAMES / file, tmp_path / file)
-    config = json.loads((NAMES / "config.json").read_text())
-    write_json(tmp_path / "config.json", config | {"block_length": 1})
-    path = tmp_path / "r.jsonl"
-    caller(sweep, monkeypatch, capsys)("--system", "left to right", tmp_path, "--prompts", 3, "--out", path)
-    _, r = [json.loads(line) for line in path.read_text().splitlines()]
-    assert r["setting"] == "left to right"
-    assert r["counts"]["full"] == r["cost"]["all"] == r["per"]["token"]
+    # mistakes
+    assert "other texts" in call.fails("--system", "more", NAMES, "--prompts", 2, "--out", path)
+    assert "--temperature" in call.fails("--system", "more", NAMES, *argv, *drawn)
 
 
 @pytest.fixture
@@ -251,8 +240,8 @@ def test_the_records_of_spans(few, text, monkeypatch, capsys):
     argv = ["--data", text / "text", "--prompts", 6, "--device", "cpu", "--out", path]
     systems = ["--system", "base", base, other, "--system", "crossed", other, base]
     call(*systems, "--system", "paper", stage_b, stage_b, *argv)
-    head, *records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len(head["clusters"]["documents"]) == 6
+    clusters, *records = read(path)
+    assert len(clusters["clusters"]["documents"]) == 6
     n = Counter((r["system"], r["ckpt"]) for r in records)
     assert n["base", str(base)] == 3 and n["paper", str(stage_b)] == 2 * 3  # two gates, and one tau_keep
 
