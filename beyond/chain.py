@@ -72,17 +72,13 @@ def from_the_left(
             block = slice(at, at + B)
             key = torch.cat([clean[:at], shown[block], where[block]])
             keys.append(key.cpu().numpy().tobytes())
-    first = {}
-    for i, key in enumerate(keys):
-        if key not in known:
-            first.setdefault(key, i)
-    new = torch.zeros(len(keys), 1, dtype=torch.bool, device=z.device)
-    new[list(first.values())] = True
+    new = torch.tensor([[key not in known] for key in keys], device=z.device)
 
     # they are written, the others are remembered
     look = stage_a_look(model, batch, 1 if args.read_in == "ones" else B, tie=0.0)
     written, _ = beam_chain(look, z.view(-1, B), masked.view(-1, B) & new, args.beam, "leftmost", tie=0.0)
-    known.update((key, written[i]) for key, i in first.items())
+    for key, block in zip(keys, written, strict=True):
+        known.setdefault(key, block)
     return torch.stack([known[key] for key in keys]).view(z.shape)
 
 

@@ -200,6 +200,7 @@ def sweep(args: Namespace, clusters: dict, records: list[dict]) -> None:
         for folder, of_base in zip(folders, bases, strict=True):
             if (name, folder) in known:
                 continue
+            known.add((name, folder))
             model = load_model(folder, device, torch.float32)
             task = ask(folder, model, args)
             if clusters and task.clusters != clusters:
