@@ -121,6 +121,7 @@ def test_the_ends_of_a_dial_are_one_at_a_time_and_all_at_once(rule):
 def test_stage_b_writes_the_longest_prefix_that_is_sure_enough():
     """All masks of a block at once, against Stage B's own probabilities; of nothing sure Stage A's first token."""
     model = small()
+    model.markers.data *= 100  # the two stages differ
     steps = []
     prompt = random_ids(1, 3)[0].tolist()
     d = replace(OFF, gen_length=5, tau_m2t=-1.0, n_rounds=1)
@@ -134,4 +135,5 @@ def test_stage_b_writes_the_longest_prefix_that_is_sure_enough():
         look = steps[0].look
         assert at(look.written) == [3, *range(4, 3 + k)] and look.looks == 1
         whose = steps[0].stage_a.token if k == 0 else stage_b
-        assert look.token[0, 3] == whose[0, 3]
+        assert torch.equal(look.token[look.written], whose[look.written])
+    assert steps[0].stage_a.token[0, 3] != stage_b[0, 3]
