@@ -34,13 +34,6 @@ def a_batch(clean, key="draws", real=None, free=None):
     return Batch(clean, real, free, MASK, [generator("tests", key, i) for i in range(len(clean))])
 
 
-def endless_model(**overrides):
-    """A model that does not write eos: its logit is 0, and of 39 others one is above."""
-    model = tiny_model(n_rounds=1, **overrides)
-    model.lm_head.weight.data[EOS] = 0.0
-    return model
-
-
 def whole_rows(model):
     """A look at every position of rows z (R, T) that are read as they are, the last block being in work."""
 
@@ -59,8 +52,8 @@ def whole_rows(model):
 @pytest.mark.parametrize("order", ["surest", "leftmost"])
 def test_the_greedy_chain_is_the_one_at_a_time_decode(order):
     """What the released loop writes when it may fill one token a step, but for near-equals."""
-    model = endless_model(order=order)
-    model.lm_head.weight.data[MASK] = 0.0  # to the loop [M] is a candidate like any other, a chain never writes it
+    model = tiny_model(n_rounds=1, order=order)
+    model.lm_head.weight.data[[MASK, EOS]] = 0.0  # no end, and no [M]: to the loop that is a candidate like any other
     prompt = random_ids(3, 8, 7)
     look = stage_a_look(model, a_batch(torch.cat([prompt, prompt], dim=1)), tie=0.0)
     last = torch.stack([prompt, torch.full((3, 8), MASK)], dim=1).view(-1, 8)  # two blocks a row
