@@ -3,9 +3,9 @@
     # config.json, shards, index and tokenizer.json -> the folder that every script loads; 32.5 GB for 2.1-mini
     python convert_weights.py --src LLaDA2.1-mini/ --out weights/llada2.1-mini
 
-Our tensors are released tensors laid end to end (see NAMES), so nothing is computed, except that a bfloat16
-`expert_bias` (LLaDA2.0's) becomes float32. One layer at a time is in memory. The same command completes a
-folder left incomplete: `config.json` is written last. The way back, and adapters to PEFT: released/export.py.
+Our tensors are released tensors laid end to end (see NAMES), so nothing is computed, and every dtype stays. One
+layer at a time is in memory. The same command completes a folder left incomplete: `config.json` is written
+last. The way back, and adapters to PEFT: released/export.py.
 """
 
 import math
@@ -175,16 +175,12 @@ def our_tensors(found: dict[str, Stored], shard: list[Plan]) -> dict[str, Tensor
     tensors = {}
     for planned in shard:
         pieces = [found[name] for name in planned.released]
-        tensor = torch.cat(list(read(pieces))).view(planned.shape)
-        # which experts are chosen hangs on small differences, so the router's bias is float32
-        if planned.name.endswith("expert_bias"):
-            tensor = tensor.float()
-        tensors[planned.name] = tensor
+        tensors[planned.name] = torch.cat(list(read(pieces))).view(planned.shape)
     return tensors
 
 
-def read_released(src: Path) -> tuple[Config, list[Shard], str]:
-    """Our config, what makes our shards, the router bias's dtype; all is checked."""
+def read_released(src: Path) -> tuple[Config, list[Shard]]:
+    """Our config, and what makes our shards; all is checked."""
     cfg = our_config(src)
     found = survey(src)
     shards = plan(cfg)
@@ -195,9 +191,7 @@ def read_released(src: Path) -> tuple[Config, list[Shard], str]:
     hint = "the checkpoint is incomplete, or another framework's"
     check_fit(src, found, expected, hint, {"lm_head.weight": "tied to the embedding"})
 
-    bias_dtypes = {tensor.dtype for name, tensor in found.items() if name.endswith("expert_bias")}
-    makers = [partial(our_tensors, found, shard) for shard in shards]
-    return cfg, makers, min(bias_dtypes, default="F32")
+    return cfg, [partial(our_tensors, found, shard) for shard in shards]
 
 
 # --- config.json
@@ -259,7 +253,7 @@ def save_shard(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def write_checkpoint(
-    out: Path, shards: list[Shard], files: Files, save: Callable[[Path, dict], None] = save_shard, **metadata: str
+    out: Path, shards: list[Shard], files: Files, save: Callable[[Path, dict], None] = save_shard
 ) -> None:
     """The shards, one at a time in memory, then their index, then the other files."""
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
@@ -273,7 +267,7 @@ def write_checkpoint(
         weight_map |= dict.fromkeys(tensors, name)
         size += sum(tensor.nbytes for tensor in tensors.values())
         del tensors  # before the next ones come
-    write_json(out / INDEX, {"metadata": {"total_size": size, **metadata}, "weight_map": weight_map})
+    write_json(out / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
     for name, write in files.items():
         write(out / name)
     print(f"wrote {out}: {len(weight_map):,} tensors in {len(shards)} shards, {size / 1e9:.2f} GB")
@@ -295,11 +289,11 @@ def convert(src: Path, out: Path) -> None:
     """The released checkpoint in `src` becomes ours in `out`. Nothing is written before all is checked."""
     if "n_layer" in read_json(src / "config.json", "released config"):
         fail(f"{src} is already in our layout; `python -m released.export --to hf` is the way back")
-    cfg, shards, bias_dtype = read_released(src)
+    cfg, shards = read_released(src)
     files = copies(src, *TEXT)
     files["released_config.json"] = partial(copy_file, src / "config.json")
     files["config.json"] = partial(write_json, value=asdict(cfg))
-    write_checkpoint(out, shards, files, released_expert_bias=bias_dtype)
+    write_checkpoint(out, shards, files)
 
 
 @command

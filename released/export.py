@@ -31,7 +31,6 @@ DROPPED = {
     "lm_head.weight": "tied to the embedding",
     "markers": "the released layout has no place for them; they go to markers.safetensors",
 }
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 # --- adapters
@@ -104,9 +103,7 @@ def released_config(cfg: Config) -> dict:
     return {**convert_weights.MUST_BE, **fields, **rotary, "pad_token_id": cfg.eos_id, "use_cache": False}
 
 
-def released_tensors(
-    found: dict[str, Stored], shard: list[Plan], adapter: Adapter | None, bias_dtype: str
-) -> dict[str, Tensor]:
+def released_tensors(found: dict[str, Stored], shard: list[Plan], adapter: Adapter | None) -> dict[str, Tensor]:
     """The released tensors of one shard of ours, the adapter's LoRA merged in."""
     tensors = {}
     for planned in shard:
@@ -115,10 +112,7 @@ def released_tensors(
         if adapter and f"{name}lora_A" in adapter.lora:  # a float32 sum, rounded once
             delta = adapter.lora[f"{name}lora_B"].float() @ adapter.lora[f"{name}lora_A"].float()
             whole = (whole.float() + adapter.scale * delta).to(whole.dtype)
-        if name.endswith("expert_bias"):
-            whole = whole.to(DTYPES[bias_dtype])
-        parts = whole.view(-1, *planned.part)
-        tensors |= zip(planned.released, parts, strict=True)
+        tensors |= zip(planned.released, whole.view(-1, *planned.part), strict=True)
     return tensors
 
 
@@ -153,12 +147,7 @@ def to_hf(src: Path, out: Path) -> None:
     if (base / "released_config.json").exists():
         files["config.json"] = partial(copy_file, base / "released_config.json")
 
-    bias_dtype = "F32"
-    index = base / convert_weights.INDEX
-    if index.exists():
-        bias_dtype = read_json(index, "weight index")["metadata"].get("released_expert_bias", "F32")
-    makers = [partial(released_tensors, found, shard, adapter, bias_dtype) for shard in shards]
-    write_checkpoint(out, makers, files)
+    write_checkpoint(out, [partial(released_tensors, found, shard, adapter) for shard in shards], files)
 
 
 @command
