@@ -215,17 +215,22 @@ def import_from(door: str, name: str, folder: Path) -> object:
 
 
 def load_weights(model: Model, folder: Path, device: torch.device | str, dtype: torch.dtype) -> None:
-    """Fill a model that was built on `meta`, tensor by tensor, so that no second copy exists."""
-    cfg = model.cfg
+    """Tensor by tensor, so that no second copy exists."""
     state = {}
     for name, tensor in read_tensors(weight_files(folder)):
         kept_dtype = torch.float32 if name.endswith("expert_bias") else dtype
         state[name] = tensor.to(device=device, dtype=kept_dtype)
+    fill(model, state, folder, device, dtype)
 
+
+def fill(
+    model: Model, state: dict[str, Tensor], folder: Path, device: torch.device | str, dtype: torch.dtype
+) -> None:  # fmt: skip
+    """Give a model that was built on `meta` its tensors. `dtype` is that of its activations."""
     # as many markers as there are rounds: the stored ones, then zeros
-    markers = state.get("markers", torch.zeros(1, cfg.n_embd, device=device, dtype=dtype))
+    markers = state.get("markers", torch.zeros(1, model.cfg.n_embd, device=device, dtype=dtype))
     if markers.dim() == 2:
-        state["markers"] = F.pad(markers, (0, 0, 0, cfg.n_rounds - len(markers)))
+        state["markers"] = F.pad(markers, (0, 0, 0, model.cfg.n_rounds - len(markers)))
 
     check_fit(folder, state, stored(model), "the checkpoint is incomplete, or another model's")
     model.load_state_dict(state, assign=True, strict=False)

@@ -340,13 +340,16 @@ class MoE(nn.Module):
         rows = F.embedding(order // self.n_active, x)  # x[order // A], with a faster backward
 
         # every expert on its rows
-        gate_up = F.grouped_mm(rows, self.gate_up.to(x.dtype).transpose(1, 2), offs=ends)
-        gate, up = gate_up.chunk(2, dim=-1)
-        out = F.grouped_mm(F.silu(gate) * up, self.down.to(x.dtype).transpose(1, 2), offs=ends)  # (N*A, C)
+        out = self.products(rows, ends)  # (N*A, C)
 
         # back to tokens: where in `out` the A rows of each token are, weighted and summed
         place = order.argsort().view_as(chosen)
         return F.embedding_bag(place, out.float(), per_sample_weights=weights, mode="sum").to(x.dtype)
+
+    def products(self, rows: Tensor, ends: Tensor) -> Tensor:
+        gate_up = F.grouped_mm(rows, self.gate_up.to(rows.dtype).transpose(1, 2), offs=ends)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.grouped_mm(F.silu(gate) * up, self.down.to(rows.dtype).transpose(1, 2), offs=ends)
 
 
 class RMSNorm(nn.Module):
@@ -384,12 +387,14 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor, where: Tensor | None = None) -> Tensor:
         """(R, T, in) -> (R, T, out). where (T, 1) bool: positions at which LoRA acts; None: all."""
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        y = F.linear(x, self.weight.to(x.dtype), bias)
-
+        y = self.product(x)
         if self.lora_A is None:
             return y
         delta = self.lora_scale * F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
         if where is not None:
             delta = delta * where
         return y + delta
+
+    def product(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)

@@ -23,13 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from checkpoint import check_fit, fingerprint, read_config, read_tensors, save_tensors, stored, weight_files
+from checkpoint import check_fit, fill, fingerprint, read_config, read_tensors, save_tensors, stored, weight_files
 from convert_weights import TEXT, Stored, copies, plan, read, survey, write_checkpoint
 from lib.config import Config
 from lib.util import Parser, command, write_json
 from model import Linear, Model, MoE
 
-# M rows of activations, N and K rows and columns of a matrix, A active experts, C channels, T tokens
+# M rows of activations, N and K rows and columns of a matrix; N tokens, A active experts, C channels
 
 FEW = 12  # rows up to which the CPU's kernel is faster than unpacking
 # the CPU's kernel reads so many columns at once, from addresses that are a multiple of it; elsewhere it reads past the
@@ -102,17 +102,11 @@ class Int8Linear(Linear):
         super().__init__(n_in, n_out, bias)
         int8_buffers(self, "weight")
 
-    def forward(self, x: Tensor, where: Tensor | None = None) -> Tensor:
+    def product(self, x: Tensor) -> Tensor:
         y = multiply(x.reshape(-1, self.in_features), self.weight, self.weight_scale)
-        y = y.view(*x.shape[:-1], self.out_features)
         if self.bias is not None:
             y = y + self.bias.to(x.dtype)
-        if self.lora_A is None:
-            return y
-        delta = self.lora_scale * F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
-        if where is not None:
-            delta = delta * where
-        return y + delta
+        return y.view(*x.shape[:-1], self.out_features)
 
 
 class Int8MoE(MoE):
@@ -123,23 +117,14 @@ class Int8MoE(MoE):
         int8_buffers(self, "gate_up")
         int8_buffers(self, "down")
 
-    def experts(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """x (T, C), chosen (T, A) int64, weights (T, A) float32 -> (T, C), as model.MoE.experts."""
-        expert, order = chosen.flatten().sort(stable=True)
-        rows = F.embedding(order // self.n_active, x)  # (T*A, C), sorted by expert
-        counts = torch.bincount(expert, minlength=len(self.router))
-
-        # each expert on its run of rows
-        products = []
-        for e, run in enumerate(rows.split(counts.tolist())):
+    def products(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """rows (N*A, C), sorted by expert, expert e's up to ends[e] -> (N*A, C)."""
+        out = []
+        for e, run in enumerate(rows.tensor_split(ends[:-1].tolist())):
             if len(run) > 0:
                 gate, up = multiply(run, self.gate_up[e], self.gate_up_scale[e]).chunk(2, dim=-1)
-                products.append(multiply(F.silu(gate) * up, self.down[e], self.down_scale[e]))
-
-        # the weighted sum of each token's A rows, in float32
-        place = order.argsort().view_as(chosen)
-        out = torch.cat(products).float()
-        return F.embedding_bag(place, out, per_sample_weights=weights, mode="sum").to(x.dtype)
+                out.append(multiply(F.silu(gate) * up, self.down[e], self.down_scale[e]))
+        return torch.cat(out)
 
 
 def use_int8(model: Model) -> None:
@@ -160,15 +145,8 @@ def load_weights(model: Model, folder: Path, device: torch.device | str, dtype: 
     """What checkpoint.load_model calls for such a folder. `dtype` is that of the activations; tensors stay as stored,
     and on a CPU where they are: in the files."""
     use_int8(model)
-    cfg = model.cfg
     state = {name: tensor.to(device) for name, tensor in read_tensors(weight_files(folder))}
-    markers = state.get("markers", torch.zeros(1, cfg.n_embd, device=device))
-    state["markers"] = F.pad(markers, (0, 0, 0, cfg.n_rounds - len(markers)))
-
-    check_fit(folder, state, stored(model), "the checkpoint is incomplete: convert it again")
-    model.load_state_dict(state, assign=True, strict=False)
-    model.tie()
-    model.compute_dtype = dtype
+    fill(model, state, folder, device, dtype)
 
 
 # --- converting
