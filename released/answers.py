@@ -1,6 +1,6 @@
 r"""How an answer is found in a model's text, and when it is right: numbers, letters, spans, programs.
 
-numbers    GSM8K, CMATH       \boxed{18}, "The answer is 2,125.", 答案是一又七分之二
+numbers    GSM8K, CMATH       \boxed{18}, "The answer is 2,125.", 答案是1又7分之2
 letters    GPQA, PIQA         "**Answer:** (C)"
 spans      DROP               "Answer: ale, rum": official exact match and F1
 programs   HumanEval+, MBPP+  the fenced block that defines the entry point; EvalPlus judges it
@@ -15,48 +15,15 @@ from fractions import Fraction
 BOX = re.compile(r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)\}")  # braces in it: three levels
 
 
-# --- numbers, in English, Chinese and LaTeX
+# --- numbers, in English, Chinese and LaTeX, all in digits
 WIDE = "０１２３４５６７８９．％－−–＋／＝≈：￥（）", "0123456789.%---+/==:¥()"
-CHARACTERS = str.maketrans(*WIDE) | {ord("，"): ", ", ord("½"): " 1/2", ord("¼"): " 1/4", ord("¾"): " 3/4"}
-CN_DIGIT = {char: i for i, char in enumerate("零一二三四五六七八九")} | {"〇": 0, "两": 2}
-CN_UNIT = {"十": 10, "百": 100, "千": 1000}
-CN = "".join(CN_DIGIT) + "十百千万亿点"
-CN_NUMBER = re.compile(f"[{CN}]+(?![共样定起般直])")  # 一共, 一样, 一定 ... are words, not ones
+CHARACTERS = str.maketrans(*WIDE) | {ord("，"): ", "}
 PLAIN = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
 NUMBER = re.compile(  # sign and currency, then "w a/b", "a/b" or one number, then % and 万 or 亿
     r"((?:(?<![A-Za-z\d)\]%])-|(?<![A-Za-z\d]))(?:[$¥€£]-?)?)"  # a minus after a digit, unit or bracket subtracts
     rf"(?:(\d+)\s+(\d+)/(\d+)|({PLAIN})\s*/\s*({PLAIN})|({PLAIN}))\s*(%?)([万亿]?)"
 )
 ANSWER_MARK = re.compile(r"(?i:answer)\s*(?:is|[:=])|答案|####")
-
-
-def chinese_number(match: re.Match) -> str:
-    """A Chinese numeral in decimal digits: 一百零五 -> 105, 二〇二四 -> 2024, 三点一四 -> 3.14."""
-    whole, _, decimals = match[0].partition("点")
-    if not whole:
-        return match[0]
-
-    total = 0
-    section = 0  # below 万
-    digit = 0
-    for char in whole:
-        if char in CN_DIGIT:
-            digit = 10 * digit + CN_DIGIT[char]
-        elif char in CN_UNIT:
-            section += (digit or 1) * CN_UNIT[char]
-            digit = 0
-        elif char == "亿":  # multiplies all that stands before it, 万 included
-            total = (total + section + digit) * 10**8
-            section = digit = 0
-        else:
-            total += (section + digit) * 10**4
-            section = digit = 0
-
-    number = str(total + section + digit)
-    tail = "".join(str(CN_DIGIT[char]) for char in decimals if char in CN_DIGIT)
-    if tail:
-        number += f".{tail}"
-    return number
 
 
 def clean(text: str) -> str:
@@ -75,15 +42,12 @@ def clean(text: str) -> str:
     text = re.sub(r"\\[A-Za-z]+", lambda m: "=" if m[0] == r"\approx" else " ", text)
 
     # Chinese fractions and minus
-    text = re.sub(rf"[{CN}\d.又]+分之[{CN}\d.]+", lambda m: CN_NUMBER.sub(chinese_number, m[0]), text)
     text = re.sub(r"(?:(\d+)又)?([\d.]+)分之([\d.]*\d)", lambda m: f"{m[1] or ''} {m[3]}/{m[2]}", text)
-    return re.sub(rf"负\s*(?=[{CN}\d])", "-", text)
+    return re.sub(r"负\s*(?=\d)", "-", text)
 
 
 def numbers(text: str) -> list[str]:
-    """The numbers of cleaned text. Chinese numerals count only where no other digit is: 一, 两 are mostly words."""
-    if not re.search(r"\d", text):
-        text = CN_NUMBER.sub(chinese_number, text)
+    """The numbers of cleaned text, as they are written."""
     found = []
     for match in NUMBER.finditer(text):
         below = match[4] or match[6] or "1"
@@ -135,12 +99,12 @@ def equal_numbers(a: str, b: str) -> bool:
 
 
 # --- letters
-def find_letter(output: str, letters: str, letter_only: bool) -> str | None:
+def find_letter(output: str, letters: str) -> str | None:
     r"""The chosen option's letter, or None. Markup (** $ ( \text{) is dropped, then the first rule that applies counts:
 
-    the last "Answer: X" or "answer is X" (simple-evals, widened) -> the last \boxed{X} -> a letter and no more -> where
-    a letter was all we asked for (PIQA): a leading "X." or "X is" -> the last "option X". A capital must not start a
-    word and a small letter must end its line: "Answer: Because" and "the answer is a pump" choose nothing.
+    the last "Answer: X" or "answer is X" (simple-evals, widened) -> the last \boxed{X} -> a letter and no more -> an
+    "X." that the text begins with. A capital must not start a word and a small letter must end its line: "Answer:
+    Because" and "the answer is a pump" choose nothing.
     """
     one = rf"([{letters}](?![A-Za-z0-9])|[{letters.lower()}](?=\W*$))"
     link = r"\s*(?:is|would be|should be)?\s*:?\s*"
@@ -152,10 +116,8 @@ def find_letter(output: str, letters: str, letter_only: bool) -> str | None:
         (rf"(?i:\banswer{link}(?:option|choice)?\s*){one}", [text]),
         (rf"\A\W*{one}", boxed),
         (rf"\A\W*{one}\W*\Z", [text]),
+        (rf"\A\W*([{letters}])(?=[).:,;\]]|\s*$)", [text]),
     ]
-    if letter_only:
-        rules.append((rf"\A\W*([{letters}])(?=[).:,;\]]|\s*$|\s+(?:is|because|since)\b)", [text]))
-        rules.append((rf"(?i:\b(?:option|choice|solution|choose|pick|select){link}){one}", [text]))
     for pattern, places in rules:
         found = [letter for place in places for letter in re.findall(pattern, place, re.MULTILINE)]
         if found:
@@ -172,9 +134,7 @@ def find_spans(output: str) -> str | None:
     text = re.sub(r"\*\*|`", "", output)
     answer = (re.findall(r"(?i)Answer\s*:\s*([^\n]+)", text) or [text])[-1]
     answer = (BOX.findall(answer) or [answer])[-1]
-    answer = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", answer).strip()
-    # $13$ is markup, a lone leading $ is money and stays
-    return re.sub(r"\A\$([^$]+)\$\Z", r"\1", answer) or None
+    return re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", answer).strip() or None
 
 
 def normalised(text: str) -> str:
@@ -239,27 +199,21 @@ def drop_scores(extracted: str | None, gold: list[tuple[str, ...]]) -> tuple[flo
 FENCE = re.compile(r"^([^\n`]*)(`{3,})[ \t]*([\w+-]*)[^\n`]*\n(.*?)(?:^[ \t]*\2|\Z)", re.MULTILINE | re.DOTALL)
 
 
-def find_code(output: str, entry_point: str, header: str) -> str | None:
-    """The program for EvalPlus, or None for a blank output. header: the problem's own opening lines.
+def find_code(output: str, entry_point: str) -> str | None:
+    """The program for EvalPlus, or None for a blank output.
 
     The first Python (or untagged) fenced block that defines the entry point, else the first such block, else the whole
-    output; an unclosed block runs to the end. An indented body alone goes under the problem's header, as EvalPlus does
-    with a "completion". Cutting away what is no code is left to `evalplus.sanitize`.
+    output; an unclosed block runs to the end. Cutting away what is no code is left to `evalplus.sanitize`.
     """
     text = output.replace("\r\n", "\n")
-    defines = re.compile(rf"^\s*(?:async\s+)?(?:def|class)\s+{entry_point}\b", re.MULTILINE)
     blocks = []
     for before, _, language, code in FENCE.findall(text):
-        if language.lower() not in ("", "py", "python", "python3"):
-            continue
         if before.isspace():  # a fence inside a list is indented, and its code with it
             code = re.sub(f"^{before}", "", code, flags=re.MULTILINE)
-        blocks.append(code)
+        if language.lower() in ("", "py", "python", "python3"):
+            blocks.append(code)
 
-    code = next((block for block in blocks if defines.search(block)), (blocks or [text])[0])
-    if not code.strip():
-        return None
-    is_body = code.lstrip("\n").startswith((" ", "\t")) and not defines.search(code)
-    if is_body and defines.search(header):
-        return header + code
-    return code
+    defines = re.compile(rf"^\s*(?:async\s+)?(?:def|class)\s+{entry_point}\b", re.MULTILINE)
+    defining = [block for block in blocks if defines.search(block)]
+    code = [*defining, *blocks, text][0]
+    return code if code.strip() else None

@@ -2,7 +2,7 @@
 
 `TASKS[name].load(path)` reads the *published* file (JSONL or CSV, perhaps gzip); run.py generates; `find` and `right`
 say what a text answers and whether that is correct. The paper names no prompt, shot count or answer rule: each default
-here has its source beside it, and what harnesses do differently is an option. Nothing is downloaded.
+here has its source beside it, and a template may replace it. Nothing is downloaded.
 
     pytest tests/released/test_benchmarks.py            # add --bench_data DIR to go through the real files
 """
@@ -22,7 +22,7 @@ from typing import Any
 from lib.util import fail, reading
 from released.answers import clean, drop_scores, equal_numbers, find_code, find_letter, find_number, find_spans, numbers
 
-Rows = Iterator[tuple[str, dict[str, str], Any, dict]]  # id ("": number it), what fills the prompt, gold, extra
+Rows = Iterator[tuple[str, dict[str, str], Any]]  # id ("": number it), what fills the prompt, gold
 
 
 @dataclass(frozen=True)
@@ -32,36 +32,33 @@ class Item:
     id: str
     prompt: str
     gold: Any
-    extra: dict
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One benchmark. `right` is None where only EvalPlus can judge; `options` are what else `read` takes."""
+    """One benchmark. `find` and `right` know the gold, too; `right` is None where only EvalPlus can judge."""
 
     name: str
     title: str
     n_official: int
     read: Callable[..., Rows]
     prompt: str
-    find: Callable[[str, Item], str | None]
+    find: Callable[[str, Any], str | None]
     right: Callable[[str | None, Any], bool] | None
     f1: Callable[[str | None, Any], float] | None = None  # a score beside right and wrong
-    options: tuple[str, ...] = ()
 
-    def load(self, path: str | Path, template: str | None = None, **options: Any) -> list[Item]:
+    def load(self, path: Path, template: str | None = None) -> list[Item]:
         """The items of the published file at `path`."""
-        path = Path(path)
         template = template or self.prompt
         items = []
         with reading(path, f"{self.title} file (the published one)"):
-            for number, (name, values, gold, extra) in enumerate(self.read(path, **options)):
+            for number, (name, values, gold) in enumerate(self.read(path)):
                 for key in values:
                     if "{" + key + "}" not in template:
                         fail(f"{self.title}: the prompt template lacks {{{key}}}: add it")
                 # in one pass, for a question may hold braces too
                 prompt = re.sub(r"\{(" + "|".join(values) + r")\}", lambda match, put=values: put[match[1]], template)
-                items.append(Item(name or f"{self.name}/{number}", prompt, gold, extra))
+                items.append(Item(name or f"{self.name}/{number}", prompt, gold))
         if not items:
             fail(f"{path} holds no record: fetch the published {self.title} file again")
         return items
@@ -73,21 +70,13 @@ def read_text(path: Path) -> str:
     data = path.read_bytes()
     if data[:2] == b"\x1f\x8b":
         data = gzip.decompress(data)
-    return data.decode("utf-8-sig")
+    return data.decode()
 
 
 def read_jsonl(path: Path) -> list[dict]:
     """A record for each line that is not blank."""
     # not splitlines(): a string may hold U+2028
     return [json.loads(line) for line in read_text(path).split("\n") if line.strip()]
-
-
-def texts(record: dict, *names: str) -> list[str]:
-    """The named fields as text. A question without its text is no question."""
-    for name in names:
-        if record[name] is None or not str(record[name]).strip():
-            raise ValueError(f'field "{name}" is blank')
-    return [str(record[name]) for name in names]
 
 
 # --- GSM8K: openai/grade-school-math test.jsonl, {"question", "answer"}; the worked answer ends "#### 72"
@@ -98,16 +87,14 @@ GSM8K_PROMPT = "{question}\nPlease reason step by step, and put your final answe
 CMATH_PROMPT = "{question}\n请通过逐步推理来解答问题，并把最终答案放置于\\boxed{}中。"  # DeepSeek-Math
 
 
-def read_numbers(path: Path, question: str, answer: str, mark: str) -> Rows:
-    """Questions whose gold is the one number that follows `mark` in the field `answer`, kept as written ("27.3%")."""
+def read_numbers(path: Path, answer: str) -> Rows:
+    """The gold is the one number of the field `answer`, or of what follows its "####", kept as written ("27.3%")."""
     for record in read_jsonl(path):
-        asked, text = texts(record, question, answer)
-        if mark:
-            text = text.partition(mark)[2]
+        text = record[answer].rpartition("####")[2]
         found = numbers(clean(text))
         if len(found) != 1:
-            raise ValueError(f'"{answer}: {text}" does not give one number after "{mark}"')
-        yield "", {"question": asked}, found[0], {}
+            raise ValueError(f'"{answer}: {text}" is not one number')
+        yield "", {"question": record["question"]}, found[0]
 
 
 # --- GPQA-Diamond: gpqa_diamond.csv, out of the authors' zip. They ask not to publish its records: never print one
@@ -116,23 +103,18 @@ GPQA_PROMPT = (  # simple-evals
     "'Answer: $LETTER' (without quotes) where LETTER is one of ABCD. Think step by step before answering.\n\n"
     "{question}\n\nA) {A}\nB) {B}\nC) {C}\nD) {D}"
 )
-GPQA_COLUMNS = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+GPQA_ANSWERS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 
 
-def read_gpqa(path: Path, repeats: int = 1) -> Rows:
-    """Columns by name; options permuted as in simple-evals: one draw a row in order, all rows again for each repeat
-    (there are 4 in simple-evals, and LLaDA2.1's scores are k/792)."""
+def read_gpqa(path: Path) -> Rows:
+    """Columns by name; options permuted as in simple-evals, one draw a row in order. It asks all rows four times; the
+    paper's scores are k/198, of one time."""
     csv.field_size_limit(2**24)  # explanations outgrow the default cell
-    rows = list(csv.DictReader(io.StringIO(read_text(path), newline="")))
     rng = random.Random(0)
-    for repeat in range(repeats):
-        for number, row in enumerate(rows, 1):
-            question, *answers = texts(row, *GPQA_COLUMNS)
-            order = rng.sample(range(4), 4)
-            options = {letter: answers[i] for letter, i in zip("ABCD", order, strict=True)}
-            name = row.get("Record ID") or f"gpqa/{number}"
-            extra = {"letters": "ABCD", "letter_only": False}
-            yield f"{name}#{repeat}", {"question": question} | options, "ABCD"[order.index(0)], extra
+    for row in csv.DictReader(io.StringIO(read_text(path), newline="")):
+        order = rng.sample(range(4), 4)
+        options = {letter: row[GPQA_ANSWERS[i]] for letter, i in zip("ABCD", order, strict=True)}
+        yield row["Record ID"], {"question": row["Question"]} | options, "ABCD"[order.index(0)]
 
 
 # --- PIQA: dev.jsonl (or valid.jsonl), {"goal", "sol1", "sol2"}, and a file of labels, one 0 or 1 a line
@@ -143,9 +125,8 @@ def read_piqa(path: Path) -> Rows:
     """Options keep their order, as in all harnesses. The labels of dev.jsonl are dev-labels.lst, beside it."""
     labels = read_text(path.with_name(path.name.partition(".")[0] + "-labels.lst")).split()
     for record, label in zip(read_jsonl(path), labels, strict=True):
-        goal, first, second = texts(record, "goal", "sol1", "sol2")
-        gold = {"0": "A", "1": "B"}[label]
-        yield "", {"goal": goal, "sol1": first, "sol2": second}, gold, {"letters": "AB", "letter_only": True}
+        shown = {name: record[name] for name in ("goal", "sol1", "sol2")}
+        yield "", shown, {"0": "A", "1": "B"}[label]
 
 
 # --- DROP: simple-evals' drop_v0_dev.jsonl.gz, {"context", "ref_text"}; golds as "a|b and c"
@@ -160,13 +141,12 @@ def read_drop(path: Path) -> Rows:
     """`gold` is a list of references, each a tuple of spans. The file joins a reference's spans with " and ", which
     one span may hold too: both readings count."""
     for record in read_jsonl(path):
-        context, references = texts(record, "context", "ref_text")
-        shape = re.fullmatch(r"Passage: (.*)\nQuestion: (.*?)\nAnswer:\s*", context, re.DOTALL)
-        if shape is None or not references.strip("| "):
+        shape = re.fullmatch(r"Passage: (.*)\nQuestion: (.*?)\nAnswer:\s*", record["context"], re.DOTALL)
+        gold = [(reference,) for reference in record["ref_text"].split("|") if reference.strip()]
+        if shape is None or not gold:
             raise ValueError('no "Passage: ... Question: ... Answer:", or no answer')
-        gold = [(reference,) for reference in references.split("|") if reference.strip()]
         gold += [tuple(reference.split(" and ")) for (reference,) in gold if " and " in reference]
-        yield "", {"passage": shape[1], "question": shape[2]}, gold, {}
+        yield "", {"passage": shape[1], "question": shape[2]}, gold
 
 
 # --- HumanEval+ and MBPP+: the EvalPlus releases; its harness judges, see run.py
@@ -174,50 +154,44 @@ CODE_PROMPT = (  # EvalPlus; simple-evals and OpenCompass word it differently
     "Please provide a self-contained Python script that solves the following problem in a markdown code block:\n"
     "```\n{problem}\n```\n"
 )
-PREFILL = (  # starts the assistant's turn, as EvalPlus does; off, since other harnesses do not
-    "Below is a Python script with a self-contained function that solves the problem and passes corresponding tests:\n"
-    "```python\n"
-)
 
 
-def read_code(path: Path, family: str, prefill: bool = False) -> Rows:
-    """`gold` is the canonical program, `extra["prefill"]` what the caller starts the assistant's turn with."""
+def read_code(path: Path, family: str) -> Rows:
+    """`gold` is the name of what is to be defined, and the canonical program."""
     for record in read_jsonl(path):
-        name, prompt, entry, solution = texts(record, "task_id", "prompt", "entry_point", "canonical_solution")
+        name = record["task_id"]
         if not name.startswith(family) or "plus_input" not in record:  # the original files have no "plus_input"
             raise ValueError(f"{name}: not a record of EvalPlus's {family} file")
-        extra = {"entry_point": entry, "code": prompt, "prefill": PREFILL if prefill else ""}
-        yield name, {"problem": prompt.strip()}, prompt + solution, extra
+        program = record["prompt"] + record["canonical_solution"]
+        yield name, {"problem": record["prompt"].strip()}, [record["entry_point"], program]
 
 
 # --- who does what
 NUMBERS = dict(
-    find=lambda output, item: find_number(output),
+    find=lambda output, gold: find_number(output),
     right=lambda found, gold: found is not None and equal_numbers(found, gold),
 )
-LETTERS = dict(find=lambda output, item: find_letter(output, **item.extra), right=lambda found, gold: found == gold)
 SPANS = dict(
-    find=lambda output, item: find_spans(output),
+    find=lambda output, gold: find_spans(output),
     right=lambda found, gold: drop_scores(found, gold)[0] == 1,  # official exact match with any reference
     f1=lambda found, gold: drop_scores(found, gold)[1],
 )
-CODE = dict(
-    find=lambda output, item: find_code(item.extra["prefill"] + output, item.extra["entry_point"], item.extra["code"]),
-    right=None,
-    prompt=CODE_PROMPT,
-    options=("prefill",),
-)
+CODE = dict(find=lambda output, gold: find_code(output, gold[0]), right=None, prompt=CODE_PROMPT)
+
+
+def letters(of: str) -> dict:
+    return dict(find=lambda output, gold: find_letter(output, of), right=lambda found, gold: found == gold)
+
 
 # fmt: off
 TASKS: dict[str, Task] = {task.name: task for task in (
     Task(name="gsm8k", title="GSM8K", n_official=1319, prompt=GSM8K_PROMPT, **NUMBERS,
-        read=partial(read_numbers, question="question", answer="answer", mark="####")),
+        read=partial(read_numbers, answer="answer")),
     Task(name="cmath", title="CMATH", n_official=1098, prompt=CMATH_PROMPT, **NUMBERS,
-        read=partial(read_numbers, question="question", answer="golden", mark="")),
-    Task(name="gpqa", title="GPQA-Diamond", n_official=198, prompt=GPQA_PROMPT, **LETTERS,
-        read=read_gpqa, options=("repeats",)),
+        read=partial(read_numbers, answer="golden")),
+    Task(name="gpqa", title="GPQA-Diamond", n_official=198, prompt=GPQA_PROMPT, **letters("ABCD"), read=read_gpqa),
     Task(name="drop", title="DROP", n_official=9536, prompt=DROP_PROMPT, **SPANS, read=read_drop),
-    Task(name="piqa", title="PIQA", n_official=1838, prompt=PIQA_PROMPT, **LETTERS, read=read_piqa),
+    Task(name="piqa", title="PIQA", n_official=1838, prompt=PIQA_PROMPT, **letters("AB"), read=read_piqa),
     Task(name="humaneval", title="HumanEval+", n_official=164, **CODE, read=partial(read_code, family="HumanEval")),
     Task(name="mbpp", title="MBPP+", n_official=378, **CODE, read=partial(read_code, family="Mbpp")),
 )}

@@ -44,11 +44,8 @@ def build_parser() -> Parser:
     add("--task", choices=TASKS, required=True)
     add("--task_file", type=Path, required=True, help="the published file of the task; nothing is downloaded")
     add("--template", type=Path, help="a text file with another prompt, fields in braces")
-    add("--repeats", type=bounded(int, 1), help="gpqa: ask all so often, options reordered (1, or simple-evals' 4)")
-    add("--prefill", action="store_true", help="humaneval, mbpp: start the assistant's turn as EvalPlus does")
-    add("--limit", type=bounded(int, 0), default=0, help="only the first so many items (0: all)")
     add("--shard", type=shard, default=(1, 1), metavar="I/N",
-        help="part i of n, 1/4 to 4/4, an --out for each; tables put them together")
+        help="every n-th item from the i-th on, 1/4 to 4/4, an --out for each; tables put them together")
 
     add = parser.add_argument_group("who answers, and where that goes").add_argument
     add("--ckpt", type=Path, required=True, help="a model's folder, or an adapter's")
@@ -70,20 +67,12 @@ def shard(text: str) -> tuple[int, int]:
 
 
 # --- what is asked, and how it is decoded
-def load_items(args: Namespace) -> tuple[list[Item], dict]:
-    """The task's items, and its options as a run file has them."""
-    task = TASKS[args.task]
-    options = {}
-    for name in ("repeats", "prefill"):
-        value = getattr(args, name)
-        if value and name not in task.options:
-            fail(f"--{name} is no option of {args.task}")
-        if value:
-            options[name] = value
+def load_items(args: Namespace) -> list[Item]:
+    template = None
     if args.template:
         with reading(args.template, "template"):
-            options["template"] = args.template.read_text(encoding="utf-8")
-    return task.load(args.task_file, **options), options
+            template = args.template.read_text(encoding="utf-8")
+    return TASKS[args.task].load(args.task_file, template)
 
 
 def encode(item: Item, tokenizer: Tokenizer) -> list[int]:
@@ -91,7 +80,7 @@ def encode(item: Item, tokenizer: Tokenizer) -> list[int]:
     text = item.prompt
     if "<role>" in tokenizer.special:
         text = chat(text)
-    return tokenizer.encode(text + item.extra.get("prefill", ""))
+    return tokenizer.encode(text)
 
 
 def decoder(args: Namespace, model: Model) -> tuple[str | None, Decoding]:
@@ -108,25 +97,22 @@ def decoder(args: Namespace, model: Model) -> tuple[str | None, Decoding]:
 
 
 # --- run files
-def identity(
-    args: Namespace, items: list[Item], options: dict, model: Model, row: str | None, d: Decoding
-) -> dict:  # fmt: skip
+def identity(args: Namespace, items: list[Item], model: Model, row: str | None, d: Decoding) -> dict:
     """Everything that changes an output, as JSON; where files lie, and how the work is cut up, does not."""
     decoding = {f.name: getattr(d, f.name) for f in fields(d) if f.name not in ("select", "look")}
     adapter = None
     if base_of(args.ckpt) != args.ckpt:
         adapter = hashlib.sha256((args.ckpt / "adapter.safetensors").read_bytes()).hexdigest()[:16]
-    return {
+    about = {
         "task": args.task,
-        "options": options,
-        "questions": digest([[i.id, i.prompt, i.gold, i.extra] for i in items]),
-        "model": asdict(model.cfg) | {"weights": fingerprint(base_of(args.ckpt))},
+        "row": row,
+        "questions": digest([[item.id, item.prompt, item.gold] for item in items]),
+        "weights": fingerprint(base_of(args.ckpt)),
         "adapter": adapter,
         "partial_cost": model.partial_cost,
-        "row": row,
-        "decoding": decoding,
         "dtype": args.dtype,
     }
+    return about | asdict(model.cfg) | decoding  # n_rounds is the decoder's
 
 
 def open_run(path: Path, settings: dict) -> Run:
@@ -137,7 +123,7 @@ def open_run(path: Path, settings: dict) -> Run:
     if path.exists():
         run, whole = read_run(path)
     if run and run.settings != settings:
-        different = "; ".join(differences(run.settings, settings))
+        different = differences(run.settings, settings)
         fail(f"{path} holds a run with other settings: {different} (there, now); choose another --out")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
@@ -167,7 +153,7 @@ def answer(model: Model, tokenizer: Tokenizer, d: Decoding, todo: list[Item], ru
             seconds = round(time.perf_counter() - start, 3)
 
             text = tokenizer.decode(output.tokens)
-            extracted = task.find(text, item)
+            extracted = task.find(text, item.gold)
             record = {"id": item.id, "prompt": digest(prompt), "output": text, "extracted": extracted}
             record |= {"gold": item.gold, "correct": task.right and task.right(extracted, item.gold)}
             if task.f1:
@@ -209,9 +195,9 @@ def main() -> None:
     if args.out.suffix != ".jsonl":
         fail("--out is named *.jsonl")
     task = TASKS[args.task]
-    items, options = load_items(args)
+    items = load_items(args)
     part, parts = args.shard
-    mine = items[: args.limit or None][part - 1 :: parts]
+    mine = items[part - 1 :: parts]
 
     # the model, and how it decodes
     model = load_model(args.ckpt, pick_device(args.device), DTYPES[args.dtype])
@@ -221,7 +207,7 @@ def main() -> None:
     row, d = decoder(args, model)
 
     # what is to do
-    run = open_run(args.out, identity(args, items, options, model, row, d))
+    run = open_run(args.out, identity(args, items, model, row, d))
     todo = [item for item in mine if item.id not in run.items]
     print(f"{task.title}, {row or 'a head'}: {len(mine)} items, {len(todo)} to go")
     answer(model, tokenizer, d, todo, run, args.out)

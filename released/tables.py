@@ -4,15 +4,14 @@ A delta without its noise says little, so each stands with the 95 % interval of 
 both runs have, and the paper's with what its own number of items can tell apart. A run's settings say which row it is.
 HumanEval+ and MBPP+ count once EvalPlus's verdicts lie beside the run file.
 
-    python -m released.tables main --runs runs/            # Table 1: base, CoCommit, delta, forwards per token
-    python -m released.tables mechanism --runs runs/       # Table 2: GSM8K, what each part of the method adds
+    python -m released.tables main --runs runs/            # Table 1, n = 3: base, CoCommit, delta, forwards per token
+    python -m released.tables mechanism --runs runs/       # Table 2, n = 3: GSM8K, what each part of the method adds
     python -m released.tables lastn --runs runs/           # Table 3: n = 3, 6, 9
 """
 
 import hashlib
 import json
 import math
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,17 +49,9 @@ def digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:16]
 
 
-def differences(a: dict, b: dict, prefix: str = "") -> list[str]:
-    """In words, key by key: ["decoding.tau_m2t (0.7, 0.5)"]."""
-    found = []
-    for key in sorted(a.keys() | b.keys()):
-        x = a.get(key)
-        y = b.get(key)
-        if isinstance(x, dict) and isinstance(y, dict):
-            found += differences(x, y, f"{prefix}{key}.")
-        elif x != y:
-            found.append(f"{prefix}{key} ({str(x)[:24]}, {str(y)[:24]})")
-    return found
+def differences(a: dict, b: dict) -> str:
+    """In words: "tau_m2t (0.7, 0.5); dtype (fp32, bf16)"."""
+    return "; ".join(f"{key} ({a.get(key)}, {b.get(key)})" for key in a | b if a.get(key) != b.get(key))
 
 
 def read_run(path: Path) -> tuple[Run | None, int]:
@@ -111,18 +102,15 @@ def judge(path: Path, run: Run) -> None:
 
 # --- statistics
 def paired(run: Run, reference: Run) -> tuple[float, float, float] | None:
-    """(delta, its 95 % interval) in shares over the items of both; None where there are none.
-
-    Repeats of one question (GPQA's rec1#0, rec1#1) are no independent items: their mean is one."""
-    questions = defaultdict(list)
+    """(delta, its 95 % interval) in shares over the items of both; None where there are none."""
+    gained = []
     for name, mine in run.items.items():
         other = reference.items.get(name)
         if other and mine["prompt"] == other["prompt"] and None not in (mine["correct"], other["correct"]):
-            questions[name.partition("#")[0]].append(mine["correct"] - other["correct"])
-    if not questions:
+            gained.append(mine["correct"] - other["correct"])
+    if not gained:
         return None
-    means = np.array([np.mean(gained) for gained in questions.values()])
-    return float(means.mean()), *bootstrap(means, np.random.default_rng(0))
+    return float(np.mean(gained)), *bootstrap(np.array(gained), np.random.default_rng(0))
 
 
 def bootstrap(x: np.ndarray, rng: np.random.Generator, n: int = 10_000) -> tuple[float, float]:
@@ -133,11 +121,6 @@ def bootstrap(x: np.ndarray, rng: np.random.Generator, n: int = 10_000) -> tuple
     return float(low), float(high)
 
 
-def difference_se(p: float, q: float, n: int) -> float:
-    """Standard error of p - q, two shares of n items each, unpaired: what a table of n items can tell apart."""
-    return math.sqrt((p * (1 - p) + q * (1 - q)) / n)
-
-
 # --- the rows of the tables
 @dataclass
 class Row:
@@ -146,14 +129,14 @@ class Row:
     name: str  # in Table 2
     paper: tuple[float, float]  # accuracy, NFE/token
     against: "Row | None" = None  # what its delta is to
-    n: int | None = None  # None: any; where runs of several n fit, the paper's n = 3
+    n: int | None = 3  # layers that Stage B runs again; None: any, of a base
 
 
 def main_table() -> Iterator[Row]:
     """Table 1: base, CoCommit, delta."""
     for task, figures in PAPER.items():
         title = TASKS[task].title
-        base = Row(f"{title} base", task, BASE, figures["base"])
+        base = Row(f"{title} base", task, BASE, figures["base"], n=None)
         yield base
         yield Row(f"{title} CoCommit", task, COCOMMIT, figures[3], base)
 
@@ -161,18 +144,19 @@ def main_table() -> Iterator[Row]:
 def mechanism_table() -> Iterator[Row]:
     """Table 2: every variant against the default."""
     default = Row(COCOMMIT, "gsm8k", COCOMMIT, PAPER["gsm8k"][3])
-    for name, (_, _, *figures) in MECHANISM.items():
+    for name, (weights, _, *figures) in MECHANISM.items():
         if name == COCOMMIT:
             yield default
         else:
-            yield Row(name, "gsm8k", name, tuple(figures), default)
+            n = None if weights == "base" else 3
+            yield Row(name, "gsm8k", name, tuple(figures), default, n)
 
 
 def lastn_table() -> Iterator[Row]:
     """Table 3: every n against n = 3."""
     for task, figures in PAPER.items():
         title = TASKS[task].title
-        default = Row(f"{title} n = 3", task, COCOMMIT, figures[3], n=3)
+        default = Row(f"{title} n = 3", task, COCOMMIT, figures[3])
         yield default
         for n in (6, 9):
             yield Row(f"{title} n = {n}", task, COCOMMIT, figures[n], default, n)
@@ -180,12 +164,13 @@ def lastn_table() -> Iterator[Row]:
 
 def pick(runs: list[Run], row: Row) -> Run | None:
     """The run of a row, if there is one."""
-    found = [run for run in runs if (run.settings["task"], run.settings["row"]) == (row.task, row.name)]
-    of_n = [run for run in found if run.settings["model"]["n_last"] == (row.n or 3)]
-    if row.n or of_n:
-        found = of_n
+    found = []
+    for run in runs:
+        of_n = row.n in (None, run.settings["n_last"])
+        if of_n and (run.settings["task"], run.settings["row"]) == (row.task, row.name):
+            found.append(run)
     if len(found) > 1:
-        different = "; ".join(differences(found[0].settings, found[1].settings))
+        different = differences(found[0].settings, found[1].settings)
         fail(f"{len(found)} runs are the row {row.label!r}; they differ in {different}: keep one in the folder")
     return found[0] if found else None
 
@@ -234,8 +219,14 @@ def printed(row: Row) -> list[str]:
     if row.against:
         other = row.against.paper[0]
         delta = f"{accuracy - other:+.2f}"
-        noise = f"+-{196 * difference_se(accuracy / 100, other / 100, TASKS[row.task].n_official):.2f}"
+        # 1.96 standard errors of a difference of two shares, unpaired
+        variance = accuracy * (100 - accuracy) + other * (100 - other)
+        noise = f"+-{1.96 * math.sqrt(variance / TASKS[row.task].n_official):.2f}"
     return [f"| {accuracy:.2f}", delta, noise, f"{nfe:.2f}"]
+
+
+# what a method leaves alone
+ALIKE = ("questions", "weights", "gen_length", "dtype")
 
 
 def notes(run: Run, reference: Run | None) -> list[str]:
@@ -245,11 +236,9 @@ def notes(run: Run, reference: Run | None) -> list[str]:
     if any(record["correct"] is None for record in run.items.values()):
         said.append(f"{title}: items without EvalPlus's verdict do not count")
     if reference:
-        of_the_method = ("adapter", "partial_cost", "row", "decoding", "model.n_last", "model.n_rounds")
-        other = differences(reference.settings, run.settings)
-        other = [d for d in other if not d.startswith(of_the_method) or d.startswith("decoding.gen_length")]
-        if other:
-            said.append(f"{title}: the runs compared differ in more than the method: {'; '.join(other)}")
+        alike = [{key: one.settings[key] for key in ALIKE} for one in (reference, run)]
+        if differences(*alike):
+            said.append(f"{title}: the runs compared differ in more than the method: {differences(*alike)}")
     return said
 
 

@@ -1,15 +1,14 @@
 """Answers by hand: model output, gold -> what is extracted, whether it is correct. `pytest tests/released`"""
 
 import pytest
-from test_benchmarks import write_task
 
 from released import answers
-from released.benchmarks import TASKS, Item
+from released.benchmarks import TASKS
 
 
-def check(name: str, output: str, gold, extracted, correct: bool, **extra) -> None:
+def check(name: str, output: str, gold, extracted, correct: bool) -> None:
     task = TASKS[name]
-    assert task.find(output, Item("", "", gold, extra)) == extracted
+    assert task.find(output, gold) == extracted
     assert task.right(extracted, gold) is correct
 
 
@@ -22,7 +21,6 @@ def check(name: str, output: str, gold, extracted, correct: bool, **extra) -> No
         ("The answer is 2,125.", "2125", "2125", True),
         (r"\boxed{1{,}450{,}000}", "1450000", "1450000", True),
         ("It ends at -$3.", "-3", "-3", True),
-        (r"\boxed{18.00}", "18", "18.00", True),
         (r"\boxed{.5}", "0", ".5", False),
         (r"\boxed{\text{18 dollars in 3 days}}", "18", "18", True),  # the last number in the box is no answer
         (r"\boxed{5 + 6 = 11}", "11", "11", True),
@@ -30,17 +28,14 @@ def check(name: str, output: str, gold, extracted, correct: bool, **extra) -> No
         (r"\boxed{18}. To check: 18 / 2 = 9", "18", "18", True),  # naive last number: 9
         (r"\boxed{\dfrac{\text{36}}{2}}", "18", "36/2", True),
         (r"\boxed{1\frac{1}{2}}", "2", "1 1/2", False),
-        (r"\boxed{1½}", "1", "1 1/2", False),
         ("\\boxed{}\nThe answer is 18.", "18", "18", True),  # a blank box is the prompt repeated
         (r"After 18 days: \boxed{\text{none}}", "18", None, False),
-        ("The answer is 18. I checked it 2 times.", "18", "18", True),  # naive: 2
         ("**Answer:** 18 apples (3 boxes of 6)", "18", "18", True),  # naive: 6
         ("The answer is 12, since 12 - 4 = 8 are left.", "12", "12", True),  # naive: 8
         ("The answer is $5 x 3 = $15.", "15", "15", True),
         ("The answer is 18.\nWait. The answer is 20.", "20", "20", True),
         ("She buys 10-12 eggs", "12", "12", True),  # a range, no minus
         ("The garden has 18 m^2", "18", "18", True),  # an exponent is no answer
-        (r"so we need \boxed{18", "18", "18", True),  # cut off
         ("It is H2O", "2", None, False),
         ("It is 10/0", "0", None, False),
     ],
@@ -55,12 +50,7 @@ def test_gsm8k(output, gold, extracted, correct):
         ("答案是18。验算：18-3=15", "18", "18", True),  # naive last number: 15
         ("答案是3+4=7（个）", "7", "7", True),
         ("答案：每份100，200是总数", "100", "100", True),  # a Chinese comma groups no thousands
-        ("答案是十八个", "18", "18", True),
-        ("答案是一样的，十五", "15", "15", True),  # 一样 is no number
-        (r"\boxed{二〇二四年}", "2024", "2024", True),
-        (r"\boxed{一亿二千万}", "120000000", "120000000", True),
-        (r"\boxed{三点一四}", "3.14", "3.14", True),
-        ("答案是一又七分之二", "9/7", "1 2/7", True),
+        ("答案是1又7分之2", "9/7", "1 2/7", True),
         (r"\boxed{\frac25}", "4/10", "2/5", True),
         (r"\boxed{-\frac{1}{2}}", "1/2", "-1/2", False),
         ("温度是负5度", "-5", "-5", True),
@@ -68,7 +58,6 @@ def test_gsm8k(output, gold, extracted, correct):
         (r"\boxed{83.333}", "250/3", "83.333", True),  # 1/3000 off
         (r"\boxed{40}", "40%", "40", True),  # 百分之几 was asked
         (r"\boxed{0.4}", "40%", "0.4", True),
-        ("便宜了百分之四十", "40%", "40/100", True),
         (r"\boxed{8万}", "80000", "8万", True),
         (r"\boxed{21.22万册}", "21.22", "21.22万", True),  # 多少万册 was asked
         (r"\boxed{x≈3.14}", "3.14", "3.14", True),
@@ -83,56 +72,32 @@ def test_cmath(output, gold, extracted, correct):
     "output, letter",
     [
         ("**Answer:** C", "C"),
-        ("Answer: $A$", "A"),
         (r"Answer: $\boxed{D}$", "D"),
         ("Answer: option A", "A"),
         (r"The final answer is \boxed{C}.", "C"),
         ("I think the answer would be B.", "B"),
         (r"\boxed{\text{(B) } 5}", "B"),
-        ("B", "B"),
         ("(b)", "B"),
+        ("B. Use a towel, not option A", "B"),  # naive last letter: A
         ("Answer: A\nWait, no.\nAnswer: C", "C"),  # naive first match: A
         ("Answer: Because of symmetry", None),  # naive: B
         ("The answer is a photon", None),  # naive: A
+        ("A better way is to use a sponge", None),  # naive first letter: A
         ("Answer: ABCD", None),
         ("The last line is 'Answer: $LETTER'.", None),
         ("The answer is not A, but B", None),
         ("Option C looks right", None),
-        ("", None),
     ],
 )
-def test_gpqa(output, letter):
+def test_letters(output, letter):
     for gold in "ABCD":
-        check("gpqa", output, gold, letter, letter == gold, letters="ABCD", letter_only=False)
-
-
-@pytest.mark.parametrize(
-    "output, letter",
-    [
-        ("B", "B"),
-        ("B.", "B"),
-        ("Answer: B", "B"),
-        ("The answer is B because option A breaks", "B"),  # naive last letter: A
-        ("A is safer than B", "A"),
-        ("Option B is better", "B"),
-        ("I would choose A.", "A"),
-        ("Option A fails, so pick B", "B"),
-        ("A better way is to use a sponge", None),  # naive first letter: A
-        ("Because of the glue", None),  # naive: B
-        ("Both A and B would work", None),
-        ("", None),
-    ],
-)
-def test_piqa(output, letter):
-    for gold in "AB":
-        check("piqa", output, gold, letter, letter == gold, letters="AB", letter_only=True)
+        check("gpqa", output, gold, letter, letter == gold)
 
 
 @pytest.mark.parametrize(
     "output, gold, extracted, em, f1",
     [
         ("**Answer:** 13.", [("13",)], "13.", 1, 1.0),
-        ("Answer: $13$", [("13",)], "13", 1, 1.0),
         (r"So it is \boxed{\text{Bears}}.", [("Bears",)], "Bears", 1, 1.0),
         ("Answer: 3\nWait.\nAnswer: 4", [("4",)], "4", 1, 1.0),  # simple-evals takes the first
         ("Answer: 49", [("47",), ("49",)], "49", 1, 1.0),
@@ -142,17 +107,14 @@ def test_piqa(output, letter):
         ("Answer: the Bears", [("Bears",)], "the Bears", 1, 1.0),
         ("Answer: 7.60", [("7.6",)], "7.60", 1, 1.0),
         ("Answer: 7.6%", [("7.6",)], "7.6%", 0, 0.0),  # official trap: 76.0
-        ("Answer: $5.50", [("5.5",)], "$5.50", 0, 0.0),  # official trap: 550.0
         ("Answer: -5", [("5",)], "-5", 1, 1.0),  # official trap: the sign is a separator
         ("Answer: February 5, 1284", [("5 February 1284",)], "February 5, 1284", 0, 1.0),  # same bag, other order
         ("Answer: ale, rum", [("ale and rum",), ("ale", "rum")], "ale, rum", 1, 1.0),
-        ("Answer: rum and ale", [("ale and rum",), ("ale", "rum")], "rum and ale", 1, 1.0),
         ("Answer: ale, rum, and gin", [("gin", "ale", "rum")], "ale, rum, and gin", 1, 1.0),
         ("Answer: ale", [("ale", "rum")], "ale", 0, 0.5),  # one of two paired
         ("Answer: ale, rum, gin", [("ale", "rum")], "ale, rum, gin", 0, 0.67),  # 2 of 3
         ("Answer: rum", [("rum", "rum")], "rum", 0, 0.5),  # the same set, but not as many
         ("", [("13",)], None, 0, 0.0),
-        ("Answer: ?", [("13",)], "?", 0, 0.0),
     ],
 )
 def test_drop(output, gold, extracted, em, f1):
@@ -165,51 +127,27 @@ def test_drop_f1_pairs_spans_for_the_greatest_sum():
     assert answers.exact_match_and_f1(["red fox", "red"], ["red", "red cat"]) == (0.0, 0.75)
 
 
-# --- code extraction by hand. F stands for the entry point, P for the problem's own header, ~ for a backtick
+# --- code extraction by hand. F stands for the entry point, ~ for a backtick
 BODY = "def F(x):\n    return x\n"
 BLOCKS = {
-    "python": (f"~~~python\n{BODY}~~~", BODY),
-    "python3": (f"~~~Python3\n{BODY}~~~", BODY),
     "untagged": (f"~~~\n{BODY}~~~", BODY),
     "prose on the fence's line": (f"Code: ~~~python\n{BODY}~~~", BODY),
-    "title after the tag": (f'~~~python title="f.py"\n{BODY}~~~', BODY),
+    "title after the tag": (f'~~~Python3 title="f.py"\n{BODY}~~~', BODY),
     "four backticks": (f"~~~~python\n{BODY}~~~~", BODY),
     "unclosed and cut": ("~~~python\ndef F(x):\n    retu", "def F(x):\n    retu"),
     "windows line ends": ("~~~python\r\ndef F(x):\r\n    return x\r\n~~~", BODY),
     "in a list": ("1. First\n   ~~~python\n   def F(x):\n       return x\n   ~~~", BODY),
     "two answers: the first": (f"~~~python\n{BODY}~~~\nor\n~~~python\ndef F(x): return 0\n~~~", BODY),
     "usage before": (f"~~~python\nprint(F(1))\n~~~\n~~~python\n{BODY}~~~", BODY),
-    "shell before": (f"~~~bash\npip install x\n~~~\n~~~python\n{BODY}~~~", BODY),
     "a longer name is another name": (f"~~~python\ndef F2(x): return 0\n~~~\n~~~python\n{BODY}~~~", BODY),
-    "entry point nowhere": ("~~~python\nx = 1\n~~~\n~~~python\ny = 2\n~~~", "x = 1\n"),
-    "only another language": ("~~~java\nint x;\n~~~", "~~~java\nint x;\n~~~"),
+    "entry point nowhere": ("~~~bash\npip\n~~~\n~~~python\nx = 1\n~~~\n~~~python\ny = 2\n~~~", "x = 1\n"),
     "no fence, with prose": (f"Here it is:\n{BODY}", f"Here it is:\n{BODY}"),
-    "a class": ("~~~python\nclass F:\n    pass\n~~~", "class F:\n    pass\n"),
+    "a class": ("~~~python\nx = 1\n~~~\n~~~python\nclass F:\n    pass\n~~~", "class F:\n    pass\n"),
     "empty block": ("~~~python\n~~~", None),
-    "empty output": ("", None),
-}
-HEADER = 'def F(x):\n    """Say x."""\n'
-NO_HEADER = '"""\nSay x.\nassert F(1) == 1\n"""\n'  # as in MBPP+: a body cannot go under it
-BODY_ONLY = {
-    "body without a fence": ("    return x\n", f"{HEADER}    return x\n"),
-    "body in a fence": ("~~~python\n    return x\n~~~", f"{HEADER}    return x\n"),
-    "body after a blank line": ("\n    return x", f"{HEADER}\n    return x"),
-    "indented program is no body": ("~~~\n  def F(x):\n    return x\n~~~", "  def F(x):\n    return x\n"),
 }
 
 
-@pytest.mark.parametrize("output, expected", (BLOCKS | BODY_ONLY).values(), ids=BLOCKS | BODY_ONLY)
+@pytest.mark.parametrize("output, expected", BLOCKS.values(), ids=BLOCKS)
 def test_code(output, expected):
-    written = output.replace("F", "same").replace("~", "`")
-    for header in (HEADER, NO_HEADER):
-        if header == NO_HEADER and expected and expected.startswith(HEADER):
-            expected = expected.removeprefix(HEADER)
-        found = answers.find_code(written, "same", header.replace("F", "same"))
-        assert found == (expected and expected.replace("F", "same").replace("~", "`"))
-
-
-def test_code_after_a_prefilled_turn_starts_inside_the_block(tmp_path):
-    item = TASKS["mbpp"].load(write_task(tmp_path, "mbpp"), prefill=True)[0]
-    assert item.extra["prefill"].endswith("passes corresponding tests:\n```python\n")
-    code = "def twice(x):\n    return 2 * x\n"
-    assert TASKS["mbpp"].find(f"{code}```\nDone.", item) == code
+    found = answers.find_code(output.replace("F", "same").replace("~", "`"), "same")
+    assert found == (expected and expected.replace("F", "same"))

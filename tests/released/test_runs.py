@@ -1,15 +1,15 @@
 """Benchmark runs end to end on the golden checkpoint. `pytest tests/released/test_runs.py`"""
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from common import GOLDEN, command_line
+from common import command_line, random_lora
 from test_benchmarks import write_task
 
-import convert_weights
 from checkpoint import load_model, save_adapter
 from lib.util import generator
 from released import run as runs
@@ -19,27 +19,25 @@ from released.benchmarks import TASKS
 
 
 @pytest.fixture(scope="module")
-def golden(tmp_path_factory):
-    """The golden checkpoint in our layout, with room for every prompt, and a random adapter for it."""
-    folder = tmp_path_factory.mktemp("golden")
-    convert_weights.convert(GOLDEN, folder / "base")
-    config = json.loads((folder / "base" / "config.json").read_text()) | {"max_len": 1024, "block_length": 8}
+def weights(golden, tmp_path_factory):
+    """The golden checkpoint with room for every prompt, and a random adapter for it."""
+    folder = tmp_path_factory.mktemp("weights")
+    shutil.copytree(golden, folder / "base")
+    config = json.loads((golden / "config.json").read_text()) | {"max_len": 1024, "block_length": 8}
     (folder / "base" / "config.json").write_text(json.dumps(config))
     model = load_model(folder / "base", "cpu", torch.float32, n_last=2)
-    model.add_lora(2, 4, generator("adapter"))
-    for name, p in model.named_parameters():
-        if "lora_" in name or name == "markers":
-            p.data.copy_(torch.randn(p.shape, generator=generator("adapter", name)) * 0.3)
-    save_adapter(model, folder / "cocommit", folder / "base", {"lora_r": 2, "lora_alpha": 4})
+    random_lora(model)
+    model.markers.data.normal_(0, 0.3, generator=generator("markers"))
+    save_adapter(model, folder / "cocommit", folder / "base", {"lora_r": 4, "lora_alpha": 8})
     return folder
 
 
 @pytest.fixture
-def run(golden, tmp_path, monkeypatch, capsys):
+def run(weights, tmp_path, monkeypatch, capsys):
     """`run(task, out, *flags)` -> (exit code, stdout, stderr) of a short benchmark run with the adapter."""
 
     def call(task: str, out: Path, *flags: object) -> tuple[int, str, str]:
-        argv = ["--task", task, "--task_file", write_task(tmp_path, task), "--ckpt", golden / "cocommit", "--out", out]
+        argv = ["--task", task, "--task_file", write_task(tmp_path, task), "--ckpt", weights / "cocommit", "--out", out]
         argv += ["--gen_length", 16, "--device", "cpu", *flags]
         return command_line(runs, monkeypatch, capsys, *argv)
 
@@ -54,13 +52,11 @@ def lines(path: Path) -> list[dict]:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_task_end_to_end(task, run, tmp_path):
-    flags = {"gpqa": ["--repeats", 2], "mbpp": ["--prefill"]}.get(task, [])
-    code, out, err = run(task, tmp_path / "a.jsonl", *flags)
+    code, out, err = run(task, tmp_path / "a.jsonl")
     assert code == 0, err
     header, *items = lines(tmp_path / "a.jsonl")
     assert header["settings"]["row"] == COCOMMIT and COCOMMIT in out
-    published = TASKS[task].load(write_task(tmp_path, task))
-    assert len(items) == len(published) * (2 if task == "gpqa" else 1) > 0
+    assert len(items) == len(TASKS[task].load(write_task(tmp_path, task))) > 0
     for item in items:
         assert 0 < item["tokens"] <= 16 and item["nfe"]["full"] >= item["nfe"]["partial"] > 0
         assert (item["correct"] is None) == (TASKS[task].right is None)
@@ -80,49 +76,48 @@ def test_killed_half_way_it_goes_on(run, tmp_path, monkeypatch):
     assert (tmp_path / "a.jsonl").read_bytes() == data
 
 
-def test_shards_and_a_limited_run_are_parts_of_the_whole(run, tmp_path):
-    assert run("gsm8k", tmp_path / "few.jsonl", "--limit", 1)[0] == 0
-    assert len(lines(tmp_path / "few.jsonl")) == 2
-    assert run("gsm8k", tmp_path / "few.jsonl")[0] == 0  # a limit is no setting: the run grows
+def test_shards_are_parts_of_the_whole(run, tmp_path):
     for part in ("1/2", "2/2"):
         assert run("gsm8k", tmp_path / f"parts/{part[0]}.jsonl", "--shard", part)[0] == 0
     (sharded,) = tables.read_runs(tmp_path / "parts")
-    whole, _ = tables.read_run(tmp_path / "few.jsonl")
+
+    # a shard is no setting: the first one grows into the whole
+    assert len(lines(tmp_path / "parts/1.jsonl")) == 3
+    assert run("gsm8k", tmp_path / "parts/1.jsonl")[0] == 0
+    whole, _ = tables.read_run(tmp_path / "parts/1.jsonl")
     assert len(sharded.items) == 3 and tables.measured(sharded, None) == tables.measured(whole, None)
 
 
-def test_what_a_run_decodes_with(run, golden, tmp_path):
+def test_what_a_run_decodes_with(run, weights, tmp_path):
     """The paper's default, of a base the released gate; or a row of Table 2."""
     for number, (flags, expected) in enumerate((
-        (["--ckpt", golden / "base"], dict(n_rounds=0, tau_m2t=0.7, tau_t2t=0.5)),
+        (["--ckpt", weights / "base"], dict(n_rounds=0, tau_m2t=0.7, tau_t2t=0.5)),
         ([], dict(n_rounds=1, tau_m2t=0.7, tau_t2t=0.0)),
         (["--row", "B fills, edits off"], dict(n_rounds=1, tau_m2t=0.7, tau_t2t=None)),
-        (["--row", "adapter, Stage B off, tau_m2t 0.3"], dict(n_rounds=0, tau_m2t=0.3, tau_t2t=0.5)),
     )):  # fmt: skip
-        code, _, err = run("gsm8k", tmp_path / f"{number}.jsonl", "--limit", 1, *flags)
+        code, _, err = run("gsm8k", tmp_path / f"{number}.jsonl", "--shard", "1/3", *flags)
         assert code == 0, err
-        d = lines(tmp_path / f"{number}.jsonl")[0]["settings"]["decoding"]
+        d = lines(tmp_path / f"{number}.jsonl")[0]["settings"]
         always = dict(max_post_steps=16, eos_early_stop=True, temperature=0.0, gen_length=16)
         assert d | expected | always == d
     assert runs.build_parser().get_default("gen_length") == 16384
     for flags, word in (
         (["--row", "released, tau_m2t 0.5"], "is about the base"),
         (["--gen_length", 1024], "prompt 1"),  # and that much do not fit
-        (["--repeats", 4], "--repeats is no option of gsm8k"),
     ):
         code, _, err = run("gsm8k", tmp_path / "none.jsonl", *flags)
         assert code == 2 and word in err and len(err.splitlines()) == 1, (flags, err)
 
 
-def test_other_settings_do_not_mix(run, golden, tmp_path):
+def test_other_settings_do_not_mix(run, weights, tmp_path):
     out = tmp_path / "a.jsonl"
     assert run("gpqa", out)[0] == 0
     before = out.read_bytes()
     template = tmp_path / "template.txt"
     template.write_text("{question} {A} {B} {C} {D}")
     for flags, word in (
-        (["--row", "Stage B, gated edits"], "decoding.tau_t2t (0.0, 0.5)"),
-        (["--ckpt", golden / "base"], "adapter"),
+        (["--row", "Stage B, gated edits"], "tau_t2t (0.0, 0.5)"),
+        (["--ckpt", weights / "base"], "adapter"),
         (["--template", template], "questions"),
         (["--dtype", "bf16"], "dtype"),
     ):
@@ -138,7 +133,7 @@ def test_other_settings_do_not_mix(run, golden, tmp_path):
 
 def test_samples_for_evalplus_are_handed_over(run, tmp_path):
     out, folder = tmp_path / "runs" / "he.jsonl", tmp_path / "runs" / "he.evalplus"
-    code, text, _ = run("humaneval", out, "--limit", 1)
+    code, text, _ = run("humaneval", out, "--shard", "1/2")
     assert code == 0
     assert [json.loads(x)["task_id"] for x in (folder / "dataset.jsonl").read_text().splitlines()] == ["HumanEval/900"]
 
