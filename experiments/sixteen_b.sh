@@ -20,14 +20,15 @@ rm -r "$folder/released"
 watch python -m released.int8 --src "$folder/ours" --out "$folder/int8"
 rm -r "$folder/ours"
 
-watch python -m released.sixteen_b measure --ckpt "$folder/int8"
+watch python sample.py --ckpt "$folder/int8" --dtype bf16 --tau_m2t 1 --tau_t2t none --gen_length 64 \
+  --prompt "The quick brown fox"  # one token a step
 
 watch python train.py --init_from "$folder/int8" --n_last 3 --data stdlib --max_docs 50 --dtype bf16 --checkpointing \
   --seq_len "$tokens" --batch_size 1 --max_iters 3 --out_dir "$folder/adapter"
-watch python -m beyond.head --init_from "$folder/int8" --read_in blocks --width 5120 --data stdlib --max_docs 50 \
-  --dtype bf16 --seq_len 64 --batch_size 1 --s_max 8 --max_iters 3 \
-  --learning_rate 1e-4 --out_dir "$folder/head"
-watch python -m released.sixteen_b measure --ckpt "$folder/head" --tokens 4
+watch python -m beyond.head --init_from "$folder/int8" --n_last 3 --read_in blocks --width 5120 --data stdlib \
+  --max_docs 50 --dtype bf16 --seq_len 64 --batch_size 1 --s_max 8 --max_iters 3 --learning_rate 1e-4 \
+  --out_dir "$folder/head"
+watch python -m released.sixteen_b prices --ckpt "$folder/head"
 watch python sample.py --ckpt "$folder/adapter" --dtype bf16 --tau_t2t none --gen_length 4 \
   --prompt "The quick brown fox"
 watch python sample.py --ckpt "$folder/head" --dtype bf16 --tau_t2t none --gen_length 4 \

@@ -6,7 +6,7 @@
     # an adapter -> the folder that PEFT loads, and the markers, which PEFT has no place for
     python -m released.export --to peft --src out/cocommit --out adapter/
 
-An adapter that does not act alike in every pass is not merged, and a head goes nowhere. The released remote code
+An adapter that acts in Stage B alone goes nowhere, and neither does a head. The released remote code
 (modeling_*.py) is no weight: copy it from the released folder yourself. `config.json` (PEFT: `adapter_config.json`) is
 written last: a folder without one is incomplete, and running the same command again completes it.
 """
@@ -41,7 +41,6 @@ class Adapter:
     markers: Tensor  # (K, C)
     n_last: int
     scale: float
-    in_stage_b_alone: bool
 
 
 def read_adapter(folder: Path) -> Adapter:
@@ -50,12 +49,13 @@ def read_adapter(folder: Path) -> Adapter:
     settings = read_json(path, "adapter")
     if "head" in settings:
         fail(f"{folder} is a head: no other layout has a place for it")
+    if settings.get("lora_in_stage_b_alone"):
+        fail(f"{folder} acts in Stage B only: in any other layout it would act in every pass")
     check_base(base_of(folder), folder)
     lora = dict(read_tensors([folder / "adapter.safetensors"]))
     with reading(path, "adapter"):
         scale = settings["lora_alpha"] / settings["lora_r"]
-        alone = settings.get("lora_in_stage_b_alone", False)
-        return Adapter(settings, lora, lora.pop("markers"), settings["model"]["n_last"], scale, alone)
+        return Adapter(settings, lora, lora.pop("markers"), settings["model"]["n_last"], scale)
 
 
 def save_markers(path: Path, markers: Tensor, n_last: int) -> None:
@@ -82,12 +82,6 @@ def to_peft(src: Path, out: Path) -> None:
         "inference_mode": True,
         "target_modules": ["dense", "query_key_value"],
     }
-    if adapter.in_stage_b_alone:
-        print("note: this adapter acts in Stage B only; PEFT users must switch it off in Stage A")
-        n_layer = adapter.settings["model"]["n_layer"]
-        config["layers_to_transform"] = list(range(n_layer - adapter.n_last, n_layer))
-        config["layers_pattern"] = "layers"
-
     convert_weights.prepare(out, ["adapter_model.safetensors", "markers.safetensors", "adapter_config.json"])
     save_tensors(out / "adapter_model.safetensors", renamed, {"format": "pt"})
     save_markers(out / "markers.safetensors", adapter.markers, adapter.n_last)
@@ -130,8 +124,6 @@ def to_hf(src: Path, out: Path) -> None:
     n_last = cfg.n_last
     if src != base:
         adapter = read_adapter(src)
-        if adapter.in_stage_b_alone:
-            fail(f"{src} acts in Stage B only: merged it would act in every pass")
         markers = adapter.markers
         n_last = adapter.n_last
     elif "markers" in found:

@@ -4,7 +4,7 @@ Random weights say nothing about answers. They read as many bytes, take as much 
 trained ones, so they show what the released model needs. experiments/sixteen_b.sh is the whole run.
 
     python -m released.sixteen_b write --out weights/released      # 32.5 GB in the released layout, a layer at a time
-    python -m released.sixteen_b measure --ckpt weights/int8       # seconds a forward, and for 64 tokens
+    python -m released.sixteen_b prices --ckpt out/head            # seconds of a forward, of Stage B, of a look
 """
 
 import json
@@ -26,7 +26,6 @@ from lib.tokenizer import learn_bpe
 from lib.util import Parser, bounded, command, generator, pick_device, write_json
 from model import Model
 from released.export import released_config
-from sample import Decoding, generate
 
 TURNS = 9  # of which the median is taken
 
@@ -59,31 +58,25 @@ def write(out: Path, layers: int) -> None:
 
 
 # --- time
-def random_tokens(model: Model) -> Tensor:
-    """A block of them, (1, B) int64."""
-    ordinary = max(1, model.cfg.vocab_size - 512)  # without what is special at the end of the vocabulary
-    rng = generator("sixteen_b", "prompt")
-    return torch.randint(ordinary, (1, model.cfg.block_length), generator=rng)
-
-
 @torch.inference_mode()
 def forwards(model: Model) -> dict[str, float]:
     """Median seconds of each forward of a block that is half masks, behind a block of context; they take turns."""
+    cfg = model.cfg
     device = model.wte.weight.device
-    z = random_tokens(model).to(device)
+    ordinary = max(1, cfg.vocab_size - 512)  # without what is special at the end of the vocabulary
+    z = torch.randint(ordinary, (1, cfg.block_length), generator=generator("sixteen_b", "block")).to(device)
     engine = Cached(model, z.tolist(), 1)
-    masked = torch.arange(z.shape[1], device=device)[None] >= z.shape[1] // 2
-    z = z.masked_fill(masked, model.cfg.mask_id)
+    masked = torch.arange(cfg.block_length, device=device)[None] >= cfg.block_length // 2
+    z = z.masked_fill(masked, cfg.mask_id)
     h, states = engine.stage_a(z)
 
-    # nobody reads the logits of a commit; Stage B makes them of the block, a head of the masks
+    # nobody reads the logits of a commit; a head makes them of the masks, the others of the block
     sides = {
         "full": lambda: model.head(engine.stage_a(z)[1]),
         "commit": lambda: engine.stage_a(z),
         "stage_b": lambda: model.head(engine.stage_b(h, masked)),
     }
     if model.second_look is not None:
-        del sides["stage_b"]
         sides["head"] = lambda: model.second_look(model, states, z, masked)
 
     seconds: dict[str, list[float]] = {name: [] for name in sides}
@@ -97,43 +90,24 @@ def forwards(model: Model) -> dict[str, float]:
     return {name: statistics.median(taken) for name, taken in seconds.items()}
 
 
-def decode(model: Model, tokens: int, n_rounds: int) -> None:
-    """So many tokens after a prompt of 32, one a step (nothing is likely to a random model), without edits: a step is
-    one forward, and with Stage B n_rounds partial ones."""
-    prompts = random_tokens(model).tolist()
-    start = time.perf_counter()
-    (output,) = generate(model, prompts, Decoding(gen_length=tokens, tau_t2t=None, n_rounds=n_rounds))
-    seconds = time.perf_counter() - start
-    n = len(output.tokens)
-    print(f"K = {n_rounds}: {n} tokens in {seconds:.1f} s, {seconds / n:.2f} s each; forwards {output.nfe}")
-
-
-def measure(args: Namespace) -> None:
+def prices(args: Namespace) -> None:
     device = pick_device(args.device)
-    start = time.perf_counter()
     model = load_model(args.ckpt, device, DTYPES[args.dtype])
-    loaded = time.perf_counter() - start
-    size = sum(tensor.nbytes for tensor in model.state_dict().values())
-    print(
-        f"{args.ckpt}: {model.cfg.n_layer} layers, {size / 1e9:.2f} GB, loaded in {loaded:.2f} s; "
-        f"{torch.get_num_threads()} threads, {device}, {args.dtype}"
-    )
-    seconds = {name: round(of, 4) for name, of in forwards(model).items()}
-    print(f"seconds a forward of one block: {json.dumps(seconds)}")
-    for n_rounds in (0, 1):
-        decode(model, args.tokens, n_rounds)
+    cfg = model.cfg
+    what = f"{cfg.n_layer} layers, blocks of {cfg.block_length}, n = {cfg.n_last}"
+    print(f"{args.ckpt}: {what}; {torch.get_num_threads()} threads, {device}, {args.dtype}")
+    print(json.dumps({name: round(taken, 4) for name, taken in forwards(model).items()}))
 
 
 @command
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("job", choices=["write", "measure"], help="see above")
+    parser.add_argument("job", choices=["write", "prices"], help="see above")
     group = parser.add_argument_group("write")
     group.add_argument("--layers", type=bounded(int, 2), default=20, help="of 20; each is of full size")
     group.add_argument("--out", type=Path, default=Path("weights/released"), help="new or empty folder")
-    group = parser.add_argument_group("measure")
-    group.add_argument("--ckpt", type=Path, default=Path("weights/int8"), help="checkpoint folder, in int8 or not")
-    group.add_argument("--tokens", type=bounded(int, 1), default=64, help="to decode")
+    group = parser.add_argument_group("prices")
+    group.add_argument("--ckpt", type=Path, default=Path("weights/int8"), help="a model's folder, or an adapter's")
     group.add_argument("--device", default="cpu", help="auto (cuda, then mps, then cpu), or one by name")
     group.add_argument("--dtype", choices=DTYPES, default="bf16", help="of activations")
     args = parser.parse_args()
@@ -141,7 +115,7 @@ def main() -> None:
     if args.job == "write":
         write(args.out, args.layers)
     else:
-        measure(args)
+        prices(args)
 
 
 if __name__ == "__main__":

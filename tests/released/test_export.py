@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import caller
+from common import caller, random_lora
 from safetensors import safe_open
 from safetensors.torch import load_file
 from test_convert import GOLDEN, INDEX, VARIANTS, bits, released, variant
@@ -21,14 +21,6 @@ from released import export
 @pytest.fixture
 def run(monkeypatch, capsys):
     return caller(export, monkeypatch, capsys)
-
-
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory) -> Path:
-    """The golden checkpoint in our layout."""
-    folder = tmp_path_factory.mktemp("golden") / "ours"
-    convert_weights.convert(GOLDEN, folder)
-    return folder
 
 
 # --- there and back
@@ -65,20 +57,17 @@ def test_a_model_trained_here_exports_and_converts_back(run, tmp_path):
 
 
 # --- adapters
-def adapter(ours: Path, folder: Path, in_stage_b_alone: bool = False):
+def adapter(golden: Path, folder: Path):
     """A folder as train.py writes it, with random LoRA and markers -> the model with it."""
-    model = load_model(ours, "cpu", torch.float32, n_last=2, n_rounds=2)
-    model.add_lora(4, 8, generator("lora"), in_stage_b_alone)
-    for name, p in model.named_parameters():
-        if "lora_" in name or name == "markers":
-            p.data.copy_(torch.randn(p.shape, generator=generator("adapter", name)) * 0.1)
-    settings = {"lora_r": 4, "lora_alpha": 8, "lora_in_stage_b_alone": in_stage_b_alone}
-    save_adapter(model, folder, ours, settings)
+    model = load_model(golden, "cpu", torch.float32, n_last=2, n_rounds=2)
+    random_lora(model)
+    model.markers.data.normal_(generator=generator("markers"))
+    save_adapter(model, folder, golden, {"lora_r": 4, "lora_alpha": 8})
     return model
 
 
-def test_lora_is_merged_and_nothing_else_changes(run, ours, tmp_path):
-    model = adapter(ours, tmp_path / "adapter")
+def test_lora_is_merged_and_nothing_else_changes(run, golden, tmp_path):
+    model = adapter(golden, tmp_path / "adapter")
     run("--to", "hf", "--src", tmp_path / "adapter", "--out", tmp_path / "merged")
     convert_weights.convert(tmp_path / "merged", tmp_path / "reloaded")
     reloaded = load_model(tmp_path / "reloaded", "cpu", torch.float32).state_dict()
@@ -92,8 +81,8 @@ def test_lora_is_merged_and_nothing_else_changes(run, ours, tmp_path):
         assert torch.equal(f.get_tensor("markers"), model.markers) and f.metadata() == {"n_last": "2"}
 
 
-def test_peft_layout(run, ours, tmp_path):
-    model = adapter(ours, tmp_path / "adapter")
+def test_peft_layout(run, golden, tmp_path):
+    model = adapter(golden, tmp_path / "adapter")
     run("--to", "peft", "--src", tmp_path / "adapter", "--out", tmp_path / "peft")
     state = load_file(tmp_path / "peft" / "adapter_model.safetensors")
     assert len(state) == 16
@@ -106,23 +95,16 @@ def test_peft_layout(run, ours, tmp_path):
     assert torch.equal(load_file(tmp_path / "peft" / "markers.safetensors")["markers"], model.markers)
 
 
-def test_an_adapter_of_stage_b_alone_goes_to_peft_but_not_into_the_weights(run, ours, tmp_path):
-    adapter(ours, tmp_path / "adapter", in_stage_b_alone=True)
-    line = run.fails("--to", "hf", "--src", tmp_path / "adapter", "--out", tmp_path / "merged")
-    assert "in Stage B only" in line and not (tmp_path / "merged").exists()
-    assert "in Stage B only" in run("--to", "peft", "--src", tmp_path / "adapter", "--out", tmp_path / "peft")
-    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
-    assert config["layers_to_transform"] == [2, 3] and config["layers_pattern"] == "layers"
-    assert len(load_file(tmp_path / "peft" / "adapter_model.safetensors")) == 8
-
-
-def test_what_is_not_exported(run, ours, tmp_path):
-    """A head, and an adapter of another base."""
-    adapter(ours, tmp_path / "adapter")
+def test_what_is_not_exported(run, golden, tmp_path):
+    """A head, an adapter of Stage B alone, and one of another base."""
+    adapter(golden, tmp_path / "adapter")
     path = tmp_path / "adapter" / "adapter.json"
     settings = json.loads(path.read_text())
-    head = {"head": {"module": "beyond.head"}}
-    for change, says in ((head, "is a head"), ({"base_fingerprint": "another"}, "another")):
+    for change, says in (
+        ({"head": {"module": "beyond.head"}}, "is a head"),
+        ({"lora_in_stage_b_alone": True}, "in Stage B only"),
+        ({"base_fingerprint": "another"}, "another"),
+    ):
         path.write_text(json.dumps(settings | change))
         for to in ("hf", "peft"):
             assert says in run.fails("--to", to, "--src", tmp_path / "adapter", "--out", tmp_path / "out")
