@@ -28,9 +28,9 @@ FILES = {
 
 
 # --- records by hand, in the published shapes
-def code_record(name: str, prompt: str, entry: str, solution: str, plus: list) -> dict:
-    inputs = {"base_input": [[1], [2]], "plus_input": plus, "contract": "", "atol": 0}
-    return {"task_id": name, "prompt": prompt, "entry_point": entry, "canonical_solution": solution} | inputs
+def code_record(name: str, prompt: str, entry: str, solution: str) -> dict:
+    record = {"task_id": name, "prompt": prompt, "entry_point": entry, "canonical_solution": solution}
+    return record | {"plus_input": []}
 
 
 GSM8K = [
@@ -56,12 +56,10 @@ PIQA = [
     {"id": "x2", "goal": "cut bread", "sol1": "use soup", "sol2": "use a knife"},
 ]
 HUMANEVAL = [
-    code_record("HumanEval/900", 'def twice(x):\n    """2x"""\n', "twice", "    return 2 * x\n", [[-3]]),
-    code_record("HumanEval/901", 'def size(x):\n    """|x|"""\n', "size", "    return abs(x)\n", [[-3]]),
+    code_record("HumanEval/900", 'def twice(x):\n    """2x"""\n', "twice", "    return 2 * x\n"),
+    code_record("HumanEval/901", 'def size(x):\n    """|x|"""\n', "size", "    return abs(x)\n"),
 ]
-MBPP = [
-    code_record("Mbpp/900", '"""\nTwice.\nassert twice(1) == 2\n"""\n', "twice", "\ndef twice(x):\n  return 2*x\n", [])
-]
+MBPP = [code_record("Mbpp/900", '"""\nTwice.\n"""\n', "twice", "\ndef twice(x):\n  return 2*x\n")]
 RECORDS = {"gsm8k": GSM8K, "cmath": CMATH, "drop": DROP, "piqa": PIQA, "humaneval": HUMANEVAL, "mbpp": MBPP}
 
 
@@ -116,22 +114,18 @@ def test_every_item_loads_and_its_gold_is_right(name, request, tmp_path):
 
 # --- prompts
 def test_the_prompts_are_those_of_the_named_sources(tmp_path):
-    first = {name: TASKS[name].load(write_task(tmp_path, name))[0] for name in FILES}
+    first = {name: TASKS[name].load(write_task(tmp_path, name))[0] for name in ("gsm8k", "piqa", "drop", "mbpp")}
     assert first["gsm8k"].prompt == (
         "A hen lays {3} eggs a day. How many in 2 days?\n"
         "Please reason step by step, and put your final answer within \\boxed{}."
     )
-    assert first["cmath"].prompt == (
-        "3包糖，每包6颗，一共多少颗？\n请通过逐步推理来解答问题，并把最终答案放置于\\boxed{}中。"
-    )
     assert first["piqa"].prompt == "dry a cup\nA. use a towel\nB. use a lake\nAnswer with the letter A or B.\nAnswer:"
     assert "\n\nPassage: A, then\nB won.\nQuestion: Who won?\n\nThink step by step, then" in first["drop"].prompt
     assert first["drop"].gold == [("B",), ("the B",)]
-    assert first["humaneval"].prompt == (
+    assert first["mbpp"].prompt == (
         "Please provide a self-contained Python script that solves the following problem in a markdown code block:\n"
-        '```\ndef twice(x):\n    """2x"""\n```\n'
+        '```\n"""\nTwice.\n"""\n```\n'
     )
-    assert first["mbpp"].prompt.endswith('```\n"""\nTwice.\nassert twice(1) == 2\n"""\n```\n')
     # a span that holds "and" is read both ways
     assert TASKS["drop"].load(write_task(tmp_path, "drop"))[1].gold == [("ale and rum",), ("ale", "rum")]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import assert_same, command_line, random_ids, refused, tiny_model
+from common import assert_same, command_line, random_ids, random_lora, refused, tiny_model
 
 import sample
 from cache import Cached
@@ -35,13 +35,10 @@ def both(adapters: bool = False, **overrides) -> tuple[Model, CompiledModel]:
     """A model and the same one compiled, perhaps with adapters that change something."""
     plain = tiny_model(**CASES, **overrides)
     changed = CompiledModel(plain.cfg)
+    changed.load_state_dict(plain.state_dict())
     for model in (plain, changed):
         if adapters:
-            model.add_lora(4, 8.0, generator("lora"))
-    for name, p in plain.named_parameters():
-        if "lora_B" in name:
-            p.data = torch.randn(p.shape, generator=generator(name)) * 0.1
-    changed.load_state_dict(plain.state_dict())
+            random_lora(model)
     return plain, changed
 
 
