@@ -3,8 +3,8 @@
 config.json            the model's geometry and ids, written last: a folder that has one is whole
 model.safetensors      all parameters and markers, or shards with model.safetensors.index.json
 tokenizer.json         where the model reads byte-level BPE
-adapter.json           instead of config.json: where the base lies (relative to this folder) and its fingerprint, the
-                       geometry, LoRA's rank and scale or a head of beyond/, and the settings to decode it by
+adapter.json           instead of config.json: where the base lies (relative to this folder) and its fingerprint, n and
+                       K, LoRA's rank and scale or a head of beyond/, and the settings to decode it by
 adapter.safetensors    LoRA matrices and markers, or the head
 state.safetensors      what a training run resumes from: trained weights and AdamW's moments; log.jsonl, train.json
 
@@ -177,7 +177,6 @@ def load_model(
         head = make_head(cfg)
     elif "head" in adapter:
         head = build_head(folder, adapter["head"], cfg)
-    check_last_layer(base, cfg)
     with torch.device("meta"):
         model = kind(cfg, head)
     loader_of(base)(model, base, device, dtype)
@@ -186,13 +185,6 @@ def load_model(
     if adapter:
         load_adapter(model, folder, adapter)
     return model
-
-
-def check_last_layer(folder: Path, cfg: Config) -> None:
-    """Refuse a config of more layers than are stored, before they are built: that takes time and memory."""
-    last = f"layers.{cfg.n_layer - 1}."
-    if not any(name.startswith(last) for _, _, name in tensors_in(weight_files(folder))):
-        fail(f"{folder}: config.json has n_layer {cfg.n_layer}, but no tensor {last}* is stored: copy the folder again")
 
 
 def loader_of(folder: Path) -> Callable[[Model, Path, torch.device | str, torch.dtype], None]:
@@ -255,11 +247,6 @@ def names_of(folder: Path) -> dict | None:
 
 
 # --- an adapter's folder
-
-# an adapter fits a model that agrees in these
-ADAPTER_GEOMETRY = ("n_layer", "n_embd", "n_head", "n_kv_head", "n_last", "n_rounds")
-
-
 def about_adapter(folder: Path) -> dict:
     """What adapter.json says; of any other folder nothing."""
     path = folder / "adapter.json"
@@ -307,7 +294,7 @@ def save_adapter(
     about = {
         "base": Path(os.path.relpath(base, folder)).as_posix(),
         "base_fingerprint": fingerprint(base),
-        "model": {name: getattr(model.cfg, name) for name in ADAPTER_GEOMETRY},
+        "model": {"n_last": model.cfg.n_last, "n_rounds": model.cfg.n_rounds},
     }
     save_tensors(folder / "adapter.safetensors", weights or model.adapter_state())
     write_json(folder / "adapter.json", about | settings)
@@ -321,12 +308,8 @@ def build_head(folder: Path, about: dict, cfg: Config) -> nn.Module:
 
 def load_adapter(model: Model, folder: Path, settings: dict) -> None:
     """LoRA and markers, or a head, into a loaded model. They are float32 in every dtype of it."""
-    path = folder / "adapter.json"
-    with reading(path, "adapter"):
-        for name, trained in settings["model"].items():
-            if getattr(model.cfg, name) != trained:
-                fail(f"{folder} was trained with {name} {trained}, the base has {getattr(model.cfg, name)}")
-        if model.second_look is None:
+    if model.second_look is None:
+        with reading(folder / "adapter.json", "adapter"):
             alone = settings.get("lora_in_stage_b_alone", False)
             model.add_lora(int(settings["lora_r"]), float(settings["lora_alpha"]), torch.Generator(), alone)
 

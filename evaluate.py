@@ -15,11 +15,11 @@ names and trained ones apart, and `unicodedata` judges. Shares of the names draw
     distinct   different existing names
 
 Forwards are per token, everything counted: full ones, commits, and partial ones at their share of
-the layers. --json has all measures, for a script to read.
+the layers. Of names --json has all measures, for a script to read.
 
     python evaluate.py --ckpt assets/names/head      # a base with a head, held-out names, twelve seconds
     python evaluate.py --holes 2                      # the same with two tokens of a block masked
-    python evaluate.py --ckpt out/modes --json        # a toy's decoders, an object a line
+    python evaluate.py --ckpt out/modes               # a toy's decoders
 """
 
 import json
@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from checkpoint import load_model, load_tokenizer, names_of
 from lib import data, toy
-from lib.config import DTYPES, Config
+from lib.config import Config
 from lib.output import Output, in_full
 from lib.tokenizer import Tokenizer
 from lib.toy import Toy
@@ -57,8 +57,7 @@ TOY_DECODERS = {
     "released S": Decoding(tau_m2t=0.5, tau_t2t=0.0, n_rounds=0),
 }
 
-NAME_TOKENS = 32  # that a completion may have
-NAMES = Decoding(gen_length=NAME_TOKENS, tau_t2t=None, n_rounds=0)
+NAMES = Decoding(gen_length=32, tau_t2t=None, n_rounds=0)
 
 # tau_m2t: where the surest masks are written first it is a gate on each one's probability; from the
 # left, on the product of all up to and with its own
@@ -145,8 +144,8 @@ def quality(model: Model, task: Toy, d: Decoding) -> dict[str, float]:
     return shares | {"lost": lost} | per_token(model, outputs, task.n_ctx * task.m)
 
 
-def evaluate_toy(model: Model, task: Toy) -> dict:
-    """What print_toy shows: nats, means over contexts."""
+def evaluate_toy(model: Model, task: Toy) -> None:
+    """Print a row for every decoder: shares, nats, means over contexts."""
     # a decoder that uses Stage B, once, takes the model's number of rounds
     K = model.cfg.n_rounds
     decoders = {}
@@ -157,9 +156,17 @@ def evaluate_toy(model: Model, task: Toy) -> dict:
     decoders["one at a time"] |= distances(task, chain_table(model, task))
     decoders["Stage A, one step"] |= distances(task, one_step_table(model, task, 0))
     decoders["Stage B, one step"] |= distances(task, one_step_table(model, task, K))
+
     tc = float(task.tc().mean())
     h = float(task.h_joint().mean())
-    return {"task": task.name, "tc": tc, "h_joint": h, "decoders": decoders}
+    print(f"{task.name}: TC = {tc:.4f} nats; in one step a joint decoder loses at least H = {h:.4f}, "
+          f"one apart H + TC = {h + tc:.4f}")  # fmt: skip
+    columns = {"coherent": "coherent", "mode": "mode_hit", "KL": "forward_kl", "TV": "tv"}
+    rows = []
+    for name, measured in decoders.items():
+        cells = [f"{measured[key]:.3f}" if key in measured else "" for key in columns.values()]
+        rows.append([name, *cells, f"{measured['forwards/token']:.2f}"])
+    print_table(["decoder", *columns, "forwards/token"], rows)
 
 
 def load_task(folder: Path) -> Toy:
@@ -170,19 +177,6 @@ def load_task(folder: Path) -> Toy:
         name = settings.pop("name")
         given = [f"{size}={value}" for size, value in settings.items()]
         return toy.make(name, **toy.sizes(given))
-
-
-def print_toy(report: dict) -> None:
-    h = report["h_joint"]
-    tc = report["tc"]
-    print(f"{report['task']}: TC = {tc:.4f} nats; in one step a joint decoder loses at least H = {h:.4f}, "
-          f"one apart H + TC = {h + tc:.4f}")  # fmt: skip
-    columns = {"coherent": "coherent", "mode": "mode_hit", "KL": "forward_kl", "TV": "tv"}
-    rows = []
-    for name, measured in report["decoders"].items():
-        cells = [f"{measured[key]:.3f}" if key in measured else "" for key in columns.values()]
-        rows.append([name, *cells, f"{measured['forwards/token']:.2f}"])
-    print_table(["decoder", *columns, "forwards/token"], rows)
 
 
 # --- names
@@ -247,31 +241,30 @@ def judge(asked: list[str], written: list[str]) -> dict[str, float]:
     }
 
 
-def name_decoders(model: Model, temperature: float) -> dict[str, Decoding]:
+def name_decoders(model: Model) -> dict[str, Decoding]:
     """Stage A at several gates; the same with Stage B, or a head at several tau_keep."""
-    start = replace(NAMES, temperature=temperature)
     above = "above" if model.cfg.order == "surest" else "prefix above"
     gates = {"all at once" if tau < 0 else f"{above} {tau}": tau for tau in GATES[model.cfg.order]}
-    decoders = {"one at a time": replace(start, tau_m2t=1.0)}
+    decoders = {"one at a time": replace(NAMES, tau_m2t=1.0)}
     for gate, tau in gates.items():
-        decoders[gate] = replace(start, tau_m2t=tau)
+        decoders[gate] = replace(NAMES, tau_m2t=tau)
 
     if model.second_look is not None:
         for keep in KEEP:
-            decoders[f"head, tau_keep {keep}"] = replace(start, tau_m2t=-1.0, tau_keep=keep, n_rounds=1)
+            decoders[f"head, tau_keep {keep}"] = replace(NAMES, tau_m2t=-1.0, tau_keep=keep, n_rounds=1)
     elif model.markers.any():
         for gate, tau in gates.items():
-            decoders[f"Stage B, {gate}"] = replace(start, tau_m2t=tau, n_rounds=model.cfg.n_rounds)
+            decoders[f"Stage B, {gate}"] = replace(NAMES, tau_m2t=tau, n_rounds=model.cfg.n_rounds)
     return decoders
 
 
-def hole_decoders(model: Model, temperature: float) -> dict[str, Decoding]:
+def hole_decoders(model: Model) -> dict[str, Decoding]:
     """Nothing is written behind the text, so a block ends with its last hole."""
 
     def first(order: str, p: Tensor, masked: Tensor) -> Tensor:
         return select_bundle(p.amax(-1), masked, 1.0, 1, order)
 
-    start = replace(NAMES, gen_length=0, holes=True, temperature=temperature)
+    start = replace(NAMES, gen_length=0, holes=True)
     decoders = {
         "one at a time, from the left": replace(start, select=partial(first, "leftmost")),
         "one at a time, surest first": replace(start, select=partial(first, "surest")),
@@ -282,9 +275,9 @@ def hole_decoders(model: Model, temperature: float) -> dict[str, Decoding]:
     return decoders
 
 
-def complete(model: Model, tokenizer: Tokenizer, prompts: dict[str, list[int]], d: Decoding, seed: int) -> dict:
+def complete(model: Model, tokenizer: Tokenizer, prompts: dict[str, list[int]], d: Decoding) -> dict:
     """Complete every prompt (name -> ids), judge the names that come of it, and count."""
-    outputs = generate(model, list(prompts.values()), d, seed)
+    outputs = generate(model, list(prompts.values()), d)
     written = [tokenizer.decode(o.prompt + o.tokens) for o in outputs]
     holes = sum(ids.count(model.cfg.mask_id) for ids in prompts.values())
     tokens = holes + sum(len(o.tokens) for o in outputs)
@@ -295,10 +288,10 @@ def evaluate_names(folder: Path, model: Model, about: dict, args: Namespace) -> 
     """Print what every decoder writes for held-out names; with --json also for trained ones."""
     tokenizer = load_tokenizer(folder, model.cfg.tokenizer)
     asked = "completed from their first third"
-    decoders = name_decoders(model, args.temperature)
+    decoders = name_decoders(model)
     if args.holes:
         asked = f"{args.holes} tokens of a block masked"
-        decoders = hole_decoders(model, args.temperature)
+        decoders = hole_decoders(model)
     groups = ("held out", "trained") if args.json else ("held out",)
     rows = []
     for group in groups:
@@ -307,7 +300,7 @@ def evaluate_names(folder: Path, model: Model, about: dict, args: Namespace) -> 
         else:
             prompts = draw_names(args.prompts, group, tokenizer)
         for name, d in tqdm(decoders.items(), desc=group, unit="decoder", disable=None):
-            found = complete(model, tokenizer, prompts, d, args.seed)
+            found = complete(model, tokenizer, prompts, d)
             if args.json:
                 about_it = {"ckpt": str(folder), "decoder": name, "group": group, "prompts": len(prompts)}
                 print(json.dumps(about_it | found))
@@ -323,26 +316,21 @@ def main() -> None:
     parser = Parser(__doc__)
     add = parser.add_argument_group("toys and names").add_argument
     add("--ckpt", default="assets/names/head", help="a model's folder, or an adapter's")
-    add("--json", action="store_true", help="an object a line: a toy's table, or one decoder of names")
     add("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
-    add("--dtype", choices=DTYPES, default="fp32", help="of weights and activations")
     add = parser.add_argument_group("names only").add_argument
+    add("--json", action="store_true", help="an object a line: one decoder's measures, of held-out or trained names")
     add("--prompts", type=bounded(int, 1), default=256, help="names drawn of each group")
     add("--holes", type=bounded(int, 0), default=0, help="mask so many tokens of a block of each name, and fill these")
-    add("--temperature", type=bounded(float, 0), default=0.0, help="0: greedy")
-    add("--seed", type=int, default=0, help="of the tokens drawn, with a temperature")
     args = parser.parse_args()
 
     folder = Path(args.ckpt)
     about = names_of(folder)
     task = load_task(folder) if about is None else None
-    model = load_model(folder, pick_device(args.device), DTYPES[args.dtype])
+    model = load_model(folder, pick_device(args.device), torch.float32)
     if about is not None:
         evaluate_names(folder, model, about, args)
-    elif args.json:
-        print(json.dumps(evaluate_toy(model, task)).replace("Infinity", "null"))  # JSON has no infinity
     else:
-        print_toy(evaluate_toy(model, task))
+        evaluate_toy(model, task)
 
 
 if __name__ == "__main__":

@@ -50,13 +50,14 @@ class Config:
                 fail(f"impossible model: {field.name} is of type {field.type.__name__}, and {value!r} is not")
 
         group = self.n_expert // max(1, self.n_group)
-        sizes = (self.n_layer, self.n_head, self.n_kv_head, self.n_embd, self.head_dim, self.n_expert)
+        sizes = (self.n_head, self.n_kv_head, self.n_embd, self.head_dim, self.n_expert)
+        counts = (self.n_layer, self.n_dense, self.n_shared)
         scales = (self.norm_eps, self.rope_theta, self.routed_scaling)
         ids = (self.eos_id, self.mask_id)
         for holds, what in (
             (all(0 < n <= 2**20 for n in (*sizes, self.d_dense, self.d_expert)), "sizes are 1..1,048,576"),
             (all(0 < x < 1e30 for x in scales), "norm_eps, rope_theta and routed_scaling are above 0, and finite"),
-            (all(0 <= n <= 2**10 for n in (self.n_dense, self.n_shared)), "n_dense and n_shared are 0..1024"),
+            (all(0 <= n <= 2**10 for n in counts), "n_layer, n_dense and n_shared are 0..1024"),
             (self.n_head % max(1, self.n_kv_head) == 0, "n_head is a multiple of n_kv_head"),
             (self.rotary_dim in range(2, self.head_dim + 1, 2), "rotary_dim is even, and at most head_dim"),
             (self.n_expert == group * self.n_group and group > 1, "n_group divides n_expert, in twos or more"),

@@ -94,19 +94,14 @@ def test_a_toy_from_the_command_line(trained, tmp_path, monkeypatch, capsys):
     _, t, run = trained
     code, out, _ = command_line(evaluate, monkeypatch, capsys, "--ckpt", run, "--device", "cpu")
     assert code == 0 and all(name in out for name in TOY_DECODERS) and f"TC = {float(t.tc().mean()):.4f}" in out
-    _, out, _ = command_line(evaluate, monkeypatch, capsys, "--ckpt", run, "--json")
-    report = json.loads(out)
-    assert report["tc"] == approx(float(t.tc().mean())) and report["h_joint"] == approx(float(t.h_joint().mean()))
-    assert "Infinity" not in out  # JSON has no inf
-    assert len(out.splitlines()) == 1
+    assert f"H = {float(t.h_joint().mean()):.4f}" in out
 
-    # an adapter is evaluated by its own rounds
+    # an adapter is evaluated by its own rounds: two halves of a forward beside the full one, of two tokens
     argv = ["--data", "pairs", "--init_from", run, "--max_iters", 2, "--n_rounds", 2, "--out_dir", tmp_path / "two"]
     assert command_line(train, monkeypatch, capsys, *argv, "--n_last", 1, "--batch_size", 4)[0] == 0
-    _, out, _ = command_line(evaluate, monkeypatch, capsys, "--ckpt", tmp_path / "two", "--json")
-    decoders = json.loads(out)["decoders"]
-    assert decoders["Stage B, one step"]["partial/token"] == approx(2 * decoders["Stage B, one step"]["full/token"])
-    assert all(d["partial/token"] == 0 for name, d in decoders.items() if "released" in name)
+    _, out, _ = command_line(evaluate, monkeypatch, capsys, "--ckpt", tmp_path / "two")
+    costs = {line.split("  ")[0]: line.split()[-1] for line in out.splitlines()}
+    assert (costs["Stage A, one step"], costs["Stage B, one step"]) == ("0.50", "1.00")
 
 
 def test_mistakes(tmp_path, monkeypatch, capsys):
@@ -171,8 +166,8 @@ def test_a_base_fills_holes_in_as_many_forwards_as_its_order_asks_for(monkeypatc
     model = tiny_model(vocab_size=272, eos_id=256, mask_id=257, n_rounds=1)
     prompts = {"A NAME OF A SORT": [257 if i in (1, 2, 5) else ord(c) for i, c in enumerate("A NAME OF A SORT")]}
     costs = {}
-    for name, d in evaluate.hole_decoders(model, 0.0).items():
-        found = evaluate.complete(model, byte_tokenizer(), prompts, d, 0)
+    for name, d in evaluate.hole_decoders(model).items():
+        found = evaluate.complete(model, byte_tokenizer(), prompts, d)
         costs[name] = round(3 * found["forwards/token"])
     assert costs == {"one at a time, from the left": 5, "one at a time, surest first": 5, "all at once": 3}
 
@@ -183,15 +178,15 @@ def test_decoders_are_stage_a_at_its_gates_and_the_same_with_what_there_is():
     products = {"prefix above 0.9": 0.9, "prefix above 0.5": 0.5, "prefix above 0.2": 0.2, "all at once": -1.0}
     for order, taus in (("surest", gates), ("leftmost", products)):
         model = tiny_model(order=order)
-        by_a = sample.Decoding(gen_length=32, tau_t2t=None, n_rounds=0, temperature=0.5)
+        by_a = sample.Decoding(gen_length=32, tau_t2t=None, n_rounds=0)
         expected = {"one at a time": replace(by_a, tau_m2t=1.0)}
         expected |= {gate: replace(by_a, tau_m2t=tau) for gate, tau in taus.items()}
         by_b = {f"Stage B, {gate}": replace(expected[gate], n_rounds=2) for gate in taus}
-        assert evaluate.name_decoders(model, 0.5) == expected | by_b
+        assert evaluate.name_decoders(model) == expected | by_b
         model.markers.data.zero_()
-        assert evaluate.name_decoders(model, 0.5) == expected
+        assert evaluate.name_decoders(model) == expected
     model.second_look = SurestOnly(64)
-    keeps = {name: d.tau_keep for name, d in evaluate.name_decoders(model, 0.0).items() if d.n_rounds == 1}
+    keeps = {name: d.tau_keep for name, d in evaluate.name_decoders(model).items() if d.n_rounds == 1}
     assert keeps == {f"head, tau_keep {keep}": keep for keep in (0.0, 0.5, 0.8, 0.95)}
 
 
@@ -205,9 +200,9 @@ def test_names_from_the_command_line(tmp_path, monkeypatch, capsys):
     argv = ["--ckpt", tmp_path, "--prompts", 2, "--device", "cpu"]
     code, _, err = command_line(evaluate, monkeypatch, capsys, *argv, "--holes", 8)
     assert code == 2 and "--holes 8: no name" in err and len(err.splitlines()) == 1
-    code, out, err = command_line(evaluate, monkeypatch, capsys, *argv, "--json", "--temperature", 1)
+    code, out, err = command_line(evaluate, monkeypatch, capsys, *argv, "--json")
     records = [json.loads(line) for line in out.splitlines()]
-    names = list(evaluate.name_decoders(model, 1.0))
+    names = list(evaluate.name_decoders(model))
     assert code == 0, err
     assert [(r["group"], r["decoder"]) for r in records] == [(g, n) for g in ("held out", "trained") for n in names]
     for r in records:
@@ -215,11 +210,8 @@ def test_names_from_the_command_line(tmp_path, monkeypatch, capsys):
         assert (r["partial/token"] > 0) == ("Stage B" in r["decoder"])
         assert r["forwards/token"] == approx(r["full/token"] + r["commit/token"] + r["partial/token"] / 2)
 
-    # fewer columns for people; and the seed is that of what is drawn
+    # fewer columns for people
     model.markers.data.zero_()
     save_model(model, tmp_path)
-    seeds, generate = [], evaluate.generate
-    monkeypatch.setattr(evaluate, "generate", lambda *given: seeds.append(given[3]) or generate(*given))
-    code, out, _ = command_line(evaluate, monkeypatch, capsys, *argv, "--seed", 7)
-    assert set(seeds) == {7}
+    code, out, _ = command_line(evaluate, monkeypatch, capsys, *argv)
     assert code == 0 and "2 held-out names" in out and "one at a time" in out and "Stage B" not in out

@@ -193,7 +193,7 @@ def test_the_records_of_the_shipped_model(few, tmp_path, monkeypatch, capsys):
 
     model, tokenizer = load_model(NAMES / "head", "cpu", torch.float32), load_tokenizer(NAMES, "bpe")
     prompts = evaluate.draw_names(4, "held out", tokenizer) | evaluate.draw_names(4, "trained", tokenizer)
-    found = evaluate.complete(model, tokenizer, prompts, settings(model, evaluate.NAMES)["tau_keep 0"], 0)
+    found = evaluate.complete(model, tokenizer, prompts, settings(model, evaluate.NAMES)["tau_keep 0"])
     r = records[3]
     assert r["exist"] == found["exist"] and r["per"]["token"] == found["tokens/name"] * 8
     assert r["cost"]["all"] / r["per"]["token"] == approx(found["forwards/token"])
