@@ -179,21 +179,6 @@ def our_tensors(found: dict[str, Stored], shard: list[Plan]) -> dict[str, Tensor
     return tensors
 
 
-def read_released(src: Path) -> tuple[Config, list[Shard]]:
-    """Our config, and what makes our shards; all is checked."""
-    cfg = our_config(src)
-    found = survey(src)
-    shards = plan(cfg)
-
-    # all tensors of the plan, and no others
-    parts = {name: planned.part for planned in sum(shards, []) for name in planned.released}
-    expected = {name: torch.empty(part, device="meta") for name, part in parts.items()}
-    hint = "the checkpoint is incomplete, or another framework's"
-    check_fit(src, found, expected, hint, {"lm_head.weight": "tied to the embedding"})
-
-    return cfg, [partial(our_tensors, found, shard) for shard in shards]
-
-
 # --- config.json
 def our_config(src: Path) -> Config:
     """Our Config. Every field of the released config.json is used, checked or in IGNORED."""
@@ -289,11 +274,20 @@ def convert(src: Path, out: Path) -> None:
     """The released checkpoint in `src` becomes ours in `out`. Nothing is written before all is checked."""
     if "n_layer" in read_json(src / "config.json", "released config"):
         fail(f"{src} is already in our layout; `python -m released.export --to hf` is the way back")
-    cfg, shards = read_released(src)
+    cfg = our_config(src)
+    found = survey(src)
+    shards = plan(cfg)
+
+    # all tensors of the plan, and no others
+    parts = {name: planned.part for planned in sum(shards, []) for name in planned.released}
+    expected = {name: torch.empty(part, device="meta") for name, part in parts.items()}
+    hint = "the checkpoint is incomplete, or another framework's"
+    check_fit(src, found, expected, hint, {"lm_head.weight": "tied to the embedding"})
+
     files = copies(src, *TEXT)
     files["released_config.json"] = partial(copy_file, src / "config.json")
     files["config.json"] = partial(write_json, value=asdict(cfg))
-    write_checkpoint(out, shards, files)
+    write_checkpoint(out, [partial(our_tensors, found, shard) for shard in shards], files)
 
 
 @command
