@@ -47,20 +47,12 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str
     replace_file(path, write)
 
 
-def tensors_in(files: list[Path]) -> Iterator[tuple[Path, safe_open, str]]:
-    """(path, open file, name) of all tensors of these files."""
+def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of all tensors of these files. They are mapped: what is not used is not read."""
     for path in files:
         with reading(path, "safetensors file"), safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 (it is no dict)
-                yield path, file, name
-
-
-def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of all tensors of these files, one at a time."""
-    for path, file, name in tensors_in(files):
-        with reading(path, "safetensors file"):
-            tensor = file.get_tensor(name)
-        yield name, tensor
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+        yield from found.items()
 
 
 def weight_files(folder: Path) -> list[Path]:

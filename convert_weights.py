@@ -11,18 +11,16 @@ last. The way back, and adapters to PEFT: released/export.py.
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import check_fit, save_tensors, stored, tensors_in, weight_files
+from checkpoint import check_fit, read_tensors, save_tensors, stored, weight_files
 from lib.config import Config
 from lib.tokenizer import EOS, MASK, bpe_tokenizer
 from lib.util import Parser, command, fail, read_json, reading, replace_file, write_json
@@ -89,7 +87,7 @@ IGNORED = {
     "output_router_logits", "pad_token_id", "bos_token_id", "eos_token_id", "mask_token_id",
 }
 # fmt: on
-FLOATS = ("F32", "F16", "BF16")
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 TEXT = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 INDEX = "model.safetensors.index.json"
 
@@ -99,33 +97,13 @@ Files = dict[str, Callable[[Path], None]]  # file name -> what writes it, in the
 
 
 # --- tensors: which released ones make which of ours
-@dataclass(frozen=True)
-class Stored:
-    """A tensor that lies in a file."""
-
-    file: Path
-    name: str
-    dtype: str
-    shape: list[int]
-
-
-def survey(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a checkpoint by name."""
-    found: dict[str, Stored] = {}
-    for path, file, name in tensors_in(weight_files(folder)):
-        part = file.get_slice(name)
-        if part.get_dtype() not in FLOATS:
-            fail(f"{path}: {name} is stored as {part.get_dtype()}: quantised weights are not read")
-        found[name] = Stored(path, name, part.get_dtype(), part.get_shape())
+def survey(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint by name, mapped from its file."""
+    found = dict(read_tensors(weight_files(folder)))
+    for name, tensor in found.items():
+        if tensor.dtype not in FLOATS:
+            fail(f"{folder}: {name} is stored as {tensor.dtype}: quantised weights are not read")
     return found
-
-
-def read(pieces: list[Stored]) -> Iterator[Tensor]:
-    """Stored tensors one after the other; neighbours in one file are read while it is open."""
-    for path, neighbours in groupby(pieces, key=lambda piece: piece.file):
-        with reading(path, "safetensors file"), safe_open(path, "pt") as file:
-            for piece in neighbours:
-                yield file.get_tensor(piece.name)
 
 
 @dataclass(frozen=True)
@@ -170,12 +148,13 @@ def released_names(name: str, n_expert: int) -> list[str]:
     return [pattern.format(i=layer) for pattern in patterns]
 
 
-def our_tensors(found: dict[str, Stored], shard: list[Plan]) -> dict[str, Tensor]:
+def our_tensors(found: dict[str, Tensor], shard: list[Plan]) -> dict[str, Tensor]:
     """The tensors of one shard of ours, from released ones."""
     tensors = {}
     for planned in shard:
-        pieces = [found[name] for name in planned.released]
-        tensors[planned.name] = torch.cat(list(read(pieces))).view(planned.shape)
+        # none is needed twice: a file whose tensors are all gone is no longer mapped
+        pieces = [found.pop(name) for name in planned.released]
+        tensors[planned.name] = torch.cat(pieces).view(planned.shape)
     return tensors
 
 

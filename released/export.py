@@ -20,7 +20,7 @@ from torch import Tensor
 
 import convert_weights
 from checkpoint import base_of, check_base, check_fit, read_config, read_tensors, save_tensors
-from convert_weights import Plan, Stored, copies, copy_file, plan, read, survey, write_checkpoint
+from convert_weights import Plan, copies, copy_file, plan, survey, write_checkpoint
 from lib.config import Config
 from lib.tokenizer import learn_bpe
 from lib.util import Parser, command, fail, read_json, reading, write_json
@@ -97,11 +97,11 @@ def released_config(cfg: Config) -> dict:
     return {**convert_weights.MUST_BE, **fields, **rotary, "pad_token_id": cfg.eos_id, "use_cache": False}
 
 
-def released_tensors(found: dict[str, Stored], shard: list[Plan], adapter: Adapter | None) -> dict[str, Tensor]:
+def released_tensors(found: dict[str, Tensor], shard: list[Plan], adapter: Adapter | None) -> dict[str, Tensor]:
     """The released tensors of one shard of ours, the adapter's LoRA merged in."""
     tensors = {}
     for planned in shard:
-        (whole,) = read([found[planned.name]])
+        whole = found.pop(planned.name)
         name = planned.name.removesuffix("weight")
         if adapter and f"{name}lora_A" in adapter.lora:  # a float32 sum, rounded once
             delta = adapter.lora[f"{name}lora_B"].float() @ adapter.lora[f"{name}lora_A"].float()
@@ -127,7 +127,7 @@ def to_hf(src: Path, out: Path) -> None:
         markers = adapter.markers
         n_last = adapter.n_last
     elif "markers" in found:
-        (markers,) = read([found["markers"]])
+        markers = found["markers"]
 
     # what goes with the weights, its own released config where it was converted from one
     files = copies(base, *convert_weights.TEXT)

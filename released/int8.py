@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from checkpoint import check_fit, fill, fingerprint, read_config, read_tensors, save_tensors, stored, weight_files
-from convert_weights import TEXT, Stored, copies, plan, read, survey, write_checkpoint
+from convert_weights import TEXT, copies, plan, survey, write_checkpoint
 from lib.config import Config
 from lib.util import Parser, command, write_json
 from model import Linear, Model, MoE
@@ -150,14 +150,13 @@ def load_weights(model: Model, folder: Path, device: torch.device | str, dtype: 
 
 
 # --- converting
-def int8_tensors(found: dict[str, Stored], names: list[str], matrices: set[str]) -> dict[str, Tensor]:
+def int8_tensors(found: dict[str, Tensor], names: list[str], matrices: set[str]) -> dict[str, Tensor]:
     """The tensors of a shard: matrices as numbers and scales, everything else as it is."""
     tensors = {}
-    for name, tensor in zip(names, read([found[name] for name in names]), strict=True):
+    for name in names:
+        tensors[name] = found.pop(name)
         if name in matrices:
-            tensors[name], tensors[f"{name}_scale"] = quantise(tensor)
-        else:
-            tensors[name] = tensor
+            tensors[name], tensors[f"{name}_scale"] = quantise(tensors[name])
     return tensors
 
 

@@ -32,10 +32,11 @@ def check(name: str, output: str, gold, extracted, correct: bool) -> None:
         (r"After 18 days: \boxed{\text{none}}", "18", None, False),
         ("**Answer:** 18 apples (3 boxes of 6)", "18", "18", True),  # naive: 6
         ("The answer is 12, since 12 - 4 = 8 are left.", "12", "12", True),  # naive: 8
+        ("The answer is 12. 12 - 4 = 8", "12", "12", True),  # naive: 8
         ("The answer is $5 x 3 = $15.", "15", "15", True),
         ("The answer is 18.\nWait. The answer is 20.", "20", "20", True),
         ("She buys 10-12 eggs", "12", "12", True),  # a range, no minus
-        ("The garden has 18 m^2", "18", "18", True),  # an exponent is no answer
+        ("The garden has 18 m^2, which is x_2", "18", "18", True),  # an exponent or an index is no answer
         ("It is H2O", "2", None, False),
         ("It is 10/0", "0", None, False),
     ],
@@ -110,6 +111,7 @@ def test_letters(output, letter):
         ("Answer: -5", [("5",)], "-5", 1, 1.0),  # official trap: the sign is a separator
         ("Answer: February 5, 1284", [("5 February 1284",)], "February 5, 1284", 0, 1.0),  # same bag, other order
         ("Answer: ale, rum", [("ale and rum",), ("ale", "rum")], "ale, rum", 1, 1.0),
+        ("Answer: May 5, 1998 and 1999", [("1999", "May 5, 1998")], "May 5, 1998 and 1999", 1, 1.0),
         ("Answer: ale, rum, and gin", [("gin", "ale", "rum")], "ale, rum, and gin", 1, 1.0),
         ("Answer: ale", [("ale", "rum")], "ale", 0, 0.5),  # one of two paired
         ("Answer: ale, rum, gin", [("ale", "rum")], "ale, rum, gin", 0, 0.67),  # 2 of 3

@@ -113,21 +113,13 @@ def test_every_item_loads_and_its_gold_is_right(name, request, tmp_path):
 
 
 # --- prompts
-def test_the_prompts_are_those_of_the_named_sources(tmp_path):
-    first = {name: TASKS[name].load(write_task(tmp_path, name))[0] for name in ("gsm8k", "piqa", "drop", "mbpp")}
-    assert first["gsm8k"].prompt == (
-        "A hen lays {3} eggs a day. How many in 2 days?\n"
-        "Please reason step by step, and put your final answer within \\boxed{}."
-    )
-    assert first["piqa"].prompt == "dry a cup\nA. use a towel\nB. use a lake\nAnswer with the letter A or B.\nAnswer:"
-    assert "\n\nPassage: A, then\nB won.\nQuestion: Who won?\n\nThink step by step, then" in first["drop"].prompt
-    assert first["drop"].gold == [("B",), ("the B",)]
-    assert first["mbpp"].prompt == (
-        "Please provide a self-contained Python script that solves the following problem in a markdown code block:\n"
-        '```\n"""\nTwice.\n"""\n```\n'
-    )
+def test_golds_by_hand(tmp_path):
+    assert [item.gold for item in TASKS["piqa"].load(write_task(tmp_path, "piqa"))] == ["A", "B"]
     # a span that holds "and" is read both ways
-    assert TASKS["drop"].load(write_task(tmp_path, "drop"))[1].gold == [("ale and rum",), ("ale", "rum")]
+    who, which = TASKS["drop"].load(write_task(tmp_path, "drop"))
+    assert "\n\nPassage: A, then\nB won.\nQuestion: Who won?\n\nThink step by step, then" in who.prompt
+    assert who.gold == [("B",), ("the B",)]
+    assert which.gold == [("ale and rum",), ("ale", "rum")]
 
 
 def test_a_template_replaces_the_prompt_and_must_hold_every_field(tmp_path):
