@@ -27,5 +27,5 @@ def test_written_converted_and_timed(tmp_path, monkeypatch, capsys):
 
     convert_weights.convert(tmp_path / "released", tmp_path / "ours")
     assert load_model(tmp_path / "ours", "cpu", torch.float32).cfg == cfg
-    seconds = json.loads(run("prices", "--ckpt", tmp_path / "ours", "--device", "cpu").splitlines()[1])
+    seconds = json.loads(run("prices", "--ckpt", tmp_path / "ours", "--device", "cpu").splitlines()[-1])
     assert set(seconds) == {"full", "commit", "stage_b"} and min(seconds.values()) > 0
