@@ -1,6 +1,6 @@
 r"""How an answer is found in a model's text, and when it is right: numbers, letters, spans, programs.
 
-numbers    GSM8K, CMATH       \boxed{18}, "The answer is 2,125.", 答案是1又7分之2
+numbers    GSM8K, CMATH       \boxed{18}, "The answer is 2,125.", 答案是一又七分之二
 letters    GPQA, PIQA         "**Answer:** (C)"
 spans      DROP               "Answer: ale, rum": official exact match and F1
 programs   HumanEval+, MBPP+  the fenced block that defines the entry point; EvalPlus judges it
@@ -15,15 +15,48 @@ from fractions import Fraction
 BOX = re.compile(r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)\}")  # braces in it: three levels
 
 
-# --- numbers, in English, Chinese and LaTeX, all in digits
+# --- numbers, in English, Chinese and LaTeX
 WIDE = "０１２３４５６７８９．％－−–＋／＝≈：￥（）", "0123456789.%---+/==:¥()"
 CHARACTERS = str.maketrans(*WIDE) | {ord("，"): ", "}
+CN_DIGIT = {char: i for i, char in enumerate("零一二三四五六七八九")} | {"〇": 0, "两": 2}
+CN_UNIT = {"十": 10, "百": 100, "千": 1000}
+CN = "".join(CN_DIGIT) + "十百千万亿点"
+CN_NUMBER = re.compile(f"[{CN}]+(?![共样定起般直])")  # 一共, 一样, 一定 ... are words, not ones
 PLAIN = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
 NUMBER = re.compile(  # sign and currency, then "w a/b", "a/b" or one number, then % and 万 or 亿
     r"((?:(?<![A-Za-z\d)\]%])-|(?<![A-Za-z\d]))(?:[$¥€£]-?)?)"  # a minus after a digit, unit or bracket subtracts
     rf"(?:(\d+)\s+(\d+)/(\d+)|({PLAIN})\s*/\s*({PLAIN})|({PLAIN}))\s*(%?)([万亿]?)"
 )
 ANSWER_MARK = re.compile(r"(?i:answer)\s*(?:is|[:=])|答案|####")
+
+
+def chinese_number(match: re.Match) -> str:
+    """A Chinese numeral in decimal digits: 一百零五 -> 105, 二〇二四 -> 2024, 三点一四 -> 3.14."""
+    whole, _, decimals = match[0].partition("点")
+    if not whole:
+        return match[0]
+
+    total = 0
+    section = 0  # below 万
+    digit = 0
+    for char in whole:
+        if char in CN_DIGIT:
+            digit = 10 * digit + CN_DIGIT[char]
+        elif char in CN_UNIT:
+            section += (digit or 1) * CN_UNIT[char]
+            digit = 0
+        elif char == "亿":  # multiplies all that stands before it, 万 included
+            total = (total + section + digit) * 10**8
+            section = digit = 0
+        else:
+            total += (section + digit) * 10**4
+            section = digit = 0
+
+    number = str(total + section + digit)
+    tail = "".join(str(CN_DIGIT[char]) for char in decimals if char in CN_DIGIT)
+    if tail:
+        number += f".{tail}"
+    return number
 
 
 def clean(text: str) -> str:
@@ -42,12 +75,15 @@ def clean(text: str) -> str:
     text = re.sub(r"\\[A-Za-z]+", lambda m: "=" if m[0] == r"\approx" else " ", text)
 
     # Chinese fractions and minus
+    text = re.sub(rf"[{CN}\d.又]+分之[{CN}\d.]+", lambda m: CN_NUMBER.sub(chinese_number, m[0]), text)
     text = re.sub(r"(?:(\d+)又)?([\d.]+)分之([\d.]*\d)", lambda m: f"{m[1] or ''} {m[3]}/{m[2]}", text)
-    return re.sub(r"负\s*(?=\d)", "-", text)
+    return re.sub(rf"负\s*(?=[{CN}\d])", "-", text)
 
 
 def numbers(text: str) -> list[str]:
-    """The numbers of cleaned text, as they are written."""
+    """The numbers of cleaned text. Chinese numerals count only where no other digit is: 一, 两 are mostly words."""
+    if not re.search(r"\d", text):
+        text = CN_NUMBER.sub(chinese_number, text)
     found = []
     for match in NUMBER.finditer(text):
         below = match[4] or match[6] or "1"

@@ -52,6 +52,11 @@ def test_gsm8k(output, gold, extracted, correct):
         ("答案是3+4=7（个）", "7", "7", True),
         ("答案：每份100，200是总数", "100", "100", True),  # a Chinese comma groups no thousands
         ("答案是1又7分之2", "9/7", "1 2/7", True),
+        ("答案是一又七分之二", "9/7", "1 2/7", True),
+        ("答案是一样的，十五", "15", "15", True),  # 一样 is no number
+        (r"\boxed{二〇二四年}", "2024", "2024", True),
+        (r"\boxed{一亿二千万}", "120000000", "120000000", True),
+        ("便宜了百分之四十", "40%", "40/100", True),
         (r"\boxed{\frac25}", "4/10", "2/5", True),
         (r"\boxed{-\frac{1}{2}}", "1/2", "-1/2", False),
         ("温度是负5度", "-5", "-5", True),
