@@ -67,7 +67,6 @@ class StageA:
     """The current blocks, and what Stage A says of them."""
 
     z: Tensor  # (R, B) int64, before the step
-    given: Tensor  # (R, B) bool: the prompt's tokens, which are never edited
     h: Tensor  # (R, B, C) prefix states
     states: Tensor  # (R, B, C) final states, before the LM head
     logits: Tensor  # (R, B, V)
@@ -115,7 +114,7 @@ def denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: D
     h, states = engine.stage_a(z)
     logits = model.head(states)
     token, conf = candidates(logits, u[:, 0], d)
-    stage_a = StageA(z, given, h, states, logits, token, conf, u[:, 1], d)
+    stage_a = StageA(z, h, states, logits, token, conf, u[:, 1], d)
 
     # which masks are written now
     if d.select is None:

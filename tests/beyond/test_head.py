@@ -128,7 +128,7 @@ def looked(tau_keep, z=(5, 5, 1, 5)):
     logits[..., 4] = float("-inf")
     logits[0, 0, 2] = 1e-3
     token = torch.full((1, 4), 2)
-    a = StageA(z, None, None, torch.zeros(1, 4, 64), logits, token, torch.full((1, 4), 0.3), z * 0.0, Decoding())
+    a = StageA(z, None, torch.zeros(1, 4, 64), logits, token, torch.full((1, 4), 0.3), z * 0.0, Decoding())
     a.d = replace(a.d, tau_keep=tau_keep)
     return second.look(SimpleNamespace(model=model), a, z == 5)
 
