@@ -63,8 +63,8 @@ def test_what_a_user_can_mend_is_one_line_and_what_only_we_can_is_a_traceback(mo
 
 
 def test_a_reader_who_leaves_is_no_error():
-    """`python -m tools.toys | head -1`, the pipe closed before the rest is written."""
-    argv = [sys.executable, "-m", "tools.toys"]
+    """`python -m tools.gallery | head -1`, the pipe closed before the rest is written."""
+    argv = [sys.executable, "-m", "tools.gallery"]
     process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     err = process.stderr.read()
