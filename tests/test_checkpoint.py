@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import random_ids, tiny_model
+from common import random_ids, random_lora, tiny_model
 from safetensors.torch import load_file, save_file
 
 from checkpoint import (
@@ -28,7 +28,7 @@ from checkpoint import (
     save_model,
     stored,
 )
-from lib.util import Mistake, generator
+from lib.util import Mistake
 from model import Model
 
 WEIGHTS = "model.safetensors"
@@ -68,18 +68,16 @@ def base(tmp_path):
 
 
 def adapted(base: Path, **overrides) -> Model:
-    """`base` with a LoRA and markers, all of them random."""
+    """`base` with a random LoRA and its own markers."""
     model = load(base, **overrides)
-    model.add_lora(2, 4, generator("lora"))
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            p.data.copy_(torch.randn(p.shape, generator=generator("adapter", name)) * 0.1)
+    random_lora(model)
+    model.markers.data.add_(0.1)
     return model
 
 
 @pytest.fixture
 def adapter(base, tmp_path):
-    save_adapter(adapted(base, n_last=3), tmp_path / "adapter", base, {"lora_r": 2, "lora_alpha": 4})
+    save_adapter(adapted(base, n_last=3), tmp_path / "adapter", base, {"lora_r": 4, "lora_alpha": 8})
     return tmp_path / "adapter"
 
 
@@ -190,8 +188,8 @@ def test_an_adapter_brings_its_base_and_its_own_settings(base, adapter, tmp_path
 
 def test_an_adapter_acts_in_stage_b_alone_if_it_says_so(base, tmp_path):
     model = load(base)
-    model.add_lora(2, 4, generator("lora"), stage_b_alone=True)
-    about = {"lora_r": 2, "lora_alpha": 4, "lora_in_stage_b_alone": True}
+    random_lora(model, stage_b_alone=True)
+    about = {"lora_r": 4, "lora_alpha": 8, "lora_in_stage_b_alone": True}
     save_adapter(model, tmp_path / "adapter", base, about)
     back = load(tmp_path / "adapter")
     assert back.lora_in_stage_b_alone and back.adapter_state().keys() == model.adapter_state().keys()

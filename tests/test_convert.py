@@ -58,8 +58,7 @@ def bits(folder: Path) -> dict[str, tuple]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# tokenizer
+# --- tokenizer
 
 
 def test_tokenizer_ids(golden):
@@ -78,8 +77,7 @@ def test_tokenizer_ids(golden):
             assert tokenizer.encode(chat(user, *system)) == case["ids"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# what is where
+# --- what is where
 
 
 VARIANTS = ["as it is", "LLaDA2.0: all bfloat16", "LLaDA2.1: bias float32", "biases", "tied"]
@@ -141,15 +139,7 @@ def test_the_preset_is_the_release():
     assert "model.layers.0.mlp.gate.weight" not in parts and "model.layers.20.input_layernorm.weight" not in parts
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# checkpoints that are not what they should be
-
-
-def stack_experts(tensors: dict) -> None:
-    for side in ("gate", "up", "down"):
-        name = "model.layers.1.mlp.experts.{}" + f".{side}_proj.weight"
-        stacked = torch.stack([tensors.pop(name.format(e)) for e in range(16)])
-        tensors[f"model.layers.1.mlp.experts.{side}_proj"] = stacked
+# --- checkpoints that are not what they should be
 
 
 def no_mask(tokenizer: dict) -> None:
@@ -160,17 +150,12 @@ K, V = "model.layers.2.mlp.experts.9.up_proj.weight", torch.zeros(16, 64)
 # what is done to the tensors, to fields of config.json (... deletes one) and to tokenizer.json
 REFUSED = [
     (lambda t, c, s: t.pop(K), [K, "no such tensor there"]),
-    (lambda t, c, s: t.update({K.replace("2", "4", 1): V}), ["layers.4.", "no such tensor in the model"]),
-    (lambda t, c, s: t.update({K: V.T}), [K, "[64, 16] there", "[16, 64] in the model"]),
     (lambda t, c, s: t.update({K: V.to(torch.float8_e4m3fn)}), [K, "float8_e4m3fn"]),
-    (lambda t, c, s: stack_experts(t), ["experts.0.", "no such tensor there", "another framework's"]),
     (lambda t, c, s: c.update(rope_scaling={"type": "yarn", "factor": 4.0}), ["rope_scaling"]),
     (lambda t, c, s: c.update(model_type="llama"), ["model_type"]),
     (lambda t, c, s: c.update(partial_rotary_factor=1.0), ["partial_rotary_factor"]),
     (lambda t, c, s: c.update(quantization_config={"quant_method": "fp8"}), ["quantization_config"]),
     (lambda t, c, s: c.update(num_hidden_layers=...), ["num_hidden_layers"]),
-    (lambda t, c, s: c.update(num_hidden_layers=None), ["config.json"]),
-    (lambda t, c, s: s.update(normalizer={"type": "Lowercase"}), ["normalizer", "tokenizer.json"]),
     (lambda t, c, s: no_mask(s), ["no <|mask|>", "tokenizer.json"]),
     (lambda t, c, s: s["added_tokens"][-1].update(id=320), ["vocab_size = 320", "tokenizer.json"]),
 ]
@@ -194,8 +179,7 @@ def test_config_fields_that_may_be_absent_or_agree(run, tmp_path):
     assert cfg.rotary_dim == 8 and isinstance(cfg.rope_theta, float) and cfg.n_last == Config.n_last
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# output folders
+# --- output folders
 
 
 def test_an_interrupted_conversion_is_no_checkpoint_and_runs_again(run, golden, tmp_path, monkeypatch):

@@ -136,13 +136,6 @@ def test_chunked_loss_equals_whole_loss_with_gradients_and_keeps_no_logits():
     assert max(rows) == 64 and not any(shape[-1] == V for shape in kept)  # of the last run
 
 
-def test_no_loss_anywhere_is_zero():
-    model = SimpleNamespace(head=lambda h: h, cfg=SimpleNamespace(vocab_size=V))
-    nothing = torch.zeros(1, 4, dtype=torch.uint8)
-    total, terms = three_term_loss(model, torch.zeros(1, 4, V), random_ids(1, 4), nothing, nothing.bool())
-    assert total == 0 and not any(term.any() for term in terms.values())
-
-
 def test_gallery_shows_each_corruption_with_its_weights(monkeypatch, capsys):
     code, out, _ = command_line(gallery, monkeypatch, capsys, "--text", "spam and eggs")
     words = ("mask:", "random:", "draft:", "loss in A", "loss in B", "bundle", "▒")

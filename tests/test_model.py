@@ -76,17 +76,6 @@ def test_grouped_experts_equal_the_loop_with_gradients(n_tokens):
         torch.testing.assert_close(grouped, loop, rtol=1e-4, atol=1e-5)
 
 
-def test_router_ties_choose_distinct_experts_and_both_paths_agree():
-    moe = expert_layer()
-    moe.router.data[:] = moe.router.data[:1]  # every expert scores the same
-    moe.expert_bias.zero_()
-    x = torch.randn(50, 64, generator=generator("x"))
-    chosen, weights = moe.route(x)
-    assert all(len(set(row)) == moe.n_active for row in chosen.tolist())
-    torch.testing.assert_close(weights, torch.full_like(weights, moe.routed_scaling / moe.n_active))
-    torch.testing.assert_close(moe.experts(x, chosen, weights), experts_loop(moe, x, chosen, weights))
-
-
 def route(scores: list[float], bias: list[float]) -> tuple[list[int], list[float]]:
     """Of 4 experts in 2 groups, of which 1 is kept, the 2 that are chosen, in order, and their weights."""
     moe = MoE(tiny_config(n_embd=4, n_expert=4, n_active=2, n_group=2, topk_group=1))

@@ -229,9 +229,3 @@ def test_the_table_is_the_readmes_and_what_a_student_remembers():
     for row, cost in ((chained, 1.5), (taught, 1.0)):
         assert row[1] > 0.95 and row[4:] == [cost, 3.0]
     assert drawn[:4] == approx([0.40, 0.35, 0.25, 0.0], abs=0.1) and drawn[4:] == [1.5, 3.0]
-
-
-@pytest.mark.parametrize("seed", ["many", "1.5"])
-def test_a_bad_seed_gets_one_line(seed):
-    done = subprocess.run([sys.executable, ROOT / "tiny.py", "--seed", seed], capture_output=True, text=True)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "--seed" in done.stderr

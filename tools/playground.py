@@ -26,10 +26,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import decoding_defaults, load_model, load_tokenizer, names_of
+from checkpoint import about_adapter, decoding_defaults, load_model, load_tokenizer, names_of
 from evaluate import draw_names
 from lib.tokenizer import Tokenizer
-from lib.util import Parser, command, fail, read_json, replace_file
+from lib.util import Parser, command, fail, replace_file
 from model import Model
 
 HERE = Path(__file__).parent
@@ -46,12 +46,6 @@ SCRIPTS = ("engine.js", "viewer.js", "playground.js")
 
 
 # --- the model
-def about_adapter(folder: Path) -> dict:
-    """What adapter.json says; nothing of a model without one."""
-    path = folder / "adapter.json"
-    return read_json(path, "adapter") if path.exists() else {}
-
-
 def check_page_can_run(folder: Path, model: Model, tokenizer: Tokenizer | None, about: dict) -> None:
     """Refuse in one line what the engine cannot compute."""
     if tokenizer is None:

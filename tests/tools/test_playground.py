@@ -16,17 +16,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from common import MASK, ROOT, command_line, random_ids, refused, tiny_model
+from common import MASK, ROOT, command_line, random_ids, random_lora, refused, tiny_model
 
 import sample
-from beyond.head import Head
 from checkpoint import load_model, load_tokenizer, save_adapter, save_model
 from evaluate import draw_names
 from lib.data import exists, unicode_names
 from lib.output import in_full
 from lib.show import verdict
-from lib.tokenizer import byte_tokenizer
-from lib.util import generator, write_json
+from lib.util import generator
 from model import Model
 from sample import Decoding, generate
 from tools import playground
@@ -44,7 +42,7 @@ QUIET += " --disable-component-update --disable-sync --virtual-time-budget=10000
 in_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium: apt install chromium")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def shipped() -> Model:
     return load_model(HEAD, "cpu", torch.float32)
 
@@ -56,26 +54,24 @@ def names_page() -> str:
 
 
 @pytest.fixture(scope="module")
-def bytes_page(tmp_path_factory) -> str:
-    """A small page, of a random model of bytes."""
-    folder = tmp_path_factory.mktemp("bytes")
-    save_model(odd_model(), folder)
-    return playground.page(str(folder))
-
-
-@pytest.fixture(scope="module")
 def tokenizer():
     return load_tokenizer(BASE, "bpe")
 
 
 @pytest.fixture(scope="module")
-def prompts(tokenizer) -> list[list[int]]:
-    return list(draw_names(200, "held out", tokenizer).values())
+def adapter(tmp_path_factory) -> Path:
+    """LoRA on a small random model of bytes: group-limited routing, biases, two rounds of Stage B."""
+    folder = tmp_path_factory.mktemp("bytes")
+    model = tiny_model(vocab_size=272, eos_id=256, mask_id=257, max_len=128, qkv_bias=True, proj_bias=True)
+    save_model(model, folder / "base")
+    random_lora(model)
+    save_adapter(model, folder / "adapter", folder / "base", {"lora_r": 4, "lora_alpha": 8})
+    return folder / "adapter"
 
 
-def odd_model(**overrides) -> Model:
-    """A small random model of bytes: group-limited routing with biases, two rounds of Stage B."""
-    return tiny_model(vocab_size=272, eos_id=256, mask_id=257, max_len=128, **overrides)
+@pytest.fixture(scope="module")
+def small_page(adapter) -> str:
+    return playground.page(str(adapter))
 
 
 def answer(folder: Path, page: str, script: str, **given) -> object:
@@ -109,6 +105,7 @@ def answer(folder: Path, page: str, script: str, **given) -> object:
 
 # decodes by every setting; of the first one all logits, n_logits rows, in the order in which they are computed
 DECODE = """
+    model.cfg.order = given.order;
     const happened = {edited: 0, slow: 0, refused: 0, aside: 0};
     const seen = [];
     const plain = head;
@@ -135,10 +132,11 @@ DECODE = """
 """
 
 
-def check_decodes(folder: Path, ckpt: Path, prompts: list[list[int]], settings: list[tuple[Decoding, str]]) -> dict:
+def check_decodes(
+    folder: Path, page: str, model: Model, prompts: list[list[int]], settings: list[tuple[Decoding, str]]
+) -> dict:
     """Tokens and counts of every setting (and the stage that writes) are generate's, and of the first one the logits.
     -> what happened, how often."""
-    model = load_model(ckpt, "cpu", torch.float32)
     rows = []
     hook = model.lm_head.register_forward_hook(lambda module, given, out: rows.append(out.reshape(-1, out.shape[-1])))
     for prompt in prompts:
@@ -147,8 +145,8 @@ def check_decodes(folder: Path, ckpt: Path, prompts: list[list[int]], settings: 
     logits = torch.cat(rows).numpy()
 
     asked = [asdict(d) | {"stage": stage} for d, stage in settings]
-    given = dict(prompts=prompts, settings=asked, n_logits=len(logits))
-    found = answer(folder, playground.page(str(ckpt), "GREEK"), DECODE, **given)
+    given = dict(prompts=prompts, settings=asked, n_logits=len(logits), order=model.cfg.order)
+    found = answer(folder, page, DECODE, **given)
     numbers = np.frombuffer(base64.b64decode(found["logits"]), np.float32).reshape(logits.shape)
     assert np.abs(numbers - logits).max() < 1e-3
 
@@ -165,18 +163,16 @@ def with_holes(prompt: list[int], mask_id: int) -> list[int]:
 
 
 @in_browser
-@pytest.mark.parametrize("order, gates", [("surest", (0.1, 0.2, -1.0)), ("leftmost", (0.2, 0.5, -1.0))])
-def test_names_decode_as_generate_does(order, gates, shipped, prompts, tmp_path):
+@pytest.mark.parametrize("order, gates", [("surest", (0.1, 0.2)), ("leftmost", (0.2, -1.0))])
+def test_names_decode_as_generate_does(order, gates, names_page, shipped, tokenizer, tmp_path):
     """The shipped head and its base, as if the base were best written in this order, by each decoder and gate."""
-    folder = tmp_path / "names"
-    shutil.copytree(BASE, folder)
-    config = json.loads((folder / "config.json").read_text())
-    write_json(folder / "config.json", config | {"order": order})
-
-    asked = prompts[:24] + [with_holes(prompt + prompts[0], shipped.cfg.mask_id) for prompt in prompts[:4]]
+    shipped.cfg.order = order
+    shipped.second_look.cfg.order = order
+    prompts = list(draw_names(9, "held out", tokenizer).values())
+    prompts += [with_holes(prompt + prompts[0], shipped.cfg.mask_id) for prompt in prompts[:3]]
     settings = [(replace(WITH_HEAD, tau_m2t=tau), "head") for tau in gates]
     settings += [(replace(NAMES, tau_m2t=tau), "A") for tau in (1.0, *gates)]
-    happened = check_decodes(tmp_path, folder / "head", asked, settings)
+    happened = check_decodes(tmp_path, names_page, shipped, prompts, settings)
 
     # wrong drafts and refusals are among them and, from the left, holes that the head leaves to Stage A
     assert happened["slow"] > 0 and happened["refused"] > 0
@@ -184,66 +180,24 @@ def test_names_decode_as_generate_does(order, gates, shipped, prompts, tmp_path)
 
 
 @in_browser
-@pytest.mark.parametrize("kind", ["Stage B", "LoRA", "bare", "head"])
-def test_other_checkpoints_decode_as_generate_does(kind, tmp_path):
-    """Two rounds of Stage B, edits, holes, blocks before the current one, biases; LoRA over them, from the left; one
-    expert alone, tied; a random head, whose drafts are mostly wrong."""
-    extras = dict(qkv_bias=True, proj_bias=True)
-    if kind == "LoRA":
-        extras["order"] = "leftmost"
-    if kind == "bare":
-        extras = dict(n_shared=0, n_active=1, tied=True, n_rounds=1, n_dense=0, routed_scaling=1.0)
-    if kind == "head":
-        extras["n_rounds"] = 1
-    model = odd_model(**extras)
-    folder = tmp_path / "base"
-    save_model(model, folder)
-    if kind == "LoRA":
-        model.add_lora(4, 8, generator("tests", "lora"))
-        for name, p in model.named_parameters():
-            if "lora_B" in name:
-                p.data.normal_(0.0, 0.1, generator=generator("tests", name))
-        folder = tmp_path / "adapter"
-        save_adapter(model, folder, tmp_path / "base", {"lora_r": 4, "lora_alpha": 8})
-    if kind == "head":
-        model.second_look = Head(model.cfg, width=24)
-        for name, p in model.second_look.named_parameters():
-            p.data = 0.3 * torch.randn(p.shape, generator=generator(name)) + (1.0 if p.dim() == 1 else 0.0)
-        folder = tmp_path / "head"
-        save_adapter(model, folder, tmp_path / "base", {"head": {"module": "beyond.head", "width": 24}})
-
-    starts = [random_ids(1, n, n, 250)[0].tolist() for n in (3, 8, 13, 21)]
+def test_stage_b_and_edits_decode_as_generate_does(adapter, small_page, tmp_path):
+    """Two rounds by LoRA and markers, edits, holes, blocks before the current one."""
+    starts = [random_ids(1, n, n, 250)[0].tolist() for n in (3, 8, 21)]
     starts += [with_holes(start, 257) for start in starts]
-    stage = "head" if kind == "head" else "B"
-    d = Decoding(gen_length=20, tau_m2t=0.4, n_rounds=model.cfg.n_rounds, holes=True)
+    d = Decoding(gen_length=20, tau_m2t=0.4, n_rounds=2, holes=True)
     settings = [
-        (replace(d, tau_t2t=0.3, max_post_steps=2), stage),
+        (replace(d, tau_t2t=0.3, max_post_steps=2), "B"),
         (replace(d, tau_t2t=0.0, max_post_steps=3, n_rounds=0), "A"),
-        (replace(d, tau_m2t=-1.0, tau_t2t=None, tau_keep=0.02), stage),
+        (replace(d, tau_m2t=-1.0, tau_t2t=None), "B"),
     ]
-    happened = check_decodes(tmp_path, folder, starts, settings)
-    assert happened["edited"] > 100 or kind == "bare"
-
-
-@in_browser
-def test_selection_by_hand(bytes_page, tmp_path):
-    """tests/test_sample.py's cases. From the left the products are .9, .63, .378 and .3402."""
-    cases = [
-        ([0.9, 0.7, 0.6, 0.9], 0.37, "leftmost", [0, 1, 2]),
-        ([0.9, 0.7, 0.6, 0.9], 0.379, "leftmost", [0, 1]),  # though the fourth is as sure as the first
-        ([0.9, 0.7, 0.6, 0.9], 1.0, "leftmost", [0]),
-        ([0.9, 0.7, 0.6, 0.9], 0.65, "surest", [0, 1, 3]),
-        ([0.6, 0.7, 0.9, 0.9], 1.0, "surest", [2]),  # of equals the leftmost
-    ]
-    script = """return given.cases.map(([conf, gate, order]) => selectBundle(conf, [0, 1, 2, 3], gate, order))
-        .concat([candidates([[1, 3, 3]]).token]);"""
-    assert answer(tmp_path, bytes_page, script, cases=cases) == [*(bundle for *_, bundle in cases), [1]]
+    model = load_model(adapter, "cpu", torch.float32)
+    assert check_decodes(tmp_path, small_page, model, starts, settings)["edited"] > 100
 
 
 @in_browser
 def test_records_are_those_of_sample_json(names_page, tmp_path, monkeypatch, capsys):
     """But for what the page adds."""
-    names = ["BOX DRAWINGS", "GREEK SMALL", "latin", "CANADIAN ▒▒▒ DZU"]
+    names = ["BOX DRAWINGS", "latin", "CANADIAN ▒▒▒ DZU"]
     argv = ["--ckpt", HEAD, "--device", "cpu", "--gen_length", 32, "--json", "--tau_m2t", 0]
     argv += [a for name in names for a in ("--prompt", name)]
     lines = command_line(sample, monkeypatch, capsys, *argv)[1].splitlines()
@@ -262,40 +216,23 @@ def test_records_are_those_of_sample_json(names_page, tmp_path, monkeypatch, cap
         assert {key: found[key] for key in record} == record
 
 
-# --- tokenizer and judge
-
-TEXTS = [
-    "BOX DRAWINGS",
-    " A  B\t\n C",
-    "é ü 漢字 😀",
-    "\u00a0x\u2003y\u0085z\ufeff",
-    "<|mask|> and <|endoftext|>",
-    HOSTILE,
-]
-
-
 @in_browser
-def test_the_pages_tokenizers_are_the_models(names_page, bytes_page, tokenizer, tmp_path):
-    pages = [(names_page, tokenizer), (bytes_page, byte_tokenizer())]
-    script = """return given.texts.map((text) => [encode(model, text), decode(model, encode(model, text))])
-        .concat([[given.broken, decode(model, given.broken)]]);"""
-    for page, tok in pages:
-        broken = [*"é".encode()[:1], 65, *"\ufeff".encode()]
-        names = list(unicode_names())[::97]
-        found = answer(tmp_path, page, script, texts=TEXTS + names, broken=broken)
-        assert found == [[ids, tok.decode(ids)] for ids in (*map(tok.encode, TEXTS + names), broken)]
-
-
-@in_browser
-def test_the_judge_knows_every_name_and_no_other(names_page, tmp_path):
+def test_the_pages_tokenizer_and_judge_are_the_models(names_page, tokenizer, tmp_path):
+    """Any text, and bytes that are none; every name, and no other."""
+    texts = [" A  B\t\n C", "é ü 漢字 😀", "\u00a0x\u2003y\u0085z\ufeff", "<|mask|> and <|endoftext|>", HOSTILE]
+    texts += list(unicode_names())[::97]
+    broken = [*"é".encode()[:1], 65, *"\ufeff".encode()]
     every = [name for code in range(0x110000) if (name := unicodedata.name(chr(code), ""))]
-    real = every[::41]
-    wrong = [name[:-1] for name in real] + [name + " SIGN" for name in real] + [name.lower() for name in real[::9]]
-    wrong += ["", "NULL", "CJK UNIFIED IDEOGRAPH-4e00", "CJK UNIFIED IDEOGRAPH-04E00", "CJK UNIFIED IDEOGRAPH-2B81E"]
-    wrong += ["CJK UNIFIED IDEOGRAPH-33FF", "SPACE-0020", "LATIN SMALL LETTER A-0061", "漢", "constructor", "__proto__"]
-    found = answer(tmp_path, names_page, "return given.names.map(verdict);", names=real + wrong)
-    assert found == [verdict(name) for name in real + wrong]
-    assert len(real) > 3000 and sum(exists(name) is None for name in wrong) > 5000
+    names = every[::41]
+    names += [name[:-1] for name in names] + [name.lower() for name in names[::9]]
+    names += ["", "NULL", "CJK UNIFIED IDEOGRAPH-4e00", "CJK UNIFIED IDEOGRAPH-04E00", "CJK UNIFIED IDEOGRAPH-2B81E"]
+    names += ["SPACE-0020", "LATIN SMALL LETTER A-0061", "漢", "constructor", "__proto__"]
+    script = """return [given.names.map(verdict), decode(model, given.broken),
+        given.texts.map((text) => [encode(model, text), decode(model, encode(model, text))])];"""
+    verdicts, of_broken, coded = answer(tmp_path, names_page, script, texts=texts, broken=broken, names=names)
+    assert coded == [[ids, tokenizer.decode(ids)] for ids in map(tokenizer.encode, texts)]
+    assert of_broken == tokenizer.decode(broken)
+    assert verdicts == [verdict(name) for name in names]
 
 
 # --- the page of a model
@@ -365,15 +302,14 @@ def test_a_mask_shows_both_stages_and_is_written_by_hand(names_page, shipped, to
 
 
 def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys):
-    save_model(odd_model(tokenizer="toy"), tmp_path / "toy")
-    save_model(odd_model(), tmp_path / "bytes")
-    model = load_model(tmp_path / "bytes", "cpu", torch.float32)
+    save_model(tiny_model(tokenizer="toy"), tmp_path / "toy")
+    model = tiny_model(vocab_size=272, eos_id=256, mask_id=257)
+    save_model(model, tmp_path / "bytes")
     model.add_lora(2, 4, generator("lora"), stage_b_alone=True)
     about = dict(lora_r=2, lora_alpha=4, lora_in_stage_b_alone=True)
     save_adapter(model, tmp_path / "stage_b", tmp_path / "bytes", about)
-    call = lambda folder: refused(playground, monkeypatch, capsys, "--ckpt", folder, "--out", tmp_path / "p.html")  # noqa: E731
-    assert "has no tokenizer" in call(tmp_path / "toy")
-    assert "of another kind" in call(tmp_path / "stage_b")
+    for folder, words in (("toy", "has no tokenizer"), ("stage_b", "of another kind")):
+        assert words in refused(playground, monkeypatch, capsys, "--ckpt", tmp_path / folder)
 
 
 def test_one_command_writes_one_page_that_asks_nothing_of_a_network(tmp_path, monkeypatch, capsys):
@@ -394,41 +330,35 @@ def test_one_command_writes_one_page_that_asks_nothing_of_a_network(tmp_path, mo
 
 # --- records of sample.py --json
 
-WORDS = {0: "In", 1: "·the", 2: "·city", 3: "·of", 4: "·San", 5: "·York", 6: "·New", 7: HOSTILE, MASK: "▒"}
+PIECES = {0: "In", 1: "·the", 2: "·city", 3: "·of", 4: "·San", 5: "·York", 6: "·New", 7: HOSTILE, MASK: "▒"}
 M = MASK
 
 
-def one_step(start: int, before: list[int], fill: dict, edit: dict | None = None) -> dict:
-    """What sample.py records of a step: fill {position: (token, Stage A's)}, edit {position: token}."""
-    new = {at: token for at, (token, _) in fill.items()} | (edit or {})
-    return dict(
-        start=start, before=before, after=[new.get(start + i, t) for i, t in enumerate(before)], partial=1,
-        fill=[dict(at=at, token=b, conf=0.75, token_a=a, conf_a=0.5) for at, (b, a) in fill.items()],
-        edit=[dict(at=at, old=before[at - start], token=t, conf=0.75) for at, t in (edit or {}).items()],
-        refused=[], conf=[0.75] * len(before),
-    )  # fmt: skip
+def one_step(before: list[int], after: list[int], **did) -> dict:
+    """What sample.py records of a step in the block that begins at 4."""
+    return dict(start=4, before=before, after=after, partial=1, fill=[], edit=[], refused=[], conf=[0.75] * 4) | did
 
 
 def planted() -> dict:
-    """A run by hand: three prompt tokens, blocks of four. At step 2 the bundle {4, 5} is written, where Stage A says
-    "San", "York" and Stage B "New", "York"; a word is refused at step 3, and step 4 edits the first word."""
+    """A run by hand, blocks of four: 4 is written, where Stage A says "San" and Stage B "New"; 5 is refused; then 5
+    is written, and 4 edited."""
+    first = dict(at=4, token=6, conf=0.75, token_a=4, conf_a=0.5)
+    second = dict(at=5, token=7, conf=0.75, token_a=7, conf_a=0.5)
+    unsure = dict(at=5, token=5, conf=0.25)
     steps = [
-        one_step(0, [0, 1, 2, M], {3: (3, 3)}),
-        one_step(4, [M, M, M, M], {4: (6, 4), 5: (5, 5)}),
-        one_step(4, [6, 5, M, M], {6: (7, 7)}) | {"refused": [dict(at=7, token=5, conf=0.25)]},
-        one_step(4, [6, 5, 7, M], {7: (M, M)}, {4: 4}),
+        one_step([M] * 4, [6, M, M, M], fill=[first], refused=[unsure]),
+        one_step([6, M, M, M], [4, 7, M, M], fill=[second], edit=[dict(at=4, old=6, token=4, conf=0.75)]),
     ]
-    steps[2]["looks"] = [[dict(at=7, token=7, final=False)], [dict(at=7, token=5, final=True)]]
-    nfe = {"full": 4, "partial": 4, "commit": 1, "all": 6.0}  # n/L = 1/4
-    pieces = {str(i): w for i, w in WORDS.items()}
-    return dict(text="", verdict="û (U+00FB)", tokens=[3, 4, 5, 7, M], nfe=nfe, nfe_per_token=0.8, partial_cost=0.25,
-                steps=steps, prompt=[0, 1, 2], mask_id=M, n_rounds=1, pieces=pieces)  # fmt: skip
+    steps[0]["looks"] = [[dict(at=5, token=7, final=False)], [dict(at=5, token=5, final=True)]]
+    nfe = {"full": 2, "partial": 2, "commit": 1, "all": 3.5}  # n/L = 1/4
+    return dict(text="", verdict="û (U+00FB)", tokens=[4, 7], nfe=nfe, nfe_per_token=1.0, partial_cost=0.25,
+                steps=steps, prompt=[0, 1, 2, 3], mask_id=M, n_rounds=1, pieces=PIECES)  # fmt: skip
 
 
 @in_browser
-def test_records_from_files_are_shown_step_by_step(bytes_page, tmp_path):
-    """What the stages disagree on, edits, refusals, masks written as masks, any text as text, counts, the verdict.
-    Files that are none of sample.py's are refused in a line, and what was shown stays."""
+def test_records_from_files_are_shown_step_by_step(small_page, tmp_path):
+    """What the stages disagree on, edits, refusals, any text as text, counts, the verdict. Files that are none of
+    sample.py's are refused in a line, and what was shown stays."""
     script = """
         const choose = async (...texts) => {
             const chosen = new DataTransfer();
@@ -439,35 +369,26 @@ def test_records_from_files_are_shown_step_by_step(bytes_page, tmp_path):
             while (text("unread") === "reading") await new Promise((resume) => setTimeout(resume, 10));
             return [text("unread"), traces.map((t) => t.label).join()];
         };
-        const press = (key) => document.dispatchEvent(new KeyboardEvent("keydown", {key}));
         const [one, other] = given.runs.map((run) => JSON.stringify(run));
         const refused = [await choose("def f(x):"), await choose("{}"), await choose(one, other)];
         const chosen = await choose(one);
-        press("ArrowRight");
-        press("ArrowRight");
-        const second = cells();
-        document.querySelector('button[data-at="4"]').click();
-        const panel = text("panel");
-        go(3);
-        const third = cells();
-        press("End");
-        return {refused, chosen, second, panel, third, end: cells(), heads: text("runs")};
+        go(1);
+        const first = cells();
+        document.dispatchEvent(new KeyboardEvent("keydown", {key: "End"}));
+        return {refused, chosen, first, end: cells(), heads: text("runs")};
     """
-    found = answer(tmp_path, bytes_page, script, runs=[planted(), dict(planted(), prompt=[0, 1, 3])])
+    found = answer(tmp_path, small_page, script, runs=[planted(), dict(planted(), prompt=[0, 1, 3, 2])])
     for (said, labels), why in zip(found["refused"], ("", "holds no steps", "of one prompt"), strict=True):
         assert "not what sample.py --json writes" in said and why in said
         assert labels == "factorised,Stage B,one at a time"
     assert found["chosen"] == ["", "run_0"]
 
-    second, third, end = found["second"], found["third"], found["end"]
-    kinds = ["prompt"] * 3 + ["settled"] + ["fill bundle"] * 2 + ["mask"] * 2
-    assert [cell["is"] for cell in second] == ["cell " + kind for kind in kinds]
-    assert second[4]["parts"][:3] == ["F", "·New", "A ·San"]
-    assert found["panel"].startswith("run_0, position 4: ·New (filled now; candidate 0.75)step 2: wrote ·New 0.75")
-    assert third[7]["is"] == "cell refused mask" and third[7]["parts"][0] == "?"
-    said = f"step 3: draft {HOSTILE}, look 1 ·York (final); step 3: left masked, unsure of ·York 0.25"
-    assert said in third[7]["title"]
-
-    assert end[4]["parts"][:2] == ["E", "·San"] and "step 4: ·New became ·San 0.75" in end[4]["title"]
-    assert end[6]["parts"][1] == HOSTILE and end[7]["is"] == "cell mask bundle"
-    assert "✓ û (U+00FB), forwards: 6" in found["heads"] and "4 full, 4 partial, 1 commit" in found["heads"]
+    first, end = found["first"], found["end"]
+    kinds = ["prompt"] * 4 + ["fill bundle", "refused mask", "mask", "mask"]
+    assert [cell["is"] for cell in first] == ["cell " + kind for kind in kinds]
+    assert first[4]["parts"][:3] == ["F", "·New", "A ·San"] and first[5]["parts"][0] == "?"
+    said = f"step 1: draft {HOSTILE}, look 1 ·York (final); step 1: left masked, unsure of ·York 0.25"
+    assert said in first[5]["title"]
+    assert end[4]["parts"][:2] == ["E", "·San"] and "step 2: ·New became ·San 0.75" in end[4]["title"]
+    assert end[5]["parts"][1] == HOSTILE
+    assert "✓ û (U+00FB), forwards: 3.5" in found["heads"] and "2 full, 2 partial, 1 commit" in found["heads"]

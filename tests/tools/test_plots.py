@@ -36,19 +36,6 @@ def test_the_committed_figures_are_drawn_from_the_committed_numbers(tmp_path, mo
     assert "python -m tools.plots" in (ROOT / "Makefile").read_text().split("\npages:")[1]
 
 
-def test_tinys_table_is_read_as_it_was_printed():
-    page = (
-        "text .90\n$ python tiny.py\n"
-        "loss       P(phrase | city)               New York San Francisco San Diego no phrase forwards right of 3\n"
-        "           the text                           0.40          0.35      0.25      0.00\n"
-        "1.04 0.22 Stage A, trained as long again     0.15          0.22      0.15      0.48      1.0        0.0\n"
-        "```\n1.04 0.22 Stage B  0.15 0.22 0.15 0.48\n"
-    )
-    phrases, rows = plots.read_tiny(page)
-    assert phrases == ["New York", "San Francisco", "San Diego", "no phrase"]
-    assert rows == {"the text": [0.4, 0.35, 0.25, 0.0], "Stage A, trained as long again": [0.15, 0.22, 0.15, 0.48]}
-
-
 def pays_record(system, setting, found, forwards, ckpt="c", **more):
     """Two names; a forward costs 2 seconds, and there is nothing else."""
     own = {"system": system, "setting": setting, "found": found, "ckpt": ckpt, "second": ""}
@@ -93,16 +80,6 @@ def test_the_figure_of_pays_by_hand(drawn):
         paid = limits > 3 - 1e-6
         assert np.isnan(share[~paid]).all()
         np.testing.assert_allclose(share[paid], np.clip((limits[paid] - 3) / 2, 0, 1), atol=1e-6)
-
-
-def test_numbers_of_a_figure_stand_on_its_page_or_in_its_log():
-    path = ROOT / "results" / "theorem" / "joint.json"
-    beside = [*path.parent.glob("*.md"), *path.parent.glob("*.txt")]
-    text = "".join(file.read_text() for file in beside).replace(",", "")
-    shown = {float(number) for number in re.findall(r"\d+\.?\d*", text)}
-    drawn = path.read_text().split("\n", 2)[2]  # but for the line that says where they come from
-    numbers = re.findall(r"(?<![\w.])\d+\.?\d*(?![\w.])", drawn)
-    assert len(numbers) > 8 and {float(number) for number in numbers} <= shown
 
 
 def test_logs_are_read_as_they_were_printed(tmp_path):
