@@ -30,7 +30,6 @@ from cache import Cached, Uncached
 from checkpoint import decoding_defaults, load_model, load_tokenizer, names_of
 from lib import show
 from lib.config import DTYPES
-from lib.data import check_names
 from lib.output import Output, Row, in_full, up_to_eos
 from lib.util import command, fail, first_masked, pick_device, uniform
 from model import Model
@@ -407,11 +406,8 @@ def main(load: Callable[..., Model] = load_model) -> None:
     d = settle_decoding(args, model, decoding_defaults(folder))
 
     # what is continued; a model of names is judged
-    names = names_of(folder) if tokenizer else None
-    judged = names is not None
+    judged = tokenizer is not None and names_of(folder) is not None
     prompts = show.read_prompts(args, tokenizer, model.cfg, d.gen_length, judged)
-    if judged:
-        check_names(names, [tokenizer.decode(up_to_eos(p, model.cfg.mask_id)) for p in prompts])
 
     # a single text appears as its blocks finish, unless its steps are asked for
     steps = show.Steps(len(prompts))

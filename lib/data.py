@@ -140,19 +140,6 @@ def exists(name: str) -> str | None:
     return found if unicodedata.name(found[0], "") == name else None
 
 
-def check_names(about: dict, prompts: list[str]) -> None:
-    """A line for each doubt about completions. about: the model's names.json."""
-    taught = about.get("unidata_version")
-    known = unicodedata.unidata_version
-    if known != taught:
-        print(f"note: the model learned the names of Unicode {taught}, this Python's are {known}", file=sys.stderr)
-
-    every = [unicodedata.name(chr(code), "") for code in range(sys.maxunicode + 1)]
-    for prompt in prompts:
-        if not any(name.startswith(prompt) for name in every):
-            print(f"note: no character's name begins with {prompt!r}", file=sys.stderr)
-
-
 # --- rows
 def is_validation(name: str) -> bool:
     """A stable split: one document in twenty, by the hash of its name alone."""
