@@ -1,7 +1,6 @@
 """Training: the split forward, who learns, resuming. `pytest tests/test_train.py`"""
 
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -11,16 +10,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from common import MASK, ROOT, approx, caller, command_line, random_ids, refused, settings, tiny_config, tiny_model
+from common import MASK, ROOT, approx, caller, random_ids, refused, settings, tiny_config, tiny_model
+from resuming import assert_same_end, end_state, stopped
 from safetensors.torch import load_file
-from torch import nn
 
 import checkpoint
 import sample
 import train
 from checkpoint import load_model
 from corrupt import G, M, W, draw_bundle
-from lib.run import micro_batches, schedule, trained_by
+from lib.run import micro_batches, schedule
 from lib.settings import build_parser, settle_new
 from lib.util import generator
 from train import Batch, cocommit_step, corrupt_batch, stage_a_draft, stage_a_step
@@ -144,11 +143,6 @@ def test_learning_rate_warms_up_and_ends_at_zero():
 # --- a run
 
 
-def end_state(folder):
-    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return load_file(folder / "state.safetensors"), [{k: v for k, v in r.items() if k != "ms"} for r in log]
-
-
 def test_a_recorded_run_is_repeated(tmp_path, monkeypatch, capsys):
     """The first losses and gradient norms of a run, as they were before the two stages had their names."""
     argv = ["--data", "modes", "--toy", "V=12", "m=4", "n_ctx=8", "--batch_size", 8, "--device", "cpu"]
@@ -191,28 +185,6 @@ def test_a_non_finite_loss_stops_before_the_weights_are_hurt(tmp_path, run):
 
 
 # --- resuming
-
-
-def stopped(step: int, script, monkeypatch, capsys, *argv) -> str:
-    """What a run prints that gets Ctrl-C in this step."""
-    report = train.report
-
-    def then_interrupt(record, *rest, **how):
-        report(record, *rest, **how)
-        if record["step"] == step - 1 and "loss" in record:
-            signal.raise_signal(signal.SIGINT)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "report", then_interrupt)
-        code, out, err = command_line(script, monkeypatch, capsys, *argv)
-    assert code == 130, err
-    return out
-
-
-def assert_same_end(a, b):
-    (tensors_a, log_a), (tensors_b, log_b) = end_state(a), end_state(b)
-    assert log_a == log_b and tensors_a.keys() == tensors_b.keys()
-    assert all(torch.equal(tensors_a[k], tensors_b[k]) for k in tensors_a)
 
 
 CLEAN = ["--context", "clean", "--n_rounds", 2, "--corruption", "draft"]
@@ -289,67 +261,22 @@ def zeros(model, batch, z, bundle, args):
     return torch.where(bundle, 0, batch.clean)
 
 
-class Bias(nn.Module):
-    """The smallest head there is."""
-
-    n_layer = 1
-
-    def __init__(self, vocab_size: int):
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(vocab_size))
-
-
-def bias_step(model, batch, args):
-    z, kind = corrupt_batch(model, batch, args)
-    logits = model(z, model.context(batch.real)) + model.second_look.bias
-    ce = F.cross_entropy(logits[kind == M], batch.clean[kind == M], reduction="none")
-    return ce.sum(), {"m2t": torch.stack([ce.detach().sum(), ce.new_tensor(len(ce))])}
-
-
-def the_head_alone(model, args):
-    model.requires_grad_(False)
-    model.second_look.requires_grad_(True)
-
-
-A_HEAD = train.Recipe(
-    step=bias_step, adapt=the_head_alone, head=lambda cfg, args: Bias(cfg.vocab_size),
-    about=lambda args: {"head": {"module": "beyond.bias", "width": 1}, "decoding": {"tau_m2t": -1, "tau_t2t": None}},
-)  # fmt: skip
-
-
 def script_of(recipe: train.Recipe):
     return SimpleNamespace(__name__="mine", main=lambda: train.main(choose=lambda args: recipe))
 
 
 def test_a_recipe_of_ones_own_is_resumed_by_it_alone(tmp_path, run, monkeypatch, capsys):
-    """To the same end as in one go; with another step, or by train.py, not at all, and nothing is lost."""
-    base, a, b, mine = tmp_path / "base", tmp_path / "a", tmp_path / "b", script_of(A_HEAD)
-    run(*TOY, "--max_iters", 1, "--out_dir", base)
-    six = [*TOY, "--max_iters", 6, "--learning_rate", 0.1, "--init_from", base]
-    run_mine = caller(mine, monkeypatch, capsys)
-    run_mine(*six, "--out_dir", a)
-    stopped(4, mine, monkeypatch, capsys, *six, "--out_dir", b)
-    before = {path.name: path.read_bytes() for path in b.iterdir()}
-    resume = ["--init_from", "resume", "--out_dir", b]
-    a_target = partial(cocommit_step, target=zeros)
-    for other in (train, script_of(train.Recipe(step=a_target))):
+    """With another step, or by train.py, not at all, and nothing is lost."""
+    out, mine = tmp_path / "out", script_of(train.Recipe(step=partial(cocommit_step, target=zeros)))
+    stopped(2, mine, monkeypatch, capsys, *TOY, "--max_iters", 4, "--out_dir", out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    resume = ["--init_from", "resume", "--out_dir", out]
+    for other in (train, script_of(train.Recipe(step=stage_a_step))):
         line = refused(other, monkeypatch, capsys, *resume)
-        assert "is trained by test_train.py:bias_step" in line
+        assert "is trained by train.py:cocommit_step(target=test_train.py:zeros)" in line
         assert "go on with python mine.py --init_from resume" in line
-    assert trained_by(a_target) == "train.py:cocommit_step(target=test_train.py:zeros)"
-    assert before == {path.name: path.read_bytes() for path in b.iterdir()}
-    run_mine(*resume)
-    assert_same_end(a, b)
-    assert load_file(b / "adapter.safetensors").keys() == {"second_look.bias"}
-
-    # the module that adapter.json names builds it, and says how it decodes
-    module = SimpleNamespace(build=lambda cfg, about: Bias(about["width"] * cfg.vocab_size))
-    monkeypatch.setitem(sys.modules, "beyond.bias", module)
-    back = load_model(b, "cpu", torch.float32)
-    assert torch.equal(back.second_look.bias, end_state(b)[0]["param.second_look.bias"])
-    assert back.partial_cost == 1 / 4
-    assert checkpoint.decoding_defaults(b) == {"tau_m2t": -1.0, "tau_t2t": None}
-    assert checkpoint.decoding_defaults(base) == {}
+    assert before == {path.name: path.read_bytes() for path in out.iterdir()}
+    caller(mine, monkeypatch, capsys)(*resume)
 
 
 def test_a_base_may_learn_as_a_whole(tmp_path, run, monkeypatch, capsys):

@@ -1,12 +1,8 @@
 """Training runs of the extensions in this process: one that is stopped and goes on, against one that is not. Python
 text with spans to fill."""
 
-import json
-import signal
-
-import torch
-from common import command_line
-from safetensors.torch import load_file
+from common import caller, command_line
+from resuming import assert_same_end, stopped
 
 import train
 from lib.data import is_validation
@@ -23,36 +19,15 @@ def a_base(folder, monkeypatch, capsys):
     return folder / "base"
 
 
-def steps_of(folder) -> list[dict]:
-    """The log without its clock."""
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "ms"} for line in lines]
-
-
 def goes_on_bit_for_bit(script, run, folder, monkeypatch, capsys) -> None:
     """Four steps in folder/whole; as many in folder/parts, interrupted after two."""
+    call = caller(script, monkeypatch, capsys)
     run = [*run, "--max_iters", 4]
-    code, _, err = command_line(script, monkeypatch, capsys, *run, "--out_dir", folder / "whole")
-    assert code == 0, err
-
-    report = train.report
-
-    def interrupted(record, *rest, **how):
-        report(record, *rest, **how)
-        if record["step"] == 1:
-            signal.raise_signal(signal.SIGINT)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "report", interrupted)
-        code, out, _ = command_line(script, monkeypatch, capsys, *run, "--out_dir", folder / "parts")
-    resume = ["--init_from", "resume", "--out_dir", folder / "parts"]
-    assert code == 130 and f"saved at step 2 of 4; go on with: python {script.__name__}" in out
-    code, _, err = command_line(script, monkeypatch, capsys, *resume)
-    assert code == 0, err
-
-    whole, parts = (load_file(folder / name / "state.safetensors") for name in ("whole", "parts"))
-    assert whole.keys() == parts.keys() and all(torch.equal(whole[k], parts[k]) for k in whole)
-    assert steps_of(folder / "whole") == steps_of(folder / "parts")
+    call(*run, "--out_dir", folder / "whole")
+    out = stopped(2, script, monkeypatch, capsys, *run, "--out_dir", folder / "parts")
+    assert f"saved at step 2 of 4; go on with: python {script.__name__}" in out
+    call("--init_from", "resume", "--out_dir", folder / "parts")
+    assert_same_end(folder / "whole", folder / "parts")
 
 
 def held_out_text(folder):
