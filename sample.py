@@ -409,11 +409,12 @@ def main(load: Callable[..., Model] = load_model) -> None:
     judged = tokenizer is not None and names_of(folder) is not None
     prompts = show.read_prompts(args, tokenizer, model.cfg, d.gen_length, judged)
 
-    # a single text appears as its blocks finish, unless its steps are asked for
+    # a single text appears as its blocks finish, unless it has holes, or its steps are asked for
     steps = show.Steps(len(prompts))
-    stream = show.Stream(prompts[0], tokenizer)
+    stream = show.Stream(tokenizer)
     on_step = steps.add if args.watch or args.json else None
-    on_block = stream.show if len(prompts) == 1 and tokenizer and on_step is None else None
+    streams = len(prompts) == 1 and tokenizer and on_step is None and model.cfg.mask_id not in prompts[0]
+    on_block = stream.show if streams else None
     outputs = generate(model, prompts, d, args.seed, on_step, on_block)
     for prompt, output, of_row in zip(prompts, outputs, steps.of_row, strict=True):
         output.nfe["all"] = in_full(output.nfe, model.partial_cost)

@@ -180,15 +180,11 @@ def verdict(name: str) -> str:
 class Stream:
     """Prints a text as its blocks finish, never half a character."""
 
-    def __init__(self, prompt: list[int], tokenizer: Tokenizer | None):
+    def __init__(self, tokenizer: Tokenizer | None):
         self.tokenizer = tokenizer
         self.shown = ""
-        # a text with holes is printed when they are filled
-        self.waits = tokenizer is not None and tokenizer.mask_id in prompt
 
     def show(self, row: int, output: Output) -> None:
-        if self.waits:
-            return
         text = self.tokenizer.decode(output.prompt + output.tokens).rstrip("\ufffd")
         print(text[len(self.shown) :], end="", flush=True)
         self.shown = text

@@ -159,9 +159,13 @@ def test_json_and_text_and_ids_agree(ckpt, monkeypatch, capsys):
     assert nfe["all"] == nfe["full"] + nfe["commit"] + nfe["partial"] / 2  # n = 2 of 4 layers
     assert by_text["nfe_per_token"] == nfe["full"] / len(by_text["tokens"])
 
-    # a hole is filled, and what is given stays; a seed may be any whole number, and is hashed
-    filled = record("--prompt", "a▒c")["prompt"]
-    assert (filled[0], filled[2]) == (97, 99) and filled[1] != 257
+    # holes are filled, in two blocks, before anything is printed, and what is given stays
+    holes = ["--ckpt", ckpt, "--gen_length", 9, "--device", "cpu", "--prompt", "a▒cdefgh▒j"]
+    filled = record(*holes)["prompt"]
+    assert filled[:1] + filled[2:8] + filled[9:] == list(b"acdefghj") and 257 not in filled
+    assert command_line(sample, monkeypatch, capsys, *holes)[1].startswith(byte_tokenizer().decode(filled))
+
+    # a seed may be any whole number, and is hashed
     drawn = [record("--prompt", "a", "--temperature", 1, "--seed", seed)["tokens"] for seed in (0, 2**64, 2**64, -1)]
     assert drawn[0] != drawn[1] == drawn[2] != drawn[3] != drawn[0]
 
