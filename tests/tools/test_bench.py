@@ -61,6 +61,8 @@ from checkpoint import new_model
 from .configuration_llada2_moe import LLaDA2MoeConfig
 from tools import bench
 
+SHIFT = 0
+
 class Layers(torch.nn.Module):
     def forward(self, ids, attention_mask):
         assert attention_mask.dtype == torch.float32
@@ -93,27 +95,25 @@ FORK = """
 """
 
 
-@pytest.mark.parametrize("shift", [0, 1])
-def test_the_official_code_is_given_our_weights_and_must_write_our_tokens(shift, small, tmp_path, monkeypatch, capsys):
-    """Stand-ins for its two files and for the fork's: they take the released tensors and decode by generate_one, or,
-    shifted, wrongly."""
+def test_the_official_code_is_given_our_weights_and_must_write_our_tokens(small, tmp_path, monkeypatch, capsys):
+    """Stand-ins for its two files, and for the fork's, take the released tensors and decode by generate_one; and then
+    wrongly."""
     (tmp_path / "transformers.py").write_text("")
-    fork = tmp_path / "fork"
-    fork.mkdir()
-    for folder, modeling in ((tmp_path, MODELING.replace("SHIFT", "0")), (fork, MODELING + FORK)):
-        (folder / "configuration_llada2_moe.py").write_text(CONFIGURATION)
-        (folder / "modeling_llada2_moe.py").write_text(modeling.replace("SHIFT", str(shift)))
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
         monkeypatch.delitem(sys.modules, name)
+    folders = {"released": MODELING, "fork": MODELING + FORK, "shifted": MODELING.replace("SHIFT = 0", "SHIFT = 1")}
+    for name, modeling in folders.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "configuration_llada2_moe.py").write_text(CONFIGURATION)
+        (tmp_path / name / "modeling_llada2_moe.py").write_text(modeling)
+
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # no generated code
-    run = ["--official", tmp_path, fork, "--lengths", 16, 32, "--compile"]
-    if shift:
-        assert "differ" in refused(bench, monkeypatch, capsys, *run)
-    else:
-        _, out, _ = command_line(bench, monkeypatch, capsys, *run)
-        released, _, forked = out.partition("the fork with a cache")
-        for part in (released, forked):
-            assert "1 x 16 tokens, all the same" in part and "1 x 32 tokens, all the same" in part
-            assert part.count("      ours, compiled:") >= 2
-        assert "3 x 16 tokens, all the same" in forked and "3 x" not in released
+    run = ["--official", tmp_path / "released", tmp_path / "fork", "--lengths", 16, 32, "--compile"]
+    _, out, _ = command_line(bench, monkeypatch, capsys, *run)
+    released, _, forked = out.partition("the fork with a cache")
+    for part in (released, forked):
+        assert "1 x 16 tokens, all the same" in part and "1 x 32 tokens, all the same" in part
+        assert part.count("      ours, compiled:") >= 2
+    assert "3 x 16 tokens, all the same" in forked and "3 x" not in released
+    assert "differ" in refused(bench, monkeypatch, capsys, "--official", tmp_path / "shifted", "--lengths", 16)

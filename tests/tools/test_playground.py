@@ -60,9 +60,10 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory) -> Path:
-    """LoRA on a small random model of bytes: group-limited routing, biases, two rounds of Stage B."""
+    """LoRA on a small random model of bytes: what a preset may say, and those of names do not."""
     folder = tmp_path_factory.mktemp("bytes")
-    model = tiny_model(vocab_size=272, eos_id=256, mask_id=257, max_len=128, qkv_bias=True, proj_bias=True)
+    geometry = dict(n_active=1, n_shared=0, n_dense=0, routed_scaling=1.0, qkv_bias=True, proj_bias=True, tied=True)
+    model = tiny_model(vocab_size=272, eos_id=256, mask_id=257, max_len=128, **geometry)
     save_model(model, folder / "base")
     random_lora(model)
     save_adapter(model, folder / "adapter", folder / "base", {"lora_r": 4, "lora_alpha": 8})
@@ -191,7 +192,7 @@ def test_stage_b_and_edits_decode_as_generate_does(adapter, small_page, tmp_path
         (replace(d, tau_m2t=-1.0, tau_t2t=None), "B"),
     ]
     model = load_model(adapter, "cpu", torch.float32)
-    assert check_decodes(tmp_path, small_page, model, starts, settings)["edited"] > 100
+    assert check_decodes(tmp_path, small_page, model, starts, settings)["edited"] > 20
 
 
 @in_browser
