@@ -11,10 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from common import approx, command_line, conditional, refused, tiny_config, tiny_model
-from test_sample import SurestOnly
 
 import evaluate
-import sample
 import train
 from checkpoint import load_model, save_model
 from evaluate import (
@@ -170,24 +168,6 @@ def test_a_base_fills_holes_in_as_many_forwards_as_its_order_asks_for(monkeypatc
         found = evaluate.complete(model, byte_tokenizer(), prompts, d)
         costs[name] = round(3 * found["forwards/token"])
     assert costs == {"one at a time, from the left": 5, "one at a time, surest first": 5, "all at once": 3}
-
-
-def test_decoders_are_stage_a_at_its_gates_and_the_same_with_what_there_is():
-    """From the left a gate is on a product. Only what was trained is shown."""
-    gates = {"above 0.4": 0.4, "above 0.2": 0.2, "above 0.1": 0.1, "all at once": -1.0}
-    products = {"prefix above 0.9": 0.9, "prefix above 0.5": 0.5, "prefix above 0.2": 0.2, "all at once": -1.0}
-    for order, taus in (("surest", gates), ("leftmost", products)):
-        model = tiny_model(order=order)
-        by_a = sample.Decoding(gen_length=32, tau_t2t=None, n_rounds=0)
-        expected = {"one at a time": replace(by_a, tau_m2t=1.0)}
-        expected |= {gate: replace(by_a, tau_m2t=tau) for gate, tau in taus.items()}
-        by_b = {f"Stage B, {gate}": replace(expected[gate], n_rounds=2) for gate in taus}
-        assert evaluate.name_decoders(model) == expected | by_b
-        model.markers.data.zero_()
-        assert evaluate.name_decoders(model) == expected
-    model.second_look = SurestOnly(64)
-    keeps = {name: d.tau_keep for name, d in evaluate.name_decoders(model).items() if d.n_rounds == 1}
-    assert keeps == {f"head, tau_keep {keep}": keep for keep in (0.0, 0.5, 0.8, 0.95)}
 
 
 def test_names_from_the_command_line(tmp_path, monkeypatch, capsys):

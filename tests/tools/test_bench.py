@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from common import command_line, refused, tiny_model
+from common import command_line, refused
 
 from lib.config import PRESETS
 from tools import bench
@@ -29,19 +29,6 @@ def test_each_section_runs(small, monkeypatch, capsys):
     assert out.startswith("$ python -m tools.bench \n") and torch.__version__ in out
     for words in ("Decoding 3 at once", "all of 32 tokens (integrated)", "full forward"):
         assert words in out
-
-
-@pytest.mark.parametrize("rows, n_rounds", [(1, 0), (3, 2)])
-@torch.inference_mode()
-def test_both_sides_take_the_same_step(rows, n_rounds):
-    """The cache saves time and nothing else: what is compared writes the same tokens with the same confidence."""
-    model = tiny_model(vocab_size=300)
-    prompts = [bench.prompt(16)] * rows
-    engines = (bench.Cached(model, prompts, n_rounds), bench.Uncached(model, prompts, n_rounds))
-    cached, uncached = (bench.one_step(engine, n_rounds)() for engine in engines)
-    assert torch.equal(cached.after, uncached.after) and torch.equal(cached.bundle, uncached.bundle)
-    assert cached.bundle.sum() == rows  # one token a step
-    torch.testing.assert_close(cached.look.conf, uncached.look.conf)
 
 
 def test_refusals(monkeypatch, capsys):

@@ -196,28 +196,6 @@ def test_stage_b_and_edits_decode_as_generate_does(adapter, small_page, tmp_path
 
 
 @in_browser
-def test_records_are_those_of_sample_json(names_page, tmp_path, monkeypatch, capsys):
-    """But for what the page adds."""
-    names = ["BOX DRAWINGS", "latin", "CANADIAN ▒▒▒ DZU"]
-    argv = ["--ckpt", HEAD, "--device", "cpu", "--gen_length", 32, "--json", "--tau_m2t", 0]
-    argv += [a for name in names for a in ("--prompt", name)]
-    lines = command_line(sample, monkeypatch, capsys, *argv)[1].splitlines()
-    script = "return given.names.map((name) => recordOf(promptOf(name).prompt, decoding(data.decoders[1])));"
-    for line, found in zip(lines, answer(tmp_path, names_page, script, names=names), strict=True):
-        record = json.loads(line)
-        assert found["pieces"].items() >= record.pop("pieces").items()
-        for here, there in zip(found["steps"], record.pop("steps"), strict=True):
-            assert here.keys() == there.keys() | {"byHand", "looks"}
-            assert max(0, len(here["looks"]) - 1) == there["partial"]  # the first are the drafts
-            assert np.allclose(here.pop("conf"), there.pop("conf"), atol=2e-4)
-            for key in ("fill", "edit", "refused"):
-                for a, b in zip(here.pop(key), there.pop(key), strict=True):
-                    assert a == pytest.approx(b, abs=2e-4)
-            assert here.items() >= there.items()
-        assert {key: found[key] for key in record} == record
-
-
-@in_browser
 def test_the_pages_tokenizer_and_judge_are_the_models(names_page, tokenizer, tmp_path):
     """Any text, and bytes that are none; every name, and no other."""
     texts = [" A  B\t\n C", "é ü 漢字 😀", "\u00a0x\u2003y\u0085z\ufeff", "<|mask|> and <|endoftext|>", HOSTILE]
@@ -352,14 +330,17 @@ def planted() -> dict:
     ]
     steps[0]["looks"] = [[dict(at=5, token=7, final=False)], [dict(at=5, token=5, final=True)]]
     nfe = {"full": 2, "partial": 2, "commit": 1, "all": 3.5}  # n/L = 1/4
-    return dict(text="", verdict="û (U+00FB)", tokens=[4, 7], nfe=nfe, nfe_per_token=1.0, partial_cost=0.25,
-                steps=steps, prompt=[0, 1, 2, 3], mask_id=M, n_rounds=1, pieces=PIECES)  # fmt: skip
+    return dict(text="", verdict="û (U+00FB)", tokens=[4, 7], nfe=nfe, nfe_per_token=1.0, n_written=2,
+                partial_cost=0.25, steps=steps, prompt=[0, 1, 2, 3], mask_id=M, n_rounds=1, pieces=PIECES)  # fmt: skip
 
 
 @in_browser
-def test_records_from_files_are_shown_step_by_step(small_page, tmp_path):
-    """What the stages disagree on, edits, refusals, any text as text, counts, the verdict. Files that are none of
-    sample.py's are refused in a line, and what was shown stays."""
+def test_records_from_files_are_shown_step_by_step(adapter, small_page, tmp_path, monkeypatch, capsys):
+    """What sample.py writes, and a run by hand: what the stages disagree on, edits, refusals, any text as text, counts,
+    the verdict. Other files are refused in a line, and what was shown stays."""
+    argv = ["--ckpt", adapter, "--prompt", "ab", "--gen_length", 9, "--device", "cpu", "--json"]
+    written = command_line(sample, monkeypatch, capsys, *argv)[1]
+    assert json.loads(written).keys() == planted().keys()
     script = """
         const choose = async (...texts) => {
             const chosen = new DataTransfer();
@@ -372,17 +353,17 @@ def test_records_from_files_are_shown_step_by_step(small_page, tmp_path):
         };
         const [one, other] = given.runs.map((run) => JSON.stringify(run));
         const refused = [await choose("def f(x):"), await choose("{}"), await choose(one, other)];
-        const chosen = await choose(one);
+        const chosen = [await choose(given.written), await choose(one)];
         go(1);
         const first = cells();
         document.dispatchEvent(new KeyboardEvent("keydown", {key: "End"}));
         return {refused, chosen, first, end: cells(), heads: text("runs")};
     """
-    found = answer(tmp_path, small_page, script, runs=[planted(), dict(planted(), prompt=[0, 1, 3, 2])])
+    found = answer(tmp_path, small_page, script, runs=[planted(), planted() | {"prompt": [3]}], written=written)
     for (said, labels), why in zip(found["refused"], ("", "holds no steps", "of one prompt"), strict=True):
         assert "not what sample.py --json writes" in said and why in said
         assert labels == "factorised,Stage B,one at a time"
-    assert found["chosen"] == ["", "run_0"]
+    assert found["chosen"] == [["", "run_0"]] * 2
 
     first, end = found["first"], found["end"]
     kinds = ["prompt"] * 4 + ["fill bundle", "refused mask", "mask", "mask"]
