@@ -6,7 +6,6 @@ pytest tests/test_golden_decode.py
 
 import functools
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -65,21 +64,3 @@ def test_released_generate(case, model_of):
     assert [s["start"] + a["block_length"] for s in taken] == ends
     assert_same(out.tokens, case["output"], "generate")
     assert out.nfe == nfe
-
-
-WITHOUT_EDITS = [case for case in CASES if case["args"]["editing_threshold"] > 1]
-
-
-@pytest.mark.parametrize("case", WITHOUT_EDITS, ids=[case["name"] for case in WITHOUT_EDITS])
-def test_without_edits_a_block_ends_one_forward_earlier(case, model_of):
-    """A recorded gate of 2 lets no edit pass, and each block has a last forward that finds nothing to do. With
-    --tau_t2t none that forward is not made: the same tokens; a finished block is read once more by the next one."""
-    d = replace(recorded_decoding(case), tau_t2t=None)
-    model = model_of(case["args"]["block_length"])
-    blocks = len(case["blocks"])
-    expected = dict(full=case["forwards"] - blocks, partial=0, commit=blocks - 1, looks=0)
-
-    tokens, nfe, _ = generate_one(model, case["prompt"], d)
-    assert (tokens, nfe) == (case["output"], expected)
-    out = generate(model, [case["prompt"]], d)[0]
-    assert (out.tokens, out.nfe) == (case["output"], expected)

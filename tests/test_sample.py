@@ -88,11 +88,10 @@ def test_a_prompt_of_many_blocks_is_read_whole():
     assert_equal_to_the_specification(tiny_model(), [prompt(n) for n in (8 * 40 + 3, 8 * 17, 2)], d)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("n_rounds", [0, 1, 2])
-def test_a_row_of_a_batch_equals_the_prompt_alone(n_rounds, temperature):
+def test_a_sampled_row_of_a_batch_equals_the_prompt_alone(n_rounds):
     model = tiny_model(n_layer=3)
-    d = Decoding(gen_length=17, tau_m2t=0.4, tau_t2t=0.6, max_post_steps=2, n_rounds=n_rounds, temperature=temperature)
+    d = Decoding(gen_length=17, tau_m2t=0.4, tau_t2t=0.6, max_post_steps=2, n_rounds=n_rounds, temperature=0.8)
     prompts = [prompt(n, i) for i, n in enumerate(LENGTHS)]
     together, rows = traced(model, prompts, d, seed=4)
     for p, out, row in zip(prompts, together, rows, strict=True):

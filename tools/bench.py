@@ -4,7 +4,6 @@ The two sides of every ratio take turns (A, B, A, B, ...) and the medians are di
 both alike. Weights are random, because speed does not depend on them. All of it runs on a CPU.
 
     python -m tools.bench                                # both sections, minutes on 2 cores
-    python -m tools.bench --only decode                  # decode: the cache; stageb: Stage B
     python -m tools.bench --official DIR [DIR ...]       # instead: against the released code in DIR; needs transformers
     python -m tools.bench --official DIR --compile       # and with compiled steps, see released/compiled.py
 """
@@ -233,8 +232,6 @@ def official(folders: list[Path], lengths: list[int], compiled: bool) -> None:
 
 # --- the command line
 
-SECTIONS = {"decode": decode, "stageb": stageb}
-
 
 def machine() -> str:
     name = platform.processor() or platform.machine()
@@ -248,7 +245,6 @@ def machine() -> str:
 def main() -> None:
     parser = Parser(__doc__)
     add = parser.add_argument_group("what to measure").add_argument
-    add("--only", nargs="+", choices=SECTIONS, help="these sections (default: all)")
     add("--official", type=Path, nargs="+", help="instead: whole decodes against the code in these folders")
     add("--compile", action="store_true", help="with --official: ours with compiled steps, too")
     add("--lengths", type=bounded(int, 1), nargs="+", default=[256, 512], help="tokens of those decodes")
@@ -258,9 +254,9 @@ def main() -> None:
     print(f"$ python -m tools.bench {' '.join(sys.argv[1:])}\n{date.today()}: {machine()}")
     if args.official:
         official(args.official, args.lengths, args.compile)
-        return
-    for name in args.only or SECTIONS:
-        SECTIONS[name]()
+    else:
+        decode()
+        stageb()
 
 
 if __name__ == "__main__":

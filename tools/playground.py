@@ -126,7 +126,7 @@ def names_data() -> dict:
 
 
 # --- the page
-def page_data(ckpt: str, prompt: str | None) -> dict:
+def page_data(ckpt: str) -> dict:
     """Everything that the page reads: geometry, weights, tokenizer, decoders and, of a model of names, all names."""
     folder = Path(ckpt)
     model = load_model(folder, "cpu", torch.float32)
@@ -142,20 +142,20 @@ def page_data(ckpt: str, prompt: str | None) -> dict:
         "tau_keep": decoding_defaults(folder).get("tau_keep", 0.0),
     }
     if names_of(folder) is None:
-        return data | {"names": None, "beginnings": [], "gen_length": LONGEST_TEXT, "prompt": prompt or "import "}
+        return data | {"names": None, "beginnings": [], "gen_length": LONGEST_TEXT, "prompt": "import "}
     beginnings = list(draw_names(BEGINNINGS, "held out", tokenizer).values())
     names = {"names": names_data(), "beginnings": beginnings, "gen_length": LONGEST_NAME}
-    return data | names | {"prompt": prompt or "CANADIAN"}
+    return data | names | {"prompt": "CANADIAN"}
 
 
-def page(ckpt: str, prompt: str | None = None) -> str:
-    """The HTML for a model's folder or an adapter's, which opens on this prompt."""
+def page(ckpt: str) -> str:
+    """The HTML for a model's folder or an adapter's."""
     read = lambda name: (HERE / name).read_text(encoding="utf-8")  # noqa: E731
     html = read("playground.html").replace("@STYLE@", read("playground.css"))
     html = html.replace("@SCRIPT@", "\n".join(map(read, SCRIPTS)))
 
     # inside <script>, "<" could end the element; as an escape it is the same JSON
-    return html.replace("@DATA@", json.dumps(page_data(ckpt, prompt)).replace("<", "\\u003c"))
+    return html.replace("@DATA@", json.dumps(page_data(ckpt)).replace("<", "\\u003c"))
 
 
 @command
@@ -163,10 +163,9 @@ def main() -> None:
     parser = Parser(__doc__)
     add = parser.add_argument_group("playground").add_argument
     add("--ckpt", default="assets/names/head", help="a model of train.py, on names or on text, or an adapter of one")
-    add("--prompt", help="the beginning that the page opens on (of names: CANADIAN)")
     add("--out", default="playground.html", help="the page to write")
     args = parser.parse_args()
-    html = page(args.ckpt, args.prompt)
+    html = page(args.ckpt)
     replace_file(Path(args.out), lambda path: path.write_text(html, encoding="utf-8"))
     print(f"wrote {args.out} ({len(html.encode()) / 1e6:.1f} MB)")
 

@@ -293,12 +293,11 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys):
 
 def test_one_command_writes_one_page_that_asks_nothing_of_a_network(tmp_path, monkeypatch, capsys):
     out = tmp_path / "pages" / "p.html"
-    argv = ["--ckpt", BASE, "--prompt", "GREEK", "--out", out]
-    code, said, _ = command_line(playground, monkeypatch, capsys, *argv)
+    code, said, _ = command_line(playground, monkeypatch, capsys, "--ckpt", BASE, "--out", out)
     assert code == 0 and re.fullmatch(rf"wrote {out} \(\d\.\d MB\)\n", said)
     page = out.read_text(encoding="utf-8")
     data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
-    assert data["prompt"] == "GREEK" and [d["name"] for d in data["decoders"]] == ["factorised", "one at a time"]
+    assert [d["name"] for d in data["decoders"]] == ["factorised", "one at a time"]
     assert {t["dtype"] for t in data["tensors"].values()} == {"bfloat16"}  # as in the file
 
     asked = r"https?:|\bsrc=|\bhref=|@import|url\(|\bimport\(|fetch\(|XMLHttp|WebSocket|innerHTML"
