@@ -279,6 +279,18 @@ def test_a_recipe_of_ones_own_is_resumed_by_it_alone(tmp_path, run, monkeypatch,
     caller(mine, monkeypatch, capsys)(*resume)
 
 
+def test_a_base_may_learn_as_a_whole(tmp_path, run, monkeypatch, capsys):
+    """What is saved is a model of its own, with what lay beside the one that it started from."""
+    base, ours = tmp_path / "base", tmp_path / "ours"
+    run(*TOY, "--max_iters", 1, "--out_dir", base)
+    (base / "names.json").write_text("{}")
+    whole = caller(script_of(train.Recipe(adapt=lambda model, args: None, whole=True)), monkeypatch, capsys)
+    whole(*TOY, "--init_from", base, "--max_iters", 2, "--learning_rate", 0.01, "--out_dir", ours)
+    before, after = (load_file(folder / "model.safetensors") for folder in (base, ours))
+    assert all(not torch.equal(before[name], after[name]) for name in after if "expert_bias" not in name)
+    assert (ours / "names.json").read_text() == "{}" and not (ours / "adapter.json").exists()
+
+
 # --- the paper's setting, and what is not given
 
 
