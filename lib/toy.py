@@ -7,7 +7,7 @@ in float64 and in nats. Each task is a function below, its docstring the definit
     V         symbols
     m         positions of an answer, which is one block
     n_ctx     contexts, at the most (32): a task may have fewer
-    eps       of copy (0.05)
+    eps       of copy (0.05);  rho and levels: of gaussian (0.9, and 8 in place of V)
 """
 
 import inspect
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lib.util import fail, generator
 
-# R rows, N contexts, S support tuples, m answer positions, V symbols
+# R rows, N contexts, S support tuples, m answer positions, V symbols, Q quadrature nodes
 
 MAX_TUPLES = 65_536
 ROWS = 4096  # in one forward
@@ -115,6 +115,19 @@ def _uniform(support: Tensor) -> Tensor:
     return torch.full((S,), 1 / S, dtype=torch.float64)
 
 
+def _shifted(base: Tensor, prob: Tensor, V: int, n_ctx: int, rng: Rng) -> Table:
+    """All tuples base (V**m, m) of probabilities prob (V**m,), shifted by context and position."""
+    # a context's shift is one of the V**(m-1) tuples that start with 0: to move all positions alike
+    # would leave the copy task as it is
+    most = len(base) // V
+    shift = base[rng.choice(most, min(n_ctx, most), replace=False)]  # (N, m)
+
+    # a tuple whose probability is 0, or underflows to it, is no part of the support
+    keep = prob > 0
+    support = (base[keep] + shift[:, None]) % V  # (N, S, m)
+    return V, support, prob[keep]
+
+
 def modes(rng: Rng, V: int = 24, m: int = 4, n_ctx: int = 32) -> Table:
     """The answer is one of three phrases of the context, with weights 4 : 3 : 3. Phrases 1 and 2 share
     half of their tokens: there they win together (6 to 4), elsewhere phrase 0 wins. So the tuple of the
@@ -173,16 +186,41 @@ def noisy_copy(rng: Rng, V: int = 8, m: int = 4, n_ctx: int = 32, eps: float = 0
     base = _tuples(V, m)  # (V**m, m)
     difference = (base[:, 1:] - base[:, :1]) % V  # (V**m, m - 1)
     prob = p[difference].prod(-1) / V
+    return _shifted(base, prob, V, n_ctx, rng)
 
-    # a context shifts every position by its own number: by one of the V**(m-1) tuples that start
-    # with 0, as moving all positions alike would change nothing
-    most = len(base) // V
-    shift = base[rng.choice(most, min(n_ctx, most), replace=False)]  # (N, m)
 
-    # a tuple whose probability is 0 is no part of the support
-    keep = prob > 0
-    support = (base[keep] + shift[:, None]) % V  # (N, S, m)
-    return V, support, prob[keep]
+def gaussian(rng: Rng, levels: int = 8, m: int = 3, n_ctx: int = 32, rho: float = 0.9) -> Table:
+    """z_i = sqrt(rho) f + sqrt(1 - rho) e_i with f and e_i standard normal: every correlation is rho.
+    x_i says between which quantiles k/levels z_i lies.
+    """
+    base = _tuples(levels, m)  # (V**m, m)
+
+    # p(x) is the integral over f of prod_i p(x_i | f), by the trapezoid rule: as a function of f a
+    # factor is a step of width sqrt(1 - rho), and 8 nodes to a width leave less than rounding
+    width = math.sqrt(1 - rho)
+    f = torch.arange(-9, 9, width / 8, dtype=torch.float64)  # (Q,)
+    density = torch.exp(-(f**2) / 2)
+    level = _level_given(f, levels, rho)  # (Q, V)
+
+    # the product over positions, in two halves, so that no array holds Q times V**m numbers
+    left = level[:, _tuples(levels, m // 2)].prod(-1)  # (Q, V**(m//2))
+    right = level[:, _tuples(levels, m - m // 2)].prod(-1)
+    prob = (density[:, None] * left).T @ right  # the sum over nodes
+    prob = prob.flatten()  # (V**m,)
+    return _shifted(base, prob / prob.sum(), levels, n_ctx, rng)
+
+
+def _level_given(f: Tensor, levels: int, rho: float) -> Tensor:
+    """(Q,) -> (Q, V) float64: the probability p(x_i = v | f) of each level of z_i."""
+    # the edges between levels, as values of e_i in units of sqrt(2), as erfc takes them
+    quantile = torch.special.ndtri(torch.arange(levels + 1, dtype=torch.float64) / levels)
+    edges = (quantile - math.sqrt(rho) * f[:, None]) / (math.sqrt(1 - rho) * math.sqrt(2))  # (Q, V + 1)
+    low = edges[:, :-1]
+    high = edges[:, 1:]
+
+    # from the upper tail above 0, from the lower one below: differences of tails keep their digits
+    side = torch.where(low > 0, 1.0, -1.0)
+    return (torch.erfc(side * low) - torch.erfc(side * high)).abs() / 2
 
 
 def permutation(rng: Rng, V: int = 8, m: int = 4, n_ctx: int = 32) -> Table:
@@ -216,6 +254,7 @@ TASKS = {
     "pairs": pairs,
     "mixed": mixed,
     "copy": noisy_copy,
+    "gaussian": gaussian,
     "permutation": permutation,
     "sum": modular_sum,
 }
@@ -224,7 +263,9 @@ BOUNDS = {
     "V": (2, 1024),
     "m": (2, 32),
     "n_ctx": (1, 128),
+    "levels": (2, 1024),
     "eps": (0.0, 1.0),
+    "rho": (0.0, 0.9999),
 }
 
 

@@ -108,6 +108,24 @@ def test_pairs_and_groups_and_sums_are_what_their_docstrings_say():
         assert len({tuple(x) for x in t.support[n][:, subset].tolist()}) == 27 == t.support.shape[1]
 
 
+@pytest.mark.parametrize("rho", [0.3, 0.9999])
+@pytest.mark.parametrize(("levels", "m"), [(2, 2), (8, 3)])
+def test_gaussian_has_the_orthant_probabilities(levels, m, rho):
+    """That all z_i are positive: 1/4 + asin(rho) / 2 pi for two of them, 1/8 + 3 asin(rho) / 4 pi for three. A shift
+    permutes the levels, so context and table are read through the tuple that stands first, which is (0, .., 0)."""
+    t = make("gaussian", levels=levels, m=m, rho=rho, n_ctx=2)
+    positive = ((t.support - t.support[:, :1]) % levels >= levels // 2).all(-1)
+    expected = {2: 0.25 + math.asin(rho) / (2 * math.pi), 3: 0.125 + 3 * math.asin(rho) / (4 * math.pi)}[m]
+    assert (positive * t.prob).sum(-1).tolist() == pytest.approx([expected] * 2, abs=1e-12)
+    torch.testing.assert_close(t.marginals(), torch.full((2, m, levels), 1 / levels).double())
+
+
+def test_gaussian_far_tails_are_symmetric():
+    p = make("gaussian", rho=0.99, n_ctx=1).prob[0]
+    assert p.min() < 1e-50  # so that a cancellation between two numbers near 1 would show
+    torch.testing.assert_close(p, p.flip(0), rtol=1e-6, atol=0)
+
+
 # --- reading the table
 def test_products_and_distances_of_uneven_contexts():
     t = uneven_toy()
@@ -196,8 +214,8 @@ def test_refusals_name_the_numbers():
         ("modes", {"V": 2}, "V = 2 is too small"),
         ("pairs", {"m": 3}, "even m, not 3"),
         ("mixed", {"m": 6}, "not 6"),
-        ("copy", {"eps": math.nan}, "eps must lie in 0..1, not nan"),
-        ("pairs", {"eps": 0.1}, "does not use eps: it uses V, m, n_ctx"),
+        ("gaussian", {"rho": math.nan}, "rho must lie in 0..0.9999, not nan"),
+        ("gaussian", {"V": 8}, "does not use V: it uses levels, m, n_ctx, rho"),
     ):
         with pytest.raises(Mistake) as mistake:
             make(name, **params)
