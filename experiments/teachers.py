@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from beyond.chain import from_the_left
 from checkpoint import load_model, load_tokenizer
-from evaluate import NAME_TOKENS, draw_names, judge
+from evaluate import NAMES, draw_names, judge
 from lib.output import up_to_eos
 from model import Model
 from train import Batch
@@ -29,7 +29,7 @@ def complete(model: Model, prompt: list[int], args: Namespace) -> list[int]:
     """The prompt and what the teacher writes behind it, block by block, up to the end of the text."""
     cfg = model.cfg
     ids = torch.tensor([prompt])
-    while ids.shape[1] < len(prompt) + NAME_TOKENS and cfg.eos_id not in ids:
+    while ids.shape[1] < len(prompt) + NAMES.gen_length and cfg.eos_id not in ids:
         # the rest of this block is masks
         room = cfg.block_length - ids.shape[1] % cfg.block_length
         z = torch.nn.functional.pad(ids, (0, room), value=cfg.mask_id)
