@@ -285,8 +285,9 @@ def test_candidates_filter_and_renormalise_by_hand():
     token, p = candidates(logits, u, Decoding(temperature=1.0, top_p=0.6))  # 0.5 < 0.6: the second crosses and stays
     assert token.tolist() == [[0, 0, 1, 1]]
     assert p[0].tolist() == approx([0.625, 0.625, 0.375, 0.375])
-    token, p = candidates(logits, u, Decoding(temperature=1.0, top_k=1))
-    assert token.tolist() == [[0, 0, 0, 0]] and p[0].tolist() == approx([1.0] * 4)
+    for top_k, kept in ((1, [1.0] * 4), (2, [0.625, 0.625, 0.375, 0.375])):
+        _, p = candidates(logits, u, Decoding(temperature=1.0, top_k=top_k))
+        assert p[0].tolist() == approx(kept)
     token, p = candidates(logits, u, Decoding(temperature=0.5))  # squares: 0.25, 0.09, 0.04 of 0.38
     assert token.tolist() == [[0, 0, 0, 2]] and p[0, 0] == approx(0.25 / 0.38)
     token, p = candidates(logits, u, Decoding())
