@@ -340,18 +340,3 @@ def answer_log_probs(model: nn.Module, toy: Toy, c: Tensor, z: Tensor, n_rounds:
 
     # normalised over all tokens, then cut to the symbols: mass on any other token stays lost
     return torch.cat(logits).log_softmax(-1)[..., : toy.V]
-
-
-def floors(model: nn.Module, toy: Toy) -> dict[str, float]:
-    """The whole answer's loss in one step, sum_i E_p[-log q_i(x_i)], by each stage, and its floors for a
-    joint (H) and for a factorised model (H + TC): nats, means over contexts.
-    """
-    c = torch.arange(toy.n_ctx)
-    masks = torch.full((toy.n_ctx, toy.m), -1)
-    found = {}
-    for name, n_rounds in {"block_A": 0, "block_B": model.cfg.n_rounds}.items():
-        log_q = answer_log_probs(model, toy, c, masks, n_rounds)
-        found[name] = float(-(toy.marginals() * log_q).sum((1, 2)).mean())
-
-    h = float(toy.h_joint().mean())
-    return found | {"floor_joint": h, "floor_factorised": h + float(toy.tc().mean())}

@@ -8,7 +8,7 @@ import torch
 from common import coherent, tiny_model
 
 from lib import toy
-from lib.toy import Toy, answer_log_probs, floors, kl, make, product_table
+from lib.toy import Toy, answer_log_probs, kl, make, product_table
 from lib.util import Mistake
 
 # R rows, N contexts, S support tuples, m answer positions, V symbols
@@ -182,7 +182,7 @@ def test_training_rows_depend_on_their_number_alone():
 
 
 # --- a model's distribution
-def test_answer_log_probs_and_floors(monkeypatch):
+def test_answer_log_probs(monkeypatch):
     """Normalised over all tokens, and then cut to the symbols; Stage B marks what is masked."""
     monkeypatch.setattr(toy, "ROWS", 2)
     t = uneven_toy()
@@ -195,15 +195,6 @@ def test_answer_log_probs_and_floors(monkeypatch):
         expected = model.head(states)[:, 2:].double().softmax(-1)[..., :3]
         found = answer_log_probs(model, t, contexts(t), z, n_rounds)
         torch.testing.assert_close(found.exp(), expected, rtol=1e-4, atol=1e-5)
-
-    # the expected loss of the whole answer, tuple by tuple
-    found = floors(model, t)
-    for name, n_rounds in (("block_A", 0), ("block_B", 2)):
-        q = answer_log_probs(model, t, contexts(t), torch.full((3, 2), -1), n_rounds).exp()
-        assert found[name] == pytest.approx(-float(torch.xlogy(t.prob, product_table(t, contexts(t), q)).sum()) / 3)
-    # context 0 has entropy h, as each of its positions has; the others have none
-    h = entropy([0.25, 0.75])
-    assert (found["floor_joint"], found["floor_factorised"]) == pytest.approx((h / 3, 2 * h / 3))
 
 
 # --- mistakes

@@ -172,9 +172,7 @@ def test_bf16_trains_float32_weights_and_the_log_names_terms_by_stage(tmp_path, 
     terms = {f"{term}_{stage}" for term in ("m2t", "edit", "clean") for stage in "AB"}
     assert first.keys() - terms == {"step", "loss", "grad_norm", "lr", "tokens"} and first["tokens"] == 16
     assert {"m2t_A", "m2t_B"} <= first.keys() & last.keys()
-    assert last["val"]
-    assert last.keys() - terms == {"step", "val", "block_A", "block_B", "floor_joint", "floor_factorised"}
-    assert last["floor_joint"] < last["floor_factorised"] < min(last["block_A"], last["block_B"])
+    assert last["val"] and last.keys() - terms == {"step", "val"}
 
 
 def test_a_non_finite_loss_stops_before_the_weights_are_hurt(tmp_path, run):
