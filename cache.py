@@ -58,7 +58,6 @@ class KVCache:
         self.used = 2 * self.B + max(lengths)
         if self.used >= self.kv.shape[4]:
             self.kv = F.pad(self.kv, (0, 0, 0, self.used))
-        self.contexts: dict[bool, Context] = {}  # what context() has built for these lengths
 
     def update(self, layer: int, round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k, v (R, G, T, D) of this pass -> what it attends to, (R, G, S, D) each."""
@@ -96,12 +95,7 @@ class KVCache:
         self.set_lengths([self.lengths[r] for r in rows])
 
     def context(self, ahead: bool = False) -> Context:
-        """The Context of the current blocks, or of [next ; current]; built once."""
-        if ahead not in self.contexts:
-            self.contexts[ahead] = self.build_context(ahead)
-        return self.contexts[ahead]
-
-    def build_context(self, ahead: bool) -> Context:
+        """The Context of the current blocks, or of [next ; current]."""
         B = self.B
         device = self.kv.device
 
@@ -136,7 +130,6 @@ class Cached:
         self.model = model
         self.cfg = model.cfg
         self.n_rounds = n_rounds
-        self.rows = list(range(len(contexts)))  # the numbers of the rows in flight
         device = model.wte.weight.device
         lengths = [len(ids) for ids in contexts]
         self.cache = KVCache(model.cfg, lengths, n_rounds, device, model.compute_dtype)
@@ -211,7 +204,6 @@ class Cached:
     def keep(self, rows: list[int]) -> None:
         """Drop the other rows, which are finished."""
         self.cache.keep(rows)
-        self.rows = [self.rows[r] for r in rows]
         self.last = tuple(states[rows] for states in self.last)
         if self.next is not None:
             self.next = tuple(states[rows] for states in self.next)
@@ -225,7 +217,6 @@ class Uncached:
         self.model = model
         self.cfg = model.cfg
         self.n_rounds = n_rounds
-        self.rows = list(range(len(contexts)))
         self.contexts = [torch.tensor(ids, dtype=torch.long, device=model.wte.weight.device) for ids in contexts]
         self.prefixes: list[Tensor] = []  # of each row the prefix states of the whole text, (1, T, C)
 
@@ -271,5 +262,4 @@ class Uncached:
 
     def keep(self, rows: list[int]) -> None:
         """As in Cached."""
-        self.rows = [self.rows[r] for r in rows]
         self.contexts = [self.contexts[r] for r in rows]

@@ -87,10 +87,9 @@ def prompt(n: int, row: int = 0) -> list[int]:
 
 
 # --- decoding
-def one_step(engine: Cached | Uncached, n_rounds: int) -> Callable[[], Step]:
-    """One decoding step of every row in the middle of a block: half of it written, half masks, no prompt."""
+def one_step(engine: Cached | Uncached, R: int, n_rounds: int) -> Callable[[], Step]:
+    """One decoding step of R rows in the middle of a block: half of it written, half masks, no prompt."""
     cfg = engine.cfg
-    R = len(engine.rows)
     z = torch.tensor([prompt(cfg.block_length, 1)] * R)
     z[:, cfg.block_length // 2 :] = cfg.mask_id
     nothing = torch.zeros_like(z, dtype=torch.bool)
@@ -108,7 +107,7 @@ def decode() -> None:
         print("  context   cached ms a step   uncached ms a step   ratio")
         measured = []
         for context in CONTEXTS:
-            sides = [one_step(engine(model, [prompt(context)] * rows, 1), 1) for engine in (Cached, Uncached)]
+            sides = [one_step(engine(model, [prompt(context)] * rows, 1), rows, 1) for engine in (Cached, Uncached)]
             cached, uncached = interleaved(*sides, repeats=1 if rows > 1 else 3)
             measured.append((cached, uncached))
             print(f"  {context:7}   {1e3 * cached:16.1f}   {1e3 * uncached:18.1f}   {uncached / cached:4.1f}x")
@@ -129,7 +128,7 @@ def stageb() -> None:
     for name, cfg in GEOMETRIES.items():
         engine = Cached(random_model(cfg), [prompt(256)], 1)
         z = torch.tensor([prompt(cfg.block_length, 1)])
-        sides = one_step(engine, 0), one_step(engine, 1), partial(engine.stage_a, z)
+        sides = one_step(engine, 1, 0), one_step(engine, 1, 1), partial(engine.stage_a, z)
         without, with_it, full = interleaved(*sides, repeats=80)
         ratio = (with_it - without) / (cfg.n_last / cfg.n_layer * full)
         step = f"step {1e3 * without:.2f} -> {1e3 * with_it:.2f} ms, full forward {1e3 * full:.2f} ms"
