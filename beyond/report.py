@@ -16,7 +16,6 @@ the differences of these, paired. A setting's cost is its mean over the seeds, a
     python -m beyond.report results/pays/records.jsonl.gz --against head --mix --prices beyond/prices.json
 """
 
-import gzip
 import json
 import math
 from argparse import Namespace
@@ -30,6 +29,7 @@ import numpy as np
 from beyond import seeds
 from beyond.seeds import Choice, interval
 from evaluate import print_table
+from lib.data import read_records
 from lib.util import Parser, command, fail, reading
 
 # P settings, S seeds of training, R prompts, W resamples
@@ -45,9 +45,9 @@ AVERAGED = tuple(n / 100 for n in range(20, 61))  # budgets of text's mean lead
 # --- records
 def load(path: Path) -> tuple[dict, list[dict]]:
     """Which cluster each prompt is of, and the records, from a file, gzipped or not."""
-    with reading(path, "file of records"), gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as file:
-        head, first, *others = [json.loads(line) for line in file]
-        return head["clusters"], [with_cost(r) for r in (first, *others)]
+    with reading(path, "file of records"):
+        (_, head), *records = read_records(path)
+        return head["clusters"], [with_cost(r) for _, r in records]
 
 
 def with_cost(r: dict) -> dict:

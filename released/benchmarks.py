@@ -1,6 +1,6 @@
 """The paper's seven benchmarks: how a published file is read, and how a question is put. Answers: answers.py.
 
-`TASKS[name].load(path)` reads the *published* file (JSONL or CSV, perhaps gzip); run.py generates; `find` and `right`
+`TASKS[name].load(path)` reads the *published* file (JSONL, perhaps gzip, or CSV); run.py generates; `find` and `right`
 say what a text answers and whether that is correct. The paper names no prompt, shot count or answer rule: each default
 here has its source beside it, and a template may replace it. Nothing is downloaded.
 
@@ -8,9 +8,6 @@ here has its source beside it, and a template may replace it. Nothing is downloa
 """
 
 import csv
-import gzip
-import io
-import json
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -19,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lib.data import read_records
 from lib.util import fail, reading
 from released.answers import clean, drop_scores, equal_numbers, find_code, find_letter, find_number, find_spans, numbers
 
@@ -65,18 +63,9 @@ class Task:
 
 
 # --- files
-def read_text(path: Path) -> str:
-    """UTF-8 text of a plain or gzip file, told by its first bytes."""
-    data = path.read_bytes()
-    if data[:2] == b"\x1f\x8b":
-        data = gzip.decompress(data)
-    return data.decode()
-
-
 def read_jsonl(path: Path) -> list[dict]:
     """A record for each line that is not blank."""
-    # not splitlines(): a string may hold U+2028
-    return [json.loads(line) for line in read_text(path).split("\n") if line.strip()]
+    return [record for _, record in read_records(path)]
 
 
 # --- GSM8K: openai/grade-school-math test.jsonl, {"question", "answer"}; the worked answer ends "#### 72"
@@ -111,10 +100,11 @@ def read_gpqa(path: Path) -> Rows:
     paper's scores are k/198, of one time."""
     csv.field_size_limit(2**24)  # explanations outgrow the default cell
     rng = random.Random(0)
-    for row in csv.DictReader(io.StringIO(read_text(path), newline="")):
-        order = rng.sample(range(4), 4)
-        options = {letter: row[GPQA_ANSWERS[i]] for letter, i in zip("ABCD", order, strict=True)}
-        yield row["Record ID"], {"question": row["Question"]} | options, "ABCD"[order.index(0)]
+    with open(path, encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            order = rng.sample(range(4), 4)
+            options = {letter: row[GPQA_ANSWERS[i]] for letter, i in zip("ABCD", order, strict=True)}
+            yield row["Record ID"], {"question": row["Question"]} | options, "ABCD"[order.index(0)]
 
 
 # --- PIQA: dev.jsonl (or valid.jsonl), {"goal", "sol1", "sol2"}, and a file of labels, one 0 or 1 a line
@@ -123,7 +113,7 @@ PIQA_PROMPT = "{goal}\nA. {sol1}\nB. {sol2}\nAnswer with the letter A or B.\nAns
 
 def read_piqa(path: Path) -> Rows:
     """Options keep their order, as in all harnesses. The labels of dev.jsonl are dev-labels.lst, beside it."""
-    labels = read_text(path.with_name(path.name.partition(".")[0] + "-labels.lst")).split()
+    labels = path.with_name(path.name.partition(".")[0] + "-labels.lst").read_text().split()
     for record, label in zip(read_jsonl(path), labels, strict=True):
         shown = {name: record[name] for name in ("goal", "sol1", "sol2")}
         yield "", shown, {"0": "A", "1": "B"}[label]

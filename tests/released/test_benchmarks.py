@@ -70,12 +70,12 @@ def gpqa_csv() -> str:
     return text.getvalue()
 
 
-def write_task(folder: Path, name: str) -> Path:
-    """The hand-written records of one task where its real file would lie."""
+def write_task(folder: Path, name: str, data: bytes | None = None) -> Path:
+    """The hand-written records of one task where its real file would lie, or other data."""
     path = folder / FILES[name]
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in RECORDS.get(name, []))
-    data = (gpqa_csv() if name == "gpqa" else lines).encode()
+    data = data or (gpqa_csv() if name == "gpqa" else lines).encode()
     path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
     if name == "piqa":
         (path.parent / "dev-labels.lst").write_text("0\n1\n")
@@ -150,8 +150,7 @@ DAMAGED = [
 
 @pytest.mark.parametrize("name, data, says", DAMAGED)
 def test_a_damaged_file_is_refused(name, data, says, tmp_path):
-    path = write_task(tmp_path, name)
-    path.write_bytes(data)
+    path = write_task(tmp_path, name, data)
     with pytest.raises(Mistake, match=says) as caught:
         TASKS[name].load(path)
     assert str(path) in str(caught.value)
