@@ -8,7 +8,6 @@
     text          quality of Python text against forwards         results/text/records.jsonl.gz
     joint         what Stage B writes in one step, toy by toy     results/theorem/joint.json
     dial          error of one step against total correlation     results/theorem/dial.json
-    cache         the cache's gain against the context's length   results/speed/log.txt
 
 Text stays text in the SVGs, and is of a grey that is readable on white and on black pages.
 """
@@ -173,7 +172,7 @@ def draw_text():
     return figure
 
 
-# --- toys, speed
+# --- toys
 def draw_joint():
     """Shares of contexts, means and worst of three seeds: possible answers on the left, the likeliest on the right."""
     figure, axes = panels(1, 2, 8, 3.8, sharey=True)
@@ -214,40 +213,6 @@ def draw_dial():
     return figure
 
 
-def read_cache(path: Path) -> dict[tuple[str, str], list[list[float]]]:
-    """(rows, model) -> [context, uncached / cached] of each line of the tables that tools/bench.py printed."""
-    found, lines = {}, None
-    for line in path.read_text().splitlines():
-        head = re.match(r"Decoding (\d+) at once, cached against not: (.*?) \(\d+ layers", line)
-        row = re.match(r" +(\d+) +([\d.]+) +([\d.]+) +[\d.]+x", line)
-        if head:
-            lines = found.setdefault((head[1], head[2]), [])
-        elif row and lines is not None:
-            lines.append([float(row[1]), float(row[3]) / float(row[2])])
-    return found
-
-
-def draw_cache():
-    """How many times as long a step takes without the cache."""
-    figure, ax = panels(1, 1, 5.4, 3.8)
-    looks = {
-        ("1", "text"): ("6 layers of 128", BLUE),
-        ("16", "text"): ("16 rows", GREEN),
-        ("1", "20 layers"): ("20 layers of 128", ORANGE),
-        ("1", "20 layers, wide"): ("20 layers of 512", PURPLE),
-    }
-    found = read_cache(RESULTS / "speed" / "log.txt")
-    ends = {}
-    for key, (name, color) in looks.items():
-        context, ratio = np.array(found[key]).T
-        ax.plot(context, ratio, color=color, marker="o", markersize=4)
-        ends[name] = (context[-1], ratio[-1], color)
-    ax.set(xlabel="tokens before the block", ylabel="time of a step, without / with the cache", ylim=(0, None))
-    ax.grid(axis="y")
-    name_lines(ax, ends)
-    return figure
-
-
 # name -> its place and who draws it
 PICTURES = {
     "tiny": ("assets/tiny.svg", draw_tiny),
@@ -255,7 +220,6 @@ PICTURES = {
     "text": ("results/text/text.svg", draw_text),
     "joint": ("results/theorem/joint.svg", draw_joint),
     "dial": ("results/theorem/dial.svg", draw_dial),
-    "cache": ("results/speed/cache.svg", draw_cache),
 }
 
 
