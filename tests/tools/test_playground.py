@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from common import MASK, ROOT, command_line, random_ids, random_lora, refused, tiny_model
+from common import ROOT, command_line, random_ids, random_lora, refused, tiny_model
 
 import sample
 from checkpoint import load_model, load_tokenizer, save_adapter, save_model
@@ -308,68 +308,43 @@ def test_one_command_writes_one_page_that_asks_nothing_of_a_network(tmp_path, mo
 
 # --- records of sample.py --json
 
-PIECES = {0: "In", 1: "·the", 2: "·city", 3: "·of", 4: "·San", 5: "·York", 6: "·New", 7: HOSTILE, MASK: "▒"}
-M = MASK
-
-
-def one_step(before: list[int], after: list[int], **did) -> dict:
-    """What sample.py records of a step in the block that begins at 4."""
-    return dict(start=4, before=before, after=after, partial=1, fill=[], edit=[], refused=[], conf=[0.75] * 4) | did
-
-
-def planted() -> dict:
-    """A run by hand, blocks of four: 4 is written, where Stage A says "San" and Stage B "New"; 5 is refused; then 5
-    is written, and 4 edited."""
-    first = dict(at=4, token=6, conf=0.75, token_a=4, conf_a=0.5)
-    second = dict(at=5, token=7, conf=0.75, token_a=7, conf_a=0.5)
-    unsure = dict(at=5, token=5, conf=0.25)
-    steps = [
-        one_step([M] * 4, [6, M, M, M], fill=[first], refused=[unsure]),
-        one_step([6, M, M, M], [4, 7, M, M], fill=[second], edit=[dict(at=4, old=6, token=4, conf=0.75)]),
-    ]
-    steps[0]["looks"] = [[dict(at=5, token=7, final=False)], [dict(at=5, token=5, final=True)]]
-    nfe = {"full": 2, "partial": 2, "commit": 1, "all": 3.5}  # n/L = 1/4
-    return dict(text="", verdict="û (U+00FB)", tokens=[4, 7], nfe=nfe, nfe_per_token=1.0, n_written=2,
-                partial_cost=0.25, steps=steps, prompt=[0, 1, 2, 3], mask_id=M, n_rounds=1, pieces=PIECES)  # fmt: skip
-
 
 @in_browser
 def test_records_from_files_are_shown_step_by_step(adapter, small_page, tmp_path, monkeypatch, capsys):
-    """What sample.py writes, and a run by hand: what the stages disagree on, edits, refusals, any text as text, counts,
-    the verdict. Other files are refused in a line, and what was shown stays."""
-    argv = ["--ckpt", adapter, "--prompt", "ab", "--gen_length", 9, "--device", "cpu", "--json"]
-    written = command_line(sample, monkeypatch, capsys, *argv)[1]
-    assert json.loads(written).keys() == planted().keys()
+    """What sample.py writes: after each step the block as it was left, what the stages disagree on, and edits. Other
+    files are refused in a line, and what was shown stays."""
+    argv = ["--ckpt", adapter, "--prompt", "ab", "--gen_length", 9, "--tau_m2t", 0.3, "--device", "cpu", "--json"]
+    record = json.loads(command_line(sample, monkeypatch, capsys, *argv)[1])
     script = """
-        const choose = async (...texts) => {
+        const choose = async (...runs) => {
             const chosen = new DataTransfer();
-            texts.forEach((text, i) => chosen.items.add(new File([text], `run_${i}.json`)));
+            runs.forEach((run, i) => chosen.items.add(new File([JSON.stringify(run)], `run_${i}.json`)));
             $("unread").textContent = "reading";
             $("files").files = chosen.files;
             $("files").dispatchEvent(new Event("change"));
             while (text("unread") === "reading") await new Promise((resume) => setTimeout(resume, 10));
             return [text("unread"), traces.map((t) => t.label).join()];
         };
-        const [one, other] = given.runs.map((run) => JSON.stringify(run));
-        const refused = [await choose("def f(x):"), await choose("{}"), await choose(one, other)];
-        const chosen = [await choose(given.written), await choose(one)];
-        go(1);
-        const first = cells();
-        document.dispatchEvent(new KeyboardEvent("keydown", {key: "End"}));
-        return {refused, chosen, first, end: cells(), heads: text("runs")};
+        const refused = [await choose({}), await choose(given.run, {...given.run, prompt: [3]})];
+        const chosen = await choose(given.run);
+        const seen = given.run.steps.map((s, k) => (go(k + 1), cells()));
+        return {refused, chosen, seen, heads: text("runs")};
     """
-    found = answer(tmp_path, small_page, script, runs=[planted(), planted() | {"prompt": [3]}], written=written)
-    for (said, labels), why in zip(found["refused"], ("", "holds no steps", "of one prompt"), strict=True):
+    found = answer(tmp_path, small_page, script, run=record)
+    for (said, labels), why in zip(found["refused"], ("holds no steps", "of one prompt"), strict=True):
         assert "not what sample.py --json writes" in said and why in said
         assert labels == "factorised,Stage B,one at a time"
-    assert found["chosen"] == [["", "run_0"]] * 2
+    assert found["chosen"] == ["", "run_0"]
+    assert f"{record['nfe']['full']} full, {record['nfe']['partial']:g} partial" in found["heads"]
 
-    first, end = found["first"], found["end"]
-    kinds = ["prompt"] * 4 + ["fill bundle", "refused mask", "mask", "mask"]
-    assert [cell["is"] for cell in first] == ["cell " + kind for kind in kinds]
-    assert first[4]["parts"][:3] == ["F", "·New", "A ·San"] and first[5]["parts"][0] == "?"
-    said = f"step 1: draft {HOSTILE}, look 1 ·York (final); step 1: left masked, unsure of ·York 0.25"
-    assert said in first[5]["title"]
-    assert end[4]["parts"][:2] == ["E", "·San"] and "step 2: ·New became ·San 0.75" in end[4]["title"]
-    assert end[5]["parts"][1] == HOSTILE
-    assert "✓ û (U+00FB), forwards: 3.5" in found["heads"] and "2 full, 2 partial, 1 commit" in found["heads"]
+    piece = lambda token: record["pieces"][str(token)]  # noqa: E731
+    for s, cells in zip(record["steps"], found["seen"], strict=True):
+        cell = {cell["at"]: cell for cell in cells}
+        assert [cell[s["start"] + i]["parts"][1] for i in range(8)] == list(map(piece, s["after"]))
+        for f in s["fill"]:
+            drafted = [] if f["token"] == f["token_a"] else ["A " + piece(f["token_a"])]
+            assert cell[f["at"]]["is"] == "cell fill bundle" and cell[f["at"]]["parts"][0] == "F"
+            assert [part for part in cell[f["at"]]["parts"][2:] if part.startswith("A ")] == drafted
+        for f in s["edit"]:
+            assert f"{piece(f['old'])} became {piece(f['token'])}" in cell[f["at"]]["title"]
+    assert any(s["edit"] for s in record["steps"]) and len(record["steps"]) > 3
