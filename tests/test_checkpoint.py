@@ -186,15 +186,6 @@ def test_an_adapter_brings_its_base_and_its_own_settings(base, adapter, tmp_path
     assert stored(low).keys() == stored(load(base)).keys()
 
 
-def test_an_adapter_acts_in_stage_b_alone_if_it_says_so(base, tmp_path):
-    model = load(base)
-    random_lora(model, stage_b_alone=True)
-    about = {"lora_r": 4, "lora_alpha": 8, "lora_in_stage_b_alone": True}
-    save_adapter(model, tmp_path / "adapter", base, about)
-    back = load(tmp_path / "adapter")
-    assert back.lora_in_stage_b_alone and back.adapter_state().keys() == model.adapter_state().keys()
-
-
 def test_an_adapter_without_its_base_or_on_another_one_is_refused(base, adapter, tmp_path):
     ours = fingerprint(base)
     base.rename(tmp_path / "gone")
