@@ -3,7 +3,7 @@
 The two sides of every ratio take turns (A, B, A, B, ...) and the medians are divided, so that a busy machine disturbs
 both alike. Weights are random, because speed does not depend on them. All of it runs on a CPU.
 
-    python -m tools.bench                                # both sections, minutes on 2 cores
+    python -m tools.bench                                # cached against uncached, minutes on 2 cores
     python -m tools.bench --official DIR [DIR ...]       # instead: against the released code in DIR; needs transformers
     python -m tools.bench --official DIR --compile       # and with compiled steps, see released/compiled.py
 """
@@ -36,7 +36,7 @@ from released.compiled import CompiledModel, compile_for_one_row
 from released.export import released_config
 from sample import Decoding, Step, denoise, generate
 
-# R rows, B block_length, L layers, n = n_last
+# R rows, B block_length
 
 # what is measured: enough to see the ratios, little enough for two cores
 TEXT = replace(PRESETS["text"], eos_id=256, mask_id=257, block_length=8)  # as train.py builds it
@@ -87,14 +87,14 @@ def prompt(n: int, row: int = 0) -> list[int]:
 
 
 # --- decoding
-def one_step(engine: Cached | Uncached, R: int, n_rounds: int) -> Callable[[], Step]:
+def one_step(engine: Cached | Uncached, R: int) -> Callable[[], Step]:
     """One decoding step of R rows in the middle of a block: half of it written, half masks, no prompt."""
     cfg = engine.cfg
     z = torch.tensor([prompt(cfg.block_length, 1)] * R)
     z[:, cfg.block_length // 2 :] = cfg.mask_id
     nothing = torch.zeros_like(z, dtype=torch.bool)
     u = torch.zeros(R, 2, cfg.block_length)
-    return partial(denoise, engine, z, nothing, u, replace(ONE_BY_ONE, n_rounds=n_rounds), masks=True)
+    return partial(denoise, engine, z, nothing, u, ONE_BY_ONE, masks=True)
 
 
 @torch.inference_mode()
@@ -107,7 +107,7 @@ def decode() -> None:
         print("  context   cached ms a step   uncached ms a step   ratio")
         measured = []
         for context in CONTEXTS:
-            sides = [one_step(engine(model, [prompt(context)] * rows, 1), rows, 1) for engine in (Cached, Uncached)]
+            sides = [one_step(engine(model, [prompt(context)] * rows, 1), rows) for engine in (Cached, Uncached)]
             cached, uncached = interleaved(*sides, repeats=1 if rows > 1 else 3)
             measured.append((cached, uncached))
             print(f"  {context:7}   {1e3 * cached:16.1f}   {1e3 * uncached:18.1f}   {uncached / cached:4.1f}x")
@@ -119,20 +119,6 @@ def decode() -> None:
             cached, uncached = (B * np.interp(starts, CONTEXTS, side).sum() for side in np.array(measured).T)
             ratio = f"{uncached / cached:.1f}x"
             print(f"  all of {length} tokens (integrated): cached {cached:.2f} s, uncached {uncached:.2f} s: {ratio}")
-
-
-@torch.inference_mode()
-def stageb() -> None:
-    """What Stage B adds to a step, in units of n/L of a full forward."""
-    print("\nStage B: (step with it - step without) / (n/L x a full forward), context 256")
-    for name, cfg in GEOMETRIES.items():
-        engine = Cached(random_model(cfg), [prompt(256)], 1)
-        z = torch.tensor([prompt(cfg.block_length, 1)])
-        sides = one_step(engine, 1, 0), one_step(engine, 1, 1), partial(engine.stage_a, z)
-        without, with_it, full = interleaved(*sides, repeats=80)
-        ratio = (with_it - without) / (cfg.n_last / cfg.n_layer * full)
-        step = f"step {1e3 * without:.2f} -> {1e3 * with_it:.2f} ms, full forward {1e3 * full:.2f} ms"
-        print(f"  {name} ({geometry(cfg)}, n = {cfg.n_last}): {step}: {ratio:.2f}")
 
 
 # --- against the released code
@@ -255,7 +241,6 @@ def main() -> None:
         official(args.official, args.lengths, args.compile)
     else:
         decode()
-        stageb()
 
 
 if __name__ == "__main__":
