@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lib import data, toy
-from lib.config import DTYPES, PRESETS, Config
+from lib.config import DTYPES, Config
 from lib.tokenizer import Tokenizer, learn_bpe
 from lib.util import Parser, bounded, fail, read_json, write_json
 
@@ -58,7 +58,6 @@ def build_parser(doc: str) -> Parser:
     add = parser.add_argument_group("model").add_argument
     add("--init_from", help="scratch, resume, or a checkpoint's folder, as in the paper: LoRA and markers train (names "
         "start from assets/names, everything else from scratch)")
-    add("--preset", choices=PRESETS, help="geometry from scratch (names, text, tiny for toys)")
     add("--n_last", type=count, help="n, the layers of Stage B (paper 3; from scratch half of them)")
     add("--n_rounds", type=count, default=1, help="K, rounds of Stage B, one marker each (paper 1)")
     add("--block_length", type=count, help="tokens decoded together (paper 32: a checkpoint's own; scratch 8)")
@@ -88,7 +87,7 @@ def build_parser(doc: str) -> Parser:
     add("--dtype", choices=DTYPES, default="fp32", help="activations; frozen weights too (paper bf16)")
     add("--eval_interval", type=count, default=250, help="validate and save every so many steps")
     # fmt: on
-    parser.set_defaults(s_min=1, eval_rows=64, log_interval=50)
+    parser.set_defaults(preset=None, s_min=1, eval_rows=64, log_interval=50)
     return parser
 
 
@@ -123,7 +122,7 @@ def settle_new(args: Namespace, config_of: Callable[[Path], Config]) -> Namespac
     args.resume = False
     if args.init_from is None:
         args.init_from = "scratch"
-        if args.data == ["names"] and not args.stage_a_only and not args.preset:
+        if args.data == ["names"] and not args.stage_a_only:
             args.init_from = BASE_OF_NAMES
     start = "scratch"
     cfg = None
@@ -134,8 +133,6 @@ def settle_new(args: Namespace, config_of: Callable[[Path], Config]) -> Namespac
             args.toy = toy_of_the_checkpoint(args)
     reads = what_it_reads(args, cfg)
 
-    if args.preset and cfg:
-        fail("--preset is a geometry from scratch; a checkpoint has its own: leave it out")
     if args.toy and not is_toy(args):
         fail("--toy gives a toy its size; name the toy by --data")
     if is_toy(args) and (args.block_length or args.seq_len):

@@ -330,6 +330,6 @@ def test_what_a_run_defaults_to(tmp_path, monkeypatch):
         assert (args.s_min, args.eval_rows, args.log_interval, args.n_rounds, args.lora_r) == (1, 64, 50, 1, 16)
 
     # names start from the shipped base, unless they cannot
-    for more, start in (([], "assets/names"), (["--stage_a_only"], "scratch"), (["--preset", "tiny"], "scratch")):
+    for more, start in (([], "assets/names"), (["--stage_a_only"], "scratch")):
         args = settle_new(build_parser("").parse_args(more), lambda folder: tiny_config(tokenizer="bpe"))
         assert args.init_from == start
