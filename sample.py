@@ -8,7 +8,7 @@ With --n_rounds 0 (Stage B off) and a gate on edits this is LLaDA2.1's released 
 token and forward for forward. Two things differ: without edits (--tau_t2t none) a block ends with its
 last mask, which the released loop reads once more; and a block that can never end is left, with a warning.
 
-    python sample.py --prompt "CANADIAN"                            # streams text, counts forwards
+    python sample.py --prompt "CANADIAN"                            # text, and what it cost in forwards
     python sample.py --prompt "CANADIAN SYLLABICS ▒▒▒ DZU" --watch  # every step; each ▒ is a token to fill
     python sample.py --ckpt DIR --prompt_ids 5,9,12 --n_rounds 0 --json > run.json   # tokens, counts, steps
 A hole sees its own block and what is before it, not later blocks: attention is causal across blocks.
@@ -277,12 +277,11 @@ def generate_one(model: Model, prompt: list[int], d: Decoding) -> tuple[list[int
 @torch.inference_mode()
 def generate(
     model: Model, prompts: list[list[int]], d: Decoding, seed: int = 0,
-    on_step: Callable[[list[Row], Step], None] | None = None, on_block: Callable[[int, Output], None] | None = None,
-    cached: bool = True,
+    on_step: Callable[[list[Row], Step], None] | None = None, cached: bool = True,
 ) -> list[Output]:  # fmt: skip
     """Decode every prompt as if alone (up to exact ties, which more rows may round otherwise).
 
-    on_step(rows in flight, step) sees every step, on_block(i, output) every finished block of row i.
+    on_step(rows in flight, step) sees every step.
     """
     device = model.wte.weight.device
     rows = [Row(i, prompts, d, model.cfg, seed) for i in range(len(prompts))]
@@ -318,8 +317,6 @@ def generate(
             last = finished[r] and row.finish(z[r].tolist(), counts[:3, r].tolist(), changed[r])
             if not last:
                 staying.append(r)
-            if finished[r] and on_block:
-                on_block(row.number, row.output)
         if not staying:
             return outputs
 
@@ -409,17 +406,14 @@ def main(load: Callable[..., Model] = load_model) -> None:
     judged = tokenizer is not None and names_of(folder) is not None
     prompts = show.read_prompts(args, tokenizer, model.cfg, d.gen_length, judged)
 
-    # a single text appears as its blocks finish, unless it has holes, or its steps are asked for
+    # the steps are kept where they are asked for
     steps = show.Steps(len(prompts))
-    stream = show.Stream(tokenizer)
     on_step = steps.add if args.watch or args.json else None
-    streams = len(prompts) == 1 and tokenizer and on_step is None and model.cfg.mask_id not in prompts[0]
-    on_block = stream.show if streams else None
-    outputs = generate(model, prompts, d, args.seed, on_step, on_block)
+    outputs = generate(model, prompts, d, args.seed, on_step)
     for prompt, output, of_row in zip(prompts, outputs, steps.of_row, strict=True):
         output.nfe["all"] = in_full(output.nfe, model.partial_cost)
         record = show.make_record(prompt, output, of_row, model.cfg, d.n_rounds, tokenizer, judged)
-        show.show(record | {"partial_cost": model.partial_cost}, output.warning, stream, args)
+        show.show(record | {"partial_cost": model.partial_cost}, output.warning, tokenizer, args)
 
 
 if __name__ == "__main__":

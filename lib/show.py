@@ -177,26 +177,7 @@ def verdict(name: str) -> str:
 
 
 # --- what is shown
-class Stream:
-    """Prints a text as its blocks finish, never half a character."""
-
-    def __init__(self, tokenizer: Tokenizer | None):
-        self.tokenizer = tokenizer
-        self.shown = ""
-
-    def show(self, row: int, output: Output) -> None:
-        text = self.tokenizer.decode(output.prompt + output.tokens).rstrip("\ufffd")
-        print(text[len(self.shown) :], end="", flush=True)
-        self.shown = text
-
-    def rest(self, record: dict) -> str:
-        """The text of a row, or what of it has not been printed yet."""
-        if self.tokenizer is None:
-            return str(record["tokens"])
-        return self.tokenizer.decode(record["prompt"] + record["tokens"])[len(self.shown) :]
-
-
-def show(record: dict, warning: str | None, stream: Stream, args: Namespace) -> None:
+def show(record: dict, warning: str | None, tokenizer: Tokenizer | None, args: Namespace) -> None:
     """One row: its steps if they are asked for, its text, what it cost."""
     if warning:
         print(f"warning: {warning}", file=sys.stderr)
@@ -206,8 +187,12 @@ def show(record: dict, warning: str | None, stream: Stream, args: Namespace) -> 
     if args.watch:
         show_steps(record, styled=sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
 
+    # a toy's tokens are numbers
+    text = str(record["tokens"])
+    if tokenizer:
+        text = tokenizer.decode(record["prompt"] + record["tokens"])
     ending = "   " + record["verdict"] if record["verdict"] else ""
-    print(stream.rest(record) + ending)
+    print(text + ending)
 
     # what it cost; the README's glossary has the words
     nfe = record["nfe"]

@@ -16,7 +16,6 @@ from checkpoint import save_model
 from lib import show
 from lib.output import in_full
 from lib.show import Steps
-from lib.tokenizer import byte_tokenizer
 from model import Model
 from sample import Decoding, Look, Output, candidates, denoise, generate, generate_one, select_bundle
 
@@ -378,15 +377,6 @@ def test_one_host_synchronisation_a_step(n_rounds, temperature, monkeypatch):
 
 
 # --- the command line
-
-
-def test_a_stream_never_prints_half_a_character(capsys):
-    shown, tokens, stream = [], byte_tokenizer().encode("aé€"), show.Stream(byte_tokenizer())
-    for n in range(len(tokens) + 1):
-        stream.show(0, Output([120], tokens[:n]))
-        shown.append(capsys.readouterr().out)
-    assert shown == ["x", "a", "", "é", "", "", "€"]
-    assert stream.rest({"prompt": [120], "tokens": [*tokens, 33]}) == "!"
 
 
 def test_a_checkpoint_without_its_tokenizer_decodes_ids_and_says_what_text_needs(tmp_path, monkeypatch, capsys):
