@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import MASK, ROOT, approx, caller, random_ids, refused, settings, tiny_config, tiny_model
-from resuming import assert_same_end, end_state, stopped
+from resuming import assert_same_end, end_state, goes_on_bit_for_bit, stopped
 from safetensors.torch import load_file
 
 import checkpoint
@@ -189,15 +189,10 @@ CLEAN = ["--context", "clean", "--n_rounds", 2, "--corruption", "draft"]
 
 
 @pytest.mark.parametrize("extra", [[], CLEAN, ["--stage_a_only"]], ids=["paper", "clean", "stage a"])
-def test_eight_steps_equal_four_and_resume_and_four(tmp_path, run, monkeypatch, capsys, extra):
-    a, b = tmp_path / "a", tmp_path / "b"
-    eight = [*TOY, *extra, "--max_iters", 8, "--eval_interval", 3]
-    run(*eight, "--out_dir", a)
-    out = stopped(4, train, monkeypatch, capsys, *eight, "--out_dir", b)
-    assert f"python train.py --init_from resume --out_dir {b}" in out
-    assert len(end_state(b)[1]) == 5  # four steps and a validation
-    run("--init_from", "resume", "--out_dir", b)
-    assert_same_end(a, b)
+def test_four_steps_equal_two_and_resume_and_two(tmp_path, monkeypatch, capsys, extra):
+    run = [*TOY, *extra, "--eval_interval", 3]
+    goes_on_bit_for_bit(train, run, tmp_path, monkeypatch, capsys)
+    assert len(end_state(tmp_path / "whole")[1]) == 6  # four steps, and validations after the third and the last
 
 
 def test_an_adapter_run_moves_lora_and_markers_alone_and_resumes_on_its_own_base(tmp_path, run, monkeypatch, capsys):
@@ -275,18 +270,6 @@ def test_a_recipe_of_ones_own_is_resumed_by_it_alone(tmp_path, run, monkeypatch,
         assert "go on with python mine.py --init_from resume" in line
     assert before == {path.name: path.read_bytes() for path in out.iterdir()}
     caller(mine, monkeypatch, capsys)(*resume)
-
-
-def test_a_base_may_learn_as_a_whole(tmp_path, run, monkeypatch, capsys):
-    """What is saved is a model of its own, with what lay beside the one that it started from."""
-    base, ours = tmp_path / "base", tmp_path / "ours"
-    run(*TOY, "--max_iters", 1, "--out_dir", base)
-    (base / "names.json").write_text("{}")
-    whole = caller(script_of(train.Recipe(adapt=lambda model, args: None, whole=True)), monkeypatch, capsys)
-    whole(*TOY, "--init_from", base, "--max_iters", 2, "--learning_rate", 0.01, "--out_dir", ours)
-    before, after = (load_file(folder / "model.safetensors") for folder in (base, ours))
-    assert all(not torch.equal(before[name], after[name]) for name in after if "expert_bias" not in name)
-    assert (ours / "names.json").read_text() == "{}" and not (ours / "adapter.json").exists()
 
 
 # --- the paper's setting, and what is not given

@@ -1,8 +1,6 @@
-"""Training runs of the extensions in this process: one that is stopped and goes on, against one that is not. Python
-text with spans to fill."""
+"""A base for the extensions to train on, and Python text with spans to fill."""
 
-from common import caller, command_line
-from resuming import assert_same_end, stopped
+from common import command_line
 
 import train
 from lib.data import is_validation
@@ -17,17 +15,6 @@ def a_base(folder, monkeypatch, capsys):
     code, _, err = command_line(train, monkeypatch, capsys, *run)
     assert code == 0, err
     return folder / "base"
-
-
-def goes_on_bit_for_bit(script, run, folder, monkeypatch, capsys) -> None:
-    """Four steps in folder/whole; as many in folder/parts, interrupted after two."""
-    call = caller(script, monkeypatch, capsys)
-    run = [*run, "--max_iters", 4]
-    call(*run, "--out_dir", folder / "whole")
-    out = stopped(2, script, monkeypatch, capsys, *run, "--out_dir", folder / "parts")
-    assert f"saved at step 2 of 4; go on with: python {script.__name__}" in out
-    call("--init_from", "resume", "--out_dir", folder / "parts")
-    assert_same_end(folder / "whole", folder / "parts")
 
 
 def held_out_text(folder):

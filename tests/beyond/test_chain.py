@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 from common import EOS, MASK, coherent, command_line, conditional, random_ids, refused, settings, tiny_model
-from runs import TOY, a_base, goes_on_bit_for_bit
+from resuming import goes_on_bit_for_bit
+from runs import TOY, a_base
 from safetensors.torch import load_file
 
 import sample

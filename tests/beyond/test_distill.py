@@ -5,7 +5,8 @@ from argparse import Namespace
 
 import torch
 from common import caller, random_ids, tiny_model
-from runs import TOY, a_base, goes_on_bit_for_bit
+from resuming import goes_on_bit_for_bit
+from runs import TOY, a_base
 from safetensors.torch import load_file
 from test_chain import a_batch, flags
 
@@ -36,6 +37,7 @@ def test_it_learns_the_teachers_chain_and_its_own_loss():
 
 def test_it_trains_resumes_and_is_a_checkpoint_of_its_own(tmp_path, monkeypatch, capsys):
     base = a_base(tmp_path, monkeypatch, capsys)
+    (base / "names.json").write_text("{}")
     goes_on_bit_for_bit(distill, [*TOY, "--init_from", base, "--beam", 2], tmp_path, monkeypatch, capsys)
     given = ["--ckpt", tmp_path / "whole", "--prompt_ids", "4,4,5", "--gen_length", 4, "--n_rounds", 0, "--json"]
     assert json.loads(caller(sample, monkeypatch, capsys)(*given))["tokens"]
@@ -44,6 +46,7 @@ def test_it_trains_resumes_and_is_a_checkpoint_of_its_own(tmp_path, monkeypatch,
     learned, before = (load_file(folder / "model.safetensors") for folder in (tmp_path / "whole", base))
     changed = {name for name in learned if not torch.equal(learned[name], before[name])}
     assert {name for name in learned if "attn" in name or "router" in name} <= changed
+    assert (tmp_path / "whole" / "names.json").read_text() == "{}"  # what lay beside it
 
     run = [*TOY, "--init_from", base, "--out_dir", tmp_path / "run", "--corruption", "draft"]
     assert "--corruption mask" in caller(distill, monkeypatch, capsys).fails(*run)

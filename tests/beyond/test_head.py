@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import MASK, caller, coherent, random_ids, tiny_model
-from runs import TOY, a_base, goes_on_bit_for_bit
+from resuming import goes_on_bit_for_bit
+from runs import TOY, a_base
 from safetensors.torch import load_file
 from test_chain import a_batch, flags
 

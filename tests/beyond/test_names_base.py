@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import MASK, command_line, random_ids, refused, tiny_model
-from runs import goes_on_bit_for_bit
+from resuming import goes_on_bit_for_bit
 from test_chain import a_batch
 
 from beyond import names_base
