@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint import new_model
+from checkpoint import load_model, new_model, save_adapter
 from lib.config import PRESETS, Config
 from lib.toy import Toy
 from lib.util import generator
@@ -42,6 +42,15 @@ def random_lora(model: Model, stage_b_alone: bool = False) -> None:
     for name, p in model.named_parameters():
         if "lora_B" in name:
             p.data.normal_(0, 0.1, generator=generator(name))
+
+
+def random_adapter(folder: Path, base: Path, **overrides) -> Model:
+    """A folder as train.py writes it, with random LoRA and markers -> the model with it."""
+    model = load_model(base, "cpu", torch.float32, **overrides)
+    random_lora(model)
+    model.markers.data.normal_(0, 0.3, generator=generator("markers"))
+    save_adapter(model, folder, base, {"lora_r": 4, "lora_alpha": 8})
+    return model
 
 
 def settings(parser, **values) -> Namespace:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import random_ids, random_lora, tiny_model
+from common import random_adapter, random_ids, tiny_model
 from safetensors.torch import load_file, save_file
 
 from checkpoint import (
@@ -24,7 +24,6 @@ from checkpoint import (
     load_model,
     load_tokenizer,
     read_config,
-    save_adapter,
     save_model,
     stored,
 )
@@ -67,17 +66,9 @@ def base(tmp_path):
     return tmp_path / "base"
 
 
-def adapted(base: Path, **overrides) -> Model:
-    """`base` with a random LoRA and its own markers."""
-    model = load(base, **overrides)
-    random_lora(model)
-    model.markers.data.add_(0.1)
-    return model
-
-
 @pytest.fixture
 def adapter(base, tmp_path):
-    save_adapter(adapted(base, n_last=3), tmp_path / "adapter", base, {"lora_r": 4, "lora_alpha": 8})
+    random_adapter(tmp_path / "adapter", base, n_last=3)
     return tmp_path / "adapter"
 
 
@@ -171,7 +162,7 @@ def test_one_base_in_another_dtype_in_shards_or_with_other_markers_is_the_same(b
 
 def test_an_adapter_brings_its_base_and_its_own_settings(base, adapter, tmp_path, monkeypatch):
     """Its base lies where adapter.json says, seen from its own folder: both may move together."""
-    expected = forward(adapted(base, n_last=3))
+    expected = forward(random_adapter(tmp_path / "again", base, n_last=3))
     monkeypatch.chdir(tmp_path)
     for folder in (base, adapter):
         shutil.copytree(folder, tmp_path / "moved" / folder.name)

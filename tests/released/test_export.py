@@ -2,19 +2,17 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from common import caller, random_lora
+from common import caller, random_adapter
 from safetensors import safe_open
 from safetensors.torch import load_file
 from test_convert import GOLDEN, INDEX, VARIANTS, bits, released, variant
 
 import convert_weights
-from checkpoint import load_model, new_model, save_adapter, save_model
+from checkpoint import load_model, new_model, save_model
 from lib.config import PRESETS
-from lib.util import generator
 from released import export
 
 
@@ -57,17 +55,8 @@ def test_a_model_trained_here_exports_and_converts_back(run, tmp_path):
 
 
 # --- adapters
-def adapter(golden: Path, folder: Path):
-    """A folder as train.py writes it, with random LoRA and markers -> the model with it."""
-    model = load_model(golden, "cpu", torch.float32, n_last=2, n_rounds=2)
-    random_lora(model)
-    model.markers.data.normal_(generator=generator("markers"))
-    save_adapter(model, folder, golden, {"lora_r": 4, "lora_alpha": 8})
-    return model
-
-
 def test_lora_is_merged_and_nothing_else_changes(run, golden, tmp_path):
-    model = adapter(golden, tmp_path / "adapter")
+    model = random_adapter(tmp_path / "adapter", golden, n_last=2, n_rounds=2)
     run("--to", "hf", "--src", tmp_path / "adapter", "--out", tmp_path / "merged")
     convert_weights.convert(tmp_path / "merged", tmp_path / "reloaded")
     reloaded = load_model(tmp_path / "reloaded", "cpu", torch.float32).state_dict()
@@ -82,7 +71,7 @@ def test_lora_is_merged_and_nothing_else_changes(run, golden, tmp_path):
 
 
 def test_peft_layout(run, golden, tmp_path):
-    model = adapter(golden, tmp_path / "adapter")
+    model = random_adapter(tmp_path / "adapter", golden, n_last=2, n_rounds=2)
     run("--to", "peft", "--src", tmp_path / "adapter", "--out", tmp_path / "peft")
     state = load_file(tmp_path / "peft" / "adapter_model.safetensors")
     assert len(state) == 16
@@ -97,7 +86,7 @@ def test_peft_layout(run, golden, tmp_path):
 
 def test_what_is_not_exported(run, golden, tmp_path):
     """A head, an adapter of Stage B alone, and one of another base."""
-    adapter(golden, tmp_path / "adapter")
+    random_adapter(tmp_path / "adapter", golden, n_last=2, n_rounds=2)
     path = tmp_path / "adapter" / "adapter.json"
     settings = json.loads(path.read_text())
     for change, says in (

@@ -6,12 +6,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
-from common import command_line, random_lora
+from common import command_line, random_adapter
 from test_benchmarks import write_task
 
-from checkpoint import load_model, save_adapter
-from lib.util import generator
 from released import run as runs
 from released import tables
 from released.ablation import COCOMMIT
@@ -25,10 +22,7 @@ def weights(golden, tmp_path_factory):
     shutil.copytree(golden, folder / "base")
     config = json.loads((golden / "config.json").read_text()) | {"max_len": 1024, "block_length": 8}
     (folder / "base" / "config.json").write_text(json.dumps(config))
-    model = load_model(folder / "base", "cpu", torch.float32, n_last=2)
-    random_lora(model)
-    model.markers.data.normal_(0, 0.3, generator=generator("markers"))
-    save_adapter(model, folder / "cocommit", folder / "base", {"lora_r": 4, "lora_alpha": 8})
+    random_adapter(folder / "cocommit", folder / "base", n_last=2)
     return folder
 
 

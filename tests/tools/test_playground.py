@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from common import ROOT, command_line, random_ids, random_lora, refused, tiny_model
+from common import ROOT, command_line, random_adapter, random_ids, refused, tiny_model
 
 import sample
 from checkpoint import load_model, load_tokenizer, save_adapter, save_model
@@ -63,10 +63,8 @@ def adapter(tmp_path_factory) -> Path:
     """LoRA on a small random model of bytes: what a preset may say, and those of names do not."""
     folder = tmp_path_factory.mktemp("bytes")
     geometry = dict(n_active=1, n_shared=0, n_dense=0, routed_scaling=1.0, qkv_bias=True, proj_bias=True, tied=True)
-    model = tiny_model(vocab_size=272, eos_id=256, mask_id=257, max_len=128, **geometry)
-    save_model(model, folder / "base")
-    random_lora(model)
-    save_adapter(model, folder / "adapter", folder / "base", {"lora_r": 4, "lora_alpha": 8})
+    save_model(tiny_model(vocab_size=272, eos_id=256, mask_id=257, max_len=128, **geometry), folder / "base")
+    random_adapter(folder / "adapter", folder / "base")
     return folder / "adapter"
 
 
