@@ -10,7 +10,6 @@ both alike. Weights are random, because speed does not depend on them. All of it
 
 import importlib
 import os
-import platform
 import re
 import statistics
 import sys
@@ -216,16 +215,6 @@ def official(folders: list[Path], lengths: list[int], compiled: bool) -> None:
 
 
 # --- the command line
-
-
-def machine() -> str:
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        name = re.search(r"model name\s*: (.+)|$", info.read_text())[1] or name
-    return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads; torch {torch.__version__}"
-
-
 @command
 def main() -> None:
     parser = Parser(__doc__)
@@ -236,7 +225,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.compile and not args.official:
         fail("--compile is for --official; to decode with compiled steps: python -m released.compiled")
-    print(f"$ python -m tools.bench {' '.join(sys.argv[1:])}\n{date.today()}: {machine()}")
+    print(f"$ python -m tools.bench {' '.join(sys.argv[1:])}")
+    print(f"{date.today()}: {os.cpu_count()} cores, {torch.get_num_threads()} threads; torch {torch.__version__}")
     if args.official:
         official(args.official, args.lengths, args.compile)
     else:
