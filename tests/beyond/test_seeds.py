@@ -53,14 +53,6 @@ def test_beginnings_and_seeds_are_drawn_twice_once_or_never():
     assert np.mean(of_seeds[1:] == 0.5) == approx(0.5, abs=0.05)
 
 
-def test_a_difference_is_paired_by_beginning_and_by_seed():
-    """The first seed completes every prompt, the second none; a completes prompt 0 once more than b in both."""
-    a, b = (drawn(found, range(20)) for found in (["21" * 10, "10" * 10], ["11" * 10, "00" * 10]))
-    assert interval(a) != interval(b) and b[1:].max() - b[1:].min() == 1
-    extra = drawn(["10" * 10], range(20))
-    assert (a - b)[1:] == approx(extra[1:])
-
-
 # --- the choice of settings
 def test_what_is_best_on_one_half_is_judged_on_the_other():
     """Of two beginnings each half has one. x completes the first, y the second: chosen by one, nothing of the other."""

@@ -122,19 +122,8 @@ def test_the_command_line_is_that_of_sample(graphs, tmp_path, monkeypatch, capsy
 
 
 def test_what_is_not_compiled(tmp_path, monkeypatch, capsys):
-    """Other numbers, no experts; and what the compiler says is passed on in one line."""
-
-    def broken(function, **how):
-        def call(*args):
-            raise RuntimeError("No working C++ compiler found\nlong story")
-
-        return call
-
-    monkeypatch.setattr(torch, "compile", broken)
-    save_model(tiny_model(**CASES), tmp_path / "a")
-    run = [compiled, monkeypatch, capsys, *RUN, "--ckpt"]
-    assert "float32 on a CPU" in refused(*run, tmp_path / "a", "--dtype", "bf16")
-    line = refused(*run, tmp_path / "a")
-    assert "the steps cannot be compiled (No working C++ compiler found): install g++" in line
-    save_model(tiny_model(**CASES, n_dense=4), tmp_path / "b")
-    assert "no experts" in refused(*run, tmp_path / "b")
+    """Other numbers, and no experts."""
+    run = [compiled, monkeypatch, capsys, *RUN, "--ckpt", tmp_path]
+    save_model(tiny_model(**CASES, n_dense=4), tmp_path)
+    assert "no experts" in refused(*run)
+    assert "float32 on a CPU" in refused(*run, "--dtype", "bf16")
