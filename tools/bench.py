@@ -10,7 +10,6 @@ both alike. Weights are random, because speed does not depend on them. All of it
 
 import importlib
 import os
-import re
 import statistics
 import sys
 import time
@@ -32,7 +31,7 @@ from lib.output import Output
 from lib.util import Parser, bounded, command, fail, generator
 from model import Model
 from released.compiled import CompiledModel, compile_for_one_row
-from released.export import released_config
+from released.export import released_config, released_tensors
 from sample import Decoding, Step, denoise, generate
 
 # R rows, B block_length
@@ -135,19 +134,13 @@ def official_model(folder: Path, ours: Model) -> torch.nn.Module:
         fail("--official runs the released code, which needs transformers: pip install transformers==4.57.3")
 
     # a package of its own for each folder, so that the one file finds the other
-    package = f"official_{len([name for name in sys.modules if re.fullmatch('official_[0-9]+', name)])}"
+    package = f"official_{len(sys.modules)}"
     sys.modules[package] = types.ModuleType(package)
     sys.modules[package].__path__ = [str(folder)]
     configuration, modeling = (importlib.import_module(f"{package}.{name.removesuffix('.py')}") for name in FILES)
 
     theirs = modeling.LLaDA2MoeModelLM(configuration.LLaDA2MoeConfig(**released_config(ours.cfg)))
-    state = ours.state_dict()
-    expected = theirs.state_dict()
-    parts = {}
-    for planned in sum(plan(ours.cfg), []):
-        for name, part in zip(planned.released, state[planned.name].view(-1, *planned.part), strict=True):
-            parts[name] = part.view(expected[name].shape)
-    theirs.load_state_dict(parts)
+    theirs.load_state_dict(released_tensors(ours.state_dict(), sum(plan(ours.cfg), []), None))
 
     # their generate() makes masks in bfloat16, which attention refuses beside float32 weights
     def cast(part: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -60,10 +60,6 @@ class LLaDA2MoeModelLM(torch.nn.Module):  # the official names and numbers of it
         self.cfg, self.model = bench.OFFICIAL, Layers()
         assert config.fields["hidden_size"] == self.cfg.n_embd
 
-    def state_dict(self):
-        plan = sum(convert_weights.plan(self.cfg), [])
-        return {name: torch.empty(planned.part, device="meta") for planned in plan for name in planned.released}
-
     def load_state_dict(self, state):
         self.ours = new_model(self.cfg, torch.Generator())
         own = self.ours.state_dict()
