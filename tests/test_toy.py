@@ -201,10 +201,8 @@ def test_answer_log_probs(monkeypatch):
 def test_refusals_name_the_numbers():
     for name, params, words in (
         ("copy", {"m": 8}, "8**8 = 16,777,216 tuples, more than 65,536: take fewer symbols or a smaller m"),
-        ("permutation", {"V": 9, "m": 9}, "m! <= 65,536, not m = 9"),
         ("modes", {"V": 2}, "V = 2 is too small"),
         ("pairs", {"m": 3}, "even m, not 3"),
-        ("mixed", {"m": 6}, "not 6"),
         ("gaussian", {"rho": math.nan}, "rho must lie in 0..0.9999, not nan"),
         ("gaussian", {"V": 8}, "does not use V: it uses levels, m, n_ctx, rho"),
     ):

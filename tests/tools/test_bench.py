@@ -31,11 +31,6 @@ def test_the_cache_against_none(small, monkeypatch, capsys):
         assert words in out
 
 
-def test_refusals(monkeypatch, capsys):
-    assert "holds no configuration" in refused(bench, monkeypatch, capsys, "--official", "there")
-    assert "released.compiled" in refused(bench, monkeypatch, capsys, "--compile")
-
-
 CONFIGURATION = """
 class LLaDA2MoeConfig:
     def __init__(self, **fields):

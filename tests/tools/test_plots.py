@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from common import ROOT, approx, command_line, refused
+from common import ROOT, approx, command_line
 
 from tools import plots
 
@@ -16,12 +16,6 @@ def words(svg: str) -> list[str]:
 def places(svg: str) -> list[float]:
     """All coordinates of a picture, in their order."""
     return [float(number) for number in re.findall(r"-?\d+\.\d+", svg.partition("</metadata>")[2])]
-
-
-def test_refusals(tmp_path, monkeypatch, capsys):
-    assert "no picture nosuch: tiny, pays" in refused(plots, monkeypatch, capsys, "nosuch", "--out", tmp_path)
-    monkeypatch.setattr(plots, "plt", None)
-    assert "pip install matplotlib" in refused(plots, monkeypatch, capsys, "tiny", "--out", tmp_path)
 
 
 def test_the_committed_figures_are_drawn_from_the_committed_numbers(tmp_path, monkeypatch, capsys):
