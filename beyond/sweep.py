@@ -78,22 +78,29 @@ def by_rule(rule: Callable, dials: tuple, start: Decoding) -> dict[str, Decoding
 
 
 def stage_b_settings(model: Model, start: Decoding) -> dict[str, Decoding]:
-    """At every gate, or at all masks with what is not sure refused."""
+    """At every gate, or at all masks with what is not sure refused; and off, where Stage A is the base's own."""
     on = replace(start, n_rounds=model.cfg.n_rounds)
     refusing = replace(on, tau_m2t=-1.0, look=opponents.refusing)
     found = {f"tau_m2t {tau:g}": replace(on, tau_m2t=tau) for tau in GATES}
-    return found | {f"tau_keep {keep:g}": replace(refusing, tau_keep=keep) for keep in KEEP[1:]}
+    found |= {f"tau_keep {keep:g}": replace(refusing, tau_keep=keep) for keep in KEEP[1:]}
+    if model.lora_in_stage_b_alone:
+        found |= off_settings(model, start)
+    return found
 
 
 def head_settings(model: Model, start: Decoding) -> dict[str, Decoding]:
     """On, and off as its user may have it."""
     on = replace(start, n_rounds=1, tau_m2t=-1.0)
-    found = {f"tau_keep {keep:g}": replace(on, tau_keep=keep) for keep in KEEP}
-    if start.temperature == 0:
-        rule = opponents.threshold if model.cfg.order == "surest" else opponents.longest_prefix
-        careful = tuple(dial for dial in opponents.DIALS[rule] if dial >= CAREFUL)
-        found |= {f"off, {label}": d for label, d in by_rule(rule, careful, start).items()}
-    return found
+    return {f"tau_keep {keep:g}": replace(on, tau_keep=keep) for keep in KEEP} | off_settings(model, start)
+
+
+def off_settings(model: Model, start: Decoding) -> dict[str, Decoding]:
+    """The base with care, greedily."""
+    if start.temperature > 0:
+        return {}
+    rule = opponents.threshold if model.cfg.order == "surest" else opponents.longest_prefix
+    careful = tuple(dial for dial in opponents.DIALS[rule] if dial >= CAREFUL)
+    return {f"off, {label}": d for label, d in by_rule(rule, careful, start).items()}
 
 
 # --- what it costs

@@ -18,11 +18,20 @@ for seed in 0 1 2; do
     --out_dir out/paper-$seed
   python -m beyond.chain $run --n_last 3 --corruption mask --lora_r 128 --beam 4 --read_in ones --s_min 8 --s_max 8 \
     --learning_rate 2e-3 --max_iters 1500 --out_dir out/chain-$seed
+done
 
-  # is it the chain or the weights? the same with the paper's target
-  python -m beyond.chain $run --target clean --n_last 3 --corruption mask --lora_r 128 --s_min 8 --s_max 8 \
-    --learning_rate 2e-3 --max_iters 1500 --out_dir out/clean-$seed
-  python evaluate.py --ckpt out/clean-$seed
+# is it the chain or the weights? the same with the paper's target; and two layers in place of three
+run="--data names --init_from out/base-1 --seed 1"
+stage_b="$run --corruption mask --lora_r 128 --s_min 8 --s_max 8 --learning_rate 2e-3 --max_iters 1500"
+python -m beyond.chain $stage_b --n_last 3 --target clean --out_dir out/clean-1
+python evaluate.py --ckpt out/clean-1
+python -m beyond.chain $stage_b --n_last 2 --beam 4 --read_in ones --out_dir out/chain-2-1
+
+# learning rates: each next to the default's run
+for rate in 2.5e-3 1e-2; do python -m beyond.head $run --learning_rate $rate --out_dir out/head-$rate-1; done
+for rate in 5e-4 2e-3; do python -m beyond.distill $run --learning_rate $rate --out_dir out/distilled-$rate-1; done
+for ckpt in out/head{,-2.5e-3,-1e-2}-1 out/distilled{,-5e-4,-2e-3}-1; do
+  python evaluate.py --ckpt $ckpt --prompts 512 --json
 done
 
 # the seeds of each system in the same order
@@ -33,6 +42,7 @@ python -m beyond.sweep --prompts 256 --out out/records.jsonl \
   --system "paper's Stage B" out/paper-{0,1,2} \
   --system "paper's Stage B, chain" out/chain-{0,1,2} \
   --system "left to right" out/left-to-right-{0,1,2}
+python -m beyond.sweep --prompts 256 --out out/two-layers.jsonl --system "paper's Stage B, chain, n = 2" out/chain-2-1
 python -m beyond.report out/records.jsonl --against head --mix --prices beyond/prices.json
 
 # draws: the base that is shipped, and a head with the clean target
