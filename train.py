@@ -5,13 +5,13 @@
 markers train: the paper's setting. From `scratch` everything trains. Every random number is a function of
 (seed, row): a resumed run continues bit for bit, and other micro-batches draw the same.
 
-    python train.py --n_last 3                                   # the paper's training on assets/names, two minutes
+    python train.py --n_last 3                                   # the paper's training on assets/names, one minute
     python train.py --init_from scratch --out_dir out/scratch    # names of Unicode characters, everything trains
     python train.py --data modes --n_last 2 --out_dir out/modes  # a toy with known total correlation, a minute
     python train.py --init_from resume --out_dir out/names       # go on after Ctrl-C, kill or power cut
     python train.py --init_from weights/llada2.1-mini --n_last 3 --data fineweb_edu/*.parquet --out_dir out/cocommit
 
-To change   what Stage B is asked to write   hand   `main` a Recipe(step=partial(cocommit_step, target=f))
+To change   what Stage B is asked to write   main(choose=lambda args: Recipe(partial(cocommit_step, target=f)))
             how the bundle is drawn                 cocommit_step another `bundle`
             the loss                         edit   three_term_loss in corrupt.py
             flags and defaults                      lib/settings.py
