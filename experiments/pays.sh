@@ -30,7 +30,10 @@ python -m beyond.chain $stage_b --n_last 2 --beam 4 --read_in ones --out_dir out
 # learning rates: each next to the default's run
 for rate in 2.5e-3 1e-2; do python -m beyond.head $run --learning_rate $rate --out_dir out/head-$rate-1; done
 for rate in 5e-4 2e-3; do python -m beyond.distill $run --learning_rate $rate --out_dir out/distilled-$rate-1; done
-for ckpt in out/head{,-2.5e-3,-1e-2}-1 out/distilled{,-5e-4,-2e-3}-1; do
+for rate in 1e-3 4e-3; do
+  python -m beyond.chain $stage_b --n_last 3 --beam 4 --read_in ones --learning_rate $rate --out_dir out/chain-$rate-1
+done
+for ckpt in out/head{,-2.5e-3,-1e-2}-1 out/distilled{,-5e-4,-2e-3}-1 out/chain{,-1e-3,-4e-3}-1; do
   python evaluate.py --ckpt $ckpt --prompts 512 --json
 done
 
