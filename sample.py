@@ -378,7 +378,8 @@ def settle_decoding(args: Namespace, model: Model, own: dict) -> Decoding:
     if n_rounds > model.cfg.n_rounds:
         fail(f"--n_rounds {n_rounds}: this checkpoint has markers for 0..{model.cfg.n_rounds} rounds")
 
-    settings = dict(tau_m2t=0.7, tau_t2t=0.0)
+    # the paper's, as they stand in Decoding; without Stage B the released ones
+    settings = {}
     if n_rounds == 0:
         settings["tau_t2t"] = 0.5
     if model.cfg.order == "leftmost":

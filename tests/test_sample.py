@@ -280,6 +280,9 @@ def test_candidates_filter_and_renormalise_by_hand():
         assert p[0].tolist() == approx(kept)
     token, p = candidates(logits, u, Decoding(temperature=0.5))  # squares: 0.25, 0.09, 0.04 of 0.38
     assert token.tolist() == [[0, 0, 0, 2]] and p[0, 0] == approx(0.25 / 0.38)
+    # two equals share [0, 1/2) and [1/2, 1)
+    token, _ = candidates(torch.zeros(1, 3, 2), torch.tensor([[0.0, 0.49, 0.5]]), Decoding(temperature=1.0))
+    assert token.tolist() == [[0, 0, 1]]
     token, p = candidates(logits, u, Decoding())
     assert token.tolist() == [[0, 0, 0, 0]] and p[0].tolist() == approx([0.5] * 4)
 
@@ -404,7 +407,7 @@ def test_what_a_decode_defaults_to():
     papers, off = Decoding(n_rounds=2, holes=True), ["--n_rounds", "0"]
     released = Decoding(n_rounds=0, tau_t2t=0.5, holes=True)
     assert settled(trained) == papers
-    assert (papers.tau_m2t, papers.tau_t2t, papers.eos_early_stop) == (0.7, 0.0, True)
+    assert (papers.tau_m2t, papers.tau_t2t, papers.tau_keep, papers.eos_early_stop) == (0.7, 0.0, 0.0, True)
     assert settled(converted) == settled(trained, *off) == released
     assert settled(converted, "--n_rounds", "1").tau_t2t == 0.0  # Stage B is asked for
     for given, gate in {"0.3": 0.3, "0.5": 0.5, "none": None}.items():
@@ -416,7 +419,8 @@ def test_what_a_decode_defaults_to():
 
     # an adapter's own settings are for its Stage B
     own = dict(tau_m2t=-1.0, tau_t2t=None, tau_keep=0.5)
-    assert settled(trained, **own) == replace(papers, **own)
+    for K in (1, 2):
+        assert settled(trained, "--n_rounds", str(K), **own) == replace(papers, n_rounds=K, **own)
     assert settled(trained, "--tau_m2t", "0.9", **own).tau_m2t == 0.9
     assert settled(trained, *off, **own) == released
     converted.second_look = SurestOnly(64)
