@@ -58,6 +58,7 @@ class KVCache:
         self.used = 2 * self.B + max(lengths)
         if self.used >= self.kv.shape[4]:
             self.kv = F.pad(self.kv, (0, 0, 0, self.used))
+        self.contexts: dict[bool, Context] = {}  # what context() has built for these lengths
 
     def update(self, layer: int, round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k, v (R, G, T, D) of this pass -> what it attends to, (R, G, S, D) each."""
@@ -95,7 +96,12 @@ class KVCache:
         self.set_lengths([self.lengths[r] for r in rows])
 
     def context(self, ahead: bool = False) -> Context:
-        """The Context of the current blocks, or of [next ; current]."""
+        """The Context of the current blocks, or of [next ; current]; built once."""
+        if ahead not in self.contexts:
+            self.contexts[ahead] = self.build_context(ahead)
+        return self.contexts[ahead]
+
+    def build_context(self, ahead: bool) -> Context:
         B = self.B
         device = self.kv.device
 

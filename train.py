@@ -11,10 +11,10 @@ markers train: the paper's setting. From `scratch` everything trains. Every rand
     python train.py --init_from resume --out_dir out/names       # go on after Ctrl-C, kill or power cut
     python train.py --init_from weights/llada2.1-mini --n_last 3 --data fineweb_edu/*.parquet --out_dir out/cocommit
 
-To change   what Stage B is asked to write   main(choose=lambda args: Recipe(partial(cocommit_step, target=f)))
-            how the bundle is drawn                 cocommit_step another `bundle`
+To change   what Stage B is asked to write   call   main(choose=lambda args: Recipe(partial(cocommit_step, target=f)))
+            how the bundle is drawn          hand   cocommit_step another `bundle`
             the loss                         edit   three_term_loss in corrupt.py
-            flags and defaults                      lib/settings.py
+            flags and defaults               edit   lib/settings.py
 """
 
 import math

@@ -8,7 +8,6 @@ trained ones, so they show what the released model needs. experiments/sixteen_b.
 """
 
 import json
-import statistics
 import time
 from argparse import Namespace
 from dataclasses import replace
@@ -23,7 +22,7 @@ from checkpoint import load_model
 from convert_weights import Plan, plan, write_checkpoint
 from lib.config import DTYPES, PRESETS
 from lib.tokenizer import learn_bpe
-from lib.util import Parser, bounded, command, generator, pick_device, write_json
+from lib.util import Parser, bounded, command, generator, interleaved, pick_device, write_json
 from model import Model
 from released.export import released_config
 
@@ -79,15 +78,14 @@ def forwards(model: Model) -> dict[str, float]:
     if model.second_look is not None:
         sides["head"] = lambda: model.second_look(model, states, z, masked)
 
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(TURNS):
-        for name, side in sides.items():
-            start = time.perf_counter()
-            side()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(taken) for name, taken in seconds.items()}
+    def clock() -> float:
+        # a GPU works on after the call
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    seconds = interleaved(*sides.values(), repeats=TURNS, clock=clock)
+    return dict(zip(sides, seconds, strict=True))
 
 
 def prices(args: Namespace) -> None:

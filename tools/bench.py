@@ -10,7 +10,6 @@ both alike. Weights are random, because speed does not depend on them. All of it
 
 import importlib
 import os
-import statistics
 import sys
 import time
 import types
@@ -28,7 +27,7 @@ from checkpoint import new_model
 from convert_weights import plan
 from lib.config import PRESETS, Config
 from lib.output import Output
-from lib.util import Parser, bounded, command, fail, generator
+from lib.util import Parser, bounded, command, fail, generator, interleaved
 from model import Model
 from released.compiled import CompiledModel, compile_for_one_row
 from released.export import released_config, released_tensors
@@ -54,21 +53,7 @@ ROWS = 16  # that are decoded at once
 ONE_BY_ONE = Decoding(tau_m2t=1.0, tau_t2t=None)
 
 
-# --- taking time, and what time is taken of
-def interleaved(
-    *sides: Callable[[], object], repeats: int, clock: Callable[[], float] = time.perf_counter
-) -> list[float]:
-    """Median seconds of each side; they take turns, after one untimed round."""
-    seconds: list[list[float]] = [[] for _ in sides]
-    for turn in range(repeats + 1):
-        for side, taken in zip(sides, seconds, strict=True):
-            start = clock()
-            side()
-            if turn > 0:
-                taken.append(clock() - start)
-    return [statistics.median(taken) for taken in seconds]
-
-
+# --- what time is taken of
 def geometry(cfg: Config) -> str:
     return f"{cfg.n_layer} layers of width {cfg.n_embd}, {cfg.n_expert} experts, blocks of {cfg.block_length}"
 
