@@ -110,9 +110,9 @@ def main() -> None:
         gate = d.tau_m2t
         if gate < 0:  # every mask at once
             gate = None
-        figures = [found[k] for k in ("coherent", "mode_hit", "lost", "full/token", "partial/token")]
+        figures = [found[k] for k in ("coherent", "mode", "full/token", "partial/token")]
         rows.append([name, *map(number, [gate, d.tau_t2t, *figures]), f"{accuracy:.2f}", f"{nfe:.2f}"])
-    head = ["variant", "tau_m2t", "tau_t2t", "coherent", "mode", "lost", "full/tok", "partial/tok", "paper", "NFE"]
+    head = ["variant", "tau_m2t", "tau_t2t", "coherent", "mode", "full/tok", "partial/tok", "paper", "NFE"]
     print_table(head, rows)
 
 
