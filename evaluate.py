@@ -10,7 +10,7 @@ compared with the true table, because validity alone can be won by always writin
 Names of Unicode characters are completed from their first third of tokens (rounded up), held-out
 names and trained ones apart, and `unicodedata` judges. Shares of the names drawn:
 
-    exist      the completion is some character's name (low, high: Wilson's 95 % interval)
+    exist      the completion is some character's name
     itself     it is the very name drawn: of a held-out prompt, a name that was never trained on
     distinct   different existing names
 
@@ -171,14 +171,6 @@ def load_task(folder: Path) -> Toy:
 
 
 # --- names
-def wilson(k: int, n: int) -> tuple[float, float]:
-    """95 % interval (Wilson's) of a share of which k of n were seen."""
-    z2 = 1.959963984540054**2
-    middle = (k + z2 / 2) / (n + z2)
-    spread = math.sqrt(z2 * k * (n - k) / n + z2 * z2 / 4) / (n + z2)
-    return middle - spread, middle + spread
-
-
 def draw_names(n: int, group: str, tokenizer: Tokenizer) -> dict[str, list[int]]:
     """n names, "held out" or "trained" ones -> the first third of their tokens."""
     held_out = group == "held out"
@@ -222,11 +214,8 @@ def judge(asked: list[str], written: list[str]) -> dict[str, float]:
     """The shares of one decoder's completions (see above): the names drawn, and what became of each."""
     n = len(written)
     found = [name for name in written if data.exists(name)]
-    low, high = wilson(len(found), n)
     return {
         "exist": len(found) / n,
-        "low": low,
-        "high": high,
         "distinct": len(set(found)) / n,
         "itself": sum(name == drawn for name, drawn in zip(written, asked, strict=True)) / n,
     }

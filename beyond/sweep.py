@@ -150,7 +150,6 @@ class Names:
         draws = len(outputs) // R
         written = [self.tokenizer.decode(o.prompt + o.tokens) for o in outputs]
         r = {"draws": draws} | evaluate.judge(self.names * draws, written)
-        del r["low"], r["high"]  # Wilson's interval, of independent completions: these are not
 
         # written[p::R] are the completions of prompt p
         r["found"] = ""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from evaluate import print_table, wilson
+from evaluate import print_table
 from lib.output import in_full
 from lib.util import Parser, command, fail, read_json, reading
 from released.ablation import BASE, COCOMMIT, MECHANISM
@@ -101,6 +101,14 @@ def judge(path: Path, run: Run) -> None:
 
 
 # --- statistics
+def wilson(k: int, n: int) -> tuple[float, float]:
+    """95 % interval (Wilson's) of a share of which k of n were seen."""
+    z2 = 1.959963984540054**2
+    middle = (k + z2 / 2) / (n + z2)
+    spread = math.sqrt(z2 * k * (n - k) / n + z2 * z2 / 4) / (n + z2)
+    return middle - spread, middle + spread
+
+
 def paired(run: Run, reference: Run) -> tuple[float, float, float] | None:
     """(delta, its 95 % interval) in shares over the items of both; None where there are none."""
     gained = []

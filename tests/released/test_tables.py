@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from common import command_line, refused
 
-from evaluate import wilson
 from released import tables
 from released.ablation import BASE, COCOMMIT, MECHANISM
 from released.benchmarks import TASKS
-from released.tables import PAPER
+from released.tables import PAPER, wilson
 
 
 def write_run(path: Path, task: str, row: str, correct: list, full: int, n_last: int = 3, gen_length: int = 64):
@@ -112,6 +111,11 @@ def test_the_papers_figures():
 
 
 # --- statistics
+def test_wilson():
+    # 8 of 10, z = 1.96: (0.8 + 3.8415/20) / 1.38415 = 0.71674, 1.96 * sqrt(0.016 + 3.8415/400) / 1.38415 = 0.22658
+    assert wilson(8, 10) == pytest.approx((0.49016, 0.94332), abs=2e-5)
+
+
 def test_bootstrap():
     x = np.repeat([1.0, 0.0], [100, 300])
     low, high = tables.bootstrap(x, np.random.default_rng(0))
