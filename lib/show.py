@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import os
 import sys
 from argparse import Namespace
 from typing import Any
@@ -147,12 +146,11 @@ def make_record(
     judged: bool,
 ) -> dict:  # fmt: skip
     """Everything about one row in plain values: what --json prints, and every display shows."""
-    n_written = len(output.tokens) + prompt.count(cfg.mask_id)
     return dict(
         text=tokenizer.decode(output.tokens) if tokenizer else None,  # a toy's tokens are numbers
         verdict=verdict(tokenizer.decode(output.prompt + output.tokens)) if judged else None,
         tokens=output.tokens, steps=steps, nfe=output.nfe,
-        n_written=n_written, nfe_per_token=output.nfe["full"] / max(1, n_written),
+        n_written=len(output.tokens) + prompt.count(cfg.mask_id),
         prompt=output.prompt, mask_id=cfg.mask_id, n_rounds=n_rounds, pieces=pieces(output, steps, cfg, tokenizer),
     )  # fmt: skip
 
@@ -185,7 +183,7 @@ def show(record: dict, warning: str | None, tokenizer: Tokenizer | None, args: N
         print(json.dumps(record))
         return
     if args.watch:
-        show_steps(record, styled=sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
+        show_steps(record)
 
     # a toy's tokens are numbers
     text = str(record["tokens"])
@@ -203,12 +201,10 @@ def show(record: dict, warning: str | None, tokenizer: Tokenizer | None, args: N
     )
 
 
-def show_steps(record: dict, styled: bool) -> None:
-    """One line a step: the block after it, and in it, inverse, what the step wrote. In brackets: Stage A's
-    choice where another was written, and beside a mask what a head was not sure of.
+def show_steps(record: dict) -> None:
+    """One line a step: the block after it, and in [] what the step wrote. In (): Stage A's choice where
+    another was written, and beside a mask what a head was not sure of.
     """
-    on = "\x1b[7m" if styled else "["
-    off = "\x1b[0m" if styled else "]"
     gap = " " if record["text"] is None else ""  # a toy's tokens are numbers
     name = {int(i): piece.replace("·", " ") + gap for i, piece in record["pieces"].items()}
 
@@ -216,7 +212,7 @@ def show_steps(record: dict, styled: bool) -> None:
         drawn = [name[i] for i in s["after"]]
         for f in s["fill"] + s["edit"]:
             i = f["at"] - s["start"]
-            drawn[i] = on + name[f["token"]] + off
+            drawn[i] = f"[{name[f['token']]}]"
             if f.get("token_a", f["token"]) != f["token"]:
                 drawn[i] += f"(A: {name[f['token_a']]})"
         for f in s["refused"]:

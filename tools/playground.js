@@ -98,7 +98,7 @@ function recordOf(asked, d) {
   Object.assign(pieces, {[eos_id]: "∎", [mask_id]: "▒"});
   const n_written = tokens.length + asked.filter((id) => id === mask_id).length;
   return {text: decode(model, tokens), verdict: verdict(decode(model, [...prompt, ...tokens])), tokens, nfe,
-    n_written, nfe_per_token: nfe.full / Math.max(1, n_written), partial_cost: model.partial_cost,
+    n_written, partial_cost: model.partial_cost,
     steps: steps.map(stepRecord), prompt, mask_id, n_rounds: d.n_rounds, pieces};
 }
 
