@@ -68,23 +68,8 @@ def test_what_is_best_on_one_half_is_judged_on_the_other():
     assert len({tuple(half) for half in halves}) > 15
 
 
-def test_of_equals_the_cheapest():
-    """Two resamples of two settings, the cheaper one first: in the first resample one half finds them equal."""
-    here = np.array([[3.0, 3.0], [2.0, 5.0]])
-    there = np.array([[7.0, 1.0], [1.0, 4.0]])
-    cost = np.array([[0.5, 0.6], [0.5, 0.6]])
-    assert seeds.one_setting(cost, here, there, [1.0]).tolist() == [[7, 4]]
-    assert seeds.one_setting(cost, there, here, [1.0]).tolist() == [[3, 5]]
-    # without the second setting, and then without any
-    only, none = seeds.one_setting(cost, here, there, [0.55, 0.1])
-    assert only.tolist() == [7, 1] and np.isnan(none).all()
-    # z completes beginning 0 as x does, and nothing else: the cheaper of the two is taken, judged on beginning 1
-    assert best([["11"], ["10"]], range(2), costs=[0.5, 0.6]) == 1
-    assert best([["11"], ["10"]], range(2), costs=[0.6, 0.5]) == 0.5
-
-
 def test_the_sums_are_those_of_a_plain_loop():
-    """Every resample and halving, prompt by prompt."""
+    """Every resample and halving, prompt by prompt; of equals the cheapest."""
     rng = np.random.default_rng(1)
     cluster = [0, 1, 2, 0, 3, 4, 1, 5, 6]
     P, S, R = 4, 3, len(cluster)
