@@ -89,14 +89,6 @@ def test_a_prefix_ends_at_the_first_that_fails():
     assert at(factor(equal, torch.ones(1, 3, dtype=torch.bool), 1.3)) == [0, 1]
 
 
-def test_entropy_bound_bounds_what_is_lost():
-    """Two fair coins that always agree: TC = ln 2 is what writing both at once loses, and sum H - max H is the same."""
-    coins = torch.full((1, 2, 2), 0.5)
-    masked = torch.ones(1, 2, dtype=torch.bool)
-    assert at(entropy_bound(coins, masked, math.log(2) + 1e-6)) == [0, 1]
-    assert at(entropy_bound(coins, masked, math.log(2) - 1e-6)) == [0]
-
-
 def small():
     """A tiny model of which no step writes a mask, or an end: other tokens are above them."""
     model = tiny_model(std=0.05)
