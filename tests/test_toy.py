@@ -137,12 +137,6 @@ def test_products_and_distances_of_uneven_contexts():
     assert kl(t.prob, table * torch.tensor([0.0, 1.0]))[0] == math.inf
 
 
-def test_token_ids_and_prompt():
-    t = make("sum")
-    assert (t.V, t.n_ctx, t.eos_id, t.mask_id, t.vocab_size) == (5, 5, 10, 11, 12)
-    assert t.prompt(torch.tensor([0, 4])).tolist() == [[5, 5, 5], [9, 9, 9]]
-
-
 def test_mode_takes_the_first_of_a_split_tie():
     prob = torch.tensor([[0.2, 0.4 - 1e-16, 0.4]], dtype=torch.float64)
     assert Toy("tie", 3, torch.tensor([[[2], [1], [0]]]), prob).mode().tolist() == [[1]]
