@@ -37,7 +37,7 @@ from cache import Cached
 from checkpoint import load_model, load_tokenizer
 from evaluate import print_table
 from lib.output import Row
-from lib.util import Parser, bounded, command, fail, generator, pick_device
+from lib.util import Parser, bounded, command, generator, pick_device
 from model import Model
 from sample import Step, generate
 
@@ -220,9 +220,6 @@ def measure(args: Namespace) -> list[dict]:
     # every bundle that is committed, and those of several tokens
     everything = committed(base, task, TAUS)
     several = {key: record for key, record in everything.items() if sum(key[2]) > 1}
-    if not several:
-        fail("no bundle of two tokens was committed: is this base's Stage A never sure of two?")
-
     count = sum(often for often, _ in several.values())
     of_one = sum(often for often, _ in everything.values()) - count
     print(f"{count} bundles of two and more ({len(several)} different), {of_one} of one; {args.draws} draws each")
