@@ -65,10 +65,8 @@ class Tokenizer:
             names = {i: name for name, i in self.special.items()}
             return names.get(token, f"<{token}>")
 
-        # an accent needs something to stand on
         text = raw.decode("utf-8", errors="surrogateescape")
-        stand = "◌" if unicodedata.combining(text[0]) else ""
-        return stand + "".join(visible(character) for character in text)
+        return "".join(visible(character) for character in text)
 
 
 GLYPHS = {" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍"}
