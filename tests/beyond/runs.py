@@ -1,6 +1,6 @@
 """A base for the extensions to train on, and Python text with spans to fill."""
 
-from common import command_line
+from common import caller
 
 import train
 from lib.data import is_validation
@@ -12,8 +12,7 @@ TOY = ["--data", "pairs", "--toy", "V=3", "m=4", "--batch_size", 4, "--device", 
 def a_base(folder, monkeypatch, capsys):
     """A base of the toy, two steps old."""
     run = [*TOY, "--init_from", "scratch", "--stage_a_only", "--max_iters", 2, "--out_dir", folder / "base"]
-    code, _, err = command_line(train, monkeypatch, capsys, *run)
-    assert code == 0, err
+    caller(train, monkeypatch, capsys)(*run)
     return folder / "base"
 
 

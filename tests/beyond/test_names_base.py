@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from common import MASK, command_line, random_ids, refused, tiny_model
+from common import MASK, caller, random_ids, tiny_model
 from resuming import goes_on_bit_for_bit
 from test_chain import a_batch
 
@@ -112,7 +112,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(text, tmp_path, monkeypatch, capsys):
 
 def test_a_left_to_right_model_decodes_in_blocks_of_one(text, tmp_path, monkeypatch, capsys):
     run = [*text, "--one_by_one", 1, "--max_iters", 1, "--out_dir", tmp_path / "run"]
-    code, _, err = command_line(names_base, monkeypatch, capsys, *run)
-    assert code == 0 and read_config(tmp_path / "run").block_length == 1, err
-    line = refused(names_base, monkeypatch, capsys, *text, "--init_from", tmp_path / "run", "--out_dir", tmp_path / "b")
-    assert "begins from scratch" in line
+    call = caller(names_base, monkeypatch, capsys)
+    call(*run)
+    assert read_config(tmp_path / "run").block_length == 1
+    assert "begins from scratch" in call.fails(*text, "--init_from", tmp_path / "run", "--out_dir", tmp_path / "b")

@@ -78,11 +78,8 @@ def test_the_tables_of_names_by_hand(tmp_path, monkeypatch, capsys):
     prices = tmp_path / "prices.json"
     prices.write_text(json.dumps({"full": 1.0, "commit": 0.1, "head": 0.1}))
     mixed, rules, time, _ = tables(call(path, "--mix", "--prices", prices))
-    assert estimates(mixed[1:2])[0][2:5] == [none, "0.333", full] and estimates(rules[3:])[0][7:10] == [
-        none,
-        "0.500",
-        full,
-    ]
+    assert estimates(mixed[1:2])[0][2:5] == [none, "0.333", full]
+    assert estimates(rules[3:])[0][7:10] == [none, "0.500", full]
     assert time[0][0] == "at most, time/name" and time[2][10:] == ["-", *within[2][6:8]]
 
     # mistakes

@@ -3,7 +3,6 @@
 Every pair of processes is started by torchrun, on the CPU over gloo.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -12,7 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from common import ROOT, command_line, refused
+from common import ROOT, caller, refused
+from resuming import end_state
 from safetensors.torch import load_file
 
 import train
@@ -34,11 +34,6 @@ def start(ids: Path, *argv: object) -> subprocess.Popen:
     return subprocess.Popen(list(map(str, run)), cwd=ROOT, env=env, **pipes)
 
 
-def log(folder: Path) -> list[dict]:
-    records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in r.items() if k != "ms"} for r in records]
-
-
 def until(folder: Path, steps: int) -> None:
     """Wait for so many lines of a log."""
     for _ in range(1200):
@@ -49,8 +44,9 @@ def until(folder: Path, steps: int) -> None:
 
 
 def assert_same_run(a: Path, b: Path) -> None:
-    assert len(log(a)) == len(log(b)) > 0
-    for one, other in zip(log(a), log(b), strict=True):
+    log, other_log = (end_state(folder)[1] for folder in (a, b))
+    assert len(log) == len(other_log) > 0
+    for one, other in zip(log, other_log, strict=True):
         assert one == pytest.approx(other, **CLOSE)
     files = sorted(p.name for p in a.glob("*.safetensors"))
     assert files == sorted(p.name for p in b.glob("*.safetensors"))
@@ -63,7 +59,8 @@ def test_one_process_then_two_then_one_is_one_run(tmp_path, monkeypatch, capsys)
     """From scratch, the clean copy as context and two rounds; a checkpoint has one layout, whoever wrote it. The two
     stop together, at a step that they agree on, though one of them alone is told to."""
     run = [*TOY, "--context", "clean", "--n_rounds", 2, "--max_iters", 60, "--learning_rate", 1e-4]
-    assert command_line(train, monkeypatch, capsys, *run, "--out_dir", tmp_path / "a")[0] == 0
+    call = caller(train, monkeypatch, capsys)
+    call(*run, "--out_dir", tmp_path / "a")
     process = start(tmp_path / "id", *run, "--out_dir", tmp_path / "b")
     until(tmp_path / "b", 4)
     os.kill(int((tmp_path / "id.1").read_text()), signal.SIGTERM)  # process 0 is not told
@@ -71,7 +68,7 @@ def test_one_process_then_two_then_one_is_one_run(tmp_path, monkeypatch, capsys)
     assert out.count("saved at step") == 1
     resume = ["--init_from", "resume", "--out_dir", tmp_path / "b"]
     assert f"torchrun --nproc_per_node 2 -m released.parallel {' '.join(map(str, resume))}" in out
-    assert command_line(train, monkeypatch, capsys, *resume)[0] == 0
+    call(*resume)
     assert_same_run(tmp_path / "a", tmp_path / "b")
 
 
@@ -79,9 +76,10 @@ def test_two_processes_adapt_as_one_does_also_when_one_is_killed(tmp_path, monke
     """Frozen and trained parameters, drafts, and (for two processes only) micro-batches that do not divide a process's
     rows, checkpointed."""
     base = [*TOY, "--max_iters", 1, "--stage_a_only", "--out_dir", tmp_path / "base"]
-    assert command_line(train, monkeypatch, capsys, *base)[0] == 0
+    call = caller(train, monkeypatch, capsys)
+    call(*base)
     run = [*TOY, "--init_from", tmp_path / "base", "--learning_rate", 1e-4, "--max_iters", 30, "--eval_interval", 5]
-    assert command_line(train, monkeypatch, capsys, *run, "--out_dir", tmp_path / "a")[0] == 0
+    call(*run, "--out_dir", tmp_path / "a")
     process = start(tmp_path / "id", *run, "--micro_batch", 3, "--checkpointing", "--out_dir", tmp_path / "b")
     until(tmp_path / "b", 8)
     os.kill(int((tmp_path / "id.1").read_text()), signal.SIGKILL)

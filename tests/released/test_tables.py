@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from common import command_line, refused
+from common import caller, refused
 
 from released import tables
 from released.ablation import BASE, COCOMMIT, MECHANISM
@@ -32,8 +32,7 @@ WORSE, BETTER = [True] * 5 + [False] * 15, [False] + [True] * 13 + [False] * 6  
 
 def printed(kind: str, folder: Path, monkeypatch, capsys) -> dict[str, list[str]]:
     """The rows of a table as the command line prints it: name -> cells."""
-    code, out, err = command_line(tables, monkeypatch, capsys, kind, "--runs", folder)
-    assert code == 0, err
+    out = caller(tables, monkeypatch, capsys)(kind, "--runs", folder)
     cells = [[c.strip() for c in line.replace("| ", "  ").split("  ") if c.strip()] for line in out.splitlines()]
     return {c[0]: c[1:] for c in cells if c} | {"out": [out]}
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from common import command_line, refused
+from common import caller, refused
 
 from lib.config import PRESETS
 from tools import bench
@@ -23,8 +23,7 @@ def small(monkeypatch):
 
 
 def test_the_cache_against_none(small, monkeypatch, capsys):
-    code, out, err = command_line(bench, monkeypatch, capsys)
-    assert code == 0, err
+    out = caller(bench, monkeypatch, capsys)()
     assert out.startswith("$ python -m tools.bench \n") and torch.__version__ in out
     for words in ("Decoding 3 at once", "all of 32 tokens (integrated)"):
         assert words in out
@@ -83,7 +82,7 @@ def test_the_official_code_is_given_our_weights_and_must_write_our_tokens(small,
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # no generated code
     run = ["--official", tmp_path / "released", tmp_path / "fork", "--lengths", 16, 32, "--compile"]
-    _, out, _ = command_line(bench, monkeypatch, capsys, *run)
+    out = caller(bench, monkeypatch, capsys)(*run)
     released, _, forked = out.partition("the fork with a cache")
     for part in (released, forked):
         assert "1 x 16 tokens, all the same" in part and "1 x 32 tokens, all the same" in part
