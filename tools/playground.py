@@ -77,20 +77,16 @@ def tensor_data(tensor: Tensor) -> dict:
     return {"dtype": dtype, "base64": base64.b64encode(numbers).decode()}
 
 
-def decoder(name: str, stage: str, n_rounds: int, gated: bool = True) -> dict:
-    """A column of the page: which stage writes the bundle, its rounds, and whether it follows the gate (if not, it
-    writes one token at a time)."""
-    return {"name": name, "stage": stage, "n_rounds": n_rounds, "gated": gated, "about": ABOUT[name]}
-
-
 def decoders(model: Model) -> list[dict]:
-    """What the page shows side by side: two of every model, and between them what looks again."""
-    found = [decoder("factorised", "A", 0)]
+    """What the page shows side by side: which stage writes the bundle, its rounds, and whether it follows the gate (if
+    not, it writes one token at a time)."""
+    found = [dict(name="factorised", stage="A", n_rounds=0, gated=True)]
     if model.second_look is not None:
-        found.append(decoder("head", "head", 1))
+        found.append(dict(name="head", stage="head", n_rounds=1, gated=True))
     elif model.markers.any():
-        found.append(decoder("Stage B", "B", model.cfg.n_rounds))
-    return [*found, decoder("one at a time", "A", 0, gated=False)]
+        found.append(dict(name="Stage B", stage="B", n_rounds=model.cfg.n_rounds, gated=True))
+    found.append(dict(name="one at a time", stage="A", n_rounds=0, gated=False))
+    return [column | {"about": ABOUT[column["name"]]} for column in found]
 
 
 def tokenizer_data(tokenizer: Tokenizer, vocab_size: int) -> dict:
