@@ -50,11 +50,8 @@ TOY_DECODERS = {
     "one at a time": Decoding(tau_m2t=1.0, tau_t2t=None, n_rounds=0),
     "Stage A, one step": replace(ONE_STEP, n_rounds=0),
     "Stage B, one step": ONE_STEP,
-    "above 0.95": Decoding(tau_m2t=0.95, tau_t2t=None),
-    "above 0.95, edits": Decoding(tau_m2t=0.95, tau_t2t=0.9),
     "edits only (ICM)": replace(ONE_STEP, n_rounds=0, tau_t2t=0.0, max_post_steps=64),
-    "released Q": Decoding(tau_m2t=0.7, tau_t2t=0.5, n_rounds=0),
-    "released S": Decoding(tau_m2t=0.5, tau_t2t=0.0, n_rounds=0),
+    "released": Decoding(tau_m2t=0.7, tau_t2t=0.5, n_rounds=0),
 }
 
 NAMES = Decoding(gen_length=32, tau_t2t=None, n_rounds=0)
