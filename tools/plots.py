@@ -5,7 +5,10 @@
 
     tiny          what each stage of tiny.py writes               the table in README.md
     pays          existing names against time and forwards        results/pays/records.jsonl.gz
+    names         the shipped head and its base                   results/names/head.jsonl, heads.jsonl
     text          quality of Python text against forwards         results/text/records.jsonl.gz
+    speed         against the author's cached decoder             results/speed/official.txt
+    sixteen_b     what a pass costs on the released geometry      beyond/prices.json
     joint         what Stage B writes in one step, toy by toy     results/theorem/joint.json
     dial          error of one step against total correlation     results/theorem/dial.json
 
@@ -20,6 +23,7 @@ import numpy as np
 
 from beyond import report, seeds
 from beyond.report import System, Unit
+from lib.data import read_records
 from lib.util import Parser, command, fail, replace_file
 
 try:
@@ -172,6 +176,73 @@ def draw_text():
     return figure
 
 
+# --- the shipped head
+def draw_names():
+    """Held-out names that exist, by what a name cost: a line for each decoder, and one for a head taught otherwise."""
+    records = []
+    for file in ("head.jsonl", "heads.jsonl"):
+        records += [r for _, r in read_records(RESULTS / "names" / file) if r["group"] == "held out"]
+    lines = {
+        "head": (BLUE, "assets/names/head", "head"),
+        "usual chain": (ORANGE, "out/head-usual", "head"),
+        "base, longest prefix": (INK, "assets/names/head", "prefix"),
+    }
+    figure, ax = panels(1, 1, 5.4, 3.6)
+    ends = {}
+    for name, (color, ckpt, decoder) in lines.items():
+        of = [r for r in records if r["ckpt"] == ckpt and r["decoder"].startswith(decoder)]
+        points = sorted((r["forwards/token"] * r["tokens/name"], r["exist"]) for r in of)
+        ax.plot(*zip(*points, strict=True), "o-", color=color)
+        ends[name] = (*points[-1], color)
+    ax.set(xlim=(2, 7), ylim=(0.6, 0.95), xlabel="forwards a name, everything counted")
+    ax.set_title("share of 512 held-out names that exist", loc="left")
+    ax.grid(axis="y")
+    name_lines(ax, ends)
+    return figure
+
+
+# --- speed
+def draw_bars(ax, values: dict[str, float], unit: str, color: str, below: float = 0.0) -> None:
+    """A bar for each value, which stands behind it."""
+    places = np.arange(len(values)) + below
+    ax.barh(places, values.values(), height=0.3, color=color)
+    for place, value in zip(places, values.values(), strict=True):
+        ax.annotate(f"{value:g}{unit}", (value, place), xytext=(4, 0), textcoords="offset points", color=color,
+                    va="center")  # fmt: skip
+
+
+def draw_speed():
+    """Tokens per second over the fork's, of the log's last run."""
+    *_, last = (RESULTS / "speed" / "official.txt").read_text().split("$ ")
+    found = re.findall(r"(\d+) x (\d+) tokens.*\n +ours: .*, ([\d.]+)x\n +ours, compiled: .*, ([\d.]+)x", last)
+    labels = [f"{tokens} tokens" if rows == "1" else f"{rows} rows of {tokens}" for rows, tokens, *_ in found]
+    figure, ax = panels(1, 1, 5.4, 2.6)
+    for column, name, color, below in ((2, "plain", ORANGE, 0.0), (3, "compiled", BLUE, 0.35)):
+        draw_bars(
+            ax, {label: float(of[column]) for label, of in zip(labels, found, strict=True)}, f" {name}", color, below
+        )
+    ax.axvline(1, color=INK, linestyle=":")
+    ax.set_yticks(np.arange(len(labels)) + 0.17, labels)
+    ax.set(xlim=(0, 3), ylim=(len(labels) - 0.4, -0.3), xlabel="times the tokens a second of the author's decoder")
+    return figure
+
+
+def draw_sixteen_b():
+    """Seconds of each pass; a line where its share of the layers alone would put it."""
+    prices = json.loads((ROOT / "beyond" / "prices.json").read_text())
+    names = {"full": "full forward", "commit": "commit", "stage_b": "Stage B, n = 3 of 20", "head": "look of the head"}
+    figure, ax = panels(1, 1, 5.4, 2.2)
+    draw_bars(ax, {name: prices[of] for of, name in names.items()}, " s", BLUE)
+    for row, layers in ((2, 3), (3, 1)):
+        ax.vlines(prices["full"] * layers / 20, row - 0.3, row + 0.3, color=ORANGE)
+    ax.annotate(
+        "its share of the layers", (0.3, 3), xytext=(20, 0), textcoords="offset points", color=ORANGE, va="center"
+    )
+    ax.set_yticks(range(len(names)), names.values())
+    ax.set(xlim=(0, 1.2), ylim=(3.5, -0.5), xlabel="seconds, a block of 32, int8, two cores")
+    return figure
+
+
 # --- toys
 def draw_joint():
     """Shares of contexts, means and worst of three seeds: possible answers on the left, the likeliest on the right."""
@@ -217,7 +288,10 @@ def draw_dial():
 PICTURES = {
     "tiny": ("assets/tiny.svg", draw_tiny),
     "pays": ("results/pays/pays.svg", draw_pays),
+    "names": ("results/names/names.svg", draw_names),
     "text": ("results/text/text.svg", draw_text),
+    "speed": ("results/speed/speed.svg", draw_speed),
+    "sixteen_b": ("results/sixteen_b/prices.svg", draw_sixteen_b),
     "joint": ("results/theorem/joint.svg", draw_joint),
     "dial": ("results/theorem/dial.svg", draw_dial),
 }
