@@ -4,7 +4,7 @@ The two sides of every ratio take turns (A, B, A, B, ...) and the medians are di
 both alike. Weights are random, because speed does not depend on them. All of it runs on a CPU.
 
     python -m tools.bench                                # cached against uncached, minutes on 2 cores
-    python -m tools.bench --official DIR [DIR ...]       # instead: against the released code; transformers==4.57.3
+    python -m tools.bench --official DIR [DIR ...]       # instead: against the released code in DIR; needs transformers
     python -m tools.bench --official DIR --compile       # and with compiled steps, see released/compiled.py
 """
 
@@ -113,6 +113,10 @@ def official_model(folder: Path, ours: Model) -> torch.nn.Module:
     """The released class, from its files in `folder`, with our model's weights."""
     if missing := [name for name in FILES if not (folder / name).exists()]:
         fail(f"--official {folder} holds no {missing[0]}: it is a file of the released checkpoint")
+    try:
+        importlib.import_module("transformers")
+    except ImportError:
+        fail("--official runs the released code, which needs transformers: pip install transformers==4.57.3")
 
     # a package of its own for each folder, so that the one file finds the other
     package = f"official_{len(sys.modules)}"
@@ -131,11 +135,11 @@ def official_model(folder: Path, ours: Model) -> torch.nn.Module:
     return theirs.eval()
 
 
-def our_decode(model: Model, length: int, rows: int) -> list[Output]:
+def our_decode(model: Model, length: int, rows: int = 1) -> list[Output]:
     return generate(model, [prompt(8, row) for row in range(rows)], replace(ONE_BY_ONE, gen_length=length, n_rounds=0))
 
 
-def their_decode(theirs: torch.nn.Module, cfg: Config, length: int, rows: int) -> list[list[int]]:
+def their_decode(theirs: torch.nn.Module, cfg: Config, length: int, rows: int = 1) -> list[list[int]]:
     """The tokens of each row; of many rows by the fork's generate_batch()."""
     inputs = [torch.tensor([prompt(8, row)]) for row in range(rows)]
     ids = dict(eos_id=cfg.eos_id, mask_id=cfg.mask_id)

@@ -1,5 +1,6 @@
 """The cache at toy size, and the released code by stand-ins. `pytest tests/tools/test_bench.py`"""
 
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -74,6 +75,10 @@ FORK = """
 def test_the_official_code_is_given_our_weights_and_must_write_our_tokens(small, tmp_path, monkeypatch, capsys):
     """Stand-ins for its two files, and for the fork's, take the released tensors and decode by generate_one; and then
     wrongly."""
+    (tmp_path / "transformers.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
+        monkeypatch.delitem(sys.modules, name)
     folders = {"released": MODELING, "fork": MODELING + FORK, "shifted": MODELING.replace("SHIFT = 0", "SHIFT = 1")}
     for name, modeling in folders.items():
         (tmp_path / name).mkdir()
