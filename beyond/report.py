@@ -39,7 +39,7 @@ BUDGETS = {
     "name": (2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 14.0),
     "token": (0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.8, 1.0),
 }
-AVERAGED = tuple(n / 100 for n in range(20, 61))  # budgets of text's mean lead
+AVERAGED = tuple(n / 100 for n in range(25, 61))  # budgets of text's mean lead
 
 
 # --- records
@@ -47,14 +47,7 @@ def load(path: Path) -> tuple[dict, list[dict]]:
     """Which cluster each prompt is of, and the records, from a file, gzipped or not."""
     with reading(path, "file of records"):
         (_, head), *records = read_records(path)
-        return head["clusters"], [with_cost(r) for _, r in records]
-
-
-def with_cost(r: dict) -> dict:
-    """A record of today. An older one, of text, has a list of what a token of each span cost."""
-    if "cost" in r:
-        return r
-    return r | {"cost": {"all": float(np.mean(r["all"]))}, "per": {"token": 1}}
+        return head["clusters"], [r for _, r in records]
 
 
 def in_order(records: list[dict]) -> dict[str, dict[str, list[dict]]]:

@@ -39,7 +39,6 @@ INK = "#737d88"
 BLUE = "#3d8bd4"
 ORANGE = "#d9772b"
 GREEN = "#2f9e6e"
-PURPLE = "#9a6dd7"
 STYLE = {
     "svg.hashsalt": "cocommit",  # the same picture from the same numbers, byte for byte
     "svg.fonttype": "none",  # text stays text
@@ -117,27 +116,21 @@ def draw_tiny():
 # who is drawn, and how: four lines are as many as one can tell apart; the page's tables have the rest
 LOOKS = {
     "head": ("head", BLUE, "-"),
-    "joint head": ("joint head", BLUE, "-"),
+    "head by sureness": ("by sureness", GREEN, "-"),
     "distilled": ("taught Stage A", ORANGE, "--"),
     "base": ("base", INK, "-."),
     "paper's Stage B, chain": ("Stage B, chain", GREEN, ":"),
-    "left to right": ("left to right", PURPLE, "-"),
 }
 
 
-def draw_systems(ax, systems: dict[str, System], limits: np.ndarray, choice: seeds.Choice) -> None:
-    """A line for each system that has settings to choose from, named at its start; a point for one that has none."""
+def draw_systems(ax, systems: dict[str, System], limits: np.ndarray) -> None:
+    """A line for each system, two of whose settings may be mixed, named at its start."""
     starts = {}
     for system, (name, color, style) in LOOKS.items():
         if system not in systems:
             continue
         of = systems[system]
-        if len(of.labels) == 1:
-            point = (of.costs.mean(), of.values.mean())
-            ax.plot(*point, "s", color=color)
-            ax.annotate(name, point, xytext=(0, 7), textcoords="offset points", color=color, ha="center")
-            continue
-        share = of.within(limits, choice)[:, 0]  # nan where nothing is so cheap
+        share = of.within(limits, seeds.mixture)[:, 0]  # nan where nothing is so cheap
         ax.plot(limits, share, color=color, linestyle=style)
         paid = ~np.isnan(share)
         starts[name] = (limits[paid][0], share[paid][0], color)
@@ -158,19 +151,19 @@ def draw_pays():
     figure, axes = panels(len(panes), 1, 5.4, 2.6 * len(panes), squeeze=False)
     for ax, (words, unit) in zip(axes[:, 0], panes, strict=True):
         ax.set(ylim=(0, 1.05))
-        draw_systems(ax, report.measured(greedy, clusters, "exist", unit), limits, seeds.mixture)
+        draw_systems(ax, report.measured(greedy, clusters, "exist", unit), limits)
         ax.set(xlim=(0, limits[-1]), xlabel=words)
     axes[0, 0].set_title("share of the completed names that exist", loc="left")
     return figure
 
 
 def draw_text():
-    """The score of what was written, within each budget of forwards."""
+    """The score of what was written, within each budget of forwards; two settings may be mixed."""
     clusters, records = report.load(RESULTS / "text" / "records.jsonl.gz")
     systems = report.measured(records, clusters, "score", Unit("token"))
     figure, ax = panels(1, 1, 5.4, 3.6)
     limits = np.arange(0.15, 1.06, 0.05)
-    draw_systems(ax, systems, limits, seeds.one_setting)
+    draw_systems(ax, systems, limits)
     ax.set_xticks([0.2, 0.4, 0.6, 0.8, 1.0])
     ax.set(xlim=(-0.2, limits[-1]), xlabel="forwards a token, everything counted", ylabel="score (nats a token)")
     return figure
