@@ -205,16 +205,19 @@ def main() -> None:
     # fmt: on
     args = parser.parse_args()
     clusters, records = load(args.records)
-    names = list(dict.fromkeys(r["system"] for r in records))
+    with reading(args.records, "file of records"):
+        names = list(dict.fromkeys(r["system"] for r in records))
+
+        # what they are records of
+        show, of = show_names, "name"
+        if "documents" in clusters:
+            show, of = show_text, "token"
+        elif records[0]["temperature"] > 0:
+            show, of = show_drawn, "token"
+        for r in records:  # what one lacks is said before a table
+            Unit(of).cost(r)
     if args.against and args.against not in names:
         fail(f"--against {args.against} is none of the systems: {', '.join(names)}")
-
-    # what they are records of
-    show, of = show_names, "name"
-    if "documents" in clusters:
-        show, of = show_text, "token"
-    elif records[0]["temperature"] > 0:
-        show, of = show_drawn, "token"
 
     show(records, clusters, Unit(of), args)
     if args.prices:
