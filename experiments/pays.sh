@@ -33,7 +33,11 @@ for rate in 5e-4 2e-3; do python -m beyond.distill $run --learning_rate $rate --
 for rate in 1e-3 4e-3; do
   python -m beyond.chain $stage_b --n_last 3 --beam 4 --read_in ones --learning_rate $rate --out_dir out/chain-$rate-1
 done
-for ckpt in out/head{,-2.5e-3,-1e-2}-1 out/distilled{,-5e-4,-2e-3}-1 out/chain{,-1e-3,-4e-3}-1; do
+for rate in 3e-4 3e-3; do
+  python train.py $run --n_last 3 --corruption mask --context clean --s_max 8 --learning_rate $rate --max_iters 700 \
+    --out_dir out/paper-$rate-1
+done
+for ckpt in out/head{,-2.5e-3,-1e-2}-1 out/distilled{,-5e-4,-2e-3}-1 out/chain{,-1e-3,-4e-3}-1 out/paper-3e-{3,4}-1; do
   python evaluate.py --ckpt $ckpt --prompts 512 --json
 done
 
