@@ -37,7 +37,8 @@ for rate in 3e-4 3e-3; do
   python train.py $run --n_last 3 --corruption mask --context clean --s_max 8 --learning_rate $rate --max_iters 700 \
     --out_dir out/paper-$rate-1
 done
-for ckpt in out/head{,-2.5e-3,-1e-2}-1 out/distilled{,-5e-4,-2e-3}-1 out/chain{,-1e-3,-4e-3}-1 out/paper-3e-{3,4}-1; do
+for ckpt in out/head{,-2.5e-3,-1e-2}-1 out/distilled{,-5e-4,-2e-3}-1 out/chain{,-1e-3,-4e-3}-1 out/paper-3e-{3,4}-1 \
+  out/left-to-right-1; do
   python evaluate.py --ckpt $ckpt --prompts 512 --json
 done
 
@@ -55,5 +56,5 @@ python -m beyond.report out/records.jsonl --against head --mix --prices beyond/p
 # draws: the base that is shipped, and a head with the clean target
 python -m beyond.head --init_from assets/names --target clean --out_dir out/draws
 python -m beyond.sweep --prompts 48 --temperature 1 --top_p 0.8 --draws 16 --out out/sampling.jsonl \
-  --system base assets/names --system head out/draws
+  --system base assets/names --system head out/draws --system "left to right" out/left-to-right-1
 python -m beyond.report out/sampling.jsonl
