@@ -22,6 +22,7 @@ from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,7 @@ BUDGETS = {
     "name": (2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 14.0),
     "token": (0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.8, 1.0),
 }
+NEEDED = itemgetter("cost", "per", "system", "ckpt", "setting", "temperature")  # of a record
 AVERAGED = tuple(n / 100 for n in range(25, 61))  # budgets of text's mean lead
 
 
@@ -46,8 +48,11 @@ AVERAGED = tuple(n / 100 for n in range(25, 61))  # budgets of text's mean lead
 def load(path: Path) -> tuple[dict, list[dict]]:
     """Which cluster each prompt is of, and the records, from a file, gzipped or not."""
     with reading(path, "file of records"):
-        (_, head), *records = read_records(path)
-        return head["clusters"], [r for _, r in records]
+        (_, head), (_, first), *others = read_records(path)
+        records = [first, *(r for _, r in others)]
+        for r in records:  # what one lacks is said before a table, or before hours of work
+            NEEDED(r)
+        return head["clusters"], records
 
 
 def in_order(records: list[dict]) -> dict[str, dict[str, list[dict]]]:
@@ -205,19 +210,16 @@ def main() -> None:
     # fmt: on
     args = parser.parse_args()
     clusters, records = load(args.records)
-    with reading(args.records, "file of records"):
-        names = list(dict.fromkeys(r["system"] for r in records))
-
-        # what they are records of
-        show, of = show_names, "name"
-        if "documents" in clusters:
-            show, of = show_text, "token"
-        elif records[0]["temperature"] > 0:
-            show, of = show_drawn, "token"
-        for r in records:  # what one lacks is said before a table
-            Unit(of).cost(r)
+    names = list(dict.fromkeys(r["system"] for r in records))
     if args.against and args.against not in names:
         fail(f"--against {args.against} is none of the systems: {', '.join(names)}")
+
+    # what they are records of
+    show, of = show_names, "name"
+    if "documents" in clusters:
+        show, of = show_text, "token"
+    elif records[0]["temperature"] > 0:
+        show, of = show_drawn, "token"
 
     show(records, clusters, Unit(of), args)
     if args.prices:

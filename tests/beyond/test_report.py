@@ -87,6 +87,7 @@ def test_the_tables_of_names_by_hand(tmp_path, monkeypatch, capsys):
     assert "lacks 'full'" in call.fails(path, "--prices", prices)
     assert "none of the systems: base, head" in call.fails(path, "--against", "b")
     assert "lacks 'cost'" in call.fails(written(tmp_path / "damaged", {"system": "a", "temperature": 0}))
+    assert "of another kind" in call.fails(written(tmp_path / "empty"))
     more = record("base", "a 1", "0000", 2.25, ckpt="d")
     assert "are they of one kind" in call.fails(written(path, *records, more))
 
