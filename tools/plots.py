@@ -195,11 +195,11 @@ def draw_names():
 
 
 # --- speed
-def draw_bars(ax, values: dict[str, float], unit: str, color: str, below: float = 0.0) -> None:
+def draw_bars(ax, values: list[float], unit: str, color: str, below: float = 0.0) -> None:
     """A bar for each value, which stands behind it."""
     places = np.arange(len(values)) + below
-    ax.barh(places, values.values(), height=0.3, color=color)
-    for place, value in zip(places, values.values(), strict=True):
+    ax.barh(places, values, height=0.3, color=color)
+    for place, value in zip(places, values, strict=True):
         ax.annotate(f"{value:g}{unit}", (value, place), xytext=(4, 0), textcoords="offset points", color=color,
                     va="center")  # fmt: skip
 
@@ -211,9 +211,7 @@ def draw_speed():
     labels = [f"{tokens} tokens" if rows == "1" else f"{rows} rows of {tokens}" for rows, tokens, *_ in found]
     figure, ax = panels(1, 1, 5.4, 2.6)
     for column, name, color, below in ((2, "plain", ORANGE, 0.0), (3, "compiled", BLUE, 0.35)):
-        draw_bars(
-            ax, {label: float(of[column]) for label, of in zip(labels, found, strict=True)}, f" {name}", color, below
-        )
+        draw_bars(ax, [float(of[column]) for of in found], f" {name}", color, below)
     ax.axvline(1, color=INK, linestyle=":")
     ax.set_yticks(np.arange(len(labels)) + 0.17, labels)
     ax.set(xlim=(0, 3), ylim=(len(labels) - 0.4, -0.3), xlabel="times the tokens a second of the author's decoder")
@@ -225,7 +223,7 @@ def draw_sixteen_b():
     prices = json.loads((ROOT / "beyond" / "prices.json").read_text())
     names = {"full": "full forward", "commit": "commit", "stage_b": "Stage B, n = 3 of 20", "head": "look of the head"}
     figure, ax = panels(1, 1, 5.4, 2.2)
-    draw_bars(ax, {name: prices[of] for of, name in names.items()}, " s", BLUE)
+    draw_bars(ax, [prices[of] for of in names], " s", BLUE)
     for row, layers in ((2, 3), (3, 1)):
         ax.vlines(prices["full"] * layers / 20, row - 0.3, row + 0.3, color=ORANGE)
     ax.annotate(
