@@ -63,7 +63,11 @@ def weight_files(folder: Path) -> list[Path]:
 
     with reading(index, "weight index"):
         shards = sorted(set(read_json(index, "weight index")["weight_map"].values()))
-        return [folder / shard for shard in shards]
+    for shard in shards:
+        # a name and no path: what lies outside the folder is none of its weights
+        if not re.fullmatch(r"[^/\\\0]+\.safetensors", str(shard)):
+            fail(f"{index}: {shard!r} in weight_map is not the name of a .safetensors file of this folder")
+    return [folder / shard for shard in shards]
 
 
 def check_fit(path: Path, held: dict, expected: dict, hint: str, dropped: dict[str, str] | None = None) -> None:

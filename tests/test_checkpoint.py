@@ -109,6 +109,13 @@ def test_tensors_that_do_not_fit_are_named(base):
         assert words in refusal(base)
 
 
+def test_a_shard_lies_in_its_folder(base):
+    shutil.copyfile(base / WEIGHTS, base.parent / "outside.safetensors")
+    for wrong in ("../outside.safetensors", str(base.parent / "outside.safetensors"), "a\0.safetensors", 5):
+        (base / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": {"wte.weight": wrong}}))
+        assert "is not the name of a .safetensors file of this folder" in refusal(base)
+
+
 def test_weights_may_be_read_by_whom_other_files_may_be_read(tmp_path):
     """By everybody, but for those whom the process's own mask shuts out."""
     before = os.umask(0o027)
