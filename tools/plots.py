@@ -7,6 +7,7 @@
     pays          existing names against time and forwards        results/pays/records.jsonl.gz
     names         the shipped head and its base                   results/names/head.jsonl, heads.jsonl
     text          quality of Python text against forwards         results/text/records.jsonl.gz
+    tc            dependence and mismatch in bundles              results/tc/log.txt
     speed         against the author's cached decoder             results/speed/official.txt
     sixteen_b     what a pass costs on the released geometry      beyond/prices.json
     joint         what Stage B writes in one step, toy by toy     results/theorem/joint.json
@@ -17,6 +18,7 @@ Text stays text in the SVGs, and is of a grey that is readable on white and on b
 
 import json
 import re
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -194,6 +196,25 @@ def draw_names():
     return figure
 
 
+def draw_tc():
+    """What Stage A loses in a bundle, in two parts, by its lowest confidence: means of the seeds."""
+    log, *_ = (RESULTS / "tc" / "log.txt").read_text().split("\n## ")
+    losses = defaultdict(list)
+    for bundles, tc, mismatch in re.findall(r"\n(0.\d\.\.\d.\d) +\S+ +\S+ +(\S+) .* \.\. \S+ +(\S+) .* \.\.", log):
+        losses[bundles.replace("..", " to ")].append((float(tc), float(mismatch)))
+    figure, ax = panels(1, 1, 5.4, 3.6)
+    for row, of_seeds in enumerate(losses.values()):
+        tc, mismatch = np.mean(of_seeds, axis=0)
+        ax.barh(row, tc, height=0.6, color=BLUE)
+        ax.barh(row, mismatch, height=0.6, left=tc, color=ORANGE)
+        ax.annotate(f"{tc:.2f} + {mismatch:.2f}", (tc + mismatch + 0.06, row), va="center")
+    ax.annotate("dependence", (2.1, -0.7), color=BLUE, ha="center", va="center")
+    ax.annotate("mismatch", (4.6, -0.7), color=ORANGE, ha="center", va="center")
+    ax.set_yticks(range(len(losses)), losses)
+    ax.set(xlim=(0, 6), ylim=(len(losses) - 0.5, -1), xlabel="nats a bundle", ylabel="lowest confidence in it")
+    return figure
+
+
 # --- speed
 def draw_bars(ax, values: list[float], unit: str, color: str, below: float = 0.0) -> None:
     """A bar for each value, which stands behind it."""
@@ -281,6 +302,7 @@ PICTURES = {
     "pays": ("results/pays/pays.svg", draw_pays),
     "names": ("results/names/names.svg", draw_names),
     "text": ("results/text/text.svg", draw_text),
+    "tc": ("results/tc/tc.svg", draw_tc),
     "speed": ("results/speed/speed.svg", draw_speed),
     "sixteen_b": ("results/sixteen_b/prices.svg", draw_sixteen_b),
     "joint": ("results/theorem/joint.svg", draw_joint),
