@@ -247,9 +247,7 @@ def draw_sixteen_b():
     draw_bars(ax, [prices[of] for of in names], " s", BLUE)
     for row, layers in ((2, 3), (3, 1)):
         ax.vlines(prices["full"] * layers / 20, row - 0.3, row + 0.3, color=ORANGE)
-    ax.annotate(
-        "its share of the layers", (0.3, 3), xytext=(20, 0), textcoords="offset points", color=ORANGE, va="center"
-    )
+    ax.annotate("orange: its share of the layers", (0.42, 3), color=ORANGE, va="center")
     ax.set_yticks(range(len(names)), names.values())
     ax.set(xlim=(0, 1.2), ylim=(3.5, -0.5), xlabel="seconds, a block of 32, int8, two cores")
     return figure
