@@ -37,7 +37,7 @@ from lib.util import Parser, command, fail, reading
 
 # of a name, which has seven tokens; and of a token of a span
 BUDGETS = {
-    "name": (2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 14.0),
+    "name": (2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 6.0, 7.0, 8.0, 10.0, 14.0),
     "token": (0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.8, 1.0),
 }
 NEEDED = itemgetter("cost", "per", "system", "ckpt", "setting", "temperature")  # of a record

@@ -27,9 +27,16 @@ python -m beyond.chain $stage_b --n_last 3 --target clean --out_dir out/clean-1
 python evaluate.py --ckpt out/clean-1
 python -m beyond.chain $stage_b --n_last 2 --beam 4 --read_in ones --out_dir out/chain-2-1
 
-# learning rates: each next to the default's run
-for rate in 2.5e-3 1e-2; do python -m beyond.head $run --learning_rate $rate --out_dir out/head-$rate-1; done
-for rate in 5e-4 2e-3; do python -m beyond.distill $run --learning_rate $rate --out_dir out/distilled-$rate-1; done
+# learning rates of head and taught Stage A, on a base of the tables and on one that no table uses
+python -m beyond.names_base --seed 3 --out_dir out/base-3
+for seed in 1 3; do
+  run="--data names --init_from out/base-$seed --seed $seed"
+  for rate in 2.5e-3 5e-3 1e-2; do python -m beyond.head $run --learning_rate $rate --out_dir out/head-$rate-$seed; done
+  for rate in 5e-4 1e-3 2e-3 4e-3; do python -m beyond.distill $run --learning_rate $rate --out_dir out/distilled-$rate-$seed; done
+done
+
+# and of the paper's Stage B
+run="--data names --init_from out/base-1 --seed 1"
 for rate in 1e-3 4e-3; do
   python -m beyond.chain $stage_b --n_last 3 --beam 4 --read_in ones --learning_rate $rate --out_dir out/chain-$rate-1
 done
@@ -37,8 +44,7 @@ for rate in 3e-4 3e-3; do
   python train.py $run --n_last 3 --corruption mask --context clean --s_max 8 --learning_rate $rate --max_iters 700 \
     --out_dir out/paper-$rate-1
 done
-for ckpt in out/head{,-2.5e-3,-1e-2}-1 out/distilled{,-5e-4,-2e-3}-1 out/chain{,-1e-3,-4e-3}-1 out/paper-3e-{3,4}-1 \
-  out/left-to-right-1; do
+for ckpt in out/{head,distilled}-*-{1,3} out/chain{,-1e-3,-4e-3}-1 out/paper-3e-{3,4}-1; do
   python evaluate.py --ckpt $ckpt --prompts 512 --json
 done
 

@@ -67,18 +67,18 @@ def test_the_tables_of_names_by_hand(tmp_path, monkeypatch, capsys):
     within, minus, rules = tables(call(path, "--against", "head"))
     none, full = "0.000", "1.000"
     assert within[0] == ["at most, all/name", *map(str, report.BUDGETS["name"])]
-    assert estimates(within[1:]) == [["base", "-", none, none, *[full] * 9], ["head", *["-"] * 5, *[full] * 7]]
+    assert estimates(within[1:]) == [["base", "-", none, *[full] * 10], ["head", *["-"] * 4, *[full] * 8]]
     assert within[2][6] == "1.000 [1.000, 1.000]"
-    assert minus[0][0] == "head minus, all/name" and estimates(minus[1:]) == [["base", *["-"] * 5, *["+0.000"] * 7]]
+    assert minus[0][0] == "head minus, all/name" and estimates(minus[1:]) == [["base", *["-"] * 4, *["+0.000"] * 8]]
     a, b, c = estimates(rules[1:])
-    assert rules[0][0] == "base, all/name" and a == ["a", "-", *[none] * 11] and b == ["b", *["-"] * 3, *[full] * 9]
+    assert rules[0][0] == "base, all/name" and a == ["a", "-", *[none] * 11] and b == ["b", *["-"] * 2, *[full] * 10]
     assert c == ["c", *["-"] * 6, none, none, *[full] * 4]
 
     # by turns c has half at 6, between 5 and 7; and the base a third at 2.5, between 2.25 and 3
     prices = tmp_path / "prices.json"
     prices.write_text(json.dumps({"full": 1.0, "commit": 0.1, "head": 0.1}))
     mixed, rules, time, _ = tables(call(path, "--mix", "--prices", prices))
-    assert estimates(mixed[1:2])[0][2:5] == [none, "0.333", full]
+    assert estimates(mixed[1:2])[0][1:4] == ["-", "0.333", full]
     assert estimates(rules[3:])[0][7:10] == [none, "0.500", full]
     assert time[0][0] == "at most, time/name" and time[2][10:] == ["-", *within[2][6:8]]
 
@@ -126,17 +126,20 @@ def test_the_tables_of_text_by_hand(tmp_path, monkeypatch, capsys):
 
 
 def test_the_committed_records_print_the_page():
-    """The head's line in both tables of results/pays: within three and four forwards a name, or their time."""
+    """results/pays: head and left to right, and the head's lead over the taught Stage A in forwards and in time."""
     page = (ROOT / "results" / "pays" / "README.md").read_text()
-    lines = [line.replace("*", "").split(" | ")[1:] for line in page.splitlines() if "**head** |" in line]
-    budgets = [line.split(" | ")[1:] for line in page.splitlines() if line.startswith("| at most | 2 |")]
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    budgets, leads = [row for row in rows if row[0] == "at most"]
+    shown = {row[0]: row for row in rows}
+    over = rows.index(shown["taught Stage A, in forwards"])
     prices = json.loads((ROOT / "beyond" / "prices.json").read_text())
     clusters, records = report.load(ROOT / "results" / "pays" / "records.jsonl.gz")
-    for of, line, limits in zip((None, prices), lines, budgets, strict=True):
-        head = measured(records, clusters, "exist", Unit("name", of))["head"]
-        shown = dict(zip([limit.strip(" |") for limit in limits], [cell.strip(" |") for cell in line], strict=True))
-        within = head.within([3.0, 4.0], seeds.mixture)
-        assert [seeds.interval(share)[1:5] for share in within] == [shown["3"], shown["4"]]
+    for unit, row in ((Unit("name", prices), rows[over + 1]), (Unit("name"), rows[over])):
+        systems = measured(records, clusters, "exist", unit)
+        head, taught = (systems[name].within([3.0, 4.0], seeds.mixture)[:, 0] for name in ("head", "distilled"))
+        assert [row[leads.index(at)].split()[0] for at in "34"] == [f"{100 * lead:+.0f}" for lead in head - taught]
+    assert [float(shown["**head**"][budgets.index(at)]) for at in "34"] == approx(head, abs=0.0005)
+    assert float(shown["left to right"][-1]) == approx(systems["left to right"].values.mean(), abs=0.0005)
 
 
 def test_the_committed_records_of_text_print_their_page():
