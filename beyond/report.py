@@ -5,20 +5,18 @@
               of one seed's completions. entropy: of the draws of one prompt, nats, plug-in, so at most ln(draws)
     text      score, exact and parses (spans.py says what they are), by forwards a token
 
-Forwards are everything counted, in full ones. With a list of prices (--prices beyond/prices.json: seconds of a full
-forward, of a commit, and of what a record's `second` names) all tables come again in time, in full forwards of that
-list.
+Forwards are everything counted, in full ones. With --prices, seconds of a full forward, of a commit and of what a
+record's `second` names, all tables come again in time, in full forwards of that list.
 
-A table of budgets has of the settings that cost no more the best on one half of the beginnings, judged on the other
-(seeds.py). With --mix a user may also use two settings by turns, and has what lies between them. With --against NAME
-the differences of these, paired. A setting's cost is its mean over the seeds, and in a resample over its own.
+A table of budgets has of what costs no more, a setting or two by turns, the best on one half of the beginnings, judged
+on the other (seeds.py). With --against NAME the differences of these, paired. A setting's cost is its mean over the
+seeds, and in a resample over its own.
 
-    python -m beyond.report results/pays/records.jsonl.gz --against head --mix --prices beyond/prices.json
+    python -m beyond.report results/pays/records.jsonl.gz --against head --prices beyond/prices.json
 """
 
 import json
 import math
-from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from beyond import seeds
-from beyond.seeds import Choice, interval
+from beyond.seeds import interval
 from evaluate import print_table
 from lib.data import read_records
 from lib.util import Parser, command, fail, reading
@@ -100,9 +98,9 @@ class System:
     costs: np.ndarray  # (P, S)
     cluster: np.ndarray  # (R,) each prompt's beginning, 0 and up
 
-    def within(self, budgets: Sequence[float], choice: Choice) -> np.ndarray:
+    def within(self, budgets: Sequence[float]) -> np.ndarray:
         """Its mean within each of these budgets: (budgets, W)."""
-        return seeds.within_budgets(self.values, self.costs, self.cluster, budgets, choice)
+        return seeds.within_budgets(self.values, self.costs, self.cluster, budgets)
 
     def by_rule(self) -> dict[str, "System"]:
         """Its settings by the first word of their labels: its rules, as if each were a system."""
@@ -135,23 +133,23 @@ def value(r: dict, measure: str) -> np.ndarray:
 
 
 # --- tables
-def show_names(records: list[dict], clusters: dict, unit: Unit, args: Namespace) -> None:
+def show_names(records: list[dict], clusters: dict, unit: Unit, against: str | None) -> None:
     systems = measured(records, clusters, "exist", unit)
-    show_budgets(systems, unit, args)
-    show_rules(systems, unit, args)
+    show_budgets(systems, unit, against)
+    show_rules(systems, unit)
 
 
-def show_text(records: list[dict], clusters: dict, unit: Unit, args: Namespace) -> None:
+def show_text(records: list[dict], clusters: dict, unit: Unit, against: str | None) -> None:
     for m in ("score", "exact", "parses"):
         systems = measured(records, clusters, m, unit)
-        print(f"\n{m}: the best setting that costs no more")
-        show_budgets(systems, unit, args)
+        print(f"\n{m}: the best that costs no more")
+        show_budgets(systems, unit, against)
         if m == "score":
-            show_rules(systems, unit, args)
-            show_leads(systems, args)
+            show_rules(systems, unit)
+            show_leads(systems, against)
 
 
-def show_drawn(records: list[dict], clusters: dict, unit: Unit, args: Namespace) -> None:
+def show_drawn(records: list[dict], clusters: dict, unit: Unit, against: str | None) -> None:
     """A row for each setting."""
     rows = []
     for name, by_setting in in_order(records).items():
@@ -162,19 +160,19 @@ def show_drawn(records: list[dict], clusters: dict, unit: Unit, args: Namespace)
     print_table(["system", "setting", "exist", "distinct", "entropy", unit.title], rows)
 
 
-def show_budgets(systems: dict[str, System], unit: Unit, args: Namespace) -> None:
-    """Every system within every budget; --against minus each other one."""
-    within = {name: of.within(BUDGETS[unit.of], args.choice) for name, of in systems.items()}
+def show_budgets(systems: dict[str, System], unit: Unit, against: str | None) -> None:
+    """Every system within every budget; `against` minus each other one."""
+    within = {name: of.within(BUDGETS[unit.of]) for name, of in systems.items()}
     show_shares(f"at most, {unit.title}", within, unit)
-    if args.against:
-        leads = {name: within[args.against] - share for name, share in within.items() if name != args.against}
-        show_shares(f"{args.against} minus, {unit.title}", leads, unit, "+")
+    if against:
+        leads = {name: within[against] - share for name, share in within.items() if name != against}
+        show_shares(f"{against} minus, {unit.title}", leads, unit, "+")
 
 
-def show_rules(systems: dict[str, System], unit: Unit, args: Namespace) -> None:
+def show_rules(systems: dict[str, System], unit: Unit) -> None:
     """What each rule of the first system, the base, has within each budget."""
     name, base = next(iter(systems.items()))
-    within = {rule: of.within(BUDGETS[unit.of], args.choice) for rule, of in base.by_rule().items()}
+    within = {rule: of.within(BUDGETS[unit.of]) for rule, of in base.by_rule().items()}
     show_shares(f"{name}, {unit.title}", within, unit)
 
 
@@ -185,15 +183,15 @@ def show_shares(title: str, within: dict[str, np.ndarray], unit: Unit, sign: str
     print_table([title, *map(str, BUDGETS[unit.of])], rows)
 
 
-def show_leads(systems: dict[str, System], args: Namespace) -> None:
-    """What --against has more than each other system, the mean over many budgets: it hangs little on which system's
+def show_leads(systems: dict[str, System], against: str | None) -> None:
+    """What `against` has more than each other system, the mean over many budgets: it hangs little on which system's
     next setting just misses one."""
-    if args.against:
-        within = {name: of.within(AVERAGED, args.choice).mean(0) for name, of in systems.items()}
-        own = within.pop(args.against)
+    if against:
+        within = {name: of.within(AVERAGED).mean(0) for name, of in systems.items()}
+        own = within.pop(against)
         rows = [[name, interval(own - mean, "+")] for name, mean in within.items()]
         print()
-        print_table([f"{args.against} minus, over budgets of {AVERAGED[0]} to {AVERAGED[-1]}", "mean"], rows)
+        print_table([f"{against} minus, over budgets of {AVERAGED[0]} to {AVERAGED[-1]}", "mean"], rows)
 
 
 # --- the command line
@@ -204,8 +202,6 @@ def main() -> None:
     add = parser.add_argument
     add("records", type=Path, help="a file of beyond.sweep, gzipped or not")
     add("--against", metavar="NAME", help="the system whose share minus every other's is shown, too")
-    add("--mix", dest="choice", action="store_const", const=seeds.mixture, default=seeds.one_setting,
-        help="two settings may be used by turns")
     add("--prices", type=Path, help="a JSON of prices, like beyond/prices.json: all tables again, in time")
     # fmt: on
     args = parser.parse_args()
@@ -221,13 +217,13 @@ def main() -> None:
     elif records[0]["temperature"] > 0:
         show, of = show_drawn, "token"
 
-    show(records, clusters, Unit(of), args)
+    show(records, clusters, Unit(of), args.against)
     if args.prices:
         with reading(args.prices, "list of prices"):
             unit = Unit(of, json.loads(args.prices.read_text()))
             for r in records:  # what it lacks is said before a table
                 unit.cost(r)
-        show(records, clusters, unit, args)
+        show(records, clusters, unit, args.against)
 
 
 if __name__ == "__main__":

@@ -7,15 +7,15 @@ A resample draws C beginnings with replacement, each with all of its prompts, an
 are drawn alike for all systems, and so are seeds for all that have as many: a difference of two systems is paired by
 both. (S seeds drawn from S spread a little less than S seeds trained anew: their variance is (S - 1) / S of it.)
 
-The best of many settings flatters where it is judged by what it was chosen by. So the beginnings are halved, the best
-setting on one half is judged on the other, and the reverse; 20 such halvings are averaged, anew in every resample.
+The best of many settings flatters where it is judged by what it was chosen by. So the beginnings are halved, what is
+best on one half is judged on the other, and the reverse; 20 such halvings are averaged, anew in every resample.
 What a setting costs is known from all prompts, and differs from seed to seed: a resample takes its own seeds' mean.
 
-A user may also mix two settings, one for some prompts and the other for the rest: every cost between theirs, and the
-share between theirs. What is best then lies on the concave hull of all settings.
+A user may mix two settings, one for some prompts and the other for the rest, for every cost between theirs, and has
+the share between theirs. What is best lies on the concave hull of all settings.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -68,26 +68,9 @@ def totals(sums: np.ndarray, times: np.ndarray) -> np.ndarray:
 
 
 # --- what a budget pays for
-Choice = Callable[[np.ndarray, np.ndarray, np.ndarray, Sequence[float]], np.ndarray]
-
-
-def one_setting(cost: np.ndarray, chooses: np.ndarray, judges: np.ndarray, budgets: Sequence[float]) -> np.ndarray:
-    """What the affordable setting that is best by one half has by the other, of equals the cheapest: (W, P) three
-    times -> (budgets, W)."""
-    order = np.argsort(cost[0], kind="stable")
-    cost, chooses, judges = cost[:, order], chooses[:, order], judges[:, order]
-    every = np.arange(len(cost))
-    found = []
-    for budget in budgets:
-        affordable = cost <= budget
-        best = np.where(affordable, chooses, -np.inf).argmax(-1)
-        found.append(np.where(affordable.any(-1), judges[every, best], np.nan))
-    return np.array(found)
-
-
 def mixture(cost: np.ndarray, chooses: np.ndarray, judges: np.ndarray, budgets: Sequence[float]) -> np.ndarray:
-    """The same of two settings, one for some prompts and the other for the rest: what lies between the corners of the
-    hull that one half chooses."""
+    """What the affordable mixture of two settings that is best by one half has by the other, between corners of the
+    hull that the first one chooses: (W, P) three times -> (budgets, W)."""
     every = np.arange(len(cost))
     found = np.full((len(budgets), len(cost)), np.nan)
     for at, to in hull(cost, chooses):
@@ -127,10 +110,9 @@ def hull(cost: np.ndarray, share: np.ndarray) -> Iterator[tuple[np.ndarray, np.n
 
 
 def within_budgets(
-    values: np.ndarray, costs: np.ndarray, cluster: Sequence[int], budgets: Sequence[float],
-    choice: Choice = one_setting,
-) -> np.ndarray:  # fmt: skip
-    """What a choice has within each budget, by 20 halvings: values (P, S, R), costs (P, S), cluster (R,) -> (budgets,
+    values: np.ndarray, costs: np.ndarray, cluster: Sequence[int], budgets: Sequence[float]
+) -> np.ndarray:
+    """What a system has within each budget, by 20 halvings: values (P, S, R), costs (P, S), cluster (R,) -> (budgets,
     W), nan where every setting costs more. A resample pays the mean cost of the seeds that it has."""
     number = np.bincount(cluster)  # (C,) prompts of each beginning
     times = resamples(len(number), 0)  # (W, C)
@@ -145,7 +127,7 @@ def within_budgets(
     for half in halves:
         here = totals(sums[..., half], times[:, half])
         there = whole - here
-        found += choice(paid, here, there, limits) + choice(paid, there, here, limits)
+        found += mixture(paid, here, there, limits) + mixture(paid, there, here, limits)
 
     # the values that a resample has, of prompts and seeds
     n = times @ number * S

@@ -57,7 +57,7 @@ python -m beyond.sweep --prompts 256 --out out/records.jsonl \
   --system "paper's Stage B, chain" out/chain-{0,1,2} \
   --system "left to right" out/left-to-right-{0,1,2}
 python -m beyond.sweep --prompts 256 --out out/two-layers.jsonl --system "paper's Stage B, chain, n = 2" out/chain-2-1
-python -m beyond.report out/records.jsonl --against head --mix --prices beyond/prices.json
+python -m beyond.report out/records.jsonl --against head --prices beyond/prices.json
 
 # draws: the base that is shipped, and a head with the clean target
 python -m beyond.head --init_from assets/names --target clean --out_dir out/draws

@@ -15,7 +15,7 @@ for seed in 0 1; do
 done
 python -m beyond.sweep --data stdlib --prompts 512 --out out/text.jsonl --system base out/text-base-{0,1} \
   --system head out/text-head-{0,1} --system distilled out/text-distilled-{0,1}
-python -m beyond.report out/text.jsonl --against head --mix
+python -m beyond.report out/text.jsonl --against head
 for seed in 0 1 2; do
   python -m beyond.tc --data stdlib --ckpt out/text-base-$seed --draws 16
 done

@@ -8,6 +8,7 @@
     names         the shipped head and its base                   results/names/head.jsonl, heads.jsonl
     text          quality of Python text against forwards         results/text/records.jsonl.gz
     tc            dependence and mismatch in bundles              results/tc/log.txt
+    paper_tables  gates with Stage B and without it               results/paper_tables/log.txt
     speed         against the author's cached decoder             results/speed/official.txt
     sixteen_b     what a pass costs on the released geometry      beyond/prices.json
     joint         what Stage B writes in one step, toy by toy     results/theorem/joint.json
@@ -23,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from beyond import report, seeds
+from beyond import report
 from beyond.report import System, Unit
 from lib.data import read_records
 from lib.util import Parser, command, fail, replace_file
@@ -78,11 +79,6 @@ def name_lines(ax, ends: dict[str, tuple[float, float, str]], before: bool = Fal
                     ha="right" if before else "left", va="center", annotation_clip=False)  # fmt: skip
 
 
-def read_figure(path: str) -> dict:
-    """The numbers of a figure that has no other records, by their place in results/."""
-    return json.loads((RESULTS / path).read_text())
-
-
 # --- tiny.py
 def read_tiny(page: str) -> tuple[list[str], dict[str, list[float]]]:
     """The table that tiny.py printed on a page: its phrases, and of each row their probabilities."""
@@ -131,8 +127,7 @@ def draw_systems(ax, systems: dict[str, System], limits: np.ndarray) -> None:
     for system, (name, color, style) in LOOKS.items():
         if system not in systems:
             continue
-        of = systems[system]
-        share = of.within(limits, seeds.mixture)[:, 0]  # nan where nothing is so cheap
+        share = systems[system].within(limits)[:, 0]  # nan where nothing is so cheap
         ax.plot(limits, share, color=color, linestyle=style)
         paid = ~np.isnan(share)
         starts[name] = (limits[paid][0], share[paid][0], color)
@@ -143,31 +138,29 @@ def draw_systems(ax, systems: dict[str, System], limits: np.ndarray) -> None:
 def draw_pays():
     """Existing names for at most so much time, and so many forwards; two settings may be mixed."""
     clusters, records = report.load(RESULTS / "pays" / "records.jsonl.gz")
-    greedy = [r for r in records if r["temperature"] == 0]
     prices = json.loads((ROOT / "beyond" / "prices.json").read_text())
-    panes = [
-        ("time a name, in full forwards of the 16B geometry", Unit("name", prices)),
-        ("forwards a name, everything counted", Unit("name")),
-    ]
+    units = {
+        "time a name, in full forwards of the 16B geometry": Unit("name", prices),
+        "forwards a name, everything counted": Unit("name"),
+    }
     limits = np.arange(2, 8.01, 0.2)
-    figure, axes = panels(len(panes), 1, 5.4, 2.6 * len(panes), squeeze=False)
-    for ax, (words, unit) in zip(axes[:, 0], panes, strict=True):
+    figure, axes = panels(2, 1, 5.4, 5.2)
+    for ax, (words, unit) in zip(axes, units.items(), strict=True):
         ax.set(ylim=(0, 1.05))
-        draw_systems(ax, report.measured(greedy, clusters, "exist", unit), limits)
+        draw_systems(ax, report.measured(records, clusters, "exist", unit), limits)
         ax.set(xlim=(0, limits[-1]), xlabel=words)
-    axes[0, 0].set_title("share of the completed names that exist", loc="left")
+    axes[0].set_title("share of the completed names that exist", loc="left")
     return figure
 
 
 def draw_text():
     """The score of what was written, within each budget of forwards; two settings may be mixed."""
     clusters, records = report.load(RESULTS / "text" / "records.jsonl.gz")
-    systems = report.measured(records, clusters, "score", Unit("token"))
     figure, ax = panels(1, 1, 5.4, 3.6)
     limits = np.arange(0.15, 1.06, 0.05)
-    draw_systems(ax, systems, limits)
-    ax.set_xticks([0.2, 0.4, 0.6, 0.8, 1.0])
-    ax.set(xlim=(-0.2, limits[-1]), xlabel="forwards a token, everything counted", ylabel="score (nats a token)")
+    draw_systems(ax, report.measured(records, clusters, "score", Unit("token")), limits)
+    ax.set(xlim=(-0.2, limits[-1]), xticks=np.arange(1, 6) / 5, ylabel="score (nats a token)")
+    ax.set(xlabel="forwards a token, everything counted")
     return figure
 
 
@@ -215,6 +208,26 @@ def draw_tc():
     return figure
 
 
+def draw_paper_tables():
+    """A toy's possible answers and the paper's GSM8K by tau_m2t: Stage B on, off, and the base."""
+    log = (RESULTS / "paper_tables" / "log.txt").read_text()
+    row = r"^(ours|our weights|released), .*?(\d\.\d{3}) +0\.500 +(\S+).* (\S+) +\S+$"
+    looks = {"ours": ("Stage B on", BLUE, "-"), "our weights": ("off", ORANGE, "--"), "released": ("base", INK, "-.")}
+    figure, axes = panels(2, 1, 5.4, 5, sharex=True)
+    for ax, column, title in zip(axes, (2, 3), ("possible answers, a toy", "GSM8K, %, the paper's 16B"), strict=True):
+        ends = {}
+        for weights, (name, color, style) in looks.items():
+            found = [of for of in re.findall(row, log, re.M) if of[0] == weights]
+            points = sorted((float(of[1]), float(of[column])) for of in found)
+            ax.plot(*zip(*points, strict=True), style, marker="o", color=color)
+            ends[name] = (*points[0], color)
+        ax.set_title(title, loc="left")
+        ax.grid(axis="y")
+        name_lines(ax, ends, before=True)
+    axes[1].set(xlim=(0.12, 0.72), xlabel="tau_m2t")
+    return figure
+
+
 # --- speed
 def draw_bars(ax, values: list[float], unit: str, color: str, below: float = 0.0) -> None:
     """A bar for each value, which stands behind it."""
@@ -257,7 +270,7 @@ def draw_sixteen_b():
 def draw_joint():
     """Shares of contexts, means and worst of three seeds: possible answers on the left, the likeliest on the right."""
     figure, axes = panels(1, 2, 8, 3.8, sharey=True)
-    rows = read_figure("theorem/joint.json")["rows"]
+    rows = json.loads((RESULTS / "theorem" / "joint.json").read_text())["rows"]
     toys = [(r["toy"], r["n"]) for r in rows if r["target"] == "chain"]
     looks = {"chain": (BLUE, 0), "clean": (ORANGE, 0.2)}
     for ax, measure in zip(axes, ("B coherent", "B mode"), strict=True):
@@ -280,7 +293,7 @@ def draw_joint():
 def draw_dial():
     """Each decoder's error against TC, one point a checkpoint."""
     figure, ax = panels(1, 1, 5.4, 3.8)
-    points = sorted(read_figure("theorem/dial.json")["points"])
+    points = sorted(json.loads((RESULTS / "theorem" / "dial.json").read_text())["points"])
     x = [tc for tc, _ in points]
     ax.plot([0, x[-1]], [0, x[-1]], color=INK, linestyle=":")
     ends = {"TC, the least for a product": (x[-1], x[-1], INK)}
@@ -301,6 +314,7 @@ PICTURES = {
     "names": ("results/names/names.svg", draw_names),
     "text": ("results/text/text.svg", draw_text),
     "tc": ("results/tc/tc.svg", draw_tc),
+    "paper_tables": ("results/paper_tables/gates.svg", draw_paper_tables),
     "speed": ("results/speed/speed.svg", draw_speed),
     "sixteen_b": ("results/sixteen_b/prices.svg", draw_sixteen_b),
     "joint": ("results/theorem/joint.svg", draw_joint),

@@ -4,7 +4,7 @@ import json
 
 from common import ROOT, approx, caller
 
-from beyond import report, seeds
+from beyond import report
 from beyond.report import Unit, measured
 
 GROUPS = {"held out": [0, 1], "trained": [2, 3]}
@@ -59,7 +59,8 @@ def test_what_a_cost_is_of():
 # --- tables
 def test_the_tables_of_names_by_hand(tmp_path, monkeypatch, capsys):
     """The head completes every name for 4 forwards. The base has three rules: b as the head, but for 3; of c's settings
-    the dearer is the better one. In time each costs 8.6."""
+    the dearer is the better one. By turns the base has a third at 2.5, between 2.25 and 3, and c half at 6, between 5
+    and 7. In time each costs 8.6."""
     records = [record("base", "a 1", "0000", 2.25), record("base", "b 1", "1111", 3.0)]
     records += [record("base", "c 1", "0000", 5.0), record("base", "c 2", "1111", 7.0)]
     path = written(tmp_path / "r.jsonl", *records, record("head", "tau_keep 0", "1111", 4.0))
@@ -67,19 +68,16 @@ def test_the_tables_of_names_by_hand(tmp_path, monkeypatch, capsys):
     within, minus, rules = tables(call(path, "--against", "head"))
     none, full = "0.000", "1.000"
     assert within[0] == ["at most, all/name", *map(str, report.BUDGETS["name"])]
-    assert estimates(within[1:]) == [["base", "-", none, *[full] * 10], ["head", *["-"] * 4, *[full] * 8]]
+    assert estimates(within[1:]) == [["base", "-", "0.333", *[full] * 10], ["head", *["-"] * 4, *[full] * 8]]
     assert within[2][6] == "1.000 [1.000, 1.000]"
     assert minus[0][0] == "head minus, all/name" and estimates(minus[1:]) == [["base", *["-"] * 4, *["+0.000"] * 8]]
     a, b, c = estimates(rules[1:])
     assert rules[0][0] == "base, all/name" and a == ["a", "-", *[none] * 11] and b == ["b", *["-"] * 2, *[full] * 10]
-    assert c == ["c", *["-"] * 6, none, none, *[full] * 4]
+    assert c == ["c", *["-"] * 6, none, "0.500", *[full] * 4]
 
-    # by turns c has half at 6, between 5 and 7; and the base a third at 2.5, between 2.25 and 3
     prices = tmp_path / "prices.json"
     prices.write_text(json.dumps({"full": 1.0, "commit": 0.1, "head": 0.1}))
-    mixed, rules, time, _ = tables(call(path, "--mix", "--prices", prices))
-    assert estimates(mixed[1:2])[0][1:4] == ["-", "0.333", full]
-    assert estimates(rules[3:])[0][7:10] == [none, "0.500", full]
+    _, _, time, _ = tables(call(path, "--prices", prices))
     assert time[0][0] == "at most, time/name" and time[2][10:] == ["-", *within[2][6:8]]
 
     # mistakes
@@ -114,14 +112,14 @@ def test_the_tables_of_text_by_hand(tmp_path, monkeypatch, capsys):
     path = written(tmp_path / "r.jsonl", *records, clusters={"documents": [3, 7]})
     out = call(path, "--against", "head")
     title, score, minus, rules, leads, *others = tables(out)
-    assert title == [["score: the best setting that costs no more"]] and rules[0][0] == "base, all/token"
+    assert title == [["score: the best that costs no more"]] and rules[0][0] == "base, all/token"
     at = {row[0]: dict(zip(score[0], row, strict=True)) for row in score[1:]}
     assert at["base"]["0.35"] == at["head"]["0.4"] == "-"
     assert at["base"]["0.4"] == at["base"]["1.0"] == "-0.500 [-1.000, 0.000]"
     assert at["head"]["0.45"] == "-0.250 [-0.750, 0.250]"
     assert dict(zip(minus[0], minus[1], strict=True))["0.45"] == "+0.250 [+0.250, +0.250]"
-    # a lead of 1/4 at .5, and of 7/4 at .7
-    assert estimates(leads[1:]) == [["base", "+1.000"]]
+    # a lead of 3/4 at .5, a third of the way from 1/4 to 7/4, and of 7/4 at .7
+    assert estimates(leads[1:]) == [["base", "+1.250"]]
     assert [table[0][0].split(":")[0] for table in others[::3]] == ["exact", "parses"]
 
 
@@ -136,7 +134,7 @@ def test_the_committed_records_print_the_page():
     clusters, records = report.load(ROOT / "results" / "pays" / "records.jsonl.gz")
     for unit, row in ((Unit("name", prices), rows[over + 1]), (Unit("name"), rows[over])):
         systems = measured(records, clusters, "exist", unit)
-        head, taught = (systems[name].within([3.0, 4.0], seeds.mixture)[:, 0] for name in ("head", "distilled"))
+        head, taught = (systems[name].within([3.0, 4.0])[:, 0] for name in ("head", "distilled"))
         assert [row[leads.index(at)].split()[0] for at in "34"] == [f"{100 * lead:+.0f}" for lead in head - taught]
     assert [float(shown["**head**"][budgets.index(at)]) for at in "34"] == approx(head, abs=0.0005)
     assert float(shown["left to right"][-1]) == approx(systems["left to right"].values.mean(), abs=0.0005)
@@ -152,5 +150,5 @@ def test_the_committed_records_of_text_print_their_page():
         _, base, head, _, distilled, *_ = row.strip("| ").split(" | ")
         shown = {"base": base, "head": head, "distilled": distilled}
         for name, score in shown.items():
-            within = systems[name].within([float(budget)], seeds.mixture)[0, 0]
+            within = systems[name].within([float(budget)])[0, 0]
             assert float(score) == approx(within, abs=0.005)

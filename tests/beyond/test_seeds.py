@@ -1,5 +1,6 @@
 """How sure a share is: closed forms, and a slow twin of the fast sums. `pytest tests/beyond/test_seeds.py`"""
 
+import itertools
 import math
 
 import numpy as np
@@ -21,11 +22,11 @@ def drawn(found, cluster):
     return seeds.within_budgets(values_of([found]), np.ones((1, len(found))), cluster, [1.0])[0]
 
 
-def best(found, cluster, budget=1.0, costs=None, choice=seeds.one_setting):
+def best(found, cluster, budget=1.0, costs=None):
     """The share within a budget, of the sample. A setting costs 1, by any seed, unless `costs` has it."""
     values = values_of(found)
     costs = np.outer(costs or [1.0] * len(found), [1.0] * values.shape[1])  # (P, S)
-    return seeds.within_budgets(values, costs, cluster, [budget], choice)[0, 0]
+    return seeds.within_budgets(values, costs, cluster, [budget])[0, 0]
 
 
 # --- intervals
@@ -68,12 +69,23 @@ def test_what_is_best_on_one_half_is_judged_on_the_other():
     assert len({tuple(half) for half in halves}) > 15
 
 
+def mixtures(cost, by_one, by_other, budget):
+    """Of each affordable setting, and pair of settings that uses up the budget: what it has by one half, what is left
+    of the budget, and what it has by the other half."""
+    for i, j in itertools.product(range(len(cost)), repeat=2):
+        share = 0.0
+        if cost[j] > cost[i]:
+            share = min(1, (budget - cost[i]) / (cost[j] - cost[i]))
+        if cost[i] <= budget:
+            yield tuple((1 - share) * of[i] + share * of[j] for of in (by_one, budget - cost, by_other))
+
+
 def test_the_sums_are_those_of_a_plain_loop():
-    """Every resample and halving, prompt by prompt; of equals the cheapest."""
+    """Every resample and halving, prompt by prompt, and every pair of settings; of equals the cheapest."""
     rng = np.random.default_rng(1)
     cluster = [0, 1, 2, 0, 3, 4, 1, 5, 6]
     P, S, R = 4, 3, len(cluster)
-    values = rng.integers(0, 2, (P, S, R)).astype(float)
+    values = rng.uniform(0, 1, (P, S, R))
     costs = rng.uniform(0.3, 0.9, (P, S))
     budgets = [0.2, 0.5, 0.8, 1.0]
     found = seeds.within_budgets(values, costs, cluster, budgets)
@@ -84,17 +96,14 @@ def test_the_sums_are_those_of_a_plain_loop():
         # how often each completion of this resample counts
         weight = times[w][cluster] * of_seeds[w][:, None]  # (S, R)
         for row, budget in zip(found, budgets, strict=True):
-            cost = [sum(of_seeds[w] * costs[p]) / S for p in range(P)]
-            pay = [p for p in np.argsort(costs.mean(-1)) if cost[p] <= budget]
-            if not pay:
-                assert math.isnan(row[w])
-                continue
+            cost = costs @ of_seeds[w] / S
             total = 0.0
             for half in seeds.halvings(7):
                 for chooses in (half[cluster], ~half[cluster]):
-                    scores = [(values[p] * weight * chooses).sum() for p in pay]
-                    total += (values[pay[int(np.argmax(scores))]] * weight * ~chooses).sum()
-            assert row[w] == approx(total / weight.sum() / seeds.HALVINGS)
+                    by_one = (values * weight * chooses).sum((1, 2))
+                    by_other = (values * weight * ~chooses).sum((1, 2))
+                    total += max(mixtures(cost, by_one, by_other, budget), default=[math.nan])[-1]
+            assert row[w] == approx(total / weight.sum() / seeds.HALVINGS, abs=1e-5, nan_ok=True)
 
 
 # --- mixtures
@@ -115,7 +124,7 @@ def test_the_hull_by_hand():
 def test_a_mixture_is_chosen_on_one_half_and_judged_on_the_other():
     """Of two beginnings each half has one. x completes neither, for 1; y the first, for 3: one half mixes them and
     gets nothing of the other; the other half stays with x, which has nothing either. z completes both, for 3."""
-    share = lambda found, budget: best(found, range(2), budget, [1.0, 3.0], seeds.mixture)  # noqa: E731
+    share = lambda found, budget: best(found, range(2), budget, [1.0, 3.0])  # noqa: E731
     assert share([["00"], ["10"]], 2.0) == 0
     assert share([["00"], ["11"]], 2.0) == approx(0.5) and share([["00"], ["11"]], 2.5) == approx(0.75)
     assert share([["00"], ["11"]], 9.0) == approx(1) and math.isnan(share([["00"], ["11"]], 0.9))
