@@ -18,14 +18,15 @@ for seed in 0 1 2; do
     --out_dir out/paper-$seed
   python -m beyond.chain $run --n_last 3 --corruption mask --lora_r 128 --beam 4 --read_in ones --s_min 8 --s_max 8 \
     --learning_rate 2e-3 --max_iters 1500 --out_dir out/chain-$seed
+  python -m beyond.chain $run --n_last 2 --corruption mask --lora_r 128 --beam 4 --read_in ones --s_min 8 --s_max 8 \
+    --learning_rate 2e-3 --max_iters 1500 --out_dir out/chain-2-$seed
 done
 
-# is it the chain or the weights? the same with the paper's target; and two layers in place of three
+# is it the chain or the weights? the same with the paper's target
 run="--data names --init_from out/base-1 --seed 1"
 stage_b="$run --corruption mask --lora_r 128 --s_min 8 --s_max 8 --learning_rate 2e-3 --max_iters 1500"
 python -m beyond.chain $stage_b --n_last 3 --target clean --out_dir out/clean-1
 python evaluate.py --ckpt out/clean-1
-python -m beyond.chain $stage_b --n_last 2 --beam 4 --read_in ones --out_dir out/chain-2-1
 
 # learning rates of head and taught Stage A, on a base of the tables and on one that no table uses
 python -m beyond.names_base --seed 3 --out_dir out/base-3
@@ -55,8 +56,8 @@ python -m beyond.sweep --prompts 256 --out out/records.jsonl \
   --system distilled out/distilled-{0,1,2} \
   --system "paper's Stage B" out/paper-{0,1,2} \
   --system "paper's Stage B, chain" out/chain-{0,1,2} \
+  --system "paper's Stage B, chain, n = 2" out/chain-2-{0,1,2} \
   --system "left to right" out/left-to-right-{0,1,2}
-python -m beyond.sweep --prompts 256 --out out/two-layers.jsonl --system "paper's Stage B, chain, n = 2" out/chain-2-1
 python -m beyond.report out/records.jsonl --against head --prices beyond/prices.json
 
 # draws: the base that is shipped, and a head with the clean target
