@@ -45,7 +45,7 @@ for rate in 3e-4 3e-3; do
   python train.py $run --n_last 3 --corruption mask --context clean --s_max 8 --learning_rate $rate --max_iters 700 \
     --out_dir out/paper-$rate-1
 done
-for ckpt in out/{head,distilled}-*-{1,3} out/chain{,-1e-3,-4e-3}-1 out/paper-3e-{3,4}-1; do
+for ckpt in out/base-{0,2} out/{head,distilled}-*-{1,3} out/chain{,-1e-3,-4e-3}-1 out/paper-3e-{3,4}-1; do
   python evaluate.py --ckpt $ckpt --prompts 512 --json
 done
 

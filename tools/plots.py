@@ -114,7 +114,6 @@ def draw_tiny():
 # who is drawn, and how: four lines are as many as one can tell apart; the page's tables have the rest
 LOOKS = {
     "head": ("head", BLUE, "-"),
-    "head by sureness": ("by sureness", GREEN, "-"),
     "distilled": ("taught Stage A", ORANGE, "--"),
     "base": ("base", INK, "-."),
     "paper's Stage B, chain": ("Stage B, chain", GREEN, ":"),
