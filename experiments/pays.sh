@@ -36,7 +36,12 @@ for seed in 1 3; do
   for rate in 5e-4 1e-3 2e-3 4e-3; do python -m beyond.distill $run --learning_rate $rate --out_dir out/distilled-$rate-$seed; done
 done
 
-# and of the paper's Stage B
+# on the fourth base twice as many steps
+run="--data names --init_from out/base-3 --seed 3 --max_iters 3000"
+python -m beyond.head $run --out_dir out/head-3000-3
+python -m beyond.distill $run --out_dir out/distilled-3000-3
+
+# learning rates of the paper's Stage B
 run="--data names --init_from out/base-1 --seed 1"
 for rate in 1e-3 4e-3; do
   python -m beyond.chain $stage_b --n_last 3 --beam 4 --read_in ones --learning_rate $rate --out_dir out/chain-$rate-1
