@@ -3,6 +3,8 @@
     Cached      the current blocks alone; finished blocks are keys and values
     Uncached    the whole text, every time: slow, and the specification of the other
 
+and a Row, what the host knows of one prompt.
+
 Why keeping keys and values is exact, and no approximation (tested: cached = uncached):
 
     1. No block attends to a later one, so what a finished block has computed can never change.
@@ -11,21 +13,22 @@ Why keeping keys and values is exact, and no approximation (tested: cached = unc
     4. A finished block has no mark. On it Stage B's first round is LastN(h), which is Stage A: their keys are the same.
     5. A further round reads LastN(LastN(h)) of the context, and has keys of its own.
 
-A finished block costs no pass of its own. The pass that closes it carries the next block's first beside
-it, 2B positions in one. If the block was changed after all, what was read of the next is thrown away.
+The last pass over a block usually changes nothing, and then its keys are those of the final tokens. Where it did change
+something, the block is read once more, a commit.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lib.config import Config
-from model import Context, Model, rotary
+from lib.util import generator
+from model import Config, Context, Model, rotary
 
-# R rows in flight, T positions of a pass (B, or 2B with the next block), B block_length, S keys, C channels,
-# G key/value heads, D head dim, L layers, n = n_last, K = n_rounds
+# R rows in flight, T positions of a pass, B block_length, S keys, C channels, G key/value heads, D head dim,
+# L layers, n = n_last, K = n_rounds
 
 
 # --- keys and values
@@ -35,9 +38,8 @@ class KVCache:
     A slot is one layer in one round: L slots for round 0, which is Stage A and Stage B's first
     round, and n more for each further round. In a slot lie the keys of
 
-        the next block   0 .. B-1       each rewritten by every pass that reads it
-        the current one  B .. 2B-1
-        the context      2B ..          in the order of the text
+        the current block   0 .. B-1    rewritten by every pass that reads it
+        the context         B ..        in the order of the text
 
     So the keys in use are one view without a copy. Their order is nothing to attention: they are rotated.
     """
@@ -46,7 +48,7 @@ class KVCache:
         self.cfg = cfg
         self.B = cfg.block_length
         slots = cfg.n_layer + max(0, n_rounds - 1) * cfg.n_last
-        shape = (2, slots, len(lengths), cfg.n_kv_head, 2 * self.B, cfg.head_dim)
+        shape = (2, slots, len(lengths), cfg.n_kv_head, self.B, cfg.head_dim)
         self.kv = torch.zeros(shape, device=device, dtype=dtype)  # (2, slots, R, G, room, D): keys, then values
         self.filling: int | None = None  # the row whose prompt is being read, if any
         self.set_lengths(lengths)
@@ -55,75 +57,52 @@ class KVCache:
         """Context tokens of each row, and room for them, which doubles as they grow."""
         self.lengths = lengths
         self.length = torch.tensor(lengths, device=self.kv.device)
-        self.used = 2 * self.B + max(lengths)
+        self.used = self.B + max(lengths)
         if self.used >= self.kv.shape[4]:
             self.kv = F.pad(self.kv, (0, 0, 0, self.used))
-        self.contexts: dict[bool, Context] = {}  # what context() has built for these lengths
+        self.context = self.build_context()
 
-    def update(self, layer: int, round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def update(self, layer: int, i_round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k, v (R, G, T, D) of this pass -> what it attends to, (R, G, S, D) each."""
-        kv = self.kv[:, self.slot(layer, round)]
+        kv = self.kv[:, self.slot(layer, i_round)]
         new = torch.stack([k, v])
-        T = k.shape[2]
-        end = 2 * self.B  # of the current block
 
         # the prompt's complete blocks go straight into their row's context
         if self.filling is not None:
-            kv[:, self.filling, :, end : end + T] = new[:, 0]
+            end = self.B + k.shape[2]
+            kv[:, self.filling, :, self.B : end] = new[:, 0]
             return k, v
 
-        # the current block, or the next one and the current one, then the context
-        kv[:, :, :, end - T : end] = new
-        return kv[:, :, :, end - T : self.used].unbind()
+        kv[:, :, :, : self.B] = new
+        return kv[:, :, :, : self.used].unbind()
 
-    def slot(self, layer: int, round: int) -> int:
+    def slot(self, layer: int, i_round: int) -> int:
         """Round 0 has slots 0..L-1, each further round the next n."""
-        return layer + round * self.cfg.n_last
+        return layer + i_round * self.cfg.n_last
 
     def close(self, rows: list[int]) -> None:
-        """The current block of `rows` joins their context, and the next one is current."""
-        B = self.B
+        """The current block of `rows` joins their context."""
         at = torch.tensor(rows, device=self.kv.device)
-        place = 2 * B + self.length[at, None] + torch.arange(B, device=self.kv.device)  # (rows, B)
-        self.set_lengths([n + B * (row in rows) for row, n in enumerate(self.lengths)])
-        block = self.kv[:, :, at, :, B : 2 * B]  # (2, slots, rows, G, B, D)
+        place = self.B + self.length[at, None] + torch.arange(self.B, device=self.kv.device)  # (rows, B)
+        self.set_lengths([n + self.B * (row in rows) for row, n in enumerate(self.lengths)])
+        block = self.kv[:, :, at, :, : self.B]  # (2, slots, rows, G, B, D)
         self.kv[:, :, at[:, None], :, place] = block.permute(2, 4, 0, 1, 3, 5)
-        self.kv[:, :, at, :, B : 2 * B] = self.kv[:, :, at, :, :B]
 
     def keep(self, rows: list[int]) -> None:
         """Drop the other rows, which are finished."""
         self.kv = self.kv[:, :, rows]
         self.set_lengths([self.lengths[r] for r in rows])
 
-    def context(self, ahead: bool = False) -> Context:
-        """The Context of the current blocks, or of [next ; current]; built once."""
-        if ahead not in self.contexts:
-            self.contexts[ahead] = self.build_context(ahead)
-        return self.contexts[ahead]
-
-    def build_context(self, ahead: bool) -> Context:
-        B = self.B
-        device = self.kv.device
-
-        # where the positions of a pass lie behind the context: the current block's are 0..B-1, the
-        # next one's B..2B-1
-        offset = torch.arange(B, device=device)
-        if ahead:
-            offset = torch.cat([offset + B, offset])
-        T = len(offset)
+    def build_context(self) -> Context:
+        """The Context of the current blocks, which lie behind the context."""
+        offset = torch.arange(self.B, device=self.kv.device)
         cos, sin = rotary(self.cfg, self.length[:, None] + offset, self.kv.dtype)
 
-        # rows of one length may attend to all keys in use
-        if not ahead and len(set(self.lengths)) == 1:
-            return Context(cos, sin, None, self)
-
-        # a shorter row has keys in use that are none of its own; the context's are 0 and above
-        key = torch.arange(-T, max(self.lengths), device=device)
-        mask = key < self.length[:, None, None, None]  # (R, 1, 1, S)
-        if ahead:
-            # the first B keys are the next block's, which nobody but itself sees
-            is_next = offset >= B
-            mask = mask & (is_next[:, None] | (key >= -B))  # (R, 1, T, S)
+        # rows of one length may attend to all keys in use; a shorter row has keys in use that are none of its own
+        mask = None
+        if len(set(self.lengths)) > 1:
+            key = torch.arange(-self.B, max(self.lengths), device=self.kv.device)
+            mask = key < self.length[:, None, None, None]  # (R, 1, 1, S)
         return Context(cos, sin, mask, self)
 
 
@@ -143,76 +122,45 @@ class Cached:
             if ids:
                 self.read_prompt(row, torch.tensor([ids], device=device))
 
-        # pairs of prefix states and final states, (R, B, C) each
-        self.last: tuple[Tensor, Tensor] | None = None  # of the last pass over the current blocks
-        self.next: tuple[Tensor, Tensor] | None = None  # of the next blocks, if they were read beside them
-        self.ready = False  # whether Stage A's forward of the current blocks is made already
-
     def read_prompt(self, row: int, ids: Tensor) -> None:
         """A prompt's complete blocks, ids (1, T): no decoding forward, and not counted."""
         self.cache.filling = row
         ctx = replace(self.model.context(torch.ones_like(ids, dtype=torch.bool)), cache=self.cache)
         h = self.model.prefix(ids, ctx)
         for i in range(max(1, self.n_rounds)):  # finished positions are unmarked in every round
-            h = self.model.last_n(h, replace(ctx, round=i))
+            h = self.model.last_n(h, replace(ctx, i_round=i))
         self.cache.filling = None
-
-    def read(self, z: Tensor, next_z: Tensor | None = None) -> None:
-        """Stage A's forward of the current blocks z (R, B), the next ones beside them."""
-        B = self.cfg.block_length
-        ahead = next_z is not None
-        if ahead:
-            z = torch.cat([next_z, z], dim=1)
-        ctx = self.cache.context(ahead)
-        h = self.model.prefix(z, ctx)
-        y = self.model.last_n(h, ctx)
-
-        self.last = (h[:, -B:], y[:, -B:])
-        self.next = None
-        if ahead:
-            self.next = (h[:, :B], y[:, :B])
-        self.ready = True
 
     def stage_a(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """The full forward of z (R, B) -> prefix states and final states, (R, B, C) each."""
-        if not self.ready:
-            self.read(z)
-        self.ready = False
-        return self.last
+        h = self.model.prefix(z, self.cache.context)
+        self.final = self.model.last_n(h, self.cache.context)
+        return h, self.final
 
     def stage_b(self, h: Tensor, bundle: Tensor) -> Tensor:
         """Stage B from those prefix states: final states (R, B, C). The block keeps its keys."""
-        B = self.cfg.block_length
         first = self.cfg.n_layer - self.cfg.n_last
-        current = self.cache.kv[:, first:, :, :, B : 2 * B]
+        current = self.cache.kv[:, first:, :, :, : self.cfg.block_length]
         unmarked = current.clone()
-        h = self.model.coordinate(h, bundle, self.cache.context(), self.n_rounds)
+        h = self.model.coordinate(h, bundle, self.cache.context, self.n_rounds)
         current.copy_(unmarked)
         return h
 
-    def close(self, rows: list[int], z: Tensor) -> None:
-        """The blocks of `rows` are finished, as last read: z (R, B)."""
-        # their keys of the further rounds
-        h = self.last[1]
-        for i in range(1, self.n_rounds):
-            h = self.model.last_n(h, replace(self.cache.context(), round=i))
-        self.cache.close(rows)
+    def close(self, rows: list[int], z: Tensor, changed: bool) -> None:
+        """The blocks of `rows` are finished, z (R, B). changed: did the last step change any of them?"""
+        if changed:
+            self.stage_a(z)
 
-        # where their next blocks were read beside them, and what was read of every other row still
-        # holds, the next Stage A has its forward
-        self.ready = self.next is not None and (self.ready or len(rows) == len(z))
-        if self.ready:
-            closed = torch.zeros(len(z), 1, 1, dtype=torch.bool, device=z.device)
-            closed[rows] = True
-            self.last = tuple(torch.where(closed, new, old) for new, old in zip(self.next, self.last, strict=True))
-        self.next = None
+        # their keys of the further rounds
+        h = self.final
+        for i in range(1, self.n_rounds):
+            h = self.model.last_n(h, replace(self.cache.context, i_round=i))
+        self.cache.close(rows)
 
     def keep(self, rows: list[int]) -> None:
         """Drop the other rows, which are finished."""
         self.cache.keep(rows)
-        self.last = tuple(states[rows] for states in self.last)
-        if self.next is not None:
-            self.next = tuple(states[rows] for states in self.next)
+        self.final = self.final[rows]
 
 
 # --- the forwards of the whole text
@@ -226,14 +174,11 @@ class Uncached:
         self.contexts = [torch.tensor(ids, dtype=torch.long, device=model.wte.weight.device) for ids in contexts]
         self.prefixes: list[Tensor] = []  # of each row the prefix states of the whole text, (1, T, C)
 
-    def whole_context(self, h: Tensor) -> Context:
-        """Of a whole text (1, T, ...). Adapters of Stage B alone act in its last block."""
-        T = h.shape[1]
-        ctx = self.model.context(torch.ones(1, T, dtype=torch.bool, device=h.device))
-        if self.model.lora_in_stage_b_alone:
-            current = torch.arange(T, device=h.device) >= T - self.cfg.block_length
-            ctx = replace(ctx, lora=current[:, None])
-        return ctx
+    def whole_context(self, states: Tensor) -> Context:
+        """Of a whole text, (1, T, ...), in whose last block is decoded."""
+        T = states.shape[1]
+        ctx = self.model.context(torch.ones(1, T, dtype=torch.bool, device=states.device))
+        return replace(ctx, decoded=slice(T - self.cfg.block_length, T))
 
     def stage_a(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """As in Cached."""
@@ -258,10 +203,7 @@ class Uncached:
             final.append(y[:, -B:])
         return torch.cat(final)
 
-    def read(self, z: Tensor, next_z: Tensor | None = None) -> None:
-        """Nothing is read before it is needed."""
-
-    def close(self, rows: list[int], z: Tensor) -> None:
+    def close(self, rows: list[int], z: Tensor, changed: bool) -> None:
         """As in Cached."""
         for row in rows:
             self.contexts[row] = torch.cat([self.contexts[row], z[row]])
@@ -269,3 +211,83 @@ class Uncached:
     def keep(self, rows: list[int]) -> None:
         """As in Cached."""
         self.contexts = [self.contexts[r] for r in rows]
+
+
+# --- what the host knows of a row, and what comes out of it
+@dataclass
+class Output:
+    """What comes out of a decode of one row."""
+
+    prompt: list[int]  # with its holes filled
+    tokens: list[int] = field(default_factory=list)  # generated behind it, up to and with eos
+    # forwards: full, Stage A; partial, Stage B's rounds; commit, a finished block read once more
+    nfe: dict[str, float] = field(default_factory=lambda: dict(full=0, partial=0, commit=0))
+    warning: str | None = None
+
+
+class Row:
+    """One prompt, and what has been written behind it. d is a sample.Decoding."""
+
+    def __init__(self, number: int, prompts: list[list[int]], d: Any, cfg: Config, seed: int):
+        self.number = number
+        self.prompt = prompts[number]
+        self.d = d
+        self.cfg = cfg
+        # finished blocks: those before the prompt's end, or before its first hole
+        first = len(self.prompt)
+        if d.holes and cfg.mask_id in self.prompt:
+            first = self.prompt.index(cfg.mask_id)
+        self.ids = self.prompt[: first // cfg.block_length * cfg.block_length]
+        # random numbers are a function of the prompt, and of how many equal prompts come before it
+        twins = prompts[:number].count(self.prompt)
+        self.rng = generator(seed, "sample", tuple(self.prompt), twins)
+        self.output = Output(self.prompt)
+
+    def block(self) -> list[int]:
+        """The current block: what the prompt has of it, then masks."""
+        B = self.cfg.block_length
+        given = self.prompt[len(self.ids) :][:B]
+        return given + [self.cfg.mask_id] * (B - len(given))
+
+    def given(self) -> list[bool]:
+        """Of the current block the positions that are never edited."""
+        B = self.cfg.block_length
+        of_prompt = self.prompt[len(self.ids) :][:B]
+        given = [not (self.d.holes and i == self.cfg.mask_id) for i in of_prompt]
+        return given + [False] * (B - len(of_prompt))
+
+    def finish(self, block: list[int], full: float, partial: float, changed: bool) -> bool:
+        """Book a finished block and what it cost -> whether it was the last one.
+
+        If not, the next block will read it: that takes a commit forward if its last step still changed
+        it, and K - 1 partial ones for its states of the further rounds.
+        """
+        out = self.output
+        self.ids = self.ids + block
+        n = len(self.prompt)
+        new = self.ids[n:]
+        out.prompt = self.ids[:n] + self.prompt[len(self.ids) :]
+        out.tokens = up_to_eos(new[: self.d.gen_length], self.cfg.eos_id)
+        if self.cfg.mask_id in block:
+            out.warning = f"a block was left with masks after {full:g} forwards that would never fill it"
+
+        ended = self.cfg.eos_id in new and self.cfg.mask_id not in new
+        last = len(self.ids) >= n + self.d.gen_length or (self.d.eos_early_stop and ended)
+        out.nfe["full"] += int(full)
+        out.nfe["partial"] += partial
+        if not last:
+            out.nfe["partial"] += max(0, self.d.n_rounds - 1)
+            out.nfe["commit"] += int(changed)
+        return last
+
+
+def in_full(nfe: dict[str, float], partial_cost: float) -> float:
+    """All forwards in full ones: a commit is one, a partial one is partial_cost of one."""
+    return nfe["full"] + nfe["commit"] + nfe["partial"] * partial_cost
+
+
+def up_to_eos(tokens: list[int], eos_id: int) -> list[int]:
+    """[5, 7, eos, 3] -> [5, 7, eos]"""
+    if eos_id in tokens:
+        return tokens[: tokens.index(eos_id) + 1]
+    return tokens

@@ -4,32 +4,33 @@ config.json            the model's geometry and ids, written last: a folder that
 model.safetensors      all parameters and markers, or shards with model.safetensors.index.json
 tokenizer.json         where the model reads byte-level BPE
 adapter.json           instead of config.json: where the base lies (relative to this folder) and its fingerprint, n and
-                       K, LoRA's rank and scale or a head of beyond/, and the settings to decode it by
-adapter.safetensors    LoRA matrices and markers, or the head
-state.safetensors      what a training run resumes from: trained weights and AdamW's moments; log.jsonl, train.json
+                       K, LoRA's rank, in which stages it acts, and the loss that it was trained by
+adapter.safetensors    LoRA matrices and markers
+state.safetensors      what a training run resumes from, beside train.json and log.jsonl: trained weights, the
+                       optimizer's moments
 
-A folder of either kind is loaded by load_model.
+load_model loads a folder of either kind; in config.json of int8 weights stands that llada/int8.py made them.
 """
 
 import hashlib
-import importlib
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from lib.config import Config
 from lib.tokenizer import Tokenizer, bpe_tokenizer, byte_tokenizer
-from lib.util import fail, read_json, reading, replace_file, write_json
-from model import Model
+from lib.util import entry, fail, read_json, reading, replace_file, write_json
+from model import Config, Linear, Model
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 # --- files of tensors
@@ -61,11 +62,11 @@ def weight_files(folder: Path) -> list[Path]:
     if not index.exists():
         return [folder / "model.safetensors"]
 
-    with reading(index, "weight index"):
-        shards = sorted(set(read_json(index, "weight index")["weight_map"].values()))
+    weight_map = entry(read_json(index, "weight index"), "weight_map", dict, index)
+    shards = sorted(set(map(str, weight_map.values())))
     for shard in shards:
         # a name and no path: what lies outside the folder is none of its weights
-        if not re.fullmatch(r"[^/\\\0]+\.safetensors", str(shard)):
+        if not re.fullmatch(r"[^/\\\0]+\.safetensors", shard):
             fail(f"{index}: {shard!r} in weight_map is not the name of a .safetensors file of this folder")
     return [folder / shard for shard in shards]
 
@@ -116,16 +117,28 @@ def initial_std(name: str, cfg: Config) -> float:
 
 
 def stored(model: Model) -> dict[str, Tensor]:
-    """What model.safetensors holds: all but adapters and heads, and a tied LM head once."""
-    kept = {k: v for k, v in model.state_dict().items() if "lora_" not in k and not k.startswith("second_look.")}
+    """What model.safetensors holds: all but adapters, and a tied output layer once."""
+    kept = {k: v for k, v in model.state_dict().items() if "lora_" not in k}
     if model.cfg.tied:
         del kept["lm_head.weight"]
     return kept
 
 
-def save_model(model: Model, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
-    """Config last: a folder that has one is whole. weights: stored(model), if at hand."""
-    save_tensors(folder / "model.safetensors", weights or stored(model))
+def save(model: Model, folder: Path, base: Path) -> None:
+    """A model's folder; of a model that carries LoRA an adapter's, on its base."""
+    if model.adapter:
+        save_adapter(model, folder, base)
+    else:
+        save_model(model, folder)
+
+
+def save_model(model: Model, folder: Path) -> None:
+    """Parameters in the dtype that they are used in. Config last: a folder that has one is whole."""
+    weights = stored(model)
+    for name, p in model.named_parameters():
+        if name in weights:
+            weights[name] = p.to(model.compute_dtype)
+    save_tensors(folder / "model.safetensors", weights)
     write_json(folder / "config.json", asdict(model.cfg))
 
 
@@ -136,65 +149,62 @@ def read_config(folder: Path) -> Config:
     raw = read_json(path, "checkpoint config (is this a checkpoint folder?)")
     if "model_type" in raw:
         fail(f"{path} is a released checkpoint's: `python convert_weights.py --src {folder} --out DIR` first")
-    raw.pop("fingerprint", None)  # of the base, not of the geometry: see fingerprint()
-    raw.pop("loader", None)  # how the weights are stored: see loader_of()
-    with reading(path, "checkpoint config"):
-        return Config(**raw)
+    raw.pop("int8", None)  # how the weights are stored, and no geometry
+    known = {field.name for field in fields(Config)}
+    needed = {field.name for field in fields(Config) if field.default is MISSING}
+    if unknown := (raw.keys() ^ needed) - (known - needed):
+        fail(f"checkpoint config {path} is damaged, or of another kind: see {', '.join(sorted(unknown))}")
+    cfg = Config(**raw)
+    check_config(cfg)
+    return cfg
 
 
-def load_model(
-    folder: str | Path, device: torch.device | str, dtype: torch.dtype, kind: type[Model] = Model,
-    make_head: Callable[[Config], nn.Module] | None = None, **overrides,
-) -> Model:  # fmt: skip
-    """A model from its folder, or a base with an adapter from the adapter's.
+def load_model(folder: str | Path, device: torch.device | str, dtype: torch.dtype, **overrides) -> Model:
+    """A model from its folder; or from an adapter's, whose base may be an adapter, too: its LoRA is merged.
 
-    Parameters take `dtype`; expert_bias and adapters stay float32. `kind`: Model, or one with other layers.
-    `make_head`: a new head, to be trained. `overrides`: of config fields (n_last, n_rounds, block_length);
-    an adapter brings its own. Markers that the checkpoint lacks start at zero.
+    Parameters take `dtype`; expert_bias and adapters stay float32. `overrides`: of config fields (n_last,
+    n_rounds, block_length); an adapter brings its own. Markers that the checkpoint lacks start at zero.
     """
     folder = Path(folder)
-    base = base_of(folder)
-    changes = {name: value for name, value in overrides.items() if value is not None}
-    adapter = about_adapter(folder)
-    if adapter:
+    about = about_adapter(folder)
+    if "read_by" in about:
+        fail(f"{folder} is no adapter of LoRA and markers: it is read by `{about['read_by']}`")
+    if about:
+        base = next_base(folder)
         check_base(base, folder)
-        with reading(folder / "adapter.json", "adapter"):
-            changes |= {name: adapter["model"][name] for name in ("n_last", "n_rounds")}
-    cfg = replace(read_config(base), **changes)
+        sizes = entry(about, "model", dict, folder)
+        overrides |= {name: entry(sizes, name, int, folder) for name in ("n_last", "n_rounds")}
+        model = load_model(base, device, dtype, **overrides)
+        merge(model, base)
+        load_adapter(model, folder, about)
+        return model
+
+    changes = {name: value for name, value in overrides.items() if value is not None}
+    cfg = replace(read_config(folder), **changes)
+    check_config(cfg)
 
     # no memory yet for the base, only names and shapes
-    head = None
-    if make_head:
-        head = make_head(cfg)
-    elif "head" in adapter:
-        head = build_head(folder, adapter["head"], cfg)
     with torch.device("meta"):
-        model = kind(cfg, head)
-    loader_of(base)(model, base, device, dtype)
-    if head is not None:
-        head.to(device)
-    if adapter:
-        load_adapter(model, folder, adapter)
+        model = Model(cfg)
+    if read_json(folder / "config.json", "checkpoint config").get("int8"):
+        from llada import int8
+
+        int8.load_weights(model, folder, device, dtype)
+    else:
+        load_weights(model, folder, device, dtype)
     return model
 
 
-def loader_of(folder: Path) -> Callable[[Model, Path, torch.device | str, torch.dtype], None]:
-    """`load_weights`, or that of the module of released/ that config.json names: stored otherwise."""
-    name = read_json(folder / "config.json", "checkpoint config").get("loader")
-    if name is None:
-        return load_weights
-    return import_from("released", name, folder).load_weights
-
-
-def import_from(door: str, name: str, folder: Path) -> object:
-    """The module of one folder of this repository that a JSON file names."""
-    with reading(folder, "model in"):
-        if not re.fullmatch(rf"{door}\.\w+", name):
-            fail(f"{folder}: {name!r} is no module of {door}/")
-        try:
-            return importlib.import_module(name)
-        except ImportError:
-            fail(f"{folder}: there is no module {name}")
+def merge(model: Model, folder: Path) -> None:
+    """Add the LoRA that was loaded from `folder`, if any, to the weights, so that a new one can go on top."""
+    if model.lora_in == "stage_b":
+        fail(f"{folder} acts in Stage B alone, so it cannot be merged into the weights: start from its base")
+    for module in model.modules():
+        if isinstance(module, Linear) and module.lora_A is not None:
+            if not module.weight.is_floating_point():
+                fail(f"{folder} is an adapter on int8 weights, into which it cannot be merged")
+            module.merge_lora()
+    model.adapter = {}
 
 
 def load_weights(model: Model, folder: Path, device: torch.device | str, dtype: torch.dtype) -> None:
@@ -244,65 +254,51 @@ def about_adapter(folder: Path) -> dict:
     return read_json(path, "adapter") if path.exists() else {}
 
 
-def base_of(folder: Path) -> Path:
-    """Where the base of an adapter lies; of any other folder, itself."""
-    folder = Path(folder)
-    path = folder / "adapter.json"
-    if not path.exists():
-        return folder
-    with reading(path, "adapter"):
-        base = Path(os.path.normpath(folder / about_adapter(folder)["base"]))
-    if not (base / "config.json").exists():
-        fail(f"{path} names {base} as its base, where no checkpoint is: put it there, or correct `base`")
+def next_base(folder: Path) -> Path:
+    """What an adapter stands on: a model's folder, or another adapter's."""
+    base = Path(os.path.normpath(folder / entry(about_adapter(folder), "base", str, folder)))
+    if not (base / "config.json").exists() and not (base / "adapter.json").exists():
+        fail(f"{folder}/adapter.json names {base} as its base, where no checkpoint is: put it there, or correct `base`")
     return base
 
 
-def decoding_defaults(folder: Path) -> dict:
-    """The settings of a decode that an adapter was made for; of any other folder none."""
-    path = Path(folder) / "adapter.json"
-    settings = {}
-    with reading(path, "adapter"):
-        for name, value in about_adapter(path.parent).get("decoding", {}).items():
-            if name not in ("tau_m2t", "tau_t2t", "tau_keep"):
-                fail(f"{path}: {name!r} is no setting of a decode")
-            settings[name] = None if (name, value) == ("tau_t2t", None) else float(value)
-    return settings
+def base_of(folder: Path) -> Path:
+    """The model's folder at the bottom of an adapter; of any other folder, itself."""
+    seen = {folder}
+    while about_adapter(folder):
+        folder = next_base(folder)
+        if folder in seen:
+            fail(f"{folder}/adapter.json is damaged: by its base it stands on itself")
+        seen.add(folder)
+    return folder
 
 
 def check_base(base: Path, folder: Path) -> None:
     """Refuse a base that is another one than the adapter in `folder` was trained on."""
-    with reading(folder / "adapter.json", "adapter"):
-        expected = about_adapter(folder)["base_fingerprint"]
+    expected = entry(about_adapter(folder), "base_fingerprint", str, folder)
     found = fingerprint(base)
     if found != expected:
         fail(f"{folder} was trained on a base whose fingerprint is {expected}; {base} has {found}: it is another one")
 
 
-def save_adapter(
-    model: Model, folder: Path, base: Path, settings: dict, weights: dict[str, Tensor] | None = None
-) -> None:
-    """settings: what else adapter.json says. weights: model.adapter_state(), if at hand."""
+def save_adapter(model: Model, folder: Path, base: Path) -> None:
     about = {
         "base": Path(os.path.relpath(base, folder)).as_posix(),
         "base_fingerprint": fingerprint(base),
         "model": {"n_last": model.cfg.n_last, "n_rounds": model.cfg.n_rounds},
     }
-    save_tensors(folder / "adapter.safetensors", weights or model.adapter_state())
-    write_json(folder / "adapter.json", about | settings)
+    save_tensors(folder / "adapter.safetensors", model.adapter_state())
+    write_json(folder / "adapter.json", about | model.adapter)
 
 
-def build_head(folder: Path, about: dict, cfg: Config) -> nn.Module:
-    """The head that adapter.json speaks of: this is the one door to beyond/."""
-    with reading(folder / "adapter.json", "adapter"):
-        return import_from("beyond", about["module"], folder).build(cfg, about)
-
-
-def load_adapter(model: Model, folder: Path, settings: dict) -> None:
-    """LoRA and markers, or a head, into a loaded model. They are float32 in every dtype of it."""
-    if model.second_look is None:
-        with reading(folder / "adapter.json", "adapter"):
-            alone = settings.get("lora_in_stage_b_alone", False)
-            model.add_lora(int(settings["lora_r"]), float(settings["lora_alpha"]), torch.Generator(), alone)
+def load_adapter(model: Model, folder: Path, about: dict) -> None:
+    """LoRA and markers into a loaded model. They are float32 in every dtype of it."""
+    r = entry(about, "lora_r", int, folder)
+    lora_in = entry(about, "lora_in", str, folder)
+    if not 1 <= r <= 2**16 or lora_in not in ("both", "stage_b"):
+        fail(f"{folder}/adapter.json has LoRA of rank {r} in {lora_in!r}: the rank is 1 or more, in both or stage_b")
+    model.add_lora(r, torch.Generator(), lora_in)
+    model.adapter["alpha"] = entry(about, "alpha", float, folder)
 
     path = folder / "adapter.safetensors"
     state = dict(read_tensors([path]))
@@ -311,36 +307,93 @@ def load_adapter(model: Model, folder: Path, settings: dict) -> None:
 
 
 def fingerprint(folder: Path) -> str:
-    """Which base a folder holds, as 16 hex digits: a hash of its tensors' names, shapes and some values.
+    """Which base a folder holds, as 16 hex digits: a hash of eight rows of its embedding and eight values of its
+    final norm.
 
-    Values are rounded to bfloat16, so a cast from float32, other shards, or a way through the released
-    layout change nothing. Markers do not count: the released layout loses them, an adapter has its own.
+    Values are rounded to bfloat16, so a cast from float32, other shards, int8, or a way through the released
+    layout change nothing. Of an adapter it is a hash of its file.
     """
-    # int8 rows, say, are no longer their base's values: they carry its fingerprint
-    inherited = read_json(folder / "config.json", "checkpoint config").get("fingerprint")
-    if inherited is not None:
-        return str(inherited)
-
-    parts = {name: extract(tensor) for name, tensor in read_tensors(weight_files(folder))}
-    parts.pop("markers", None)
-
-    # sorted: which file a tensor is in, and in which order, is no part of a base
+    if about_adapter(folder):
+        return hashlib.sha256((folder / "adapter.safetensors").read_bytes()).hexdigest()[:16]
+    found = {}
+    for name, tensor in read_tensors(weight_files(folder)):
+        if name in ("wte.weight", "norm_f.weight"):
+            found[name] = tensor
     digest = hashlib.sha256()
-    for name in sorted(parts):
-        digest.update(name.encode() + parts[name])
+    for name in ("wte.weight", "norm_f.weight"):
+        if name not in found:
+            fail(f"{folder} has no {name}: the checkpoint is incomplete, or another model's")
+        tensor = found[name]
+        digest.update(str(list(tensor.shape)).encode())
+        # eight of them, as far apart as they can be
+        stride = max(1, len(tensor) // 8)
+        rows = tensor[: 8 * stride : stride].bfloat16().contiguous()
+        digest.update(rows.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
-def extract(tensor: Tensor) -> bytes:
-    """Its shape and some of its values. The tensor lies in its file, of which no more is read."""
-    found = str(list(tensor.shape)).encode()
-    values = tensor.flatten()
-    # four runs of at most 256 values, from the first to the last
-    for k in range(4):
-        first = max(0, len(values) - 256) * k // 3
-        run = values[first : first + 256].bfloat16()
-        found += run.view(torch.uint8).numpy().tobytes()
-    return found
+# --- geometries, and what one must be
+# fmt: off
+PRESETS = {
+    # tests and toys: every mechanism is there, and nothing is larger than it must be
+    "tiny": Config(
+        n_layer=4, n_embd=64, n_head=4, n_kv_head=2, head_dim=16, rotary_dim=8,
+        d_dense=128, d_expert=32, n_expert=8, n_active=2, n_group=4, topk_group=2,
+        vocab_size=320, max_len=4096,
+    ),
+    # names of Unicode characters, in an hour on one thread
+    "names": Config(
+        n_layer=8, n_embd=128, n_head=4, n_kv_head=2, head_dim=32, rotary_dim=16, rope_theta=1e4,
+        d_dense=384, d_expert=64, n_expert=8, n_active=2, n_group=2, topk_group=2,
+        vocab_size=1024, max_len=512,
+    ),
+    # any text, in bytes
+    "text": Config(
+        n_layer=6, n_embd=128, n_head=4, n_kv_head=2, head_dim=32, rotary_dim=16, rope_theta=1e4,
+        d_dense=384, d_expert=128, n_expert=16, n_active=2, n_group=4, topk_group=2,
+        vocab_size=272, max_len=8192,
+    ),
+    # the released 16B geometry
+    "llada2.1-mini": Config(
+        n_layer=20, n_embd=2048, n_head=16, n_kv_head=4, head_dim=128,
+        d_dense=5120, d_expert=512, n_expert=256, n_active=8, n_group=8, topk_group=4,
+        vocab_size=157184, eos_id=156892, mask_id=156895, tokenizer="bpe",
+    ),
+}
+# fmt: on
+
+
+def check_config(cfg: Config) -> None:
+    """Refuse what no model can be built from, and what one would silently get wrong."""
+    for field in fields(cfg):
+        value = getattr(cfg, field.name)
+        whole = field.type is float and type(value) is int  # 600000 for 600000.0
+        if type(value) is not field.type and not whole:
+            fail(f"impossible model: {field.name} is of type {field.type.__name__}, and {value!r} is not")
+
+    group = cfg.n_expert // max(1, cfg.n_group)
+    sizes = (cfg.n_head, cfg.n_kv_head, cfg.n_embd, cfg.head_dim, cfg.n_expert)
+    counts = (cfg.n_layer, cfg.n_dense, cfg.n_shared)
+    scales = (cfg.norm_eps, cfg.rope_theta, cfg.routed_scaling)
+    ids = (cfg.eos_id, cfg.mask_id)
+    for holds, what in (
+        (all(0 < n <= 2**20 for n in (*sizes, cfg.d_dense, cfg.d_expert)), "sizes are 1..1,048,576"),
+        (all(0 < x < 1e30 for x in scales), "norm_eps, rope_theta and routed_scaling are above 0, and finite"),
+        (all(0 <= n <= 2**10 for n in counts), "n_layer, n_dense and n_shared are 0..1024"),
+        (cfg.n_head % max(1, cfg.n_kv_head) == 0, "n_head is a multiple of n_kv_head"),
+        (cfg.rotary_dim in range(2, cfg.head_dim + 1, 2), "rotary_dim is even, and at most head_dim"),
+        (cfg.n_expert == group * cfg.n_group and group > 1, "n_group divides n_expert, in twos or more"),
+        (1 <= cfg.topk_group <= cfg.n_group, "topk_group is 1..n_group"),
+        (1 <= cfg.n_active <= cfg.topk_group * group, "n_active experts fit into topk_group groups"),
+        (1 <= cfg.n_last <= cfg.n_layer, f"n_last is 1..{cfg.n_layer} (n_layer), not {cfg.n_last}"),
+        (1 <= cfg.n_rounds <= 1000, "n_rounds is 1..1000"),
+        (1 <= cfg.block_length <= cfg.max_len, f"block_length is 1..{cfg.max_len} (max_len)"),
+        (max(ids) < cfg.vocab_size <= 2**20, "eos_id and mask_id are in the vocabulary, of 1,048,576 at most"),
+        (min(ids) >= 0 or ids == (-1, -1), "eos_id and mask_id are 0 or above"),  # a preset has none yet
+        (cfg.tokenizer in ("bytes", "bpe", "toy"), "tokenizer is bytes, bpe or toy"),
+    ):
+        if not holds:
+            fail(f"impossible model: it must be that {what}")
 
 
 # --- a training run's folder
@@ -352,7 +405,12 @@ def training_state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, 
         if p.requires_grad:
             state[f"param.{name}"] = p
             state |= {f"{kind}.{name}": tensor for kind, tensor in moments[p].items()}
-    return state
+    return state | {f"param.{name}": bias for name, bias in learned_biases(model).items()}
+
+
+def learned_biases(model: Model) -> dict[str, Tensor]:
+    """The experts' biases, which MoE.balance moves where the routers learn."""
+    return {name: bias for name, bias in model.named_buffers() if model.wte.weight.requires_grad}
 
 
 def restore_state(model: Model, optimizer: torch.optim.Optimizer, folder: Path) -> int:
@@ -363,9 +421,18 @@ def restore_state(model: Model, optimizer: torch.optim.Optimizer, folder: Path) 
 
     path = folder / "state.safetensors"
     state = dict(read_tensors([path]))
-    learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    weights = {key.removeprefix("param."): tensor for key, tensor in state.items() if key.startswith("param.")}
-    check_fit(path, weights, learned, "start again in a new --out_dir")
+    learned = {name: p for name, p in model.named_parameters() if p.requires_grad} | learned_biases(model)
+
+    # of what was updated once there are moments, Muon's or Adam's
+    expected = {}
+    for name, p in learned.items():
+        expected[f"param.{name}"] = p
+        if f"momentum_buffer.{name}" in state:
+            expected[f"momentum_buffer.{name}"] = p
+        elif f"step.{name}" in state:
+            expected |= {f"step.{name}": torch.zeros(()), f"exp_avg.{name}": p, f"exp_avg_sq.{name}": p}
+    check_fit(path, state, expected, "start again in a new --out_dir")
+
     for key, tensor in state.items():
         kind, name = key.split(".", 1)
         p = learned[name]
@@ -374,4 +441,7 @@ def restore_state(model: Model, optimizer: torch.optim.Optimizer, folder: Path) 
         else:
             optimizer.state[p][kind] = tensor.to(p.device)
     with reading(path, "state"), safe_open(path, "pt") as file:
-        return int(file.metadata()["step"])
+        steps = (file.metadata() or {}).get("step", "")
+    if not steps.isdecimal():
+        fail(f"{path} is damaged: after how many steps it was saved is {steps!r:.80}")
+    return int(steps)

@@ -5,7 +5,7 @@
 
 Our tensors are released tensors laid end to end (see NAMES), so nothing is computed, and every dtype stays. One
 layer at a time is in memory. The same command completes a folder left incomplete: `config.json` is written
-last. The way back, and adapters to PEFT: released/export.py.
+last. The way back: llada/export.py.
 """
 
 import math
@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import check_fit, read_tensors, save_tensors, stored, weight_files
-from lib.config import Config
-from lib.tokenizer import EOS, MASK, bpe_tokenizer
-from lib.util import Parser, command, fail, read_json, reading, replace_file, write_json
-from model import Model
+from checkpoint import check_config, check_fit, read_tensors, save_tensors, stored, weight_files
+from lib.tokenizer import bpe_tokenizer
+from lib.util import Parser, command, entry, fail, read_json, replace_file, write_json
+from model import Config, Model
 
 # C channels (n_embd), E experts, F expert width
 
@@ -117,7 +116,7 @@ class Plan:
 
 
 def plan(cfg: Config) -> list[list[Plan]]:
-    """All of our tensors, in shards: the embedding; every layer; final norm and head."""
+    """All of our tensors, in shards: the embedding; every layer; final norm and output layer."""
     with torch.device("meta"):
         ours = stored(Model(cfg))
     del ours["markers"]  # a released checkpoint has none
@@ -174,31 +173,31 @@ def our_config(src: Path) -> Config:
     # the tokenizer says which ids end a text and mask a position
     text = src / "tokenizer.json"
     tokenizer = bpe_tokenizer(text)
-    if not {EOS, MASK} <= tokenizer.special.keys():
-        fail(f"{text} has no {EOS} or no {MASK} token")
     ids = {"eos_id": tokenizer.eos_id, "mask_id": tokenizer.mask_id}
     for name, ours in ids.items():
         theirs = raw.get(name.replace("_id", "_token_id"))
         if theirs not in (ours, None):
             fail(f"{path}: {name} = {theirs}, the tokenizer says {ours}")
 
-    with reading(path, "released config"):
-        raw["num_shared_experts"] = raw["num_shared_experts"] or 0  # null is the released way to say none
-        kinds = {field.name: field.type for field in fields(Config)}
-        values = {ours: kinds[ours](raw[name]) for name, ours in FIELDS.items()}
-        values["rotary_dim"] = rotary_width(raw)
-        values["n_last"] = min(Config.n_last, values["n_layer"])
-        if tokenizer.vocab_size > values["vocab_size"]:
-            fail(f"{text} has ids up to {tokenizer.vocab_size - 1}, vocab_size = {values['vocab_size']} in {path}")
-        return Config(**values, **ids, tokenizer="bpe")
+    if raw.get("num_shared_experts", 0) is None:
+        raw["num_shared_experts"] = 0  # null is the released way to say none
+    kinds = {field.name: field.type for field in fields(Config)}
+    values = {ours: entry(raw, name, kinds[ours], path) for name, ours in FIELDS.items()}
+    values["rotary_dim"] = rotary_width(raw, path)
+    values["n_last"] = min(Config.n_last, values["n_layer"])
+    if tokenizer.vocab_size > values["vocab_size"]:
+        fail(f"{text} has ids up to {tokenizer.vocab_size - 1}, vocab_size = {values['vocab_size']} in {path}")
+    cfg = Config(**values, **ids, tokenizer="bpe")
+    check_config(cfg)
+    return cfg
 
 
-def rotary_width(raw: dict) -> int:
+def rotary_width(raw: dict, path: Path) -> int:
     """Channels of a head that rotary embeddings turn: a number, a share of them, or both in agreement."""
     given = {"rotary_dim": 1, "partial_rotary_factor": raw["head_dim"]}
-    widths = {int(raw[name] * unit) for name, unit in given.items() if raw.get(name) is not None}
+    widths = {int(entry(raw, name, float, path) * unit) for name, unit in given.items() if raw.get(name) is not None}
     if len(widths) != 1:
-        raise ValueError("rotary_dim and partial_rotary_factor disagree, or both are missing")
+        fail(f"{path}: rotary_dim and partial_rotary_factor disagree, or both are missing")
     return widths.pop()
 
 
@@ -252,7 +251,7 @@ def prepare(out: Path, names: list[str]) -> None:
 def convert(src: Path, out: Path) -> None:
     """The released checkpoint in `src` becomes ours in `out`. Nothing is written before all is checked."""
     if "n_layer" in read_json(src / "config.json", "released config"):
-        fail(f"{src} is already in our layout; `python -m released.export --to hf` is the way back")
+        fail(f"{src} is already in our layout; `python -m llada.export --to hf` is the way back")
     cfg = our_config(src)
     found = survey(src)
     shards = plan(cfg)

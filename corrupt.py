@@ -13,7 +13,7 @@ What is corrupted and what is not:
     eos that ends a document          an ordinary token: masked, drafted and predicted like any other
     [M] and other special tokens      never drawn as a random substitute; [M] is never written by a draft
 
-Corruptions (each block draws its own mask ratio from U(0, 1)):
+Corruptions (each block draws its own mask ratio, U(0, 1) or a power of it):
 
     mask      masks alone; there is no W
     random    masks, and some visible tokens are replaced by a random ordinary one (base LLaDA2.1)
@@ -22,7 +22,7 @@ Corruptions (each block draws its own mask ratio from U(0, 1)):
 
 Every draw takes generators, one a row, so a row's corruption does not depend on the rows beside it.
 
-    python -m tools.gallery       # one text under each corruption, with the loss weight of every position
+    python corrupt.py             # one name under each corruption, with the loss weight of every position
 """
 
 from collections.abc import Callable
@@ -33,7 +33,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
 
-from lib.util import first_masked, uniform
+from lib.tokenizer import byte_tokenizer
+from lib.util import Parser, command, first_masked, generator, uniform
 from model import Model
 
 # R rows, T positions (a multiple of B), B block_length, C channels, V vocabulary, P positions that carry a loss
@@ -52,7 +53,7 @@ LAMBDA_CLEAN = 0.2
 CORRUPTIONS = ("mask", "random", "draft")
 
 # neither the paper nor LLaDA2.1 publishes a rate
-REPLACE_RATE = 0.1  # random: the share of visible tokens that are replaced
+REPLACE_RATE = 0.2  # random: a block replaces U(0, 1) times this share of its visible tokens
 DRAFT_RATE = 0.3  # draft: the share of masks that the draft fills
 
 # one generator a row, from which all of its random numbers come
@@ -69,6 +70,8 @@ class Corruption:
     block_length: int
     mask_id: int
     n_plain: int  # ids 0..n_plain-1 are ordinary tokens
+    mask_power: float = 1.0  # a block's mask ratio is U(0, 1) to this power: below 1, many masks
+    replace_rate: float = REPLACE_RATE
 
 
 def corrupt(
@@ -81,15 +84,15 @@ def corrupt(
     R, T = x.shape
 
     # each block draws a mask ratio, then each of its positions is masked with that probability
-    ratio = uniform(draws, T // how.block_length)
-    ratio = ratio.repeat_interleave(how.block_length, dim=1)  # (R, T)
+    ratio = of_blocks(draws, T, how) ** how.mask_power
     masked = uniform(draws, T) < ratio
     masked = free & masked.to(x.device)
     z = x.masked_fill(masked, how.mask_id)
 
     if how.name == "random":
         # some of what is visible becomes a random token, which may happen to be the right one
-        replaced = uniform(draws, T) < REPLACE_RATE
+        rate = how.replace_rate * of_blocks(draws, T, how)
+        replaced = uniform(draws, T) < rate
         replaced = free & ~masked & replaced.to(x.device)
         token = (uniform(draws, T) * how.n_plain).long()
         z = torch.where(replaced, token.to(x.device), z)
@@ -101,6 +104,11 @@ def corrupt(
         z = z.masked_scatter(drafted, draft(z, drafted))
 
     return z, kinds(x, z, free, how.mask_id)
+
+
+def of_blocks(draws: Draws, T: int, how: Corruption) -> Tensor:
+    """(R, T) in [0, 1): a number a block, the same at all of its positions."""
+    return uniform(draws, T // how.block_length).repeat_interleave(how.block_length, dim=1)
 
 
 def kinds(x: Tensor, z: Tensor, free: Tensor, mask_id: int) -> Tensor:
@@ -117,64 +125,70 @@ def draw_bundle(masked: Tensor, block_length: int, s_min: int, s_max: int, draws
     """The bundle of a training row (paper, Sec. 4.1 i): of each block s ~ Uniform{s_min..s_max} masks, uniformly.
 
     masked (R, T) bool -> (R, T) bool. It is a function of z and of chance alone, never of x. So the
-    bundle says nothing new about the text, and the clean tokens as a target cannot teach Stage B
-    how they depend on one another (results/theorem).
+    bundle says nothing new about the text, and the sum of cross-entropies to the clean tokens cannot
+    teach Stage B how they depend on one another (results/theorem).
     """
-    n_blocks = masked.shape[1] // block_length
+    T = masked.shape[1]
 
     # how many, in each block: the paper leaves it open, but in decoding a bundle lies in one block
-    size = s_min + (uniform(draws, n_blocks) * (s_max - s_min + 1)).long()  # (R, n_blocks)
+    size = s_min + (uniform(draws, T // block_length) * (s_max - s_min + 1)).long()  # (R, T / B)
+    size = size.to(masked.device)
 
     # which ones: those that draw the smallest numbers
-    key = uniform(draws, masked.shape[1])
-    return first_masked(key.to(masked.device), masked, size.to(masked.device), block_length)
+    key = uniform(draws, T).to(masked.device)
+    of_block = (-1, block_length)
+    bundle = first_masked(key.unflatten(1, of_block), masked.unflatten(1, of_block), size[..., None])
+    return bundle.flatten(1)
 
 
 # --- the loss
-def loss_weights(kind: Tensor, fill: Tensor) -> Tensor:
-    """Eq. 1's weight of every position, (R, T) float32. fill (R, T) bool: the masks that carry the fill
-    loss, all of M in Stage A and the bundle in Stage B. There is no 1/t, as an ELBO would have.
-    """
-    weight = torch.zeros(kind.shape, device=kind.device)
-    weight[fill & (kind == M)] = LAMBDA_M2T
-    weight[kind == W] = LAMBDA_EDIT
-    weight[kind == G] = LAMBDA_CLEAN
-    return weight
-
-
 def three_term_loss(
-    model: Model, h: Tensor, target: Tensor, kind: Tensor, fill: Tensor
+    model: Model, h: Tensor, target: Tensor, kind: Tensor, fill: Tensor, alpha: float = 0.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Eq. 1: weighted cross-entropies to `target` at the same position (no shift), summed, in nats.
 
-    h (R, T, C) states before the head, or (R, 2T, C) with a clean copy, which has no loss; target (R, T)
-    int64; kind (R, T) uint8; fill (R, T) bool -> a scalar, and for m2t, edit and clean (2,) float32: the
-    unweighted sum of cross-entropies and the number of positions.
+    h (R, T, C) final states, or (R, 2T, C) with a clean copy, which has no loss; target (R, T) int64; kind
+    (R, T) uint8; fill (R, T) bool: the masks that carry the fill loss, all of M in Stage A and the bundle
+    in Stage B; alpha: of the fill loss, 0 is the paper's. There is no 1/t, as an ELBO would have.
+
+    -> a scalar, and for m2t, edit and clean (2,) float32: the unweighted sum of cross-entropies and the
+    number of positions.
     """
     h = h[:, : kind.shape[1]]
+    terms = {"m2t": fill & (kind == M), "edit": kind == W, "clean": kind == G}
 
     # logits are made only where there is a loss
-    weight = loss_weights(kind, fill)
-    chosen = weight > 0
-    weight = weight[chosen]  # (P,)
-    kind = kind[chosen]
-    ce = cross_entropy(model, h[chosen], target[chosen])  # (P,)
+    chosen = terms["m2t"] | terms["edit"] | terms["clean"]
+    ce = torch.zeros(kind.shape, device=h.device)
+    ce[chosen] = cross_entropy(model, h[chosen], target[chosen])  # (R, T), 0 elsewhere
 
-    # the three terms apart, for the log
-    terms = {name: summed(ce[kind == k]) for name, k in (("m2t", M), ("edit", W), ("clean", G))}
-    return (weight * ce).sum(), terms
+    # the three terms
+    filled = ce * terms["m2t"]
+    loss = LAMBDA_M2T * alpha_loss(filled.unflatten(1, (-1, model.cfg.block_length)).sum(-1), alpha)
+    loss = loss + LAMBDA_EDIT * (ce * terms["edit"]).sum() + LAMBDA_CLEAN * (ce * terms["clean"]).sum()
+
+    # and apart, for the log
+    return loss, {name: torch.stack([(ce.detach() * at).sum(), at.sum()]) for name, at in terms.items()}
 
 
-def summed(ce: Tensor) -> Tensor:
-    """(P,) cross-entropies -> (2,) float32, a term of the log: their sum and their number."""
-    return torch.stack([ce.detach().sum(), ce.new_tensor(len(ce))])
+def alpha_loss(ce: Tensor, alpha: float) -> Tensor:
+    """(1 - P^alpha) / alpha, summed over bundles; P is the probability of a whole bundle, a product.
+
+    ce (...) float32: of each bundle -log P, the sum of its cross-entropies. At alpha 0, the limit, it is that
+    sum, which is least where every token has its own probabilities. At alpha 1 it is 1 - P, in
+    expectation least for one tuple, the likeliest. Between, it charges total correlation
+    (results/theorem). Its gradient is cross-entropy's times P^alpha.
+    """
+    if alpha == 0:
+        return ce.sum()
+    return (-torch.expm1(-alpha * ce) / alpha).sum()
 
 
 def cross_entropy(model: Model, h: Tensor, target: Tensor) -> Tensor:
     """h (P, C), target (P,) int64 -> (P,) float32 in nats."""
 
     def part(h: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(model.head(h), target, reduction="none")
+        return F.cross_entropy(model.logits(h), target, reduction="none")
 
     # 64 MB of logits at a time, which the backward makes again: those of 8 rows of 2,048 with 157,184
     # tokens in the vocabulary would take 20 GB in two stages
@@ -183,3 +197,45 @@ def cross_entropy(model: Model, h: Tensor, target: Tensor) -> Tensor:
         return part(h, target)
     parts = zip(h.split(size), target.split(size), strict=True)
     return torch.cat([recompute(part, a, b, use_reentrant=False) for a, b in parts])
+
+
+# --- what is printed
+LEGEND = """kind      M masked, W wrong, G right
+bundle    ^ the masks that Stage B writes
+weight    of a position's loss, in tenths (X is 1.0): Stage A fills every mask, Stage B its bundle
+"""
+
+
+@command
+def main() -> None:
+    Parser(__doc__).parse_args()
+    tokenizer = byte_tokenizer()
+    name = "LATIN SMALL LETTER E WITH ACUTE"
+    x = torch.tensor([[*name.encode(), tokenizer.eos_id]])  # (1, 32): four blocks of 8
+    free = torch.ones_like(x, dtype=torch.bool)
+    sign = {tokenizer.mask_id: "▒", tokenizer.eos_id: "∎"}
+
+    def always_e(z: Tensor, where: Tensor) -> Tensor:
+        """In the place of a model, which the draft asks."""
+        return torch.full((int(where.sum()),), ord("E"))
+
+    def show(what: str, signs: list[str]) -> None:
+        blocks = ["".join(signs[i : i + 8]) for i in range(0, len(signs), 8)]
+        print(f"  {what:9}" + " | ".join(blocks))
+
+    print(LEGEND)
+    for how in CORRUPTIONS:
+        draws = [generator("shown", 2)]
+        z, kind = corrupt(x, free, Corruption(how, 8, tokenizer.mask_id, 256), draws, always_e)
+        bundle = draw_bundle(kind == M, 8, 1, 4, draws)
+        print(how)
+        show("shown", [sign.get(i) or tokenizer.piece(i) for i in z[0].tolist()])
+        show("kind", [".MWG"[k] for k in kind[0]])
+        show("bundle", [" ^"[b] for b in bundle[0]])
+        show("weight A", [" X32"[k] for k in kind[0]])
+        show("weight B", [" X32"[k] for k in kind[0] * ((kind[0] != M) | bundle[0])])
+        print()
+
+
+if __name__ == "__main__":
+    main()

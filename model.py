@@ -2,9 +2,9 @@
 
 The split is the method (paper, Sec. 4.1 and Eq. 4), and all of it is in class Model:
 
-    h = model.prefix(ids, ctx)                                          # first L - n layers, shared by both stages
-    logits_A = model.head(model.last_n(h, ctx))                         # Stage A: factorised
-    logits_B = model.head(model.coordinate(h, bundle, ctx, n_rounds))   # Stage B: marked, the same last n layers again
+    h = model.prefix(ids, ctx)                                            # first L - n layers, shared by both stages
+    logits_A = model.logits(model.last_n(h, ctx))                         # Stage A: factorised
+    logits_B = model.logits(model.coordinate(h, bundle, ctx, n_rounds))   # Stage B: marked, the last n layers again
 
 The rest is the architecture. What differs from a GPT:
 
@@ -16,7 +16,7 @@ The rest is the architecture. What differs from a GPT:
   - after the first dense layer(s) the MLP is a mixture of experts
 
 To change   n, K, the block length        give   train.py's --n_last, --n_rounds, --block_length
-            the geometry                  edit   a preset in lib/config.py
+            the geometry                  edit   a preset in checkpoint.py
             how experts are chosen               MoE.route
             what a mark is, what it starts       Model.mark, Model.coordinate
             who sees whom                        block_causal_mask, doubled_mask
@@ -31,11 +31,44 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
-from lib.config import Config
-
 # R rows, T positions, S keys, C channels (n_embd), H heads, G key/value heads, D head dim, V vocabulary,
-# N = R*T tokens, E experts, A active experts, F expert width, L layers, n = n_last, K = n_rounds, B
-# block_length
+# N = R*T tokens, E experts, A active experts, L layers, n = n_last, K = n_rounds, B block_length
+
+LORA_SCALE = 2.0  # lora_alpha / r (paper: 32 / 16)
+
+
+@dataclass(kw_only=True)
+class Config:
+    """A model's geometry."""
+
+    n_layer: int
+    n_head: int
+    n_kv_head: int
+    n_embd: int
+    head_dim: int
+    vocab_size: int  # rows of the embedding; released vocabularies are padded, so the tokenizer may use fewer
+    d_dense: int  # width of the SwiGLU in the first n_dense layers
+    d_expert: int
+    n_expert: int
+    n_active: int
+    n_group: int  # experts are chosen inside the `topk_group` best of `n_group` groups
+    topk_group: int
+    eos_id: int = -1
+    mask_id: int = -1
+    n_dense: int = 1
+    n_shared: int = 1  # shared experts, as one SwiGLU of n_shared * d_expert
+    routed_scaling: float = 2.5
+    rope_theta: float = 600000.0
+    rotary_dim: int = 64
+    norm_eps: float = 1e-6
+    max_len: int = 32768
+    block_length: int = 32
+    qkv_bias: bool = False
+    proj_bias: bool = False
+    tied: bool = False  # the embedding is the output layer, too
+    n_last: int = 3  # n: how many layers Stage B runs again
+    n_rounds: int = 1  # K: how many markers there are
+    tokenizer: str = "bytes"  # "bytes", "bpe" (tokenizer.json beside the weights) or "toy" (toy.json beside them)
 
 
 @dataclass
@@ -46,14 +79,15 @@ class Context:
     sin: Tensor
     mask: Tensor | None  # bool, broadcasts to (R, H, T, S); None: everything may attend to everything
     cache: Any = None  # in decoding, the text before: it has `update`, see cache.py
-    round: int = 0  # which round's keys and values of the context to use (Stage B with K > 1)
-    lora: Tensor | None = None  # (T, 1) bool: the positions where adapters act; None: everywhere, as in the paper
+    i_round: int = 0  # which round's keys and values of the context to use (Stage B with K > 1)
     clean: Tensor | None = None  # (R, T) int64: the clean copy that rows lie beside, [noisy ; clean]
+    decoded: bool | slice = True  # the positions that are decoded: a slice, or all
+    lora: bool | slice = True  # does LoRA act in this pass? A slice: at these positions
 
 
 # --- the method
 class Model(nn.Module):
-    def __init__(self, cfg: Config, second_look: nn.Module | None = None):
+    def __init__(self, cfg: Config):
         super().__init__()
         self.cfg = cfg
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
@@ -62,13 +96,13 @@ class Model(nn.Module):
         self.lm_head = Linear(cfg.n_embd, cfg.vocab_size, bias=False)
         self.tie()
         self.markers = nn.Parameter(torch.zeros(cfg.n_rounds, cfg.n_embd))
-        self.second_look = second_look  # a head of beyond/ in the place of Stage B; None: the paper's Stage B
+        self.lora_in = "both"  # the stages in which LoRA acts: "both", as in the paper, or "stage_b"
+        self.adapter: dict = {}  # what adapter.json says of LoRA and markers; empty: there are none
         self.compute_dtype = torch.float32
         self.checkpointing = False
-        self.lora_in_stage_b_alone = False
 
     def tie(self) -> None:
-        """The embedding is the LM head, too, where the config says so."""
+        """The embedding is the output layer, too, where the config says so."""
         if self.cfg.tied:
             self.lm_head.weight = self.wte.weight
 
@@ -81,19 +115,19 @@ class Model(nn.Module):
 
     def last_n(self, h: Tensor, ctx: Context) -> Tensor:
         """LastN: the remaining n layers, on h as it is given. (R, T, C) -> (R, T, C)."""
-        if self.lora_in_stage_b_alone:
-            ctx = replace(ctx, lora=torch.zeros(1, 1, dtype=torch.bool, device=h.device))
+        if self.lora_in == "stage_b":
+            ctx = replace(ctx, lora=False)
         return self.run_layers(h, ctx, self.cfg.n_layer - self.cfg.n_last, self.cfg.n_layer)
 
-    def head(self, h: Tensor) -> Tensor:
-        """Head: final norm and LM head. (..., C) -> (..., V) float32."""
+    def logits(self, h: Tensor) -> Tensor:
+        """The paper's Head: final norm and output layer. (..., C) -> (..., V) float32."""
         return self.lm_head(self.norm_f(h)).float()
 
-    def mark(self, h: Tensor, bundle: Tensor, round: int) -> Tensor:
-        """h + 1_S * marker_round. With a zero marker or an empty bundle Stage B is Stage A."""
+    def mark(self, h: Tensor, bundle: Tensor, i: int) -> Tensor:
+        """h + 1_S * marker_i. With a zero marker or an empty bundle Stage B is Stage A."""
         # a clean copy behind the rows is never marked
         bundle = F.pad(bundle, (0, h.shape[1] - bundle.shape[1]))
-        return h + bundle[..., None] * self.markers[round].to(h.dtype)
+        return h + bundle[..., None] * self.markers[i].to(h.dtype)
 
     def coordinate(self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int) -> Tensor:
         """Stage B, Eq. 4: K times h <- LastN(h + 1_S * marker_i), from the prefix states.
@@ -101,18 +135,16 @@ class Model(nn.Module):
         h (R, T, C), bundle (R, T) bool -> (R, T, C). The paper runs round 1 and Stage A as one doubled
         batch; the results are the same, and here it is no faster.
         """
-        if self.lora_in_stage_b_alone and ctx.lora is None:
-            # at every position that is decoded; not on a clean copy behind the rows
-            decoded = torch.arange(h.shape[1], device=h.device) < bundle.shape[1]
-            ctx = replace(ctx, lora=decoded[:, None])
+        if self.lora_in == "stage_b":
+            ctx = replace(ctx, lora=ctx.decoded)
         first = self.cfg.n_layer - self.cfg.n_last
         for i in range(n_rounds):
-            h = self.run_layers(self.mark(h, bundle, i), replace(ctx, round=i), first, self.cfg.n_layer)
+            h = self.run_layers(self.mark(h, bundle, i), replace(ctx, i_round=i), first, self.cfg.n_layer)
         return h
 
     def forward(self, ids: Tensor, ctx: Context) -> Tensor:
         """The factorised model: (R, T) int64 -> (R, T, V) float32 logits."""
-        return self.head(self.last_n(self.prefix(ids, ctx), ctx))
+        return self.logits(self.last_n(self.prefix(ids, ctx), ctx))
 
     def run_layers(self, h: Tensor, ctx: Context, first: int, end: int) -> Tensor:
         for layer in self.layers[first:end]:
@@ -122,57 +154,61 @@ class Model(nn.Module):
                 h = layer(h, ctx)
         return h
 
-    def context(self, real: Tensor, clean: Tensor | None = None, block_length: int | None = None) -> Context:
+    def context(self, real: Tensor, clean: Tensor | None = None, one_by_one: Tensor | None = None) -> Context:
         """The context of whole rows.
 
         real (R, T) bool, False on padding, which nobody attends to but itself (a query needs one key).
         clean (R, T) int64: rows lie beside their clean copy, [noisy ; clean], so every noisy block reads
-        what it will in decoding. block_length: other blocks than the model's (of one: left to right).
+        what it will in decoding. one_by_one (R,) bool: the rows that are read in blocks of one token, from
+        left to right.
         """
         T = real.shape[1]
-        B = block_length or self.cfg.block_length
+        B = self.cfg.block_length
         positions = torch.arange(T, device=real.device)
-        if T <= B:
+        if T <= B and one_by_one is None:
             clean = None  # a single block reads nothing before it
 
-        if clean is None:
-            mask = block_causal_mask(T, B, real.device)
-        else:
-            mask = doubled_mask(T, B, real.device)
+        make_mask = block_causal_mask
+        decoded = True
+        if clean is not None:
+            make_mask = doubled_mask
+            decoded = slice(0, T)
             positions = positions.repeat(2)
             real = real.repeat(1, 2)
 
+        mask = make_mask(T, B, real.device)
+        if one_by_one is not None:
+            mask = torch.where(one_by_one[:, None, None], make_mask(T, 1, real.device), mask)
         if not real.all():
-            itself = torch.eye(len(mask), dtype=torch.bool, device=real.device)
+            itself = torch.eye(len(positions), dtype=torch.bool, device=real.device)
             mask = (mask & real[:, None, :]) | itself
+        if mask.dim() == 3:
             mask = mask[:, None]  # (R, 1, T, S), the same for all heads
         cos, sin = rotary(self.cfg, positions, self.compute_dtype)
-        return Context(cos, sin, mask, clean=clean)
+        return Context(cos, sin, mask, clean=clean, decoded=decoded)
 
     @property
     def partial_cost(self) -> float:
-        """A partial forward in full ones: Stage B runs n of L layers, a head its own."""
-        n = self.cfg.n_last if self.second_look is None else self.second_look.n_layer
-        return n / self.cfg.n_layer
+        """A partial forward in full ones: n of L layers."""
+        return self.cfg.n_last / self.cfg.n_layer
 
-    def add_lora(self, r: int, alpha: float, generator: torch.Generator, stage_b_alone: bool = False) -> None:
+    def add_lora(self, r: int, generator: torch.Generator, lora_in: str = "both") -> None:
         """Freeze all but LoRA, in every qkv and proj, and the markers (paper, Sec. 5.1).
 
-        stage_b_alone (beyond the paper): in the last n layers, acting in Stage B alone; Stage A stays the base.
+        lora_in "stage_b" (beyond the paper): in the last n layers, and in Stage B's pass alone. Stage A
+        stays the base.
         """
         self.requires_grad_(False)
-        self.lora_in_stage_b_alone = stage_b_alone
-        for layer in self.layers[-self.cfg.n_last :] if stage_b_alone else self.layers:
-            layer.attn.qkv.add_lora(r, alpha, generator)
-            layer.attn.proj.add_lora(r, alpha, generator)
+        self.lora_in = lora_in
+        self.adapter = {"lora_r": r, "lora_in": lora_in, "alpha": 0.0}
+        for layer in self.layers if lora_in == "both" else self.layers[-self.cfg.n_last :]:
+            layer.attn.qkv.add_lora(r, generator)
+            layer.attn.proj.add_lora(r, generator)
         self.markers = nn.Parameter(self.markers.float())
 
     def adapter_state(self) -> dict[str, Tensor]:
-        """What an adapter is made of, by name: a head, or LoRA matrices and markers."""
-        state = self.state_dict()
-        if self.second_look is not None:
-            return {k: v for k, v in state.items() if k.startswith("second_look.")}
-        return {k: v for k, v in state.items() if "lora_" in k or k == "markers"}
+        """What learns beside a frozen base, by name: LoRA matrices and markers."""
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
 
 # --- who sees whom
@@ -245,7 +281,7 @@ class Attention(nn.Module):
 
         # in decoding, finished blocks are keys and values
         if ctx.cache is not None:
-            k, v = ctx.cache.update(self.layer, ctx.round, k, v)
+            k, v = ctx.cache.update(self.layer, ctx.i_round, k, v)
         y = F.scaled_dot_product_attention(q, k, v, ctx.mask, enable_gqa=True)
         return self.proj(y.transpose(1, 2).reshape(R, T, -1), ctx.lora)
 
@@ -289,6 +325,7 @@ class MoE(nn.Module):
         self.routed_scaling = cfg.routed_scaling
         self.router = nn.Parameter(torch.empty(cfg.n_expert, cfg.n_embd))
         self.register_buffer("expert_bias", torch.zeros(cfg.n_expert))  # float32 in every dtype of the model
+        self.used: Tensor | float = 0.0  # (E,): how many tokens chose each expert since the last `balance`
         # the experts' weights are stacked, so that one grouped matmul serves them all
         self.gate_up = nn.Parameter(torch.empty(cfg.n_expert, 2 * cfg.d_expert, cfg.n_embd))
         self.down = nn.Parameter(torch.empty(cfg.n_expert, cfg.n_embd, cfg.d_expert))
@@ -339,6 +376,10 @@ class MoE(nn.Module):
         ends = torch.searchsorted(expert, all_experts, right=True, out_int32=True)
         rows = F.embedding(order // self.n_active, x)  # x[order // A], with a faster backward
 
+        # while the router learns it is counted who is chosen
+        if self.router.requires_grad and torch.is_grad_enabled():
+            self.used = self.used + torch.bincount(expert, minlength=len(self.router))
+
         # every expert on its rows
         out = self.products(rows, ends)  # (N*A, C)
 
@@ -350,6 +391,13 @@ class MoE(nn.Module):
         gate_up = F.grouped_mm(rows, self.gate_up.to(rows.dtype).transpose(1, 2), offs=ends)
         gate, up = gate_up.chunk(2, dim=-1)
         return F.grouped_mm(F.silu(gate) * up, self.down.to(rows.dtype).transpose(1, 2), offs=ends)
+
+    def balance(self, rate: float) -> None:
+        """Raise the bias of experts that were chosen too seldom, and lower that of the others (Wang et al.,
+        2024). No loss is needed for it, and the weights of what is chosen stay unbiased."""
+        used = torch.as_tensor(self.used, device=self.expert_bias.device).float()
+        self.expert_bias += rate * (used.mean() - used).sign()
+        self.used = 0.0
 
 
 class RMSNorm(nn.Module):
@@ -366,9 +414,10 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """y = W x + (alpha / r) B A x, in the dtype of x: weights may be float32 under bf16.
+    """y = W x + 2 B A x, in the dtype of x: weights may be float32 under bf16.
 
-    A (r, in) starts Kaiming, B (out, r) zero, so that it starts as W alone.
+    A (r, in) starts Kaiming, B (out, r) zero, so that it starts as W alone. The 2 is LoRA's own alpha
+    over r: 32 over 16 in the paper.
     """
 
     def __init__(self, n_in: int, n_out: int, bias: bool = False):
@@ -376,8 +425,7 @@ class Linear(nn.Linear):
         self.lora_A = None  # until add_lora
         self.lora_B = None
 
-    def add_lora(self, r: int, alpha: float, generator: torch.Generator) -> None:
-        self.lora_scale = alpha / r
+    def add_lora(self, r: int, generator: torch.Generator) -> None:
         # float32 in every dtype of the model: an update of 1e-5 is lost in a bf16 parameter
         A = torch.empty(r, self.in_features)
         nn.init.kaiming_uniform_(A, a=math.sqrt(5), generator=generator)
@@ -385,15 +433,27 @@ class Linear(nn.Linear):
         self.lora_A = nn.Parameter(A.to(device))
         self.lora_B = nn.Parameter(torch.zeros(self.out_features, r, device=device))
 
-    def forward(self, x: Tensor, where: Tensor | None = None) -> Tensor:
-        """(R, T, in) -> (R, T, out). where (T, 1) bool: positions at which LoRA acts; None: all."""
+    def forward(self, x: Tensor, lora: bool | slice = True) -> Tensor:
+        """(R, T, in) -> (R, T, out). lora: does LoRA act? A slice: at these positions."""
         y = self.product(x)
-        if self.lora_A is None:
+        if self.lora_A is None or lora is False:
             return y
-        delta = self.lora_scale * F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
-        if where is not None:
-            delta = delta * where
-        return y + delta
+        if lora is True:
+            return y + self.lora(x)
+        y = y.clone()
+        y[:, lora] += self.lora(x[:, lora])
+        return y
+
+    def lora(self, x: Tensor) -> Tensor:
+        down = F.linear(x, self.lora_A.to(x.dtype))
+        return LORA_SCALE * F.linear(down, self.lora_B.to(x.dtype))
+
+    def merge_lora(self) -> None:
+        """W <- W + 2 B A: then this layer acts so in every pass, and has no LoRA."""
+        delta = LORA_SCALE * self.lora_B @ self.lora_A
+        self.weight.data += delta.detach().to(self.weight.dtype)
+        self.lora_A = None
+        self.lora_B = None
 
     def product(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)

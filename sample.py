@@ -1,6 +1,6 @@
 """Decoding: Stage A picks the bundle, Stage B writes it (paper, Sec. 4.2), block after block.
 
-    denoise         one step on the current blocks: Eq. 2, 3 and 4
+    denoise         one step on the current blocks: Eq. 4, 2 and 3
     generate_one    the decoder as the paper has it: one row, greedy, no cache. Read this one
     generate        the same for many rows, with an exact cache and temperature; tested equal to generate_one
 
@@ -11,13 +11,17 @@ last mask, which the released loop reads once more; and a block that can never e
     python sample.py --prompt "CANADIAN"                            # text, and what it cost in forwards
     python sample.py --prompt "CANADIAN SYLLABICS ▒▒▒ DZU" --watch  # every step; each ▒ is a token to fill
     python sample.py --ckpt DIR --prompt_ids 5,9,12 --n_rounds 0 --json > run.json   # tokens, counts, steps
+
 A hole sees its own block and what is before it, not later blocks: attention is causal across blocks.
 
-To change   which masks are written in a step   give   Decoding(select=f), f(probabilities, masked) -> bundle
-            what looks at the bundle again             Decoding(look=f), or a head: Model(cfg, second_look=head)
-            flags, and what is printed          edit   lib/show.py
+To change   how a step selects and writes   write   a function like denoise, and call generate(..., step=yours)
 """
 
+import argparse
+import json
+import math
+import sys
+import unicodedata
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,17 +30,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cache import Cached, Uncached
-from checkpoint import decoding_defaults, load_model, load_tokenizer, names_of
-from lib import show
-from lib.config import DTYPES
-from lib.output import Output, Row, in_full, up_to_eos
-from lib.util import command, fail, first_masked, pick_device, uniform
-from model import Model
+from cache import Cached, Output, Row, Uncached, in_full, up_to_eos
+from checkpoint import DTYPES, about_adapter, load_model, load_tokenizer, names_of
+from lib.tokenizer import Tokenizer
+from lib.util import Parser, Screen, bounded, command, fail, first_masked, or_none, pick_device, uniform
+from model import Config, Model
 
 # R rows in flight, T positions, B block_length, C channels, V vocabulary, K = n_rounds
 
 MAX_STEPS = 1024  # forwards in one block
+MASK = "▒"
+END = "∎"
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,6 @@ class Decoding:
     gen_length: int = 256  # tokens; the last block is decoded whole
     tau_m2t: float = 0.7  # fill masks whose probability is above; -1: every mask at once
     tau_t2t: float | None = 0.0  # edit a visible token where another has more than this; None: never
-    tau_keep: float = 0.0  # a head leaves masked what does not pass this
     n_rounds: int = 1  # K; 0: Stage B is off
     max_post_steps: int = 16  # forwards after the last mask
     num_to_transfer: int = 1  # masks that are written in a step at least
@@ -55,55 +58,40 @@ class Decoding:
     temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # 0: all tokens
     top_p: float = 1.0
-    # a rule of one's own: probabilities (R, B, V), masked (R, B) bool -> the bundle (R, B) bool
-    select: Callable[[Tensor, Tensor], Tensor] | None = None
-    # what looks at the bundle again, in the place of Stage B: see `stage_b_look`
-    look: Callable[["Cached | Uncached", "StageA", Tensor], "Look"] | None = None
 
+    @property
+    def edit_gate(self) -> float:
+        """What a probability must exceed to edit: nothing does where edits are off."""
+        return math.inf if self.tau_t2t is None else self.tau_t2t
 
-@dataclass
-class StageA:
-    """The current blocks, and what Stage A says of them."""
-
-    z: Tensor  # (R, B) int64, before the step
-    h: Tensor  # (R, B, C) prefix states
-    states: Tensor  # (R, B, C) final states, before the LM head
-    logits: Tensor  # (R, B, V)
-    token: Tensor  # (R, B) int64: what it would write
-    conf: Tensor  # (R, B) float32: how probable that is
-    u: Tensor  # (R, B) in [0, 1): the numbers by which the next look draws, if it does
-    d: Decoding
-
-
-@dataclass
-class Look:
-    """What came of looking at the bundle again, and what it cost each row."""
-
-    token: Tensor  # (R, B) int64
-    conf: Tensor  # (R, B) float32
-    written: Tensor  # (R, B) bool: where `token` is written; the rest of the bundle stays masked
-    partial: Tensor  # (R,) float32: partial forwards; one at some positions is that share of one
-    looks: Tensor  # (R,) int64: passes one after the other
+    @property
+    def post_steps(self) -> int:
+        """Forwards after the last mask: without edits nothing can change any more."""
+        return 0 if self.tau_t2t is None else self.max_post_steps
 
 
 @dataclass
 class Step:
-    """One step on the current blocks."""
+    """What a step did to the current blocks, and what it cost beside Stage A's forward."""
 
-    stage_a: StageA
-    bundle: Tensor  # (R, B) bool
-    look: Look
-    edited: Tensor  # (R, B) bool
+    z: Tensor  # (R, B) int64, before it
     after: Tensor  # (R, B) int64
+    bundle: Tensor  # (R, B) bool: the masks that it wrote
+    edited: Tensor  # (R, B) bool
+    token: Tensor  # (R, B) int64: what it would write at each position
+    conf: Tensor  # (R, B) float32: how probable that is
+    token_a: Tensor  # (R, B) int64: what Stage A would write
+    conf_a: Tensor  # (R, B) float32
+    partial: Tensor  # (R,) float32: partial forwards
 
 
 # --- one step
-def denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: Decoding, masks: bool) -> Step:
+def denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
     """One step on the current blocks z (R, B) int64: everything is read from z and written at once.
 
-    given (R, B) bool: positions that are never edited. masks: has any row one left? u (R, 2, B) in [0, 1):
-    each stage draws by its own numbers. Selection favours positions whose draw happened to be likely;
-    Stage B draws anew, so that what is written follows the model's probabilities.
+    given (R, B) bool: positions that are never edited. u (R, 2, B) in [0, 1): each stage draws by its own
+    numbers. Selection favours positions whose draw happened to be likely; Stage B draws anew, so that
+    what is written follows the model's probabilities.
     """
     model = engine.model
     masked = z == model.cfg.mask_id
@@ -111,74 +99,37 @@ def denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: D
 
     # Stage A: one full forward
     h, states = engine.stage_a(z)
-    logits = model.head(states)
-    token, conf = candidates(logits, u[:, 0], d)
-    stage_a = StageA(z, h, states, logits, token, conf, u[:, 1], d)
+    token_a, conf_a = candidates(model.logits(states), u[:, 0], d)
 
     # which masks are written now
-    if d.select is None:
-        bundle = select_bundle(conf, masked, d.tau_m2t, d.num_to_transfer, model.cfg.order)
-    else:
-        bundle = d.select(logits.softmax(-1), masked)
+    bundle = select_bundle(conf_a, masked, d.tau_m2t, d.num_to_transfer)
 
-    # Stage B looks at the bundle again (Eq. 4), unless there is none
-    look = look_again(engine, stage_a, bundle, masks)
+    # Stage B looks again, at the bundle (Eq. 4); a row without a bundle stays with Stage A
+    token = token_a
+    conf = conf_a
+    coordinated = bundle.any(-1, keepdim=True) & (d.n_rounds > 0)
+    if coordinated.any():
+        states = engine.stage_b(h, bundle)
+        token_b, conf_b = candidates(model.logits(states), u[:, 1], d)
+        token = torch.where(coordinated, token_b, token_a)
+        conf = torch.where(coordinated, conf_b, conf_a)
 
     # fill the bundle (Eq. 2), edit what is visible (Eq. 3), both from z as it was
-    edited = torch.zeros_like(visible)
-    if d.tau_t2t is not None:
-        edited = visible & (look.conf > d.tau_t2t) & (look.token != z)
-    after = torch.where(look.written | edited, look.token, z)
-    return Step(stage_a, bundle, look, edited, after)
+    edited = visible & (conf > d.edit_gate) & (token != z)
+    after = torch.where(bundle | edited, token, z)
+    partial = d.n_rounds * coordinated[:, 0].float()
+    return Step(z, after, bundle, edited, token, conf, token_a, conf_a, partial)
 
 
-def look_again(engine: Cached | Uncached, a: StageA, bundle: Tensor, masks: bool) -> Look:
-    """The second look: one's own, a head's, Stage B's, or none."""
-    if a.d.look is not None:
-        return a.d.look(engine, a, bundle)
-    if a.d.n_rounds == 0 or not masks:
-        none = torch.zeros(len(bundle), device=bundle.device)
-        return Look(a.token, a.conf, bundle, none, none.long())
-    if engine.model.second_look is not None:
-        return engine.model.second_look.look(engine, a, bundle)
-    return stage_b_look(engine, a, bundle)
+def select_bundle(probability: Tensor, masked: Tensor, tau_m2t: float, at_least: int = 1) -> Tensor:
+    """The masks whose best token's probability is above tau_m2t, or the `at_least` surest, if that is more.
 
-
-def stage_b_look(engine: Cached | Uncached, a: StageA, bundle: Tensor) -> Look:
-    """Stage B: K rounds of the last n layers with the bundle marked. It writes all of the bundle."""
-    logits = engine.model.head(engine.stage_b(a.h, bundle))
-    token, conf = candidates(logits, a.u, a.d)
-
-    # a row without a bundle stays with Stage A
-    coordinated = bundle.any(-1, keepdim=True)
-    token = torch.where(coordinated, token, a.token)
-    conf = torch.where(coordinated, conf, a.conf)
-    rounds = engine.n_rounds * coordinated[:, 0].long()
-    return Look(token, conf, bundle, rounds.float(), rounds)
-
-
-def select_bundle(probability: Tensor, masked: Tensor, tau_m2t: float, at_least: int, order: str) -> Tensor:
-    """The masks that pass tau_m2t; where these are too few, the first `at_least` of the order.
-
-    surest      passes where its probability is above tau_m2t (the paper)
-    leftmost    passes where the product of the masks' probabilities, up to and with its own, is
-
-    probability (R, B) float32, of the best token; masked (R, B) bool -> (R, B) bool.
+    probability (R, B) float32, masked (R, B) bool -> (R, B) bool.
     """
-    # what comes first in this order has the smallest key
-    sure = probability
-    key = -probability
-    if order == "leftmost":
-        sure = torch.where(masked, probability, 1.0).cumprod(-1)
-        key = torch.zeros_like(probability)
-    passing = masked & (sure > tau_m2t)
-
-    # the first ones, the leftmost of equals
-    size = torch.full_like(masked[:, :1], at_least, dtype=torch.long)
-    first = first_masked(key, masked, size, masked.shape[1])
-
+    passing = masked & (probability > tau_m2t)
+    surest = first_masked(-probability, masked, at_least)
     enough = passing.sum(-1, keepdim=True) >= at_least
-    return torch.where(enough, passing, first)
+    return torch.where(enough, passing, surest)
 
 
 def candidates(logits: Tensor, u: Tensor, d: Decoding) -> tuple[Tensor, Tensor]:
@@ -212,13 +163,16 @@ def candidates(logits: Tensor, u: Tensor, d: Decoding) -> tuple[Tensor, Tensor]:
 
 # --- the decoder as the paper has it
 @torch.inference_mode()
-def generate_one(model: Model, prompt: list[int], d: Decoding) -> tuple[list[int], dict[str, float], list[list[int]]]:
+def generate_one(
+    model: Model, prompt: list[int], d: Decoding, step: Callable[..., Step] = denoise
+) -> tuple[list[int], dict[str, float], list[list[int]]]:
     """Continue one prompt, greedily -> tokens, forwards, the block before each forward.
 
     Slow: every forward reads the whole text again. It is the specification of `generate`.
     """
     mask_id = model.cfg.mask_id
     B = model.cfg.block_length
+    device = model.wte.weight.device
     end = len(prompt) + d.gen_length
 
     # decoding begins with the block where the prompt ends, or where its first hole is
@@ -229,13 +183,13 @@ def generate_one(model: Model, prompt: list[int], d: Decoding) -> tuple[list[int
     ids = prompt[:start]
     engine = Uncached(model, [ids], d.n_rounds)
 
-    nfe = dict(full=0, partial=0, commit=0, looks=0)
+    nfe = dict(full=0, partial=0, commit=0)
     seen = []
     while start < end:
         # what the prompt has of this block, then masks
         of_prompt = prompt[start : start + B]
-        z = torch.tensor([of_prompt + [mask_id] * (B - len(of_prompt))])  # (1, B)
-        given = torch.arange(B)[None] < len(of_prompt)
+        z = torch.tensor([of_prompt + [mask_id] * (B - len(of_prompt))], device=device)  # (1, B)
+        given = torch.arange(B, device=device)[None] < len(of_prompt)
         if d.holes:
             given = given & (z != mask_id)
 
@@ -243,22 +197,19 @@ def generate_one(model: Model, prompt: list[int], d: Decoding) -> tuple[list[int
         for _ in range(MAX_STEPS):
             # one step of denoising, and what it cost
             seen.append(z[0].tolist())
-            step = denoise(engine, z, given, torch.zeros(1, 2, B), d, mask_id in z[0])
+            done = step(engine, z, given, torch.zeros(1, 2, B, device=device), d)
             nfe["full"] += 1
-            nfe["partial"] += float(step.look.partial)
-            nfe["looks"] += int(step.look.looks)
+            nfe["partial"] += float(done.partial)
 
-            # a block is finished when nothing changes, or after max_post_steps without a mask;
-            # without edits nothing can change after the last mask
-            changed = not torch.equal(step.after, z)
-            z = step.after
+            # a block is finished when nothing changes, or after max_post_steps without a mask
+            changed = not torch.equal(done.after, z)
+            z = done.after
             if mask_id not in z[0]:
                 steps_without_mask += 1
-            post_steps = 0 if d.tau_t2t is None else d.max_post_steps
-            if not changed or steps_without_mask > post_steps:
+            if not changed or steps_without_mask > d.post_steps:
                 break
 
-        engine.close([0], z)
+        engine.close([0], z, changed)
         ids = ids + z[0].tolist()
         start += B
         new = ids[len(prompt) :]
@@ -276,72 +227,60 @@ def generate_one(model: Model, prompt: list[int], d: Decoding) -> tuple[list[int
 # --- the same for many rows
 @torch.inference_mode()
 def generate(
-    model: Model, prompts: list[list[int]], d: Decoding, seed: int = 0,
+    model: Model, prompts: list[list[int]], d: Decoding, seed: int = 0, step: Callable[..., Step] = denoise,
     on_step: Callable[[list[Row], Step], None] | None = None, cached: bool = True,
 ) -> list[Output]:  # fmt: skip
     """Decode every prompt as if alone (up to exact ties, which more rows may round otherwise).
 
-    on_step(rows in flight, step) sees every step.
+    on_step(rows in flight, what the step did) sees every step.
     """
     device = model.wte.weight.device
     rows = [Row(i, prompts, d, model.cfg, seed) for i in range(len(prompts))]
     outputs = [row.output for row in rows]
     engine = (Cached if cached else Uncached)(model, [row.ids for row in rows], d.n_rounds)
 
-    # the current blocks; and of each: forwards, partial ones, looks, steps without a mask
-    z = torch.tensor([row.block(0) for row in rows], device=device)
+    # the current blocks; and of each: forwards, partial ones, steps without a mask
+    z = torch.tensor([row.block() for row in rows], device=device)
     given = torch.tensor([row.given() for row in rows], device=device)
-    counts = torch.zeros(4, len(rows), device=device)
-    masks = True
+    counts = torch.zeros(3, len(rows), device=device)
     while True:
         # one step, and what it cost
-        u = random_numbers(rows, d, z)
-        step = denoise(engine, z, given, u, d, masks)
+        done = step(engine, z, given, random_numbers(rows, d, z), d)
         if on_step:
-            on_step(rows, step)
-        changed = (step.after != z).any(-1)  # (R,)
-        z = step.after
+            on_step(rows, done)
+        changed = (done.after != z).any(-1)  # (R,)
+        z = done.after
         masked = (z == model.cfg.mask_id).any(-1)
-        counts += torch.stack([torch.ones_like(changed), step.look.partial, step.look.looks, ~masked])
+        counts += torch.stack([torch.ones_like(done.partial), done.partial, ~masked])
 
-        # which blocks are finished; and which could be after the next pass, if it changes nothing
-        finished = is_finished(changed, masked, counts, d)
-        goes_on = ~finished & ~masked
-        if d.eos_early_stop:
-            goes_on = goes_on & ~(z == model.cfg.eos_id).any(-1)
+        # the blocks that are finished: nothing changes any more, or a bound is reached
+        still = ~changed
+        if d.temperature > 0:  # a sampled step may change nothing, and the next one something
+            still = still & ~masked
+        finished = still | (counts[2] > d.post_steps) | (counts[0] >= MAX_STEPS)
+        finished, changed = torch.stack([finished, changed]).tolist()
 
-        # a step's one wait for the device
-        finished, changed, goes_on, masked = torch.stack([finished, changed, goes_on, masked]).tolist()
+        # book them; a row whose last block it was leaves
         staying = []
         for r, row in enumerate(rows):
-            last = finished[r] and row.finish(z[r].tolist(), counts[:3, r].tolist(), changed[r])
-            if not last:
+            full, partial, _ = counts[:, r].tolist() if finished[r] else (0, 0, 0)
+            if not (finished[r] and row.finish(z[r].tolist(), full, partial, changed[r])):
                 staying.append(r)
         if not staying:
             return outputs
-
-        # the next pass reads the next blocks beside the current ones where a finished block must be
-        # read once more anyway, or where all rows may go on with theirs
-        closed = [place for place, r in enumerate(staying) if finished[r]]
-        masks = bool(closed) or any(masked[r] for r in staying)
-        commit_due = any(finished[r] and changed[r] for r in staying)
-        all_go_on = all(goes_on[r] and rows[r].has_another_block() for r in staying)
         if len(staying) < len(rows):
             engine.keep(staying)
             rows = [rows[r] for r in staying]
             z = z[staying]
             given = given[staying]
             counts = counts[:, staying]
-        if commit_due or all_go_on:
-            # a row that has closed its block has booked it: its next block is its current one, 0
-            next_z = [row.block(int(r not in closed)) for r, row in enumerate(rows)]
-            engine.read(z, torch.tensor(next_z, device=device))
 
-        # finished blocks join the context
+        # a finished block joins the context, and the row begins its next one
+        closed = [place for place, r in enumerate(staying) if finished[r]]
         if closed:
-            engine.close(closed, z)
-            z[closed] = torch.tensor([rows[r].block(0) for r in closed], device=device)
-            given[closed] = torch.tensor([rows[r].given() for r in closed], device=device)
+            engine.close(closed, z, any(changed[staying[place]] for place in closed))
+            z[closed] = torch.tensor([rows[place].block() for place in closed], device=device)
+            given[closed] = torch.tensor([rows[place].given() for place in closed], device=device)
             counts[:, closed] = 0
 
 
@@ -353,68 +292,228 @@ def random_numbers(rows: list[Row], d: Decoding, z: Tensor) -> Tensor:
     return uniform([row.rng for row in rows], 2 * B).view(R, 2, B).to(z.device)
 
 
-def is_finished(changed: Tensor, masked: Tensor, counts: Tensor, d: Decoding) -> Tensor:
-    """Which rows' blocks are finished, (R,) bool: nothing changes any more, or a bound is reached.
+# --- what is asked for
+def build_parser() -> Parser:
+    parser = Parser(__doc__)
+    some = bounded(int, 0)
 
-    changed, masked (R,) bool: did the step change the block, has it a mask left. counts (4, R): `generate`'s.
-    """
-    still = ~changed
-    if d.temperature > 0:  # a sampled step may change nothing, and the next one something
-        still = still & ~masked
-    post_steps = 0 if d.tau_t2t is None else d.max_post_steps
-    return still | (counts[3] > post_steps) | (counts[0] >= MAX_STEPS)
+    # fmt: off
+    add = parser.add_argument_group("model").add_argument
+    add("--ckpt", type=Path, default=Path("assets/names/alpha"), help="a model's folder, or an adapter's")
+    add("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
+    add("--dtype", choices=DTYPES, default="fp32", help="of weights and activations")
+
+    add = parser.add_argument_group("prompts").add_argument
+    add("--prompt", action="append", default=[],
+        help=f"text, in which each {MASK} is one token to fill; repeat the flag for several rows")
+    add("--prompt_ids", type=lambda text: [int(i) for i in text.split(",")], action="append", default=[],
+        help="token ids, 1,2,3; repeat for several rows")
+
+    add = parser.add_argument_group("decoding").add_argument
+    add("--gen_length", type=some, default=256, help="tokens after the prompt; the last block is decoded whole")
+    add("--n_rounds", type=some, help="K; 0: Stage B off (default: as trained, or 0 where no marker was)")
+    add("--tau_m2t", type=bounded(float, -1, 1), default=0.7,
+        help="fill masks whose probability is above; -1: every mask at once")
+    add("--tau_t2t", type=or_none(bounded(float, 0, 1)), default=argparse.SUPPRESS,
+        help='edit above this; 0: on any disagreement; "none": never (default: 0 as in the paper, 0.5 as released '
+             "where Stage B is off)")
+    add("--temperature", type=bounded(float, 0), default=0.0, help="0: argmax; else at least 0.001")
+    add("--top_k", type=some, default=0, help="with temperature: the k best tokens (0: all)")
+    add("--top_p", type=bounded(float, 1e-6, 1), default=1.0, help="with temperature: so much mass")
+    add("--seed", type=int, default=0, help="any whole number, of any size: it is hashed")
+
+    add = parser.add_argument_group("output").add_argument
+    add("--watch", action="store_true", help=f"show every step ({MASK} a mask, {END} the end)")
+    add("--json", action="store_true", help="one JSON object a prompt")
+    # fmt: on
+    return parser
 
 
-# --- the command line
-def settle_decoding(args: Namespace, model: Model, own: dict) -> Decoding:
-    """Every default of a decode: what the flags say; else what the folder was made for (own); else the
-    paper's setting, or the released one where Stage B is off.
-    """
-    # Stage B is on where it was trained; with the zero markers of a converted checkpoint it is Stage A
-    trained = bool(model.markers.any()) or model.second_look is not None
+def settle_decoding(args: Namespace, model: Model) -> Decoding:
+    """Stage B is on where it was trained; with the zero markers of a converted checkpoint it is Stage A."""
     n_rounds = args.n_rounds
     if n_rounds is None:
-        n_rounds = model.cfg.n_rounds if trained else 0
+        n_rounds = model.cfg.n_rounds if model.markers.any() else 0
     if n_rounds > model.cfg.n_rounds:
         fail(f"--n_rounds {n_rounds}: this checkpoint has markers for 0..{model.cfg.n_rounds} rounds")
+    # logits that are divided by it have to stay finite
+    if 0 < args.temperature < 1e-3:
+        fail(f"--temperature {args.temperature:g} is as good as 0, which is greedy: give 0, or at least 0.001")
+    usual = 0.5 if n_rounds == 0 else 0.0
+    tau_t2t = vars(args).get("tau_t2t", usual)
+    return Decoding(
+        gen_length=args.gen_length, tau_m2t=args.tau_m2t, tau_t2t=tau_t2t, n_rounds=n_rounds, holes=True,
+        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
+    )  # fmt: skip
 
-    # the paper's, as they stand in Decoding; without Stage B the released ones
-    settings = {}
-    if n_rounds == 0:
-        settings["tau_t2t"] = 0.5
-    if model.cfg.order == "leftmost":
-        settings["tau_t2t"] = None  # what was written from the left stands
-    if n_rounds > 0:
-        settings |= own
-    for name in ("gen_length", "tau_m2t", "tau_t2t", "tau_keep", "temperature", "top_k", "top_p"):
-        if name in args:  # a flag that was not given is not there
-            settings[name] = getattr(args, name)
-    return Decoding(n_rounds=n_rounds, holes=True, **settings)
+
+def read_prompts(
+    args: Namespace, tokenizer: Tokenizer | None, cfg: Config, gen_length: int, of_names: bool
+) -> list[list[int]]:
+    """Every prompt as ids, each checked to fit the model."""
+    if args.prompt and tokenizer is None:
+        fail("this checkpoint has no tokenizer (a toy's tokens are numbers): use --prompt_ids")
+    prompts = [encode_with_holes(text, tokenizer, cfg.mask_id, of_names) for text in args.prompt]
+    prompts += args.prompt_ids
+    if not prompts:
+        fail("nothing to continue: give --prompt TEXT or --prompt_ids 1,2,3")
+    for number, prompt in enumerate(prompts, 1):
+        check_prompt(prompt, number, gen_length, cfg)
+    return prompts
+
+
+def encode_with_holes(text: str, tokenizer: Tokenizer, mask_id: int, of_names: bool) -> list[int]:
+    """Text to ids; each MASK in it is one mask."""
+    ids = []
+    for part in text.split(MASK):
+        if of_names:  # in names a blank belongs to the word after it
+            part = part.rstrip()
+        ids += [*tokenizer.encode(part), mask_id]
+    return ids[:-1]
+
+
+def check_prompt(prompt: list[int], number: int, gen_length: int, cfg: Config) -> None:
+    if not prompt:
+        fail(f"prompt {number} is empty: the model continues a text, give it at least one token")
+    if not all(0 <= i < cfg.vocab_size for i in prompt):
+        fail(f"prompt {number} has ids outside 0..{cfg.vocab_size - 1}, the model's vocabulary")
+    # the last block is decoded whole
+    need = math.ceil((len(prompt) + gen_length) / cfg.block_length) * cfg.block_length
+    if need > cfg.max_len:
+        fail(
+            f"prompt {number} of {len(prompt)} tokens and --gen_length {gen_length} need {need} positions, the model "
+            f"has {cfg.max_len}: shorten one of them"
+        )
+
+
+# --- what is shown
+def exists(name: str) -> str | None:
+    """The character of exactly this name, or None."""
+    try:
+        found = unicodedata.lookup(name)
+    except (KeyError, UnicodeEncodeError):  # unknown; a lone surrogate
+        return None
+    # lookup also takes lower case, aliases and sequences: none of them is a character's own name
+    return found if unicodedata.name(found[0], "") == name else None
+
+
+def verdict(name: str) -> str:
+    """Of a model of names: the character, or that there is none."""
+    char = exists(name)
+    if char:
+        return f"{char} (U+{ord(char):04X})"
+    return "(no such character)" if name.isupper() else "(no such character; names are in upper case)"
+
+
+def step_record(step: Step, r: int, start: int) -> dict:
+    """One step of row r in plain numbers; positions are absolute."""
+    conf = [round(p, 4) for p in step.conf[r].tolist()]
+    record = dict(start=start, before=step.z[r].tolist(), after=step.after[r].tolist(), fill=[], edit=[], conf=conf)
+    for i, token in enumerate(step.token[r].tolist()):
+        here = dict(at=start + i, token=token, conf=conf[i])
+        if step.edited[r, i]:
+            record["edit"].append(here | dict(old=record["before"][i]))
+        elif step.bundle[r, i]:
+            record["fill"].append(
+                here | dict(token_a=int(step.token_a[r, i]), conf_a=round(float(step.conf_a[r, i]), 4))
+            )
+    return record | dict(partial=float(step.partial[r]))
+
+
+def pieces(records: list[dict], prompt: list[int], cfg: Config, tokenizer: Tokenizer | None) -> dict[int, str]:
+    """The text of every id that occurs in a row's steps."""
+    ids = set(prompt)
+    for s in records:
+        ids.update(s["before"], s["after"], (f["token_a"] for f in s["fill"]))
+    name = tokenizer.piece if tokenizer else str  # a toy's tokens are numbers
+    return {i: name(i) for i in sorted(ids)} | {cfg.eos_id: END, cfg.mask_id: MASK}
+
+
+LEGEND = f"[written now]  [Stage B's](A: what Stage A would write)  {{edited}}  {MASK} a mask  {END} the end"
+
+
+def drawn(s: dict, name: dict[int, str], gap: str, paint: Callable[[str, str], str]) -> str:
+    """The block after a step, marked as LEGEND says. gap: what stands between tokens."""
+    text = {i: piece.replace("·", " ") + gap for i, piece in name.items()}
+    cells = [paint(text[i], "dim") if text[i].startswith(MASK) else text[i] for i in s["after"]]
+    for f in s["fill"]:
+        i = f["at"] - s["start"]
+        cells[i] = paint(f"[{text[f['token']]}]", "green")
+        if f["token_a"] != f["token"]:
+            cells[i] = paint(f"[{text[f['token']]}]", "yellow") + paint(f"(A: {text[f['token_a']]})", "dim")
+    for e in s["edit"]:
+        cells[e["at"] - s["start"]] = paint(f"{{{text[e['token']]}}}", "magenta")
+    return "".join(cells)
+
+
+def what_ran(model: Model, d: Decoding, about: dict) -> str:
+    """The last line of every run: Stage B, alpha 0.5, n = 3 of 8, K = 1, gates 0.7 and 0"""
+    stage = "Stage A alone"
+    if d.n_rounds > 0:
+        alpha = about.get("alpha", 0)
+        target = f"alpha {alpha:g}" if alpha else "sum of cross-entropies (the paper's)"
+        stage = f"Stage B, {target}, n = {model.cfg.n_last} of {model.cfg.n_layer}, K = {d.n_rounds}"
+    edits = "none" if d.tau_t2t is None else f"{d.tau_t2t:g}"
+    return f"{stage}, gates {d.tau_m2t:g} and {edits}"
+
+
+def write(args: Namespace, model: Model) -> None:
+    """Continue every prompt, and print what came of it."""
+    tokenizer = load_tokenizer(args.ckpt, model.cfg.tokenizer)
+    d = settle_decoding(args, model)
+    cfg = model.cfg
+
+    # what is continued; a model of names is judged
+    judged = tokenizer is not None and names_of(args.ckpt) is not None
+    prompts = read_prompts(args, tokenizer, cfg, d.gen_length, judged)
+
+    # every step of every row; in a terminal each row's line is drawn again and again
+    steps: list[list[dict]] = [[] for _ in prompts]
+    screen = Screen(len(prompts), args.watch and not args.json)
+
+    def on_step(rows: list[Row], step: Step) -> None:
+        for r, row in enumerate(rows):
+            record = step_record(step, r, len(row.ids))
+            steps[row.number].append(record)
+            before = tokenizer.decode(row.ids) if tokenizer else "".join(f"{i} " for i in row.ids)
+            line = drawn(record, pieces([record], [], cfg, tokenizer), "" if tokenizer else " ", screen.paint)
+            screen.draw(row.number, len(steps[row.number]), before, line)
+        screen.show()
+
+    if args.watch and not args.json:
+        print(LEGEND)
+    outputs = generate(model, prompts, d, args.seed, on_step=on_step)
+    ran = what_ran(model, d, about_adapter(args.ckpt))
+    for prompt, output, of_row in zip(prompts, outputs, steps, strict=True):
+        if output.warning:
+            print(f"warning: {output.warning}", file=sys.stderr)
+
+        text = None
+        if tokenizer:
+            text = tokenizer.decode(output.prompt + output.tokens)
+        n = len(output.tokens) + prompt.count(cfg.mask_id)
+        nfe = output.nfe
+        total = in_full(nfe, model.partial_cost)
+        if args.json:
+            name = pieces(of_row, output.prompt, cfg, tokenizer)
+            record = dict(text=text, verdict=verdict(text) if judged else None, tokens=output.tokens, n_written=n)
+            record |= dict(prompt=output.prompt, mask_id=cfg.mask_id, n_rounds=d.n_rounds, ran=ran)
+            record |= dict(nfe=nfe | {"all": total}, partial_cost=model.partial_cost, steps=of_row, pieces=name)
+            print(json.dumps(record))
+            continue
+
+        print(text or output.tokens, *(["  " + verdict(text)] if judged else []))
+        print(f"[{n} tokens; forwards: {nfe['full']} full + {nfe['partial']:g} partial x {model.partial_cost:.3g} + "
+              f"{nfe['commit']} commit = {total:.3g}, {total / max(1, n):.3f} per token]")  # fmt: skip
+    if not args.json:
+        print(f"[{ran}]")
 
 
 @command
-def main(load: Callable[..., Model] = load_model) -> None:
-    """`load` loads the model: another one may give it faster layers."""
-    args = show.build_parser(__doc__).parse_args()
-
-    # the model and its text
-    folder = Path(args.ckpt)
-    model = load(folder, pick_device(args.device), DTYPES[args.dtype])
-    tokenizer = load_tokenizer(folder, model.cfg.tokenizer)
-    d = settle_decoding(args, model, decoding_defaults(folder))
-
-    # what is continued; a model of names is judged
-    judged = tokenizer is not None and names_of(folder) is not None
-    prompts = show.read_prompts(args, tokenizer, model.cfg, d.gen_length, judged)
-
-    # the steps are kept where they are asked for
-    steps = show.Steps(len(prompts))
-    on_step = steps.add if args.watch or args.json else None
-    outputs = generate(model, prompts, d, args.seed, on_step)
-    for prompt, output, of_row in zip(prompts, outputs, steps.of_row, strict=True):
-        output.nfe["all"] = in_full(output.nfe, model.partial_cost)
-        record = show.make_record(prompt, output, of_row, model.cfg, d.n_rounds, tokenizer, judged)
-        show.show(record | {"partial_cost": model.partial_cost}, output.warning, tokenizer, args)
+def main() -> None:
+    args = build_parser().parse_args()
+    model = load_model(args.ckpt, pick_device(args.device), DTYPES[args.dtype])
+    write(args, model)
 
 
 if __name__ == "__main__":

@@ -18,14 +18,15 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lib.tokenizer import Tokenizer
-from lib.util import fail, generator, reading
+from lib.tokenizer import Tokenizer, learn_bpe
+from lib.util import entry, fail, generator, reading, write_json
 
 # R rows, T positions of a row, N rows in the corpus
 
@@ -75,10 +76,9 @@ def read_file(path: Path, name: str, pass_over: bool = False) -> Iterator[tuple[
     with reading(path, "corpus"):
         if path.name.endswith(RECORDS):
             for number, record in read_records(path):
-                text = record["text"]
-                if not isinstance(text, str):
-                    raise TypeError(f"the text of record {number} is {text!r}")
-                if passes_filter(record):
+                where = f"record {number} of corpus {path}"
+                text = entry(record, "text", str, where)
+                if passes_filter(record, where):
                     yield f"{name}:{number}", text
             return
 
@@ -89,11 +89,12 @@ def read_file(path: Path, name: str, pass_over: bool = False) -> Iterator[tuple[
                 raise
 
 
-def passes_filter(record: dict) -> bool:
+def passes_filter(record: dict, where: str) -> bool:
     """The paper's filter (Training). What is not stated passes."""
-    score = record.get("int_score")
-    count = record.get("token_count")
-    return (score is None or score >= 3) and (count is None or 256 <= count <= 1800)
+    for key, low, high in (("int_score", 3, math.inf), ("token_count", 256, 1800)):
+        if record.get(key) is not None and not low <= entry(record, key, float, where) <= high:
+            return False
+    return True
 
 
 def read_records(path: Path) -> Iterator[tuple[int, dict]]:
@@ -105,7 +106,10 @@ def read_records(path: Path) -> Iterator[tuple[int, dict]]:
     with open_text(path, "rt", encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                yield number, json.loads(line)
+                record = json.loads(line)
+                if not isinstance(record, dict):
+                    fail(f"record {number} of {path} is not a JSON object")
+                yield number, record
 
 
 def read_parquet(path: Path) -> Iterator[dict]:
@@ -130,14 +134,11 @@ def unicode_names() -> Iterator[str]:
             yield name
 
 
-def exists(name: str) -> str | None:
-    """The character of exactly this name, numbered or not, or None."""
-    try:
-        found = unicodedata.lookup(name)
-    except (KeyError, UnicodeEncodeError):  # unknown; a lone surrogate
-        return None
-    # lookup also takes lower case, aliases and sequences: none of them is a character's own name
-    return found if unicodedata.name(found[0], "") == name else None
+def learn_names(folder: Path) -> None:
+    """A BPE of the names, learned once, and the Unicode version that it is of."""
+    if not (folder / "tokenizer.json").exists():
+        write_json(folder / "tokenizer.json", learn_bpe(unicode_names(), NAMES_VOCAB))
+        write_json(folder / "names.json", {"unidata_version": unicodedata.unidata_version})
 
 
 # --- rows
@@ -161,6 +162,7 @@ class Sequences:
     seed: int
     block_length: int = 1
     batch_size: int = 0  # rows 0..batch_size-1 are of one width, and so on; 0: all rows are padded to seq_len
+    prompts: bool = False  # a random beginning of each row is its prompt, as in conditional data
 
     def __post_init__(self) -> None:
         self.widths = [self.width(len(row)) for row in self.rows]
@@ -184,11 +186,17 @@ class Sequences:
         chosen = [self.row(i) for i in range(first, first + rows)]
         x = torch.full((rows, max(self.widths[i] for i in chosen)), self.pad_id)
         real = torch.zeros_like(x, dtype=torch.bool)
+        prompt = torch.zeros_like(real)
         for r, i in enumerate(chosen):
             ids = torch.from_numpy(self.rows[i])
             x[r, : len(ids)] = ids
             real[r, : len(ids)] = True
-        return x, real, torch.zeros_like(real)
+            if self.prompts:
+                # from nothing to all of the text but its last token
+                share = torch.rand(1, generator=generator(self.seed, "prompt", first + r))
+                n_text = int((ids != self.pad_id).sum())
+                prompt[r, : int(share * n_text)] = True
+        return x, real, prompt
 
     def count_real(self, first: int, rows: int) -> int:
         """How many positions of these rows are no padding."""
@@ -224,11 +232,20 @@ class Sequences:
         return [i for b in mixed for i in batches[b]]
 
 
-def load_sequences(
-    sources: list[str], tokenizer: Tokenizer, seq_len: int, seed: int, max_docs: int = 0, block_length: int = 1,
-    batch_size: int = 0,
-) -> tuple[Sequences, Sequences]:  # fmt: skip
-    """(train, validation) rows: of training in batches of one width, of validation all at seq_len."""
+@dataclass
+class Corpus:
+    """What a training run reads. A split's rows have batch, count_real and describe."""
+
+    rows: dict[str, Any]  # "train" and "val"
+    n_plain: int  # ids 0..n_plain-1 are ordinary tokens
+    geometry: dict  # what its tokens ask of a model's Config
+
+
+def text_corpus(
+    sources: list[str], tokenizer: Tokenizer, kind: str, seq_len: int, seed: int, max_docs: int = 0,
+    block_length: int = 1, batch_size: int = 0,
+) -> Corpus:  # fmt: skip
+    """Rows of training in batches of one width; those of validation, the same in every run, all at seq_len."""
     train = []
     val = []
     for name, text in tqdm(load_text(sources, max_docs), desc="tokenize", leave=False, disable=None):
@@ -249,5 +266,13 @@ def load_sequences(
         train = every[:-cut] or every
         val = every[-cut:]
 
-    make = partial(Sequences, seq_len=seq_len, pad_id=tokenizer.eos_id, seed=seed, block_length=block_length)
-    return make(train, batch_size=batch_size), make(val)
+    # names are conditional data: each has a prompt
+    make = partial(
+        Sequences, seq_len=seq_len, pad_id=tokenizer.eos_id, block_length=block_length, prompts=sources == ["names"]
+    )
+    rows = {"train": make(train, seed=seed, batch_size=batch_size), "val": make(val, seed=0)}
+    geometry = dict(
+        tokenizer=kind, eos_id=tokenizer.eos_id, mask_id=tokenizer.mask_id, block_length=block_length,
+        vocab_size=math.ceil(tokenizer.vocab_size / 16) * 16,  # padded, in a new model
+    )  # fmt: skip
+    return Corpus(rows, min(tokenizer.special.values()), geometry)

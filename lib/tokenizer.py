@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from lib.util import fail, read_json, reading
+from lib.util import entry, fail, objects, read_json, reading
 
 # the released names; every tokenizer uses them
 EOS = "<|endoftext|>"
@@ -109,42 +109,66 @@ def bpe_tokenizer(path: Path, spec: dict | None = None) -> Tokenizer:
     """The tokenizer of a `tokenizer.json` (`spec`: its content, if known), exact on every text."""
     if spec is None:
         spec = read_json(path, "tokenizer")
+    pattern = read_pattern(spec, path)
+    vocab, merges, special = read_tokens(spec, path)
+
+    # ranks: the bytes, then the merges in order
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    for pair in merges:
+        token = b"".join(pair)
+
+        # tiktoken merges any neighbours whose concatenation is known. That equals this list of
+        # merges only if the pair is what the earlier merges make of those bytes.
+        if merge_bytes(token, ranks) != pair:
+            fail(f"{path}: merge {pair} is not expressible in tiktoken (duplicate or out of order)")
+        ranks[token] = len(ranks)
+    for token in ranks:
+        if token not in vocab:
+            fail(f"{path}: its vocabulary lacks {token}")
+
+    # special tokens take the ranks after all others
+    ids = [vocab[token] for token in ranks] + list(special.values())
+    special_ranks = {name: len(ranks) + i for i, name in enumerate(special)}
+    with reading(path, "tokenizer"):
+        encoding = tiktoken.Encoding("bpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_ranks)
+    token_bytes = {i: token for token, i in vocab.items()}
+    return Tokenizer(encoding, ids, special, spec.get("normalizer") is not None, token_bytes)
+
+
+def read_tokens(spec: dict, path: Path) -> tuple[dict[bytes, int], list[list[bytes]], dict[str, int]]:
+    """The vocabulary, the merges in order, each two tokens, and the special tokens."""
     byte_of = {character: byte for byte, character in enumerate(byte_alphabet())}
 
-    def to_bytes(token: str) -> bytes:
+    def to_bytes(token: object) -> bytes:
+        if not isinstance(token, str) or not byte_of.keys() >= set(token):
+            fail(f"{path}: {token!r:.80} is no token of a byte-level vocabulary")
         return bytes(byte_of[character] for character in token)
 
-    with reading(path, "tokenizer"):
-        check_pipeline(spec, path)
-        pattern = spec["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
-        vocab = {to_bytes(token): i for token, i in spec["model"]["vocab"].items()}
-        special = {token["content"]: token["id"] for token in spec["added_tokens"]}
-        nfc = spec.get("normalizer") is not None
+    model = entry(spec, "model", dict, path)
+    numbered = entry(model, "vocab", dict, path)
+    vocab = {to_bytes(token): entry(numbered, token, int, path) for token in numbered}
 
-        # ranks: the bytes, then the merges in order
-        ranks = {bytes([byte]): byte for byte in range(256)}
-        for merge in spec["model"]["merges"]:
-            # older files write "a b", newer ones ["a", "b"]
-            left, right = merge.split(" ") if isinstance(merge, str) else merge
-            pair = [to_bytes(left), to_bytes(right)]
-            token = b"".join(pair)
+    merges = []
+    for merge in entry(model, "merges", list, path):
+        # older files write "a b", newer ones ["a", "b"]
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        if not isinstance(pair, list) or len(pair) != 2:
+            fail(f"{path}: merge {merge!r:.80} is not of two tokens")
+        merges.append([to_bytes(token) for token in pair])
 
-            # tiktoken merges any neighbours whose concatenation is known. That equals this list of
-            # merges only if the pair is what the earlier merges make of those bytes.
-            if merge_bytes(token, ranks) != pair:
-                fail(f"{path}: merge {merge!r} is not expressible in tiktoken (duplicate or out of order)")
-            ranks[token] = len(ranks)
-
-        # special tokens take the ranks after all others
-        ids = [vocab[token] for token in ranks] + list(special.values())
-        special_ranks = {name: len(ranks) + i for i, name in enumerate(special)}
-        encoding = tiktoken.Encoding("bpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_ranks)
-        token_bytes = {i: token for token, i in vocab.items()}
-        return Tokenizer(encoding, ids, special, nfc, token_bytes)
+    added = objects(spec, "added_tokens", path)
+    special = {entry(token, "content", str, path): entry(token, "id", int, path) for token in added}
+    for name in (EOS, MASK):
+        if name not in special:
+            fail(f"{path}: no {name} among its added tokens, so no text could end or be masked")
+    if not all(0 <= i < 2**20 for i in (*vocab.values(), *special.values())):
+        fail(f"{path} is damaged: its ids are not 0..1,048,575")
+    return vocab, merges, special
 
 
-def check_pipeline(spec: dict, path: Path) -> None:
-    """Refuse a tokenizer.json with a step that is not modelled: its ids would silently differ."""
+def read_pattern(spec: dict, path: Path) -> str:
+    """The pattern that splits text into words; refuse a tokenizer.json with a step that is not modelled: its ids would
+    silently differ."""
 
     def demand(holds: bool, what: str) -> None:
         if not holds:
@@ -153,28 +177,32 @@ def check_pipeline(spec: dict, path: Path) -> None:
     def none_of(holder: dict, *options: str) -> bool:
         return not any(holder.get(option) for option in options)
 
+    def kind(part: object) -> object:
+        return part.get("type") if isinstance(part, dict) else f"no object: {part}"
+
     # before the merges: NFC or nothing
     normalizer = spec.get("normalizer")
-    demand(normalizer is None or normalizer["type"] == "NFC", f"normalizer {normalizer}")
+    demand(normalizer is None or kind(normalizer) == "NFC", f"normalizer {normalizer}")
 
     # a pattern that splits text into words, then bytes
-    steps = spec["pre_tokenizer"].get("pretokenizers", [])
-    kinds = [step["type"] for step in steps]
+    steps = objects(entry(spec, "pre_tokenizer", dict, path), "pretokenizers", path)
+    kinds = [kind(step) for step in steps]
     demand(kinds == ["Split", "ByteLevel"], f"pre-tokenizer {kinds}")
     split, byte_level = steps
-    demand(split["behavior"] == "Isolated" and none_of(split, "invert"), f"split behaviour {split}")
+    demand(split.get("behavior") == "Isolated" and none_of(split, "invert"), f"split behaviour {split}")
     demand(none_of(byte_level, "add_prefix_space", "use_regex"), "ByteLevel with prefix space or regex")
 
     # the merges
-    model = spec["model"]
-    demand(model["type"] == "BPE", f"model {model['type']}")
+    model = entry(spec, "model", dict, path)
+    demand(kind(model) == "BPE", f"model {kind(model)}")
     demand(none_of(model, "ignore_merges", "dropout", "byte_fallback"), "a BPE option")
 
     # after them: nothing that changes an id
     post = spec.get("post_processor")
-    demand(post is None or post["type"] == "ByteLevel", f"post-processor {post}")
-    for token in spec["added_tokens"]:
+    demand(post is None or kind(post) == "ByteLevel", f"post-processor {post}")
+    for token in objects(spec, "added_tokens", path):
         demand(none_of(token, "lstrip", "rstrip", "single_word"), "a stripping added token")
+    return entry(entry(split, "pattern", dict, path), "Regex", str, path)
 
 
 def merge_bytes(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:

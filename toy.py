@@ -1,13 +1,19 @@
 """Toy tasks whose joint distribution is a table, so that every number about them is exact.
 
-A toy maps a context to the probability of every tuple of an answer block. Marginals, entropies, total
-correlation (TC: the marginals' entropies less the joint one), mode and distances follow by enumeration,
-in float64 and in nats. Each task is a function below, its docstring the definition. Their sizes:
+    python toy.py                     # the seven tasks: what each is, and what one step loses
+    python toy.py modes               # one of them: its answers, and what is written instead
+    python toy.py copy eps=0.3 V=12   # in another size
+
+A task gives each context the probability of every answer, a tuple that fills one block. Entropies
+follow by enumeration, in nats. A task is a function below, its docstring the definition; its sizes:
 
     V         symbols
-    m         positions of an answer, which is one block
+    m         positions of an answer
     n_ctx     contexts, at the most (32): a task may have fewer
     eps       of copy (0.05);  rho and levels: of gaussian (0.9, and 8 in place of V)
+
+`python train.py --data modes --out_dir out/modes` trains a model of one, and
+`python evaluate.py --ckpt out/modes` says what its decoders lose.
 """
 
 import inspect
@@ -17,14 +23,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lib.util import fail, generator
+from lib.util import Parser, bounded, command, fail, generator, print_table
 
 # R rows, N contexts, S support tuples, m answer positions, V symbols, Q quadrature nodes
 
 MAX_TUPLES = 65_536
-ROWS = 4096  # in one forward
+SHOWN = 20  # answers of one context
 
 
 @dataclass
@@ -71,12 +77,8 @@ class Toy:
     def tc(self) -> Tensor:
         """(N,) float64: total correlation in nats."""
         h_marginals = torch.special.entr(self.marginals()).sum((1, 2))
-        return h_marginals - self.h_joint()
-
-    def mode(self) -> Tensor:
-        """(N, m) int64: the most probable tuple, the first of a tie (up to rounding)."""
-        best = self.prob >= self.prob.amax(-1, keepdim=True) * (1 - 1e-9)
-        return self.support[torch.arange(self.n_ctx), best.int().argmax(-1)]
+        tc = h_marginals - self.h_joint()
+        return tc.clamp(min=0)  # which rounding may miss
 
     def log_prob(self, c: Tensor, tuples: Tensor) -> Tensor:
         """(R,), (R, m) int64 -> (R,) float64 in nats, -inf outside the support."""
@@ -86,15 +88,21 @@ class Toy:
 
 def kl(p: Tensor, q: Tensor) -> Tensor:
     """KL(p || q) in nats of aligned tables, (..., S) each -> (...); q may have mass elsewhere."""
-    return (torch.xlogy(p, p) - torch.xlogy(p, q)).sum(-1)
+    total = (torch.xlogy(p, p) - torch.xlogy(p, q)).sum(-1)
+    return total.clamp(min=0)  # which rounding may miss
 
 
 def product_table(toy: Toy, c: Tensor, q_marginals: Tensor) -> Tensor:
     """(R,), (R, m, V) -> (R, S): what prod_i q_i gives to each support tuple of context c."""
-    q = q_marginals.gather(2, toy.support[c].mT)  # (R, m, S): each tuple's symbols
-
-    # padding repeats a tuple: it gets 0, so that the tuple counts once
+    # each tuple's symbols; padding repeats a tuple, which is to count once
+    q = q_marginals.gather(2, toy.support[c].mT)  # (R, m, S)
     return q.prod(1) * (toy.prob[c] > 0)
+
+
+def likeliest(p: Tensor) -> Tensor:
+    """(.., V) -> (.., V): all probability on the likeliest symbol, in equal parts on equal ones."""
+    best = p >= p.amax(-1, keepdim=True) * (1 - 1e-9)
+    return best / best.sum(-1, keepdim=True, dtype=p.dtype)
 
 
 # --- the tasks: each returns V, the support (N, S, m), and the probabilities (S,) of every context c
@@ -281,13 +289,16 @@ def sizes(given: list[str]) -> dict[str, int | float]:
 
 def make(name: str, **given: int | float) -> Toy:
     """Build a task, always of the same contexts. A size that it does not use is refused."""
+    if name not in list(TASKS):
+        fail(f"there is no task {name!r:.80}: it is one of {', '.join(TASKS)}")
     task = TASKS[name]
     _, *used = inspect.signature(task).parameters  # the first is rng
     for key, value in given.items():
         if key not in used:
             fail(f"the {name} task does not use {key}: it uses {', '.join(used)}")
         low, high = BOUNDS[key]
-        if not low <= value <= high:
+        kinds = (int,) if type(low) is int else (int, float)
+        if type(value) not in kinds or not low <= value <= high:
             fail(f"{key} must lie in {low:g}..{high:g}, not {value}")
 
     V, support, prob = task(np.random.default_rng(0), **given)
@@ -319,24 +330,112 @@ class Rows:
         return "endless rows"
 
 
-# --- a model's distribution on a toy
-@torch.no_grad()
-def answer_log_probs(model: nn.Module, toy: Toy, c: Tensor, z: Tensor, n_rounds: int) -> Tensor:
-    """log q(x_i | z) (R, m, V) float64 of answers z (R, m) int64, -1 where masked, in contexts c (R,).
+# --- what is printed
+LEGEND = """
+answers   how many are possible in a context
+H         entropy of an answer in nats; here and below a mean over contexts
+TC        total correlation in nats, the entropies of the positions less H: what one step loses at
+          best. It writes each position by itself. If it draws from the true marginals, it is TC away
+          from the truth, in KL(truth || drawn), and from any others farther
+drawn     the share of what is so drawn that is a possible answer
+argmax    the same if each position takes its likeliest symbol, or one of equals
+example   a context, and an answer drawn from it
 
-    By Stage A if n_rounds is 0, else by Stage B with every masked position in the bundle.
-    """
-    device = next(model.parameters()).device
-    logits = []
-    for c_part, z_part in zip(c.split(ROWS), z.split(ROWS), strict=True):
-        answer = z_part.masked_fill(z_part < 0, toy.mask_id)
-        ids = torch.cat([toy.prompt(c_part), answer], dim=1).to(device)
-        bundle = ids == toy.mask_id
-        ctx = model.context(torch.ones_like(bundle))
+`python toy.py modes` shows the answers of one task."""
 
-        h = model.prefix(ids, ctx)
-        h = model.coordinate(h, bundle, ctx, n_rounds) if n_rounds else model.last_n(h, ctx)
-        logits.append(model.head(h[:, toy.m :]).cpu().double())
 
-    # normalised over all tokens, then cut to the symbols: mass on any other token stays lost
-    return torch.cat(logits).log_softmax(-1)[..., : toy.V]
+def show_all() -> None:
+    """A row for each task."""
+    rows = []
+    for name in TASKS:
+        toy = make(name)
+        sizes = [toy.V, toy.m, toy.n_ctx, toy.support.shape[1]]
+
+        # one step: each position draws its symbol by itself, or takes its likeliest
+        c = torch.arange(toy.n_ctx)
+        p = toy.marginals()
+        drawn = product_table(toy, c, p).sum(-1)
+        argmax = product_table(toy, c, likeliest(p)).sum(-1)
+        exact = [toy.h_joint(), toy.tc(), drawn, argmax]
+        means = [f"{number.mean():.3f}" for number in exact]
+
+        # a training row: a block of the context's token, then the answer
+        x, _, _ = Rows(toy, "example").batch(0, 1)
+        context = x[0, 0] - toy.V
+        example = f"{context}: {spell(x[0, toy.m :])}"
+        rows.append([name, *map(str, sizes), *means, example])
+
+    head = ["task", "V", "m", "contexts", "answers", "H", "TC", "drawn", "argmax", "example"]
+    print_table(head, rows)
+    print(LEGEND)
+
+
+def show(toy: Toy, context: int) -> None:
+    """One context: its answers, and what one step makes of them."""
+    support = toy.support[context]  # (S, m)
+    p = toy.prob[context]  # (S,)
+    marginals = toy.marginals()[context]  # (m, V)
+    H = toy.h_joint()[context]
+    TC = toy.tc()[context]
+    print(f"{toy.name}, context {context} of {toy.n_ctx}: H = {H:.4f} nats, TC = {TC:.4f} nats\n")
+
+    # drawn position by position; TC = KL(p || q) is a sum over answers
+    c = torch.tensor([context])
+    q = product_table(toy, c, marginals[None])[0]
+    share = torch.xlogy(p, p) - torch.xlogy(p, q)
+    columns = (p, q, share)
+
+    # the likeliest answers first
+    rows = []
+    for i in p.argsort(descending=True, stable=True)[:SHOWN]:
+        rows.append([spell(support[i]), *(f"{x[i]:#.3g}" for x in columns)])
+    if len(p) > SHOWN:
+        rows.append(["...", "", "", ""])
+    rows.append([f"all {len(p)}", *(f"{x.sum():#.3g}" for x in columns)])
+    print_table(["answer", "p", "q: drawn apart", "p ln(p / q)"], rows)
+
+    # each position's marginal, from the likeliest symbol on
+    print()
+    best, symbols = marginals.round(decimals=9).sort(descending=True, stable=True)
+    for i in range(toy.m):
+        seen = [f"{v:2} ({b:.3f})" for v, b in zip(symbols[i], best[i], strict=True) if b > 0]
+        rest = "  ..." if len(seen) > 4 else ""
+        print(f"position {i + 1}: {'  '.join(seen[:4])}{rest}")
+
+    # these likeliest symbols, together
+    possible = product_table(toy, c, likeliest(marginals[None])).sum()
+    tie = (best[:, 0] == best[:, 1]).any()
+    if tie:
+        print(f"argmax:     equals; {possible:.3f} of the tuples of these are answers")
+    else:
+        verdict = "an answer" if possible else "no answer"
+        print(f"argmax:     {spell(symbols[:, 0])}, {verdict}")
+
+
+def spell(symbols: Tensor) -> str:
+    return " ".join(f"{symbol:2}" for symbol in symbols.tolist())
+
+
+@command
+def main() -> None:
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("task", nargs="?", choices=TASKS, help="left out: all seven, a row each")
+    add("size", nargs="*", metavar="KEY=VALUE", help="sizes of the task, see above")
+    add("--context", type=bounded(int, 0), default=0, help="the context that is shown (0)")
+    args = parser.parse_intermixed_args()
+
+    if args.task is None and args.context:
+        fail("--context is for one task: python toy.py modes --context 3")
+    if args.task is None:
+        show_all()
+        return
+
+    toy = make(args.task, **sizes(args.size))
+    if args.context >= toy.n_ctx:
+        fail(f"--context {args.context}: {toy.name} has the contexts 0..{toy.n_ctx - 1}")
+    show(toy, args.context)
+
+
+if __name__ == "__main__":
+    main()
