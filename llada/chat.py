@@ -1,6 +1,6 @@
 """The released chat template around a text: what a converted checkpoint is asked.
 
-python sample.py --ckpt weights/llada2.1-mini --dtype bf16 --prompt "$(python -m released.chat 'Write a quicksort.')"
+python sample.py --ckpt weights/llada2.1-mini --dtype bf16 --prompt "$(python -m llada.chat 'Write a quicksort.')"
 """
 
 import sys

@@ -8,33 +8,30 @@ decoding, questions, prompts, precision. tables.py makes the paper's tables of r
 Model-written code never runs in this process: HumanEval+ and MBPP+ leave samples in EvalPlus's format beside the run
 file, and the command that scores them is printed.
 
-    python -m released.run --task gsm8k --task_file test.jsonl --ckpt weights/llada2.1-mini --out runs/gsm8k_base.jsonl
-    python -m released.run --task gsm8k --task_file test.jsonl --ckpt out/cocommit --out runs/gsm8k_cocommit.jsonl
-    python -m released.run --task gsm8k --task_file test.jsonl --ckpt out/cocommit --out runs/gsm8k_gated.jsonl \\
+    python -m llada.run --task gsm8k --task_file test.jsonl --ckpt weights/llada2.1-mini --out runs/gsm8k_base.jsonl
+    python -m llada.run --task gsm8k --task_file test.jsonl --ckpt out/cocommit --out runs/gsm8k_cocommit.jsonl
+    python -m llada.run --task gsm8k --task_file test.jsonl --ckpt out/cocommit --out runs/gsm8k_gated.jsonl \\
         --row "Stage B, gated edits"      # of Table 2
 """
 
-import hashlib
 import json
 import time
 from argparse import Namespace
-from dataclasses import asdict, fields, replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from tqdm import tqdm
 
-from checkpoint import base_of, decoding_defaults, fingerprint, load_model, load_tokenizer
-from evaluate import print_table
-from lib.config import DTYPES
-from lib.show import check_prompt
+from checkpoint import DTYPES, base_of, fingerprint, load_model, load_tokenizer
 from lib.tokenizer import Tokenizer
-from lib.util import Parser, bounded, command, fail, pick_device, reading, replace_file
+from lib.util import Parser, bounded, command, fail, pick_device, print_table, read_json, reading, replace_file
+from llada.ablation import BASE, COCOMMIT, MECHANISM, decoder_of
+from llada.benchmarks import TASKS, Item, read_jsonl
+from llada.chat import chat
+from llada.tables import HEAD, Run, differences, digest, evalplus_folder, measured, read_run
 from model import Model
-from released.ablation import BASE, COCOMMIT, MECHANISM, decoding_of
-from released.benchmarks import TASKS, Item, read_jsonl
-from released.chat import chat
-from released.tables import HEAD, Run, differences, digest, evalplus_folder, measured, read_run
-from sample import Decoding, generate
+from sample import Decoding, Step, check_prompt, generate
 
 
 # fmt: off
@@ -50,7 +47,7 @@ def build_parser() -> Parser:
     add = parser.add_argument_group("who answers, and where that goes").add_argument
     add("--ckpt", type=Path, required=True, help="a model's folder, or an adapter's")
     add("--row", choices=MECHANISM, metavar="NAME",
-        help=f"decode as this row of Table 2 ({BASE!r}; of an adapter {COCOMMIT!r}; of a head as it was made for)")
+        help=f"decode as this row of Table 2 ({BASE!r}; of an adapter {COCOMMIT!r})")
     add("--gen_length", type=bounded(int, 1), default=16384, help="tokens of an answer")
     add("--out", type=Path, required=True, help="run file, .jsonl; the same command goes on where it stopped")
     add("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
@@ -83,36 +80,31 @@ def encode(item: Item, tokenizer: Tokenizer) -> list[int]:
     return tokenizer.encode(text)
 
 
-def decoder(args: Namespace, model: Model) -> tuple[str | None, Decoding]:
-    """(the row of Table 2, its settings); a head has settings of its own and is in no table."""
-    if model.second_look is not None and args.row is None:
-        return None, Decoding(gen_length=args.gen_length, **decoding_defaults(args.ckpt))
-
-    trained = "adapter" if model.markers.any() else "base"
-    row = args.row or {"adapter": COCOMMIT, "base": BASE}[trained]
+def row_of(args: Namespace, model: Model) -> str:
+    """The row of Table 2 that is asked for, of these weights."""
+    given = "adapter" if model.markers.any() else "base"
+    row = args.row or {"adapter": COCOMMIT, "base": BASE}[given]
     weights, *_ = MECHANISM[row]
-    if weights != trained:
-        fail(f"--row {row!r} is about the {weights}, and {args.ckpt} is the {trained}")
-    return row, replace(decoding_of(row, model.cfg.n_rounds), gen_length=args.gen_length)
+    if weights != given:
+        fail(f"--row {row!r} is about the {weights}, and {args.ckpt} is the {given}")
+    return row
 
 
 # --- run files
-def identity(args: Namespace, items: list[Item], model: Model, row: str | None, d: Decoding) -> dict:
+def identity(args: Namespace, items: list[Item], model: Model, row: str, d: Decoding) -> dict:
     """Everything that changes an output, as JSON; where files lie, and how the work is cut up, does not."""
-    decoding = {f.name: getattr(d, f.name) for f in fields(d) if f.name not in ("select", "look")}
-    adapter = None
-    if base_of(args.ckpt) != args.ckpt:
-        adapter = hashlib.sha256((args.ckpt / "adapter.safetensors").read_bytes()).hexdigest()[:16]
+    base = base_of(args.ckpt)
     about = {
         "task": args.task,
         "row": row,
         "questions": digest([[item.id, item.prompt, item.gold] for item in items]),
-        "weights": fingerprint(base_of(args.ckpt)),
-        "adapter": adapter,
+        "weights": fingerprint(base),
+        "int8": read_json(base / "config.json", "checkpoint config").get("int8", False),
+        "adapter": fingerprint(args.ckpt) if args.ckpt != base else None,
         "partial_cost": model.partial_cost,
         "dtype": args.dtype,
     }
-    return about | asdict(model.cfg) | decoding  # n_rounds is the decoder's
+    return about | asdict(model.cfg) | asdict(d)  # n_rounds is the decoder's
 
 
 def open_run(path: Path, settings: dict) -> Run:
@@ -139,7 +131,9 @@ def line(record: dict) -> bytes:
 
 
 # --- answers
-def answer(model: Model, tokenizer: Tokenizer, d: Decoding, todo: list[Item], run: Run, out: Path) -> None:
+def answer(
+    model: Model, tokenizer: Tokenizer, d: Decoding, step: Callable[..., Step], todo: list[Item], run: Run, out: Path
+) -> None:  # fmt: skip
     """Decode the items of `todo`, one at a time, and append them to the run file."""
     task = TASKS[run.settings["task"]]
     prompts = [encode(item, tokenizer) for item in todo]
@@ -149,7 +143,7 @@ def answer(model: Model, tokenizer: Tokenizer, d: Decoding, todo: list[Item], ru
     with out.open("ab") as file:
         for item, prompt in zip(tqdm(todo, unit="item", disable=None), prompts, strict=True):
             start = time.perf_counter()
-            (output,) = generate(model, [prompt], d)
+            (output,) = generate(model, [prompt], d, step=step)
             seconds = round(time.perf_counter() - start, 3)
 
             text = tokenizer.decode(output.tokens)
@@ -184,7 +178,7 @@ def hand_over(args: Namespace, run: Run) -> None:
         f"  cd {folder} && rm -f samples_eval_results.json && env -i PATH=\"$PATH\" HOME=\"$(mktemp -d)\" "
         f"{args.task.upper()}_OVERRIDE_PATH=\"$PWD/dataset.jsonl\" EVALPLUS_MAX_MEMORY_BYTES=8589934592 "
         f"python -m evalplus.evaluate --dataset {args.task} --samples samples.jsonl\n"
-        f"then: python -m released.tables main --runs {args.out.parent}"
+        f"then: python -m llada.tables main --runs {args.out.parent}"
     )  # fmt: skip
 
 
@@ -204,13 +198,15 @@ def main() -> None:
     tokenizer = load_tokenizer(args.ckpt, model.cfg.tokenizer)
     if tokenizer is None:
         fail(f"{args.ckpt} has no tokenizer (a toy's tokens are numbers): it cannot read {task.title}")
-    row, d = decoder(args, model)
+    row = row_of(args, model)
+    d, step = decoder_of(row, model.cfg.n_rounds)
+    d = replace(d, gen_length=args.gen_length)
 
     # what is to do
     run = open_run(args.out, identity(args, items, model, row, d))
     todo = [item for item in mine if item.id not in run.items]
-    print(f"{task.title}, {row or 'a head'}: {len(mine)} items, {len(todo)} to go")
-    answer(model, tokenizer, d, todo, run, args.out)
+    print(f"{task.title}, {row}: {len(mine)} items, {len(todo)} to go")
+    answer(model, tokenizer, d, step, todo, run, args.out)
 
     print_table(HEAD[:8], [[task.title, *measured(run, None)]])
     if task.f1 and run.items:

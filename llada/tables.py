@@ -4,9 +4,9 @@ A delta without its noise says little, so each stands with the 95 % interval of 
 both runs have, and the paper's with what its own number of items can tell apart. A run's settings say which row it is.
 HumanEval+ and MBPP+ count once EvalPlus's verdicts lie beside the run file.
 
-    python -m released.tables main --runs runs/            # Table 1, n = 3: base, CoCommit, delta, forwards per token
-    python -m released.tables mechanism --runs runs/       # Table 2, n = 3: GSM8K, what each part of the method adds
-    python -m released.tables lastn --runs runs/           # Table 3: n = 3, 6, 9
+    python -m llada.tables main --runs runs/            # Table 1, n = 3: base, CoCommit, delta, forwards per token
+    python -m llada.tables mechanism --runs runs/       # Table 2, n = 3: GSM8K, what each part of the method adds
+    python -m llada.tables lastn --runs runs/           # Table 3: n = 3, 6, 9
 """
 
 import hashlib
@@ -18,11 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
-from evaluate import print_table
-from lib.output import in_full
-from lib.util import Parser, command, fail, read_json, reading
-from released.ablation import BASE, COCOMMIT, MECHANISM
-from released.benchmarks import TASKS
+from cache import in_full
+from lib.util import Parser, command, entry, fail, print_table, read_json, reading
+from llada.ablation import BASE, COCOMMIT, MECHANISM
+from llada.benchmarks import TASKS
 
 # Shares are 0..1 in run files and percent in tables.
 
@@ -63,10 +62,21 @@ def read_run(path: Path) -> tuple[Run | None, int]:
         if not start.startswith(data[: len(start)]):
             fail(f"{path} is no run file: choose another --out, or take it out of the folder")
         whole = data.rfind(b"\n") + 1
-        if whole == 0:
-            return None, 0
-        header, *items = [json.loads(line) for line in data[:whole].splitlines()]
-        return Run(header["settings"], {record["id"]: record for record in items}), whole
+        lines = [json.loads(line) for line in data[:whole].splitlines()]
+    if not lines:
+        return None, 0
+
+    # what the tables read of it
+    header, *records = lines
+    settings = entry(header, "settings", dict, path)
+    if settings.get("task") not in TASKS:
+        fail(f"{path} is a run of {settings.get('task')!r}, and there are {', '.join(TASKS)}")
+    for record in records:
+        if not isinstance(record, dict):
+            fail(f"run file {path} is damaged: {record!r} is no object")
+        for name, kind in dict(id=str, prompt=str, tokens=int, nfe=dict).items():
+            entry(record, name, kind, path)
+    return Run(settings, {record["id"]: record for record in records}), whole
 
 
 def read_runs(folder: Path) -> list[Run]:
@@ -80,7 +90,7 @@ def read_runs(folder: Path) -> list[Run]:
             judge(path, run)
             runs.setdefault(digest(run.settings), Run(run.settings, {})).items.update(run.items)
     if not runs:
-        fail(f"--runs {folder} holds no run file: `python -m released.run` makes them")
+        fail(f"--runs {folder} holds no run file: `python -m llada.run` makes them")
     return list(runs.values())
 
 
@@ -94,8 +104,9 @@ def judge(path: Path, run: Run) -> None:
     result = evalplus_folder(path) / "samples_eval_results.json"
     if TASKS[run.settings["task"]].right or not result.exists():
         return
+    verdicts = entry(read_json(result, "EvalPlus result"), "eval", dict, result)
     with reading(result, "result of EvalPlus 0.3.1"):
-        for name, (sample, *_) in read_json(result, "EvalPlus result")["eval"].items():
+        for name, (sample, *_) in verdicts.items():
             if name in run.items and sample["solution"] == (run.items[name]["extracted"] or ""):
                 run.items[name]["correct"] = sample["base_status"] == sample["plus_status"] == "pass"
 
@@ -152,7 +163,7 @@ def main_table() -> Iterator[Row]:
 def mechanism_table() -> Iterator[Row]:
     """Table 2: every variant against the default."""
     default = Row(COCOMMIT, "gsm8k", COCOMMIT, PAPER["gsm8k"][3])
-    for name, (weights, _, *figures) in MECHANISM.items():
+    for name, (weights, _, _, *figures) in MECHANISM.items():
         if name == COCOMMIT:
             yield default
         else:
@@ -234,7 +245,7 @@ def printed(row: Row) -> list[str]:
 
 
 # what a method leaves alone
-ALIKE = ("questions", "weights", "gen_length", "dtype")
+ALIKE = ("questions", "weights", "int8", "gen_length", "dtype")
 
 
 def notes(run: Run, reference: Run | None) -> list[str]:
@@ -244,7 +255,7 @@ def notes(run: Run, reference: Run | None) -> list[str]:
     if any(record["correct"] is None for record in run.items.values()):
         said.append(f"{title}: items without EvalPlus's verdict do not count")
     if reference:
-        alike = [{key: one.settings[key] for key in ALIKE} for one in (reference, run)]
+        alike = [{key: one.settings.get(key) for key in ALIKE} for one in (reference, run)]
         if differences(*alike):
             said.append(f"{title}: the runs compared differ in more than the method: {differences(*alike)}")
     return said
@@ -255,7 +266,7 @@ def main() -> None:
     parser = Parser(__doc__)
     tables = {"main": main_table, "mechanism": mechanism_table, "lastn": lastn_table}
     parser.add_argument("table", choices=tables, help="the paper's Table 1, 2 or 3")
-    parser.add_argument("--runs", type=Path, required=True, help="folder of the run files that released.run wrote")
+    parser.add_argument("--runs", type=Path, required=True, help="folder of the run files that llada.run wrote")
     args = parser.parse_args()
 
     runs = read_runs(args.runs)

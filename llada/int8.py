@@ -1,12 +1,13 @@
 """Weights in int8: the released 16 B parameters in 16.6 GB, memory-mapped, for a 24 GB GPU or a laptop of 32 GB.
 
     # every script takes the new folder by --ckpt alone
-    python -m released.int8 --src weights/llada2.1-mini --out weights/mini-int8
+    python -m llada.int8 --src weights/llada2.1-mini --out weights/mini-int8
 
-Every matrix (experts, attention, head) is stored as integers -127 .. 127 with one scale a row. The embedding, which is
-looked up and never multiplied, the router, the norms and the biases stay as they are. A matrix `x` (..., N, K) is two
-tensors, `x` in int8 and `x_scale` (..., N) in bfloat16, and stands for x * x_scale[..., None]. No weight is off by more
-than half of its row's scale. Weights are frozen: gradients go through them to adapters, markers and heads.
+Every matrix (experts, attention, output layer) is stored as integers -127 .. 127 with one scale a row. The embedding,
+which is looked up and never multiplied, the router, the norms and the biases stay as they are. A matrix `x` (..., N, K)
+is two tensors, `x` in int8 and `x_scale` (..., N) in bfloat16, and stands for x * x_scale[..., None]. No weight is off
+by more than half of its row's scale. Weights are frozen: gradients go through them to adapters and markers, and an
+adapter of the original fits.
 
 On a CPU the files are memory-mapped, and a pass reads the experts that it uses. With --dtype bf16 products of few rows
 go through torch's int8 kernel; --dtype fp32 is exact and slower. Train with --checkpointing: autograd keeps what a pass
@@ -23,11 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from checkpoint import check_fit, fill, fingerprint, read_config, read_tensors, save_tensors, stored, weight_files
+from checkpoint import check_fit, fill, read_config, read_tensors, save_tensors, stored, weight_files
 from convert_weights import TEXT, copies, plan, survey, write_checkpoint
-from lib.config import Config
 from lib.util import Parser, command, write_json
-from model import Linear, Model, MoE
+from model import Config, Linear, Model, MoE
 
 # M rows of activations, N and K rows and columns of a matrix; N tokens, A active experts, C channels
 
@@ -128,7 +128,7 @@ class Int8MoE(MoE):
 
 
 def use_int8(model: Model) -> None:
-    """The layers above in the place of the model's own, on `meta`. A tied head is the embedding, and stays."""
+    """The layers above in the place of the model's own, on `meta`. A tied output layer is the embedding, and stays."""
     with torch.device("meta"):
         for block in model.layers:
             if isinstance(block.mlp, MoE):
@@ -186,10 +186,8 @@ def convert(src: Path, out: Path) -> None:
     use_int8(model)
     matrices = {name for name, tensor in stored(model).items() if tensor.dtype == torch.int8}
 
-    # that base's adapters fit this one, too
-    config = asdict(cfg) | {"loader": "released.int8", "fingerprint": fingerprint(src)}
     files = copies(src, *TEXT, "names.json", "toy.json", "released_config.json")
-    files["config.json"] = partial(write_json, value=config)
+    files["config.json"] = partial(write_json, value=asdict(cfg) | {"int8": True})
     write_checkpoint(out, [partial(int8_tensors, found, names, matrices) for names in shards], files, save_aligned)
 
 

@@ -1,0 +1,178 @@
+"""The rows of the paper's Table 2, and that table where every answer can be judged: on a toy, or on names.
+
+A row says whose weights decode, by which gates, and by which step. Four steps are not the paper's: each is written out
+below, beside sample.denoise, of the same parts. llada/run.py takes a row by its name for the benchmarks.
+
+    python -m llada.ablation --ckpt out/names                     # after python train.py --n_last 3
+    python -m llada.ablation --ckpt out/adapter                   # after these two:
+        python train.py --data modes --stage_a_only --out_dir out/base
+        python train.py --data modes --init_from out/base --out_dir out/adapter
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cache import Cached, Uncached
+from checkpoint import about_adapter, base_of, load_model, load_tokenizer, names_of
+from evaluate import NAMES, complete, draw_names, load_task, quality
+from lib.util import Parser, bounded, command, fail, first_masked, pick_device, print_table
+from sample import Decoding, Step, candidates, denoise, select_bundle
+
+# R rows in flight, B block_length, V vocabulary
+
+Engine = Cached | Uncached
+Candidates = tuple[Tensor, Tensor]  # each position's token (R, B) int64, and its probability (R, B) float32
+
+
+# --- steps that are not the paper's; what goes in and comes out is as in sample.denoise
+def b_fills_a_edits(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
+    model = engine.model
+    h, states = engine.stage_a(z)
+    a = candidates(model.logits(states), u[:, 0], d)
+    masked = z == model.cfg.mask_id
+    bundle = select_bundle(a[1], masked, d.tau_m2t, d.num_to_transfer)
+    b = stage_b(engine, h, bundle, bundle, a, u, d)
+    return write(z, given, masked, bundle, a, d, fill=b, edit=a)
+
+
+def a_fills_b_edits(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
+    model = engine.model
+    h, states = engine.stage_a(z)
+    a = candidates(model.logits(states), u[:, 0], d)
+    masked = z == model.cfg.mask_id
+    bundle = select_bundle(a[1], masked, d.tau_m2t, d.num_to_transfer)
+    b = stage_b(engine, h, bundle, bundle, a, u, d)
+    return write(z, given, masked, bundle, a, d, fill=a, edit=b)
+
+
+def without_marker(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
+    model = engine.model
+    h, states = engine.stage_a(z)
+    a = candidates(model.logits(states), u[:, 0], d)
+    masked = z == model.cfg.mask_id
+    bundle = select_bundle(a[1], masked, d.tau_m2t, d.num_to_transfer)
+
+    # the last n layers run again on the same states
+    nothing = torch.zeros_like(bundle)
+    b = stage_b(engine, h, bundle, nothing, a, u, d)
+    return write(z, given, masked, bundle, a, d, fill=b, edit=b)
+
+
+def least_entropic(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
+    model = engine.model
+    h, states = engine.stage_a(z)
+    logits = model.logits(states)
+    a = candidates(logits, u[:, 0], d)
+
+    # as many masks as the paper's rule would take, but those of the least entropy
+    masked = z == model.cfg.mask_id
+    size = select_bundle(a[1], masked, d.tau_m2t, d.num_to_transfer).sum(-1, keepdim=True)
+    entropy = torch.special.entr(logits.softmax(-1)).sum(-1)
+    bundle = first_masked(entropy, masked, size)
+    b = stage_b(engine, h, bundle, bundle, a, u, d)
+    return write(z, given, masked, bundle, a, d, fill=b, edit=b)
+
+
+def stage_b(
+    engine: Engine, h: Tensor, bundle: Tensor, marked: Tensor, a: Candidates, u: Tensor, d: Decoding
+) -> Candidates:  # fmt: skip
+    """What Stage B would write; in a row without a bundle, what Stage A would."""
+    coordinated = bundle.any(-1, keepdim=True)
+    if not coordinated.any():
+        return a
+    token, conf = candidates(engine.model.logits(engine.stage_b(h, marked)), u[:, 1], d)
+    return torch.where(coordinated, token, a[0]), torch.where(coordinated, conf, a[1])
+
+
+def write(
+    z: Tensor, given: Tensor, masked: Tensor, bundle: Tensor, a: Candidates, d: Decoding, fill: Candidates,
+    edit: Candidates,
+) -> Step:  # fmt: skip
+    """Eqs. 2 and 3, each by its own candidates."""
+    token = torch.where(bundle, fill[0], edit[0])
+    conf = torch.where(bundle, fill[1], edit[1])
+    visible = ~masked & ~given
+    edited = visible & (conf > d.edit_gate) & (token != z)
+    after = torch.where(bundle | edited, token, z)
+    partial = d.n_rounds * bundle.any(-1).float()
+    return Step(z, after, bundle, edited, token, conf, *a, partial)
+
+
+# --- Table 2
+BASE = "released, factorised"
+COCOMMIT = "Stage B, ungated edits (default)"
+Q = dict(tau_m2t=0.7, tau_t2t=0.5)  # the released quality setting
+OFF = dict(n_rounds=0)
+
+# by a row's name: whose weights, what differs from Q with Stage B, the step, the paper's accuracy and full
+# forwards per token
+MECHANISM = {
+    BASE: ("base", OFF, denoise, 89.61, 0.26),
+    "adapter, Stage B off": ("adapter", OFF, denoise, 90.75, 0.28),
+    "Stage B, gated edits": ("adapter", {}, denoise, 91.13, 0.28),
+    COCOMMIT: ("adapter", dict(tau_t2t=0.0), denoise, 91.13, 0.34),
+    "B fills, A edits": ("adapter", {}, b_fills_a_edits, 90.90, 0.27),
+    "A fills, B edits": ("adapter", {}, a_fills_b_edits, 90.90, 0.30),
+    "B fills, edits off": ("adapter", dict(tau_t2t=None), denoise, 88.40, 0.30),
+    "Stage B without marker": ("adapter", {}, without_marker, 90.37, 0.28),
+    "entropy selection, same size": ("adapter", {}, least_entropic, 90.30, 0.27),
+    "Stage B, tau_m2t 0.5": ("adapter", dict(tau_m2t=0.5), denoise, 88.40, 0.24),
+    "Stage B, tau_m2t 0.3": ("adapter", dict(tau_m2t=0.3), denoise, 84.00, 0.22),
+    "adapter, Stage B off, tau_m2t 0.5": ("adapter", OFF | dict(tau_m2t=0.5), denoise, 88.48, 0.23),
+    "adapter, Stage B off, tau_m2t 0.3": ("adapter", OFF | dict(tau_m2t=0.3), denoise, 83.70, 0.22),
+    "released, tau_m2t 0.5": ("base", OFF | dict(tau_m2t=0.5), denoise, 86.73, 0.26),
+    "released, tau_m2t 0.3": ("base", OFF | dict(tau_m2t=0.3), denoise, 79.15, 0.30),
+    "released, both gates removed": ("base", OFF | dict(tau_m2t=0.0, tau_t2t=0.0), denoise, 83.40, 0.15),
+    "all masks at once": ("adapter", dict(tau_m2t=-1.0, tau_t2t=0.0), denoise, 79.91, 0.10),
+}
+
+
+def decoder_of(row: str, n_rounds: int) -> tuple[Decoding, Callable[..., Step]]:
+    """The settings of a row and its step, for a model of so many rounds."""
+    _, changes, step, *_ = MECHANISM[row]
+    return Decoding(**Q | dict(n_rounds=n_rounds) | changes), step
+
+
+# --- the table, where answers can be judged
+def judge_of(folder: Path, n_names: int) -> tuple[list[str], Callable[..., dict]]:
+    """What a decoder is judged by, and the function (model, d=, step=) that finds it."""
+    cost = ["forwards", "full"]
+    if names_of(folder) is None:
+        return ["coherent", "mode", *cost], partial(quality, task=load_task(folder))
+
+    tokenizer = load_tokenizer(folder, "bpe")
+    prompts = draw_names(n_names, "held out", tokenizer)
+    return ["exist", "itself", *cost], partial(complete, tokenizer=tokenizer, prompts=prompts)
+
+
+@command
+def main() -> None:
+    parser = Parser(__doc__)
+    parser.add_argument("--ckpt", type=Path, required=True, help="the adapter's folder")
+    parser.add_argument("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
+    parser.add_argument("--prompts", type=bounded(int, 1), default=256, help="of names: how many are completed")
+    args = parser.parse_args()
+    if not about_adapter(args.ckpt):
+        fail(f"{args.ckpt} is no adapter: Table 2 compares one with its base")
+
+    columns, judge = judge_of(args.ckpt, args.prompts)
+    load = partial(load_model, device=pick_device(args.device), dtype=torch.float32)
+    models = {"adapter": load(args.ckpt), "base": load(base_of(args.ckpt))}
+
+    lines = []
+    for name, (weights, _, _, accuracy, nfe) in MECHANISM.items():
+        d, step = decoder_of(name, models["adapter"].cfg.n_rounds)
+        d = replace(d, gen_length=NAMES.gen_length)  # a toy's answer has its own length
+        found = judge(models[weights], d=d, step=step)
+        lines.append([name, *(f"{found[column]:.3f}" for column in columns), f"{accuracy:.2f}", f"{nfe:.2f}"])
+    print_table(["variant", *columns, "| the paper's GSM8K", "NFE/token"], lines)
+    print("forwards: of an answer, everything counted; full: full ones alone, as the paper's NFE")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""sample.py with compiled steps: the same tokens on a CPU in less time, after some seconds of compiling.
+
+A step passes the few tokens of a block through every layer, in many small calls. Here a routed layer is one compiled
+function, attention and cache included. A graph serves any length of the text, and any number of rows from two on. It
+pays for thousands of tokens, in one text or in many one after the other: results/speed has the numbers.
+
+The flags are sample.py's, on a CPU in fp32. It needs a C++ compiler (g++, or the one that CXX names) and Python's
+headers, and refuses int8 weights, which have a kernel of their own.
+
+    python -m llada.compiled --ckpt out/text --prompt "def " --gen_length 512
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo import config as dynamo
+
+import sample
+from cache import Cached
+from checkpoint import DTYPES, load_model
+from lib.util import command, fail, pick_device
+from model import Block, Context, Model, MoE, rotate
+
+# R rows, T positions of a pass (a block), N = R*T tokens, S keys, C channels, H heads, G key/value heads, D head dim,
+# E experts, A active experts, F expert width
+
+FEW = 8  # tokens an expert, on average, up to which reading its weights once a token is faster than sorting tokens
+GRAPHS = 64  # at most: two lengths of one row, more rows, each of them with LoRA, without, and with LoRA off
+
+
+# --- the compiled function
+def run_block(
+    block: Block, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, used: int, length: Tensor,
+    lora: bool,
+) -> Tensor:  # fmt: skip
+    """Block.forward with KVCache.update inside: x (R, T, C) -> (R, T, C).
+
+    keys, values (R, G, room, D): a slot of the cache, where the pass writes those of its own positions, and
+    attends to all up to `used`. There is always more room than that: the whole would be another graph.
+    length (R,): the context tokens of each row.
+    """
+    R, T, C = x.shape
+    tokens = x.reshape(R * T, C)
+
+    # queries, keys and values, as in Attention.forward
+    attn = block.attn
+    qkv = attn.qkv(block.norm_1(tokens), lora).view(R, T, -1, attn.head_dim)
+    q, k, v = qkv.split([attn.n_head, attn.n_kv_head, attn.n_kv_head], dim=2)
+    qk = rotate(torch.cat([attn.q_norm(q), attn.k_norm(k)], dim=2), Context(cos, sin, None))
+    q, k = qk.split([attn.n_head, attn.n_kv_head], dim=2)
+
+    # the cache comes whole and is written by index: given a view, or to write a slice, the compiler copies all of it
+    place = torch.arange(T)
+    keys[:, :, place] = k.transpose(1, 2)
+    values[:, :, place] = v.transpose(1, 2)
+    k = keys[:, :, :used]  # (R, G, S, D)
+    v = values[:, :, :used]
+
+    # as in KVCache.build_context: a shorter row has keys in use that are none of its own
+    length = length.view(R, 1, 1, 1)  # seen for one row, too, or its size would be fixed for more
+    mask = torch.arange(-T, used - T) < length if R > 1 else None  # (R, 1, 1, S)
+    y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=True)
+    tokens = tokens + attn.proj(y.transpose(1, 2).reshape(R * T, -1), lora)
+
+    # the experts
+    h = block.norm_2(tokens)
+    chosen, weights = block.mlp.route(h)
+    out = tokens + chosen_experts(block.mlp, h, chosen, weights)
+    if block.mlp.shared is not None:
+        out = out + block.mlp.shared(h)
+    return out.view(R, T, C)
+
+
+def chosen_experts(moe: MoE, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """MoE.experts, as the compiler likes it: x (N, C), chosen and weights (N, A) -> (N, C).
+
+    Every choice has its own copy of its expert's matrices, (N*A, 2F, C) and (N*A, C, F). The compiler fuses
+    the copy with the product, so that none is made. Uncompiled, this is slow and large.
+    """
+    # choices of one expert follow each other: its weights are in the processor's cache from the second on
+    expert, order = chosen.flatten().sort(stable=True)
+    rows = x[order // moe.n_active]
+
+    gate, up = (moe.gate_up[expert] * rows[:, None]).sum(-1).chunk(2, dim=-1)
+    h = F.silu(gate) * up
+    out = (moe.down[expert] * h[:, None]).sum(-1)  # (N*A, C)
+
+    # back to tokens
+    place = order.argsort().view_as(chosen)
+    return (out[place] * weights[..., None]).sum(1)
+
+
+# --- the model
+def compile_steps(model: Model) -> None:
+    """Let the routed layers of a float32 model on a CPU decode few tokens by the compiled function."""
+    compiled = torch.compile(run_block, fullgraph=True, options={"cpp_wrapper": True})
+    model.run_layers = partial(run_layers, model, compiled)
+
+
+def run_layers(model: Model, run: Callable[..., Tensor], h: Tensor, ctx: Context, first: int, end: int) -> Tensor:
+    """As Model.run_layers: (R, T, C) -> (R, T, C). run: the compiled function."""
+    R, T, _ = h.shape
+    cache = ctx.cache
+    decoding = cache is not None and cache.filling is None
+    few = R * T * model.cfg.n_active <= FEW * model.cfg.n_expert
+    if not decoding or not few:
+        return Model.run_layers(model, h, ctx, first, end)
+
+    with dynamo.patch(recompile_limit=GRAPHS):
+        for layer in model.layers[first:end]:
+            if isinstance(layer.mlp, MoE):
+                keys, values = cache.kv[:, cache.slot(layer.attn.layer, ctx.i_round)]
+                h = run(layer, h, ctx.cos, ctx.sin, keys, values, cache.used, cache.length, ctx.lora)
+            else:
+                h = layer(h, ctx)
+    return h
+
+
+@torch.inference_mode()
+def compile_for_one_row(model: Model) -> None:
+    """First steps, whose results nobody reads. The compiler takes a size for fixed until it changes, so there are two
+    lengths."""
+    print("compiling: seconds on an idle machine, minutes on a busy one", file=sys.stderr)
+    masks = torch.full((1, model.cfg.block_length), model.cfg.mask_id)
+    for n_blocks in (1, 3):
+        Cached(model, [[0] * n_blocks * model.cfg.block_length], 0).stage_a(masks)
+
+
+def load_compiled(folder: Path, device: torch.device, dtype: torch.dtype) -> Model:
+    if device.type != "cpu" or dtype != torch.float32:
+        fail("compiled steps are for float32 on a CPU: add --device cpu --dtype fp32, or use sample.py")
+    model = load_model(folder, device, dtype)
+    if not any(type(layer.mlp) is MoE for layer in model.layers):
+        fail(f"{folder} has no experts in float32, at which compiled steps are faster: use sample.py")
+    compile_steps(model)
+    try:
+        compile_for_one_row(model)
+    except RuntimeError as e:  # what dynamo and the compiler raise is one
+        reason = str(e).strip().partition("\n")[0]
+        fail(f"the steps cannot be compiled ({reason}): install g++ and Python's headers, or use sample.py")
+    return model
+
+
+@command
+def main() -> None:
+    args = sample.build_parser().parse_args()
+    model = load_compiled(args.ckpt, pick_device(args.device), DTYPES[args.dtype])
+    sample.write(args, model)  # the one thing that differs from sample.py is the model
+
+
+if __name__ == "__main__":
+    main()
