@@ -8,51 +8,67 @@ token before, whether it was visible, or written by an earlier look, or at first
 It reads in parallel looks. A look gives a token at every position. All up to and with the first that differs from its
 draft are final: they are what writing one by one would give. The new tokens are the next drafts. Usually two looks or
 three find all of it; B always do. With temperature it draws by the chain rule: with given random numbers a draw is a
-function of the tokens before it, and the same looks find it.
+function of the tokens before it, and the same looks find it. A look costs one of the L layers.
 
-It may refuse. It writes the longest prefix of the bundle whose product of its probabilities is above tau_keep. Where
-that is nothing, Stage A's first token is written alone, and the next step sees more. So it is at holes, too, of a base
-that writes the leftmost first: the head stands aside there.
+It may refuse. It writes the longest prefix of the masks whose product of its probabilities is above tau_keep. Where
+that is nothing, Stage A's first token is written alone, and the next step sees more. At holes, with something visible
+behind a mask, the head stands aside, and Stage A's surest token is written: it is taught ends of blocks alone.
 
-It is taught what the base writes from the left, the best of a beam, where the base reads in blocks of one. It reads
-better so than in its own blocks (names_base.py trains both), but takes a forward a token. With the clean tokens as its
-target the head learns the law of the text, for draws.
+It is taught what the base writes from the left, the best of a beam, where the base reads in blocks of one. Such a
+base (train.py --one_by_one) reads better so than in its own blocks, but takes a forward a token. With the clean tokens
+as its target the head learns the law of the text, for draws.
 
-    python -m beyond.head --init_from assets/names --out_dir out/head                    # assets/names/head
-    python -m beyond.head --init_from assets/names --target clean --out_dir out/draws    # then --temperature 1
-    python -m beyond.head --data modes --init_from out/base --read_in blocks --out_dir out/head-modes
-    python sample.py --ckpt out/head --prompt "ARABIC LIGATURE" --tau_keep 0.8
+    python -m beyond.head train --out_dir out/head                                  # on assets/names
+    python -m beyond.head train --target clean --out_dir out/draws                  # then sample --temperature 1
+    python -m beyond.head sample --ckpt out/head --prompt "ARABIC LIGATURE" --tau_keep 0.8
+    python -m beyond.head evaluate --ckpt out/head
 """
 
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import checkpoint
 import train
-from beyond import chain
-from beyond.chain import from_the_left, masks_as_decoded
-from cache import Cached, Uncached
-from corrupt import M, summed
-from lib.config import Config
-from lib.settings import build_parser
-from lib.util import bounded, fail, generator
-from model import Block, Context, Linear, Model, block_causal_mask, rotary
-from sample import Look, StageA, candidates, select_bundle
-from train import Batch, Losses, Recipe, batch_context
+from beyond.chain import chain_target, log_probs
+from cache import Cached, Uncached, in_full
+from evaluate import NAMES, complete, draw_names
+from lib.util import (
+    Parser,
+    bounded,
+    command,
+    entry,
+    fail,
+    first_masked,
+    generator,
+    pick_device,
+    print_table,
+    uniform,
+)
+from model import Block, Config, Context, Linear, Model, block_causal_mask, rotary
+from sample import Decoding, Step, candidates, generate, read_prompts, verdict
+from train import Batch, Losses, batch_context, clean_tokens
 
 # R rows, T positions of a row, B block_length, C channels, V vocabulary, P positions that are asked
+
+READ_BY = "python -m beyond.head sample --ckpt"
+KEEP = (0.0, 0.2, 0.5, 0.8, 0.95)  # tau_keep that `evaluate` shows
+HEAD = dict(
+    width=384, target="chain", beam=4, read_in="ones", context="clean",
+    max_iters=1500, batch_size=64, learning_rate=5e-3, out_dir="out/head",
+)  # fmt: skip
 
 
 # --- the head
 class Head(nn.Module):
     """One dense block of the model's geometry, and a map that shows each position the token before it."""
-
-    n_layer = 1  # what one look at a whole block costs, in layers of the model
 
     def __init__(self, cfg: Config, width: int):
         super().__init__()
@@ -66,7 +82,8 @@ class Head(nn.Module):
             if name.endswith(("proj.weight", "down.weight", "bias")):
                 p.data.zero_()
             elif p.dim() == 2:
-                p.data.normal_(0.0, self.cfg.n_embd**-0.5, generator=rng)
+                drawn = torch.empty(p.shape).normal_(0.0, self.cfg.n_embd**-0.5, generator=rng)
+                p.data.copy_(drawn)
 
     def forward(self, model: Model, states: Tensor, tokens: Tensor, asked: Tensor) -> Tensor:
         """What the head adds to Stage A's log-probabilities where it is asked.
@@ -78,137 +95,241 @@ class Head(nn.Module):
         before = model.wte(tokens).to(states.dtype)
         before = F.pad(before[:, :-1], (0, 0, 1, 0))  # (R, B, C)
 
-        # states grow with depth, and the LM head norms them anyway
+        # states grow with depth, and the output layer norms them anyway
         x = F.rms_norm(states, states.shape[-1:]) + self.show(before)
 
         # attention to the left, inside the block, whose states have seen the context
         B = tokens.shape[1]
         cos, sin = rotary(self.cfg, torch.arange(B, device=x.device), x.dtype)
         x = self.block(x, Context(cos, sin, block_causal_mask(B, 1, x.device)))
-        return model.head(x[asked])
-
-    def look(self, engine: Cached | Uncached, a: StageA, bundle: Tensor) -> Look:
-        """Write the bundle (R, B) bool, or a prefix of it, in the place of Stage B: see sample.stage_b_look."""
-        stage_a = log_probs(a.logits, self.cfg.mask_id)
-        mine = bundle & ~self.stands_aside(a.z, bundle)[:, None]
-
-        # the first drafts are Stage A's, drawn by the numbers that the head draws by
-        draft, _ = candidates(stage_a, a.u, a.d)
-        tokens = torch.where(mine, draft, a.z)
-        conf = torch.ones_like(a.conf)
-        final = ~mine
-        looks = torch.zeros_like(tokens[:, 0])
-
-        live = mine.any(-1)
-        while live.any():
-            # a look at the rows that are not done
-            asked = ~final & live[:, None]
-            added = self(engine.model, a.states[live], tokens[live], asked[live])
-            found, p = candidates(stage_a[asked] + added, a.u[asked], a.d)
-            new = tokens.masked_scatter(asked, found)
-            conf = conf.masked_scatter(asked, p)
-            looks = looks + live
-
-            # what has read nothing but final tokens is final: all up to and with the first that differs
-            differs = new != tokens
-            earlier = differs.cumsum(-1) - differs.long()
-            final = final | (asked & (earlier == 0))
-            tokens = new
-
-            # a row is done when all is final, or when what is final falls below tau_keep
-            together = conf.masked_fill(~(mine & final), 1.0).cumprod(-1)
-            live = live & ~final.all(-1) & (together[:, -1] > a.d.tau_keep)
-
-        # the longest prefix that is sure enough, or else Stage A's first token alone
-        sure = torch.where(mine, conf, 0.0)
-        written = select_bundle(sure, bundle & final, a.d.tau_keep, 1, "leftmost")
-        alone = written & (sure <= a.d.tau_keep)
-
-        # elsewhere it says what Stage A says
-        own = mine & ~alone
-        token = torch.where(own, tokens, a.token)
-        conf = torch.where(own, conf, a.conf)
-
-        # every look reads the whole block
-        return Look(token, conf, written, partial=looks.float(), looks=looks)
-
-    def stands_aside(self, z: Tensor, bundle: Tensor) -> Tensor:
-        """(R,) bool: is something visible behind a mask? Where the leftmost are written first the head has been taught
-        masks at a block's end alone (chain.masks_as_decoded), and at holes it is worse than Stage A."""
-        if self.cfg.order == "surest":
-            return torch.zeros_like(bundle[:, 0])
-        behind = bundle.cumsum(-1) > 0
-        return (behind & (z != self.cfg.mask_id)).any(-1)
+        return model.logits(x[asked])
 
 
-def log_probs(logits: Tensor, mask_id: int) -> Tensor:
-    """Stage A's (..., V), among tokens: a mask is none."""
-    no_mask = torch.arange(logits.shape[-1], device=logits.device) == mask_id
-    return logits.masked_fill(no_mask, float("-inf")).log_softmax(-1)
+# --- decoding
+def head_step(
+    engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: Decoding, tau_keep: float = 0.5
+) -> Step:
+    """One step by the head in the place of Stage B, see sample.denoise. Nothing is edited."""
+    model = engine.model
+    masked = z == model.cfg.mask_id
+
+    # Stage A: one full forward
+    _, states = engine.stage_a(z)
+    stage_a = log_probs(model, states)  # (R, B, V)
+    token_a, conf_a = candidates(stage_a, u[:, 0], d)
+
+    # the head looks at the masks of every row but those with holes
+    behind = masked.cumsum(-1) > 0
+    holes = (behind & ~masked).any(-1, keepdim=True)  # (R, 1)
+    mine = masked & ~holes
+    token, conf, final, looks = look(model, states, stage_a, z, mine, u[:, 1], d, tau_keep)
+
+    # it writes the longest prefix that is sure enough
+    place = torch.arange(z.shape[1], device=z.device).float().expand(z.shape)
+    written = prefix(conf, mine & final, tau_keep, place)
+
+    # where that is nothing, Stage A's token alone: the first, or at holes the surest
+    alone = ~written.any(-1, keepdim=True)
+    one = first_masked(torch.where(holes, -conf_a, place), masked, 1)
+    written = torch.where(alone, one, written)
+    own = mine & ~(alone & one)
+    token = torch.where(own, token, token_a)
+    conf = torch.where(own, conf, conf_a)
+
+    after = torch.where(written, token, z)
+    return Step(z, after, written, torch.zeros_like(masked), token, conf, token_a, conf_a, looks.float())
 
 
-def build(cfg: Config, about: dict) -> Head:
-    """The head that adapter.json speaks of, for the tensors beside it."""
-    return Head(cfg, about["width"])
+def look(
+    model: Model, states: Tensor, stage_a: Tensor, z: Tensor, mine: Tensor, u: Tensor, d: Decoding, tau_keep: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As many looks as each row needs: the head's tokens at `mine`, their probabilities, which of them are final
+    (R, B), and how many looks each row had (R,).
+
+    states (R, B, C) and stage_a (R, B, V) log-probabilities; mine (R, B) bool; u (R, B) in [0, 1).
+    """
+    # the first drafts are Stage A's, drawn by the numbers that the head draws by
+    draft, _ = candidates(stage_a, u, d)
+    tokens = torch.where(mine, draft, z)
+    conf = torch.ones_like(u)
+    final = ~mine
+    looks = torch.zeros_like(z[:, 0])
+
+    live = mine.any(-1)  # (R,)
+    while live.any():
+        # a look at the rows that are not done
+        asked = ~final & live[:, None]
+        added = model.head(model, states[live], tokens[live], asked[live])
+        found, p = candidates(stage_a[asked] + added, u[asked], d)
+        new = tokens.masked_scatter(asked, found)
+        conf = conf.masked_scatter(asked, p)
+        looks = looks + live
+
+        # what has read nothing but final tokens is final: all up to and with the first that differs
+        differs = new != tokens
+        earlier = differs.cumsum(-1) - differs.long()
+        final = final | (asked & (earlier == 0))
+        tokens = new
+
+        # a row is done when all is final, or when what is final falls below tau_keep
+        together = conf.masked_fill(~(mine & final), 1.0).prod(-1)
+        live = live & ~final.all(-1) & (together > tau_keep)
+    return tokens, conf, final, looks
+
+
+def prefix(probability: Tensor, bundle: Tensor, keep: float, key: Tensor) -> Tensor:
+    """Of the bundle, in the order of key, the longest prefix whose product of probabilities is above `keep`: all
+    (R, B) -> (R, B) bool.
+
+    .9 .5 .8 from the left, keep 0.4: the first two, .45 together; with keep 0.95 none.
+    """
+    order = key.masked_fill(~bundle, float("inf")).argsort(dim=-1, stable=True)
+    p = probability.masked_fill(~bundle, 0.0).gather(-1, order)
+    passing = p.cumprod(-1) > keep
+    return torch.zeros_like(bundle).scatter(-1, order, passing)
+
+
+# --- a base with a head, and its folder
+def add_head(model: Model, width: int) -> Head:
+    """Freeze the model, and put on it a head, which learns."""
+    model.requires_grad_(False)
+    model.cfg = replace(model.cfg, n_last=1)  # what one look costs, in layers
+    model.head = Head(model.cfg, width).to(model.wte.weight.device)
+    model.adapter = {"read_by": READ_BY, "width": width}
+    return model.head
+
+
+def load_head(folder: Path, device: torch.device | str, dtype: torch.dtype) -> Model:
+    """A base with the head of this folder."""
+    about = checkpoint.about_adapter(folder)
+    if about.get("read_by") != READ_BY:
+        fail(f"{folder} holds no head; `python -m beyond.head train` makes one")
+    base = checkpoint.next_base(folder)
+    checkpoint.check_base(base, folder)
+    model = checkpoint.load_model(base, device, dtype)
+    checkpoint.merge(model, base)
+    add_head(model, entry(about, "width", int, folder))
+
+    path = folder / "adapter.safetensors"
+    state = dict(checkpoint.read_tensors([path]))
+    checkpoint.check_fit(path, state, model.adapter_state(), "is this head whole?")
+    model.load_state_dict(state, strict=False)
+    return model
 
 
 # --- the training step
-def head_step(model: Model, batch: Batch, args: Namespace, target: Callable) -> Losses:
+def teach(model: Model, batch: Batch, args: Namespace, target: Callable = clean_tokens) -> Losses:
     """The head's loss at all masks, each read after the wanted tokens before it; Stage A is the frozen base."""
-    # what the model is shown: masks alone, mostly at the end of a block, as a prompt leaves them
-    z, kind = masks_as_decoded(model, batch, args)
-    masked = kind == M
-    wanted = target(model, batch, z, masked, args)
+    # what the model is shown: the first tokens of each block, as a prompt or its own writing leaves them
+    B = model.cfg.block_length
+    R, T = batch.clean.shape
+    n_visible = (uniform(batch.draws, T // B) * B).long().repeat_interleave(B, dim=1)  # (R, T), 0 .. B-1
+    masked = torch.arange(T) % B >= n_visible
+    masked = batch.free & masked.to(batch.free.device)
+    z = batch.clean.masked_fill(masked, model.cfg.mask_id)
+    wanted = target(model, batch, z, masked)
 
     # Stage A's final states
     with torch.no_grad():
         ctx = batch_context(model, batch, args)
-        states = model.last_n(model.prefix(z, ctx), ctx)[:, : z.shape[1]]  # (R, T, C)
-        stage_a = log_probs(model.head(states[masked]), model.cfg.mask_id)  # (P, V)
+        states = model.last_n(model.prefix(z, ctx), ctx)[:, :T]  # (R, T, C)
+        stage_a = log_probs(model, states[masked])  # (P, V)
 
     # all positions in one look, block by block
-    B = model.cfg.block_length
     blocks = states.reshape(-1, B, states.shape[-1])
-    added = model.second_look(model, blocks, wanted.view(-1, B), masked.view(-1, B))
+    added = model.head(model, blocks, wanted.view(-1, B), masked.view(-1, B))
     ce = F.cross_entropy(stage_a + added, wanted[masked], reduction="none")
-    return ce.sum(), {"head": summed(ce)}
+    return ce.sum(), {"head": torch.stack([ce.detach().sum(), masked.sum()])}
 
 
-# --- what the loop is handed
-def make_head(cfg: Config, args: Namespace) -> Head:
-    head = Head(cfg, args.width)
-    head.init_weights(generator(args.seed, "head"))
-    return head
+# --- the commands
+def train_head() -> None:
+    parser = train.build_parser(__doc__)
+    add = parser.add_argument_group("head").add_argument
+    # fmt: off
+    add("--width", type=bounded(int, 1), help="of the head's SwiGLU (384)")
+    add("--target", choices=["chain", "clean"], help="what it is taught: the base's own writing (chain), or the text")
+    add("--beam", type=bounded(int, 1), help="hypotheses of the chain (4)")
+    add("--read_in", choices=["ones", "blocks"], help="how the base reads while it writes: in blocks of one (ones)")
+    # fmt: on
+    args = train.read_arguments(parser, "-m beyond.head train", **HEAD)
+    if args.init_from == "scratch":
+        fail("a head stands on a trained base: give one by --init_from DIR")
+    if args.context != "clean":
+        fail("a head reads what decoding will show it: --context clean")
+
+    # the base, its head, and what teaches it
+    corpus = train.load_corpus(args)
+    model = train.load_base(args, corpus)
+    add_head(model, args.width).init_weights(generator(args.seed, "head"))
+    target = clean_tokens
+    if args.target == "chain":
+        target = partial(chain_target, beam=args.beam, order="left", one_by_one=args.read_in == "ones")
+    train.loop(model, corpus, partial(teach, target=target), train.make_optimizer(model, args), args)
 
 
-def head_alone(model: Model, args: Namespace) -> None:
-    """What learns."""
-    model.requires_grad_(False)
-    model.second_look.requires_grad_(True)
+def sample_head() -> None:
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    # fmt: off
+    add("--ckpt", type=Path, required=True, help="a head's folder")
+    add("--prompt", action="append", default=[], help="text, in which each ▒ is one token to fill; repeat for rows")
+    add("--prompt_ids", type=lambda text: [int(i) for i in text.split(",")], action="append", default=[],
+        help="token ids, 1,2,3; repeat for several rows")
+    add("--gen_length", type=bounded(int, 0), default=256, help="tokens after the prompt")
+    add("--tau_keep", type=bounded(float, 0, 1), default=0.5, help="write what together is surer than this")
+    add("--temperature", type=bounded(float, 0), default=0.0, help="0: argmax; else at least 0.001")
+    add("--seed", type=int, default=0)
+    add("--device", default="auto")
+    # fmt: on
+    args = parser.parse_args()
+    if 0 < args.temperature < 1e-3:
+        fail(f"--temperature {args.temperature} is as good as 0, which is greedy: give 0, or at least 0.001")
+    model = load_head(args.ckpt, pick_device(args.device), torch.float32)
+    tokenizer = checkpoint.load_tokenizer(args.ckpt, model.cfg.tokenizer)
+    judged = checkpoint.names_of(args.ckpt) is not None
+    prompts = read_prompts(args, tokenizer, model.cfg, args.gen_length, judged)
+
+    d = Decoding(
+        gen_length=args.gen_length, tau_t2t=None, n_rounds=0, holes=True, temperature=args.temperature
+    )  # fmt: skip
+    for output in generate(model, prompts, d, args.seed, step=partial(head_step, tau_keep=args.tau_keep)):
+        text = tokenizer.decode(output.prompt + output.tokens) if tokenizer else str(output.tokens)
+        print(text, "  " + verdict(text) if judged else "")
+        nfe = output.nfe
+        cost = model.partial_cost
+        count = f"{nfe['full']} full + {nfe['partial']:g} looks x {cost:.3g} + {nfe['commit']} commit"
+        print(f"[{len(output.tokens)} tokens; forwards: {count} = {in_full(nfe, cost):.3g}]")
 
 
-def about(args: Namespace) -> dict:
-    """What adapter.json says of it, and how it is decoded: every mask at once, no edits, and what is refused waits."""
-    head = dict(module="beyond.head", width=args.width)
-    return dict(head=head, decoding=dict(tau_m2t=-1.0, tau_t2t=None, tau_keep=0.5))
+def evaluate_head() -> None:
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--ckpt", type=Path, required=True, help="the folder of a head on a model of names")
+    add("--prompts", type=bounded(int, 1), default=256, help="held-out names that are completed")
+    add("--device", default="auto")
+    args = parser.parse_args()
+    if checkpoint.names_of(args.ckpt) is None:
+        fail(f"{args.ckpt} is no model of names, which can be judged")
+    model = load_head(args.ckpt, pick_device(args.device), torch.float32)
+    tokenizer = checkpoint.load_tokenizer(args.ckpt, model.cfg.tokenizer)
+    prompts = draw_names(args.prompts, "held out", tokenizer)
+    rows = []
+    for keep in KEEP:
+        d = replace(NAMES, tau_t2t=None, n_rounds=0)
+        found = complete(model, tokenizer, prompts, d, partial(head_step, tau_keep=keep))
+        rows.append([f"head, tau_keep {keep}", f"{found['exist']:.3f}", f"{found['forwards']:.2f}"])
+    print_table(["decoder", "exist", "forwards/name"], rows)
 
 
-def choose(args: Namespace) -> Recipe:
-    if args.corruption != "mask" or args.context != "clean":
-        fail("a head reads what decoding will show it: --corruption mask and --context clean")
-    if args.n_rounds > 1:
-        fail(f"--n_rounds {args.n_rounds}: a head looks as often as it needs to")
-    target = chain.target_of(args, partial(from_the_left, known={}))
-    step = partial(head_step, target=target)
-    return Recipe(step, head_alone, about, make_head)
+COMMANDS = {"train": train_head, "sample": sample_head, "evaluate": evaluate_head}
 
 
+@command
 def main() -> None:
-    parser = build_parser(__doc__)
-    chain.add_flags(parser)
-    parser.set_defaults(**chain.FROM_THE_LEFT, learning_rate=5e-3, n_last=1, seed=1, out_dir="out/head")
-    parser.add_argument("--width", type=bounded(int, 1), default=384, help="of the head's SwiGLU")
-    train.main(parser, choose)
+    if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
+        fail(f"python -m beyond.head COMMAND, one of {', '.join(COMMANDS)}; each has --help")
+    COMMANDS[sys.argv.pop(1)]()
 
 
 if __name__ == "__main__":
