@@ -1,15 +1,20 @@
 """Speed, as ratios measured side by side in one process.
 
-The two sides of every ratio take turns (A, B, A, B, ...) and the medians are divided, so that a busy machine disturbs
-both alike. Weights are random, because speed does not depend on them. All of it runs on a CPU.
+The two sides of every ratio take turns (A, B, A, B, ...) and the medians are divided, so that a busy
+machine disturbs both alike. Weights are random, because speed does not depend on them. All of it runs on a
+CPU.
 
-    python -m tools.bench                                # cached against uncached, minutes on 2 cores
-    python -m tools.bench --official DIR [DIR ...]       # instead: against the released code in DIR; needs transformers
-    python -m tools.bench --official DIR --compile       # and with compiled steps, see released/compiled.py
+    python -m tools.bench                              # the cache against none, one row against many; minutes
+    python -m tools.bench --official DIR [DIR ...]     # instead: whole decodes against the released code in DIR
+    python -m tools.bench --official DIR --compile     # and with compiled steps, see llada/compiled.py
+
+DIR holds the released checkpoint's two Python files, or those of a fork. They need transformers:
+pip install transformers==4.57.3
 """
 
-import importlib
+import copy
 import os
+import pkgutil
 import sys
 import time
 import types
@@ -22,24 +27,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from cache import Cached, Uncached
-from checkpoint import new_model
+from cache import Cached, Output, Uncached
+from checkpoint import PRESETS, new_model
 from convert_weights import plan
-from lib.config import PRESETS, Config
-from lib.output import Output
 from lib.util import Parser, bounded, command, fail, generator, interleaved
-from model import Model
-from released.compiled import CompiledModel, compile_for_one_row
-from released.export import released_config, released_tensors
+from llada.compiled import compile_for_one_row, compile_steps
+from llada.export import released_config, released_tensors
+from model import Config, Model
 from sample import Decoding, Step, denoise, generate
 
 # R rows, B block_length
 
 # what is measured: enough to see the ratios, little enough for two cores
 TEXT = replace(PRESETS["text"], eos_id=256, mask_id=257, block_length=8)  # as train.py builds it
-DEEP = replace(TEXT, n_layer=20)
-WIDE = replace(DEEP, n_embd=512, n_head=8, head_dim=64, rotary_dim=32, d_dense=1536, d_expert=256)
-GEOMETRIES = {"text": TEXT, "20 layers": DEEP, "20 layers, wide": WIDE}
+WIDE = replace(TEXT, n_layer=20, n_embd=512, n_head=8, head_dim=64, rotary_dim=32, d_dense=1536, d_expert=256)
+GEOMETRIES = (TEXT, WIDE)
 
 # for the released code, 17 M parameters
 OFFICIAL = replace(TEXT, n_layer=10, n_embd=256, n_head=8, n_kv_head=4, d_dense=512, d_expert=64, n_expert=32,
@@ -48,6 +50,7 @@ OFFICIAL = replace(TEXT, n_layer=10, n_embd=256, n_head=8, n_kv_head=4, d_dense=
 CONTEXTS = (0, 64, 128, 256, 512, 1024, 1536, 2048)  # tokens before the block
 LENGTHS = (128, 512, 2048)  # of whole decodes
 ROWS = 16  # that are decoded at once
+REPEATS = 3
 
 # no probability is above 1: one token a step, always the same steps
 ONE_BY_ONE = Decoding(tau_m2t=1.0, tau_t2t=None)
@@ -55,7 +58,7 @@ ONE_BY_ONE = Decoding(tau_m2t=1.0, tau_t2t=None)
 
 # --- what time is taken of
 def geometry(cfg: Config) -> str:
-    return f"{cfg.n_layer} layers of width {cfg.n_embd}, {cfg.n_expert} experts, blocks of {cfg.block_length}"
+    return f"{cfg.n_layer} layers of {cfg.n_embd}, {cfg.n_expert} experts, blocks of {cfg.block_length}"
 
 
 def random_model(cfg: Config) -> Model:
@@ -69,43 +72,52 @@ def prompt(n: int, row: int = 0) -> list[int]:
     return torch.randint(256, (n,), generator=generator("bench", "prompt", row)).tolist()
 
 
-# --- decoding
+# --- the cache
 def one_step(engine: Cached | Uncached, R: int) -> Callable[[], Step]:
     """One decoding step of R rows in the middle of a block: half of it written, half masks, no prompt."""
-    cfg = engine.cfg
-    z = torch.tensor([prompt(cfg.block_length, 1)] * R)
-    z[:, cfg.block_length // 2 :] = cfg.mask_id
-    nothing = torch.zeros_like(z, dtype=torch.bool)
-    u = torch.zeros(R, 2, cfg.block_length)
-    return partial(denoise, engine, z, nothing, u, ONE_BY_ONE, masks=True)
+    B = engine.cfg.block_length
+    z = torch.tensor([prompt(B, 1)] * R)
+    z[:, B // 2 :] = engine.cfg.mask_id
+    given = torch.zeros_like(z, dtype=torch.bool)
+    u = torch.zeros(R, 2, B)
+    return partial(denoise, engine, z, given, u, ONE_BY_ONE)
+
+
+def steps_behind(model: Model, context: int, rows: int) -> list[float]:
+    """Seconds of a step behind so many tokens: with the cache, and without."""
+    engines = [engine(model, [prompt(context)] * rows, 1) for engine in (Cached, Uncached)]
+    return interleaved(*[one_step(engine, rows) for engine in engines], repeats=REPEATS if rows == 1 else 1)
 
 
 @torch.inference_mode()
-def decode() -> None:
-    """Cached against uncached: a step behind contexts of several lengths, and whole decodes integrated over them."""
-    for name, rows in (("text", 1), ("text", ROWS), ("20 layers", 1), ("20 layers, wide", 1)):
-        cfg = GEOMETRIES[name]
-        model = random_model(cfg)
-        print(f"\nDecoding {rows} at once, cached against not: {name} ({geometry(cfg)}), Stage A and B in every step")
-        print("  context   cached ms a step   uncached ms a step   ratio")
-        measured = []
-        for context in CONTEXTS:
-            sides = [one_step(engine(model, [prompt(context)] * rows, 1), rows) for engine in (Cached, Uncached)]
-            cached, uncached = interleaved(*sides, repeats=1 if rows > 1 else 3)
-            measured.append((cached, uncached))
-            print(f"  {context:7}   {1e3 * cached:16.1f}   {1e3 * uncached:18.1f}   {uncached / cached:4.1f}x")
+def decode(cfg: Config) -> None:
+    """A step behind contexts of several lengths, and whole decodes integrated over them; then many rows at once."""
+    model = random_model(cfg)
+    print(f"\n{geometry(cfg)}; Stage A and B in every step")
+    print("  context   cached ms a step   uncached ms a step   ratio")
+    measured = []
+    for context in CONTEXTS:
+        cached, uncached = steps_behind(model, context, 1)
+        measured.append((cached, uncached))
+        print(f"  {context:7}   {1e3 * cached:16.1f}   {1e3 * uncached:18.1f}   {uncached / cached:4.1f}x")
 
-        # the cost of a step is read off between the measured contexts; a block is B steps on either side
-        B = cfg.block_length
-        for length in LENGTHS:
-            starts = np.arange(0, length, B)
-            cached, uncached = (B * np.interp(starts, CONTEXTS, side).sum() for side in np.array(measured).T)
-            ratio = f"{uncached / cached:.1f}x"
-            print(f"  all of {length} tokens (integrated): cached {cached:.2f} s, uncached {uncached:.2f} s: {ratio}")
+    # the cost of a step is read off between the measured contexts; a block is B steps on either side
+    B = cfg.block_length
+    for length in LENGTHS:
+        starts = np.arange(0, length, B)
+        cached, uncached = (B * np.interp(starts, CONTEXTS, side).sum() for side in np.array(measured).T)
+        print(f"  all of {length} tokens (integrated): cached {cached:.2f} s, uncached {uncached:.2f} s: "
+              f"{uncached / cached:.1f}x")  # fmt: skip
+
+    # rows share the reading of the weights
+    context = CONTEXTS[len(CONTEXTS) // 2]
+    cached, uncached = steps_behind(model, context, ROWS)
+    one = measured[CONTEXTS.index(context)][0]
+    print(f"  {ROWS} rows behind {context} tokens: uncached against cached {uncached / cached:.1f}x; "
+          f"{ROWS * one / cached:.1f}x the tokens a second of one row")  # fmt: skip
 
 
 # --- against the released code
-
 FILES = ("configuration_llada2_moe.py", "modeling_llada2_moe.py")
 
 
@@ -114,7 +126,7 @@ def official_model(folder: Path, ours: Model) -> torch.nn.Module:
     if missing := [name for name in FILES if not (folder / name).exists()]:
         fail(f"--official {folder} holds no {missing[0]}: it is a file of the released checkpoint")
     try:
-        importlib.import_module("transformers")
+        import transformers  # noqa: F401 (the released code imports it)
     except ImportError:
         fail("--official runs the released code, which needs transformers: pip install transformers==4.57.3")
 
@@ -122,10 +134,11 @@ def official_model(folder: Path, ours: Model) -> torch.nn.Module:
     package = f"official_{len(sys.modules)}"
     sys.modules[package] = types.ModuleType(package)
     sys.modules[package].__path__ = [str(folder)]
-    configuration, modeling = (importlib.import_module(f"{package}.{name.removesuffix('.py')}") for name in FILES)
+    configuration = pkgutil.resolve_name(f"{package}.configuration_llada2_moe")
+    modeling = pkgutil.resolve_name(f"{package}.modeling_llada2_moe")
 
     theirs = modeling.LLaDA2MoeModelLM(configuration.LLaDA2MoeConfig(**released_config(ours.cfg)))
-    theirs.load_state_dict(released_tensors(ours.state_dict(), sum(plan(ours.cfg), []), None))
+    theirs.load_state_dict(released_tensors(ours.state_dict(), sum(plan(ours.cfg), []), []))
 
     # their generate() makes masks in bfloat16, which attention refuses beside float32 weights
     def cast(part: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -159,7 +172,7 @@ def compare(theirs: torch.nn.Module, models: dict[str, Model], length: int, rows
 
     sides = [partial(our_decode, model, length, rows) for model in models.values()]
     sides.append(partial(their_decode, theirs, cfg, length, rows))
-    *seconds, other = interleaved(*sides, repeats=3, clock=time.process_time)
+    *seconds, other = interleaved(*sides, repeats=REPEATS, clock=time.process_time)
     tokens = rows * length
     print(f"    {rows} x {length} tokens, all the same: theirs {tokens / other:.1f} tokens/s")
     for name, s in zip(models, seconds, strict=True):
@@ -167,15 +180,18 @@ def compare(theirs: torch.nn.Module, models: dict[str, Model], length: int, rows
 
 
 def official(folders: list[Path], lengths: list[int], compiled: bool) -> None:
-    """Tokens a second of ours and of the released generate(), or of a fork of it that keeps keys and values: the same
-    weights and prompts, and the same tokens or it stops. One row, then 16 if there is a generate_batch()."""
+    """Tokens a second of ours and of the released generate(), or of a fork of it that keeps keys and values.
+
+    The same weights and prompts, and the same tokens or it stops. One row, then 16 if there is a
+    generate_batch().
+    """
     model = random_model(OFFICIAL)
     model.lm_head.weight.data *= 16  # far from ties, which rounding decides
     model.lm_head.weight.data[model.cfg.eos_id] = 0  # nor does the text end
     models = {"ours": model}
     if compiled:
-        fast = CompiledModel(model.cfg)
-        fast.load_state_dict(model.state_dict())
+        fast = copy.deepcopy(model)
+        compile_steps(fast)
         compile_for_one_row(fast)
         models["ours, compiled"] = fast
 
@@ -202,13 +218,14 @@ def main() -> None:
     add("--lengths", type=bounded(int, 1), nargs="+", default=[256, 512], help="tokens of those decodes")
     args = parser.parse_args()
     if args.compile and not args.official:
-        fail("--compile is for --official; to decode with compiled steps: python -m released.compiled")
+        fail("--compile is for --official; to decode with compiled steps: python -m llada.compiled")
     print(f"$ python -m tools.bench {' '.join(sys.argv[1:])}")
     print(f"{date.today()}: {os.cpu_count()} cores, {torch.get_num_threads()} threads; torch {torch.__version__}")
     if args.official:
         official(args.official, args.lengths, args.compile)
-    else:
-        decode()
+        return
+    for cfg in GEOMETRIES:
+        decode(cfg)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
 "use strict";
-// The model in a page: what model.py, sample.generate_one and beyond/head.py compute, greedily, for one row.
+// The model in a page: what model.py and sample.generate_one compute, greedily, for one row.
 //
-//   const h = prefix(model, z, ctx);                          // first L - n layers, shared by both stages
-//   head(model, lastN(model, h, ctx));                        // Stage A: factorised
-//   head(model, coordinate(model, h, bundle, ctx, n_rounds)); // Stage B: marked, the same last n layers again
-//   headLook(model, z, a, bundle, tau_keep);                  // the head: looks at Stage A's final states
+//   const h = prefix(model, z, ctx);                              // first L - n layers, shared by both stages
+//   logits(model, lastN(model, h, ctx));                          // Stage A: factorised
+//   logits(model, coordinate(model, h, bundle, ctx, n_rounds));   // Stage B: marked, the same last n layers again
 //
 // States are rows: an array with one Float32Array of C numbers for each of the T positions of the current block.
 // Finished blocks are keys and values in ctx.past: no block attends to a later one, so they never change.
-// A model is {cfg: a Config, tensors: name -> Float32Array, tokenizer, partial_cost}.
+// A model is {cfg: a Config, tensors: name -> Float32Array, marked: the tensors of Stage B's pass, tokenizer}.
 //
 // T positions of the block, C channels (n_embd), H query heads, G key and value heads, D head dim, V vocabulary
 const MAX_STEPS = 1024; // forwards in one block
+const LORA_SCALE = 2;
 
 // --- the tokenizer: byte-level BPE, with bytes as the letters U+0000 to U+00FF
 
@@ -70,12 +70,12 @@ function linear(rows, W, bias) {
   });
 }
 
-// Root mean square norm, scaled by `weight` where there is one.
+// Root mean square norm, scaled.
 function rmsNorm(x, weight, eps) {
   let squares = 0;
   for (const value of x) squares += value * value;
   const scale = 1 / Math.sqrt(squares / x.length + eps);
-  return x.map((value, c) => value * scale * (weight ? weight[c] : 1));
+  return x.map((value, c) => value * scale * weight[c]);
 }
 
 const norm = (model, name, rows) => rows.map((x) => rmsNorm(x, model.tensors[name + ".weight"], model.cfg.norm_eps));
@@ -120,10 +120,9 @@ function attention(model, name, rows, ctx, slot) {
   const v = past.v.concat(newV);
   if (ctx.keep) ctx.past[slot] = {k, v};
   // H / G query heads share one head of keys and values
-  const mixed = q.map((ofHead, t) => {
+  const mixed = q.map((ofHead) => {
     const y = new Float32Array(H * D);
-    const seen = ctx.causal ? k.slice(0, t + 1) : k;
-    ofHead.forEach((query, i) => y.set(attend(query, seen, v, Math.floor((i * G) / H)), i * D));
+    ofHead.forEach((query, i) => y.set(attend(query, k, v, Math.floor((i * G) / H)), i * D));
     return y;
   });
   return linear(mixed, tensors[name + ".proj.weight"], tensors[name + ".proj.bias"]);
@@ -188,70 +187,70 @@ function mlp(model, name, rows) {
   return swiglu(rows, model.tensors[name + ".gate_up.weight"], model.tensors[name + ".down.weight"]);
 }
 
-// A transformer block of this name.
-function layer(model, name, rows, ctx, slot) {
-  rows = add(rows, attention(model, name + ".attn", norm(model, name + ".norm_1", rows), ctx, slot));
-  return add(rows, mlp(model, name + ".mlp", norm(model, name + ".norm_2", rows)));
-}
-
 function run(model, rows, ctx, first, end) {
   for (let i = first; i < end; i++) {
+    const name = "layers." + i;
     const slot = i + ctx.round * model.cfg.n_last; // each round of Stage B has a context of its own
-    rows = layer(model, "layers." + i, rows, ctx, slot);
+    rows = add(rows, attention(model, name + ".attn", norm(model, name + ".norm_1", rows), ctx, slot));
+    rows = add(rows, mlp(model, name + ".mlp", norm(model, name + ".norm_2", rows)));
   }
   return rows;
 }
 
-// --- the split, by the project's names
+// --- an adapter: LoRA and markers
 
-// Where the current block stands (start), what it sees of the finished ones (past), whether it is one now (keep), and
-// whether attention looks left alone in it (causal).
-const newContext = () => ({start: 0, round: 0, past: [], keep: false, causal: false});
-
-function embed(model, ids) {
-  const C = model.cfg.n_embd;
-  return ids.map((id) => model.tensors["wte.weight"].slice(id * C, (id + 1) * C));
+// The base with it. LoRA is added to its matrices: in both stages, or in Stage B's pass alone.
+function adapted(base, {n_last, n_rounds, lora_r, lora_in, tensors}) {
+  const marked = {...base.tensors, markers: tensors.markers};
+  for (const name of Object.keys(tensors).filter((name) => name.endsWith("lora_A"))) {
+    const weight = name.replace("lora_A", "weight");
+    const B = tensors[name.replace("lora_A", "lora_B")];
+    marked[weight] = withLora(base.tensors[weight], tensors[name], B, lora_r);
+  }
+  const unmarked = lora_in === "both" ? marked : base.tensors;
+  return {...base, cfg: {...base.cfg, n_last, n_rounds}, tensors: unmarked, marked};
 }
 
+// W + 2 B A. W (out, in), A (r, in), B (out, r).
+function withLora(W, A, B, r) {
+  const width = A.length / r;
+  return W.map((value, i) => {
+    const row = Math.floor(i / width);
+    let sum = 0;
+    for (let k = 0; k < r; k++) sum += B[row * r + k] * A[k * width + (i % width)];
+    return value + LORA_SCALE * sum;
+  });
+}
+
+// --- the split, by the project's names
+
+// Where the current block stands (start), what it sees of the finished ones (past), and whether it is one now (keep).
+const newContext = () => ({start: 0, round: 0, past: [], keep: false});
+
 function prefix(model, z, ctx) {
-  const {n_layer, n_last} = model.cfg;
-  return run(model, embed(model, z), ctx, 0, n_layer - n_last);
+  const {n_layer, n_last, n_embd: C} = model.cfg;
+  const embedded = z.map((id) => model.tensors["wte.weight"].slice(id * C, (id + 1) * C));
+  return run(model, embedded, ctx, 0, n_layer - n_last);
 }
 
 function lastN(model, h, ctx) {
   return run(model, h, ctx, model.cfg.n_layer - model.cfg.n_last, model.cfg.n_layer);
 }
 
-function head(model, h) {
+// The paper's Head: final norm and output layer.
+function logits(model, h) {
   return linear(norm(model, "norm_f", h), model.tensors["lm_head.weight"]);
 }
 
-// Eq. 4: K times h <- LastN(h + 1_S * marker).
+// Eq. 4: K times h <- LastN(h + 1_S * marker), with the weights of Stage B.
 function coordinate(model, h, bundle, ctx, n_rounds) {
+  const stageB = {...model, tensors: model.marked};
   for (let round = 0; round < n_rounds; round++) {
-    const marker = model.tensors.markers.subarray(round * h[0].length);
+    const marker = model.marked.markers.subarray(round * h[0].length);
     const marked = h.map((row, t) => (bundle.includes(t) ? row.map((value, c) => value + marker[c]) : row));
-    h = lastN(model, marked, {...ctx, round});
+    h = lastN(stageB, marked, {...ctx, round});
   }
   return h;
-}
-
-// Stage A, one full forward -> prefix states, final states, logits.
-function stageA(model, z, ctx) {
-  const h = prefix(model, z, ctx);
-  const last = lastN(model, h, ctx);
-  return {h, last, logits: head(model, last)};
-}
-
-// What the head adds to Stage A's log-probabilities at the positions `asked`: a block on Stage A's final states and the
-// token before each position. It is inside the block of text alone, and attention looks left.
-function headAdds(model, last, tokens, asked) {
-  const none = new Float32Array(model.cfg.n_embd); // before the first of a block
-  const before = [none, ...embed(model, tokens.slice(0, -1))];
-  const shown = linear(before, model.tensors["second_look.show.weight"]);
-  const x = add(last.map((row) => rmsNorm(row, null, 2 ** -23)), shown);
-  const y = layer(model, "second_look.block", x, {...newContext(), causal: true}, 0);
-  return head(model, asked.map((t) => y[t]));
 }
 
 // --- decoding
@@ -274,118 +273,37 @@ function candidates(logits) {
   return {token, conf: logits.map((row, t) => softmax(row)[token[t]])};
 }
 
-// The masks that pass a gate. From the left a mask passes where the product of all up to and with its own is above it.
-function passing(conf, masked, gate, order) {
-  let together = 1;
-  return masked.filter((t) => {
-    together *= conf[t];
-    return (order === "leftmost" ? together : conf[t]) > gate;
-  });
-}
-
-// The first of the model's order, the leftmost of equals, in an array; nothing of nothing.
-function firstOf(conf, masked, order) {
-  if (order === "leftmost") return masked.slice(0, 1);
-  return largest(masked.map((t) => conf[t]), 1).map((i) => masked[i]);
-}
-
-// The masks that pass tau_m2t, or the first one where none does -> positions in the block.
-function selectBundle(conf, masked, tau_m2t, order) {
-  const found = passing(conf, masked, tau_m2t, order);
-  return found.length > 0 ? found : firstOf(conf, masked, order);
-}
-
-// Is something visible behind a mask? From the left the head has been taught masks at a block's end alone.
-function standsAside(model, z, bundle) {
-  const {mask_id, order} = model.cfg;
-  return order !== "surest" && z.some((id, t) => t > bundle[0] && id !== mask_id);
-}
-
-// Log-probabilities among tokens: a mask is none.
-function logProbs(logits, mask_id) {
-  const among = logits.map((value, id) => (id === mask_id ? -Infinity : value));
-  const highest = among.reduce((a, b) => Math.max(a, b));
-  const total = among.reduce((sum, value) => sum + Math.exp(value - highest), 0);
-  return among.map((value) => value - highest - Math.log(total));
-}
-
-// The head writes the bundle, or a prefix of it: drafts, then looks until nothing changes, or what is final is refused.
-// a: {last, logits, token_a, conf_a} of Stage A -> what changes about a step, and `answers`: position -> logits.
-// looks: the drafts, then what each look wrote, [{t, token, final}].
-function headLook(model, z, a, bundle, tau_keep) {
-  const stage_a = a.logits.map((row) => logProbs(row, model.cfg.mask_id));
-  const mine = standsAside(model, z, bundle) ? [] : bundle;
-
-  // the first drafts are Stage A's
-  const draft = candidates(stage_a).token;
-  const tokens = z.map((id, t) => (mine.includes(t) ? draft[t] : id));
-  const conf = z.map(() => 1);
-  const answers = new Map();
-  const looks = mine.length ? [mine.map((t) => ({t, token: draft[t], final: false}))] : [];
-
-  let open = mine; // what is not final
-  let final = [];
-  let live = mine.length > 0;
-  while (live) {
-    const added = headAdds(model, a.last, tokens, open);
-    const rows = added.map((row, i) => row.map((value, id) => value + stage_a[open[i]][id]));
-    const found = candidates(rows);
-
-    // what has read nothing but final tokens is final: all up to and with the first that differs
-    const differs = open.findIndex((t, i) => found.token[i] !== tokens[t]);
-    const n = differs < 0 ? open.length : differs + 1;
-    looks.push(open.map((t, i) => ({t, token: found.token[i], final: i < n})));
-    open.forEach((t, i) => {
-      [tokens[t], conf[t]] = [found.token[i], found.conf[i]];
-      answers.set(t, rows[i]);
-    });
-    final = final.concat(open.slice(0, n));
-    open = open.slice(n);
-    live = open.length > 0 && final.reduce((product, t) => product * conf[t], 1) > tau_keep;
-  }
-
-  // the longest prefix that is sure enough, or else Stage A's first token alone
-  const sure = passing(conf, final, tau_keep, "leftmost");
-  const written = sure.length ? sure : bundle.slice(0, 1);
-  const own = (t) => mine.includes(t) && (sure.length > 0 || t !== bundle[0]);
-  const nLooks = Math.max(0, looks.length - 1); // each reads the whole block
-  return {
-    token: tokens.map((id, t) => (own(t) ? id : a.token_a[t])),
-    conf: conf.map((p, t) => (own(t) ? p : a.conf_a[t])),
-    bundle: written,
-    refused: bundle.filter((t) => !written.includes(t)),
-    partial: nLooks,
-    nLooks,
-    looks,
-    answers,
-  };
+// The masks that pass tau_m2t, or the surest one where none does; or always the leftmost one -> positions in the block.
+function selectBundle(conf, masked, {tau_m2t, leftmost}) {
+  if (leftmost) return masked.slice(0, 1);
+  const passing = masked.filter((t) => conf[t] > tau_m2t);
+  const surest = largest(masked.map((t) => conf[t]), 1).map((i) => masked[i]);
+  return passing.length > 0 ? passing : surest;
 }
 
 // One step on the block z: everything is read from z and written at once. given: which positions are the prompt's.
-// d: the fields of sample.Decoding, and the `stage` that writes the bundle: "A", "B" or "head".
+// d: the fields of sample.Decoding, and whether masks are written one at a time from the left (leftmost).
 function step(model, z, ctx, d, given) {
-  const {mask_id, order} = model.cfg;
-  const masked = [...z.keys()].filter((t) => z[t] === mask_id);
-  const {h, last, logits} = stageA(model, z, ctx);
-  const {token: token_a, conf: conf_a} = candidates(logits);
-  const asked = selectBundle(conf_a, masked, d.tau_m2t, order);
-  const s = {before: z, bundle: asked, refused: [], token: token_a, conf: conf_a, token_a, conf_a, partial: 0,
-    nLooks: 0, looks: []};
-
-  if (d.stage === "B" && asked.length > 0) {
-    Object.assign(s, candidates(head(model, coordinate(model, h, asked, ctx, d.n_rounds))));
-    s.partial = s.nLooks = d.n_rounds;
-  }
-  if (d.stage === "head" && asked.length > 0) {
-    Object.assign(s, headLook(model, z, {last, logits, token_a, conf_a}, asked, d.tau_keep));
-  }
-
-  // Eq. 3 edits what is visible, Eq. 2 fills the bundle
-  const gate = d.tau_t2t ?? Infinity;
+  const masked = [...z.keys()].filter((t) => z[t] === model.cfg.mask_id);
   const visible = (t) => !given[t] && !masked.includes(t);
-  s.edited = [...z.keys()].filter((t) => visible(t) && s.conf[t] > gate && s.token[t] !== z[t]);
-  s.after = z.map((id, t) => (s.bundle.includes(t) || s.edited.includes(t) ? s.token[t] : id));
-  return s;
+
+  // Stage A, and which masks are written now
+  const h = prefix(model, z, ctx);
+  const {token: token_a, conf: conf_a} = candidates(logits(model, lastN(model, h, ctx)));
+  const bundle = selectBundle(conf_a, masked, d);
+
+  // Stage B looks again, at the bundle
+  let [token, conf, partial] = [token_a, conf_a, 0];
+  if (d.n_rounds > 0 && bundle.length > 0) {
+    ({token, conf} = candidates(logits(model, coordinate(model, h, bundle, ctx, d.n_rounds))));
+    partial = d.n_rounds;
+  }
+
+  // fill the bundle (Eq. 2), edit what is visible (Eq. 3)
+  const gate = d.tau_t2t ?? Infinity;
+  const edited = [...z.keys()].filter((t) => visible(t) && conf[t] > gate && token[t] !== z[t]);
+  const after = z.map((id, t) => (bundle.includes(t) || edited.includes(t) ? token[t] : id));
+  return {before: z, after, bundle, edited, token, conf, token_a, conf_a, partial};
 }
 
 // A finished block leaves its keys and values in every round (there it is unmarked), and the next one stands behind it.
@@ -404,7 +322,7 @@ function generateOne(model, prompt, d) {
   const {block_length: B, mask_id, eos_id} = model.cfg;
   const end = prompt.length + d.gen_length;
   const ctx = newContext();
-  const nfe = {full: 0, partial: 0, commit: 0, looks: 0};
+  const nfe = {full: 0, partial: 0, commit: 0};
   const steps = [];
   const first = prompt.includes(mask_id) ? prompt.indexOf(mask_id) : prompt.length;
   while (ctx.start + B <= first) finishBlock(model, prompt.slice(ctx.start, ctx.start + B), ctx, d.n_rounds);
@@ -422,7 +340,6 @@ function generateOne(model, prompt, d) {
       z = s.after;
       nfe.full += hand ? 0 : 1;
       nfe.partial += s.partial;
-      nfe.looks += s.nLooks;
       if (hand) continue;
       forwards++;
       changed = z.some((id, t) => id !== s.before[t]);
@@ -442,6 +359,6 @@ function generateOne(model, prompt, d) {
 
   const tokens = ids.slice(prompt.length, end);
   if (tokens.includes(eos_id)) tokens.length = tokens.indexOf(eos_id) + 1;
-  const all = nfe.full + nfe.commit + nfe.partial * model.partial_cost;
+  const all = nfe.full + nfe.commit + (nfe.partial * model.cfg.n_last) / model.cfg.n_layer;
   return {prompt: ids.slice(0, prompt.length), tokens, nfe: {...nfe, all}, steps};
 }

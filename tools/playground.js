@@ -2,9 +2,12 @@
 // and the viewer shows them side by side. It also shows records from files.
 
 const data = JSON.parse($("data").textContent);
-const model = readModel(data);
-let byHand = data.decoders.map(() => ({})); // of each decoder: {number of a step: {at, token}}
+const base = readModel(data);
+const adapters = data.adapters.map((adapter) => ({...adapter, tensors: readTensors(adapter.tensors)}));
+const columns = data.decoders.map(readColumn);
+let byHand = columns.map(() => ({})); // of each column: {number of a step: {at, token}}
 let fromFiles = false; // whether the records shown are of files: of another model, perhaps
+let sharesAt = ""; // the gates of the table of shares
 
 // --- what the page holds
 
@@ -25,10 +28,18 @@ function readTensor({dtype, base64}) {
   return new Float32Array(halves.buffer);
 }
 
-function readModel({cfg, tokenizer, partial_cost, tensors: stored}) {
-  const tensors = {};
-  for (const [name, tensor] of Object.entries(stored)) tensors[name] = readTensor(tensor);
-  return {cfg, tokenizer, partial_cost, tensors};
+function readTensors(stored) {
+  return Object.fromEntries(Object.entries(stored).map(([name, tensor]) => [name, readTensor(tensor)]));
+}
+
+function readModel({cfg, tokenizer, tensors: stored}) {
+  const tensors = readTensors(stored);
+  return {cfg, tokenizer, tensors, marked: tensors};
+}
+
+// One of the page's decoders, with its model: the base, with the adapters that lie on it.
+function readColumn(decoder) {
+  return {...decoder, model: decoder.adapters.reduce((model, number) => adapted(model, adapters[number]), base)};
 }
 
 // --- the judge: a name is in the list of all, or ends in its character's number
@@ -57,82 +68,86 @@ function verdict(name) {
 
 // --- decoding
 
-const gates = () => ({tau_m2t: Number($("tau_m2t").value), tau_keep: Number($("tau_keep").value)});
+const gates = () => ({tau_m2t: Number($("tau_m2t").value), tau_t2t: Number($("tau_t2t").value)});
 
-// The fields of sample.Decoding for one of the page's decoders, and the tokens {number of a step: {at, token}} that are
-// written by hand: such a step asks the model nothing.
-function decoding(decoder, hand = {}) {
-  const {tau_m2t, tau_keep} = gates();
+// The engine's settings for a column, and the tokens {number of a step: {at, token}} that are written by hand: such a
+// step asks the model nothing.
+function decoding({n_rounds, gated, leftmost, tau_t2t}, hand = {}) {
+  const chosen = gates();
+  const edits = chosen.tau_t2t < 1 ? chosen.tau_t2t : null;
   const byHand = (z, start, n) => {
     if (!(n in hand)) return undefined;
     const at = hand[n].at - start;
     const after = z.map((id, t) => (t === at ? hand[n].token : id));
-    const sure = z.map(() => 1);
-    const said = {token: after, conf: sure, token_a: after, conf_a: sure};
-    const nothing = {edited: [], refused: [], looks: [], nLooks: 0, partial: 0};
-    return {...nothing, ...said, before: z, after, bundle: [at], byHand: true};
+    const conf = z.map(() => 1);
+    const said = {token: after, conf, token_a: after, conf_a: conf};
+    return {...said, before: z, after, bundle: [at], edited: [], partial: 0, byHand: true};
   };
-  return {stage: decoder.stage, n_rounds: decoder.n_rounds, tau_m2t: decoder.gated ? tau_m2t : 1, tau_keep, byHand,
-    tau_t2t: null, max_post_steps: 16, gen_length: data.gen_length, eos_early_stop: true};
+  return {n_rounds, leftmost, tau_m2t: gated ? chosen.tau_m2t : 1, tau_t2t: n_rounds ? edits : tau_t2t, byHand,
+    max_post_steps: 16, gen_length: data.gen_length, eos_early_stop: true};
 }
 
-// One of the engine's steps, as sample.py records it; the head's looks, and whether it was made by hand.
+// One of the engine's steps, as sample.py records it, and whether it was made by hand.
 function stepRecord(s) {
   const {start, before, after, byHand = false} = s;
   const round = (p) => Number(p.toFixed(4));
   const fill = s.bundle.map((t) => ({at: start + t, token: after[t], conf: round(s.conf[t]), token_a: s.token_a[t],
     conf_a: round(s.conf_a[t])}));
   const edit = s.edited.map((t) => ({at: start + t, old: before[t], token: after[t], conf: round(s.conf[t])}));
-  const refused = s.refused.map((t) => ({at: start + t, token: s.token[t], conf: round(s.conf[t])}));
-  const looks = s.looks.map((asked) => asked.map(({t, token, final}) => ({at: start + t, token, final})));
-  return {start, before, after, fill, edit, refused, conf: s.conf.map(round), partial: s.partial, looks, byHand};
+  return {start, before, after, fill, edit, conf: s.conf.map(round), partial: s.partial, byHand};
 }
 
-// A decode as one record of `sample.py --json`.
-function recordOf(asked, d) {
+// A column's decode as one record of `sample.py --json`.
+function recordOf(model, asked, d) {
   const {prompt, tokens, nfe, steps} = generateOne(model, asked, d);
-  const {eos_id, mask_id} = model.cfg;
-  const looked = steps.flatMap((s) => s.looks.flat().map((x) => x.token));
-  const shown = [...prompt, ...looked, ...steps.flatMap((s) => [...s.after, ...s.token_a, ...s.token])];
+  const {eos_id, mask_id, n_last, n_layer} = model.cfg;
+  const shown = [...prompt, ...steps.flatMap((s) => [...s.before, ...s.after, ...s.token_a])];
   const pieces = Object.fromEntries(shown.map((id) => [id, model.tokenizer.pieces[id]]));
   Object.assign(pieces, {[eos_id]: "∎", [mask_id]: "▒"});
+  const text = decode(model, [...prompt, ...tokens]);
   const n_written = tokens.length + asked.filter((id) => id === mask_id).length;
-  return {text: decode(model, tokens), verdict: verdict(decode(model, [...prompt, ...tokens])), tokens, nfe,
-    n_written, partial_cost: model.partial_cost,
-    steps: steps.map(stepRecord), prompt, mask_id, n_rounds: d.n_rounds, pieces};
+  return {text, verdict: verdict(text), tokens, n_written, prompt, mask_id, n_rounds: d.n_rounds, nfe,
+    partial_cost: n_last / n_layer, steps: steps.map(stepRecord), pieces};
 }
 
-// One decoder's run, as the viewer takes it.
+// One column's run, as the viewer takes it.
 function complete(prompt, run) {
-  const decoder = data.decoders[run];
-  const record = recordOf(prompt, decoding(decoder, byHand[run]));
-  const name = decode(model, [...record.prompt, ...record.tokens]);
-  return {...record, asked: prompt, label: decoder.name, about: decoder.about, name};
+  const column = columns[run];
+  const record = recordOf(column.model, prompt, decoding(column, byHand[run]));
+  return {...record, asked: prompt, label: column.name, about: column.about};
 }
 
 // The ids of a text, in which each ▒ is one token to fill.
 function encodeWithHoles(text) {
-  const parts = text.split("▒").map((part) => encode(model, known ? part.trimEnd() : part));
-  return parts.flatMap((ids, i) => (i ? [model.cfg.mask_id, ...ids] : ids));
+  const parts = text.split("▒").map((part) => encode(base, known ? part.trimEnd() : part));
+  return parts.flatMap((ids, i) => (i ? [base.cfg.mask_id, ...ids] : ids));
 }
 
 function promptOf(text) {
+  const {block_length: B, max_len} = base.cfg;
   const prompt = encodeWithHoles(text);
-  const need = Math.ceil((prompt.length + data.gen_length) / model.cfg.block_length) * model.cfg.block_length;
+  const need = Math.ceil((prompt.length + data.gen_length) / B) * B;
   if (!prompt.length) return {wrong: "The model continues a text: type at least one letter."};
-  if (need > model.cfg.max_len) return {wrong: "This beginning is too long for the model."};
+  if (need > max_len) return {wrong: "This beginning is too long for the model."};
   return {prompt};
 }
 
 // Completes what stands in the prompt box, and shows it at `step` (the last one, if not given).
 function ask(step = Infinity) {
-  const {prompt, wrong} = promptOf($("prompt").value);
+  const text = asTyped($("prompt").value);
+  $("prompt").value = text;
+  const {prompt, wrong} = promptOf(text);
   $("wrong").textContent = wrong ?? "";
   if (wrong) return;
+  const plain = known ? text.replaceAll("▒", "_") : text;
+  history.replaceState(null, "", "#" + new URLSearchParams({prompt: plain}));
   chosen = null;
-  byHand = data.decoders.map(() => ({}));
-  present(data.decoders.map((_, run) => complete(prompt, run)), step);
+  byHand = columns.map(() => ({}));
+  present(columns.map((_, run) => complete(prompt, run)), step);
 }
+
+// Names are in upper case, and have no underscore: that is a mask.
+const asTyped = (text) => (known ? text.toUpperCase().replaceAll("_", "▒") : text);
 
 // Texts of files, [name, text] each, whose lines are records: shown side by side, from the start.
 function showRecords(files) {
@@ -142,7 +157,7 @@ function showRecords(files) {
     for (const line of lines) {
       const record = JSON.parse(line);
       if (!record.steps?.length) throw new Error(`${name} holds no steps`);
-      records.push({...record, label: name.replace(/\.\w+$/, "")});
+      records.push({...record, label: name.replace(/\.\w+$/, ""), about: record.ran});
     }
   }
   const prompts = new Set(records.map((record) => String(record.prompt)));
@@ -150,52 +165,53 @@ function showRecords(files) {
   play(false);
   chosen = null;
   fromFiles = true;
-  $("seen").textContent = "Runs of sample.py --json, from files.";
+  summarise(records);
   show(records, 0);
 }
 
-// Shows one record for each decoder.
+// Shows one record for each column.
 function present(records, step) {
   fromFiles = false;
-  $("seen").textContent = whatIsSeen(records);
+  summarise(records);
   show(records, step);
 }
 
-// What the decoders wrote, in a sentence.
-function whatIsSeen(records) {
-  const wrote = (t) => {
-    if (!known) return `${t.label} took ${rounded(t.nfe.all)} forwards`;
-    const what = t.verdict.includes("U+") ? `is ${[...t.verdict][0]}` : "names no character";
-    return `${t.label} writes “${t.name}”, which ${what}`;
-  };
-  return records.map(wrote).join("; ") + ".";
+// A line for each run: what it wrote, and what that is.
+function summarise(records) {
+  const body = $("seen").tBodies[0];
+  body.replaceChildren();
+  for (const t of records) {
+    const {said, className} = judged(t);
+    const row = make(body, "tr", "");
+    const head = make(row, "th", "", t.label);
+    head.scope = "row";
+    make(head, "span", "", ` ${rounded(t.nfe.all)} forwards`);
+    const cell = make(row, "td", "");
+    make(cell, "span", "written", t.text ?? t.tokens.join(" "));
+    make(cell, "span", className, said);
+  }
 }
 
 // --- the panel: what both stages would write at a mask, and a token put there by hand
 
-const second = data.decoders.find((decoder) => decoder.stage !== "A"); // the head or Stage B, if there is one
-
-// Probabilities of every token at position `at` of block b as it stands: {a, b}, by Stage A and by what looks again,
-// where it does. The bundle is the gate's, and `at` with it.
-function answersAt(t, b, at) {
+// Probabilities of every token at position `at` of block b as it stands: {a, b}, by Stage A and, where the column has
+// it, by Stage B. The bundle is the gate's, and `at` with it.
+function answersAt(column, t, b, at) {
+  const {model, n_rounds} = column;
   const ctx = newContext();
   const finished = t.blocks.filter((block) => block.start < b.start);
-  for (const block of finished) finishBlock(model, look(t, block, now).ids, ctx, second?.n_rounds ?? 0);
+  for (const block of finished) finishBlock(model, look(t, block, now).ids, ctx, n_rounds);
 
   const z = look(t, b, now).ids;
   const here = at - b.start;
   const masked = [...z.keys()].filter((i) => z[i] === t.mask_id);
-  const {h, last, logits} = stageA(model, z, ctx);
-  const {token: token_a, conf: conf_a} = candidates(logits);
-  const picked = selectBundle(conf_a, masked, gates().tau_m2t, model.cfg.order);
+  const h = prefix(model, z, ctx);
+  const stageA = logits(model, lastN(model, h, ctx));
+  const a = softmax(stageA[here]);
+  if (!n_rounds) return {a};
+  const picked = selectBundle(candidates(stageA).conf, masked, gates());
   const bundle = masked.filter((i) => picked.includes(i) || i === here);
-
-  let again;
-  if (second?.stage === "head")
-    again = headLook(model, z, {last, logits, token_a, conf_a}, bundle, gates().tau_keep).answers.get(here);
-  if (second?.stage === "B")
-    again = head(model, coordinate(model, h, bundle, ctx, second.n_rounds))[here];
-  return {a: softmax(logits[here]), b: again && softmax(again)};
+  return {a, b: softmax(logits(model, coordinate(model, h, bundle, ctx, n_rounds))[here])};
 }
 
 morePanel = (panel, t, b, at, v) => {
@@ -204,24 +220,23 @@ morePanel = (panel, t, b, at, v) => {
     make(panel, "p", "counts", "Step back until this token is a mask to see what else could stand here.");
     return;
   }
-  const answers = answersAt(t, b, at);
+  const run = traces.indexOf(t);
+  const answers = answersAt(columns[run], t, b, at);
   const lists = make(panel, "div", "lists");
-  const write = (token) => writeByHand(traces.indexOf(t), at, token);
+  const write = (token) => writeByHand(run, at, token);
   list(lists, "Stage A", "this position by itself", answers.a, write);
-  const together = second?.stage === "head" ? "after the token before it" : "with the rest of the bundle";
-  const alone = "it stands aside: a token stands behind a mask";
-  if (second) list(lists, second.name, answers.b ? together : alone, answers.b, write);
+  if (answers.b) list(lists, "Stage B", "with the rest of the bundle", answers.b, write);
 };
 
 // The five likeliest tokens as buttons with bars.
 function list(parent, title, about, p, write) {
   const box = make(parent, "div", "");
   make(make(box, "h4", "", title), "span", "", about);
-  for (const token of p ? largest(p, 5) : []) {
+  for (const token of largest(p, 5)) {
     const button = make(box, "button", "option");
     button.type = "button";
     make(button, "span", "level").style.width = `${100 * p[token]}%`;
-    make(button, "span", "name", token === model.cfg.eos_id ? "∎" : model.tokenizer.pieces[token]);
+    make(button, "span", "name", token === base.cfg.eos_id ? "∎" : base.tokenizer.pieces[token]);
     make(button, "span", "share", p[token].toFixed(2));
     button.addEventListener("click", () => write(token));
   }
@@ -235,7 +250,7 @@ function writeByHand(run, at, token) {
   byHand[run] = {...Object.fromEntries(before), [k]: {at, token}};
   const records = traces.map((t, i) => (i === run ? complete(t.asked, run) : t));
   const {start, after} = records[run].steps[k];
-  const left = after.indexOf(model.cfg.mask_id);
+  const left = after.indexOf(base.cfg.mask_id);
   chosen = {run, at: left < 0 ? at : start + left};
   present(records, k + 1);
 }
@@ -245,11 +260,13 @@ function writeByHand(run, at, token) {
 // One beginning after the other, each by every decoder.
 async function runAll() {
   $("run").disabled = true;
-  const sums = data.decoders.map((decoder) => ({decoder, d: decoding(decoder), found: 0, forwards: 0}));
+  const sums = columns.map((column) => ({column, d: decoding(column), found: 0, forwards: 0}));
+  sharesAt = gateText();
+  showGates();
   for (const [i, prompt] of data.beginnings.entries()) {
     for (const sum of sums) {
-      const {tokens, nfe} = generateOne(model, prompt, sum.d);
-      sum.found += exists(decode(model, [...prompt, ...tokens])) === undefined ? 0 : 1;
+      const {tokens, nfe} = generateOne(sum.column.model, prompt, sum.d);
+      sum.found += exists(decode(base, [...prompt, ...tokens])) === undefined ? 0 : 1;
       sum.forwards += nfe.all;
     }
     drawShares(sums, i + 1);
@@ -263,9 +280,9 @@ function drawShares(sums, n) {
   $("shares").hidden = false;
   const body = $("shares").tBodies[0];
   body.replaceChildren();
-  for (const {decoder, found, forwards} of sums) {
+  for (const {column, found, forwards} of sums) {
     const row = make(body, "tr", "");
-    make(row, "th", "", decoder.name).scope = "row";
+    make(row, "th", "", column.name).scope = "row";
     make(row, "td", "", `${((100 * found) / n).toFixed(0)} %`);
     make(row, "td", "", (forwards / n).toFixed(2));
   }
@@ -273,9 +290,17 @@ function drawShares(sums, n) {
 
 // --- what one can touch
 
+function gateText() {
+  const {tau_m2t, tau_t2t} = gates();
+  return `tau_m2t ${tau_m2t.toFixed(2)}, tau_t2t ${tau_t2t.toFixed(2)}`;
+}
+
+// The gates in words; a table of other gates is old.
 function showGates() {
-  const {tau_m2t, tau_keep} = gates();
-  $("gate_values").textContent = `tau_m2t ${tau_m2t.toFixed(2)}, tau_keep ${tau_keep.toFixed(2)}`;
+  const old = sharesAt !== "" && sharesAt !== gateText();
+  $("gate_values").textContent = gateText();
+  $("shares").classList.toggle("old", old);
+  $("stale").textContent = old ? `These numbers are old: they are of ${sharesAt}.` : "";
 }
 
 // Completes the prompt and plays it from the start.
@@ -285,16 +310,30 @@ function begin() {
   if (!$("wrong").textContent) play(true);
 }
 
+// A link's prompt, or the page's own.
+function fromLink() {
+  $("prompt").value = new URLSearchParams(location.hash.slice(1)).get("prompt") ?? data.prompt;
+  begin();
+}
+
 $("ask").addEventListener("submit", (e) => {
   e.preventDefault();
   begin();
 });
+$("prompt").addEventListener("input", (e) => {
+  const {value, selectionStart: place} = e.target;
+  if (e.isComposing || asTyped(value) === value) return;
+  e.target.value = asTyped(value);
+  const after = asTyped(value.slice(0, place)).length;
+  e.target.setSelectionRange(after, after);
+});
 $("surprise").addEventListener("click", () => {
   const prompt = data.beginnings[Math.floor(Math.random() * data.beginnings.length)];
-  $("prompt").value = decode(model, prompt);
+  $("prompt").value = decode(base, prompt);
   $("ask").requestSubmit();
 });
-for (const gate of ["tau_m2t", "tau_keep"]) {
+addEventListener("hashchange", fromLink);
+for (const gate of ["tau_m2t", "tau_t2t"]) {
   $(gate).addEventListener("input", showGates);
   $(gate).addEventListener("change", () => { play(false); ask(); });
 }
@@ -308,11 +347,13 @@ $("files").addEventListener("change", async () => {
     $("unread").textContent = `This is not what sample.py --json writes: ${problem.message}.`;
   }
 });
-$("prompt").value = data.prompt;
-$("tau_keep").value = data.tau_keep;
-$("keep").hidden = second?.stage !== "head";
+$("asked").textContent = known ? "beginning of a name; _ is one token to fill" : "beginning; ▒ is one token to fill";
+$("of_names").hidden = !known;
+$("of_text").hidden = Boolean(known);
 $("experiment").hidden = $("surprise").hidden = !known;
+$("edits").hidden = !columns.some((column) => column.n_rounds);
+$("paper").href = data.paper;
+$("repository").href = data.repository;
+$("source").hidden = !data.repository;
 showGates();
-if (!known) $("kind").textContent = "text";
-
-begin();
+fromLink();

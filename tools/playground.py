@@ -1,19 +1,16 @@
 """The model in a browser: one HTML page that completes what one types, and needs nothing but itself.
 
-The page holds the weights, the tokenizer and an engine in JavaScript (tools/engine.js, which computes what model.py and
-sample.generate_one do). It shows up to three decoders side by side on the same beginning: all tokens at once
-(factorised), the same jointly (by the head, or by the paper's Stage B), and one token at a time. A click on a mask
-shows what both stages would write there, and writes a token by hand; on a token that the head wrote, its draft and
-what each look made of it. For a checkpoint of names the page also says whether a name exists, and counts how many of a
-hundred held-out beginnings each decoder completes to one, and the forwards that it took.
+The page holds the weights, the tokenizer and an engine in JavaScript (tools/engine.js, which computes what
+model.py and sample.generate_one do). It shows several decoders side by side on the same beginning: all
+masks at once, each by itself (factorised); the same masks by Stage B, a column for each adapter; and one
+token at a time. A click on a mask shows what Stage A and Stage B would write there, and writes a token by
+hand. For names the page also says whether a name exists, and counts how many of a hundred held-out
+beginnings each decoder completes to one, and the forwards that it took.
 
 It shows what `sample.py --json` wrote, too: choose the files at the bottom of the page, of any model.
 
-It takes a small model of train.py, of names or of text: alone, or with an adapter of the paper's kind (LoRA and
-markers) or a head (beyond/head.py).
-
-    python -m tools.playground                                       # the shipped head
-    python -m tools.playground --ckpt out/names --out mine.html      # one's own: two decoders, three with a Stage B
+    python -m tools.playground                                  # the shipped base and its two adapters
+    python -m tools.playground --ckpt out/names --out mine.html # one's own; several adapters of one base: a column each
 """
 
 import base64
@@ -26,48 +23,63 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import about_adapter, decoding_defaults, load_model, load_tokenizer, names_of
+from checkpoint import about_adapter, base_of, load_model, load_tokenizer, names_of, next_base, read_tensors
 from evaluate import draw_names
 from lib.tokenizer import Tokenizer
 from lib.util import Parser, command, fail, replace_file
 from model import Model
 
+REPOSITORY = ""  # the project's public address, if it has one; the page links to it
+PAPER = "https://arxiv.org/abs/2607.04469"
+
 HERE = Path(__file__).parent
-LONGEST_NAME = 32  # tokens that the page lets a model of names write
-LONGEST_TEXT = 64  # ... and one of text
-BEGINNINGS = 100  # held-out names to complete
-ABOUT = {
-    "factorised": "Every mask that passes the gate in one forward, each with its own best token.",
-    "head": "The same masks, each after the token before it, in looks until nothing changes; it may refuse.",
-    "Stage B": "The same masks, marked, and the last n layers once more: the paper's way.",
-    "one at a time": "One mask, then a new forward. Slow, and what the model can do.",
-}
 SCRIPTS = ("engine.js", "viewer.js", "playground.js")
+SHIPPED = [Path("assets/names/paper"), Path("assets/names/alpha")]
+BEGINNINGS = 100  # held-out names to complete
+
+# what the page completes first, and how many tokens it lets a model write
+OF_NAMES = dict(prompt="CANADIAN", gen_length=32)
+OF_TEXT = dict(prompt="import ", gen_length=64)
+
+# --- the decoders, side by side
+FACTORISED = dict(
+    name="factorised", adapters=[], n_rounds=0, gated=True, leftmost=False, tau_t2t=0.5,
+    about="Every mask that is sure enough gets its own best token, all at once.",
+)  # fmt: skip
+ONE_AT_A_TIME = dict(
+    name="one at a time", adapters=[], n_rounds=0, gated=False, leftmost=True, tau_t2t=None,
+    about="The leftmost mask, and then the model reads again: slow, but each token sees all before it.",
+)  # fmt: skip
+PAPERS = "The same masks, after they were marked and read once more; trained as in the paper."
+ALPHAS = "The same, trained to get all that is marked right together (alpha {:g})."
 
 
-# --- the model
-def check_page_can_run(folder: Path, model: Model, tokenizer: Tokenizer | None, about: dict) -> None:
-    """Refuse in one line what the engine cannot compute."""
-    if tokenizer is None:
-        fail(f"{folder} has no tokenizer (a toy's tokens are numbers): a page needs a checkpoint of names or of text")
-    if tokenizer.nfc or tokenizer.ids != list(range(len(tokenizer.ids))):
-        fail(f"{folder} has a tokenizer that train.py did not make: the page's tokenizer reads train.py's alone")
-    other_head = model.second_look is not None and about["head"]["module"] != "beyond.head"
-    if other_head or model.lora_in_stage_b_alone:
-        fail(f"{folder} is an adapter of another kind: a page takes the paper's adapters and beyond.head's")
+def decoders(models: dict[Path, Model], adapters: list[Path]) -> list[dict]:
+    """What the page shows: the base's two, and between them Stage B by each folder that has one.
+
+    adapters: the numbers of those that lie on the base, the lowest first. gated: does it follow the page's
+    gates? leftmost: it writes the leftmost mask of all.
+    """
+    found = []
+    for folder, model in models.items():
+        if not model.markers.any():
+            continue
+        alpha = model.adapter.get("alpha", 0.0)
+        name = f"Stage B, alpha {alpha:g}" if alpha else "Stage B, the paper's"
+        about = ALPHAS.format(alpha) if alpha else PAPERS
+        numbers = [adapters.index(part) for part in chain(folder)]
+        found.append(FACTORISED | dict(name=name, about=about, adapters=numbers, n_rounds=model.cfg.n_rounds))
+    return [FACTORISED, *found, ONE_AT_A_TIME]
 
 
-def collect_tensors(model: Model, about: dict) -> dict[str, Tensor]:
-    """Every tensor that decoding needs. LoRA acts everywhere, so it is added to its matrix: W + (alpha / r) B A."""
-    tensors = model.state_dict()
-    for name in list(tensors):
-        if name.endswith("lora_A"):
-            delta = tensors.pop(name.replace("lora_A", "lora_B")) @ tensors.pop(name)
-            weight = name.replace("lora_A", "weight")
-            tensors[weight] = tensors[weight] + about["lora_alpha"] / about["lora_r"] * delta
-    return tensors
+def chain(folder: Path) -> list[Path]:
+    """The adapters of which a folder's model is made, the lowest first; of a base none."""
+    if not about_adapter(folder):
+        return []
+    return [*chain(next_base(folder)), folder]
 
 
+# --- what the page holds
 def tensor_data(tensor: Tensor) -> dict:
     """One tensor: its numbers in base64, four bytes each, or two where bfloat16 holds them exactly."""
     if torch.equal(tensor.bfloat16().float(), tensor):
@@ -77,16 +89,15 @@ def tensor_data(tensor: Tensor) -> dict:
     return {"dtype": dtype, "base64": base64.b64encode(numbers).decode()}
 
 
-def decoders(model: Model) -> list[dict]:
-    """What the page shows side by side: which stage writes the bundle, its rounds, and whether it follows the gate (if
-    not, it writes one token at a time)."""
-    found = [dict(name="factorised", stage="A", n_rounds=0, gated=True)]
-    if model.second_look is not None:
-        found.append(dict(name="head", stage="head", n_rounds=1, gated=True))
-    elif model.markers.any():
-        found.append(dict(name="Stage B", stage="B", n_rounds=model.cfg.n_rounds, gated=True))
-    found.append(dict(name="one at a time", stage="A", n_rounds=0, gated=False))
-    return [column | {"about": ABOUT[column["name"]]} for column in found]
+def tensors_data(tensors: dict[str, Tensor]) -> dict[str, dict]:
+    return {name: tensor_data(tensor.detach()) for name, tensor in tensors.items()}
+
+
+def adapter_data(folder: Path) -> dict:
+    """LoRA and markers as they are: the page adds them to what they lie on."""
+    about = about_adapter(folder)
+    lora = {name: about[name] for name in ("lora_r", "lora_in")}
+    return about["model"] | lora | {"tensors": tensors_data(dict(read_tensors([folder / "adapter.safetensors"])))}
 
 
 def tokenizer_data(tokenizer: Tokenizer, vocab_size: int) -> dict:
@@ -103,8 +114,8 @@ def tokenizer_data(tokenizer: Tokenizer, vocab_size: int) -> dict:
 def names_data() -> dict:
     """All names of Python's unicodedata, for the page's judge.
 
-    codes: name -> its character. Names that end in their character's number are in numbered: [first, last, what stands
-    before the number].
+    codes: name -> its character. Names that end in their character's number are in numbered: [first, last,
+    what stands before the number].
     """
     codes = {}
     numbered = []
@@ -122,47 +133,62 @@ def names_data() -> dict:
 
 
 # --- the page
-def page_data(ckpt: str) -> dict:
+def page_data(folders: list[Path]) -> dict:
     """Everything that the page reads: geometry, weights, tokenizer, decoders and, of a model of names, all names."""
-    folder = Path(ckpt)
-    model = load_model(folder, "cpu", torch.float32)
-    tokenizer = load_tokenizer(folder, model.cfg.tokenizer)
-    about = about_adapter(folder)
-    check_page_can_run(folder, model, tokenizer, about)
+    base = base_of(folders[0])
+    for folder in folders:
+        if base_of(folder).resolve() != base.resolve():
+            fail(f"{folder} stands on {base_of(folder)}, {folders[0]} on {base}: a page has one base")
+    model = load_model(base, "cpu", torch.float32)
+    tokenizer = load_tokenizer(base, model.cfg.tokenizer)
+    check_page_can_run(base, model, tokenizer)
+
+    models = {folder: load_model(folder, "cpu", torch.float32) for folder in folders}
+    adapters = list(dict.fromkeys(part for folder in folders for part in chain(folder)))
     data = {
+        "repository": REPOSITORY,
+        "paper": PAPER,
         "cfg": asdict(model.cfg),
-        "tensors": {name: tensor_data(tensor) for name, tensor in collect_tensors(model, about).items()},
-        "partial_cost": model.partial_cost,
+        "tensors": tensors_data(model.state_dict()),
+        "adapters": [adapter_data(folder) for folder in adapters],
+        "decoders": decoders(models, adapters),
         "tokenizer": tokenizer_data(tokenizer, model.cfg.vocab_size),
-        "decoders": decoders(model),
-        "tau_keep": decoding_defaults(folder).get("tau_keep", 0.0),
     }
-    if names_of(folder) is None:
-        return data | {"names": None, "beginnings": [], "gen_length": LONGEST_TEXT, "prompt": "import "}
-    beginnings = list(draw_names(BEGINNINGS, "held out", tokenizer).values())
-    names = {"names": names_data(), "beginnings": beginnings, "gen_length": LONGEST_NAME}
-    return data | names | {"prompt": "CANADIAN"}
+    if names_of(base) is None:
+        return data | OF_TEXT | {"names": None, "beginnings": []}
+    beginnings = draw_names(BEGINNINGS, "held out", tokenizer)
+    return data | OF_NAMES | {"names": names_data(), "beginnings": list(beginnings.values())}
 
 
-def page(ckpt: str) -> str:
-    """The HTML for a model's folder or an adapter's."""
+def check_page_can_run(base: Path, model: Model, tokenizer: Tokenizer | None) -> None:
+    """Refuse in one line what the page's engine cannot compute."""
+    if tokenizer is None:
+        fail(f"{base} has no tokenizer (a toy's tokens are numbers): a page needs a checkpoint of names or of text")
+    if tokenizer.nfc or tokenizer.ids != list(range(len(tokenizer.ids))):
+        fail(f"{base} has a tokenizer that train.py did not make: the page's tokenizer reads train.py's alone")
+    if any(tensor.dtype == torch.int8 for tensor in model.state_dict().values()):
+        fail(f"{base} has int8 weights: a page needs the model that they were made of")
+
+
+def page(folders: list[Path]) -> str:
+    """The HTML for a model's folder, or for adapters of one base."""
     read = lambda name: (HERE / name).read_text(encoding="utf-8")  # noqa: E731
     html = read("playground.html").replace("@STYLE@", read("playground.css"))
     html = html.replace("@SCRIPT@", "\n".join(map(read, SCRIPTS)))
 
     # inside <script>, "<" could end the element; as an escape it is the same JSON
-    return html.replace("@DATA@", json.dumps(page_data(ckpt)).replace("<", "\\u003c"))
+    return html.replace("@DATA@", json.dumps(page_data(folders)).replace("<", "\\u003c"))
 
 
 @command
 def main() -> None:
     parser = Parser(__doc__)
     add = parser.add_argument_group("playground").add_argument
-    add("--ckpt", default="assets/names/head", help="a model of train.py, on names or on text, or an adapter of one")
-    add("--out", default="playground.html", help="the page to write")
+    add("--ckpt", type=Path, nargs="+", default=SHIPPED, help="a model of train.py, or adapters of one base")
+    add("--out", type=Path, default=Path("playground.html"), help="the page to write")
     args = parser.parse_args()
     html = page(args.ckpt)
-    replace_file(Path(args.out), lambda path: path.write_text(html, encoding="utf-8"))
+    replace_file(args.out, lambda path: path.write_text(html, encoding="utf-8"))
     print(f"wrote {args.out} ({len(html.encode()) / 1e6:.1f} MB)")
 
 

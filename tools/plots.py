@@ -1,22 +1,21 @@
 """The figures of the README and of the results pages, drawn with matplotlib from the numbers that are committed.
 
     python -m tools.plots                    # all of them, each to its place
-    python -m tools.plots pays tiny          # two of them
+    python -m tools.plots tiny speed         # two of them
 
     tiny          what each stage of tiny.py writes               the table in README.md
-    pays          existing names against time and forwards        results/pays/records.jsonl.gz
-    names         the shipped head and its base                   results/names/head.jsonl, heads.jsonl
-    text          quality of Python text against forwards         results/text/records.jsonl.gz
-    tc            dependence and mismatch in bundles              results/tc/log.txt
+    names         existing names against forwards a name          results/names/records.jsonl
     paper_tables  gates with Stage B and without it               results/paper_tables/log.txt
     speed         against the author's cached decoder             results/speed/official.txt
-    sixteen_b     what a pass costs on the released geometry      beyond/prices.json
+    sixteen_b     what a pass costs on the released geometry      results/sixteen_b/prices.txt
     joint         what Stage B writes in one step, toy by toy     results/theorem/joint.json
     dial          error of one step against total correlation     results/theorem/dial.json
 
-Text stays text in the SVGs, and is of a grey that is readable on white and on black pages.
+Text stays text in the SVGs. Each has a background of its own, white or dark as the reader's system is, and
+other colours on either: no colour can be read both on white and on black at 4.5 : 1.
 """
 
+import io
 import json
 import re
 from collections import defaultdict
@@ -24,10 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
-from beyond import report
-from beyond.report import System, Unit
 from lib.data import read_records
-from lib.util import Parser, command, fail, replace_file
+from lib.util import Parser, command, entry, fail, replace_file
 
 try:
     import matplotlib.pyplot as plt
@@ -37,16 +34,22 @@ except ImportError:
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
 
-# colours that are readable on white and on GitHub's dark page
-INK = "#737d88"
-BLUE = "#3d8bd4"
-ORANGE = "#d9772b"
-GREEN = "#2f9e6e"
+# on white
+PAGE = "#ffffff"
+INK = "#59636e"
+BLUE = "#0a5ca8"
+ORANGE = "#a84300"
+GREEN = "#1a7f4b"
+PURPLE = "#8a3fa0"
+
+# and what each is on GitHub's dark page
+DARK = {PAGE: "#0d1117", INK: "#9ba5b1", BLUE: "#79bcff", ORANGE: "#ffab6e", GREEN: "#57d197", PURPLE: "#d6a2e8"}
 STYLE = {
     "svg.hashsalt": "cocommit",  # the same picture from the same numbers, byte for byte
     "svg.fonttype": "none",  # text stays text
     "font.size": 11,
-    "savefig.transparent": True,
+    "figure.facecolor": PAGE,
+    "axes.facecolor": "none",
     "text.color": INK,
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,
@@ -60,6 +63,8 @@ STYLE = {
     "grid.alpha": 0.25,
     "lines.linewidth": 2,
 }
+
+WIDTH = 5.4  # inches, of every figure: its letters are those of the page where that is 400 pixels wide
 
 
 # --- the canvas
@@ -79,140 +84,127 @@ def name_lines(ax, ends: dict[str, tuple[float, float, str]], before: bool = Fal
                     ha="right" if before else "left", va="center", annotation_clip=False)  # fmt: skip
 
 
+def svg(figure) -> str:
+    """The picture as text, with the colours of a dark page for readers who have one."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    rules = []
+    for light, dark in DARK.items():
+        for use in ("fill", "stroke"):
+            rules.append(f'[style*="{use}: {light}"] {{ {use}: {dark} !important }}')
+    style = "\n".join(["<style>@media (prefers-color-scheme: dark) {", *rules, "}</style>"])
+    return buffer.getvalue().replace("</metadata>", f"</metadata>\n{style}", 1)
+
+
 # --- tiny.py
 def read_tiny(page: str) -> tuple[list[str], dict[str, list[float]]]:
-    """The table that tiny.py printed on a page: its phrases, and of each row their probabilities."""
+    """The table that tiny.py printed on a page: its first three columns, and of each row their probabilities."""
     head, *lines = page.partition("$ python tiny.py\n")[2].partition("```")[0].splitlines()
-    phrases = re.findall(r"[A-Z]\w+ [A-Z]\w+|no phrase", head.partition(")")[2])
+    columns = re.split(r"  +", head)[1:4]
     rows = {}
     for line in lines:
-        # losses, a name, and the probabilities
-        found = re.match(r"(?:\d\.\d\d )* *(\S.*?)  +((?: *\d\.\d\d\b)+)", line)
-        rows[found[1]] = [float(share) for share in found[2].split()]
-    return phrases, rows
+        # a name and three probabilities; the lines below the table have fewer
+        found = re.match(r"(\S.*?)  +(\d\.\d\d) +(\d\.\d\d) +(\d\.\d\d)", line)
+        if found:
+            rows[found[1]] = [float(share) for share in found.groups()[1:]]
+    return columns, rows
 
 
 def draw_tiny():
-    """A bar for each cell: the phrases side by side, and a row for each model under its name."""
-    phrases, rows = read_tiny((ROOT / "README.md").read_text())
-    figure, ax = panels(1, 1, 5.4, 4.8)
+    """A bar for each model, under its name: what it writes after "city", if words are drawn."""
+    columns, rows = read_tiny((ROOT / "README.md").read_text())
+    colors = [BLUE, GREEN, ORANGE]
+    figure, ax = panels(1, 1, 4.6, 5)
     for row, (name, shares) in enumerate(rows.items()):
-        ax.annotate(name, (0, row - 0.32), va="center")
-        for column, share in enumerate(shares):
-            color = ORANGE if phrases[column] == "no phrase" else BLUE
-            ax.barh(row + 0.1, 0.68 * share, height=0.36, left=column, color=color)
-            ax.annotate(f"{share:.2f}", (column + 0.68 * share + 0.03, row + 0.1), va="center", color=color)
-    for column, phrase in enumerate(phrases):
-        ax.annotate(phrase, (column, -0.85), va="center", weight="bold")
-    ax.set(xlim=(-0.02, len(phrases) - 0.02), ylim=(len(rows) - 0.6, -1.1))
+        ax.annotate(name, (0, row - 0.36), va="center", fontsize=13)
+        left = 0.0
+        for column, color, share in zip(columns, colors, shares, strict=True):
+            ax.barh(row + 0.08, share, height=0.44, left=left, color=color)
+            if share >= 0.1:
+                label = f"{column} {share:.2f}" if share >= 0.3 else f"{share:.2f}"
+                ax.annotate(label, (left + share / 2, row + 0.08), ha="center", va="center", color=PAGE, fontsize=13)
+            left += share
+    ax.set(xlim=(0, 1.001), ylim=(len(rows) - 0.5, -0.7))
     ax.set_axis_off()
     return figure
 
 
-# --- names and text: the records of beyond/sweep.py
+# --- existing names against what they cost
+def concave_hull(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The best for its cost, (cost, share) each, the cheapest first: any two of them may be mixed.
 
-# who is drawn, and how: four lines are as many as one can tell apart; the page's tables have the rest
-LOOKS = {
-    "head": ("head", BLUE, "-"),
-    "distilled": ("taught Stage A", ORANGE, "--"),
-    "base": ("base", INK, "-."),
-    "paper's Stage B, chain": ("Stage B, chain", GREEN, ":"),
+    (1, .2) (2, .3) (3, .8) (4, .7)  ->  (1, .2) (3, .8): 2 is below the line from 1 to 3, 4 costs more and has less.
+    """
+    hull: list[tuple[float, float]] = []
+    for x, y in sorted(points, key=lambda point: (point[0], -point[1])):
+        if hull and y <= hull[-1][1]:
+            continue
+
+        # what is now below a line goes
+        while len(hull) > 1:
+            (x1, y1), (x2, y2) = hull[-2:]
+            if (y2 - y1) * (x - x1) > (y - y1) * (x2 - x1):
+                break
+            hull.pop()
+        hull.append((x, y))
+    return hull
+
+
+NAMED = {
+    "base/threshold": "base",
+    "paper/stage_b": "the paper's",
+    "alpha/stage_b": "alpha",
+    "base/end_last": "base, ends last",
 }
 
 
-def draw_systems(ax, systems: dict[str, System], limits: np.ndarray) -> None:
-    """A line for each system, two of whose settings may be mixed, named at its start."""
-    starts = {}
-    for system, (name, color, style) in LOOKS.items():
-        if system not in systems:
-            continue
-        share = systems[system].within(limits)[:, 0]  # nan where nothing is so cheap
-        ax.plot(limits, share, color=color, linestyle=style)
-        paid = ~np.isnan(share)
-        starts[name] = (limits[paid][0], share[paid][0], color)
-    name_lines(ax, starts, before=True)
-    ax.grid(axis="y")
-
-
-def draw_pays():
-    """Existing names for at most so much time, and so many forwards; two settings may be mixed."""
-    clusters, records = report.load(RESULTS / "pays" / "records.jsonl.gz")
-    prices = json.loads((ROOT / "beyond" / "prices.json").read_text())
-    units = {
-        "time a name, in full forwards of the 16B geometry": Unit("name", prices),
-        "forwards a name, everything counted": Unit("name"),
-    }
-    limits = np.arange(2, 8.01, 0.2)
-    figure, axes = panels(2, 1, 5.4, 5.2)
-    for ax, (words, unit) in zip(axes, units.items(), strict=True):
-        ax.set(ylim=(0, 1.05))
-        draw_systems(ax, report.measured(records, clusters, "exist", unit), limits)
-        ax.set(xlim=(0, limits[-1]), xlabel=words)
-    axes[0].set_title("share of the completed names that exist", loc="left")
-    return figure
-
-
-def draw_text():
-    """The score of what was written, within each budget of forwards; two settings may be mixed."""
-    clusters, records = report.load(RESULTS / "text" / "records.jsonl.gz")
-    figure, ax = panels(1, 1, 5.4, 3.6)
-    limits = np.arange(0.15, 1.06, 0.05)
-    draw_systems(ax, report.measured(records, clusters, "score", Unit("token")), limits)
-    ax.set(xlim=(-0.2, limits[-1]), xticks=np.arange(1, 6) / 5, ylabel="score (nats a token)")
-    ax.set(xlabel="forwards a token, everything counted")
-    return figure
-
-
-# --- the shipped head
 def draw_names():
-    """Held-out names that exist, by what a name cost: a line for each decoder, and one for a head taught otherwise."""
-    records = []
-    for file in ("head.jsonl", "heads.jsonl"):
-        records += [r for _, r in read_records(RESULTS / "names" / file) if r["group"] == "held out"]
-    lines = {
-        "head": (BLUE, "assets/names/head", "head"),
-        "usual chain": (ORANGE, "out/head-usual", "head"),
-        "base, longest prefix": (INK, "assets/names/head", "prefix"),
-    }
-    figure, ax = panels(1, 1, 5.4, 3.6)
+    """What each system writes for held-out names, see beyond/evidence.py."""
+    looks = {"base/threshold": INK, "paper/stage_b": ORANGE, "alpha/stage_b": BLUE, "base/end_last": GREEN}
+    figure = draw_existing(RESULTS / "names" / "records.jsonl", looks)
+    figure.axes[0].set_xlim(0, 16)  # room for their names
+    return figure
+
+
+def draw_existing(path: Path, looks: dict[str, str]):
+    """A line for each system/way, in this order and of this colour: the share of names that exist, by forwards a name.
+
+    path: records of beyond.evidence. Every setting is a point; the line is what its system has for at most so
+    many forwards, if settings may be mixed.
+    """
+    points: dict[str, list[tuple[float, float]]] = {system: [] for system in looks}
+    for number, record in read_records(path):
+        where = Path(f"{path}:{number}")
+        system = f"{entry(record, 'system', str, where)}/{entry(record, 'way', str, where)}"
+        if system in points:
+            digits = entry(record, "exist", str, where)
+            points[system].append((entry(record, "forwards", float, where), digits.count("1") / len(digits)))
+    dearest = max(x for of_system in points.values() for x, _ in of_system)
+
+    figure, ax = panels(1, 1, WIDTH, 3.8)
     ends = {}
-    for name, (color, ckpt, decoder) in lines.items():
-        of = [r for r in records if r["ckpt"] == ckpt and r["decoder"].startswith(decoder)]
-        points = sorted((r["forwards/token"] * r["tokens/name"], r["exist"]) for r in of)
-        ax.plot(*zip(*points, strict=True), "o-", color=color)
-        ends[name] = (*points[-1], color)
-    ax.set(xlim=(2, 7), ylim=(0.6, 0.95), xlabel="forwards a name, everything counted")
-    ax.set_title("share of 512 held-out names that exist", loc="left")
+    for system, color in looks.items():
+        if not points[system]:
+            fail(f"{path} has no record of the system {system}")
+        hull = concave_hull(points[system])
+        hull.append((dearest, hull[-1][1]))
+        ax.plot(*zip(*points[system], strict=True), "o", color=color, markersize=4)
+        ax.plot(*zip(*hull, strict=True), color=color)
+        ends[NAMED.get(system, system)] = (*hull[-1], color)
+    ax.set(xlabel="forwards a name, everything counted", xlim=(0, None))
+    ax.set_title("share of held-out names that exist", loc="left")
     ax.grid(axis="y")
     name_lines(ax, ends)
     return figure
 
 
-def draw_tc():
-    """What Stage A loses in a bundle, in two parts, by its lowest confidence: means of the seeds."""
-    log, *_ = (RESULTS / "tc" / "log.txt").read_text().split("\n## ")
-    losses = defaultdict(list)
-    for bundles, tc, mismatch in re.findall(r"\n(0.\d\.\.\d.\d) +\S+ +\S+ +(\S+) .* \.\. \S+ +(\S+) .* \.\.", log):
-        losses[bundles.replace("..", " to ")].append((float(tc), float(mismatch)))
-    figure, ax = panels(1, 1, 5.4, 3.6)
-    for row, of_seeds in enumerate(losses.values()):
-        tc, mismatch = np.mean(of_seeds, axis=0)
-        ax.barh(row, tc, height=0.6, color=BLUE)
-        ax.barh(row, mismatch, height=0.6, left=tc, color=ORANGE)
-        ax.annotate(f"{tc:.2f} + {mismatch:.2f}", (tc + mismatch + 0.06, row), va="center")
-    ax.annotate("dependence", (2.1, -0.7), color=BLUE, ha="center", va="center")
-    ax.annotate("mismatch", (4.6, -0.7), color=ORANGE, ha="center", va="center")
-    ax.set_yticks(range(len(losses)), losses)
-    ax.set(xlim=(0, 6), ylim=(len(losses) - 0.5, -1), xlabel="nats a bundle", ylabel="lowest confidence in it")
-    return figure
-
-
+# --- the paper's tables
 def draw_paper_tables():
     """A toy's possible answers and the paper's GSM8K by tau_m2t: Stage B on, off, and the base."""
     log = (RESULTS / "paper_tables" / "log.txt").read_text()
     row = r"^(ours|our weights|released), .*?(\d\.\d{3}) +0\.500 +(\S+).* (\S+) +\S+$"
     looks = {"ours": ("Stage B on", BLUE, "-"), "our weights": ("off", ORANGE, "--"), "released": ("base", INK, "-.")}
-    figure, axes = panels(2, 1, 5.4, 5, sharex=True)
+    figure, axes = panels(2, 1, WIDTH, 5, sharex=True)
     for ax, column, title in zip(axes, (2, 3), ("possible answers, a toy", "GSM8K, %, the paper's 16B"), strict=True):
         ends = {}
         for weights, (name, color, style) in looks.items():
@@ -223,7 +215,7 @@ def draw_paper_tables():
         ax.set_title(title, loc="left")
         ax.grid(axis="y")
         name_lines(ax, ends, before=True)
-    axes[1].set(xlim=(0.12, 0.72), xlabel="tau_m2t")
+    axes[1].set(xlim=(0.12, 0.72), xticks=(0.3, 0.5, 0.7), xlabel="tau_m2t")
     return figure
 
 
@@ -238,60 +230,77 @@ def draw_bars(ax, values: list[float], unit: str, color: str, below: float = 0.0
 
 
 def draw_speed():
-    """Tokens per second over the fork's, of the log's last run."""
-    *_, last = (RESULTS / "speed" / "official.txt").read_text().split("$ ")
-    found = re.findall(r"(\d+) x (\d+) tokens.*\n +ours: .*, ([\d.]+)x\n +ours, compiled: .*, ([\d.]+)x", last)
-    labels = [f"{tokens} tokens" if rows == "1" else f"{rows} rows of {tokens}" for rows, tokens, *_ in found]
-    figure, ax = panels(1, 1, 5.4, 2.6)
-    for column, name, color, below in ((2, "plain", ORANGE, 0.0), (3, "compiled", BLUE, 0.35)):
-        draw_bars(ax, [float(of[column]) for of in found], f" {name}", color, below)
+    """Tokens per second over the fork's: of the log's last runs a dot each, named by the lowest and the highest."""
+    log = (RESULTS / "speed" / "official.txt").read_text().partition("# a layer in one graph")[2]
+    run = r"^ +((?:\d+ (?:x|rows of) )?\d+) tokens.*\n +ours: .* ([\d.]+)x.*\n +ours, compiled: .* ([\d.]+)x"
+    plain = defaultdict(list)
+    compiled = defaultdict(list)
+    for label, *ratios in re.findall(run, log, re.M):
+        label = label.removeprefix("1 x ").replace("x", "rows of")
+        plain[label].append(float(ratios[0]))
+        compiled[label].append(float(ratios[1]))
+
+    figure, ax = panels(1, 1, WIDTH, 0.6 + 0.7 * len(plain))
+    for name, found, color, below in (("plain", plain, ORANGE, 0), ("compiled", compiled, BLUE, 0.35)):
+        for row, values in enumerate(found.values()):
+            low = min(values)
+            high = max(values)
+            words = f"{name} {low:.2f} to {high:.2f}" if low < high else f"{name} {low:.2f}"
+            ax.plot(values, [row + below] * len(values), "o-", color=color)
+            ax.annotate(words, (high, row + below), xytext=(7, 0), textcoords="offset points", color=color, va="center")
     ax.axvline(1, color=INK, linestyle=":")
-    ax.set_yticks(np.arange(len(labels)) + 0.17, labels)
-    ax.set(xlim=(0, 3), ylim=(len(labels) - 0.4, -0.3), xlabel="times the tokens a second of the author's decoder")
+    ax.set_yticks(np.arange(len(plain)) + 0.17, [f"{label} tokens" for label in plain])
+    ax.set(xlim=(0.9, 2.9), ylim=(len(plain) - 0.4, -0.3))
+    ax.set_title("times the tokens a second of the author's decoder", loc="left")
     return figure
 
 
 def draw_sixteen_b():
     """Seconds of each pass; a line where its share of the layers alone would put it."""
-    prices = json.loads((ROOT / "beyond" / "prices.json").read_text())
+    log = (RESULTS / "sixteen_b" / "prices.txt").read_text()
+    prices = json.loads(re.search(r"^\{.*\}$", log, re.M)[0])
     names = {"full": "full forward", "commit": "commit", "stage_b": "Stage B, n = 3 of 20", "head": "look of the head"}
-    figure, ax = panels(1, 1, 5.4, 2.2)
-    draw_bars(ax, [prices[of] for of in names], " s", BLUE)
+    figure, ax = panels(1, 1, WIDTH, 2.4)
+    draw_bars(ax, [round(prices[of], 3) for of in names], " s", BLUE)
     for row, layers in ((2, 3), (3, 1)):
-        ax.vlines(prices["full"] * layers / 20, row - 0.3, row + 0.3, color=ORANGE)
-    ax.annotate("orange: its share of the layers", (0.42, 3), color=ORANGE, va="center")
+        share = prices["full"] * layers / 20
+        ax.vlines(share, row - 0.2, row + 0.3, color=ORANGE)
+        ax.annotate(f"{layers}/20 of a full forward", (share + 0.02, row + 0.4), color=ORANGE, va="center")
     ax.set_yticks(range(len(names)), names.values())
-    ax.set(xlim=(0, 1.2), ylim=(3.5, -0.5), xlabel="seconds, a block of 32, int8, two cores")
+    ax.set(xlim=(0, 1.2), ylim=(3.7, -0.5))
+    ax.set_title("seconds, a block of 32, int8, two cores", loc="left")
     return figure
 
 
 # --- toys
 def draw_joint():
-    """Shares of contexts, means and worst of three seeds: possible answers on the left, the likeliest on the right."""
-    figure, axes = panels(1, 2, 8, 3.8, sharey=True)
+    """Shares of contexts, means and worst of three seeds: possible answers above, the likeliest below."""
     rows = json.loads((RESULTS / "theorem" / "joint.json").read_text())["rows"]
-    toys = [(r["toy"], r["n"]) for r in rows if r["target"] == "chain"]
-    looks = {"chain": (BLUE, 0), "clean": (ORANGE, 0.2)}
-    for ax, measure in zip(axes, ("B coherent", "B mode"), strict=True):
+    toys = list(dict.fromkeys((r["toy"], r["n"]) for r in rows))
+    looks = {"chain": ("chain target", BLUE, 0.0), "clean": ("clean target", ORANGE, 0.2)}
+    panes = {"B coherent": "contexts whose answer is possible", "B mode": "contexts with the likeliest answer"}
+    figure, axes = panels(2, 1, WIDTH, 6.4)
+    for ax, (measure, title) in zip(axes, panes.items(), strict=True):
         for r in rows:
-            color, below = looks[r["target"]]
+            name, color, below = looks[r["target"]]
             mean, worst = r[measure]
-            y = toys.index((r["toy"], r["n"])) + below
-            ax.errorbar(mean, y, xerr=[[mean - worst], [0]], fmt="o", color=color)
-        ax.set(xlim=(-0.05, 1.05))
+            row = toys.index((r["toy"], r["n"]))
+            ax.errorbar(mean, row + below, xerr=[[mean - worst], [0]], fmt="o", color=color)
+            # the first row says which is which
+            if row == 0:
+                side = dict(ha="right", xytext=(-8, 0)) if mean > 0.5 else dict(ha="left", xytext=(8, 0))
+                ax.annotate(name, (mean, below), textcoords="offset points", color=color, va="center", **side)
+        ax.set_yticks(range(len(toys)), [f"{toy}, n = {n}" for toy, n in toys])
+        ax.set(xlim=(-0.05, 1.05), ylim=(len(toys) - 0.5, -0.5))
+        ax.set_title(title, loc="left")
         ax.grid(axis="x")
-    axes[0].set_yticks(range(len(toys)), [f"{toy}, n = {n}" for toy, n in toys])
-    axes[0].set(ylim=(len(toys) - 0.5, -0.5), xlabel="contexts whose answer is possible")
-    axes[1].set(xlabel="contexts with the likeliest answer")
-    for ax in axes:
-        ax.annotate("chain target", (0.95, 0), color=BLUE, ha="right", va="center")
-        ax.annotate("clean target", (0.05, 0.2), color=ORANGE, va="center")
+    axes[1].set(xlabel="a dot is the mean of three seeds,\nits line goes to the worst")
     return figure
 
 
 def draw_dial():
     """Each decoder's error against TC, one point a checkpoint."""
-    figure, ax = panels(1, 1, 5.4, 3.8)
+    figure, ax = panels(1, 1, WIDTH, 3.8)
     points = sorted(json.loads((RESULTS / "theorem" / "dial.json").read_text())["points"])
     x = [tc for tc, _ in points]
     ax.plot([0, x[-1]], [0, x[-1]], color=INK, linestyle=":")
@@ -309,10 +318,7 @@ def draw_dial():
 # name -> its place and who draws it
 PICTURES = {
     "tiny": ("assets/tiny.svg", draw_tiny),
-    "pays": ("results/pays/pays.svg", draw_pays),
     "names": ("results/names/names.svg", draw_names),
-    "text": ("results/text/text.svg", draw_text),
-    "tc": ("results/tc/tc.svg", draw_tc),
     "paper_tables": ("results/paper_tables/gates.svg", draw_paper_tables),
     "speed": ("results/speed/speed.svg", draw_speed),
     "sixteen_b": ("results/sixteen_b/prices.svg", draw_sixteen_b),
@@ -336,7 +342,8 @@ def main() -> None:
     for name in args.pictures or PICTURES:
         place, draw = PICTURES[name]
         figure = draw()
-        replace_file(args.out / place, lambda path, of=figure: of.savefig(path, format="svg", metadata={"Date": None}))
+        text = svg(figure)
+        replace_file(args.out / place, lambda path, text=text: path.write_text(text, encoding="utf-8"))
         plt.close(figure)
         print(f"wrote {args.out / place}")
 

@@ -1,9 +1,10 @@
 // The viewer: records of a decode side by side, step by step, and a panel about the token that was tapped. A record is
 // one line of `sample.py --json`, with a label; engine.js makes the same.
 const $ = (id) => document.getElementById(id);
-const LETTER = {fill: "F", edit: "E", refused: "?", byHand: "H"};
-const STATE = {prompt: "prompt", mask: "masked", refused: "looked at, left masked", fill: "filled now",
-  byHand: "written by hand", edit: "edited now", settled: "settled"};
+const LETTER = {fill: "F", edit: "E", byHand: "H"};
+const STATE = {prompt: "given", mask: "masked", fill: "filled now", byHand: "written by hand", edit: "edited now",
+  settled: "settled"};
+const HINT = "Tap a token to see what happened to it; step back and tap a mask to see what could stand there.";
 const PACE = 700; // milliseconds a step, in play
 let traces = []; // the runs shown: records, each with its label, counts, blocks and the elements that show it
 let steps = 0; // of the longest run
@@ -49,41 +50,27 @@ function position(t, at, v, b) {
   const id = v.ids[i];
   const fill = v.step?.fill.find(here);
   const edit = v.step?.edit.find(here);
-  const refused = v.step?.refused?.find(here);
   const given = !b.first || t.steps[b.first - 1].before[i] !== t.mask_id;
   let state = "settled";
   if (given) state = "prompt";
   else if (edit) state = "edit";
-  else if (id === t.mask_id) state = refused ? "refused" : "mask";
+  else if (id === t.mask_id) state = "mask";
   else if (fill) state = v.step.byHand ? "byHand" : "fill";
-  return {id, state, fill, edit, refused, conf: state === "prompt" ? undefined : v.conf?.[i]};
+  return {id, state, fill, edit, conf: state === "prompt" ? undefined : v.conf?.[i]};
 }
 
 // --- drawing
-
-// A head's draft at a position, and what each of its looks made of it; nothing where it did not look.
-function looksAt(t, s, at) {
-  const words = (s.looks ?? []).map((asked, n) => {
-    const here = asked.find((x) => x.at === at);
-    const name = n ? `look ${n}` : "draft";
-    return here && `${name} ${t.pieces[here.token]}${here.final ? " (final)" : ""}`;
-  });
-  return words.filter(Boolean).join(", ");
-}
 
 // A position in words, and everything that happened to it so far.
 function describe(t, at, p, b) {
   const best = p.conf === undefined ? "" : `; candidate ${p.conf.toFixed(2)}`;
   const lines = [`position ${at}: ${t.pieces[p.id]} (${STATE[p.state]}${best})`];
   for (let k = b.first; k && k <= Math.min(now, b.last); k++) {
-    const {fill: f, edit: e, refused: r} = position(t, at, look(t, b, k), b);
+    const {fill: f, edit: e} = position(t, at, look(t, b, k), b);
     const byHand = t.steps[k - 1].byHand;
-    const looks = looksAt(t, t.steps[k - 1], at);
-    if (looks) lines.push(`step ${k}: ${looks}`);
     const a = f && f.token !== f.token_a ? `, Stage A alone ${t.pieces[f.token_a]} ${f.conf_a.toFixed(2)}` : "";
     if (f && byHand) lines.push(`step ${k}: ${t.pieces[f.token]} was written by hand`);
     else if (f) lines.push(`step ${k}: wrote ${t.pieces[f.token]} ${f.conf.toFixed(2)}${a}`);
-    if (r) lines.push(`step ${k}: left masked, unsure of ${t.pieces[r.token]} ${r.conf.toFixed(2)}`);
     if (e) lines.push(`step ${k}: ${t.pieces[e.old]} became ${t.pieces[e.token]} ${e.conf.toFixed(2)}`);
   }
   return lines;
@@ -95,7 +82,6 @@ function drawCell(cell, t, b, at, v) {
   const [mark, token, alone, level] = cell.children;
   const isChosen = chosen?.at === at && traces[chosen.run] === t;
   cell.className = "cell " + p.state;
-  if (p.state === "refused") cell.classList.add("mask");
   if (p.state === "byHand") cell.classList.add("fill");
   if (p.fill && p.state !== "byHand") cell.classList.add("bundle");
   if (isChosen) cell.classList.add("chosen");
@@ -117,6 +103,13 @@ function drawPanel(t, b, at, v, lines) {
 
 const rounded = (forwards) => Number(forwards.toFixed(2));
 
+// Of a model of names: the character, or that there is none.
+function judged(t) {
+  const exists = t.verdict?.includes("U+");
+  const said = exists ? `✓ ${t.verdict}` : `✗ ${t.verdict?.replace(/[()]/g, "")}`;
+  return {said: t.verdict ? said : "", className: exists ? "verdict yes" : "verdict"};
+}
+
 function drawHead(t) {
   const n = Math.min(now, t.steps.length);
   const s = t.steps[Math.max(0, n - 1)];
@@ -125,11 +118,11 @@ function drawHead(t) {
   const where = now > n ? `ended with step ${n}` : `block ${s.start}`;
   t.stepLine.textContent = n ? `${where}: ${done}` : `block ${s.start}: ${masks(s.before)} masked`;
 
-  // at the end what it took and, of a model of names, the character, or that there is none
-  const exists = t.verdict?.includes("U+");
-  const said = exists ? `✓ ${t.verdict}, ` : `✗ ${t.verdict?.replace(/[()]/g, "")}, `;
-  t.verdictLine.className = "verdict " + (exists ? "yes" : "no");
-  t.verdictLine.textContent = n < t.steps.length ? "" : (t.verdict ? said : "") + `forwards: ${rounded(t.nfe.all)}`;
+  // at the end what came of it, and what it took
+  const {said, className} = judged(t);
+  const all = [said, `forwards: ${rounded(t.nfe.all)}`].filter(Boolean).join(", ");
+  t.verdictLine.className = className;
+  t.verdictLine.textContent = n < t.steps.length ? "" : all;
 }
 
 function draw() {
@@ -184,7 +177,7 @@ function show(records, step) {
     make(foot, "p", "counts", `${full} full, ${rounded(partial)} partial, ${commit} commit`);
   });
   $("slider").max = steps;
-  if (!chosen) $("panel").textContent = "Tap a token: what happened to it?";
+  if (!chosen) $("panel").textContent = HINT;
   go(step);
 }
 
