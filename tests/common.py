@@ -3,18 +3,18 @@
 import math
 import runpy
 import sys
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from checkpoint import load_model, new_model, save_adapter
-from lib.config import PRESETS, Config
-from lib.toy import Toy
+from cache import Row
+from checkpoint import PRESETS, load_model, new_model, save_adapter
 from lib.util import generator
-from model import Model
+from model import Config, Model
+from sample import Step, step_record
+from toy import Toy
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "data" / "golden_a"  # a small checkpoint in the released layout, and what its code made of it
@@ -37,8 +37,8 @@ def tiny_model(seed: int = 0, std: float = 0.25, **overrides) -> Model:
     return model
 
 
-def random_lora(model: Model, stage_b_alone: bool = False) -> None:
-    model.add_lora(4, 8.0, generator("lora"), stage_b_alone)
+def random_lora(model: Model, lora_in: str = "both") -> None:
+    model.add_lora(4, generator("lora"), lora_in)
     for name, p in model.named_parameters():
         if "lora_B" in name:
             p.data.normal_(0, 0.1, generator=generator(name))
@@ -49,15 +49,8 @@ def random_adapter(folder: Path, base: Path, **overrides) -> Model:
     model = load_model(base, "cpu", torch.float32, **overrides)
     random_lora(model)
     model.markers.data.normal_(0, 0.3, generator=generator("markers"))
-    save_adapter(model, folder, base, {"lora_r": 4, "lora_alpha": 8})
+    save_adapter(model, folder, base)
     return model
-
-
-def settings(parser, **values) -> Namespace:
-    """What the parser makes of an empty command line, with these values instead."""
-    args = parser.parse_args([])
-    assert values.keys() <= vars(args).keys()
-    return Namespace(**vars(args) | values)
 
 
 def command_line(script, monkeypatch, capsys, *argv: object) -> tuple[int, str, str]:
@@ -118,6 +111,17 @@ def assert_same(ours: list, theirs: list, name: str = "ours") -> None:
     for i, (one, other) in enumerate(zip(ours, theirs, strict=False)):
         assert one == other, f"{name}[{i}]"
     assert len(ours) == len(theirs), name
+
+
+class Steps:
+    """The steps of every row in plain numbers, for generate's on_step."""
+
+    def __init__(self, n_rows: int):
+        self.of_row: list[list[dict]] = [[] for _ in range(n_rows)]
+
+    def add(self, rows: list[Row], step: Step) -> None:
+        for r, row in enumerate(rows):
+            self.of_row[row.number].append(step_record(step, r, len(row.ids)))
 
 
 approx = pytest.approx

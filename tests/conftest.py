@@ -1,6 +1,6 @@
 """Options of the test suite, and the released checkpoint that many tests read.
 
-pytest --bench_data DIR      also go through the real benchmark files in DIR (tests/released/test_benchmarks.py)
+pytest --bench_data DIR      also go through the real benchmark files in DIR (tests/llada/test_benchmarks.py)
 """
 
 import os

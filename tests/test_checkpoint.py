@@ -1,7 +1,4 @@
-"""Folders of weights: what comes back, what is refused, and which base an adapter belongs to.
-
-pytest tests/test_checkpoint.py
-"""
+"""Folders of weights: what comes back, what is refused, whose base is whose. `pytest tests/test_checkpoint.py`"""
 
 import hashlib
 import json
@@ -17,16 +14,7 @@ import torch
 from common import random_adapter, random_ids, tiny_model
 from safetensors.torch import load_file, save_file
 
-from checkpoint import (
-    base_of,
-    decoding_defaults,
-    fingerprint,
-    load_model,
-    load_tokenizer,
-    read_config,
-    save_model,
-    stored,
-)
+from checkpoint import base_of, fingerprint, load_model, load_tokenizer, read_config, save_model, stored
 from lib.util import Mistake
 from model import Model
 
@@ -45,10 +33,6 @@ def refusal(folder: Path, **how) -> str:
     return str(mistake.value)
 
 
-def change_json(path: Path, **changes) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 def model_of(seed: int = 0, **overrides) -> Model:
     return tiny_model(seed, vocab_size=272, eos_id=256, mask_id=257, max_len=128, **overrides)
 
@@ -57,7 +41,7 @@ def forward(model: Model) -> torch.Tensor:
     ids = random_ids(1, 16)
     ctx = model.context(torch.ones_like(ids, dtype=torch.bool))
     h = model.prefix(ids, ctx)
-    return model.head(model.coordinate(h, ids < 20, ctx, model.cfg.n_rounds))
+    return model.logits(model.coordinate(h, ids < 20, ctx, model.cfg.n_rounds))
 
 
 @pytest.fixture
@@ -73,8 +57,6 @@ def adapter(base, tmp_path):
 
 
 # --- a model's folder
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_folder_gives_back_the_model(tied, tmp_path):
     model = model_of(tied=tied)
@@ -125,17 +107,14 @@ def test_weights_may_be_read_by_whom_other_files_may_be_read(tmp_path):
 
 
 # --- the fingerprint of a base
-
-
 def test_a_fingerprint_worked_by_hand(tmp_path):
-    """1 is 3F80 and -2 is C000 in bfloat16, lower byte first in memory; a small tensor is in all four runs. Of 1000
-    values the runs of 256 begin at 0, 248, 496 and 744."""
-    few, many = torch.tensor([1.0, -2.0]), torch.arange(1000.0).bfloat16()
-    save_file({"b": few, "a": many.view(10, 100), "markers": torch.ones(3)}, tmp_path / WEIGHTS)
+    """1 is 3F80 and -2 is C000 in bfloat16, lower byte first in memory. Of 20 rows of the embedding 0, 2, .. 14 are in
+    it, of nine values of the norm the first eight."""
+    norm, rows = torch.tensor(4 * [1.0, -2.0] + [5.0]), torch.arange(40.0).view(20, 2)
+    save_file({"norm_f.weight": norm, "wte.weight": rows, "markers": torch.ones(3)}, tmp_path / WEIGHTS)
     (tmp_path / "config.json").write_text("{}")
-    top_halves = [struct.pack("<f", value)[2:] for value in many.tolist()]
-    runs = b"".join(b"".join(top_halves[first : first + 256]) for first in (0, 248, 496, 744))
-    by_hand = hashlib.sha256(b"a[10, 100]" + runs + b"b[2]" + 4 * b"\x80\x3f\x00\xc0").hexdigest()
+    embedding = b"".join(struct.pack("<f", x)[2:] for row in range(0, 16, 2) for x in (2 * row, 2 * row + 1))
+    by_hand = hashlib.sha256(b"[20, 2]" + embedding + b"[9]" + 4 * b"\x80\x3f\x00\xc0").hexdigest()
     assert fingerprint(tmp_path) == by_hand[:16]
 
 
@@ -150,16 +129,15 @@ def test_one_base_in_another_dtype_in_shards_or_with_other_markers_is_the_same(b
     assert "markers" in load_file(tmp_path / "again" / WEIGHTS)
     assert fingerprint(golden) == fingerprint(tmp_path / "again")
 
-    # one value in one norm makes another base
-    model = load(base)
-    model.layers[3].norm_1.weight.data[0] += 0.1
-    save_model(model, tmp_path / "other")
-    assert fingerprint(tmp_path / "other") != fingerprint(base)
+    # one value of the final norm, or of a row that is looked at, makes another base
+    for name, at in (("norm_f", 8), ("wte", (34, 5))):
+        model = load(base)
+        getattr(model, name).weight.data[at] += 0.1
+        save_model(model, tmp_path / name)
+        assert fingerprint(tmp_path / name) != fingerprint(base)
 
 
 # --- an adapter's folder
-
-
 def test_an_adapter_brings_its_base_and_its_own_settings(base, adapter, tmp_path, monkeypatch):
     """Its base lies where adapter.json says, seen from its own folder: both may move together."""
     expected = forward(random_adapter(tmp_path / "again", base, n_last=3))
@@ -177,7 +155,7 @@ def test_an_adapter_brings_its_base_and_its_own_settings(base, adapter, tmp_path
     assert stored(low).keys() == stored(load(base)).keys()
 
 
-def test_an_adapter_without_its_base_or_on_another_one_is_refused(base, adapter, tmp_path):
+def test_an_adapter_without_its_base_on_another_one_or_of_another_kind_is_refused(base, adapter, tmp_path):
     ours = fingerprint(base)
     base.rename(tmp_path / "gone")
     assert f"adapter.json names {base} as its base, where no checkpoint is" in refusal(adapter)
@@ -186,10 +164,6 @@ def test_an_adapter_without_its_base_or_on_another_one_is_refused(base, adapter,
     line = refusal(adapter)
     assert f"fingerprint is {ours}" in line and f"{base} has {fingerprint(base)}: it is another one" in line
 
-    # one that was made of it, in coarser values say, carries its fingerprint
-    change_json(base / "config.json", fingerprint=ours)
-    load(adapter)
-
     # half of an adapter
     save_model(model_of(), base)
     half = load_file(adapter / "adapter.safetensors")
@@ -197,24 +171,24 @@ def test_an_adapter_without_its_base_or_on_another_one_is_refused(base, adapter,
     save_file(half, adapter / "adapter.safetensors")
     assert "markers: no such tensor there" in refusal(adapter)
 
+    # a folder of another kind
+    about = json.loads((adapter / "adapter.json").read_text())
+    (adapter / "adapter.json").write_text(json.dumps(about | {"read_by": "python -m somewhere.else --ckpt DIR"}))
+    assert "it is read by `python -m somewhere.else --ckpt DIR`" in refusal(adapter)
 
-@pytest.mark.parametrize(
-    "file, more", [("config.json", ["loader", "model_type", "unknown"]), ("adapter.json", ["head", "decoding"])]
-)
+
+@pytest.mark.parametrize("file, more", [("config.json", ["model_type", "unknown", "int8"]), ("adapter.json", [])])
 def test_any_nonsense_is_a_mistake_or_a_model(file, more, base, adapter):
     folder = base if file == "config.json" else adapter
     whole = json.loads((folder / file).read_text())
     wrong = [{field: value} for field in (*whole, *more) for value in (*NONSENSE, "a\0b", "/nowhere")]
     wrong += [{"model": whole.get("model", {}) | {key: value}} for key in whole.get("model", []) for value in NONSENSE]
-    wrong += [{"head": {"module": module}} for module in ("os", "beyond.nothere", "released.int8", "beyond..os", 5)]
-    wrong += [{"decoding": {key: "x"}} for key in ("tau_m2t", "seed")]
     contents = [whole | changes for changes in wrong] + [{k: v for k, v in whole.items() if k != key} for key in whole]
     refusals = 0
     for content in contents:
         (folder / file).write_text(json.dumps(content))
         try:
             load(folder)
-            decoding_defaults(folder)
         except Mistake:
             refusals += 1
-    assert refusals > 0.8 * len(contents)
+    assert refusals > 0.75 * len(contents)

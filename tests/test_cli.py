@@ -1,23 +1,23 @@
 """A user's mistake: one line that says what is wrong and what to do, exit code 2. `pytest tests/test_cli.py`"""
 
 import json
-import re
+import shutil
 import subprocess
 import sys
-import unicodedata
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from common import ROOT, command_line, refused, tiny_model
+from common import ROOT, caller, command_line, refused, tiny_model
 
+import evaluate
 import sample
 import train
 from checkpoint import load_model, save_model
-from lib.show import MASK, show_steps
-from lib.tokenizer import byte_tokenizer
-from lib.util import command, fail
+from lib.tokenizer import byte_tokenizer, learn_bpe
+from lib.util import Screen, command, fail, write_json
+from sample import MASK, drawn
 
 TOY = ["--data", "pairs", "--toy", "V=3", "m=2", "--batch_size", 2, "--device", "cpu"]
 
@@ -61,8 +61,8 @@ def test_what_a_user_can_mend_is_one_line_and_what_only_we_can_is_a_traceback(mo
 
 
 def test_a_reader_who_leaves_is_no_error():
-    """`python -m tools.gallery | head -1`, the pipe closed before the rest is written."""
-    argv = [sys.executable, "-m", "tools.gallery"]
+    """`python toy.py | head -1`, the pipe closed before the rest is written."""
+    argv = [sys.executable, "toy.py"]
     process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     err = process.stderr.read()
@@ -79,7 +79,8 @@ MISTAKES = [
     (train, ["--data", __file__, "--seq_len", 100], "--seq_len 100 must be a multiple"),
     (train, ["--data", __file__, "--toy", "V=3"], "name the toy by --data"),
     (train, ["--data", "pairs", "--seq_len", 16], "--toy m=4"),
-    (train, ["--stage_a_only", "--init_from", ROOT / "assets" / "names"], "from scratch"),
+    (train, ["--data", "pairs", "--stage_a_only", "--alpha", 1], "leave out --init_from and --alpha"),
+    (train, ["--data", "pairs", "--one_by_one", 0.5], "add --stage_a_only"),
     (sample, [], "nothing to continue"),
     (sample, [*TEXT, "--prompt", ""], "prompt 2 is empty"),
     (sample, ["--prompt", "x" * 120], "120 tokens"),
@@ -121,7 +122,7 @@ def test_a_run_is_not_overwritten_and_a_resume_keeps_its_settings(tmp_path, monk
 
 # --- what is shown
 
-PIECES = {"0": "In", "1": "·the", "2": "·city", "3": "·of", "4": "·San", "5": "·York", "6": "·New", "9": MASK}
+PIECES = {4: "·San", 5: "·York", 6: "·New", 9: MASK}
 
 
 def test_json_and_text_and_ids_agree(ckpt, monkeypatch, capsys):
@@ -158,34 +159,64 @@ def test_every_character_of_a_token_can_be_seen():
 
 
 def test_steps_by_hand(capsys):
-    """Stage B writes "New", where Stage A says "San"; a head refuses "York"; the last step edits."""
+    """Stage B writes "New", where Stage A says "San"; the last step edits, and Stage A would have written as much."""
     first = dict(start=4, after=[6, 9, 9, 9], fill=[dict(at=4, token=6, token_a=4, conf=0.75, conf_a=0.5)], edit=[])
-    first["refused"] = [dict(at=5, token=5, conf=0.25)]
-    second = dict(start=4, after=[4, 5, 9, 9], fill=[dict(at=5, token=5, token_a=5, conf=0.9, conf_a=0.9)], refused=[])
+    second = dict(start=4, after=[4, 5, 9, 9], fill=[dict(at=5, token=5, token_a=5, conf=0.9, conf_a=0.9)])
     second["edit"] = [dict(at=4, old=6, token=4, conf=0.75)]
-    record = dict(text="", pieces=PIECES, steps=[first, second])
-    show_steps(record)
-    assert capsys.readouterr().out.splitlines() == [
-        f"step   1  block   4  [ New](A:  San){MASK}( York? 0.25){MASK}{MASK}",
-        f"step   2  block   4  [ San][ York]{MASK}{MASK}",
-    ]
+    screen = Screen(1, wanted=True)
+    lines = [drawn(step, PIECES, "", screen.paint) for step in (first, second)]
+    assert lines == [f"[ New](A:  San){MASK}{MASK}{MASK}", f"{{ San}}[ York]{MASK}{MASK}"]
+
+    # through a pipe a step is a line
+    for number, line in enumerate(lines, 1):
+        screen.draw(0, number, "In the", line)
+        screen.show()
+    assert capsys.readouterr().out.splitlines() == [f"step   1  In the{lines[0]}", f"step   2  In the{lines[1]}"]
 
 
-NAMES = ["--ckpt", ROOT / "assets" / "names", "--device", "cpu", "--tau_m2t", "0.5"]
+@pytest.fixture(scope="module")
+def of_names(tmp_path_factory):
+    """A model of names whose weights are random; its tokens are bytes."""
+    folder = tmp_path_factory.mktemp("names")
+    save_model(tiny_model(vocab_size=272, eos_id=256, mask_id=257, tokenizer="bpe"), folder)
+    write_json(folder / "tokenizer.json", learn_bpe([], 258))
+    write_json(folder / "names.json", {"unidata_version": "0"})
+    return folder
 
 
-def test_a_name_is_judged(monkeypatch, capsys):
+def test_a_name_is_judged(of_names, monkeypatch, capsys):
     """A blank at the end of a prompt is the beginning of the next token, and not one of its own."""
+    for name, words in {
+        "LATIN SMALL LETTER A": "a (U+0061)",
+        "QQQ": "(no such character)",
+        "latin": "(no such character; names are in upper case)",
+    }.items():
+        assert sample.verdict(name) == words
 
     def decoded(*argv):
-        code, out, err = command_line(sample, monkeypatch, capsys, *NAMES, *argv)
+        code, out, err = command_line(sample, monkeypatch, capsys, "--ckpt", of_names, "--gen_length", 3, *argv)
         assert (code, err) == (0, "")
         return out
 
-    blank, without = decoded("--prompt", "ARABIC "), decoded("--prompt", "ARABIC")
-    assert blank == without and re.match(r"ARABIC \S", without)
-    for prompt, words in (("QQQ", "(no such character)"), ("latin", "names are in upper case")):
-        assert words in decoded("--prompt", prompt)
-    name, verdict = decoded("--prompt", "LATIN SMALL LETTER", "--tau_m2t", 1).splitlines()[0].split("   ")
-    character = unicodedata.lookup(name)
-    assert verdict == f"{character} (U+{ord(character):04X})"
+    blank, without = decoded("--prompt", "ARABIC ▒"), decoded("--prompt", "ARABIC▒")
+    assert blank == without and "(no such character" in blank
+    record = json.loads(decoded("--prompt", "A", "--json"))
+    assert record["verdict"] == sample.verdict(record["text"])
+
+
+def test_the_readmes_training_then_its_evaluation(of_names, tmp_path, monkeypatch, capsys):
+    """`python train.py --n_last 3`, two steps of it, then what it says comes next; on a small model in assets/names."""
+    shutil.copytree(of_names, tmp_path / "assets" / "names")
+    monkeypatch.chdir(tmp_path)
+    run = caller(train, monkeypatch, capsys)
+    out = run("--n_last", 3, "--max_iters", 2, "--batch_size", 4)
+    assert "a run of the kind 'names'" in out and "python evaluate.py --ckpt out/names" in out
+    out = caller(evaluate, monkeypatch, capsys)("--ckpt", "out/names", "--prompts", 2)
+    assert "2 held-out names" in out and "Stage B" in out
+
+
+def test_a_console_without_our_signs_is_no_error(ckpt):
+    argv = [sys.executable, "sample.py", "--ckpt", ckpt, "--prompt", "a", "--gen_length", "9", "--watch"]
+    env = dict(PYTHONIOENCODING="cp1252", OMP_NUM_THREADS="1")
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"") and b"step   1  a" in done.stdout

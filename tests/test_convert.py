@@ -1,6 +1,5 @@
-"""Weight conversion: every tensor in its place, every token id, and what would be silently wrong.
-
-pytest tests/test_convert.py        # CPU, seconds; the golden checkpoint is tests/data/golden_a
+"""Weight conversion: every tensor in its place and back, every token id, and what would be silently wrong.
+`pytest tests/test_convert.py`; the golden checkpoint is tests/data/golden_a.
 """
 
 import json
@@ -10,14 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 from common import GOLDEN, caller
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import convert_weights
-from checkpoint import load_model
-from lib.config import PRESETS, Config
+from checkpoint import PRESETS, load_model
 from lib.tokenizer import bpe_tokenizer
 from lib.util import Mistake
-from released.chat import chat
+from llada import export
+from llada.chat import chat
+from model import Config
 
 TOKENS = json.loads((GOLDEN / "tokenizer_expected.json").read_text())
 INDEX = "model.safetensors.index.json"
@@ -35,13 +36,12 @@ def golden_tensors() -> dict[str, torch.Tensor]:
 def released(folder: Path, tensors: dict[str, torch.Tensor] | None = None, **config) -> Path:
     """A released-layout folder: the golden one with other tensors or config fields (... deletes a field)."""
     folder.mkdir(parents=True)
-    tensors = golden_tensors() if tensors is None else tensors
-    names = sorted(tensors)
-    halves = {"a.safetensors": names[: len(names) // 2], "b.safetensors": names[len(names) // 2 :]}
-    for file, part in halves.items():
+    tensors = tensors or golden_tensors()
+    places = {}
+    for file, part in (("a.safetensors", sorted(tensors)[::2]), ("b.safetensors", sorted(tensors)[1::2])):
         save_file({k: tensors[k].contiguous() for k in part}, folder / file, {"format": "pt"})
-    index = {"metadata": {}, "weight_map": {k: file for file, part in halves.items() for k in part}}
-    (folder / INDEX).write_text(json.dumps(index))
+        places |= dict.fromkeys(part, file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
     raw = json.loads((GOLDEN / "config.json").read_text()) | config
     (folder / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if v is not ...}))
     shutil.copy(GOLDEN / "tokenizer.json", folder)
@@ -59,8 +59,6 @@ def bits(folder: Path) -> dict[str, tuple]:
 
 
 # --- tokenizer
-
-
 def test_tokenizer_ids(golden):
     tokenizer = bpe_tokenizer(golden / "tokenizer.json")
     for case in TOKENS["strings"]:
@@ -77,9 +75,7 @@ def test_tokenizer_ids(golden):
             assert tokenizer.encode(chat(user, *system)) == case["ids"]
 
 
-# --- what is where
-
-
+# --- what is where, and the way back
 VARIANTS = ["as it is", "LLaDA2.0: all bfloat16", "LLaDA2.1: bias float32", "biases", "tied"]
 
 
@@ -102,21 +98,30 @@ def variant(name: str) -> tuple[dict[str, torch.Tensor], dict]:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_tensor_is_in_its_place(name, run, tmp_path):
+def test_every_tensor_is_in_its_place_and_every_byte_comes_back(name, run, tmp_path, monkeypatch, capsys):
     tensors, config = variant(name)
-    out = run("--src", released(tmp_path / "src", tensors, **config), "--out", tmp_path / "ours")
+    src, ours, back = (tmp_path / folder for folder in ("src", "ours", "back"))
+    out = run("--src", released(src, tensors, **config), "--out", ours)
     assert f"{47 - (name == 'tied') + 8 * (name == 'biases')} tensors in 6 shards" in out
-    stored = {k: dtype for k, (dtype, *_) in bits(tmp_path / "ours").items()}
+    stored = {k: dtype for k, (dtype, *_) in bits(ours).items()}
     assert set(stored.values()) == {tensor.dtype for tensor in tensors.values()}
-    model = load_model(tmp_path / "ours", "cpu", torch.float32)
+    model = load_model(ours, "cpu", torch.float32)
     assert "markers" not in stored and not model.markers.any()
-    state = model.state_dict()
     for side, rows in (("gate", slice(0, 16)), ("up", slice(16, 32))):  # 10 sorts before 2 in the index
         expert = tensors[f"model.layers.2.mlp.experts.10.{side}_proj.weight"].float()
-        assert torch.equal(state["layers.2.mlp.gate_up"][10, rows], expert)
-    if name == "biases":
-        assert torch.equal(state["layers.3.attn.proj.bias"], tensors["model.layers.3.attention.dense.bias"])
+        assert torch.equal(model.state_dict()["layers.2.mlp.gate_up"][10, rows], expert)
     assert (model.lm_head.weight.data_ptr() == model.wte.weight.data_ptr()) == (name == "tied")
+
+    # the way back
+    caller(export, monkeypatch, capsys)("--to", "hf", "--src", ours, "--out", back)
+    assert bits(back) == bits(src)
+    for file in ("config.json", "tokenizer.json"):
+        assert (back / file).read_bytes() == (src / file).read_bytes()
+    index = json.loads((back / INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(v.nbytes for v in tensors.values())
+    for k, file in index["weight_map"].items():
+        with safe_open(back / file, "pt") as f:
+            assert k in f.keys() and f.metadata() == {"format": "pt"}  # noqa: SIM118 (a safe_open is no dict)
 
 
 def test_the_preset_is_the_release():
@@ -140,8 +145,6 @@ def test_the_preset_is_the_release():
 
 
 # --- checkpoints that are not what they should be
-
-
 def no_mask(tokenizer: dict) -> None:
     tokenizer["added_tokens"] = [t for t in tokenizer["added_tokens"] if t["content"] != "<|mask|>"]
 
@@ -180,8 +183,6 @@ def test_config_fields_that_may_be_absent_or_agree(run, tmp_path):
 
 
 # --- output folders
-
-
 def test_an_interrupted_conversion_is_no_checkpoint_and_runs_again(run, golden, tmp_path, monkeypatch):
     out, save = tmp_path / "out", convert_weights.save_tensors
 

@@ -6,11 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from common import MASK, V, approx, command_line, random_ids
+from common import MASK, V, approx, random_ids, tiny_config
 
-from corrupt import NONE, Corruption, G, M, W, corrupt, draw_bundle, loss_weights, three_term_loss
+from corrupt import NONE, Corruption, G, M, W, alpha_loss, corrupt, draw_bundle, three_term_loss
 from lib.util import generator
-from tools import gallery
 
 B = 8
 
@@ -25,10 +24,10 @@ def off_by_one(z, where):
     return torch.where(clean % 2 == 0, clean, (clean + 1) % MASK)[where]
 
 
-def corrupted(kind, R=64, T=64, free=None, key="a"):
+def corrupted(kind, R=64, T=64, free=None, key="a", **rates):
     x = random_ids(R, T)
     free = torch.ones_like(x, dtype=torch.bool) if free is None else free
-    z, k = corrupt(x, free, Corruption(kind, B, MASK, MASK), streams(R, key), off_by_one)
+    z, k = corrupt(x, free, Corruption(kind, B, MASK, MASK, **rates), streams(R, key), off_by_one)
     return x, z, k
 
 
@@ -51,12 +50,28 @@ def test_mask_count_of_a_block_is_uniform():
     assert ((counts / n - p).abs() < 4 * math.sqrt(p * (1 - p) / n)).all()
 
 
-def test_random_replaces_a_tenth_of_what_is_visible():
-    x, z, k = corrupted("random", R=2000)
+def test_a_power_of_the_ratio_masks_more():
+    """U ** 0.5 has the mean 2/3, and 8 masks of 8 come with the mean of U ** 4, 1/5."""
+    _, _, k = corrupted("mask", R=2000, mask_power=0.5)
+    masked = (k == M).view(-1, B).sum(-1).double()
+    assert masked.mean() / B == approx(2 / 3, abs=4 * 0.25 / math.sqrt(len(masked)))
+    assert (masked == B).double().mean() == approx(1 / 5, abs=4 * math.sqrt(0.2 * 0.8 / len(masked)))
+
+
+@pytest.mark.parametrize("rate", [0.2, 1.0])
+def test_random_replaces_up_to_a_share_of_what_is_visible(rate):
+    """In the mean half of it; and a block with a high rate of its own has several, another one none."""
+    x, z, k = corrupted("random", R=2000, replace_rate=rate)
     visible = int((k != M).sum())
-    expected = 0.1 * (1 - 1 / MASK)  # a draw that happens to equal the clean token leaves it clean
-    assert int((k == W).sum()) / visible == approx(expected, abs=4 * math.sqrt(expected / visible))
+    expected = rate / 2 * (1 - 1 / MASK)  # a draw that happens to equal the clean token leaves it clean
+    assert int((k == W).sum()) / visible == approx(expected, abs=5 * math.sqrt(expected / visible))
     assert int(z[k == W].max()) == MASK - 1  # every ordinary token, and never a special one
+
+    # of blocks without a mask the number of wrong tokens is U(0, rate)'s mixture of binomials: both that are wrong
+    # of two tokens with probability rate ** 2 / 3, where tokens by themselves would have rate ** 2 / 4
+    whole = (k == W).view(-1, B)[~(k == M).view(-1, B).any(-1)]
+    both = (whole[:, :-1] & whole[:, 1:]).double().mean()
+    assert both == approx(rate**2 / 3 * (1 - 1 / MASK) ** 2, abs=4 * rate**2 / 3 / math.sqrt(len(whole)) / rate)
 
 
 def test_a_draft_fills_three_tenths_of_the_masks():
@@ -105,13 +120,41 @@ def test_loss_by_hand():
     kind = torch.tensor([[M, W, G, M]], dtype=torch.uint8)
     fill = torch.tensor([[True, False, False, False]])
     target = torch.tensor([[1, 2, 3, 4]])
-    model = SimpleNamespace(head=lambda h: h, cfg=SimpleNamespace(vocab_size=V))
+    model = SimpleNamespace(logits=lambda h: h, cfg=tiny_config(block_length=2))
     total, terms = three_term_loss(model, logits, target, kind, fill)
     ce = F.cross_entropy(logits[0], target[0], reduction="none")
     torch.testing.assert_close(total, 1.0 * ce[0] + 0.3 * ce[1] + 0.2 * ce[2])
     for name, expected in zip(("m2t", "edit", "clean"), ce[:3], strict=True):
         torch.testing.assert_close(terms[name], torch.stack([expected, torch.ones(())]))
-    assert loss_weights(kind, fill).tolist() == [[1.0, approx(0.3), approx(0.2), 0.0]]
+
+
+def test_alpha_by_hand():
+    """P = 1/2 and 1/4: at alpha 1 the loss is 1 - P, at 1/2 it is 2 (1 - sqrt(P)), at 0 the sum of cross-entropies."""
+    ce = torch.tensor([2.0, 4.0]).log()
+    assert float(alpha_loss(ce, 1.0)) == approx(1 / 2 + 3 / 4)
+    assert float(alpha_loss(ce, 0.5)) == approx(2 * (1 - 0.5**0.5) + 2 * (1 - 0.25**0.5))
+    assert float(alpha_loss(ce, 0.0)) == approx(3 * math.log(2)) == approx(float(alpha_loss(ce, 1e-6)), abs=1e-5)
+    # the improbable is told from the impossible: 1 - P with P = e^-30 is 1, and alpha = 0 is 30
+    assert float(alpha_loss(torch.tensor([30.0]), 1e-7)) == approx(30, abs=1e-3)
+
+    # its gradient is cross-entropy's times P ** alpha
+    for alpha in (0.0, 0.5, 1.0):
+        ce = torch.tensor([2.0, 4.0]).log().requires_grad_()
+        alpha_loss(ce, alpha).backward()
+        assert ce.grad.tolist() == approx([0.5**alpha, 0.25**alpha])
+
+
+def test_alpha_is_of_a_blocks_bundle_alone():
+    """Two blocks of two: the bundle of the first has both, that of the second one; W and G stay cross-entropies."""
+    logits = torch.randn(1, 4, V, generator=generator("logits"))
+    kind = torch.tensor([[M, M, M, W]], dtype=torch.uint8)
+    target = torch.tensor([[1, 2, 3, 4]])
+    model = SimpleNamespace(logits=lambda h: h, cfg=tiny_config(block_length=2))
+    total, terms = three_term_loss(model, logits, target, kind, kind == M, alpha=0.5)
+    p = logits[0].softmax(-1)[range(4), target[0]]
+    by_hand = 2 * (1 - (p[0] * p[1]) ** 0.5) + 2 * (1 - p[2] ** 0.5) - 0.3 * p[3].log()
+    torch.testing.assert_close(total, by_hand)
+    torch.testing.assert_close(terms["m2t"], torch.stack([-p[:3].log().sum(), torch.tensor(3.0)]))
 
 
 def test_chunked_loss_equals_whole_loss_with_gradients_and_keeps_no_logits():
@@ -123,20 +166,14 @@ def test_chunked_loss_equals_whole_loss_with_gradients_and_keeps_no_logits():
         kind = random_ids(4, 64, 3, 4).to(torch.uint8)
         rows, kept = [], []
 
-        def head(x, w=w, rows=rows):
+        def logits(x, w=w, rows=rows):
             rows.append(len(x))
             return x @ w
 
-        model = SimpleNamespace(head=head, cfg=SimpleNamespace(vocab_size=pretended_vocab))
+        model = SimpleNamespace(logits=logits, cfg=tiny_config(vocab_size=pretended_vocab))
         with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t.shape) or t, lambda t: t):
             total, terms = three_term_loss(model, h, random_ids(4, 64), kind, kind == M)
         total.backward()
         results.append([total, *terms.values(), h.grad, w.grad])
     torch.testing.assert_close(*results)
     assert max(rows) == 64 and not any(shape[-1] == V for shape in kept)  # of the last run
-
-
-def test_gallery_shows_each_corruption_with_its_weights(monkeypatch, capsys):
-    code, out, _ = command_line(gallery, monkeypatch, capsys, "--text", "spam and eggs")
-    words = ("mask:", "random:", "draft:", "loss in A", "loss in B", "bundle", "▒")
-    assert code == 0 and all(word in out for word in words)

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from lib.data import exists, is_validation, load_sequences, load_text, unicode_names
+from lib.data import is_validation, load_text, text_corpus, unicode_names
 from lib.tokenizer import bpe_tokenizer, byte_tokenizer, learn_bpe
 from lib.util import Mistake, read_json
+from sample import exists
 
 NAMES = Path(__file__).parent.parent / "assets" / "names"
 TEXT = "naïve café, 日本\n"
@@ -23,6 +24,12 @@ def refusal(*sources) -> str:
     with pytest.raises(Mistake) as mistake:
         load_text([str(s) for s in sources])
     return str(mistake.value)
+
+
+def splits(sources: list, tokenizer, seq_len: int, seed: int = 0, **how):
+    """The rows of training and those of validation."""
+    corpus = text_corpus([str(s) for s in sources], tokenizer, "bytes", seq_len, seed, **how)
+    return corpus.rows["train"], corpus.rows["val"]
 
 
 # --- tokenizers
@@ -127,11 +134,30 @@ def test_exists_is_the_exact_judge():
 def test_a_name_is_its_own_document_and_split(names, learned):
     assert load_text(["names"], max_docs=2) == [("SPACE", "SPACE"), ("EXCLAMATION MARK", "EXCLAMATION MARK")]
     t = bpe_tokenizer(Path("names"), learned)
-    train, val = load_sequences(["names"], t, 48, 0)  # 48: the longest name has 33 tokens
+    train, val = splits(["names"], t, 48)  # the longest name has 33 tokens
     for part, held_out in ((train, False), (val, True)):
         decoded = [t.decode(row.tolist()) for row in part.rows]
         assert decoded == [name for name in names if is_validation(name) == held_out]
     assert [n for n in range(60) if is_validation(f"{n}.py")] == [20, 41]  # one in twenty, whatever else there is
+
+
+def test_a_name_has_a_random_beginning_that_is_its_prompt(learned):
+    """From nothing to all of the name but its last token, the same one for the same row; never its end or padding."""
+    rows = splits(["names"], bpe_tokenizer(Path("names"), learned), 32, block_length=8, batch_size=4)[0]
+    x, real, prompt = rows.batch(0, 400)
+    n_text = (x != rows.pad_id).sum(-1)
+    n_prompt = prompt.sum(-1)
+    assert torch.equal(prompt, torch.arange(x.shape[1]) < n_prompt[:, None])
+    assert (n_prompt < n_text).all() and (real | ~prompt).all()
+    share = (n_prompt / n_text)[n_text > 8]
+    assert share.min() < 0.1 and share.max() > 0.8 and share.mean() == pytest.approx(0.5 - 1 / 25, abs=0.06)
+    for first in (0, 8, 396):
+        assert torch.equal(rows.batch(first, 4)[2], prompt[first : first + 4, : rows.batch(first, 4)[0].shape[1]])
+
+    # other text has none, and its rows of validation are those of every seed
+    assert not splits([NAMES / "tokenizer.json"], byte_tokenizer(), 32)[0].batch(0, 4)[2].any()
+    held_out = [splits(["names"], bpe_tokenizer(Path("names"), learned), 32, seed)[1].batch(0, 9) for seed in (0, 1)]
+    assert all(torch.equal(a, b) for a, b in zip(*held_out, strict=True))
 
 
 # --- documents
@@ -152,10 +178,9 @@ def test_paper_filter(tmp_path):
     kept = [record(1), {"text": "no fields"}, record(1, int_score=None), record(1, int_score=3)]
     kept += [record(1, token_count=256), record(1, token_count=1800)]
     dropped = [record(1, int_score=2), record(1, token_count=255), record(1, token_count=1801)]
-    rows = [r for pair in zip(kept, dropped, strict=False) for r in pair] + kept[len(dropped) :]
-    write_records(tmp_path / "a.jsonl", rows)
+    write_records(tmp_path / "a.jsonl", dropped + kept)
     names = [name for name, _ in load_text([str(tmp_path / "a.jsonl")])]
-    assert names == [f"a.jsonl:{n}" for n in (1, 3, 5, 7, 8, 9)]
+    assert names == [f"a.jsonl:{n}" for n in (4, 5, 6, 7, 8, 9)]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
@@ -212,7 +237,7 @@ def rows_of(folder: Path, lengths: dict[int, int], seq_len: int, **how):
     for n, times in lengths.items():
         for k in range(times):
             (folder / f"{n}-{k:02}.txt").write_text(chr(ord("a") + k % 26) * n)
-    return load_sequences([str(folder)], byte_tokenizer(), seq_len, 0, **how)
+    return splits([folder], byte_tokenizer(), seq_len, **how)
 
 
 def test_one_document_a_row_padded_and_closed_by_eos(tmp_path):
@@ -256,7 +281,7 @@ def test_the_rows_of_a_training_batch_have_one_width(tmp_path):
 def test_a_single_text_keeps_its_last_rows_for_validation(tmp_path):
     text = "".join(chr(97 + i % 26) for i in range(799))
     (tmp_path / "one.txt").write_text(text)
-    train, val = load_sequences([str(tmp_path / "one.txt")], byte_tokenizer(), 8, 0)
+    train, val = splits([tmp_path / "one.txt"], byte_tokenizer(), 8)
     assert (len(train), len(val)) == (95, 5)
     assert np.concatenate(train.rows).tolist() == list(text[:760].encode())
     assert np.concatenate(val.rows).tolist() == [*text[760:].encode(), 256]

@@ -4,43 +4,71 @@ A small model of a toy is trained here; the statements are theorems plus "the ma
 """
 
 import json
+import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from common import approx, command_line, conditional, refused, tiny_config, tiny_model
+from common import approx, command_line, conditional, random_adapter, refused, tiny_config, tiny_model
 
 import evaluate
+import toy
 import train
-from checkpoint import load_model, save_model
-from evaluate import TOY_DECODERS, chain_table, draw_holes, draw_names, judge, one_step_table, quality
-from lib import settings, toy
-from lib.data import exists, is_validation
-from lib.output import Output, in_full
+from cache import Output
+from checkpoint import PRESETS, load_model, save_model
+from evaluate import (
+    TOY_DECODERS,
+    answer_log_probs,
+    chain_table,
+    complete,
+    draw_holes,
+    draw_names,
+    one_step_table,
+    quality,
+)
+from lib.data import is_validation
 from lib.tokenizer import byte_tokenizer, learn_bpe
-from lib.toy import answer_log_probs
 from lib.util import write_json
+from sample import exists
+from toy import Toy
 
 # as small as the toy may be, and as many steps as leave its marginals well below the 2 % asked for
 PAIRS = ["--data", "pairs", "--toy", "V=3", "m=2", "--n_last", 1, "--batch_size", 64, "--max_iters", 200]
-SMALL = train.Recipe(geometry=lambda args: tiny_config(n_layer=2, n_embd=32, d_dense=64, n_last=1))
+PAIRS += ["--learning_rate", 5e-3, "--corruption", "mask", "--eval_interval", 10_000, "--device", "cpu"]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """(model, toy, folder), trained once."""
-    folder = tmp_path_factory.mktemp("pairs")
-    parser = settings.build_parser("")
-    parser.set_defaults(eval_rows=1, learning_rate=5e-3, corruption="mask", eval_interval=10_000, device="cpu")
+    folder = tmp_path_factory.mktemp("pairs") / "run"
     with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRESETS, "tiny", tiny_config(n_layer=2, n_embd=32, d_dense=64, n_rounds=1))
         patch.setattr(sys, "argv", ["train.py", *map(str, PAIRS), "--out_dir", str(folder)])
-        train.main(parser, choose=lambda args: SMALL)
+        train.main()
     return load_model(folder, "cpu", torch.float32), evaluate.load_task(folder), folder
 
 
 # --- toys
+
+
+def test_answer_log_probs(monkeypatch):
+    """Normalised over all tokens, and then cut to the symbols; Stage B marks what is masked."""
+    monkeypatch.setattr(evaluate, "ROWS", 2)
+    support = torch.tensor([[[0, 1]], [[1, 1]], [[2, 0]]])  # three contexts, three symbols, two positions
+    t = Toy("three", 3, support, torch.ones(3, 1, dtype=torch.float64))
+    model = tiny_model(vocab_size=8, eos_id=6, mask_id=7, block_length=2)
+    ids = torch.tensor([[3, 3, 0, 7], [4, 4, 7, 2], [5, 5, 7, 7]])
+    z = torch.tensor([[0, -1], [-1, 2], [-1, -1]])
+    ctx = model.context(torch.ones_like(ids, dtype=torch.bool))
+    h = model.prefix(ids, ctx)
+    for n_rounds in (0, 1, 2):
+        states = model.coordinate(h, ids == 7, ctx, n_rounds) if n_rounds else model.last_n(h, ctx)
+        expected = model.logits(states)[:, 2:].double().softmax(-1)[..., :3]
+        found = answer_log_probs(model, t, torch.arange(3), z, n_rounds)
+        torch.testing.assert_close(found.exp(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_in_one_step_both_stages_pay_tc_and_one_at_a_time_nothing(trained):
@@ -64,23 +92,55 @@ def test_with_exact_conditionals_the_chain_is_exact_and_the_product_pays_tc(task
     t = toy.make(task)
     t = t if t.support.shape[1] <= 512 else toy.make(task, V=4, m=3)
     oracle = lambda model, task, c, z, n_rounds: conditional(task, c, z).log()  # noqa: E731
-    monkeypatch.setattr(toy, "answer_log_probs", oracle)  # the ideal factorised decoder in every model's place
+    monkeypatch.setattr(evaluate, "answer_log_probs", oracle)  # the ideal factorised decoder in every model's place
     torch.testing.assert_close(chain_table(None, t), t.prob, rtol=0, atol=1e-12)
     assert float(toy.kl(t.prob, one_step_table(None, t, 0)).mean()) == approx(float(t.tc().mean()), abs=1e-9)
 
 
-def test_a_toy_from_the_command_line(trained, tmp_path, monkeypatch, capsys):
-    _, t, run = trained
-    code, out, _ = command_line(evaluate, monkeypatch, capsys, "--ckpt", run, "--device", "cpu")
-    assert code == 0 and all(name in out for name in TOY_DECODERS) and f"TC = {float(t.tc().mean()):.4f}" in out
-    assert f"H = {float(t.h_joint().mean()):.4f}" in out
+def test_the_table_of_a_toy_by_hand(monkeypatch, capsys):
+    """Exact conditionals lose TC in one step and nothing one at a time. Of four contexts' answers one is the likeliest,
+    one is possible, two are neither; each costs a forward."""
+    t = toy.make("modes", n_ctx=4)
+    TC = float(t.tc()[0])
+    answers = [t.support[0, 0].tolist(), t.support[1, 2].tolist(), [0] * 4, [t.mask_id] * 4]
+    outputs = [Output([], tokens=answer, nfe=dict(full=1, partial=0, commit=0)) for answer in answers]
+    monkeypatch.setattr(evaluate, "generate", lambda model, prompts, d, step: outputs)
 
-    # an adapter is evaluated by its own rounds: two halves of a forward beside the full one, of two tokens
+    # exact in Stage A; Stage B loses a quarter of a nat more at every position
+    oracle = lambda model, t, c, z, n_rounds: conditional(t, c, z).log() - n_rounds / 4  # noqa: E731
+    monkeypatch.setattr(evaluate, "answer_log_probs", oracle)
+    evaluate.evaluate_toy(SimpleNamespace(cfg=SimpleNamespace(n_rounds=1), partial_cost=0.5), t)
+
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:-1]]
+    tc = f"{TC:.3f}"
+    assert rows[0][1:] == ["loses", "coherent", "mode", "forwards"] and rows[1][-1] == tc
+    assert all(row[-3:] == ["0.500", "0.250", "1.00"] for row in rows[2:])
+    assert [row[-4] for row in rows[2:5]] == ["0.000", tc, f"{TC + 1:.3f}"]
+
+
+def test_a_toy_from_the_command_line(trained, tmp_path, monkeypatch, capsys):
+    net, t, run = trained
+    code, out, _ = command_line(evaluate, monkeypatch, capsys, "--ckpt", run, "--device", "cpu")
+    tc = f"{float(t.tc().mean()):.3f}"
+    assert code == 0 and f"pairs: TC = {tc} nats" in out
+    _, *table, _ = [re.split("  +", line) for line in out.splitlines()]
+    lost = {name: cells[0] for name, *cells in table}
+    assert list(lost) == ["decoder", "one step, at best", *TOY_DECODERS] and lost["one step, at best"] == tc
+
+    # what can be enumerated stands beside it
+    for name, q in {
+        "one at a time": chain_table(net, t),
+        "Stage A, one step": one_step_table(net, t, 0),
+        "Stage B, one step": one_step_table(net, t, 1),
+    }.items():
+        assert lost[name] == f"{float(toy.kl(t.prob, q).mean()):.3f}"
+
+    # an adapter is evaluated by its own rounds: two halves of a forward beside the full one
     argv = ["--data", "pairs", "--init_from", run, "--max_iters", 2, "--n_rounds", 2, "--out_dir", tmp_path / "two"]
     assert command_line(train, monkeypatch, capsys, *argv, "--n_last", 1, "--batch_size", 4)[0] == 0
     _, out, _ = command_line(evaluate, monkeypatch, capsys, "--ckpt", tmp_path / "two")
     costs = {line.split("  ")[0]: line.split()[-1] for line in out.splitlines()}
-    assert (costs["Stage A, one step"], costs["Stage B, one step"]) == ("0.50", "1.00")
+    assert (costs["Stage A, one step"], costs["Stage B, one step"]) == ("1.00", "2.00")
 
 
 def test_mistakes(tmp_path, monkeypatch, capsys):
@@ -93,19 +153,19 @@ def test_mistakes(tmp_path, monkeypatch, capsys):
 # --- names
 
 
-def test_shares_and_forwards_by_hand():
+def test_shares_and_forwards_by_hand(monkeypatch):
     """Letters A to F are asked for; written are A, A, A, D, ? and ?. Four of six exist, two different ones, A and D are
-    the very names."""
+    the very names. A row costs 2 full, 1 commit, and half a partial one of n/L = 1/4."""
     letter = "LATIN SMALL LETTER {}".format
-    r = judge([letter(x) for x in "ABCDEF"], [letter(x) for x in "AAAD??"])
-    assert (r["exist"], r["itself"], r["distinct"]) == approx((4 / 6, 2 / 6, 2 / 6))
-
-    # 2 full, 1 commit and half a partial one of n/L = 1/4 a row, of 2 tokens: 1 full a token, and 3.125 / 2 in all
-    nfe = dict(full=2, partial=0.5, commit=1, looks=1)
-    assert in_full(nfe, 1 / 4) == 3.125
-    found = evaluate.per_token(SimpleNamespace(partial_cost=1 / 4), [Output([5], nfe=nfe)] * 6, 12)
-    assert found == approx({f"{k}/token": v for k, v in zip(
-        ("full", "partial", "commit", "looks", "forwards"), (1, 0.25, 0.5, 0.5, 3.125 / 2), strict=True)})  # fmt: skip
+    nfe = dict(full=2, partial=0.5, commit=1)
+    outputs = [Output(list(letter(x).encode()), [256], nfe) for x in "AAAD??"]
+    asked = []
+    monkeypatch.setattr(evaluate, "generate", lambda model, prompts, d, step: asked.append(step) or outputs)
+    prompts = {letter(x): [] for x in "ABCDEF"}
+    found = complete(SimpleNamespace(partial_cost=1 / 4), byte_tokenizer(), prompts, evaluate.NAMES, step="mine")
+    assert (found["exist"], found["itself"], found["distinct"]) == approx((4 / 6, 2 / 6, 2 / 6))
+    assert (found["forwards"], found["full"], found["tokens"]) == (3.125, 2, 1)
+    assert found["found"] == [True] * 4 + [False] * 2 and asked == ["mine"]
 
 
 def test_prompts_are_the_first_third_of_names_of_the_group_and_a_function_of_it_alone():
@@ -134,39 +194,56 @@ def test_holes_are_in_one_block_with_something_visible_behind():
             assert [i for i, (a, b) in enumerate(zip(ids, whole, strict=True)) if a != b] == masked
 
 
-def test_a_base_fills_holes_in_as_many_forwards_as_its_order_asks_for(monkeypatch):
-    """Three holes of the first of two blocks: a step each, or one for all, then a commit and the next block's step."""
-    model = tiny_model(vocab_size=272, eos_id=256, mask_id=257, n_rounds=1)
-    prompts = {"A NAME OF A SORT": [257 if i in (1, 2, 5) else ord(c) for i, c in enumerate("A NAME OF A SORT")]}
-    costs = {}
-    for name, d in evaluate.hole_decoders(model).items():
-        found = evaluate.complete(model, byte_tokenizer(), prompts, d)
-        costs[name] = round(3 * found["forwards/token"])
-    assert costs == {"one at a time, from the left": 5, "one at a time, surest first": 5, "all at once": 3}
+def names_folder(folder: Path, **overrides) -> Path:
+    """A model of names with random weights."""
+    model = tiny_model(vocab_size=272, eos_id=256, mask_id=257, tokenizer="bpe", **overrides)
+    save_model(model, folder)
+    write_json(folder / "tokenizer.json", learn_bpe([], 258))
+    write_json(folder / "names.json", {"unidata_version": "0"})
+    return folder
+
+
+def test_holes_cost_a_step_each_or_one_for_all(tmp_path, monkeypatch, capsys):
+    """Three holes of the first of two blocks: one at a time three steps, then a commit and the next block's step; all
+    at once one for three; Stage B is half of one more where there is a mask."""
+    folder = names_folder(tmp_path, n_rounds=1)
+    name = "A NAME OF A SORT"
+    prompts = {name: [257 if i in (1, 2, 5) else ord(c) for i, c in enumerate(name)]}
+    monkeypatch.setattr(evaluate, "draw_holes", lambda *_: prompts)
+    code, out, err = command_line(
+        evaluate, monkeypatch, capsys, "--ckpt", folder, "--holes", 3, "--json", "--device", "cpu"
+    )
+    assert code == 0, err
+    costs = [json.loads(line)["forwards"] for line in out.splitlines()]
+    assert costs == [5, 3, 3.5]
 
 
 def test_names_from_the_command_line(tmp_path, monkeypatch, capsys):
-    """Random weights, with a marker and without; --json has both groups and every measure."""
+    """Random weights: a base has its rows, an adapter its own, two adapters share the base's and have a column each."""
     monkeypatch.setattr(evaluate, "NAMES", replace(evaluate.NAMES, gen_length=8))
-    model = tiny_model(vocab_size=272, eos_id=256, mask_id=257, tokenizer="bpe", n_rounds=1)
-    save_model(model, tmp_path)
-    write_json(tmp_path / "tokenizer.json", learn_bpe([], 258))
-    write_json(tmp_path / "names.json", {"unidata_version": "0"})
-    argv = ["--ckpt", tmp_path, "--prompts", 2, "--device", "cpu"]
-    code, _, err = command_line(evaluate, monkeypatch, capsys, *argv, "--holes", 8)
-    assert code == 2 and "--holes 8: no name" in err and len(err.splitlines()) == 1
-    code, out, err = command_line(evaluate, monkeypatch, capsys, *argv, "--json")
-    records = [json.loads(line) for line in out.splitlines()]
-    names = list(evaluate.name_decoders(model))
-    assert code == 0, err
-    assert [(r["group"], r["decoder"]) for r in records] == [(g, n) for g in ("held out", "trained") for n in names]
-    for r in records:
-        assert r["prompts"] == 2 and 0 <= r["exist"] <= 1
-        assert (r["partial/token"] > 0) == ("Stage B" in r["decoder"])
-        assert r["forwards/token"] == approx(r["full/token"] + r["commit/token"] + r["partial/token"] / 2)
+    base = names_folder(tmp_path / "base")
+    for name in ("one", "two"):
+        random_adapter(tmp_path / name, base)
+    argv = ["--prompts", 2, "--device", "cpu", "--ckpt"]
+    assert "--holes 8: no name" in refused(evaluate, monkeypatch, capsys, *argv, base, "--holes", 8)
 
-    # fewer columns for people
-    model.markers.data.zero_()
-    save_model(model, tmp_path)
-    code, out, _ = command_line(evaluate, monkeypatch, capsys, *argv)
-    assert code == 0 and "2 held-out names" in out and "one at a time" in out and "Stage B" not in out
+    code, out, err = command_line(evaluate, monkeypatch, capsys, *argv, tmp_path / "one", tmp_path / "two", "--json")
+    assert code == 0, err
+    records = [json.loads(line) for line in out.splitlines()]
+    rows = [(name, str(base)) for name in evaluate.BASE_ROWS]
+    rows += [(name, str(tmp_path / folder)) for name in evaluate.ADAPTER_ROWS for folder in ("one", "two")]
+    assert [(r["decoder"], r["ckpt"]) for r in records] == rows
+    for r in records:
+        # K = 2 rounds of half a forward, as often as a step marks something
+        off = r["decoder"].startswith(("base", "Stage B off"))
+        assert r["prompts"] == 2 and 0 <= r["exist"] <= 1 and len(r["found"]) == 2
+        assert (r["forwards"] - r["full"] < 1) if off else (r["forwards"] - r["full"] >= 1)
+
+    # fewer columns for people; of a base alone its own rows
+    code, out, _ = command_line(evaluate, monkeypatch, capsys, *argv, base)
+    assert code == 0 and "2 held-out names" in out and "base, all at once" in out and "Stage B" not in out
+
+
+def test_several_folders_are_compared_on_names_alone(trained, monkeypatch, capsys):
+    _, _, run = trained
+    assert "on names alone" in refused(evaluate, monkeypatch, capsys, "--ckpt", run, run)

@@ -9,10 +9,9 @@ import json
 
 import pytest
 import torch
-from common import GOLDEN, assert_same
+from common import GOLDEN, Steps, assert_same
 
 from checkpoint import load_model
-from lib.show import Steps
 from sample import Decoding, generate, generate_one
 
 CASES = json.loads((GOLDEN / "expected.json").read_text())["cases"]

@@ -1,5 +1,6 @@
-"""The README and the pages quote the code and name files and flags that exist. `pytest tests/test_readme.py`"""
+"""Pages, docstrings and shell scripts quote the code, and their commands parse. `pytest tests/test_readme.py`"""
 
+import ast
 import importlib
 import re
 import shlex
@@ -7,21 +8,48 @@ import shlex
 import pytest
 from common import ROOT, command_line
 
+from lib.util import Parser
+
 README = (ROOT / "README.md").read_text()
-TEXTS = {
-    path.relative_to(ROOT).as_posix(): path.read_text()
-    for pattern in ("*.md", "*/README.md", "results/*.md", "results/*/README.md", "experiments/*.sh")
-    for path in sorted(ROOT.glob(pattern))
-}
-# python train.py --flags, python -m tools.bench --flags, torchrun ... -m released.parallel --flags
-SCRIPT = r"(?:python|torchrun [^\n]*?)(?: -m)? (beyond\.\w+|released\.\w+|tools\.\w+|\w+\.py)"
-COMMAND = re.compile(SCRIPT + r"((?:[^`#\n\\]|\\\n)*)")
-COMMANDS = [
-    (name, m[1].removesuffix(".py"), m[2])
-    for name, text in TEXTS.items()
-    for line in text.split("git checkout")[:1]
-    for m in COMMAND.finditer(line)
-]
+PAGES = ("*.md", "*/README.md", "results/*.md", "results/*/README.md")
+FILES = [path for pattern in PAGES for path in sorted(ROOT.glob(pattern))]
+TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
+# python train.py --flags, python -m tools.bench --flags, torchrun ... -m llada.parallel --flags
+SCRIPT = r"(?:python|torchrun [^\n]*?)(?: -m)? ((?:beyond|llada|tools)\.\w+|\w+\.py)"
+COMMAND = re.compile(SCRIPT + r"((?:[^`#\n\\;|>&]|\\\n)*)")
+# it passes its flags on
+PASSES_ON = {"llada.parallel": "train"}
+
+
+def shell_script(text: str) -> str:
+    """With every variable replaced by the (first) value that it has, or 1 if it has none here."""
+    values = dict(re.findall(r"for (\w+) in (?:\\\n)?\s*(\S+?)[;\s]", text))
+    for name, value in re.findall(r'^\s*(\w+)=("[^"]*"|\S*)', text, re.M):
+        values.setdefault(name, value.strip('"'))
+    values |= dict(re.findall(r"\$\{(\w+):-(\w+)\}", text))
+    for _ in range(3):  # a value may hold a variable
+        text = re.sub(r"\$\{?(\w+)(?::-\w+)?\}?", lambda found: values.get(found[1], "1"), text)
+    return text
+
+
+def commands() -> list[tuple[str, str, str]]:
+    """(file, script, what stands behind it) of every command that is written down."""
+    texts = {name: shell_script(text.split("git checkout")[0]) for name, text in TEXTS.items()}
+    for path in sorted(ROOT.glob("experiments/*.sh")):
+        texts[path.relative_to(ROOT).as_posix()] = shell_script(path.read_text())
+    for folder in (".", "lib", "beyond", "llada", "tools"):
+        for path in sorted((ROOT / folder).glob("*.py")):
+            tree = ast.parse(path.read_text())
+            documented = (ast.Module, ast.FunctionDef, ast.ClassDef)
+            docs = [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, documented)]
+            texts[path.relative_to(ROOT).as_posix()] = "\n".join(docs)
+    found = [(name, m[1].removesuffix(".py"), m[2]) for name, text in texts.items() for m in COMMAND.finditer(text)]
+    # a name without a word behind it may be a mention, and dots stand for more than is written
+    whole = [(name, script, line) for name, script, line in found if line.strip() and "..." not in line]
+    return [(name, script, line) for name, script, line in whole if script != "tiny"]
+
+
+COMMANDS = commands()
 
 
 def test_quoted_code_is_the_code():
@@ -32,15 +60,34 @@ def test_quoted_code_is_the_code():
     assert blocks and [b for b in blocks if not any(plain(b) in source for source in sources)] == []
 
 
+class Parsed(Exception):
+    pass
+
+
 @pytest.mark.parametrize("script", sorted({script for _, script, _ in COMMANDS}))
-def test_flags_that_are_written_down_exist(script, monkeypatch, capsys):
-    if script == "released.parallel":  # it passes its flags on
-        script = "train"
-    _, manual, _ = command_line(importlib.import_module(script), monkeypatch, capsys, "--help")
-    known = set(re.findall(r"--\w+", manual)) | {"--compile"}
-    for page, name, line in COMMANDS:
-        if name == script:
-            assert set(re.findall(r"(?<![\w-])--\w+", line)) <= known, (page, line)
+def test_commands_that_are_written_down_parse(script, monkeypatch, capsys):
+    """Each is given to its script, which is stopped when it has read its command line."""
+    assert len(COMMANDS) > 100
+    module = importlib.import_module(PASSES_ON.get(script, script))
+    for name in ("parse_args", "parse_intermixed_args"):
+        usual = getattr(Parser, name)
+
+        def stop(self, *given, usual=usual):
+            usual(self, *given)
+            raise Parsed
+
+        monkeypatch.setattr(Parser, name, stop)
+    wrong = []
+    for file, name, line in COMMANDS:
+        if name != script:
+            continue
+        words = shlex.split(line.replace("\\\n", " "), comments=True)
+        try:
+            code, _, err = command_line(module, monkeypatch, capsys, *words)
+            wrong.append((file, line.strip(), code, err))
+        except Parsed:
+            pass
+    assert not wrong
 
 
 def test_what_the_readme_shows_is_what_the_shipped_model_writes(monkeypatch, capsys):

@@ -5,11 +5,10 @@ import math
 
 import pytest
 import torch
-from common import coherent, tiny_model
+from common import caller, coherent, refused
 
-from lib import toy
-from lib.toy import Toy, answer_log_probs, kl, make, product_table
-from lib.util import Mistake
+import toy
+from toy import Toy, kl, likeliest, make, product_table
 
 # R rows, N contexts, S support tuples, m answer positions, V symbols
 
@@ -65,20 +64,22 @@ def tc_of_copy(m: int, V: int, eps: float) -> float:
         ("copy", {"V": 3, "m": 8, "eps": 0.5}, tc_of_copy(8, 3, 0.5)),
         ("copy", {"eps": 0}, 3 * math.log(8)),
         ("copy", {"eps": 1}, 0.0),
+        ("gaussian", {"rho": 0, "m": 2, "levels": 7}, 0.0),
         ("permutation", {"m": 6, "V": 9}, 6 * math.log(6) - math.log(720)),
+        ("permutation", {}, 4 * math.log(4) - math.log(24)),
         ("sum", {}, math.log(5)),
         ("sum", {"V": 2, "m": 8}, math.log(2)),
     ],
 )
 def test_total_correlation_is_the_known_number(name, params, tc):
     t = make(name, **params)
-    assert t.tc().tolist() == pytest.approx([tc] * t.n_ctx, abs=1e-9)
+    assert t.tc().tolist() == pytest.approx([tc] * t.n_ctx, abs=1e-9) and (t.tc() >= 0).all()
 
 
 @pytest.mark.parametrize("params", [{}, {"m": 7}, {"V": 3, "m": 2}])
 def test_modes_mislead_the_argmaxes(params):
     t = make("modes", **params)
-    assert torch.equal(t.mode(), t.support[:, 0])
+    assert (t.prob.argmax(-1) == 0).all()
     best = t.marginals().topk(2).values
     assert (best[..., 0] > best[..., 1] + 1e-3).all()  # every argmax is unique
     assert not coherent(t, contexts(t), t.marginals().argmax(-1)).any()
@@ -137,9 +138,9 @@ def test_products_and_distances_of_uneven_contexts():
     assert kl(t.prob, table * torch.tensor([0.0, 1.0]))[0] == math.inf
 
 
-def test_mode_takes_the_first_of_a_split_tie():
-    prob = torch.tensor([[0.2, 0.4 - 1e-16, 0.4]], dtype=torch.float64)
-    assert Toy("tie", 3, torch.tensor([[[2], [1], [0]]]), prob).mode().tolist() == [[1]]
+def test_the_likeliest_share_a_split_tie():
+    p = torch.tensor([[0.2, 0.4 - 1e-16, 0.4], [0.3, 0.2, 0.5]], dtype=torch.float64)
+    assert likeliest(p).tolist() == [[0, 0.5, 0.5], [0, 0, 1]]
 
 
 def test_log_prob():
@@ -175,39 +176,89 @@ def test_training_rows_depend_on_their_number_alone():
     assert not torch.equal(x, toy.Rows(t, 0, "validation rows").batch(3, 5)[0])
 
 
-# --- a model's distribution
-def test_answer_log_probs(monkeypatch):
-    """Normalised over all tokens, and then cut to the symbols; Stage B marks what is masked."""
-    monkeypatch.setattr(toy, "ROWS", 2)
-    t = uneven_toy()
-    model = tiny_model(vocab_size=8, eos_id=6, mask_id=7, block_length=2)
-    ids = torch.tensor([[3, 3, 0, 7], [4, 4, 7, 2], [5, 5, 7, 7]])
-    z = torch.tensor([[0, -1], [-1, 2], [-1, -1]])
-    ctx = model.context(torch.ones_like(ids, dtype=torch.bool))
-    h = model.prefix(ids, ctx)
-    for n_rounds, states in ((0, model.last_n(h, ctx)), (2, model.coordinate(h, ids == 7, ctx, 2))):
-        expected = model.head(states)[:, 2:].double().softmax(-1)[..., :3]
-        found = answer_log_probs(model, t, contexts(t), z, n_rounds)
-        torch.testing.assert_close(found.exp(), expected, rtol=1e-4, atol=1e-5)
+# --- the script
+def printed(monkeypatch, capsys, *argv) -> list[list[str]]:
+    """The words of every line."""
+    return [line.split() for line in caller(toy, monkeypatch, capsys)(*argv).splitlines()]
 
 
-# --- mistakes
-def test_refusals_name_the_numbers():
-    for name, params, words in (
-        ("copy", {"m": 8}, "8**8 = 16,777,216 tuples, more than 65,536: take fewer symbols or a smaller m"),
-        ("modes", {"V": 2}, "V = 2 is too small"),
-        ("pairs", {"m": 3}, "even m, not 3"),
-        ("gaussian", {"rho": math.nan}, "rho must lie in 0..0.9999, not nan"),
-        ("gaussian", {"V": 8}, "does not use V: it uses levels, m, n_ctx, rho"),
-    ):
-        with pytest.raises(Mistake) as mistake:
-            make(name, **params)
-        assert words in str(mistake.value)
+def test_a_row_for_each_task(monkeypatch, capsys):
+    """V, m, contexts and answers; H and TC; the shares of what one step draws, or takes as likeliest, that can be."""
+    ln = math.log
+    h = entropy([0.4, 0.3, 0.3])
+    known = {
+        # one context's phrases: 2 positions of .4 .3 .3 and 2 of .4 .6
+        "modes": (24, 4, 32, 3, h, TC_OF_MODES, 0.4**4 + 2 * 0.3**2 * 0.6**2, 0),
+        "pairs": (8, 4, 8, 64, 2 * ln(8), 2 * ln(8), 1 / 64, 1 / 64),
+        "mixed": (8, 4, 8, 64, 2 * ln(8), ln(8), 1 / 8, 1 / 8),
+        "copy": (8, 4, 32, 4096, 4 * ln(8) - tc_of_copy(4, 8, 0.05), tc_of_copy(4, 8, 0.05), 1, 1),
+        "permutation": (8, 4, 32, 24, ln(24), 4 * ln(4) - ln(24), 24 / 256, 24 / 256),
+        "sum": (5, 3, 5, 25, 2 * ln(5), ln(5), 1 / 5, 1 / 5),
+    }
+    lines = printed(monkeypatch, capsys)
+    rows = {line[0]: line[1:] for line in lines[1:8]}
+    assert list(rows) == list(toy.TASKS)
+    for name, (*size, H, TC, drawn, argmax) in known.items():
+        exact = [f"{x:.3f}" for x in (H, TC, drawn, argmax)]
+        assert rows[name][:8] == [*map(str, size), *exact], name
+
+    # an example is an answer of its context
+    for name, row in rows.items():
+        t = make(name)
+        c = torch.tensor([int(row[8].removesuffix(":"))])
+        assert coherent(t, c, torch.tensor([[int(symbol) for symbol in row[9:]]])).all(), name
+    assert {"H", "TC", "drawn", "argmax", "example"} <= {line[0] for line in lines[8:] if line}
 
 
-def test_sizes():
-    assert toy.sizes(["V=12", "eps=0.3"]) == {"V": 12, "eps": 0.3} and toy.sizes([]) == {}
-    assert [type(v) for v in toy.sizes(["m=2", "eps=0"]).values()] == [int, float]
-    for wrong in ("V=x", "V", "colour=3", "m=2.5"):
-        with pytest.raises(Mistake, match=f"'{wrong}' is no size of a toy: KEY=VALUE with V, m, n_ctx"):
-            toy.sizes([wrong])
+@pytest.mark.parametrize("context", [0, 3])
+def test_the_table_of_modes(context, monkeypatch, capsys):
+    """With the marginals by hand: where phrases 1 and 2 are alike they win, 6 to 4."""
+    lines = printed(monkeypatch, capsys, "modes", "--context", context)
+    phrases = make("modes").support[context].tolist()
+    likely = []
+    for i, (first, second, third) in enumerate(zip(*phrases, strict=True)):
+        likely.append(second if second == third else first)
+        share = "(0.600)" if second == third else "(0.400)"
+        assert ["position", f"{i + 1}:", str(likely[i]), share] in [line[:4] for line in lines]
+
+    rows = {tuple(line[:4]): line[4:] for line in lines if len(line) == 7}
+    q = (0.4**4, 0.3**2 * 0.6**2, 0.3**2 * 0.6**2)
+    for phrase, p, apart in zip(phrases, (0.4, 0.3, 0.3), q, strict=True):
+        assert rows[tuple(map(str, phrase))] == [f"{x:#.3g}" for x in (p, apart, p * math.log(p / apart))]
+    assert ["all", "3", "1.00", f"{sum(q):#.3g}", f"{TC_OF_MODES:#.3g}"] in lines
+    assert ["argmax:", *map(str, likely[:3]), f"{likely[3]},", "no", "answer"] in lines
+    assert f"TC = {TC_OF_MODES:.4f} nats" in " ".join(lines[0])
+
+
+def test_a_table_of_another_size_and_context(monkeypatch, capsys):
+    """27 answers of three pairs (a, a + 2), of which 20 are shown; of equal symbols none is the likeliest."""
+    lines = printed(monkeypatch, capsys, "pairs", "--context", 2, "V=3", "m=6")
+    answers = lines[lines.index([]) + 2 : lines.index(["..."])]
+    assert len(answers) == 20
+    assert all((int(line[i]) + 2) % 3 == int(line[i + 1]) for line in answers for i in (0, 2, 4))
+    assert ["all", "27", "1.00", f"{1 / 27:#.3g}", f"{3 * math.log(3):#.3g}"] in lines
+    assert lines[-1][:3] == ["argmax:", "equals;", f"{1 / 27:.3f}"]
+    assert ["position", "1:", "0", "(0.333)", "1", "(0.333)", "2", "(0.333)"] in lines
+
+    # a copy without noise has as many answers as symbols
+    lines = printed(monkeypatch, capsys, "copy", "eps=0", "V=2", "m=2", "n_ctx=1")
+    assert ["all", "2", "1.00", "0.500", f"{math.log(2):#.3g}"] in lines
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["poems"], "invalid choice: 'poems'"),
+    (["copy", "m=8"], "8**8 = 16,777,216 tuples, more than 65,536: take fewer symbols or a smaller m"),
+    (["modes", "V=2"], "V = 2 is too small"),
+    (["pairs", "m=3"], "even m, not 3"),
+    (["gaussian", "rho=nan"], "rho must lie in 0..0.9999, not nan"),
+    (["gaussian", "V=8"], "does not use V: it uses levels, m, n_ctx, rho"),
+    (["modes", "V=x"], "'V=x' is no size of a toy: KEY=VALUE with V, m, n_ctx"),
+    (["modes", "V"], "'V' is no size of a toy"),
+    (["modes", "colour=3"], "'colour=3' is no size of a toy"),
+    (["modes", "m=2.5"], "'m=2.5' is no size of a toy"),
+    (["pairs", "--context", 8], "--context 8: pairs has the contexts 0..7"),
+    (["--context", 3], "--context is for one task"),
+    (["pairs", "--color"], "unrecognized arguments: --color"),
+])  # fmt: skip
+def test_a_mistake_is_one_line(argv, words, monkeypatch, capsys):
+    assert words in refused(toy, monkeypatch, capsys, *argv)

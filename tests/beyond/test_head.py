@@ -1,79 +1,77 @@
-"""The head: parallel looks against writing one by one, its law, what it refuses, what it learns.
-`pytest tests/beyond/test_head.py`
-"""
+"""The head: parallel looks against writing one by one, what it refuses, learns. `pytest tests/beyond/test_head.py`"""
 
 import json
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from common import MASK, caller, coherent, random_ids, tiny_model
-from resuming import goes_on_bit_for_bit
-from runs import TOY, a_base
+from common import MASK, caller, coherent, random_ids, tiny_config, tiny_model
+from runs import TOY, a_base, resumes
 from safetensors.torch import load_file
 from test_chain import a_batch, flags
 
-import sample
+import toy
 import train
 from beyond import head
-from beyond.chain import from_the_left, masks_as_decoded
-from beyond.head import Head, head_step
+from beyond.head import Head, add_head, head_step, load_head, teach
+from cache import Uncached
 from checkpoint import load_model
-from corrupt import M
-from lib import toy
-from lib.util import generator
+from lib.util import Mistake, generator
 from model import Context, rotary
-from sample import Decoding, Look, StageA, candidates, generate, generate_one
+from sample import Decoding, Step, candidates, denoise, generate, generate_one
 from train import clean_tokens
 
-AT_ONCE = Decoding(gen_length=21, tau_m2t=-1.0, tau_t2t=None, max_post_steps=0, holes=True)
+D = Decoding(gen_length=21, tau_t2t=None, n_rounds=0, holes=True)
 
 
 def with_head(std=0.3, **overrides):
     model = tiny_model(n_rounds=1, **overrides)
-    model.second_look = Head(model.cfg, width=24)
-    for name, p in model.second_look.named_parameters():
+    for name, p in add_head(model, width=24).named_parameters():
         p.data = std * torch.randn(p.shape, generator=generator(name)) + (1.0 if p.dim() == 1 else 0.0)
-    return model.requires_grad_(False)
+    return model
 
 
 # --- decoding
-def next_logits(model, states, logits, tokens, i):
+def next_logits(model, states, tokens, i):
     """The head's logits at position i of one block, after the tokens before it: nothing behind i is read."""
-    second = model.second_look
     before = torch.cat([torch.zeros(1, states.shape[-1]), model.wte(torch.tensor(tokens[:i], dtype=torch.long))])
-    x = F.rms_norm(states[: i + 1], states.shape[-1:]) + second.show(before)
+    x = F.rms_norm(states[: i + 1], states.shape[-1:]) + model.head.show(before)
     ctx = Context(*rotary(model.cfg, torch.arange(i + 1), torch.float32), mask=None)
-    both = logits[i].log_softmax(-1) + model.head(second.block(x[None], ctx)[0, i])
-    return both.masked_fill(torch.arange(len(both)) == model.cfg.mask_id, float("-inf"))
+    stage_a = model.logits(states[i])
+    stage_a[MASK] = float("-inf")
+    return stage_a.log_softmax(-1) + model.logits(model.head.block(x[None], ctx)[0, i])
 
 
-def slow_look(engine, a, bundle):
-    """Row by row and token by token, with no drafts; what it costs is not counted."""
-    none = torch.zeros(len(bundle))
-    look = Look(a.token.clone(), a.conf.clone(), torch.zeros_like(bundle), none, none.long())
-    for r, row in enumerate(bundle):
-        places = row.nonzero()[:, 0].tolist()
-        final = a.z[r].tolist()
+def one_by_one(engine, z, given, u, d, tau_keep):
+    """The same step row by row and token by token, with no drafts; what it costs is not counted."""
+    model = engine.model
+    _, states = engine.stage_a(z)
+    logits = model.logits(states)
+    logits[..., MASK] = float("-inf")
+    token_a, conf_a = candidates(logits, u[:, 0], d)
+    after = z.clone()
+    for r, row in enumerate(z.tolist()):
+        places = [i for i, token in enumerate(row) if token == MASK]
+        if not places:
+            continue
+        if any(token != MASK for token in row[places[0] :]):  # a hole: Stage A's surest
+            first = max(places, key=lambda i: float(conf_a[r, i]))
+            after[r, first] = token_a[r, first]
+            continue
         together = 1.0
         for i in places:
-            logits = next_logits(engine.model, a.states[r], a.logits[r], final, i)
-            token, p = candidates(logits, a.u[r, i], a.d)
-            final[i] = int(token)
+            token, p = candidates(next_logits(model, states[r], row, i), u[r, 1, i], d)
+            row[i] = int(token)
             together *= float(p)
-            if together > a.d.tau_keep:
-                look.token[r, i] = final[i]
-                look.written[r, i] = True
-        look.written[r, places[:1]] = True
-    return look
-
-
-def some(probability, masked):
-    """A bundle with gaps: masks whose place is no multiple of three."""
-    here = masked & (torch.arange(masked.shape[1]) % 3 > 0)
-    return torch.where(here.any(-1, keepdim=True), here, masked)
+            if together > tau_keep:
+                after[r, i] = row[i]
+        if after[r, places[0]] == MASK:
+            after[r, places[0]] = token_a[r, places[0]]
+    none = torch.zeros_like(z, dtype=torch.bool)
+    return Step(z, after, none, none, token_a, conf_a, token_a, conf_a, torch.zeros(len(z)))
 
 
 PROMPTS = [random_ids(1, n, n)[0].tolist() for n in (3, 8)]
@@ -82,15 +80,19 @@ HOLES = [[5, MASK, 7, MASK, MASK, 9, 3, MASK, 4], [MASK, 7, 7, 3, MASK, 20, MASK
 
 @pytest.mark.parametrize("temperature, top_p", [(0.0, 1.0), (1.0, 0.8)])
 @pytest.mark.parametrize("tau_keep", [0.0, 0.02, 1.0])
-@pytest.mark.parametrize("select", [None, some])
-def test_parallel_looks_are_writing_one_by_one(temperature, top_p, tau_keep, select):
-    """In rows with holes and in bundles with gaps."""
+def test_parallel_looks_are_writing_one_by_one(temperature, top_p, tau_keep):
+    """In blocks that a prompt begins, in whole ones, and in rows with holes."""
     model = with_head()
-    d = replace(AT_ONCE, temperature=temperature, top_p=top_p, tau_keep=tau_keep, select=select)
+    d = replace(D, temperature=temperature, top_p=top_p)
     looks = []
-    ours = generate(model, PROMPTS + HOLES, d, seed=2, on_step=lambda rows, s: looks.extend(s.look.looks.tolist()))
-    slow = generate(model, PROMPTS + HOLES, replace(d, look=slow_look), seed=2)
-    assert [(o.tokens, o.nfe["full"]) for o in ours] == [(o.tokens, o.nfe["full"]) for o in slow]
+
+    def on_step(rows, step):
+        looks.extend(step.partial.tolist())
+
+    ours = generate(model, PROMPTS + HOLES, d, 2, partial(head_step, tau_keep=tau_keep), on_step)
+    slow = generate(model, PROMPTS + HOLES, d, 2, partial(one_by_one, tau_keep=tau_keep))
+    assert [(o.tokens, o.prompt, o.nfe["full"]) for o in ours] == [(o.tokens, o.prompt, o.nfe["full"]) for o in slow]
+    assert min(looks) == 0  # at holes it stands aside
     if tau_keep == 0:
         assert max(looks) > 2  # drafts were wrong
     if tau_keep == 1:
@@ -100,14 +102,14 @@ def test_parallel_looks_are_writing_one_by_one(temperature, top_p, tau_keep, sel
 def test_a_row_alone_is_the_specification_and_the_same_in_company():
     model = with_head()
     for tau_keep in (0.0, 0.02):
-        d = replace(AT_ONCE, tau_keep=tau_keep)
-        together = generate(model, PROMPTS + HOLES, d)
+        step = partial(head_step, tau_keep=tau_keep)
+        together = generate(model, PROMPTS + HOLES, D, step=step)
         for prompt, out in zip(PROMPTS + HOLES, together, strict=True):
-            assert generate_one(model, prompt, d)[:2] == (out.tokens, out.nfe)
-    drawn = replace(d, temperature=1.0)
-    first = [generate(model, [*PROMPTS, *HOLES][:n], drawn, seed=1)[0].tokens for n in (1, 4)]
+            assert generate_one(model, prompt, D, step)[:2] == (out.tokens, out.nfe)
+    drawn = replace(D, temperature=1.0)
+    first = [generate(model, [*PROMPTS, *HOLES][:n], drawn, seed=1, step=step)[0].tokens for n in (1, 4)]
     assert first[0] == first[1]
-    assert model.partial_cost == 1 / 4
+    assert model.partial_cost == 1 / 4  # a look is one of four layers
 
 
 class ByHand(Head):
@@ -120,102 +122,69 @@ class ByHand(Head):
         return (favourite * odds.log()[..., None])[asked]
 
 
-def looked(tau_keep, z=(5, 5, 1, 5)):
-    """Four tokens, an eos that is never written, and the mask; Stage A likes 2 at its first mask, and nothing else."""
-    model = tiny_model(vocab_size=6, mask_id=5, eos_id=4, block_length=4)
-    second = ByHand(model.cfg, 8)
+def stepped(tau_keep, z=(5, 5, 5, 5)):
+    """Four tokens, an eos that is never written, and the mask. Stage A likes 2 at its first place, and nothing else;
+    its states are its logits."""
     z = torch.tensor([z])
+    cfg = tiny_config(vocab_size=6, mask_id=5, eos_id=4, block_length=4)
     logits = torch.zeros(1, 4, 6)
     logits[..., 4] = float("-inf")
     logits[0, 0, 2] = 1e-3
-    token = torch.full((1, 4), 2)
-    a = StageA(z, None, torch.zeros(1, 4, 64), logits, token, torch.full((1, 4), 0.3), z * 0.0, Decoding())
-    a.d = replace(a.d, tau_keep=tau_keep)
-    return second.look(SimpleNamespace(model=model), a, z == 5)
+    model = SimpleNamespace(cfg=cfg, head=ByHand(cfg, 8), logits=lambda states: states)
+    engine = SimpleNamespace(model=model, stage_a=lambda z: (None, logits))
+    return head_step(engine, z, z < 0, torch.zeros(1, 2, 4), D, tau_keep)
 
 
-def test_what_it_refuses_by_hand():
-    """0 _ is followed by 1 (2/5), 1 by 2 (3/6), and behind the visible 1 comes 2 (3/6): .4, .2, .1 together."""
-    for tau_keep, written in ((0.0, [1, 1, 0, 1]), (0.15, [1, 1, 0, 0]), (0.3, [1, 0, 0, 0])):
-        look = looked(tau_keep)
-        assert look.written.int().tolist() == [written]
-        assert look.token[0, look.written[0]].tolist() == [1, 2, 2][: sum(written)]
-    torch.testing.assert_close(looked(0.0).conf[0, [0, 1, 3]], torch.tensor([0.4, 0.5, 0.5]), rtol=0, atol=1e-3)
+def test_what_it_refuses_and_how_often_it_looks_by_hand():
+    """0 is followed by 1 (2/5), 1 by 2 (3/6), 2 by 3 (2/5), 3 by 0 (3/6): .4, .2, .08, .04 together.
 
-    # where it is not sure of its own first token, Stage A's is written
-    look = looked(0.5)
-    assert look.written.int().tolist() == [[1, 0, 0, 0]] and look.token[0, 0] == 2 and look.conf[0, 0] == 0.3
-
-
-def test_looks_by_hand():
-    """Drafts 2 0 . 0. The first look finds 1 at the first place and 3 behind the draft 2; the second 2 behind 1; that
-    differs from 3, and the third finds what is behind the visible 1, the same as ever."""
-    look = looked(0.0)
-    assert look.looks.tolist() == [3] and look.partial.tolist() == [3.0]
-    assert looked(0.45).looks.tolist() == [1]  # the first is not sure enough: nothing else matters
-    assert looked(0.0, z=(5, 0, 1, 0)).looks.tolist() == [1]
-
-
-def test_at_holes_a_head_that_was_taught_ends_stands_aside():
-    """Where the leftmost are written first: Stage A's first token alone, until nothing visible is behind a mask."""
-    model, steps = with_head(order="leftmost"), []
-    (out,) = generate(model, HOLES[:1], AT_ONCE, on_step=lambda rows, s: steps.append(s))
-    for s in steps[:3]:
-        first = int((s.stage_a.z[0] == MASK).nonzero()[0, 0])
-        assert s.look.written[0].nonzero().tolist() == [[first]] and s.look.looks == 0
-        assert s.after[0, first] == s.stage_a.token[0, first]
-    assert steps[4].look.written.sum() > 1 and steps[4].look.looks > 0
-    assert out.nfe["partial"] == sum(int(s.look.looks) for s in steps)
+    Drafts 2 0 0 0. The first look finds 1, and 3 1 1 behind the drafts; the second 2 behind 1, and so on: the last
+    place is final with the fourth. What is refused needs no look, nor does what is behind it.
+    """
+    for tau_keep, after, looks in (
+        (0.0, [1, 2, 3, 0], 4),
+        (0.06, [1, 2, 3, 5], None),
+        (0.15, [1, 2, 5, 5], None),
+        (0.3, [1, 5, 5, 5], 2),  # with the second token it falls below
+        (0.45, [2, 5, 5, 5], 1),  # not sure of its own first token: Stage A's is written
+    ):
+        step = stepped(tau_keep)
+        assert step.after.tolist() == [after] and not step.edited.any()
+        assert step.bundle.tolist() == [[token != 5 for token in after]]
+        assert looks in (None, step.partial.item())
+    expected = torch.tensor([[0.4, 0.5, 0.4, 0.5]])
+    torch.testing.assert_close(stepped(0.0).conf, expected, rtol=0, atol=1e-3)
+    torch.testing.assert_close(stepped(0.45).conf[0, 0], torch.tensor(0.25), rtol=0, atol=1e-3)
+    assert stepped(0.0, (5, 5, 5, 1)).partial.tolist() == [0.0]  # a hole: Stage A alone
 
 
 # --- training
-def test_the_target_is_what_the_base_writes_from_the_left_in_blocks_of_one():
-    """A beam of one against whole rows, each read up to the mask that is written next."""
-    model, x = tiny_model(std=0.12), random_ids(3, 24)
-    masked = (torch.arange(24) % 8 >= 5).repeat(3, 1)
-    z = x.masked_fill(masked, MASK)
-    known = {}
-    args = flags(read_in="ones")
-    found = from_the_left(model, a_batch(x), z, masked, args, known)
-    for r, end in [(r, e) for r in range(3) for e in (8, 16, 24)]:
-        ids = x[r, :end].clone()
-        ids[-3:] = MASK
-        for i in range(end - 3, end):
-            so_far = ids[None, : i + 1]
-            logits = model(so_far, model.context(so_far >= 0, block_length=1))[0, i]
-            logits[MASK] = float("-inf")
-            ids[i] = logits.argmax()
-        assert torch.equal(found[r, end - 8 : end], ids[-8:])
-    wide = from_the_left(model, a_batch(x), z, masked, flags(read_in="ones", beam=4), {})
-    blocks = from_the_left(model, a_batch(x), z, masked, flags(read_in="blocks"), {})
-    assert not torch.equal(wide, found) and not torch.equal(blocks, found)
-    assert torch.equal(wide[~masked], x[~masked])
-
-    # what has been written for the same visible tokens is remembered, with other blocks beside it
-    order = [2, 0, 2]
-    again = from_the_left(model, a_batch(x[order]), z[order], masked, args, known)
-    assert torch.equal(again, found[order]) and len(known) == 9
-
-
 def test_the_loss_is_the_cross_entropy_of_every_mask_after_the_tokens_before_it():
-    model, args, x = with_head(), flags(), random_ids(6, 24)
-    head.head_alone(model, args)
-    loss, terms = head_step(model, a_batch(x), args, target=clean_tokens)
-    z, kind = masks_as_decoded(model, a_batch(x), args)
+    model = with_head()
+    x = random_ids(6, 24)
+    shown = []
+
+    def target(model, batch, z, masked):
+        shown.extend([z, masked])
+        return clean_tokens(model, batch, z, masked)
+
+    loss, terms = teach(model, a_batch(x), flags(), target)
+    z, masked = shown
     ce = []
     for row, start in [(r, s) for r in range(6) for s in (0, 8, 16)]:
-        ids = torch.cat([x[row, :start], z[row, start : start + 8]])[None]
-        ctx = model.context(ids >= 0)
-        states = model.last_n(model.prefix(ids, ctx), ctx)[0, start:]
-        logits = model.head(states)
-        logits[:, MASK] = float("-inf")
-        wanted = x[row, start : start + 8].tolist()
-        for i in (kind[row, start : start + 8] == M).nonzero()[:, 0].tolist():
-            ce.append(-next_logits(model, states, logits, wanted, i).log_softmax(-1)[wanted[i]])
+        block = slice(start, start + 8)
+        n_masked = int(masked[row, block].sum())
+        assert 1 <= n_masked <= 8 and masked[row, block].tolist() == [i >= 8 - n_masked for i in range(8)]
+        engine = Uncached(model, [x[row, :start].tolist()], 0)
+        states = engine.stage_a(z[row : row + 1, block])[1][0]
+        wanted = x[row, block].tolist()
+        for i in range(8 - n_masked, 8):
+            ce.append(-next_logits(model, states, wanted, i).log_softmax(-1)[wanted[i]])
     torch.testing.assert_close(loss, torch.stack(ce).sum(), rtol=1e-4, atol=1e-3)
     assert terms["head"][1] == len(ce) > 30
     loss.backward()
-    assert {n.split(".")[0] for n, p in model.named_parameters() if p.grad is not None} == {"second_look"}
+    assert {name.split(".")[0] for name, p in model.named_parameters() if p.grad is not None} == {"head"}
+    assert all(name.startswith("head.") for name in model.adapter_state())
 
 
 def test_on_a_toy_it_writes_whole_phrases_at_once(tmp_path, monkeypatch, capsys):
@@ -224,32 +193,39 @@ def test_on_a_toy_it_writes_whole_phrases_at_once(tmp_path, monkeypatch, capsys)
     base = ["--stage_a_only", "--corruption", "mask", "--max_iters", 160, "--learning_rate", 4e-3]
     caller(train, monkeypatch, capsys)(*size, *base, "--out_dir", tmp_path / "base")
     learn = ["--init_from", tmp_path / "base", "--read_in", "blocks", "--max_iters", 40, "--width", 64]
-    caller(head, monkeypatch, capsys)(*size, *learn, "--out_dir", tmp_path / "head")
-    model = load_model(tmp_path / "head", "cpu", torch.float32)
+    caller(head, monkeypatch, capsys)("train", *size, *learn, "--out_dir", tmp_path / "head")
+    model = load_head(tmp_path / "head", "cpu", torch.float32)
     task = toy.make("modes", n_ctx=2)
     contexts = torch.arange(2)
+    d = Decoding(gen_length=task.m, tau_m2t=-1.0, tau_t2t=None, n_rounds=0)
     shares = []
-    for n_rounds in (0, 1):
-        d = replace(AT_ONCE, gen_length=task.m, n_rounds=n_rounds, holes=False)
-        answers = torch.tensor([o.tokens for o in generate(model, task.prompt(contexts).tolist(), d)])
+    for step in (denoise, partial(head_step, tau_keep=0.0)):
+        answers = torch.tensor([o.tokens for o in generate(model, task.prompt(contexts).tolist(), d, step=step)])
         shares.append(coherent(task, contexts, answers).float().mean())
     assert shares == [0.0, 1.0]
 
 
+# --- its folder, and its commands
 def test_it_trains_resumes_and_decodes_from_its_folder_alone(tmp_path, monkeypatch, capsys):
-    base = a_base(tmp_path, monkeypatch, capsys)
-    run = [*TOY, "--init_from", base, "--width", 32, "--beam", 2]
-    goes_on_bit_for_bit(head, run, tmp_path, monkeypatch, capsys)
-    given = ["--ckpt", tmp_path / "whole", "--prompt_ids", "4,4,5", "--gen_length", 4, "--json"]
-    record = json.loads(caller(sample, monkeypatch, capsys)(*given))
-    assert len(record["tokens"]) > 0 and record["nfe"]["partial"] > 0
-    assert all(name.startswith("second_look.") for name in load_file(tmp_path / "whole" / "adapter.safetensors"))
-    about = json.loads((tmp_path / "whole" / "adapter.json").read_text())
-    assert about["head"] == {"module": "beyond.head", "width": 32}
-    assert about["decoding"] == {"tau_m2t": -1.0, "tau_t2t": None, "tau_keep": 0.5}
+    run = [*TOY, "--init_from", a_base(tmp_path, monkeypatch, capsys), "--width", 32, "--beam", 2]
+    resumes(head, ["train"], run, tmp_path, monkeypatch, capsys)
+    folder = tmp_path / "whole"
+    given = ["--ckpt", folder, "--prompt_ids", "4,4,5", "--gen_length", 5]
+    out = caller(head, monkeypatch, capsys)("sample", *given, "--tau_keep", 0)
+    assert "looks x 0.25 + " in out
+    assert all(name.startswith("head.") for name in load_file(folder / "adapter.safetensors"))
+    about = json.loads((folder / "adapter.json").read_text())
+    assert about["read_by"] == "python -m beyond.head sample --ckpt" and about["width"] == 32
 
     # a user's mistakes are one line
-    call = caller(head, monkeypatch, capsys)
+    fails = caller(head, monkeypatch, capsys).fails
     new = [*run, "--out_dir", tmp_path / "new"]
-    assert "--corruption mask" in call.fails(*new, "--corruption", "draft")
-    assert "--n_rounds 2" in call.fails(*new, "--n_rounds", 2)
+    assert "--context clean" in fails("train", *new, "--context", "corrupted")
+    assert "--init_from DIR" in fails("train", *new, "--init_from", "scratch")
+    assert "train, sample, evaluate" in fails()
+    assert "holds no head" in fails("sample", "--ckpt", tmp_path / "base", "--prompt_ids", "4")
+    assert "no model of names" in fails("evaluate", "--ckpt", folder)
+
+    # other commands say which one reads it
+    with pytest.raises(Mistake, match="it is read by `python -m beyond.head sample --ckpt`"):
+        load_model(folder, "cpu", torch.float32)

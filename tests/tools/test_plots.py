@@ -1,9 +1,10 @@
 """The figures are what is committed. `pytest tests/tools/test_plots.py`"""
 
+import json
 import re
 
 import pytest
-from common import ROOT, approx, command_line
+from common import ROOT, approx, caller
 
 from tools import plots
 
@@ -15,21 +16,53 @@ def words(svg: str) -> list[str]:
 
 def places(svg: str) -> list[float]:
     """All coordinates of a picture, in their order."""
-    return [float(number) for number in re.findall(r"-?\d+\.\d+", svg.partition("</metadata>")[2])]
+    return [float(number) for number in re.findall(r"-?\d+\.\d+", svg.partition("</style>")[2])]
 
 
-def test_the_committed_figures_are_drawn_from_the_committed_numbers(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("name", plots.PICTURES)
+def test_the_committed_figures_are_drawn_from_the_committed_numbers(name, tmp_path, monkeypatch, capsys):
     """`make pages` draws what is committed: the same words, as text, in less than 100 kB, and by the same matplotlib
     the same lines."""
     pytest.importorskip("matplotlib", reason="pip install matplotlib")
-    code, _, err = command_line(plots, monkeypatch, capsys, "--out", tmp_path)
-    assert code == 0, err
-    for place, _ in plots.PICTURES.values():
-        drawn = (tmp_path / place).read_text()
-        committed = (ROOT / place).read_text()
-        assert words(drawn) == words(committed) and len(words(drawn)) > 10, place
-        assert "DejaVuSans-" not in drawn, "letters were drawn as shapes"
-        assert len(drawn.encode()) < 100_000
-        if re.search(r"Matplotlib v[\d.]+,", drawn)[0] in committed:
-            assert places(drawn) == approx(places(committed), abs=0.01), place
-    assert "python -m tools.plots" in (ROOT / "Makefile").read_text().split("\npages:")[1]
+    caller(plots, monkeypatch, capsys)(name, "--out", tmp_path)
+    place, _ = plots.PICTURES[name]
+    drawn = (tmp_path / place).read_text()
+    committed = (ROOT / place).read_text()
+    assert words(drawn) == words(committed) and len(words(drawn)) > 10
+    assert "DejaVuSans-" not in drawn, "letters were drawn as shapes"
+    assert len(drawn.encode()) < 100_000
+    if re.search(r"Matplotlib v[\d.]+,", drawn)[0] in committed:
+        assert places(drawn) == approx(places(committed), abs=0.01)
+
+
+def luminance(color: str) -> float:
+    """WCAG's, of #rrggbb."""
+    channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_every_colour_is_readable_on_both_pages():
+    assert luminance("#ffffff") == approx(1) and luminance("#777777") == approx(0.1845, abs=1e-4)
+    for page, colors in ((plots.PAGE, plots.DARK), (plots.DARK[plots.PAGE], plots.DARK.values())):
+        for color in colors:
+            light, dark = sorted((luminance(page), luminance(color)), reverse=True)
+            assert color == page or (light + 0.05) / (dark + 0.05) >= 4.5, color
+
+
+def test_the_hull_is_what_mixing_two_settings_can_reach(tmp_path):
+    points = [(1, 0.2), (2, 0.3), (3, 0.8), (4, 0.7), (5, 0.9), (5, 0.85)]
+    assert plots.concave_hull(points) == [(1, 0.2), (3, 0.8), (5, 0.9)]
+    assert plots.concave_hull([(2, 0.5)]) == [(2, 0.5)]
+
+    pytest.importorskip("matplotlib", reason="pip install matplotlib")
+    path = tmp_path / "systems.jsonl"
+    records = [
+        dict(system=name, way="w", exist=f"{round(20 * y) * '1':0<20}", forwards=float(x))
+        for name in ("a", "b", "c")
+        for x, y in points
+    ]
+    path.write_text("\n".join(map(json.dumps, records)))
+    drawn = plots.svg(plots.draw_existing(path, {"a/w": plots.BLUE, "b/w": plots.ORANGE}))
+    assert [word for word in words(drawn) if len(word) == 1] == ["0", "1", "2", "3", "4", "5"]
+    assert {"a/w", "b/w"} <= set(words(drawn)) and "c/w" not in words(drawn)

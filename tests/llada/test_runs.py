@@ -1,4 +1,4 @@
-"""Benchmark runs end to end on the golden checkpoint. `pytest tests/released/test_runs.py`"""
+"""Benchmark runs end to end on the golden checkpoint. `pytest tests/llada/test_runs.py`"""
 
 import json
 import shutil
@@ -6,13 +6,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from common import command_line, random_adapter
+from common import caller, random_adapter
 from test_benchmarks import write_task
 
-from released import run as runs
-from released import tables
-from released.ablation import COCOMMIT
-from released.benchmarks import TASKS
+from llada import run as runs
+from llada import tables
+from llada.ablation import COCOMMIT
+from llada.benchmarks import TASKS
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +28,16 @@ def weights(golden, tmp_path_factory):
 
 @pytest.fixture
 def run(weights, tmp_path, monkeypatch, capsys):
-    """`run(task, out, *flags)` -> (exit code, stdout, stderr) of a short benchmark run with the adapter."""
+    """`run(task, out, *flags)` -> what a short benchmark run with the adapter prints; `run.fails`: its one error."""
+    call = caller(runs, monkeypatch, capsys)
 
-    def call(task: str, out: Path, *flags: object) -> tuple[int, str, str]:
-        argv = ["--task", task, "--task_file", write_task(tmp_path, task), "--ckpt", weights / "cocommit", "--out", out]
-        argv += ["--gen_length", 16, "--device", "cpu", *flags]
-        return command_line(runs, monkeypatch, capsys, *argv)
+    def argv(task: str, out: Path, *flags: object) -> list:
+        given = ["--task", task, "--task_file", write_task(tmp_path, task), "--out", out]
+        return [*given, "--ckpt", weights / "cocommit", "--gen_length", 16, "--device", "cpu", *flags]
 
-    return call
+    run = lambda *given: call(*argv(*given))  # noqa: E731
+    run.fails = lambda *given: call.fails(*argv(*given))
+    return run
 
 
 def lines(path: Path) -> list[dict]:
@@ -46,8 +48,7 @@ def lines(path: Path) -> list[dict]:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_task_end_to_end(task, run, tmp_path):
-    code, out, err = run(task, tmp_path / "a.jsonl")
-    assert code == 0, err
+    out = run(task, tmp_path / "a.jsonl")
     header, *items = lines(tmp_path / "a.jsonl")
     assert header["settings"]["row"] == COCOMMIT and COCOMMIT in out
     assert len(items) == len(TASKS[task].load(write_task(tmp_path, task))) > 0
@@ -57,27 +58,27 @@ def test_a_task_end_to_end(task, run, tmp_path):
 
 
 def test_killed_half_way_it_goes_on(run, tmp_path, monkeypatch):
-    assert run("gsm8k", tmp_path / "a.jsonl")[0] == 0
+    run("gsm8k", tmp_path / "a.jsonl")
     whole = lines(tmp_path / "a.jsonl")
     data = (tmp_path / "a.jsonl").read_bytes()
     first = data.index(b"\n") + 1
     for kept in (first // 2, first + 20, len(data) - 30):  # in the header, in the first item, in the last
         (tmp_path / "b.jsonl").write_bytes(data[:kept])
-        assert run("gsm8k", tmp_path / "b.jsonl")[0] == 0
+        run("gsm8k", tmp_path / "b.jsonl")
         assert lines(tmp_path / "b.jsonl") == whole
     monkeypatch.setattr(runs, "generate", None)  # a finished run decodes nothing
-    assert ", 0 to go" in run("gsm8k", tmp_path / "a.jsonl")[1]
+    assert ", 0 to go" in run("gsm8k", tmp_path / "a.jsonl")
     assert (tmp_path / "a.jsonl").read_bytes() == data
 
 
 def test_shards_are_parts_of_the_whole(run, tmp_path):
     for part in ("1/2", "2/2"):
-        assert run("gsm8k", tmp_path / f"parts/{part[0]}.jsonl", "--shard", part)[0] == 0
+        run("gsm8k", tmp_path / f"parts/{part[0]}.jsonl", "--shard", part)
     (sharded,) = tables.read_runs(tmp_path / "parts")
 
     # a shard is no setting: the first one grows into the whole
     assert len(lines(tmp_path / "parts/1.jsonl")) == 3
-    assert run("gsm8k", tmp_path / "parts/1.jsonl")[0] == 0
+    run("gsm8k", tmp_path / "parts/1.jsonl")
     whole, _ = tables.read_run(tmp_path / "parts/1.jsonl")
     assert len(sharded.items) == 3 and tables.measured(sharded, None) == tables.measured(whole, None)
 
@@ -88,24 +89,20 @@ def test_what_a_run_decodes_with(run, weights, tmp_path):
         (["--ckpt", weights / "base"], dict(n_rounds=0, tau_m2t=0.7, tau_t2t=0.5)),
         ([], dict(n_rounds=1, tau_m2t=0.7, tau_t2t=0.0)),
         (["--row", "B fills, edits off"], dict(n_rounds=1, tau_m2t=0.7, tau_t2t=None)),
+        (["--row", "A fills, B edits"], dict(n_rounds=1, tau_m2t=0.7, tau_t2t=0.5)),
     )):  # fmt: skip
-        code, _, err = run("gsm8k", tmp_path / f"{number}.jsonl", "--shard", "1/3", *flags)
-        assert code == 0, err
+        run("gsm8k", tmp_path / f"{number}.jsonl", "--shard", "1/3", *flags)
         d = lines(tmp_path / f"{number}.jsonl")[0]["settings"]
         always = dict(max_post_steps=16, eos_early_stop=True, temperature=0.0, gen_length=16)
         assert d | expected | always == d
     assert runs.build_parser().get_default("gen_length") == 16384
-    for flags, word in (
-        (["--row", "released, tau_m2t 0.5"], "is about the base"),
-        (["--gen_length", 1024], "prompt 1"),  # and that much do not fit
-    ):
-        code, _, err = run("gsm8k", tmp_path / "none.jsonl", *flags)
-        assert code == 2 and word in err and len(err.splitlines()) == 1, (flags, err)
+    assert "is about the base" in run.fails("gsm8k", tmp_path / "none.jsonl", "--row", "released, tau_m2t 0.5")
+    assert "prompt 1" in run.fails("gsm8k", tmp_path / "none.jsonl", "--gen_length", 1024)  # and that much do not fit
 
 
 def test_other_settings_do_not_mix(run, weights, tmp_path):
     out = tmp_path / "a.jsonl"
-    assert run("gpqa", out)[0] == 0
+    run("gpqa", out)
     before = out.read_bytes()
     template = tmp_path / "template.txt"
     template.write_text("{question} {A} {B} {C} {D}")
@@ -115,20 +112,18 @@ def test_other_settings_do_not_mix(run, weights, tmp_path):
         (["--template", template], "questions"),
         (["--dtype", "bf16"], "dtype"),
     ):
-        code, _, err = run("gpqa", out, *flags)
-        assert code == 2 and "other settings" in err and word in err and len(err.splitlines()) == 1
+        line = run.fails("gpqa", out, *flags)
+        assert "other settings" in line and word in line
+
     # nor is what is no run file touched
     for damaged, word in ((b"my notes", "no run file"), (before[:-20] + b"\n", "run file")):
         out.write_bytes(damaged)
-        code, _, err = run("gpqa", out)
-        assert code == 2 and word in err and len(err.splitlines()) == 1
-        assert out.read_bytes() == damaged
+        assert word in run.fails("gpqa", out) and out.read_bytes() == damaged
 
 
 def test_samples_for_evalplus_are_handed_over(run, tmp_path):
     out, folder = tmp_path / "runs" / "he.jsonl", tmp_path / "runs" / "he.evalplus"
-    code, text, _ = run("humaneval", out, "--shard", "1/2")
-    assert code == 0
+    text = run("humaneval", out, "--shard", "1/2")
     assert [json.loads(x)["task_id"] for x in (folder / "dataset.jsonl").read_text().splitlines()] == ["HumanEval/900"]
 
     # a verdict counts for the very program that it is about

@@ -1,7 +1,4 @@
-"""Several processes give what one gives, and what a dying one leaves behind. `pytest tests/released/test_parallel.py`
-
-Every pair of processes is started by torchrun, on the CPU over gloo.
-"""
+"""Two processes of torchrun give what one gives; what a dying one leaves. `pytest tests/llada/test_parallel.py`"""
 
 import os
 import signal
@@ -16,7 +13,7 @@ from resuming import end_state
 from safetensors.torch import load_file
 
 import train
-from released import parallel
+from llada import parallel
 
 TOY = ["--data", "modes", "--toy", "V=12", "m=4", "n_ctx=8", "--batch_size", 8, "--device", "cpu"]
 # Two processes differ from one by the order in which float32 sums are taken: 6e-8 a term, up to 1e-6 seen in a log.
@@ -26,9 +23,9 @@ LEAVE_ID = 'echo $$$$ > "$0.$RANK"; exec "$@"'  # torchrun makes $$ of $$$$
 
 
 def start(ids: Path, *argv: object) -> subprocess.Popen:
-    """torchrun with two processes of `python -m released.parallel *argv`."""
+    """torchrun with two processes of `python -m llada.parallel *argv`."""
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--no_python", "--"]
-    run += ["sh", "-c", LEAVE_ID, ids, sys.executable, "-m", "released.parallel", *argv]
+    run += ["sh", "-c", LEAVE_ID, ids, sys.executable, "-m", "llada.parallel", *argv]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return subprocess.Popen(list(map(str, run)), cwd=ROOT, env=env, **pipes)
@@ -36,7 +33,7 @@ def start(ids: Path, *argv: object) -> subprocess.Popen:
 
 def until(folder: Path, steps: int) -> None:
     """Wait for so many lines of a log."""
-    for _ in range(1200):
+    for _ in range(6000):
         if (folder / "log.jsonl").exists() and len((folder / "log.jsonl").read_text().splitlines()) >= steps:
             return
         time.sleep(0.05)
@@ -55,46 +52,57 @@ def assert_same_run(a: Path, b: Path) -> None:
         assert {k: (t.shape, t.dtype) for k, t in one.items()} == {k: (t.shape, t.dtype) for k, t in other.items()}
 
 
-def test_one_process_then_two_then_one_is_one_run(tmp_path, monkeypatch, capsys):
-    """From scratch, the clean copy as context and two rounds; a checkpoint has one layout, whoever wrote it. The two
-    stop together, at a step that they agree on, though one of them alone is told to."""
-    run = [*TOY, "--context", "clean", "--n_rounds", 2, "--max_iters", 60, "--learning_rate", 1e-4]
+@pytest.fixture
+def base(tmp_path, monkeypatch, capsys) -> Path:
+    caller(train, monkeypatch, capsys)(*TOY, "--max_iters", 1, "--stage_a_only", "--out_dir", tmp_path / "base")
+    return tmp_path / "base"
+
+
+def test_one_process_then_two_then_one_is_one_run(base, tmp_path, monkeypatch, capsys):
+    """The clean copy as context and two rounds; a checkpoint has one layout, whoever wrote it. The two stop together,
+    at a step that they agree on, though one of them alone is told to."""
+    run = [*TOY, "--init_from", base, "--context", "clean", "--n_rounds", 2, "--max_iters", 60]
+    run += ["--learning_rate", 1e-4]
     call = caller(train, monkeypatch, capsys)
     call(*run, "--out_dir", tmp_path / "a")
     process = start(tmp_path / "id", *run, "--out_dir", tmp_path / "b")
     until(tmp_path / "b", 4)
     os.kill(int((tmp_path / "id.1").read_text()), signal.SIGTERM)  # process 0 is not told
-    out, _ = process.communicate(timeout=60)
-    assert out.count("saved at step") == 1
+    out, _ = process.communicate(timeout=300)
+    assert out.count("saved at step") == 1, out
     resume = ["--init_from", "resume", "--out_dir", tmp_path / "b"]
-    assert f"torchrun --nproc_per_node 2 -m released.parallel {' '.join(map(str, resume))}" in out
+    assert f"torchrun --nproc_per_node 2 -m llada.parallel {' '.join(map(str, resume))}" in out
     call(*resume)
     assert_same_run(tmp_path / "a", tmp_path / "b")
 
 
-def test_two_processes_adapt_as_one_does_also_when_one_is_killed(tmp_path, monkeypatch, capsys):
-    """Frozen and trained parameters, drafts, and (for two processes only) micro-batches that do not divide a process's
-    rows, checkpointed."""
-    base = [*TOY, "--max_iters", 1, "--stage_a_only", "--out_dir", tmp_path / "base"]
+def test_two_processes_adapt_as_one_does_also_when_one_is_killed(base, tmp_path, monkeypatch, capsys):
+    """Frozen layers in parts, drafts, alpha; and (for two processes only) micro-batches, checkpointed."""
+    run = [*TOY, "--init_from", base, "--alpha", 0.5, "--corruption", "draft", "--lora_in", "both"]
+    run += ["--learning_rate", 1e-4, "--max_iters", 30, "--eval_interval", 5]
     call = caller(train, monkeypatch, capsys)
-    call(*base)
-    run = [*TOY, "--init_from", tmp_path / "base", "--learning_rate", 1e-4, "--max_iters", 30, "--eval_interval", 5]
     call(*run, "--out_dir", tmp_path / "a")
-    process = start(tmp_path / "id", *run, "--micro_batch", 3, "--checkpointing", "--out_dir", tmp_path / "b")
+    more = ["--shard", "--micro_batch", 6, "--checkpointing"]
+    process = start(tmp_path / "id", *run, *more, "--out_dir", tmp_path / "b")
     until(tmp_path / "b", 8)
     os.kill(int((tmp_path / "id.1").read_text()), signal.SIGKILL)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=300)
     assert process.returncode != 0 and out.count("error: ") == 1, out
 
-    process = start(tmp_path / "id", "--init_from", "resume", "--out_dir", tmp_path / "b")
-    out, _ = process.communicate(timeout=120)
+    process = start(tmp_path / "id", "--shard", "--init_from", "resume", "--out_dir", tmp_path / "b")
+    out, _ = process.communicate(timeout=300)
     assert process.returncode == 0 and "steps 0.." not in out, out
     assert_same_run(tmp_path / "a", tmp_path / "b")
 
 
-def test_one_process_is_refused_and_rows_that_do_not_divide(tmp_path, monkeypatch, capsys):
+def test_what_is_refused(base, tmp_path, monkeypatch, capsys):
+    """One process, a model from scratch, and rows that do not divide."""
     run = [*TOY, "--out_dir", tmp_path / "a"]
     assert "start several by torchrun" in refused(parallel, monkeypatch, capsys, *run)
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    assert "--batch_size 8 does not divide by 3 processes" in refused(parallel, monkeypatch, capsys, *run)
+    assert "train adapters" in refused(parallel, monkeypatch, capsys, *run)
+    run += ["--init_from", base]
+    for n, word in ((3, "--batch_size 8 does not divide by 3"), (4, "--micro_batch 2 does not divide by 4")):
+        monkeypatch.setenv("WORLD_SIZE", str(n))
+        assert word in refused(parallel, monkeypatch, capsys, *run, "--micro_batch", 2)
+    assert not (tmp_path / "a").exists()

@@ -1,4 +1,4 @@
-"""The paper's tables from run files made by hand, and the statistics. `pytest tests/released/test_tables.py`"""
+"""The paper's tables from run files made by hand, and the statistics. `pytest tests/llada/test_tables.py`"""
 
 import json
 from dataclasses import replace
@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from common import caller, refused
 
-from released import tables
-from released.ablation import BASE, COCOMMIT, MECHANISM
-from released.benchmarks import TASKS
-from released.tables import PAPER, wilson
+from llada import tables
+from llada.ablation import BASE, COCOMMIT, MECHANISM
+from llada.benchmarks import TASKS
+from llada.tables import PAPER, wilson
 
 
 def write_run(path: Path, task: str, row: str, correct: list, full: int, n_last: int = 3, gen_length: int = 64):
@@ -68,6 +68,20 @@ def test_notes_and_ambiguity(tmp_path, monkeypatch, capsys):
     assert "2 runs are the row 'MBPP+ CoCommit'" in line and "gen_length (16, 32)" in line
 
 
+def test_what_is_no_run_file(tmp_path, monkeypatch, capsys):
+    item = {"id": "gsm8k/0", "prompt": "p", "correct": True, "tokens": 1, "nfe": {}}
+    for records, word in (
+        (["notes"], "no run file"),
+        ([{"settings": 5}], "settings is 5"),
+        ([{"settings": {"task": "chess"}}], "'chess'"),
+        ([{"settings": {"task": "gsm8k"}}, {**item, "tokens": "1"}], "tokens is '1'"),
+        ([{"settings": {"task": "gsm8k"}}, {**item, "id": None}], "id is None"),
+        ([{"settings": {"task": "gsm8k"}}, []], "is no object"),
+    ):
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        assert word in refused(tables, monkeypatch, capsys, "main", "--runs", tmp_path)
+
+
 def test_only_equal_prompts_are_paired(tmp_path):
     write_run(tmp_path / "base.jsonl", "drop", BASE, [False, False, True, None], 3)
     write_run(tmp_path / "cocommit.jsonl", "drop", COCOMMIT, [True, True, True, True], 3)
@@ -106,7 +120,7 @@ def test_the_papers_figures():
         sums = [round(sum(column), 2) for column in zip(*(figures[n] for figures in PAPER.values()), strict=True)]
         assert sums == [accuracies, forwards]
     assert PAPER["gsm8k"] == {"base": (89.61, 0.26), 3: (91.13, 0.34), 6: (90.75, 0.30), 9: (90.83, 0.30)}
-    assert [round(sum(row[k] for row in MECHANISM.values()), 2) for k in (2, 3)] == [1487.26, 4.3]
+    assert [round(sum(row[k] for row in MECHANISM.values()), 2) for k in (3, 4)] == [1487.26, 4.3]
 
 
 # --- statistics

@@ -1,4 +1,4 @@
-"""Int8 weights: what they stand for, and the same model through them. `pytest tests/released/test_int8.py`"""
+"""Int8 weights: what they stand for, and the same model through them. `pytest tests/llada/test_int8.py`"""
 
 import json
 import shutil
@@ -7,25 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import GOLDEN, ROOT, caller, random_ids, random_lora, tiny_model
+from common import GOLDEN, caller, random_adapter, random_ids, random_lora, tiny_model
 from safetensors.torch import load_file
 
 import sample
 import train
 from checkpoint import fingerprint, load_model, save_model
+from lib.util import read_json, write_json
+from llada import export, int8
 from model import Linear, Model
-from released import export, int8
-
-NAMES = ROOT / "assets" / "names"
-
-
-@pytest.fixture(scope="module")
-def names(tmp_path_factory) -> Path:
-    """assets/names in int8."""
-    folder = tmp_path_factory.mktemp("int8") / "names"
-    int8.convert(NAMES, folder)
-    shutil.copytree(NAMES / "head", folder / "head")
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +109,7 @@ def test_the_model_is_that_of_the_floats(tied, tmp_path):
     int8.convert(tmp_path / "ours", tmp_path / "int8")
     small = load_model(tmp_path / "int8", "cpu", torch.float32)
     plain = as_floats(small)
-    kept = {"wte.weight", "norm_f.weight", "layers.2.mlp.router", "layers.0.attn.qkv.bias", "markers"}
+    kept = {"layers.0.attn.qkv.bias", "markers"}
     assert all(torch.equal(small.state_dict()[name], original.state_dict()[name]) for name in kept)
     assert (type(small.lm_head) is Linear) == tied
 
@@ -130,8 +120,8 @@ def test_the_model_is_that_of_the_floats(tied, tmp_path):
         random_lora(model)
         ctx = model.context(torch.ones_like(ids, dtype=torch.bool))
         h = model.prefix(ids, ctx)
-        a = model.head(model.last_n(h, ctx))
-        b = model.head(model.coordinate(h, bundle, ctx, 2))
+        a = model.logits(model.last_n(h, ctx))
+        b = model.logits(model.coordinate(h, bundle, ctx, 2))
         (a.log_softmax(-1)[..., 0].sum() + b.log_softmax(-1)[..., 1].sum()).backward()
         logits.append([a, b])
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
@@ -140,21 +130,27 @@ def test_the_model_is_that_of_the_floats(tied, tmp_path):
     assert all(grad.abs().max() > 0 for grad in gradients[0].values())
 
 
-def test_scripts_take_the_folder(names, tmp_path, monkeypatch, capsys):
-    """sample.py decodes as the floats do, and with a head on top; an adapter trains on it, and decodes in bfloat16."""
-    decode = caller(sample, monkeypatch, capsys)
-    run = ["--prompt", "GREEK SMALL", "--gen_length", 24, "--json"]
-    record = json.loads(decode("--ckpt", names, *run))
-    d = sample.Decoding(gen_length=24, tau_t2t=None, n_rounds=0, tau_m2t=0.7)
-    floats = as_floats(load_model(names, "cpu", torch.float32))
-    (output,) = sample.generate(floats, [record["prompt"]], d)
-    assert output.tokens == record["tokens"] and output.nfe["full"] == record["nfe"]["full"]
+def test_scripts_take_the_folder(tmp_path, monkeypatch, capsys):
+    """An adapter trains on it, and sample.py decodes with both in bfloat16."""
+    save_model(tiny_model(vocab_size=272, eos_id=256, mask_id=257, tokenizer="bytes"), tmp_path / "ours")
+    int8.convert(tmp_path / "ours", tmp_path / "int8")
+    bf16 = ["--device", "cpu", "--dtype", "bf16"]
+    (tmp_path / "a.txt").write_text("x = [1, 2, 3]\n" * 9)
+    run = ["--init_from", tmp_path / "int8", "--data", tmp_path / "a.txt", "--seq_len", 16, "--batch_size", 2]
+    caller(train, monkeypatch, capsys)(*run, *bf16, "--max_iters", 1, "--out_dir", tmp_path / "adapter")
+    run = ["--ckpt", tmp_path / "adapter", "--prompt", "x", "--gen_length", 4, "--json"]
+    assert json.loads(caller(sample, monkeypatch, capsys)(*run, *bf16))["nfe"]["partial"] > 0
 
-    train_it = caller(train, monkeypatch, capsys)
-    train_it("--init_from", names, "--n_last", 2, "--max_iters", 1, "--batch_size", 2, "--dtype", "bf16",
-             "--out_dir", tmp_path / "adapter")  # fmt: skip
-    for folder in (names / "head", tmp_path / "adapter"):
-        assert json.loads(decode("--ckpt", folder, *run, "--dtype", "bf16"))["nfe"]["partial"] > 0
+
+def test_an_adapter_of_the_original_fits(golden, experts, tmp_path):
+    shutil.copytree(experts, tmp_path / "base")
+    adapter = random_adapter(tmp_path / "adapter", golden, n_last=2)
+    about = read_json(tmp_path / "adapter" / "adapter.json", "adapter")
+    assert fingerprint(tmp_path / "base") == about["base_fingerprint"]
+    write_json(tmp_path / "adapter" / "adapter.json", about | {"base": "../base"})
+    small = load_model(tmp_path / "adapter", "cpu", torch.float32)
+    assert small.lm_head.weight.dtype == torch.int8
+    torch.testing.assert_close(small.adapter_state(), adapter.adapter_state(), rtol=0, atol=0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -180,12 +176,11 @@ def test_every_matrix_is_converted_and_nothing_else(golden, experts):
             assert torch.equal(small[name], numbers) and torch.equal(small[f"{name}_scale"], scale)
         else:
             assert torch.equal(small[name], tensor)
-    assert fingerprint(experts) == fingerprint(golden)  # whose adapters fit
 
 
-def test_there_is_no_way_back(names, tmp_path, monkeypatch, capsys):
+def test_there_is_no_way_back(experts, tmp_path, monkeypatch, capsys):
     again = caller(int8, monkeypatch, capsys)
-    assert "quantised" in again.fails("--src", names, "--out", tmp_path / "again")
+    assert "quantised" in again.fails("--src", experts, "--out", tmp_path / "again")
     hf = caller(export, monkeypatch, capsys)
-    assert "quantised" in hf.fails("--to", "hf", "--src", names, "--out", tmp_path / "hf")
+    assert "quantised" in hf.fails("--to", "hf", "--src", experts, "--out", tmp_path / "hf")
     assert "convert_weights.py" in again.fails("--src", GOLDEN, "--out", tmp_path / "int8")

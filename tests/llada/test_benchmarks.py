@@ -1,7 +1,5 @@
 """The seven benchmarks: published shapes, prompts, damaged files. (Answers by hand: test_answers.py.)
-
-pytest -q tests/released/test_benchmarks.py                     # records written by hand in the published shapes
-pytest -q tests/released/test_benchmarks.py --bench_data DIR    # and the real files: DIR/gsm8k/test.jsonl ... (FILES)
+`pytest tests/llada/test_benchmarks.py`; with --bench_data DIR also the real files, DIR/gsm8k/test.jsonl ... (FILES).
 """
 
 import csv
@@ -14,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lib.util import Mistake
-from released.benchmarks import TASKS
+from llada.benchmarks import TASKS
 
 FILES = {
     "gsm8k": "gsm8k/test.jsonl",
@@ -29,8 +27,7 @@ FILES = {
 
 # --- records by hand, in the published shapes
 def code_record(name: str, prompt: str, entry: str, solution: str) -> dict:
-    record = {"task_id": name, "prompt": prompt, "entry_point": entry, "canonical_solution": solution}
-    return record | {"plus_input": []}
+    return dict(task_id=name, prompt=prompt, entry_point=entry, canonical_solution=solution, plus_input=[])
 
 
 GSM8K = [
@@ -143,6 +140,8 @@ def test_gpqa_options_are_permuted_as_in_simple_evals(tmp_path):
 DAMAGED = [
     ("gsm8k", b'{"question": "1+1?", "answer": "#### two or 2, 3"}', "is not one number"),
     ("drop", b'{"context": "no passage", "ref_text": "1"}', "no .Passage"),
+    ("gsm8k", b'{"question": "1+1?", "final": "2"}', "answer is None"),
+    ("cmath", b'["1+1?", "2"]', "is not a JSON object"),
     ("piqa", b'{"goal": "g", "sol1": "a", "sol2": "b"}', "PIQA file"),  # two labels
     ("mbpp", json.dumps({k: v for k, v in MBPP[0].items() if k != "plus_input"}).encode(), "EvalPlus's Mbpp"),
 ]

@@ -1,18 +1,16 @@
-"""A random checkpoint of the released layout, converted and timed; the geometry is a tiny one here."""
-
-import json
+"""A random checkpoint of the released layout, converted and checked; the geometry is a tiny one here."""
 
 import pytest
 import torch
 from common import caller, tiny_config
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import convert_weights
 from checkpoint import load_model
-from released import sixteen_b
+from llada import sixteen_b
 
 
-def test_written_converted_and_timed(tmp_path, monkeypatch, capsys):
+def test_written_converted_and_checked(tmp_path, monkeypatch, capsys):
     """Four layers of width 64 that read bytes."""
     cfg = tiny_config(vocab_size=320, eos_id=256, mask_id=257, block_length=32, n_last=3, n_rounds=1, tokenizer="bpe")
     monkeypatch.setitem(sixteen_b.PRESETS, "llada2.1-mini", cfg)
@@ -27,5 +25,13 @@ def test_written_converted_and_timed(tmp_path, monkeypatch, capsys):
 
     convert_weights.convert(tmp_path / "released", tmp_path / "ours")
     assert load_model(tmp_path / "ours", "cpu", torch.float32).cfg == cfg
-    seconds = json.loads(run("prices", "--ckpt", tmp_path / "ours", "--device", "cpu").splitlines()[-1])
-    assert set(seconds) == {"full", "commit", "stage_b"} and min(seconds.values()) > 0
+    check = ["check", "--ckpt", tmp_path / "ours"]
+    assert "117 released tensors are in their places" in run(*check)
+
+    # two experts are swapped
+    path = tmp_path / "ours" / "model-00004-of-00006.safetensors"
+    state = load_file(path)
+    name = "layers.2.mlp.down"
+    state[name] = state[name].flip(0)
+    save_file(state, path)
+    assert f"{name} does not hold what was written as model.layers.2.mlp.experts.0.down_proj" in run.fails(*check)

@@ -1,9 +1,9 @@
-"""Answers by hand: model output, gold -> what is extracted, whether it is correct. `pytest tests/released`"""
+"""Answers by hand: model output, gold -> what is extracted, whether it is correct. `pytest tests/llada`"""
 
 import pytest
 
-from released import answers
-from released.benchmarks import TASKS
+from llada import answers
+from llada.benchmarks import TASKS
 
 
 def check(name: str, output: str, gold, extracted, correct: bool) -> None:

@@ -1,0 +1,114 @@
+"""The rows of Table 2: what each may do in the place of the paper's step. `pytest tests/llada`"""
+
+import shutil
+from dataclasses import replace
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from common import ROOT, caller, random_ids, tiny_model
+
+import train
+from checkpoint import load_model, load_tokenizer, save_adapter, save_model
+from evaluate import complete, draw_names
+from lib.util import generator
+from llada import ablation
+from llada.ablation import COCOMMIT, MECHANISM, decoder_of, least_entropic, without_marker
+from sample import Decoding, denoise, generate
+
+
+def test_without_marker_stage_b_writes_what_stage_a_would():
+    model = tiny_model()
+    d = Decoding(gen_length=24, tau_m2t=0.3, tau_t2t=0.5)
+    decoders = {"off": (replace(d, n_rounds=0), denoise), "on": (d, denoise), "no": (d, without_marker)}
+    prompt = random_ids(1, 5, 100)[0].tolist()
+    found = {name: generate(model, [prompt], d, step=step)[0] for name, (d, step) in decoders.items()}
+    assert found["no"].tokens == found["off"].tokens != found["on"].tokens
+    assert found["no"].nfe["partial"] > 0 == found["off"].nfe["partial"]
+
+
+def one_step(a: torch.Tensor, z: list[int], row: str):
+    """Five positions of ten tokens, id 9 is the mask: Stage A has the logits a (5, 10), Stage B is sure of token 5."""
+    b = surely(5)[None]
+    model = SimpleNamespace(cfg=SimpleNamespace(mask_id=9), logits=lambda states: states)
+    engine = SimpleNamespace(model=model, stage_a=lambda z: (a[None], a[None]), stage_b=lambda h, bundle: b)
+    d, step = decoder_of(row, 1)
+    return step(engine, torch.tensor([z]), torch.zeros(1, 5, dtype=torch.bool), torch.zeros(1, 2, 5), d)
+
+
+def surely(token: int) -> torch.Tensor:
+    return 9.0 * F.one_hot(torch.tensor([token] * 5), 10)
+
+
+def test_whose_logits_fill_and_whose_edit():
+    for row, (fill, edit) in {
+        "Stage B, gated edits": (5, 5),
+        "B fills, A edits": (5, 7),
+        "A fills, B edits": (7, 5),
+        "adapter, Stage B off": (7, 7),
+    }.items():
+        done = one_step(surely(7), [9, 9, 1, 2, 3], row)
+        assert done.after.tolist() == [[fill, fill, edit, edit, edit]]
+        assert done.bundle.tolist() == [[True, True, False, False, False]]
+        assert done.partial.tolist() == [0.0 if row == "adapter, Stage B off" else 1.0]
+
+        # without a bundle Stage A edits alone
+        done = one_step(surely(7), [1, 1, 1, 2, 7], row)
+        assert done.after.tolist() == [[7] * 5] and done.partial.tolist() == [0.0]
+
+
+def test_selection_by_entropy_by_hand():
+    # position i: token 0 has probability p, and the rest is spread over others: more spread, more entropy
+    rows = []
+    for p, others in ((0.9, 9), (0.8, 9), (0.6, 1), (0.55, 1), (0.99, 1)):
+        rows.append([p] + [(1 - p) / others] * others + [0.0] * (9 - others))
+    # two are above 0.7; entropies: 0.545, 0.940, 0.673, 0.688; the last position is not masked
+    done = one_step(torch.tensor(rows).log(), [9, 9, 9, 9, 0], "entropy selection, same size")
+    assert done.bundle.tolist() == [[True, False, True, False, False]]
+    assert done.after.tolist() == [[5, 9, 5, 9, 5]]
+    assert decoder_of("entropy selection, same size", 1)[1] is least_entropic
+
+
+def test_every_row_differs_from_the_released_quality_setting_as_the_paper_says():
+    settings = {name: decoder_of(name, 2) for name in MECHANISM}
+    d, step = settings[COCOMMIT]
+    assert (d.n_rounds, d.tau_m2t, d.tau_t2t, step) == (2, 0.7, 0.0, denoise)
+    assert len({(*of, MECHANISM[name][0]) for name, of in settings.items()}) == len(settings) == 17
+
+
+def rows_of(out: str) -> list[str]:
+    return [line.split("  ")[0] for line in out.splitlines()[1:-1]]
+
+
+def test_the_table_on_a_toy(tmp_path, monkeypatch, capsys):
+    """From the command line, of a base and an adapter that are hardly trained."""
+    learn = caller(train, monkeypatch, capsys)
+    toy = ["--data", "modes", "--toy", "V=6", "n_ctx=2", "--device", "cpu", "--batch_size", 4, "--max_iters", 2]
+    learn(*toy, "--stage_a_only", "--out_dir", tmp_path / "base")
+    learn(*toy, "--init_from", tmp_path / "base", "--n_last", 1, "--out_dir", tmp_path / "adapter")
+    call = caller(ablation, monkeypatch, capsys)
+    out = call("--ckpt", tmp_path / "adapter", "--device", "cpu")
+    assert rows_of(out) == list(MECHANISM) and "coherent" in out
+    assert "is no adapter" in call.fails("--ckpt", tmp_path / "base")
+
+
+def test_the_table_on_names(tmp_path, monkeypatch, capsys):
+    (tmp_path / "base").mkdir()
+    for name in ("tokenizer.json", "names.json"):
+        shutil.copy(ROOT / "assets" / "names" / name, tmp_path / "base")
+    model = tiny_model(n_layer=2, n_last=1, vocab_size=1024, eos_id=1022, mask_id=1023, tokenizer="bpe")
+    save_model(model, tmp_path / "base")
+    model.add_lora(4, generator("lora"))
+    save_adapter(model, tmp_path / "adapter", tmp_path / "base")
+    monkeypatch.setattr(ablation, "NAMES", Decoding(gen_length=8))
+    out = caller(ablation, monkeypatch, capsys)("--ckpt", tmp_path / "adapter", "--device", "cpu", "--prompts", 2)
+    assert rows_of(out) == list(MECHANISM)
+
+    # one row by hand
+    tokenizer = load_tokenizer(tmp_path / "adapter", "bpe")
+    prompts = draw_names(2, "held out", tokenizer)
+    d = Decoding(gen_length=8, n_rounds=2)
+    found = complete(load_model(tmp_path / "adapter", "cpu", torch.float32), tokenizer, prompts, d)
+    (line,) = [line for line in out.splitlines() if line.startswith(COCOMMIT)]
+    expected = [f"{found[column]:.3f}" for column in ("exist", "itself", "forwards", "full")]
+    assert line.split()[-6:] == [*expected, "91.13", "0.34"]

@@ -1,0 +1,134 @@
+"""What the alpha loss asks for, where both sides can be computed: its best answer among products, on small tables.
+
+A table q gives each tuple of tokens its probability, a product p has a distribution for each position. The loss is
+(1 - E_q[P^alpha]) / alpha with P = prod p_i(x_i), so its best product has the largest E_q[P^alpha].
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+from common import approx
+from torch import Tensor
+
+
+def random_table(seed: int, *shape: int) -> Tensor:
+    q = torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return q / q.sum()
+
+
+def product(ps: list[Tensor]) -> Tensor:
+    """The tables of independent positions, position i having (..., n_i): (..., n_1, n_2, ..)."""
+    table = ps[0]
+    for i, p in enumerate(ps[1:], start=1):
+        table = table[..., None] * p[(..., *[None] * i, slice(None))]
+    return table
+
+
+def marginals(table: Tensor) -> list[Tensor]:
+    return [table.sum([j for j in range(table.dim()) if j != i]) for i in range(table.dim())]
+
+
+def best_product(q: Tensor, alpha: float) -> tuple[float, list[Tensor]]:
+    """The largest E_q[P^alpha] and its product, one position at a time, from a hundred random products.
+
+    If the others are fixed, position i maximises sum_a w_a p_i(a)^alpha, which has p_i(a) ~ w_a^(1 / (1 - alpha)).
+    """
+    g = torch.Generator().manual_seed(0)
+    ps = [(4 * torch.randn(100, n, generator=g, dtype=torch.float64)).softmax(-1) for n in q.shape]
+    for _ in range(1000):
+        before = torch.cat(ps, dim=-1)
+        for i in range(q.dim()):
+            others = product([*ps[:i], torch.ones_like(ps[i]), *ps[i + 1 :]])
+            w = (q * others**alpha).sum([j + 1 for j in range(q.dim()) if j != i])
+            if alpha < 1:
+                ps[i] = (w.log() / (1 - alpha)).softmax(-1)
+            else:
+                ps[i] = (w == w.amax(-1, keepdim=True)).double()
+        if (torch.cat(ps, dim=-1) - before).abs().max() < 1e-12:
+            break
+    value = (q * product(ps) ** alpha).flatten(1).sum(1)
+    best = value.argmax()
+    return value[best].item(), [p[best] for p in ps]
+
+
+def least_charge(q: Tensor, alpha: float) -> tuple[float, Tensor]:
+    """The least KL(pi || q_T) + alpha / (1 - alpha) TC(pi), where q_T ~ q^(1 / (1 - alpha)), and its pi, by descent."""
+    q_t = q ** (1 / (1 - alpha))
+    q_t = q_t / q_t.sum()
+
+    def charge(pi: Tensor) -> Tensor:
+        kl = (pi * (pi / q_t).log()).sum()
+        tc = (pi * (pi / product(marginals(pi))).log()).sum()
+        return kl + alpha / (1 - alpha) * tc
+
+    g = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(5):
+        x = (2 * torch.randn(q.shape, generator=g, dtype=torch.float64)).requires_grad_()
+        how = dict(max_iter=300, tolerance_grad=1e-9, tolerance_change=1e-14, line_search_fn="strong_wolfe")
+        descent = torch.optim.LBFGS([x], **how)
+
+        def closure(x: Tensor = x, descent: torch.optim.LBFGS = descent) -> Tensor:
+            descent.zero_grad()
+            loss = charge(x.flatten().softmax(0).view(q.shape))
+            loss.backward()
+            return loss
+
+        descent.step(closure)
+        pi = x.detach().flatten().softmax(0).view(q.shape)
+        found.append((charge(pi).item(), pi))
+    return min(found, key=lambda of: of[0])
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (3, 3, 2)])
+def test_at_alpha_one_the_best_product_is_the_joint_mode(shape):
+    """One tuple with probability 1, and no other, whatever the marginals say."""
+    others = 0
+    for seed in range(8):
+        q = random_table(seed, *shape)
+        best, ps = best_product(q, 1.0)
+        mode = list(itertools.product(*map(range, shape)))[q.argmax()]
+        assert best == approx(q.max().item())
+        assert [p.argmax().item() for p in ps] == list(mode) and all(p.max() == 1 for p in ps)
+        others += [p.argmax().item() for p in marginals(q)] != list(mode)
+    assert others >= 2  # or the marginals could have told it
+
+
+@pytest.mark.parametrize("alpha", [0.2, 0.4, 0.6, 0.8])
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 2)])
+def test_between_them_the_loss_charges_total_correlation(shape, alpha):
+    """The best product has the marginals of the pi that is near a sharpened q and has little TC: two optimisations
+    that share no code, equal in their answer and in their value."""
+    q = random_table(3, *shape)
+    best, ps = best_product(q, alpha)
+    charge, pi = least_charge(q, alpha)
+    for ours, theirs in zip(ps, marginals(pi), strict=True):
+        assert ours.tolist() == approx(theirs.tolist(), abs=1e-4)
+    scale = (q ** (1 / (1 - alpha))).sum().log().item()
+    assert math.log(best) == approx((1 - alpha) * (scale - charge), abs=1e-6)
+
+
+def test_near_zero_the_best_product_is_the_marginals():
+    q = random_table(3, 3, 4)
+    _, ps = best_product(q, 1e-4)
+    for ours, theirs in zip(ps, marginals(q), strict=True):
+        assert ours.tolist() == approx(theirs.tolist(), abs=1e-3)
+
+
+@pytest.mark.parametrize("N, m", [(3, 2), (4, 3), (2, 4)])
+def test_tuples_that_share_nothing_give_way_to_one_tuple_at_alpha_m_of_one(N, m):
+    """N tuples, equally likely: the marginals have N^(-alpha m), one tuple 1 / N, and nothing else is better."""
+    q = torch.zeros((N,) * m, dtype=torch.float64)
+    for k in range(N):
+        q[(k,) * m] = 1 / N
+    below, ps = best_product(q, 0.9 / m)
+    assert below == approx(N**-0.9) and below > 1 / N
+    for p in ps:
+        assert p.tolist() == approx([1 / N] * N, abs=1e-4)
+
+    above, ps = best_product(q, 1.1 / m)
+    assert above == approx(1 / N) and above > N**-1.1
+    assert all(p.max() > 0.9999 for p in ps)
+    assert len({p.argmax().item() for p in ps}) == 1
