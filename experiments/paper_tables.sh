@@ -6,4 +6,4 @@ for n in 1 2 3; do
   python train.py --data modes --init_from out/base --n_last $n --learning_rate 1e-3 --max_iters 500 --out_dir out/n$n
   python evaluate.py --ckpt out/n$n
 done
-python -m released.ablation --ckpt out/n2
+python -m llada.ablation --ckpt out/n2

@@ -1,5 +1,6 @@
-# The whole released geometry with random weights, end to end: written in the released layout, converted to ours and to
-# int8, decoded with Stage A alone and with Stage B, adapters and a head trained on the int8 base, exported to PEFT.
+# The whole released geometry with random weights, end to end: written in the released layout, converted to ours,
+# compared with what was written, converted to int8, decoded with Stage A alone, adapters trained on the int8 base,
+# decoded with Stage B.
 # Every command prints its time and its memory at the peak. Page: results/sixteen_b/README.md.
 # Two cores: under two hours, 66 GB of disk at the peak, 24 GB of memory. A folder is deleted as soon as it has been
 # converted, and everything at the end. LAYERS=4 is the same in minutes, with 4 of the 20 layers.
@@ -14,10 +15,11 @@ watch() {
   /usr/bin/time -f "[%e s; peak memory %M KB, mapped files included]" "$@"
 }
 
-watch python -m released.sixteen_b write --layers "$layers" --out "$folder/released"
+watch python -m llada.sixteen_b write --layers "$layers" --out "$folder/released"
 watch python convert_weights.py --src "$folder/released" --out "$folder/ours"
 rm -r "$folder/released"
-watch python -m released.int8 --src "$folder/ours" --out "$folder/int8"
+watch python -m llada.sixteen_b check --ckpt "$folder/ours"
+watch python -m llada.int8 --src "$folder/ours" --out "$folder/int8"
 rm -r "$folder/ours"
 
 watch python sample.py --ckpt "$folder/int8" --dtype bf16 --tau_m2t 1 --tau_t2t none --gen_length 64 \
@@ -25,14 +27,6 @@ watch python sample.py --ckpt "$folder/int8" --dtype bf16 --tau_m2t 1 --tau_t2t 
 
 watch python train.py --init_from "$folder/int8" --n_last 3 --data stdlib --max_docs 50 --dtype bf16 --checkpointing \
   --seq_len "$tokens" --batch_size 1 --max_iters 3 --out_dir "$folder/adapter"
-watch python -m beyond.head --init_from "$folder/int8" --n_last 3 --read_in blocks --width 5120 --data stdlib \
-  --max_docs 50 --dtype bf16 --seq_len 64 --batch_size 1 --s_max 8 --max_iters 3 --learning_rate 1e-4 \
-  --out_dir "$folder/head"
-watch python -m released.sixteen_b prices --ckpt "$folder/head"
 watch python sample.py --ckpt "$folder/adapter" --dtype bf16 --tau_t2t none --gen_length 4 \
   --prompt "The quick brown fox"
-watch python sample.py --ckpt "$folder/head" --dtype bf16 --tau_t2t none --gen_length 4 \
-  --tau_m2t -1 --prompt "The quick brown fox"
-watch python -m released.export --to peft --src "$folder/adapter" --out "$folder/peft"
-ls -l "$folder/peft"
 rm -r "$folder"
