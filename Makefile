@@ -18,8 +18,8 @@ demo: $(VENV)/ready
 	python train.py --n_last 3
 	python evaluate.py --ckpt out/names
 test: $(VENV)/ready  # in two halves, a core each
-	python -m pytest -q tests/tools tests/released & half=$$!; failed=0; \
-	python -m pytest -q --ignore tests/tools --ignore tests/released || failed=1; wait $$half || failed=1; exit $$failed
+	python -m pytest -q tests/tools tests/llada & half=$$!; failed=0; \
+	python -m pytest -q --ignore tests/tools --ignore tests/llada || failed=1; wait $$half || failed=1; exit $$failed
 lint: $(VENV)/ready
 	ruff check . && ruff format --check .
 pages: $(VENV)/ready
