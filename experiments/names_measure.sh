@@ -13,6 +13,10 @@ python -m beyond.evidence measure --out $4 --system paper $paper --way stage_b -
 python -m beyond.evidence measure --out $4 --system paper $paper --way threshold --dial $gates --tau_t2t none 0
 python -m beyond.evidence measure --out $4 --system alpha $alpha --way stage_b --dial $gates --tau_t2t none 0
 python -m beyond.evidence measure --out $4 --system alpha $alpha --way refusing --dial 0.1 0.3 0.5 0.7
+# with the folder of `python -m beyond.opponents stage_a --alpha 0.5 --init_from BASE --seed 1`
+if [ -n "$5" ]; then
+  python -m beyond.evidence measure --out $4 --system "Stage A by alpha" $5 --way threshold --dial $gates
+fi
 for mark in marker_elsewhere marker_none marker_half; do
   python -m beyond.evidence measure --out $4 --system alpha $alpha --way $mark --dial 0.3 -1
   python -m beyond.evidence measure --out $4 --system paper $paper --way $mark --dial 0.3 -1

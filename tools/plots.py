@@ -153,14 +153,14 @@ def concave_hull(points: list[tuple[float, float]]) -> list[tuple[float, float]]
 NAMED = {
     "base/threshold": "base",
     "paper/stage_b": "the paper's",
-    "alpha/stage_b": "alpha",
-    "base/end_last": "base, ends last",
+    "alpha/stage_b": "Stage B by alpha",
+    "Stage A by alpha/threshold": "Stage A by alpha",
 }
 
 
 def draw_names():
     """What each system writes for held-out names, see beyond/evidence.py."""
-    looks = {"base/threshold": INK, "paper/stage_b": ORANGE, "alpha/stage_b": BLUE, "base/end_last": GREEN}
+    looks = {"base/threshold": INK, "paper/stage_b": ORANGE, "alpha/stage_b": BLUE, "Stage A by alpha/threshold": GREEN}
     figure = draw_existing(RESULTS / "names" / "records.jsonl", looks)
     figure.axes[0].set_xlim(0, 16)  # room for their names
     return figure
