@@ -467,22 +467,25 @@ def write(args: Namespace, model: Model) -> None:
     judged = tokenizer is not None and names_of(args.ckpt) is not None
     prompts = read_prompts(args, tokenizer, cfg, d.gen_length, judged)
 
-    # every step of every row; in a terminal each row's line is drawn again and again
+    # every step of every row, where it is asked for; in a terminal each row's line is drawn again and again
     steps: list[list[dict]] = [[] for _ in prompts]
-    screen = Screen(len(prompts), args.watch and not args.json)
+    watched = args.watch and not args.json
+    screen = Screen(len(prompts), watched)
 
     def on_step(rows: list[Row], step: Step) -> None:
         for r, row in enumerate(rows):
             record = step_record(step, r, len(row.ids))
             steps[row.number].append(record)
+            if not watched:
+                continue
             before = tokenizer.decode(row.ids) if tokenizer else "".join(f"{i} " for i in row.ids)
             line = drawn(record, pieces([record], [], cfg, tokenizer), "" if tokenizer else " ", screen.paint)
             screen.draw(row.number, len(steps[row.number]), before, line)
         screen.show()
 
-    if args.watch and not args.json:
+    if watched:
         print(LEGEND)
-    outputs = generate(model, prompts, d, args.seed, on_step=on_step)
+    outputs = generate(model, prompts, d, args.seed, on_step=on_step if watched or args.json else None)
     ran = what_ran(model, d, about_adapter(args.ckpt))
     for prompt, output, of_row in zip(prompts, outputs, steps, strict=True):
         if output.warning:
