@@ -1,7 +1,7 @@
 """Who gains, by what, and at what cost: systems on held-out names, seed by seed, and what their differences are worth.
 
-A system is a name and a folder for each seed of training, in the same order for all. A way is how it decodes, and its
-dial trades forwards for quality. `measure` appends a record a line, and never measures anything twice:
+A system is a name, and of each seed of training a folder. A way is how it decodes, and its dial trades forwards for
+quality. `measure` appends a record a line, and never measures anything twice:
 
     {"system", "ckpt", "way", "dial", "tau_t2t", "setting", "seed", "n", "exist": a digit a name, "forwards": a name}
 
@@ -19,7 +19,7 @@ and its 95 % interval has the seed as its unit: Student's t of one difference a 
     soft              stage_b with soft drafts (beyond.opponents soft)
     head              the dial is tau_keep
 
-    python -m beyond.evidence measure --system alpha out/a0 out/a1 --way stage_b --dial 0.7 0.4 0.2 -1 --out r.jsonl
+    python -m beyond.evidence measure --system alpha --ckpt out/a --seed 1 --way stage_b --dial 0.7 0.3 -1 --out r.jsonl
     python -m beyond.evidence compare r.jsonl --against base/threshold --budgets 1.5 2 3 4
 """
 
@@ -103,7 +103,9 @@ def load(folder: Path, way: str, device: torch.device) -> Model:
 def measure() -> None:
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("--system", nargs="+", required=True, metavar="NAME FOLDER", help="its name, and a folder for each seed")
+    add("--system", required=True, help="its name")
+    add("--ckpt", required=True, help="its folder")
+    add("--seed", type=int, required=True, help="of its training")
     add("--way", choices=WAYS, required=True)
     add("--dial", type=float, nargs="+", default=[-1.0], help="each a setting")
     add("--tau_t2t", type=or_none(bounded(float, 0, 1)), nargs="+", default=[None], help='"none", or the gate on edits')
@@ -111,32 +113,29 @@ def measure() -> None:
     add("--device", default="auto")
     add("--out", type=Path, required=True, help="records are appended here")
     args = parser.parse_args()
-    system, *folders = args.system
-    if not folders:
-        fail("--system NAME FOLDER ...: give a folder for each seed")
     if args.tau_t2t != [None] and args.way not in EDITING:
         fail(f"--way {args.way} does not edit: leave out --tau_t2t")
 
     # what is there already is not measured again
     there = {key_of(record) for record in read_records(args.out)} if args.out.exists() else set()
-    device = pick_device(args.device)
-    for seed, folder in enumerate(folders):
-        model = load(Path(folder), args.way, device)
-        for record in tqdm(wanted(args, system, seed, folder), desc=folder, unit="setting", leave=False, disable=None):
-            if key_of(record) not in there:
-                found = decode(model, record)
-                with open(args.out, "a") as out:
-                    out.write(json.dumps(record | found) + "\n")
+    model = load(Path(args.ckpt), args.way, pick_device(args.device))
+    for record in tqdm(wanted(args), desc=f"{args.ckpt} {args.way}", unit="setting", leave=False, disable=None):
+        if key_of(record) not in there:
+            found = decode(model, record)
+            with open(args.out, "a") as out:
+                out.write(json.dumps(record | found) + "\n")
 
 
-def wanted(args: Namespace, system: str, seed: int, folder: str) -> list[dict]:
-    """What is to be measured of a seed: records without results."""
+def wanted(args: Namespace) -> list[dict]:
+    """What is to be measured: records without results."""
     dials = args.dial if WAYS[args.way][2] else [0.0]
-    return [
-        {"system": system, "ckpt": folder, "way": args.way, "dial": dial, "tau_t2t": tau_t2t,
-         "setting": f"{dial:g}" + ("" if tau_t2t is None else f", edits {tau_t2t:g}"), "seed": seed, "n": args.prompts}
-        for dial in dials for tau_t2t in args.tau_t2t
-    ]  # fmt: skip
+    same = {"system": args.system, "ckpt": args.ckpt, "way": args.way, "seed": args.seed, "n": args.prompts}
+    records = []
+    for dial in dials:
+        for tau_t2t in args.tau_t2t:
+            setting = f"{dial:g}" + ("" if tau_t2t is None else f", edits {tau_t2t:g}")
+            records.append(same | {"dial": dial, "tau_t2t": tau_t2t, "setting": setting})
+    return records
 
 
 def key_of(record: dict) -> tuple:

@@ -1,13 +1,27 @@
-# The base of names, the paper's adapter and alpha's on it, and what each decoder writes for 512 held-out beginnings.
-# About an hour and a half on one thread. Page: results/names/README.md, results/paper_tables/README.md.
-# Run from the root of the repository. For seed 1 the first three commands make what lies in assets/names.
+# Every system of results/names for one seed: a base, and what is trained on it, each measured on 512 held-out names.
+# Half a day on one thread. Pages: results/names/README.md, results/paper_tables/README.md.
+# Run from the root of the repository. For seed 1 base, paper and alpha are what lies in assets/names.
 set -e
 seed=${SEED:-1}
 out=${OUT:-out/names-$seed}
-records=${RECORDS:-$out/records.jsonl}
+
+# the base; the paper's training with n = 3, 1 and 6; alpha on top of it
 python train.py --init_from scratch --stage_a_only --seed $seed --out_dir $out/base
-python train.py --n_last 3 --seed $seed --init_from $out/base --out_dir $out/paper
-python train.py --n_last 3 --alpha 0.5 --seed $seed --init_from $out/paper --out_dir $out/alpha
-bash experiments/names_measure.sh $out/base $out/paper $out/alpha $records
-python evaluate.py --ckpt $out/paper $out/alpha --prompts 512
-python -m llada.ablation --ckpt $out/paper --prompts 512
+for n in 3 1 6; do
+  python train.py --n_last $n --seed $seed --init_from $out/base --out_dir $out/paper-$n
+done
+python train.py --alpha 0.5 --seed $seed --init_from $out/paper-3 --out_dir $out/alpha
+
+# who makes tokens agree: all on the base itself, 1,500 steps of 64 rows
+on_base="--seed $seed --init_from $out/base"
+python train.py --alpha 0.5 $on_base --out_dir $out/alpha-base
+python -m beyond.opponents stage_a --alpha 0.5 $on_base --out_dir $out/stage-a
+python -m beyond.chain $on_base --out_dir $out/chain
+python -m beyond.head train $on_base --out_dir $out/head
+
+# K = 2 and 3; soft drafts
+python train.py --alpha 0.5 --n_rounds 2 $on_base --out_dir $out/alpha-k2
+python train.py --alpha 0.5 --n_rounds 3 $on_base --out_dir $out/alpha-k3
+python -m beyond.opponents soft --alpha 0.5 $on_base --out_dir $out/soft
+
+SEED=$seed OUT=$out bash experiments/names_measure.sh

@@ -1,23 +1,34 @@
-# Every system of results/names on 512 held-out beginnings, a record a line: names_measure.sh BASE PAPER ALPHA RECORDS
+# What names.sh has trained for one seed, on 512 held-out beginnings; systems that are not there yet are passed over.
+# Records: $OUT/records.jsonl; nothing is measured twice. Run from the root of the repository.
 set -e
-base=$1
-paper=$2
-alpha=$3
+seed=${SEED:-1}
+out=${OUT:-out/names-$seed}
 gates="1 0.9 0.7 0.5 0.3 -1"
-python -m beyond.evidence measure --out $4 --system base $base --way threshold --dial $gates --tau_t2t none 0.5 0
-python -m beyond.evidence measure --out $4 --system base $base --way end_last --dial $gates
-python -m beyond.evidence measure --out $4 --system base $base --way random --dial 0.7 0.3
-python -m beyond.evidence measure --out $4 --system base $base --way left
-python -m beyond.evidence measure --out $4 --system base $base --way left_ones
-python -m beyond.evidence measure --out $4 --system paper $paper --way stage_b --dial $gates --tau_t2t none 0
-python -m beyond.evidence measure --out $4 --system paper $paper --way threshold --dial $gates --tau_t2t none 0
-python -m beyond.evidence measure --out $4 --system alpha $alpha --way stage_b --dial $gates --tau_t2t none 0
-python -m beyond.evidence measure --out $4 --system alpha $alpha --way refusing --dial 0.1 0.3 0.5 0.7
-# with the folder of `python -m beyond.opponents stage_a --alpha 0.5 --init_from BASE --seed 1`
-if [ -n "$5" ]; then
-  python -m beyond.evidence measure --out $4 --system "Stage A by alpha" $5 --way threshold --dial $gates
-fi
+
+# measure SYSTEM FOLDER WAY and flags
+measure() {
+  if [ ! -e "$out/$2/config.json" ] && [ ! -e "$out/$2/adapter.json" ]; then return; fi
+  python -m beyond.evidence measure --system "$1" --ckpt "$out/$2" --seed $seed --out $out/records.jsonl --way "${@:3}"
+}
+
+measure base base threshold --dial $gates --tau_t2t none 0.5 0
+measure base base end_last --dial $gates
+measure base base random --dial 0.7 0.3
+measure base base left
+measure base base left_ones
+for n in 3 1 6; do
+  measure "paper, n = $n" paper-$n stage_b --dial 0.7 0.3 -1 --tau_t2t none 0.5 0
+  measure "paper, n = $n" paper-$n threshold --dial 0.7 0.3 -1 --tau_t2t none 0.5 0
+done
+measure alpha alpha stage_b --dial $gates --tau_t2t none 0
+measure alpha alpha refusing --dial 0.1 0.3 0.5 0.7
+measure "alpha on the base" alpha-base stage_b --dial $gates --tau_t2t none 0
+measure "Stage A by alpha" stage-a threshold --dial $gates --tau_t2t none 0
+measure chain chain stage_b --dial $gates --tau_t2t none 0
+measure head head head --dial 0 0.2 0.5 0.8 0.95
+measure "alpha, K = 2" alpha-k2 stage_b --dial $gates
+measure "alpha, K = 3" alpha-k3 stage_b --dial $gates
+measure "alpha, soft drafts" soft soft --dial $gates
 for mark in marker_elsewhere marker_none marker_half; do
-  python -m beyond.evidence measure --out $4 --system alpha $alpha --way $mark --dial 0.3 -1
-  python -m beyond.evidence measure --out $4 --system paper $paper --way $mark --dial 0.3 -1
+  measure "alpha on the base" alpha-base $mark --dial 0.3 -1
 done

@@ -152,7 +152,7 @@ def concave_hull(points: list[tuple[float, float]]) -> list[tuple[float, float]]
 
 NAMED = {
     "base/threshold": "base",
-    "paper/stage_b": "the paper's",
+    "paper, n = 3/stage_b": "the paper's",
     "alpha/stage_b": "Stage B by alpha",
     "Stage A by alpha/threshold": "Stage A by alpha",
 }
@@ -160,7 +160,12 @@ NAMED = {
 
 def draw_names():
     """What each system writes for held-out names, see beyond/evidence.py."""
-    looks = {"base/threshold": INK, "paper/stage_b": ORANGE, "alpha/stage_b": BLUE, "Stage A by alpha/threshold": GREEN}
+    looks = {
+        "base/threshold": INK,
+        "paper, n = 3/stage_b": ORANGE,
+        "alpha/stage_b": BLUE,
+        "Stage A by alpha/threshold": GREEN,
+    }
     figure = draw_existing(RESULTS / "names" / "records.jsonl", looks)
     figure.axes[0].set_xlim(0, 16)  # room for their names
     return figure

@@ -77,13 +77,15 @@ def test_it_measures_every_way_once(folders, tmp_path, monkeypatch, capsys):
     given = ["--prompts", 3, "--device", "cpu", "--out", tmp_path / "r.jsonl"]
     ways = [way for way in WAYS if way not in ("head", "soft")]
     for way in ways:
-        call("measure", "--system", "S", folders / "adapter", "--way", way, "--dial", 0.1, *given)
-    call("measure", "--system", "S", folders / "adapter", folders / "base", "--way", "threshold", "--dial", 0.1, -1,
-         "--tau_t2t", "none", 0.5, *given)  # fmt: skip
+        of_seed = ["--system", "S", "--ckpt", folders / "adapter", "--seed", 1]
+        call("measure", *of_seed, "--way", way, "--dial", 0.1, *given)
+    for seed, folder in ((1, "adapter"), (2, "base")):
+        of_seed = ["--system", "S", "--ckpt", folders / folder, "--seed", seed]
+        call("measure", *of_seed, "--way", "threshold", "--dial", 0.1, -1, "--tau_t2t", "none", 0.5, *given)
     records = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
     assert [r["way"] for r in records] == ways + ["threshold"] * 7
     assert [r["setting"] for r in records[-4:]] == ["0.1", "0.1, edits 0.5", "-1", "-1, edits 0.5"]
-    assert [r["seed"] for r in records[-7:]] == [0, 0, 0, 1, 1, 1, 1]
+    assert [r["seed"] for r in records[-7:]] == [1, 1, 1, 2, 2, 2, 2]
     assert all(len(r["exist"]) == r["n"] == 3 for r in records)
 
     # in blocks of one a name costs as many forwards as it has tokens
@@ -94,11 +96,11 @@ def test_it_measures_every_way_once(folders, tmp_path, monkeypatch, capsys):
 
 def test_mistakes(folders, tmp_path, monkeypatch, capsys):
     fails = caller(evidence, monkeypatch, capsys).fails
-    given = ["--out", tmp_path / "r.jsonl", "--system", "S", folders / "adapter", "--way"]
+    given = ["--out", tmp_path / "r.jsonl", "--system", "S", "--seed", 1, "--ckpt", folders / "adapter", "--way"]
     assert "--way head" in fails("measure", *given, "head")
     assert "--way soft" in fails("measure", *given, "soft")
     assert "does not edit" in fails("measure", *given, "left", "--tau_t2t", 0)
     assert "measure, compare" in fails("other")
     save_model(tiny_model(), tmp_path / "no-names")
-    given = [*given[:4], tmp_path / "no-names", "--way"]
+    given[-2] = tmp_path / "no-names"
     assert "no model of names" in fails("measure", *given, "left")
