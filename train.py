@@ -23,7 +23,7 @@ import math
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,33 +35,37 @@ from tqdm import tqdm
 import checkpoint
 import toy
 from checkpoint import DTYPES, PRESETS
-from corrupt import CORRUPTIONS, Corruption, Draws, M, corrupt, draw_bundle, three_term_loss
+from corrupt import CORRUPTIONS, Corruption, M, corrupt, draw_bundle, three_term_loss
 from lib import data
-from lib.data import Corpus
-from lib.util import (
-    Parser,
+from lib.data import (
+    Batch,
+    Corpus,
     Together,
-    bounded,
     check_finite,
-    command,
     cosine,
     draw_curve,
-    entry,
-    fail,
     fast_kernels,
-    generator,
+    get_batch,
     interruptible,
     means,
-    pick_device,
-    read_json,
     report,
     resume_flags,
     resumed,
     rewind_log,
+)
+from lib.util import (
+    Parser,
+    bounded,
+    command,
+    entry,
+    fail,
+    generator,
+    pick_device,
+    read_json,
     settings_line,
     uniform,
     write_json,
-)  # fmt: skip
+)
 from model import Config, Context, Model
 
 # R rows, T positions, C channels, B block_length
@@ -114,17 +118,6 @@ LOG_INTERVAL = 50
 EVAL_ROWS = 64
 BALANCE = 0.001  # how far a step moves an expert's bias where the routers learn
 ADAM = 0.4  # Muon's run: the peak of Adam's rate, of embeddings, output layer, experts and norms, beside the matrices'
-
-
-@dataclass
-class Batch:
-    """Some rows of a corpus, all (R, T)."""
-
-    clean: Tensor  # int64
-    real: Tensor  # bool, False on padding
-    free: Tensor  # bool, the positions that may be corrupted: real ones outside the prompt
-    n_plain: int  # ids 0..n_plain-1 are ordinary tokens
-    draws: Draws  # a generator a row
 
 
 # the weighted sum of Eq. 1 in nats, to be divided by the number of real tokens; and for the log, by
@@ -315,16 +308,7 @@ def micro_batches(corpus: Corpus, split: str, first: int, n: int, model: Model, 
     size = args.micro_batch or args.batch_size
     device = model.wte.weight.device
     for at in range(first, first + n, size):
-        yield get_batch(corpus, split, at, min(size, first + n - at), args, device)
-
-
-def get_batch(corpus: Corpus, split: str, first: int, n: int, args: Namespace, device: torch.device) -> Batch:
-    """Rows first .. first+n; a row's draws come from its index."""
-    clean, real, prompt = corpus.rows[split].batch(first, n)
-    key = (args.seed, "train") if split == "train" else ("val",)
-    draws = [generator(*key, i) for i in range(first, first + n)]
-    free = real & ~prompt
-    return Batch(clean.to(device), real.to(device), free.to(device), corpus.n_plain, draws)
+        yield get_batch(corpus, split, at, min(size, first + n - at), args.seed, device)
 
 
 def balance_experts(model: Model) -> None:

@@ -1,32 +1,41 @@
-"""What goes into the model: documents, and rows of ids.
+"""What a training run reads, and what it leaves.
 
     load_text    names of Unicode characters, Python's own sources, .txt, a folder, FineWeb-Edu records -> documents
+    learn_bpe    texts -> the content of a tokenizer.json
     Sequences    documents -> rows of seq_len ids, never two documents in one row; the same row for the same index
+    the run      its settings when it is resumed, its log, its curve, its rate
 
-Nothing is downloaded, and what cannot be read exactly is refused. Tokenizers are in tokenizer.py.
+Nothing is downloaded, and what cannot be read exactly is refused.
 """
 
+import argparse
 import gzip
 import hashlib
 import json
 import math
+import re
+import signal
+import statistics
 import sys
 import sysconfig
 import unicodedata
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
-from lib.tokenizer import Tokenizer, learn_bpe
-from lib.util import entry, fail, generator, reading, write_json
+from lib.tokenizer import EOS, MASK, WORDS, Tokenizer, byte_alphabet
+from lib.util import Mistake, Parser, entry, fail, generator, is_number, read_json, reading, replace_file, write_json
 
 # R rows, T positions of a row, N rows in the corpus
 
@@ -141,6 +150,64 @@ def learn_names(folder: Path) -> None:
         write_json(folder / "names.json", {"unidata_version": unicodedata.unidata_version})
 
 
+def learn_bpe(texts: Iterable[str], vocab_size: int) -> dict:
+    """The content of a `tokenizer.json` with vocab_size ids: bytes, learned merges, EOS and MASK.
+
+    Each merge joins the pair of tokens that is most often side by side in words, if it is so twice.
+    """
+    found = Counter(word for text in texts for word in re.findall(WORDS, text))
+
+    # while merges are learned a token is one character, chr(id), and a pair is two
+    tokens = byte_alphabet()
+    words = {word.encode().decode("latin-1"): n for word, n in found.items()}
+    counts: Counter[str] = Counter()
+    for word, n in words.items():
+        count_pairs(counts, word, n)
+
+    merges = []
+    while len(tokens) + 2 < vocab_size:
+        most = max(counts.values(), default=0)
+        if most < 2:
+            break
+
+        # of equals the first in string order
+        equals = [pair for pair, n in counts.items() if n == most]
+        pair = min(equals, key=lambda pair: [tokens[ord(token)] for token in pair])
+        merge = [tokens[ord(token)] for token in pair]
+        merges.append(merge)
+        joined = chr(len(tokens))
+        tokens.append("".join(merge))
+
+        # in every word that holds it, from the left: of a, a, a the first two
+        for word in [word for word in words if pair in word]:
+            n = words.pop(word)
+            count_pairs(counts, word, -n)
+            word = word.replace(pair, joined)
+            count_pairs(counts, word, n)
+            words[word] = n
+
+    # ids: the bytes, the merges in order, then the two special tokens
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    eos = {"id": len(tokens), "content": EOS} | plain
+    mask = {"id": len(tokens) + 1, "content": MASK} | plain
+
+    split = {"type": "Split", "pattern": {"Regex": WORDS}, "behavior": "Isolated", "invert": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    vocab = {token: i for i, token in enumerate(tokens)}
+    return {
+        "added_tokens": [eos, mask],
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
+    }
+
+
+def count_pairs(counts: Counter, word: str, n: int) -> None:
+    """Add n to the count of every two neighbours of a word."""
+    for left, right in pairwise(word):
+        counts[left + right] += n
+
+
 # --- rows
 def is_validation(name: str) -> bool:
     """A stable split: one document in twenty, by the hash of its name alone."""
@@ -241,6 +308,26 @@ class Corpus:
     geometry: dict  # what its tokens ask of a model's Config
 
 
+@dataclass
+class Batch:
+    """Some rows of a corpus, all (R, T)."""
+
+    clean: Tensor  # int64
+    real: Tensor  # bool, False on padding
+    free: Tensor  # bool, the positions that may be corrupted: real ones outside the prompt
+    n_plain: int  # ids 0..n_plain-1 are ordinary tokens
+    draws: list[torch.Generator]  # one a row, a function of its index
+
+
+def get_batch(corpus: Corpus, split: str, first: int, n: int, seed: int, device: torch.device) -> Batch:
+    """Rows first .. first+n of "train" or "val"; those of "val" draw the same in every run."""
+    clean, real, prompt = corpus.rows[split].batch(first, n)
+    key = (seed, "train") if split == "train" else ("val",)
+    draws = [generator(*key, i) for i in range(first, first + n)]
+    free = real & ~prompt
+    return Batch(clean.to(device), real.to(device), free.to(device), corpus.n_plain, draws)
+
+
 def text_corpus(
     sources: list[str], tokenizer: Tokenizer, kind: str, seq_len: int, seed: int, max_docs: int = 0,
     block_length: int = 1, batch_size: int = 0,
@@ -276,3 +363,170 @@ def text_corpus(
         vocab_size=math.ceil(tokenizer.vocab_size / 16) * 16,  # padded, in a new model
     )  # fmt: skip
     return Corpus(rows, min(tokenizer.special.values()), geometry)
+
+
+# --- a training run: its settings, its log, its rate
+def resumed(given: dict, folder: Path, parser: Parser, runs: dict[str, dict], free: set[str]) -> dict:
+    """The saved run's settings, and those of the command line that a resumed run may change."""
+    path = folder / "train.json"
+    saved = read_json(path, "training run to resume (--out_dir of an earlier run)")
+
+    # what is saved has to be what the flags could say
+    kind = entry(saved, "run", str, path)
+    if kind not in runs:
+        fail(f"{path}: there is no run of the kind {kind!r}; start in a new --out_dir")
+    for name, default in runs[kind].items():
+        if name not in saved:
+            fail(f"{path} lacks {name}: it is damaged, or another script's; start in a new --out_dir")
+        value = saved[name]
+        if (type(value) is bool and type(default) is bool) or value == default:
+            continue
+        words = value if isinstance(value, list) and isinstance(default, list) else [value]
+        try:
+            parsed = vars(parser.parse_args([f"--{name}", *map(str, words)]))
+        except Mistake:
+            parsed = {}
+        if name not in parsed or parsed[name] != value:
+            fail(f"{path}: {name} is {value!r:.80}: it is damaged, or another script's; start in a new --out_dir")
+
+    for name in given.keys() - {"init_from", "out_dir"}:
+        if given[name] != saved[name] and name not in free:
+            fail(f"--{name} {given[name]} differs from the run's {saved[name]}: leave it out, or use a new --out_dir")
+        saved[name] = given[name]
+    return saved | {"out_dir": str(folder)}
+
+
+def resume_flags(out_dir: str | Path) -> str:
+    return f"--init_from resume --out_dir {out_dir}"
+
+
+def report(record: dict, title: str, log: TextIO, shown: bool) -> None:
+    """One line of log.jsonl, and one for people."""
+    log.write(json.dumps(record) + "\n")
+    if shown:
+        figures = [f"{k} {v:.4g}" for k, v in record.items() if k not in ("step", "val")]
+        tqdm.write(" | ".join([title, *figures]))
+
+
+def draw_curve(folder: Path) -> None:
+    """log.jsonl as a small picture beside it, curve.svg: the loss of every step, and a line through their means."""
+    records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    loss = [record["loss"] for record in records if "loss" in record]
+    if not loss:
+        return
+    width, height = 640, 240
+    top = 1.05 * max(loss)
+
+    def line(points: list[tuple[float, float]], style: str) -> str:
+        places = " ".join(f"{50 + x / len(loss) * (width - 120):.1f},{height - 30 - y / top * (height - 50):.1f}"
+                          for x, y in points)  # fmt: skip
+        return f'<polyline points="{places}" fill="none" {style}/>'
+
+    # means of forty stretches
+    n = max(1, len(loss) // 40)
+    means = [(i + n / 2, statistics.mean(loss[i : i + n])) for i in range(0, len(loss), n)]
+    last = height - 30 - means[-1][1] / top * (height - 50)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"',
+        'font-family="sans-serif" font-size="13">',
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        line(list(enumerate(loss)), 'stroke="#b9c3cd"'),
+        line(means, 'stroke="#1f6fb5" stroke-width="2"'),
+        f'<text x="{width - 65}" y="{last:.0f}" fill="#1f6fb5">{means[-1][1]:.2f}</text>',
+        f'<text x="8" y="20" fill="#444444">{top:.1f}</text><text x="8" y="{height - 26}" fill="#444444">0</text>',
+        f'<text x="50" y="{height - 8}" fill="#444444">training loss a real token, nats; {len(loss):,} steps</text>',
+        "</svg>",
+    ]
+    replace_file(folder / "curve.svg", lambda temporary: temporary.write_text("\n".join(parts) + "\n"))
+
+
+def check_finite(record: dict, what: str, it: int, saved: int, args: argparse.Namespace) -> None:
+    """Stop a run that has diverged, and name the good checkpoint: its own validation was finite."""
+    bad = [f"{k} {v}" for k, v in record.items() if not math.isfinite(v)]
+    if not bad:
+        return
+    good = "none was saved yet"
+    if saved:
+        good = f"the checkpoint of step {saved} in {args.out_dir} is good ({resume_flags(args.out_dir)})"
+    fail(f"the {what} of step {it + 1} is not finite ({bad[0]}): {good}; lower --learning_rate in a new --out_dir")
+
+
+def means(parts: list[dict[str, Tensor]]) -> dict[str, float]:
+    """Mean cross-entropy in nats of each term, where it has positions, over micro-batches."""
+    found = {}
+    for name in parts[0]:
+        ce, count = sum(terms[name] for terms in parts).tolist()
+        if count:
+            found[name] = ce / count
+    return found
+
+
+def cosine(it: int, max_iters: int) -> float:
+    """The rate as a share of its peak: up over 1 % of the steps (paper), then a cosine to 0."""
+    warm = max(1, round(0.01 * max_iters))
+    if it < warm:
+        return (it + 1) / warm
+    progress = (it - warm) / max(1, max_iters - warm)
+    return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+class Together:
+    """Several optimizers as one, each with one group of parameters."""
+
+    def __init__(self, *parts: torch.optim.Optimizer):
+        self.parts = parts
+        self.param_groups = [part.param_groups[0] for part in parts]
+
+    @property
+    def state(self) -> dict[Tensor, dict[str, Tensor]]:
+        """What they remember of each parameter."""
+        return {p: part.state[p] for part in self.parts for p in part.param_groups[0]["params"]}
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+
+def rewind_log(path: Path, it: int) -> None:
+    """Drop lines at or after iteration `it` (written after the last save) and a line cut short by a kill."""
+    kept = []
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        try:
+            record = json.loads(line)
+            end = it + ("val" in record)  # a validation at `it` is of the weights that were saved
+            if not all(is_number(value) for value in record.values()):
+                break
+            if record["step"] < end:
+                kept.append(line + b"\n")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            break
+    replace_file(path, lambda temporary: temporary.write_bytes(b"".join(kept)))
+
+
+@contextmanager
+def interruptible() -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM ask the loop to finish its step and save; a second one stops at once."""
+    caught: list[int] = []
+
+    def handler(number: int, frame: object) -> None:
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(number)
+
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def fast_kernels(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
+    """On a CPU in bf16 plain products are faster than flash attention on rows as short as a name."""
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        return sdpa_kernel(SDPBackend.MATH)
+    return nullcontext()

@@ -1,16 +1,12 @@
 """Tokenizers: text to ids and back.
 
     byte_tokenizer()     256 bytes, an end-of-text token and a mask token
-    bpe_tokenizer(path)  a byte-level BPE from a `tokenizer.json`: a released one, or one that learn_bpe made
-    learn_bpe(texts)     the content of such a file, learned from texts
+    bpe_tokenizer(path)  a byte-level BPE from a `tokenizer.json`: a released one, or one that data.learn_bpe made
 
 tiktoken does the encoding. A `tokenizer.json` that it cannot reproduce exactly, on every text, is refused.
 """
 
-import re
 import unicodedata
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +19,8 @@ from lib.util import entry, fail, objects, read_json, reading
 # the released names; every tokenizer uses them
 EOS = "<|endoftext|>"
 MASK = "<|mask|>"
+
+WORDS = r" ?\S+|\s+"  # a word takes the blank before it along
 
 
 @dataclass
@@ -88,8 +86,12 @@ def visible(character: str) -> str:
 
 # --- reading a tokenizer
 def byte_tokenizer() -> Tokenizer:
-    """A BPE without merges: ids 0..255 are bytes, eos is 256, mask is 257."""
-    return bpe_tokenizer(Path("bytes"), learn_bpe([], 258))
+    """Ids 0..255 are bytes, eos is 256, mask is 257."""
+    token_bytes = {byte: bytes([byte]) for byte in range(256)}
+    ranks = {token: byte for byte, token in token_bytes.items()}
+    special = {EOS: 256, MASK: 257}
+    encoding = tiktoken.Encoding("bytes", pat_str=WORDS, mergeable_ranks=ranks, special_tokens=special)
+    return Tokenizer(encoding, list(range(258)), special, nfc=False, token_bytes=token_bytes)
 
 
 def byte_alphabet() -> list[str]:
@@ -214,64 +216,3 @@ def merge_bytes(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
             return parts
         _, i = min(known)
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
-
-
-# --- learning one
-def learn_bpe(texts: Iterable[str], vocab_size: int) -> dict:
-    """The content of a `tokenizer.json` with vocab_size ids: bytes, learned merges, EOS and MASK.
-
-    Each merge joins the pair of tokens that is most often side by side in words, if it is so twice.
-    """
-    # a word takes the blank before it along
-    pattern = r" ?\S+|\s+"
-    found = Counter(word for text in texts for word in re.findall(pattern, text))
-
-    # while merges are learned a token is one character, chr(id), and a pair is two
-    tokens = byte_alphabet()
-    words = {word.encode().decode("latin-1"): n for word, n in found.items()}
-    counts: Counter[str] = Counter()
-    for word, n in words.items():
-        count_pairs(counts, word, n)
-
-    merges = []
-    while len(tokens) + 2 < vocab_size:
-        most = max(counts.values(), default=0)
-        if most < 2:
-            break
-
-        # of equals the first in string order
-        equals = [pair for pair, n in counts.items() if n == most]
-        pair = min(equals, key=lambda pair: [tokens[ord(token)] for token in pair])
-        merge = [tokens[ord(token)] for token in pair]
-        merges.append(merge)
-        joined = chr(len(tokens))
-        tokens.append("".join(merge))
-
-        # in every word that holds it, from the left: of a, a, a the first two
-        for word in [word for word in words if pair in word]:
-            n = words.pop(word)
-            count_pairs(counts, word, -n)
-            word = word.replace(pair, joined)
-            count_pairs(counts, word, n)
-            words[word] = n
-
-    # ids: the bytes, the merges in order, then the two special tokens
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    eos = {"id": len(tokens), "content": EOS} | plain
-    mask = {"id": len(tokens) + 1, "content": MASK} | plain
-
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    vocab = {token: i for i, token in enumerate(tokens)}
-    return {
-        "added_tokens": [eos, mask],
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
-        "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
-    }
-
-
-def count_pairs(counts: Counter, word: str, n: int) -> None:
-    """Add n to the count of every two neighbours of a word."""
-    for left, right in pairwise(word):
-        counts[left + right] += n

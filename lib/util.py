@@ -9,22 +9,19 @@ import math
 import os
 import re
 import shutil
-import signal
 import statistics
 import sys
 import textwrap
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from tqdm import tqdm
 
 # R rows, T positions
 
@@ -113,25 +110,13 @@ def objects(about: dict, key: str, where: Path | str) -> list[dict]:
     return values
 
 
-@contextmanager
-def interruptible() -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM ask the loop to finish its step and save; a second one stops at once."""
-    caught: list[int] = []
-
-    def handler(number: int, frame: object) -> None:
-        if caught:
-            raise KeyboardInterrupt
-        caught.append(number)
-
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield caught
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
-
-
 # --- flags
+def settings_line(settings: dict) -> str:
+    """{"seed": 0, "toy": ["V=3", "m=2"], "preset": None} -> seed 0, toy V=3 m=2"""
+    shown = {name: " ".join(value) if isinstance(value, list) else value for name, value in settings.items()}
+    return ", ".join(f"{name} {value}" for name, value in shown.items() if value not in (None, ""))
+
+
 TABLE = "defaults, by kind of run; of each after the first, where it differs from the first:"
 
 
@@ -260,154 +245,6 @@ def read_json(path: Path, what: str) -> dict:
     return value
 
 
-def rewind_log(path: Path, it: int) -> None:
-    """Drop lines at or after iteration `it` (written after the last save) and a line cut short by a kill."""
-    kept = []
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        try:
-            record = json.loads(line)
-            end = it + ("val" in record)  # a validation at `it` is of the weights that were saved
-            if not all(is_number(value) for value in record.values()):
-                break
-            if record["step"] < end:
-                kept.append(line + b"\n")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            break
-    replace_file(path, lambda temporary: temporary.write_bytes(b"".join(kept)))
-
-
-# --- a training run: its settings, its log, its rate
-def resumed(given: dict, folder: Path, parser: Parser, runs: dict[str, dict], free: set[str]) -> dict:
-    """The saved run's settings, and those of the command line that a resumed run may change."""
-    path = folder / "train.json"
-    saved = read_json(path, "training run to resume (--out_dir of an earlier run)")
-
-    # what is saved has to be what the flags could say
-    kind = entry(saved, "run", str, path)
-    if kind not in runs:
-        fail(f"{path}: there is no run of the kind {kind!r}; start in a new --out_dir")
-    for name, default in runs[kind].items():
-        if name not in saved:
-            fail(f"{path} lacks {name}: it is damaged, or another script's; start in a new --out_dir")
-        value = saved[name]
-        if (type(value) is bool and type(default) is bool) or value == default:
-            continue
-        words = value if isinstance(value, list) and isinstance(default, list) else [value]
-        try:
-            parsed = vars(parser.parse_args([f"--{name}", *map(str, words)]))
-        except Mistake:
-            parsed = {}
-        if name not in parsed or parsed[name] != value:
-            fail(f"{path}: {name} is {value!r:.80}: it is damaged, or another script's; start in a new --out_dir")
-
-    for name in given.keys() - {"init_from", "out_dir"}:
-        if given[name] != saved[name] and name not in free:
-            fail(f"--{name} {given[name]} differs from the run's {saved[name]}: leave it out, or use a new --out_dir")
-        saved[name] = given[name]
-    return saved | {"out_dir": str(folder)}
-
-
-def resume_flags(out_dir: str | Path) -> str:
-    return f"--init_from resume --out_dir {out_dir}"
-
-
-def settings_line(settings: dict) -> str:
-    """{"seed": 0, "toy": ["V=3", "m=2"], "preset": None} -> seed 0, toy V=3 m=2"""
-    shown = {name: " ".join(value) if isinstance(value, list) else value for name, value in settings.items()}
-    return ", ".join(f"{name} {value}" for name, value in shown.items() if value not in (None, ""))
-
-
-def report(record: dict, title: str, log: TextIO, shown: bool) -> None:
-    """One line of log.jsonl, and one for people."""
-    log.write(json.dumps(record) + "\n")
-    if shown:
-        figures = [f"{k} {v:.4g}" for k, v in record.items() if k not in ("step", "val")]
-        tqdm.write(" | ".join([title, *figures]))
-
-
-def draw_curve(folder: Path) -> None:
-    """log.jsonl as a small picture beside it, curve.svg: the loss of every step, and a line through their means."""
-    records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    loss = [record["loss"] for record in records if "loss" in record]
-    if not loss:
-        return
-    width, height = 640, 240
-    top = 1.05 * max(loss)
-
-    def line(points: list[tuple[float, float]], style: str) -> str:
-        places = " ".join(f"{50 + x / len(loss) * (width - 120):.1f},{height - 30 - y / top * (height - 50):.1f}"
-                          for x, y in points)  # fmt: skip
-        return f'<polyline points="{places}" fill="none" {style}/>'
-
-    # means of forty stretches
-    n = max(1, len(loss) // 40)
-    means = [(i + n / 2, statistics.mean(loss[i : i + n])) for i in range(0, len(loss), n)]
-    last = height - 30 - means[-1][1] / top * (height - 50)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"',
-        'font-family="sans-serif" font-size="13">',
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        line(list(enumerate(loss)), 'stroke="#b9c3cd"'),
-        line(means, 'stroke="#1f6fb5" stroke-width="2"'),
-        f'<text x="{width - 65}" y="{last:.0f}" fill="#1f6fb5">{means[-1][1]:.2f}</text>',
-        f'<text x="8" y="20" fill="#444444">{top:.1f}</text><text x="8" y="{height - 26}" fill="#444444">0</text>',
-        f'<text x="50" y="{height - 8}" fill="#444444">training loss a real token, nats; {len(loss):,} steps</text>',
-        "</svg>",
-    ]
-    replace_file(folder / "curve.svg", lambda temporary: temporary.write_text("\n".join(parts) + "\n"))
-
-
-def check_finite(record: dict, what: str, it: int, saved: int, args: argparse.Namespace) -> None:
-    """Stop a run that has diverged, and name the good checkpoint: its own validation was finite."""
-    bad = [f"{k} {v}" for k, v in record.items() if not math.isfinite(v)]
-    if not bad:
-        return
-    good = "none was saved yet"
-    if saved:
-        good = f"the checkpoint of step {saved} in {args.out_dir} is good ({resume_flags(args.out_dir)})"
-    fail(f"the {what} of step {it + 1} is not finite ({bad[0]}): {good}; lower --learning_rate in a new --out_dir")
-
-
-def means(parts: list[dict[str, Tensor]]) -> dict[str, float]:
-    """Mean cross-entropy in nats of each term, where it has positions, over micro-batches."""
-    found = {}
-    for name in parts[0]:
-        ce, count = sum(terms[name] for terms in parts).tolist()
-        if count:
-            found[name] = ce / count
-    return found
-
-
-def cosine(it: int, max_iters: int) -> float:
-    """The rate as a share of its peak: up over 1 % of the steps (paper), then a cosine to 0."""
-    warm = max(1, round(0.01 * max_iters))
-    if it < warm:
-        return (it + 1) / warm
-    progress = (it - warm) / max(1, max_iters - warm)
-    return 0.5 * (1 + math.cos(math.pi * progress))
-
-
-class Together:
-    """Several optimizers as one, each with one group of parameters."""
-
-    def __init__(self, *parts: torch.optim.Optimizer):
-        self.parts = parts
-        self.param_groups = [part.param_groups[0] for part in parts]
-
-    @property
-    def state(self) -> dict[Tensor, dict[str, Tensor]]:
-        """What they remember of each parameter."""
-        return {p: part.state[p] for part in self.parts for p in part.param_groups[0]["params"]}
-
-    def step(self) -> None:
-        for part in self.parts:
-            part.step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for part in self.parts:
-            part.zero_grad(set_to_none)
-
-
 # --- randomness and the device
 def generator(*key: int | str) -> torch.Generator:
     """A CPU generator that is a function of its key alone: no random state is to be saved."""
@@ -429,13 +266,6 @@ def pick_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as e:
         fail(f"--device {name} is not usable here: {str(e).splitlines()[0]}")
     return torch.device(name)
-
-
-def fast_kernels(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
-    """On a CPU in bf16 plain products are faster than flash attention on rows as short as a name."""
-    if device.type == "cpu" and dtype == torch.bfloat16:
-        return sdpa_kernel(SDPBackend.MATH)
-    return nullcontext()
 
 
 # --- time

@@ -27,7 +27,7 @@ from checkpoint import (
     save_tensors,
 )  # fmt: skip
 from convert_weights import Plan, copies, copy_file, plan, survey, write_checkpoint
-from lib.tokenizer import learn_bpe
+from lib.data import learn_bpe
 from lib.util import Parser, command, entry, fail, write_json
 from model import LORA_SCALE, Config
 

@@ -23,8 +23,8 @@ from torch.distributed.fsdp import fully_shard
 
 import checkpoint
 import train
-from lib.data import Corpus
-from lib.util import check_finite, command, fail, interruptible, pick_device, report, resume_flags, rewind_log
+from lib.data import Corpus, check_finite, interruptible, report, resume_flags, rewind_log
+from lib.util import command, fail, pick_device
 from model import Model
 
 

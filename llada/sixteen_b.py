@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from checkpoint import PRESETS, read_config
 from convert_weights import Plan, plan, survey, write_checkpoint
-from lib.tokenizer import learn_bpe
+from lib.data import learn_bpe
 from lib.util import Parser, bounded, command, fail, generator, write_json
 from llada.export import released_config
 

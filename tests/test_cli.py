@@ -15,7 +15,8 @@ import evaluate
 import sample
 import train
 from checkpoint import load_model, save_model
-from lib.tokenizer import byte_tokenizer, learn_bpe
+from lib.data import learn_bpe
+from lib.tokenizer import byte_tokenizer
 from lib.util import Screen, command, fail, write_json
 from sample import MASK, drawn
 

@@ -18,7 +18,7 @@ import lib.tokenizer
 import sample
 import train
 from checkpoint import save_model
-from lib.tokenizer import learn_bpe
+from lib.data import learn_bpe
 from lib.util import write_json
 
 N = 200

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from lib.data import is_validation, load_text, text_corpus, unicode_names
-from lib.tokenizer import bpe_tokenizer, byte_tokenizer, learn_bpe
+from lib.data import is_validation, learn_bpe, load_text, text_corpus, unicode_names
+from lib.tokenizer import bpe_tokenizer, byte_tokenizer
 from lib.util import Mistake, read_json
 from sample import exists
 

@@ -29,8 +29,8 @@ from evaluate import (
     one_step_table,
     quality,
 )
-from lib.data import is_validation
-from lib.tokenizer import byte_tokenizer, learn_bpe
+from lib.data import is_validation, learn_bpe
+from lib.tokenizer import byte_tokenizer
 from lib.util import write_json
 from sample import exists
 from toy import Toy

@@ -19,7 +19,8 @@ import sample
 import train
 from checkpoint import load_model
 from corrupt import G, M, W, draw_bundle
-from lib.util import cosine, generator, settings_line
+from lib.data import cosine
+from lib.util import generator, settings_line
 from train import RUNS, Batch, base_step, cocommit_step, corrupt_batch, stage_a_draft
 
 TOY = ["--data", "pairs", "--toy", "V=3", "m=2", "--batch_size", 4, "--device", "cpu"]
@@ -397,9 +398,9 @@ def test_a_checkpoint_keeps_its_markers(tmp_path, run):
 
 def test_rows_of_validation_are_those_of_every_seed():
     corpus = train.load_corpus(flags(data=["pairs"], toy=["V=3", "m=2"]))
-    batches = [train.get_batch(corpus, "val", 0, 4, flags(seed=seed), "cpu") for seed in (0, 1)]
+    batches = [train.get_batch(corpus, "val", 0, 4, seed, "cpu") for seed in (0, 1)]
     assert torch.equal(batches[0].clean, batches[1].clean)
     first, second = (torch.stack([torch.rand(3, generator=g) for g in batch.draws]) for batch in batches)
     assert torch.equal(first, second)
-    first, second = (train.get_batch(corpus, "train", 0, 4, flags(seed=seed), "cpu").draws for seed in (0, 1))
+    first, second = (train.get_batch(corpus, "train", 0, 4, seed, "cpu").draws for seed in (0, 1))
     assert not torch.equal(torch.rand(3, generator=first[0]), torch.rand(3, generator=second[0]))
