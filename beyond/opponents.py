@@ -8,10 +8,13 @@
     marking         Stage B with the marker on other positions, on none, or on half of the bundle
     soft_drafts     Stage B also sees Stage A's expected embedding at the marked positions
 
+    tilted          a bundle that looks at the text: some answers are shown to the loss more often than others
+
 They write and never edit. Left to right in one more way: a base of `train.py --one_by_one 1`, decoded in blocks of one.
 
     python -m beyond.opponents stage_a --alpha 0.5 --out_dir out/one-stage   # alpha in Stage A alone (arXiv 2609.38066)
     python -m beyond.opponents soft --alpha 0.5 --out_dir out/soft           # Stage B that is trained with soft drafts
+    python -m beyond.opponents tilt --data pairs --init_from out/pairs --alpha 1    # alpha, pushed off flat marginals
 
 Other flags are train.py's.
 """
@@ -19,6 +22,7 @@ Other flags are train.py's.
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -28,10 +32,10 @@ import train
 from beyond.head import prefix
 from cache import Cached
 from corrupt import M, three_term_loss
-from lib.util import command, fail, first_masked
+from lib.util import command, fail, first_masked, generator, uniform
 from model import Model
 from sample import Decoding, Step, candidates, select_bundle
-from train import Batch, Losses, batch_context, bundle_of, corrupt_batch, of_stage
+from train import Batch, Losses, batch_context, bundle_of, cocommit_step, corrupt_batch, of_stage
 
 # R rows, T positions, B positions of a block, C channels, V vocabulary, P marked positions
 
@@ -197,7 +201,23 @@ def stage_a_step(model: Model, batch: Batch, args: Namespace) -> Losses:
     return loss, of_stage("A", terms)
 
 
+TILT = 0.5
+
+
+def tilted(model: Model, batch: Batch, masked: Tensor, args: Namespace) -> Tensor:
+    """All masks of some blocks: a block is kept with probability exp(-TILT * the sum of a cost in [0, 1) over its
+    masks), which is a fixed random function of place and token. So flat marginals are flat no more."""
+    B = model.cfg.block_length
+    cost = torch.rand(B, model.cfg.vocab_size, generator=generator("tilt"))  # (B, V)
+    R, T = masked.shape
+    of_token = cost[torch.arange(T) % B, batch.clean.cpu()] * masked.cpu()  # (R, T)
+    of_block = of_token.view(R, -1, B).sum(-1)
+    kept = uniform(batch.draws, T // B) < (-TILT * of_block).exp()
+    return masked & kept.repeat_interleave(B, dim=1).to(masked.device)
+
+
 WAYS = {
+    "tilt": (partial(cocommit_step, bundle=tilted), dict(out_dir="out/tilt")),
     "stage_a": (stage_a_step, dict(lora_in="both", out_dir="out/one-stage")),
     "soft": (soft_step, dict(out_dir="out/soft")),
 }
@@ -211,7 +231,7 @@ def main() -> None:
     step, own = WAYS[way]
     args = train.read_arguments(train.build_parser(__doc__), f"-m beyond.opponents {way}", **own)
     if args.init_from == "scratch":
-        fail("both ways train adapters: give a trained base by --init_from DIR")
+        fail("all ways train adapters: give a trained base by --init_from DIR")
     corpus = train.load_corpus(args)
     model = train.start(args, corpus)
     model.adapter["way"] = way  # evidence.py decodes it as it was trained
