@@ -134,6 +134,16 @@ def unicode_names() -> Iterator[str]:
             yield name
 
 
+def exists(name: str) -> str | None:
+    """The character of exactly this name, or None."""
+    try:
+        found = unicodedata.lookup(name)
+    except (KeyError, UnicodeEncodeError):  # unknown; a lone surrogate
+        return None
+    # lookup also takes lower case, aliases and sequences: none of them is a character's own name
+    return found if unicodedata.name(found[0], "") == name else None
+
+
 def learn_names(folder: Path) -> None:
     """A BPE of the names, learned once, and the Unicode version that it is of."""
     if not (folder / "tokenizer.json").exists():

@@ -7,8 +7,6 @@ token at a time. A click on a mask shows what Stage A and Stage B would write th
 hand. For names the page also says whether a name exists, and counts how many of a hundred held-out
 beginnings each decoder completes to one, and the forwards that it took.
 
-It shows what `sample.py --json` wrote, too: choose the files at the bottom of the page, of any model.
-
     python -m tools.playground                                  # the shipped base and its two adapters
     python -m tools.playground --ckpt out/names --out mine.html # one's own; several adapters of one base: a column each
 """

@@ -1,4 +1,4 @@
-"""The page's engine against PyTorch, what the page shows of a decode, and of a record of sample.py --json.
+"""The page's engine against PyTorch, and what the page shows of a decode.
 `pytest tests/tools/test_playground.py`; most of it needs a browser: apt install chromium.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from common import ROOT, command_line, random_ids, random_lora, refused, tiny_model
+from common import ROOT, Steps, command_line, random_ids, random_lora, refused, tiny_model
 
 import sample
 from cache import in_full
@@ -339,43 +339,31 @@ def test_one_command_writes_one_page_that_asks_nothing_of_a_network(tmp_path, mo
     assert policy == "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
-# --- records of sample.py --json
 @in_browser
-def test_records_from_files_are_shown_step_by_step(small, small_page, tmp_path, monkeypatch, capsys):
-    """After each step the block as it was left, what the stages disagree on, and edits. Other files are refused."""
-    argv = ["--ckpt", small[0], "--prompt", "ab", "--gen_length", 9, "--tau_m2t", 0.3, "--tau_t2t", 0]
-    argv += ["--device", "cpu", "--json"]
-    record = json.loads(command_line(sample, monkeypatch, capsys, *argv)[1])
+def test_a_decode_is_shown_step_by_step(small, small_page, tokenizer, tmp_path):
+    """After each of PyTorch's steps the block as it was left, what the stages disagree on, and edits."""
+    d = replace(STAGE_B, tau_m2t=0.3, n_rounds=2)
+    steps = Steps(1)
+    model = load_model(small[0], "cpu", torch.float32)
+    (out,) = generate(model, [tokenizer.encode("BOX DRAWINGS")], d, on_step=steps.add)
     script = """
-        const choose = async (...runs) => {
-            const chosen = new DataTransfer();
-            runs.forEach((run, i) => chosen.items.add(new File([JSON.stringify(run)], `run_${i}.json`)));
-            $("unread").textContent = "reading";
-            $("files").files = chosen.files;
-            $("files").dispatchEvent(new Event("change"));
-            while (text("unread") === "reading") await new Promise((resume) => setTimeout(resume, 10));
-            return [text("unread"), traces.map((t) => t.label).join()];
-        };
-        const refused = [await choose({}), await choose(given.run, {...given.run, prompt: [3]})];
-        const chosen = await choose(given.run);
-        const seen = given.run.steps.map((s, k) => (go(k + 1), cells()));
-        return {refused, chosen, seen, heads: text("runs")};
+        $("tau_m2t").value = 0.3;
+        present([recordOf(promptOf("BOX DRAWINGS").prompt, 1)], 0);
+        return [text("runs"), traces[0].steps.map((s, k) => (go(k + 1), cells()))];
     """
-    found = answer(tmp_path, small_page, script, run=record)
-    for (said, labels), why in zip(found["refused"], ("holds no steps", "of one prompt"), strict=True):
-        assert "not what sample.py --json writes" in said and why in said
-        assert labels == "factorised,Stage B, the paper's,Stage B, alpha 0.5,one at a time"
-    assert found["chosen"] == ["", "run_0"]
-    assert f"{record['nfe']['full']} full, {record['nfe']['partial']:g} partial" in found["heads"]
+    heads, seen = answer(tmp_path, small_page, script)
+    assert f"{out.nfe['full']} full, {out.nfe['partial']:g} partial, {out.nfe['commit']} commit" in heads
 
-    piece = lambda token: record["pieces"][str(token)]  # noqa: E731
-    for s, cells in zip(record["steps"], found["seen"], strict=True):
+    piece = lambda token: {1022: "∎", 1023: "▒"}.get(token) or tokenizer.piece(token)  # noqa: E731
+    (taken,) = steps.of_row
+    for s, cells in zip(taken, seen, strict=True):
         cell = {cell["at"]: cell for cell in cells}
         assert [cell[s["start"] + i]["parts"][1] for i in range(8)] == list(map(piece, s["after"]))
         for f in s["fill"]:
-            drafted = [] if f["token"] == f["token_a"] else ["A " + piece(f["token_a"])]
-            assert cell[f["at"]]["is"] == "cell fill bundle" and cell[f["at"]]["parts"][0] == "F"
-            assert [part for part in cell[f["at"]]["parts"][2:] if part.startswith("A ")] == drafted
-        for f in s["edit"]:
-            assert f"{piece(f['old'])} became {piece(f['token'])}" in cell[f["at"]]["title"]
-    assert any(s["edit"] for s in record["steps"]) and len(record["steps"]) > 3
+            drafted = "" if f["token"] == f["token_a"] else "A " + piece(f["token_a"])
+            assert cell[f["at"]]["is"] == "cell fill bundle"
+            assert cell[f["at"]]["parts"] == ["F", piece(f["token"]), drafted, ""]
+        for e in s["edit"]:
+            old = s["before"][e["at"] - s["start"]]
+            assert f"{piece(old)} became {piece(e['token'])}" in cell[e["at"]]["title"]
+    assert any(s["edit"] for s in taken) and any(f["token"] != f["token_a"] for s in taken for f in s["fill"])
