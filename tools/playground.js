@@ -3,7 +3,6 @@
 
 const data = JSON.parse($("data").textContent);
 const base = readModel(data);
-const adapters = data.adapters.map((adapter) => ({...adapter, tensors: readTensors(adapter.tensors)}));
 const columns = data.decoders.map(readColumn);
 let byHand = columns.map(() => ({})); // of each column: {number of a step: {at, token}}
 let sharesAt = ""; // the gates of the table of shares
@@ -38,21 +37,17 @@ function readModel({cfg, tokenizer, tensors: stored}) {
 
 // One of the page's decoders, with its model: the base, with the adapters that lie on it.
 function readColumn(decoder) {
-  return {...decoder, model: decoder.adapters.reduce((model, number) => adapted(model, adapters[number]), base)};
+  const adapters = decoder.adapters.map((adapter) => ({...adapter, tensors: readTensors(adapter.tensors)}));
+  return {...decoder, model: adapters.reduce(adapted, base)};
 }
 
-// --- the judge: a name is in the list of all, or ends in its character's number
+// --- the judge: is a name in the list of all?
 
 const known = data.names;
 
 // The character of exactly this name, or undefined.
 function exists(name) {
-  const [, front, number] = name.match(/^(.*-)([0-9A-F]{4,6})$/) ?? [];
-  const code = Number.parseInt(number, 16);
-  const inRun = ([first, last, before]) => first <= code && code <= last && before === front;
-  const canonical = number === code.toString(16).toUpperCase().padStart(4, "0");
-  if (number && canonical && known.numbered.some(inRun)) return String.fromCodePoint(code);
-  return Object.hasOwn(known.codes, name) ? String.fromCodePoint(known.codes[name]) : undefined;
+  return Object.hasOwn(known, name) ? String.fromCodePoint(known[name]) : undefined;
 }
 
 // As sample.py says it.
@@ -71,7 +66,7 @@ const gates = () => ({tau_m2t: Number($("tau_m2t").value), tau_t2t: Number($("ta
 
 // The engine's settings for a column, and the tokens {number of a step: {at, token}} that are written by hand: such a
 // step asks the model nothing.
-function decoding({n_rounds, gated, leftmost, tau_t2t}, hand = {}) {
+function decoding({n_rounds, leftmost, tau_t2t}, hand = {}) {
   const chosen = gates();
   const edits = chosen.tau_t2t < 1 ? chosen.tau_t2t : null;
   const byHand = (z, start, n) => {
@@ -82,7 +77,7 @@ function decoding({n_rounds, gated, leftmost, tau_t2t}, hand = {}) {
     const said = {token: after, conf, token_a: after, conf_a: conf};
     return {...said, before: z, after, bundle: [at], edited: [], partial: 0, byHand: true};
   };
-  return {n_rounds, leftmost, tau_m2t: gated ? chosen.tau_m2t : 1, tau_t2t: n_rounds ? edits : tau_t2t, byHand,
+  return {n_rounds, leftmost, tau_m2t: chosen.tau_m2t, tau_t2t: n_rounds ? edits : tau_t2t, byHand,
     max_post_steps: 16, gen_length: data.gen_length, eos_early_stop: true};
 }
 
@@ -314,8 +309,5 @@ $("of_names").hidden = !known;
 $("of_text").hidden = Boolean(known);
 $("experiment").hidden = $("surprise").hidden = !known;
 $("edits").hidden = !columns.some((column) => column.n_rounds);
-$("paper").href = data.paper;
-$("repository").href = data.repository;
-$("source").hidden = !data.repository;
 showGates();
 fromLink();
