@@ -10,7 +10,7 @@ last mask, which the released loop reads once more; and a block that can never e
 
     python sample.py --prompt "CANADIAN"                            # text, and what it cost in forwards
     python sample.py --prompt "CANADIAN SYLLABICS ▒▒▒ DZU" --watch  # every step; each ▒ is a token to fill
-    python sample.py --ckpt DIR --prompt_ids 5,9,12 --n_rounds 0 --json > run.json   # tokens, counts, steps
+    python sample.py --ckpt DIR --prompt_ids 5,9,12 --n_rounds 0    # token ids, and Stage A alone
 
 A hole sees its own block and what is before it, not later blocks: attention is causal across blocks.
 
@@ -18,10 +18,8 @@ To change   how a step selects and writes   write   a function like denoise, and
 """
 
 import argparse
-import json
 import math
 import sys
-import unicodedata
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,14 +31,25 @@ from torch import Tensor
 from cache import Cached, Output, Row, Uncached, in_full, up_to_eos
 from checkpoint import DTYPES, about_adapter, load_model, load_tokenizer, names_of
 from lib.tokenizer import Tokenizer
-from lib.util import Parser, Screen, bounded, command, fail, first_masked, or_none, pick_device, uniform
+from lib.util import (
+    END,
+    MASK,
+    Parser,
+    Screen,
+    bounded,
+    command,
+    exists,
+    fail,
+    first_masked,
+    or_none,
+    pick_device,
+    uniform,
+)
 from model import Config, Model
 
 # R rows in flight, T positions, B block_length, C channels, V vocabulary, K = n_rounds
 
 MAX_STEPS = 1024  # forwards in one block
-MASK = "▒"
-END = "∎"
 
 
 @dataclass(frozen=True)
@@ -324,7 +333,6 @@ def build_parser() -> Parser:
 
     add = parser.add_argument_group("output").add_argument
     add("--watch", action="store_true", help=f"show every step ({MASK} a mask, {END} the end)")
-    add("--json", action="store_true", help="one JSON object a prompt")
     # fmt: on
     return parser
 
@@ -387,63 +395,12 @@ def check_prompt(prompt: list[int], number: int, gen_length: int, cfg: Config) -
 
 
 # --- what is shown
-def exists(name: str) -> str | None:
-    """The character of exactly this name, or None."""
-    try:
-        found = unicodedata.lookup(name)
-    except (KeyError, UnicodeEncodeError):  # unknown; a lone surrogate
-        return None
-    # lookup also takes lower case, aliases and sequences: none of them is a character's own name
-    return found if unicodedata.name(found[0], "") == name else None
-
-
 def verdict(name: str) -> str:
     """Of a model of names: the character, or that there is none."""
     char = exists(name)
     if char:
         return f"{char} (U+{ord(char):04X})"
     return "(no such character)" if name.isupper() else "(no such character; names are in upper case)"
-
-
-def step_record(step: Step, r: int, start: int) -> dict:
-    """One step of row r in plain numbers; positions are absolute."""
-    conf = [round(p, 4) for p in step.conf[r].tolist()]
-    record = dict(start=start, before=step.z[r].tolist(), after=step.after[r].tolist(), fill=[], edit=[], conf=conf)
-    for i, token in enumerate(step.token[r].tolist()):
-        here = dict(at=start + i, token=token, conf=conf[i])
-        if step.edited[r, i]:
-            record["edit"].append(here | dict(old=record["before"][i]))
-        elif step.bundle[r, i]:
-            record["fill"].append(
-                here | dict(token_a=int(step.token_a[r, i]), conf_a=round(float(step.conf_a[r, i]), 4))
-            )
-    return record | dict(partial=float(step.partial[r]))
-
-
-def pieces(records: list[dict], prompt: list[int], cfg: Config, tokenizer: Tokenizer | None) -> dict[int, str]:
-    """The text of every id that occurs in a row's steps."""
-    ids = set(prompt)
-    for s in records:
-        ids.update(s["before"], s["after"], (f["token_a"] for f in s["fill"]))
-    name = tokenizer.piece if tokenizer else str  # a toy's tokens are numbers
-    return {i: name(i) for i in sorted(ids)} | {cfg.eos_id: END, cfg.mask_id: MASK}
-
-
-LEGEND = f"[written now]  [Stage B's](A: what Stage A would write)  {{edited}}  {MASK} a mask  {END} the end"
-
-
-def drawn(s: dict, name: dict[int, str], gap: str, paint: Callable[[str, str], str]) -> str:
-    """The block after a step, marked as LEGEND says. gap: what stands between tokens."""
-    text = {i: piece.replace("·", " ") + gap for i, piece in name.items()}
-    cells = [paint(text[i], "dim") if text[i].startswith(MASK) else text[i] for i in s["after"]]
-    for f in s["fill"]:
-        i = f["at"] - s["start"]
-        cells[i] = paint(f"[{text[f['token']]}]", "green")
-        if f["token_a"] != f["token"]:
-            cells[i] = paint(f"[{text[f['token']]}]", "yellow") + paint(f"(A: {text[f['token_a']]})", "dim")
-    for e in s["edit"]:
-        cells[e["at"] - s["start"]] = paint(f"{{{text[e['token']]}}}", "magenta")
-    return "".join(cells)
 
 
 def what_ran(model: Model, d: Decoding, about: dict) -> str:
@@ -461,55 +418,32 @@ def write(args: Namespace, model: Model) -> None:
     """Continue every prompt, and print what came of it."""
     tokenizer = load_tokenizer(args.ckpt, model.cfg.tokenizer)
     d = settle_decoding(args, model)
-    cfg = model.cfg
 
     # what is continued; a model of names is judged
     judged = tokenizer is not None and names_of(args.ckpt) is not None
-    prompts = read_prompts(args, tokenizer, cfg, d.gen_length, judged)
+    prompts = read_prompts(args, tokenizer, model.cfg, d.gen_length, judged)
 
-    # every step of every row, where it is asked for; in a terminal each row's line is drawn again and again
-    steps: list[list[dict]] = [[] for _ in prompts]
-    watched = args.watch and not args.json
-    screen = Screen(len(prompts), watched)
-
-    def on_step(rows: list[Row], step: Step) -> None:
-        for r, row in enumerate(rows):
-            record = step_record(step, r, len(row.ids))
-            steps[row.number].append(record)
-            if not watched:
-                continue
-            before = tokenizer.decode(row.ids) if tokenizer else "".join(f"{i} " for i in row.ids)
-            line = drawn(record, pieces([record], [], cfg, tokenizer), "" if tokenizer else " ", screen.paint)
-            screen.draw(row.number, len(steps[row.number]), before, line)
-        screen.show()
-
-    if watched:
-        print(LEGEND)
-    outputs = generate(model, prompts, d, args.seed, on_step=on_step if watched or args.json else None)
-    ran = what_ran(model, d, about_adapter(args.ckpt))
-    for prompt, output, of_row in zip(prompts, outputs, steps, strict=True):
+    # every step is shown where it is asked for
+    on_step = None
+    if args.watch:
+        on_step = Screen(len(prompts), tokenizer, model.cfg.mask_id, model.cfg.eos_id).on_step
+    outputs = generate(model, prompts, d, args.seed, on_step=on_step)
+    for prompt, output in zip(prompts, outputs, strict=True):
         if output.warning:
             print(f"warning: {output.warning}", file=sys.stderr)
 
-        text = None
-        if tokenizer:
-            text = tokenizer.decode(output.prompt + output.tokens)
-        n = len(output.tokens) + prompt.count(cfg.mask_id)
+        # the text, or a toy's numbers
+        text = tokenizer.decode(output.prompt + output.tokens) if tokenizer else ""
+        said = ["  " + verdict(text)] if judged else []
+        print(text or output.tokens, *said)
+
+        # what it cost
+        n = len(output.tokens) + prompt.count(model.cfg.mask_id)
         nfe = output.nfe
         total = in_full(nfe, model.partial_cost)
-        if args.json:
-            name = pieces(of_row, output.prompt, cfg, tokenizer)
-            record = dict(text=text, verdict=verdict(text) if judged else None, tokens=output.tokens, n_written=n)
-            record |= dict(prompt=output.prompt, mask_id=cfg.mask_id, n_rounds=d.n_rounds, ran=ran)
-            record |= dict(nfe=nfe | {"all": total}, partial_cost=model.partial_cost, steps=of_row, pieces=name)
-            print(json.dumps(record))
-            continue
-
-        print(text or output.tokens, *(["  " + verdict(text)] if judged else []))
         print(f"[{n} tokens; forwards: {nfe['full']} full + {nfe['partial']:g} partial x {model.partial_cost:.3g} + "
               f"{nfe['commit']} commit = {total:.3g}, {total / max(1, n):.3f} per token]")  # fmt: skip
-    if not args.json:
-        print(f"[{ran}]")
+    print(f"[{what_ran(model, d, about_adapter(args.ckpt))}]")
 
 
 @command

@@ -13,6 +13,7 @@ import statistics
 import sys
 import textwrap
 import time
+import unicodedata
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -177,43 +178,88 @@ def print_table(titles: list[str], rows: list[list[str]]) -> None:
         print("  ".join(cells))
 
 
+def exists(name: str) -> str | None:
+    """The character of exactly this name, or None."""
+    try:
+        found = unicodedata.lookup(name)
+    except (KeyError, UnicodeEncodeError):  # unknown; a lone surrogate
+        return None
+    # lookup also takes lower case, aliases and sequences: none of them is a character's own name
+    return found if unicodedata.name(found[0], "") == name else None
+
+
+MASK = "▒"
+END = "∎"
+LEGEND = f"[written now]  [Stage B's](A: what Stage A would write)  {{edited}}  {MASK} a mask  {END} the end"
 PACE = 0.4  # seconds that a drawn step stands
 
 
 class Screen:
-    """Lines that are drawn again in place, one a row; through a pipe, or with NO_COLOR, a plain log."""
+    """A line for each row, drawn again in place after every step; a plain log through a pipe, or with NO_COLOR.
+
+    tokenizer: a lib.tokenizer.Tokenizer, or None where tokens are numbers.
+    """
 
     CODES = {"green": 32, "yellow": 33, "magenta": 35, "dim": 2}
 
-    def __init__(self, n_rows: int, wanted: bool):
-        self.wanted = wanted
-        self.moves = wanted and sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    def __init__(self, n_rows: int, tokenizer: Any, mask_id: int, eos_id: int):
+        self.tokenizer = tokenizer
+        self.signs = {eos_id: END, mask_id: MASK}
+        self.moves = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         self.lines = [""] * n_rows
-        self.drawn = False
+        self.steps = 0
+        print(LEGEND)
+
+    def on_step(self, rows: list[Any], step: Any) -> None:
+        """Show the rows in flight, each a cache.Row, after a sample.Step."""
+        self.steps += 1
+        for r, row in enumerate(rows):
+            before = self.tokenizer.decode(row.ids) if self.tokenizer else "".join(f"{i} " for i in row.ids)
+            self.draw(row.number, before, self.block(step, r))
+
+        # in place: from the first line on
+        if self.moves:
+            if self.steps > 1:
+                print(f"\x1b[{len(self.lines)}F", end="")
+            for line in self.lines:
+                print(f"\x1b[2K{line}")
+            sys.stdout.flush()
+            time.sleep(PACE)
+
+    def draw(self, number: int, before: str, block: str) -> None:
+        """The line of the row of this number: the text before its block, and the block."""
+        # a line that is too long loses its beginning, or the cursor would not find it again
+        room = shutil.get_terminal_size().columns - 10 - len(re.sub(r"\x1b\[\d+m", "", block))
+        if self.moves and len(before) > room:
+            before = before[len(before) - max(0, room) :]
+        self.lines[number] = f"step {self.steps:3}  {before}{block}"
+        if not self.moves:
+            print(self.lines[number])
+
+    def block(self, step: Any, r: int) -> str:
+        """Row r's block after the step, marked as LEGEND says."""
+        line = ""
+        for i, token in enumerate(step.after[r].tolist()):
+            word = self.word(token)
+            alone = int(step.token_a[r, i])
+            if step.edited[r, i]:
+                line += self.paint(f"{{{word}}}", "magenta")
+            elif step.bundle[r, i] and token == alone:
+                line += self.paint(f"[{word}]", "green")
+            elif step.bundle[r, i]:
+                line += self.paint(f"[{word}]", "yellow") + self.paint(f"(A: {self.word(alone)})", "dim")
+            else:
+                line += self.paint(word, "dim") if word.startswith(MASK) else word
+        return line
+
+    def word(self, token: int) -> str:
+        """A token as it is shown; numbers stand apart."""
+        if not self.tokenizer:
+            return self.signs.get(token, str(token)) + " "
+        return self.signs.get(token) or self.tokenizer.piece(token).replace("·", " ")
 
     def paint(self, text: str, colour: str) -> str:
         return f"\x1b[{self.CODES[colour]}m{text}\x1b[0m" if self.moves else text
-
-    def draw(self, row: int, number: int, before: str, line: str) -> None:
-        """A row after its step of this number: the text before its block, and the block."""
-        # a line that is too long loses its beginning, or the cursor would not find it again
-        room = shutil.get_terminal_size().columns - 10 - len(re.sub(r"\x1b\[\d+m", "", line))
-        if self.moves and len(before) > room:
-            before = before[len(before) - max(0, room) :]
-        self.lines[row] = f"step {number:3}  {before}{line}"
-        if self.wanted and not self.moves:
-            print(self.lines[row])
-
-    def show(self) -> None:
-        if not self.moves:
-            return
-        if self.drawn:
-            print(f"\x1b[{len(self.lines)}F", end="")
-        for line in self.lines:
-            print(f"\x1b[2K{line}")
-        sys.stdout.flush()
-        time.sleep(PACE)
-        self.drawn = True
 
 
 # --- files

@@ -13,7 +13,7 @@ from cache import Row
 from checkpoint import PRESETS, load_model, new_model, save_adapter
 from lib.util import generator
 from model import Config, Model
-from sample import Step, step_record
+from sample import Step
 from toy import Toy
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -114,14 +114,19 @@ def assert_same(ours: list, theirs: list, name: str = "ours") -> None:
 
 
 class Steps:
-    """The steps of every row in plain numbers, for generate's on_step."""
+    """The steps of every row in plain numbers, for generate's on_step; positions are absolute."""
 
     def __init__(self, n_rows: int):
         self.of_row: list[list[dict]] = [[] for _ in range(n_rows)]
 
     def add(self, rows: list[Row], step: Step) -> None:
         for r, row in enumerate(rows):
-            self.of_row[row.number].append(step_record(step, r, len(row.ids)))
+            start, token, token_a = len(row.ids), step.token[r].tolist(), step.token_a[r].tolist()
+            places = [dict(at=start + i, token=token[i], token_a=token_a[i]) for i in range(len(token))]
+            record = dict(start=start, before=step.z[r].tolist(), after=step.after[r].tolist())
+            record["fill"] = [places[i] for i in step.bundle[r].nonzero()[:, 0].tolist()]
+            record["edit"] = [places[i] for i in step.edited[r].nonzero()[:, 0].tolist()]
+            self.of_row[row.number].append(record | dict(conf=step.conf[r].tolist()))
 
 
 approx = pytest.approx

@@ -1,6 +1,5 @@
 """A user's mistake: one line that says what is wrong and what to do, exit code 2. `pytest tests/test_cli.py`"""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -15,10 +14,10 @@ import evaluate
 import sample
 import train
 from checkpoint import load_model, save_model
+from lib import util
 from lib.data import learn_bpe
 from lib.tokenizer import byte_tokenizer
-from lib.util import Screen, command, fail, write_json
-from sample import MASK, drawn
+from lib.util import END, MASK, Screen, command, fail, write_json
 
 TOY = ["--data", "pairs", "--toy", "V=3", "m=2", "--batch_size", 2, "--device", "cpu"]
 
@@ -123,30 +122,31 @@ def test_a_run_is_not_overwritten_and_a_resume_keeps_its_settings(tmp_path, monk
 
 # --- what is shown
 
-PIECES = {4: "·San", 5: "·York", 6: "·New", 9: MASK}
+PIECES = {4: "·San", 5: "·York", 6: "·New"}
 
 
-def test_json_and_text_and_ids_agree(ckpt, monkeypatch, capsys):
-    def record(*argv):
-        run = ["--ckpt", ckpt, "--gen_length", 9, "--device", "cpu", "--json", *argv]
-        return json.loads(command_line(sample, monkeypatch, capsys, *run)[1])
+def test_text_and_ids_agree(ckpt, monkeypatch, capsys):
+    def decoded(*argv):
+        run = ["--ckpt", ckpt, "--gen_length", 9, "--device", "cpu", *argv]
+        return command_line(sample, monkeypatch, capsys, *run)[1]
 
-    by_text = record("--prompt", "ab")
-    assert record("--prompt_ids", "97,98") == by_text
-    d = sample.Decoding(gen_length=9, tau_m2t=0.7, tau_t2t=0.0, n_rounds=2)  # the defaults
-    assert by_text["tokens"] == sample.generate_one(load_model(ckpt, "cpu", torch.float32), [97, 98], d)[0]
-    nfe = by_text["nfe"]
-    assert nfe["all"] == nfe["full"] + nfe["commit"] + nfe["partial"] / 2  # n = 2 of 4 layers
-    assert by_text["n_written"] == len(by_text["tokens"])
+    by_text = decoded("--prompt", "ab")
+    assert decoded("--prompt_ids", "97,98") == by_text
+    d = sample.Decoding(gen_length=9, tau_m2t=0.7, tau_t2t=0.0, n_rounds=2, holes=True)  # the defaults
+    model, decode = load_model(ckpt, "cpu", torch.float32), byte_tokenizer().decode
+    tokens, nfe, _ = sample.generate_one(model, [97, 98], d)
+    total = nfe["full"] + nfe["commit"] + nfe["partial"] / 2  # n = 2 of 4 layers
+    assert by_text.startswith(f"{decode([97, 98, *tokens])}\n[{len(tokens)} tokens; forwards: {nfe['full']} full + ")
+    assert f"{nfe['partial']:g} partial x 0.5 + {nfe['commit']} commit = {total:.3g}, " in by_text
 
     # holes are filled, in two blocks, before anything is printed, and what is given stays
-    holes = ["--ckpt", ckpt, "--gen_length", 9, "--device", "cpu", "--prompt", "a▒cdefgh▒j"]
-    filled = record(*holes)["prompt"]
+    (output,) = sample.generate(model, [[257 if c == "▒" else ord(c) for c in "a▒cdefgh▒j"]], d)
+    filled = output.prompt
     assert filled[:1] + filled[2:8] + filled[9:] == list(b"acdefghj") and 257 not in filled
-    assert command_line(sample, monkeypatch, capsys, *holes)[1].startswith(byte_tokenizer().decode(filled))
+    assert decoded("--prompt", "a▒cdefgh▒j").startswith(decode(filled))
 
     # a seed may be any whole number, and is hashed
-    drawn = [record("--prompt", "a", "--temperature", 1, "--seed", seed)["tokens"] for seed in (0, 2**64, 2**64, -1)]
+    drawn = [decoded("--prompt", "a", "--temperature", 1, "--seed", seed) for seed in (0, 2**64, 2**64, -1)]
     assert drawn[0] != drawn[1] == drawn[2] != drawn[3] != drawn[0]
 
 
@@ -159,20 +159,34 @@ def test_every_character_of_a_token_can_be_seen():
     assert list(map(tok.piece, words)) == ["·e\u0301", "a<E2><82>", "<U+202E>"]
 
 
-def test_steps_by_hand(capsys):
+def test_steps_by_hand(monkeypatch, capsys):
     """Stage B writes "New", where Stage A says "San"; the last step edits, and Stage A would have written as much."""
-    first = dict(start=4, after=[6, 9, 9, 9], fill=[dict(at=4, token=6, token_a=4, conf=0.75, conf_a=0.5)], edit=[])
-    second = dict(start=4, after=[4, 5, 9, 9], fill=[dict(at=5, token=5, token_a=5, conf=0.9, conf_a=0.9)])
-    second["edit"] = [dict(at=4, old=6, token=4, conf=0.75)]
-    screen = Screen(1, wanted=True)
-    lines = [drawn(step, PIECES, "", screen.paint) for step in (first, second)]
-    assert lines == [f"[ New](A:  San){MASK}{MASK}{MASK}", f"{{ San}}[ York]{MASK}{MASK}"]
+    steps = [
+        dict(after=[6, 9, 9, 8], token_a=[4, 5, 5, 8], bundle=[1, 0, 0, 0], edited=[0, 0, 0, 0]),
+        dict(after=[4, 5, 9, 8], token_a=[4, 5, 5, 8], bundle=[0, 1, 0, 0], edited=[1, 0, 0, 0]),
+    ]
+    lines = [f"[ New](A:  San){MASK}{MASK}{END}", f"{{ San}}[ York]{MASK}{END}"]
+    rows = [SimpleNamespace(number=0, ids=[1, 2])]
+    tokenizer = SimpleNamespace(piece=PIECES.get, decode=lambda ids: "In the")
 
-    # through a pipe a step is a line
-    for number, line in enumerate(lines, 1):
-        screen.draw(0, number, "In the", line)
-        screen.show()
-    assert capsys.readouterr().out.splitlines() == [f"step   1  In the{lines[0]}", f"step   2  In the{lines[1]}"]
+    def shown() -> str:
+        screen = Screen(1, tokenizer, 9, 8)
+        for step in steps:
+            screen.on_step(rows, SimpleNamespace(**{name: torch.tensor([of]) for name, of in step.items()}))
+        return capsys.readouterr().out.partition("\n")[2]  # without the legend
+
+    # through a pipe a step is a line; numbers stand apart
+    assert shown().splitlines() == [f"step   1  In the{lines[0]}", f"step   2  In the{lines[1]}"]
+    tokenizer = None
+    assert shown().splitlines()[0] == f"step   1  1 2 [6 ](A: 4 ){MASK} {MASK} {END} "
+
+    # a terminal draws it in colour, the second step in the place of the first
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(util, "PACE", 0)
+    first, second = shown().splitlines()
+    assert first.startswith("\x1b[2Kstep   1  1 2 \x1b[33m[6 ]\x1b[0m\x1b[2m(A: 4 )\x1b[0m")
+    assert second.startswith("\x1b[1F\x1b[2Kstep   2  1 2 \x1b[35m{4 }\x1b[0m\x1b[32m[5 ]\x1b[0m")
 
 
 @pytest.fixture(scope="module")
@@ -201,8 +215,6 @@ def test_a_name_is_judged(of_names, monkeypatch, capsys):
 
     blank, without = decoded("--prompt", "ARABIC ▒"), decoded("--prompt", "ARABIC▒")
     assert blank == without and "(no such character" in blank
-    record = json.loads(decoded("--prompt", "A", "--json"))
-    assert record["verdict"] == sample.verdict(record["text"])
 
 
 def test_the_readmes_training_then_its_evaluation(of_names, tmp_path, monkeypatch, capsys):

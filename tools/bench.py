@@ -1,11 +1,10 @@
-"""Speed, as ratios measured side by side in one process.
+"""Speed, as ratios measured side by side in one process, on a CPU.
 
 The two sides of every ratio take turns (A, B, A, B, ...) and the medians are divided, so that a busy
-machine disturbs both alike. Weights are random, because speed does not depend on them. All of it runs on a
-CPU.
+machine disturbs both alike. Weights are random, because speed does not depend on them.
 
-    python -m tools.bench                              # the cache against none, one row against many; minutes
-    python -m tools.bench --official DIR [DIR ...]     # instead: whole decodes against the released code in DIR
+    python -m tools.bench                              # the cache against none; minutes
+    python -m tools.bench --official DIR               # instead: whole decodes against the released code in DIR
     python -m tools.bench --official DIR --compile     # and with compiled steps, see llada/compiled.py
 
 DIR holds the released checkpoint's two Python files, or those of a fork. They need transformers:
@@ -13,8 +12,8 @@ pip install transformers==4.57.3
 """
 
 import copy
+import importlib
 import os
-import pkgutil
 import sys
 import time
 import types
@@ -41,7 +40,6 @@ from sample import Decoding, Step, denoise, generate
 # what is measured: enough to see the ratios, little enough for two cores
 TEXT = replace(PRESETS["text"], eos_id=256, mask_id=257, block_length=8)  # as train.py builds it
 WIDE = replace(TEXT, n_layer=20, n_embd=512, n_head=8, head_dim=64, rotary_dim=32, d_dense=1536, d_expert=256)
-GEOMETRIES = (TEXT, WIDE)
 
 # for the released code, 17 M parameters
 OFFICIAL = replace(TEXT, n_layer=10, n_embd=256, n_head=8, n_kv_head=4, d_dense=512, d_expert=64, n_expert=32,
@@ -50,6 +48,7 @@ OFFICIAL = replace(TEXT, n_layer=10, n_embd=256, n_head=8, n_kv_head=4, d_dense=
 CONTEXTS = (0, 64, 128, 256, 512, 1024, 1536, 2048)  # tokens before the block
 LENGTHS = (128, 512, 2048)  # of whole decodes
 ROWS = 16  # that are decoded at once
+CASES = ((TEXT, 1), (WIDE, 1), (TEXT, ROWS))
 REPEATS = 3
 
 # no probability is above 1: one token a step, always the same steps
@@ -83,23 +82,19 @@ def one_step(engine: Cached | Uncached, R: int) -> Callable[[], Step]:
     return partial(denoise, engine, z, given, u, ONE_BY_ONE)
 
 
-def steps_behind(model: Model, context: int, rows: int) -> list[float]:
-    """Seconds of a step behind so many tokens: with the cache, and without."""
-    engines = [engine(model, [prompt(context)] * rows, 1) for engine in (Cached, Uncached)]
-    return interleaved(*[one_step(engine, rows) for engine in engines], repeats=REPEATS if rows == 1 else 1)
-
-
 @torch.inference_mode()
-def decode(cfg: Config) -> None:
-    """A step behind contexts of several lengths, and whole decodes integrated over them; then many rows at once."""
+def cache_against_none(cfg: Config, rows: int) -> None:
+    """A step behind contexts of several lengths, and whole decodes integrated over them."""
     model = random_model(cfg)
-    print(f"\n{geometry(cfg)}; Stage A and B in every step")
+    print(f"\n{geometry(cfg)}; rows: {rows}; Stage A and B in every step")
     print("  context   cached ms a step   uncached ms a step   ratio")
     measured = []
     for context in CONTEXTS:
-        cached, uncached = steps_behind(model, context, 1)
+        engines = [engine(model, [prompt(context)] * rows, 1) for engine in (Cached, Uncached)]
+        steps = [one_step(engine, rows) for engine in engines]
+        cached, uncached = interleaved(*steps, repeats=REPEATS if rows == 1 else 1)
         measured.append((cached, uncached))
-        print(f"  {context:7}   {1e3 * cached:16.1f}   {1e3 * uncached:18.1f}   {uncached / cached:4.1f}x")
+        print(f"  {context:7}   {1e3 * cached:16.1f}   {1e3 * uncached:18.1f}   {uncached / cached:4.1f}x", flush=True)
 
     # the cost of a step is read off between the measured contexts; a block is B steps on either side
     B = cfg.block_length
@@ -109,33 +104,18 @@ def decode(cfg: Config) -> None:
         print(f"  all of {length} tokens (integrated): cached {cached:.2f} s, uncached {uncached:.2f} s: "
               f"{uncached / cached:.1f}x")  # fmt: skip
 
-    # rows share the reading of the weights
-    context = CONTEXTS[len(CONTEXTS) // 2]
-    cached, uncached = steps_behind(model, context, ROWS)
-    one = measured[CONTEXTS.index(context)][0]
-    print(f"  {ROWS} rows behind {context} tokens: uncached against cached {uncached / cached:.1f}x; "
-          f"{ROWS * one / cached:.1f}x the tokens a second of one row")  # fmt: skip
-
 
 # --- against the released code
-FILES = ("configuration_llada2_moe.py", "modeling_llada2_moe.py")
-
-
 def official_model(folder: Path, ours: Model) -> torch.nn.Module:
     """The released class, from its files in `folder`, with our model's weights."""
-    if missing := [name for name in FILES if not (folder / name).exists()]:
-        fail(f"--official {folder} holds no {missing[0]}: it is a file of the released checkpoint")
+    # a package, so that the one file finds the other
+    sys.modules["official"] = types.ModuleType("official")
+    sys.modules["official"].__path__ = [str(folder)]
     try:
-        import transformers  # noqa: F401 (the released code imports it)
-    except ImportError:
-        fail("--official runs the released code, which needs transformers: pip install transformers==4.57.3")
-
-    # a package of its own for each folder, so that the one file finds the other
-    package = f"official_{len(sys.modules)}"
-    sys.modules[package] = types.ModuleType(package)
-    sys.modules[package].__path__ = [str(folder)]
-    configuration = pkgutil.resolve_name(f"{package}.configuration_llada2_moe")
-    modeling = pkgutil.resolve_name(f"{package}.modeling_llada2_moe")
+        configuration = importlib.import_module("official.configuration_llada2_moe")
+        modeling = importlib.import_module("official.modeling_llada2_moe")
+    except ImportError as e:
+        fail(f"--official {folder}: {e}; it needs the released files, and pip install transformers==4.57.3")
 
     theirs = modeling.LLaDA2MoeModelLM(configuration.LLaDA2MoeConfig(**released_config(ours.cfg)))
     theirs.load_state_dict(released_tensors(ours.state_dict(), sum(plan(ours.cfg), []), []))
@@ -179,7 +159,7 @@ def compare(theirs: torch.nn.Module, models: dict[str, Model], length: int, rows
         print(f"      {name}: {tokens / s:.1f} tokens/s, {other / s:.2f}x", flush=True)
 
 
-def official(folders: list[Path], lengths: list[int], compiled: bool) -> None:
+def official(folder: Path, lengths: list[int], compiled: bool) -> None:
     """Tokens a second of ours and of the released generate(), or of a fork of it that keeps keys and values.
 
     The same weights and prompts, and the same tokens or it stops. One row, then 16 if there is a
@@ -188,6 +168,7 @@ def official(folders: list[Path], lengths: list[int], compiled: bool) -> None:
     model = random_model(OFFICIAL)
     model.lm_head.weight.data *= 16  # far from ties, which rounding decides
     model.lm_head.weight.data[model.cfg.eos_id] = 0  # nor does the text end
+    theirs = official_model(folder, model)
     models = {"ours": model}
     if compiled:
         fast = copy.deepcopy(model)
@@ -197,15 +178,13 @@ def official(folders: list[Path], lengths: list[int], compiled: bool) -> None:
 
     size = sum(p.numel() for p in model.parameters()) / 1e6
     print(f"\nAgainst the released code: {geometry(model.cfg)}, {size:.0f} M parameters, one token a step, no edits")
-    for folder in folders:
-        theirs = official_model(folder, model)
-        # the fork of synsis/remasked_DLM keeps the keys and values of finished blocks
-        forked = getattr(theirs, "generate_batch", None) is not None
-        print("  the fork with a cache:" if forked else "  the released file, which has no cache:")
-        for length in lengths:
-            compare(theirs, models, length, 1)
-        if forked:
-            compare(theirs, models, lengths[0], ROWS)
+    # the fork of synsis/remasked_DLM keeps the keys and values of finished blocks
+    forked = getattr(theirs, "generate_batch", None) is not None
+    print("  the fork with a cache:" if forked else "  the released file, which has no cache:")
+    for length in lengths:
+        compare(theirs, models, length, 1)
+    if forked:
+        compare(theirs, models, lengths[0], ROWS)
 
 
 # --- the command line
@@ -213,19 +192,17 @@ def official(folders: list[Path], lengths: list[int], compiled: bool) -> None:
 def main() -> None:
     parser = Parser(__doc__)
     add = parser.add_argument_group("what to measure").add_argument
-    add("--official", type=Path, nargs="+", help="instead: whole decodes against the code in these folders")
+    add("--official", type=Path, metavar="DIR", help="instead: whole decodes against the code in this folder")
     add("--compile", action="store_true", help="with --official: ours with compiled steps, too")
     add("--lengths", type=bounded(int, 1), nargs="+", default=[256, 512], help="tokens of those decodes")
     args = parser.parse_args()
-    if args.compile and not args.official:
-        fail("--compile is for --official; to decode with compiled steps: python -m llada.compiled")
     print(f"$ python -m tools.bench {' '.join(sys.argv[1:])}")
     print(f"{date.today()}: {os.cpu_count()} cores, {torch.get_num_threads()} threads; torch {torch.__version__}")
     if args.official:
         official(args.official, args.lengths, args.compile)
         return
-    for cfg in GEOMETRIES:
-        decode(cfg)
+    for cfg, rows in CASES:
+        cache_against_none(cfg, rows)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
 // The page around the engine (engine.js) and the viewer (viewer.js): what is typed becomes one record for each decoder,
-// and the viewer shows them side by side. It also shows records from files.
+// and the viewer shows them side by side.
 
 const data = JSON.parse($("data").textContent);
 const base = readModel(data);
-const adapters = data.adapters.map((adapter) => ({...adapter, tensors: readTensors(adapter.tensors)}));
 const columns = data.decoders.map(readColumn);
 let byHand = columns.map(() => ({})); // of each column: {number of a step: {at, token}}
-let fromFiles = false; // whether the records shown are of files: of another model, perhaps
 let sharesAt = ""; // the gates of the table of shares
 
 // --- what the page holds
@@ -39,21 +37,17 @@ function readModel({cfg, tokenizer, tensors: stored}) {
 
 // One of the page's decoders, with its model: the base, with the adapters that lie on it.
 function readColumn(decoder) {
-  return {...decoder, model: decoder.adapters.reduce((model, number) => adapted(model, adapters[number]), base)};
+  const adapters = decoder.adapters.map((adapter) => ({...adapter, tensors: readTensors(adapter.tensors)}));
+  return {...decoder, model: adapters.reduce(adapted, base)};
 }
 
-// --- the judge: a name is in the list of all, or ends in its character's number
+// --- the judge: is a name in the list of all?
 
 const known = data.names;
 
 // The character of exactly this name, or undefined.
 function exists(name) {
-  const [, front, number] = name.match(/^(.*-)([0-9A-F]{4,6})$/) ?? [];
-  const code = Number.parseInt(number, 16);
-  const inRun = ([first, last, before]) => first <= code && code <= last && before === front;
-  const canonical = number === code.toString(16).toUpperCase().padStart(4, "0");
-  if (number && canonical && known.numbered.some(inRun)) return String.fromCodePoint(code);
-  return Object.hasOwn(known.codes, name) ? String.fromCodePoint(known.codes[name]) : undefined;
+  return Object.hasOwn(known, name) ? String.fromCodePoint(known[name]) : undefined;
 }
 
 // As sample.py says it.
@@ -72,7 +66,7 @@ const gates = () => ({tau_m2t: Number($("tau_m2t").value), tau_t2t: Number($("ta
 
 // The engine's settings for a column, and the tokens {number of a step: {at, token}} that are written by hand: such a
 // step asks the model nothing.
-function decoding({n_rounds, gated, leftmost, tau_t2t}, hand = {}) {
+function decoding({n_rounds, leftmost, tau_t2t}, hand = {}) {
   const chosen = gates();
   const edits = chosen.tau_t2t < 1 ? chosen.tau_t2t : null;
   const byHand = (z, start, n) => {
@@ -83,38 +77,31 @@ function decoding({n_rounds, gated, leftmost, tau_t2t}, hand = {}) {
     const said = {token: after, conf, token_a: after, conf_a: conf};
     return {...said, before: z, after, bundle: [at], edited: [], partial: 0, byHand: true};
   };
-  return {n_rounds, leftmost, tau_m2t: gated ? chosen.tau_m2t : 1, tau_t2t: n_rounds ? edits : tau_t2t, byHand,
+  return {n_rounds, leftmost, tau_m2t: chosen.tau_m2t, tau_t2t: n_rounds ? edits : tau_t2t, byHand,
     max_post_steps: 16, gen_length: data.gen_length, eos_early_stop: true};
 }
 
-// One of the engine's steps, as sample.py records it, and whether it was made by hand.
+// One of the engine's steps, with absolute positions of what it wrote.
 function stepRecord(s) {
-  const {start, before, after, byHand = false} = s;
+  const {start, before, after, byHand} = s;
   const round = (p) => Number(p.toFixed(4));
   const fill = s.bundle.map((t) => ({at: start + t, token: after[t], conf: round(s.conf[t]), token_a: s.token_a[t],
     conf_a: round(s.conf_a[t])}));
   const edit = s.edited.map((t) => ({at: start + t, old: before[t], token: after[t], conf: round(s.conf[t])}));
-  return {start, before, after, fill, edit, conf: s.conf.map(round), partial: s.partial, byHand};
+  return {start, before, after, fill, edit, conf: s.conf.map(round), byHand};
 }
 
-// A column's decode as one record of `sample.py --json`.
-function recordOf(model, asked, d) {
-  const {prompt, tokens, nfe, steps} = generateOne(model, asked, d);
-  const {eos_id, mask_id, n_last, n_layer} = model.cfg;
+// One column's run, as the viewer takes it.
+function recordOf(asked, run) {
+  const {name: label, about, model, ...column} = columns[run];
+  const {prompt, tokens, nfe, steps} = generateOne(model, asked, decoding(column, byHand[run]));
+  const {eos_id, mask_id, block_length: B} = model.cfg;
   const shown = [...prompt, ...steps.flatMap((s) => [...s.before, ...s.after, ...s.token_a])];
   const pieces = Object.fromEntries(shown.map((id) => [id, model.tokenizer.pieces[id]]));
   Object.assign(pieces, {[eos_id]: "∎", [mask_id]: "▒"});
   const text = decode(model, [...prompt, ...tokens]);
-  const n_written = tokens.length + asked.filter((id) => id === mask_id).length;
-  return {text, verdict: verdict(text), tokens, n_written, prompt, mask_id, n_rounds: d.n_rounds, nfe,
-    partial_cost: n_last / n_layer, steps: steps.map(stepRecord), pieces};
-}
-
-// One column's run, as the viewer takes it.
-function complete(prompt, run) {
-  const column = columns[run];
-  const record = recordOf(column.model, prompt, decoding(column, byHand[run]));
-  return {...record, asked: prompt, label: column.name, about: column.about};
+  return {label, about, asked, prompt, tokens, text, verdict: verdict(text), mask_id, B, nfe, pieces,
+    steps: steps.map(stepRecord)};
 }
 
 // The ids of a text, in which each ▒ is one token to fill.
@@ -143,35 +130,14 @@ function ask(step = Infinity) {
   history.replaceState(null, "", "#" + new URLSearchParams({prompt: plain}));
   chosen = null;
   byHand = columns.map(() => ({}));
-  present(columns.map((_, run) => complete(prompt, run)), step);
+  present(columns.map((_, run) => recordOf(prompt, run)), step);
 }
 
 // Names are in upper case, and have no underscore: that is a mask.
 const asTyped = (text) => (known ? text.toUpperCase().replaceAll("_", "▒") : text);
 
-// Texts of files, [name, text] each, whose lines are records: shown side by side, from the start.
-function showRecords(files) {
-  const records = [];
-  for (const [name, text] of files) {
-    const lines = text.split("\n").filter((line) => line.trim());
-    for (const line of lines) {
-      const record = JSON.parse(line);
-      if (!record.steps?.length) throw new Error(`${name} holds no steps`);
-      records.push({...record, label: name.replace(/\.\w+$/, ""), about: record.ran});
-    }
-  }
-  const prompts = new Set(records.map((record) => String(record.prompt)));
-  if (prompts.size !== 1) throw new Error(`side by side are runs of one prompt, these are of ${prompts.size}`);
-  play(false);
-  chosen = null;
-  fromFiles = true;
-  summarise(records);
-  show(records, 0);
-}
-
 // Shows one record for each column.
 function present(records, step) {
-  fromFiles = false;
   summarise(records);
   show(records, step);
 }
@@ -187,7 +153,7 @@ function summarise(records) {
     head.scope = "row";
     make(head, "span", "", ` ${rounded(t.nfe.all)} forwards`);
     const cell = make(row, "td", "");
-    make(cell, "span", "written", t.text ?? t.tokens.join(" "));
+    make(cell, "span", "written", t.text);
     make(cell, "span", className, said);
   }
 }
@@ -214,8 +180,8 @@ function answersAt(column, t, b, at) {
   return {a, b: softmax(logits(model, coordinate(model, h, bundle, ctx, n_rounds))[here])};
 }
 
-morePanel = (panel, t, b, at, v) => {
-  if (fromFiles) return;
+// What the viewer's panel shows of a token that looks like v, below what happened to it.
+function whatElse(panel, t, b, at, v) {
   if (v.ids[at - b.start] !== t.mask_id) {
     make(panel, "p", "counts", "Step back until this token is a mask to see what else could stand here.");
     return;
@@ -226,7 +192,7 @@ morePanel = (panel, t, b, at, v) => {
   const write = (token) => writeByHand(run, at, token);
   list(lists, "Stage A", "this position by itself", answers.a, write);
   if (answers.b) list(lists, "Stage B", "with the rest of the bundle", answers.b, write);
-};
+}
 
 // The five likeliest tokens as buttons with bars.
 function list(parent, title, about, p, write) {
@@ -248,7 +214,7 @@ function writeByHand(run, at, token) {
   const k = Math.min(now, traces[run].steps.length);
   const before = Object.entries(byHand[run]).filter(([step]) => step < k);
   byHand[run] = {...Object.fromEntries(before), [k]: {at, token}};
-  const records = traces.map((t, i) => (i === run ? complete(t.asked, run) : t));
+  const records = traces.map((t, i) => (i === run ? recordOf(t.asked, run) : t));
   const {start, after} = records[run].steps[k];
   const left = after.indexOf(base.cfg.mask_id);
   chosen = {run, at: left < 0 ? at : start + left};
@@ -338,22 +304,10 @@ for (const gate of ["tau_m2t", "tau_t2t"]) {
   $(gate).addEventListener("change", () => { play(false); ask(); });
 }
 $("run").addEventListener("click", runAll);
-$("files").addEventListener("change", async () => {
-  try {
-    showRecords(await Promise.all([...$("files").files].map(async (file) => [file.name, await file.text()])));
-    $("unread").textContent = "";
-    scrollTo(0, 0);
-  } catch (problem) {
-    $("unread").textContent = `This is not what sample.py --json writes: ${problem.message}.`;
-  }
-});
 $("asked").textContent = known ? "beginning of a name; _ is one token to fill" : "beginning; ▒ is one token to fill";
 $("of_names").hidden = !known;
 $("of_text").hidden = Boolean(known);
 $("experiment").hidden = $("surprise").hidden = !known;
 $("edits").hidden = !columns.some((column) => column.n_rounds);
-$("paper").href = data.paper;
-$("repository").href = data.repository;
-$("source").hidden = !data.repository;
 showGates();
 fromLink();

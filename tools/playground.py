@@ -7,8 +7,6 @@ token at a time. A click on a mask shows what Stage A and Stage B would write th
 hand. For names the page also says whether a name exists, and counts how many of a hundred held-out
 beginnings each decoder completes to one, and the forwards that it took.
 
-It shows what `sample.py --json` wrote, too: choose the files at the bottom of the page, of any model.
-
     python -m tools.playground                                  # the shipped base and its two adapters
     python -m tools.playground --ckpt out/names --out mine.html # one's own; several adapters of one base: a column each
 """
@@ -29,9 +27,6 @@ from lib.tokenizer import Tokenizer
 from lib.util import Parser, command, fail, replace_file
 from model import Model
 
-REPOSITORY = ""  # the project's public address, if it has one; the page links to it
-PAPER = "https://arxiv.org/abs/2607.04469"
-
 HERE = Path(__file__).parent
 SCRIPTS = ("engine.js", "viewer.js", "playground.js")
 SHIPPED = [Path("assets/names/paper"), Path("assets/names/alpha")]
@@ -43,61 +38,58 @@ OF_TEXT = dict(prompt="import ", gen_length=64)
 
 # --- the decoders, side by side
 FACTORISED = dict(
-    name="factorised", adapters=[], n_rounds=0, gated=True, leftmost=False, tau_t2t=0.5,
+    name="factorised", adapters=[], n_rounds=0, leftmost=False, tau_t2t=0.5,
     about="Every mask that is sure enough gets its own best token, all at once.",
 )  # fmt: skip
 ONE_AT_A_TIME = dict(
-    name="one at a time", adapters=[], n_rounds=0, gated=False, leftmost=True, tau_t2t=None,
+    name="one at a time", adapters=[], n_rounds=0, leftmost=True, tau_t2t=None,
     about="The leftmost mask, and then the model reads again: slow, but each token sees all before it.",
 )  # fmt: skip
 PAPERS = "The same masks, after they were marked and read once more; trained as in the paper."
 ALPHAS = "The same, trained to get all that is marked right together (alpha {:g})."
 
 
-def decoders(models: dict[Path, Model], adapters: list[Path]) -> list[dict]:
+def decoders(folders: list[Path]) -> list[dict]:
     """What the page shows: the base's two, and between them Stage B by each folder that has one.
 
-    adapters: the numbers of those that lie on the base, the lowest first. gated: does it follow the page's
-    gates? leftmost: it writes the leftmost mask of all.
+    adapters: what lies on the base, the lowest first. leftmost: it writes the leftmost mask of all, whatever
+    the gates.
     """
     found = []
-    for folder, model in models.items():
+    for folder in folders:
+        model = load_model(folder, "cpu", torch.float32)
         if not model.markers.any():
             continue
         alpha = model.adapter.get("alpha", 0.0)
         name = f"Stage B, alpha {alpha:g}" if alpha else "Stage B, the paper's"
         about = ALPHAS.format(alpha) if alpha else PAPERS
-        numbers = [adapters.index(part) for part in chain(folder)]
-        found.append(FACTORISED | dict(name=name, about=about, adapters=numbers, n_rounds=model.cfg.n_rounds))
+        own = dict(name=name, about=about, adapters=adapters_data(folder), n_rounds=model.cfg.n_rounds)
+        found.append(FACTORISED | own)
     return [FACTORISED, *found, ONE_AT_A_TIME]
 
 
-def chain(folder: Path) -> list[Path]:
-    """The adapters of which a folder's model is made, the lowest first; of a base none."""
-    if not about_adapter(folder):
-        return []
-    return [*chain(next_base(folder)), folder]
-
-
 # --- what the page holds
-def tensor_data(tensor: Tensor) -> dict:
-    """One tensor: its numbers in base64, four bytes each, or two where bfloat16 holds them exactly."""
-    if torch.equal(tensor.bfloat16().float(), tensor):
-        tensor = tensor.bfloat16()
-    numbers = tensor.contiguous().view(torch.uint8).numpy().tobytes()
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "base64": base64.b64encode(numbers).decode()}
-
-
 def tensors_data(tensors: dict[str, Tensor]) -> dict[str, dict]:
-    return {name: tensor_data(tensor.detach()) for name, tensor in tensors.items()}
+    """Their numbers in base64, four bytes each, or two where bfloat16 holds them exactly."""
+    found = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().contiguous()
+        if torch.equal(tensor.bfloat16().float(), tensor):
+            tensor = tensor.bfloat16()
+        numbers = tensor.view(torch.uint8).numpy().tobytes()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        found[name] = {"dtype": dtype, "base64": base64.b64encode(numbers).decode()}
+    return found
 
 
-def adapter_data(folder: Path) -> dict:
-    """LoRA and markers as they are: the page adds them to what they lie on."""
+def adapters_data(folder: Path) -> list[dict]:
+    """LoRA and markers as they are, of a folder and of what it lies on; of a base none."""
     about = about_adapter(folder)
+    if not about:
+        return []
     lora = {name: about[name] for name in ("lora_r", "lora_in")}
-    return about["model"] | lora | {"tensors": tensors_data(dict(read_tensors([folder / "adapter.safetensors"])))}
+    tensors = tensors_data(dict(read_tensors([folder / "adapter.safetensors"])))
+    return [*adapters_data(next_base(folder)), about["model"] | lora | {"tensors": tensors}]
 
 
 def tokenizer_data(tokenizer: Tokenizer, vocab_size: int) -> dict:
@@ -111,27 +103,6 @@ def tokenizer_data(tokenizer: Tokenizer, vocab_size: int) -> dict:
     }
 
 
-def names_data() -> dict:
-    """All names of Python's unicodedata, for the page's judge.
-
-    codes: name -> its character. Names that end in their character's number are in numbered: [first, last,
-    what stands before the number].
-    """
-    codes = {}
-    numbered = []
-    for code in range(sys.maxunicode + 1):
-        name = unicodedata.name(chr(code), "")
-        front = name.removesuffix(f"{code:04X}")
-        if not name.endswith(f"-{code:04X}"):
-            codes[name] = code
-        elif numbered and numbered[-1][1:] == [code - 1, front]:
-            numbered[-1][1] = code
-        else:
-            numbered.append([code, code, front])
-    del codes[""]  # what has no name
-    return {"codes": codes, "numbered": numbered}
-
-
 # --- the page
 def page_data(folders: list[Path]) -> dict:
     """Everything that the page reads: geometry, weights, tokenizer, decoders and, of a model of names, all names."""
@@ -143,21 +114,20 @@ def page_data(folders: list[Path]) -> dict:
     tokenizer = load_tokenizer(base, model.cfg.tokenizer)
     check_page_can_run(base, model, tokenizer)
 
-    models = {folder: load_model(folder, "cpu", torch.float32) for folder in folders}
-    adapters = list(dict.fromkeys(part for folder in folders for part in chain(folder)))
     data = {
-        "repository": REPOSITORY,
-        "paper": PAPER,
         "cfg": asdict(model.cfg),
         "tensors": tensors_data(model.state_dict()),
-        "adapters": [adapter_data(folder) for folder in adapters],
-        "decoders": decoders(models, adapters),
+        "decoders": decoders(folders),
         "tokenizer": tokenizer_data(tokenizer, model.cfg.vocab_size),
     }
     if names_of(base) is None:
         return data | OF_TEXT | {"names": None, "beginnings": []}
+
+    # every name that Python knows, for the judge
+    codes = {unicodedata.name(chr(code), ""): code for code in range(sys.maxunicode + 1)}
+    del codes[""]  # what has no name
     beginnings = draw_names(BEGINNINGS, "held out", tokenizer)
-    return data | OF_NAMES | {"names": names_data(), "beginnings": list(beginnings.values())}
+    return data | OF_NAMES | {"names": codes, "beginnings": list(beginnings.values())}
 
 
 def check_page_can_run(base: Path, model: Model, tokenizer: Tokenizer | None) -> None:

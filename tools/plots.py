@@ -1,15 +1,7 @@
 """The figures of the README and of the results pages, drawn with matplotlib from the numbers that are committed.
 
     python -m tools.plots                    # all of them, each to its place
-    python -m tools.plots tiny speed         # two of them
-
-    tiny          what each stage of tiny.py writes               the table in README.md
-    names         existing names against forwards a name          results/names/records.jsonl
-    paper_tables  gates with Stage B and without it               results/paper_tables/log.txt
-    speed         against the author's cached decoder             results/speed/official.txt
-    sixteen_b     what a pass costs on the released geometry      results/sixteen_b/prices.txt
-    joint         what Stage B writes in one step, toy by toy     results/theorem/joint.json
-    dial          error of one step against total correlation     results/theorem/dial.json
+    python -m tools.plots tiny speed         # two of them; PICTURES has all names, at the end of this file
 
 Text stays text in the SVGs. Each has a background of its own, white or dark as the reader's system is, and
 other colours on either: no colour can be read both on white and on black at 4.5 : 1.
@@ -97,28 +89,18 @@ def svg(figure) -> str:
 
 
 # --- tiny.py
-def read_tiny(page: str) -> tuple[list[str], dict[str, list[float]]]:
-    """The table that tiny.py printed on a page: its first three columns, and of each row their probabilities."""
-    head, *lines = page.partition("$ python tiny.py\n")[2].partition("```")[0].splitlines()
-    columns = re.split(r"  +", head)[1:4]
-    rows = {}
-    for line in lines:
-        # a name and three probabilities; the lines below the table have fewer
-        found = re.match(r"(\S.*?)  +(\d\.\d\d) +(\d\.\d\d) +(\d\.\d\d)", line)
-        if found:
-            rows[found[1]] = [float(share) for share in found.groups()[1:]]
-    return columns, rows
-
-
 def draw_tiny():
-    """A bar for each model, under its name: what it writes after "city", if words are drawn."""
-    columns, rows = read_tiny((ROOT / "README.md").read_text())
-    colors = [BLUE, GREEN, ORANGE]
+    """The README's table of tiny.py: a bar for each model, what it writes after "city", if words are drawn."""
+    table = (ROOT / "README.md").read_text().partition("$ python tiny.py\n")[2].partition("```")[0]
+    columns = re.split(r"  +", table.splitlines()[0])[1:4]
+    # a name and three probabilities; the lines below the table have fewer
+    rows = re.findall(r"^(\S.*?)  +(\d\.\d\d) +(\d\.\d\d) +(\d\.\d\d)", table, re.M)
+
     figure, ax = panels(1, 1, 4.6, 5)
-    for row, (name, shares) in enumerate(rows.items()):
+    for row, (name, *shares) in enumerate(rows):
         ax.annotate(name, (0, row - 0.36), va="center", fontsize=13)
         left = 0.0
-        for column, color, share in zip(columns, colors, shares, strict=True):
+        for column, color, share in zip(columns, (BLUE, GREEN, ORANGE), map(float, shares), strict=True):
             ax.barh(row + 0.08, share, height=0.44, left=left, color=color)
             if share >= 0.1:
                 label = f"{column} {share:.2f}" if share >= 0.3 else f"{share:.2f}"
@@ -209,12 +191,13 @@ def draw_paper_tables():
     log = (RESULTS / "paper_tables" / "log.txt").read_text()
     row = r"^(ours|our weights|released), .*?(\d\.\d{3}) +0\.500 +(\S+).* (\S+) +\S+$"
     looks = {"ours": ("Stage B on", BLUE, "-"), "our weights": ("off", ORANGE, "--"), "released": ("base", INK, "-.")}
+    panes = {2: "possible answers, a toy", 3: "GSM8K, %, the paper's 16B"}
     figure, axes = panels(2, 1, WIDTH, 5, sharex=True)
-    for ax, column, title in zip(axes, (2, 3), ("possible answers, a toy", "GSM8K, %, the paper's 16B"), strict=True):
+    for ax, (column, title) in zip(axes, panes.items(), strict=True):
         ends = {}
         for weights, (name, color, style) in looks.items():
-            found = [of for of in re.findall(row, log, re.M) if of[0] == weights]
-            points = sorted((float(of[1]), float(of[column])) for of in found)
+            found = re.findall(row, log, re.M)
+            points = sorted((float(of[1]), float(of[column])) for of in found if of[0] == weights)
             ax.plot(*zip(*points, strict=True), style, marker="o", color=color)
             ends[name] = (*points[0], color)
         ax.set_title(title, loc="left")
@@ -225,37 +208,29 @@ def draw_paper_tables():
 
 
 # --- speed
-def draw_bars(ax, values: list[float], unit: str, color: str, below: float = 0.0) -> None:
-    """A bar for each value, which stands behind it."""
-    places = np.arange(len(values)) + below
-    ax.barh(places, values, height=0.3, color=color)
-    for place, value in zip(places, values, strict=True):
-        ax.annotate(f"{value:g}{unit}", (value, place), xytext=(4, 0), textcoords="offset points", color=color,
-                    va="center")  # fmt: skip
-
-
 def draw_speed():
     """Tokens per second over the fork's: of the log's last runs a dot each, named by the lowest and the highest."""
     log = (RESULTS / "speed" / "official.txt").read_text().partition("# a layer in one graph")[2]
     run = r"^ +((?:\d+ (?:x|rows of) )?\d+) tokens.*\n +ours: .* ([\d.]+)x.*\n +ours, compiled: .* ([\d.]+)x"
-    plain = defaultdict(list)
-    compiled = defaultdict(list)
+    looks = {"plain": (ORANGE, 0), "compiled": (BLUE, 0.35)}
+    found = {name: defaultdict(list) for name in looks}
     for label, *ratios in re.findall(run, log, re.M):
-        label = label.removeprefix("1 x ").replace("x", "rows of")
-        plain[label].append(float(ratios[0]))
-        compiled[label].append(float(ratios[1]))
+        label = label.removeprefix("1 x ").replace("x", "rows of") + " tokens"
+        for name, ratio in zip(looks, ratios, strict=True):
+            found[name][label].append(float(ratio))
 
-    figure, ax = panels(1, 1, WIDTH, 0.6 + 0.7 * len(plain))
-    for name, found, color, below in (("plain", plain, ORANGE, 0), ("compiled", compiled, BLUE, 0.35)):
-        for row, values in enumerate(found.values()):
-            low = min(values)
-            high = max(values)
+    labels = list(found["plain"])
+    figure, ax = panels(1, 1, WIDTH, 0.6 + 0.7 * len(labels))
+    for name, (color, below) in looks.items():
+        for row, label in enumerate(labels):
+            values = sorted(found[name][label])
+            low, high = values[0], values[-1]
             words = f"{name} {low:.2f} to {high:.2f}" if low < high else f"{name} {low:.2f}"
             ax.plot(values, [row + below] * len(values), "o-", color=color)
             ax.annotate(words, (high, row + below), xytext=(7, 0), textcoords="offset points", color=color, va="center")
     ax.axvline(1, color=INK, linestyle=":")
-    ax.set_yticks(np.arange(len(plain)) + 0.17, [f"{label} tokens" for label in plain])
-    ax.set(xlim=(0.9, 2.9), ylim=(len(plain) - 0.4, -0.3))
+    ax.set_yticks(np.arange(len(labels)) + 0.17, labels)
+    ax.set(xlim=(0.9, 2.9), ylim=(len(labels) - 0.4, -0.3))
     ax.set_title("times the tokens a second of the author's decoder", loc="left")
     return figure
 
@@ -266,12 +241,12 @@ def draw_sixteen_b():
     prices = json.loads(re.search(r"^\{.*\}$", log, re.M)[0])
     names = {"full": "full forward", "commit": "commit", "stage_b": "Stage B, n = 3 of 20", "head": "look of the head"}
     figure, ax = panels(1, 1, WIDTH, 2.4)
-    draw_bars(ax, [round(prices[of], 3) for of in names], " s", BLUE)
+    bars = ax.barh(list(names.values()), [round(prices[of], 3) for of in names], height=0.3, color=BLUE)
+    ax.bar_label(bars, fmt="%.3g s", padding=4, color=BLUE)
     for row, layers in ((2, 3), (3, 1)):
         share = prices["full"] * layers / 20
         ax.vlines(share, row - 0.2, row + 0.3, color=ORANGE)
         ax.annotate(f"{layers}/20 of a full forward", (share + 0.02, row + 0.4), color=ORANGE, va="center")
-    ax.set_yticks(range(len(names)), names.values())
     ax.set(xlim=(0, 1.2), ylim=(3.7, -0.5))
     ax.set_title("seconds, a block of 32, int8, two cores", loc="left")
     return figure
@@ -308,6 +283,7 @@ def draw_dial():
     figure, ax = panels(1, 1, WIDTH, 3.8)
     points = sorted(json.loads((RESULTS / "theorem" / "dial.json").read_text())["points"])
     x = [tc for tc, _ in points]
+    # below this line no product of single tokens can be
     ax.plot([0, x[-1]], [0, x[-1]], color=INK, linestyle=":")
     ends = {"TC, the least for a product": (x[-1], x[-1], INK)}
     looks = {"Stage A, one step": (ORANGE, "o-"), "Stage B, one step": (BLUE, "x--"), "one at a time": (GREEN, "s-")}

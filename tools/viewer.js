@@ -1,17 +1,16 @@
-// The viewer: records of a decode side by side, step by step, and a panel about the token that was tapped. A record is
-// one line of `sample.py --json`, with a label; engine.js makes the same.
+// The viewer: decodes side by side, step by step, and a panel about the token that was tapped. A record of a decode is
+// made in playground.js (recordOf).
 const $ = (id) => document.getElementById(id);
 const LETTER = {fill: "F", edit: "E", byHand: "H"};
 const STATE = {prompt: "given", mask: "masked", fill: "filled now", byHand: "written by hand", edit: "edited now",
   settled: "settled"};
 const HINT = "Tap a token to see what happened to it; step back and tap a mask to see what could stand there.";
 const PACE = 700; // milliseconds a step, in play
-let traces = []; // the runs shown: records, each with its label, counts, blocks and the elements that show it
+let traces = []; // the runs shown: records, each with its blocks and the elements that show it
 let steps = 0; // of the longest run
 let now = 0; // the step shown
 let timer = 0; // of play
 let chosen = null; // {run, at}: the cell in the panel
-let morePanel = () => {}; // what a page adds to the panel: (panel, trace, block, position, what the block looks like)
 
 function make(parent, tag, cls, text = "") {
   const e = parent.appendChild(document.createElement(tag));
@@ -25,9 +24,8 @@ function make(parent, tag, cls, text = "") {
 // The blocks of a run: where each starts, its first and last step (0 for a block of nothing but prompt), its prompt.
 function blocksOf(t) {
   const blocks = [];
-  const B = t.steps[0].after.length;
-  for (let start = 0; start < t.steps[0].start; start += B)
-    blocks.push({start, first: 0, last: 0, ids: t.prompt.slice(start, start + B)});
+  for (let start = 0; start < t.steps[0].start; start += t.B)
+    blocks.push({start, first: 0, last: 0, ids: t.prompt.slice(start, start + t.B)});
   t.steps.forEach((s, i) => {
     if (!i || t.steps[i - 1].start !== s.start) blocks.push({start: s.start, first: i + 1});
     blocks.at(-1).last = i + 1;
@@ -98,7 +96,7 @@ function drawCell(cell, t, b, at, v) {
 function drawPanel(t, b, at, v, lines) {
   $("panel").replaceChildren();
   lines.forEach((line, i) => make($("panel"), "p", "", (i ? "" : t.label + ", ") + line));
-  morePanel($("panel"), t, b, at, v);
+  whatElse($("panel"), t, b, at, v);
 }
 
 const rounded = (forwards) => Number(forwards.toFixed(2));
@@ -156,18 +154,18 @@ function buildBlock(t, b, run) {
   });
 }
 
-// Shows these records at a step; each has a label, and perhaps a line about it.
+// Shows these records at a step.
 function show(records, step) {
   traces = records;
   steps = Math.max(...traces.map((t) => t.steps.length));
   $("runs").replaceChildren();
   $("runs").style.setProperty("--columns", traces.length);
   traces.forEach((t, run) => {
-    Object.assign(t, {blocks: blocksOf(t), B: t.steps[0].after.length});
+    t.blocks = blocksOf(t);
     const head = make($("runs"), "div", "head");
     head.style.gridArea = `1 / ${run + 1}`;
-    if (traces.length > 1) make(head, "h2", "", t.label);
-    if (t.about) make(head, "p", "counts", t.about);
+    make(head, "h2", "", t.label);
+    make(head, "p", "counts", t.about);
     t.verdictLine = make(head, "p", "verdict");
     for (const b of t.blocks) buildBlock(t, b, run);
     const foot = make($("runs"), "div", "foot");

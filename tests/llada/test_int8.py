@@ -1,6 +1,6 @@
 """Int8 weights: what they stand for, and the same model through them. `pytest tests/llada/test_int8.py`"""
 
-import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -138,8 +138,8 @@ def test_scripts_take_the_folder(tmp_path, monkeypatch, capsys):
     (tmp_path / "a.txt").write_text("x = [1, 2, 3]\n" * 9)
     run = ["--init_from", tmp_path / "int8", "--data", tmp_path / "a.txt", "--seq_len", 16, "--batch_size", 2]
     caller(train, monkeypatch, capsys)(*run, *bf16, "--max_iters", 1, "--out_dir", tmp_path / "adapter")
-    run = ["--ckpt", tmp_path / "adapter", "--prompt", "x", "--gen_length", 4, "--json"]
-    assert json.loads(caller(sample, monkeypatch, capsys)(*run, *bf16))["nfe"]["partial"] > 0
+    run = ["--ckpt", tmp_path / "adapter", "--prompt", "x", "--gen_length", 4]
+    assert re.search(r"full \+ [1-9]\d* partial", caller(sample, monkeypatch, capsys)(*run, *bf16))
 
 
 def test_an_adapter_of_the_original_fits(golden, experts, tmp_path):

@@ -1,7 +1,5 @@
 """The cache against none at toy size, and what --official needs. `pytest tests/tools/test_bench.py`"""
 
-import re
-import sys
 from dataclasses import replace
 
 import torch
@@ -15,13 +13,12 @@ TINY = replace(PRESETS["tiny"], vocab_size=272, eos_id=256, mask_id=257, block_l
 
 def test_the_cache_against_none(monkeypatch, capsys):
     """At sizes at which a measurement takes a moment. The integral of a constant cost is tokens times it."""
-    sizes = dict(GEOMETRIES=(TINY,), CONTEXTS=(0, 16, 32), LENGTHS=(16, 32), ROWS=3, REPEATS=1)
-    for name, value in sizes.items():
-        monkeypatch.setattr(bench, name, value)
+    monkeypatch.setattr(bench, "CASES", ((TINY, 1), (TINY, 3)))
+    monkeypatch.setattr(bench, "CONTEXTS", (0, 16, 32))
+    monkeypatch.setattr(bench, "LENGTHS", (16, 32))
     monkeypatch.setattr(bench, "interleaved", lambda *sides, repeats: [0.5, 1.0])
     out = caller(bench, monkeypatch, capsys)()
-    assert "all of 32 tokens (integrated): cached 16.00 s, uncached 32.00 s: 2.0x" in out
-    assert "3 rows behind 16 tokens: uncached against cached 2.0x; 3.0x the tokens a second of one row" in out
+    assert out.count("all of 32 tokens (integrated): cached 16.00 s, uncached 32.00 s: 2.0x") == 2
 
 
 def test_a_measured_step_is_a_step_of_decoding():
@@ -36,10 +33,4 @@ def test_a_measured_step_is_a_step_of_decoding():
 
 def test_official_says_what_it_needs(tmp_path, monkeypatch, capsys):
     error = refused(bench, monkeypatch, capsys, "--official", tmp_path)
-    assert "holds no configuration_llada2_moe.py" in error
-    for name in bench.FILES:
-        (tmp_path / name).touch()
-
-    monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
-    error = refused(bench, monkeypatch, capsys, "--official", tmp_path)
-    assert re.search(r"needs transformers: pip install transformers==[\d.]+$", error)
+    assert "configuration_llada2_moe" in error and "pip install transformers==" in error
