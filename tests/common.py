@@ -1,7 +1,6 @@
 """A small random model with confident, varied predictions, and a command line that runs in this process."""
 
 import math
-import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +9,14 @@ import pytest
 import torch
 
 from cache import Row
-from checkpoint import PRESETS, load_model, new_model, save_adapter
-from lib.util import generator
+from checkpoint import PRESETS, load_model, new_model, save_adapter, save_model
+from lib.util import generator, write_json
 from model import Config, Model
 from sample import Step
 from toy import Toy
 
 ROOT = Path(__file__).resolve().parent.parent
-GOLDEN = ROOT / "tests" / "data" / "golden_a"  # a small checkpoint in the released layout, and what its code made of it
+GOLDEN = ROOT / "tests" / "data" / "golden_a"  # as released, and what its code made of it
 V, MASK, EOS = 40, 38, 39
 
 
@@ -37,6 +36,20 @@ def tiny_model(seed: int = 0, std: float = 0.25, **overrides) -> Model:
     return model
 
 
+def byte_model(seed: int = 0, **overrides) -> Model:
+    """One that reads and writes bytes."""
+    sizes = dict(vocab_size=272, eos_id=256, mask_id=257, max_len=128)
+    return tiny_model(seed, **sizes | overrides)
+
+
+def names_folder(folder: Path, tokenizer: dict, **overrides) -> Path:
+    """A model of names with random weights, and the content of its tokenizer.json."""
+    save_model(byte_model(tokenizer="bpe", **overrides), folder)
+    write_json(folder / "tokenizer.json", tokenizer)
+    write_json(folder / "names.json", {"unidata_version": "0"})
+    return folder
+
+
 def random_lora(model: Model, lora_in: str = "both") -> None:
     model.add_lora(4, generator("lora"), lora_in)
     for name, p in model.named_parameters():
@@ -54,10 +67,10 @@ def random_adapter(folder: Path, base: Path, **overrides) -> Model:
 
 
 def command_line(script, monkeypatch, capsys, *argv: object) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of `python script.py *argv` (`python -m` for a script in one of the doors)."""
+    """(exit code, stdout, stderr) of `python script.py *argv`, or of `python -m script`."""
     monkeypatch.setattr(sys, "argv", [script.__name__ + ".py", *map(str, argv)])
     try:
-        script.main() if hasattr(script, "main") else runpy.run_path(script.__file__, run_name="__main__")
+        script.main()
         code = 0
     except SystemExit as e:
         code = e.code or 0

@@ -4,7 +4,7 @@ import json
 import signal
 
 import torch
-from common import caller, command_line
+from common import command_line
 from safetensors.torch import load_file
 
 import train
@@ -36,14 +36,3 @@ def assert_same_end(a, b) -> None:
     (tensors_a, log_a), (tensors_b, log_b) = end_state(a), end_state(b)
     assert log_a == log_b and tensors_a.keys() == tensors_b.keys()
     assert all(torch.equal(tensors_a[k], tensors_b[k]) for k in tensors_a)
-
-
-def goes_on_bit_for_bit(script, run, folder, monkeypatch, capsys) -> None:
-    """Four steps in folder/whole; as many in folder/parts, interrupted after two."""
-    call = caller(script, monkeypatch, capsys)
-    run = [*run, "--max_iters", 4]
-    call(*run, "--out_dir", folder / "whole")
-    out = stopped(2, script, monkeypatch, capsys, *run, "--out_dir", folder / "parts")
-    assert f"saved at step 2 of 4; go on with: python {script.__name__}" in out
-    call("--init_from", "resume", "--out_dir", folder / "parts")
-    assert_same_end(folder / "whole", folder / "parts")

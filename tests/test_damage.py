@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from common import GOLDEN, command_line, random_adapter, tiny_model
+from common import GOLDEN, byte_model, command_line, names_folder, random_adapter
 
 import checkpoint
 import convert_weights
@@ -19,7 +19,6 @@ import sample
 import train
 from checkpoint import save_model
 from lib.data import learn_bpe
-from lib.util import write_json
 
 N = 200
 NONSENSE = [None, True, -1, 0, 5, 4.5, "4", "", [], [3], {}, {"a": 1}, float("nan"), 10**10, 10**400, "a\0b"]
@@ -61,17 +60,22 @@ READERS = [
 def tree(tmp_path_factory) -> Path:
     """A folder of every kind that a command reads."""
     tree = tmp_path_factory.mktemp("tree")
-    small = dict(n_layer=2, n_last=1, vocab_size=272, eos_id=256, mask_id=257, max_len=128)
-    save_model(tiny_model(**small), tree / "bytes")
-    save_model(tiny_model(**small, tokenizer="bpe"), tree / "bpe")
-    write_json(tree / "bpe" / "tokenizer.json", learn_bpe(["aaa ab", "aaa ab"], 270))
-    write_json(tree / "bpe" / "names.json", {"unidata_version": "0"})
+    save_model(byte_model(n_layer=2, n_last=1), tree / "bytes")
+    names_folder(tree / "bpe", learn_bpe(["aaa ab", "aaa ab"], 270), n_layer=2, n_last=1)
     random_adapter(tree / "adapter", tree / "bytes")
     shutil.copytree(GOLDEN, tree / "released")
     (tree / "records").mkdir()
     record = json.dumps({"text": "hello " * 9, "int_score": 4, "token_count": 300})
     (tree / "records" / "a.jsonl").write_text(f"{record}\n" * 5)
     return tree
+
+
+def placed(argv: list, **folders: Path) -> list[str]:
+    """A command line with a folder in each name's place."""
+    line = "\n".join(map(str, argv))
+    for name, folder in folders.items():
+        line = line.replace(name, str(folder))
+    return line.split("\n")
 
 
 def places(value: object) -> Iterator[tuple]:
@@ -127,8 +131,7 @@ def test_two_hundred_damaged_files(tree, tmp_path, monkeypatch, capsys):
         shutil.copytree(tree / folder, it)
         content = damaged((it / name).read_bytes(), name, draw)
         (it / name).write_bytes(content)
-        words = [str(word).replace("IT", str(it)).replace("OUT", str(out)).replace("TREE", str(tree)) for word in argv]
-        code, _, err = run(script, *words)
+        code, _, err = run(script, *placed(argv, IT=it, OUT=out, TREE=tree))
         errors = [line for line in err.replace("\r", "\n").splitlines() if line.startswith("error: ")]
         assert code in (0, 2) and len(errors) == code // 2, (folder, name, content[:200], err)
         refusals += code == 2
@@ -152,6 +155,5 @@ def test_a_mistake_of_ours_keeps_its_traceback(module, name, error, script, argv
         raise error("ours")
 
     monkeypatch.setattr(module, name, broken)
-    words = [str(word).replace("TREE", str(tree)).replace("OUT", str(tmp_path / "out")) for word in argv]
     with pytest.raises(error, match="ours"):
-        command_line(script, monkeypatch, capsys, *words)
+        command_line(script, monkeypatch, capsys, *placed(argv, OUT=tmp_path / "out", TREE=tree))

@@ -7,31 +7,20 @@ import json
 import re
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from common import approx, command_line, conditional, random_adapter, refused, tiny_config, tiny_model
+from common import approx, caller, conditional, names_folder, random_adapter, tiny_config, tiny_model
 
 import evaluate
 import toy
 import train
 from cache import Output
-from checkpoint import PRESETS, load_model, save_model
-from evaluate import (
-    TOY_DECODERS,
-    answer_log_probs,
-    chain_table,
-    complete,
-    draw_holes,
-    draw_names,
-    one_step_table,
-    quality,
-)
+from checkpoint import PRESETS, load_model
+from evaluate import answer_log_probs, chain_table, one_step_table
 from lib.data import is_validation, learn_bpe
 from lib.tokenizer import byte_tokenizer
-from lib.util import write_json
 from sample import exists
 from toy import Toy
 
@@ -52,10 +41,8 @@ def trained(tmp_path_factory):
 
 
 # --- toys
-
-
 def test_answer_log_probs(monkeypatch):
-    """Normalised over all tokens, and then cut to the symbols; Stage B marks what is masked."""
+    """Normalised over all tokens, then cut to the symbols; Stage B marks what is masked."""
     monkeypatch.setattr(evaluate, "ROWS", 2)
     support = torch.tensor([[[0, 1]], [[1, 1]], [[2, 0]]])  # three contexts, three symbols, two positions
     t = Toy("three", 3, support, torch.ones(3, 1, dtype=torch.float64))
@@ -73,8 +60,7 @@ def test_answer_log_probs(monkeypatch):
 
 def test_in_one_step_both_stages_pay_tc_and_one_at_a_time_nothing(trained):
     """KL(p || prod q_i) = TC + sum_i KL(p_i || q_i), and training left of the sum under 2 % of TC. Clean targets
-    cannot take Stage B below TC either: its bundle is drawn independently of the clean tokens, so its minimiser is the
-    marginals, as Stage A's is."""
+    cannot take Stage B below TC either."""
     net, t, _ = trained
     p, tc = t.marginals(), t.tc()
     for n_rounds in (0, 1):
@@ -83,18 +69,8 @@ def test_in_one_step_both_stages_pay_tc_and_one_at_a_time_nothing(trained):
         forward = toy.kl(t.prob, one_step_table(net, t, n_rounds))
         torch.testing.assert_close(forward, tc + own, rtol=0, atol=1e-6)
         assert (forward >= tc - 1e-9).all() and float(own.mean()) < 0.02 * float(tc.mean())
-    assert quality(net, t, TOY_DECODERS["one at a time"])["coherent"] >= 0.99
+    assert evaluate.quality(net, t, evaluate.TOY_DECODERS["one at a time"])["coherent"] >= 0.99
     assert toy.kl(t.prob, chain_table(net, t)).mean() < tc.mean()  # what no product can reach
-
-
-@pytest.mark.parametrize("task", toy.TASKS)
-def test_with_exact_conditionals_the_chain_is_exact_and_the_product_pays_tc(task, monkeypatch):
-    t = toy.make(task)
-    t = t if t.support.shape[1] <= 512 else toy.make(task, V=4, m=3)
-    oracle = lambda model, task, c, z, n_rounds: conditional(task, c, z).log()  # noqa: E731
-    monkeypatch.setattr(evaluate, "answer_log_probs", oracle)  # the ideal factorised decoder in every model's place
-    torch.testing.assert_close(chain_table(None, t), t.prob, rtol=0, atol=1e-12)
-    assert float(toy.kl(t.prob, one_step_table(None, t, 0)).mean()) == approx(float(t.tc().mean()), abs=1e-9)
 
 
 def test_the_table_of_a_toy_by_hand(monkeypatch, capsys):
@@ -119,40 +95,33 @@ def test_the_table_of_a_toy_by_hand(monkeypatch, capsys):
 
 
 def test_a_toy_from_the_command_line(trained, tmp_path, monkeypatch, capsys):
-    net, t, run = trained
-    code, out, _ = command_line(evaluate, monkeypatch, capsys, "--ckpt", run, "--device", "cpu")
+    _, t, base = trained
+    run = caller(evaluate, monkeypatch, capsys)
+    out = run("--ckpt", base, "--device", "cpu")
     tc = f"{float(t.tc().mean()):.3f}"
-    assert code == 0 and f"pairs: TC = {tc} nats" in out
+    assert f"pairs: TC = {tc} nats" in out
     _, *table, _ = [re.split("  +", line) for line in out.splitlines()]
     lost = {name: cells[0] for name, *cells in table}
-    assert list(lost) == ["decoder", "one step, at best", *TOY_DECODERS] and lost["one step, at best"] == tc
-
-    # what can be enumerated stands beside it
-    for name, q in {
-        "one at a time": chain_table(net, t),
-        "Stage A, one step": one_step_table(net, t, 0),
-        "Stage B, one step": one_step_table(net, t, 1),
-    }.items():
-        assert lost[name] == f"{float(toy.kl(t.prob, q).mean()):.3f}"
+    assert list(lost) == ["decoder", "one step, at best", *evaluate.TOY_DECODERS]
+    assert lost["one step, at best"] == tc
 
     # an adapter is evaluated by its own rounds: two halves of a forward beside the full one
-    argv = ["--data", "pairs", "--init_from", run, "--max_iters", 2, "--n_rounds", 2, "--out_dir", tmp_path / "two"]
-    assert command_line(train, monkeypatch, capsys, *argv, "--n_last", 1, "--batch_size", 4)[0] == 0
-    _, out, _ = command_line(evaluate, monkeypatch, capsys, "--ckpt", tmp_path / "two")
-    costs = {line.split("  ")[0]: line.split()[-1] for line in out.splitlines()}
+    two = ["--data", "pairs", "--init_from", base, "--n_rounds", 2, "--n_last", 1, "--batch_size", 4]
+    caller(train, monkeypatch, capsys)(*two, "--max_iters", 2, "--out_dir", tmp_path / "two")
+    costs = {line.split("  ")[0]: line.split()[-1] for line in run("--ckpt", tmp_path / "two").splitlines()}
     assert (costs["Stage A, one step"], costs["Stage B, one step"]) == ("1.00", "2.00")
 
 
 def test_mistakes(tmp_path, monkeypatch, capsys):
-    assert "no toy or names to judge by" in refused(evaluate, monkeypatch, capsys, "--ckpt", tmp_path)
+    run = caller(evaluate, monkeypatch, capsys)
+    assert "no toy or names to judge by" in run.fails("--ckpt", tmp_path)
+    assert "on names alone" in run.fails("--ckpt", tmp_path, tmp_path)
     for wrong in ({"name": "modes", "V": "many"}, {"name": "poems"}, {"V": 3}, [3]):
         (tmp_path / "toy.json").write_text(json.dumps(wrong))
-        assert "toy.json" in refused(evaluate, monkeypatch, capsys, "--ckpt", tmp_path)
+        assert "toy.json" in run.fails("--ckpt", tmp_path)
 
 
 # --- names
-
-
 def test_shares_and_forwards_by_hand(monkeypatch):
     """Letters A to F are asked for; written are A, A, A, D, ? and ?. Four of six exist, two different ones, A and D are
     the very names. A row costs 2 full, 1 commit, and half a partial one of n/L = 1/4."""
@@ -162,7 +131,8 @@ def test_shares_and_forwards_by_hand(monkeypatch):
     asked = []
     monkeypatch.setattr(evaluate, "generate", lambda model, prompts, d, step: asked.append(step) or outputs)
     prompts = {letter(x): [] for x in "ABCDEF"}
-    found = complete(SimpleNamespace(partial_cost=1 / 4), byte_tokenizer(), prompts, evaluate.NAMES, step="mine")
+    model = SimpleNamespace(partial_cost=1 / 4)
+    found = evaluate.complete(model, byte_tokenizer(), prompts, evaluate.NAMES, step="mine")
     assert (found["exist"], found["itself"], found["distinct"]) == approx((4 / 6, 2 / 6, 2 / 6))
     assert (found["forwards"], found["full"], found["tokens"]) == (3.125, 2, 1)
     assert found["found"] == [True] * 4 + [False] * 2 and asked == ["mine"]
@@ -171,12 +141,12 @@ def test_shares_and_forwards_by_hand(monkeypatch):
 def test_prompts_are_the_first_third_of_names_of_the_group_and_a_function_of_it_alone():
     tokenizer = byte_tokenizer()
     for group in ("held out", "trained"):
-        prompts = draw_names(40, group, tokenizer)
+        prompts = evaluate.draw_names(40, group, tokenizer)
         assert len(prompts) == 40 and all(exists(name) for name in prompts)
         assert {is_validation(name) for name in prompts} == {group == "held out"}
         for name, ids in prompts.items():  # a byte is a token
             assert tokenizer.decode(ids) == name[: (len(name) + 2) // 3]
-        assert list(draw_names(7, group, tokenizer).items()) == list(prompts.items())[:7]
+        assert list(evaluate.draw_names(7, group, tokenizer).items()) == list(prompts.items())[:7]
 
 
 def test_holes_are_in_one_block_with_something_visible_behind():
@@ -184,7 +154,7 @@ def test_holes_are_in_one_block_with_something_visible_behind():
     tokenizer = byte_tokenizer()
     cfg = SimpleNamespace(block_length=8, mask_id=257, eos_id=256)
     for k in (1, 4):
-        prompts = draw_holes(20, k, "held out", tokenizer, cfg)
+        prompts = evaluate.draw_holes(20, k, "held out", tokenizer, cfg)
         assert len(prompts) == 20 and all(is_validation(name) for name in prompts)
         for name, ids in prompts.items():
             whole = list(name.encode()) + [256] * (-len(name) % 8)
@@ -194,41 +164,29 @@ def test_holes_are_in_one_block_with_something_visible_behind():
             assert [i for i, (a, b) in enumerate(zip(ids, whole, strict=True)) if a != b] == masked
 
 
-def names_folder(folder: Path, **overrides) -> Path:
-    """A model of names with random weights."""
-    model = tiny_model(vocab_size=272, eos_id=256, mask_id=257, tokenizer="bpe", **overrides)
-    save_model(model, folder)
-    write_json(folder / "tokenizer.json", learn_bpe([], 258))
-    write_json(folder / "names.json", {"unidata_version": "0"})
-    return folder
-
-
 def test_holes_cost_a_step_each_or_one_for_all(tmp_path, monkeypatch, capsys):
     """Three holes of the first of two blocks: one at a time three steps, then a commit and the next block's step; all
     at once one for three; Stage B is half of one more where there is a mask."""
-    folder = names_folder(tmp_path, n_rounds=1)
+    folder = names_folder(tmp_path, learn_bpe([], 258), n_rounds=1)
     name = "A NAME OF A SORT"
     prompts = {name: [257 if i in (1, 2, 5) else ord(c) for i, c in enumerate(name)]}
     monkeypatch.setattr(evaluate, "draw_holes", lambda *_: prompts)
-    code, out, err = command_line(
-        evaluate, monkeypatch, capsys, "--ckpt", folder, "--holes", 3, "--json", "--device", "cpu"
-    )
-    assert code == 0, err
+    out = caller(evaluate, monkeypatch, capsys)("--ckpt", folder, "--holes", 3, "--json", "--device", "cpu")
     costs = [json.loads(line)["forwards"] for line in out.splitlines()]
     assert costs == [5, 3, 3.5]
 
 
 def test_names_from_the_command_line(tmp_path, monkeypatch, capsys):
-    """Random weights: a base has its rows, an adapter its own, two adapters share the base's and have a column each."""
+    """A base has its rows, an adapter its own; two adapters share the base's and have a column each."""
     monkeypatch.setattr(evaluate, "NAMES", replace(evaluate.NAMES, gen_length=8))
-    base = names_folder(tmp_path / "base")
+    base = names_folder(tmp_path / "base", learn_bpe([], 258))
     for name in ("one", "two"):
         random_adapter(tmp_path / name, base)
+    run = caller(evaluate, monkeypatch, capsys)
     argv = ["--prompts", 2, "--device", "cpu", "--ckpt"]
-    assert "--holes 8: no name" in refused(evaluate, monkeypatch, capsys, *argv, base, "--holes", 8)
+    assert "--holes 8: no name" in run.fails(*argv, base, "--holes", 8)
 
-    code, out, err = command_line(evaluate, monkeypatch, capsys, *argv, tmp_path / "one", tmp_path / "two", "--json")
-    assert code == 0, err
+    out = run(*argv, tmp_path / "one", tmp_path / "two", "--json")
     records = [json.loads(line) for line in out.splitlines()]
     rows = [(name, str(base)) for name in evaluate.BASE_ROWS]
     rows += [(name, str(tmp_path / folder)) for name in evaluate.ADAPTER_ROWS for folder in ("one", "two")]
@@ -240,10 +198,5 @@ def test_names_from_the_command_line(tmp_path, monkeypatch, capsys):
         assert (r["forwards"] - r["full"] < 1) if off else (r["forwards"] - r["full"] >= 1)
 
     # fewer columns for people; of a base alone its own rows
-    code, out, _ = command_line(evaluate, monkeypatch, capsys, *argv, base)
-    assert code == 0 and "2 held-out names" in out and "base, all at once" in out and "Stage B" not in out
-
-
-def test_several_folders_are_compared_on_names_alone(trained, monkeypatch, capsys):
-    _, _, run = trained
-    assert "on names alone" in refused(evaluate, monkeypatch, capsys, "--ckpt", run, run)
+    out = run(*argv, base)
+    assert "2 held-out names" in out and "base, all at once" in out and "Stage B" not in out

@@ -1,10 +1,5 @@
-"""The released generate(), recorded: same tokens, same forwards, same state before every forward, by generate (cached)
-and by its specification generate_one.
+"""The released generate(), recorded: the same tokens, forwards and states. `pytest tests/test_golden_decode.py`"""
 
-pytest tests/test_golden_decode.py
-"""
-
-import functools
 import json
 
 import pytest
@@ -17,35 +12,18 @@ from sample import Decoding, generate, generate_one
 CASES = json.loads((GOLDEN / "expected.json").read_text())["cases"]
 
 
-@pytest.fixture(scope="module")
-def model_of(golden):
-    """The converted checkpoint with blocks of a length, each loaded once."""
-    return functools.cache(lambda block_length: load_model(golden, "cpu", torch.float32, block_length=block_length))
-
-
-def recorded_decoding(case: dict) -> Decoding:
-    a = case["args"]
-    return Decoding(
-        gen_length=a["gen_length"],
-        tau_m2t=a["threshold"],
-        tau_t2t=a["editing_threshold"],
-        max_post_steps=a["max_post_steps"],
-        num_to_transfer=a["num_to_transfer"],
-        eos_early_stop=a["eos_early_stop"],
-        n_rounds=0,
-    )
-
-
 @pytest.mark.parametrize("case", CASES, ids=[c["name"] for c in CASES])
-def test_released_generate(case, model_of):
+def test_released_generate(case, golden):
     a = case["args"]
-    d = recorded_decoding(case)
-    model = model_of(a["block_length"])
+    model = load_model(golden, "cpu", torch.float32, block_length=a["block_length"])
+    same = {name: a[name] for name in ("gen_length", "max_post_steps", "num_to_transfer", "eos_early_stop")}
+    d = Decoding(tau_m2t=a["threshold"], tau_t2t=a["editing_threshold"], n_rounds=0, **same)
 
     # a block's states: before the first forward, and after each
     blocks = case["blocks"]
     before = [z for block in blocks for z in block["states"][:-1]]
     after = [z for block in blocks for z in block["states"][1:]]
+    ends = [block["end"] for block in blocks for _ in block["states"][1:]]
 
     # the specification: it tells the state before every forward
     tokens, nfe, seen = generate_one(model, case["prompt"], d)
@@ -59,7 +37,6 @@ def test_released_generate(case, model_of):
     (taken,) = steps.of_row
     assert_same([s["before"] for s in taken], before, "generate")
     assert_same([s["after"] for s in taken], after, "generate")
-    ends = [block["end"] for block in blocks for _ in block["states"][1:]]
     assert [s["start"] + a["block_length"] for s in taken] == ends
     assert_same(out.tokens, case["output"], "generate")
     assert out.nfe == nfe

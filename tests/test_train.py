@@ -2,17 +2,14 @@
 
 import json
 import re
-import subprocess
 import sys
-import time
 from argparse import Namespace
-from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from common import MASK, ROOT, approx, caller, random_ids, random_lora, tiny_config, tiny_model
-from resuming import assert_same_end, end_state, goes_on_bit_for_bit, stopped
+from common import MASK, approx, caller, random_ids, random_lora, tiny_config, tiny_model
+from resuming import assert_same_end, end_state, stopped
 from safetensors.torch import load_file
 
 import checkpoint
@@ -46,8 +43,6 @@ def run(monkeypatch, capsys):
 
 
 # --- the step
-
-
 @pytest.mark.parametrize("context", ["corrupted", "clean"])
 def test_the_step_by_hand(context):
     """Eq. 1 in both stages from one prefix: Stage A fills all of M, Stage B its bundle; W and G count in both."""
@@ -68,17 +63,6 @@ def test_the_step_by_hand(context):
             term = torch.stack([ce[where].sum(), where.sum()]).detach()
             torch.testing.assert_close(terms[f"{name}_{stage}"], term, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(loss, by_hand, rtol=1e-4, atol=1e-4)
-
-
-def test_stage_a_only_is_stage_a_alone():
-    model, args = tiny_model(), flags()
-    _, both = cocommit_step(model, a_batch(), args)
-    loss, terms = base_step(model, a_batch(), args)
-    assert set(terms) == {"m2t_A", "edit_A", "clean_A"}
-    for name, term in terms.items():
-        torch.testing.assert_close(term, both[name], rtol=1e-5, atol=1e-4)
-    loss.backward()
-    assert model.markers.grad is None
 
 
 def test_a_bundle_and_a_target_of_ones_own_are_stage_bs_alone():
@@ -116,22 +100,24 @@ def test_a_draft_is_stage_as_choice_and_never_a_mask():
 
 
 def test_rows_that_are_read_one_by_one_are_asked_for_every_token():
-    """A third of them: these are masked whole, prompts too, each token by itself from what is before it."""
-    model, args = tiny_model(), flags(one_by_one=1.0)
-    loss, terms = base_step(model, a_batch(), args)
-    batch = a_batch()
+    """They are masked whole, prompts too; the others are what Stage A is shown beside Stage B."""
+    model, batch = tiny_model(), a_batch()
+    loss, terms = base_step(model, a_batch(), flags(one_by_one=1.0))
     single = tiny_model(block_length=1)
     ids = batch.clean.masked_fill(batch.real, MASK)
-    logits = single(ids, single.context(batch.real, batch.clean if args.context == "clean" else None))
-    ce = F.cross_entropy(logits.mT, batch.clean, reduction="none")[batch.real]
-    asked = float(ce.detach().sum())
-    assert terms["m2t_A"].tolist() == approx([asked, len(ce)], rel=1e-4)
-    assert float(loss.detach()) == approx(asked, rel=1e-4)
+    logits = single(ids, single.context(batch.real))
+    ce = F.cross_entropy(logits.mT, batch.clean, reduction="none")[batch.real].detach()
+    assert terms["m2t_A"].tolist() == approx([float(ce.sum()), len(ce)], rel=1e-4)
+    assert float(loss.detach()) == approx(float(ce.sum()), rel=1e-4)
 
-    # some rows; the others are what they are without
     _, some = base_step(model, a_batch(), flags(one_by_one=0.5))
     _, none = base_step(model, a_batch(), flags(one_by_one=0.0))
+    _, both = cocommit_step(model, a_batch(), flags())
     assert none["m2t_A"][1] < some["m2t_A"][1] < len(ce)
+    of_stage_a = {name: both[name] for name in ("m2t_A", "edit_A", "clean_A")}
+    torch.testing.assert_close(none, of_stage_a, rtol=1e-5, atol=1e-4)
+    loss.backward()
+    assert model.markers.grad is None
 
 
 def test_alpha_is_stage_bs_alone():
@@ -144,8 +130,6 @@ def test_alpha_is_stage_bs_alone():
 
 
 # --- who learns, and how fast
-
-
 @pytest.mark.parametrize("lora", [False, True])
 def test_weight_decay_is_for_matrices(lora):
     """Not for norms, and not for markers, which are added to states."""
@@ -169,8 +153,6 @@ def test_learning_rate_warms_up_and_ends_at_zero():
 
 
 # --- a run
-
-
 def test_a_recorded_run_is_repeated(tmp_path, monkeypatch, capsys):
     """The first losses and gradient norms of a run, as an earlier version had them, which balanced no experts."""
     monkeypatch.setattr(train, "BALANCE", 0.0)
@@ -194,16 +176,6 @@ def test_micro_batches_change_only_rounding(tmp_path, run):
     assert all(a == approx(b, rel=1e-4) for a, b in zip(whole, split, strict=True))
 
 
-def test_bf16_trains_float32_weights_and_the_log_names_terms_by_stage(tmp_path, run):
-    run(*TOY, "--max_iters", 2, "--eval_interval", 1, "--dtype", "bf16", "--checkpointing", "--out_dir", tmp_path)
-    tensors, (first, *_, last) = end_state(tmp_path)
-    assert all(t.dtype == torch.float32 for t in tensors.values())
-    terms = {f"{term}_{stage}" for term in ("m2t", "edit", "clean") for stage in "AB"}
-    assert first.keys() - terms == {"step", "loss", "grad_norm", "lr", "tokens"} and first["tokens"] == 16
-    assert {"m2t_A", "m2t_B"} <= first.keys() & last.keys()
-    assert last["val"] and last.keys() - terms == {"step", "val"}
-
-
 def test_a_non_finite_loss_stops_before_the_weights_are_hurt(tmp_path, run):
     hot = ["--max_iters", 50, "--learning_rate", 1e30, "--grad_clip", 0, "--eval_interval", 1]
     line = run.fails(*TOY, *hot, "--out_dir", tmp_path)
@@ -219,29 +191,43 @@ MUON = ["--stage_a_only", "--optimizer", "muon", "--one_by_one", 0.5, "--dtype",
 
 
 @pytest.mark.parametrize("extra", [[], CLEAN, MUON], ids=["paper", "clean", "muon"])
-def test_four_steps_equal_two_and_resume_and_two(tmp_path, monkeypatch, capsys, extra):
-    run = [*TOY, *extra, "--eval_interval", 3]
-    goes_on_bit_for_bit(train, run, tmp_path, monkeypatch, capsys)
-    tensors, log = end_state(tmp_path / "whole")
-    assert len(log) == 6  # four steps, and validations after the third and the last
+def test_four_steps_equal_two_and_resume_and_two(tmp_path, run, monkeypatch, capsys, extra):
+    """Bit for bit."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    four = [*TOY, *extra, "--max_iters", 4, "--eval_interval", 3]
+    run(*four, "--out_dir", whole)
+    out = stopped(2, train, monkeypatch, capsys, *four, "--out_dir", parts)
+    assert "saved at step 2 of 4; go on with: python train.py" in out
+    run("--init_from", "resume", "--out_dir", parts)
+    assert_same_end(whole, parts)
 
-    # the experts' biases have moved, and are resumed with
+    # weights are float32 in every dtype; the experts' biases have moved
+    tensors, log = end_state(whole)
+    assert all(t.dtype == torch.float32 for t in tensors.values())
     biases = [tensor for name, tensor in tensors.items() if name.endswith("expert_bias")]
     assert len(biases) == 3 and all(bias.any() for bias in biases)
 
+    # four steps, and validations after the third and the last, with the terms of each stage
+    stages = "A" if extra == MUON else "AB"
+    terms = {f"{term}_{stage}" for term in ("m2t", "edit", "clean") for stage in stages}
+    assert len(log) == 6 and log[0]["tokens"] == 16
+    assert log[0].keys() - terms == {"step", "loss", "grad_norm", "lr", "tokens"}
+    assert log[-1]["val"] and log[-1].keys() - terms == {"step", "val"}
+    assert all({f"m2t_{stage}" for stage in stages} <= record.keys() for record in log)
 
-def test_an_adapter_run_moves_lora_and_markers_alone_and_resumes_on_its_own_base(tmp_path, run, monkeypatch, capsys):
+
+def test_an_adapter_run_moves_the_adapter_alone_and_resumes_on_its_base(tmp_path, run, monkeypatch, capsys):
+    """In bf16; K = 2 and n = 3 are the base's, and are not given again."""
     base, a, b = tmp_path / "base", tmp_path / "a", tmp_path / "b"
-    run(*TOY, "--max_iters", 2, "--out_dir", base)
+    run(*TOY, "--n_rounds", 2, "--n_last", 3, "--max_iters", 2, "--out_dir", base)
     weights = (base / "model.safetensors").read_bytes()
-    six = [*TOY, "--init_from", base, "--max_iters", 6, "--learning_rate", 0.1]
+    six = [*TOY, "--init_from", base, "--max_iters", 6, "--learning_rate", 0.1, "--dtype", "bf16"]
     assert f"python evaluate.py --ckpt {a}" in run(*six, "--out_dir", a)
     assert (base / "model.safetensors").read_bytes() == weights and not (a / "model.safetensors").exists()
     adapter = load_file(a / "adapter.safetensors")
     assert len(adapter) == 4 * 4 + 1 and all("lora_" in k or k == "markers" for k in adapter)
     assert all(t.abs().sum() > 0 for t in adapter.values())
-    geometry = dict(n_last=2, n_rounds=1)
-    about = dict(base="../base", base_fingerprint=checkpoint.fingerprint(base), model=geometry)
+    about = dict(base="../base", base_fingerprint=checkpoint.fingerprint(base), model=dict(n_last=3, n_rounds=2))
     about |= dict(lora_r=16, lora_in="both", alpha=0.0)
     assert json.loads((a / "adapter.json").read_text()) == about
 
@@ -260,23 +246,25 @@ def test_an_adapter_run_moves_lora_and_markers_alone_and_resumes_on_its_own_base
     assert saved["init_from"] == str(base) and saved["checkpointing"] and "resume" not in saved
 
 
-def test_kill_9_leaves_a_run_that_resumes_to_the_same_end(tmp_path, run):
+def test_a_run_that_dies_between_two_saves_goes_on_to_the_same_end(tmp_path, run, monkeypatch):
+    """It dies in step 4, whose line of the log is cut short; what is good is the state after step 2."""
     a, b = tmp_path / "a", tmp_path / "b"
-    ten = [*map(str, TOY), "--max_iters", "10", "--eval_interval", "2"]
+    ten = [*TOY, "--max_iters", 10, "--eval_interval", 2]
     run(*ten, "--out_dir", a)
-    killed = [sys.executable, "train.py", *ten, "--out_dir", str(b)]
-    process = subprocess.Popen(killed, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    log = b / "log.jsonl"
-    began = time.monotonic()
-    while not log.exists() or log.read_bytes().count(b"loss") < 3:
-        assert time.monotonic() < began + 600, "no third step within ten minutes"
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
+    log, record = b / "log.jsonl", train.report
+
+    def die(written, *rest, **how):
+        record(written, *rest, **how)
+        assert written["step"] < 3
+
+    with monkeypatch.context() as patch, pytest.raises(AssertionError):
+        patch.setattr(train, "report", die)
+        run(*ten, "--out_dir", b)
+    log.write_bytes(log.read_bytes()[:-9])
     run("--init_from", "resume", "--out_dir", b)
     assert_same_end(a, b)
 
-    # one that was killed before its first save starts again
+    # one that dies before its first save starts again
     (b / "state.safetensors").unlink()
     log.write_bytes(b'{"step": 0}\n[]\n\xff')
     run("--init_from", "resume", "--out_dir", b)
@@ -284,36 +272,27 @@ def test_kill_9_leaves_a_run_that_resumes_to_the_same_end(tmp_path, run):
 
 
 # --- a step of one's own
-
-
 def test_a_step_of_ones_own_is_looped(tmp_path, monkeypatch):
-    """Its own bundle and target in cocommit_step, or no step of ours at all."""
+    """Four rows a step, and eight times as many to validate."""
     monkeypatch.setattr(sys, "argv", ["train.py", *map(str, TOY), "--max_iters", "2", "--out_dir", str(tmp_path)])
     args = train.read_arguments()
     corpus = train.load_corpus(args)
     model = train.start(args, corpus)
-    before = model.wte.weight.detach().clone()
+    before = float(model.wte.weight.data.square().sum())
     shapes = []
 
-    def quarter_of_the_embedding(model, batch, args):
+    def square_of_the_embedding(model, batch, args):
         shapes.append(tuple(batch.clean.shape))
-        loss = model.wte.weight.square().sum() / 4
+        loss = model.wte.weight.square().sum()
         return loss, {"own": torch.stack([loss.detach(), torch.ones(())])}
 
-    train.loop(model, corpus, quarter_of_the_embedding, train.make_optimizer(model, args), args)
+    train.loop(model, corpus, square_of_the_embedding, train.make_optimizer(model, args), args)
     first, _, last = end_state(tmp_path)[1]
-    assert first["own"] == approx(float(before.square().sum() / 4)) and last["own"] < first["own"] and last["val"]
-    assert shapes == [(4, 4)] * (2 + 8)  # two steps, and eight times as many rows to validate
-
-    mine = partial(cocommit_step, target=lambda model, batch, z, bundle: torch.where(bundle, 0, batch.clean))
-    args.out_dir = str(tmp_path / "mine")
-    train.loop(model, corpus, mine, train.make_optimizer(model, args), args)
-    assert {"m2t_A", "m2t_B"} <= end_state(tmp_path / "mine")[1][0].keys()
+    assert first["own"] == approx(before) and last["own"] < before and last["val"]
+    assert shapes == [(4, 4)] * (2 + 8)
 
 
 # --- the paper's setting, and what is not given
-
-
 def test_a_released_checkpoint_is_adapted_on_records_and_sampled(golden, tmp_path, run, monkeypatch, capsys):
     """The released layout, its tokenizer, one padded document a row, LoRA in bf16, then decoding with the adapter."""
     ours, records = tmp_path / "ours", tmp_path / "docs.jsonl"
@@ -328,24 +307,16 @@ def test_a_released_checkpoint_is_adapted_on_records_and_sampled(golden, tmp_pat
     assert texts[0] != texts[1] and re.search(r"^\[[1-8] tokens; ", written[1], re.M)
 
 
-# --- what is not given
-READS = {
-    "names": [],
-    "toy": TOY[:5],
-    "bytes": ["--data", "a.txt"],
-    "bpe": ["--data", "a.txt"],
-}
-
-
 @pytest.mark.parametrize("kind", RUNS)
-def test_what_a_run_defaults_to(kind, tmp_path, monkeypatch, capsys):
-    """The table's row, which --help shows whole; and a flag that is given wins."""
+def test_what_a_run_defaults_to(kind, tmp_path, monkeypatch):
+    """The table's row, and sizes of the checkpoint or the preset; --help shows it."""
     monkeypatch.chdir(tmp_path)
     reads, *how = kind.split()
-    cfg = tiny_config(block_length=32, n_rounds=2, n_last=3, tokenizer={"names": "bpe"}.get(reads, reads))
-    monkeypatch.setattr(checkpoint, "read_config", lambda folder: cfg)
-    argv = [*READS[reads]]
-    if how == ["from", "scratch"]:
+    scratch = how == ["from", "scratch"]
+    base = tiny_config(block_length=32, n_rounds=2, n_last=3, tokenizer={"names": "bpe"}.get(reads, reads))
+    monkeypatch.setattr(checkpoint, "read_config", lambda folder: base)
+    argv = {"names": [], "toy": TOY[:5]}.get(reads, ["--data", "a.txt"])
+    if scratch:
         argv += ["--stage_a_only"]
     elif reads != "names":
         argv += ["--init_from", "base"]
@@ -356,44 +327,25 @@ def test_what_a_run_defaults_to(kind, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["train.py", *map(str, [*argv, *more])])
         return vars(train.read_arguments())
 
+    row = {name: value for name, value in RUNS[kind].items() if value is not None}
+    sizes = checkpoint.PRESETS[row["preset"]] if scratch else base
+    expected = dict(run=kind, init_from="scratch" if scratch else "base")
+    expected |= dict(n_last=sizes.n_last, n_rounds=sizes.n_rounds)
+    expected |= {name: row[name] for name in row.keys() - {"data", "toy", "stage_a_only", "alpha"}}
+    B = 2 if reads == "toy" else row.get("block_length", sizes.block_length)
+    expected |= dict(block_length=B, s_max=B if reads == "toy" else B // 2)
     found = settled()
-    given = {"data", "toy", "init_from", "stage_a_only", "alpha"}
-    of_checkpoint = {"n_last", "n_rounds", "block_length", "s_max"}
-    for name, value in RUNS[kind].items():
-        if name not in given | of_checkpoint:
-            assert found[name] == value, name
-    start = "scratch" if how == ["from", "scratch"] else RUNS[kind]["init_from"] or "base"
-    assert (found["run"], found["init_from"]) == (kind, start)
+    assert found == found | expected
+    given = settled("--learning_rate", 0.5, "--n_rounds", 4)
+    assert (given["learning_rate"], given["n_rounds"]) == (0.5, 4)
 
-    # sizes are the checkpoint's own, or the preset's
-    geometry = cfg if how != ["from", "scratch"] else checkpoint.PRESETS[RUNS[kind]["preset"]]
-    for name in ("n_last", "n_rounds"):
-        assert found[name] == RUNS[kind][name] or found[name] == getattr(geometry, name), name
-    assert found["s_max"] == (2 if reads == "toy" else max(1, found["block_length"] // 2))
-
-    # what is given wins
-    assert settled("--learning_rate", 0.5, "--n_rounds", 4, "--max_iters", 9)["learning_rate"] == 0.5
-    assert settled("--n_rounds", 4)["n_rounds"] == 4
-
-    # and all of it is in --help
     manual = " ".join(train.build_parser().format_help().split())
     shown = manual[manual.index(f"{kind}: ") :]
     for name, value in RUNS[kind].items():
-        if value != RUNS["bpe"][name]:
-            assert settings_line({name: value}) in shown, name
+        assert value == RUNS["bpe"][name] or settings_line({name: value}) in shown, name
     for name, value in train.PAPER.items():
         assert settings_line({name: value}) in manual, name
     assert {action.dest for action in train.build_parser()._actions} - {"help"} == train.PAPER.keys()
-
-
-def test_a_checkpoint_keeps_its_markers(tmp_path, run):
-    """K = 2 and n = 3, and neither is given again."""
-    base, again = tmp_path / "base", tmp_path / "again"
-    run(*TOY, "--n_rounds", 2, "--n_last", 3, "--max_iters", 1, "--out_dir", base)
-    run(*TOY, "--init_from", base, "--max_iters", 1, "--out_dir", again)
-    model = load_model(again, "cpu", torch.float32)
-    assert (model.cfg.n_rounds, model.cfg.n_last, len(model.markers)) == (2, 3, 2)
-    assert model.markers[1].any()
 
 
 def test_rows_of_validation_are_those_of_every_seed():
