@@ -1,7 +1,7 @@
 """The rows of the paper's Table 2, and that table where every answer can be judged: on a toy, or on names.
 
-A row says whose weights decode, by which gates, and by which step. Four steps are not the paper's: each is written out
-below, beside sample.denoise, of the same parts. llada/run.py takes a row by its name for the benchmarks.
+A row says whose weights decode, by which gates, and by which step. Three steps are not the paper's and stand below.
+llada/run.py takes a row by its name for the benchmarks.
 
     python -m llada.ablation --ckpt out/names                     # after python train.py --n_last 3
     python -m llada.ablation --ckpt out/adapter                   # after these two:
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -23,84 +24,54 @@ from evaluate import NAMES, complete, draw_names, load_task, quality
 from lib.util import Parser, bounded, command, fail, first_masked, pick_device, print_table
 from sample import Decoding, Step, candidates, denoise, select_bundle
 
-# R rows in flight, B block_length, V vocabulary
+# R rows in flight, B block_length
 
 Engine = Cached | Uncached
-Candidates = tuple[Tensor, Tensor]  # each position's token (R, B) int64, and its probability (R, B) float32
 
 
 # --- steps that are not the paper's; what goes in and comes out is as in sample.denoise
-def b_fills_a_edits(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
-    model = engine.model
-    h, states = engine.stage_a(z)
-    a = candidates(model.logits(states), u[:, 0], d)
-    masked = z == model.cfg.mask_id
-    bundle = select_bundle(a[1], masked, d.tau_m2t, d.num_to_transfer)
-    b = stage_b(engine, h, bundle, bundle, a, u, d)
-    return write(z, given, masked, bundle, a, d, fill=b, edit=a)
+def by_turns(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding, b_fills: bool) -> Step:
+    """One stage fills the bundle (Eq. 2), and the other one edits (Eq. 3)."""
+    done = denoise(engine, z, given, u, d)
+    by_b = done.bundle if b_fills else ~done.bundle
+    token = torch.where(by_b, done.token, done.token_a)
+    conf = torch.where(by_b, done.conf, done.conf_a)
 
-
-def a_fills_b_edits(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
-    model = engine.model
-    h, states = engine.stage_a(z)
-    a = candidates(model.logits(states), u[:, 0], d)
-    masked = z == model.cfg.mask_id
-    bundle = select_bundle(a[1], masked, d.tau_m2t, d.num_to_transfer)
-    b = stage_b(engine, h, bundle, bundle, a, u, d)
-    return write(z, given, masked, bundle, a, d, fill=a, edit=b)
+    visible = (z != engine.model.cfg.mask_id) & ~given
+    edited = visible & (conf > d.edit_gate) & (token != z)
+    after = torch.where(done.bundle | edited, token, z)
+    return replace(done, after=after, edited=edited, token=token, conf=conf)
 
 
 def without_marker(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
-    model = engine.model
-    h, states = engine.stage_a(z)
-    a = candidates(model.logits(states), u[:, 0], d)
-    masked = z == model.cfg.mask_id
-    bundle = select_bundle(a[1], masked, d.tau_m2t, d.num_to_transfer)
+    """The last n layers run again on the same states."""
 
-    # the last n layers run again on the same states
-    nothing = torch.zeros_like(bundle)
-    b = stage_b(engine, h, bundle, nothing, a, u, d)
-    return write(z, given, masked, bundle, a, d, fill=b, edit=b)
+    def stage_b(h: Tensor, bundle: Tensor) -> Tensor:
+        return engine.stage_b(h, torch.zeros_like(bundle))
+
+    unmarked = SimpleNamespace(model=engine.model, stage_a=engine.stage_a, stage_b=stage_b)
+    return denoise(unmarked, z, given, u, d)
 
 
 def least_entropic(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
+    """As many masks as the paper's rule would take, but those of the least entropy."""
     model = engine.model
+    masked = z == model.cfg.mask_id
     h, states = engine.stage_a(z)
     logits = model.logits(states)
-    a = candidates(logits, u[:, 0], d)
-
-    # as many masks as the paper's rule would take, but those of the least entropy
-    masked = z == model.cfg.mask_id
-    size = select_bundle(a[1], masked, d.tau_m2t, d.num_to_transfer).sum(-1, keepdim=True)
+    token_a, conf_a = candidates(logits, u[:, 0], d)
+    size = select_bundle(conf_a, masked, d.tau_m2t, d.num_to_transfer).sum(-1, keepdim=True)
     entropy = torch.special.entr(logits.softmax(-1)).sum(-1)
     bundle = first_masked(entropy, masked, size)
-    b = stage_b(engine, h, bundle, bundle, a, u, d)
-    return write(z, given, masked, bundle, a, d, fill=b, edit=b)
 
-
-def stage_b(
-    engine: Engine, h: Tensor, bundle: Tensor, marked: Tensor, a: Candidates, u: Tensor, d: Decoding
-) -> Candidates:  # fmt: skip
-    """What Stage B would write; in a row without a bundle, what Stage A would."""
-    coordinated = bundle.any(-1, keepdim=True)
-    if not coordinated.any():
-        return a
-    token, conf = candidates(engine.model.logits(engine.stage_b(h, marked)), u[:, 1], d)
-    return torch.where(coordinated, token, a[0]), torch.where(coordinated, conf, a[1])
-
-
-def write(
-    z: Tensor, given: Tensor, masked: Tensor, bundle: Tensor, a: Candidates, d: Decoding, fill: Candidates,
-    edit: Candidates,
-) -> Step:  # fmt: skip
-    """Eqs. 2 and 3, each by its own candidates."""
-    token = torch.where(bundle, fill[0], edit[0])
-    conf = torch.where(bundle, fill[1], edit[1])
-    visible = ~masked & ~given
-    edited = visible & (conf > d.edit_gate) & (token != z)
+    # Stage B, in the rows that have a bundle; what follows is as in denoise
+    token, conf = candidates(model.logits(engine.stage_b(h, bundle)), u[:, 1], d)
+    token = torch.where(size > 0, token, token_a)
+    conf = torch.where(size > 0, conf, conf_a)
+    edited = ~masked & ~given & (conf > d.edit_gate) & (token != z)
     after = torch.where(bundle | edited, token, z)
-    partial = d.n_rounds * bundle.any(-1).float()
-    return Step(z, after, bundle, edited, token, conf, *a, partial)
+    partial_forwards = d.n_rounds * (size[:, 0] > 0).float()
+    return Step(z, after, bundle, edited, token, conf, token_a, conf_a, partial_forwards)
 
 
 # --- Table 2
@@ -116,8 +87,8 @@ MECHANISM = {
     "adapter, Stage B off": ("adapter", OFF, denoise, 90.75, 0.28),
     "Stage B, gated edits": ("adapter", {}, denoise, 91.13, 0.28),
     COCOMMIT: ("adapter", dict(tau_t2t=0.0), denoise, 91.13, 0.34),
-    "B fills, A edits": ("adapter", {}, b_fills_a_edits, 90.90, 0.27),
-    "A fills, B edits": ("adapter", {}, a_fills_b_edits, 90.90, 0.30),
+    "B fills, A edits": ("adapter", {}, partial(by_turns, b_fills=True), 90.90, 0.27),
+    "A fills, B edits": ("adapter", {}, partial(by_turns, b_fills=False), 90.90, 0.30),
     "B fills, edits off": ("adapter", dict(tau_t2t=None), denoise, 88.40, 0.30),
     "Stage B without marker": ("adapter", {}, without_marker, 90.37, 0.28),
     "entropy selection, same size": ("adapter", {}, least_entropic, 90.30, 0.27),

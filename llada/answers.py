@@ -19,7 +19,7 @@ BOX = re.compile(r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\
 WIDE = "０１２３４５６７８９．％－−–＋／＝≈：￥（）", "0123456789.%---+/==:¥()"
 CHARACTERS = str.maketrans(*WIDE) | {ord("，"): ", "}
 CN_DIGIT = {char: i for i, char in enumerate("零一二三四五六七八九")} | {"〇": 0, "两": 2}
-CN_UNIT = {"十": 10, "百": 100, "千": 1000}
+CN_UNIT = {"亿": 10**8, "万": 10**4, "千": 1000, "百": 100, "十": 10}
 CN = "".join(CN_DIGIT) + "十百千万亿点"
 CN_NUMBER = re.compile(f"[{CN}]+(?![共样定起般直])")  # 一共, 一样, 一定 ... are words, not ones
 PLAIN = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
@@ -35,28 +35,20 @@ def chinese_number(match: re.Match) -> str:
     whole, _, decimals = match[0].partition("点")
     if not whole:
         return match[0]
-
-    total = 0
-    section = 0  # below 万
-    digit = 0
-    for char in whole:
-        if char in CN_DIGIT:
-            digit = 10 * digit + CN_DIGIT[char]
-        elif char in CN_UNIT:
-            section += (digit or 1) * CN_UNIT[char]
-            digit = 0
-        elif char == "亿":  # multiplies all that stands before it, 万 included
-            total = (total + section + digit) * 10**8
-            section = digit = 0
-        else:
-            total += (section + digit) * 10**4
-            section = digit = 0
-
-    number = str(total + section + digit)
     tail = "".join(str(CN_DIGIT[char]) for char in decimals if char in CN_DIGIT)
-    if tail:
-        number += f".{tail}"
-    return number
+    return str(chinese_integer(whole)) + ("." + tail if tail else "")
+
+
+def chinese_integer(text: str) -> int:
+    """What stands before the greatest unit counts that unit: 三千万零五 is 三千 times 万, and 五."""
+    for unit, value in CN_UNIT.items():
+        before, found, after = text.rpartition(unit)
+        if found:
+            count = chinese_integer(before)
+            if value <= 1000:  # 十五 is 15
+                count = count or 1
+            return count * value + chinese_integer(after)
+    return int("".join(str(CN_DIGIT[char]) for char in text) or 0)
 
 
 def clean(text: str) -> str:

@@ -1,10 +1,8 @@
 """The paper's seven benchmarks: how a published file is read, and how a question is put. Answers: answers.py.
 
-`TASKS[name].load(path)` reads the *published* file (JSONL, perhaps gzip, or CSV); run.py generates; `find` and `right`
-say what a text answers and whether that is correct. The paper names no prompt, shot count or answer rule: each default
-here has its source beside it, and a template may replace it. Nothing is downloaded.
-
-    pytest tests/llada/test_benchmarks.py            # add --bench_data DIR to go through the real files
+`TASKS[name].load(path)` reads the *published* file (JSONL, perhaps gzip, or CSV), run.py generates, `find` and `right`
+judge. The paper names no prompt, shot count or answer rule: each default has its source beside it, and a template may
+replace it. `pytest tests/llada/test_benchmarks.py --bench_data DIR` goes through the real files in DIR.
 """
 
 import csv
@@ -32,7 +30,7 @@ class Item:
     gold: Any
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Task:
     """One benchmark. `find` and `right` know the gold, too; `right` is None where only EvalPlus can judge."""
 
@@ -63,11 +61,6 @@ class Task:
 
 
 # --- files
-def read_jsonl(path: Path) -> list[dict]:
-    """A record for each line that is not blank."""
-    return [record for _, record in read_records(path)]
-
-
 def text(record: dict, name: str) -> str:
     """A field of a record, which is text, or the file is not the published one."""
     value = record.get(name)
@@ -86,7 +79,7 @@ CMATH_PROMPT = "{question}\n请通过逐步推理来解答问题，并把最终�
 
 def read_numbers(path: Path, answer: str) -> Rows:
     """The gold is the one number of the field `answer`, or of what follows its "####", kept as written ("27.3%")."""
-    for record in read_jsonl(path):
+    for _, record in read_records(path):
         final = text(record, answer).rpartition("####")[2]
         found = numbers(clean(final))
         if len(found) != 1:
@@ -122,7 +115,7 @@ PIQA_PROMPT = "{goal}\nA. {sol1}\nB. {sol2}\nAnswer with the letter A or B.\nAns
 def read_piqa(path: Path) -> Rows:
     """Options keep their order, as in all harnesses. The labels of dev.jsonl are dev-labels.lst, beside it."""
     labels = path.with_name(path.name.partition(".")[0] + "-labels.lst").read_text().split()
-    for record, label in zip(read_jsonl(path), labels, strict=True):
+    for (_, record), label in zip(read_records(path), labels, strict=True):
         shown = {name: text(record, name) for name in ("goal", "sol1", "sol2")}
         if label not in ("0", "1"):
             raise ValueError(f"{label!r} is no label")
@@ -140,7 +133,7 @@ DROP_PROMPT = (  # simple-evals without its 3 examples; what the answer line may
 def read_drop(path: Path) -> Rows:
     """`gold` is a list of references, each a tuple of spans. The file joins a reference's spans with " and ", which
     one span may hold too: both readings count."""
-    for record in read_jsonl(path):
+    for _, record in read_records(path):
         shape = re.fullmatch(r"Passage: (.*)\nQuestion: (.*?)\nAnswer:\s*", text(record, "context"), re.DOTALL)
         gold = [(reference,) for reference in text(record, "ref_text").split("|") if reference.strip()]
         if shape is None or not gold:
@@ -158,7 +151,7 @@ CODE_PROMPT = (  # EvalPlus; simple-evals and OpenCompass word it differently
 
 def read_code(path: Path, family: str) -> Rows:
     """`gold` is the name of what is to be defined, and the canonical program."""
-    for record in read_jsonl(path):
+    for _, record in read_records(path):
         name = text(record, "task_id")
         if not name.startswith(family) or "plus_input" not in record:  # the original files have no "plus_input"
             raise ValueError(f"{name}: not a record of EvalPlus's {family} file")
@@ -166,33 +159,30 @@ def read_code(path: Path, family: str) -> Rows:
         yield name, {"problem": text(record, "prompt").strip()}, [text(record, "entry_point"), program]
 
 
-# --- who does what
-NUMBERS = dict(
-    find=lambda output, gold: find_number(output),
-    right=lambda found, gold: found is not None and equal_numbers(found, gold),
+# --- who does what: how an answer is found in a text, when it is right, and F1
+NUMBERS = (
+    lambda output, gold: find_number(output),
+    lambda found, gold: found is not None and equal_numbers(found, gold),
 )
-SPANS = dict(
-    find=lambda output, gold: find_spans(output),
-    right=lambda found, gold: drop_scores(found, gold)[0] == 1,  # official exact match with any reference
-    f1=lambda found, gold: drop_scores(found, gold)[1],
+SPANS = (
+    lambda output, gold: find_spans(output),
+    lambda found, gold: drop_scores(found, gold)[0] == 1,  # official exact match with any reference
+    lambda found, gold: drop_scores(found, gold)[1],
 )
-CODE = dict(find=lambda output, gold: find_code(output, gold[0]), right=None, prompt=CODE_PROMPT)
+CODE = (lambda output, gold: find_code(output, gold[0]), None)
 
 
-def letters(of: str) -> dict:
-    return dict(find=lambda output, gold: find_letter(output, of), right=lambda found, gold: found == gold)
+def letters(of: str) -> tuple[Callable, Callable]:
+    return lambda output, gold: find_letter(output, of), lambda found, gold: found == gold
 
 
-# fmt: off
-TASKS: dict[str, Task] = {task.name: task for task in (
-    Task(name="gsm8k", title="GSM8K", n_official=1319, prompt=GSM8K_PROMPT, **NUMBERS,
-        read=partial(read_numbers, answer="answer")),
-    Task(name="cmath", title="CMATH", n_official=1098, prompt=CMATH_PROMPT, **NUMBERS,
-        read=partial(read_numbers, answer="golden")),
-    Task(name="gpqa", title="GPQA-Diamond", n_official=198, prompt=GPQA_PROMPT, **letters("ABCD"), read=read_gpqa),
-    Task(name="drop", title="DROP", n_official=9536, prompt=DROP_PROMPT, **SPANS, read=read_drop),
-    Task(name="piqa", title="PIQA", n_official=1838, prompt=PIQA_PROMPT, **letters("AB"), read=read_piqa),
-    Task(name="humaneval", title="HumanEval+", n_official=164, **CODE, read=partial(read_code, family="HumanEval")),
-    Task(name="mbpp", title="MBPP+", n_official=378, **CODE, read=partial(read_code, family="Mbpp")),
-)}
-# fmt: on
+ALL = (
+    Task("gsm8k", "GSM8K", 1319, partial(read_numbers, answer="answer"), GSM8K_PROMPT, *NUMBERS),
+    Task("cmath", "CMATH", 1098, partial(read_numbers, answer="golden"), CMATH_PROMPT, *NUMBERS),
+    Task("gpqa", "GPQA-Diamond", 198, read_gpqa, GPQA_PROMPT, *letters("ABCD")),
+    Task("drop", "DROP", 9536, read_drop, DROP_PROMPT, *SPANS),
+    Task("piqa", "PIQA", 1838, read_piqa, PIQA_PROMPT, *letters("AB")),
+    Task("humaneval", "HumanEval+", 164, partial(read_code, family="HumanEval"), CODE_PROMPT, *CODE),
+    Task("mbpp", "MBPP+", 378, partial(read_code, family="Mbpp"), CODE_PROMPT, *CODE),
+)
+TASKS = {task.name: task for task in ALL}

@@ -24,7 +24,7 @@ import sample
 from cache import Cached
 from checkpoint import DTYPES, load_model
 from lib.util import command, fail, pick_device
-from model import Block, Context, Model, MoE, rotate
+from model import Block, Context, Model, MoE
 
 # R rows, T positions of a pass (a block), N = R*T tokens, S keys, C channels, H heads, G key/value heads, D head dim,
 # E experts, A active experts, F expert width
@@ -34,46 +34,41 @@ GRAPHS = 64  # at most: two lengths of one row, more rows, each of them with LoR
 
 
 # --- the compiled function
+class Slot:
+    """A slot of the cache, as Attention sees it: keys and values (R, G, room, D), of which `used` are in use. There is
+    always more room than that: the whole would be another graph."""
+
+    def __init__(self, keys: Tensor, values: Tensor, used: int):
+        self.keys = keys
+        self.values = values
+        self.used = used
+
+    def update(self, layer: int, i_round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """As KVCache.update. Given a view, or to write a slice and no indices, the compiler copies the whole cache."""
+        place = torch.arange(k.shape[2])
+        self.keys[:, :, place] = k
+        self.values[:, :, place] = v
+        return self.keys[:, :, : self.used], self.values[:, :, : self.used]
+
+
 def run_block(
     block: Block, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, used: int, length: Tensor,
     lora: bool,
 ) -> Tensor:  # fmt: skip
-    """Block.forward with KVCache.update inside: x (R, T, C) -> (R, T, C).
-
-    keys, values (R, G, room, D): a slot of the cache, where the pass writes those of its own positions, and
-    attends to all up to `used`. There is always more room than that: the whole would be another graph.
-    length (R,): the context tokens of each row.
-    """
-    R, T, C = x.shape
-    tokens = x.reshape(R * T, C)
-
-    # queries, keys and values, as in Attention.forward
-    attn = block.attn
-    qkv = attn.qkv(block.norm_1(tokens), lora).view(R, T, -1, attn.head_dim)
-    q, k, v = qkv.split([attn.n_head, attn.n_kv_head, attn.n_kv_head], dim=2)
-    qk = rotate(torch.cat([attn.q_norm(q), attn.k_norm(k)], dim=2), Context(cos, sin, None))
-    q, k = qk.split([attn.n_head, attn.n_kv_head], dim=2)
-
-    # the cache comes whole and is written by index: given a view, or to write a slice, the compiler copies all of it
-    place = torch.arange(T)
-    keys[:, :, place] = k.transpose(1, 2)
-    values[:, :, place] = v.transpose(1, 2)
-    k = keys[:, :, :used]  # (R, G, S, D)
-    v = values[:, :, :used]
-
+    """Block.forward: x (R, T, C) -> (R, T, C). length (R,): the context tokens of each row."""
     # as in KVCache.build_context: a shorter row has keys in use that are none of its own
+    R, T, C = x.shape
     length = length.view(R, 1, 1, 1)  # seen for one row, too, or its size would be fixed for more
     mask = torch.arange(-T, used - T) < length if R > 1 else None  # (R, 1, 1, S)
-    y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=True)
-    tokens = tokens + attn.proj(y.transpose(1, 2).reshape(R * T, -1), lora)
+    ctx = Context(cos, sin, mask, Slot(keys, values, used), lora=lora)
+    x = x + block.attn.forward(block.norm_1(x), ctx)
 
     # the experts
-    h = block.norm_2(tokens)
-    chosen, weights = block.mlp.route(h)
-    out = tokens + chosen_experts(block.mlp, h, chosen, weights)
+    h = block.norm_2(x).view(R * T, C)
+    y = chosen_experts(block.mlp, h, *block.mlp.route(h))
     if block.mlp.shared is not None:
-        out = out + block.mlp.shared(h)
-    return out.view(R, T, C)
+        y = y + block.mlp.shared(h)
+    return x + y.view(R, T, C)
 
 
 def chosen_experts(moe: MoE, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

@@ -15,17 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import checkpoint
 import convert_weights
-from checkpoint import (
-    about_adapter,
-    base_of,
-    check_base,
-    check_fit,
-    next_base,
-    read_config,
-    read_tensors,
-    save_tensors,
-)  # fmt: skip
+from checkpoint import about_adapter, base_of
 from convert_weights import Plan, copies, copy_file, plan, survey, write_checkpoint
 from lib.data import learn_bpe
 from lib.util import Parser, command, entry, fail, write_json
@@ -45,13 +37,11 @@ def read_adapters(folder: Path) -> list[State]:
     """The adapter in a folder, and those that it stands on, the lowest first; none in a model's folder."""
     found = []
     while about := about_adapter(folder):
-        if "read_by" in about:
-            fail(f"{folder} is no adapter of LoRA and markers: it is read by `{about['read_by']}`")
         if entry(about, "lora_in", str, folder) == "stage_b":
             fail(f"{folder} acts in Stage B only: in any other layout it would act in every pass")
-        base = next_base(folder)
-        check_base(base, folder)
-        found.append(dict(read_tensors([folder / "adapter.safetensors"])))
+        base = checkpoint.next_base(folder)
+        checkpoint.check_base(base, folder)
+        found.append(dict(checkpoint.read_tensors([folder / "adapter.safetensors"])))
         folder = base
     return found[::-1]
 
@@ -81,26 +71,27 @@ def released_tensors(found: dict[str, Tensor], shard: list[Plan], adapters: list
 def to_hf(src: Path, out: Path) -> None:
     """A checkpoint, or a base with the adapter in `src`, -> released."""
     base = base_of(src)
-    cfg = read_config(base)
+    cfg = checkpoint.read_config(base)
     found = survey(base)
     shards = plan(cfg)
     expected = {planned.name: torch.empty(planned.shape, device="meta") for planned in sum(shards, [])}
-    check_fit(base, found, expected, "the checkpoint is incomplete", DROPPED)
+    checkpoint.check_fit(base, found, expected, "the checkpoint is incomplete", DROPPED)
 
     # markers, the last adapter's or the model's own, and how many layers they are made for
     adapters = read_adapters(src)
-    markers = adapters[-1]["markers"] if adapters else found.get("markers")
+    markers = found.get("markers")
     n_last = cfg.n_last
     if adapters:
-        n_last = entry(entry(about_adapter(src), "model", dict, src), "n_last", int, src)
+        markers = adapters[-1]["markers"]
+        n_last = about_adapter(src)["model"]["n_last"]
 
     # what goes with the weights, its own released config where it was converted from one
     files = copies(base, *convert_weights.TEXT)
     if cfg.tokenizer == "bytes":  # a word in our config; there it is a file, and the converter reads the ids from it
         files["tokenizer.json"] = partial(write_json, value=learn_bpe([], 258))
     if markers is not None:
-        save = partial(save_tensors, tensors={"markers": markers}, metadata={"n_last": str(n_last)})
-        files["markers.safetensors"] = save
+        about = {"n_last": str(n_last)}
+        files["markers.safetensors"] = partial(checkpoint.save_tensors, tensors={"markers": markers}, metadata=about)
     files["config.json"] = partial(write_json, value=released_config(cfg))
     if (base / "released_config.json").exists():
         files["config.json"] = partial(copy_file, base / "released_config.json")

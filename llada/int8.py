@@ -6,16 +6,10 @@
 Every matrix (experts, attention, output layer) is stored as integers -127 .. 127 with one scale a row. The embedding,
 which is looked up and never multiplied, the router, the norms and the biases stay as they are. A matrix `x` (..., N, K)
 is two tensors, `x` in int8 and `x_scale` (..., N) in bfloat16, and stands for x * x_scale[..., None]. No weight is off
-by more than half of its row's scale. Weights are frozen: gradients go through them to adapters and markers, and an
-adapter of the original fits.
-
-On a CPU the files are memory-mapped, and a pass reads the experts that it uses. With --dtype bf16 products of few rows
-go through torch's int8 kernel; --dtype fp32 is exact and slower. Train with --checkpointing: autograd keeps what a pass
-has unpacked until the way back.
+by more than half of its row's scale. Weights are frozen: gradients go through them to adapters and markers. README.md
+says how to use them.
 """
 
-import math
-from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -27,7 +21,7 @@ from torch import Tensor, nn
 from checkpoint import check_fit, fill, read_config, read_tensors, save_tensors, stored, weight_files
 from convert_weights import TEXT, copies, plan, survey, write_checkpoint
 from lib.util import Parser, command, write_json
-from model import Config, Linear, Model, MoE
+from model import Linear, Model, MoE
 
 # M rows of activations, N and K rows and columns of a matrix; N tokens, A active experts, C channels
 
@@ -39,33 +33,23 @@ UNPACKED = 2**20  # numbers of a matrix that are unpacked at a time: what a CPU'
 
 
 # --- numbers
-def row_scales(w: Tensor) -> Tensor:
-    """(..., N, K) any float -> (..., N) bfloat16: the least scales for which no number leaves -127 .. 127."""
-    exact = w.abs().amax(-1).float() / 127
-    scale = exact.bfloat16()
-    # rounding to bfloat16 must not make a scale too small
-    too_small = scale.float() < exact
-    scale = torch.where(too_small, torch.nextafter(scale, torch.full_like(scale, math.inf)), scale)
-    # a row of zeros has any scale
-    return torch.where(scale == 0, torch.ones_like(scale), scale)
-
-
 def quantise(w: Tensor) -> tuple[Tensor, Tensor]:
     """(..., N, K) any float -> int8 numbers of that shape, and their rows' scales (..., N) bfloat16."""
-    rows = w.reshape(-1, w.shape[-1])
-    numbers = torch.empty(rows.shape, dtype=torch.int8)
-    scale = torch.empty(len(rows), dtype=torch.bfloat16)
-    for some in row_chunks(numbers):
-        scale[some] = row_scales(rows[some])
-        numbers[some] = (rows[some].float() / scale[some, None].float()).round().to(torch.int8)
-    return numbers.view(w.shape), scale.view(w.shape[:-1])
+    matrix = w.reshape(-1, w.shape[-1])
+    numbers = torch.empty(matrix.shape, dtype=torch.int8)
+    scales = []
+    for rows, place in zip(some_rows(matrix), some_rows(numbers), strict=True):
+        # rounded, a scale is too small by 1/512 at most, and 127 times that is rounded away again
+        scale = (rows.abs().amax(-1).float() / 127).bfloat16()
+        scale = scale.masked_fill(scale == 0, 1.0)  # a row of zeros has any scale
+        place.copy_((rows.float() / scale[:, None].float()).round())
+        scales.append(scale)
+    return numbers.view(w.shape), torch.cat(scales).view(w.shape[:-1])
 
 
-def row_chunks(numbers: Tensor) -> Iterator[slice]:
-    """Rows of a matrix (N, K), as many at a time as are unpacked together."""
-    size = max(1, UNPACKED // numbers.shape[1])
-    for first in range(0, len(numbers), size):
-        yield slice(first, first + size)
+def some_rows(matrix: Tensor) -> tuple[Tensor, ...]:
+    """The rows of a matrix (N, K), as many at a time as are unpacked together."""
+    return matrix.split(max(1, UNPACKED // matrix.shape[1]))
 
 
 def kernel_takes(x: Tensor, numbers: Tensor) -> bool:
@@ -82,25 +66,13 @@ def multiply(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
 
     if kernel_takes(x, numbers):
         return torch._weight_int8pack_mm(x.contiguous(), numbers, scale)
-    products = [F.linear(x, numbers[rows].to(x.dtype)) for rows in row_chunks(numbers)]
+    products = [F.linear(x, rows.to(x.dtype)) for rows in some_rows(numbers)]
     return torch.cat(products, dim=1) * scale.to(x.dtype)
 
 
 # --- the model's layers, with such weights
-def int8_buffers(module: nn.Module, name: str) -> None:
-    """The parameter `name` becomes two buffers, which nothing trains: the numbers, and `name`_scale."""
-    shape = getattr(module, name).shape
-    delattr(module, name)
-    module.register_buffer(name, torch.empty(shape, dtype=torch.int8))
-    module.register_buffer(f"{name}_scale", torch.empty(shape[:-1], dtype=torch.bfloat16))
-
-
 class Int8Linear(Linear):
     """model.Linear with a frozen int8 matrix; its bias and its LoRA are as they were."""
-
-    def __init__(self, n_in: int, n_out: int, bias: bool):
-        super().__init__(n_in, n_out, bias)
-        int8_buffers(self, "weight")
 
     def product(self, x: Tensor) -> Tensor:
         y = multiply(x.reshape(-1, self.in_features), self.weight, self.weight_scale)
@@ -111,11 +83,6 @@ class Int8Linear(Linear):
 
 class Int8MoE(MoE):
     """model.MoE with frozen int8 experts: only those that are chosen are read."""
-
-    def __init__(self, cfg: Config):
-        super().__init__(cfg)
-        int8_buffers(self, "gate_up")
-        int8_buffers(self, "down")
 
     def products(self, rows: Tensor, ends: Tensor) -> Tensor:
         """rows (N*A, C), sorted by expert, expert e's up to ends[e] -> (N*A, C)."""
@@ -128,17 +95,23 @@ class Int8MoE(MoE):
 
 
 def use_int8(model: Model) -> None:
-    """The layers above in the place of the model's own, on `meta`. A tied output layer is the embedding, and stays."""
-    with torch.device("meta"):
-        for block in model.layers:
-            if isinstance(block.mlp, MoE):
-                block.register_module("mlp", Int8MoE(model.cfg))
-        for parent in [model, *model.layers.modules()]:
-            for name, layer in list(parent.named_children()):
-                tied = layer is model.lm_head and model.cfg.tied
-                if type(layer) is Linear and not tied:
-                    small = Int8Linear(layer.in_features, layer.out_features, layer.bias is not None)
-                    parent.register_module(name, small)
+    """The layers above in the place of a `meta` model's own. A tied output layer is the embedding, and stays."""
+    for layer in model.modules():
+        tied = layer is model.lm_head and model.cfg.tied
+        if type(layer) is Linear and not tied:
+            become(layer, Int8Linear, "weight")
+        elif type(layer) is MoE:
+            become(layer, Int8MoE, "gate_up", "down")
+
+
+def become(layer: nn.Module, kind: type, *matrices: str) -> None:
+    """Of each matrix two buffers are made, which nothing trains: its numbers, and its scales under the name _scale."""
+    layer.__class__ = kind
+    for name in matrices:
+        shape = getattr(layer, name).shape
+        delattr(layer, name)
+        layer.register_buffer(name, torch.empty(shape, dtype=torch.int8, device="meta"))
+        layer.register_buffer(f"{name}_scale", torch.empty(shape[:-1], dtype=torch.bfloat16, device="meta"))
 
 
 def load_weights(model: Model, folder: Path, device: torch.device | str, dtype: torch.dtype) -> None:

@@ -1,9 +1,8 @@
 """Benchmark runs: one of the seven tasks over one checkpoint, as the paper sets it up, into a run file.
 
-A run file is JSON lines and only ever appended to: first the settings, then one line an item (id, prompt hash, output,
-extracted, gold, correct, tokens, forwards, seconds). Stopped or killed, the same command goes on: a line cut short is
-dropped, and no finished item runs again. Going on with other settings is refused: whatever changes an output, weights,
-decoding, questions, prompts, precision. tables.py makes the paper's tables of run files.
+A run file is JSON lines and only ever appended to: first the settings, then one line an item. Stopped or killed, the
+same command goes on: a line cut short is dropped, and no finished item runs again. Going on with other settings is
+refused: whatever changes an output. tables.py makes the paper's tables of run files.
 
 Model-written code never runs in this process: HumanEval+ and MBPP+ leave samples in EvalPlus's format beside the run
 file, and the command that scores them is printed.
@@ -24,12 +23,13 @@ from pathlib import Path
 from tqdm import tqdm
 
 from checkpoint import DTYPES, base_of, fingerprint, load_model, load_tokenizer
+from lib.data import read_records
 from lib.tokenizer import Tokenizer
-from lib.util import Parser, bounded, command, fail, pick_device, print_table, read_json, reading, replace_file
+from lib.util import Parser, bounded, command, fail, pick_device, print_table, read_json, reading
 from llada.ablation import BASE, COCOMMIT, MECHANISM, decoder_of
-from llada.benchmarks import TASKS, Item, read_jsonl
+from llada.benchmarks import TASKS, Item
 from llada.chat import chat
-from llada.tables import HEAD, Run, differences, digest, evalplus_folder, measured, read_run
+from llada.tables import HEAD, Run, differences, digest, measured, read_run
 from model import Model
 from sample import Decoding, Step, check_prompt, generate
 
@@ -72,14 +72,6 @@ def load_items(args: Namespace) -> list[Item]:
     return TASKS[args.task].load(args.task_file, template)
 
 
-def encode(item: Item, tokenizer: Tokenizer) -> list[int]:
-    """Its prompt, in the released chat template where the tokenizer has one."""
-    text = item.prompt
-    if "<role>" in tokenizer.special:
-        text = chat(text)
-    return tokenizer.encode(text)
-
-
 def row_of(args: Namespace, model: Model) -> str:
     """The row of Table 2 that is asked for, of these weights."""
     given = "adapter" if model.markers.any() else "base"
@@ -109,7 +101,6 @@ def identity(args: Namespace, items: list[Item], model: Model, row: str, d: Deco
 
 def open_run(path: Path, settings: dict) -> Run:
     """The run at `path` as far as it got, its cut line dropped; or a new one, its first line written."""
-    settings = json.loads(json.dumps(settings))
     run = None
     whole = 0
     if path.exists():
@@ -136,7 +127,9 @@ def answer(
 ) -> None:  # fmt: skip
     """Decode the items of `todo`, one at a time, and append them to the run file."""
     task = TASKS[run.settings["task"]]
-    prompts = [encode(item, tokenizer) for item in todo]
+    # in the released chat template, where the tokenizer has one
+    markup = chat if "<role>" in tokenizer.special else str
+    prompts = [tokenizer.encode(markup(item.prompt)) for item in todo]
     for number, prompt in enumerate(prompts, 1):
         check_prompt(prompt, number, d.gen_length, model.cfg)
 
@@ -161,13 +154,13 @@ def answer(
 # --- HumanEval+ and MBPP+: EvalPlus judges, outside this process
 def hand_over(args: Namespace, run: Run) -> None:
     """Write the samples for EvalPlus, and print the command that scores them."""
-    folder = evalplus_folder(args.out)
+    folder = args.out.with_suffix(".evalplus")
     samples = [{"task_id": name, "solution": record["extracted"] or ""} for name, record in run.items.items()]
     # EvalPlus wants a sample of every problem that it is given
-    problems = [record for record in read_jsonl(args.task_file) if record["task_id"] in run.items]
+    problems = [record for _, record in read_records(args.task_file) if record["task_id"] in run.items]
+    folder.mkdir(exist_ok=True)
     for name, records in (("samples.jsonl", samples), ("dataset.jsonl", problems)):
-        data = b"".join(map(line, records))
-        replace_file(folder / name, lambda path, data=data: path.write_bytes(data))
+        (folder / name).write_bytes(b"".join(map(line, records)))
 
     # a clean environment: EVALPLUS_TIMEOUT_PER_TASK, for one, makes 0.3.1 hang, and secrets are nobody's business; a
     # home of its own, because EvalPlus un-pickles its cache; else it downloads a release; under its 4 GiB the right
@@ -190,8 +183,6 @@ def main() -> None:
         fail("--out is named *.jsonl")
     task = TASKS[args.task]
     items = load_items(args)
-    part, parts = args.shard
-    mine = items[part - 1 :: parts]
 
     # the model, and how it decodes
     model = load_model(args.ckpt, pick_device(args.device), DTYPES[args.dtype])
@@ -204,6 +195,8 @@ def main() -> None:
 
     # what is to do
     run = open_run(args.out, identity(args, items, model, row, d))
+    part, parts = args.shard
+    mine = items[part - 1 :: parts]
     todo = [item for item in mine if item.id not in run.items]
     print(f"{task.title}, {row}: {len(mine)} items, {len(todo)} to go")
     answer(model, tokenizer, d, step, todo, run, args.out)

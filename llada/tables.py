@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -66,16 +66,10 @@ def read_run(path: Path) -> tuple[Run | None, int]:
     if not lines:
         return None, 0
 
-    # what the tables read of it
     header, *records = lines
     settings = entry(header, "settings", dict, path)
     if settings.get("task") not in TASKS:
         fail(f"{path} is a run of {settings.get('task')!r}, and there are {', '.join(TASKS)}")
-    for record in records:
-        if not isinstance(record, dict):
-            fail(f"run file {path} is damaged: {record!r} is no object")
-        for name, kind in dict(id=str, prompt=str, tokens=int, nfe=dict).items():
-            entry(record, name, kind, path)
     return Run(settings, {record["id"]: record for record in records}), whole
 
 
@@ -94,14 +88,9 @@ def read_runs(folder: Path) -> list[Run]:
     return list(runs.values())
 
 
-def evalplus_folder(run_file: Path) -> Path:
-    """Samples, their part of the dataset and the verdicts: all that a sandbox needs, apart from the run files."""
-    return run_file.with_suffix(".evalplus")
-
-
 def judge(path: Path, run: Run) -> None:
     """Take over EvalPlus 0.3.1's verdicts, each only for the very program that it was given."""
-    result = evalplus_folder(path) / "samples_eval_results.json"
+    result = path.with_suffix(".evalplus") / "samples_eval_results.json"
     if TASKS[run.settings["task"]].right or not result.exists():
         return
     verdicts = entry(read_json(result, "EvalPlus result"), "eval", dict, result)
@@ -147,38 +136,38 @@ class Row:
     task: str
     name: str  # in Table 2
     paper: tuple[float, float]  # accuracy, NFE/token
-    against: "Row | None" = None  # what its delta is to
     n: int | None = 3  # layers that Stage B runs again; None: any, of a base
+    against: "Row | None" = None  # what its delta is to
 
 
 def main_table() -> Iterator[Row]:
-    """Table 1: base, CoCommit, delta."""
+    """Table 1: CoCommit against the base."""
     for task, figures in PAPER.items():
         title = TASKS[task].title
-        base = Row(f"{title} base", task, BASE, figures["base"], n=None)
+        base = Row(f"{title} base", task, BASE, figures["base"], None)
         yield base
-        yield Row(f"{title} CoCommit", task, COCOMMIT, figures[3], base)
+        yield Row(f"{title} CoCommit", task, COCOMMIT, figures[3], 3, base)
 
 
 def mechanism_table() -> Iterator[Row]:
     """Table 2: every variant against the default."""
     default = Row(COCOMMIT, "gsm8k", COCOMMIT, PAPER["gsm8k"][3])
     for name, (weights, _, _, *figures) in MECHANISM.items():
+        n = None if weights == "base" else 3
         if name == COCOMMIT:
             yield default
         else:
-            n = None if weights == "base" else 3
-            yield Row(name, "gsm8k", name, tuple(figures), default, n)
+            yield Row(name, "gsm8k", name, tuple(figures), n, default)
 
 
 def lastn_table() -> Iterator[Row]:
     """Table 3: every n against n = 3."""
     for task, figures in PAPER.items():
-        title = TASKS[task].title
-        default = Row(f"{title} n = 3", task, COCOMMIT, figures[3])
+        rows = [Row(f"{TASKS[task].title} n = {n}", task, COCOMMIT, figures[n], n) for n in (3, 6, 9)]
+        default, *others = rows
         yield default
-        for n in (6, 9):
-            yield Row(f"{title} n = {n}", task, COCOMMIT, figures[n], default, n)
+        for row in others:
+            yield replace(row, against=default)
 
 
 def pick(runs: list[Run], row: Row) -> Run | None:

@@ -4,14 +4,15 @@ import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.nn.functional as F
-from common import ROOT, caller, random_ids, tiny_model
+from common import ROOT, caller, random_adapter, random_ids, tiny_model
 
-import train
-from checkpoint import load_model, load_tokenizer, save_adapter, save_model
-from evaluate import complete, draw_names
-from lib.util import generator
+import toy
+from checkpoint import load_tokenizer, save_model
+from evaluate import complete, draw_names, quality
+from lib.util import write_json
 from llada import ablation
 from llada.ablation import COCOMMIT, MECHANISM, decoder_of, least_entropic, without_marker
 from sample import Decoding, denoise, generate
@@ -76,39 +77,34 @@ def test_every_row_differs_from_the_released_quality_setting_as_the_paper_says()
     assert len({(*of, MECHANISM[name][0]) for name, of in settings.items()}) == len(settings) == 17
 
 
-def rows_of(out: str) -> list[str]:
-    return [line.split("  ")[0] for line in out.splitlines()[1:-1]]
-
-
-def test_the_table_on_a_toy(tmp_path, monkeypatch, capsys):
-    """From the command line, of a base and an adapter that are hardly trained."""
-    learn = caller(train, monkeypatch, capsys)
-    toy = ["--data", "modes", "--toy", "V=6", "n_ctx=2", "--device", "cpu", "--batch_size", 4, "--max_iters", 2]
-    learn(*toy, "--stage_a_only", "--out_dir", tmp_path / "base")
-    learn(*toy, "--init_from", tmp_path / "base", "--n_last", 1, "--out_dir", tmp_path / "adapter")
-    call = caller(ablation, monkeypatch, capsys)
-    out = call("--ckpt", tmp_path / "adapter", "--device", "cpu")
-    assert rows_of(out) == list(MECHANISM) and "coherent" in out
-    assert "is no adapter" in call.fails("--ckpt", tmp_path / "base")
-
-
-def test_the_table_on_names(tmp_path, monkeypatch, capsys):
-    (tmp_path / "base").mkdir()
-    for name in ("tokenizer.json", "names.json"):
-        shutil.copy(ROOT / "assets" / "names" / name, tmp_path / "base")
-    model = tiny_model(n_layer=2, n_last=1, vocab_size=1024, eos_id=1022, mask_id=1023, tokenizer="bpe")
-    save_model(model, tmp_path / "base")
-    model.add_lora(4, generator("lora"))
-    save_adapter(model, tmp_path / "adapter", tmp_path / "base")
+@pytest.mark.parametrize("kind", ["names", "toy"])
+def test_the_table(kind, tmp_path, monkeypatch, capsys):
+    """From the command line, of a base and an adapter with random weights; and one row by hand."""
+    base = tmp_path / "base"
+    adapter = tmp_path / "adapter"
+    sizes = dict(vocab_size=1024, eos_id=1022, mask_id=1023, tokenizer="bpe")
+    if kind == "names":
+        shutil.copytree(ROOT / "assets" / "names", base, ignore=shutil.ignore_patterns("paper", "alpha"))
+    else:
+        task = toy.make("modes", V=6, n_ctx=2)
+        names = ("vocab_size", "eos_id", "mask_id")
+        sizes = {name: getattr(task, name) for name in names} | dict(block_length=task.m, tokenizer="toy")
+        write_json(adapter / "toy.json", {"name": "modes", "V": 6, "n_ctx": 2})
+    save_model(tiny_model(n_layer=2, n_last=1, **sizes), base)
+    model = random_adapter(adapter, base)
     monkeypatch.setattr(ablation, "NAMES", Decoding(gen_length=8))
-    out = caller(ablation, monkeypatch, capsys)("--ckpt", tmp_path / "adapter", "--device", "cpu", "--prompts", 2)
-    assert rows_of(out) == list(MECHANISM)
+    call = caller(ablation, monkeypatch, capsys)
+    out = call("--ckpt", adapter, "--device", "cpu", "--prompts", 2)
+    assert [line.split("  ")[0] for line in out.splitlines()[1:-1]] == list(MECHANISM)
 
-    # one row by hand
-    tokenizer = load_tokenizer(tmp_path / "adapter", "bpe")
-    prompts = draw_names(2, "held out", tokenizer)
     d = Decoding(gen_length=8, n_rounds=2)
-    found = complete(load_model(tmp_path / "adapter", "cpu", torch.float32), tokenizer, prompts, d)
+    if kind == "names":
+        tokenizer = load_tokenizer(adapter, "bpe")
+        found = complete(model, tokenizer, draw_names(2, "held out", tokenizer), d)
+    else:
+        found = quality(model, task, d)
+    columns = ("exist", "itself") if kind == "names" else ("coherent", "mode")
+    expected = [f"{found[column]:.3f}" for column in (*columns, "forwards", "full")]
     (line,) = [line for line in out.splitlines() if line.startswith(COCOMMIT)]
-    expected = [f"{found[column]:.3f}" for column in ("exist", "itself", "forwards", "full")]
     assert line.split()[-6:] == [*expected, "91.13", "0.34"]
+    assert "is no adapter" in call.fails("--ckpt", base)

