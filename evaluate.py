@@ -36,9 +36,21 @@ from cache import Output, in_full
 from checkpoint import base_of, load_model, load_tokenizer, names_of
 from lib import data
 from lib.tokenizer import Tokenizer
-from lib.util import Mistake, Parser, bounded, command, entry, fail, generator, pick_device, print_table, read_json
+from lib.util import (
+    Mistake,
+    Parser,
+    bounded,
+    command,
+    entry,
+    exists,
+    fail,
+    generator,
+    pick_device,
+    print_table,
+    read_json,
+)
 from model import Config, Model
-from sample import Decoding, Step, denoise, exists, generate
+from sample import Decoding, Step, denoise, generate
 from toy import Toy
 
 # R rows, N contexts, S support tuples, m answer positions, V symbols

@@ -32,18 +32,17 @@ from cache import Cached, Output, Row, Uncached, in_full, up_to_eos
 from checkpoint import DTYPES, about_adapter, load_model, load_tokenizer, names_of
 from lib.tokenizer import Tokenizer
 from lib.util import (
-    END,
     MASK,
     Parser,
     Screen,
     bounded,
     command,
-    exists,
     fail,
     first_masked,
     or_none,
     pick_device,
     uniform,
+    verdict,
 )
 from model import Config, Model
 
@@ -332,7 +331,7 @@ def build_parser() -> Parser:
     add("--seed", type=int, default=0, help="any whole number, of any size: it is hashed")
 
     add = parser.add_argument_group("output").add_argument
-    add("--watch", action="store_true", help=f"show every step ({MASK} a mask, {END} the end)")
+    add("--watch", action="store_true", help="show every step")
     # fmt: on
     return parser
 
@@ -395,14 +394,6 @@ def check_prompt(prompt: list[int], number: int, gen_length: int, cfg: Config) -
 
 
 # --- what is shown
-def verdict(name: str) -> str:
-    """Of a model of names: the character, or that there is none."""
-    char = exists(name)
-    if char:
-        return f"{char} (U+{ord(char):04X})"
-    return "(no such character)" if name.isupper() else "(no such character; names are in upper case)"
-
-
 def what_ran(model: Model, d: Decoding, about: dict) -> str:
     """The last line of every run: Stage B, alpha 0.5, n = 3 of 8, K = 1, gates 0.7 and 0"""
     stage = "Stage A alone"

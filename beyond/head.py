@@ -51,9 +51,10 @@ from lib.util import (
     pick_device,
     print_table,
     uniform,
+    verdict,
 )
 from model import Block, Config, Context, Linear, Model, block_causal_mask, rotary
-from sample import Decoding, Step, candidates, generate, read_prompts, verdict
+from sample import Decoding, Step, candidates, generate, read_prompts
 from train import Batch, Losses, batch_context, clean_tokens
 
 # R rows, T positions of a row, B block_length, C channels, V vocabulary, P positions that are asked

@@ -188,6 +188,14 @@ def exists(name: str) -> str | None:
     return found if unicodedata.name(found[0], "") == name else None
 
 
+def verdict(name: str) -> str:
+    """Of a model of names: the character, or that there is none."""
+    char = exists(name)
+    if char:
+        return f"{char} (U+{ord(char):04X})"
+    return "(no such character)" if name.isupper() else "(no such character; names are in upper case)"
+
+
 MASK = "▒"
 END = "∎"
 LEGEND = f"[written now]  [Stage B's](A: what Stage A would write)  {{edited}}  {MASK} a mask  {END} the end"

@@ -12,8 +12,7 @@ import torch
 
 from lib.data import is_validation, learn_bpe, load_text, text_corpus, unicode_names
 from lib.tokenizer import bpe_tokenizer, byte_tokenizer
-from lib.util import Mistake, read_json
-from sample import exists
+from lib.util import Mistake, exists, read_json
 
 NAMES = Path(__file__).parent.parent / "assets" / "names"
 TEXT = "naïve café, 日本\n"

@@ -21,7 +21,7 @@ from checkpoint import PRESETS, load_model
 from evaluate import answer_log_probs, chain_table, one_step_table
 from lib.data import is_validation, learn_bpe
 from lib.tokenizer import byte_tokenizer
-from sample import exists
+from lib.util import exists
 from toy import Toy
 
 # as small as the toy may be, and as many steps as leave its marginals well below the 2 % asked for

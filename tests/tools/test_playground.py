@@ -22,8 +22,8 @@ from cache import in_full
 from checkpoint import load_model, load_tokenizer, merge, save_adapter, save_model
 from evaluate import draw_names
 from lib.data import unicode_names
-from lib.util import generator
-from sample import Decoding, Step, candidates, exists, generate, verdict
+from lib.util import exists, generator, verdict
+from sample import Decoding, Step, candidates, generate
 from tools import playground
 
 BASE = ROOT / "assets" / "names"
