@@ -12,11 +12,8 @@ and its 95 % interval has the seed as its unit: Student's t of one difference a 
 
     threshold         Stage A, masks above the dial (tau_m2t); with --tau_t2t also edits
     stage_b           the same with Stage B
-    end_last random   Stage A by other bundles, see opponents.py
+    end_last          Stage A by another bundle, see opponents.py
     left left_ones    one token at a time, from the left; read in blocks of one
-    refusing refusing_left                    Stage B looks at all masks; the dial is the product that it must have
-    marker_elsewhere marker_none marker_half  stage_b with the marker on other positions
-    soft              stage_b with soft drafts (beyond.opponents soft)
     head              the dial is tau_keep
 
     python -m beyond.evidence measure --system alpha --ckpt out/a --seed 1 --way stage_b --dial 0.7 0.3 -1 --out r.jsonl
@@ -40,7 +37,7 @@ import checkpoint
 from beyond import opponents
 from beyond.head import READ_BY, head_step, load_head
 from evaluate import NAMES, complete, draw_names
-from lib.util import Parser, bounded, command, fail, generator, or_none, pick_device, print_table, reading
+from lib.util import Parser, bounded, command, fail, or_none, pick_device, print_table, reading
 from model import Model
 from sample import Decoding, Step, denoise
 
@@ -53,19 +50,11 @@ WAYS: dict[str, tuple[bool, Callable[..., Step], str]] = {
     "threshold": (False, denoise, "tau_m2t"),
     "stage_b": (True, denoise, "tau_m2t"),
     "end_last": (False, opponents.end_last, "tau_m2t"),
-    "random": (False, opponents.at_random, "tau_m2t"),
     "left": (False, opponents.first_left, ""),
     "left_ones": (False, opponents.first_left, ""),
-    "refusing": (True, opponents.refusing, "keep"),
-    "refusing_left": (True, partial(opponents.refusing, order="left"), "keep"),
-    "marker_elsewhere": (True, partial(opponents.marking, mark=opponents.elsewhere), "tau_m2t"),
-    "marker_none": (True, partial(opponents.marking, mark=opponents.nothing), "tau_m2t"),
-    "marker_half": (True, partial(opponents.marking, mark=opponents.half), "tau_m2t"),
-    "soft": (True, opponents.soft_drafts, "tau_m2t"),
     "head": (False, head_step, "tau_keep"),
 }
 EDITING = ("threshold", "stage_b")
-DRAWING = ("random", "marker_elsewhere", "marker_none", "marker_half")
 
 
 def way_of(about: dict, model: Model) -> tuple[Decoding, Callable[..., Step]]:
@@ -74,15 +63,10 @@ def way_of(about: dict, model: Model) -> tuple[Decoding, Callable[..., Step]]:
     n_rounds = model.cfg.n_rounds if stage_b else 0
     d = replace(NAMES, n_rounds=n_rounds, tau_m2t=-1.0, tau_t2t=about["tau_t2t"])
     if dial_is == "tau_m2t":
-        return replace(d, tau_m2t=about["dial"]), with_draws(step, about)
-    return d, partial(step, **{dial_is: about["dial"]} if dial_is else {})
-
-
-def with_draws(step: Callable[..., Step], about: dict) -> Callable[..., Step]:
-    """A step that draws positions has a generator of its own, the same in every run."""
-    if about["way"] not in DRAWING:
-        return step
-    return partial(step, rng=generator("evidence", about["way"], about["seed"]))
+        d = replace(d, tau_m2t=about["dial"])
+    if dial_is == "tau_keep":
+        step = partial(step, tau_keep=about["dial"])
+    return d, step
 
 
 def load(folder: Path, way: str, device: torch.device) -> Model:
@@ -92,8 +76,6 @@ def load(folder: Path, way: str, device: torch.device) -> Model:
     about = checkpoint.about_adapter(folder)
     if (about.get("read_by") == READ_BY) != (way == "head"):
         fail(f"{folder}: --way head is for the folder of a head, and that for no other way")
-    if (about.get("way") == "soft") != (way == "soft"):
-        fail(f"{folder}: --way soft is for what beyond.opponents soft has trained, and that for no other way")
     if way == "head":
         return load_head(folder, device, torch.float32)
     return checkpoint.load_model(folder, device, torch.float32, block_length=1 if way == "left_ones" else None)

@@ -15,13 +15,12 @@ python train.py --alpha 0.5 --seed $seed --init_from $out/paper-3 --out_dir $out
 # who makes tokens agree: all on the base itself, 1,500 steps of 64 rows
 on_base="--seed $seed --init_from $out/base"
 python train.py --alpha 0.5 $on_base --out_dir $out/alpha-base
-python -m beyond.opponents stage_a --alpha 0.5 $on_base --out_dir $out/stage-a
+python -m beyond.opponents --alpha 0.5 $on_base --out_dir $out/stage-a
 python -m beyond.chain $on_base --out_dir $out/chain
 python -m beyond.head train $on_base --out_dir $out/head
 
-# K = 2 and 3; soft drafts
+# K = 2 and 3
 python train.py --alpha 0.5 --n_rounds 2 $on_base --out_dir $out/alpha-k2
 python train.py --alpha 0.5 --n_rounds 3 $on_base --out_dir $out/alpha-k3
-python -m beyond.opponents soft --alpha 0.5 $on_base --out_dir $out/soft
 
 SEED=$seed OUT=$out bash experiments/names_measure.sh

@@ -13,7 +13,6 @@ measure() {
 
 measure base base threshold --dial $gates --tau_t2t none 0.5 0
 measure base base end_last --dial $gates
-measure base base random --dial 0.7 0.3
 measure base base left
 measure base base left_ones
 for n in 3 1 6; do
@@ -21,14 +20,9 @@ for n in 3 1 6; do
   measure "paper, n = $n" paper-$n threshold --dial 0.7 0.3 -1 --tau_t2t none 0.5 0
 done
 measure alpha alpha stage_b --dial $gates --tau_t2t none 0
-measure alpha alpha refusing --dial 0.1 0.3 0.5 0.7
 measure "alpha on the base" alpha-base stage_b --dial $gates --tau_t2t none 0
 measure "Stage A by alpha" stage-a threshold --dial $gates --tau_t2t none 0
 measure chain chain stage_b --dial $gates --tau_t2t none 0
 measure head head head --dial 0 0.2 0.5 0.8 0.95
 measure "alpha, K = 2" alpha-k2 stage_b --dial $gates
 measure "alpha, K = 3" alpha-k3 stage_b --dial $gates
-measure "alpha, soft drafts" soft soft --dial $gates
-for mark in marker_elsewhere marker_none marker_half; do
-  measure "alpha on the base" alpha-base $mark --dial 0.3 -1
-done

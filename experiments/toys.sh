@@ -9,8 +9,3 @@ for task in modes pairs mixed copy gaussian permutation sum; do
   python train.py --data $task --init_from $out/$task --alpha 1 --seed $seed --out_dir $out/$task-alpha
   python evaluate.py --ckpt $out/$task-alpha
 done
-# flat marginals have nothing to climb: a tilt is a push
-for task in pairs sum; do
-  python -m beyond.opponents tilt --data $task --init_from $out/$task --alpha 1 --seed $seed --out_dir $out/$task-tilt
-  python evaluate.py --ckpt $out/$task-tilt
-done
