@@ -27,6 +27,7 @@ def shell_script(text: str) -> str:
     for name, value in re.findall(r'^\s*(\w+)=("[^"]*"|\S*)', text, re.M):
         values.setdefault(name, value.strip('"'))
     values |= dict(re.findall(r"\$\{(\w+):-(\w+)\}", text))
+    text = re.sub(r'^\s*\w+=("[^"]*"|\S*)$', "", text, flags=re.M)  # to set a variable is no command
     for _ in range(3):  # a value may hold a variable
         text = re.sub(r"\$\{?(\w+)(?::-\w+)?\}?", lambda found: values.get(found[1], "1"), text)
     return text
