@@ -33,9 +33,18 @@ BLUE = "#0a5ca8"
 ORANGE = "#a84300"
 GREEN = "#1a7f4b"
 PURPLE = "#8a3fa0"
+BROWN = "#7a5200"
 
 # and what each is on GitHub's dark page
-DARK = {PAGE: "#0d1117", INK: "#9ba5b1", BLUE: "#79bcff", ORANGE: "#ffab6e", GREEN: "#57d197", PURPLE: "#d6a2e8"}
+DARK = {
+    PAGE: "#0d1117",
+    INK: "#9ba5b1",
+    BLUE: "#79bcff",
+    ORANGE: "#ffab6e",
+    GREEN: "#57d197",
+    PURPLE: "#d6a2e8",
+    BROWN: "#d9b36a",
+}
 STYLE = {
     "svg.hashsalt": "cocommit",  # the same picture from the same numbers, byte for byte
     "svg.fonttype": "none",  # text stays text
@@ -133,56 +142,56 @@ def concave_hull(points: list[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 NAMED = {
-    "base/threshold": "base",
-    "paper, n = 3/stage_b": "the paper's",
-    "alpha/stage_b": "Stage B by alpha",
-    "Stage A by alpha/threshold": "Stage A by alpha",
+    "base/threshold": ("base", INK),
+    "paper, n = 3/stage_b": ("Stage B, the paper's", ORANGE),
+    "alpha/stage_b": ("Stage B by alpha", BLUE),
+    "chain/stage_b": ("Stage B by the chain", PURPLE),
+    "Stage A by alpha/threshold": ("Stage A by alpha", GREEN),
+    "head/head": ("the head", BROWN),
 }
+LEFT = "base/left_ones"
 
 
 def draw_names():
-    """What each system writes for held-out names, see beyond/evidence.py."""
-    looks = {
-        "base/threshold": INK,
-        "paper, n = 3/stage_b": ORANGE,
-        "alpha/stage_b": BLUE,
-        "Stage A by alpha/threshold": GREEN,
-    }
-    figure = draw_existing(RESULTS / "names" / "records.jsonl", looks)
-    figure.axes[0].set_xlim(0, 16)  # room for their names
-    return figure
+    """What each system writes for held-out names, see beyond/evidence.py: a dot for each setting, means of its seeds.
 
-
-def draw_existing(path: Path, looks: dict[str, str]):
-    """A line for each system/way, in this order and of this colour: the share of names that exist, by forwards a name.
-
-    path: records of beyond.evidence. Every setting is a point; the line is what its system has for at most so
-    many forwards, if settings may be mixed.
+    The line is what its system has for at most so many forwards, if settings may be mixed.
     """
-    points: dict[str, list[tuple[float, float]]] = {system: [] for system in looks}
-    for number, record in read_records(path):
-        where = Path(f"{path}:{number}")
-        system = f"{entry(record, 'system', str, where)}/{entry(record, 'way', str, where)}"
-        if system in points:
-            digits = entry(record, "exist", str, where)
-            points[system].append((entry(record, "forwards", float, where), digits.count("1") / len(digits)))
-    dearest = max(x for of_system in points.values() for x, _ in of_system)
+    points = read_existing(RESULTS / "names" / "records.jsonl")
+    dearest = max(x for system in NAMED for x, _ in points[system])
 
-    figure, ax = panels(1, 1, WIDTH, 3.8)
+    figure, ax = panels(1, 1, WIDTH, 4.4)
     ends = {}
-    for system, color in looks.items():
-        if not points[system]:
-            fail(f"{path} has no record of the system {system}")
+    for system, (name, color) in NAMED.items():
         hull = concave_hull(points[system])
         hull.append((dearest, hull[-1][1]))
-        ax.plot(*zip(*points[system], strict=True), "o", color=color, markersize=4)
+        ax.plot(*zip(*points[system], strict=True), "o", color=color, markersize=3)
         ax.plot(*zip(*hull, strict=True), color=color)
-        ends[NAMED.get(system, system)] = (*hull[-1], color)
-    ax.set(xlabel="forwards a name, everything counted", xlim=(0, None))
+        ends[name] = (*hull[-1], color)
+    [(x, y)] = points[LEFT]
+    ax.plot(x, y, "D", color=INK)
+    ax.annotate("base in blocks of one", (x, y), xytext=(-8, 6), textcoords="offset points", ha="right")
+    ax.set(xlabel="forwards a name, everything counted", xlim=(0, 1.75 * dearest))  # room for their names
     ax.set_title("share of held-out names that exist", loc="left")
     ax.grid(axis="y")
     name_lines(ax, ends)
     return figure
+
+
+def read_existing(path: Path) -> dict[str, list[tuple[float, float]]]:
+    """{system/way: of each setting forwards a name, and the share that exists, means of the seeds}"""
+    found = defaultdict(list)
+    for number, record in read_records(path):
+        where = f"{path}:{number}"
+        system, way, setting, digits = (entry(record, key, str, where) for key in ("system", "way", "setting", "exist"))
+        cost = entry(record, "forwards", float, where)
+        found[f"{system}/{way}", setting].append((cost, digits.count("1") / len(digits)))
+    points = defaultdict(list)
+    for (system, _), of_seeds in found.items():
+        points[system].append(tuple(np.mean(of_seeds, axis=0).tolist()))
+    if missing := {*NAMED, LEFT} - points.keys():
+        fail(f"{path} has no record of {', '.join(sorted(missing))}")
+    return points
 
 
 # --- the paper's tables

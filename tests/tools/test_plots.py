@@ -6,6 +6,7 @@ import re
 import pytest
 from common import ROOT, approx, caller
 
+from lib.util import Mistake
 from tools import plots
 
 
@@ -50,19 +51,22 @@ def test_every_colour_is_readable_on_both_pages():
             assert color == page or (light + 0.05) / (dark + 0.05) >= 4.5, color
 
 
-def test_the_hull_is_what_mixing_two_settings_can_reach(tmp_path):
+def test_the_hull_is_what_mixing_two_settings_can_reach():
     points = [(1, 0.2), (2, 0.3), (3, 0.8), (4, 0.7), (5, 0.9), (5, 0.85)]
     assert plots.concave_hull(points) == [(1, 0.2), (3, 0.8), (5, 0.9)]
     assert plots.concave_hull([(2, 0.5)]) == [(2, 0.5)]
 
-    pytest.importorskip("matplotlib", reason="pip install matplotlib")
-    path = tmp_path / "systems.jsonl"
-    records = [
-        dict(system=name, way="w", exist=f"{round(20 * y) * '1':0<20}", forwards=float(x))
-        for name in ("a", "b", "c")
-        for x, y in points
-    ]
+
+def test_a_setting_is_the_mean_of_its_seeds(tmp_path):
+    """Seeds of .25 for one forward and .75 for two: .5 for one and a half."""
+    records = []
+    for seed, (digits, cost) in enumerate((("0100", 1.0), ("1110", 2.0))):
+        for name in (*plots.NAMED, plots.LEFT):
+            system, way = name.split("/")
+            records.append(dict(system=system, way=way, setting="1", seed=seed, exist=digits, forwards=cost))
+    path = tmp_path / "r.jsonl"
     path.write_text("\n".join(map(json.dumps, records)))
-    drawn = plots.svg(plots.draw_existing(path, {"a/w": plots.BLUE, "b/w": plots.ORANGE}))
-    assert [word for word in words(drawn) if len(word) == 1] == ["0", "1", "2", "3", "4", "5"]
-    assert {"a/w", "b/w"} <= set(words(drawn)) and "c/w" not in words(drawn)
+    assert plots.read_existing(path)["head/head"] == [(1.5, 0.5)]
+    path.write_text(json.dumps(records[0]))
+    with pytest.raises(Mistake, match="no record of .*head/head"):
+        plots.read_existing(path)
