@@ -143,10 +143,10 @@ def concave_hull(points: list[tuple[float, float]]) -> list[tuple[float, float]]
 
 NAMED = {
     "base/threshold": ("base", INK),
-    "paper, n = 3/stage_b": ("Stage B, the paper's", ORANGE),
+    "paper-3/stage_b": ("Stage B, the paper's", ORANGE),
     "alpha/stage_b": ("Stage B by alpha", BLUE),
     "chain/stage_b": ("Stage B by the chain", PURPLE),
-    "Stage A by alpha/threshold": ("Stage A by alpha", GREEN),
+    "stage-a/threshold": ("Stage A by alpha", GREEN),
     "head/head": ("the head", BROWN),
 }
 LEFT = "base/left_ones"
