@@ -24,3 +24,6 @@ python train.py --alpha 0.5 --n_rounds 2 $on_base --out_dir $out/alpha-k2
 python train.py --alpha 0.5 --n_rounds 3 $on_base --out_dir $out/alpha-k3
 
 SEED=$seed OUT=$out bash experiments/names_measure.sh
+for adapter in paper-3 alpha; do
+  python -m llada.ablation --ckpt $out/$adapter --prompts 512
+done
