@@ -14,6 +14,7 @@ and its 95 % interval has the seed as its unit: Student's t of one difference a 
     stage_b           the same with Stage B
     end_last          Stage A by another bundle, see opponents.py
     left left_ones    one token at a time, from the left; read in blocks of one
+    refusing          Stage B looks at all masks; the dial is the product that it must have
     head              the dial is tau_keep
 
     python -m beyond.evidence measure --system alpha --ckpt out/a --seed 1 --way stage_b --dial 0.7 0.3 -1 --out r.jsonl
@@ -52,6 +53,7 @@ WAYS: dict[str, tuple[bool, Callable[..., Step], str]] = {
     "end_last": (False, opponents.end_last, "tau_m2t"),
     "left": (False, opponents.first_left, ""),
     "left_ones": (False, opponents.first_left, ""),
+    "refusing": (True, opponents.refusing, "keep"),
     "head": (False, head_step, "tau_keep"),
 }
 EDITING = ("threshold", "stage_b")
@@ -64,8 +66,8 @@ def way_of(about: dict, model: Model) -> tuple[Decoding, Callable[..., Step]]:
     d = replace(NAMES, n_rounds=n_rounds, tau_m2t=-1.0, tau_t2t=about["tau_t2t"])
     if dial_is == "tau_m2t":
         d = replace(d, tau_m2t=about["dial"])
-    if dial_is == "tau_keep":
-        step = partial(step, tau_keep=about["dial"])
+    if dial_is in ("keep", "tau_keep"):
+        step = partial(step, **{dial_is: about["dial"]})
     return d, step
 
 

@@ -1,10 +1,12 @@
-"""Opponents of Stage B: two other bundles, and alpha in Stage A alone.
+"""Beside the paper's Stage B: three other bundles, and alpha in Stage A alone.
 
     first_left    one token a step, from the left
     end_last      the threshold, but an end is sure only where no mask before it wants a word (LLaDA)
+    refusing      Stage B looks at every mask, and writes the surest of them whose probabilities have a product above
+                  a threshold
 
-Both are steps that Stage A writes, beside sample.denoise; they never edit. Left to right in one more way: a base of
-`train.py --one_by_one 1`, decoded in blocks of one.
+They are steps beside sample.denoise; they never edit. Left to right in one more way: a base of `train.py --one_by_one
+1`, decoded in blocks of one.
 
     python -m beyond.opponents --alpha 0.5 --out_dir out/one-stage    # one stage by alpha (arXiv 2609.38066)
 
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 
 import train
+from beyond.head import prefix
 from cache import Cached
 from corrupt import M, three_term_loss
 from lib.util import command, fail, first_masked
@@ -33,7 +36,7 @@ def first_left(engine: Cached, z: Tensor, given: Tensor, u: Tensor, d: Decoding)
     token, conf = stage_a(engine, z, u, d)
     place = torch.arange(z.shape[1], device=z.device).float().expand(z.shape)
     bundle = first_masked(place, z == engine.model.cfg.mask_id, 1)
-    return written(z, bundle, token, conf)
+    return written(z, bundle, (token, conf), (token, conf), 0)
 
 
 def end_last(engine: Cached, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
@@ -45,7 +48,24 @@ def end_last(engine: Cached, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -
     word_before = words.cumsum(-1) > 0
     sure = conf.masked_fill(ends & word_before, -1.0)  # not above any threshold
     bundle = select_bundle(sure, masked, d.tau_m2t, d.num_to_transfer)
-    return written(z, bundle, token, conf)
+    return written(z, bundle, (token, conf), (token, conf), 0)
+
+
+def refusing(engine: Cached, z: Tensor, given: Tensor, u: Tensor, d: Decoding, keep: float) -> Step:
+    """Of all masks those that Stage B, the surest first, finds above `keep` together; where that is nothing, the one
+    mask of which Stage A is surest."""
+    h, states = engine.stage_a(z)
+    token_a, conf_a = candidates(engine.model.logits(states), u[:, 0], d)
+    masked = z == engine.model.cfg.mask_id
+    states = engine.stage_b(h, masked)
+    token_b, conf_b = candidates(engine.model.logits(states), u[:, 1], d)
+
+    kept = prefix(conf_b, masked, keep, -conf_b)
+    one = first_masked(-conf_a, masked, 1)
+    alone = ~kept.any(-1, keepdim=True)
+    token = torch.where(alone, token_a, token_b)
+    conf = torch.where(alone, conf_a, conf_b)
+    return written(z, torch.where(alone, one, kept), (token_a, conf_a), (token, conf), d.n_rounds)
 
 
 def stage_a(engine: Cached, z: Tensor, u: Tensor, d: Decoding) -> tuple[Tensor, Tensor]:
@@ -54,11 +74,11 @@ def stage_a(engine: Cached, z: Tensor, u: Tensor, d: Decoding) -> tuple[Tensor, 
     return candidates(engine.model.logits(states), u[:, 0], d)
 
 
-def written(z: Tensor, bundle: Tensor, token: Tensor, conf: Tensor) -> Step:
-    """The step that fills the bundle, and costs one forward."""
-    after = torch.where(bundle, token, z)
-    nothing = torch.zeros_like(bundle)
-    return Step(z, after, bundle, nothing, token, conf, token, conf, torch.zeros_like(conf[:, 0]))
+def written(z: Tensor, bundle: Tensor, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], n_rounds: int) -> Step:
+    """The step that fills the bundle by b; a and b are tokens and probabilities, of Stage A and of what looked last."""
+    after = torch.where(bundle, b[0], z)
+    looked = bundle.any(-1).float()  # where there is no mask left there is nothing to look at
+    return Step(z, after, bundle, torch.zeros_like(bundle), *b, *a, n_rounds * looked)
 
 
 # --- one stage

@@ -1,6 +1,7 @@
 """Opponents: what each step writes, by hand, and where it is another one. `pytest tests/beyond/test_opponents.py`"""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from runs import TOY, a_base, resumes
 from test_chain import a_batch, flags
 
 from beyond import opponents
-from beyond.opponents import end_last, first_left, stage_a_step
+from beyond.opponents import end_last, first_left, refusing, stage_a_step
 from checkpoint import load_model
 from sample import Decoding, denoise, generate
 from train import base_step
@@ -30,21 +31,27 @@ def table(sure):
 
 
 class ByHand:
-    """An engine whose Stage A has this table as its states."""
+    """An engine whose stages have these tables as their states."""
 
-    def __init__(self, sure):
+    def __init__(self, a, b=None):
         cfg = tiny_config(vocab_size=10, mask_id=9, eos_id=EOS, block_length=4)
         self.model = SimpleNamespace(cfg=cfg, logits=lambda states: states)
-        self.states = table(sure)
+        self.a = table(a)
+        self.b = None if b is None else table(b)
 
     def stage_a(self, z):
-        return self.states, self.states
+        return self.a, self.a
+
+    def stage_b(self, h, marked):
+        assert marked.all()
+        return self.b
 
 
-def after(step, sure, z=(9, 9, 9, 9)):
+def after(step, a, z=(9, 9, 9, 9), b=None, **how):
     z = torch.tensor([z])
-    done = step(ByHand(sure), z, z < 0, torch.zeros(1, 2, 4), replace(D, tau_m2t=0.4))
-    assert torch.equal(done.after != z, done.bundle) and not done.edited.any() and not done.partial
+    done = step(ByHand(a, b), z, z < 0, torch.zeros(1, 2, 4), replace(D, tau_m2t=0.4), **how)
+    assert torch.equal(done.after != z, done.bundle) and not done.edited.any()
+    assert done.partial == (b is not None)
     return done.after[0].tolist()
 
 
@@ -64,6 +71,16 @@ def test_an_end_is_sure_only_where_no_mask_before_it_wants_a_word():
     assert after(end_last, [(0.3, EOS)] * 4) == [EOS, 9, 9, 9]
 
 
+def test_refusing_writes_the_prefix_that_is_sure_enough_together():
+    """Surest first Stage B has .9 .72 .504 .252 at the places 1 0 2 3; Stage A is surest at 2."""
+    a = [(0.5, 1), (0.3, 2), (0.6, 3), (0.2, 4)]
+    b = [(0.8, 5), (0.9, 6), (0.7, 5), (0.5, 6)]
+    assert after(refusing, a, b=b, keep=0.8) == [9, 6, 9, 9]
+    assert after(refusing, a, b=b, keep=0.6) == [5, 6, 9, 9]
+    assert after(refusing, a, b=b, keep=0.0) == [5, 6, 5, 6]
+    assert after(refusing, a, b=b, keep=0.95) == [9, 9, 3, 9]
+
+
 # --- where one step is another
 def decoded(step, d, model):
     return [(o.tokens, o.nfe) for o in generate(model, PROMPTS, d, step=step)]
@@ -75,6 +92,13 @@ def test_without_an_end_none_is_sure_too_early(tau_m2t):
     model.lm_head.weight.data[[MASK, model.cfg.eos_id]] = 0.0
     d = replace(D, tau_m2t=tau_m2t, n_rounds=0)
     assert decoded(end_last, d, model) == decoded(denoise, d, model)
+
+
+def test_refusing_nothing_is_all_at_once():
+    model = tiny_model()
+    model.lm_head.weight.data[MASK] = 0.0
+    d = replace(D, tau_m2t=-1.0)
+    assert decoded(partial(refusing, keep=0.0), d, model) == decoded(denoise, d, model)
 
 
 # --- training
