@@ -8,7 +8,7 @@ A chain is written without gradient, in all blocks of a batch at once, each behi
     surest    each time the position whose best token is most probable, as decoding with tau_m2t 1
     left      from left to right
 
-    python -m beyond.chain --init_from assets/names/paper --out_dir out/chain        # beside train.py --alpha 0.5
+    python -m beyond.chain --out_dir out/chain                # on names, ten minutes; beside train.py --alpha 0.5
     python -m beyond.chain --data modes --init_from out/base --beam 4 --tie 0.1 --learning_rate 1e-3
 """
 
