@@ -73,6 +73,16 @@ def test_in_one_step_both_stages_pay_tc_and_one_at_a_time_nothing(trained):
     assert toy.kl(t.prob, chain_table(net, t)).mean() < tc.mean()  # what no product can reach
 
 
+@pytest.mark.parametrize("task", toy.TASKS)
+def test_with_exact_conditionals_the_chain_is_exact_and_the_product_pays_tc(task, monkeypatch):
+    t = toy.make(task)
+    t = t if t.support.shape[1] <= 512 else toy.make(task, V=4, m=3)
+    oracle = lambda model, task, c, z, n_rounds: conditional(task, c, z).log()  # noqa: E731
+    monkeypatch.setattr(evaluate, "answer_log_probs", oracle)  # the ideal factorised decoder in every model's place
+    torch.testing.assert_close(chain_table(None, t), t.prob, rtol=0, atol=1e-12)
+    assert float(toy.kl(t.prob, one_step_table(None, t, 0)).mean()) == approx(float(t.tc().mean()), abs=1e-9)
+
+
 def test_the_table_of_a_toy_by_hand(monkeypatch, capsys):
     """Exact conditionals lose TC in one step and nothing one at a time. Of four contexts' answers one is the likeliest,
     one is possible, two are neither; each costs a forward."""

@@ -102,10 +102,10 @@ def test_a_draft_is_stage_as_choice_and_never_a_mask():
 def test_rows_that_are_read_one_by_one_are_asked_for_every_token():
     """They are masked whole, prompts too; the others are what Stage A is shown beside Stage B."""
     model, batch = tiny_model(), a_batch()
-    loss, terms = base_step(model, a_batch(), flags(one_by_one=1.0))
+    loss, terms = base_step(model, a_batch(), flags(one_by_one=1.0, context="clean"))
     single = tiny_model(block_length=1)
     ids = batch.clean.masked_fill(batch.real, MASK)
-    logits = single(ids, single.context(batch.real))
+    logits = single(ids, single.context(batch.real, batch.clean))[:, :24]
     ce = F.cross_entropy(logits.mT, batch.clean, reduction="none")[batch.real].detach()
     assert terms["m2t_A"].tolist() == approx([float(ce.sum()), len(ce)], rel=1e-4)
     assert float(loss.detach()) == approx(float(ce.sum()), rel=1e-4)
