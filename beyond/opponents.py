@@ -1,4 +1,4 @@
-"""Beside the paper's Stage B: three other bundles, and alpha in Stage A alone.
+"""Beside the paper's Stage B: three other bundles, and one stage that is taught alone, by alpha or by the chain.
 
     first_left    one token a step, from the left
     end_last      the threshold, but an end is sure only where no mask before it wants a word (LLaDA)
@@ -8,17 +8,20 @@
 They are steps beside sample.denoise; they never edit. Left to right in one more way: a base of `train.py --one_by_one
 1`, decoded in blocks of one.
 
-    python -m beyond.opponents --alpha 0.5 --out_dir out/one-stage    # one stage by alpha (arXiv 2609.38066)
+    python -m beyond.opponents --init_from assets/names --alpha 0.5    # one stage by alpha (arXiv 2609.38066)
+    python -m beyond.opponents --init_from assets/names --chain        # by what the base writes one token at a time
 
 Other flags are train.py's.
 """
 
 from argparse import Namespace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 import train
+from beyond.chain import chain_target
 from beyond.head import prefix
 from cache import Cached
 from corrupt import M, three_term_loss
@@ -28,6 +31,11 @@ from sample import Decoding, Step, candidates, select_bundle
 from train import Batch, Losses, batch_context, corrupt_batch, of_stage
 
 # R rows, B positions of a block
+
+ONE_STAGE = dict(
+    chain=False, lora_in="both", corruption="mask", context="clean", max_iters=1500, learning_rate=2e-3,
+    out_dir="out/one-stage",
+)  # fmt: skip
 
 
 # --- other bundles
@@ -91,16 +99,32 @@ def stage_a_step(model: Model, batch: Batch, args: Namespace) -> Losses:
     return loss, of_stage("A", terms)
 
 
+def chain_step(model: Model, batch: Batch, args: Namespace, teacher: Model) -> Losses:
+    """The same with cross-entropy, to what the teacher, the base as it was, writes one token at a time."""
+    z, kind = corrupt_batch(model, batch, args)
+    masked = kind == M
+    wanted = chain_target(teacher, batch, z, masked)
+    ctx = batch_context(model, batch, args)
+    stage_a = model.last_n(model.prefix(z, ctx), ctx)
+    loss, terms = three_term_loss(model, stage_a, wanted, kind, fill=masked)
+    return loss, of_stage("A", terms)
+
+
 @command
 def main() -> None:
-    args = train.read_arguments(
-        train.build_parser(__doc__), "-m beyond.opponents", lora_in="both", out_dir="out/one-stage"
-    )
+    parser = train.build_parser(__doc__)
+    parser.add_argument("--chain", action="store_true", help="teach it the base's own writing, in the place of alpha")
+    args = train.read_arguments(parser, "-m beyond.opponents", **ONE_STAGE)
     if args.init_from == "scratch":
         fail("an adapter is trained here: give a trained base by --init_from DIR")
+    if args.chain == (args.alpha > 0):
+        fail("one stage learns by --alpha 0.5, or by --chain: give one of them")
     corpus = train.load_corpus(args)
     model = train.start(args, corpus)
-    train.loop(model, corpus, stage_a_step, train.make_optimizer(model, args), args)
+    step = stage_a_step
+    if args.chain:
+        step = partial(chain_step, teacher=train.load_base(args, corpus))
+    train.loop(model, corpus, step, train.make_optimizer(model, args), args)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ python train.py --alpha 0.5 --seed $seed --init_from $out/paper-3 --out_dir $out
 on_base="--seed $seed --init_from $out/base"
 python train.py --alpha 0.5 $on_base --out_dir $out/alpha-base
 python -m beyond.opponents --alpha 0.5 $on_base --out_dir $out/stage-a
+python -m beyond.opponents --chain $on_base --out_dir $out/stage-a-chain
 python -m beyond.chain $on_base --out_dir $out/chain
 python -m beyond.head train $on_base --out_dir $out/head
 

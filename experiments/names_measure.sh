@@ -20,6 +20,7 @@ done
 $measure --system alpha --ckpt $out/alpha --way stage_b --dial $gates --tau_t2t none 0
 $measure --system alpha-base --ckpt $out/alpha-base --way stage_b --dial $gates
 $measure --system stage-a --ckpt $out/stage-a --way threshold --dial $gates
+$measure --system stage-a-chain --ckpt $out/stage-a-chain --way threshold --dial $gates
 $measure --system chain --ckpt $out/chain --way stage_b --dial $gates
 $measure --system chain --ckpt $out/chain --way refusing --dial 0.3 0.5 0.8
 $measure --system head --ckpt $out/head --way head --dial 0 0.2 0.5 0.8 0.95

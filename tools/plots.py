@@ -170,7 +170,7 @@ def draw_names():
         ends[name] = (*hull[-1], color)
     [(x, y)] = points[LEFT]
     ax.plot(x, y, "D", color=INK)
-    ax.annotate("base in blocks of one", (x, y), xytext=(-8, 6), textcoords="offset points", ha="right")
+    ax.annotate("base in blocks of one", (x, y), xytext=(0, -14), textcoords="offset points", ha="center")
     ax.set(xlabel="forwards a name, everything counted", xlim=(0, 1.75 * dearest))  # room for their names
     ax.set_title("share of held-out names that exist", loc="left")
     ax.grid(axis="y")

@@ -11,10 +11,12 @@ from runs import TOY, a_base, resumes
 from test_chain import a_batch, flags
 
 from beyond import opponents
-from beyond.opponents import end_last, first_left, refusing, stage_a_step
+from beyond.chain import chain_target
+from beyond.opponents import chain_step, end_last, first_left, refusing, stage_a_step
 from checkpoint import load_model
+from corrupt import M, three_term_loss
 from sample import Decoding, denoise, generate
-from train import base_step
+from train import base_step, batch_context, corrupt_batch
 
 EOS = 7  # of these tables
 D = Decoding(gen_length=21, tau_t2t=None)
@@ -116,10 +118,28 @@ def test_stage_a_by_alpha():
     assert by_alpha < loss
 
 
-def test_it_trains_and_resumes(tmp_path, monkeypatch, capsys):
-    run = [*TOY, "--init_from", a_base(tmp_path, monkeypatch, capsys), "--alpha", 0.5]
+def test_one_stage_is_taught_the_teachers_chain():
+    """Its loss is that of the chain as clean text, and no gradient reaches the teacher."""
+    model, teacher = tiny_model(), tiny_model(seed=1)
+    x = random_ids(3, 24)
+    args = flags(lora_r=4, one_by_one=0.0)
+    loss, _ = chain_step(model, a_batch(x), args, teacher)
+    z, kind = corrupt_batch(model, a_batch(x), args)
+    wanted = chain_target(teacher, a_batch(x), z, kind == M)
+    ctx = batch_context(model, a_batch(x), args)
+    states = model.last_n(model.prefix(z, ctx), ctx)
+    expected, _ = three_term_loss(model, states, wanted, kind, fill=kind == M)
+    assert torch.equal(loss, expected) and not torch.equal(wanted, x)
+    loss.backward()
+    assert all(p.grad is None for p in teacher.parameters())
+
+
+@pytest.mark.parametrize("how", [["--alpha", 0.5], ["--chain"]])
+def test_it_trains_and_resumes(how, tmp_path, monkeypatch, capsys):
+    run = [*TOY, "--init_from", a_base(tmp_path, monkeypatch, capsys), *how]
     resumes(opponents, [], run, tmp_path, monkeypatch, capsys)
     model = load_model(tmp_path / "whole", "cpu", torch.float32)
-    assert model.adapter["alpha"] == 0.5 and model.lora_in == "both"
+    assert model.adapter["alpha"] == (0.5 if "--alpha" in how else 0) and model.lora_in == "both"
     fails = caller(opponents, monkeypatch, capsys).fails
-    assert "--init_from DIR" in fails(*TOY, "--out_dir", tmp_path / "new")
+    assert "--init_from DIR" in fails(*TOY, *how, "--out_dir", tmp_path / "new")
+    assert "give one of them" in fails(*run[: -len(how)], "--chain", "--alpha", 1, "--out_dir", tmp_path / "new")
