@@ -1,5 +1,5 @@
 # Every system of results/names for one seed: a base, and what is trained on it, each measured on 512 held-out names.
-# Half a day on one thread. Pages: results/names/README.md, results/paper_tables/README.md.
+# Three hours on one thread. Pages: results/names/README.md, results/paper_tables/README.md.
 # Run from the root of the repository. For seed 1 base, paper and alpha are what lies in assets/names.
 set -e
 seed=${SEED:-1}

@@ -2,14 +2,16 @@
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
+from statistics import mean
 
 import pytest
 from common import ROOT, approx, caller, random_adapter, tiny_model
 
 from beyond import evidence
-from beyond.evidence import WAYS, mixture, paired, within
+from beyond.evidence import WAYS, affords, by_system, mixture, paired, read_records, within
 from checkpoint import save_model
 from lib.util import write_json
 
@@ -58,6 +60,33 @@ def test_compare_on_three_seeds(tmp_path, monkeypatch, capsys):
     assert "A/threshold, B/stage_b" in call.fails("compare", path, "--against", "A")
     path.write_text(json.dumps(rows[0]) + "\n" + json.dumps(rows[1] | {"n": 9}))
     assert "of [8, 9] names" in call.fails("compare", path, "--against", "A/threshold")
+
+
+# --- the page
+SHOWN = {
+    "base, with its edits": "base/threshold",
+    "Stage B, the paper's, with its edits": "paper-3/stage_b",
+    "Stage B by alpha, on top of it, with edits": "alpha/stage_b",
+    "Stage B by alpha, on the base": "alpha-base/stage_b",
+    "Stage B by the chain": "chain/stage_b",
+    "the same, and it refuses": "chain/refusing",
+    "Stage A by alpha: one stage": "stage-a/threshold",
+    "Stage A by the chain: one stage": "stage-a-chain/threshold",
+    "base, an end is sure only where no mask before it wants a word": "base/end_last",
+    "the head, seed 1 alone": "head/head",
+}
+
+
+def test_the_pages_table_is_that_of_the_records():
+    """What each system has within 2, 3, 4 and 6 forwards, means of its seeds; an empty cell where all costs more."""
+    folder = ROOT / "results" / "names"
+    page = (folder / "README.md").read_text()
+    systems = by_system(read_records(folder / "records.jsonl"))
+    for label, system in SHOWN.items():
+        row = re.search(rf"^\| {re.escape(label)} \|(.*)\|$", page, re.M)
+        shown = [cell.strip(" *") for cell in row[1].split("|")]
+        shares = [affords(systems[system], budget) for budget in (2, 3, 4, 6)]
+        assert shown == [f"{mean(found.values()):.3f}"[1:] if found else "" for found in shares], label
 
 
 # --- measured
