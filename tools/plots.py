@@ -34,6 +34,7 @@ ORANGE = "#a84300"
 GREEN = "#1a7f4b"
 PURPLE = "#8a3fa0"
 BROWN = "#7a5200"
+TEAL = "#006d77"
 
 # and what each is on GitHub's dark page
 DARK = {
@@ -44,6 +45,7 @@ DARK = {
     GREEN: "#57d197",
     PURPLE: "#d6a2e8",
     BROWN: "#d9b36a",
+    TEAL: "#5fd0da",
 }
 STYLE = {
     "svg.hashsalt": "cocommit",  # the same picture from the same numbers, byte for byte
@@ -147,6 +149,7 @@ NAMED = {
     "alpha/stage_b": ("Stage B by alpha", BLUE),
     "chain/stage_b": ("Stage B by the chain", PURPLE),
     "stage-a/threshold": ("Stage A by alpha", GREEN),
+    "stage-a-chain/threshold": ("Stage A by the chain", TEAL),
     "head/head": ("the head", BROWN),
 }
 LEFT = "base/left_ones"
