@@ -15,6 +15,7 @@ Other flags are train.py's.
 """
 
 from argparse import Namespace
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -28,7 +29,7 @@ from corrupt import M, three_term_loss
 from lib.util import command, fail, first_masked
 from model import Model
 from sample import Decoding, Step, candidates, select_bundle
-from train import Batch, Losses, batch_context, corrupt_batch, of_stage
+from train import Batch, Losses, batch_context, clean_tokens, corrupt_batch, of_stage
 
 # R rows, B positions of a block
 
@@ -41,7 +42,7 @@ ONE_STAGE = dict(
 # --- other bundles
 def first_left(engine: Cached, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
     """The leftmost mask."""
-    token, conf = stage_a(engine, z, u, d)
+    _, token, conf = stage_a(engine, z, u, d)
     place = torch.arange(z.shape[1], device=z.device).float().expand(z.shape)
     bundle = first_masked(place, z == engine.model.cfg.mask_id, 1)
     return written(z, bundle, (token, conf), (token, conf), 0)
@@ -49,7 +50,7 @@ def first_left(engine: Cached, z: Tensor, given: Tensor, u: Tensor, d: Decoding)
 
 def end_last(engine: Cached, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
     """The threshold's bundle, but an end behind a mask that wants a word counts as unsure."""
-    token, conf = stage_a(engine, z, u, d)
+    _, token, conf = stage_a(engine, z, u, d)
     masked = z == engine.model.cfg.mask_id
     ends = token == engine.model.cfg.eos_id
     words = masked & ~ends
@@ -62,8 +63,7 @@ def end_last(engine: Cached, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -
 def refusing(engine: Cached, z: Tensor, given: Tensor, u: Tensor, d: Decoding, keep: float) -> Step:
     """Of all masks those that Stage B, the surest first, finds above `keep` together; where that is nothing, the one
     mask of which Stage A is surest."""
-    h, states = engine.stage_a(z)
-    token_a, conf_a = candidates(engine.model.logits(states), u[:, 0], d)
+    h, token_a, conf_a = stage_a(engine, z, u, d)
     masked = z == engine.model.cfg.mask_id
     states = engine.stage_b(h, masked)
     token_b, conf_b = candidates(engine.model.logits(states), u[:, 1], d)
@@ -76,10 +76,11 @@ def refusing(engine: Cached, z: Tensor, given: Tensor, u: Tensor, d: Decoding, k
     return written(z, torch.where(alone, one, kept), (token_a, conf_a), (token, conf), d.n_rounds)
 
 
-def stage_a(engine: Cached, z: Tensor, u: Tensor, d: Decoding) -> tuple[Tensor, Tensor]:
-    """A full forward of z (R, B): the best tokens, and their probabilities."""
-    _, states = engine.stage_a(z)
-    return candidates(engine.model.logits(states), u[:, 0], d)
+def stage_a(engine: Cached, z: Tensor, u: Tensor, d: Decoding) -> tuple[Tensor, Tensor, Tensor]:
+    """A full forward of z (R, B): prefix states, the best tokens, their probabilities."""
+    h, states = engine.stage_a(z)
+    token, conf = candidates(engine.model.logits(states), u[:, 0], d)
+    return h, token, conf
 
 
 def written(z: Tensor, bundle: Tensor, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], n_rounds: int) -> Step:
@@ -90,24 +91,23 @@ def written(z: Tensor, bundle: Tensor, a: tuple[Tensor, Tensor], b: tuple[Tensor
 
 
 # --- one stage
-def stage_a_step(model: Model, batch: Batch, args: Namespace) -> Losses:
-    """Stage A alone, by alpha: all masks of a block are its bundle. LoRA is in every layer."""
-    z, kind = corrupt_batch(model, batch, args)
-    ctx = batch_context(model, batch, args)
-    stage_a = model.last_n(model.prefix(z, ctx), ctx)
-    loss, terms = three_term_loss(model, stage_a, batch.clean, kind, fill=kind == M, alpha=args.alpha)
-    return loss, of_stage("A", terms)
+def stage_a_step(model: Model, batch: Batch, args: Namespace, target: Callable = clean_tokens) -> Losses:
+    """Stage A alone, by alpha (0: cross-entropy): all masks of a block are its bundle. LoRA is in every layer.
 
-
-def chain_step(model: Model, batch: Batch, args: Namespace, teacher: Model) -> Losses:
-    """The same with cross-entropy, to what the teacher, the base as it was, writes one token at a time."""
+    target: as in train.cocommit_step.
+    """
     z, kind = corrupt_batch(model, batch, args)
     masked = kind == M
-    wanted = chain_target(teacher, batch, z, masked)
+    wanted = target(model, batch, z, masked)
     ctx = batch_context(model, batch, args)
     stage_a = model.last_n(model.prefix(z, ctx), ctx)
-    loss, terms = three_term_loss(model, stage_a, wanted, kind, fill=masked)
+    loss, terms = three_term_loss(model, stage_a, wanted, kind, fill=masked, alpha=args.alpha)
     return loss, of_stage("A", terms)
+
+
+def teachers_chain(model: Model, batch: Batch, z: Tensor, bundle: Tensor, teacher: Model) -> Tensor:
+    """The target that the teacher, the base as it was, writes one token at a time."""
+    return chain_target(teacher, batch, z, bundle)
 
 
 @command
@@ -123,7 +123,8 @@ def main() -> None:
     model = train.start(args, corpus)
     step = stage_a_step
     if args.chain:
-        step = partial(chain_step, teacher=train.load_base(args, corpus))
+        target = partial(teachers_chain, teacher=train.load_base(args, corpus))
+        step = partial(stage_a_step, target=target)
     train.loop(model, corpus, step, train.make_optimizer(model, args), args)
 
 

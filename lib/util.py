@@ -1,4 +1,4 @@
-"""What every script stands on: a user's mistakes, flags, files, random numbers, the device, time."""
+"""What every script stands on: a user's mistakes, flags, files, random numbers, the device."""
 
 import argparse
 import functools
@@ -9,7 +9,6 @@ import math
 import os
 import re
 import shutil
-import statistics
 import sys
 import textwrap
 import time
@@ -320,21 +319,6 @@ def pick_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as e:
         fail(f"--device {name} is not usable here: {str(e).splitlines()[0]}")
     return torch.device(name)
-
-
-# --- time
-def interleaved(
-    *sides: Callable[[], object], repeats: int, clock: Callable[[], float] = time.perf_counter
-) -> list[float]:
-    """Median seconds of each side; they take turns, after one untimed round."""
-    seconds: list[list[float]] = [[] for _ in sides]
-    for turn in range(repeats + 1):
-        for side, taken in zip(sides, seconds, strict=True):
-            start = clock()
-            side()
-            if turn > 0:
-                taken.append(clock() - start)
-    return [statistics.median(taken) for taken in seconds]
 
 
 # --- places

@@ -14,6 +14,7 @@ pip install transformers==4.57.3
 import copy
 import importlib
 import os
+import statistics
 import sys
 import time
 import types
@@ -29,7 +30,7 @@ import torch
 from cache import Cached, Output, Uncached
 from checkpoint import PRESETS, new_model
 from convert_weights import plan
-from lib.util import Parser, bounded, command, fail, generator, interleaved
+from lib.util import Parser, bounded, command, fail, generator
 from llada.compiled import compile_for_one_row, compile_steps
 from llada.export import released_config, released_tensors
 from model import Config, Model
@@ -53,6 +54,21 @@ REPEATS = 3
 
 # no probability is above 1: one token a step, always the same steps
 ONE_BY_ONE = Decoding(tau_m2t=1.0, tau_t2t=None)
+
+
+# --- the clock
+def interleaved(
+    *sides: Callable[[], object], repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> list[float]:
+    """Median seconds of each side; they take turns, after one untimed round."""
+    seconds: list[list[float]] = [[] for _ in sides]
+    for turn in range(repeats + 1):
+        for side, taken in zip(sides, seconds, strict=True):
+            start = clock()
+            side()
+            if turn > 0:
+                taken.append(clock() - start)
+    return [statistics.median(taken) for taken in seconds]
 
 
 # --- what time is taken of

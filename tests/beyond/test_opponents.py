@@ -12,7 +12,7 @@ from test_chain import a_batch, flags
 
 from beyond import opponents
 from beyond.chain import chain_target
-from beyond.opponents import chain_step, end_last, first_left, refusing, stage_a_step
+from beyond.opponents import end_last, first_left, refusing, stage_a_step, teachers_chain
 from checkpoint import load_model
 from corrupt import M, three_term_loss
 from sample import Decoding, denoise, generate
@@ -123,7 +123,7 @@ def test_one_stage_is_taught_the_teachers_chain():
     model, teacher = tiny_model(), tiny_model(seed=1)
     x = random_ids(3, 24)
     args = flags(lora_r=4, one_by_one=0.0)
-    loss, _ = chain_step(model, a_batch(x), args, teacher)
+    loss, _ = stage_a_step(model, a_batch(x), args, partial(teachers_chain, teacher=teacher))
     z, kind = corrupt_batch(model, a_batch(x), args)
     wanted = chain_target(teacher, a_batch(x), z, kind == M)
     ctx = batch_context(model, a_batch(x), args)
