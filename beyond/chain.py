@@ -6,7 +6,7 @@ what is shown. Cross-entropy to one tuple has that tuple as its minimiser, so to
 A chain is written without gradient, in all blocks of a batch at once, each behind its own clean text. Two orders:
 
     surest    each time the position whose best token is most probable, as decoding with tau_m2t 1
-    left      from left to right
+    left      from left to right, for the head
 
     python -m beyond.chain --out_dir out/chain                # on names, ten minutes; beside train.py --alpha 0.5
     python -m beyond.chain --data modes --init_from out/base --beam 4 --tie 0.1 --learning_rate 1e-3
@@ -26,10 +26,9 @@ from train import Batch, cocommit_step
 # R rows, T positions, B block_length, N blocks of the batch, n those in work, U beam, C channels, V vocabulary,
 # G key/value heads, D head dim, S keys
 
-ORDERS = ("surest", "left")
 CHAIN = dict(
-    order="surest", beam=1, tie=0.0, read_one_by_one=False, corruption="mask", bundle="whole", lora_in="stage_b",
-    max_iters=1500, learning_rate=2e-3, out_dir="out/chain",
+    beam=1, tie=0.0, corruption="mask", bundle="whole", lora_in="stage_b", max_iters=1500, learning_rate=2e-3,
+    out_dir="out/chain",
 )  # fmt: skip
 
 # of hypotheses (n, U, B) for the blocks (n,) of the batch: log-probabilities of every token (n, U, B, V)
@@ -168,26 +167,18 @@ class Text:
 def main() -> None:
     parser = train.build_parser(__doc__)
     add = parser.add_argument_group("chain").add_argument
-    # fmt: off
-    add("--order", choices=ORDERS, help="which mask is written next (surest)")
     add("--beam", type=bounded(int, 1), help="hypotheses (1: greedy; 8: near the joint mode)")
     add("--tie", type=bounded(float, 0), help="nats in which probabilities count as equal (0; toys 0.1)")
-    add("--read_one_by_one", action="store_true", help="write from the left in blocks of one")
-    # fmt: on
     args = train.read_arguments(parser, "-m beyond.chain", **CHAIN)
     if args.init_from == "scratch":
         fail("chain targets are the base's own: give a trained base by --init_from DIR")
-    if args.read_one_by_one and args.order != "left":
-        fail("--read_one_by_one reads from left to right: add --order left")
     if args.context == "corrupted" and not train.is_toy(args):
         fail("a chain reads finished text before a block: add --context clean")
 
     # train.py's own, with another target
     corpus = train.load_corpus(args)
     model = train.start(args, corpus)
-    target = partial(
-        chain_target, beam=args.beam, order=args.order, one_by_one=args.read_one_by_one, tie=args.tie
-    )  # fmt: skip
+    target = partial(chain_target, beam=args.beam, tie=args.tie)
     train.loop(model, corpus, partial(cocommit_step, target=target), train.make_optimizer(model, args), args)
 
 

@@ -21,7 +21,6 @@ as its target the head learns the law of the text, for draws.
     python -m beyond.head train --out_dir out/head                                  # on assets/names
     python -m beyond.head train --target clean --out_dir out/draws                  # then sample --temperature 1
     python -m beyond.head sample --ckpt out/head --prompt "ARABIC LIGATURE" --tau_keep 0.8
-    python -m beyond.head evaluate --ckpt out/head
 """
 
 import sys
@@ -39,7 +38,6 @@ import checkpoint
 import train
 from beyond.chain import chain_target, log_probs
 from cache import Cached, Uncached, in_full
-from evaluate import NAMES, complete, draw_names
 from lib.util import (
     Parser,
     bounded,
@@ -49,7 +47,6 @@ from lib.util import (
     first_masked,
     generator,
     pick_device,
-    print_table,
     uniform,
     verdict,
 )
@@ -60,7 +57,6 @@ from train import Batch, Losses, batch_context, clean_tokens
 # R rows, T positions of a row, B block_length, C channels, V vocabulary, P positions that are asked
 
 READ_BY = "python -m beyond.head sample --ckpt"
-KEEP = (0.0, 0.2, 0.5, 0.8, 0.95)  # tau_keep that `evaluate` shows
 HEAD = dict(
     width=384, target="chain", beam=4, read_in="ones", context="clean",
     max_iters=1500, batch_size=64, learning_rate=5e-3, out_dir="out/head",
@@ -303,27 +299,7 @@ def sample_head() -> None:
         print(f"[{len(output.tokens)} tokens; forwards: {count} = {in_full(nfe, cost):.3g}]")
 
 
-def evaluate_head() -> None:
-    parser = Parser(__doc__)
-    add = parser.add_argument
-    add("--ckpt", type=Path, required=True, help="the folder of a head on a model of names")
-    add("--prompts", type=bounded(int, 1), default=256, help="held-out names that are completed")
-    add("--device", default="auto")
-    args = parser.parse_args()
-    if checkpoint.names_of(args.ckpt) is None:
-        fail(f"{args.ckpt} is no model of names, which can be judged")
-    model = load_head(args.ckpt, pick_device(args.device), torch.float32)
-    tokenizer = checkpoint.load_tokenizer(args.ckpt, model.cfg.tokenizer)
-    prompts = draw_names(args.prompts, "held out", tokenizer)
-    rows = []
-    for keep in KEEP:
-        d = replace(NAMES, tau_t2t=None, n_rounds=0)
-        found = complete(model, tokenizer, prompts, d, partial(head_step, tau_keep=keep))
-        rows.append([f"head, tau_keep {keep}", f"{found['exist']:.3f}", f"{found['forwards']:.2f}"])
-    print_table(["decoder", "exist", "forwards/name"], rows)
-
-
-COMMANDS = {"train": train_head, "sample": sample_head, "evaluate": evaluate_head}
+COMMANDS = {"train": train_head, "sample": sample_head}
 
 
 @command

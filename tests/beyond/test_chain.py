@@ -169,8 +169,6 @@ def test_mistakes_are_one_line_before_there_is_a_folder(tmp_path, monkeypatch, c
     fails = caller(chain, monkeypatch, capsys).fails
     run = [*TOY, "--init_from", base, "--out_dir", tmp_path / "run"]
     assert "--init_from DIR" in fails(*run, "--init_from", "scratch")
-    assert "--order left" in fails(*run, "--read_one_by_one")
-    assert "--order" in fails(*run, "--order", "right")
     text = tmp_path / "a.txt"
     text.write_text("one two three")
     save_model(tiny_model(vocab_size=272), tmp_path / "bytes")
