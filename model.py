@@ -157,10 +157,9 @@ class Model(nn.Module):
     def context(self, real: Tensor, clean: Tensor | None = None, one_by_one: Tensor | None = None) -> Context:
         """The context of whole rows.
 
-        real (R, T) bool, False on padding, which nobody attends to but itself (a query needs one key).
-        clean (R, T) int64: rows lie beside their clean copy, [noisy ; clean], so every noisy block reads
-        what it will in decoding. one_by_one (R,) bool: the rows that are read in blocks of one token, from
-        left to right.
+        real (R, T) bool, False on padding, which nobody attends to but itself (a query needs one key). clean (R, T)
+        int64: rows lie beside their clean copy, [noisy ; clean], so every noisy block reads what it will in decoding.
+        one_by_one (R,) bool: the rows that are read in blocks of one token, from left to right.
         """
         T = real.shape[1]
         B = self.cfg.block_length
@@ -195,8 +194,7 @@ class Model(nn.Module):
     def add_lora(self, r: int, generator: torch.Generator, lora_in: str = "both") -> None:
         """Freeze all but LoRA, in every qkv and proj, and the markers (paper, Sec. 5.1).
 
-        lora_in "stage_b" (beyond the paper): in the last n layers, and in Stage B's pass alone. Stage A
-        stays the base.
+        lora_in "stage_b" (beyond the paper): in the last n layers, and in Stage B's pass alone. Stage A stays the base.
         """
         self.requires_grad_(False)
         self.lora_in = lora_in
@@ -257,9 +255,7 @@ class Block(nn.Module):
 class Attention(nn.Module):
     def __init__(self, cfg: Config, layer: int):
         super().__init__()
-        self.n_head = cfg.n_head
-        self.n_kv_head = cfg.n_kv_head
-        self.head_dim = cfg.head_dim
+        self.cfg = cfg
         self.layer = layer
         # rows: all query heads, then all key heads, then all value heads
         self.qkv = Linear(cfg.n_embd, (cfg.n_head + 2 * cfg.n_kv_head) * cfg.head_dim, bias=cfg.qkv_bias)
@@ -269,12 +265,13 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
         R, T, _ = x.shape
-        qkv = self.qkv(x, ctx.lora).view(R, T, -1, self.head_dim)
-        q, k, v = qkv.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=2)
+        H, G = self.cfg.n_head, self.cfg.n_kv_head
+        qkv = self.qkv(x, ctx.lora).view(R, T, -1, self.cfg.head_dim)
+        q, k, v = qkv.split([H, G, G], dim=2)
 
         # norms first, then positions: queries and keys are turned together
         qk = rotate(torch.cat([self.q_norm(q), self.k_norm(k)], dim=2), ctx)
-        q, k = qk.split([self.n_head, self.n_kv_head], dim=2)
+        q, k = qk.split([H, G], dim=2)
         q = q.transpose(1, 2)  # (R, H, T, D)
         k = k.transpose(1, 2)  # (R, G, T, D)
         v = v.transpose(1, 2)
@@ -319,10 +316,7 @@ class MoE(nn.Module):
 
     def __init__(self, cfg: Config):
         super().__init__()
-        self.n_active = cfg.n_active
-        self.n_group = cfg.n_group
-        self.topk_group = cfg.topk_group
-        self.routed_scaling = cfg.routed_scaling
+        self.cfg = cfg
         self.router = nn.Parameter(torch.empty(cfg.n_expert, cfg.n_embd))
         self.register_buffer("expert_bias", torch.zeros(cfg.n_expert))  # float32 in every dtype of the model
         self.used: Tensor | float = 0.0  # (E,): how many tokens chose each expert since the last `balance`
@@ -335,9 +329,7 @@ class MoE(nn.Module):
         tokens = x.reshape(-1, x.shape[-1])  # (N, C)
         chosen, weights = self.route(tokens)
         y = self.experts(tokens, chosen, weights).view_as(x)
-        if self.shared is not None:
-            y = y + self.shared(x)
-        return y
+        return y if self.shared is None else y + self.shared(x)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (N, C) -> chosen experts (N, A) int64 and their weights (N, A) float32.
@@ -348,19 +340,19 @@ class MoE(nn.Module):
         biased = scores + self.expert_bias
 
         # the best groups of experts, a group being as good as its two best experts
-        groups = biased.view(len(x), self.n_group, -1)
+        groups = biased.view(len(x), self.cfg.n_group, -1)
         group_score = groups.topk(2, dim=-1).values.sum(-1)  # (N, n_group)
-        best_groups = group_score.topk(self.topk_group, dim=-1).indices
+        best_groups = group_score.topk(self.cfg.topk_group, dim=-1).indices
         kept = torch.zeros_like(group_score, dtype=torch.bool).scatter(1, best_groups, True)
 
         # the best experts of those groups; the others are at -inf because a score may be negative
         allowed = groups.masked_fill(~kept[..., None], float("-inf")).view_as(biased)
-        chosen = allowed.topk(self.n_active, dim=-1).indices  # (N, A)
+        chosen = allowed.topk(self.cfg.n_active, dim=-1).indices  # (N, A)
 
         weights = scores.gather(1, chosen)
-        if self.n_active > 1:
+        if self.cfg.n_active > 1:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return chosen, weights * self.routed_scaling
+        return chosen, weights * self.cfg.routed_scaling
 
     def experts(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """The routed experts: x (N, C), chosen and weights (N, A) -> (N, C). It computes
@@ -374,7 +366,7 @@ class MoE(nn.Module):
         expert, order = chosen.flatten().sort(stable=True)  # (N*A,) each
         all_experts = torch.arange(len(self.router), device=x.device)
         ends = torch.searchsorted(expert, all_experts, right=True, out_int32=True)
-        rows = F.embedding(order // self.n_active, x)  # x[order // A], with a faster backward
+        rows = F.embedding(order // self.cfg.n_active, x)  # x[order // A], with a faster backward
 
         # while the router learns it is counted who is chosen
         if self.router.requires_grad and torch.is_grad_enabled():
@@ -422,8 +414,7 @@ class Linear(nn.Linear):
 
     def __init__(self, n_in: int, n_out: int, bias: bool = False):
         super().__init__(n_in, n_out, bias)
-        self.lora_A = None  # until add_lora
-        self.lora_B = None
+        self.lora_A = self.lora_B = None  # until add_lora
 
     def add_lora(self, r: int, generator: torch.Generator) -> None:
         # float32 in every dtype of the model: an update of 1e-5 is lost in a bf16 parameter
@@ -452,8 +443,7 @@ class Linear(nn.Linear):
         """W <- W + 2 B A: then this layer acts so in every pass, and has no LoRA."""
         delta = LORA_SCALE * self.lora_B @ self.lora_A
         self.weight.data += delta.detach().to(self.weight.dtype)
-        self.lora_A = None
-        self.lora_B = None
+        self.lora_A = self.lora_B = None
 
     def product(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)

@@ -79,7 +79,7 @@ def chosen_experts(moe: MoE, x: Tensor, chosen: Tensor, weights: Tensor) -> Tens
     """
     # choices of one expert follow each other: its weights are in the processor's cache from the second on
     expert, order = chosen.flatten().sort(stable=True)
-    rows = x[order // moe.n_active]
+    rows = x[order // moe.cfg.n_active]
 
     gate, up = (moe.gate_up[expert] * rows[:, None]).sum(-1).chunk(2, dim=-1)
     h = F.silu(gate) * up
