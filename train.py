@@ -90,7 +90,7 @@ RUNS = {
     "bpe": PAPER,
     "names": PAPER | ADAPT_NAMES,
     "names by alpha": PAPER | ADAPT_NAMES | ALPHA | dict(
-        init_from="assets/names/paper", max_iters=1500, learning_rate=2e-3, out_dir="out/alpha",
+        init_from="assets/names/paper", max_iters=1500, learning_rate=8e-3, out_dir="out/alpha",
     ),
     "names from scratch": PAPER | dict(
         preset="names", n_last=3, block_length=8, seq_len=32, batch_size=256, max_iters=3000,

@@ -73,7 +73,7 @@ SHOWN = {
     "Stage A by alpha: one stage": "stage-a/threshold",
     "Stage A by the chain: one stage": "stage-a-chain/threshold",
     "base, an end is sure only where no mask before it wants a word": "base/end_last",
-    "the head, seed 1 alone": "head/head",
+    "the head": "head/head",
 }
 
 
