@@ -124,7 +124,7 @@ class Model(nn.Module):
         return self.lm_head(self.norm_f(h)).float()
 
     def mark(self, h: Tensor, bundle: Tensor, i: int) -> Tensor:
-        """h + 1_S * marker_i. With a zero marker or an empty bundle Stage B is Stage A."""
+        """h + 1_S * marker_i. Where LoRA acts in both stages a zero marker makes round 1 Stage A."""
         # a clean copy behind the rows is never marked
         bundle = F.pad(bundle, (0, h.shape[1] - bundle.shape[1]))
         return h + bundle[..., None] * self.markers[i].to(h.dtype)

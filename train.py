@@ -70,7 +70,8 @@ from model import Config, Context, Model
 
 # R rows, T positions, C channels, B block_length
 
-# --- settings: what is not given by a flag is what the run of this kind has; the paper's is what they differ from
+# --- settings: what is not given by a flag is what the run of this kind has. PAPER is the paper's training, but for
+# bf16, checkpointing and 50,000 documents, which are flags
 PAPER = dict(
     data=["names"], toy=[], seq_len=2048, max_docs=0, preset=None,
     init_from=None, n_last=None, n_rounds=None, block_length=None, lora_r=16, lora_in="both", stage_a_only=False,

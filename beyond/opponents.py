@@ -9,7 +9,7 @@ They are steps beside sample.denoise; they never edit. Left to right in one more
 1`, decoded in blocks of one.
 
     python -m beyond.opponents --init_from assets/names --alpha 0.5    # one stage by alpha (arXiv 2609.38066)
-    python -m beyond.opponents --init_from assets/names --chain        # by what the base writes one token at a time
+    python -m beyond.opponents --init_from assets/names --chain --out_dir out/chained    # by the base's own writing
 
 Other flags are train.py's.
 """

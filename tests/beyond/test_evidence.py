@@ -69,10 +69,10 @@ SHOWN = {
     "Stage B by alpha, on top of it, with edits": "alpha/stage_b",
     "Stage B by alpha, on the base": "alpha-base/stage_b",
     "Stage B by the chain": "chain/stage_b",
-    "the same, and it refuses": "chain/refusing",
+    "the same, writing only what is sure together": "chain/refusing",
     "Stage A by alpha: one stage": "stage-a/threshold",
     "Stage A by the chain: one stage": "stage-a-chain/threshold",
-    "base, an end is sure only where no mask before it wants a word": "base/end_last",
+    "base, where an end waits for the words before it": "base/end_last",
     "the head": "head/head",
 }
 
