@@ -5,11 +5,12 @@ set -e
 seed=${SEED:-1}
 out=${OUT:-out/names-$seed}
 
-# the base; the paper's training with n = 3, 1 and 6; alpha on top of it
+# the base; the paper's training with n = 3, 1 and 6, and with more steps; alpha on top of the first
 python train.py --init_from scratch --stage_a_only --seed $seed --out_dir $out/base
 for n in 3 1 6; do
   python train.py --n_last $n --seed $seed --init_from $out/base --out_dir $out/paper-$n
 done
+python train.py --n_last 3 --max_iters 1500 --seed $seed --init_from $out/base --out_dir $out/paper-1500
 python train.py --alpha 0.5 --seed $seed --init_from $out/paper-3 --out_dir $out/alpha
 
 # who makes tokens agree: all on the base itself, 1,500 steps of 64 rows

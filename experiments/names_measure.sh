@@ -12,6 +12,9 @@ $measure --system base --ckpt $out/base --way left
 $measure --system base --ckpt $out/base --way left_ones
 $measure --system paper-3 --ckpt $out/paper-3 --way stage_b --dial 0.7 0.3 -1 --tau_t2t none 0
 $measure --system paper-3 --ckpt $out/paper-3 --way threshold --dial 0.7 0.3 -1 --tau_t2t none 0
+for way in stage_b threshold; do
+  $measure --system paper-1500 --ckpt $out/paper-1500 --way $way --dial 0.7 0.3 -1 --tau_t2t none 0
+done
 for n in 1 6; do
   paper="--system paper-$n --ckpt $out/paper-$n"
   $measure $paper --way stage_b --dial 0.7 --tau_t2t 0.5 0
@@ -19,6 +22,7 @@ for n in 1 6; do
 done
 $measure --system alpha --ckpt $out/alpha --way stage_b --dial $gates --tau_t2t none 0
 $measure --system alpha-base --ckpt $out/alpha-base --way stage_b --dial $gates
+$measure --system alpha-base --ckpt $out/alpha-base --way refusing --dial 0.3 0.5 0.8
 $measure --system stage-a --ckpt $out/stage-a --way threshold --dial $gates
 $measure --system stage-a-chain --ckpt $out/stage-a-chain --way threshold --dial $gates
 $measure --system chain --ckpt $out/chain --way stage_b --dial $gates
