@@ -124,7 +124,7 @@ class Model(nn.Module):
         return self.lm_head(self.norm_f(h)).float()
 
     def mark(self, h: Tensor, bundle: Tensor, i: int) -> Tensor:
-        """h + 1_S * marker_i. Where LoRA acts in both stages a zero marker makes round 1 Stage A."""
+        """h + 1_S * marker_i. Where LoRA acts in both stages, round 1 with a zero marker, or no bundle, is Stage A."""
         # a clean copy behind the rows is never marked
         bundle = F.pad(bundle, (0, h.shape[1] - bundle.shape[1]))
         return h + bundle[..., None] * self.markers[i].to(h.dtype)
@@ -265,13 +265,13 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
         R, T, _ = x.shape
-        H, G = self.cfg.n_head, self.cfg.n_kv_head
-        qkv = self.qkv(x, ctx.lora).view(R, T, -1, self.cfg.head_dim)
-        q, k, v = qkv.split([H, G, G], dim=2)
+        cfg = self.cfg
+        qkv = self.qkv(x, ctx.lora).view(R, T, -1, cfg.head_dim)
+        q, k, v = qkv.split([cfg.n_head, cfg.n_kv_head, cfg.n_kv_head], dim=2)
 
         # norms first, then positions: queries and keys are turned together
         qk = rotate(torch.cat([self.q_norm(q), self.k_norm(k)], dim=2), ctx)
-        q, k = qk.split([H, G], dim=2)
+        q, k = qk.split([cfg.n_head, cfg.n_kv_head], dim=2)
         q = q.transpose(1, 2)  # (R, H, T, D)
         k = k.transpose(1, 2)  # (R, G, T, D)
         v = v.transpose(1, 2)
