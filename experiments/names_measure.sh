@@ -10,10 +10,10 @@ $measure --system base --ckpt $out/base --way threshold --dial $gates --tau_t2t 
 $measure --system base --ckpt $out/base --way end_last --dial $gates
 $measure --system base --ckpt $out/base --way left
 $measure --system base --ckpt $out/base --way left_ones
-$measure --system paper-3 --ckpt $out/paper-3 --way stage_b --dial 0.7 0.3 -1 --tau_t2t none 0
-$measure --system paper-3 --ckpt $out/paper-3 --way threshold --dial 0.7 0.3 -1 --tau_t2t none 0
-for way in stage_b threshold; do
-  $measure --system paper-1500 --ckpt $out/paper-1500 --way $way --dial 0.7 0.3 -1 --tau_t2t none 0
+for system in paper-3 paper-1500; do
+  for way in stage_b threshold; do
+    $measure --system $system --ckpt $out/$system --way $way --dial 0.7 0.3 -1 --tau_t2t none 0
+  done
 done
 for n in 1 6; do
   paper="--system paper-$n --ckpt $out/paper-$n"

@@ -146,7 +146,7 @@ def concave_hull(points: list[tuple[float, float]]) -> list[tuple[float, float]]
 NAMED = {
     "base/threshold": ("base", INK),
     "paper-3/stage_b": ("Stage B, the paper's", ORANGE),
-    "alpha/stage_b": ("Stage B by alpha", BLUE),
+    "alpha-base/stage_b": ("Stage B by alpha", BLUE),
     "chain/stage_b": ("Stage B by the chain", PURPLE),
     "stage-a/threshold": ("Stage A by alpha", GREEN),
     "stage-a-chain/threshold": ("Stage A by the chain", TEAL),
