@@ -76,13 +76,16 @@ def panels(rows: int, columns: int, width: float, height: float, **shared: bool)
     return plt.subplots(rows, columns, figsize=(width, height), layout="constrained", **shared)
 
 
-def name_lines(ax, ends: dict[str, tuple[float, float, str]], before: bool = False) -> None:
-    """Each line's name behind its end, or before its start (x, y, colour), pushed up where two would overlap."""
+def name_lines(ax, ends: dict[str, tuple[float, float, str]], before: bool = False, room: float = 0.075) -> None:
+    """Each line's name behind its end, or before its start (x, y, colour), pushed up where two would overlap.
+
+    room: what a name needs of the axis' height.
+    """
     bottom, top = ax.get_ylim()
     lowest = bottom
     for name, (x, y, color) in sorted(ends.items(), key=lambda end: end[1][1]):
         place = max(y, lowest)
-        lowest = place + 0.075 * (top - bottom)
+        lowest = place + room * (top - bottom)
         ax.annotate(name, (x, place), xytext=(-6 if before else 6, 0), textcoords="offset points", color=color,
                     ha="right" if before else "left", va="center", annotation_clip=False)  # fmt: skip
 
@@ -177,7 +180,7 @@ def draw_names():
     ax.set(xlabel="forwards a name, everything counted", xlim=(0, 1.75 * dearest))  # room for their names
     ax.set_title("share of held-out names that exist", loc="left")
     ax.grid(axis="y")
-    name_lines(ax, ends)
+    name_lines(ax, ends, room=0.055)
     return figure
 
 
