@@ -3,6 +3,7 @@
     python toy.py                     # the seven tasks: what each is, and what one step loses
     python toy.py modes               # one of them: its answers, and what is written instead
     python toy.py copy eps=0.3 V=12   # in another size
+    python toy.py modes --out DIR     # rows of it to train on, as lib/rows.py says
 
 A task gives each context the probability of every answer, a tuple that fills one block. Entropies
 follow by enumeration, in nats. A task is a function below, its docstring the definition; its sizes:
@@ -12,19 +13,21 @@ follow by enumeration, in nats. A task is a function below, its docstring the de
     n_ctx     contexts, at the most (32): a task may have fewer
     eps       of copy (0.05);  rho and levels: of gaussian (0.9, and 8 in place of V)
 
-`python train.py --data modes --out_dir out/modes` trains a model of one, and
-`python evaluate.py --ckpt out/modes` says what its decoders lose.
+`python train.py --data DIR --config configs/toy_base.toml` trains a model on such rows, and
+`python evaluate.py --ckpt DIR`, with the folder of the model, says what its decoders lose.
 """
 
 import inspect
 import itertools
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lib.rows import Meta, refuse_full, write_meta, write_rows
 from lib.util import Parser, bounded, command, fail, generator, print_table
 
 # R rows, N contexts, S support tuples, m answer positions, V symbols, Q quadrature nodes
@@ -56,12 +59,13 @@ class Toy:
 
     def quantile(self, c: Tensor, u: Tensor) -> Tensor:
         """(R,), (R,) float64 in [0, 1) -> (R, m): where context c's cumulative probability passes u."""
-        cdf = self.prob.cumsum(-1)[c]  # (R, S)
-
-        # the last sum may miss 1 by rounding, so u is taken as a share of it
-        height = u[:, None] * cdf[:, -1:]
-        index = torch.searchsorted(cdf, height, right=True)[:, 0]
-        return self.support[c, index.clamp(max=cdf.shape[1] - 1)]
+        index = torch.empty_like(c)
+        for n in c.unique().tolist():
+            here = c == n
+            cdf = self.prob[n].cumsum(0)  # (S,)
+            # the last sum may miss 1 by rounding, so u is taken as a share of it
+            index[here] = torch.searchsorted(cdf, u[here] * cdf[-1], right=True)
+        return self.support[c, index.clamp(max=self.prob.shape[1] - 1)]
 
     def marginals(self) -> Tensor:
         """(N, m, V) float64."""
@@ -277,7 +281,7 @@ BOUNDS = {
 }
 
 
-# --- building a toy, and training rows of it
+# --- building a toy, and rows to train on
 def sizes(given: list[str]) -> dict[str, int | float]:
     """["V=12", "eps=0.3"] -> {"V": 12, "eps": 0.3}"""
     try:
@@ -305,29 +309,27 @@ def make(name: str, **given: int | float) -> Toy:
     return Toy(name, V, support.contiguous(), prob.repeat(len(support), 1))
 
 
-class Rows:
-    """A toy as training rows [prompt block | answer block]; row i is a function of (key, i) alone."""
+def draw_rows(toy: Toy, R: int, rng: torch.Generator) -> Tensor:
+    """(R, 2m) int64: a block of the context's token, then an answer."""
+    c = torch.randint(toy.n_ctx, (R,), generator=rng)
+    u = torch.rand(R, dtype=torch.float64, generator=rng)  # each answer's place in its context
+    return torch.cat([toy.prompt(c), toy.quantile(c, u)], dim=1)
 
-    def __init__(self, toy: Toy, *key: int | str):
-        self.toy = toy
-        self.key = key
 
-    def batch(self, first: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """x (R, 2m) int64, real (R, 2m) bool (all), prompt (R, 2m) bool (the first block)."""
-        # each row by its own generator: its context, then its place u among the answers
-        draws = [generator(*self.key, i) for i in range(first, first + rows)]
-        c = torch.cat([torch.randint(self.toy.n_ctx, (1,), generator=g) for g in draws])
-        u = torch.cat([torch.rand(1, dtype=torch.float64, generator=g) for g in draws])
+def write_toy(folder: Path, name: str, given: dict[str, int | float], rows: int, seed: int) -> None:
+    """So many rows to train on, and those of validation, the same for every seed."""
+    refuse_full(folder)
+    toy = make(name, **given)
+    vocab_size = math.ceil(toy.vocab_size / 16) * 16
+    for split, R, key in (("train", rows, [seed, "rows"]), ("val", 4096, ["validation rows"])):
+        x = draw_rows(toy, R, generator(*key))
+        write_rows(folder, split, list(x.numpy()), [toy.m] * R, vocab_size)
+        print(f"{split:5}  {R:,} rows, {x.numel():,} tokens")
 
-        x = torch.cat([self.toy.prompt(c), self.toy.quantile(c, u)], dim=1)
-        prompt = (torch.arange(x.shape[1]) < self.toy.m).expand_as(x)
-        return x, torch.ones_like(prompt), prompt
-
-    def count_real(self, first: int, rows: int) -> int:
-        return rows * 2 * self.toy.m
-
-    def describe(self) -> str:
-        return "endless rows"
+    # who reads them finds the task again, whatever its sizes were by default
+    _, *used = inspect.signature(TASKS[name]).parameters.values()
+    judge = {"toy": name} | {size.name: size.default for size in used} | given
+    write_meta(folder, Meta(vocab_size, toy.eos_id, toy.mask_id, toy.V, toy.m, judge))
 
 
 # --- what is printed
@@ -360,9 +362,9 @@ def show_all() -> None:
         means = [f"{number.mean():.3f}" for number in exact]
 
         # a training row: a block of the context's token, then the answer
-        x, _, _ = Rows(toy, "example").batch(0, 1)
-        context = x[0, 0] - toy.V
-        example = f"{context}: {spell(x[0, toy.m :])}"
+        x = draw_rows(toy, 1, generator("example", 0))[0]
+        context = x[0] - toy.V
+        example = f"{context}: {spell(x[toy.m :])}"
         rows.append([name, *map(str, sizes), *means, example])
 
     head = ["task", "V", "m", "contexts", "answers", "H", "TC", "drawn", "argmax", "example"]
@@ -422,13 +424,20 @@ def main() -> None:
     add = parser.add_argument
     add("task", nargs="?", choices=TASKS, help="left out: all seven, a row each")
     add("size", nargs="*", metavar="KEY=VALUE", help="sizes of the task, see above")
-    add("--context", type=bounded(int, 0), default=0, help="the context that is shown (0)")
+    add("--context", type=bounded(int, 0), default=0, help="the context that is shown")
+    add("--out", type=Path, metavar="DIR", help="show nothing, and write rows of the task to this new folder")
+    add("--rows", type=bounded(int, 1, 10**8), default=200_000, help="of --out: so many to train on")
+    add("--seed", type=int, default=0, help="of --out: draws them")
     args = parser.parse_intermixed_args()
 
-    if args.task is None and args.context:
-        fail("--context is for one task: python toy.py modes --context 3")
     if args.task is None:
+        if args.context or args.out:
+            fail(f"{'--out' if args.out else '--context'} is for one task: python toy.py modes --context 3")
         show_all()
+        return
+    if args.out:
+        write_toy(args.out, args.task, sizes(args.size), args.rows, args.seed)
+        print(f"{args.out} is ready: python train.py --data {args.out} --config configs/toy_base.toml")
         return
 
     toy = make(args.task, **sizes(args.size))

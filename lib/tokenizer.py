@@ -1,7 +1,8 @@
 """Tokenizers: text to ids and back.
 
-    byte_tokenizer()     256 bytes, an end-of-text token and a mask token
-    bpe_tokenizer(path)  a byte-level BPE from a `tokenizer.json`: a released one, or one that data.learn_bpe made
+    load_tokenizer(folder)  the one of a checkpoint or of prepared rows, if they have text
+    bpe_tokenizer(path)     a byte-level BPE from a `tokenizer.json`
+    byte_tokenizer()        256 bytes, an end-of-text token and a mask token
 
 tiktoken does the encoding. A `tokenizer.json` that it cannot reproduce exactly, on every text, is refused.
 """
@@ -85,13 +86,32 @@ def visible(character: str) -> str:
 
 
 # --- reading a tokenizer
+def load_tokenizer(folder: Path) -> Tokenizer | None:
+    """That of the folder's tokenizer.json; None where there is none, as of a toy."""
+    path = folder / "tokenizer.json"
+    return bpe_tokenizer(path) if path.exists() else None
+
+
 def byte_tokenizer() -> Tokenizer:
     """Ids 0..255 are bytes, eos is 256, mask is 257."""
-    token_bytes = {byte: bytes([byte]) for byte in range(256)}
-    ranks = {token: byte for byte, token in token_bytes.items()}
-    special = {EOS: 256, MASK: 257}
-    encoding = tiktoken.Encoding("bytes", pat_str=WORDS, mergeable_ranks=ranks, special_tokens=special)
-    return Tokenizer(encoding, list(range(258)), special, nfc=False, token_bytes=token_bytes)
+    return bpe_tokenizer(Path("bytes"), byte_spec())
+
+
+def byte_spec() -> dict:
+    """The content of a `tokenizer.json` without merges."""
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    eos = {"id": 256, "content": EOS} | plain
+    mask = {"id": 257, "content": MASK} | plain
+
+    split = {"type": "Split", "pattern": {"Regex": WORDS}, "behavior": "Isolated", "invert": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    vocab = {character: byte for byte, character in enumerate(byte_alphabet())}
+    return {
+        "added_tokens": [eos, mask],
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+    }
 
 
 def byte_alphabet() -> list[str]:

@@ -5,9 +5,10 @@ import math
 
 import pytest
 import torch
-from common import caller, coherent, refused
+from common import ROOT, caller, coherent, refused
 
 import toy
+from lib.rows import read_corpus
 from toy import Toy, kl, likeliest, make, product_table
 
 # R rows, N contexts, S support tuples, m answer positions, V symbols
@@ -159,17 +160,50 @@ def test_quantile_at_the_ends_of_the_unit_interval():
     assert t.quantile(torch.zeros(3, dtype=torch.int64), u).tolist() == [[0], [1], [1]]
 
 
-def test_training_rows_depend_on_their_number_alone():
-    t = make("pairs")
-    rows = toy.Rows(t, 0, "rows")
-    x, real, prompt = rows.batch(3, 5)
-    assert x.shape == real.shape == prompt.shape == (5, 8)
-    assert real.all() and prompt.tolist() == [[True] * 4 + [False] * 4] * 5
-    assert torch.equal(x[2:4], rows.batch(5, 2)[0]) and rows.count_real(3, 5) == 40
-    c = x[:, 0] - t.V
-    assert torch.equal(x[:, :4], t.prompt(c)) and coherent(t, c, x[:, 4:]).all()
-    assert len(set(c.tolist())) > 1
-    assert not torch.equal(x, toy.Rows(t, 0, "validation rows").batch(3, 5)[0])
+# --- rows of it
+@pytest.mark.parametrize("argv, judge", [
+    (["pairs"], {"toy": "pairs", "V": 8, "m": 4, "n_ctx": 32}),
+    (["gaussian", "m=2", "rho=0.5"], {"toy": "gaussian", "levels": 8, "m": 2, "n_ctx": 32, "rho": 0.5}),
+])  # fmt: skip
+def test_a_folder_of_rows(argv, judge, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "rows"
+    out = caller(toy, monkeypatch, capsys)(*argv, "--out", folder, "--rows", 3000)
+    assert out.endswith(f"python train.py --data {folder} --config configs/toy_base.toml\n")
+    assert sorted(path.name for path in folder.iterdir()) == ["meta.json", "train.safetensors", "val.safetensors"]
+
+    # what is written says of which task it is
+    corpus = read_corpus(folder, 512, 0, judge["m"], 100)
+    assert corpus.meta.judge == judge
+    name, *used = judge.values()
+    t = make(name, **dict(zip(list(judge)[1:], used, strict=True)))
+    ids = (corpus.meta.eos_id, corpus.meta.mask_id, corpus.meta.n_plain, corpus.meta.block_length)
+    assert ids == (t.eos_id, t.mask_id, t.V, t.m)
+    assert t.vocab_size <= corpus.meta.vocab_size < t.vocab_size + 16 and corpus.meta.vocab_size % 16 == 0
+
+    # a block of the context's token is the prompt, the other one an answer
+    for split, n in (("train", 3000), ("val", 4096)):
+        x, real, prompt = corpus.rows[split].batch(0, n)
+        assert x.shape == (len(corpus.rows[split]), 2 * t.m) and real.all()
+        assert torch.equal(prompt, (torch.arange(2 * t.m) < t.m).expand_as(x))
+        c = x[:, 0] - t.V
+        assert torch.equal(x[:, : t.m], t.prompt(c)) and coherent(t, c, x[:, t.m :]).all()
+
+        # of every context about as many rows, and of its answers as many as their probability says
+        share = torch.bincount(c, minlength=t.n_ctx) / n
+        assert (share - 1 / t.n_ctx).abs().max() < 0.03
+        seen = torch.stack([(x[c == k][:, None, t.m :] == t.support[k]).all(-1).double().mean(0) for k in (0, 1)])
+        assert (seen - t.prob[:2]).abs().max() < 0.12
+
+
+def test_rows_to_train_on_follow_the_seed_and_those_of_validation_never(tmp_path, monkeypatch, capsys):
+    def rows(name: str, *argv) -> tuple[bytes, bytes]:
+        caller(toy, monkeypatch, capsys)("modes", "--out", tmp_path / name, "--rows", 50, *argv)
+        return tuple((tmp_path / name / f"{split}.safetensors").read_bytes() for split in ("train", "val"))
+
+    first = rows("a")
+    assert rows("b", "--seed", 0) == first
+    other = rows("c", "--seed", 1)
+    assert other[0] != first[0] and other[1] == first[1]
 
 
 # --- the script
@@ -252,6 +286,9 @@ def test_a_table_of_another_size_and_context(monkeypatch, capsys):
     (["modes", "colour=3"], "'colour=3' is no size of a toy"),
     (["pairs", "--context", 8], "--context 8: pairs has the contexts 0..7"),
     (["--context", 3], "--context is for one task"),
+    (["--out", "x"], "--out is for one task"),
+    (["modes", "--out", ROOT / "data" / "names"], "data/names already holds rows or a checkpoint"),
+    (["modes", "--out", "x", "--rows", 0], "--rows: must lie in 1..100000000"),
 ])  # fmt: skip
 def test_a_mistake_is_one_line(argv, words, monkeypatch, capsys):
     assert words in refused(toy, monkeypatch, capsys, *argv)

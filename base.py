@@ -1,0 +1,100 @@
+"""A base from scratch: Stage A alone, as LLaDA2.1 is trained. CoCommit is added to such a model by train.py, whose loop
+and flags these are.
+
+    python base.py --config configs/base.toml               # assets/names, an hour on one thread
+    python base.py --data data/mine --config configs/text_base.toml      # text of your own, six minutes
+"""
+
+from argparse import Namespace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import train
+from corrupt import M, three_term_loss
+from lib.rows import Batch
+from lib.util import bounded, command, fail, uniform
+from model import Model
+from train import Losses, batch_context, corrupt_batch, of_stage
+
+# R rows, T positions
+
+ADAM = 0.4  # Muon's run: the peak of Adam's rate, of embeddings, output layer, experts and norms, beside the matrices'
+
+
+def base_step(model: Model, batch: Batch, args: Namespace) -> Losses:
+    """Eq. 1 in Stage A."""
+    z, kind = corrupt_batch(model, batch, args)
+
+    # some rows are read from left to right, in blocks of one, and every token of theirs is asked for
+    one_by_one = None
+    if args.one_by_one > 0:
+        one_by_one = (uniform(batch.draws, 1)[:, 0] < args.one_by_one).to(z.device)
+        asked = one_by_one[:, None] & batch.real
+        z = z.masked_fill(asked, model.cfg.mask_id)
+        kind = kind.masked_fill(asked, M)
+
+    ctx = batch_context(model, batch, args, one_by_one)
+    stage_a = model.last_n(model.prefix(z, ctx), ctx)
+    loss, terms = three_term_loss(model, stage_a, batch.clean, kind, fill=kind == M)
+    return loss, of_stage("A", terms)
+
+
+def muon(model: Model, args: Namespace) -> torch.optim.Optimizer:
+    """Muon for the matrices of the layers (attention, dense and shared MLPs, routers); Adam, without decay, for all the
+    rest: embedding, output layer, the experts' stacks, norms."""
+    learned = model.learned()
+    matrices = [p for name, p in learned.items() if name.startswith("layers.") and p.dim() == 2]
+    others = [p for name, p in learned.items() if not (name.startswith("layers.") and p.dim() == 2)]
+    peak = args.learning_rate
+    of_matrices = dict(params=matrices, peak=peak, momentum=0.95, weight_decay=args.weight_decay)
+    rest = dict(params=others, peak=ADAM * peak, weight_decay=0.0)
+    adam = torch.optim.AdamW([rest], betas=(0.9, 0.95), fused=True)
+    return Together(torch.optim.Muon([of_matrices], adjust_lr_fn="match_rms_adamw"), adam)
+
+
+class Together:
+    """Several optimizers as one, each with one group of parameters."""
+
+    def __init__(self, *parts: torch.optim.Optimizer):
+        self.parts = parts
+        self.param_groups = [part.param_groups[0] for part in parts]
+
+    @property
+    def state(self) -> dict[Tensor, dict[str, Tensor]]:
+        """What they remember of each parameter."""
+        return {p: part.state[p] for part in self.parts for p in part.param_groups[0]["params"]}
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+
+@command
+def main() -> None:
+    parser = train.build_parser(__doc__)
+    add = parser.add_argument_group("base").add_argument
+    add("--one_by_one", type=bounded(float, 0, 1), default=0.0,
+        help="the share of rows that are read from left to right, in blocks of one")  # fmt: skip
+    add("--optimizer", choices=["adamw", "muon"], default="adamw", help="muon: for the layers' matrices")
+    args = train.read_arguments(parser)
+    if args.init_from != "scratch":
+        fail("a base is trained from scratch: --init_from scratch, or a --config that says so")
+    if args.one_by_one > 0 and args.context == "corrupted":
+        fail("rows that are read one by one are all masks: they read a clean copy, give --context clean")
+    make_optimizer = muon if args.optimizer == "muon" else train.adamw
+
+    # on a CPU in bf16 plain products are faster than flash attention on rows as short as a name
+    kernels = partial(sdpa_kernel, SDPBackend.MATH)
+    with kernels():
+        train.run(args, base_step, make_optimizer)
+
+
+if __name__ == "__main__":
+    main()

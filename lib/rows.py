@@ -1,0 +1,236 @@
+"""Rows: the folder that prepare.py and toy.py write, and that train.py reads.
+
+    train.safetensors, val.safetensors
+        ids       all documents end to end; int16 where the vocabulary is at most 32768, else int32
+        starts    (documents + 1,) int64: document d is ids[starts[d] : starts[d + 1]]
+        prompts   (documents,) int32: how many of its first ids are its prompt, which is never corrupted;
+                  -1: a random beginning, drawn anew whenever a row of it is read
+    meta.json         what the ids mean, see Meta; written last, so a folder that has it is whole
+    tokenizer.json    where the ids are text
+
+A document that ends a text ends in one eos; documents are cut into rows when they are read.
+"""
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lib.util import entry, fail, generator, read_json, reading, replace_file, write_json
+
+# R rows, T positions of a row, D documents
+
+
+@dataclass
+class Meta:
+    """What the ids of a prepared folder mean."""
+
+    vocab_size: int  # a multiple of 16
+    eos_id: int
+    mask_id: int
+    n_plain: int  # ids 0..n_plain-1 are ordinary tokens
+    block_length: int | None = None  # of a model that is trained on them; None: any
+    judge: dict | None = None  # {"names": version of Unicode}, or {"toy": name, "V": 8, and other sizes}
+
+
+# --- writing
+def refuse_full(folder: Path) -> None:
+    """Nothing is overwritten."""
+    for name in ("meta.json", "config.json"):
+        if (folder / name).exists():
+            fail(f"{folder} already holds rows or a checkpoint: choose another --out")
+
+
+def write_rows(folder: Path, split: str, documents: list[np.ndarray], prompts: list[int], vocab_size: int) -> None:
+    """Write the documents of "train" or "val", each an array of at least one id."""
+    refuse_full(folder)
+    ids = torch.from_numpy(np.concatenate(documents))
+    tensors = {
+        "ids": ids.to(torch.int16 if vocab_size <= 2**15 else torch.int32),
+        "starts": torch.tensor([0, *map(len, documents)]).cumsum(0),
+        "prompts": torch.tensor(prompts, dtype=torch.int32),
+    }
+    replace_file(folder / f"{split}.safetensors", lambda temporary: save_file(tensors, temporary))
+
+
+def write_meta(folder: Path, meta: Meta) -> None:
+    write_json(folder / "meta.json", asdict(meta))
+
+
+# --- reading
+def read_meta(folder: Path) -> Meta:
+    path = folder / "meta.json"
+    about = read_json(path, "prepared rows (prepare.py and toy.py write them)")
+    numbers = [entry(about, name, int, path) for name in ("vocab_size", "eos_id", "mask_id", "n_plain")]
+    if min(numbers) < 0 or max(numbers[1:]) >= numbers[0]:
+        fail(f"{path} is damaged: its ids are not 0..{numbers[0] - 1}")
+
+    # these two may be null
+    block_length = about.get("block_length") and entry(about, "block_length", int, path)
+    judge = about.get("judge") and entry(about, "judge", dict, path)
+    return Meta(*numbers, block_length, judge)
+
+
+def read_split(path: Path, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """ids, starts and prompts, or one line about what is wrong with them."""
+    with reading(path, "rows"):
+        tensors = load_file(path)
+        kinds = {name: (t.dtype, t.dim()) for name, t in tensors.items()}
+        ids_type = torch.int16 if vocab_size <= 2**15 else torch.int32
+        if kinds != {"ids": (ids_type, 1), "starts": (torch.int64, 1), "prompts": (torch.int32, 1)}:
+            raise ValueError(f"it holds {kinds}")
+        ids, starts, prompts = tensors["ids"], tensors["starts"], tensors["prompts"]
+
+        n_ids = starts.diff()  # (D,)
+        if not 0 < len(prompts) == len(n_ids) or starts[0] != 0 or starts[-1] != len(ids) or n_ids.min() < 1:
+            raise ValueError("starts does not rise from 0 to the number of ids, once a document")
+        if ids.min() < 0 or int(ids.max()) >= vocab_size:  # int: 32768 is no int16
+            raise ValueError(f"an id is not in 0..{vocab_size - 1}")
+        if prompts.min() < -1 or (prompts > n_ids).any():
+            raise ValueError("a prompt is below -1, or longer than its document")
+    return ids, starts, prompts
+
+
+class Rows:
+    """A split as rows of at most seq_len ids, never two documents in one row, padded with eos.
+
+    The stream goes through all rows again and again; row i of it is a function of (seed, i) alone. In
+    training every batch has rows of one width, one block, two, four ... up to seq_len: so little is
+    padding, and a row's random numbers, which depend on its width, do not depend on the rows beside it.
+    With a batch_size of 0 all rows are padded to seq_len.
+    """
+
+    def __init__(
+        self, folder: Path, split: str, meta: Meta, seq_len: int, seed: int, block_length: int = 1, batch_size: int = 0
+    ):
+        ids, starts, prompts = read_split(folder / f"{split}.safetensors", meta.vocab_size)
+        self.pad_id = meta.eos_id
+        self.seed = seed
+        self.block_length = block_length
+        self.batch_size = batch_size
+
+        # a toy's rows are its documents, which are of one length
+        self.seq_len = seq_len
+        if meta.judge and "toy" in meta.judge:
+            self.seq_len = int(starts[1])
+
+        documents = np.split(ids.numpy(), starts[1:-1].numpy())
+        self.rows: list[np.ndarray] = []
+        self.prompts: list[int] = []  # of each row: its first tokens, or -1
+        for document, prompt in zip(documents, prompts.tolist(), strict=True):
+            # eos ends a document, and fills its last block: decoding fills it too, and must learn no length
+            if document[-1] == self.pad_id:
+                n_eos = -len(document) % block_length
+                document = np.append(document, np.full(n_eos, self.pad_id, document.dtype))
+
+            for at in range(0, len(document), self.seq_len):
+                row = document[at : at + self.seq_len]
+                self.rows.append(row)
+                self.prompts.append(-1 if prompt == -1 else min(max(prompt - at, 0), len(row)))
+        self.widths = [self.width(len(row)) for row in self.rows]
+        self.epoch = 0  # the one in use, and its rows in order
+        self.order = self.epoch_order(0)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def width(self, n: int) -> int:
+        """Of a row of n ids: one block, two, four ..., seq_len, the first that holds it."""
+        if self.batch_size == 0:
+            return self.seq_len
+        width = self.block_length
+        while width < n:
+            width *= 2
+        return min(width, self.seq_len)
+
+    def batch(self, first: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows first .. first+rows of the stream: x (R, T) int64, real and prompt (R, T) bool."""
+        chosen = [self.row(i) for i in range(first, first + rows)]
+        x = torch.full((rows, max(self.widths[i] for i in chosen)), self.pad_id)
+        real = torch.zeros_like(x, dtype=torch.bool)
+        prompt = torch.zeros_like(real)
+        for r, i in enumerate(chosen):
+            ids = torch.from_numpy(self.rows[i])
+            x[r, : len(ids)] = ids
+            real[r, : len(ids)] = True
+
+            n_prompt = self.prompts[i]
+            if n_prompt == -1:
+                # from nothing to all of the text but its last token
+                share = torch.rand(1, generator=generator(self.seed, "prompt", first + r))
+                n_text = int((ids != self.pad_id).sum())
+                n_prompt = int(share * n_text)
+            prompt[r, :n_prompt] = True
+        return x, real, prompt
+
+    def count_real(self, first: int, rows: int) -> int:
+        """How many positions of these rows are no padding."""
+        return sum(len(self.rows[self.row(i)]) for i in range(first, first + rows))
+
+    def describe(self) -> str:
+        return f"{len(self):,} rows, {sum(map(len, self.rows)):,} tokens"
+
+    def row(self, i: int) -> int:
+        """Which of the N rows is row i of the stream."""
+        epoch, position = divmod(i, len(self.order))
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self.order = self.epoch_order(epoch)
+        return self.order[position]
+
+    def epoch_order(self, epoch: int) -> list[int]:
+        """All rows in random order, in batches of one width. Every epoch is as long."""
+        rng = generator(self.seed, "order", epoch)
+        shuffled = torch.randperm(len(self), generator=rng).tolist()
+        if self.batch_size == 0:
+            return shuffled
+
+        # of each width whole batches: np.resize fills the last one up with rows from the first
+        batches = []
+        for width in sorted(set(self.widths)):
+            alike = [i for i in shuffled if self.widths[i] == width]
+            n_batches = math.ceil(len(alike) / self.batch_size)
+            batches += np.resize(alike, (n_batches, self.batch_size)).tolist()
+
+        # in random order
+        mixed = torch.randperm(len(batches), generator=rng).tolist()
+        return [i for b in mixed for i in batches[b]]
+
+
+# --- what a training run reads
+@dataclass
+class Corpus:
+    rows: dict[str, Rows]  # "train" and "val"
+    meta: Meta
+
+
+@dataclass
+class Batch:
+    """Some rows of a corpus, all (R, T)."""
+
+    clean: Tensor  # int64
+    real: Tensor  # bool, False on padding
+    free: Tensor  # bool, the positions that may be corrupted: real ones outside the prompt
+    n_plain: int  # ids 0..n_plain-1 are ordinary tokens
+    draws: list[torch.Generator]  # one a row, a function of its index
+
+
+def read_corpus(folder: Path, seq_len: int, seed: int, block_length: int, batch_size: int) -> Corpus:
+    """Rows of training in batches of one width; those of validation, the same in every run, all at seq_len."""
+    meta = read_meta(folder)
+    train = Rows(folder, "train", meta, seq_len, seed, block_length, batch_size)
+    val = Rows(folder, "val", meta, seq_len, 0, block_length)
+    return Corpus({"train": train, "val": val}, meta)
+
+
+def get_batch(corpus: Corpus, split: str, first: int, n: int, seed: int, device: torch.device) -> Batch:
+    """Rows first .. first+n of "train" or "val"; those of "val" draw the same in every run."""
+    clean, real, prompt = corpus.rows[split].batch(first, n)
+    key = (seed, "train") if split == "train" else ("val",)
+    draws = [generator(*key, i) for i in range(first, first + n)]
+    free = real & ~prompt
+    return Batch(clean.to(device), real.to(device), free.to(device), corpus.meta.n_plain, draws)

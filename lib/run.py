@@ -1,0 +1,78 @@
+"""A training run beside its loop: its log, what stops it, and means over its micro-batches."""
+
+import json
+import math
+import signal
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+from tqdm import tqdm
+
+from lib.util import fail, replace_file
+
+
+def report(record: dict, log: Path | None, title: str, shown: bool) -> None:
+    """One line of log.jsonl, and one for people; none where log is None, in processes that do not write."""
+    if log is None:
+        return
+    with open(log, "a") as file:
+        file.write(json.dumps(record) + "\n")
+    if shown:
+        figures = [f"{k} {v:.4g}" for k, v in record.items() if k not in ("step", "val")]
+        tqdm.write(" | ".join([title, *figures]))
+
+
+def rewind_log(path: Path, it: int) -> None:
+    """Drop lines at or after iteration `it` (written after the last save) and a line cut short by a kill."""
+    kept = []
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        try:
+            record = json.loads(line)
+            end = it + ("val" in record)  # a validation at `it` is of the weights that were saved
+            if record["step"] < end:
+                kept.append(line + b"\n")
+        except (ValueError, KeyError, TypeError, RecursionError):
+            break
+    replace_file(path, lambda temporary: temporary.write_bytes(b"".join(kept)))
+
+
+def check_finite(record: dict, what: str, it: int, saved: int, args: Namespace) -> None:
+    """Stop a run that has diverged, and name the good checkpoint: its own validation was finite."""
+    bad = [f"{k} {v}" for k, v in record.items() if not math.isfinite(v)]
+    if not bad:
+        return
+    good = "none was saved yet"
+    if saved:
+        good = f"the checkpoint of step {saved} in {args.out_dir} is good (--init_from resume --out_dir {args.out_dir})"
+    fail(f"the {what} of step {it + 1} is not finite ({bad[0]}): {good}; lower --learning_rate in a new --out_dir")
+
+
+def means(parts: list[dict[str, Tensor]]) -> dict[str, float]:
+    """Mean cross-entropy in nats of each term, where it has positions, over micro-batches."""
+    found = {}
+    for name in parts[0]:
+        ce, count = sum(terms[name] for terms in parts).tolist()
+        if count:
+            found[name] = ce / count
+    return found
+
+
+@contextmanager
+def interruptible() -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM ask the loop to finish its step and save; a second one stops at once."""
+    caught: list[int] = []
+
+    def handler(number: int, frame: object) -> None:
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(number)
+
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)

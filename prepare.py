@@ -1,0 +1,302 @@
+"""Write text as rows of token ids, for train.py to read.
+
+    python prepare.py names --out data/names2       # names of Unicode characters, as in data/names
+    python prepare.py stdlib --out data/stdlib      # Python's own sources
+    python prepare.py FOLDER --out data/mine        # .txt and other text, or FineWeb-Edu's .jsonl[.gz] and .parquet
+    python prepare.py FOLDER --out data/mine --like CKPT    # by the tokenizer of a checkpoint
+    python prepare.py data/names --written_by assets/names --out data/written
+                                                    # beginnings of these rows, and what a model writes behind them
+
+A folder of rows is what lib/rows.py says. Names are read by the tokenizer of data/names, other text as
+bytes, unless there is --like. One document in twenty is for validation. Nothing is downloaded, and what
+cannot be read exactly is refused. A toy's rows: `python toy.py modes --out DIR`.
+
+--written_by makes a teacher's rows: sequence-level distillation (Kim and Rush, 2016). Causal Stage B that learns them is
+surer than one that learns the text, which knows many endings; one that learns the text draws as the text does.
+"""
+
+import argparse
+import gzip
+import hashlib
+import json
+import math
+import sys
+import sysconfig
+import unicodedata
+from collections.abc import Iterator
+from itertools import chain, islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from lib.rows import Meta, read_meta, read_split, refuse_full, write_meta, write_rows
+from lib.tokenizer import Tokenizer, byte_spec, byte_tokenizer, load_tokenizer
+from lib.util import Parser, bounded, command, entry, fail, generator, pick_device, reading, replace_file, write_json
+
+NAMES = Path(__file__).parent / "data" / "names"
+RECORDS = (".jsonl", ".jsonl.gz", ".parquet")
+SHORT = 640  # of fewer tokens 5 % are no block of the paper's
+
+Document = tuple[np.ndarray, int]  # its ids, and how many of them are its prompt, or -1, see lib/rows.py
+
+
+# --- documents
+def load_text(sources: list[str], max_docs: int = 0) -> list[tuple[str, str]]:
+    """Documents as (stable name, text): the first max_docs (0: all) of `names`, `stdlib`, or paths."""
+    stream = chain.from_iterable(read_source(source) for source in sources)
+    if max_docs:
+        stream = islice(stream, max_docs)
+    documents = list(stream)
+    if not any(text for _, text in documents):
+        fail(f"{' '.join(sources)} holds no text (or the filter on score and length left none)")
+    return documents
+
+
+def read_source(source: str) -> Iterator[tuple[str, str]]:
+    """The documents of one source."""
+    path = Path(source)
+    if source == "names":
+        return ((name, name) for name in unicode_names())
+    if source == "stdlib":
+        tests = {"test", "tests", "idle_test", "site-packages"}
+        return read_folder(Path(sysconfig.get_path("stdlib")), "*.py", tests)
+    if path.is_dir():
+        return read_folder(path, "*", set())
+    if path.exists():
+        return read_file(path, path.name)
+    fail(f"{source}: no such file or folder (and not `names` or `stdlib`; toys are written by toy.py --out)")
+
+
+def read_folder(root: Path, pattern: str, skip: set[str]) -> Iterator[tuple[str, str]]:
+    """The documents of a folder in a fixed order, without what is hidden, skipped, or no text."""
+    for path in sorted(root.rglob(pattern)):
+        inside = path.relative_to(root)
+        hidden = any(part.startswith(".") for part in inside.parts)
+        skipped = not skip.isdisjoint(inside.parts)
+        if path.is_file() and not hidden and not skipped:
+            yield from read_file(path, inside.as_posix(), pass_over=True)
+
+
+def read_file(path: Path, name: str, pass_over: bool = False) -> Iterator[tuple[str, str]]:
+    """The documents of one file: its records, or its text. `pass_over`: none, if that is no UTF-8."""
+    with reading(path, "corpus"):
+        if path.name.endswith(RECORDS):
+            for number, record in read_records(path):
+                where = f"record {number} of corpus {path}"
+                text = entry(record, "text", str, where)
+                if passes_filter(record, where):
+                    yield f"{name}:{number}", text
+            return
+
+        try:
+            yield name, path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            if not pass_over:
+                raise
+
+
+def passes_filter(record: dict, where: str) -> bool:
+    """The paper's filter (Training). What is not stated passes."""
+    for key, low, high in (("int_score", 3, math.inf), ("token_count", 256, 1800)):
+        if record.get(key) is not None and not low <= entry(record, key, float, where) <= high:
+            return False
+    return True
+
+
+def read_records(path: Path) -> Iterator[tuple[int, dict]]:
+    """(number of the line or row, record)"""
+    if path.suffix == ".parquet":
+        yield from enumerate(read_parquet(path), 1)
+        return
+    open_text = gzip.open if path.suffix == ".gz" else open
+    with open_text(path, "rt", encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                record = json.loads(line)
+                if not isinstance(record, dict):
+                    fail(f"record {number} of {path} is not a JSON object")
+                yield number, record
+
+
+def read_parquet(path: Path) -> Iterator[dict]:
+    """The rows of a .parquet file."""
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError:
+        fail(f"{path}: reading .parquet needs pyarrow: pip install pyarrow, or convert the file to .jsonl")
+    for batch in parquet.ParquetFile(path).iter_batches():
+        yield from batch.to_pylist()
+
+
+def unicode_names() -> Iterator[str]:
+    """The names of all characters (about 31,600) but the numbered ones, which teach nothing: those that end
+    in their code point (CJK UNIFIED IDEOGRAPH-4E00), Hangul's, and two long runs of numbers.
+    """
+    numbered = ("HANGUL SYLLABLE ", "TANGUT COMPONENT-", "VARIATION SELECTOR-")
+    for code in range(sys.maxunicode + 1):
+        name = unicodedata.name(chr(code), "")
+        if name and not name.startswith(numbered) and not name.endswith(f"-{code:04X}"):
+            yield name
+
+
+# --- the split
+def is_validation(name: str) -> bool:
+    """A stable split: one document in twenty, by the hash of its name alone."""
+    return hashlib.sha256(name.encode()).digest()[0] % 20 == 0
+
+
+def tokenize(texts: list[tuple[str, str]], tokenizer: Tokenizer, prompt: int) -> dict[str, list[Document]]:
+    """The documents for "train" and for "val", each closed by eos, all with the same prompt."""
+    split = {"train": [], "val": []}
+    for name, text in tqdm(texts, desc="tokenize", leave=False, disable=None):
+        ids = np.append(tokenizer.encode_document(text), np.int32(tokenizer.eos_id))
+        split["val" if is_validation(name) else "train"].append((ids, prompt))
+
+    if not split["train"] or not split["val"]:
+        split["train"], split["val"] = hold_out(split["train"] + split["val"])
+    return split
+
+
+def hold_out(documents: list[Document]) -> tuple[list[Document], list[Document]]:
+    """All fell on one side of the split: the last 5 % of tokens are for validation; a short text is both."""
+    n = sum(len(ids) for ids, _ in documents)
+    if n < SHORT:
+        return documents, documents
+
+    train = []
+    val = []
+    left = n - n // 20  # tokens to train on
+    for ids, prompt in documents:
+        if left > 0:
+            train.append((ids[:left], prompt))
+        if left < len(ids):
+            val.append((ids[max(left, 0) :], prompt))
+        left -= len(ids)
+    return train, val
+
+
+# --- a folder of rows
+def prepare_text(sources: list[str], folder: Path, like: Path | None, max_docs: int) -> None:
+    """Read, tokenise and write."""
+    refuse_full(folder)
+    names = sources == ["names"]
+    if like is None and names:
+        like = NAMES
+    tokenizer = byte_tokenizer() if like is None else load_tokenizer(like)
+    if tokenizer is None:
+        fail(f"{like} has no tokenizer.json to read text with")
+
+    # names are conditional data: each has a prompt, a random beginning
+    split = tokenize(load_text(sources, max_docs), tokenizer, prompt=-1 if names else 0)
+
+    meta = Meta(
+        vocab_size=math.ceil(tokenizer.vocab_size / 16) * 16,
+        eos_id=tokenizer.eos_id,
+        mask_id=tokenizer.mask_id,
+        n_plain=min(tokenizer.special.values()),
+        judge={"names": unicodedata.unidata_version} if names else None,
+    )
+    for part, documents in split.items():
+        ids, prompts = zip(*documents, strict=True)
+        write_rows(folder, part, list(ids), list(prompts), meta.vocab_size)
+        print(f"{part:5}  {len(ids):,} documents, {sum(map(len, ids)):,} tokens")
+
+    # its tokenizer as it is, then what makes the folder whole
+    if like is None:
+        write_json(folder / "tokenizer.json", byte_spec())
+    else:
+        copy_tokenizer(like, folder)
+    write_meta(folder, meta)
+
+
+# --- a teacher's rows
+def prepare_written(source: Path, by: Path, folder: Path, gen_length: int, at_once: int) -> None:
+    """Of every document of `source` a random beginning, and what the model in `by` writes behind it, up to its end: one
+    token at a time from the left, the likeliest, the text read in blocks of one."""
+    from checkpoint import load_model  # which preparing text does not need
+    from sample import Decoding, generate
+
+    refuse_full(folder)
+    meta = read_meta(source)
+    model = load_model(by, pick_device("auto"), torch.float32, block_length=1)
+    one_by_one = Decoding(gen_length=gen_length, tau_joint=1.0, tau_t2t=None, n_rounds=0)
+    for part in ("train", "val"):
+        prompts = beginnings(source, part, meta)
+        documents = []
+        for first in tqdm(range(0, len(prompts), at_once), f"write {part}", unit="batch", leave=False, disable=None):
+            rows = prompts[first : first + at_once]
+            for prompt, output in zip(rows, generate(model, rows, one_by_one), strict=True):
+                # what has no end is no document
+                if output.tokens and output.tokens[-1] == meta.eos_id:
+                    documents.append((np.array(prompt + output.tokens), len(prompt)))
+        if not documents:
+            fail(f"{by} ended none of {len(prompts)} documents within --gen_length {gen_length} tokens")
+        ids, lengths = zip(*documents, strict=True)
+        write_rows(folder, part, list(ids), list(lengths), meta.vocab_size)
+        print(f"{part:5}  {len(ids):,} of {len(prompts):,} documents, {sum(map(len, ids)):,} tokens")
+    copy_tokenizer(source, folder)
+    write_meta(folder, meta)
+
+
+def beginnings(source: Path, part: str, meta: Meta) -> list[list[int]]:
+    """Of each document its first tokens, at least one, and not all."""
+    ids, starts, _ = read_split(source / f"{part}.safetensors", meta.vocab_size)
+    share = torch.rand(len(starts) - 1, generator=generator("beginnings", part))
+    found = []
+    for start, end, u in zip(starts[:-1].tolist(), starts[1:].tolist(), share.tolist(), strict=True):
+        text = ids[start:end].tolist()
+        text = text[:-1] if text[-1] == meta.eos_id else text
+        if len(text) > 1:
+            found.append(text[: 1 + int(u * (len(text) - 1))])
+    return found
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Its tokenizer as it is."""
+    content = (source / "tokenizer.json").read_bytes()
+    replace_file(folder / "tokenizer.json", lambda temporary: temporary.write_bytes(content))
+
+
+def next_command(args: argparse.Namespace) -> str:
+    """What trains on these rows."""
+    train = f"python train.py --data {args.out}"
+    if args.written_by:
+        return f"{train} --config configs/causal.toml --init_from {args.written_by}"
+    if args.sources == ["names"]:
+        return train
+    if args.like and (args.like / "config.json").exists():
+        return f"{train} --config configs/text.toml --init_from {args.like}"
+    return f"{train} --config configs/text_base.toml"
+
+
+@command
+def main() -> None:
+    parser = Parser(__doc__)
+    add = parser.add_argument_group("what is read").add_argument
+    add("sources", nargs="+", metavar="SOURCE", help="names, stdlib, or .txt / folder / .jsonl[.gz] / .parquet")
+    add("--max_docs", type=bounded(int, 0), default=0, help="stop after so many documents (paper 50000; 0: read all)")
+    add("--like", type=Path, metavar="DIR", help="a checkpoint, or a folder of rows: use its tokenizer, and copy it")
+
+    add = parser.add_argument_group("a teacher's rows").add_argument
+    add("--written_by", type=Path, metavar="CKPT", help="SOURCE is a folder of rows: what this model writes behind "
+        "beginnings of them")  # fmt: skip
+    add("--gen_length", type=bounded(int, 1), default=32, help="what has no end after so many tokens is left out")
+    add("--at_once", type=bounded(int, 1), default=1024, help="rows that are written together")
+
+    add = parser.add_argument_group("what is written").add_argument
+    add("--out", type=Path, required=True, metavar="DIR", help="a new folder of rows")
+    args = parser.parse_args()
+
+    if args.written_by and len(args.sources) > 1:
+        fail("--written_by reads one folder of rows")
+    if args.written_by:
+        prepare_written(Path(args.sources[0]), args.written_by, args.out, args.gen_length, args.at_once)
+    else:
+        prepare_text(args.sources, args.out, args.like, args.max_docs)
+    print(f"{args.out} is ready: {next_command(args)}")
+
+
+if __name__ == "__main__":
+    main()

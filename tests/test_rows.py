@@ -1,0 +1,271 @@
+"""Folders of rows: what is written, what is read from them, what is refused. `pytest tests/test_rows.py`"""
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lib.rows import Corpus, Meta, Rows, get_batch, read_corpus, read_meta, write_meta, write_rows
+from lib.tokenizer import load_tokenizer
+from lib.util import Mistake
+
+NAMES = Path(__file__).parent.parent / "data" / "names"
+EOS = 256
+BYTES = Meta(272, EOS, 257, 256)
+
+
+def write(folder: Path, train: list, val: list | None = None, meta: Meta = BYTES) -> Path:
+    """Documents as (ids, length of their prompt)."""
+    for split, documents in (("train", train), ("val", val or train)):
+        ids = [np.array(ids) for ids, _ in documents]
+        write_rows(folder, split, ids, [prompt for _, prompt in documents], meta.vocab_size)
+    write_meta(folder, meta)
+    return folder
+
+
+def letters(lengths: dict[int, int]) -> list:
+    """So many documents of each length, closed by eos: one letter again and again."""
+    return [([97 + k % 26] * n + [EOS], 0) for n, times in lengths.items() for k in range(times)]
+
+
+def in_order(rows: Rows) -> list[list[int]]:
+    return [row.tolist() for row in rows.rows]
+
+
+# --- the format
+def test_a_folder_worked_by_hand(tmp_path):
+    write(tmp_path, [([5, 6, EOS], 1), ([7, EOS], -1)], [([8], 0)])
+    train = load_file(tmp_path / "train.safetensors")
+    assert {name: (str(t.dtype), t.tolist()) for name, t in train.items()} == {
+        "ids": ("torch.int16", [5, 6, EOS, 7, EOS]),
+        "starts": ("torch.int64", [0, 3, 5]),
+        "prompts": ("torch.int32", [1, -1]),
+    }
+    about = dict(vocab_size=272, eos_id=256, mask_id=257, n_plain=256, block_length=None, judge=None)
+    assert json.loads((tmp_path / "meta.json").read_text()) == about and read_meta(tmp_path) == BYTES
+
+    # 32768 ids fit into 16 bits, one more does not
+    for vocab_size, kind in ((32768, torch.int16), (32769, torch.int32)):
+        folder = tmp_path / str(vocab_size)
+        write(folder, [([0, vocab_size - 1], 0)], meta=Meta(vocab_size, 1, 2, 1))
+        ids = load_file(folder / "val.safetensors")["ids"]
+        assert ids.dtype == kind and ids.tolist() == [0, vocab_size - 1]
+        assert in_order(read_corpus(folder, 8, 0, 1, 1).rows["train"]) == [[0, vocab_size - 1]]
+
+
+def test_nothing_is_overwritten(tmp_path):
+    write(tmp_path / "rows", [([5, EOS], 0)])
+    before = (tmp_path / "rows" / "train.safetensors").read_bytes()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    for name in ("rows", "model"):
+        with pytest.raises(Mistake, match=f"{name} already holds rows or a checkpoint"):
+            write(tmp_path / name, [([6, EOS], 0)])
+    assert (tmp_path / "rows" / "train.safetensors").read_bytes() == before
+
+
+# --- names
+# Of the batches below, by text_corpus of lib/data.py, the code that read names up to 19acce9: (seq_len, seed,
+# block_length, batch_size) and what came out.
+UP_TO_19ACCE9 = {
+    (32, 0, 32, 64): "4e71961f949b5170",
+    (32, 1, 8, 256): "3d2e7e178eb3b7f1",
+    (48, 3, 8, 16): "85de0c6faf813bb2",
+    (16, 0, 1, 16): "ba85497a5960cc0a",
+}
+
+
+def digest(corpus: Corpus, seed: int, n: int) -> str:
+    """Of some batches of both splits, with all that is random in them, in the first epoch and in later ones."""
+    h = hashlib.sha256()
+    epoch = len(corpus.rows["train"].order)
+    for split, first in (
+        ("train", 0), ("train", 5 * n), ("train", epoch), ("train", 7 * epoch + n), ("val", 0), ("val", 1024)
+    ):  # fmt: skip
+        batch = get_batch(corpus, split, first, n, seed, torch.device("cpu"))
+        for x in (batch.clean, batch.real, batch.free):
+            h.update(repr(x.shape).encode() + x.numpy().tobytes())
+        for g in batch.draws:
+            h.update(g.get_state().numpy().tobytes())
+        rows = corpus.rows[split]
+        h.update(repr((batch.n_plain, rows.count_real(first, n), rows.describe())).encode())
+    return h.hexdigest()[:16]
+
+
+@pytest.mark.parametrize("how", UP_TO_19ACCE9)
+def test_names_are_read_bit_for_bit_as_before(how):
+    seq_len, seed, block_length, batch_size = how
+    corpus = read_corpus(NAMES, seq_len, seed, block_length, batch_size)
+    assert digest(corpus, seed, batch_size) == UP_TO_19ACCE9[how]
+
+
+def test_a_name_has_a_random_beginning_that_is_its_prompt():
+    """From nothing to all of the name but its last token, the same one for the same row; never its end or padding."""
+    corpus = read_corpus(NAMES, 32, 0, 8, 4)
+    rows = corpus.rows["train"]
+    x, real, prompt = rows.batch(0, 400)
+    n_text = (x != rows.pad_id).sum(-1)
+    n_prompt = prompt.sum(-1)
+    assert torch.equal(prompt, torch.arange(x.shape[1]) < n_prompt[:, None])
+    assert (n_prompt < n_text).all() and (real | ~prompt).all()
+    share = (n_prompt / n_text)[n_text > 8]
+    assert share.min() < 0.1 and share.max() > 0.8 and share.mean() == pytest.approx(0.5 - 1 / 25, abs=0.06)
+    for first in (0, 8, 396):
+        assert torch.equal(rows.batch(first, 4)[2], prompt[first : first + 4, : rows.batch(first, 4)[0].shape[1]])
+
+    # another epoch draws anew, and the rows of validation are those of every seed
+    second = rows.epoch_order(1)
+    again = [len(second) + second.index(rows.row(i)) for i in range(20)]
+    assert [int(rows.batch(i, 1)[2].sum()) for i in again] != n_prompt[:20].tolist()
+    other = read_corpus(NAMES, 32, 1, 8, 4).rows["val"].batch(0, 9)
+    assert all(torch.equal(a, b) for a, b in zip(corpus.rows["val"].batch(0, 9), other, strict=True))
+
+
+def test_the_folder_of_names_is_small_and_says_what_it_is():
+    tokenizer = load_tokenizer(NAMES)
+    meta = read_meta(NAMES)
+    assert (meta.eos_id, meta.mask_id) == (tokenizer.eos_id, tokenizer.mask_id) == (1022, 1023)
+    assert (meta.vocab_size, meta.n_plain, meta.block_length) == (1024, 1022, None)
+    assert meta.judge == {"names": "14.0.0"}
+    assert sum(path.stat().st_size for path in NAMES.iterdir()) < 1_000_000
+    assert tokenizer.decode(load_file(NAMES / "train.safetensors")["ids"][:4].tolist()).startswith("SPACE")
+
+
+# --- rows
+def test_one_document_a_row_padded_and_closed_by_eos(tmp_path):
+    rows = read_corpus(write(tmp_path, letters({11: 40})), 8, 0, 1, 0).rows["train"]
+    assert len(rows) == 80  # 11 letters and eos: a row of 8 and a row of 4
+    x, real, prompt = rows.batch(0, 40)
+    assert not prompt.any() and (x[~real] == EOS).all()
+    for row, r in zip(x.tolist(), real.sum(1).tolist(), strict=True):
+        assert len(set(row[:r]) - {EOS}) == 1
+        assert r == 8 or (r == 4 and row[3] == EOS)
+    assert rows.count_real(0, 40) == int(real.sum())
+    assert rows.describe() == "80 rows, 480 tokens"
+
+    # the block in which a document ends is filled: in blocks of 4 nothing is added, in blocks of 8 four more eos
+    for block_length, expected in ((4, 12), (8, 16)):
+        rows = read_corpus(tmp_path, 24, 0, block_length, 0).rows["train"]
+        assert {len(row) for row in rows.rows} == {expected}
+        assert all((row[11:] == EOS).all() and (row[:11] < EOS).all() for row in rows.rows)
+
+
+def test_what_is_not_closed_by_eos_is_not_filled(tmp_path):
+    """The first part of a text goes on elsewhere; an empty text is one block of eos."""
+    write(tmp_path, [([1, 2, 3, 4, 5], 0), ([EOS], 0), ([6, 7, 8, EOS], 0)])
+    rows = read_corpus(tmp_path, 4, 0, 4, 1).rows["train"]
+    assert in_order(rows) == [[1, 2, 3, 4], [5], [EOS] * 4, [6, 7, 8, EOS]]
+
+
+def test_a_fixed_prompt_goes_on_in_the_pieces_of_its_document(tmp_path):
+    """Of 10 tokens 6 are prompt: in rows of 4 all of the first row, two tokens of the second, none of the third."""
+    write(tmp_path, [(list(range(10, 19)) + [EOS], 6), ([1, EOS], 2), ([2, EOS], 0)])
+    rows = read_corpus(tmp_path, 4, 0, 2, 0).rows["train"]
+    assert in_order(rows) == [[10, 11, 12, 13], [14, 15, 16, 17], [18, EOS], [1, EOS], [2, EOS]]
+    assert rows.prompts == [4, 2, 0, 2, 0]
+    batch = get_batch(Corpus({"train": rows}, BYTES), "train", 0, 5, 0, torch.device("cpu"))
+    free = {tuple(row.tolist()): f.tolist() for row, f in zip(batch.clean, batch.free, strict=True)}
+    assert free[10, 11, 12, 13] == [False] * 4
+    assert free[14, 15, 16, 17] == [False, False, True, True]
+    assert free[18, EOS, EOS, EOS] == [True, True, False, False]  # the last two are padding
+
+
+def test_the_rows_of_a_training_batch_have_one_width(tmp_path):
+    """Documents of 3, 6, 12 and 17 letters in blocks of 4: with their eos rows of 1, 2, 4 and 5 blocks."""
+    write(tmp_path, letters(dict.fromkeys((3, 6, 12, 17), 30)))
+    corpus = read_corpus(tmp_path, 20, 0, 4, 7)
+    train = corpus.rows["train"]
+    epoch = len(train.order)
+    assert epoch % 7 == 0 and epoch < len(train) + 4 * 7
+    widths = []
+    for first in range(0, epoch, 7):
+        x, real, _ = train.batch(first, 7)
+        widths.append(x.shape[1])
+        assert set(real.sum(1).tolist()) == {x.shape[1]}
+        for r in range(7):  # a micro-batch has the rows of the batch
+            assert torch.equal(train.batch(first + r, 1)[0], x[r : r + 1])
+    assert sorted(set(widths)) == [4, 8, 16, 20] and widths != sorted(widths)
+
+    # every epoch has all rows, in another order, and is what it was when it is read again
+    first, second, again = ([train.row(start + i) for i in range(epoch)] for start in (0, epoch, 0))
+    assert set(first) == set(second) == set(range(len(train))) and first == again != second
+    assert corpus.rows["val"].batch(0, 120)[0].shape == (120, 20)
+
+
+def test_rows_of_a_toy_are_its_documents_whatever_seq_len_is(tmp_path):
+    meta = Meta(16, 5, 6, 3, block_length=2, judge={"toy": "pairs", "V": 3})
+    write(tmp_path, [([3, 3, 0, 1], 2), ([4, 4, 2, 2], 2)], meta=meta)
+    corpus = read_corpus(tmp_path, 512, 0, 2, 2)
+    assert corpus.meta == meta
+    for split in ("train", "val"):
+        batch = get_batch(corpus, split, 0, 2, 0, torch.device("cpu"))
+        assert sorted(batch.clean.tolist()) == [[3, 3, 0, 1], [4, 4, 2, 2]] and batch.real.all()
+        assert batch.free.tolist() == [[False, False, True, True]] * 2 and batch.n_plain == 3
+
+
+# --- damage
+def as_int64(tensors: dict) -> None:
+    tensors["ids"] = tensors["ids"].long()
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    (as_int64, "it holds"),
+    (lambda t: t.pop("prompts"), "it holds"),
+    (lambda t: t.update(starts=t["starts"][None]), "it holds"),
+    (lambda t: t.update(starts=t["starts"][:-1]), "starts does not rise"),
+    (lambda t: t.update(starts=t["starts"] + 1), "starts does not rise"),
+    (lambda t: t.update(starts=torch.tensor([0, 3, 3, 5])), "starts does not rise"),
+    (lambda t: t.update(ids=t["ids"][:-1]), "starts does not rise"),
+    (lambda t: t.update({name: x[:0] for name, x in t.items()}), "starts does not rise"),
+    (lambda t: t["ids"].__setitem__(1, 272), "an id is not in 0..271"),
+    (lambda t: t["ids"].__setitem__(1, -1), "an id is not in 0..271"),
+    (lambda t: t["prompts"].__setitem__(0, 3), "longer than its document"),
+    (lambda t: t["prompts"].__setitem__(0, -2), "a prompt is below -1"),
+])  # fmt: skip
+def test_damaged_rows_are_refused(change, says, tmp_path):
+    write(tmp_path, [([1, EOS], 0), ([2, EOS], 0), ([EOS], 0)])
+    read_corpus(tmp_path, 4, 0, 1, 1)
+    tensors = load_file(tmp_path / "val.safetensors")
+    change(tensors)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, tmp_path / "val.safetensors")
+    with pytest.raises(Mistake, match="val.safetensors cannot be read, is damaged") as mistake:
+        read_corpus(tmp_path, 4, 0, 1, 1)
+    assert says in str(mistake.value)
+
+
+def test_files_that_are_missing_or_cut_short_are_refused(tmp_path):
+    write(tmp_path, [([1, EOS], 0)])
+    path = tmp_path / "train.safetensors"
+    whole = path.read_bytes()
+    for content in (whole[:-3], b"", b"\xff" * 99):
+        path.write_bytes(content)
+        with pytest.raises(Mistake, match="train.safetensors cannot be read, is damaged"):
+            read_corpus(tmp_path, 4, 0, 1, 1)
+    path.unlink()
+    with pytest.raises(Mistake, match="no rows at"):
+        read_corpus(tmp_path, 4, 0, 1, 1)
+
+
+@pytest.mark.parametrize("change", [
+    {"vocab_size": "272"}, {"vocab_size": 257}, {"eos_id": -1}, {"mask_id": None}, {"n_plain": 1.5}, {"judge": "names"},
+    {"block_length": "4"},
+])  # fmt: skip
+def test_a_damaged_meta_is_refused(change, tmp_path):
+    write(tmp_path, [([1, EOS], 0)])
+    path = tmp_path / "meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(Mistake, match="meta.json is damaged"):
+        read_meta(tmp_path)
+
+
+def test_a_folder_without_rows_is_refused(tmp_path):
+    with pytest.raises(Mistake, match="no prepared rows .* at"):
+        read_meta(tmp_path)
+    for content in ("[]", "{"):
+        (tmp_path / "meta.json").write_text(content)
+        with pytest.raises(Mistake, match="meta.json"):
+            read_meta(tmp_path)

@@ -1,0 +1,86 @@
+"""`sample.py --watch`: a line for each row, drawn again after every step of decoding."""
+
+import os
+import re
+import shutil
+import sys
+import time
+
+from cache import Row
+from lib.tokenizer import Tokenizer
+from lib.util import MASK
+from sample import Step
+
+# R rows, B positions of a block
+
+END = "∎"
+LEGEND = f"[written now]  [Stage B's](A: what Stage A would write)  {{edited}}  {MASK} a mask  {END} the end"
+PACE = 0.4  # seconds that a drawn step stands
+
+
+class Screen:
+    """A line for each row, drawn again in place after every step; a plain log through a pipe, or with NO_COLOR.
+
+    tokenizer: None where tokens are numbers.
+    """
+
+    CODES = {"green": 32, "yellow": 33, "magenta": 35, "dim": 2}
+
+    def __init__(self, n_rows: int, tokenizer: Tokenizer | None, mask_id: int, eos_id: int):
+        self.tokenizer = tokenizer
+        self.signs = {eos_id: END, mask_id: MASK}
+        self.moves = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        self.lines = [""] * n_rows
+        self.steps = 0
+        print(LEGEND)
+
+    def on_step(self, rows: list[Row], step: Step) -> None:
+        """Show the rows in flight after a step."""
+        self.steps += 1
+        for r, row in enumerate(rows):
+            before = self.tokenizer.decode(row.ids) if self.tokenizer else "".join(f"{i} " for i in row.ids)
+            self.draw(row.number, before, self.block(step, r))
+
+        # in place: from the first line on
+        if self.moves:
+            if self.steps > 1:
+                print(f"\x1b[{len(self.lines)}F", end="")
+            for line in self.lines:
+                print(f"\x1b[2K{line}")
+            sys.stdout.flush()
+            time.sleep(PACE)
+
+    def draw(self, number: int, before: str, block: str) -> None:
+        """The line of the row of this number: the text before its block, and the block."""
+        # a line that is too long loses its beginning, or the cursor would not find it again
+        room = shutil.get_terminal_size().columns - 10 - len(re.sub(r"\x1b\[\d+m", "", block))
+        if self.moves and len(before) > room:
+            before = before[len(before) - max(0, room) :]
+        self.lines[number] = f"step {self.steps:3}  {before}{block}"
+        if not self.moves:
+            print(self.lines[number])
+
+    def block(self, step: Step, r: int) -> str:
+        """Row r's block after the step, marked as LEGEND says."""
+        line = ""
+        for i, token in enumerate(step.after[r].tolist()):
+            word = self.word(token)
+            alone = int(step.token_a[r, i])
+            if step.edited[r, i]:
+                line += self.paint(f"{{{word}}}", "magenta")
+            elif step.bundle[r, i] and token == alone:
+                line += self.paint(f"[{word}]", "green")
+            elif step.bundle[r, i]:
+                line += self.paint(f"[{word}]", "yellow") + self.paint(f"(A: {self.word(alone)})", "dim")
+            else:
+                line += self.paint(word, "dim") if word.startswith(MASK) else word
+        return line
+
+    def word(self, token: int) -> str:
+        """A token as it is shown; numbers stand apart."""
+        if not self.tokenizer:
+            return self.signs.get(token, str(token)) + " "
+        return self.signs.get(token) or self.tokenizer.piece(token).replace("·", " ")
+
+    def paint(self, text: str, colour: str) -> str:
+        return f"\x1b[{self.CODES[colour]}m{text}\x1b[0m" if self.moves else text
