@@ -1,19 +1,18 @@
-"""Don't Commit Alone (Lin Yao, 2026): the paper in one file, on a toy to check by hand.
+"""Don't Commit Alone (Lin Yao, 2026) in one file, on a toy to check by hand: python tiny.py, a minute.
 
 A masked diffusion language model is a GPT that looks both ways and fills the holes in a text, its
 masks. To be fast it fills several in one step, each by itself, and there it fails. Say that "city"
 goes on with New York (.40), San Francisco (.20), San Diego (.16), San Jose (.12) or San Juan (.12).
 The likeliest first word is San (.60), the likeliest second is York (.40): it writes "San York".
 
-The paper's method, CoCommit, looks twice. Stage A, the plain pass, says how sure it is of each
-mask, and so picks those to write now: the bundle. Stage B adds a learned vector there, the marker,
-runs the last layers once more, and writes the bundle. With the paper's loss its words still do not
-agree. With one other line they do. python tiny.py shows both in a minute.
+The paper's method, CoCommit, looks twice. Stage A, the plain pass, says how sure it is of each mask,
+and so picks those to write now: the bundle. Stage B adds a learned vector there, the marker, runs the
+last layers once more, and writes the bundle: "San York" again. A word is told that others are written
+with it, and never what they are. One change mends it, causal Stage B: a word sees the one before it.
 
-Left out: edits of visible words, blocks, LoRA, experts. The tag # CoCommit marks what the paper adds
-to a plain masked model; # alpha marks the one line that is not the paper's.
+Left out: edits, blocks, LoRA, experts. Tags: # CoCommit is the paper's, # causal and # alpha are not.
 """
-import argparse
+import sys
 
 import torch
 import torch.nn.functional as F
@@ -27,35 +26,41 @@ TOKENS = ["[M]"] + sorted(set(" ".join(COUNTS).split()))
 MASK = 0  # the mask is a token, too
 ROWS = torch.tensor([[TOKENS.index(word) for word in phrase.split()] for phrase in COUNTS])
 TEXT = ROWS.repeat_interleave(3 * torch.tensor(list(COUNTS.values())), dim=0)  # 150 rows
-HOLES = ROWS[[0, 5]].masked_fill(torch.arange(3) > 0, MASK)  # city [M] [M] and dish [M] [M]
+HOLES = ROWS.masked_fill(torch.arange(3) > 0, MASK)  # city [M] [M], and from row 5 on dish [M] [M]
 
 # --- the model: a GPT in two parts, because its last layers run twice
-C = 32  # channels
-H = 2  # heads
-N_LAYER = 2  # L
-N_LAST = 1  # n: the layers that Stage B runs again
-N_ROUNDS = 1  # K: how often
+C, H = 32, 2  # channels, heads
+N_LAYER, N_LAST, N_ROUNDS = 2, 1, 1  # L layers; Stage B runs the last n again, K times
 # R rows, T positions, V tokens. z is (R, T), as are masked, bundle and fill; h is (R, T, C)
-
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.wte = nn.Embedding(len(TOKENS), C)
         self.layers = nn.Sequential(*[Block() for _ in range(N_LAYER)])
         self.lm_head = nn.Linear(C, len(TOKENS), bias=False)
-        # a marker for each round: "you are written together"
+        # a marker for each round: "you are written together"; a map: "and this stands before you"
         self.markers = nn.Parameter(torch.zeros(N_ROUNDS, C))  # CoCommit
+        self.show = nn.Parameter(torch.zeros(C, C))  # causal
     # Stage A is logits(last_n(prefix(z))): tokens -> (R, T, V), as in any GPT
     def prefix(self, z):
         return self.layers[:-N_LAST](self.wte(z))
-    def last_n(self, h):
-        return self.layers[-N_LAST:](h)
+    def last_n(self, h, sees=None):
+        for layer in self.layers[-N_LAST:]:
+            h = layer(h, sees)
+        return h
     def logits(self, h):
         return self.lm_head(F.rms_norm(h, [C]))
     # Stage B (Eq. 4): the last n layers run once more, with the bundle marked
-    def coordinate(self, h, bundle):  # CoCommit
+    def coordinate(self, h, bundle, tokens=None):  # CoCommit
         for marker in self.markers:  # CoCommit
-            h = self.last_n(h + bundle[..., None] * marker)  # CoCommit
+            note, sees = marker, None  # CoCommit
+            # the note also names the word before, as loud as h; the bundle reads itself from the left
+            if tokens is not None:  # causal
+                before = F.rms_norm(self.wte(F.pad(tokens, (1, -1), value=MASK)), [C])  # causal
+                note = h.square().mean(2, True).sqrt() * (marker + before @ self.show.T)  # causal
+                inside = bundle[:, None, None]  # causal
+                sees = ~inside | (inside & inside.mT).tril()  # causal
+            h = self.last_n(h + bundle[..., None] * note, sees)  # CoCommit
         return h  # CoCommit
 
 class Block(nn.Module):  # a GPT's, with RMSNorm for LayerNorm and SwiGLU for GELU
@@ -65,16 +70,15 @@ class Block(nn.Module):  # a GPT's, with RMSNorm for LayerNorm and SwiGLU for GE
         self.proj = nn.Linear(C, C, bias=False)
         self.gate_up = nn.Linear(C, 4 * C, bias=False)
         self.down = nn.Linear(2 * C, C, bias=False)
-    def forward(self, x):
+    def forward(self, x, sees=None):
         qkv = self.qkv(F.rms_norm(x, [C])).unflatten(2, (3, H, C // H))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (R, H, T, C / H) each
-        y = F.scaled_dot_product_attention(rotate(q), rotate(k), v)  # no causal mask
+        y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, sees)  # None: all
         x = x + self.proj(y.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(F.rms_norm(x, [C])).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
 
-def rotate(x):
-    """Rotary positions, for wpe: x is turned, by more at each position."""
+def rotate(x):  # rotary positions, for wpe: x is turned, by more at each position
     first, second = F.rms_norm(x, x.shape[-1:]).chunk(2, dim=-1)
     angle = torch.arange(x.shape[2])[:, None] * 10000 ** -torch.arange(0, 1, 1 / first.shape[-1])
     cos, sin = angle.cos(), angle.sin()
@@ -83,14 +87,16 @@ def rotate(x):
 # --- the loss
 # The paper adds up a cross-entropy for each word. Each is met by its word alone, so the best answer
 # is each word's own probabilities, and Stage A has these already.
-# The probability of the whole phrase, P = p(first) p(second), is high only where the words agree.
-# Its mean is linear in each word's probabilities. So no mixture is better than its best word, and
-# the best answer is one phrase, with probability 1.
-# alpha leads from the sum (near 0) to P (1). Of equally likely phrases that share no word, one is
-# the best answer as soon as alpha times the number of words is above 1.
-# The price: it always writes the same phrase. And its gradient is the sum's times P^alpha: what is
-# far from right learns last. So begin with a trained model. It climbs to the nearer phrase: to New
-# York, as .40^2 > .20^2 + .16^2 + .12^2 + .12^2, but to ice cream (.28), not to hot dog (.32).
+# Stage B is told that words are written together, and never what stands before them. Let it see the
+# word before, and the paper's own sum is a joint loss, because p(first) p(second | first) = p(both).
+# alpha changes the loss instead (AlphaDLM, arXiv 2609.38066, has it in one stage). The probability of
+# the phrase, P = p(first) p(second), is high only where the words agree. Its mean is linear in each
+# word's probabilities. So no mixture is better than its best word, and the best answer is one phrase,
+# with probability 1. alpha leads from the sum (near 0) to P (1). Of equally likely phrases that share
+# no word, one is the best answer as soon as alpha times the number of words is above 1.
+# The price: it always writes the same phrase. And its gradient is the sum's times P^alpha: what is far
+# from right learns last. So begin with a trained model. It climbs to the nearer phrase: to New York,
+# as .40^2 > .20^2 + .16^2 + .12^2 + .12^2, but to ice cream (.28), not to hot dog (.32).
 def fill_loss(logits, target, fill, alpha):
     # log P of each row: of all words that it is to fill
     log_p = -(fill * F.cross_entropy(logits.mT, target, reduction="none")).sum(1)
@@ -100,13 +106,12 @@ def fill_loss(logits, target, fill, alpha):
     return loss.sum() / target.numel()
 
 # --- training
-def some_of(allowed):
-    """Of the words that each row allows, draw how many, one or two, then which."""
+def some_of(allowed):  # of the words that each row allows, draw how many, one or two, then which
     lot = torch.rand(allowed.shape) + ~allowed
     last = torch.randint(2, (len(lot), 1))
     return allowed & (lot <= lot.sort(dim=1).values.gather(1, last))
 
-def train(base, alpha_a=0, alpha_b=None):
+def train(base, alpha_a=0, alpha_b=None, causal=False):
     """Train a copy: Stage A by alpha_a and, if it is given, Stage B by alpha_b."""
     model = Model()
     model.load_state_dict(base.state_dict())
@@ -118,12 +123,12 @@ def train(base, alpha_a=0, alpha_b=None):
         z = TEXT.masked_fill(masked, MASK)
         # Stage A fills every mask
         h = model.prefix(z)
-        logits = model.logits(model.last_n(h))
-        loss = fill_loss(logits, TEXT, masked, alpha_a)
-        # Stage B fills the bundle, some of the masks
+        loss = fill_loss(model.logits(model.last_n(h)), TEXT, masked, alpha_a)
+        # Stage B fills the bundle, some of the masks; causal, it reads z with the bundle filled in
         if alpha_b is not None:  # CoCommit
             bundle = some_of(masked)  # CoCommit
-            logits = model.logits(model.coordinate(h, bundle))  # CoCommit
+            tokens = torch.where(bundle, TEXT, z) if causal else None  # CoCommit
+            logits = model.logits(model.coordinate(h, bundle, tokens))  # CoCommit
             loss = loss + fill_loss(logits, TEXT, bundle, alpha_b)  # CoCommit
         optimizer.zero_grad()
         loss.backward()
@@ -133,48 +138,53 @@ def train(base, alpha_a=0, alpha_b=None):
 
 # --- decoding
 @torch.no_grad()
-def decode(model, z, tau, stage_b):
-    """Fill all masks -> z, the cost in forwards, each step's probabilities."""
-    steps = []
+def decode(model, z, tau, looks, causal=False):
+    """Fill all masks, Stage B with so many looks at most -> z, the cost in forwards, each step's p."""
+    steps, n_looks = [], 0
     while (masked := z == MASK).any():
         h = model.prefix(z)
         logits = model.logits(model.last_n(h))
         # Stage A picks the bundle: the surest mask, and all that are surer than tau
         sure = logits.softmax(-1).amax(-1) * masked
         bundle = masked & ((sure > tau) | (sure == sure.amax(1, keepdim=True)))
-        if stage_b:  # CoCommit
-            logits = model.logits(model.coordinate(h, bundle))  # CoCommit
+        for _ in range(looks):  # CoCommit
+            draft = torch.where(bundle, logits.argmax(-1), z)  # CoCommit
+            logits = model.logits(model.coordinate(h, bundle, draft if causal else None))  # CoCommit
+            n_looks += 1  # CoCommit
+            # causal: all is final up to and with the first word that is not its draft
+            changed = bundle & (logits.argmax(-1) != draft)  # causal
+            if not (bundle & (changed.cumsum(1) > changed)).any():  # causal
+                break  # causal
         # the bundle gets its likeliest words (Eq. 2)
         z = torch.where(bundle, logits.argmax(-1), z)
         steps.append(logits.softmax(-1))
-    return z, len(steps) * (1 + stage_b * N_ROUNDS * N_LAST / N_LAYER), steps
+    return z, len(steps) + n_looks * N_ROUNDS * N_LAST / N_LAYER, steps
 
-def report(name, model, stage_b=False):
-    """Print a row of the table, both words in one step, and give the model back."""
-    z, forwards, (p,) = decode(model, HOLES, -1, stage_b)
-    q = p[0, 1, ROWS[:5, 1]] * p[0, 2, ROWS[:5, 2]]
-    city, dish = [" ".join(TOKENS[token] for token in row[1:]) for row in z]
+def report(name, model, looks=0, causal=False):  # a row of the table, both words in one step
+    z, forwards, (p,) = decode(model, HOLES, -1, looks, causal)
+    if causal:  # p(second | first): show it each phrase  # causal
+        p = model.logits(model.coordinate(model.prefix(HOLES), HOLES == MASK, ROWS)).softmax(-1)  # causal
+    q = p.gather(2, ROWS[..., None])[:5, 1:, 0].prod(1)
+    city, dish = [" ".join(TOKENS[token] for token in row[1:]) for row in z[[0, 5]]]
     print(f"{name:22}{q[0]:9.2f}{q[1:].sum():9.2f}{1 - q.sum():11.2f}{forwards:10.1f}  {city}, {dish}")
     return model
 
 if __name__ == "__main__":
-    options = argparse.ArgumentParser(usage=argparse.SUPPRESS)
-    options.add_argument("--seed", type=int, default=0)
-    torch.manual_seed(options.parse_args().seed)
+    torch.manual_seed(int(sys.argv[-1]) if sys.argv[1:] else 0)  # python tiny.py --seed 1
     torch.set_num_threads(1)  # small matrices
     print("P(phrase | city)       New York  San ...  no phrase  forwards  it writes")
     print("the text                   0.40     0.60       0.00")
     base = report("Stage A", train(Model()))
     report("Stage A, twice as long", train(base))
-    report("Stage B, the paper's", train(base, 0, 0), True)  # CoCommit
-    joint = report("Stage B, alpha 1", train(base, 0, 1), True)  # CoCommit
-    alone = report("Stage A by alpha 1", train(base, 1))
-    # what is marked decides what Stage B writes: the surest word, or both
-    for marked, tau in (1, 1), (2, -1):  # CoCommit
-        z, _, steps = decode(joint, HOLES, tau, True)  # CoCommit
+    report("Stage B, the paper's", train(base, 0, 0), 1)  # CoCommit
+    by_alpha = report("Stage B, alpha 1", train(base, 0, 1), 1)  # CoCommit
+    report("Stage A by alpha 1", train(base, 1))
+    causal = report("Stage B, causal", train(base, 0, 0, True), 2, True)  # causal
+    # what is marked decides what Stage B writes: nothing (Stage A), the surest word, or both
+    for marked, tau in (0, -1), (1, 1), (2, -1):  # CoCommit
+        z, _, steps = decode(by_alpha, HOLES, tau, marked > 0)  # CoCommit
         p, word = steps[0][0, 1].max(-1)  # CoCommit
         print(f"{marked} marked: first {TOKENS[word]} {p:.2f}, in the end", *[TOKENS[t] for t in z[0]])  # CoCommit
-    # what Stage A still knows
-    for stage, model in ("B", joint), ("A", alone):  # CoCommit
-        _, _, (p,) = decode(model, HOLES, -1, False)  # CoCommit
-        print(f"alpha in Stage {stage}: Stage A gives New {p[0, 1, ROWS[0, 1]]:.2f}")  # CoCommit
+    # Stage A's draft, then at most one and two looks: San is as it was, so after one all is final
+    words = torch.cat([decode(causal, HOLES, -1, looks, True)[0][0, 1:] for looks in range(3)])  # causal
+    print("draft {} {}, 1 look {} {}, 2 looks {} {}".format(*[TOKENS[t] for t in words]))  # causal
