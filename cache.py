@@ -14,11 +14,11 @@ Why keeping keys and values is exact, and no approximation (tested: cached = unc
     5. A further round reads LastN(LastN(h)) of the context, and has keys of its own.
 
 The last pass over a block usually changes nothing, and then its keys are those of the final tokens. Where it did change
-something, the block is read once more, a commit.
+something, the block is read once more, a refresh.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,9 @@ from torch import Tensor
 
 from lib.util import generator
 from model import Config, Context, Model, rotary
+
+if TYPE_CHECKING:
+    from sample import Decoding
 
 # R rows in flight, T positions of a pass, B block_length, S keys, C channels, G key/value heads, D head dim,
 # L layers, n = n_last, K = n_rounds
@@ -51,6 +54,7 @@ class KVCache:
         shape = (2, slots, len(lengths), cfg.n_kv_head, self.B, cfg.head_dim)
         self.kv = torch.zeros(shape, device=device, dtype=dtype)  # (2, slots, R, G, room, D): keys, then values
         self.filling: int | None = None  # the row whose prompt is being read, if any
+        self.rows: Tensor | None = None  # the rows of this pass; None: all
         self.set_lengths(lengths)
 
     def set_lengths(self, lengths: list[int]) -> None:
@@ -72,6 +76,10 @@ class KVCache:
             end = self.B + k.shape[2]
             kv[:, self.filling, :, self.B : end] = new[:, 0]
             return k, v
+
+        # a pass over some of the rows has keys of its own, and leaves none behind
+        if self.rows is not None:
+            kv = kv[:, self.rows]
 
         kv[:, :, :, : self.B] = new
         return kv[:, :, :, : self.used].unbind()
@@ -121,6 +129,8 @@ class Cached:
         for row, ids in enumerate(contexts):
             if ids:
                 self.read_prompt(row, torch.tensor([ids], device=device))
+        # the token before the current block: of a row without a context a mask
+        self.last = torch.tensor([(ids or [model.cfg.mask_id])[-1] for ids in contexts], device=device)
 
     def read_prompt(self, row: int, ids: Tensor) -> None:
         """A prompt's complete blocks, ids (1, T): no decoding forward, and not counted."""
@@ -137,14 +147,28 @@ class Cached:
         self.final = self.model.last_n(h, self.cache.context)
         return h, self.final
 
-    def stage_b(self, h: Tensor, bundle: Tensor) -> Tensor:
-        """Stage B from those prefix states: final states (R, B, C). The block keeps its keys."""
+    def stage_b(
+        self, h: Tensor, bundle: Tensor, tokens: Tensor | None = None, rows: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
+        """Stage B from those prefix states: final states (R, B, C). The block keeps its keys.
+
+        tokens (R, B) int64: what causal Stage B reads, see Model.coordinate. rows (r,) int64: of these rows alone,
+        (r, B, C).
+        """
+        ctx = replace(self.cache.context, last=self.last)
+        if rows is not None:
+            ctx = some_rows(ctx, rows)
+            self.cache.rows = rows
+            states = self.model.coordinate(h[rows], bundle[rows], ctx, self.n_rounds, tokens[rows])
+            self.cache.rows = None
+            return states
+
         first = self.cfg.n_layer - self.cfg.n_last
         current = self.cache.kv[:, first:, :, :, : self.cfg.block_length]
         unmarked = current.clone()
-        h = self.model.coordinate(h, bundle, self.cache.context, self.n_rounds)
+        states = self.model.coordinate(h, bundle, ctx, self.n_rounds, tokens)
         current.copy_(unmarked)
-        return h
+        return states
 
     def close(self, rows: list[int], z: Tensor, changed: bool) -> None:
         """The blocks of `rows` are finished, z (R, B). changed: did the last step change any of them?"""
@@ -156,11 +180,19 @@ class Cached:
         for i in range(1, self.n_rounds):
             h = self.model.last_n(h, replace(self.cache.context, i_round=i))
         self.cache.close(rows)
+        self.last[rows] = z[rows, -1]
 
     def keep(self, rows: list[int]) -> None:
         """Drop the other rows, which are finished."""
         self.cache.keep(rows)
         self.final = self.final[rows]
+        self.last = self.last[rows]
+
+
+def some_rows(ctx: Context, rows: Tensor) -> Context:
+    """The context of these rows (r,) int64 alone."""
+    mask = None if ctx.mask is None else ctx.mask[rows]
+    return replace(ctx, cos=ctx.cos[rows], sin=ctx.sin[rows], mask=mask, last=ctx.last[rows])
 
 
 # --- the forwards of the whole text
@@ -174,33 +206,38 @@ class Uncached:
         self.contexts = [torch.tensor(ids, dtype=torch.long, device=model.wte.weight.device) for ids in contexts]
         self.prefixes: list[Tensor] = []  # of each row the prefix states of the whole text, (1, T, C)
 
-    def whole_context(self, states: Tensor) -> Context:
-        """Of a whole text, (1, T, ...), in whose last block is decoded."""
-        T = states.shape[1]
-        ctx = self.model.context(torch.ones(1, T, dtype=torch.bool, device=states.device))
-        return replace(ctx, decoded=slice(T - self.cfg.block_length, T))
+    def whole_context(self, row: int, T: int) -> Context:
+        """Of a row's whole text of T tokens, in whose last block is decoded."""
+        device = self.model.wte.weight.device
+        ctx = self.model.context(torch.ones(1, T, dtype=torch.bool, device=device))
+        B = self.cfg.block_length
+        if T == B:
+            return ctx
+        return replace(ctx, decoded=slice(T - B, T), before=slice(0, T - B), last=self.contexts[row][-1:])
 
     def stage_a(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """As in Cached."""
         B = self.cfg.block_length
         self.prefixes = []
         final = []
-        for context, block in zip(self.contexts, z, strict=True):
+        for row, (context, block) in enumerate(zip(self.contexts, z, strict=True)):
             ids = torch.cat([context, block])[None]  # (1, T)
-            ctx = self.whole_context(ids)
+            ctx = self.whole_context(row, ids.shape[1])
             h = self.model.prefix(ids, ctx)
             self.prefixes.append(h)
             final.append(self.model.last_n(h, ctx)[:, -B:])
         return torch.cat([h[:, -B:] for h in self.prefixes]), torch.cat(final)
 
-    def stage_b(self, h: Tensor, bundle: Tensor) -> Tensor:
+    def stage_b(
+        self, h: Tensor, bundle: Tensor, tokens: Tensor | None = None, rows: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
         """As in Cached; h is the current block's part of what Stage A kept."""
-        B = self.cfg.block_length
         final = []
-        for prefix, of_block in zip(self.prefixes, bundle, strict=True):
-            whole = F.pad(of_block, (prefix.shape[1] - B, 0))[None]  # (1, T)
-            y = self.model.coordinate(prefix, whole, self.whole_context(prefix), self.n_rounds)
-            final.append(y[:, -B:])
+        for row in range(len(bundle)) if rows is None else rows.tolist():
+            prefix = self.prefixes[row]  # (1, T, C)
+            ctx = self.whole_context(row, prefix.shape[1])
+            read = None if tokens is None else tokens[row : row + 1]
+            final.append(self.model.coordinate(prefix, bundle[row : row + 1], ctx, self.n_rounds, read))
         return torch.cat(final)
 
     def close(self, rows: list[int], z: Tensor, changed: bool) -> None:
@@ -220,15 +257,15 @@ class Output:
 
     prompt: list[int]  # with its holes filled
     tokens: list[int] = field(default_factory=list)  # generated behind it, up to and with eos
-    # forwards: full, Stage A; partial, Stage B's rounds; commit, a finished block read once more
-    nfe: dict[str, float] = field(default_factory=lambda: dict(full=0, partial=0, commit=0))
+    # forwards: full, Stage A; partial, Stage B's rounds; refresh, a finished block read once more
+    nfe: dict[str, float] = field(default_factory=lambda: dict(full=0, partial=0, refresh=0))
     warning: str | None = None
 
 
 class Row:
-    """One prompt, and what has been written behind it. d is a sample.Decoding."""
+    """One prompt, and what has been written behind it."""
 
-    def __init__(self, number: int, prompts: list[list[int]], d: Any, cfg: Config, seed: int):
+    def __init__(self, number: int, prompts: list[list[int]], d: "Decoding", cfg: Config, seed: int):
         self.number = number
         self.prompt = prompts[number]
         self.d = d
@@ -259,7 +296,7 @@ class Row:
     def finish(self, block: list[int], full: float, partial: float, changed: bool) -> bool:
         """Book a finished block and what it cost -> whether it was the last one.
 
-        If not, the next block will read it: that takes a commit forward if its last step still changed
+        If not, the next block will read it: that takes a refresh if its last step still changed
         it, and K - 1 partial ones for its states of the further rounds.
         """
         out = self.output
@@ -277,13 +314,13 @@ class Row:
         out.nfe["partial"] += partial
         if not last:
             out.nfe["partial"] += max(0, self.d.n_rounds - 1)
-            out.nfe["commit"] += int(changed)
+            out.nfe["refresh"] += int(changed)
         return last
 
 
 def in_full(nfe: dict[str, float], partial_cost: float) -> float:
-    """All forwards in full ones: a commit is one, a partial one is partial_cost of one."""
-    return nfe["full"] + nfe["commit"] + nfe["partial"] * partial_cost
+    """All forwards in full ones: a refresh is one, a partial one is partial_cost of one."""
+    return nfe["full"] + nfe["refresh"] + nfe["partial"] * partial_cost
 
 
 def up_to_eos(tokens: list[int], eos_id: int) -> list[int]:

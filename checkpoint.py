@@ -2,14 +2,14 @@
 
 config.json            the model's geometry and ids, written last: a folder that has one is whole
 model.safetensors      all parameters and markers, or shards with model.safetensors.index.json
-tokenizer.json         where the model reads byte-level BPE
-adapter.json           instead of config.json: where the base lies (relative to this folder) and its fingerprint, n and
-                       K, LoRA's rank, in which stages it acts, and the loss that it was trained by
-adapter.safetensors    LoRA matrices and markers
+tokenizer.json         where the model reads text, and meta.json, which says what judges it: copies of the rows' own
+adapter.json           instead of config.json: where the base lies (relative to this folder) and its hash, n and K, what
+                       learned beside it, and by which loss
+adapter.safetensors    what learned: LoRA matrices or own layers, markers, the map of causal Stage B
 state.safetensors      what a training run resumes from, beside train.json and log.jsonl: trained weights, the
                        optimizer's moments
 
-load_model loads a folder of either kind; in config.json of int8 weights stands that llada/int8.py made them.
+load_model loads a folder of either kind.
 """
 
 import hashlib
@@ -21,15 +21,14 @@ from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lib.tokenizer import Tokenizer, bpe_tokenizer, byte_tokenizer
 from lib.util import entry, fail, read_json, reading, replace_file, write_json
-from model import Config, Linear, Model
+from model import Config, Model
 
+STAGE_B = ("shared", "lora", "copy")  # what learns beside a frozen base, see Model.adapt
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -88,13 +87,13 @@ def check_fit(path: Path, held: dict, expected: dict, hint: str, dropped: dict[s
 
 # --- a model's folder
 def new_model(cfg: Config, generator: torch.Generator, device: torch.device | str = "cpu") -> Model:
-    """Fresh weights: matrices are normal (initial_std), norms are one, markers and biases are zero."""
+    """Fresh weights: matrices are normal (initial_std), norms are one, markers, biases and Show are zero."""
     with torch.device(device):
         model = Model(cfg)
     for name, p in model.named_parameters():
         if name.endswith("bias"):
             p.data.zero_()
-        elif p.dim() > 1 and name != "markers":
+        elif p.dim() > 1 and name not in ("markers", "show"):
             # drawn on the CPU, so that every device gets the same weights
             drawn = torch.empty(p.shape).normal_(0.0, initial_std(name, cfg), generator=generator)
             p.data.copy_(drawn)
@@ -118,18 +117,10 @@ def initial_std(name: str, cfg: Config) -> float:
 
 def stored(model: Model) -> dict[str, Tensor]:
     """What model.safetensors holds: all but adapters, and a tied output layer once."""
-    kept = {k: v for k, v in model.state_dict().items() if "lora_" not in k}
+    kept = {k: v for k, v in model.state_dict().items() if "lora_" not in k and not k.startswith("layers_b.")}
     if model.cfg.tied:
         del kept["lm_head.weight"]
     return kept
-
-
-def save(model: Model, folder: Path, base: Path) -> None:
-    """A model's folder; of a model that carries LoRA an adapter's, on its base."""
-    if model.adapter:
-        save_adapter(model, folder, base)
-    else:
-        save_model(model, folder)
 
 
 def save_model(model: Model, folder: Path) -> None:
@@ -160,22 +151,16 @@ def read_config(folder: Path) -> Config:
 
 
 def load_model(folder: str | Path, device: torch.device | str, dtype: torch.dtype, **overrides) -> Model:
-    """A model from its folder; or from an adapter's, whose base may be an adapter, too: its LoRA is merged.
+    """A model from its folder, or with its adapter from an adapter's.
 
     Parameters take `dtype`; expert_bias and adapters stay float32. `overrides`: of config fields (n_last,
-    n_rounds, block_length); an adapter brings its own. Markers that the checkpoint lacks start at zero.
+    n_rounds, block_length, causal); an adapter brings its own. What a base has not learned starts at zero.
     """
     folder = Path(folder)
     about = about_adapter(folder)
-    if "read_by" in about:
-        fail(f"{folder} is no adapter of LoRA and markers: it is read by `{about['read_by']}`")
     if about:
-        base = next_base(folder)
-        check_base(base, folder)
-        sizes = entry(about, "model", dict, folder)
-        overrides |= {name: entry(sizes, name, int, folder) for name in ("n_last", "n_rounds")}
-        model = load_model(base, device, dtype, **overrides)
-        merge(model, base)
+        overrides |= {name: entry(about, name, kind, folder) for name, kind in SIZES.items()}
+        model = load_model(base_of(folder), device, dtype, **overrides)
         load_adapter(model, folder, about)
         return model
 
@@ -186,149 +171,108 @@ def load_model(folder: str | Path, device: torch.device | str, dtype: torch.dtyp
     # no memory yet for the base, only names and shapes
     with torch.device("meta"):
         model = Model(cfg)
-    if read_json(folder / "config.json", "checkpoint config").get("int8"):
-        from llada import int8
+    stored_as_int8 = read_json(folder / "config.json", "checkpoint config").get("int8", False)
+    if stored_as_int8:
+        from lib.int8 import use_int8
 
-        int8.load_weights(model, folder, device, dtype)
-    else:
-        load_weights(model, folder, device, dtype)
-    return model
+        use_int8(model)
 
-
-def merge(model: Model, folder: Path) -> None:
-    """Add the LoRA that was loaded from `folder`, if any, to the weights, so that a new one can go on top."""
-    if model.lora_in == "stage_b":
-        fail(f"{folder} acts in Stage B alone, so it cannot be merged into the weights: start from its base")
-    for module in model.modules():
-        if isinstance(module, Linear) and module.lora_A is not None:
-            if not module.weight.is_floating_point():
-                fail(f"{folder} is an adapter on int8 weights, into which it cannot be merged")
-            module.merge_lora()
-    model.adapter = {}
-
-
-def load_weights(model: Model, folder: Path, device: torch.device | str, dtype: torch.dtype) -> None:
-    """Tensor by tensor, so that no second copy exists."""
+    # tensor by tensor, so that no second copy exists
     state = {}
     for name, tensor in read_tensors(weight_files(folder)):
-        kept_dtype = torch.float32 if name.endswith("expert_bias") else dtype
-        state[name] = tensor.to(device=device, dtype=kept_dtype)
-    fill(model, state, folder, device, dtype)
+        kept = stored_as_int8 or name.endswith("expert_bias")
+        state[name] = tensor.to(device=device, dtype=tensor.dtype if kept else dtype)
 
-
-def fill(
-    model: Model, state: dict[str, Tensor], folder: Path, device: torch.device | str, dtype: torch.dtype
-) -> None:  # fmt: skip
-    """Give a model that was built on `meta` its tensors. `dtype` is that of its activations."""
     # as many markers as there are rounds: the stored ones, then zeros
-    markers = state.get("markers", torch.zeros(1, model.cfg.n_embd, device=device, dtype=dtype))
-    if markers.dim() == 2:
-        state["markers"] = F.pad(markers, (0, 0, 0, model.cfg.n_rounds - len(markers)))
+    markers = torch.zeros_like(model.markers, device=device, dtype=dtype)
+    learned = state.get("markers", markers[:0])[: len(markers)]
+    if learned.shape[1:] == markers.shape[1:]:
+        markers[: len(learned)] = learned
+        state["markers"] = markers
+    if cfg.causal:
+        state.setdefault("show", torch.zeros_like(model.show, device=device, dtype=dtype))
 
     check_fit(folder, state, stored(model), "the checkpoint is incomplete, or another model's")
     model.load_state_dict(state, assign=True, strict=False)
     model.tie()
     model.compute_dtype = dtype
+    return model
 
 
-def load_tokenizer(folder: Path, kind: str) -> Tokenizer | None:
-    """None where there is none: a toy's tokens are numbers."""
-    if kind == "bytes":
-        return byte_tokenizer()
-    path = base_of(folder) / "tokenizer.json"
-    if kind == "bpe" and path.exists():
-        return bpe_tokenizer(path)
-    return None
-
-
-def names_of(folder: Path) -> dict | None:
-    """What a model of names knows of its names; None of any other model."""
-    path = base_of(folder) / "names.json"
-    return read_json(path, "names") if path.exists() else None
+def judge_of(folder: Path) -> dict:
+    """What judges a model's writing, see lib.rows.Meta; of a model of plain text nothing."""
+    path = base_of(folder) / "meta.json"
+    return (read_json(path, "meta.json of the rows") if path.exists() else {}).get("judge") or {}
 
 
 # --- an adapter's folder
+SIZES = {"n_last": int, "n_rounds": int, "causal": bool}  # what an adapter changes in its base's config
+
+
 def about_adapter(folder: Path) -> dict:
     """What adapter.json says; of any other folder nothing."""
     path = folder / "adapter.json"
     return read_json(path, "adapter") if path.exists() else {}
 
 
-def next_base(folder: Path) -> Path:
-    """What an adapter stands on: a model's folder, or another adapter's."""
-    base = Path(os.path.normpath(folder / entry(about_adapter(folder), "base", str, folder)))
-    if not (base / "config.json").exists() and not (base / "adapter.json").exists():
-        fail(f"{folder}/adapter.json names {base} as its base, where no checkpoint is: put it there, or correct `base`")
+def base_of(folder: Path) -> Path:
+    """The model's folder that an adapter stands on; of any other folder, itself."""
+    about = about_adapter(folder)
+    if not about:
+        return folder
+    base = Path(os.path.normpath(folder / entry(about, "base", str, folder)))
+    if not (base / "config.json").exists():
+        fail(f"{folder}/adapter.json names {base} as its base, where no model is: put it there, or correct `base`")
     return base
 
 
-def base_of(folder: Path) -> Path:
-    """The model's folder at the bottom of an adapter; of any other folder, itself."""
-    seen = {folder}
-    while about_adapter(folder):
-        folder = next_base(folder)
-        if folder in seen:
-            fail(f"{folder}/adapter.json is damaged: by its base it stands on itself")
-        seen.add(folder)
-    return folder
+def save_adapter(model: Model, folder: Path, base: Path, about: dict) -> None:
+    """about: stage_b, lora_r and alpha, as they were trained."""
+    sizes = {name: getattr(model.cfg, name) for name in SIZES}
+    about = {"base": Path(os.path.relpath(base, folder)).as_posix(), "base_hash": weights_hash(base)} | sizes | about
+    save_tensors(folder / "adapter.safetensors", model.learned())
+    write_json(folder / "adapter.json", about)
+
+
+def load_adapter(model: Model, folder: Path, about: dict) -> None:
+    """What learned beside a base into the loaded base. It is float32 in every dtype of it."""
+    check_base(base_of(folder), folder)
+    r = entry(about, "lora_r", int, folder)
+    stage_b = entry(about, "stage_b", str, folder)
+    if not 1 <= r <= 2**16 or stage_b not in STAGE_B:
+        fail(f"{folder}/adapter.json has LoRA of rank {r} and stage_b {stage_b!r}: the rank is 1 or more, {STAGE_B}")
+    entry(about, "alpha", float, folder)
+    model.adapt(stage_b, r, torch.Generator())
+
+    path = folder / "adapter.safetensors"
+    state = dict(read_tensors([path]))
+    check_fit(path, state, model.learned(), "is this adapter whole?")
+    model.load_state_dict(state, strict=False)
 
 
 def check_base(base: Path, folder: Path) -> None:
     """Refuse a base that is another one than the adapter in `folder` was trained on."""
-    expected = entry(about_adapter(folder), "base_fingerprint", str, folder)
-    found = fingerprint(base)
-    if found != expected:
-        fail(f"{folder} was trained on a base whose fingerprint is {expected}; {base} has {found}: it is another one")
+    about = about_adapter(folder)
+    if "base_hash" in about and about["base_hash"] != weights_hash(base):
+        fail(
+            f"{folder} was trained on other weights than {base} holds now: put those there, or, where they are the same "
+            f"in another form, delete base_hash from adapter.json"
+        )  # fmt: skip
 
 
-def save_adapter(model: Model, folder: Path, base: Path) -> None:
-    about = {
-        "base": Path(os.path.relpath(base, folder)).as_posix(),
-        "base_fingerprint": fingerprint(base),
-        "model": {"n_last": model.cfg.n_last, "n_rounds": model.cfg.n_rounds},
-    }
-    save_tensors(folder / "adapter.safetensors", model.adapter_state())
-    write_json(folder / "adapter.json", about | model.adapter)
+def weights_hash(folder: Path) -> str:
+    """Which weights a folder holds, as 16 hex digits: of every file its size and 4,096 pieces of 16 bytes.
 
-
-def load_adapter(model: Model, folder: Path, about: dict) -> None:
-    """LoRA and markers into a loaded model. They are float32 in every dtype of it."""
-    r = entry(about, "lora_r", int, folder)
-    lora_in = entry(about, "lora_in", str, folder)
-    if not 1 <= r <= 2**16 or lora_in not in ("both", "stage_b"):
-        fail(f"{folder}/adapter.json has LoRA of rank {r} in {lora_in!r}: the rank is 1 or more, in both or stage_b")
-    model.add_lora(r, torch.Generator(), lora_in)
-    model.adapter["alpha"] = entry(about, "alpha", float, folder)
-
-    path = folder / "adapter.safetensors"
-    state = dict(read_tensors([path]))
-    check_fit(path, state, model.adapter_state(), "is this adapter whole?")
-    model.load_state_dict(state, strict=False)
-
-
-def fingerprint(folder: Path) -> str:
-    """Which base a folder holds, as 16 hex digits: a hash of eight rows of its embedding and eight values of its
-    final norm.
-
-    Values are rounded to bfloat16, so a cast from float32, other shards, int8, or a way through the released
-    layout change nothing. Of an adapter it is a hash of its file.
+    So a change of any large tensor is seen, and 32 GB are not read. A cast, or other shards, are other files.
     """
-    if about_adapter(folder):
-        return hashlib.sha256((folder / "adapter.safetensors").read_bytes()).hexdigest()[:16]
-    found = {}
-    for name, tensor in read_tensors(weight_files(folder)):
-        if name in ("wte.weight", "norm_f.weight"):
-            found[name] = tensor
     digest = hashlib.sha256()
-    for name in ("wte.weight", "norm_f.weight"):
-        if name not in found:
-            fail(f"{folder} has no {name}: the checkpoint is incomplete, or another model's")
-        tensor = found[name]
-        digest.update(str(list(tensor.shape)).encode())
-        # eight of them, as far apart as they can be
-        stride = max(1, len(tensor) // 8)
-        rows = tensor[: 8 * stride : stride].bfloat16().contiguous()
-        digest.update(rows.view(torch.uint8).numpy().tobytes())
+    for path in weight_files(folder):
+        with reading(path, "safetensors file"), open(path, "rb") as file:
+            size = path.stat().st_size
+            digest.update(str(size).encode())
+            for i in range(4096):
+                file.seek(i * size // 4096)
+                digest.update(file.read(16))
     return digest.hexdigest()[:16]
 
 
@@ -357,7 +301,7 @@ PRESETS = {
     "llada2.1-mini": Config(
         n_layer=20, n_embd=2048, n_head=16, n_kv_head=4, head_dim=128,
         d_dense=5120, d_expert=512, n_expert=256, n_active=8, n_group=8, topk_group=4,
-        vocab_size=157184, eos_id=156892, mask_id=156895, tokenizer="bpe",
+        vocab_size=157184, eos_id=156892, mask_id=156895,
     ),
 }
 # fmt: on
@@ -390,7 +334,6 @@ def check_config(cfg: Config) -> None:
         (1 <= cfg.block_length <= cfg.max_len, f"block_length is 1..{cfg.max_len} (max_len)"),
         (max(ids) < cfg.vocab_size <= 2**20, "eos_id and mask_id are in the vocabulary, of 1,048,576 at most"),
         (min(ids) >= 0 or ids == (-1, -1), "eos_id and mask_id are 0 or above"),  # a preset has none yet
-        (cfg.tokenizer in ("bytes", "bpe", "toy"), "tokenizer is bytes, bpe or toy"),
     ):
         if not holds:
             fail(f"impossible model: it must be that {what}")
@@ -416,7 +359,7 @@ def learned_biases(model: Model) -> dict[str, Tensor]:
 def restore_state(model: Model, optimizer: torch.optim.Optimizer, folder: Path) -> int:
     """Weights, moments -> the number of steps taken. Generators are functions of the row."""
     # an adapter goes on with the base that it began with
-    if (folder / "adapter.json").exists():
+    if about_adapter(folder):
         check_base(base_of(folder), folder)
 
     path = folder / "state.safetensors"

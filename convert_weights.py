@@ -119,7 +119,8 @@ def plan(cfg: Config) -> list[list[Plan]]:
     """All of our tensors, in shards: the embedding; every layer; final norm and output layer."""
     with torch.device("meta"):
         ours = stored(Model(cfg))
-    del ours["markers"]  # a released checkpoint has none
+    for name in ("markers", "show"):  # a released checkpoint has none
+        ours.pop(name, None)
 
     shards: list[list[Plan]] = [[] for _ in range(cfg.n_layer + 2)]
     for name, tensor in ours.items():
@@ -187,7 +188,7 @@ def our_config(src: Path) -> Config:
     values["n_last"] = min(Config.n_last, values["n_layer"])
     if tokenizer.vocab_size > values["vocab_size"]:
         fail(f"{text} has ids up to {tokenizer.vocab_size - 1}, vocab_size = {values['vocab_size']} in {path}")
-    cfg = Config(**values, **ids, tokenizer="bpe")
+    cfg = Config(**values, **ids)
     check_config(cfg)
     return cfg
 

@@ -33,7 +33,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
 
-from lib.tokenizer import byte_tokenizer
 from lib.util import Parser, command, first_masked, generator, uniform
 from model import Model
 
@@ -72,6 +71,7 @@ class Corruption:
     n_plain: int  # ids 0..n_plain-1 are ordinary tokens
     mask_power: float = 1.0  # a block's mask ratio is U(0, 1) to this power: below 1, many masks
     replace_rate: float = REPLACE_RATE
+    ends: float = 0.0  # the share of blocks that are masked from some place to their end, as writing leaves them
 
 
 def corrupt(
@@ -86,6 +86,11 @@ def corrupt(
     # each block draws a mask ratio, then each of its positions is masked with that probability
     ratio = of_blocks(draws, T, how) ** how.mask_power
     masked = uniform(draws, T) < ratio
+    if how.ends > 0:
+        # in some blocks from a place on, any of its positions
+        to_the_end = of_blocks(draws, T, how) < how.ends
+        place = torch.arange(T) % how.block_length
+        masked = torch.where(to_the_end, place >= (of_blocks(draws, T, how) * how.block_length).long(), masked)
     masked = free & masked.to(x.device)
     z = x.masked_fill(masked, how.mask_id)
 
@@ -122,11 +127,12 @@ def kinds(x: Tensor, z: Tensor, free: Tensor, mask_id: int) -> Tensor:
 
 # --- the bundle
 def draw_bundle(masked: Tensor, block_length: int, s_min: int, s_max: int, draws: Draws) -> Tensor:
-    """The bundle of a training row (paper, Sec. 4.1 i): of each block s ~ Uniform{s_min..s_max} masks, uniformly.
+    """The bundle of a training row: of each block s ~ Uniform{s_min..s_max} masks, uniformly.
 
-    masked (R, T) bool -> (R, T) bool. It is a function of z and of chance alone, never of x. So the
-    bundle says nothing new about the text, and the sum of cross-entropies to the clean tokens cannot
-    teach Stage B how they depend on one another (results/theorem).
+    masked (R, T) bool -> (R, T) bool. The paper (Sec. 4.1 i) draws s once for an example. A size for each block is
+    ours: in decoding a bundle lies in one block. So of 64 blocks up to 64 times as many masks are marked. It is a
+    function of z and of chance alone, never of x. So the bundle says nothing new about the text, and the sum of
+    cross-entropies cannot teach a Stage B that sees no tokens how they depend on one another (results/theorem).
     """
     T = masked.shape[1]
 
@@ -177,7 +183,8 @@ def alpha_loss(ce: Tensor, alpha: float) -> Tensor:
     ce (...) float32: of each bundle -log P, the sum of its cross-entropies. At alpha 0, the limit, it is that
     sum, which is least where every token has its own probabilities. At alpha 1 it is 1 - P, in
     expectation least for one tuple, the likeliest. Between, it charges total correlation
-    (results/theorem). Its gradient is cross-entropy's times P^alpha.
+    (results/theorem). Its gradient is cross-entropy's times P^alpha. AlphaDLM (arXiv 2609.38066) trains a plain
+    one-stage denoiser by it.
     """
     if alpha == 0:
         return ce.sum()
@@ -208,6 +215,8 @@ weight    of a position's loss, in tenths (X is 1.0): Stage A fills every mask, 
 
 @command
 def main() -> None:
+    from lib.tokenizer import byte_tokenizer  # which training does not need
+
     Parser(__doc__).parse_args()
     tokenizer = byte_tokenizer()
     name = "LATIN SMALL LETTER E WITH ACUTE"

@@ -1,27 +1,30 @@
 """Evaluation: what a decoder does where every answer can be checked, on toys and on names.
 
 On a toy (toy.py) a decoder that writes all positions in one step draws each by itself, and so it
-loses at least the total correlation, TC. Coherence alone is won by always writing one answer.
+loses at least the total correlation, TC; causal Stage B need not. Coherence alone is won by always writing one answer.
 
-    loses      KL(truth || drawn) in nats, enumerated, a mean over contexts: in one step, and one
-               token at a time; what the other decoders draw cannot be enumerated
-    coherent   the share of contexts whose greedy answer is possible
-    mode       the share whose greedy answer is the most probable one
+    KL         KL(truth || drawn) in nats, enumerated, a mean over contexts; what the loops of the other
+               decoders draw cannot be enumerated
+    possible   the share of contexts whose greedy answer is possible
+    likeliest  the share whose greedy answer is the most probable one
 
 Held-out names of Unicode characters are completed from their first third of tokens (rounded up), and
-`unicodedata` judges: a completion counts if some character has that name. The rows are those of the
-paper's Table 2 in small, and their cost is in forwards a name, everything counted: full ones, commits,
-and partial ones at their share of the layers. With --json also `itself`, the share of completions that
-are the very name drawn, and `distinct`, of different existing names.
+`unicodedata` judges: a completion counts if some character has that name. Costs are in forwards, everything
+counted: full ones, refreshes, and partial ones at their share of the layers. With --json also `itself`, the share of
+completions that are the very name drawn, and `distinct`, of different existing names.
 
-    python evaluate.py                                              # assets/names/alpha, a minute
-    python evaluate.py --ckpt assets/names/paper assets/names/alpha # side by side
+TC of real bundles: where causal Stage B writes, its log-probability of a bundle less the sum of Stage A's, in nats. It is
+an estimate of the bundle's total correlation where tokens are drawn, --temperature 1.
+
+    python evaluate.py                                              # assets/names/causal, a minute
+    python evaluate.py --ckpt assets/names/paper assets/names/causal # side by side
     python evaluate.py --holes 2                                    # two tokens of a block masked: infilling
-    python evaluate.py --ckpt out/modes                             # a toy's decoders
+    python evaluate.py --ckpt out/toy                               # a toy's decoders
 """
 
 import json
 import math
+import unicodedata
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,32 +35,23 @@ from torch import Tensor
 from tqdm import tqdm
 
 import toy
-from cache import Output, in_full
-from checkpoint import base_of, load_model, load_tokenizer, names_of
-from lib import data
-from lib.tokenizer import Tokenizer
-from lib.util import (
-    Mistake,
-    Parser,
-    bounded,
-    command,
-    entry,
-    exists,
-    fail,
-    generator,
-    pick_device,
-    print_table,
-    read_json,
-)
+from cache import Cached, Output, Uncached, in_full
+from checkpoint import about_adapter, base_of, judge_of, load_model
+from lib.rows import read_meta, read_split
+from lib.tokenizer import Tokenizer, load_tokenizer
+from lib.util import Mistake, Parser, bounded, command, exists, fail, generator, pick_device, print_table
 from model import Config, Model
-from sample import Decoding, Step, denoise, generate
+from sample import Decoding, Step, generate, step_of
 from toy import Toy
 
 # R rows, N contexts, S support tuples, m answer positions, V symbols
 
 ROWS = 4096  # in one forward of a toy
+NAMES_FOLDER = Path(__file__).parent / "data" / "names"
 
+OFF = dict(n_rounds=0)
 ONE_STEP = Decoding(tau_m2t=-1, tau_t2t=None)  # every mask at once
+JOINT = Decoding(tau_joint=0.0, tau_t2t=None)  # every mask of a block, in looks
 TOY_DECODERS = {
     "one at a time": Decoding(tau_m2t=1.0, tau_t2t=None, n_rounds=0),
     "Stage A, one step": replace(ONE_STEP, n_rounds=0),
@@ -66,12 +60,16 @@ TOY_DECODERS = {
     "released gates (0.7, 0.5)": Decoding(tau_m2t=0.7, tau_t2t=0.5, n_rounds=0),
 }
 
-# the paper's Table 2 in small: of the base, and of an adapter on it
+# of a base, of the paper's adapter (Table 2 in small), and of causal Stage B
 NAMES = Decoding(gen_length=32)
-OFF = dict(n_rounds=0)
+RUN = dict(tau_t2t=None)
 BASE_ROWS = {
-    "base, gated edits (released)": OFF | dict(tau_t2t=0.5),
-    "base, edits off": OFF | dict(tau_t2t=None),
+    "base, one at a time from the left": OFF | RUN | dict(tau_joint=1.0),
+    "base, longest run above 0.7": OFF | RUN | dict(tau_joint=0.7),
+    "base, longest run above 0.5": OFF | RUN | dict(tau_joint=0.5),
+    "base, longest run above 0.3": OFF | RUN | dict(tau_joint=0.3),
+    "base, above 0.7, gated edits (released)": OFF | dict(tau_t2t=0.5),
+    "base, above 0.7, edits off": OFF | dict(tau_t2t=None),
     "base, all at once": OFF | dict(tau_m2t=-1.0, tau_t2t=None),
 }
 ADAPTER_ROWS = {
@@ -86,11 +84,21 @@ ADAPTER_ROWS = {
     "Stage B, all at once, edits off": dict(tau_m2t=-1.0, tau_t2t=None),
     "Stage B off, all at once, edits off": OFF | dict(tau_m2t=-1.0, tau_t2t=None),
 }
+CAUSAL_ROWS = {
+    "causal, whole blocks": RUN | dict(tau_joint=0.0),
+    "causal, longest run above 0.2": RUN | dict(tau_joint=0.2),
+    "causal, longest run above 0.5": RUN | dict(tau_joint=0.5),
+    "causal, longest run above 0.8": RUN | dict(tau_joint=0.8),
+    "causal, one look, above 0.7": RUN,
+    "causal, one look, above 0.3": RUN | dict(tau_m2t=0.3),
+    "causal, one look, all at once": RUN | dict(tau_m2t=-1.0),
+}
 HOLE_ROWS = {
     "Stage A, one at a time": OFF | dict(tau_m2t=1.0, tau_t2t=None),
     "Stage A, all at once": OFF | dict(tau_m2t=-1.0, tau_t2t=None),
     "Stage B, all at once": dict(tau_m2t=-1.0, tau_t2t=None),
 }
+CAUSAL_HOLE_ROWS = HOLE_ROWS | {"causal, in looks": RUN | dict(tau_joint=0.0)}
 
 
 def forwards(model: Model, outputs: list[Output]) -> float:
@@ -100,25 +108,25 @@ def forwards(model: Model, outputs: list[Output]) -> float:
 
 # --- toys
 @torch.no_grad()
-def answer_log_probs(model: Model, task: Toy, c: Tensor, z: Tensor, n_rounds: int) -> Tensor:
+def answer_log_probs(
+    model: Model, task: Toy, c: Tensor, z: Tensor, n_rounds: int, tokens: Tensor | None = None
+) -> Tensor:  # fmt: skip
     """log q(x_i | z) (R, m, V) float64 of answers z (R, m) int64, -1 where masked, in contexts c (R,).
 
-    By Stage A if n_rounds is 0, else by Stage B with every masked position in the bundle.
+    By Stage A if n_rounds is 0, else by Stage B with every masked position in the bundle; causal Stage B also reads
+    tokens (R, m) int64, each position those before it. The decoder's own forwards: what counts is what decodes.
     """
-    device = next(model.parameters()).device
+    device = model.wte.weight.device
     logits = []
-    for c_part, z_part in zip(c.split(ROWS), z.split(ROWS), strict=True):
-        answer = z_part.masked_fill(z_part < 0, task.mask_id)
-        ids = torch.cat([task.prompt(c_part), answer], dim=1).to(device)
-        bundle = ids == task.mask_id
-        ctx = model.context(torch.ones_like(bundle))
-
-        h = model.prefix(ids, ctx)
+    for at in range(0, len(c), ROWS):
+        part = slice(at, at + ROWS)
+        answer = z[part].masked_fill(z[part] < 0, task.mask_id).to(device)
+        engine = Cached(model, task.prompt(c[part]).tolist(), n_rounds)
+        h, states = engine.stage_a(answer)
         if n_rounds > 0:
-            h = model.coordinate(h, bundle, ctx, n_rounds)
-        else:
-            h = model.last_n(h, ctx)
-        logits.append(model.logits(h[:, task.m :]).cpu().double())
+            read = answer if tokens is None else tokens[part].to(device)
+            states = engine.stage_b(h, answer == task.mask_id, read)
+        logits.append(model.logits(states).cpu().double())
 
     # normalised over all tokens, then cut to the symbols: mass on any other token stays lost
     return torch.cat(logits).log_softmax(-1)[..., : task.V]
@@ -130,6 +138,18 @@ def one_step_table(model: Model, task: Toy, n_rounds: int) -> Tensor:
     masks = torch.full((task.n_ctx, task.m), -1)
     q = answer_log_probs(model, task, c, masks, n_rounds).exp()
     return toy.product_table(task, c, q)
+
+
+def causal_table(model: Model, task: Toy) -> Tensor:
+    """q over the support when causal Stage B draws all positions, by the chain rule: each tuple is read as what stands
+    before its own positions. (N, S) float64."""
+    N, S, m = task.support.shape
+    c = torch.arange(N).repeat_interleave(S)
+    x = task.support.reshape(N * S, m)
+    masks = torch.full_like(x, -1)
+    log_p = answer_log_probs(model, task, c, masks, model.cfg.n_rounds, tokens=x)
+    log_q = log_p.gather(2, x[..., None]).sum((1, 2))
+    return log_q.exp().view(N, S) * (task.prob > 0)
 
 
 def chain_table(model: Model, task: Toy) -> Tensor:
@@ -156,9 +176,9 @@ def chain_table(model: Model, task: Toy) -> Tensor:
     return log_q.exp().view(N, S) * (task.prob > 0)
 
 
-def quality(model: Model, task: Toy, d: Decoding, step: Callable[..., Step] = denoise) -> dict[str, float]:
-    """Every context decoded once, greedily, by the decoder that users run: shares of coherent answers and
-    of joint modes, forwards an answer, everything counted and full ones alone.
+def quality(model: Model, task: Toy, d: Decoding, step: Callable[..., Step] | None = None) -> dict[str, float]:
+    """Every context decoded once, greedily, by the decoder that users run: shares of possible answers and
+    of the likeliest ones, forwards an answer, everything counted, full and partial ones.
     """
     c = torch.arange(task.n_ctx)
     outputs = generate(model, task.prompt(c).tolist(), replace(d, gen_length=task.m), step=step)
@@ -168,61 +188,70 @@ def quality(model: Model, task: Toy, d: Decoding, step: Callable[..., Step] = de
     log_p = task.log_prob(c, torch.tensor(answers))
     best = task.prob.amax(-1).log()
 
-    coherent = log_p > -math.inf
-    mode = log_p >= best - 1e-9  # any of the most probable tuples is the mode
+    possible = log_p > -math.inf
+    likeliest = log_p >= best - 1e-9  # any of the most probable tuples
     return {
-        "coherent": float(coherent.double().mean()),
-        "mode": float(mode.double().mean()),
+        "possible": float(possible.double().mean()),
+        "likeliest": float(likeliest.double().mean()),
         "forwards": forwards(model, outputs) / task.n_ctx,
         "full": sum(output.nfe["full"] for output in outputs) / task.n_ctx,
+        "partial": sum(output.nfe["partial"] for output in outputs) / task.n_ctx,
     }
 
 
 def evaluate_toy(model: Model, task: Toy) -> None:
-    """A row for each decoder, beside the least that one step can lose."""
+    """A row for each decoder, beside the least that one step of independent draws can lose."""
     # a decoder that uses Stage B, once, takes the model's number of rounds
     K = model.cfg.n_rounds
 
-    # in one step, and one at a time, what is drawn has a distribution that can be enumerated
-    tables = {
-        "one at a time": chain_table(model, task),
-        "Stage A, one step": one_step_table(model, task, 0),
-        "Stage B, one step": one_step_table(model, task, K),
-    }
+    # these draw from a distribution that can be enumerated
+    decoders = dict(TOY_DECODERS)
+    tables = {"one at a time": chain_table(model, task), "Stage A, one step": one_step_table(model, task, 0)}
+    if model.cfg.causal:
+        del decoders["Stage B, one step"]
+        decoders["causal Stage B, one step"] = JOINT
+        tables["causal Stage B, one step"] = causal_table(model, task)
+    else:
+        tables["Stage B, one step"] = one_step_table(model, task, K)
     lost = {name: f"{toy.kl(task.prob, q).mean():.3f}" for name, q in tables.items()}
 
     # the least, then what each decoder loses; what it writes greedily; its cost
     tc = f"{task.tc().mean():.3f}"
-    rows = [["one step, at best", tc, "", "", ""]]
-    for name, d in TOY_DECODERS.items():
-        measured = quality(model, task, replace(d, n_rounds=K * d.n_rounds))
-        shares = [f"{measured[key]:.3f}" for key in ("coherent", "mode")]
-        rows.append([name, lost.get(name, ""), *shares, f"{measured['forwards']:.2f}"])
+    rows = [["independent draws, at best", tc, "", "", "", ""]]
+    for name, d in decoders.items():
+        found = quality(model, task, replace(d, n_rounds=K * d.n_rounds))
+        shares = [f"{found[key]:.3f}" for key in ("possible", "likeliest")]
+        rows.append([name, lost.get(name, ""), *shares, f"{found['forwards']:.2f}", f"{found['partial'] / K:.2f}"])
 
-    print(f"{task.name}: TC = {tc} nats; one step draws each position by itself, and loses at least that")
-    print_table(["decoder", "loses", "coherent", "mode", "forwards"], rows)
-    print("loses: KL(truth || drawn) in nats; coherent, mode: greedy answers that are possible, the likeliest")
+    print(f"{task.name}: TC = {tc} nats; a step that draws each position by itself loses at least that")
+    print_table(["decoder", "KL", "possible", "likeliest", "forwards", "looks"], rows)
+    print("KL(truth || drawn) in nats; possible, likeliest: shares of the greedy answers; looks: passes of Stage B")
 
 
 def load_task(folder: Path) -> Toy:
-    """The toy that a checkpoint was trained on, from its toy.json."""
-    path = folder / "toy.json"
-    settings = read_json(path, "toy or names to judge by (a folder of train.py --data names, or a toy)")
-    name = entry(settings, "name", str, path)
-    if name not in toy.TASKS:
-        fail(f"{path} names a toy {name!r}: there are {', '.join(toy.TASKS)}")
-    sizes = [f"{key}={value}" for key, value in settings.items() if key != "name"]
+    """The toy that a checkpoint was trained on."""
+    judge = judge_of(folder)
+    if "toy" not in judge:
+        fail(f"{folder} was trained on no toy and on no names, so nothing judges it: python sample.py --ckpt {folder}")
+    sizes = {key: value for key, value in judge.items() if key != "toy"}
     try:
-        return toy.make(name, **toy.sizes(sizes))
-    except Mistake as e:
-        fail(f"{path}: {e}")
+        return toy.make(judge["toy"], **sizes)
+    except (Mistake, TypeError) as e:
+        fail(f"{base_of(folder)}/meta.json: {e}")
 
 
 # --- names
+def read_names(group: str) -> list[str]:
+    """All names of data/names, "held out" or "trained" ones."""
+    split = "val" if group == "held out" else "train"
+    ids, starts, _ = read_split(NAMES_FOLDER / f"{split}.safetensors", read_meta(NAMES_FOLDER).vocab_size)
+    tokenizer = load_tokenizer(NAMES_FOLDER)
+    return [tokenizer.decode(ids[a:b].tolist()) for a, b in zip(starts[:-1], starts[1:], strict=True)]
+
+
 def draw_names(n: int, group: str, tokenizer: Tokenizer) -> dict[str, list[int]]:
     """n names, "held out" or "trained" ones -> the first third of their tokens."""
-    held_out = group == "held out"
-    names = [name for name in data.unicode_names() if data.is_validation(name) == held_out]
+    names = read_names(group)
     order = torch.randperm(len(names), generator=generator("names", group))
     prompts = {}
     for i in order[:n].tolist():
@@ -258,86 +287,117 @@ def draw_holes(n: int, k: int, group: str, tokenizer: Tokenizer, cfg: Config) ->
     return prompts
 
 
+class Dependence:
+    """A step, and beside it what its bundles depend on each other: log p_B(bundle) less the sum of Stage A's."""
+
+    def __init__(self, step: Callable[..., Step]):
+        self.step = step
+        self.nats: list[float] = []
+
+    def __call__(self, engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
+        done = self.step(engine, z, given, u, d)
+        _, states = engine.stage_a(z)
+        log_a = engine.model.logits(states).log_softmax(-1).gather(-1, done.token[..., None])[..., 0]
+        nats = torch.where(done.bundle, done.conf.log() - log_a, 0.0).sum(-1)
+        self.nats += nats[done.bundle.sum(-1) > 1].tolist()
+        return done
+
+
 def complete(
     model: Model, tokenizer: Tokenizer, prompts: dict[str, list[int]], d: Decoding,
-    step: Callable[..., Step] = denoise,
+    step: Callable[..., Step] | None = None,
 ) -> dict:  # fmt: skip
     """Complete every prompt (name -> ids), judge the names that come of it, and count."""
+    step = step or step_of(d)
+    if model.cfg.causal and d.tau_joint is not None and d.n_rounds > 0:
+        step = Dependence(step)
     outputs = generate(model, list(prompts.values()), d, step=step)
     written = [tokenizer.decode(output.prompt + output.tokens) for output in outputs]
     found = [exists(name) is not None for name in written]
     n = len(prompts)
+    tokens = sum(len(output.tokens) for output in outputs)
+    tokens += sum(ids.count(model.cfg.mask_id) for ids in prompts.values())
+    nats = step.nats if isinstance(step, Dependence) else []
     return {
         "exist": sum(found) / n,
         "forwards": forwards(model, outputs) / n,
+        "per_token": forwards(model, outputs) / max(1, tokens),
         "full": sum(output.nfe["full"] for output in outputs) / n,
-        "tokens": sum(len(output.tokens) for output in outputs) / n,
+        "partial": sum(output.nfe["partial"] for output in outputs) / n,
+        "tokens": tokens / n,
         "itself": sum(name == drawn for name, drawn in zip(written, prompts, strict=True)) / n,
         "distinct": len({name for name, real in zip(written, found, strict=True) if real}) / n,
+        "tc": sum(nats) / len(nats) if nats else None,
         "found": found,
         "written": written,
     }
 
 
-def name_rows(folders: list[Path], device: torch.device, holes: bool) -> list[tuple[str, Path, Decoding]]:
+def name_rows(folders: list[Path], holes: bool) -> list[tuple[str, Path, Decoding]]:
     """What is evaluated: a row's name, the folder that decodes, and how."""
     # of an adapter's base the rows that it is compared with
     bases = dict.fromkeys(base_of(folder) for folder in folders)
     rows = [(name, base, replace(NAMES, **how)) for base in bases for name, how in BASE_ROWS.items() if not holes]
-    for name, how in (HOLE_ROWS if holes else ADAPTER_ROWS).items():
+    for folder in folders:
+        causal = about_adapter(folder).get("causal", False)
+        own = CAUSAL_ROWS if causal else ADAPTER_ROWS
         if holes:
-            how = how | dict(gen_length=0, holes=True)
-        rows += [(name, folder, replace(NAMES, **how)) for folder in folders if holes or folder not in bases]
+            own = CAUSAL_HOLE_ROWS if causal else HOLE_ROWS
+        elif folder in bases:
+            continue
+        for name, how in own.items():
+            how = how | dict(gen_length=0, holes=True) if holes else how
+            rows.append((name, folder, replace(NAMES, **how)))
     return rows
 
 
 def evaluate_names(folders: list[Path], device: torch.device, args: Namespace) -> None:
     """Print what every decoder writes for held-out names, a column a folder."""
-    rows = name_rows(folders, device, args.holes > 0)
+    rows = name_rows(folders, args.holes > 0)
     models = {folder: load_model(folder, device, torch.float32) for folder in dict.fromkeys(row[1] for row in rows)}
     cfg = models[rows[0][1]].cfg
-    tokenizer = load_tokenizer(folders[0], cfg.tokenizer)
+    tokenizer = load_tokenizer(base_of(folders[0]))
     asked = "completed from their first third"
     prompts = draw_names(args.prompts, "held out", tokenizer)
     if args.holes:
         asked = f"{args.holes} tokens of a block masked"
         prompts = draw_holes(args.prompts, args.holes, "held out", tokenizer, cfg)
 
-    # a line a row; a folder's column has its share, and its cost
-    table: dict[str, dict[Path, str]] = {}
+    lines = []
     for name, folder, d in tqdm(rows, desc="evaluate", unit="decoder", leave=False, disable=None):
         model = models[folder]
-        found = complete(model, tokenizer, prompts, replace(d, n_rounds=d.n_rounds * model.cfg.n_rounds))
+        d = replace(d, n_rounds=d.n_rounds * model.cfg.n_rounds, temperature=args.temperature)
+        found = complete(model, tokenizer, prompts, d)
         if args.json:
             found["found"] = "".join("01"[real] for real in found["found"])
             print(json.dumps({"ckpt": str(folder), "decoder": name, "prompts": len(prompts)} | found))
-        table.setdefault(name, {})[folder] = f"{found['exist']:.3f} {found['forwards']:5.2f}"
+        tc = "" if found["tc"] is None else f"{found['tc']:.2f}"
+        figures = [f"{found[key]:.{digits}f}" for key, digits in (("exist", 3), ("forwards", 2), ("per_token", 3))]
+        lines.append([f"{folder}  {name}", *figures, tc])
 
     if not args.json:
-        trained = names_of(folders[0])["unidata_version"]
-        judged = data.unicodedata.unidata_version
+        trained = judge_of(folders[0]).get("names")
+        judged = unicodedata.unidata_version
         print(f"{len(prompts)} held-out names, {asked}; trained on Unicode {trained}, judged by {judged}")
-        columns = list(models)
-        lines = [[name, *(cells.get(folder, "") for folder in columns)] for name, cells in table.items()]
-        print_table(["share that exists, forwards a name", *map(str, columns)], lines)
+        print_table(["", "exist", "forwards a name", "a token", "TC of its bundles"], lines)
 
 
 @command
 def main() -> None:
     parser = Parser(__doc__)
     add = parser.add_argument_group("toys and names").add_argument
-    add("--ckpt", type=Path, nargs="+", default=[Path("assets/names/alpha")], help="a model's folder, or an adapter's; "
-        "of names several, side by side")  # fmt: skip
+    add("--ckpt", type=Path, nargs="+", default=[Path("assets/names/causal")], help="a model's folder, or an adapter's; "
+        "of names several (default: assets/names/causal)")  # fmt: skip
     add("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
     add = parser.add_argument_group("names only").add_argument
     add("--json", action="store_true", help="an object a line: one decoder's measures, and every completion")
     add("--prompts", type=bounded(int, 1), default=256, help="names that are completed")
     add("--holes", type=bounded(int, 0), default=0, help="mask so many tokens of a block of each name, and fill these")
+    add("--temperature", type=bounded(float, 0), default=0.0, help="0: the likeliest tokens; 1: draws")
     args = parser.parse_args()
 
     device = pick_device(args.device)
-    of_names = [names_of(folder) is not None for folder in args.ckpt]
-    if all(of_names):
+    if all("names" in judge_of(folder) for folder in args.ckpt):
         evaluate_names(args.ckpt, device, args)
     elif len(args.ckpt) == 1:
         task = load_task(args.ckpt[0])

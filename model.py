@@ -6,6 +6,10 @@ The split is the method (paper, Sec. 4.1 and Eq. 4), and all of it is in class M
     logits_A = model.logits(model.last_n(h, ctx))                         # Stage A: factorised
     logits_B = model.logits(model.coordinate(h, bundle, ctx, n_rounds))   # Stage B: marked, the last n layers again
 
+The paper's Stage B is told that tokens are written together, and never what stands before them. Causal Stage B
+(`coordinate(..., tokens)`) is ours: a position of the bundle also gets the token before it, and sees of the bundle only
+what is left of it. Then the paper's own sum of cross-entropies is -log p(bundle): the chain rule.
+
 The rest is the architecture. What differs from a GPT:
 
   - attention is bidirectional inside a block of `block_length` tokens and causal across blocks; nothing is shifted, the
@@ -19,12 +23,13 @@ To change   n, K, the block length        give   train.py's --n_last, --n_rounds
             the geometry                  edit   a preset in checkpoint.py
             how experts are chosen               MoE.route
             what a mark is, what it starts       Model.mark, Model.coordinate
-            who sees whom                        block_causal_mask, doubled_mask
+            who sees whom                        block_causal_mask, doubled_mask, causal_mask
 """
 
+import copy
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -68,7 +73,16 @@ class Config:
     tied: bool = False  # the embedding is the output layer, too
     n_last: int = 3  # n: how many layers Stage B runs again
     n_rounds: int = 1  # K: how many markers there are
-    tokenizer: str = "bytes"  # "bytes", "bpe" (tokenizer.json beside the weights) or "toy" (toy.json beside them)
+    causal: bool = False  # Stage B sees the token before (beyond the paper)
+
+
+class Cache(Protocol):
+    """Keys and values of what stands before a pass."""
+
+    used: int  # how many keys a pass attends to, its own first
+
+    def update(self, layer: int, i_round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k, v (R, G, T, D) of this pass -> what it attends to, (R, G, S, D) each."""
 
 
 @dataclass
@@ -78,11 +92,13 @@ class Context:
     cos: Tensor  # (T, 1, rotary_dim / 2), or (R, T, 1, ...) where rows are at different positions
     sin: Tensor
     mask: Tensor | None  # bool, broadcasts to (R, H, T, S); None: everything may attend to everything
-    cache: Any = None  # in decoding, the text before: it has `update`, see cache.py
-    i_round: int = 0  # which round's keys and values of the context to use (Stage B with K > 1)
+    cache: Cache | None = None  # in decoding, the text before
+    i_round: int = 0  # which round's keys and values of the text before to use (Stage B with K > 1)
     clean: Tensor | None = None  # (R, T) int64: the clean copy that rows lie beside, [noisy ; clean]
-    decoded: bool | slice = True  # the positions that are decoded: a slice, or all
-    lora: bool | slice = True  # does LoRA act in this pass? A slice: at these positions
+    last: Tensor | None = None  # (R,) int64: the token before the first position, where there is one
+    # in whole rows: the blocks that are decoded, and what stands before them; None: all blocks are decoded
+    decoded: slice | None = None
+    before: slice | None = None
 
 
 # --- the method
@@ -91,13 +107,15 @@ class Model(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
-        self.layers = nn.ModuleList(Block(cfg, i) for i in range(cfg.n_layer))
+        self.layers = nn.ModuleList(Layer(cfg, i) for i in range(cfg.n_layer))
         self.norm_f = RMSNorm(cfg.n_embd, cfg.norm_eps)
         self.lm_head = Linear(cfg.n_embd, cfg.vocab_size, bias=False)
         self.tie()
         self.markers = nn.Parameter(torch.zeros(cfg.n_rounds, cfg.n_embd))
-        self.lora_in = "both"  # the stages in which LoRA acts: "both", as in the paper, or "stage_b"
-        self.adapter: dict = {}  # what adapter.json says of LoRA and markers; empty: there are none
+        # causal: a map that shows a position the token before it. It starts at zero
+        self.show = nn.Parameter(torch.zeros(cfg.n_embd, cfg.n_embd)) if cfg.causal else None
+        # Stage B's own last n layers; None: it has Stage A's, as in the paper
+        self.layers_b: nn.ModuleList | None = None
         self.compute_dtype = torch.float32
         self.checkpointing = False
 
@@ -111,43 +129,97 @@ class Model(nn.Module):
         if ctx.clean is not None:
             ids = torch.cat([ids, ctx.clean], dim=1)
         h = self.wte(ids).to(self.compute_dtype)
-        return self.run_layers(h, ctx, 0, self.cfg.n_layer - self.cfg.n_last)
+        return self.run_layers(h, ctx, self.layers[: -self.cfg.n_last])
 
     def last_n(self, h: Tensor, ctx: Context) -> Tensor:
         """LastN: the remaining n layers, on h as it is given. (R, T, C) -> (R, T, C)."""
-        if self.lora_in == "stage_b":
-            ctx = replace(ctx, lora=False)
-        return self.run_layers(h, ctx, self.cfg.n_layer - self.cfg.n_last, self.cfg.n_layer)
+        return self.run_layers(h, ctx, self.layers[-self.cfg.n_last :])
 
     def logits(self, h: Tensor) -> Tensor:
         """The paper's Head: final norm and output layer. (..., C) -> (..., V) float32."""
         return self.lm_head(self.norm_f(h)).float()
 
-    def mark(self, h: Tensor, bundle: Tensor, i: int) -> Tensor:
-        """h + 1_S * marker_i. Where LoRA acts in both stages, round 1 with a zero marker, or no bundle, is Stage A."""
-        # a clean copy behind the rows is never marked
-        bundle = F.pad(bundle, (0, h.shape[1] - bundle.shape[1]))
-        return h + bundle[..., None] * self.markers[i].to(h.dtype)
-
-    def coordinate(self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int) -> Tensor:
+    def coordinate(
+        self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int, tokens: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
         """Stage B, Eq. 4: K times h <- LastN(h + 1_S * marker_i), from the prefix states.
 
-        h (R, T, C), bundle (R, T) bool -> (R, T, C). The paper runs round 1 and Stage A as one doubled
-        batch; the results are the same, and here it is no faster.
+        h (R, T, C), bundle (R, T) bool -> (R, T, C); of whole rows with a copy h is (R, 2T, C). Causal Stage B
+        also reads tokens (R, T) int64: in the bundle what is written there, as far as it is known, and elsewhere
+        what z shows.
         """
-        if self.lora_in == "stage_b":
-            ctx = replace(ctx, lora=ctx.decoded)
-        first = self.cfg.n_layer - self.cfg.n_last
+        # what stands before the decoded blocks is read by Stage A's layers, in training as in decoding
+        if ctx.decoded is not None:
+            ctx = self.read_before(h, ctx, n_rounds)
+            h = h[:, ctx.decoded]
+
+        before = None
+        if self.cfg.causal:
+            before = self.token_before(tokens, bundle, ctx)
+            ctx = replace(ctx, mask=causal_mask(bundle, ctx))
+
+        layers = self.layers_b or self.layers[-self.cfg.n_last :]
         for i in range(n_rounds):
-            h = self.run_layers(self.mark(h, bundle, i), replace(ctx, i_round=i), first, self.cfg.n_layer)
+            h = self.run_layers(self.mark(h, bundle, i, before), replace(ctx, i_round=i), layers)
         return h
+
+    def mark(self, h: Tensor, bundle: Tensor, i: int, before: Tensor | None = None) -> Tensor:
+        """h + 1_S * marker_i, as the paper has it: at a rate of 1e-5 and 12,500 steps with a cosine, AdamW moves a
+        coordinate of a marker by at most about .06, whatever the size of h.
+
+        Causal: h + 1_S * rms(h) * (marker_i + Show(x_{i-1})). Scaled, it can be seen beside states of any size.
+        """
+        mark = self.markers[i]
+        if before is not None:
+            shown = F.rms_norm(self.wte(before).float(), [self.cfg.n_embd])
+            size = h.float().square().mean(-1, keepdim=True).sqrt()
+            mark = size * (mark + F.linear(shown, self.show))
+        return h + bundle[..., None] * mark.to(h.dtype)
+
+    def token_before(self, tokens: Tensor, bundle: Tensor, ctx: Context) -> Tensor:
+        """What each position is shown: (R, T) int64 -> (R, T). The token before it; where that is none of the bundle, the
+        last token of the bundle before it, if there is one: it may stand nowhere else. Bundle {1, 2, 4} of five:
+
+            position    1           2           3       4
+            is shown    token 0     token 1     -       token 2
+        """
+        T = tokens.shape[1]
+        B = min(T, self.cfg.block_length)
+        before = F.pad(tokens[:, :-1], (1, 0), value=self.cfg.mask_id)
+        if ctx.last is not None:
+            before[:, 0] = ctx.last
+        # the block before is finished when this one is decoded: its last token is the clean one
+        if ctx.clean is not None:
+            before[:, B::B] = ctx.clean[:, B - 1 : -1 : B]
+
+        # where the bundle's last token before each position stands, in its block; -1: nowhere
+        place = torch.arange(T, device=tokens.device)
+        last = torch.where(bundle, place, -1).unflatten(1, (-1, B)).cummax(-1).values
+        last = F.pad(last[..., :-1], (1, 0), value=-1).flatten(1)
+        return torch.where(last >= 0, tokens.gather(1, last.clamp(min=0)), before)
+
+    def read_before(self, h: Tensor, ctx: Context, n_rounds: int) -> Context:
+        """The context of the decoded blocks alone: keys and values of what stands before them are kept for it."""
+        kept = Kept()
+        own = ctx.before
+        ahead = replace(
+            ctx, cos=ctx.cos[own], sin=ctx.sin[own], mask=ctx.mask[..., own, own], cache=kept.writer, decoded=None
+        )  # fmt: skip
+        states = h[:, own]
+        for i in range(n_rounds):
+            states = self.last_n(states, replace(ahead, i_round=i))
+
+        of = ctx.decoded
+        rows = ctx.mask[..., of, :]
+        mask = torch.cat([rows[..., of], rows[..., own]], dim=-1)
+        return replace(ctx, cos=ctx.cos[of], sin=ctx.sin[of], mask=mask, cache=kept)
 
     def forward(self, ids: Tensor, ctx: Context) -> Tensor:
         """The factorised model: (R, T) int64 -> (R, T, V) float32 logits."""
         return self.logits(self.last_n(self.prefix(ids, ctx), ctx))
 
-    def run_layers(self, h: Tensor, ctx: Context, first: int, end: int) -> Tensor:
-        for layer in self.layers[first:end]:
+    def run_layers(self, h: Tensor, ctx: Context, layers: nn.ModuleList) -> Tensor:
+        for layer in layers:
             if self.checkpointing and torch.is_grad_enabled():
                 h = recompute(layer, h, ctx, use_reentrant=False)
             else:
@@ -168,10 +240,12 @@ class Model(nn.Module):
             clean = None  # a single block reads nothing before it
 
         make_mask = block_causal_mask
-        decoded = True
+        decoded = None
+        before = None
         if clean is not None:
             make_mask = doubled_mask
             decoded = slice(0, T)
+            before = slice(T, 2 * T)
             positions = positions.repeat(2)
             real = real.repeat(1, 2)
 
@@ -184,29 +258,63 @@ class Model(nn.Module):
         if mask.dim() == 3:
             mask = mask[:, None]  # (R, 1, T, S), the same for all heads
         cos, sin = rotary(self.cfg, positions, self.compute_dtype)
-        return Context(cos, sin, mask, clean=clean, decoded=decoded)
+        return Context(cos, sin, mask, clean=clean, decoded=decoded, before=before)
 
     @property
     def partial_cost(self) -> float:
         """A partial forward in full ones: n of L layers."""
         return self.cfg.n_last / self.cfg.n_layer
 
-    def add_lora(self, r: int, generator: torch.Generator, lora_in: str = "both") -> None:
-        """Freeze all but LoRA, in every qkv and proj, and the markers (paper, Sec. 5.1).
+    def adapt(self, stage_b: str, r: int, generator: torch.Generator) -> None:
+        """Freeze the model, and add what learns beside it: markers, the map of causal Stage B, and by `stage_b`
 
-        lora_in "stage_b" (beyond the paper): in the last n layers, and in Stage B's pass alone. Stage A stays the base.
+            shared    LoRA in every qkv and proj: both stages change (paper, Sec. 5.1)
+            lora      LoRA in Stage B's own pass over the last n layers; Stage A stays the base, bit for bit
+            copy      a copy of the last n layers for Stage B, all of whose weights learn
         """
         self.requires_grad_(False)
-        self.lora_in = lora_in
-        self.adapter = {"lora_r": r, "lora_in": lora_in, "alpha": 0.0}
-        for layer in self.layers if lora_in == "both" else self.layers[-self.cfg.n_last :]:
+        last = self.layers[-self.cfg.n_last :]
+        adapted = self.layers
+        if stage_b == "lora":
+            # new modules around the same weights
+            same = {id(tensor): tensor for tensor in [*last.parameters(), *last.buffers()]}
+            adapted = self.layers_b = copy.deepcopy(last, same)
+        if stage_b == "copy":
+            self.layers_b = copy.deepcopy(last).float().requires_grad_(True)
+            adapted = []
+        for layer in adapted:
             layer.attn.qkv.add_lora(r, generator)
             layer.attn.proj.add_lora(r, generator)
-        self.markers = nn.Parameter(self.markers.float())
 
-    def adapter_state(self) -> dict[str, Tensor]:
-        """What learns beside a frozen base, by name: LoRA matrices and markers."""
+        # float32 in every dtype of the model: an update of 1e-5 is lost in a bf16 parameter
+        self.markers = nn.Parameter(self.markers.float())
+        if self.cfg.causal:
+            self.show = nn.Parameter(self.show.float())
+
+    def learned(self) -> dict[str, Tensor]:
+        """The parameters that learn, by name."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
+
+
+class Kept:
+    """Keys and values of what stands before the decoded blocks of whole rows: `writer` keeps them, this reads them."""
+
+    def __init__(self):
+        self.kv: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.writer = Writer(self.kv)
+
+    def update(self, layer: int, i_round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        before_k, before_v = self.kv[layer, i_round]
+        return torch.cat([k, before_k], dim=2), torch.cat([v, before_v], dim=2)
+
+
+@dataclass
+class Writer:
+    kv: dict[tuple[int, int], tuple[Tensor, Tensor]]
+
+    def update(self, layer: int, i_round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        self.kv.setdefault((layer, i_round), (k, v))  # gradient checkpointing comes here twice
+        return k, v
 
 
 # --- who sees whom
@@ -238,8 +346,25 @@ def doubled_mask(T: int, block_length: int, device: torch.device | str = "cpu") 
     return torch.cat([noisy, clean], dim=0)
 
 
+def causal_mask(bundle: Tensor, ctx: Context) -> Tensor:
+    """Who sees whom in causal Stage B: (R, 1, T, S) bool. The T keys of the pass itself come first.
+
+    A position of the bundle sees of the bundle itself and what is left of it; no other position sees any of it.
+
+    Positions 1 and 2 of three are the bundle:      1 . .
+                                                    1 1 .
+                                                    1 1 1
+    """
+    T = bundle.shape[1]
+    left = torch.ones(T, T, dtype=torch.bool, device=bundle.device).tril()
+    sees = ~bundle[:, None, :] | (bundle[:, :, None] & left)  # (R, T, T)
+    S = ctx.cache.used if ctx.mask is None else ctx.mask.shape[-1]
+    sees = F.pad(sees, (0, S - T), value=True)[:, None]
+    return sees if ctx.mask is None else sees & ctx.mask
+
+
 # --- the layers
-class Block(nn.Module):
+class Layer(nn.Module):
     def __init__(self, cfg: Config, layer: int):
         super().__init__()
         self.norm_1 = RMSNorm(cfg.n_embd, cfg.norm_eps)
@@ -266,7 +391,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
         R, T, _ = x.shape
         cfg = self.cfg
-        qkv = self.qkv(x, ctx.lora).view(R, T, -1, cfg.head_dim)
+        qkv = self.qkv(x).view(R, T, -1, cfg.head_dim)
         q, k, v = qkv.split([cfg.n_head, cfg.n_kv_head, cfg.n_kv_head], dim=2)
 
         # norms first, then positions: queries and keys are turned together
@@ -280,7 +405,7 @@ class Attention(nn.Module):
         if ctx.cache is not None:
             k, v = ctx.cache.update(self.layer, ctx.i_round, k, v)
         y = F.scaled_dot_product_attention(q, k, v, ctx.mask, enable_gqa=True)
-        return self.proj(y.transpose(1, 2).reshape(R, T, -1), ctx.lora)
+        return self.proj(y.transpose(1, 2).reshape(R, T, -1))
 
 
 def rotary(cfg: Config, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -424,23 +549,16 @@ class Linear(nn.Linear):
         self.lora_A = nn.Parameter(A.to(device))
         self.lora_B = nn.Parameter(torch.zeros(self.out_features, r, device=device))
 
-    def forward(self, x: Tensor, lora: bool | slice = True) -> Tensor:
-        """(R, T, in) -> (R, T, out). lora: does LoRA act? A slice: at these positions."""
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out)."""
         y = self.product(x)
-        if self.lora_A is None or lora is False:
+        if self.lora_A is None:
             return y
-        if lora is True:
-            return y + self.lora(x)
-        y = y.clone()
-        y[:, lora] += self.lora(x[:, lora])
-        return y
-
-    def lora(self, x: Tensor) -> Tensor:
         down = F.linear(x, self.lora_A.to(x.dtype))
-        return LORA_SCALE * F.linear(down, self.lora_B.to(x.dtype))
+        return y + LORA_SCALE * F.linear(down, self.lora_B.to(x.dtype))
 
     def merge_lora(self) -> None:
-        """W <- W + 2 B A: then this layer acts so in every pass, and has no LoRA."""
+        """W <- W + 2 B A; then it has no LoRA."""
         delta = LORA_SCALE * self.lora_B @ self.lora_A
         self.weight.data += delta.detach().to(self.weight.dtype)
         self.lora_A = self.lora_B = None

@@ -1,6 +1,7 @@
 """Decoding: Stage A picks the bundle, Stage B writes it (paper, Sec. 4.2), block after block.
 
-    denoise         one step on the current blocks: Eq. 4, 2 and 3
+    denoise         one step of the paper on the current blocks: Eq. 4, 2 and 3
+    longest_run     one step of causal Stage B: it looks at all masks, and writes what it is sure of together
     generate_one    the decoder as the paper has it: one row, greedy, no cache. Read this one
     generate        the same for many rows, with an exact cache and temperature; tested equal to generate_one
 
@@ -10,6 +11,7 @@ last mask, which the released loop reads once more; and a block that can never e
 
     python sample.py --prompt "CANADIAN"                            # text, and what it cost in forwards
     python sample.py --prompt "CANADIAN SYLLABICS ▒▒▒ DZU" --watch  # every step; each ▒ is a token to fill
+    python sample.py --prompt "CANADIAN" --ckpt assets/names/paper  # the paper's Stage B
     python sample.py --ckpt DIR --prompt_ids 5,9,12 --n_rounds 0    # token ids, and Stage A alone
 
 A hole sees its own block and what is before it, not later blocks: attention is causal across blocks.
@@ -29,21 +31,9 @@ import torch
 from torch import Tensor
 
 from cache import Cached, Output, Row, Uncached, in_full, up_to_eos
-from checkpoint import DTYPES, about_adapter, load_model, load_tokenizer, names_of
-from lib.tokenizer import Tokenizer
-from lib.util import (
-    MASK,
-    Parser,
-    Screen,
-    bounded,
-    command,
-    fail,
-    first_masked,
-    or_none,
-    pick_device,
-    uniform,
-    verdict,
-)
+from checkpoint import DTYPES, about_adapter, base_of, judge_of, load_model
+from lib.tokenizer import Tokenizer, load_tokenizer
+from lib.util import MASK, Parser, bounded, command, fail, first_masked, or_none, pick_device, uniform, verdict
 from model import Config, Model
 
 # R rows in flight, T positions, B block_length, C channels, V vocabulary, K = n_rounds
@@ -53,12 +43,13 @@ MAX_STEPS = 1024  # forwards in one block
 
 @dataclass(frozen=True)
 class Decoding:
-    """The settings of a decode. As they stand here they are the paper's."""
+    """The settings of a decode. As they stand here they are the paper's, but for gen_length, which is 16,384 there."""
 
     gen_length: int = 256  # tokens; the last block is decoded whole
     tau_m2t: float = 0.7  # fill masks whose probability is above; -1: every mask at once
     tau_t2t: float | None = 0.0  # edit a visible token where another has more than this; None: never
     n_rounds: int = 1  # K; 0: Stage B is off
+    tau_joint: float | None = None  # causal: write the longest run that is surer than this; None: by the paper's gates
     max_post_steps: int = 16  # forwards after the last mask
     num_to_transfer: int = 1  # masks that are written in a step at least
     eos_early_stop: bool = True
@@ -117,7 +108,7 @@ def denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: D
     conf = conf_a
     coordinated = bundle.any(-1, keepdim=True) & (d.n_rounds > 0)
     if coordinated.any():
-        states = engine.stage_b(h, bundle)
+        states = engine.stage_b(h, bundle, torch.where(bundle, token_a, z))
         token_b, conf_b = candidates(model.logits(states), u[:, 1], d)
         token = torch.where(coordinated, token_b, token_a)
         conf = torch.where(coordinated, conf_b, conf_a)
@@ -127,6 +118,56 @@ def denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: D
     after = torch.where(bundle | edited, token, z)
     partial = d.n_rounds * coordinated[:, 0].float()
     return Step(z, after, bundle, edited, token, conf, token_a, conf_a, partial)
+
+
+def longest_run(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
+    """One step of causal Stage B, see denoise: all masks of a block are its bundle. It looks until every token has
+    read tokens that are final, and writes the longest run from the left whose probabilities have a product above
+    tau_joint, and at least one token. Nothing is edited. With Stage B off the tokens and probabilities are Stage A's.
+    """
+    model = engine.model
+    masked = z == model.cfg.mask_id
+
+    # Stage A: one full forward. Its tokens are the first drafts, drawn by the numbers that Stage B draws by
+    h, states = engine.stage_a(z)
+    token_a, conf_a = candidates(model.logits(states), u[:, 1], d)
+    token = torch.where(masked, token_a, z)
+    conf = conf_a
+    final = ~masked | (d.n_rounds == 0)
+
+    looks = torch.zeros_like(z[:, 0])
+    live = ~final.all(-1)  # (R,)
+    while live.any():
+        # a look of the rows that are not done: each token is read after the drafts before it
+        rows = live.nonzero()[:, 0]
+        states = engine.stage_b(h, masked, token, rows)
+        found, p = candidates(model.logits(states), u[rows, 1], d)
+        looks = looks + live
+
+        # what has read nothing but final tokens is final: all up to and with the first that differs from its draft
+        asked = ~final & live[:, None]
+        new = token.index_put((rows,), found).where(asked, token)
+        conf = conf.index_put((rows,), p).where(asked, conf)
+        differs = new != token
+        final = final | (asked & (differs.cumsum(-1) - differs.long() == 0))
+        token = new
+
+        # a row is done when all is final, or when what is final falls below the gate
+        known = torch.where(masked & final, conf, 1.0).log().sum(-1)
+        live = live & ~final.all(-1) & (known > log_or_less(d.tau_joint))
+
+    # write the longest run, and at least its first token
+    run = torch.where(masked, conf, 1.0).log().cumsum(-1)
+    sure = masked & final & (run > log_or_less(d.tau_joint))
+    first = masked & (masked.cumsum(-1) == 1)
+    bundle = sure | first
+    after = torch.where(bundle, token, z)
+    return Step(z, after, bundle, torch.zeros_like(masked), token, conf, token_a, conf_a, d.n_rounds * looks.float())
+
+
+def log_or_less(p: float) -> float:
+    """log p; of 0 it is minus infinity, which every product is above."""
+    return math.log(p) if p > 0 else -math.inf
 
 
 def select_bundle(probability: Tensor, masked: Tensor, tau_m2t: float, at_least: int = 1) -> Tensor:
@@ -169,15 +210,21 @@ def candidates(logits: Tensor, u: Tensor, d: Decoding) -> tuple[Tensor, Tensor]:
     return order.gather(-1, place)[..., 0], (p / mass).gather(-1, place)[..., 0]
 
 
+def step_of(d: Decoding) -> Callable[..., Step]:
+    """The paper's step, or causal Stage B's."""
+    return denoise if d.tau_joint is None else longest_run
+
+
 # --- the decoder as the paper has it
 @torch.inference_mode()
 def generate_one(
-    model: Model, prompt: list[int], d: Decoding, step: Callable[..., Step] = denoise
+    model: Model, prompt: list[int], d: Decoding, step: Callable[..., Step] | None = None
 ) -> tuple[list[int], dict[str, float], list[list[int]]]:
     """Continue one prompt, greedily -> tokens, forwards, the block before each forward.
 
     Slow: every forward reads the whole text again. It is the specification of `generate`.
     """
+    step = step or step_of(d)
     mask_id = model.cfg.mask_id
     B = model.cfg.block_length
     device = model.wte.weight.device
@@ -191,7 +238,7 @@ def generate_one(
     ids = prompt[:start]
     engine = Uncached(model, [ids], d.n_rounds)
 
-    nfe = dict(full=0, partial=0, commit=0)
+    nfe = dict(full=0, partial=0, refresh=0)
     seen = []
     while start < end:
         # what the prompt has of this block, then masks
@@ -227,7 +274,7 @@ def generate_one(
         # a decoder with a cache must read the block once more if its last step changed it, and
         # once for each further round: that is counted here, too
         if start < end:
-            nfe["commit"] += int(changed)
+            nfe["refresh"] += int(changed)
             nfe["partial"] += max(0, d.n_rounds - 1)
     return up_to_eos(ids[len(prompt) : end], model.cfg.eos_id), nfe, seen
 
@@ -235,16 +282,21 @@ def generate_one(
 # --- the same for many rows
 @torch.inference_mode()
 def generate(
-    model: Model, prompts: list[list[int]], d: Decoding, seed: int = 0, step: Callable[..., Step] = denoise,
+    model: Model, prompts: list[list[int]], d: Decoding, seed: int = 0, step: Callable[..., Step] | None = None,
     on_step: Callable[[list[Row], Step], None] | None = None, cached: bool = True,
 ) -> list[Output]:  # fmt: skip
     """Decode every prompt as if alone (up to exact ties, which more rows may round otherwise).
 
     on_step(rows in flight, what the step did) sees every step.
     """
+    step = step or step_of(d)
     device = model.wte.weight.device
     rows = [Row(i, prompts, d, model.cfg, seed) for i in range(len(prompts))]
     outputs = [row.output for row in rows]
+    # nothing is asked for behind whole blocks
+    rows = [row for row in rows if len(row.ids) < len(row.prompt) + d.gen_length]
+    if not rows:
+        return outputs
     engine = (Cached if cached else Uncached)(model, [row.ids for row in rows], d.n_rounds)
 
     # the current blocks; and of each: forwards, partial ones, steps without a mask
@@ -301,34 +353,49 @@ def random_numbers(rows: list[Row], d: Decoding, z: Tensor) -> Tensor:
 
 
 # --- what is asked for
+def token_ids(text: str) -> list[int]:
+    """1,2,3 -> [1, 2, 3]"""
+    try:
+        return [int(i) for i in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of ids like 1,2,3") from None
+
+
 def build_parser() -> Parser:
     parser = Parser(__doc__)
     some = bounded(int, 0)
+    share = bounded(float, 0, 1)
 
     # fmt: off
     add = parser.add_argument_group("model").add_argument
-    add("--ckpt", type=Path, default=Path("assets/names/alpha"), help="a model's folder, or an adapter's")
+    add("--ckpt", type=Path, default=Path("assets/names/causal"),
+        help="a model's folder, or an adapter's (default: %(default)s)")
     add("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
-    add("--dtype", choices=DTYPES, default="fp32", help="of weights and activations")
+    add("--dtype", choices=DTYPES, default="fp32", help="of weights and activations (default: %(default)s)")
 
     add = parser.add_argument_group("prompts").add_argument
     add("--prompt", action="append", default=[],
         help=f"text, in which each {MASK} is one token to fill; repeat the flag for several rows")
-    add("--prompt_ids", type=lambda text: [int(i) for i in text.split(",")], action="append", default=[],
+    add("--prompt_ids", type=token_ids, action="append", default=[],
         help="token ids, 1,2,3; repeat for several rows")
 
     add = parser.add_argument_group("decoding").add_argument
-    add("--gen_length", type=some, default=256, help="tokens after the prompt; the last block is decoded whole")
+    add("--gen_length", type=some, default=256,
+        help="tokens after the prompt; the last block is decoded whole (default: %(default)s)")
     add("--n_rounds", type=some, help="K; 0: Stage B off (default: as trained, or 0 where no marker was)")
-    add("--tau_m2t", type=bounded(float, -1, 1), default=0.7,
-        help="fill masks whose probability is above; -1: every mask at once")
-    add("--tau_t2t", type=or_none(bounded(float, 0, 1)), default=argparse.SUPPRESS,
+    add("--tau_joint", type=share,
+        help="causal Stage B: write the longest run of masks whose tokens together are surer than this; 0: all of a "
+             "block. With Stage B off the run is Stage A's (default: 0.5 for a causal Stage B)")
+    add("--tau_m2t", type=bounded(float, -1, 1),
+        help="the paper's bundle: the masks whose probability is above; -1: every mask at once (default: 0.7, where "
+             "--tau_joint is not used)")
+    add("--tau_t2t", type=or_none(share), default=argparse.SUPPRESS,
         help='edit above this; 0: on any disagreement; "none": never (default: 0 as in the paper, 0.5 as released '
-             "where Stage B is off)")
-    add("--temperature", type=bounded(float, 0), default=0.0, help="0: argmax; else at least 0.001")
-    add("--top_k", type=some, default=0, help="with temperature: the k best tokens (0: all)")
-    add("--top_p", type=bounded(float, 1e-6, 1), default=1.0, help="with temperature: so much mass")
-    add("--seed", type=int, default=0, help="any whole number, of any size: it is hashed")
+             "where Stage B is off, none with --tau_joint)")
+    add("--temperature", type=bounded(float, 0), default=0.0, help="0: argmax; else at least 0.001 (default: 0)")
+    add("--top_k", type=some, default=0, help="with temperature: the k best tokens (default: 0, all)")
+    add("--top_p", type=bounded(float, 1e-6, 1), default=1.0, help="with temperature: so much mass (default: 1)")
+    add("--seed", type=int, default=0, help="any whole number, of any size: it is hashed (default: 0)")
 
     add = parser.add_argument_group("output").add_argument
     add("--watch", action="store_true", help="show every step")
@@ -346,10 +413,21 @@ def settle_decoding(args: Namespace, model: Model) -> Decoding:
     # logits that are divided by it have to stay finite
     if 0 < args.temperature < 1e-3:
         fail(f"--temperature {args.temperature:g} is as good as 0, which is greedy: give 0, or at least 0.001")
+
+    # causal Stage B writes runs, or the paper's bundle where its gate is given
+    tau_joint = args.tau_joint
+    if tau_joint is None and model.cfg.causal and n_rounds > 0 and args.tau_m2t is None:
+        tau_joint = 0.5
     usual = 0.5 if n_rounds == 0 else 0.0
-    tau_t2t = vars(args).get("tau_t2t", usual)
+    if tau_joint is not None:
+        usual = None
+        if args.tau_m2t is not None or vars(args).get("tau_t2t") is not None:
+            fail("--tau_joint writes runs and edits nothing: leave out --tau_m2t and --tau_t2t, or it")
+        if n_rounds > 0 and not model.cfg.causal:
+            fail(f"--tau_joint needs a causal Stage B, which {args.ckpt} has not; or Stage B off, --n_rounds 0")
     return Decoding(
-        gen_length=args.gen_length, tau_m2t=args.tau_m2t, tau_t2t=tau_t2t, n_rounds=n_rounds, holes=True,
+        gen_length=args.gen_length, tau_m2t=0.7 if args.tau_m2t is None else args.tau_m2t,
+        tau_t2t=vars(args).get("tau_t2t", usual), n_rounds=n_rounds, tau_joint=tau_joint, holes=True,
         temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
     )  # fmt: skip
 
@@ -399,24 +477,29 @@ def what_ran(model: Model, d: Decoding, about: dict) -> str:
     stage = "Stage A alone"
     if d.n_rounds > 0:
         alpha = about.get("alpha", 0)
-        target = f"alpha {alpha:g}" if alpha else "sum of cross-entropies (the paper's)"
-        stage = f"Stage B, {target}, n = {model.cfg.n_last} of {model.cfg.n_layer}, K = {d.n_rounds}"
+        kind = "causal Stage B" if model.cfg.causal else "Stage B"
+        target = f"alpha {alpha:g}" if alpha else "sum of cross-entropies"
+        stage = f"{kind}, {target}, n = {model.cfg.n_last} of {model.cfg.n_layer}, K = {d.n_rounds}"
+    if d.tau_joint is not None:
+        return f"{stage}, the longest run above {d.tau_joint:g}"
     edits = "none" if d.tau_t2t is None else f"{d.tau_t2t:g}"
     return f"{stage}, gates {d.tau_m2t:g} and {edits}"
 
 
 def write(args: Namespace, model: Model) -> None:
     """Continue every prompt, and print what came of it."""
-    tokenizer = load_tokenizer(args.ckpt, model.cfg.tokenizer)
+    tokenizer = load_tokenizer(base_of(args.ckpt))
     d = settle_decoding(args, model)
 
     # what is continued; a model of names is judged
-    judged = tokenizer is not None and names_of(args.ckpt) is not None
+    judged = "names" in judge_of(args.ckpt)
     prompts = read_prompts(args, tokenizer, model.cfg, d.gen_length, judged)
 
     # every step is shown where it is asked for
     on_step = None
     if args.watch:
+        from tools.watch import Screen
+
         on_step = Screen(len(prompts), tokenizer, model.cfg.mask_id, model.cfg.eos_id).on_step
     outputs = generate(model, prompts, d, args.seed, on_step=on_step)
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -433,7 +516,7 @@ def write(args: Namespace, model: Model) -> None:
         nfe = output.nfe
         total = in_full(nfe, model.partial_cost)
         print(f"[{n} tokens; forwards: {nfe['full']} full + {nfe['partial']:g} partial x {model.partial_cost:.3g} + "
-              f"{nfe['commit']} commit = {total:.3g}, {total / max(1, n):.3f} per token]")  # fmt: skip
+              f"{nfe['refresh']} refresh = {total:.3g}, {total / max(1, n):.3f} per token]")  # fmt: skip
     print(f"[{what_ran(model, d, about_adapter(args.ckpt))}]")
 
 

@@ -1,125 +1,51 @@
 """Split-forward training: Stage A and Stage B of every row after one shared prefix, one backward
 (paper, Sec. 4.1).
 
-`cocommit_step` is the method, `loop` what goes around it. From a checkpoint the backbone is frozen, LoRA and
-markers train: the paper's setting. From `scratch` everything trains. Every random number is a function of
+`cocommit_step` is the method, `run` what goes around it. From a checkpoint the model is frozen, LoRA and markers
+learn: the paper's setting. From `scratch`, or with --lora_r 0, everything learns. Every random number is a function of
 (seed, row): a resumed run continues bit for bit, and other micro-batches draw the same.
 
-    python train.py --n_last 3                                   # the paper's training on assets/names, two minutes
-    python train.py --n_last 3 --alpha 0.5                       # on top of it, Stage B by the alpha loss
-    python train.py --data modes --out_dir out/modes             # a toy with known total correlation, a minute
-    python train.py --init_from resume --out_dir out/names       # go on after Ctrl-C, kill or power cut
-    python train.py --init_from scratch --stage_a_only --out_dir out/base     # assets/names, an hour on one thread
-    python train.py --data FOLDER --stage_a_only --out_dir out/text           # text of your own: first a base,
-    python train.py --data FOLDER --init_from out/text --out_dir out/cocommit # then the adapters
+    python train.py --n_last 3                                      # the paper's training on assets/names, two minutes
+    python train.py --config configs/causal.toml                    # causal Stage B in its place: configs/ has more runs
+    python train.py --init_from resume --out_dir out/names          # go on after Ctrl-C, kill or power cut
+    python train.py --init_from resume --out_dir out/names --max_iters 600        # or go on for longer
+    python train.py --data data/mine --config configs/text.toml     # rows of your own, see prepare.py
 
-To change   what Stage B is asked to write   call   loop with partial(cocommit_step, target=f)
-            how the bundle is drawn                 partial(cocommit_step, bundle=f)
-            the loss                         edit   three_term_loss in corrupt.py
-            a default                               RUNS, below
+To change   how the bundle is drawn    edit   bundle_of, below
+            the loss                          three_term_loss in corrupt.py
+            what a step does           write  a function like cocommit_step, and call run(args, step=yours)
 """
 
+import argparse
 import math
+import shutil
+import sys
 import time
+import tomllib
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 import checkpoint
-import toy
-from checkpoint import DTYPES, PRESETS
+from checkpoint import DTYPES, PRESETS, STAGE_B
 from corrupt import CORRUPTIONS, Corruption, M, corrupt, draw_bundle, three_term_loss
-from lib import data
-from lib.data import (
-    Batch,
-    Corpus,
-    Together,
-    check_finite,
-    cosine,
-    draw_curve,
-    fast_kernels,
-    get_batch,
-    interruptible,
-    means,
-    report,
-    resume_flags,
-    resumed,
-    rewind_log,
-)
-from lib.util import (
-    Parser,
-    bounded,
-    command,
-    entry,
-    fail,
-    generator,
-    pick_device,
-    read_json,
-    settings_line,
-    uniform,
-    write_json,
-)
+from lib.rows import Batch, Corpus, Meta, get_batch, read_corpus, read_meta
+from lib.run import check_finite, interruptible, means, report, rewind_log
+from lib.util import Parser, bounded, command, fail, generator, pick_device, read_json, reading, uniform, write_json
 from model import Config, Context, Model
 
 # R rows, T positions, C channels, B block_length
 
-# --- settings: what is not given by a flag is what the run of this kind has. PAPER is the paper's training, but for
-# bf16, checkpointing and 50,000 documents, which are flags
-PAPER = dict(
-    data=["names"], toy=[], seq_len=2048, max_docs=0, preset=None,
-    init_from=None, n_last=None, n_rounds=None, block_length=None, lora_r=16, lora_in="both", stage_a_only=False,
-    corruption="draft", mask_power=1.0, replace_rate=0.2, one_by_one=0.0, context="corrupted", bundle="drawn",
-    s_max=None, alpha=0.0,
-    max_iters=12500, batch_size=8, micro_batch=0, optimizer="adamw", learning_rate=1e-5, weight_decay=0.01,
-    grad_clip=1.0, checkpointing=False,
-    out_dir="out/cocommit", seed=0, device="auto", dtype="fp32", eval_interval=250,
-)  # fmt: skip
-ADAPT_NAMES = dict(
-    init_from="assets/names", seq_len=32, batch_size=64, max_iters=300, learning_rate=3e-4, context="clean",
-    mask_power=0.5, out_dir="out/names",
-)  # fmt: skip
-ALPHA = dict(corruption="mask", bundle="whole", lora_in="stage_b")
-RUNS = {
-    # what it reads, where it starts
-    "bpe": PAPER,
-    "names": PAPER | ADAPT_NAMES,
-    "names by alpha": PAPER | ADAPT_NAMES | ALPHA | dict(
-        init_from="assets/names/paper", max_iters=1500, learning_rate=8e-3, out_dir="out/alpha",
-    ),
-    "names from scratch": PAPER | dict(
-        preset="names", n_last=3, block_length=8, seq_len=32, batch_size=256, max_iters=3000,
-        corruption="random", context="clean", mask_power=0.5, one_by_one=0.33, optimizer="muon", learning_rate=0.01,
-        dtype="bf16", out_dir="out/base",
-    ),
-    "toy": PAPER | dict(batch_size=128, max_iters=1000, out_dir="out/toy"),
-    "toy by alpha": PAPER | ALPHA | dict(batch_size=128, max_iters=1500, learning_rate=1e-3, out_dir="out/toy-alpha"),
-    "toy from scratch": PAPER | dict(
-        preset="tiny", n_last=2, batch_size=128, max_iters=1000, learning_rate=3e-3, corruption="random",
-        out_dir="out/toy",
-    ),
-    "bpe by alpha": PAPER | ALPHA,
-    "bytes": PAPER | dict(seq_len=256, max_iters=1300, learning_rate=1e-3, out_dir="out/text"),
-    "bytes by alpha": PAPER | ALPHA | dict(seq_len=256, max_iters=1300, learning_rate=1e-3, out_dir="out/alpha"),
-    "bytes from scratch": PAPER | dict(
-        preset="text", n_last=3, block_length=8, seq_len=256, max_iters=1300, learning_rate=3e-3, corruption="random",
-        out_dir="out/text",
-    ),
-}  # fmt: skip
-FREE_ON_RESUME = {"out_dir", "device", "micro_batch", "checkpointing"}
-
-# neither is worth a flag
 LOG_INTERVAL = 50
 EVAL_ROWS = 64
 BALANCE = 0.001  # how far a step moves an expert's bias where the routers learn
-ADAM = 0.4  # Muon's run: the peak of Adam's rate, of embeddings, output layer, experts and norms, beside the matrices'
-
+FREE_ON_RESUME = {"init_from", "out_dir", "device", "micro_batch", "checkpointing", "max_iters", "eval_interval"}
 
 # the weighted sum of Eq. 1 in nats, to be divided by the number of real tokens; and for the log, by
 # name, (2,) float32: a cross-entropy summed, positions counted
@@ -127,58 +53,27 @@ Losses = tuple[Tensor, dict[str, Tensor]]
 
 
 # --- the training step
-def clean_tokens(model: Model, batch: Batch, z: Tensor, bundle: Tensor) -> Tensor:
-    """The paper's target for Stage B, the clean tokens: (R, T) int64."""
-    return batch.clean
-
-
-def bundle_of(model: Model, batch: Batch, masked: Tensor, args: Namespace) -> Tensor:
-    """The paper's bundle: some masks of each block, chosen without a look at the text; or all of them. (R, T) bool."""
-    if args.bundle == "whole":
-        return masked
-    return draw_bundle(masked, model.cfg.block_length, 1, args.s_max, batch.draws)
-
-
-def cocommit_step(
-    model: Model, batch: Batch, args: Namespace, bundle: Callable = bundle_of, target: Callable = clean_tokens
-) -> Losses:
+def cocommit_step(model: Model, batch: Batch, args: Namespace) -> Losses:
     """One step of the paper: both stages of these rows, Eq. 1 in each."""
     # what the model is shown: masked, wrong and right positions
     z, kind = corrupt_batch(model, batch, args)
     masked = kind == M
 
-    # the bundle, and what Stage B is asked to write there
-    marked = bundle(model, batch, masked, args)
-    wanted = target(model, batch, z, marked)
+    # the bundle, chosen without a look at the text
+    bundle = bundle_of(model, batch, masked, args)
 
-    # the split: one prefix, then the last n layers unmarked and marked
+    # the split: one prefix, then the last n layers unmarked and marked; causal Stage B reads the clean tokens of its
+    # bundle, each position the one before it
     ctx = batch_context(model, batch, args)
     h = model.prefix(z, ctx)
     stage_a = model.last_n(h, ctx)
-    stage_b = model.coordinate(h, marked, ctx, model.cfg.n_rounds)
+    tokens = torch.where(bundle, batch.clean, z)
+    stage_b = model.coordinate(h, bundle, ctx, model.cfg.n_rounds, tokens)
 
     # Eq. 1 in both stages: Stage A fills every mask, Stage B its bundle, by alpha as a whole
     loss_a, terms_a = three_term_loss(model, stage_a, batch.clean, kind, fill=masked)
-    loss_b, terms_b = three_term_loss(model, stage_b, wanted, kind, fill=marked, alpha=args.alpha)
+    loss_b, terms_b = three_term_loss(model, stage_b, batch.clean, kind, fill=bundle, alpha=args.alpha)
     return loss_a + loss_b, of_stage("A", terms_a) | of_stage("B", terms_b)
-
-
-def base_step(model: Model, batch: Batch, args: Namespace) -> Losses:
-    """Without Stage B (--stage_a_only): the model that Stage B is added to, as LLaDA2.1 is trained."""
-    z, kind = corrupt_batch(model, batch, args)
-
-    # some rows are read from left to right, in blocks of one, and every token of theirs is asked for
-    one_by_one = None
-    if args.one_by_one > 0:
-        one_by_one = (uniform(batch.draws, 1)[:, 0] < args.one_by_one).to(z.device)
-        asked = one_by_one[:, None] & batch.real
-        z = z.masked_fill(asked, model.cfg.mask_id)
-        kind = kind.masked_fill(asked, M)
-
-    ctx = batch_context(model, batch, args, one_by_one)
-    stage_a = model.last_n(model.prefix(z, ctx), ctx)
-    loss, terms = three_term_loss(model, stage_a, batch.clean, kind, fill=kind == M)
-    return loss, of_stage("A", terms)
 
 
 # --- what a step is made of
@@ -186,10 +81,21 @@ def corrupt_batch(model: Model, batch: Batch, args: Namespace) -> tuple[Tensor, 
     """What the model is shown: z (R, T) int64 and kind (R, T) uint8, see corrupt.py."""
     cfg = model.cfg
     how = Corruption(
-        args.corruption, cfg.block_length, cfg.mask_id, batch.n_plain, args.mask_power, args.replace_rate
+        args.corruption, cfg.block_length, cfg.mask_id, batch.n_plain, args.mask_power, args.replace_rate, args.ends
     )  # fmt: skip
     draft = partial(stage_a_draft, model, batch, args)
     return corrupt(batch.clean, batch.free, how, batch.draws, draft)
+
+
+def bundle_of(model: Model, batch: Batch, masked: Tensor, args: Namespace) -> Tensor:
+    """Of each block some masks, or in a share of the blocks all of them: masked (R, T) bool -> (R, T) bool."""
+    B = model.cfg.block_length
+    bundle = draw_bundle(masked, B, 1, args.s_max, batch.draws)
+    if args.whole > 0:
+        whole = uniform(batch.draws, masked.shape[1] // B) < args.whole
+        whole = whole.repeat_interleave(B, dim=1).to(masked.device)
+        bundle = torch.where(whole, masked, bundle)
+    return bundle
 
 
 @torch.no_grad()
@@ -218,336 +124,318 @@ def of_stage(stage: str, terms: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"{name}_{stage}": term for name, term in terms.items()}
 
 
-# --- the loop
-def loop(model: Model, corpus: Corpus, step: Callable[..., Losses], optimizer: torch.optim.Optimizer,
-         args: Namespace) -> None:  # fmt: skip
+# --- a run: rows, model, optimizer, then the loop
+def run(args: Namespace, step: Callable[..., Losses] = cocommit_step, make_optimizer: Callable | None = None) -> None:
     """Train, validate, save. `step` is cocommit_step, or one of your own."""
+    corpus = read_corpus(Path(args.data), args.seq_len, args.seed, args.block_length, args.batch_size)
+    model = start(args, corpus)
+    optimizer = (make_optimizer or adamw)(model, args)
+    loop(model, corpus, step, optimizer, args)
+
+
+def loop(
+    model: Model, corpus: Corpus, step: Callable[..., Losses], optimizer: torch.optim.Optimizer, args: Namespace,
+    writes: bool = True, agreed: Callable[[bool], bool] = bool,
+) -> None:  # fmt: skip
+    """The loop. Of several processes one `writes`, and all stop at once where it is `agreed`."""
     folder = Path(args.out_dir)
     done = 0
     if args.resume and (folder / "state.safetensors").exists():
         done = checkpoint.restore_state(model, optimizer, folder)
-    write_settings(args)
-    rewind_log(folder / "log.jsonl", done)
-    describe(args, corpus, model, done)
+    if writes:
+        write_json(folder / "train.json", {k: v for k, v in vars(args).items() if k != "resume"})
+        rewind_log(folder / "log.jsonl", done)
+        describe(args, corpus, model, done)
 
     saved = done
-    with interruptible() as caught, open(folder / "log.jsonl", "a", buffering=1) as log:
-        for it in tqdm(range(done, args.max_iters), initial=done, total=args.max_iters, desc="train", disable=None):
-            # forward, backward, update
-            record = update(model, corpus, step, optimizer, it, args)
+    started = time.perf_counter()
+    log = folder / "log.jsonl" if writes else None
+    steps = tqdm(range(done, args.max_iters), "train", initial=done, total=args.max_iters, disable=None)
+    with interruptible() as caught:
+        for it in steps:
+            # forward, backward: gradients of all micro-batches, with one denominator
+            began = time.perf_counter()
+            n_real = corpus.rows["train"].count_real(it * args.batch_size, args.batch_size)
+            loss = 0.0
+            terms = []
+            for batch in micro_batches(corpus, "train", it * args.batch_size, args.batch_size, model, args):
+                part, part_terms = step(model, batch, args)
+                (part / n_real).backward()
+                loss += float(part.detach()) / n_real
+                terms.append(part_terms)
+            norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or math.inf))
+
+            # update, along the schedule
+            share = cosine(it, args.max_iters)
+            for group in optimizer.param_groups:
+                group["lr"] = share * group["peak"]
+            record = dict(step=it, loss=loss, grad_norm=norm, lr=share * args.learning_rate, tokens=n_real)
             check_finite(record, "loss", it, saved, args)
-            report(record, f"step {it + 1}/{args.max_iters}", log, (it + 1) % LOG_INTERVAL == 0)
+            optimizer.step()
+            balance_experts(model)
+            optimizer.zero_grad(set_to_none=True)
+
+            # report; after five steps also how long all of them will take
+            now = time.perf_counter()
+            record |= means(terms) | dict(ms=1e3 * (now - began))
+            report(record, log, f"step {it + 1}/{args.max_iters}", shown=(it + 1) % LOG_INTERVAL == 0)
+            if writes and it == done + 4:
+                minutes = (now - started) / 5 * (args.max_iters - done) / 60
+                tqdm.write(f"at the speed of these five steps it will take {minutes:.1f} minutes")
 
             # validate, and save what has been validated; a run that is stopped here logs no more than otherwise
-            stop = bool(caught)
+            stop = agreed(bool(caught))
             due = (it + 1) % args.eval_interval == 0 or it + 1 == args.max_iters
             if due or stop:
                 validation = validate(model, corpus, step, it + 1, args)
                 check_finite(validation, "validation", it, saved, args)
                 if due:
-                    report(validation, f"validation after step {it + 1}", log, shown=True)
-                state = checkpoint.training_state(model, optimizer)
-                checkpoint.save_tensors(folder / "state.safetensors", state, {"step": str(it + 1)})
-                checkpoint.save(model, folder, Path(args.init_from))
+                    report(validation, log, f"validation after step {it + 1}", shown=True)
+                if writes:
+                    save(model, optimizer, it + 1, args)
                 saved = it + 1
             if stop:
                 break
-    draw_curve(folder)
-    tell_what_is_next(saved, bool(caught), args)
-
-
-def write_settings(args: Namespace) -> None:
-    """What a resumed run and evaluate.py read."""
-    folder = Path(args.out_dir)
-    write_json(folder / "train.json", {k: v for k, v in vars(args).items() if k != "resume"})
-    if is_toy(args):
-        write_json(folder / "toy.json", {"name": args.data[0]} | toy.sizes(args.toy))
-
-
-def update(model: Model, corpus: Corpus, step: Callable[..., Losses], optimizer: torch.optim.Optimizer, it: int,
-           args: Namespace) -> dict[str, float]:  # fmt: skip
-    """One update, if loss and gradient are finite -> what the log says of it."""
-    began = time.perf_counter()
-    first = it * args.batch_size
-
-    # gradients of all micro-batches, with one denominator
-    n_real = corpus.rows["train"].count_real(first, args.batch_size)
-    loss = 0.0
-    terms = []
-    for batch in micro_batches(corpus, "train", first, args.batch_size, model, args):
-        with fast_kernels(model.wte.weight.device, model.compute_dtype):
-            part, part_terms = step(model, batch, args)
-            (part / n_real).backward()
-        loss += float(part.detach()) / n_real
-        terms.append(part_terms)
-    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or math.inf))
-
-    # the update, along the schedule
-    share = cosine(it, args.max_iters)
-    for group in optimizer.param_groups:
-        group["lr"] = share * group["peak"]
-    if math.isfinite(loss + norm):
-        optimizer.step()
-        balance_experts(model)
-    optimizer.zero_grad(set_to_none=True)
-
-    record = dict(step=it, loss=loss, grad_norm=norm, lr=share * args.learning_rate, tokens=n_real)
-    return record | means(terms) | dict(ms=1e3 * (time.perf_counter() - began))
+    if writes:
+        tell_what_is_next(saved, corpus, args)
+    if saved < args.max_iters:
+        raise SystemExit(130 if caught else 0)  # as Ctrl-C ends other programs
 
 
 @torch.no_grad()
 def validate(model: Model, corpus: Corpus, step: Callable[..., Losses], it: int, args: Namespace) -> dict[str, float]:
     """The step's terms on held-out rows, the same ones in every run."""
     rows = min(EVAL_ROWS, 8 * args.batch_size)  # at full size a row takes minutes
-    with fast_kernels(model.wte.weight.device, model.compute_dtype):
-        terms = [step(model, batch, args)[1] for batch in micro_batches(corpus, "val", 0, rows, model, args)]
+    terms = [step(model, batch, args)[1] for batch in micro_batches(corpus, "val", 0, rows, model, args)]
     return {"step": it, "val": True} | means(terms)
 
 
 def micro_batches(corpus: Corpus, split: str, first: int, n: int, model: Model, args: Namespace) -> Iterator[Batch]:
     """Rows first .. first+n of "train" or "val", a micro-batch at a time."""
     size = args.micro_batch or args.batch_size
-    device = model.wte.weight.device
     for at in range(first, first + n, size):
-        yield get_batch(corpus, split, at, min(size, first + n - at), args.seed, device)
+        yield get_batch(corpus, split, at, min(size, first + n - at), args.seed, model.wte.weight.device)
+
+
+def cosine(it: int, max_iters: int) -> float:
+    """The rate as a share of its peak: up over 1 % of the steps (paper), then a cosine to 0."""
+    warm = max(1, round(0.01 * max_iters))
+    if it < warm:
+        return (it + 1) / warm
+    progress = (it - warm) / max(1, max_iters - warm)
+    return 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def balance_experts(model: Model) -> None:
-    """Where the routers learn, each expert's bias follows how often it is chosen."""
+    """Where the routers of the model learn, each expert's bias follows how often it is chosen."""
     for layer in model.layers[model.cfg.n_dense :]:
         if layer.mlp.router.requires_grad:
             layer.mlp.balance(BALANCE)
 
 
-# --- the optimizer
-def make_optimizer(model: Model, args: Namespace) -> torch.optim.Optimizer:
-    """AdamW; weight decay on matrices alone: norms and markers are not pulled to zero.
-
-    With --optimizer muon the layers' matrices, which map states to states, are Muon's, all the rest Adam's.
-    """
-    peak = args.learning_rate
-    adam = partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True)
-    learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if args.optimizer == "muon":
-        matrices = [p for name, p in learned.items() if name.startswith("layers.") and p.dim() == 2]
-        others = [p for name, p in learned.items() if not (name.startswith("layers.") and p.dim() == 2)]
-        muon = dict(params=matrices, peak=peak, momentum=0.95, weight_decay=args.weight_decay)
-        rest = dict(params=others, peak=ADAM * peak, weight_decay=0.0)
-        return Together(torch.optim.Muon([muon], adjust_lr_fn="match_rms_adamw"), adam([rest]))
-
+def adamw(model: Model, args: Namespace) -> torch.optim.Optimizer:
+    """AdamW; weight decay on matrices alone: norms and markers are not pulled to zero."""
+    learned = model.learned()
     matrices = [p for name, p in learned.items() if p.dim() >= 2 and name != "markers"]
     others = [p for name, p in learned.items() if p.dim() < 2 or name == "markers"]
+    peak = args.learning_rate
     decayed = dict(params=matrices, peak=peak, weight_decay=args.weight_decay)
-    return adam([decayed, dict(params=others, peak=peak, weight_decay=0.0)])
-
-
-# --- what is learned from, and what learns
-def load_corpus(args: Namespace) -> Corpus:
-    """What the settings say to read; text by the tokens of the checkpoint that it starts from."""
-    if is_toy(args):
-        task = toy.make(args.data[0], **toy.sizes(args.toy))
-        rows = {"train": toy.Rows(task, args.seed, "rows"), "val": toy.Rows(task, "validation rows")}
-        geometry = dict(
-            tokenizer="toy", eos_id=task.eos_id, mask_id=task.mask_id, vocab_size=task.vocab_size, block_length=task.m
-        )
-        return Corpus(rows, task.V, geometry)
-
-    # a tokenizer: a checkpoint's own; of a new model bytes, or of names a BPE, learned once
-    folder = Path(args.out_dir if args.init_from == "scratch" else args.init_from)
-    kind = "bytes"
-    if args.init_from != "scratch":
-        kind = checkpoint.read_config(folder).tokenizer
-    elif args.data == ["names"]:
-        kind = "bpe"
-        data.learn_names(folder)
-    tokenizer = checkpoint.load_tokenizer(folder, kind)
-    if tokenizer is None:
-        fail(f"{folder} has no tokenizer.json to read text with")
-    return data.text_corpus(
-        args.data, tokenizer, kind, args.seq_len, args.seed, args.max_docs, args.block_length, args.batch_size
+    return torch.optim.AdamW(
+        [decayed, dict(params=others, peak=peak, weight_decay=0.0)], betas=(0.9, 0.95), fused=True
     )  # fmt: skip
 
 
+# --- what learns
 def start(args: Namespace, corpus: Corpus) -> Model:
-    """A fresh model for these tokens; or a folder's, with LoRA and markers to train."""
+    """A fresh model for these rows; or a checkpoint's, with what learns beside it; or all of that."""
+    device = pick_device(args.device)
+    sizes = dict(n_last=args.n_last, n_rounds=args.n_rounds, block_length=args.block_length, causal=args.causal)
     if args.init_from == "scratch":
-        cfg = replace(PRESETS[args.preset], n_last=args.n_last, n_rounds=args.n_rounds, **corpus.geometry)
-        model = checkpoint.new_model(cfg, generator(args.seed, "init"), pick_device(args.device))
+        meta = corpus.meta
+        ids = dict(vocab_size=meta.vocab_size, eos_id=meta.eos_id, mask_id=meta.mask_id)
+        cfg = replace(PRESETS[args.preset], **sizes, **ids)
+        model = checkpoint.new_model(cfg, generator(args.seed, "init"), device)
         model.compute_dtype = DTYPES[args.dtype]
     else:
-        model = load_base(args, corpus)
-        model.add_lora(args.lora_r, generator(args.seed, "lora"), args.lora_in)
-        model.adapter["alpha"] = args.alpha
+        model = checkpoint.load_model(args.init_from, device, DTYPES[args.dtype], **sizes)
+        if saves_adapter(args):
+            model.adapt(args.stage_b, args.lora_r, generator(args.seed, "lora"))
     model.checkpointing = args.checkpointing
     return model
 
 
-def load_base(args: Namespace, corpus: Corpus) -> Model:
-    """What --init_from names, without adapters."""
-    sizes = dict(n_last=args.n_last, n_rounds=args.n_rounds, block_length=args.block_length)
-    model = checkpoint.load_model(args.init_from, pick_device(args.device), DTYPES[args.dtype], **sizes)
-    if is_toy(args) and any(getattr(model.cfg, name) != value for name, value in corpus.geometry.items()):
-        fail(f"--init_from {args.init_from} was trained on a toy of another size: give the same --toy")
-    checkpoint.merge(model, Path(args.init_from))
-    return model
+def saves_adapter(args: Namespace) -> bool:
+    """Does something learn beside a frozen base?"""
+    return args.init_from != "scratch" and (args.lora_r > 0 or args.stage_b == "copy")
+
+
+def save(model: Model, optimizer: torch.optim.Optimizer, steps: int, args: Namespace) -> None:
+    """What the run resumes from, then what it has learned: an adapter, or a whole model with what reads its ids."""
+    folder = Path(args.out_dir)
+    state = checkpoint.training_state(model, optimizer)
+    checkpoint.save_tensors(folder / "state.safetensors", state, {"step": str(steps)})
+    if saves_adapter(args):
+        about = dict(stage_b=args.stage_b, lora_r=max(1, args.lora_r), alpha=args.alpha)
+        checkpoint.save_adapter(model, folder, Path(args.init_from), about)
+        return
+    for name in ("tokenizer.json", "meta.json"):
+        if (Path(args.data) / name).exists():
+            shutil.copyfile(Path(args.data) / name, folder / name)
+    checkpoint.save_model(model, folder)
 
 
 # --- flags
 def build_parser(doc: str = __doc__) -> Parser:
-    parser = Parser(doc, RUNS)
+    parser = Parser(doc)
     count = bounded(int, 1, 10**9)
     some = bounded(int, 0, 10**9)
     share = bounded(float, 0, 1)
+    flag = argparse.BooleanOptionalAction
 
     # fmt: off
     add = parser.add_argument_group("data").add_argument
-    add("--data", nargs="+",
-        help=f"names, stdlib, a toy ({', '.join(toy.TASKS)}), or .txt / folder / .jsonl[.gz] / .parquet")
-    add("--toy", nargs="+", metavar="KEY=VALUE", help="sizes of a toy, see toy.py")
-    add("--seq_len", type=count, help="tokens in a row, one document a row")
-    add("--max_docs", type=some, help="stop reading after so many documents (paper 50000; 0: read all)")
+    add("--config", metavar="TOML", help="a file of flags, as configs/ has them; those of the command line win")
+    add("--data", default="data/names", help="a folder of rows, by prepare.py or toy.py")
+    add("--seq_len", type=count, default=32, help="tokens in a row, one document a row (paper 2048)")
 
     add = parser.add_argument_group("model").add_argument
-    add("--init_from", help="scratch, resume, or a checkpoint's folder, as in the paper: LoRA and markers train (names "
-        "start from assets/names, by alpha from assets/names/paper; everything else from scratch)")
-    add("--preset", choices=PRESETS, help="from scratch: the geometry")
-    add("--n_last", type=count, help="n, the layers of Stage B (paper 3; a checkpoint's own)")
-    add("--n_rounds", type=count, help="K, rounds of Stage B, one marker each (paper 1; a checkpoint's own)")
-    add("--block_length", type=count, help="tokens decoded together (paper 32; a checkpoint's own)")
-    add("--lora_r", type=count, help="rank of the adapters, LoRA's own alpha is 2 r")
-    add("--lora_in", choices=["both", "stage_b"], help="the stages in which LoRA acts; stage_b: of the last n layers")
-    add("--stage_a_only", action="store_true", help="from scratch without Stage B: a base to adapt later")
+    add("--init_from", default="assets/names", help="scratch, resume, or a checkpoint's folder")
+    add("--preset", choices=PRESETS, default="tiny", help="from scratch: the geometry")
+    add("--n_last", type=count, help="n, the layers of Stage B (paper 3; left out: the checkpoint's own)")
+    add("--n_rounds", type=count, help="K, rounds of Stage B, one marker each (paper 1; the checkpoint's own)")
+    add("--block_length", type=count, help="tokens decoded together (paper 32; the rows' or the checkpoint's own)")
+    add("--lora_r", type=some, default=16, help="rank of LoRA, whose own alpha is 2 r; 0: all weights learn")
+    add("--stage_b", choices=STAGE_B, default="shared",
+        help="shared: LoRA in every layer, for both stages (paper); lora: in Stage B's last n layers alone; copy: Stage B "
+             "has a copy of the last n layers, which learns whole")
+    add("--causal", action=flag, default=False,
+        help="Stage B sees the token before, and of its bundle what is left of it (ours)")
 
     add = parser.add_argument_group("corruption, bundle and loss").add_argument
-    add("--corruption", choices=CORRUPTIONS, help="see corrupt.py")
-    add("--mask_power", type=bounded(float, 0.01),
-        help="a block's mask ratio is U(0, 1) to this power: below 1 many masks, as decoding begins")
-    add("--replace_rate", type=share, help="random: a block replaces U(0, 1) times this share of its visible tokens")
-    add("--one_by_one", type=share,
-        help="with --stage_a_only: the share of rows that are read from left to right, in blocks of one")
-    add("--context", choices=["corrupted", "clean"],
-        help="earlier blocks: corrupted, too, or clean as in decoding, rows [noisy ; clean]")
-    add("--bundle", choices=["drawn", "whole"], help="of each block 1 to s_max masks, or all of them")
-    add("--s_max", type=count, help="largest bundle (paper 16; half a block, a toy's whole answer)")
-    add("--alpha", type=bounded(float, 0), help="of Stage B's fill loss; 0: the paper's sum of cross-entropies")
+    add("--corruption", choices=CORRUPTIONS, default="draft", help="see corrupt.py")
+    add("--mask_power", type=bounded(float, 0.01), default=0.5,
+        help="a block's mask ratio is U(0, 1) to this power (paper 1): below 1 many masks, as decoding begins")
+    add("--ends", type=share, default=0.0,
+        help="the share of blocks that are masked from some place to their end (paper 0)")
+    add("--replace_rate", type=share, default=0.2,
+        help="random: a block replaces U(0, 1) times this share of its visible tokens")
+    add("--context", choices=["corrupted", "clean"], default="clean",
+        help="earlier blocks: corrupted, too (paper), or clean as in decoding, rows [noisy ; clean]")
+    add("--s_max", type=count, help="largest bundle that is drawn (paper 16; left out: half a block)")
+    add("--whole", type=share, default=0.0, help="the share of blocks whose bundle is all of their masks (paper 0)")
+    add("--alpha", type=bounded(float, 0), default=0.0,
+        help="of Stage B's fill loss; 0: the paper's sum of cross-entropies")
 
     add = parser.add_argument_group("optimisation").add_argument
-    add("--max_iters", type=count, help="optimizer steps; the cosine ends here")
-    add("--batch_size", type=count, help="rows in one optimizer step")
-    add("--micro_batch", type=some, help="rows in one forward; gradients accumulate (0: all)")
-    add("--optimizer", choices=["adamw", "muon"], help="muon: for the layers' matrices, from scratch")
-    add("--learning_rate", type=bounded(float, 1e-12), help="peak")
-    add("--weight_decay", type=share, help="on matrices; not on norms and markers")
-    add("--grad_clip", type=bounded(float, 0), help="largest gradient norm (0: no clipping)")
-    add("--checkpointing", action="store_true", help="recompute layers in the backward (paper): less memory, slower")
+    add("--max_iters", type=count, default=300, help="optimizer steps; the cosine ends here (paper 12500)")
+    add("--batch_size", type=count, default=64, help="rows in one optimizer step (paper 8)")
+    add("--micro_batch", type=some, default=0, help="rows in one forward; gradients accumulate (0: all)")
+    add("--learning_rate", type=bounded(float, 1e-12), default=3e-4, help="peak (paper 1e-5)")
+    add("--weight_decay", type=share, default=0.01, help="on matrices; not on norms and markers")
+    add("--grad_clip", type=bounded(float, 0), default=1.0, help="largest gradient norm (0: no clipping)")
+    add("--checkpointing", action=flag, default=False,
+        help="recompute layers in the backward (paper): less memory, slower")
 
     add = parser.add_argument_group("run").add_argument
-    add("--out_dir", help="where checkpoints and log.jsonl go")
-    add("--seed", type=int, help="any whole number, of any size: it is hashed")
-    add("--device", help="auto (cuda, then mps, then cpu), or one by name")
-    add("--dtype", choices=DTYPES, help="activations; frozen weights too (paper bf16)")
-    add("--eval_interval", type=count, help="validate and save every so many steps")
+    add("--out_dir", default="out/names", help="where checkpoints and log.jsonl go")
+    add("--seed", type=int, default=0, help="any whole number, of any size: it is hashed")
+    add("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
+    add("--dtype", choices=DTYPES, default="fp32", help="activations; frozen weights too (paper bf16)")
+    add("--eval_interval", type=count, default=250, help="validate and save every so many steps")
     # fmt: on
     return parser
 
 
-def read_arguments(parser: Parser | None = None, script: str = "train.py", **own: Any) -> Namespace:
-    """The command line with every default filled in: a new run's, or those of the run that is resumed.
-
-    parser, own: another script's, its flags beside those here, and their defaults.
-    """
+def read_arguments(parser: Parser | None = None) -> Namespace:
+    """The command line, on top of --config, or of the run that is resumed."""
     parser = parser or build_parser()
-    given = vars(parser.parse_args())
-    if given.get("init_from") == "resume":
-        folder = Path(given.get("out_dir", (RUNS["names"] | own)["out_dir"]))
-        runs = {kind: defaults | own for kind, defaults in RUNS.items()}
-        args = Namespace(**resumed(given, folder, parser, runs, FREE_ON_RESUME), resume=True)
-        sizes = (args.init_from, args.n_last, args.n_rounds, args.block_length, args.s_max)
-        if None in sizes or (args.init_from == "scratch" and args.preset is None):
-            fail(f"{folder}/train.json is damaged, or another script's: it lacks a size")
-        of = entry(vars(args), "script", str, folder / "train.json")
-        if of != script:
-            fail(f"{folder} is a run of another script: python {of} {resume_flags(folder)}")
-        return args
+    given = parser.parse_args()
+    resume = given.init_from == "resume"
+    settings = {}
+    if resume:
+        path = Path(given.out_dir) / "train.json"
+        settings = read_json(path, "training run to resume (--out_dir of an earlier run)")
+    elif given.config:
+        with reading(Path(given.config), "config"):
+            settings = tomllib.loads(Path(given.config).read_text())
 
-    # what it reads, and where it starts, say which run this is
-    args = Namespace(**PAPER | given)
-    if args.init_from is None:
-        args.init_from = "scratch"
-        if args.data == ["names"] and not args.stage_a_only:
-            args.init_from = RUNS["names by alpha" if args.alpha > 0 else "names"]["init_from"]
-    cfg = None if args.init_from == "scratch" else checkpoint.read_config(Path(args.init_from))
-    kind = what_it_reads(args, cfg)
-    if cfg is None:
-        kind += " from scratch"
-    elif args.alpha > 0:
-        kind += " by alpha"
-    settled = dict(init_from=args.init_from, run=kind, script=script, resume=False)
-    args = Namespace(**RUNS[kind] | own | given | settled)
-    refuse(args, cfg, given)
-
-    # sizes are the checkpoint's, or those of the toy
-    if is_toy(args):
-        args.toy = args.toy or toy_of_the_checkpoint(args)
-        args.block_length = toy.make(args.data[0], **toy.sizes(args.toy)).m
-    for name in ("n_last", "n_rounds", "block_length"):
-        if getattr(args, name) is None:
-            setattr(args, name, getattr(cfg or PRESETS[args.preset], name))
-    if args.s_max is None:
-        args.s_max = args.block_length if is_toy(args) else max(1, args.block_length // 2)
-    longest = (cfg or PRESETS[args.preset]).max_len
-    if not is_toy(args) and (args.seq_len % args.block_length or args.seq_len > longest):
-        fail(f"--seq_len {args.seq_len} must be a multiple of --block_length {args.block_length}, at most {longest}")
+    # settings as flags, then the flags of the command line, which win
+    args = parser.parse_args([*as_flags(settings, parser), *sys.argv[1:]])
+    args.resume = resume
+    if resume:
+        args.init_from = str(settings.get("init_from"))
+        saved = parser.parse_args(as_flags(settings, parser))
+        for name, value in vars(saved).items():
+            if getattr(args, name) != value and name not in FREE_ON_RESUME:
+                fail(f"--{name} {getattr(args, name)} differs from the run's {value}: leave it out, or start a new run")
+    settle(args)
     return args
 
 
-def refuse(args: Namespace, cfg: Config | None, given: dict) -> None:
-    """What cannot be meant."""
-    if args.toy and not is_toy(args):
-        fail("--toy gives a toy its size; name the toy by --data")
-    if is_toy(args) and ("block_length" in given or "seq_len" in given):
-        fail("--block_length and --seq_len are for text, a toy has its size from --toy m=4")
-    if args.stage_a_only and (cfg or args.alpha > 0):
-        fail("--stage_a_only trains a base from scratch, without Stage B: leave out --init_from and --alpha")
-    if args.one_by_one > 0 and not args.stage_a_only and "one_by_one" in given:
-        fail("--one_by_one is of a base: add --stage_a_only")
-    if cfg and args.optimizer == "muon":
-        fail("--optimizer muon is for training from scratch: LoRA has no square matrices")
-    for name in ("train.json", "config.json", "adapter.json"):
-        if (Path(args.out_dir) / name).exists():
-            fail(f"{args.out_dir} already holds a run or a checkpoint: choose another --out_dir, or --init_from resume")
+def as_flags(settings: dict, parser: Parser) -> list[str]:
+    """{"seed": 1, "causal": true} -> --seed=1 --causal"""
+    known = {action.dest for action in parser._actions}
+    flags = []
+    for name, value in settings.items():
+        if name not in known:
+            fail(f"{name} = {value!r:.80} is no setting: see --help")
+        if isinstance(value, bool):
+            flags.append(f"--{'' if value else 'no-'}{name}")
+        elif value is not None:
+            flags.append(f"--{name}={value}")
+    return flags
 
 
-def is_toy(args: Namespace) -> bool:
-    return len(args.data) == 1 and args.data[0] in toy.TASKS
+def settle(args: Namespace) -> None:
+    """Sizes that were left out are the checkpoint's or the rows' own; what cannot be meant is refused."""
+    folder = Path(args.out_dir)
+    if not args.resume:
+        for name in ("train.json", "config.json", "adapter.json", "meta.json"):
+            if (folder / name).exists():
+                fail(f"{folder} already holds a run or a checkpoint: choose another --out_dir, or --init_from resume")
+    meta = read_meta(Path(args.data))
+    if args.init_from == "scratch":
+        cfg = PRESETS[args.preset]
+    else:
+        cfg = checkpoint.read_config(Path(args.init_from))
+        check_rows_fit(args, cfg, meta)
+    for name in ("n_last", "n_rounds"):
+        if getattr(args, name) is None:
+            setattr(args, name, getattr(cfg, name))
+    if args.block_length is None:
+        args.block_length = meta.block_length or cfg.block_length
+    if args.s_max is None:
+        args.s_max = max(1, args.block_length // 2)
+
+    if args.seq_len % args.block_length or args.seq_len > cfg.max_len:
+        fail(f"--seq_len {args.seq_len} must be a multiple of --block_length {args.block_length}, at most {cfg.max_len}")
+    if args.context == "corrupted" and (args.stage_b != "shared" or args.causal):
+        fail("with --stage_b lora or copy, or --causal, Stage B acts in the blocks being decoded, and what stands before "
+             "them is Stage A's and finished: give --context clean")  # fmt: skip
+    if args.init_from == "scratch" and args.stage_b != "shared":
+        fail("--stage_b lora and copy stand on a trained base: give one by --init_from DIR")
+    if args.stage_b == "lora" and args.lora_r == 0:
+        fail("--stage_b lora needs a rank: --lora_r 16")
 
 
-def what_it_reads(args: Namespace, cfg: Config | None) -> str:
-    """toy, names, bytes or bpe; cfg is that of the checkpoint that it starts from, if it does."""
-    if cfg and (cfg.tokenizer == "toy") != is_toy(args):
-        fail(f"--init_from {args.init_from} reads other tokens than --data {' '.join(args.data)} has")
-    if is_toy(args):
-        return "toy"
-    if args.data == ["names"]:
-        return "names"
-    return cfg.tokenizer if cfg else "bytes"
-
-
-def toy_of_the_checkpoint(args: Namespace) -> list[str]:
-    """The sizes of the toy that a checkpoint was trained on, where it is the toy of this run."""
-    path = Path(args.init_from) / "toy.json"
-    saved = read_json(path, "toy settings of the checkpoint") if args.init_from != "scratch" else {}
-    same = saved.pop("name", None) == args.data[0]
-    return [f"{k}={v}" for k, v in saved.items()] if same else []
+def check_rows_fit(args: Namespace, cfg: Config, meta: Meta) -> None:
+    """Are these rows of the checkpoint's own tokens?"""
+    base = Path(args.init_from)
+    if checkpoint.about_adapter(base):
+        fail(f"--init_from {base} is an adapter: start from the model that it stands on, {checkpoint.base_of(base)}")
+    same = (cfg.eos_id, cfg.mask_id) == (meta.eos_id, meta.mask_id) and meta.vocab_size <= cfg.vocab_size
+    texts = [path.read_bytes() for path in (base / "tokenizer.json", Path(args.data) / "tokenizer.json") if path.exists()]
+    judges = [judge["toy"] for judge in (checkpoint.judge_of(base), meta.judge or {}) if "toy" in judge]
+    if not same or len(set(texts)) > 1 or len(texts) + len(judges) == 1 or len(judges) == 2 and judges[0] != judges[1]:
+        fail(f"--data {args.data} has other tokens than --init_from {base}: prepare it with --like {base}")
 
 
 # --- what is printed
 def describe(args: Namespace, corpus: Corpus, model: Model, done: int) -> None:
     cfg = model.cfg
-    learned = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    learned = sum(p.numel() for p in model.learned().values())
     about = {split: rows.describe() for split, rows in corpus.rows.items()}
-    print(f"{' '.join(args.data)}: {about['train']} to train on, {about['val']} to validate")
-    print(f"a run of the kind {args.run!r}: {settings_line(vars(args))}")
+    print(f"{args.data}: {about['train']} to train on, {about['val']} to validate")
     print(
         f"training {learned:,} parameters on {model.wte.weight.device} in {args.dtype}, from {args.init_from}; n = "
         f"{cfg.n_last} of {cfg.n_layer} layers, K = {cfg.n_rounds}, blocks of {cfg.block_length}; steps "
@@ -555,26 +443,18 @@ def describe(args: Namespace, corpus: Corpus, model: Model, done: int) -> None:
     )
 
 
-def tell_what_is_next(saved: int, interrupted: bool, args: Namespace) -> None:
+def tell_what_is_next(saved: int, corpus: Corpus, args: Namespace) -> None:
     if saved < args.max_iters:
-        again = f"python {args.script} {resume_flags(args.out_dir)}"
+        again = f"python {sys.argv[0]} --init_from resume --out_dir {args.out_dir}"
         print(f"saved at step {saved} of {args.max_iters}; go on with: {again}")
-        raise SystemExit(130 if interrupted else 0)  # as Ctrl-C ends other programs
-    if args.script != "train.py":
-        print(f"done: {args.out_dir}")
         return
-    reads = "evaluate.py" if args.data == ["names"] or is_toy(args) else "sample.py --prompt TEXT"
+    reads = "evaluate.py" if corpus.meta.judge else "sample.py --prompt TEXT"
     print(f"done; what it does now: python {reads} --ckpt {args.out_dir}")
 
 
 @command
 def main() -> None:
-    args = read_arguments(build_parser())
-    corpus = load_corpus(args)
-    model = start(args, corpus)
-    optimizer = make_optimizer(model, args)
-    step = base_step if args.stage_a_only else cocommit_step
-    loop(model, corpus, step, optimizer, args)
+    run(read_arguments())
 
 
 if __name__ == "__main__":

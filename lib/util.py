@@ -7,11 +7,7 @@ import io
 import json
 import math
 import os
-import re
-import shutil
 import sys
-import textwrap
-import time
 import unicodedata
 import zlib
 from collections.abc import Callable, Iterator
@@ -111,36 +107,21 @@ def objects(about: dict, key: str, where: Path | str) -> list[dict]:
 
 
 # --- flags
-def settings_line(settings: dict) -> str:
-    """{"seed": 0, "toy": ["V=3", "m=2"], "preset": None} -> seed 0, toy V=3 m=2"""
-    shown = {name: " ".join(value) if isinstance(value, list) else value for name, value in settings.items()}
-    return ", ".join(f"{name} {value}" for name, value in shown.items() if value not in (None, ""))
-
-
-TABLE = "defaults, by kind of run; of each after the first, where it differs from the first:"
-
-
 class Parser(argparse.ArgumentParser):
-    """argparse whose error is one line, and whose --help keeps the layout of the docstring.
+    """argparse whose error is one line, and whose --help keeps the layout of the docstring and shows every default."""
 
-    runs: {a kind of run: all its defaults}. Then parse_args returns what was given alone, and --help has
-    the defaults as a table: the first kind's, and where each other one differs.
-    """
-
-    def __init__(self, doc: str, runs: dict[str, dict] | None = None):
-        how = dict(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-        if runs:
-            first, *others = runs
-            lines = [f"  {first}: {settings_line(runs[first])}"]
-            for kind in others:
-                own = {k: v for k, v in runs[kind].items() if v != runs[first][k]}
-                lines.append(f"  {kind}: {settings_line(own)}")
-            wrapped = [textwrap.fill(line, 110, subsequent_indent="      ") for line in lines]
-            how |= dict(argument_default=argparse.SUPPRESS, epilog="\n".join([TABLE, *wrapped]))
-        super().__init__(description=doc, **how)
+    def __init__(self, doc: str):
+        super().__init__(description=doc, formatter_class=Manual, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         fail(f"{message} (see {self.prog} --help)")
+
+
+class Manual(argparse.RawDescriptionHelpFormatter):
+    def _get_help_string(self, action: argparse.Action) -> str:
+        shown = action.help or ""
+        silent = action.default in (None, argparse.SUPPRESS, []) or "(default" in shown or action.nargs == 0
+        return shown if silent else f"{shown} (default: %(default)s)"
 
 
 def bounded(kind: type, low: float, high: float = math.inf) -> Callable[[str], float]:
@@ -195,78 +176,7 @@ def verdict(name: str) -> str:
     return "(no such character)" if name.isupper() else "(no such character; names are in upper case)"
 
 
-MASK = "▒"
-END = "∎"
-LEGEND = f"[written now]  [Stage B's](A: what Stage A would write)  {{edited}}  {MASK} a mask  {END} the end"
-PACE = 0.4  # seconds that a drawn step stands
-
-
-class Screen:
-    """A line for each row, drawn again in place after every step; a plain log through a pipe, or with NO_COLOR.
-
-    tokenizer: a lib.tokenizer.Tokenizer, or None where tokens are numbers.
-    """
-
-    CODES = {"green": 32, "yellow": 33, "magenta": 35, "dim": 2}
-
-    def __init__(self, n_rows: int, tokenizer: Any, mask_id: int, eos_id: int):
-        self.tokenizer = tokenizer
-        self.signs = {eos_id: END, mask_id: MASK}
-        self.moves = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        self.lines = [""] * n_rows
-        self.steps = 0
-        print(LEGEND)
-
-    def on_step(self, rows: list[Any], step: Any) -> None:
-        """Show the rows in flight, each a cache.Row, after a sample.Step."""
-        self.steps += 1
-        for r, row in enumerate(rows):
-            before = self.tokenizer.decode(row.ids) if self.tokenizer else "".join(f"{i} " for i in row.ids)
-            self.draw(row.number, before, self.block(step, r))
-
-        # in place: from the first line on
-        if self.moves:
-            if self.steps > 1:
-                print(f"\x1b[{len(self.lines)}F", end="")
-            for line in self.lines:
-                print(f"\x1b[2K{line}")
-            sys.stdout.flush()
-            time.sleep(PACE)
-
-    def draw(self, number: int, before: str, block: str) -> None:
-        """The line of the row of this number: the text before its block, and the block."""
-        # a line that is too long loses its beginning, or the cursor would not find it again
-        room = shutil.get_terminal_size().columns - 10 - len(re.sub(r"\x1b\[\d+m", "", block))
-        if self.moves and len(before) > room:
-            before = before[len(before) - max(0, room) :]
-        self.lines[number] = f"step {self.steps:3}  {before}{block}"
-        if not self.moves:
-            print(self.lines[number])
-
-    def block(self, step: Any, r: int) -> str:
-        """Row r's block after the step, marked as LEGEND says."""
-        line = ""
-        for i, token in enumerate(step.after[r].tolist()):
-            word = self.word(token)
-            alone = int(step.token_a[r, i])
-            if step.edited[r, i]:
-                line += self.paint(f"{{{word}}}", "magenta")
-            elif step.bundle[r, i] and token == alone:
-                line += self.paint(f"[{word}]", "green")
-            elif step.bundle[r, i]:
-                line += self.paint(f"[{word}]", "yellow") + self.paint(f"(A: {self.word(alone)})", "dim")
-            else:
-                line += self.paint(word, "dim") if word.startswith(MASK) else word
-        return line
-
-    def word(self, token: int) -> str:
-        """A token as it is shown; numbers stand apart."""
-        if not self.tokenizer:
-            return self.signs.get(token, str(token)) + " "
-        return self.signs.get(token) or self.tokenizer.piece(token).replace("·", " ")
-
-    def paint(self, text: str, colour: str) -> str:
-        return f"\x1b[{self.CODES[colour]}m{text}\x1b[0m" if self.moves else text
+MASK = "▒"  # how a mask is typed and shown
 
 
 # --- files

@@ -1,12 +1,9 @@
 """The rows of the paper's Table 2, and that table where every answer can be judged: on a toy, or on names.
 
 A row says whose weights decode, by which gates, and by which step. Three steps are not the paper's and stand below.
-llada/run.py takes a row by its name for the benchmarks.
+llada/run.py takes a row by its name for the benchmarks. A causal Stage B has no row here.
 
-    python -m llada.ablation --ckpt out/names                     # after python train.py --n_last 3
-    python -m llada.ablation --ckpt out/adapter                   # after these two:
-        python train.py --data modes --stage_a_only --out_dir out/base
-        python train.py --data modes --init_from out/base --out_dir out/adapter
+    python -m llada.ablation --ckpt assets/names/paper            # as python train.py --n_last 3 makes it
 """
 
 from collections.abc import Callable
@@ -19,9 +16,11 @@ import torch
 from torch import Tensor
 
 from cache import Cached, Uncached
-from checkpoint import about_adapter, base_of, load_model, load_tokenizer, names_of
+from checkpoint import about_adapter, base_of, judge_of, load_model
 from evaluate import NAMES, complete, draw_names, load_task, quality
+from lib.tokenizer import load_tokenizer
 from lib.util import Parser, bounded, command, fail, first_masked, pick_device, print_table
+from model import Model
 from sample import Decoding, Step, candidates, denoise, select_bundle
 
 # R rows in flight, B block_length
@@ -46,8 +45,8 @@ def by_turns(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding, b
 def without_marker(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
     """The last n layers run again on the same states."""
 
-    def stage_b(h: Tensor, bundle: Tensor) -> Tensor:
-        return engine.stage_b(h, torch.zeros_like(bundle))
+    def stage_b(h: Tensor, bundle: Tensor, *read: Tensor | None) -> Tensor:
+        return engine.stage_b(h, torch.zeros_like(bundle), *read)
 
     unmarked = SimpleNamespace(model=engine.model, stage_a=engine.stage_a, stage_b=stage_b)
     return denoise(unmarked, z, given, u, d)
@@ -109,14 +108,19 @@ def decoder_of(row: str, n_rounds: int) -> tuple[Decoding, Callable[..., Step]]:
     return Decoding(**Q | dict(n_rounds=n_rounds) | changes), step
 
 
+def refuse_causal(model: Model) -> None:
+    if model.cfg.causal:
+        fail("a causal Stage B is no row of the paper's Table 2: evaluate.py judges one")
+
+
 # --- the table, where answers can be judged
-def judge_of(folder: Path, n_names: int) -> tuple[list[str], Callable[..., dict]]:
+def find_judge(folder: Path, n_names: int) -> tuple[list[str], Callable[..., dict]]:
     """What a decoder is judged by, and the function (model, d=, step=) that finds it."""
     cost = ["forwards", "full"]
-    if names_of(folder) is None:
-        return ["coherent", "mode", *cost], partial(quality, task=load_task(folder))
+    if "names" not in judge_of(folder):
+        return ["possible", "likeliest", *cost], partial(quality, task=load_task(folder))
 
-    tokenizer = load_tokenizer(folder, "bpe")
+    tokenizer = load_tokenizer(base_of(folder))
     prompts = draw_names(n_names, "held out", tokenizer)
     return ["exist", "itself", *cost], partial(complete, tokenizer=tokenizer, prompts=prompts)
 
@@ -130,10 +134,10 @@ def main() -> None:
     args = parser.parse_args()
     if not about_adapter(args.ckpt):
         fail(f"{args.ckpt} is no adapter: Table 2 compares one with its base")
-
-    columns, judge = judge_of(args.ckpt, args.prompts)
+    columns, judge = find_judge(args.ckpt, args.prompts)
     load = partial(load_model, device=pick_device(args.device), dtype=torch.float32)
     models = {"adapter": load(args.ckpt), "base": load(base_of(args.ckpt))}
+    refuse_causal(models["adapter"])
 
     lines = []
     for name, (weights, _, _, accuracy, nfe) in MECHANISM.items():

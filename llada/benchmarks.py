@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lib.data import read_records
 from lib.util import fail, reading
 from llada.answers import clean, drop_scores, equal_numbers, find_code, find_letter, find_number, find_spans, numbers
+from prepare import read_records
 
 Rows = Iterator[tuple[str, dict[str, str], Any]]  # id ("": number it), what fills the prompt, gold
 

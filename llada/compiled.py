@@ -2,7 +2,8 @@
 
 A step passes the few tokens of a block through every layer, in many small calls. Here a routed layer is one compiled
 function, attention and cache included. A graph serves any length of the text, and any number of rows from two on. It
-pays for thousands of tokens, in one text or in many one after the other: results/speed has the numbers.
+pays for thousands of tokens, in one text or in many one after the other: results/speed has the numbers. Causal Stage B
+runs as it is, beside a compiled Stage A.
 
 The flags are sample.py's, on a CPU in fp32. It needs a C++ compiler (g++, or the one that CXX names) and Python's
 headers, and refuses int8 weights, which have a kernel of their own.
@@ -17,20 +18,20 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo import config as dynamo
 
 import sample
-from cache import Cached
+from cache import Cached, KVCache
 from checkpoint import DTYPES, load_model
 from lib.util import command, fail, pick_device
-from model import Block, Context, Model, MoE
+from model import Context, Layer, Model, MoE
 
 # R rows, T positions of a pass (a block), N = R*T tokens, S keys, C channels, H heads, G key/value heads, D head dim,
 # E experts, A active experts, F expert width
 
 FEW = 8  # tokens an expert, on average, up to which reading its weights once a token is faster than sorting tokens
-GRAPHS = 64  # at most: two lengths of one row, more rows, each of them with LoRA, without, and with LoRA off
+GRAPHS = 64  # at most: two lengths of one row, more rows, each of them with LoRA and without
 
 
 # --- the compiled function
@@ -51,23 +52,22 @@ class Slot:
         return self.keys[:, :, : self.used], self.values[:, :, : self.used]
 
 
-def run_block(
-    block: Block, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, used: int, length: Tensor,
-    lora: bool,
-) -> Tensor:  # fmt: skip
-    """Block.forward: x (R, T, C) -> (R, T, C). length (R,): the context tokens of each row."""
+def run_layer(
+    layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, used: int, length: Tensor
+) -> Tensor:
+    """Layer.forward: x (R, T, C) -> (R, T, C). length (R,): the context tokens of each row."""
     # as in KVCache.build_context: a shorter row has keys in use that are none of its own
     R, T, C = x.shape
     length = length.view(R, 1, 1, 1)  # seen for one row, too, or its size would be fixed for more
     mask = torch.arange(-T, used - T) < length if R > 1 else None  # (R, 1, 1, S)
-    ctx = Context(cos, sin, mask, Slot(keys, values, used), lora=lora)
-    x = x + block.attn.forward(block.norm_1(x), ctx)
+    ctx = Context(cos, sin, mask, Slot(keys, values, used))
+    x = x + layer.attn.forward(layer.norm_1(x), ctx)
 
     # the experts
-    h = block.norm_2(x).view(R * T, C)
-    y = chosen_experts(block.mlp, h, *block.mlp.route(h))
-    if block.mlp.shared is not None:
-        y = y + block.mlp.shared(h)
+    h = layer.norm_2(x).view(R * T, C)
+    y = chosen_experts(layer.mlp, h, *layer.mlp.route(h))
+    if layer.mlp.shared is not None:
+        y = y + layer.mlp.shared(h)
     return x + y.view(R, T, C)
 
 
@@ -93,27 +93,34 @@ def chosen_experts(moe: MoE, x: Tensor, chosen: Tensor, weights: Tensor) -> Tens
 # --- the model
 def compile_steps(model: Model) -> None:
     """Let the routed layers of a float32 model on a CPU decode few tokens by the compiled function."""
-    compiled = torch.compile(run_block, fullgraph=True, options={"cpp_wrapper": True})
+    compiled = torch.compile(run_layer, fullgraph=True, options={"cpp_wrapper": True})
     model.run_layers = partial(run_layers, model, compiled)
 
 
-def run_layers(model: Model, run: Callable[..., Tensor], h: Tensor, ctx: Context, first: int, end: int) -> Tensor:
+def run_layers(model: Model, run: Callable[..., Tensor], h: Tensor, ctx: Context, layers: nn.ModuleList) -> Tensor:
     """As Model.run_layers: (R, T, C) -> (R, T, C). run: the compiled function."""
     R, T, _ = h.shape
-    cache = ctx.cache
-    decoding = cache is not None and cache.filling is None
     few = R * T * model.cfg.n_active <= FEW * model.cfg.n_expert
-    if not decoding or not few:
-        return Model.run_layers(model, h, ctx, first, end)
+    if not few or not is_usual(ctx):
+        return Model.run_layers(model, h, ctx, layers)
 
+    cache = ctx.cache
     with dynamo.patch(recompile_limit=GRAPHS):
-        for layer in model.layers[first:end]:
+        for layer in layers:
             if isinstance(layer.mlp, MoE):
                 keys, values = cache.kv[:, cache.slot(layer.attn.layer, ctx.i_round)]
-                h = run(layer, h, ctx.cos, ctx.sin, keys, values, cache.used, cache.length, ctx.lora)
+                h = run(layer, h, ctx.cos, ctx.sin, keys, values, cache.used, cache.length)
             else:
                 h = layer(h, ctx)
     return h
+
+
+def is_usual(ctx: Context) -> bool:
+    """Is it a decoding pass over all rows, where who sees whom follows from the lengths alone?"""
+    cache = ctx.cache
+    if not isinstance(cache, KVCache) or cache.filling is not None or cache.rows is not None:
+        return False
+    return ctx.mask is cache.context.mask
 
 
 @torch.inference_mode()

@@ -4,9 +4,9 @@
     python -m llada.export --to hf --src weights/llada2.1-mini --out back/
     python -m llada.export --to hf --src out/cocommit --out merged/
 
-An adapter that acts in Stage B alone goes nowhere. The released remote code (modeling_*.py) is no weight: copy it from
-the released folder yourself. `config.json` is written last: a folder without one is incomplete, and running the same
-command again completes it.
+A causal Stage B, or one with layers of its own, goes nowhere. The released remote code (modeling_*.py) is no weight:
+copy it from the released folder yourself. `config.json` is written last: a folder without one is incomplete, and the
+same command completes it.
 """
 
 from functools import partial
@@ -17,33 +17,26 @@ from torch import Tensor
 
 import checkpoint
 import convert_weights
-from checkpoint import about_adapter, base_of
+from checkpoint import about_adapter, base_of, read_tensors
 from convert_weights import Plan, copies, copy_file, plan, survey, write_checkpoint
-from lib.data import learn_bpe
-from lib.util import Parser, command, entry, fail, write_json
+from lib.util import Parser, command, fail, write_json
 from model import LORA_SCALE, Config
-
-# C channels (n_embd), K = n_rounds, r rank of an adapter
 
 DROPPED = {
     "lm_head.weight": "tied to the embedding",
     "markers": "the released layout has no place for them; they go to markers.safetensors",
 }
 
-State = dict[str, Tensor]  # LoRA matrices and markers, by our names
 
-
-def read_adapters(folder: Path) -> list[State]:
-    """The adapter in a folder, and those that it stands on, the lowest first; none in a model's folder."""
-    found = []
-    while about := about_adapter(folder):
-        if entry(about, "lora_in", str, folder) == "stage_b":
-            fail(f"{folder} acts in Stage B only: in any other layout it would act in every pass")
-        base = checkpoint.next_base(folder)
-        checkpoint.check_base(base, folder)
-        found.append(dict(checkpoint.read_tensors([folder / "adapter.safetensors"])))
-        folder = base
-    return found[::-1]
+def read_adapter(folder: Path, cfg: Config) -> dict[str, Tensor]:
+    """LoRA matrices and markers of an adapter by our names; of a model's folder none."""
+    about = about_adapter(folder)
+    if about.get("causal", cfg.causal) or about.get("stage_b", "shared") != "shared":
+        fail(f"{folder}: its Stage B is causal, or has layers of its own, which the released layout has no place for")
+    if not about:
+        return {}
+    checkpoint.check_base(base_of(folder), folder)
+    return dict(read_tensors([folder / "adapter.safetensors"]))
 
 
 def released_config(cfg: Config) -> dict:
@@ -53,17 +46,16 @@ def released_config(cfg: Config) -> dict:
     return {**convert_weights.MUST_BE, **fields, **rotary, "pad_token_id": cfg.eos_id, "use_cache": False}
 
 
-def released_tensors(found: dict[str, Tensor], shard: list[Plan], adapters: list[State]) -> dict[str, Tensor]:
-    """The released tensors of one shard of ours, with the LoRA of all adapters."""
+def released_tensors(found: dict[str, Tensor], shard: list[Plan], adapter: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The released tensors of one shard of ours, with the adapter's LoRA in them."""
     tensors = {}
     for planned in shard:
         whole = found.pop(planned.name)
         name = planned.name.removesuffix("weight")
-        # each is added in float32 and rounded, as where one is trained on the other
-        for adapter in adapters:
-            if f"{name}lora_A" in adapter:
-                delta = LORA_SCALE * adapter[f"{name}lora_B"].float() @ adapter[f"{name}lora_A"].float()
-                whole = (whole.float() + delta).to(whole.dtype)
+        if f"{name}lora_A" in adapter:
+            # added in float32, then rounded
+            delta = LORA_SCALE * adapter[f"{name}lora_B"].float() @ adapter[f"{name}lora_A"].float()
+            whole = (whole.float() + delta).to(whole.dtype)
         tensors |= zip(planned.released, whole.view(-1, *planned.part), strict=True)
     return tensors
 
@@ -72,31 +64,23 @@ def to_hf(src: Path, out: Path) -> None:
     """A checkpoint, or a base with the adapter in `src`, -> released."""
     base = base_of(src)
     cfg = checkpoint.read_config(base)
+    adapter = read_adapter(src, cfg)
     found = survey(base)
     shards = plan(cfg)
     expected = {planned.name: torch.empty(planned.shape, device="meta") for planned in sum(shards, [])}
     checkpoint.check_fit(base, found, expected, "the checkpoint is incomplete", DROPPED)
 
-    # markers, the last adapter's or the model's own, and how many layers they are made for
-    adapters = read_adapters(src)
-    markers = found.get("markers")
-    n_last = cfg.n_last
-    if adapters:
-        markers = adapters[-1]["markers"]
-        n_last = about_adapter(src)["model"]["n_last"]
-
-    # what goes with the weights, its own released config where it was converted from one
+    # what goes with the weights: markers and how many layers they are made for; of a converted model its own config
     files = copies(base, *convert_weights.TEXT)
-    if cfg.tokenizer == "bytes":  # a word in our config; there it is a file, and the converter reads the ids from it
-        files["tokenizer.json"] = partial(write_json, value=learn_bpe([], 258))
+    markers = adapter.get("markers", found.get("markers"))
     if markers is not None:
-        about = {"n_last": str(n_last)}
+        about = {"n_last": str(about_adapter(src).get("n_last", cfg.n_last))}
         files["markers.safetensors"] = partial(checkpoint.save_tensors, tensors={"markers": markers}, metadata=about)
     files["config.json"] = partial(write_json, value=released_config(cfg))
     if (base / "released_config.json").exists():
         files["config.json"] = partial(copy_file, base / "released_config.json")
 
-    write_checkpoint(out, [partial(released_tensors, found, shard, adapters) for shard in shards], files)
+    write_checkpoint(out, [partial(released_tensors, found, shard, adapter) for shard in shards], files)
 
 
 @command

@@ -2,10 +2,10 @@
 
 torchrun starts this command N times. Every process holds the model, and gradients are summed over all. With --shard
 (FSDP2, as in the paper) a process holds a part of the frozen layers, and a layer is gathered when it runs: for weights
-that do not fit. Process 0 alone reads the text, prints and writes, and its checkpoints are those of one process: a run
-goes on with any number, also after one has died. The other flags are train.py's, and count the rows of all processes.
+that do not fit. Process 0 alone prints and writes, and its checkpoints are those of one process: a run goes on with any
+number, also after one has died. The other flags are train.py's, and count the rows of all processes.
 
-    torchrun --nproc_per_node 8 -m llada.parallel --init_from weights/llada2.1-mini --data docs.jsonl --dtype bf16
+    torchrun --nproc_per_node 8 -m llada.parallel --data data/fineweb --config configs/llada.toml
     torchrun --nproc_per_node 8 -m llada.parallel --init_from resume --out_dir out/cocommit
 """
 
@@ -21,9 +21,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import checkpoint
 import train
-from lib.data import Corpus, check_finite, interruptible, report, resume_flags, rewind_log
+from lib.rows import Batch, read_corpus
 from lib.util import command, fail, pick_device
 from model import Model
 
@@ -54,18 +53,16 @@ def meet(args: Namespace) -> torch.device:
     return device
 
 
-def shared_corpus(args: Namespace) -> Corpus:
-    """What process 0 reads."""
-    found = [train.load_corpus(args) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found, device=torch.device("cpu"))
-    return found[0]
-
-
 def total(t: Tensor) -> Tensor:
     """The sum over all processes."""
     t = t.detach().clone()
     dist.all_reduce(t)
     return t
+
+
+def any_process(flag: bool) -> bool:
+    """Is it so in any of them?"""
+    return bool(total(torch.tensor(int(flag))))
 
 
 # --- the model and its step
@@ -80,83 +77,49 @@ def shard(model: Model, device: torch.device) -> None:
 
 def sum_gradients(model: Model) -> None:
     """From now on every backward leaves the gradients of all processes' rows, in all processes."""
-    for p in model.parameters():
-        if p.requires_grad:
-            p.register_hook(total)
+    for p in model.learned().values():
+        p.register_hook(total)
 
 
-def shared_step(model: Model, batch: train.Batch, args: Namespace) -> train.Losses:
+def shared_step(model: Model, batch: Batch, args: Namespace) -> train.Losses:
     """cocommit_step of this process's rows; what comes out is that of the whole batch, but for the gradient."""
     own = slice(dist.get_rank(), None, dist.get_world_size())
-    rows = train.Batch(batch.clean[own], batch.real[own], batch.free[own], batch.n_plain, batch.draws[own])
+    rows = Batch(batch.clean[own], batch.real[own], batch.free[own], batch.n_plain, batch.draws[own])
     loss, terms = train.cocommit_step(model, rows, args)
     of_others = total(loss) - loss.detach()
     return loss + of_others, {name: total(term) for name, term in terms.items()}
-
-
-# --- the loop: train.loop, where process 0 writes, and all stop at the same step
-def loop(model: Model, corpus: Corpus, optimizer: torch.optim.Optimizer, args: Namespace) -> None:
-    writes = dist.get_rank() == 0
-    folder = Path(args.out_dir)
-    done = 0
-    if args.resume and (folder / "state.safetensors").exists():
-        done = checkpoint.restore_state(model, optimizer, folder)
-    if writes:
-        train.write_settings(args)
-        rewind_log(folder / "log.jsonl", done)
-        train.describe(args, corpus, model, done)
-
-    saved = done
-    with interruptible() as caught, open(folder / "log.jsonl" if writes else os.devnull, "a", buffering=1) as log:
-        for it in range(done, args.max_iters):
-            record = train.update(model, corpus, shared_step, optimizer, it, args)
-            check_finite(record, "loss", it, saved, args)
-            shown = writes and (it + 1) % train.LOG_INTERVAL == 0
-            report(record, f"step {it + 1}/{args.max_iters}", log, shown)
-
-            # has a signal reached any process?
-            stop = bool(total(torch.tensor(len(caught))))
-            due = (it + 1) % args.eval_interval == 0 or it + 1 == args.max_iters
-            if due or stop:
-                validation = train.validate(model, corpus, shared_step, it + 1, args)
-                check_finite(validation, "validation", it, saved, args)
-                if due:
-                    report(validation, f"validation after step {it + 1}", log, shown=writes)
-                if writes:
-                    state = checkpoint.training_state(model, optimizer)
-                    checkpoint.save_tensors(folder / "state.safetensors", state, {"step": str(it + 1)})
-                    checkpoint.save(model, folder, Path(args.init_from))
-                saved = it + 1
-                dist.barrier()  # nobody leaves before it is written
-            if stop:
-                break
-
-    if saved < args.max_iters:
-        if writes:
-            launcher = f"torchrun --nproc_per_node {os.environ['LOCAL_WORLD_SIZE']} -m llada.parallel"
-            print(f"saved at step {saved} of {args.max_iters}; go on with: {launcher} {resume_flags(args.out_dir)}")
-        raise SystemExit(130)
-    if writes:
-        train.tell_what_is_next(saved, False, args)
 
 
 # --- the command line
 def run() -> None:
     sharded = "--shard" in sys.argv
     sys.argv = [word for word in sys.argv if word != "--shard"]
-    args = train.read_arguments(train.build_parser())
-    if args.init_from == "scratch":
-        fail("several processes train adapters: give --init_from a checkpoint, which train.py makes")
+    args = train.read_arguments()
+    if not train.saves_adapter(args):
+        fail("several processes train adapters on a frozen base: give --init_from a checkpoint, and --lora_r above 0")
+    if sharded and args.stage_b != "shared":
+        fail(f"--stage_b {args.stage_b} has layers beside Stage A's, which --shard cannot cut up: leave one out")
     check_rows(args, int(os.environ["WORLD_SIZE"]))
     device = meet(args)
-    corpus = shared_corpus(args)
+    corpus = read_corpus(Path(args.data), args.seq_len, args.seed, args.block_length, args.batch_size)
 
     # a sharded model is mapped from its files, and goes to the device a layer at a time
     model = train.start(Namespace(**vars(args) | dict(device="cpu" if sharded else str(device))), corpus)
     if sharded:
         shard(model, device)
     sum_gradients(model)
-    loop(model, corpus, train.make_optimizer(model, args), args)
+
+    # the loop of train.py, where process 0 writes; it says how a run goes on by the name of its script
+    again = f"-m torch.distributed.run --nproc_per_node {os.environ['LOCAL_WORLD_SIZE']} -m llada.parallel"
+    sys.argv[0] = again + " --shard" * sharded
+    writes = dist.get_rank() == 0
+    status = 0
+    try:
+        train.loop(model, corpus, shared_step, train.adamw(model, args), args, writes, agreed=any_process)
+    except SystemExit:
+        status = 130  # also of those that nobody has told to stop
+    dist.barrier()  # nobody leaves before process 0 has written
+    raise SystemExit(status)
 
 
 @command

@@ -22,15 +22,16 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from checkpoint import DTYPES, base_of, fingerprint, load_model, load_tokenizer
-from lib.data import read_records
-from lib.tokenizer import Tokenizer
-from lib.util import Parser, bounded, command, fail, pick_device, print_table, read_json, reading
-from llada.ablation import BASE, COCOMMIT, MECHANISM, decoder_of
+from checkpoint import DTYPES, base_of, load_model, weights_hash
+from lib.int8 import is_int8
+from lib.tokenizer import Tokenizer, load_tokenizer
+from lib.util import Parser, bounded, command, fail, pick_device, print_table, reading
+from llada.ablation import BASE, COCOMMIT, MECHANISM, decoder_of, refuse_causal
 from llada.benchmarks import TASKS, Item
 from llada.chat import chat
 from llada.tables import HEAD, Run, differences, digest, measured, read_run
 from model import Model
+from prepare import read_records
 from sample import Decoding, Step, check_prompt, generate
 
 
@@ -74,6 +75,7 @@ def load_items(args: Namespace) -> list[Item]:
 
 def row_of(args: Namespace, model: Model) -> str:
     """The row of Table 2 that is asked for, of these weights."""
+    refuse_causal(model)
     given = "adapter" if model.markers.any() else "base"
     row = args.row or {"adapter": COCOMMIT, "base": BASE}[given]
     weights, *_ = MECHANISM[row]
@@ -90,9 +92,9 @@ def identity(args: Namespace, items: list[Item], model: Model, row: str, d: Deco
         "task": args.task,
         "row": row,
         "questions": digest([[item.id, item.prompt, item.gold] for item in items]),
-        "weights": fingerprint(base),
-        "int8": read_json(base / "config.json", "checkpoint config").get("int8", False),
-        "adapter": fingerprint(args.ckpt) if args.ckpt != base else None,
+        "weights": weights_hash(base),
+        "int8": is_int8(model),
+        "adapter": digest((args.ckpt / "adapter.safetensors").read_bytes().hex()) if args.ckpt != base else None,
         "partial_cost": model.partial_cost,
         "dtype": args.dtype,
     }
@@ -186,7 +188,7 @@ def main() -> None:
 
     # the model, and how it decodes
     model = load_model(args.ckpt, pick_device(args.device), DTYPES[args.dtype])
-    tokenizer = load_tokenizer(args.ckpt, model.cfg.tokenizer)
+    tokenizer = load_tokenizer(base_of(args.ckpt))
     if tokenizer is None:
         fail(f"{args.ckpt} has no tokenizer (a toy's tokens are numbers): it cannot read {task.title}")
     row = row_of(args, model)

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from checkpoint import PRESETS, read_config
 from convert_weights import Plan, plan, survey, write_checkpoint
-from lib.data import learn_bpe
+from lib.tokenizer import byte_spec
 from lib.util import Parser, bounded, command, fail, generator, write_json
 from llada.export import released_config
 
@@ -42,7 +42,7 @@ def write(out: Path, layers: int) -> None:
     cfg = replace(PRESETS["llada2.1-mini"], n_layer=layers, n_last=min(3, layers))
     config = released_config(cfg) | {"pad_token_id": 256}  # the end of a text, in that tokenizer
     files = {
-        "tokenizer.json": partial(write_json, value=learn_bpe([], 258)),
+        "tokenizer.json": partial(write_json, value=byte_spec()),
         "config.json": partial(write_json, value=config),
     }
     write_checkpoint(out, [partial(random_shard, shard) for shard in plan(cfg)], files)

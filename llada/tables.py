@@ -189,7 +189,7 @@ HEAD += ["| paper:", "delta", "noise", "NFE/token"]
 LEGEND = (
     "delta: over items in both runs, with a paired bootstrap's interval; the paper's noise: two scores that far apart "
     "differ by chance (95 %, unpaired, from its number of items)\n"
-    "NFE/token: full forwards, as the paper counts; in all: commit forwards and Stage B's n/L of one included"
+    "NFE/token: full forwards, as the paper counts; in all: refreshes and Stage B's n/L of one included"
 )
 
 
@@ -215,7 +215,7 @@ def measured(run: Run | None, reference: Run | None) -> list[str]:
 
     # forwards per token
     tokens = max(1, sum(record["tokens"] for record in records))
-    nfe = {k: sum(record["nfe"][k] for record in records) / tokens for k in ("full", "partial", "commit")}
+    nfe = {k: sum(record["nfe"][k] for record in records) / tokens for k in ("full", "partial", "refresh")}
     cells[5:] = [f"{nfe['full']:.3f}", f"{in_full(nfe, run.settings['partial_cost']):.3f}"]
     return cells
 

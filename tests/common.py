@@ -10,6 +10,8 @@ import torch
 
 from cache import Row
 from checkpoint import PRESETS, load_model, new_model, save_adapter, save_model
+from lib.rows import Meta, write_meta
+from lib.tokenizer import byte_spec
 from lib.util import generator, write_json
 from model import Config, Model
 from sample import Step
@@ -42,27 +44,34 @@ def byte_model(seed: int = 0, **overrides) -> Model:
     return tiny_model(seed, **sizes | overrides)
 
 
-def names_folder(folder: Path, tokenizer: dict, **overrides) -> Path:
-    """A model of names with random weights, and the content of its tokenizer.json."""
-    save_model(byte_model(tokenizer="bpe", **overrides), folder)
-    write_json(folder / "tokenizer.json", tokenizer)
-    write_json(folder / "names.json", {"unidata_version": "0"})
+def names_folder(folder: Path, spec: dict | None = None, **overrides) -> Path:
+    """A model of names with random weights; spec: the content of its tokenizer.json (left out: bytes)."""
+    model = byte_model(**overrides)
+    cfg = model.cfg
+    save_model(model, folder)
+    write_json(folder / "tokenizer.json", spec or byte_spec())
+    write_meta(folder, Meta(cfg.vocab_size, cfg.eos_id, cfg.mask_id, n_plain=256, judge={"names": "0"}))
     return folder
 
 
-def random_lora(model: Model, lora_in: str = "both") -> None:
-    model.add_lora(4, generator("lora"), lora_in)
-    for name, p in model.named_parameters():
+def random_lora(model: Model, stage_b: str = "shared", r: int = 4) -> None:
+    """What learns beside the base, as after a training: LoRA that is not zero, a copy that is no longer the base."""
+    model.adapt(stage_b, r, generator("lora"))
+    for name, p in model.learned().items():
         if "lora_B" in name:
             p.data.normal_(0, 0.1, generator=generator(name))
+        elif name.startswith("layers_b.") and "lora_A" not in name:
+            p.data.add_(torch.randn(p.shape, generator=generator(name)), alpha=0.05)
 
 
-def random_adapter(folder: Path, base: Path, **overrides) -> Model:
-    """A folder as train.py writes it, with random LoRA and markers -> the model with it."""
+def random_adapter(folder: Path, base: Path, stage_b: str = "shared", **overrides) -> Model:
+    """A folder as train.py writes it, with random LoRA, markers and Show -> the model with it."""
     model = load_model(base, "cpu", torch.float32, **overrides)
-    random_lora(model)
+    random_lora(model, stage_b)
     model.markers.data.normal_(0, 0.3, generator=generator("markers"))
-    save_adapter(model, folder, base)
+    if model.show is not None:
+        model.show.data.normal_(0, 0.1, generator=generator("show"))
+    save_adapter(model, folder, base, dict(stage_b=stage_b, lora_r=4, alpha=0.0))
     return model
 
 

@@ -1,15 +1,47 @@
-"""Runs of train.py, or of another script with its loop: one that is stopped, and what it has come to."""
+"""Runs of train.py and base.py: rows for them, one that is stopped and goes on, and what it has come to."""
 
 import json
+import shlex
 import signal
+from pathlib import Path
 
+import numpy as np
 import torch
 from common import command_line
 from safetensors.torch import load_file
 
+import base
+import toy
 import train
+from lib.rows import Meta, write_meta, write_rows
+from lib.tokenizer import byte_spec
+from lib.util import generator, write_json
+
+SCRIPTS = {"train.py": train, "base.py": base}
+BYTES = Meta(vocab_size=272, eos_id=256, mask_id=257, n_plain=256)
 
 
+# --- rows
+def toy_rows(folder: Path, name: str = "pairs", **sizes) -> Path:
+    """A toy's prepared folder: 64 rows to train on."""
+    toy.write_toy(folder, name, sizes or dict(V=3, m=2), rows=64, seed=0)
+    return folder
+
+
+def byte_rows(folder: Path, prompt: int = 0, judge: dict | None = None) -> Path:
+    """A prepared folder of 40 short texts in random letters, read as bytes."""
+    g = generator("tests", "texts")
+    lengths = torch.randint(3, 60, (40,), generator=g).tolist()
+    documents = [torch.randint(97, 123, (n,), generator=g).numpy() for n in lengths]
+    documents = [np.append(document, BYTES.eos_id) for document in documents]
+    for split in ("train", "val"):
+        write_rows(folder, split, documents, [prompt] * len(documents), BYTES.vocab_size)
+    write_json(folder / "tokenizer.json", byte_spec())
+    write_meta(folder, Meta(**vars(BYTES) | dict(judge=judge)))
+    return folder
+
+
+# --- runs
 def end_state(folder) -> tuple[dict, list[dict]]:
     """What it would resume from, and its log without the clock."""
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
@@ -30,6 +62,13 @@ def stopped(step: int, script, monkeypatch, capsys, *argv) -> str:
         code, out, err = command_line(script, monkeypatch, capsys, *argv)
     assert code == 130, err
     return out
+
+
+def printed_line(out: str) -> tuple:
+    """The script and the arguments of the line that a stopped run says to go on with."""
+    _, line = out.split("go on with: python ")
+    name, *argv = shlex.split(line.splitlines()[0])
+    return SCRIPTS[name], argv
 
 
 def assert_same_end(a, b) -> None:

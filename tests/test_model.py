@@ -10,7 +10,7 @@ from common import approx, random_ids, random_lora, tiny_config, tiny_model
 from cache import Cached, Uncached
 from checkpoint import check_config
 from lib.util import Mistake, generator
-from model import MoE
+from model import Linear, MoE
 
 
 def context(ids, model, clean=None):
@@ -122,7 +122,7 @@ def test_stage_b_without_marker_is_stage_a():
     assert torch.equal(stage_a, model.coordinate(h, torch.zeros_like(bundle), ctx, 1))
     model.markers.data.zero_()
     assert torch.equal(stage_a, model.coordinate(h, bundle, ctx, 1))
-    model.add_lora(4, generator("lora"))  # B is zero
+    model.adapt("shared", 4, generator("lora"))  # B is zero
     assert torch.equal(stage_a, model.coordinate(model.prefix(ids, ctx), bundle, ctx, 1))
 
     # A is uniform up to 1 / sqrt(n_in), as PEFT's is
@@ -143,32 +143,65 @@ def test_lora_merged_equals_unmerged():
     torch.testing.assert_close(model(ids, context(ids, model)), adapted, rtol=1e-4, atol=1e-4)
 
 
-def test_lora_of_stage_b_alone_leaves_stage_a_the_base():
-    """It lies in the last n layers, and acts on rows but not on a clean copy behind them."""
+def own_parts(model, stage_b: str) -> set[str]:
+    """What learns beside a base, by name: of LoRA its matrices in the last two layers, of a copy all that it has."""
+    if stage_b == "lora":
+        return {f"layers_b.{i}.attn.{w}.lora_{x}" for i in (0, 1) for w in ("qkv", "proj") for x in "AB"}
+    return {f"layers_b.{name}" for name, _ in model.layers[2:].named_parameters()}
+
+
+@pytest.mark.parametrize("stage_b", ["lora", "copy"])
+def test_what_is_stage_bs_alone_leaves_stage_a_the_base(stage_b):
+    """It lies in the last n layers, and acts on rows but not on a clean copy behind them, whose keys and values are
+    Stage A's, bit for bit."""
     model, ids = tiny_model(), random_ids(2, 16)
     ctx, bundle = context(ids, model, ids), torch.zeros(2, 16, dtype=torch.bool)
     h = model.prefix(ids, ctx)
     base = model.last_n(h, ctx)
-    random_lora(model, "stage_b")
+    keys = model.read_before(h, ctx, 2).cache.kv
+    random_lora(model, stage_b)
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
-    names = {f"layers.{i}.attn.{w}.lora_{x}" for i in (2, 3) for w in ("qkv", "proj") for x in "AB"}
-    assert trained == model.adapter_state().keys() == names | {"markers"}
+    assert trained == model.learned().keys() == own_parts(model, stage_b) | {"markers"}
     assert torch.equal(model.last_n(h, ctx), base)
-    stage_b = model.coordinate(h, bundle, ctx, 1)
-    torch.testing.assert_close(stage_b[:, 16:], base[:, 16:], rtol=1e-4, atol=1e-4)
-    assert (stage_b - base)[:, :16].abs().amax(-1).min() > 0
+    kept = model.read_before(h, ctx, 2).cache.kv
+    assert kept.keys() == keys.keys() == {(layer, i) for layer in (2, 3) for i in (0, 1)}
+    assert all(torch.equal(a, b) for at in keys for a, b in zip(kept[at], keys[at], strict=True))
+    assert (model.coordinate(h, bundle, ctx, 1) - base[:, :16]).abs().amax(-1).min() > 0
+
+    # without a mark, and with layers that are Stage A's, rows beside their copy are Stage A
+    own, model.layers_b = model.layers_b, None
+    torch.testing.assert_close(model.coordinate(h, bundle, ctx, 1), base[:, :16], rtol=1e-4, atol=1e-4)
 
     # nothing of it is computed in Stage A
-    model.layers[3].attn.proj.lora_B.data.fill_(torch.inf)
+    model.layers_b = own
+    for name, p in model.learned().items():
+        if "proj.lora_B" in name or "proj.weight" in name:
+            p.data.fill_(torch.inf)
     assert torch.equal(model.last_n(h, ctx), base) and model(ids, ctx).isfinite().all()
-    assert not model.coordinate(h, bundle, ctx, 1)[:, :16].isfinite().all()
+    assert not model.coordinate(h, bundle, ctx, 1).isfinite().all()
 
 
-@pytest.mark.parametrize("lora_in", ["both", "stage_b"])
-def test_both_stages_decode_what_they_train_on(lora_in):
+def test_lora_on_the_mlp_of_stage_b_does_not_leak_into_stage_a():
+    """Whatever is put on Stage B's own layers, as in a fresh idea of a reader's: LoRA on every Linear that has none."""
+    model, ids = tiny_model(), random_ids(2, 16)
+    ctx, bundle = context(ids, model, ids), ids < 20
+    h = model.prefix(ids, ctx)
+    base = model.last_n(h, ctx)
+    random_lora(model, "lora")
+    without = model.coordinate(h, bundle, ctx, 2)
+    for linear in model.layers_b.modules():
+        if isinstance(linear, Linear) and linear.lora_A is None:
+            linear.add_lora(4, generator("more"))
+            linear.lora_B.data.normal_(0, 0.1, generator=generator("more"))
+    assert torch.equal(model.prefix(ids, ctx), h) and torch.equal(model.last_n(h, ctx), base)
+    assert (model.coordinate(h, bundle, ctx, 2) - without).abs().amax(-1).min() > 0
+
+
+@pytest.mark.parametrize("stage_b", ["shared", "lora", "copy"])
+def test_both_stages_decode_what_they_train_on(stage_b):
     """Rows [noisy ; clean] in training, a cache of clean blocks, or the whole text."""
     model, clean, noisy = tiny_model(n_rounds=1), random_ids(1, 24, 1), random_ids(1, 24, 2)
-    random_lora(model, lora_in)
+    random_lora(model, stage_b)
     bundle = noisy < 20
     ctx = context(noisy, model, clean)
     h = model.prefix(noisy, ctx)
@@ -183,13 +216,32 @@ def test_both_stages_decode_what_they_train_on(lora_in):
                 torch.testing.assert_close(found, [states[:, block] for states in trained], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("stage_b", ["shared", "lora", "copy"])
+def test_layers_that_are_computed_again_in_the_backward_have_the_same_gradients(stage_b):
+    """Beside a clean copy, whose keys Stage B keeps, in two rounds."""
+    model, ids = tiny_model(causal=True), random_ids(2, 16)
+    random_lora(model, stage_b)
+    bundle = random_ids(2, 16, 5, 2).bool()
+    results = []
+    for checkpointing in (False, True):
+        model.checkpointing = checkpointing
+        model.zero_grad()
+        ctx = context(ids, model, ids.flip(1))
+        h = model.prefix(ids, ctx)
+        states = model.coordinate(h, bundle, ctx, 2, ids)
+        (model.logits(states).log_softmax(-1)[..., 0].sum() + model.last_n(h, ctx).sum()).backward()
+        results.append({name: p.grad for name, p in model.learned().items()})
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+    assert all(grad.abs().max() > 0 for grad in results[0].values())
+
+
 def test_impossible_geometry_is_refused():
     for words, field in (
         ("n_last is 1..4", dict(n_last=9)), ("n_kv_head", dict(n_kv_head=3)), ("rotary_dim", dict(rotary_dim=17)),
         ("in twos", dict(n_group=8)), ("topk_group", dict(topk_group=5)), ("n_active", dict(n_active=5)),
         ("n_rounds", dict(n_rounds=0)), ("block_length", dict(block_length=4097)), ("vocabulary", dict(mask_id=40)),
         ("0 or above", dict(mask_id=-1)), ("of type int", dict(n_embd=64.0)), ("above 0", dict(norm_eps=float("nan"))),
-        ("tokenizer", dict(tokenizer="words")),
+        ("of type bool", dict(causal=1)),
     ):  # fmt: skip
         with pytest.raises(Mistake, match=words):
             check_config(tiny_config(**field))

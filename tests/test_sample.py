@@ -12,6 +12,7 @@ from common import MASK, Steps, approx, assert_same, caller, random_ids, random_
 import sample
 from cache import Output
 from checkpoint import save_model
+from lib.util import Mistake
 from sample import Decoding, candidates, denoise, generate, generate_one, select_bundle
 
 LENGTHS = [3, 8, 13, 16, 21]  # shorter than a block of 8, one block, inside a block, two blocks, inside the third
@@ -63,7 +64,7 @@ def test_generate_equals_the_specification_whatever_the_settings(seed, monkeypat
     prompts = [prompt(1, seed + 1) + prompt(n, seed, high=MASK + 2) for n in draw.sample(range(1, 19), 3)]
     model = tiny_model(seed, std, block_length=B, n_last=n_last)
     if seed % 4 > 1:
-        random_lora(model, "stage_b" if seed % 4 == 3 else "both")
+        random_lora(model, "lora" if seed % 4 == 3 else "shared")
     assert_equal_to_the_specification(model, prompts, replace(d, holes=draw.random() < 0.5), both=(False, True))
 
 
@@ -101,7 +102,7 @@ def test_a_prompt_is_never_edited():
     for steps, n in zip(rows, (13, 21), strict=True):
         assert all(e["at"] >= n for s in steps for e in s["edit"])
     steps = rows[0] + rows[1]
-    assert any(s["edit"] for s in steps) and any(len(s["fill"]) > 1 for s in steps) and outputs[0].nfe["commit"]
+    assert any(s["edit"] for s in steps) and any(len(s["fill"]) > 1 for s in steps) and outputs[0].nfe["refresh"]
     assert any(f["token"] != f["token_a"] for s in steps for f in s["fill"])
 
 
@@ -114,12 +115,12 @@ def test_what_a_decode_costs_is_what_runs():
     edited = Decoding(gen_length=21, tau_m2t=1.0, tau_t2t=1.0, n_rounds=0)  # no edit is above 1
     plain = replace(edited, tau_t2t=None)
     twice = replace(plain, n_rounds=2)
-    for d, full, commit, partial in ((edited, 24, 0, 0), (plain, 21, 2, 0), (twice, 21, 2, 44)):
+    for d, full, refresh, partial in ((edited, 24, 0, 0), (plain, 21, 2, 0), (twice, 21, 2, 44)):
         first.clear()
         last.clear()
         nfe = generate(model, [prompt(3)], d)[0].nfe
-        assert nfe == dict(full=full, commit=commit, partial=partial)
-        assert len(first) == full + commit and len(last) == len(first) + partial
+        assert nfe == dict(full=full, refresh=refresh, partial=partial)
+        assert len(first) == full + refresh and len(last) == len(first) + partial
 
     # three rows in step share every pass
     first.clear()
@@ -137,6 +138,16 @@ def test_a_step_of_ones_own_costs_what_it_says():
     out = generate(model, [prompt(3)], d, step=quarter)[0]
     assert out.nfe["partial"] == out.nfe["full"] / 4
     assert generate_one(model, prompt(3), d, quarter)[:2] == (out.tokens, out.nfe)
+
+
+def test_whole_blocks_without_more_to_write_cost_nothing():
+    """Two of three prompts end with a block, and nothing is asked for behind them; the other's last is decoded."""
+    d = Decoding(gen_length=0, tau_m2t=0.3, n_rounds=2)
+    outputs = assert_equal_to_the_specification(tiny_model(), [prompt(n) for n in (16, 13, 8)], d, both=(False, True))
+    nothing = dict(full=0, partial=0, refresh=0)
+    assert [out.nfe == nothing for out in outputs] == [True, False, True]
+    assert all(out.tokens == [] and out.prompt == prompt(n) for out, n in zip(outputs, (16, 13, 8), strict=True))
+    assert generate(tiny_model(), [prompt(8)], d)[0].nfe == nothing
 
 
 # --- given text
@@ -171,8 +182,9 @@ def test_a_step_by_hand():
         def stage_a(self, z):
             return z, F.one_hot(torch.tensor([[7, 7, 7, 3]]), 10).float()
 
-        def stage_b(self, h, bundle):
+        def stage_b(self, h, bundle, tokens):
             assert h[0, 2:].tolist() == [2, 3]  # what Stage A's forward left
+            assert tokens.tolist() == [[1, 7, 2, 3]]  # Stage A's in the bundle, elsewhere what is shown
             seen.append(bundle.tolist())
             return F.one_hot(torch.tensor([[5, 5, 5, 5]]), 10).float()
 
@@ -243,7 +255,7 @@ def test_a_block_that_never_ends_is_left_with_a_warning(monkeypatch):
 # --- the command line
 def test_a_checkpoint_without_its_tokenizer_decodes_ids_and_says_what_text_needs(tmp_path, monkeypatch, capsys):
     """A released checkpoint may come without tokenizer.json."""
-    save_model(tiny_model(tokenizer="bpe"), tmp_path)
+    save_model(tiny_model(), tmp_path)
     run = caller(sample, monkeypatch, capsys)
     given = ["--ckpt", tmp_path, "--gen_length", 12, "--device", "cpu"]
     d = Decoding(gen_length=12, tau_t2t=0.0, n_rounds=2)
@@ -270,3 +282,27 @@ def test_what_a_decode_defaults_to():
     assert settled(converted, "--n_rounds", "1").tau_t2t == 0.0  # Stage B is asked for
     for given, gate in {"0.3": 0.3, "0.5": 0.5, "none": None}.items():
         assert settled(trained, "--tau_t2t", given).tau_t2t == settled(converted, "--tau_t2t", given).tau_t2t == gate
+
+
+def test_what_a_causal_decode_defaults_to():
+    """The longest run above a half, without edits; the paper's gates where one of them is given; what is not meant is
+    refused."""
+    causal, plain = tiny_model(causal=True), tiny_model()
+    run = Decoding(n_rounds=2, holes=True, tau_joint=0.5, tau_t2t=None)
+    assert settled(causal) == run
+    assert settled(causal, "--tau_joint", "0") == replace(run, tau_joint=0.0)
+    assert settled(causal, "--tau_m2t", "0.3") == replace(run, tau_joint=None, tau_m2t=0.3, tau_t2t=0.0)
+    assert settled(causal, "--n_rounds", "0") == replace(run, tau_joint=None, n_rounds=0, tau_t2t=0.5)
+
+    # Stage A's own longest run, of any model
+    base = replace(run, n_rounds=0, tau_joint=0.7)
+    for model in (causal, plain):
+        assert settled(model, "--n_rounds", "0", "--tau_joint", "0.7") == base
+    for argv, words in (
+        (["--tau_joint", "0.5"], "needs a causal Stage B"),
+        (["--tau_joint", "0.5", "--n_rounds", "0", "--tau_m2t", "0.5"], "leave out"),
+        (["--tau_joint", "0.5", "--n_rounds", "0", "--tau_t2t", "0.5"], "leave out"),
+        (["--n_rounds", "3"], "0..2 rounds"),
+    ):
+        with pytest.raises(Mistake, match=words):
+            sample.settle_decoding(sample.build_parser().parse_args(argv), plain)

@@ -8,24 +8,30 @@ from argparse import Namespace
 import pytest
 import torch
 import torch.nn.functional as F
-from common import MASK, approx, caller, random_ids, random_lora, tiny_config, tiny_model
-from resuming import assert_same_end, end_state, stopped
+from common import MASK, approx, caller, names_folder, random_ids, random_lora, tiny_config, tiny_model
+from resuming import assert_same_end, byte_rows, end_state, stopped, toy_rows
 from safetensors.torch import load_file
 
 import checkpoint
+import evaluate
+import prepare
 import sample
+import toy
 import train
 from checkpoint import load_model
 from corrupt import G, M, W, draw_bundle
-from lib.data import cosine
-from lib.util import generator, settings_line
-from train import RUNS, Batch, base_step, cocommit_step, corrupt_batch, stage_a_draft
+from lib.rows import Batch, Corpus, Meta, get_batch, read_corpus
+from lib.util import generator
+from train import cocommit_step, corrupt_batch, cosine, stage_a_draft
 
-TOY = ["--data", "pairs", "--toy", "V=3", "m=2", "--batch_size", 4, "--device", "cpu"]
+PAPER = dict(
+    corruption="random", mask_power=1.0, replace_rate=0.2, ends=0.0, context="corrupted", s_max=4, whole=0.0, alpha=0.0,
+    learning_rate=1e-5, weight_decay=0.01,
+)  # fmt: skip
 
 
 def flags(**values) -> Namespace:
-    return Namespace(**train.PAPER | dict(corruption="random", s_max=4) | values)
+    return Namespace(**PAPER | values)
 
 
 def a_batch(R=3, T=24) -> Batch:
@@ -36,6 +42,19 @@ def a_batch(R=3, T=24) -> Batch:
     return Batch(clean, real, real & (torch.arange(T) > 1), MASK, draws)
 
 
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Rows of a toy."""
+    return toy_rows(tmp_path_factory.mktemp("rows") / "pairs")
+
+
+@pytest.fixture(scope="module")
+def scratch(pairs):
+    """A tiny model of these rows from scratch, as the paper trains."""
+    how = ["--data", pairs, "--init_from", "scratch", "--n_last", 2, "--learning_rate", 3e-3, "--mask_power", 1]
+    return [*how, "--corruption", "random", "--context", "corrupted", "--batch_size", 4, "--device", "cpu"]
+
+
 @pytest.fixture
 def run(monkeypatch, capsys):
     """train.py in this process."""
@@ -43,10 +62,11 @@ def run(monkeypatch, capsys):
 
 
 # --- the step
-@pytest.mark.parametrize("context", ["corrupted", "clean"])
-def test_the_step_by_hand(context):
-    """Eq. 1 in both stages from one prefix: Stage A fills all of M, Stage B its bundle; W and G count in both."""
-    model, args, batch = tiny_model(), flags(context=context), a_batch()
+@pytest.mark.parametrize("context, causal", [("corrupted", False), ("clean", False), ("clean", True)])
+def test_the_step_by_hand(context, causal):
+    """Eq. 1 in both stages from one prefix: Stage A fills all of M, Stage B its bundle; W and G count in both. Causal
+    Stage B is given what stands before a position: in the bundle the text, elsewhere what the model is shown."""
+    model, args, batch = tiny_model(causal=causal), flags(context=context), a_batch()
     loss, terms = cocommit_step(model, a_batch(), args)
 
     z, kind = corrupt_batch(model, batch, args)
@@ -54,7 +74,8 @@ def test_the_step_by_hand(context):
     ctx = model.context(batch.real, batch.clean if context == "clean" else None)
     h = model.prefix(z, ctx)
     by_hand = 0
-    stages = {"A": (model.last_n(h, ctx), kind == M), "B": (model.coordinate(h, bundle, ctx, 2), bundle)}
+    given = torch.where(bundle, batch.clean, z)
+    stages = {"A": (model.last_n(h, ctx), kind == M), "B": (model.coordinate(h, bundle, ctx, 2, given), bundle)}
     for stage, (states, fill) in stages.items():
         ce = F.cross_entropy(model.logits(states[:, :24]).mT, batch.clean, reduction="none")
         for name, where, weight in (("m2t", fill, 1.0), ("edit", kind == W, 0.3), ("clean", kind == G, 0.2)):
@@ -65,24 +86,36 @@ def test_the_step_by_hand(context):
     torch.testing.assert_close(loss, by_hand, rtol=1e-4, atol=1e-4)
 
 
-def test_a_bundle_and_a_target_of_ones_own_are_stage_bs_alone():
+def test_a_bundle_of_ones_own_is_stage_bs_alone(monkeypatch):
     model, args = tiny_model(n_rounds=1), flags()
 
     def all_masks(model, batch, masked, args):
         return masked
 
-    def next_token(model, batch, z, bundle):
-        assert (z[bundle] == MASK).all()
-        return torch.where(bundle, (batch.clean + 1) % MASK, batch.clean)
-
-    _, clean = cocommit_step(model, a_batch(), args)
-    _, whole = cocommit_step(model, a_batch(), args, bundle=all_masks)
-    _, flag = cocommit_step(model, a_batch(), flags(bundle="whole"))
+    _, drawn = cocommit_step(model, a_batch(), args)
+    _, flag = cocommit_step(model, a_batch(), flags(whole=1.0))
+    monkeypatch.setattr(train, "bundle_of", all_masks)
+    _, whole = cocommit_step(model, a_batch(), args)
     assert all(torch.equal(whole[name], flag[name]) for name in whole)
-    _, other = cocommit_step(model, a_batch(), args, target=next_token)
-    assert whole["m2t_B"][1] == clean["m2t_A"][1] > clean["m2t_B"][1]
-    assert {name for name in clean if not torch.equal(other[name], clean[name])} == {"m2t_B"}
-    assert other["m2t_B"][1] == clean["m2t_B"][1]
+    assert whole["m2t_B"][1] == drawn["m2t_A"][1] > drawn["m2t_B"][1]
+    assert {name for name in drawn if not torch.equal(whole[name], drawn[name])} == {"m2t_B", "edit_B", "clean_B"}
+
+
+def test_a_share_of_whole_bundles():
+    """In blocks of 8: each has the bundle of --whole 0, or all of its masks, and so in about the share that is given."""
+    model = tiny_model()
+    masked = torch.rand(64, 24, generator=generator("tests", "masked")) < 0.6
+
+    def bundles(share: float) -> torch.Tensor:
+        batch = Namespace(draws=[generator("tests", "whole", r) for r in range(64)])
+        return train.bundle_of(model, batch, masked, flags(whole=share)).unflatten(1, (3, 8))
+
+    drawn, some, whole = bundles(0.0), bundles(0.25), bundles(1.0)
+    assert torch.equal(whole.flatten(1), masked)
+    is_drawn, is_whole = ((some == other).all(-1) for other in (drawn, whole))
+    assert (is_drawn | is_whole).all()
+    differ = (drawn != whole).any(-1)
+    assert float(is_whole[differ].float().mean()) == approx(0.25, abs=0.1)  # 3.2 standard deviations of 192 blocks
 
 
 def test_a_draft_is_stage_as_choice_and_never_a_mask():
@@ -99,50 +132,29 @@ def test_a_draft_is_stage_as_choice_and_never_a_mask():
     assert not stage_a_draft(model, batch, flags(), z, torch.zeros_like(where)).numel()
 
 
-def test_rows_that_are_read_one_by_one_are_asked_for_every_token():
-    """They are masked whole, prompts too; the others are what Stage A is shown beside Stage B."""
-    model, batch = tiny_model(), a_batch()
-    loss, terms = base_step(model, a_batch(), flags(one_by_one=1.0, context="clean"))
-    single = tiny_model(block_length=1)
-    ids = batch.clean.masked_fill(batch.real, MASK)
-    logits = single(ids, single.context(batch.real, batch.clean))[:, :24]
-    ce = F.cross_entropy(logits.mT, batch.clean, reduction="none")[batch.real].detach()
-    assert terms["m2t_A"].tolist() == approx([float(ce.sum()), len(ce)], rel=1e-4)
-    assert float(loss.detach()) == approx(float(ce.sum()), rel=1e-4)
-
-    _, some = base_step(model, a_batch(), flags(one_by_one=0.5))
-    _, none = base_step(model, a_batch(), flags(one_by_one=0.0))
-    _, both = cocommit_step(model, a_batch(), flags())
-    assert none["m2t_A"][1] < some["m2t_A"][1] < len(ce)
-    of_stage_a = {name: both[name] for name in ("m2t_A", "edit_A", "clean_A")}
-    torch.testing.assert_close(none, of_stage_a, rtol=1e-5, atol=1e-4)
-    loss.backward()
-    assert model.markers.grad is None
-
-
 def test_alpha_is_stage_bs_alone():
     model = tiny_model(n_rounds=1)
-    loss, terms = cocommit_step(model, a_batch(), flags(bundle="whole"))
-    by_alpha, same = cocommit_step(model, a_batch(), flags(bundle="whole", alpha=1.0))
+    loss, terms = cocommit_step(model, a_batch(), flags(whole=1.0))
+    by_alpha, same = cocommit_step(model, a_batch(), flags(whole=1.0, alpha=1.0))
     assert all(torch.equal(terms[name], same[name]) for name in terms)  # the log has cross-entropies
     blocks = int(terms["m2t_B"][1])  # at most: 1 - P is below 1
     assert 0 < by_alpha - (loss - terms["m2t_B"][0]) < blocks
 
 
 # --- who learns, and how fast
-@pytest.mark.parametrize("lora", [False, True])
-def test_weight_decay_is_for_matrices(lora):
+@pytest.mark.parametrize("beside", [None, "shared", "copy"])
+def test_weight_decay_is_for_matrices(beside):
     """Not for norms, and not for markers, which are added to states."""
     model = tiny_model()
-    if lora:
-        random_lora(model)
-    groups = train.make_optimizer(model, flags(weight_decay=0.5, learning_rate=1.0)).param_groups
+    if beside:
+        random_lora(model, beside)
+    groups = train.adamw(model, flags(weight_decay=0.5, learning_rate=1.0)).param_groups
     names = {p: n for n, p in model.named_parameters()}
     decayed, undecayed = ({names[p] for p in g["params"]} for g in groups)
     assert [(g["weight_decay"], g["peak"], g["betas"]) for g in groups] == [(w, 1.0, (0.9, 0.95)) for w in (0.5, 0.0)]
-    assert decayed | undecayed == {n for n, p in model.named_parameters() if p.requires_grad}
+    assert decayed | undecayed == model.learned().keys() == {n for n, p in model.named_parameters() if p.requires_grad}
     assert "markers" in undecayed and all("norm" in n for n in undecayed - {"markers"})
-    assert not any("norm" in n for n in decayed) and len(decayed) > 15
+    assert not any("norm" in n for n in decayed) and len(decayed) > 11
 
 
 def test_learning_rate_warms_up_and_ends_at_zero():
@@ -153,14 +165,42 @@ def test_learning_rate_warms_up_and_ends_at_zero():
 
 
 # --- a run
+class PerRowDraws:
+    """Rows of a toy as that earlier version drew them: row i is a function of (key, i) alone."""
+
+    def __init__(self, task: toy.Toy, *key: int | str):
+        self.task = task
+        self.key = key
+
+    def batch(self, first: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        draws = [generator(*self.key, i) for i in range(first, first + rows)]
+        c = torch.cat([torch.randint(self.task.n_ctx, (1,), generator=g) for g in draws])
+        u = torch.cat([torch.rand(1, dtype=torch.float64, generator=g) for g in draws])
+        x = torch.cat([self.task.prompt(c), self.task.quantile(c, u)], dim=1)
+        prompt = (torch.arange(x.shape[1]) < self.task.m).expand_as(x)
+        return x, torch.ones_like(prompt), prompt
+
+    def count_real(self, first: int, rows: int) -> int:
+        return rows * 2 * self.task.m
+
+    def describe(self) -> str:
+        return "endless rows"
+
+
 def test_a_recorded_run_is_repeated(tmp_path, monkeypatch, capsys):
-    """The first losses and gradient norms of a run, as an earlier version had them, which balanced no experts."""
+    """The first losses and gradient norms of a run, as an earlier version had them, which balanced no experts, drew
+    the rows of a toy one by one, and had a vocabulary that ends with the mask."""
+    task = toy.make("modes", V=12, m=4, n_ctx=8)
+    meta = Meta(task.vocab_size, task.eos_id, task.mask_id, task.V, task.m)
+    corpus = Corpus({"train": PerRowDraws(task, 0, "rows"), "val": PerRowDraws(task, "validation rows")}, meta)
+    monkeypatch.setattr(train, "read_corpus", lambda *given: corpus)
     monkeypatch.setattr(train, "BALANCE", 0.0)
-    argv = ["--data", "modes", "--toy", "V=12", "m=4", "n_ctx=8", "--batch_size", 8, "--device", "cpu"]
+    argv = ["--data", toy_rows(tmp_path / "rows", "modes", V=12, m=4, n_ctx=8), "--init_from", "scratch"]
+    argv += ["--batch_size", 8, "--device", "cpu", "--learning_rate", 3e-3]
     argv += ["--n_rounds", 2, "--n_last", 2, "--s_max", 16, "--corruption", "draft"]
-    argv += ["--max_iters", 30, "--out_dir", tmp_path]
+    argv += ["--mask_power", 1, "--context", "corrupted", "--max_iters", 30, "--out_dir", tmp_path / "run"]
     stopped(6, train, monkeypatch, capsys, *argv)
-    log = end_state(tmp_path)[1]
+    log = end_state(tmp_path / "run")[1]
     assert [r["loss"] for r in log] == approx([1.423839, 1.380841, 1.293146, 1.185699, 1.111017, 1.897321], rel=1e-4)
     norms = [1.067918, 1.044259, 0.9943082, 0.8183043, 1.160377, 1.712444]
     assert [r["grad_norm"] for r in log] == approx(norms, rel=1e-3)
@@ -168,33 +208,40 @@ def test_a_recorded_run_is_repeated(tmp_path, monkeypatch, capsys):
     assert [r["edit_B"] for r in log[:3]] == approx([2.960117, 2.951241, 3.025655], rel=1e-4)
 
 
-def test_micro_batches_change_only_rounding(tmp_path, run):
+def test_micro_batches_change_only_rounding(tmp_path, run, scratch):
     for micro in (0, 1):
-        run(*TOY, "--max_iters", 1, "--micro_batch", micro, "--out_dir", tmp_path / str(micro))
+        run(*scratch, "--max_iters", 1, "--micro_batch", micro, "--out_dir", tmp_path / str(micro))
     whole, split = (end_state(tmp_path / name)[1] for name in "01")
     assert len(whole) == len(split) == 2  # a step and its validation
     assert all(a == approx(b, rel=1e-4) for a, b in zip(whole, split, strict=True))
 
 
-def test_a_non_finite_loss_stops_before_the_weights_are_hurt(tmp_path, run):
+def test_a_non_finite_loss_stops_before_the_weights_are_hurt(tmp_path, run, scratch):
     hot = ["--max_iters", 50, "--learning_rate", 1e30, "--grad_clip", 0, "--eval_interval", 1]
-    line = run.fails(*TOY, *hot, "--out_dir", tmp_path)
+    line = run.fails(*scratch, *hot, "--out_dir", tmp_path)
     assert "is not finite" in line and str(tmp_path) in line and "--learning_rate" in line
     assert all(t.isfinite().all() for k, t in end_state(tmp_path)[0].items() if k.startswith("param."))
 
 
+def test_how_long_it_will_take_is_said_after_five_steps(tmp_path, run, scratch, monkeypatch):
+    """Here a clock that goes on by a second each time it is read, and is read twice in a step."""
+    clock = iter(range(10**6))
+    monkeypatch.setattr(train.time, "perf_counter", lambda: float(next(clock)))
+    out = run(*scratch, "--max_iters", 30, "--out_dir", tmp_path)
+    assert "at the speed of these five steps it will take 1.0 minutes" in out
+
+
 # --- resuming
 
-
 CLEAN = ["--context", "clean", "--n_rounds", 2, "--corruption", "draft"]
-MUON = ["--stage_a_only", "--optimizer", "muon", "--one_by_one", 0.5, "--dtype", "bf16"]
+CAUSAL = ["--context", "clean", "--causal", "--corruption", "mask", "--ends", 0.5, "--whole", 0.5]
 
 
-@pytest.mark.parametrize("extra", [[], CLEAN, MUON], ids=["paper", "clean", "muon"])
-def test_four_steps_equal_two_and_resume_and_two(tmp_path, run, monkeypatch, capsys, extra):
+@pytest.mark.parametrize("extra", [[], CLEAN, CAUSAL], ids=["paper", "clean", "causal"])
+def test_four_steps_equal_two_and_resume_and_two(tmp_path, run, monkeypatch, capsys, scratch, extra):
     """Bit for bit."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    four = [*TOY, *extra, "--max_iters", 4, "--eval_interval", 3]
+    four = [*scratch, *extra, "--max_iters", 4, "--eval_interval", 3]
     run(*four, "--out_dir", whole)
     out = stopped(2, train, monkeypatch, capsys, *four, "--out_dir", parts)
     assert "saved at step 2 of 4; go on with: python train.py" in out
@@ -208,27 +255,29 @@ def test_four_steps_equal_two_and_resume_and_two(tmp_path, run, monkeypatch, cap
     assert len(biases) == 3 and all(bias.any() for bias in biases)
 
     # four steps, and validations after the third and the last, with the terms of each stage
-    stages = "A" if extra == MUON else "AB"
-    terms = {f"{term}_{stage}" for term in ("m2t", "edit", "clean") for stage in stages}
+    terms = {f"{term}_{stage}" for term in ("m2t", "edit", "clean") for stage in "AB"}
     assert len(log) == 6 and log[0]["tokens"] == 16
     assert log[0].keys() - terms == {"step", "loss", "grad_norm", "lr", "tokens"}
     assert log[-1]["val"] and log[-1].keys() - terms == {"step", "val"}
-    assert all({f"m2t_{stage}" for stage in stages} <= record.keys() for record in log)
+    assert all({f"m2t_{stage}" for stage in "AB"} <= record.keys() for record in log)
 
 
-def test_an_adapter_run_moves_the_adapter_alone_and_resumes_on_its_base(tmp_path, run, monkeypatch, capsys):
+def test_an_adapter_run_moves_the_adapter_alone_and_resumes_on_its_base(
+    tmp_path, run, monkeypatch, capsys, scratch, pairs
+):  # fmt: skip
     """In bf16; K = 2 and n = 3 are the base's, and are not given again."""
     base, a, b = tmp_path / "base", tmp_path / "a", tmp_path / "b"
-    run(*TOY, "--n_rounds", 2, "--n_last", 3, "--max_iters", 2, "--out_dir", base)
+    run(*scratch, "--n_rounds", 2, "--n_last", 3, "--max_iters", 2, "--out_dir", base)
     weights = (base / "model.safetensors").read_bytes()
-    six = [*TOY, "--init_from", base, "--max_iters", 6, "--learning_rate", 0.1, "--dtype", "bf16"]
+    six = ["--data", pairs, "--batch_size", 4, "--device", "cpu"]
+    six += ["--init_from", base, "--max_iters", 6, "--learning_rate", 0.1, "--dtype", "bf16"]
     assert f"python evaluate.py --ckpt {a}" in run(*six, "--out_dir", a)
     assert (base / "model.safetensors").read_bytes() == weights and not (a / "model.safetensors").exists()
     adapter = load_file(a / "adapter.safetensors")
     assert len(adapter) == 4 * 4 + 1 and all("lora_" in k or k == "markers" for k in adapter)
     assert all(t.abs().sum() > 0 for t in adapter.values())
-    about = dict(base="../base", base_fingerprint=checkpoint.fingerprint(base), model=dict(n_last=3, n_rounds=2))
-    about |= dict(lora_r=16, lora_in="both", alpha=0.0)
+    about = dict(base="../base", base_hash=checkpoint.weights_hash(base), n_last=3, n_rounds=2, causal=False)
+    about |= dict(stage_b="shared", lora_r=16, alpha=0.0)
     assert json.loads((a / "adapter.json").read_text()) == about
 
     # another base in the place of its own
@@ -237,7 +286,7 @@ def test_an_adapter_run_moves_the_adapter_alone_and_resumes_on_its_base(tmp_path
     model = load_model(base, "cpu", torch.float32)
     model.wte.weight.data *= 2
     checkpoint.save_model(model, base)
-    assert "it is another one" in run.fails(*resume)
+    assert f"was trained on other weights than {base} holds now" in run.fails(*resume)
     (base / "model.safetensors").write_bytes(weights)
 
     run(*resume)  # with what an out-of-memory error wants changed
@@ -246,10 +295,36 @@ def test_an_adapter_run_moves_the_adapter_alone_and_resumes_on_its_base(tmp_path
     assert saved["init_from"] == str(base) and saved["checkpointing"] and "resume" not in saved
 
 
-def test_a_run_that_dies_between_two_saves_goes_on_to_the_same_end(tmp_path, run, monkeypatch):
+STAGE_B = {"lora": ["--stage_b", "lora", "--alpha", 0.5], "copy": ["--stage_b", "copy", "--n_last", 1]}
+
+
+@pytest.mark.parametrize("how", STAGE_B)
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_stage_b_of_its_own_leaves_stage_a_the_base_and_resumes(
+    tmp_path, run, monkeypatch, capsys, scratch, pairs, how, causal
+):  # fmt: skip
+    base, a, b = tmp_path / "base", tmp_path / "a", tmp_path / "b"
+    run(*scratch, "--max_iters", 1, "--out_dir", base)
+    argv = ["--data", pairs, "--batch_size", 4, "--device", "cpu", "--init_from", base, "--max_iters", 4]
+    argv += [*STAGE_B[how], "--causal" if causal else "--no-causal", "--eval_interval", 3, "--learning_rate", 0.1]
+    run(*argv, "--out_dir", a)
+    stopped(2, train, monkeypatch, capsys, *argv, "--out_dir", b)
+    run("--init_from", "resume", "--out_dir", b)
+    assert_same_end(a, b)
+
+    about = json.loads((a / "adapter.json").read_text())
+    assert (about["stage_b"], about["causal"], about["alpha"]) == (how, causal, 0.5 if how == "lora" else 0)
+    ours, plain = (load_model(folder, "cpu", torch.float32) for folder in (a, base))
+    assert ours.markers.any() and ours.cfg.causal == causal
+    ids = random_ids(2, 4, high=3)
+    stage_a = [model(ids, model.context(torch.ones_like(ids, dtype=torch.bool))) for model in (ours, plain)]
+    assert torch.equal(*stage_a)
+
+
+def test_a_run_that_dies_between_two_saves_goes_on_to_the_same_end(tmp_path, run, monkeypatch, scratch):
     """It dies in step 4, whose line of the log is cut short; what is good is the state after step 2."""
     a, b = tmp_path / "a", tmp_path / "b"
-    ten = [*TOY, "--max_iters", 10, "--eval_interval", 2]
+    ten = [*scratch, "--max_iters", 10, "--eval_interval", 2]
     run(*ten, "--out_dir", a)
     log, record = b / "log.jsonl", train.report
 
@@ -271,12 +346,88 @@ def test_a_run_that_dies_between_two_saves_goes_on_to_the_same_end(tmp_path, run
     assert_same_end(a, b)
 
 
+def test_a_run_is_extended(tmp_path, run, scratch):
+    """Two steps, then four more: the log goes on behind what it had, along the schedule of six."""
+    run(*scratch, "--max_iters", 2, "--out_dir", tmp_path)
+    before = end_state(tmp_path)[1]
+    run("--init_from", "resume", "--out_dir", tmp_path, "--max_iters", 6, "--eval_interval", 5)
+    tensors, log = end_state(tmp_path)
+    assert log[:3] == before and [r["step"] for r in log] == [0, 1, 2, 2, 3, 4, 5, 5, 6]
+    assert [r["lr"] for r in log if "lr" in r][2:] == approx([3e-3 * cosine(it, 6) for it in (2, 3, 4, 5)])
+    assert {float(t) for k, t in tensors.items() if k.startswith("step.")} == {6.0}
+    saved = json.loads((tmp_path / "train.json").read_text())
+    assert (saved["max_iters"], saved["eval_interval"]) == (6, 5)
+
+    # an end that is behind it is no step back
+    run("--init_from", "resume", "--out_dir", tmp_path, "--max_iters", 3)
+    assert end_state(tmp_path)[1] == log
+
+
+def test_a_run_of_before_a_flag_resumes_with_its_default(tmp_path, run, monkeypatch, capsys, scratch):
+    a, b = tmp_path / "a", tmp_path / "b"
+    four = [*scratch, "--max_iters", 4]
+    run(*four, "--out_dir", a)
+    stopped(2, train, monkeypatch, capsys, *four, "--out_dir", b)
+    settings = json.loads((b / "train.json").read_text())
+    for later in ("ends", "whole", "causal", "stage_b", "replace_rate"):
+        del settings[later]
+    (b / "train.json").write_text(json.dumps(settings))
+    run("--init_from", "resume", "--out_dir", b)
+    assert_same_end(a, b)
+    assert json.loads((b / "train.json").read_text())["stage_b"] == "shared"
+
+
+# --- all weights of a checkpoint
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_all_weights_of_a_checkpoint_learn(tmp_path, run, monkeypatch, capsys, dtype):
+    """--lora_r 0: what comes of it is a model's folder, and the checkpoint stays as it was."""
+    source, a, b = tmp_path / "source", tmp_path / "a", tmp_path / "b"
+    names_folder(source)
+    rows = byte_rows(tmp_path / "rows", prompt=-1, judge={"names": "0"})
+    before = {path.name: path.read_bytes() for path in source.iterdir()}
+    argv = ["--data", rows, "--init_from", source, "--lora_r", 0, "--batch_size", 4, "--device", "cpu"]
+    argv += ["--max_iters", 4, "--eval_interval", 3, "--learning_rate", 1e-3, "--dtype", dtype]
+    assert f"python evaluate.py --ckpt {a}" in run(*argv, "--out_dir", a)
+    assert {path.name: path.read_bytes() for path in source.iterdir()} == before
+
+    # it resumes on its own weights, which are float32 while they learn
+    stopped(2, train, monkeypatch, capsys, *argv, "--out_dir", b)
+    run("--init_from", "resume", "--out_dir", b)
+    assert_same_end(a, b)
+    assert all(t.dtype == torch.float32 for t in end_state(a)[0].values())
+
+    # all of it moved
+    ours, theirs = load_file(a / "model.safetensors"), load_file(source / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    still = {name for name, now in ours.items() if torch.equal(now, theirs[name].to(now.dtype))}
+    assert not still
+    assert not (a / "adapter.json").exists()
+
+    # both scripts read it
+    decode = caller(sample, monkeypatch, capsys)
+    out = decode("--ckpt", a, "--prompt", "ab", "--gen_length", 8, "--device", "cpu")
+    assert out.startswith("ab") and "Stage B, sum of cross-entropies, n = 2 of 4, K = 2" in out
+    out = caller(evaluate, monkeypatch, capsys)("--ckpt", a, "--prompts", 2, "--device", "cpu")
+    assert "2 held-out names" in out and "base, all at once" in out
+
+
+def test_a_model_that_was_trained_by_alpha_says_so(tmp_path, run, monkeypatch, capsys, scratch):
+    """From scratch, too, where no adapter.json tells it; and wherever its folder's weights go."""
+    decode = caller(sample, monkeypatch, capsys)
+    for alpha, said in ((1, "Stage B, alpha 1,"), (0, "Stage B, sum of cross-entropies,")):
+        folder = tmp_path / str(alpha)
+        run(*scratch, "--alpha", alpha, "--max_iters", 2, "--out_dir", folder)
+        for name in ("train.json", "log.jsonl", "state.safetensors"):
+            (folder / name).unlink()
+        assert said in decode("--ckpt", folder, "--prompt_ids", "3,3", "--gen_length", 2, "--device", "cpu")
+
+
 # --- a step of one's own
-def test_a_step_of_ones_own_is_looped(tmp_path, monkeypatch):
+def test_a_step_of_ones_own_is_looped(tmp_path, monkeypatch, scratch, pairs):
     """Four rows a step, and eight times as many to validate."""
-    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, TOY), "--max_iters", "2", "--out_dir", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, scratch), "--max_iters", "2", "--out_dir", str(tmp_path)])
     args = train.read_arguments()
-    corpus = train.load_corpus(args)
+    corpus = read_corpus(pairs, 32, 0, 2, 4)
     model = train.start(args, corpus)
     before = float(model.wte.weight.data.square().sum())
     shapes = []
@@ -286,7 +437,7 @@ def test_a_step_of_ones_own_is_looped(tmp_path, monkeypatch):
         loss = model.wte.weight.square().sum()
         return loss, {"own": torch.stack([loss.detach(), torch.ones(())])}
 
-    train.loop(model, corpus, square_of_the_embedding, train.make_optimizer(model, args), args)
+    train.loop(model, corpus, square_of_the_embedding, train.adamw(model, args), args)
     first, _, last = end_state(tmp_path)[1]
     assert first["own"] == approx(before) and last["own"] < before and last["val"]
     assert shapes == [(4, 4)] * (2 + 8)
@@ -295,10 +446,11 @@ def test_a_step_of_ones_own_is_looped(tmp_path, monkeypatch):
 # --- the paper's setting, and what is not given
 def test_a_released_checkpoint_is_adapted_on_records_and_sampled(golden, tmp_path, run, monkeypatch, capsys):
     """The released layout, its tokenizer, one padded document a row, LoRA in bf16, then decoding with the adapter."""
-    ours, records = tmp_path / "ours", tmp_path / "docs.jsonl"
+    ours, records, rows = tmp_path / "ours", tmp_path / "docs.jsonl", tmp_path / "rows"
     texts = [f"def f{n}(x):\n    return x + {n}\n" * (1 + n % 3) for n in range(60)]
     records.write_text("".join(json.dumps({"text": t, "int_score": 3, "token_count": 300}) + "\n" for t in texts))
-    argv = ["--init_from", golden, "--data", records, "--seq_len", 64, "--max_iters", 2, "--batch_size", 4]
+    caller(prepare, monkeypatch, capsys)(records, "--like", golden, "--out", rows)
+    argv = ["--init_from", golden, "--data", rows, "--seq_len", 64, "--max_iters", 2, "--batch_size", 4]
     argv += ["--n_last", 2, "--dtype", "bf16", "--learning_rate", 0.01, "--device", "cpu", "--out_dir", ours]
     assert "blocks of 32" in run(*argv)
     decode, brief = caller(sample, monkeypatch, capsys), ("--gen_length", 8, "--device", "cpu")
@@ -307,52 +459,39 @@ def test_a_released_checkpoint_is_adapted_on_records_and_sampled(golden, tmp_pat
     assert texts[0] != texts[1] and re.search(r"^\[[1-8] tokens; ", written[1], re.M)
 
 
-@pytest.mark.parametrize("kind", RUNS)
-def test_what_a_run_defaults_to(kind, tmp_path, monkeypatch):
-    """The table's row, and sizes of the checkpoint or the preset; --help shows it."""
+def settled(monkeypatch, *argv) -> dict:
+    """What these flags come to."""
+    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, argv)])
+    return vars(train.read_arguments())
+
+
+def test_what_is_left_out_is_the_rows_or_the_checkpoints_own(tmp_path, monkeypatch, pairs):
+    """n and K of the checkpoint or the preset; blocks of the rows, where a toy has them; a bundle of half a block."""
+    rows = byte_rows(tmp_path / "rows")
+    sizes = dict(vocab_size=272, eos_id=256, mask_id=257, block_length=16, n_rounds=5, n_last=3)
+    base = checkpoint.new_model(tiny_config(**sizes), generator("base"))
+    checkpoint.save_model(base, tmp_path / "base")
+    (tmp_path / "base" / "tokenizer.json").write_bytes((rows / "tokenizer.json").read_bytes())
     monkeypatch.chdir(tmp_path)
-    reads, *how = kind.split()
-    scratch = how == ["from", "scratch"]
-    base = tiny_config(block_length=32, n_rounds=2, n_last=3, tokenizer={"names": "bpe"}.get(reads, reads))
-    monkeypatch.setattr(checkpoint, "read_config", lambda folder: base)
-    argv = {"names": [], "toy": TOY[:5]}.get(reads, ["--data", "a.txt"])
-    if scratch:
-        argv += ["--stage_a_only"]
-    elif reads != "names":
-        argv += ["--init_from", "base"]
-    if how == ["by", "alpha"]:
-        argv += ["--alpha", 0.5]
 
-    def settled(*more) -> dict:
-        monkeypatch.setattr(sys, "argv", ["train.py", *map(str, [*argv, *more])])
-        return vars(train.read_arguments())
+    def sizes_of(*argv) -> tuple:
+        found = settled(monkeypatch, *argv)
+        return tuple(found[name] for name in ("n_last", "n_rounds", "block_length", "s_max"))
 
-    row = {name: value for name, value in RUNS[kind].items() if value is not None}
-    sizes = checkpoint.PRESETS[row["preset"]] if scratch else base
-    expected = dict(run=kind, init_from="scratch" if scratch else "base")
-    expected |= dict(n_last=sizes.n_last, n_rounds=sizes.n_rounds)
-    expected |= {name: row[name] for name in row.keys() - {"data", "toy", "stage_a_only", "alpha"}}
-    B = 2 if reads == "toy" else row.get("block_length", sizes.block_length)
-    expected |= dict(block_length=B, s_max=B if reads == "toy" else B // 2)
-    found = settled()
-    assert found == found | expected
-    given = settled("--learning_rate", 0.5, "--n_rounds", 4)
-    assert (given["learning_rate"], given["n_rounds"]) == (0.5, 4)
-
-    manual = " ".join(train.build_parser().format_help().split())
-    shown = manual[manual.index(f"{kind}: ") :]
-    for name, value in RUNS[kind].items():
-        assert value == RUNS["bpe"][name] or settings_line({name: value}) in shown, name
-    for name, value in train.PAPER.items():
-        assert settings_line({name: value}) in manual, name
-    assert {action.dest for action in train.build_parser()._actions} - {"help"} == train.PAPER.keys()
+    on_base = ["--data", rows, "--init_from", "base"]
+    assert sizes_of(*on_base) == (3, 5, 16, 8)
+    assert sizes_of(*on_base, "--n_last", 1, "--n_rounds", 2, "--block_length", 4, "--s_max", 9) == (1, 2, 4, 9)
+    preset = checkpoint.PRESETS["text"]
+    from_scratch = ["--init_from", "scratch", "--preset", "text", "--data", rows]
+    assert sizes_of(*from_scratch) == (preset.n_last, preset.n_rounds, 32, 16)
+    assert sizes_of("--init_from", "scratch", "--data", pairs)[2:] == (2, 1)
 
 
-def test_rows_of_validation_are_those_of_every_seed():
-    corpus = train.load_corpus(flags(data=["pairs"], toy=["V=3", "m=2"]))
-    batches = [train.get_batch(corpus, "val", 0, 4, seed, "cpu") for seed in (0, 1)]
+def test_rows_of_validation_are_those_of_every_seed(pairs):
+    corpora = [read_corpus(pairs, 32, seed, 2, 4) for seed in (0, 1)]
+    batches = [get_batch(corpus, "val", 0, 4, seed, "cpu") for seed, corpus in enumerate(corpora)]
     assert torch.equal(batches[0].clean, batches[1].clean)
     first, second = (torch.stack([torch.rand(3, generator=g) for g in batch.draws]) for batch in batches)
     assert torch.equal(first, second)
-    first, second = (train.get_batch(corpus, "train", 0, 4, seed, "cpu").draws for seed in (0, 1))
+    first, second = (get_batch(corpora[0], "train", 0, 4, seed, "cpu").draws for seed in (0, 1))
     assert not torch.equal(torch.rand(3, generator=first[0]), torch.rand(3, generator=second[0]))

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from common import ROOT, caller, random_adapter, random_ids, tiny_model
 
 import toy
-from checkpoint import load_tokenizer, save_model
+from checkpoint import save_model
 from evaluate import complete, draw_names, quality
-from lib.util import write_json
+from lib.rows import Meta, write_meta
+from lib.tokenizer import load_tokenizer
 from llada import ablation
 from llada.ablation import COCOMMIT, MECHANISM, decoder_of, least_entropic, without_marker
 from sample import Decoding, denoise, generate
@@ -32,7 +33,7 @@ def one_step(a: torch.Tensor, z: list[int], row: str):
     """Five positions of ten tokens, id 9 is the mask: Stage A has the logits a (5, 10), Stage B is sure of token 5."""
     b = surely(5)[None]
     model = SimpleNamespace(cfg=SimpleNamespace(mask_id=9), logits=lambda states: states)
-    engine = SimpleNamespace(model=model, stage_a=lambda z: (a[None], a[None]), stage_b=lambda h, bundle: b)
+    engine = SimpleNamespace(model=model, stage_a=lambda z: (a[None], a[None]), stage_b=lambda h, bundle, *read: b)
     d, step = decoder_of(row, 1)
     return step(engine, torch.tensor([z]), torch.zeros(1, 5, dtype=torch.bool), torch.zeros(1, 2, 5), d)
 
@@ -82,14 +83,14 @@ def test_the_table(kind, tmp_path, monkeypatch, capsys):
     """From the command line, of a base and an adapter with random weights; and one row by hand."""
     base = tmp_path / "base"
     adapter = tmp_path / "adapter"
-    sizes = dict(vocab_size=1024, eos_id=1022, mask_id=1023, tokenizer="bpe")
+    sizes = dict(vocab_size=1024, eos_id=1022, mask_id=1023)
     if kind == "names":
-        shutil.copytree(ROOT / "assets" / "names", base, ignore=shutil.ignore_patterns("paper", "alpha"))
+        shutil.copytree(ROOT / "data" / "names", base, ignore=shutil.ignore_patterns("*.safetensors"))
     else:
         task = toy.make("modes", V=6, n_ctx=2)
-        names = ("vocab_size", "eos_id", "mask_id")
-        sizes = {name: getattr(task, name) for name in names} | dict(block_length=task.m, tokenizer="toy")
-        write_json(adapter / "toy.json", {"name": "modes", "V": 6, "n_ctx": 2})
+        sizes = {name: getattr(task, name) for name in ("vocab_size", "eos_id", "mask_id")}
+        write_meta(base, Meta(**sizes, n_plain=task.V, judge={"toy": "modes", "V": 6, "n_ctx": 2}))
+        sizes["block_length"] = task.m
     save_model(tiny_model(n_layer=2, n_last=1, **sizes), base)
     model = random_adapter(adapter, base)
     monkeypatch.setattr(ablation, "NAMES", Decoding(gen_length=8))
@@ -99,12 +100,16 @@ def test_the_table(kind, tmp_path, monkeypatch, capsys):
 
     d = Decoding(gen_length=8, n_rounds=2)
     if kind == "names":
-        tokenizer = load_tokenizer(adapter, "bpe")
+        tokenizer = load_tokenizer(base)
         found = complete(model, tokenizer, draw_names(2, "held out", tokenizer), d)
     else:
         found = quality(model, task, d)
-    columns = ("exist", "itself") if kind == "names" else ("coherent", "mode")
+    columns = ("exist", "itself") if kind == "names" else ("possible", "likeliest")
     expected = [f"{found[column]:.3f}" for column in (*columns, "forwards", "full")]
     (line,) = [line for line in out.splitlines() if line.startswith(COCOMMIT)]
     assert line.split()[-6:] == [*expected, "91.13", "0.34"]
     assert "is no adapter" in call.fails("--ckpt", base)
+
+    # the rows are the paper's
+    random_adapter(tmp_path / "causal", base, causal=True)
+    assert "causal Stage B is no row" in call.fails("--ckpt", tmp_path / "causal")

@@ -31,10 +31,10 @@ def graphs(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda f, options, **how: compile(f, backend="aot_eager", **how))
 
 
-def both(lora_in: str) -> tuple[Model, Model]:
+def both(stage_b: str, **overrides) -> tuple[Model, Model]:
     """A model with adapters that change something, and the same one compiled."""
-    plain = tiny_model(**CASES)
-    random_lora(plain, lora_in)
+    plain = tiny_model(**CASES, **overrides)
+    random_lora(plain, stage_b)
     changed = copy.deepcopy(plain)
     compiled.compile_steps(changed)
     return plain, changed
@@ -52,7 +52,7 @@ def test_how_many_graphs(graphs):
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters["stats"]
     before = counters["unique_graphs"]
-    _, model = both("both")
+    _, model = both("shared")
     compiled.compile_for_one_row(model)
     assert counters["unique_graphs"] == before + 2
     for rows, gen_length, more in ((1, 41, 0), (3, 9, 1), (6, 41, 1), (1, 9, 1)):
@@ -61,12 +61,13 @@ def test_how_many_graphs(graphs):
     assert dynamo.recompile_limit == limit
 
 
-@pytest.mark.parametrize("lora_in", ["both", "stage_b"])
+@pytest.mark.parametrize("stage_b, causal", [("shared", False), ("lora", False), ("copy", True)])
 @torch.inference_mode()
-def test_logits(lora_in, graphs):
+def test_logits(stage_b, causal, graphs):
     """Both stages, two rounds, adapters, behind contexts of one and of two lengths; and of nine rows, whose 72 tokens
-    of 2 choices are more than 8 for each of 16 experts, which run as they are."""
-    plain, changed = both(lora_in)
+    of 2 choices are more than 8 for each of 16 experts, which run as they are. So does causal Stage B, and a pass over
+    some of the rows."""
+    plain, changed = both(stage_b, causal=causal)
     for lengths in ([16], [40, 8], [8] * 9):
         starts = [random_ids(1, n, seed=n)[0].tolist() for n in lengths]
         z = random_ids(len(lengths), 8)
@@ -75,15 +76,16 @@ def test_logits(lora_in, graphs):
         for model in (plain, changed):
             engine = Cached(model, starts, 2)
             h, a = engine.stage_a(z)
-            b = engine.stage_b(h, bundle)
+            b = engine.stage_b(h, bundle, z)
+            last_row = engine.stage_b(h, bundle, z, torch.tensor([len(lengths) - 1]))
             engine.close(list(range(len(lengths))), z, True)
-            found.append([model.logits(states) for states in (a, b, engine.stage_a(z)[1])])
+            found.append([model.logits(states) for states in (a, b, last_row, engine.stage_a(z)[1])])
         torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(not (shutil.which("g++") and HEADERS.exists()), reason="no g++, or no headers of Python")
 def test_generated_code_writes_the_same_tokens():
-    plain, changed = both("both")
+    plain, changed = both("shared")
     d = Decoding(gen_length=21, tau_m2t=0.5, n_rounds=1)
     for one, other in zip(generate(changed, prompts(3), d), generate(plain, prompts(3), d), strict=True):
         assert_same(one.tokens, other.tokens, "compiled")

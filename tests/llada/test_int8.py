@@ -8,9 +8,11 @@ import pytest
 import torch
 from common import GOLDEN, caller, random_adapter, random_ids, random_lora, tiny_model
 
-from checkpoint import fingerprint, load_model, save_model
+import lib.int8
+from checkpoint import load_model, read_tensors, save_model, weight_files
 from convert_weights import survey
-from lib.util import generator, read_json, write_json
+from lib.int8 import KERNEL_WIDTH, is_int8, kernel_takes, multiply, quantise
+from lib.util import Mistake, generator, read_json, write_json
 from llada import export, int8
 from model import Linear, Model
 from sample import Decoding, generate
@@ -50,7 +52,7 @@ def random_matrix(*shape: int) -> torch.Tensor:
 def test_a_matrix_by_hand():
     # 63.5 = 127 / 2, so the first row's scale is 1/2; halves go to the even number; a row of zeros has scale 1
     w = torch.tensor([[63.5, -1.0, 0.25, 0.75], [0.0, 0.0, 0.0, 0.0], [-254.0, 3.0, 1.9, 127.0]])
-    numbers, scale = int8.quantise(w)
+    numbers, scale = quantise(w)
     assert numbers.tolist() == [[127, -2, 0, 2], [0, 0, 0, 0], [-127, 2, 1, 64]]
     assert scale.tolist() == [0.5, 1.0, 2.0]
     assert (numbers.dtype, scale.dtype) == (torch.int8, torch.bfloat16)
@@ -58,7 +60,7 @@ def test_a_matrix_by_hand():
 
 def test_no_weight_is_off_by_more_than_half_a_scale():
     w = random_matrix(3, 500, 64) * torch.logspace(-20, 20, 500)[:, None]
-    numbers, scale = int8.quantise(w)
+    numbers, scale = quantise(w)
     error = (w.double() - numbers.double() * scale.double()[..., None]).abs()
     assert (error <= 0.5000001 * scale.double()[..., None]).all()
     # the largest number of a row is the largest integer: a scale is as small as it may be
@@ -69,58 +71,67 @@ def test_no_weight_is_off_by_more_than_half_a_scale():
 def test_products_are_those_of_the_floats(rows, columns, shift, monkeypatch):
     """In bfloat16 by the kernel, for few rows; but of 24 columns, no multiple of 16, it would read past the end, and a
     matrix may not begin at an odd address."""
-    numbers, scale = int8.quantise(random_matrix(70, columns))
+    numbers, scale = quantise(random_matrix(70, columns))
     w = dequantise(numbers, scale)
     numbers = torch.zeros(70 * columns + shift, dtype=torch.int8)[shift:].view(70, columns).copy_(numbers)
     x = random_matrix(rows, columns)
-    assert int8.kernel_takes(x.bfloat16(), numbers) == (rows <= 12 and columns == 32 and shift == 0)
+    assert kernel_takes(x.bfloat16(), numbers) == (rows <= 12 and columns == 32 and shift == 0)
     for unpacked in (2**20, 320):  # the matrix whole, and ten rows at a time
-        monkeypatch.setattr(int8, "UNPACKED", unpacked)
-        torch.testing.assert_close(int8.multiply(x, numbers, scale), x @ w.T)
+        monkeypatch.setattr(lib.int8, "UNPACKED", unpacked)
+        torch.testing.assert_close(multiply(x, numbers, scale), x @ w.T)
         # a sum of products, rounded at most twice
-        y = int8.multiply(x.bfloat16(), numbers, scale)
+        y = multiply(x.bfloat16(), numbers, scale)
         torch.testing.assert_close(y, (x.bfloat16().float() @ w.T).bfloat16(), rtol=2**-7, atol=2**-7)
 
 
 # --- the model
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_model_is_that_of_the_floats(tied, tmp_path):
-    """Logits of both stages, and the gradients of adapters and markers."""
-    original = tiny_model(tied=tied, qkv_bias=True, proj_bias=True)
+@pytest.mark.parametrize("tied, stage_b, causal", [(0, "shared", False), (1, "lora", False), (0, "lora", True)])
+def test_the_model_is_that_of_the_floats(tied, stage_b, causal, tmp_path):
+    """Logits of both stages, and the gradients of what learns; also where Stage B alone learns."""
+    original = tiny_model(tied=bool(tied), qkv_bias=True, proj_bias=True, causal=causal)
     save_model(original, tmp_path / "ours")
     int8.convert(tmp_path / "ours", tmp_path / "int8")
     small = load_model(tmp_path / "int8", "cpu", torch.float32)
     plain = as_floats(small)
     assert (type(small.lm_head) is Linear) == tied
+    assert is_int8(small) and not is_int8(plain)
     assert torch.equal(small.markers, original.markers)
 
     ids = random_ids(2, 24)
     bundle = torch.arange(24).expand(2, 24) % 3 == 0
     gradients, logits = [], []
     for model in (small, plain):
-        random_lora(model)
+        random_lora(model, stage_b)
         ctx = model.context(torch.ones_like(ids, dtype=torch.bool))
         h = model.prefix(ids, ctx)
         a = model.logits(model.last_n(h, ctx))
-        b = model.logits(model.coordinate(h, bundle, ctx, 2))
+        b = model.logits(model.coordinate(h, bundle, ctx, 2, ids))
         (a.log_softmax(-1)[..., 0].sum() + b.log_softmax(-1)[..., 1].sum()).backward()
         logits.append([a, b])
-        gradients.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+        gradients.append({name: p.grad for name, p in model.learned().items()})
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-4)
     assert all(grad.abs().max() > 0 for grad in gradients[0].values())
 
+    # Stage B's own layers have the same integers, not others
+    for own, of_stage_a in zip(small.layers_b or [], small.layers[-2:], strict=bool(small.layers_b)):
+        assert own.mlp.gate_up is of_stage_a.mlp.gate_up and own.attn.qkv.weight is of_stage_a.attn.qkv.weight
+
 
 def test_an_adapter_of_the_original_fits(golden, experts, tmp_path):
-    """And it decodes with the int8 base in bfloat16."""
+    """It is told that these are the same weights in another form, and decodes with them in bfloat16."""
     shutil.copytree(experts, tmp_path / "base")
     adapter = random_adapter(tmp_path / "adapter", golden, n_last=2)
     about = read_json(tmp_path / "adapter" / "adapter.json", "adapter")
-    assert fingerprint(tmp_path / "base") == about["base_fingerprint"]
-    write_json(tmp_path / "adapter" / "adapter.json", about | {"base": "../base"})
+    about["base"] = "../base"
+    write_json(tmp_path / "adapter" / "adapter.json", about)
+    with pytest.raises(Mistake, match="in another form, delete base_hash"):
+        load_model(tmp_path / "adapter", "cpu", torch.bfloat16)
+    del about["base_hash"]
+    write_json(tmp_path / "adapter" / "adapter.json", about)
     small = load_model(tmp_path / "adapter", "cpu", torch.bfloat16)
     assert small.lm_head.weight.dtype == torch.int8
-    torch.testing.assert_close(small.adapter_state(), adapter.adapter_state(), rtol=0, atol=0)
+    torch.testing.assert_close(small.learned(), adapter.learned(), rtol=0, atol=0)
     (output,) = generate(small, [[1, 2, 3]], Decoding(gen_length=4))
     assert output.nfe["partial"] > 0
 
@@ -132,21 +143,21 @@ def test_weights_stay_in_their_files(experts):
     places = [line.split("-") for line in maps if str(experts) in line]
     for tensor in (model.layers[1].mlp.gate_up, model.lm_head.weight, model.wte.weight):
         at = tensor.data_ptr()
-        assert tensor.dtype != torch.int8 or at % int8.KERNEL_WIDTH == 0
+        assert tensor.dtype != torch.int8 or at % KERNEL_WIDTH == 0
         assert any(int(start, 16) <= at < int(rest.split()[0], 16) for start, rest, *_ in places)
 
 
 # --- converting
 def test_every_matrix_is_converted_and_nothing_else(golden, experts):
     ours = survey(golden)
-    small = dict(int8.read_tensors(int8.weight_files(experts)))
+    small = dict(read_tensors(weight_files(experts)))
     matrices = {name for name, t in small.items() if t.dtype == torch.int8}
     assert {name.removesuffix("_scale") for name in small.keys() - ours.keys()} == matrices
     assert len(matrices) == 2 * 4 + 2 + 3 * 4 + 1  # attention, the dense layer, routed and shared experts, the head
     for name, tensor in ours.items():
         expected = {name: tensor}
         if name in matrices:
-            expected = dict(zip((name, f"{name}_scale"), int8.quantise(tensor), strict=True))
+            expected = dict(zip((name, f"{name}_scale"), quantise(tensor), strict=True))
         assert all(torch.equal(small[part], expected[part]) for part in expected)
 
 

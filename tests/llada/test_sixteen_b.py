@@ -14,7 +14,7 @@ def test_written_converted_and_checked(tmp_path, monkeypatch, capsys):
     """Four layers of width 64 that read bytes."""
     released = tmp_path / "released"
     ours = tmp_path / "ours"
-    cfg = tiny_config(vocab_size=320, eos_id=256, mask_id=257, block_length=32, n_last=3, n_rounds=1, tokenizer="bpe")
+    cfg = tiny_config(vocab_size=320, eos_id=256, mask_id=257, block_length=32, n_last=3, n_rounds=1)
     monkeypatch.setitem(sixteen_b.PRESETS, "llada2.1-mini", cfg)
     run = caller(sixteen_b, monkeypatch, capsys)
     run("write", "--layers", 4, "--out", released)

@@ -15,11 +15,11 @@ from llada.tables import PAPER, wilson
 
 
 def write_run(path: Path, task: str, row: str, correct: list, full: int, n_last: int = 3, gen_length: int = 64):
-    """A run file of items 0, 1, ... with 10 tokens each; 20 layers; partial = full and one commit in Stage B's runs."""
+    """A run file of items 0, 1, ... with 10 tokens each; 20 layers; one refresh; partial = full in Stage B's runs."""
     stage_b = row != BASE
     settings = {"task": task, "row": row, "n_last": n_last, "partial_cost": n_last / 20, "gen_length": gen_length}
     settings |= dict.fromkeys(("questions", "weights", "dtype"), "same")
-    nfe = {"full": full, "partial": full if stage_b else 0, "commit": 1}
+    nfe = {"full": full, "partial": full if stage_b else 0, "refresh": 1}
     records = [{"settings": settings}]
     for i, c in enumerate(correct):
         records.append({"id": f"{task}/{i}", "prompt": f"p{i}", "correct": c, "tokens": 10, "nfe": nfe})
@@ -43,7 +43,7 @@ def test_table_1_by_hand(tmp_path, monkeypatch, capsys):
     write_run(tmp_path / "six.jsonl", "gsm8k", COCOMMIT, WORSE, 4, n_last=6)  # Table 3's, not Table 1's
     rows = printed("main", tmp_path, monkeypatch, capsys)
     low, high = (100 * x for x in wilson(5, 20))
-    # 3 full and one commit for 10 tokens; with Stage B 4 + 1 + 4 * 3/20
+    # 3 full and one refresh for 10 tokens; with Stage B 4 + 1 + 4 * 3/20
     measured = ["20/1319", "25.00", f"{low:.1f} .. {high:.1f}", "-", "-", "0.300", "0.400"]
     assert rows["GSM8K base"] == measured + ["89.61", "-", "-", "0.26"]
     cocommit = rows["GSM8K CoCommit"]

@@ -1,0 +1,207 @@
+"""Every run that the README, configs/ and the scripts name: it goes on by the line that it prints. And what a file of
+settings may say. `pytest tests/test_configs.py`"""
+
+import argparse
+import re
+import shlex
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from common import ROOT, byte_model, command_line, names_folder, refused, tiny_model
+from resuming import SCRIPTS, assert_same_end, byte_rows, end_state, printed_line, stopped, toy_rows
+
+import base
+import train
+from checkpoint import save_model
+from lib.rows import read_meta
+from lib.tokenizer import byte_spec
+from lib.util import write_json
+
+CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
+TEXTS = [ROOT / "README.md", ROOT / "train.py", ROOT / "base.py", *CONFIGS]
+COMMAND = re.compile(r"python ((?:train|base)\.py)((?: +[^\s#`\\]+| \\\n)*)")
+TINY = ["--max_iters", 4, "--eval_interval", 3, "--batch_size", 4, "--device", "cpu"]
+
+
+def runs() -> list[list[str]]:
+    """Script and flags of every run that is written down and starts one."""
+    found = {}
+    for path in TEXTS:
+        for script, flags in COMMAND.findall(path.read_text()):
+            words = [script, *shlex.split(flags.replace("\\\n", " "))]
+            if "resume" not in words and "..." not in flags:
+                found[" ".join(words)] = words
+    return list(found.values())
+
+
+RUNS = runs()
+
+
+# --- tiny stand-ins for what these lines name
+def of_toy(folder: Path, rows: Path) -> None:
+    """A base with these rows' ids."""
+    meta = read_meta(rows)
+    ids = dict(vocab_size=meta.vocab_size, eos_id=meta.eos_id, mask_id=meta.mask_id)
+    save_model(tiny_model(**ids, block_length=meta.block_length, n_rounds=1), folder)
+    shutil.copyfile(rows / "meta.json", folder / "meta.json")
+
+
+def of_text(folder: Path, **sizes) -> None:
+    save_model(byte_model(n_rounds=1, **sizes), folder)
+    write_json(folder / "tokenizer.json", byte_spec())
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """A checkout in small: the files of configs/, and folders of rows and models where these lines look for them."""
+    home = tmp_path_factory.mktemp("home")
+    shutil.copytree(ROOT / "configs", home / "configs")
+    for name in ("names", "written"):
+        byte_rows(home / "data" / name, prompt=-1, judge={"names": "0"})
+    for name in ("mine", "fineweb"):
+        byte_rows(home / "data" / name)
+    toy_rows(home / "data" / "modes", "modes")
+    names_folder(home / "assets" / "names", n_rounds=1)
+    of_text(home / "out" / "text_base")
+    of_text(home / "weights" / "llada2.1-mini", block_length=32)
+    of_toy(home / "out" / "toy_base", home / "data" / "modes")
+    return home
+
+
+def small(words: list[str], home: Path) -> list:
+    """Flags that make such a run a small one."""
+    config = {}
+    if "--config" in words:
+        config = tomllib.loads((home / words[words.index("--config") + 1]).read_text())
+    flags = [*TINY]
+    if config.get("init_from") == "scratch" or "scratch" in words:
+        flags += ["--preset", "tiny"]
+    if config.get("seq_len", 32) > 64:
+        flags += ["--seq_len", 64]
+    return flags
+
+
+def test_every_config_is_named_by_a_run():
+    given = {words[words.index("--config") + 1] for words in RUNS if "--config" in words}
+    assert given == {path.relative_to(ROOT).as_posix() for path in CONFIGS}
+    assert len(CONFIGS) == 8
+    assert ["train.py", "--n_last", "3"] in RUNS
+
+
+@pytest.mark.parametrize("words", RUNS, ids=[" ".join(words) for words in RUNS])
+def test_a_run_that_is_written_down_resumes_by_the_line_that_it_prints(words, home, tmp_path, monkeypatch, capsys):
+    """Ctrl-C in its second step, then that very line: bit for bit where an uninterrupted run ends."""
+    monkeypatch.chdir(home)
+    script, *argv = words
+    argv = [*argv, *small(words, home)]
+    whole, parts = tmp_path / "whole", tmp_path / "with a blank"
+    code, out, err = command_line(SCRIPTS[script], monkeypatch, capsys, *argv, "--out_dir", whole)
+    assert code == 0 and "done; what it does now" in out, err
+    out = stopped(2, SCRIPTS[script], monkeypatch, capsys, *argv, "--out_dir", parts)
+    again, line = printed_line(out)
+    assert again is SCRIPTS[script] and "saved at step 2 of 4" in out
+    code, _, err = command_line(again, monkeypatch, capsys, *line)
+    assert code == 0, err
+    assert_same_end(whole, parts)
+    assert len(end_state(whole)[1]) == 6
+
+
+# --- a file of settings
+def arguments(script, monkeypatch, *argv) -> dict:
+    """The settings of a run that is not begun."""
+    found = []
+    monkeypatch.setattr(train, "run", lambda args, *given: found.append(args))
+    monkeypatch.setattr(sys, "argv", ["script.py", *map(str, argv)])
+    script.main()
+    return vars(found[0])
+
+
+def test_what_a_config_says_is_what_runs(home, monkeypatch):
+    monkeypatch.chdir(home)
+    for path in CONFIGS:
+        words = next(words for words in RUNS if f"configs/{path.name}" in words)
+        found = arguments(SCRIPTS[words[0]], monkeypatch, *words[1:])
+        said = tomllib.loads(path.read_text())
+        assert said and {name: found[name] for name in said} == said, path.name
+
+
+def test_flags_win_over_the_config_and_the_config_over_defaults(home, monkeypatch):
+    monkeypatch.chdir(home)
+    plain = arguments(train, monkeypatch)
+    config = arguments(train, monkeypatch, "--config", "configs/causal.toml")
+    flag = ["--config", "configs/causal.toml", "--no-causal", "--ends", 0, "--learning_rate", 1e-4, "--stage_b", "lora"]
+    flags = arguments(train, monkeypatch, *flag)
+    names = ("causal", "ends", "learning_rate", "stage_b", "data")
+    assert [plain[name] for name in names] == [False, 0.0, 3e-4, "shared", "data/names"]
+    assert [config[name] for name in names] == [True, 0.8, 3e-3, "copy", "data/written"]
+    assert [flags[name] for name in names] == [False, 0.0, 1e-4, "lora", "data/written"]
+    assert flags["whole"] == config["whole"] == 0.8
+
+
+WRONG = {
+    "learning_rat = 0.1": "learning_rat = 0.1 is no setting",
+    'help = true': "help = True is no setting",
+    'config = "other.toml"': "config = 'other.toml' is no setting",
+    "[data]\nseq_len = 3": "data",
+    "seq_len = 'long'": "--seq_len: invalid int value: 'long'",
+    "seq_len = 32.5": "--seq_len: invalid int value: '32.5'",
+    "max_iters = 0": "--max_iters: must lie in",
+    "alpha = nan": "--alpha: must lie in",
+    "learning_rate = inf": "--learning_rate: must lie in",
+    "ends = 1.5": "--ends: must lie in",
+    'stage_b = "both"': "--stage_b: invalid choice: 'both'",
+    'causal = "yes"': "--causal",
+    "causal = 1": "--causal",
+    "n_last = true": "n_last",
+    "n_last = 9": "n_last is 1..4",
+    "s_max = [1, 2]": "--s_max: invalid int value",
+    'init_from = "resume"': "resume",
+    'data = "nowhere"': "no prepared rows",
+    "seq_len = ": "cannot be read, is damaged",
+    "seq_len = 1\nseq_len = 2": "cannot be read, is damaged",
+    "a = " + "[" * 10**4: "cannot be read, is damaged",
+    "\xff": "cannot be read, is damaged",
+}
+
+
+@pytest.mark.parametrize("content", WRONG, ids=[repr(content[:30]) for content in WRONG])
+def test_a_wrong_config_is_refused_in_one_line(content, home, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(home)
+    path = tmp_path / "wrong.toml"
+    path.write_bytes(content.encode("latin-1"))
+    line = refused(train, monkeypatch, capsys, "--config", path, "--out_dir", tmp_path / "out", "--device", "cpu")
+    assert WRONG[content] in line and not (tmp_path / "out").exists()
+
+
+def test_a_config_that_is_not_there_is_refused(home, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(home)
+    for path in (tmp_path, tmp_path / "none.toml", "a\0b"):
+        assert "config" in refused(train, monkeypatch, capsys, "--config", path)
+
+
+# --- --help
+@pytest.mark.parametrize("script", [train, base])
+def test_help_shows_every_default(script, monkeypatch, capsys):
+    parsers = []
+    usual = train.Parser.parse_args
+
+    def parse_args(self, *given):
+        parsers.append(self)
+        return usual(self, *given)
+
+    monkeypatch.setattr(train.Parser, "parse_args", parse_args)
+    code, out, err = command_line(script, monkeypatch, capsys, "--help")
+    assert (code, err) == (0, "")
+    manual = " ".join(out.split()).replace("- ", "-")  # argparse breaks lines at a hyphen, too
+    actions = [action for action in parsers[0]._actions if not isinstance(action, argparse._HelpAction)]
+    assert len(actions) > 25
+    for action in actions:
+        start = manual.index(" " + action.option_strings[0] + (" " if action.metavar != "TOML" else ""))
+        said = manual[start : start + 400]
+        if action.default is None:
+            assert action.dest == "config" or "left out" in said or "own)" in said, action.dest
+        else:
+            assert f"(default: {action.default})" in said, action.dest
