@@ -149,13 +149,15 @@ def draw_bundle(masked: Tensor, block_length: int, s_min: int, s_max: int, draws
 
 # --- the loss
 def three_term_loss(
-    model: Model, h: Tensor, target: Tensor, kind: Tensor, fill: Tensor, alpha: float = 0.0
-) -> tuple[Tensor, dict[str, Tensor]]:
+    model: Model, h: Tensor, target: Tensor, kind: Tensor, fill: Tensor, alpha: float = 0.0,
+    stage_a: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Eq. 1: weighted cross-entropies to `target` at the same position (no shift), summed, in nats.
 
     h (R, T, C) final states, or (R, 2T, C) with a clean copy, which has no loss; target (R, T) int64; kind
     (R, T) uint8; fill (R, T) bool: the masks that carry the fill loss, all of M in Stage A and the bundle
-    in Stage B; alpha: of the fill loss, 0 is the paper's. There is no 1/t, as an ELBO would have.
+    in Stage B; alpha: of the fill loss, 0 is the paper's; stage_a: Stage A's final states, where h are Stage B's. There
+    is no 1/t, as an ELBO would have.
 
     -> a scalar, and for m2t, edit and clean (2,) float32: the unweighted sum of cross-entropies and the
     number of positions.
@@ -166,7 +168,8 @@ def three_term_loss(
     # logits are made only where there is a loss
     chosen = terms["m2t"] | terms["edit"] | terms["clean"]
     ce = torch.zeros(kind.shape, device=h.device)
-    ce[chosen] = cross_entropy(model, h[chosen], target[chosen])  # (R, T), 0 elsewhere
+    beside = None if stage_a is None else stage_a[:, : kind.shape[1]][chosen]
+    ce[chosen] = cross_entropy(model, h[chosen], target[chosen], beside)  # (R, T), 0 elsewhere
 
     # the three terms
     filled = ce * terms["m2t"]
@@ -191,19 +194,25 @@ def alpha_loss(ce: Tensor, alpha: float) -> Tensor:
     return (-torch.expm1(-alpha * ce) / alpha).sum()
 
 
-def cross_entropy(model: Model, h: Tensor, target: Tensor) -> Tensor:
-    """h (P, C), target (P,) int64 -> (P,) float32 in nats."""
+def cross_entropy(model: Model, h: Tensor, target: Tensor, stage_a: Tensor | None = None) -> Tensor:
+    """h (P, C), target (P,) int64 -> (P,) float32 in nats; stage_a (P, C): as in three_term_loss."""
 
-    def part(h: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(model.logits(h), target, reduction="none")
+    of_b = stage_a is not None
+    beside = stage_a if of_b else h  # of Stage A nobody looks at it
+
+    def part(h: Tensor, target: Tensor, stage_a: Tensor) -> Tensor:
+        logits = model.logits(h)
+        if of_b and model.adds:
+            logits = model.logits_b(h, model.logits(stage_a))
+        return F.cross_entropy(logits, target, reduction="none")
 
     # 64 MB of logits at a time, which the backward makes again: those of 8 rows of 2,048 with 157,184
     # tokens in the vocabulary would take 20 GB in two stages
     size = max(64, 2**24 // model.cfg.vocab_size)
     if len(h) <= size:
-        return part(h, target)
-    parts = zip(h.split(size), target.split(size), strict=True)
-    return torch.cat([recompute(part, a, b, use_reentrant=False) for a, b in parts])
+        return part(h, target, beside)
+    parts = zip(h.split(size), target.split(size), beside.split(size), strict=True)
+    return torch.cat([recompute(part, a, b, c, use_reentrant=False) for a, b, c in parts])
 
 
 # --- what is printed

@@ -123,10 +123,12 @@ def answer_log_probs(
         answer = z[part].masked_fill(z[part] < 0, task.mask_id).to(device)
         engine = Cached(model, task.prompt(c[part]).tolist(), n_rounds)
         h, states = engine.stage_a(answer)
+        found = model.logits(states)
         if n_rounds > 0:
             read = answer if tokens is None else tokens[part].to(device)
             states = engine.stage_b(h, answer == task.mask_id, read)
-        logits.append(model.logits(states).cpu().double())
+            found = model.logits_b(states, found)
+        logits.append(found.cpu().double())
 
     # normalised over all tokens, then cut to the symbols: mass on any other token stays lost
     return torch.cat(logits).log_softmax(-1)[..., : task.V]

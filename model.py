@@ -116,6 +116,7 @@ class Model(nn.Module):
         self.show = nn.Parameter(torch.zeros(cfg.n_embd, cfg.n_embd)) if cfg.causal else None
         # Stage B's own last n layers; None: it has Stage A's, as in the paper
         self.layers_b: nn.ModuleList | None = None
+        self.adds = False  # are Stage B's logits added to Stage A's log-probabilities? So where it has a copy
         self.compute_dtype = torch.float32
         self.checkpointing = False
 
@@ -138,6 +139,11 @@ class Model(nn.Module):
     def logits(self, h: Tensor) -> Tensor:
         """The paper's Head: final norm and output layer. (..., C) -> (..., V) float32."""
         return self.lm_head(self.norm_f(h)).float()
+
+    def logits_b(self, h: Tensor, logits_a: Tensor) -> Tensor:
+        """The Head on Stage B's states; a copy's logits are what it adds to Stage A's log-probabilities."""
+        logits = self.logits(h)
+        return logits + logits_a.log_softmax(-1) if self.adds else logits
 
     def coordinate(
         self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int, tokens: Tensor | None = None
@@ -270,7 +276,7 @@ class Model(nn.Module):
 
             shared    LoRA in every qkv and proj: both stages change (paper, Sec. 5.1)
             lora      LoRA in Stage B's own pass over the last n layers; Stage A stays the base, bit for bit
-            copy      a copy of the last n layers for Stage B, all of whose weights learn
+            copy      a copy of the last n layers for Stage B, all of whose weights learn; it adds to Stage A's answer
         """
         self.requires_grad_(False)
         last = self.layers[-self.cfg.n_last :]
@@ -281,6 +287,7 @@ class Model(nn.Module):
             adapted = self.layers_b = copy.deepcopy(last, same)
         if stage_b == "copy":
             self.layers_b = copy.deepcopy(last).float().requires_grad_(True)
+            self.adds = True
             adapted = []
         for layer in adapted:
             layer.attn.qkv.add_lora(r, generator)

@@ -98,7 +98,8 @@ def denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: D
 
     # Stage A: one full forward
     h, states = engine.stage_a(z)
-    token_a, conf_a = candidates(model.logits(states), u[:, 0], d)
+    logits_a = model.logits(states)
+    token_a, conf_a = candidates(logits_a, u[:, 0], d)
 
     # which masks are written now
     bundle = select_bundle(conf_a, masked, d.tau_m2t, d.num_to_transfer)
@@ -109,7 +110,7 @@ def denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: D
     coordinated = bundle.any(-1, keepdim=True) & (d.n_rounds > 0)
     if coordinated.any():
         states = engine.stage_b(h, bundle, torch.where(bundle, token_a, z))
-        token_b, conf_b = candidates(model.logits(states), u[:, 1], d)
+        token_b, conf_b = candidates(model.logits_b(states, logits_a), u[:, 1], d)
         token = torch.where(coordinated, token_b, token_a)
         conf = torch.where(coordinated, conf_b, conf_a)
 
@@ -120,17 +121,23 @@ def denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: D
     return Step(z, after, bundle, edited, token, conf, token_a, conf_a, partial)
 
 
-def longest_run(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
-    """One step of causal Stage B, see denoise: all masks of a block are its bundle. It looks until every token has
-    read tokens that are final, and writes the longest run from the left whose probabilities have a product above
-    tau_joint, and at least one token. Nothing is edited. With Stage B off the tokens and probabilities are Stage A's.
+def longest_run(
+    engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: Decoding, most: int = MAX_STEPS
+) -> Step:  # fmt: skip
+    """One step of causal Stage B, see denoise: the bundle is all masks of a block, or `most` of them, the leftmost.
+
+    It looks until every token has read tokens that are final, and writes the longest run from the left whose
+    probabilities have a product above tau_joint, and at least one token. Nothing is edited. With Stage B off tokens and
+    probabilities are Stage A's; a Stage B that sees no tokens looks once.
     """
     model = engine.model
     masked = z == model.cfg.mask_id
+    masked = masked & (masked.cumsum(-1) <= most)
 
     # Stage A: one full forward. Its tokens are the first drafts, drawn by the numbers that Stage B draws by
     h, states = engine.stage_a(z)
-    token_a, conf_a = candidates(model.logits(states), u[:, 1], d)
+    logits_a = model.logits(states)
+    token_a, conf_a = candidates(logits_a, u[:, 1], d)
     token = torch.where(masked, token_a, z)
     conf = conf_a
     final = ~masked | (d.n_rounds == 0)
@@ -141,14 +148,14 @@ def longest_run(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, 
         # a look of the rows that are not done: each token is read after the drafts before it
         rows = live.nonzero()[:, 0]
         states = engine.stage_b(h, masked, token, rows)
-        found, p = candidates(model.logits(states), u[rows, 1], d)
+        found, p = candidates(model.logits_b(states, logits_a[rows]), u[rows, 1], d)
         looks = looks + live
 
         # what has read nothing but final tokens is final: all up to and with the first that differs from its draft
         asked = ~final & live[:, None]
         new = token.index_put((rows,), found).where(asked, token)
         conf = conf.index_put((rows,), p).where(asked, conf)
-        differs = new != token
+        differs = (new != token) & model.cfg.causal
         final = final | (asked & (differs.cumsum(-1) - differs.long() == 0))
         token = new
 
@@ -423,8 +430,6 @@ def settle_decoding(args: Namespace, model: Model) -> Decoding:
         usual = None
         if args.tau_m2t is not None or vars(args).get("tau_t2t") is not None:
             fail("--tau_joint writes runs and edits nothing: leave out --tau_m2t and --tau_t2t, or it")
-        if n_rounds > 0 and not model.cfg.causal:
-            fail(f"--tau_joint needs a causal Stage B, which {args.ckpt} has not; or Stage B off, --n_rounds 0")
     return Decoding(
         gen_length=args.gen_length, tau_m2t=0.7 if args.tau_m2t is None else args.tau_m2t,
         tau_t2t=vars(args).get("tau_t2t", usual), n_rounds=n_rounds, tau_joint=tau_joint, holes=True,

@@ -72,7 +72,7 @@ def cocommit_step(model: Model, batch: Batch, args: Namespace) -> Losses:
 
     # Eq. 1 in both stages: Stage A fills every mask, Stage B its bundle, by alpha as a whole
     loss_a, terms_a = three_term_loss(model, stage_a, batch.clean, kind, fill=masked)
-    loss_b, terms_b = three_term_loss(model, stage_b, batch.clean, kind, fill=bundle, alpha=args.alpha)
+    loss_b, terms_b = three_term_loss(model, stage_b, batch.clean, kind, bundle, args.alpha, stage_a)
     return loss_a + loss_b, of_stage("A", terms_a) | of_stage("B", terms_b)
 
 
@@ -307,7 +307,7 @@ def build_parser(doc: str = __doc__) -> Parser:
     add("--lora_r", type=some, default=16, help="rank of LoRA, whose own alpha is 2 r; 0: all weights learn")
     add("--stage_b", choices=STAGE_B, default="shared",
         help="shared: LoRA in every layer, for both stages (paper); lora: in Stage B's last n layers alone; copy: Stage B "
-             "has a copy of the last n layers, which learns whole")
+             "has a copy of the last n layers, which learns whole, and adds to Stage A's log-probabilities")
     add("--causal", action=flag, default=False,
         help="Stage B sees the token before, and of its bundle what is left of it (ours)")
 
