@@ -35,6 +35,7 @@ from tqdm import tqdm
 import checkpoint
 from checkpoint import DTYPES, PRESETS, STAGE_B
 from corrupt import CORRUPTIONS, Corruption, M, corrupt, draw_bundle, three_term_loss
+from lib.int8 import is_int8
 from lib.rows import Batch, Corpus, Meta, get_batch, read_corpus, read_meta
 from lib.run import check_finite, interruptible, means, report, rewind_log
 from lib.util import Parser, bounded, command, fail, generator, pick_device, read_json, reading, uniform, write_json
@@ -150,7 +151,7 @@ def loop(
     saved = done
     started = time.perf_counter()
     log = folder / "log.jsonl" if writes else None
-    steps = tqdm(range(done, args.max_iters), "train", initial=done, total=args.max_iters, disable=None)
+    steps = tqdm(range(done, args.max_iters), "train", initial=done, total=args.max_iters, disable=None if writes else True)
     with interruptible() as caught:
         for it in steps:
             # forward, backward: gradients of all micro-batches, with one denominator
@@ -199,7 +200,7 @@ def loop(
     if writes:
         tell_what_is_next(saved, corpus, args)
     if saved < args.max_iters:
-        raise SystemExit(130 if caught else 0)  # as Ctrl-C ends other programs
+        raise SystemExit(130)  # as Ctrl-C ends other programs
 
 
 @torch.no_grad()
@@ -258,6 +259,8 @@ def start(args: Namespace, corpus: Corpus) -> Model:
         model.compute_dtype = DTYPES[args.dtype]
     else:
         model = checkpoint.load_model(args.init_from, device, DTYPES[args.dtype], **sizes)
+        if is_int8(model) and (args.stage_b == "copy" or args.lora_r == 0):
+            fail(f"{args.init_from} is int8, and such weights cannot learn: give --stage_b lora or shared, and a --lora_r")
         if saves_adapter(args):
             model.adapt(args.stage_b, args.lora_r, generator(args.seed, "lora"))
     model.checkpointing = args.checkpointing

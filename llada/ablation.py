@@ -3,7 +3,7 @@
 A row says whose weights decode, by which gates, and by which step. Three steps are not the paper's and stand below.
 llada/run.py takes a row by its name for the benchmarks. A causal Stage B has no row here.
 
-    python -m llada.ablation --ckpt assets/names/paper            # as python train.py --n_last 3 makes it
+    python -m llada.ablation --ckpt assets/names/paper      # or your own: python train.py --n_last 3
 """
 
 from collections.abc import Callable
@@ -64,7 +64,7 @@ def least_entropic(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decod
     bundle = first_masked(entropy, masked, size)
 
     # Stage B, in the rows that have a bundle; what follows is as in denoise
-    token, conf = candidates(model.logits(engine.stage_b(h, bundle)), u[:, 1], d)
+    token, conf = candidates(model.logits_b(engine.stage_b(h, bundle), logits), u[:, 1], d)
     token = torch.where(size > 0, token, token_a)
     conf = torch.where(size > 0, conf, conf_a)
     edited = ~masked & ~given & (conf > d.edit_gate) & (token != z)

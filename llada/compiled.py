@@ -8,7 +8,7 @@ runs as it is, beside a compiled Stage A.
 The flags are sample.py's, on a CPU in fp32. It needs a C++ compiler (g++, or the one that CXX names) and Python's
 headers, and refuses int8 weights, which have a kernel of their own.
 
-    python -m llada.compiled --ckpt out/text --prompt "def " --gen_length 512
+    python -m llada.compiled --ckpt out/text_base --prompt "def " --gen_length 512
 """
 
 import sys

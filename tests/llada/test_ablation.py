@@ -32,7 +32,8 @@ def test_without_marker_stage_b_writes_what_stage_a_would():
 def one_step(a: torch.Tensor, z: list[int], row: str):
     """Five positions of ten tokens, id 9 is the mask: Stage A has the logits a (5, 10), Stage B is sure of token 5."""
     b = surely(5)[None]
-    model = SimpleNamespace(cfg=SimpleNamespace(mask_id=9), logits=lambda states: states)
+    head = dict(logits=lambda states: states, logits_b=lambda states, logits_a: states)
+    model = SimpleNamespace(cfg=SimpleNamespace(mask_id=9), **head)
     engine = SimpleNamespace(model=model, stage_a=lambda z: (a[None], a[None]), stage_b=lambda h, bundle, *read: b)
     d, step = decoder_of(row, 1)
     return step(engine, torch.tensor([z]), torch.zeros(1, 5, dtype=torch.bool), torch.zeros(1, 2, 5), d)

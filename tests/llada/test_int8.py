@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import GOLDEN, caller, random_adapter, random_ids, random_lora, tiny_model
+from common import GOLDEN, byte_model, caller, random_adapter, random_ids, random_lora, tiny_model
+from resuming import byte_rows
 
 import lib.int8
+import train
 from checkpoint import load_model, read_tensors, save_model, weight_files
 from convert_weights import survey
 from lib.int8 import KERNEL_WIDTH, is_int8, kernel_takes, multiply, quantise
@@ -134,6 +136,21 @@ def test_an_adapter_of_the_original_fits(golden, experts, tmp_path):
     torch.testing.assert_close(small.learned(), adapter.learned(), rtol=0, atol=0)
     (output,) = generate(small, [[1, 2, 3]], Decoding(gen_length=4))
     assert output.nfe["partial"] > 0
+
+
+def test_stage_b_alone_learns_on_it(tmp_path, monkeypatch, capsys):
+    """From the command line: trained, saved and loaded."""
+    rows = byte_rows(tmp_path / "rows")
+    save_model(byte_model(), tmp_path / "ours")
+    shutil.copy(rows / "tokenizer.json", tmp_path / "ours")
+    int8.convert(tmp_path / "ours", tmp_path / "int8")
+    run = ["--data", rows, "--init_from", tmp_path / "int8", "--batch_size", 4, "--max_iters", 2, "--device", "cpu"]
+    call = caller(train, monkeypatch, capsys)
+    for flags in (["--stage_b", "copy"], ["--lora_r", 0]):
+        assert "is int8" in call.fails(*run, *flags, "--out_dir", tmp_path / "none")
+    call(*run, "--stage_b", "lora", "--learning_rate", 0.01, "--out_dir", tmp_path / "out")
+    learned = load_model(tmp_path / "out", "cpu", torch.float32).learned()
+    assert "layers_b.0.attn.qkv.lora_B" in learned and all(p.any() for p in learned.values())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

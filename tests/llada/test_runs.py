@@ -98,6 +98,8 @@ def test_what_a_run_decodes_with(run, weights, tmp_path):
         assert d | expected | always == d
     assert runs.build_parser().get_default("gen_length") == 16384
     assert "is about the base" in run.fails("gsm8k", tmp_path / "none.jsonl", "--row", "released, tau_m2t 0.5")
+    random_adapter(tmp_path / "causal", weights / "base", causal=True)
+    assert "causal Stage B is no row" in run.fails("gsm8k", tmp_path / "none.jsonl", "--ckpt", tmp_path / "causal")
     assert "prompt 1" in run.fails("gsm8k", tmp_path / "none.jsonl", "--gen_length", 1024)  # and that much do not fit
 
 
