@@ -27,6 +27,7 @@ Every draw takes generators, one a row, so a row's corruption does not depend on
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 import torch.nn.functional as F
@@ -156,8 +157,8 @@ def three_term_loss(
 
     h (R, T, C) final states, or (R, 2T, C) with a clean copy, which has no loss; target (R, T) int64; kind
     (R, T) uint8; fill (R, T) bool: the masks that carry the fill loss, all of M in Stage A and the bundle
-    in Stage B; alpha: of the fill loss, 0 is the paper's; stage_a: Stage A's final states, where h are Stage B's. There
-    is no 1/t, as an ELBO would have.
+    in Stage B; alpha: of the fill loss, 0 is the paper's; stage_a: Stage A's final states, where h are of a Stage B
+    that adds to its answer. There is no 1/t, as an ELBO would have.
 
     -> a scalar, and for m2t, edit and clean (2,) float32: the unweighted sum of cross-entropies and the
     number of positions.
@@ -197,21 +198,17 @@ def alpha_loss(ce: Tensor, alpha: float) -> Tensor:
 def cross_entropy(model: Model, h: Tensor, target: Tensor, stage_a: Tensor | None = None) -> Tensor:
     """h (P, C), target (P,) int64 -> (P,) float32 in nats; stage_a (P, C): as in three_term_loss."""
 
-    of_b = stage_a is not None
-    beside = stage_a if of_b else h  # of Stage A nobody looks at it
-
-    def part(h: Tensor, target: Tensor, stage_a: Tensor) -> Tensor:
-        logits = model.logits(h)
-        if of_b and model.adds:
-            logits = model.logits_b(h, model.logits(stage_a))
+    def part(h: Tensor, target: Tensor, stage_a: Tensor | None) -> Tensor:
+        logits = model.logits(h) if stage_a is None else model.logits_b(h, model.logits(stage_a))
         return F.cross_entropy(logits, target, reduction="none")
 
     # 64 MB of logits at a time, which the backward makes again: those of 8 rows of 2,048 with 157,184
     # tokens in the vocabulary would take 20 GB in two stages
     size = max(64, 2**24 // model.cfg.vocab_size)
     if len(h) <= size:
-        return part(h, target, beside)
-    parts = zip(h.split(size), target.split(size), beside.split(size), strict=True)
+        return part(h, target, stage_a)
+    beside = repeat(None) if stage_a is None else stage_a.split(size)
+    parts = zip(h.split(size), target.split(size), beside, strict=False)
     return torch.cat([recompute(part, a, b, c, use_reentrant=False) for a, b, c in parts])
 
 

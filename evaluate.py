@@ -36,10 +36,21 @@ from tqdm import tqdm
 
 import toy
 from cache import Cached, Output, Uncached, in_full
-from checkpoint import about_adapter, base_of, judge_of, load_model
+from checkpoint import about_adapter, base_of, judge_of, load_model, read_config
 from lib.rows import read_meta, read_split
 from lib.tokenizer import Tokenizer, load_tokenizer
-from lib.util import Mistake, Parser, bounded, command, exists, fail, generator, pick_device, print_table
+from lib.util import (
+    Mistake,
+    Parser,
+    bounded,
+    command,
+    exists,
+    fail,
+    generator,
+    one_thread_if_small,
+    pick_device,
+    print_table,
+)
 from model import Config, Model
 from sample import Decoding, Step, generate, step_of
 from toy import Toy
@@ -399,6 +410,7 @@ def main() -> None:
     args = parser.parse_args()
 
     device = pick_device(args.device)
+    one_thread_if_small(read_config(args.ckpt[0]).n_embd)
     if all("names" in judge_of(folder) for folder in args.ckpt):
         evaluate_names(args.ckpt, device, args)
     elif len(args.ckpt) == 1:

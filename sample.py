@@ -31,9 +31,21 @@ import torch
 from torch import Tensor
 
 from cache import Cached, Output, Row, Uncached, in_full, up_to_eos
-from checkpoint import DTYPES, about_adapter, base_of, judge_of, load_model
+from checkpoint import DTYPES, base_of, how_trained, judge_of, load_model
 from lib.tokenizer import Tokenizer, load_tokenizer
-from lib.util import MASK, Parser, bounded, command, fail, first_masked, or_none, pick_device, uniform, verdict
+from lib.util import (
+    MASK,
+    Parser,
+    bounded,
+    command,
+    fail,
+    first_masked,
+    one_thread_if_small,
+    or_none,
+    pick_device,
+    uniform,
+    verdict,
+)
 from model import Config, Model
 
 # R rows in flight, T positions, B block_length, C channels, V vocabulary, K = n_rounds
@@ -483,7 +495,7 @@ def what_ran(model: Model, d: Decoding, about: dict) -> str:
     if d.n_rounds > 0:
         alpha = about.get("alpha", 0)
         kind = "causal Stage B" if model.cfg.causal else "Stage B"
-        target = f"alpha {alpha:g}" if alpha else "sum of cross-entropies"
+        target = f"alpha {alpha:g}" if alpha else "the paper's loss"
         stage = f"{kind}, {target}, n = {model.cfg.n_last} of {model.cfg.n_layer}, K = {d.n_rounds}"
     if d.tau_joint is not None:
         return f"{stage}, the longest run above {d.tau_joint:g}"
@@ -522,13 +534,14 @@ def write(args: Namespace, model: Model) -> None:
         total = in_full(nfe, model.partial_cost)
         print(f"[{n} tokens; forwards: {nfe['full']} full + {nfe['partial']:g} partial x {model.partial_cost:.3g} + "
               f"{nfe['refresh']} refresh = {total:.3g}, {total / max(1, n):.3f} per token]")  # fmt: skip
-    print(f"[{what_ran(model, d, about_adapter(args.ckpt))}]")
+    print(f"[{what_ran(model, d, how_trained(args.ckpt))}]")
 
 
 @command
 def main() -> None:
     args = build_parser().parse_args()
     model = load_model(args.ckpt, pick_device(args.device), DTYPES[args.dtype])
+    one_thread_if_small(model.cfg.n_embd)
     write(args, model)
 
 

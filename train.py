@@ -38,7 +38,19 @@ from corrupt import CORRUPTIONS, Corruption, M, corrupt, draw_bundle, three_term
 from lib.int8 import is_int8
 from lib.rows import Batch, Corpus, Meta, get_batch, read_corpus, read_meta
 from lib.run import check_finite, interruptible, means, report, rewind_log
-from lib.util import Parser, bounded, command, fail, generator, pick_device, read_json, reading, uniform, write_json
+from lib.util import (
+    Parser,
+    bounded,
+    command,
+    fail,
+    generator,
+    one_thread_if_small,
+    pick_device,
+    read_json,
+    reading,
+    uniform,
+    write_json,
+)
 from model import Config, Context, Model
 
 # R rows, T positions, C channels, B block_length
@@ -72,8 +84,9 @@ def cocommit_step(model: Model, batch: Batch, args: Namespace) -> Losses:
     stage_b = model.coordinate(h, bundle, ctx, model.cfg.n_rounds, tokens)
 
     # Eq. 1 in both stages: Stage A fills every mask, Stage B its bundle, by alpha as a whole
+    added_to = stage_a if model.adds else None
     loss_a, terms_a = three_term_loss(model, stage_a, batch.clean, kind, fill=masked)
-    loss_b, terms_b = three_term_loss(model, stage_b, batch.clean, kind, bundle, args.alpha, stage_a)
+    loss_b, terms_b = three_term_loss(model, stage_b, batch.clean, kind, bundle, args.alpha, added_to)
     return loss_a + loss_b, of_stage("A", terms_a) | of_stage("B", terms_b)
 
 
@@ -130,6 +143,7 @@ def run(args: Namespace, step: Callable[..., Losses] = cocommit_step, make_optim
     """Train, validate, save. `step` is cocommit_step, or one of your own."""
     corpus = read_corpus(Path(args.data), args.seq_len, args.seed, args.block_length, args.batch_size)
     model = start(args, corpus)
+    one_thread_if_small(model.cfg.n_embd)
     optimizer = (make_optimizer or adamw)(model, args)
     loop(model, corpus, step, optimizer, args)
 

@@ -231,6 +231,13 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def one_thread_if_small(n_embd: int) -> None:
+    """On a CPU matrices this small are done before two threads have met. On a busy machine two threads trained a model
+    of names seven times slower than one. OMP_NUM_THREADS, where it is set, decides."""
+    if n_embd <= 256 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+
+
 # --- places
 def first_masked(key: Tensor, masked: Tensor, size: Tensor | int) -> Tensor:
     """The `size` masks of smallest key, leftmost of equals.
