@@ -15,7 +15,7 @@ PAGES = ("*.md", "*/README.md", "results/*.md", "results/*/README.md")
 FILES = [path for pattern in PAGES for path in sorted(ROOT.glob(pattern))]
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
 # python train.py --flags, python -m tools.bench --flags, torchrun ... -m llada.parallel --flags
-SCRIPT = r"(?:python|torchrun [^\n]*?)(?: -m)? ((?:beyond|llada|tools)\.\w+|\w+\.py)"
+SCRIPT = r"(?:python|torchrun [^\n]*?)(?: -m)? ((?:experiments|llada|tools)\.\w+|\w+\.py)"
 COMMAND = re.compile(SCRIPT + r"((?:[^`#\n\\;|>&]|\\\n)*)")
 # it passes its flags on
 PASSES_ON = {"llada.parallel": "train"}
@@ -38,7 +38,7 @@ def commands() -> list[tuple[str, str, str]]:
     texts = {name: shell_script(text.split("git checkout")[0]) for name, text in TEXTS.items()}
     for path in sorted(ROOT.glob("experiments/*.sh")):
         texts[path.relative_to(ROOT).as_posix()] = shell_script(path.read_text())
-    for folder in (".", "lib", "beyond", "llada", "tools"):
+    for folder in (".", "lib", "experiments", "llada", "tools"):
         for path in sorted((ROOT / folder).glob("*.py")):
             tree = ast.parse(path.read_text())
             documented = (ast.Module, ast.FunctionDef, ast.ClassDef)
