@@ -12,7 +12,7 @@ with it, and never what they are. One change mends it, causal Stage B: a word se
 
 Left out: edits, blocks, LoRA, experts. Tags: # CoCommit is the paper's, # causal and # alpha are not.
 """
-import sys
+import argparse
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +20,7 @@ from torch import nn
 
 # --- the toy: a context and a phrase, and how many of 25 rows have it
 COUNTS = {"city New York": 10, "city San Francisco": 5, "city San Diego": 4, "city San Jose": 3,
-          "city San Juan": 3,
-          "dish hot dog": 8, "dish ice cream": 7, "dish ice cube": 5, "dish ice tea": 5}
+          "city San Juan": 3, "dish hot dog": 8, "dish ice cream": 7, "dish ice cube": 5, "dish ice tea": 5}
 TOKENS = ["[M]"] + sorted(set(" ".join(COUNTS).split()))
 MASK = 0  # the mask is a token, too
 ROWS = torch.tensor([[TOKENS.index(word) for word in phrase.split()] for phrase in COUNTS])
@@ -170,7 +169,8 @@ def report(name, model, looks=0, causal=False):  # a row of the table, both word
     return model
 
 if __name__ == "__main__":
-    torch.manual_seed(int(sys.argv[-1]) if sys.argv[1:] else 0)  # python tiny.py --seed 1
+    (options := argparse.ArgumentParser()).add_argument("--seed", type=int, default=0)
+    torch.manual_seed(options.parse_args().seed)
     torch.set_num_threads(1)  # small matrices
     print("P(phrase | city)       New York  San ...  no phrase  forwards  it writes")
     print("the text                   0.40     0.60       0.00")

@@ -24,7 +24,9 @@ def rng(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def twins(seed: int, T: int, n_last: int, K: int, monkeypatch, std: float = 0.4) -> tuple[tiny.Model, Model]:
+def twins(
+    seed: int, T: int, n_last: int, K: int, monkeypatch, std: float = 0.4, causal: bool = False
+) -> tuple[tiny.Model, Model]:  # fmt: skip
     """A random tiny model of three layers, K rounds and blocks of T, and model.Model with its weights. As after
     training, the mask is never the likeliest word."""
     monkeypatch.setattr(tiny, "N_LAYER", 3)
@@ -39,12 +41,13 @@ def twins(seed: int, T: int, n_last: int, K: int, monkeypatch, std: float = 0.4)
         d_dense=2 * tiny.C, d_expert=1, n_expert=2, n_active=1, n_group=1, topk_group=1,
         eos_id=tiny.MASK, mask_id=tiny.MASK,  # no token ends a text
         n_dense=3, rope_theta=10000.0, rotary_dim=tiny.C // tiny.H, norm_eps=torch.finfo(torch.float32).eps,
-        block_length=T, n_last=n_last, n_rounds=K,
+        block_length=T, n_last=n_last, n_rounds=K, causal=causal,
     )  # fmt: skip
     full = Model(cfg)
     renamed = {
         re.sub(r"\.(qkv|proj)\.", r".attn.\1.", re.sub(r"\.(gate_up|down)\.", r".mlp.\1.", name)): value
         for name, value in small.state_dict().items()
+        if causal or name != "show"
     }
     missing = full.load_state_dict(renamed, strict=False)
     assert missing.unexpected_keys == []
@@ -79,6 +82,44 @@ def test_both_stages_have_the_full_models_logits(n_last, K, monkeypatch):
     b = full.logits(full.coordinate(h, bundle, ctx, K))
     assert (b - a).abs().max() > 0.1  # markers do something here
     assert torch.allclose(small.logits(small.coordinate(ours, bundle)), b, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("n_last, K", [(1, 1), (2, 2)])
+@torch.no_grad()
+def test_causal_stage_b_has_the_full_models_logits(n_last, K, monkeypatch):
+    """For bundles that are one run, as tiny's are."""
+    small, full = twins(n_last, 6, n_last, K, monkeypatch, causal=True)
+    tokens = torch.randint(V, (5, 6), generator=rng(0))
+    place = torch.arange(6)
+    first = torch.tensor([0, 1, 2, 3, 6])[:, None]
+    bundle = (place >= first) & (place < first + 4)
+    z = tokens.masked_fill(bundle, tiny.MASK)
+    ctx = full.context(torch.ones_like(z, dtype=torch.bool))
+    h = full.prefix(z, ctx)
+    b = full.logits(full.coordinate(h, bundle, ctx, K, tokens))
+    ours = small.coordinate(small.prefix(z), bundle, tokens)
+    assert torch.allclose(small.logits(ours), b, atol=1e-5, rtol=0)
+    other = full.logits(full.coordinate(h, bundle, ctx, K, tokens.roll(1, dims=0)))
+    assert (b - other).abs().max() > 0.1  # tokens do something here
+
+
+def test_causal_looks_are_generate_ones(monkeypatch):
+    """All masks at once: tokens, and forwards with every look counted."""
+    several = 0
+    for seed in range(30):
+        draw = random.Random(seed)
+        T, K = draw.randint(3, 8), draw.choice([1, 2])
+        n = draw.randint(1, T - 2)
+        small, full = twins(seed, T, draw.randint(1, 2), K, monkeypatch, draw.choice([0.2, 0.4, 0.7]), causal=True)
+        prompt = [draw.randrange(1, V) for _ in range(n)]  # no mask: one run
+        d = Decoding(gen_length=T - n, tau_joint=0.0, tau_t2t=None, n_rounds=K, eos_early_stop=False)
+        tokens, nfe, _ = generate_one(full, prompt, d)
+        z = torch.tensor([prompt + [tiny.MASK] * (T - n)])
+        written, forwards, _ = tiny.decode(small, z, -1, T, causal=True)
+        assert written[0, n:].tolist() == tokens, f"seed {seed}"
+        assert forwards == approx(nfe["full"] + nfe["partial"] * full.partial_cost)
+        several += nfe["partial"] > K
+    assert several >= 5
 
 
 def test_the_decoder_is_generate_one_in_fifty_settings(monkeypatch):
@@ -149,7 +190,7 @@ def run(source: str, folder: Path) -> str:
 
 def test_without_the_tagged_lines_it_is_a_plain_masked_diffusion_model(tmp_path):
     """It trains, decodes and prints the rows of Stage A."""
-    plain = "\n".join(line for line in SOURCE.splitlines() if not line.endswith("# CoCommit"))
+    plain = "\n".join(line for line in SOURCE.splitlines() if not line.endswith(("# CoCommit", "# causal")))
     assert not re.search("markers|coordinate", plain)
     out = run(plain.replace("range(700)", "range(3)"), tmp_path)
     assert re.findall(r"Stage \w.*?(?=  )", out) == ["Stage A", "Stage A, twice as long", "Stage A by alpha 1"]
@@ -177,7 +218,7 @@ def test_the_table_is_what_a_student_remembers(tiny_output):
     .40, York .40, Francisco .20."""
     _, *table = tiny_output.splitlines()
     rows = {}
-    for line in table[:6]:
+    for line in table[:7]:
         name, numbers, written = re.fullmatch(r"(.*?)  +((?: *\d\.\d+)+) *(.*)", line).groups()
         rows[name] = [float(x) for x in numbers.split()] + [written] * bool(written)
     assert rows["the text"] == [0.40, 0.60, 0.0]
@@ -187,13 +228,17 @@ def test_the_table_is_what_a_student_remembers(tiny_output):
     for name, cost in (("Stage B, alpha 1", 1.5), ("Stage A by alpha 1", 1.0)):
         assert rows[name][0] > 0.95 and rows[name][3:] == [cost, "New York, ice cream"]
 
-    lines = table[6:]
-    one, both, beside, taught = (re.search(r"(\w+) (\d\.\d\d)", line).groups() for line in lines)
-    assert beside[0] == taught[0] == "New"
+    assert rows["Stage B, causal"][:3] == approx([0.40, 0.60, 0.0], abs=0.03)
+    assert rows["Stage B, causal"][3:] == [1.5, "San Francisco, ice cream"]
+
+    # none is marked: what Stage A still knows
+    *lines, looks = table[7:]
+    none, one, both = (re.search(r"(\w+) (\d\.\d\d)", line).groups() for line in lines)
+    assert none[0] == "San" and float(none[1]) == approx(0.60, abs=0.03)
     assert one[0] == "San" and float(one[1]) > 0.7
     assert both[0] == "New" and float(both[1]) > 0.95
-    assert lines[0].endswith("city San Francisco") and lines[1].endswith("city New York")
-    assert float(beside[1]) == approx(0.40, abs=0.03) and float(taught[1]) > 0.95
+    assert [line.split("city ")[1] for line in lines] == ["San York", "San Francisco", "New York"]
+    assert looks == "draft San York, 1 look San Francisco, 2 looks San Francisco"
 
 
 def test_the_table_is_the_committed_one(tiny_output):
