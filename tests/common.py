@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from cache import Row
+from cache import Output, Row
 from checkpoint import PRESETS, load_model, new_model, save_adapter, save_model
 from lib.rows import Meta, write_meta
 from lib.tokenizer import byte_spec
 from lib.util import generator, write_json
 from model import Config, Model
-from sample import Step
+from sample import Decoding, Step, generate, generate_one
 from toy import Toy
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -149,6 +149,30 @@ class Steps:
             record["fill"] = [places[i] for i in step.bundle[r].nonzero()[:, 0].tolist()]
             record["edit"] = [places[i] for i in step.edited[r].nonzero()[:, 0].tolist()]
             self.of_row[row.number].append(record | dict(conf=step.conf[r].tolist()))
+
+
+def prompt(n: int, seed: int = 0, high: int = MASK) -> list[int]:
+    return random_ids(1, n, 100 + seed, high)[0].tolist()
+
+
+def traced(model, prompts: list[list[int]], d: Decoding, **how) -> tuple[list[Output], list[list[dict]]]:
+    """What comes out of each row, and its steps."""
+    steps = Steps(len(prompts))
+    outputs = generate(model, prompts, d, on_step=steps.add, **how)
+    return outputs, steps.of_row
+
+
+def assert_as_specified(model, prompts, d: Decoding, both=(True,)) -> list[Output]:
+    """Tokens, forwards of each kind and the block before every forward: rows together against a row alone.
+
+    both: with a cache, or also without one."""
+    expected = [generate_one(model, p, d) for p in prompts]
+    for cached in both:
+        outputs, steps = traced(model, prompts, d, cached=cached)
+        for out, row, (tokens, nfe, seen) in zip(outputs, steps, expected, strict=True):
+            assert_same([s["before"] for s in row], seen, f"cached {cached}, generate")
+            assert (out.tokens, out.nfe) == (tokens, nfe)
+    return outputs
 
 
 approx = pytest.approx

@@ -162,17 +162,14 @@ def test_a_base_is_sampled_by_stage_a_and_adapted(tmp_path, run, monkeypatch, ca
     on_top = tmp_path / "causal"
     caller(train, monkeypatch, capsys)("--data", rows, "--init_from", folder, "--stage_b", "copy", "--causal",
         "--max_iters", 2, "--batch_size", 4, "--device", "cpu", "--out_dir", on_top)  # fmt: skip
-    assert "[causal Stage B, sum of cross-entropies, n = 1 of 4, K = 1, the longest run" in decode("--ckpt", on_top, *short)
+    assert "[causal Stage B, the paper's loss, n = 1 of 4, K = 1, the longest run" in decode("--ckpt", on_top, *short)
 
 
 # --- what is refused
 def test_a_base_is_from_scratch(run, tmp_path, scratch, pairs):
-    assert "a base is trained from scratch" in run.fails("--data", pairs, "--init_from", make_base(run, tmp_path, scratch))
-
-
-def make_base(run, tmp_path, scratch):
     run(*scratch, "--max_iters", 1, "--out_dir", tmp_path / "base")
-    return tmp_path / "base"
+    line = run.fails("--data", pairs, "--init_from", tmp_path / "base", "--out_dir", tmp_path / "b")
+    assert "a base is trained from scratch" in line
 
 
 def test_one_by_one_reads_a_clean_copy(run, tmp_path, scratch):

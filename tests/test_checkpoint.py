@@ -5,18 +5,18 @@ import json
 import math
 import os
 import shutil
-import struct
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from common import byte_model, random_adapter, random_ids, tiny_model
+from common import byte_model, random_adapter, random_ids, random_lora, tiny_model
 from safetensors.torch import load_file, save_file
 
-from checkpoint import base_of, fingerprint, load_model, load_tokenizer, read_config, save_model, stored
-from lib.util import Mistake
-from model import Model
+import checkpoint
+from checkpoint import about_adapter, base_of, judge_of, load_model, read_config, save_model, stored, weights_hash
+from lib.util import Mistake, write_json
+from model import Linear, Model
 
 WEIGHTS = "model.safetensors"
 NONSENSE = [None, True, -1, 0, 5, 4.0, 4.5, "4", "", [], {}, math.nan, math.inf, 10**10, 10**400]
@@ -37,7 +37,7 @@ def forward(model: Model) -> torch.Tensor:
     ids = random_ids(1, 16)
     ctx = model.context(torch.ones_like(ids, dtype=torch.bool))
     h = model.prefix(ids, ctx)
-    return model.logits(model.coordinate(h, ids < 20, ctx, model.cfg.n_rounds))
+    return model.logits(model.coordinate(h, ids < 20, ctx, model.cfg.n_rounds, ids))
 
 
 @pytest.fixture
@@ -53,9 +53,9 @@ def adapter(base, tmp_path):
 
 
 # --- a model's folder
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_folder_gives_back_the_model(tied, tmp_path):
-    model = byte_model(tied=tied)
+@pytest.mark.parametrize("tied, causal", [(False, False), (True, False), (False, True)])
+def test_a_folder_gives_back_the_model(tied, causal, tmp_path):
+    model = byte_model(tied=tied, causal=causal)
     save_model(model, tmp_path)
     assert (model.lm_head.weight is model.wte.weight) == tied
     assert ("lm_head.weight" in load_file(tmp_path / WEIGHTS)) != tied
@@ -102,24 +102,84 @@ def test_weights_may_be_read_by_whom_other_files_may_be_read(tmp_path):
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}
 
 
-# --- the fingerprint of a base
-def test_a_fingerprint_worked_by_hand(tmp_path):
-    """1 is 3F80 and -2 is C000 in bfloat16, lower byte first in memory. Of 20 rows of the embedding 0, 2, .. 14 are in
-    it, of nine values of the norm the first eight."""
-    norm, rows = torch.tensor(4 * [1.0, -2.0] + [5.0]), torch.arange(40.0).view(20, 2)
-    save_file({"norm_f.weight": norm, "wte.weight": rows, "markers": torch.ones(3)}, tmp_path / WEIGHTS)
-    (tmp_path / "config.json").write_text("{}")
-    embedding = b"".join(struct.pack("<f", x)[2:] for row in range(0, 16, 2) for x in (2 * row, 2 * row + 1))
-    by_hand = hashlib.sha256(b"[20, 2]" + embedding + b"[9]" + 4 * b"\x80\x3f\x00\xc0").hexdigest()
-    assert fingerprint(tmp_path) == by_hand[:16]
+def test_causal_stage_b_begins_with_a_map_of_zeros(base):
+    """So what it is first shown changes nothing."""
+    causal = load(base, causal=True)
+    assert causal.cfg.causal and causal.show.shape == (64, 64) and not causal.show.any()
+    assert load(base).show is None
 
 
-def test_one_base_in_shards_in_one_file_or_in_another_dtype_is_the_same(golden, tmp_path):
-    """Six shards without markers, and one file with them."""
-    for dtype in (torch.float32, torch.bfloat16):
-        save_model(load_model(golden, "cpu", dtype), tmp_path / str(dtype))
-        assert load_file(tmp_path / str(dtype) / WEIGHTS)["wte.weight"].dtype == dtype
-        assert fingerprint(golden) == fingerprint(tmp_path / str(dtype))
+def test_who_judges_a_models_writing_is_told_by_the_rows_that_it_learned(base, adapter):
+    """meta.json, as the rows have it; an adapter asks its base."""
+    assert judge_of(base) == judge_of(adapter) == {}
+    for judge in ({"names": "14.0.0"}, {"toy": "pairs", "V": 3, "m": 2, "n_ctx": 32}):
+        write_json(base / "meta.json", dict(vocab_size=272, eos_id=256, mask_id=257, n_plain=256, judge=judge))
+        assert judge_of(base) == judge_of(adapter) == judge
+    write_json(base / "meta.json", dict(vocab_size=272, eos_id=256, mask_id=257, n_plain=256, judge=None))
+    assert judge_of(base) == {}
+
+
+# --- which weights a folder holds
+def test_a_hash_worked_by_hand(tmp_path):
+    """Of a file of 40,960 bytes: its size, then the 16 bytes at every tenth, over one another, at the end fewer."""
+    raw = torch.arange(40_960, dtype=torch.int64).remainder(251).to(torch.uint8).numpy().tobytes()
+    (tmp_path / WEIGHTS).write_bytes(raw)
+    pieces = b"".join(raw[10 * i : 10 * i + 16] for i in range(4096))
+    assert weights_hash(tmp_path) == hashlib.sha256(b"40960" + pieces).hexdigest()[:16]
+
+    # of shards all, in the order of their names
+    a, b = raw[:8192], raw[:4096]
+    for name, content in (("a.safetensors", a), ("b.safetensors", b)):
+        (tmp_path / name).write_bytes(content)
+    shards = {"weight_map": {"x": "b.safetensors", "y": "a.safetensors"}}
+    (tmp_path / f"{WEIGHTS}.index.json").write_text(json.dumps(shards))
+    (tmp_path / WEIGHTS).unlink()
+    of_a, of_b = (b"".join(file[n * i : n * i + 16] for i in range(4096)) for file, n in ((a, 2), (b, 1)))
+    by_hand = hashlib.sha256(b"8192" + of_a + b"4096" + of_b).hexdigest()
+    assert weights_hash(tmp_path) == by_hand[:16]
+
+
+def test_any_change_of_the_weights_is_seen(base):
+    """LoRA that was merged into them, one matrix that is another one, one marker more: none has the old hash."""
+    seen = {weights_hash(base)}
+
+    def is_new(model: Model) -> bool:
+        save_model(model, base)
+        seen.add(weights_hash(base))
+        return len(seen) > before
+
+    model = load(base)
+    matrices = [(name, p) for name, p in model.named_parameters() if p.dim() > 1]
+    assert len(matrices) == 28
+    for name, p in matrices:
+        before = len(seen)
+        kept = p.data.clone()
+        p.data *= 1.01
+        assert is_new(model), name
+        p.data.copy_(kept)
+    save_model(model, base)
+    assert weights_hash(base) in seen  # of the same weights it is the same
+
+    # every matrix that LoRA is merged into, alone
+    random_lora(model)
+    adapted = [part for part in model.modules() if isinstance(part, Linear) and part.lora_A is not None]
+    assert len(adapted) == 8
+    for part in adapted:
+        before = len(seen)
+        part.merge_lora()
+        assert part.lora_A is None and is_new(model)
+
+    before = len(seen)
+    assert is_new(load(base, n_rounds=3))
+
+
+def test_the_shipped_adapters_stand_on_the_shipped_base():
+    names = Path(__file__).parent.parent / "assets" / "names"
+    folders = [path.parent for path in names.glob("*/adapter.json")]
+    assert names / "paper" in folders
+    for folder in folders:
+        about = about_adapter(folder)
+        assert base_of(folder) == names and about["base_hash"] == weights_hash(names)
 
 
 # --- an adapter's folder
@@ -134,20 +194,49 @@ def test_an_adapter_brings_its_base_and_its_own_settings(base, adapter, tmp_path
         assert model.cfg == replace(read_config(base), n_last=3) == replace(read_config(folder), n_last=3)
         torch.testing.assert_close(forward(model), expected)
     assert base_of(Path("moved/adapter")) == Path("moved/base") and base_of(base) == base
-    assert load_tokenizer(adapter, "bytes").decode([97]) == "a"
     low = load_model(adapter, "cpu", torch.bfloat16)
-    assert {p.dtype for name, p in low.named_parameters() if name in low.adapter_state()} == {torch.float32}
+    assert {p.dtype for p in low.learned().values()} == {torch.float32}
     assert stored(low).keys() == stored(load(base)).keys()
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("stage_b", checkpoint.STAGE_B)
+def test_an_adapter_of_every_kind_comes_back(stage_b, causal, base, tmp_path):
+    """Two rounds on one of its layers; what it says is flat, and all that is needed."""
+    folder = tmp_path / "kind"
+    model = random_adapter(folder, base, stage_b, n_last=1, n_rounds=3, causal=causal)
+    about = dict(base="../base", base_hash=weights_hash(base), n_last=1, n_rounds=3, causal=causal)
+    assert about_adapter(folder) == about | dict(stage_b=stage_b, lora_r=4, alpha=0.0)
+    back = load(folder)
+    assert back.cfg == model.cfg == replace(read_config(base), n_last=1, n_rounds=3, causal=causal)
+    assert torch.equal(forward(back), forward(model))
+    learned = load_file(folder / "adapter.safetensors")
+    assert learned.keys() == model.learned().keys() and ("show" in learned) == causal
+    layers = {name.split(".")[1] for name in learned if "layers" in name}
+    assert layers == ({"0", "1", "2", "3"} if stage_b == "shared" else {"0"})
+    assert sum("lora_" in name for name in learned) == dict(shared=16, lora=4, copy=0)[stage_b]
+    assert stored(back).keys() - {"show"} == stored(load(base)).keys()
+
+    # what is asked for besides is the adapter's own all the same
+    assert load(folder, n_last=2, n_rounds=1, causal=not causal).cfg == model.cfg
+
+
 def test_an_adapter_without_its_base_on_another_one_or_of_another_kind_is_refused(base, adapter, tmp_path):
-    ours = fingerprint(base)
     base.rename(tmp_path / "gone")
-    assert f"adapter.json names {base} as its base, where no checkpoint is" in refusal(adapter)
+    assert f"adapter.json names {base} as its base, where no model is" in refusal(adapter)
 
     save_model(byte_model(seed=1), base)
     line = refusal(adapter)
-    assert f"fingerprint is {ours}" in line and f"{base} has {fingerprint(base)}: it is another one" in line
+    assert f"{adapter} was trained on other weights than {base} holds now" in line
+    assert "delete base_hash from adapter.json" in line
+
+    # the same weights in another form, where that has been done
+    save_model(load_model(tmp_path / "gone", "cpu", torch.bfloat16), base)
+    assert f"{adapter} was trained on other weights" in refusal(adapter)
+    about = json.loads((adapter / "adapter.json").read_text())
+    (adapter / "adapter.json").write_text(json.dumps({k: v for k, v in about.items() if k != "base_hash"}))
+    assert load(adapter).markers.any()
+    (adapter / "adapter.json").write_text(json.dumps(about))
 
     # half of an adapter
     save_model(byte_model(), base)
@@ -156,19 +245,24 @@ def test_an_adapter_without_its_base_on_another_one_or_of_another_kind_is_refuse
     save_file(half, adapter / "adapter.safetensors")
     assert "markers: no such tensor there" in refusal(adapter)
 
-    # a folder of another kind
+    # of another kind than its tensors
+    for change in ({"stage_b": "lora"}, {"stage_b": "copy"}, {"causal": True}, {"n_rounds": 1}, {"lora_r": 8}):
+        (adapter / "adapter.json").write_text(json.dumps(about | change))
+        assert "is this adapter whole?" in refusal(adapter)
+
+
+def test_an_adapter_on_an_adapter_is_refused(base, adapter, tmp_path):
     about = json.loads((adapter / "adapter.json").read_text())
-    (adapter / "adapter.json").write_text(json.dumps(about | {"read_by": "python -m somewhere.else --ckpt DIR"}))
-    assert "it is read by `python -m somewhere.else --ckpt DIR`" in refusal(adapter)
+    shutil.copytree(adapter, tmp_path / "above")
+    (tmp_path / "above" / "adapter.json").write_text(json.dumps(about | {"base": "../adapter"}))
+    assert f"names {adapter} as its base, where no model is" in refusal(tmp_path / "above")
 
 
 @pytest.mark.parametrize("file, more", [("config.json", ["model_type", "unknown", "int8"]), ("adapter.json", [])])
 def test_any_nonsense_is_a_mistake_or_a_model(file, more, base, adapter):
     folder = base if file == "config.json" else adapter
     whole = json.loads((folder / file).read_text())
-    parts = whole.get("model", {})
     wrong = [{field: value} for field in (*whole, *more) for value in (*NONSENSE, "a\0b", "/nowhere")]
-    wrong += [{"model": parts | {key: value}} for key in parts for value in NONSENSE]
     contents = [whole | changes for changes in wrong]
     contents += [{k: v for k, v in whole.items() if k != key} for key in whole]
     refusals = 0

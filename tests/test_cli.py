@@ -4,29 +4,62 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from common import ROOT, byte_model, caller, command_line, names_folder, refused
+from common import ROOT, byte_model, caller, command_line, names_folder, random_adapter, refused, tiny_model
+from resuming import byte_rows, toy_rows
 
+import base
 import evaluate
+import prepare
 import sample
 import train
 from checkpoint import load_model, save_model
-from lib import util
-from lib.data import learn_bpe
-from lib.tokenizer import byte_tokenizer
-from lib.util import END, MASK, Screen, command, fail
+from lib.rows import read_meta
+from lib.tokenizer import byte_spec, byte_tokenizer
+from lib.util import MASK, command, fail, read_json, write_json
+from tools import watch
+from tools.watch import END, Screen
 
-TOY = ["--data", "pairs", "--toy", "V=3", "m=2", "--batch_size", 2, "--device", "cpu"]
+SCRATCH = ["--init_from", "scratch", "--batch_size", 2, "--device", "cpu"]
 
 
 @pytest.fixture(scope="module")
 def ckpt(tmp_path_factory):
+    """A model of bytes."""
     folder = tmp_path_factory.mktemp("ckpt")
     save_model(byte_model(), folder)
+    write_json(folder / "tokenizer.json", byte_spec())
     return folder
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory, ckpt) -> Path:
+    """Rows of a toy and of text, a model of names, one of the toy, and an adapter."""
+    tree = tmp_path_factory.mktemp("tree")
+    toy_rows(tree / "pairs")
+    byte_rows(tree / "text")
+    names_folder(tree / "names")
+    random_adapter(tree / "adapter", ckpt)
+    of_toy(tree / "toy", tree / "pairs")
+    return tree
+
+
+def of_toy(folder: Path, rows: Path) -> Path:
+    """A model of these rows' tokens."""
+    meta = read_meta(rows)
+    ids = dict(vocab_size=meta.vocab_size, eos_id=meta.eos_id, mask_id=meta.mask_id)
+    save_model(tiny_model(**ids, block_length=meta.block_length or 8), folder)
+    shutil.copyfile(rows / "meta.json", folder / "meta.json")
+    return folder
+
+
+def placed(argv: list, tree: Path) -> list[str]:
+    """TREE/names -> where it lies"""
+    return [str(word).replace("TREE", str(tree)) for word in argv]
 
 
 # --- the one handler
@@ -70,46 +103,141 @@ def test_a_reader_who_leaves_is_no_error():
 # --- mistakes, one of each kind
 
 TEXT = ["--prompt", "a"]
+ON_TEXT = ["--data", "TREE/text", "--init_from", "CKPT", "--block_length", 8]
+ON_TOY = ["--data", "TREE/pairs", "--init_from", "scratch"]
+CORRUPTED = [*ON_TEXT, "--context", "corrupted"]
 MISTAKES = [
     # train.py: the command line, and what it refuses in these words
     (train, ["--learning_rate", "inf"], "--learning_rate: must lie in"),
     (train, ["--init_from", "resume"], "no training run to resume"),
-    (train, ["--data", __file__, "--seq_len", 100], "--seq_len 100 must be a multiple"),
-    (train, ["--data", __file__, "--toy", "V=3"], "name the toy by --data"),
-    (train, ["--data", "pairs", "--seq_len", 16], "--toy m=4"),
-    (train, ["--data", "pairs", "--stage_a_only", "--alpha", 1], "leave out --init_from and --alpha"),
-    (train, ["--data", "pairs", "--one_by_one", 0.5], "add --stage_a_only"),
+    (train, [*ON_TEXT, "--seq_len", 100], "--seq_len 100 must be a multiple of --block_length 8"),
+    (train, [*ON_TEXT, "--seq_len", 256], "at most 128"),
+    (train, ["--data", "pairs"], "no prepared rows (prepare.py and toy.py write them) at pairs/meta.json"),
+    (train, [*ON_TEXT, "--config", "nowhere.toml"], "no config at nowhere.toml"),
+    (train, [*ON_TEXT, "--toy", "V=3"], "unrecognized arguments: --toy V=3"),
+    (train, [*ON_TEXT, "--stage_a_only"], "unrecognized arguments: --stage_a_only"),
+    (train, [*ON_TEXT, "--one_by_one", 0.5], "unrecognized arguments: --one_by_one 0.5"),
+    (train, [*ON_TOY, "--block_length", 8], "are not of whole blocks of 8"),
+    # n and K are the model's own, or possible ones; an adapter has its own, and is no place to start
+    (train, [*ON_TEXT, "--n_last", 5], "n_last is 1..4 (n_layer), not 5"),
+    (train, [*ON_TEXT, "--n_rounds", 1001], "n_rounds is 1..1000"),
+    (train, [*ON_TEXT[:2], "--init_from", "TREE/adapter", "--n_last", 1], "start from the model that it stands on"),
+    # what Stage B sees before it
+    (train, [*CORRUPTED, "--stage_b", "lora"], "give --context clean"),
+    (train, [*CORRUPTED, "--stage_b", "copy"], "give --context clean"),
+    (train, [*CORRUPTED, "--causal"], "give --context clean"),
+    (train, [*ON_TEXT, "--stage_b", "lora", "--lora_r", 0], "--stage_b lora needs a rank"),
+    (train, [*ON_TOY, "--stage_b", "lora"], "stand on a trained base"),
+    (train, [*ON_TOY, "--stage_b", "copy"], "stand on a trained base"),
+    # base.py
+    (base, ["--data", "TREE/text", "--init_from", "CKPT"], "a base is trained from scratch"),
+    (base, [*ON_TOY, "--one_by_one", 0.5, "--context", "corrupted"], "give --context clean"),
+    (base, [*ON_TOY, "--one_by_one", 1.5], "--one_by_one: must lie in"),
+    (base, [*ON_TOY, "--optimizer", "sgd"], "--optimizer: invalid choice"),
+    (prepare, ["nowhere.txt", "--out", "TREE/new"], "no such file or folder"),
+    (prepare, ["stdlib", "--out", "TREE/text"], "already holds rows"),
     (sample, [], "nothing to continue"),
     (sample, [*TEXT, "--prompt", ""], "prompt 2 is empty"),
     (sample, ["--prompt", "x" * 120], "120 tokens"),
     (sample, ["--prompt_ids", "5,9999"], "0..271"),
+    (sample, ["--prompt_ids", "a"], "--prompt_ids: 'a' is no list of ids like 1,2,3"),
     (sample, [*TEXT, "--n_rounds", 5], "for 0..2 rounds"),
     (sample, [*TEXT, "--temperature", "1e-40"], "at least 0.001"),
     (sample, [*TEXT, "--tau_m2t", "nan"], "must lie in -1..1"),
+    (sample, [*TEXT, "--n_rounds", 0, "--tau_joint", 0.5, "--tau_m2t", 0.7], "leave out --tau_m2t"),
+    (sample, [*TEXT, "--ckpt", "TREE/toy"], "use --prompt_ids"),
+    (evaluate, ["--ckpt", "CKPT"], "so nothing judges it: python sample.py"),
+    (evaluate, ["--ckpt", "TREE/toy", "TREE/names"], "several folders are compared on names alone"),
+    (evaluate, ["--ckpt", "TREE/names", "--holes", 99], "--holes 99: no name has so many"),
 ]
+GIVEN = {
+    train: ["--out_dir", "TREE/out"], base: ["--out_dir", "TREE/out"], prepare: [], evaluate: ["--device", "cpu"],
+    sample: ["--ckpt", "CKPT", "--gen_length", 16],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("script, argv, words", MISTAKES, ids=[words for _, _, words in MISTAKES])
-def test_a_mistake_is_named(script, argv, words, ckpt, tmp_path, monkeypatch, capsys):
-    given = ["--out_dir", tmp_path / "out"] if script is train else ["--ckpt", ckpt, "--gen_length", 16]
-    assert words in refused(script, monkeypatch, capsys, *given, *argv, "--device", "cpu")
+def test_a_mistake_is_named(script, argv, words, ckpt, tree, monkeypatch, capsys):
+    argv = [*GIVEN[script], *argv]
+    if script in (train, base, sample):
+        argv += ["--device", "cpu"]
+    argv = [word.replace("CKPT", str(ckpt)) for word in placed(argv, tree)]
+    assert words in refused(script, monkeypatch, capsys, *argv)
+    assert not (tree / "out").exists() and not (tree / "new").exists()
 
 
-def test_a_run_is_not_overwritten_and_a_resume_keeps_its_settings(tmp_path, monkeypatch, capsys):
+def test_who_starts_from_an_adapter_is_told_its_base(ckpt, tree, tmp_path, monkeypatch, capsys):
+    line = ["--data", tree / "text", "--init_from", tree / "adapter", "--out_dir", tmp_path / "out"]
+    assert refused(train, monkeypatch, capsys, *line).endswith(f"start from the model that it stands on, {ckpt}")
+
+
+def test_n_and_k_that_are_given_are_those_of_the_adapter(ckpt, tree, tmp_path, monkeypatch, capsys):
+    """And those of its settings, and of the model that is loaded from it."""
+    argv = ["--data", tree / "text", "--init_from", ckpt, "--n_last", 1, "--n_rounds", 3, "--max_iters", 1]
+    argv += ["--batch_size", 2, "--device", "cpu", "--out_dir", tmp_path / "out"]
+    caller(train, monkeypatch, capsys)(*argv)
+    cfg = load_model(tmp_path / "out", "cpu", torch.float32).cfg
+    for file in ("train.json", "adapter.json"):
+        about = read_json(tmp_path / "out" / file, "file")
+        assert (about["n_last"], about["n_rounds"]) == (cfg.n_last, cfg.n_rounds) == (1, 3)
+
+
+def test_a_run_is_not_overwritten_and_a_resume_keeps_its_settings(tree, tmp_path, monkeypatch, capsys):
     run = caller(train, monkeypatch, capsys)
     a, b, file = tmp_path / "a", tmp_path / "b", tmp_path / "file"
-    two = [*TOY, "--max_iters", 2, "--out_dir"]
+    two = [*SCRATCH, "--data", tree / "pairs", "--max_iters", 2, "--out_dir"]
     run(*two, a)
     before = {path.name: path.read_bytes() for path in a.iterdir()}
     assert "already holds a run" in run.fails(*two, a)
-    assert "--s_max 3 differs" in run.fails("--init_from", "resume", "--out_dir", a, "--s_max", 3)
+    again = ["--init_from", "resume", "--out_dir", a]
+    assert "--s_max 3 differs" in run.fails(*again, "--s_max", 3)
+    for change in (["--n_last", 1], ["--n_rounds", 4], ["--data", tree / "text"], ["--causal"], ["--config", "x.toml"]):
+        assert f"{change[0]} " in run.fails(*again, *change)
     adapt = ["--init_from", a, "--out_dir", b, "--data"]
-    assert "another size" in run.fails(*adapt, "pairs", "--toy", "V=4")
-    assert "other tokens" in run.fails(*adapt, "stdlib")
+    assert "other tokens" in run.fails(*adapt, toy_rows(tmp_path / "larger", V=4, m=2))
+    assert "other tokens" in run.fails(*adapt, tree / "text")
     file.write_text("in the way")
     assert "cannot write" in run.fails(*two, file / "run")
     assert {path.name: path.read_bytes() for path in a.iterdir()} == before
     assert file.read_text() == "in the way"
+
+
+def test_rows_of_other_tokens_than_the_models_are_refused(ckpt, tree, tmp_path, monkeypatch, capsys):
+    """Also where their numbers are the same: another tokenizer, another toy or another size of it, a toy's rows on a
+    model of text, and text on a model of a toy."""
+    # the ids of this toy are 0..223, its contexts 224..255, then eos and the mask, as of bytes
+    like_bytes = toy_rows(tmp_path / "like bytes", "modes", V=224)
+    assert (read_meta(like_bytes).eos_id, read_meta(like_bytes).mask_id) == (256, 257)
+    of_it = of_toy(tmp_path / "of it", like_bytes)
+
+    # a tokenizer whose letters have other numbers
+    other = byte_rows(tmp_path / "other")
+    spec = byte_spec()
+    vocab = spec["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    write_json(other / "tokenizer.json", spec)
+
+    # toys of two kinds, and of two sizes, with as many symbols and contexts
+    pairs, sums = (toy_rows(tmp_path / name, name, V=4, m=m) for name, m in (("pairs", 2), ("sum", 2)))
+    longer = toy_rows(tmp_path / "longer", "pairs", V=4, m=4)
+    swapped = [toy_rows(tmp_path / f"V {V}", "modes", V=V, m=2, n_ctx=40 - V) for V in (16, 24)]
+    assert len({(read_meta(rows).eos_id, read_meta(rows).vocab_size) for rows in (pairs, sums, longer)}) == 1
+    assert len({read_meta(rows).eos_id for rows in swapped}) == 1
+    of_pairs, of_swapped = of_toy(tmp_path / "of pairs", pairs), of_toy(tmp_path / "of swapped", swapped[0])
+
+    for model, rows in (
+        (ckpt, other), (ckpt, like_bytes), (tree / "names", tree / "pairs"), (tree / "names", like_bytes),
+        (of_it, tree / "text"), (of_pairs, sums), (of_pairs, longer), (of_swapped, swapped[1]),
+    ):  # fmt: skip
+        argv = ["--data", rows, "--init_from", model, "--max_iters", 1, "--batch_size", 2, "--device", "cpu"]
+        line = refused(train, monkeypatch, capsys, *argv, "--out_dir", tmp_path / "out")
+        assert line == f"error: --data {rows} has other tokens than --init_from {model}: prepare it with --like {model}"
+
+    # its own, and text by its tokenizer, are read
+    call = caller(train, monkeypatch, capsys)
+    for number, (model, rows) in enumerate(((of_it, like_bytes), (tree / "names", tree / "text"))):
+        call("--data", rows, "--init_from", model, "--max_iters", 1, "--batch_size", 2, "--device", "cpu",
+             "--out_dir", tmp_path / str(number))  # fmt: skip
 
 
 # --- what is shown
@@ -127,9 +255,9 @@ def test_text_and_ids_agree(ckpt, monkeypatch, capsys):
     d = sample.Decoding(gen_length=9, tau_m2t=0.7, tau_t2t=0.0, n_rounds=2, holes=True)  # the defaults
     model, decode = load_model(ckpt, "cpu", torch.float32), byte_tokenizer().decode
     tokens, nfe, _ = sample.generate_one(model, [97, 98], d)
-    total = nfe["full"] + nfe["commit"] + nfe["partial"] / 2  # n = 2 of 4 layers
+    total = nfe["full"] + nfe["refresh"] + nfe["partial"] / 2  # n = 2 of 4 layers
     assert by_text.startswith(f"{decode([97, 98, *tokens])}\n[{len(tokens)} tokens; forwards: {nfe['full']} full + ")
-    assert f"{nfe['partial']:g} partial x 0.5 + {nfe['commit']} commit = {total:.3g}, " in by_text
+    assert f"{nfe['partial']:g} partial x 0.5 + {nfe['refresh']} refresh = {total:.3g}, " in by_text
 
     # holes are filled, in two blocks, before anything is printed, and what is given stays
     (output,) = sample.generate(model, [[257 if c == "▒" else ord(c) for c in "a▒cdefgh▒j"]], d)
@@ -175,7 +303,7 @@ def test_steps_by_hand(monkeypatch, capsys):
     # a terminal draws it in colour, the second step in the place of the first
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setattr(util, "PACE", 0)
+    monkeypatch.setattr(watch, "PACE", 0)
     first, second = shown().splitlines()
     assert first.startswith("\x1b[2Kstep   1  1 2 \x1b[33m[6 ]\x1b[0m\x1b[2m(A: 4 )\x1b[0m")
     assert second.startswith("\x1b[1F\x1b[2Kstep   2  1 2 \x1b[35m{4 }\x1b[0m\x1b[32m[5 ]\x1b[0m")
@@ -184,7 +312,7 @@ def test_steps_by_hand(monkeypatch, capsys):
 @pytest.fixture(scope="module")
 def of_names(tmp_path_factory):
     """Its tokens are bytes."""
-    return names_folder(tmp_path_factory.mktemp("names"), learn_bpe([], 258))
+    return names_folder(tmp_path_factory.mktemp("names"))
 
 
 def test_a_name_is_judged(of_names, monkeypatch, capsys):
@@ -208,10 +336,11 @@ def test_a_name_is_judged(of_names, monkeypatch, capsys):
 def test_the_readmes_training_then_its_evaluation(of_names, tmp_path, monkeypatch, capsys):
     """Two steps of it, on a small model in assets/names, then what it says comes next."""
     shutil.copytree(of_names, tmp_path / "assets" / "names")
+    byte_rows(tmp_path / "data" / "names", prompt=-1, judge={"names": "0"})
     monkeypatch.chdir(tmp_path)
     run = caller(train, monkeypatch, capsys)
     out = run("--n_last", 3, "--max_iters", 2, "--batch_size", 4)
-    assert "a run of the kind 'names'" in out and "python evaluate.py --ckpt out/names" in out
+    assert "data/names: 56 rows, " in out and "python evaluate.py --ckpt out/names" in out
     out = caller(evaluate, monkeypatch, capsys)("--ckpt", "out/names", "--prompts", 2)
     assert "2 held-out names" in out and "Stage B" in out
 

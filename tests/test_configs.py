@@ -2,6 +2,7 @@
 settings may say. `pytest tests/test_configs.py`"""
 
 import argparse
+import importlib
 import re
 import shlex
 import shutil
@@ -50,7 +51,7 @@ def of_toy(folder: Path, rows: Path) -> None:
 
 
 def of_text(folder: Path, **sizes) -> None:
-    save_model(byte_model(n_rounds=1, **sizes), folder)
+    save_model(byte_model(n_rounds=1, max_len=4096, **sizes), folder)
     write_json(folder / "tokenizer.json", byte_spec())
 
 
@@ -109,6 +110,43 @@ def test_a_run_that_is_written_down_resumes_by_the_line_that_it_prints(words, ho
     assert len(end_state(whole)[1]) == 6
 
 
+# --- from nothing
+def chains() -> list[list[list[str]]]:
+    """Of the README's lines those that begin with rows being written: script and flags, line by line."""
+    found = []
+    for block in re.findall(r"^```\w*\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M):
+        for part in block.split("\n\n"):
+            lines = [shlex.split(line, comments=True)[1:] for line in part.splitlines() if line.startswith("python ")]
+            if lines and "--out" in lines[0] and "--written_by" not in lines[0]:
+                found.append(lines)
+    return found
+
+
+@pytest.mark.parametrize("lines", chains(), ids=lambda lines: " ".join(lines[0]))
+def test_lines_of_the_readme_feed_one_another(lines, tmp_path, monkeypatch, capsys):
+    """In an empty folder, but for the configs and a text: each has what the ones before it wrote."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ROOT / "configs", "configs")
+    Path("FOLDER").mkdir()
+    for number in range(40):
+        (Path("FOLDER") / f"{number}.txt").write_text(f"the text of number {number} " * 3)
+    for script, *argv in lines:
+        if script in SCRIPTS:
+            argv += small([script, *argv], tmp_path)
+        if script == "toy.py":
+            argv += ["--rows", "64"]
+        module = importlib.import_module(script.removesuffix(".py"))
+        code, out, err = command_line(module, monkeypatch, capsys, *argv)
+        assert code == 0, (script, argv, err)
+        if script == "evaluate.py":
+            assert "KL(truth || drawn) in nats" in out
+
+
+def test_the_readme_begins_with_rows_of_a_toy_and_of_ones_own_text():
+    first = {lines[0][0] for lines in chains()}
+    assert first == {"toy.py", "prepare.py"}
+
+
 # --- a file of settings
 def arguments(script, monkeypatch, *argv) -> dict:
     """The settings of a run that is not begun."""
@@ -119,12 +157,13 @@ def arguments(script, monkeypatch, *argv) -> dict:
     return vars(found[0])
 
 
-def test_what_a_config_says_is_what_runs(home, monkeypatch):
+def test_what_a_config_says_is_what_runs(home, tmp_path, monkeypatch):
     monkeypatch.chdir(home)
     for path in CONFIGS:
         words = next(words for words in RUNS if f"configs/{path.name}" in words)
-        found = arguments(SCRIPTS[words[0]], monkeypatch, *words[1:])
+        found = arguments(SCRIPTS[words[0]], monkeypatch, *words[1:], "--out_dir", tmp_path)
         said = tomllib.loads(path.read_text())
+        assert said.pop("out_dir") == f"out/{path.stem}" or path.stem == "llada"
         assert said and {name: found[name] for name in said} == said, path.name
 
 
@@ -134,18 +173,20 @@ def test_flags_win_over_the_config_and_the_config_over_defaults(home, monkeypatc
     config = arguments(train, monkeypatch, "--config", "configs/causal.toml")
     flag = ["--config", "configs/causal.toml", "--no-causal", "--ends", 0, "--learning_rate", 1e-4, "--stage_b", "lora"]
     flags = arguments(train, monkeypatch, *flag)
-    names = ("causal", "ends", "learning_rate", "stage_b", "data")
-    assert [plain[name] for name in names] == [False, 0.0, 3e-4, "shared", "data/names"]
-    assert [config[name] for name in names] == [True, 0.8, 3e-3, "copy", "data/written"]
-    assert [flags[name] for name in names] == [False, 0.0, 1e-4, "lora", "data/written"]
-    assert flags["whole"] == config["whole"] == 0.8
+    said = tomllib.loads((home / "configs" / "causal.toml").read_text())
+    names = ("causal", "ends", "learning_rate", "stage_b", "data", "whole")
+    by_hand = [said[name] for name in names]
+    assert [plain[name] for name in names] == [False, 0.0, 3e-4, "shared", "data/names", 0.0]
+    assert [config[name] for name in names] == by_hand and by_hand[0] is True
+    assert [flags[name] for name in names] == [False, 0.0, 1e-4, "lora", *by_hand[4:]]
+    assert not set(by_hand[:4]) & {False, 1e-4, 3e-4, "lora", "shared"}
 
 
 WRONG = {
     "learning_rat = 0.1": "learning_rat = 0.1 is no setting",
-    'help = true': "help = True is no setting",
+    "help = true": "help = True is no setting",
     'config = "other.toml"': "config = 'other.toml' is no setting",
-    "[data]\nseq_len = 3": "data",
+    "[data]\nseq_len = 3": "no prepared rows",
     "seq_len = 'long'": "--seq_len: invalid int value: 'long'",
     "seq_len = 32.5": "--seq_len: invalid int value: '32.5'",
     "max_iters = 0": "--max_iters: must lie in",
@@ -172,7 +213,7 @@ def test_a_wrong_config_is_refused_in_one_line(content, home, tmp_path, monkeypa
     monkeypatch.chdir(home)
     path = tmp_path / "wrong.toml"
     path.write_bytes(content.encode("latin-1"))
-    line = refused(train, monkeypatch, capsys, "--config", path, "--out_dir", tmp_path / "out", "--device", "cpu")
+    line = refused(train, monkeypatch, capsys, "--config", path, "--out_dir", tmp_path / "out", *TINY)
     assert WRONG[content] in line and not (tmp_path / "out").exists()
 
 
@@ -193,15 +234,17 @@ def test_help_shows_every_default(script, monkeypatch, capsys):
         return usual(self, *given)
 
     monkeypatch.setattr(train.Parser, "parse_args", parse_args)
+    monkeypatch.setenv("COLUMNS", "1000")
     code, out, err = command_line(script, monkeypatch, capsys, "--help")
     assert (code, err) == (0, "")
-    manual = " ".join(out.split()).replace("- ", "-")  # argparse breaks lines at a hyphen, too
-    actions = [action for action in parsers[0]._actions if not isinstance(action, argparse._HelpAction)]
-    assert len(actions) > 25
-    for action in actions:
-        start = manual.index(" " + action.option_strings[0] + (" " if action.metavar != "TOML" else ""))
-        said = manual[start : start + 400]
+
+    # of each flag what stands from its name to the next one's
+    options = out[out.index("options:") :]
+    said = {text.split(" ", 1)[0].rstrip(","): text for text in re.split(r"\n  --", options)[1:]}
+    flags = {action.dest: action for action in parsers[0]._actions if not isinstance(action, argparse._HelpAction)}
+    assert said.keys() == flags.keys() and len(said) > 25
+    for name, action in flags.items():
         if action.default is None:
-            assert action.dest == "config" or "left out" in said or "own)" in said, action.dest
+            assert name == "config" or re.search("left out|the checkpoint's own", said[name]), name
         else:
-            assert f"(default: {action.default})" in said, action.dest
+            assert f"(default: {action.default})" in said[name], name

@@ -116,29 +116,43 @@ def test_alpha_by_hand():
         assert ce.grad.tolist() == approx([0.5**alpha, 0.25**alpha])
 
 
+def added(h, logits_a):
+    """As Model.logits_b of states that are logits."""
+    return h + logits_a.log_softmax(-1)
+
+
+@pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
-def test_loss_by_hand(alpha):
+def test_loss_by_hand(alpha, adds):
     """Blocks of two: a bundle of both, a bundle of one of two masks, then W and G: the loss of two bundles, and 0.3 and
-    0.2 of cross-entropies."""
+    0.2 of cross-entropies. Of a Stage B that adds to Stage A's log-probabilities, beside a clean copy, which has no
+    loss."""
     logits = torch.randn(1, 6, V, generator=generator("logits"))
     kind = torch.tensor([[M, M, M, M, W, G]], dtype=torch.uint8)
     fill = torch.tensor([[True, True, True, False, False, False]])
     target = torch.tensor([[1, 2, 3, 4, 5, 6]])
-    model = SimpleNamespace(logits=lambda h: h, cfg=tiny_config(block_length=2))
-    total, terms = three_term_loss(model, logits, target, kind, fill, alpha)
-    ce = F.cross_entropy(logits[0], target[0], reduction="none")
+    stage_a = torch.randn(1, 12, V, generator=generator("stage a"))
+    model = SimpleNamespace(logits=lambda h: h, adds=adds, logits_b=added, cfg=tiny_config(block_length=2))
+    total, terms = three_term_loss(model, logits, target, kind, fill, alpha, stage_a)
+    log_p = logits.log_softmax(-1)
+    if adds:
+        log_p = (log_p + stage_a[:, :6]).log_softmax(-1)
+    ce = F.cross_entropy(log_p[0], target[0], reduction="none")
+    assert torch.equal(total, three_term_loss(model, logits, target, kind, fill, alpha)[0]) != adds
     bundles = alpha_loss(torch.stack([ce[0] + ce[1], ce[2]]), alpha)
     torch.testing.assert_close(total, bundles + 0.3 * ce[4] + 0.2 * ce[5])
     for name, expected in (("m2t", ce[:3]), ("edit", ce[4:5]), ("clean", ce[5:])):
         assert terms[name].tolist() == approx([float(expected.sum()), len(expected)])
 
 
-def test_chunked_loss_equals_whole_loss_with_gradients_and_keeps_no_logits():
+@pytest.mark.parametrize("adds", [False, True])
+def test_chunked_loss_equals_whole_loss_with_gradients_and_keeps_no_logits(adds):
     """A pretended vocabulary makes chunks of 64 rows, whose logits the backward pass makes again."""
     results = []
     for pretended_vocab in (V, 2**20):
         h = torch.randn(4, 64, 16, generator=generator("h")).requires_grad_()
         w = torch.randn(16, V, generator=generator("w")).requires_grad_()
+        stage_a = torch.randn(4, 64, 16, generator=generator("stage a")).requires_grad_() if adds else None
         kind = random_ids(4, 64, 3, 4).to(torch.uint8)
         rows, kept = [], []
 
@@ -146,10 +160,11 @@ def test_chunked_loss_equals_whole_loss_with_gradients_and_keeps_no_logits():
             rows.append(len(x))
             return x @ w
 
-        model = SimpleNamespace(logits=logits, cfg=tiny_config(vocab_size=pretended_vocab))
+        of_b = lambda x, logits_a, logits=logits: added(logits(x), logits_a)  # noqa: E731
+        model = SimpleNamespace(logits=logits, logits_b=of_b, adds=adds, cfg=tiny_config(vocab_size=pretended_vocab))
         with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t.shape) or t, lambda t: t):
-            total, terms = three_term_loss(model, h, random_ids(4, 64), kind, kind == M)
+            total, terms = three_term_loss(model, h, random_ids(4, 64), kind, kind == M, 0.0, stage_a)
         total.backward()
-        results.append([total, *terms.values(), h.grad, w.grad])
+        results.append([total, *terms.values(), h.grad, w.grad] + ([stage_a.grad] if adds else []))
     torch.testing.assert_close(*results)
     assert max(rows) == 64 and not any(shape[-1] == V for shape in kept)  # of the last run

@@ -4,6 +4,7 @@ A small model of a toy is trained here; the statements are theorems plus "the ma
 """
 
 import json
+import math
 import re
 import sys
 from dataclasses import replace
@@ -11,33 +12,46 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import approx, caller, conditional, names_folder, random_adapter, tiny_config, tiny_model
+from common import (
+    approx,
+    caller,
+    conditional,
+    names_folder,
+    random_adapter,
+    random_ids,
+    random_lora,
+    tiny_config,
+    tiny_model,
+)
 
 import evaluate
+import sample
 import toy
 import train
-from cache import Output
+from cache import Cached, Output
 from checkpoint import PRESETS, load_model
-from evaluate import answer_log_probs, chain_table, one_step_table
-from lib.data import is_validation, learn_bpe
+from evaluate import answer_log_probs, causal_table, chain_table, one_step_table
 from lib.tokenizer import byte_tokenizer
 from lib.util import exists
+from prepare import is_validation
 from toy import Toy
 
 # as small as the toy may be, and as many steps as leave its marginals well below the 2 % asked for
-PAIRS = ["--data", "pairs", "--toy", "V=3", "m=2", "--n_last", 1, "--batch_size", 64, "--max_iters", 200]
-PAIRS += ["--learning_rate", 5e-3, "--corruption", "mask", "--eval_interval", 10_000, "--device", "cpu"]
+PAIRS = ["--init_from", "scratch", "--n_last", 1, "--batch_size", 64, "--max_iters", 200, "--learning_rate", 5e-3]
+PAIRS += ["--corruption", "mask", "--mask_power", 1, "--eval_interval", 10_000, "--device", "cpu"]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """(model, toy, folder), trained once."""
-    folder = tmp_path_factory.mktemp("pairs") / "run"
+    """(model, toy, folder of its rows, folder), trained once."""
+    rows = tmp_path_factory.mktemp("pairs") / "rows"
+    folder = rows.parent / "run"
+    toy.write_toy(rows, "pairs", dict(V=3, m=2), rows=20_000, seed=0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PRESETS, "tiny", tiny_config(n_layer=2, n_embd=32, d_dense=64, n_rounds=1))
-        patch.setattr(sys, "argv", ["train.py", *map(str, PAIRS), "--out_dir", str(folder)])
+        patch.setattr(sys, "argv", ["train.py", *map(str, PAIRS), "--data", str(rows), "--out_dir", str(folder)])
         train.main()
-    return load_model(folder, "cpu", torch.float32), evaluate.load_task(folder), folder
+    return load_model(folder, "cpu", torch.float32), evaluate.load_task(folder), rows, folder
 
 
 # --- toys
@@ -61,7 +75,7 @@ def test_answer_log_probs(monkeypatch):
 def test_in_one_step_both_stages_pay_tc_and_one_at_a_time_nothing(trained):
     """KL(p || prod q_i) = TC + sum_i KL(p_i || q_i), and training left of the sum under 2 % of TC. Clean targets
     cannot take Stage B below TC either."""
-    net, t, _ = trained
+    net, t, _, _ = trained
     p, tc = t.marginals(), t.tc()
     for n_rounds in (0, 1):
         q = answer_log_probs(net, t, torch.arange(t.n_ctx), torch.full((t.n_ctx, t.m), -1), n_rounds)
@@ -69,83 +83,123 @@ def test_in_one_step_both_stages_pay_tc_and_one_at_a_time_nothing(trained):
         forward = toy.kl(t.prob, one_step_table(net, t, n_rounds))
         torch.testing.assert_close(forward, tc + own, rtol=0, atol=1e-6)
         assert (forward >= tc - 1e-9).all() and float(own.mean()) < 0.02 * float(tc.mean())
-    assert evaluate.quality(net, t, evaluate.TOY_DECODERS["one at a time"])["coherent"] >= 0.99
+    assert evaluate.quality(net, t, evaluate.TOY_DECODERS["one at a time"])["possible"] >= 0.99
     assert toy.kl(t.prob, chain_table(net, t)).mean() < tc.mean()  # what no product can reach
 
 
+def oracle(model, task: Toy, c, z, n_rounds: int, tokens=None):
+    """The ideal decoder in the place of answer_log_probs, the factorised one, or the causal one, which reads tokens."""
+    if tokens is None:
+        return conditional(task, c, z).log()
+    before = [torch.where(torch.arange(task.m) < i, tokens, z) for i in range(task.m)]
+    return torch.stack([conditional(task, c, before[i])[:, i] for i in range(task.m)], 1).log()
+
+
 @pytest.mark.parametrize("task", toy.TASKS)
-def test_with_exact_conditionals_the_chain_is_exact_and_the_product_pays_tc(task, monkeypatch):
+def test_with_exact_conditionals_chains_are_exact_and_the_product_pays_tc(task, monkeypatch):
+    """The chain of Stage A, which reads what is written, and the chain of causal Stage B."""
     t = toy.make(task)
     t = t if t.support.shape[1] <= 512 else toy.make(task, V=4, m=3)
-    oracle = lambda model, task, c, z, n_rounds: conditional(task, c, z).log()  # noqa: E731
-    monkeypatch.setattr(evaluate, "answer_log_probs", oracle)  # the ideal factorised decoder in every model's place
+    monkeypatch.setattr(evaluate, "answer_log_probs", oracle)  # the ideal decoder in every model's place
     torch.testing.assert_close(chain_table(None, t), t.prob, rtol=0, atol=1e-12)
+    torch.testing.assert_close(causal_table(any_model(), t), t.prob, rtol=0, atol=1e-12)
     assert float(toy.kl(t.prob, one_step_table(None, t, 0)).mean()) == approx(float(t.tc().mean()), abs=1e-9)
 
 
-def test_the_table_of_a_toy_by_hand(monkeypatch, capsys):
-    """Exact conditionals lose TC in one step and nothing one at a time. Of four contexts' answers one is the likeliest,
-    one is possible, two are neither; each costs a forward."""
+def any_model(causal: bool = True) -> SimpleNamespace:
+    return SimpleNamespace(cfg=SimpleNamespace(n_rounds=2, causal=causal), partial_cost=0.5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_table_of_a_toy_by_hand(causal, monkeypatch, capsys):
+    """Exact conditionals lose TC in one step and nothing one at a time, nor in causal Stage B. Of four contexts'
+    answers one is the likeliest, one is possible, two are neither; each costs a forward, and a look, two halves."""
     t = toy.make("modes", n_ctx=4)
     TC = float(t.tc()[0])
     answers = [t.support[0, 0].tolist(), t.support[1, 2].tolist(), [0] * 4, [t.mask_id] * 4]
-    outputs = [Output([], tokens=answer, nfe=dict(full=1, partial=0, commit=0)) for answer in answers]
-    monkeypatch.setattr(evaluate, "generate", lambda model, prompts, d, step: outputs)
+    outputs = [Output([], tokens=answer, nfe=dict(full=1, partial=2, refresh=0)) for answer in answers]
+    asked = []
+    monkeypatch.setattr(evaluate, "generate", lambda model, prompts, d, step: asked.append(d) or outputs)
 
     # exact in Stage A; Stage B loses a quarter of a nat more at every position
-    oracle = lambda model, t, c, z, n_rounds: conditional(t, c, z).log() - n_rounds / 4  # noqa: E731
-    monkeypatch.setattr(evaluate, "answer_log_probs", oracle)
-    evaluate.evaluate_toy(SimpleNamespace(cfg=SimpleNamespace(n_rounds=1), partial_cost=0.5), t)
+    worse = lambda model, t, c, z, n_rounds, tokens=None: oracle(model, t, c, z, 0, tokens) - n_rounds / 8  # noqa: E731
+    monkeypatch.setattr(evaluate, "answer_log_probs", worse)
+    evaluate.evaluate_toy(any_model(causal), t)
 
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:-1]]
+    rows = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()[1:-1]]
     tc = f"{TC:.3f}"
-    assert rows[0][1:] == ["loses", "coherent", "mode", "forwards"] and rows[1][-1] == tc
-    assert all(row[-3:] == ["0.500", "0.250", "1.00"] for row in rows[2:])
-    assert [row[-4] for row in rows[2:5]] == ["0.000", tc, f"{TC + 1:.3f}"]
+    titles, least, *rows = [[cell.strip() for cell in row] for row in rows]
+    assert titles == ["decoder", "KL", "possible", "likeliest", "forwards", "looks"]
+    assert least[1] == tc
+    assert all(row[-4:] == ["0.500", "0.250", "2.00", "1.00"] for row in rows)
+    lost = {row[0]: row[1] for row in rows if len(row) == 6}
+    of_b = {"causal Stage B, one step": "1.000"} if causal else {"Stage B, one step": f"{TC + 1:.3f}"}
+    assert lost == {"one at a time": "0.000", "Stage A, one step": tc} | of_b
+
+    # the decoder of each row, in the model's own number of rounds
+    decoders = dict(zip([row[0] for row in rows], asked, strict=True))
+    assert decoders["Stage A, one step"] == replace(evaluate.TOY_DECODERS["Stage A, one step"], gen_length=4)
+    b = decoders[next(iter(of_b))]
+    assert (b.n_rounds, b.tau_t2t, b.tau_joint, b.tau_m2t) == (2, None, *((0.0, 0.7) if causal else (None, -1)))
 
 
 def test_a_toy_from_the_command_line(trained, tmp_path, monkeypatch, capsys):
-    _, t, base = trained
+    _, t, rows, base = trained
     run = caller(evaluate, monkeypatch, capsys)
     out = run("--ckpt", base, "--device", "cpu")
     tc = f"{float(t.tc().mean()):.3f}"
     assert f"pairs: TC = {tc} nats" in out
     _, *table, _ = [re.split("  +", line) for line in out.splitlines()]
     lost = {name: cells[0] for name, *cells in table}
-    assert list(lost) == ["decoder", "one step, at best", *evaluate.TOY_DECODERS]
-    assert lost["one step, at best"] == tc
+    assert list(lost) == ["decoder", "independent draws, at best", *evaluate.TOY_DECODERS]
+    assert lost["independent draws, at best"] == tc
 
-    # an adapter is evaluated by its own rounds: two halves of a forward beside the full one
-    two = ["--data", "pairs", "--init_from", base, "--n_rounds", 2, "--n_last", 1, "--batch_size", 4]
-    caller(train, monkeypatch, capsys)(*two, "--max_iters", 2, "--out_dir", tmp_path / "two")
-    costs = {line.split("  ")[0]: line.split()[-1] for line in run("--ckpt", tmp_path / "two").splitlines()}
-    assert (costs["Stage A, one step"], costs["Stage B, one step"]) == ("1.00", "2.00")
+    # an adapter is evaluated by its own rounds: two halves of a forward beside the full one, and that is one look
+    two = ["--data", rows, "--init_from", base, "--n_rounds", 2, "--n_last", 1, "--batch_size", 4, "--max_iters", 2]
+    caller(train, monkeypatch, capsys)(*two, "--out_dir", tmp_path / "two")
+    costs = {line.split("  ")[0]: line.split()[-2:] for line in run("--ckpt", tmp_path / "two").splitlines()}
+    assert costs["Stage A, one step"] == ["1.00", "0.00"] and costs["Stage B, one step"] == ["2.00", "1.00"]
+
+    # of causal Stage B all masks of a block in looks: one at least, two at most, each two halves of a forward
+    caller(train, monkeypatch, capsys)(*two, "--causal", "--stage_b", "lora", "--out_dir", tmp_path / "causal")
+    costs = {line.split("  ")[0]: line.split()[-2:] for line in run("--ckpt", tmp_path / "causal").splitlines()}
+    forwards, looks = map(float, costs["causal Stage B, one step"])
+    assert "Stage B, one step" not in costs and 1 <= looks <= 2 and forwards == approx(1 + looks, abs=0.011)
 
 
 def test_mistakes(tmp_path, monkeypatch, capsys):
     run = caller(evaluate, monkeypatch, capsys)
-    assert "no toy or names to judge by" in run.fails("--ckpt", tmp_path)
+    assert "trained on no toy and on no names" in run.fails("--ckpt", tmp_path)
     assert "on names alone" in run.fails("--ckpt", tmp_path, tmp_path)
-    for wrong in ({"name": "modes", "V": "many"}, {"name": "poems"}, {"V": 3}, [3]):
-        (tmp_path / "toy.json").write_text(json.dumps(wrong))
-        assert "toy.json" in run.fails("--ckpt", tmp_path)
+    for wrong in ({"toy": "modes", "V": "many"}, {"toy": "poems"}, {"toy": 3}, {"toy": "modes", "colour": 1}):
+        (tmp_path / "meta.json").write_text(json.dumps({"judge": wrong}))
+        assert "meta.json" in run.fails("--ckpt", tmp_path)
+    (tmp_path / "meta.json").write_text("[3]")
+    assert "meta.json" in run.fails("--ckpt", tmp_path)
 
 
 # --- names
 def test_shares_and_forwards_by_hand(monkeypatch):
     """Letters A to F are asked for; written are A, A, A, D, ? and ?. Four of six exist, two different ones, A and D are
-    the very names. A row costs 2 full, 1 commit, and half a partial one of n/L = 1/4."""
+    the very names. A row costs 2 full, 1 refresh, and half a partial one of n/L = 1/4."""
     letter = "LATIN SMALL LETTER {}".format
-    nfe = dict(full=2, partial=0.5, commit=1)
+    nfe = dict(full=2, partial=0.5, refresh=1)
     outputs = [Output(list(letter(x).encode()), [256], nfe) for x in "AAAD??"]
     asked = []
     monkeypatch.setattr(evaluate, "generate", lambda model, prompts, d, step: asked.append(step) or outputs)
     prompts = {letter(x): [] for x in "ABCDEF"}
-    model = SimpleNamespace(partial_cost=1 / 4)
+    model = SimpleNamespace(partial_cost=1 / 4, cfg=SimpleNamespace(causal=False, mask_id=257))
     found = evaluate.complete(model, byte_tokenizer(), prompts, evaluate.NAMES, step="mine")
     assert (found["exist"], found["itself"], found["distinct"]) == approx((4 / 6, 2 / 6, 2 / 6))
-    assert (found["forwards"], found["full"], found["tokens"]) == (3.125, 2, 1)
+    assert (found["forwards"], found["full"], found["partial"], found["tokens"]) == (3.125, 2, 0.5, 1)
+    assert found["per_token"] == 3.125 and found["tc"] is None
     assert found["found"] == [True] * 4 + [False] * 2 and asked == ["mine"]
+    assert found["written"] == [letter(x) for x in "AAAD??"]
+
+    # a hole is a token, too
+    holed = {name: [257, 257, 65] for name in prompts}
+    assert evaluate.complete(model, byte_tokenizer(), holed, evaluate.NAMES)["tokens"] == 3
+    assert asked[1:] == [sample.denoise]
 
 
 def test_prompts_are_the_first_third_of_names_of_the_group_and_a_function_of_it_alone():
@@ -175,38 +229,98 @@ def test_holes_are_in_one_block_with_something_visible_behind():
 
 
 def test_holes_cost_a_step_each_or_one_for_all(tmp_path, monkeypatch, capsys):
-    """Three holes of the first of two blocks: one at a time three steps, then a commit and the next block's step; all
-    at once one for three; Stage B is half of one more where there is a mask."""
-    folder = names_folder(tmp_path, learn_bpe([], 258), n_rounds=1)
+    """Three holes of the first of two blocks: one at a time three steps, then a refresh and the next block's step; all
+    at once one for three; Stage B is half of one more where there is a mask. In looks it is one to three halves."""
+    folder = names_folder(tmp_path / "base", n_rounds=1)
+    random_adapter(tmp_path / "causal", folder, "lora", causal=True)
     name = "A NAME OF A SORT"
     prompts = {name: [257 if i in (1, 2, 5) else ord(c) for i, c in enumerate(name)]}
     monkeypatch.setattr(evaluate, "draw_holes", lambda *_: prompts)
-    out = caller(evaluate, monkeypatch, capsys)("--ckpt", folder, "--holes", 3, "--json", "--device", "cpu")
-    costs = [json.loads(line)["forwards"] for line in out.splitlines()]
+    run = caller(evaluate, monkeypatch, capsys)
+    argv = ["--holes", 3, "--json", "--device", "cpu", "--ckpt"]
+    costs = [json.loads(line)["forwards"] for line in run(*argv, folder).splitlines()]
     assert costs == [5, 3, 3.5]
+
+    records = [json.loads(line) for line in run(*argv, tmp_path / "causal").splitlines()]
+    assert [r["decoder"] for r in records] == [*evaluate.HOLE_ROWS, "causal, in looks"]
+    assert [r["forwards"] for r in records[:3]] == [5, 3, 3.5] and records[3]["forwards"] in (3.5, 4.0, 4.5)
+    assert all(r["tokens"] == 3 for r in records)
 
 
 def test_names_from_the_command_line(tmp_path, monkeypatch, capsys):
-    """A base has its rows, an adapter its own; two adapters share the base's and have a column each."""
+    """A base has its rows, an adapter its own; adapters share the base's and follow one another."""
     monkeypatch.setattr(evaluate, "NAMES", replace(evaluate.NAMES, gen_length=8))
-    base = names_folder(tmp_path / "base", learn_bpe([], 258))
+    base = names_folder(tmp_path / "base")
     for name in ("one", "two"):
         random_adapter(tmp_path / name, base)
+    random_adapter(tmp_path / "causal", base, "copy", causal=True)
     run = caller(evaluate, monkeypatch, capsys)
     argv = ["--prompts", 2, "--device", "cpu", "--ckpt"]
     assert "--holes 8: no name" in run.fails(*argv, base, "--holes", 8)
 
-    out = run(*argv, tmp_path / "one", tmp_path / "two", "--json")
+    out = run(*argv, tmp_path / "one", tmp_path / "causal", tmp_path / "two", "--json")
     records = [json.loads(line) for line in out.splitlines()]
     rows = [(name, str(base)) for name in evaluate.BASE_ROWS]
-    rows += [(name, str(tmp_path / folder)) for name in evaluate.ADAPTER_ROWS for folder in ("one", "two")]
+    for folder, own in (
+        ("one", evaluate.ADAPTER_ROWS),
+        ("causal", evaluate.CAUSAL_ROWS),
+        ("two", evaluate.ADAPTER_ROWS),
+    ):
+        rows += [(name, str(tmp_path / folder)) for name in own]
     assert [(r["decoder"], r["ckpt"]) for r in records] == rows
     for r in records:
         # K = 2 rounds of half a forward, as often as a step marks something
         off = r["decoder"].startswith(("base", "Stage B off"))
-        assert r["prompts"] == 2 and 0 <= r["exist"] <= 1 and len(r["found"]) == 2
+        assert r["prompts"] == 2 and 0 <= r["exist"] <= 1 and len(r["found"]) == len(r["written"]) == 2
         assert (r["forwards"] - r["full"] < 1) if off else (r["forwards"] - r["full"] >= 1)
+        assert r["per_token"] == approx(r["forwards"] / r["tokens"])
+        assert (r["partial"] == 0) == off
+
+        # what the tokens of a bundle depend on one another is known where causal Stage B writes runs
+        assert r["tc"] is None or r["decoder"].startswith(("causal, whole", "causal, longest"))
+    whole = next(r for r in records if r["decoder"] == "causal, whole blocks")
+    assert whole["tc"] is not None
 
     # fewer columns for people; of a base alone its own rows
     out = run(*argv, base)
     assert "2 held-out names" in out and "base, all at once" in out and "Stage B" not in out
+
+
+def test_what_a_bundle_depends_on_by_hand():
+    """Stage B gives a bundle of two 1/2 and 1/4, Stage A gives these tokens 1/4 and 1/8: log 4 nats. A bundle of one,
+    and a row without one, tell nothing."""
+    p_a = torch.full((3, 2, 4), 0.25)
+    p_a[:, 1] = torch.tensor([0.125, 0.125, 0.5, 0.25])
+    engine = SimpleNamespace(model=SimpleNamespace(logits=lambda h: p_a.log()), stage_a=lambda z: (z, z))
+    bundle = torch.tensor([[True, True], [True, False], [False, False]])
+    conf = torch.tensor([[0.5, 0.25]] * 3)
+    token = torch.tensor([[0, 1]] * 3)
+    done = SimpleNamespace(bundle=bundle, conf=conf, token=token)
+    step = evaluate.Dependence(lambda *given: done)
+    assert step(engine, token, None, None, None) is done and step.nats == approx([math.log(4)])
+
+
+@pytest.mark.parametrize("stage_b", ["lora", "copy"])
+def test_what_bundles_depend_on_is_what_both_stages_say_of_them(stage_b):
+    """A run of causal Stage B on random weights: of each bundle the log-probability that teacher forcing gives it, less
+    the sum of Stage A's."""
+    model = tiny_model(causal=True, n_rounds=1)
+    random_lora(model, stage_b)
+    d = sample.Decoding(gen_length=16, tau_joint=0.0, tau_t2t=None)
+    step = evaluate.Dependence(sample.longest_run)
+    expected = []
+
+    def on_step(rows, done):
+        for r, row in enumerate(rows):
+            engine = Cached(model, [row.ids], 1)
+            z, bundle = done.z[r : r + 1], done.bundle[r : r + 1]
+            h, a = engine.stage_a(z)
+            b = engine.stage_b(h, bundle, done.after[r : r + 1])
+            both = model.logits_b(b, model.logits(a)), model.logits(a)
+            log_p = [x.log_softmax(-1).gather(-1, done.after[r : r + 1, :, None])[..., 0] for x in both]
+            if bundle.sum() > 1:
+                expected.append(float(((log_p[0] - log_p[1]) * bundle).sum()))
+
+    prompts = [random_ids(1, n, n)[0].tolist() for n in (3, 8)]
+    sample.generate(model, prompts, d, step=step, on_step=on_step)
+    assert len(expected) == 5 and step.nats == approx(expected, abs=1e-3)

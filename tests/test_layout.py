@@ -1,7 +1,9 @@
 """What lies where, and who imports whom. `pytest tests/test_layout.py`"""
 
 import ast
+import json
 import re
+import subprocess
 import sys
 import tomllib
 
@@ -14,18 +16,18 @@ FLOORS = [
     {"model", "toy"},
     {"corrupt", "cache", "checkpoint"},
     {"train", "sample"},
-    {"evaluate", "convert_weights"},
-    {"beyond"},
+    {"base", "prepare", "evaluate", "convert_weights"},
     {"llada"},
     {"tools"},
+    {"experiments"},
 ]
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
-FOLDERS = {"lib", "beyond", "llada", "tools"}
+FOLDERS = {"lib", "llada", "tools", "experiments"}
 FILES = {p.relative_to(ROOT).as_posix(): p for f in (".", *FOLDERS) for p in sorted((ROOT / f).glob("*.py"))}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 STATED = {re.match(r"\w+", p)[0] for p in sum(PROJECT["optional-dependencies"].values(), PROJECT["dependencies"])}
-# the one arrow up: load_model reads int8 weights, and then alone
-LAZY = {("checkpoint.py", "llada")}
+# the arrows up, when they are asked for: the moving view of a decode, and a name that stands for a type
+LAZY = {("sample.py", "tools"), ("cache.py", "sample")}
 
 
 def imports(text: str) -> set[str]:
@@ -42,7 +44,14 @@ def imports(text: str) -> set[str]:
 def test_the_root_is_the_card():
     root = {name.removesuffix(".py") for name in FILES if "/" not in name}
     assert root == FLOOR.keys() - FOLDERS
-    assert {name for name in FILES if name.startswith("lib/")} == {"lib/data.py", "lib/tokenizer.py", "lib/util.py"}
+    lib = {name.removeprefix("lib/") for name in FILES if name.startswith("lib/")}
+    assert lib == {"int8.py", "rows.py", "run.py", "tokenizer.py", "util.py"}
+
+
+def test_each_run_that_is_documented_has_a_file():
+    names = {path.name for path in (ROOT / "configs").iterdir()}
+    runs = ("base", "causal", "alpha", "toy", "toy_base", "text", "text_base", "llada")
+    assert names == {f"{run}.toml" for run in runs}
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -55,3 +64,57 @@ def test_arrows_point_down_to_what_is_stated(name):
     up = ours - below - (FOLDERS & {here})
     assert {(name, other) for other in up} <= LAZY
     assert "/" in name or not found & {"importlib", "pickle"}
+
+
+def test_text_is_read_in_one_place():
+    """So who does not import lib.tokenizer has no tiktoken."""
+    assert {name for name in FILES if "tiktoken" in imports(FILES[name].read_text())} == {"lib/tokenizer.py"}
+
+
+# --- what an import brings along
+LOADED = """
+import importlib, json, sys
+import torch, tqdm, safetensors.torch
+found = {}
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    here = {n for n in sys.modules if n.split(".")[0] in HERE}
+    found[name] = sorted(here | {"tiktoken"} & sys.modules.keys())
+    for n in here:
+        del sys.modules[n]
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, set[str]]:
+    """Of every file of the root the modules of ours that its import brings along, in a process of its own."""
+    # train.py first: once it is imported, tiktoken stays
+    root = {name.removesuffix(".py") for name in FILES if "/" not in name} - {"tiny"}
+    names = sorted(root, key=lambda name: name != "train")
+    code = LOADED.replace("HERE", repr(set(FLOOR)))
+    done = subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return {name: set(found) for name, found in json.loads(done.stdout).items()}
+
+
+def test_training_knows_rows_and_nothing_of_where_they_are_from(loaded):
+    lib = {"lib", "lib.rows", "lib.run", "lib.int8", "lib.util"}
+    assert loaded["train"] == {"train", "corrupt", "checkpoint", "model"} | lib
+    assert loaded["base"] - {"tiktoken"} == loaded["train"] | {"base"}
+
+
+def test_decoding_knows_nothing_of_training(loaded):
+    lib = {"lib", "lib.tokenizer", "lib.util"}
+    assert loaded["sample"] - {"tiktoken"} == {"sample", "cache", "checkpoint", "model"} | lib
+
+
+def test_rows_are_written_without_a_model(loaded):
+    lib = {"lib", "lib.rows", "lib.util"}
+    assert loaded["toy"] - {"tiktoken"} == {"toy"} | lib
+    assert loaded["prepare"] - {"tiktoken"} == {"prepare", "lib.tokenizer"} | lib
+
+
+def test_the_root_brings_along_no_folder_but_lib(loaded):
+    for name, found in loaded.items():
+        assert not {module.split(".")[0] for module in found} & {"llada", "tools", "experiments", "tiny"}, name

@@ -181,6 +181,17 @@ def test_what_is_stage_bs_alone_leaves_stage_a_the_base(stage_b):
     assert not model.coordinate(h, bundle, ctx, 1).isfinite().all()
 
 
+def test_a_copy_adds_to_what_stage_a_says():
+    """Any other Stage B answers by itself. By hand: e^0 = 1 and 3 beside Stage A's 1/4 and 3/4 are 1 : 9."""
+    for stage_b in ("shared", "lora", "copy"):
+        model = tiny_model()
+        model.adapt(stage_b, 4, generator("lora"))
+        model.logits = lambda h: h
+        ours, base = torch.tensor([1.0, 3.0]).log(), torch.tensor([2.0, 6.0]).log()
+        found = model.logits_b(ours, base).softmax(-1).tolist()
+        assert found == approx([0.1, 0.9] if stage_b == "copy" else [0.25, 0.75])
+
+
 def test_lora_on_the_mlp_of_stage_b_does_not_leak_into_stage_a():
     """Whatever is put on Stage B's own layers, as in a fresh idea of a reader's: LoRA on every Linear that has none."""
     model, ids = tiny_model(), random_ids(2, 16)
@@ -229,7 +240,9 @@ def test_layers_that_are_computed_again_in_the_backward_have_the_same_gradients(
         ctx = context(ids, model, ids.flip(1))
         h = model.prefix(ids, ctx)
         states = model.coordinate(h, bundle, ctx, 2, ids)
-        (model.logits(states).log_softmax(-1)[..., 0].sum() + model.last_n(h, ctx).sum()).backward()
+        logits_a = model.logits(model.last_n(h, ctx)[:, :16])
+        log_p = model.logits_b(states, logits_a).log_softmax(-1)
+        (log_p[..., 0].sum() + logits_a.sum()).backward()
         results.append({name: p.grad for name, p in model.learned().items()})
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
     assert all(grad.abs().max() > 0 for grad in results[0].values())

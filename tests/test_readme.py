@@ -26,10 +26,10 @@ def shell_script(text: str) -> str:
     values = dict(re.findall(r"for (\w+) in (?:\\\n)?\s*(\S+?)[;\s]", text))
     for name, value in re.findall(r'^\s*(\w+)=("[^"]*"|\S*)', text, re.M):
         values.setdefault(name, value.strip('"'))
-    values |= dict(re.findall(r"\$\{(\w+):-(\w+)\}", text))
     text = re.sub(r'^\s*\w+=("[^"]*"|\S*)$', "", text, flags=re.M)  # to set a variable is no command
-    for _ in range(3):  # a value may hold a variable
-        text = re.sub(r"\$\{?(\w+)(?::-\w+)?\}?", lambda found: values.get(found[1], "1"), text)
+    for _ in range(4):  # a value may hold a variable
+        text = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda found: values.get(found[1], found[2]), text)
+        text = re.sub(r"\$\{?(\w+)\}?", lambda found: values.get(found[1], "1"), text)
     return text
 
 
@@ -38,6 +38,8 @@ def commands() -> list[tuple[str, str, str]]:
     texts = {name: shell_script(text.split("git checkout")[0]) for name, text in TEXTS.items()}
     for path in sorted(ROOT.glob("experiments/*.sh")):
         texts[path.relative_to(ROOT).as_posix()] = shell_script(path.read_text())
+    for path in sorted(ROOT.glob("configs/*.toml")):
+        texts[path.relative_to(ROOT).as_posix()] = path.read_text().replace("# python", "python")
     for folder in (".", "lib", "experiments", "llada", "tools"):
         for path in sorted((ROOT / folder).glob("*.py")):
             tree = ast.parse(path.read_text())

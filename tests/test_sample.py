@@ -7,39 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from common import MASK, Steps, approx, assert_same, caller, random_ids, random_lora, tiny_model
+from common import MASK, approx, assert_as_specified, caller, prompt, random_lora, tiny_model, traced
 
 import sample
-from cache import Output
 from checkpoint import save_model
 from lib.util import Mistake
 from sample import Decoding, candidates, denoise, generate, generate_one, select_bundle
 
 LENGTHS = [3, 8, 13, 16, 21]  # shorter than a block of 8, one block, inside a block, two blocks, inside the third
-
-
-def prompt(n: int, seed: int = 0, high: int = MASK) -> list[int]:
-    return random_ids(1, n, 100 + seed, high)[0].tolist()
-
-
-def traced(model, prompts: list[list[int]], d: Decoding, **how) -> tuple[list[Output], list[list[dict]]]:
-    """What comes out of each row, and its steps."""
-    steps = Steps(len(prompts))
-    outputs = generate(model, prompts, d, on_step=steps.add, **how)
-    return outputs, steps.of_row
-
-
-def assert_equal_to_the_specification(model, prompts, d: Decoding, both=(True,)) -> list[Output]:
-    """Tokens, forwards of each kind and the block before every forward: rows together against a row alone.
-
-    both: with a cache, or also without one."""
-    expected = [generate_one(model, p, d) for p in prompts]
-    for cached in both:
-        outputs, steps = traced(model, prompts, d, cached=cached)
-        for out, row, (tokens, nfe, seen) in zip(outputs, steps, expected, strict=True):
-            assert_same([s["before"] for s in row], seen, f"cached {cached}, generate")
-            assert (out.tokens, out.nfe) == (tokens, nfe)
-    return outputs
 
 
 # --- the specification
@@ -65,7 +40,7 @@ def test_generate_equals_the_specification_whatever_the_settings(seed, monkeypat
     model = tiny_model(seed, std, block_length=B, n_last=n_last)
     if seed % 4 > 1:
         random_lora(model, "lora" if seed % 4 == 3 else "shared")
-    assert_equal_to_the_specification(model, prompts, replace(d, holes=draw.random() < 0.5), both=(False, True))
+    assert_as_specified(model, prompts, replace(d, holes=draw.random() < 0.5), both=(False, True))
 
 
 def test_everything_is_made_on_the_models_device():
@@ -143,7 +118,7 @@ def test_a_step_of_ones_own_costs_what_it_says():
 def test_whole_blocks_without_more_to_write_cost_nothing():
     """Two of three prompts end with a block, and nothing is asked for behind them; the other's last is decoded."""
     d = Decoding(gen_length=0, tau_m2t=0.3, n_rounds=2)
-    outputs = assert_equal_to_the_specification(tiny_model(), [prompt(n) for n in (16, 13, 8)], d, both=(False, True))
+    outputs = assert_as_specified(tiny_model(), [prompt(n) for n in (16, 13, 8)], d, both=(False, True))
     nothing = dict(full=0, partial=0, refresh=0)
     assert [out.nfe == nothing for out in outputs] == [True, False, True]
     assert all(out.tokens == [] and out.prompt == prompt(n) for out, n in zip(outputs, (16, 13, 8), strict=True))
@@ -177,7 +152,8 @@ def test_a_step_by_hand():
     seen = []
 
     class Engine:
-        model = SimpleNamespace(cfg=SimpleNamespace(mask_id=9), logits=lambda h: 5 * h)
+        cfg = SimpleNamespace(mask_id=9)
+        model = SimpleNamespace(cfg=cfg, logits=lambda h: 5 * h, logits_b=lambda h, logits_a: 5 * h)
 
         def stage_a(self, z):
             return z, F.one_hot(torch.tensor([[7, 7, 7, 3]]), 10).float()
@@ -245,7 +221,7 @@ def test_a_block_that_never_ends_is_left_with_a_warning(monkeypatch):
     logits = torch.zeros(1, 8, model.cfg.vocab_size)
     logits[..., MASK] = 9.0
     monkeypatch.setattr(model, "logits", lambda h: logits.expand(len(h), -1, -1))
-    out = assert_equal_to_the_specification(model, [prompt(3)], Decoding(gen_length=5))[0]
+    out = assert_as_specified(model, [prompt(3)], Decoding(gen_length=5))[0]
     assert out.tokens == [MASK] * 5 and "never" in out.warning
     monkeypatch.setattr(sample, "MAX_STEPS", 6)
     out = generate(model, [prompt(3)], Decoding(gen_length=5, temperature=0.01))[0]
@@ -285,8 +261,8 @@ def test_what_a_decode_defaults_to():
 
 
 def test_what_a_causal_decode_defaults_to():
-    """The longest run above a half, without edits; the paper's gates where one of them is given; what is not meant is
-    refused."""
+    """The longest run above a half, without edits; the paper's gates where one of them is given. Any other Stage B and
+    Stage A alone write runs where they are told to; what is not meant is refused."""
     causal, plain = tiny_model(causal=True), tiny_model()
     run = Decoding(n_rounds=2, holes=True, tau_joint=0.5, tau_t2t=None)
     assert settled(causal) == run
@@ -294,12 +270,12 @@ def test_what_a_causal_decode_defaults_to():
     assert settled(causal, "--tau_m2t", "0.3") == replace(run, tau_joint=None, tau_m2t=0.3, tau_t2t=0.0)
     assert settled(causal, "--n_rounds", "0") == replace(run, tau_joint=None, n_rounds=0, tau_t2t=0.5)
 
-    # Stage A's own longest run, of any model
+    # runs of any model
     base = replace(run, n_rounds=0, tau_joint=0.7)
     for model in (causal, plain):
         assert settled(model, "--n_rounds", "0", "--tau_joint", "0.7") == base
+        assert settled(model, "--tau_joint", "0.7", "--tau_t2t", "none") == replace(base, n_rounds=2)
     for argv, words in (
-        (["--tau_joint", "0.5"], "needs a causal Stage B"),
         (["--tau_joint", "0.5", "--n_rounds", "0", "--tau_m2t", "0.5"], "leave out"),
         (["--tau_joint", "0.5", "--n_rounds", "0", "--tau_t2t", "0.5"], "leave out"),
         (["--n_rounds", "3"], "0..2 rounds"),

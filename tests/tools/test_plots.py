@@ -51,22 +51,49 @@ def test_every_colour_is_readable_on_both_pages():
             assert color == page or (light + 0.05) / (dark + 0.05) >= 4.5, color
 
 
-def test_the_hull_is_what_mixing_two_settings_can_reach():
-    points = [(1, 0.2), (2, 0.3), (3, 0.8), (4, 0.7), (5, 0.9), (5, 0.85)]
-    assert plots.concave_hull(points) == [(1, 0.2), (3, 0.8), (5, 0.9)]
-    assert plots.concave_hull([(2, 0.5)]) == [(2, 0.5)]
+def write_records(path, systems, **more) -> None:
+    """Two seeds of each: .25 of the names for one forward, and .75 for two; half of it a token."""
+    records = []
+    for seed, (digits, cost) in enumerate((("0100", 1.0), ("1110", 2.0))):
+        figures = dict(seed=seed, n=4, exist=digits, forwards=cost, per_token=cost / 2, tokens=2.0)
+        for name in systems:
+            system, way = name.split("/")
+            edits = plots.NAMED[name][3]
+            records += [dict(system=system, way=way, dial=dial, edits=edits) | figures | more for dial in (0.5, 1.0)]
+    path.write_text("\n".join(map(json.dumps, records)))
 
 
 def test_a_setting_is_the_mean_of_its_seeds(tmp_path):
     """Seeds of .25 for one forward and .75 for two: .5 for one and a half."""
-    records = []
-    for seed, (digits, cost) in enumerate((("0100", 1.0), ("1110", 2.0))):
-        for name in (*plots.NAMED, plots.LEFT):
-            system, way = name.split("/")
-            records.append(dict(system=system, way=way, setting="1", seed=seed, exist=digits, forwards=cost))
     path = tmp_path / "r.jsonl"
-    path.write_text("\n".join(map(json.dumps, records)))
-    assert plots.read_existing(path)["head/head"] == [(1.5, 0.5)]
-    path.write_text(json.dumps(records[0]))
-    with pytest.raises(Mistake, match="no record of .*head/head"):
-        plots.read_existing(path)
+    write_records(path, plots.NAMED)
+    found = plots.read_settings(path)
+    assert found.keys() == plots.NAMED.keys()
+    assert found["causal/run"] == {(dial, None): dict(exist=0.5, forwards=1.5, per_token=0.75) for dial in (0.5, 1.0)}
+    write_records(path, ["base/run"])
+    with pytest.raises(Mistake, match="no record of causal/run"):
+        plots.read_settings(path)
+
+
+def test_names_are_drawn_from_what_was_measured(tmp_path, monkeypatch):
+    """What was not measured has no line and no name; a setting with edits has none where others have none. Names of
+    lines that end at one place do not overlap."""
+    pytest.importorskip("matplotlib", reason="pip install matplotlib")
+    monkeypatch.setattr(plots, "RESULTS", tmp_path)
+    (tmp_path / "names").mkdir()
+    write_records(tmp_path / "names" / "records.jsonl", ["base/run", "causal/run", "paper/stage_b", "base/threshold"])
+    with open(tmp_path / "names" / "records.jsonl", "a") as out:
+        odd = dict(
+            system="base", way="threshold", dial=0.1, edits=0.5, seed=0, exist="0000", forwards=9.0, per_token=9.0
+        )
+        out.write("\n" + json.dumps(odd))
+    figure = plots.draw_names()
+    for ax, end in zip(figure.axes, (0.75, 1.5), strict=True):
+        names = [text for text in ax.texts if text.get_text()]
+        drawn = ["causal Stage B", plots.NAMED["base/run"][0], "base, threshold", "the paper, B on"]
+        assert [text.get_text() for text in names] == drawn
+        assert all(text.xy == (end, 0.5) for text in names)
+        boxes = [text.get_window_extent() for text in names]
+        assert all(box.count_overlaps(boxes) == 1 for box in boxes), "each overlaps itself alone"
+        assert ax.get_xlim()[1] < 2 * end, "the axis is as long as its data"
+    plots.plt.close(figure)

@@ -1,0 +1,88 @@
+"""What --watch shows of a step, by hand. `pytest tests/tools/test_watch.py`"""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lib.util import MASK
+from sample import Decoding
+from tools import watch
+from tools.watch import END, Screen
+
+PIECES = {4: "·San", 5: "·York", 6: "·New", 7: "·Francisco"}
+TOKENIZER = SimpleNamespace(piece=PIECES.get, decode=lambda ids: "In the")
+
+
+@pytest.fixture
+def shown(capsys):
+    """shown(steps, d, tokenizer): the lines of one row, without the legend."""
+
+    def show(steps: list[dict], d: Decoding, tokenizer: SimpleNamespace | None) -> list[str]:
+        rows = [SimpleNamespace(number=0, ids=[1, 2], d=d)]
+        screen = Screen(1, tokenizer, 9, 8)
+        for step in steps:
+            screen.on_step(rows, SimpleNamespace(**{name: torch.tensor([of]) for name, of in step.items()}))
+        return capsys.readouterr().out.splitlines()[1:]
+
+    return show
+
+
+def in_a_terminal(monkeypatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(watch, "PACE", 0)
+
+
+# Stage B writes "New", where Stage A says "San"; the last step edits, and Stage A would have written as much
+PAPER = [
+    dict(after=[6, 9, 9, 8], token_a=[4, 5, 5, 8], bundle=[1, 0, 0, 0], edited=[0, 0, 0, 0], partial=1.0),
+    dict(after=[4, 5, 9, 8], token_a=[4, 5, 5, 8], bundle=[0, 1, 0, 0], edited=[1, 0, 0, 0], partial=1.0),
+]
+# after San it reads York, and writes Francisco and the end; it would not be sure of the last token
+CAUSAL = [
+    dict(z=[9, 9, 9, 9], after=[4, 7, 8, 9], token_a=[4, 5, 5, 8], bundle=[1, 1, 1, 0], edited=[0] * 4, partial=3.0),
+    dict(z=[4, 7, 8, 9], after=[4, 7, 8, 8], token_a=[4, 5, 8, 8], bundle=[0, 0, 0, 1], edited=[0] * 4, partial=1.0),
+]
+RUNS = Decoding(tau_joint=0.5)
+
+
+def test_steps_of_the_paper_through_a_pipe(shown):
+    """A step is a line; numbers stand apart."""
+    lines = [f"[ New](A:  San){MASK}{MASK}{END}", f"{{ San}}[ York]{MASK}{END}"]
+    assert shown(PAPER, Decoding(), TOKENIZER) == [f"step   1  In the{lines[0]}", f"step   2  In the{lines[1]}"]
+    assert shown(PAPER, Decoding(), None)[0] == f"step   1  1 2 [6 ](A: 4 ){MASK} {MASK} {END} "
+
+
+def test_steps_of_the_paper_in_a_terminal(shown, monkeypatch):
+    """They are coloured, and the second is drawn in the place of the first."""
+    in_a_terminal(monkeypatch)
+    first, second = shown(PAPER, Decoding(), None)
+    assert first.startswith("\x1b[2Kstep   1  1 2 \x1b[33m[6 ]\x1b[0m\x1b[2m(A: 4 )\x1b[0m")
+    assert second.startswith("\x1b[1F\x1b[2Kstep   2  1 2 \x1b[35m{4 }\x1b[0m\x1b[32m[5 ]\x1b[0m")
+
+
+def test_a_mended_draft_through_a_pipe(shown):
+    """What was written, what Stage A's draft was, and in how many looks; without Stage B there are none."""
+    assert shown(CAUSAL, RUNS, TOKENIZER) == [
+        f"step   1  In the[ San][ Francisco](A:  York)[{END}](A:  York){MASK}  3 looks",
+        f"step   2  In the San Francisco{END}[{END}]  1 look",
+    ]
+    alone = CAUSAL[1] | dict(partial=0.0)
+    assert shown([alone], RUNS, TOKENIZER) == [f"step   1  In the San Francisco{END}[{END}]"]
+
+
+def test_a_draft_is_mended_in_a_terminal(shown, monkeypatch):
+    """Each step has a line of its own: the draft stands there first."""
+    in_a_terminal(monkeypatch)
+
+    def dim(text: str) -> str:
+        return f"\x1b[2m{text}\x1b[0m"
+
+    draft, written, draft_2, written_2 = shown(CAUSAL, RUNS, None)
+    assert draft == "step   1  1 2 " + "".join(map(dim, ("4 ", "5 ", "5 ", f"{END} ")))
+    assert written.startswith(f"\x1b[1F\x1b[2Kstep   1  1 2 \x1b[32m[4 ]\x1b[0m\x1b[33m[7 ]\x1b[0m{dim('(A: 5 )')}")
+    assert written.endswith(dim("  3 looks"))
+    assert draft_2 == f"step   2  1 2 4 7 {END} " + dim(f"{END} ")
+    assert written_2.startswith("\x1b[1F\x1b[2Kstep   2")
