@@ -25,8 +25,9 @@ rm -r "$folder/ours"
 watch python sample.py --ckpt "$folder/int8" --dtype bf16 --tau_m2t 1 --tau_t2t none --gen_length 64 \
   --prompt "The quick brown fox"  # one token a step
 
-watch python train.py --init_from "$folder/int8" --n_last 3 --data stdlib --max_docs 50 --dtype bf16 --checkpointing \
-  --seq_len "$tokens" --batch_size 1 --max_iters 3 --out_dir "$folder/adapter"
+watch python prepare.py stdlib --max_docs 50 --like "$folder/int8" --out "$folder/rows"
+watch python train.py --init_from "$folder/int8" --n_last 3 --data "$folder/rows" --dtype bf16 --checkpointing \
+  --context corrupted --seq_len "$tokens" --batch_size 1 --max_iters 3 --out_dir "$folder/adapter"
 watch python sample.py --ckpt "$folder/adapter" --dtype bf16 --tau_t2t none --gen_length 4 \
   --prompt "The quick brown fox"
 rm -r "$folder"

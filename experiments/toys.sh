@@ -1,11 +1,20 @@
-# What each decoder loses on the seven toys: both stages trained from scratch by the paper's loss, then Stage B by alpha.
-# About 20 minutes a seed on one thread. Page: results/theorem/README.md. Run from the root of the repository.
+# The seven toys, one seed: a base with both stages by the paper's loss, then Stage B by alpha, and causal Stage B.
+# An hour on one thread. Page: results/theorem/README.md. Run from the root of the repository.
 set -e
 seed=${SEED:-0}
 out=${OUT:-out/toys-$seed}
 for task in modes pairs mixed copy gaussian permutation sum; do
-  python train.py --data $task --n_last 2 --seed $seed --out_dir $out/$task
-  python evaluate.py --ckpt $out/$task
-  python train.py --data $task --init_from $out/$task --alpha 1 --seed $seed --out_dir $out/$task-alpha
+  python toy.py $task --seed $seed --out $out/data-$task
+  run="--data $out/data-$task --seed $seed"
+  python train.py --config configs/toy_base.toml $run --out_dir $out/$task-base
+  python evaluate.py --ckpt $out/$task-base
+
+  on_base="--config configs/toy.toml $run --init_from $out/$task-base"
+  python train.py $on_base --no-causal --alpha 1 --learning_rate 0.001 --out_dir $out/$task-alpha
   python evaluate.py --ckpt $out/$task-alpha
+
+  # a sum depends on all of its symbols at once: three layers, and longer
+  if [ $task = sum ]; then on_base="$on_base --n_last 3 --max_iters 3000"; fi
+  python train.py $on_base --out_dir $out/$task-causal
+  python evaluate.py --ckpt $out/$task-causal
 done

@@ -41,6 +41,11 @@ LEARNED = ["shared", "lora", "copy"]
 CLOSE = dict(rtol=1e-4, atol=1e-4)
 JOINT = Decoding(gen_length=9, tau_joint=0.0, tau_t2t=None, n_rounds=2)
 
+# masks alone, most of them, and all of a block's are its bundle
+SETTINGS = Namespace(
+    corruption="mask", mask_power=0.3, replace_rate=0.0, ends=0.0, s_max=2, whole=1.0, context="clean", alpha=0.0
+)
+
 
 def causal_model(stage_b: str | None = None, **sizes) -> Model:
     model = tiny_model(causal=True, **sizes)
@@ -292,6 +297,29 @@ def test_a_toy_is_scored_as_it_is_trained_and_decoded(seen, stage_b, causal):
 
     found = answer_log_probs(model, t, c, partly, 2, torch.where(shown, partly, answer) if causal else None)
     torch.testing.assert_close(found, trained, **CLOSE)
+
+
+@pytest.mark.parametrize("stage_b", LEARNED)
+def test_the_papers_loss_is_minus_the_log_probability_of_the_bundles(stage_b):
+    """Of one training step: the sum of Stage B's cross-entropies is what the decoder gives the answers, masks alone."""
+    t = toy.make("pairs", V=4, m=4)
+    model = tiny_model(vocab_size=16, eos_id=t.eos_id, mask_id=t.mask_id, block_length=t.m, causal=True)
+    random_lora(model, stage_b)
+    x = toy.draw_rows(t, 6, generator("rows"))
+    free = torch.arange(2 * t.m).expand_as(x) >= t.m
+
+    def batch() -> Batch:
+        return Batch(x, torch.ones_like(free), free, t.V, [generator("draws", r) for r in range(6)])
+
+    with torch.no_grad():
+        _, terms = train.cocommit_step(model, batch(), SETTINGS)
+        z, _ = train.corrupt_batch(model, batch(), SETTINGS)
+    masked = (z == t.mask_id)[:, t.m :]
+    answer = x[:, t.m :]
+    log_p = answer_log_probs(model, t, x[:, 0] - t.V, answer.masked_fill(masked, -1), 2, answer)
+    log_p = of_tokens(log_p, answer)[masked]
+    assert terms["m2t_B"].tolist() == approx([-float(log_p.sum()), int(masked.sum())], rel=1e-4)
+    assert int(masked.sum()) > 6
 
 
 # --- the chain rule
@@ -640,16 +668,13 @@ def test_the_papers_own_loss_teaches_it_pairs():
     sizes = dict(n_layer=2, n_embd=32, d_dense=64, n_last=1, n_rounds=1, block_length=2)
     cfg = tiny_config(**sizes, vocab_size=16, eos_id=t.eos_id, mask_id=t.mask_id, causal=True)
     model = new_model(cfg, generator("init"))
-    args = Namespace(
-        corruption="mask", mask_power=0.3, replace_rate=0.0, ends=0.0, s_max=2, whole=1.0, context="clean", alpha=0.0
-    )
     optimizer = torch.optim.Adam(model.parameters(), 5e-3)
     for it in range(150):
         x = toy.draw_rows(t, 64, generator("rows", it))
         free = torch.arange(2 * t.m).expand_as(x) >= t.m
         draws = [generator("draws", it, r) for r in range(len(x))]
         batch = Batch(x, torch.ones_like(free), free, t.V, draws)
-        loss, _ = train.cocommit_step(model, batch, args)
+        loss, _ = train.cocommit_step(model, batch, SETTINGS)
         (loss / x.numel()).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -20,9 +20,7 @@ import train
 from checkpoint import load_model, save_model
 from lib.rows import read_meta
 from lib.tokenizer import byte_spec, byte_tokenizer
-from lib.util import MASK, command, fail, read_json, write_json
-from tools import watch
-from tools.watch import END, Screen
+from lib.util import command, fail, read_json, write_json
 
 SCRATCH = ["--init_from", "scratch", "--batch_size", 2, "--device", "cpu"]
 
@@ -134,7 +132,7 @@ MISTAKES = [
     (base, [*ON_TOY, "--one_by_one", 0.5, "--context", "corrupted"], "give --context clean"),
     (base, [*ON_TOY, "--one_by_one", 1.5], "--one_by_one: must lie in"),
     (base, [*ON_TOY, "--optimizer", "sgd"], "--optimizer: invalid choice"),
-    (prepare, ["nowhere.txt", "--out", "TREE/new"], "no such file or folder"),
+    (prepare, ["nowhere.txt", "--out", "OUT"], "no such file or folder"),
     (prepare, ["stdlib", "--out", "TREE/text"], "already holds rows"),
     (sample, [], "nothing to continue"),
     (sample, [*TEXT, "--prompt", ""], "prompt 2 is empty"),
@@ -151,19 +149,20 @@ MISTAKES = [
     (evaluate, ["--ckpt", "TREE/names", "--holes", 99], "--holes 99: no name has so many"),
 ]
 GIVEN = {
-    train: ["--out_dir", "TREE/out"], base: ["--out_dir", "TREE/out"], prepare: [], evaluate: ["--device", "cpu"],
+    train: ["--out_dir", "OUT"], base: ["--out_dir", "OUT"], prepare: [], evaluate: ["--device", "cpu"],
     sample: ["--ckpt", "CKPT", "--gen_length", 16],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("script, argv, words", MISTAKES, ids=[words for _, _, words in MISTAKES])
-def test_a_mistake_is_named(script, argv, words, ckpt, tree, monkeypatch, capsys):
+def test_a_mistake_is_named(script, argv, words, ckpt, tree, tmp_path, monkeypatch, capsys):
     argv = [*GIVEN[script], *argv]
     if script in (train, base, sample):
         argv += ["--device", "cpu"]
-    argv = [word.replace("CKPT", str(ckpt)) for word in placed(argv, tree)]
+    out = tmp_path / "out"
+    argv = [word.replace("CKPT", str(ckpt)).replace("OUT", str(out)) for word in placed(argv, tree)]
     assert words in refused(script, monkeypatch, capsys, *argv)
-    assert not (tree / "out").exists() and not (tree / "new").exists()
+    assert not out.exists()
 
 
 def test_who_starts_from_an_adapter_is_told_its_base(ckpt, tree, tmp_path, monkeypatch, capsys):
@@ -242,8 +241,6 @@ def test_rows_of_other_tokens_than_the_models_are_refused(ckpt, tree, tmp_path, 
 
 # --- what is shown
 
-PIECES = {4: "·San", 5: "·York", 6: "·New"}
-
 
 def test_text_and_ids_agree(ckpt, monkeypatch, capsys):
     def decoded(*argv):
@@ -277,36 +274,6 @@ def test_every_character_of_a_token_can_be_seen():
     words = {0: " e\u0301".encode(), 1: b"a\xe2\x82", 2: "\u202e".encode()}
     tok = replace(tok, token_bytes=words)
     assert list(map(tok.piece, words)) == ["·e\u0301", "a<E2><82>", "<U+202E>"]
-
-
-def test_steps_by_hand(monkeypatch, capsys):
-    """Stage B writes "New", where Stage A says "San"; the last step edits, and Stage A would have written as much."""
-    steps = [
-        dict(after=[6, 9, 9, 8], token_a=[4, 5, 5, 8], bundle=[1, 0, 0, 0], edited=[0, 0, 0, 0]),
-        dict(after=[4, 5, 9, 8], token_a=[4, 5, 5, 8], bundle=[0, 1, 0, 0], edited=[1, 0, 0, 0]),
-    ]
-    lines = [f"[ New](A:  San){MASK}{MASK}{END}", f"{{ San}}[ York]{MASK}{END}"]
-    rows = [SimpleNamespace(number=0, ids=[1, 2])]
-    tokenizer = SimpleNamespace(piece=PIECES.get, decode=lambda ids: "In the")
-
-    def shown() -> str:
-        screen = Screen(1, tokenizer, 9, 8)
-        for step in steps:
-            screen.on_step(rows, SimpleNamespace(**{name: torch.tensor([of]) for name, of in step.items()}))
-        return capsys.readouterr().out.partition("\n")[2]  # without the legend
-
-    # through a pipe a step is a line; numbers stand apart
-    assert shown().splitlines() == [f"step   1  In the{lines[0]}", f"step   2  In the{lines[1]}"]
-    tokenizer = None
-    assert shown().splitlines()[0] == f"step   1  1 2 [6 ](A: 4 ){MASK} {MASK} {END} "
-
-    # a terminal draws it in colour, the second step in the place of the first
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setattr(watch, "PACE", 0)
-    first, second = shown().splitlines()
-    assert first.startswith("\x1b[2Kstep   1  1 2 \x1b[33m[6 ]\x1b[0m\x1b[2m(A: 4 )\x1b[0m")
-    assert second.startswith("\x1b[1F\x1b[2Kstep   2  1 2 \x1b[35m{4 }\x1b[0m\x1b[32m[5 ]\x1b[0m")
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,6 @@ from checkpoint import save_model
 from lib.tokenizer import byte_spec
 from lib.util import write_json
 
-N = 380
 NONSENSE = [None, True, -1, 0, 5, 4.5, "4", "", [], [3], {}, {"a": 1}, float("nan"), 10**10, 10**400, "a\0b"]
 FILES = [b"", b"{", b"[]", b"null", b"3", b"\xff\xfe", b"[" * 10**5, b'{"a": ' * 10**5, b'{"a": 1}']
 CPU = ["--device", "cpu"]
@@ -82,6 +81,7 @@ READERS = [
     ("cocommit", "adapter.json", sample, ["--ckpt", "IT", "--prompt", "a", "--gen_length", 1, *CPU]),
     ("cocommit", "adapter.safetensors", sample, SAMPLE),
 ]
+N = 6 * len(READERS)
 
 
 @pytest.fixture(scope="module")

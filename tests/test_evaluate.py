@@ -14,6 +14,7 @@ import pytest
 import torch
 from common import (
     approx,
+    byte_model,
     caller,
     conditional,
     names_folder,
@@ -29,7 +30,7 @@ import sample
 import toy
 import train
 from cache import Cached, Output
-from checkpoint import PRESETS, load_model
+from checkpoint import PRESETS, load_model, save_model
 from evaluate import answer_log_probs, causal_table, chain_table, one_step_table
 from lib.tokenizer import byte_tokenizer
 from lib.util import exists
@@ -169,6 +170,8 @@ def test_a_toy_from_the_command_line(trained, tmp_path, monkeypatch, capsys):
 
 def test_mistakes(tmp_path, monkeypatch, capsys):
     run = caller(evaluate, monkeypatch, capsys)
+    assert "no checkpoint config" in run.fails("--ckpt", tmp_path)
+    save_model(byte_model(), tmp_path)
     assert "trained on no toy and on no names" in run.fails("--ckpt", tmp_path)
     assert "on names alone" in run.fails("--ckpt", tmp_path, tmp_path)
     for wrong in ({"toy": "modes", "V": "many"}, {"toy": "poems"}, {"toy": 3}, {"toy": "modes", "colour": 1}):

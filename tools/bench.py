@@ -1,9 +1,11 @@
 """Speed, as ratios measured side by side in one process, on a CPU.
 
 The two sides of every ratio take turns (A, B, A, B, ...) and the medians are divided, so that a busy
-machine disturbs both alike. Weights are random, because speed does not depend on them.
+machine disturbs both alike. Weights are random, because speed does not depend on them; with --names they are the
+shipped ones, because forwards do.
 
-    python -m tools.bench                              # the cache against none; minutes
+    python -m tools.bench                                                   # the cache against none; minutes
+    python -m tools.bench --names assets/names/paper assets/names/causal    # time beside forwards, a name; a minute
     python -m tools.bench --official DIR               # instead: whole decodes against the released code in DIR
     python -m tools.bench --official DIR --compile     # and with compiled steps, see llada/compiled.py
 
@@ -28,9 +30,11 @@ import numpy as np
 import torch
 
 from cache import Cached, Output, Uncached
-from checkpoint import PRESETS, new_model
+from checkpoint import PRESETS, base_of, load_model, new_model
 from convert_weights import plan
-from lib.util import Parser, bounded, command, fail, generator
+from evaluate import draw_names, forwards, name_rows
+from lib.tokenizer import load_tokenizer
+from lib.util import Parser, bounded, command, fail, generator, print_table
 from llada.compiled import compile_for_one_row, compile_steps
 from llada.export import released_config, released_tensors
 from model import Config, Model
@@ -50,6 +54,11 @@ CONTEXTS = (0, 64, 128, 256, 512, 1024, 1536, 2048)  # tokens before the block
 LENGTHS = (128, 512, 2048)  # of whole decodes
 ROWS = 16  # that are decoded at once
 CASES = ((TEXT, 1), (WIDE, 1), (TEXT, ROWS))
+NAMES_TIMED = 64
+TIMED = (
+    "base, one at a time from the left", "base, longest run above 0.5", "Stage B, gated edits",
+    "causal, whole blocks", "causal, longest run above 0.5", "causal, longest run above 0.8",
+)  # fmt: skip
 REPEATS = 3
 
 # no probability is above 1: one token a step, always the same steps
@@ -119,6 +128,29 @@ def cache_against_none(cfg: Config, rows: int) -> None:
         cached, uncached = (B * np.interp(starts, CONTEXTS, side).sum() for side in np.array(measured).T)
         print(f"  all of {length} tokens (integrated): cached {cached:.2f} s, uncached {uncached:.2f} s: "
               f"{uncached / cached:.1f}x")  # fmt: skip
+
+
+# --- names: seconds beside forwards
+def seconds_a_name(folders: list[Path]) -> None:
+    """The decoders of these adapters, and their base's, complete the same names in turns: one at once, then 16."""
+    decoders = [row for row in name_rows(folders, holes=False) if row[0] in TIMED]
+    models = {folder: load_model(folder, "cpu", torch.float32) for _, folder, _ in decoders}
+    prompts = list(draw_names(NAMES_TIMED, "held out", load_tokenizer(base_of(folders[0]))).values())
+
+    def decode(folder: Path, d: Decoding, rows: int) -> list[Output]:
+        parts = [prompts[at : at + rows] for at in range(0, len(prompts), rows)]
+        return [output for part in parts for output in generate(models[folder], part, d)]
+
+    for rows in (1, ROWS):
+        sides = [partial(decode, folder, d, rows) for _, folder, d in decoders]
+        seconds = interleaved(*sides, repeats=REPEATS, clock=time.process_time)
+        lines = []
+        for (name, folder, d), taken in zip(decoders, seconds, strict=True):
+            cost = forwards(models[folder], decode(folder, d, rows)) / len(prompts)
+            taken *= 1e3 / len(prompts)
+            lines.append([name, f"{taken:.1f}", f"{cost:.2f}", f"{taken / cost:.1f}"])
+        print(f"\n{len(prompts)} held-out names, {rows} at once")
+        print_table(["", "ms a name", "forwards a name", "ms a forward"], lines)
 
 
 # --- against the released code
@@ -208,6 +240,7 @@ def official(folder: Path, lengths: list[int], compiled: bool) -> None:
 def main() -> None:
     parser = Parser(__doc__)
     add = parser.add_argument_group("what to measure").add_argument
+    add("--names", type=Path, nargs="+", metavar="CKPT", help="instead: time a name takes by these adapters and base")
     add("--official", type=Path, metavar="DIR", help="instead: whole decodes against the code in this folder")
     add("--compile", action="store_true", help="with --official: ours with compiled steps, too")
     add("--lengths", type=bounded(int, 1), nargs="+", default=[256, 512], help="tokens of those decodes")
@@ -216,6 +249,9 @@ def main() -> None:
     print(f"{date.today()}: {os.cpu_count()} cores, {torch.get_num_threads()} threads; torch {torch.__version__}")
     if args.official:
         official(args.official, args.lengths, args.compile)
+        return
+    if args.names:
+        seconds_a_name(args.names)
         return
     for cfg, rows in CASES:
         cache_against_none(cfg, rows)

@@ -1,13 +1,15 @@
 "use strict";
 // The model in a page: what model.py and sample.generate_one compute, greedily, for one row.
 //
-//   const h = prefix(model, z, ctx);                              // first L - n layers, shared by both stages
-//   logits(model, lastN(model, h, ctx));                          // Stage A: factorised
-//   logits(model, coordinate(model, h, bundle, ctx, n_rounds));   // Stage B: marked, the same last n layers again
+//   const h = prefix(model, z, ctx);                               // first L - n layers, shared by both stages
+//   const a = logits(model, lastN(model, h, ctx));                 // Stage A: factorised
+//   const states = coordinate(model, h, bundle, ctx, K, tokens);   // Stage B: marked, the last n layers again
+//   logitsB(model, states, a);
 //
 // States are rows: an array with one Float32Array of C numbers for each of the T positions of the current block.
 // Finished blocks are keys and values in ctx.past: no block attends to a later one, so they never change.
-// A model is {cfg: a Config, tensors: name -> Float32Array, marked: the tensors of Stage B's pass, tokenizer}.
+// A model is {cfg: a Config, tensors: name -> Float32Array, marked: the tensors of Stage B's pass, adds: as in model.py,
+// tokenizer: {bytes: of each token its bytes as letters, ranks: the same the other way round, special, pieces}}.
 //
 // T positions of the block, C channels (n_embd), H query heads, G key and value heads, D head dim, V vocabulary
 const MAX_STEPS = 1024; // forwards in one block
@@ -26,7 +28,7 @@ function encode(model, text) {
     // a word and the blank before it, or blanks
     for (const word of part.match(/ ?\P{White_Space}+|\p{White_Space}+/gu) ?? []) {
       const bytes = [...new TextEncoder().encode(word)].map((byte) => String.fromCharCode(byte));
-      found.push(...mergeBytes(bytes, ranks).map((token) => ranks[token]));
+      found.push(...mergeBytes(bytes, ranks).map((token) => ranks.get(token)));
     }
   }
   return found;
@@ -35,7 +37,7 @@ function encode(model, text) {
 // The pair that was learned first is merged first, of equals the one on the left, until no pair is known.
 function mergeBytes(parts, ranks) {
   while (true) {
-    const pairs = parts.slice(1).map((right, i) => ranks[parts[i] + right] ?? Infinity);
+    const pairs = parts.slice(1).map((right, i) => ranks.get(parts[i] + right) ?? Infinity);
     const lowest = Math.min(...pairs);
     if (lowest === Infinity) return parts;
     const i = pairs.indexOf(lowest);
@@ -106,6 +108,7 @@ function place(model, name, ofHead, position) {
 }
 
 // A block sees itself, in both directions, and every finished block. `slot`: whose finished keys and values.
+// In causal Stage B (ctx.bundle) nobody sees the bundle but its own positions, and these what is left of them.
 function attention(model, name, rows, ctx, slot) {
   const {n_head: H, n_kv_head: G, head_dim: D} = model.cfg;
   const {tensors} = model;
@@ -119,20 +122,22 @@ function attention(model, name, rows, ctx, slot) {
   const k = past.k.concat(newK);
   const v = past.v.concat(newV);
   if (ctx.keep) ctx.past[slot] = {k, v};
+  const sees = (t, s) => !ctx.bundle?.includes(s) || (ctx.bundle.includes(t) && s <= t);
   // H / G query heads share one head of keys and values
-  const mixed = q.map((ofHead) => {
+  const mixed = q.map((ofHead, t) => {
+    const seen = [...k.keys()].filter((s) => sees(t, s - past.k.length));
     const y = new Float32Array(H * D);
-    ofHead.forEach((query, i) => y.set(attend(query, k, v, Math.floor((i * G) / H)), i * D));
+    ofHead.forEach((query, i) => y.set(attend(query, k, v, Math.floor((i * G) / H), seen), i * D));
     return y;
   });
   return linear(mixed, tensors[name + ".proj.weight"], tensors[name + ".proj.bias"]);
 }
 
-// One query of one head: the values of head g, weighted by the softmax of the scores.
-function attend(query, k, v, g) {
-  const weights = softmax(k.map((key) => dot(key[g], 0, query) / Math.sqrt(query.length)));
+// One query of one head: the values of head g at the places that it sees, weighted by the softmax of the scores.
+function attend(query, k, v, g, seen) {
+  const weights = softmax(seen.map((s) => dot(k[s][g], 0, query) / Math.sqrt(query.length)));
   const y = new Float32Array(query.length);
-  weights.forEach((weight, s) => v[s][g].forEach((value, c) => (y[c] += weight * value)));
+  weights.forEach((weight, j) => v[seen[j]][g].forEach((value, c) => (y[c] += weight * value)));
   return y;
 }
 
@@ -197,18 +202,23 @@ function run(model, rows, ctx, first, end) {
   return rows;
 }
 
-// --- an adapter: LoRA and markers
+// --- an adapter
 
-// The base with it. LoRA is added to its matrices: in both stages, or in Stage B's pass alone.
-function adapted(base, {n_last, n_rounds, lora_r, lora_in, tensors}) {
-  const marked = {...base.tensors, markers: tensors.markers};
-  for (const name of Object.keys(tensors).filter((name) => name.endsWith("lora_A"))) {
-    const weight = name.replace("lora_A", "weight");
-    const B = tensors[name.replace("lora_A", "lora_B")];
-    marked[weight] = withLora(base.tensors[weight], tensors[name], B, lora_r);
+// The base with it: LoRA, which is added to its matrix, or a tensor that replaces the base's. `layers_b.J` is Stage B's
+// own copy of layer L - n + J, and Stage A stays the base; what is learned in `layers.I` is of both stages.
+function adapted(base, {cfg, lora_r, adds, tensors: learned}) {
+  const tensors = {...base.tensors};
+  const marked = {...base.tensors};
+  for (const [name, tensor] of Object.entries(learned)) {
+    if (name.endsWith("lora_B")) continue;
+    const inLayers = name.replace(/^layers_b\.(\d+)/, (_, j) => `layers.${cfg.n_layer - cfg.n_last + Number(j)}`);
+    const target = inLayers.replace("lora_A", "weight");
+    const isLora = name.endsWith("lora_A");
+    const B = learned[name.replace("lora_A", "lora_B")];
+    marked[target] = isLora ? withLora(base.tensors[target], tensor, B, lora_r) : tensor;
+    if (name === inLayers) tensors[target] = marked[target];
   }
-  const unmarked = lora_in === "both" ? marked : base.tensors;
-  return {...base, cfg: {...base.cfg, n_last, n_rounds}, tensors: unmarked, marked};
+  return {...base, cfg, adds, tensors, marked};
 }
 
 // W + 2 B A. W (out, in), A (r, in), B (out, r).
@@ -224,8 +234,9 @@ function withLora(W, A, B, r) {
 
 // --- the split, by the project's names
 
-// Where the current block stands (start), what it sees of the finished ones (past), and whether it is one now (keep).
-const newContext = () => ({start: 0, round: 0, past: [], keep: false});
+// Where the current block stands (start), what it sees of the finished ones (past), the token before it (last), and
+// whether it is finished now (keep).
+const newContext = (model) => ({start: 0, round: 0, past: [], last: model.cfg.mask_id, keep: false});
 
 function prefix(model, z, ctx) {
   const {n_layer, n_last, n_embd: C} = model.cfg;
@@ -242,15 +253,45 @@ function logits(model, h) {
   return linear(norm(model, "norm_f", h), model.tensors["lm_head.weight"]);
 }
 
-// Eq. 4: K times h <- LastN(h + 1_S * marker), with the weights of Stage B.
-function coordinate(model, h, bundle, ctx, n_rounds) {
+// The Head on Stage B's states; a copy's logits are what it adds to Stage A's log-probabilities.
+function logitsB(model, h, logitsA) {
+  const found = logits(model, h);
+  if (!model.adds) return found;
+  const logP = logitsA.map((row) => {
+    const highest = row.reduce((a, b) => Math.max(a, b));
+    const total = row.reduce((sum, value) => sum + Math.exp(value - highest), 0);
+    return row.map((value) => value - highest - Math.log(total));
+  });
+  return add(found, logP);
+}
+
+// Eq. 4: K times h <- LastN(h + 1_S * marker), with the weights of Stage B. Causal Stage B also reads `tokens`: in the
+// bundle what is written there, as far as it is known, and elsewhere what the block shows.
+function coordinate(model, h, bundle, ctx, n_rounds, tokens) {
   const stageB = {...model, tensors: model.marked};
+  const {causal} = model.cfg;
   for (let round = 0; round < n_rounds; round++) {
-    const marker = model.marked.markers.subarray(round * h[0].length);
-    const marked = h.map((row, t) => (bundle.includes(t) ? row.map((value, c) => value + marker[c]) : row));
-    h = lastN(stageB, marked, {...ctx, round});
+    const marker = model.marked.markers.subarray(round * h[0].length, (round + 1) * h[0].length);
+    const marks = h.map((row, t) => (causal ? shown(model, row, marker, tokenBefore(tokens, bundle, t, ctx)) : marker));
+    const marked = h.map((row, t) => (bundle.includes(t) ? row.map((value, c) => value + marks[t][c]) : row));
+    h = lastN(stageB, marked, {...ctx, round, bundle: causal ? bundle : undefined});
   }
   return h;
+}
+
+// What position t is shown: the last token of the bundle before it, or, where there is none, the token before it.
+function tokenBefore(tokens, bundle, t, ctx) {
+  const last = bundle.filter((s) => s < t).at(-1) ?? t - 1;
+  return last < 0 ? ctx.last : tokens[last];
+}
+
+// rms(h) * (marker + Show(the token before)): what causal Stage B adds to a state h of its bundle.
+function shown(model, h, marker, token) {
+  const C = h.length;
+  const embedded = model.tensors["wte.weight"].slice(token * C, (token + 1) * C);
+  const [show] = linear([rmsNorm(embedded, new Float32Array(C).fill(1), 2 ** -23)], model.marked.show);
+  const rms = Math.sqrt(h.reduce((sum, value) => sum + value * value, 0) / C);
+  return marker.map((value, c) => rms * (value + show[c]));
 }
 
 // --- decoding
@@ -273,29 +314,32 @@ function candidates(logits) {
   return {token, conf: logits.map((row, t) => softmax(row)[token[t]])};
 }
 
-// The masks that pass tau_m2t, or the surest one where none does; or always the leftmost one -> positions in the block.
-function selectBundle(conf, masked, {tau_m2t, leftmost}) {
-  if (leftmost) return masked.slice(0, 1);
+// The masks that pass tau_m2t, or the surest one where none does -> positions in the block.
+function selectBundle(conf, masked, {tau_m2t}) {
   const passing = masked.filter((t) => conf[t] > tau_m2t);
   const surest = largest(masked.map((t) => conf[t]), 1).map((i) => masked[i]);
   return passing.length > 0 ? passing : surest;
 }
 
-// One step on the block z: everything is read from z and written at once. given: which positions are the prompt's.
-// d: the fields of sample.Decoding, and whether masks are written one at a time from the left (leftmost).
-function step(model, z, ctx, d, given) {
-  const masked = [...z.keys()].filter((t) => z[t] === model.cfg.mask_id);
+const masksOf = (model, z) => [...z.keys()].filter((t) => z[t] === model.cfg.mask_id);
+
+// The paper's step on the block z: everything is read from z and written at once. given: which positions are the
+// prompt's. d: the fields of sample.Decoding.
+function denoise(model, z, ctx, d, given) {
+  const masked = masksOf(model, z);
   const visible = (t) => !given[t] && !masked.includes(t);
 
   // Stage A, and which masks are written now
   const h = prefix(model, z, ctx);
-  const {token: token_a, conf: conf_a} = candidates(logits(model, lastN(model, h, ctx)));
+  const logitsA = logits(model, lastN(model, h, ctx));
+  const {token: token_a, conf: conf_a} = candidates(logitsA);
   const bundle = selectBundle(conf_a, masked, d);
 
   // Stage B looks again, at the bundle
   let [token, conf, partial] = [token_a, conf_a, 0];
   if (d.n_rounds > 0 && bundle.length > 0) {
-    ({token, conf} = candidates(logits(model, coordinate(model, h, bundle, ctx, d.n_rounds))));
+    const read = z.map((id, t) => (bundle.includes(t) ? token_a[t] : id));
+    ({token, conf} = candidates(logitsB(model, coordinate(model, h, bundle, ctx, d.n_rounds, read), logitsA)));
     partial = d.n_rounds;
   }
 
@@ -303,7 +347,46 @@ function step(model, z, ctx, d, given) {
   const gate = d.tau_t2t ?? Infinity;
   const edited = [...z.keys()].filter((t) => visible(t) && conf[t] > gate && token[t] !== z[t]);
   const after = z.map((id, t) => (bundle.includes(t) || edited.includes(t) ? token[t] : id));
-  return {before: z, after, bundle, edited, token, conf, token_a, conf_a, partial};
+  return {before: z, after, bundle, edited, token, conf, token_a, conf_a, partial, looks: []};
+}
+
+// Causal Stage B's step: all masks are its bundle. It looks until every token has read final ones, and writes the
+// longest run from the left whose probabilities have a product above tau_joint, and at least one token. looks: after
+// each one the block's tokens, their probabilities, and which are final. With Stage B off they are Stage A's.
+function longestRun(model, z, ctx, d) {
+  const masked = masksOf(model, z);
+  const gate = Math.log(d.tau_joint);
+  const sum = (conf, places) => places.reduce((total, t) => total + Math.log(conf[t]), 0);
+
+  // Stage A's tokens are the first drafts
+  const h = prefix(model, z, ctx);
+  const logitsA = logits(model, lastN(model, h, ctx));
+  const {token: token_a, conf: conf_a} = candidates(logitsA);
+  const drafts = z.map((id, t) => (masked.includes(t) ? token_a[t] : id));
+  let now = {token: drafts, conf: conf_a, final: z.map((_, t) => !masked.includes(t) || d.n_rounds === 0)};
+
+  // look until all is final, or what is final falls below the gate
+  const looks = [];
+  const isFinal = (t) => now.final[t];
+  while (!now.final.every(Boolean) && (!looks.length || sum(now.conf, masked.filter(isFinal)) > gate)) {
+    const states = coordinate(model, h, masked, ctx, d.n_rounds, now.token);
+    const found = candidates(logitsB(model, states, logitsA));
+    const token = z.map((_, t) => (isFinal(t) ? now : found).token[t]);
+    const conf = z.map((_, t) => (isFinal(t) ? now : found).conf[t]);
+
+    // what has read nothing but final tokens is final: all up to and with the first that differs from its draft
+    const differs = z.findIndex((_, t) => token[t] !== now.token[t]);
+    const final = z.map((_, t) => isFinal(t) || differs < 0 || t <= differs);
+    now = {token, conf, final};
+    looks.push(now);
+  }
+
+  const {token, conf} = now;
+  const surer = (t, i) => isFinal(t) && sum(conf, masked.slice(0, i + 1)) > gate;
+  const bundle = masked.filter((t, i) => i === 0 || surer(t, i));
+  const after = z.map((id, t) => (bundle.includes(t) ? token[t] : id));
+  const partial = d.n_rounds * looks.length;
+  return {before: z, after, bundle, edited: [], token, conf, token_a, conf_a, partial, looks};
 }
 
 // A finished block leaves its keys and values in every round (there it is unmarked), and the next one stands behind it.
@@ -313,6 +396,7 @@ function finishBlock(model, z, ctx, n_rounds) {
   for (let round = 0; round < Math.max(1, n_rounds); round++) h = lastN(model, h, {...ctx, round});
   ctx.keep = false;
   ctx.start += z.length;
+  ctx.last = z.at(-1);
 }
 
 // The decoder as the paper has it, block after block, from the first hole of the prompt on -> the prompt with its holes
@@ -321,8 +405,9 @@ function finishBlock(model, z, ctx, n_rounds) {
 function generateOne(model, prompt, d) {
   const {block_length: B, mask_id, eos_id} = model.cfg;
   const end = prompt.length + d.gen_length;
-  const ctx = newContext();
-  const nfe = {full: 0, partial: 0, commit: 0};
+  const step = d.tau_joint === null ? denoise : longestRun;
+  const ctx = newContext(model);
+  const nfe = {full: 0, partial: 0, refresh: 0};
   const steps = [];
   const first = prompt.includes(mask_id) ? prompt.indexOf(mask_id) : prompt.length;
   while (ctx.start + B <= first) finishBlock(model, prompt.slice(ctx.start, ctx.start + B), ctx, d.n_rounds);
@@ -352,13 +437,13 @@ function generateOne(model, prompt, d) {
     if (ended || ids.length >= end) break;
 
     // the next block will read this one: once more if its last step changed it, and in every round
-    nfe.commit += changed ? 1 : 0;
+    nfe.refresh += changed ? 1 : 0;
     nfe.partial += Math.max(0, d.n_rounds - 1);
     finishBlock(model, z, ctx, d.n_rounds);
   }
 
   const tokens = ids.slice(prompt.length, end);
   if (tokens.includes(eos_id)) tokens.length = tokens.indexOf(eos_id) + 1;
-  const all = nfe.full + nfe.commit + (nfe.partial * model.cfg.n_last) / model.cfg.n_layer;
+  const all = nfe.full + nfe.refresh + (nfe.partial * model.cfg.n_last) / model.cfg.n_layer;
   return {prompt: ids.slice(0, prompt.length), tokens, nfe: {...nfe, all}, steps};
 }

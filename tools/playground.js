@@ -1,54 +1,50 @@
 // The page around the engine (engine.js) and the viewer (viewer.js): what is typed becomes one record for each decoder,
-// and the viewer shows them side by side.
+// and the viewer shows them one below the other.
 
 const data = JSON.parse($("data").textContent);
-const base = readModel(data);
-const columns = data.decoders.map(readColumn);
-let byHand = columns.map(() => ({})); // of each column: {number of a step: {at, token}}
+const GATES = Object.keys(data.gates);
+let base; // the model without an adapter
+let decoders; // the page's, each with its model
+let known; // of a model of names: name -> code point, of every character
+let byHand; // of each decoder: {number of a step: {at, token}}
 let sharesAt = ""; // the gates of the table of shares
 
 // --- what the page holds
 
-function fromBase64(text) {
-  const letters = atob(text);
-  const bytes = new Uint8Array(letters.length);
-  for (let i = 0; i < letters.length; i++) bytes[i] = letters.charCodeAt(i);
-  return bytes;
+// The bytes that playground.py packed: deflated, in base64.
+async function unpack(text) {
+  const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 
-// A bfloat16 number is the upper half of a float32 whose lower half is zero.
-function readTensor({dtype, base64}) {
-  const {buffer} = fromBase64(base64);
-  if (dtype === "float32") return new Float32Array(buffer);
-  const upper = new Uint16Array(buffer);
-  const halves = new Uint16Array(2 * upper.length);
-  upper.forEach((half, i) => (halves[2 * i + 1] = half));
-  return new Float32Array(halves.buffer);
+// All models, the base first. Their numbers lie end to end: the first byte of each, then the second of each, and so on.
+async function readModels() {
+  const planes = await unpack(data.weights);
+  const n = planes.length / 4;
+  const bytes = planes.map((_, i) => planes[(i % 4) * n + Math.floor(i / 4)]);
+  let at = 0;
+  const read = (size) => new Float32Array(bytes.buffer, 4 * at, size, (at += size));
+  const named = (sizes) => Object.fromEntries(Object.entries(sizes).map(([name, size]) => [name, read(size)]));
+  const [first, ...adapters] = data.models.map((model) => ({...model, tensors: named(model.sizes)}));
+
+  const {cfg, tensors} = first;
+  const ranks = new Map(data.tokenizer.bytes.map((letters, id) => [letters, id]));
+  Object.assign(data.tokenizer.pieces, {[cfg.eos_id]: "∎", [cfg.mask_id]: "▒"});
+  base = {cfg, tensors, marked: tensors, adds: false, tokenizer: {...data.tokenizer, ranks}};
+  return [base, ...adapters.map((adapter) => adapted(base, adapter))];
 }
 
-function readTensors(stored) {
-  return Object.fromEntries(Object.entries(stored).map(([name, tensor]) => [name, readTensor(tensor)]));
-}
-
-function readModel({cfg, tokenizer, tensors: stored}) {
-  const tensors = readTensors(stored);
-  return {cfg, tokenizer, tensors, marked: tensors};
-}
-
-// One of the page's decoders, with its model: the base, with the adapters that lie on it.
-function readColumn(decoder) {
-  const adapters = decoder.adapters.map((adapter) => ({...adapter, tensors: readTensors(adapter.tensors)}));
-  return {...decoder, model: adapters.reduce(adapted, base)};
+// One name a line, the line of a character's code point; most have none.
+async function readNames() {
+  const names = new TextDecoder().decode(await unpack(data.names)).split("\n");
+  return new Map(names.map((name, code) => [name, code]).filter(([name]) => name));
 }
 
 // --- the judge: is a name in the list of all?
 
-const known = data.names;
-
 // The character of exactly this name, or undefined.
-function exists(name) {
-  return Object.hasOwn(known, name) ? String.fromCodePoint(known[name]) : undefined;
-}
+const exists = (name) => (known.has(name) ? String.fromCodePoint(known.get(name)) : undefined);
 
 // As sample.py says it.
 function verdict(name) {
@@ -62,46 +58,42 @@ function verdict(name) {
 
 // --- decoding
 
-const gates = () => ({tau_m2t: Number($("tau_m2t").value), tau_t2t: Number($("tau_t2t").value)});
+const gates = () => Object.fromEntries(GATES.map((gate) => [gate, Number($(gate).value)]));
 
-// The engine's settings for a column, and the tokens {number of a step: {at, token}} that are written by hand: such a
-// step asks the model nothing.
-function decoding({n_rounds, leftmost, tau_t2t}, hand = {}) {
-  const chosen = gates();
-  const edits = chosen.tau_t2t < 1 ? chosen.tau_t2t : null;
+// The engine's settings for a decoder, whose gates may be the names of the page's; and the tokens {number of a step:
+// {at, token}} that are written by hand: such a step asks the model nothing.
+function decoding({n_rounds, ...own}, hand = {}) {
+  const chosen = {...gates(), tau_t2t: gates().tau_t2t < 1 ? gates().tau_t2t : null};
+  const gate = (name) => (typeof own[name] === "string" ? chosen[own[name]] : own[name]);
   const byHand = (z, start, n) => {
     if (!(n in hand)) return undefined;
     const at = hand[n].at - start;
     const after = z.map((id, t) => (t === at ? hand[n].token : id));
     const conf = z.map(() => 1);
-    const said = {token: after, conf, token_a: after, conf_a: conf};
+    const said = {token: after, conf, token_a: after, conf_a: conf, looks: []};
     return {...said, before: z, after, bundle: [at], edited: [], partial: 0, byHand: true};
   };
-  return {n_rounds, leftmost, tau_m2t: chosen.tau_m2t, tau_t2t: n_rounds ? edits : tau_t2t, byHand,
+  return {n_rounds, ...Object.fromEntries(GATES.map((name) => [name, gate(name)])), byHand,
     max_post_steps: 16, gen_length: data.gen_length, eos_early_stop: true};
 }
 
 // One of the engine's steps, with absolute positions of what it wrote.
 function stepRecord(s) {
-  const {start, before, after, byHand} = s;
-  const round = (p) => Number(p.toFixed(4));
-  const fill = s.bundle.map((t) => ({at: start + t, token: after[t], conf: round(s.conf[t]), token_a: s.token_a[t],
-    conf_a: round(s.conf_a[t])}));
-  const edit = s.edited.map((t) => ({at: start + t, old: before[t], token: after[t], conf: round(s.conf[t])}));
-  return {start, before, after, fill, edit, conf: s.conf.map(round), byHand};
+  const {start, before, after, token_a, conf, conf_a} = s;
+  const fill = s.bundle.map((t) => ({at: start + t, token: after[t], conf: conf[t], token_a: token_a[t],
+    conf_a: conf_a[t]}));
+  const edit = s.edited.map((t) => ({at: start + t, old: before[t], token: after[t], conf: conf[t]}));
+  return {...s, fill, edit};
 }
 
-// One column's run, as the viewer takes it.
+// One decoder's run, as the viewer takes it.
 function recordOf(asked, run) {
-  const {name: label, about, model, ...column} = columns[run];
-  const {prompt, tokens, nfe, steps} = generateOne(model, asked, decoding(column, byHand[run]));
-  const {eos_id, mask_id, block_length: B} = model.cfg;
-  const shown = [...prompt, ...steps.flatMap((s) => [...s.before, ...s.after, ...s.token_a])];
-  const pieces = Object.fromEntries(shown.map((id) => [id, model.tokenizer.pieces[id]]));
-  Object.assign(pieces, {[eos_id]: "∎", [mask_id]: "▒"});
+  const {name: label, about, model} = decoders[run];
+  const {prompt, tokens, nfe, steps} = generateOne(model, asked, decoding(decoders[run], byHand[run]));
+  const {mask_id, block_length: B} = model.cfg;
   const text = decode(model, [...prompt, ...tokens]);
-  return {label, about, asked, prompt, tokens, text, verdict: verdict(text), mask_id, B, nfe, pieces,
-    steps: steps.map(stepRecord)};
+  return {label, about, asked, prompt, tokens, text, verdict: verdict(text), mask_id, B, nfe,
+    pieces: model.tokenizer.pieces, steps: steps.map(stepRecord)};
 }
 
 // The ids of a text, in which each ▒ is one token to fill.
@@ -129,14 +121,14 @@ function ask(step = Infinity) {
   const plain = known ? text.replaceAll("▒", "_") : text;
   history.replaceState(null, "", "#" + new URLSearchParams({prompt: plain}));
   chosen = null;
-  byHand = columns.map(() => ({}));
-  present(columns.map((_, run) => recordOf(prompt, run)), step);
+  byHand = decoders.map(() => ({}));
+  present(decoders.map((_, run) => recordOf(prompt, run)), step);
 }
 
 // Names are in upper case, and have no underscore: that is a mask.
 const asTyped = (text) => (known ? text.toUpperCase().replaceAll("_", "▒") : text);
 
-// Shows one record for each column.
+// Shows one record for each decoder.
 function present(records, step) {
   summarise(records);
   show(records, step);
@@ -147,37 +139,41 @@ function summarise(records) {
   const body = $("seen").tBodies[0];
   body.replaceChildren();
   for (const t of records) {
-    const {said, className} = judged(t);
+    const there = known?.has(t.text);
+    const said = known ? `${there ? "✓" : "✗"} ${t.verdict.replace(/\((no.*)\)/, "$1")}` : "";
     const row = make(body, "tr", "");
     const head = make(row, "th", "", t.label);
     head.scope = "row";
     make(head, "span", "", ` ${rounded(t.nfe.all)} forwards`);
     const cell = make(row, "td", "");
     make(cell, "span", "written", t.text);
-    make(cell, "span", className, said);
+    make(cell, "span", there ? "verdict yes" : "verdict", said);
   }
 }
 
 // --- the panel: what both stages would write at a mask, and a token put there by hand
 
-// Probabilities of every token at position `at` of block b as it stands: {a, b}, by Stage A and, where the column has
-// it, by Stage B. The bundle is the gate's, and `at` with it.
-function answersAt(column, t, b, at) {
-  const {model, n_rounds} = column;
-  const ctx = newContext();
+// Probabilities of every token at position `at` of block b as it stands: {a, b}, by Stage A and, where the decoder has
+// it, by Stage B. The bundle is the gate's, and `at` with it; a causal one is all masks, and reads what was found last.
+function answersAt(decoder, t, b, at) {
+  const {model, n_rounds} = decoder;
+  const ctx = newContext(model);
   const finished = t.blocks.filter((block) => block.start < b.start);
   for (const block of finished) finishBlock(model, look(t, block, now).ids, ctx, n_rounds);
 
   const z = look(t, b, now).ids;
   const here = at - b.start;
-  const masked = [...z.keys()].filter((i) => z[i] === t.mask_id);
+  const masked = masksOf(model, z);
   const h = prefix(model, z, ctx);
   const stageA = logits(model, lastN(model, h, ctx));
   const a = softmax(stageA[here]);
   if (!n_rounds) return {a};
   const picked = selectBundle(candidates(stageA).conf, masked, gates());
-  const bundle = masked.filter((i) => picked.includes(i) || i === here);
-  return {a, b: softmax(logits(model, coordinate(model, h, bundle, ctx, n_rounds))[here])};
+  const {causal} = model.cfg;
+  const bundle = masked.filter((i) => causal || picked.includes(i) || i === here);
+  const tokens = causal ? longestRun(model, z, ctx, {n_rounds, tau_joint: 0}).token : z;
+  const states = coordinate(model, h, bundle, ctx, n_rounds, tokens);
+  return {a, b: softmax(logitsB(model, states, stageA)[here])};
 }
 
 // What the viewer's panel shows of a token that looks like v, below what happened to it.
@@ -187,11 +183,12 @@ function whatElse(panel, t, b, at, v) {
     return;
   }
   const run = traces.indexOf(t);
-  const answers = answersAt(columns[run], t, b, at);
+  const answers = answersAt(decoders[run], t, b, at);
   const lists = make(panel, "div", "lists");
   const write = (token) => writeByHand(run, at, token);
   list(lists, "Stage A", "this position by itself", answers.a, write);
-  if (answers.b) list(lists, "Stage B", "with the rest of the bundle", answers.b, write);
+  const sees = decoders[run].model.cfg.causal ? "after the tokens before it" : "with the rest of the bundle";
+  if (answers.b) list(lists, "Stage B", sees, answers.b, write);
 }
 
 // The five likeliest tokens as buttons with bars.
@@ -202,7 +199,7 @@ function list(parent, title, about, p, write) {
     const button = make(box, "button", "option");
     button.type = "button";
     make(button, "span", "level").style.width = `${100 * p[token]}%`;
-    make(button, "span", "name", token === base.cfg.eos_id ? "∎" : base.tokenizer.pieces[token]);
+    make(button, "span", "name", base.tokenizer.pieces[token]);
     make(button, "span", "share", p[token].toFixed(2));
     button.addEventListener("click", () => write(token));
   }
@@ -223,17 +220,19 @@ function writeByHand(run, at, token) {
 
 // --- the experiment: how many names exist, and the forwards that they took, over held-out beginnings
 
-// One beginning after the other, each by every decoder.
+// One beginning after the other, each by every decoder of the table.
 async function runAll() {
   $("run").disabled = true;
-  const sums = columns.map((column) => ({column, d: decoding(column), found: 0, forwards: 0}));
+  const rows = decoders.filter((decoder) => decoder.in_table);
+  const sums = rows.map((decoder) => ({decoder, d: decoding(decoder), found: 0, forwards: 0, tokens: 0}));
   sharesAt = gateText();
   showGates();
   for (const [i, prompt] of data.beginnings.entries()) {
     for (const sum of sums) {
-      const {tokens, nfe} = generateOne(sum.column.model, prompt, sum.d);
-      sum.found += exists(decode(base, [...prompt, ...tokens])) === undefined ? 0 : 1;
+      const {tokens, nfe} = generateOne(sum.decoder.model, prompt, sum.d);
+      sum.found += known.has(decode(base, [...prompt, ...tokens])) ? 1 : 0;
       sum.forwards += nfe.all;
+      sum.tokens += tokens.length;
     }
     drawShares(sums, i + 1);
     await new Promise((resume) => setTimeout(resume));
@@ -246,20 +245,18 @@ function drawShares(sums, n) {
   $("shares").hidden = false;
   const body = $("shares").tBodies[0];
   body.replaceChildren();
-  for (const {column, found, forwards} of sums) {
+  for (const {decoder, found, forwards, tokens} of sums) {
     const row = make(body, "tr", "");
-    make(row, "th", "", column.name).scope = "row";
+    make(row, "th", "", decoder.name).scope = "row";
     make(row, "td", "", `${((100 * found) / n).toFixed(0)} %`);
     make(row, "td", "", (forwards / n).toFixed(2));
+    make(row, "td", "", (forwards / tokens).toFixed(3));
   }
 }
 
 // --- what one can touch
 
-function gateText() {
-  const {tau_m2t, tau_t2t} = gates();
-  return `tau_m2t ${tau_m2t.toFixed(2)}, tau_t2t ${tau_t2t.toFixed(2)}`;
-}
+const gateText = () => GATES.map((gate) => `${gate} ${gates()[gate].toFixed(2)}`).join(", ");
 
 // The gates in words; a table of other gates is old.
 function showGates() {
@@ -276,10 +273,28 @@ function begin() {
   if (!$("wrong").textContent) play(true);
 }
 
-// A link's prompt, or the page's own.
+// A link's prompt (?prompt=... or #prompt=...), or the page's own.
 function fromLink() {
-  $("prompt").value = new URLSearchParams(location.hash.slice(1)).get("prompt") ?? data.prompt;
+  const linked = (part) => new URLSearchParams(part.slice(1)).get("prompt");
+  $("prompt").value = linked(location.hash) ?? linked(location.search) ?? data.prompt;
   begin();
+}
+
+async function start() {
+  const models = await readModels();
+  decoders = data.decoders.map((decoder) => ({...decoder, model: models[decoder.number]}));
+  if (data.names) known = await readNames();
+  for (const gate of GATES) {
+    $(gate).value = data.gates[gate];
+    $(gate).parentElement.hidden = !decoders.some((decoder) => Object.values(decoder).includes(gate));
+  }
+  $("asked").textContent = `a beginning; ${known ? "_" : "▒"} is one token to fill`;
+  $("of_names").hidden = $("surprise").hidden = $("experiment").hidden = !known;
+  $("of_text").hidden = Boolean(known);
+  $("repository").href = data.repository;
+  $("repository").hidden = !data.repository;
+  showGates();
+  fromLink();
 }
 
 $("ask").addEventListener("submit", (e) => {
@@ -299,15 +314,9 @@ $("surprise").addEventListener("click", () => {
   $("ask").requestSubmit();
 });
 addEventListener("hashchange", fromLink);
-for (const gate of ["tau_m2t", "tau_t2t"]) {
+for (const gate of GATES) {
   $(gate).addEventListener("input", showGates);
   $(gate).addEventListener("change", () => { play(false); ask(); });
 }
 $("run").addEventListener("click", runAll);
-$("asked").textContent = known ? "beginning of a name; _ is one token to fill" : "beginning; ▒ is one token to fill";
-$("of_names").hidden = !known;
-$("of_text").hidden = Boolean(known);
-$("experiment").hidden = $("surprise").hidden = !known;
-$("edits").hidden = !columns.some((column) => column.n_rounds);
-showGates();
-fromLink();
+const ready = start();

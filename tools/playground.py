@@ -1,103 +1,129 @@
 """The model in a browser: one HTML page that completes what one types, and needs nothing but itself.
 
 The page holds the weights, the tokenizer and an engine in JavaScript (tools/engine.js, which computes what
-model.py and sample.generate_one do). It shows several decoders side by side on the same beginning: all
-masks at once, each by itself (factorised); the same masks by Stage B, a column for each adapter; and one
-token at a time. A click on a mask shows what Stage A and Stage B would write there, and writes a token by
-hand. For names the page also says whether a name exists, and counts how many of a hundred held-out
-beginnings each decoder completes to one, and the forwards that it took.
+model.py and sample.generate_one do). It shows several decoders on the same beginning, step by step: the
+base one token at a time from the left, by the longest run and by the released gates; the paper's adapter
+with Stage B off and on; causal Stage B with its looks. A click on a mask shows what Stage A and Stage B
+would write there, and writes a token by hand. For names the page also says whether a name exists, and
+counts how many of a hundred held-out beginnings each decoder completes to one, and the forwards that it took.
 
     python -m tools.playground                                  # the shipped base and its two adapters
-    python -m tools.playground --ckpt out/names --out mine.html # one's own; several adapters of one base: a column each
+    python -m tools.playground --ckpt out/names --out mine.html # one's own; several adapters of one base: rows of each
 """
 
 import base64
 import json
 import sys
 import unicodedata
+import zlib
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from checkpoint import about_adapter, base_of, load_model, load_tokenizer, names_of, next_base, read_tensors
+from checkpoint import about_adapter, base_of, judge_of, load_model
 from evaluate import draw_names
-from lib.tokenizer import Tokenizer
-from lib.util import Parser, command, fail, replace_file
+from lib.tokenizer import Tokenizer, load_tokenizer
+from lib.util import Parser, command, exists, fail, replace_file
 from model import Model
+from sample import Decoding, generate
 
 HERE = Path(__file__).parent
 SCRIPTS = ("engine.js", "viewer.js", "playground.js")
-SHIPPED = [Path("assets/names/paper"), Path("assets/names/alpha")]
+SHIPPED = [Path("assets/names/paper"), Path("assets/names/causal")]
+REPOSITORY = ""  # the page links to it, where there is an address
 BEGINNINGS = 100  # held-out names to complete
 
-# what the page completes first, and how many tokens it lets a model write
-OF_NAMES = dict(prompt="CANADIAN", gen_length=32)
-OF_TEXT = dict(prompt="import ", gen_length=64)
+# the gates as the page opens, and how many tokens it lets a model write
+GATES = dict(tau_m2t=0.0, tau_t2t=0.0, tau_joint=0.5)
+NAME_LENGTH = 32
+OF_TEXT = dict(prompt="import ", gen_length=64, names=None, beginnings=[])
 
-# --- the decoders, side by side
-FACTORISED = dict(
-    name="factorised", adapters=[], n_rounds=0, leftmost=False, tau_t2t=0.5,
-    about="Every mask that is sure enough gets its own best token, all at once.",
-)  # fmt: skip
-ONE_AT_A_TIME = dict(
-    name="one at a time", adapters=[], n_rounds=0, leftmost=True, tau_t2t=None,
-    about="The leftmost mask, and then the model reads again: slow, but each token sees all before it.",
-)  # fmt: skip
-PAPERS = "The same masks, after they were marked and read once more; trained as in the paper."
-ALPHAS = "The same, trained to get all that is marked right together (alpha {:g})."
+# --- the decoders. Of a gate the page's slider, by name, or a number; in_table: the experiment counts it
+BY_GATES = dict(n_rounds=0, tau_m2t="tau_m2t", tau_t2t="tau_t2t", tau_joint=None, in_table=True)
+BY_RUNS = BY_GATES | dict(tau_t2t=None, tau_joint="tau_joint")
+OF_BASE = [
+    BY_RUNS | dict(
+        name="base, one at a time", tau_joint=1.0,
+        about="The leftmost mask, then the model reads again: each token sees all before it.",
+    ),
+    BY_RUNS | dict(
+        name="base, longest run",
+        about="From the left, each by itself, as many as are together surer than tau_joint.",
+    ),
+    BY_GATES | dict(
+        name="base, released gates", tau_t2t=0.5, in_table=False,
+        about="All masks above tau_m2t, each by itself; edits above 0.5.",
+    ),
+]  # fmt: skip
+OFF = "All masks above tau_m2t, each by itself, by its Stage A alone."
+ON = "The same masks are marked, and read once more by Stage B."
+CAUSAL = "Stage A drafts (A); a look (1, 2 ...) of Stage B reads the drafts on the left; ✓ is final."
 
 
-def decoders(folders: list[Path]) -> list[dict]:
-    """What the page shows: the base's two, and between them Stage B by each folder that has one.
+def with_stage_b(model: Model, alpha: float) -> list[dict]:
+    """What the page shows of a model that has a Stage B; of any other nothing."""
+    if not model.markers.any():
+        return []
+    on = dict(n_rounds=model.cfg.n_rounds)
+    if model.cfg.causal:
+        return [BY_RUNS | on | dict(name="causal Stage B", about=CAUSAL)]
+    whose = f"alpha {alpha:g}" if alpha else "paper"
+    off = BY_GATES | dict(name=f"{whose}, Stage B off", about=OFF)
+    return [off, off | on | dict(name=f"{whose}, Stage B on", about=ON)]
 
-    adapters: what lies on the base, the lowest first. leftmost: it writes the leftmost mask of all, whatever
-    the gates.
-    """
-    found = []
-    for folder in folders:
-        model = load_model(folder, "cpu", torch.float32)
-        if not model.markers.any():
-            continue
-        alpha = model.adapter.get("alpha", 0.0)
-        name = f"Stage B, alpha {alpha:g}" if alpha else "Stage B, the paper's"
-        about = ALPHAS.format(alpha) if alpha else PAPERS
-        own = dict(name=name, about=about, adapters=adapters_data(folder), n_rounds=model.cfg.n_rounds)
-        found.append(FACTORISED | own)
-    return [FACTORISED, *found, ONE_AT_A_TIME]
+
+def settings(decoder: dict, gen_length: int) -> Decoding:
+    """A decoder at the gates with which the page opens."""
+    gates = {name: GATES.get(decoder[name], decoder[name]) for name in GATES}
+    return Decoding(gen_length=gen_length, n_rounds=decoder["n_rounds"], holes=True, **gates)
+
+
+def opening(models: list[Model], decoders: list[dict], beginnings: list[list[int]], tokenizer: Tokenizer) -> str:
+    """The first of the beginnings that every decoder by gates gets wrong, and causal Stage B right; or the first."""
+    texts = [tokenizer.decode(ids) for ids in beginnings]
+    prompts = [tokenizer.encode(text) for text in texts]  # as the page will read them
+    wanted = torch.ones(len(prompts), dtype=torch.bool)
+    for decoder in decoders:
+        causal = decoder["n_rounds"] > 0 and decoder["tau_joint"] is not None
+        if causal or decoder["tau_joint"] is None:
+            outputs = generate(models[decoder["number"]], prompts, settings(decoder, NAME_LENGTH))
+            names = [tokenizer.decode(output.prompt + output.tokens) for output in outputs]
+            wanted &= torch.tensor([(exists(name) is not None) == causal for name in names])
+    number = int(wanted.int().argmax())
+    print(f"the page opens on {texts[number]}: of {len(texts)} beginnings {int(wanted.sum())} show the difference")
+    return texts[number]
 
 
 # --- what the page holds
-def tensors_data(tensors: dict[str, Tensor]) -> dict[str, dict]:
-    """Their numbers in base64, four bytes each, or two where bfloat16 holds them exactly."""
-    found = {}
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().contiguous()
-        if torch.equal(tensor.bfloat16().float(), tensor):
-            tensor = tensor.bfloat16()
-        numbers = tensor.view(torch.uint8).numpy().tobytes()
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        found[name] = {"dtype": dtype, "base64": base64.b64encode(numbers).decode()}
-    return found
+def half(model: Model) -> Model:
+    """The model as a page has it: parameters in bfloat16, as the shipped base is anyway; the experts' bias is whole."""
+    for p in model.parameters():
+        p.data = p.data.bfloat16().float()
+    return model
 
 
-def adapters_data(folder: Path) -> list[dict]:
-    """LoRA and markers as they are, of a folder and of what it lies on; of a base none."""
-    about = about_adapter(folder)
-    if not about:
-        return []
-    lora = {name: about[name] for name in ("lora_r", "lora_in")}
-    tensors = tensors_data(dict(read_tensors([folder / "adapter.safetensors"])))
-    return [*adapters_data(next_base(folder)), about["model"] | lora | {"tensors": tensors}]
+def packed(content: bytes) -> str:
+    return base64.b64encode(zlib.compress(content, 9)).decode()
+
+
+def weights_data(tensors: list[Tensor]) -> str:
+    """All numbers end to end, as float32: first the lowest byte of each, then the next. Of bfloat16 numbers the two
+    lower ones are zero, and cost nothing when they are packed."""
+    numbers = torch.cat([tensor.detach().float().flatten() for tensor in tensors])
+    return packed(numbers.view(torch.uint8).view(-1, 4).T.contiguous().numpy().tobytes())
+
+
+def names_data() -> str:
+    """The name of every code point that has one, each on its own line."""
+    return packed("\n".join(unicodedata.name(chr(code), "") for code in range(sys.maxunicode + 1)).encode())
 
 
 def tokenizer_data(tokenizer: Tokenizer, vocab_size: int) -> dict:
     """What the page's tokenizer needs; bytes are written as the letters U+0000 to U+00FF."""
-    letters = {token: tokenizer.token_bytes.get(token, b"").decode("latin-1") for token in range(vocab_size)}
     return {
-        "bytes": list(letters.values()),
-        "ranks": {letters[token]: token for token in tokenizer.ids},
+        "bytes": [tokenizer.token_bytes.get(token, b"").decode("latin-1") for token in range(vocab_size)],
         "special": tokenizer.special,
         "pieces": [tokenizer.piece(token) for token in range(vocab_size)],
     }
@@ -110,24 +136,40 @@ def page_data(folders: list[Path]) -> dict:
     for folder in folders:
         if base_of(folder).resolve() != base.resolve():
             fail(f"{folder} stands on {base_of(folder)}, {folders[0]} on {base}: a page has one base")
-    model = load_model(base, "cpu", torch.float32)
-    tokenizer = load_tokenizer(base, model.cfg.tokenizer)
-    check_page_can_run(base, model, tokenizer)
+    tokenizer = load_tokenizer(base)
+    models = {folder: half(load_model(folder, "cpu", torch.float32)) for folder in dict.fromkeys([base, *folders])}
+    check_page_can_run(base, models[base], tokenizer)
 
+    # of an adapter what learned; the rest is the base's
+    decoders = [decoder | dict(number=0) for decoder in OF_BASE]
+    tensors = []
+    about_models = []
+    for number, (folder, model) in enumerate(models.items()):
+        about = about_adapter(folder)
+        own = model.learned() if about else model.state_dict()
+        sizes = {name: tensor.numel() for name, tensor in own.items()}
+        kind = {"lora_r": about.get("lora_r"), "adds": model.adds}
+        about_models.append({"cfg": asdict(model.cfg), "sizes": sizes} | kind)
+        tensors += own.values()
+        if folder in folders:
+            decoders += [decoder | dict(number=number) for decoder in with_stage_b(model, about.get("alpha", 0))]
+
+    models = list(models.values())
     data = {
-        "cfg": asdict(model.cfg),
-        "tensors": tensors_data(model.state_dict()),
-        "decoders": decoders(folders),
-        "tokenizer": tokenizer_data(tokenizer, model.cfg.vocab_size),
+        "models": about_models,
+        "weights": weights_data(tensors),
+        "decoders": decoders,
+        "gates": GATES,
+        "tokenizer": tokenizer_data(tokenizer, models[0].cfg.vocab_size),
+        "repository": REPOSITORY,
     }
-    if names_of(base) is None:
-        return data | OF_TEXT | {"names": None, "beginnings": []}
+    if "names" not in judge_of(base):
+        return data | OF_TEXT
 
-    # every name that Python knows, for the judge
-    codes = {unicodedata.name(chr(code), ""): code for code in range(sys.maxunicode + 1)}
-    del codes[""]  # what has no name
-    beginnings = draw_names(BEGINNINGS, "held out", tokenizer)
-    return data | OF_NAMES | {"names": codes, "beginnings": list(beginnings.values())}
+    # held-out names, and every name that Python knows, for the judge
+    beginnings = list(draw_names(BEGINNINGS, "held out", tokenizer).values())
+    first = opening(models, decoders, beginnings, tokenizer)
+    return data | dict(prompt=first, gen_length=NAME_LENGTH, names=names_data(), beginnings=beginnings)
 
 
 def check_page_can_run(base: Path, model: Model, tokenizer: Tokenizer | None) -> None:
@@ -135,7 +177,7 @@ def check_page_can_run(base: Path, model: Model, tokenizer: Tokenizer | None) ->
     if tokenizer is None:
         fail(f"{base} has no tokenizer (a toy's tokens are numbers): a page needs a checkpoint of names or of text")
     if tokenizer.nfc or tokenizer.ids != list(range(len(tokenizer.ids))):
-        fail(f"{base} has a tokenizer that train.py did not make: the page's tokenizer reads train.py's alone")
+        fail(f"{base} has a released tokenizer: the page's reads those of prepare.py alone")
     if any(tensor.dtype == torch.int8 for tensor in model.state_dict().values()):
         fail(f"{base} has int8 weights: a page needs the model that they were made of")
 

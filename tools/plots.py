@@ -9,14 +9,15 @@ other colours on either: no colour can be read both on white and on black at 4.5
 
 import io
 import json
+import math
 import re
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from lib.data import read_records
-from lib.util import Parser, command, entry, fail, replace_file
+from lib.util import Parser, command, fail, replace_file
 
 try:
     import matplotlib.pyplot as plt
@@ -76,18 +77,15 @@ def panels(rows: int, columns: int, width: float, height: float, **shared: bool)
     return plt.subplots(rows, columns, figsize=(width, height), layout="constrained", **shared)
 
 
-def name_lines(ax, ends: dict[str, tuple[float, float, str]], before: bool = False, room: float = 0.075) -> None:
-    """Each line's name behind its end, or before its start (x, y, colour), pushed up where two would overlap.
-
-    room: what a name needs of the axis' height.
-    """
+def name_lines(ax, ends: dict[str, tuple[float, float, str]]) -> None:
+    """Each line's name behind its end (x, y, colour); all ends are at one x. Pushed up where two would overlap."""
     bottom, top = ax.get_ylim()
     lowest = bottom
     for name, (x, y, color) in sorted(ends.items(), key=lambda end: end[1][1]):
         place = max(y, lowest)
-        lowest = place + room * (top - bottom)
-        ax.annotate(name, (x, place), xytext=(-6 if before else 6, 0), textcoords="offset points", color=color,
-                    ha="right" if before else "left", va="center", annotation_clip=False)  # fmt: skip
+        lowest = place + 0.09 * (top - bottom)
+        ax.annotate(name, (x, place), xytext=(7, 0), textcoords="offset points", color=color, va="center",
+                    annotation_clip=False)  # fmt: skip
 
 
 def svg(figure) -> str:
@@ -107,8 +105,9 @@ def draw_tiny():
     """The table that tiny.py prints: a bar for each model, what it writes after "city", if words are drawn."""
     table = (RESULTS / "theorem" / "tiny.txt").read_text()
     columns = re.split(r"  +", table.splitlines()[1])[1:4]
-    # a name and three probabilities; the lines below the table have fewer
+    # a name and three probabilities; the lines below the table have fewer. Depth changes nothing: it has no bar
     rows = re.findall(r"^(\S.*?)  +(\d\.\d\d) +(\d\.\d\d) +(\d\.\d\d)", table, re.M)
+    rows = [row for row in rows if row[0] != "Stage A, twice as long"]
 
     figure, ax = panels(1, 1, 4.6, 5)
     for row, (name, *shares) in enumerate(rows):
@@ -125,79 +124,85 @@ def draw_tiny():
     return figure
 
 
-# --- existing names against what they cost
-def concave_hull(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The best for its cost, (cost, share) each, the cheapest first: any two of them may be mixed.
-
-    (1, .2) (2, .3) (3, .8) (4, .7)  ->  (1, .2) (3, .8): 2 is below the line from 1 to 3, 4 costs more and has less.
-    """
-    hull: list[tuple[float, float]] = []
-    for x, y in sorted(points, key=lambda point: (point[0], -point[1])):
-        if hull and y <= hull[-1][1]:
-            continue
-
-        # what is now below a line goes
-        while len(hull) > 1:
-            (x1, y1), (x2, y2) = hull[-2:]
-            if (y2 - y1) * (x - x1) > (y - y1) * (x2 - x1):
-                break
-            hull.pop()
-        hull.append((x, y))
-    return hull
-
-
+# --- names: what exists against what it costs
+# system/way -> its name, colour, line, and the gate on edits of the settings that are drawn
 NAMED = {
-    "base/threshold": ("base", INK),
-    "paper-3/stage_b": ("Stage B, the paper's", ORANGE),
-    "alpha-base/stage_b": ("Stage B by alpha", BLUE),
-    "chain/stage_b": ("Stage B by the chain", PURPLE),
-    "stage-a/threshold": ("Stage A by alpha", GREEN),
-    "stage-a-chain/threshold": ("Stage A by the chain", TEAL),
-    "head/head": ("the head", BROWN),
+    "causal/run": ("causal Stage B", BLUE, "o-", None),
+    "base/run": ("base, longest run\n(◆ one at a time)", GREEN, "o-", None),
+    "base/threshold": ("base, threshold", INK, "o-", None),
+    "alpha/run": ("Stage B by alpha", PURPLE, "o-", None),
+    "one stage by alpha/threshold": ("one stage by alpha", TEAL, "o-", None),
+    "paper/stage_b": ("the paper, B on", ORANGE, "s", 0.0),
+    "paper/threshold": ("the paper, B off", BROWN, "D", 0.0),
 }
-LEFT = "base/left_ones"
+ONE_AT_A_TIME = 1.0  # no product is above it: the base's longest run is one token
 
 
 def draw_names():
-    """What each system writes for held-out names, see beyond/evidence.py: a dot for each setting, means of its seeds.
-
-    The line is what its system has for at most so many forwards, if settings may be mixed.
-    """
-    points = read_existing(RESULTS / "names" / "records.jsonl")
-    dearest = max(x for system in NAMED for x, _ in points[system])
-
-    figure, ax = panels(1, 1, WIDTH, 4.4)
-    ends = {}
-    for system, (name, color) in NAMED.items():
-        hull = concave_hull(points[system])
-        hull.append((dearest, hull[-1][1]))
-        ax.plot(*zip(*points[system], strict=True), "o", color=color, markersize=3)
-        ax.plot(*zip(*hull, strict=True), color=color)
-        ends[name] = (*hull[-1], color)
-    [(x, y)] = points[LEFT]
-    ax.plot(x, y, "D", color=INK)
-    ax.annotate("base in blocks of one", (x, y), xytext=(0, -14), textcoords="offset points", ha="center")
-    ax.set(xlabel="forwards a name, everything counted", xlim=(0, 1.75 * dearest))  # room for their names
-    ax.set_title("share of held-out names that exist", loc="left")
-    ax.grid(axis="y")
-    name_lines(ax, ends, room=0.055)
+    """What each system writes for held-out names, see experiments/names.py: a dot for each setting, means of its seeds,
+    against forwards a token and forwards a name."""
+    found = read_settings(RESULTS / "names" / "records.jsonl")
+    figure, axes = panels(2, 1, WIDTH, 7.4)
+    for ax, cost in zip(axes, ("per_token", "forwards"), strict=True):
+        ends = {}
+        for system, (name, color, style, edits) in NAMED.items():
+            own = [point for key, point in found[system].items() if key[1] == edits and point[cost] == point[cost]]
+            points = sorted((point[cost], point["exist"]) for point in own)
+            if points:
+                ax.plot(*zip(*points, strict=True), style, color=color, markersize=4)
+                ends[name] = (*points[-1], color)
+        alone = found["base/run"][ONE_AT_A_TIME, None]
+        ax.plot(alone[cost], alone["exist"], "D", color=GREEN, markersize=8)
+        ax.grid(axis="y")
+        name_ends(ax, ends)
+    axes[0].set_title("share of held-out names that exist", loc="left", pad=18)
+    axes[0].set(xlabel="forwards a token, everything counted")
+    axes[1].set(xlabel="forwards a name, everything counted")
     return figure
 
 
-def read_existing(path: Path) -> dict[str, list[tuple[float, float]]]:
-    """{system/way: of each setting forwards a name, and the share that exists, means of the seeds}"""
-    found = defaultdict(list)
-    for number, record in read_records(path):
-        where = f"{path}:{number}"
-        system, way, setting, digits = (entry(record, key, str, where) for key in ("system", "way", "setting", "exist"))
-        cost = entry(record, "forwards", float, where)
-        found[f"{system}/{way}", setting].append((cost, digits.count("1") / len(digits)))
-    points = defaultdict(list)
-    for (system, _), of_seeds in found.items():
-        points[system].append(tuple(np.mean(of_seeds, axis=0).tolist()))
-    if missing := {*NAMED, LEFT} - points.keys():
+def name_ends(ax, ends: dict[str, tuple[float, float, str]]) -> None:
+    """Each line's name at its end (x, y, colour): behind it, or above or below, where no other name and no line is."""
+    texts = [
+        ax.annotate(name, (x, y), xytext=(7, 0), textcoords="offset points", color=color, va="center")
+        for name, (x, y, color) in ends.items()
+    ]
+    # where everything is on the page; a line is a row of dots
+    ax.figure.draw_without_rendering()
+    between = np.linspace(0, 1, 20)[:, None]
+    dots = []
+    for line in ax.lines:
+        points = ax.transData.transform(line.get_xydata())
+        dots.append(points)
+        if line.get_linestyle() != "None":
+            dots += [a + between * (b - a) for a, b in pairwise(points)]
+    dots = np.concatenate(dots)
+
+    places = [(x, y) for y in (0, -11, 11, -22, 22, -33, 33) for x in (8, 0, -8)]
+    taken = []
+    for text in texts:
+        for x, y in places:
+            text.set(position=(x, y), ha={8: "left", 0: "center", -8: "right"}[x])
+            box = text.get_window_extent()
+            if not box.count_contains(dots) and not box.count_overlaps(taken):
+                break
+        taken.append(box)
+
+
+def read_settings(path: Path) -> dict[str, dict[tuple, dict[str, float]]]:
+    """{system/way: {(dial, edits): means over seeds of the share that exists, of forwards a name and a token}}"""
+    seeds = defaultdict(list)
+    for record in map(json.loads, path.read_text().splitlines()):
+        figures = dict(exist=record["exist"].count("1") / len(record["exist"]))
+        figures |= {cost: record[cost] or math.nan for cost in ("forwards", "per_token")}  # older ones lack a token's
+        seeds[f"{record['system']}/{record['way']}", record["dial"], record["edits"]].append(figures)
+
+    found = defaultdict(dict)
+    for (system, *setting), figures in seeds.items():
+        found[system][tuple(setting)] = {key: np.mean([of[key] for of in figures]).item() for key in figures[0]}
+    if missing := {"base/run", "causal/run"} - found.keys():
         fail(f"{path} has no record of {', '.join(sorted(missing))}")
-    return points
+    return found
 
 
 # --- the paper's tables
@@ -205,20 +210,27 @@ def draw_paper_tables():
     """A toy's possible answers and the paper's GSM8K by tau_m2t: Stage B on, off, and the base."""
     log = (RESULTS / "paper_tables" / "log.txt").read_text()
     row = r"^(ours|our weights|released), .*?(\d\.\d{3}) +0\.500 +(\S+).* (\S+) +\S+$"
+    found = re.findall(row, log, re.M)
     looks = {"ours": ("Stage B on", BLUE, "-"), "our weights": ("off", ORANGE, "--"), "released": ("base", INK, "-.")}
-    panes = {2: "possible answers, a toy", 3: "GSM8K, %, the paper's 16B"}
+    panes = {2: "possible answers, a toy: on less off", 3: "GSM8K, %, the paper's 16B: on less off"}
     figure, axes = panels(2, 1, WIDTH, 5, sharex=True)
     for ax, (column, title) in zip(axes, panes.items(), strict=True):
         ends = {}
+        values = {}
         for weights, (name, color, style) in looks.items():
-            found = re.findall(row, log, re.M)
-            points = sorted((float(of[1]), float(of[column])) for of in found if of[0] == weights)
+            values[weights] = {float(of[1]): float(of[column]) for of in found if of[0] == weights}
+            points = sorted(values[weights].items())
             ax.plot(*zip(*points, strict=True), style, marker="o", color=color)
-            ends[name] = (*points[0], color)
-        ax.set_title(title, loc="left")
+            ends[name] = (*points[-1], color)
+
+        # what Stage B brings
+        for x, on in values["ours"].items():
+            gain = f"{on - values['our weights'][x]:+.2f}"
+            ax.annotate(gain, (x, on), xytext=(0, 8), textcoords="offset points", color=BLUE, ha="right")
+        ax.set_title(title, loc="left", pad=18)
         ax.grid(axis="y")
-        name_lines(ax, ends, before=True)
-    axes[1].set(xlim=(0.12, 0.72), xticks=(0.3, 0.5, 0.7), xlabel="tau_m2t")
+        name_lines(ax, ends)
+    axes[1].set(xlim=(0.23, 0.72), xticks=(0.3, 0.5, 0.7), xlabel="tau_m2t")
     return figure
 
 
@@ -251,48 +263,22 @@ def draw_speed():
 
 
 def draw_sixteen_b():
-    """Seconds of each pass; a line where its share of the layers alone would put it."""
+    """Seconds of each pass; a line where its share of the layers alone would put Stage B."""
     log = (RESULTS / "sixteen_b" / "prices.txt").read_text()
     prices = json.loads(re.search(r"^\{.*\}$", log, re.M)[0])
-    names = {"full": "full forward", "commit": "commit", "stage_b": "Stage B, n = 3 of 20", "head": "look of the head"}
-    figure, ax = panels(1, 1, WIDTH, 2.4)
+    names = {"full": "full forward", "commit": "refresh", "stage_b": "Stage B, n = 3 of 20"}
+    figure, ax = panels(1, 1, WIDTH, 2)
     bars = ax.barh(list(names.values()), [round(prices[of], 3) for of in names], height=0.3, color=BLUE)
     ax.bar_label(bars, fmt="%.3g s", padding=4, color=BLUE)
-    for row, layers in ((2, 3), (3, 1)):
-        share = prices["full"] * layers / 20
-        ax.vlines(share, row - 0.2, row + 0.3, color=ORANGE)
-        ax.annotate(f"{layers}/20 of a full forward", (share + 0.02, row + 0.4), color=ORANGE, va="center")
-    ax.set(xlim=(0, 1.2), ylim=(3.7, -0.5))
+    share = prices["full"] * 3 / 20
+    ax.vlines(share, 1.8, 2.3, color=ORANGE)
+    ax.annotate("3/20 of a full forward", (share + 0.02, 2.4), color=ORANGE, va="center")
+    ax.set(xlim=(0, 1.2), ylim=(2.7, -0.5))
     ax.set_title("seconds, a block of 32, int8, two cores", loc="left")
     return figure
 
 
 # --- toys
-def draw_joint():
-    """Shares of contexts, means and worst of three seeds: possible answers above, the likeliest below."""
-    rows = json.loads((RESULTS / "theorem" / "joint.json").read_text())["rows"]
-    toys = list(dict.fromkeys((r["toy"], r["n"]) for r in rows))
-    looks = {"chain": ("chain target", BLUE, 0.0), "clean": ("clean target", ORANGE, 0.2)}
-    panes = {"B coherent": "contexts whose answer is possible", "B mode": "contexts with the likeliest answer"}
-    figure, axes = panels(2, 1, WIDTH, 6.4)
-    for ax, (measure, title) in zip(axes, panes.items(), strict=True):
-        for r in rows:
-            name, color, below = looks[r["target"]]
-            mean, worst = r[measure]
-            row = toys.index((r["toy"], r["n"]))
-            ax.errorbar(mean, row + below, xerr=[[mean - worst], [0]], fmt="o", color=color)
-            # the first row says which is which
-            if row == 0:
-                side = dict(ha="right", xytext=(-8, 0)) if mean > 0.5 else dict(ha="left", xytext=(8, 0))
-                ax.annotate(name, (mean, below), textcoords="offset points", color=color, va="center", **side)
-        ax.set_yticks(range(len(toys)), [f"{toy}, n = {n}" for toy, n in toys])
-        ax.set(xlim=(-0.05, 1.05), ylim=(len(toys) - 0.5, -0.5))
-        ax.set_title(title, loc="left")
-        ax.grid(axis="x")
-    axes[1].set(xlabel="a dot is the mean of three seeds,\nits line goes to the worst")
-    return figure
-
-
 def draw_dial():
     """Each decoder's error against TC, one point a checkpoint."""
     figure, ax = panels(1, 1, WIDTH, 3.8)
@@ -318,7 +304,6 @@ PICTURES = {
     "paper_tables": ("results/paper_tables/gates.svg", draw_paper_tables),
     "speed": ("results/speed/speed.svg", draw_speed),
     "sixteen_b": ("results/sixteen_b/prices.svg", draw_sixteen_b),
-    "joint": ("results/theorem/joint.svg", draw_joint),
     "dial": ("results/theorem/dial.svg", draw_dial),
 }
 

@@ -1,11 +1,11 @@
-// The viewer: decodes side by side, step by step, and a panel about the token that was tapped. A record of a decode is
-// made in playground.js (recordOf).
+// The viewer: decodes one below the other, step by step, and a panel about the token that was tapped. A record of a
+// decode is made in playground.js (recordOf).
 const $ = (id) => document.getElementById(id);
 const LETTER = {fill: "F", edit: "E", byHand: "H"};
 const STATE = {prompt: "given", mask: "masked", fill: "filled now", byHand: "written by hand", edit: "edited now",
   settled: "settled"};
 const HINT = "Tap a token to see what happened to it; step back and tap a mask to see what could stand there.";
-const PACE = 700; // milliseconds a step, in play
+const PACE = 900; // milliseconds a step, in play
 let traces = []; // the runs shown: records, each with its blocks and the elements that show it
 let steps = 0; // of the longest run
 let now = 0; // the step shown
@@ -57,19 +57,36 @@ function position(t, at, v, b) {
   return {id, state, fill, edit, conf: state === "prompt" ? undefined : v.conf?.[i]};
 }
 
+// The steps of a block up to now.
+const stepsOf = (t, b) => (b.first ? t.steps.slice(b.first - 1, Math.min(now, b.last)) : []);
+
+// What a step thought of place i before it wrote: Stage A's draft, then each look up to the one that is final. Of the
+// paper's Stage B the draft alone, where it wrote another token.
+function thoughts(s, i, mask_id) {
+  const drafted = {by: "A", token: s.token_a[i], conf: s.conf_a[i]};
+  if (s.before[i] !== mask_id) return [];
+  if (!s.looks.length) return s.after[i] === mask_id || s.after[i] === drafted.token ? [] : [drafted];
+  const settled = s.looks.findIndex((look) => look.final[i]);
+  const seen = settled < 0 ? s.looks : s.looks.slice(0, settled + 1);
+  return [drafted, ...seen.map((look, n) =>
+    ({by: `${n + 1}`, token: look.token[i], conf: look.conf[i], final: look.final[i]}))];
+}
+
 // --- drawing
 
 // A position in words, and everything that happened to it so far.
 function describe(t, at, p, b) {
   const best = p.conf === undefined ? "" : `; candidate ${p.conf.toFixed(2)}`;
   const lines = [`position ${at}: ${t.pieces[p.id]} (${STATE[p.state]}${best})`];
-  for (let k = b.first; k && k <= Math.min(now, b.last); k++) {
-    const {fill: f, edit: e} = position(t, at, look(t, b, k), b);
-    const byHand = t.steps[k - 1].byHand;
-    const a = f && f.token !== f.token_a ? `, Stage A alone ${t.pieces[f.token_a]} ${f.conf_a.toFixed(2)}` : "";
-    if (f && byHand) lines.push(`step ${k}: ${t.pieces[f.token]} was written by hand`);
-    else if (f) lines.push(`step ${k}: wrote ${t.pieces[f.token]} ${f.conf.toFixed(2)}${a}`);
-    if (e) lines.push(`step ${k}: ${t.pieces[e.old]} became ${t.pieces[e.token]} ${e.conf.toFixed(2)}`);
+  const say = ({token, conf}) => `${t.pieces[token]} ${conf.toFixed(2)}`;
+  for (const [n, s] of stepsOf(t, b).entries()) {
+    const fill = s.fill.find((x) => x.at === at);
+    const edit = s.edit.find((x) => x.at === at);
+    const said = thoughts(s, at - b.start, t.mask_id).map((by) =>
+      (by.by === "A" ? "Stage A drafted " : `look ${by.by}: `) + say(by) + (by.final ? ", final" : ""));
+    if (fill) said.push(s.byHand ? `${t.pieces[fill.token]} was written by hand` : `wrote ${say(fill)}`);
+    if (edit) said.push(`${t.pieces[edit.old]} became ${say(edit)}`);
+    if (said.length) lines.push(`step ${b.first + n}: ${said.join("; ")}`);
   }
   return lines;
 }
@@ -77,7 +94,7 @@ function describe(t, at, p, b) {
 function drawCell(cell, t, b, at, v) {
   const p = position(t, at, v, b);
   const lines = describe(t, at, p, b);
-  const [mark, token, alone, level] = cell.children;
+  const [mark, token, before, level] = cell.children;
   const isChosen = chosen?.at === at && traces[chosen.run] === t;
   cell.className = "cell " + p.state;
   if (p.state === "byHand") cell.classList.add("fill");
@@ -85,8 +102,15 @@ function drawCell(cell, t, b, at, v) {
   if (isChosen) cell.classList.add("chosen");
   mark.textContent = LETTER[p.state] ?? "";
   token.textContent = t.pieces[p.id];
-  alone.hidden = !p.fill || p.fill.token === p.fill.token_a;
-  alone.textContent = alone.hidden ? "" : "A " + t.pieces[p.fill.token_a];
+  // of the step that wrote it; later only if that was another token than the draft
+  const i = at - b.start;
+  const wrote = stepsOf(t, b).findLast((s) => s.before[i] === t.mask_id);
+  const tells = wrote && (wrote === v.step || wrote.token_a[i] !== wrote.after[i]);
+  const thought = tells ? thoughts(wrote, i, t.mask_id) : [];
+  before.hidden = !thought.length;
+  before.replaceChildren();
+  for (const {by, token, final} of thought)
+    make(before, "span", final ? "final" : "", `${by} ${t.pieces[token]}${final ? " ✓" : ""}`);
   level.style.width = 100 * (p.conf ?? 0) + "%";
   cell.title = lines.join("; ");
   cell.setAttribute("aria-label", cell.title);
@@ -101,31 +125,19 @@ function drawPanel(t, b, at, v, lines) {
 
 const rounded = (forwards) => Number(forwards.toFixed(2));
 
-// Of a model of names: the character, or that there is none.
-function judged(t) {
-  const exists = t.verdict?.includes("U+");
-  const said = exists ? `✓ ${t.verdict}` : `✗ ${t.verdict?.replace(/[()]/g, "")}`;
-  return {said: t.verdict ? said : "", className: exists ? "verdict yes" : "verdict"};
-}
-
-function drawHead(t) {
+function drawLine(t) {
   const n = Math.min(now, t.steps.length);
   const s = t.steps[Math.max(0, n - 1)];
   const masks = (ids) => ids.filter((id) => id === t.mask_id).length;
   const done = `${s.fill.length} filled, ${s.edit.length} edited, ${masks(s.after)} left masked`;
-  const where = now > n ? `ended with step ${n}` : `block ${s.start}`;
-  t.stepLine.textContent = n ? `${where}: ${done}` : `block ${s.start}: ${masks(s.before)} masked`;
-
-  // at the end what came of it, and what it took
-  const {said, className} = judged(t);
-  const all = [said, `forwards: ${rounded(t.nfe.all)}`].filter(Boolean).join(", ");
-  t.verdictLine.className = className;
-  t.verdictLine.textContent = n < t.steps.length ? "" : all;
+  const {full, partial, refresh} = t.nfe;
+  const cost = `all forwards: ${full} full, ${rounded(partial)} partial, ${refresh} refresh`;
+  t.stepLine.textContent = `step ${n} of ${t.steps.length}: ${n ? done : `${masks(s.before)} masked`} (${cost})`;
 }
 
 function draw() {
   for (const t of traces) {
-    drawHead(t);
+    drawLine(t);
     for (const b of t.blocks) {
       const v = look(t, b, now);
       b.box.className = "block" + (v.unopened ? " unopened" : "");
@@ -139,13 +151,11 @@ function draw() {
 
 // --- building
 
-function buildBlock(t, b, run) {
-  b.box = make($("runs"), "section", "block");
-  b.box.style.gridArea = `${2 + b.start / t.B} / ${run + 1}`;
-  make(b.box, "h3", "", `block ${b.start}–${b.start + t.B - 1}`);
-  const cells = make(b.box, "div", "cells");
+function buildBlock(parent, t, b, run) {
+  b.box = make(parent, "section", "block");
+  b.box.setAttribute("aria-label", `block ${b.start}–${b.start + t.B - 1}`);
   b.cells = Array.from({length: t.B}, (_, i) => {
-    const cell = make(cells, "button", "cell");
+    const cell = make(b.box, "button", "cell");
     cell.type = "button";
     cell.dataset.at = b.start + i;
     for (const part of ["mark", "token", "other", "level"]) make(cell, "span", part);
@@ -159,20 +169,16 @@ function show(records, step) {
   traces = records;
   steps = Math.max(...traces.map((t) => t.steps.length));
   $("runs").replaceChildren();
-  $("runs").style.setProperty("--columns", traces.length);
   traces.forEach((t, run) => {
     t.blocks = blocksOf(t);
-    const head = make($("runs"), "div", "head");
-    head.style.gridArea = `1 / ${run + 1}`;
+    const box = make($("runs"), "article", "run");
+    const head = make(box, "div", "head");
     make(head, "h2", "", t.label);
     make(head, "p", "counts", t.about);
-    t.verdictLine = make(head, "p", "verdict");
-    for (const b of t.blocks) buildBlock(t, b, run);
-    const foot = make($("runs"), "div", "foot");
-    foot.style.gridArea = `${3 + t.blocks.at(-1).start / t.B} / ${run + 1}`;
-    t.stepLine = make(foot, "p", "counts");
-    const {full, partial, commit} = t.nfe;
-    make(foot, "p", "counts", `${full} full, ${rounded(partial)} partial, ${commit} commit`);
+    const decode = make(box, "div", "");
+    const blocks = make(decode, "div", "blocks");
+    for (const b of t.blocks) buildBlock(blocks, t, b, run);
+    t.stepLine = make(decode, "p", "counts");
   });
   $("slider").max = steps;
   if (!chosen) $("panel").textContent = HINT;

@@ -1,4 +1,8 @@
-"""`sample.py --watch`: a line for each row, drawn again after every step of decoding."""
+"""`sample.py --watch`: every step of decoding, as it happens.
+
+By the paper's gates a row is a line, drawn again after every step. Where runs are written each step has a line of its
+own: first Stage A's draft, then in its place what Stage B made of it, and in how many looks.
+"""
 
 import os
 import re
@@ -19,7 +23,7 @@ PACE = 0.4  # seconds that a drawn step stands
 
 
 class Screen:
-    """A line for each row, drawn again in place after every step; a plain log through a pipe, or with NO_COLOR.
+    """The steps of all rows in a terminal that moves; a plain log through a pipe, or with NO_COLOR.
 
     tokenizer: None where tokens are numbers.
     """
@@ -29,6 +33,7 @@ class Screen:
     def __init__(self, n_rows: int, tokenizer: Tokenizer | None, mask_id: int, eos_id: int):
         self.tokenizer = tokenizer
         self.signs = {eos_id: END, mask_id: MASK}
+        self.mask_id = mask_id
         self.moves = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         self.lines = [""] * n_rows
         self.steps = 0
@@ -37,28 +42,41 @@ class Screen:
     def on_step(self, rows: list[Row], step: Step) -> None:
         """Show the rows in flight after a step."""
         self.steps += 1
+        runs = rows[0].d.tau_joint is not None
         for r, row in enumerate(rows):
             before = self.tokenizer.decode(row.ids) if self.tokenizer else "".join(f"{i} " for i in row.ids)
-            self.draw(row.number, before, self.block(step, r))
+            line = self.line(before, self.block(step, r) + (self.looks(step, r) if runs else ""))
+            if not self.moves:
+                print(line)
+            elif runs:
+                self.mend(self.line(before, self.draft(step, r)), line)
+            self.lines[row.number] = line
+        if self.moves and not runs:
+            self.draw_again()
 
-        # in place: from the first line on
-        if self.moves:
-            if self.steps > 1:
-                print(f"\x1b[{len(self.lines)}F", end="")
-            for line in self.lines:
-                print(f"\x1b[2K{line}")
-            sys.stdout.flush()
-            time.sleep(PACE)
+    def mend(self, draft: str, line: str) -> None:
+        """A line of its own: the draft, and then in its place what is written."""
+        print(draft, flush=True)
+        time.sleep(PACE)
+        print(f"\x1b[1F\x1b[2K{line}", flush=True)
+        time.sleep(PACE)
 
-    def draw(self, number: int, before: str, block: str) -> None:
-        """The line of the row of this number: the text before its block, and the block."""
+    def draw_again(self) -> None:
+        """All rows in place: from the first line on."""
+        if self.steps > 1:
+            print(f"\x1b[{len(self.lines)}F", end="")
+        for line in self.lines:
+            print(f"\x1b[2K{line}")
+        sys.stdout.flush()
+        time.sleep(PACE)
+
+    def line(self, before: str, block: str) -> str:
+        """The text before a block, and the block."""
         # a line that is too long loses its beginning, or the cursor would not find it again
         room = shutil.get_terminal_size().columns - 10 - len(re.sub(r"\x1b\[\d+m", "", block))
         if self.moves and len(before) > room:
             before = before[len(before) - max(0, room) :]
-        self.lines[number] = f"step {self.steps:3}  {before}{block}"
-        if not self.moves:
-            print(self.lines[number])
+        return f"step {self.steps:3}  {before}{block}"
 
     def block(self, step: Step, r: int) -> str:
         """Row r's block after the step, marked as LEGEND says."""
@@ -75,6 +93,20 @@ class Screen:
             else:
                 line += self.paint(word, "dim") if word.startswith(MASK) else word
         return line
+
+    def draft(self, step: Step, r: int) -> str:
+        """Row r's block with Stage A's tokens in its masks."""
+        line = ""
+        for shown, token in zip(step.z[r].tolist(), step.token_a[r].tolist(), strict=True):
+            line += self.paint(self.word(token), "dim") if shown == self.mask_id else self.word(shown)
+        return line
+
+    def looks(self, step: Step, r: int) -> str:
+        """How many passes of Stage B row r took."""
+        n = int(step.partial[r])
+        if n == 0:
+            return ""
+        return self.paint(f"  {n} look" + ("s" if n > 1 else ""), "dim")
 
     def word(self, token: int) -> str:
         """A token as it is shown; numbers stand apart."""

@@ -208,6 +208,7 @@ def compare(model: Model, number: int, page: str, prompts: list, settings: list[
 
 @in_browser
 @pytest.mark.parametrize("number", (2, 3))
+@torch.inference_mode()
 def test_a_looks_tokens_are_shown_up_to_the_final_one(number, small, small_page, tmp_path):
     """Each look is Stage B's own pass over the tokens of the one before. A token is final once it has read what writing
     one after the other leaves before it."""
@@ -218,10 +219,11 @@ def test_a_looks_tokens_are_shown_up_to_the_final_one(number, small, small_page,
     z = torch.tensor([prompt + [1023] * (8 - n)])
     masked = z == 1023
     h, states = engine.stage_a(z)
+    logits_a = model.logits(states)
 
     def look(tokens: torch.Tensor) -> torch.Tensor:
         """Stage B's tokens in the bundle, after these."""
-        found = model.logits(engine.stage_b(h, masked, tokens)).argmax(-1)
+        found = model.logits_b(engine.stage_b(h, masked, tokens), logits_a).argmax(-1)
         return torch.where(masked, found, z)
 
     # one after the other, from the left
@@ -230,7 +232,7 @@ def test_a_looks_tokens_are_shown_up_to_the_final_one(number, small, small_page,
         one_by_one[0, i] = look(one_by_one)[0, i]
 
     # all together, in looks
-    tokens = torch.where(masked, model.logits(states).argmax(-1), z)
+    tokens = torch.where(masked, logits_a.argmax(-1), z)
     written = {i: "A " + piece(int(tokens[0, i])) for i in range(n, 8)}
     left = set(written)
     looks = 0
