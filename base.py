@@ -7,6 +7,7 @@ and flags these are.
 
 from argparse import Namespace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import train
 from corrupt import M, three_term_loss
 from lib.rows import Batch
-from lib.util import bounded, command, fail, uniform
+from lib.util import bounded, command, fail, read_json, uniform
 from model import Model
 from train import Losses, batch_context, corrupt_batch, of_stage
 
@@ -84,10 +85,15 @@ def main() -> None:
         help="the share of rows that are read from left to right, in blocks of one")  # fmt: skip
     add("--optimizer", choices=["adamw", "muon"], default="adamw", help="muon: for the layers' matrices")
     args = train.read_arguments(parser)
+    if args.resume and "optimizer" not in read_json(Path(args.out_dir) / "train.json", "training run"):
+        fail(f"{args.out_dir} is a run of train.py: go on with that")
     if args.init_from != "scratch":
         fail("a base is trained from scratch: --init_from scratch, or a --config that says so")
     if args.one_by_one > 0 and args.context == "corrupted":
         fail("rows that are read one by one are all masks: they read a clean copy, give --context clean")
+    for name in ("alpha", "whole", "causal"):
+        if getattr(args, name):
+            fail(f"--{name} is of Stage B, which a base has not yet: leave it out")
     make_optimizer = muon if args.optimizer == "muon" else train.adamw
 
     # on a CPU in bf16 plain products are faster than flash attention on rows as short as a name

@@ -185,8 +185,9 @@ def load_model(folder: str | Path, device: torch.device | str, dtype: torch.dtyp
 
     # as many markers as there are rounds: the stored ones, then zeros
     markers = torch.zeros_like(model.markers, device=device, dtype=dtype)
-    learned = state.get("markers", markers[:0])[: len(markers)]
+    learned = state.get("markers", markers[:0])
     if learned.shape[1:] == markers.shape[1:]:
+        learned = learned[: len(markers)]
         markers[: len(learned)] = learned
         state["markers"] = markers
     if cfg.causal:
@@ -208,7 +209,8 @@ def how_trained(folder: Path) -> dict:
 def judge_of(folder: Path) -> dict:
     """What judges a model's writing, see lib.rows.Meta; of a model of plain text nothing."""
     path = base_of(folder) / "meta.json"
-    return (read_json(path, "meta.json of the rows") if path.exists() else {}).get("judge") or {}
+    about = read_json(path, "meta.json of the rows") if path.exists() else {}
+    return entry(about, "judge", dict, path) if about.get("judge") is not None else {}
 
 
 # --- an adapter's folder

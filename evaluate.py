@@ -248,9 +248,13 @@ def load_task(folder: Path) -> Toy:
         fail(f"{folder} was trained on no toy and on no names, so nothing judges it: python sample.py --ckpt {folder}")
     sizes = {key: value for key, value in judge.items() if key != "toy"}
     try:
-        return toy.make(judge["toy"], **sizes)
+        task = toy.make(judge["toy"], **sizes)
     except (Mistake, TypeError) as e:
         fail(f"{base_of(folder)}/meta.json: {e}")
+    cfg = read_config(folder)
+    if (task.m, task.eos_id, task.mask_id) != (cfg.block_length, cfg.eos_id, cfg.mask_id):
+        fail(f"{base_of(folder)}/meta.json: of this toy the model has other tokens, or other blocks")
+    return task
 
 
 # --- names

@@ -38,6 +38,7 @@ from lib.util import (
     Parser,
     bounded,
     command,
+    entry,
     fail,
     first_masked,
     one_thread_if_small,
@@ -493,7 +494,7 @@ def what_ran(model: Model, d: Decoding, about: dict) -> str:
     """The last line of every run: Stage B, alpha 0.5, n = 3 of 8, K = 1, gates 0.7 and 0"""
     stage = "Stage A alone"
     if d.n_rounds > 0:
-        alpha = about.get("alpha", 0)
+        alpha = entry({"alpha": 0.0} | about, "alpha", float, "what it was trained by")
         kind = "causal Stage B" if model.cfg.causal else "Stage B"
         target = f"alpha {alpha:g}" if alpha else "the paper's loss"
         stage = f"{kind}, {target}, n = {model.cfg.n_last} of {model.cfg.n_layer}, K = {d.n_rounds}"

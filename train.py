@@ -18,6 +18,7 @@ To change   how the bundle is drawn    edit   bundle_of, below
 
 import argparse
 import math
+import shlex
 import shutil
 import sys
 import time
@@ -158,7 +159,7 @@ def loop(
     if args.resume and (folder / "state.safetensors").exists():
         done = checkpoint.restore_state(model, optimizer, folder)
     if writes:
-        write_json(folder / "train.json", {k: v for k, v in vars(args).items() if k != "resume"})
+        write_json(folder / "train.json", {k: v for k, v in vars(args).items() if k not in ("resume", "config")})
         rewind_log(folder / "log.jsonl", done)
         describe(args, corpus, model, done)
 
@@ -272,7 +273,10 @@ def start(args: Namespace, corpus: Corpus) -> Model:
         model = checkpoint.new_model(cfg, generator(args.seed, "init"), device)
         model.compute_dtype = DTYPES[args.dtype]
     else:
-        model = checkpoint.load_model(args.init_from, device, DTYPES[args.dtype], **sizes)
+        # what learns is float32 in every dtype
+        dtype = DTYPES[args.dtype] if saves_adapter(args) else torch.float32
+        model = checkpoint.load_model(args.init_from, device, dtype, **sizes)
+        model.compute_dtype = DTYPES[args.dtype]
         if is_int8(model) and (args.stage_b == "copy" or args.lora_r == 0):
             fail(f"{args.init_from} is int8, and such weights cannot learn: give --stage_b lora or shared, and a --lora_r")
         if saves_adapter(args):
@@ -325,8 +329,9 @@ def build_parser(doc: str = __doc__) -> Parser:
     add("--stage_b", choices=STAGE_B, default="shared",
         help="shared: LoRA in every layer, for both stages (paper); lora: in Stage B's last n layers alone; copy: Stage B "
              "has a copy of the last n layers, which learns whole, and adds to Stage A's log-probabilities")
-    add("--causal", action=flag, default=False,
-        help="Stage B sees the token before, and of its bundle what is left of it (ours)")
+    add("--causal", action=flag,
+        help="Stage B sees the token before, and of its bundle what is left of it (ours; left out: as the checkpoint "
+             "has it)")
 
     add = parser.add_argument_group("corruption, bundle and loss").add_argument
     add("--corruption", choices=CORRUPTIONS, default="draft", help="see corrupt.py")
@@ -391,7 +396,7 @@ def read_arguments(parser: Parser | None = None) -> Namespace:
 
 def as_flags(settings: dict, parser: Parser) -> list[str]:
     """{"seed": 1, "causal": true} -> --seed=1 --causal"""
-    known = {action.dest for action in parser._actions}
+    known = {action.dest for action in parser._actions} - {"help", "config"}
     flags = []
     for name, value in settings.items():
         if name not in known:
@@ -416,7 +421,7 @@ def settle(args: Namespace) -> None:
     else:
         cfg = checkpoint.read_config(Path(args.init_from))
         check_rows_fit(args, cfg, meta)
-    for name in ("n_last", "n_rounds"):
+    for name in ("n_last", "n_rounds", "causal"):
         if getattr(args, name) is None:
             setattr(args, name, getattr(cfg, name))
     if args.block_length is None:
@@ -429,6 +434,8 @@ def settle(args: Namespace) -> None:
     if args.context == "corrupted" and (args.stage_b != "shared" or args.causal):
         fail("with --stage_b lora or copy, or --causal, Stage B acts in the blocks being decoded, and what stands before "
              "them is Stage A's and finished: give --context clean")  # fmt: skip
+    if cfg.causal and not args.causal:
+        fail(f"--no-causal: Stage B of {args.init_from} is causal, and stays so")
     if args.init_from == "scratch" and args.stage_b != "shared":
         fail("--stage_b lora and copy stand on a trained base: give one by --init_from DIR")
     if args.stage_b == "lora" and args.lora_r == 0:
@@ -441,10 +448,14 @@ def check_rows_fit(args: Namespace, cfg: Config, meta: Meta) -> None:
     if checkpoint.about_adapter(base):
         fail(f"--init_from {base} is an adapter: start from the model that it stands on, {checkpoint.base_of(base)}")
     same = (cfg.eos_id, cfg.mask_id) == (meta.eos_id, meta.mask_id) and meta.vocab_size <= cfg.vocab_size
-    texts = [path.read_bytes() for path in (base / "tokenizer.json", Path(args.data) / "tokenizer.json") if path.exists()]
-    judges = [judge["toy"] for judge in (checkpoint.judge_of(base), meta.judge or {}) if "toy" in judge]
-    if not same or len(set(texts)) > 1 or len(texts) + len(judges) == 1 or len(judges) == 2 and judges[0] != judges[1]:
+    if not same or meaning(base, checkpoint.judge_of(base)) != meaning(Path(args.data), meta.judge or {}):
         fail(f"--data {args.data} has other tokens than --init_from {base}: prepare it with --like {base}")
+
+
+def meaning(folder: Path, judge: dict) -> object:
+    """What the ids of a folder stand for: its tokenizer's pieces, or a toy of these sizes."""
+    path = folder / "tokenizer.json"
+    return path.read_bytes() if path.exists() else judge
 
 
 # --- what is printed
@@ -462,7 +473,7 @@ def describe(args: Namespace, corpus: Corpus, model: Model, done: int) -> None:
 
 def tell_what_is_next(saved: int, corpus: Corpus, args: Namespace) -> None:
     if saved < args.max_iters:
-        again = f"python {sys.argv[0]} --init_from resume --out_dir {args.out_dir}"
+        again = f"python {sys.argv[0]} --init_from resume --out_dir {shlex.quote(args.out_dir)}"
         print(f"saved at step {saved} of {args.max_iters}; go on with: {again}")
         return
     reads = "evaluate.py" if corpus.meta.judge else "sample.py --prompt TEXT"

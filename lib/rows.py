@@ -70,7 +70,11 @@ def read_meta(folder: Path) -> Meta:
         fail(f"{path} is damaged: its ids are not 0..{numbers[0] - 1}")
 
     # these two may be null
-    block_length = about.get("block_length") and entry(about, "block_length", int, path)
+    block_length = None
+    if about.get("block_length") is not None:
+        block_length = entry(about, "block_length", int, path)
+        if block_length < 1:
+            fail(f"{path} is damaged: block_length is {block_length}")
     judge = about.get("judge") and entry(about, "judge", dict, path)
     return Meta(*numbers, block_length, judge)
 
@@ -117,6 +121,8 @@ class Rows:
         self.seq_len = seq_len
         if meta.judge and "toy" in meta.judge:
             self.seq_len = int(starts[1])
+            if self.seq_len % block_length:
+                fail(f"{folder}: its rows of {self.seq_len} tokens are not of whole blocks of {block_length}")
 
         documents = np.split(ids.numpy(), starts[1:-1].numpy())
         self.rows: list[np.ndarray] = []

@@ -120,7 +120,8 @@ class Parser(argparse.ArgumentParser):
 class Manual(argparse.RawDescriptionHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str:
         shown = action.help or ""
-        silent = action.default in (None, argparse.SUPPRESS, []) or "(default" in shown or action.nargs == 0
+        switch = action.nargs == 0 and not isinstance(action, argparse.BooleanOptionalAction)
+        silent = action.default in (None, argparse.SUPPRESS, []) or "(default" in shown or switch
         return shown if silent else f"{shown} (default: %(default)s)"
 
 

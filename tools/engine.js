@@ -8,8 +8,8 @@
 //
 // States are rows: an array with one Float32Array of C numbers for each of the T positions of the current block.
 // Finished blocks are keys and values in ctx.past: no block attends to a later one, so they never change.
-// A model is {cfg: a Config, tensors: name -> Float32Array, marked: the tensors of Stage B's pass, adds: as in model.py,
-// tokenizer: {bytes: of each token its bytes as letters, ranks: the same the other way round, special, pieces}}.
+// A model is {cfg: a Config, tensors: name -> Float32Array, marked: the tensors of Stage B's pass, adds: as in
+// model.py, tokenizer: {bytes: each token's, as letters, ranks: the same the other way round, special, pieces}}.
 //
 // T positions of the block, C channels (n_embd), H query heads, G key and value heads, D head dim, V vocabulary
 const MAX_STEPS = 1024; // forwards in one block

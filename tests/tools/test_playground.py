@@ -157,17 +157,17 @@ def with_holes(prompt: list[int]) -> list[int]:
 @in_browser
 @pytest.mark.parametrize("number", (1, 2, 3))
 def test_it_decodes_as_generate_does(number, small, small_page, tmp_path):
-    """Step by step, and of the first setting all logits: experts in groups, LoRA in both stages and in one, a copy of the
-    last layers, two rounds, looks, edits, holes, blocks before the current one."""
+    """Step by step, and of the first setting all logits: experts in groups, LoRA in both stages and in one, a copy of
+    the last layers, two rounds, looks, edits, holes, blocks before the current one."""
     prompts = [random_ids(1, n, n, 1000)[0].tolist() for n in (3, 8, 21)]
     prompts += [with_holes(prompt) for prompt in prompts]
     model = read(small[number - 1])
     d = Decoding(gen_length=20, tau_m2t=0.4, n_rounds=model.cfg.n_rounds, holes=True)
-    settings = [replace(d, tau_t2t=0.3, max_post_steps=2), replace(d, tau_t2t=0.0, max_post_steps=3, n_rounds=0)]
-    settings += [replace(d, tau_m2t=-1.0, tau_t2t=None), ONE_AT_A_TIME, replace(LONGEST_RUN, tau_joint=0.1)]
+    edits = replace(d, tau_t2t=0.3, max_post_steps=2)
+    all_at_once = replace(d, tau_m2t=-1.0, tau_t2t=None)
+    settings = [edits, replace(edits, tau_t2t=0.0, n_rounds=0), all_at_once, ONE_AT_A_TIME]
     if model.cfg.causal:
-        run = replace(d, tau_t2t=None, tau_joint=0.0)
-        settings = [run, replace(run, tau_joint=0.1), replace(run, tau_joint=0.5), *settings]
+        settings = [replace(all_at_once, tau_joint=0.0), replace(all_at_once, tau_joint=0.1), all_at_once, edits]
 
     found = compare(model, number, small_page, prompts, settings, tmp_path)
     steps = [step for decodes in found for decode in decodes for step in decode[-1]]
@@ -183,7 +183,8 @@ def test_the_shipped_ones_decode_as_generate_does(number, tmp_path):
     prompts += [with_holes(prompt + prompts[0]) for prompt in prompts[:3]]
     settings = [CAUSAL, replace(CAUSAL, tau_joint=0.0), replace(CAUSAL, tau_joint=0.8), LONGEST_RUN]
     if number == 1:
-        settings = [replace(STAGE_B, tau_m2t=tau) for tau in (-1.0, 0.3, 0.7)] + [STAGE_B_OFF, FACTORISED, ONE_AT_A_TIME]
+        settings = [replace(STAGE_B, tau_m2t=tau) for tau in (-1.0, 0.3, 0.7)]
+        settings += [STAGE_B_OFF, FACTORISED, ONE_AT_A_TIME]
     compare(read(SHIPPED[number - 1]), number, playground.page(SHIPPED), prompts, settings, tmp_path)
 
 
@@ -295,7 +296,8 @@ def by_every_way(prompt: list[int], models: list[Model]) -> dict:
 
 @in_browser
 def test_it_opens_on_what_goes_wrong_and_what_does_not(tmp_path):
-    """No such character by gates, one that exists by causal Stage B: the first such beginning. The experiment counts it."""
+    """No such character by gates, one that exists by causal Stage B: the first such beginning. The experiment counts
+    it."""
     script = """
         const seen = [...document.querySelectorAll("#seen tr")].map((row) => row.textContent);
         const asked = traces[0].asked;
