@@ -53,7 +53,7 @@ class KVCache:
         slots = cfg.n_layer + max(0, n_rounds - 1) * cfg.n_last
         shape = (2, slots, len(lengths), cfg.n_kv_head, self.B, cfg.head_dim)
         self.kv = torch.zeros(shape, device=device, dtype=dtype)  # (2, slots, R, G, room, D): keys, then values
-        self.filling: int | None = None  # the row whose prompt is being read, if any
+        self.filling: list[int] = []  # the rows whose prompt is being read, if any: they have the same
         self.rows: Tensor | None = None  # the rows of this pass; None: all
         self.set_lengths(lengths)
 
@@ -71,10 +71,10 @@ class KVCache:
         kv = self.kv[:, self.slot(layer, i_round)]
         new = torch.stack([k, v])
 
-        # the prompt's complete blocks go straight into their row's context
-        if self.filling is not None:
+        # the prompt's complete blocks go straight into their rows' context
+        if self.filling:
             end = self.B + k.shape[2]
-            kv[:, self.filling, :, self.B : end] = new[:, 0]
+            kv[:, self.filling, :, self.B : end] = new
             return k, v
 
         # a pass over some of the rows has keys of its own, and leaves none behind
@@ -126,20 +126,24 @@ class Cached:
         device = model.wte.weight.device
         lengths = [len(ids) for ids in contexts]
         self.cache = KVCache(model.cfg, lengths, n_rounds, device, model.compute_dtype)
+        # what several rows begin with is read once
+        rows_of: dict[tuple[int, ...], list[int]] = {}
         for row, ids in enumerate(contexts):
+            rows_of.setdefault(tuple(ids), []).append(row)
+        for ids, rows in rows_of.items():
             if ids:
-                self.read_prompt(row, torch.tensor([ids], device=device))
+                self.read_prompt(rows, torch.tensor([ids], device=device))
         # the token before the current block: of a row without a context a mask
         self.last = torch.tensor([(ids or [model.cfg.mask_id])[-1] for ids in contexts], device=device)
 
-    def read_prompt(self, row: int, ids: Tensor) -> None:
-        """A prompt's complete blocks, ids (1, T): no decoding forward, and not counted."""
-        self.cache.filling = row
+    def read_prompt(self, rows: list[int], ids: Tensor) -> None:
+        """The complete blocks of these rows' prompt, ids (1, T): no decoding forward, and not counted."""
+        self.cache.filling = rows
         ctx = replace(self.model.context(torch.ones_like(ids, dtype=torch.bool)), cache=self.cache)
         h = self.model.prefix(ids, ctx)
         for i in range(max(1, self.n_rounds)):  # finished positions are unmarked in every round
             h = self.model.last_n(h, replace(ctx, i_round=i))
-        self.cache.filling = None
+        self.cache.filling = []
 
     def stage_a(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """The full forward of z (R, B) -> prefix states and final states, (R, B, C) each."""

@@ -263,9 +263,9 @@ def check_base(base: Path, folder: Path) -> None:
     about = about_adapter(folder)
     if "base_hash" in about and about["base_hash"] != weights_hash(base):
         fail(
-            f"{folder} was trained on other weights than {base} holds now: put those there, or, where they are the same "
-            f"in another form, delete base_hash from adapter.json"
-        )  # fmt: skip
+            f"{folder} was trained on other weights than {base} holds now: put those there, or, where they are the "
+            f"same in another form, delete base_hash from adapter.json"
+        )
 
 
 def weights_hash(folder: Path) -> str:

@@ -13,8 +13,8 @@ Held-out names of Unicode characters are completed from their first third of tok
 counted: full ones, refreshes, and partial ones at their share of the layers. With --json also `itself`, the share of
 completions that are the very name drawn, and `distinct`, of different existing names.
 
-TC of real bundles: where causal Stage B writes, its log-probability of a bundle less the sum of Stage A's, in nats. It is
-an estimate of the bundle's total correlation where tokens are drawn, --temperature 1.
+TC of real bundles: where causal Stage B writes, its log-probability of a bundle less the sum of Stage A's, in nats.
+It is an estimate of the bundle's total correlation where tokens are drawn, --temperature 1.
 
     python evaluate.py                                              # assets/names/causal, a minute
     python evaluate.py --ckpt assets/names/paper assets/names/causal # side by side
@@ -403,8 +403,8 @@ def evaluate_names(folders: list[Path], device: torch.device, args: Namespace) -
 def main() -> None:
     parser = Parser(__doc__)
     add = parser.add_argument_group("toys and names").add_argument
-    add("--ckpt", type=Path, nargs="+", default=[Path("assets/names/causal")], help="a model's folder, or an adapter's; "
-        "of names several (default: assets/names/causal)")  # fmt: skip
+    add("--ckpt", type=Path, nargs="+", default=[Path("assets/names/causal")], help="a model's folder, or an "
+        "adapter's; of names several (default: assets/names/causal)")  # fmt: skip
     add("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
     add = parser.add_argument_group("names only").add_argument
     add("--json", action="store_true", help="an object a line: one decoder's measures, and every completion")

@@ -179,12 +179,12 @@ class Model(nn.Module):
         if before is not None:
             shown = F.rms_norm(self.wte(before).float(), [self.cfg.n_embd])
             size = h.float().square().mean(-1, keepdim=True).sqrt()
-            mark = size * (mark + F.linear(shown, self.show))
+            mark = size * (mark + F.linear(shown, self.show.float()))
         return h + bundle[..., None] * mark.to(h.dtype)
 
     def token_before(self, tokens: Tensor, bundle: Tensor, ctx: Context) -> Tensor:
-        """What each position is shown: (R, T) int64 -> (R, T). The token before it; where that is none of the bundle, the
-        last token of the bundle before it, if there is one: it may stand nowhere else. Bundle {1, 2, 4} of five:
+        """What each position is shown: (R, T) int64 -> (R, T). The token before it; where that is none of the bundle,
+        the last token of the bundle before it, if there is one: it may stand nowhere else. Bundle {1, 2, 4} of five:
 
             position    1           2           3       4
             is shown    token 0     token 1     -       token 2
@@ -274,9 +274,9 @@ class Model(nn.Module):
     def adapt(self, stage_b: str, r: int, generator: torch.Generator) -> None:
         """Freeze the model, and add what learns beside it: markers, the map of causal Stage B, and by `stage_b`
 
-            shared    LoRA in every qkv and proj: both stages change (paper, Sec. 5.1)
-            lora      LoRA in Stage B's own pass over the last n layers; Stage A stays the base, bit for bit
-            copy      a copy of the last n layers for Stage B, all of whose weights learn; it adds to Stage A's answer
+        shared    LoRA in every qkv and proj: both stages change (paper, Sec. 5.1)
+        lora      LoRA in Stage B's own pass over the last n layers; Stage A stays the base, bit for bit
+        copy      a copy of the last n layers for Stage B, all of whose weights learn; it adds to Stage A's answer
         """
         self.requires_grad_(False)
         last = self.layers[-self.cfg.n_last :]

@@ -11,8 +11,8 @@ A folder of rows is what lib/rows.py says. Names are read by the tokenizer of da
 bytes, unless there is --like. One document in twenty is for validation. Nothing is downloaded, and what
 cannot be read exactly is refused. A toy's rows: `python toy.py modes --out DIR`.
 
---written_by makes a teacher's rows: sequence-level distillation (Kim and Rush, 2016). Causal Stage B that learns them is
-surer than one that learns the text, which knows many endings; one that learns the text draws as the text does.
+--written_by makes a teacher's rows: sequence-level distillation (Kim and Rush, 2016). Causal Stage B that learns them
+is surer than one that learns the text, which knows many endings; one that learns the text draws as the text does.
 """
 
 import argparse

@@ -5,11 +5,11 @@
 learn: the paper's setting. From `scratch`, or with --lora_r 0, everything learns. Every random number is a function of
 (seed, row): a resumed run continues bit for bit, and other micro-batches draw the same.
 
-    python train.py --n_last 3                                      # the paper's training on assets/names, two minutes
-    python train.py --config configs/causal.toml                    # causal Stage B in its place: configs/ has more runs
-    python train.py --init_from resume --out_dir out/names          # go on after Ctrl-C, kill or power cut
-    python train.py --init_from resume --out_dir out/names --max_iters 600        # or go on for longer
-    python train.py --data data/mine --config configs/text.toml     # rows of your own, see prepare.py
+    python train.py --n_last 3                                    # the paper's training on assets/names, two minutes
+    python train.py --config configs/causal.toml                  # causal Stage B in its place; configs/ has more
+    python train.py --init_from resume --out_dir out/names        # go on after Ctrl-C, kill or power cut
+    python train.py --init_from resume --out_dir out/names --max_iters 600      # or go on for longer
+    python train.py --data data/mine --config configs/text.toml   # rows of your own, see prepare.py
 
 To change   how the bundle is drawn    edit   bundle_of, below
             the loss                          three_term_loss in corrupt.py
@@ -38,9 +38,10 @@ from checkpoint import DTYPES, PRESETS, STAGE_B
 from corrupt import CORRUPTIONS, Corruption, M, corrupt, draw_bundle, three_term_loss
 from lib.int8 import is_int8
 from lib.rows import Batch, Corpus, Meta, get_batch, read_corpus, read_meta
-from lib.run import check_finite, interruptible, means, report, rewind_log
+from lib.run import check_finite, cosine, interruptible, means, report, rewind_log
 from lib.util import (
     Parser,
+    as_flags,
     bounded,
     command,
     fail,
@@ -166,7 +167,8 @@ def loop(
     saved = done
     started = time.perf_counter()
     log = folder / "log.jsonl" if writes else None
-    steps = tqdm(range(done, args.max_iters), "train", initial=done, total=args.max_iters, disable=None if writes else True)
+    shown = None if writes else True  # None: on a terminal
+    steps = tqdm(range(done, args.max_iters), "train", initial=done, total=args.max_iters, disable=shown)
     with interruptible() as caught:
         for it in steps:
             # forward, backward: gradients of all micro-batches, with one denominator
@@ -233,15 +235,6 @@ def micro_batches(corpus: Corpus, split: str, first: int, n: int, model: Model, 
         yield get_batch(corpus, split, at, min(size, first + n - at), args.seed, model.wte.weight.device)
 
 
-def cosine(it: int, max_iters: int) -> float:
-    """The rate as a share of its peak: up over 1 % of the steps (paper), then a cosine to 0."""
-    warm = max(1, round(0.01 * max_iters))
-    if it < warm:
-        return (it + 1) / warm
-    progress = (it - warm) / max(1, max_iters - warm)
-    return 0.5 * (1 + math.cos(math.pi * progress))
-
-
 def balance_experts(model: Model) -> None:
     """Where the routers of the model learn, each expert's bias follows how often it is chosen."""
     for layer in model.layers[model.cfg.n_dense :]:
@@ -278,7 +271,7 @@ def start(args: Namespace, corpus: Corpus) -> Model:
         model = checkpoint.load_model(args.init_from, device, dtype, **sizes)
         model.compute_dtype = DTYPES[args.dtype]
         if is_int8(model) and (args.stage_b == "copy" or args.lora_r == 0):
-            fail(f"{args.init_from} is int8, and such weights cannot learn: give --stage_b lora or shared, and a --lora_r")
+            fail(f"{args.init_from} is int8, and cannot learn: give --stage_b lora or shared, and a --lora_r")
         if saves_adapter(args):
             model.adapt(args.stage_b, args.lora_r, generator(args.seed, "lora"))
     model.checkpointing = args.checkpointing
@@ -327,8 +320,8 @@ def build_parser(doc: str = __doc__) -> Parser:
     add("--block_length", type=count, help="tokens decoded together (paper 32; the rows' or the checkpoint's own)")
     add("--lora_r", type=some, default=16, help="rank of LoRA, whose own alpha is 2 r; 0: all weights learn")
     add("--stage_b", choices=STAGE_B, default="shared",
-        help="shared: LoRA in every layer, for both stages (paper); lora: in Stage B's last n layers alone; copy: Stage B "
-             "has a copy of the last n layers, which learns whole, and adds to Stage A's log-probabilities")
+        help="shared: LoRA in every layer, for both stages (paper); lora: in Stage B's last n layers alone; copy: "
+             "Stage B has a copy of the last n layers, which learns whole, and adds to Stage A's log-probabilities")
     add("--causal", action=flag,
         help="Stage B sees the token before, and of its bundle what is left of it (ours; left out: as the checkpoint "
              "has it)")
@@ -394,20 +387,6 @@ def read_arguments(parser: Parser | None = None) -> Namespace:
     return args
 
 
-def as_flags(settings: dict, parser: Parser) -> list[str]:
-    """{"seed": 1, "causal": true} -> --seed=1 --causal"""
-    known = {action.dest for action in parser._actions} - {"help", "config"}
-    flags = []
-    for name, value in settings.items():
-        if name not in known:
-            fail(f"{name} = {value!r:.80} is no setting: see --help")
-        if isinstance(value, bool):
-            flags.append(f"--{'' if value else 'no-'}{name}")
-        elif value is not None:
-            flags.append(f"--{name}={value}")
-    return flags
-
-
 def settle(args: Namespace) -> None:
     """Sizes that were left out are the checkpoint's or the rows' own; what cannot be meant is refused."""
     folder = Path(args.out_dir)
@@ -428,12 +407,15 @@ def settle(args: Namespace) -> None:
         args.block_length = meta.block_length or cfg.block_length
     if args.s_max is None:
         args.s_max = max(1, args.block_length // 2)
+    if "toy" in (meta.judge or {}):
+        args.seq_len = 2 * args.block_length  # its rows have this length, whatever is given
 
     if args.seq_len % args.block_length or args.seq_len > cfg.max_len:
-        fail(f"--seq_len {args.seq_len} must be a multiple of --block_length {args.block_length}, at most {cfg.max_len}")
+        sizes = f"--block_length {args.block_length}, at most {cfg.max_len}"
+        fail(f"--seq_len {args.seq_len} must be a multiple of {sizes}")
     if args.context == "corrupted" and (args.stage_b != "shared" or args.causal):
-        fail("with --stage_b lora or copy, or --causal, Stage B acts in the blocks being decoded, and what stands before "
-             "them is Stage A's and finished: give --context clean")  # fmt: skip
+        fail("with --stage_b lora or copy, or --causal, Stage B acts in the blocks being decoded, and what stands "
+             "before them is Stage A's and finished: give --context clean")  # fmt: skip
     if cfg.causal and not args.causal:
         fail(f"--no-causal: Stage B of {args.init_from} is causal, and stays so")
     if args.init_from == "scratch" and args.stage_b != "shared":

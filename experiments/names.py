@@ -6,7 +6,7 @@
 
 `compare` prints each setting's means over seeds, and what every system has within some budgets of forwards a name. Two
 settings of a system may be mixed, some names by one and the rest by the other: the mixture is chosen on one half of the
-names and judged on the other. A difference is paired by seeds; its 95 % interval is Student's t of one difference a seed.
+names and judged on the other. A difference is paired by seeds; its 95 % interval is Student's t, a difference a seed.
 
     run         the longest run from the left whose product is above the dial, by causal Stage B, or by Stage A
     threshold   Stage A, masks above the dial; edits: none, or above a gate
@@ -14,7 +14,7 @@ names and judged on the other. A difference is paired by seeds; its 95 % interva
     first       so many masks at once, the leftmost; one is the system's own writing one at a time
     ones        one token at a time from the left, the text read in blocks of one
 
-    python -m experiments.names measure --system causal --ckpt out/causal --seed 1 --way run --dial 0 0.2 0.5 --out r.jsonl
+    python -m experiments.names measure --system causal --ckpt out/causal --seed 1 --way run --dial 0 0.5 --out r.jsonl
     python -m experiments.names compare r.jsonl --against base/run
 """
 

@@ -60,6 +60,15 @@ def means(parts: list[dict[str, Tensor]]) -> dict[str, float]:
     return found
 
 
+def cosine(it: int, max_iters: int) -> float:
+    """The rate as a share of its peak: up over 1 % of the steps (paper), then a cosine to 0."""
+    warm = max(1, round(0.01 * max_iters))
+    if it < warm:
+        return (it + 1) / warm
+    progress = (it - warm) / max(1, max_iters - warm)
+    return 0.5 * (1 + math.cos(math.pi * progress))
+
+
 @contextmanager
 def interruptible() -> Iterator[list[int]]:
     """Ctrl-C and SIGTERM ask the loop to finish its step and save; a second one stops at once."""

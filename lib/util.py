@@ -125,6 +125,20 @@ class Manual(argparse.RawDescriptionHelpFormatter):
         return shown if silent else f"{shown} (default: %(default)s)"
 
 
+def as_flags(settings: dict, parser: Parser) -> list[str]:
+    """{"seed": 1, "causal": true} -> --seed=1 --causal"""
+    known = {action.dest for action in parser._actions} - {"help", "config"}
+    flags = []
+    for name, value in settings.items():
+        if name not in known:
+            fail(f"{name} = {value!r:.80} is no setting: see --help")
+        if isinstance(value, bool):
+            flags.append(f"--{'' if value else 'no-'}{name}")
+        elif value is not None:
+            flags.append(f"--{name}={value}")
+    return flags
+
+
 def bounded(kind: type, low: float, high: float = math.inf) -> Callable[[str], float]:
     """The type of a flag: a finite number of this kind in [low, high]."""
 

@@ -118,7 +118,7 @@ def run_layers(model: Model, run: Callable[..., Tensor], h: Tensor, ctx: Context
 def is_usual(ctx: Context) -> bool:
     """Is it a decoding pass over all rows, where who sees whom follows from the lengths alone?"""
     cache = ctx.cache
-    if not isinstance(cache, KVCache) or cache.filling is not None or cache.rows is not None:
+    if not isinstance(cache, KVCache) or cache.filling or cache.rows is not None:
         return False
     return ctx.mask is cache.context.mask
 

@@ -126,7 +126,7 @@ DECODE = """
         const {prompt, tokens, nfe, steps} = generateOne(model, asked, d);
         const {full, partial, refresh} = nfe;
         return [prompt, tokens, full, partial, refresh,
-            steps.map((s) => [s.before, s.after, s.token_a, s.bundle, s.edited, s.partial])];
+            steps.map((s) => [s.before, s.after, s.bundle, s.edited, s.bundle.map((t) => s.token_a[t]), s.partial])];
     }));
     let letters = "";
     for (const row of seen)
@@ -140,9 +140,9 @@ def decoded(model: Model, prompt: list[int], d: Decoding) -> list:
     steps = []
 
     def add(rows: list, step: Step) -> None:
-        tokens = [tensor[0].tolist() for tensor in (step.z, step.after, step.token_a)]
         places = [tensor[0].nonzero()[:, 0].tolist() for tensor in (step.bundle, step.edited)]
-        steps.append([*tokens, *places, float(step.partial)])
+        drafts = step.token_a[step.bundle].tolist()
+        steps.append([step.z[0].tolist(), step.after[0].tolist(), *places, drafts, float(step.partial)])
 
     step = leftmost if d == ONE_AT_A_TIME else None
     (output,) = generate(model, [prompt], d, step=step, on_step=add)
@@ -159,7 +159,8 @@ def with_holes(prompt: list[int]) -> list[int]:
 def test_it_decodes_as_generate_does(number, small, small_page, tmp_path):
     """Step by step, and of the first setting all logits: experts in groups, LoRA in both stages and in one, a copy of
     the last layers, two rounds, looks, edits, holes, blocks before the current one."""
-    prompts = [random_ids(1, n, n, 1000)[0].tolist() for n in (3, 8, 21)]
+    # with these no two experts, or tokens that are written, are so close that rounding decides
+    prompts = [random_ids(1, n, 300 + n, 1000)[0].tolist() for n in (3, 8, 21)]
     prompts += [with_holes(prompt) for prompt in prompts]
     model = read(small[number - 1])
     d = Decoding(gen_length=20, tau_m2t=0.4, n_rounds=model.cfg.n_rounds, holes=True)
@@ -171,7 +172,7 @@ def test_it_decodes_as_generate_does(number, small, small_page, tmp_path):
 
     found = compare(model, number, small_page, prompts, settings, tmp_path)
     steps = [step for decodes in found for decode in decodes for step in decode[-1]]
-    assert sum(len(edited) for *_, edited, _ in steps) > 20
+    assert sum(len(edited) for *_, edited, _, _ in steps) > 20
     if model.cfg.causal:
         assert sum(partial > 2 * d.n_rounds for *_, partial in steps) > 5  # more than two looks
 
