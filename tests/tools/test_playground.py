@@ -164,9 +164,9 @@ def test_it_decodes_as_generate_does(number, small, small_page, tmp_path):
     prompts += [with_holes(prompt) for prompt in prompts]
     model = read(small[number - 1])
     d = Decoding(gen_length=20, tau_m2t=0.4, n_rounds=model.cfg.n_rounds, holes=True)
-    edits = replace(d, tau_t2t=0.3, max_post_steps=2)
+    edits = replace(d, tau_t2t=0.0, max_post_steps=2)
     all_at_once = replace(d, tau_m2t=-1.0, tau_t2t=None)
-    settings = [edits, replace(edits, tau_t2t=0.0, n_rounds=0), all_at_once, ONE_AT_A_TIME]
+    settings = [replace(edits, tau_t2t=0.3), replace(edits, n_rounds=0), all_at_once, ONE_AT_A_TIME]
     if model.cfg.causal:
         settings = [replace(all_at_once, tau_joint=0.0), replace(all_at_once, tau_joint=0.1), all_at_once, edits]
 
