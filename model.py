@@ -8,7 +8,7 @@ The split is the method (paper, Sec. 4.1 and Eq. 4), and all of it is in class M
 
 The paper's Stage B is told that tokens are written together, and never what stands before them. Causal Stage B
 (`coordinate(..., tokens)`) is ours: a position of the bundle also gets the token before it, and sees of the bundle only
-what is left of it. Then the paper's own sum of cross-entropies is -log p(bundle): the chain rule.
+itself and what is left of it. Then the paper's own sum of cross-entropies is -log p(bundle): the chain rule.
 
 The rest is the architecture. What differs from a GPT:
 
