@@ -137,7 +137,7 @@ def draw_bundle(masked: Tensor, block_length: int, s_min: int, s_max: int, draws
     """
     T = masked.shape[1]
 
-    # how many, in each block: the paper leaves it open, but in decoding a bundle lies in one block
+    # how many, in each block
     size = s_min + (uniform(draws, T // block_length) * (s_max - s_min + 1)).long()  # (R, T / B)
     size = size.to(masked.device)
 

@@ -5,6 +5,7 @@ The split is the method (paper, Sec. 4.1 and Eq. 4), and all of it is in class M
     h = model.prefix(ids, ctx)                                            # first L - n layers, shared by both stages
     logits_A = model.logits(model.last_n(h, ctx))                         # Stage A: factorised
     logits_B = model.logits(model.coordinate(h, bundle, ctx, n_rounds))   # Stage B: marked, the last n layers again
+                                                                          # (a copy of them adds to Stage A, logits_b)
 
 The paper's Stage B is told that tokens are written together, and never what stands before them. Causal Stage B
 (`coordinate(..., tokens)`) is ours: a position of the bundle also gets the token before it, and sees of the bundle only

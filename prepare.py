@@ -268,7 +268,7 @@ def next_command(args: argparse.Namespace) -> str:
         return train
     if args.like and (args.like / "config.json").exists():
         return f"{train} --config configs/text.toml --init_from {args.like}"
-    return f"{train} --config configs/text_base.toml"
+    return f"python base.py --data {args.out} --config configs/text_base.toml"
 
 
 @command

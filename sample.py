@@ -1,4 +1,4 @@
-"""Decoding: Stage A picks the bundle, Stage B writes it (paper, Sec. 4.2), block after block.
+"""Decoding, block after block: Stage A picks the bundle, or all masks are it, and Stage B writes (paper, Sec. 4.2).
 
     denoise         one step of the paper on the current blocks: Eq. 4, 2 and 3
     longest_run     one step of causal Stage B: it looks at all masks, and writes what it is sure of together

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-# --- the toy: a context and a phrase, and how many of 25 rows have it
+# --- the toy: a context and a phrase, and how many of the context's 25 rows have it
 COUNTS = {"city New York": 10, "city San Francisco": 5, "city San Diego": 4, "city San Jose": 3,
           "city San Juan": 3, "dish hot dog": 8, "dish ice cream": 7, "dish ice cube": 5, "dish ice tea": 5}
 TOKENS = ["[M]"] + sorted(set(" ".join(COUNTS).split()))

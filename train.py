@@ -2,11 +2,12 @@
 (paper, Sec. 4.1).
 
 `cocommit_step` is the method, `run` what goes around it. From a checkpoint the model is frozen, LoRA and markers
-learn: the paper's setting. From `scratch`, or with --lora_r 0, everything learns. Every random number is a function of
-(seed, row): a resumed run continues bit for bit, and other micro-batches draw the same.
+learn: the paper's setting; or Stage B's copy of the last layers. From `scratch`, or with --lora_r 0, everything
+learns. Every random number is a function of (seed, row): a resumed run continues bit for bit, and other micro-batches
+draw the same.
 
     python train.py --n_last 3                                    # the paper's training on assets/names, two minutes
-    python train.py --config configs/causal.toml                  # causal Stage B in its place; configs/ has more
+    python train.py --config configs/causal.toml                  # causal Stage B, on the rows that its file names
     python train.py --init_from resume --out_dir out/names        # go on after Ctrl-C, kill or power cut
     python train.py --init_from resume --out_dir out/names --max_iters 600      # or go on for longer
     python train.py --data data/mine --config configs/text.toml   # rows of your own, see prepare.py
@@ -310,7 +311,7 @@ def build_parser(doc: str = __doc__) -> Parser:
     add = parser.add_argument_group("data").add_argument
     add("--config", metavar="TOML", help="a file of flags, as configs/ has them; those of the command line win")
     add("--data", default="data/names", help="a folder of rows, by prepare.py or toy.py")
-    add("--seq_len", type=count, default=32, help="tokens in a row, one document a row (paper 2048)")
+    add("--seq_len", type=count, default=32, help="tokens in a row, of one document (paper 2048)")
 
     add = parser.add_argument_group("model").add_argument
     add("--init_from", default="assets/names", help="scratch, resume, or a checkpoint's folder")
@@ -318,7 +319,8 @@ def build_parser(doc: str = __doc__) -> Parser:
     add("--n_last", type=count, help="n, the layers of Stage B (paper 3; left out: the checkpoint's own)")
     add("--n_rounds", type=count, help="K, rounds of Stage B, one marker each (paper 1; the checkpoint's own)")
     add("--block_length", type=count, help="tokens decoded together (paper 32; the rows' or the checkpoint's own)")
-    add("--lora_r", type=some, default=16, help="rank of LoRA, whose own alpha is 2 r; 0: all weights learn")
+    add("--lora_r", type=some, default=16,
+        help="rank of LoRA, whose own alpha is 2 r; 0: all weights learn (--stage_b copy has none)")
     add("--stage_b", choices=STAGE_B, default="shared",
         help="shared: LoRA in every layer, for both stages (paper); lora: in Stage B's last n layers alone; copy: "
              "Stage B has a copy of the last n layers, which learns whole, and adds to Stage A's log-probabilities")
@@ -339,7 +341,7 @@ def build_parser(doc: str = __doc__) -> Parser:
     add("--s_max", type=count, help="largest bundle that is drawn (paper 16; left out: half a block)")
     add("--whole", type=share, default=0.0, help="the share of blocks whose bundle is all of their masks (paper 0)")
     add("--alpha", type=bounded(float, 0), default=0.0,
-        help="of Stage B's fill loss; 0: the paper's sum of cross-entropies")
+        help="of Stage B's fill loss (1 - P^alpha) / alpha; 0: the paper's sum of cross-entropies")
 
     add = parser.add_argument_group("optimisation").add_argument
     add("--max_iters", type=count, default=300, help="optimizer steps; the cosine ends here (paper 12500)")

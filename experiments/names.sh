@@ -12,7 +12,6 @@ on_base="--seed $seed --init_from $out/base"
 python train.py --n_last 3 $on_base --out_dir $out/paper
 python train.py --config configs/alpha.toml $on_base --out_dir $out/alpha
 python train.py --config configs/causal.toml --data $out/written $on_base --out_dir $out/causal
-python train.py --config configs/causal.toml --data data/names $on_base --out_dir $out/causal-clean
 
 measure="python -m experiments.names measure --seed $seed --out $out/records.jsonl"
 $measure --system base --ckpt $out/base --way run --dial 1 0.9 0.7 0.5 0.3 0.1 0
@@ -29,4 +28,3 @@ $measure --system alpha --ckpt $out/alpha --way first --dial 1 2 3 4
 $measure --system causal --ckpt $out/causal --way run --dial 0 0.1 0.2 0.3 0.5 0.7 0.8 0.9 0.95
 $measure --system causal --ckpt $out/causal --way first --dial 1 2 3 4
 $measure --system causal --ckpt $out/causal --way stage_b --dial 0.7 0.3 -1
-$measure --system causal-clean --ckpt $out/causal-clean --way run --dial 0 0.1 0.2 0.3 0.5 0.7 0.8 0.9

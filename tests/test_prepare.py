@@ -261,7 +261,7 @@ def test_text_is_read_as_bytes_or_by_the_tokenizer_of_a_folder(tmp_path, monkeyp
     call = caller(prepare, monkeypatch, capsys)
     out = call(texts, "--out", tmp_path / "bytes")
     assert out.splitlines()[0] == "train  58 documents, 870 tokens"
-    assert out.endswith(f"python train.py --data {tmp_path}/bytes --config configs/text_base.toml\n")
+    assert out.endswith(f"python base.py --data {tmp_path}/bytes --config configs/text_base.toml\n")
     assert read_meta(tmp_path / "bytes") == Meta(272, 256, 257, 256)
     assert read_json(tmp_path / "bytes" / "tokenizer.json", "tokenizer") == byte_spec()
     train = load_file(tmp_path / "bytes" / "train.safetensors")

@@ -41,19 +41,13 @@ async function readNames() {
   return new Map(names.map((name, code) => [name, code]).filter(([name]) => name));
 }
 
-// --- the judge: is a name in the list of all?
-
-// The character of exactly this name, or undefined.
-const exists = (name) => (known.has(name) ? String.fromCodePoint(known.get(name)) : undefined);
-
-// As sample.py says it.
+// The character of exactly this name, or that there is none, as sample.py says it.
 function verdict(name) {
   if (!known) return null;
-  const character = exists(name);
   const upper = /\p{Lu}/u.test(name) && name === name.toUpperCase();
-  const hint = upper ? "" : "; names are in upper case";
-  if (character === undefined) return `(no such character${hint})`;
-  return `${character} (U+${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")})`;
+  if (!known.has(name)) return `(no such character${upper ? "" : "; names are in upper case"})`;
+  const code = known.get(name);
+  return `${String.fromCodePoint(code)} (U+${code.toString(16).toUpperCase().padStart(4, "0")})`;
 }
 
 // --- decoding
@@ -319,4 +313,4 @@ for (const gate of GATES) {
   $(gate).addEventListener("change", () => { play(false); ask(); });
 }
 $("run").addEventListener("click", runAll);
-const ready = start();
+const ready = start().catch((e) => ($("wrong").textContent = `This browser cannot run the page: ${e.message}`));

@@ -45,15 +45,13 @@ BY_GATES = dict(n_rounds=0, tau_m2t="tau_m2t", tau_t2t="tau_t2t", tau_joint=None
 BY_RUNS = BY_GATES | dict(tau_t2t=None, tau_joint="tau_joint")
 OF_BASE = [
     BY_RUNS | dict(
-        name="base, one at a time", tau_joint=1.0,
-        about="The leftmost mask, then the model reads again: each token sees all before it.",
+        name="base, one at a time", tau_joint=1.0, about="The leftmost mask; then the model reads again.",
     ),
     BY_RUNS | dict(
-        name="base, longest run",
-        about="From the left, each by itself, as many as are together surer than tau_joint.",
+        name="base, longest run", about="From the left, while their product is above tau_joint.",
     ),
     BY_GATES | dict(
-        name="base, released gates", tau_t2t=0.5, in_table=False,
+        name="base, edits gated", tau_t2t=0.5, in_table=False,
         about="All masks above tau_m2t, each by itself; edits above 0.5.",
     ),
 ]  # fmt: skip

@@ -39,7 +39,7 @@ STAGE_B = replace(FACTORISED, tau_t2t=0.0, n_rounds=1)
 CAUSAL = replace(STAGE_B, tau_t2t=None, tau_joint=0.5)
 LONGEST_RUN = replace(CAUSAL, n_rounds=0)
 ONE_AT_A_TIME = replace(LONGEST_RUN, tau_joint=1.0)
-SHOWN = ["base, one at a time", "base, longest run", "base, released gates"]
+SHOWN = ["base, one at a time", "base, longest run", "base, edits gated"]
 SHOWN += ["paper, Stage B off", "paper, Stage B on", "causal Stage B"]
 
 FOUND = filter(None, map(shutil.which, ("google-chrome", "chromium", "chrome")))
@@ -160,7 +160,7 @@ def test_it_decodes_as_generate_does(number, small, small_page, tmp_path):
     """Step by step, and of the first setting all logits: experts in groups, LoRA in both stages and in one, a copy of
     the last layers, two rounds, looks, edits, holes, blocks before the current one."""
     # with these no two experts, or tokens that are written, are so close that rounding decides
-    prompts = [random_ids(1, n, 300 + n, 1000)[0].tolist() for n in (3, 8, 21)]
+    prompts = [random_ids(1, n, 600 + n, 1000)[0].tolist() for n in (3, 8, 21)]
     prompts += [with_holes(prompt) for prompt in prompts]
     model = read(small[number - 1])
     d = Decoding(gen_length=20, tau_m2t=0.4, n_rounds=model.cfg.n_rounds, holes=True)
@@ -325,7 +325,7 @@ def test_it_opens_on_what_goes_wrong_and_what_does_not(tmp_path):
         said = "✓ " + verdict(name) if there else "✗ " + verdict(name).strip("()")
         assert line == f"{way} {round(forwards, 2):g} forwards{name}{said}"
         counted = f"{way}{100 * there} %{forwards:.2f}{forwards / len(out.tokens):.3f}"
-        assert (counted in shares) == (way != "base, released gates")
+        assert (counted in shares) == (way != "base, edits gated")
         marks.append(said[0])
     assert marks[2:] == ["✗", "✗", "✗", "✓"]
     assert "at least one letter" in wrong and HOSTILE.upper() in shown and bold == 0  # any text is text
