@@ -6,7 +6,7 @@ and flags these are.
 """
 
 from argparse import Namespace
-from functools import partial
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import train
 from corrupt import M, three_term_loss
 from lib.rows import Batch
-from lib.util import bounded, command, fail, read_json, uniform
+from lib.util import bounded, command, fail, pick_device, read_json, uniform
 from model import Model
 from train import Losses, batch_context, corrupt_batch, of_stage
 
@@ -97,8 +97,8 @@ def main() -> None:
     make_optimizer = muon if args.optimizer == "muon" else train.adamw
 
     # on a CPU in bf16 plain products are faster than flash attention on rows as short as a name
-    kernels = partial(sdpa_kernel, SDPBackend.MATH)
-    with kernels():
+    plain = args.dtype == "bf16" and pick_device(args.device).type == "cpu"
+    with sdpa_kernel(SDPBackend.MATH) if plain else nullcontext():
         train.run(args, base_step, make_optimizer)
 
 

@@ -85,19 +85,20 @@ def corrupt(
     R, T = x.shape
 
     # each block draws a mask ratio, then each of its positions is masked with that probability
-    ratio = of_blocks(draws, T, how) ** how.mask_power
+    ratio = of_blocks(draws, T, how.block_length) ** how.mask_power
     masked = uniform(draws, T) < ratio
     if how.ends > 0:
         # in some blocks from a place on, any of its positions
-        to_the_end = of_blocks(draws, T, how) < how.ends
+        to_the_end = of_blocks(draws, T, how.block_length) < how.ends
+        first = (of_blocks(draws, T, how.block_length) * how.block_length).long()
         place = torch.arange(T) % how.block_length
-        masked = torch.where(to_the_end, place >= (of_blocks(draws, T, how) * how.block_length).long(), masked)
+        masked = torch.where(to_the_end, place >= first, masked)
     masked = free & masked.to(x.device)
     z = x.masked_fill(masked, how.mask_id)
 
     if how.name == "random":
         # some of what is visible becomes a random token, which may happen to be the right one
-        rate = how.replace_rate * of_blocks(draws, T, how)
+        rate = how.replace_rate * of_blocks(draws, T, how.block_length)
         replaced = uniform(draws, T) < rate
         replaced = free & ~masked & replaced.to(x.device)
         token = (uniform(draws, T) * how.n_plain).long()
@@ -112,9 +113,9 @@ def corrupt(
     return z, kinds(x, z, free, how.mask_id)
 
 
-def of_blocks(draws: Draws, T: int, how: Corruption) -> Tensor:
+def of_blocks(draws: Draws, T: int, block_length: int) -> Tensor:
     """(R, T) in [0, 1): a number a block, the same at all of its positions."""
-    return uniform(draws, T // how.block_length).repeat_interleave(how.block_length, dim=1)
+    return uniform(draws, T // block_length).repeat_interleave(block_length, dim=1)
 
 
 def kinds(x: Tensor, z: Tensor, free: Tensor, mask_id: int) -> Tensor:

@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 import checkpoint
 from checkpoint import DTYPES, PRESETS, STAGE_B
-from corrupt import CORRUPTIONS, Corruption, M, corrupt, draw_bundle, three_term_loss
+from corrupt import CORRUPTIONS, Corruption, M, corrupt, draw_bundle, of_blocks, three_term_loss
 from lib.int8 import is_int8
 from lib.rows import Batch, Corpus, Meta, get_batch, read_corpus, read_meta
 from lib.run import check_finite, cosine, interruptible, means, report, rewind_log
@@ -51,7 +51,6 @@ from lib.util import (
     pick_device,
     read_json,
     reading,
-    uniform,
     write_json,
 )
 from model import Config, Context, Model
@@ -109,9 +108,8 @@ def bundle_of(model: Model, batch: Batch, masked: Tensor, args: Namespace) -> Te
     B = model.cfg.block_length
     bundle = draw_bundle(masked, B, 1, args.s_max, batch.draws)
     if args.whole > 0:
-        whole = uniform(batch.draws, masked.shape[1] // B) < args.whole
-        whole = whole.repeat_interleave(B, dim=1).to(masked.device)
-        bundle = torch.where(whole, masked, bundle)
+        whole = of_blocks(batch.draws, masked.shape[1], B) < args.whole
+        bundle = torch.where(whole.to(masked.device), masked, bundle)
     return bundle
 
 
