@@ -160,27 +160,27 @@ class Model(nn.Module):
             ctx = self.read_before(h, ctx, n_rounds)
             h = h[:, ctx.decoded]
 
-        before = None
+        shown = None
         if self.cfg.causal:
-            before = self.token_before(tokens, bundle, ctx)
+            shown = self.token_before(tokens, bundle, ctx)
             ctx = replace(ctx, mask=causal_mask(bundle, ctx))
 
         layers = self.layers_b or self.layers[-self.cfg.n_last :]
         for i in range(n_rounds):
-            h = self.run_layers(self.mark(h, bundle, i, before), replace(ctx, i_round=i), layers)
+            h = self.run_layers(self.mark(h, bundle, i, shown), replace(ctx, i_round=i), layers)
         return h
 
-    def mark(self, h: Tensor, bundle: Tensor, i: int, before: Tensor | None = None) -> Tensor:
+    def mark(self, h: Tensor, bundle: Tensor, i: int, shown: Tensor | None = None) -> Tensor:
         """h + 1_S * marker_i, as the paper has it: at a rate of 1e-5 and 12,500 steps with a cosine, AdamW moves a
         coordinate of a marker by at most about .06, whatever the size of h.
 
         Causal: h + 1_S * rms(h) * (marker_i + Show(x_{i-1})). Scaled, it can be seen beside states of any size.
         """
         mark = self.markers[i]
-        if before is not None:
-            shown = F.rms_norm(self.wte(before).float(), [self.cfg.n_embd])
+        if shown is not None:
+            token = F.rms_norm(self.wte(shown).float(), [self.cfg.n_embd])
             size = h.float().square().mean(-1, keepdim=True).sqrt()
-            mark = size * (mark + F.linear(shown, self.show.float()))
+            mark = size * (mark + F.linear(token, self.show.float()))
         return h + bundle[..., None] * mark.to(h.dtype)
 
     def token_before(self, tokens: Tensor, bundle: Tensor, ctx: Context) -> Tensor:
@@ -207,11 +207,10 @@ class Model(nn.Module):
 
     def read_before(self, h: Tensor, ctx: Context, n_rounds: int) -> Context:
         """The context of the decoded blocks alone: keys and values of what stands before them are kept for it."""
-        kept = Kept()
+        kept = {}
         own = ctx.before
-        ahead = replace(
-            ctx, cos=ctx.cos[own], sin=ctx.sin[own], mask=ctx.mask[..., own, own], cache=kept.writer, decoded=None
-        )  # fmt: skip
+        mask = ctx.mask[..., own, own]
+        ahead = replace(ctx, cos=ctx.cos[own], sin=ctx.sin[own], mask=mask, cache=Kept(kept, reads=False), decoded=None)
         states = h[:, own]
         for i in range(n_rounds):
             states = self.last_n(states, replace(ahead, i_round=i))
@@ -219,7 +218,7 @@ class Model(nn.Module):
         of = ctx.decoded
         rows = ctx.mask[..., of, :]
         mask = torch.cat([rows[..., of], rows[..., own]], dim=-1)
-        return replace(ctx, cos=ctx.cos[of], sin=ctx.sin[of], mask=mask, cache=kept)
+        return replace(ctx, cos=ctx.cos[of], sin=ctx.sin[of], mask=mask, cache=Kept(kept, reads=True))
 
     def forward(self, ids: Tensor, ctx: Context) -> Tensor:
         """The factorised model: (R, T) int64 -> (R, T, V) float32 logits."""
@@ -304,25 +303,19 @@ class Model(nn.Module):
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
 
+@dataclass
 class Kept:
-    """Keys and values of what stands before the decoded blocks of whole rows: `writer` keeps them, this reads them."""
+    """Keys and values of what stands before the decoded blocks of whole rows: one pass keeps them, the next reads."""
 
-    def __init__(self):
-        self.kv: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self.writer = Writer(self.kv)
+    kv: dict[tuple[int, int], tuple[Tensor, Tensor]]  # by layer and round
+    reads: bool
 
     def update(self, layer: int, i_round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.reads:
+            self.kv.setdefault((layer, i_round), (k, v))  # gradient checkpointing comes here twice
+            return k, v
         before_k, before_v = self.kv[layer, i_round]
         return torch.cat([k, before_k], dim=2), torch.cat([v, before_v], dim=2)
-
-
-@dataclass
-class Writer:
-    kv: dict[tuple[int, int], tuple[Tensor, Tensor]]
-
-    def update(self, layer: int, i_round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        self.kv.setdefault((layer, i_round), (k, v))  # gradient checkpointing comes here twice
-        return k, v
 
 
 # --- who sees whom

@@ -134,10 +134,8 @@ def denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: D
     return Step(z, after, bundle, edited, token, conf, token_a, conf_a, partial)
 
 
-def longest_run(
-    engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: Decoding, most: int = MAX_STEPS
-) -> Step:  # fmt: skip
-    """One step of causal Stage B, see denoise: the bundle is all masks of a block, or `most` of them, the leftmost.
+def longest_run(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
+    """One step of causal Stage B, see denoise: the bundle is all masks of a block.
 
     It looks until every token has read tokens that are final, and writes the longest run from the left whose
     probabilities have a product above tau_joint, and at least one token. Nothing is edited. With Stage B off tokens and
@@ -145,49 +143,37 @@ def longest_run(
     """
     model = engine.model
     masked = z == model.cfg.mask_id
-    masked = masked & (masked.cumsum(-1) <= most)
 
     # Stage A: one full forward. Its tokens are the first drafts, drawn by the numbers that Stage B draws by
     h, states = engine.stage_a(z)
     logits_a = model.logits(states)
     token_a, conf_a = candidates(logits_a, u[:, 1], d)
     token = torch.where(masked, token_a, z)
-    conf = conf_a
+    conf = torch.where(masked, conf_a, 1.0)
     final = ~masked | (d.n_rounds == 0)
 
-    looks = torch.zeros_like(z[:, 0])
-    live = ~final.all(-1)  # (R,)
-    while live.any():
-        # a look of the rows that are not done: each token is read after the drafts before it
+    # a look of the rows that are not done: each token is read after the drafts before it. A row is done when all is
+    # final, or when what is final falls below the gate
+    gate = math.log(d.tau_joint) if d.tau_joint > 0 else -math.inf
+    looks = torch.zeros_like(conf[:, 0])
+    while (live := ~final.all(-1) & (torch.where(final, conf, 1.0).log().sum(-1) > gate)).any():
         rows = live.nonzero()[:, 0]
         states = engine.stage_b(h, masked, token, rows)
         found, p = candidates(model.logits_b(states, logits_a[rows]), u[rows, 1], d)
-        looks = looks + live
+        found = torch.where(final[rows], token[rows], found)
+        conf[rows] = torch.where(final[rows], conf[rows], p)
 
         # what has read nothing but final tokens is final: all up to and with the first that differs from its draft
-        asked = ~final & live[:, None]
-        new = token.index_put((rows,), found).where(asked, token)
-        conf = conf.index_put((rows,), p).where(asked, conf)
-        differs = (new != token) & model.cfg.causal
-        final = final | (asked & (differs.cumsum(-1) - differs.long() == 0))
-        token = new
-
-        # a row is done when all is final, or when what is final falls below the gate
-        known = torch.where(masked & final, conf, 1.0).log().sum(-1)
-        live = live & ~final.all(-1) & (known > log_or_less(d.tau_joint))
+        differs = (found != token[rows]) & model.cfg.causal
+        final[rows] |= differs.cumsum(-1) - differs.long() == 0
+        token[rows] = found
+        looks += live
 
     # write the longest run, and at least its first token
-    run = torch.where(masked, conf, 1.0).log().cumsum(-1)
-    sure = masked & final & (run > log_or_less(d.tau_joint))
-    first = masked & (masked.cumsum(-1) == 1)
-    bundle = sure | first
+    sure = masked & final & (conf.log().cumsum(-1) > gate)
+    bundle = sure | (masked & (masked.cumsum(-1) == 1))
     after = torch.where(bundle, token, z)
-    return Step(z, after, bundle, torch.zeros_like(masked), token, conf, token_a, conf_a, d.n_rounds * looks.float())
-
-
-def log_or_less(p: float) -> float:
-    """log p; of 0 it is minus infinity, which every product is above."""
-    return math.log(p) if p > 0 else -math.inf
+    return Step(z, after, bundle, torch.zeros_like(masked), token, conf, token_a, conf_a, d.n_rounds * looks)
 
 
 def select_bundle(probability: Tensor, masked: Tensor, tau_m2t: float, at_least: int = 1) -> Tensor:

@@ -19,11 +19,8 @@ To change   how the bundle is drawn    edit   bundle_of, below
 
 import argparse
 import math
-import shlex
 import shutil
-import sys
 import time
-import tomllib
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -39,20 +36,17 @@ from checkpoint import DTYPES, PRESETS, STAGE_B
 from corrupt import CORRUPTIONS, Corruption, M, corrupt, draw_bundle, of_blocks, three_term_loss
 from lib.int8 import is_int8
 from lib.rows import Batch, Corpus, Meta, get_batch, read_corpus, read_meta
-from lib.run import check_finite, cosine, interruptible, means, report, rewind_log
-from lib.util import (
-    Parser,
-    as_flags,
-    bounded,
-    command,
-    fail,
-    generator,
-    one_thread_if_small,
-    pick_device,
-    read_json,
-    reading,
-    write_json,
+from lib.run import (
+    check_finite,
+    cosine,
+    interruptible,
+    means,
+    report,
+    rewind_log,
+    run_settings,
+    tell_what_is_next,
 )
+from lib.util import Parser, bounded, command, fail, generator, one_thread_if_small, pick_device, write_json
 from model import Config, Context, Model
 
 # R rows, T positions, C channels, B block_length
@@ -214,7 +208,7 @@ def loop(
             if stop:
                 break
     if writes:
-        tell_what_is_next(saved, corpus, args)
+        tell_what_is_next(saved, corpus.meta.judge is not None, args)
     if saved < args.max_iters:
         raise SystemExit(130)  # as Ctrl-C ends other programs
 
@@ -363,26 +357,7 @@ def build_parser(doc: str = __doc__) -> Parser:
 
 def read_arguments(parser: Parser | None = None) -> Namespace:
     """The command line, on top of --config, or of the run that is resumed."""
-    parser = parser or build_parser()
-    given = parser.parse_args()
-    resume = given.init_from == "resume"
-    settings = {}
-    if resume:
-        path = Path(given.out_dir) / "train.json"
-        settings = read_json(path, "training run to resume (--out_dir of an earlier run)")
-    elif given.config:
-        with reading(Path(given.config), "config"):
-            settings = tomllib.loads(Path(given.config).read_text())
-
-    # settings as flags, then the flags of the command line, which win
-    args = parser.parse_args([*as_flags(settings, parser), *sys.argv[1:]])
-    args.resume = resume
-    if resume:
-        args.init_from = str(settings.get("init_from"))
-        saved = parser.parse_args(as_flags(settings, parser))
-        for name, value in vars(saved).items():
-            if getattr(args, name) != value and name not in FREE_ON_RESUME:
-                fail(f"--{name} {getattr(args, name)} differs from the run's {value}: leave it out, or start a new run")
+    args = run_settings(parser or build_parser(), FREE_ON_RESUME)
     settle(args)
     return args
 
@@ -451,15 +426,6 @@ def describe(args: Namespace, corpus: Corpus, model: Model, done: int) -> None:
         f"{cfg.n_last} of {cfg.n_layer} layers, K = {cfg.n_rounds}, blocks of {cfg.block_length}; steps "
         f"{done}..{args.max_iters} -> {args.out_dir}"
     )
-
-
-def tell_what_is_next(saved: int, corpus: Corpus, args: Namespace) -> None:
-    if saved < args.max_iters:
-        again = f"python {sys.argv[0]} --init_from resume --out_dir {shlex.quote(args.out_dir)}"
-        print(f"saved at step {saved} of {args.max_iters}; go on with: {again}")
-        return
-    reads = "evaluate.py" if corpus.meta.judge else "sample.py --prompt TEXT"
-    print(f"done; what it does now: python {reads} --ckpt {args.out_dir}")
 
 
 @command

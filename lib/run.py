@@ -1,8 +1,11 @@
-"""A training run beside its loop: its log, what stops it, and means over its micro-batches."""
+"""A training run beside its loop: its settings, its log, what stops it, and means over its micro-batches."""
 
 import json
 import math
+import shlex
 import signal
+import sys
+import tomllib
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +14,31 @@ from pathlib import Path
 from torch import Tensor
 from tqdm import tqdm
 
-from lib.util import fail, replace_file
+from lib.util import Parser, as_flags, fail, read_json, reading, replace_file
+
+
+def run_settings(parser: Parser, free: set[str]) -> Namespace:
+    """The command line, on top of --config, or of the run that is resumed, of which only `free` ones may change."""
+    given = parser.parse_args()
+    resume = given.init_from == "resume"
+    settings = {}
+    if resume:
+        path = Path(given.out_dir) / "train.json"
+        settings = read_json(path, "training run to resume (--out_dir of an earlier run)")
+    elif given.config:
+        with reading(Path(given.config), "config"):
+            settings = tomllib.loads(Path(given.config).read_text())
+
+    # settings as flags, then the flags of the command line, which win
+    args = parser.parse_args([*as_flags(settings, parser), *sys.argv[1:]])
+    args.resume = resume
+    if resume:
+        args.init_from = str(settings.get("init_from"))
+        saved = parser.parse_args(as_flags(settings, parser))
+        for name, value in vars(saved).items():
+            if getattr(args, name) != value and name not in free:
+                fail(f"--{name} {getattr(args, name)} differs from the run's {value}: leave it out, or start a new run")
+    return args
 
 
 def report(record: dict, log: Path | None, title: str, shown: bool) -> None:
@@ -85,3 +112,13 @@ def interruptible() -> Iterator[list[int]]:
     finally:
         for number, old in before.items():
             signal.signal(number, old)
+
+
+def tell_what_is_next(saved: int, judged: bool, args: Namespace) -> None:
+    """The command that goes on, or shows what was learned."""
+    if saved < args.max_iters:
+        again = f"python {sys.argv[0]} --init_from resume --out_dir {shlex.quote(args.out_dir)}"
+        print(f"saved at step {saved} of {args.max_iters}; go on with: {again}")
+        return
+    reads = "evaluate.py" if judged else "sample.py --prompt TEXT"
+    print(f"done; what it does now: python {reads} --ckpt {args.out_dir}")
