@@ -26,6 +26,7 @@ import unicodedata
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -33,10 +34,28 @@ from tqdm import tqdm
 
 from lib.rows import Meta, read_meta, read_split, refuse_full, write_meta, write_rows
 from lib.tokenizer import Tokenizer, byte_spec, byte_tokenizer, load_tokenizer
-from lib.util import Parser, bounded, command, entry, fail, generator, pick_device, reading, replace_file, write_json
+from lib.util import (
+    Parser,
+    bounded,
+    command,
+    entry,
+    fail,
+    generator,
+    one_thread_if_small,
+    pick_device,
+    reading,
+    replace_file,
+    write_json,
+)
+
+if TYPE_CHECKING:
+    from model import Model
+
+# R rows, U texts of a beam, T positions, V vocabulary
 
 NAMES = Path(__file__).parent / "data" / "names"
 RECORDS = (".jsonl", ".jsonl.gz", ".parquet")
+BEAM = 4
 SHORT = 640  # of fewer tokens 5 % are no block of the paper's
 
 Document = tuple[np.ndarray, int]  # its ids, and how many of them are its prompt, or -1, see lib/rows.py
@@ -212,25 +231,23 @@ def prepare_text(sources: list[str], folder: Path, like: Path | None, max_docs: 
 
 
 # --- a teacher's rows
-def prepare_written(source: Path, by: Path, folder: Path, gen_length: int, at_once: int) -> None:
-    """Of every document of `source` a random beginning, and what the model in `by` writes behind it, up to its end: one
-    token at a time from the left, the likeliest, the text read in blocks of one."""
+def prepare_written(source: Path, by: Path, folder: Path, beam: int, gen_length: int, at_once: int) -> None:
+    """Of every document of `source` a random beginning, and what the model in `by` writes behind it, up to its end."""
     from checkpoint import load_model  # which preparing text does not need
-    from sample import Decoding, generate
 
     refuse_full(folder)
     meta = read_meta(source)
     model = load_model(by, pick_device("auto"), torch.float32, block_length=1)
-    one_by_one = Decoding(gen_length=gen_length, tau_joint=1.0, tau_t2t=None, n_rounds=0)
+    one_thread_if_small(model.cfg.n_embd)
     for part in ("train", "val"):
-        prompts = beginnings(source, part, meta)
-        documents = []
+        # beginnings of about one length are written together
+        prompts = sorted(beginnings(source, part, meta), key=len)
+        written = []
         for first in tqdm(range(0, len(prompts), at_once), f"write {part}", unit="batch", leave=False, disable=None):
-            rows = prompts[first : first + at_once]
-            for prompt, output in zip(rows, generate(model, rows, one_by_one), strict=True):
-                # what has no end is no document
-                if output.tokens and output.tokens[-1] == meta.eos_id:
-                    documents.append((np.array(prompt + output.tokens), len(prompt)))
+            written += likeliest(model, prompts[first : first + at_once], beam, gen_length)
+
+        # what has no end is no document
+        documents = [(np.array(p + w), len(p)) for p, w in zip(prompts, written, strict=True) if w]
         if not documents:
             fail(f"{by} ended none of {len(prompts)} documents within --gen_length {gen_length} tokens")
         ids, lengths = zip(*documents, strict=True)
@@ -238,6 +255,56 @@ def prepare_written(source: Path, by: Path, folder: Path, gen_length: int, at_on
         print(f"{part:5}  {len(ids):,} of {len(prompts):,} documents, {sum(map(len, ids)):,} tokens")
     copy_tokenizer(source, folder)
     write_meta(folder, meta)
+
+
+@torch.inference_mode()
+def likeliest(model: "Model", prompts: list[list[int]], beam: int, gen_length: int) -> list[list[int]]:
+    """What is written behind each prompt, up to its end, one token at a time from the left: the likeliest text that a
+    beam finds; of a beam of one the likeliest token each time. [] where it has no end within gen_length.
+
+    model: with blocks of one, so that a mask reads all that is left of it, and nothing else.
+    """
+    eos, mask = model.cfg.eos_id, model.cfg.mask_id
+    device = model.wte.weight.device
+    place = torch.tensor([len(prompt) for prompt in prompts], device=device)  # (R,): where each row writes
+    T = int(place.max()) + gen_length
+    ids = torch.tensor([prompt + [mask] * (T - len(prompt)) for prompt in prompts], device=device)
+    ids = ids[:, None].repeat(1, beam, 1)  # (R, U, T)
+
+    # the best first; at the start they are all the same, and one of them counts
+    score = torch.full(ids.shape[:2], -math.inf, device=device)
+    score[:, 0] = 0.0
+    ended = torch.zeros_like(score, dtype=torch.bool)
+    found = [[] for _ in prompts]
+    row = torch.arange(len(prompts), device=device)
+    for _ in range(gen_length):
+        # log-probabilities of the next token: (R, U, V). What has ended goes on with its end, which costs nothing
+        x = ids[..., : int(place.max()) + 1].flatten(0, 1)
+        ctx = model.context(torch.ones_like(x, dtype=torch.bool))
+        states = model.last_n(model.prefix(x, ctx), ctx).unflatten(0, (-1, beam))
+        logits = model.logits(states[torch.arange(len(place)), :, place])
+        logits[..., mask] = -math.inf
+        log_p = logits.log_softmax(-1)
+        log_p[ended] = -math.inf
+        log_p[..., eos] = log_p[..., eos].masked_fill(ended, 0.0)
+
+        # the best of all continuations: which text each goes on from, and by which token
+        V = log_p.shape[-1]
+        score, best = (score[..., None] + log_p).flatten(1).topk(beam, dim=-1)
+        ids = ids.gather(1, (best // V)[..., None].expand_as(ids))
+        ids[torch.arange(len(place)), :, place] = best % V
+        ended = best % V == eos
+        place = place + 1
+
+        # a row whose best text has ended is done: no other can become likelier
+        done = ended[:, 0]
+        for r in done.nonzero()[:, 0].tolist():
+            text = ids[r, 0, len(prompts[row[r]]) : place[r]].tolist()
+            found[row[r]] = text[: text.index(eos) + 1]
+        if done.all():
+            break
+        ids, score, ended, place, row = (tensor[~done] for tensor in (ids, score, ended, place, row))
+    return found
 
 
 def beginnings(source: Path, part: str, meta: Meta) -> list[list[int]]:
@@ -283,7 +350,8 @@ def main() -> None:
     add("--written_by", type=Path, metavar="CKPT", help="SOURCE is a folder of rows: what this model writes behind "
         "beginnings of them")  # fmt: skip
     add("--gen_length", type=bounded(int, 1), default=32, help="what has no end after so many tokens is left out")
-    add("--at_once", type=bounded(int, 1), default=1024, help="rows that are written together")
+    add("--beam", type=bounded(int, 1), default=BEAM, help="texts that are kept while one is written; 1: greedy")
+    add("--at_once", type=bounded(int, 1), default=256, help="rows that are written together")
 
     add = parser.add_argument_group("what is written").add_argument
     add("--out", type=Path, required=True, metavar="DIR", help="a new folder of rows")
@@ -292,7 +360,7 @@ def main() -> None:
     if args.written_by and len(args.sources) > 1:
         fail("--written_by reads one folder of rows")
     if args.written_by:
-        prepare_written(Path(args.sources[0]), args.written_by, args.out, args.gen_length, args.at_once)
+        prepare_written(Path(args.sources[0]), args.written_by, args.out, args.beam, args.gen_length, args.at_once)
     else:
         prepare_text(args.sources, args.out, args.like, args.max_docs)
     print(f"{args.out} is ready: {next_command(args)}")
