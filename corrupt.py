@@ -76,9 +76,10 @@ class Corruption:
 
 
 def corrupt(
-    x: Tensor, free: Tensor, how: Corruption, draws: Draws, draft: Draft | None = None
+    x: Tensor, free: Tensor, how: Corruption, draws: Draws, draft: Draft | None = None, as_asked: Tensor | bool = True
 ) -> tuple[Tensor, Tensor]:
-    """x (R, T) int64, clean; free (R, T) bool, real positions outside the prompt.
+    """x (R, T) int64, clean; free (R, T) bool, real positions outside the prompt; as_asked (R, 1) bool: the rows that
+    how.ends is of.
 
     -> z (R, T) int64 and kind (R, T) uint8. M, W and G partition the free positions, the rest is NONE.
     """
@@ -89,7 +90,7 @@ def corrupt(
     masked = uniform(draws, T) < ratio
     if how.ends > 0:
         # in some blocks from a place on, any of its positions
-        to_the_end = of_blocks(draws, T, how.block_length) < how.ends
+        to_the_end = (of_blocks(draws, T, how.block_length) < how.ends) & as_asked
         first = (of_blocks(draws, T, how.block_length) * how.block_length).long()
         place = torch.arange(T) % how.block_length
         masked = torch.where(to_the_end, place >= first, masked)

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from lib.rows import Meta, read_meta, read_split, refuse_full, write_meta, write_rows
+from lib.rows import DRAWN, Meta, read_meta, read_split, refuse_full, write_meta, write_rows
 from lib.tokenizer import Tokenizer, byte_spec, byte_tokenizer, load_tokenizer
 from lib.util import (
     Parser,
@@ -58,7 +58,7 @@ RECORDS = (".jsonl", ".jsonl.gz", ".parquet")
 BEAM = 4
 SHORT = 640  # of fewer tokens 5 % are no block of the paper's
 
-Document = tuple[np.ndarray, int]  # its ids, and how many of them are its prompt, or -1, see lib/rows.py
+Document = tuple[np.ndarray, int]  # its ids, and how many of them are its prompt, or see lib/rows.py
 
 
 # --- documents
@@ -250,9 +250,13 @@ def prepare_written(source: Path, by: Path, folder: Path, beam: int, gen_length:
         documents = [(np.array(p + w), len(p)) for p, w in zip(prompts, written, strict=True) if w]
         if not documents:
             fail(f"{by} ended none of {len(prompts)} documents within --gen_length {gen_length} tokens")
-        ids, lengths = zip(*documents, strict=True)
+
+        # half of the text as it is: what is written from the left is no teacher of holes
+        ids, starts, _ = read_split(source / f"{part}.safetensors", meta.vocab_size)
+        as_it_is = [(document, DRAWN) for document in np.split(ids.numpy(), starts[1:-1].numpy())[::2]]
+        print(f"{part:5}  {len(documents):,} of {len(prompts):,} beginnings written on, {len(as_it_is):,} documents")
+        ids, lengths = zip(*documents, *as_it_is, strict=True)
         write_rows(folder, part, list(ids), list(lengths), meta.vocab_size)
-        print(f"{part:5}  {len(ids):,} of {len(prompts):,} documents, {sum(map(len, ids)):,} tokens")
     copy_tokenizer(source, folder)
     write_meta(folder, meta)
 

@@ -94,7 +94,7 @@ def corrupt_batch(model: Model, batch: Batch, args: Namespace) -> tuple[Tensor, 
         args.corruption, cfg.block_length, cfg.mask_id, batch.n_plain, args.mask_power, args.replace_rate, args.ends
     )  # fmt: skip
     draft = partial(stage_a_draft, model, batch, args)
-    return corrupt(batch.clean, batch.free, how, batch.draws, draft)
+    return corrupt(batch.clean, batch.free, how, batch.draws, draft, batch.as_asked)
 
 
 def bundle_of(model: Model, batch: Batch, masked: Tensor, args: Namespace) -> Tensor:
@@ -102,7 +102,7 @@ def bundle_of(model: Model, batch: Batch, masked: Tensor, args: Namespace) -> Te
     B = model.cfg.block_length
     bundle = draw_bundle(masked, B, 1, args.s_max, batch.draws)
     if args.whole > 0:
-        whole = of_blocks(batch.draws, masked.shape[1], B) < args.whole
+        whole = (of_blocks(batch.draws, masked.shape[1], B) < args.whole) & batch.as_asked
         bundle = torch.where(whole.to(masked.device), masked, bundle)
     return bundle
 

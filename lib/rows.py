@@ -5,6 +5,7 @@
         starts    (documents + 1,) int64: document d is ids[starts[d] : starts[d + 1]]
         prompts   (documents,) int32: how many of its first ids are its prompt, which is never corrupted;
                   -1: a random beginning, drawn anew whenever a row of it is read
+                  -2: none; masks and bundles of its rows are drawn, whatever --ends and --whole say
     meta.json         what the ids mean, see Meta; written last, so a folder that has it is whole
     tokenizer.json    where the ids are text
 
@@ -23,6 +24,8 @@ from torch import Tensor
 from lib.util import entry, fail, generator, read_json, reading, replace_file, write_json
 
 # R rows, T positions of a row, D documents
+
+DRAWN = -2  # the prompt of documents whose masks and bundles are always drawn
 
 
 @dataclass
@@ -94,8 +97,8 @@ def read_split(path: Path, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
             raise ValueError("starts does not rise from 0 to the number of ids, once a document")
         if ids.min() < 0 or int(ids.max()) >= vocab_size:  # int: 32768 is no int16
             raise ValueError(f"an id is not in 0..{vocab_size - 1}")
-        if prompts.min() < -1 or (prompts > n_ids).any():
-            raise ValueError("a prompt is below -1, or longer than its document")
+        if prompts.min() < DRAWN or (prompts > n_ids).any():
+            raise ValueError("a prompt is below -2, or longer than its document")
     return ids, starts, prompts
 
 
@@ -126,7 +129,7 @@ class Rows:
 
         documents = np.split(ids.numpy(), starts[1:-1].numpy())
         self.rows: list[np.ndarray] = []
-        self.prompts: list[int] = []  # of each row: its first tokens, or -1
+        self.prompts: list[int] = []  # of each row: its first tokens, or -1 or -2
         for document, prompt in zip(documents, prompts.tolist(), strict=True):
             # eos ends a document, and fills its last block: decoding fills it too, and must learn no length
             if document[-1] == self.pad_id:
@@ -136,7 +139,7 @@ class Rows:
             for at in range(0, len(document), self.seq_len):
                 row = document[at : at + self.seq_len]
                 self.rows.append(row)
-                self.prompts.append(-1 if prompt == -1 else min(max(prompt - at, 0), len(row)))
+                self.prompts.append(prompt if prompt < 0 else min(max(prompt - at, 0), len(row)))
         self.widths = [self.width(len(row)) for row in self.rows]
         self.epoch = 0  # the one in use, and its rows in order
         self.order = self.epoch_order(0)
@@ -170,8 +173,12 @@ class Rows:
                 share = torch.rand(1, generator=generator(self.seed, "prompt", first + r))
                 n_text = int((ids != self.pad_id).sum())
                 n_prompt = int(share * n_text)
-            prompt[r, :n_prompt] = True
+            prompt[r, : max(0, n_prompt)] = True
         return x, real, prompt
+
+    def as_asked(self, first: int, rows: int) -> Tensor:
+        """(R, 1) bool: False where masks and bundles are always drawn."""
+        return torch.tensor([[self.prompts[self.row(i)] != DRAWN] for i in range(first, first + rows)])
 
     def count_real(self, first: int, rows: int) -> int:
         """How many positions of these rows are no padding."""
@@ -223,6 +230,7 @@ class Batch:
     free: Tensor  # bool, the positions that may be corrupted: real ones outside the prompt
     n_plain: int  # ids 0..n_plain-1 are ordinary tokens
     draws: list[torch.Generator]  # one a row, a function of its index
+    as_asked: Tensor | bool = True  # (R, 1): False where masks and bundles are drawn, whatever --ends and --whole say
 
 
 def read_corpus(folder: Path, seq_len: int, seed: int, block_length: int, batch_size: int) -> Corpus:
@@ -239,4 +247,5 @@ def get_batch(corpus: Corpus, split: str, first: int, n: int, seed: int, device:
     key = (seed, "train") if split == "train" else ("val",)
     draws = [generator(*key, i) for i in range(first, first + n)]
     free = real & ~prompt
-    return Batch(clean.to(device), real.to(device), free.to(device), corpus.meta.n_plain, draws)
+    as_asked = corpus.rows[split].as_asked(first, n)
+    return Batch(clean.to(device), real.to(device), free.to(device), corpus.meta.n_plain, draws, as_asked)
