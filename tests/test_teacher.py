@@ -1,0 +1,106 @@
+"""A teacher's rows: what a beam writes, and the text beside it. `pytest tests/test_teacher.py`"""
+
+from argparse import Namespace
+
+import numpy as np
+import pytest
+import torch
+from common import EOS, MASK, V, caller, prompt, tiny_model
+
+import prepare
+from checkpoint import save_model
+from corrupt import Corruption, corrupt
+from lib.rows import DRAWN, Batch, Meta, read_corpus, read_split, write_meta, write_rows
+from lib.util import generator, write_json
+from prepare import likeliest
+from sample import Decoding, generate
+from train import bundle_of
+
+META = Meta(V, EOS, MASK, n_plain=MASK)
+
+
+def log_p(model, rows: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of what stands behind each row: (R, T) -> (R, V)."""
+    x = torch.cat([rows, torch.full_like(rows[:, :1], MASK)], dim=1)
+    logits = model(x, model.context(torch.ones_like(x, dtype=torch.bool)))[:, -1]
+    return logits.index_fill(-1, torch.tensor(MASK), -torch.inf).log_softmax(-1)
+
+
+@torch.no_grad()
+def likeliest_of_all(model, start: list[int]) -> list[int]:
+    """Of all texts of two tokens, and the end alone, the likeliest; [] if it has no end."""
+    first = log_p(model, torch.tensor([start]))[0]  # (V,)
+    second = log_p(model, torch.tensor([[*start, a] for a in range(V)]))
+    both = first[:, None] + second
+    both[EOS] = -torch.inf
+    both[EOS, 0] = first[EOS]
+    a, b = divmod(int(both.argmax()), V)
+    text = [EOS] if a == EOS else [a, b]
+    return text if text[-1] == EOS else []
+
+
+def test_a_beam_that_keeps_all_texts_finds_the_likeliest():
+    model = tiny_model(block_length=1)
+    model.lm_head.weight.data[EOS] *= 1.5  # ends are likely, and unlikely, often enough
+    prompts = [prompt(1 + r % 5, seed=r) for r in range(60)]
+    found = likeliest(model, prompts, beam=V, gen_length=2)
+    assert found == [likeliest_of_all(model, start) for start in prompts]
+    assert {len(text) for text in found} == {0, 1, 2}
+
+
+def test_a_beam_of_one_writes_the_likeliest_token_each_time():
+    model = tiny_model(block_length=1)
+    model.lm_head.weight.data[EOS] *= 1.5
+    prompts = [prompt(1 + r % 5, seed=r) for r in range(20)]
+    outputs = generate(model, prompts, Decoding(gen_length=12, tau_joint=1.0, tau_t2t=None, n_rounds=0))
+    ended = [o.tokens if o.tokens[-1] == EOS else [] for o in outputs]
+    assert likeliest(model, prompts, beam=1, gen_length=12) == ended
+    assert 3 < sum(map(bool, ended)) < 18
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch, capsys):
+    """Forty texts, and the folder of what a model writes behind their beginnings."""
+    model = tiny_model()
+    model.lm_head.weight.data[EOS] *= 1.5
+    save_model(model, tmp_path / "base")
+    texts = [np.array([*prompt(4, seed=r), EOS]) for r in range(40)]
+    for split in ("train", "val"):
+        write_rows(tmp_path / "text", split, texts, [-1] * 40, V)
+    write_json(tmp_path / "text" / "tokenizer.json", {})
+    write_meta(tmp_path / "text", META)
+    run = caller(prepare, monkeypatch, capsys)
+    run(tmp_path / "text", "--written_by", tmp_path / "base", "--gen_length", 6, "--out", tmp_path / "written")
+    return texts, tmp_path / "written"
+
+
+def test_the_rows_are_completions_and_half_of_the_text(written):
+    texts, folder = written
+    ids, starts, prompts = read_split(folder / "train.safetensors", V)
+    rows = [ids[a:b].tolist() for a, b in zip(starts[:-1], starts[1:], strict=True)]
+    assert rows[-20:] == [text.tolist() for text in texts[::2]] and prompts[-20:].tolist() == [DRAWN] * 20
+
+    # every completion goes on from a beginning of some text, and ends
+    beginnings = {tuple(text[:n]) for text in texts for n in (1, 2, 3)}
+    completions = list(zip(rows[:-20], prompts[:-20].tolist(), strict=True))
+    assert completions and all(row[-1] == EOS and tuple(row[:n]) in beginnings for row, n in completions)
+
+
+def test_ends_and_whole_bundles_are_of_completions_alone(written):
+    """With --ends 1 and --whole 1 a completion's masks reach to the end of their block, and all of them are its bundle;
+    those of the text itself have gaps, and bundles that leave masks out.
+    """
+    corpus = read_corpus(written[1], 8, 0, 8, 0)
+    rows = corpus.rows["train"]
+    x, real, given = rows.batch(0, len(rows))
+    as_asked = rows.as_asked(0, len(rows))
+    draws = [generator("rows", r) for r in range(len(rows))]
+    batch = Batch(x, real, real & ~given, META.n_plain, draws, as_asked)
+    z, _ = corrupt(x, batch.free, Corruption("mask", 8, MASK, MASK, ends=1.0), draws, as_asked=as_asked)
+    masked = z == MASK
+    bundle = bundle_of(tiny_model(), batch, masked, Namespace(s_max=2, whole=1.0))
+
+    gap = (masked[:, :-1] & batch.free[:, 1:] & ~masked[:, 1:]).any(-1)
+    partly = (bundle != masked).any(-1)
+    assert not (gap | partly)[as_asked[:, 0]].any()
+    assert gap[~as_asked[:, 0]].any() and partly[~as_asked[:, 0]].any()
