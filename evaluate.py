@@ -314,7 +314,8 @@ class Dependence:
     def __call__(self, engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
         done = self.step(engine, z, given, u, d)
         _, states = engine.stage_a(z)
-        log_a = engine.model.logits(states).log_softmax(-1).gather(-1, done.token[..., None])[..., 0]
+        logits = engine.model.logits(states) / (d.temperature or 1.0)
+        log_a = logits.log_softmax(-1).gather(-1, done.token[..., None])[..., 0]
         nats = torch.where(done.bundle, done.conf.log() - log_a, 0.0).sum(-1)
         self.nats += nats[done.bundle.sum(-1) > 1].tolist()
         return done
@@ -356,11 +357,11 @@ def name_rows(folders: list[Path], holes: bool) -> list[tuple[str, Path, Decodin
     bases = dict.fromkeys(base_of(folder) for folder in folders)
     rows = [(name, base, replace(NAMES, **how)) for base in bases for name, how in BASE_ROWS.items() if not holes]
     for folder in folders:
-        causal = about_adapter(folder).get("causal", False)
+        causal = about_adapter(folder).get("causal", read_config(folder).causal)
         own = CAUSAL_ROWS if causal else ADAPTER_ROWS
         if holes:
             own = CAUSAL_HOLE_ROWS if causal else HOLE_ROWS
-        elif folder in bases:
+        elif folder in bases and not causal:
             continue
         for name, how in own.items():
             how = how | dict(gen_length=0, holes=True) if holes else how
