@@ -11,7 +11,7 @@ names and judged on the other. A difference is paired by seeds; its 95 % interva
     run         the longest run from the left whose product is above the dial, by causal Stage B, or by Stage A
     threshold   Stage A, masks above the dial; edits: none, or above a gate
     stage_b     the same with Stage B
-    first       so many masks at once, the leftmost; one is the system's own writing one at a time
+    first       of a whole block's tokens so many at once, the leftmost; one is the system's own writing one at a time
     ones        one token at a time from the left, the text read in blocks of one
 
     python -m experiments.names measure --system causal --ckpt out/causal --seed 1 --way run --dial 0 0.5 --out r.jsonl
@@ -28,13 +28,14 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from checkpoint import base_of, load_model
 from evaluate import NAMES, complete, draw_names
 from lib.tokenizer import load_tokenizer
 from lib.util import Parser, bounded, command, fail, or_none, print_table
-from sample import longest_run
+from sample import Step, longest_run
 
 STUDENT = (12.706, 4.303, 3.182, 2.776)  # 97.5 % of Student's t lies below, for 1, 2 ... degrees of freedom
 BUDGETS = (2.1, 2.7, 3.3, 4, 5, 6)
@@ -79,7 +80,7 @@ def decode(model, tokenizer, prompts: dict, way: str, dial: float, edits: float 
         d = replace(d, tau_m2t=dial)
     elif way == "first":
         d = replace(d, tau_joint=0.0)
-        step = partial(longest_run, most=int(dial))
+        step = partial(leftmost, int(dial))
     else:
         d = replace(d, tau_joint=1.0 if way == "ones" else dial)
     found = complete(model, tokenizer, prompts, d, step)
@@ -91,6 +92,13 @@ def decode(model, tokenizer, prompts: dict, way: str, dial: float, edits: float 
     digits = "".join("01"[real] for real in found["found"])
     figures = dict(forwards=cost, per_token=cost / found["tokens"], tokens=found["tokens"], tc=found["tc"])
     return {"exist": digits} | {name: value and round(value, 4) for name, value in figures.items()}
+
+
+def leftmost(k: int, engine, z: Tensor, *others) -> Step:
+    """A step that writes the k leftmost of the tokens that it would write."""
+    done = longest_run(engine, z, *others)
+    bundle = done.bundle & (done.bundle.cumsum(-1) <= k)
+    return replace(done, bundle=bundle, after=torch.where(bundle, done.token, z))
 
 
 # --- compare
