@@ -12,18 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import (
-    approx,
-    byte_model,
-    caller,
-    conditional,
-    names_folder,
-    random_adapter,
-    random_ids,
-    random_lora,
-    tiny_config,
-    tiny_model,
-)
+from common import approx, caller, conditional, names_folder, prompt, random_adapter, random_lora, tiny_config, tiny_model
 
 import evaluate
 import sample
@@ -44,15 +33,15 @@ PAIRS += ["--corruption", "mask", "--mask_power", 1, "--eval_interval", 10_000, 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """(model, toy, folder of its rows, folder), trained once."""
-    rows = tmp_path_factory.mktemp("pairs") / "rows"
-    folder = rows.parent / "run"
+    """The folder of a small model of a toy, trained once, and the folder of its rows."""
+    folder = tmp_path_factory.mktemp("pairs") / "run"
+    rows = folder.parent / "rows"
     toy.write_toy(rows, "pairs", dict(V=3, m=2), rows=20_000, seed=0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PRESETS, "tiny", tiny_config(n_layer=2, n_embd=32, d_dense=64, n_rounds=1))
         patch.setattr(sys, "argv", ["train.py", *map(str, PAIRS), "--data", str(rows), "--out_dir", str(folder)])
         train.main()
-    return load_model(folder, "cpu", torch.float32), evaluate.load_task(folder), rows, folder
+    return folder, rows
 
 
 # --- toys
@@ -76,7 +65,9 @@ def test_answer_log_probs(monkeypatch):
 def test_in_one_step_both_stages_pay_tc_and_one_at_a_time_nothing(trained):
     """KL(p || prod q_i) = TC + sum_i KL(p_i || q_i), and training left of the sum under 2 % of TC. Clean targets
     cannot take Stage B below TC either."""
-    net, t, _, _ = trained
+    folder, _ = trained
+    net = load_model(folder, "cpu", torch.float32)
+    t = evaluate.load_task(folder)
     p, tc = t.marginals(), t.tc()
     for n_rounds in (0, 1):
         q = answer_log_probs(net, t, torch.arange(t.n_ctx), torch.full((t.n_ctx, t.m), -1), n_rounds)
@@ -145,40 +136,31 @@ def test_the_table_of_a_toy_by_hand(causal, monkeypatch, capsys):
 
 
 def test_a_toy_from_the_command_line(trained, tmp_path, monkeypatch, capsys):
-    _, t, rows, base = trained
+    """A base, and a causal adapter, whose masks are written in one look at least and two at most."""
+    base, rows = trained
     run = caller(evaluate, monkeypatch, capsys)
-    out = run("--ckpt", base, "--device", "cpu")
-    tc = f"{float(t.tc().mean()):.3f}"
-    assert f"pairs: TC = {tc} nats" in out
-    _, *table, _ = [re.split("  +", line) for line in out.splitlines()]
-    lost = {name: cells[0] for name, *cells in table}
-    assert list(lost) == ["decoder", "independent draws, at best", *evaluate.TOY_DECODERS]
-    assert lost["independent draws, at best"] == tc
+    head, *lines = run("--ckpt", base, "--device", "cpu").splitlines()
+    assert head.startswith("pairs: TC = 1.099 nats")  # of one pair log 3
+    names = ["decoder", "independent draws, at best", *evaluate.TOY_DECODERS]
+    assert [line.split("  ")[0] for line in lines[:-1]] == names
 
-    # an adapter is evaluated by its own rounds: two halves of a forward beside the full one, and that is one look
-    two = ["--data", rows, "--init_from", base, "--n_rounds", 2, "--n_last", 1, "--batch_size", 4, "--max_iters", 2]
-    caller(train, monkeypatch, capsys)(*two, "--out_dir", tmp_path / "two")
-    costs = {line.split("  ")[0]: line.split()[-2:] for line in run("--ckpt", tmp_path / "two").splitlines()}
-    assert costs["Stage A, one step"] == ["1.00", "0.00"] and costs["Stage B, one step"] == ["2.00", "1.00"]
-
-    # of causal Stage B all masks of a block in looks: one at least, two at most, each two halves of a forward
-    caller(train, monkeypatch, capsys)(*two, "--causal", "--stage_b", "lora", "--out_dir", tmp_path / "causal")
+    # two rounds are two halves of a forward, and one look
+    causal = ["--n_rounds", 2, "--n_last", 1, "--causal", "--stage_b", "lora", "--out_dir", tmp_path / "causal"]
+    short = ["--data", rows, "--init_from", base, "--batch_size", 4, "--max_iters", 2]
+    caller(train, monkeypatch, capsys)(*short, *causal)
     costs = {line.split("  ")[0]: line.split()[-2:] for line in run("--ckpt", tmp_path / "causal").splitlines()}
     forwards, looks = map(float, costs["causal Stage B, one step"])
     assert "Stage B, one step" not in costs and 1 <= looks <= 2 and forwards == approx(1 + looks, abs=0.011)
 
 
-def test_mistakes(tmp_path, monkeypatch, capsys):
+def test_what_judges_a_model_is_read_or_refused(tmp_path, monkeypatch, capsys):
     run = caller(evaluate, monkeypatch, capsys)
     assert "no checkpoint config" in run.fails("--ckpt", tmp_path)
-    save_model(byte_model(), tmp_path)
-    assert "trained on no toy and on no names" in run.fails("--ckpt", tmp_path)
-    assert "on names alone" in run.fails("--ckpt", tmp_path, tmp_path)
-    for wrong in ({"toy": "modes", "V": "many"}, {"toy": "poems"}, {"toy": 3}, {"toy": "modes", "colour": 1}):
-        (tmp_path / "meta.json").write_text(json.dumps({"judge": wrong}))
+    save_model(tiny_model(), tmp_path)
+    wrong = [{"toy": "modes", "V": "many"}, {"toy": "poems"}, {"toy": 3}, {"toy": "modes", "colour": 1}]
+    for content in ([3], *({"judge": judge} for judge in wrong)):
+        (tmp_path / "meta.json").write_text(json.dumps(content))
         assert "meta.json" in run.fails("--ckpt", tmp_path)
-    (tmp_path / "meta.json").write_text("[3]")
-    assert "meta.json" in run.fails("--ckpt", tmp_path)
 
 
 # --- names
@@ -205,30 +187,29 @@ def test_shares_and_forwards_by_hand(monkeypatch):
     assert asked[1:] == [sample.denoise]
 
 
-def test_prompts_are_the_first_third_of_names_of_the_group_and_a_function_of_it_alone():
+@pytest.mark.parametrize("group", ["held out", "trained"])
+def test_prompts_are_the_first_third_of_names_of_the_group_and_a_function_of_it_alone(group):
     tokenizer = byte_tokenizer()
-    for group in ("held out", "trained"):
-        prompts = evaluate.draw_names(40, group, tokenizer)
-        assert len(prompts) == 40 and all(exists(name) for name in prompts)
-        assert {is_validation(name) for name in prompts} == {group == "held out"}
-        for name, ids in prompts.items():  # a byte is a token
-            assert tokenizer.decode(ids) == name[: (len(name) + 2) // 3]
-        assert list(evaluate.draw_names(7, group, tokenizer).items()) == list(prompts.items())[:7]
+    prompts = evaluate.draw_names(40, group, tokenizer)
+    assert len(prompts) == 40 and all(exists(name) for name in prompts)
+    assert {is_validation(name) for name in prompts} == {group == "held out"}
+    for name, ids in prompts.items():  # a byte is a token
+        assert tokenizer.decode(ids) == name[: (len(name) + 2) // 3]
+    assert list(evaluate.draw_names(7, group, tokenizer).items()) == list(prompts.items())[:7]
 
 
-def test_holes_are_in_one_block_with_something_visible_behind():
+@pytest.mark.parametrize("k", [1, 4])
+def test_holes_are_in_one_block_with_something_visible_behind(k):
     """A byte is a token. The name is whole where it is not masked, and its end fills the last block."""
-    tokenizer = byte_tokenizer()
     cfg = SimpleNamespace(block_length=8, mask_id=257, eos_id=256)
-    for k in (1, 4):
-        prompts = evaluate.draw_holes(20, k, "held out", tokenizer, cfg)
-        assert len(prompts) == 20 and all(is_validation(name) for name in prompts)
-        for name, ids in prompts.items():
-            whole = list(name.encode()) + [256] * (-len(name) % 8)
-            masked = [i for i, token in enumerate(ids) if token == 257]
-            assert len(masked) == k and len({i // 8 for i in masked}) == 1
-            assert masked[-1] + 1 < len(name) and (masked[-1] + 1) % 8 > 0
-            assert [i for i, (a, b) in enumerate(zip(ids, whole, strict=True)) if a != b] == masked
+    prompts = evaluate.draw_holes(20, k, "held out", byte_tokenizer(), cfg)
+    assert len(prompts) == 20 and all(is_validation(name) for name in prompts)
+    for name, ids in prompts.items():
+        masked = [i for i, token in enumerate(ids) if token == 257]
+        assert len(masked) == k and len({i // 8 for i in masked}) == 1
+        assert masked[-1] + 1 < len(name) and (masked[-1] + 1) % 8 > 0
+        whole = list(name.encode()) + [256] * (-len(name) % 8)
+        assert ids == [257 if i in masked else token for i, token in enumerate(whole)]
 
 
 def test_holes_cost_a_step_each_or_one_for_all(tmp_path, monkeypatch, capsys):
@@ -259,18 +240,12 @@ def test_names_from_the_command_line(tmp_path, monkeypatch, capsys):
     random_adapter(tmp_path / "causal", base, "copy", causal=True)
     run = caller(evaluate, monkeypatch, capsys)
     argv = ["--prompts", 2, "--device", "cpu", "--ckpt"]
-    assert "--holes 8: no name" in run.fails(*argv, base, "--holes", 8)
-
     out = run(*argv, tmp_path / "one", tmp_path / "causal", tmp_path / "two", "--json")
     records = [json.loads(line) for line in out.splitlines()]
-    rows = [(name, str(base)) for name in evaluate.BASE_ROWS]
-    for folder, own in (
-        ("one", evaluate.ADAPTER_ROWS),
-        ("causal", evaluate.CAUSAL_ROWS),
-        ("two", evaluate.ADAPTER_ROWS),
-    ):
-        rows += [(name, str(tmp_path / folder)) for name in own]
-    assert [(r["decoder"], r["ckpt"]) for r in records] == rows
+    own = {"one": evaluate.ADAPTER_ROWS, "causal": evaluate.CAUSAL_ROWS, "two": evaluate.ADAPTER_ROWS}
+    rows = [(name, "base") for name in evaluate.BASE_ROWS]
+    rows += [(name, folder) for folder, names in own.items() for name in names]
+    assert [(r["decoder"], r["ckpt"]) for r in records] == [(name, str(tmp_path / folder)) for name, folder in rows]
     for r in records:
         # K = 2 rounds of half a forward, as often as a step marks something
         off = r["decoder"].startswith(("base", "Stage B off"))
@@ -281,8 +256,7 @@ def test_names_from_the_command_line(tmp_path, monkeypatch, capsys):
 
         # what the tokens of a bundle depend on one another is known where causal Stage B writes runs
         assert r["tc"] is None or r["decoder"].startswith(("causal, whole", "causal, longest"))
-    whole = next(r for r in records if r["decoder"] == "causal, whole blocks")
-    assert whole["tc"] is not None
+        assert r["tc"] is not None or r["decoder"] != "causal, whole blocks"
 
     # fewer columns for people; of a base alone its own rows
     out = run(*argv, base)
@@ -292,12 +266,10 @@ def test_names_from_the_command_line(tmp_path, monkeypatch, capsys):
 def test_what_a_bundle_depends_on_by_hand():
     """Stage B gives a bundle of two 1/2 and 1/4, Stage A gives these tokens 1/4 and 1/8: log 4 nats. A bundle of one,
     and a row without one, tell nothing."""
-    p_a = torch.full((3, 2, 4), 0.25)
-    p_a[:, 1] = torch.tensor([0.125, 0.125, 0.5, 0.25])
+    p_a = torch.tensor([[[0.25, 0.25, 0.25, 0.25], [0.125, 0.125, 0.5, 0.25]]] * 3)
     engine = SimpleNamespace(model=SimpleNamespace(logits=lambda h: p_a.log()), stage_a=lambda z: (z, z))
     bundle = torch.tensor([[True, True], [True, False], [False, False]])
-    conf = torch.tensor([[0.5, 0.25]] * 3)
-    token = torch.tensor([[0, 1]] * 3)
+    token, conf = torch.tensor([[0, 1]] * 3), torch.tensor([[0.5, 0.25]] * 3)
     done = SimpleNamespace(bundle=bundle, conf=conf, token=token)
     step = evaluate.Dependence(lambda *given: done)
     assert step(engine, token, None, None, None) is done and step.nats == approx([math.log(4)])
@@ -309,21 +281,20 @@ def test_what_bundles_depend_on_is_what_both_stages_say_of_them(stage_b):
     the sum of Stage A's."""
     model = tiny_model(causal=True, n_rounds=1)
     random_lora(model, stage_b)
-    d = sample.Decoding(gen_length=16, tau_joint=0.0, tau_t2t=None)
     step = evaluate.Dependence(sample.longest_run)
     expected = []
 
     def on_step(rows, done):
         for r, row in enumerate(rows):
             engine = Cached(model, [row.ids], 1)
-            z, bundle = done.z[r : r + 1], done.bundle[r : r + 1]
-            h, a = engine.stage_a(z)
-            b = engine.stage_b(h, bundle, done.after[r : r + 1])
-            both = model.logits_b(b, model.logits(a)), model.logits(a)
-            log_p = [x.log_softmax(-1).gather(-1, done.after[r : r + 1, :, None])[..., 0] for x in both]
+            z, bundle, after = done.z[r : r + 1], done.bundle[r : r + 1], done.after[r : r + 1]
+            h, states = engine.stage_a(z)
+            logits_a = model.logits(states)
+            logits_b = model.logits_b(engine.stage_b(h, bundle, after), logits_a)
+            log_b, log_a = (x.log_softmax(-1).gather(-1, after[..., None])[..., 0] for x in (logits_b, logits_a))
             if bundle.sum() > 1:
-                expected.append(float(((log_p[0] - log_p[1]) * bundle).sum()))
+                expected.append(float((log_b - log_a)[bundle].sum()))
 
-    prompts = [random_ids(1, n, n)[0].tolist() for n in (3, 8)]
-    sample.generate(model, prompts, d, step=step, on_step=on_step)
+    d = sample.Decoding(gen_length=16, tau_joint=0.0, tau_t2t=None)
+    sample.generate(model, [prompt(3), prompt(8)], d, step=step, on_step=on_step)
     assert len(expected) == 5 and step.nats == approx(expected, abs=1e-3)

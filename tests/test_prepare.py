@@ -112,19 +112,20 @@ def test_names_are_all_but_the_numbered(names):
     assert all(exists(name) for name in numbered) and not numbered & set(names)
 
 
-def test_exists_is_the_exact_judge():
-    assert exists("LATIN SMALL LETTER A") == "a" and exists("CJK UNIFIED IDEOGRAPH-4E00") == "一"
-    alias, sequence = "LATIN CAPITAL LETTER GHA", "LATIN SMALL LETTER A WITH MACRON AND GRAVE"
-    assert unicodedata.lookup(alias) == "Ƣ" and len(unicodedata.lookup(sequence)) == 2
-    for no_name in (alias, sequence, "NULL", "latin small letter a", "LATIN SMALL LETTER A ", "", "\ud800", "A" * 999):
-        assert exists(no_name) is None
-
-
-def test_a_name_is_its_own_document_and_split(names):
-    assert load_text(["names"], max_docs=2) == [("SPACE", "SPACE"), ("EXCLAMATION MARK", "EXCLAMATION MARK")]
-    assert [n for n in range(60) if is_validation(f"{n}.py")] == [20, 41]  # one in twenty, whatever else there is
+def test_the_folder_of_names_is_what_the_script_writes(names, tmp_path, monkeypatch, capsys):
+    """Every name a document, closed by eos, in its split."""
     if read_meta(NAMES).judge != {"names": unicodedata.unidata_version}:
         pytest.skip("data/names is of another version of Unicode")
+    out = caller(prepare, monkeypatch, capsys)("names", "--out", tmp_path / "names")
+    assert out.splitlines() == [
+        "train  29,997 documents, 245,973 tokens",
+        "val    1,626 documents, 13,256 tokens",
+        f"{tmp_path}/names is ready: python train.py --data {tmp_path}/names",
+    ]
+    files = ["meta.json", "tokenizer.json", "train.safetensors", "val.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "names").iterdir()) == files
+    for name in files:
+        assert (tmp_path / "names" / name).read_bytes() == (NAMES / name).read_bytes(), name
 
     t = load_tokenizer(NAMES)
     corpus = read_corpus(NAMES, 48, 0, 1, 1)  # the longest name has 33 tokens
@@ -134,18 +135,25 @@ def test_a_name_is_its_own_document_and_split(names):
         assert all(row.count(t.eos_id) == 1 and row[-1] == t.eos_id for row in rows)
 
 
+def test_exists_is_the_exact_judge():
+    assert exists("LATIN SMALL LETTER A") == "a" and exists("CJK UNIFIED IDEOGRAPH-4E00") == "一"
+    alias, sequence = "LATIN CAPITAL LETTER GHA", "LATIN SMALL LETTER A WITH MACRON AND GRAVE"
+    assert unicodedata.lookup(alias) == "Ƣ" and len(unicodedata.lookup(sequence)) == 2
+    for no_name in (alias, sequence, "NULL", "latin small letter a", "LATIN SMALL LETTER A ", "", "\ud800", "A" * 999):
+        assert exists(no_name) is None
+
+
 # --- documents
 def record(n, **fields):
     return {"text": f"document {n} " * 4, "int_score": 4, "token_count": 300} | fields
 
 
 def write_records(path, records):
+    lines = "".join(json.dumps(r) + "\n" for r in records).encode()
+    path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
     if path.suffix == ".parquet":
         arrow = pytest.importorskip("pyarrow")
         pytest.importorskip("pyarrow.parquet").write_table(arrow.Table.from_pylist(records), path)
-    else:
-        lines = "".join(json.dumps(r) + "\n" for r in records).encode()
-        path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
 
 
 def test_paper_filter(tmp_path):
@@ -176,17 +184,16 @@ def test_records_are_the_same_documents_alone_and_in_a_folder(tmp_path, name):
     assert "c.bin" in refusal(tmp_path / "c.bin")  # but not where it is asked for
 
 
-def test_damaged_records_are_refused_in_a_folder_too(tmp_path):
-    for number, (ending, content) in enumerate((
-        ("jsonl", b'{"text": "fine"}\n{"text": \n'),
-        ("jsonl", b'{"text": 3}\n'),
-        ("jsonl", b'{"text": "fine", "int_score": "three"}\n'),
-        ("jsonl.gz", gzip.compress(b'{"text": "fine"}\n' * 99)[:-9]),
-    )):  # fmt: skip
-        path = tmp_path / str(number) / f"a.{ending}"
-        path.parent.mkdir()
-        path.write_bytes(content)
-        assert path.name in refusal(path) and refusal(path.parent) == refusal(path)
+@pytest.mark.parametrize("name, content", [
+    ("a.jsonl", b'{"text": "fine"}\n{"text": \n'),
+    ("a.jsonl", b'{"text": 3}\n'),
+    ("a.jsonl", b'{"text": "fine", "int_score": "three"}\n'),
+    ("a.jsonl.gz", gzip.compress(b'{"text": "fine"}\n' * 99)[:-9]),
+])  # fmt: skip
+def test_damaged_records_are_refused_in_a_folder_too(name, content, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert name in refusal(path) and refusal(tmp_path) == refusal(path)
 
 
 def test_nothing_to_read_is_refused(tmp_path):
@@ -207,7 +214,8 @@ def test_stdlib_is_python_source_without_tests():
 def test_documents_are_closed_by_eos_and_split_by_their_name():
     texts = [(f"{n}.py", "x" * (n % 3)) for n in range(60)]
     split = tokenize(texts, byte_tokenizer(), prompt=0)
-    assert [ids.tolist() for ids, _ in split["val"]] == [[120, 120, 256]] * 2  # 20.py and 41.py
+    assert [n for n in range(60) if is_validation(f"{n}.py")] == [20, 41]  # one in twenty, whatever else there is
+    assert [ids.tolist() for ids, _ in split["val"]] == [[120, 120, 256]] * 2
     assert [len(ids) for ids, _ in split["train"]] == [1 + n % 3 for n in range(60) if n not in (20, 41)]
     assert {prompt for part in split.values() for _, prompt in part} == {0}
 
@@ -238,21 +246,6 @@ def test_the_last_twentieth_of_some_texts():
 
 
 # --- the script
-def test_the_folder_of_names_is_what_the_script_writes(tmp_path, monkeypatch, capsys):
-    if read_meta(NAMES).judge != {"names": unicodedata.unidata_version}:
-        pytest.skip("data/names is of another version of Unicode")
-    out = caller(prepare, monkeypatch, capsys)("names", "--out", tmp_path / "names")
-    assert out.splitlines() == [
-        "train  29,997 documents, 245,973 tokens",
-        "val    1,626 documents, 13,256 tokens",
-        f"{tmp_path}/names is ready: python train.py --data {tmp_path}/names",
-    ]
-    files = ["meta.json", "tokenizer.json", "train.safetensors", "val.safetensors"]
-    assert sorted(path.name for path in (tmp_path / "names").iterdir()) == files
-    for name in files:
-        assert (tmp_path / "names" / name).read_bytes() == (NAMES / name).read_bytes(), name
-
-
 def test_text_is_read_as_bytes_or_by_the_tokenizer_of_a_folder(tmp_path, monkeypatch, capsys):
     texts = tmp_path / "texts"
     texts.mkdir()
@@ -268,7 +261,8 @@ def test_text_is_read_as_bytes_or_by_the_tokenizer_of_a_folder(tmp_path, monkeyp
     assert train["ids"][:15].tolist() == [*b"A SMALL LETTER", 256] and train["prompts"].tolist() == [0] * 58
 
     # as names are read; and as a checkpoint reads, which is trained further
-    call(texts, "--out", tmp_path / "bpe", "--like", NAMES, "--max_docs", 30)
+    out = call(texts, "--out", tmp_path / "bpe", "--like", NAMES, "--max_docs", 30)
+    assert out.endswith(f"python base.py --data {tmp_path}/bpe --config configs/text_base.toml\n")
     assert read_meta(tmp_path / "bpe") == Meta(1024, 1022, 1023, 1022)
     assert (tmp_path / "bpe" / "tokenizer.json").read_bytes() == (NAMES / "tokenizer.json").read_bytes()
     train, val = read_corpus(tmp_path / "bpe", 32, 0, 8, 1).rows.values()

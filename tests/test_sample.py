@@ -14,8 +14,6 @@ from checkpoint import save_model
 from lib.util import Mistake
 from sample import Decoding, candidates, denoise, generate, generate_one, select_bundle
 
-LENGTHS = [3, 8, 13, 16, 21]  # shorter than a block of 8, one block, inside a block, two blocks, inside the third
-
 
 # --- the specification
 @pytest.mark.parametrize("seed", range(27))
@@ -59,26 +57,16 @@ def test_a_sampled_row_of_a_batch_equals_the_prompt_alone(n_rounds):
     """An equal prompt beside it is continued otherwise."""
     model = tiny_model(n_layer=3)
     d = Decoding(gen_length=17, tau_m2t=0.4, tau_t2t=0.6, max_post_steps=2, n_rounds=n_rounds, temperature=0.8)
-    prompts = [prompt(n, i) for i, n in enumerate(LENGTHS)]
+    # shorter than a block of 8, one block, inside a block, two blocks, inside the third
+    prompts = [prompt(n, i) for i, n in enumerate((3, 8, 13, 16, 21))]
     together, rows = traced(model, [*prompts, prompts[0]], d, seed=4)
     assert together[0].tokens != together[-1].tokens
     for p, out, row in zip(prompts, together, rows, strict=False):
         (alone,), (steps,) = traced(model, [p], d, seed=4)
         assert (alone.tokens, alone.nfe) == (out.tokens, out.nfe)
         for a, b in zip(steps, row, strict=True):
-            assert [a[k] for k in ("start", "before", "after")] == [b[k] for k in ("start", "before", "after")]
             assert a["conf"] == approx(b["conf"], abs=2e-4)
-
-
-def test_a_prompt_is_never_edited():
-    """By a model that edits, commits, and lets Stage B overrule Stage A."""
-    d = Decoding(gen_length=19, tau_m2t=0.3, tau_t2t=0.0, max_post_steps=4, n_rounds=2)
-    outputs, rows = traced(tiny_model(), [prompt(13), prompt(21)], d)
-    for steps, n in zip(rows, (13, 21), strict=True):
-        assert all(e["at"] >= n for s in steps for e in s["edit"])
-    steps = rows[0] + rows[1]
-    assert any(s["edit"] for s in steps) and any(len(s["fill"]) > 1 for s in steps) and outputs[0].nfe["refresh"]
-    assert any(f["token"] != f["token_a"] for s in steps for f in s["fill"])
+            assert (a["start"], a["before"], a["after"]) == (b["start"], b["before"], b["after"])
 
 
 def test_what_a_decode_costs_is_what_runs():
@@ -118,20 +106,20 @@ def test_a_step_of_ones_own_costs_what_it_says():
 def test_whole_blocks_without_more_to_write_cost_nothing():
     """Two of three prompts end with a block, and nothing is asked for behind them; the other's last is decoded."""
     d = Decoding(gen_length=0, tau_m2t=0.3, n_rounds=2)
-    outputs = assert_as_specified(tiny_model(), [prompt(n) for n in (16, 13, 8)], d, both=(False, True))
+    prompts = [prompt(16), prompt(13), prompt(8)]
+    outputs = assert_as_specified(tiny_model(), prompts, d, both=(False, True))
     nothing = dict(full=0, partial=0, refresh=0)
     assert [out.nfe == nothing for out in outputs] == [True, False, True]
-    assert all(out.tokens == [] and out.prompt == prompt(n) for out, n in zip(outputs, (16, 13, 8), strict=True))
-    assert generate(tiny_model(), [prompt(8)], d)[0].nfe == nothing
+    assert [(out.prompt, out.tokens) for out in outputs] == [(prompt, []) for prompt in prompts]
+    assert generate(tiny_model(), prompts[:1], d)[0].nfe == nothing
 
 
 # --- given text
 def test_holes_are_filled_and_what_is_given_stays():
-    """Holes in the first block of three, the others given; in the last alone; and none."""
+    """Holes in the first block of three, the others given; in the last alone; and none. The model edits, and Stage B
+    overrules Stage A, but never in what is given."""
     texts = [prompt(20), prompt(13), prompt(11)]
-    for at in (2, 5):
-        texts[0][at] = MASK
-    texts[1][12] = MASK
+    texts[0][2] = texts[0][5] = texts[1][12] = MASK
     d = Decoding(gen_length=6, tau_m2t=0.3, tau_t2t=0.0, max_post_steps=3, holes=True, eos_early_stop=False)
     outputs, rows = traced(tiny_model(), texts, d)
     for out, steps, text in zip(outputs, rows, texts, strict=True):
@@ -140,6 +128,8 @@ def test_holes_are_filled_and_what_is_given_stays():
         written = {f["at"] for s in steps for f in s["fill"] + s["edit"]}
         assert {i for i in written if i < len(text)} == set(holes) and len(out.tokens) == 6
     assert [steps[0]["start"] for steps in rows] == [0, 8, 8]
+    steps = sum(rows, [])
+    assert any(s["edit"] for s in steps) and any(f["token"] != f["token_a"] for s in steps for f in s["fill"])
     # holes alone may be asked for; and as released a mask in a finished block is left
     assert generate(tiny_model(), texts[:1], replace(d, gen_length=0))[0].tokens == []
     assert generate(tiny_model(), texts[:1], replace(d, holes=False))[0].prompt == texts[0]
@@ -178,40 +168,43 @@ def test_a_step_by_hand():
 
 
 def test_candidates_filter_and_renormalise_by_hand():
+    """Of probabilities 0.5, 0.3 and 0.2."""
     logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(1, 4, 3)
     u = torch.tensor([[0.0, 0.624, 0.626, 0.999]])
-    token, p = candidates(logits, u, Decoding(temperature=1.0, top_p=0.6))  # 0.5 < 0.6: the second crosses and stays
-    assert token.tolist() == [[0, 0, 1, 1]]
-    assert p[0].tolist() == approx([0.625, 0.625, 0.375, 0.375])
-    for top_k, kept in ((1, [1.0] * 4), (2, [0.625, 0.625, 0.375, 0.375])):
-        _, p = candidates(logits, u, Decoding(temperature=1.0, top_k=top_k))
-        assert p[0].tolist() == approx(kept)
-    token, p = candidates(logits, u, Decoding(temperature=0.5))  # squares: 0.25, 0.09, 0.04 of 0.38
-    assert token.tolist() == [[0, 0, 0, 2]] and p[0, 0] == approx(0.25 / 0.38)
+    two = [0.625, 0.625, 0.375, 0.375]  # of 5/8 and 3/8
+    for d, tokens, shares in (
+        (Decoding(), [0, 0, 0, 0], [0.5] * 4),
+        (Decoding(temperature=1.0, top_p=0.6), [0, 0, 1, 1], two),  # 0.5 < 0.6: the second crosses and stays
+        (Decoding(temperature=1.0, top_k=2), [0, 0, 1, 1], two),
+        (Decoding(temperature=1.0, top_k=1), [0, 0, 0, 0], [1.0] * 4),
+        (Decoding(temperature=0.5), [0, 0, 0, 2], [25 / 38] * 3 + [4 / 38]),  # squares: 0.25, 0.09, 0.04
+    ):
+        token, p = candidates(logits, u, d)
+        assert token.tolist() == [tokens] and p[0].tolist() == approx(shares)
+
     # two equals share [0, 1/2) and [1/2, 1)
     token, _ = candidates(torch.zeros(1, 3, 2), torch.tensor([[0.0, 0.49, 0.5]]), Decoding(temperature=1.0))
     assert token.tolist() == [[0, 0, 1]]
-    token, p = candidates(logits, u, Decoding())
-    assert token.tolist() == [[0, 0, 0, 0]] and p[0].tolist() == approx([0.5] * 4)
 
 
-def bundle_of(conf: list[float], tau_m2t: float, at_least: int = 1) -> list[int]:
+CONF = [0.9, 0.7, 0.6, 0.2, 0.95]
+
+
+@pytest.mark.parametrize("conf, tau_m2t, at_least, bundle", [
+    (CONF, 0.5, 1, [0, 1, 2]),
+    (CONF, 0.7, 1, [0]),  # strictly above; the visible position never counts
+    (CONF, 0.99, 1, [0]),  # nothing passes: the single most confident
+    (CONF, 0.99, 3, [0, 1, 2]),
+    (CONF, 0.65, 2, [0, 1]),  # as many as asked for pass
+    (CONF, 0.5, 2, [0, 1, 2]),  # and more
+    (CONF, 0.0, 9, [0, 1, 2, 3]),
+    (CONF, -1, 1, [0, 1, 2, 3]),  # every mask at once
+    ([0.2, 0.3, 0.3, 0.3, 0.3], 0.5, 2, [1, 2]),  # of equals the leftmost
+])  # fmt: skip
+def test_selection_by_hand(conf, tau_m2t, at_least, bundle):
     """Of five positions the last is visible."""
     masked = torch.tensor([[True, True, True, True, False]])
-    return select_bundle(torch.tensor([conf]), masked, tau_m2t, at_least)[0].nonzero()[:, 0].tolist()
-
-
-def test_selection_by_hand():
-    conf = [0.9, 0.7, 0.6, 0.2, 0.95]
-    assert bundle_of(conf, 0.5) == [0, 1, 2]
-    assert bundle_of(conf, 0.7) == [0]  # strictly above; the visible position never counts
-    assert bundle_of(conf, 0.99) == [0]  # nothing passes: the single most confident
-    assert bundle_of(conf, 0.99, 3) == [0, 1, 2]
-    assert bundle_of(conf, 0.65, 2) == [0, 1]  # as many as asked for pass
-    assert bundle_of(conf, 0.5, 2) == [0, 1, 2]  # and more
-    assert bundle_of(conf, 0.0, 9) == [0, 1, 2, 3]
-    assert bundle_of(conf, -1) == [0, 1, 2, 3]  # every mask at once
-    assert bundle_of([0.2, 0.3, 0.3, 0.3, 0.3], 0.5, 2) == [1, 2]  # of equals the leftmost
+    assert select_bundle(torch.tensor([conf]), masked, tau_m2t, at_least).nonzero()[:, 1].tolist() == bundle
 
 
 # --- how a block ends
@@ -242,43 +235,42 @@ def test_a_checkpoint_without_its_tokenizer_decodes_ids_and_says_what_text_needs
     assert "no tokenizer" in run.fails(*given, "--prompt", "text")
 
 
-def settled(model, *argv: str) -> Decoding:
-    return sample.settle_decoding(sample.build_parser().parse_args(argv), model)
+PAPERS = Decoding(n_rounds=2, tau_m2t=0.7, tau_t2t=0.0, eos_early_stop=True, holes=True)
+RELEASED = replace(PAPERS, n_rounds=0, tau_t2t=0.5)
+RUN = replace(PAPERS, tau_joint=0.5, tau_t2t=None)
 
 
-def test_what_a_decode_defaults_to():
-    """The flags; else the paper's, or the released one where Stage B is off."""
-    trained, converted = tiny_model(), tiny_model()
-    converted.markers.data.zero_()
-    papers = Decoding(n_rounds=2, holes=True)
-    released = Decoding(n_rounds=0, tau_t2t=0.5, holes=True)
-    assert (papers.tau_m2t, papers.tau_t2t, papers.eos_early_stop) == (0.7, 0.0, True)
-    assert settled(trained) == papers
-    assert settled(converted) == settled(trained, "--n_rounds", "0") == released
-    assert settled(converted, "--n_rounds", "1").tau_t2t == 0.0  # Stage B is asked for
-    for given, gate in {"0.3": 0.3, "0.5": 0.5, "none": None}.items():
-        assert settled(trained, "--tau_t2t", given).tau_t2t == settled(converted, "--tau_t2t", given).tau_t2t == gate
-
-
-def test_what_a_causal_decode_defaults_to():
-    """The longest run above a half, without edits; the paper's gates where one of them is given. Any other Stage B and
-    Stage A alone write runs where they are told to; what is not meant is refused."""
-    causal, plain = tiny_model(causal=True), tiny_model()
-    run = Decoding(n_rounds=2, holes=True, tau_joint=0.5, tau_t2t=None)
-    assert settled(causal) == run
-    assert settled(causal, "--tau_joint", "0") == replace(run, tau_joint=0.0)
-    assert settled(causal, "--tau_m2t", "0.3") == replace(run, tau_joint=None, tau_m2t=0.3, tau_t2t=0.0)
-    assert settled(causal, "--n_rounds", "0") == replace(run, tau_joint=None, n_rounds=0, tau_t2t=0.5)
-
-    # runs of any model
-    base = replace(run, n_rounds=0, tau_joint=0.7)
-    for model in (causal, plain):
-        assert settled(model, "--n_rounds", "0", "--tau_joint", "0.7") == base
-        assert settled(model, "--tau_joint", "0.7", "--tau_t2t", "none") == replace(base, n_rounds=2)
-    for argv, words in (
-        (["--tau_joint", "0.5", "--n_rounds", "0", "--tau_m2t", "0.5"], "leave out"),
-        (["--tau_joint", "0.5", "--n_rounds", "0", "--tau_t2t", "0.5"], "leave out"),
-        (["--n_rounds", "3"], "0..2 rounds"),
-    ):
-        with pytest.raises(Mistake, match=words):
-            sample.settle_decoding(sample.build_parser().parse_args(argv), plain)
+@pytest.mark.parametrize("kind, argv, expected", [
+    # the flags; else the paper's, or the released one where Stage B is off
+    ("trained", "", PAPERS),
+    ("trained", "--n_rounds 0", RELEASED),
+    ("trained", "--tau_t2t 0.3", replace(PAPERS, tau_t2t=0.3)),
+    ("trained", "--tau_t2t none", replace(PAPERS, tau_t2t=None)),
+    ("converted", "", RELEASED),
+    ("converted", "--tau_t2t 0.3", replace(RELEASED, tau_t2t=0.3)),
+    ("converted", "--tau_t2t none", replace(RELEASED, tau_t2t=None)),
+    ("converted", "--n_rounds 1", replace(PAPERS, n_rounds=1)),  # Stage B is asked for
+    # causal: the longest run above a half, without edits; the paper's gates where one of them is given
+    ("causal", "", RUN),
+    ("causal", "--tau_joint 0", replace(RUN, tau_joint=0.0)),
+    ("causal", "--tau_m2t 0.3", replace(PAPERS, tau_m2t=0.3)),
+    ("causal", "--n_rounds 0", RELEASED),
+    # any other Stage B, and Stage A alone, write runs where they are told to
+    ("causal", "--tau_joint 0.7 --n_rounds 0", replace(RUN, tau_joint=0.7, n_rounds=0)),
+    ("causal", "--tau_joint 0.7 --tau_t2t none", replace(RUN, tau_joint=0.7)),
+    ("trained", "--tau_joint 0.7 --n_rounds 0", replace(RUN, tau_joint=0.7, n_rounds=0)),
+    ("trained", "--tau_joint 0.7 --tau_t2t none", replace(RUN, tau_joint=0.7)),
+    ("trained", "--tau_joint 0.5 --n_rounds 0 --tau_m2t 0.5", "leave out"),
+    ("trained", "--tau_joint 0.5 --n_rounds 0 --tau_t2t 0.5", "leave out"),
+    ("trained", "--n_rounds 3", "0..2 rounds"),
+])  # fmt: skip
+def test_what_a_decode_defaults_to(kind, argv, expected):
+    model = tiny_model(causal=kind == "causal")
+    if kind == "converted":
+        model.markers.data.zero_()
+    args = sample.build_parser().parse_args(argv.split())
+    if isinstance(expected, Decoding):
+        assert sample.settle_decoding(args, model) == expected
+    else:
+        with pytest.raises(Mistake, match=expected):
+            sample.settle_decoding(args, model)

@@ -24,8 +24,9 @@ from lib.tokenizer import byte_spec, load_tokenizer
 from lib.util import exists, verdict, write_json
 from model import Model
 from prepare import unicode_names
-from sample import Decoding, Step, candidates, generate
+from sample import Decoding, Step, generate, longest_run
 from tools import playground
+from tools.film import Watched
 
 BASE = ROOT / "assets" / "names"
 SHIPPED = [ROOT / folder for folder in playground.SHIPPED]
@@ -39,23 +40,21 @@ STAGE_B = replace(FACTORISED, tau_t2t=0.0, n_rounds=1)
 CAUSAL = replace(STAGE_B, tau_t2t=None, tau_joint=0.5)
 LONGEST_RUN = replace(CAUSAL, n_rounds=0)
 ONE_AT_A_TIME = replace(LONGEST_RUN, tau_joint=1.0)
-SHOWN = ["base, one at a time", "base, longest run", "base, edits gated"]
-SHOWN += ["paper, Stage B off", "paper, Stage B on", "causal Stage B"]
+# the shipped page's, in order: its name, the number of its model, its settings
+SHOWN = {
+    "base, one at a time": (0, ONE_AT_A_TIME),
+    "base, longest run": (0, LONGEST_RUN),
+    "base, edits gated": (0, FACTORISED),
+    "paper, Stage B off": (1, STAGE_B_OFF),
+    "paper, Stage B on": (1, STAGE_B),
+    "causal Stage B": (2, CAUSAL),
+}
 
 FOUND = filter(None, map(shutil.which, ("google-chrome", "chromium", "chrome")))
 BROWSER = next((path for path in FOUND if not path.startswith("/snap/")), None)  # a snap cannot read these folders
 QUIET = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
 QUIET += " --disable-component-update --disable-sync --virtual-time-budget=10000000 --dump-dom"
 in_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium: apt install chromium")
-
-
-def leftmost(engine, z, given, u, d) -> Step:
-    """A step that writes the leftmost mask, by Stage A."""
-    token, conf = candidates(engine.model.logits(engine.stage_a(z)[1]), u[:, 0], d)
-    masked = z == engine.model.cfg.mask_id
-    bundle = masked & (masked.cumsum(-1) == 1)
-    after = torch.where(bundle, token, z)
-    return Step(z, after, bundle, torch.zeros_like(bundle), token, conf, token, conf, torch.zeros(len(z)))
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +82,11 @@ def small_page(small) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(playground, "BEGINNINGS", 3)
         return playground.page(small)
+
+
+@pytest.fixture(scope="module")
+def shipped_page() -> str:
+    return playground.page(SHIPPED)
 
 
 def answer(folder: Path, page: str, script: str, query: str = "", **given) -> object:
@@ -144,8 +148,7 @@ def decoded(model: Model, prompt: list[int], d: Decoding) -> list:
         drafts = step.token_a[step.bundle].tolist()
         steps.append([step.z[0].tolist(), step.after[0].tolist(), *places, drafts, float(step.partial)])
 
-    step = leftmost if d == ONE_AT_A_TIME else None
-    (output,) = generate(model, [prompt], d, step=step, on_step=add)
+    (output,) = generate(model, [prompt], d, on_step=add)
     return [output.prompt, output.tokens, *output.nfe.values(), steps]
 
 
@@ -179,14 +182,14 @@ def test_it_decodes_as_generate_does(number, small, small_page, tmp_path):
 
 @in_browser
 @pytest.mark.parametrize("number", (1, 2))
-def test_the_shipped_ones_decode_as_generate_does(number, tmp_path):
+def test_the_shipped_ones_decode_as_generate_does(number, shipped_page, tmp_path):
     prompts = list(draw_names(9, "held out", TOKENIZER).values())
     prompts += [with_holes(prompt + prompts[0]) for prompt in prompts[:3]]
     settings = [CAUSAL, replace(CAUSAL, tau_joint=0.0), replace(CAUSAL, tau_joint=0.8), LONGEST_RUN]
     if number == 1:
         settings = [replace(STAGE_B, tau_m2t=tau) for tau in (-1.0, 0.3, 0.7)]
         settings += [STAGE_B_OFF, FACTORISED, ONE_AT_A_TIME]
-    compare(read(SHIPPED[number - 1]), number, playground.page(SHIPPED), prompts, settings, tmp_path)
+    compare(read(SHIPPED[number - 1]), number, shipped_page, prompts, settings, tmp_path)
 
 
 def compare(model: Model, number: int, page: str, prompts: list, settings: list[Decoding], folder: Path) -> list:
@@ -212,40 +215,18 @@ def compare(model: Model, number: int, page: str, prompts: list, settings: list[
 @pytest.mark.parametrize("number", (2, 3))
 @torch.inference_mode()
 def test_a_looks_tokens_are_shown_up_to_the_final_one(number, small, small_page, tmp_path):
-    """Each look is Stage B's own pass over the tokens of the one before. A token is final once it has read what writing
-    one after the other leaves before it."""
+    """Stage A's draft, then what each look makes of the tokens that it reads. A token is final once it has read what is
+    written before it in the end."""
     prompt = TOKENIZER.encode("BOX DRAWINGS")
     n = len(prompt)
     model = read(small[number - 1])
-    engine = Cached(model, [[]], model.cfg.n_rounds)
+    engine = Watched(Cached(model, [[]], model.cfg.n_rounds))
     z = torch.tensor([prompt + [1023] * (8 - n)])
-    masked = z == 1023
-    h, states = engine.stage_a(z)
-    logits_a = model.logits(states)
-
-    def look(tokens: torch.Tensor) -> torch.Tensor:
-        """Stage B's tokens in the bundle, after these."""
-        found = model.logits_b(engine.stage_b(h, masked, tokens), logits_a).argmax(-1)
-        return torch.where(masked, found, z)
-
-    # one after the other, from the left
-    one_by_one = z.clone()
-    for i in range(n, 8):
-        one_by_one[0, i] = look(one_by_one)[0, i]
-
-    # all together, in looks
-    tokens = torch.where(masked, logits_a.argmax(-1), z)
-    written = {i: "A " + piece(int(tokens[0, i])) for i in range(n, 8)}
-    left = set(written)
-    looks = 0
-    while left:
-        looks += 1
-        found = look(tokens)
-        for i in sorted(left):
-            final = torch.equal(tokens[0, :i], one_by_one[0, :i])
-            written[i] += f"{looks} {piece(int(found[0, i]))}" + " ✓" * final
-            left = left - {i} if final else left
-        tokens = found
+    d = replace(CAUSAL, n_rounds=model.cfg.n_rounds, tau_joint=0.0)
+    done = longest_run(engine, z, z != 1023, torch.zeros(1, 2, 8), d)
+    final = done.after[0].tolist()
+    drafts = [*engine.read, final]
+    looks = len(drafts) - 1
 
     script = """
         $("tau_joint").value = 0;
@@ -256,7 +237,11 @@ def test_a_looks_tokens_are_shown_up_to_the_final_one(number, small, small_page,
     cells, partial = answer(tmp_path, small_page, script, number=number, prompt=prompt)
     assert looks > 2 and partial == looks * model.cfg.n_rounds
     for i in range(n, 8):
-        assert cells[i]["parts"][1:3] == [piece(int(one_by_one[0, i])), written[i]]
+        # the look that has read nothing but final tokens is the last that is shown
+        last = next(k for k in range(1, looks + 1) if drafts[k - 1][:i] == final[:i])
+        written = "A " + piece(drafts[0][i])
+        written += "".join(f"{k} {piece(drafts[k][i])}" for k in range(1, last + 1)) + " ✓"
+        assert cells[i]["parts"][1:3] == [piece(final[i]), written]
 
 
 def piece(token: int) -> str:
@@ -283,20 +268,11 @@ def test_the_pages_tokenizer_and_judge_are_the_models(small_page, tmp_path):
 # --- the page of a model
 def by_every_way(prompt: list[int], models: list[Model]) -> dict:
     """Each decoder of the shipped page on a prompt, by PyTorch -> its Output."""
-    base, paper, causal = models
-    ways = [
-        generate(base, [prompt], ONE_AT_A_TIME, step=leftmost),
-        generate(base, [prompt], LONGEST_RUN),
-        generate(base, [prompt], FACTORISED),
-        generate(paper, [prompt], STAGE_B_OFF),
-        generate(paper, [prompt], STAGE_B),
-        generate(causal, [prompt], CAUSAL),
-    ]
-    return {name: output for name, (output,) in zip(SHOWN, ways, strict=True)}
+    return {name: generate(models[number], [prompt], d)[0] for name, (number, d) in SHOWN.items()}
 
 
 @in_browser
-def test_it_opens_on_what_goes_wrong_and_what_does_not(tmp_path):
+def test_it_opens_on_what_goes_wrong_and_what_does_not(shipped_page, tmp_path):
     """No such character by gates, one that exists by causal Stage B: the first such beginning. The experiment counts
     it."""
     script = """
@@ -312,15 +288,13 @@ def test_it_opens_on_what_goes_wrong_and_what_does_not(tmp_path):
         const shown = cells().map((cell) => cell.parts[1]).join("");
         return [asked, seen, text("shares"), wrong, shown, document.querySelectorAll("main b").length];
     """
-    page = playground.page(SHIPPED)
-    assert len(page.encode()) <= 6e6
-    prompt, seen, shares, wrong, shown, bold = answer(tmp_path, page, script, hostile=HOSTILE)
+    assert len(shipped_page.encode()) <= 6e6
+    prompt, seen, shares, wrong, shown, bold = answer(tmp_path, shipped_page, script, hostile=HOSTILE)
     models = [read(folder) for folder in (BASE, *SHIPPED)]
     marks = []
     for line, (way, out) in zip(seen, by_every_way(prompt, models).items(), strict=True):
         name = TOKENIZER.decode(prompt + out.tokens)
-        model = models[{"b": 0, "p": 1, "c": 2}[way[0]]]
-        forwards = in_full(out.nfe, model.partial_cost)
+        forwards = in_full(out.nfe, models[SHOWN[way][0]].partial_cost)
         there = exists(name) is not None
         said = "✓ " + verdict(name) if there else "✗ " + verdict(name).strip("()")
         assert line == f"{way} {round(forwards, 2):g} forwards{name}{said}"
@@ -437,7 +411,7 @@ def test_one_command_writes_one_page_that_asks_nothing_of_a_network(tmp_path, mo
     assert code == 0 and re.fullmatch(rf"wrote {out} \(\d\.\d MB\)\n", said)
     page = out.read_text(encoding="utf-8")
     data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
-    assert [d["name"] for d in data["decoders"]] == SHOWN[:3]
+    assert [d["name"] for d in data["decoders"]] == list(SHOWN)[:3]
 
     # one link, to follow by hand, and nothing that loads
     asked = r"https?:[^\"]*|\bsrc=|@import|url\(|\bimport\(|fetch\(|XMLHttp|WebSocket|innerHTML"
