@@ -113,7 +113,7 @@ def test_names_are_all_but_the_numbered(names):
 
 
 def test_the_folder_of_names_is_what_the_script_writes(names, tmp_path, monkeypatch, capsys):
-    """Every name a document, closed by eos, in its split."""
+    """Every name a document, closed by eos, in its split. All of it is less than a megabyte."""
     if read_meta(NAMES).judge != {"names": unicodedata.unidata_version}:
         pytest.skip("data/names is of another version of Unicode")
     out = caller(prepare, monkeypatch, capsys)("names", "--out", tmp_path / "names")
@@ -126,6 +126,7 @@ def test_the_folder_of_names_is_what_the_script_writes(names, tmp_path, monkeypa
     assert sorted(path.name for path in (tmp_path / "names").iterdir()) == files
     for name in files:
         assert (tmp_path / "names" / name).read_bytes() == (NAMES / name).read_bytes(), name
+    assert sum((NAMES / name).stat().st_size for name in files) < 1_000_000
 
     t = load_tokenizer(NAMES)
     corpus = read_corpus(NAMES, 48, 0, 1, 1)  # the longest name has 33 tokens

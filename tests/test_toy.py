@@ -18,11 +18,13 @@ def contexts(t: Toy) -> torch.Tensor:
     return torch.arange(t.n_ctx)
 
 
-def uneven_toy() -> Toy:
-    """Contexts of two, one and one tuples, the later ones padded as the class says."""
-    support = torch.tensor([[[0, 1], [2, 0]], [[1, 1], [1, 1]], [[0, 0], [0, 0]]])
-    prob = torch.tensor([[0.25, 0.75], [1.0, 0.0], [1.0, 0.0]], dtype=torch.float64)
-    return Toy("uneven", 3, support, prob)
+# contexts of two, one and one tuples, the later ones padded as the class says
+UNEVEN = Toy(
+    "uneven",
+    3,
+    torch.tensor([[[0, 1], [2, 0]], [[1, 1], [1, 1]], [[0, 0], [0, 0]]]),
+    torch.tensor([[0.25, 0.75], [1.0, 0.0], [1.0, 0.0]], dtype=torch.float64),
+)
 
 
 # --- the tasks
@@ -56,20 +58,17 @@ def tc_of_copy(m: int, V: int, eps: float) -> float:
     return (m - 1) * (math.log(V) - entropy([1 - eps + eps / V] + [eps / V] * (V - 1)))
 
 
-@pytest.mark.parametrize(
-    ("name", "params", "tc"),
-    [
-        ("modes", {}, TC_OF_MODES),
-        ("pairs", {"V": 5, "m": 6}, 3 * math.log(5)),
-        ("mixed", {"V": 4, "m": 8}, 2 * math.log(4)),
-        ("copy", {"V": 3, "m": 8, "eps": 0.5}, tc_of_copy(8, 3, 0.5)),
-        ("copy", {"eps": 0}, 3 * math.log(8)),
-        ("copy", {"eps": 1}, 0.0),
-        ("gaussian", {"rho": 0, "m": 2, "levels": 7}, 0.0),
-        ("permutation", {"m": 6, "V": 9}, 6 * math.log(6) - math.log(720)),
-        ("sum", {"V": 2, "m": 8}, math.log(2)),
-    ],
-)
+@pytest.mark.parametrize("name, params, tc", [
+    ("modes", {}, TC_OF_MODES),
+    ("pairs", {"V": 5, "m": 6}, 3 * math.log(5)),
+    ("mixed", {"V": 4, "m": 8}, 2 * math.log(4)),
+    ("copy", {"V": 3, "m": 8, "eps": 0.5}, tc_of_copy(8, 3, 0.5)),
+    ("copy", {"eps": 0}, 3 * math.log(8)),
+    ("copy", {"eps": 1}, 0.0),
+    ("gaussian", {"rho": 0, "m": 2, "levels": 7}, 0.0),
+    ("permutation", {"m": 6, "V": 9}, 6 * math.log(6) - math.log(720)),
+    ("sum", {"V": 2, "m": 8}, math.log(2)),
+])  # fmt: skip
 def test_total_correlation_is_the_known_number(name, params, tc):
     t = make(name, **params)
     assert t.tc().tolist() == pytest.approx([tc] * t.n_ctx, abs=1e-9) and (t.tc() >= 0).all()
@@ -126,7 +125,7 @@ def test_gaussian_far_tails_are_symmetric():
 
 # --- reading the table
 def test_products_and_distances_of_uneven_contexts():
-    t = uneven_toy()
+    t = UNEVEN
     third = torch.full((3, 2, 3), 1 / 3, dtype=torch.float64)
     table = product_table(t, contexts(t), third)
     torch.testing.assert_close(table, torch.tensor([[1, 1], [1, 0], [1, 0]]).double() / 9)  # the padding counts once
@@ -141,7 +140,7 @@ def test_the_likeliest_share_a_split_tie():
 
 
 def test_log_prob():
-    t = uneven_toy()
+    t = UNEVEN
     c = torch.tensor([0, 0, 0, 1, 1, 1, 2])
     tuples = torch.tensor([[0, 1], [2, 0], [1, 1], [0, 1], [1, 1], [1, t.mask_id], [0, 0]])
     expected = [math.log(0.25), math.log(0.75), -math.inf, -math.inf, 0, -math.inf, 0]
@@ -149,7 +148,7 @@ def test_log_prob():
 
 
 def test_quantile_at_the_ends_of_the_unit_interval():
-    t = uneven_toy()
+    t = UNEVEN
     for u, first in ((0.0, [0, 1]), (0.25 - 2**-54, [0, 1]), (0.25, [2, 0]), (1 - 2**-53, [2, 0])):
         same = torch.full((3,), u, dtype=torch.float64)
         assert t.quantile(contexts(t), same).tolist() == [first, [1, 1], [0, 0]]

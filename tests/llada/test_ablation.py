@@ -1,19 +1,16 @@
 """The rows of Table 2: what each may do in the place of the paper's step. `pytest tests/llada`"""
 
-import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from common import ROOT, caller, random_adapter, random_ids, tiny_model
+from common import caller, names_folder, prompt, random_adapter, tiny_model
 
 import toy
 from checkpoint import save_model
-from evaluate import complete, draw_names, quality
 from lib.rows import Meta, write_meta
-from lib.tokenizer import load_tokenizer
 from llada import ablation
 from llada.ablation import COCOMMIT, MECHANISM, decoder_of, least_entropic, without_marker
 from sample import Decoding, denoise, generate
@@ -23,8 +20,7 @@ def test_without_marker_stage_b_writes_what_stage_a_would():
     model = tiny_model()
     d = Decoding(gen_length=24, tau_m2t=0.3, tau_t2t=0.5)
     decoders = {"off": (replace(d, n_rounds=0), denoise), "on": (d, denoise), "no": (d, without_marker)}
-    prompt = random_ids(1, 5, 100)[0].tolist()
-    found = {name: generate(model, [prompt], d, step=step)[0] for name, (d, step) in decoders.items()}
+    found = {name: generate(model, [prompt(5)], d, step=step)[0] for name, (d, step) in decoders.items()}
     assert found["no"].tokens == found["off"].tokens != found["on"].tokens
     assert found["no"].nfe["partial"] > 0 == found["off"].nfe["partial"]
 
@@ -43,21 +39,22 @@ def surely(token: int) -> torch.Tensor:
     return 9.0 * F.one_hot(torch.tensor([token] * 5), 10)
 
 
-def test_whose_logits_fill_and_whose_edit():
-    for row, (fill, edit) in {
-        "Stage B, gated edits": (5, 5),
-        "B fills, A edits": (5, 7),
-        "A fills, B edits": (7, 5),
-        "adapter, Stage B off": (7, 7),
-    }.items():
-        done = one_step(surely(7), [9, 9, 1, 2, 3], row)
-        assert done.after.tolist() == [[fill, fill, edit, edit, edit]]
-        assert done.bundle.tolist() == [[True, True, False, False, False]]
-        assert done.partial.tolist() == [0.0 if row == "adapter, Stage B off" else 1.0]
+@pytest.mark.parametrize("row, fill, edit", [
+    ("Stage B, gated edits", 5, 5),
+    ("B fills, A edits", 5, 7),
+    ("A fills, B edits", 7, 5),
+    ("adapter, Stage B off", 7, 7),
+])  # fmt: skip
+def test_whose_logits_fill_and_whose_edit(row, fill, edit):
+    """Stage A is sure of token 7."""
+    done = one_step(surely(7), [9, 9, 1, 2, 3], row)
+    assert done.after.tolist() == [[fill, fill, edit, edit, edit]]
+    assert done.bundle.tolist() == [[True, True, False, False, False]]
+    assert done.partial.tolist() == [0.0 if row == "adapter, Stage B off" else 1.0]
 
-        # without a bundle Stage A edits alone
-        done = one_step(surely(7), [1, 1, 1, 2, 7], row)
-        assert done.after.tolist() == [[7] * 5] and done.partial.tolist() == [0.0]
+    # without a bundle Stage A edits alone
+    done = one_step(surely(7), [1, 1, 1, 2, 7], row)
+    assert done.after.tolist() == [[7] * 5] and done.partial.tolist() == [0.0]
 
 
 def test_selection_by_entropy_by_hand():
@@ -81,36 +78,31 @@ def test_every_row_differs_from_the_released_quality_setting_as_the_paper_says()
 
 @pytest.mark.parametrize("kind", ["names", "toy"])
 def test_the_table(kind, tmp_path, monkeypatch, capsys):
-    """From the command line, of a base and an adapter with random weights; and one row by hand."""
+    """From the command line, of a base and an adapter with random weights; and one row as its judge finds it."""
     base = tmp_path / "base"
     adapter = tmp_path / "adapter"
-    sizes = dict(vocab_size=1024, eos_id=1022, mask_id=1023)
+    expected = ["exist", "itself", "forwards", "full"]
     if kind == "names":
-        shutil.copytree(ROOT / "data" / "names", base, ignore=shutil.ignore_patterns("*.safetensors"))
+        names_folder(base, n_layer=2, n_last=1)
     else:
+        expected[:2] = ["possible", "likeliest"]
         task = toy.make("modes", V=6, n_ctx=2)
-        sizes = {name: getattr(task, name) for name in ("vocab_size", "eos_id", "mask_id")}
-        write_meta(base, Meta(**sizes, n_plain=task.V, judge={"toy": "modes", "V": 6, "n_ctx": 2}))
-        sizes["block_length"] = task.m
-    save_model(tiny_model(n_layer=2, n_last=1, **sizes), base)
+        ids = dict(vocab_size=task.vocab_size, eos_id=task.eos_id, mask_id=task.mask_id)
+        save_model(tiny_model(n_layer=2, n_last=1, block_length=task.m, **ids), base)
+        write_meta(base, Meta(**ids, n_plain=task.V, judge={"toy": "modes", "V": 6, "n_ctx": 2}))
     model = random_adapter(adapter, base)
     monkeypatch.setattr(ablation, "NAMES", Decoding(gen_length=8))
     call = caller(ablation, monkeypatch, capsys)
-    out = call("--ckpt", adapter, "--device", "cpu", "--prompts", 2)
-    assert [line.split("  ")[0] for line in out.splitlines()[1:-1]] == list(MECHANISM)
+    lines = call("--ckpt", adapter, "--device", "cpu", "--prompts", 2).splitlines()
+    assert [line.split("  ")[0] for line in lines[1:-1]] == list(MECHANISM)
 
-    d = Decoding(gen_length=8, n_rounds=2)
-    if kind == "names":
-        tokenizer = load_tokenizer(base)
-        found = complete(model, tokenizer, draw_names(2, "held out", tokenizer), d)
-    else:
-        found = quality(model, task, d)
-    columns = ("exist", "itself") if kind == "names" else ("possible", "likeliest")
-    expected = [f"{found[column]:.3f}" for column in (*columns, "forwards", "full")]
-    (line,) = [line for line in out.splitlines() if line.startswith(COCOMMIT)]
-    assert line.split()[-6:] == [*expected, "91.13", "0.34"]
+    columns, judge = ablation.find_judge(adapter, 2)
+    found = judge(model, d=Decoding(gen_length=8, n_rounds=2))
+    (line,) = [line for line in lines if line.startswith(COCOMMIT)]
+    assert columns == expected
+    assert line.split()[-6:] == [*(f"{found[column]:.3f}" for column in columns), "91.13", "0.34"]
+
+    # the rows are an adapter's, and the paper's
     assert "is no adapter" in call.fails("--ckpt", base)
-
-    # the rows are the paper's
     random_adapter(tmp_path / "causal", base, causal=True)
     assert "causal Stage B is no row" in call.fails("--ckpt", tmp_path / "causal")

@@ -12,107 +12,98 @@ def check(name: str, output: str, gold, extracted, correct: bool) -> None:
     assert task.right(extracted, gold) is correct
 
 
-@pytest.mark.parametrize(
-    "output, gold, extracted, correct",
-    [
-        (r"\boxed{−3}", "-3", "-3", True),  # U+2212
-        ("5 + 67 = 72\n#### 72\nChecked 2 times.", "72", "72", True),  # naive last number: 2
-        ("The answer is 2,125.", "2125", "2125", True),
-        (r"\boxed{1{,}450{,}000}", "1450000", "1450000", True),
-        ("It ends at -$3.", "-3", "-3", True),
-        (r"\boxed{.5}", "0", ".5", False),
-        (r"\boxed{\text{18 dollars in 3 days}}", "18", "18", True),  # the last number in the box is no answer
-        (r"\boxed{5 + 6 = 11}", "11", "11", True),
-        (r"First \boxed{12}. No, it is \boxed{18}.", "18", "18", True),
-        (r"\boxed{18}. To check: 18 / 2 = 9", "18", "18", True),  # naive last number: 9
-        (r"\boxed{\dfrac{\text{36}}{2}}", "18", "36/2", True),
-        (r"\boxed{1\frac{1}{2}}", "2", "1 1/2", False),
-        ("\\boxed{}\nThe answer is 18.", "18", "18", True),  # a blank box is the prompt repeated
-        (r"After 18 days: \boxed{\text{none}}", "18", None, False),
-        ("**Answer:** 18 apples (3 boxes of 6)", "18", "18", True),  # naive: 6
-        ("The answer is 12, since 12 - 4 = 8 are left.", "12", "12", True),  # naive: 8
-        ("The answer is 12. 12 - 4 = 8", "12", "12", True),  # naive: 8
-        ("The answer is $5 x 3 = $15.", "15", "15", True),
-        ("The answer is 18.\nWait. The answer is 20.", "20", "20", True),
-        ("She buys 10-12 eggs", "12", "12", True),  # a range, no minus
-        ("The garden has 18 m^2, which is x_2", "18", "18", True),  # an exponent or an index is no answer
-        ("It is H2O", "2", None, False),
-        ("It is 10/0", "0", None, False),
-        # Chinese
-        ("答案是18。验算：18-3=15", "18", "18", True),  # naive last number: 15
-        ("答案是3+4=7（个）", "7", "7", True),
-        ("答案：每份100，200是总数", "100", "100", True),  # a Chinese comma groups no thousands
-        ("答案是1又7分之2", "9/7", "1 2/7", True),
-        ("答案是一又七分之二", "9/7", "1 2/7", True),
-        ("答案是一样的，十五", "15", "15", True),  # 一样 is no number
-        (r"\boxed{二〇二四年}", "2024", "2024", True),
-        (r"\boxed{一亿二千万}", "120000000", "120000000", True),
-        ("便宜了百分之四十", "40%", "40/100", True),
-        (r"\boxed{\frac25}", "4/10", "2/5", True),
-        (r"\boxed{-\frac{1}{2}}", "1/2", "-1/2", False),
-        ("温度是负5度", "-5", "-5", True),
-        (r"\boxed{83.33}", "250/3", "83.33", False),  # 1/300 off
-        (r"\boxed{83.333}", "250/3", "83.333", True),  # 1/3000 off
-        (r"\boxed{40}", "40%", "40", True),  # 百分之几 was asked
-        (r"\boxed{0.4}", "40%", "0.4", True),
-        (r"\boxed{8万}", "80000", "8万", True),
-        (r"\boxed{21.22万册}", "21.22", "21.22万", True),  # 多少万册 was asked
-        (r"\boxed{x≈3.14}", "3.14", "3.14", True),
-    ],
-)
+@pytest.mark.parametrize("output, gold, extracted, correct", [
+    (r"\boxed{−3}", "-3", "-3", True),  # U+2212
+    ("5 + 67 = 72\n#### 72\nChecked 2 times.", "72", "72", True),  # naive last number: 2
+    ("The answer is 2,125.", "2125", "2125", True),
+    (r"\boxed{1{,}450{,}000}", "1450000", "1450000", True),
+    ("It ends at -$3.", "-3", "-3", True),
+    (r"\boxed{.5}", "0", ".5", False),
+    (r"\boxed{\text{18 dollars in 3 days}}", "18", "18", True),  # the last number in the box is no answer
+    (r"\boxed{5 + 6 = 11}", "11", "11", True),
+    (r"First \boxed{12}. No, it is \boxed{18}.", "18", "18", True),
+    (r"\boxed{18}. To check: 18 / 2 = 9", "18", "18", True),  # naive last number: 9
+    (r"\boxed{\dfrac{\text{36}}{2}}", "18", "36/2", True),
+    (r"\boxed{1\frac{1}{2}}", "2", "1 1/2", False),
+    ("\\boxed{}\nThe answer is 18.", "18", "18", True),  # a blank box is the prompt repeated
+    (r"After 18 days: \boxed{\text{none}}", "18", None, False),
+    ("**Answer:** 18 apples (3 boxes of 6)", "18", "18", True),  # naive: 6
+    ("The answer is 12, since 12 - 4 = 8 are left.", "12", "12", True),  # naive: 8
+    ("The answer is 12. 12 - 4 = 8", "12", "12", True),  # naive: 8
+    ("The answer is $5 x 3 = $15.", "15", "15", True),
+    ("The answer is 18.\nWait. The answer is 20.", "20", "20", True),
+    ("She buys 10-12 eggs", "12", "12", True),  # a range, no minus
+    ("The garden has 18 m^2, which is x_2", "18", "18", True),  # an exponent or an index is no answer
+    ("It is H2O", "2", None, False),
+    ("It is 10/0", "0", None, False),
+    # Chinese
+    ("答案是18。验算：18-3=15", "18", "18", True),  # naive last number: 15
+    ("答案是3+4=7（个）", "7", "7", True),
+    ("答案：每份100，200是总数", "100", "100", True),  # a Chinese comma groups no thousands
+    ("答案是1又7分之2", "9/7", "1 2/7", True),
+    ("答案是一又七分之二", "9/7", "1 2/7", True),
+    ("答案是一样的，十五", "15", "15", True),  # 一样 is no number
+    (r"\boxed{二〇二四年}", "2024", "2024", True),
+    (r"\boxed{一亿二千万}", "120000000", "120000000", True),
+    ("便宜了百分之四十", "40%", "40/100", True),
+    (r"\boxed{\frac25}", "4/10", "2/5", True),
+    (r"\boxed{-\frac{1}{2}}", "1/2", "-1/2", False),
+    ("温度是负5度", "-5", "-5", True),
+    (r"\boxed{83.33}", "250/3", "83.33", False),  # 1/300 off
+    (r"\boxed{83.333}", "250/3", "83.333", True),  # 1/3000 off
+    (r"\boxed{40}", "40%", "40", True),  # 百分之几 was asked
+    (r"\boxed{0.4}", "40%", "0.4", True),
+    (r"\boxed{8万}", "80000", "8万", True),
+    (r"\boxed{21.22万册}", "21.22", "21.22万", True),  # 多少万册 was asked
+    (r"\boxed{x≈3.14}", "3.14", "3.14", True),
+])  # fmt: skip
 def test_numbers(output, gold, extracted, correct):
     check("gsm8k", output, gold, extracted, correct)
     check("cmath", output, gold, extracted, correct)
 
 
-@pytest.mark.parametrize(
-    "output, letter",
-    [
-        (r"Answer: $\boxed{D}$", "D"),
-        ("Answer: option A", "A"),
-        (r"The final answer is \boxed{C}.", "C"),
-        ("I think the answer would be B.", "B"),
-        (r"\boxed{\text{(B) } 5}", "B"),
-        ("(b)", "B"),
-        ("B. Use a towel, not option A", "B"),  # naive last letter: A
-        ("Answer: A\nWait, no.\nAnswer: C", "C"),  # naive first match: A
-        ("Answer: Because of symmetry", None),  # naive: B
-        ("The answer is a photon", None),  # naive: A
-        ("A better way is to use a sponge", None),  # naive first letter: A
-        ("Answer: ABCD", None),
-        ("The last line is 'Answer: $LETTER'.", None),
-        ("The answer is not A, but B", None),
-        ("Option C looks right", None),
-    ],
-)
+@pytest.mark.parametrize("output, letter", [
+    (r"Answer: $\boxed{D}$", "D"),
+    ("Answer: option A", "A"),
+    (r"The final answer is \boxed{C}.", "C"),
+    ("I think the answer would be B.", "B"),
+    (r"\boxed{\text{(B) } 5}", "B"),
+    ("(b)", "B"),
+    ("B. Use a towel, not option A", "B"),  # naive last letter: A
+    ("Answer: A\nWait, no.\nAnswer: C", "C"),  # naive first match: A
+    ("Answer: Because of symmetry", None),  # naive: B
+    ("The answer is a photon", None),  # naive: A
+    ("A better way is to use a sponge", None),  # naive first letter: A
+    ("Answer: ABCD", None),
+    ("The last line is 'Answer: $LETTER'.", None),
+    ("The answer is not A, but B", None),
+    ("Option C looks right", None),
+])  # fmt: skip
 def test_letters(output, letter):
     for gold in "ABCD":
         check("gpqa", output, gold, letter, letter == gold)
 
 
-@pytest.mark.parametrize(
-    "output, gold, extracted, em, f1",
-    [
-        (r"So it is \boxed{\text{Bears}}.", [("Bears",)], "Bears", 1, 1.0),
-        ("Answer: 3\nWait.\nAnswer: 4", [("4",)], "4", 1, 1.0),  # simple-evals takes the first
-        ("Answer: 49", [("47",), ("49",)], "49", 1, 1.0),
-        ("Answer: 13 yards", [("13",)], "13 yards", 0, 0.67),  # bags {13.0, yards}, {13.0}: 2 * 1 / 3
-        ("Answer: 12 yards", [("13 yards",)], "12 yards", 0, 0.0),  # no number of the gold's
-        ("The answer is 13", [("13",)], "The answer is 13", 0, 0.5),  # no "Answer:"; 2 * 1 / (3 + 1)
-        ("Answer: the Bears", [("Bears",)], "the Bears", 1, 1.0),
-        ("Answer: 7.60", [("7.6",)], "7.60", 1, 1.0),
-        ("Answer: 7.6%", [("7.6",)], "7.6%", 0, 0.0),  # official trap: 76.0
-        ("Answer: -5", [("5",)], "-5", 1, 1.0),  # official trap: the sign is a separator
-        ("Answer: February 5, 1284", [("5 February 1284",)], "February 5, 1284", 0, 1.0),  # same bag, other order
-        ("Answer: ale, rum", [("ale and rum",), ("ale", "rum")], "ale, rum", 1, 1.0),
-        ("Answer: May 5, 1998 and 1999", [("1999", "May 5, 1998")], "May 5, 1998 and 1999", 1, 1.0),
-        ("Answer: ale, rum, and gin", [("gin", "ale", "rum")], "ale, rum, and gin", 1, 1.0),
-        ("Answer: ale", [("ale", "rum")], "ale", 0, 0.5),  # one of two paired
-        ("Answer: ale, rum, gin", [("ale", "rum")], "ale, rum, gin", 0, 0.67),  # 2 of 3
-        ("Answer: rum", [("rum", "rum")], "rum", 0, 0.5),  # the same set, but not as many
-        ("", [("13",)], None, 0, 0.0),
-    ],
-)
+@pytest.mark.parametrize("output, gold, extracted, em, f1", [
+    (r"So it is \boxed{\text{Bears}}.", [("Bears",)], "Bears", 1, 1.0),
+    ("Answer: 3\nWait.\nAnswer: 4", [("4",)], "4", 1, 1.0),  # simple-evals takes the first
+    ("Answer: 49", [("47",), ("49",)], "49", 1, 1.0),
+    ("Answer: 13 yards", [("13",)], "13 yards", 0, 0.67),  # bags {13.0, yards}, {13.0}: 2 * 1 / 3
+    ("Answer: 12 yards", [("13 yards",)], "12 yards", 0, 0.0),  # no number of the gold's
+    ("The answer is 13", [("13",)], "The answer is 13", 0, 0.5),  # no "Answer:"; 2 * 1 / (3 + 1)
+    ("Answer: the Bears", [("Bears",)], "the Bears", 1, 1.0),
+    ("Answer: 7.60", [("7.6",)], "7.60", 1, 1.0),
+    ("Answer: 7.6%", [("7.6",)], "7.6%", 0, 0.0),  # official trap: 76.0
+    ("Answer: -5", [("5",)], "-5", 1, 1.0),  # official trap: the sign is a separator
+    ("Answer: February 5, 1284", [("5 February 1284",)], "February 5, 1284", 0, 1.0),  # same bag, other order
+    ("Answer: ale, rum", [("ale and rum",), ("ale", "rum")], "ale, rum", 1, 1.0),
+    ("Answer: May 5, 1998 and 1999", [("1999", "May 5, 1998")], "May 5, 1998 and 1999", 1, 1.0),
+    ("Answer: ale, rum, and gin", [("gin", "ale", "rum")], "ale, rum, and gin", 1, 1.0),
+    ("Answer: ale", [("ale", "rum")], "ale", 0, 0.5),  # one of two paired
+    ("Answer: ale, rum, gin", [("ale", "rum")], "ale, rum, gin", 0, 0.67),  # 2 of 3
+    ("Answer: rum", [("rum", "rum")], "rum", 0, 0.5),  # the same set, but not as many
+    ("", [("13",)], None, 0, 0.0),
+])  # fmt: skip
 def test_drop(output, gold, extracted, em, f1):
     check("drop", output, gold, extracted, em == 1)
     assert TASKS["drop"].f1(extracted, gold) == f1

@@ -1,6 +1,7 @@
 """Export: a model of ours, and merged adapters. (There and back: test_convert.) `pytest tests/llada/test_export.py`"""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,10 +18,10 @@ from llada import export
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """`run(folder)` exports it to tmp_path / "hf" -> what is printed."""
+    """`run(folder)` exports it to tmp_path / "hf" -> what is printed; `run.fails`: its one error."""
     call = caller(export, monkeypatch, capsys)
-    run = lambda src: call("--to", "hf", "--src", src, "--out", tmp_path / "hf")  # noqa: E731
-    run.fails = lambda src: call.fails("--to", "hf", "--src", src, "--out", tmp_path / "hf")
+    run = partial(call, "--to", "hf", "--out", tmp_path / "hf", "--src")
+    run.fails = partial(call.fails, "--to", "hf", "--out", tmp_path / "hf", "--src")
     return run
 
 

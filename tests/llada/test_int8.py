@@ -35,14 +35,11 @@ def dequantise(numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def as_floats(small: Model) -> Model:
     """An ordinary model with the float32 matrices that the int8 ones stand for."""
     state = small.state_dict()
-    floats = {}
-    for name, tensor in state.items():
-        if tensor.dtype == torch.int8:
-            tensor = dequantise(tensor, state[f"{name}_scale"])
-        if not name.endswith("_scale"):
-            floats[name] = tensor
+    for name in [name for name in state if name.endswith("_scale")]:
+        matrix = name.removesuffix("_scale")
+        state[matrix] = dequantise(state[matrix], state.pop(name))
     model = Model(small.cfg)
-    model.load_state_dict(floats)
+    model.load_state_dict(state)
     return model
 
 
@@ -101,7 +98,7 @@ def test_the_model_is_that_of_the_floats(tied, stage_b, causal, tmp_path):
 
     ids = random_ids(2, 24)
     bundle = torch.arange(24).expand(2, 24) % 3 == 0
-    gradients, logits = [], []
+    found = []
     for model in (small, plain):
         random_lora(model, stage_b)
         ctx = model.context(torch.ones_like(ids, dtype=torch.bool))
@@ -109,11 +106,11 @@ def test_the_model_is_that_of_the_floats(tied, stage_b, causal, tmp_path):
         a = model.logits(model.last_n(h, ctx))
         b = model.logits(model.coordinate(h, bundle, ctx, 2, ids))
         (a.log_softmax(-1)[..., 0].sum() + b.log_softmax(-1)[..., 1].sum()).backward()
-        logits.append([a, b])
-        gradients.append({name: p.grad for name, p in model.learned().items()})
-    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-4)
-    assert all(grad.abs().max() > 0 for grad in gradients[0].values())
+        found.append((a, b, {name: p.grad for name, p in model.learned().items()}))
+    (a, b, gradients), (plain_a, plain_b, plain_gradients) = found
+    torch.testing.assert_close((a, b), (plain_a, plain_b), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(gradients, plain_gradients, rtol=1e-3, atol=1e-4)
+    assert all(grad.abs().max() > 0 for grad in gradients.values())
 
     # Stage B's own layers have the same integers, not others
     for own, of_stage_a in zip(small.layers_b or [], small.layers[-2:], strict=bool(small.layers_b)):
@@ -124,13 +121,13 @@ def test_an_adapter_of_the_original_fits(golden, experts, tmp_path):
     """It is told that these are the same weights in another form, and decodes with them in bfloat16."""
     shutil.copytree(experts, tmp_path / "base")
     adapter = random_adapter(tmp_path / "adapter", golden, n_last=2)
-    about = read_json(tmp_path / "adapter" / "adapter.json", "adapter")
-    about["base"] = "../base"
-    write_json(tmp_path / "adapter" / "adapter.json", about)
+    path = tmp_path / "adapter" / "adapter.json"
+    about = read_json(path, "adapter") | {"base": "../base"}
+    write_json(path, about)
     with pytest.raises(Mistake, match="in another form, delete base_hash"):
         load_model(tmp_path / "adapter", "cpu", torch.bfloat16)
     del about["base_hash"]
-    write_json(tmp_path / "adapter" / "adapter.json", about)
+    write_json(path, about)
     small = load_model(tmp_path / "adapter", "cpu", torch.bfloat16)
     assert small.lm_head.weight.dtype == torch.int8
     torch.testing.assert_close(small.learned(), adapter.learned(), rtol=0, atol=0)

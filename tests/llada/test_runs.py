@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,12 +33,11 @@ def run(weights, tmp_path, monkeypatch, capsys):
     """`run(task, out, *flags)` -> what a short benchmark run with the adapter prints; `run.fails`: its one error."""
     call = caller(runs, monkeypatch, capsys)
 
-    def argv(task: str, out: Path, *flags: object) -> list:
+    def run(task: str, out: Path, *flags: object, how=call) -> str:
         given = ["--task", task, "--task_file", write_task(tmp_path, task), "--out", out]
-        return [*given, "--ckpt", weights / "cocommit", "--gen_length", 16, "--device", "cpu", *flags]
+        return how(*given, "--ckpt", weights / "cocommit", "--gen_length", 16, "--device", "cpu", *flags)
 
-    run = lambda *given: call(*argv(*given))  # noqa: E731
-    run.fails = lambda *given: call.fails(*argv(*given))
+    run.fails = partial(run, how=call.fails)
     return run
 
 

@@ -68,14 +68,12 @@ def test_notes_and_ambiguity(tmp_path, monkeypatch, capsys):
     assert "2 runs are the row 'MBPP+ CoCommit'" in line and "gen_length (16, 32)" in line
 
 
-def test_what_is_no_run_file(tmp_path, monkeypatch, capsys):
-    for records, word in (
-        (["notes"], "no run file"),
-        ([{"settings": 5}], "settings is 5"),
-        ([{"settings": {"task": "chess"}}], "'chess'"),
-    ):
-        (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-        assert word in refused(tables, monkeypatch, capsys, "main", "--runs", tmp_path)
+@pytest.mark.parametrize("record, word", [
+    ("notes", "no run file"), ({"settings": 5}, "settings is 5"), ({"settings": {"task": "chess"}}, "'chess'"),
+])  # fmt: skip
+def test_what_is_no_run_file(record, word, tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
+    assert word in refused(tables, monkeypatch, capsys, "main", "--runs", tmp_path)
 
 
 def test_only_equal_prompts_are_paired(tmp_path):

@@ -51,15 +51,15 @@ def test_every_colour_is_readable_on_both_pages():
             assert color == page or (light + 0.05) / (dark + 0.05) >= 4.5, color
 
 
-def write_records(path, systems, **more) -> None:
+def write_records(path, systems) -> None:
     """Two seeds of each: .25 of the names for one forward, and .75 for two; half of it a token."""
     records = []
     for seed, (digits, cost) in enumerate((("0100", 1.0), ("1110", 2.0))):
         figures = dict(seed=seed, n=4, exist=digits, forwards=cost, per_token=cost / 2, tokens=2.0)
         for name in systems:
             system, way = name.split("/")
-            edits = plots.NAMED[name][3]
-            records += [dict(system=system, way=way, dial=dial, edits=edits) | figures | more for dial in (0.5, 1.0)]
+            setting = dict(system=system, way=way, edits=plots.NAMED[name][3])
+            records += [setting | figures | dict(dial=dial) for dial in (0.5, 1.0)]
     path.write_text("\n".join(map(json.dumps, records)))
 
 
@@ -81,12 +81,10 @@ def test_names_are_drawn_from_what_was_measured(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="pip install matplotlib")
     monkeypatch.setattr(plots, "RESULTS", tmp_path)
     (tmp_path / "names").mkdir()
-    write_records(tmp_path / "names" / "records.jsonl", ["base/run", "causal/run", "paper/stage_b", "base/threshold"])
-    with open(tmp_path / "names" / "records.jsonl", "a") as out:
-        odd = dict(
-            system="base", way="threshold", dial=0.1, edits=0.5, seed=0, exist="0000", forwards=9.0, per_token=9.0
-        )
-        out.write("\n" + json.dumps(odd))
+    path = tmp_path / "names" / "records.jsonl"
+    write_records(path, ["base/run", "causal/run", "paper/stage_b", "base/threshold"])
+    odd = dict(system="base", way="threshold", dial=0.1, edits=0.5, seed=0, exist="0000", forwards=9.0, per_token=9.0)
+    path.write_text(path.read_text() + "\n" + json.dumps(odd))
     figure = plots.draw_names()
     for ax, end in zip(figure.axes, (0.75, 1.5), strict=True):
         names = [text for text in ax.texts if text.get_text()]
