@@ -10,15 +10,18 @@ from common import ROOT, command_line
 
 from lib.util import Parser
 
-README = (ROOT / "README.md").read_text()
-PAGES = ("*.md", "*/README.md", "results/*.md", "results/*/README.md")
-FILES = [path for pattern in PAGES for path in sorted(ROOT.glob(pattern))]
-TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
+
+def read(*patterns: str) -> dict[str, str]:
+    """The files of these patterns: name -> text."""
+    files = [path for pattern in patterns for path in sorted(ROOT.glob(pattern))]
+    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in files}
+
+
+PAGES = read("*.md", "*/README.md", "results/*.md", "results/*/README.md")
+README = PAGES["README.md"]
 # python train.py --flags, python -m tools.bench --flags, torchrun ... -m llada.parallel --flags
 SCRIPT = r"(?:python|torchrun [^\n]*?)(?: -m)? ((?:experiments|llada|tools)\.\w+|\w+\.py)"
 COMMAND = re.compile(SCRIPT + r"((?:[^`#\n\\;|>&]|\\\n)*)")
-# it passes its flags on
-PASSES_ON = {"llada.parallel": "train"}
 
 
 def shell_script(text: str) -> str:
@@ -35,17 +38,13 @@ def shell_script(text: str) -> str:
 
 def commands() -> list[tuple[str, str, str]]:
     """(file, script, what stands behind it) of every command that is written down."""
-    texts = {name: shell_script(text.split("git checkout")[0]) for name, text in TEXTS.items()}
-    for path in sorted(ROOT.glob("experiments/*.sh")):
-        texts[path.relative_to(ROOT).as_posix()] = shell_script(path.read_text())
-    for path in sorted(ROOT.glob("configs/*.toml")):
-        texts[path.relative_to(ROOT).as_posix()] = path.read_text().replace("# python", "python")
-    for folder in (".", "lib", "experiments", "llada", "tools"):
-        for path in sorted((ROOT / folder).glob("*.py")):
-            tree = ast.parse(path.read_text())
-            documented = (ast.Module, ast.FunctionDef, ast.ClassDef)
-            docs = [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, documented)]
-            texts[path.relative_to(ROOT).as_posix()] = "\n".join(docs)
+    texts = {name: shell_script(text.split("git checkout")[0]) for name, text in PAGES.items()}
+    texts |= {name: shell_script(text) for name, text in read("experiments/*.sh").items()}
+    texts |= {name: text.replace("# python", "python") for name, text in read("configs/*.toml").items()}
+    for name, text in read("*.py", "lib/*.py", "experiments/*.py", "llada/*.py", "tools/*.py").items():
+        documented = (ast.Module, ast.FunctionDef, ast.ClassDef)
+        docs = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, documented)]
+        texts[name] = "\n".join(docs)
     found = [(name, m[1].removesuffix(".py"), m[2]) for name, text in texts.items() for m in COMMAND.finditer(text)]
     # a name without a word behind it may be a mention, and dots stand for more than is written
     whole = [(name, script, line) for name, script, line in found if line.strip() and "..." not in line]
@@ -71,7 +70,7 @@ class Parsed(Exception):
 def test_commands_that_are_written_down_parse(script, monkeypatch, capsys):
     """Each is given to its script, which is stopped when it has read its command line."""
     assert len(COMMANDS) > 100
-    module = importlib.import_module(PASSES_ON.get(script, script))
+    module = importlib.import_module(script.replace("llada.parallel", "train"))  # to which it passes its flags on
     for name in ("parse_args", "parse_intermixed_args"):
         usual = getattr(Parser, name)
 
@@ -104,7 +103,7 @@ def test_what_the_readme_shows_is_what_the_shipped_model_writes(monkeypatch, cap
 
 
 def test_links_lead_somewhere():
-    for name, text in TEXTS.items():
+    for name, text in PAGES.items():
         folder = (ROOT / name).parent
         for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
             assert link.startswith("http") or (folder / link).exists(), (name, link)

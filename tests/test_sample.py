@@ -226,9 +226,8 @@ def test_a_checkpoint_without_its_tokenizer_decodes_ids_and_says_what_text_needs
     """A released checkpoint may come without tokenizer.json."""
     save_model(tiny_model(), tmp_path)
     run = caller(sample, monkeypatch, capsys)
+    tokens = generate_one(tiny_model(), [5, 9, 12], Decoding(gen_length=12, n_rounds=2))[0]
     given = ["--ckpt", tmp_path, "--gen_length", 12, "--device", "cpu"]
-    d = Decoding(gen_length=12, tau_t2t=0.0, n_rounds=2)
-    tokens = generate_one(tiny_model(), [5, 9, 12], d)[0]
     watched = run(*given, "--prompt_ids", "5,9,12", "--watch")
     assert "step   1  5 9 12" in watched and f"\n{tokens}\n" in watched
     assert " per token]" in watched and "\x1b" not in watched
@@ -262,7 +261,6 @@ RUN = replace(PAPERS, tau_joint=0.5, tau_t2t=None)
     ("trained", "--tau_joint 0.7 --tau_t2t none", replace(RUN, tau_joint=0.7)),
     ("trained", "--tau_joint 0.5 --n_rounds 0 --tau_m2t 0.5", "leave out"),
     ("trained", "--tau_joint 0.5 --n_rounds 0 --tau_t2t 0.5", "leave out"),
-    ("trained", "--n_rounds 3", "0..2 rounds"),
 ])  # fmt: skip
 def test_what_a_decode_defaults_to(kind, argv, expected):
     model = tiny_model(causal=kind == "causal")
