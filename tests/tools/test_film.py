@@ -10,10 +10,9 @@ from common import ROOT, approx, byte_model, caller, names_folder, random_adapte
 
 from cache import in_full
 from lib.tokenizer import byte_tokenizer
-from lib.util import Mistake
 from sample import Decoding, generate
 from tools import film
-from tools.film import Chip, Clock, Film, spans
+from tools.film import Chip, Clock, Film
 
 CITY, SAN, YORK, FRANCISCO, EOS, MASK = range(6)
 WORDS = ["city", "·San", "·York", "·Francisco"]
@@ -35,7 +34,9 @@ def played(monkeypatch, drafts: list[list[int]], after: list[int], token_a: list
         return SimpleNamespace(**{name: torch.tensor([of]) for name, of in tensors.items()})
 
     def generate(model, prompts, d, step, on_step):
-        on_step([row], step(SimpleNamespace(model=model, stage_b=lambda *args: None), None, None, None, d))
+        on_step(
+            [row], step(SimpleNamespace(model=model, stage_a=None, stage_b=lambda *args: None), None, None, None, d)
+        )
         output.nfe = dict(full=1, partial=len(drafts), refresh=0)
         return [output]
 
@@ -84,15 +85,9 @@ def test_a_film_is_the_decode_and_its_forwards(how):
     assert output.nfe["refresh"] >= 1
 
 
-def test_states_become_spans():
-    assert spans([(0, "a"), (1, "a"), (2, "b")]) == [(0, 2, "a"), (2, None, "b")]
-    assert spans([(0, "a"), (1, "b"), (1, "c")]) == [(0, 1, "a"), (1, None, "c")], "b takes no time"
-
-
 def test_the_clock_by_hand():
     """Two forwards of five seconds and six of pause: a forward is 5/16 of the loop. What ends is hidden at first."""
     clock = Clock(2)
-    assert clock.seen(0, None, "x") == "x"
     assert clock.seen(0, 1, "x") == '<g class="i0" opacity="0">x</g>'
     assert clock.seen(1, None, "x") == '<g class="i1">x</g>'
     css = clock.css()
@@ -100,27 +95,6 @@ def test_the_clock_by_hand():
     assert "@keyframes i0 { 0% { opacity: 1 } 31.25% { opacity: 0 } }" in css
     assert "@keyframes i1 { 0% { opacity: 0 } 31.25% { opacity: 1 } }" in css
     assert Clock(9).share(9) == "75.00%", "many forwards last 18 seconds together"
-
-
-def test_a_beginning_is_chosen_that_only_the_last_way_completes(monkeypatch):
-    """Of five: all have the first; the second takes two blocks; in the third nothing is mended; the fourth is short."""
-    names = {name: [i] for i, name in enumerate("abcde")}
-    found = {"base": [1, 0, 0, 0, 0], "paper": [1, 0, 0, 0, 0], "causal": [1, 1, 1, 1, 1]}
-    about = [(5, 1.5, "x"), (5, 3.0, "x"), (5, 1.5, ""), (3, 1.5, "x"), (4, 1.5, "x")]
-
-    def record(ways, tokenizer, prompt):
-        n_written, cost, draft = about[prompt[0]]
-        return [SimpleNamespace(n_written=n_written, forwards=cost, ending=lambda: [Chip("good", "y", draft)])] * 3
-
-    monkeypatch.setattr(film, "draw_names", lambda n, group, tokenizer: names)
-    monkeypatch.setattr(film, "complete", lambda model, tokenizer, prompts, d: dict(found=found[model]))
-    monkeypatch.setattr(film, "record", record)
-    ways = {name: (name, None) for name in found}
-    assert film.choose(ways, None) == [4]
-    del names["e"]
-    found = {name: of[:4] for name, of in found.items()}
-    with pytest.raises(Mistake, match="give --prompt"):
-        film.choose(ways, None)
 
 
 def parsed(svg: str) -> list[str]:
@@ -147,7 +121,7 @@ def test_three_decoders_are_drawn(tmp_path, monkeypatch, capsys):
 
 
 def test_the_committed_film_is_what_the_shipped_adapters_do(tmp_path, monkeypatch, capsys):
-    """The same beginning is chosen, and the same words are written at the same cost."""
+    """The same words are written at the same cost."""
     caller(film, monkeypatch, capsys)("--out", tmp_path / "film.svg")
     drawn = parsed((tmp_path / "film.svg").read_text())
     committed = (ROOT / "assets" / "decode.svg").read_text()
