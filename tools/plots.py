@@ -1,7 +1,7 @@
 """The figures of the README and of the results pages, drawn with matplotlib from the numbers that are committed.
 
     python -m tools.plots                    # all of them, each to its place
-    python -m tools.plots tiny speed         # two of them; PICTURES has all names, at the end of this file
+    python -m tools.plots tiny speed         # two of them
 
 Text stays text in the SVGs. Each has a background of its own, white or dark as the reader's system is, and
 other colours on either: no colour can be read both on white and on black at 4.5 : 1.
@@ -27,32 +27,24 @@ except ImportError:
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
 
-# on white
-PAGE = "#ffffff"
-INK = "#59636e"
-BLUE = "#0a5ca8"
-ORANGE = "#a84300"
-GREEN = "#1a7f4b"
-PURPLE = "#8a3fa0"
-BROWN = "#7a5200"
-TEAL = "#006d77"
-
-# and what each is on GitHub's dark page
+# each colour on white, and what it is on GitHub's dark page
 DARK = {
-    PAGE: "#0d1117",
-    INK: "#9ba5b1",
-    BLUE: "#79bcff",
-    ORANGE: "#ffab6e",
-    GREEN: "#57d197",
-    PURPLE: "#d6a2e8",
-    BROWN: "#d9b36a",
-    TEAL: "#5fd0da",
+    "#ffffff": "#0d1117",
+    "#59636e": "#9ba5b1",
+    "#0a5ca8": "#79bcff",
+    "#a84300": "#ffab6e",
+    "#1a7f4b": "#57d197",
+    "#8a3fa0": "#d6a2e8",
+    "#7a5200": "#d9b36a",
+    "#006d77": "#5fd0da",
 }
+PAGE, INK, BLUE, ORANGE, GREEN, PURPLE, BROWN, TEAL = DARK
 STYLE = {
     "svg.hashsalt": "cocommit",  # the same picture from the same numbers, byte for byte
     "svg.fonttype": "none",  # text stays text
     "font.size": 11,
     "figure.facecolor": PAGE,
+    "figure.constrained_layout.use": True,
     "axes.facecolor": "none",
     "text.color": INK,
     "axes.edgecolor": INK,
@@ -72,32 +64,27 @@ WIDTH = 5.4  # inches, of every figure: its letters are those of the page where 
 
 
 # --- the canvas
-def panels(rows: int, columns: int, width: float, height: float, **shared: bool):
-    """(figure, axes), in inches."""
-    return plt.subplots(rows, columns, figsize=(width, height), layout="constrained", **shared)
-
-
-def name_lines(ax, ends: dict[str, tuple[float, float, str]]) -> None:
-    """Each line's name behind its end (x, y, colour); all ends are at one x. Pushed up where two would overlap."""
+def name_lines(ax) -> None:
+    """Each line's name behind its end; all ends are at one x. Pushed up where two would overlap."""
     bottom, top = ax.get_ylim()
     lowest = bottom
-    for name, (x, y, color) in sorted(ends.items(), key=lambda end: end[1][1]):
+    for line in sorted(ax.lines, key=lambda line: line.get_ydata()[-1]):
+        x, y = line.get_xydata()[-1]
         place = max(y, lowest)
         lowest = place + 0.09 * (top - bottom)
-        ax.annotate(name, (x, place), xytext=(7, 0), textcoords="offset points", color=color, va="center",
-                    annotation_clip=False)  # fmt: skip
+        ax.annotate(line.get_label(), (x, place), xytext=(7, 0), textcoords="offset points", color=line.get_color(),
+                    va="center", annotation_clip=False)  # fmt: skip
 
 
 def svg(figure) -> str:
     """The picture as text, with the colours of a dark page for readers who have one."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
-    rules = []
+    style = "</metadata>\n<style>@media (prefers-color-scheme: dark) {"
     for light, dark in DARK.items():
         for use in ("fill", "stroke"):
-            rules.append(f'[style*="{use}: {light}"] {{ {use}: {dark} !important }}')
-    style = "\n".join(["<style>@media (prefers-color-scheme: dark) {", *rules, "}</style>"])
-    return buffer.getvalue().replace("</metadata>", f"</metadata>\n{style}", 1)
+            style += f'\n[style*="{use}: {light}"] {{ {use}: {dark} !important }}'
+    return buffer.getvalue().replace("</metadata>", style + "\n}</style>", 1)
 
 
 # --- tiny.py
@@ -109,7 +96,7 @@ def draw_tiny():
     rows = re.findall(r"^(\S.*?)  +(\d\.\d\d) +(\d\.\d\d) +(\d\.\d\d)", table, re.M)
     rows = [row for row in rows if row[0] != "Stage A, twice as long"]
 
-    figure, ax = panels(1, 1, 4.6, 5)
+    figure, ax = plt.subplots(figsize=(4.6, 5))
     for row, (name, *shares) in enumerate(rows):
         ax.annotate(name, (0, row - 0.36), va="center", fontsize=13)
         left = 0.0
@@ -142,31 +129,33 @@ def draw_names():
     """What each system writes for held-out names, see experiments/names.py: a dot for each setting, means of its seeds,
     against forwards a token and forwards a name."""
     found = read_settings(RESULTS / "names" / "records.jsonl")
-    figure, axes = panels(2, 1, WIDTH, 7.4)
+    figure, axes = plt.subplots(2, figsize=(WIDTH, 7.4))
     for ax, cost in zip(axes, ("per_token", "forwards"), strict=True):
-        ends = {}
         for system, (name, color, style, edits) in NAMED.items():
-            own = [point for key, point in found[system].items() if key[1] == edits and point[cost] == point[cost]]
-            points = sorted((point[cost], point["exist"]) for point in own)
+            own = [point for key, point in found[system].items() if key[1] == edits]
+            points = sorted((point[cost], point["exist"]) for point in own if not math.isnan(point[cost]))
             if points:
-                ax.plot(*zip(*points, strict=True), style, color=color, markersize=4)
-                ends[name] = (*points[-1], color)
+                ax.plot(*zip(*points, strict=True), style, color=color, markersize=4, label=name)
         alone = found["base/run"][ONE_AT_A_TIME, None]
         ax.plot(alone[cost], alone["exist"], "D", color=GREEN, markersize=8)
         ax.grid(axis="y")
-        name_ends(ax, ends)
+        name_ends(ax)
     axes[0].set_title("share of held-out names that exist", loc="left", pad=18)
     axes[0].set(xlabel="forwards a token, everything counted")
     axes[1].set(xlabel="forwards a name, everything counted")
     return figure
 
 
-def name_ends(ax, ends: dict[str, tuple[float, float, str]]) -> None:
-    """Each line's name at its end (x, y, colour): behind it, or above or below, where no other name and no line is."""
-    texts = [
-        ax.annotate(name, (x, y), xytext=(7, 0), textcoords="offset points", color=color, va="center")
-        for name, (x, y, color) in ends.items()
-    ]
+def name_ends(ax) -> None:
+    """Each line's name at its end: behind it, or above or below, where no other name and no line is."""
+    texts = []
+    for line in ax.lines:
+        name = line.get_label()
+        if not name.startswith("_"):  # which stands for none
+            end = tuple(line.get_xydata()[-1])
+            texts.append(ax.annotate(name, end, xytext=(7, 0), textcoords="offset points", va="center"))
+            texts[-1].set_color(line.get_color())
+
     # where everything is on the page; a line is a row of dots
     ax.figure.draw_without_rendering()
     between = np.linspace(0, 1, 20)[:, None]
@@ -193,13 +182,15 @@ def read_settings(path: Path) -> dict[str, dict[tuple, dict[str, float]]]:
     """{system/way: {(dial, edits): means over seeds of the share that exists, of forwards a name and a token}}"""
     seeds = defaultdict(list)
     for record in map(json.loads, path.read_text().splitlines()):
-        figures = dict(exist=record["exist"].count("1") / len(record["exist"]))
-        figures |= {cost: record[cost] or math.nan for cost in ("forwards", "per_token")}  # older ones lack a token's
+        share = record["exist"].count("1") / len(record["exist"])
+        # older ones lack a token's
+        figures = share, record["forwards"], record["per_token"] or math.nan
         seeds[f"{record['system']}/{record['way']}", record["dial"], record["edits"]].append(figures)
 
     found = defaultdict(dict)
     for (system, *setting), figures in seeds.items():
-        found[system][tuple(setting)] = {key: np.mean([of[key] for of in figures]).item() for key in figures[0]}
+        means = np.mean(figures, axis=0).tolist()
+        found[system][tuple(setting)] = dict(zip(("exist", "forwards", "per_token"), means, strict=True))
     if missing := {"base/run", "causal/run"} - found.keys():
         fail(f"{path} has no record of {', '.join(sorted(missing))}")
     return found
@@ -213,15 +204,13 @@ def draw_paper_tables():
     found = re.findall(row, log, re.M)
     looks = {"ours": ("Stage B on", BLUE, "-"), "our weights": ("off", ORANGE, "--"), "released": ("base", INK, "-.")}
     panes = {2: "possible answers, a toy: on less off", 3: "GSM8K, %, the paper's 16B: on less off"}
-    figure, axes = panels(2, 1, WIDTH, 5, sharex=True)
+    figure, axes = plt.subplots(2, figsize=(WIDTH, 5), sharex=True)
     for ax, (column, title) in zip(axes, panes.items(), strict=True):
-        ends = {}
         values = {}
         for weights, (name, color, style) in looks.items():
             values[weights] = {float(of[1]): float(of[column]) for of in found if of[0] == weights}
             points = sorted(values[weights].items())
-            ax.plot(*zip(*points, strict=True), style, marker="o", color=color)
-            ends[name] = (*points[-1], color)
+            ax.plot(*zip(*points, strict=True), style, marker="o", color=color, label=name)
 
         # what Stage B brings
         for x, on in values["ours"].items():
@@ -229,7 +218,7 @@ def draw_paper_tables():
             ax.annotate(gain, (x, on), xytext=(0, 8), textcoords="offset points", color=BLUE, ha="right")
         ax.set_title(title, loc="left", pad=18)
         ax.grid(axis="y")
-        name_lines(ax, ends)
+        name_lines(ax)
     axes[1].set(xlim=(0.23, 0.72), xticks=(0.3, 0.5, 0.7), xlabel="tau_m2t")
     return figure
 
@@ -247,7 +236,7 @@ def draw_speed():
             found[name][label].append(float(ratio))
 
     labels = list(found["plain"])
-    figure, ax = panels(1, 1, WIDTH, 0.6 + 0.7 * len(labels))
+    figure, ax = plt.subplots(figsize=(WIDTH, 0.6 + 0.7 * len(labels)))
     for name, (color, below) in looks.items():
         for row, label in enumerate(labels):
             values = sorted(found[name][label])
@@ -267,7 +256,7 @@ def draw_sixteen_b():
     log = (RESULTS / "sixteen_b" / "prices.txt").read_text()
     prices = json.loads(re.search(r"^\{.*\}$", log, re.M)[0])
     names = {"full": "full forward", "commit": "refresh", "stage_b": "Stage B, n = 3 of 20"}
-    figure, ax = panels(1, 1, WIDTH, 2)
+    figure, ax = plt.subplots(figsize=(WIDTH, 2))
     bars = ax.barh(list(names.values()), [round(prices[of], 3) for of in names], height=0.3, color=BLUE)
     ax.bar_label(bars, fmt="%.3g s", padding=4, color=BLUE)
     share = prices["full"] * 3 / 20
@@ -281,19 +270,16 @@ def draw_sixteen_b():
 # --- toys
 def draw_dial():
     """Each decoder's error against TC, one point a checkpoint."""
-    figure, ax = panels(1, 1, WIDTH, 3.8)
+    figure, ax = plt.subplots(figsize=(WIDTH, 3.8))
     points = sorted(json.loads((RESULTS / "theorem" / "dial.json").read_text())["points"])
     x = [tc for tc, _ in points]
     # below this line no product of single tokens can be
-    ax.plot([0, x[-1]], [0, x[-1]], color=INK, linestyle=":")
-    ends = {"TC, the least for a product": (x[-1], x[-1], INK)}
+    ax.plot([0, x[-1]], [0, x[-1]], color=INK, linestyle=":", label="TC, the least for a product")
     looks = {"Stage A, one step": (ORANGE, "o-"), "Stage B, one step": (BLUE, "x--"), "one at a time": (GREEN, "s-")}
     for decoder, (color, style) in looks.items():
-        y = [error[decoder] for _, error in points]
-        ax.plot(x, y, style, color=color)
-        ends[decoder] = (x[-1], y[-1], color)
+        ax.plot(x, [error[decoder] for _, error in points], style, color=color, label=decoder)
     ax.set(xlabel="total correlation (nats)", ylabel="KL(p || decoder) (nats)")
-    name_lines(ax, ends)
+    name_lines(ax)
     return figure
 
 
@@ -311,7 +297,7 @@ PICTURES = {
 @command
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("pictures", nargs="*", metavar="NAME", help="which ones (default: all)")
+    parser.add_argument("pictures", nargs="*", metavar="NAME", help=f"of {', '.join(PICTURES)} (default: all)")
     parser.add_argument("--out", type=Path, default=ROOT, help="the folder that their places are in (the repository)")
     args = parser.parse_args()
     for name in args.pictures:
@@ -322,10 +308,9 @@ def main() -> None:
     plt.rcParams.update(STYLE)
     for name in args.pictures or PICTURES:
         place, draw = PICTURES[name]
-        figure = draw()
-        text = svg(figure)
+        text = svg(draw())
         replace_file(args.out / place, lambda path, text=text: path.write_text(text, encoding="utf-8"))
-        plt.close(figure)
+        plt.close()
         print(f"wrote {args.out / place}")
 
 
