@@ -14,7 +14,6 @@ headers, and refuses int8 weights, which have a kernel of their own.
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +22,7 @@ from torch._dynamo import config as dynamo
 
 import sample
 from cache import Cached, KVCache
-from checkpoint import DTYPES, load_model
+from checkpoint import load_model
 from lib.util import command, fail, pick_device
 from model import Context, Layer, Model, MoE
 
@@ -101,10 +100,12 @@ def run_layers(model: Model, run: Callable[..., Tensor], h: Tensor, ctx: Context
     """As Model.run_layers: (R, T, C) -> (R, T, C). run: the compiled function."""
     R, T, _ = h.shape
     few = R * T * model.cfg.n_active <= FEW * model.cfg.n_expert
-    if not few or not is_usual(ctx):
+    # a decoding pass over all rows, where who sees whom follows from the lengths alone
+    cache = ctx.cache
+    usual = isinstance(cache, KVCache) and not cache.filling and cache.rows is None and ctx.mask is cache.context.mask
+    if not few or not usual:
         return Model.run_layers(model, h, ctx, layers)
 
-    cache = ctx.cache
     with dynamo.patch(recompile_limit=GRAPHS):
         for layer in layers:
             if isinstance(layer.mlp, MoE):
@@ -113,14 +114,6 @@ def run_layers(model: Model, run: Callable[..., Tensor], h: Tensor, ctx: Context
             else:
                 h = layer(h, ctx)
     return h
-
-
-def is_usual(ctx: Context) -> bool:
-    """Is it a decoding pass over all rows, where who sees whom follows from the lengths alone?"""
-    cache = ctx.cache
-    if not isinstance(cache, KVCache) or cache.filling or cache.rows is not None:
-        return False
-    return ctx.mask is cache.context.mask
 
 
 @torch.inference_mode()
@@ -133,25 +126,21 @@ def compile_for_one_row(model: Model) -> None:
         Cached(model, [[0] * n_blocks * model.cfg.block_length], 0).stage_a(masks)
 
 
-def load_compiled(folder: Path, device: torch.device, dtype: torch.dtype) -> Model:
-    if device.type != "cpu" or dtype != torch.float32:
+@command
+def main() -> None:
+    args = sample.build_parser().parse_args()
+    device = pick_device(args.device)
+    if device.type != "cpu" or args.dtype != "fp32":
         fail("compiled steps are for float32 on a CPU: add --device cpu --dtype fp32, or use sample.py")
-    model = load_model(folder, device, dtype)
+    model = load_model(args.ckpt, device, torch.float32)
     if not any(type(layer.mlp) is MoE for layer in model.layers):
-        fail(f"{folder} has no experts in float32, at which compiled steps are faster: use sample.py")
+        fail(f"{args.ckpt} has no experts in float32, at which compiled steps are faster: use sample.py")
     compile_steps(model)
     try:
         compile_for_one_row(model)
     except RuntimeError as e:  # what dynamo and the compiler raise is one
         reason = str(e).strip().partition("\n")[0]
         fail(f"the steps cannot be compiled ({reason}): install g++ and Python's headers, or use sample.py")
-    return model
-
-
-@command
-def main() -> None:
-    args = sample.build_parser().parse_args()
-    model = load_compiled(args.ckpt, pick_device(args.device), DTYPES[args.dtype])
     sample.write(args, model)  # the one thing that differs from sample.py is the model
 
 

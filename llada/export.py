@@ -22,22 +22,6 @@ from convert_weights import Plan, copies, copy_file, plan, survey, write_checkpo
 from lib.util import Parser, command, fail, write_json
 from model import LORA_SCALE, Config
 
-DROPPED = {
-    "lm_head.weight": "tied to the embedding",
-    "markers": "the released layout has no place for them; they go to markers.safetensors",
-}
-
-
-def read_adapter(folder: Path, cfg: Config) -> dict[str, Tensor]:
-    """LoRA matrices and markers of an adapter by our names; of a model's folder none."""
-    about = about_adapter(folder)
-    if about.get("causal", cfg.causal) or about.get("stage_b", "shared") != "shared":
-        fail(f"{folder}: its Stage B is causal, or has layers of its own, which the released layout has no place for")
-    if not about:
-        return {}
-    checkpoint.check_base(base_of(folder), folder)
-    return dict(read_tensors([folder / "adapter.safetensors"]))
-
 
 def released_config(cfg: Config) -> dict:
     """A released config.json for a model that was not converted from one."""
@@ -64,18 +48,28 @@ def to_hf(src: Path, out: Path) -> None:
     """A checkpoint, or a base with the adapter in `src`, -> released."""
     base = base_of(src)
     cfg = checkpoint.read_config(base)
-    adapter = read_adapter(src, cfg)
+    about = about_adapter(src)
+    if about.get("causal", cfg.causal) or about.get("stage_b", "shared") != "shared":
+        fail(f"{src}: its Stage B is causal, or has layers of its own, which the released layout has no place for")
+    adapter = {}
+    if about:
+        checkpoint.check_base(base, src)
+        adapter = dict(read_tensors([src / "adapter.safetensors"]))
     found = survey(base)
     shards = plan(cfg)
     expected = {planned.name: torch.empty(planned.shape, device="meta") for planned in sum(shards, [])}
-    checkpoint.check_fit(base, found, expected, "the checkpoint is incomplete", DROPPED)
+    dropped = {
+        "lm_head.weight": "tied to the embedding",
+        "markers": "the released layout has no place for them; they go to markers.safetensors",
+    }
+    checkpoint.check_fit(base, found, expected, "the checkpoint is incomplete", dropped)
 
     # what goes with the weights: markers and how many layers they are made for; of a converted model its own config
     files = copies(base, *convert_weights.TEXT)
     markers = adapter.get("markers", found.get("markers"))
     if markers is not None:
-        about = {"n_last": str(about_adapter(src).get("n_last", cfg.n_last))}
-        files["markers.safetensors"] = partial(checkpoint.save_tensors, tensors={"markers": markers}, metadata=about)
+        made_for = {"n_last": str(about.get("n_last", cfg.n_last))}
+        files["markers.safetensors"] = partial(checkpoint.save_tensors, tensors={"markers": markers}, metadata=made_for)
     files["config.json"] = partial(write_json, value=released_config(cfg))
     if (base / "released_config.json").exists():
         files["config.json"] = partial(copy_file, base / "released_config.json")

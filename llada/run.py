@@ -64,15 +64,6 @@ def shard(text: str) -> tuple[int, int]:
     return part, n
 
 
-# --- what is asked, and how it is decoded
-def load_items(args: Namespace) -> list[Item]:
-    template = None
-    if args.template:
-        with reading(args.template, "template"):
-            template = args.template.read_text(encoding="utf-8")
-    return TASKS[args.task].load(args.task_file, template)
-
-
 def row_of(args: Namespace, model: Model) -> str:
     """The row of Table 2 that is asked for, of these weights."""
     refuse_causal(model)
@@ -103,19 +94,18 @@ def identity(args: Namespace, items: list[Item], model: Model, row: str, d: Deco
 
 def open_run(path: Path, settings: dict) -> Run:
     """The run at `path` as far as it got, its cut line dropped; or a new one, its first line written."""
-    run = None
-    whole = 0
-    if path.exists():
-        run, whole = read_run(path)
-    if run and run.settings != settings:
-        different = differences(run.settings, settings)
-        fail(f"{path} holds a run with other settings: {different} (there, now); choose another --out")
     path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    run, whole = read_run(path)
     with path.open("ab") as file:
-        file.truncate(whole)
         if run is None:
-            run = Run(settings, {})
+            file.truncate(0)
             file.write(line({"settings": settings}))
+            return Run(settings, {})
+        if run.settings != settings:
+            different = differences(run.settings, settings)
+            fail(f"{path} holds a run with other settings: {different} (there, now); choose another --out")
+        file.truncate(whole)
     return run
 
 
@@ -135,22 +125,21 @@ def answer(
     for number, prompt in enumerate(prompts, 1):
         check_prompt(prompt, number, d.gen_length, model.cfg)
 
-    with out.open("ab") as file:
-        for item, prompt in zip(tqdm(todo, unit="item", disable=None), prompts, strict=True):
-            start = time.perf_counter()
-            (output,) = generate(model, [prompt], d, step=step)
-            seconds = round(time.perf_counter() - start, 3)
+    for item, prompt in zip(tqdm(todo, unit="item", disable=None), prompts, strict=True):
+        start = time.perf_counter()
+        (output,) = generate(model, [prompt], d, step=step)
+        seconds = round(time.perf_counter() - start, 3)
 
-            text = tokenizer.decode(output.tokens)
-            extracted = task.find(text, item.gold)
-            record = {"id": item.id, "prompt": digest(prompt), "output": text, "extracted": extracted}
-            record |= {"gold": item.gold, "correct": task.right and task.right(extracted, item.gold)}
-            if task.f1:
-                record["f1"] = task.f1(extracted, item.gold)
-            record |= {"tokens": len(output.tokens), "nfe": output.nfe, "seconds": seconds, "note": output.warning}
+        text = tokenizer.decode(output.tokens)
+        extracted = task.find(text, item.gold)
+        record = {"id": item.id, "prompt": digest(prompt), "output": text, "extracted": extracted}
+        record |= {"gold": item.gold, "correct": task.right and task.right(extracted, item.gold)}
+        if task.f1:
+            record["f1"] = task.f1(extracted, item.gold)
+        record |= {"tokens": len(output.tokens), "nfe": output.nfe, "seconds": seconds, "note": output.warning}
+        with out.open("ab") as file:
             file.write(line(record))
-            file.flush()
-            run.items[item.id] = record
+        run.items[item.id] = record
 
 
 # --- HumanEval+ and MBPP+: EvalPlus judges, outside this process
@@ -184,7 +173,11 @@ def main() -> None:
     if args.out.suffix != ".jsonl":
         fail("--out is named *.jsonl")
     task = TASKS[args.task]
-    items = load_items(args)
+    template = None
+    if args.template:
+        with reading(args.template, "template"):
+            template = args.template.read_text(encoding="utf-8")
+    items = task.load(args.task_file, template)
 
     # the model, and how it decodes
     model = load_model(args.ckpt, pick_device(args.device), DTYPES[args.dtype])

@@ -12,8 +12,7 @@ HumanEval+ and MBPP+ count once EvalPlus's verdicts lie beside the run file.
 import hashlib
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -118,15 +117,14 @@ def paired(run: Run, reference: Run) -> tuple[float, float, float] | None:
             gained.append(mine["correct"] - other["correct"])
     if not gained:
         return None
-    return float(np.mean(gained)), *bootstrap(np.array(gained), np.random.default_rng(0))
+    return np.mean(gained), *bootstrap(np.array(gained), np.random.default_rng(0))
 
 
 def bootstrap(x: np.ndarray, rng: np.random.Generator, n: int = 10_000) -> tuple[float, float]:
     """95 % percentile interval of the mean of x, by drawing as many of its values again."""
     values, counts = np.unique(x, return_counts=True)
     times = rng.multinomial(len(x), counts / len(x), n)  # how often each value is drawn
-    low, high = np.quantile(times @ values / len(x), (0.025, 0.975))
-    return float(low), float(high)
+    return tuple(np.quantile(times @ values / len(x), (0.025, 0.975)))
 
 
 # --- the rows of the tables
@@ -140,43 +138,41 @@ class Row:
     against: "Row | None" = None  # what its delta is to
 
 
-def main_table() -> Iterator[Row]:
+def main_table() -> list[Row]:
     """Table 1: CoCommit against the base."""
+    rows = []
     for task, figures in PAPER.items():
-        title = TASKS[task].title
-        base = Row(f"{title} base", task, BASE, figures["base"], None)
-        yield base
-        yield Row(f"{title} CoCommit", task, COCOMMIT, figures[3], 3, base)
+        base = Row(f"{TASKS[task].title} base", task, BASE, figures["base"], None)
+        rows += [base, Row(f"{TASKS[task].title} CoCommit", task, COCOMMIT, figures[3], 3, base)]
+    return rows
 
 
-def mechanism_table() -> Iterator[Row]:
+def mechanism_table() -> list[Row]:
     """Table 2: every variant against the default."""
-    default = Row(COCOMMIT, "gsm8k", COCOMMIT, PAPER["gsm8k"][3])
+    rows = {}
     for name, (weights, _, _, *figures) in MECHANISM.items():
-        n = None if weights == "base" else 3
-        if name == COCOMMIT:
-            yield default
-        else:
-            yield Row(name, "gsm8k", name, tuple(figures), n, default)
+        rows[name] = Row(name, "gsm8k", name, tuple(figures), None if weights == "base" else 3)
+    for name in rows.keys() - {COCOMMIT}:
+        rows[name].against = rows[COCOMMIT]
+    return list(rows.values())
 
 
-def lastn_table() -> Iterator[Row]:
+def lastn_table() -> list[Row]:
     """Table 3: every n against n = 3."""
+    rows = []
     for task, figures in PAPER.items():
-        rows = [Row(f"{TASKS[task].title} n = {n}", task, COCOMMIT, figures[n], n) for n in (3, 6, 9)]
-        default, *others = rows
-        yield default
+        default, *others = [Row(f"{TASKS[task].title} n = {n}", task, COCOMMIT, figures[n], n) for n in (3, 6, 9)]
         for row in others:
-            yield replace(row, against=default)
+            row.against = default
+        rows += [default, *others]
+    return rows
 
 
 def pick(runs: list[Run], row: Row) -> Run | None:
     """The run of a row, if there is one."""
-    found = []
-    for run in runs:
-        of_n = row.n in (None, run.settings["n_last"])
-        if of_n and (run.settings["task"], run.settings["row"]) == (row.task, row.name):
-            found.append(run)
+    wanted = (row.task, row.name)
+    found = [run for run in runs if (run.settings["task"], run.settings["row"]) == wanted]
+    found = [run for run in found if row.n in (None, run.settings["n_last"])]
     if len(found) > 1:
         different = differences(found[0].settings, found[1].settings)
         fail(f"{len(found)} runs are the row {row.label!r}; they differ in {different}: keep one in the folder")
@@ -233,20 +229,17 @@ def printed(row: Row) -> list[str]:
     return [f"| {accuracy:.2f}", delta, noise, f"{nfe:.2f}"]
 
 
-# what a method leaves alone
-ALIKE = ("questions", "weights", "int8", "gen_length", "dtype")
-
-
 def notes(run: Run, reference: Run | None) -> list[str]:
     """What a reader must know before trusting a row."""
     title = TASKS[run.settings["task"]].title
     said = []
     if any(record["correct"] is None for record in run.items.values()):
         said.append(f"{title}: items without EvalPlus's verdict do not count")
-    if reference:
-        alike = [{key: one.settings.get(key) for key in ALIKE} for one in (reference, run)]
-        if differences(*alike):
-            said.append(f"{title}: the runs compared differ in more than the method: {differences(*alike)}")
+    # what a method leaves alone
+    alike = ("questions", "weights", "int8", "gen_length", "dtype")
+    theirs, ours = ({key: of.settings.get(key) for key in alike} for of in (reference or run, run))
+    if theirs != ours:
+        said.append(f"{title}: the runs compared differ in more than the method: {differences(theirs, ours)}")
     return said
 
 
