@@ -1,7 +1,7 @@
 """Speed, as ratios measured side by side in one process, on a CPU.
 
-The two sides of every ratio take turns (A, B, A, B, ...) and the medians are divided, so that a busy
-machine disturbs both alike. Weights are random, because speed does not depend on them; with --names they are the
+The two sides of every ratio take turns (A, B, A, B, ...) and the medians of the processor's time are divided, so that
+a busy machine disturbs both alike. Weights are random, because speed does not depend on them; with --names they are the
 shipped ones, because forwards do.
 
     python -m tools.bench                                                   # the cache against none; minutes
@@ -42,7 +42,7 @@ from sample import Decoding, Step, denoise, generate
 
 # R rows, B block_length
 
-# what is measured: enough to see the ratios, little enough for two cores
+# enough to see the ratios, little enough for two cores
 TEXT = replace(PRESETS["text"], eos_id=256, mask_id=257, block_length=8)  # as train.py builds it
 WIDE = replace(TEXT, n_layer=20, n_embd=512, n_head=8, head_dim=64, rotary_dim=32, d_dense=1536, d_expert=256)
 
@@ -66,17 +66,15 @@ ONE_BY_ONE = Decoding(tau_m2t=1.0, tau_t2t=None)
 
 
 # --- the clock
-def interleaved(
-    *sides: Callable[[], object], repeats: int, clock: Callable[[], float] = time.perf_counter
-) -> list[float]:
-    """Median seconds of each side; they take turns, after one untimed round."""
+def interleaved(*sides: Callable[[], object], repeats: int) -> list[float]:
+    """Median seconds of each side, of this process's own work; they take turns, after one untimed round."""
     seconds: list[list[float]] = [[] for _ in sides]
     for turn in range(repeats + 1):
         for side, taken in zip(sides, seconds, strict=True):
-            start = clock()
+            start = time.process_time()
             side()
             if turn > 0:
-                taken.append(clock() - start)
+                taken.append(time.process_time() - start)
     return [statistics.median(taken) for taken in seconds]
 
 
@@ -121,11 +119,10 @@ def cache_against_none(cfg: Config, rows: int) -> None:
         measured.append((cached, uncached))
         print(f"  {context:7}   {1e3 * cached:16.1f}   {1e3 * uncached:18.1f}   {uncached / cached:4.1f}x", flush=True)
 
-    # the cost of a step is read off between the measured contexts; a block is B steps on either side
-    B = cfg.block_length
+    # the cost of a step is read off between the measured contexts; a block is as many steps as tokens on either side
     for length in LENGTHS:
-        starts = np.arange(0, length, B)
-        cached, uncached = (B * np.interp(starts, CONTEXTS, side).sum() for side in np.array(measured).T)
+        starts = np.arange(length) // cfg.block_length * cfg.block_length
+        cached, uncached = (np.interp(starts, CONTEXTS, side).sum() for side in np.array(measured).T)
         print(f"  all of {length} tokens (integrated): cached {cached:.2f} s, uncached {uncached:.2f} s: "
               f"{uncached / cached:.1f}x")  # fmt: skip
 
@@ -138,12 +135,12 @@ def seconds_a_name(folders: list[Path]) -> None:
     prompts = list(draw_names(NAMES_TIMED, "held out", load_tokenizer(base_of(folders[0]))).values())
 
     def decode(folder: Path, d: Decoding, rows: int) -> list[Output]:
-        parts = [prompts[at : at + rows] for at in range(0, len(prompts), rows)]
-        return [output for part in parts for output in generate(models[folder], part, d)]
+        parts = [generate(models[folder], prompts[at : at + rows], d) for at in range(0, len(prompts), rows)]
+        return sum(parts, [])
 
     for rows in (1, ROWS):
         sides = [partial(decode, folder, d, rows) for _, folder, d in decoders]
-        seconds = interleaved(*sides, repeats=REPEATS, clock=time.process_time)
+        seconds = interleaved(*sides, repeats=REPEATS)
         lines = []
         for (name, folder, d), taken in zip(decoders, seconds, strict=True):
             cost = forwards(models[folder], decode(folder, d, rows)) / len(prompts)
@@ -176,12 +173,14 @@ def official_model(folder: Path, ours: Model) -> torch.nn.Module:
     return theirs.eval()
 
 
-def our_decode(model: Model, length: int, rows: int = 1) -> list[Output]:
-    return generate(model, [prompt(8, row) for row in range(rows)], replace(ONE_BY_ONE, gen_length=length, n_rounds=0))
+def our_decode(model: Model, length: int, rows: int) -> list[list[int]]:
+    """The tokens of each row."""
+    d = replace(ONE_BY_ONE, gen_length=length, n_rounds=0)
+    return [output.tokens for output in generate(model, [prompt(8, row) for row in range(rows)], d)]
 
 
-def their_decode(theirs: torch.nn.Module, cfg: Config, length: int, rows: int = 1) -> list[list[int]]:
-    """The tokens of each row; of many rows by the fork's generate_batch()."""
+def their_decode(theirs: torch.nn.Module, cfg: Config, length: int, rows: int) -> list[list[int]]:
+    """The same; of many rows by the fork's generate_batch()."""
     inputs = [torch.tensor([prompt(8, row)]) for row in range(rows)]
     ids = dict(eos_id=cfg.eos_id, mask_id=cfg.mask_id)
     settings = dict(gen_length=length, block_length=cfg.block_length, threshold=1.0, editing_threshold=2.0, **ids)
@@ -191,16 +190,15 @@ def their_decode(theirs: torch.nn.Module, cfg: Config, length: int, rows: int = 
 
 
 def compare(theirs: torch.nn.Module, models: dict[str, Model], length: int, rows: int) -> None:
-    """Whole decodes in turns, once every side has written the same tokens. Seconds are of this process's own work."""
-    cfg = models["ours"].cfg
-    written = their_decode(theirs, cfg, length, rows)
-    for name, model in models.items():
-        if [output.tokens for output in our_decode(model, length, rows)] != written:
+    """Whole decodes in turns, once every side has written the same tokens."""
+    sides = {name: partial(our_decode, model, length, rows) for name, model in models.items()}
+    sides["theirs"] = partial(their_decode, theirs, models["ours"].cfg, length, rows)
+    written = sides["theirs"]()
+    for name, side in sides.items():
+        if side() != written:
             fail(f"{length} tokens differ from the released code's ({name}): there is nothing to compare")
 
-    sides = [partial(our_decode, model, length, rows) for model in models.values()]
-    sides.append(partial(their_decode, theirs, cfg, length, rows))
-    *seconds, other = interleaved(*sides, repeats=REPEATS, clock=time.process_time)
+    *seconds, other = interleaved(*sides.values(), repeats=REPEATS)
     tokens = rows * length
     print(f"    {rows} x {length} tokens, all the same: theirs {tokens / other:.1f} tokens/s")
     for name, s in zip(models, seconds, strict=True):
@@ -208,11 +206,8 @@ def compare(theirs: torch.nn.Module, models: dict[str, Model], length: int, rows
 
 
 def official(folder: Path, lengths: list[int], compiled: bool) -> None:
-    """Tokens a second of ours and of the released generate(), or of a fork of it that keeps keys and values.
-
-    The same weights and prompts, and the same tokens or it stops. One row, then 16 if there is a
-    generate_batch().
-    """
+    """Tokens a second of ours and of the released generate(), or of a fork of it that keeps keys and values: one row,
+    then 16 if there is a generate_batch()."""
     model = random_model(OFFICIAL)
     model.lm_head.weight.data *= 16  # far from ties, which rounding decides
     model.lm_head.weight.data[model.cfg.eos_id] = 0  # nor does the text end
@@ -227,7 +222,7 @@ def official(folder: Path, lengths: list[int], compiled: bool) -> None:
     size = sum(p.numel() for p in model.parameters()) / 1e6
     print(f"\nAgainst the released code: {geometry(model.cfg)}, {size:.0f} M parameters, one token a step, no edits")
     # the fork of synsis/remasked_DLM keeps the keys and values of finished blocks
-    forked = getattr(theirs, "generate_batch", None) is not None
+    forked = hasattr(theirs, "generate_batch")
     print("  the fork with a cache:" if forked else "  the released file, which has no cache:")
     for length in lengths:
         compare(theirs, models, length, 1)
@@ -235,7 +230,6 @@ def official(folder: Path, lengths: list[int], compiled: bool) -> None:
         compare(theirs, models, lengths[0], ROWS)
 
 
-# --- the command line
 @command
 def main() -> None:
     parser = Parser(__doc__)
@@ -249,12 +243,11 @@ def main() -> None:
     print(f"{date.today()}: {os.cpu_count()} cores, {torch.get_num_threads()} threads; torch {torch.__version__}")
     if args.official:
         official(args.official, args.lengths, args.compile)
-        return
-    if args.names:
+    elif args.names:
         seconds_a_name(args.names)
-        return
-    for cfg, rows in CASES:
-        cache_against_none(cfg, rows)
+    else:
+        for cfg, rows in CASES:
+            cache_against_none(cfg, rows)
 
 
 if __name__ == "__main__":
