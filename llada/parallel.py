@@ -28,19 +28,8 @@ from model import Model
 
 
 # --- the processes
-def check_rows(args: Namespace, n: int) -> None:
-    """Every process has as many rows of every micro-batch."""
-    for name in ("batch_size", "micro_batch"):
-        rows = getattr(args, name)
-        if rows % n:
-            fail(f"--{name} {rows} does not divide by {n} processes: give a multiple of {n}")
-    if train.EVAL_ROWS % n:
-        fail(f"{n} processes: {train.EVAL_ROWS} validation rows do not divide by them, start 2, 4, 8, ...")
-
-
-def meet(args: Namespace) -> torch.device:
+def meet(name: str) -> torch.device:
     """This process's own GPU, or the CPU, once all processes have read the same settings."""
-    name = args.device
     if name in ("auto", "cuda") and torch.cuda.is_available():
         name = f"cuda:{os.environ['LOCAL_RANK']}"
     device = pick_device(name)
@@ -101,8 +90,17 @@ def run() -> None:
         fail("several processes train adapters on a frozen base: give --init_from a checkpoint, and --lora_r above 0")
     if sharded and args.stage_b != "shared":
         fail(f"--stage_b {args.stage_b} has layers beside Stage A's, which --shard cannot cut up: leave one out")
-    check_rows(args, int(os.environ["WORLD_SIZE"]))
-    device = meet(args)
+
+    # every process has as many rows of every micro-batch
+    n = int(os.environ["WORLD_SIZE"])
+    for name in ("batch_size", "micro_batch"):
+        rows = getattr(args, name)
+        if rows % n:
+            fail(f"--{name} {rows} does not divide by {n} processes: give a multiple of {n}")
+    if train.EVAL_ROWS % n:
+        fail(f"{n} processes: {train.EVAL_ROWS} validation rows do not divide by them, start 2, 4, 8, ...")
+
+    device = meet(args.device)
     corpus = read_corpus(Path(args.data), args.seq_len, args.seed, args.block_length, args.batch_size)
 
     # a sharded model is mapped from its files, and goes to the device a layer at a time
