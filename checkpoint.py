@@ -15,9 +15,8 @@ load_model loads a folder of either kind.
 import hashlib
 import math
 import os
-import re
 from collections.abc import Iterator
-from dataclasses import MISSING, asdict, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import torch
@@ -61,13 +60,13 @@ def weight_files(folder: Path) -> list[Path]:
     if not index.exists():
         return [folder / "model.safetensors"]
 
-    weight_map = entry(read_json(index, "weight index"), "weight_map", dict, index)
-    shards = sorted(set(map(str, weight_map.values())))
-    for shard in shards:
-        # a name and no path: what lies outside the folder is none of its weights
-        if not re.fullmatch(r"[^/\\\0]+\.safetensors", shard):
-            fail(f"{index}: {shard!r} in weight_map is not the name of a .safetensors file of this folder")
-    return [folder / shard for shard in shards]
+    weight_map = read_json(index, "weight index")
+    with reading(index, "weight index"):
+        shards = sorted({folder / shard for shard in weight_map["weight_map"].values()})
+        # what lies outside the folder is none of its weights
+        if any(shard.parent != folder for shard in shards):
+            raise ValueError("a shard is not in this folder")
+    return shards
 
 
 def check_fit(path: Path, held: dict, expected: dict, hint: str, dropped: dict[str, str] | None = None) -> None:
@@ -133,20 +132,20 @@ def save_model(model: Model, folder: Path) -> None:
     write_json(folder / "config.json", asdict(model.cfg))
 
 
-def read_config(folder: Path) -> Config:
-    """The geometry of a folder, or of an adapter's base."""
+def read_config(folder: Path, **changes) -> Config:
+    """The geometry of a folder, or of an adapter's base, with other values of some fields."""
     folder = base_of(folder)
     path = folder / "config.json"
     raw = read_json(path, "checkpoint config (is this a checkpoint folder?)")
     if "model_type" in raw:
         fail(f"{path} is a released checkpoint's: `python convert_weights.py --src {folder} --out DIR` first")
     raw.pop("int8", None)  # how the weights are stored, and no geometry
-    known = {field.name for field in fields(Config)}
-    needed = {field.name for field in fields(Config) if field.default is MISSING}
-    if unknown := (raw.keys() ^ needed) - (known - needed):
-        fail(f"checkpoint config {path} is damaged, or of another kind: see {', '.join(sorted(unknown))}")
-    cfg = Config(**raw)
-    check_config(cfg)
+    with reading(path, "checkpoint config"):
+        cfg = Config(**raw)
+    for field in fields(cfg):
+        entry(vars(cfg), field.name, field.type, path)
+    cfg = replace(cfg, **changes)
+    check_config(cfg, path)
     return cfg
 
 
@@ -159,14 +158,12 @@ def load_model(folder: str | Path, device: torch.device | str, dtype: torch.dtyp
     folder = Path(folder)
     about = about_adapter(folder)
     if about:
-        overrides |= {name: entry(about, name, kind, folder) for name, kind in SIZES.items()}
-        model = load_model(base_of(folder), device, dtype, **overrides)
+        own = {name: about[name] for name in SIZES}
+        model = load_model(base_of(folder), device, dtype, **overrides | own)
         load_adapter(model, folder, about)
         return model
 
-    changes = {name: value for name, value in overrides.items() if value is not None}
-    cfg = replace(read_config(folder), **changes)
-    check_config(cfg)
+    cfg = read_config(folder, **{name: value for name, value in overrides.items() if value is not None})
 
     # no memory yet for the base, only names and shapes
     with torch.device("meta"):
@@ -184,12 +181,9 @@ def load_model(folder: str | Path, device: torch.device | str, dtype: torch.dtyp
         state[name] = tensor.to(device=device, dtype=tensor.dtype if kept else dtype)
 
     # as many markers as there are rounds: the stored ones, then zeros
-    markers = torch.zeros_like(model.markers, device=device, dtype=dtype)
-    learned = state.get("markers", markers[:0])
-    if learned.shape[1:] == markers.shape[1:]:
-        learned = learned[: len(markers)]
-        markers[: len(learned)] = learned
-        state["markers"] = markers
+    zeros = torch.zeros_like(model.markers, device=device, dtype=dtype)
+    with reading(folder, "markers"):
+        state["markers"] = torch.cat([state.get("markers", zeros), zeros])[: cfg.n_rounds].to(dtype)
     if cfg.causal:
         state.setdefault("show", torch.zeros_like(model.show, device=device, dtype=dtype))
 
@@ -215,12 +209,16 @@ def judge_of(folder: Path) -> dict:
 
 # --- an adapter's folder
 SIZES = {"n_last": int, "n_rounds": int, "causal": bool}  # what an adapter changes in its base's config
+ENTRIES = SIZES | {"base": str, "stage_b": str, "lora_r": int, "alpha": float}  # of adapter.json, beside base_hash
 
 
 def about_adapter(folder: Path) -> dict:
     """What adapter.json says; of any other folder nothing."""
     path = folder / "adapter.json"
-    return read_json(path, "adapter") if path.exists() else {}
+    if not path.exists():
+        return {}
+    about = read_json(path, "adapter")
+    return about | {name: entry(about, name, kind, path) for name, kind in ENTRIES.items()}
 
 
 def base_of(folder: Path) -> Path:
@@ -228,7 +226,7 @@ def base_of(folder: Path) -> Path:
     about = about_adapter(folder)
     if not about:
         return folder
-    base = Path(os.path.normpath(folder / entry(about, "base", str, folder)))
+    base = Path(os.path.normpath(folder / about["base"]))
     if not (base / "config.json").exists():
         fail(f"{folder}/adapter.json names {base} as its base, where no model is: put it there, or correct `base`")
     return base
@@ -245,11 +243,10 @@ def save_adapter(model: Model, folder: Path, base: Path, about: dict) -> None:
 def load_adapter(model: Model, folder: Path, about: dict) -> None:
     """What learned beside a base into the loaded base. It is float32 in every dtype of it."""
     check_base(base_of(folder), folder)
-    r = entry(about, "lora_r", int, folder)
-    stage_b = entry(about, "stage_b", str, folder)
+    r = about["lora_r"]
+    stage_b = about["stage_b"]
     if not 1 <= r <= 2**16 or stage_b not in STAGE_B:
         fail(f"{folder}/adapter.json has LoRA of rank {r} and stage_b {stage_b!r}: the rank is 1 or more, {STAGE_B}")
-    entry(about, "alpha", float, folder)
     model.adapt(stage_b, r, torch.Generator())
 
     path = folder / "adapter.safetensors"
@@ -315,24 +312,17 @@ PRESETS = {
 # fmt: on
 
 
-def check_config(cfg: Config) -> None:
-    """Refuse what no model can be built from, and what one would silently get wrong."""
-    for field in fields(cfg):
-        value = getattr(cfg, field.name)
-        whole = field.type is float and type(value) is int  # 600000 for 600000.0
-        if type(value) is not field.type and not whole:
-            fail(f"impossible model: {field.name} is of type {field.type.__name__}, and {value!r} is not")
-
-    group = cfg.n_expert // max(1, cfg.n_group)
-    sizes = (cfg.n_head, cfg.n_kv_head, cfg.n_embd, cfg.head_dim, cfg.n_expert)
+def check_config(cfg: Config, where: Path | str = "impossible model") -> None:
+    """Refuse what would hang, or be silently wrong. What tensors of other shapes say is said when they are loaded."""
+    sizes = (cfg.n_head, cfg.n_kv_head, cfg.n_embd, cfg.head_dim, cfg.d_dense, cfg.d_expert, cfg.n_expert)
     counts = (cfg.n_layer, cfg.n_dense, cfg.n_shared)
     scales = (cfg.norm_eps, cfg.rope_theta, cfg.routed_scaling)
     ids = (cfg.eos_id, cfg.mask_id)
+    group = cfg.n_expert // max(1, cfg.n_group)
     for holds, what in (
-        (all(0 < n <= 2**20 for n in (*sizes, cfg.d_dense, cfg.d_expert)), "sizes are 1..1,048,576"),
-        (all(0 < x < 1e30 for x in scales), "norm_eps, rope_theta and routed_scaling are above 0, and finite"),
+        (all(0 < n <= 2**20 for n in (*sizes, cfg.vocab_size)), "sizes are 1..1,048,576"),
         (all(0 <= n <= 2**10 for n in counts), "n_layer, n_dense and n_shared are 0..1024"),
-        (cfg.n_head % max(1, cfg.n_kv_head) == 0, "n_head is a multiple of n_kv_head"),
+        (all(0 < x < 1e30 for x in scales), "norm_eps, rope_theta and routed_scaling are above 0, and finite"),
         (cfg.rotary_dim in range(2, cfg.head_dim + 1, 2), "rotary_dim is even, and at most head_dim"),
         (cfg.n_expert == group * cfg.n_group and group > 1, "n_group divides n_expert, in twos or more"),
         (1 <= cfg.topk_group <= cfg.n_group, "topk_group is 1..n_group"),
@@ -340,11 +330,11 @@ def check_config(cfg: Config) -> None:
         (1 <= cfg.n_last <= cfg.n_layer, f"n_last is 1..{cfg.n_layer} (n_layer), not {cfg.n_last}"),
         (1 <= cfg.n_rounds <= 1000, "n_rounds is 1..1000"),
         (1 <= cfg.block_length <= cfg.max_len, f"block_length is 1..{cfg.max_len} (max_len)"),
-        (max(ids) < cfg.vocab_size <= 2**20, "eos_id and mask_id are in the vocabulary, of 1,048,576 at most"),
-        (min(ids) >= 0 or ids == (-1, -1), "eos_id and mask_id are 0 or above"),  # a preset has none yet
+        # a preset has no ids yet
+        (ids == (-1, -1) or 0 <= min(ids) <= max(ids) < cfg.vocab_size, "ids are 0 or above, and in the vocabulary"),
     ):
         if not holds:
-            fail(f"impossible model: it must be that {what}")
+            fail(f"{where}: it must be that {what}")
 
 
 # --- a training run's folder
@@ -392,7 +382,7 @@ def restore_state(model: Model, optimizer: torch.optim.Optimizer, folder: Path) 
         else:
             optimizer.state[p][kind] = tensor.to(p.device)
     with reading(path, "state"), safe_open(path, "pt") as file:
-        steps = (file.metadata() or {}).get("step", "")
-    if not steps.isdecimal():
-        fail(f"{path} is damaged: after how many steps it was saved is {steps!r:.80}")
+        steps = file.metadata()["step"]
+        if not steps.isdecimal():
+            raise ValueError(f"it was saved after {steps} steps")
     return int(steps)

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from checkpoint import check_config, check_fit, read_tensors, save_tensors, stored, weight_files
 from lib.tokenizer import bpe_tokenizer
-from lib.util import Parser, command, entry, fail, read_json, replace_file, write_json
+from lib.util import Parser, command, entry, fail, read_json, reading, replace_file, write_json
 from model import Config, Model
 
 # C channels (n_embd), E experts, F expert width
@@ -189,14 +189,16 @@ def our_config(src: Path) -> Config:
     if tokenizer.vocab_size > values["vocab_size"]:
         fail(f"{text} has ids up to {tokenizer.vocab_size - 1}, vocab_size = {values['vocab_size']} in {path}")
     cfg = Config(**values, **ids)
-    check_config(cfg)
+    check_config(cfg, path)
     return cfg
 
 
 def rotary_width(raw: dict, path: Path) -> int:
     """Channels of a head that rotary embeddings turn: a number, a share of them, or both in agreement."""
-    given = {"rotary_dim": 1, "partial_rotary_factor": raw["head_dim"]}
-    widths = {int(entry(raw, name, float, path) * unit) for name, unit in given.items() if raw.get(name) is not None}
+    units = {"rotary_dim": 1, "partial_rotary_factor": raw["head_dim"]}
+    given = [name for name in units if raw.get(name) is not None]
+    with reading(path, "released config"):
+        widths = {int(entry(raw, name, float, path) * units[name]) for name in given}
     if len(widths) != 1:
         fail(f"{path}: rotary_dim and partial_rotary_factor disagree, or both are missing")
     return widths.pop()

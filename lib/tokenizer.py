@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from lib.util import entry, fail, objects, read_json, reading
+from lib.util import entry, fail, read_json, reading
 
 # the released names; every tokenizer uses them
 EOS = "<|endoftext|>"
@@ -131,8 +131,9 @@ def bpe_tokenizer(path: Path, spec: dict | None = None) -> Tokenizer:
     """The tokenizer of a `tokenizer.json` (`spec`: its content, if known), exact on every text."""
     if spec is None:
         spec = read_json(path, "tokenizer")
-    pattern = read_pattern(spec, path)
-    vocab, merges, special = read_tokens(spec, path)
+    with reading(path, "tokenizer"):
+        pattern = read_pattern(spec, path)
+        vocab, merges, special = read_tokens(spec, path)
 
     # ranks: the bytes, then the merges in order
     ranks = {bytes([byte]): byte for byte in range(256)}
@@ -161,30 +162,25 @@ def read_tokens(spec: dict, path: Path) -> tuple[dict[bytes, int], list[list[byt
     """The vocabulary, the merges in order, each two tokens, and the special tokens."""
     byte_of = {character: byte for byte, character in enumerate(byte_alphabet())}
 
-    def to_bytes(token: object) -> bytes:
-        if not isinstance(token, str) or not byte_of.keys() >= set(token):
-            fail(f"{path}: {token!r:.80} is no token of a byte-level vocabulary")
+    def to_bytes(token: str) -> bytes:
         return bytes(byte_of[character] for character in token)
 
-    model = entry(spec, "model", dict, path)
-    numbered = entry(model, "vocab", dict, path)
-    vocab = {to_bytes(token): entry(numbered, token, int, path) for token in numbered}
+    model = spec["model"]
+    vocab = {to_bytes(token): i for token, i in model["vocab"].items()}
+    special = {token["content"]: token["id"] for token in spec["added_tokens"]}
 
     merges = []
     for merge in entry(model, "merges", list, path):
         # older files write "a b", newer ones ["a", "b"]
-        pair = merge.split(" ") if isinstance(merge, str) else merge
-        if not isinstance(pair, list) or len(pair) != 2:
-            fail(f"{path}: merge {merge!r:.80} is not of two tokens")
-        merges.append([to_bytes(token) for token in pair])
+        text = merge if isinstance(merge, str) else " ".join(merge)
+        first, second = text.split(" ")
+        merges.append([to_bytes(first), to_bytes(second)])
 
-    added = objects(spec, "added_tokens", path)
-    special = {entry(token, "content", str, path): entry(token, "id", int, path) for token in added}
     for name in (EOS, MASK):
         if name not in special:
             fail(f"{path}: no {name} among its added tokens, so no text could end or be masked")
-    if not all(0 <= i < 2**20 for i in (*vocab.values(), *special.values())):
-        fail(f"{path} is damaged: its ids are not 0..1,048,575")
+    if not all(type(i) is int and 0 <= i < 2**20 for i in (*vocab.values(), *special.values())):
+        raise ValueError("its ids are not 0..1,048,575")
     return vocab, merges, special
 
 
@@ -199,32 +195,29 @@ def read_pattern(spec: dict, path: Path) -> str:
     def none_of(holder: dict, *options: str) -> bool:
         return not any(holder.get(option) for option in options)
 
-    def kind(part: object) -> object:
-        return part.get("type") if isinstance(part, dict) else f"no object: {part}"
-
     # before the merges: NFC or nothing
     normalizer = spec.get("normalizer")
-    demand(normalizer is None or kind(normalizer) == "NFC", f"normalizer {normalizer}")
+    demand(normalizer is None or normalizer["type"] == "NFC", f"normalizer {normalizer}")
 
     # a pattern that splits text into words, then bytes
-    steps = objects(entry(spec, "pre_tokenizer", dict, path), "pretokenizers", path)
-    kinds = [kind(step) for step in steps]
+    steps = spec["pre_tokenizer"]["pretokenizers"]
+    kinds = [step["type"] for step in steps]
     demand(kinds == ["Split", "ByteLevel"], f"pre-tokenizer {kinds}")
     split, byte_level = steps
     demand(split.get("behavior") == "Isolated" and none_of(split, "invert"), f"split behaviour {split}")
     demand(none_of(byte_level, "add_prefix_space", "use_regex"), "ByteLevel with prefix space or regex")
 
     # the merges
-    model = entry(spec, "model", dict, path)
-    demand(kind(model) == "BPE", f"model {kind(model)}")
+    model = spec["model"]
+    demand(model["type"] == "BPE", f"model {model['type']}")
     demand(none_of(model, "ignore_merges", "dropout", "byte_fallback"), "a BPE option")
 
     # after them: nothing that changes an id
     post = spec.get("post_processor")
-    demand(post is None or kind(post) == "ByteLevel", f"post-processor {post}")
-    for token in objects(spec, "added_tokens", path):
+    demand(post is None or post["type"] == "ByteLevel", f"post-processor {post}")
+    for token in spec["added_tokens"]:
         demand(none_of(token, "lstrip", "rstrip", "single_word"), "a stripping added token")
-    return entry(entry(split, "pattern", dict, path), "Regex", str, path)
+    return split["pattern"]["Regex"]
 
 
 def merge_bytes(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:

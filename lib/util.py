@@ -73,37 +73,29 @@ def command(main: Callable) -> Callable:
 
 @contextmanager
 def reading(path: Path, what: str) -> Iterator[None]:
-    """While a user's file is read and parsed: what is raised meanwhile is its mistake."""
+    """While a user's file is read and parsed, and nothing else is done: what is raised meanwhile is its mistake."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
         fail(f"no {what} at {path}")
-    except (OSError, ValueError, RecursionError, SafetensorError, EOFError, zlib.error) as e:
-        fail(f"{what} {path} cannot be read, is damaged, or of another kind: {e}")
+    except (
+        OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError,
+        SafetensorError, zlib.error,
+    ) as e:  # fmt: skip
+        why = f"no entry {e}" if isinstance(e, KeyError) else str(e)
+        fail(f"{what} {path} cannot be read, is damaged, or of another kind: {why:.300}")
 
 
 def entry(about: dict, key: str, kind: type, where: Path | str) -> Any:
-    """about[key], of this type, or one line about why not. about is a JSON object, found in `where`."""
+    """about[key], of this type, or one line about why not: Python would take true for 1, and count with NaN."""
     value = about.get(key)
     fits = type(value) is kind
     if kind is float:
-        fits = is_number(value) and type(value) is not bool
+        # a whole number is one, too; NaN, and what no float can hold, is none
+        fits = type(value) in (int, float) and abs(value) < 1e300
     if not fits:
         fail(f"{where} is damaged, or of another kind: {key} is {value!r:.80}, and should be of type {kind.__name__}")
     return kind(value)
-
-
-def is_number(value: object) -> bool:
-    """A whole number is one, too; NaN, and what no float can hold, is none."""
-    return isinstance(value, (int, float)) and abs(value) < 1e300
-
-
-def objects(about: dict, key: str, where: Path | str) -> list[dict]:
-    """about[key], a list of JSON objects, or one line about why not."""
-    values = entry(about, key, list, where)
-    if not all(type(value) is dict for value in values):
-        fail(f"{where} is damaged, or of another kind: {key} is not a list of objects alone")
-    return values
 
 
 # --- flags
@@ -218,8 +210,8 @@ def read_json(path: Path, what: str) -> dict:
     """A JSON object from a file, or one line about why not."""
     with reading(path, what):
         value = json.loads(path.read_text())
-    if not isinstance(value, dict):
-        fail(f"{what} {path} is not a JSON object")
+        if not isinstance(value, dict):
+            raise TypeError("it is no JSON object")
     return value
 
 

@@ -110,16 +110,16 @@ MISTAKES = [
     (train, ["--init_from", "resume"], "no training run to resume"),
     (train, [*ON_TEXT, "--seq_len", 100], "--seq_len 100 must be a multiple of --block_length 8"),
     (train, [*ON_TEXT, "--seq_len", 256], "at most 128"),
-    (train, ["--data", "pairs"], "no prepared rows (prepare.py and toy.py write them) at pairs/meta.json"),
-    (train, [*ON_TEXT, "--config", "nowhere.toml"], "no config at nowhere.toml"),
-    (train, [*ON_TEXT, "--toy", "V=3"], "unrecognized arguments: --toy V=3"),
-    (train, [*ON_TEXT, "--stage_a_only"], "unrecognized arguments: --stage_a_only"),
     (train, [*ON_TEXT, "--one_by_one", 0.5], "unrecognized arguments: --one_by_one 0.5"),
     (train, [*ON_TOY, "--block_length", 8], "are not of whole blocks of 8"),
     # n and K are the model's own, or possible ones; an adapter has its own, and is no place to start
     (train, [*ON_TEXT, "--n_last", 5], "n_last is 1..4 (n_layer), not 5"),
     (train, [*ON_TEXT, "--n_rounds", 1001], "n_rounds is 1..1000"),
-    (train, [*ON_TEXT[:2], "--init_from", "TREE/adapter", "--n_last", 1], "start from the model that it stands on"),
+    (
+        train,
+        [*ON_TEXT[:2], "--init_from", "TREE/adapter", "--n_last", 1],
+        "start from the model that it stands on, CKPT",
+    ),
     # what Stage B sees before it
     (train, [*CORRUPTED, "--stage_b", "lora"], "give --context clean"),
     (train, [*CORRUPTED, "--stage_b", "copy"], "give --context clean"),
@@ -128,11 +128,8 @@ MISTAKES = [
     (train, [*ON_TOY, "--stage_b", "lora"], "stand on a trained base"),
     (train, [*ON_TOY, "--stage_b", "copy"], "stand on a trained base"),
     # base.py
-    (base, ["--data", "TREE/text", "--init_from", "CKPT"], "a base is trained from scratch"),
-    (base, [*ON_TOY, "--one_by_one", 0.5, "--context", "corrupted"], "give --context clean"),
     (base, [*ON_TOY, "--one_by_one", 1.5], "--one_by_one: must lie in"),
     (base, [*ON_TOY, "--optimizer", "sgd"], "--optimizer: invalid choice"),
-    (prepare, ["nowhere.txt", "--out", "OUT"], "no such file or folder"),
     (prepare, ["stdlib", "--out", "TREE/text"], "already holds rows"),
     (sample, [], "nothing to continue"),
     (sample, [*TEXT, "--prompt", ""], "prompt 2 is empty"),
@@ -144,7 +141,6 @@ MISTAKES = [
     (sample, [*TEXT, "--tau_m2t", "nan"], "must lie in -1..1"),
     (sample, [*TEXT, "--n_rounds", 0, "--tau_joint", 0.5, "--tau_m2t", 0.7], "leave out --tau_m2t"),
     (sample, [*TEXT, "--ckpt", "TREE/toy"], "use --prompt_ids"),
-    (evaluate, ["--ckpt", "CKPT"], "so nothing judges it: python sample.py"),
     (evaluate, ["--ckpt", "TREE/toy", "TREE/names"], "several folders are compared on names alone"),
     (evaluate, ["--ckpt", "TREE/names", "--holes", 99], "--holes 99: no name has so many"),
 ]
@@ -161,13 +157,8 @@ def test_a_mistake_is_named(script, argv, words, ckpt, tree, tmp_path, monkeypat
         argv += ["--device", "cpu"]
     out = tmp_path / "out"
     argv = [word.replace("CKPT", str(ckpt)).replace("OUT", str(out)) for word in placed(argv, tree)]
-    assert words in refused(script, monkeypatch, capsys, *argv)
+    assert words.replace("CKPT", str(ckpt)) in refused(script, monkeypatch, capsys, *argv)
     assert not out.exists()
-
-
-def test_who_starts_from_an_adapter_is_told_its_base(ckpt, tree, tmp_path, monkeypatch, capsys):
-    line = ["--data", tree / "text", "--init_from", tree / "adapter", "--out_dir", tmp_path / "out"]
-    assert refused(train, monkeypatch, capsys, *line).endswith(f"start from the model that it stands on, {ckpt}")
 
 
 def test_n_and_k_that_are_given_are_those_of_the_adapter(ckpt, tree, tmp_path, monkeypatch, capsys):
@@ -183,7 +174,7 @@ def test_n_and_k_that_are_given_are_those_of_the_adapter(ckpt, tree, tmp_path, m
 
 def test_a_run_is_not_overwritten_and_a_resume_keeps_its_settings(tree, tmp_path, monkeypatch, capsys):
     run = caller(train, monkeypatch, capsys)
-    a, b, file = tmp_path / "a", tmp_path / "b", tmp_path / "file"
+    a, file = tmp_path / "a", tmp_path / "file"
     two = [*SCRATCH, "--data", tree / "pairs", "--max_iters", 2, "--out_dir"]
     run(*two, a)
     before = {path.name: path.read_bytes() for path in a.iterdir()}
@@ -192,9 +183,6 @@ def test_a_run_is_not_overwritten_and_a_resume_keeps_its_settings(tree, tmp_path
     assert "--s_max 3 differs" in run.fails(*again, "--s_max", 3)
     for change in (["--n_last", 1], ["--n_rounds", 4], ["--data", tree / "text"], ["--causal"], ["--config", "x.toml"]):
         assert f"{change[0]} " in run.fails(*again, *change)
-    adapt = ["--init_from", a, "--out_dir", b, "--data"]
-    assert "other tokens" in run.fails(*adapt, toy_rows(tmp_path / "larger", V=4, m=2))
-    assert "other tokens" in run.fails(*adapt, tree / "text")
     file.write_text("in the way")
     assert "cannot write" in run.fails(*two, file / "run")
     assert {path.name: path.read_bytes() for path in a.iterdir()} == before

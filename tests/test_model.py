@@ -250,11 +250,10 @@ def test_layers_that_are_computed_again_in_the_backward_have_the_same_gradients(
 
 def test_impossible_geometry_is_refused():
     for words, field in (
-        ("n_last is 1..4", dict(n_last=9)), ("n_kv_head", dict(n_kv_head=3)), ("rotary_dim", dict(rotary_dim=17)),
+        ("n_last is 1..4", dict(n_last=9)), ("sizes", dict(n_kv_head=0)), ("rotary_dim", dict(rotary_dim=17)),
         ("in twos", dict(n_group=8)), ("topk_group", dict(topk_group=5)), ("n_active", dict(n_active=5)),
         ("n_rounds", dict(n_rounds=0)), ("block_length", dict(block_length=4097)), ("vocabulary", dict(mask_id=40)),
-        ("0 or above", dict(mask_id=-1)), ("of type int", dict(n_embd=64.0)), ("above 0", dict(norm_eps=float("nan"))),
-        ("of type bool", dict(causal=1)),
+        ("0 or above", dict(mask_id=-1)), ("above 0", dict(norm_eps=float("nan"))),
     ):  # fmt: skip
         with pytest.raises(Mistake, match=words):
             check_config(tiny_config(**field))
