@@ -14,7 +14,6 @@ from resuming import byte_rows, toy_rows
 
 import base
 import evaluate
-import prepare
 import sample
 import train
 from checkpoint import load_model, save_model
@@ -130,7 +129,6 @@ MISTAKES = [
     # base.py
     (base, [*ON_TOY, "--one_by_one", 1.5], "--one_by_one: must lie in"),
     (base, [*ON_TOY, "--optimizer", "sgd"], "--optimizer: invalid choice"),
-    (prepare, ["stdlib", "--out", "TREE/text"], "already holds rows"),
     (sample, [], "nothing to continue"),
     (sample, [*TEXT, "--prompt", ""], "prompt 2 is empty"),
     (sample, ["--prompt", "x" * 120], "120 tokens"),
@@ -141,20 +139,16 @@ MISTAKES = [
     (sample, [*TEXT, "--tau_m2t", "nan"], "must lie in -1..1"),
     (sample, [*TEXT, "--n_rounds", 0, "--tau_joint", 0.5, "--tau_m2t", 0.7], "leave out --tau_m2t"),
     (sample, [*TEXT, "--ckpt", "TREE/toy"], "use --prompt_ids"),
-    (evaluate, ["--ckpt", "TREE/toy", "TREE/names"], "several folders are compared on names alone"),
-    (evaluate, ["--ckpt", "TREE/names", "--holes", 99], "--holes 99: no name has so many"),
 ]
 GIVEN = {
-    train: ["--out_dir", "OUT"], base: ["--out_dir", "OUT"], prepare: [], evaluate: ["--device", "cpu"],
+    train: ["--out_dir", "OUT"], base: ["--out_dir", "OUT"],
     sample: ["--ckpt", "CKPT", "--gen_length", 16],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("script, argv, words", MISTAKES, ids=[words for _, _, words in MISTAKES])
 def test_a_mistake_is_named(script, argv, words, ckpt, tree, tmp_path, monkeypatch, capsys):
-    argv = [*GIVEN[script], *argv]
-    if script in (train, base, sample):
-        argv += ["--device", "cpu"]
+    argv = [*GIVEN[script], *argv, "--device", "cpu"]
     out = tmp_path / "out"
     argv = [word.replace("CKPT", str(ckpt)).replace("OUT", str(out)) for word in placed(argv, tree)]
     assert words.replace("CKPT", str(ckpt)) in refused(script, monkeypatch, capsys, *argv)

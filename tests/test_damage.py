@@ -35,6 +35,7 @@ ON_BYTES = ["--init_from", "IT", "--data", "TREE/text", *ONE]
 ON_ROWS = ["--init_from", "scratch", "--data", "IT", *ONE]
 LIKE = ["--init_from", "TREE/bytes", "--data", "IT", *ONE]
 SAMPLE = ["--ckpt", "IT", "--prompt", "a", "--gen_length", 1, *CPU]
+ON_A = ["--ckpt", "TREE/bytes", "--prompt", "a", "--gen_length", 1, *CPU]
 JUDGED = ["--ckpt", "IT", *CPU]
 RESUME = ["--init_from", "resume", "--out_dir", "IT", "--max_iters", 2]
 CONVERT = ["--src", "IT", "--out", "OUT"]
@@ -177,7 +178,7 @@ def might_be(value: object, before: object) -> bool:
     """Could an entry that was `before` say that, too?"""
     if isinstance(before, float):
         return type(value) is not bool and value in (-1, 4.5, 10**10)
-    same_type = type(value) is type(before) and isinstance(value, str | list | dict)
+    same_type = type(value) is type(before) and isinstance(value, str | list | dict | bool)
     return value == before or same_type
 
 
@@ -248,11 +249,11 @@ def test_damaged_words_about_rows(change, rows, tree, tmp_path, monkeypatch, cap
 
 
 PLANTED = [
-    (checkpoint, "check_config", TypeError, sample, ["--ckpt", "TREE/bytes", "--prompt", "a"]),
+    (checkpoint, "check_config", TypeError, sample, ON_A),
     (checkpoint, "check_fit", KeyError, sample, ["--ckpt", "TREE/adapter", "--prompt", "a"]),
-    (Model, "tie", AttributeError, sample, ["--ckpt", "TREE/bytes", "--prompt", "a"]),
+    (Model, "tie", AttributeError, sample, ON_A),
     (lib.tokenizer, "merge_bytes", ValueError, sample, ["--ckpt", "TREE/bpe", "--prompt", "a"]),
-    (sample, "candidates", RuntimeError, sample, ["--ckpt", "TREE/bytes", "--prompt", "a", "--n_rounds", 0, *CPU]),
+    (sample, "candidates", RuntimeError, sample, [*ON_A, "--n_rounds", 0]),
     (prepare, "is_validation", AttributeError, prepare, ["TREE/records/a.jsonl", "--out", "OUT"]),
     (lib.rows.Rows, "epoch_order", KeyError, train, [*FROM_SCRATCH, "--out_dir", "OUT"]),
     (toy, "draw_rows", IndexError, toy, ["pairs", "--out", "OUT"]),
