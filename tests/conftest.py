@@ -1,4 +1,4 @@
-"""Options of the test suite, and the released checkpoint that many tests read.
+"""Options of the test suite, and what many tests read: the released checkpoint, rows of a toy.
 
 pytest --bench_data DIR      also go through the real benchmark files in DIR (tests/llada/test_benchmarks.py)
 """
@@ -26,3 +26,24 @@ def golden(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("golden") / "ours"
     convert_weights.convert(GOLDEN, folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory) -> Path:
+    """Rows of a toy."""
+    from resuming import toy_rows
+
+    return toy_rows(tmp_path_factory.mktemp("rows") / "pairs")
+
+
+@pytest.fixture(scope="session")
+def on_pairs(pairs) -> list:
+    """Flags of a small run on these rows, for train.py and base.py."""
+    return ["--data", pairs, "--batch_size", 4, "--device", "cpu"]
+
+
+@pytest.fixture(scope="session")
+def scratch(on_pairs) -> list:
+    """Such a run from scratch."""
+    how = ["--init_from", "scratch", "--n_last", 2, "--learning_rate", 3e-3, "--mask_power", 1]
+    return [*on_pairs, *how, "--corruption", "random"]

@@ -64,14 +64,24 @@ def stopped(step: int, script, monkeypatch, capsys, *argv) -> str:
     return out
 
 
-def printed_line(out: str) -> tuple:
-    """The script and the arguments of the line that a stopped run says to go on with."""
-    _, line = out.split("go on with: python ")
-    name, *argv = shlex.split(line.splitlines()[0])
-    return SCRIPTS[name], argv
-
-
 def assert_same_end(a, b) -> None:
     (tensors_a, log_a), (tensors_b, log_b) = end_state(a), end_state(b)
     assert log_a == log_b and tensors_a.keys() == tensors_b.keys()
     assert all(torch.equal(tensors_a[k], tensors_b[k]) for k in tensors_a)
+
+
+def assert_resumes(script, folder, monkeypatch, capsys, *argv) -> Path:
+    """Ctrl-C in its second step, then the very line that it prints: bit for bit where an uninterrupted run ends. That
+    one's folder is returned."""
+    whole, parts = folder / "whole", folder / "with a blank"
+    code, out, err = command_line(script, monkeypatch, capsys, *argv, "--out_dir", whole)
+    assert code == 0 and "done; what it does now" in out, err
+
+    out = stopped(2, script, monkeypatch, capsys, *argv, "--out_dir", parts)
+    said, line = out.split("go on with: python ")
+    name, *again = shlex.split(line.splitlines()[0])
+    assert "saved at step 2 of" in said and SCRIPTS[name] is script
+    code, _, err = command_line(script, monkeypatch, capsys, *again)
+    assert code == 0, err
+    assert_same_end(whole, parts)
+    return whole

@@ -11,15 +11,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from common import ROOT, byte_model, command_line, names_folder, refused, tiny_model
-from resuming import SCRIPTS, assert_same_end, byte_rows, end_state, printed_line, stopped, toy_rows
+from common import ROOT, command_line, names_folder, refused, tiny_model
+from resuming import SCRIPTS, assert_resumes, byte_rows, end_state, toy_rows
 
 import base
 import train
 from checkpoint import save_model
 from lib.rows import read_meta
-from lib.tokenizer import byte_spec
-from lib.util import write_json
 
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 TEXTS = [ROOT / "README.md", ROOT / "train.py", ROOT / "base.py", *CONFIGS]
@@ -41,34 +39,25 @@ def runs() -> list[list[str]]:
 RUNS = runs()
 
 
-# --- tiny stand-ins for what these lines name
-def of_toy(folder: Path, rows: Path) -> None:
-    """A base with these rows' ids."""
-    meta = read_meta(rows)
-    ids = dict(vocab_size=meta.vocab_size, eos_id=meta.eos_id, mask_id=meta.mask_id)
-    save_model(tiny_model(**ids, block_length=meta.block_length, n_rounds=1), folder)
-    shutil.copyfile(rows / "meta.json", folder / "meta.json")
-
-
-def of_text(folder: Path, **sizes) -> None:
-    save_model(byte_model(n_rounds=1, max_len=4096, **sizes), folder)
-    write_json(folder / "tokenizer.json", byte_spec())
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    """A checkout in small: the files of configs/, and folders of rows and models where these lines look for them."""
+    """A checkout in small: the files of configs/, and tiny rows and models where these lines look for them."""
     home = tmp_path_factory.mktemp("home")
     shutil.copytree(ROOT / "configs", home / "configs")
     for name in ("names", "written"):
         byte_rows(home / "data" / name, prompt=-1, judge={"names": "0"})
     for name in ("mine", "fineweb"):
         byte_rows(home / "data" / name)
-    toy_rows(home / "data" / "modes", "modes")
     names_folder(home / "assets" / "names", n_rounds=1)
-    of_text(home / "out" / "text_base")
-    of_text(home / "weights" / "llada2.1-mini", block_length=32)
-    of_toy(home / "out" / "toy_base", home / "data" / "modes")
+    names_folder(home / "out" / "text_base", n_rounds=1, max_len=4096)
+    names_folder(home / "weights" / "llada2.1-mini", n_rounds=1, max_len=4096, block_length=32)
+
+    # a toy's rows, and a base with their ids
+    rows = toy_rows(home / "data" / "modes", "modes")
+    meta = read_meta(rows)
+    ids = dict(vocab_size=meta.vocab_size, eos_id=meta.eos_id, mask_id=meta.mask_id)
+    save_model(tiny_model(**ids, block_length=meta.block_length, n_rounds=1), home / "out" / "toy_base")
+    shutil.copyfile(rows / "meta.json", home / "out" / "toy_base" / "meta.json")
     return home
 
 
@@ -88,25 +77,17 @@ def small(words: list[str], home: Path) -> list:
 def test_every_config_is_named_by_a_run():
     given = {words[words.index("--config") + 1] for words in RUNS if "--config" in words}
     assert given == {path.relative_to(ROOT).as_posix() for path in CONFIGS}
-    assert len(CONFIGS) == 8
+    names = {"base", "causal", "alpha", "toy", "toy_base", "text", "text_base", "llada"}
+    assert {path.stem for path in CONFIGS} == names
     assert ["train.py", "--n_last", "3"] in RUNS
 
 
 @pytest.mark.parametrize("words", RUNS, ids=[" ".join(words) for words in RUNS])
 def test_a_run_that_is_written_down_resumes_by_the_line_that_it_prints(words, home, tmp_path, monkeypatch, capsys):
-    """Ctrl-C in its second step, then that very line: bit for bit where an uninterrupted run ends."""
+    """Bit for bit where an uninterrupted run ends."""
     monkeypatch.chdir(home)
     script, *argv = words
-    argv = [*argv, *small(words, home)]
-    whole, parts = tmp_path / "whole", tmp_path / "with a blank"
-    code, out, err = command_line(SCRIPTS[script], monkeypatch, capsys, *argv, "--out_dir", whole)
-    assert code == 0 and "done; what it does now" in out, err
-    out = stopped(2, SCRIPTS[script], monkeypatch, capsys, *argv, "--out_dir", parts)
-    again, line = printed_line(out)
-    assert again is SCRIPTS[script] and "saved at step 2 of 4" in out
-    code, _, err = command_line(again, monkeypatch, capsys, *line)
-    assert code == 0, err
-    assert_same_end(whole, parts)
+    whole = assert_resumes(SCRIPTS[script], tmp_path, monkeypatch, capsys, *argv, *small(words, home))
     assert len(end_state(whole)[1]) == 6
 
 
@@ -122,7 +103,10 @@ def chains() -> list[list[list[str]]]:
     return found
 
 
-@pytest.mark.parametrize("lines", chains(), ids=lambda lines: " ".join(lines[0]))
+CHAINS = chains()
+
+
+@pytest.mark.parametrize("lines", CHAINS, ids=lambda lines: " ".join(lines[0]))
 def test_lines_of_the_readme_feed_one_another(lines, tmp_path, monkeypatch, capsys):
     """In an empty folder, but for the configs and a text: each has what the ones before it wrote."""
     monkeypatch.chdir(tmp_path)
@@ -143,8 +127,7 @@ def test_lines_of_the_readme_feed_one_another(lines, tmp_path, monkeypatch, caps
 
 
 def test_the_readme_begins_with_rows_of_a_toy_and_of_ones_own_text():
-    first = {lines[0][0] for lines in chains()}
-    assert first == {"toy.py", "prepare.py"}
+    assert {lines[0][0] for lines in CHAINS} == {"toy.py", "prepare.py"}
 
 
 # --- a file of settings
@@ -169,17 +152,19 @@ def test_what_a_config_says_is_what_runs(home, tmp_path, monkeypatch):
 
 def test_flags_win_over_the_config_and_the_config_over_defaults(home, monkeypatch):
     monkeypatch.chdir(home)
-    plain = arguments(train, monkeypatch)
-    config = arguments(train, monkeypatch, "--config", "configs/causal.toml")
-    flag = ["--config", "configs/causal.toml", "--no-causal", "--ends", 0, "--learning_rate", 1e-4, "--stage_b", "lora"]
-    flags = arguments(train, monkeypatch, *flag)
-    said = tomllib.loads((home / "configs" / "causal.toml").read_text())
+    toml = ["--config", "configs/causal.toml"]
+    flags = ["--no-causal", "--ends", 0, "--learning_rate", 1e-4, "--stage_b", "lora"]
     names = ("causal", "ends", "learning_rate", "stage_b", "data", "whole")
-    by_hand = [said[name] for name in names]
-    assert [plain[name] for name in names] == [False, 0.0, 3e-4, "shared", "data/names", 0.0]
-    assert [config[name] for name in names] == by_hand and by_hand[0] is True
-    assert [flags[name] for name in names] == [False, 0.0, 1e-4, "lora", *by_hand[4:]]
-    assert not set(by_hand[:4]) & {False, 1e-4, 3e-4, "lora", "shared"}
+
+    def found(*argv) -> list:
+        args = arguments(train, monkeypatch, *argv)
+        return [args[name] for name in names]
+
+    said = tomllib.loads(Path("configs/causal.toml").read_text())
+    assert found() == [False, 0.0, 3e-4, "shared", "data/names", 0.0]
+    assert found(*toml) == [said[name] for name in names]
+    assert found(*toml, *flags) == [False, 0.0, 1e-4, "lora", said["data"], said["whole"]]
+    assert not set(said.values()) & {False, 1e-4, 3e-4, "lora", "shared"}
 
 
 WRONG = {

@@ -8,10 +8,11 @@ from argparse import Namespace
 import pytest
 import torch
 import torch.nn.functional as F
-from common import MASK, approx, caller, names_folder, random_ids, random_lora, tiny_config, tiny_model
-from resuming import assert_same_end, byte_rows, end_state, stopped, toy_rows
+from common import MASK, approx, caller, names_folder, random_ids, random_lora, tiny_model
+from resuming import assert_resumes, assert_same_end, byte_rows, end_state, stopped, toy_rows
 from safetensors.torch import load_file
 
+import base
 import checkpoint
 import evaluate
 import prepare
@@ -40,19 +41,6 @@ def a_batch(R=3, T=24) -> Batch:
     real = torch.arange(T) < torch.tensor([T, T - 5, T - 11])[:, None]
     draws = [generator("tests", "draws", r) for r in range(R)]
     return Batch(clean, real, real & (torch.arange(T) > 1), MASK, draws)
-
-
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory):
-    """Rows of a toy."""
-    return toy_rows(tmp_path_factory.mktemp("rows") / "pairs")
-
-
-@pytest.fixture(scope="module")
-def scratch(pairs):
-    """A tiny model of these rows from scratch, as the paper trains."""
-    how = ["--data", pairs, "--init_from", "scratch", "--n_last", 2, "--learning_rate", 3e-3, "--mask_power", 1]
-    return [*how, "--corruption", "random", "--context", "corrupted", "--batch_size", 4, "--device", "cpu"]
 
 
 @pytest.fixture
@@ -87,16 +75,10 @@ def test_the_step_by_hand(context, causal):
 
 
 def test_a_bundle_of_ones_own_is_stage_bs_alone(monkeypatch):
-    model, args = tiny_model(n_rounds=1), flags()
-
-    def all_masks(model, batch, masked, args):
-        return masked
-
-    _, drawn = cocommit_step(model, a_batch(), args)
-    _, flag = cocommit_step(model, a_batch(), flags(whole=1.0))
-    monkeypatch.setattr(train, "bundle_of", all_masks)
-    _, whole = cocommit_step(model, a_batch(), args)
-    assert all(torch.equal(whole[name], flag[name]) for name in whole)
+    model = tiny_model(n_rounds=1)
+    _, drawn = cocommit_step(model, a_batch(), flags())
+    monkeypatch.setattr(train, "bundle_of", lambda model, batch, masked, args: masked)
+    _, whole = cocommit_step(model, a_batch(), flags())
     assert whole["m2t_B"][1] == drawn["m2t_A"][1] > drawn["m2t_B"][1]
     assert {name for name in drawn if not torch.equal(whole[name], drawn[name])} == {"m2t_B", "edit_B", "clean_B"}
 
@@ -119,10 +101,13 @@ def test_a_share_of_whole_bundles():
 
 
 def test_a_draft_is_stage_as_choice_and_never_a_mask():
-    model, z = tiny_model(), random_ids(2, 16).masked_fill(random_ids(2, 16, 3, 2).bool(), MASK)
+    model = tiny_model()
+    z = random_ids(2, 16).masked_fill(random_ids(2, 16, 3, 2).bool(), MASK)
     real = torch.arange(16) < torch.tensor([[16], [11]])
     where = (z == MASK) & real
     batch = Batch(z, real, real, MASK, [])
+
+    # a model whose likeliest token often is the mask
     best = model(z, model.context(real)).argmax(-1)[where].mode().values
     model.lm_head.weight.data[MASK] = 1.1 * model.lm_head.weight.data[best]
     logits = model(z, model.context(real))
@@ -233,44 +218,46 @@ def test_how_long_it_will_take_is_said_after_five_steps(tmp_path, run, scratch, 
 
 # --- resuming
 
-CLEAN = ["--context", "clean", "--n_rounds", 2, "--corruption", "draft"]
-CAUSAL = ["--context", "clean", "--causal", "--corruption", "mask", "--ends", 0.5, "--whole", 0.5]
+CAUSAL = ["--causal", "--corruption", "mask", "--ends", 0.5, "--whole", 0.5]
+MUON = ["--optimizer", "muon", "--one_by_one", 0.5, "--dtype", "bf16"]
+RUNS = {
+    "paper": (train, ["--context", "corrupted"]),
+    "clean": (train, ["--context", "clean", "--n_rounds", 2, "--corruption", "draft"]),
+    "causal": (train, ["--context", "clean", *CAUSAL]),
+    "base": (base, []),
+    "muon": (base, ["--context", "clean", *MUON]),
+}
 
 
-@pytest.mark.parametrize("extra", [[], CLEAN, CAUSAL], ids=["paper", "clean", "causal"])
-def test_four_steps_equal_two_and_resume_and_two(tmp_path, run, monkeypatch, capsys, scratch, extra):
-    """Bit for bit."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    four = [*scratch, *extra, "--max_iters", 4, "--eval_interval", 3]
-    run(*four, "--out_dir", whole)
-    out = stopped(2, train, monkeypatch, capsys, *four, "--out_dir", parts)
-    assert "saved at step 2 of 4; go on with: python train.py" in out
-    run("--init_from", "resume", "--out_dir", parts)
-    assert_same_end(whole, parts)
+@pytest.mark.parametrize("name", RUNS)
+def test_four_steps_equal_two_and_resume_and_two(tmp_path, monkeypatch, capsys, scratch, name):
+    """And what such a run leaves."""
+    script, extra = RUNS[name]
+    argv = [*scratch, *extra, "--max_iters", 4, "--eval_interval", 3]
+    tensors, log = end_state(assert_resumes(script, tmp_path, monkeypatch, capsys, *argv))
 
     # weights are float32 in every dtype; the experts' biases have moved
-    tensors, log = end_state(whole)
     assert all(t.dtype == torch.float32 for t in tensors.values())
     biases = [tensor for name, tensor in tensors.items() if name.endswith("expert_bias")]
     assert len(biases) == 3 and all(bias.any() for bias in biases)
 
-    # four steps, and validations after the third and the last, with the terms of each stage
-    terms = {f"{term}_{stage}" for term in ("m2t", "edit", "clean") for stage in "AB"}
+    # four steps, and validations after the third and the last, with the terms of each stage; a base has one
+    stages = "A" if script is base else "AB"
+    terms = {f"{term}_{stage}" for term in ("m2t", "edit", "clean") for stage in stages}
     assert len(log) == 6 and log[0]["tokens"] == 16
     assert log[0].keys() - terms == {"step", "loss", "grad_norm", "lr", "tokens"}
     assert log[-1]["val"] and log[-1].keys() - terms == {"step", "val"}
-    assert all({f"m2t_{stage}" for stage in "AB"} <= record.keys() for record in log)
+    assert all({f"m2t_{stage}" for stage in stages} <= record.keys() for record in log)
 
 
 def test_an_adapter_run_moves_the_adapter_alone_and_resumes_on_its_base(
-    tmp_path, run, monkeypatch, capsys, scratch, pairs
+    tmp_path, run, monkeypatch, capsys, scratch, on_pairs
 ):  # fmt: skip
     """In bf16; K = 2 and n = 3 are the base's, and are not given again."""
     base, a, b = tmp_path / "base", tmp_path / "a", tmp_path / "b"
     run(*scratch, "--n_rounds", 2, "--n_last", 3, "--max_iters", 2, "--out_dir", base)
     weights = (base / "model.safetensors").read_bytes()
-    six = ["--data", pairs, "--batch_size", 4, "--device", "cpu"]
-    six += ["--init_from", base, "--max_iters", 6, "--learning_rate", 0.1, "--dtype", "bf16"]
+    six = [*on_pairs, "--init_from", base, "--max_iters", 6, "--learning_rate", 0.1, "--dtype", "bf16"]
     assert f"python evaluate.py --ckpt {a}" in run(*six, "--out_dir", a)
     assert (base / "model.safetensors").read_bytes() == weights and not (a / "model.safetensors").exists()
     adapter = load_file(a / "adapter.safetensors")
@@ -295,26 +282,20 @@ def test_an_adapter_run_moves_the_adapter_alone_and_resumes_on_its_base(
     assert saved["init_from"] == str(base) and saved["checkpointing"] and "resume" not in saved
 
 
-STAGE_B = {"lora": ["--stage_b", "lora", "--alpha", 0.5], "copy": ["--stage_b", "copy", "--n_last", 1]}
-
-
-@pytest.mark.parametrize("how", STAGE_B)
+@pytest.mark.parametrize("stage_b, extra", [("lora", ["--alpha", 0.5]), ("copy", ["--n_last", 1])])
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_stage_b_of_its_own_leaves_stage_a_the_base_and_resumes(
-    tmp_path, run, monkeypatch, capsys, scratch, pairs, how, causal
+    tmp_path, run, monkeypatch, capsys, scratch, on_pairs, stage_b, extra, causal
 ):  # fmt: skip
-    base, a, b = tmp_path / "base", tmp_path / "a", tmp_path / "b"
+    base = tmp_path / "base"
     run(*scratch, "--max_iters", 1, "--out_dir", base)
-    argv = ["--data", pairs, "--batch_size", 4, "--device", "cpu", "--init_from", base, "--max_iters", 4]
-    argv += [*STAGE_B[how], "--causal" if causal else "--no-causal", "--eval_interval", 3, "--learning_rate", 0.1]
-    run(*argv, "--out_dir", a)
-    stopped(2, train, monkeypatch, capsys, *argv, "--out_dir", b)
-    run("--init_from", "resume", "--out_dir", b)
-    assert_same_end(a, b)
+    argv = [*on_pairs, "--init_from", base, "--stage_b", stage_b, *extra, "--causal" if causal else "--no-causal"]
+    argv += ["--max_iters", 4, "--eval_interval", 3, "--learning_rate", 0.1]
+    adapter = assert_resumes(train, tmp_path, monkeypatch, capsys, *argv)
 
-    about = json.loads((a / "adapter.json").read_text())
-    assert (about["stage_b"], about["causal"], about["alpha"]) == (how, causal, 0.5 if how == "lora" else 0)
-    ours, plain = (load_model(folder, "cpu", torch.float32) for folder in (a, base))
+    about = json.loads((adapter / "adapter.json").read_text())
+    assert (about["stage_b"], about["causal"], about["alpha"]) == (stage_b, causal, 0.5 if stage_b == "lora" else 0)
+    ours, plain = (load_model(folder, "cpu", torch.float32) for folder in (adapter, base))
     assert ours.markers.any() and ours.cfg.causal == causal
     ids = random_ids(2, 4, high=3)
     stage_a = [model(ids, model.context(torch.ones_like(ids, dtype=torch.bool))) for model in (ours, plain)]
@@ -381,42 +362,37 @@ def test_a_run_of_before_a_flag_resumes_with_its_default(tmp_path, run, monkeypa
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_all_weights_of_a_checkpoint_learn(tmp_path, run, monkeypatch, capsys, dtype):
     """--lora_r 0: what comes of it is a model's folder, and the checkpoint stays as it was."""
-    source, a, b = tmp_path / "source", tmp_path / "a", tmp_path / "b"
-    names_folder(source)
+    source = names_folder(tmp_path / "source")
     rows = byte_rows(tmp_path / "rows", prompt=-1, judge={"names": "0"})
     before = {path.name: path.read_bytes() for path in source.iterdir()}
     argv = ["--data", rows, "--init_from", source, "--lora_r", 0, "--batch_size", 4, "--device", "cpu"]
     argv += ["--max_iters", 4, "--eval_interval", 3, "--learning_rate", 1e-3, "--dtype", dtype]
-    assert f"python evaluate.py --ckpt {a}" in run(*argv, "--out_dir", a)
-    assert {path.name: path.read_bytes() for path in source.iterdir()} == before
 
     # it resumes on its own weights, which are float32 while they learn
-    stopped(2, train, monkeypatch, capsys, *argv, "--out_dir", b)
-    run("--init_from", "resume", "--out_dir", b)
-    assert_same_end(a, b)
-    assert all(t.dtype == torch.float32 for t in end_state(a)[0].values())
+    learned = assert_resumes(train, tmp_path, monkeypatch, capsys, *argv)
+    assert {path.name: path.read_bytes() for path in source.iterdir()} == before
+    assert all(t.dtype == torch.float32 for t in end_state(learned)[0].values())
 
     # all of it moved
-    ours, theirs = load_file(a / "model.safetensors"), load_file(source / "model.safetensors")
+    ours, theirs = load_file(learned / "model.safetensors"), load_file(source / "model.safetensors")
     assert ours.keys() == theirs.keys()
-    still = {name for name, now in ours.items() if torch.equal(now, theirs[name].to(now.dtype))}
-    assert not still
-    assert not (a / "adapter.json").exists()
+    assert not {name for name, now in ours.items() if torch.equal(now, theirs[name].to(now.dtype))}
+    assert not (learned / "adapter.json").exists()
 
     # both scripts read it
     decode = caller(sample, monkeypatch, capsys)
-    out = decode("--ckpt", a, "--prompt", "ab", "--gen_length", 8, "--device", "cpu")
+    out = decode("--ckpt", learned, "--prompt", "ab", "--gen_length", 8, "--device", "cpu")
     assert out.startswith("ab") and "Stage B, the paper's loss, n = 2 of 4, K = 2" in out
     if dtype == "fp32":
-        out = caller(evaluate, monkeypatch, capsys)("--ckpt", a, "--prompts", 2, "--device", "cpu")
+        out = caller(evaluate, monkeypatch, capsys)("--ckpt", learned, "--prompts", 2, "--device", "cpu")
         assert "2 held-out names" in out and "base, all at once" in out
 
 
-def test_a_causal_model_stays_one(tmp_path, run, scratch, pairs):
+def test_a_causal_model_stays_one(tmp_path, run, scratch, on_pairs):
     """Trained whole, and then again: causal is the checkpoint's own where it is not given, and cannot be taken back."""
     first, again = tmp_path / "first", tmp_path / "again"
-    run(*scratch, "--context", "clean", "--causal", "--max_iters", 1, "--out_dir", first)
-    on_it = ["--data", pairs, "--init_from", first, "--max_iters", 1, "--batch_size", 4, "--device", "cpu"]
+    run(*scratch, "--causal", "--max_iters", 1, "--out_dir", first)
+    on_it = [*on_pairs, "--init_from", first, "--max_iters", 1]
     for name, extra in (("whole", ["--lora_r", 0]), ("copy", ["--stage_b", "copy"])):
         run(*on_it, *extra, "--out_dir", again / name)
         assert load_model(again / name, "cpu", torch.float32).cfg.causal
@@ -440,17 +416,19 @@ def test_a_step_of_ones_own_is_looped(tmp_path, monkeypatch, scratch, pairs):
     corpus = read_corpus(pairs, 32, 0, 2, 4)
     model = train.start(args, corpus)
     before = float(model.wte.weight.data.square().sum())
-    shapes = []
+    seen = []
 
     def square_of_the_embedding(model, batch, args):
-        shapes.append(tuple(batch.clean.shape))
+        seen.append(batch.clean)
         loss = model.wte.weight.square().sum()
         return loss, {"own": torch.stack([loss.detach(), torch.ones(())])}
 
     train.loop(model, corpus, square_of_the_embedding, train.adamw(model, args), args)
     first, _, last = end_state(tmp_path)[1]
     assert first["own"] == approx(before) and last["own"] < before and last["val"]
-    assert shapes == [(4, 4)] * (2 + 8)
+    assert [len(clean) for clean in seen] == [4] * (2 + 8)
+    asked = [corpus.rows["train"].batch(0, 8)[0], corpus.rows["val"].batch(0, 32)[0]]
+    assert torch.equal(torch.cat(seen), torch.cat(asked))
 
 
 # --- the paper's setting, and what is not given
@@ -469,30 +447,22 @@ def test_a_released_checkpoint_is_adapted_on_records_and_sampled(golden, tmp_pat
     assert texts[0] != texts[1] and re.search(r"^\[[1-8] tokens; ", written[1], re.M)
 
 
-def settled(monkeypatch, *argv) -> dict:
-    """What these flags come to."""
-    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, argv)])
-    return vars(train.read_arguments())
-
-
 def test_what_is_left_out_is_the_rows_or_the_checkpoints_own(tmp_path, monkeypatch, pairs):
     """n and K of the checkpoint or the preset; blocks of the rows, where a toy has them; a bundle of half a block."""
-    rows = byte_rows(tmp_path / "rows")
-    sizes = dict(vocab_size=272, eos_id=256, mask_id=257, block_length=16, n_rounds=5, n_last=3)
-    base = checkpoint.new_model(tiny_config(**sizes), generator("base"))
-    checkpoint.save_model(base, tmp_path / "base")
-    (tmp_path / "base" / "tokenizer.json").write_bytes((rows / "tokenizer.json").read_bytes())
     monkeypatch.chdir(tmp_path)
+    byte_rows(tmp_path / "rows", judge={"names": "0"})
+    names_folder(tmp_path / "base", block_length=16, n_rounds=5, n_last=3)
 
     def sizes_of(*argv) -> tuple:
-        found = settled(monkeypatch, *argv)
-        return tuple(found[name] for name in ("n_last", "n_rounds", "block_length", "s_max"))
+        monkeypatch.setattr(sys, "argv", ["train.py", *map(str, argv)])
+        args = train.read_arguments()
+        return args.n_last, args.n_rounds, args.block_length, args.s_max
 
-    on_base = ["--data", rows, "--init_from", "base"]
+    on_base = ["--data", "rows", "--init_from", "base"]
     assert sizes_of(*on_base) == (3, 5, 16, 8)
     assert sizes_of(*on_base, "--n_last", 1, "--n_rounds", 2, "--block_length", 4, "--s_max", 9) == (1, 2, 4, 9)
     preset = checkpoint.PRESETS["text"]
-    from_scratch = ["--init_from", "scratch", "--preset", "text", "--data", rows]
+    from_scratch = ["--init_from", "scratch", "--preset", "text", "--data", "rows"]
     assert sizes_of(*from_scratch) == (preset.n_last, preset.n_rounds, 32, 16)
     assert sizes_of("--init_from", "scratch", "--data", pairs)[2:] == (2, 1)
 
