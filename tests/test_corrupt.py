@@ -78,6 +78,15 @@ def test_a_draft_fills_three_tenths_of_the_masks():
     assert int((k == M).sum()) / masked == approx(0.7, abs=4 * math.sqrt(0.21 / masked))
     drafted = (masks_alone == M) & (k != M)
     assert torch.equal(k[drafted] == W, x[drafted] % 2 == 1)  # wrong drafts are W, right ones join G
+    assert (k[masks_alone != M] == G).all()  # what is visible stays
+
+
+def test_ends_are_masked_from_a_uniform_place_on():
+    _, _, k = corrupted("mask", R=2000, ends=1.0)
+    masked = (k == M).view(-1, B)
+    assert (masked[:, 1:] >= masked[:, :-1]).all()
+    counts = masked.sum(-1).bincount(minlength=B + 1)[1:].double()
+    assert ((counts / len(masked) - 1 / B).abs() < 4 * math.sqrt((1 - 1 / B) / B / len(masked))).all()
 
 
 def test_bundle_size_is_uniform_and_its_members_are_masked():

@@ -48,12 +48,6 @@ def test_the_root_is_the_card():
     assert lib == {"int8.py", "rows.py", "run.py", "tokenizer.py", "util.py"}
 
 
-def test_each_run_that_is_documented_has_a_file():
-    names = {path.name for path in (ROOT / "configs").iterdir()}
-    runs = ("base", "causal", "alpha", "toy", "toy_base", "text", "text_base", "llada")
-    assert names == {f"{run}.toml" for run in runs}
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_arrows_point_down_to_what_is_stated(name):
     found = imports(FILES[name].read_text())
@@ -98,23 +92,24 @@ def loaded() -> dict[str, set[str]]:
     return {name: set(found) for name, found in json.loads(done.stdout).items()}
 
 
-def test_training_knows_rows_and_nothing_of_where_they_are_from(loaded):
-    lib = {"lib", "lib.rows", "lib.run", "lib.int8", "lib.util"}
-    assert loaded["train"] == {"train", "corrupt", "checkpoint", "model"} | lib
-    assert loaded["base"] - {"tiktoken"} == loaded["train"] | {"base"}
+ROWS = "lib lib.util lib.rows"
+READS = "lib lib.util lib.tokenizer"
+TRAIN = "corrupt checkpoint model lib.run lib.int8 " + ROWS
+BRINGS = {
+    "train": TRAIN,  # rows, and nothing of where they are from
+    "base": "train " + TRAIN,
+    "sample": "cache checkpoint model " + READS,  # nothing of training
+    "toy": ROWS,  # rows are written without a model
+    "prepare": "lib.rows " + READS,
+}
 
 
-def test_decoding_knows_nothing_of_training(loaded):
-    lib = {"lib", "lib.tokenizer", "lib.util"}
-    assert loaded["sample"] - {"tiktoken"} == {"sample", "cache", "checkpoint", "model"} | lib
-
-
-def test_rows_are_written_without_a_model(loaded):
-    lib = {"lib", "lib.rows", "lib.util"}
-    assert loaded["toy"] - {"tiktoken"} == {"toy"} | lib
-    assert loaded["prepare"] - {"tiktoken"} == {"prepare", "lib.tokenizer"} | lib
+@pytest.mark.parametrize("name", BRINGS)
+def test_an_import_brings_along_what_it_needs(name, loaded):
+    assert loaded[name] - {"tiktoken"} == {name, *BRINGS[name].split()}
 
 
 def test_the_root_brings_along_no_folder_but_lib(loaded):
+    assert "tiktoken" not in loaded["train"]
     for name, found in loaded.items():
         assert not {module.split(".")[0] for module in found} & {"llada", "tools", "experiments", "tiny"}, name

@@ -25,7 +25,7 @@ def rng(seed: int) -> torch.Generator:
 
 
 def twins(
-    seed: int, T: int, n_last: int, K: int, monkeypatch, std: float = 0.4, causal: bool = False
+    monkeypatch, seed: int, T: int, n_last: int, K: int, std: float = 0.4, causal: bool = False
 ) -> tuple[tiny.Model, Model]:  # fmt: skip
     """A random tiny model of three layers, K rounds and blocks of T, and model.Model with its weights. As after
     training, the mask is never the likeliest word."""
@@ -67,79 +67,71 @@ def assert_law(drawn: Tensor, law: list[float]) -> None:
 
 
 # --- the same functions
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("n_last, K", [(1, 1), (2, 2)])
 @torch.no_grad()
-def test_both_stages_have_the_full_models_logits(n_last, K, monkeypatch):
-    small, full = twins(n_last, 6, n_last, K, monkeypatch)
-    z = torch.randint(V, (5, 6), generator=rng(0))
-    bundle = torch.rand(5, 6, generator=rng(1)) < 0.5
-    ctx = full.context(torch.ones_like(z, dtype=torch.bool))
-    h = full.prefix(z, ctx)
-    a = full.logits(full.last_n(h, ctx))
-    ours = small.prefix(z)
-    assert torch.allclose(small.logits(small.last_n(ours)), a, atol=1e-5, rtol=0)
-
-    b = full.logits(full.coordinate(h, bundle, ctx, K))
-    assert (b - a).abs().max() > 0.1  # markers do something here
-    assert torch.allclose(small.logits(small.coordinate(ours, bundle)), b, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("n_last, K", [(1, 1), (2, 2)])
-@torch.no_grad()
-def test_causal_stage_b_has_the_full_models_logits(n_last, K, monkeypatch):
-    """For bundles that are one run, as tiny's are."""
-    small, full = twins(n_last, 6, n_last, K, monkeypatch, causal=True)
+def test_both_stages_have_the_full_models_logits(n_last, K, causal, monkeypatch):
+    """For bundles of any shape; causal ones are one run, as tiny's are."""
+    small, full = twins(monkeypatch, n_last, 6, n_last, K, causal=causal)
     tokens = torch.randint(V, (5, 6), generator=rng(0))
-    place = torch.arange(6)
-    first = torch.tensor([0, 1, 2, 3, 6])[:, None]
-    bundle = (place >= first) & (place < first + 4)
+    bundle = torch.rand(5, 6, generator=rng(1)) < 0.5
+    if causal:
+        first = torch.tensor([0, 1, 2, 3, 6])[:, None]
+        bundle = (torch.arange(6) >= first) & (torch.arange(6) < first + 4)
     z = tokens.masked_fill(bundle, tiny.MASK)
     ctx = full.context(torch.ones_like(z, dtype=torch.bool))
     h = full.prefix(z, ctx)
+    ours = small.prefix(z)
+    a = full.logits(full.last_n(h, ctx))
+    assert torch.allclose(small.logits(small.last_n(ours)), a, atol=1e-5, rtol=0)
+
     b = full.logits(full.coordinate(h, bundle, ctx, K, tokens))
-    ours = small.coordinate(small.prefix(z), bundle, tokens)
-    assert torch.allclose(small.logits(ours), b, atol=1e-5, rtol=0)
+    coordinated = small.coordinate(ours, bundle, tokens if causal else None)
+    assert torch.allclose(small.logits(coordinated), b, atol=1e-5, rtol=0)
+    # markers do something here, and so do the tokens of causal Stage B
+    assert (b - a).abs().max() > 0.1
     other = full.logits(full.coordinate(h, bundle, ctx, K, tokens.roll(1, dims=0)))
-    assert (b - other).abs().max() > 0.1  # tokens do something here
+    assert (b - other).abs().max() > 0.1 if causal else torch.equal(b, other)
+
+
+def assert_decodes_alike(small: tiny.Model, full: Model, prompt: list[int], d: Decoding, tau: float, looks: int):
+    """tiny's decode is generate_one: tokens, and forwards with everything counted -> these."""
+    tokens, nfe, _ = generate_one(full, prompt, d)
+    z = torch.tensor([prompt + [tiny.MASK] * d.gen_length])
+    written, forwards, steps = tiny.decode(small, z, tau, looks, full.cfg.causal)
+    assert written[0, len(prompt) :].tolist() == tokens
+    assert torch.equal(written[z != tiny.MASK], z[z != tiny.MASK])
+    assert forwards == approx(nfe["full"] + nfe["partial"] * full.partial_cost)
+    assert len(steps) == nfe["full"] and all(p.shape == (*z.shape, V) for p in steps)
+    return nfe
 
 
 def test_causal_looks_are_generate_ones(monkeypatch):
-    """All masks at once: tokens, and forwards with every look counted."""
+    """All masks at once."""
     several = 0
     for seed in range(30):
         draw = random.Random(seed)
         T, K = draw.randint(3, 8), draw.choice([1, 2])
         n = draw.randint(1, T - 2)
-        small, full = twins(seed, T, draw.randint(1, 2), K, monkeypatch, draw.choice([0.2, 0.4, 0.7]), causal=True)
+        small, full = twins(monkeypatch, seed, T, draw.randint(1, 2), K, draw.choice([0.2, 0.4, 0.7]), causal=True)
         prompt = [draw.randrange(1, V) for _ in range(n)]  # no mask: one run
         d = Decoding(gen_length=T - n, tau_joint=0.0, tau_t2t=None, n_rounds=K, eos_early_stop=False)
-        tokens, nfe, _ = generate_one(full, prompt, d)
-        z = torch.tensor([prompt + [tiny.MASK] * (T - n)])
-        written, forwards, _ = tiny.decode(small, z, -1, T, causal=True)
-        assert written[0, n:].tolist() == tokens, f"seed {seed}"
-        assert forwards == approx(nfe["full"] + nfe["partial"] * full.partial_cost)
-        several += nfe["partial"] > K
+        several += assert_decodes_alike(small, full, prompt, d, -1, T)["partial"] > K
     assert several >= 5
 
 
 def test_the_decoder_is_generate_one_in_fifty_settings(monkeypatch):
-    """Tokens, and forwards with everything counted: prompts with masks, gates, no round to two."""
+    """Prompts with masks, gates, no round to two."""
     seen = dict(stage_b=0, several=0, at_once=0)
     for seed in range(50):
         draw = random.Random(seed)
         T, K = draw.randint(2, 8), seed % 3
         n = draw.randint(1, min(3, T - 1))
-        small, full = twins(seed, T, draw.randint(1, 2), max(K, 1), monkeypatch, draw.choice([0.2, 0.4, 0.7]))
+        small, full = twins(monkeypatch, seed, T, draw.randint(1, 2), max(K, 1), draw.choice([0.2, 0.4, 0.7]))
         prompt = [draw.randrange(V) for _ in range(n)]
         tau = draw.choice([-1, 0.0, 0.2, 0.4, 0.7, 1.0])
         d = Decoding(gen_length=T - n, tau_m2t=tau, tau_t2t=None, n_rounds=K, eos_early_stop=False)
-        tokens, nfe, _ = generate_one(full, prompt, d)
-        z = torch.tensor([prompt + [tiny.MASK] * (T - n)])
-        written, forwards, steps = tiny.decode(small, z, tau, K > 0)
-        assert written[0, n:].tolist() == tokens, f"seed {seed}"
-        assert torch.equal(written[z != tiny.MASK], z[z != tiny.MASK])
-        assert len(steps) == nfe["full"] and all(p.shape == (1, T, V) for p in steps)
-        assert forwards == approx(nfe["full"] + nfe["partial"] * full.partial_cost)
+        nfe = assert_decodes_alike(small, full, prompt, d, tau, K > 0)
         seen["stage_b"] += nfe["partial"] > 0
         seen["several"] += nfe["full"] > 2
         seen["at_once"] += nfe["full"] == 1 and T - n > 2
@@ -150,7 +142,7 @@ def test_the_decoder_is_generate_one_in_fifty_settings(monkeypatch):
 def test_the_fill_loss_and_its_gradient_are_the_full_codes(alpha, monkeypatch):
     """A row here is a block there: seven, the first with nothing to fill, the last with nothing else. Low states make
     probabilities that are neither 0 nor 1."""
-    small, full = twins(0, 6, 1, 1, monkeypatch, std=0.1)
+    small, full = twins(monkeypatch, 0, 6, 1, 1, std=0.1)
     h = torch.randn(7, 6, tiny.C, generator=rng(2)).requires_grad_()
     target = torch.randint(V, (7, 6), generator=rng(3))
     fill = torch.rand(7, 6, generator=rng(5)) < torch.tensor([0, 0.2, 0.2, 0.4, 0.4, 0.7, 1])[:, None]
