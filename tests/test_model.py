@@ -9,11 +9,17 @@ from common import approx, random_ids, random_lora, tiny_config, tiny_model
 
 from checkpoint import check_config
 from lib.util import Mistake, generator
-from model import Linear, MoE
+from model import Linear, MoE, block_causal_mask, doubled_mask
 
 
 def context(ids, model, clean=None):
     return model.context(torch.ones_like(ids, dtype=torch.bool), clean)
+
+
+def test_the_masks_by_hand():
+    """Two blocks of two; and two blocks of one beside their clean copy, n0 n1 c0 c1: n1 sees c0, but not its own c1."""
+    assert block_causal_mask(4, 2).int().tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
+    assert doubled_mask(2, 1).int().tolist() == [[1, 0, 0, 0], [0, 1, 1, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
 
 
 def test_padding_is_not_attended_to():

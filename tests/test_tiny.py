@@ -94,7 +94,9 @@ def test_both_stages_have_the_full_models_logits(n_last, K, causal, monkeypatch)
     assert (b - other).abs().max() > 0.1 if causal else torch.equal(b, other)
 
 
-def assert_decodes_alike(small: tiny.Model, full: Model, prompt: list[int], d: Decoding, tau: float, looks: int):
+def assert_decodes_alike(
+    small: tiny.Model, full: Model, prompt: list[int], d: Decoding, tau: float, looks: int
+) -> dict:
     """tiny's decode is generate_one: tokens, and forwards with everything counted -> these."""
     tokens, nfe, _ = generate_one(full, prompt, d)
     z = torch.tensor([prompt + [tiny.MASK] * d.gen_length])

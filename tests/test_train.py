@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -150,26 +151,18 @@ def test_learning_rate_warms_up_and_ends_at_zero():
 
 
 # --- a run
-class PerRowDraws:
+def drawn_one_by_one(task: toy.Toy, *key: int | str) -> SimpleNamespace:
     """Rows of a toy as that earlier version drew them: row i is a function of (key, i) alone."""
 
-    def __init__(self, task: toy.Toy, *key: int | str):
-        self.task = task
-        self.key = key
-
-    def batch(self, first: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        draws = [generator(*self.key, i) for i in range(first, first + rows)]
-        c = torch.cat([torch.randint(self.task.n_ctx, (1,), generator=g) for g in draws])
+    def batch(first: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        draws = [generator(*key, i) for i in range(first, first + rows)]
+        c = torch.cat([torch.randint(task.n_ctx, (1,), generator=g) for g in draws])
         u = torch.cat([torch.rand(1, dtype=torch.float64, generator=g) for g in draws])
-        x = torch.cat([self.task.prompt(c), self.task.quantile(c, u)], dim=1)
-        prompt = (torch.arange(x.shape[1]) < self.task.m).expand_as(x)
+        x = torch.cat([task.prompt(c), task.quantile(c, u)], dim=1)
+        prompt = (torch.arange(x.shape[1]) < task.m).expand_as(x)
         return x, torch.ones_like(prompt), prompt
 
-    def count_real(self, first: int, rows: int) -> int:
-        return rows * 2 * self.task.m
-
-    def describe(self) -> str:
-        return "endless rows"
+    return SimpleNamespace(batch=batch, count_real=lambda _, rows: rows * 2 * task.m, describe=lambda: "endless rows")
 
 
 def test_a_recorded_run_is_repeated(tmp_path, monkeypatch, capsys):
@@ -177,7 +170,8 @@ def test_a_recorded_run_is_repeated(tmp_path, monkeypatch, capsys):
     the rows of a toy one by one, and had a vocabulary that ends with the mask."""
     task = toy.make("modes", V=12, m=4, n_ctx=8)
     meta = Meta(task.vocab_size, task.eos_id, task.mask_id, task.V, task.m)
-    corpus = Corpus({"train": PerRowDraws(task, 0, "rows"), "val": PerRowDraws(task, "validation rows")}, meta)
+    rows = {"train": drawn_one_by_one(task, 0, "rows"), "val": drawn_one_by_one(task, "validation rows")}
+    corpus = Corpus(rows, meta)
     monkeypatch.setattr(train, "read_corpus", lambda *given: corpus)
     monkeypatch.setattr(train, "BALANCE", 0.0)
     argv = ["--data", toy_rows(tmp_path / "rows", "modes", V=12, m=4, n_ctx=8), "--init_from", "scratch"]
