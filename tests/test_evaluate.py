@@ -157,8 +157,8 @@ def test_what_judges_a_model_is_read_or_refused(tmp_path, monkeypatch, capsys):
     run = caller(evaluate, monkeypatch, capsys)
     assert "no checkpoint config" in run.fails("--ckpt", tmp_path)
     save_model(tiny_model(), tmp_path)
-    wrong = [{"toy": "modes", "V": "many"}, {"toy": "poems"}, {"toy": 3}, {"toy": "modes", "colour": 1}]
-    for content in ([3], *({"judge": judge} for judge in wrong)):
+    wrong = [{"V": "many"}, {"toy": "poems"}, {"toy": 3}, {"colour": 1}, {"name": 1}]
+    for content in ([3], *({"judge": {"toy": "modes"} | judge} for judge in wrong)):
         (tmp_path / "meta.json").write_text(json.dumps(content))
         assert "meta.json" in run.fails("--ckpt", tmp_path)
 
