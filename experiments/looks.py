@@ -1,6 +1,6 @@
 """How many looks causal Stage B takes, by the length of the bundle that it writes whole.
 
-    python -m experiments.looks assets/names/causal
+python -m experiments.looks assets/names/causal
 """
 
 import sys

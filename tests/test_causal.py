@@ -421,13 +421,13 @@ class Counting:
         return self.logits((F.pad(tokens[rows][:, :-1], (1, 0)) + 1) % 10)
 
 
-def run_of(drafts, z, tau_joint=0.0, **most) -> tuple[list[list[int]], list[float], list[list[int]]]:
+def run_of(drafts, z, tau_joint=0.0) -> tuple[list[list[int]], list[float], list[list[int]]]:
     """The rows after a step, their looks, and who took part in each."""
     engine = Counting(drafts, 0.8)
     z = torch.tensor(z)
     zeros = torch.zeros(*z.shape[:1], 2, z.shape[1])
     d = Decoding(tau_joint=tau_joint, n_rounds=1)
-    done = longest_run(engine, z, torch.zeros_like(z, dtype=torch.bool), zeros, d, **most)
+    done = longest_run(engine, z, torch.zeros_like(z, dtype=torch.bool), zeros, d)
     assert torch.equal(done.bundle, done.after != z) and not done.edited.any()
     return done.after.tolist(), done.partial.tolist(), engine.looked
 
@@ -456,10 +456,6 @@ def test_looks_by_hand():
     # nobody looks on for what falls below the gate: two tokens are final after the first look, at .64
     assert run_of([[1, 7, 3, 4]], [masks], 0.7) == ([[1, 9, 9, 9]], [1], [[0]])
     assert run_of([[1, 7, 3, 4]], [masks], 0.6) == ([[1, 2, 9, 9]], [2], [[0]] * 2)
-
-    # of at most so many masks, the leftmost
-    assert run_of([[1, 7, 3, 4]], [masks], most=2) == ([[1, 2, 9, 9]], [1], [[0]])
-    assert run_of([[1, 7, 3, 4]], [[9, 5, 9, 9]], most=2) == ([[1, 5, 6, 9]], [1], [[0]])
 
 
 def assert_run(done: Step, z: torch.Tensor, p: torch.Tensor, token: torch.Tensor, tau: float) -> None:
