@@ -11,8 +11,9 @@ A folder of rows is what lib/rows.py says. Names are read by the tokenizer of da
 bytes, unless there is --like. One document in twenty is for validation. Nothing is downloaded, and what
 cannot be read exactly is refused. A toy's rows: `python toy.py modes --out DIR`.
 
---written_by makes a teacher's rows: sequence-level distillation (Kim and Rush, 2016). Causal Stage B that learns them
-is surer than one that learns the text, which knows many endings; one that learns the text draws as the text does.
+--written_by makes a teacher's rows: sequence-level distillation (Kim and Rush, 2016), by a beam. Causal Stage B that
+learns them is surer than one that learns the text, which knows many endings; one that learns the text draws as the text
+does. Half of the text stands beside them as it is: what is written from the left is no teacher of holes.
 """
 
 import argparse
@@ -251,7 +252,7 @@ def prepare_written(source: Path, by: Path, folder: Path, beam: int, gen_length:
         if not documents:
             fail(f"{by} ended none of {len(prompts)} documents within --gen_length {gen_length} tokens")
 
-        # half of the text as it is: what is written from the left is no teacher of holes
+        # half of the text as it is, to learn holes from
         ids, starts, _ = read_split(source / f"{part}.safetensors", meta.vocab_size)
         as_it_is = [(document, DRAWN) for document in np.split(ids.numpy(), starts[1:-1].numpy())[::2]]
         print(f"{part:5}  {len(documents):,} of {len(prompts):,} beginnings written on, {len(as_it_is):,} documents")
