@@ -87,6 +87,7 @@ def check_fit(path: Path, held: dict, expected: dict, hint: str, dropped: dict[s
 # --- a model's folder
 def new_model(cfg: Config, generator: torch.Generator, device: torch.device | str = "cpu") -> Model:
     """Fresh weights: matrices are normal (initial_std), norms are one, markers, biases and Show are zero."""
+    check_config(cfg)
     with torch.device(device):
         model = Model(cfg)
     for name, p in model.named_parameters():

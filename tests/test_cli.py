@@ -113,6 +113,7 @@ MISTAKES = [
     (train, [*ON_TOY, "--block_length", 8], "are not of whole blocks of 8"),
     # n and K are the model's own, or possible ones; an adapter has its own, and is no place to start
     (train, [*ON_TEXT, "--n_last", 5], "n_last is 1..4 (n_layer), not 5"),
+    (train, [*ON_TOY, "--n_last", 99], "n_last is 1..4 (n_layer), not 99"),
     (train, [*ON_TEXT, "--n_rounds", 1001], "n_rounds is 1..1000"),
     (
         train,
