@@ -10,7 +10,7 @@ token and forward for forward. Two things differ: without edits (--tau_t2t none)
 last mask, which the released loop reads once more; and a block that can never end is left, with a warning.
 
     python sample.py --prompt "CANADIAN"                            # text, and what it cost in forwards
-    python sample.py --prompt "HEBREW ▒▒▒ DALET" --watch            # every step; each ▒ is a token to fill
+    python sample.py --prompt "MATHEMATICAL ▒▒▒▒ CAPITAL B" --watch  # every step; each ▒ is a token to fill
     python sample.py --prompt "CANADIAN" --ckpt assets/names/paper  # the paper's Stage B
     python sample.py --ckpt DIR --prompt_ids 5,9,12 --n_rounds 0    # token ids, and Stage A alone
 
