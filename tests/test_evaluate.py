@@ -272,7 +272,7 @@ def test_what_a_bundle_depends_on_by_hand():
     token, conf = torch.tensor([[0, 1]] * 3), torch.tensor([[0.5, 0.25]] * 3)
     done = SimpleNamespace(bundle=bundle, conf=conf, token=token)
     step = evaluate.Dependence(lambda *given: done)
-    assert step(engine, token, None, None, None) is done and step.nats == approx([math.log(4)])
+    assert step(engine, token, None, None, sample.Decoding()) is done and step.nats == approx([math.log(4)])
 
 
 @pytest.mark.parametrize("stage_b", ["lora", "copy"])

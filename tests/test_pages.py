@@ -85,7 +85,8 @@ def test_the_readmes_rows(name):
 BUDGETS = {
     "base, longest run": ("base", "run"),
     "base, surest first": ("base", "threshold"),
-    "alpha": ("alpha", "stage_b"),
+    "paper, longest run": ("paper", "run"),
+    "alpha, longest run": ("alpha", "run"),
     "one stage by alpha": ("one stage by alpha", "threshold"),
     "causal": ("causal", "run"),
     "a head of its own, taught by a beam of 4": ("head", "run"),
@@ -104,36 +105,51 @@ def test_what_a_budget_pays_for(name):
         assert cell == short(mean(x for x in seeds if x is not None))
 
 
-WRITING = {
-    "base (three seeds)": "base",
-    "paper (seed 1)": "paper",
-    "alpha (seed 1)": "alpha",
-    "causal (three seeds)": "causal",
+@pytest.mark.parametrize("system", ["base", "paper", "alpha", "causal"])
+def test_agreement(system):
+    page = PAGE.split("## Order and agreement")[1]
+    for k, cell in enumerate(cells(page, system), 1):
+        records = of(system, "run", 1, None) if (system, k) == ("base", 1) else of(system, "first", k, None)
+        assert len(records) == 3 and cell == short(mean(share(record["exist"]) for record in records))
+
+
+# of a toy's log: the run, and the decoder of it
+SYSTEMS = {
+    "Stage A": ("base", "Stage A, one step"),
+    "paper": ("base", "Stage B, one step"),
+    "alpha": ("alpha", "Stage B, one step"),
+    "causal": ("causal", "causal Stage B, one step"),
+    "one at a time": ("base", "one at a time"),
 }
 
 
-@pytest.mark.parametrize("name", WRITING)
-def test_agreement(name):
-    system = WRITING[name]
-    for k, cell in enumerate(cells(PAGE, name), 1):
-        records = of(system, "run", 1, None) if (system, k) == ("base", 1) else of(system, "first", k, None)
-        assert cell == short(mean(share(record["exist"]) for record in records))
-
-
-def test_toys():
-    """The README's rows and the page's are the log's."""
+def toys() -> dict[str, dict[str, list[list[float]]]]:
+    """Of each toy, by system: KL, possible, likeliest, forwards and looks of three seeds, and TC."""
     log = (ROOT / "results" / "theorem" / "toys.txt").read_text()
+    found: dict = {}
+    for part in re.split(r"^== ", log, flags=re.M)[1:]:
+        task = found.setdefault(part.split()[0], {name: [] for name in SYSTEMS})
+        task["TC"] = re.search(r"TC = ([\d.]+)", part)[1]
+        runs = {run.split()[0]: run for run in re.split(r"^-- ", part, flags=re.M)[1:]}
+        for name, (run, decoder) in SYSTEMS.items():
+            figures = re.search(rf"^{decoder}" + r" +([\d.]+)" * 5, runs[run], re.M).groups()
+            task[name].append([float(x) for x in figures])
+    return found
+
+
+@pytest.mark.parametrize("task, seeds", toys().items())
+def test_toys(task, seeds):
+    """The README's row and the page's are means of the log's three seeds."""
     page = (ROOT / "results" / "theorem" / "README.md").read_text()
-    parts = re.split(r"^== ", log, flags=re.M)[1:]
-    assert len(parts) >= 4
-    for part in parts:
-        task = part.split()[0]
-        tc = re.search(r"TC = ([\d.]+)", part)[1]
-        found = dict(re.findall(r"^(Stage A|Stage B|causal Stage B), one step +([\d.]+)", part, re.M))
-        possible, likeliest, _, looks = re.search(
-            r"^causal Stage B.*?[\d.]+ +(\S+) +(\S+) +(\S+) +(\S+)", part, re.M
-        ).groups()
-        kl = [tc, found["Stage A"], found["Stage B"], found["causal Stage B"]]
-        one = re.search(r"^one at a time +([\d.]+)", part, re.M)[1]
-        assert cells(README, f"`{task}`") == [*kl, possible]
-        assert cells(page, f"`{task}`") == [*kl, one, possible, likeliest, looks]
+    figures = {name: list(zip(*seeds[name], strict=True)) for name in SYSTEMS}
+    kl = {name: f"{mean(of_seeds[0]):.3f}" for name, of_seeds in figures.items()}
+    four = ("Stage A", "paper", "alpha", "causal")
+    assert len(seeds["causal"]) == 3
+    possible, likeliest = ([f"{mean(figures[name][k]):.3f}" for name in four] for k in (1, 2))
+    assert cells(README, f"`{task}`") == [seeds["TC"], *(kl[name] for name in four), possible[3]]
+
+    losses = figures["causal"][0]
+    causal = f"{kl['causal']} ({min(losses):.3f} to {max(losses):.3f})"
+    first, second = page.split("|likeliest: Stage A|")
+    assert cells(first, f"`{task}`") == [seeds["TC"], *(kl[name] for name in four[:3]), causal, kl["one at a time"]]
+    assert cells(second, f"`{task}`") == [*possible, *likeliest, f"{mean(figures['causal'][4]):.2f}"]

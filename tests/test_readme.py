@@ -102,6 +102,13 @@ def test_what_the_readme_shows_is_what_the_shipped_model_writes(monkeypatch, cap
         assert code == 0 and out == expected
 
 
+def test_what_one_changes_stands_in_that_line():
+    places = re.findall(r"(\w+\.py):(\d+), `(\w+)`", README)
+    assert len(places) >= 5
+    for name, line, function in places:
+        assert f"def {function}(" in (ROOT / name).read_text().splitlines()[int(line) - 1], (name, line)
+
+
 def test_links_lead_somewhere():
     for name, text in PAGES.items():
         folder = (ROOT / name).parent

@@ -90,7 +90,7 @@ def test_a_share_of_whole_bundles():
     masked = torch.rand(64, 24, generator=generator("tests", "masked")) < 0.6
 
     def bundles(share: float) -> torch.Tensor:
-        batch = Namespace(draws=[generator("tests", "whole", r) for r in range(64)])
+        batch = Namespace(draws=[generator("tests", "whole", r) for r in range(64)], as_asked=True)
         return train.bundle_of(model, batch, masked, flags(whole=share)).unflatten(1, (3, 8))
 
     drawn, some, whole = bundles(0.0), bundles(0.25), bundles(1.0)
@@ -162,7 +162,12 @@ def drawn_one_by_one(task: toy.Toy, *key: int | str) -> SimpleNamespace:
         prompt = (torch.arange(x.shape[1]) < task.m).expand_as(x)
         return x, torch.ones_like(prompt), prompt
 
-    return SimpleNamespace(batch=batch, count_real=lambda _, rows: rows * 2 * task.m, describe=lambda: "endless rows")
+    return SimpleNamespace(
+        batch=batch,
+        count_real=lambda _, rows: rows * 2 * task.m,
+        describe=lambda: "endless rows",
+        as_asked=lambda *of: True,
+    )
 
 
 def test_a_recorded_run_is_repeated(tmp_path, monkeypatch, capsys):
