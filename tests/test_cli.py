@@ -140,10 +140,14 @@ MISTAKES = [
     (sample, [*TEXT, "--tau_m2t", "nan"], "must lie in -1..1"),
     (sample, [*TEXT, "--n_rounds", 0, "--tau_joint", 0.5, "--tau_m2t", 0.7], "leave out --tau_m2t"),
     (sample, [*TEXT, "--ckpt", "TREE/toy"], "use --prompt_ids"),
+    # evaluate.py
+    (evaluate, ["--ckpt", "CKPT"], "so nothing judges it: python sample.py"),
+    (evaluate, ["--ckpt", "TREE/toy", "TREE/names"], "several folders are compared on names alone"),
+    (evaluate, ["--ckpt", "TREE/names", "--holes", 99], "--holes 99: no name has so many"),
 ]
 GIVEN = {
     train: ["--out_dir", "OUT"], base: ["--out_dir", "OUT"],
-    sample: ["--ckpt", "CKPT", "--gen_length", 16],
+    sample: ["--ckpt", "CKPT", "--gen_length", 16], evaluate: [],
 }  # fmt: skip
 
 
