@@ -26,7 +26,6 @@ from model import Model
 from prepare import unicode_names
 from sample import Decoding, Step, generate, longest_run
 from tools import playground
-from tools.film import Watched
 
 BASE = ROOT / "assets" / "names"
 SHIPPED = [ROOT / folder for folder in playground.SHIPPED]
@@ -220,12 +219,20 @@ def test_a_looks_tokens_are_shown_up_to_the_final_one(number, small, small_page,
     prompt = TOKENIZER.encode("BOX DRAWINGS")
     n = len(prompt)
     model = read(small[number - 1])
-    engine = Watched(Cached(model, [[]], model.cfg.n_rounds))
+    engine = Cached(model, [[]], model.cfg.n_rounds)
+    read_by_stage_b = []
+    stage_b = engine.stage_b
+
+    def watched(h, bundle, tokens, rows):
+        read_by_stage_b.append(tokens[0].tolist())
+        return stage_b(h, bundle, tokens, rows)
+
+    engine.stage_b = watched
     z = torch.tensor([prompt + [1023] * (8 - n)])
     d = replace(CAUSAL, n_rounds=model.cfg.n_rounds, tau_joint=0.0)
     done = longest_run(engine, z, z != 1023, torch.zeros(1, 2, 8), d)
     final = done.after[0].tolist()
-    drafts = [*engine.read, final]
+    drafts = [*read_by_stage_b, final]
     looks = len(drafts) - 1
 
     script = """
