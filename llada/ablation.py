@@ -114,6 +114,17 @@ def refuse_causal(model: Model) -> None:
 
 
 # --- the table, where answers can be judged
+def find_judge(folder: Path, n_names: int) -> tuple[list[str], Callable[..., dict]]:
+    """What a decoder is judged by, and the function (model, d=, step=) that finds it."""
+    cost = ["forwards", "full"]
+    if "names" not in judge_of(folder):
+        return ["possible", "likeliest", *cost], partial(quality, task=load_task(folder))
+
+    tokenizer = load_tokenizer(base_of(folder))
+    prompts = draw_names(n_names, "held out", tokenizer)
+    return ["exist", "itself", *cost], partial(complete, tokenizer=tokenizer, prompts=prompts)
+
+
 @command
 def main() -> None:
     parser = Parser(__doc__)
@@ -123,15 +134,7 @@ def main() -> None:
     args = parser.parse_args()
     if not about_adapter(args.ckpt):
         fail(f"{args.ckpt} is no adapter: Table 2 compares one with its base")
-    columns = ["possible", "likeliest"]
-    if "names" in judge_of(args.ckpt):
-        columns = ["exist", "itself"]
-        tokenizer = load_tokenizer(base_of(args.ckpt))
-        prompts = draw_names(args.prompts, "held out", tokenizer)
-        judge = partial(complete, tokenizer=tokenizer, prompts=prompts)
-    else:
-        judge = partial(quality, task=load_task(args.ckpt))
-    columns += ["forwards", "full"]
+    columns, judge = find_judge(args.ckpt, args.prompts)
     load = partial(load_model, device=pick_device(args.device), dtype=torch.float32)
     models = {"adapter": load(args.ckpt), "base": load(base_of(args.ckpt))}
     refuse_causal(models["adapter"])
