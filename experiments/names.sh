@@ -21,6 +21,7 @@ $measure --system base --ckpt $out/base --way ones
 $measure --system base --ckpt $out/base --way first --dial 1 2 3 4
 $measure --system paper --ckpt $out/paper --way stage_b --dial 0.7 0.3 -1 --edits none 0
 $measure --system paper --ckpt $out/paper --way threshold --dial 0.7 0.3 -1 --edits none 0
+$measure --system paper --ckpt $out/paper --way run --dial 1 0.9 0.7 0.5 0.3 0
 $measure --system paper --ckpt $out/paper --way first --dial 1 2 3 4
 $measure --system alpha --ckpt $out/alpha --way stage_b --dial 0.9 0.7 0.5 0.3 -1
 $measure --system alpha --ckpt $out/alpha --way run --dial 0.9 0.7 0.5 0.3 0.1 0
