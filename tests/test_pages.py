@@ -35,6 +35,7 @@ ROWS = {
 # and of the README
 SHORT = {
     "base, one at a time, in blocks of one": ("base", "ones", 1, None),
+    "base, one at a time from the left": ("base", "run", 1, None),
     "base, the longest run surer than .5": ("base", "run", 0.5, None),
     "paper: fill above .7, edit on any disagreement": ("paper", "stage_b", 0.7, 0),
     "the same, Stage B off": ("paper", "threshold", 0.7, 0),
