@@ -148,7 +148,8 @@ def cell(ours: dict[int, float | None], theirs: dict[int, float | None]) -> str:
 
 def within(records: list[dict], budget: float) -> float | None:
     """What the best affordable mixture of two settings has, chosen on one half of the names, judged on the other, and
-    the reverse; None where every setting costs more. Costs 1 and 3, shares .2 and .6, budget 2: half by each, .4."""
+    the reverse; of several that are chosen the mean. None where every setting costs more. Costs 1 and 3, shares .2 and
+    .6, budget 2: half by each, .4."""
     points = [(of["forwards"], share(of["exist"][0::2]), share(of["exist"][1::2])) for of in records]
     mixtures = []
     for (low, *cheap), (high, *dear) in product(points, points):
@@ -157,7 +158,11 @@ def within(records: list[dict], budget: float) -> float | None:
             mixtures.append([(1 - part) * a + part * b for a, b in zip(cheap, dear, strict=True)])
     if not mixtures:
         return None
-    return (max(mixtures, key=lambda m: m[0])[1] + max(mixtures, key=lambda m: m[1])[0]) / 2
+    judged = []
+    for chosen_on, judged_on in ((0, 1), (1, 0)):
+        best = max(m[chosen_on] for m in mixtures) - 1e-9
+        judged.append(statistics.mean(m[judged_on] for m in mixtures if m[chosen_on] >= best))
+    return statistics.mean(judged)
 
 
 def read(path: Path) -> list[dict]:
