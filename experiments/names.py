@@ -56,9 +56,11 @@ def measure(parser: Parser) -> None:
     n_rounds = 0 if args.way == "threshold" or not model.markers.any() else model.cfg.n_rounds
     tokenizer = load_tokenizer(base_of(args.ckpt))
     prompts = dict(list(draw_names(args.skip + N, "held out", tokenizer).items())[args.skip :])
-    there = read(args.out) if args.out.exists() else []
+    there = [other for other in read(args.out) if other.get("skip", 0) == args.skip] if args.out.exists() else []
     for dial, edits in product(args.dial, args.edits):
         record = dict(system=args.system, way=args.way, dial=dial, edits=edits, seed=args.seed, n=N)
+        if args.skip:
+            record["skip"] = args.skip
         if any(record.items() <= other.items() for other in there):
             continue
 
