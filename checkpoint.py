@@ -195,6 +195,11 @@ def load_model(folder: str | Path, device: torch.device | str, dtype: torch.dtyp
     return model
 
 
+def is_int8(model: Model) -> bool:
+    """Are its matrices integers, which cannot learn?"""
+    return any(buffer.dtype == torch.int8 for buffer in model.buffers())
+
+
 def how_trained(folder: Path) -> dict:
     """What adapter.json says, or of a model that was trained whole the settings of its run; of any other nothing."""
     path = folder / "train.json"

@@ -21,8 +21,6 @@ Corruptions (each block draws its own mask ratio, U(0, 1) or a power of it):
               the right ones join G, the rest stay M (the paper, which takes its W from the model's own errors)
 
 Every draw takes generators, one a row, so a row's corruption does not depend on the rows beside it.
-
-    python corrupt.py             # one name under each corruption, with the loss weight of every position
 """
 
 from collections.abc import Callable
@@ -34,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
 
-from lib.util import Parser, command, first_masked, generator, uniform
+from lib.util import first_masked, uniform
 from model import Model
 
 # R rows, T positions (a multiple of B), B block_length, C channels, V vocabulary, P positions that carry a loss
@@ -85,7 +83,8 @@ def corrupt(
     """
     R, T = x.shape
 
-    # each block draws a mask ratio, then each of its positions is masked with that probability
+    # each block draws a mask ratio, then each of its positions is masked with that probability; of these
+    # masks a draft fills DRAFT_RATE
     ratio = of_blocks(draws, T, how.block_length) ** how.mask_power
     masked = uniform(draws, T) < ratio
     if how.ends > 0:
@@ -200,6 +199,7 @@ def alpha_loss(ce: Tensor, alpha: float) -> Tensor:
 def cross_entropy(model: Model, h: Tensor, target: Tensor, stage_a: Tensor | None = None) -> Tensor:
     """h (P, C), target (P,) int64 -> (P,) float32 in nats; stage_a (P, C): as in three_term_loss."""
 
+    # all three terms and the log are made of this: a term of one's own is returned beside it
     def part(h: Tensor, target: Tensor, stage_a: Tensor | None) -> Tensor:
         logits = model.logits(h) if stage_a is None else model.logits_b(h, model.logits(stage_a))
         return F.cross_entropy(logits, target, reduction="none")
@@ -212,47 +212,3 @@ def cross_entropy(model: Model, h: Tensor, target: Tensor, stage_a: Tensor | Non
     beside = repeat(None) if stage_a is None else stage_a.split(size)
     parts = zip(h.split(size), target.split(size), beside, strict=False)
     return torch.cat([recompute(part, a, b, c, use_reentrant=False) for a, b, c in parts])
-
-
-# --- what is printed
-LEGEND = """kind      M masked, W wrong, G right
-bundle    ^ the masks that Stage B writes
-weight    of a position's loss, in tenths (X is 1.0): Stage A fills every mask, Stage B its bundle
-"""
-
-
-@command
-def main() -> None:
-    from lib.tokenizer import byte_tokenizer  # which training does not need
-
-    Parser(__doc__).parse_args()
-    tokenizer = byte_tokenizer()
-    name = "LATIN SMALL LETTER E WITH ACUTE"
-    x = torch.tensor([[*name.encode(), tokenizer.eos_id]])  # (1, 32): four blocks of 8
-    free = torch.ones_like(x, dtype=torch.bool)
-    sign = {tokenizer.mask_id: "▒", tokenizer.eos_id: "∎"}
-
-    def always_e(z: Tensor, where: Tensor) -> Tensor:
-        """In the place of a model, which the draft asks."""
-        return torch.full((int(where.sum()),), ord("E"))
-
-    def show(what: str, signs: list[str]) -> None:
-        blocks = ["".join(signs[i : i + 8]) for i in range(0, len(signs), 8)]
-        print(f"  {what:9}" + " | ".join(blocks))
-
-    print(LEGEND)
-    for how in CORRUPTIONS:
-        draws = [generator("shown", 2)]
-        z, kind = corrupt(x, free, Corruption(how, 8, tokenizer.mask_id, 256), draws, always_e)
-        bundle = draw_bundle(kind == M, 8, 1, 4, draws)
-        print(how)
-        show("shown", [sign.get(i) or tokenizer.piece(i) for i in z[0].tolist()])
-        show("kind", [".MWG"[k] for k in kind[0]])
-        show("bundle", [" ^"[b] for b in bundle[0]])
-        show("weight A", [" X32"[k] for k in kind[0]])
-        show("weight B", [" X32"[k] for k in kind[0] * ((kind[0] != M) | bundle[0])])
-        print()
-
-
-if __name__ == "__main__":
-    main()

@@ -18,7 +18,6 @@ It is an estimate of the bundle's total correlation where tokens are drawn, --te
 
     python evaluate.py                                              # assets/names/causal, a minute
     python evaluate.py --ckpt assets/names/paper assets/names/causal # side by side
-    python evaluate.py --holes 2                                    # two tokens of a block masked: infilling
     python evaluate.py --ckpt out/toy                               # a toy's decoders
 """
 
@@ -51,7 +50,7 @@ from lib.util import (
     pick_device,
     print_table,
 )
-from model import Config, Model
+from model import Model
 from sample import Decoding, Step, generate, step_of
 from toy import Toy
 
@@ -104,12 +103,6 @@ CAUSAL_ROWS = {
     "causal, one look, above 0.3": RUN | dict(tau_m2t=0.3),
     "causal, one look, all at once": RUN | dict(tau_m2t=-1.0),
 }
-HOLE_ROWS = {
-    "Stage A, one at a time": OFF | dict(tau_m2t=1.0, tau_t2t=None),
-    "Stage A, all at once": OFF | dict(tau_m2t=-1.0, tau_t2t=None),
-    "Stage B, all at once": dict(tau_m2t=-1.0, tau_t2t=None),
-}
-CAUSAL_HOLE_ROWS = HOLE_ROWS | {"causal, in looks": RUN | dict(tau_joint=0.0)}
 
 
 def forwards(model: Model, outputs: list[Output]) -> float:
@@ -277,33 +270,6 @@ def draw_names(n: int, group: str, tokenizer: Tokenizer) -> dict[str, list[int]]
     return prompts
 
 
-def draw_holes(n: int, k: int, group: str, tokenizer: Tokenizer, cfg: Config) -> dict[str, list[int]]:
-    """n names with k tokens of one block masked, and something visible behind them in this block."""
-    B = cfg.block_length
-    rng = generator("holes", k)
-    prompts = {}
-    for name in draw_names(3 * n, group, tokenizer):
-        if len(prompts) == n:
-            break
-
-        # the blocks with more tokens than that
-        ids = tokenizer.encode_document(name).tolist()
-        blocks = [at for at in range(0, len(ids), B) if len(ids[at : at + B]) > k]
-        if not blocks:
-            continue
-
-        # k tokens of one of them, but not its last; the name, and its end, in whole blocks
-        at = blocks[int(torch.randint(len(blocks), (), generator=rng))]
-        before_last = len(ids[at : at + B]) - 1
-        ids += [cfg.eos_id] * (-len(ids) % B)
-        for place in torch.randperm(before_last, generator=rng)[:k].tolist():
-            ids[at + place] = cfg.mask_id
-        prompts[name] = ids
-    if not prompts:
-        fail(f"--holes {k}: no name has so many tokens in a block of {B}, and one behind them")
-    return prompts
-
-
 class Dependence:
     """A step, and beside it what its bundles depend on each other: log p_B(bundle) less the sum of Stage A's."""
 
@@ -351,35 +317,26 @@ def complete(
     }
 
 
-def name_rows(folders: list[Path], holes: bool) -> list[tuple[str, Path, Decoding]]:
+def name_rows(folders: list[Path]) -> list[tuple[str, Path, Decoding]]:
     """What is evaluated: a row's name, the folder that decodes, and how."""
     # of an adapter's base the rows that it is compared with
     bases = dict.fromkeys(base_of(folder) for folder in folders)
-    rows = [(name, base, replace(NAMES, **how)) for base in bases for name, how in BASE_ROWS.items() if not holes]
+    rows = [(name, base, replace(NAMES, **how)) for base in bases for name, how in BASE_ROWS.items()]
     for folder in folders:
         causal = about_adapter(folder).get("causal", read_config(folder).causal)
         own = CAUSAL_ROWS if causal else ADAPTER_ROWS
-        if holes:
-            own = CAUSAL_HOLE_ROWS if causal else HOLE_ROWS
-        elif folder in bases and not causal:
+        if folder in bases and not causal:
             continue
-        for name, how in own.items():
-            how = how | dict(gen_length=0, holes=True) if holes else how
-            rows.append((name, folder, replace(NAMES, **how)))
+        rows += [(name, folder, replace(NAMES, **how)) for name, how in own.items()]
     return rows
 
 
 def evaluate_names(folders: list[Path], device: torch.device, args: Namespace) -> None:
     """Print what every decoder writes for held-out names, a column a folder."""
-    rows = name_rows(folders, args.holes > 0)
+    rows = name_rows(folders)
     models = {folder: load_model(folder, device, torch.float32) for folder in dict.fromkeys(row[1] for row in rows)}
-    cfg = models[rows[0][1]].cfg
     tokenizer = load_tokenizer(base_of(folders[0]))
-    asked = "completed from their first third"
     prompts = draw_names(args.prompts, "held out", tokenizer)
-    if args.holes:
-        asked = f"{args.holes} tokens of a block masked"
-        prompts = draw_holes(args.prompts, args.holes, "held out", tokenizer, cfg)
 
     lines = []
     for name, folder, d in tqdm(rows, desc="evaluate", unit="decoder", leave=False, disable=None):
@@ -396,7 +353,8 @@ def evaluate_names(folders: list[Path], device: torch.device, args: Namespace) -
     if not args.json:
         trained = judge_of(folders[0]).get("names")
         judged = unicodedata.unidata_version
-        print(f"{len(prompts)} held-out names, {asked}; trained on Unicode {trained}, judged by {judged}")
+        print(f"{len(prompts)} held-out names, completed from their first third; "
+              f"trained on Unicode {trained}, judged by {judged}")  # fmt: skip
         print_table(["", "exist", "forwards a name", "a token", "TC of its bundles"], lines)
 
 
@@ -410,7 +368,6 @@ def main() -> None:
     add = parser.add_argument_group("names only").add_argument
     add("--json", action="store_true", help="an object a line: one decoder's measures, and every completion")
     add("--prompts", type=bounded(int, 1), default=256, help="names that are completed")
-    add("--holes", type=bounded(int, 0), default=0, help="mask so many tokens of a block of each name, and fill these")
     add("--temperature", type=bounded(float, 0), default=0.0, help="0: the likeliest tokens; 1: draws")
     args = parser.parse_args()
 

@@ -458,7 +458,8 @@ class MoE(nn.Module):
         return y if self.shared is None else y + self.shared(x)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x (N, C) -> chosen experts (N, A) int64 and their weights (N, A) float32.
+        """x (N, C) -> chosen experts (N, A) int64 and their weights (N, A) float32. Another rule needs another base:
+        a checkpoint does not say which it learned.
 
         The bias decides who is chosen; the weights are the unbiased scores, normalised and scaled.
         """

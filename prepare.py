@@ -208,6 +208,11 @@ def prepare_text(sources: list[str], folder: Path, like: Path | None, max_docs: 
     if tokenizer is None:
         fail(f"{like} has no tokenizer.json to read text with")
 
+    # a random token is drawn from the ids below the special ones
+    n_plain = min(tokenizer.special.values())
+    if max(set(tokenizer.ids) - set(tokenizer.special.values())) > n_plain:
+        fail(f"{like}: its special tokens are not its last ids, so not every other token could be drawn")
+
     # names are conditional data: each has a prompt, a random beginning
     split = tokenize(load_text(sources, max_docs), tokenizer, prompt=-1 if names else 0)
 
@@ -215,7 +220,7 @@ def prepare_text(sources: list[str], folder: Path, like: Path | None, max_docs: 
         vocab_size=math.ceil(tokenizer.vocab_size / 16) * 16,
         eos_id=tokenizer.eos_id,
         mask_id=tokenizer.mask_id,
-        n_plain=min(tokenizer.special.values()),
+        n_plain=n_plain,
         judge={"names": unicodedata.unidata_version} if names else None,
     )
     for part, documents in split.items():

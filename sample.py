@@ -16,7 +16,9 @@ last mask, which the released loop reads once more; and a block that can never e
 
 A hole sees its own block and what is before it, not later blocks: attention is causal across blocks.
 
-To change   how a step selects and writes   write   a function like denoise, and call generate(..., step=yours)
+To change   how a step selects and writes   write   a function like denoise, of a causal Stage B like longest_run, and
+                                                    call generate(model, prompts, Decoding(tau_t2t=None), step=yours);
+                                                    load_model and load_tokenizer(base_of(folder)) read a folder
 """
 
 import argparse
@@ -388,7 +390,8 @@ def build_parser() -> Parser:
     add = parser.add_argument_group("decoding").add_argument
     add("--gen_length", type=some, default=256,
         help="tokens after the prompt; the last block is decoded whole (default: %(default)s)")
-    add("--n_rounds", type=some, help="K; 0: Stage B off (default: as trained, or 0 where no marker was)")
+    add("--n_rounds", type=some,
+        help="K; 0: Stage B off (default: as trained, whose last round alone had a loss; 0 where no marker was)")
     add("--tau_joint", type=share,
         help="causal Stage B: write the longest run of masks whose tokens together are surer than this; 0: all of a "
              "block. With Stage B off the run is Stage A's (default: 0.5 for a causal Stage B)")

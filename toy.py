@@ -109,7 +109,8 @@ def likeliest(p: Tensor) -> Tensor:
     return best / best.sum(-1, keepdim=True, dtype=p.dtype)
 
 
-# --- the tasks: each returns V, the support (N, S, m), and the probabilities (S,) of every context c
+# --- the tasks: each returns V, the support (N, S, m) of different tuples, and their probabilities (S,), the same in
+# every context, with the sum 1
 Rng = np.random.Generator
 Table = tuple[int, Tensor, Tensor]
 
@@ -306,6 +307,10 @@ def make(name: str, **given: int | float) -> Toy:
             fail(f"{key} must lie in {low:g}..{high:g}, not {value}")
 
     V, support, prob = task(np.random.default_rng(0), **given)
+    if abs(float(prob.sum()) - 1) > 1e-9:
+        fail(f"{name}: its probabilities have the sum {prob.sum():g}, and should have 1")
+    if any(len(tuples.unique(dim=0)) < len(tuples) for tuples in support):
+        fail(f"{name}: a context has the same answer twice")
     return Toy(name, V, support.contiguous(), prob.repeat(len(support), 1))
 
 

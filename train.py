@@ -6,7 +6,7 @@ learn: the paper's setting; or Stage B's copy of the last layers. From `scratch`
 learns. Every random number is a function of (seed, row): a resumed run continues bit for bit, and other micro-batches
 draw the same.
 
-    python train.py --n_last 3                                    # the paper's training on assets/names, two minutes
+    python train.py --n_last 3                                    # the paper's Stage B on assets/names, two minutes
     python train.py --config configs/causal.toml                  # causal Stage B, on the rows that its file names
     python train.py --init_from resume --out_dir out/names        # go on after Ctrl-C, kill or power cut
     python train.py --init_from resume --out_dir out/names --max_iters 600      # or go on for longer
@@ -34,7 +34,6 @@ from tqdm import tqdm
 import checkpoint
 from checkpoint import DTYPES, PRESETS, STAGE_B
 from corrupt import CORRUPTIONS, Corruption, M, corrupt, draw_bundle, of_blocks, three_term_loss
-from lib.int8 import is_int8
 from lib.rows import Batch, Corpus, Meta, get_batch, read_corpus, read_meta
 from lib.run import (
     check_finite,
@@ -54,6 +53,7 @@ from model import Config, Context, Model
 LOG_INTERVAL = 50
 EVAL_ROWS = 64
 BALANCE = 0.001  # how far a step moves an expert's bias where the routers learn
+# with a larger max_iters the cosine goes on as one of that length; every other setting is the run's own
 FREE_ON_RESUME = {"init_from", "out_dir", "device", "micro_batch", "checkpointing", "max_iters", "eval_interval"}
 
 # the weighted sum of Eq. 1 in nats, to be divided by the number of real tokens; and for the log, by
@@ -98,7 +98,7 @@ def corrupt_batch(model: Model, batch: Batch, args: Namespace) -> tuple[Tensor, 
 
 
 def bundle_of(model: Model, batch: Batch, masked: Tensor, args: Namespace) -> Tensor:
-    """Of each block some masks, or in a share of the blocks all of them: masked (R, T) bool -> (R, T) bool."""
+    """Of each block some masks, or in a share --whole of the blocks all of them: masked (R, T) bool -> (R, T) bool."""
     B = model.cfg.block_length
     bundle = draw_bundle(masked, B, 1, args.s_max, batch.draws)
     if args.whole > 0:
@@ -263,7 +263,7 @@ def start(args: Namespace, corpus: Corpus) -> Model:
         dtype = DTYPES[args.dtype] if saves_adapter(args) else torch.float32
         model = checkpoint.load_model(args.init_from, device, dtype, **sizes)
         model.compute_dtype = DTYPES[args.dtype]
-        if is_int8(model) and (args.stage_b == "copy" or args.lora_r == 0):
+        if checkpoint.is_int8(model) and (args.stage_b == "copy" or args.lora_r == 0):
             fail(f"{args.init_from} is int8, and cannot learn: give --stage_b lora or shared, and a --lora_r")
         if saves_adapter(args):
             model.adapt(args.stage_b, args.lora_r, generator(args.seed, "lora"))

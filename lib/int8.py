@@ -111,8 +111,3 @@ def become(layer: nn.Module, front: type) -> None:
 def with_front(front: type, kind: type) -> type:
     """A layer's class with other methods in front of its own."""
     return type(f"Int8{kind.__name__}", (front, kind), {})
-
-
-def is_int8(model: nn.Module) -> bool:
-    """Are its matrices integers, which cannot learn?"""
-    return any(buffer.dtype == torch.int8 for buffer in model.buffers())

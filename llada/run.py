@@ -22,8 +22,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from checkpoint import DTYPES, base_of, load_model, weights_hash
-from lib.int8 import is_int8
+from checkpoint import DTYPES, base_of, is_int8, load_model, weights_hash
 from lib.tokenizer import Tokenizer, load_tokenizer
 from lib.util import Parser, bounded, command, fail, pick_device, print_table, reading
 from llada.ablation import BASE, COCOMMIT, MECHANISM, decoder_of, refuse_causal

@@ -198,39 +198,6 @@ def test_prompts_are_the_first_third_of_names_of_the_group_and_a_function_of_it_
     assert list(evaluate.draw_names(7, group, tokenizer).items()) == list(prompts.items())[:7]
 
 
-@pytest.mark.parametrize("k", [1, 4])
-def test_holes_are_in_one_block_with_something_visible_behind(k):
-    """A byte is a token. The name is whole where it is not masked, and its end fills the last block."""
-    cfg = SimpleNamespace(block_length=8, mask_id=257, eos_id=256)
-    prompts = evaluate.draw_holes(20, k, "held out", byte_tokenizer(), cfg)
-    assert len(prompts) == 20 and all(is_validation(name) for name in prompts)
-    for name, ids in prompts.items():
-        masked = [i for i, token in enumerate(ids) if token == 257]
-        assert len(masked) == k and len({i // 8 for i in masked}) == 1
-        assert masked[-1] + 1 < len(name) and (masked[-1] + 1) % 8 > 0
-        whole = list(name.encode()) + [256] * (-len(name) % 8)
-        assert ids == [257 if i in masked else token for i, token in enumerate(whole)]
-
-
-def test_holes_cost_a_step_each_or_one_for_all(tmp_path, monkeypatch, capsys):
-    """Three holes of the first of two blocks: one at a time three steps, then a refresh and the next block's step; all
-    at once one for three; Stage B is half of one more where there is a mask. In looks it is one to three halves."""
-    folder = names_folder(tmp_path / "base", n_rounds=1)
-    random_adapter(tmp_path / "causal", folder, "lora", causal=True)
-    name = "A NAME OF A SORT"
-    prompts = {name: [257 if i in (1, 2, 5) else ord(c) for i, c in enumerate(name)]}
-    monkeypatch.setattr(evaluate, "draw_holes", lambda *_: prompts)
-    run = caller(evaluate, monkeypatch, capsys)
-    argv = ["--holes", 3, "--json", "--device", "cpu", "--ckpt"]
-    costs = [json.loads(line)["forwards"] for line in run(*argv, folder).splitlines()]
-    assert costs == [5, 3, 3.5]
-
-    records = [json.loads(line) for line in run(*argv, tmp_path / "causal").splitlines()]
-    assert [r["decoder"] for r in records] == [*evaluate.HOLE_ROWS, "causal, in looks"]
-    assert [r["forwards"] for r in records[:3]] == [5, 3, 3.5] and records[3]["forwards"] in (3.5, 4.0, 4.5)
-    assert all(r["tokens"] == 3 for r in records)
-
-
 def test_names_from_the_command_line(tmp_path, monkeypatch, capsys):
     """A base has its rows, an adapter its own; adapters share the base's and follow one another."""
     monkeypatch.setattr(evaluate, "NAMES", replace(evaluate.NAMES, gen_length=8))

@@ -94,7 +94,7 @@ def loaded() -> dict[str, set[str]]:
 
 ROWS = "lib lib.util lib.rows"
 READS = "lib lib.util lib.tokenizer"
-TRAIN = "corrupt checkpoint model lib.run lib.int8 " + ROWS
+TRAIN = "corrupt checkpoint model lib.run " + ROWS
 BRINGS = {
     "train": TRAIN,  # rows, and nothing of where they are from
     "base": "train " + TRAIN,

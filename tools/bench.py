@@ -130,7 +130,7 @@ def cache_against_none(cfg: Config, rows: int) -> None:
 # --- names: seconds beside forwards
 def seconds_a_name(folders: list[Path]) -> None:
     """The decoders of these adapters, and their base's, complete the same names in turns: one at once, then 16."""
-    decoders = [row for row in name_rows(folders, holes=False) if row[0] in TIMED]
+    decoders = [row for row in name_rows(folders) if row[0] in TIMED]
     models = {folder: load_model(folder, "cpu", torch.float32) for _, folder, _ in decoders}
     prompts = list(draw_names(NAMES_TIMED, "held out", load_tokenizer(base_of(folders[0]))).values())
 

@@ -11,9 +11,9 @@ from resuming import byte_rows
 
 import lib.int8
 import train
-from checkpoint import load_model, read_tensors, save_model, weight_files
+from checkpoint import is_int8, load_model, read_tensors, save_model, weight_files
 from convert_weights import survey
-from lib.int8 import KERNEL_WIDTH, is_int8, kernel_takes, multiply, quantise
+from lib.int8 import KERNEL_WIDTH, kernel_takes, multiply, quantise
 from lib.util import Mistake, generator, read_json, write_json
 from llada import export, int8
 from model import Linear, Model
