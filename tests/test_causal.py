@@ -421,9 +421,9 @@ class Counting:
         return self.logits((F.pad(tokens[rows][:, :-1], (1, 0)) + 1) % 10)
 
 
-def run_of(drafts, z, tau_joint=0.0) -> tuple[list[list[int]], list[float], list[list[int]]]:
+def run_of(drafts, z, tau_joint=0.0, p=0.8) -> tuple[list[list[int]], list[float], list[list[int]]]:
     """The rows after a step, their looks, and who took part in each."""
-    engine = Counting(drafts, 0.8)
+    engine = Counting(drafts, p)
     z = torch.tensor(z)
     zeros = torch.zeros(*z.shape[:1], 2, z.shape[1])
     d = Decoding(tau_joint=tau_joint, n_rounds=1)
@@ -452,7 +452,9 @@ def test_looks_by_hand():
     # .8, .64, .512, .41 are the products: a run above .6 is two tokens, above .9 it is one, the first
     assert run_of([right], [masks], 0.6) == ([[1, 2, 9, 9]], [1], [[0]])
     assert run_of([right], [masks], 0.9) == ([[1, 9, 9, 9]], [1], [[0]])
-    assert run_of([right], [masks], 0.64) == ([[1, 9, 9, 9]], [1], [[0]])  # strictly above
+    # strictly above: .5 and .25, whose logarithms no machine rounds apart
+    assert run_of([right], [masks], 0.25, p=0.5) == ([[1, 9, 9, 9]], [1], [[0]])
+    assert run_of([right], [masks], 0.24, p=0.5) == ([[1, 2, 9, 9]], [1], [[0]])
     # nobody looks on for what falls below the gate: two tokens are final after the first look, at .64
     assert run_of([[1, 7, 3, 4]], [masks], 0.7) == ([[1, 9, 9, 9]], [1], [[0]])
     assert run_of([[1, 7, 3, 4]], [masks], 0.6) == ([[1, 2, 9, 9]], [2], [[0]] * 2)

@@ -15,6 +15,7 @@ PAGE = (ROOT / "results" / "names" / "README.md").read_text()
 
 # a row of the page: system, way, dial, edits
 ROWS = {
+    "a left-to-right model of the base's size": ("left to right", "ones", 1, None),
     "base, one at a time, text read in blocks of one": ("base", "ones", 1, None),
     "base, one at a time from the left": ("base", "run", 1, None),
     "base, longest run above .7": ("base", "run", 0.7, None),
@@ -34,14 +35,16 @@ ROWS = {
 }
 # and of the README
 SHORT = {
-    "base, one at a time, in blocks of one": ("base", "ones", 1, None),
-    "base, one at a time from the left": ("base", "run", 1, None),
-    "base, the longest run surer than .5": ("base", "run", 0.5, None),
+    "a left-to-right model of its size, 1,000 steps": ("left to right", "ones", 1, None),
+    "base, one at a time from the left, in blocks of one": ("base", "ones", 1, None),
+    "base, longest run above .7": ("base", "run", 0.7, None),
+    "base, released rule: fill above .7, edit above .5": ("base", "threshold", 0.7, 0.5),
+    "base, all at once": ("base", "threshold", -1, None),
     "paper: fill above .7, edit on any disagreement": ("paper", "stage_b", 0.7, 0),
     "the same, Stage B off": ("paper", "threshold", 0.7, 0),
     "alpha, all at once": ("alpha", "stage_b", -1, None),
     "causal, whole blocks": ("causal", "run", 0, None),
-    "causal, the longest run surer than .5": ("causal", "run", 0.5, None),
+    "causal, longest run above .5": ("causal", "run", 0.5, None),
 }
 
 
