@@ -49,6 +49,7 @@ def measure(parser: Parser) -> None:
     add("--dial", type=float, nargs="+", default=[1.0])
     add("--edits", type=or_none(bounded(float, 0, 1)), nargs="+", default=[None])
     add("--skip", type=bounded(int, 0), default=0, help="leave out so many names: others, to choose settings on")
+    add("--temperature", type=bounded(float, 0), default=0.0, help="0: the likeliest tokens; 1: draws")
     add("--out", type=Path, required=True)
     args = parser.parse_args()
 
@@ -56,16 +57,18 @@ def measure(parser: Parser) -> None:
     n_rounds = 0 if args.way == "threshold" or not model.markers.any() else model.cfg.n_rounds
     tokenizer = load_tokenizer(base_of(args.ckpt))
     prompts = dict(list(draw_names(args.skip + N, "held out", tokenizer).items())[args.skip :])
-    there = [other for other in read(args.out) if other.get("skip", 0) == args.skip] if args.out.exists() else []
+    rare = ("skip", "temperature")
+    special = {name: getattr(args, name) for name in rare if getattr(args, name)}
+    there = read(args.out) if args.out.exists() else []
+    there = [other for other in there if {name: other[name] for name in rare if name in other} == special]
     for dial, edits in product(args.dial, args.edits):
         record = dict(system=args.system, way=args.way, dial=dial, edits=edits, seed=args.seed, n=N)
-        if args.skip:
-            record["skip"] = args.skip
+        record |= special
         if any(record.items() <= other.items() for other in there):
             continue
 
         # complete every beginning
-        d = replace(NAMES, n_rounds=n_rounds, tau_t2t=edits, tau_joint=dial)
+        d = replace(NAMES, n_rounds=n_rounds, tau_t2t=edits, tau_joint=dial, temperature=args.temperature)
         step = None
         if args.way in ("threshold", "stage_b"):
             d = replace(d, tau_joint=None, tau_m2t=dial)

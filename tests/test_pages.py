@@ -84,6 +84,28 @@ def test_the_readmes_rows(name):
     assert float(per_token) == pytest.approx(mean(record["per_token"] for record in records), abs=0.0051)
 
 
+# causal Stage B with the token before and without: system, how many beginnings were left out
+TOLD = {
+    "a beam's rows: causal": ("causal", 0),
+    "a beam's rows: told": ("told", 0),
+    "512 other beginnings: causal": ("causal", 512),
+    "512 other beginnings: told": ("told", 512),
+    "the text alone: causal": ("causal_text", 0),
+    "the text alone: told": ("told_text", 0),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_what_the_token_before_is_worth(name):
+    system, skip = TOLD[name]
+    files = [ROOT / "results" / "names" / f"{file}.jsonl" for file in ("records", "other", "told")]
+    records = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    own = [r for r in records if (r["system"], r["seed"], r["way"], r.get("skip", 0)) == (system, 1, "run", skip)]
+    own = [r for r in own if "temperature" not in r]
+    exist = {r["dial"]: f"{short(share(r['exist']))}, {r['forwards']:.1f}" for r in own}
+    assert cells(PAGE, name) == [exist[dial] for dial in (0, 0.5, 0.8)]
+
+
 BUDGETS = {
     "base, longest run": ("base", "run"),
     "base, surest first": ("base", "threshold"),

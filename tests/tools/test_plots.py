@@ -88,7 +88,7 @@ def test_names_are_drawn_from_what_was_measured(tmp_path, monkeypatch):
     figure = plots.draw_names()
     for ax, end in zip(figure.axes, (0.75, 1.5), strict=True):
         names = [text for text in ax.texts if text.get_text()]
-        drawn = ["causal Stage B", plots.NAMED["base/run"][0], "base, threshold", "the paper, B on"]
+        drawn = ["causal Stage B", plots.NAMED["base/run"][0], "base, surest first", "the paper, B on"]
         assert [text.get_text() for text in names] == drawn
         assert all(text.xy == (end, 0.5) for text in names)
         boxes = [text.get_window_extent() for text in names]
