@@ -13,7 +13,9 @@ cannot be read exactly is refused. A toy's rows: `python toy.py modes --out DIR`
 
 --written_by makes a teacher's rows: sequence-level distillation (Kim and Rush, 2016), by a beam. Causal Stage B that
 learns them is surer than one that learns the text, which knows many endings; one that learns the text draws as the text
-does. Half of the text stands beside them as it is: what is written from the left is no teacher of holes.
+does. A beam always writes the same behind a beginning, so no TC is left in its rows: there the token before is worth
+little (results/names). Half of the text stands beside them as it is: what is written from the left is no teacher of
+holes.
 """
 
 import argparse
