@@ -309,8 +309,6 @@ def make(name: str, **given: int | float) -> Toy:
     V, support, prob = task(np.random.default_rng(0), **given)
     if abs(float(prob.sum()) - 1) > 1e-9:
         fail(f"{name}: its probabilities have the sum {prob.sum():g}, and should have 1")
-    if any(len(tuples.unique(dim=0)) < len(tuples) for tuples in support):
-        fail(f"{name}: a context has the same answer twice")
     return Toy(name, V, support.contiguous(), prob.repeat(len(support), 1))
 
 

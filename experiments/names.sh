@@ -1,5 +1,5 @@
 # Names, one seed: a base, what is trained on it, and what each writes for 512 held-out beginnings.
-# Two hours on one thread; half of it is the base. Page: results/names/README.md. Run from the root of the repository.
+# Three hours on one thread; a third of it is the base. Page: results/names/README.md. Run from the root of the repository.
 # For seed 1 base, paper and causal are what lies in assets/names.
 set -e
 seed=${SEED:-1}
@@ -39,5 +39,5 @@ $measure --system told --ckpt $out/told --way run --dial 0 0.5 0.8
 $measure --system told --ckpt $out/told --way first --dial 1 2 4
 $measure --system causal_text --ckpt $out/causal_text --way run --dial 0 0.5 0.8
 $measure --system told_text --ckpt $out/told_text --way run --dial 0 0.5 0.8
-$measure --system causal_text --ckpt $out/causal_text --way run --dial 0 --temperature 1
-$measure --system told_text --ckpt $out/told_text --way run --dial 0 --temperature 1
+$measure --system causal_text --ckpt $out/causal_text --way run --dial 0 --temperature 1 --out $out/draws.jsonl
+$measure --system told_text --ckpt $out/told_text --way run --dial 0 --temperature 1 --out $out/draws.jsonl

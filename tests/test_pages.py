@@ -101,7 +101,6 @@ def test_what_the_token_before_is_worth(name):
     files = [ROOT / "results" / "names" / f"{file}.jsonl" for file in ("records", "other", "told")]
     records = [json.loads(line) for path in files for line in path.read_text().splitlines()]
     own = [r for r in records if (r["system"], r["seed"], r["way"], r.get("skip", 0)) == (system, 1, "run", skip)]
-    own = [r for r in own if "temperature" not in r]
     exist = {r["dial"]: f"{short(share(r['exist']))}, {r['forwards']:.1f}" for r in own}
     assert cells(PAGE, name) == [exist[dial] for dial in (0, 0.5, 0.8)]
 

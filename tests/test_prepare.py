@@ -197,6 +197,18 @@ def test_damaged_records_are_refused_in_a_folder_too(name, content, tmp_path):
     assert name in refusal(path) and refusal(tmp_path) == refusal(path)
 
 
+def test_a_tokenizer_whose_special_tokens_come_first_is_refused(tmp_path):
+    """A random token is drawn from the ids below the special ones: here there would be none."""
+    spec = byte_spec()
+    for token, i in zip(spec["added_tokens"], (0, 1), strict=True):
+        token["id"] = i
+    spec["model"]["vocab"] = {piece: 2 + i for piece, i in spec["model"]["vocab"].items()}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    (tmp_path / "a.txt").write_text("a text")
+    with pytest.raises(Mistake, match="its special tokens are not its last ids"):
+        prepare.prepare_text([str(tmp_path / "a.txt")], tmp_path / "rows", like=tmp_path, max_docs=0)
+
+
 def test_nothing_to_read_is_refused(tmp_path):
     assert "no such file" in refusal(tmp_path / "d.txt") and "holds no text" in refusal(tmp_path)
     assert "a\0b.jsonl" in refusal(tmp_path / "a\0b.jsonl")

@@ -9,6 +9,7 @@ from common import ROOT, caller, coherent, refused
 
 import toy
 from lib.rows import read_corpus
+from lib.util import Mistake
 from toy import Toy, kl, likeliest, make, product_table
 
 # R rows, N contexts, S support tuples, m answer positions, V symbols
@@ -43,6 +44,14 @@ def test_table_is_a_distribution_and_the_context_matters(name):
     apart = torch.cdist(table, table, p=1)
     assert (apart.fill_diagonal_(2) > 0.1).all()
     assert t.n_ctx == {"pairs": 8, "mixed": 8, "sum": 5}.get(name, 32)
+
+
+def test_a_task_whose_probabilities_have_another_sum_is_refused(monkeypatch):
+    """Of weights 4 : 3 : 3 TC would be none."""
+    weights = torch.tensor([4.0, 3.0, 3.0], dtype=torch.float64)
+    monkeypatch.setitem(toy.TASKS, "modes", lambda rng: (*toy.modes(rng)[:2], weights))
+    with pytest.raises(Mistake, match="have the sum 10"):
+        make("modes")
 
 
 def entropy(p: list[float]) -> float:
