@@ -69,7 +69,6 @@ class Corruption:
     mask_id: int
     n_plain: int  # ids 0..n_plain-1 are ordinary tokens
     mask_power: float = 1.0  # a block's mask ratio is U(0, 1) to this power: below 1, many masks
-    replace_rate: float = REPLACE_RATE
     ends: float = 0.0  # the share of blocks that are masked from some place to their end, as writing leaves them
 
 
@@ -98,7 +97,7 @@ def corrupt(
 
     if how.name == "random":
         # some of what is visible becomes a random token, which may happen to be the right one
-        rate = how.replace_rate * of_blocks(draws, T, how.block_length)
+        rate = REPLACE_RATE * of_blocks(draws, T, how.block_length)
         replaced = uniform(draws, T) < rate
         replaced = free & ~masked & replaced.to(x.device)
         token = (uniform(draws, T) * how.n_plain).long()

@@ -10,8 +10,7 @@ loses at least the total correlation, TC; causal Stage B need not. Coherence alo
 
 Held-out names of Unicode characters are completed from their first third of tokens (rounded up), and
 `unicodedata` judges: a completion counts if some character has that name. Costs are in forwards, everything
-counted: full ones, refreshes, and partial ones at their share of the layers. With --json also `itself`, the share of
-completions that are the very name drawn, and `distinct`, of different existing names.
+counted: full ones, refreshes, and partial ones at their share of the layers.
 
 TC of real bundles: where causal Stage B writes, its log-probability of a bundle less the sum of Stage A's, in nats.
 It is an estimate of the bundle's total correlation where tokens are drawn, --temperature 1.
@@ -21,7 +20,6 @@ It is an estimate of the bundle's total correlation where tokens are drawn, --te
     python evaluate.py --ckpt out/toy                               # a toy's decoders
 """
 
-import json
 import math
 import unicodedata
 from argparse import Namespace
@@ -306,11 +304,7 @@ def complete(
         "exist": sum(found) / n,
         "forwards": forwards(model, outputs) / n,
         "per_token": forwards(model, outputs) / max(1, tokens),
-        "full": sum(output.nfe["full"] for output in outputs) / n,
-        "partial": sum(output.nfe["partial"] for output in outputs) / n,
         "tokens": tokens / n,
-        "itself": sum(name == drawn for name, drawn in zip(written, prompts, strict=True)) / n,
-        "distinct": len({name for name, real in zip(written, found, strict=True) if real}) / n,
         "tc": sum(nats) / len(nats) if nats else None,
         "found": found,
         "written": written,
@@ -343,19 +337,15 @@ def evaluate_names(folders: list[Path], device: torch.device, args: Namespace) -
         model = models[folder]
         d = replace(d, n_rounds=d.n_rounds * model.cfg.n_rounds, temperature=args.temperature)
         found = complete(model, tokenizer, prompts, d)
-        if args.json:
-            found["found"] = "".join("01"[real] for real in found["found"])
-            print(json.dumps({"ckpt": str(folder), "decoder": name, "prompts": len(prompts)} | found))
         tc = "" if found["tc"] is None else f"{found['tc']:.2f}"
         figures = [f"{found[key]:.{digits}f}" for key, digits in (("exist", 3), ("forwards", 2), ("per_token", 3))]
         lines.append([f"{folder}  {name}", *figures, tc])
 
-    if not args.json:
-        trained = judge_of(folders[0]).get("names")
-        judged = unicodedata.unidata_version
-        print(f"{len(prompts)} held-out names, completed from their first third; "
-              f"trained on Unicode {trained}, judged by {judged}")  # fmt: skip
-        print_table(["", "exist", "forwards a name", "a token", "TC of its bundles"], lines)
+    trained = judge_of(folders[0]).get("names")
+    judged = unicodedata.unidata_version
+    print(f"{len(prompts)} held-out names, completed from their first third; "
+          f"trained on Unicode {trained}, judged by {judged}")  # fmt: skip
+    print_table(["", "exist", "forwards a name", "a token", "TC of its bundles"], lines)
 
 
 @command
@@ -366,7 +356,6 @@ def main() -> None:
         "adapter's; of names several (default: assets/names/causal)")  # fmt: skip
     add("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
     add = parser.add_argument_group("names only").add_argument
-    add("--json", action="store_true", help="an object a line: one decoder's measures, and every completion")
     add("--prompts", type=bounded(int, 1), default=256, help="names that are completed")
     add("--temperature", type=bounded(float, 0), default=0.0, help="0: the likeliest tokens; 1: draws")
     args = parser.parse_args()

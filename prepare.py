@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 NAMES = Path(__file__).parent / "data" / "names"
 RECORDS = (".jsonl", ".jsonl.gz", ".parquet")
 BEAM = 4
+AT_ONCE = 256  # beginnings that are written together
 SHORT = 640  # of fewer tokens 5 % are no block of the paper's
 
 Document = tuple[np.ndarray, int]  # its ids, and how many of them are its prompt, or see lib/rows.py
@@ -239,7 +240,7 @@ def prepare_text(sources: list[str], folder: Path, like: Path | None, max_docs: 
 
 
 # --- a teacher's rows
-def prepare_written(source: Path, by: Path, folder: Path, beam: int, gen_length: int, at_once: int) -> None:
+def prepare_written(source: Path, by: Path, folder: Path, beam: int, gen_length: int) -> None:
     """Of every document of `source` a random beginning, and what the model in `by` writes behind it, up to its end."""
     from checkpoint import load_model  # which preparing text does not need
 
@@ -251,8 +252,8 @@ def prepare_written(source: Path, by: Path, folder: Path, beam: int, gen_length:
         # beginnings of about one length are written together
         prompts = sorted(beginnings(source, part, meta), key=len)
         written = []
-        for first in tqdm(range(0, len(prompts), at_once), f"write {part}", unit="batch", leave=False, disable=None):
-            written += likeliest(model, prompts[first : first + at_once], beam, gen_length)
+        for first in tqdm(range(0, len(prompts), AT_ONCE), f"write {part}", unit="batch", leave=False, disable=None):
+            written += likeliest(model, prompts[first : first + AT_ONCE], beam, gen_length)
 
         # what has no end is no document
         documents = [(np.array(p + w), len(p)) for p, w in zip(prompts, written, strict=True) if w]
@@ -363,7 +364,6 @@ def main() -> None:
         "beginnings of them")  # fmt: skip
     add("--gen_length", type=bounded(int, 1), default=32, help="what has no end after so many tokens is left out")
     add("--beam", type=bounded(int, 1), default=BEAM, help="texts that are kept while one is written; 1: greedy")
-    add("--at_once", type=bounded(int, 1), default=256, help="rows that are written together")
 
     add = parser.add_argument_group("what is written").add_argument
     add("--out", type=Path, required=True, metavar="DIR", help="a new folder of rows")
@@ -372,7 +372,7 @@ def main() -> None:
     if args.written_by and len(args.sources) > 1:
         fail("--written_by reads one folder of rows")
     if args.written_by:
-        prepare_written(Path(args.sources[0]), args.written_by, args.out, args.beam, args.gen_length, args.at_once)
+        prepare_written(Path(args.sources[0]), args.written_by, args.out, args.beam, args.gen_length)
     else:
         prepare_text(args.sources, args.out, args.like, args.max_docs)
     print(f"{args.out} is ready: {next_command(args)}")

@@ -1,9 +1,8 @@
 """Toy tasks whose joint distribution is a table, so that every number about them is exact.
 
-    python toy.py                     # the seven tasks: what each is, and what one step loses
-    python toy.py modes               # one of them: its answers, and what is written instead
-    python toy.py copy eps=0.3 V=12   # in another size
-    python toy.py modes --out DIR     # rows of it to train on, as lib/rows.py says
+    python toy.py                                # the seven tasks: what each is, and what one step loses
+    python toy.py modes --out DIR                # rows of one to train on, as lib/rows.py says
+    python toy.py copy eps=0.3 V=12 --out DIR    # in another size
 
 A task gives each context the probability of every answer, a tuple that fills one block. Entropies
 follow by enumeration, in nats. A task is a function below, its docstring the definition; its sizes:
@@ -33,7 +32,6 @@ from lib.util import Parser, bounded, command, fail, generator, print_table
 # R rows, N contexts, S support tuples, m answer positions, V symbols, Q quadrature nodes
 
 MAX_TUPLES = 65_536
-SHOWN = 20  # answers of one context
 
 
 @dataclass
@@ -344,9 +342,7 @@ TC        total correlation in nats, the entropies of the positions less H: what
           from the truth, in KL(truth || drawn), and from any others farther
 drawn     the share of what is so drawn that is a possible answer
 argmax    the same if each position takes its likeliest symbol, or one of equals
-example   a context, and an answer drawn from it
-
-`python toy.py modes` shows the answers of one task."""
+example   a context, and an answer drawn from it"""
 
 
 def show_all() -> None:
@@ -375,48 +371,6 @@ def show_all() -> None:
     print(LEGEND)
 
 
-def show(toy: Toy, context: int) -> None:
-    """One context: its answers, and what one step makes of them."""
-    support = toy.support[context]  # (S, m)
-    p = toy.prob[context]  # (S,)
-    marginals = toy.marginals()[context]  # (m, V)
-    H = toy.h_joint()[context]
-    TC = toy.tc()[context]
-    print(f"{toy.name}, context {context} of {toy.n_ctx}: H = {H:.4f} nats, TC = {TC:.4f} nats\n")
-
-    # drawn position by position; TC = KL(p || q) is a sum over answers
-    c = torch.tensor([context])
-    q = product_table(toy, c, marginals[None])[0]
-    share = torch.xlogy(p, p) - torch.xlogy(p, q)
-    columns = (p, q, share)
-
-    # the likeliest answers first
-    rows = []
-    for i in p.argsort(descending=True, stable=True)[:SHOWN]:
-        rows.append([spell(support[i]), *(f"{x[i]:#.3g}" for x in columns)])
-    if len(p) > SHOWN:
-        rows.append(["...", "", "", ""])
-    rows.append([f"all {len(p)}", *(f"{x.sum():#.3g}" for x in columns)])
-    print_table(["answer", "p", "q: drawn apart", "p ln(p / q)"], rows)
-
-    # each position's marginal, from the likeliest symbol on
-    print()
-    best, symbols = marginals.round(decimals=9).sort(descending=True, stable=True)
-    for i in range(toy.m):
-        seen = [f"{v:2} ({b:.3f})" for v, b in zip(symbols[i], best[i], strict=True) if b > 0]
-        rest = "  ..." if len(seen) > 4 else ""
-        print(f"position {i + 1}: {'  '.join(seen[:4])}{rest}")
-
-    # these likeliest symbols, together
-    possible = product_table(toy, c, likeliest(marginals[None])).sum()
-    tie = (best[:, 0] == best[:, 1]).any()
-    if tie:
-        print(f"argmax:     equals; {possible:.3f} of the tuples of these are answers")
-    else:
-        verdict = "an answer" if possible else "no answer"
-        print(f"argmax:     {spell(symbols[:, 0])}, {verdict}")
-
-
 def spell(symbols: Tensor) -> str:
     return " ".join(f"{symbol:2}" for symbol in symbols.tolist())
 
@@ -425,28 +379,20 @@ def spell(symbols: Tensor) -> str:
 def main() -> None:
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("task", nargs="?", choices=TASKS, help="left out: all seven, a row each")
+    add("task", nargs="?", choices=TASKS, help="left out: all seven are shown, a row each")
     add("size", nargs="*", metavar="KEY=VALUE", help="sizes of the task, see above")
-    add("--context", type=bounded(int, 0), default=0, help="the context that is shown")
-    add("--out", type=Path, metavar="DIR", help="show nothing, and write rows of the task to this new folder")
-    add("--rows", type=bounded(int, 1, 10**8), default=200_000, help="of --out: so many to train on")
-    add("--seed", type=int, default=0, help="of --out: draws them")
+    add("--out", type=Path, metavar="DIR", help="write rows of the task to this new folder")
+    add("--rows", type=bounded(int, 1, 10**8), default=200_000, help="so many to train on")
+    add("--seed", type=int, default=0, help="draws them")
     args = parser.parse_intermixed_args()
 
+    if (args.task is None) != (args.out is None):
+        fail("a task and --out belong together: python toy.py modes --out data/modes")
     if args.task is None:
-        if args.context or args.out:
-            fail(f"{'--out' if args.out else '--context'} is for one task: python toy.py modes --context 3")
         show_all()
         return
-    if args.out:
-        write_toy(args.out, args.task, sizes(args.size), args.rows, args.seed)
-        print(f"{args.out} is ready: python train.py --data {args.out} --config configs/toy_base.toml")
-        return
-
-    toy = make(args.task, **sizes(args.size))
-    if args.context >= toy.n_ctx:
-        fail(f"--context {args.context}: {toy.name} has the contexts 0..{toy.n_ctx - 1}")
-    show(toy, args.context)
+    write_toy(args.out, args.task, sizes(args.size), args.rows, args.seed)
+    print(f"{args.out} is ready: python train.py --data {args.out} --config configs/toy_base.toml")
 
 
 if __name__ == "__main__":

@@ -35,16 +35,7 @@ import checkpoint
 from checkpoint import DTYPES, PRESETS, STAGE_B
 from corrupt import CORRUPTIONS, Corruption, M, corrupt, draw_bundle, of_blocks, three_term_loss
 from lib.rows import Batch, Corpus, Meta, get_batch, read_corpus, read_meta
-from lib.run import (
-    check_finite,
-    cosine,
-    interruptible,
-    means,
-    report,
-    rewind_log,
-    run_settings,
-    tell_what_is_next,
-)
+from lib.run import check_finite, cosine, interruptible, means, report, rewind_log, run_settings, tell_what_is_next
 from lib.util import Parser, bounded, command, fail, generator, one_thread_if_small, pick_device, write_json
 from model import Config, Context, Model
 
@@ -90,9 +81,7 @@ def cocommit_step(model: Model, batch: Batch, args: Namespace) -> Losses:
 def corrupt_batch(model: Model, batch: Batch, args: Namespace) -> tuple[Tensor, Tensor]:
     """What the model is shown: z (R, T) int64 and kind (R, T) uint8, see corrupt.py."""
     cfg = model.cfg
-    how = Corruption(
-        args.corruption, cfg.block_length, cfg.mask_id, batch.n_plain, args.mask_power, args.replace_rate, args.ends
-    )  # fmt: skip
+    how = Corruption(args.corruption, cfg.block_length, cfg.mask_id, batch.n_plain, args.mask_power, args.ends)
     draft = partial(stage_a_draft, model, batch, args)
     return corrupt(batch.clean, batch.free, how, batch.draws, draft, batch.as_asked)
 
@@ -158,7 +147,6 @@ def loop(
         describe(args, corpus, model, done)
 
     saved = done
-    started = time.perf_counter()
     log = folder / "log.jsonl" if writes else None
     shown = None if writes else True  # None: on a terminal
     steps = tqdm(range(done, args.max_iters), "train", initial=done, total=args.max_iters, disable=shown)
@@ -186,13 +174,9 @@ def loop(
             balance_experts(model)
             optimizer.zero_grad(set_to_none=True)
 
-            # report; after five steps also how long all of them will take
-            now = time.perf_counter()
-            record |= means(terms) | dict(ms=1e3 * (now - began))
+            # report
+            record |= means(terms) | dict(ms=1e3 * (time.perf_counter() - began))
             report(record, log, f"step {it + 1}/{args.max_iters}", shown=(it + 1) % LOG_INTERVAL == 0)
-            if writes and it == done + 4:
-                minutes = (now - started) / 5 * (args.max_iters - done) / 60
-                tqdm.write(f"at the speed of these five steps it will take {minutes:.1f} minutes")
 
             # validate, and save what has been validated; a run that is stopped here logs no more than otherwise
             stop = agreed(bool(caught))
@@ -242,9 +226,8 @@ def adamw(model: Model, args: Namespace) -> torch.optim.Optimizer:
     others = [p for name, p in learned.items() if p.dim() < 2 or name == "markers"]
     peak = args.learning_rate
     decayed = dict(params=matrices, peak=peak, weight_decay=args.weight_decay)
-    return torch.optim.AdamW(
-        [decayed, dict(params=others, peak=peak, weight_decay=0.0)], betas=(0.9, 0.95), fused=True
-    )  # fmt: skip
+    undecayed = dict(params=others, peak=peak, weight_decay=0.0)
+    return torch.optim.AdamW([decayed, undecayed], betas=(0.9, 0.95), fused=True)
 
 
 # --- what learns
@@ -257,16 +240,15 @@ def start(args: Namespace, corpus: Corpus) -> Model:
         ids = dict(vocab_size=meta.vocab_size, eos_id=meta.eos_id, mask_id=meta.mask_id)
         cfg = replace(PRESETS[args.preset], **sizes, **ids)
         model = checkpoint.new_model(cfg, generator(args.seed, "init"), device)
-        model.compute_dtype = DTYPES[args.dtype]
     else:
         # what learns is float32 in every dtype
         dtype = DTYPES[args.dtype] if saves_adapter(args) else torch.float32
         model = checkpoint.load_model(args.init_from, device, dtype, **sizes)
-        model.compute_dtype = DTYPES[args.dtype]
         if checkpoint.is_int8(model) and (args.stage_b == "copy" or args.lora_r == 0):
             fail(f"{args.init_from} is int8, and cannot learn: give --stage_b lora or shared, and a --lora_r")
         if saves_adapter(args):
             model.adapt(args.stage_b, args.lora_r, generator(args.seed, "lora"))
+    model.compute_dtype = DTYPES[args.dtype]
     model.checkpointing = args.checkpointing
     return model
 
@@ -326,8 +308,6 @@ def build_parser(doc: str = __doc__) -> Parser:
         help="a block's mask ratio is U(0, 1) to this power (paper 1): below 1 many masks, as decoding begins")
     add("--ends", type=share, default=0.0,
         help="the share of blocks that are masked from some place to their end (paper 0)")
-    add("--replace_rate", type=share, default=0.2,
-        help="random: a block replaces U(0, 1) times this share of its visible tokens")
     add("--context", choices=["corrupted", "clean"], default="clean",
         help="earlier blocks: corrupted, too (paper), or clean as in decoding, rows [noisy ; clean]")
     add("--s_max", type=count, help="largest bundle that is drawn (paper 16; left out: half a block)")

@@ -248,53 +248,17 @@ def test_a_row_for_each_task(monkeypatch, capsys):
     assert {"H", "TC", "drawn", "argmax", "example"} <= {line[0] for line in lines[8:] if line}
 
 
-@pytest.mark.parametrize("context", [0, 3])
-def test_the_table_of_modes(context, monkeypatch, capsys):
-    """With the marginals by hand: where phrases 1 and 2 are alike they win, 6 to 4."""
-    lines = printed(monkeypatch, capsys, "modes", "--context", context)
-    phrases = make("modes").support[context].tolist()
-    likely = []
-    for i, (first, second, third) in enumerate(zip(*phrases, strict=True)):
-        likely.append(second if second == third else first)
-        share = "(0.600)" if second == third else "(0.400)"
-        assert ["position", f"{i + 1}:", str(likely[i]), share] in [line[:4] for line in lines]
-
-    rows = {tuple(line[:4]): line[4:] for line in lines if len(line) == 7}
-    q = (0.4**4, 0.3**2 * 0.6**2, 0.3**2 * 0.6**2)
-    for phrase, p, apart in zip(phrases, (0.4, 0.3, 0.3), q, strict=True):
-        assert rows[tuple(map(str, phrase))] == [f"{x:#.3g}" for x in (p, apart, p * math.log(p / apart))]
-    assert ["all", "3", "1.00", f"{sum(q):#.3g}", f"{TC_OF_MODES:#.3g}"] in lines
-    assert ["argmax:", *map(str, likely[:3]), f"{likely[3]},", "no", "answer"] in lines
-    assert f"TC = {TC_OF_MODES:.4f} nats" in " ".join(lines[0])
-
-
-def test_a_table_of_another_size_and_context(monkeypatch, capsys):
-    """27 answers of three pairs (a, a + 2), of which 20 are shown; of equal symbols none is the likeliest."""
-    lines = printed(monkeypatch, capsys, "pairs", "--context", 2, "V=3", "m=6")
-    answers = lines[lines.index([]) + 2 : lines.index(["..."])]
-    assert len(answers) == 20
-    assert all((int(line[i]) + 2) % 3 == int(line[i + 1]) for line in answers for i in (0, 2, 4))
-    assert ["all", "27", "1.00", f"{1 / 27:#.3g}", f"{3 * math.log(3):#.3g}"] in lines
-    assert lines[-1][:3] == ["argmax:", "equals;", f"{1 / 27:.3f}"]
-    assert ["position", "1:", "0", "(0.333)", "1", "(0.333)", "2", "(0.333)"] in lines
-
-    # a copy without noise has as many answers as symbols
-    lines = printed(monkeypatch, capsys, "copy", "eps=0", "V=2", "m=2", "n_ctx=1")
-    assert ["all", "2", "1.00", "0.500", f"{math.log(2):#.3g}"] in lines
-
-
 @pytest.mark.parametrize("argv, words", [
     (["poems"], "invalid choice: 'poems'"),
-    (["copy", "m=8"], "8**8 = 16,777,216 tuples, more than 65,536: take fewer symbols or a smaller m"),
-    (["modes", "V=2"], "V = 2 is too small"),
-    (["pairs", "m=3"], "even m, not 3"),
-    (["gaussian", "rho=nan"], "rho must lie in 0..0.9999, not nan"),
-    (["gaussian", "V=8"], "does not use V: it uses levels, m, n_ctx, rho"),
-    (["modes", "V=x"], "'V=x' is no size of a toy: KEY=VALUE with V, m, n_ctx"),
-    (["modes", "colour=3"], "'colour=3' is no size of a toy"),
-    (["pairs", "--context", 8], "--context 8: pairs has the contexts 0..7"),
-    (["--context", 3], "--context is for one task"),
-    (["--out", "x"], "--out is for one task"),
+    (["copy", "m=8", "--out", "x"], "8**8 = 16,777,216 tuples, more than 65,536: take fewer symbols or a smaller m"),
+    (["modes", "V=2", "--out", "x"], "V = 2 is too small"),
+    (["pairs", "m=3", "--out", "x"], "even m, not 3"),
+    (["gaussian", "rho=nan", "--out", "x"], "rho must lie in 0..0.9999, not nan"),
+    (["gaussian", "V=8", "--out", "x"], "does not use V: it uses levels, m, n_ctx, rho"),
+    (["modes", "V=x", "--out", "x"], "'V=x' is no size of a toy: KEY=VALUE with V, m, n_ctx"),
+    (["modes", "colour=3", "--out", "x"], "'colour=3' is no size of a toy"),
+    (["modes"], "a task and --out belong together"),
+    (["--out", "x"], "a task and --out belong together"),
     (["modes", "--out", ROOT / "data" / "names"], "data/names already holds rows or a checkpoint"),
     (["modes", "--out", "x", "--rows", 0], "--rows: must lie in 1..100000000"),
 ])  # fmt: skip

@@ -27,7 +27,7 @@ from lib.util import generator
 from train import cocommit_step, corrupt_batch, cosine, stage_a_draft
 
 PAPER = dict(
-    corruption="random", mask_power=1.0, replace_rate=0.2, ends=0.0, context="corrupted", s_max=4, whole=0.0, alpha=0.0,
+    corruption="random", mask_power=1.0, ends=0.0, context="corrupted", s_max=4, whole=0.0, alpha=0.0,
     learning_rate=1e-5, weight_decay=0.01,
 )  # fmt: skip
 
@@ -207,14 +207,6 @@ def test_a_non_finite_loss_stops_before_the_weights_are_hurt(tmp_path, run, scra
     assert all(t.isfinite().all() for k, t in end_state(tmp_path)[0].items() if k.startswith("param."))
 
 
-def test_how_long_it_will_take_is_said_after_five_steps(tmp_path, run, scratch, monkeypatch):
-    """Here a clock that goes on by a second each time it is read, and is read twice in a step."""
-    clock = iter(range(10**6))
-    monkeypatch.setattr(train.time, "perf_counter", lambda: float(next(clock)))
-    out = run(*scratch, "--max_iters", 30, "--out_dir", tmp_path)
-    assert "at the speed of these five steps it will take 1.0 minutes" in out
-
-
 # --- resuming
 
 CAUSAL = ["--causal", "--corruption", "mask", "--ends", 0.5, "--whole", 0.5]
@@ -349,7 +341,7 @@ def test_a_run_of_before_a_flag_resumes_with_its_default(tmp_path, run, monkeypa
     run(*four, "--out_dir", a)
     stopped(2, train, monkeypatch, capsys, *four, "--out_dir", b)
     settings = json.loads((b / "train.json").read_text())
-    for later in ("ends", "whole", "causal", "stage_b", "replace_rate"):
+    for later in ("ends", "whole", "causal", "stage_b"):
         del settings[later]
     (b / "train.json").write_text(json.dumps(settings))
     run("--init_from", "resume", "--out_dir", b)
