@@ -200,12 +200,6 @@ def is_int8(model: Model) -> bool:
     return any(buffer.dtype == torch.int8 for buffer in model.buffers())
 
 
-def how_trained(folder: Path) -> dict:
-    """What adapter.json says, or of a model that was trained whole the settings of its run; of any other nothing."""
-    path = folder / "train.json"
-    return about_adapter(folder) or (read_json(path, "settings of the run") if path.exists() else {})
-
-
 def judge_of(folder: Path) -> dict:
     """What judges a model's writing, see lib.rows.Meta; of a model of plain text nothing."""
     path = base_of(folder) / "meta.json"

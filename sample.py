@@ -33,14 +33,13 @@ import torch
 from torch import Tensor
 
 from cache import Cached, Output, Row, Uncached, in_full, up_to_eos
-from checkpoint import DTYPES, base_of, how_trained, judge_of, load_model
+from checkpoint import DTYPES, base_of, judge_of, load_model
 from lib.tokenizer import Tokenizer, load_tokenizer
 from lib.util import (
     MASK,
     Parser,
     bounded,
     command,
-    entry,
     fail,
     first_masked,
     one_thread_if_small,
@@ -479,14 +478,12 @@ def check_prompt(prompt: list[int], number: int, gen_length: int, cfg: Config) -
 
 
 # --- what is shown
-def what_ran(model: Model, d: Decoding, about: dict) -> str:
-    """The last line of every run: Stage B, alpha 0.5, n = 3 of 8, K = 1, gates 0.7 and 0"""
+def what_ran(model: Model, d: Decoding) -> str:
+    """The last line of every run: Stage B, n = 3 of 8, K = 1, gates 0.7 and 0"""
     stage = "Stage A alone"
     if d.n_rounds > 0:
-        alpha = entry({"alpha": 0.0} | about, "alpha", float, "what it was trained by")
         kind = "causal Stage B" if model.cfg.causal else "Stage B"
-        target = f"alpha {alpha:g}" if alpha else "the paper's loss"
-        stage = f"{kind}, {target}, n = {model.cfg.n_last} of {model.cfg.n_layer}, K = {d.n_rounds}"
+        stage = f"{kind}, n = {model.cfg.n_last} of {model.cfg.n_layer}, K = {d.n_rounds}"
     if d.tau_joint is not None:
         return f"{stage}, the longest run above {d.tau_joint:g}"
     edits = "none" if d.tau_t2t is None else f"{d.tau_t2t:g}"
@@ -524,7 +521,7 @@ def write(args: Namespace, model: Model) -> None:
         total = in_full(nfe, model.partial_cost)
         print(f"[{n} tokens; forwards: {nfe['full']} full + {nfe['partial']:g} partial x {model.partial_cost:.3g} + "
               f"{nfe['refresh']} refresh = {total:.3g}, {total / max(1, n):.3f} per token]")  # fmt: skip
-    print(f"[{what_ran(model, d, how_trained(args.ckpt))}]")
+    print(f"[{what_ran(model, d)}]")
 
 
 @command

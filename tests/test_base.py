@@ -106,7 +106,7 @@ def test_a_base_is_sampled_by_stage_a_and_adapted(tmp_path, run, monkeypatch, ca
     on_top = tmp_path / "causal"
     caller(train, monkeypatch, capsys)("--data", rows, "--init_from", folder, "--stage_b", "copy", "--causal",
         "--max_iters", 2, "--batch_size", 4, "--device", "cpu", "--out_dir", on_top)  # fmt: skip
-    assert "[causal Stage B, the paper's loss, n = 1 of 4, K = 1, the longest run" in decode("--ckpt", on_top, *short)
+    assert "[causal Stage B, n = 1 of 4, K = 1, the longest run" in decode("--ckpt", on_top, *short)
 
 
 # --- what is refused

@@ -373,7 +373,7 @@ def test_all_weights_of_a_checkpoint_learn(tmp_path, run, monkeypatch, capsys, d
     # both scripts read it
     decode = caller(sample, monkeypatch, capsys)
     out = decode("--ckpt", learned, "--prompt", "ab", "--gen_length", 8, "--device", "cpu")
-    assert out.startswith("ab") and "Stage B, the paper's loss, n = 2 of 4, K = 2" in out
+    assert out.startswith("ab") and "Stage B, n = 2 of 4, K = 2" in out
     if dtype == "fp32":
         out = caller(evaluate, monkeypatch, capsys)("--ckpt", learned, "--prompts", 2, "--device", "cpu")
         assert "2 held-out names" in out and "base, all at once" in out
