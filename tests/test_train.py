@@ -390,15 +390,6 @@ def test_a_causal_model_stays_one(tmp_path, run, scratch, on_pairs):
     assert "--no-causal" in run.fails(*on_it, "--no-causal", "--out_dir", tmp_path / "other")
 
 
-def test_a_model_that_was_trained_by_alpha_says_so(tmp_path, run, monkeypatch, capsys, scratch):
-    """From scratch, too, where no adapter.json tells it."""
-    decode = caller(sample, monkeypatch, capsys)
-    for alpha, said in ((1, "Stage B, alpha 1,"), (0, "Stage B, the paper's loss,")):
-        folder = tmp_path / str(alpha)
-        run(*scratch, "--alpha", alpha, "--max_iters", 2, "--out_dir", folder)
-        assert said in decode("--ckpt", folder, "--prompt_ids", "3,3", "--gen_length", 2, "--device", "cpu")
-
-
 # --- a step of one's own
 def test_a_step_of_ones_own_is_looped(tmp_path, monkeypatch, scratch, pairs):
     """Four rows a step, and eight times as many to validate."""
