@@ -200,8 +200,8 @@ def test_prompts_are_the_first_third_of_names_of_the_group_and_a_function_of_it_
 
 def test_names_from_the_command_line(tmp_path, monkeypatch, capsys):
     """A base has its rows, an adapter its own; adapters share the base's and follow one another."""
-    monkeypatch.setattr(evaluate, "NAMES", replace(evaluate.NAMES, gen_length=8))
-    base = names_folder(tmp_path / "base")
+    monkeypatch.setattr(evaluate, "NAMES", replace(evaluate.NAMES, gen_length=4))
+    base = names_folder(tmp_path / "base", n_layer=2, n_last=1)
     for name in ("one", "two"):
         random_adapter(tmp_path / name, base)
     random_adapter(tmp_path / "causal", base, "copy", causal=True)
