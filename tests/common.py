@@ -54,6 +54,16 @@ def names_folder(folder: Path, spec: dict | None = None, **overrides) -> Path:
     return folder
 
 
+def merged_spec() -> dict:
+    """Bytes and the merges of aa, ab, aaa and, with the blank before it, ab."""
+    spec = byte_spec()
+    spec["model"]["merges"] = [["a", "a"], ["a", "b"], ["aa", "a"], ["Ġ", "ab"]]
+    spec["model"]["vocab"] |= {"aa": 256, "ab": 257, "aaa": 258, "Ġab": 259}
+    for i, token in enumerate(spec["added_tokens"]):
+        token["id"] = 260 + i
+    return spec
+
+
 def random_lora(model: Model, stage_b: str = "shared", r: int = 4) -> None:
     """What learns beside the base, as after a training: LoRA that is not zero, a copy that is no longer the base."""
     model.adapt(stage_b, r, generator("lora"))
