@@ -1,10 +1,10 @@
 """tiny.py does what the full code does. `pytest tests/test_tiny.py`"""
 
+import contextlib
+import io
 import random
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -68,11 +68,10 @@ def assert_law(drawn: Tensor, law: list[float]) -> None:
 
 # --- the same functions
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("n_last, K", [(1, 1), (2, 2)])
 @torch.no_grad()
-def test_both_stages_have_the_full_models_logits(n_last, K, causal, monkeypatch):
+def test_both_stages_have_the_full_models_logits(causal, monkeypatch):
     """For bundles of any shape; causal ones are one run, as tiny's are."""
-    small, full = twins(monkeypatch, n_last, 6, n_last, K, causal=causal)
+    small, full = twins(monkeypatch, 2, 6, 2, 2, causal=causal)
     tokens = torch.randint(V, (5, 6), generator=rng(0))
     bundle = torch.rand(5, 6, generator=rng(1)) < 0.5
     if causal:
@@ -85,12 +84,12 @@ def test_both_stages_have_the_full_models_logits(n_last, K, causal, monkeypatch)
     a = full.logits(full.last_n(h, ctx))
     assert torch.allclose(small.logits(small.last_n(ours)), a, atol=1e-5, rtol=0)
 
-    b = full.logits(full.coordinate(h, bundle, ctx, K, tokens))
+    b = full.logits(full.coordinate(h, bundle, ctx, 2, tokens))
     coordinated = small.coordinate(ours, bundle, tokens if causal else None)
     assert torch.allclose(small.logits(coordinated), b, atol=1e-5, rtol=0)
     # markers do something here, and so do the tokens of causal Stage B
     assert (b - a).abs().max() > 0.1
-    other = full.logits(full.coordinate(h, bundle, ctx, K, tokens.roll(1, dims=0)))
+    other = full.logits(full.coordinate(h, bundle, ctx, 2, tokens.roll(1, dims=0)))
     assert (b - other).abs().max() > 0.1 if causal else torch.equal(b, other)
 
 
@@ -111,7 +110,7 @@ def assert_decodes_alike(
 def test_causal_looks_are_generate_ones(monkeypatch):
     """All masks at once."""
     several = 0
-    for seed in range(30):
+    for seed in range(15):
         draw = random.Random(seed)
         T, K = draw.randint(3, 8), draw.choice([1, 2])
         n = draw.randint(1, T - 2)
@@ -140,7 +139,7 @@ def test_the_decoder_is_generate_one_in_fifty_settings(monkeypatch):
     assert min(seen.values()) >= 5, seen  # or the equality would be hollow
 
 
-@pytest.mark.parametrize("alpha", [0, 0.3, 1.0])
+@pytest.mark.parametrize("alpha", [0, 0.3])
 def test_the_fill_loss_and_its_gradient_are_the_full_codes(alpha, monkeypatch):
     """A row here is a block there: seven, the first with nothing to fill, the last with nothing else. Low states make
     probabilities that are neither 0 nor 1."""
@@ -177,40 +176,40 @@ def test_masks_and_bundles_are_drawn_as_the_full_code_draws_them():
 
 
 # --- the file
-def run(source: str, folder: Path) -> str:
-    (folder / "it.py").write_text(source)
-    return subprocess.run([sys.executable, folder / "it.py"], capture_output=True, text=True, check=True).stdout
+def run(source: str, steps: int | str) -> str:
+    """What the file prints, with trainings of so many steps."""
+    shown = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown):
+        patch.setattr(sys, "argv", ["tiny.py"])
+        exec(source.replace("range(700)", f"range({steps})"), {"__name__": "__main__"})
+    return shown.getvalue()
 
 
-def test_without_the_tagged_lines_it_is_a_plain_masked_diffusion_model(tmp_path):
+def test_without_the_tagged_lines_it_is_a_plain_masked_diffusion_model():
     """It trains, decodes and prints the rows of Stage A."""
     plain = "\n".join(line for line in SOURCE.splitlines() if not line.endswith(("# CoCommit", "# causal")))
     assert not re.search("markers|coordinate", plain)
-    out = run(plain.replace("range(700)", "range(3)"), tmp_path)
+    out = run(plain, 3)
     assert re.findall(r"Stage \w.*?(?=  )", out) == ["Stage A", "Stage A, twice as long", "Stage A by alpha 1"]
 
 
-def test_one_line_is_not_the_papers(tmp_path):
+def test_one_line_is_not_the_papers():
     """Without it alpha is the sum of cross-entropies, and both Stage Bs take the same steps."""
     assert [line.strip() for line in SOURCE.splitlines() if line.endswith("# alpha")] == [
         "loss = (1 - (alpha * log_p).exp()) / alpha  # alpha"
     ]
-    short = SOURCE.replace("range(700)", "range(40)")
-    short = short.replace("model = Model()", "torch.manual_seed(0); model = Model()")
-    with_it, without = (run(of, tmp_path) for of in (short, short.replace("loss = (1 -", "_ = (1 -")))
+    alike = SOURCE.replace("model = Model()", "torch.manual_seed(0); model = Model()")
+    with_it, without = (run(of, 20) for of in (alike, alike.replace("loss = (1 -", "_ = (1 -")))
     rows = [re.findall(r"(?:Stage B, the paper's|Stage B, alpha 1) +(.*)", out) for out in (with_it, without)]
     assert rows[0][0] != rows[0][1] and rows[1][0] == rows[1][1] == rows[0][0]
 
 
-@pytest.fixture(scope="module")
-def tiny_output(tmp_path_factory) -> str:
-    return run(SOURCE, tmp_path_factory.mktemp("tiny"))
-
-
-def test_the_table_is_what_a_student_remembers(tiny_output):
+def test_the_table_is_what_a_student_remembers():
     """Of each row its numbers and what it writes, then the lines below the table. Stage A by hand: San has .60, New
-    .40, York .40, Francisco .20."""
-    _, *table = tiny_output.splitlines()
+    .40, York .40, Francisco .20. Four hundred steps lead there, but for Stage B by alpha."""
+    steps = "700 if alpha_b else 400"
+    found = run(SOURCE.replace("optimizer, 700", f"optimizer, {steps}"), steps)
+    _, *table = found.splitlines()
     rows = {}
     for line in table[:7]:
         name, numbers, written = re.fullmatch(r"(.*?)  +((?: *\d\.\d+)+) *(.*)", line).groups()
@@ -234,11 +233,9 @@ def test_the_table_is_what_a_student_remembers(tiny_output):
     assert [line.split("city ")[1] for line in lines] == ["San York", "San Francisco", "New York"]
     assert looks == "draft San York, 1 look San Francisco, 2 looks San Francisco"
 
-
-def test_the_table_is_the_committed_one(tiny_output):
-    """Word for word; numbers of another processor may differ."""
+    # and it is the committed one, word for word; numbers of another processor may differ
     shown = (ROOT / "results" / "theorem" / "tiny.txt").read_text().removeprefix("$ python tiny.py\n")
     number = r"\d+\.\d+"
-    assert re.sub(number, "", tiny_output).split() == re.sub(number, "", shown).split()
-    ours, theirs = ([float(x) for x in re.findall(number, text)] for text in (tiny_output, shown))
+    assert re.sub(number, "", found).split() == re.sub(number, "", shown).split()
+    ours, theirs = ([float(x) for x in re.findall(number, text)] for text in (found, shown))
     assert ours == approx(theirs, abs=0.1)
