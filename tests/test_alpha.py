@@ -89,10 +89,9 @@ def least_charge(q: Tensor, alpha: float) -> tuple[float, Tensor]:
     return min(found, key=lambda of: of[0])
 
 
-@pytest.mark.parametrize("shape", [(3, 4), (3, 3, 2)])
-def test_at_alpha_one_the_best_product_is_the_joint_mode(shape):
+def test_at_alpha_one_the_best_product_is_the_joint_mode():
     """One tuple with probability 1, and no other, whatever the marginals say."""
-    others = 0
+    shape, others = (3, 3, 2), 0
     for seed in range(8):
         q = random_table(seed, *shape)
         best, ps = best_product(q, 1.0)
@@ -103,8 +102,7 @@ def test_at_alpha_one_the_best_product_is_the_joint_mode(shape):
     assert others >= 2  # or the marginals could have told it
 
 
-@pytest.mark.parametrize("alpha", [0.2, 0.4, 0.6, 0.8])
-@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 2)])
+@pytest.mark.parametrize("shape, alpha", [((3, 4), 0.4), ((2, 3, 2), 0.2), ((2, 3, 2), 0.6)])
 def test_between_them_the_loss_charges_total_correlation(shape, alpha):
     """The best product has the marginals of the pi that is near a sharpened q and has little TC: two optimisations
     that share no code, equal in their answer and in their value."""
@@ -124,7 +122,7 @@ def test_near_zero_the_best_product_is_the_marginals():
         assert ours.tolist() == approx(theirs.tolist(), abs=1e-3)
 
 
-@pytest.mark.parametrize("N, m", [(3, 2), (4, 3), (2, 4)])
+@pytest.mark.parametrize("N, m", [(4, 3), (2, 4)])
 def test_tuples_that_share_nothing_give_way_to_one_tuple_at_alpha_m_of_one(N, m):
     """N tuples, equally likely: the marginals have N^(-alpha m), one tuple 1 / N, and nothing else is better."""
     q = torch.zeros((N,) * m, dtype=torch.float64)

@@ -130,8 +130,7 @@ def added(h, logits_a):
     return h + logits_a.log_softmax(-1)
 
 
-@pytest.mark.parametrize("adds", [False, True])
-@pytest.mark.parametrize("alpha", [0.0, 0.5])
+@pytest.mark.parametrize("alpha, adds", [(0.0, True), (0.5, False)])
 def test_loss_by_hand(alpha, adds):
     """Blocks of two: a bundle of both, a bundle of one of two masks, then W and G: the loss of two bundles, and 0.3 and
     0.2 of cross-entropies. Of a Stage B that adds to Stage A's log-probabilities, beside a clean copy, which has no

@@ -1,9 +1,7 @@
 """What lies where, and who imports whom. `pytest tests/test_layout.py`"""
 
 import ast
-import json
 import re
-import subprocess
 import sys
 import tomllib
 
@@ -41,13 +39,6 @@ def imports(text: str) -> set[str]:
     return found
 
 
-def test_the_root_is_the_card():
-    root = {name.removesuffix(".py") for name in FILES if "/" not in name}
-    assert root == FLOOR.keys() - FOLDERS
-    lib = {name.removeprefix("lib/") for name in FILES if name.startswith("lib/")}
-    assert lib == {"int8.py", "rows.py", "run.py", "tokenizer.py", "util.py"}
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_arrows_point_down_to_what_is_stated(name):
     found = imports(FILES[name].read_text())
@@ -66,50 +57,32 @@ def test_text_is_read_in_one_place():
 
 
 # --- what an import brings along
-LOADED = """
-import importlib, json, sys
-import torch, tqdm, safetensors.torch
-found = {}
-for name in sys.argv[1:]:
-    importlib.import_module(name)
-    here = {n for n in sys.modules if n.split(".")[0] in HERE}
-    found[name] = sorted(here | {"tiktoken"} & sys.modules.keys())
-    for n in here:
-        del sys.modules[n]
-print(json.dumps(found))
-"""
+def brings(name: str) -> set[str]:
+    """Of the imports at the top of a file, and of theirs, those that are ours."""
+    found, files = set(), [name]
+    while files:
+        for node in ast.parse(FILES[files.pop()].read_text()).body:
+            modules = [node.module] if isinstance(node, ast.ImportFrom) else []
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            new = {module.replace(".", "/") + ".py" for module in modules} & FILES.keys() - found
+            found |= new
+            files += new
+    return {file.removesuffix(".py") for file in found}
 
 
-@pytest.fixture(scope="module")
-def loaded() -> dict[str, set[str]]:
-    """Of every file of the root the modules of ours that its import brings along, in a process of its own."""
-    # train.py first: once it is imported, tiktoken stays
-    root = {name.removesuffix(".py") for name in FILES if "/" not in name} - {"tiny"}
-    names = sorted(root, key=lambda name: name != "train")
-    code = LOADED.replace("HERE", repr(set(FLOOR)))
-    done = subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return {name: set(found) for name, found in json.loads(done.stdout).items()}
-
-
-ROWS = "lib lib.util lib.rows"
-READS = "lib lib.util lib.tokenizer"
-TRAIN = "corrupt checkpoint model lib.run " + ROWS
+ROWS = "lib/util lib/rows"
+READS = "lib/util lib/tokenizer"
+TRAIN = "corrupt checkpoint model lib/run " + ROWS
 BRINGS = {
     "train": TRAIN,  # rows, and nothing of where they are from
     "base": "train " + TRAIN,
     "sample": "cache checkpoint model " + READS,  # nothing of training
     "toy": ROWS,  # rows are written without a model
-    "prepare": "lib.rows " + READS,
+    "prepare": "lib/rows " + READS,
 }
 
 
 @pytest.mark.parametrize("name", BRINGS)
-def test_an_import_brings_along_what_it_needs(name, loaded):
-    assert loaded[name] - {"tiktoken"} == {name, *BRINGS[name].split()}
-
-
-def test_the_root_brings_along_no_folder_but_lib(loaded):
-    assert "tiktoken" not in loaded["train"]
-    for name, found in loaded.items():
-        assert not {module.split(".")[0] for module in found} & {"llada", "tools", "experiments", "tiny"}, name
+def test_an_import_brings_along_what_it_needs(name):
+    assert brings(f"{name}.py") == set(BRINGS[name].split())

@@ -57,7 +57,7 @@ def experts_loop(moe: MoE, x, chosen, weights):
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("n_tokens", [1, 3, 50])
+@pytest.mark.parametrize("n_tokens", [1, 50])
 def test_grouped_experts_equal_the_loop_with_gradients(n_tokens):
     moe = tiny_model().layers[1].mlp
     results = []
@@ -174,8 +174,12 @@ def test_what_is_stage_bs_alone_leaves_stage_a_the_base(stage_b):
     own, model.layers_b = model.layers_b, None
     torch.testing.assert_close(model.coordinate(h, bundle, ctx, 1), base[:, :16], rtol=1e-4, atol=1e-4)
 
-    # nothing of it is computed in Stage A
+    # nothing of it is computed in Stage A, whatever else a reader puts on these layers, as LoRA on every Linear
     model.layers_b = own
+    for linear in own.modules():
+        if isinstance(linear, Linear) and linear.lora_A is None:
+            linear.add_lora(4, generator("more"))
+            linear.lora_B.data.fill_(torch.inf)
     for name, p in model.learned().items():
         if "proj.lora_B" in name or "proj.weight" in name:
             p.data.fill_(torch.inf)
@@ -194,23 +198,7 @@ def test_a_copy_adds_to_what_stage_a_says():
         assert found == approx([0.1, 0.9] if stage_b == "copy" else [0.25, 0.75])
 
 
-def test_lora_on_the_mlp_of_stage_b_does_not_leak_into_stage_a():
-    """Whatever is put on Stage B's own layers, as in a fresh idea of a reader's: LoRA on every Linear that has none."""
-    model, ids = tiny_model(), random_ids(2, 16)
-    ctx, bundle = context(ids, model, ids), ids < 20
-    h = model.prefix(ids, ctx)
-    base = model.last_n(h, ctx)
-    random_lora(model, "lora")
-    without = model.coordinate(h, bundle, ctx, 2)
-    for linear in model.layers_b.modules():
-        if isinstance(linear, Linear) and linear.lora_A is None:
-            linear.add_lora(4, generator("more"))
-            linear.lora_B.data.normal_(0, 0.1, generator=generator("more"))
-    assert torch.equal(model.prefix(ids, ctx), h) and torch.equal(model.last_n(h, ctx), base)
-    assert (model.coordinate(h, bundle, ctx, 2) - without).abs().amax(-1).min() > 0
-
-
-@pytest.mark.parametrize("stage_b", ["shared", "lora", "copy"])
+@pytest.mark.parametrize("stage_b", ["shared", "copy"])
 def test_layers_that_are_computed_again_in_the_backward_have_the_same_gradients(stage_b):
     """Beside a clean copy, whose keys Stage B keeps, in two rounds."""
     model, ids = tiny_model(causal=True), random_ids(2, 16)
