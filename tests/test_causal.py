@@ -30,7 +30,7 @@ CLOSE = dict(rtol=1e-4, atol=1e-4)
 
 def settings() -> Namespace:
     """Of a step: masks alone, most of them, and all of a block's are its bundle."""
-    corruption = dict(corruption="mask", mask_power=0.3, replace_rate=0.0, ends=0.0)
+    corruption = dict(corruption="mask", mask_power=0.3, ends=0.0)
     return Namespace(**corruption, s_max=2, whole=1.0, context="clean", alpha=0.0)
 
 

@@ -1,12 +1,11 @@
 """A teacher's rows: what a beam writes, and the text beside it. `pytest tests/test_teacher.py`"""
 
-import sys
 from argparse import Namespace
 
 import numpy as np
 import pytest
 import torch
-from common import EOS, MASK, V, prompt, tiny_model
+from common import EOS, MASK, V, caller, prompt, tiny_model
 
 import prepare
 from checkpoint import save_model
@@ -59,10 +58,9 @@ def test_a_beam_of_one_writes_the_likeliest_token_each_time():
     assert 3 < sum(map(bool, ended)) < 18
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
+@pytest.fixture
+def written(tmp_path, monkeypatch, capsys):
     """Forty texts, and the folder of what a model writes behind their beginnings."""
-    tmp_path = tmp_path_factory.mktemp("written")
     model = tiny_model()
     model.lm_head.weight.data[EOS] *= 1.5
     save_model(model, tmp_path / "base")
@@ -71,10 +69,8 @@ def written(tmp_path_factory):
         write_rows(tmp_path / "text", split, texts, [-1] * 40, V)
     write_json(tmp_path / "text" / "tokenizer.json", {})
     write_meta(tmp_path / "text", META)
-    argv = [tmp_path / "text", "--written_by", tmp_path / "base", "--gen_length", 6, "--out", tmp_path / "written"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["prepare.py", *map(str, argv)])
-        prepare.main()
+    run = caller(prepare, monkeypatch, capsys)
+    run(tmp_path / "text", "--written_by", tmp_path / "base", "--gen_length", 6, "--out", tmp_path / "written")
     return texts, tmp_path / "written"
 
 
