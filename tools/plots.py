@@ -131,14 +131,14 @@ def draw_names():
     against forwards a token and forwards a name."""
     found = read_settings(RESULTS / "names" / "records.jsonl")
     figure, axes = plt.subplots(2, figsize=(WIDTH, 7.4))
-    for ax, cost in zip(axes, ("per_token", "forwards"), strict=True):
+    for ax, cost in zip(axes, (2, 1), strict=True):  # of the figures a token's forwards, and a name's
         for system, (name, color, style, edits) in NAMED.items():
-            own = [point for key, point in found[system].items() if key[1] == edits]
-            points = sorted((point[cost], point["exist"]) for point in own if not math.isnan(point[cost]))
+            own = [np.mean(seeds, axis=0) for key, seeds in found[system].items() if key[1] == edits]
+            points = sorted((of[cost], of[0]) for of in own if not math.isnan(of[cost]))
             if points:
                 ax.plot(*zip(*points, strict=True), style, color=color, markersize=4, label=name)
-        alone = found["base/run"][ONE_AT_A_TIME, None]
-        ax.plot(alone[cost], alone["exist"], "D", color=GREEN, markersize=8)
+        alone = np.mean(found["base/run"][ONE_AT_A_TIME, None], axis=0)
+        ax.plot(alone[cost], alone[0], "D", color=GREEN, markersize=8)
         ax.grid(axis="y")
         name_ends(ax)
     axes[0].set_title("share of held-out names that exist", loc="left", pad=18)
@@ -179,21 +179,22 @@ def name_ends(ax) -> None:
         taken.append(box)
 
 
-def read_settings(path: Path) -> dict[str, dict[tuple, dict[str, float]]]:
-    """{system/way: {(dial, edits): means over seeds of the share that exists, of forwards a name and a token}}"""
-    seeds = defaultdict(list)
-    for record in map(json.loads, path.read_text().splitlines()):
-        share = record["exist"].count("1") / len(record["exist"])
-        # older ones lack a token's
-        figures = share, record["forwards"], record["per_token"] or math.nan
-        seeds[f"{record['system']}/{record['way']}", record["dial"], record["edits"]].append(figures)
+def read_records(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
-    found = defaultdict(dict)
-    for (system, *setting), figures in seeds.items():
-        means = np.mean(figures, axis=0).tolist()
-        found[system][tuple(setting)] = dict(zip(("exist", "forwards", "per_token"), means, strict=True))
-    if missing := {"base/run", "causal/run"} - found.keys():
-        fail(f"{path} has no record of {', '.join(sorted(missing))}")
+
+def share(digits: str) -> float:
+    """0110 -> .5"""
+    return digits.count("1") / len(digits)
+
+
+def read_settings(path: Path) -> dict[str, dict[tuple, list]]:
+    """{system/way: {(dial, edits): of each seed the share that exists, forwards a name and a token}}"""
+    found = defaultdict(lambda: defaultdict(list))
+    for record in sorted(read_records(path), key=lambda record: record["seed"]):
+        # older ones lack a token's
+        figures = share(record["exist"]), record["forwards"], record["per_token"] or math.nan
+        found[f"{record['system']}/{record['way']}"][record["dial"], record["edits"]].append(figures)
     return found
 
 

@@ -6,7 +6,6 @@ import re
 import pytest
 from common import ROOT, approx, caller
 
-from lib.util import Mistake
 from tools import plots
 
 
@@ -63,21 +62,9 @@ def write_records(path, systems) -> None:
     path.write_text("\n".join(map(json.dumps, records)))
 
 
-def test_a_setting_is_the_mean_of_its_seeds(tmp_path):
-    """Seeds of .25 for one forward and .75 for two: .5 for one and a half."""
-    path = tmp_path / "r.jsonl"
-    write_records(path, plots.NAMED)
-    found = plots.read_settings(path)
-    assert found.keys() == plots.NAMED.keys()
-    assert found["causal/run"] == {(dial, None): dict(exist=0.5, forwards=1.5, per_token=0.75) for dial in (0.5, 1.0)}
-    write_records(path, ["base/run"])
-    with pytest.raises(Mistake, match="no record of causal/run"):
-        plots.read_settings(path)
-
-
 def test_names_are_drawn_from_what_was_measured(tmp_path, monkeypatch):
-    """What was not measured has no line and no name; a setting with edits has none where others have none. Names of
-    lines that end at one place do not overlap."""
+    """Seeds of .25 for one forward and .75 for two make .5 for one and a half. What was not measured has no line and no
+    name; a setting with edits has none where others have none. Names of lines that end at one place do not overlap."""
     pytest.importorskip("matplotlib", reason="pip install matplotlib")
     monkeypatch.setattr(plots, "RESULTS", tmp_path)
     (tmp_path / "names").mkdir()
@@ -85,6 +72,8 @@ def test_names_are_drawn_from_what_was_measured(tmp_path, monkeypatch):
     write_records(path, ["base/run", "causal/run", "paper/stage_b", "base/threshold"])
     odd = dict(system="base", way="threshold", dial=0.1, edits=0.5, seed=0, exist="0000", forwards=9.0, per_token=9.0)
     path.write_text(path.read_text() + "\n" + json.dumps(odd))
+    seeds = [(0.25, 1.0, 0.5), (0.75, 2.0, 1.0)]
+    assert plots.read_settings(path)["causal/run"] == {(dial, None): seeds for dial in (0.5, 1.0)}
     figure = plots.draw_names()
     for ax, end in zip(figure.axes, (0.75, 1.5), strict=True):
         names = [text for text in ax.texts if text.get_text()]
