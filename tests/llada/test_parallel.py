@@ -1,46 +1,63 @@
-"""Two processes of torchrun give what one gives; what a dying one leaves. `pytest tests/llada/test_parallel.py`"""
+"""Two processes, as torchrun starts them, give what one gives; what a dying one leaves.
+`pytest tests/llada/test_parallel.py`
+"""
 
+import multiprocessing
 import os
 import signal
-import subprocess
+import socket
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from common import ROOT, caller, refused
+from common import caller, refused
 from resuming import end_state, toy_rows
 
 import checkpoint
 import train
 from llada import parallel
 
-TINY = ["--batch_size", 8, "--device", "cpu"]
 # Two processes differ from one by the order in which float32 sums are taken: 6e-8 a term, up to 1e-6 seen in a log.
 CLOSE = dict(rel=1e-5, abs=1e-6)
-# each process leaves its id where a test can find it, then becomes the script
-LEAVE_ID = 'echo $$$$ > "$0.$RANK"; exec "$@"'  # torchrun makes $$ of $$$$
+# processes are forked from one that has imported everything, and trained nothing
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["llada.parallel"])
+EVAL_ROWS = 16  # in a validation
 
 
-def start(ids: Path, *argv: object) -> subprocess.Popen:
-    """torchrun with two processes of `python -m llada.parallel *argv`."""
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--no_python", "--"]
-    run += ["sh", "-c", LEAVE_ID, ids, sys.executable, "-m", "llada.parallel", *argv]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    return subprocess.Popen(list(map(str, run)), cwd=ROOT, env=env, **pipes)
+def work(rank: int, port: int, said: Path, argv: list[str], dies: tuple[int, int]) -> None:
+    """One of two processes of torchrun, which leaves its words in a file. dies: process 1 gets such a signal behind
+    such a step."""
+    os.environ |= dict(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}")
+    sys.argv = ["parallel.py", *argv]
+    sys.stdout = sys.stderr = said.open("a", buffering=1)
+    report = train.report
+
+    def then_die(record, *rest, **how):
+        report(record, *rest, **how)
+        number, step = dies
+        if rank == 1 and record["step"] == step:
+            os.kill(os.getpid(), number)
+
+    train.report = then_die
+    train.EVAL_ROWS = EVAL_ROWS
+    parallel.main()
 
 
-def tell_the_second(number: int, ids: Path, folder: Path, steps: int) -> None:
-    """A signal for process 1, and it alone, once the log has so many lines."""
-    log = folder / "log.jsonl"
-    for _ in range(6000):
-        if log.exists() and log.read_text().count("\n") >= steps:
-            os.kill(int(ids.with_suffix(".1").read_text()), number)
-            return
-        time.sleep(0.05)
-    raise TimeoutError
+def two(folder: Path, *argv: object, dies: tuple[int, int] = (0, -1)) -> tuple[list[int], str]:
+    """`torchrun --nproc_per_node 2 -m llada.parallel *argv` -> the two exit codes, and what is printed."""
+    said = folder / "said.txt"
+    said.unlink(missing_ok=True)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    both = [SERVER.Process(target=work, args=(rank, port, said, list(map(str, argv)), dies)) for rank in (0, 1)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(300)
+    return [process.exitcode for process in both], said.read_text()
 
 
 def assert_same_run(a: Path, b: Path) -> None:
@@ -55,44 +72,38 @@ def assert_same_run(a: Path, b: Path) -> None:
 @pytest.fixture
 def toy(tmp_path, monkeypatch, capsys) -> list:
     """Flags of a run on a toy, from a base that has just begun to learn it."""
-    rows = ["--data", toy_rows(tmp_path / "rows", "modes", V=12, m=4, n_ctx=8), *TINY]
+    rows = ["--data", toy_rows(tmp_path / "rows", "modes", V=12, m=4, n_ctx=8), "--batch_size", 8, "--device", "cpu"]
     base = ["--init_from", "scratch", "--n_last", 2, "--corruption", "random", "--max_iters", 1]
+    monkeypatch.setattr(train, "EVAL_ROWS", EVAL_ROWS)
     caller(train, monkeypatch, capsys)(*rows, *base, "--out_dir", tmp_path / "base")
-    return [*rows, "--init_from", tmp_path / "base", "--learning_rate", 1e-4]
+    return [*rows, "--init_from", tmp_path / "base", "--learning_rate", 1e-4, "--max_iters", 6]
 
 
 def test_one_process_then_two_then_one_is_one_run(toy, tmp_path, monkeypatch, capsys):
     """The clean copy as context, a causal Stage B with LoRA of its own and two rounds; a checkpoint has one layout,
     whoever wrote it. The two stop together, at a step that they agree on, though one of them alone is told to."""
-    run = [*toy, "--context", "clean", "--stage_b", "lora", "--causal", "--n_rounds", 2, "--max_iters", 60]
+    run = [*toy, "--context", "clean", "--stage_b", "lora", "--causal", "--n_rounds", 2]
     call = caller(train, monkeypatch, capsys)
     call(*run, "--out_dir", tmp_path / "a")
-    process = start(tmp_path / "id", *run, "--out_dir", tmp_path / "b")
-    tell_the_second(signal.SIGTERM, tmp_path / "id", tmp_path / "b", 4)
-    out, _ = process.communicate(timeout=300)
-    assert out.count("saved at step") == 1, out
+    codes, said = two(tmp_path, *run, "--out_dir", tmp_path / "b", dies=(signal.SIGTERM, 2))
+    assert codes == [130, 130] and said.count("saved at step 3 of 6") == 1, said
     resume = ["--init_from", "resume", "--out_dir", tmp_path / "b"]
     again = "go on with: python -m torch.distributed.run --nproc_per_node 2 -m llada.parallel"
-    assert f"{again} {' '.join(map(str, resume))}" in out
+    assert f"{again} {' '.join(map(str, resume))}" in said
     call(*resume)
     assert_same_run(tmp_path / "a", tmp_path / "b")
 
 
 def test_two_processes_adapt_as_one_does_also_when_one_is_killed(toy, tmp_path, monkeypatch, capsys):
     """Frozen layers in parts, drafts, alpha; and (for two processes only) micro-batches, checkpointed."""
-    run = [*toy, "--alpha", 0.5, "--corruption", "draft", "--stage_b", "shared", "--context", "corrupted"]
-    run += ["--max_iters", 30, "--eval_interval", 5]
-    call = caller(train, monkeypatch, capsys)
-    call(*run, "--out_dir", tmp_path / "a")
+    run = [*toy, "--alpha", 0.5, "--corruption", "draft", "--context", "corrupted", "--eval_interval", 2]
+    caller(train, monkeypatch, capsys)(*run, "--out_dir", tmp_path / "a")
     more = ["--shard", "--micro_batch", 6, "--checkpointing"]
-    process = start(tmp_path / "id", *run, *more, "--out_dir", tmp_path / "b")
-    tell_the_second(signal.SIGKILL, tmp_path / "id", tmp_path / "b", 8)
-    out, _ = process.communicate(timeout=300)
-    assert process.returncode != 0 and out.count("error: ") == 1, out
+    codes, said = two(tmp_path, *run, *more, "--out_dir", tmp_path / "b", dies=(signal.SIGKILL, 2))
+    assert codes == [2, -signal.SIGKILL] and said.count("error: another process is gone") == 1, said
 
-    process = start(tmp_path / "id", "--shard", "--init_from", "resume", "--out_dir", tmp_path / "b")
-    out, _ = process.communicate(timeout=300)
-    assert process.returncode == 0 and "steps 0.." not in out, out
+    codes, said = two(tmp_path, "--shard", "--init_from", "resume", "--out_dir", tmp_path / "b")
+    assert codes == [0, 0] and "steps 2..6" in said, said
     assert_same_run(tmp_path / "a", tmp_path / "b")
 
 
