@@ -1,9 +1,9 @@
-"""The cache against none at toy size, and what --official needs. `pytest tests/tools/test_bench.py`"""
+"""The cache against none, at toy size. `pytest tests/tools/test_bench.py`"""
 
 from dataclasses import replace
 
 import torch
-from common import caller, refused
+from common import caller
 
 from checkpoint import PRESETS
 from tools import bench
@@ -29,8 +29,3 @@ def test_a_measured_step_is_a_step_of_decoding():
         assert (step.z == TINY.mask_id).sum(1).tolist() == [4, 4] and step.bundle.sum(1).tolist() == [1, 1]
         assert step.partial.tolist() == [1, 1]
         assert torch.equal(step.after, steps[0].after)
-
-
-def test_official_says_what_it_needs(tmp_path, monkeypatch, capsys):
-    error = refused(bench, monkeypatch, capsys, "--official", tmp_path)
-    assert "configuration_llada2_moe" in error and "pip install transformers==" in error
