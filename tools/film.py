@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from cache import Cached, Row, in_full
-from checkpoint import base_of, load_model
+from checkpoint import load_model
 from lib.tokenizer import Tokenizer, load_tokenizer
 from lib.util import Parser, command, exists, replace_file, verdict
 from model import Model
@@ -28,6 +28,7 @@ from sample import Decoding, Step, generate, step_of
 
 # R rows, B positions of a block; everything here is of one row
 
+SHIPPED = Path("assets/names")
 PROMPT = "CANADIAN"  # the first held-out beginning of which causal Stage B alone makes a name, mending its draft
 AT_ONCE = Decoding(gen_length=32, tau_m2t=-1.0, tau_t2t=None)
 END = "end"
@@ -288,16 +289,14 @@ def draw(films: list[Film], prompt: str, costs: str) -> str:
 @command
 def main() -> None:
     parser = Parser(__doc__)
-    add = parser.add_argument
-    add("--prompt", default=PROMPT, help="the beginning of a name")
-    add("--ckpt", type=Path, default=Path("assets/names/causal"), help="causal Stage B")
-    add("--paper", type=Path, default=Path("assets/names/paper"), help="the paper's")
-    add("--out", type=Path, default=Path("assets/decode.svg"), help="the picture")
+    parser.add_argument("--prompt", default=PROMPT, help="the beginning of a name")
+    parser.add_argument("--out", type=Path, default=Path("assets/decode.svg"), help="the picture")
     args = parser.parse_args()
 
-    # three models, two of them the base's
-    base, paper, causal = (load_model(at, "cpu", torch.float32) for at in (base_of(args.ckpt), args.paper, args.ckpt))
-    tokenizer = load_tokenizer(base_of(args.ckpt))
+    # the shipped base, and the same with either Stage B
+    folders = (SHIPPED, SHIPPED / "paper", SHIPPED / "causal")
+    base, paper, causal = (load_model(folder, "cpu", torch.float32) for folder in folders)
+    tokenizer = load_tokenizer(SHIPPED)
     prompt = tokenizer.encode(args.prompt)
     films = [
         Film("base: Stage A alone", base, tokenizer, prompt, replace(AT_ONCE, n_rounds=0)),

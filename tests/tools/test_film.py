@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from common import ROOT, approx, byte_model, caller, names_folder, random_adapter
+from common import ROOT, approx, byte_model, caller
 
 from cache import in_full
 from lib.tokenizer import byte_tokenizer
@@ -104,26 +104,20 @@ def parsed(svg: str) -> list[str]:
     return [text.text for text in root.iter("{http://www.w3.org/2000/svg}text") if text.text]
 
 
-def test_three_decoders_are_drawn(tmp_path, monkeypatch, capsys):
-    base = names_folder(tmp_path / "base")
-    random_adapter(tmp_path / "paper", base)
-    random_adapter(tmp_path / "causal", base, "copy", causal=True)
-    place = tmp_path / "film.svg"
-    given = ("--ckpt", tmp_path / "causal", "--paper", tmp_path / "paper", "--out", place)
-    out = caller(film, monkeypatch, capsys)("--prompt", "<A>", *given)
-    svg = place.read_text()
-    texts = parsed(svg)
-    for title in ("base: Stage A alone", "the paper's Stage B", "causal Stage B"):
-        [cost] = re.findall(rf"^{title}: .*, (\S+ forwards?)$", out, re.M)
-        assert title in texts and cost in texts
-    assert texts.count("✗ no such character") == 3
-    assert "&lt;A&gt;" in svg and "prefers-reduced-motion" in svg and "prefers-color-scheme: dark" in svg
+def test_any_prompt_is_text(monkeypatch):
+    seen = played(monkeypatch, [], after=[CITY, SAN, EOS, YORK], token_a=[CITY, SAN, EOS, YORK])
+    svg = film.draw([seen], "<A>", "what a forward is")
+    assert {"✗ no such character", "what a forward is"} <= set(parsed(svg)) and svg.count("&lt;A&gt;") == 2
+    assert "prefers-reduced-motion" in svg and "prefers-color-scheme: dark" in svg
 
 
 def test_the_committed_film_is_what_the_shipped_adapters_do(tmp_path, monkeypatch, capsys):
     """The same words are written at the same cost."""
-    caller(film, monkeypatch, capsys)("--out", tmp_path / "film.svg")
+    said = caller(film, monkeypatch, capsys)("--out", tmp_path / "film.svg")
     drawn = parsed((tmp_path / "film.svg").read_text())
     committed = (ROOT / "assets" / "decode.svg").read_text()
     assert drawn == parsed(committed) and len(committed.encode()) < 60_000
+    for title in ("base: Stage A alone", "the paper's Stage B", "causal Stage B"):
+        [cost] = re.findall(rf"^{title}: .*, (\S+ forwards?)$", said, re.M)
+        assert title in drawn and cost in drawn
     assert drawn.count("✗ no such character") == 2 and sum(text.startswith("✓") for text in drawn) == 1
