@@ -1,4 +1,4 @@
-"""The rows of the paper's Table 2, and that table where every answer can be judged: on a toy, or on names.
+"""The rows of the paper's Table 2, and that table on names, where every answer can be judged.
 
 A row says whose weights decode, by which gates, and by which step. Three steps are not the paper's and stand below.
 llada/run.py takes a row by its name for the benchmarks. A causal Stage B has no row here.
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from cache import Cached, Uncached
-from checkpoint import about_adapter, base_of, judge_of, load_model
-from evaluate import NAMES, complete, draw_names, load_task, quality
+from checkpoint import base_of, judge_of, load_model
+from evaluate import NAMES, complete, draw_names
 from lib.tokenizer import load_tokenizer
 from lib.util import Parser, bounded, command, fail, first_masked, pick_device, print_table
 from model import Model
@@ -26,6 +26,7 @@ from sample import Decoding, Step, candidates, denoise, select_bundle
 # R rows in flight, B block_length
 
 Engine = Cached | Uncached
+FIGURES = ("exist", "itself", "forwards", "full")  # of a row on names, see evaluate.complete
 
 
 # --- steps that are not the paper's; what goes in and comes out is as in sample.denoise
@@ -113,18 +114,6 @@ def refuse_causal(model: Model) -> None:
         fail("a causal Stage B is no row of the paper's Table 2: evaluate.py judges one")
 
 
-# --- the table, where answers can be judged
-def find_judge(folder: Path, n_names: int) -> tuple[list[str], Callable[..., dict]]:
-    """What a decoder is judged by, and the function (model, d=, step=) that finds it."""
-    cost = ["forwards", "full"]
-    if "names" not in judge_of(folder):
-        return ["possible", "likeliest", *cost], partial(quality, task=load_task(folder))
-
-    tokenizer = load_tokenizer(base_of(folder))
-    prompts = draw_names(n_names, "held out", tokenizer)
-    return ["exist", "itself", *cost], partial(complete, tokenizer=tokenizer, prompts=prompts)
-
-
 @command
 def main() -> None:
     parser = Parser(__doc__)
@@ -132,21 +121,22 @@ def main() -> None:
     parser.add_argument("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
     parser.add_argument("--prompts", type=bounded(int, 1), default=256, help="of names: how many are completed")
     args = parser.parse_args()
-    if not about_adapter(args.ckpt):
-        fail(f"{args.ckpt} is no adapter: Table 2 compares one with its base")
-    columns, judge = find_judge(args.ckpt, args.prompts)
+    base = base_of(args.ckpt)
+    if base == args.ckpt or "names" not in judge_of(base):
+        fail(f"{args.ckpt} is no adapter of a model of names: the table compares one with its base")
     load = partial(load_model, device=pick_device(args.device), dtype=torch.float32)
-    models = {"adapter": load(args.ckpt), "base": load(base_of(args.ckpt))}
+    models = {"adapter": load(args.ckpt), "base": load(base)}
     refuse_causal(models["adapter"])
+    tokenizer = load_tokenizer(base)
+    prompts = draw_names(args.prompts, "held out", tokenizer)
 
     lines = []
     for name, (weights, _, _, accuracy, nfe) in MECHANISM.items():
         d, step = decoder_of(name, models["adapter"].cfg.n_rounds)
-        d = replace(d, gen_length=NAMES.gen_length)  # a toy's answer has its own length
-        found = judge(models[weights], d=d, step=step)
-        lines.append([name, *(f"{found[column]:.3f}" for column in columns), f"{accuracy:.2f}", f"{nfe:.2f}"])
-    print_table(["variant", *columns, "| the paper's GSM8K", "NFE/token"], lines)
-    print("forwards: of an answer, everything counted; full: full ones alone, as the paper's NFE")
+        found = complete(models[weights], tokenizer, prompts, replace(d, gen_length=NAMES.gen_length), step)
+        lines.append([name, *(f"{found[figure]:.3f}" for figure in FIGURES), f"{accuracy:.2f}", f"{nfe:.2f}"])
+    print_table(["variant", *FIGURES, "| the paper's GSM8K", "NFE/token"], lines)
+    print("forwards: of a name, everything counted; full: full ones alone, as the paper's NFE")
 
 
 if __name__ == "__main__":

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from common import caller, names_folder, prompt, random_adapter, tiny_model
 
-import toy
-from checkpoint import save_model
-from lib.rows import Meta, write_meta
+from evaluate import complete, draw_names
+from lib.tokenizer import load_tokenizer
 from llada import ablation
 from llada.ablation import COCOMMIT, MECHANISM, decoder_of, least_entropic, without_marker
 from sample import Decoding, denoise, generate
@@ -76,31 +75,22 @@ def test_every_row_differs_from_the_released_quality_setting_as_the_paper_says()
     assert len({(*of, MECHANISM[name][0]) for name, of in settings.items()}) == len(settings) == 17
 
 
-@pytest.mark.parametrize("kind", ["names", "toy"])
-def test_the_table(kind, tmp_path, monkeypatch, capsys):
+def test_the_table(tmp_path, monkeypatch, capsys):
     """From the command line, of a base and an adapter with random weights; and one row as its judge finds it."""
-    base = tmp_path / "base"
+    base = names_folder(tmp_path / "base", n_layer=2, n_last=1)
     adapter = tmp_path / "adapter"
-    expected = ["exist", "itself", "forwards", "full"]
-    if kind == "names":
-        names_folder(base, n_layer=2, n_last=1)
-    else:
-        expected[:2] = ["possible", "likeliest"]
-        task = toy.make("modes", V=6, n_ctx=2)
-        ids = dict(vocab_size=task.vocab_size, eos_id=task.eos_id, mask_id=task.mask_id)
-        save_model(tiny_model(n_layer=2, n_last=1, block_length=task.m, **ids), base)
-        write_meta(base, Meta(**ids, n_plain=task.V, judge={"toy": "modes", "V": 6, "n_ctx": 2}))
     model = random_adapter(adapter, base)
     monkeypatch.setattr(ablation, "NAMES", Decoding(gen_length=8))
     call = caller(ablation, monkeypatch, capsys)
     lines = call("--ckpt", adapter, "--device", "cpu", "--prompts", 2).splitlines()
     assert [line.split("  ")[0] for line in lines[1:-1]] == list(MECHANISM)
 
-    columns, judge = ablation.find_judge(adapter, 2)
-    found = judge(model, d=Decoding(gen_length=8, n_rounds=2))
+    tokenizer = load_tokenizer(base)
+    prompts = draw_names(2, "held out", tokenizer)
+    found = complete(model, tokenizer, prompts, Decoding(gen_length=8, n_rounds=2))
     (line,) = [line for line in lines if line.startswith(COCOMMIT)]
-    assert columns == expected
-    assert line.split()[-6:] == [*(f"{found[column]:.3f}" for column in columns), "91.13", "0.34"]
+    figures = [f"{found[figure]:.3f}" for figure in ("exist", "itself", "forwards", "full")]
+    assert line.split()[-6:] == [*figures, "91.13", "0.34"]
 
     # the rows are an adapter's, and the paper's
     assert "is no adapter" in call.fails("--ckpt", base)
