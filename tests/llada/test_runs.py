@@ -47,9 +47,11 @@ def lines(path: Path) -> list[dict]:
     return [record | {"seconds": 0} for record in records]
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", ["gsm8k", "drop", "humaneval"])
 def test_a_task_end_to_end(task, run, tmp_path):
+    """Of each kind one: with a verdict, with F1 beside it, and without."""
     out = run(task, tmp_path / "a.jsonl")
+    assert ("F1: " in out) == (task == "drop")
     header, *items = lines(tmp_path / "a.jsonl")
     assert header["settings"]["row"] == COCOMMIT and COCOMMIT in out
     assert len(items) == len(TASKS[task].load(write_task(tmp_path, task))) > 0
@@ -59,16 +61,16 @@ def test_a_task_end_to_end(task, run, tmp_path):
 
 
 def test_killed_half_way_it_goes_on(run, tmp_path, monkeypatch):
-    run("gsm8k", tmp_path / "a.jsonl")
+    run("gsm8k", tmp_path / "a.jsonl", "--shard", "1/2")
     whole = lines(tmp_path / "a.jsonl")
     data = (tmp_path / "a.jsonl").read_bytes()
     first = data.index(b"\n") + 1
     for kept in (first // 2, first + 20, len(data) - 30):  # in the header, in the first item, in the last
         (tmp_path / "b.jsonl").write_bytes(data[:kept])
-        run("gsm8k", tmp_path / "b.jsonl")
+        run("gsm8k", tmp_path / "b.jsonl", "--shard", "1/2")
         assert lines(tmp_path / "b.jsonl") == whole
     monkeypatch.setattr(runs, "generate", None)  # a finished run decodes nothing
-    assert ", 0 to go" in run("gsm8k", tmp_path / "a.jsonl")
+    assert ", 0 to go" in run("gsm8k", tmp_path / "a.jsonl", "--shard", "1/2")
     assert (tmp_path / "a.jsonl").read_bytes() == data
 
 
@@ -84,15 +86,17 @@ def test_shards_are_parts_of_the_whole(run, tmp_path):
     assert len(sharded.items) == 3 and tables.measured(sharded, None) == tables.measured(whole, None)
 
 
-def test_what_a_run_decodes_with(run, weights, tmp_path):
+def test_what_a_run_decodes_with(run, weights, tmp_path, monkeypatch):
     """The paper's default, of a base the released gate; or a row of Table 2."""
+    assert "prompt 1" in run.fails("gsm8k", tmp_path / "none.jsonl", "--gen_length", 1024)  # and that much do not fit
+    monkeypatch.setattr(runs, "answer", lambda *given: None)
     for number, (flags, expected) in enumerate((
         (["--ckpt", weights / "base"], dict(n_rounds=0, tau_m2t=0.7, tau_t2t=0.5)),
         ([], dict(n_rounds=1, tau_m2t=0.7, tau_t2t=0.0)),
         (["--row", "B fills, edits off"], dict(n_rounds=1, tau_m2t=0.7, tau_t2t=None)),
         (["--row", "A fills, B edits"], dict(n_rounds=1, tau_m2t=0.7, tau_t2t=0.5)),
     )):  # fmt: skip
-        run("gsm8k", tmp_path / f"{number}.jsonl", "--shard", "1/3", *flags)
+        run("gsm8k", tmp_path / f"{number}.jsonl", *flags)
         d = lines(tmp_path / f"{number}.jsonl")[0]["settings"]
         always = dict(max_post_steps=16, eos_early_stop=True, temperature=0.0, gen_length=16)
         assert d | expected | always == d
@@ -100,7 +104,6 @@ def test_what_a_run_decodes_with(run, weights, tmp_path):
     assert "is about the base" in run.fails("gsm8k", tmp_path / "none.jsonl", "--row", "released, tau_m2t 0.5")
     random_adapter(tmp_path / "causal", weights / "base", causal=True)
     assert "causal Stage B is no row" in run.fails("gsm8k", tmp_path / "none.jsonl", "--ckpt", tmp_path / "causal")
-    assert "prompt 1" in run.fails("gsm8k", tmp_path / "none.jsonl", "--gen_length", 1024)  # and that much do not fit
 
 
 def test_other_settings_do_not_mix(run, weights, tmp_path):
