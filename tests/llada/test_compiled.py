@@ -25,10 +25,10 @@ HEADERS = Path(sysconfig.get_paths()["include"], "Python.h")
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """The graphs that dynamo makes, run without generated code: what a C++ compiler adds is rounding. One model's
-    graphs are another's where nothing but weights differs."""
+    """The graphs that dynamo makes, run as they are: what a C++ compiler adds is rounding. One model's graphs are
+    another's where nothing but weights differs."""
     compile = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, options, **how: compile(f, backend="aot_eager", **how))
+    monkeypatch.setattr(torch, "compile", lambda f, options, **how: compile(f, backend="eager", **how))
 
 
 def both(stage_b: str, **overrides) -> tuple[Model, Model]:
@@ -61,12 +61,12 @@ def test_how_many_graphs(graphs):
     assert dynamo.recompile_limit == limit
 
 
-@pytest.mark.parametrize("stage_b, causal", [("shared", False), ("lora", False), ("copy", True)])
+@pytest.mark.parametrize("stage_b, causal", [("lora", False), ("copy", True)])
 @torch.inference_mode()
 def test_logits(stage_b, causal, graphs):
-    """Both stages, two rounds, adapters, behind contexts of one and of two lengths; and of nine rows, whose 72 tokens
-    of 2 choices are more than 8 for each of 16 experts, which run as they are. So does causal Stage B, and a pass over
-    some of the rows."""
+    """Both stages, two rounds, layers with LoRA and without, behind contexts of one and of two lengths; and of nine
+    rows, whose 72 tokens of 2 choices are more than 8 for each of 16 experts, which run as they are. So does causal
+    Stage B, and a pass over some of the rows."""
     plain, changed = both(stage_b, causal=causal)
     for lengths in ([16], [40, 8], [8] * 9):
         starts = [random_ids(1, n, seed=n)[0].tolist() for n in lengths]
@@ -85,9 +85,14 @@ def test_logits(stage_b, causal, graphs):
 
 @pytest.mark.skipif(not (shutil.which("g++") and HEADERS.exists()), reason="no g++, or no headers of Python")
 def test_generated_code_writes_the_same_tokens():
+    """Two rows behind contexts of one block and of two, a token a step: so one graph serves them from first to last."""
     plain, changed = both("shared")
-    d = Decoding(gen_length=21, tau_m2t=0.5, n_rounds=1)
-    for one, other in zip(generate(changed, prompts(3), d), generate(plain, prompts(3), d), strict=True):
+    d = Decoding(gen_length=13, tau_m2t=1.0, tau_t2t=None, n_rounds=1, eos_early_stop=False)
+    starts = [random_ids(1, n, seed=n)[0].tolist() for n in (11, 19)]
+    with dynamo.patch(assume_static_by_default=False):
+        written = generate(changed, starts, d)
+    for one, other in zip(written, generate(plain, starts, d), strict=True):
+        assert len(one.tokens) == 13
         assert_same(one.tokens, other.tokens, "compiled")
 
 
