@@ -285,8 +285,6 @@ async function start() {
   $("asked").textContent = `a beginning; ${known ? "_" : "▒"} is one token to fill`;
   $("of_names").hidden = $("surprise").hidden = $("experiment").hidden = !known;
   $("of_text").hidden = Boolean(known);
-  $("repository").href = data.repository;
-  $("repository").hidden = !data.repository;
   showGates();
   fromLink();
 }

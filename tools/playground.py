@@ -25,19 +25,18 @@ from torch import Tensor
 from checkpoint import about_adapter, base_of, judge_of, load_model
 from evaluate import draw_names
 from lib.tokenizer import Tokenizer, load_tokenizer
-from lib.util import Parser, command, exists, fail, replace_file
+from lib.util import Parser, command, fail, replace_file
 from model import Model
-from sample import Decoding, generate
+from tools.film import PROMPT
 
 HERE = Path(__file__).parent
 SCRIPTS = ("engine.js", "viewer.js", "playground.js")
 SHIPPED = [Path("assets/names/paper"), Path("assets/names/causal")]
-REPOSITORY = ""  # the page links to it, where there is an address
 BEGINNINGS = 100  # held-out names to complete
 
-# the gates as the page opens, and how many tokens it lets a model write
+# the gates as the page opens, its prompt, and how many tokens it lets a model write
 GATES = dict(tau_m2t=0.0, tau_t2t=0.0, tau_joint=0.5)
-NAME_LENGTH = 32
+OF_NAMES = dict(prompt=PROMPT, gen_length=32)
 OF_TEXT = dict(prompt="import ", gen_length=64, names=None, beginnings=[])
 
 # --- the decoders. Of a gate the page's slider, by name, or a number; in_table: the experiment counts it
@@ -70,28 +69,6 @@ def with_stage_b(model: Model, alpha: float) -> list[dict]:
     whose = f"alpha {alpha:g}" if alpha else "paper"
     off = BY_GATES | dict(name=f"{whose}, Stage B off", about=OFF)
     return [off, off | on | dict(name=f"{whose}, Stage B on", about=ON)]
-
-
-def settings(decoder: dict, gen_length: int) -> Decoding:
-    """A decoder at the gates with which the page opens."""
-    gates = {name: GATES.get(decoder[name], decoder[name]) for name in GATES}
-    return Decoding(gen_length=gen_length, n_rounds=decoder["n_rounds"], holes=True, **gates)
-
-
-def opening(models: list[Model], decoders: list[dict], beginnings: list[list[int]], tokenizer: Tokenizer) -> str:
-    """The first of the beginnings that every decoder by gates gets wrong, and causal Stage B right; or the first."""
-    texts = [tokenizer.decode(ids) for ids in beginnings]
-    prompts = [tokenizer.encode(text) for text in texts]  # as the page will read them
-    wanted = torch.ones(len(prompts), dtype=torch.bool)
-    for decoder in decoders:
-        causal = decoder["n_rounds"] > 0 and decoder["tau_joint"] is not None
-        if causal or decoder["tau_joint"] is None:
-            outputs = generate(models[decoder["number"]], prompts, settings(decoder, NAME_LENGTH))
-            names = [tokenizer.decode(output.prompt + output.tokens) for output in outputs]
-            wanted &= torch.tensor([(exists(name) is not None) == causal for name in names])
-    number = int(wanted.int().argmax())
-    print(f"the page opens on {texts[number]}: of {len(texts)} beginnings {int(wanted.sum())} show the difference")
-    return texts[number]
 
 
 # --- what the page holds
@@ -135,8 +112,9 @@ def page_data(folders: list[Path]) -> dict:
         if base_of(folder).resolve() != base.resolve():
             fail(f"{folder} stands on {base_of(folder)}, {folders[0]} on {base}: a page has one base")
     tokenizer = load_tokenizer(base)
+    if tokenizer is None:
+        fail(f"{base} has no tokenizer (a toy's tokens are numbers): a page needs a checkpoint of names or of text")
     models = {folder: half(load_model(folder, "cpu", torch.float32)) for folder in dict.fromkeys([base, *folders])}
-    check_page_can_run(base, models[base], tokenizer)
 
     # of an adapter what learned; the rest is the base's
     decoders = [decoder | dict(number=0) for decoder in OF_BASE]
@@ -152,32 +130,19 @@ def page_data(folders: list[Path]) -> dict:
         if folder in folders:
             decoders += [decoder | dict(number=number) for decoder in with_stage_b(model, about.get("alpha", 0))]
 
-    models = list(models.values())
     data = {
         "models": about_models,
         "weights": weights_data(tensors),
         "decoders": decoders,
         "gates": GATES,
-        "tokenizer": tokenizer_data(tokenizer, models[0].cfg.vocab_size),
-        "repository": REPOSITORY,
+        "tokenizer": tokenizer_data(tokenizer, models[base].cfg.vocab_size),
     }
     if "names" not in judge_of(base):
         return data | OF_TEXT
 
     # held-out names, and every name that Python knows, for the judge
     beginnings = list(draw_names(BEGINNINGS, "held out", tokenizer).values())
-    first = opening(models, decoders, beginnings, tokenizer)
-    return data | dict(prompt=first, gen_length=NAME_LENGTH, names=names_data(), beginnings=beginnings)
-
-
-def check_page_can_run(base: Path, model: Model, tokenizer: Tokenizer | None) -> None:
-    """Refuse in one line what the page's engine cannot compute."""
-    if tokenizer is None:
-        fail(f"{base} has no tokenizer (a toy's tokens are numbers): a page needs a checkpoint of names or of text")
-    if tokenizer.nfc or tokenizer.ids != list(range(len(tokenizer.ids))):
-        fail(f"{base} has a released tokenizer: the page's reads those of prepare.py alone")
-    if any(tensor.dtype == torch.int8 for tensor in model.state_dict().values()):
-        fail(f"{base} has int8 weights: a page needs the model that they were made of")
+    return data | OF_NAMES | dict(names=names_data(), beginnings=beginnings)
 
 
 def page(folders: list[Path]) -> str:

@@ -77,10 +77,7 @@ def read(folder: Path) -> Model:
 
 @pytest.fixture(scope="module")
 def small_page(small) -> str:
-    """With few beginnings, so that it is soon made."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(playground, "BEGINNINGS", 3)
-        return playground.page(small)
+    return playground.page(small)
 
 
 @pytest.fixture(scope="module")
@@ -115,26 +112,29 @@ def answer(folder: Path, page: str, script: str, query: str = "", **given) -> ob
 
 
 # --- the engine
-# decodes of a model by every setting, in steps; of the first one all logits, n_logits rows, in the order of computing
+# decodes of each model by every setting, in steps; of the first setting all logits, n_logits rows, as they are computed
 DECODE = """
-    const {model} = decoders.find((decoder) => decoder.number === given.number);
-    const seen = [];
     const plain = logits;
-    logits = (model, h) => {
-        const found = plain(model, h);
-        if (seen.length < given.n_logits) seen.push(...found);
-        return found;
-    };
-    const decodes = given.settings.map((d) => given.prompts.map((asked) => {
-        const {prompt, tokens, nfe, steps} = generateOne(model, asked, d);
-        const {full, partial, refresh} = nfe;
-        return [prompt, tokens, full, partial, refresh,
-            steps.map((s) => [s.before, s.after, s.bundle, s.edited, s.bundle.map((t) => s.token_a[t]), s.partial])];
-    }));
-    let letters = "";
-    for (const row of seen)
-        for (const byte of new Uint8Array(row.buffer)) letters += String.fromCharCode(byte);
-    return {decodes, logits: btoa(letters)};
+    return given.cases.map(({number, prompts, settings, n_logits}) => {
+        const {model} = decoders.find((decoder) => decoder.number === number);
+        const seen = [];
+        logits = (model, h) => {
+            const found = plain(model, h);
+            if (seen.length < n_logits) seen.push(...found);
+            return found;
+        };
+        const decodes = settings.map((d) => prompts.map((asked) => {
+            const {prompt, tokens, nfe, steps} = generateOne(model, asked, d);
+            const {full, partial, refresh} = nfe;
+            const drafts = (s) => s.bundle.map((t) => s.token_a[t]);
+            return [prompt, tokens, full, partial, refresh,
+                steps.map((s) => [s.before, s.after, s.bundle, s.edited, drafts(s), s.partial])];
+        }));
+        let letters = "";
+        for (const row of seen)
+            for (const byte of new Uint8Array(row.buffer)) letters += String.fromCharCode(byte);
+        return {decodes, logits: btoa(letters)};
+    });
 """
 
 
@@ -157,68 +157,68 @@ def with_holes(prompt: list[int]) -> list[int]:
 
 
 @in_browser
-@pytest.mark.parametrize("number", (1, 2, 3))
-def test_it_decodes_as_generate_does(number, small, small_page, tmp_path):
+def test_it_decodes_as_generate_does(small, small_page, tmp_path):
     """Step by step, and of the first setting all logits: experts in groups, LoRA in both stages and in one, a copy of
     the last layers, two rounds, looks, edits, holes, blocks before the current one."""
     # with these no two experts, or tokens that are written, are so close that rounding decides
     prompts = [random_ids(1, n, 600 + n, 1000)[0].tolist() for n in (3, 8, 21)]
     prompts += [with_holes(prompt) for prompt in prompts]
-    model = read(small[number - 1])
-    d = Decoding(gen_length=20, tau_m2t=0.4, n_rounds=model.cfg.n_rounds, holes=True)
-    edits = replace(d, tau_t2t=0.0, max_post_steps=2)
-    all_at_once = replace(d, tau_m2t=-1.0, tau_t2t=None)
-    settings = [replace(edits, tau_t2t=0.3), replace(edits, n_rounds=0), all_at_once, ONE_AT_A_TIME]
-    if model.cfg.causal:
-        settings = [replace(all_at_once, tau_joint=0.0), replace(all_at_once, tau_joint=0.1), all_at_once, edits]
+    cases = []
+    for folder in small:
+        model = read(folder)
+        d = Decoding(gen_length=20, tau_m2t=0.4, n_rounds=model.cfg.n_rounds, holes=True)
+        edits = replace(d, tau_t2t=0.0, max_post_steps=2)
+        all_at_once = replace(d, tau_m2t=-1.0, tau_t2t=None)
+        settings = [replace(edits, tau_t2t=0.3), replace(edits, n_rounds=0), all_at_once, ONE_AT_A_TIME]
+        if model.cfg.causal:
+            settings = [replace(all_at_once, tau_joint=0.0), replace(all_at_once, tau_joint=0.1), all_at_once, edits]
+        cases.append((model, prompts, settings))
 
-    found = compare(model, number, small_page, prompts, settings, tmp_path)
-    steps = [step for decodes in found for decode in decodes for step in decode[-1]]
-    assert sum(len(edited) for *_, edited, _, _ in steps) > 20
-    if model.cfg.causal:
-        assert sum(partial > 2 * d.n_rounds for *_, partial in steps) > 5  # more than two looks
+    for (model, *_), found in zip(cases, compare(cases, small_page, tmp_path), strict=True):
+        steps = [step for decodes in found for decode in decodes for step in decode[-1]]
+        assert sum(len(edited) for *_, edited, _, _ in steps) > 20
+        if model.cfg.causal:
+            assert sum(partial > 2 * model.cfg.n_rounds for *_, partial in steps) > 5  # more than two looks
 
 
 @in_browser
-@pytest.mark.parametrize("number", (1, 2))
-def test_the_shipped_ones_decode_as_generate_does(number, shipped_page, tmp_path):
+def test_the_shipped_ones_decode_as_generate_does(shipped_page, tmp_path):
     prompts = list(draw_names(9, "held out", TOKENIZER).values())
     prompts += [with_holes(prompt + prompts[0]) for prompt in prompts[:3]]
-    settings = [CAUSAL, replace(CAUSAL, tau_joint=0.0), replace(CAUSAL, tau_joint=0.8), LONGEST_RUN]
-    if number == 1:
-        settings = [replace(STAGE_B, tau_m2t=tau) for tau in (-1.0, 0.3, 0.7)]
-        settings += [STAGE_B_OFF, FACTORISED, ONE_AT_A_TIME]
-    compare(read(SHIPPED[number - 1]), number, shipped_page, prompts, settings, tmp_path)
+    of_paper = [replace(STAGE_B, tau_m2t=tau) for tau in (-1.0, 0.3, 0.7)]
+    of_paper += [STAGE_B_OFF, FACTORISED, ONE_AT_A_TIME]
+    of_causal = [CAUSAL, replace(CAUSAL, tau_joint=0.0), replace(CAUSAL, tau_joint=0.8), LONGEST_RUN]
+    cases = [(read(folder), prompts, of) for folder, of in zip(SHIPPED, (of_paper, of_causal), strict=True)]
+    compare(cases, shipped_page, tmp_path)
 
 
-def compare(model: Model, number: int, page: str, prompts: list, settings: list[Decoding], folder: Path) -> list:
-    """Decode by PyTorch and in the page -> the decodes, by setting and prompt."""
-    rows = []
-    hook = model.lm_head.register_forward_hook(lambda module, given, out: rows.append(out.reshape(-1, out.shape[-1])))
-    for prompt in prompts:
-        generate(model, [prompt], settings[0])
-    hook.remove()
-    logits = torch.cat(rows).numpy()
+def compare(cases: list[tuple[Model, list, list[Decoding]]], page: str, folder: Path) -> list:
+    """Decode by PyTorch and in the page, adapter after adapter -> the decodes, by adapter, setting and prompt."""
+    given = []
+    logits = []
+    for number, (model, prompts, settings) in enumerate(cases, 1):
+        rows = []
+        keep = lambda module, given, out, rows=rows: rows.append(out.reshape(-1, out.shape[-1]))  # noqa: E731
+        hook = model.lm_head.register_forward_hook(keep)
+        for prompt in prompts:
+            generate(model, [prompt], settings[0])
+        hook.remove()
+        logits.append(torch.cat(rows).numpy())
+        case = dict(number=number, prompts=prompts, settings=list(map(asdict, settings)), n_logits=len(logits[-1]))
+        given.append(case)
 
-    given = dict(number=number, prompts=prompts, settings=list(map(asdict, settings)), n_logits=len(logits))
-    found = answer(folder, page, DECODE, **given)
-    numbers = np.frombuffer(base64.b64decode(found["logits"]), np.float32).reshape(logits.shape)
-    assert np.abs(numbers - logits).max() < 1e-3
-    for d, decodes in zip(settings, found["decodes"], strict=True):
-        for prompt, here in zip(prompts, decodes, strict=True):
-            assert here == decoded(model, prompt, d), d
-    return found["decodes"]
+    found = answer(folder, page, DECODE, cases=given)
+    for (model, prompts, settings), here, expected in zip(cases, found, logits, strict=True):
+        numbers = np.frombuffer(base64.b64decode(here["logits"]), np.float32).reshape(expected.shape)
+        assert np.abs(numbers - expected).max() < 1e-3
+        for d, decodes in zip(settings, here["decodes"], strict=True):
+            assert decodes == [decoded(model, prompt, d) for prompt in prompts], d
+    return [here["decodes"] for here in found]
 
 
-@in_browser
-@pytest.mark.parametrize("number", (2, 3))
 @torch.inference_mode()
-def test_a_looks_tokens_are_shown_up_to_the_final_one(number, small, small_page, tmp_path):
-    """Stage A's draft, then what each look makes of the tokens that it reads. A token is final once it has read what is
-    written before it in the end."""
-    prompt = TOKENIZER.encode("BOX DRAWINGS")
-    n = len(prompt)
-    model = read(small[number - 1])
+def looks_of(model: Model, prompt: list[int]) -> list[list[int]]:
+    """What each look at the first block reads, and what it is in the end, by PyTorch."""
     engine = Cached(model, [[]], model.cfg.n_rounds)
     read_by_stage_b = []
     stage_b = engine.stage_b
@@ -228,27 +228,37 @@ def test_a_looks_tokens_are_shown_up_to_the_final_one(number, small, small_page,
         return stage_b(h, bundle, tokens, rows)
 
     engine.stage_b = watched
-    z = torch.tensor([prompt + [1023] * (8 - n)])
+    z = torch.tensor([prompt + [1023] * (8 - len(prompt))])
     d = replace(CAUSAL, n_rounds=model.cfg.n_rounds, tau_joint=0.0)
     done = longest_run(engine, z, z != 1023, torch.zeros(1, 2, 8), d)
-    final = done.after[0].tolist()
-    drafts = [*read_by_stage_b, final]
-    looks = len(drafts) - 1
+    return [*read_by_stage_b, done.after[0].tolist()]
 
+
+@in_browser
+def test_a_looks_tokens_are_shown_up_to_the_final_one(small, small_page, tmp_path):
+    """Stage A's draft, then what each look makes of the tokens that it reads. A token is final once it has read what is
+    written before it in the end."""
+    prompt = TOKENIZER.encode("BOX DRAWINGS")
     script = """
         $("tau_joint").value = 0;
-        const run = decoders.findIndex((decoder) => decoder.number === given.number);
-        present([recordOf(given.prompt, run)], 1);
-        return [cells(), traces[0].steps[0].partial];
+        return [2, 3].map((number) => {
+            const run = decoders.findIndex((decoder) => decoder.number === number);
+            present([recordOf(given.prompt, run)], 1);
+            return [cells(), traces[0].steps[0].partial];
+        });
     """
-    cells, partial = answer(tmp_path, small_page, script, number=number, prompt=prompt)
-    assert looks > 2 and partial == looks * model.cfg.n_rounds
-    for i in range(n, 8):
-        # the look that has read nothing but final tokens is the last that is shown
-        last = next(k for k in range(1, looks + 1) if drafts[k - 1][:i] == final[:i])
-        written = "A " + piece(drafts[0][i])
-        written += "".join(f"{k} {piece(drafts[k][i])}" for k in range(1, last + 1)) + " ✓"
-        assert cells[i]["parts"][1:3] == [piece(final[i]), written]
+    shown = answer(tmp_path, small_page, script, prompt=prompt)
+    for model, (cells, partial) in zip(map(read, small[1:]), shown, strict=True):
+        drafts = looks_of(model, prompt)
+        final = drafts[-1]
+        looks = len(drafts) - 1
+        assert looks > 2 and partial == looks * model.cfg.n_rounds
+        for i in range(len(prompt), 8):
+            # the look that has read nothing but final tokens is the last that is shown
+            last = next(k for k in range(1, looks + 1) if drafts[k - 1][:i] == final[:i])
+            written = "A " + piece(drafts[0][i])
+            written += "".join(f"{k} {piece(drafts[k][i])}" for k in range(1, last + 1)) + " ✓"
+            assert cells[i]["parts"][1:3] == [piece(final[i]), written]
 
 
 def piece(token: int) -> str:
@@ -273,15 +283,9 @@ def test_the_pages_tokenizer_and_judge_are_the_models(small_page, tmp_path):
 
 
 # --- the page of a model
-def by_every_way(prompt: list[int], models: list[Model]) -> dict:
-    """Each decoder of the shipped page on a prompt, by PyTorch -> its Output."""
-    return {name: generate(models[number], [prompt], d)[0] for name, (number, d) in SHOWN.items()}
-
-
 @in_browser
 def test_it_opens_on_what_goes_wrong_and_what_does_not(shipped_page, tmp_path):
-    """No such character by gates, one that exists by causal Stage B: the first such beginning. The experiment counts
-    it."""
+    """No such character by gates, one that exists by causal Stage B. The experiment counts it."""
     script = """
         const seen = [...document.querySelectorAll("#seen tr")].map((row) => row.textContent);
         const asked = traces[0].asked;
@@ -299,9 +303,10 @@ def test_it_opens_on_what_goes_wrong_and_what_does_not(shipped_page, tmp_path):
     prompt, seen, shares, wrong, shown, bold = answer(tmp_path, shipped_page, script, hostile=HOSTILE)
     models = [read(folder) for folder in (BASE, *SHIPPED)]
     marks = []
-    for line, (way, out) in zip(seen, by_every_way(prompt, models).items(), strict=True):
+    for line, (way, (number, d)) in zip(seen, SHOWN.items(), strict=True):
+        [out] = generate(models[number], [prompt], d)
         name = TOKENIZER.decode(prompt + out.tokens)
-        forwards = in_full(out.nfe, models[SHOWN[way][0]].partial_cost)
+        forwards = in_full(out.nfe, models[number].partial_cost)
         there = exists(name) is not None
         said = "✓ " + verdict(name) if there else "✗ " + verdict(name).strip("()")
         assert line == f"{way} {round(forwards, 2):g} forwards{name}{said}"
@@ -310,16 +315,6 @@ def test_it_opens_on_what_goes_wrong_and_what_does_not(shipped_page, tmp_path):
         marks.append(said[0])
     assert marks[2:] == ["✗", "✗", "✗", "✓"]
     assert "at least one letter" in wrong and HOSTILE.upper() in shown and bold == 0  # any text is text
-
-    # of the held-out beginnings it is the first
-    for ids in draw_names(100, "held out", TOKENIZER).values():
-        earlier = TOKENIZER.encode(TOKENIZER.decode(ids))
-        if earlier == prompt:
-            break
-        outputs = list(by_every_way(earlier, models).values())[2:]
-        there = [exists(TOKENIZER.decode(earlier + out.tokens)) is not None for out in outputs]
-        assert there != [False, False, False, True]
-    assert earlier == prompt
 
 
 @in_browser
@@ -363,42 +358,43 @@ def test_what_is_typed_a_link_and_gates_that_moved(small_page, tmp_path):
 
 
 @in_browser
-@pytest.mark.parametrize("number", (1, 2, 3))
-def test_a_mask_shows_both_stages_and_is_written_by_hand(number, small, small_page, tmp_path):
+def test_a_mask_shows_both_stages_and_is_written_by_hand(small, small_page, tmp_path):
     """The likeliest token of each stage is the record's; what is put in is kept, and decoding goes on from there."""
     script = """
         const first = () => [...document.querySelectorAll(".lists > div")].map((list) =>
             list.querySelector(".option").textContent);
+        const touch = (number) => {
+            ask(0);
+            const run = decoders.findIndex((decoder) => decoder.number === number && decoder.n_rounds);
+            const at = traces[0].asked.length;
+            const {steps, pieces} = traces[run];
+            const say = (token, conf) => pieces[token] + conf.toFixed(2);
+            const said = steps[0].fill.map((f) => [say(f.token_a, f.conf_a), say(f.token, f.conf)]);
+            const shown = steps[0].fill.map((f) => {
+                document.querySelectorAll(`button[data-at="${f.at}"]`)[run].click();
+                return first();
+            });
+            document.querySelectorAll(`button[data-at="${at}"]`)[run].click();
+            document.querySelectorAll(".option")[2].click();
+            const byHand = cells().filter((cell) => cell.is.includes("byHand")).map((cell) => cell.at - at);
+            const {prompt, tokens, nfe} = traces[run];
+            return {said, shown, byHand, at: [now, chosen.at - at], prompt, tokens, full: nfe.full};
+        };
         $("prompt").value = "BOX DRAWINGS";
         $("tau_t2t").value = 1;
         $("tau_joint").value = 0;
-        ask(0);
-        const run = decoders.findIndex((decoder) => decoder.number === given.number && decoder.n_rounds);
-        const at = traces[0].asked.length;
-        const {steps, pieces} = traces[run];
-        const say = (token, conf) => pieces[token] + conf.toFixed(2);
-        const said = steps[0].fill.map((f) => [say(f.token_a, f.conf_a), say(f.token, f.conf)]);
-        const shown = steps[0].fill.map((f) => {
-            document.querySelectorAll(`button[data-at="${f.at}"]`)[run].click();
-            return first();
-        });
-        document.querySelectorAll(`button[data-at="${at}"]`)[run].click();
-        document.querySelectorAll(".option")[2].click();
-        const byHand = cells().filter((cell) => cell.is.includes("byHand")).map((cell) => cell.at - at);
-        const {prompt, tokens, nfe} = traces[run];
-        return {said, shown, byHand, at: [now, chosen.at - at], prompt, tokens, full: nfe.full};
+        return [1, 2, 3].map(touch);
     """
-    found = answer(tmp_path, small_page, script, number=number)
-    assert len(found["said"]) > 1 and found["shown"] == found["said"]
-    assert found["byHand"] == [0] and found["at"] == [1, 1]  # the panel goes on to the next mask
+    for model, found in zip(map(read, small), answer(tmp_path, small_page, script), strict=True):
+        assert len(found["said"]) > 1 and found["shown"] == found["said"]
+        assert found["byHand"] == [0] and found["at"] == [1, 1]  # the panel goes on to the next mask
 
-    # without edits it is as if that token had been given; and the step by hand asked the model nothing
-    first, *others = found["tokens"]
-    model = read(small[number - 1])
-    d = replace(STAGE_B, gen_length=31, n_rounds=model.cfg.n_rounds, tau_t2t=None)
-    d = replace(d, tau_joint=0.0) if model.cfg.causal else d
-    (out,) = generate(model, [[*found["prompt"], first]], d)
-    assert first != TOKENIZER.eos_id and [others, found["full"]] == [out.tokens, out.nfe["full"]]
+        # without edits it is as if that token had been given; and the step by hand asked the model nothing
+        first, *others = found["tokens"]
+        d = replace(STAGE_B, gen_length=31, n_rounds=model.cfg.n_rounds, tau_t2t=None)
+        d = replace(d, tau_joint=0.0) if model.cfg.causal else d
+        (out,) = generate(model, [[*found["prompt"], first]], d)
+        assert first != TOKENIZER.eos_id and [others, found["full"]] == [out.tokens, out.nfe["full"]]
 
 
 def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys):
