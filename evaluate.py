@@ -180,12 +180,12 @@ def chain_table(model: Model, task: Toy) -> Tensor:
     return log_q.exp().view(N, S) * (task.prob > 0)
 
 
-def quality(model: Model, task: Toy, d: Decoding, step: Callable[..., Step] | None = None) -> dict[str, float]:
+def quality(model: Model, task: Toy, d: Decoding) -> dict[str, float]:
     """Every context decoded once, greedily, by the decoder that users run: shares of possible answers and
     of the likeliest ones, forwards an answer, everything counted, full and partial ones.
     """
     c = torch.arange(task.n_ctx)
-    outputs = generate(model, task.prompt(c).tolist(), replace(d, gen_length=task.m), step=step)
+    outputs = generate(model, task.prompt(c).tolist(), replace(d, gen_length=task.m))
 
     # an eos inside cuts the answer: fill it up again
     answers = [o.tokens + [task.eos_id] * (task.m - len(o.tokens)) for o in outputs]
@@ -198,7 +198,6 @@ def quality(model: Model, task: Toy, d: Decoding, step: Callable[..., Step] | No
         "possible": float(possible.double().mean()),
         "likeliest": float(likeliest.double().mean()),
         "forwards": forwards(model, outputs) / task.n_ctx,
-        "full": sum(output.nfe["full"] for output in outputs) / task.n_ctx,
         "partial": sum(output.nfe["partial"] for output in outputs) / task.n_ctx,
     }
 
@@ -304,6 +303,7 @@ def complete(
         "exist": sum(found) / n,
         "forwards": forwards(model, outputs) / n,
         "per_token": forwards(model, outputs) / max(1, tokens),
+        "full": sum(output.nfe["full"] for output in outputs) / n,
         "tokens": tokens / n,
         "tc": sum(nats) / len(nats) if nats else None,
         "found": found,

@@ -26,7 +26,7 @@ from sample import Decoding, Step, candidates, denoise, select_bundle
 # R rows in flight, B block_length
 
 Engine = Cached | Uncached
-FIGURES = ("exist", "itself", "forwards", "full")  # of a row on names, see evaluate.complete
+FIGURES = ("exist", "forwards", "full")  # of a row on names, see evaluate.complete
 
 
 # --- steps that are not the paper's; what goes in and comes out is as in sample.denoise

@@ -77,7 +77,6 @@ READERS = [
     ("adapter", "adapter.safetensors", sample, SAMPLE, ["markers"]),
     ("toy", "train.json", train, RESUME, []),
     ("toy-base", "train.json", base, RESUME, []),
-    ("toy", "train.json", sample, ["--ckpt", "IT", "--prompt_ids", "3,3", "--gen_length", 1, *CPU], ["alpha?"]),
     ("toy-adapter", "adapter.json", train, RESUME, ["base"]),
     ("toy", "state.safetensors", train, RESUME, ["param.markers/shape", "step.wte.weight/dtype", "__metadata__/step"]),
     ("pairs", "meta.json", train, ON_ROWS, [*META, "block_length?"]),

@@ -176,7 +176,7 @@ def test_shares_and_forwards_by_hand(monkeypatch):
     model = SimpleNamespace(partial_cost=1 / 4, cfg=SimpleNamespace(causal=False, mask_id=257))
     found = evaluate.complete(model, byte_tokenizer(), prompts, evaluate.NAMES, step="mine")
     assert found["exist"] == approx(4 / 6)
-    assert (found["forwards"], found["tokens"]) == (3.125, 1)
+    assert (found["forwards"], found["full"], found["tokens"]) == (3.125, 2, 1)
     assert found["per_token"] == 3.125 and found["tc"] is None
     assert found["found"] == [True] * 4 + [False] * 2 and asked == ["mine"]
     assert found["written"] == [letter(x) for x in "AAAD??"]
