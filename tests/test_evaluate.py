@@ -111,7 +111,7 @@ def test_the_table_of_a_toy_by_hand(causal, monkeypatch, capsys):
     answers = [t.support[0, 0].tolist(), t.support[1, 2].tolist(), [0] * 4, [t.mask_id] * 4]
     outputs = [Output([], tokens=answer, nfe=dict(full=1, partial=2, refresh=0)) for answer in answers]
     asked = []
-    monkeypatch.setattr(evaluate, "generate", lambda model, prompts, d, step: asked.append(d) or outputs)
+    monkeypatch.setattr(evaluate, "generate", lambda model, prompts, d: asked.append(d) or outputs)
 
     # exact in Stage A; Stage B loses a quarter of a nat more at every position
     worse = lambda model, t, c, z, n_rounds, tokens=None: oracle(model, t, c, z, 0, tokens) - n_rounds / 8  # noqa: E731
