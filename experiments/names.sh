@@ -13,7 +13,7 @@ on_base="--seed $seed --init_from $out/base"
 python train.py --n_last 3 $on_base --out_dir $out/paper
 python train.py --config configs/alpha.toml $on_base --out_dir $out/alpha
 python train.py --config configs/causal.toml --data $out/written $on_base --out_dir $out/causal
-# the same but for the token before; and both, taught the text itself
+# the same but for the token before; and both, taught the text itself: three seeds of these on the base of seed 1
 python train.py --config configs/causal.toml --no-causal --data $out/written $on_base --out_dir $out/told
 python train.py --config configs/causal.toml --data data/names --max_iters 4000 $on_base --out_dir $out/causal_text
 python train.py --config configs/causal.toml --no-causal --data data/names --max_iters 4000 $on_base --out_dir $out/told_text

@@ -2,7 +2,7 @@
 
 import json
 import re
-from statistics import mean
+from statistics import mean, stdev
 
 import pytest
 from common import ROOT
@@ -89,14 +89,44 @@ TOLD = {
 }
 
 
+TRAININGS = [json.loads(line) for line in (ROOT / "results" / "names" / "told.jsonl").read_text().splitlines()]
+
+
+def trainings(name: str, dial: float) -> list[dict]:
+    """Three of them, on one base."""
+    system, skip = TOLD[name]
+    own = [r for r in TRAININGS if (r["system"], r["way"], r["dial"], r.get("skip", 0)) == (system, "run", dial, skip)]
+    assert sorted(r["seed"] for r in own) == [1, 2, 3]
+    return sorted(own, key=lambda r: r["seed"])
+
+
 @pytest.mark.parametrize("name", TOLD)
 def test_what_the_token_before_is_worth(name):
-    system, skip = TOLD[name]
-    files = [ROOT / "results" / "names" / f"{file}.jsonl" for file in ("records", "other", "told")]
-    records = [json.loads(line) for path in files for line in path.read_text().splitlines()]
-    own = [r for r in records if (r["system"], r["seed"], r["way"], r.get("skip", 0)) == (system, 1, "run", skip)]
-    exist = {r["dial"]: f"{short(share(r['exist']))}, {r['forwards']:.1f}" for r in own}
-    assert cells(PAGE, name) == [exist[dial] for dial in (0, 0.5, 0.8)]
+    found = [trainings(name, dial) for dial in (0, 0.5, 0.8)]
+    figures = [(mean(share(r["exist"]) for r in own), mean(r["forwards"] for r in own)) for own in found]
+    assert cells(PAGE, name) == [f"{short(exist)}, {forwards:.1f}" for exist, forwards in figures]
+
+
+def test_differences_of_trainings_have_their_intervals():
+    """Student's t with two degrees of freedom: 4.303 standard errors."""
+    rows = re.findall(r"^\|difference\|(.*)\|$", PAGE, re.M)
+    for row, rule in zip(rows, ("a beam's rows", "the text alone"), strict=True):
+        expected = []
+        for dial in (0, 0.5, 0.8):
+            ours, theirs = ([share(r["exist"]) for r in trainings(f"{rule}: {of}", dial)] for of in ("causal", "told"))
+            pairs = [a - b for a, b in zip(ours, theirs, strict=True)]
+            margin = 4.303 * stdev(pairs) / 3**0.5
+            middle, low, high = (mean(pairs) + x for x in (0, -margin, margin))
+            expected.append(f"{middle:+.3f} ({low:.3f} to {high:.3f})".replace("0.", "."))
+        assert row.split("|") == expected
+
+
+def test_the_readmes_row_without_the_token_before():
+    own = trainings("a beam's rows: told", 0.5)
+    shares = [share(r["exist"]) for r in own]
+    expected = [f"{short(mean(shares))} ({short(min(shares))}, {short(max(shares))})"]
+    expected += [f"{mean(r['forwards'] for r in own):.1f}", short(mean(r["per_token"] for r in own), 2)]
+    assert cells(README, "the same without the token before, on one base") == expected
 
 
 BUDGETS = {
