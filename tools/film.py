@@ -39,7 +39,7 @@ END = "end"
 class Chip:
     """What stands at a position: a token's letters, or none where it is a mask."""
 
-    kind: str = "mask"  # or given, draft, mended, written; at the end good or bad
+    kind: str = "mask"  # or given, draft, changed, written; at the end good or bad
     word: str = ""
     draft: str = ""  # what Stage A would have written, where that is another word
 
@@ -109,7 +109,7 @@ class Film:
         for i in done.bundle[0].nonzero()[:, 0].tolist():
             word = self.word(int(done.after[0, i]))
             draft = self.word(int(done.token_a[0, i]))
-            self.chips[start + i] = Chip("written", word) if word == draft else Chip("mended", word, draft)
+            self.chips[start + i] = Chip("written", word) if word == draft else Chip("changed", word, draft)
 
     def show(self, chips: list[Chip], doing: str, cost: float) -> None:
         self.frames.append(Frame(self.clock, list(chips), doing))
@@ -119,7 +119,7 @@ class Film:
         """A position as a look reads it, and as the look before has read it."""
         if chip.kind != "mask" or new == self.model.cfg.mask_id:
             return chip
-        return Chip("draft" if new == old else "mended", self.word(new))
+        return Chip("draft" if new == old else "changed", self.word(new))
 
     def word(self, token: int) -> str:
         return END if token == self.model.cfg.eos_id else self.tokenizer.piece(token).replace("·", "")
@@ -269,7 +269,7 @@ def draw(films: list[Film], prompt: str, costs: str) -> str:
 
     # what the boxes mean, and what a forward is
     parts.append(rule % top)
-    for k, kind in enumerate(("draft", "mended", "written")):
+    for k, kind in enumerate(("draft", "changed", "written")):
         parts.append(draw_chip(Chip(kind, kind), LEFT + 84 * k, top + 14, 76))
     parts.append(f'<text class="soft" x="{LEFT}" y="{top + 62}">{costs}</text>')
     height = top + 76

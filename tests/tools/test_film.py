@@ -54,8 +54,8 @@ def test_looks_by_hand(monkeypatch):
     assert [(frame.at, frame.doing, frame.chips) for frame in seen.frames] == [
         (0, "Stage A drafts", [city, Chip(), Chip(), Chip()]),
         (1, "Stage B, look 1", [city, Chip("draft", "San"), Chip("draft", "York"), Chip("draft", "end")]),
-        (1.25, "Stage B, look 2", [city, Chip("draft", "San"), Chip("mended", "Francisco"), Chip("draft", "end")]),
-        (1.5, "", [city, Chip("written", "San"), Chip("mended", "Francisco", draft="York"), Chip()]),
+        (1.25, "Stage B, look 2", [city, Chip("draft", "San"), Chip("changed", "Francisco"), Chip("draft", "end")]),
+        (1.5, "", [city, Chip("written", "San"), Chip("changed", "Francisco", draft="York"), Chip()]),
     ]
     assert seen.forwards == 1.5
     assert seen.ending()[1:3] == [Chip("bad", "San"), Chip("bad", "Francisco", draft="York")]
