@@ -559,12 +559,6 @@ class Linear(nn.Linear):
         down = F.linear(x, self.lora_A.to(x.dtype))
         return y + LORA_SCALE * F.linear(down, self.lora_B.to(x.dtype))
 
-    def merge_lora(self) -> None:
-        """W <- W + 2 B A; then it has no LoRA."""
-        delta = LORA_SCALE * self.lora_B @ self.lora_A
-        self.weight.data += delta.detach().to(self.weight.dtype)
-        self.lora_A = self.lora_B = None
-
     def product(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.linear(x, self.weight.to(x.dtype), bias)

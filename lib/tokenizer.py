@@ -57,33 +57,6 @@ class Tokenizer:
         raw = b"".join(self.token_bytes.get(i, b"") for i in ids)
         return raw.decode("utf-8", errors="replace")
 
-    def piece(self, token: int) -> str:
-        """A token's text, all of it visible; a special token's name."""
-        raw = self.token_bytes.get(token, b"")
-        if not raw:
-            names = {i: name for name, i in self.special.items()}
-            return names.get(token, f"<{token}>")
-
-        text = raw.decode("utf-8", errors="surrogateescape")
-        return "".join(visible(character) for character in text)
-
-
-GLYPHS = {" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍"}
-
-
-def visible(character: str) -> str:
-    """One character as something that can be seen on one line."""
-    if character in GLYPHS:
-        return GLYPHS[character]
-    if character.isprintable():
-        return character
-
-    # bytes that are no UTF-8 were decoded to U+DC80..U+DCFF by surrogateescape
-    code = ord(character)
-    if 0xDC80 <= code <= 0xDCFF:
-        return f"<{code - 0xDC00:02X}>"
-    return f"<U+{code:04X}>"
-
 
 # --- reading a tokenizer
 def load_tokenizer(folder: Path) -> Tokenizer | None:

@@ -254,15 +254,6 @@ def test_text_and_ids_agree(ckpt, monkeypatch, capsys):
     assert drawn[0] != drawn[1] == drawn[2] != drawn[3] != drawn[0]
 
 
-def test_every_character_of_a_token_can_be_seen():
-    tok = byte_tokenizer()
-    ids = [*b" \n\t\r\0A<", *"é".encode(), tok.eos_id, 260]
-    assert list(map(tok.piece, ids)) == [*"·↵⇥␍", "<U+0000>", "A", "<", "<C3>", "<A9>", "<|endoftext|>", "<260>"]
-    words = {0: " e\u0301".encode(), 1: b"a\xe2\x82", 2: "\u202e".encode()}
-    tok = replace(tok, token_bytes=words)
-    assert list(map(tok.piece, words)) == ["·e\u0301", "a<E2><82>", "<U+202E>"]
-
-
 @pytest.fixture(scope="module")
 def of_names(tmp_path_factory):
     """Its tokens are bytes."""

@@ -25,6 +25,7 @@ from lib.tokenizer import Tokenizer, load_tokenizer
 from lib.util import Parser, command, exists, replace_file, verdict
 from model import Model
 from sample import Decoding, Step, generate, step_of
+from tools.watch import piece
 
 # R rows, B positions of a block; everything here is of one row
 
@@ -122,7 +123,7 @@ class Film:
         return Chip("draft" if new == old else "changed", self.word(new))
 
     def word(self, token: int) -> str:
-        return END if token == self.model.cfg.eos_id else self.tokenizer.piece(token).replace("·", "")
+        return END if token == self.model.cfg.eos_id else piece(self.tokenizer, token).replace("·", "")
 
     def ending(self) -> list[Chip]:
         """What is left at the end: nothing behind the end, and the written words well or badly written."""

@@ -28,6 +28,7 @@ from lib.tokenizer import Tokenizer, load_tokenizer
 from lib.util import Parser, command, fail, replace_file
 from model import Model
 from tools.film import PROMPT
+from tools.watch import piece
 
 HERE = Path(__file__).parent
 SCRIPTS = ("engine.js", "viewer.js", "playground.js")
@@ -100,7 +101,7 @@ def tokenizer_data(tokenizer: Tokenizer, vocab_size: int) -> dict:
     return {
         "bytes": [tokenizer.token_bytes.get(token, b"").decode("latin-1") for token in range(vocab_size)],
         "special": tokenizer.special,
-        "pieces": [tokenizer.piece(token) for token in range(vocab_size)],
+        "pieces": [piece(tokenizer, token) for token in range(vocab_size)],
     }
 
 

@@ -19,7 +19,33 @@ from sample import Step
 
 END = "∎"
 LEGEND = f"[written now]  [Stage B's](A: what Stage A would write)  {{edited}}  {MASK} a mask  {END} the end"
+GLYPHS = {" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍"}
 PACE = 0.4  # seconds that a drawn step stands
+
+
+def piece(tokenizer: Tokenizer, token: int) -> str:
+    """A token's text, all of it visible; a special token's name."""
+    raw = tokenizer.token_bytes.get(token, b"")
+    if not raw:
+        names = {i: name for name, i in tokenizer.special.items()}
+        return names.get(token, f"<{token}>")
+
+    text = raw.decode("utf-8", errors="surrogateescape")
+    return "".join(visible(character) for character in text)
+
+
+def visible(character: str) -> str:
+    """One character as something that can be seen on one line."""
+    if character in GLYPHS:
+        return GLYPHS[character]
+    if character.isprintable():
+        return character
+
+    # bytes that are no UTF-8 were decoded to U+DC80..U+DCFF by surrogateescape
+    code = ord(character)
+    if 0xDC80 <= code <= 0xDCFF:
+        return f"<{code - 0xDC00:02X}>"
+    return f"<U+{code:04X}>"
 
 
 class Screen:
@@ -112,7 +138,7 @@ class Screen:
         """A token as it is shown; numbers stand apart."""
         if not self.tokenizer:
             return self.signs.get(token, str(token)) + " "
-        return self.signs.get(token) or self.tokenizer.piece(token).replace("·", " ")
+        return self.signs.get(token) or piece(self.tokenizer, token).replace("·", " ")
 
     def paint(self, text: str, colour: str) -> str:
         return f"\x1b[{self.CODES[colour]}m{text}\x1b[0m" if self.moves else text

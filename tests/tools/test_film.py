@@ -15,8 +15,11 @@ from tools import film
 from tools.film import Chip, Clock, Film
 
 CITY, SAN, YORK, FRANCISCO, EOS, MASK = range(6)
-WORDS = ["city", "·San", "·York", "·Francisco"]
-TOKENIZER = SimpleNamespace(piece=WORDS.__getitem__, decode=lambda ids: "".join(WORDS[i] for i in ids if i < EOS))
+WORDS = ["city", " San", " York", " Francisco"]
+TOKENIZER = SimpleNamespace(
+    token_bytes={i: word.encode() for i, word in enumerate(WORDS)}, special={},
+    decode=lambda ids: "".join(WORDS[i] for i in ids if i < EOS).replace(" ", "·"),
+)  # fmt: skip
 
 
 def played(monkeypatch, drafts: list[list[int]], after: list[int], token_a: list[int]) -> Film:

@@ -26,6 +26,7 @@ from model import Model
 from prepare import unicode_names
 from sample import Decoding, Step, generate, longest_run
 from tools import playground
+from tools.watch import piece
 
 BASE = ROOT / "assets" / "names"
 SHIPPED = [ROOT / folder for folder in playground.SHIPPED]
@@ -256,13 +257,13 @@ def test_a_looks_tokens_are_shown_up_to_the_final_one(small, small_page, tmp_pat
         for i in range(len(prompt), 8):
             # the look that has read nothing but final tokens is the last that is shown
             last = next(k for k in range(1, looks + 1) if drafts[k - 1][:i] == final[:i])
-            written = "A " + piece(drafts[0][i])
-            written += "".join(f"{k} {piece(drafts[k][i])}" for k in range(1, last + 1)) + " ✓"
-            assert cells[i]["parts"][1:3] == [piece(final[i]), written]
+            written = "A " + sign(drafts[0][i])
+            written += "".join(f"{k} {sign(drafts[k][i])}" for k in range(1, last + 1)) + " ✓"
+            assert cells[i]["parts"][1:3] == [sign(final[i]), written]
 
 
-def piece(token: int) -> str:
-    return {1022: "∎", 1023: "▒"}.get(token) or TOKENIZER.piece(token)
+def sign(token: int) -> str:
+    return {1022: "∎", 1023: "▒"}.get(token) or piece(TOKENIZER, token)
 
 
 @in_browser
@@ -441,12 +442,12 @@ def test_a_decode_is_shown_step_by_step(small, small_page, tmp_path):
     (taken,) = steps.of_row
     for s, cells in zip(taken, seen, strict=True):
         cell = {cell["at"]: cell for cell in cells}
-        assert [cell[s["start"] + i]["parts"][1] for i in range(8)] == list(map(piece, s["after"]))
+        assert [cell[s["start"] + i]["parts"][1] for i in range(8)] == list(map(sign, s["after"]))
         for f in s["fill"]:
-            drafted = "" if f["token"] == f["token_a"] else "A " + piece(f["token_a"])
+            drafted = "" if f["token"] == f["token_a"] else "A " + sign(f["token_a"])
             assert cell[f["at"]]["is"] == "cell fill bundle"
-            assert cell[f["at"]]["parts"] == ["F", piece(f["token"]), drafted, ""]
+            assert cell[f["at"]]["parts"] == ["F", sign(f["token"]), drafted, ""]
         for e in s["edit"]:
             old = s["before"][e["at"] - s["start"]]
-            assert f"{piece(old)} became {piece(e['token'])}" in cell[e["at"]]["title"]
+            assert f"{sign(old)} became {sign(e['token'])}" in cell[e["at"]]["title"]
     assert any(s["edit"] for s in taken) and any(f["token"] != f["token_a"] for s in taken for f in s["fill"])

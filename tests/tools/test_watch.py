@@ -1,18 +1,20 @@
 """What --watch shows of a step, by hand. `pytest tests/tools/test_watch.py`"""
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from lib.tokenizer import byte_tokenizer
 from lib.util import MASK
 from sample import Decoding
 from tools import watch
-from tools.watch import END, Screen
+from tools.watch import END, Screen, piece
 
-PIECES = {4: "·San", 5: "·York", 6: "·New", 7: "·Francisco"}
-TOKENIZER = SimpleNamespace(piece=PIECES.get, decode=lambda ids: "In the")
+PIECES = {4: b" San", 5: b" York", 6: b" New", 7: b" Francisco"}
+TOKENIZER = SimpleNamespace(token_bytes=PIECES, special={}, decode=lambda ids: "In the")
 
 
 @pytest.fixture
@@ -86,3 +88,12 @@ def test_a_draft_is_mended_in_a_terminal(shown, monkeypatch):
     assert written.endswith(dim("  3 looks"))
     assert draft_2 == f"step   2  1 2 4 7 {END} " + dim(f"{END} ")
     assert written_2.startswith("\x1b[1F\x1b[2Kstep   2")
+
+
+def test_every_character_of_a_token_can_be_seen():
+    tok = byte_tokenizer()
+    ids = [*b" \n\t\r\0A<", *"é".encode(), tok.eos_id, 260]
+    assert [piece(tok, i) for i in ids] == [*"·↵⇥␍", "<U+0000>", "A", "<", "<C3>", "<A9>", "<|endoftext|>", "<260>"]
+    words = {0: " e\u0301".encode(), 1: b"a\xe2\x82", 2: "\u202e".encode()}
+    tok = replace(tok, token_bytes=words)
+    assert [piece(tok, i) for i in words] == ["·e\u0301", "a<E2><82>", "<U+202E>"]
