@@ -2,7 +2,7 @@
 # compared with what was written, converted to int8, decoded with Stage A alone, adapters trained on the int8 base,
 # decoded with Stage B.
 # Every command prints its time and its memory at the peak. Page: results/sixteen_b/README.md.
-# Two cores: under two hours, 66 GB of disk at the peak, 24 GB of memory. A folder is deleted as soon as it has been
+# Two cores: an hour, 66 GB of disk at the peak, 24 GB of memory. A folder is deleted as soon as it has been
 # converted, and everything at the end. LAYERS=4 is the same in minutes, with 4 of the 20 layers.
 # Run from the root of the repository.
 set -e

@@ -1,5 +1,5 @@
 # Speed: the cache against none as ratios, then the time that a name takes beside its forwards.
-# About 6 minutes on one core, whatever else the machine does. Page: results/speed/README.md.
+# About 5 minutes on one core, whatever else the machine does. Page: results/speed/README.md.
 # Run from the root of the repository.
 set -e
 export OMP_NUM_THREADS=1
