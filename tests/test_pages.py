@@ -160,6 +160,17 @@ def test_agreement(system):
         assert len(records) == 3 and cell == short(mean(share(record["exist"]) for record in records))
 
 
+@pytest.mark.parametrize("row, marker", [("on", "on"), ("off", "off"), ("at all other positions", "elsewhere")])
+def test_the_marker(row, marker):
+    found = [json.loads(line) for line in (ROOT / "results" / "names" / "marker.jsonl").read_text().splitlines()]
+    expected = []
+    for way in ("all at once", "above .3", "above .7"):
+        own = [r for r in found if (r.get("way"), r.get("marker")) == (way, marker) and r["ckpt"].startswith("alpha-")]
+        assert len(own) == 3
+        expected.append(short(mean(share(r["digits"]) for r in own)))
+    assert cells(PAGE, row) == expected
+
+
 # of a toy's log: the run, and the decoder of it
 SYSTEMS = {
     "Stage A": ("base", "Stage A, one step"),
