@@ -1,7 +1,8 @@
 # make demo     complete a name, train the paper's way on names, and see what it does (minutes, 2 cores)
 # make test     run the test suite; make lint: ruff, lint and format
 # make pages    draw all figures again, from the numbers that are committed beside them (needs matplotlib)
-# Each builds $(VENV) from requirements.txt first, if it is not there. None of them deletes or overwrites anything.
+# Each builds $(VENV) from requirements.txt first, if it is not there. None of them deletes or overwrites anything, so
+# a second demo wants out/names away.
 
 PYTHON ?= python3
 VENV   ?= .venv

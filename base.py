@@ -80,6 +80,7 @@ class Together:
 @command
 def main() -> None:
     parser = train.build_parser(__doc__)
+    parser.set_defaults(init_from="scratch")
     add = parser.add_argument_group("base").add_argument
     add("--one_by_one", type=bounded(float, 0, 1), default=0.0,
         help="the share of rows that are read from left to right, in blocks of one")  # fmt: skip
@@ -88,7 +89,7 @@ def main() -> None:
     if args.resume and "optimizer" not in read_json(Path(args.out_dir) / "train.json", "training run"):
         fail(f"{args.out_dir} is a run of train.py: go on with that")
     if args.init_from != "scratch":
-        fail("a base is trained from scratch: --init_from scratch, or a --config that says so")
+        fail("a base is trained from scratch: leave out --init_from")
     if args.one_by_one > 0 and args.context == "corrupted":
         fail("rows that are read one by one are all masks: they read a clean copy, give --context clean")
     for name in ("alpha", "whole", "causal"):

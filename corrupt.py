@@ -6,11 +6,13 @@ A clean row x becomes z with three kinds of positions (paper, Sec. 3.1):
     W  wrong-visible   z != x, not [M]         weight lambda_edit   correct it
     G  clean-visible   z == x                  weight lambda_clean  leave it
 
+m2t is mask to token; t2t, of edits, token to token.
+
 What is corrupted and what is not:
 
     prompt (toys, conditional data)   never corrupted, no loss
     padding                           never corrupted, no loss, not attended to
-    eos that ends a document          an ordinary token: masked, drafted and predicted like any other
+    eos that ends a document          masked, drafted and predicted like any other token
     [M] and other special tokens      never drawn as a random substitute; [M] is never written by a draft
 
 Corruptions (each block draws its own mask ratio, U(0, 1) or a power of it):
@@ -75,8 +77,8 @@ class Corruption:
 def corrupt(
     x: Tensor, free: Tensor, how: Corruption, draws: Draws, draft: Draft | None = None, as_asked: Tensor | bool = True
 ) -> tuple[Tensor, Tensor]:
-    """x (R, T) int64, clean; free (R, T) bool, real positions outside the prompt; as_asked (R, 1) bool: the rows that
-    how.ends is of.
+    """x (R, T) int64, clean; free (R, T) bool, real positions outside the prompt; as_asked (R, 1) bool: False
+    for rows whose masks are drawn by themselves, whatever how.ends says.
 
     -> z (R, T) int64 and kind (R, T) uint8. M, W and G partition the free positions, the rest is NONE.
     """

@@ -12,8 +12,8 @@ Held-out names of Unicode characters are completed from their first third of tok
 `unicodedata` judges: a completion counts if some character has that name. Costs are in forwards, everything
 counted: full ones, refreshes, and partial ones at their share of the layers.
 
-TC of real bundles: where causal Stage B writes, its log-probability of a bundle less the sum of Stage A's, in nats.
-It is an estimate of the bundle's total correlation where tokens are drawn, --temperature 1.
+Above Stage A: causal Stage B's log-probability of what it writes together, less the sum of Stage A's, in nats a bundle.
+Where tokens are drawn, --temperature 1, that estimates the bundle's total correlation.
 
     python evaluate.py                                              # assets/names/causal, a minute
     python evaluate.py --ckpt assets/names/paper assets/names/causal # side by side
@@ -345,7 +345,7 @@ def evaluate_names(folders: list[Path], device: torch.device, args: Namespace) -
     judged = unicodedata.unidata_version
     print(f"{len(prompts)} held-out names, completed from their first third; "
           f"trained on Unicode {trained}, judged by {judged}")  # fmt: skip
-    print_table(["", "exist", "forwards a name", "a token", "TC of its bundles"], lines)
+    print_table(["", "exist", "forwards a name", "a token", "above Stage A"], lines)
 
 
 @command

@@ -17,7 +17,8 @@ last mask, which the released loop reads once more; and a block that can never e
 A hole sees its own block and what is before it, not later blocks: attention is causal across blocks.
 
 To change   how a step selects and writes   write   a function like denoise, of a causal Stage B like longest_run, and
-                                                    call generate(model, prompts, Decoding(tau_t2t=None), step=yours);
+                                                    call generate(model, prompts, d, step=yours) with, say,
+                                                    d = Decoding(tau_joint=0.5, tau_t2t=None, holes=True);
                                                     load_model and load_tokenizer(base_of(folder)) read a folder
 """
 
@@ -390,7 +391,7 @@ def build_parser() -> Parser:
     add("--gen_length", type=some, default=256,
         help="tokens after the prompt; the last block is decoded whole (default: %(default)s)")
     add("--n_rounds", type=some,
-        help="K; 0: Stage B off (default: as trained, whose last round alone had a loss; 0 where no marker was)")
+        help="K; 0: Stage B off (default: the checkpoint's own; 0 where its markers are zero)")
     add("--tau_joint", type=share,
         help="causal Stage B: write the longest run of masks whose tokens together are surer than this; 0: all of a "
              "block. With Stage B off the run is Stage A's (default: 0.5 for a causal Stage B)")

@@ -181,10 +181,10 @@ if __name__ == "__main__":
     report("Stage A by alpha 1", train(base, 1))
     causal = report("Stage B, causal", train(base, 0, 0, True), 2, True)  # causal
     # what is marked decides what Stage B writes: nothing (Stage A), the surest word, or both
-    for marked, tau in (0, -1), (1, 1), (2, -1):  # CoCommit
-        z, _, steps = decode(by_alpha, HOLES, tau, marked > 0)  # CoCommit
+    for n, tau in (0, -1), (1, 1), (2, -1):  # CoCommit
+        z, _, steps = decode(by_alpha, HOLES, tau, n > 0)  # CoCommit
         p, word = steps[0][0, 1].max(-1)  # CoCommit
-        print(f"{marked} marked: first {TOKENS[word]} {p:.2f}, in the end", *[TOKENS[t] for t in z[0]])  # CoCommit
+        print(f"by alpha, {n} marked: first {TOKENS[word]} {p:.2f}, in the end", *[TOKENS[t] for t in z[0]])  # CoCommit
     # Stage A's draft, then at most one and two looks: San is as it was, so after one all is final
     words = torch.cat([decode(causal, HOLES, -1, looks, True)[0][0, 1:] for looks in range(3)])  # causal
-    print("draft {} {}, 1 look {} {}, 2 looks {} {}".format(*[TOKENS[t] for t in words]))  # causal
+    print("causal, draft {} {}, 1 look {} {}, 2 looks {} {}".format(*[TOKENS[t] for t in words]))  # causal

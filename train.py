@@ -294,7 +294,7 @@ def build_parser(doc: str = __doc__) -> Parser:
     add("--n_rounds", type=count, help="K, rounds of Stage B, one marker each (paper 1; the checkpoint's own)")
     add("--block_length", type=count, help="tokens decoded together (paper 32; the rows' or the checkpoint's own)")
     add("--lora_r", type=some, default=16,
-        help="rank of LoRA, whose own alpha is 2 r; 0: all weights learn (--stage_b copy has none)")
+        help="rank of LoRA, whose own alpha is 2 r; 0: all weights learn, where --stage_b is shared")
     add("--stage_b", choices=STAGE_B, default="shared",
         help="shared: LoRA in every layer, for both stages (paper); lora: in Stage B's last n layers alone; copy: "
              "Stage B has a copy of the last n layers, which learns whole, and adds to Stage A's log-probabilities")
@@ -400,12 +400,13 @@ def describe(args: Namespace, corpus: Corpus, model: Model, done: int) -> None:
     cfg = model.cfg
     learned = sum(p.numel() for p in model.learned().values())
     about = {split: rows.describe() for split, rows in corpus.rows.items()}
-    print(f"{args.data}: {about['train']} to train on, {about['val']} to validate")
+    print(f"{args.data}: {about['train']} to train on, {about['val']} to validate, with the ends that fill blocks")
     print(
         f"training {learned:,} parameters on {model.wte.weight.device} in {args.dtype}, from {args.init_from}; n = "
         f"{cfg.n_last} of {cfg.n_layer} layers, K = {cfg.n_rounds}, blocks of {cfg.block_length}; steps "
         f"{done}..{args.max_iters} -> {args.out_dir}"
     )
+    print("m2t_A is a mean over all masks, m2t_B over bundles: they do not compare")
 
 
 @command

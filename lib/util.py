@@ -56,7 +56,7 @@ def command(main: Callable) -> Callable:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(READER_IS_GONE) from None
         except KeyboardInterrupt:
-            message = "interrupted; a training run goes on from its last save with --init_from resume"
+            message = "interrupted"
         except OSError as e:
             message = str(e)
         except (MemoryError, RuntimeError) as e:  # the CPU's allocator raises a plain RuntimeError

@@ -231,7 +231,7 @@ def test_the_table_is_what_a_student_remembers():
     assert one[0] == "San" and float(one[1]) > 0.7
     assert both[0] == "New" and float(both[1]) > 0.95
     assert [line.split("city ")[1] for line in lines] == ["San York", "San Francisco", "New York"]
-    assert looks == "draft San York, 1 look San Francisco, 2 looks San Francisco"
+    assert looks == "causal, draft San York, 1 look San Francisco, 2 looks San Francisco"
 
     # and it is the committed one, word for word; numbers of another processor may differ
     shown = (ROOT / "results" / "theorem" / "tiny.txt").read_text().removeprefix("$ python tiny.py\n")
