@@ -1,8 +1,9 @@
 """A base from scratch: Stage A alone, as LLaDA2.1 is trained. CoCommit is added to such a model by train.py, whose loop
 and flags these are.
 
-    python base.py --config configs/base.toml               # assets/names, an hour on one thread
-    python base.py --data data/mine --config configs/text_base.toml      # text of your own, six minutes
+    python base.py --config configs/base.toml                           # assets/names, an hour on one thread
+    python base.py --data data/mine --config configs/text_base.toml     # text of your own: six minutes on a processor
+                                                                        # with AVX-512, forty on one without
 """
 
 from argparse import Namespace

@@ -154,13 +154,15 @@ def load_model(folder: str | Path, device: torch.device | str, dtype: torch.dtyp
     """A model from its folder, or with its adapter from an adapter's.
 
     Parameters take `dtype`; expert_bias and adapters stay float32. `overrides`: of config fields (n_last,
-    n_rounds, block_length, causal); an adapter brings its own. What a base has not learned starts at zero.
+    n_rounds, block_length, causal); an adapter brings its own, but for a block_length that is given. What a base has
+    not learned starts at zero.
     """
     folder = Path(folder)
     about = about_adapter(folder)
     if about:
         own = {name: about[name] for name in SIZES}
-        model = load_model(base_of(folder), device, dtype, **overrides | own)
+        own["block_length"] = overrides.get("block_length") or own["block_length"]
+        model = load_model(base_of(folder), device, dtype, **own)
         load_adapter(model, folder, about)
         return model
 
@@ -208,7 +210,8 @@ def judge_of(folder: Path) -> dict:
 
 
 # --- an adapter's folder
-SIZES = {"n_last": int, "n_rounds": int, "causal": bool}  # what an adapter changes in its base's config
+# what an adapter changes in its base's config
+SIZES = {"n_last": int, "n_rounds": int, "causal": bool, "block_length": int}
 ENTRIES = SIZES | {"base": str, "stage_b": str, "lora_r": int, "alpha": float}  # of adapter.json, beside base_hash
 
 
@@ -356,11 +359,17 @@ def learned_biases(model: Model) -> dict[str, Tensor]:
 
 def restore_state(model: Model, optimizer: torch.optim.Optimizer, folder: Path) -> int:
     """Weights, moments -> the number of steps taken. Generators are functions of the row."""
+    # before the first save there is nothing
+    path = folder / "state.safetensors"
+    if not path.exists():
+        if about_adapter(folder) or (folder / "config.json").exists():
+            fail(f"{path} is gone, which the run goes on from: start again in a new --out_dir")
+        return 0
+
     # an adapter goes on with the base that it began with
     if about_adapter(folder):
         check_base(base_of(folder), folder)
 
-    path = folder / "state.safetensors"
     state = dict(read_tensors([path]))
     learned = {name: p for name, p in model.named_parameters() if p.requires_grad} | learned_biases(model)
 

@@ -245,7 +245,8 @@ def prepare(out: Path, names: list[str]) -> None:
     if (out / names[-1]).exists():
         fail(f"--out {out} already holds a result ({names[-1]}): choose another folder, or delete this one first")
     for path in sorted(out.iterdir()):
-        if re.fullmatch(r"\..*\.tmp", path.name):  # by a run that was killed
+        own = re.fullmatch(r"\.(.*)\.\d+\.tmp", path.name)
+        if own and own[1] in names:  # by a run that was killed
             path.unlink()
         elif path.name not in names:
             fail(f"--out {out} holds {path.name}, which is not part of this conversion: choose an empty folder")

@@ -49,7 +49,7 @@ from lib.util import (
     print_table,
 )
 from model import Model
-from sample import Decoding, Step, generate, step_of
+from sample import Decoding, Step, generate, step_of, temperature
 from toy import Toy
 
 # R rows, N contexts, S support tuples, m answer positions, V symbols
@@ -329,6 +329,8 @@ def evaluate_names(folders: list[Path], device: torch.device, args: Namespace) -
     """Print what every decoder writes for held-out names, a column a folder."""
     rows = name_rows(folders)
     models = {folder: load_model(folder, device, torch.float32) for folder in dict.fromkeys(row[1] for row in rows)}
+    if len({(base_of(folder) / "tokenizer.json").read_bytes() for folder in models}) > 1:
+        fail("--ckpt: models that read by one tokenizer are compared")
     tokenizer = load_tokenizer(base_of(folders[0]))
     prompts = draw_names(args.prompts, "held out", tokenizer)
 
@@ -357,7 +359,7 @@ def main() -> None:
     add("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
     add = parser.add_argument_group("names only").add_argument
     add("--prompts", type=bounded(int, 1), default=256, help="names that are completed")
-    add("--temperature", type=bounded(float, 0), default=0.0, help="0: the likeliest tokens; 1: draws")
+    add("--temperature", type=temperature, default=0.0, help="0: the likeliest tokens; 1: draws")
     args = parser.parse_args()
 
     device = pick_device(args.device)

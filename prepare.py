@@ -167,7 +167,7 @@ def unicode_names() -> Iterator[str]:
 # --- the split
 def is_validation(name: str) -> bool:
     """A stable split: one document in twenty, by the hash of its name alone."""
-    return hashlib.sha256(name.encode()).digest()[0] % 20 == 0
+    return hashlib.sha256(name.encode(errors="surrogateescape")).digest()[0] % 20 == 0
 
 
 def tokenize(texts: list[tuple[str, str]], tokenizer: Tokenizer, prompt: int) -> dict[str, list[Document]]:
@@ -242,11 +242,17 @@ def prepare_text(sources: list[str], folder: Path, like: Path | None, max_docs: 
 # --- a teacher's rows
 def prepare_written(source: Path, by: Path, folder: Path, beam: int, gen_length: int) -> None:
     """Of every document of `source` a random beginning, and what the model in `by` writes behind it, up to its end."""
-    from checkpoint import load_model  # which preparing text does not need
+    from checkpoint import base_of, load_model  # which preparing text does not need
 
     refuse_full(folder)
     meta = read_meta(source)
+    with reading(source / "tokenizer.json", "tokenizer"):
+        tokenizer = (source / "tokenizer.json").read_bytes()
     model = load_model(by, pick_device("auto"), torch.float32, block_length=1)
+    theirs = base_of(by) / "tokenizer.json"
+    same = (model.cfg.eos_id, model.cfg.mask_id) == (meta.eos_id, meta.mask_id)
+    if not same or theirs.exists() and theirs.read_bytes() != tokenizer:
+        fail(f"{source} has other tokens than {by}: prepare it with --like {by}")
     one_thread_if_small(model.cfg.n_embd)
     for part in ("train", "val"):
         # beginnings of about one length are written together
@@ -356,14 +362,14 @@ def main() -> None:
     parser = Parser(__doc__)
     add = parser.add_argument_group("what is read").add_argument
     add("sources", nargs="+", metavar="SOURCE", help="names, stdlib, or .txt / folder / .jsonl[.gz] / .parquet")
-    add("--max_docs", type=bounded(int, 0), default=0, help="stop after so many documents (paper 50000; 0: read all)")
+    add("--max_docs", type=bounded(int, 0, 10**9), default=0, help="stop after so many documents (paper 50000; 0: all)")
     add("--like", type=Path, metavar="DIR", help="a checkpoint, or a folder of rows: use its tokenizer, and copy it")
 
     add = parser.add_argument_group("a teacher's rows").add_argument
     add("--written_by", type=Path, metavar="CKPT", help="SOURCE is a folder of rows: what this model writes behind "
         "beginnings of them")  # fmt: skip
-    add("--gen_length", type=bounded(int, 1), default=32, help="what has no end after so many tokens is left out")
-    add("--beam", type=bounded(int, 1), default=BEAM, help="texts that are kept while one is written; 1: greedy")
+    add("--gen_length", type=bounded(int, 1, 10**6), default=32, help="what has no end by then is left out")
+    add("--beam", type=bounded(int, 1, 1000), default=BEAM, help="texts that are kept while one is written; 1: greedy")
 
     add = parser.add_argument_group("what is written").add_argument
     add("--out", type=Path, required=True, metavar="DIR", help="a new folder of rows")

@@ -369,9 +369,17 @@ def token_ids(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of ids like 1,2,3") from None
 
 
+def temperature(text: str) -> float:
+    """0, or so much that logits divided by it stay finite."""
+    value = bounded(float, 0)(text)
+    if 0 < value < 1e-3:
+        raise argparse.ArgumentTypeError(f"{value:g} is as good as 0, which is greedy: give 0, or at least 0.001")
+    return value
+
+
 def build_parser() -> Parser:
     parser = Parser(__doc__)
-    some = bounded(int, 0)
+    some = bounded(int, 0, 10**9)
     share = bounded(float, 0, 1)
 
     # fmt: off
@@ -401,7 +409,7 @@ def build_parser() -> Parser:
     add("--tau_t2t", type=or_none(share), default=argparse.SUPPRESS,
         help='edit above this; 0: on any disagreement; "none": never (default: 0 as in the paper, 0.5 as released '
              "where Stage B is off, none with --tau_joint)")
-    add("--temperature", type=bounded(float, 0), default=0.0, help="0: argmax; else at least 0.001 (default: 0)")
+    add("--temperature", type=temperature, default=0.0, help="0: argmax; else at least 0.001 (default: 0)")
     add("--top_k", type=some, default=0, help="with temperature: the k best tokens (default: 0, all)")
     add("--top_p", type=bounded(float, 1e-6, 1), default=1.0, help="with temperature: so much mass (default: 1)")
     add("--seed", type=int, default=0, help="any whole number, of any size: it is hashed (default: 0)")
@@ -419,9 +427,6 @@ def settle_decoding(args: Namespace, model: Model) -> Decoding:
         n_rounds = model.cfg.n_rounds if model.markers.any() else 0
     if n_rounds > model.cfg.n_rounds:
         fail(f"--n_rounds {n_rounds}: this checkpoint has markers for 0..{model.cfg.n_rounds} rounds")
-    # logits that are divided by it have to stay finite
-    if 0 < args.temperature < 1e-3:
-        fail(f"--temperature {args.temperature:g} is as good as 0, which is greedy: give 0, or at least 0.001")
 
     # causal Stage B writes runs, or the paper's bundle where its gate is given
     tau_joint = args.tau_joint

@@ -138,9 +138,7 @@ def loop(
 ) -> None:  # fmt: skip
     """The loop. Of several processes one `writes`, and all stop at once where it is `agreed`."""
     folder = Path(args.out_dir)
-    done = 0
-    if args.resume and (folder / "state.safetensors").exists():
-        done = checkpoint.restore_state(model, optimizer, folder)
+    done = checkpoint.restore_state(model, optimizer, folder) if args.resume else 0
     if writes:
         write_json(folder / "train.json", {k: v for k, v in vars(args).items() if k not in ("resume", "config")})
         rewind_log(folder / "log.jsonl", done)
@@ -192,6 +190,9 @@ def loop(
             if stop:
                 break
     if writes:
+        # a run that was killed after its last state has this left to do
+        if saved == done:
+            save(model, optimizer, done, args)
         tell_what_is_next(saved, corpus.meta.judge is not None, args)
     if saved < args.max_iters:
         raise SystemExit(130)  # as Ctrl-C ends other programs

@@ -29,7 +29,7 @@ from torch import Tensor
 from checkpoint import base_of, load_model
 from evaluate import NAMES, complete, draw_names
 from lib.tokenizer import load_tokenizer
-from lib.util import Parser, command, fail, or_none, print_table
+from lib.util import Parser, bounded, command, fail, or_none, print_table
 from sample import Step, longest_run
 from tools.plots import read_records, read_settings, share
 
@@ -43,9 +43,9 @@ def measure(parser: Parser) -> None:
     parser.add_argument("--ckpt", type=Path, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--way", choices=["run", "threshold", "stage_b", "first", "ones"], required=True)
-    parser.add_argument("--dial", type=float, nargs="+", default=[1.0])
+    parser.add_argument("--dial", type=bounded(float, -1, 64), nargs="+", default=[1.0])
     parser.add_argument("--edits", type=or_none(float), nargs="+", default=[None])
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest tokens; 1: draws")
+    parser.add_argument("--temperature", type=bounded(float, 0), default=0.0, help="0: the likeliest tokens; 1: draws")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
 
@@ -103,8 +103,8 @@ def compare(parser: Parser) -> None:
     paid = {}
     for name, seeds in systems.items():
         paid[name] = [{seed: within(records, budget) for seed, records in seeds.items()} for budget in BUDGETS]
-    rows = [[name, *map(cell, shares, paid[args.against])] for name, shares in paid.items()]
-    print()
+    against = paid.get(args.against) or fail(f"--against {args.against}: the records have {', '.join(paid)}")
+    rows = [[name, *map(cell, shares, against)] for name, shares in paid.items()]
     print_table(["exist, and the difference", *(f"within {budget:g}" for budget in BUDGETS)], rows)
 
 

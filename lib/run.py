@@ -27,7 +27,7 @@ def run_settings(parser: Parser, free: set[str]) -> Namespace:
         settings = read_json(path, "training run to resume (--out_dir of an earlier run)")
     elif given.config:
         with reading(Path(given.config), "config"):
-            settings = tomllib.loads(Path(given.config).read_text())
+            settings = tomllib.loads(Path(given.config).read_text(encoding="utf-8"))
 
     # settings as flags, then the flags of the command line, which win
     args = parser.parse_args([*as_flags(settings, parser), *sys.argv[1:]])

@@ -47,7 +47,8 @@ def command(main: Callable) -> Callable:
             sys.stdout.reconfigure(errors="replace")
         try:
             result = main(*args, **kwargs)
-            sys.stdout.flush()
+            if sys.stdout:
+                sys.stdout.flush()
             return result
         except Mistake as e:
             message = str(e)
@@ -203,13 +204,13 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
 
 def write_json(path: Path, value: object) -> None:
     text = json.dumps(value, indent=1, ensure_ascii=False)
-    replace_file(path, lambda temporary: temporary.write_text(text + "\n"))
+    replace_file(path, lambda temporary: temporary.write_text(text + "\n", encoding="utf-8"))
 
 
 def read_json(path: Path, what: str) -> dict:
     """A JSON object from a file, or one line about why not."""
     with reading(path, what):
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(value, dict):
             raise TypeError("it is no JSON object")
     return value

@@ -48,7 +48,7 @@ def build_parser() -> Parser:
     add("--ckpt", type=Path, required=True, help="a model's folder, or an adapter's")
     add("--row", choices=MECHANISM, metavar="NAME",
         help=f"decode as this row of Table 2 ({BASE!r}; of an adapter {COCOMMIT!r})")
-    add("--gen_length", type=bounded(int, 1), default=16384, help="tokens of an answer")
+    add("--gen_length", type=bounded(int, 1, 10**9), default=16384, help="tokens of an answer")
     add("--out", type=Path, required=True, help="run file, .jsonl; the same command goes on where it stopped")
     add("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
     add("--dtype", choices=DTYPES, default="fp32", help="of weights and activations")

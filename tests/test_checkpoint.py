@@ -195,7 +195,7 @@ def test_an_adapter_of_every_kind_comes_back(stage_b, causal, base, tmp_path):
     """Two rounds on one of its layers; what it says is flat, and all that is needed."""
     folder = tmp_path / "kind"
     model = random_adapter(folder, base, stage_b, n_last=1, n_rounds=3, causal=causal)
-    about = dict(base="../base", base_hash=weights_hash(base), n_last=1, n_rounds=3, causal=causal)
+    about = dict(base="../base", base_hash=weights_hash(base), n_last=1, n_rounds=3, causal=causal, block_length=8)
     assert about_adapter(folder) == about | dict(stage_b=stage_b, lora_r=4, alpha=0.0)
     back = load(folder)
     assert back.cfg == model.cfg == replace(read_config(base), n_last=1, n_rounds=3, causal=causal)
@@ -207,8 +207,9 @@ def test_an_adapter_of_every_kind_comes_back(stage_b, causal, base, tmp_path):
     assert sum("lora_" in name for name in learned) == dict(shared=16, lora=4, copy=0)[stage_b]
     assert stored(back).keys() - {"show"} == stored(load(base)).keys()
 
-    # what is asked for besides is the adapter's own all the same
+    # what is asked for besides is the adapter's own all the same, but for the blocks
     assert load(folder, n_last=2, n_rounds=1, causal=not causal).cfg == model.cfg
+    assert load(folder, block_length=1).cfg == replace(model.cfg, block_length=1)
 
 
 def test_an_adapter_without_its_base_on_another_one_or_of_another_kind_is_refused(base, adapter, tmp_path):

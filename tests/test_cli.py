@@ -161,14 +161,16 @@ def test_a_mistake_is_named(script, argv, words, ckpt, tree, tmp_path, monkeypat
 
 
 def test_n_and_k_that_are_given_are_those_of_the_adapter(ckpt, tree, tmp_path, monkeypatch, capsys):
-    """And those of its settings, and of the model that is loaded from it."""
+    """And the length of its blocks. So they stand in its settings, and in the model that is loaded from it."""
     argv = ["--data", tree / "text", "--init_from", ckpt, "--n_last", 1, "--n_rounds", 3, "--max_iters", 1]
+    argv += ["--block_length", 4]
     argv += ["--batch_size", 2, "--device", "cpu", "--out_dir", tmp_path / "out"]
     caller(train, monkeypatch, capsys)(*argv)
     cfg = load_model(tmp_path / "out", "cpu", torch.float32).cfg
     for file in ("train.json", "adapter.json"):
         about = read_json(tmp_path / "out" / file, "file")
-        assert (about["n_last"], about["n_rounds"]) == (cfg.n_last, cfg.n_rounds) == (1, 3)
+        found = about["n_last"], about["n_rounds"], about["block_length"]
+        assert found == (cfg.n_last, cfg.n_rounds, cfg.block_length) == (1, 3, 4)
 
 
 def test_a_run_is_not_overwritten_and_a_resume_keeps_its_settings(tree, tmp_path, monkeypatch, capsys):

@@ -53,7 +53,7 @@ CONFIG = [*SIZES, "vocab_size", "eos_id", *(f"{name}?" for name in MORE)]
 TOKENIZER = ["model", "model/vocab", "model/merges", "model/merges/0?", "model/merges/0/1", "model/vocab/a",
              "added_tokens", "added_tokens/1", "added_tokens/1/id", "added_tokens/1/content", "pre_tokenizer",
              "pre_tokenizer/pretokenizers/0", "pre_tokenizer/pretokenizers/0/pattern/Regex"]  # fmt: skip
-ADAPTER = ["base", "n_last", "n_rounds", "causal", "stage_b", "lora_r", "alpha", "base_hash?"]
+ADAPTER = ["base", "n_last", "n_rounds", "causal", "block_length", "stage_b", "lora_r", "alpha", "base_hash?"]
 META = ["vocab_size", "eos_id", "mask_id", "n_plain"]
 HEADER = ["markers", "markers/dtype", "markers/shape", "markers/data_offsets"]
 

@@ -12,7 +12,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import approx, caller, conditional, names_folder, random_adapter, random_lora, tiny_config, tiny_model
+from common import (
+    approx,
+    caller,
+    conditional,
+    merged_spec,
+    names_folder,
+    random_adapter,
+    random_lora,
+    tiny_config,
+    tiny_model,
+)  # fmt: skip
 
 import evaluate
 import sample
@@ -222,6 +232,10 @@ def test_names_from_the_command_line(tmp_path, monkeypatch, capsys):
         assert float(figures[0]) in (0, 0.5, 1) and float(figures[1]) >= 1
         assert len(figures) == 3 or name.startswith(("causal, whole", "causal, longest"))
         assert len(figures) == 4 or name != "causal, whole blocks"
+
+    # one tokenizer reads for all of them
+    other = names_folder(tmp_path / "other", merged_spec(), n_layer=2, n_last=1)
+    assert "read by one tokenizer" in run.fails(*argv, base, other)
 
     # of a base alone its own rows
     out = run(*argv, base)

@@ -5,7 +5,8 @@ from argparse import Namespace
 import numpy as np
 import pytest
 import torch
-from common import EOS, MASK, V, caller, prompt, tiny_model
+from common import EOS, MASK, V, caller, prompt, refused, tiny_model
+from resuming import byte_rows
 
 import prepare
 from checkpoint import save_model
@@ -72,6 +73,14 @@ def written(tmp_path, monkeypatch, capsys):
     run = caller(prepare, monkeypatch, capsys)
     run(tmp_path / "text", "--written_by", tmp_path / "base", "--gen_length", 6, "--out", tmp_path / "written")
     return texts, tmp_path / "written"
+
+
+def test_rows_of_other_tokens_than_the_teachers_are_refused(tmp_path, monkeypatch, capsys):
+    save_model(tiny_model(), tmp_path / "base")
+    byte_rows(tmp_path / "bytes")
+    argv = [tmp_path / "bytes", "--written_by", tmp_path / "base", "--out", tmp_path / "written"]
+    assert "has other tokens than" in refused(prepare, monkeypatch, capsys, *argv)
+    assert not (tmp_path / "written").exists()
 
 
 def test_the_rows_are_completions_and_half_of_the_text(written):

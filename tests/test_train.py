@@ -256,6 +256,7 @@ def test_an_adapter_run_moves_the_adapter_alone_and_resumes_on_its_base(
     assert len(adapter) == 4 * 4 + 1 and all("lora_" in k or k == "markers" for k in adapter)
     assert all(t.abs().sum() > 0 for t in adapter.values())
     about = dict(base="../base", base_hash=checkpoint.weights_hash(base), n_last=3, n_rounds=2, causal=False)
+    about |= dict(block_length=2)
     about |= dict(stage_b="shared", lora_r=16, alpha=0.0)
     assert json.loads((a / "adapter.json").read_text()) == about
 
@@ -312,8 +313,14 @@ def test_a_run_that_dies_between_two_saves_goes_on_to_the_same_end(tmp_path, run
     run("--init_from", "resume", "--out_dir", b)
     assert_same_end(a, b)
 
-    # one that dies before its first save starts again
+    # without its state a run that has been saved is refused, and nothing of it is lost
     (b / "state.safetensors").unlink()
+    before = log.read_bytes()
+    assert "state.safetensors is gone" in run.fails("--init_from", "resume", "--out_dir", b)
+    assert log.read_bytes() == before
+
+    # one that dies before its first save starts again
+    (b / "config.json").unlink()
     log.write_bytes(b'{"step": 0}\n[]\n\xff')
     run("--init_from", "resume", "--out_dir", b)
     assert_same_end(a, b)
@@ -331,9 +338,11 @@ def test_a_run_is_extended(tmp_path, run, scratch):
     saved = json.loads((tmp_path / "train.json").read_text())
     assert (saved["max_iters"], saved["eval_interval"]) == (6, 5)
 
-    # an end that is behind it is no step back
+    # an end that is behind it is no step back; and what a kill between two files of the last save left out is written
+    weights = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").unlink()
     run("--init_from", "resume", "--out_dir", tmp_path, "--max_iters", 3)
-    assert end_state(tmp_path)[1] == log
+    assert end_state(tmp_path)[1] == log and (tmp_path / "model.safetensors").read_bytes() == weights
 
 
 def test_a_run_of_before_a_flag_resumes_with_its_default(tmp_path, run, monkeypatch, capsys, scratch):
