@@ -163,7 +163,7 @@ def test_it_decodes_as_generate_does(small, small_page, tmp_path):
     the last layers, two rounds, looks, edits, holes, blocks before the current one."""
     # with these no two experts, or tokens that are written, are so close that rounding decides
     prompts = [random_ids(1, n, 600 + n, 1000)[0].tolist() for n in (3, 8, 21)]
-    prompts += [with_holes(prompt) for prompt in prompts]
+    prompts = [prompts[0], prompts[2], with_holes(prompts[1]), with_holes(prompts[2])]
     cases = []
     for folder in small:
         model = read(folder)
@@ -184,8 +184,8 @@ def test_it_decodes_as_generate_does(small, small_page, tmp_path):
 
 @in_browser
 def test_the_shipped_ones_decode_as_generate_does(shipped_page, tmp_path):
-    prompts = list(draw_names(9, "held out", TOKENIZER).values())
-    prompts += [with_holes(prompt + prompts[0]) for prompt in prompts[:3]]
+    prompts = list(draw_names(5, "held out", TOKENIZER).values())
+    prompts += [with_holes(prompt + prompts[0]) for prompt in prompts[:2]]
     of_paper = [replace(STAGE_B, tau_m2t=tau) for tau in (-1.0, 0.3, 0.7)]
     of_paper += [STAGE_B_OFF, FACTORISED, ONE_AT_A_TIME]
     of_causal = [CAUSAL, replace(CAUSAL, tau_joint=0.0), replace(CAUSAL, tau_joint=0.8), LONGEST_RUN]
