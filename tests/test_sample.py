@@ -16,12 +16,12 @@ from sample import Decoding, candidates, denoise, generate, generate_one, select
 
 
 # --- the specification
-@pytest.mark.parametrize("seed", range(21))
+@pytest.mark.parametrize("seed", range(15))
 def test_generate_equals_the_specification_whatever_the_settings(seed, monkeypatch):
     """Prompts may hold masks, which are filled or left, and blocks may be left with masks or oscillate, the last ones
     until no more steps are allowed."""
     draw = random.Random(seed)
-    if seed >= 18:
+    if seed >= 12:
         monkeypatch.setattr(sample, "MAX_STEPS", 4)
     d = Decoding(
         gen_length=draw.randint(1, 18),
