@@ -44,7 +44,7 @@ def measure(parser: Parser) -> None:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--way", choices=["run", "threshold", "stage_b", "first", "ones"], required=True)
     parser.add_argument("--dial", type=bounded(float, -1, 64), nargs="+", default=[1.0])
-    parser.add_argument("--edits", type=or_none(float), nargs="+", default=[None])
+    parser.add_argument("--edits", type=or_none(bounded(float, 0, 1)), nargs="+", default=[None])
     parser.add_argument("--temperature", type=bounded(float, 0), default=0.0, help="0: the likeliest tokens; 1: draws")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -57,7 +57,7 @@ def measure(parser: Parser) -> None:
     for dial, edits in product(args.dial, args.edits):
         record = {name: getattr(args, name) for name in ("system", "way", "seed", "temperature")}
         record |= dict(dial=dial, edits=edits, n=N)
-        if any(record.items() <= other.items() for other in there):
+        if any(record.items() <= ({"temperature": 0.0} | other).items() for other in there):
             continue
 
         # complete every beginning, by runs or by the paper's gate

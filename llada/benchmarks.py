@@ -60,6 +60,15 @@ class Task:
         return items
 
 
+# --- files
+def text(record: dict, name: str) -> str:
+    """A field of a record, which is text, or the file is not the published one."""
+    value = record.get(name)
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is {value!r}, and should be text")
+    return value
+
+
 # --- GSM8K: openai/grade-school-math test.jsonl, {"question", "answer"}; the worked answer ends "#### 72"
 # CMATH: the test split, {"question", "golden"}
 
@@ -71,11 +80,11 @@ CMATH_PROMPT = "{question}\n请通过逐步推理来解答问题，并把最终�
 def read_numbers(path: Path, answer: str) -> Rows:
     """The gold is the one number of the field `answer`, or of what follows its "####", kept as written ("27.3%")."""
     for _, record in read_records(path):
-        final = record[answer].rpartition("####")[2]
+        final = text(record, answer).rpartition("####")[2]
         found = numbers(clean(final))
         if len(found) != 1:
             raise ValueError(f'"{answer}: {final}" is not one number')
-        yield "", {"question": record["question"]}, found[0]
+        yield "", {"question": text(record, "question")}, found[0]
 
 
 # --- GPQA-Diamond: gpqa_diamond.csv, out of the authors' zip. They ask not to publish its records: never print one
@@ -95,8 +104,8 @@ def read_gpqa(path: Path) -> Rows:
     with open(path, encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             order = rng.sample(range(4), 4)
-            options = {letter: row[GPQA_ANSWERS[i]] for letter, i in zip("ABCD", order, strict=True)}
-            yield row["Record ID"], {"question": row["Question"]} | options, "ABCD"[order.index(0)]
+            options = {letter: text(row, GPQA_ANSWERS[i]) for letter, i in zip("ABCD", order, strict=True)}
+            yield text(row, "Record ID"), {"question": text(row, "Question")} | options, "ABCD"[order.index(0)]
 
 
 # --- PIQA: dev.jsonl (or valid.jsonl), {"goal", "sol1", "sol2"}, and a file of labels, one 0 or 1 a line
@@ -107,7 +116,10 @@ def read_piqa(path: Path) -> Rows:
     """Options keep their order, as in all harnesses. The labels of dev.jsonl are dev-labels.lst, beside it."""
     labels = path.with_name(path.name.partition(".")[0] + "-labels.lst").read_text().split()
     for (_, record), label in zip(read_records(path), labels, strict=True):
-        yield "", {name: record[name] for name in ("goal", "sol1", "sol2")}, {"0": "A", "1": "B"}[label]
+        shown = {name: text(record, name) for name in ("goal", "sol1", "sol2")}
+        if label not in ("0", "1"):
+            raise ValueError(f"{label!r} is no label")
+        yield "", shown, "AB"[int(label)]
 
 
 # --- DROP: simple-evals' drop_v0_dev.jsonl.gz, {"context", "ref_text"}; golds as "a|b and c"
@@ -122,8 +134,10 @@ def read_drop(path: Path) -> Rows:
     """`gold` is a list of references, each a tuple of spans. The file joins a reference's spans with " and ", which
     one span may hold too: both readings count."""
     for _, record in read_records(path):
-        shape = re.fullmatch(r"Passage: (.*)\nQuestion: (.*?)\nAnswer:\s*", record["context"], re.DOTALL)
-        gold = [(reference,) for reference in record["ref_text"].split("|") if reference.strip()]
+        shape = re.fullmatch(r"Passage: (.*)\nQuestion: (.*?)\nAnswer:\s*", text(record, "context"), re.DOTALL)
+        gold = [(reference,) for reference in text(record, "ref_text").split("|") if reference.strip()]
+        if shape is None or not gold:
+            raise ValueError('no "Passage: ... Question: ... Answer:", or no answer')
         gold += [tuple(reference.split(" and ")) for (reference,) in gold if " and " in reference]
         yield "", {"passage": shape[1], "question": shape[2]}, gold
 
@@ -138,11 +152,11 @@ CODE_PROMPT = (  # EvalPlus; simple-evals and OpenCompass word it differently
 def read_code(path: Path, family: str) -> Rows:
     """`gold` is the name of what is to be defined, and the canonical program."""
     for _, record in read_records(path):
-        name = record["task_id"]
+        name = text(record, "task_id")
         if not name.startswith(family) or "plus_input" not in record:  # the original files have no "plus_input"
             raise ValueError(f"{name}: not a record of EvalPlus's {family} file")
-        program = record["prompt"] + record["canonical_solution"]
-        yield name, {"problem": record["prompt"].strip()}, [record["entry_point"], program]
+        program = text(record, "prompt") + text(record, "canonical_solution")
+        yield name, {"problem": text(record, "prompt").strip()}, [text(record, "entry_point"), program]
 
 
 # --- who does what: how an answer is found in a text, when it is right, and F1

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import about_adapter, base_of, judge_of, load_model
+from checkpoint import about_adapter, base_of, is_int8, judge_of, load_model
 from evaluate import draw_names
 from lib.tokenizer import Tokenizer, load_tokenizer
 from lib.util import Parser, command, fail, replace_file
@@ -113,9 +113,8 @@ def page_data(folders: list[Path]) -> dict:
         if base_of(folder).resolve() != base.resolve():
             fail(f"{folder} stands on {base_of(folder)}, {folders[0]} on {base}: a page has one base")
     tokenizer = load_tokenizer(base)
-    if tokenizer is None:
-        fail(f"{base} has no tokenizer (a toy's tokens are numbers): a page needs a checkpoint of names or of text")
     models = {folder: half(load_model(folder, "cpu", torch.float32)) for folder in dict.fromkeys([base, *folders])}
+    check_page_can_run(base, models[base], tokenizer)
 
     # of an adapter what learned; the rest is the base's
     decoders = [decoder | dict(number=0) for decoder in OF_BASE]
@@ -144,6 +143,16 @@ def page_data(folders: list[Path]) -> dict:
     # held-out names, and every name that Python knows, for the judge
     beginnings = list(draw_names(BEGINNINGS, "held out", tokenizer).values())
     return data | OF_NAMES | dict(names=names_data(), beginnings=beginnings)
+
+
+def check_page_can_run(base: Path, model: Model, tokenizer: Tokenizer | None) -> None:
+    """Refuse in one line what the page's engine cannot compute."""
+    if tokenizer is None:
+        fail(f"{base} has no tokenizer (a toy's tokens are numbers): a page needs a checkpoint of names or of text")
+    if tokenizer.nfc or tokenizer.ids != list(range(len(tokenizer.ids))):
+        fail(f"{base} has a released tokenizer: the page's reads those of prepare.py alone")
+    if is_int8(model):
+        fail(f"{base} has int8 weights: a page needs the model that they were made of")
 
 
 def page(folders: list[Path]) -> str:
