@@ -190,7 +190,7 @@ def loop(
             if stop:
                 break
     if writes:
-        # a run that was killed after its last state has this left to do
+        # what a kill behind the last state has left out
         if saved == done:
             save(model, optimizer, done, args)
         tell_what_is_next(saved, corpus.meta.judge is not None, args)
@@ -407,12 +407,13 @@ def describe(args: Namespace, corpus: Corpus, model: Model, done: int) -> None:
         f"{cfg.n_last} of {cfg.n_layer} layers, K = {cfg.n_rounds}, blocks of {cfg.block_length}; steps "
         f"{done}..{args.max_iters} -> {args.out_dir}"
     )
-    print("m2t_A is a mean over all masks, m2t_B over bundles: they do not compare")
 
 
 @command
 def main() -> None:
-    run(read_arguments())
+    args = read_arguments()
+    print("in the log m2t_A is a mean over all masks, m2t_B over bundles: they do not compare")
+    run(args)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def command(main: Callable) -> Callable:
             sys.stdout.reconfigure(errors="replace")
         try:
             result = main(*args, **kwargs)
-            if sys.stdout:
+            if sys.stdout:  # None where a shell has closed it
                 sys.stdout.flush()
             return result
         except Mistake as e:
