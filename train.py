@@ -6,7 +6,7 @@ learn: the paper's setting; or Stage B's copy of the last layers. From `scratch`
 learns. Every random number is a function of (seed, row): a resumed run continues bit for bit, and other micro-batches
 draw the same.
 
-    python train.py --n_last 3                                    # the paper's Stage B on assets/names, two minutes
+    python train.py --n_last 3                                    # the paper's Stage B on assets/names, three minutes
     python train.py --config configs/causal.toml                  # causal Stage B, on the rows that its file names
     python train.py --init_from resume --out_dir out/names        # go on after Ctrl-C, kill or power cut
     python train.py --init_from resume --out_dir out/names --max_iters 600      # or go on for longer
