@@ -167,10 +167,11 @@ def test_it_decodes_as_generate_does(small, small_page, tmp_path):
     cases = []
     for folder in small:
         model = read(folder)
-        d = Decoding(gen_length=20, tau_m2t=0.4, n_rounds=model.cfg.n_rounds, holes=True)
+        d = Decoding(gen_length=12, tau_m2t=0.4, n_rounds=model.cfg.n_rounds, holes=True)
         edits = replace(d, tau_t2t=0.0, max_post_steps=2)
         all_at_once = replace(d, tau_m2t=-1.0, tau_t2t=None)
-        settings = [replace(edits, tau_t2t=0.3), replace(edits, n_rounds=0), all_at_once, ONE_AT_A_TIME]
+        settings = [replace(edits, tau_t2t=0.3), replace(edits, n_rounds=0), all_at_once]
+        settings.append(replace(ONE_AT_A_TIME, gen_length=12))
         if model.cfg.causal:
             settings = [replace(all_at_once, tau_joint=0.0), replace(all_at_once, tau_joint=0.1), all_at_once, edits]
         cases.append((model, prompts, settings))
@@ -184,7 +185,7 @@ def test_it_decodes_as_generate_does(small, small_page, tmp_path):
 
 @in_browser
 def test_the_shipped_ones_decode_as_generate_does(shipped_page, tmp_path):
-    prompts = list(draw_names(5, "held out", TOKENIZER).values())
+    prompts = list(draw_names(3, "held out", TOKENIZER).values())
     prompts += [with_holes(prompt + prompts[0]) for prompt in prompts[:2]]
     of_paper = [replace(STAGE_B, tau_m2t=tau) for tau in (-1.0, 0.3, 0.7)]
     of_paper += [STAGE_B_OFF, FACTORISED, ONE_AT_A_TIME]
