@@ -10,7 +10,7 @@ seeds, and what every system has within some budgets of forwards a name, with th
     ones        one token at a time from the left, the text read in blocks of one
 
     python -m experiments.names measure --system causal --ckpt out/causal --seed 1 --way run --dial 0 0.5 --out r.jsonl
-    python -m experiments.names compare r.jsonl --against base/run
+    python -m experiments.names compare r.jsonl --against base
 """
 
 import json
@@ -84,7 +84,7 @@ def leftmost(k: int, engine, z: Tensor, *others) -> Step:
 
 def compare(parser: Parser) -> None:
     parser.add_argument("records", type=Path)
-    parser.add_argument("--against", required=True, metavar="SYSTEM/WAY", help="every difference is to this one")
+    parser.add_argument("--against", required=True, metavar="SYSTEM[/WAY]", help="every difference is to this one")
     args = parser.parse_args()
 
     # every setting: means of its seeds
@@ -96,13 +96,13 @@ def compare(parser: Parser) -> None:
             rows.append([name, setting, *means, " ".join(f"{exist:.3f}" for exist, *_ in seeds)])
     print_table(["system/way", "setting", "exist", "forwards/name", "/token", "seeds"], rows)
 
-    # what a budget pays for, seed by seed
+    # what a budget pays for, seed by seed: of each way, and of a system in all of its ways
     systems: dict[str, dict[int, list[dict]]] = defaultdict(lambda: defaultdict(list))
     for record in read_records(args.records):
-        systems[f"{record['system']}/{record['way']}"][record["seed"]].append(record)
-    paid = {}
-    for name, seeds in systems.items():
-        paid[name] = [{seed: within(records, budget) for seed, records in seeds.items()} for budget in BUDGETS]
+        for name in (record["system"], f"{record['system']}/{record['way']}"):
+            systems[name][record["seed"]].append(record)
+    each = systems.items()
+    paid = {name: [{seed: within(r, budget) for seed, r in of.items()} for budget in BUDGETS] for name, of in each}
     against = paid.get(args.against) or fail(f"--against {args.against}: the records have {', '.join(paid)}")
     rows = [[name, *map(cell, shares, against)] for name, shares in paid.items()]
     print_table(["exist, and the difference", *(f"within {budget:g}" for budget in BUDGETS)], rows)

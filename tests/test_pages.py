@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import product
 from statistics import mean, stdev
 
 import pytest
@@ -23,9 +24,11 @@ ROWS = {
     "base, longest run above .3": ("base", "run", 0.3, None),
     "base, surest first, above .7, gated edits (released)": ("base", "threshold", 0.7, 0.5),
     "base, all at once": ("base", "threshold", -1, None),
+    "paper, longest run above .7": ("paper", "run", 0.7, None),
     "paper, Stage B on, above .7, ungated edits": ("paper", "stage_b", 0.7, 0),
     "the same, Stage B off": ("paper", "threshold", 0.7, 0),
     "paper, all at once, no edits": ("paper", "stage_b", -1, None),
+    "alpha, longest run above .7": ("alpha", "run", 0.7, None),
     "alpha, above .7, no edits": ("alpha", "stage_b", 0.7, None),
     "alpha, all at once, no edits": ("alpha", "stage_b", -1, None),
     "causal, whole blocks": ("causal", "run", 0, None),
@@ -129,14 +132,15 @@ def test_the_readmes_row_without_the_token_before():
     assert cells(README, "without the token before, on one base (with it .889)") == expected
 
 
+# a row: the system, and the way where it is one of several
 BUDGETS = {
-    "base, longest run": ("base", "run"),
-    "base, surest first": ("base", "threshold"),
-    "paper, longest run": ("paper", "run"),
-    "alpha, longest run": ("alpha", "run"),
-    "one stage by alpha": ("one stage by alpha", "threshold"),
-    "causal": ("causal", "run"),
-    "a head of its own, taught by a beam of 4": ("head", "run"),
+    "base": ("base", None),
+    "base, by the longest run alone": ("base", "run"),
+    "paper": ("paper", None),
+    "alpha": ("alpha", None),
+    "one stage by alpha, surest first": ("one stage by alpha", None),
+    "causal": ("causal", None),
+    "a head of its own, taught by a beam of 4": ("head", None),
 }
 
 
@@ -147,9 +151,51 @@ def test_what_a_budget_pays_for(name):
     for cell, budget in zip(row, (2.1, 2.7, 3.3, 5, 6), strict=True):
         seeds = []
         for seed in (1, 2, 3):
-            own = [r for r in RECORDS if (r["system"], r["way"], r["seed"]) == (system, way, seed)]
+            own = [r for r in RECORDS if (r["system"], r["seed"]) == (system, seed) and way in (r["way"], None)]
             seeds.append(within(own, budget))
         assert cell == short(mean(x for x in seeds if x is not None))
+
+
+@pytest.mark.parametrize("other", ["base", "head"])
+def test_differences_within_a_budget_have_their_intervals(other):
+    """Student's t of the seeds that both have: 12.706 standard errors for two, 4.303 for three."""
+    for found, budget in zip(cells(PAGE, f"causal, less the {other}"), (2.1, 2.7, 3.3, 5, 6), strict=True):
+        pairs = []
+        for seed in (1, 2, 3):
+            of_seed = [r for r in RECORDS if r["seed"] == seed]
+            ours, theirs = (within([r for r in of_seed if r["system"] == of], budget) for of in ("causal", other))
+            pairs += [ours - theirs] if theirs is not None else []
+        if len(pairs) < 2:
+            assert found == "–"
+            continue
+        margin = {2: 12.706, 3: 4.303}[len(pairs)] * stdev(pairs) / len(pairs) ** 0.5
+        middle, low, high = (mean(pairs) + x for x in (0, -margin, margin))
+        assert found == f"{middle:+.3f} ({low:.3f} to {high:.3f})".replace("0.", ".")
+
+
+@pytest.mark.parametrize("system", ["base", "paper", "alpha"])
+def test_settings_that_are_chosen_elsewhere_have_the_same(system):
+    """The best mixture of two on a base apart and other beginnings, by the table's seeds and beginnings."""
+    text = (ROOT / "results" / "names" / "choice.jsonl").read_text()
+    elsewhere = [r for r in map(json.loads, text.splitlines()) if r["system"] == system]
+    assert all((r["seed"], r["skip"]) == (3, 512) for r in elsewhere)
+    settings = {(r["way"], r["dial"], r["edits"]): (share(r["exist"]), r["forwards"]) for r in elsewhere}
+    for cell, budget in zip(cells(PAGE, system), (2.1, 2.7, 3.3, 5, 6), strict=True):
+        best = (-1.0,)
+        for (cheap, (a, low)), (dear, (b, high)) in product(settings.items(), settings.items()):
+            if low <= min(budget, high):
+                part = 1.0 if high <= budget else (budget - low) / (high - low)
+                best = max(best, ((1 - part) * a + part * b, part, cheap, dear), key=lambda mixture: mixture[0])
+        _, part, cheap, dear = best
+        (a, b) = (mean(share(r["exist"]) for r in of(system, *setting)) for setting in (cheap, dear))
+        assert (1 - part) * a + part * b == pytest.approx(float(cell), abs=0.0215)
+
+        # orders: all at once is both
+        orders = {way for way, dial, _ in (cheap, dear) if dial > 0}
+        if budget < 3:
+            assert orders <= {"threshold", "stage_b"}
+        if budget == 6:
+            assert orders <= {"run", "ones"}
 
 
 @pytest.mark.parametrize("system", ["base", "paper", "alpha", "causal"])

@@ -120,6 +120,7 @@ NAMED = {
     "base/threshold": ("base, surest first", INK, "o-", None),
     "alpha/run": ("Stage B by alpha", PURPLE, "o-", None),
     "one stage by alpha/threshold": ("one stage by alpha", TEAL, "o-", None),
+    "paper/run": ("the paper, longest run", ORANGE, "o-", None),
     "paper/stage_b": ("the paper, B on", ORANGE, "s", 0.0),
     "paper/threshold": ("the paper, B off", BROWN, "D", 0.0),
 }
