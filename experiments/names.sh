@@ -1,12 +1,13 @@
 # Names, one seed: a base, what is trained on it, and what each writes for 512 held-out beginnings.
-# Three hours on one thread; a third of it is the base. Page: results/names/README.md. Run from the root of the repository.
+# Four hours on one thread; half of it are the base and the left-to-right model. Page: results/names/README.md. Run from the root of the repository.
 # For seed 1 base, paper and causal are what lies in assets/names.
 set -e
 seed=${SEED:-1}
 out=${OUT:-out/names-$seed}
 
 python base.py --config configs/base.toml --seed $seed --out_dir $out/base
-python base.py --config configs/base.toml --one_by_one 1 --max_iters 1000 --seed $seed --out_dir $out/left_to_right
+python base.py --config configs/base.toml --one_by_one 1 --seed $seed --out_dir $out/left_to_right
+python base.py --config configs/base.toml --one_by_one 1 --max_iters 1000 --seed $seed --out_dir $out/left_to_right_1000
 python prepare.py data/names --written_by $out/base --out $out/written
 
 on_base="--seed $seed --init_from $out/base"
@@ -24,6 +25,7 @@ $measure --system base --ckpt $out/base --way threshold --dial 0.9 0.7 0.5 0.3 -
 $measure --system base --ckpt $out/base --way threshold --dial 0.7 --edits 0.5
 $measure --system base --ckpt $out/base --way ones
 $measure --system "left to right" --ckpt $out/left_to_right --way ones
+$measure --system "left to right, 1,000 steps" --ckpt $out/left_to_right_1000 --way ones
 $measure --system base --ckpt $out/base --way first --dial 1 2 3 4
 $measure --system paper --ckpt $out/paper --way stage_b --dial 0.7 0.3 -1 --edits none 0
 $measure --system paper --ckpt $out/paper --way threshold --dial 0.7 0.3 -1 --edits none 0

@@ -116,11 +116,11 @@ def draw_tiny():
 NAMED = {
     "causal/run": ("causal Stage B", BLUE, "o-", None),
     "base/run": ("base, longest run\n(◆ one at a time)", GREEN, "o-", None),
+    "paper/run": ("the paper, longest run", ORANGE, "o-", None),
     "left to right/ones": ("left-to-right model", INK, "D", None),
     "base/threshold": ("base, surest first", INK, "o-", None),
     "alpha/run": ("Stage B by alpha", PURPLE, "o-", None),
     "one stage by alpha/threshold": ("one stage by alpha", TEAL, "o-", None),
-    "paper/run": ("the paper, longest run", ORANGE, "o-", None),
     "paper/stage_b": ("the paper, B on", ORANGE, "s", 0.0),
     "paper/threshold": ("the paper, B off", BROWN, "D", 0.0),
 }
