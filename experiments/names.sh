@@ -1,5 +1,6 @@
 # Names, one seed: a base, what is trained on it, and what each writes for 512 held-out beginnings.
-# Four hours on one thread; half of it are the base and the left-to-right model. Page: results/names/README.md. Run from the root of the repository.
+# Four hours on one thread; half of it are the base and the left-to-right model.
+# Page: results/names/README.md. Run from the root of the repository.
 # For seed 1 base, paper and causal are what lies in assets/names.
 set -e
 seed=${SEED:-1}
