@@ -27,13 +27,13 @@ from evaluate import draw_names
 from lib.tokenizer import Tokenizer, load_tokenizer
 from lib.util import Parser, command, fail, replace_file
 from model import Model
-from tools.film import PROMPT
 from tools.watch import piece
 
 HERE = Path(__file__).parent
 SCRIPTS = ("engine.js", "viewer.js", "playground.js")
 SHIPPED = [Path("assets/names/paper"), Path("assets/names/causal")]
 BEGINNINGS = 100  # held-out names to complete
+PROMPT = "CANADIAN"  # the first held-out beginning of which causal Stage B alone makes a name, mending its draft
 
 # the gates as the page opens, its prompt, and how many tokens it lets a model write
 GATES = dict(tau_m2t=0.0, tau_t2t=0.0, tau_joint=0.5)
