@@ -1,23 +1,17 @@
-# make demo     complete a name, train the paper's way on names, and see what it does (minutes, 2 cores)
 # make test     run the test suite; make lint: ruff, lint and format
 # make pages    draw all figures again, from the numbers that are committed beside them (needs matplotlib)
-# Each builds $(VENV) from requirements.txt first, if it is not there. None of them deletes or overwrites anything, so
-# a second demo wants out/names away.
+# Each builds $(VENV) from requirements.txt first, if it is not there.
 
 PYTHON ?= python3
 VENV   ?= .venv
 export PATH := $(abspath $(VENV))/bin:$(PATH)
-.PHONY: demo test lint pages
+.PHONY: test lint pages
 
 $(VENV)/ready: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "CoCommit needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
 	python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
-demo: $(VENV)/ready
-	python sample.py --prompt "CANADIAN" --watch
-	python train.py --n_last 3
-	python evaluate.py --ckpt out/names
 test: $(VENV)/ready  # in two halves, a core each
 	python -m pytest -q tests/tools tests/llada & half=$$!; failed=0; \
 	python -m pytest -q --ignore tests/tools --ignore tests/llada || failed=1; wait $$half || failed=1; exit $$failed
