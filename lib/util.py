@@ -7,10 +7,12 @@ import io
 import json
 import math
 import os
+import shlex
 import sys
+import time
 import unicodedata
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from tqdm import tqdm
 
 # R rows, T positions
 
@@ -44,7 +47,7 @@ def command(main: Callable) -> Callable:
     def run(*args, **kwargs):
         # where a console has no sign for a character it shows a question mark
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")
+            sys.stdout.reconfigure(errors="replace", line_buffering=True)
         try:
             result = main(*args, **kwargs)
             if sys.stdout:  # None where a shell has closed it
@@ -65,8 +68,7 @@ def command(main: Callable) -> Callable:
             if not known and "can't allocate memory" not in str(e):
                 raise
             message = "out of memory: take fewer or shorter rows at a time, or --dtype bf16"
-        line = " ".join(message.split()).replace("\0", "\\0")
-        print(f"error: {line}", file=sys.stderr)
+        print("error:", printable(" ".join(message.split())), file=sys.stderr)
         raise SystemExit(2)
 
     return run
@@ -104,7 +106,10 @@ class Parser(argparse.ArgumentParser):
     """argparse whose error is one line, and whose --help keeps the layout of the docstring and shows every default."""
 
     def __init__(self, doc: str):
-        super().__init__(description=doc, formatter_class=Manual, allow_abbrev=False)
+        main = sys.modules["__main__"].__spec__  # of `python -m`, which argparse takes for a file
+        prog = f"python -m {main.name}" if main else None
+        super().__init__(prog, description=doc, formatter_class=Manual, allow_abbrev=False)
+        self.register("type", Path, place)
 
     def error(self, message: str) -> NoReturn:
         fail(f"{message} (see {self.prog} --help)")
@@ -114,8 +119,19 @@ class Manual(argparse.RawDescriptionHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str:
         shown = action.help or ""
         switch = action.nargs == 0 and not isinstance(action, argparse.BooleanOptionalAction)
-        silent = action.default in (None, argparse.SUPPRESS, []) or "(default" in shown or switch
-        return shown if silent else f"{shown} (default: %(default)s)"
+        if action.default in (None, argparse.SUPPRESS, []) or "(default" in shown or switch:
+            return shown
+        # as one types it: folders without quotes, several with blanks between them
+        values = action.default if isinstance(action.default, list) else [action.default]
+        typed = " ".join("none" if value is None else str(value) for value in values).replace("%", "%%")
+        return f"{shown} (default: {typed})"
+
+
+def place(text: str) -> Path:
+    """The type of a flag that names a file or a folder: Parser puts it wherever a flag says `type=Path`."""
+    if not text:
+        raise argparse.ArgumentTypeError("names no file and no folder: it is empty")
+    return Path(text)
 
 
 def as_flags(settings: dict, parser: Parser) -> list[str]:
@@ -156,9 +172,55 @@ def or_none(parse: Callable[[str], float]) -> Callable[[str], float | None]:
 
 
 # --- what is printed
+COMMANDS = ("LRE", "RLE", "LRO", "RLO", "LRI", "RLI", "FSI", "PDF", "PDI")  # which turn the direction of writing
+
+
+def printable(text: object) -> str:
+    """Text in which a terminal finds no command: "a\x1b[2Jb" -> "a<U+001B>[2Jb". Lines and tabs stay as they are.
+
+    For whatever comes from a model, a prompt, a file or its name.
+    """
+    shown = ""
+    for character in str(text):
+        obeyed = unicodedata.category(character) in ("Cc", "Cs") or unicodedata.bidirectional(character) in COMMANDS
+        shown += code_point(character) if obeyed and character not in "\n\t" else character
+    return shown
+
+
+def code_point(character: str) -> str:
+    return f"<U+{ord(character):04X}>"
+
+
+def quoted(path: Path | str) -> str:
+    """A file or folder as a shell reads it, for commands that are printed: my run -> 'my run'"""
+    return printable(shlex.quote(str(path)))
+
+
+EVERY = 30  # seconds between two lines of progress
+
+
+def progress(items: Iterable, what: str, total: int | None = None, done: int = 0) -> Iterator:
+    """The items one by one, and how far they are: a bar in a terminal, and through a pipe a line now and then.
+
+    total: how many there are, with the `done` ones that came before; left out, done + len(items) where that is known.
+    """
+    if total is None and hasattr(items, "__len__"):
+        total = done + len(items)
+    if sys.stderr and sys.stderr.isatty():
+        yield from tqdm(items, what, total=total, initial=done, leave=False)
+        return
+
+    last = time.monotonic()
+    for n, item in enumerate(items, done + 1):
+        yield item
+        if time.monotonic() - last >= EVERY:
+            last = time.monotonic()
+            print(f"{what}: {n:,}" + (f" of {total:,}" if total else ""), file=sys.stderr, flush=True)
+
+
 def print_table(titles: list[str], rows: list[list[str]]) -> None:
     """A table whose first column stands to the left and whose others stand to the right."""
-    lines = [titles, *rows]
+    lines = [[printable(cell) for cell in line] for line in (titles, *rows)]
     width = [max(len(line[k]) for line in lines) for k in range(len(titles))]
     for first, *others in lines:
         cells = [first.ljust(width[0])]
@@ -180,7 +242,7 @@ def verdict(name: str) -> str:
     """Of a model of names: the character, or that there is none."""
     char = exists(name)
     if char:
-        return f"{char} (U+{ord(char):04X})"
+        return f"{printable(char)} (U+{ord(char):04X})"
     return "(no such character)" if name.isupper() else "(no such character; names are in upper case)"
 
 
