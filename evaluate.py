@@ -256,6 +256,14 @@ def read_names(group: str) -> list[str]:
     return [tokenizer.decode(ids[a:b].tolist()) for a, b in zip(starts[:-1], starts[1:], strict=True)]
 
 
+def names_tokenizer(folder: Path) -> Tokenizer:
+    """What a model of names reads with; any other folder is refused."""
+    tokenizer = load_tokenizer(base_of(folder))
+    if tokenizer is None or "names" not in judge_of(folder):
+        fail(f"{folder} is no model of names with its tokenizer.json, and names are what it should complete here")
+    return tokenizer
+
+
 def draw_names(n: int, group: str, tokenizer: Tokenizer) -> dict[str, list[int]]:
     """n names, "held out" or "trained" ones -> the first third of their tokens."""
     names = read_names(group)

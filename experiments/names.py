@@ -9,11 +9,11 @@ seeds, and what every system has within some budgets of forwards a name, with th
     first       of a whole block's tokens so many at once, the leftmost; one is the system's own writing one at a time
     ones        one token at a time from the left, the text read in blocks of one
 
-    python -m experiments.names measure --system causal --ckpt out/causal --seed 1 --way run --dial 0 0.5 --out r.jsonl
-    python -m experiments.names compare r.jsonl --against base
+    python -m experiments.names measure --system causal --ckpt out/causal --seed 1 --way run --dial 0 0.5 \
+        --out out/r.jsonl
+    python -m experiments.names compare out/r.jsonl --against base
 """
 
-import json
 import math
 import sys
 from collections import defaultdict
@@ -26,35 +26,40 @@ from statistics import mean, stdev
 import torch
 from torch import Tensor
 
-from checkpoint import base_of, load_model
-from evaluate import NAMES, complete, draw_names
-from lib.tokenizer import load_tokenizer
-from lib.util import Parser, bounded, command, fail, or_none, print_table
-from sample import Step, longest_run
+from checkpoint import load_model
+from evaluate import NAMES, complete, draw_names, names_tokenizer
+from lib.util import Parser, append_line, bounded, command, fail, or_none, print_table, progress
+from sample import Step, longest_run, temperature
 from tools.plots import read_records, read_settings, share
 
 STUDENT = (12.706, 4.303, 3.182, 2.776)  # 97.5 % of Student's t lies below, for 1, 2 ... degrees of freedom
 BUDGETS = (2.1, 2.7, 3.3, 4, 5, 6)
 N = 512  # names
+# where each way's dial may stand
+WAYS = {"run": (0, 1), "threshold": (-1, 1), "stage_b": (-1, 1), "first": (1, 64), "ones": (0, 1)}
 
 
 def measure(parser: Parser) -> None:
     parser.add_argument("--system", required=True)
     parser.add_argument("--ckpt", type=Path, required=True)
     parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--way", choices=["run", "threshold", "stage_b", "first", "ones"], required=True)
-    parser.add_argument("--dial", type=bounded(float, -1, 64), nargs="+", default=[1.0])
+    parser.add_argument("--way", choices=WAYS, required=True)
+    parser.add_argument("--dial", type=float, nargs="+", default=[1.0])
     parser.add_argument("--edits", type=or_none(bounded(float, 0, 1)), nargs="+", default=[None])
-    parser.add_argument("--temperature", type=bounded(float, 0), default=0.0, help="0: the likeliest tokens; 1: draws")
+    parser.add_argument("--temperature", type=temperature, default=0.0, help="0: the likeliest tokens; 1: draws")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    low, high = WAYS[args.way]
+    for dial in args.dial:
+        if not low <= dial <= high:
+            fail(f"--dial {dial:g}: by --way {args.way} it lies in {low}..{high}")
 
+    tokenizer = names_tokenizer(args.ckpt)
     model = load_model(args.ckpt, "cpu", torch.float32, block_length=1 if args.way == "ones" else None)
     n_rounds = 0 if args.way == "threshold" or not model.markers.any() else model.cfg.n_rounds
-    tokenizer = load_tokenizer(base_of(args.ckpt))
     prompts = draw_names(N, "held out", tokenizer)
     there = read_records(args.out) if args.out.exists() else []
-    for dial, edits in product(args.dial, args.edits):
+    for dial, edits in progress(list(product(args.dial, args.edits)), "settings"):
         record = {name: getattr(args, name) for name in ("system", "way", "seed", "temperature")}
         record |= dict(dial=dial, edits=edits, n=N)
         if any(record.items() <= ({"temperature": 0.0} | other).items() for other in there):
@@ -71,8 +76,7 @@ def measure(parser: Parser) -> None:
         cost = (found["forwards"] + 1) / 2 if args.way == "ones" else found["forwards"]
         record["exist"] = "".join("01"[real] for real in found["found"])
         record |= dict(forwards=round(cost, 4), per_token=round(cost / found["tokens"], 4), tc=found["tc"])
-        with open(args.out, "a") as out:
-            out.write(json.dumps(record) + "\n")
+        append_line(args.out, record)
 
 
 def leftmost(k: int, engine, z: Tensor, *others) -> Step:

@@ -278,6 +278,42 @@ def read_json(path: Path, what: str) -> dict:
     return value
 
 
+# --- records: a line of JSON each, appended one by one
+def whole_lines(data: bytes) -> bytes:
+    """Without a last line that a kill has cut short: b'{"a": 1}\\n{"a"' -> b'{"a": 1}\\n'"""
+    before, end, last = data.rpartition(b"\n")
+    try:
+        json.loads(last)
+        return data + b"\n"  # it lacks nothing but its end
+    except ValueError:
+        return before + end
+
+
+def read_lines(path: Path, kinds: dict[str, type], what: str = "file of records") -> list[dict]:
+    """The whole lines of a file of records, each an object with entries of these kinds."""
+    with reading(path, what):
+        records = [json.loads(line) for line in whole_lines(path.read_bytes()).splitlines()]
+        if not all(isinstance(record, dict) for record in records):
+            raise TypeError("a line of it is no JSON object")
+    for n, record in enumerate(records, 1):
+        record |= {name: entry(record, name, kind, f"line {n} of {path}") for name, kind in kinds.items()}
+    return records
+
+
+def append_line(path: Path, record: dict) -> None:
+    """A record behind the whole lines of a file, which may be new."""
+    line = json.dumps(record).encode() + b"\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+b") as file:
+            file.seek(0)
+            held = file.read()
+            file.truncate(min(len(held), len(whole_lines(held))))
+            file.write(whole_lines(held)[len(held) :] + line)
+    except OSError as e:
+        fail(f"cannot write {path}: {e}")
+
+
 # --- randomness and the device
 def generator(*key: int | str) -> torch.Generator:
     """A CPU generator that is a function of its key alone: no random state is to be saved."""

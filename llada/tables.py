@@ -37,6 +37,9 @@ PAPER = {
 
 
 # --- run files
+RECORD = ("prompt", "extracted", "correct", "tokens", "nfe")  # what the tables read of an answer, beside its id
+
+
 @dataclass
 class Run:
     settings: dict
@@ -62,14 +65,17 @@ def read_run(path: Path) -> tuple[Run | None, int]:
             fail(f"{path} is no run file: choose another --out, or take it out of the folder")
         whole = data.rfind(b"\n") + 1
         lines = [json.loads(line) for line in data[:whole].splitlines()]
+        items = {record["id"]: record for record in lines[1:]}
+        lacking = {name for record in items.values() for name in RECORD if name not in record}
+        if lacking:
+            raise ValueError(f"records without {', '.join(sorted(lacking))}")
     if not lines:
         return None, 0
 
-    header, *records = lines
-    settings = entry(header, "settings", dict, path)
+    settings = entry(lines[0], "settings", dict, path)
     if settings.get("task") not in TASKS:
         fail(f"{path} is a run of {settings.get('task')!r}, and there are {', '.join(TASKS)}")
-    return Run(settings, {record["id"]: record for record in records}), whole
+    return Run(settings, items), whole
 
 
 def read_runs(folder: Path) -> list[Run]:

@@ -9,6 +9,7 @@ shipped ones, because forwards do.
 """
 
 import os
+import shlex
 import statistics
 import sys
 import time
@@ -22,10 +23,9 @@ import numpy as np
 import torch
 
 from cache import Cached, Output, Uncached
-from checkpoint import PRESETS, base_of, load_model, new_model
-from evaluate import draw_names, forwards, name_rows
-from lib.tokenizer import load_tokenizer
-from lib.util import Parser, command, generator, print_table
+from checkpoint import PRESETS, load_model, new_model
+from evaluate import draw_names, forwards, name_rows, names_tokenizer
+from lib.util import Parser, command, generator, print_table, printable, progress
 from model import Config, Model
 from sample import Decoding, Step, denoise, generate
 
@@ -54,7 +54,7 @@ ONE_BY_ONE = Decoding(tau_m2t=1.0, tau_t2t=None)
 def interleaved(*sides: Callable[[], object], repeats: int) -> list[float]:
     """Median seconds of each side, of this process's own work; they take turns, after one untimed round."""
     seconds: list[list[float]] = [[] for _ in sides]
-    for turn in range(repeats + 1):
+    for turn in progress(range(repeats + 1), "rounds"):
         for side, taken in zip(sides, seconds, strict=True):
             start = time.process_time()
             side()
@@ -91,7 +91,7 @@ def cache_against_none(cfg: Config, rows: int) -> None:
     """A step behind contexts of several lengths, and whole decodes integrated over them."""
     model = random_model(cfg)
     size = f"{cfg.n_layer} layers of {cfg.n_embd}, {cfg.n_expert} experts, blocks of {cfg.block_length}"
-    print(f"\n{size}; rows: {rows}; Stage A and B in every step")
+    print(f"\n{size}; rows: {rows}; Stage A and B in every step; threads: {torch.get_num_threads()}")
     print("  context   cached ms a step   uncached ms a step   ratio")
     measured = []
     for context in CONTEXTS:
@@ -112,9 +112,10 @@ def cache_against_none(cfg: Config, rows: int) -> None:
 # --- names: seconds beside forwards
 def seconds_a_name(folders: list[Path]) -> None:
     """The decoders of these adapters, and their base's, complete the same names in turns: one at once, then 16."""
+    tokenizer = [names_tokenizer(folder) for folder in folders][0]
     decoders = [row for row in name_rows(folders) if row[0] in TIMED]
     models = {folder: load_model(folder, "cpu", torch.float32) for _, folder, _ in decoders}
-    prompts = list(draw_names(NAMES_TIMED, "held out", load_tokenizer(base_of(folders[0]))).values())
+    prompts = list(draw_names(NAMES_TIMED, "held out", tokenizer).values())
 
     def decode(folder: Path, d: Decoding, rows: int) -> list[Output]:
         parts = [generate(models[folder], prompts[at : at + rows], d) for at in range(0, len(prompts), rows)]
@@ -128,7 +129,7 @@ def seconds_a_name(folders: list[Path]) -> None:
             cost = forwards(models[folder], decode(folder, d, rows)) / len(prompts)
             taken *= 1e3 / len(prompts)
             lines.append([name, f"{taken:.1f}", f"{cost:.2f}", f"{taken / cost:.1f}"])
-        print(f"\n{len(prompts)} held-out names, {rows} at once")
+        print(f"\n{len(prompts)} held-out names, {rows} at once; threads: {torch.get_num_threads()}")
         print_table(["", "ms a name", "forwards a name", "ms a forward"], lines)
 
 
@@ -137,8 +138,8 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--names", type=Path, nargs="+", metavar="CKPT", help="instead: ms a name, by these and base")
     args = parser.parse_args()
-    print(f"$ python -m tools.bench {' '.join(sys.argv[1:])}")
-    print(f"{date.today()}: {os.cpu_count()} cores, {torch.get_num_threads()} threads; torch {torch.__version__}")
+    print("$", printable(shlex.join(["python", "-m", "tools.bench", *sys.argv[1:]])))
+    print(f"{date.today()}: {os.cpu_count()} cores; torch {torch.__version__}")
     if args.names:
         seconds_a_name(args.names)
     else:

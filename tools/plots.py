@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lib.util import Parser, command, fail, replace_file
+from lib.util import Parser, command, fail, printable, read_lines, replace_file
 
 try:
     import matplotlib.pyplot as plt
@@ -181,7 +181,13 @@ def name_ends(ax) -> None:
 
 
 def read_records(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """What experiments/names.py has measured: a setting and a seed each."""
+    kinds = dict(system=str, way=str, seed=int, dial=float, exist=str, forwards=float)
+    records = read_lines(path, kinds)
+    for n, record in enumerate(records, 1):
+        if not re.fullmatch("[01]+", record["exist"]):
+            fail(f"line {n} of {path} is damaged, or of another kind: exist is a digit for each name, 0 or 1")
+    return records
 
 
 def share(digits: str) -> float:
@@ -194,8 +200,8 @@ def read_settings(path: Path) -> dict[str, dict[tuple, list]]:
     found = defaultdict(lambda: defaultdict(list))
     for record in sorted(read_records(path), key=lambda record: record["seed"]):
         # older ones lack a token's
-        figures = share(record["exist"]), record["forwards"], record["per_token"] or math.nan
-        found[f"{record['system']}/{record['way']}"][record["dial"], record["edits"]].append(figures)
+        figures = share(record["exist"]), record["forwards"], record.get("per_token") or math.nan
+        found[f"{record['system']}/{record['way']}"][record["dial"], record.get("edits")].append(figures)
     return found
 
 
@@ -301,7 +307,7 @@ PICTURES = {
 def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("pictures", nargs="*", metavar="NAME", help=f"of {', '.join(PICTURES)} (default: all)")
-    parser.add_argument("--out", type=Path, default=ROOT, help="the folder that their places are in (the repository)")
+    parser.add_argument("--out", type=Path, default=ROOT, help="the folder to draw them in (default: the repository)")
     args = parser.parse_args()
     for name in args.pictures:
         if name not in PICTURES:
@@ -314,7 +320,7 @@ def main() -> None:
         text = svg(draw())
         replace_file(args.out / place, lambda path, text=text: path.write_text(text, encoding="utf-8"))
         plt.close()
-        print(f"wrote {args.out / place}")
+        print(f"wrote {printable(args.out / place)}")
 
 
 if __name__ == "__main__":
