@@ -24,7 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lib.util import entry, fail, read_json, reading, replace_file, write_json
+from lib.util import entry, fail, one_thread_if_small, quoted, read_json, reading, replace_file, write_json
 from model import Config, Model
 
 STAGE_B = ("shared", "lora", "copy")  # what learns beside a frozen base, see Model.adapt
@@ -85,11 +85,17 @@ def check_fit(path: Path, held: dict, expected: dict, hint: str, dropped: dict[s
 
 
 # --- a model's folder
+def empty_model(cfg: Config, device: torch.device | str) -> Model:
+    """Of these sizes; what is in it is still to be written. On the device "meta" it takes no memory."""
+    one_thread_if_small(cfg.n_embd)
+    with torch.device(device):
+        return Model(cfg)
+
+
 def new_model(cfg: Config, generator: torch.Generator, device: torch.device | str = "cpu") -> Model:
     """Fresh weights: matrices are normal (initial_std), norms are one, markers, biases and Show are zero."""
     check_config(cfg)
-    with torch.device(device):
-        model = Model(cfg)
+    model = empty_model(cfg, device)
     for name, p in model.named_parameters():
         if name.endswith("bias"):
             p.data.zero_()
@@ -139,7 +145,7 @@ def read_config(folder: Path, **changes) -> Config:
     path = folder / "config.json"
     raw = read_json(path, "checkpoint config (is this a checkpoint folder?)")
     if "model_type" in raw:
-        fail(f"{path} is a released checkpoint's: `python convert_weights.py --src {folder} --out DIR` first")
+        fail(f"{path} is a released checkpoint's: `python convert_weights.py --src {quoted(folder)} --out DIR` first")
     raw.pop("int8", None)  # how the weights are stored, and no geometry
     with reading(path, "checkpoint config"):
         cfg = Config(**raw)
@@ -169,8 +175,7 @@ def load_model(folder: str | Path, device: torch.device | str, dtype: torch.dtyp
     cfg = read_config(folder, **{name: value for name, value in overrides.items() if value is not None})
 
     # no memory yet for the base, only names and shapes
-    with torch.device("meta"):
-        model = Model(cfg)
+    model = empty_model(cfg, "meta")
     stored_as_int8 = read_json(folder / "config.json", "checkpoint config").get("int8", False)
     if stored_as_int8:
         from lib.int8 import use_int8
@@ -230,7 +235,7 @@ def base_of(folder: Path) -> Path:
     if not about:
         return folder
     base = Path(os.path.normpath(folder / about["base"]))
-    if not (base / "config.json").exists():
+    if not (base / "config.json").exists() or (base / "adapter.json").exists():
         fail(f"{folder}/adapter.json names {base} as its base, where no model is: put it there, or correct `base`")
     return base
 

@@ -45,7 +45,7 @@ def command(main: Callable) -> Callable:
 
     @functools.wraps(main)
     def run(*args, **kwargs):
-        # where a console has no sign for a character it shows a question mark
+        # where a console has no sign for a character it shows a question mark; a pipe gets each line when it is written
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace", line_buffering=True)
         try:
@@ -337,11 +337,15 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+THREADS = torch.get_num_threads()
+
+
 def one_thread_if_small(n_embd: int) -> None:
     """On a CPU matrices this small are done before two threads have met. On a busy machine two threads trained a model
-    of names seven times slower than one. OMP_NUM_THREADS, where it is set, decides."""
-    if n_embd <= 256 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
+    of names seven times slower than one. Whoever makes a model says its width here; the last one counts.
+    OMP_NUM_THREADS, where it is set, decides."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1 if n_embd <= 256 else THREADS)
 
 
 # --- places
