@@ -18,11 +18,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from checkpoint import check_config, check_fit, read_tensors, save_tensors, stored, weight_files
 from lib.tokenizer import bpe_tokenizer
-from lib.util import Parser, command, entry, fail, read_json, reading, replace_file, write_json
+from lib.util import Parser, command, entry, fail, printable, progress, read_json, reading, replace_file, write_json
 from model import Config, Model
 
 # C channels (n_embd), E experts, F expert width
@@ -227,7 +226,7 @@ def write_checkpoint(
 
     weight_map = {}
     size = 0
-    for name, shard in zip(tqdm(names, desc="write", leave=False, disable=None), shards, strict=True):
+    for name, shard in zip(progress(names, "write"), shards, strict=True):
         tensors = shard()
         save(out / name, tensors)
         weight_map |= dict.fromkeys(tensors, name)
@@ -236,7 +235,7 @@ def write_checkpoint(
     write_json(out / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
     for name, write in files.items():
         write(out / name)
-    print(f"wrote {out}: {len(weight_map):,} tensors in {len(shards)} shards, {size / 1e9:.2f} GB")
+    print(f"wrote {printable(out)}: {len(weight_map):,} tensors in {len(shards)} shards, {size / 1e9:.2f} GB")
 
 
 def prepare(out: Path, names: list[str]) -> None:

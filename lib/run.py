@@ -2,7 +2,6 @@
 
 import json
 import math
-import shlex
 import signal
 import sys
 import tomllib
@@ -14,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 from tqdm import tqdm
 
-from lib.util import Parser, as_flags, fail, read_json, reading, replace_file
+from lib.util import Parser, as_flags, fail, quoted, read_json, reading, replace_file
 
 
 def run_settings(parser: Parser, free: set[str]) -> Namespace:
@@ -73,7 +72,8 @@ def check_finite(record: dict, what: str, it: int, saved: int, args: Namespace) 
         return
     good = "none was saved yet"
     if saved:
-        good = f"the checkpoint of step {saved} in {args.out_dir} is good (--init_from resume --out_dir {args.out_dir})"
+        again = f"--init_from resume --out_dir {quoted(args.out_dir)}"
+        good = f"the checkpoint of step {saved} in {args.out_dir} is good ({again})"
     fail(f"the {what} of step {it + 1} is not finite ({bad[0]}): {good}; lower --learning_rate in a new --out_dir")
 
 
@@ -117,8 +117,8 @@ def interruptible() -> Iterator[list[int]]:
 def tell_what_is_next(saved: int, judged: bool, args: Namespace) -> None:
     """The command that goes on, or shows what was learned."""
     if saved < args.max_iters:
-        again = f"python {sys.argv[0]} --init_from resume --out_dir {shlex.quote(args.out_dir)}"
+        again = f"python {quoted(sys.argv[0])} --init_from resume --out_dir {quoted(args.out_dir)}"
         print(f"saved at step {saved} of {args.max_iters}; go on with: {again}")
         return
     reads = "evaluate.py" if judged else "sample.py --prompt TEXT"
-    print(f"done; what it does now: python {reads} --ckpt {args.out_dir}")
+    print(f"done; what it does now: python {reads} --ckpt {quoted(args.out_dir)}")

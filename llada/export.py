@@ -1,8 +1,8 @@
 """Checkpoints of this project -> the released (Hugging Face) layout, adapters merged in.
 
     # a checkpoint -> released, bit for bit; of an adapter's folder the LoRA is merged, and its markers lie beside
-    python -m llada.export --to hf --src weights/llada2.1-mini --out back/
-    python -m llada.export --to hf --src out/cocommit --out merged/
+    python -m llada.export --to hf --src weights/llada2.1-mini --out weights/back
+    python -m llada.export --to hf --src out/cocommit --out weights/merged
 
 A causal Stage B, or one with layers of its own, goes nowhere. The released remote code (modeling_*.py) is no weight:
 copy it from the released folder yourself. `config.json` is written last: a folder without one is incomplete, and the

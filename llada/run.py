@@ -20,11 +20,9 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from tqdm import tqdm
-
 from checkpoint import DTYPES, base_of, is_int8, load_model, weights_hash
 from lib.tokenizer import Tokenizer, load_tokenizer
-from lib.util import Parser, bounded, command, fail, pick_device, print_table, reading
+from lib.util import Parser, bounded, command, fail, pick_device, print_table, printable, progress, quoted, reading
 from llada.ablation import BASE, COCOMMIT, MECHANISM, decoder_of, refuse_causal
 from llada.benchmarks import TASKS, Item
 from llada.chat import chat
@@ -124,7 +122,7 @@ def answer(
     for number, prompt in enumerate(prompts, 1):
         check_prompt(prompt, number, d.gen_length, model.cfg)
 
-    for item, prompt in zip(tqdm(todo, unit="item", disable=None), prompts, strict=True):
+    for item, prompt in zip(progress(todo, "items"), prompts, strict=True):
         start = time.perf_counter()
         (output,) = generate(model, [prompt], d, step=step)
         seconds = round(time.perf_counter() - start, 3)
@@ -156,12 +154,12 @@ def hand_over(args: Namespace, run: Run) -> None:
     # home of its own, because EvalPlus un-pickles its cache; else it downloads a release; under its 4 GiB the right
     # programs of Mbpp/255 and 392 fail; an old result would be reported again
     print(
-        f"wrote {folder}/samples.jsonl; to score it with EvalPlus 0.3.1, in a container without network and as an "
-        f"unprivileged user, for this EXECUTES the model's code:\n"
-        f"  cd {folder} && rm -f samples_eval_results.json && env -i PATH=\"$PATH\" HOME=\"$(mktemp -d)\" "
+        f"wrote {printable(folder)}/samples.jsonl; to score it with EvalPlus 0.3.1, in a container without network "
+        f"and as an unprivileged user, for this EXECUTES the model's code:\n"
+        f"  cd {quoted(folder)} && rm -f samples_eval_results.json && env -i PATH=\"$PATH\" HOME=\"$(mktemp -d)\" "
         f"{args.task.upper()}_OVERRIDE_PATH=\"$PWD/dataset.jsonl\" EVALPLUS_MAX_MEMORY_BYTES=8589934592 "
         f"python -m evalplus.evaluate --dataset {args.task} --samples samples.jsonl\n"
-        f"then: python -m llada.tables main --runs {args.out.parent}"
+        f"then: python -m llada.tables main --runs {quoted(args.out.parent)}"
     )  # fmt: skip
 
 

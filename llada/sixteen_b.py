@@ -13,12 +13,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from checkpoint import PRESETS, read_config
 from convert_weights import Plan, plan, survey, write_checkpoint
 from lib.tokenizer import byte_spec
-from lib.util import Parser, bounded, command, fail, generator, write_json
+from lib.util import Parser, bounded, command, fail, generator, printable, progress, write_json
 from llada.export import released_config
 
 
@@ -52,13 +51,13 @@ def check(ckpt: Path) -> None:
     """Compare a converted folder with what `write` drew, tensor by tensor."""
     found = survey(ckpt)
     n = 0
-    for planned in tqdm(sum(plan(read_config(ckpt)), []), desc="check", leave=False, disable=None):
+    for planned in progress(sum(plan(read_config(ckpt)), []), "check"):
         parts = found.pop(planned.name).view(-1, *planned.part)
         for name, ours in zip(planned.released, parts, strict=True):
             if not torch.equal(ours, random_tensor(name, planned.part)):
                 fail(f"{ckpt}: {planned.name} does not hold what was written as {name}")
         n += len(parts)
-    print(f"{ckpt}: {n:,} released tensors are in their places, bit for bit")
+    print(f"{printable(ckpt)}: {n:,} released tensors are in their places, bit for bit")
 
 
 @command

@@ -7,8 +7,8 @@ with Stage B off and on; causal Stage B with its looks. A click on a mask shows 
 would write there, and writes a token by hand. For names the page also says whether a name exists, and
 counts how many of a hundred held-out beginnings each decoder completes to one, and the forwards that it took.
 
-    python -m tools.playground                                  # the shipped base and its two adapters
-    python -m tools.playground --ckpt out/names --out mine.html # one's own; several adapters of one base: rows of each
+    python -m tools.playground                                         # the shipped base and its two adapters
+    python -m tools.playground --ckpt out/names --out out/mine.html    # one's own, or several adapters of one base
 """
 
 import base64
@@ -25,7 +25,7 @@ from torch import Tensor
 from checkpoint import about_adapter, base_of, is_int8, judge_of, load_model
 from evaluate import draw_names
 from lib.tokenizer import Tokenizer, load_tokenizer
-from lib.util import Parser, command, fail, replace_file
+from lib.util import Parser, command, fail, printable, replace_file
 from model import Model
 from tools.watch import piece
 
@@ -174,7 +174,7 @@ def main() -> None:
     args = parser.parse_args()
     html = page(args.ckpt)
     replace_file(args.out, lambda path: path.write_text(html, encoding="utf-8"))
-    print(f"wrote {args.out} ({len(html.encode()) / 1e6:.1f} MB)")
+    print(f"wrote {printable(args.out)} ({len(html.encode()) / 1e6:.1f} MB)")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import time
 
 from cache import Row
 from lib.tokenizer import Tokenizer
-from lib.util import MASK
+from lib.util import MASK, code_point
 from sample import Step
 
 # R rows, B positions of a block
@@ -45,7 +45,7 @@ def visible(character: str) -> str:
     code = ord(character)
     if 0xDC80 <= code <= 0xDCFF:
         return f"<{code - 0xDC00:02X}>"
-    return f"<U+{code:04X}>"
+    return code_point(character)
 
 
 class Screen:
@@ -70,7 +70,7 @@ class Screen:
         self.steps += 1
         runs = rows[0].d.tau_joint is not None
         for r, row in enumerate(rows):
-            before = self.tokenizer.decode(row.ids) if self.tokenizer else "".join(f"{i} " for i in row.ids)
+            before = self.before(row.ids)
             line = self.line(before, self.block(step, r) + (self.looks(step, r) if runs else ""))
             if not self.moves:
                 print(line)
@@ -95,6 +95,12 @@ class Screen:
             print(f"\x1b[2K{line}")
         sys.stdout.flush()
         time.sleep(PACE)
+
+    def before(self, ids: list[int]) -> str:
+        """The text that stands before a block, on one line; numbers where there is no text."""
+        if not self.tokenizer:
+            return "".join(f"{i} " for i in ids)
+        return "".join(" " if letter == " " else visible(letter) for letter in self.tokenizer.decode(ids))
 
     def line(self, before: str, block: str) -> str:
         """The text before a block, and the block."""
