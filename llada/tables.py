@@ -37,7 +37,7 @@ PAPER = {
 
 
 # --- run files
-RECORD = ("prompt", "extracted", "correct", "tokens", "nfe")  # what the tables read of an answer, beside its id
+RECORD = ("prompt", "correct", "tokens", "nfe")  # what the tables read of an answer, beside its id
 
 
 @dataclass
@@ -101,7 +101,7 @@ def judge(path: Path, run: Run) -> None:
     verdicts = entry(read_json(result, "EvalPlus result"), "eval", dict, result)
     with reading(result, "result of EvalPlus 0.3.1"):
         for name, (sample, *_) in verdicts.items():
-            if name in run.items and sample["solution"] == (run.items[name]["extracted"] or ""):
+            if name in run.items and sample["solution"] == (run.items[name].get("extracted") or ""):
                 run.items[name]["correct"] = sample["base_status"] == sample["plus_status"] == "pass"
 
 
