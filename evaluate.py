@@ -44,7 +44,6 @@ from lib.util import (
     exists,
     fail,
     generator,
-    one_thread_if_small,
     pick_device,
     print_table,
 )
@@ -371,7 +370,6 @@ def main() -> None:
     args = parser.parse_args()
 
     device = pick_device(args.device)
-    one_thread_if_small(read_config(args.ckpt[0]).n_embd)
     if all("names" in judge_of(folder) for folder in args.ckpt):
         evaluate_names(args.ckpt, device, args)
     elif len(args.ckpt) == 1:

@@ -44,7 +44,6 @@ from lib.util import (
     entry,
     fail,
     generator,
-    one_thread_if_small,
     pick_device,
     reading,
     replace_file,
@@ -253,7 +252,6 @@ def prepare_written(source: Path, by: Path, folder: Path, beam: int, gen_length:
     same = (model.cfg.eos_id, model.cfg.mask_id) == (meta.eos_id, meta.mask_id)
     if not same or theirs.exists() and theirs.read_bytes() != tokenizer:
         fail(f"{source} has other tokens than {by}: prepare it with --like {by}")
-    one_thread_if_small(model.cfg.n_embd)
     for part in ("train", "val"):
         # beginnings of about one length are written together
         prompts = sorted(beginnings(source, part, meta), key=len)

@@ -43,7 +43,6 @@ from lib.util import (
     command,
     fail,
     first_masked,
-    one_thread_if_small,
     or_none,
     pick_device,
     uniform,
@@ -534,7 +533,6 @@ def write(args: Namespace, model: Model) -> None:
 def main() -> None:
     args = build_parser().parse_args()
     model = load_model(args.ckpt, pick_device(args.device), DTYPES[args.dtype])
-    one_thread_if_small(model.cfg.n_embd)
     write(args, model)
 
 

@@ -36,7 +36,7 @@ from checkpoint import DTYPES, PRESETS, STAGE_B
 from corrupt import CORRUPTIONS, Corruption, M, corrupt, draw_bundle, of_blocks, three_term_loss
 from lib.rows import Batch, Corpus, Meta, get_batch, read_corpus, read_meta
 from lib.run import check_finite, cosine, interruptible, means, report, rewind_log, run_settings, tell_what_is_next
-from lib.util import Parser, bounded, command, fail, generator, one_thread_if_small, pick_device, write_json
+from lib.util import Parser, bounded, command, fail, generator, pick_device, write_json
 from model import Config, Context, Model
 
 # R rows, T positions, C channels, B block_length
@@ -127,7 +127,6 @@ def run(args: Namespace, step: Callable[..., Losses] = cocommit_step, make_optim
     """Train, validate, save. `step` is cocommit_step, or one of your own."""
     corpus = read_corpus(Path(args.data), args.seq_len, args.seed, args.block_length, args.batch_size)
     model = start(args, corpus)
-    one_thread_if_small(model.cfg.n_embd)
     optimizer = (make_optimizer or adamw)(model, args)
     loop(model, corpus, step, optimizer, args)
 
