@@ -1,7 +1,10 @@
 // The page around the engine (engine.js) and the viewer (viewer.js): what is typed becomes one record for each decoder,
 // and the viewer shows them one below the other.
 
-const data = JSON.parse($("data").textContent);
+// An object of the page has no entry but its own: a prompt may be "constructor", which others inherit.
+const isObject = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
+const ownAlone = (key, value) => (isObject(value) ? Object.assign(Object.create(null), value) : value);
+const data = JSON.parse($("data").textContent, ownAlone);
 const GATES = Object.keys(data.gates);
 let base; // the model without an adapter
 let decoders; // the page's, each with its model
@@ -60,7 +63,7 @@ function decoding({n_rounds, ...own}, hand = {}) {
   const chosen = {...gates(), tau_t2t: gates().tau_t2t < 1 ? gates().tau_t2t : null};
   const gate = (name) => (typeof own[name] === "string" ? chosen[own[name]] : own[name]);
   const byHand = (z, start, n) => {
-    if (!(n in hand)) return undefined;
+    if (!Object.hasOwn(hand, n)) return undefined;
     const at = hand[n].at - start;
     const after = z.map((id, t) => (t === at ? hand[n].token : id));
     const conf = z.map(() => 1);

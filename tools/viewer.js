@@ -204,7 +204,8 @@ for (const id in TARGETS) $(id).addEventListener("click", () => { play(false); g
 $("play").addEventListener("click", () => { if (!timer && now === steps) go(0); play(!timer); });
 $("slider").addEventListener("input", () => { play(false); go(Number($("slider").value)); });
 document.addEventListener("keydown", (e) => { // sliders and text fields have these keys for themselves
-  if (!(e.key in KEYS) || e.target.tagName === "INPUT" || e.ctrlKey || e.altKey || e.metaKey || e.shiftKey) return;
+  if (!Object.hasOwn(KEYS, e.key) || e.target.tagName === "INPUT") return;
+  if (e.ctrlKey || e.altKey || e.metaKey || e.shiftKey) return;
   e.preventDefault();
   play(false);
   go(KEYS[e.key]());

@@ -271,6 +271,7 @@ def sign(token: int) -> str:
 def test_the_pages_tokenizer_and_judge_are_the_models(small_page, tmp_path):
     """Any text, and bytes that are none; every name, and no other."""
     texts = [" A  B\t\n C", "é ü 漢字 😀", "\u00a0x\u2003y\u0085z\ufeff", "<|mask|> and <|endoftext|>", HOSTILE]
+    texts += ["constructor", "toString", "__proto__", "valueOf", "<|mask|>constructor<|mask|>"]
     texts += list(unicode_names())[::97]
     broken = [*"é".encode()[:1], 65, *"\ufeff".encode()]
     names = [name for code in range(0x110000) if (name := unicodedata.name(chr(code), ""))][::41]
