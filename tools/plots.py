@@ -79,7 +79,8 @@ def name_lines(ax) -> None:
 def svg(figure) -> str:
     """The picture as text, with the colours of a dark page for readers who have one."""
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    # as large as what is drawn: no name is cut at an edge
+    figure.savefig(buffer, format="svg", metadata={"Date": None}, bbox_inches="tight", pad_inches=0.1)
     style = "</metadata>\n<style>@media (prefers-color-scheme: dark) {"
     for light, dark in DARK.items():
         for use in ("fill", "stroke"):
@@ -255,8 +256,8 @@ def draw_speed():
             ax.annotate(words, (high, row + below), xytext=(7, 0), textcoords="offset points", color=color, va="center")
     ax.axvline(1, color=INK, linestyle=":")
     ax.set_yticks(np.arange(len(labels)) + 0.17, labels)
-    ax.set(xlim=(0.9, 2.9), ylim=(len(labels) - 0.4, -0.3))
-    ax.set_title("times the tokens a second of the author's decoder", loc="left")
+    ax.set(xlim=(0.9, 3.4), ylim=(len(labels) - 0.4, -0.3))
+    ax.set_title("tokens a second, times the author's", loc="left")
     return figure
 
 
