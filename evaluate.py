@@ -46,6 +46,7 @@ from lib.util import (
     generator,
     pick_device,
     print_table,
+    quoted,
 )
 from model import Model
 from sample import Decoding, Step, generate, step_of, temperature
@@ -234,7 +235,8 @@ def load_task(folder: Path) -> Toy:
     """The toy that a checkpoint was trained on."""
     judge = judge_of(folder)
     if "toy" not in judge:
-        fail(f"{folder} was trained on no toy and on no names, so nothing judges it: python sample.py --ckpt {folder}")
+        shown = f"python sample.py --ckpt {quoted(folder)}"
+        fail(f"{folder} was trained on no toy and on no names, so nothing judges it: {shown}")
     sizes = {key: value for key, value in judge.items() if key != "toy"}
     try:
         task = toy.make(judge["toy"], **sizes)

@@ -45,6 +45,7 @@ from lib.util import (
     first_masked,
     or_none,
     pick_device,
+    printable,
     uniform,
     verdict,
 )
@@ -518,7 +519,7 @@ def write(args: Namespace, model: Model) -> None:
         # the text, or a toy's numbers
         text = tokenizer.decode(output.prompt + output.tokens) if tokenizer else ""
         said = ["  " + verdict(text)] if judged else []
-        print(text or output.tokens, *said)
+        print(printable(text) or output.tokens, *said)
 
         # what it cost
         n = len(output.tokens) + prompt.count(model.cfg.mask_id)

@@ -36,7 +36,7 @@ from checkpoint import DTYPES, PRESETS, STAGE_B
 from corrupt import CORRUPTIONS, Corruption, M, corrupt, draw_bundle, of_blocks, three_term_loss
 from lib.rows import Batch, Corpus, Meta, get_batch, read_corpus, read_meta
 from lib.run import check_finite, cosine, interruptible, means, report, rewind_log, run_settings, tell_what_is_next
-from lib.util import Parser, bounded, command, fail, generator, pick_device, write_json
+from lib.util import Parser, bounded, command, fail, generator, pick_device, printable, quoted, write_json
 from model import Config, Context, Model
 
 # R rows, T positions, C channels, B block_length
@@ -386,7 +386,7 @@ def check_rows_fit(args: Namespace, cfg: Config, meta: Meta) -> None:
         fail(f"--init_from {base} is an adapter: start from the model that it stands on, {checkpoint.base_of(base)}")
     same = (cfg.eos_id, cfg.mask_id) == (meta.eos_id, meta.mask_id) and meta.vocab_size <= cfg.vocab_size
     if not same or meaning(base, checkpoint.judge_of(base)) != meaning(Path(args.data), meta.judge or {}):
-        fail(f"--data {args.data} has other tokens than --init_from {base}: prepare it with --like {base}")
+        fail(f"--data {args.data} has other tokens than --init_from {base}: prepare it with --like {quoted(base)}")
 
 
 def meaning(folder: Path, judge: dict) -> object:
@@ -400,7 +400,8 @@ def describe(args: Namespace, corpus: Corpus, model: Model, done: int) -> None:
     cfg = model.cfg
     learned = sum(p.numel() for p in model.learned().values())
     about = {split: rows.describe() for split, rows in corpus.rows.items()}
-    print(f"{args.data}: {about['train']} to train on, {about['val']} to validate, with the ends that fill blocks")
+    print(f"{printable(args.data)}: {about['train']} to train on, {about['val']} to validate, with the ends that fill "
+          f"blocks")  # fmt: skip
     print(
         f"training {learned:,} parameters on {model.wte.weight.device} in {args.dtype}, from {args.init_from}; n = "
         f"{cfg.n_last} of {cfg.n_layer} layers, K = {cfg.n_rounds}, blocks of {cfg.block_length}; steps "

@@ -19,6 +19,9 @@ from lib.util import Parser, as_flags, fail, quoted, read_json, reading, replace
 def run_settings(parser: Parser, free: set[str]) -> Namespace:
     """The command line, on top of --config, or of the run that is resumed, of which only `free` ones may change."""
     given = parser.parse_args()
+    for name in ("data", "init_from", "out_dir"):
+        if not getattr(given, name):
+            fail(f"--{name} is empty: name a folder")
     resume = given.init_from == "resume"
     settings = {}
     if resume:

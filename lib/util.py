@@ -213,8 +213,9 @@ def progress(items: Iterable, what: str, total: int | None = None, done: int = 0
     last = time.monotonic()
     for n, item in enumerate(items, done + 1):
         yield item
-        if time.monotonic() - last >= EVERY:
-            last = time.monotonic()
+        now = time.monotonic()
+        if now - last >= EVERY:
+            last = now
             print(f"{what}: {n:,}" + (f" of {total:,}" if total else ""), file=sys.stderr, flush=True)
 
 

@@ -1,6 +1,8 @@
 """A user's mistake: one line that says what is wrong and what to do, exit code 2. `pytest tests/test_cli.py`"""
 
 import io
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import ROOT, byte_model, caller, command_line, names_folder, random_adapter, refused, tiny_model
+from common import ROOT, approx, byte_model, caller, command_line, names_folder, random_adapter, refused, tiny_model
 from resuming import byte_rows, toy_rows
 
 import base
@@ -18,9 +20,12 @@ import evaluate
 import sample
 import train
 from checkpoint import load_model, save_model
+from experiments import names
+from lib import util
 from lib.rows import read_meta
 from lib.tokenizer import byte_spec, byte_tokenizer
-from lib.util import command, fail, read_json, write_json
+from lib.util import Parser, append_line, command, fail, printable, progress, quoted, read_json, read_lines, write_json
+from tools import bench, playground, plots
 
 SCRATCH = ["--init_from", "scratch", "--batch_size", 2, "--device", "cpu"]
 
@@ -43,6 +48,11 @@ def tree(tmp_path_factory, ckpt) -> Path:
     names_folder(tree / "names")
     random_adapter(tree / "adapter", ckpt)
     of_toy(tree / "toy", tree / "pairs")
+    shutil.copytree(tree / "names", tree / "mute")
+    (tree / "mute" / "tokenizer.json").unlink()
+    shutil.copytree(tree / "adapter", tree / "itself")
+    shutil.copy(ckpt / "config.json", tree / "itself")
+    write_json(tree / "itself" / "adapter.json", read_json(tree / "adapter" / "adapter.json", "file") | {"base": "."})
     return tree
 
 
@@ -55,38 +65,32 @@ def of_toy(folder: Path, rows: Path) -> Path:
     return folder
 
 
-def placed(argv: list, tree: Path) -> list[str]:
-    """TREE/names -> where it lies"""
-    return [str(word).replace("TREE", str(tree)) for word in argv]
-
-
 # --- the one handler
-def raising(error: BaseException):
-    @command
-    def main():
-        raise error
-
-    return SimpleNamespace(__name__="script", main=main)
+def script_of(main) -> SimpleNamespace:
+    return SimpleNamespace(__name__="script", main=command(main))
 
 
 def test_what_a_user_can_mend_is_one_line_and_what_only_we_can_is_a_traceback(monkeypatch, capsys):
+    def raising(error: BaseException) -> SimpleNamespace:
+        def main():
+            raise error
+
+        return script_of(main)
+
     allocator = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
     for error, words in (
-        (OSError(28, "No space left on device"), "No space left on device"),
-        (KeyboardInterrupt(), "interrupted"),
-        (MemoryError(), "out of memory"),
-        (torch.OutOfMemoryError(), "out of memory"),
-        (allocator, "out of memory"),
-    ):
+        (OSError(28, "No space left on device"), "No space left on device"), (KeyboardInterrupt(), "interrupted"),
+        (MemoryError(), "memory"), (torch.OutOfMemoryError(), "memory"), (allocator, "memory"),
+    ):  # fmt: skip
         assert words in refused(raising(error), monkeypatch, capsys)
     for error in (RuntimeError("ours"), AssertionError()):
         with pytest.raises(type(error)):
             command_line(raising(error), monkeypatch, capsys)
     assert command_line(raising(SystemExit(130)), monkeypatch, capsys) == (130, "", "")
 
-    # several lines, or a NUL byte in a name, are one line
-    script = SimpleNamespace(__name__="script", main=command(lambda: fail("a\nb \0 c")))
-    assert refused(script, monkeypatch, capsys) == "error: a b \\0 c"
+    # several lines, a NUL byte or an escape in a name are one line that a terminal only shows
+    line = refused(script_of(lambda: fail("a\nb \0 \x1b[2J")), monkeypatch, capsys)
+    assert line == "error: a b <U+0000> <U+001B>[2J"
 
 
 def test_a_reader_who_leaves_is_no_error():
@@ -98,66 +102,119 @@ def test_a_reader_who_leaves_is_no_error():
     assert process.wait() == 141 and not err
 
 
-# --- mistakes, one of each kind
+# --- what is printed
+def test_a_terminal_is_given_no_command():
+    """Escapes, what turns the direction of writing, lone halves; any other letter stays, and so do lines and tabs."""
+    for text, shown in (
+        ("a\x1b[2J\x07\rb", "a<U+001B>[2J<U+0007><U+000D>b"), ("\x9b\u202ex\ud800", "<U+009B><U+202E>x<U+D800>"),
+        ("é漢\u3000😀\u200d\u00a0\n\t", "é漢\u3000😀\u200d\u00a0\n\t"),
+    ):  # fmt: skip
+        assert printable(text) == shown
+    for folder in ("out/a", "my run; ls", "it's $HOME"):
+        assert shlex.split(quoted(folder)) == [folder]
 
-TEXT = ["--prompt", "a"]
+
+def test_progress_through_a_pipe_is_a_line_now_and_then(monkeypatch, capsys):
+    """An item takes ten seconds here; four came before."""
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr(util.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(util, "EVERY", 25)
+    assert list(progress("abcdef", "items", done=4)) == list("abcdef")
+    assert capsys.readouterr().err.splitlines() == ["items: 7 of 10", "items: 10 of 10"]
+
+
+def test_help_shows_folders_as_they_are_typed(monkeypatch, capsys):
+    for script in (train, base, sample, evaluate, bench, playground, plots):
+        code, out, _ = command_line(script, monkeypatch, capsys, "--help")
+        assert code == 0 and "PosixPath" not in out and str(ROOT) not in out
+    parser = Parser("")
+    parser.add_argument("--ckpt", type=Path, nargs="+", default=[Path("a b"), Path("c")], help="%%")
+    parser.add_argument("--edits", nargs="+", default=[None], help="x")
+    assert "% (default: a b c)" in parser.format_help() and "x (default: none)" in parser.format_help()
+
+
+def test_a_record_that_is_cut_short_is_left_out(tmp_path):
+    """And the next one stands on a line of its own, also behind one that lacks nothing but its end."""
+    path = tmp_path / "new" / "r.jsonl"
+    for held, there in ((None, []), (b'{"n": 1}\n{"n"', [1]), (b'{"n": 1}\n{"n": 2}', [1, 2]), (b'{"n', [])):
+        if held is not None:
+            path.write_bytes(held)
+            assert [record["n"] for record in read_lines(path, {"n": int})] == there
+        append_line(path, {"n": 7})
+        assert [record["n"] for record in read_lines(path, {"n": int})] == [*there, 7]
+        assert path.read_bytes().count(b"\n") == len(there) + 1
+
+
+# --- mistakes, one of each kind: a script, what is typed, and what the one line names
 ON_TEXT = ["--data", "TREE/text", "--init_from", "CKPT", "--block_length", 8]
 ON_TOY = ["--data", "TREE/pairs", "--init_from", "scratch"]
 CORRUPTED = [*ON_TEXT, "--context", "corrupted"]
+MEASURE = ["measure", "--system", "x", "--seed", 1, "--out", "OUT"]
+PAGE = ["--out", "OUT", "--ckpt"]
 MISTAKES = [
-    # train.py: the command line, and what it refuses in these words
-    (train, ["--learning_rate", "inf"], "--learning_rate: must lie in"),
-    (train, ["--init_from", "resume"], "no training run to resume"),
-    (train, [*ON_TEXT, "--seq_len", 100], "--seq_len 100 must be a multiple of --block_length 8"),
-    (train, [*ON_TEXT, "--seq_len", 256], "at most 128"),
-    (train, [*ON_TEXT, "--one_by_one", 0.5], "unrecognized arguments: --one_by_one 0.5"),
-    (train, [*ON_TOY, "--block_length", 8], "are not of whole blocks of 8"),
+    (train, ["--learning_rate", "inf"], "--learning_rate"),
+    (train, ["--init_from", "resume"], "--out_dir"),
+    (train, [*ON_TEXT, "--seq_len", 100], "--seq_len 100"),
+    (train, [*ON_TEXT, "--seq_len", 256], "128"),
+    (train, [*ON_TEXT, "--one_by_one", 0.5], "--one_by_one"),
+    (train, [*ON_TOY, "--block_length", 8], "blocks of 8"),
     # n and K are the model's own, or possible ones; an adapter has its own, and is no place to start
-    (train, [*ON_TEXT, "--n_last", 5], "n_last is 1..4 (n_layer), not 5"),
-    (train, [*ON_TOY, "--n_last", 99], "n_last is 1..4 (n_layer), not 99"),
-    (train, [*ON_TEXT, "--n_rounds", 1001], "n_rounds is 1..1000"),
-    (
-        train,
-        [*ON_TEXT[:2], "--init_from", "TREE/adapter", "--n_last", 1],
-        "start from the model that it stands on, CKPT",
-    ),
+    (train, [*ON_TEXT, "--n_last", 5], "1..4 (n_layer), not 5"),
+    (train, [*ON_TOY, "--n_last", 99], "1..4 (n_layer), not 99"),
+    (train, [*ON_TEXT, "--n_rounds", 1001], "1..1000"),
+    (train, [*ON_TEXT[:2], "--init_from", "TREE/adapter", "--n_last", 1], "CKPT"),
     # what Stage B sees before it
-    (train, [*CORRUPTED, "--stage_b", "lora"], "give --context clean"),
-    (train, [*CORRUPTED, "--stage_b", "copy"], "give --context clean"),
-    (train, [*CORRUPTED, "--causal"], "give --context clean"),
-    (train, [*ON_TEXT, "--stage_b", "lora", "--lora_r", 0], "--stage_b lora needs a rank"),
-    (train, [*ON_TOY, "--stage_b", "lora"], "stand on a trained base"),
-    (train, [*ON_TOY, "--stage_b", "copy"], "stand on a trained base"),
-    # base.py
-    (base, [*ON_TOY, "--one_by_one", 1.5], "--one_by_one: must lie in"),
-    (base, [*ON_TOY, "--optimizer", "sgd"], "--optimizer: invalid choice"),
-    (sample, [], "nothing to continue"),
-    (sample, [*TEXT, "--prompt", ""], "prompt 2 is empty"),
+    (train, [*CORRUPTED, "--stage_b", "lora"], "--context clean"),
+    (train, [*CORRUPTED, "--stage_b", "copy"], "--context clean"),
+    (train, [*CORRUPTED, "--causal"], "--context clean"),
+    (train, [*ON_TEXT, "--stage_b", "lora", "--lora_r", 0], "--lora_r"),
+    (train, [*ON_TOY, "--stage_b", "lora"], "--init_from"),
+    (train, [*ON_TOY, "--stage_b", "copy"], "--init_from"),
+    (base, [*ON_TOY, "--one_by_one", 1.5], "--one_by_one"),
+    (base, [*ON_TOY, "--optimizer", "sgd"], "--optimizer"),
+    (sample, [], "--prompt"),
+    (sample, ["--prompt", "a", "--prompt", ""], "prompt 2"),
     (sample, ["--prompt", "x" * 120], "120 tokens"),
     (sample, ["--prompt_ids", "5,9999"], "0..271"),
-    (sample, ["--prompt_ids", "a"], "--prompt_ids: 'a' is no list of ids like 1,2,3"),
-    (sample, [*TEXT, "--n_rounds", 5], "for 0..2 rounds"),
-    (sample, [*TEXT, "--temperature", "1e-40"], "at least 0.001"),
-    (sample, [*TEXT, "--tau_m2t", "nan"], "must lie in -1..1"),
-    (sample, [*TEXT, "--n_rounds", 0, "--tau_joint", 0.5, "--tau_m2t", 0.7], "leave out --tau_m2t"),
-    (sample, [*TEXT, "--ckpt", "TREE/toy"], "use --prompt_ids"),
-    # evaluate.py
-    (evaluate, ["--ckpt", "CKPT"], "so nothing judges it: python sample.py"),
-    (evaluate, ["--ckpt", "TREE/toy", "TREE/names"], "several folders are compared on names alone"),
-]
+    (sample, ["--prompt_ids", "a"], "--prompt_ids"),
+    (sample, ["--prompt", "a", "--n_rounds", 5], "--n_rounds 5"),
+    (sample, ["--prompt", "a", "--temperature", "1e-40"], "--temperature"),
+    (sample, ["--prompt", "a", "--tau_m2t", "nan"], "--tau_m2t"),
+    (sample, ["--prompt", "a", "--n_rounds", 0, "--tau_joint", 0.5, "--tau_m2t", 0.7], "--tau_m2t"),
+    (sample, ["--prompt", "a", "--ckpt", "TREE/toy"], "--prompt_ids"),
+    (sample, ["--prompt", "a", "--ckpt", "TREE/itself"], "TREE/itself as its base"),
+    (evaluate, ["--ckpt", "CKPT"], "sample.py"),
+    (evaluate, ["--ckpt", "TREE/toy", "TREE/names"], "--ckpt"),
+    # what only a model of names can be asked, and a base that is none
+    *[(bench, ["--names", folder], folder) for folder in ("TREE/toy", "TREE/mute", "CKPT", "TREE/text", "TREE/itself")],
+    *[(names, [*MEASURE, "--way", "run", "--ckpt", of], of) for of in ("TREE/toy", "TREE/mute", "CKPT", "TREE/itself")],
+    *[(names, [*MEASURE, "--way", way, "--ckpt", "TREE/names", "--dial", dial], "--dial")
+      for way, dial in (("run", -1), ("first", 0), ("threshold", 2), ("ones", "nan"))],
+    (names, ["compare", "TREE/pairs/meta.json", "--against", "x"], "meta.json"),
+    (playground, [*PAGE, "TREE/toy"], "TREE/toy"),
+    (playground, [*PAGE, "TREE/itself"], "TREE/itself"),
+    # a flag that names a place, and none is named
+    (train, ["--out_dir", ""], "--out_dir"),
+    (playground, ["--out", ""], "--out"),
+    (plots, ["--out="], "--out"),
+    (names, [*MEASURE[:-1], "", "--way", "run", "--ckpt", "TREE/names"], "--out"),
+    (sample, ["--prompt", "a", "--ckpt", ""], "--ckpt"),
+]  # fmt: skip
+CPU = ["--device", "cpu"]
 GIVEN = {
-    train: ["--out_dir", "OUT"], base: ["--out_dir", "OUT"],
-    sample: ["--ckpt", "CKPT", "--gen_length", 16], evaluate: [],
+    train: ["--out_dir", "OUT", *CPU], base: ["--out_dir", "OUT", *CPU],
+    sample: ["--ckpt", "CKPT", "--gen_length", 16, *CPU], evaluate: CPU,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("script, argv, words", MISTAKES, ids=[words for _, _, words in MISTAKES])
-def test_a_mistake_is_named(script, argv, words, ckpt, tree, tmp_path, monkeypatch, capsys):
-    argv = [*GIVEN[script], *argv, "--device", "cpu"]
-    out = tmp_path / "out"
-    argv = [word.replace("CKPT", str(ckpt)).replace("OUT", str(out)) for word in placed(argv, tree)]
-    assert words.replace("CKPT", str(ckpt)) in refused(script, monkeypatch, capsys, *argv)
-    assert not out.exists()
+@pytest.mark.parametrize("script, argv, named", MISTAKES)
+def test_a_mistake_is_named(script, argv, named, ckpt, tree, tmp_path, monkeypatch, capsys):
+    def placed(word: object) -> str:
+        return str(word).replace("TREE", str(tree)).replace("CKPT", str(ckpt)).replace("OUT", str(tmp_path / "out"))
+
+    argv = map(placed, [*GIVEN.get(script, []), *argv])
+    assert placed(named) in refused(script, monkeypatch, capsys, *argv)
+    assert not (tmp_path / "out").exists()
 
 
 def test_n_and_k_that_are_given_are_those_of_the_adapter(ckpt, tree, tmp_path, monkeypatch, capsys):
@@ -195,7 +252,6 @@ def test_rows_of_other_tokens_than_the_models_are_refused(ckpt, tree, tmp_path, 
     model of text, and text on a model of a toy."""
     # the ids of this toy are 0..223, its contexts 224..255, then eos and the mask, as of bytes
     like_bytes = toy_rows(tmp_path / "like bytes", "modes", V=224)
-    assert (read_meta(like_bytes).eos_id, read_meta(like_bytes).mask_id) == (256, 257)
     of_it = of_toy(tmp_path / "of it", like_bytes)
 
     # a tokenizer whose letters have other numbers
@@ -206,91 +262,86 @@ def test_rows_of_other_tokens_than_the_models_are_refused(ckpt, tree, tmp_path, 
     write_json(other / "tokenizer.json", spec)
 
     # toys of two kinds, and of two sizes, with as many symbols and contexts
-    pairs, sums = (toy_rows(tmp_path / name, name, V=4, m=m) for name, m in (("pairs", 2), ("sum", 2)))
-    longer = toy_rows(tmp_path / "longer", "pairs", V=4, m=4)
+    pairs, sums, longer = (toy_rows(tmp_path / f"{name} {m}", name, V=4, m=m) for name, m in
+                           (("pairs", 2), ("sum", 2), ("pairs", 4)))  # fmt: skip
     swapped = [toy_rows(tmp_path / f"V {V}", "modes", V=V, m=2, n_ctx=40 - V) for V in (16, 24)]
-    assert len({(read_meta(rows).eos_id, read_meta(rows).vocab_size) for rows in (pairs, sums, longer)}) == 1
-    assert len({read_meta(rows).eos_id for rows in swapped}) == 1
+    for rows in ((tree / "text", like_bytes), (pairs, sums, longer), swapped):
+        assert len({(read_meta(of).eos_id, read_meta(of).mask_id) for of in rows}) == 1
     of_pairs, of_swapped = of_toy(tmp_path / "of pairs", pairs), of_toy(tmp_path / "of swapped", swapped[0])
 
+    call = caller(train, monkeypatch, capsys)
+    how = ["--max_iters", 1, "--batch_size", 2, "--device", "cpu", "--out_dir"]
     for model, rows in (
         (ckpt, other), (ckpt, like_bytes), (tree / "names", tree / "pairs"), (tree / "names", like_bytes),
         (of_it, tree / "text"), (of_pairs, sums), (of_pairs, longer), (of_swapped, swapped[1]),
     ):  # fmt: skip
-        argv = ["--data", rows, "--init_from", model, "--max_iters", 1, "--batch_size", 2, "--device", "cpu"]
-        line = refused(train, monkeypatch, capsys, *argv, "--out_dir", tmp_path / "out")
-        assert line == f"error: --data {rows} has other tokens than --init_from {model}: prepare it with --like {model}"
+        line = call.fails("--data", rows, "--init_from", model, *how, tmp_path / "out")
+        assert str(rows) in line and f"--like {quoted(model)}" in line
 
     # its own, and text by its tokenizer, are read
-    call = caller(train, monkeypatch, capsys)
     for number, (model, rows) in enumerate(((of_it, like_bytes), (tree / "names", tree / "text"))):
-        call("--data", rows, "--init_from", model, "--max_iters", 1, "--batch_size", 2, "--device", "cpu",
-             "--out_dir", tmp_path / str(number))  # fmt: skip
+        call("--data", rows, "--init_from", model, *how, tmp_path / str(number))
 
 
-# --- what is shown
+# --- what sample.py and evaluate.py say
+@pytest.fixture
+def said(monkeypatch, capsys):
+    def said(folder: Path, *argv) -> str:
+        return caller(sample, monkeypatch, capsys)("--ckpt", folder, "--gen_length", 9, "--device", "cpu", *argv)
+
+    return said
 
 
-def test_text_and_ids_agree(ckpt, monkeypatch, capsys):
-    def decoded(*argv):
-        run = ["--ckpt", ckpt, "--gen_length", 9, "--device", "cpu", *argv]
-        return command_line(sample, monkeypatch, capsys, *run)[1]
-
-    by_text = decoded("--prompt", "ab")
-    assert decoded("--prompt_ids", "97,98") == by_text
+def test_text_and_ids_agree(ckpt, said):
+    by_text = said(ckpt, "--prompt", "ab")
+    assert said(ckpt, "--prompt_ids", "97,98") == by_text
     d = sample.Decoding(gen_length=9, tau_m2t=0.7, tau_t2t=0.0, n_rounds=2, holes=True)  # the defaults
     model, decode = load_model(ckpt, "cpu", torch.float32), byte_tokenizer().decode
     tokens, nfe, _ = sample.generate_one(model, [97, 98], d)
+    text = printable(decode([97, 98, *tokens]))
+    assert by_text.startswith(text)
     total = nfe["full"] + nfe["refresh"] + nfe["partial"] / 2  # n = 2 of 4 layers
-    assert by_text.startswith(f"{decode([97, 98, *tokens])}\n[{len(tokens)} tokens; forwards: {nfe['full']} full + ")
-    assert f"{nfe['partial']:g} partial x 0.5 + {nfe['refresh']} refresh = {total:.3g}, " in by_text
+    figures = [float(x) for x in re.findall(r"\d+(?:\.\d+)?", by_text[len(text) :].splitlines()[1])]
+    expected = [len(tokens), nfe["full"], nfe["partial"], 0.5, nfe["refresh"], total, total / len(tokens)]
+    assert figures == approx(expected, rel=0.01)
 
     # holes are filled, in two blocks, before anything is printed, and what is given stays
     (output,) = sample.generate(model, [[257 if c == "▒" else ord(c) for c in "a▒cdefgh▒j"]], d)
     filled = output.prompt
     assert filled[:1] + filled[2:8] + filled[9:] == list(b"acdefghj") and 257 not in filled
-    assert decoded("--prompt", "a▒cdefgh▒j").startswith(decode(filled))
+    assert said(ckpt, "--prompt", "a▒cdefgh▒j").startswith(printable(decode(filled)))
 
     # a seed may be any whole number, and is hashed
-    drawn = [decoded("--prompt", "a", "--temperature", 1, "--seed", seed) for seed in (0, 2**64, 2**64, -1)]
+    drawn = [said(ckpt, "--prompt", "a", "--temperature", 1, "--seed", seed) for seed in (0, 2**64, 2**64, -1)]
     assert drawn[0] != drawn[1] == drawn[2] != drawn[3] != drawn[0]
 
 
-@pytest.fixture(scope="module")
-def of_names(tmp_path_factory):
-    """Its tokens are bytes."""
-    return names_folder(tmp_path_factory.mktemp("names"))
-
-
-def test_a_name_is_judged(of_names, monkeypatch, capsys):
+def test_a_name_is_judged(tree, said):
     """A blank at the end of a prompt is the beginning of the next token, and not one of its own."""
-    for name, words in {
-        "LATIN SMALL LETTER A": "a (U+0061)",
-        "QQQ": "(no such character)",
-        "latin": "(no such character; names are in upper case)",
-    }.items():
-        assert sample.verdict(name) == words
-
-    def decoded(*argv):
-        code, out, err = command_line(sample, monkeypatch, capsys, "--ckpt", of_names, "--gen_length", 3, *argv)
-        assert (code, err) == (0, "")
-        return out
-
-    blank, without = decoded("--prompt", "ARABIC ▒"), decoded("--prompt", "ARABIC▒")
-    assert blank == without and "(no such character" in blank
+    assert "a (U+0061)" in sample.verdict("LATIN SMALL LETTER A")
+    assert sample.verdict("RIGHT-TO-LEFT OVERRIDE") == "<U+202E> (U+202E)"
+    assert all("no such character" in sample.verdict(name) for name in ("QQQ", "latin"))
+    blank, without = said(tree / "names", "--prompt", "ARABIC ▒"), said(tree / "names", "--prompt", "ARABIC▒")
+    assert blank == without and "no such character" in blank
 
 
-def test_the_readmes_training_then_its_evaluation(of_names, tmp_path, monkeypatch, capsys):
-    """Two steps of it, on a small model in assets/names, then what it says comes next."""
-    shutil.copytree(of_names, tmp_path / "assets" / "names")
+def test_a_prompt_with_escapes_is_shown(ckpt, said):
+    for how in ([], ["--watch"]):
+        out = said(ckpt, "--prompt", "a\x1b[2J\x07", *how)
+        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", out) and "a<U+001B>[2J<U+0007>" in out
+
+
+def test_a_training_then_what_it_says_comes_next(tree, tmp_path, monkeypatch, capsys):
+    """Two steps with the flags left out, on a small model in assets/names; then evaluate.py as it is called there."""
+    shutil.copytree(tree / "names", tmp_path / "assets" / "names")
     byte_rows(tmp_path / "data" / "names", prompt=-1, judge={"names": "0"})
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(evaluate, "NAMES", replace(evaluate.NAMES, gen_length=8))
-    run = caller(train, monkeypatch, capsys)
-    out = run("--n_last", 3, "--max_iters", 2, "--batch_size", 4)
-    assert "data/names: 56 rows, " in out and "python evaluate.py --ckpt out/names" in out
-    out = caller(evaluate, monkeypatch, capsys)("--ckpt", "out/names", "--prompts", 2)
-    assert "2 held-out names" in out and "Stage B" in out
+    out = caller(train, monkeypatch, capsys)("--max_iters", 2, "--batch_size", 4, "--out_dir", "my run")
+    *_, last = out.splitlines()
+    script, *argv = shlex.split(last.partition("python ")[2])
+    assert script == "evaluate.py"
+    caller(evaluate, monkeypatch, capsys)(*argv, "--prompts", 2)
 
 
 def test_a_console_without_our_signs_is_no_error(ckpt, monkeypatch):
