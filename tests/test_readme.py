@@ -4,6 +4,8 @@ import ast
 import importlib
 import re
 import shlex
+import subprocess
+from itertools import pairwise
 
 import pytest
 from common import ROOT, command_line
@@ -90,6 +92,19 @@ def test_commands_that_are_written_down_parse(script, monkeypatch, capsys):
         except Parsed:
             pass
     assert not wrong
+
+
+def test_what_a_written_command_writes_is_ignored_by_git():
+    """A folder or file behind --out, unless it is a DIR of the reader's."""
+    places = set()
+    for _, _, line in COMMANDS:
+        words = shlex.split(line.replace("\\\n", " "), comments=True)
+        places |= {place for flag, place in pairwise(words) if flag in ("--out", "--out_dir") and place != "DIR"}
+    done = subprocess.run(["git", "check-ignore", "--stdin"], input="\n".join(places), cwd=ROOT, capture_output=True,
+                          text=True)  # fmt: skip
+    if done.returncode == 128:
+        pytest.skip("this is no checkout of git")
+    assert len(places) > 10 and places - set(done.stdout.splitlines()) == set()
 
 
 def test_what_the_readme_shows_is_what_the_shipped_model_writes(monkeypatch, capsys):
