@@ -10,57 +10,61 @@ from common import ROOT
 
 from experiments.names import share, within
 
-RECORDS = [json.loads(line) for line in (ROOT / "results" / "names" / "records.jsonl").read_text().splitlines()]
+FOLDER = ROOT / "results" / "names"
 README = (ROOT / "README.md").read_text()
-PAGE = (ROOT / "results" / "names" / "README.md").read_text()
-
-# a row of the page: system, way, dial, edits
-ROWS = {
-    "a left-to-right model of the base's size": ("left to right", "ones", 1, None),
-    "the same, 1,000 steps": ("left to right, 1,000 steps", "ones", 1, None),
-    "base, one at a time, text read in blocks of one": ("base", "ones", 1, None),
-    "base, one at a time from the left": ("base", "run", 1, None),
-    "base, longest run above .7": ("base", "run", 0.7, None),
-    "base, longest run above .5": ("base", "run", 0.5, None),
-    "base, surest first, above .7, edits above .5 (LLaDA2.1's rule)": ("base", "threshold", 0.7, 0.5),
-    "base, all at once": ("base", "threshold", -1, None),
-    "paper, longest run above .7": ("paper", "run", 0.7, None),
-    "paper, Stage B on, above .7, ungated edits": ("paper", "stage_b", 0.7, 0),
-    "the same, Stage B off": ("paper", "threshold", 0.7, 0),
-    "alpha, longest run above .7": ("alpha", "run", 0.7, None),
-    "alpha, above .7, no edits": ("alpha", "stage_b", 0.7, None),
-    "alpha, all at once, no edits": ("alpha", "stage_b", -1, None),
-    "causal, whole blocks": ("causal", "run", 0, None),
-    "causal, longest run above .5": ("causal", "run", 0.5, None),
-    "causal, longest run above .8": ("causal", "run", 0.8, None),
-    "causal, longest run above .95": ("causal", "run", 0.95, None),
-}
-# and of the README
-SHORT = {
-    "a left-to-right model of its size": ("left to right", "ones", 1, None),
-    "base, one at a time, in blocks of one": ("base", "ones", 1, None),
-    "base, longest run above .7": ("base", "run", 0.7, None),
-    "base, LLaDA2.1's rule: fill above .7, edit above .5": ("base", "threshold", 0.7, 0.5),
-    "base, all at once": ("base", "threshold", -1, None),
-    "paper, longest run above .7": ("paper", "run", 0.7, None),
-    "paper: fill above .7, edit on disagreement": ("paper", "stage_b", 0.7, 0),
-    "the same, Stage B off": ("paper", "threshold", 0.7, 0),
-    "alpha .5, all at once": ("alpha", "stage_b", -1, None),
-    "causal, whole blocks": ("causal", "run", 0, None),
-    "causal, longest run above .5": ("causal", "run", 0.5, None),
-}
+PAGE = (FOLDER / "README.md").read_text()
 
 
-def of(system: str, way: str, dial: float, edits: float | None) -> list[dict]:
-    """A setting's records, seed by seed."""
-    key = (system, way, dial, edits)
-    found = [r for r in RECORDS if (r["system"], r["way"], r["dial"], r["edits"]) == key]
+def records(name: str) -> list[dict]:
+    return list(map(json.loads, (FOLDER / f"{name}.jsonl").read_text().splitlines()))
+
+
+RECORDS, TRAININGS = records("records"), records("told")
+SEEDS = (1, 2, 3)
+BUDGETS = (2.1, 2.7, 3.3, 5, 6)  # forwards a name
+
+# system, way, dial, edits: its row of the page, and of the README
+ROWS = [
+    (("left to right", "ones", 1, None), "a left-to-right model of the base's size",
+     "a left-to-right model of its size"),
+    (("left to right, 1,000 steps", "ones", 1, None), "the same, 1,000 steps", None),
+    (("base", "ones", 1, None), "base, one at a time, text read in blocks of one",
+     "base, one at a time, in blocks of one"),
+    (("base", "run", 1, None), "base, one at a time from the left", None),
+    (("base", "run", 0.7, None), "base, longest run above .7", "base, longest run above .7"),
+    (("base", "run", 0.5, None), "base, longest run above .5", None),
+    (("base", "threshold", 0.7, 0.5), "base, surest first, above .7, edits above .5 (LLaDA2.1's rule)",
+     "base, LLaDA2.1's rule: fill above .7, edit above .5"),
+    (("base", "threshold", -1, None), "base, all at once", "base, all at once"),
+    (("paper", "run", 0.7, None), "paper, longest run above .7", "paper, longest run above .7"),
+    (("paper", "stage_b", 0.7, 0), "paper, Stage B on, above .7, ungated edits",
+     "paper: fill above .7, edit on disagreement"),
+    (("paper", "threshold", 0.7, 0), "the same, Stage B off", "the same, Stage B off"),
+    (("alpha", "run", 0.7, None), "alpha, longest run above .7", None),
+    (("alpha", "stage_b", 0.7, None), "alpha, above .7, no edits", None),
+    (("alpha", "stage_b", -1, None), "alpha, all at once, no edits", "alpha .5, all at once"),
+    (("causal", "run", 0, None), "causal, whole blocks", "causal, whole blocks"),
+    (("causal", "run", 0.5, None), "causal, longest run above .5", "causal, longest run above .5"),
+    (("causal", "run", 0.8, None), "causal, longest run above .8", None),
+    (("causal", "run", 0.95, None), "causal, longest run above .95", None),
+]  # fmt: skip
+
+
+def of(system: str, way: str, dial: float, edits: float | None, skip: int = 0, among: list = RECORDS) -> list[dict]:
+    """A setting's records, seed by seed; skip: beginnings that were left out."""
+    keys = ("system", "way", "dial", "edits")
+    found = [r for r in among if (*map(r.get, keys), r.get("skip", 0)) == (system, way, dial, edits, skip)]
     return sorted(found, key=lambda record: record["seed"])
 
 
-def means(records: list[dict]) -> tuple[float, float]:
-    """The share that exists, and forwards a name."""
-    return mean(share(record["exist"]) for record in records), mean(record["forwards"] for record in records)
+def shares(found: list[dict]) -> list[float]:
+    """Of each seed what exists."""
+    return [share(record["exist"]) for record in found]
+
+
+def cost(found: list[dict]) -> float:
+    """Forwards a name."""
+    return mean(record["forwards"] for record in found)
 
 
 def cells(text: str, name: str) -> list[str]:
@@ -79,21 +83,26 @@ def short(x: float, digits: int = 3) -> str:
     return f"{x:.{digits}f}".lstrip("0")
 
 
-@pytest.mark.parametrize("text, rows", [(PAGE, ROWS), (README, SHORT)], ids=["the page", "the README"])
-def test_rows(text, rows):
-    """In the README of three seeds the lowest and the highest."""
-    for name, setting in rows.items():
-        records = of(*setting)
-        shares = [share(record["exist"]) for record in records]
-        exist, forwards, per_token = cells(text, name)
-        seeds = " ".join(map(short, shares)) if text is PAGE else f"{short(min(shares))}, {short(max(shares))}"
-        assert exist == f"{short(mean(shares))} ({seeds})", name
-        assert text is PAGE or len(shares) == 3
-        assert forwards == f"{mean(record['forwards'] for record in records):.1f}", name
-        assert float(per_token) == pytest.approx(mean(record["per_token"] for record in records), abs=0.0051), name
+# --- settings
+def check_row(text: str, name: str, found: list[dict]) -> None:
+    """The page has all seeds, the README of three the lowest and the highest."""
+    own = shares(found)
+    assert text is PAGE or len(own) == 3
+    seeds = " ".join(map(short, own)) if text is PAGE else f"{short(min(own))}, {short(max(own))}"
+    exist, forwards, per_token = cells(text, name)
+    assert (exist, forwards) == (f"{short(mean(own))} ({seeds})", f"{cost(found):.1f}"), name
+    assert float(per_token) == pytest.approx(mean(record["per_token"] for record in found), abs=0.0051), name
 
 
-# causal Stage B with the token before and without: system, how many beginnings were left out
+def test_rows():
+    for setting, of_page, of_readme in ROWS:
+        check_row(PAGE, of_page, of(*setting))
+        if of_readme:
+            check_row(README, of_readme, of(*setting))
+    check_row(README, "without the token before, on one base (with it .889)", told("a beam's rows: told", 0.5))
+
+
+# --- causal Stage B with the token before and without: system, how many beginnings were left out
 TOLD = {
     "a beam's rows: causal": ("causal", 0),
     "a beam's rows: told": ("told", 0),
@@ -104,45 +113,29 @@ TOLD = {
 }
 
 
-TRAININGS = [json.loads(line) for line in (ROOT / "results" / "names" / "told.jsonl").read_text().splitlines()]
-
-
-def trainings(name: str, dial: float) -> list[dict]:
-    """Three of them, on one base."""
+def told(name: str, dial: float) -> list[dict]:
+    """Three trainings on one base."""
     system, skip = TOLD[name]
-    own = [r for r in TRAININGS if (r["system"], r["way"], r["dial"], r.get("skip", 0)) == (system, "run", dial, skip)]
-    assert sorted(r["seed"] for r in own) == [1, 2, 3]
-    return sorted(own, key=lambda r: r["seed"])
+    found = of(system, "run", dial, None, skip, TRAININGS)
+    assert tuple(record["seed"] for record in found) == SEEDS
+    return found
 
 
-@pytest.mark.parametrize("name", TOLD)
-def test_what_the_token_before_is_worth(name):
-    found = [trainings(name, dial) for dial in (0, 0.5, 0.8)]
-    figures = map(means, found)
-    assert cells(PAGE, name) == [f"{short(exist)}, {forwards:.1f}" for exist, forwards in figures]
+def test_what_the_token_before_is_worth():
+    dials = (0, 0.5, 0.8)
+    for name in TOLD:
+        found = [told(name, dial) for dial in dials]
+        assert cells(PAGE, name) == [f"{short(mean(shares(own)))}, {cost(own):.1f}" for own in found]
+    for row, rule in zip(re.findall(r"^\|difference\|(.*)\|$", PAGE, re.M), ("a beam's rows", "the text alone"),
+                         strict=True):  # fmt: skip
+        pairs = [
+            zip(*(shares(told(f"{rule}: {of}", dial)) for of in ("causal", "told")), strict=True) for dial in dials
+        ]
+        assert row.split("|") == [interval([a - b for a, b in of_dial]) for of_dial in pairs]
 
 
-def test_differences_of_trainings_have_their_intervals():
-    rows = re.findall(r"^\|difference\|(.*)\|$", PAGE, re.M)
-    for row, rule in zip(rows, ("a beam's rows", "the text alone"), strict=True):
-        expected = []
-        for dial in (0, 0.5, 0.8):
-            ours, theirs = ([share(r["exist"]) for r in trainings(f"{rule}: {of}", dial)] for of in ("causal", "told"))
-            assert len(ours) == 3
-            expected.append(interval([a - b for a, b in zip(ours, theirs, strict=True)]))
-        assert row.split("|") == expected
-
-
-def test_the_readmes_row_without_the_token_before():
-    own = trainings("a beam's rows: told", 0.5)
-    shares = [share(r["exist"]) for r in own]
-    expected = [f"{short(mean(shares))} ({short(min(shares))}, {short(max(shares))})"]
-    expected += [f"{mean(r['forwards'] for r in own):.1f}", short(mean(r["per_token"] for r in own), 2)]
-    assert cells(README, "without the token before, on one base (with it .889)") == expected
-
-
-# a row: the system, and the way where it is one of several
-BUDGETS = {
+# --- budgets. A row: the system, and the way where it is one of several
+PAID = {
     "base": ("base", None),
     "base, by the longest run alone": ("base", "run"),
     "paper": ("paper", None),
@@ -153,47 +146,41 @@ BUDGETS = {
 }
 
 
-@pytest.mark.parametrize("name", BUDGETS)
-def test_what_a_budget_pays_for(name):
-    system, way = BUDGETS[name]
-    row = cells(PAGE, name)
-    for cell, budget in zip(row, (2.1, 2.7, 3.3, 5, 6), strict=True):
-        seeds = []
-        for seed in (1, 2, 3):
-            own = [r for r in RECORDS if (r["system"], r["seed"]) == (system, seed) and way in (r["way"], None)]
-            seeds.append(within(own, budget))
-        assert cell == short(mean(x for x in seeds if x is not None))
+def paid(system: str, budget: float, way: str | None = None) -> list[float | None]:
+    """What a budget pays for, seed by seed."""
+    own = [
+        [r for r in RECORDS if (r["system"], r["seed"]) == (system, seed) and way in (r["way"], None)] for seed in SEEDS
+    ]
+    return [within(of_seed, budget) for of_seed in own]
 
 
-@pytest.mark.parametrize("other", ["base", "head"])
-def test_differences_within_a_budget_have_their_intervals(other):
-    """Of the seeds that both have."""
-    for found, budget in zip(cells(PAGE, f"causal, less the {other}"), (2.1, 2.7, 3.3, 5, 6), strict=True):
-        pairs = []
-        for seed in (1, 2, 3):
-            of_seed = [r for r in RECORDS if r["seed"] == seed]
-            ours, theirs = (within([r for r in of_seed if r["system"] == of], budget) for of in ("causal", other))
-            pairs += [ours - theirs] if theirs is not None else []
-        assert found == (interval(pairs) if len(pairs) > 1 else "–")
+def test_what_a_budget_pays_for():
+    for name, (system, way) in PAID.items():
+        found = [paid(system, budget, way) for budget in BUDGETS]
+        assert cells(PAGE, name) == [short(mean(x for x in own if x is not None)) for own in found]
+    for other in ("base", "head"):
+        for cell, budget in zip(cells(PAGE, f"causal, less the {other}"), BUDGETS, strict=True):
+            both = zip(paid("causal", budget), paid(other, budget), strict=True)
+            pairs = [ours - theirs for ours, theirs in both if theirs is not None]
+            assert cell == (interval(pairs) if len(pairs) > 1 else "–")
 
 
 @pytest.mark.parametrize("system", ["base", "paper", "alpha"])
 def test_settings_that_are_chosen_elsewhere_have_the_same(system):
     """The best mixture of two on a base apart and other beginnings, by the table's seeds and beginnings."""
-    text = (ROOT / "results" / "names" / "choice.jsonl").read_text()
-    elsewhere = [r for r in map(json.loads, text.splitlines()) if r["system"] == system]
+    elsewhere = [r for r in records("choice") if r["system"] == system]
     assert all((r["seed"], r["skip"]) == (3, 512) for r in elsewhere)
     settings = {(r["way"], r["dial"], r["edits"]): (share(r["exist"]), r["forwards"]) for r in elsewhere}
-    for cell, budget in zip(cells(PAGE, system), (2.1, 2.7, 3.3, 5, 6), strict=True):
+    for cell, budget in zip(cells(PAGE, system), BUDGETS, strict=True):
         best = (-1.0,)
         for (cheap, (a, low)), (dear, (b, high)) in product(settings.items(), settings.items()):
             if low <= min(budget, high):
                 part = 1.0 if high <= budget else (budget - low) / (high - low)
                 best = max(best, ((1 - part) * a + part * b, part, cheap, dear), key=lambda mixture: mixture[0])
         _, part, cheap, dear = best
-        exist, cost = zip(*map(means, (of(system, *cheap), of(system, *dear))), strict=True)
-        assert -0.0125 < (1 - part) * exist[0] + part * exist[1] - float(cell) < 0.0215
-        assert (1 - part) * cost[0] + part * cost[1] < budget + 0.225
+        both = of(system, *cheap), of(system, *dear)
+        exist, forwards = ((1 - part) * a + part * b for a, b in (map(mean, map(shares, both)), map(cost, both)))
+        assert -0.0125 < exist - float(cell) < 0.0215 and forwards < budget + 0.225
 
         # orders: all at once is both
         orders = {way for way, dial, _ in (cheap, dear) if dial > 0}
@@ -203,23 +190,22 @@ def test_settings_that_are_chosen_elsewhere_have_the_same(system):
             assert orders <= {"run", "ones"}
 
 
-@pytest.mark.parametrize("system", ["base", "paper", "alpha", "causal"])
-def test_agreement(system):
+def test_agreement():
     page = PAGE.split("## Order and agreement")[1]
-    for k, cell in enumerate(cells(page, system), 1):
-        records = of(system, "run", 1, None) if (system, k) == ("base", 1) else of(system, "first", k, None)
-        assert len(records) == 3 and cell == short(mean(share(record["exist"]) for record in records))
+    for system in ("base", "paper", "alpha", "causal"):
+        for k, cell in enumerate(cells(page, system), 1):
+            found = of(system, "run", 1, None) if (system, k) == ("base", 1) else of(system, "first", k, None)
+            assert len(found) == 3 and cell == short(mean(shares(found)))
 
 
-@pytest.mark.parametrize("row, marker", [("on", "on"), ("off", "off"), ("at all other positions", "elsewhere")])
-def test_the_marker(row, marker):
-    found = [json.loads(line) for line in (ROOT / "results" / "names" / "marker.jsonl").read_text().splitlines()]
-    expected = []
-    for way in ("all at once", "above .3", "above .7"):
-        own = [r for r in found if (r.get("way"), r.get("marker")) == (way, marker) and r["ckpt"].startswith("alpha-")]
-        assert len(own) == 3
-        expected.append(short(mean(share(r["digits"]) for r in own)))
-    assert cells(PAGE, row) == expected
+def test_the_marker():
+    for row, marker in (("on", "on"), ("off", "off"), ("at all other positions", "elsewhere")):
+        own = [r for r in records("marker") if r.get("marker") == marker and r["ckpt"].startswith("alpha-")]
+        found = [
+            [share(r["digits"]) for r in own if r["way"] == way] for way in ("all at once", "above .3", "above .7")
+        ]
+        assert [len(of_way) for of_way in found] == [3, 3, 3]
+        assert cells(PAGE, row) == [short(mean(of_way)) for of_way in found]
 
 
 # of a toy's log: the run, and the decoder of it
