@@ -177,9 +177,11 @@ def test_a_damaged_file_is_one_line_that_names_it(
     shutil.copytree(tree / folder, it)
     raw = (it / name).read_bytes()
     damages = [(name, content) for content in (*OTHERS, raw[: len(raw) // 2])]
-    for place in entries:
-        key = place.strip("?").split("/")[-1]
-        damages += [(key, content) for content in damaged(raw, name, place)]
+    # the nonsense is spread over the entries, and each of them has some
+    of_entries = [[(place.strip("?").split("/")[-1], c) for c in damaged(raw, name, place)] for place in entries]
+    for k in range(max(len(entries), len(NONSENSE)) if entries else 0):
+        of_entry = of_entries[k % len(entries)]
+        damages.append(of_entry[k % len(of_entry)])
 
     run = caller(script, monkeypatch, capsys)
     argv = placed(argv, IT=it, OUT=out, TREE=tree)
