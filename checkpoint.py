@@ -24,10 +24,22 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lib.util import entry, fail, one_thread_if_small, quoted, read_json, reading, replace_file, write_json
-from model import Config, Model
+from lib.util import (
+    check_special,
+    entry,
+    fail,
+    one_thread_if_small,
+    quoted,
+    read_json,
+    reading,
+    replace_file,
+    write_json,
+)
+from model import ROUTERS, Config, Model
 
+LONGEST_BLOCK = 4096  # a block attends to all of itself: of a longer one a single forward takes minutes
 STAGE_B = ("shared", "lora", "copy")  # what learns beside a frozen base, see Model.adapt
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # what weights may be stored as
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -35,15 +47,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file, whole or not at all."""
     on_cpu = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
-
-    def write(temporary: Path) -> None:
-        # save_file makes a file that its owner alone may read: give it what others have
-        temporary.touch()
-        usual = temporary.stat().st_mode
-        save_file(on_cpu, temporary, metadata)
-        temporary.chmod(usual)
-
-    replace_file(path, write)
+    replace_file(path, lambda temporary: save_file(on_cpu, temporary, metadata))
 
 
 def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
@@ -54,19 +58,46 @@ def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
         yield from found.items()
 
 
+def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of a checkpoint's weights, each from the one file where it lies."""
+    places = shard_index(folder)
+    for path in weight_files(folder):
+        for name, tensor in read_tensors([path]):
+            if places.setdefault(name, path) != path:
+                fail(f"{path} holds {name}, whose place is {places[name].name}: which one is meant?")
+            yield name, tensor
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The files that hold a checkpoint's weights: one, or the shards that its index names."""
+    return sorted(set(shard_index(folder).values())) or [folder / "model.safetensors"]
+
+
+def shard_index(folder: Path) -> dict[str, Path]:
+    """Tensor by tensor, the file where it lies; empty where the weights are one file."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
-        return [folder / "model.safetensors"]
-
+        return {}
     weight_map = read_json(index, "weight index")
     with reading(index, "weight index"):
-        shards = sorted({folder / shard for shard in weight_map["weight_map"].values()})
+        places = {name: folder / shard for name, shard in weight_map["weight_map"].items()}
         # what lies outside the folder is none of its weights
-        if any(shard.parent != folder for shard in shards):
-            raise ValueError("a shard is not in this folder")
-    return shards
+        if not places or any(shard.parent != folder for shard in places.values()):
+            raise ValueError("it names no shards, or one that is not in this folder")
+    return places
+
+
+def check_numbers(where: Path, name: str, tensor: Tensor, kind: torch.dtype | None = None) -> None:
+    """Refuse what no model computes with: a type that is none of FLOATS (or not `kind`), NaN, infinity."""
+    if tensor.dtype != kind if kind else tensor.dtype not in FLOATS:
+        fail(f"{where}: {name} is stored as {tensor.dtype}, and should be {kind or 'float32, float16 or bfloat16'}")
+    refuse_nan(where, name, tensor)
+
+
+def refuse_nan(where: Path | str, name: str, tensor: Tensor) -> None:
+    """Refuse NaN and infinity. One pass and no copy: of numbers with a NaN, that is the least and the greatest."""
+    if tensor.is_floating_point() and tensor.numel() and not all(map(math.isfinite, map(float, tensor.aminmax()))):
+        fail(f"{where}: {name} holds NaN or infinity: the file is damaged, or its training diverged")
 
 
 def check_fit(path: Path, held: dict, expected: dict, hint: str, dropped: dict[str, str] | None = None) -> None:
@@ -152,7 +183,10 @@ def read_config(folder: Path, **changes) -> Config:
     for field in fields(cfg):
         entry(vars(cfg), field.name, field.type, path)
     cfg = replace(cfg, **changes)
+    if cfg.mask_id < 0:
+        fail(f"{path} has no eos_id and mask_id: the checkpoint is damaged")
     check_config(cfg, path)
+    check_special(folder, path, cfg.eos_id, cfg.mask_id)
     return cfg
 
 
@@ -182,9 +216,12 @@ def load_model(folder: str | Path, device: torch.device | str, dtype: torch.dtyp
 
         use_int8(model)
 
-    # tensor by tensor, so that no second copy exists
+    # tensor by tensor, so that no second copy exists; integers and their scales are what they are
+    expected = stored(model)
     state = {}
-    for name, tensor in read_tensors(weight_files(folder)):
+    for name, tensor in read_weights(folder):
+        exact = stored_as_int8 and name in expected and expected[name].dtype != torch.float32
+        check_numbers(folder, name, tensor, expected[name].dtype if exact else None)
         kept = stored_as_int8 or name.endswith("expert_bias")
         state[name] = tensor.to(device=device, dtype=tensor.dtype if kept else dtype)
 
@@ -195,7 +232,7 @@ def load_model(folder: str | Path, device: torch.device | str, dtype: torch.dtyp
     if cfg.causal:
         state.setdefault("show", torch.zeros_like(model.show, device=device, dtype=dtype))
 
-    check_fit(folder, state, stored(model), "the checkpoint is incomplete, or another model's")
+    check_fit(folder, state, expected, "the checkpoint is incomplete, or another model's")
     model.load_state_dict(state, assign=True, strict=False)
     model.tie()
     model.compute_dtype = dtype
@@ -259,6 +296,8 @@ def load_adapter(model: Model, folder: Path, about: dict) -> None:
 
     path = folder / "adapter.safetensors"
     state = dict(read_tensors([path]))
+    for name, tensor in state.items():
+        check_numbers(path, name, tensor)
     check_fit(path, state, model.learned(), "is this adapter whole?")
     model.load_state_dict(state, strict=False)
 
@@ -326,10 +365,19 @@ def check_config(cfg: Config, where: Path | str = "impossible model") -> None:
     counts = (cfg.n_layer, cfg.n_dense, cfg.n_shared)
     scales = (cfg.norm_eps, cfg.rope_theta, cfg.routed_scaling)
     ids = (cfg.eos_id, cfg.mask_id)
+    longest = min(LONGEST_BLOCK, cfg.max_len)
     group = cfg.n_expert // max(1, cfg.n_group)
+    widest = max(2 * cfg.n_expert * cfg.d_expert, (cfg.n_head + 2 * cfg.n_kv_head) * cfg.head_dim)
     for holds, what in (
         (all(0 < n <= 2**20 for n in (*sizes, cfg.vocab_size)), "sizes are 1..1,048,576"),
         (all(0 <= n <= 2**10 for n in counts), "n_layer, n_dense and n_shared are 0..1024"),
+        (cfg.n_embd * widest <= 2**40, "no layer has more than 2^40 numbers in one tensor"),
+        (cfg.n_head % max(1, cfg.n_kv_head) == 0, "n_kv_head divides n_head"),
+        (
+            cfg.n_layer <= cfg.n_dense or cfg.n_embd % 8 == cfg.d_expert % 8 == 0,
+            "n_embd and d_expert are multiples of 8: the experts' grouped products read 16 bytes at a time",
+        ),
+        (cfg.router in ROUTERS, f"router is one of {', '.join(ROUTERS)} (see model.py), not {cfg.router!r:.80}"),
         (all(0 < x < 1e30 for x in scales), "norm_eps, rope_theta and routed_scaling are above 0, and finite"),
         (cfg.rotary_dim in range(2, cfg.head_dim + 1, 2), "rotary_dim is even, and at most head_dim"),
         (cfg.n_expert == group * cfg.n_group and group > 1, "n_group divides n_expert, in twos or more"),
@@ -337,9 +385,10 @@ def check_config(cfg: Config, where: Path | str = "impossible model") -> None:
         (1 <= cfg.n_active <= cfg.topk_group * group, "n_active experts fit into topk_group groups"),
         (1 <= cfg.n_last <= cfg.n_layer, f"n_last is 1..{cfg.n_layer} (n_layer), not {cfg.n_last}"),
         (1 <= cfg.n_rounds <= 1000, "n_rounds is 1..1000"),
-        (1 <= cfg.block_length <= cfg.max_len, f"block_length is 1..{cfg.max_len} (max_len)"),
+        (1 <= cfg.block_length <= longest, f"block_length is 1..{longest}, and at most max_len, {cfg.max_len}"),
         # a preset has no ids yet
         (ids == (-1, -1) or 0 <= min(ids) <= max(ids) < cfg.vocab_size, "ids are 0 or above, and in the vocabulary"),
+        (ids == (-1, -1) or cfg.eos_id != cfg.mask_id, f"eos_id and mask_id, both {cfg.mask_id}, are two tokens"),
     ):
         if not holds:
             fail(f"{where}: it must be that {what}")
@@ -389,6 +438,7 @@ def restore_state(model: Model, optimizer: torch.optim.Optimizer, folder: Path) 
     check_fit(path, state, expected, "start again in a new --out_dir")
 
     for key, tensor in state.items():
+        check_numbers(path, key, tensor)
         kind, name = key.split(".", 1)
         p = learned[name]
         if kind == "param":

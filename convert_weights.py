@@ -10,7 +10,6 @@ last. The way back: llada/export.py.
 
 import math
 import re
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -19,9 +18,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import check_config, check_fit, read_tensors, save_tensors, stored, weight_files
+from checkpoint import FLOATS, check_config, check_fit, read_weights, refuse_nan, save_tensors, stored
 from lib.tokenizer import bpe_tokenizer
-from lib.util import Parser, command, entry, fail, printable, progress, read_json, reading, replace_file, write_json
+from lib.util import (
+    Parser,
+    alone_in,
+    command,
+    copy_file,
+    entry,
+    fail,
+    printable,
+    progress,
+    read_json,
+    reading,
+    write_json,
+)
 from model import Config, Model
 
 # C channels (n_embd), E experts, F expert width
@@ -76,16 +87,19 @@ MUST_BE = {
     "rope_scaling": None, "use_sliding_window": False,
     "score_function": "sigmoid", "router_dtype": "fp32", "moe_router_enable_expert_bias": True, "norm_topk_prob": True,
     "norm_head": False, "norm_softmax": False,
-    "attention_dropout": 0.0, "embedding_dropout": 0.0, "output_dropout": 0.0,
+    "attention_dropout": 0.0, "embedding_dropout": 0.0, "output_dropout": 0.0, "is_encoder_decoder": False,
 }
 # What changes nothing at inference. Ids come from the tokenizer; a different eos or mask here is refused.
 IGNORED = {
     "_name_or_path", "transformers_version", "auto_map", "dtype", "torch_dtype", "initializer_range", "use_cache",
     "sliding_window", "max_window_layers",  # read only under use_sliding_window
     "output_router_logits", "pad_token_id", "bos_token_id", "eos_token_id", "mask_token_id",
+    # what transformers writes about itself
+    "_commit_hash", "_attn_implementation", "_attn_implementation_autoset", "attn_implementation",
+    "_experts_implementation", "experts_implementation", "output_attentions", "output_hidden_states", "return_dict",
+    "chunk_size_feed_forward", "id2label", "label2id", "num_labels", "problem_type",
 }
 # fmt: on
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 TEXT = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 INDEX = "model.safetensors.index.json"
 
@@ -97,7 +111,7 @@ Files = dict[str, Callable[[Path], None]]  # file name -> what writes it, in the
 # --- tensors: which released ones make which of ours
 def survey(folder: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint by name, mapped from its file."""
-    found = dict(read_tensors(weight_files(folder)))
+    found = dict(read_weights(folder))
     for name, tensor in found.items():
         if tensor.dtype not in FLOATS:
             fail(f"{folder}: {name} is stored as {tensor.dtype}: quantised weights are not read")
@@ -162,6 +176,7 @@ def our_config(src: Path) -> Config:
     """Our Config. Every field of the released config.json is used, checked or in IGNORED."""
     path = src / "config.json"
     raw = read_json(path, "released config")
+    unfold_rope(raw, path)
     for name, value in MUST_BE.items():
         given = name in raw or name == "model_type"
         if given and raw.get(name) != value:
@@ -176,7 +191,7 @@ def our_config(src: Path) -> Config:
     ids = {"eos_id": tokenizer.eos_id, "mask_id": tokenizer.mask_id}
     for name, ours in ids.items():
         theirs = raw.get(name.replace("_id", "_token_id"))
-        if theirs not in (ours, None):
+        if theirs not in (ours, [ours], None):
             fail(f"{path}: {name} = {theirs}, the tokenizer says {ours}")
 
     if raw.get("num_shared_experts", 0) is None:
@@ -190,6 +205,21 @@ def our_config(src: Path) -> Config:
     cfg = Config(**values, **ids)
     check_config(cfg, path)
     return cfg
+
+
+def unfold_rope(raw: dict, path: Path) -> None:
+    """Transformers 5 keeps what rotary embeddings need in a table of its own: put it where version 4 has it."""
+    rope = raw.pop("rope_parameters", None)
+    if rope is None:
+        return
+    if not isinstance(rope, dict) or rope.pop("rope_type", "default") != "default":
+        fail(f"{path}: rope_parameters is {rope!r:.200}, and only a table of rope_type 'default' is implemented")
+    for name, value in rope.items():
+        if name not in ("rope_theta", "partial_rotary_factor"):
+            fail(f"{path}: unknown field {name} = {value!r:.80} in rope_parameters: it may change the model")
+        if raw.get(name) not in (value, None):
+            fail(f"{path}: {name} is {raw[name]!r:.80}, and {value!r:.80} in rope_parameters: which one is meant?")
+        raw[name] = value
 
 
 def rotary_width(raw: dict, path: Path) -> int:
@@ -209,10 +239,6 @@ def copies(src: Path, *names: str) -> Files:
     return {name: partial(copy_file, src / name) for name in names if (src / name).exists()}
 
 
-def copy_file(source: Path, path: Path) -> None:
-    replace_file(path, lambda temporary: shutil.copyfile(source, temporary))
-
-
 def save_shard(path: Path, tensors: dict[str, Tensor]) -> None:
     save_tensors(path, tensors, {"format": "pt"})  # without this word transformers reads no file
 
@@ -222,32 +248,30 @@ def write_checkpoint(
 ) -> None:
     """The shards, one at a time in memory, then their index, then the other files."""
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    prepare(out, [*names, INDEX, *files])
-
     weight_map = {}
     size = 0
-    for name, shard in zip(progress(names, "write"), shards, strict=True):
-        tensors = shard()
-        save(out / name, tensors)
-        weight_map |= dict.fromkeys(tensors, name)
-        size += sum(tensor.nbytes for tensor in tensors.values())
-        del tensors  # before the next ones come
-    write_json(out / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
-    for name, write in files.items():
-        write(out / name)
+    with alone_in(out):
+        prepare(out, [*names, INDEX, *files])
+        for name, shard in zip(progress(names, "write"), shards, strict=True):
+            tensors = shard()
+            for key, tensor in tensors.items():
+                refuse_nan(f"what would be {out / name}", key, tensor)
+            save(out / name, tensors)
+            weight_map |= dict.fromkeys(tensors, name)
+            size += sum(tensor.nbytes for tensor in tensors.values())
+            del tensors  # before the next ones come
+        write_json(out / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+        for name, write in files.items():
+            write(out / name)
     print(f"wrote {printable(out)}: {len(weight_map):,} tensors in {len(shards)} shards, {size / 1e9:.2f} GB")
 
 
 def prepare(out: Path, names: list[str]) -> None:
     """Overwrite nothing: with the last of these files a folder is whole, with others it is not ours."""
-    out.mkdir(parents=True, exist_ok=True)
     if (out / names[-1]).exists():
         fail(f"--out {out} already holds a result ({names[-1]}): choose another folder, or delete this one first")
     for path in sorted(out.iterdir()):
-        own = re.fullmatch(r"\.(.*)\.\d+\.tmp", path.name)
-        if own and own[1] in names:  # by a run that was killed
-            path.unlink()
-        elif path.name not in names:
+        if path.name not in names:
             fail(f"--out {out} holds {path.name}, which is not part of this conversion: choose an empty folder")
 
 

@@ -22,7 +22,7 @@ The rest is the architecture. What differs from a GPT:
 
 To change   n, K, the block length        give   train.py's --n_last, --n_rounds, --block_length
             the geometry                  edit   a preset in checkpoint.py
-            how experts are chosen               MoE.route
+            how experts are chosen        add    an entry to ROUTERS, and name it in a preset
             what a mark is, what it starts       Model.mark, Model.coordinate
             who sees whom                        block_causal_mask, doubled_mask, causal_mask
 """
@@ -75,6 +75,7 @@ class Config:
     n_last: int = 3  # n: how many layers Stage B runs again
     n_rounds: int = 1  # K: how many markers there are
     causal: bool = False  # Stage B sees the token before (beyond the paper)
+    router: str = "grouped sigmoid"  # how experts are chosen: a name of ROUTERS
 
 
 class Cache(Protocol):
@@ -458,28 +459,8 @@ class MoE(nn.Module):
         return y if self.shared is None else y + self.shared(x)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x (N, C) -> chosen experts (N, A) int64 and their weights (N, A) float32. Another rule needs another base:
-        a checkpoint does not say which it learned.
-
-        The bias decides who is chosen; the weights are the unbiased scores, normalised and scaled.
-        """
-        scores = torch.sigmoid(F.linear(x.float(), self.router.float()))  # (N, E)
-        biased = scores + self.expert_bias
-
-        # the best groups of experts, a group being as good as its two best experts
-        groups = biased.view(len(x), self.cfg.n_group, -1)
-        group_score = groups.topk(2, dim=-1).values.sum(-1)  # (N, n_group)
-        best_groups = group_score.topk(self.cfg.topk_group, dim=-1).indices
-        kept = torch.zeros_like(group_score, dtype=torch.bool).scatter(1, best_groups, True)
-
-        # the best experts of those groups; the others are at -inf because a score may be negative
-        allowed = groups.masked_fill(~kept[..., None], float("-inf")).view_as(biased)
-        chosen = allowed.topk(self.cfg.n_active, dim=-1).indices  # (N, A)
-
-        weights = scores.gather(1, chosen)
-        if self.cfg.n_active > 1:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return chosen, weights * self.cfg.routed_scaling
+        """x (N, C) -> chosen experts (N, A) int64 and their weights (N, A) float32, by the config's rule."""
+        return ROUTERS[self.cfg.router](self, x)
 
     def experts(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """The routed experts: x (N, C), chosen and weights (N, A) -> (N, C). It computes
@@ -517,6 +498,31 @@ class MoE(nn.Module):
         used = torch.as_tensor(self.used, device=self.expert_bias.device).float()
         self.expert_bias += rate * (used.mean() - used).sign()
         self.used = 0.0
+
+
+def grouped_sigmoid(moe: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The released rule: the bias decides who is chosen; the weights are the unbiased scores, normalised and scaled."""
+    scores = torch.sigmoid(F.linear(x.float(), moe.router.float()))  # (N, E)
+    biased = scores + moe.expert_bias
+
+    # the best groups of experts, a group being as good as its two best experts
+    groups = biased.view(len(x), moe.cfg.n_group, -1)
+    group_score = groups.topk(2, dim=-1).values.sum(-1)  # (N, n_group)
+    best_groups = group_score.topk(moe.cfg.topk_group, dim=-1).indices
+    kept = torch.zeros_like(group_score, dtype=torch.bool).scatter(1, best_groups, True)
+
+    # the best experts of those groups; the others are at -inf because a score may be negative
+    allowed = groups.masked_fill(~kept[..., None], float("-inf")).view_as(biased)
+    chosen = allowed.topk(moe.cfg.n_active, dim=-1).indices  # (N, A)
+
+    weights = scores.gather(1, chosen)
+    if moe.cfg.n_active > 1:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return chosen, weights * moe.cfg.routed_scaling
+
+
+# by name: a checkpoint's config says by which rule it learned. Another rule is another function, and another entry
+ROUTERS = {"grouped sigmoid": grouped_sigmoid}
 
 
 class RMSNorm(nn.Module):

@@ -39,14 +39,16 @@ from lib.rows import DRAWN, Meta, read_meta, read_split, refuse_full, write_meta
 from lib.tokenizer import Tokenizer, byte_spec, byte_tokenizer, load_tokenizer
 from lib.util import (
     Parser,
+    alone_in,
     bounded,
     command,
+    copy_file,
     entry,
     fail,
     generator,
     pick_device,
+    read_bytes,
     reading,
-    replace_file,
     write_json,
 )
 
@@ -234,7 +236,7 @@ def prepare_text(sources: list[str], folder: Path, like: Path | None, max_docs: 
     if like is None:
         write_json(folder / "tokenizer.json", byte_spec())
     else:
-        copy_tokenizer(like, folder)
+        copy_file(like / "tokenizer.json", folder / "tokenizer.json")
     write_meta(folder, meta)
 
 
@@ -245,12 +247,11 @@ def prepare_written(source: Path, by: Path, folder: Path, beam: int, gen_length:
 
     refuse_full(folder)
     meta = read_meta(source)
-    with reading(source / "tokenizer.json", "tokenizer"):
-        tokenizer = (source / "tokenizer.json").read_bytes()
+    tokenizer = read_bytes(source / "tokenizer.json", "tokenizer")
     model = load_model(by, pick_device("auto"), torch.float32, block_length=1)
     theirs = base_of(by) / "tokenizer.json"
     same = (model.cfg.eos_id, model.cfg.mask_id) == (meta.eos_id, meta.mask_id)
-    if not same or theirs.exists() and theirs.read_bytes() != tokenizer:
+    if not same or theirs.exists() and read_bytes(theirs, "tokenizer") != tokenizer:
         fail(f"{source} has other tokens than {by}: prepare it with --like {by}")
     for part in ("train", "val"):
         # beginnings of about one length are written together
@@ -270,7 +271,7 @@ def prepare_written(source: Path, by: Path, folder: Path, beam: int, gen_length:
         print(f"{part:5}  {len(documents):,} of {len(prompts):,} beginnings written on, {len(as_it_is):,} documents")
         ids, lengths = zip(*documents, *as_it_is, strict=True)
         write_rows(folder, part, list(ids), list(lengths), meta.vocab_size)
-    copy_tokenizer(source, folder)
+    copy_file(source / "tokenizer.json", folder / "tokenizer.json")
     write_meta(folder, meta)
 
 
@@ -337,12 +338,6 @@ def beginnings(source: Path, part: str, meta: Meta) -> list[list[int]]:
     return found
 
 
-def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Its tokenizer as it is."""
-    content = (source / "tokenizer.json").read_bytes()
-    replace_file(folder / "tokenizer.json", lambda temporary: temporary.write_bytes(content))
-
-
 def next_command(args: argparse.Namespace) -> str:
     """What trains on these rows."""
     train = f"python train.py --data {args.out}"
@@ -375,10 +370,11 @@ def main() -> None:
 
     if args.written_by and len(args.sources) > 1:
         fail("--written_by reads one folder of rows")
-    if args.written_by:
-        prepare_written(Path(args.sources[0]), args.written_by, args.out, args.beam, args.gen_length)
-    else:
-        prepare_text(args.sources, args.out, args.like, args.max_docs)
+    with alone_in(args.out):
+        if args.written_by:
+            prepare_written(Path(args.sources[0]), args.written_by, args.out, args.beam, args.gen_length)
+        else:
+            prepare_text(args.sources, args.out, args.like, args.max_docs)
     print(f"{args.out} is ready: {next_command(args)}")
 
 

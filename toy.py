@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lib.rows import Meta, refuse_full, write_meta, write_rows
-from lib.util import Parser, bounded, command, fail, generator, print_table, printable, quoted
+from lib.util import Parser, alone_in, bounded, command, fail, generator, print_table, printable, quoted
 
 # R rows, N contexts, S support tuples, m answer positions, V symbols, Q quadrature nodes
 
@@ -391,7 +391,8 @@ def main() -> None:
     if args.task is None:
         show_all()
         return
-    write_toy(args.out, args.task, sizes(args.size), args.rows, args.seed)
+    with alone_in(args.out):
+        write_toy(args.out, args.task, sizes(args.size), args.rows, args.seed)
     print(f"{printable(args.out)} is ready: python train.py --data {quoted(args.out)} --config configs/toy_base.toml")
 
 

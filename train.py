@@ -19,7 +19,6 @@ To change   how the bundle is drawn    edit   bundle_of, below
 
 import argparse
 import math
-import shutil
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -36,7 +35,21 @@ from checkpoint import DTYPES, PRESETS, STAGE_B
 from corrupt import CORRUPTIONS, Corruption, M, corrupt, draw_bundle, of_blocks, three_term_loss
 from lib.rows import Batch, Corpus, Meta, get_batch, read_corpus, read_meta
 from lib.run import check_finite, cosine, interruptible, means, report, rewind_log, run_settings, tell_what_is_next
-from lib.util import Parser, bounded, command, fail, generator, pick_device, printable, quoted, write_json
+from lib.util import (
+    Parser,
+    alone_in,
+    bounded,
+    command,
+    copy_file,
+    fail,
+    flush,
+    generator,
+    pick_device,
+    printable,
+    quoted,
+    read_bytes,
+    write_json,
+)
 from model import Config, Context, Model
 
 # R rows, T positions, C channels, B block_length
@@ -125,10 +138,12 @@ def of_stage(stage: str, terms: dict[str, Tensor]) -> dict[str, Tensor]:
 # --- a run: rows, model, optimizer, then the loop
 def run(args: Namespace, step: Callable[..., Losses] = cocommit_step, make_optimizer: Callable | None = None) -> None:
     """Train, validate, save. `step` is cocommit_step, or one of your own."""
-    corpus = read_corpus(Path(args.data), args.seq_len, args.seed, args.block_length, args.batch_size)
-    model = start(args, corpus)
-    optimizer = (make_optimizer or adamw)(model, args)
-    loop(model, corpus, step, optimizer, args)
+    with alone_in(Path(args.out_dir)):
+        refuse_used(args)
+        corpus = read_corpus(Path(args.data), args.seq_len, args.seed, args.block_length, args.batch_size)
+        model = start(args, corpus)
+        optimizer = (make_optimizer or adamw)(model, args)
+        loop(model, corpus, step, optimizer, args)
 
 
 def loop(
@@ -141,6 +156,8 @@ def loop(
     if writes:
         write_json(folder / "train.json", {k: v for k, v in vars(args).items() if k not in ("resume", "config")})
         rewind_log(folder / "log.jsonl", done)
+        if not saves_adapter(args):
+            copy_words(args)
         describe(args, corpus, model, done)
 
     saved = done
@@ -259,18 +276,23 @@ def saves_adapter(args: Namespace) -> bool:
 
 
 def save(model: Model, optimizer: torch.optim.Optimizer, steps: int, args: Namespace) -> None:
-    """What the run resumes from, then what it has learned: an adapter, or a whole model with what reads its ids."""
+    """What the run resumes from, then what it has learned: an adapter, or a whole model."""
     folder = Path(args.out_dir)
+    flush(folder / "log.jsonl")  # up to the state, which goes on behind it
     state = checkpoint.training_state(model, optimizer)
     checkpoint.save_tensors(folder / "state.safetensors", state, {"step": str(steps)})
     if saves_adapter(args):
         about = dict(stage_b=args.stage_b, lora_r=max(1, args.lora_r), alpha=args.alpha)
         checkpoint.save_adapter(model, folder, Path(args.init_from), about)
-        return
+    else:
+        checkpoint.save_model(model, folder)
+
+
+def copy_words(args: Namespace) -> None:
+    """What the ids of a whole model mean, as its rows say. Copied as the run begins, while they are there."""
     for name in ("tokenizer.json", "meta.json"):
         if (Path(args.data) / name).exists():
-            shutil.copyfile(Path(args.data) / name, folder / name)
-    checkpoint.save_model(model, folder)
+            copy_file(Path(args.data) / name, Path(args.out_dir) / name)
 
 
 # --- flags
@@ -344,11 +366,7 @@ def read_arguments(parser: Parser | None = None) -> Namespace:
 
 def settle(args: Namespace) -> None:
     """Sizes that were left out are the checkpoint's or the rows' own; what cannot be meant is refused."""
-    folder = Path(args.out_dir)
-    if not args.resume:
-        for name in ("train.json", "config.json", "adapter.json", "meta.json"):
-            if (folder / name).exists():
-                fail(f"{folder} already holds a run or a checkpoint: choose another --out_dir, or --init_from resume")
+    refuse_used(args)
     meta = read_meta(Path(args.data))
     if args.init_from == "scratch":
         cfg = PRESETS[args.preset]
@@ -379,6 +397,15 @@ def settle(args: Namespace) -> None:
         fail("--stage_b lora needs a rank: --lora_r 16")
 
 
+def refuse_used(args: Namespace) -> None:
+    """Nothing is overwritten but by the run itself."""
+    folder = Path(args.out_dir)
+    if not args.resume:
+        for name in ("train.json", "config.json", "adapter.json", "meta.json"):
+            if (folder / name).exists():
+                fail(f"{folder} already holds a run or a checkpoint: choose another --out_dir, or --init_from resume")
+
+
 def check_rows_fit(args: Namespace, cfg: Config, meta: Meta) -> None:
     """Are these rows of the checkpoint's own tokens?"""
     base = Path(args.init_from)
@@ -392,7 +419,7 @@ def check_rows_fit(args: Namespace, cfg: Config, meta: Meta) -> None:
 def meaning(folder: Path, judge: dict) -> object:
     """What the ids of a folder stand for: its tokenizer's pieces, or a toy of these sizes."""
     path = folder / "tokenizer.json"
-    return path.read_bytes() if path.exists() else judge
+    return read_bytes(path, "tokenizer") if path.exists() else judge
 
 
 # --- what is printed

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lib.util import entry, fail, generator, read_json, reading, replace_file, write_json
+from lib.util import check_special, entry, fail, generator, read_json, reading, replace_file, write_json
 
 # R rows, T positions of a row, D documents
 
@@ -71,6 +71,10 @@ def read_meta(folder: Path) -> Meta:
     numbers = [entry(about, name, int, path) for name in ("vocab_size", "eos_id", "mask_id", "n_plain")]
     if min(numbers) < 0 or max(numbers[1:]) >= numbers[0]:
         fail(f"{path} is damaged: its ids are not 0..{numbers[0] - 1}")
+    _, eos_id, mask_id, n_plain = numbers
+    if eos_id == mask_id or not 1 <= n_plain <= min(eos_id, mask_id):
+        fail(f"{path}: eos_id {eos_id} and mask_id {mask_id} are two tokens behind the ordinary ones, 0..{n_plain - 1}")
+    check_special(folder, path, eos_id, mask_id)
 
     # these two may be null
     block_length = None

@@ -7,13 +7,13 @@ import sys
 import tomllib
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torch import Tensor
 from tqdm import tqdm
 
-from lib.util import Parser, as_flags, fail, quoted, read_json, reading, replace_file
+from lib.util import Parser, as_flags, fail, quoted, read_bytes, read_json, reading, replace_file
 
 
 def run_settings(parser: Parser, free: set[str]) -> Namespace:
@@ -55,16 +55,14 @@ def report(record: dict, log: Path | None, title: str, shown: bool) -> None:
 
 
 def rewind_log(path: Path, it: int) -> None:
-    """Drop lines at or after iteration `it` (written after the last save) and a line cut short by a kill."""
+    """Drop lines at or after iteration `it` (written after the last save), and what is no line, cut short by a kill."""
     kept = []
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        try:
+    for line in read_bytes(path, "log").splitlines() if path.exists() else []:
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
             record = json.loads(line)
             end = it + ("val" in record)  # a validation at `it` is of the weights that were saved
             if record["step"] < end:
                 kept.append(line + b"\n")
-        except (ValueError, KeyError, TypeError, RecursionError):
-            break
     replace_file(path, lambda temporary: temporary.write_bytes(b"".join(kept)))
 
 

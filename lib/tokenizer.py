@@ -15,11 +15,10 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from lib.util import entry, fail, read_json, reading
+from lib.util import SPECIAL, entry, fail, read_json, reading
 
-# the released names; every tokenizer uses them
-EOS = "<|endoftext|>"
-MASK = "<|mask|>"
+EOS = SPECIAL["eos_id"]
+MASK = SPECIAL["mask_id"]
 
 WORDS = r" ?\S+|\s+"  # a word takes the blank before it along
 

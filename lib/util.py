@@ -8,14 +8,21 @@ import json
 import math
 import os
 import shlex
+import shutil
+import stat
 import sys
 import time
 import unicodedata
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
+
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks
+    fcntl = None
 
 import torch
 from safetensors import SafetensorError
@@ -78,6 +85,9 @@ def command(main: Callable) -> Callable:
 def reading(path: Path, what: str) -> Iterator[None]:
     """While a user's file is read and parsed, and nothing else is done: what is raised meanwhile is its mistake."""
     try:
+        # a pipe, or a device like /dev/zero, may never come to its end
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ValueError("it is no ordinary file")
         yield
     except (FileNotFoundError, NotADirectoryError):
         fail(f"no {what} at {path}")
@@ -251,23 +261,105 @@ MASK = "▒"  # how a mask is typed and shown
 
 
 # --- files
+UNFINISHED = ".unfinished"  # the folder, inside the one that is written to, where files are until they are whole
+
+
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a temporary file, then rename it: whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Let `write` fill a temporary file, then rename it: whole or not at all, also after a power cut.
+
+    What a killed run leaves in UNFINISHED, under whatever name, the next `alone_in` removes.
+    """
+    temporary = path.parent / UNFINISHED / path.name
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(temporary.parent)
+        temporary.touch()
+        usual = stat.S_IMODE(temporary.stat().st_mode)
         write(temporary)
+
+        # safetensors makes files of its own, which their owner alone may read: all get the rights that others have
+        if stat.S_IMODE(temporary.stat().st_mode) != usual:
+            temporary.chmod(usual)
+        flush(temporary)
         os.replace(temporary, path)
+        flush(path.parent)
     except (OSError, ValueError, SafetensorError) as e:  # no right, no space, a NUL byte in the name
         fail(f"cannot write {path}: {e}; choose another folder or free some space")
     finally:
-        if temporary.exists():  # only if writing was stopped
-            temporary.unlink()
+        with suppress(ValueError):
+            shutil.rmtree(temporary.parent, ignore_errors=True)
+
+
+def make_folder(folder: Path) -> None:
+    """mkdir -p, which a power cut does not undo."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        flush(folder.parent)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file's content, or a folder's names, are on the disk."""
+    if path.is_dir() and os.name == "nt":
+        return  # Windows opens no folder
+    number = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """While a run writes into a folder, which is made where there is none: another run is refused, and what a killed
+    one left unfinished is removed. The kernel holds the lock for this process, and lets go of it when it ends."""
+    if fcntl is None:
+        yield
+        return
+
+    new = [place for place in (folder, *folder.parents) if not place.exists()]
+    try:
+        make_folder(folder)
+        number = os.open(folder, os.O_RDONLY)
+    except (OSError, ValueError) as e:
+        fail(f"cannot write {folder}: {e}; choose another folder")
+    try:
+        lock(number, folder)
+        shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
+        try:
+            yield
+        finally:
+            # what fails before it has written anything leaves nothing behind
+            with suppress(OSError):
+                for place in new:
+                    place.rmdir()
+    finally:
+        os.close(number)
+
+
+def lock(number: int, folder: Path) -> None:
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fail(f"another run is writing into {folder}: wait for its end, or choose another folder")
+    except OSError:
+        pass  # a file system that has no locks, as some networks'
 
 
 def write_json(path: Path, value: object) -> None:
     text = json.dumps(value, indent=1, ensure_ascii=False)
     replace_file(path, lambda temporary: temporary.write_text(text + "\n", encoding="utf-8"))
+
+
+def copy_file(source: Path, path: Path) -> None:
+    """A small file as it is."""
+    content = read_bytes(source, "file to copy")
+    replace_file(path, lambda temporary: temporary.write_bytes(content))
+
+
+def read_bytes(path: Path, what: str) -> bytes:
+    """A file's content, or one line about why not."""
+    with reading(path, what):
+        return path.read_bytes()
 
 
 def read_json(path: Path, what: str) -> dict:
@@ -313,6 +405,22 @@ def append_line(path: Path, record: dict) -> None:
             file.write(whole_lines(held)[len(held) :] + line)
     except OSError as e:
         fail(f"cannot write {path}: {e}")
+
+
+SPECIAL = {"eos_id": "<|endoftext|>", "mask_id": "<|mask|>"}  # the released names; every tokenizer.json has them
+
+
+def check_special(folder: Path, where: Path, eos_id: int, mask_id: int) -> None:
+    """Refuse ids in the file `where` that a folder's tokenizer.json has for other tokens."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return
+    spec = read_json(path, "tokenizer")
+    with reading(path, "tokenizer"):
+        ids = {token["content"]: token["id"] for token in spec.get("added_tokens", [])}
+    for name, own in (("eos_id", eos_id), ("mask_id", mask_id)):
+        if ids.get(SPECIAL[name], own) != own:
+            fail(f"{where}: {name} is {own}, and {path} has {ids[SPECIAL[name]]} for it: which one is meant?")
 
 
 # --- randomness and the device

@@ -18,8 +18,8 @@ from torch import Tensor
 import checkpoint
 import convert_weights
 from checkpoint import about_adapter, base_of, read_tensors
-from convert_weights import Plan, copies, copy_file, plan, survey, write_checkpoint
-from lib.util import Parser, command, fail, write_json
+from convert_weights import Plan, copies, plan, survey, write_checkpoint
+from lib.util import Parser, command, copy_file, fail, write_json
 from model import LORA_SCALE, Config
 
 
@@ -51,6 +51,8 @@ def to_hf(src: Path, out: Path) -> None:
     about = about_adapter(src)
     if about.get("causal", cfg.causal) or about.get("stage_b", "shared") != "shared":
         fail(f"{src}: its Stage B is causal, or has layers of its own, which the released layout has no place for")
+    if cfg.router != Config.router:
+        fail(f"{src}: the released layout has no place for its router, {cfg.router!r}")
     adapter = {}
     if about:
         checkpoint.check_base(base, src)

@@ -12,6 +12,7 @@ number, also after one has died. The other flags are train.py's, and count the r
 import os
 import sys
 from argparse import Namespace
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 
 import train
 from lib.rows import Batch, read_corpus
-from lib.util import command, fail, pick_device
+from lib.util import alone_in, command, fail, pick_device
 from model import Model
 
 
@@ -115,7 +116,8 @@ def run() -> None:
     writes = dist.get_rank() == 0
     status = 0
     try:
-        train.loop(model, corpus, shared_step, train.adamw(model, args), args, writes, agreed=any_process)
+        with alone_in(Path(args.out_dir)) if writes else nullcontext():
+            train.loop(model, corpus, shared_step, train.adamw(model, args), args, writes, agreed=any_process)
     except SystemExit:
         status = 130  # also of those that nobody has told to stop
     dist.barrier()  # nobody leaves before process 0 has written

@@ -46,11 +46,12 @@ def byte_model(seed: int = 0, **overrides) -> Model:
 
 def names_folder(folder: Path, spec: dict | None = None, **overrides) -> Path:
     """A model of names with random weights; spec: the content of its tokenizer.json (left out: bytes)."""
-    model = byte_model(**overrides)
-    cfg = model.cfg
+    spec = spec or byte_spec()
+    eos_id, mask_id = (token["id"] for token in spec["added_tokens"])
+    model = byte_model(**dict(eos_id=eos_id, mask_id=mask_id) | overrides)
     save_model(model, folder)
-    write_json(folder / "tokenizer.json", spec or byte_spec())
-    write_meta(folder, Meta(cfg.vocab_size, cfg.eos_id, cfg.mask_id, n_plain=256, judge={"names": "0"}))
+    write_json(folder / "tokenizer.json", spec)
+    write_meta(folder, Meta(model.cfg.vocab_size, eos_id, mask_id, n_plain=eos_id, judge={"names": "0"}))
     return folder
 
 

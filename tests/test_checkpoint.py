@@ -13,7 +13,9 @@ from common import byte_model, random_adapter, random_ids, tiny_model
 from safetensors.torch import load_file, save_file
 
 import checkpoint
+import model
 from checkpoint import about_adapter, base_of, judge_of, load_model, read_config, save_model, stored, weights_hash
+from lib.tokenizer import byte_spec
 from lib.util import Mistake, write_json
 from model import Model
 
@@ -84,6 +86,127 @@ def test_tensors_that_do_not_fit_are_named(base):
     }.items():
         save_file({k: v for k, v in (whole | change).items() if v is not None}, base / WEIGHTS)
         assert words in refusal(base)
+
+
+NAN, INF = float("nan"), float("inf")
+OTHER_TYPES = (torch.float64, torch.float8_e4m3fn, torch.complex64, torch.int64, torch.int8, torch.bool)
+
+
+def test_numbers_that_no_model_computes_with_are_named(base, adapter):
+    """Of weights, of what learned beside them, and of a tensor in the middle of others as well as of a scalar."""
+    for path, names in (
+        (base / WEIGHTS, ["wte.weight", "layers.2.mlp.gate_up", "layers.1.mlp.expert_bias", "markers"]),
+        (adapter / "adapter.safetensors", ["layers.3.attn.qkv.lora_B", "markers"]),
+    ):
+        whole = load_file(path)
+        for name in names:
+            for value in (NAN, INF, -INF):
+                for at in (0, whole[name].numel() // 2, -1):
+                    tensor = whole[name].clone()
+                    tensor.view(-1)[at] = value
+                    save_file(whole | {name: tensor}, path)
+                    assert f"{name} holds NaN or infinity" in refusal(adapter)
+            for dtype in OTHER_TYPES:
+                save_file(whole | {name: whole[name].to(dtype)}, path)
+                assert f"{name} is stored as {dtype}" in refusal(adapter)
+        save_file(whole, path)
+
+    # each type that weights may have is read, and as large a number as it has
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        whole = load_file(base / WEIGHTS)
+        whole["norm_f.weight"] = torch.full([64], torch.finfo(dtype).max, dtype=dtype)
+        save_file(whole, base / WEIGHTS)
+        assert load(base).norm_f.weight[0] == torch.finfo(dtype).max
+
+
+def test_a_tensor_lies_in_one_shard(base):
+    """In the one that the index says: another one's would be read in its place."""
+    whole = load_file(base / WEIGHTS)
+    (base / WEIGHTS).unlink()
+    names = sorted(whole)
+    places = {name: "ab"[k % 2] + ".safetensors" for k, name in enumerate(names)}
+    a, b = ({name: whole[name] for name in names if places[name][0] == shard} for shard in "ab")
+    twice = dict(list(a.items())[:1])
+    (name,) = twice
+
+    def refused_or(shard_a: dict, shard_b: dict, index: dict) -> str | None:
+        save_file(shard_a, base / "a.safetensors")
+        save_file(shard_b, base / "b.safetensors")
+        (base / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": index}))
+        try:
+            read = load(base).state_dict()
+        except Mistake as mistake:
+            return str(mistake)
+        assert all(torch.equal(read[name], tensor) for name, tensor in whole.items())
+
+    assert refused_or(a, b, places) is None
+    other = {name: tensor + 1 for name, tensor in twice.items()}
+    for index in (places, places | {name: "b.safetensors"}, {k: v for k, v in places.items() if k != name}):
+        assert f"holds {name}, whose place is" in refused_or(a, b | other, index)
+    assert f"holds {name}, whose place is b.safetensors" in refused_or(a, b, places | {name: "b.safetensors"})
+
+
+# changes of a config that no machine can run, or that cannot be meant
+IMPOSSIBLE = [
+    (dict(n_embd=2**20, n_expert=2**20, n_group=2**10), "2^40 numbers"),
+    (dict(n_head=2**20, n_kv_head=2**20, head_dim=2**20), "2^40 numbers"),
+    (dict(n_head=3), "n_kv_head divides n_head"),
+    (dict(n_embd=60), "multiples of 8"),
+    (dict(d_expert=20), "multiples of 8"),
+    (dict(d_expert=1), "multiples of 8"),
+    (dict(block_length=100_000, max_len=200_000), "block_length is 1..4096"),
+    (dict(eos_id=257), "eos_id and mask_id, both 257, are two tokens"),
+    (dict(eos_id=-1, mask_id=-1), "no eos_id and mask_id"),
+    (dict(eos_id=255), "eos_id is 255, and"),
+    (dict(mask_id=258), "mask_id is 258, and"),
+    (dict(router="softmax"), "router is one of grouped sigmoid (see model.py), not 'softmax'"),
+    (dict(router=5), "router is 5"),
+]
+
+
+@pytest.mark.parametrize("change, words", IMPOSSIBLE, ids=[words for _, words in IMPOSSIBLE])
+def test_a_config_that_cannot_be_meant_is_refused(change, words, base):
+    write_json(base / "tokenizer.json", byte_spec())
+    path = base / "config.json"
+    assert load(base).cfg.router == "grouped sigmoid"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    line = refusal(base)
+    assert words in line and str(path) in line
+
+
+def test_a_checkpoint_says_how_its_experts_are_chosen(base, monkeypatch):
+    """One of before routers had names has the released one; another rule is asked for by its name, and is another."""
+    path = base / "config.json"
+    raw = json.loads(path.read_text())
+    assert raw.pop("router") == "grouped sigmoid"
+    path.write_text(json.dumps(raw))
+    released = forward(load(base))
+
+    def the_first(moe, x):
+        return torch.zeros(len(x), moe.cfg.n_active, dtype=torch.int64), torch.ones(len(x), moe.cfg.n_active)
+
+    monkeypatch.setitem(model.ROUTERS, "the first", the_first)
+    assert torch.equal(forward(load(base)), released)
+    path.write_text(json.dumps(raw | {"router": "the first"}))
+    assert not torch.allclose(forward(load(base)), released)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="has no pipes with names")
+def test_what_has_no_end_is_not_read(base, adapter):
+    """A pipe that nobody writes to, and a device of zeros, in each file's place."""
+    write_json(base / "tokenizer.json", byte_spec())
+    for folder in (base, adapter):
+        for path in folder.iterdir():
+            kept = path.read_bytes()
+            path.unlink()
+            os.mkfifo(path)
+            assert f"{path} cannot be read, is damaged, or of another kind: it is no ordinary file" in refusal(adapter)
+            path.unlink()
+            path.symlink_to("/dev/zero")
+            assert f"{path} cannot be read, is damaged, or of another kind: it is no ordinary file" in refusal(adapter)
+            path.unlink()
+            path.write_bytes(kept)
+    load(adapter)
 
 
 def test_a_shard_lies_in_its_folder(base):

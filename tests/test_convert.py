@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import convert_weights
 from checkpoint import PRESETS, load_model
 from lib.tokenizer import bpe_tokenizer
-from lib.util import Mistake
+from lib.util import UNFINISHED, Mistake
 from llada import export
 from llada.chat import chat
 from model import Config
@@ -153,6 +153,7 @@ REFUSED = [
     (lambda t, c, s: c.update(model_type="llama"), ["model_type"]),
     (lambda t, c, s: c.update(partial_rotary_factor=1.0), ["partial_rotary_factor"]),
     (lambda t, c, s: c.update(quantization_config={"quant_method": "fp8"}), ["quantization_config"]),
+    (lambda t, c, s: c.update(moe_intermediate_size=12), ["n_embd and d_expert are multiples of 8"]),
     (lambda t, c, s: no_mask(s), ["no <|mask|>", "tokenizer.json"]),
     (lambda t, c, s: s["added_tokens"][-1].update(id=320), ["vocab_size = 320", "tokenizer.json"]),
 ]
@@ -176,6 +177,52 @@ def test_config_fields_that_may_be_absent_or_agree(run, tmp_path):
     assert cfg.rotary_dim == 8 and isinstance(cfg.rope_theta, float) and cfg.n_last == Config.n_last
 
 
+ROPE = {"rope_theta": 600000.0, "rope_type": "default", "partial_rotary_factor": 0.5}
+NEWER = dict(rope_parameters=ROPE, rope_theta=..., partial_rotary_factor=..., rotary_dim=..., rope_scaling=...)
+
+
+@pytest.mark.parametrize("change", [
+    {}, dict(eos_token_id=[305]), dict(rope_theta=600000, rotary_dim=8), dict(rope_parameters=None, rope_theta=6e5,
+    rotary_dim=8), dict(dtype="float32", torch_dtype="float32"), dict(_attn_implementation_autoset=True,
+    _attn_implementation="sdpa", experts_implementation="grouped_mm", return_dict=True, is_encoder_decoder=False),
+])  # fmt: skip
+def test_a_config_as_transformers_5_writes_it_is_the_same_model(change, run, golden, tmp_path):
+    """What rotary embeddings need in a table of its own, lists of ids, and words about itself."""
+    run("--src", released(tmp_path / "src", **NEWER | change), "--out", tmp_path / "out")
+    assert load_model(tmp_path / "out", "cpu", torch.float32).cfg == load_model(golden, "cpu", torch.float32).cfg
+
+
+@pytest.mark.parametrize("change, says", [
+    (dict(rope_parameters=ROPE | {"rope_type": "yarn"}), "rope_type 'default'"),
+    (dict(rope_parameters=ROPE | {"factor": 4.0}), "unknown field factor = 4.0 in rope_parameters"),
+    (dict(rope_parameters={"full_attention": ROPE}), "unknown field full_attention"),
+    (dict(rope_parameters=[ROPE]), "rope_parameters is [{"),
+    (dict(rope_parameters=ROPE | {"rope_theta": "600000"}), "rope_theta is '600000'"),
+    (dict(rope_parameters=ROPE | {"partial_rotary_factor": True}), "partial_rotary_factor is True"),
+    (dict(rope_parameters={}), "rope_theta is None"),
+    (dict(rope_theta=10000.0), "rope_theta is 10000.0, and 600000.0 in rope_parameters"),
+    (dict(rotary_dim=4), "rotary_dim and partial_rotary_factor disagree"),
+    (dict(eos_token_id=[305, 306]), "eos_id = [305, 306], the tokenizer says 305"),
+    (dict(eos_token_id=[]), "eos_id = [], the tokenizer says 305"),
+    (dict(is_encoder_decoder=True), "is_encoder_decoder = True is not implemented"),
+])  # fmt: skip
+def test_what_such_a_config_cannot_mean_is_refused(change, says, run, tmp_path):
+    line = run.fails("--src", released(tmp_path / "src", **NEWER | change), "--out", tmp_path / "out")
+    assert says in line and str(tmp_path / "src" / "config.json") in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_are_no_numbers_are_refused(run, tmp_path):
+    """Also those of one expert, which are one part of a tensor of ours."""
+    for k, value in enumerate((float("nan"), float("inf"))):
+        tensors = golden_tensors()
+        tensors[K][3, 5] = value
+        out = tmp_path / f"out {k}"
+        line = run.fails("--src", released(tmp_path / f"src {k}", tensors), "--out", out)
+        assert "layers.2.mlp.gate_up holds NaN or infinity" in line
+        assert not (out / "config.json").exists()
+
+
 # --- output folders
 def test_an_interrupted_conversion_is_no_checkpoint_and_runs_again(run, golden, tmp_path, monkeypatch):
     out, save = tmp_path / "out", convert_weights.save_tensors
@@ -191,7 +238,8 @@ def test_an_interrupted_conversion_is_no_checkpoint_and_runs_again(run, golden, 
     with pytest.raises(Mistake, match="config.json"):
         load_model(out, "cpu", torch.float32)
     monkeypatch.setattr(convert_weights, "save_tensors", save)
-    (out / ".model-00004-of-00006.safetensors.1.tmp").write_bytes(b"left by a run that was killed")
+    (out / UNFINISHED).mkdir()
+    (out / UNFINISHED / ".tmpAbC123").write_bytes(b"left by a run that was killed")
     run("--src", GOLDEN, "--out", out)
     assert {p.name: p.read_bytes() for p in out.iterdir()} == {p.name: p.read_bytes() for p in golden.iterdir()}
 

@@ -1,15 +1,18 @@
 """Damaged files over all commands, in one process: each is one line that names it, exit code 2, and nothing is written.
-And a mistake of ours keeps its traceback. `pytest tests/test_damage.py`"""
+What is written is whole, whoever is killed while writing. And a mistake of ours keeps its traceback.
+`pytest tests/test_damage.py`"""
 
 import json
+import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from common import GOLDEN, byte_model, caller, command_line, merged_spec, names_folder, random_adapter
-from resuming import byte_rows, toy_rows
+from resuming import assert_same_end, byte_rows, toy_rows
 
 import base
 import checkpoint
@@ -23,7 +26,8 @@ import toy
 import train
 from checkpoint import save_model
 from lib.tokenizer import byte_spec
-from lib.util import write_json
+from lib.util import UNFINISHED, Mistake, alone_in, replace_file, write_json
+from llada import export, int8
 from model import Model
 
 CPU = ["--device", "cpu"]
@@ -207,7 +211,7 @@ def test_of_a_damaged_log_what_is_whole_is_kept(tree, tmp_path, monkeypatch, cap
 META_CHANGES = [
     {"block_length": -8}, {"block_length": 3}, {"block_length": 16}, {"block_length": None}, {"judge": {}},
     {"judge": {"toy": 5}}, {"judge": {"names": 5}}, {"eos_id": 0}, {"mask_id": 0}, {"n_plain": 0}, {"n_plain": 15},
-    {"vocab_size": 40_000}, {"vocab_size": 2**40},
+    {"vocab_size": 40_000}, {"vocab_size": 2**40}, {"eos_id": 257}, {"mask_id": 258}, {"n_plain": 257},
 ]  # fmt: skip
 
 
@@ -220,11 +224,163 @@ def test_damaged_words_about_rows(change, rows, tree, tmp_path, monkeypatch, cap
     write_json(folder / "meta.json", json.loads((folder / "meta.json").read_text()) | change)
     bad = change.get("block_length") or 0
     wrong = bad < 0 or rows == "pairs" and bad > 0 or change.get("vocab_size", 0) > 2**15
+    # an end and a mask behind the ordinary tokens, which are two, and those of the tokenizer
+    wrong = wrong or any(change.get(name) in (0, 257, 258) for name in ("eos_id", "mask_id", "n_plain"))
     code, _, err = command_line(train, monkeypatch, capsys, *placed(ON_ROWS, IT=folder, OUT=tmp_path / "out"))
     errors = [line for line in err.replace("\r", "\n").splitlines() if line.startswith("error: ")]
     assert code in ((2,) if wrong else (0, 2)) and len(errors) == code // 2, err
 
 
+# --- what is written is whole
+WRITERS = {
+    "a base": (train, [*FROM_SCRATCH, "--out_dir", "OUT"]),
+    "an adapter": (train, ["--data", "TREE/pairs", "--init_from", "TREE/toy", *TOY, "--out_dir", "OUT"]),
+    "convert": (convert_weights, ["--src", "TREE/released", "--out", "OUT"]),
+    "export": (export, ["--to", "hf", "--src", "TREE/bytes", "--out", "OUT"]),
+    "int8": (int8, ["--src", "TREE/bytes", "--out", "OUT"]),
+    "toy": (toy, ["pairs", "--rows", 64, "--out", "OUT"]),
+    "prepare": (prepare, ["TREE/records/a.jsonl", "--out", "OUT"]),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_before_the_next(
+    name, tree, tmp_path, monkeypatch, capsys
+):  # fmt: skip
+    """Whatever a power cut leaves is whole: every file is flushed, then renamed, then its folder is flushed."""
+    out = tmp_path / "out"
+    script, argv = WRITERS[name]
+    flush, rename = os.fsync, os.replace
+    events = []
+
+    def fsync(number):
+        flush(number)
+        events.append(os.fstat(number).st_ino)
+
+    def replace(source, target):
+        at = os.stat(source).st_ino, os.stat(target.parent).st_ino
+        rename(source, target)
+        events.append((target.name, *at))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    before = os.umask(0o027)
+    caller(script, monkeypatch, capsys)(*placed(argv, OUT=out, TREE=tree))
+    os.umask(before)
+
+    renamed = [i for i, event in enumerate(events) if isinstance(event, tuple)]
+    for i in renamed:
+        _, file, folder = events[i]
+        assert (events[i - 1], events[i + 1]) == (file, folder)
+    # there is no other way to write a file, and all have the same rights; the folder is in its own folder's list
+    assert {events[i][0] for i in renamed} == {path.name for path in out.iterdir()}
+    assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {0o640}
+    assert out.parent.stat().st_ino in events[: renamed[0]]
+
+    # a state says how many lines of the log are before it: they are on the disk first
+    states = [i for i, event in enumerate(events) if isinstance(event, tuple) and event[0] == "state.safetensors"]
+    assert len(states) == (2 if script is train else 0)
+    assert all((out / "log.jsonl").stat().st_ino in events[i - 3 : i] for i in states)
+
+
+def killed_at(k: int, script, monkeypatch, argv: list[str]) -> None:
+    """Run a command in a process that dies by SIGKILL as its k-th file is about to get its name, with a temporary file
+    of safetensors' own beside it."""
+    child = os.fork()
+    if child:
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        return
+    files = []
+
+    def replace(source, target):
+        files.append(target)
+        if len(files) > k:
+            (source.parent / ".tmpAbC123").write_bytes(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.rename(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    monkeypatch.setattr(sys, "argv", [script.__name__, *argv])
+    try:
+        script.main()
+    finally:
+        os._exit(1)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.parametrize("k", [0, 2, 5])
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_command_that_was_killed_goes_on_and_leaves_nothing_of_its_own(name, k, tree, monkeypatch, capsys):
+    script, argv = WRITERS[name]
+    if k > 2 and script in (toy, prepare):
+        return  # they write three files
+    out, whole = tree / f"killed {name} {k}", tree / f"whole {name}"
+    killed_at(k, script, monkeypatch, placed(argv, OUT=out, TREE=tree))
+    assert (out / UNFINISHED / ".tmpAbC123").exists()
+
+    run = caller(script, monkeypatch, capsys)
+    resumes = (out / "train.json").exists()
+    run(*(["--init_from", "resume", "--out_dir", out] if resumes else placed(argv, OUT=out, TREE=tree)))
+    if not whole.exists():
+        run(*placed(argv, OUT=whole, TREE=tree))
+    if script is train:
+        assert_same_end(out, whole)
+    varies = {"log.jsonl", "train.json"}  # the time, the folder
+    a, b = ({path.name: path for path in folder.iterdir()} for folder in (out, whole))
+    assert a.keys() == b.keys()
+    assert all(path.read_bytes() == b[name].read_bytes() for name, path in a.items() if name not in varies)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_two_runs_do_not_write_into_one_folder(name, tree, tmp_path, monkeypatch, capsys):
+    script, argv = WRITERS[name]
+    out = tmp_path / "out"
+    run = caller(script, monkeypatch, capsys)
+    with alone_in(out):
+        assert f"another run is writing into {out}" in run.fails(*placed(argv, OUT=out, TREE=tree))
+        assert not list(out.iterdir())
+    run(*placed(argv, OUT=out, TREE=tree))
+
+    # nor does one go on beside itself
+    if script is train:
+        before = {path.name: path.read_bytes() for path in out.iterdir()}
+        with alone_in(out):
+            assert "another run is writing" in run.fails("--init_from", "resume", "--out_dir", out, "--max_iters", 3)
+        assert before == {path.name: path.read_bytes() for path in out.iterdir()}
+
+
+def test_rows_that_go_while_a_run_learns_are_not_missed(tree, tmp_path, monkeypatch, capsys):
+    """Its checkpoint has what its ids mean all the same."""
+    rows, out = tmp_path / "rows", tmp_path / "out"
+    shutil.copytree(tree / "text", rows)
+    expected = {name: (rows / name).read_bytes() for name in ("meta.json", "tokenizer.json")}
+    monkeypatch.setattr(train, "report", lambda *given, **how: shutil.rmtree(rows, ignore_errors=True))
+    caller(train, monkeypatch, capsys)(*placed(ON_ROWS, IT=rows, OUT=out))
+    assert {name: (out / name).read_bytes() for name in expected} == expected
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path):
+    path = tmp_path / "folder" / "file"
+
+    def half(temporary: Path) -> None:
+        temporary.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    replace_file(path, lambda temporary: temporary.write_bytes(b"whole"))
+    with pytest.raises(Mistake, match="cannot write .*file: .*No space left"):
+        replace_file(path, half)
+    assert path.read_bytes() == b"whole" and list(path.parent.iterdir()) == [path]
+
+
+def test_a_folder_is_left_as_it_was_found(tmp_path):
+    """One that was made for a run that fails is gone; one that was there stays, and its lock can be had again."""
+    for folder in (tmp_path / "a" / "b", tmp_path):
+        with pytest.raises(Mistake, match="ours"), alone_in(folder):
+            raise Mistake("ours")
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- and our own mistakes
 PLANTED = [
     (checkpoint, "check_config", TypeError, sample, ON_A),
     (checkpoint, "check_fit", KeyError, sample, ["--ckpt", "TREE/adapter", "--prompt", "a"]),

@@ -14,6 +14,7 @@ from checkpoint import PRESETS, load_model, new_model, save_model
 from lib.tokenizer import byte_spec
 from lib.util import generator, read_json, write_json
 from llada import export
+from model import ROUTERS
 
 
 @pytest.fixture
@@ -58,11 +59,14 @@ def test_lora_is_merged_and_nothing_else_changes(run, golden, tmp_path):
         assert torch.equal(f.get_tensor("markers"), model.markers) and f.metadata() == {"n_last": "2"}
 
 
-def test_what_is_not_exported(run, golden, tmp_path):
+def test_what_is_not_exported(run, golden, tmp_path, monkeypatch):
     """A Stage B that is causal or has layers of its own, and an adapter of another base."""
     for name, how in (("lora", dict(stage_b="lora")), ("copy", dict(stage_b="copy")), ("causal", dict(causal=True))):
         random_adapter(tmp_path / name, golden, n_last=2, **how)
         assert "its Stage B is causal, or has layers of its own" in run.fails(tmp_path / name)
+    monkeypatch.setitem(ROUTERS, "mine", None)
+    save_model(tiny_model(router="mine"), tmp_path / "routed")
+    assert "no place for its router, 'mine'" in run.fails(tmp_path / "routed")
     save_model(tiny_model(causal=True), tmp_path / "model")
     assert "its Stage B is causal" in run.fails(tmp_path / "model")
 
