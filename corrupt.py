@@ -69,7 +69,7 @@ class Corruption:
     name: str  # one of CORRUPTIONS
     block_length: int
     mask_id: int
-    n_plain: int  # ids 0..n_plain-1 are ordinary tokens
+    plain: Tensor  # int64 ids of ordinary tokens, of which random ones are drawn
     mask_power: float = 1.0  # a block's mask ratio is U(0, 1) to this power: below 1, many masks
     ends: float = 0.0  # the share of blocks that are masked from some place to their end, as writing leaves them
 
@@ -102,7 +102,7 @@ def corrupt(
         rate = REPLACE_RATE * of_blocks(draws, T, how.block_length)
         replaced = uniform(draws, T) < rate
         replaced = free & ~masked & replaced.to(x.device)
-        token = (uniform(draws, T) * how.n_plain).long()
+        token = how.plain[(uniform(draws, T) * len(how.plain)).long()]
         z = torch.where(replaced, token.to(x.device), z)
 
     if how.name == "draft":

@@ -3,13 +3,14 @@
     python prepare.py names --out data/names2       # names of Unicode characters, as in data/names
     python prepare.py stdlib --out data/stdlib      # Python's own sources
     python prepare.py FOLDER --out data/mine        # .txt and other text, or FineWeb-Edu's .jsonl[.gz] and .parquet
-    python prepare.py FOLDER --out data/mine --like CKPT    # by the tokenizer of a checkpoint
+    python prepare.py FOLDER --out data/mine --like CKPT    # by the tokenizer of a checkpoint, or by a tokenizer.json
     python prepare.py data/names --written_by assets/names --out data/written
                                                     # beginnings of these rows, and what a model writes behind them
 
 A folder of rows is what lib/rows.py says. Names are read by the tokenizer of data/names, other text as
-bytes, unless there is --like. One document in twenty is for validation. Nothing is downloaded, and what
-cannot be read exactly is refused. A toy's rows: `python toy.py modes --out DIR`.
+bytes, unless there is --like. One document in twenty is for validation. Ends of lines become the one of
+Unix, and a byte order mark is left out. Nothing is downloaded, and what cannot be read exactly is refused. A
+toy's rows: `python toy.py modes --out DIR`.
 
 --written_by makes a teacher's rows: sequence-level distillation (Kim and Rush, 2016), by a beam. Causal Stage B that
 learns them is surer than one that learns the text, which knows many endings; one that learns the text draws as the text
@@ -25,19 +26,21 @@ import json
 import math
 import sys
 import sysconfig
+import time
 import unicodedata
 from collections.abc import Iterator
-from itertools import chain, islice
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from lib.rows import DRAWN, Meta, read_meta, read_split, refuse_full, write_meta, write_rows
-from lib.tokenizer import Tokenizer, byte_spec, byte_tokenizer, load_tokenizer
+from lib.tokenizer import Tokenizer, bpe_tokenizer, byte_spec, byte_tokenizer
 from lib.util import (
+    Mistake,
     Parser,
     alone_in,
     bounded,
@@ -47,7 +50,10 @@ from lib.util import (
     fail,
     generator,
     pick_device,
+    progress,
+    quoted,
     read_bytes,
+    read_json,
     reading,
     write_json,
 )
@@ -58,7 +64,8 @@ if TYPE_CHECKING:
 # R rows, U texts of a beam, T positions, V vocabulary
 
 NAMES = Path(__file__).parent / "data" / "names"
-RECORDS = (".jsonl", ".jsonl.gz", ".parquet")
+RELEASED = Path("weights/llada2.1-mini")  # where configs/llada.toml starts from
+RECORDS = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz", ".parquet")  # also in capitals
 BEAM = 4
 AT_ONCE = 256  # beginnings that are written together
 SHORT = 640  # of fewer tokens 5 % are no block of the paper's
@@ -67,63 +74,101 @@ Document = tuple[np.ndarray, int]  # its ids, and how many of them are its promp
 
 
 # --- documents
+@dataclass
+class LeftOut:
+    """What is not read, to be said behind what is."""
+
+    not_utf8: list[str] = field(default_factory=list)  # names of files
+    filtered: int = 0  # records
+
+    def __str__(self) -> str:
+        said = []
+        if self.not_utf8:
+            more = ", ..." if len(self.not_utf8) > 5 else ""
+            said.append(f"as no UTF-8 text {len(self.not_utf8):,} ({', '.join(self.not_utf8[:5])}{more})")
+        if self.filtered:
+            said.append(f"by the filter on score and length {self.filtered:,}")
+        return f"; left out {', '.join(said)}" if said else ""
+
+
 def load_text(sources: list[str], max_docs: int = 0) -> list[tuple[str, str]]:
-    """Documents as (stable name, text): the first max_docs (0: all) of `names`, `stdlib`, or paths."""
-    stream = chain.from_iterable(read_source(source) for source in sources)
-    if max_docs:
-        stream = islice(stream, max_docs)
-    documents = list(stream)
+    """Documents as (stable name, text) of `names`, `stdlib`, or paths: max_docs of them to train on (0: all), and those
+    to validate that lie between them."""
+    left_out = LeftOut()
+    stream = chain.from_iterable(read_source(source, left_out) for source in sources)
+    documents = list(progress(first_documents(stream, max_docs), "read"))
     if not any(text for _, text in documents):
-        fail(f"{' '.join(sources)} holds no text (or the filter on score and length left none)")
+        fail(f"{' '.join(sources)} holds no text{left_out}")
+    if str(left_out):
+        print(f"read   {len(documents):,} documents{left_out}")
     return documents
 
 
-def read_source(source: str) -> Iterator[tuple[str, str]]:
+def first_documents(stream: Iterator[tuple[str, str]], max_docs: int) -> Iterator[tuple[str, str]]:
+    """Up to the document that is number max_docs of those to train on."""
+    n_train = 0
+    for name, text in stream:
+        yield name, text
+        n_train += not is_validation(name)
+        if n_train == max_docs > 0:
+            return
+
+
+def read_source(source: str, left_out: LeftOut) -> Iterator[tuple[str, str]]:
     """The documents of one source."""
     path = Path(source)
     if source == "names":
         return ((name, name) for name in unicode_names())
     if source == "stdlib":
         tests = {"test", "tests", "idle_test", "site-packages"}
-        return read_folder(Path(sysconfig.get_path("stdlib")), "*.py", tests)
+        return read_folder(Path(sysconfig.get_path("stdlib")), "*.py", tests, left_out)
     if path.is_dir():
-        return read_folder(path, "*", set())
+        return read_folder(path, "*", set(), left_out)
     if path.exists():
-        return read_file(path, path.name)
+        return read_file(path, path.name, left_out)
     fail(f"{source}: no such file or folder (and not `names` or `stdlib`; toys are written by toy.py --out)")
 
 
-def read_folder(root: Path, pattern: str, skip: set[str]) -> Iterator[tuple[str, str]]:
+def read_folder(root: Path, pattern: str, skip: set[str], left_out: LeftOut) -> Iterator[tuple[str, str]]:
     """The documents of a folder in a fixed order, without what is hidden, skipped, or no text."""
     for path in sorted(root.rglob(pattern)):
         inside = path.relative_to(root)
         hidden = any(part.startswith(".") for part in inside.parts)
         skipped = not skip.isdisjoint(inside.parts)
         if path.is_file() and not hidden and not skipped:
-            yield from read_file(path, inside.as_posix(), pass_over=True)
+            yield from read_file(path, inside.as_posix(), left_out, pass_over=True)
 
 
-def read_file(path: Path, name: str, pass_over: bool = False) -> Iterator[tuple[str, str]]:
+def read_file(path: Path, name: str, left_out: LeftOut, pass_over: bool = False) -> Iterator[tuple[str, str]]:
     """The documents of one file: its records, or its text. `pass_over`: none, if that is no UTF-8."""
     with reading(path, "corpus"):
-        if path.name.endswith(RECORDS):
+        if path.name.lower().endswith(RECORDS):
             for number, record in read_records(path):
                 where = f"record {number} of corpus {path}"
                 text = entry(record, "text", str, where)
                 if passes_filter(record, where):
-                    yield f"{name}:{number}", text
+                    yield f"{name}:{number}", plain_text(text)
+                else:
+                    left_out.filtered += 1
             return
 
         try:
-            yield name, path.read_text(encoding="utf-8")
+            yield name, plain_text(path.read_text(encoding="utf-8"))
         except UnicodeDecodeError:
             if not pass_over:
                 raise
+            left_out.not_utf8.append(name)
+
+
+def plain_text(text: str) -> str:
+    """Without a byte order mark, and with one kind of line ends, in whatever file it stands."""
+    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def passes_filter(record: dict, where: str) -> bool:
-    """The paper's filter (Training). What is not stated passes."""
-    for key, low, high in (("int_score", 3, math.inf), ("token_count", 256, 1800)):
+    """The paper's filter (Training). What is not stated passes; int_score is the score rounded."""
+    score = "score" if record.get("int_score") is None else "int_score"
+    for key, low, high in ((score, 3, math.inf), ("token_count", 256, 1800)):
         if record.get(key) is not None and not low <= entry(record, key, float, where) <= high:
             return False
     return True
@@ -131,17 +176,30 @@ def passes_filter(record: dict, where: str) -> bool:
 
 def read_records(path: Path) -> Iterator[tuple[int, dict]]:
     """(number of the line or row, record)"""
-    if path.suffix == ".parquet":
+    name = path.name.lower()
+    if name.endswith(".parquet"):
         yield from enumerate(read_parquet(path), 1)
         return
-    open_text = gzip.open if path.suffix == ".gz" else open
-    with open_text(path, "rt", encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                record = json.loads(line)
-                if not isinstance(record, dict):
-                    fail(f"record {number} of {path} is not a JSON object")
-                yield number, record
+
+    open_text = gzip.open if name.endswith(".gz") else open
+    with open_text(path, "rt", encoding="utf-8-sig") as lines:
+        if name.removesuffix(".gz").endswith(".json"):
+            records = enumerate(listed_records(lines.read()), 1)
+        else:
+            records = ((number, json.loads(line)) for number, line in enumerate(lines, 1) if line.strip())
+        for number, record in records:
+            if not isinstance(record, dict):
+                fail(f"record {number} of {path} is not a JSON object")
+            yield number, record
+
+
+def listed_records(content: str) -> list:
+    """Those of a .json file: a list, one record, or one a line."""
+    try:
+        value = json.loads(content)
+    except ValueError:
+        return [json.loads(line) for line in content.split("\n") if line.strip()]
+    return value if isinstance(value, list) else [value]
 
 
 def read_parquet(path: Path) -> Iterator[dict]:
@@ -174,8 +232,11 @@ def is_validation(name: str) -> bool:
 def tokenize(texts: list[tuple[str, str]], tokenizer: Tokenizer, prompt: int) -> dict[str, list[Document]]:
     """The documents for "train" and for "val", each closed by eos, all with the same prompt."""
     split = {"train": [], "val": []}
-    for name, text in tqdm(texts, desc="tokenize", leave=False, disable=None):
-        ids = np.append(tokenizer.encode_document(text), np.int32(tokenizer.eos_id))
+    for name, text in progress(texts, "tokenize"):
+        try:
+            ids = np.append(tokenizer.encode_document(text), np.int32(tokenizer.eos_id))
+        except Mistake as e:
+            fail(f"document {name}: {e}")
         split["val" if is_validation(name) else "train"].append((ids, prompt))
 
     if not split["train"] or not split["val"]:
@@ -208,24 +269,21 @@ def prepare_text(sources: list[str], folder: Path, like: Path | None, max_docs: 
     names = sources == ["names"]
     if like is None and names:
         like = NAMES
-    tokenizer = byte_tokenizer() if like is None else load_tokenizer(like)
-    if tokenizer is None:
-        fail(f"{like} has no tokenizer.json to read text with")
-
-    # a random token is drawn from the ids below the special ones
-    n_plain = min(tokenizer.special.values())
-    if max(set(tokenizer.ids) - set(tokenizer.special.values())) > n_plain:
-        fail(f"{like}: its special tokens are not its last ids, so not every other token could be drawn")
+    tokenizer = byte_tokenizer() if like is None else bpe_tokenizer(tokenizer_file(like))
 
     # names are conditional data: each has a prompt, a random beginning
     split = tokenize(load_text(sources, max_docs), tokenizer, prompt=-1 if names else 0)
 
+    # a random token is an ordinary one: no special one, and no id without a token
+    plain = set(tokenizer.token_bytes)
+    n_plain = max(plain) + 1
     meta = Meta(
         vocab_size=math.ceil(tokenizer.vocab_size / 16) * 16,
         eos_id=tokenizer.eos_id,
         mask_id=tokenizer.mask_id,
         n_plain=n_plain,
         judge={"names": unicodedata.unidata_version} if names else None,
+        not_plain=sorted(set(range(n_plain)) - plain),
     )
     for part, documents in split.items():
         ids, prompts = zip(*documents, strict=True)
@@ -236,8 +294,16 @@ def prepare_text(sources: list[str], folder: Path, like: Path | None, max_docs: 
     if like is None:
         write_json(folder / "tokenizer.json", byte_spec())
     else:
-        copy_file(like / "tokenizer.json", folder / "tokenizer.json")
+        copy_file(tokenizer_file(like), folder / "tokenizer.json")
     write_meta(folder, meta)
+
+
+def tokenizer_file(like: Path) -> Path:
+    """The tokenizer.json that --like names, or that lies in the folder that it names."""
+    path = like / "tokenizer.json" if like.is_dir() else like
+    if not path.exists():
+        fail(f"{like} has no tokenizer.json to read text with" if like.is_dir() else f"--like {like}: no such file")
+    return path
 
 
 # --- a teacher's rows
@@ -257,7 +323,8 @@ def prepare_written(source: Path, by: Path, folder: Path, beam: int, gen_length:
         # beginnings of about one length are written together
         prompts = sorted(beginnings(source, part, meta), key=len)
         written = []
-        for first in tqdm(range(0, len(prompts), AT_ONCE), f"write {part}", unit="batch", leave=False, disable=None):
+        start = time.monotonic()
+        for first in progress(range(0, len(prompts), AT_ONCE), f"write {part}"):
             written += likeliest(model, prompts[first : first + AT_ONCE], beam, gen_length)
 
         # what has no end is no document
@@ -268,7 +335,10 @@ def prepare_written(source: Path, by: Path, folder: Path, beam: int, gen_length:
         # half of the text as it is, to learn holes from
         ids, starts, _ = read_split(source / f"{part}.safetensors", meta.vocab_size)
         as_it_is = [(document, DRAWN) for document in np.split(ids.numpy(), starts[1:-1].numpy())[::2]]
-        print(f"{part:5}  {len(documents):,} of {len(prompts):,} beginnings written on, {len(as_it_is):,} documents")
+        print(
+            f"{part:5}  {len(documents):,} of {len(prompts):,} beginnings written on, {len(as_it_is):,} documents, "
+            f"{time.monotonic() - start:.0f} s"
+        )
         ids, lengths = zip(*documents, *as_it_is, strict=True)
         write_rows(folder, part, list(ids), list(lengths), meta.vocab_size)
     copy_file(source / "tokenizer.json", folder / "tokenizer.json")
@@ -338,25 +408,47 @@ def beginnings(source: Path, part: str, meta: Meta) -> list[list[int]]:
     return found
 
 
+# --- what comes next
 def next_command(args: argparse.Namespace) -> str:
     """What trains on these rows."""
-    train = f"python train.py --data {args.out}"
+    data = f"--data {quoted(args.out)}"
+    judge = read_meta(args.out).judge
     if args.written_by:
-        return f"{train} --config configs/causal.toml --init_from {args.written_by}"
-    if args.sources == ["names"]:
-        return train
+        config = "configs/causal.toml" if judge else "configs/text.toml"
+        return f"python train.py {data} --config {config} --init_from {quoted(args.written_by)}"
+
+    # a checkpoint is trained further
     if args.like and (args.like / "config.json").exists():
-        return f"{train} --config configs/text.toml --init_from {args.like}"
-    return f"python base.py --data {args.out} --config configs/text_base.toml"
+        init = f" --init_from {quoted(args.like)}"
+        if is_released(args.like):
+            return f"python train.py {data} --config configs/llada.toml{'' if args.like == RELEASED else init}"
+        return f"python train.py {data}{'' if judge else ' --config configs/text.toml'}{init}"
+
+    # other tokens need a base first
+    if judge and args.like:
+        return f"python base.py {data} --config configs/base.toml"
+    if judge:
+        return f"python train.py {data}"
+    train = f"python train.py {data} --config configs/text.toml"
+    return f"python base.py {data} --config configs/text_base.toml && {train}"
+
+
+def is_released(folder: Path) -> bool:
+    """Are these the converted 16B weights, in whatever folder? Their tokenizer knows the chat template."""
+    added = read_json(folder / "tokenizer.json", "tokenizer")["added_tokens"]
+    return folder == RELEASED or "<role>" in [token["content"] for token in added]
 
 
 @command
 def main() -> None:
     parser = Parser(__doc__)
     add = parser.add_argument_group("what is read").add_argument
-    add("sources", nargs="+", metavar="SOURCE", help="names, stdlib, or .txt / folder / .jsonl[.gz] / .parquet")
-    add("--max_docs", type=bounded(int, 0, 10**9), default=0, help="stop after so many documents (paper 50000; 0: all)")
-    add("--like", type=Path, metavar="DIR", help="a checkpoint, or a folder of rows: use its tokenizer, and copy it")
+    kinds = "names, stdlib, or a text / folder / .jsonl, .ndjson, .json [.gz] / .parquet"
+    add("sources", nargs="+", metavar="SOURCE", help=kinds)
+    so_many = "stop after so many documents to train on (paper 50000; 0: all)"
+    add("--max_docs", type=bounded(int, 0, 10**9), default=0, help=so_many)
+    whose = "a checkpoint, a folder of rows, or a tokenizer.json (byte-level BPE): use its tokenizer, and copy it"
+    add("--like", type=Path, metavar="DIR", help=whose)
 
     add = parser.add_argument_group("a teacher's rows").add_argument
     add("--written_by", type=Path, metavar="CKPT", help="SOURCE is a folder of rows: what this model writes behind "
@@ -368,8 +460,13 @@ def main() -> None:
     add("--out", type=Path, required=True, metavar="DIR", help="a new folder of rows")
     args = parser.parse_args()
 
-    if args.written_by and len(args.sources) > 1:
-        fail("--written_by reads one folder of rows")
+    # what would do nothing
+    if args.written_by and (len(args.sources) > 1 or args.max_docs or args.like):
+        fail("--written_by reads one folder of rows, all of it, by its own tokenizer: leave out --max_docs and --like")
+    for name in () if args.written_by else ("gen_length", "beam"):
+        if getattr(args, name) != parser.get_default(name):
+            fail(f"--{name} is of --written_by alone")
+
     with alone_in(args.out):
         if args.written_by:
             prepare_written(Path(args.sources[0]), args.written_by, args.out, args.beam, args.gen_length)

@@ -94,7 +94,7 @@ def cocommit_step(model: Model, batch: Batch, args: Namespace) -> Losses:
 def corrupt_batch(model: Model, batch: Batch, args: Namespace) -> tuple[Tensor, Tensor]:
     """What the model is shown: z (R, T) int64 and kind (R, T) uint8, see corrupt.py."""
     cfg = model.cfg
-    how = Corruption(args.corruption, cfg.block_length, cfg.mask_id, batch.n_plain, args.mask_power, args.ends)
+    how = Corruption(args.corruption, cfg.block_length, cfg.mask_id, batch.plain, args.mask_power, args.ends)
     draft = partial(stage_a_draft, model, batch, args)
     return corrupt(batch.clean, batch.free, how, batch.draws, draft, batch.as_asked)
 

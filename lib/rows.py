@@ -13,7 +13,7 @@ A document that ends a text ends in one eos; documents are cut into rows when th
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -35,9 +35,16 @@ class Meta:
     vocab_size: int  # a multiple of 16
     eos_id: int
     mask_id: int
-    n_plain: int  # ids 0..n_plain-1 are ordinary tokens
+    n_plain: int  # ids 0..n_plain-1 are ordinary tokens, but for not_plain
     block_length: int | None = None  # of a model that is trained on them; None: any
     judge: dict | None = None  # {"names": version of Unicode}, or {"toy": name, "V": 8, and other sizes}
+    not_plain: list[int] = field(default_factory=list)  # ids below n_plain of special tokens, or of none
+
+    def plain(self) -> Tensor:
+        """All ordinary ids, of which random tokens are drawn: int64, in order."""
+        kept = torch.ones(self.n_plain, dtype=torch.bool)
+        kept[self.not_plain] = False
+        return kept.nonzero()[:, 0]
 
 
 # --- writing
@@ -61,7 +68,11 @@ def write_rows(folder: Path, split: str, documents: list[np.ndarray], prompts: l
 
 
 def write_meta(folder: Path, meta: Meta) -> None:
-    write_json(folder / "meta.json", asdict(meta))
+    """Without not_plain, if there are none: most tokenizers have their special tokens last."""
+    about = asdict(meta)
+    if not meta.not_plain:
+        del about["not_plain"]
+    write_json(folder / "meta.json", about)
 
 
 # --- reading
@@ -69,11 +80,19 @@ def read_meta(folder: Path) -> Meta:
     path = folder / "meta.json"
     about = read_json(path, "prepared rows (prepare.py and toy.py write them)")
     numbers = [entry(about, name, int, path) for name in ("vocab_size", "eos_id", "mask_id", "n_plain")]
-    if min(numbers) < 0 or max(numbers[1:]) >= numbers[0]:
-        fail(f"{path} is damaged: its ids are not 0..{numbers[0] - 1}")
-    _, eos_id, mask_id, n_plain = numbers
-    if eos_id == mask_id or not 1 <= n_plain <= min(eos_id, mask_id):
-        fail(f"{path}: eos_id {eos_id} and mask_id {mask_id} are two tokens behind the ordinary ones, 0..{n_plain - 1}")
+    vocab_size, eos_id, mask_id, n_plain = numbers
+    if min(numbers) < 0 or max(numbers[1:]) >= vocab_size:
+        fail(f"{path} is damaged: its ids are not 0..{vocab_size - 1}")
+
+    # a random token is an ordinary one
+    not_plain = entry(about | {"not_plain": about.get("not_plain", [])}, "not_plain", list, path)
+    if not all(type(i) is int and 0 <= i < n_plain for i in not_plain):
+        fail(f"{path} is damaged: not_plain are not ids below n_plain = {n_plain}")
+    if len(set(not_plain)) == n_plain:
+        fail(f"{path} is damaged: it has no ordinary token")
+    ordinary = any(i < n_plain and i not in not_plain for i in (eos_id, mask_id))
+    if ordinary or eos_id == mask_id:
+        fail(f"{path} is damaged: eos_id {eos_id} and mask_id {mask_id} are to be two ids, and no ordinary tokens")
     check_special(folder, path, eos_id, mask_id)
 
     # these two may be null
@@ -83,7 +102,7 @@ def read_meta(folder: Path) -> Meta:
         if block_length < 1:
             fail(f"{path} is damaged: block_length is {block_length}")
     judge = about.get("judge") and entry(about, "judge", dict, path)
-    return Meta(*numbers, block_length, judge)
+    return Meta(*numbers, block_length, judge, not_plain)
 
 
 def read_split(path: Path, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -224,6 +243,9 @@ class Corpus:
     rows: dict[str, Rows]  # "train" and "val"
     meta: Meta
 
+    def __post_init__(self) -> None:
+        self.plain = self.meta.plain()
+
 
 @dataclass
 class Batch:
@@ -232,7 +254,7 @@ class Batch:
     clean: Tensor  # int64
     real: Tensor  # bool, False on padding
     free: Tensor  # bool, the positions that may be corrupted: real ones outside the prompt
-    n_plain: int  # ids 0..n_plain-1 are ordinary tokens
+    plain: Tensor  # (n_plain,) int64: ordinary ids, of which random tokens are drawn; on the CPU, as all chance is
     draws: list[torch.Generator]  # one a row, a function of its index
     as_asked: Tensor | bool = True  # (R, 1): False where masks and bundles are drawn, whatever --ends and --whole say
 
@@ -252,4 +274,4 @@ def get_batch(corpus: Corpus, split: str, first: int, n: int, seed: int, device:
     draws = [generator(*key, i) for i in range(first, first + n)]
     free = real & ~prompt
     as_asked = corpus.rows[split].as_asked(first, n)
-    return Batch(clean.to(device), real.to(device), free.to(device), corpus.meta.n_plain, draws, as_asked)
+    return Batch(clean.to(device), real.to(device), free.to(device), corpus.plain, draws, as_asked)

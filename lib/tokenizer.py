@@ -1,13 +1,17 @@
 """Tokenizers: text to ids and back.
 
     load_tokenizer(folder)  the one of a checkpoint or of prepared rows, if they have text
-    bpe_tokenizer(path)     a byte-level BPE from a `tokenizer.json`
+    bpe_tokenizer(path)     a byte-level BPE from a `tokenizer.json`, as the `tokenizers` library saves it
     byte_tokenizer()        256 bytes, an end-of-text token and a mask token
 
-tiktoken does the encoding. A `tokenizer.json` that it cannot reproduce exactly, on every text, is refused.
+tiktoken splits text into words and merges bytes. A `tokenizer.json` that it cannot reproduce exactly, on every text, is
+refused, and so is a text that its tokens do not spell.
 """
 
+import re
 import unicodedata
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +24,24 @@ from lib.util import SPECIAL, entry, fail, read_json, reading
 EOS = SPECIAL["eos_id"]
 MASK = SPECIAL["mask_id"]
 
+# patterns that split text into words
 WORDS = r" ?\S+|\s+"  # a word takes the blank before it along
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # ByteLevel's own
+
+# All blanks of a run but its last one, if a word follows. tiktoken keeps a way back for each blank, and gives up at a
+# million; in the second form, which finds the same blanks, it keeps one for 256 of them.
+BLANKS = r"\s+(?!\S)"
+MANY_BLANKS = r"(?:\s{256}(?=\s{256}))*\s+(?!\S)"
+
+# Of what a pattern may be made: these parts mean the same to tiktoken's engine and to that of `tokenizers`.
+ESCAPE = r"\\(?:[sSdDrnt]|[pP]\{(?:[A-Z][a-z]?|Han|Hiragana|Katakana|Hangul)\}|[^\w\s])"
+ONE = rf"(?P<one>{ESCAPE}|\[\^?(?:{ESCAPE}|[^\\\[\]&~-]|-(?!-)|&(?!&)|~(?!~))+\]|[^\\\[\](){{}}|*+?^$])"
+PART = re.compile(
+    ONE  # one character
+    + r"|(?P<look>\(\?<?[=!])"  # what stands before or behind
+    + r"|\((?:\?(?:[:>]|i:))?|\||\)"  # groups and alternatives
+    + r"|(?:[*+?][+?]?|\{\d+(?:,\d*)?\}(?![+?]))"  # how often
+)
 
 
 @dataclass
@@ -30,11 +51,15 @@ class Tokenizer:
     encoding: tiktoken.Encoding
     ids: list[int]  # rank -> id
     special: dict[str, int]
+    words: dict[str, int]  # tokens that are added to those of the merges, and are text
+    early: set[str]  # special tokens and words that are found before the text is normalised
     nfc: bool  # whether the released normaliser is Unicode NFC
+    prefix_blank: bool  # whether text begins with a blank, if need be one that is put there
+    pattern: str  # what splits text into words
     token_bytes: dict[int, bytes]  # none for special and unused ids
 
     def __post_init__(self) -> None:
-        self.vocab_size = 1 + max(self.ids)
+        self.vocab_size = 1 + max(*self.ids, *self.special.values(), *self.words.values())
         self.eos_id = self.special.get(EOS)
         self.mask_id = self.special.get(MASK)
 
@@ -43,18 +68,60 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Text to ids; names of special tokens become those tokens, as in the released tokenizer."""
-        ranks = self.encoding.encode(self.normalise(text), allowed_special="all")
-        return [self.ids[rank] for rank in ranks]
+        return self.encode_around(text, self.words | self.special)
 
     def encode_document(self, text: str) -> np.ndarray:
         """Corpus text to int32 ids: here the name of a special token is ordinary text."""
-        ranks = self.encoding.encode_ordinary(self.normalise(text))
-        return np.array([self.ids[rank] for rank in ranks], dtype=np.int32)
+        return np.array(self.encode_around(text, self.words), dtype=np.int32)
+
+    def encode_around(self, text: str, added: dict[str, int]) -> list[int]:
+        """The ids of these added tokens, and of the text between them."""
+        early = {name: i for name, i in added.items() if name in self.early}
+        late = {self.normalise(name): i for name, i in added.items() if name not in self.early}
+        ids = []
+        for between, token in cut(text, early):
+            for part, inner in cut(self.normalise(between), late):
+                ids += self.encode_part(part) + inner
+            ids += token
+        return ids
+
+    def encode_part(self, text: str) -> list[int]:
+        """Text without added tokens to ids. A text that they would not spell is refused."""
+        if not text:
+            return []
+        if self.prefix_blank and not text.startswith(" "):
+            text = " " + text
+        try:
+            raw = text.encode()
+        except UnicodeEncodeError as e:
+            fail(f"half of a character, {text[e.start]!a}, is no text")
+        try:
+            ranks = self.encoding.encode_ordinary(text)
+        except BaseException as e:
+            # of tiktoken's Rust, which does not export it
+            if type(e).__name__ != "PanicException":
+                raise
+            fail(f"the tokenizer cannot split this text into words by {self.pattern!r:.200}")
+        if self.encoding.decode_bytes(ranks) != raw:
+            fail(f"the tokenizer's pattern {self.pattern!r:.200} leaves out a part of this text")
+        return [self.ids[rank] for rank in ranks]
 
     def decode(self, ids: list[int]) -> str:
         """Ids to text; special tokens are left out and bytes that are no UTF-8 become U+FFFD."""
         raw = b"".join(self.token_bytes.get(i, b"") for i in ids)
         return raw.decode("utf-8", errors="replace")
+
+
+def cut(text: str, added: dict[str, int]) -> Iterator[tuple[str, list[int]]]:
+    """Text up to each of these tokens, and [its id]; at last the rest and []. Of tokens that begin at one place the
+    longest counts."""
+    start = 0
+    if added:
+        longest_first = sorted(added, key=len, reverse=True)
+        for found in re.finditer("|".join(map(re.escape, longest_first)), text):
+            yield text[start : found.start()], [added[found[0]]]
+            start = found.end()
+    yield text[start:], []
 
 
 # --- reading a tokenizer
@@ -104,8 +171,10 @@ def bpe_tokenizer(path: Path, spec: dict | None = None) -> Tokenizer:
     if spec is None:
         spec = read_json(path, "tokenizer")
     with reading(path, "tokenizer"):
-        pattern = read_pattern(spec, path)
-        vocab, merges, special = read_tokens(spec, path)
+        pattern, prefix_blank = read_pattern(spec, path)
+        special, words = read_added(spec, path)
+        vocab, merges = read_tokens(spec, special, words, path)
+        early = {token["content"] for token in spec["added_tokens"] if not token.get("normalized")}
 
     # ranks: the bytes, then the merges in order
     ranks = {bytes([byte]): byte for byte in range(256)}
@@ -119,27 +188,62 @@ def bpe_tokenizer(path: Path, spec: dict | None = None) -> Tokenizer:
         ranks[token] = len(ranks)
     for token in ranks:
         if token not in vocab:
-            fail(f"{path}: its vocabulary lacks {token}")
+            hint = "train it with initial_alphabet=ByteLevel.alphabet()" if len(token) == 1 else "or has it as special"
+            fail(f"{path}: its vocabulary lacks {token}, {hint}")
 
-    # special tokens take the ranks after all others
-    ids = [vocab[token] for token in ranks] + list(special.values())
-    special_ranks = {name: len(ranks) + i for i, name in enumerate(special)}
+    # a word that the merges do not make would be taken whole all the same
+    if spec["model"].get("ignore_merges") and len(vocab) > len(ranks):
+        fail(f"{path}: ignore_merges cannot be expressed exactly in tiktoken, so this tokenizer is refused")
+
     with reading(path, "tokenizer"):
-        encoding = tiktoken.Encoding("bpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_ranks)
-    token_bytes = {i: token for token, i in vocab.items()}
-    return Tokenizer(encoding, ids, special, spec.get("normalizer") is not None, token_bytes)
+        unbroken = pattern.replace(BLANKS, MANY_BLANKS)
+        encoding = tiktoken.Encoding("bpe", pat_str=unbroken, mergeable_ranks=ranks, special_tokens={})
+    token_bytes = {i: token for token, i in vocab.items()} | {i: word.encode() for word, i in words.items()}
+    nfc = spec.get("normalizer") is not None
+    ids = [vocab[token] for token in ranks]
+    return Tokenizer(encoding, ids, special, words, early, nfc, prefix_blank, pattern, token_bytes)
 
 
-def read_tokens(spec: dict, path: Path) -> tuple[dict[bytes, int], list[list[bytes]], dict[str, int]]:
-    """The vocabulary, the merges in order, each two tokens, and the special tokens."""
+def read_added(spec: dict, path: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """The special tokens, and the words that are added to the tokens of the merges."""
+    special = {}
+    words = {}
+    for token in spec["added_tokens"]:
+        name = token["content"]
+        if not name or name in special or name in words:
+            fail(f"{path}: its added token {name!r} is empty, or there twice")
+        kind = special if token.get("special") or name in (EOS, MASK) else words
+        kind[name] = token["id"]
+
+    for name in (EOS, MASK):
+        if name not in special:
+            fail(f"{path}: no {name} among its added tokens, so no text could end or be masked (tokenizers' "
+                 "add_special_tokens adds it)")  # fmt: skip
+    return special, words
+
+
+def read_tokens(
+    spec: dict, special: dict[str, int], words: dict[str, int], path: Path
+) -> tuple[dict[bytes, int], list[list[bytes]]]:
+    """The vocabulary without added tokens, and the merges in order, each two tokens."""
     byte_of = {character: byte for byte, character in enumerate(byte_alphabet())}
 
     def to_bytes(token: str) -> bytes:
         return bytes(byte_of[character] for character in token)
 
+    # a word may be a token of the merges, too; other added tokens that stand here are none of them
     model = spec["model"]
-    vocab = {to_bytes(token): i for token, i in model["vocab"].items()}
-    special = {token["content"]: token["id"] for token in spec["added_tokens"]}
+    added = special | words
+    vocab = {}
+    of_merges = set()
+    for token, i in model["vocab"].items():
+        if added.get(token, i) != i:
+            fail(f"{path}: its token {token!r} has two ids, {i} and {added[token]}")
+        if token in words and token.isascii() and to_bytes(token) == token.encode():
+            of_merges.add(token)
+        elif token in added:
+            continue
+        vocab[to_bytes(token)] = i
 
     merges = []
     for merge in entry(model, "merges", list, path):
@@ -148,17 +252,17 @@ def read_tokens(spec: dict, path: Path) -> tuple[dict[bytes, int], list[list[byt
         first, second = text.split(" ")
         merges.append([to_bytes(first), to_bytes(second)])
 
-    for name in (EOS, MASK):
-        if name not in special:
-            fail(f"{path}: no {name} among its added tokens, so no text could end or be masked")
-    if not all(type(i) is int and 0 <= i < 2**20 for i in (*vocab.values(), *special.values())):
+    ids = [*vocab.values(), *(i for token, i in added.items() if token not in of_merges)]
+    if not all(type(i) is int and 0 <= i < 2**20 for i in ids):
         raise ValueError("its ids are not 0..1,048,575")
-    return vocab, merges, special
+    if len(set(ids)) < len(ids):
+        fail(f"{path}: two of its tokens have the id {Counter(ids).most_common(1)[0][0]}")
+    return vocab, merges
 
 
-def read_pattern(spec: dict, path: Path) -> str:
-    """The pattern that splits text into words; refuse a tokenizer.json with a step that is not modelled: its ids would
-    silently differ."""
+def read_pattern(spec: dict, path: Path) -> tuple[str, bool]:
+    """The pattern that splits text into words, and whether text begins with a blank; refuse a tokenizer.json with a
+    step that is not modelled: its ids would silently differ."""
 
     def demand(holds: bool, what: str) -> None:
         if not holds:
@@ -170,26 +274,55 @@ def read_pattern(spec: dict, path: Path) -> str:
     # before the merges: NFC or nothing
     normalizer = spec.get("normalizer")
     demand(normalizer is None or normalizer["type"] == "NFC", f"normalizer {normalizer}")
+    demand(none_of(spec, "truncation", "padding"), "truncation or padding")
 
-    # a pattern that splits text into words, then bytes
-    steps = spec["pre_tokenizer"]["pretokenizers"]
+    # a pattern that splits text into words, ByteLevel's own or one before it, then bytes
+    step = spec["pre_tokenizer"]
+    steps = step["pretokenizers"] if step["type"] == "Sequence" else [step]
     kinds = [step["type"] for step in steps]
-    demand(kinds == ["Split", "ByteLevel"], f"pre-tokenizer {kinds}")
-    split, byte_level = steps
-    demand(split.get("behavior") == "Isolated" and none_of(split, "invert"), f"split behaviour {split}")
-    demand(none_of(byte_level, "add_prefix_space", "use_regex"), "ByteLevel with prefix space or regex")
+    demand(kinds in (["ByteLevel"], ["Split", "ByteLevel"]), f"pre-tokenizer {kinds}")
+    byte_level = steps[-1]
+    own = byte_level.get("use_regex", True)
+    prefix_blank = bool(byte_level.get("add_prefix_space"))
+    pattern = GPT2
+    if len(steps) == 2:
+        split = steps[0]
+        demand(split.get("behavior") == "Isolated" and none_of(split, "invert"), f"split behaviour {split}")
+        demand(not own and not prefix_blank, "ByteLevel with prefix space or regex behind a split")
+        pattern = split["pattern"]["Regex"]
+    else:
+        demand(own, "ByteLevel without its regex")
+    demand(splits_alike(pattern), f"pattern {pattern!r:.200}")
 
     # the merges
     model = spec["model"]
     demand(model["type"] == "BPE", f"model {model['type']}")
-    demand(none_of(model, "ignore_merges", "dropout", "byte_fallback"), "a BPE option")
+    options = ("dropout", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")
+    demand(none_of(model, *options), "a BPE option")
 
     # after them: nothing that changes an id
     post = spec.get("post_processor")
     demand(post is None or post["type"] == "ByteLevel", f"post-processor {post}")
     for token in spec["added_tokens"]:
         demand(none_of(token, "lstrip", "rstrip", "single_word"), "a stripping added token")
-    return split["pattern"]["Regex"]
+    return pattern, prefix_blank
+
+
+def splits_alike(pattern: str) -> bool:
+    """Does it mean the same to tiktoken and to `tokenizers`, and never match nothing?"""
+    shape = ""
+    at = 0
+    while at < len(pattern):
+        part = PART.match(pattern, at)
+        if part is None:
+            return False
+        # as Python's own engine can read it: any character as x, and what only looks as nothing
+        shape += "x" if part["one"] else "(?:|" if part["look"] else part[0]
+        at = part.end()
+    try:
+        return re.fullmatch(shape, "") is None
+    except re.error:
+        return False
 
 
 def merge_bytes(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:

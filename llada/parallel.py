@@ -74,9 +74,7 @@ def sum_gradients(model: Model) -> None:
 def shared_step(model: Model, batch: Batch, args: Namespace) -> train.Losses:
     """cocommit_step of this process's rows; what comes out is that of the whole batch, but for the gradient."""
     own = slice(dist.get_rank(), None, dist.get_world_size())
-    rows = Batch(
-        batch.clean[own], batch.real[own], batch.free[own], batch.n_plain, batch.draws[own], batch.as_asked[own]
-    )
+    rows = Batch(batch.clean[own], batch.real[own], batch.free[own], batch.plain, batch.draws[own], batch.as_asked[own])
     loss, terms = train.cocommit_step(model, rows, args)
     of_others = total(loss) - loss.detach()
     return loss + of_others, {name: total(term) for name, term in terms.items()}

@@ -38,7 +38,7 @@ def toy_batch(t: toy.Toy, x: torch.Tensor, *key: int) -> Batch:
     """Rows x of a toy; the same draws each time it is called."""
     free = torch.arange(2 * t.m).expand_as(x) >= t.m
     draws = [generator("draws", *key, r) for r in range(len(x))]
-    return Batch(x, torch.ones_like(free), free, t.V, draws)
+    return Batch(x, torch.ones_like(free), free, torch.arange(t.V), draws)
 
 
 def causal_model(stage_b: str | None = None, **sizes) -> Model:

@@ -27,7 +27,7 @@ def off_by_one(z, where):
 def corrupted(kind, R=64, T=64, free=None, key="a", **rates):
     x = random_ids(R, T)
     free = torch.ones_like(x, dtype=torch.bool) if free is None else free
-    z, k = corrupt(x, free, Corruption(kind, B, MASK, MASK, **rates), streams(R, key), off_by_one)
+    z, k = corrupt(x, free, Corruption(kind, B, MASK, torch.arange(MASK), **rates), streams(R, key), off_by_one)
     return x, z, k
 
 

@@ -7,15 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from common import caller, merged_spec, refused
+from common import GOLDEN, byte_model, caller, command_line, merged_spec, refused
 from safetensors.torch import load_file
 
 import prepare
-from lib.rows import Meta, read_corpus, read_meta
-from lib.tokenizer import bpe_tokenizer, byte_spec, byte_tokenizer, load_tokenizer
-from lib.util import Mistake, exists, read_json
+from checkpoint import save_model
+from lib.rows import Meta, read_corpus, read_meta, write_meta, write_rows
+from lib.tokenizer import EOS, GPT2, MASK, bpe_tokenizer, byte_spec, byte_tokenizer, load_tokenizer
+from lib.util import Mistake, exists, read_json, write_json
 from prepare import NAMES, hold_out, is_validation, load_text, tokenize, unicode_names
 
+BPE = Path(__file__).parent / "data" / "bpe"  # make.py there says what it is
 TEXT = "naïve café, 日本\n"
 
 
@@ -55,6 +57,54 @@ def test_merges_worked_by_hand():
     assert t.encode("e\u0301") == t.encode_document("e\u0301").tolist() == t.encode("é")
 
 
+@pytest.mark.parametrize("name", ["stock", "prefix", "split"])
+def test_ids_are_those_of_the_library_that_made_the_file(name):
+    """Recorded ids of random texts: where names of special tokens are tokens, and where they are text."""
+    t = bpe_tokenizer(BPE / f"{name}.json")
+    lines = [json.loads(line) for line in (BPE / f"{name}.jsonl").read_text().splitlines()]
+    assert len(lines) == 60
+    for text, ids, of_document in lines:
+        assert (t.encode(text), t.encode_document(text).tolist()) == (ids, of_document), text
+
+
+def test_added_tokens_worked_by_hand():
+    """The longest of those that begin at one place; words that are added are text, in a corpus too."""
+    spec = merged_spec()
+    spec["added_tokens"] += [
+        {"id": 262, "content": "a b", "special": False, "normalized": True},
+        {"id": 263, "content": "a b c", "special": False, "normalized": True},
+        {"id": 264, "content": "<|mask|>x", "special": True, "normalized": False},
+    ]
+    t = bpe_tokenizer(Path("by hand"), spec)
+    assert t.encode("a b ca b<|mask|>x<|mask|>") == [263, 262, 264, 261] and t.vocab_size == 265
+    assert t.encode_document("a b<|mask|>").tolist() == [262, *b"<|mask|>"]
+    assert t.decode([263, 264, 97]) == "a b ca"
+
+
+def with_pattern(pattern: str) -> dict:
+    spec = merged_spec()
+    spec["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = pattern
+    return spec
+
+
+@pytest.mark.parametrize("n", [1, 2, 255, 256, 257, 511, 512, 513, 1025, 1_000_000, 2_500_000])
+@pytest.mark.parametrize("blank", " \t\n\u00a0")
+def test_of_a_long_run_the_last_blank_is_the_next_words(n, blank):
+    """As the pattern says of every run: all of it but the last, then that one and the word; at the end all of it."""
+    t = bpe_tokenizer(Path("by hand"), with_pattern(GPT2))
+    of_one = list(blank.encode())
+    last = t.encode(" x") if blank == " " else [*of_one, ord("x")]
+    assert t.encode("a" + blank * n + "x") == [97] + of_one * (n - 1) + last
+    assert t.encode(blank * n) == of_one * n
+
+
+def test_a_million_blanks_in_the_released_tokenizer():
+    """Eight of them are a token, the longest of blanks: the library finds as many."""
+    t = bpe_tokenizer(GOLDEN / "tokenizer.json")
+    ids = t.encode(" " * 1_000_000)
+    assert t.decode(ids) == " " * 1_000_000 and len(ids) == 125_000
+
+
 REFUSED = [
     (lambda s: s["model"].update(type="Unigram"), "model Unigram cannot be expressed exactly"),
     (lambda s: s["model"].update(byte_fallback=True), "BPE option"),
@@ -67,7 +117,23 @@ REFUSED = [
     (lambda s: s["model"]["merges"].reverse(), "not expressible"),
     (lambda s: s["model"]["merges"].append(["a", "a"]), "not expressible"),
     (lambda s: s["model"]["vocab"].pop("ab"), "lacks b'ab'"),
+    (lambda s: s["model"].update(end_of_word_suffix="</w>"), "BPE option"),
+    (lambda s: (s["model"].update(ignore_merges=True), s["model"]["vocab"].update(abab=300)), "ignore_merges"),
+    (lambda s: s.update(truncation={"max_length": 8}), "truncation or padding"),
+    (lambda s: s["pre_tokenizer"]["pretokenizers"].pop(0), "ByteLevel without its regex"),
+    (lambda s: s["added_tokens"][0].update(content=""), "'' is empty"),
+    (lambda s: s["added_tokens"].append(s["added_tokens"][0]), "there twice"),
+    (lambda s: s["added_tokens"][1].update(id=97), "two of its tokens have the id 97"),
+    (lambda s: s["added_tokens"][1].update(id=260), "two of its tokens have the id 260"),
+    (lambda s: s["model"]["vocab"].update(ab=256), "two of its tokens have the id 256"),
+    (lambda s: s["model"]["vocab"].update({EOS: 300}), "has two ids, 300 and 260"),
+    (lambda s: s["added_tokens"].append({"id": 256, "content": "aa", "special": True}), "lacks b'aa'"),
+    (lambda s: s["added_tokens"].pop(), f"no {MASK} among its added tokens"),
 ]
+
+# they match nothing, or mean something else to the other engine, or are no patterns
+PATTERNS = ["", "x*", "a|", "(?=x)", r"(?:\s+)?", r"\w+|\W", r"\ba", "^a|.", "a$|.", r"\d{2}+", "[[:alpha:]]+",
+            "[a-z&&b]", "[a--b]", "(?m:.)", r"\p{Punct}", r"\1", "(a", "a)", "[a", "a**"]  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "says"), REFUSED)
@@ -77,6 +143,32 @@ def test_what_tiktoken_cannot_reproduce_is_refused(change, says):
     with pytest.raises(Mistake) as mistake:
         bpe_tokenizer(Path("changed"), spec)
     assert says in str(mistake.value) and "changed" in str(mistake.value)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_pattern_that_is_no_sure_split_is_refused(pattern):
+    with pytest.raises(Mistake, match="pattern .* cannot be expressed exactly"):
+        bpe_tokenizer(Path("changed"), with_pattern(pattern))
+
+
+def test_a_text_that_its_tokens_do_not_spell_is_refused(tmp_path, monkeypatch, capsys):
+    """A pattern that leaves out what is neither letter nor number; half of a character. The line names the document."""
+    t = bpe_tokenizer(Path("letters"), with_pattern(r"\p{L}+|\p{N}+"))
+    assert t.encode("Hello42") == list(b"Hello42")
+    for text in ("Hello, world! 42", " a", "a\n"):
+        with pytest.raises(Mistake, match="leaves out a part of this text"):
+            t.encode(text)
+    with pytest.raises(Mistake, match=r"half of a character, '\\ud800'"):
+        byte_tokenizer().encode("a\ud800")
+
+    write_json(tmp_path / "tokenizer.json", with_pattern(r"\p{L}+|\p{N}+"))
+    (tmp_path / "a.txt").write_text("Hello, world! 42")
+    (tmp_path / "b.jsonl").write_text('{"text": "fine"}\n{"text": "a\\ud800"}\n')
+    refuse = caller(prepare, monkeypatch, capsys).fails
+    said = refuse(tmp_path / "a.txt", "--like", tmp_path / "tokenizer.json", "--out", tmp_path / "rows")
+    assert "document a.txt: " in said and "leaves out" in said
+    said = refuse(tmp_path / "b.jsonl", "--out", tmp_path / "rows")
+    assert "document b.jsonl:2: half of a character" in said and not (tmp_path / "rows").exists()
 
 
 def test_a_folder_without_a_tokenizer_has_none(tmp_path):
@@ -149,10 +241,13 @@ def write_records(path, records):
 def test_paper_filter(tmp_path):
     kept = [record(1), {"text": "no fields"}, record(1, int_score=None), record(1, int_score=3)]
     kept += [record(1, token_count=256), record(1, token_count=1800)]
+    # int_score is the score rounded; the score counts where it alone is stated
+    kept += [record(1, score=2.6), record(1, score=3, int_score=None), {"text": "a score", "score": 3.5}]
     dropped = [record(1, int_score=2), record(1, token_count=255), record(1, token_count=1801)]
+    dropped += [record(1, score=2.9, int_score=None), {"text": "a score", "score": 1}]
     write_records(tmp_path / "a.jsonl", dropped + kept)
     names = [name for name, _ in load_text([str(tmp_path / "a.jsonl")])]
-    assert names == [f"a.jsonl:{n}" for n in (4, 5, 6, 7, 8, 9)]
+    assert names == [f"a.jsonl:{n}" for n in range(6, 15)]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
@@ -184,16 +279,77 @@ def test_damaged_records_are_refused_in_a_folder_too(name, content, tmp_path):
     assert name in refusal(path) and refusal(tmp_path) == refusal(path)
 
 
-def test_a_tokenizer_whose_special_tokens_come_first_is_refused(tmp_path):
-    """A random token is drawn from the ids below the special ones: here there would be none."""
-    spec = byte_spec()
-    for token, i in zip(spec["added_tokens"], (0, 1), strict=True):
-        token["id"] = i
-    spec["model"]["vocab"] = {piece: 2 + i for piece, i in spec["model"]["vocab"].items()}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+SAME = [{"text": "one\r\ntwo\rthree\n"}, {"text": "four"}]
+LINES = "".join(json.dumps(record) + "\r\n" for record in SAME).encode()
+FILES = {
+    "a.jsonl": LINES, "a.JSONL": LINES, "a.ndjson": b"\xef\xbb\xbf" + LINES, "a.NDJSON.gz": gzip.compress(LINES),
+    "a.json": json.dumps(SAME, indent=1).encode(), "a.json.gz": gzip.compress(json.dumps(SAME).encode()),
+    "lines.json": LINES, "bom.json": b"\xef\xbb\xbf" + json.dumps(SAME).encode(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_records_are_read_by_whatever_name(name, tmp_path):
+    (tmp_path / name).write_bytes(FILES[name])
+    found = load_text([str(tmp_path / name)])
+    assert [text for _, text in found] == ["one\ntwo\nthree\n", "four"]
+    assert [at for at, _ in found] == [f"{name}:1", f"{name}:2"]
+
+
+def test_text_has_no_byte_order_mark_and_ends_its_lines_as_records_do(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree\n")
+    assert load_text([str(tmp_path / "a.txt")]) == [("a.txt", "one\ntwo\nthree\n")]
+
+
+def test_json_that_is_no_record_is_refused(tmp_path):
+    for content, says in (('{"name": "x"}', "text is None"), ('["x"]', "record 1 of"), ("{'text': 1}", "damaged")):
+        (tmp_path / "package.json").write_text(content)
+        assert "package.json" in refusal(tmp_path) and says in refusal(tmp_path)
+
+
+def test_what_is_left_out_is_counted_and_named(tmp_path, capsys):
+    for name in ("b.bin", "d.png"):
+        (tmp_path / name).write_bytes(b"\x89\xff")
+    says = "; left out as no UTF-8 text 2 (b.bin, d.png)"
+    assert refusal(tmp_path) == f"{tmp_path} holds no text{says}"
+
     (tmp_path / "a.txt").write_text("a text")
-    with pytest.raises(Mistake, match="its special tokens are not its last ids"):
-        prepare.prepare_text([str(tmp_path / "a.txt")], tmp_path / "rows", like=tmp_path, max_docs=0)
+    write_records(tmp_path / "c.jsonl", [record(1, int_score=2), record(2), record(3, token_count=9)])
+    assert len(load_text([str(tmp_path)])) == 2
+    says += ", by the filter on score and length 2"
+    assert capsys.readouterr().out == f"read   2 documents{says}\n"
+
+
+def test_so_many_documents_to_train_on(tmp_path):
+    """Of 20.txt, 41.txt and other numbers, in the order of their names: those to validate come on top."""
+    for n in range(60):
+        (tmp_path / f"{n:02}.txt").write_text("a text")
+    held_out = [n for n in range(60) if is_validation(f"{n:02}.txt")]
+    assert held_out
+    for n_docs in (1, held_out[0] + 1, 50, 60 - len(held_out), 99):
+        names = [int(name[:2]) for name, _ in load_text([str(tmp_path)], n_docs)]
+        train = [n for n in range(60) if n not in held_out][:n_docs]
+        assert [n for n in names if n not in held_out] == train and names == list(range(len(names)))
+    assert len(load_text([str(tmp_path)])) == 60
+
+
+def test_random_tokens_are_no_special_ones_wherever_these_stand(tmp_path):
+    """Special tokens come first; or in the middle, with an id that no token has."""
+    (tmp_path / "a.txt").write_text("a text\n" * 99)
+    prepare.prepare_text([str(tmp_path / "a.txt")], tmp_path / "rows", like=BPE / "stock.json", max_docs=0)
+    corpus = read_corpus(tmp_path / "rows", 8, 0, 8, 1)
+    assert corpus.meta == Meta(352, 0, 1, 340, not_plain=[0, 1])
+    assert corpus.plain.tolist() == list(range(2, 340))
+    assert (tmp_path / "rows" / "tokenizer.json").read_bytes() == (BPE / "stock.json").read_bytes()
+    t = load_tokenizer(tmp_path / "rows")
+    assert t.decode(np.concatenate(corpus.rows["train"].rows)).startswith("a text\na text\n")
+
+    spec = byte_spec()
+    spec["model"]["vocab"]["\u00ff"] = 260  # the byte that had the id 255
+    spec["added_tokens"].append({"id": 264, "content": "a word"})
+    write_json(tmp_path / "tokenizer.json", spec)
+    prepare.prepare_text([str(tmp_path / "a.txt")], tmp_path / "holes", like=tmp_path, max_docs=0)
+    assert read_meta(tmp_path / "holes").not_plain == [255, 256, 257, 258, 259, 261, 262, 263]
 
 
 def test_nothing_to_read_is_refused(tmp_path):
@@ -254,23 +410,71 @@ def test_text_is_read_as_bytes_or_by_the_tokenizer_of_a_folder(tmp_path, monkeyp
     call = caller(prepare, monkeypatch, capsys)
     out = call(texts, "--out", tmp_path / "bytes")
     assert out.splitlines()[0] == "train  58 documents, 870 tokens"
-    assert out.endswith(f"python base.py --data {tmp_path}/bytes --config configs/text_base.toml\n")
+    assert "python base.py" in out  # every hint is below
     assert read_meta(tmp_path / "bytes") == Meta(272, 256, 257, 256)
     assert read_json(tmp_path / "bytes" / "tokenizer.json", "tokenizer") == byte_spec()
     train = load_file(tmp_path / "bytes" / "train.safetensors")
     assert train["ids"][:15].tolist() == [*b"A SMALL LETTER", 256] and train["prompts"].tolist() == [0] * 58
 
     # as names are read; and as a checkpoint reads, which is trained further
-    out = call(texts, "--out", tmp_path / "bpe", "--like", NAMES, "--max_docs", 30)
-    assert out.endswith(f"python base.py --data {tmp_path}/bpe --config configs/text_base.toml\n")
+    call(texts, "--out", tmp_path / "bpe", "--like", NAMES, "--max_docs", 30)
     assert read_meta(tmp_path / "bpe") == Meta(1024, 1022, 1023, 1022)
     assert (tmp_path / "bpe" / "tokenizer.json").read_bytes() == (NAMES / "tokenizer.json").read_bytes()
     train, val = read_corpus(tmp_path / "bpe", 32, 0, 8, 1).rows.values()
-    assert (len(train), len(val)) == (29, 1) and len(val.rows[0]) == 8
-    (tmp_path / "bpe" / "config.json").write_text("{}")
-    out = call(texts, "--out", tmp_path / "again", "--like", tmp_path / "bpe")
-    flags = f"--data {tmp_path}/again --config configs/text.toml --init_from {tmp_path}/bpe"
-    assert out.endswith(f"python train.py {flags}\n")
+    assert (len(train), len(val)) == (30, 1) and len(val.rows[0]) == 8
+
+
+OWN = ("python base.py --data DATA --config configs/text_base.toml && "
+       "python train.py --data DATA --config configs/text.toml")  # fmt: skip
+HINTS = {
+    "texts": OWN,
+    "texts --like NAMES": OWN,
+    "texts --like bpe/stock.json": OWN,
+    "texts --like text": "python train.py --data DATA --config configs/text.toml --init_from text",
+    "texts --like released": "python train.py --data DATA --config configs/llada.toml --init_from released",
+    "texts --like weights/llada2.1-mini": "python train.py --data DATA --config configs/llada.toml",
+    "names": "python train.py --data DATA",
+    "names --like bpe/stock.json": "python base.py --data DATA --config configs/base.toml",
+    "names --like text": "python train.py --data DATA --init_from text",
+}
+
+
+@pytest.mark.parametrize("given", HINTS)
+def test_what_trains_on_the_rows_is_said_at_the_end(given, tmp_path, monkeypatch, capsys):
+    """A checkpoint is trained further, others need a base first; a folder with a blank in its name is quoted."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare, "unicode_names", lambda: iter(["SPACE", "COMMA"]))
+    Path("texts").mkdir()
+    Path("texts/a.txt").write_text("a text")
+    Path("bpe").symlink_to(BPE)
+    for folder, tokenizer in (("text", BPE / "stock.json"), ("released", GOLDEN / "tokenizer.json")):
+        Path(folder).mkdir()
+        write_json(Path(folder) / "config.json", {})
+        (Path(folder) / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+    Path("weights").mkdir()
+    Path("weights/llada2.1-mini").symlink_to(tmp_path / "released")
+    out = caller(prepare, monkeypatch, capsys)(*given.replace("NAMES", str(NAMES)).split(), "--out", "to train")
+    assert out.splitlines()[-1] == "to train is ready: " + HINTS[given].replace("DATA", "'to train'")
+
+
+@pytest.mark.parametrize("judge", [None, {"names": "14.0.0"}])
+def test_a_teachers_rows_show_how_long_they_take(judge, tmp_path, monkeypatch, capsys):
+    """In a pipe too; and they are learned on the model that wrote them."""
+    model = byte_model(block_length=1)
+    model.lm_head.weight.data[256] *= 3  # it ends what it writes
+    save_model(model, tmp_path / "a base")
+    for split in ("train", "val"):
+        write_rows(tmp_path / "rows", split, [np.array([*b"a text", 256])] * 4, [0] * 4, 272)
+    for folder in ("a base", "rows"):
+        write_json(tmp_path / folder / "tokenizer.json", byte_spec())
+    write_meta(tmp_path / "rows", Meta(272, 256, 257, 256, judge=judge))
+    argv = [tmp_path / "rows", "--written_by", tmp_path / "a base", "--out", tmp_path / "written"]
+    code, out, err = command_line(prepare, monkeypatch, capsys, *argv)
+    assert code == 0 and "write train: 100%" in err and "write val: 100%" in err
+    assert all(line.endswith(" s") for line in out.splitlines()[:2])
+    config = "configs/causal.toml" if judge else "configs/text.toml"
+    command = f"python train.py --data {tmp_path}/written --config {config} --init_from '{tmp_path}/a base'"
+    assert out.endswith(f": {command}\n")
 
 
 def test_a_mistake_is_one_line_and_writes_nothing(tmp_path, monkeypatch, capsys):
@@ -279,3 +483,13 @@ def test_a_mistake_is_one_line_and_writes_nothing(tmp_path, monkeypatch, capsys)
     assert "--max_docs: must lie in" in refused(prepare, monkeypatch, capsys, *argv[:3], "--max_docs", -1)
     assert not (tmp_path / "a").exists()
     assert "data/names already holds rows" in refused(prepare, monkeypatch, capsys, "names", "--out", NAMES)
+    argv[-1] = tmp_path / "nowhere.json"
+    assert "nowhere.json: no such file" in refused(prepare, monkeypatch, capsys, *argv)
+
+    # flags that would do nothing
+    written = [NAMES, "--written_by", tmp_path, "--out", tmp_path / "a"]
+    for flags in (["--max_docs", 9], ["--like", NAMES]):
+        assert "leave out --max_docs and --like" in refused(prepare, monkeypatch, capsys, *written, *flags)
+    for flag in ("--beam", "--gen_length"):
+        assert f"{flag} is of --written_by alone" in refused(prepare, monkeypatch, capsys, *argv[:3], flag, 9)
+    assert not (tmp_path / "a").exists()

@@ -10,8 +10,9 @@ import torch
 from common import ROOT
 from safetensors.torch import load_file, save_file
 
+from corrupt import Corruption, corrupt
 from lib.rows import Corpus, Meta, Rows, get_batch, read_corpus, read_meta, write_meta, write_rows
-from lib.util import Mistake
+from lib.util import Mistake, generator
 
 NAMES = ROOT / "data" / "names"
 EOS = 256
@@ -57,6 +58,22 @@ def test_a_folder_worked_by_hand(tmp_path):
         assert in_order(read_corpus(folder, 8, 0, 1, 1).rows["train"]) == [[0, vocab_size - 1]]
 
 
+def test_ordinary_ids_are_all_but_special_ones_and_those_of_no_token(tmp_path):
+    """Of 16 ids those below 9 but 0, 1 and 5; what was written before there was not_plain has all of them."""
+    meta = Meta(16, 0, 1, 9, not_plain=[0, 1, 5])
+    write(tmp_path / "rows", [([2, 0], 0)], meta=meta)
+    assert read_meta(tmp_path / "rows") == meta
+    batch = get_batch(read_corpus(tmp_path / "rows", 2, 0, 1, 1), "train", 0, 1, 0, torch.device("cpu"))
+    assert batch.plain.dtype == torch.int64 and batch.plain.tolist() == [2, 3, 4, 6, 7, 8]
+    assert read_meta(NAMES).plain().tolist() == list(range(1022))
+
+    # a random token is one of them
+    x = torch.full((99, 8), 2)
+    how = Corruption("random", 8, meta.mask_id, batch.plain)
+    z, _ = corrupt(x, x > 0, how, [generator("plain", r) for r in range(99)])
+    assert set(z.flatten().tolist()) == {1, 2, 3, 4, 6, 7, 8}
+
+
 def test_nothing_is_overwritten(tmp_path):
     write(tmp_path / "rows", [([5, EOS], 0)])
     before = (tmp_path / "rows" / "train.safetensors").read_bytes()
@@ -91,7 +108,7 @@ def digest(corpus: Corpus, seed: int, n: int) -> str:
         for g in batch.draws:
             h.update(g.get_state().numpy().tobytes())
         rows = corpus.rows[split]
-        h.update(repr((batch.n_plain, rows.count_real(first, n), rows.describe())).encode())
+        h.update(repr((len(batch.plain), rows.count_real(first, n), rows.describe())).encode())
     return h.hexdigest()[:16]
 
 
@@ -186,7 +203,7 @@ def test_rows_of_a_toy_are_its_documents_whatever_seq_len_is(tmp_path):
     for split in ("train", "val"):
         batch = get_batch(corpus, split, 0, 2, 0, torch.device("cpu"))
         assert sorted(batch.clean.tolist()) == [[3, 3, 0, 1], [4, 4, 2, 2]] and batch.real.all()
-        assert batch.free.tolist() == [[False, False, True, True]] * 2 and batch.n_plain == 3
+        assert batch.free.tolist() == [[False, False, True, True]] * 2 and batch.plain.tolist() == [0, 1, 2]
 
 
 # --- damage
@@ -212,6 +229,28 @@ def test_damaged_rows_are_refused(change, says, tmp_path):
     save_file({name: t.contiguous() for name, t in tensors.items()}, tmp_path / "val.safetensors")
     with pytest.raises(Mistake, match="val.safetensors cannot be read, is damaged") as mistake:
         read_corpus(tmp_path, 4, 0, 1, 1)
+    assert says in str(mistake.value)
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    (dict(mask_id=256), "two ids"),  # eos, too
+    (dict(mask_id=255), "no ordinary tokens"),
+    (dict(eos_id=0), "no ordinary tokens"),
+    (dict(n_plain=258), "no ordinary tokens"),
+    (dict(n_plain=0), "no ordinary token"),
+    (dict(n_plain=2, not_plain=[1, 0, 0]), "no ordinary token"),
+    (dict(not_plain=[256]), "below n_plain"),
+    (dict(not_plain=[-1]), "below n_plain"),
+    (dict(not_plain=["a"]), "below n_plain"),
+    (dict(not_plain=[True]), "below n_plain"),
+    (dict(not_plain=None), "not_plain is None"),
+    (dict(not_plain=7), "not_plain is 7"),
+])  # fmt: skip
+def test_words_about_ids_that_do_not_fit_together_are_refused(change, says, tmp_path):
+    """mask_id and eos_id are two ids, and random tokens are neither."""
+    (tmp_path / "meta.json").write_text(json.dumps(vars(BYTES) | change))
+    with pytest.raises(Mistake, match="meta.json is damaged") as mistake:
+        read_meta(tmp_path)
     assert says in str(mistake.value)
 
 

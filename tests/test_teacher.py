@@ -104,8 +104,8 @@ def test_ends_and_whole_bundles_are_of_completions_alone(written):
     x, real, given = rows.batch(0, len(rows))
     as_asked = rows.as_asked(0, len(rows))
     draws = [generator("rows", r) for r in range(len(rows))]
-    batch = Batch(x, real, real & ~given, META.n_plain, draws, as_asked)
-    z, _ = corrupt(x, batch.free, Corruption("mask", 8, MASK, MASK, ends=1.0), draws, as_asked=as_asked)
+    batch = Batch(x, real, real & ~given, META.plain(), draws, as_asked)
+    z, _ = corrupt(x, batch.free, Corruption("mask", 8, MASK, META.plain(), ends=1.0), draws, as_asked=as_asked)
     masked = z == MASK
     bundle = bundle_of(tiny_model(), batch, masked, Namespace(s_max=2, whole=1.0))
 

@@ -42,7 +42,7 @@ def a_batch(R=3, T=24) -> Batch:
     clean = random_ids(R, T, 1)
     real = torch.arange(T) < torch.tensor([T, T - 5, T - 11])[:, None]
     draws = [generator("tests", "draws", r) for r in range(R)]
-    return Batch(clean, real, real & (torch.arange(T) > 1), MASK, draws)
+    return Batch(clean, real, real & (torch.arange(T) > 1), torch.arange(MASK), draws)
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_a_draft_is_stage_as_choice_and_never_a_mask():
     z = random_ids(2, 16).masked_fill(random_ids(2, 16, 3, 2).bool(), MASK)
     real = torch.arange(16) < torch.tensor([[16], [11]])
     where = (z == MASK) & real
-    batch = Batch(z, real, real, MASK, [])
+    batch = Batch(z, real, real, torch.arange(MASK), [])
 
     # a model whose likeliest token often is the mask
     best = model(z, model.context(real)).argmax(-1)[where].mode().values

@@ -9,7 +9,8 @@
 // States are rows: an array with one Float32Array of C numbers for each of the T positions of the current block.
 // Finished blocks are keys and values in ctx.past: no block attends to a later one, so they never change.
 // A model is {cfg: a Config, tensors: name -> Float32Array, marked: the tensors of Stage B's pass, adds: as in
-// model.py, tokenizer: {bytes: each token's, as letters, ranks: the same the other way round, special, pieces}}.
+// model.py, tokenizer: {bytes: each token's, as letters, ranks: the same the other way round, special, pieces, and
+// two patterns, words and names of special tokens}}.
 //
 // T positions of the block, C channels (n_embd), H query heads, G key and value heads, D head dim, V vocabulary
 const MAX_STEPS = 1024; // forwards in one block
@@ -18,15 +19,15 @@ const LORA_SCALE = 2;
 // --- the tokenizer: byte-level BPE, with bytes as the letters U+0000 to U+00FF
 
 function encode(model, text) {
-  const {special, ranks} = model.tokenizer;
+  const {special, ranks, names, words} = model.tokenizer;
   const found = [];
-  for (const part of text.split(/(<\|endoftext\|>|<\|mask\|>)/)) {
-    if (part in special) {
+  for (const [i, part] of text.split(new RegExp(names)).entries()) {
+    // between two texts stands the name of a special token
+    if (i % 2) {
       found.push(special[part]);
       continue;
     }
-    // a word and the blank before it, or blanks
-    for (const word of part.match(/ ?\P{White_Space}+|\p{White_Space}+/gu) ?? []) {
+    for (const word of part.match(new RegExp(words, "gu")) ?? []) {
       const bytes = [...new TextEncoder().encode(word)].map((byte) => String.fromCharCode(byte));
       found.push(...mergeBytes(bytes, ranks).map((token) => ranks.get(token)));
     }

@@ -13,6 +13,7 @@ counts how many of a hundred held-out beginnings each decoder completes to one, 
 
 import base64
 import json
+import re
 import sys
 import unicodedata
 import zlib
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from checkpoint import about_adapter, base_of, is_int8, judge_of, load_model
 from evaluate import draw_names
-from lib.tokenizer import Tokenizer, load_tokenizer
+from lib.tokenizer import GPT2, WORDS, Tokenizer, load_tokenizer
 from lib.util import Parser, command, fail, printable, replace_file
 from model import Model
 from tools.watch import piece
@@ -98,7 +99,12 @@ def names_data() -> str:
 
 def tokenizer_data(tokenizer: Tokenizer, vocab_size: int) -> dict:
     """What the page's tokenizer needs; bytes are written as the letters U+0000 to U+00FF."""
+    # JavaScript's \s knows other blanks; and of special tokens that begin at one place the longest counts
+    words = tokenizer.pattern.replace(r"\s", r"\p{White_Space}").replace(r"\S", r"\P{White_Space}")
+    longest_first = sorted(tokenizer.special, key=len, reverse=True)
     return {
+        "words": words,
+        "names": f"({'|'.join(map(re.escape, longest_first))})",
         "bytes": [tokenizer.token_bytes.get(token, b"").decode("latin-1") for token in range(vocab_size)],
         "special": tokenizer.special,
         "pieces": [piece(tokenizer, token) for token in range(vocab_size)],
@@ -149,10 +155,20 @@ def check_page_can_run(base: Path, model: Model, tokenizer: Tokenizer | None) ->
     """Refuse in one line what the page's engine cannot compute."""
     if tokenizer is None:
         fail(f"{base} has no tokenizer (a toy's tokens are numbers): a page needs a checkpoint of names or of text")
-    if tokenizer.nfc or tokenizer.ids != list(range(len(tokenizer.ids))):
-        fail(f"{base} has a released tokenizer: the page's reads those of prepare.py alone")
+    if not page_can_read(tokenizer):
+        fail(f"{base} has a tokenizer that the page's cannot follow: it follows prepare.py's and plain ByteLevel BPEs")
     if is_int8(model):
         fail(f"{base} has int8 weights: a page needs the model that they were made of")
+
+
+def page_can_read(tokenizer: Tokenizer) -> bool:
+    """Does the page's tokenizer give the same ids? It has two patterns, knows special tokens alone, and merges first
+    what has the lowest id."""
+    merged = tokenizer.ids[256:]
+    in_order = merged == sorted(merged) and len(tokenizer.token_bytes) == len(tokenizer.ids)
+    changes_text = tokenizer.nfc or tokenizer.prefix_blank
+    other_tokens = tokenizer.words or set(tokenizer.special) - tokenizer.early
+    return tokenizer.pattern in (WORDS, GPT2) and in_order and not changes_text and not other_tokens
 
 
 def page(folders: list[Path]) -> str:

@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from common import ROOT, Steps, command_line, random_adapter, random_ids, refused, tiny_model
+from common import ROOT, Steps, command_line, merged_spec, random_adapter, random_ids, refused, tiny_model
 
 from cache import Cached, in_full
 from checkpoint import load_model, save_model
 from evaluate import draw_names
-from lib.tokenizer import byte_spec, load_tokenizer
-from lib.util import exists, verdict, write_json
+from lib.tokenizer import bpe_tokenizer, byte_spec, load_tokenizer
+from lib.util import Mistake, exists, verdict, write_json
 from model import Model
 from prepare import unicode_names
 from sample import Decoding, Step, generate, longest_run
@@ -29,6 +29,7 @@ from tools import playground
 from tools.watch import piece
 
 BASE = ROOT / "assets" / "names"
+BPE = ROOT / "tests" / "data" / "bpe"
 SHIPPED = [ROOT / folder for folder in playground.SHIPPED]
 TOKENIZER = load_tokenizer(BASE)
 HOSTILE = '</script><!--<b>&"'
@@ -283,6 +284,46 @@ def test_the_pages_tokenizer_and_judge_are_the_models(small_page, tmp_path):
     assert coded == [[ids, TOKENIZER.decode(ids)] for ids in map(TOKENIZER.encode, texts)]
     assert of_broken == TOKENIZER.decode(broken)
     assert verdicts == [verdict(name) for name in names]
+
+
+def page_of(folder: Path, spec: dict) -> str:
+    """That of a random model with this tokenizer."""
+    save_model(tiny_model(vocab_size=352, eos_id=0, mask_id=1), folder)
+    write_json(folder / "tokenizer.json", spec)
+    return playground.page([folder])
+
+
+@in_browser
+def test_a_page_reads_an_own_bpe_as_the_library_does(tmp_path):
+    """The ids that tests/data/bpe has of it: special tokens come first, and names of what every object has are text."""
+    lines = [json.loads(line) for line in (BPE / "stock.jsonl").read_text().splitlines()]
+    texts = [text for text, *_ in lines] + ["constructor", "toString"]
+    expected = [ids for _, ids, _ in lines] + list(map(bpe_tokenizer(BPE / "stock.json").encode, texts[-2:]))
+    page = page_of(tmp_path, json.loads((BPE / "stock.json").read_text()))
+    assert answer(tmp_path, page, "return given.texts.map((text) => encode(base, text));", texts=texts) == expected
+
+
+def other_pattern(spec: dict) -> None:
+    spec["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\d|\D+"
+
+
+OTHERS = {
+    "another pattern": other_pattern,
+    "a normaliser": lambda spec: spec.update(normalizer={"type": "NFC"}),
+    "a word": lambda spec: spec["added_tokens"].append({"id": 270, "content": "a word"}),
+    "a late special token": lambda spec: spec["added_tokens"][0].update(normalized=True),
+    "merges by other ids": lambda spec: spec["model"]["vocab"].update(aa=257, ab=256),
+    "a token that nothing makes": lambda spec: spec["model"]["vocab"].update(zz=270),
+}
+
+
+@pytest.mark.parametrize("change", OTHERS)
+def test_a_tokenizer_that_the_page_cannot_follow_is_refused(change, tmp_path):
+    spec = merged_spec()
+    page_of(tmp_path / "follows", spec)
+    OTHERS[change](spec)
+    with pytest.raises(Mistake, match="the page's cannot follow"):
+        page_of(tmp_path / "not", spec)
 
 
 # --- the page of a model
