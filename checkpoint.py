@@ -274,6 +274,8 @@ def base_of(folder: Path) -> Path:
     base = Path(os.path.normpath(folder / about["base"]))
     if not (base / "config.json").exists() or (base / "adapter.json").exists():
         fail(f"{folder}/adapter.json names {base} as its base, where no model is: put it there, or correct `base`")
+    if (base / "adapter.json").exists():
+        fail(f"{folder}/adapter.json names {base} as its base, which is an adapter itself: name a model's folder")
     return base
 
 

@@ -121,6 +121,12 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog, description=doc, formatter_class=Manual, allow_abbrev=False)
         self.register("type", Path, place)
 
+    def _get_value(self, action: argparse.Action, text: str) -> Any:
+        # Path("") is the folder that one happens to be in
+        if action.type is Path and not text:
+            raise argparse.ArgumentError(action, "this path is empty")
+        return super()._get_value(action, text)
+
     def error(self, message: str) -> NoReturn:
         fail(f"{message} (see {self.prog} --help)")
 

@@ -77,6 +77,7 @@ def least_entropic(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decod
 # --- Table 2
 BASE = "released, factorised"
 COCOMMIT = "Stage B, ungated edits (default)"
+GATED = "Stage B, gated edits"
 Q = dict(tau_m2t=0.7, tau_t2t=0.5)  # the released quality setting
 OFF = dict(n_rounds=0)
 
@@ -85,7 +86,7 @@ OFF = dict(n_rounds=0)
 MECHANISM = {
     BASE: ("base", OFF, denoise, 89.61, 0.26),
     "adapter, Stage B off": ("adapter", OFF, denoise, 90.75, 0.28),
-    "Stage B, gated edits": ("adapter", {}, denoise, 91.13, 0.28),
+    GATED: ("adapter", {}, denoise, 91.13, 0.28),
     COCOMMIT: ("adapter", dict(tau_t2t=0.0), denoise, 91.13, 0.34),
     "B fills, A edits": ("adapter", {}, partial(by_turns, b_fills=True), 90.90, 0.27),
     "A fills, B edits": ("adapter", {}, partial(by_turns, b_fills=False), 90.90, 0.30),
@@ -124,10 +125,12 @@ def main() -> None:
     base = base_of(args.ckpt)
     if base == args.ckpt or "names" not in judge_of(base):
         fail(f"{args.ckpt} is no adapter of a model of names: the table compares one with its base")
+    tokenizer = load_tokenizer(base)
+    if tokenizer is None:
+        fail(f"{base} has no tokenizer.json, which names are read by: put the one it was trained with there")
     load = partial(load_model, device=pick_device(args.device), dtype=torch.float32)
     models = {"adapter": load(args.ckpt), "base": load(base)}
     refuse_causal(models["adapter"])
-    tokenizer = load_tokenizer(base)
     prompts = draw_names(args.prompts, "held out", tokenizer)
 
     lines = []

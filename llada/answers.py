@@ -6,13 +6,35 @@ spans      DROP               "Answer: ale, rum": official exact match and F1
 programs   HumanEval+, MBPP+  the fenced block that defines the entry point; EvalPlus judges it
 
 Harnesses do not agree on these rules. Each rule here has its source beside it.
+
+A model may write anything, and 64,000 characters of it. Every reader here takes time in proportion to the text: a
+pattern starts at the beginning of a run alone ("(?<![...])"), and gives nothing of it back ("++" and "*+").
 """
 
+import ast
 import re
 import string
+import warnings
 from fractions import Fraction
+from functools import lru_cache
 
-BOX = re.compile(r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)\}")  # braces in it: three levels
+BRACE = re.compile(r"(\\boxed\s*+)?\{|\}")
+
+
+def boxes(text: str) -> list[str]:
+    r"""What stands in each \boxed{...}, its braces balanced, in order; of a box in a box the outer one."""
+    open_braces = []  # of each: whether it is a box's, and where its content begins
+    found = []
+    for brace in BRACE.finditer(text):
+        if brace[0] != "}":
+            open_braces.append((brace[1] is not None, brace.end()))
+        elif open_braces:
+            is_box, start = open_braces.pop()
+            if is_box:
+                while found and found[-1][0] > start:
+                    found.pop()
+                found.append((start, brace.start()))
+    return [text[start:end] for start, end in found]
 
 
 # --- numbers, in English, Chinese and LaTeX
@@ -22,6 +44,8 @@ CN_DIGIT = {char: i for i, char in enumerate("零一二三四五六七八九")} 
 CN_UNIT = {"亿": 10**8, "万": 10**4, "千": 1000, "百": 100, "十": 10}
 CN = "".join(CN_DIGIT) + "十百千万亿点"
 CN_NUMBER = re.compile(f"[{CN}]+(?![共样定起般直])")  # 一共, 一样, 一定 ... are words, not ones
+CN_LONGEST = 100  # characters of a Chinese numeral before its point: a longer one is only some very large number
+LONGEST = 4000  # characters of a number: a longer one has no value, and Python reads integers of 4,300 digits
 PLAIN = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
 NUMBER = re.compile(  # sign and currency, then "w a/b", "a/b" or one number, then % and 万 or 亿
     r"((?:(?<![A-Za-z\d)\]%])-|(?<![A-Za-z\d]))(?:[$¥€£]-?)?)"  # a minus after a digit, unit or bracket subtracts
@@ -35,6 +59,8 @@ def chinese_number(match: re.Match) -> str:
     whole, _, decimals = match[0].partition("点")
     if not whole:
         return match[0]
+    if len(whole) > CN_LONGEST:
+        return "".join(str(CN_DIGIT.get(char, 9)) for char in whole)
     tail = "".join(str(CN_DIGIT[char]) for char in decimals if char in CN_DIGIT)
     return str(chinese_integer(whole)) + ("." + tail if tail else "")
 
@@ -54,6 +80,7 @@ def chinese_integer(text: str) -> int:
 def clean(text: str) -> str:
     r"""Full-width characters, LaTeX and n分之m rewritten for NUMBER: 1\frac23 and 1又3分之2 become 1 2/3."""
     text = text.translate(CHARACTERS).replace("**", " ")
+    text = re.sub(r"[^\D0-9]", lambda digit: str(int(digit[0])), text)  # the digits of every script in ASCII
 
     # LaTeX: escapes and thin spaces, words, fractions
     text = re.sub(r"\\([%$])|\{(,)\}|\\[,!; ]", lambda m: m[1] or m[2] or "", text)
@@ -63,12 +90,14 @@ def clean(text: str) -> str:
     text = re.sub(rf"\\[cdt]?frac{part}{part}", lambda m: f"{m[1] or m[2]}/{m[3] or m[4]}", text)
 
     # exponents and indices, as in cm^2 and x_1, are no numbers
-    text = re.sub(r"\s*\^\s*(?:\{[^{}]*\}|\\?\w+)|(?<=[A-Za-z])_(?:\{[^{}]*\}|\w)", "", text)
+    text = re.sub(r"\^\s*(?:\{[^{}]*\}|\\?\w+)|(?<=[A-Za-z])_(?:\{[^{}]*\}|\w)", "", text)
     text = re.sub(r"\\[A-Za-z]+", lambda m: "=" if m[0] == r"\approx" else " ", text)
 
     # Chinese fractions and minus
-    text = re.sub(rf"[{CN}\d.又]+分之[{CN}\d.]+", lambda m: CN_NUMBER.sub(chinese_number, m[0]), text)
-    text = re.sub(r"(?:(\d+)又)?([\d.]+)分之([\d.]*\d)", lambda m: f"{m[1] or ''} {m[3]}/{m[2]}", text)
+    part = rf"[{CN}\d.又]"
+    text = re.sub(rf"(?<!{part}){part}++分之[{CN}\d.]+", lambda m: CN_NUMBER.sub(chinese_number, m[0]), text)
+    text = re.sub(r"(?<![\d.])([\d.]++)分之([\d.]*\d)", r" \2/\1", text)
+    text = re.sub(r"(?<=\d)又(?= [\d.]++/)", "", text)
     return re.sub(rf"负\s*(?=[{CN}\d])", "-", text)
 
 
@@ -79,8 +108,8 @@ def numbers(text: str) -> list[str]:
     found = []
     for match in NUMBER.finditer(text):
         below = match[4] or match[6] or "1"
-        if not re.fullmatch(r"[0.]+", below):  # n/0 is no number
-            found.append(re.sub(r"[,$¥€£]|\s+(?=[/%万亿])|(?<=/)\s+", "", match[0]).strip())
+        if not re.fullmatch(r"[0.,]+", below):  # n/0 is no number
+            found.append(re.sub(r"[,$¥€£]|(?<!\s)\s++(?=[/%万亿])|(?<=/)\s+", "", match[0]).strip())
     return found
 
 
@@ -88,7 +117,10 @@ def readings(number: str) -> list[Fraction]:
     """What a string of `numbers` may mean, its plain value first: 40% is 2/5 or 40, 8万 is 8 or 80000.
 
     Only the question tells ("how many percent?", "how many 万?"), and DeepSeek-Math drops such units as well.
+    A number of more than LONGEST characters means nothing.
     """
+    if len(number) > LONGEST:
+        return []
     sign, whole, top, bottom, a, b, plain, percent, unit = NUMBER.fullmatch(number).groups()
     value = Fraction(a or top or plain) / Fraction(b or bottom or 1) + Fraction(whole or 0)
     if "-" in sign:
@@ -104,15 +136,18 @@ def find_number(output: str) -> str | None:
     \boxed{} unless blank (OpenCompass, DeepSeek-Math; a box without a number is no answer) -> "####" (GSM8K's own
     mark), "answer is", "answer:" or 答案 with a number on its line -> the last number (lm-evaluation-harness).
     """
-    boxed = [box for box in BOX.findall(output) if box.strip()]
+    boxed = [box for box in boxes(output) if box.strip()]
     if boxed:
         found = numbers(clean(boxed[-1]).rpartition("=")[2])
         return found[0] if found else None
 
     text = clean(output)
+    end = len(text)
     for mark in reversed(list(ANSWER_MARK.finditer(text))):
-        line = text[mark.end() :].lstrip(" \t\n:=是为").partition("\n")[0]
-        sentence = re.split(r"[.。!;；](?!\d)", line)[0]
+        # up to the next mark, behind which there was no number
+        line = text[mark.end() : end].lstrip(" \t\n:=是为").partition("\n")[0]
+        end = mark.start()
+        sentence = re.split(r"[.。!;；](?!\d)", line, maxsplit=1)[0]
         # "5 + 6 = 11" answers 11, but "12, since 12 - 4 = 8" answers 12: only bare arithmetic before "=" is skipped
         found = numbers(re.sub(r"^[^A-WYZa-wyz\u4e00-\u9fff]*=", "", sentence))
         if found:
@@ -135,13 +170,13 @@ def find_letter(output: str, letters: str) -> str | None:
     Because" and "the answer is a pump" choose nothing.
     """
     one = rf"([{letters}](?![A-Za-z0-9])|[{letters.lower()}](?=\W*$))"
-    link = r"\s*(?:is|would be|should be)?\s*:?\s*"
+    link = r"\s*+(?:is|would be|should be)?\s*+:?\s*+"
     markup = r"[*`$(\[\"'“”]|\\(?:boxed|text\w*|math\w*)\s*\{"
     text = re.sub(markup, "", output)
-    boxed = [re.sub(markup, "", box) for box in BOX.findall(output)]
+    boxed = [re.sub(markup, "", box) for box in boxes(output)]
 
     rules = [
-        (rf"(?i:\banswer{link}(?:option|choice)?\s*){one}", [text]),
+        (rf"(?i:\banswer{link}(?:option|choice)?\s*+){one}", [text]),
         (rf"\A\W*{one}", boxed),
         (rf"\A\W*{one}\W*\Z", [text]),
         (rf"\A\W*([{letters}])(?=[).:,;\]]|\s*$)", [text]),
@@ -154,17 +189,18 @@ def find_letter(output: str, letters: str) -> str | None:
 
 
 # --- spans (DROP). A gold is a list of references, each a tuple of spans
-FLOAT = re.compile(r"\+?(\d+\.?\d*|\.\d+)(e\+?\d+)?|nan|inf(inity)?")  # what float() reads where "-" has split words
+FLOAT = re.compile(r"\+?(\d+(\.\d*)?|\.\d+)(e\+?\d+)?|nan|inf(inity)?")  # what float() reads where "-" has split words
 
 
 def find_spans(output: str) -> str | None:
     r"""The last "Answer: ..." line (simple-evals), else the last \boxed{}, else the whole output."""
     text = re.sub(r"\*\*|`", "", output)
     answer = (re.findall(r"(?i)Answer\s*:\s*([^\n]+)", text) or [text])[-1]
-    answer = (BOX.findall(answer) or [answer])[-1]
+    answer = (boxes(answer) or [answer])[-1]
     return re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", answer).strip() or None
 
 
+@lru_cache(maxsize=64)  # one answer meets every reference
 def normalised(text: str) -> str:
     """DROP's official normalisation (AllenNLP), traps included: 7.6% -> 76.0, $5.50 -> 550.0, -5 -> 5.0."""
     words = []
@@ -183,19 +219,26 @@ def exact_match_and_f1(predicted: list[str], gold: tuple[str, ...]) -> tuple[flo
 
     EM: the same set of normalised spans, and as many. F1: bags of words, paired one to one for the greatest sum.
     """
+    if len(predicted) > 200 * len(gold):  # so many that F1 rounds to zero
+        return 0.0, 0.0
     spans = [normalised(span) for span in predicted]
     wanted = [normalised(span) for span in gold]
     exact = set(spans) == set(wanted) and len(spans) == len(wanted)
 
+    # for the greatest sum a gold span needs no more than its best few: as many as there are gold spans, for of those
+    # one is always left to it
+    bags = [set(span.split()) for span in spans]
+    f1 = [[bag_f1(bag, set(other.split())) for bag in bags] for other in wanted]
+    partners = [sorted(range(len(bags)), key=of.__getitem__)[-len(wanted) :] for of in f1]
+
     # which gold spans are paired so far -> the greatest sum
     best = {frozenset(): 0.0}
-    for span in spans:
+    for j in set().union(*partners):
         extended = dict(best)
-        for i, other in enumerate(wanted):
-            f1 = bag_f1(set(span.split()), set(other.split()))
+        for i, of in enumerate(f1):
             for paired, total in best.items():
                 if i not in paired:
-                    extended[paired | {i}] = max(extended.get(paired | {i}, 0.0), total + f1)
+                    extended[paired | {i}] = max(extended.get(paired | {i}, 0.0), total + of[j])
         best = extended
     return float(exact), round(max(best.values()) / max(len(spans), len(wanted)), 2)
 
@@ -215,33 +258,76 @@ def drop_scores(extracted: str | None, gold: list[tuple[str, ...]]) -> tuple[flo
     if extracted is None:
         return 0.0, 0.0
     scores = []
+    squeezed = " ".join(extracted.split())
+    ways = [[span.strip() for span in re.split(cut, squeezed)] for cut in (";", " and ", ",? and |[,;] ")]
     for reference in gold:
         scores.append(exact_match_and_f1([extracted], reference))
         if len(reference) > 1:
-            for cut in (r"\s*;\s*", r"\s+and\s+", r",?\s+and\s+|[,;]\s+"):
-                scores.append(exact_match_and_f1(re.split(cut, extracted), reference))
+            scores += [exact_match_and_f1(spans, reference) for spans in ways]
     return max(em for em, _ in scores), max(f1 for _, f1 in scores)
 
 
 # --- programs
-FENCE = re.compile(r"^([^\n`]*)(`{3,})[ \t]*([\w+-]*)[^\n`]*\n(.*?)(?:^[ \t]*\2|\Z)", re.MULTILINE | re.DOTALL)
+LONGEST_PROGRAM = 300  # lines: `evalplus.sanitize` parses every run of lines, and a looping answer has thousands
+OPENING = re.compile(
+    r"([^`]*+)(`{3,}+)[ \t]*+([\w+-]*+)[^`\n]*+\n"
+)  # what is before it, the fence, the language, a title
+
+
+def fenced(text: str) -> list[tuple[str, str]]:
+    """The fenced blocks of a text: (language, code). A block that nobody closes runs to the end."""
+    blocks = []
+    fence = None
+    for line in re.split(r"(?<=\n)", text):
+        if fence is None:
+            opening = OPENING.fullmatch(line)
+            if opening:
+                before, fence, language = opening.groups()
+                # in a list a fence is indented, and its code with it
+                indent = len(before) if before.isspace() else 0
+                blocks.append((language.lower(), []))
+            continue
+
+        line = re.sub(rf"^[ \t]{{0,{indent}}}", "", line)
+        # further to the right a fence is code, such as an example in a docstring
+        if re.match(" {0,3}" + fence, line):
+            fence = None
+        else:
+            blocks[-1][1].append(line)
+    return [(language, "".join(lines)) for language, lines in blocks]
+
+
+def writes(code: str, name: str) -> bool:
+    """Is this Python that defines `name` with a body: more than a docstring, `pass` or `...`?"""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            tree = ast.parse(code)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return False
+    for node in tree.body:
+        if getattr(node, "name", None) == name:
+            return any(not is_stub(statement) for statement in node.body)
+    return False
+
+
+def is_stub(statement: ast.stmt) -> bool:
+    constant = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    return constant or isinstance(statement, (ast.Pass, ast.Raise))
 
 
 def find_code(output: str, entry_point: str) -> str | None:
     """The program for EvalPlus, or None for a blank output.
 
-    The first Python (or untagged) fenced block that defines the entry point, else the first such block, else the whole
-    output; an unclosed block runs to the end. Cutting away what is no code is left to `evalplus.sanitize`.
+    The first of: a Python (or untagged) fenced block that defines the entry point, and is neither the question again
+    nor a signature alone; one that names its definition; a block of Python; the whole output. Cutting away what is no
+    code is left to `evalplus.sanitize`.
     """
     text = output.replace("\r\n", "\n")
-    blocks = []
-    for before, _, language, code in FENCE.findall(text):
-        if before.isspace():  # a fence inside a list is indented, and its code with it
-            code = re.sub(f"^{before}", "", code, flags=re.MULTILINE)
-        if language.lower() in ("", "py", "python", "python3"):
-            blocks.append(code)
+    blocks = [code for language, code in fenced(text) if language in ("", "py", "python", "python3")]
 
-    defines = re.compile(rf"^\s*(?:async\s+)?(?:def|class)\s+{entry_point}\b", re.MULTILINE)
+    defines = re.compile(rf"^[ \t]*+(?:async[ \t]++)?(?:def|class)[ \t]++{re.escape(entry_point)}\b", re.MULTILINE)
     defining = [block for block in blocks if defines.search(block)]
-    code = [*defining, *blocks, text][0]
-    return code if code.strip() else None
+    written = [block for block in defining if writes(block, entry_point)]
+    code = [*written, *defining, *blocks, text][0]
+    program = "".join(re.split(r"(?<=\n)", code)[:LONGEST_PROGRAM])
+    return program if program.strip() else None

@@ -66,6 +66,7 @@ def text(record: dict, name: str) -> str:
     value = record.get(name)
     if not isinstance(value, str):
         raise ValueError(f"{name} is {value!r}, and should be text")
+    value.encode()  # raises where half of a character stands alone
     return value
 
 
@@ -155,8 +156,11 @@ def read_code(path: Path, family: str) -> Rows:
         name = text(record, "task_id")
         if not name.startswith(family) or "plus_input" not in record:  # the original files have no "plus_input"
             raise ValueError(f"{name}: not a record of EvalPlus's {family} file")
+        entry_point = text(record, "entry_point")
+        if not entry_point.isidentifier():
+            raise ValueError(f"{name}: entry_point {entry_point!r} is no name in Python")
         program = text(record, "prompt") + text(record, "canonical_solution")
-        yield name, {"problem": text(record, "prompt").strip()}, [text(record, "entry_point"), program]
+        yield name, {"problem": text(record, "prompt").strip()}, [entry_point, program]
 
 
 # --- who does what: how an answer is found in a text, when it is right, and F1

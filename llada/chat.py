@@ -1,9 +1,12 @@
 """The released chat template around a text: what a converted checkpoint is asked.
 
-python sample.py --ckpt weights/llada2.1-mini --dtype bf16 --prompt "$(python -m llada.chat 'Write a quicksort.')"
+python sample.py --ckpt weights/llada2.1-mini --dtype bf16 --gen_length 2048 \\
+    --prompt "$(python -m llada.chat 'Write a quicksort.')"
 """
 
 import sys
+
+ROLES = ("<role>", "</role>", "<|role_end|>")  # special tokens: without them the template is no turns, only text
 
 
 def chat(user: str, system: str | None = None) -> str:

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import check_fit, read_config, save_tensors, stored
+from checkpoint import base_of, check_fit, read_config, save_tensors, stored
 from convert_weights import TEXT, copies, plan, survey, write_checkpoint
 from lib.int8 import KERNEL_WIDTH, quantise, use_int8
-from lib.util import Parser, command, write_json
+from lib.util import Parser, command, fail, write_json
 from model import Model
 
 
@@ -43,6 +43,8 @@ def save_aligned(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def convert(src: Path, out: Path) -> None:
+    if base_of(src) != src:
+        fail(f"{src} is an adapter, whose numbers stay as they are: convert its base, {base_of(src)}")
     cfg = read_config(src)
     found = survey(src)
     shards = [[planned.name for planned in shard] for shard in plan(cfg)]

@@ -22,11 +22,23 @@ from pathlib import Path
 
 from checkpoint import DTYPES, base_of, is_int8, load_model, weights_hash
 from lib.tokenizer import Tokenizer, load_tokenizer
-from lib.util import Parser, bounded, command, fail, pick_device, print_table, printable, progress, quoted, reading
+from lib.util import (
+    Parser,
+    bounded,
+    command,
+    fail,
+    pick_device,
+    print_table,
+    printable,
+    progress,
+    quoted,
+    reading,
+    replace_file,
+)
 from llada.ablation import BASE, COCOMMIT, MECHANISM, decoder_of, refuse_causal
 from llada.benchmarks import TASKS, Item
-from llada.chat import chat
-from llada.tables import HEAD, Run, differences, digest, measured, read_run
+from llada.chat import ROLES, chat
+from llada.tables import HEAD, Run, differences, digest, measured, read_run, read_samples
 from model import Model
 from prepare import read_records
 from sample import Decoding, Step, check_prompt, generate
@@ -73,13 +85,14 @@ def row_of(args: Namespace, model: Model) -> str:
 
 
 # --- run files
-def identity(args: Namespace, items: list[Item], model: Model, row: str, d: Decoding) -> dict:
+def identity(args: Namespace, items: list[Item], model: Model, templated: bool, row: str, d: Decoding) -> dict:
     """Everything that changes an output, as JSON; where files lie, and how the work is cut up, does not."""
     base = base_of(args.ckpt)
     about = {
         "task": args.task,
         "row": row,
         "questions": digest([[item.id, item.prompt, item.gold] for item in items]),
+        "chat_template": templated,
         "weights": weights_hash(base),
         "int8": is_int8(model),
         "adapter": digest((args.ckpt / "adapter.safetensors").read_bytes().hex()) if args.ckpt != base else None,
@@ -116,8 +129,7 @@ def answer(
 ) -> None:  # fmt: skip
     """Decode the items of `todo`, one at a time, and append them to the run file."""
     task = TASKS[run.settings["task"]]
-    # in the released chat template, where the tokenizer has one
-    markup = chat if "<role>" in tokenizer.special else str
+    markup = chat if run.settings["chat_template"] else str
     prompts = [tokenizer.encode(markup(item.prompt)) for item in todo]
     for number, prompt in enumerate(prompts, 1):
         check_prompt(prompt, number, d.gen_length, model.cfg)
@@ -143,22 +155,31 @@ def answer(
 def hand_over(args: Namespace, run: Run) -> None:
     """Write the samples for EvalPlus, and print the command that scores them."""
     folder = args.out.with_suffix(".evalplus")
-    samples = [{"task_id": name, "solution": record["extracted"] or ""} for name, record in run.items.items()]
+    programs = {name: record["extracted"] or "" for name, record in run.items.items()}
     # EvalPlus wants a sample of every problem that it is given
     problems = [record for _, record in read_records(args.task_file) if record["task_id"] in run.items]
-    folder.mkdir(exist_ok=True)
+    if read_samples(folder / "samples.jsonl") != programs:
+        # what was made of other programs is about these ones no longer
+        (folder / "samples-sanitized.jsonl").unlink(missing_ok=True)
+    samples = [{"task_id": name, "solution": program} for name, program in programs.items()]
     for name, records in (("samples.jsonl", samples), ("dataset.jsonl", problems)):
-        (folder / name).write_bytes(b"".join(map(line, records)))
+        data = "".join(json.dumps(record) + "\n" for record in records)
+        replace_file(folder / name, lambda temporary, data=data: temporary.write_text(data))
 
+    # EvalPlus cuts prose and calls away before it judges its own answers. It reads both data sets then: the other one
+    # is empty, or it would download a release
+    override = {"HUMANEVAL": "/dev/null", "MBPP": "/dev/null"} | {args.task.upper(): '"$PWD/dataset.jsonl"'}
     # a clean environment: EVALPLUS_TIMEOUT_PER_TASK, for one, makes 0.3.1 hang, and secrets are nobody's business; a
-    # home of its own, because EvalPlus un-pickles its cache; else it downloads a release; under its 4 GiB the right
-    # programs of Mbpp/255 and 392 fail; an old result would be reported again
+    # home of its own, because EvalPlus un-pickles its cache; under its 4 GiB the right programs of Mbpp/255 and 392
+    # fail; an old result would be reported again
+    clean = 'env -i PATH="$PATH" HOME="$(mktemp -d)" EVALPLUS_MAX_MEMORY_BYTES=8589934592'
+    clean += "".join(f" {name}_OVERRIDE_PATH={path}" for name, path in override.items())
     print(
-        f"wrote {printable(folder)}/samples.jsonl; to score it with EvalPlus 0.3.1, in a container without network "
-        f"and as an unprivileged user, for this EXECUTES the model's code:\n"
-        f"  cd {quoted(folder)} && rm -f samples_eval_results.json && env -i PATH=\"$PATH\" HOME=\"$(mktemp -d)\" "
-        f"{args.task.upper()}_OVERRIDE_PATH=\"$PWD/dataset.jsonl\" EVALPLUS_MAX_MEMORY_BYTES=8589934592 "
-        f"python -m evalplus.evaluate --dataset {args.task} --samples samples.jsonl\n"
+        f"wrote {printable(folder)}/samples.jsonl; to score it with EvalPlus 0.3.1, in a container without network and "
+        f"as an unprivileged user, for this EXECUTES the model's code:\n"
+        f"  cd {quoted(folder)} && rm -f samples-sanitized* samples_eval_results.json && "
+        f"{clean} python -m evalplus.sanitize --samples samples.jsonl && "
+        f"{clean} python -m evalplus.evaluate --dataset {args.task} --samples samples-sanitized.jsonl\n"
         f"then: python -m llada.tables main --runs {quoted(args.out.parent)}"
     )  # fmt: skip
 
@@ -185,8 +206,13 @@ def main() -> None:
     d, step = decoder_of(row, model.cfg.n_rounds)
     d = replace(d, gen_length=args.gen_length)
 
+    # the released chat template, where the tokenizer has its tokens
+    missing = [role for role in ROLES if role not in tokenizer.special]
+    if missing:
+        print(f"no chat template: the tokenizer of {args.ckpt} has no {missing[0]}; questions are asked as plain text")
+
     # what is to do
-    run = open_run(args.out, identity(args, items, model, row, d))
+    run = open_run(args.out, identity(args, items, model, not missing, row, d))
     part, parts = args.shard
     mine = items[part - 1 :: parts]
     todo = [item for item in mine if item.id not in run.items]

@@ -6,7 +6,10 @@ HumanEval+ and MBPP+ count once EvalPlus's verdicts lie beside the run file.
 
     python -m llada.tables main --runs runs/            # Table 1, n = 3: base, CoCommit, delta, forwards per token
     python -m llada.tables mechanism --runs runs/       # Table 2, n = 3: GSM8K, what each part of the method adds
-    python -m llada.tables lastn --runs runs/           # Table 3: n = 3, 6, 9
+    python -m llada.tables gates --runs runs/           # the text below Table 2, n = 3: edits without a gate
+    python -m llada.tables lastn --runs runs/           # Table 3: n = 3, 6, 9, and their averages
+
+Below each stand the paper's own differences as answers, with the least p that they may have.
 """
 
 import hashlib
@@ -19,8 +22,9 @@ import numpy as np
 
 from cache import in_full
 from lib.util import Parser, command, entry, fail, print_table, read_json, reading
-from llada.ablation import BASE, COCOMMIT, MECHANISM
+from llada.ablation import BASE, COCOMMIT, GATED, MECHANISM
 from llada.benchmarks import TASKS
+from prepare import read_records
 
 # Shares are 0..1 in run files and percent in tables.
 
@@ -35,9 +39,15 @@ PAPER = {
     "mbpp": {"base": (68.78, 0.18), 3: (70.11, 0.18), 6: (68.78, 0.18), 9: (72.22, 0.18)},
 }
 
+# what the paper's text says that ungated edits add to gated ones, at n = 3
+UNGATED_ADDS = {
+    "gsm8k": 0.00, "cmath": -0.45, "gpqa": 1.52, "drop": 0.44, "piqa": 0.11, "humaneval": 0.61, "mbpp": 1.06
+}  # fmt: skip
+# and what its text gives as the averages of Table 3
+AVERAGES = {3: 78.72, 6: 77.50, 9: 77.65}
+
 
 # --- run files
-RECORD = ("prompt", "correct", "tokens", "nfe")  # what the tables read of an answer, beside its id
 
 
 @dataclass
@@ -65,17 +75,30 @@ def read_run(path: Path) -> tuple[Run | None, int]:
             fail(f"{path} is no run file: choose another --out, or take it out of the folder")
         whole = data.rfind(b"\n") + 1
         lines = [json.loads(line) for line in data[:whole].splitlines()]
-        items = {record["id"]: record for record in lines[1:]}
-        lacking = {name for record in items.values() for name in RECORD if name not in record}
-        if lacking:
-            raise ValueError(f"records without {', '.join(sorted(lacking))}")
+        if not all(isinstance(line, dict) for line in lines):
+            raise ValueError("it has a line that is no JSON object")
     if not lines:
         return None, 0
 
-    settings = entry(lines[0], "settings", dict, path)
+    header, *records = lines
+    settings = entry(header, "settings", dict, path)
     if settings.get("task") not in TASKS:
         fail(f"{path} is a run of {settings.get('task')!r}, and there are {', '.join(TASKS)}")
-    return Run(settings, items), whole
+    for key, kind in (("row", str), ("n_last", int), ("partial_cost", float)):
+        entry(settings, key, kind, path)
+    for record in records:
+        check_record(record, path)
+    return Run(settings, {record["id"]: record for record in records}), whole
+
+
+def check_record(record: dict, path: Path) -> None:
+    """Refuse a line of a run file that lacks what the tables read."""
+    for key, kind in (("id", str), ("prompt", str), ("tokens", int), ("nfe", dict)):
+        entry(record, key, kind, path)
+    for key in ("full", "partial", "refresh"):
+        entry(record["nfe"], key, float, path)
+    if record.get("correct", "missing") not in (True, False, None):
+        fail(f"{path} is damaged, or of another kind: item {record['id']} is neither right, wrong nor unjudged")
 
 
 def read_runs(folder: Path) -> list[Run]:
@@ -94,15 +117,31 @@ def read_runs(folder: Path) -> list[Run]:
 
 
 def judge(path: Path, run: Run) -> None:
-    """Take over EvalPlus 0.3.1's verdicts, each only for the very program that it was given."""
-    result = path.with_suffix(".evalplus") / "samples_eval_results.json"
-    if TASKS[run.settings["task"]].right or not result.exists():
+    """Take over EvalPlus 0.3.1's verdicts, each only for the very program that it was given: that of the run, or what
+    `evalplus.sanitize` made of it."""
+    if TASKS[run.settings["task"]].right:
         return
-    verdicts = entry(read_json(result, "EvalPlus result"), "eval", dict, result)
-    with reading(result, "result of EvalPlus 0.3.1"):
-        for name, (sample, *_) in verdicts.items():
-            if name in run.items and sample["solution"] == (run.items[name].get("extracted") or ""):
-                run.items[name]["correct"] = sample["base_status"] == sample["plus_status"] == "pass"
+    folder = path.with_suffix(".evalplus")
+    given = read_samples(folder / "samples.jsonl")
+    sanitized = read_samples(folder / "samples-sanitized.jsonl")
+    for result in (folder / "samples_eval_results.json", folder / "samples-sanitized_eval_results.json"):
+        if not result.exists():
+            continue
+        verdicts = entry(read_json(result, "EvalPlus result"), "eval", dict, result)
+        with reading(result, "result of EvalPlus 0.3.1"):
+            for name, (sample, *_) in verdicts.items():
+                program = run.items[name]["extracted"] or "" if name in run.items else None
+                cut = sanitized.get(name) if given.get(name) == program else None
+                if program is not None and sample["solution"] in (program, cut):
+                    run.items[name]["correct"] = sample["base_status"] == sample["plus_status"] == "pass"
+
+
+def read_samples(path: Path) -> dict[str, str]:
+    """The programs of a file of samples, by task; none where there is no file."""
+    if not path.exists():
+        return {}
+    with reading(path, "file of samples"):
+        return {record["task_id"]: record["solution"] for _, record in read_records(path)}
 
 
 # --- statistics
@@ -133,13 +172,19 @@ def bootstrap(x: np.ndarray, rng: np.random.Generator, n: int = 10_000) -> tuple
     return tuple(np.quantile(times @ values / len(x), (0.025, 0.975)))
 
 
+def mcnemar_at_best(k: int) -> float:
+    """The least p that a difference of k answers on the same items can have: McNemar's exact two-sided one, if every
+    item that the two runs judge differently speaks for one side. Where other items cancel, p is larger."""
+    return min(1.0, 2 * 0.5 ** abs(k))
+
+
 # --- the rows of the tables
 @dataclass
 class Row:
     label: str
     task: str
     name: str  # in Table 2
-    paper: tuple[float, float]  # accuracy, NFE/token
+    paper: tuple[float, float | None]  # accuracy, NFE/token
     n: int | None = 3  # layers that Stage B runs again; None: any, of a base
     against: "Row | None" = None  # what its delta is to
 
@@ -161,6 +206,17 @@ def mechanism_table() -> list[Row]:
     for name in rows.keys() - {COCOMMIT}:
         rows[name].against = rows[COCOMMIT]
     return list(rows.values())
+
+
+def gates_table() -> list[Row]:
+    """The paper's text on edits: without a gate against with one, Stage B on."""
+    rows = []
+    for task, added in UNGATED_ADDS.items():
+        ungated = PAPER[task][3]
+        title = TASKS[task].title
+        gated = Row(f"{title} gated", task, GATED, (round(ungated[0] - added, 2), None))
+        rows += [gated, Row(f"{title} ungated", task, COCOMMIT, ungated, against=gated)]
+    return rows
 
 
 def lastn_table() -> list[Row]:
@@ -190,8 +246,14 @@ HEAD = ["", "items", "score", "95 %", "delta", "95 %, paired", "NFE/token", "in 
 HEAD += ["| paper:", "delta", "noise", "NFE/token"]
 LEGEND = (
     "delta: over items in both runs, with a paired bootstrap's interval; the paper's noise: two scores that far apart "
-    "differ by chance (95 %, unpaired, from its number of items)\n"
+    "differ by chance (95 %, unpaired: as if either run had had other items, which makes it wide; a paired test needs "
+    "every item's two verdicts, and the paper prints none)\n"
     "NFE/token: full forwards, as the paper counts; in all: refreshes and Stage B's n/L of one included"
+)
+OWN_HEAD = ["the paper's differences", "answers", "net", "p at best"]
+OWN_LEGEND = (
+    "p at best: McNemar's exact two-sided p if every item that the two runs judge differently speaks for one side; "
+    "items that cancel make it larger"
 )
 
 
@@ -232,7 +294,51 @@ def printed(row: Row) -> list[str]:
         # 1.96 standard errors of a difference of two shares, unpaired
         variance = accuracy * (100 - accuracy) + other * (100 - other)
         noise = f"+-{1.96 * math.sqrt(variance / TASKS[row.task].n_official):.2f}"
-    return [f"| {accuracy:.2f}", delta, noise, f"{nfe:.2f}"]
+    return [f"| {accuracy:.2f}", delta, noise, "-" if nfe is None else f"{nfe:.2f}"]
+
+
+def average_cells(runs: list[Run], n: int) -> list[str]:
+    """The last line of Table 3: what seven scores are on average, ours once all seven are there."""
+    scores = []
+    for row in lastn_table():
+        run = pick(runs, row) if row.n == n else None
+        judged = [record["correct"] for record in run.items.values() if record["correct"] is not None] if run else []
+        if judged:
+            scores.append(100 * sum(judged) / len(judged))
+    score = f"{sum(scores) / len(scores):.2f}" if len(scores) == len(PAPER) else "-"
+    cells = [f"average, n={n}", f"{len(scores)}/{len(PAPER)}", score, *["-"] * 5]
+    return [*cells, f"| {AVERAGES[n]:.2f}", f"{AVERAGES[n] - AVERAGES[3]:+.2f}" if n != 3 else "-", "-", "-"]
+
+
+# --- the paper's own differences
+def answers_of(row: Row) -> int:
+    """How many of its task's items are right where so many percent are."""
+    return round(row.paper[0] * TASKS[row.task].n_official / 100)
+
+
+def paper_differences(rows: list[Row]) -> list[list[str]]:
+    """Every difference of a table in answers, and the least p that it may have."""
+    cells = []
+    for row in rows:
+        if row.against:
+            ours, theirs = answers_of(row), answers_of(row.against)
+            label = f"{row.label.replace(' = ', '=')}, the paper's"
+            of = f"{ours} - {theirs} of {TASKS[row.task].n_official}"
+            cells.append([label, of, f"{ours - theirs:+d}", f"{mcnemar_at_best(ours - theirs):.2g}"])
+    return cells
+
+
+def one_function_twice() -> str:
+    """Table 2 has Stage A's answers twice."""
+    rows = {row.name: row for row in mechanism_table()}
+    off, unmarked, on = (rows[name] for name in ("adapter, Stage B off", "Stage B without marker", GATED))
+    a, b, c = map(answers_of, (off, unmarked, on))
+    n = TASKS["gsm8k"].n_official
+    return (
+        f"With K = 1, Eq. 4 without a marker is Stage A: for this one function the paper prints {off.paper[0]:.2f} "
+        f"({a} of {n}) with Stage B off and {unmarked.paper[0]:.2f} ({b}) without a marker, {a - b} answers apart. "
+        f"Stage B's whole gain at the same gates is {c} - {a} = {c - a} answers."
+    )
 
 
 def notes(run: Run, reference: Run | None) -> list[str]:
@@ -252,22 +358,32 @@ def notes(run: Run, reference: Run | None) -> list[str]:
 @command
 def main() -> None:
     parser = Parser(__doc__)
-    tables = {"main": main_table, "mechanism": mechanism_table, "lastn": lastn_table}
-    parser.add_argument("table", choices=tables, help="the paper's Table 1, 2 or 3")
+    tables = {"main": main_table, "mechanism": mechanism_table, "gates": gates_table, "lastn": lastn_table}
+    parser.add_argument("table", choices=tables, help="the paper's Table 1, 2, the text below it, or Table 3")
     parser.add_argument("--runs", type=Path, required=True, help="folder of the run files that llada.run wrote")
     args = parser.parse_args()
 
     runs = read_runs(args.runs)
+    rows = tables[args.table]()
     cells = []
     said = []
-    for row in tables[args.table]():
+    for row in rows:
         run = pick(runs, row)
         reference = row.against and pick(runs, row.against)
         cells.append([row.label, *measured(run, reference), *printed(row)])
         if run:
             said += notes(run, reference)
+    if args.table == "lastn":
+        cells += [average_cells(runs, n) for n in AVERAGES]
     print_table(HEAD, cells)
     print("\n".join([*dict.fromkeys(said), LEGEND]))
+
+    # what the paper's numbers say by themselves
+    print()
+    print_table(OWN_HEAD, paper_differences(rows))
+    print(OWN_LEGEND)
+    if args.table == "mechanism":
+        print(one_function_twice())
 
 
 if __name__ == "__main__":

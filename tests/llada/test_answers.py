@@ -1,5 +1,7 @@
 """Answers by hand: model output, gold -> what is extracted, whether it is correct. `pytest tests/llada`"""
 
+import time
+
 import pytest
 
 from llada import answers
@@ -36,6 +38,7 @@ def check(name: str, output: str, gold, extracted, correct: bool) -> None:
     ("The garden has 18 m^2, which is x_2", "18", "18", True),  # an exponent or an index is no answer
     ("It is H2O", "2", None, False),
     ("It is 10/0", "0", None, False),
+    ("It is 10/0,000.0", "0", None, False),
     # Chinese
     ("答案是18。验算：18-3=15", "18", "18", True),  # naive last number: 15
     ("答案是3+4=7（个）", "7", "7", True),
@@ -116,6 +119,13 @@ def test_drop_f1_pairs_spans_for_the_greatest_sum():
 
 # --- code extraction by hand. F stands for the entry point, ~ for a backtick
 BODY = "def F(x):\n    return x\n"
+DOCUMENTED = 'def F(x):\n    """Same.\n\n    ~~~\n    F(1)\n    ~~~\n    """\n    return x\n'
+
+
+def indented(text: str) -> str:
+    return "".join(f"   {line}" if line.strip() else line for line in text.splitlines(keepends=True))
+
+
 BLOCKS = {
     "untagged": (f"~~~\n{BODY}~~~", BODY),
     "prose on the fence's line": (f"Code: ~~~python\n{BODY}~~~", BODY),
@@ -131,10 +141,85 @@ BLOCKS = {
     "no fence, with prose": (f"Here it is:\n{BODY}", f"Here it is:\n{BODY}"),
     "a class": ("~~~python\nx = 1\n~~~\n~~~python\nclass F:\n    pass\n~~~", "class F:\n    pass\n"),
     "empty block": ("~~~python\n~~~", None),
+    "the question again, then an answer": (f'~~~python\ndef F(x):\n    """Same."""\n~~~\n~~~python\n{BODY}~~~', BODY),
+    "a signature alone, then an answer": (f"~~~python\ndef F(x):\n~~~\n~~~python\n{BODY}~~~", BODY),
+    "a stub, then an answer": (f"~~~python\ndef F(x):\n    ...\n~~~\n~~~python\n{BODY}~~~", BODY),
+    "one that does not parse, then an answer": (f"~~~python\ndef F(x):\n  ret urn x\n~~~\n~~~python\n{BODY}~~~", BODY),
+    "the question again, and no answer": ('~~~python\ndef F(x):\n    """Same."""\n~~~', 'def F(x):\n    """Same."""\n'),
+    "no fence, and no end": ("x = 1\n" * 4000, "x = 1\n" * 300),
+    "a fence in a docstring": (f"~~~python\n{DOCUMENTED}~~~\nDone.", DOCUMENTED),
+    "a fence in a docstring, in a list": ("1. a\n   ~~~python\n" + indented(DOCUMENTED) + "   ~~~\nDone.", DOCUMENTED),
+    "three blanks before the closing fence": (f"~~~python\n{BODY}   ~~~\nDone.", BODY),
+    "numbers that Python does not read": (f"~~~python\n{BODY}x = {'9' * 5000}\n~~~", f"{BODY}x = {'9' * 5000}\n"),
 }
 
 
 @pytest.mark.parametrize("output, expected", BLOCKS.values(), ids=BLOCKS)
 def test_code(output, expected):
-    found = answers.find_code(output.replace("F", "same").replace("~", "`"), "same")
-    assert found == (expected and expected.replace("F", "same"))
+    output, expected = (text and text.replace("F", "same").replace("~", "`") for text in (output, expected))
+    assert answers.find_code(output, "same") == expected
+
+
+# --- answers that never end: judged wrong, and quickly
+NO_ANSWER = [
+    "The answer is " + "9" * 4301,
+    "The answer is -" + "9" * 60_000,
+    "0." + "3" * 60_000,
+    "1/" + "7" * 4301,
+    "7" * 60_000 + "/2",
+    "1" + ",000" * 1500,
+    "1/\u0660",  # an Arabic zero below a line
+    "答案是" + "十" * 1000,
+    "一" * 8000,
+    "一点" + "三" * 8000,
+    "三分之" + "二" * 8000,
+    r"\boxed{" * 8000,
+]
+LOOPS = [
+    "I cannot answer" + " " * 64_000 + "this",
+    "The answer is" + "\n" * 64_000,
+    "Answer: " * 8000,
+    "Answer: a, b; " * 4600,
+    "答案" * 32_000,
+    "1." * 32_000,
+    "1 " * 32_000,
+    "1" + " " * 64_000,
+    "1" + " " * 64_000 + "1/2",
+    "一" * 64_000,
+    "十一 " * 21_000,
+    "9" * 64_000 + "x",
+    "b " * 32_000,
+    "a, " * 21_000,
+    " and x" * 10_000,
+    "x" + " " * 64_000 + "^2",
+    r"\boxed{" * 9000,
+    r"\boxed{" + "{" * 32_000 + "}" * 32_000 + "}",
+    r"\text{" * 10_000,
+    r"\frac{1}{" * 7000,
+    "`" * 64_000,
+    "```" + "x" * 64_000 + "`",
+    "```python\n" + "\n" * 64_000,
+    "```python\ndef f(x):\n" + "    (" * 12_000,
+    "```python\ndef f(x):\n" + "-" * 64_000,
+]
+
+
+@pytest.mark.parametrize("output", NO_ANSWER, ids=range(len(NO_ANSWER)))
+def test_a_number_without_end_is_wrong(output):
+    for name in ("gsm8k", "cmath"):
+        task = TASKS[name]
+        assert not task.right(task.find(output, "3"), "3")
+
+
+@pytest.mark.parametrize("output", LOOPS, ids=range(len(LOOPS)))
+def test_a_looping_answer_is_read_in_a_second(output):
+    spans = [("13",), ("1", "x"), tuple("abcdefghij")]  # the longest reference of DROP has ten spans
+    for name, gold in (("gsm8k", "3"), ("cmath", "4/10"), ("gpqa", "A"), ("drop", spans), ("mbpp", ["f", ""])):
+        task = TASKS[name]
+        answers.normalised.cache_clear()
+        start = time.process_time()
+        found = task.find(output, gold)
+        right = task.right(found, gold) if task.right else False
+        f1 = task.f1(found, gold) if task.f1 else 0.0
+        assert time.process_time() - start < 1, name
+        assert not right and f1 < 1

@@ -204,3 +204,10 @@ def test_there_is_no_way_back(experts, tmp_path, monkeypatch, capsys):
     hf = caller(export, monkeypatch, capsys)
     assert "quantised" in hf.fails("--to", "hf", "--src", experts, "--out", tmp_path / "hf")
     assert "convert_weights.py" in again.fails("--src", GOLDEN, "--out", tmp_path / "int8")
+
+
+def test_an_adapter_is_not_converted(golden, tmp_path, monkeypatch, capsys):
+    random_adapter(tmp_path / "adapter", golden)
+    call = caller(int8, monkeypatch, capsys)
+    assert f"convert its base, {golden}" in call.fails("--src", tmp_path / "adapter", "--out", tmp_path / "int8")
+    assert "this path is empty" in call.fails("--src", golden, "--out", "")

@@ -104,6 +104,29 @@ def test_what_a_run_decodes_with(run, weights, tmp_path, monkeypatch):
     assert "is about the base" in run.fails("gsm8k", tmp_path / "none.jsonl", "--row", "released, tau_m2t 0.5")
     random_adapter(tmp_path / "causal", weights / "base", causal=True)
     assert "causal Stage B is no row" in run.fails("gsm8k", tmp_path / "none.jsonl", "--ckpt", tmp_path / "causal")
+    assert "--out: this path is empty" in run.fails("gsm8k", "")
+
+    # an adapter on itself
+    shutil.copytree(weights / "base", tmp_path / "self")
+    about = read_json(weights / "cocommit" / "adapter.json", "adapter")
+    write_json(tmp_path / "self" / "adapter.json", about | {"base": "."})
+    assert "is an adapter itself" in run.fails("gsm8k", tmp_path / "none.jsonl", "--ckpt", tmp_path / "self")
+
+
+def test_without_role_tokens_there_is_no_chat_template(run, weights, tmp_path):
+    assert "chat template" not in run("gsm8k", tmp_path / "chat.jsonl", "--shard", "1/3")
+    for name in ("base", "cocommit"):
+        shutil.copytree(weights / name, tmp_path / "plain" / name)
+    path = tmp_path / "plain" / "base" / "tokenizer.json"
+    path.write_text(path.read_text().replace("<role>", "<turn>"))
+    flags = ["--shard", "1/3", "--ckpt", tmp_path / "plain" / "cocommit"]
+    assert "no chat template: the tokenizer of" in run("gsm8k", tmp_path / "plain.jsonl", *flags)
+    settings, items = {}, {}
+    for name in ("chat", "plain"):
+        header, items[name] = lines(tmp_path / f"{name}.jsonl")
+        settings[name] = header["settings"]
+    assert tables.differences(settings["chat"], settings["plain"]) == "chat_template (True, False)"
+    assert items["chat"]["prompt"] != items["plain"]["prompt"]
 
 
 def test_other_settings_do_not_mix(run, weights, tmp_path):
@@ -144,15 +167,28 @@ def test_samples_for_evalplus_are_handed_over(run, tmp_path):
         (scored,) = tables.read_runs(tmp_path / "runs")
         assert scored.items["HumanEval/900"]["correct"] is expected
 
+    # or about what sanitize made of it, as long as that lies beside it
+    cut = {"task_id": "HumanEval/900", "solution": "cut"}
+    (folder / "samples-sanitized.jsonl").write_text(json.dumps(cut) + "\n")
+    told = verdict | {"solution": "cut"}
+    write_json(folder / "samples-sanitized_eval_results.json", {"eval": {"HumanEval/900": [told]}})
+    for given, expected in ((sample["solution"], True), ("another", None)):
+        (folder / "samples.jsonl").write_text(json.dumps(sample | {"solution": given}) + "\n")
+        (scored,) = tables.read_runs(tmp_path / "runs")
+        assert scored.items["HumanEval/900"]["correct"] is expected
+
     # the printed command, with a stand-in for EvalPlus: a clean environment, and no old result
     stand_in = tmp_path / "runs" / "bin" / "python"
     stand_in.parent.mkdir()
-    stand_in.write_text("#!/bin/sh\nenv > seen; ls >> seen; echo $@ >> seen\n")
+    stand_in.write_text("#!/bin/sh\nenv >> seen; ls >> seen; echo $@ >> seen\n")
     stand_in.chmod(0o755)
     command = next(line for line in text.splitlines() if line.startswith("  cd "))
     environment = {"PATH": f"{stand_in.parent}:/usr/bin:/bin", "SOME_SECRET": "hush"}
     subprocess.run(["sh", "-c", command], env=environment, check=True)
     seen = (folder / "seen").read_text()
-    assert "-m evalplus.evaluate --dataset humaneval --samples samples.jsonl" in seen
-    assert f"HUMANEVAL_OVERRIDE_PATH={folder}/dataset.jsonl" in seen and "EVALPLUS_MAX_MEMORY_BYTES=8589934592" in seen
+    sanitize = seen.index("-m evalplus.sanitize --samples samples.jsonl\n")
+    assert sanitize < seen.index("-m evalplus.evaluate --dataset humaneval --samples samples-sanitized.jsonl\n")
+    for setting in (f"HUMANEVAL_OVERRIDE_PATH={folder}/dataset.jsonl\n", "MBPP_OVERRIDE_PATH=/dev/null\n"):
+        assert seen.count(setting) == 2
+    assert seen.count("EVALPLUS_MAX_MEMORY_BYTES=8589934592\n") == 2
     assert "hush" not in seen and "eval_results" not in seen

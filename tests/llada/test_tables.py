@@ -9,7 +9,7 @@ import pytest
 from common import caller, refused
 
 from llada import tables
-from llada.ablation import BASE, COCOMMIT, MECHANISM
+from llada.ablation import BASE, COCOMMIT, GATED, MECHANISM
 from llada.benchmarks import TASKS
 from llada.tables import PAPER, wilson
 
@@ -70,10 +70,28 @@ def test_notes_and_ambiguity(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("record, word", [
     ("notes", "no run file"), ({"settings": 5}, "settings is 5"), ({"settings": {"task": "chess"}}, "'chess'"),
+    ({"settings": {"task": "gsm8k"}}, "row is None"),
 ])  # fmt: skip
 def test_what_is_no_run_file(record, word, tmp_path, monkeypatch, capsys):
     (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
     assert word in refused(tables, monkeypatch, capsys, "main", "--runs", tmp_path)
+
+
+@pytest.mark.parametrize("damage, word", [
+    ("null", "no JSON object"), ("[]", "no JSON object"), ("{}", "id is None"), ('{"id": "a', "damaged"),
+    ('{"id": "a", "prompt": "p", "tokens": 1, "nfe": {}}', "full is None"),
+    ('{"id": "a", "prompt": "p", "tokens": 1, "nfe": {"full": 1, "partial": 1, "refresh": 1}}', "neither right"),
+])  # fmt: skip
+def test_a_damaged_line_is_refused_and_one_cut_short_at_the_end_is_not_there(
+    damage, word, tmp_path, monkeypatch, capsys
+):
+    path = tmp_path / "a.jsonl"
+    write_run(path, "gsm8k", BASE, [True], 1)
+    whole = path.read_bytes()
+    path.write_bytes(whole + damage.encode() + b"\n")
+    assert word in refused(tables, monkeypatch, capsys, "main", "--runs", tmp_path)
+    path.write_bytes(whole + damage.encode())
+    assert list(tables.read_run(path)[0].items) == ["gsm8k/0"]
 
 
 def test_only_equal_prompts_are_paired(tmp_path):
@@ -117,7 +135,69 @@ def test_the_papers_figures():
     assert [round(sum(row[k] for row in MECHANISM.values()), 2) for k in (3, 4)] == [1487.26, 4.3]
 
 
+def own(rows: dict[str, list[str]], label: str) -> list[str]:
+    """The cells of one of the paper's own differences."""
+    return rows[f"{label}, the paper's"]
+
+
+def test_the_papers_differences_in_answers(tmp_path, monkeypatch, capsys):
+    """By hand: 89.61 % of 1319 is 1181.96, 91.13 % is 1202.0; 2 * 0.5**20 = 1.9e-6."""
+    write_run(tmp_path / "base.jsonl", "gsm8k", BASE, WORSE, 3)
+    rows = printed("main", tmp_path, monkeypatch, capsys)
+    assert own(rows, "GSM8K CoCommit") == ["1202 - 1182 of 1319", "+20", "1.9e-06"]
+    assert own(rows, "CMATH CoCommit") == ["1010 - 1013 of 1098", "-3", "0.25"]
+    assert own(rows, "GPQA-Diamond CoCommit") == ["93 - 87 of 198", "+6", "0.031"]
+    assert own(rows, "DROP CoCommit") == ["8004 - 8024 of 9536", "-20", "1.9e-06"]
+    assert own(rows, "PIQA CoCommit")[:2] == ["1555 - 1487 of 1838", "+68"]  # 2 * 0.5**68 = 6.8e-21
+    assert own(rows, "PIQA CoCommit")[2] == "6.8e-21"
+    assert own(rows, "HumanEval+ CoCommit") == ["135 - 126 of 164", "+9", "0.0039"]
+    assert own(rows, "MBPP+ CoCommit") == ["265 - 260 of 378", "+5", "0.062"]
+
+    # one function twice: 90.75 % is 1196.99, 90.37 % is 1191.98
+    rows = printed("mechanism", tmp_path, monkeypatch, capsys)
+    assert own(rows, "Stage B without marker") == ["1192 - 1202 of 1319", "-10", "0.002"]
+    said = rows["out"][0]
+    assert "90.75 (1197 of 1319)" in said and "90.37 (1192)" in said and "5 answers apart" in said
+    assert "1202 - 1197 = 5 answers" in said
+
+    rows = printed("lastn", tmp_path, monkeypatch, capsys)
+    assert own(rows, "GPQA-Diamond n=9") == ["78 - 93 of 198", "-15", "6.1e-05"]  # 39.39 % of 198 is 77.99
+
+
+def test_edits_without_a_gate_by_hand(tmp_path, monkeypatch, capsys):
+    write_run(tmp_path / "gated.jsonl", "gpqa", GATED, WORSE, 3)
+    write_run(tmp_path / "ungated.jsonl", "gpqa", COCOMMIT, BETTER, 4)
+    rows = printed("gates", tmp_path, monkeypatch, capsys)
+    assert rows["GPQA-Diamond gated"][1] == "25.00" and rows["GPQA-Diamond gated"][7:] == ["45.45", "-", "-", "-"]
+    assert rows["GPQA-Diamond ungated"][3] == "+40.00" and rows["GPQA-Diamond ungated"][7:9] == ["46.97", "+1.52"]
+    # the paper's text, in answers of 198, 378, 164, 9536, 1838, 1319 and 1098
+    for task, net in (
+        ("GPQA-Diamond", "+3"), ("MBPP+", "+4"), ("HumanEval+", "+1"), ("DROP", "+42"), ("PIQA", "+2"), ("GSM8K", "+0"),
+        ("CMATH", "-5"),
+    ):  # fmt: skip
+        assert own(rows, f"{task} ungated")[1] == net
+    assert own(rows, "GSM8K ungated")[2] == own(rows, "HumanEval+ ungated")[2] == "1"
+
+
+def test_averages(tmp_path, monkeypatch, capsys):
+    for i, task in enumerate(PAPER):
+        write_run(tmp_path / f"{task}.jsonl", task, COCOMMIT, [True] * i + [False] * (10 - i), 4)
+    write_run(tmp_path / "six.jsonl", "gsm8k", COCOMMIT, WORSE, 4, n_last=6)
+    rows = printed("lastn", tmp_path, monkeypatch, capsys)
+    # 0, 10, ... 60 %
+    assert rows["average, n=3"] == ["7/7", "30.00", *"-----", "78.72", "-", "-", "-"]
+    assert rows["average, n=6"] == ["1/7", *"------", "77.50", "-1.22", "-", "-"]
+    # the paper's averages are those of its rows
+    for n, average in tables.AVERAGES.items():
+        assert round(sum(figures[n][0] for figures in PAPER.values()) / 7, 2) == average
+
+
 # --- statistics
+@pytest.mark.parametrize("k, p", [(0, 1.0), (1, 1.0), (-2, 0.5), (5, 0.0625), (6, 0.03125)])
+def test_mcnemar_at_best(k, p):
+    assert tables.mcnemar_at_best(k) == p
+
+
 def test_wilson():
     # 8 of 10, z = 1.96: (0.8 + 3.8415/20) / 1.38415 = 0.71674, 1.96 * sqrt(0.016 + 3.8415/400) / 1.38415 = 0.22658
     assert wilson(8, 10) == pytest.approx((0.49016, 0.94332), abs=2e-5)
