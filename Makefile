@@ -5,6 +5,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 export PATH := $(abspath $(VENV))/bin:$(PATH)
+HALF = tests/tools tests/llada tests/test_configs.py tests/test_evaluate.py
 .PHONY: test lint pages
 
 $(VENV)/ready: requirements.txt
@@ -13,8 +14,8 @@ $(VENV)/ready: requirements.txt
 	python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 test: $(VENV)/ready  # in two halves, a core each
-	python -m pytest -q tests/tools tests/llada & half=$$!; failed=0; \
-	python -m pytest -q --ignore tests/tools --ignore tests/llada || failed=1; wait $$half || failed=1; exit $$failed
+	python -m pytest -q $(HALF) & half=$$!; failed=0; \
+	python -m pytest -q $(addprefix --ignore ,$(HALF)) || failed=1; wait $$half || failed=1; exit $$failed
 lint: $(VENV)/ready
 	ruff check . && ruff format --check .
 pages: $(VENV)/ready

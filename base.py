@@ -6,6 +6,8 @@ and flags these are.
                                                                         # with AVX-512, forty on one without
 """
 
+import lib.interrupt  # noqa: F401
+
 from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,11 +17,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import train
-from corrupt import M, three_term_loss
+from corrupt import M, kinds_apart, three_term_loss
 from lib.rows import Batch
 from lib.util import bounded, command, fail, pick_device, read_json, uniform
 from model import Model
-from train import Losses, batch_context, corrupt_batch, of_stage
+from train import WEIGHT_DECAY, Losses, batch_context, corrupt_batch
 
 # R rows, T positions
 
@@ -28,7 +30,7 @@ ADAM = 0.4  # Muon's run: the peak of Adam's rate, of embeddings, output layer, 
 
 def base_step(model: Model, batch: Batch, args: Namespace) -> Losses:
     """Eq. 1 in Stage A."""
-    z, kind = corrupt_batch(model, batch, args)
+    z, kind = corrupt_batch(model, batch, args, args.mask_power)
 
     # some rows are read from left to right, in blocks of one, and every token of theirs is asked for
     one_by_one = None
@@ -40,8 +42,8 @@ def base_step(model: Model, batch: Batch, args: Namespace) -> Losses:
 
     ctx = batch_context(model, batch, args, one_by_one)
     stage_a = model.last_n(model.prefix(z, ctx), ctx)
-    loss, terms = three_term_loss(model, stage_a, batch.clean, kind, fill=kind == M)
-    return loss, of_stage("A", terms)
+    loss, ce = three_term_loss(model, stage_a, batch.clean, kind, fill=kind == M)
+    return loss, kinds_apart(ce, None, kind)
 
 
 def muon(model: Model, args: Namespace) -> torch.optim.Optimizer:
@@ -51,7 +53,7 @@ def muon(model: Model, args: Namespace) -> torch.optim.Optimizer:
     matrices = [p for name, p in learned.items() if name.startswith("layers.") and p.dim() == 2]
     others = [p for name, p in learned.items() if not (name.startswith("layers.") and p.dim() == 2)]
     peak = args.learning_rate
-    of_matrices = dict(params=matrices, peak=peak, momentum=0.95, weight_decay=args.weight_decay)
+    of_matrices = dict(params=matrices, peak=peak, momentum=0.95, weight_decay=WEIGHT_DECAY)
     rest = dict(params=others, peak=ADAM * peak, weight_decay=0.0)
     adam = torch.optim.AdamW([rest], betas=(0.9, 0.95), fused=True)
     return Together(torch.optim.Muon([of_matrices], adjust_lr_fn="match_rms_adamw"), adam)
@@ -81,10 +83,12 @@ class Together:
 @command
 def main() -> None:
     parser = train.build_parser(__doc__)
-    parser.set_defaults(init_from="scratch")
+    parser.set_defaults(init_from="scratch", corruption="random", context="clean")
     add = parser.add_argument_group("base").add_argument
     add("--one_by_one", type=bounded(float, 0, 1), default=0.0,
         help="the share of rows that are read from left to right, in blocks of one")  # fmt: skip
+    add("--mask_power", type=bounded(float, 0.01), default=1.0,
+        help="a block's mask ratio is U(0, 1) to this power: below 1 many masks, as decoding begins")  # fmt: skip
     add("--optimizer", choices=["adamw", "muon"], default="adamw", help="muon: for the layers' matrices")
     args = train.read_arguments(parser)
     if args.resume and "optimizer" not in read_json(Path(args.out_dir) / "train.json", "training run"):
@@ -93,9 +97,8 @@ def main() -> None:
         fail("a base is trained from scratch: leave out --init_from")
     if args.one_by_one > 0 and args.context == "corrupted":
         fail("rows that are read one by one are all masks: they read a clean copy, give --context clean")
-    for name in ("alpha", "whole", "causal"):
-        if getattr(args, name):
-            fail(f"--{name} is of Stage B, which a base has not yet: leave it out")
+    if args.stage_b != "paper":
+        fail("--stage_b: a base has no Stage B yet: train.py adds one")
     make_optimizer = muon if args.optimizer == "muon" else train.adamw
 
     # on a CPU in bf16 plain products are faster than flash attention on rows as short as a name

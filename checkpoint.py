@@ -3,11 +3,12 @@
 config.json            the model's geometry and ids, written last: a folder that has one is whole
 model.safetensors      all parameters and markers, or shards with model.safetensors.index.json
 tokenizer.json         where the model reads text, and meta.json, which says what judges it: copies of the rows' own
-adapter.json           instead of config.json: where the base lies (relative to this folder) and its hash, n and K, what
-                       learned beside it, and by which loss
-adapter.safetensors    what learned: LoRA matrices or own layers, markers, the map of causal Stage B
+adapter.json           instead of config.json: where the base lies (relative to this folder) and its hash, n and K, and
+                       which Stage B it is: the paper's, or another of STAGE_B
+adapter.safetensors    what learned beside the base: LoRA matrices and markers, or what that Stage B has
 state.safetensors      what a training run resumes from, beside train.json and log.jsonl: trained weights, the
                        optimizer's moments
+.unfinished            files that are being written; of a run that was killed they are removed by the next one
 
 load_model loads a folder of either kind.
 """
@@ -24,9 +25,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from causal import CausalModel
 from lib.util import (
     check_special,
-    entry,
+    checked_entry,
     fail,
     one_thread_if_small,
     quoted,
@@ -38,8 +40,10 @@ from lib.util import (
 from model import ROUTERS, Config, Model
 
 LONGEST_BLOCK = 4096  # a block attends to all of itself: of a longer one a single forward takes minutes
-STAGE_B = ("shared", "lora", "copy")  # what learns beside a frozen base, see Model.adapt
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # what weights may be stored as
+
+# a model's class by its Stage B; one of your own is a subclass of Model, and an entry here
+STAGE_B = {"paper": Model, "causal": CausalModel}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -116,17 +120,19 @@ def check_fit(path: Path, held: dict, expected: dict, hint: str, dropped: dict[s
 
 
 # --- a model's folder
-def empty_model(cfg: Config, device: torch.device | str) -> Model:
+def empty_model(cfg: Config, device: torch.device | str, stage_b: str = "paper") -> Model:
     """Of these sizes; what is in it is still to be written. On the device "meta" it takes no memory."""
     one_thread_if_small(cfg.n_embd)
     with torch.device(device):
-        return Model(cfg)
+        return STAGE_B[stage_b](cfg)
 
 
-def new_model(cfg: Config, generator: torch.Generator, device: torch.device | str = "cpu") -> Model:
+def new_model(
+    cfg: Config, generator: torch.Generator, device: torch.device | str = "cpu", stage_b: str = "paper"
+) -> Model:
     """Fresh weights: matrices are normal (initial_std), norms are one, markers, biases and Show are zero."""
     check_config(cfg)
-    model = empty_model(cfg, device)
+    model = empty_model(cfg, device, stage_b)
     for name, p in model.named_parameters():
         if name.endswith("bias"):
             p.data.zero_()
@@ -153,8 +159,8 @@ def initial_std(name: str, cfg: Config) -> float:
 
 
 def stored(model: Model) -> dict[str, Tensor]:
-    """What model.safetensors holds: all but adapters, and a tied output layer once."""
-    kept = {k: v for k, v in model.state_dict().items() if "lora_" not in k and not k.startswith("layers_b.")}
+    """What model.safetensors holds: all but LoRA, and a tied output layer once."""
+    kept = {k: v for k, v in model.state_dict().items() if "lora_" not in k}
     if model.cfg.tied:
         del kept["lm_head.weight"]
     return kept
@@ -167,7 +173,7 @@ def save_model(model: Model, folder: Path) -> None:
         if name in weights:
             weights[name] = p.to(model.compute_dtype)
     save_tensors(folder / "model.safetensors", weights)
-    write_json(folder / "config.json", asdict(model.cfg))
+    write_json(folder / "config.json", asdict(model.cfg) | {"stage_b": kind_of(model)})
 
 
 def read_config(folder: Path, **changes) -> Config:
@@ -178,11 +184,11 @@ def read_config(folder: Path, **changes) -> Config:
     if "model_type" in raw:
         fail(f"{path} is a released checkpoint's: `python convert_weights.py --src {quoted(folder)} --out DIR` first")
     raw.pop("int8", None)  # how the weights are stored, and no geometry
+    raw.pop("stage_b", None)  # neither is this
     with reading(path, "checkpoint config"):
         cfg = Config(**raw)
-    for field in fields(cfg):
-        entry(vars(cfg), field.name, field.type, path)
-    cfg = replace(cfg, **changes)
+    read = {field.name: checked_entry(vars(cfg), field.name, field.type, path) for field in fields(cfg)}
+    cfg = replace(cfg, **read | changes)
     if cfg.mask_id < 0:
         fail(f"{path} has no eos_id and mask_id: the checkpoint is damaged")
     check_config(cfg, path)
@@ -190,26 +196,28 @@ def read_config(folder: Path, **changes) -> Config:
     return cfg
 
 
-def load_model(folder: str | Path, device: torch.device | str, dtype: torch.dtype, **overrides) -> Model:
+def load_model(
+    folder: str | Path, device: torch.device | str, dtype: torch.dtype, stage_b: str | None = None, **overrides
+) -> Model:
     """A model from its folder, or with its adapter from an adapter's.
 
-    Parameters take `dtype`; expert_bias and adapters stay float32. `overrides`: of config fields (n_last,
-    n_rounds, block_length, causal); an adapter brings its own, but for a block_length that is given. What a base has
-    not learned starts at zero.
+    Parameters take `dtype`; expert_bias and adapters stay float32. stage_b: one of STAGE_B that is to be trained on a
+    base; left out, the folder's own. `overrides`: of config fields (n_last, n_rounds, block_length); an adapter brings
+    its own, but for a block_length that is given.
     """
     folder = Path(folder)
     about = about_adapter(folder)
     if about:
         own = {name: about[name] for name in SIZES}
         own["block_length"] = overrides.get("block_length") or own["block_length"]
-        model = load_model(base_of(folder), device, dtype, **own)
+        model = load_model(base_of(folder), device, dtype, stage_b_of(folder), **own)
         load_adapter(model, folder, about)
         return model
 
     cfg = read_config(folder, **{name: value for name, value in overrides.items() if value is not None})
 
     # no memory yet for the base, only names and shapes
-    model = empty_model(cfg, "meta")
+    model = empty_model(cfg, "meta", stage_b or stage_b_of(folder))
     stored_as_int8 = read_json(folder / "config.json", "checkpoint config").get("int8", False)
     if stored_as_int8:
         from lib.int8 import use_int8
@@ -224,19 +232,28 @@ def load_model(folder: str | Path, device: torch.device | str, dtype: torch.dtyp
         check_numbers(folder, name, tensor, expected[name].dtype if exact else None)
         kept = stored_as_int8 or name.endswith("expert_bias")
         state[name] = tensor.to(device=device, dtype=tensor.dtype if kept else dtype)
-
-    # as many markers as there are rounds: the stored ones, then zeros
-    zeros = torch.zeros_like(model.markers, device=device, dtype=dtype)
-    with reading(folder, "markers"):
-        state["markers"] = torch.cat([state.get("markers", zeros), zeros])[: cfg.n_rounds].to(dtype)
-    if cfg.causal:
-        state.setdefault("show", torch.zeros_like(model.show, device=device, dtype=dtype))
+    with reading(folder, "weights"):
+        model.begin_from(state)
 
     check_fit(folder, state, expected, "the checkpoint is incomplete, or another model's")
     model.load_state_dict(state, assign=True, strict=False)
     model.tie()
     model.compute_dtype = dtype
     return model
+
+
+def kind_of(model: Model) -> str:
+    """The name of its Stage B in STAGE_B."""
+    return next(name for name, kind in STAGE_B.items() if type(model) is kind)
+
+
+def stage_b_of(folder: Path) -> str:
+    """Which Stage B a folder has, one of STAGE_B."""
+    about = about_adapter(folder) or read_json(base_of(folder) / "config.json", "checkpoint config")
+    name = about.get("stage_b", "paper")
+    if not isinstance(name, str) or name not in STAGE_B:
+        fail(f"{folder} has a Stage B of the kind {name!r:.80}, and there are {', '.join(STAGE_B)}")
+    return name
 
 
 def is_int8(model: Model) -> bool:
@@ -248,13 +265,13 @@ def judge_of(folder: Path) -> dict:
     """What judges a model's writing, see lib.rows.Meta; of a model of plain text nothing."""
     path = base_of(folder) / "meta.json"
     about = read_json(path, "meta.json of the rows") if path.exists() else {}
-    return entry(about, "judge", dict, path) if about.get("judge") is not None else {}
+    return checked_entry(about, "judge", dict, path) if about.get("judge") is not None else {}
 
 
 # --- an adapter's folder
 # what an adapter changes in its base's config
-SIZES = {"n_last": int, "n_rounds": int, "causal": bool, "block_length": int}
-ENTRIES = SIZES | {"base": str, "stage_b": str, "lora_r": int, "alpha": float}  # of adapter.json, beside base_hash
+SIZES = {"n_last": int, "n_rounds": int, "block_length": int}
+ENTRIES = SIZES | {"base": str, "stage_b": str, "lora_r": int}  # of adapter.json, beside base_hash
 
 
 def about_adapter(folder: Path) -> dict:
@@ -263,7 +280,7 @@ def about_adapter(folder: Path) -> dict:
     if not path.exists():
         return {}
     about = read_json(path, "adapter")
-    return about | {name: entry(about, name, kind, path) for name, kind in ENTRIES.items()}
+    return about | {name: checked_entry(about, name, kind, path) for name, kind in ENTRIES.items()}
 
 
 def base_of(folder: Path) -> Path:
@@ -272,17 +289,17 @@ def base_of(folder: Path) -> Path:
     if not about:
         return folder
     base = Path(os.path.normpath(folder / about["base"]))
-    if not (base / "config.json").exists() or (base / "adapter.json").exists():
-        fail(f"{folder}/adapter.json names {base} as its base, where no model is: put it there, or correct `base`")
     if (base / "adapter.json").exists():
         fail(f"{folder}/adapter.json names {base} as its base, which is an adapter itself: name a model's folder")
+    if not (base / "config.json").exists():
+        fail(f"{folder}/adapter.json names {base} as its base, where no model is: put it there, or correct `base`")
     return base
 
 
-def save_adapter(model: Model, folder: Path, base: Path, about: dict) -> None:
-    """about: stage_b, lora_r and alpha, as they were trained."""
-    sizes = {name: getattr(model.cfg, name) for name in SIZES}
-    about = {"base": Path(os.path.relpath(base, folder)).as_posix(), "base_hash": weights_hash(base)} | sizes | about
+def save_adapter(model: Model, folder: Path, base: Path, lora_r: int) -> None:
+    """What learned beside the base in `base`."""
+    about = {"base": Path(os.path.relpath(base, folder)).as_posix(), "base_hash": weights_hash(base)}
+    about |= {name: getattr(model.cfg, name) for name in SIZES} | dict(stage_b=kind_of(model), lora_r=lora_r)
     save_tensors(folder / "adapter.safetensors", model.learned())
     write_json(folder / "adapter.json", about)
 
@@ -291,10 +308,9 @@ def load_adapter(model: Model, folder: Path, about: dict) -> None:
     """What learned beside a base into the loaded base. It is float32 in every dtype of it."""
     check_base(base_of(folder), folder)
     r = about["lora_r"]
-    stage_b = about["stage_b"]
-    if not 1 <= r <= 2**16 or stage_b not in STAGE_B:
-        fail(f"{folder}/adapter.json has LoRA of rank {r} and stage_b {stage_b!r}: the rank is 1 or more, {STAGE_B}")
-    model.adapt(stage_b, r, torch.Generator())
+    if not 1 <= r <= 2**16:
+        fail(f"{folder}/adapter.json has LoRA of rank {r}: the rank is 1 or more")
+    model.adapt(r, torch.Generator())
 
     path = folder / "adapter.safetensors"
     state = dict(read_tensors([path]))
@@ -372,7 +388,7 @@ def check_config(cfg: Config, where: Path | str = "impossible model") -> None:
     widest = max(2 * cfg.n_expert * cfg.d_expert, (cfg.n_head + 2 * cfg.n_kv_head) * cfg.head_dim)
     for holds, what in (
         (all(0 < n <= 2**20 for n in (*sizes, cfg.vocab_size)), "sizes are 1..1,048,576"),
-        (all(0 <= n <= 2**10 for n in counts), "n_layer, n_dense and n_shared are 0..1024"),
+        (all(0 <= n <= 2**8 for n in counts), "n_layer, n_dense and n_shared are 0..256"),
         (cfg.n_embd * widest <= 2**40, "no layer has more than 2^40 numbers in one tensor"),
         (cfg.n_head % max(1, cfg.n_kv_head) == 0, "n_kv_head divides n_head"),
         (

@@ -8,6 +8,8 @@ layer at a time is in memory. The same command completes a folder left incomplet
 last. The way back: llada/export.py.
 """
 
+import lib.interrupt  # noqa: F401
+
 import math
 import re
 from collections.abc import Callable
@@ -23,9 +25,9 @@ from lib.tokenizer import bpe_tokenizer
 from lib.util import (
     Parser,
     alone_in,
+    checked_entry,
     command,
     copy_file,
-    entry,
     fail,
     printable,
     progress,
@@ -197,7 +199,7 @@ def our_config(src: Path) -> Config:
     if raw.get("num_shared_experts", 0) is None:
         raw["num_shared_experts"] = 0  # null is the released way to say none
     kinds = {field.name: field.type for field in fields(Config)}
-    values = {ours: entry(raw, name, kinds[ours], path) for name, ours in FIELDS.items()}
+    values = {ours: checked_entry(raw, name, kinds[ours], path) for name, ours in FIELDS.items()}
     values["rotary_dim"] = rotary_width(raw, path)
     values["n_last"] = min(Config.n_last, values["n_layer"])
     if tokenizer.vocab_size > values["vocab_size"]:
@@ -227,7 +229,7 @@ def rotary_width(raw: dict, path: Path) -> int:
     units = {"rotary_dim": 1, "partial_rotary_factor": raw["head_dim"]}
     given = [name for name in units if raw.get(name) is not None]
     with reading(path, "released config"):
-        widths = {int(entry(raw, name, float, path) * units[name]) for name in given}
+        widths = {int(checked_entry(raw, name, float, path) * units[name]) for name in given}
     if len(widths) != 1:
         fail(f"{path}: rotary_dim and partial_rotary_factor disagree, or both are missing")
     return widths.pop()
@@ -251,7 +253,7 @@ def write_checkpoint(
     weight_map = {}
     size = 0
     with alone_in(out):
-        prepare(out, [*names, INDEX, *files])
+        refuse_other_files(out, [*names, INDEX, *files])
         for name, shard in zip(progress(names, "write"), shards, strict=True):
             tensors = shard()
             for key, tensor in tensors.items():
@@ -266,7 +268,7 @@ def write_checkpoint(
     print(f"wrote {printable(out)}: {len(weight_map):,} tensors in {len(shards)} shards, {size / 1e9:.2f} GB")
 
 
-def prepare(out: Path, names: list[str]) -> None:
+def refuse_other_files(out: Path, names: list[str]) -> None:
     """Overwrite nothing: with the last of these files a folder is whole, with others it is not ours."""
     if (out / names[-1]).exists():
         fail(f"--out {out} already holds a result ({names[-1]}): choose another folder, or delete this one first")

@@ -1,24 +1,29 @@
-"""Evaluation: what a decoder does where every answer can be checked, on toys and on names.
+"""Evaluation: what a decoder does where its answers can be checked, on toys, on names, and on any text in bits.
 
 On a toy (toy.py) a decoder that writes all positions in one step draws each by itself, and so it
-loses at least the total correlation, TC; causal Stage B need not. Coherence alone is won by always writing one answer.
+loses at least the total correlation, TC. Coherence alone is won by always writing one answer.
 
     KL         KL(truth || drawn) in nats, enumerated, a mean over contexts; what the loops of the other
                decoders draw cannot be enumerated
     possible   the share of contexts whose greedy answer is possible
-    likeliest  the share whose greedy answer is the most probable one
+    likeliest  the share whose greedy answer is the most probable one (the joint mode, which the paper aims at)
 
 Held-out names of Unicode characters are completed from their first third of tokens (rounded up), and
 `unicodedata` judges: a completion counts if some character has that name. Costs are in forwards, everything
 counted: full ones, refreshes, and partial ones at their share of the layers.
 
-Above Stage A: causal Stage B's log-probability of what it writes together, less the sum of Stage A's, in nats a bundle.
-Where tokens are drawn, --temperature 1, that estimates the bundle's total correlation.
+Of any rows, --bits, and of text always: how many bits held-out blocks cost, each block from masks alone with the text
+before it given. Nothing is drawn and nobody judges: these are probabilities of the text itself. All at once Stage A
+pays the sum of its marginals; one at a time it pays the chain rule. The difference is the total correlation of a block.
 
-    python evaluate.py                                              # assets/names/causal, a minute
+    python evaluate.py                                               # assets/names/paper, a minute
     python evaluate.py --ckpt assets/names/paper assets/names/causal # side by side
-    python evaluate.py --ckpt out/toy                               # a toy's decoders
+    python evaluate.py --ckpt assets/names/causal --bits             # in bits
+    python evaluate.py --ckpt out/toy                                # a toy's decoders
+    python evaluate.py --ckpt out/text --data data/mine              # bits a byte of your own text
 """
+
+import lib.interrupt  # noqa: F401
 
 import math
 import unicodedata
@@ -29,33 +34,24 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 import toy
-from cache import Cached, Output, Uncached, in_full
-from checkpoint import about_adapter, base_of, judge_of, load_model, read_config
-from lib.rows import read_meta, read_split
+from cache import Cached
+from causal import CausalModel
+from checkpoint import base_of, judge_of, load_model, read_config, stage_b_of
+from decoding import Decoding, Output, Step, in_full
+from lib.names import draw_names, exists
+from lib.rows import Batch, Corpus, get_batch, read_corpus
 from lib.tokenizer import Tokenizer, load_tokenizer
-from lib.util import (
-    Mistake,
-    Parser,
-    bounded,
-    command,
-    exists,
-    fail,
-    generator,
-    pick_device,
-    print_table,
-    quoted,
-)
+from lib.util import Mistake, Parser, bounded, command, fail, pick_device, print_table, progress, read_json
 from model import Model
-from sample import Decoding, Step, generate, step_of, temperature
+from sample import generate, temperature
 from toy import Toy
 
-# R rows, N contexts, S support tuples, m answer positions, V symbols
+# R rows, T positions, N contexts, S support tuples, m answer positions, V symbols, B block_length
 
 ROWS = 4096  # in one forward of a toy
-NAMES_FOLDER = Path(__file__).parent / "data" / "names"
+EVAL_ROWS = 64  # in one forward of text
 
 OFF = dict(n_rounds=0)
 ONE_STEP = Decoding(tau_m2t=-1, tau_t2t=None)  # every mask at once
@@ -63,13 +59,12 @@ JOINT = Decoding(tau_joint=0.0, tau_t2t=None)  # every mask of a block, in looks
 TOY_DECODERS = {
     "one at a time": Decoding(tau_m2t=1.0, tau_t2t=None, n_rounds=0),
     "Stage A, one step": replace(ONE_STEP, n_rounds=0),
-    "Stage B, one step": ONE_STEP,
     "all at once, then edits": replace(ONE_STEP, n_rounds=0, tau_t2t=0.0, max_post_steps=64),
     "released gates (0.7, 0.5)": Decoding(tau_m2t=0.7, tau_t2t=0.5, n_rounds=0),
 }
 
 # of a base, of the paper's adapter (Table 2 in small), and of causal Stage B
-NAMES = Decoding(gen_length=32)
+NAME_DECODING = Decoding(gen_length=32)
 RUN = dict(tau_t2t=None)
 BASE_ROWS = {
     "base, one at a time from the left": OFF | RUN | dict(tau_joint=1.0),
@@ -97,9 +92,6 @@ CAUSAL_ROWS = {
     "causal, longest run above 0.2": RUN | dict(tau_joint=0.2),
     "causal, longest run above 0.5": RUN | dict(tau_joint=0.5),
     "causal, longest run above 0.8": RUN | dict(tau_joint=0.8),
-    "causal, one look, above 0.7": RUN,
-    "causal, one look, above 0.3": RUN | dict(tau_m2t=0.3),
-    "causal, one look, all at once": RUN | dict(tau_m2t=-1.0),
 }
 
 
@@ -112,11 +104,11 @@ def forwards(model: Model, outputs: list[Output]) -> float:
 @torch.no_grad()
 def answer_log_probs(
     model: Model, task: Toy, c: Tensor, z: Tensor, n_rounds: int, tokens: Tensor | None = None
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """log q(x_i | z) (R, m, V) float64 of answers z (R, m) int64, -1 where masked, in contexts c (R,).
 
-    By Stage A if n_rounds is 0, else by Stage B with every masked position in the bundle; causal Stage B also reads
-    tokens (R, m) int64, each position those before it. The decoder's own forwards: what counts is what decodes.
+    By Stage A if n_rounds is 0, else by Stage B with every masked position in the bundle; causal Stage B reads tokens
+    (R, m) int64, each position those before it. The decoder's own forwards: what counts is what decodes.
     """
     device = model.wte.weight.device
     logits = []
@@ -126,10 +118,11 @@ def answer_log_probs(
         engine = Cached(model, task.prompt(c[part]).tolist(), n_rounds)
         h, states = engine.stage_a(answer)
         found = model.logits(states)
-        if n_rounds > 0:
-            read = answer if tokens is None else tokens[part].to(device)
-            states = engine.stage_b(h, answer == task.mask_id, read)
-            found = model.logits_b(states, found)
+        if n_rounds > 0 and tokens is None:
+            found = model.logits(engine.stage_b(h, answer == task.mask_id))
+        elif n_rounds > 0:
+            states_b = engine.stage_b(h, answer == task.mask_id, tokens[part].to(device))
+            found = model.logits_b(torch.cat([states_b, states], dim=-1))
         logits.append(found.cpu().double())
 
     # normalised over all tokens, then cut to the symbols: mass on any other token stays lost
@@ -210,11 +203,11 @@ def evaluate_toy(model: Model, task: Toy) -> None:
     # these draw from a distribution that can be enumerated
     decoders = dict(TOY_DECODERS)
     tables = {"one at a time": chain_table(model, task), "Stage A, one step": one_step_table(model, task, 0)}
-    if model.cfg.causal:
-        del decoders["Stage B, one step"]
+    if isinstance(model, CausalModel):
         decoders["causal Stage B, one step"] = JOINT
         tables["causal Stage B, one step"] = causal_table(model, task)
     else:
+        decoders["Stage B, one step"] = ONE_STEP
         tables["Stage B, one step"] = one_step_table(model, task, K)
     lost = {name: f"{toy.kl(task.prob, q).mean():.3f}" for name, q in tables.items()}
 
@@ -235,8 +228,7 @@ def load_task(folder: Path) -> Toy:
     """The toy that a checkpoint was trained on."""
     judge = judge_of(folder)
     if "toy" not in judge:
-        shown = f"python sample.py --ckpt {quoted(folder)}"
-        fail(f"{folder} was trained on no toy and on no names, so nothing judges it: {shown}")
+        fail(f"{folder} was trained on no toy")
     sizes = {key: value for key, value in judge.items() if key != "toy"}
     try:
         task = toy.make(judge["toy"], **sizes)
@@ -249,12 +241,26 @@ def load_task(folder: Path) -> Toy:
 
 
 # --- names
-def read_names(group: str) -> list[str]:
-    """All names of data/names, "held out" or "trained" ones."""
-    split = "val" if group == "held out" else "train"
-    ids, starts, _ = read_split(NAMES_FOLDER / f"{split}.safetensors", read_meta(NAMES_FOLDER).vocab_size)
-    tokenizer = load_tokenizer(NAMES_FOLDER)
-    return [tokenizer.decode(ids[a:b].tolist()) for a, b in zip(starts[:-1], starts[1:], strict=True)]
+def complete(
+    model: Model, tokenizer: Tokenizer, prompts: dict[str, list[int]], d: Decoding,
+    step: Callable[..., Step] | None = None, select: Callable | None = None,
+) -> dict:  # fmt: skip
+    """Complete every prompt (name -> ids), judge the names that come of it, and count."""
+    outputs = generate(model, list(prompts.values()), d, step=step, select=select)
+    written = [tokenizer.decode(output.prompt + output.tokens) for output in outputs]
+    found = [exists(name) is not None for name in written]
+    n = len(prompts)
+    tokens = sum(len(output.tokens) for output in outputs)
+    tokens += sum(ids.count(model.cfg.mask_id) for ids in prompts.values())
+    return {
+        "exist": sum(found) / n,
+        "forwards": forwards(model, outputs) / n,
+        "per_token": forwards(model, outputs) / max(1, tokens),
+        "full": sum(output.nfe["full"] for output in outputs) / n,
+        "tokens": tokens / n,
+        "found": found,
+        "written": written,
+    }
 
 
 def names_tokenizer(folder: Path) -> Tokenizer:
@@ -265,120 +271,192 @@ def names_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def draw_names(n: int, group: str, tokenizer: Tokenizer) -> dict[str, list[int]]:
-    """n names, "held out" or "trained" ones -> the first third of their tokens."""
-    names = read_names(group)
-    order = torch.randperm(len(names), generator=generator("names", group))
-    prompts = {}
-    for i in order[:n].tolist():
-        ids = tokenizer.encode_document(names[i]).tolist()
-        prompts[names[i]] = ids[: math.ceil(len(ids) / 3)]
-    return prompts
-
-
-class Dependence:
-    """A step, and beside it what its bundles depend on each other: log p_B(bundle) less the sum of Stage A's."""
-
-    def __init__(self, step: Callable[..., Step]):
-        self.step = step
-        self.nats: list[float] = []
-
-    def __call__(self, engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
-        done = self.step(engine, z, given, u, d)
-        _, states = engine.stage_a(z)
-        logits = engine.model.logits(states) / (d.temperature or 1.0)
-        log_a = logits.log_softmax(-1).gather(-1, done.token[..., None])[..., 0]
-        nats = torch.where(done.bundle, done.conf.log() - log_a, 0.0).sum(-1)
-        self.nats += nats[done.bundle.sum(-1) > 1].tolist()
-        return done
-
-
-def complete(
-    model: Model, tokenizer: Tokenizer, prompts: dict[str, list[int]], d: Decoding,
-    step: Callable[..., Step] | None = None,
-) -> dict:  # fmt: skip
-    """Complete every prompt (name -> ids), judge the names that come of it, and count."""
-    step = step or step_of(d)
-    if model.cfg.causal and d.tau_joint is not None and d.n_rounds > 0:
-        step = Dependence(step)
-    outputs = generate(model, list(prompts.values()), d, step=step)
-    written = [tokenizer.decode(output.prompt + output.tokens) for output in outputs]
-    found = [exists(name) is not None for name in written]
-    n = len(prompts)
-    tokens = sum(len(output.tokens) for output in outputs)
-    tokens += sum(ids.count(model.cfg.mask_id) for ids in prompts.values())
-    nats = step.nats if isinstance(step, Dependence) else []
-    return {
-        "exist": sum(found) / n,
-        "forwards": forwards(model, outputs) / n,
-        "per_token": forwards(model, outputs) / max(1, tokens),
-        "full": sum(output.nfe["full"] for output in outputs) / n,
-        "tokens": tokens / n,
-        "tc": sum(nats) / len(nats) if nats else None,
-        "found": found,
-        "written": written,
-    }
-
-
 def name_rows(folders: list[Path]) -> list[tuple[str, Path, Decoding]]:
     """What is evaluated: a row's name, the folder that decodes, and how."""
     # of an adapter's base the rows that it is compared with
     bases = dict.fromkeys(base_of(folder) for folder in folders)
-    rows = [(name, base, replace(NAMES, **how)) for base in bases for name, how in BASE_ROWS.items()]
+    rows = [(name, base, replace(NAME_DECODING, **how)) for base in bases for name, how in BASE_ROWS.items()]
     for folder in folders:
-        causal = about_adapter(folder).get("causal", read_config(folder).causal)
+        causal = stage_b_of(folder) == "causal"
         own = CAUSAL_ROWS if causal else ADAPTER_ROWS
         if folder in bases and not causal:
             continue
-        rows += [(name, folder, replace(NAMES, **how)) for name, how in own.items()]
+        rows += [(name, folder, replace(NAME_DECODING, **how)) for name, how in own.items()]
     return rows
 
 
 def evaluate_names(folders: list[Path], device: torch.device, args: Namespace) -> None:
-    """Print what every decoder writes for held-out names, a column a folder."""
+    """Print what every decoder writes for held-out names, a row a decoder."""
     rows = name_rows(folders)
-    models = {folder: load_model(folder, device, torch.float32) for folder in dict.fromkeys(row[1] for row in rows)}
-    if len({(base_of(folder) / "tokenizer.json").read_bytes() for folder in models}) > 1:
-        fail("--ckpt: models that read by one tokenizer are compared")
-    tokenizer = load_tokenizer(base_of(folders[0]))
+    models = load_all(dict.fromkeys(row[1] for row in rows), device)
+    tokenizer = names_tokenizer(folders[0])
     prompts = draw_names(args.prompts, "held out", tokenizer)
 
     lines = []
-    for name, folder, d in tqdm(rows, desc="evaluate", unit="decoder", leave=False, disable=None):
+    for name, folder, d in progress(rows, "evaluate"):
         model = models[folder]
         d = replace(d, n_rounds=d.n_rounds * model.cfg.n_rounds, temperature=args.temperature)
         found = complete(model, tokenizer, prompts, d)
-        tc = "" if found["tc"] is None else f"{found['tc']:.2f}"
         figures = [f"{found[key]:.{digits}f}" for key, digits in (("exist", 3), ("forwards", 2), ("per_token", 3))]
-        lines.append([f"{folder}  {name}", *figures, tc])
+        lines.append([f"{folder}  {name}", *figures])
 
     trained = judge_of(folders[0]).get("names")
     judged = unicodedata.unidata_version
     print(f"{len(prompts)} held-out names, completed from their first third; "
           f"trained on Unicode {trained}, judged by {judged}")  # fmt: skip
-    print_table(["", "exist", "forwards a name", "a token", "above Stage A"], lines)
+    print_table(["", "exist", "forwards a name", "a token"], lines)
+
+
+def load_all(folders: dict[Path, None], device: torch.device) -> dict[Path, Model]:
+    """The models of these folders, which must read by one tokenizer."""
+    models = {folder: load_model(folder, device, torch.float32) for folder in folders}
+    pieces = {path.read_bytes() if path.exists() else b"" for path in map(tokenizer_of, models)}
+    if len(pieces) > 1:
+        fail("--ckpt: models that read by one tokenizer are compared")
+    return models
+
+
+def tokenizer_of(folder: Path) -> Path:
+    return base_of(folder) / "tokenizer.json"
+
+
+# --- any rows, in bits
+@torch.no_grad()
+def bits_of_batch(model: Model, batch: Batch, way: str) -> Tensor:
+    """What each corruptible token costs where its block is written from masks, and all before the block is given:
+    (R, T) float32 in bits, 0 elsewhere.
+
+    way: "Stage A" all at once; "Stage B" all at once, the bundle being all masks, by causal Stage B by the chain rule;
+    "one at a time" from the left, a forward each.
+    """
+    B = model.cfg.block_length
+    mask_id = model.cfg.mask_id
+    T = batch.clean.shape[1]
+    masked = batch.corruptible
+    z = batch.clean.masked_fill(masked, mask_id)
+    ctx = model.context(batch.real, batch.clean)
+    if way != "one at a time":
+        h = model.prefix(z, ctx)
+        stage_a = model.last_n(h, ctx)[:, :T]
+        logits = model.logits(stage_a)
+        if way == "Stage B" and isinstance(model, CausalModel):
+            states = model.coordinate(h, masked, ctx, 1, batch.clean)
+            logits = model.logits_b(torch.cat([states, stage_a], dim=-1))
+        elif way == "Stage B":
+            logits = model.logits(model.coordinate(h, masked, ctx, model.cfg.n_rounds)[:, :T])
+        return token_bits(logits, batch.clean) * masked
+
+    # the j-th position of every block, with those before it written
+    place = torch.arange(T, device=z.device) % B
+    bits = torch.zeros(z.shape, device=z.device)
+    for j in range(B):
+        seen = torch.where(place < j, batch.clean, z)
+        states = model.last_n(model.prefix(seen, ctx), ctx)[:, :T]
+        bits += token_bits(model.logits(states), batch.clean) * (masked & (place == j))
+    return bits
+
+
+def token_bits(logits: Tensor, tokens: Tensor) -> Tensor:
+    """-log2 p of each token: logits (R, T, V), tokens (R, T) -> (R, T)."""
+    return -logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0] / math.log(2)
+
+
+def evaluate_bits(folders: list[Path], device: torch.device, args: Namespace) -> None:
+    """Print what held-out blocks cost in bits, a row for each way of writing them."""
+    bases = dict.fromkeys(base_of(folder) for folder in folders)
+    models = load_all(bases | dict.fromkeys(folders), device)
+    data = args.data or Path(run_of(folders[0], "data"))
+    seq_len = args.seq_len or run_of(folders[0], "seq_len")
+    tokenizer = load_tokenizer(base_of(folders[0]))
+
+    # a base; the Stage A that an adapter has changed; Stage B; and a base in blocks of one, as a left-to-right model
+    ways = [(folder, way) for folder in bases for way in ("Stage A", "one at a time")]
+    for folder in folders:
+        if stage_b_of(folder) == "paper" and folder not in bases:
+            ways.append((folder, "Stage A"))
+        if models[folder].markers.any():
+            ways.append((folder, "Stage B"))
+    names = {"Stage A": "Stage A, all at once", "one at a time": "one at a time, from the left"}
+
+    lines = []
+    first = None
+    for folder, way in progress(ways, "bits"):
+        model = models[folder]
+        corpus = read_corpus(data, min(seq_len, model.cfg.max_len), 0, model.cfg.block_length, 0)
+        bits, tokens, n_bytes = bits_of_rows(model, corpus, way, args.tokens, tokenizer)
+        first = first or bits
+        name = names.get(way, f"{model.name_b}, all at once")
+        cells = [f"{bits / tokens:.3f}", f"{bits / n_bytes:.3f}" if n_bytes else "", f"{(first - bits) / tokens:+.3f}"]
+        lines.append([f"{folder}  {name}", *cells])
+    print(f"{tokens:,} held-out tokens of {data}, in blocks of {model.cfg.block_length}, each block from masks")
+    print_table(["", "bits a token", "a byte", "less than the first"], lines)
+    print("one at a time against all at once: the total correlation of a block, which independent tokens lose")
+
+
+def bits_of_rows(model: Model, corpus: Corpus, way: str, n: int, tokenizer: Tokenizer | None) -> tuple[float, int, int]:
+    """Bits, tokens, and bytes where tokens are text, of held-out rows with at least n tokens, or of all."""
+    device = model.wte.weight.device
+    bits = 0.0
+    tokens = 0
+    n_bytes = 0
+    for first in range(0, len(corpus.rows["val"]), EVAL_ROWS):
+        size = min(EVAL_ROWS, len(corpus.rows["val"]) - first)
+        batch = get_batch(corpus, "val", first, size, 0, device)
+
+        # what fills a document's last block behind its end is no text
+        ends = (batch.clean == corpus.meta.eos_id).long()
+        batch.corruptible &= ends.cumsum(-1) - ends == 0
+        bits += float(bits_of_batch(model, batch, way).double().sum())
+        tokens += int(batch.corruptible.sum())
+        if tokenizer:
+            written = batch.clean[batch.corruptible].tolist()
+            n_bytes += sum(len(tokenizer.token_bytes.get(i, b"")) for i in written)
+        if tokens >= n:
+            break
+    return bits, tokens, n_bytes
+
+
+def run_of(folder: Path, name: str) -> str | int:
+    """A setting of the run that made a checkpoint; what ships was trained on names."""
+    if "names" in judge_of(folder):
+        return {"data": "data/names", "seq_len": 32}[name]
+    for run in (folder, base_of(folder)):
+        if (run / "train.json").exists():
+            return read_json(run / "train.json", "training run")[name]
+    fail(f"{folder} does not say which rows it was trained on, and how long: give --data and --seq_len")
 
 
 @command
 def main() -> None:
     parser = Parser(__doc__)
-    add = parser.add_argument_group("toys and names").add_argument
-    add("--ckpt", type=Path, nargs="+", default=[Path("assets/names/causal")], help="a model's folder, or an "
-        "adapter's; of names several (default: assets/names/causal)")  # fmt: skip
+    add = parser.add_argument_group("what is evaluated").add_argument
+    add(
+        "--ckpt",
+        type=Path,
+        nargs="+",
+        default=[Path("assets/names/paper")],
+        help="a model's folder, or an adapter's; several to compare (default: assets/names/paper)",
+    )
     add("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
-    add = parser.add_argument_group("names only").add_argument
+    add = parser.add_argument_group("names").add_argument
     add("--prompts", type=bounded(int, 1), default=256, help="names that are completed")
     add("--temperature", type=temperature, default=0.0, help="0: the likeliest tokens; 1: draws")
+    add = parser.add_argument_group("bits").add_argument
+    add("--bits", action="store_true", help="in bits, also where a toy or names would be judged")
+    add("--data", type=Path, help="the rows (default: those that the checkpoint was trained on)")
+    add("--seq_len", type=bounded(int, 1), help="tokens in a row (default: as the checkpoint was trained)")
+    add("--tokens", type=bounded(int, 1), default=16384, help="held-out tokens, at least so many where there are")
     args = parser.parse_args()
 
     device = pick_device(args.device)
-    if all("names" in judge_of(folder) for folder in args.ckpt):
+    judges = [judge_of(folder) for folder in args.ckpt]
+    if not args.bits and all("names" in judge for judge in judges):
         evaluate_names(args.ckpt, device, args)
-    elif len(args.ckpt) == 1:
+    elif not args.bits and len(judges) == 1 and "toy" in judges[0]:
         task = load_task(args.ckpt[0])
         evaluate_toy(load_model(args.ckpt[0], device, torch.float32), task)
     else:
-        fail("--ckpt: several folders are compared on names alone")
+        evaluate_bits(args.ckpt, device, args)
 
 
 if __name__ == "__main__":

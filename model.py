@@ -5,11 +5,6 @@ The split is the method (paper, Sec. 4.1 and Eq. 4), and all of it is in class M
     h = model.prefix(ids, ctx)                                            # first L - n layers, shared by both stages
     logits_A = model.logits(model.last_n(h, ctx))                         # Stage A: factorised
     logits_B = model.logits(model.coordinate(h, bundle, ctx, n_rounds))   # Stage B: marked, the last n layers again
-                                                                          # (a copy of them adds to Stage A, logits_b)
-
-The paper's Stage B is told that tokens are written together, and never what stands before them. Causal Stage B
-(`coordinate(..., tokens)`) is ours: a position of the bundle also gets the token before it, and sees of the bundle only
-itself and what is left of it. Then the paper's own sum of cross-entropies is -log p(bundle): the chain rule.
 
 The rest is the architecture. What differs from a GPT:
 
@@ -22,15 +17,15 @@ The rest is the architecture. What differs from a GPT:
 
 To change   n, K, the block length        give   train.py's --n_last, --n_rounds, --block_length
             the geometry                  edit   a preset in checkpoint.py
-            how experts are chosen        add    an entry to ROUTERS, and name it in a preset
-            what a mark is, what it starts       Model.mark, Model.coordinate
-            who sees whom                        block_causal_mask, doubled_mask, causal_mask
+            how experts are chosen        add    a function to ROUTERS, and name it in Config.router
+            what Stage B is shown         write  a subclass of Model with another `coordinate`, like causal.py
+            who sees whom                 edit   block_causal_mask, doubled_mask
 """
 
-import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -74,8 +69,7 @@ class Config:
     tied: bool = False  # the embedding is the output layer, too
     n_last: int = 3  # n: how many layers Stage B runs again
     n_rounds: int = 1  # K: how many markers there are
-    causal: bool = False  # Stage B sees the token before (beyond the paper)
-    router: str = "grouped sigmoid"  # how experts are chosen: a name of ROUTERS
+    router: str = "grouped sigmoid"  # how experts are chosen, one of ROUTERS: a base has learned one of them
 
 
 class Cache(Protocol):
@@ -89,7 +83,7 @@ class Cache(Protocol):
 
 @dataclass
 class Context:
-    """What a pass needs besides states. On a first reading: cos, sin and mask."""
+    """What a pass needs besides states. On a first reading look at cos, sin and mask alone."""
 
     cos: Tensor  # (T, 1, rotary_dim / 2), or (R, T, 1, ...) where rows are at different positions
     sin: Tensor
@@ -97,14 +91,17 @@ class Context:
     cache: Cache | None = None  # in decoding, the text before
     i_round: int = 0  # which round's keys and values of the text before to use (Stage B with K > 1)
     clean: Tensor | None = None  # (R, T) int64: the clean copy that rows lie beside, [noisy ; clean]
-    last: Tensor | None = None  # (R,) int64: the token before the first position, where there is one
-    # in whole rows: the blocks that are decoded, and what stands before them; None: all blocks are decoded
-    decoded: slice | None = None
-    before: slice | None = None
 
 
 # --- the method
 class Model(nn.Module):
+    # a subclass may bring steps of its own; without one train.py and sample.py take the paper's
+    training_step: ClassVar[Callable | None] = None
+    decoding_step: ClassVar[Callable | None] = None
+    name_b: ClassVar[str] = "Stage B"
+    settings: ClassVar[dict] = {}  # what its training step has, whatever train.py's flags say
+    needs_copy: ClassVar[bool] = False  # does Stage B need [noisy ; clean] where whole rows are read?
+
     def __init__(self, cfg: Config):
         super().__init__()
         self.cfg = cfg
@@ -113,12 +110,8 @@ class Model(nn.Module):
         self.norm_f = RMSNorm(cfg.n_embd, cfg.norm_eps)
         self.lm_head = Linear(cfg.n_embd, cfg.vocab_size, bias=False)
         self.tie()
+        # one marker for each round of Stage B; they start at zero
         self.markers = nn.Parameter(torch.zeros(cfg.n_rounds, cfg.n_embd))
-        # causal: a map that shows a position the token before it. It starts at zero
-        self.show = nn.Parameter(torch.zeros(cfg.n_embd, cfg.n_embd)) if cfg.causal else None
-        # Stage B's own last n layers; None: it has Stage A's, as in the paper
-        self.layers_b: nn.ModuleList | None = None
-        self.adds = False  # are Stage B's logits added to Stage A's log-probabilities? So where it has a copy
         self.compute_dtype = torch.float32
         self.checkpointing = False
 
@@ -128,7 +121,7 @@ class Model(nn.Module):
             self.lm_head.weight = self.wte.weight
 
     def prefix(self, ids: Tensor, ctx: Context) -> Tensor:
-        """The embedding and the first L - n layers. (R, T) int64 -> (R, T, C); (R, 2T, C) with a copy."""
+        """The embedding and the first L - n layers. (R, T) int64 -> (R, T, C); (R, 2T, C) with a clean copy."""
         if ctx.clean is not None:
             ids = torch.cat([ids, ctx.clean], dim=1)
         h = self.wte(ids).to(self.compute_dtype)
@@ -142,84 +135,18 @@ class Model(nn.Module):
         """The paper's Head: final norm and output layer. (..., C) -> (..., V) float32."""
         return self.lm_head(self.norm_f(h)).float()
 
-    def logits_b(self, h: Tensor, logits_a: Tensor) -> Tensor:
-        """The Head on Stage B's states; a copy's logits are what it adds to Stage A's log-probabilities."""
-        logits = self.logits(h)
-        return logits + logits_a.log_softmax(-1) if self.adds else logits
-
-    def coordinate(
-        self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int, tokens: Tensor | None = None
-    ) -> Tensor:  # fmt: skip
+    def coordinate(self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int) -> Tensor:
         """Stage B, Eq. 4: K times h <- LastN(h + 1_S * marker_i), from the prefix states.
 
-        h (R, T, C), bundle (R, T) bool -> (R, T, C); of whole rows with a copy h is (R, 2T, C). Causal Stage B
-        also reads tokens (R, T) int64: in the bundle what is written there, as far as it is known, and elsewhere
-        what z shows.
+        h (R, T, C), bundle (R, T) bool -> (R, T, C). Beside a clean copy h is (R, 2T, C), and nothing of the copy
+        is marked.
         """
-        # what stands before the decoded blocks is read by Stage A's layers, in training as in decoding
-        if ctx.decoded is not None:
-            ctx = self.read_before(h, ctx, n_rounds)
-            h = h[:, ctx.decoded]
-
-        shown = None
-        if self.cfg.causal:
-            shown = self.token_before(tokens, bundle, ctx)
-            ctx = replace(ctx, mask=causal_mask(bundle, ctx))
-
-        layers = self.layers_b or self.layers[-self.cfg.n_last :]
+        unmarked = h.shape[1] - bundle.shape[1]
+        marked = F.pad(bundle, (0, unmarked), value=False)[..., None]
         for i in range(n_rounds):
-            h = self.run_layers(self.mark(h, bundle, i, shown), replace(ctx, i_round=i), layers)
+            h = h + marked * self.markers[i].to(h.dtype)
+            h = self.last_n(h, replace(ctx, i_round=i))
         return h
-
-    def mark(self, h: Tensor, bundle: Tensor, i: int, shown: Tensor | None = None) -> Tensor:
-        """h + 1_S * marker_i, as the paper has it: at a rate of 1e-5 and 12,500 steps with a cosine, AdamW moves a
-        coordinate of a marker by at most about .06, whatever the size of h.
-
-        Causal: h + 1_S * rms(h) * (marker_i + Show(x_{i-1})). Scaled, it can be seen beside states of any size.
-        """
-        mark = self.markers[i]
-        if shown is not None:
-            token = F.rms_norm(self.wte(shown).float(), [self.cfg.n_embd])
-            size = h.float().square().mean(-1, keepdim=True).sqrt()
-            mark = size * (mark + F.linear(token, self.show.float()))
-        return h + bundle[..., None] * mark.to(h.dtype)
-
-    def token_before(self, tokens: Tensor, bundle: Tensor, ctx: Context) -> Tensor:
-        """What each position is shown: (R, T) int64 -> (R, T). The token before it; where that is none of the bundle,
-        the last token of the bundle before it, if there is one: it may stand nowhere else. Bundle {1, 2, 4} of five:
-
-            position    1           2           3       4
-            is shown    token 0     token 1     -       token 2
-        """
-        T = tokens.shape[1]
-        B = min(T, self.cfg.block_length)
-        before = F.pad(tokens[:, :-1], (1, 0), value=self.cfg.mask_id)
-        if ctx.last is not None:
-            before[:, 0] = ctx.last
-        # the block before is finished when this one is decoded: its last token is the clean one
-        if ctx.clean is not None:
-            before[:, B::B] = ctx.clean[:, B - 1 : -1 : B]
-
-        # where the bundle's last token before each position stands, in its block; -1: nowhere
-        place = torch.arange(T, device=tokens.device)
-        last = torch.where(bundle, place, -1).unflatten(1, (-1, B)).cummax(-1).values
-        last = F.pad(last[..., :-1], (1, 0), value=-1).flatten(1)
-        return torch.where(last >= 0, tokens.gather(1, last.clamp(min=0)), before)
-
-    def read_before(self, h: Tensor, ctx: Context, n_rounds: int) -> Context:
-        """The context of the decoded blocks alone: keys and values of what stands before them are kept for it."""
-        kept = {}
-        own = ctx.before
-        mask = ctx.mask[..., own, own]
-        ahead = replace(ctx, cos=ctx.cos[own], sin=ctx.sin[own], mask=mask, cache=Kept(kept, reads=False), decoded=None)
-        states = h[:, own]
-        for i in range(n_rounds):
-            states = self.last_n(states, replace(ahead, i_round=i))
-
-        of = ctx.decoded
-        rows = ctx.mask[..., of, :]
-        mask = torch.cat([rows[..., of], rows[..., own]], dim=-1)
-        return replace(ctx, cos=ctx.cos[of], sin=ctx.sin[of], mask=mask, cache=Kept(kept, reads=True))
 
     def forward(self, ids: Tensor, ctx: Context) -> Tensor:
         """The factorised model: (R, T) int64 -> (R, T, V) float32 logits."""
@@ -247,12 +174,8 @@ class Model(nn.Module):
             clean = None  # a single block reads nothing before it
 
         make_mask = block_causal_mask
-        decoded = None
-        before = None
         if clean is not None:
             make_mask = doubled_mask
-            decoded = slice(0, T)
-            before = slice(T, 2 * T)
             positions = positions.repeat(2)
             real = real.repeat(1, 2)
 
@@ -265,58 +188,34 @@ class Model(nn.Module):
         if mask.dim() == 3:
             mask = mask[:, None]  # (R, 1, T, S), the same for all heads
         cos, sin = rotary(self.cfg, positions, self.compute_dtype)
-        return Context(cos, sin, mask, clean=clean, decoded=decoded, before=before)
+        return Context(cos, sin, mask, clean=clean)
 
     @property
     def partial_cost(self) -> float:
         """A partial forward in full ones: n of L layers."""
         return self.cfg.n_last / self.cfg.n_layer
 
-    def adapt(self, stage_b: str, r: int, generator: torch.Generator) -> None:
-        """Freeze the model, and add what learns beside it: markers, the map of causal Stage B, and by `stage_b`
-
-        shared    LoRA in every qkv and proj: both stages change (paper, Sec. 5.1)
-        lora      LoRA in Stage B's own pass over the last n layers; Stage A stays the base, bit for bit
-        copy      a copy of the last n layers for Stage B, all of whose weights learn; it adds to Stage A's answer
-        """
+    def adapt(self, r: int, generator: torch.Generator) -> None:
+        """Freeze the model, and add what learns beside it (paper, Sec. 5.1): LoRA of rank r in every qkv and proj,
+        and the markers."""
         self.requires_grad_(False)
-        last = self.layers[-self.cfg.n_last :]
-        adapted = self.layers
-        if stage_b == "lora":
-            # new modules around the same weights
-            same = {id(tensor): tensor for tensor in [*last.parameters(), *last.buffers()]}
-            adapted = self.layers_b = copy.deepcopy(last, same)
-        if stage_b == "copy":
-            self.layers_b = copy.deepcopy(last).float().requires_grad_(True)
-            self.adds = True
-            adapted = []
-        for layer in adapted:
+        for layer in self.layers:
             layer.attn.qkv.add_lora(r, generator)
             layer.attn.proj.add_lora(r, generator)
 
         # float32 in every dtype of the model: an update of 1e-5 is lost in a bf16 parameter
         self.markers = nn.Parameter(self.markers.float())
-        if self.cfg.causal:
-            self.show = nn.Parameter(self.show.float())
+
+    def begin_from(self, state: dict[str, Tensor]) -> None:
+        """Complete a base's tensors, by name: what it has not learned begins here. A round's marker begins at zero."""
+        like = state["wte.weight"]
+        zeros = torch.zeros(self.markers.shape, device=like.device, dtype=like.dtype)
+        stored = state.get("markers", zeros)
+        state["markers"] = torch.cat([stored.to(like.dtype), zeros])[: self.cfg.n_rounds]
 
     def learned(self) -> dict[str, Tensor]:
         """The parameters that learn, by name."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
-
-
-@dataclass
-class Kept:
-    """Keys and values of what stands before the decoded blocks of whole rows: one pass keeps them, the next reads."""
-
-    kv: dict[tuple[int, int], tuple[Tensor, Tensor]]  # by layer and round
-    reads: bool
-
-    def update(self, layer: int, i_round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.reads:
-            self.kv.setdefault((layer, i_round), (k, v))  # gradient checkpointing comes here twice
-            return k, v
-        before_k, before_v = self.kv[layer, i_round]
-        return torch.cat([k, before_k], dim=2), torch.cat([v, before_v], dim=2)
 
 
 # --- who sees whom
@@ -346,23 +245,6 @@ def doubled_mask(T: int, block_length: int, device: torch.device | str = "cpu") 
     noisy = torch.cat([same, earlier], dim=1)
     clean = torch.cat([torch.zeros_like(same), same | earlier], dim=1)
     return torch.cat([noisy, clean], dim=0)
-
-
-def causal_mask(bundle: Tensor, ctx: Context) -> Tensor:
-    """Who sees whom in causal Stage B: (R, 1, T, S) bool. The T keys of the pass itself come first.
-
-    A position of the bundle sees of the bundle itself and what is left of it; no other position sees any of it.
-
-    Positions 1 and 2 of three are the bundle:      1 . .
-                                                    1 1 .
-                                                    1 1 1
-    """
-    T = bundle.shape[1]
-    left = torch.ones(T, T, dtype=torch.bool, device=bundle.device).tril()
-    sees = ~bundle[:, None, :] | (bundle[:, :, None] & left)  # (R, T, T)
-    S = ctx.cache.used if ctx.mask is None else ctx.mask.shape[-1]
-    sees = F.pad(sees, (0, S - T), value=True)[:, None]
-    return sees if ctx.mask is None else sees & ctx.mask
 
 
 # --- the layers
@@ -454,12 +336,12 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])  # (N, C)
-        chosen, weights = self.route(tokens)
+        chosen, weights = self.route(tokens)  # (N, A) each
         y = self.experts(tokens, chosen, weights).view_as(x)
         return y if self.shared is None else y + self.shared(x)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x (N, C) -> chosen experts (N, A) int64 and their weights (N, A) float32, by the config's rule."""
+        """x (N, C) -> chosen experts (N, A) int64 and their weights (N, A) float32."""
         return ROUTERS[self.cfg.router](self, x)
 
     def experts(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -501,28 +383,32 @@ class MoE(nn.Module):
 
 
 def grouped_sigmoid(moe: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The released rule: the bias decides who is chosen; the weights are the unbiased scores, normalised and scaled."""
+    """LLaDA2.1's router: x (N, C) -> chosen experts (N, A) int64 and their weights (N, A) float32.
+
+    The bias decides who is chosen; the weights are the unbiased scores, normalised and scaled.
+    """
+    cfg = moe.cfg
     scores = torch.sigmoid(F.linear(x.float(), moe.router.float()))  # (N, E)
     biased = scores + moe.expert_bias
 
     # the best groups of experts, a group being as good as its two best experts
-    groups = biased.view(len(x), moe.cfg.n_group, -1)
+    groups = biased.view(len(x), cfg.n_group, -1)
     group_score = groups.topk(2, dim=-1).values.sum(-1)  # (N, n_group)
-    best_groups = group_score.topk(moe.cfg.topk_group, dim=-1).indices
+    best_groups = group_score.topk(cfg.topk_group, dim=-1).indices
     kept = torch.zeros_like(group_score, dtype=torch.bool).scatter(1, best_groups, True)
 
     # the best experts of those groups; the others are at -inf because a score may be negative
     allowed = groups.masked_fill(~kept[..., None], float("-inf")).view_as(biased)
-    chosen = allowed.topk(moe.cfg.n_active, dim=-1).indices  # (N, A)
+    chosen = allowed.topk(cfg.n_active, dim=-1).indices  # (N, A)
 
     weights = scores.gather(1, chosen)
-    if moe.cfg.n_active > 1:
+    if cfg.n_active > 1:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return chosen, weights * moe.cfg.routed_scaling
+    return chosen, weights * cfg.routed_scaling
 
 
-# by name: a checkpoint's config says by which rule it learned. Another rule is another function, and another entry
-ROUTERS = {"grouped sigmoid": grouped_sigmoid}
+# by the name that a checkpoint's config has for its router
+ROUTERS: dict[str, Callable[[MoE, Tensor], tuple[Tensor, Tensor]]] = {"grouped sigmoid": grouped_sigmoid}
 
 
 class RMSNorm(nn.Module):

@@ -15,9 +15,10 @@ toy's rows: `python toy.py modes --out DIR`.
 --written_by makes a teacher's rows: sequence-level distillation (Kim and Rush, 2016), by a beam. Causal Stage B that
 learns them is surer than one that learns the text, which knows many endings; one that learns the text draws as the text
 does. A beam always writes the same behind a beginning, so no TC is left in its rows: there the token before is worth
-little (results/names). Half of the text stands beside them as it is: what is written from the left is no teacher of
-holes.
+little (results/names). Half of the text stands beside them as it is, because completions teach no holes.
 """
+
+import lib.interrupt  # noqa: F401
 
 import argparse
 import gzip
@@ -37,16 +38,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from lib.rows import DRAWN, Meta, read_meta, read_split, refuse_full, write_meta, write_rows
+from lib.rows import HOLES_ALONE, Meta, read_meta, read_split, refuse_full, write_meta, write_rows
 from lib.tokenizer import Tokenizer, bpe_tokenizer, byte_spec, byte_tokenizer
 from lib.util import (
     Mistake,
     Parser,
     alone_in,
     bounded,
+    checked_entry,
     command,
     copy_file,
-    entry,
     fail,
     generator,
     pick_device,
@@ -145,7 +146,7 @@ def read_file(path: Path, name: str, left_out: LeftOut, pass_over: bool = False)
         if path.name.lower().endswith(RECORDS):
             for number, record in read_records(path):
                 where = f"record {number} of corpus {path}"
-                text = entry(record, "text", str, where)
+                text = checked_entry(record, "text", str, where)
                 if passes_filter(record, where):
                     yield f"{name}:{number}", plain_text(text)
                 else:
@@ -169,7 +170,7 @@ def passes_filter(record: dict, where: str) -> bool:
     """The paper's filter (Training). What is not stated passes; int_score is the score rounded."""
     score = "score" if record.get("int_score") is None else "int_score"
     for key, low, high in ((score, 3, math.inf), ("token_count", 256, 1800)):
-        if record.get(key) is not None and not low <= entry(record, key, float, where) <= high:
+        if record.get(key) is not None and not low <= checked_entry(record, key, float, where) <= high:
             return False
     return True
 
@@ -325,7 +326,7 @@ def prepare_written(source: Path, by: Path, folder: Path, beam: int, gen_length:
         written = []
         start = time.monotonic()
         for first in progress(range(0, len(prompts), AT_ONCE), f"write {part}"):
-            written += likeliest(model, prompts[first : first + AT_ONCE], beam, gen_length)
+            written += beam_search(model, prompts[first : first + AT_ONCE], beam, gen_length)
 
         # what has no end is no document
         documents = [(np.array(p + w), len(p)) for p, w in zip(prompts, written, strict=True) if w]
@@ -334,19 +335,17 @@ def prepare_written(source: Path, by: Path, folder: Path, beam: int, gen_length:
 
         # half of the text as it is, to learn holes from
         ids, starts, _ = read_split(source / f"{part}.safetensors", meta.vocab_size)
-        as_it_is = [(document, DRAWN) for document in np.split(ids.numpy(), starts[1:-1].numpy())[::2]]
-        print(
-            f"{part:5}  {len(documents):,} of {len(prompts):,} beginnings written on, {len(as_it_is):,} documents, "
-            f"{time.monotonic() - start:.0f} s"
-        )
-        ids, lengths = zip(*documents, *as_it_is, strict=True)
+        text = np.split(ids.numpy(), starts[1:-1].numpy())[::2]
+        seconds = f"{time.monotonic() - start:.0f} s"
+        print(f"{part:5}  {len(documents):,} of {len(prompts):,} beginnings written on, {len(text):,} texts, {seconds}")
+        ids, lengths = zip(*documents, *((document, HOLES_ALONE) for document in text), strict=True)
         write_rows(folder, part, list(ids), list(lengths), meta.vocab_size)
     copy_file(source / "tokenizer.json", folder / "tokenizer.json")
     write_meta(folder, meta)
 
 
 @torch.inference_mode()
-def likeliest(model: "Model", prompts: list[list[int]], beam: int, gen_length: int) -> list[list[int]]:
+def beam_search(model: "Model", prompts: list[list[int]], beam: int, gen_length: int) -> list[list[int]]:
     """What is written behind each prompt, up to its end, one token at a time from the left: the likeliest text that a
     beam finds; of a beam of one the likeliest token each time. [] where it has no end within gen_length.
 

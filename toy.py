@@ -16,6 +16,8 @@ follow by enumeration, in nats. A task is a function below, its docstring the de
 `python evaluate.py --ckpt DIR`, with the folder of the model, says what its decoders lose.
 """
 
+import lib.interrupt  # noqa: F401
+
 import inspect
 import itertools
 import math
@@ -101,7 +103,7 @@ def product_table(toy: Toy, c: Tensor, q_marginals: Tensor) -> Tensor:
     return q.prod(1) * (toy.prob[c] > 0)
 
 
-def likeliest(p: Tensor) -> Tensor:
+def argmax_table(p: Tensor) -> Tensor:
     """(.., V) -> (.., V): all probability on the likeliest symbol, in equal parts on equal ones."""
     best = p >= p.amax(-1, keepdim=True) * (1 - 1e-9)
     return best / best.sum(-1, keepdim=True, dtype=p.dtype)
@@ -334,7 +336,7 @@ def write_toy(folder: Path, name: str, given: dict[str, int | float], rows: int,
 
 
 # --- what is printed
-LEGEND = """
+ABOUT_TASKS = """
 answers   how many are possible in a context
 H         entropy of an answer in nats; here and below a mean over contexts
 TC        total correlation in nats, the entropies of the positions less H: what one step loses at
@@ -356,7 +358,7 @@ def show_all() -> None:
         c = torch.arange(toy.n_ctx)
         p = toy.marginals()
         drawn = product_table(toy, c, p).sum(-1)
-        argmax = product_table(toy, c, likeliest(p)).sum(-1)
+        argmax = product_table(toy, c, argmax_table(p)).sum(-1)
         exact = [toy.h_joint(), toy.tc(), drawn, argmax]
         means = [f"{number.mean():.3f}" for number in exact]
 
@@ -368,7 +370,7 @@ def show_all() -> None:
 
     head = ["task", "V", "m", "contexts", "answers", "H", "TC", "drawn", "argmax", "example"]
     print_table(head, rows)
-    print(LEGEND)
+    print(ABOUT_TASKS)
 
 
 def spell(symbols: Tensor) -> str:

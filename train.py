@@ -1,24 +1,39 @@
 """Split-forward training: Stage A and Stage B of every row after one shared prefix, one backward
 (paper, Sec. 4.1).
 
-`cocommit_step` is the method, `run` what goes around it. From a checkpoint the model is frozen, LoRA and markers
-learn: the paper's setting; or Stage B's copy of the last layers. From `scratch`, or with --lora_r 0, everything
-learns. Every random number is a function of (seed, row): a resumed run continues bit for bit, and other micro-batches
-draw the same.
+`cocommit_step` is the method, `run` what goes around it. From a checkpoint the model is frozen, and only LoRA and
+the markers learn, as in the paper. From `scratch`, or with --lora_r 0, everything learns. Every random number is a
+function of (seed, row): a resumed run continues bit for bit, and the size of a micro-batch changes no draw.
 
-    python train.py --n_last 3                                    # the paper's Stage B on assets/names, three minutes
-    python train.py --config configs/causal.toml                  # causal Stage B, on the rows that its file names
-    python train.py --init_from resume --out_dir out/names        # go on after Ctrl-C, kill or power cut
-    python train.py --init_from resume --out_dir out/names --max_iters 600      # or go on for longer
-    python train.py --data data/mine --config configs/text.toml   # rows of your own, see prepare.py
+    python train.py --n_last 3                                # the paper's training on assets/names, minutes
+    python train.py --data data/fineweb --config configs/llada.toml               # the paper's own run, on the 16B
+    python train.py --init_from resume --out_dir out/names    # go on after Ctrl-C, kill or power cut
+    python train.py --init_from resume --out_dir out/names --max_iters 600        # or go on for longer
 
-To change   how the bundle is drawn    edit   bundle_of, below
+By default everything is the paper's but sizes: model, rows, block length, steps, batch and rate; and fp32 without
+checkpointing, which small models do not need. A run prints what differs. The paper leaves these open, and the values
+are ours:
+
+    mask ratio                    U(0, 1) as LLaDA, but drawn for each block      corrupt.py
+    share that a draft fills      0.3 of the masks, by Stage A's argmax           corrupt.py, DRAFT_RATE
+    weights of the two branches   equal                                           cocommit_step
+    denominator of the loss       all real (unpadded) tokens of the batch         loop
+    Adam                          betas 0.9 and 0.95, decay 0.01 on matrices      adamw
+    gradient clipping             at a norm of 1                                  GRAD_CLIP
+    LoRA                          one A for the fused qkv, no dropout, fp32       model.py, Linear
+    schedule                      linear warm-up, a cosine to 0                   lib/run.py, cosine
+    validation rows               one document in twenty, by its name's hash      prepare.py
+    which score, which length     int_score if there is one; the record's own     prepare.py, passes_filter
+
+To change   how the bundle is drawn    edit   draw_bundle in corrupt.py
             the loss                          three_term_loss in corrupt.py
+            what is corrupted                 CORRUPTIONS in corrupt.py
             what a step does           write  a function like cocommit_step, and call run(args, step=yours)
 """
 
+import lib.interrupt  # noqa: F401
+
 import argparse
-import math
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -28,24 +43,23 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 import checkpoint
 from checkpoint import DTYPES, PRESETS, STAGE_B
-from corrupt import CORRUPTIONS, Corruption, M, corrupt, draw_bundle, of_blocks, three_term_loss
-from lib.rows import Batch, Corpus, Meta, get_batch, read_corpus, read_meta
+from corrupt import CORRUPTIONS, Corruption, M, corrupt, draw_bundle, kinds_apart, three_term_loss
+from lib.rows import Batch, Corpus, Meta, copy_tokens, get_batch, read_corpus, read_meta
 from lib.run import check_finite, cosine, interruptible, means, report, rewind_log, run_settings, tell_what_is_next
 from lib.util import (
     Parser,
     alone_in,
     bounded,
     command,
-    copy_file,
     fail,
     flush,
     generator,
     pick_device,
     printable,
+    progress,
     quoted,
     read_bytes,
     write_json,
@@ -54,11 +68,32 @@ from model import Config, Context, Model
 
 # R rows, T positions, C channels, B block_length
 
+S_MIN = 1  # the smallest bundle (paper)
+GRAD_CLIP = 1.0
+WEIGHT_DECAY = 0.01
 LOG_INTERVAL = 50
 EVAL_ROWS = 64
 BALANCE = 0.001  # how far a step moves an expert's bias where the routers learn
 # with a larger max_iters the cosine goes on as one of that length; every other setting is the run's own
 FREE_ON_RESUME = {"init_from", "out_dir", "device", "micro_batch", "checkpointing", "max_iters", "eval_interval"}
+
+# what the paper states (Sec. 5.1)
+PAPER = dict(
+    seq_len=2048,
+    n_last=3,
+    n_rounds=1,
+    block_length=32,
+    lora_r=16,
+    stage_b="paper",
+    corruption="draft",
+    context="corrupted",
+    s_max=16,
+    max_iters=12500,
+    batch_size=8,
+    learning_rate=1e-5,
+    checkpointing=True,
+    dtype="bf16",
+)
 
 # the weighted sum of Eq. 1 in nats, to be divided by the number of real tokens; and for the log, by
 # name, (2,) float32: a cross-entropy summed, positions counted
@@ -72,41 +107,29 @@ def cocommit_step(model: Model, batch: Batch, args: Namespace) -> Losses:
     z, kind = corrupt_batch(model, batch, args)
     masked = kind == M
 
-    # the bundle, chosen without a look at the text
-    bundle = bundle_of(model, batch, masked, args)
+    # the bundle of each row, chosen without a look at the text
+    bundle = draw_bundle(masked, S_MIN, args.s_max, batch.draws)
 
-    # the split: one prefix, then the last n layers unmarked and marked; causal Stage B reads the clean tokens of its
-    # bundle, each position the one before it
+    # the split: one prefix, then the last n layers unmarked, and again marked (Eq. 4). The paper runs both as one
+    # doubled batch, with the same result
     ctx = batch_context(model, batch, args)
     h = model.prefix(z, ctx)
     stage_a = model.last_n(h, ctx)
-    tokens = torch.where(bundle, batch.clean, z)
-    stage_b = model.coordinate(h, bundle, ctx, model.cfg.n_rounds, tokens)
+    stage_b = model.coordinate(h, bundle, ctx, model.cfg.n_rounds)
 
-    # Eq. 1 in both stages: Stage A fills every mask, Stage B its bundle, by alpha as a whole
-    added_to = stage_a if model.adds else None
-    loss_a, terms_a = three_term_loss(model, stage_a, batch.clean, kind, fill=masked)
-    loss_b, terms_b = three_term_loss(model, stage_b, batch.clean, kind, bundle, args.alpha, added_to)
-    return loss_a + loss_b, of_stage("A", terms_a) | of_stage("B", terms_b)
+    # Eq. 1 in both stages: Stage A fills every mask, Stage B its bundle
+    loss_a, ce_a = three_term_loss(model, stage_a, batch.clean, kind, fill=masked)
+    loss_b, ce_b = three_term_loss(model, stage_b, batch.clean, kind, fill=bundle)
+    return loss_a + loss_b, kinds_apart(ce_a, ce_b, kind, bundle)
 
 
 # --- what a step is made of
-def corrupt_batch(model: Model, batch: Batch, args: Namespace) -> tuple[Tensor, Tensor]:
+def corrupt_batch(model: Model, batch: Batch, args: Namespace, mask_power: float = 1.0) -> tuple[Tensor, Tensor]:
     """What the model is shown: z (R, T) int64 and kind (R, T) uint8, see corrupt.py."""
     cfg = model.cfg
-    how = Corruption(args.corruption, cfg.block_length, cfg.mask_id, batch.plain, args.mask_power, args.ends)
+    how = Corruption(args.corruption, cfg.block_length, cfg.mask_id, batch.plain, mask_power)
     draft = partial(stage_a_draft, model, batch, args)
-    return corrupt(batch.clean, batch.free, how, batch.draws, draft, batch.as_asked)
-
-
-def bundle_of(model: Model, batch: Batch, masked: Tensor, args: Namespace) -> Tensor:
-    """Of each block some masks, or in a share --whole of the blocks all of them: masked (R, T) bool -> (R, T) bool."""
-    B = model.cfg.block_length
-    bundle = draw_bundle(masked, B, 1, args.s_max, batch.draws)
-    if args.whole > 0:
-        whole = (of_blocks(batch.draws, masked.shape[1], B) < args.whole) & batch.as_asked
-        bundle = torch.where(whole.to(masked.device), masked, bundle)
-    return bundle
+    return corrupt(batch.clean, batch.corruptible, how, batch.draws, draft)
 
 
 @torch.no_grad()
@@ -125,25 +148,20 @@ def stage_a_draft(model: Model, batch: Batch, args: Namespace, z: Tensor, where:
 
 
 def batch_context(model: Model, batch: Batch, args: Namespace, one_by_one: Tensor | None = None) -> Context:
-    """Earlier blocks corrupted, too (paper), or clean: rows beside their clean copy."""
+    """Earlier blocks are corrupted, too (paper); or clean: rows beside their clean copy."""
     clean = batch.clean if args.context == "clean" else None
     return model.context(batch.real, clean, one_by_one)
 
 
-def of_stage(stage: str, terms: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Eq. 1's terms under the names that the log has for them: m2t_A, edit_A, clean_A, ..."""
-    return {f"{name}_{stage}": term for name, term in terms.items()}
-
-
 # --- a run: rows, model, optimizer, then the loop
-def run(args: Namespace, step: Callable[..., Losses] = cocommit_step, make_optimizer: Callable | None = None) -> None:
-    """Train, validate, save. `step` is cocommit_step, or one of your own."""
+def run(args: Namespace, step: Callable[..., Losses] | None = None, make_optimizer: Callable | None = None) -> None:
+    """Train, validate, save. step: one of your own; left out, the model's or the paper's."""
     with alone_in(Path(args.out_dir)):
         refuse_used(args)
         corpus = read_corpus(Path(args.data), args.seq_len, args.seed, args.block_length, args.batch_size)
         model = start(args, corpus)
         optimizer = (make_optimizer or adamw)(model, args)
-        loop(model, corpus, step, optimizer, args)
+        loop(model, corpus, step or model.training_step or cocommit_step, optimizer, args)
 
 
 def loop(
@@ -152,18 +170,24 @@ def loop(
 ) -> None:  # fmt: skip
     """The loop. Of several processes one `writes`, and all stop at once where it is `agreed`."""
     folder = Path(args.out_dir)
+    log = folder / "log.jsonl" if writes else None
     done = checkpoint.restore_state(model, optimizer, folder) if args.resume else 0
     if writes:
         write_json(folder / "train.json", {k: v for k, v in vars(args).items() if k not in ("resume", "config")})
         rewind_log(folder / "log.jsonl", done)
         if not saves_adapter(args):
-            copy_words(args)
+            copy_tokens(Path(args.data), folder)  # as the run begins, while they are there
         describe(args, corpus, model, done)
 
+    # where it begins
+    if done == 0:
+        validation = validate(model, corpus, step, 0, args)
+        report(validation, log, "validation before the first step", shown=True)
+
     saved = done
-    log = folder / "log.jsonl" if writes else None
-    shown = None if writes else True  # None: on a terminal
-    steps = tqdm(range(done, args.max_iters), "train", initial=done, total=args.max_iters, disable=shown)
+    steps = range(done, args.max_iters)
+    if writes:
+        steps = progress(steps, "train", done=done)
     with interruptible() as caught:
         for it in steps:
             # forward, backward: gradients of all micro-batches, with one denominator
@@ -176,7 +200,7 @@ def loop(
                 (part / n_real).backward()
                 loss += float(part.detach()) / n_real
                 terms.append(part_terms)
-            norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or math.inf))
+            norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP))
 
             # update, along the schedule
             share = cosine(it, args.max_iters)
@@ -192,7 +216,7 @@ def loop(
             record |= means(terms) | dict(ms=1e3 * (time.perf_counter() - began))
             report(record, log, f"step {it + 1}/{args.max_iters}", shown=(it + 1) % LOG_INTERVAL == 0)
 
-            # validate, and save what has been validated; a run that is stopped here logs no more than otherwise
+            # validate, and save what has been validated; a run that is stopped here writes the log of one that is not
             stop = agreed(bool(caught))
             due = (it + 1) % args.eval_interval == 0 or it + 1 == args.max_iters
             if due or stop:
@@ -206,20 +230,24 @@ def loop(
             if stop:
                 break
     if writes:
-        # what a kill behind the last state has left out
+        steps.close()
+        # a kill after the last saved state may have left the adapter unwritten
         if saved == done:
             save(model, optimizer, done, args)
-        tell_what_is_next(saved, corpus.meta.judge is not None, args)
+        tell_what_is_next(saved, args)
     if saved < args.max_iters:
         raise SystemExit(130)  # as Ctrl-C ends other programs
 
 
 @torch.no_grad()
 def validate(model: Model, corpus: Corpus, step: Callable[..., Losses], it: int, args: Namespace) -> dict[str, float]:
-    """The step's terms on held-out rows, the same ones in every run."""
+    """The step's terms on held-out rows, the same ones in every run; and what Stage B is worth there."""
     rows = min(EVAL_ROWS, 8 * args.batch_size)  # at full size a row takes minutes
     terms = [step(model, batch, args)[1] for batch in micro_batches(corpus, "val", 0, rows, model, args)]
-    return {"step": it, "val": True} | means(terms)
+    found = means(terms)
+    if "m2t_B" in found:
+        found["B_less_A"] = found["m2t_B"] - found["m2t_A_bundle"]
+    return {"step": it, "val": True} | found
 
 
 def micro_batches(corpus: Corpus, split: str, first: int, n: int, model: Model, args: Namespace) -> Iterator[Batch]:
@@ -241,30 +269,29 @@ def adamw(model: Model, args: Namespace) -> torch.optim.Optimizer:
     learned = model.learned()
     matrices = [p for name, p in learned.items() if p.dim() >= 2 and name != "markers"]
     others = [p for name, p in learned.items() if p.dim() < 2 or name == "markers"]
-    peak = args.learning_rate
-    decayed = dict(params=matrices, peak=peak, weight_decay=args.weight_decay)
-    undecayed = dict(params=others, peak=peak, weight_decay=0.0)
+    decayed = dict(params=matrices, peak=args.learning_rate, weight_decay=WEIGHT_DECAY)
+    undecayed = dict(params=others, peak=args.learning_rate, weight_decay=0.0)
     return torch.optim.AdamW([decayed, undecayed], betas=(0.9, 0.95), fused=True)
 
 
 # --- what learns
 def start(args: Namespace, corpus: Corpus) -> Model:
-    """A fresh model for these rows; or a checkpoint's, with what learns beside it; or all of that."""
+    """A new model, or a checkpoint with an adapter, or (--lora_r 0) a checkpoint that learns whole."""
     device = pick_device(args.device)
-    sizes = dict(n_last=args.n_last, n_rounds=args.n_rounds, block_length=args.block_length, causal=args.causal)
+    sizes = dict(n_last=args.n_last, n_rounds=args.n_rounds, block_length=args.block_length)
     if args.init_from == "scratch":
         meta = corpus.meta
         ids = dict(vocab_size=meta.vocab_size, eos_id=meta.eos_id, mask_id=meta.mask_id)
         cfg = replace(PRESETS[args.preset], **sizes, **ids)
-        model = checkpoint.new_model(cfg, generator(args.seed, "init"), device)
+        model = checkpoint.new_model(cfg, generator(args.seed, "init"), device, args.stage_b)
     else:
         # what learns is float32 in every dtype
         dtype = DTYPES[args.dtype] if saves_adapter(args) else torch.float32
-        model = checkpoint.load_model(args.init_from, device, dtype, **sizes)
-        if checkpoint.is_int8(model) and (args.stage_b == "copy" or args.lora_r == 0):
-            fail(f"{args.init_from} is int8, and cannot learn: give --stage_b lora or shared, and a --lora_r")
+        model = checkpoint.load_model(args.init_from, device, dtype, args.stage_b, **sizes)
+        if checkpoint.is_int8(model) and (args.stage_b != "paper" or args.lora_r == 0):
+            fail(f"{args.init_from} is int8, and cannot learn: give --stage_b paper, and a --lora_r")
         if saves_adapter(args):
-            model.adapt(args.stage_b, args.lora_r, generator(args.seed, "lora"))
+            model.adapt(args.lora_r, generator(args.seed, "lora"))
     model.compute_dtype = DTYPES[args.dtype]
     model.checkpointing = args.checkpointing
     return model
@@ -272,7 +299,7 @@ def start(args: Namespace, corpus: Corpus) -> Model:
 
 def saves_adapter(args: Namespace) -> bool:
     """Does something learn beside a frozen base?"""
-    return args.init_from != "scratch" and (args.lora_r > 0 or args.stage_b == "copy")
+    return args.init_from != "scratch" and args.lora_r > 0
 
 
 def save(model: Model, optimizer: torch.optim.Optimizer, steps: int, args: Namespace) -> None:
@@ -282,17 +309,9 @@ def save(model: Model, optimizer: torch.optim.Optimizer, steps: int, args: Names
     state = checkpoint.training_state(model, optimizer)
     checkpoint.save_tensors(folder / "state.safetensors", state, {"step": str(steps)})
     if saves_adapter(args):
-        about = dict(stage_b=args.stage_b, lora_r=max(1, args.lora_r), alpha=args.alpha)
-        checkpoint.save_adapter(model, folder, Path(args.init_from), about)
+        checkpoint.save_adapter(model, folder, Path(args.init_from), args.lora_r)
     else:
         checkpoint.save_model(model, folder)
-
-
-def copy_words(args: Namespace) -> None:
-    """What the ids of a whole model mean, as its rows say. Copied as the run begins, while they are there."""
-    for name in ("tokenizer.json", "meta.json"):
-        if (Path(args.data) / name).exists():
-            copy_file(Path(args.data) / name, Path(args.out_dir) / name)
 
 
 # --- flags
@@ -300,7 +319,6 @@ def build_parser(doc: str = __doc__) -> Parser:
     parser = Parser(doc)
     count = bounded(int, 1, 10**9)
     some = bounded(int, 0, 10**9)
-    share = bounded(float, 0, 1)
     flag = argparse.BooleanOptionalAction
 
     # fmt: off
@@ -315,35 +333,20 @@ def build_parser(doc: str = __doc__) -> Parser:
     add("--n_last", type=count, help="n, the layers of Stage B (paper 3; left out: the checkpoint's own)")
     add("--n_rounds", type=count, help="K, rounds of Stage B, one marker each (paper 1; the checkpoint's own)")
     add("--block_length", type=count, help="tokens decoded together (paper 32; the rows' or the checkpoint's own)")
-    add("--lora_r", type=some, default=16,
-        help="rank of LoRA, whose own alpha is 2 r; 0: all weights learn, where --stage_b is shared")
-    add("--stage_b", choices=STAGE_B, default="shared",
-        help="shared: LoRA in every layer, for both stages (paper); lora: in Stage B's last n layers alone; copy: "
-             "Stage B has a copy of the last n layers, which learns whole, and adds to Stage A's log-probabilities")
-    add("--causal", action=flag,
-        help="Stage B sees the token before, and of its bundle what is left of it (ours; left out: as the checkpoint "
-             "has it)")
+    add("--lora_r", type=some, default=16, help="rank of LoRA (paper 16), whose scale is 2; 0: all weights learn")
+    add("--stage_b", choices=STAGE_B, default="paper", help="the paper's, or one with a file of its own")
 
-    add = parser.add_argument_group("corruption, bundle and loss").add_argument
+    add = parser.add_argument_group("corruption and bundle").add_argument
     add("--corruption", choices=CORRUPTIONS, default="draft", help="see corrupt.py")
-    add("--mask_power", type=bounded(float, 0.01), default=0.5,
-        help="a block's mask ratio is U(0, 1) to this power (paper 1): below 1 many masks, as decoding begins")
-    add("--ends", type=share, default=0.0,
-        help="the share of blocks that are masked from some place to their end (paper 0)")
-    add("--context", choices=["corrupted", "clean"], default="clean",
-        help="earlier blocks: corrupted, too (paper), or clean as in decoding, rows [noisy ; clean]")
-    add("--s_max", type=count, help="largest bundle that is drawn (paper 16; left out: half a block)")
-    add("--whole", type=share, default=0.0, help="the share of blocks whose bundle is all of their masks (paper 0)")
-    add("--alpha", type=bounded(float, 0), default=0.0,
-        help="of Stage B's fill loss (1 - P^alpha) / alpha; 0: the paper's sum of cross-entropies")
+    add("--context", choices=["corrupted", "clean"], default="corrupted",
+        help="are earlier blocks corrupted, too (paper), or clean, as in decoding?")
+    add("--s_max", type=count, default=16, help="the largest bundle; each row has one (paper 16)")
 
     add = parser.add_argument_group("optimisation").add_argument
     add("--max_iters", type=count, default=300, help="optimizer steps; the cosine ends here (paper 12500)")
     add("--batch_size", type=count, default=64, help="rows in one optimizer step (paper 8)")
     add("--micro_batch", type=some, default=0, help="rows in one forward; gradients accumulate (0: all)")
     add("--learning_rate", type=bounded(float, 1e-12), default=3e-4, help="peak (paper 1e-5)")
-    add("--weight_decay", type=share, default=0.01, help="on matrices; not on norms and markers")
-    add("--grad_clip", type=bounded(float, 0), default=1.0, help="largest gradient norm (0: no clipping)")
     add("--checkpointing", action=flag, default=False,
         help="recompute layers in the backward (paper): less memory, slower")
 
@@ -351,7 +354,8 @@ def build_parser(doc: str = __doc__) -> Parser:
     add("--out_dir", default="out/names", help="where checkpoints and log.jsonl go")
     add("--seed", type=int, default=0, help="any whole number, of any size: it is hashed")
     add("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
-    add("--dtype", choices=DTYPES, default="fp32", help="activations; frozen weights too (paper bf16)")
+    add("--dtype", choices=DTYPES, default="fp32",
+        help="precision of activations and of frozen weights; what learns is fp32 (paper bf16)")
     add("--eval_interval", type=count, default=250, help="validate and save every so many steps")
     # fmt: on
     return parser
@@ -367,34 +371,24 @@ def read_arguments(parser: Parser | None = None) -> Namespace:
 def settle(args: Namespace) -> None:
     """Sizes that were left out are the checkpoint's or the rows' own; what cannot be meant is refused."""
     refuse_used(args)
+    vars(args).update(STAGE_B[args.stage_b].settings)
     meta = read_meta(Path(args.data))
     if args.init_from == "scratch":
         cfg = PRESETS[args.preset]
     else:
         cfg = checkpoint.read_config(Path(args.init_from))
         check_rows_fit(args, cfg, meta)
-    for name in ("n_last", "n_rounds", "causal"):
+    for name in ("n_last", "n_rounds"):
         if getattr(args, name) is None:
             setattr(args, name, getattr(cfg, name))
     if args.block_length is None:
         args.block_length = meta.block_length or cfg.block_length
-    if args.s_max is None:
-        args.s_max = max(1, args.block_length // 2)
     if "toy" in (meta.judge or {}):
         args.seq_len = 2 * args.block_length  # its rows have this length, whatever is given
 
     if args.seq_len % args.block_length or args.seq_len > cfg.max_len:
         sizes = f"--block_length {args.block_length}, at most {cfg.max_len}"
         fail(f"--seq_len {args.seq_len} must be a multiple of {sizes}")
-    if args.context == "corrupted" and (args.stage_b != "shared" or args.causal):
-        fail("with --stage_b lora or copy, or --causal, Stage B acts in the blocks being decoded, and what stands "
-             "before them is Stage A's and finished: give --context clean")  # fmt: skip
-    if cfg.causal and not args.causal:
-        fail(f"--no-causal: Stage B of {args.init_from} is causal, and stays so")
-    if args.init_from == "scratch" and args.stage_b != "shared":
-        fail("--stage_b lora and copy stand on a trained base: give one by --init_from DIR")
-    if args.stage_b == "lora" and args.lora_r == 0:
-        fail("--stage_b lora needs a rank: --lora_r 16")
 
 
 def refuse_used(args: Namespace) -> None:
@@ -424,23 +418,32 @@ def meaning(folder: Path, judge: dict) -> object:
 
 # --- what is printed
 def describe(args: Namespace, corpus: Corpus, model: Model, done: int) -> None:
+    """The rows, what learns, what differs from the paper's run, and what the log's figures are."""
     cfg = model.cfg
     learned = sum(p.numel() for p in model.learned().values())
     about = {split: rows.describe() for split, rows in corpus.rows.items()}
-    print(f"{printable(args.data)}: {about['train']} to train on, {about['val']} to validate, with the ends that fill "
-          f"blocks")  # fmt: skip
+    print(f"{printable(args.data)}: {about['train']} to train on, {about['val']} to validate")
     print(
         f"training {learned:,} parameters on {model.wte.weight.device} in {args.dtype}, from {args.init_from}; n = "
         f"{cfg.n_last} of {cfg.n_layer} layers, K = {cfg.n_rounds}, blocks of {cfg.block_length}; steps "
         f"{done}..{args.max_iters} -> {args.out_dir}"
     )
+    print(f"differs from the paper's run: {differences(args)}")
+    print("losses are nats a position: m2t at masks, edit at wrong tokens, clean at right ones; _A and _B: the stage;")
+    print("m2t_A_bundle: Stage A at the masks of Stage B's bundle, so B_less_A says what Stage B is worth there")
+
+
+def differences(args: Namespace) -> str:
+    """What is not as the paper has it: seq_len 32 (2048), batch_size 64 (8)"""
+    found = [f"{name} {getattr(args, name)} ({value})" for name, value in PAPER.items() if getattr(args, name) != value]
+    if not saves_adapter(args):
+        found.append("all weights learn (LoRA on a frozen model)")
+    return ", ".join(found) or "nothing but the model and the rows"
 
 
 @command
 def main() -> None:
-    args = read_arguments()
-    print("in the log m2t_A is a mean over all masks, m2t_B over bundles: they do not compare")
-    run(args)
+    run(read_arguments())
 
 
 if __name__ == "__main__":

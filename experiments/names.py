@@ -17,6 +17,7 @@ seeds, and what every system has within some budgets of forwards a name, with th
 import math
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -27,9 +28,11 @@ import torch
 from torch import Tensor
 
 from checkpoint import load_model
-from evaluate import NAMES, complete, draw_names, names_tokenizer
+from decoding import Step
+from evaluate import NAME_DECODING, complete, names_tokenizer
+from lib.names import draw_names
 from lib.util import Parser, append_line, bounded, command, fail, or_none, print_table, progress
-from sample import Step, longest_run, temperature
+from sample import step_of, temperature
 from tools.plots import read_records, read_settings, share
 
 STUDENT = (12.706, 4.303, 3.182, 2.776)  # 97.5 % of Student's t lies below, for 1, 2 ... degrees of freedom
@@ -67,9 +70,9 @@ def measure(parser: Parser) -> None:
 
         # complete every beginning, by runs or by the paper's gate
         tau_joint = {"run": dial, "ones": dial, "first": 0.0}.get(args.way)
-        d = replace(NAMES, n_rounds=n_rounds, tau_m2t=dial, tau_t2t=edits, tau_joint=tau_joint)
+        d = replace(NAME_DECODING, n_rounds=n_rounds, tau_m2t=dial, tau_t2t=edits, tau_joint=tau_joint)
         d = replace(d, temperature=args.temperature)
-        step = partial(leftmost, int(dial)) if args.way == "first" else None
+        step = partial(leftmost, int(dial), step_of(model, d)) if args.way == "first" else None
         found = complete(model, tokenizer, prompts, d, step)
 
         # in blocks of one the pass that reads a mask reads the token before it, too: of 2 m - 1 forwards m are needed
@@ -79,9 +82,9 @@ def measure(parser: Parser) -> None:
         append_line(args.out, record)
 
 
-def leftmost(k: int, engine, z: Tensor, *others) -> Step:
+def leftmost(k: int, step: Callable[..., Step], engine, z: Tensor, *others) -> Step:
     """A step that writes the k leftmost of the tokens that it would write."""
-    done = longest_run(engine, z, *others)
+    done = step(engine, z, *others)
     bundle = done.bundle & (done.bundle.cumsum(-1) <= k)
     return replace(done, bundle=bundle, after=torch.where(bundle, done.token, z))
 

@@ -1,4 +1,4 @@
-# The seven toys, one seed: a base with both stages by the paper's loss, then Stage B by alpha, and causal Stage B.
+# The seven toys, one seed: a base with both stages by the paper's loss, then causal Stage B on it.
 # An hour on one thread. Page: results/theorem/README.md. Run from the root of the repository.
 set -e
 seed=${SEED:-0}
@@ -9,11 +9,8 @@ for task in modes pairs mixed copy gaussian permutation sum; do
   python train.py --config configs/toy_base.toml $run --out_dir $out/$task-base
   python evaluate.py --ckpt $out/$task-base
 
-  on_base="--config configs/toy.toml $run --init_from $out/$task-base"
-  python train.py $on_base --no-causal --alpha 1 --learning_rate 0.001 --out_dir $out/$task-alpha
-  python evaluate.py --ckpt $out/$task-alpha
-
   # a sum depends on all of its symbols at once: three layers, and longer
+  on_base="--config configs/toy.toml $run --init_from $out/$task-base"
   if [ $task = sum ]; then on_base="$on_base --n_last 3 --max_iters 3000"; fi
   python train.py $on_base --out_dir $out/$task-causal
   python evaluate.py --ckpt $out/$task-causal

@@ -5,7 +5,7 @@
         starts    (documents + 1,) int64: document d is ids[starts[d] : starts[d + 1]]
         prompts   (documents,) int32: how many of its first ids are its prompt, which is never corrupted;
                   -1: a random beginning, drawn anew whenever a row of it is read
-                  -2: none; masks and bundles of its rows are drawn, whatever --ends and --whole say
+                  -2: none, and the document teaches holes alone (causal.py; to the paper's training it is a text)
     meta.json         what the ids mean, see Meta; written last, so a folder that has it is whole
     tokenizer.json    where the ids are text
 
@@ -21,11 +21,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lib.util import check_special, entry, fail, generator, read_json, reading, replace_file, write_json
+from lib.util import (
+    check_special,
+    checked_entry,
+    copy_file,
+    fail,
+    generator,
+    read_json,
+    reading,
+    replace_file,
+    write_json,
+)
 
 # R rows, T positions of a row, D documents
 
-DRAWN = -2  # the prompt of documents whose masks and bundles are always drawn
+HOLES_ALONE = -2  # the prompt of documents that teach holes alone
 
 
 @dataclass
@@ -75,17 +85,24 @@ def write_meta(folder: Path, meta: Meta) -> None:
     write_json(folder / "meta.json", about)
 
 
+def copy_tokens(source: Path, folder: Path) -> None:
+    """What says which text and which judge the ids have: tokenizer.json, where there is one, and meta.json."""
+    for name in ("tokenizer.json", "meta.json"):
+        if (source / name).exists():
+            copy_file(source / name, folder / name)
+
+
 # --- reading
 def read_meta(folder: Path) -> Meta:
     path = folder / "meta.json"
     about = read_json(path, "prepared rows (prepare.py and toy.py write them)")
-    numbers = [entry(about, name, int, path) for name in ("vocab_size", "eos_id", "mask_id", "n_plain")]
+    numbers = [checked_entry(about, name, int, path) for name in ("vocab_size", "eos_id", "mask_id", "n_plain")]
     vocab_size, eos_id, mask_id, n_plain = numbers
     if min(numbers) < 0 or max(numbers[1:]) >= vocab_size:
         fail(f"{path} is damaged: its ids are not 0..{vocab_size - 1}")
 
     # a random token is an ordinary one
-    not_plain = entry(about | {"not_plain": about.get("not_plain", [])}, "not_plain", list, path)
+    not_plain = checked_entry(about | {"not_plain": about.get("not_plain", [])}, "not_plain", list, path)
     if not all(type(i) is int and 0 <= i < n_plain for i in not_plain):
         fail(f"{path} is damaged: not_plain are not ids below n_plain = {n_plain}")
     if len(set(not_plain)) == n_plain:
@@ -98,10 +115,10 @@ def read_meta(folder: Path) -> Meta:
     # these two may be null
     block_length = None
     if about.get("block_length") is not None:
-        block_length = entry(about, "block_length", int, path)
+        block_length = checked_entry(about, "block_length", int, path)
         if block_length < 1:
             fail(f"{path} is damaged: block_length is {block_length}")
-    judge = about.get("judge") and entry(about, "judge", dict, path)
+    judge = about.get("judge") and checked_entry(about, "judge", dict, path)
     return Meta(*numbers, block_length, judge, not_plain)
 
 
@@ -120,7 +137,7 @@ def read_split(path: Path, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
             raise ValueError("starts does not rise from 0 to the number of ids, once a document")
         if ids.min() < 0 or int(ids.max()) >= vocab_size:  # int: 32768 is no int16
             raise ValueError(f"an id is not in 0..{vocab_size - 1}")
-        if prompts.min() < DRAWN or (prompts > n_ids).any():
+        if prompts.min() < HOLES_ALONE or (prompts > n_ids).any():
             raise ValueError("a prompt is below -2, or longer than its document")
     return ids, starts, prompts
 
@@ -199,9 +216,9 @@ class Rows:
             prompt[r, : max(0, n_prompt)] = True
         return x, real, prompt
 
-    def as_asked(self, first: int, rows: int) -> Tensor:
-        """(R, 1) bool: False where masks and bundles are always drawn."""
-        return torch.tensor([[self.prompts[self.row(i)] != DRAWN] for i in range(first, first + rows)])
+    def holes_alone(self, first: int, rows: int) -> Tensor:
+        """(R, 1) bool: the rows that teach holes alone."""
+        return torch.tensor([[self.prompts[self.row(i)] == HOLES_ALONE] for i in range(first, first + rows)])
 
     def count_real(self, first: int, rows: int) -> int:
         """How many positions of these rows are no padding."""
@@ -253,10 +270,10 @@ class Batch:
 
     clean: Tensor  # int64
     real: Tensor  # bool, False on padding
-    free: Tensor  # bool, the positions that may be corrupted: real ones outside the prompt
+    corruptible: Tensor  # bool: real positions outside the prompt
     plain: Tensor  # (n_plain,) int64: ordinary ids, of which random tokens are drawn; on the CPU, as all chance is
     draws: list[torch.Generator]  # one a row, a function of its index
-    as_asked: Tensor | bool = True  # (R, 1): False where masks and bundles are drawn, whatever --ends and --whole say
+    holes_alone: Tensor | bool = False  # (R, 1) bool: causal.py fills holes in these rows, and does not write on
 
 
 def read_corpus(folder: Path, seq_len: int, seed: int, block_length: int, batch_size: int) -> Corpus:
@@ -272,6 +289,6 @@ def get_batch(corpus: Corpus, split: str, first: int, n: int, seed: int, device:
     clean, real, prompt = corpus.rows[split].batch(first, n)
     key = (seed, "train") if split == "train" else ("val",)
     draws = [generator(*key, i) for i in range(first, first + n)]
-    free = real & ~prompt
-    as_asked = corpus.rows[split].as_asked(first, n)
-    return Batch(clean.to(device), real.to(device), free.to(device), corpus.plain, draws, as_asked)
+    corruptible = real & ~prompt
+    holes_alone = corpus.rows[split].holes_alone(first, n)
+    return Batch(clean.to(device), real.to(device), corruptible.to(device), corpus.plain, draws, holes_alone)

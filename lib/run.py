@@ -60,7 +60,7 @@ def rewind_log(path: Path, it: int) -> None:
     for line in read_bytes(path, "log").splitlines() if path.exists() else []:
         with suppress(ValueError, KeyError, TypeError, RecursionError):
             record = json.loads(line)
-            end = it + ("val" in record)  # a validation at `it` is of the weights that were saved
+            end = it + ("val" in record and it > 0)  # a validation at `it` is of the weights that were saved
             if record["step"] < end:
                 kept.append(line + b"\n")
     replace_file(path, lambda temporary: temporary.write_bytes(b"".join(kept)))
@@ -115,11 +115,11 @@ def interruptible() -> Iterator[list[int]]:
             signal.signal(number, old)
 
 
-def tell_what_is_next(saved: int, judged: bool, args: Namespace) -> None:
+def tell_what_is_next(saved: int, args: Namespace) -> None:
     """The command that goes on, or shows what was learned."""
     if saved < args.max_iters:
-        again = f"python {quoted(sys.argv[0])} --init_from resume --out_dir {quoted(args.out_dir)}"
+        script = sys.argv[0] if sys.argv[0].startswith("-m ") else quoted(sys.argv[0])
+        again = f"python {script} --init_from resume --out_dir {quoted(args.out_dir)}"
         print(f"saved at step {saved} of {args.max_iters}; go on with: {again}")
         return
-    reads = "evaluate.py" if judged else "sample.py --prompt TEXT"
-    print(f"done; what it does now: python {reads} --ckpt {quoted(args.out_dir)}")
+    print(f"done; what it does now: python evaluate.py --ckpt {quoted(args.out_dir)}")

@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from lib.util import SPECIAL, entry, fail, read_json, reading
+from lib.util import SPECIAL, checked_entry, fail, read_json, reading
 
-EOS = SPECIAL["eos_id"]
-MASK = SPECIAL["mask_id"]
+EOS_TOKEN = SPECIAL["eos_id"]
+MASK_TOKEN = SPECIAL["mask_id"]
 
 # patterns that split text into words
 WORDS = r" ?\S+|\s+"  # a word takes the blank before it along
@@ -59,9 +59,9 @@ class Tokenizer:
     token_bytes: dict[int, bytes]  # none for special and unused ids
 
     def __post_init__(self) -> None:
-        self.vocab_size = 1 + max(*self.ids, *self.special.values(), *self.words.values())
-        self.eos_id = self.special.get(EOS)
-        self.mask_id = self.special.get(MASK)
+        self.vocab_size = 1 + max(*self.token_bytes, *self.special.values())
+        self.eos_id = self.special.get(EOS_TOKEN)
+        self.mask_id = self.special.get(MASK_TOKEN)
 
     def normalise(self, text: str) -> str:
         return unicodedata.normalize("NFC", text) if self.nfc else text
@@ -139,8 +139,8 @@ def byte_tokenizer() -> Tokenizer:
 def byte_spec() -> dict:
     """The content of a `tokenizer.json` without merges."""
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    eos = {"id": 256, "content": EOS} | plain
-    mask = {"id": 257, "content": MASK} | plain
+    eos = {"id": 256, "content": EOS_TOKEN} | plain
+    mask = {"id": 257, "content": MASK_TOKEN} | plain
 
     split = {"type": "Split", "pattern": {"Regex": WORDS}, "behavior": "Isolated", "invert": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -198,7 +198,7 @@ def bpe_tokenizer(path: Path, spec: dict | None = None) -> Tokenizer:
     with reading(path, "tokenizer"):
         unbroken = pattern.replace(BLANKS, MANY_BLANKS)
         encoding = tiktoken.Encoding("bpe", pat_str=unbroken, mergeable_ranks=ranks, special_tokens={})
-    token_bytes = {i: token for token, i in vocab.items()} | {i: word.encode() for word, i in words.items()}
+        token_bytes = {i: token for token, i in vocab.items()} | {i: word.encode() for word, i in words.items()}
     nfc = spec.get("normalizer") is not None
     ids = [vocab[token] for token in ranks]
     return Tokenizer(encoding, ids, special, words, early, nfc, prefix_blank, pattern, token_bytes)
@@ -209,13 +209,13 @@ def read_added(spec: dict, path: Path) -> tuple[dict[str, int], dict[str, int]]:
     special = {}
     words = {}
     for token in spec["added_tokens"]:
-        name = token["content"]
+        name = checked_entry(token, "content", str, path)
         if not name or name in special or name in words:
             fail(f"{path}: its added token {name!r} is empty, or there twice")
-        kind = special if token.get("special") or name in (EOS, MASK) else words
+        kind = special if token.get("special") or name in (EOS_TOKEN, MASK_TOKEN) else words
         kind[name] = token["id"]
 
-    for name in (EOS, MASK):
+    for name in (EOS_TOKEN, MASK_TOKEN):
         if name not in special:
             fail(f"{path}: no {name} among its added tokens, so no text could end or be masked (tokenizers' "
                  "add_special_tokens adds it)")  # fmt: skip
@@ -246,7 +246,7 @@ def read_tokens(
         vocab[to_bytes(token)] = i
 
     merges = []
-    for merge in entry(model, "merges", list, path):
+    for merge in checked_entry(model, "merges", list, path):
         # older files write "a b", newer ones ["a", "b"]
         text = merge if isinstance(merge, str) else " ".join(merge)
         first, second = text.split(" ")

@@ -99,7 +99,7 @@ def reading(path: Path, what: str) -> Iterator[None]:
         fail(f"{what} {path} cannot be read, is damaged, or of another kind: {why:.300}")
 
 
-def entry(about: dict, key: str, kind: type, where: Path | str) -> Any:
+def checked_entry(about: dict, key: str, kind: type, where: Path | str) -> Any:
     """about[key], of this type, or one line about why not: Python would take true for 1, and count with NaN."""
     value = about.get(key)
     fits = type(value) is kind
@@ -245,24 +245,6 @@ def print_table(titles: list[str], rows: list[list[str]]) -> None:
         print("  ".join(cells))
 
 
-def exists(name: str) -> str | None:
-    """The character of exactly this name, or None."""
-    try:
-        found = unicodedata.lookup(name)
-    except (KeyError, UnicodeEncodeError):  # unknown; a lone surrogate
-        return None
-    # lookup also takes lower case, aliases and sequences: none of them is a character's own name
-    return found if unicodedata.name(found[0], "") == name else None
-
-
-def verdict(name: str) -> str:
-    """Of a model of names: the character, or that there is none."""
-    char = exists(name)
-    if char:
-        return f"{printable(char)} (U+{ord(char):04X})"
-    return "(no such character)" if name.isupper() else "(no such character; names are in upper case)"
-
-
 MASK = "▒"  # how a mask is typed and shown
 
 
@@ -277,7 +259,8 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
     """
     temporary = path.parent / UNFINISHED / path.name
     try:
-        make_folder(temporary.parent)
+        make_folder(path.parent)
+        temporary.parent.mkdir(exist_ok=True)
         temporary.touch()
         usual = stat.S_IMODE(temporary.stat().st_mode)
         write(temporary)
@@ -319,6 +302,7 @@ def alone_in(folder: Path) -> Iterator[None]:
     """While a run writes into a folder, which is made where there is none: another run is refused, and what a killed
     one left unfinished is removed. The kernel holds the lock for this process, and lets go of it when it ends."""
     if fcntl is None:
+        shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
         yield
         return
 
@@ -343,12 +327,13 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 def lock(number: int, folder: Path) -> None:
+    """Have a folder, open under this number, for this process alone; where another one has it, fail at once."""
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         fail(f"another run is writing into {folder}: wait for its end, or choose another folder")
     except OSError:
-        pass  # a file system that has no locks, as some networks'
+        pass  # a file system without locks, as some of a network
 
 
 def write_json(path: Path, value: object) -> None:
@@ -395,7 +380,7 @@ def read_lines(path: Path, kinds: dict[str, type], what: str = "file of records"
         if not all(isinstance(record, dict) for record in records):
             raise TypeError("a line of it is no JSON object")
     for n, record in enumerate(records, 1):
-        record |= {name: entry(record, name, kind, f"line {n} of {path}") for name, kind in kinds.items()}
+        record |= {name: checked_entry(record, name, kind, f"line {n} of {path}") for name, kind in kinds.items()}
     return records
 
 
@@ -464,10 +449,10 @@ def one_thread_if_small(n_embd: int) -> None:
 
 
 # --- places
-def first_masked(key: Tensor, masked: Tensor, size: Tensor | int) -> Tensor:
+def smallest_masks(key: Tensor, masked: Tensor, size: Tensor | int) -> Tensor:
     """The `size` masks of smallest key, leftmost of equals.
 
-    key (..., B) float, masked (..., B) bool, size (..., 1) int64 or one for all -> (..., B) bool.
+    key (..., T) float, masked (..., T) bool, size (..., 1) int64 or one for all -> (..., T) bool.
     """
     # what is not masked comes last, whatever its key is
     key = key.masked_fill(~masked, float("inf"))

@@ -1,7 +1,7 @@
 """The rows of the paper's Table 2, and that table on names, where every answer can be judged.
 
-A row says whose weights decode, by which gates, and by which step. Three steps are not the paper's and stand below.
-llada/run.py takes a row by its name for the benchmarks. A causal Stage B has no row here.
+A row says whose weights decode, by which gates, and by which step. Two steps are not the paper's and stand below.
+llada/run.py takes a row by its name for the benchmarks. A Stage B of another kind has no row here.
 
     python -m llada.ablation --ckpt assets/names/paper      # or your own: python train.py --n_last 3
 """
@@ -17,11 +17,13 @@ from torch import Tensor
 
 from cache import Cached, Uncached
 from checkpoint import base_of, judge_of, load_model
-from evaluate import NAMES, complete, draw_names
+from decoding import Decoding, Step
+from evaluate import NAME_DECODING, complete
+from lib.names import draw_names
 from lib.tokenizer import load_tokenizer
-from lib.util import Parser, bounded, command, fail, first_masked, pick_device, print_table
+from lib.util import Parser, bounded, command, fail, pick_device, print_table
 from model import Model
-from sample import Decoding, Step, candidates, denoise, select_bundle
+from sample import by_entropy, denoise
 
 # R rows in flight, B block_length
 
@@ -46,32 +48,11 @@ def by_turns(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding, b
 def without_marker(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
     """The last n layers run again on the same states."""
 
-    def stage_b(h: Tensor, bundle: Tensor, *read: Tensor | None) -> Tensor:
-        return engine.stage_b(h, torch.zeros_like(bundle), *read)
+    def stage_b(h: Tensor, bundle: Tensor) -> Tensor:
+        return engine.stage_b(h, torch.zeros_like(bundle))
 
     unmarked = SimpleNamespace(model=engine.model, stage_a=engine.stage_a, stage_b=stage_b)
     return denoise(unmarked, z, given, u, d)
-
-
-def least_entropic(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
-    """As many masks as the paper's rule would take, but those of the least entropy."""
-    model = engine.model
-    masked = z == model.cfg.mask_id
-    h, states = engine.stage_a(z)
-    logits = model.logits(states)
-    token_a, conf_a = candidates(logits, u[:, 0], d)
-    size = select_bundle(conf_a, masked, d.tau_m2t, d.num_to_transfer).sum(-1, keepdim=True)
-    entropy = torch.special.entr(logits.softmax(-1)).sum(-1)
-    bundle = first_masked(entropy, masked, size)
-
-    # Stage B, in the rows that have a bundle; what follows is as in denoise
-    token, conf = candidates(model.logits_b(engine.stage_b(h, bundle), logits), u[:, 1], d)
-    token = torch.where(size > 0, token, token_a)
-    conf = torch.where(size > 0, conf, conf_a)
-    edited = ~masked & ~given & (conf > d.edit_gate) & (token != z)
-    after = torch.where(bundle | edited, token, z)
-    partial_forwards = d.n_rounds * (size[:, 0] > 0).float()
-    return Step(z, after, bundle, edited, token, conf, token_a, conf_a, partial_forwards)
 
 
 # --- Table 2
@@ -92,7 +73,7 @@ MECHANISM = {
     "A fills, B edits": ("adapter", {}, partial(by_turns, b_fills=False), 90.90, 0.30),
     "B fills, edits off": ("adapter", dict(tau_t2t=None), denoise, 88.40, 0.30),
     "Stage B without marker": ("adapter", {}, without_marker, 90.37, 0.28),
-    "entropy selection, same size": ("adapter", {}, least_entropic, 90.30, 0.27),
+    "entropy selection, same size": ("adapter", {}, partial(denoise, select=by_entropy), 90.30, 0.27),
     "Stage B, tau_m2t 0.5": ("adapter", dict(tau_m2t=0.5), denoise, 88.40, 0.24),
     "Stage B, tau_m2t 0.3": ("adapter", dict(tau_m2t=0.3), denoise, 84.00, 0.22),
     "adapter, Stage B off, tau_m2t 0.5": ("adapter", OFF | dict(tau_m2t=0.5), denoise, 88.48, 0.23),
@@ -110,9 +91,9 @@ def decoder_of(row: str, n_rounds: int) -> tuple[Decoding, Callable[..., Step]]:
     return Decoding(**Q | dict(n_rounds=n_rounds) | changes), step
 
 
-def refuse_causal(model: Model) -> None:
-    if model.cfg.causal:
-        fail("a causal Stage B is no row of the paper's Table 2: evaluate.py judges one")
+def refuse_other_steps(model: Model) -> None:
+    if model.decoding_step is not None:
+        fail(f"{model.name_b} is no row of the paper's Table 2: evaluate.py judges one")
 
 
 @command
@@ -130,13 +111,13 @@ def main() -> None:
         fail(f"{base} has no tokenizer.json, which names are read by: put the one it was trained with there")
     load = partial(load_model, device=pick_device(args.device), dtype=torch.float32)
     models = {"adapter": load(args.ckpt), "base": load(base)}
-    refuse_causal(models["adapter"])
+    refuse_other_steps(models["adapter"])
     prompts = draw_names(args.prompts, "held out", tokenizer)
 
     lines = []
     for name, (weights, _, _, accuracy, nfe) in MECHANISM.items():
         d, step = decoder_of(name, models["adapter"].cfg.n_rounds)
-        found = complete(models[weights], tokenizer, prompts, replace(d, gen_length=NAMES.gen_length), step)
+        found = complete(models[weights], tokenizer, prompts, replace(d, gen_length=NAME_DECODING.gen_length), step)
         lines.append([name, *(f"{found[figure]:.3f}" for figure in FIGURES), f"{accuracy:.2f}", f"{nfe:.2f}"])
     print_table(["variant", *FIGURES, "| the paper's GSM8K", "NFE/token"], lines)
     print("forwards: of a name, everything counted; full: full ones alone, as the paper's NFE")

@@ -6,6 +6,8 @@ python sample.py --ckpt weights/llada2.1-mini --dtype bf16 --gen_length 2048 \\
 
 import sys
 
+from lib.util import command, fail
+
 ROLES = ("<role>", "</role>", "<|role_end|>")  # special tokens: without them the template is no turns, only text
 
 
@@ -16,5 +18,13 @@ def chat(user: str, system: str | None = None) -> str:
     return turns + "<role>ASSISTANT</role>"
 
 
+@command
+def main() -> None:
+    texts = sys.argv[1:]
+    if len(texts) not in (1, 2):
+        fail("give one text, in quotes, and perhaps a system message behind it: python -m llada.chat 'Why?'")
+    print(chat(*texts), end="")
+
+
 if __name__ == "__main__":
-    print(chat(*sys.argv[1:]), end="")  # the user's text, and perhaps a system message
+    main()

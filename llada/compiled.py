@@ -2,8 +2,8 @@
 
 A step passes the few tokens of a block through every layer, in many small calls. Here a routed layer is one compiled
 function, attention and cache included. A graph serves any length of the text, and any number of rows from two on. It
-pays for thousands of tokens, in one text or in many one after the other: results/speed has the numbers. Causal Stage B
-runs as it is, beside a compiled Stage A.
+pays for thousands of tokens, in one text or in many one after the other: results/speed has the numbers. A Stage B with
+layers of its own runs as it is, beside a compiled Stage A.
 
 The flags are sample.py's, on a CPU in fp32. It needs a C++ compiler (g++, or the one that CXX names) and Python's
 headers, and refuses int8 weights, which have a kernel of their own.
@@ -102,7 +102,7 @@ def run_layers(model: Model, run: Callable[..., Tensor], h: Tensor, ctx: Context
     few = R * T * model.cfg.n_active <= FEW * model.cfg.n_expert
     # a decoding pass over all rows, where who sees whom follows from the lengths alone
     cache = ctx.cache
-    usual = isinstance(cache, KVCache) and not cache.filling and cache.rows is None and ctx.mask is cache.context.mask
+    usual = isinstance(cache, KVCache) and not cache.filling and ctx.mask is cache.context.mask
     if not few or not usual:
         return Model.run_layers(model, h, ctx, layers)
 

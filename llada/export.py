@@ -4,7 +4,7 @@
     python -m llada.export --to hf --src weights/llada2.1-mini --out weights/back
     python -m llada.export --to hf --src out/cocommit --out weights/merged
 
-A causal Stage B, or one with layers of its own, goes nowhere. The released remote code (modeling_*.py) is no weight:
+A Stage B other than the paper's goes nowhere. The released remote code (modeling_*.py) is no weight:
 copy it from the released folder yourself. `config.json` is written last: a folder without one is incomplete, and the
 same command completes it.
 """
@@ -49,8 +49,8 @@ def to_hf(src: Path, out: Path) -> None:
     base = base_of(src)
     cfg = checkpoint.read_config(base)
     about = about_adapter(src)
-    if about.get("causal", cfg.causal) or about.get("stage_b", "shared") != "shared":
-        fail(f"{src}: its Stage B is causal, or has layers of its own, which the released layout has no place for")
+    if checkpoint.stage_b_of(src) != "paper":
+        fail(f"{src}: its Stage B is not the paper's, and the released layout has no place for it")
     if cfg.router != Config.router:
         fail(f"{src}: the released layout has no place for its router, {cfg.router!r}")
     adapter = {}

@@ -74,8 +74,10 @@ def sum_gradients(model: Model) -> None:
 def shared_step(model: Model, batch: Batch, args: Namespace) -> train.Losses:
     """cocommit_step of this process's rows; what comes out is that of the whole batch, but for the gradient."""
     own = slice(dist.get_rank(), None, dist.get_world_size())
-    rows = Batch(batch.clean[own], batch.real[own], batch.free[own], batch.plain, batch.draws[own], batch.as_asked[own])
-    loss, terms = train.cocommit_step(model, rows, args)
+    corruptible = batch.corruptible[own]
+    rows = Batch(batch.clean[own], batch.real[own], corruptible, batch.plain, batch.draws[own], batch.holes_alone[own])
+    step = model.training_step or train.cocommit_step
+    loss, terms = step(model, rows, args)
     of_others = total(loss) - loss.detach()
     return loss + of_others, {name: total(term) for name, term in terms.items()}
 
@@ -87,7 +89,7 @@ def run() -> None:
     args = train.read_arguments()
     if not train.saves_adapter(args):
         fail("several processes train adapters on a frozen base: give --init_from a checkpoint, and --lora_r above 0")
-    if sharded and args.stage_b != "shared":
+    if sharded and args.stage_b != "paper":
         fail(f"--stage_b {args.stage_b} has layers beside Stage A's, which --shard cannot cut up: leave one out")
 
     # every process has as many rows of every micro-batch

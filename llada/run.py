@@ -21,6 +21,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from checkpoint import DTYPES, base_of, is_int8, load_model, weights_hash
+from decoding import Decoding, Step
 from lib.tokenizer import Tokenizer, load_tokenizer
 from lib.util import (
     Parser,
@@ -35,13 +36,13 @@ from lib.util import (
     reading,
     replace_file,
 )
-from llada.ablation import BASE, COCOMMIT, MECHANISM, decoder_of, refuse_causal
+from llada.ablation import BASE, COCOMMIT, MECHANISM, decoder_of, refuse_other_steps
 from llada.benchmarks import TASKS, Item
 from llada.chat import ROLES, chat
 from llada.tables import HEAD, Run, differences, digest, measured, read_run, read_samples
 from model import Model
 from prepare import read_records
-from sample import Decoding, Step, check_prompt, generate
+from sample import check_prompt, generate
 
 
 # fmt: off
@@ -75,7 +76,7 @@ def shard(text: str) -> tuple[int, int]:
 
 def row_of(args: Namespace, model: Model) -> str:
     """The row of Table 2 that is asked for, of these weights."""
-    refuse_causal(model)
+    refuse_other_steps(model)
     given = "adapter" if model.markers.any() else "base"
     row = args.row or {"adapter": COCOMMIT, "base": BASE}[given]
     weights, *_ = MECHANISM[row]

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cache import in_full
-from lib.util import Parser, command, entry, fail, print_table, read_json, reading
+from decoding import in_full
+from lib.util import Parser, checked_entry, command, fail, print_table, read_json, reading
 from llada.ablation import BASE, COCOMMIT, GATED, MECHANISM
 from llada.benchmarks import TASKS
 from prepare import read_records
@@ -81,11 +81,11 @@ def read_run(path: Path) -> tuple[Run | None, int]:
         return None, 0
 
     header, *records = lines
-    settings = entry(header, "settings", dict, path)
+    settings = checked_entry(header, "settings", dict, path)
     if settings.get("task") not in TASKS:
         fail(f"{path} is a run of {settings.get('task')!r}, and there are {', '.join(TASKS)}")
     for key, kind in (("row", str), ("n_last", int), ("partial_cost", float)):
-        entry(settings, key, kind, path)
+        checked_entry(settings, key, kind, path)
     for record in records:
         check_record(record, path)
     return Run(settings, {record["id"]: record for record in records}), whole
@@ -94,9 +94,9 @@ def read_run(path: Path) -> tuple[Run | None, int]:
 def check_record(record: dict, path: Path) -> None:
     """Refuse a line of a run file that lacks what the tables read."""
     for key, kind in (("id", str), ("prompt", str), ("tokens", int), ("nfe", dict)):
-        entry(record, key, kind, path)
+        checked_entry(record, key, kind, path)
     for key in ("full", "partial", "refresh"):
-        entry(record["nfe"], key, float, path)
+        checked_entry(record["nfe"], key, float, path)
     if record.get("correct", "missing") not in (True, False, None):
         fail(f"{path} is damaged, or of another kind: item {record['id']} is neither right, wrong nor unjudged")
 
@@ -127,12 +127,14 @@ def judge(path: Path, run: Run) -> None:
     for result in (folder / "samples_eval_results.json", folder / "samples-sanitized_eval_results.json"):
         if not result.exists():
             continue
-        verdicts = entry(read_json(result, "EvalPlus result"), "eval", dict, result)
+        verdicts = checked_entry(read_json(result, "EvalPlus result"), "eval", dict, result)
         with reading(result, "result of EvalPlus 0.3.1"):
-            for name, (sample, *_) in verdicts.items():
-                program = run.items[name]["extracted"] or "" if name in run.items else None
-                cut = sanitized.get(name) if given.get(name) == program else None
-                if program is not None and sample["solution"] in (program, cut):
+            for name in verdicts.keys() & run.items.keys():
+                sample, *_ = verdicts[name]
+                programs = [run.items[name]["extracted"] or ""]
+                if given.get(name) == programs[0]:
+                    programs.append(sanitized.get(name))
+                if sample["solution"] in programs:
                     run.items[name]["correct"] = sample["base_status"] == sample["plus_status"] == "pass"
 
 
@@ -244,14 +246,14 @@ def pick(runs: list[Run], row: Row) -> Run | None:
 # --- their cells
 HEAD = ["", "items", "score", "95 %", "delta", "95 %, paired", "NFE/token", "in all"]
 HEAD += ["| paper:", "delta", "noise", "NFE/token"]
-LEGEND = (
+FOOTNOTE = (
     "delta: over items in both runs, with a paired bootstrap's interval; the paper's noise: two scores that far apart "
     "differ by chance (95 %, unpaired: as if either run had had other items, which makes it wide; a paired test needs "
     "every item's two verdicts, and the paper prints none)\n"
     "NFE/token: full forwards, as the paper counts; in all: refreshes and Stage B's n/L of one included"
 )
 OWN_HEAD = ["the paper's differences", "answers", "net", "p at best"]
-OWN_LEGEND = (
+OWN_FOOTNOTE = (
     "p at best: McNemar's exact two-sided p if every item that the two runs judge differently speaks for one side; "
     "items that cancel make it larger"
 )
@@ -360,10 +362,12 @@ def main() -> None:
     parser = Parser(__doc__)
     tables = {"main": main_table, "mechanism": mechanism_table, "gates": gates_table, "lastn": lastn_table}
     parser.add_argument("table", choices=tables, help="the paper's Table 1, 2, the text below it, or Table 3")
-    parser.add_argument("--runs", type=Path, required=True, help="folder of the run files that llada.run wrote")
+    parser.add_argument(
+        "--runs", type=Path, help="folder of run files by llada.run (left out: the paper's numbers alone)"
+    )
     args = parser.parse_args()
 
-    runs = read_runs(args.runs)
+    runs = read_runs(args.runs) if args.runs else []
     rows = tables[args.table]()
     cells = []
     said = []
@@ -376,12 +380,12 @@ def main() -> None:
     if args.table == "lastn":
         cells += [average_cells(runs, n) for n in AVERAGES]
     print_table(HEAD, cells)
-    print("\n".join([*dict.fromkeys(said), LEGEND]))
+    print("\n".join([*dict.fromkeys(said), FOOTNOTE]))
 
     # what the paper's numbers say by themselves
     print()
     print_table(OWN_HEAD, paper_differences(rows))
-    print(OWN_LEGEND)
+    print(OWN_FOOTNOTE)
     if args.table == "mechanism":
         print(one_function_twice())
 

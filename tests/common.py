@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from cache import Output, Row
 from checkpoint import PRESETS, load_model, new_model, save_adapter, save_model
+from decoding import Decoding, Output, Row, Step
 from lib.rows import Meta, write_meta
 from lib.tokenizer import byte_spec
 from lib.util import generator, write_json
 from model import Config, Model
-from sample import Decoding, Step, generate, generate_one
+from sample import generate, generate_one
 from toy import Toy
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,9 +27,9 @@ def tiny_config(**overrides) -> Config:
     return replace(PRESETS["tiny"], **base | overrides)
 
 
-def tiny_model(seed: int = 0, std: float = 0.25, **overrides) -> Model:
+def tiny_model(seed: int = 0, std: float = 0.25, stage_b: str = "paper", **overrides) -> Model:
     """Every parameter random, norms, router bias and markers included: nothing is hidden by a zero or a one."""
-    model = new_model(tiny_config(**overrides), generator("tests", seed))
+    model = new_model(tiny_config(**overrides), generator("tests", seed), stage_b=stage_b)
     g = generator("tests", "weights", seed)
     for p in model.parameters():
         p.data.copy_(torch.randn(p.shape, generator=g) * std + (1.0 if p.dim() == 1 else 0.0))
@@ -65,24 +65,24 @@ def merged_spec() -> dict:
     return spec
 
 
-def random_lora(model: Model, stage_b: str = "shared", r: int = 4) -> None:
+def random_lora(model: Model, r: int = 4) -> None:
     """What learns beside the base, as after a training: LoRA that is not zero, a copy that is no longer the base."""
-    model.adapt(stage_b, r, generator("lora"))
+    model.adapt(r, generator("lora"))
     for name, p in model.learned().items():
         if "lora_B" in name:
             p.data.normal_(0, 0.1, generator=generator(name))
-        elif name.startswith("layers_b.") and "lora_A" not in name:
+        elif name.startswith("layers_b."):
             p.data.add_(torch.randn(p.shape, generator=generator(name)), alpha=0.05)
 
 
-def random_adapter(folder: Path, base: Path, stage_b: str = "shared", **overrides) -> Model:
-    """A folder as train.py writes it, with random LoRA, markers and Show -> the model with it."""
-    model = load_model(base, "cpu", torch.float32, **overrides)
-    random_lora(model, stage_b)
+def random_adapter(folder: Path, base: Path, stage_b: str = "paper", **overrides) -> Model:
+    """A folder as train.py writes it, with random weights of what learned -> the model with it."""
+    model = load_model(base, "cpu", torch.float32, stage_b, **overrides)
+    random_lora(model)
     model.markers.data.normal_(0, 0.3, generator=generator("markers"))
-    if model.show is not None:
+    if stage_b == "causal":
         model.show.data.normal_(0, 0.1, generator=generator("show"))
-    save_adapter(model, folder, base, dict(stage_b=stage_b, lora_r=4, alpha=0.0))
+    save_adapter(model, folder, base, lora_r=4)
     return model
 
 
@@ -173,13 +173,13 @@ def traced(model, prompts: list[list[int]], d: Decoding, **how) -> tuple[list[Ou
     return outputs, steps.of_row
 
 
-def assert_as_specified(model, prompts, d: Decoding, both=(True,)) -> list[Output]:
+def assert_as_specified(model, prompts, d: Decoding, both=(True,), select=None) -> list[Output]:
     """Tokens, forwards of each kind and the block before every forward: rows together against a row alone.
 
     both: with a cache, or also without one."""
-    expected = [generate_one(model, p, d) for p in prompts]
+    expected = [generate_one(model, p, d, select=select) for p in prompts]
     for cached in both:
-        outputs, steps = traced(model, prompts, d, cached=cached)
+        outputs, steps = traced(model, prompts, d, cached=cached, select=select)
         for out, row, (tokens, nfe, seen) in zip(outputs, steps, expected, strict=True):
             assert_same([s["before"] for s in row], seen, f"cached {cached}, generate")
             assert (out.tokens, out.nfe) == (tokens, nfe)

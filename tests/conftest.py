@@ -16,6 +16,13 @@ def pytest_addoption(parser):
     parser.addoption("--bench_data", metavar="DIR", help="folder with the published benchmark files, one folder a task")
 
 
+@pytest.fixture(autouse=True)
+def unflushed(monkeypatch):
+    """Files of tests need not outlive a power cut, and flushing them takes a minute. test_damage.py has the order in
+    which files are flushed and renamed, by a function of its own."""
+    monkeypatch.setattr(os, "fsync", lambda number: None)
+
+
 @pytest.fixture(scope="session")
 def golden(tmp_path_factory) -> Path:
     """The golden checkpoint in our layout, to be read alone."""
@@ -45,5 +52,5 @@ def on_pairs(pairs) -> list:
 @pytest.fixture(scope="session")
 def scratch(on_pairs) -> list:
     """Such a run from scratch."""
-    how = ["--init_from", "scratch", "--n_last", 2, "--learning_rate", 3e-3, "--mask_power", 1]
+    how = ["--init_from", "scratch", "--n_last", 2, "--learning_rate", 3e-3]
     return [*on_pairs, *how, "--corruption", "random"]

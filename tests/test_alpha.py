@@ -1,4 +1,4 @@
-"""What the alpha loss asks for, where both sides can be computed: its best answer among products, on small tables.
+"""What the alpha loss of tiny.py asks for, where both sides can be computed: its best product, on small tables.
 
 A table q gives each tuple of tokens its probability, a product p has a distribution for each position. The loss is
 (1 - E_q[P^alpha]) / alpha with P = prod p_i(x_i), so its best product has the largest E_q[P^alpha].
@@ -11,7 +11,12 @@ import torch
 from common import approx
 from torch import Tensor
 
-from corrupt import alpha_loss
+import tiny
+
+
+def alpha_loss(ce: Tensor, alpha: float) -> Tensor:
+    """tiny.fill_loss of rows whose tokens to fill have the sum ce of cross-entropies, for each row."""
+    return -torch.expm1(-alpha * ce) / alpha if alpha else ce
 
 
 def random_table(seed: int, *shape: int) -> Tensor:
@@ -87,6 +92,26 @@ def least_charge(q: Tensor, alpha: float) -> tuple[float, Tensor]:
         pi = x.detach().flatten().softmax(0).view(q.shape)
         found.append((charge(pi).item(), pi))
     return min(found, key=lambda of: of[0])
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_it_is_the_loss_of_tiny(alpha):
+    """Of seven rows, the first with nothing to fill. By hand P is 1/2 and 1/4: at alpha 0 it is 3 log 2, at 1 it is
+    1/2 + 3/4; and its gradient is cross-entropy's times P ** alpha."""
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(7, 6, 5, generator=g, dtype=torch.float64)
+    target = torch.randint(5, (7, 6), generator=g)
+    fill = torch.rand(7, 6, generator=g) < torch.arange(7)[:, None] / 6
+    ce = -logits.log_softmax(-1).gather(-1, target[..., None])[..., 0]
+    assert float(tiny.fill_loss(logits, target, fill, alpha)) == approx(
+        float(alpha_loss((ce * fill).sum(1), alpha).sum()) / 42
+    )
+    ce = torch.tensor([2.0, 4.0]).log().requires_grad_()
+    loss = alpha_loss(ce, alpha)
+    loss.sum().backward()
+    assert ce.grad.tolist() == approx([0.5**alpha, 0.25**alpha])
+    if alpha in (0, 1):
+        assert float(loss.detach().sum()) == approx(3 * math.log(2) if alpha == 0 else 5 / 4)
 
 
 def test_at_alpha_one_the_best_product_is_the_joint_mode():

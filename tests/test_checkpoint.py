@@ -14,7 +14,17 @@ from safetensors.torch import load_file, save_file
 
 import checkpoint
 import model
-from checkpoint import about_adapter, base_of, judge_of, load_model, read_config, save_model, stored, weights_hash
+from checkpoint import (
+    about_adapter,
+    base_of,
+    judge_of,
+    load_model,
+    read_config,
+    save_model,
+    stage_b_of,
+    stored,
+    weights_hash,
+)
 from lib.tokenizer import byte_spec
 from lib.util import Mistake, write_json
 from model import Model
@@ -33,11 +43,14 @@ def refusal(folder: Path, **how) -> str:
     return str(mistake.value)
 
 
-def forward(model: Model) -> torch.Tensor:
+def forward(model: Model, stage_b: str = "paper") -> torch.Tensor:
+    """What Stage B says."""
     ids = random_ids(1, 16)
     ctx = model.context(torch.ones_like(ids, dtype=torch.bool))
     h = model.prefix(ids, ctx)
-    return model.logits(model.coordinate(h, ids < 20, ctx, model.cfg.n_rounds, ids))
+    model.last_n(h, ctx)
+    read = [ids] if stage_b == "causal" else []
+    return model.logits(model.coordinate(h, ids < 20, ctx, model.cfg.n_rounds, *read))
 
 
 @pytest.fixture
@@ -53,34 +66,35 @@ def adapter(base, tmp_path):
 
 
 # --- a model's folder
-@pytest.mark.parametrize("tied, causal", [(False, False), (True, False), (False, True)])
-def test_a_folder_gives_back_the_model(tied, causal, tmp_path):
-    model = byte_model(tied=tied, causal=causal)
+@pytest.mark.parametrize("tied, stage_b", [(False, "paper"), (True, "paper"), (False, "causal")])
+def test_a_folder_gives_back_the_model(tied, stage_b, tmp_path):
+    model = byte_model(tied=tied, stage_b=stage_b, n_rounds=1)
     save_model(model, tmp_path)
     assert (model.lm_head.weight is model.wte.weight) == tied
     assert ("lm_head.weight" in load_file(tmp_path / WEIGHTS)) != tied
     back = load(tmp_path)
-    assert back.cfg == model.cfg
+    assert back.cfg == model.cfg and type(back) is type(model) and stage_b_of(tmp_path) == stage_b
     assert all(torch.equal(back.state_dict()[name], p) for name, p in model.state_dict().items())
-    torch.testing.assert_close(forward(back), forward(model))
+    torch.testing.assert_close(forward(back, stage_b), forward(model, stage_b))
     assert (back.lm_head.weight is back.wte.weight) == tied
     low = load_model(tmp_path, "cpu", torch.bfloat16)
     assert low.compute_dtype == low.wte.weight.dtype == torch.bfloat16
     assert {b.dtype for b in low.buffers()} == {torch.float32}  # expert_bias, to the last bit
     assert all(torch.equal(a, b) for a, b in zip(low.buffers(), model.buffers(), strict=True))
 
-    # more rounds than were trained begin at zero, fewer are cut
-    four = load(tmp_path, n_rounds=4, n_last=1).markers
-    assert torch.equal(four, torch.cat([model.markers, torch.zeros(2, 64)]))
-    assert torch.equal(load(tmp_path, n_rounds=1).markers, model.markers[:1])
+
+def test_more_rounds_than_were_trained_begin_at_zero_and_fewer_are_cut(base):
+    markers = load(base).markers
+    assert torch.equal(load(base, n_rounds=4, n_last=1).markers, torch.cat([markers, torch.zeros(2, 64)]))
+    assert torch.equal(load(base, n_rounds=1).markers, markers[:1])
 
 
 def test_tensors_that_do_not_fit_are_named(base):
     whole = load_file(base / WEIGHTS)
     for words, change in {
         "norm_f.weight: shape [63] there, shape [64] in the model": {"norm_f.weight": torch.zeros(63)},
-        f"markers {base} cannot be read": {"markers": torch.zeros(2, 63)},
-        f"markers {base} cannot be read, is damaged": {"markers": torch.zeros(())},
+        f"weights {base} cannot be read": {"markers": torch.zeros(2, 63)},
+        f"weights {base} cannot be read, is damaged": {"markers": torch.zeros(())},
         "norm_f.weight: no such tensor there": {"norm_f.weight": None},
         "other: shape [1] there, no such tensor in the model": {"other": torch.zeros(1)},
     }.items():
@@ -150,6 +164,7 @@ def test_a_tensor_lies_in_one_shard(base):
 IMPOSSIBLE = [
     (dict(n_embd=2**20, n_expert=2**20, n_group=2**10), "2^40 numbers"),
     (dict(n_head=2**20, n_kv_head=2**20, head_dim=2**20), "2^40 numbers"),
+    (dict(n_layer=1000), "n_layer, n_dense and n_shared are 0..256"),
     (dict(n_head=3), "n_kv_head divides n_head"),
     (dict(n_embd=60), "multiples of 8"),
     (dict(d_expert=20), "multiples of 8"),
@@ -172,6 +187,15 @@ def test_a_config_that_cannot_be_meant_is_refused(change, words, base):
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     line = refusal(base)
     assert words in line and str(path) in line
+
+
+def test_a_whole_number_may_stand_for_a_real_one(base):
+    """As other programs write it, however large."""
+    path = base / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | dict(rope_theta=2**64, routed_scaling=2**64)))
+    model = load(base)
+    assert model.cfg.rope_theta == model.cfg.routed_scaling == 2.0**64
+    assert forward(model).isfinite().all()
 
 
 def test_a_checkpoint_says_how_its_experts_are_chosen(base, monkeypatch):
@@ -224,11 +248,26 @@ def test_weights_may_be_read_by_whom_other_files_may_be_read(tmp_path):
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}
 
 
-def test_causal_stage_b_begins_with_a_map_of_zeros(base):
-    """So what it is first shown changes nothing."""
-    causal = load(base, causal=True)
-    assert causal.cfg.causal and causal.show.shape == (64, 64) and not causal.show.any()
-    assert load(base).show is None
+def test_causal_stage_b_begins_as_the_bases_last_layers_and_a_map_of_zeros(base):
+    """So what it is first shown changes nothing. The copy is a copy: the base's layers do not move with it."""
+    causal = load(base, stage_b="causal", n_rounds=1, n_last=3)
+    assert causal.show.shape == (64, 64) and not causal.show.any()
+    for own, of_base in zip(causal.layers_b, causal.layers[1:], strict=True):
+        assert all(map(torch.equal, own.state_dict().values(), of_base.state_dict().values()))
+        assert own.attn.qkv.weight.data_ptr() != of_base.attn.qkv.weight.data_ptr()
+
+    # of a trained one there are as many as there are
+    save_model(causal, base)
+    assert load(base).cfg.n_last == 3
+    for n_last in (2, 4):
+        assert f"has 3 layers of its own: give --n_last 3, not {n_last}" in refusal(base, n_last=n_last)
+
+
+def test_a_stage_b_that_nobody_knows_is_refused(base, adapter):
+    config = base / "config.json"
+    for path, other in ((adapter / "adapter.json", "other"), (config, "other"), (config, [])):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"stage_b": other}))
+        assert f"a Stage B of the kind {other!r}, and there are paper, causal" in refusal(path.parent)
 
 
 def test_who_judges_a_models_writing_is_told_by_the_rows_that_it_learned(base, adapter):
@@ -312,26 +351,23 @@ def test_an_adapter_brings_its_base_and_its_own_settings(base, adapter, tmp_path
     assert stored(low).keys() == stored(load(base)).keys()
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("stage_b", checkpoint.STAGE_B)
-def test_an_adapter_of_every_kind_comes_back(stage_b, causal, base, tmp_path):
-    """Two rounds on one of its layers; what it says is flat, and all that is needed."""
+@pytest.mark.parametrize("stage_b, n_rounds", [("paper", 3), ("causal", 1)])
+def test_an_adapter_of_every_kind_comes_back(stage_b, n_rounds, base, tmp_path):
+    """On one of the layers; what it says is flat, and all that is needed."""
     folder = tmp_path / "kind"
-    model = random_adapter(folder, base, stage_b, n_last=1, n_rounds=3, causal=causal)
-    about = dict(base="../base", base_hash=weights_hash(base), n_last=1, n_rounds=3, causal=causal, block_length=8)
-    assert about_adapter(folder) == about | dict(stage_b=stage_b, lora_r=4, alpha=0.0)
+    model = random_adapter(folder, base, stage_b, n_last=1, n_rounds=n_rounds)
+    about = dict(base="../base", base_hash=weights_hash(base), n_last=1, n_rounds=n_rounds, block_length=8)
+    assert about_adapter(folder) == about | dict(stage_b=stage_b, lora_r=4)
+    assert stage_b_of(folder) == stage_b
     back = load(folder)
-    assert back.cfg == model.cfg == replace(read_config(base), n_last=1, n_rounds=3, causal=causal)
-    assert torch.equal(forward(back), forward(model))
+    assert type(back) is checkpoint.STAGE_B[stage_b]
+    assert back.cfg == model.cfg == replace(read_config(base), n_last=1, n_rounds=n_rounds)
+    assert torch.equal(forward(back, stage_b), forward(model, stage_b))
     learned = load_file(folder / "adapter.safetensors")
-    assert learned.keys() == model.learned().keys() and ("show" in learned) == causal
-    layers = {name.split(".")[1] for name in learned if "layers" in name}
-    assert layers == ({"0", "1", "2", "3"} if stage_b == "shared" else {"0"})
-    assert sum("lora_" in name for name in learned) == dict(shared=16, lora=4, copy=0)[stage_b]
-    assert stored(back).keys() - {"show"} == stored(load(base)).keys()
+    assert learned.keys() == model.learned().keys()
 
     # what is asked for besides is the adapter's own all the same, but for the blocks
-    assert load(folder, n_last=2, n_rounds=1, causal=not causal).cfg == model.cfg
+    assert load(folder, n_last=2, n_rounds=2).cfg == model.cfg
     assert load(folder, block_length=1).cfg == replace(model.cfg, block_length=1)
 
 
@@ -360,7 +396,7 @@ def test_an_adapter_without_its_base_on_another_one_or_of_another_kind_is_refuse
     assert "markers: no such tensor there" in refusal(adapter)
 
     # of another kind than its tensors
-    for change in ({"stage_b": "lora"}, {"stage_b": "copy"}, {"causal": True}, {"n_rounds": 1}, {"lora_r": 8}):
+    for change in ({"stage_b": "causal", "n_rounds": 1}, {"n_rounds": 1}, {"n_last": 3}, {"lora_r": 8}):
         (adapter / "adapter.json").write_text(json.dumps(about | change))
         assert "is this adapter whole?" in refusal(adapter)
 
@@ -369,4 +405,4 @@ def test_an_adapter_on_an_adapter_is_refused(base, adapter, tmp_path):
     about = json.loads((adapter / "adapter.json").read_text())
     shutil.copytree(adapter, tmp_path / "above")
     (tmp_path / "above" / "adapter.json").write_text(json.dumps(about | {"base": "../adapter"}))
-    assert f"names {adapter} as its base, where no model is" in refusal(tmp_path / "above")
+    assert f"names {adapter} as its base, which is an adapter itself" in refusal(tmp_path / "above")

@@ -20,8 +20,10 @@ import evaluate
 import sample
 import train
 from checkpoint import load_model, save_model
+from decoding import Decoding
 from experiments import names
 from lib import util
+from lib.names import verdict
 from lib.rows import read_meta
 from lib.tokenizer import byte_spec, byte_tokenizer
 from lib.util import Parser, append_line, command, fail, printable, progress, quoted, read_json, read_lines, write_json
@@ -148,7 +150,6 @@ def test_a_record_that_is_cut_short_is_left_out(tmp_path):
 # --- mistakes, one of each kind: a script, what is typed, and what the one line names
 ON_TEXT = ["--data", "TREE/text", "--init_from", "CKPT", "--block_length", 8]
 ON_TOY = ["--data", "TREE/pairs", "--init_from", "scratch"]
-CORRUPTED = [*ON_TEXT, "--context", "corrupted"]
 MEASURE = ["measure", "--system", "x", "--seed", 1, "--out", "OUT"]
 PAGE = ["--out", "OUT", "--ckpt"]
 MISTAKES = [
@@ -163,13 +164,9 @@ MISTAKES = [
     (train, [*ON_TOY, "--n_last", 99], "1..4 (n_layer), not 99"),
     (train, [*ON_TEXT, "--n_rounds", 1001], "1..1000"),
     (train, [*ON_TEXT[:2], "--init_from", "TREE/adapter", "--n_last", 1], "CKPT"),
-    # what Stage B sees before it
-    (train, [*CORRUPTED, "--stage_b", "lora"], "--context clean"),
-    (train, [*CORRUPTED, "--stage_b", "copy"], "--context clean"),
-    (train, [*CORRUPTED, "--causal"], "--context clean"),
-    (train, [*ON_TEXT, "--stage_b", "lora", "--lora_r", 0], "--lora_r"),
-    (train, [*ON_TOY, "--stage_b", "lora"], "--init_from"),
-    (train, [*ON_TOY, "--stage_b", "copy"], "--init_from"),
+    # a kind of Stage B that is not there, and rounds that causal Stage B has not
+    (train, [*ON_TOY, "--stage_b", "lora"], "--stage_b"),
+    (train, [*ON_TOY, "--stage_b", "causal", "--n_rounds", 2], "--n_rounds 1"),
     (base, [*ON_TOY, "--one_by_one", 1.5], "--one_by_one"),
     (base, [*ON_TOY, "--optimizer", "sgd"], "--optimizer"),
     (sample, [], "--prompt"),
@@ -183,7 +180,7 @@ MISTAKES = [
     (sample, ["--prompt", "a", "--n_rounds", 0, "--tau_joint", 0.5, "--tau_m2t", 0.7], "--tau_m2t"),
     (sample, ["--prompt", "a", "--ckpt", "TREE/toy"], "--prompt_ids"),
     (sample, ["--prompt", "a", "--ckpt", "TREE/itself"], "TREE/itself as its base"),
-    (evaluate, ["--ckpt", "CKPT"], "sample.py"),
+    (evaluate, ["--ckpt", "CKPT"], "--data"),
     (evaluate, ["--ckpt", "TREE/toy", "TREE/names"], "--ckpt"),
     # what only a model of names can be asked, and a base that is none
     *[(bench, ["--names", folder], folder) for folder in ("TREE/toy", "TREE/mute", "CKPT", "TREE/text", "TREE/itself")],
@@ -239,7 +236,13 @@ def test_a_run_is_not_overwritten_and_a_resume_keeps_its_settings(tree, tmp_path
     assert "already holds a run" in run.fails(*two, a)
     again = ["--init_from", "resume", "--out_dir", a]
     assert "--s_max 3 differs" in run.fails(*again, "--s_max", 3)
-    for change in (["--n_last", 1], ["--n_rounds", 4], ["--data", tree / "text"], ["--causal"], ["--config", "x.toml"]):
+    for change in (
+        ["--n_last", 1],
+        ["--n_rounds", 4],
+        ["--data", tree / "text"],
+        ["--stage_b", "causal"],
+        ["--config", "x.toml"],
+    ):
         assert f"{change[0]} " in run.fails(*again, *change)
     file.write_text("in the way")
     assert "cannot write" in run.fails(*two, file / "run")
@@ -295,7 +298,7 @@ def said(monkeypatch, capsys):
 def test_text_and_ids_agree(ckpt, said):
     by_text = said(ckpt, "--prompt", "ab")
     assert said(ckpt, "--prompt_ids", "97,98") == by_text
-    d = sample.Decoding(gen_length=9, tau_m2t=0.7, tau_t2t=0.0, n_rounds=2, holes=True)  # the defaults
+    d = Decoding(gen_length=9, tau_m2t=0.7, tau_t2t=0.0, n_rounds=2, holes=True)  # the defaults
     model, decode = load_model(ckpt, "cpu", torch.float32), byte_tokenizer().decode
     tokens, nfe, _ = sample.generate_one(model, [97, 98], d)
     text = printable(decode([97, 98, *tokens]))
@@ -318,9 +321,9 @@ def test_text_and_ids_agree(ckpt, said):
 
 def test_a_name_is_judged(tree, said):
     """A blank at the end of a prompt is the beginning of the next token, and not one of its own."""
-    assert "a (U+0061)" in sample.verdict("LATIN SMALL LETTER A")
-    assert sample.verdict("RIGHT-TO-LEFT OVERRIDE") == "<U+202E> (U+202E)"
-    assert all("no such character" in sample.verdict(name) for name in ("QQQ", "latin"))
+    assert "a (U+0061)" in verdict("LATIN SMALL LETTER A")
+    assert verdict("RIGHT-TO-LEFT OVERRIDE") == "<U+202E> (U+202E)"
+    assert all("no such character" in verdict(name) for name in ("QQQ", "latin"))
     blank, without = said(tree / "names", "--prompt", "ARABIC ▒"), said(tree / "names", "--prompt", "ARABIC▒")
     assert blank == without and "no such character" in blank
 
@@ -336,7 +339,7 @@ def test_a_training_then_what_it_says_comes_next(tree, tmp_path, monkeypatch, ca
     shutil.copytree(tree / "names", tmp_path / "assets" / "names")
     byte_rows(tmp_path / "data" / "names", prompt=-1, judge={"names": "0"})
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(evaluate, "NAMES", replace(evaluate.NAMES, gen_length=8))
+    monkeypatch.setattr(evaluate, "NAME_DECODING", replace(evaluate.NAME_DECODING, gen_length=8))
     out = caller(train, monkeypatch, capsys)("--max_iters", 2, "--batch_size", 4, "--out_dir", "my run")
     *_, last = out.splitlines()
     script, *argv = shlex.split(last.partition("python ")[2])

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from common import MASK, V, approx, random_ids, tiny_config
 
-from corrupt import NONE, Corruption, G, M, W, alpha_loss, corrupt, draw_bundle, three_term_loss
+import corrupt
+from corrupt import NONE, Corruption, G, M, W, draw_bundle, three_term_loss
 from lib.util import generator
 
 B = 8
@@ -24,35 +25,43 @@ def off_by_one(z, where):
     return torch.where(clean % 2 == 0, clean, (clean + 1) % MASK)[where]
 
 
-def corrupted(kind, R=64, T=64, free=None, key="a", **rates):
+def corrupted(name, R=64, T=64, corruptible=None, key="a", **rates):
     x = random_ids(R, T)
-    free = torch.ones_like(x, dtype=torch.bool) if free is None else free
-    z, k = corrupt(x, free, Corruption(kind, B, MASK, torch.arange(MASK), **rates), streams(R, key), off_by_one)
+    corruptible = torch.ones_like(x, dtype=torch.bool) if corruptible is None else corruptible
+    how = Corruption(name, B, MASK, torch.arange(MASK), **rates)
+    z, k = corrupt.corrupt(x, corruptible, how, streams(R, key), off_by_one)
     return x, z, k
 
 
-@pytest.mark.parametrize("kind", ["mask", "random", "draft"])
-def test_m_w_g_partition_the_free_positions(kind):
-    free = random_ids(64, 64, 9, 2).bool()
-    x, z, k = corrupted(kind, free=free)
-    assert torch.equal(z[~free], x[~free]) and (k[~free] == NONE).all()
-    assert torch.equal(k == M, free & (z == MASK))
-    assert torch.equal(k == W, free & (z != MASK) & (z != x))
-    assert torch.equal(k == G, free & (z == x))
-    assert ((k == W).any()) == (kind != "mask")
+def assert_uniform(counts: torch.Tensor) -> None:
+    """So many draws of each of N outcomes: none is four deviations away."""
+    p = 1 / len(counts)
+    n = counts.sum()
+    assert ((counts / n - p).abs() < 4 * math.sqrt(p * (1 - p) / n)).all(), counts
+
+
+# --- what the model is shown
+@pytest.mark.parametrize("name", corrupt.CORRUPTIONS)
+def test_m_w_g_partition_the_corruptible_positions(name):
+    corruptible = random_ids(64, 64, 9, 2).bool()
+    x, z, k = corrupted(name, corruptible=corruptible)
+    assert torch.equal(z[~corruptible], x[~corruptible]) and (k[~corruptible] == NONE).all()
+    assert torch.equal(k == M, corruptible & (z == MASK))
+    assert torch.equal(k == W, corruptible & (z != MASK) & (z != x))
+    assert torch.equal(k == G, corruptible & (z == x))
+    assert ((k == W).any()) == (name != "mask")
 
 
 def test_mask_count_of_a_block():
     """Of a ratio ~ U(0, 1) it is uniform on 0..B; U ** 0.5 has the mean 2/3, and U ** 4 (8 masks of 8) 1/5."""
     _, _, k = corrupted("mask", R=2000)
     counts = (k == M).view(-1, B).sum(-1).bincount(minlength=B + 1).double()
-    n, p = counts.sum(), 1 / (B + 1)
-    assert ((counts / n - p).abs() < 4 * math.sqrt(p * (1 - p) / n)).all()
+    assert_uniform(counts)
 
     _, _, k = corrupted("mask", R=2000, mask_power=0.5)
     masked = (k == M).view(-1, B).sum(-1).double()
-    assert masked.mean() / B == approx(2 / 3, abs=4 * 0.25 / math.sqrt(n))
-    assert (masked == B).double().mean() == approx(1 / 5, abs=4 * math.sqrt(0.2 * 0.8 / n))
+    assert masked.mean() / B == approx(2 / 3, abs=4 * 0.25 / math.sqrt(len(masked)))
+    assert (masked == B).double().mean() == approx(1 / 5, abs=4 * math.sqrt(0.2 * 0.8 / len(masked)))
 
 
 def test_random_replaces_up_to_a_fifth_of_what_is_visible():
@@ -71,6 +80,13 @@ def test_random_replaces_up_to_a_fifth_of_what_is_visible():
     assert both == approx(rate**2 / 3 * (1 - 1 / MASK) ** 2, abs=4 * rate**2 / 3 / math.sqrt(len(whole)) / rate)
 
 
+def test_random_tokens_are_the_ordinary_ones_wherever_the_special_ones_stand():
+    x = torch.full((64, 64), 3)
+    how = Corruption("random", B, 0, torch.tensor([3, 5, 9]))
+    z, kind = corrupt.corrupt(x, x > 0, how, streams(64, "ordinary"))
+    assert z.unique().tolist() == [0, 3, 5, 9] and z[kind == W].unique().tolist() == [5, 9]
+
+
 def test_a_draft_fills_three_tenths_of_the_masks():
     x, z, k = corrupted("draft", R=2000)
     _, _, masks_alone = corrupted("mask", R=2000)
@@ -81,85 +97,89 @@ def test_a_draft_fills_three_tenths_of_the_masks():
     assert (k[masks_alone != M] == G).all()  # what is visible stays
 
 
-def test_ends_are_masked_from_a_uniform_place_on():
-    _, _, k = corrupted("mask", R=2000, ends=1.0)
-    masked = (k == M).view(-1, B)
-    assert (masked[:, 1:] >= masked[:, :-1]).all()
-    counts = masked.sum(-1).bincount(minlength=B + 1)[1:].double()
-    assert ((counts / len(masked) - 1 / B).abs() < 4 * math.sqrt((1 - 1 / B) / B / len(masked))).all()
+# --- the bundle
+def test_a_bundle_by_hand(monkeypatch):
+    """Of s ~ U{1..4} u = .6 draws 3, u = .99 draws 4, u = 0 draws 1. The masks with the smallest numbers are it, in
+    whatever blocks they stand; a row with fewer gives all."""
+    lots = torch.tensor([[0.5, 0.1, 0.4, 0.9, 0.2, 0.0], [0.5, 0.1, 0.4, 0.9, 0.2, 0.0], [0.3] * 6])
+    drawn = iter([torch.tensor([[0.6], [0.99], [0.0]]), lots])
+    monkeypatch.setattr(corrupt, "uniform", lambda draws, n: next(drawn))
+    masked = torch.tensor([[1, 1, 1, 1, 1, 0], [1, 0, 0, 1, 0, 0], [0, 1, 1, 1, 1, 1]]).bool()
+    bundle = draw_bundle(masked, 1, 4, [])
+    assert bundle.int().tolist() == [[0, 1, 1, 0, 1, 0], [1, 0, 0, 1, 0, 0], [0, 1, 0, 0, 0, 0]]
 
 
-def test_bundle_size_is_uniform_and_its_members_are_masked():
-    masked = torch.ones(3000, 64, dtype=torch.bool)
-    masked[:, 1] = False
-    bundle = draw_bundle(masked, 16, 3, 6, streams(3000, "bundle"))
+def test_a_bundle_is_one_of_a_row_and_its_masks_are_all_alike():
+    """s is uniform, and given s all masks are equally likely, whatever block they are in: 2, 1 and 5 masks in blocks of
+    eight. Each subset, too: of the 28 pairs of 8 masks each."""
+    masked = torch.zeros(6000, 24, dtype=torch.bool)
+    places = [3, 4, 11, 16, 17, 18, 20, 23]
+    masked[:, places] = True
+    bundle = draw_bundle(masked, 1, 6, streams(6000, "bundle"))
     assert not (bundle & ~masked).any()
-    sizes = bundle.view(-1, 16).sum(-1).bincount(minlength=7).double()
-    n = sizes.sum()
-    assert sizes[:3].sum() == 0 and ((sizes[3:] / n - 0.25).abs() < 4 * math.sqrt(0.25 * 0.75 / n)).all()
-    # which ones: 4.5 of the 16 masks of a block on average, of 15 in the first
-    share = bundle.double().mean(0)
-    expected = torch.tensor([4.5 / 15, 4.5 / 16]).repeat_interleave(torch.tensor([16, 48]))
-    expected[1] = 0
-    assert ((share - expected).abs() <= 4.5 * (expected * (1 - expected) / 3000).sqrt()).all()
+    sizes = bundle.sum(-1)
+    assert_uniform(sizes.bincount(minlength=7)[1:].double())
+    assert sizes.min() == 1 and sizes.max() == 6
+    for s in range(1, 7):
+        share = bundle[sizes == s][:, places].double().mean(0)
+        n, p = int((sizes == s).sum()), s / 8
+        assert ((share - p).abs() < 4 * math.sqrt(p * (1 - p) / n)).all(), s
+    pairs = bundle[sizes == 2][:, places].long() @ (2 ** torch.arange(8))
+    counts = pairs.bincount(minlength=256)
+    assert_uniform(counts[[a for a in range(256) if a.bit_count() == 2]].double())
 
-    # a block with few masks gives all of them
-    masked[:] = False
-    masked[:, [2, 11]] = True
-    assert torch.equal(draw_bundle(masked, 8, 5, 9, streams(3000, "few")), masked)
-
-
-def test_alpha_by_hand():
-    """P = 1/2 and 1/4: at alpha 1 the loss is 1 - P, at 1/2 it is 2 (1 - sqrt(P)), at 0 the sum of cross-entropies."""
-    ce = torch.tensor([2.0, 4.0]).log()
-    assert float(alpha_loss(ce, 1.0)) == approx(1 / 2 + 3 / 4)
-    assert float(alpha_loss(ce, 0.5)) == approx(2 * (1 - 0.5**0.5) + 2 * (1 - 0.25**0.5))
-    assert float(alpha_loss(ce, 0.0)) == approx(3 * math.log(2)) == approx(float(alpha_loss(ce, 1e-6)), abs=1e-5)
-    # the improbable is told from the impossible: 1 - P with P = e^-30 is 1, and alpha = 0 is 30
-    assert float(alpha_loss(torch.tensor([30.0]), 1e-7)) == approx(30, abs=1e-3)
-
-    # its gradient is cross-entropy's times P ** alpha
-    for alpha in (0.0, 0.5, 1.0):
-        ce = torch.tensor([2.0, 4.0]).log().requires_grad_()
-        alpha_loss(ce, alpha).backward()
-        assert ce.grad.tolist() == approx([0.5**alpha, 0.25**alpha])
+    # from s_min on; and a row with few masks gives all of them
+    assert set(draw_bundle(masked, 5, 6, streams(6000, "five")).sum(-1).tolist()) == {5, 6}
+    masked[:, places[2:]] = False
+    assert torch.equal(draw_bundle(masked, 5, 9, streams(6000, "few")), masked)
 
 
-def added(h, logits_a):
-    """As Model.logits_b of states that are logits."""
-    return h + logits_a.log_softmax(-1)
+def test_a_row_of_the_papers_size_has_eight_and_a_half_marks_in_the_mean():
+    """2,048 tokens, half of them masks, are one bundle of U{1..16}: (1 + 16) / 2, and never more than 16."""
+    draws = streams(1500, "paper")
+    x = torch.zeros(1500, 2048, dtype=torch.int64)
+    how = Corruption("mask", 32, 1, torch.tensor([0]))
+    _, kind = corrupt.corrupt(x, x == 0, how, draws)
+    marks = draw_bundle(kind == M, 1, 16, draws).sum(-1)
+    assert marks.max() == 16 and marks.min() == 1
+    assert float(marks.double().mean()) == approx(8.5, abs=4 * math.sqrt((16**2 - 1) / 12 / 1500))
 
 
-@pytest.mark.parametrize("alpha, adds", [(0.0, True), (0.5, False)])
-def test_loss_by_hand(alpha, adds):
-    """Blocks of two: a bundle of both, a bundle of one of two masks, then W and G: the loss of two bundles, and 0.3 and
-    0.2 of cross-entropies. Of a Stage B that adds to Stage A's log-probabilities, beside a clean copy, which has no
-    loss."""
-    logits = torch.randn(1, 6, V, generator=generator("logits"))
+# --- the loss
+@pytest.mark.parametrize("own_head", [False, True])
+def test_loss_by_hand(own_head):
+    """Two of four masks are filled, then W and G: Eq. 1 has 1, .3 and .2 of their cross-entropies, and the other masks
+    and the clean copy beside them none. The head may be another than the model's."""
+    logits = torch.randn(1, 12, V, generator=generator("logits"))
     kind = torch.tensor([[M, M, M, M, W, G]], dtype=torch.uint8)
-    fill = torch.tensor([[True, True, True, False, False, False]])
+    fill = torch.tensor([[True, False, True, False, True, True]])  # fill is of masks alone
     target = torch.tensor([[1, 2, 3, 4, 5, 6]])
-    stage_a = torch.randn(1, 12, V, generator=generator("stage a"))
-    model = SimpleNamespace(logits=lambda h: h, logits_b=added, cfg=tiny_config(block_length=2))
-    total, terms = three_term_loss(model, logits, target, kind, fill, alpha, stage_a if adds else None)
-    log_p = logits.log_softmax(-1)
-    if adds:
-        log_p = (log_p + stage_a[:, :6]).log_softmax(-1)
-    ce = F.cross_entropy(log_p[0], target[0], reduction="none")
-    bundles = alpha_loss(torch.stack([ce[0] + ce[1], ce[2]]), alpha)
-    torch.testing.assert_close(total, bundles + 0.3 * ce[4] + 0.2 * ce[5])
-    for name, expected in (("m2t", ce[:3]), ("edit", ce[4:5]), ("clean", ce[5:])):
-        assert terms[name].tolist() == approx([float(expected.sum()), len(expected)])
+    model = SimpleNamespace(logits=lambda h: h, cfg=tiny_config())
+    head = (lambda h: 2 * h) if own_head else None
+    loss, ce = three_term_loss(model, logits, target, kind, fill, head)
+    expected = F.cross_entropy((2 if own_head else 1) * logits[0, :6], target[0], reduction="none")
+    torch.testing.assert_close(ce, expected[None] * torch.tensor([1, 0, 1, 0, 1, 1]))
+    torch.testing.assert_close(loss, expected[0] + expected[2] + 0.3 * expected[4] + 0.2 * expected[5])
 
 
-@pytest.mark.parametrize("adds", [False, True])
-def test_chunked_loss_equals_whole_loss_with_gradients_and_keeps_no_logits(adds):
+def test_the_log_has_each_kind_apart_and_stage_a_at_stage_bs_bundle():
+    kind = torch.tensor([[M, M, M, W, G, NONE]], dtype=torch.uint8)
+    bundle = torch.tensor([[0, 1, 1, 0, 0, 0]]).bool()
+    ce_a = torch.tensor([[1.0, 2, 4, 8, 16, 0]])
+    found = corrupt.kinds_apart(ce_a, 10 * ce_a, kind, bundle)
+    assert {name: term.tolist() for name, term in found.items()} == dict(
+        m2t_A=[7, 3], edit_A=[8, 1], clean_A=[16, 1], m2t_A_bundle=[6, 2], m2t_B=[60, 2], edit_B=[80, 1],
+        clean_B=[160, 1],
+    )  # fmt: skip
+    assert corrupt.kinds_apart(ce_a, None, kind).keys() == {"m2t_A", "edit_A", "clean_A"}
+
+
+def test_chunked_loss_equals_whole_loss_with_gradients_and_keeps_no_logits():
     """A pretended vocabulary makes chunks of 64 rows, whose logits the backward pass makes again."""
     results = []
     for pretended_vocab in (V, 2**20):
         h = torch.randn(4, 64, 16, generator=generator("h")).requires_grad_()
         w = torch.randn(16, V, generator=generator("w")).requires_grad_()
-        stage_a = torch.randn(4, 64, 16, generator=generator("stage a")).requires_grad_() if adds else None
         kind = random_ids(4, 64, 3, 4).to(torch.uint8)
         rows, kept = [], []
 
@@ -167,11 +187,10 @@ def test_chunked_loss_equals_whole_loss_with_gradients_and_keeps_no_logits(adds)
             rows.append(len(x))
             return x @ w
 
-        of_b = lambda x, logits_a, logits=logits: added(logits(x), logits_a)  # noqa: E731
-        model = SimpleNamespace(logits=logits, logits_b=of_b, cfg=tiny_config(vocab_size=pretended_vocab))
+        model = SimpleNamespace(logits=logits, cfg=tiny_config(vocab_size=pretended_vocab))
         with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t.shape) or t, lambda t: t):
-            total, terms = three_term_loss(model, h, random_ids(4, 64), kind, kind == M, 0.0, stage_a)
-        total.backward()
-        results.append([total, *terms.values(), h.grad, w.grad] + ([stage_a.grad] if adds else []))
+            loss, ce = three_term_loss(model, h, random_ids(4, 64), kind, kind == M)
+        loss.backward()
+        results.append([loss, ce, h.grad, w.grad])
     torch.testing.assert_close(*results)
     assert max(rows) == 64 and not any(shape[-1] == V for shape in kept)  # of the last run

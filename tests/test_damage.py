@@ -25,6 +25,7 @@ import sample
 import toy
 import train
 from checkpoint import save_model
+from lib.run import rewind_log
 from lib.tokenizer import byte_spec
 from lib.util import UNFINISHED, Mistake, alone_in, replace_file, write_json
 from llada import export, int8
@@ -40,7 +41,7 @@ ON_ROWS = ["--init_from", "scratch", "--data", "IT", *ONE]
 LIKE = ["--init_from", "TREE/bytes", "--data", "IT", *ONE]
 SAMPLE = ["--ckpt", "IT", "--prompt", "a", "--gen_length", 1, *CPU]
 ON_A = ["--ckpt", "TREE/bytes", "--prompt", "a", "--gen_length", 1, *CPU]
-JUDGED = ["--ckpt", "IT", *CPU]
+JUDGED = ["--ckpt", "IT", "--data", "IT/none", *CPU]
 RESUME = ["--init_from", "resume", "--out_dir", "IT", "--max_iters", 2]
 CONVERT = ["--src", "IT", "--out", "OUT"]
 PREPARE = ["TREE/records/a.jsonl", "--like", "IT", "--out", "OUT"]
@@ -52,12 +53,12 @@ GONE = object()
 NONSENSE = [GONE, None, True, -1, 4.5, "4", [], {"a": 1}, float("nan"), 10**10, 10**400, "a\0b"]
 
 SIZES = ["n_layer", "n_embd", "n_head", "head_dim", "n_expert", "n_group"]
-MORE = ["n_dense", "n_last", "n_rounds", "block_length", "rope_theta", "causal", "unknown"]
+MORE = ["n_dense", "n_last", "n_rounds", "block_length", "rope_theta", "stage_b", "unknown"]
 CONFIG = [*SIZES, "vocab_size", "eos_id", *(f"{name}?" for name in MORE)]
 TOKENIZER = ["model", "model/vocab", "model/merges", "model/merges/0?", "model/merges/0/1", "model/vocab/a",
              "added_tokens", "added_tokens/1", "added_tokens/1/id", "added_tokens/1/content", "pre_tokenizer",
              "pre_tokenizer/pretokenizers/0", "pre_tokenizer/pretokenizers/0/pattern/Regex"]  # fmt: skip
-ADAPTER = ["base", "n_last", "n_rounds", "causal", "block_length", "stage_b", "lora_r", "alpha", "base_hash?"]
+ADAPTER = ["base", "n_last", "n_rounds", "block_length", "stage_b", "lora_r", "base_hash?"]
 META = ["vocab_size", "eos_id", "mask_id", "n_plain"]
 HEADER = ["markers", "markers/dtype", "markers/shape", "markers/data_offsets"]
 
@@ -76,7 +77,7 @@ READERS = [
     ("names", "meta.json", train, ON_BYTES, []),
     ("toy", "meta.json", evaluate, JUDGED, ["judge", "judge/toy", "judge/V?"]),
     ("adapter", "adapter.json", sample, SAMPLE, ADAPTER),
-    ("causal", "adapter.json", sample, SAMPLE, ["causal", "stage_b"]),
+    ("causal", "adapter.json", sample, SAMPLE, ["stage_b"]),
     ("cocommit", "adapter.json", sample, SAMPLE, ["n_rounds", "stage_b"]),
     ("adapter", "adapter.safetensors", sample, SAMPLE, ["markers"]),
     ("toy", "train.json", train, RESUME, []),
@@ -105,8 +106,8 @@ def tree(tmp_path_factory) -> Path:
     names_folder(tree / "bpe", merged_spec(), n_layer=2, n_last=1)
     names_folder(tree / "names", n_layer=2, n_last=1)
     random_adapter(tree / "adapter", tree / "bytes")
-    random_adapter(tree / "causal", tree / "bytes", "copy", causal=True)
-    random_adapter(tree / "cocommit", tree / "bytes", "lora", n_rounds=1)
+    random_adapter(tree / "causal", tree / "bytes", "causal", n_rounds=1)
+    random_adapter(tree / "cocommit", tree / "bytes", n_rounds=1)
     shutil.copytree(GOLDEN, tree / "released")
     shutil.copytree(tree / "bytes", tree / "shards")
     names = dict.fromkeys(["markers", "wte.weight"], "model.safetensors")
@@ -206,6 +207,17 @@ def test_of_a_damaged_log_what_is_whole_is_kept(tree, tmp_path, monkeypatch, cap
     for content in (*OTHERS, *damaged(raw, log.name, "step")):
         log.write_bytes(content)
         run(*placed(RESUME, IT=tmp_path / "it"))
+
+
+def test_of_a_log_the_lines_of_before_a_step_are_kept(tmp_path):
+    """A validation at a step is of the weights that were saved there. What is no line is dropped alone."""
+    log = tmp_path / "log.jsonl"
+    kept = [b'{"step": 0}', b'{"step": 1}', b'{"step": 2, "val": true}']
+    dropped = [b"{", b"\0\0", b"5", b'"step"', b"\xff", b'{"step": 2}', b'{"step": 3, "val": true}']
+    for place in range(4):
+        log.write_bytes(b"\n".join([*kept[:place], *dropped, *kept[place:]]))
+        rewind_log(log, 2)
+        assert log.read_bytes() == b"".join(line + b"\n" for line in kept)
 
 
 META_CHANGES = [

@@ -8,37 +8,44 @@ import math
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from common import (
+    MASK,
     approx,
+    byte_model,
     caller,
     conditional,
     merged_spec,
     names_folder,
     random_adapter,
-    random_lora,
+    random_ids,
     tiny_config,
     tiny_model,
 )  # fmt: skip
+from resuming import byte_rows
 
 import evaluate
-import sample
 import toy
 import train
-from cache import Cached, Output
+from cache import Cached
 from checkpoint import PRESETS, load_model, save_model
-from evaluate import answer_log_probs, causal_table, chain_table, one_step_table
-from lib.tokenizer import byte_tokenizer
-from lib.util import exists
+from decoding import Output
+from evaluate import answer_log_probs, bits_of_batch, bits_of_rows, causal_table, chain_table, one_step_table
+from lib.names import draw_names, exists
+from lib.rows import Batch, copy_tokens, read_corpus
+from lib.tokenizer import byte_tokenizer, load_tokenizer
+from lib.util import write_json
+from model import Model
 from prepare import is_validation
 from toy import Toy
 
 # as small as the toy may be, and as many steps as leave its marginals well below the 2 % asked for
 PAIRS = ["--init_from", "scratch", "--n_last", 1, "--batch_size", 64, "--max_iters", 200, "--learning_rate", 5e-3]
-PAIRS += ["--corruption", "mask", "--mask_power", 1, "--eval_interval", 10_000, "--device", "cpu"]
+PAIRS += ["--corruption", "mask", "--eval_interval", 10_000, "--device", "cpu"]
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +115,12 @@ def test_with_exact_conditionals_chains_are_exact_and_the_product_pays_tc(task, 
     assert float(toy.kl(t.prob, one_step_table(None, t, 0)).mean()) == approx(float(t.tc().mean()), abs=1e-9)
 
 
-def any_model(causal: bool = True) -> SimpleNamespace:
-    return SimpleNamespace(cfg=SimpleNamespace(n_rounds=2, causal=causal), partial_cost=0.5)
+class Stub(SimpleNamespace):
+    """In the place of a causal model, or of any."""
+
+
+def any_model() -> Stub:
+    return Stub(cfg=SimpleNamespace(n_rounds=2), partial_cost=0.5)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -126,7 +137,9 @@ def test_the_table_of_a_toy_by_hand(causal, monkeypatch, capsys):
     # exact in Stage A; Stage B loses a quarter of a nat more at every position
     worse = lambda model, t, c, z, n_rounds, tokens=None: oracle(model, t, c, z, 0, tokens) - n_rounds / 8  # noqa: E731
     monkeypatch.setattr(evaluate, "answer_log_probs", worse)
-    evaluate.evaluate_toy(any_model(causal), t)
+    if causal:
+        monkeypatch.setattr(evaluate, "CausalModel", Stub)
+    evaluate.evaluate_toy(any_model(), t)
 
     rows = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()[1:-1]]
     tc = f"{TC:.3f}"
@@ -151,16 +164,16 @@ def test_a_toy_from_the_command_line(trained, tmp_path, monkeypatch, capsys):
     run = caller(evaluate, monkeypatch, capsys)
     head, *lines = run("--ckpt", base, "--device", "cpu").splitlines()
     assert head.startswith("pairs: TC = 1.099 nats")  # of one pair log 3
-    names = ["decoder", "independent draws, at best", *evaluate.TOY_DECODERS]
+    names = ["decoder", "independent draws, at best", *evaluate.TOY_DECODERS, "Stage B, one step"]
     assert [line.split("  ")[0] for line in lines[:-1]] == names
 
-    # two rounds are two halves of a forward, and one look
-    causal = ["--n_rounds", 2, "--n_last", 1, "--causal", "--stage_b", "lora", "--out_dir", tmp_path / "causal"]
+    # a look is half a forward
+    causal = ["--n_last", 1, "--stage_b", "causal", "--out_dir", tmp_path / "causal"]
     short = ["--data", rows, "--init_from", base, "--batch_size", 4, "--max_iters", 2]
     caller(train, monkeypatch, capsys)(*short, *causal)
     costs = {line.split("  ")[0]: line.split()[-2:] for line in run("--ckpt", tmp_path / "causal").splitlines()}
     forwards, looks = map(float, costs["causal Stage B, one step"])
-    assert "Stage B, one step" not in costs and 1 <= looks <= 2 and forwards == approx(1 + looks, abs=0.011)
+    assert "Stage B, one step" not in costs and 1 <= looks <= 2 and forwards == approx(1 + looks / 2, abs=0.011)
 
 
 def test_what_judges_a_model_is_read_or_refused(tmp_path, monkeypatch, capsys):
@@ -181,40 +194,39 @@ def test_shares_and_forwards_by_hand(monkeypatch):
     nfe = dict(full=2, partial=0.5, refresh=1)
     outputs = [Output(list(letter(x).encode()), [256], nfe) for x in "AAAD??"]
     asked = []
-    monkeypatch.setattr(evaluate, "generate", lambda model, prompts, d, step: asked.append(step) or outputs)
+    monkeypatch.setattr(evaluate, "generate", lambda *given, **how: asked.append(how) or outputs)
     prompts = {letter(x): [] for x in "ABCDEF"}
-    model = SimpleNamespace(partial_cost=1 / 4, cfg=SimpleNamespace(causal=False, mask_id=257))
-    found = evaluate.complete(model, byte_tokenizer(), prompts, evaluate.NAMES, step="mine")
+    model = SimpleNamespace(partial_cost=1 / 4, cfg=SimpleNamespace(mask_id=257))
+    found = evaluate.complete(model, byte_tokenizer(), prompts, evaluate.NAME_DECODING, step="mine", select="own")
     assert found["exist"] == approx(4 / 6)
     assert (found["forwards"], found["full"], found["tokens"]) == (3.125, 2, 1)
-    assert found["per_token"] == 3.125 and found["tc"] is None
-    assert found["found"] == [True] * 4 + [False] * 2 and asked == ["mine"]
+    assert found["per_token"] == 3.125
+    assert found["found"] == [True] * 4 + [False] * 2 and asked == [dict(step="mine", select="own")]
     assert found["written"] == [letter(x) for x in "AAAD??"]
 
     # a hole is a token, too
     holed = {name: [257, 257, 65] for name in prompts}
-    assert evaluate.complete(model, byte_tokenizer(), holed, evaluate.NAMES)["tokens"] == 3
-    assert asked[1:] == [sample.denoise]
+    assert evaluate.complete(model, byte_tokenizer(), holed, evaluate.NAME_DECODING)["tokens"] == 3
 
 
 @pytest.mark.parametrize("group", ["held out", "trained"])
 def test_prompts_are_the_first_third_of_names_of_the_group_and_a_function_of_it_alone(group):
     tokenizer = byte_tokenizer()
-    prompts = evaluate.draw_names(40, group, tokenizer)
+    prompts = draw_names(40, group, tokenizer)
     assert len(prompts) == 40 and all(exists(name) for name in prompts)
     assert {is_validation(name) for name in prompts} == {group == "held out"}
     for name, ids in prompts.items():  # a byte is a token
         assert tokenizer.decode(ids) == name[: (len(name) + 2) // 3]
-    assert list(evaluate.draw_names(7, group, tokenizer).items()) == list(prompts.items())[:7]
+    assert list(draw_names(7, group, tokenizer).items()) == list(prompts.items())[:7]
 
 
 def test_names_from_the_command_line(tmp_path, monkeypatch, capsys):
     """A base has its rows, an adapter its own; adapters share the base's and follow one another."""
-    monkeypatch.setattr(evaluate, "NAMES", replace(evaluate.NAMES, gen_length=4))
+    monkeypatch.setattr(evaluate, "NAME_DECODING", replace(evaluate.NAME_DECODING, gen_length=4))
     base = names_folder(tmp_path / "base", n_layer=2, n_last=1)
     for name in ("one", "two"):
         random_adapter(tmp_path / name, base)
-    random_adapter(tmp_path / "causal", base, "copy", causal=True)
+    random_adapter(tmp_path / "causal", base, "causal", n_rounds=1)
     run = caller(evaluate, monkeypatch, capsys)
     argv = ["--prompts", 2, "--device", "cpu", "--ckpt"]
     out = run(*argv, tmp_path / "one", tmp_path / "causal", tmp_path / "two")
@@ -226,12 +238,9 @@ def test_names_from_the_command_line(tmp_path, monkeypatch, capsys):
     for line, (name, folder) in zip(lines, rows, strict=True):
         assert line.startswith(f"{tmp_path / folder}  {name}  ")
 
-        # the share that exists, forwards a name and a token; and what the tokens of a bundle depend on one another,
-        # which is known where causal Stage B writes runs
-        figures = line.removeprefix(f"{tmp_path / folder}  {name}").split()
-        assert float(figures[0]) in (0, 0.5, 1) and float(figures[1]) >= 1
-        assert len(figures) == 3 or name.startswith(("causal, whole", "causal, longest"))
-        assert len(figures) == 4 or name != "causal, whole blocks"
+        # the share that exists, forwards a name and a token
+        exist, forwards, per_token = map(float, line.removeprefix(f"{tmp_path / folder}  {name}").split())
+        assert exist in (0, 0.5, 1) and forwards >= 1 and per_token > 0
 
     # one tokenizer reads for all of them
     other = names_folder(tmp_path / "other", merged_spec(), n_layer=2, n_last=1)
@@ -242,38 +251,106 @@ def test_names_from_the_command_line(tmp_path, monkeypatch, capsys):
     assert "base, all at once" in out and "Stage B" not in out
 
 
-def test_what_a_bundle_depends_on_by_hand():
-    """Stage B gives a bundle of two 1/2 and 1/4, Stage A gives these tokens 1/4 and 1/8: log 4 nats. A bundle of one,
-    and a row without one, tell nothing."""
-    p_a = torch.tensor([[[0.25, 0.25, 0.25, 0.25], [0.125, 0.125, 0.5, 0.25]]] * 3)
-    engine = SimpleNamespace(model=SimpleNamespace(logits=lambda h: p_a.log()), stage_a=lambda z: (z, z))
-    bundle = torch.tensor([[True, True], [True, False], [False, False]])
-    token, conf = torch.tensor([[0, 1]] * 3), torch.tensor([[0.5, 0.25]] * 3)
-    done = SimpleNamespace(bundle=bundle, conf=conf, token=token)
-    step = evaluate.Dependence(lambda *given: done)
-    assert step(engine, token, None, None, sample.Decoding()) is done and step.nats == approx([math.log(4)])
+# --- bits
+WAYS = [("paper", "Stage A"), ("paper", "Stage B"), ("causal", "Stage B"), ("paper", "one at a time")]
 
 
-@pytest.mark.parametrize("stage_b", ["lora", "copy"])
-def test_what_bundles_depend_on_is_what_both_stages_say_of_them(stage_b):
-    """A run of causal Stage B on random weights: of each bundle the log-probability that teacher forcing gives it, less
-    the sum of Stage A's."""
-    model = tiny_model(causal=True, n_rounds=1)
-    random_lora(model, stage_b)
-    step = evaluate.Dependence(sample.longest_run)
-    expected = []
-
-    def on_step(rows, done):
-        for r, row in enumerate(rows):
-            engine = Cached(model, [row.ids], 1)
-            z, bundle, after = done.z[r : r + 1], done.bundle[r : r + 1], done.after[r : r + 1]
+def cost_by_decoding(model: Model, row: torch.Tensor, masked: torch.Tensor, way: str) -> torch.Tensor:
+    """Bits of the masked tokens of a row (T,), by the decoder's own forwards, block behind block."""
+    B, K = model.cfg.block_length, model.cfg.n_rounds
+    bits = torch.zeros(row.shape)
+    for start in range(0, len(row), B):
+        clean, hidden = row[None, start : start + B], masked[None, start : start + B]
+        engine = Cached(model, [row[:start].tolist()], K)
+        for j in range(B):
+            z = clean.masked_fill(hidden, MASK)
+            if way == "one at a time":
+                z[:, :j] = clean[:, :j]
             h, states = engine.stage_a(z)
-            logits_a = model.logits(states)
-            logits_b = model.logits_b(engine.stage_b(h, bundle, after), logits_a)
-            log_b, log_a = (x.log_softmax(-1).gather(-1, after[..., None])[..., 0] for x in (logits_b, logits_a))
-            if bundle.sum() > 1:
-                expected.append(float((log_b - log_a)[bundle].sum()))
+            logits = model.logits(states)
+            if way == "Stage B" and model.needs_copy:
+                logits = model.logits_b(torch.cat([engine.stage_b(h, hidden, clean), states], dim=-1))
+            elif way == "Stage B":
+                logits = model.logits(engine.stage_b(h, hidden))
+            bits[start + j] = -logits[0, j].softmax(-1)[clean[0, j]].log2()
+    return bits * masked
 
-    d = sample.Decoding(gen_length=16, tau_joint=0.0, tau_t2t=None, eos_early_stop=False)
-    sample.generate(model, [[1, 2, 3], list(range(8))], d, step=step, on_step=on_step)
-    assert len(expected) == 3 + 2 and step.nats == approx(expected, abs=1e-3)
+
+@torch.no_grad()
+@pytest.mark.parametrize("stage_b, way", WAYS)
+def test_bits_are_what_the_decoders_own_forwards_give(stage_b, way):
+    """Rows of three blocks and of two and padding, the first three tokens of each a prompt."""
+    model = tiny_model(n_rounds=2 if stage_b == "paper" else 1, stage_b=stage_b)
+    clean, lengths = random_ids(2, 24), [24, 16]
+    real = torch.arange(24) < torch.tensor(lengths)[:, None]
+    batch = Batch(clean, real, real & (torch.arange(24) > 2), torch.arange(MASK), [])
+    found = bits_of_batch(model, batch, way)
+    assert torch.equal(found > 0, batch.corruptible)
+    for bits, row, masked, n in zip(found, clean, batch.corruptible, lengths, strict=True):
+        torch.testing.assert_close(bits[:n], cost_by_decoding(model, row[:n], masked[:n], way), rtol=1e-3, atol=2e-3)
+
+
+def test_bits_of_tokens_by_hand():
+    logits = torch.tensor([[[0.5, 0.25, 0.25], [0.125, 0.75, 0.125]]]).log() + 7
+    assert evaluate.token_bits(logits, torch.tensor([[0, 2]]))[0].tolist() == approx([1, 3])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("stage_b, way", WAYS)
+def test_of_a_uniform_head_every_token_costs_log_v_and_the_text_alone_counts(stage_b, way, tmp_path, monkeypatch):
+    """Up to and with the end, which has no bytes; not what fills its block. Rows are read until there are enough."""
+    monkeypatch.setattr(evaluate, "EVAL_ROWS", 16)
+    folder = byte_rows(tmp_path / "rows")
+    model = byte_model(n_rounds=1, stage_b=stage_b)
+    model.lm_head.weight.data.zero_()
+    corpus, tokenizer = read_corpus(folder, 64, 0, 8, 0), load_tokenizer(folder)
+    ids = [row.tolist() for row in corpus.rows["val"].rows]
+    lengths = [1 + row.index(256) for row in ids]
+    for n, rows in ((10**9, range(40)), (1, corpus.rows["val"].order[:16])):
+        expected = sum(lengths[r] for r in rows)
+        bits, tokens, n_bytes = bits_of_rows(model, corpus, way, n, tokenizer)
+        assert (tokens, n_bytes) == (expected, expected - len(rows))
+        assert bits / tokens == approx(math.log2(272), rel=1e-5)
+    assert bits_of_rows(model, corpus, way, 1, None)[2] == 0
+
+
+def own_text(folder: Path, rows: Path) -> Path:
+    """A base of bytes, as base.py leaves it."""
+    save_model(byte_model(n_layer=2, n_last=1, n_rounds=1), folder)
+    copy_tokens(rows, folder)
+    return folder
+
+
+def test_bits_from_the_command_line(tmp_path, monkeypatch, capsys):
+    """Of a base, and of what stands on it; a run says which rows it read, and names are judged where they are not asked
+    in bits."""
+    rows = byte_rows(tmp_path / "rows")
+    base = own_text(tmp_path / "base", rows)
+    random_adapter(tmp_path / "paper", base)
+    random_adapter(tmp_path / "causal", base, "causal")
+    run = caller(evaluate, monkeypatch, capsys)
+    short = ["--device", "cpu", "--tokens", 50, "--seq_len", 64, "--ckpt"]
+    assert "give --data" in run.fails(*short, base)
+    write_json(base / "train.json", {"data": str(rows)})
+
+    out = run(*short, tmp_path / "paper", tmp_path / "causal")
+    assert out == run(*short, tmp_path / "paper", tmp_path / "causal", "--data", rows)
+    title, head, *lines, _ = out.splitlines()
+    assert head.split("  ")[-1] == "less than the first" and f"held-out tokens of {rows}, in blocks of 8" in title
+    corpus, tokenizer = read_corpus(rows, 64, 0, 8, 0), load_tokenizer(rows)
+    names = {"Stage A": "Stage A, all at once", "one at a time": "one at a time, from the left"}
+    expected = [("base", "Stage A"), ("base", "one at a time"), ("paper", "Stage A"), ("paper", "Stage B")]
+    expected.append(("causal", "Stage B"))
+    first = None
+    for line, (folder, way) in zip(lines, expected, strict=True):
+        model = load_model(tmp_path / folder, "cpu", torch.float32)
+        bits, tokens, n_bytes = bits_of_rows(model, corpus, way, 50, tokenizer)
+        first = first or bits
+        assert line.startswith(f"{tmp_path / folder}  {names.get(way, model.name_b + ', all at once')}  ")
+        figures = [bits / tokens, bits / n_bytes, (first - bits) / tokens]
+        assert [float(word) for word in line.split()[-3:]] == approx(figures, abs=6e-4)
+    assert f"{tokens:,} held-out" in title
+
+    # of names where it is asked for
+    of_names = names_folder(tmp_path / "names", n_layer=2, n_last=1)
+    assert "bits a token" in run(*short, of_names, "--bits", "--data", rows)

@@ -1,21 +1,25 @@
-"""The transformer: who sees whom, experts, LoRA, the split. `pytest tests/test_model.py`"""
+"""The transformer: who sees whom, experts, LoRA, the split and Eq. 4. `pytest tests/test_model.py`"""
 
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from common import approx, random_ids, random_lora, tiny_config, tiny_model
+from common import MASK, approx, prompt, random_ids, random_lora, tiny_config, tiny_model
 
-from checkpoint import check_config
+from cache import Cached, Uncached
+from checkpoint import check_config, load_model, save_model
 from lib.util import Mistake, generator
-from model import Linear, MoE, block_causal_mask, doubled_mask
+from model import ROUTERS, Context, Model, MoE, block_causal_mask, doubled_mask
+
+CLOSE = dict(rtol=1e-4, atol=1e-4)
 
 
-def context(ids, model, clean=None):
+def context(ids: torch.Tensor, model: Model, clean: torch.Tensor | None = None) -> Context:
     return model.context(torch.ones_like(ids, dtype=torch.bool), clean)
 
 
+# --- who sees whom
 def test_the_masks_by_hand():
     """Two blocks of two; and two blocks of one beside their clean copy, n0 n1 c0 c1: n1 sees c0, but not its own c1."""
     assert block_causal_mask(4, 2).int().tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
@@ -27,9 +31,9 @@ def test_padding_is_not_attended_to():
     real = torch.arange(24) < torch.tensor([[13], [24]])
     padded = model(ids, model.context(real))
     refilled = model(ids.masked_fill(~real, 3), model.context(real))
-    torch.testing.assert_close(padded[real], refilled[real], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(padded[real], refilled[real], **CLOSE)
     short = ids[:1, :13]
-    torch.testing.assert_close(padded[:1, :13], model(short, context(short, model)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(padded[:1, :13], model(short, context(short, model)), **CLOSE)
 
 
 def test_rows_that_are_read_one_by_one_are_rows_of_blocks_of_one():
@@ -42,9 +46,10 @@ def test_rows_that_are_read_one_by_one_are_rows_of_blocks_of_one():
         for row, of in ((0, single), (1, model)):
             one = slice(row, row + 1)
             alone = of(ids[one], of.context(real[one], None if copy is None else copy[one]))
-            torch.testing.assert_close(both[one][:, :24], alone[:, :24], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(both[one][:, :24], alone[:, :24], **CLOSE)
 
 
+# --- experts
 def experts_loop(moe: MoE, x, chosen, weights):
     """What MoE.experts says that it computes: every choice of every token, one after the other."""
     rows = []
@@ -118,7 +123,89 @@ def test_the_bias_of_an_expert_follows_how_often_it_is_chosen():
     assert moe.expert_bias.tolist() == [-0.25, -0.25, 0.25, 0.25]
 
 
+def test_a_router_of_ones_own_is_used_and_a_program_without_it_refuses_its_checkpoint(tmp_path, monkeypatch):
+    """Every token to expert 3, twice, with weights 1/2 and 1: as one expert, scaled by 3/2."""
+
+    def always(moe: MoE, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full((len(x), 2), 3), torch.tensor([0.5, 1.0]).expand(len(x), 2)
+
+    monkeypatch.setitem(ROUTERS, "always 3", always)
+    model = tiny_model(router="always 3", n_shared=0)
+    moe, x = model.layers[1].mlp, torch.randn(1, 5, 64, generator=generator("x"))
+    gate, up = F.linear(x, moe.gate_up[3]).chunk(2, dim=-1)
+    torch.testing.assert_close(moe(x), 1.5 * F.linear(F.silu(gate) * up, moe.down[3]), **CLOSE)
+
+    save_model(model, tmp_path)
+    assert load_model(tmp_path, "cpu", torch.float32).cfg.router == "always 3"
+    monkeypatch.delitem(ROUTERS, "always 3")
+    with pytest.raises(Mistake, match="router is one of grouped sigmoid .see model.py., not .always 3"):
+        load_model(tmp_path, "cpu", torch.float32)
+
+
+# --- the split
+def noisy_rows() -> tuple[torch.Tensor, ...]:
+    """Three rows of three blocks: clean (3, 24); z with masks, wrong and right tokens, none in the prompt or the
+    padding; bundle, some of the masks; real."""
+    clean = random_ids(3, 24, 1)
+    real = torch.arange(24) < torch.tensor([24, 16, 24])[:, None]
+    corruptible = real & (torch.arange(24) >= torch.tensor([3, 0, 8])[:, None])
+    kind = random_ids(3, 24, 2, 8)
+    z = clean.masked_fill(corruptible & (kind < 5), MASK)
+    z = torch.where(corruptible & (kind == 5), (clean + 1) % MASK, z)
+    return clean, z, (z == MASK) & (kind < 4), real
+
+
+@pytest.mark.parametrize("n_last", [1, 2, 3])
+@pytest.mark.parametrize("n_rounds", [1, 2, 3])
+@torch.no_grad()
+def test_stage_b_is_eq_4_in_training_and_in_decoding(n_rounds, n_last):
+    """K times h <- LastN(h + 1_S * marker), by hand: in rows, and beside a clean copy, of which nothing is marked. In
+    decoding each block says the same behind all before it, which are finished; with a cache and without."""
+    model = tiny_model(n_rounds=n_rounds, n_last=n_last)
+    clean, z, bundle, real = noisy_rows()
+    for copy in (None, clean):
+        ctx = model.context(real, copy)
+        h = prefix = model.prefix(z, ctx)
+        for marker in model.markers:
+            h = h.clone()
+            for r, t in bundle.nonzero().tolist():
+                h[r, t] += marker
+            for layer in model.layers[4 - n_last :]:
+                h = layer(h, ctx)
+        assert h.shape[1] == (24 if copy is None else 48)
+        assert torch.equal(model.coordinate(prefix, bundle, ctx, n_rounds), h)
+
+    # h is now that beside the clean copy
+    of_a, of_b = model.last_n(prefix, ctx), h
+    assert (of_a - of_b).abs().amax(-1)[:, :24][bundle].min() > 0.01
+    for start in (0, 8, 16):
+        rows = real[:, start].nonzero()[:, 0]
+        block = slice(start, start + 8)
+        for kind in (Cached, Uncached):
+            engine = kind(model, clean[rows, :start].tolist(), n_rounds)
+            states, final = engine.stage_a(z[rows, block])
+            torch.testing.assert_close(final, of_a[rows, block], **CLOSE)
+            torch.testing.assert_close(engine.stage_b(states, bundle[rows, block]), of_b[rows, block], **CLOSE)
+
+
+@pytest.mark.parametrize("stage_b", ["paper", "causal"])
+@torch.no_grad()
+def test_a_marked_state_leaves_no_key_behind(stage_b):
+    """A block that is finished right after Stage B's pass over it, in which nothing changed, is read as from a text."""
+    model = tiny_model(stage_b=stage_b, n_rounds=1)
+    z, bundle, behind = random_ids(2, 8, 1), random_ids(2, 8, 2, 2).bool(), random_ids(2, 8, 3)
+    found = []
+    for kind in (Cached, Uncached):
+        engine = kind(model, [prompt(8), prompt(16)], 1)
+        h, _ = engine.stage_a(z)
+        engine.stage_b(h, bundle, *([z] if stage_b == "causal" else []))
+        engine.close([0, 1], z, changed=False)
+        found.append(engine.stage_a(behind)[1])
+    torch.testing.assert_close(*found, **CLOSE)
+
+
 def test_stage_b_without_marker_is_stage_a():
+    """In one round, bit for bit; also where LoRA begins, whose B is zero. In two it is the last layers once more."""
     model, ids = tiny_model(), random_ids(2, 16)
     ctx, bundle = context(ids, model), random_ids(2, 16, 5, 2).bool()
     h = model.prefix(ids, ctx)
@@ -127,7 +214,8 @@ def test_stage_b_without_marker_is_stage_a():
     assert torch.equal(stage_a, model.coordinate(h, torch.zeros_like(bundle), ctx, 1))
     model.markers.data.zero_()
     assert torch.equal(stage_a, model.coordinate(h, bundle, ctx, 1))
-    model.adapt("shared", 4, generator("lora"))  # B is zero
+    assert torch.equal(model.last_n(stage_a, ctx), model.coordinate(h, bundle, ctx, 2))
+    model.adapt(4, generator("lora"))
     assert torch.equal(stage_a, model.coordinate(model.prefix(ids, ctx), bundle, ctx, 1))
 
     # A is uniform up to 1 / sqrt(n_in), as PEFT's is
@@ -136,87 +224,41 @@ def test_stage_b_without_marker_is_stage_a():
 
 
 def test_lora_merged_equals_unmerged():
+    """It learns in every qkv and proj, and beside it the markers alone."""
     model, ids = tiny_model(), random_ids(2, 16)
     base = model(ids, context(ids, model))
     random_lora(model)
+    own = {f"layers.{i}.attn.{which}.lora_{x}" for i in range(4) for which in ("qkv", "proj") for x in "AB"}
+    assert model.learned().keys() == own | {"markers"}
     adapted = model(ids, context(ids, model))
     assert (adapted - base).abs().max() > 0.1
     for layer in model.layers:
         for linear in (layer.attn.qkv, layer.attn.proj):  # y = W x + (alpha / r) B A x
             linear.weight.data += 8.0 / 4 * linear.lora_B.data @ linear.lora_A.data
             linear.lora_A = linear.lora_B = None
-    torch.testing.assert_close(model(ids, context(ids, model)), adapted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model(ids, context(ids, model)), adapted, **CLOSE)
 
 
-@pytest.mark.parametrize("stage_b", ["lora", "copy"])
-def test_what_is_stage_bs_alone_leaves_stage_a_the_base(stage_b):
-    """It lies in the last n layers, and acts on rows but not on a clean copy behind them, whose keys and values are
-    Stage A's, bit for bit."""
-    model, ids = tiny_model(), random_ids(2, 16)
-    ctx, bundle = context(ids, model, ids), torch.zeros(2, 16, dtype=torch.bool)
-    h = model.prefix(ids, ctx)
-    base = model.last_n(h, ctx)
-    keys = model.read_before(h, ctx, 2).cache.kv
-    random_lora(model, stage_b)
-
-    # of LoRA its matrices in the last two layers learn, of a copy all that it has
-    own = {f"layers_b.{i}.attn.{which}.lora_{x}" for i in (0, 1) for which in ("qkv", "proj") for x in "AB"}
-    if stage_b == "copy":
-        own = {f"layers_b.{name}" for name, _ in model.layers[2:].named_parameters()}
-    assert {n for n, p in model.named_parameters() if p.requires_grad} == model.learned().keys() == own | {"markers"}
-    assert torch.equal(model.last_n(h, ctx), base)
-    kept = model.read_before(h, ctx, 2).cache.kv
-    assert kept.keys() == keys.keys() == {(layer, i) for layer in (2, 3) for i in (0, 1)}
-    assert all(torch.equal(a, b) for at in keys for a, b in zip(kept[at], keys[at], strict=True))
-    assert (model.coordinate(h, bundle, ctx, 1) - base[:, :16]).abs().amax(-1).min() > 0
-
-    # without a mark, and with layers that are Stage A's, rows beside their copy are Stage A
-    own, model.layers_b = model.layers_b, None
-    torch.testing.assert_close(model.coordinate(h, bundle, ctx, 1), base[:, :16], rtol=1e-4, atol=1e-4)
-
-    # nothing of it is computed in Stage A, whatever else a reader puts on these layers, as LoRA on every Linear
-    model.layers_b = own
-    for linear in own.modules():
-        if isinstance(linear, Linear) and linear.lora_A is None:
-            linear.add_lora(4, generator("more"))
-            linear.lora_B.data.fill_(torch.inf)
-    for name, p in model.learned().items():
-        if "proj.lora_B" in name or "proj.weight" in name:
-            p.data.fill_(torch.inf)
-    assert torch.equal(model.last_n(h, ctx), base) and model(ids, ctx).isfinite().all()
-    assert not model.coordinate(h, bundle, ctx, 1).isfinite().all()
-
-
-def test_a_copy_adds_to_what_stage_a_says():
-    """Any other Stage B answers by itself. By hand: e^0 = 1 and 3 beside Stage A's 1/4 and 3/4 are 1 : 9."""
-    for stage_b in ("shared", "lora", "copy"):
-        model = tiny_model()
-        model.adapt(stage_b, 4, generator("lora"))
-        model.logits = lambda h: h
-        ours, base = torch.tensor([1.0, 3.0]).log(), torch.tensor([2.0, 6.0]).log()
-        found = model.logits_b(ours, base).softmax(-1).tolist()
-        assert found == approx([0.1, 0.9] if stage_b == "copy" else [0.25, 0.75])
-
-
-@pytest.mark.parametrize("stage_b", ["shared", "copy"])
+@pytest.mark.parametrize("stage_b", ["paper", "causal"])
 def test_layers_that_are_computed_again_in_the_backward_have_the_same_gradients(stage_b):
-    """Beside a clean copy, whose keys Stage B keeps, in two rounds."""
-    model, ids = tiny_model(causal=True), random_ids(2, 16)
-    random_lora(model, stage_b)
-    bundle = random_ids(2, 16, 5, 2).bool()
-    results = []
-    for checkpointing in (False, True):
-        model.checkpointing = checkpointing
-        model.zero_grad()
-        ctx = context(ids, model, ids.flip(1))
-        h = model.prefix(ids, ctx)
-        states = model.coordinate(h, bundle, ctx, 2, ids)
-        logits_a = model.logits(model.last_n(h, ctx)[:, :16])
-        log_p = model.logits_b(states, logits_a).log_softmax(-1)
-        (log_p[..., 0].sum() + logits_a.sum()).backward()
-        results.append({name: p.grad for name, p in model.learned().items()})
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
-    assert all(grad.abs().max() > 0 for grad in results[0].values())
+    """Beside a clean copy, whose keys Stage B reads; of an adapter, and of a whole model that learns."""
+    ids, bundle = random_ids(2, 16), random_ids(2, 16, 5, 2).bool()
+    for adapts in (True, False):
+        model = tiny_model(stage_b=stage_b, n_rounds=1)
+        if adapts:
+            random_lora(model)
+        results = []
+        for model.checkpointing in (False, True):
+            model.zero_grad()
+            ctx = context(ids, model, ids.flip(1))
+            h = model.prefix(ids, ctx)
+            stage_a = model.last_n(h, ctx)
+            stage_b_states = model.coordinate(h, bundle, ctx, 1, *([ids] if stage_b == "causal" else []))
+            log_p = [model.logits(states[:, :16]).log_softmax(-1) for states in (stage_a, stage_b_states)]
+            (log_p[0][..., 0].sum() + log_p[1][..., 1].sum()).backward()
+            results.append({name: p.grad for name, p in model.learned().items()})
+        torch.testing.assert_close(*results, **CLOSE)
+        assert all(grad.abs().max() > 0 for grad in results[0].values())
 
 
 def test_impossible_geometry_is_refused():
@@ -225,6 +267,7 @@ def test_impossible_geometry_is_refused():
         ("in twos", dict(n_group=8)), ("topk_group", dict(topk_group=5)), ("n_active", dict(n_active=5)),
         ("n_rounds", dict(n_rounds=0)), ("block_length", dict(block_length=4097)), ("vocabulary", dict(mask_id=40)),
         ("0 or above", dict(mask_id=-1)), ("above 0", dict(norm_eps=float("nan"))),
+        ("router is one of grouped sigmoid", dict(router="mine")),
     ):  # fmt: skip
         with pytest.raises(Mistake, match=words):
             check_config(tiny_config(**field))

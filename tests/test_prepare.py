@@ -10,11 +10,13 @@ import pytest
 from common import GOLDEN, byte_model, caller, command_line, merged_spec, refused
 from safetensors.torch import load_file
 
+import lib.util
 import prepare
 from checkpoint import save_model
+from lib.names import exists
 from lib.rows import Meta, read_corpus, read_meta, write_meta, write_rows
-from lib.tokenizer import EOS, GPT2, MASK, bpe_tokenizer, byte_spec, byte_tokenizer, load_tokenizer
-from lib.util import Mistake, exists, read_json, write_json
+from lib.tokenizer import EOS_TOKEN, GPT2, MASK_TOKEN, bpe_tokenizer, byte_spec, byte_tokenizer, load_tokenizer
+from lib.util import Mistake, read_json, write_json
 from prepare import NAMES, hold_out, is_validation, load_text, tokenize, unicode_names
 
 BPE = Path(__file__).parent / "data" / "bpe"  # make.py there says what it is
@@ -122,13 +124,15 @@ REFUSED = [
     (lambda s: s.update(truncation={"max_length": 8}), "truncation or padding"),
     (lambda s: s["pre_tokenizer"]["pretokenizers"].pop(0), "ByteLevel without its regex"),
     (lambda s: s["added_tokens"][0].update(content=""), "'' is empty"),
+    (lambda s: s["added_tokens"][0].update(content=5), "content is 5"),
+    (lambda s: s["added_tokens"].append({"id": 262, "content": "\ud800"}), "surrogates not allowed"),
     (lambda s: s["added_tokens"].append(s["added_tokens"][0]), "there twice"),
     (lambda s: s["added_tokens"][1].update(id=97), "two of its tokens have the id 97"),
     (lambda s: s["added_tokens"][1].update(id=260), "two of its tokens have the id 260"),
     (lambda s: s["model"]["vocab"].update(ab=256), "two of its tokens have the id 256"),
-    (lambda s: s["model"]["vocab"].update({EOS: 300}), "has two ids, 300 and 260"),
+    (lambda s: s["model"]["vocab"].update({EOS_TOKEN: 300}), "has two ids, 300 and 260"),
     (lambda s: s["added_tokens"].append({"id": 256, "content": "aa", "special": True}), "lacks b'aa'"),
-    (lambda s: s["added_tokens"].pop(), f"no {MASK} among its added tokens"),
+    (lambda s: s["added_tokens"].pop(), f"no {MASK_TOKEN} among its added tokens"),
 ]
 
 # they match nothing, or mean something else to the other engine, or are no patterns
@@ -346,10 +350,11 @@ def test_random_tokens_are_no_special_ones_wherever_these_stand(tmp_path):
 
     spec = byte_spec()
     spec["model"]["vocab"]["\u00ff"] = 260  # the byte that had the id 255
+    spec["model"]["vocab"]["zz"] = 265  # no merge makes it
     spec["added_tokens"].append({"id": 264, "content": "a word"})
     write_json(tmp_path / "tokenizer.json", spec)
     prepare.prepare_text([str(tmp_path / "a.txt")], tmp_path / "holes", like=tmp_path, max_docs=0)
-    assert read_meta(tmp_path / "holes").not_plain == [255, 256, 257, 258, 259, 261, 262, 263]
+    assert read_meta(tmp_path / "holes") == Meta(272, 256, 257, 266, not_plain=[*range(255, 260), 261, 262, 263])
 
 
 def test_nothing_to_read_is_refused(tmp_path):
@@ -468,9 +473,11 @@ def test_a_teachers_rows_show_how_long_they_take(judge, tmp_path, monkeypatch, c
     for folder in ("a base", "rows"):
         write_json(tmp_path / folder / "tokenizer.json", byte_spec())
     write_meta(tmp_path / "rows", Meta(272, 256, 257, 256, judge=judge))
+    monkeypatch.setattr(lib.util, "EVERY", 0)
     argv = [tmp_path / "rows", "--written_by", tmp_path / "a base", "--out", tmp_path / "written"]
     code, out, err = command_line(prepare, monkeypatch, capsys, *argv)
-    assert code == 0 and "write train: 100%" in err and "write val: 100%" in err
+    assert code == 0, err
+    assert "write train: 1 of 1" in err and "write val: 1 of 1" in err
     assert all(line.endswith(" s") for line in out.splitlines()[:2])
     config = "configs/causal.toml" if judge else "configs/text.toml"
     command = f"python train.py --data {tmp_path}/written --config {config} --init_from '{tmp_path}/a base'"

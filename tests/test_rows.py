@@ -103,7 +103,7 @@ def digest(corpus: Corpus, seed: int, n: int) -> str:
     batches = [("train", first) for first in (0, 5 * n, epoch, 7 * epoch + n)] + [("val", 0), ("val", 1024)]
     for split, first in batches:
         batch = get_batch(corpus, split, first, n, seed, torch.device("cpu"))
-        for x in (batch.clean, batch.real, batch.free):
+        for x in (batch.clean, batch.real, batch.corruptible):
             h.update(repr(x.shape).encode() + x.numpy().tobytes())
         for g in batch.draws:
             h.update(g.get_state().numpy().tobytes())
@@ -167,7 +167,7 @@ def test_a_fixed_prompt_goes_on_in_the_pieces_of_its_document(tmp_path):
     assert in_order(rows) == [[10, 11, 12, 13], [14, 15, 16, 17], [18, EOS], [1, EOS], [2, EOS]]
     assert rows.prompts == [4, 2, 0, 2, 0]
     batch = get_batch(Corpus({"train": rows}, BYTES), "train", 0, 5, 0, torch.device("cpu"))
-    free = {tuple(row.tolist()): f.tolist() for row, f in zip(batch.clean, batch.free, strict=True)}
+    free = {tuple(row.tolist()): f.tolist() for row, f in zip(batch.clean, batch.corruptible, strict=True)}
     assert free[10, 11, 12, 13] == [False] * 4
     assert free[14, 15, 16, 17] == [False, False, True, True]
     assert free[18, EOS, EOS, EOS] == [True, True, False, False]  # the last two are padding
@@ -203,7 +203,7 @@ def test_rows_of_a_toy_are_its_documents_whatever_seq_len_is(tmp_path):
     for split in ("train", "val"):
         batch = get_batch(corpus, split, 0, 2, 0, torch.device("cpu"))
         assert sorted(batch.clean.tolist()) == [[3, 3, 0, 1], [4, 4, 2, 2]] and batch.real.all()
-        assert batch.free.tolist() == [[False, False, True, True]] * 2 and batch.plain.tolist() == [0, 1, 2]
+        assert batch.corruptible.tolist() == [[False, False, True, True]] * 2 and batch.plain.tolist() == [0, 1, 2]
 
 
 # --- damage

@@ -11,8 +11,9 @@ from common import MASK, approx, assert_as_specified, caller, prompt, random_lor
 
 import sample
 from checkpoint import save_model
+from decoding import Decoding, candidates
 from lib.util import Mistake
-from sample import Decoding, candidates, denoise, generate, generate_one, select_bundle
+from sample import SELECT, by_confidence, by_entropy, denoise, from_the_left, generate, generate_one
 
 
 # --- the specification
@@ -37,8 +38,9 @@ def test_generate_equals_the_specification_whatever_the_settings(seed, monkeypat
     prompts = [prompt(1, seed + 1) + prompt(n, seed, high=MASK + 2) for n in draw.sample(range(1, 19), 3)]
     model = tiny_model(seed, std, block_length=B, n_last=n_last)
     if seed % 4 > 1:
-        random_lora(model, "lora" if seed % 4 == 3 else "shared")
-    assert_as_specified(model, prompts, replace(d, holes=draw.random() < 0.5), both=(False, True))
+        random_lora(model)
+    d = replace(d, holes=draw.random() < 0.5, tau_joint=draw.choice([None, None, 0.1]))
+    assert_as_specified(model, prompts, d, both=(False, True), select=draw.choice([None, by_entropy]))
 
 
 def test_everything_is_made_on_the_models_device():
@@ -143,14 +145,13 @@ def test_a_step_by_hand():
 
     class Engine:
         cfg = SimpleNamespace(mask_id=9)
-        model = SimpleNamespace(cfg=cfg, logits=lambda h: 5 * h, logits_b=lambda h, logits_a: 5 * h)
+        model = SimpleNamespace(cfg=cfg, logits=lambda h: 5 * h)
 
         def stage_a(self, z):
             return z, F.one_hot(torch.tensor([[7, 7, 7, 3]]), 10).float()
 
-        def stage_b(self, h, bundle, tokens):
+        def stage_b(self, h, bundle):
             assert h[0, 2:].tolist() == [2, 3]  # what Stage A's forward left
-            assert tokens.tolist() == [[1, 7, 2, 3]]  # Stage A's in the bundle, elsewhere what is shown
             seen.append(bundle.tolist())
             return F.one_hot(torch.tensor([[5, 5, 5, 5]]), 10).float()
 
@@ -188,6 +189,7 @@ def test_candidates_filter_and_renormalise_by_hand():
 
 
 CONF = [0.9, 0.7, 0.6, 0.2, 0.95]
+MASKS = torch.tensor([[True, True, True, True, False]])  # of five positions the last is visible
 
 
 @pytest.mark.parametrize("conf, tau_m2t, at_least, bundle", [
@@ -200,11 +202,68 @@ CONF = [0.9, 0.7, 0.6, 0.2, 0.95]
     (CONF, 0.0, 9, [0, 1, 2, 3]),
     (CONF, -1, 1, [0, 1, 2, 3]),  # every mask at once
     ([0.2, 0.3, 0.3, 0.3, 0.3], 0.5, 2, [1, 2]),  # of equals the leftmost
+    ([0.2, 0.3, 0.3 + 6e-8, 0.3, 0.3], 0.5, 1, [1]),  # rounding makes no difference
 ])  # fmt: skip
 def test_selection_by_hand(conf, tau_m2t, at_least, bundle):
-    """Of five positions the last is visible."""
-    masked = torch.tensor([[True, True, True, True, False]])
-    assert select_bundle(torch.tensor([conf]), masked, tau_m2t, at_least).nonzero()[:, 1].tolist() == bundle
+    d = Decoding(tau_m2t=tau_m2t, num_to_transfer=at_least)
+    assert by_confidence(None, torch.tensor([conf]), MASKS, d).nonzero()[:, 1].tolist() == bundle
+
+
+@pytest.mark.parametrize("tau_m2t, bundle", [(0.45, [0, 3]), (0.5, [3]), (0.55, [3]), (-1, [0, 1, 2, 3])])
+def test_selection_by_entropy_by_hand(tau_m2t, bundle):
+    """As many as the paper's rule takes, but those of the least entropy: log 2 and .97 of them for the first and the
+    last mask, while the second has the highest probability, and a long tail."""
+    rows = [[0.5, 0.5], [0.52, *[0.04] * 12], [1 / 13] * 13, [0.4, 0.6], [1.0]]
+    p = torch.tensor([row + [0.0] * (13 - len(row)) for row in rows])[None]
+    d, conf = Decoding(tau_m2t=tau_m2t), p.amax(-1).index_fill(1, torch.tensor(3), 0.3)
+    assert by_entropy(p.log(), conf, MASKS, d).nonzero()[:, 1].tolist() == bundle
+
+
+@pytest.mark.parametrize("p, tau_joint, bundle", [
+    (0.8, 0.81, [1]), (0.8, 0.65, [1]), (0.8, 0.63, [1, 2]), (0.8, 0.5, [1, 2, 4]), (0.8, 0.01, [1, 2, 4, 5]),
+    (0.8, 0.0, [1, 2, 4, 5]), (0.8, 1.0, [1]), (0.5, 0.25, [1]), (0.5, 0.24, [1, 2]),
+])  # fmt: skip
+def test_selection_from_the_left_by_hand(p, tau_joint, bundle):
+    """Products of p, p, p and .05: strictly above the gate, at least one; what is visible does not count."""
+    masked = torch.tensor([[False, True, True, False, True, True]])
+    conf = torch.tensor([[0.1, p, p, 0.1, p, 0.05]])
+    assert from_the_left(None, conf, masked, Decoding(tau_joint=tau_joint)).nonzero()[:, 1].tolist() == bundle
+
+
+def test_a_rule_of_ones_own_is_asked_and_every_rule_writes_another_text():
+    model, d = tiny_model(), Decoding(gen_length=16, tau_m2t=0.3, tau_t2t=None, eos_early_stop=False)
+
+    def last_one(logits, conf, masked, d):
+        return masked & (masked.flip(1).cumsum(1).flip(1) == 1)
+
+    out, (steps,) = traced(model, [prompt(8)], d, select=last_one)
+    assert [f["at"] for s in steps for f in s["fill"]] == [*range(15, 7, -1), *range(23, 15, -1)]
+    assert generate_one(model, prompt(8), d, select=last_one)[0] == out[0].tokens
+
+    # tau_joint takes runs, but where a rule is given
+    texts = {tuple(generate(model, [prompt(8)], d, select=rule)[0].tokens) for rule in (last_one, *SELECT.values())}
+    assert len(texts) == 3
+    d = replace(d, tau_joint=0.1)
+    rules = (None, from_the_left, last_one)
+    runs, same, own = (generate(model, [prompt(8)], d, select=rule)[0].tokens for rule in rules)
+    assert runs == same != own == out[0].tokens
+
+
+@pytest.mark.parametrize("select", SELECT.values())
+@pytest.mark.parametrize("seed", range(4))
+def test_of_exact_ties_the_leftmost_is_written_in_any_company(seed, select):
+    """In a prompt of masks alone all positions have the same probabilities, up to rounding, which differs from one
+    number of rows to another."""
+    model = tiny_model(seed)
+    d = Decoding(gen_length=9, tau_m2t=0.9, tau_t2t=None, n_rounds=seed % 3, holes=True)
+    blank = [MASK] * 3
+    (alone,), (steps,) = traced(model, [blank], d, select=select)
+    assert [f["at"] for f in steps[0]["fill"]] == [0]
+    for n in (1, 6):
+        outputs, rows = traced(model, [blank, *(prompt(2 + i, i) for i in range(n)), blank], d, select=select)
+        for out, row in ((outputs[0], rows[0]), (outputs[-1], rows[-1])):
+            assert (out.tokens, out.prompt, out.nfe) == (alone.tokens, alone.prompt, alone.nfe)
+            assert [s["after"] for s in row] == [s["after"] for s in steps]
 
 
 # --- how a block ends
@@ -233,10 +292,17 @@ def test_a_checkpoint_without_its_tokenizer_decodes_ids_and_says_what_text_needs
     assert " per token]" in watched and "\x1b" not in watched
     assert "no tokenizer" in run.fails(*given, "--prompt", "text")
 
+    # another rule for the bundle
+    d = Decoding(gen_length=12, n_rounds=2, holes=True)
+    other = generate(tiny_model(), [[5, 9, 12]], d, select=by_entropy)[0].tokens
+    out = run(*given, "--prompt_ids", "5,9,12", "--select", "entropy")
+    assert out.startswith(f"{other}\n") and ", selected by entropy]" in out and other != tokens
+
 
 PAPERS = Decoding(n_rounds=2, tau_m2t=0.7, tau_t2t=0.0, eos_early_stop=True, holes=True)
 RELEASED = replace(PAPERS, n_rounds=0, tau_t2t=0.5)
 RUN = replace(PAPERS, tau_joint=0.5, tau_t2t=None)
+LOOKS = replace(RUN, n_rounds=1)
 
 
 @pytest.mark.parametrize("kind, argv, expected", [
@@ -249,21 +315,24 @@ RUN = replace(PAPERS, tau_joint=0.5, tau_t2t=None)
     ("converted", "--tau_t2t 0.3", replace(RELEASED, tau_t2t=0.3)),
     ("converted", "--tau_t2t none", replace(RELEASED, tau_t2t=None)),
     ("converted", "--n_rounds 1", replace(PAPERS, n_rounds=1)),  # Stage B is asked for
-    # causal: the longest run above a half, without edits; the paper's gates where one of them is given
-    ("causal", "", RUN),
-    ("causal", "--tau_joint 0", replace(RUN, tau_joint=0.0)),
-    ("causal", "--tau_m2t 0.3", replace(PAPERS, tau_m2t=0.3)),
+    # causal: the longest run above a half, without edits, and nothing else
+    ("causal", "", LOOKS),
+    ("causal", "--tau_joint 0", replace(LOOKS, tau_joint=0.0)),
+    ("causal", "--tau_joint 0.7 --tau_t2t none", replace(LOOKS, tau_joint=0.7)),
+    ("causal", "--tau_m2t 0.3", "leave out --tau_m2t"),
+    ("causal", "--select entropy", "leave out"),
+    ("causal", "--tau_t2t 0.3", "edits nothing"),
     ("causal", "--n_rounds 0", RELEASED),
-    # any other Stage B, and Stage A alone, write runs where they are told to
+    # any other Stage B, and Stage A alone, write runs where they are told to, and edit where they are told to
     ("causal", "--tau_joint 0.7 --n_rounds 0", replace(RUN, tau_joint=0.7, n_rounds=0)),
-    ("causal", "--tau_joint 0.7 --tau_t2t none", replace(RUN, tau_joint=0.7)),
     ("trained", "--tau_joint 0.7 --n_rounds 0", replace(RUN, tau_joint=0.7, n_rounds=0)),
-    ("trained", "--tau_joint 0.7 --tau_t2t none", replace(RUN, tau_joint=0.7)),
+    ("trained", "--tau_joint 0.5", RUN),
+    ("trained", "--tau_joint 0.5 --n_rounds 0 --tau_t2t 0.5", replace(RUN, n_rounds=0, tau_t2t=0.5)),
     ("trained", "--tau_joint 0.5 --n_rounds 0 --tau_m2t 0.5", "leave out"),
-    ("trained", "--tau_joint 0.5 --n_rounds 0 --tau_t2t 0.5", "leave out"),
+    ("trained", "--tau_joint 0.5 --select entropy", "leave out"),
 ])  # fmt: skip
 def test_what_a_decode_defaults_to(kind, argv, expected):
-    model = tiny_model(causal=kind == "causal")
+    model = tiny_model(n_rounds=1, stage_b="causal") if kind == "causal" else tiny_model()
     if kind == "converted":
         model.markers.data.zero_()
     args = sample.build_parser().parse_args(argv.split())

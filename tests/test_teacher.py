@@ -1,6 +1,4 @@
-"""A teacher's rows: what a beam writes, and the text beside it. `pytest tests/test_teacher.py`"""
-
-from argparse import Namespace
+"""A teacher's rows: what a beam writes. `pytest tests/test_teacher.py`"""
 
 import numpy as np
 import pytest
@@ -10,12 +8,11 @@ from resuming import byte_rows
 
 import prepare
 from checkpoint import save_model
-from corrupt import Corruption, corrupt
-from lib.rows import DRAWN, Batch, Meta, read_corpus, read_split, write_meta, write_rows
-from lib.util import generator, write_json
-from prepare import likeliest
-from sample import Decoding, generate
-from train import bundle_of
+from decoding import Decoding
+from lib.rows import HOLES_ALONE, Meta, read_split, write_meta, write_rows
+from lib.util import write_json
+from prepare import beam_search
+from sample import generate
 
 META = Meta(V, EOS, MASK, n_plain=MASK)
 
@@ -44,7 +41,7 @@ def test_a_beam_that_keeps_all_texts_finds_the_likeliest():
     model = tiny_model(block_length=1)
     model.lm_head.weight.data[EOS] *= 1.5  # ends are likely, and unlikely, often enough
     prompts = [prompt(1 + r % 5, seed=r) for r in range(60)]
-    found = likeliest(model, prompts, beam=V, gen_length=2)
+    found = beam_search(model, prompts, beam=V, gen_length=2)
     assert found == [likeliest_of_all(model, start) for start in prompts]
     assert {len(text) for text in found} == {0, 1, 2}
 
@@ -55,7 +52,7 @@ def test_a_beam_of_one_writes_the_likeliest_token_each_time():
     prompts = [prompt(1 + r % 5, seed=r) for r in range(20)]
     outputs = generate(model, prompts, Decoding(gen_length=12, tau_joint=1.0, tau_t2t=None, n_rounds=0))
     ended = [o.tokens if o.tokens[-1] == EOS else [] for o in outputs]
-    assert likeliest(model, prompts, beam=1, gen_length=12) == ended
+    assert beam_search(model, prompts, beam=1, gen_length=12) == ended
     assert 3 < sum(map(bool, ended)) < 18
 
 
@@ -84,32 +81,12 @@ def test_rows_of_other_tokens_than_the_teachers_are_refused(tmp_path, monkeypatc
 
 
 def test_the_rows_are_completions_and_half_of_the_text(written):
+    """A completion goes on from a beginning of some text, which is its prompt, and ends; the text teaches holes."""
     texts, folder = written
     ids, starts, prompts = read_split(folder / "train.safetensors", V)
     rows = [ids[a:b].tolist() for a, b in zip(starts[:-1], starts[1:], strict=True)]
-    assert rows[-20:] == [text.tolist() for text in texts[::2]] and prompts[-20:].tolist() == [DRAWN] * 20
+    assert rows[-20:] == [text.tolist() for text in texts[::2]] and prompts[-20:].tolist() == [HOLES_ALONE] * 20
 
-    # every completion goes on from a beginning of some text, and ends
     beginnings = {tuple(text[:n]) for text in texts for n in (1, 2, 3)}
     completions = list(zip(rows[:-20], prompts[:-20].tolist(), strict=True))
     assert completions and all(row[-1] == EOS and tuple(row[:n]) in beginnings for row, n in completions)
-
-
-def test_ends_and_whole_bundles_are_of_completions_alone(written):
-    """With --ends 1 and --whole 1 a completion's masks reach to the end of their block, and all of them are its bundle;
-    those of the text itself have gaps, and bundles that leave masks out.
-    """
-    corpus = read_corpus(written[1], 8, 0, 8, 0)
-    rows = corpus.rows["train"]
-    x, real, given = rows.batch(0, len(rows))
-    as_asked = rows.as_asked(0, len(rows))
-    draws = [generator("rows", r) for r in range(len(rows))]
-    batch = Batch(x, real, real & ~given, META.plain(), draws, as_asked)
-    z, _ = corrupt(x, batch.free, Corruption("mask", 8, MASK, META.plain(), ends=1.0), draws, as_asked=as_asked)
-    masked = z == MASK
-    bundle = bundle_of(tiny_model(), batch, masked, Namespace(s_max=2, whole=1.0))
-
-    gap = (masked[:, :-1] & batch.free[:, 1:] & ~masked[:, 1:]).any(-1)
-    partly = (bundle != masked).any(-1)
-    assert not (gap | partly)[as_asked[:, 0]].any()
-    assert gap[~as_asked[:, 0]].any() and partly[~as_asked[:, 0]].any()

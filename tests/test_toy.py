@@ -10,7 +10,7 @@ from common import ROOT, caller, coherent, refused
 import toy
 from lib.rows import read_corpus
 from lib.util import Mistake
-from toy import Toy, kl, likeliest, make, product_table
+from toy import Toy, argmax_table, kl, make, product_table
 
 # R rows, N contexts, S support tuples, m answer positions, V symbols
 
@@ -145,7 +145,7 @@ def test_products_and_distances_of_uneven_contexts():
 
 def test_the_likeliest_share_a_split_tie():
     p = torch.tensor([[0.2, 0.4 - 1e-16, 0.4], [0.3, 0.2, 0.5]], dtype=torch.float64)
-    assert likeliest(p).tolist() == [[0, 0.5, 0.5], [0, 0, 1]]
+    assert argmax_table(p).tolist() == [[0, 0.5, 0.5], [0, 0, 1]]
 
 
 def test_log_prob():

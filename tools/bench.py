@@ -22,12 +22,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from cache import Cached, Output, Uncached
+from cache import Cached, Uncached
 from checkpoint import PRESETS, load_model, new_model
-from evaluate import draw_names, forwards, name_rows, names_tokenizer
+from decoding import Decoding, Output, Step
+from evaluate import forwards, name_rows, names_tokenizer
+from lib.names import draw_names
 from lib.util import Parser, command, generator, print_table, printable, progress
 from model import Config, Model
-from sample import Decoding, Step, denoise, generate
+from sample import denoise, generate
 
 # R rows, B block_length
 
@@ -78,9 +80,9 @@ def prompt(n: int, row: int = 0) -> list[int]:
 # --- the cache
 def one_step(engine: Cached | Uncached, R: int) -> Callable[[], Step]:
     """One decoding step of R rows in the middle of a block: half of it written, half masks, no prompt."""
-    B = engine.cfg.block_length
+    B = engine.model.cfg.block_length
     z = torch.tensor([prompt(B, 1)] * R)
-    z[:, B // 2 :] = engine.cfg.mask_id
+    z[:, B // 2 :] = engine.model.cfg.mask_id
     given = torch.zeros_like(z, dtype=torch.bool)
     u = torch.zeros(R, 2, B)
     return partial(denoise, engine, z, given, u, ONE_BY_ONE)

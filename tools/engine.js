@@ -3,14 +3,15 @@
 //
 //   const h = prefix(model, z, ctx);                               // first L - n layers, shared by both stages
 //   const a = logits(model, lastN(model, h, ctx));                 // Stage A: factorised
-//   const states = coordinate(model, h, bundle, ctx, K, tokens);   // Stage B: marked, the last n layers again
-//   logitsB(model, states, a);
+//   logits(model, coordinate(model, h, bundle, ctx, K));           // Stage B: marked, the last n layers again
+//
+// Causal Stage B has functions of its own: causalCoordinate, causalLogits, causalDenoise.
 //
 // States are rows: an array with one Float32Array of C numbers for each of the T positions of the current block.
 // Finished blocks are keys and values in ctx.past: no block attends to a later one, so they never change.
-// A model is {cfg: a Config, tensors: name -> Float32Array, marked: the tensors of Stage B's pass, adds: as in
-// model.py, tokenizer: {bytes: each token's, as letters, ranks: the same the other way round, special, pieces, and
-// two patterns, words and names of special tokens}}.
+// A model is {cfg: a Config, tensors: name -> Float32Array, stage_b: "paper" or "causal", copy: of a causal one the
+// tensors of Stage B's pass, tokenizer: {bytes: each token's, as letters, ranks: the same the other way round, special,
+// pieces, and two patterns, words and names of special tokens}}.
 //
 // T positions of the block, C channels (n_embd), H query heads, G key and value heads, D head dim, V vocabulary
 const MAX_STEPS = 1024; // forwards in one block
@@ -205,21 +206,23 @@ function run(model, rows, ctx, first, end) {
 
 // --- an adapter
 
-// The base with it: LoRA, which is added to its matrix, or a tensor that replaces the base's. `layers_b.J` is Stage B's
-// own copy of layer L - n + J, and Stage A stays the base; what is learned in `layers.I` is of both stages.
-function adapted(base, {cfg, lora_r, adds, tensors: learned}) {
-  const tensors = {...base.tensors};
-  const marked = {...base.tensors};
-  for (const [name, tensor] of Object.entries(learned)) {
-    if (name.endsWith("lora_B")) continue;
-    const inLayers = name.replace(/^layers_b\.(\d+)/, (_, j) => `layers.${cfg.n_layer - cfg.n_last + Number(j)}`);
-    const target = inLayers.replace("lora_A", "weight");
-    const isLora = name.endsWith("lora_A");
+// The base with what an adapter has learned: LoRA, which is added to its matrix, the markers, Show; and `layers_b.J`,
+// causal Stage B's own copy of layer L - n + J, beside which Stage A stays the base.
+function adapted(base, {cfg, lora_r, stage_b, tensors: learned}) {
+  const tensors = {...base.tensors, ...learned};
+  for (const name of Object.keys(learned).filter((name) => name.endsWith("lora_A"))) {
+    const target = name.replace("lora_A", "weight");
     const B = learned[name.replace("lora_A", "lora_B")];
-    marked[target] = isLora ? withLora(base.tensors[target], tensor, B, lora_r) : tensor;
-    if (name === inLayers) tensors[target] = marked[target];
+    tensors[target] = withLora(base.tensors[target], learned[name], B, lora_r);
   }
-  return {...base, cfg, adds, tensors, marked};
+
+  // the copy by the names of the layers that it is a copy of
+  const copy = {...tensors};
+  for (const name of Object.keys(tensors).filter((name) => name.startsWith("layers_b."))) {
+    const layer = (_, j) => `layers.${cfg.n_layer - cfg.n_last + Number(j)}`;
+    copy[name.replace(/^layers_b\.(\d+)/, layer)] = tensors[name];
+  }
+  return {...base, cfg, stage_b, tensors, copy};
 }
 
 // W + 2 B A. W (out, in), A (r, in), B (out, r).
@@ -254,30 +257,40 @@ function logits(model, h) {
   return linear(norm(model, "norm_f", h), model.tensors["lm_head.weight"]);
 }
 
-// The Head on Stage B's states; a copy's logits are what it adds to Stage A's log-probabilities.
-function logitsB(model, h, logitsA) {
-  const found = logits(model, h);
-  if (!model.adds) return found;
+// h + 1_S * mark; what the mark of a state is, markOf(state, position) says.
+function marked(h, bundle, markOf) {
+  return h.map((row, t) => {
+    if (!bundle.includes(t)) return row;
+    const mark = markOf(row, t);
+    return row.map((value, c) => value + mark[c]);
+  });
+}
+
+// Eq. 4: K times h <- LastN(h + 1_S * marker).
+function coordinate(model, h, bundle, ctx, n_rounds) {
+  for (let round = 0; round < n_rounds; round++) {
+    const marker = model.tensors.markers.subarray(round * h[0].length, (round + 1) * h[0].length);
+    h = lastN(model, marked(h, bundle, () => marker), {...ctx, round});
+  }
+  return h;
+}
+
+// --- causal Stage B
+
+// One look. `tokens`: in the bundle what is written there, as far as it is known, and elsewhere what the block shows.
+function causalCoordinate(model, h, bundle, ctx, tokens) {
+  const states = marked(h, bundle, (row, t) => shown(model, row, tokenBefore(tokens, bundle, t, ctx)));
+  return lastN({...model, tensors: model.copy}, states, {...ctx, bundle});
+}
+
+// log p_A plus what Stage B adds.
+function causalLogits(model, h, logitsA) {
   const logP = logitsA.map((row) => {
     const highest = row.reduce((a, b) => Math.max(a, b));
     const total = row.reduce((sum, value) => sum + Math.exp(value - highest), 0);
     return row.map((value) => value - highest - Math.log(total));
   });
-  return add(found, logP);
-}
-
-// Eq. 4: K times h <- LastN(h + 1_S * marker), with the weights of Stage B. Causal Stage B also reads `tokens`: in the
-// bundle what is written there, as far as it is known, and elsewhere what the block shows.
-function coordinate(model, h, bundle, ctx, n_rounds, tokens) {
-  const stageB = {...model, tensors: model.marked};
-  const {causal} = model.cfg;
-  for (let round = 0; round < n_rounds; round++) {
-    const marker = model.marked.markers.subarray(round * h[0].length, (round + 1) * h[0].length);
-    const marks = h.map((row, t) => (causal ? shown(model, row, marker, tokenBefore(tokens, bundle, t, ctx)) : marker));
-    const marked = h.map((row, t) => (bundle.includes(t) ? row.map((value, c) => value + marks[t][c]) : row));
-    h = lastN(stageB, marked, {...ctx, round, bundle: causal ? bundle : undefined});
-  }
-  return h;
+  return add(logits(model, h), logP);
 }
 
 // What position t is shown: the last token of the bundle before it, or, where there is none, the token before it.
@@ -286,13 +299,13 @@ function tokenBefore(tokens, bundle, t, ctx) {
   return last < 0 ? ctx.last : tokens[last];
 }
 
-// rms(h) * (marker + Show(the token before)): what causal Stage B adds to a state h of its bundle.
-function shown(model, h, marker, token) {
+// rms(h) * (marker + Show(the token before)): what is added to a state h of the bundle.
+function shown(model, h, token) {
   const C = h.length;
   const embedded = model.tensors["wte.weight"].slice(token * C, (token + 1) * C);
-  const [show] = linear([rmsNorm(embedded, new Float32Array(C).fill(1), 2 ** -23)], model.marked.show);
+  const [show] = linear([rmsNorm(embedded, new Float32Array(C).fill(1), 2 ** -23)], model.tensors.show);
   const rms = Math.sqrt(h.reduce((sum, value) => sum + value * value, 0) / C);
-  return marker.map((value, c) => rms * (value + show[c]));
+  return model.tensors.markers.map((value, c) => rms * (value + show[c]));
 }
 
 // --- decoding
@@ -315,11 +328,20 @@ function candidates(logits) {
   return {token, conf: logits.map((row, t) => softmax(row)[token[t]])};
 }
 
-// The masks that pass tau_m2t, or the surest one where none does -> positions in the block.
-function selectBundle(conf, masked, {tau_m2t}) {
+// The leftmost masks whose probabilities have a product above tau_joint, and at least one -> positions in the block.
+function fromTheLeft(conf, masked, {tau_joint}) {
+  let run = 0;
+  return masked.filter((t, i) => (run += Math.log(conf[t])) > Math.log(tau_joint) || i === 0);
+}
+
+// The masks that pass tau_m2t, or the surest one where none does.
+function byConfidence(conf, masked, {tau_m2t}) {
   const passing = masked.filter((t) => conf[t] > tau_m2t);
-  const surest = largest(masked.map((t) => conf[t]), 1).map((i) => masked[i]);
-  return passing.length > 0 ? passing : surest;
+  if (passing.length > 0) return passing;
+
+  // of those that rounding alone can tell apart the leftmost
+  const best = Math.max(...masked.map((t) => conf[t]));
+  return masked.filter((t) => conf[t] >= best - 1e-5 * best * (1 - best) - 2e-7).slice(0, 1);
 }
 
 const masksOf = (model, z) => [...z.keys()].filter((t) => z[t] === model.cfg.mask_id);
@@ -334,13 +356,13 @@ function denoise(model, z, ctx, d, given) {
   const h = prefix(model, z, ctx);
   const logitsA = logits(model, lastN(model, h, ctx));
   const {token: token_a, conf: conf_a} = candidates(logitsA);
-  const bundle = selectBundle(conf_a, masked, d);
+  const select = d.tau_joint === null ? byConfidence : fromTheLeft;
+  const bundle = select(conf_a, masked, d);
 
   // Stage B looks again, at the bundle
   let [token, conf, partial] = [token_a, conf_a, 0];
   if (d.n_rounds > 0 && bundle.length > 0) {
-    const read = z.map((id, t) => (bundle.includes(t) ? token_a[t] : id));
-    ({token, conf} = candidates(logitsB(model, coordinate(model, h, bundle, ctx, d.n_rounds, read), logitsA)));
+    ({token, conf} = candidates(logits(model, coordinate(model, h, bundle, ctx, d.n_rounds))));
     partial = d.n_rounds;
   }
 
@@ -353,8 +375,8 @@ function denoise(model, z, ctx, d, given) {
 
 // Causal Stage B's step: all masks are its bundle. It looks until every token has read final ones, and writes the
 // longest run from the left whose probabilities have a product above tau_joint, and at least one token. looks: after
-// each one the block's tokens, their probabilities, and which are final. With Stage B off they are Stage A's.
-function longestRun(model, z, ctx, d) {
+// each one the block's tokens, their probabilities, and which are final.
+function causalDenoise(model, z, ctx, d) {
   const masked = masksOf(model, z);
   const gate = Math.log(d.tau_joint);
   const sum = (conf, places) => places.reduce((total, t) => total + Math.log(conf[t]), 0);
@@ -364,14 +386,13 @@ function longestRun(model, z, ctx, d) {
   const logitsA = logits(model, lastN(model, h, ctx));
   const {token: token_a, conf: conf_a} = candidates(logitsA);
   const drafts = z.map((id, t) => (masked.includes(t) ? token_a[t] : id));
-  let now = {token: drafts, conf: conf_a, final: z.map((_, t) => !masked.includes(t) || d.n_rounds === 0)};
+  let now = {token: drafts, conf: conf_a, final: z.map((_, t) => !masked.includes(t))};
 
   // look until all is final, or what is final falls below the gate
   const looks = [];
   const isFinal = (t) => now.final[t];
   while (!now.final.every(Boolean) && (!looks.length || sum(now.conf, masked.filter(isFinal)) > gate)) {
-    const states = coordinate(model, h, masked, ctx, d.n_rounds, now.token);
-    const found = candidates(logitsB(model, states, logitsA));
+    const found = candidates(causalLogits(model, causalCoordinate(model, h, masked, ctx, now.token), logitsA));
     const token = z.map((_, t) => (isFinal(t) ? now : found).token[t]);
     const conf = z.map((_, t) => (isFinal(t) ? now : found).conf[t]);
 
@@ -386,8 +407,7 @@ function longestRun(model, z, ctx, d) {
   const surer = (t, i) => isFinal(t) && sum(conf, masked.slice(0, i + 1)) > gate;
   const bundle = masked.filter((t, i) => i === 0 || surer(t, i));
   const after = z.map((id, t) => (bundle.includes(t) ? token[t] : id));
-  const partial = d.n_rounds * looks.length;
-  return {before: z, after, bundle, edited: [], token, conf, token_a, conf_a, partial, looks};
+  return {before: z, after, bundle, edited: [], token, conf, token_a, conf_a, partial: looks.length, looks};
 }
 
 // A finished block leaves its keys and values in every round (there it is unmarked), and the next one stands behind it.
@@ -406,7 +426,7 @@ function finishBlock(model, z, ctx, n_rounds) {
 function generateOne(model, prompt, d) {
   const {block_length: B, mask_id, eos_id} = model.cfg;
   const end = prompt.length + d.gen_length;
-  const step = d.tau_joint === null ? denoise : longestRun;
+  const step = model.stage_b === "causal" && d.n_rounds > 0 ? causalDenoise : denoise;
   const ctx = newContext(model);
   const nfe = {full: 0, partial: 0, refresh: 0};
   const steps = [];

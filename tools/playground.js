@@ -31,10 +31,10 @@ async function readModels() {
   const named = (sizes) => Object.fromEntries(Object.entries(sizes).map(([name, size]) => [name, read(size)]));
   const [first, ...adapters] = data.models.map((model) => ({...model, tensors: named(model.sizes)}));
 
-  const {cfg, tensors} = first;
+  const {cfg} = first;
   const ranks = new Map(data.tokenizer.bytes.map((letters, id) => [letters, id]));
   Object.assign(data.tokenizer.pieces, {[cfg.eos_id]: "∎", [cfg.mask_id]: "▒"});
-  base = {cfg, tensors, marked: tensors, adds: false, tokenizer: {...data.tokenizer, ranks}};
+  base = adapted({tokenizer: {...data.tokenizer, ranks}}, first);
   return [base, ...adapters.map((adapter) => adapted(base, adapter))];
 }
 
@@ -47,8 +47,7 @@ async function readNames() {
 // The character of exactly this name, or that there is none, as sample.py says it.
 function verdict(name) {
   if (!known) return null;
-  const upper = /\p{Lu}/u.test(name) && name === name.toUpperCase();
-  if (!known.has(name)) return `(no such character${upper ? "" : "; names are in upper case"})`;
+  if (!known.has(name)) return "(no such character)";
   const code = known.get(name);
   return `${String.fromCodePoint(code)} (U+${code.toString(16).toUpperCase().padStart(4, "0")})`;
 }
@@ -165,12 +164,14 @@ function answersAt(decoder, t, b, at) {
   const stageA = logits(model, lastN(model, h, ctx));
   const a = softmax(stageA[here]);
   if (!n_rounds) return {a};
-  const picked = selectBundle(candidates(stageA).conf, masked, gates());
-  const {causal} = model.cfg;
-  const bundle = masked.filter((i) => causal || picked.includes(i) || i === here);
-  const tokens = causal ? longestRun(model, z, ctx, {n_rounds, tau_joint: 0}).token : z;
-  const states = coordinate(model, h, bundle, ctx, n_rounds, tokens);
-  return {a, b: softmax(logitsB(model, states, stageA)[here])};
+  if (model.stage_b === "causal") {
+    const {token} = causalDenoise(model, z, ctx, {tau_joint: 0});
+    const states = causalCoordinate(model, h, masked, ctx, token);
+    return {a, b: softmax(causalLogits(model, states, stageA)[here])};
+  }
+  const picked = byConfidence(candidates(stageA).conf, masked, gates());
+  const bundle = masked.filter((i) => picked.includes(i) || i === here);
+  return {a, b: softmax(logits(model, coordinate(model, h, bundle, ctx, n_rounds))[here])};
 }
 
 // What the viewer's panel shows of a token that looks like v, below what happened to it.
@@ -184,7 +185,7 @@ function whatElse(panel, t, b, at, v) {
   const lists = make(panel, "div", "lists");
   const write = (token) => writeByHand(run, at, token);
   list(lists, "Stage A", "this position by itself", answers.a, write);
-  const sees = decoders[run].model.cfg.causal ? "after the tokens before it" : "with the rest of the bundle";
+  const sees = decoders[run].model.stage_b === "causal" ? "after the tokens before it" : "with the rest of the bundle";
   if (answers.b) list(lists, "Stage B", sees, answers.b, write);
 }
 

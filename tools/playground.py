@@ -23,8 +23,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import about_adapter, base_of, is_int8, judge_of, load_model
-from evaluate import draw_names
+from causal import CausalModel
+from checkpoint import about_adapter, base_of, is_int8, judge_of, load_model, stage_b_of
+from lib.names import draw_names
 from lib.tokenizer import GPT2, WORDS, Tokenizer, load_tokenizer
 from lib.util import Parser, command, fail, printable, replace_file
 from model import Model
@@ -34,11 +35,10 @@ HERE = Path(__file__).parent
 SCRIPTS = ("engine.js", "viewer.js", "playground.js")
 SHIPPED = [Path("assets/names/paper"), Path("assets/names/causal")]
 BEGINNINGS = 100  # held-out names to complete
-PROMPT = "CANADIAN"  # the first held-out beginning of which causal Stage B alone makes a name, mending its draft
 
-# the gates as the page opens, its prompt, and how many tokens it lets a model write
-GATES = dict(tau_m2t=0.0, tau_t2t=0.0, tau_joint=0.5)
-OF_NAMES = dict(prompt=PROMPT, gen_length=32)
+# the gates as the page opens, the paper's and causal Stage B's; its prompt, and how many tokens it lets a model write
+GATES = dict(tau_m2t=0.7, tau_t2t=0.0, tau_joint=0.5)
+OF_NAMES = dict(gen_length=32)
 OF_TEXT = dict(prompt="import ", gen_length=64, names=None, beginnings=[])
 
 # --- the decoders. Of a gate the page's slider, by name, or a number; in_table: the experiment counts it
@@ -61,16 +61,15 @@ ON = "The same masks are marked, and read once more by Stage B."
 CAUSAL = "Stage A drafts (A); a look (1, 2 ...) of Stage B reads the drafts on the left; ✓ is final."
 
 
-def with_stage_b(model: Model, alpha: float) -> list[dict]:
+def with_stage_b(model: Model) -> list[dict]:
     """What the page shows of a model that has a Stage B; of any other nothing."""
     if not model.markers.any():
         return []
     on = dict(n_rounds=model.cfg.n_rounds)
-    if model.cfg.causal:
+    if isinstance(model, CausalModel):
         return [BY_RUNS | on | dict(name="causal Stage B", about=CAUSAL)]
-    whose = f"alpha {alpha:g}" if alpha else "paper"
-    off = BY_GATES | dict(name=f"{whose}, Stage B off", about=OFF)
-    return [off, off | on | dict(name=f"{whose}, Stage B on", about=ON)]
+    off = BY_GATES | dict(name="paper, Stage B off", about=OFF)
+    return [off, off | on | dict(name="paper, Stage B on", about=ON)]
 
 
 # --- what the page holds
@@ -130,11 +129,11 @@ def page_data(folders: list[Path]) -> dict:
         about = about_adapter(folder)
         own = model.learned() if about else model.state_dict()
         sizes = {name: tensor.numel() for name, tensor in own.items()}
-        kind = {"lora_r": about.get("lora_r"), "adds": model.adds}
+        kind = {"lora_r": about.get("lora_r"), "stage_b": stage_b_of(folder)}
         about_models.append({"cfg": asdict(model.cfg), "sizes": sizes} | kind)
         tensors += own.values()
         if folder in folders:
-            decoders += [decoder | dict(number=number) for decoder in with_stage_b(model, about.get("alpha", 0))]
+            decoders += [decoder | dict(number=number) for decoder in with_stage_b(model)]
 
     data = {
         "models": about_models,
@@ -148,7 +147,8 @@ def page_data(folders: list[Path]) -> dict:
 
     # held-out names, and every name that Python knows, for the judge
     beginnings = list(draw_names(BEGINNINGS, "held out", tokenizer).values())
-    return data | OF_NAMES | dict(names=names_data(), beginnings=beginnings)
+    first = tokenizer.decode(beginnings[0])
+    return data | OF_NAMES | dict(prompt=first, names=names_data(), beginnings=beginnings)
 
 
 def check_page_can_run(base: Path, model: Model, tokenizer: Tokenizer | None) -> None:

@@ -10,10 +10,9 @@ import shutil
 import sys
 import time
 
-from cache import Row
+from decoding import Row, Step
 from lib.tokenizer import Tokenizer
 from lib.util import MASK, code_point
-from sample import Step
 
 # R rows, B positions of a block
 

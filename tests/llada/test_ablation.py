@@ -8,12 +8,14 @@ import torch
 import torch.nn.functional as F
 from common import caller, names_folder, prompt, random_adapter, tiny_model
 
-from evaluate import complete, draw_names
+from decoding import Decoding
+from evaluate import complete
+from lib.names import draw_names
 from lib.rows import read_meta, write_meta
 from lib.tokenizer import load_tokenizer
 from llada import ablation
-from llada.ablation import COCOMMIT, MECHANISM, decoder_of, least_entropic, without_marker
-from sample import Decoding, denoise, generate
+from llada.ablation import COCOMMIT, MECHANISM, decoder_of, without_marker
+from sample import by_entropy, denoise, generate
 
 
 def test_without_marker_stage_b_writes_what_stage_a_would():
@@ -28,9 +30,8 @@ def test_without_marker_stage_b_writes_what_stage_a_would():
 def one_step(a: torch.Tensor, z: list[int], row: str):
     """Five positions of ten tokens, id 9 is the mask: Stage A has the logits a (5, 10), Stage B is sure of token 5."""
     b = surely(5)[None]
-    head = dict(logits=lambda states: states, logits_b=lambda states, logits_a: states)
-    model = SimpleNamespace(cfg=SimpleNamespace(mask_id=9), **head)
-    engine = SimpleNamespace(model=model, stage_a=lambda z: (a[None], a[None]), stage_b=lambda h, bundle, *read: b)
+    model = SimpleNamespace(cfg=SimpleNamespace(mask_id=9), logits=lambda states: states)
+    engine = SimpleNamespace(model=model, stage_a=lambda z: (a[None], a[None]), stage_b=lambda h, bundle: b)
     d, step = decoder_of(row, 1)
     return step(engine, torch.tensor([z]), torch.zeros(1, 5, dtype=torch.bool), torch.zeros(1, 2, 5), d)
 
@@ -66,7 +67,7 @@ def test_selection_by_entropy_by_hand():
     done = one_step(torch.tensor(rows).log(), [9, 9, 9, 9, 0], "entropy selection, same size")
     assert done.bundle.tolist() == [[True, False, True, False, False]]
     assert done.after.tolist() == [[5, 9, 5, 9, 5]]
-    assert decoder_of("entropy selection, same size", 1)[1] is least_entropic
+    assert decoder_of("entropy selection, same size", 1)[1].keywords == dict(select=by_entropy)
 
 
 def test_every_row_differs_from_the_released_quality_setting_as_the_paper_says():
@@ -81,7 +82,7 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     base = names_folder(tmp_path / "base", n_layer=2, n_last=1)
     adapter = tmp_path / "adapter"
     model = random_adapter(adapter, base)
-    monkeypatch.setattr(ablation, "NAMES", Decoding(gen_length=8))
+    monkeypatch.setattr(ablation, "NAME_DECODING", Decoding(gen_length=8))
     call = caller(ablation, monkeypatch, capsys)
     lines = call("--ckpt", adapter, "--device", "cpu", "--prompts", 2).splitlines()
     assert [line.split("  ")[0] for line in lines[1:-1]] == list(MECHANISM)
@@ -95,7 +96,7 @@ def test_the_table(tmp_path, monkeypatch, capsys):
 
     # the rows are an adapter's, and the paper's, of names and read by a tokenizer
     assert "is no adapter" in call.fails("--ckpt", base)
-    random_adapter(tmp_path / "causal", base, causal=True)
+    random_adapter(tmp_path / "causal", base, "causal", n_rounds=1)
     assert "causal Stage B is no row" in call.fails("--ckpt", tmp_path / "causal")
     (base / "tokenizer.json").rename(tmp_path / "tokenizer.json")
     assert "has no tokenizer.json" in call.fails("--ckpt", adapter)

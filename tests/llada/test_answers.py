@@ -105,6 +105,8 @@ def test_letters(output, letter):
     ("Answer: ale", [("ale", "rum")], "ale", 0, 0.5),  # one of two paired
     ("Answer: ale, rum, gin", [("ale", "rum")], "ale, rum, gin", 0, 0.67),  # 2 of 3
     ("Answer: rum", [("rum", "rum")], "rum", 0, 0.5),  # the same set, but not as many
+    ("Answer: 1e" + "9" * 400, [("3",)], "1e" + "9" * 400, 0, 0.0),  # infinite
+    ("Answer: " + "9" * 400 + "x", [("3",)], "9" * 400 + "x", 0, 0.0),
     ("", [("13",)], None, 0, 0.0),
 ])  # fmt: skip
 def test_drop(output, gold, extracted, em, f1):
@@ -134,6 +136,7 @@ BLOCKS = {
     "unclosed and cut": ("~~~python\ndef F(x):\n    retu", "def F(x):\n    retu"),
     "windows line ends": ("~~~python\r\ndef F(x):\r\n    return x\r\n~~~", BODY),
     "in a list": ("1. First\n   ~~~python\n   def F(x):\n       return x\n   ~~~", BODY),
+    "an indented fence, its code not": ("  ~~~python\ndef F(x):\n  return x\n  ~~~", "def F(x):\n  return x\n"),
     "two answers: the first": (f"~~~python\n{BODY}~~~\nor\n~~~python\ndef F(x): return 0\n~~~", BODY),
     "usage before": (f"~~~python\nprint(F(1))\n~~~\n~~~python\n{BODY}~~~", BODY),
     "a longer name is another name": (f"~~~python\ndef F2(x): return 0\n~~~\n~~~python\n{BODY}~~~", BODY),
@@ -147,10 +150,11 @@ BLOCKS = {
     "one that does not parse, then an answer": (f"~~~python\ndef F(x):\n  ret urn x\n~~~\n~~~python\n{BODY}~~~", BODY),
     "the question again, and no answer": ('~~~python\ndef F(x):\n    """Same."""\n~~~', 'def F(x):\n    """Same."""\n'),
     "no fence, and no end": ("x = 1\n" * 4000, "x = 1\n" * 300),
+    "a line without end": (f"~~~python\n{BODY}x = {'1 + ' * 4000}1\n~~~", BODY),
     "a fence in a docstring": (f"~~~python\n{DOCUMENTED}~~~\nDone.", DOCUMENTED),
     "a fence in a docstring, in a list": ("1. a\n   ~~~python\n" + indented(DOCUMENTED) + "   ~~~\nDone.", DOCUMENTED),
     "three blanks before the closing fence": (f"~~~python\n{BODY}   ~~~\nDone.", BODY),
-    "numbers that Python does not read": (f"~~~python\n{BODY}x = {'9' * 5000}\n~~~", f"{BODY}x = {'9' * 5000}\n"),
+    "a number that Python does not read": (f"~~~python\n{BODY}x = {'9' * 5000}\n~~~", BODY),
 }
 
 
@@ -191,6 +195,7 @@ LOOPS = [
     "b " * 32_000,
     "a, " * 21_000,
     " and x" * 10_000,
+    "Answer: " + "; ".join(f"{letter} {i}" for i in range(70) for letter in "abcdefghij"),
     "x" + " " * 64_000 + "^2",
     r"\boxed{" * 9000,
     r"\boxed{" + "{" * 32_000 + "}" * 32_000 + "}",

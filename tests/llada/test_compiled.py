@@ -13,10 +13,11 @@ from torch._dynamo import config as dynamo
 import sample
 from cache import Cached
 from checkpoint import save_model
+from decoding import Decoding
 from lib.util import generator
 from llada import compiled
 from model import Model
-from sample import Decoding, generate
+from sample import generate
 
 # up to 64 tokens at a time are few, which 6 rows of 8 are and 9 rows are not
 CASES = dict(block_length=8, n_expert=16, n_active=2)
@@ -31,10 +32,10 @@ def graphs(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda f, options, **how: compile(f, backend="eager", **how))
 
 
-def both(stage_b: str, **overrides) -> tuple[Model, Model]:
-    """A model with adapters that change something, and the same one compiled."""
+def both(**overrides) -> tuple[Model, Model]:
+    """A model with an adapter that changes something, and the same one compiled."""
     plain = tiny_model(**CASES, **overrides)
-    random_lora(plain, stage_b)
+    random_lora(plain)
     changed = copy.deepcopy(plain)
     compiled.compile_steps(changed)
     return plain, changed
@@ -52,7 +53,7 @@ def test_how_many_graphs(graphs):
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters["stats"]
     before = counters["unique_graphs"]
-    _, model = both("shared")
+    _, model = both()
     compiled.compile_for_one_row(model)
     assert counters["unique_graphs"] == before + 2
     for rows, gen_length, more in ((1, 41, 0), (3, 9, 1), (6, 41, 1), (1, 9, 1)):
@@ -61,32 +62,30 @@ def test_how_many_graphs(graphs):
     assert dynamo.recompile_limit == limit
 
 
-@pytest.mark.parametrize("stage_b, causal", [("lora", False), ("copy", True)])
+@pytest.mark.parametrize("stage_b, n_rounds", [("paper", 2), ("causal", 1)])
 @torch.inference_mode()
-def test_logits(stage_b, causal, graphs):
-    """Both stages, two rounds, layers with LoRA and without, behind contexts of one and of two lengths; and of nine
-    rows, whose 72 tokens of 2 choices are more than 8 for each of 16 experts, which run as they are. So does causal
-    Stage B, and a pass over some of the rows."""
-    plain, changed = both(stage_b, causal=causal)
+def test_logits(stage_b, n_rounds, graphs):
+    """Both stages and all rounds, behind contexts of one length and of two; and of nine rows, whose 72 tokens of 2
+    choices are more than 8 for each of 16 experts, which run as they are. So does causal Stage B."""
+    plain, changed = both(stage_b=stage_b, n_rounds=n_rounds)
     for lengths in ([16], [40, 8], [8] * 9):
         starts = [random_ids(1, n, seed=n)[0].tolist() for n in lengths]
         z = random_ids(len(lengths), 8)
         bundle = torch.rand(z.shape, generator=generator("bundle")) < 0.5
         found = []
         for model in (plain, changed):
-            engine = Cached(model, starts, 2)
+            engine = Cached(model, starts, n_rounds)
             h, a = engine.stage_a(z)
-            b = engine.stage_b(h, bundle, z)
-            last_row = engine.stage_b(h, bundle, z, torch.tensor([len(lengths) - 1]))
+            b = engine.stage_b(h, bundle, *([z] if stage_b == "causal" else []))
             engine.close(list(range(len(lengths))), z, True)
-            found.append([model.logits(states) for states in (a, b, last_row, engine.stage_a(z)[1])])
+            found.append([model.logits(states) for states in (a, b, engine.stage_a(z)[1])])
         torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(not (shutil.which("g++") and HEADERS.exists()), reason="no g++, or no headers of Python")
 def test_generated_code_writes_the_same_tokens():
     """Two rows behind contexts of one block and of two, a token a step: so one graph serves them from first to last."""
-    plain, changed = both("shared")
+    plain, changed = both()
     d = Decoding(gen_length=13, tau_m2t=1.0, tau_t2t=None, n_rounds=1, eos_early_stop=False)
     starts = [random_ids(1, n, seed=n)[0].tolist() for n in (11, 19)]
     with dynamo.patch(assume_static_by_default=False):

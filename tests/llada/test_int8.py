@@ -13,11 +13,12 @@ import lib.int8
 import train
 from checkpoint import is_int8, load_model, read_tensors, save_model, save_tensors, weight_files
 from convert_weights import survey
+from decoding import Decoding
 from lib.int8 import KERNEL_WIDTH, kernel_takes, multiply, quantise
 from lib.util import Mistake, generator, read_json, write_json
 from llada import export, int8
 from model import Linear, Model
-from sample import Decoding, generate
+from sample import generate
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +85,10 @@ def test_products_are_those_of_the_floats(rows, columns, shift, monkeypatch):
 
 
 # --- the model
-@pytest.mark.parametrize("tied, stage_b, causal", [(0, "shared", False), (1, "lora", False), (0, "lora", True)])
-def test_the_model_is_that_of_the_floats(tied, stage_b, causal, tmp_path):
-    """Logits of both stages, and the gradients of what learns; also where Stage B alone learns."""
-    original = tiny_model(tied=bool(tied), qkv_bias=True, proj_bias=True, causal=causal)
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_model_is_that_of_the_floats(tied, tmp_path):
+    """Logits of both stages, and the gradients of what learns."""
+    original = tiny_model(tied=tied, qkv_bias=True, proj_bias=True)
     save_model(original, tmp_path / "ours")
     int8.convert(tmp_path / "ours", tmp_path / "int8")
     small = load_model(tmp_path / "int8", "cpu", torch.float32)
@@ -100,21 +101,17 @@ def test_the_model_is_that_of_the_floats(tied, stage_b, causal, tmp_path):
     bundle = torch.arange(24).expand(2, 24) % 3 == 0
     found = []
     for model in (small, plain):
-        random_lora(model, stage_b)
+        random_lora(model)
         ctx = model.context(torch.ones_like(ids, dtype=torch.bool))
         h = model.prefix(ids, ctx)
         a = model.logits(model.last_n(h, ctx))
-        b = model.logits(model.coordinate(h, bundle, ctx, 2, ids))
+        b = model.logits(model.coordinate(h, bundle, ctx, 2))
         (a.log_softmax(-1)[..., 0].sum() + b.log_softmax(-1)[..., 1].sum()).backward()
         found.append((a, b, {name: p.grad for name, p in model.learned().items()}))
     (a, b, gradients), (plain_a, plain_b, plain_gradients) = found
     torch.testing.assert_close((a, b), (plain_a, plain_b), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(gradients, plain_gradients, rtol=1e-3, atol=1e-4)
     assert all(grad.abs().max() > 0 for grad in gradients.values())
-
-    # Stage B's own layers have the same integers, not others
-    for own, of_stage_a in zip(small.layers_b or [], small.layers[-2:], strict=bool(small.layers_b)):
-        assert own.mlp.gate_up is of_stage_a.mlp.gate_up and own.attn.qkv.weight is of_stage_a.attn.qkv.weight
 
 
 def test_an_adapter_of_the_original_fits(golden, experts, tmp_path):
@@ -135,7 +132,7 @@ def test_an_adapter_of_the_original_fits(golden, experts, tmp_path):
     assert output.nfe["partial"] > 0
 
 
-def test_stage_b_alone_learns_on_it(tmp_path, monkeypatch, capsys):
+def test_lora_learns_on_it(tmp_path, monkeypatch, capsys):
     """From the command line: trained, saved and loaded."""
     rows = byte_rows(tmp_path / "rows")
     save_model(byte_model(), tmp_path / "ours")
@@ -143,11 +140,11 @@ def test_stage_b_alone_learns_on_it(tmp_path, monkeypatch, capsys):
     int8.convert(tmp_path / "ours", tmp_path / "int8")
     run = ["--data", rows, "--init_from", tmp_path / "int8", "--batch_size", 4, "--max_iters", 2, "--device", "cpu"]
     call = caller(train, monkeypatch, capsys)
-    for flags in (["--stage_b", "copy"], ["--lora_r", 0]):
+    for flags in (["--stage_b", "causal", "--n_rounds", 1], ["--lora_r", 0]):
         assert "is int8" in call.fails(*run, *flags, "--out_dir", tmp_path / "none")
-    call(*run, "--stage_b", "lora", "--learning_rate", 0.01, "--out_dir", tmp_path / "out")
+    call(*run, "--learning_rate", 0.01, "--out_dir", tmp_path / "out")
     learned = load_model(tmp_path / "out", "cpu", torch.float32).learned()
-    assert "layers_b.0.attn.qkv.lora_B" in learned and all(p.any() for p in learned.values())
+    assert "layers.0.attn.qkv.lora_B" in learned and all(p.any() for p in learned.values())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -80,9 +80,9 @@ def toy(tmp_path, monkeypatch, capsys) -> list:
 
 
 def test_one_process_then_two_then_one_is_one_run(toy, tmp_path, monkeypatch, capsys):
-    """The clean copy as context, a causal Stage B with LoRA of its own and two rounds; a checkpoint has one layout,
-    whoever wrote it. The two stop together, at a step that they agree on, though one of them alone is told to."""
-    run = [*toy, "--context", "clean", "--stage_b", "lora", "--causal", "--n_rounds", 2]
+    """Causal Stage B, whose layers are its own; a checkpoint has one layout, whoever wrote it. The two stop together,
+    at a step that they agree on, though one of them alone is told to."""
+    run = [*toy, "--stage_b", "causal"]
     call = caller(train, monkeypatch, capsys)
     call(*run, "--out_dir", tmp_path / "a")
     codes, said = two(tmp_path, *run, "--out_dir", tmp_path / "b", dies=(signal.SIGTERM, 2))
@@ -95,8 +95,8 @@ def test_one_process_then_two_then_one_is_one_run(toy, tmp_path, monkeypatch, ca
 
 
 def test_two_processes_adapt_as_one_does_also_when_one_is_killed(toy, tmp_path, monkeypatch, capsys):
-    """Frozen layers in parts, drafts, alpha; and (for two processes only) micro-batches, checkpointed."""
-    run = [*toy, "--alpha", 0.5, "--corruption", "draft", "--context", "corrupted", "--eval_interval", 2]
+    """Frozen layers in parts, drafts, two rounds; and (for two processes only) micro-batches, checkpointed."""
+    run = [*toy, "--n_rounds", 2, "--eval_interval", 2]
     caller(train, monkeypatch, capsys)(*run, "--out_dir", tmp_path / "a")
     more = ["--shard", "--micro_batch", 6, "--checkpointing"]
     codes, said = two(tmp_path, *run, *more, "--out_dir", tmp_path / "b", dies=(signal.SIGKILL, 2))
@@ -114,9 +114,8 @@ def test_what_is_refused(toy, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     for flags in (["--init_from", "scratch"], ["--lora_r", 0]):
         assert "train adapters" in refused(parallel, monkeypatch, capsys, *run, *flags)
-    for stage_b in ("lora", "copy"):
-        says = refused(parallel, monkeypatch, capsys, "--shard", *run, "--stage_b", stage_b)
-        assert f"--stage_b {stage_b}" in says and "--shard" in says
+    says = refused(parallel, monkeypatch, capsys, "--shard", *run, "--stage_b", "causal")
+    assert "--stage_b causal" in says and "--shard" in says
     for n, word in ((3, "--batch_size 8 does not divide by 3"), (4, "--micro_batch 2 does not divide by 4")):
         monkeypatch.setenv("WORLD_SIZE", str(n))
         assert word in refused(parallel, monkeypatch, capsys, *run, "--micro_batch", 2)

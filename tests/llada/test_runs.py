@@ -11,8 +11,8 @@ from common import caller, random_adapter
 from test_benchmarks import write_task
 
 from lib.util import read_json, write_json
+from llada import chat, tables
 from llada import run as runs
-from llada import tables
 from llada.ablation import COCOMMIT
 from llada.benchmarks import TASKS
 
@@ -102,7 +102,7 @@ def test_what_a_run_decodes_with(run, weights, tmp_path, monkeypatch):
         assert d | expected | always == d
     assert runs.build_parser().get_default("gen_length") == 16384
     assert "is about the base" in run.fails("gsm8k", tmp_path / "none.jsonl", "--row", "released, tau_m2t 0.5")
-    random_adapter(tmp_path / "causal", weights / "base", causal=True)
+    random_adapter(tmp_path / "causal", weights / "base", "causal", n_rounds=1)
     assert "causal Stage B is no row" in run.fails("gsm8k", tmp_path / "none.jsonl", "--ckpt", tmp_path / "causal")
     assert "--out: this path is empty" in run.fails("gsm8k", "")
 
@@ -127,6 +127,16 @@ def test_without_role_tokens_there_is_no_chat_template(run, weights, tmp_path):
         settings[name] = header["settings"]
     assert tables.differences(settings["chat"], settings["plain"]) == "chat_template (True, False)"
     assert items["chat"]["prompt"] != items["plain"]["prompt"]
+
+
+def test_chat_from_the_command_line(monkeypatch, capsys):
+    call = caller(chat, monkeypatch, capsys)
+    head = "<role>SYSTEM</role>{}detailed thinking off<|role_end|>"
+    tail = "<role>HUMAN</role>Why?<|role_end|><role>ASSISTANT</role>"
+    assert call("Why?") == head.format("") + tail
+    assert call("Why?", "Be brief.") == head.format("Be brief.\n") + tail
+    for texts in ([], ["one", "two", "three"]):
+        assert "give one text" in call.fails(*texts)
 
 
 def test_other_settings_do_not_mix(run, weights, tmp_path):

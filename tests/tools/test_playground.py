@@ -17,14 +17,16 @@ import pytest
 import torch
 from common import ROOT, Steps, command_line, merged_spec, random_adapter, random_ids, refused, tiny_model
 
-from cache import Cached, in_full
+from cache import Cached
+from causal import CausalModel, causal_denoise
 from checkpoint import load_model, save_model
-from evaluate import draw_names
+from decoding import Decoding, Step, in_full
+from lib.names import draw_names, exists, verdict
 from lib.tokenizer import bpe_tokenizer, byte_spec, load_tokenizer
-from lib.util import Mistake, exists, verdict, write_json
+from lib.util import Mistake, write_json
 from model import Model
 from prepare import unicode_names
-from sample import Decoding, Step, generate, longest_run
+from sample import generate
 from tools import playground
 from tools.watch import piece
 
@@ -34,8 +36,8 @@ SHIPPED = [ROOT / folder for folder in playground.SHIPPED]
 TOKENIZER = load_tokenizer(BASE)
 HOSTILE = '</script><!--<b>&"'
 
-# each decoder of the page, with its gates as it opens: all masks at once
-FACTORISED = Decoding(gen_length=32, tau_m2t=-1.0, tau_t2t=0.5, n_rounds=0, holes=True)
+# each decoder of the page, with its gates as it opens: the paper's
+FACTORISED = Decoding(gen_length=32, tau_t2t=0.5, n_rounds=0, holes=True)
 STAGE_B_OFF = replace(FACTORISED, tau_t2t=0.0)
 STAGE_B = replace(FACTORISED, tau_t2t=0.0, n_rounds=1)
 CAUSAL = replace(STAGE_B, tau_t2t=None, tau_joint=0.5)
@@ -60,16 +62,15 @@ in_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium: apt instal
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> list[Path]:
-    """Adapters of a random model of names: the paper's, with two rounds; causal ones, with LoRA and with a copy."""
+    """Adapters of a random model of names: the paper's, with two rounds, and a causal one."""
     folder = tmp_path_factory.mktemp("small")
     base = folder / "base"
     save_model(tiny_model(vocab_size=1024, eos_id=1022, mask_id=1023, max_len=128), base)
     for name in ("tokenizer.json", "meta.json"):
         shutil.copy(BASE / name, base)
     random_adapter(folder / "paper", base)
-    random_adapter(folder / "lora", base, "lora", causal=True)
-    random_adapter(folder / "copy", base, "copy", causal=True, n_last=3, n_rounds=1)
-    return [folder / "paper", folder / "lora", folder / "copy"]
+    random_adapter(folder / "causal", base, "causal", n_last=3, n_rounds=1)
+    return [folder / "paper", folder / "causal"]
 
 
 def read(folder: Path) -> Model:
@@ -160,8 +161,8 @@ def with_holes(prompt: list[int]) -> list[int]:
 
 @in_browser
 def test_it_decodes_as_generate_does(small, small_page, tmp_path):
-    """Step by step, and of the first setting all logits: experts in groups, LoRA in both stages and in one, a copy of
-    the last layers, two rounds, looks, edits, holes, blocks before the current one."""
+    """Step by step, and of the first setting all logits: experts in groups, LoRA, two rounds, a copy of the last
+    layers, looks, edits, holes, blocks before the current one."""
     # with these no two experts, or tokens that are written, are so close that rounding decides
     prompts = [random_ids(1, n, 600 + n, 1000)[0].tolist() for n in (3, 8, 21)]
     prompts = [prompts[0], prompts[2], with_holes(prompts[1]), with_holes(prompts[2])]
@@ -173,42 +174,53 @@ def test_it_decodes_as_generate_does(small, small_page, tmp_path):
         all_at_once = replace(d, tau_m2t=-1.0, tau_t2t=None)
         settings = [replace(edits, tau_t2t=0.3), replace(edits, n_rounds=0), all_at_once]
         settings.append(replace(ONE_AT_A_TIME, gen_length=12))
-        if model.cfg.causal:
-            settings = [replace(all_at_once, tau_joint=0.0), replace(all_at_once, tau_joint=0.1), all_at_once, edits]
+        if isinstance(model, CausalModel):
+            settings = [replace(all_at_once, tau_joint=tau) for tau in (0.0, 0.1, 1.0)]
         cases.append((model, prompts, settings))
 
-    for (model, *_), found in zip(cases, compare(cases, small_page, tmp_path), strict=True):
-        steps = [step for decodes in found for decode in decodes for step in decode[-1]]
-        assert sum(len(edited) for *_, edited, _, _ in steps) > 20
-        if model.cfg.causal:
-            assert sum(partial > 2 * model.cfg.n_rounds for *_, partial in steps) > 5  # more than two looks
+    of_paper, of_causal = [
+        [step for decodes in found for decode in decodes for step in decode[-1]]
+        for found in compare(cases, small_page, tmp_path)
+    ]
+    assert sum(len(edited) for *_, edited, _, _ in of_paper) > 20
+    assert sum(partial > 2 for *_, partial in of_causal) > 5  # more than two looks
 
 
 @in_browser
 def test_the_shipped_ones_decode_as_generate_does(shipped_page, tmp_path):
     prompts = list(draw_names(3, "held out", TOKENIZER).values())
     prompts += [with_holes(prompt + prompts[0]) for prompt in prompts[:2]]
-    of_paper = [replace(STAGE_B, tau_m2t=tau) for tau in (-1.0, 0.3, 0.7)]
+    of_paper = [replace(STAGE_B, tau_m2t=tau) for tau in (0.7, 0.3, -1.0)]
     of_paper += [STAGE_B_OFF, FACTORISED, ONE_AT_A_TIME]
     of_causal = [CAUSAL, replace(CAUSAL, tau_joint=0.0), replace(CAUSAL, tau_joint=0.8), LONGEST_RUN]
     cases = [(read(folder), prompts, of) for folder, of in zip(SHIPPED, (of_paper, of_causal), strict=True)]
     compare(cases, shipped_page, tmp_path)
 
 
+def logits_of(model: Model, prompts: list[list[int]], d: Decoding) -> np.ndarray:
+    """Of a decode all logits, as they are computed."""
+    rows = []
+
+    def keep(module, given, out) -> None:
+        # a look of causal Stage B asks for Stage A's again, and the page does not
+        again = isinstance(model, CausalModel) and any(torch.equal(out[0], seen) for seen in rows)
+        if not again:
+            rows.append(out[0])
+
+    hook = model.lm_head.register_forward_hook(keep)
+    for prompt in prompts:
+        generate(model, [prompt], d)
+    hook.remove()
+    return torch.cat(rows).numpy()
+
+
 def compare(cases: list[tuple[Model, list, list[Decoding]]], page: str, folder: Path) -> list:
     """Decode by PyTorch and in the page, adapter after adapter -> the decodes, by adapter, setting and prompt."""
+    logits = [logits_of(model, prompts, settings[0]) for model, prompts, settings in cases]
     given = []
-    logits = []
-    for number, (model, prompts, settings) in enumerate(cases, 1):
-        rows = []
-        keep = lambda module, given, out, rows=rows: rows.append(out.reshape(-1, out.shape[-1]))  # noqa: E731
-        hook = model.lm_head.register_forward_hook(keep)
-        for prompt in prompts:
-            generate(model, [prompt], settings[0])
-        hook.remove()
-        logits.append(torch.cat(rows).numpy())
-        case = dict(number=number, prompts=prompts, settings=list(map(asdict, settings)), n_logits=len(logits[-1]))
-        given.append(case)
+    for number, (_, prompts, settings) in enumerate(cases, 1):
+        case = dict(number=number, prompts=prompts, settings=list(map(asdict, settings)))
+        given.append(case | dict(n_logits=len(logits[number - 1])))
 
     found = answer(folder, page, DECODE, cases=given)
     for (model, prompts, settings), here, expected in zip(cases, found, logits, strict=True):
@@ -222,18 +234,17 @@ def compare(cases: list[tuple[Model, list, list[Decoding]]], page: str, folder: 
 @torch.inference_mode()
 def looks_of(model: Model, prompt: list[int]) -> list[list[int]]:
     """What each look at the first block reads, and what it is in the end, by PyTorch."""
-    engine = Cached(model, [[]], model.cfg.n_rounds)
+    engine = Cached(model, [[]], 1)
     read_by_stage_b = []
     stage_b = engine.stage_b
 
-    def watched(h, bundle, tokens, rows):
+    def watched(h, bundle, tokens):
         read_by_stage_b.append(tokens[0].tolist())
-        return stage_b(h, bundle, tokens, rows)
+        return stage_b(h, bundle, tokens)
 
     engine.stage_b = watched
     z = torch.tensor([prompt + [1023] * (8 - len(prompt))])
-    d = replace(CAUSAL, n_rounds=model.cfg.n_rounds, tau_joint=0.0)
-    done = longest_run(engine, z, z != 1023, torch.zeros(1, 2, 8), d)
+    done = causal_denoise(engine, z, z != 1023, torch.zeros(1, 2, 8), replace(CAUSAL, tau_joint=0.0))
     return [*read_by_stage_b, done.after[0].tolist()]
 
 
@@ -244,24 +255,19 @@ def test_a_looks_tokens_are_shown_up_to_the_final_one(small, small_page, tmp_pat
     prompt = TOKENIZER.encode("BOX DRAWINGS")
     script = """
         $("tau_joint").value = 0;
-        return [2, 3].map((number) => {
-            const run = decoders.findIndex((decoder) => decoder.number === number);
-            present([recordOf(given.prompt, run)], 1);
-            return [cells(), traces[0].steps[0].partial];
-        });
+        present([recordOf(given.prompt, decoders.findIndex((decoder) => decoder.number === 2))], 1);
+        return [cells(), traces[0].steps[0].partial];
     """
-    shown = answer(tmp_path, small_page, script, prompt=prompt)
-    for model, (cells, partial) in zip(map(read, small[1:]), shown, strict=True):
-        drafts = looks_of(model, prompt)
-        final = drafts[-1]
-        looks = len(drafts) - 1
-        assert looks > 2 and partial == looks * model.cfg.n_rounds
-        for i in range(len(prompt), 8):
-            # the look that has read nothing but final tokens is the last that is shown
-            last = next(k for k in range(1, looks + 1) if drafts[k - 1][:i] == final[:i])
-            written = "A " + sign(drafts[0][i])
-            written += "".join(f"{k} {sign(drafts[k][i])}" for k in range(1, last + 1)) + " ✓"
-            assert cells[i]["parts"][1:3] == [sign(final[i]), written]
+    cells, partial = answer(tmp_path, small_page, script, prompt=prompt)
+    drafts = looks_of(read(small[1]), prompt)
+    final = drafts[-1]
+    assert partial == len(drafts) - 1 > 2
+    for i in range(len(prompt), 8):
+        # the look that has read nothing but final tokens is the last that is shown
+        last = next(k for k in range(1, len(drafts)) if drafts[k - 1][:i] == final[:i])
+        written = "A " + sign(drafts[0][i])
+        written += "".join(f"{k} {sign(drafts[k][i])}" for k in range(1, last + 1)) + " ✓"
+        assert cells[i]["parts"][1:3] == [sign(final[i]), written]
 
 
 def sign(token: int) -> str:
@@ -288,7 +294,8 @@ def test_the_pages_tokenizer_and_judge_are_the_models(small_page, tmp_path):
 
 def page_of(folder: Path, spec: dict) -> str:
     """That of a random model with this tokenizer."""
-    save_model(tiny_model(vocab_size=352, eos_id=0, mask_id=1), folder)
+    ids = {token["content"]: token["id"] for token in spec["added_tokens"]}
+    save_model(tiny_model(vocab_size=352, eos_id=ids["<|endoftext|>"], mask_id=ids["<|mask|>"]), folder)
     write_json(folder / "tokenizer.json", spec)
     return playground.page([folder])
 
@@ -328,8 +335,8 @@ def test_a_tokenizer_that_the_page_cannot_follow_is_refused(change, tmp_path):
 
 # --- the page of a model
 @in_browser
-def test_it_opens_on_what_goes_wrong_and_what_does_not(shipped_page, tmp_path):
-    """No such character by gates, one that exists by causal Stage B. The experiment counts it."""
+def test_it_opens_on_the_first_held_out_beginning(shipped_page, tmp_path):
+    """Whatever comes of it. Each decoder writes what the Python one writes, and the experiment counts it."""
     script = """
         const seen = [...document.querySelectorAll("#seen tr")].map((row) => row.textContent);
         const asked = traces[0].asked;
@@ -346,7 +353,7 @@ def test_it_opens_on_what_goes_wrong_and_what_does_not(shipped_page, tmp_path):
     assert len(shipped_page.encode()) <= 6e6
     prompt, seen, shares, wrong, shown, bold = answer(tmp_path, shipped_page, script, hostile=HOSTILE)
     models = [read(folder) for folder in (BASE, *SHIPPED)]
-    marks = []
+    assert prompt == next(iter(draw_names(1, "held out", TOKENIZER).values()))
     for line, (way, (number, d)) in zip(seen, SHOWN.items(), strict=True):
         [out] = generate(models[number], [prompt], d)
         name = TOKENIZER.decode(prompt + out.tokens)
@@ -356,8 +363,6 @@ def test_it_opens_on_what_goes_wrong_and_what_does_not(shipped_page, tmp_path):
         assert line == f"{way} {round(forwards, 2):g} forwards{name}{said}"
         counted = f"{way}{100 * there} %{forwards:.2f}{forwards / len(out.tokens):.3f}"
         assert (counted in shares) == (way != "base, edits gated")
-        marks.append(said[0])
-    assert marks[2:] == ["✗", "✗", "✗", "✓"]
     assert "at least one letter" in wrong and HOSTILE.upper() in shown and bold == 0  # any text is text
 
 
@@ -390,14 +395,14 @@ def test_what_is_typed_a_link_and_gates_that_moved(small_page, tmp_path):
             $("tau_m2t").dispatchEvent(new Event("input"));
             return [$("shares").className, text("stale")];
         };
-        return {opened, typed, address, asked, linked, moved: [move(0.5), move(0)]};
+        return {opened, typed, address, asked, linked, moved: [move(0.5), move(0.7)]};
     """
     found = answer(tmp_path, small_page, script, "?prompt=old+_")
     assert found["opened"] == "OLD ▒"
     assert found["typed"] == [["BOX ▒ A", 5], ["STRASSE", 6]]
     assert found["address"] == "#prompt=BOX+_+A" and 1023 in found["asked"]
     assert found["linked"] == "GREEK ▒"
-    old = "These numbers are old: they are of tau_m2t 0.00, tau_t2t 0.00, tau_joint 0.50."
+    old = "These numbers are old: they are of tau_m2t 0.70, tau_t2t 0.00, tau_joint 0.50."
     assert found["moved"] == [["old", old], ["", ""]]
 
 
@@ -425,9 +430,9 @@ def test_a_mask_shows_both_stages_and_is_written_by_hand(small, small_page, tmp_
             return {said, shown, byHand, at: [now, chosen.at - at], prompt, tokens, full: nfe.full};
         };
         $("prompt").value = "BOX DRAWINGS";
+        $("tau_m2t").value = $("tau_joint").value = 0;
         $("tau_t2t").value = 1;
-        $("tau_joint").value = 0;
-        return [1, 2, 3].map(touch);
+        return [1, 2].map(touch);
     """
     for model, found in zip(map(read, small), answer(tmp_path, small_page, script), strict=True):
         assert len(found["said"]) > 1 and found["shown"] == found["said"]
@@ -435,8 +440,8 @@ def test_a_mask_shows_both_stages_and_is_written_by_hand(small, small_page, tmp_
 
         # without edits it is as if that token had been given; and the step by hand asked the model nothing
         first, *others = found["tokens"]
-        d = replace(STAGE_B, gen_length=31, n_rounds=model.cfg.n_rounds, tau_t2t=None)
-        d = replace(d, tau_joint=0.0) if model.cfg.causal else d
+        tau_joint = 0.0 if isinstance(model, CausalModel) else None
+        d = replace(STAGE_B, gen_length=31, n_rounds=model.cfg.n_rounds, tau_m2t=0.0, tau_t2t=None, tau_joint=tau_joint)
         (out,) = generate(model, [[*found["prompt"], first]], d)
         assert first != TOKENIZER.eos_id and [others, found["full"]] == [out.tokens, out.nfe["full"]]
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from decoding import Decoding
 from lib.tokenizer import byte_tokenizer
 from lib.util import MASK
-from sample import Decoding
 from tools import watch
 from tools.watch import END, Screen, piece
 

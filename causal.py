@@ -1,0 +1,305 @@
+"""Causal Stage B: our one change to the paper. Read model.py, train.py and sample.py first, and then this.
+
+The paper's Stage B knows which masks are being filled, not with what. Here each position of the bundle is also shown
+the token on its left:
+
+    input   h_i + marker   becomes   h_i + rms(h_i) * (marker + Show(x_{i-1}))     x_{i-1}: the token before
+    sees    of the bundle, a position of it sees itself and what is left of it; other positions see none of it
+
+In training x_{i-1} is the clean token, in decoding a draft. So the paper's own sum of cross-entropies over the bundle
+is -log prod p(x_i | x_<i) = -log p(bundle), by the chain rule: a joint loss, whose optimum loses no total correlation
+(results/theorem). It is an autoregressive layer over drafts of the whole block, read in a few parallel looks (Jacobi
+decoding).
+
+Two more things are not the paper's. Stage B is a copy of the last n layers, and all weights of the copy learn, so Stage
+A stays the base, bit for bit. And Stage B's logits are added to Stage A's log-probabilities.
+
+    python prepare.py data/names --written_by assets/names --out data/written
+    python train.py --config configs/causal.toml                          # that is --stage_b causal
+    python sample.py --ckpt assets/names/causal --prompt "CANADIAN"
+
+To change   what a position is shown       edit   token_before, CausalModel.coordinate
+            whom it sees                          bundle_mask
+            which masks it learns from            masks_and_bundle
+            when what was read is final           look_until_final
+"""
+
+import math
+from argparse import Namespace
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cache import Cached, Uncached
+from corrupt import kinds, kinds_apart, of_blocks, three_term_loss
+from decoding import Decoding, Step, candidates
+from lib.rows import Batch
+from lib.util import fail, smallest_masks, uniform
+from model import Config, Context, Layer, Model
+
+# R rows, T positions, B block_length, S keys, C channels, V vocabulary, G key/value heads, D head dim, n = n_last
+
+HOLES = 0.5  # the share of blocks whose masks and bundle are drawn, as holes leave them; the others are written on
+
+
+# --- what a position of the bundle is shown, and whom it sees
+def token_before(tokens: Tensor, bundle: Tensor, first: Tensor, block_length: int) -> Tensor:
+    """What each position is shown: the token on its left. If that is not in the bundle, it is shown the last earlier
+    token of the block's bundle, where there is one, which it cannot see otherwise. Bundle {1, 2, 4} of five positions:
+
+        position    1           2           3       4
+        is shown    token 0     token 1     -       token 2
+
+    tokens (R, T) int64: in the bundle what is written there, as far as it is known, elsewhere what z shows; bundle
+    (R, T) bool; first (R, T / B) int64: the token before each block -> (R, T) int64.
+    """
+    R, T = tokens.shape
+    B = min(T, block_length)
+    blocks = tokens.view(R, -1, B)
+    before = torch.cat([first[..., None], blocks[..., :-1]], dim=-1)  # (R, T / B, B)
+
+    # where the bundle's last token before each position stands, in its block; -1: nowhere
+    place = torch.arange(B, device=tokens.device)
+    last = torch.where(bundle.view(R, -1, B), place, -1).cummax(-1).values
+    last = F.pad(last[..., :-1], (1, 0), value=-1)
+    of_bundle = blocks.gather(-1, last.clamp(min=0))
+    return torch.where(last >= 0, of_bundle, before).view(R, T)
+
+
+def bundle_mask(bundle: Tensor, ctx: Context) -> Tensor:
+    """Who sees whom: (R, 1, T, S) bool. The T keys of the pass itself come first.
+
+    Positions 1 and 2 of three are the bundle:      1 . .
+                                                    1 1 .
+                                                    1 1 1
+    """
+    T = bundle.shape[1]
+    left = torch.ones(T, T, dtype=torch.bool, device=bundle.device).tril()
+    sees = ~bundle[:, None, :] | (bundle[:, :, None] & left)  # (R, T, T)
+
+    # what stands before the block is seen as Stage A sees it
+    S = ctx.cache.used if ctx.mask is None else ctx.mask.shape[-1]
+    sees = F.pad(sees, (0, S - T), value=True)[:, None]
+    if ctx.mask is None:
+        return sees
+    return sees & ctx.mask[..., :T, :] if ctx.mask.shape[-2] > 1 else sees & ctx.mask
+
+
+class CleanKeys:
+    """Rows [noisy ; clean]: keys and values of the clean half, (R, G, T, D) each. Stage A's pass over both halves
+    leaves them here, and Stage B reads them as what stands before its blocks: as in decoding, they are Stage A's."""
+
+    def __init__(self, T: int, first_layer: int):
+        self.T = T
+        self.used = 2 * T
+        self.first_layer = first_layer
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(self, layer: int, i_round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k, v (R, G, T or 2T, D) of a pass -> what it attends to, (R, G, 2T, D) each."""
+        if k.shape[2] == self.used:
+            if layer >= self.first_layer:
+                self.kept[layer] = (k[:, :, self.T :], v[:, :, self.T :])
+            return k, v
+        if layer not in self.kept:
+            raise RuntimeError("Stage B reads what Stage A's last_n has left in the same context: run that first")
+        clean_k, clean_v = self.kept[layer]
+        return torch.cat([k, clean_k], dim=2), torch.cat([v, clean_v], dim=2)
+
+
+# --- the model
+class CausalModel(Model):
+    name_b = "causal Stage B"
+    needs_copy = True
+    # what its step has, whatever flags say: masks alone, and clean blocks before the one that is written
+    settings = dict(corruption="mask", context="clean")
+
+    def __init__(self, cfg: Config):
+        if cfg.n_rounds != 1:
+            fail(
+                f"causal Stage B has one marker, and looks as often as it needs: give --n_rounds 1, not {cfg.n_rounds}"
+            )
+        super().__init__(cfg)
+        # its own last n layers, and a map that shows a position the token before it
+        self.layers_b = nn.ModuleList(Layer(cfg, i) for i in range(cfg.n_layer - cfg.n_last, cfg.n_layer))
+        self.show = nn.Parameter(torch.zeros(cfg.n_embd, cfg.n_embd))
+
+    def context(self, real: Tensor, clean: Tensor | None = None, one_by_one: Tensor | None = None) -> Context:
+        """As Model.context; beside a clean copy Stage A's pass keeps its keys for Stage B."""
+        ctx = super().context(real, clean, one_by_one)
+        if ctx.clean is not None:
+            ctx.cache = CleanKeys(real.shape[1], self.cfg.n_layer - self.cfg.n_last)
+        return ctx
+
+    def coordinate(
+        self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int, tokens: Tensor, last: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
+        """Stage B: one look. h (R, T, C) prefix states, or (R, 2T, C) beside a clean copy; bundle (R, T) bool; tokens
+        (R, T) int64: in the bundle what is written there, as far as it is known, elsewhere what z shows; last (R,)
+        int64: in decoding the token before the block -> (R, T, C). Stage A's pass over h has just run in ctx.
+        """
+        T = bundle.shape[1]
+        B = self.cfg.block_length
+        h = h[:, :T]
+
+        # the token before each block: before the first one a mask
+        first = torch.full_like(tokens[:, ::B], self.cfg.mask_id)
+        if last is not None:
+            first[:, 0] = last
+        if ctx.clean is not None:
+            first[:, 1:] = ctx.clean[:, B - 1 : -1 : B]
+            ctx = replace(ctx, cos=ctx.cos[:T], sin=ctx.sin[:T])
+
+        # the marker and the token before, as loud as the state that they are added to
+        shown = self.wte(token_before(tokens, bundle, first, B))
+        token = F.rms_norm(shown.float(), [self.cfg.n_embd])
+        note = self.markers[0] + F.linear(token, self.show.float())
+        size = h.float().square().mean(-1, keepdim=True).sqrt()
+        h = h + bundle[..., None] * (size * note).to(h.dtype)
+        return self.run_layers(h, replace(ctx, mask=bundle_mask(bundle, ctx)), self.layers_b)
+
+    def add_to(self, log_p_a: Tensor, states: Tensor) -> Tensor:
+        """Stage A's log-probabilities plus the logits of Stage B's states (..., C): (..., V) float32."""
+        return log_p_a + self.logits(states)
+
+    def logits_b(self, both: Tensor) -> Tensor:
+        """The same of Stage B's states and, beside them, Stage A's: (..., 2C) -> (..., V) float32."""
+        stage_b, stage_a = both.chunk(2, dim=-1)
+        return self.add_to(self.logits(stage_a).log_softmax(-1), stage_b)
+
+    def adapt(self, r: int, generator: torch.Generator) -> None:
+        """Freeze the model; its own layers, the marker and Show learn, in float32. There is no LoRA, whatever r is."""
+        self.requires_grad_(False)
+        self.layers_b.float().requires_grad_(True)
+        self.markers = nn.Parameter(self.markers.float())
+        self.show = nn.Parameter(self.show.float())
+
+    def begin_from(self, state: dict[str, Tensor]) -> None:
+        """As Model.begin_from; its own layers begin as the base's last n, and Show at zero."""
+        super().begin_from(state)
+        state.setdefault("show", torch.zeros_like(self.show, device=state["markers"].device))
+
+        # trained ones stand for other layers where there are more or fewer of them
+        trained = len({name.split(".")[1] for name in state if name.startswith("layers_b.")})
+        if trained not in (0, self.cfg.n_last):
+            fail(f"this causal Stage B has {trained} layers of its own: give --n_last {trained}, not {self.cfg.n_last}")
+        first = self.cfg.n_layer - self.cfg.n_last
+        for name in self.state_dict():
+            if name.startswith("layers_b.") and not trained:
+                _, i, rest = name.split(".", 2)
+                state[name] = state[f"layers.{first + int(i)}.{rest}"].clone()
+
+
+# --- training: other masks and bundles, Stage B reads `tokens`, and its logits are added to Stage A's
+def causal_step(model: CausalModel, batch: Batch, args: Namespace) -> tuple[Tensor, dict[str, Tensor]]:
+    """One step: Eq. 1 in both stages, where Stage B's sum is minus the log-probability of the bundles."""
+    masked, bundle = masks_and_bundle(batch, model.cfg.block_length)
+    z = batch.clean.masked_fill(masked, model.cfg.mask_id)
+    kind = kinds(batch.clean, z, batch.corruptible, model.cfg.mask_id)
+
+    # in the bundle the clean tokens are read, each by the position behind it
+    ctx = model.context(batch.real, batch.clean)
+    h = model.prefix(z, ctx)
+    stage_a = model.last_n(h, ctx)[:, : z.shape[1]]
+    tokens = torch.where(bundle, batch.clean, z)
+    stage_b = model.coordinate(h, bundle, ctx, 1, tokens)
+
+    # Stage B's states beside Stage A's, to which they add
+    both = torch.cat([stage_b, stage_a], dim=-1)
+    loss_a, ce_a = three_term_loss(model, stage_a, batch.clean, kind, fill=masked)
+    loss_b, ce_b = three_term_loss(model, both, batch.clean, kind, fill=bundle, head=model.logits_b)
+    return loss_a + loss_b, kinds_apart(ce_a, ce_b, kind, bundle)
+
+
+def masks_and_bundle(batch: Batch, block_length: int) -> tuple[Tensor, Tensor]:
+    """masked and bundle, (R, T) bool each. Each block is met as decoding meets it, by a coin:
+
+    by writing   from some place on all is masked, and all of that is the bundle
+    as holes     masks are drawn by a ratio of U(0, 1), and of them s ~ Uniform{1..B} are the bundle
+    """
+    corruptible = batch.corruptible
+    draws = batch.draws
+    T = corruptible.shape[1]
+    B = block_length
+    as_holes = (of_blocks(draws, T, B) < HOLES) | batch.holes_alone
+    u = of_blocks(draws, T, B)
+    size = 1 + (uniform(draws, T // B) * B).long()  # (R, T / B)
+    lot = uniform(draws, T)
+
+    # masks: a position draws below the ratio, or stands at or behind the place
+    place = torch.arange(T) % B
+    masked = torch.where(as_holes, uniform(draws, T) < u, place >= (u * B).long())
+    masked = corruptible & masked.to(corruptible.device)
+
+    # the bundle
+    drawn = smallest_masks(lot.to(masked.device).view(-1, B), masked.view(-1, B), size.to(masked.device).view(-1, 1))
+    bundle = torch.where(as_holes.to(masked.device), drawn.view_as(masked), masked)
+    return masked, bundle
+
+
+# --- decoding
+def causal_denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
+    """One step on the current blocks z (R, B) int64, as sample.denoise: the bundle is all masks of a block.
+
+    It looks until every token has read tokens that are final, and writes the longest run from the left whose
+    probabilities have a product above tau_joint, and at least one token. Nothing is edited.
+    """
+    model = engine.model
+    masked = z == model.cfg.mask_id
+    gate = math.log(d.tau_joint) if d.tau_joint else -math.inf
+
+    # Stage A: one full forward. Its tokens are the first drafts; both stages use the same random numbers
+    h, states_a = engine.stage_a(z)
+    logits_a = model.logits(states_a)
+    token_a, conf_a = candidates(logits_a, u[:, 1], d)
+    draft = torch.where(masked, token_a, z)
+
+    # Stage B: looks of n layers
+    log_p_a = logits_a.log_softmax(-1)
+    token, conf, final, looks = look_until_final(engine, h, log_p_a, draft, masked, u[:, 1], d, gate)
+
+    # write the longest run, and at least its first token
+    sure = masked & final & (conf.log().cumsum(-1) > gate)
+    bundle = sure | (masked & (masked.cumsum(-1) == 1))
+    after = torch.where(bundle, token, z)
+    return Step(z, after, bundle, torch.zeros_like(masked), token, conf, token_a, conf_a, looks)
+
+
+def look_until_final(
+    engine: Cached | Uncached, h: Tensor, log_p_a: Tensor, token: Tensor, masked: Tensor, u: Tensor, d: Decoding,
+    gate: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Look again with the last look's tokens as drafts, until all that may be written is final.
+
+    token (R, B) int64: the first drafts -> tokens, their probabilities, what is final, (R, B) each, and looks (R,).
+    """
+    model = engine.model
+    conf = torch.ones(token.shape, device=token.device)
+    final = ~masked
+    looks = torch.zeros_like(conf[:, 0])
+    while True:
+        # a row is done when all is final, or when its final tokens' joint probability is below the gate; each row has
+        # one look at least
+        run = torch.where(final, conf, 1.0).log().sum(-1)
+        live = ~final.all(-1) & ((run > gate) | (looks == 0))
+        if not live.any():
+            return token, conf, final, looks
+
+        # each token is read behind the drafts before it
+        states = engine.stage_b(h, masked, token)
+        found, p = candidates(model.add_to(log_p_a, states), u, d)
+        new = live[:, None] & ~final
+        found = torch.where(new, found, token)
+        conf = torch.where(new, p, conf)
+
+        # a token is final if every token that it read is: so all are, up to and with the first that is not its draft
+        differs = (found != token).long()
+        final = final | (live[:, None] & (differs.cumsum(-1) - differs == 0))
+        token = found
+        looks = looks + live
+
+
+CausalModel.training_step = staticmethod(causal_step)
+CausalModel.decoding_step = staticmethod(causal_denoise)

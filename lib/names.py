@@ -1,0 +1,58 @@
+"""Names of Unicode characters: a text whose every completion can be judged, because `unicodedata` knows all names."""
+
+import math
+import re
+import unicodedata
+from pathlib import Path
+
+import torch
+
+from lib.rows import read_meta, read_split
+from lib.tokenizer import Tokenizer, load_tokenizer
+from lib.util import MASK, generator, printable
+
+FOLDER = Path(__file__).parent.parent / "data" / "names"
+
+
+def exists(name: str) -> str | None:
+    """The character of exactly this name, or None."""
+    try:
+        found = unicodedata.lookup(name)
+    except (KeyError, UnicodeEncodeError):  # unknown; a lone surrogate
+        return None
+    # lookup also takes lower case, aliases and sequences: none of them is a character's own name
+    return found if unicodedata.name(found[0], "") == name else None
+
+
+def verdict(name: str) -> str:
+    """The character of this name, or that there is none."""
+    char = exists(name)
+    return f"{printable(char)} (U+{ord(char):04X})" if char else "(no such character)"
+
+
+def as_written(prompt: str) -> str:
+    """A typed beginning as names have it: in upper case, each _ a hole, and no blank at the end or before a hole,
+    since a blank belongs to the word after it."""
+    text = prompt.upper().replace("_", MASK)
+    if prompt != prompt.upper():
+        print(f"names are in upper case: {text}")
+    return re.sub(rf"\s+({MASK}|$)", r"\1", text)
+
+
+def read_names(group: str) -> list[str]:
+    """All names of data/names, "held out" or "trained" ones."""
+    split = "val" if group == "held out" else "train"
+    ids, starts, _ = read_split(FOLDER / f"{split}.safetensors", read_meta(FOLDER).vocab_size)
+    tokenizer = load_tokenizer(FOLDER)
+    return [tokenizer.decode(ids[a:b].tolist()) for a, b in zip(starts[:-1], starts[1:], strict=True)]
+
+
+def draw_names(n: int, group: str, tokenizer: Tokenizer) -> dict[str, list[int]]:
+    """n names, "held out" or "trained" ones -> the first third of their tokens, rounded up."""
+    names = read_names(group)
+    order = torch.randperm(len(names), generator=generator("names", group))
+    prompts = {}
+    for i in order[:n].tolist():
+        ids = tokenizer.encode_document(names[i]).tolist()
+        prompts[names[i]] = ids[: math.ceil(len(ids) / 3)]
+    return prompts

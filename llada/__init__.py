@@ -1,0 +1,1 @@
+import lib.interrupt  # noqa: F401
