@@ -268,6 +268,11 @@ def judge_of(folder: Path) -> dict:
     return checked_entry(about, "judge", dict, path) if about.get("judge") is not None else {}
 
 
+def is_plain_text(folder: Path) -> bool:
+    """Was this model trained here, on rows that nothing judges? A converted checkpoint has no meta.json."""
+    return (base_of(folder) / "meta.json").exists() and not judge_of(folder)
+
+
 # --- an adapter's folder
 # what an adapter changes in its base's config
 SIZES = {"n_last": int, "n_rounds": int, "block_length": int}
@@ -364,7 +369,7 @@ PRESETS = {
     # any text, in bytes
     "text": Config(
         n_layer=6, n_embd=128, n_head=4, n_kv_head=2, head_dim=32, rotary_dim=16, rope_theta=1e4,
-        d_dense=384, d_expert=128, n_expert=16, n_active=2, n_group=4, topk_group=2,
+        d_dense=384, d_expert=64, n_expert=8, n_active=2, n_group=2, topk_group=2,
         vocab_size=272, max_len=8192,
     ),
     # the released 16B geometry

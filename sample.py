@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from cache import Cached, Uncached
-from checkpoint import DTYPES, base_of, judge_of, load_model
+from checkpoint import DTYPES, base_of, is_plain_text, judge_of, load_model
 from decoding import Decoding, Output, Row, Step, candidates, in_full, up_to_eos
 from lib import names
 from lib.tokenizer import Tokenizer, load_tokenizer
@@ -327,8 +327,10 @@ def build_parser() -> Parser:
     add("--select", choices=SELECT, help="the rule for the bundle (default: confidence, as in the paper)")
     add("--tau_joint", type=share,
         help="another rule, not the paper's: write left to right while the joint probability exceeds this (0: the "
-             "whole block); also works with Stage B off (default: 0.5 where Stage B reads the token before)")
-    add("--temperature", type=temperature, default=argparse.SUPPRESS, help="0: argmax (default), or from 0.001 on")
+             "whole block); also works with Stage B off (default where Stage B reads the token before: 0.5, or 0 where "
+             "it draws)")
+    add("--temperature", type=temperature, default=argparse.SUPPRESS,
+        help="0: argmax, or from 0.001 on (default: 0; 1 where a base or causal Stage B has learned text of yours)")
     add("--top_k", type=some, default=0, help="with temperature: the k best tokens; 0: all")
     add("--top_p", type=bounded(float, 1e-6, 1), default=1.0, help="with temperature: the likeliest, up to this sum")
     add("--seed", type=int, default=0, help="any whole number, of any size: it is hashed")
@@ -339,8 +341,12 @@ def build_parser() -> Parser:
     return parser
 
 
-def settle_decoding(args: Namespace, model: Model) -> Decoding:
-    """Stage B is on where it was trained; with the zero markers of a converted checkpoint it is Stage A."""
+def settle_decoding(args: Namespace, model: Model, plain_text: bool = False) -> Decoding:
+    """Stage B is on where it was trained; with the zero markers of a converted checkpoint it is Stage A.
+
+    plain_text: the model learned text that nothing judges. Then a base or causal Stage B draws, where the most probable
+    text repeats itself. The paper's Stage B is greedy.
+    """
     given = vars(args)
     n_rounds = args.n_rounds
     if n_rounds is None:
@@ -350,9 +356,10 @@ def settle_decoding(args: Namespace, model: Model) -> Decoding:
 
     # runs from the left, or the paper's gates
     own_step = model.decoding_step is not None and n_rounds > 0
+    draws = plain_text and (own_step or not model.markers.any())
     tau_joint = args.tau_joint
     if tau_joint is None and own_step:
-        tau_joint = 0.5
+        tau_joint = 0.0 if draws else 0.5
     if tau_joint is not None and ("tau_m2t" in given or args.select):
         fail("runs from the left have the gate --tau_joint: leave out --tau_m2t and --select, or give --n_rounds 0")
     if own_step and given.get("tau_t2t") is not None:
@@ -362,7 +369,7 @@ def settle_decoding(args: Namespace, model: Model) -> Decoding:
         usual = None
     return Decoding(
         gen_length=args.gen_length, tau_m2t=given.get("tau_m2t", 0.7), tau_t2t=given.get("tau_t2t", usual),
-        n_rounds=n_rounds, tau_joint=tau_joint, holes=True, temperature=given.get("temperature", 0.0),
+        n_rounds=n_rounds, tau_joint=tau_joint, holes=True, temperature=given.get("temperature", float(draws)),
         top_k=args.top_k, top_p=args.top_p,
     )  # fmt: skip
 
@@ -432,7 +439,7 @@ def cost(n: int, nfe: dict[str, float], partial_cost: float) -> str:
 def write(args: Namespace, model: Model) -> None:
     """Continue every prompt, and print what came of it."""
     tokenizer = load_tokenizer(base_of(args.ckpt))
-    d = settle_decoding(args, model)
+    d = settle_decoding(args, model, is_plain_text(args.ckpt))
 
     # what is continued; a model of names is judged
     of_names = "names" in judge_of(args.ckpt)

@@ -330,14 +330,22 @@ LOOKS = replace(RUN, n_rounds=1)
     ("trained", "--tau_joint 0.5 --n_rounds 0 --tau_t2t 0.5", replace(RUN, n_rounds=0, tau_t2t=0.5)),
     ("trained", "--tau_joint 0.5 --n_rounds 0 --tau_m2t 0.5", "leave out"),
     ("trained", "--tau_joint 0.5 --select entropy", "leave out"),
+    # plain text is drawn by a base and by causal Stage B, in whole blocks; the paper's Stage B stays greedy
+    ("causal of plain text", "", replace(LOOKS, tau_joint=0.0, temperature=1.0)),
+    ("causal of plain text", "--tau_joint 0.5 --temperature 0", LOOKS),
+    ("base of plain text", "", replace(RELEASED, temperature=1.0)),
+    ("base of plain text", "--tau_joint 1", replace(RUN, n_rounds=0, tau_joint=1.0, temperature=1.0)),
+    ("trained of plain text", "", PAPERS),
+    ("trained of plain text", "--n_rounds 0", RELEASED),
 ])  # fmt: skip
 def test_what_a_decode_defaults_to(kind, argv, expected):
-    model = tiny_model(n_rounds=1, stage_b="causal") if kind == "causal" else tiny_model()
-    if kind == "converted":
+    model = tiny_model(n_rounds=1, stage_b="causal") if kind.startswith("causal") else tiny_model()
+    if kind == "converted" or kind.startswith("base"):
         model.markers.data.zero_()
     args = sample.build_parser().parse_args(argv.split())
+    plain_text = kind.endswith("plain text")
     if isinstance(expected, Decoding):
-        assert sample.settle_decoding(args, model) == expected
+        assert sample.settle_decoding(args, model, plain_text) == expected
     else:
         with pytest.raises(Mistake, match=expected):
-            sample.settle_decoding(args, model)
+            sample.settle_decoding(args, model, plain_text)
