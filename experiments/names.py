@@ -78,7 +78,7 @@ def measure(parser: Parser) -> None:
         # in blocks of one the pass that reads a mask reads the token before it, too: of 2 m - 1 forwards m are needed
         cost = (found["forwards"] + 1) / 2 if args.way == "ones" else found["forwards"]
         record["exist"] = "".join("01"[real] for real in found["found"])
-        record |= dict(forwards=round(cost, 4), per_token=round(cost / found["tokens"], 4), tc=found["tc"])
+        record |= dict(forwards=round(cost, 4), per_token=round(cost / found["tokens"], 4))
         append_line(args.out, record)
 
 

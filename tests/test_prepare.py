@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from common import GOLDEN, byte_model, caller, command_line, merged_spec, refused
+from common import GOLDEN, ROOT, byte_model, caller, command_line, merged_spec, refused
 from safetensors.torch import load_file
 
 import lib.util
@@ -219,6 +219,17 @@ def test_the_folder_of_names_is_what_the_script_writes(names, tmp_path, monkeypa
         rows = [row.tolist() for row in corpus.rows[split].rows]
         assert [t.decode(row) for row in rows] == [name for name in names if is_validation(name) == held_out]
         assert all(row.count(t.eos_id) == 1 and row[-1] == t.eos_id for row in rows)
+
+
+def test_the_rows_of_shakespeare_are_what_the_script_writes(tmp_path, monkeypatch, capsys):
+    """Every byte of the text once, the last twentieth held out."""
+    folder = ROOT / "data" / "shakespeare"
+    caller(prepare, monkeypatch, capsys)(folder / "input.txt", "--out", tmp_path / "rows")
+    for path in (tmp_path / "rows").iterdir():
+        assert path.read_bytes() == (folder / path.name).read_bytes(), path.name
+    rows = [row for split in ("train", "val") for row in read_corpus(folder, 256, 0, 8, 1).rows[split].rows]
+    text = [i for row in rows for i in row.tolist() if i < 256]
+    assert bytes(text) == (folder / "input.txt").read_bytes()
 
 
 def test_exists_is_the_exact_judge():
