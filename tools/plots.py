@@ -115,49 +115,40 @@ def draw_tiny():
 # --- names: what exists against what it costs
 # system/way -> its name, colour, line, and the gate on edits of the settings that are drawn
 NAMED = {
-    "causal/run": ("causal Stage B", BLUE, "o-", None),
-    "base/run": ("base, longest run\n(◆ one at a time)", GREEN, "o-", None),
-    "paper/run": ("the paper, longest run", ORANGE, "o-", None),
-    "left to right/ones": ("left-to-right model", INK, "D", None),
-    "base/threshold": ("base, surest first", INK, "o-", None),
-    "alpha/run": ("Stage B by alpha", PURPLE, "o-", None),
-    "one stage by alpha/threshold": ("one stage by alpha", TEAL, "o-", None),
-    "paper/stage_b": ("the paper, B on", ORANGE, "s", 0.0),
-    "paper/threshold": ("the paper, B off", BROWN, "D", 0.0),
+    "left to right/ones": ("a left-to-right model", INK, "D", None),
+    "causal/run": ("causal Stage B, longest run", BLUE, "o-", None),
+    "base/run": ("base, longest run", GREEN, "o-", None),
+    "base/threshold": ("base, gated edits (released)", PURPLE, "o-", 0.5),
+    "paper/stage_b": ("the paper, ungated edits", ORANGE, "s-", 0.0),
 }
-ONE_AT_A_TIME = 1.0  # no product is above it: the base's longest run is one token
 
 
 def draw_names():
     """What each system writes for held-out names, see experiments/names.py: a dot for each setting, means of its seeds,
-    against forwards a token and forwards a name."""
+    against forwards a name."""
     found = read_settings(RESULTS / "names" / "records.jsonl")
-    figure, axes = plt.subplots(2, figsize=(WIDTH, 7.4))
-    for ax, cost in zip(axes, (2, 1), strict=True):  # of the figures a token's forwards, and a name's
-        for system, (name, color, style, edits) in NAMED.items():
-            own = [np.mean(seeds, axis=0) for key, seeds in found[system].items() if key[1] == edits]
-            points = sorted((of[cost], of[0]) for of in own if not math.isnan(of[cost]))
-            if points:
-                ax.plot(*zip(*points, strict=True), style, color=color, markersize=4, label=name)
-        alone = np.mean(found["base/run"][ONE_AT_A_TIME, None], axis=0)
-        ax.plot(alone[cost], alone[0], "D", color=GREEN, markersize=8)
-        ax.grid(axis="y")
-        name_ends(ax)
-    axes[0].set_title("share of held-out names that exist", loc="left", pad=18)
-    axes[0].set(xlabel="forwards a token, everything counted")
-    axes[1].set(xlabel="forwards a name, everything counted")
+    figure, ax = plt.subplots(figsize=(WIDTH, 4.6))
+    for system, (name, color, style, edits) in NAMED.items():
+        own = [np.mean(seeds, axis=0) for key, seeds in found[system].items() if key[1] == edits]
+        points = sorted((forwards, exist) for exist, forwards, _ in own)
+        if points:
+            ax.plot(*zip(*points, strict=True), style, color=color, markersize=4, label=name)
+    ax.grid(axis="y")
+    name_ends(ax)
+    ax.set_title("share of held-out names that exist", loc="left", pad=18)
+    ax.set(xlabel="forwards a name, everything counted")
     return figure
 
 
 def name_ends(ax) -> None:
-    """Each line's name at its end: behind it, or above or below, where no other name and no line is."""
+    """Each line's name at its end, inside the axes: above it, below, or behind, where no other name and no line is."""
     texts = []
     for line in ax.lines:
         name = line.get_label()
         if not name.startswith("_"):  # which stands for none
             end = tuple(line.get_xydata()[-1])
             texts.append(ax.annotate(name, end, xytext=(7, 0), textcoords="offset points", va="center"))
-            texts[-1].set_color(line.get_color())
+            texts[-1].set(color=line.get_color(), in_layout=False)  # names lie inside the axes, which keep their width
 
     # where everything is on the page; a line is a row of dots
     ax.figure.draw_without_rendering()
@@ -170,13 +161,14 @@ def name_ends(ax) -> None:
             dots += [a + between * (b - a) for a, b in pairwise(points)]
     dots = np.concatenate(dots)
 
-    places = [(x, y) for y in (0, -11, 11, -22, 22, -33, 33) for x in (8, 0, -8)]
+    places = [(x, y) for y in (11, 0, -11, -22, -33, -44, 22, 33, 44) for x in (-8, 0, 8)]
     taken = []
     for text in texts:
         for x, y in places:
             text.set(position=(x, y), ha={8: "left", 0: "center", -8: "right"}[x])
             box = text.get_window_extent()
-            if not box.count_contains(dots) and not box.count_overlaps(taken):
+            inside = ax.bbox.x0 < box.x0 and box.x1 < ax.bbox.x1
+            if inside and not box.count_contains(dots) and not box.count_overlaps(taken):
                 break
         taken.append(box)
 
@@ -213,7 +205,7 @@ def draw_paper_tables():
     row = r"^(ours|our weights|released), .*?(\d\.\d{3}) +0\.500 +(\S+).* (\S+) +\S+$"
     found = re.findall(row, log, re.M)
     looks = {"ours": ("Stage B on", BLUE, "-"), "our weights": ("off", ORANGE, "--"), "released": ("base", INK, "-.")}
-    panes = {2: "possible answers, a toy: on less off", 3: "GSM8K, %, the paper's 16B: on less off"}
+    panes = {2: "a toy: share of possible answers", 3: "the paper's 16B: GSM8K, %"}
     figure, axes = plt.subplots(2, figsize=(WIDTH, 5), sharex=True)
     for ax, (column, title) in zip(axes, panes.items(), strict=True):
         values = {}
@@ -229,7 +221,7 @@ def draw_paper_tables():
         ax.set_title(title, loc="left", pad=18)
         ax.grid(axis="y")
         name_lines(ax)
-    axes[1].set(xlim=(0.23, 0.72), xticks=(0.3, 0.5, 0.7), xlabel="tau_m2t")
+    axes[1].set(xlim=(0.23, 0.72), xticks=(0.3, 0.5, 0.7), xlabel="tau_m2t; numbers: Stage B on less off")
     return figure
 
 
