@@ -2,7 +2,6 @@
 
 import json
 import re
-from itertools import product
 from statistics import mean, stdev
 
 import pytest
@@ -13,6 +12,7 @@ from experiments.names import share, within
 FOLDER = ROOT / "results" / "names"
 README = (ROOT / "README.md").read_text()
 PAGE = (FOLDER / "README.md").read_text()
+THEOREM = (ROOT / "results" / "theorem" / "README.md").read_text()
 
 
 def records(name: str) -> list[dict]:
@@ -21,31 +21,19 @@ def records(name: str) -> list[dict]:
 
 RECORDS, TRAININGS = records("records"), records("told")
 SEEDS = (1, 2, 3)
-BUDGETS = (2.1, 2.7, 3.3, 5, 6)  # forwards a name
 
-# system, way, dial, edits: its row of the page, and of the README
+# system, way, dial, edits: its row of the page, named as evaluate.py names it, and of the README
 ROWS = [
-    (("left to right", "ones", 1, None), "a left-to-right model of the base's size",
-     "a left-to-right model of its size"),
-    (("left to right, 1,000 steps", "ones", 1, None), "the same, 1,000 steps", None),
-    (("base", "ones", 1, None), "base, one at a time, text read in blocks of one", None),
+    (("left to right", "ones", 1, None), "a left-to-right model", "a left-to-right model of its size"),
     (("base", "run", 1, None), "base, one at a time from the left", None),
-    (("base", "run", 0.7, None), "base, longest run above .7", "base, longest run above .7"),
-    (("base", "run", 0.5, None), "base, longest run above .5", None),
-    (("base", "threshold", 0.7, 0.5), "base, surest first, above .7, edits above .5 (LLaDA2.1's rule)",
-     None),
-    (("base", "threshold", -1, None), "base, all at once", None),
-    (("paper", "run", 0.7, None), "paper, longest run above .7", None),
-    (("paper", "stage_b", 0.7, 0), "paper, Stage B on, above .7, ungated edits", None),
-    (("paper", "threshold", 0.7, 0), "the same, Stage B off", None),
-    (("alpha", "run", 0.7, None), "alpha, longest run above .7", None),
-    (("alpha", "stage_b", 0.7, None), "alpha, above .7, no edits", None),
-    (("alpha", "stage_b", -1, None), "alpha, all at once, no edits", None),
+    (("base", "run", 0.7, None), "base, longest run above 0.7", "base, longest run above .7"),
+    (("base", "threshold", 0.7, 0.5), "base, above 0.7, gated edits (released)", None),
+    (("paper", "threshold", 0.7, 0), "Stage B off, ungated edits", None),
+    (("paper", "stage_b", 0.7, 0), "Stage B, ungated edits (paper)", None),
     (("causal", "run", 0, None), "causal, whole blocks", "causal, whole blocks"),
-    (("causal", "run", 0.5, None), "causal, longest run above .5", "causal, longest run above .5"),
-    (("causal", "run", 0.8, None), "causal, longest run above .8", None),
-    (("causal", "run", 0.95, None), "causal, longest run above .95", None),
-]  # fmt: skip
+    (("causal", "run", 0.5, None), "causal, longest run above 0.5", "causal, longest run above .5"),
+    (("causal", "run", 0.8, None), "causal, longest run above 0.8", None),
+]
 
 
 def of(system: str, way: str, dial: float, edits: float | None, skip: int = 0, among: list = RECORDS) -> list[dict]:
@@ -81,40 +69,117 @@ def short(x: float, digits: int = 3) -> str:
     return f"{x:.{digits}f}".lstrip("0")
 
 
+def numbers(text: str, label: str) -> list[str]:
+    """All shares of the line or the paragraph that begins with a label, in their order: .891, .51"""
+    return re.findall(r"(?<![\d.])\.\d+", text.split(label)[1].split("\n")[0])
+
+
 # --- settings
 def check_row(text: str, name: str, found: list[dict]) -> None:
     """The page has all seeds, the README of three the lowest and the highest."""
     own = shares(found)
-    assert text is PAGE or len(own) == 3
+    assert len(own) == 3
     seeds = " ".join(map(short, own)) if text is PAGE else f"{short(min(own))}, {short(max(own))}"
-    exist, forwards, per_token = cells(text, name)
+    exist, forwards, per_token = cells(text, name)[:3]
     assert (exist, forwards) == (f"{short(mean(own))} ({seeds})", f"{cost(found):.1f}"), name
     assert float(per_token) == pytest.approx(mean(record["per_token"] for record in found), abs=0.0051), name
+
+
+def shipped(name: str, digits: int) -> list[str]:
+    """The figures of a row that evaluate.py has printed of what ships, as the page has them."""
+    row = re.search(rf"^assets/names\S*  {re.escape(name)} +(.*)$", (FOLDER / "shipped.txt").read_text(), re.M)
+    first, second, _ = row[1].split()
+    return [short(float(first)) if digits == 1 else first, f"{float(second):.{digits}f}"]
 
 
 def test_rows():
     for setting, of_page, of_readme in ROWS:
         check_row(PAGE, of_page, of(*setting))
+        ships = ["", ""] if setting[0] == "left to right" else shipped(of_page, 1)
+        assert cells(PAGE, of_page)[3:] == ships
         if of_readme:
             check_row(README, of_readme, of(*setting))
-    check_row(README, "without the token before, on one base (with it .889)", told("a beam's rows: told", 0.5))
+    check_row(README, "without the token before, on one base (with it .889)", told("rows by beam search", 0.5))
+
+
+BITS = {  # the page's row, and evaluate.py's
+    "base: Stage A, all at once": "assets/names  Stage A, all at once",
+    "base: one at a time, from the left": "assets/names  one at a time, from the left",
+    "paper: Stage A, all at once": "assets/names/paper  Stage A, all at once",
+    "paper: Stage B, all at once": "assets/names/paper  Stage B, all at once",
+    "causal: causal Stage B, all at once": "assets/names/causal  causal Stage B, all at once",
+}
+
+
+def test_bits():
+    log = (FOLDER / "shipped.txt").read_text().split("bits a token")[1]
+    for row, printed in BITS.items():
+        assert cells(PAGE, row) == [re.search(rf"^{printed} +([\d.]+)", log, re.M)[1]]
+
+
+def same(name: str, **what) -> list[dict]:
+    """The records of a file that have all of this."""
+    return [record for record in records(name) if what.items() <= record.items()]
+
+
+def test_what_is_said_of_names():
+    """A bullet's shares, in their order."""
+    exist = lambda *setting: short(mean(shares(of(*setting))))  # noqa: E731
+    first = lambda system: [exist(system, "first", k, None) for k in (1, 2)]  # noqa: E731
+    left = exist("base", "run", 1, None)
+    assert numbers(PAGE, "**Order.**") == [exist("base", "threshold", 1, None), left]
+    assert numbers(PAGE, "**Agreement.**") == [left, first("base")[1], *first("paper"), *first("causal")]
+    paid = [[within([r for r in RECORDS if (r["system"], r["seed"]) == (system, seed)], most) for seed in SEEDS]
+            for most in (2.1, 6) for system in ("causal", "base")]  # fmt: skip
+    assert numbers(PAGE, "**Cost.**") == [short(mean(of_seeds)) for of_seeds in paid]
+    others = [same("other", system="causal", way="run", dial=0.5), same("other", system="base", way="run", dial=0.7)]
+    assert numbers(PAGE, "**Other beginnings.**") == [short(mean(shares(found))) for found in others]
+    assert numbers(PAGE, "**The paper's rule.**") == [
+        exist("causal", "stage_b", 0.7, None), exist("base", "threshold", 0.7, None)
+    ]  # fmt: skip
+    depth = [same("n", system=f"causal-n{n}", dial=0.0) for n in (1, 3)]
+    assert numbers(PAGE, "**Depth.**") == [short(share(record["exist"])) for [record] in depth]
+
+
+def test_what_is_said_of_holes_and_looks():
+    holes = (FOLDER / "holes.txt").read_text()
+    ways = ("causal, in looks", "Stage A, all at once", "Stage A, one at a time")
+    found = [mean(map(float, re.findall(rf"^causal +{way} +(\S+)", holes, re.M))) for way in ways]
+    assert numbers(PAGE, "**Infilling.**")[:3] == list(map(short, found))
+    table = [line.split() for line in (FOLDER / "looks.txt").read_text().splitlines()[1:]]
+    looks = sum(float(row[1]) * int(row[3]) for row in table) / sum(int(row[3]) for row in table)
+    assert f"takes {looks:.1f} looks" in PAGE
+
+
+def test_what_is_said_of_the_teacher_and_of_draws():
+    beam = re.findall(r"^seed \d +(\S+)", (FOLDER / "beam.txt").read_text(), re.M)
+    tried = [
+        same("tried", system=f"{name}, drawn bundles in a fifth", dial=0.5) for name in ("beam of 4", "greedy teacher")
+    ]
+    found = [share(record["exist"]) for [record] in tried]
+    assert numbers(PAGE, "Causal Stage B learns names") == list(map(short, (mean(map(float, beam)), *found)))
+
+    same_text = [re.search(rf"{name} +(\S+)", (FOLDER / "vary.txt").read_text())[1] for name in
+                 ("causal  causal, longest run above 0.5", "names  base, longest run above 0.5")]  # fmt: skip
+    drawn = [mean(shares(same("told_draws", system=system))) for system in ("causal_text", "told_text")]
+    names = ("causal, longest run above 0.2", "base, one at a time from the left")
+    more = [share(record["found"]) for name in names for record in same("draws", decoder=name)]
+    assert numbers(PAGE, "At temperature 1") == [*(short(float(x), 2) for x in same_text), *map(short, drawn + more)]
 
 
 # --- causal Stage B with the token before and without: system, how many beginnings were left out
 TOLD = {
-    "a beam's rows: causal": ("causal", 0),
-    "a beam's rows: told": ("told", 0),
-    "512 other beginnings: causal": ("causal", 512),
-    "512 other beginnings: told": ("told", 512),
-    "the text alone: causal": ("causal_text", 0),
-    "the text alone: told": ("told_text", 0),
+    "rows by beam search: causal": "causal",
+    "rows by beam search": "told",
+    "the text alone: causal": "causal_text",
+    "the text alone": "told_text",
 }
+WITHOUT = ": without the token before"
 
 
 def told(name: str, dial: float) -> list[dict]:
     """Three trainings on one base."""
-    system, skip = TOLD[name]
-    found = of(system, "run", dial, None, skip, TRAININGS)
+    found = of(TOLD[name], "run", dial, None, 0, TRAININGS)
     assert tuple(record["seed"] for record in found) == SEEDS
     return found
 
@@ -123,87 +188,76 @@ def test_what_the_token_before_is_worth():
     dials = (0, 0.5, 0.8)
     for name in TOLD:
         found = [told(name, dial) for dial in dials]
-        assert cells(PAGE, name) == [f"{short(mean(shares(own)))}, {cost(own):.1f}" for own in found]
-    for row, rule in zip(re.findall(r"^\|difference\|(.*)\|$", PAGE, re.M), ("a beam's rows", "the text alone"),
+        row = name if name.endswith("causal") else name + WITHOUT
+        assert cells(PAGE, row) == [f"{short(mean(shares(own)))}, {cost(own):.1f}" for own in found]
+    for row, rows in zip(re.findall(r"^\|difference\|(.*)\|$", PAGE, re.M), ("rows by beam search", "the text alone"),
                          strict=True):  # fmt: skip
-        pairs = [
-            zip(*(shares(told(f"{rule}: {of}", dial)) for of in ("causal", "told")), strict=True) for dial in dials
-        ]
+        pairs = [zip(shares(told(f"{rows}: causal", dial)), shares(told(rows, dial)), strict=True) for dial in dials]
         assert row.split("|") == [interval([a - b for a, b in of_dial]) for of_dial in pairs]
 
 
-# --- budgets. A row: the system, and the way where it is one of several
-PAID = {
-    "base": ("base", None),
-    "base, by the longest run alone": ("base", "run"),
-    "paper": ("paper", None),
-    "alpha": ("alpha", None),
-    "one stage by alpha, surest first": ("one stage by alpha", None),
-    "causal": ("causal", None),
-    "a head of its own, taught by a beam of 4": ("head", None),
-}
-
-
-def paid(system: str, budget: float, way: str | None = None) -> list[float | None]:
-    """What a budget pays for, seed by seed."""
-    own = [
-        [r for r in RECORDS if (r["system"], r["seed"]) == (system, seed) and way in (r["way"], None)] for seed in SEEDS
-    ]
-    return [within(of_seed, budget) for of_seed in own]
-
-
-def test_what_a_budget_pays_for():
-    for name, (system, way) in PAID.items():
-        found = [paid(system, budget, way) for budget in BUDGETS]
-        assert cells(PAGE, name) == [short(mean(x for x in own if x is not None)) for own in found]
-    for other in ("base", "head"):
-        for cell, budget in zip(cells(PAGE, f"causal, less the {other}"), BUDGETS, strict=True):
-            both = zip(paid("causal", budget), paid(other, budget), strict=True)
-            pairs = [ours - theirs for ours, theirs in both if theirs is not None]
-            assert cell == (interval(pairs) if len(pairs) > 1 else "–")
-
-
-@pytest.mark.parametrize("system", ["base", "paper", "alpha"])
-def test_settings_that_are_chosen_elsewhere_have_the_same(system):
-    """The best mixture of two on a base apart and other beginnings, by the table's seeds and beginnings."""
-    elsewhere = [r for r in records("choice") if r["system"] == system]
-    assert all((r["seed"], r["skip"]) == (3, 512) for r in elsewhere)
-    settings = {(r["way"], r["dial"], r["edits"]): (share(r["exist"]), r["forwards"]) for r in elsewhere}
-    for cell, budget in zip(cells(PAGE, system), BUDGETS, strict=True):
-        best = (-1.0,)
-        for (cheap, (a, low)), (dear, (b, high)) in product(settings.items(), settings.items()):
-            if low <= min(budget, high):
-                part = 1.0 if high <= budget else (budget - low) / (high - low)
-                best = max(best, ((1 - part) * a + part * b, part, cheap, dear), key=lambda mixture: mixture[0])
-        _, part, cheap, dear = best
-        both = of(system, *cheap), of(system, *dear)
-        exist, forwards = ((1 - part) * a + part * b for a, b in (map(mean, map(shares, both)), map(cost, both)))
-        assert -0.0125 < exist - float(cell) < 0.0215 and forwards < budget + 0.225
-
-        # orders: all at once is both
-        orders = {way for way, dial, _ in (cheap, dear) if dial > 0}
-        if budget < 3:
-            assert orders <= {"threshold", "stage_b"}
-        if budget == 6:
-            assert orders <= {"run", "ones"}
-
-
-def test_agreement():
-    page = PAGE.split("## Order and agreement")[1]
-    for system in ("base", "paper", "alpha", "causal"):
-        for k, cell in enumerate(cells(page, system), 1):
-            found = of(system, "run", 1, None) if (system, k) == ("base", 1) else of(system, "first", k, None)
-            assert len(found) == 3 and cell == short(mean(shares(found)))
-
-
+# --- other pages
 def test_the_marker():
-    for row, marker in (("on", "on"), ("off", "off"), ("at all other positions", "elsewhere")):
-        own = [r for r in records("marker") if r.get("marker") == marker and r["ckpt"].startswith("alpha-")]
-        found = [
-            [share(r["digits"]) for r in own if r["way"] == way] for way in ("all at once", "above .3", "above .7")
-        ]
-        assert [len(of_way) for of_way in found] == [3, 3, 3]
-        assert cells(PAGE, row) == [short(mean(of_way)) for of_way in found]
+    """On, off, and at all other positions: alpha's means of three seeds, causal Stage B of one, tiny.py's means."""
+    looked = [
+        [[share(r["digits"]) for r in same("marker", marker=marker, way=way) if r["ckpt"].startswith(ckpt)]
+         for marker in ("on", "off", "elsewhere")]
+        for ckpt, way in (("alpha-", "all at once"), ("causal", "whole blocks"))
+    ]  # fmt: skip
+    assert [len(of_marker) for found in looked for of_marker in found] == [3, 3, 3, 1, 1, 1]
+    log = (FOLDER / "tiny-marker.txt").read_text()
+    tiny = [mean(map(float, re.findall(rf"alpha1 scaled.*\n(?: +o.*\n)*? +{marker} .* none (\S+)", log)))
+            for marker in ("on", "off")]  # fmt: skip
+    expected = [mean(of_marker) for found in looked for of_marker in found] + tiny
+    assert numbers(THEOREM, "Scaled by rms(h)") == list(map(short, expected))
+    on, off = looked[0][:2]
+    margin = interval([a - b for a, b in zip(on, off, strict=True)])
+    low, high = (100 * float(x) for x in re.search(r"\((\S+) to (\S+)\)", margin).groups())
+    assert f"from {low:.1f} to {high:.1f} points" in THEOREM
+
+
+def test_alpha_on_names():
+    settings = [
+        ("alpha", "run", 0, None),
+        ("base", "run", 0, None),
+        ("alpha", "run", 0.7, None),
+        ("base", "run", 0.7, None),
+    ]
+    found = [of(*setting) for setting in settings]
+    paid = [mean(within([r for r in RECORDS if (r["system"], r["seed"]) == (system, seed)], 3) for seed in SEEDS)
+            for system in ("one stage by alpha", "alpha")]  # fmt: skip
+    expected = [*(mean(shares(own)) for own in found), *paid]
+    assert numbers(THEOREM, "On [names]") == list(map(short, expected))
+    assert all(f"with {cost(own):.1f}" in THEOREM for own in found[2:])
+
+
+def test_the_dropped_head():
+    page = (ROOT / "results" / "dropped" / "README.md").read_text()
+    for dial in (0, 0.5, 0.8):
+        found = of("head", "run", dial, None)
+        assert f"{short(mean(shares(found)))} at {cost(found):.2f}" in page
+
+
+def test_the_papers_table_2_in_small():
+    """A row is the mean of three bases, each base, and forwards; three rows of the paper's are one here."""
+    page = (ROOT / "results" / "paper_tables" / "README.md").read_text()
+    logs = [(ROOT / "results" / "paper_tables" / f"names-{k}.txt").read_text() for k in SEEDS]
+    found = {}
+    for log in logs:
+        for name, exist, forwards in re.findall(r"^(\S.*?)  +(0\.\d+) +(\d+\.\d+) ", log, re.M):
+            found.setdefault(name, []).append((float(exist), float(forwards)))
+    alike = {"B fills, A edits", "A fills, B edits", "Stage B without marker"}
+    off = {f"adapter, Stage B off, tau_m2t {gate}": f"Stage B, tau_m2t {gate}" for gate in (0.5, 0.3)}
+    for name, bases in found.items():
+        exist, forwards = zip(*bases, strict=True)
+        if name in alike:
+            assert bases == found["Stage B, gated edits"]
+        elif name in off:
+            assert exist == tuple(x for x, _ in found[off[name]])
+        else:
+            seeds = " ".join(map(short, exist))
+            assert cells(page, name)[:2] == [short(mean(exist)), seeds], name
+            assert float(cells(page, name)[2]) == pytest.approx(mean(forwards), abs=0.0051), name
 
 
 # of a toy's log: the run, and the decoder of it
@@ -233,7 +287,6 @@ def toys() -> dict[str, dict[str, list[list[float]]]]:
 @pytest.mark.parametrize("task, seeds", toys().items())
 def test_toys(task, seeds):
     """The README's row and the page's are means of the log's three seeds."""
-    page = (ROOT / "results" / "theorem" / "README.md").read_text()
     figures = {name: list(zip(*seeds[name], strict=True)) for name in SYSTEMS}
     kl = {name: f"{mean(of_seeds[0]):.3f}" for name, of_seeds in figures.items()}
     four = ("Stage A", "paper", "alpha", "causal")
@@ -244,6 +297,6 @@ def test_toys(task, seeds):
 
     losses = figures["causal"][0]
     causal = f"{kl['causal']} ({min(losses):.3f} to {max(losses):.3f})"
-    first, second = page.split("|likeliest: Stage A|")
+    first, second = THEOREM.split("|likeliest: Stage A|")
     assert cells(first, f"`{task}`") == [seeds["TC"], *(kl[name] for name in four[:3]), causal, kl["one at a time"]]
     assert cells(second, f"`{task}`") == [*possible, *likeliest, f"{mean(figures['causal'][4]):.2f}"]
