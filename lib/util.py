@@ -326,14 +326,29 @@ def alone_in(folder: Path) -> Iterator[None]:
         os.close(number)
 
 
-def lock(number: int, folder: Path) -> None:
-    """Have a folder, open under this number, for this process alone; where another one has it, fail at once."""
+@contextmanager
+def alone_with(path: Path) -> Iterator[None]:
+    """While a run appends to a file, which is made where there is none: another run is refused."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("ab")
+    except (OSError, ValueError) as e:
+        fail(f"cannot write {path}: {e}; choose another file")
+    with file:
+        lock(file.fileno(), path)
+        yield
+
+
+def lock(number: int, path: Path) -> None:
+    """Lock a folder or a file, open under this number, for this process; fail at once where another one has it."""
+    if fcntl is None:
+        return
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        fail(f"another run is writing into {folder}: wait for its end, or choose another folder")
+        fail(f"another run is writing into {path}: wait for its end, or write elsewhere")
     except OSError:
-        pass  # a file system without locks, as some of a network
+        pass  # some file systems, as those of a network, have no locks
 
 
 def write_json(path: Path, value: object) -> None:

@@ -25,6 +25,7 @@ from decoding import Decoding, Step
 from lib.tokenizer import Tokenizer, load_tokenizer
 from lib.util import (
     Parser,
+    alone_with,
     bounded,
     command,
     fail,
@@ -104,9 +105,8 @@ def identity(args: Namespace, items: list[Item], model: Model, templated: bool, 
 
 
 def open_run(path: Path, settings: dict) -> Run:
-    """The run at `path` as far as it got, its cut line dropped; or a new one, its first line written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
+    """The run at `path`, a file that exists, as far as it got, its cut line dropped; or a new one, its first line
+    written."""
     run, whole = read_run(path)
     with path.open("ab") as file:
         if run is None:
@@ -212,13 +212,14 @@ def main() -> None:
     if missing:
         print(f"no chat template: the tokenizer of {args.ckpt} has no {missing[0]}; questions are asked as plain text")
 
-    # what is to do
-    run = open_run(args.out, identity(args, items, model, not missing, row, d))
+    # answer the items that have no answer yet
     part, parts = args.shard
     mine = items[part - 1 :: parts]
-    todo = [item for item in mine if item.id not in run.items]
-    print(f"{task.title}, {row}: {len(mine)} items, {len(todo)} to go")
-    answer(model, tokenizer, d, step, todo, run, args.out)
+    with alone_with(args.out):
+        run = open_run(args.out, identity(args, items, model, not missing, row, d))
+        todo = [item for item in mine if item.id not in run.items]
+        print(f"{task.title}, {row}: {len(mine)} items, {len(todo)} to go")
+        answer(model, tokenizer, d, step, todo, run, args.out)
 
     print_table(HEAD[:8], [[task.title, *measured(run, None)]])
     if task.f1 and run.items:

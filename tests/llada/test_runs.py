@@ -10,7 +10,7 @@ import pytest
 from common import caller, random_adapter
 from test_benchmarks import write_task
 
-from lib.util import read_json, write_json
+from lib.util import alone_with, read_json, write_json
 from llada import chat, tables
 from llada import run as runs
 from llada.ablation import COCOMMIT
@@ -72,6 +72,16 @@ def test_killed_half_way_it_goes_on(run, tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "generate", None)  # a finished run decodes nothing
     assert ", 0 to go" in run("gsm8k", tmp_path / "a.jsonl", "--shard", "1/2")
     assert (tmp_path / "a.jsonl").read_bytes() == data
+
+
+def test_two_runs_do_not_append_to_one_file(run, tmp_path):
+    """Beside it, in the same folder, another one may."""
+    out = tmp_path / "a.jsonl"
+    with alone_with(out):
+        assert f"another run is writing into {out}" in run.fails("gsm8k", out, "--shard", "1/3")
+        assert out.read_bytes() == b""
+        run("gsm8k", tmp_path / "b.jsonl", "--shard", "2/3")
+    run("gsm8k", out, "--shard", "1/3")
 
 
 def test_shards_are_parts_of_the_whole(run, tmp_path):
