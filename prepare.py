@@ -323,10 +323,10 @@ def prepare_written(source: Path, by: Path, folder: Path, beam: int, gen_length:
     for part in ("train", "val"):
         # beginnings of about one length are written together
         prompts = sorted(beginnings(source, part, meta), key=len)
-        written = []
         start = time.monotonic()
-        for first in progress(range(0, len(prompts), AT_ONCE), f"write {part}"):
-            written += beam_search(model, prompts[first : first + AT_ONCE], beam, gen_length)
+        parts = (prompts[at : at + AT_ONCE] for at in range(0, len(prompts), AT_ONCE))
+        texts = (text for some in parts for text in beam_search(model, some, beam, gen_length))
+        written = list(progress(texts, f"write {part}", total=len(prompts)))
 
         # what has no end is no document
         documents = [(np.array(p + w), len(p)) for p, w in zip(prompts, written, strict=True) if w]

@@ -488,7 +488,7 @@ def test_a_teachers_rows_show_how_long_they_take(judge, tmp_path, monkeypatch, c
     argv = [tmp_path / "rows", "--written_by", tmp_path / "a base", "--out", tmp_path / "written"]
     code, out, err = command_line(prepare, monkeypatch, capsys, *argv)
     assert code == 0, err
-    assert "write train: 1 of 1" in err and "write val: 1 of 1" in err
+    assert "write train: 4 of 4" in err and "write val: 4 of 4" in err
     assert all(line.endswith(" s") for line in out.splitlines()[:2])
     config = "configs/causal.toml" if judge else "configs/text.toml"
     command = f"python train.py --data {tmp_path}/written --config {config} --init_from '{tmp_path}/a base'"
