@@ -302,10 +302,10 @@ def base_of(folder: Path) -> Path:
 
 
 def save_adapter(model: Model, folder: Path, base: Path, lora_r: int) -> None:
-    """What learned beside the base in `base`."""
+    """What was learned beside the base in `base`."""
     about = {"base": Path(os.path.relpath(base, folder)).as_posix(), "base_hash": weights_hash(base)}
     about |= {name: getattr(model.cfg, name) for name in SIZES} | dict(stage_b=kind_of(model), lora_r=lora_r)
-    save_tensors(folder / "adapter.safetensors", model.learned())
+    save_tensors(folder / "adapter.safetensors", changed(model))
     write_json(folder / "adapter.json", about)
 
 
@@ -321,7 +321,9 @@ def load_adapter(model: Model, folder: Path, about: dict) -> None:
     state = dict(read_tensors([path]))
     for name, tensor in state.items():
         check_numbers(path, name, tensor)
-    check_fit(path, state, model.learned(), "is this adapter whole?")
+    # an adapter that was trained before its own experts were balanced keeps the base's biases
+    expected = {name: t for name, t in changed(model).items() if name in state or not name.endswith("expert_bias")}
+    check_fit(path, state, expected, "is this adapter whole?")
     model.load_state_dict(state, strict=False)
 
 
@@ -422,16 +424,16 @@ def training_state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, 
     """Trained weights and their moments: param.NAME, exp_avg.NAME, exp_avg_sq.NAME and step.NAME."""
     state = {}
     moments = optimizer.state
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            state[f"param.{name}"] = p
-            state |= {f"{kind}.{name}": tensor for kind, tensor in moments[p].items()}
-    return state | {f"param.{name}": bias for name, bias in learned_biases(model).items()}
+    for name, p in changed(model).items():
+        state[f"param.{name}"] = p
+        state |= {f"{kind}.{name}": tensor for kind, tensor in moments.get(p, {}).items()}
+    return state
 
 
-def learned_biases(model: Model) -> dict[str, Tensor]:
-    """The experts' biases, which MoE.balance moves where the routers learn."""
-    return {name: bias for name, bias in model.named_buffers() if model.wte.weight.requires_grad}
+def changed(model: Model) -> dict[str, Tensor]:
+    """What training changes, by name: the parameters that learn, and the biases that MoE.balance moves."""
+    biases = {f"{name}.expert_bias": moe.expert_bias for name, moe in model.learning_experts().items()}
+    return model.learned() | biases
 
 
 def restore_state(model: Model, optimizer: torch.optim.Optimizer, folder: Path) -> int:
@@ -448,7 +450,7 @@ def restore_state(model: Model, optimizer: torch.optim.Optimizer, folder: Path) 
         check_base(base_of(folder), folder)
 
     state = dict(read_tensors([path]))
-    learned = {name: p for name, p in model.named_parameters() if p.requires_grad} | learned_biases(model)
+    learned = changed(model)
 
     # of what was updated once there are moments, Muon's or Adam's
     expected = {}

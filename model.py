@@ -217,6 +217,10 @@ class Model(nn.Module):
         """The parameters that learn, by name."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
+    def learning_experts(self) -> dict[str, "MoE"]:
+        """The mixtures of experts whose router learns, by name."""
+        return {name: m for name, m in self.named_modules() if isinstance(m, MoE) and m.router.requires_grad}
+
 
 # --- who sees whom
 def block_causal_mask(T: int, block_length: int, device: torch.device | str = "cpu") -> Tensor:
@@ -376,7 +380,7 @@ class MoE(nn.Module):
 
     def balance(self, rate: float) -> None:
         """Raise the bias of experts that were chosen too seldom, and lower that of the others (Wang et al.,
-        2024). No loss is needed for it, and the weights of what is chosen stay unbiased."""
+        2024). This needs no loss, and the weights of the chosen experts stay unbiased."""
         used = torch.as_tensor(self.used, device=self.expert_bias.device).float()
         self.expert_bias += rate * (used.mean() - used).sign()
         self.used = 0.0

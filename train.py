@@ -166,9 +166,9 @@ def run(args: Namespace, step: Callable[..., Losses] | None = None, make_optimiz
 
 def loop(
     model: Model, corpus: Corpus, step: Callable[..., Losses], optimizer: torch.optim.Optimizer, args: Namespace,
-    writes: bool = True, agreed: Callable[[bool], bool] = bool,
+    writes: bool = True, total: Callable[[Tensor], Tensor] = torch.clone,
 ) -> None:  # fmt: skip
-    """The loop. Of several processes one `writes`, and all stop at once where it is `agreed`."""
+    """The loop. Of several processes one `writes`; `total` sums a tensor over all of them."""
     folder = Path(args.out_dir)
     log = folder / "log.jsonl" if writes else None
     done = checkpoint.restore_state(model, optimizer, folder) if args.resume else 0
@@ -209,7 +209,7 @@ def loop(
             record = dict(step=it, loss=loss, grad_norm=norm, lr=share * args.learning_rate, tokens=n_real)
             check_finite(record, "loss", it, saved, args)
             optimizer.step()
-            balance_experts(model)
+            balance_experts(model, total)
             optimizer.zero_grad(set_to_none=True)
 
             # report
@@ -217,7 +217,7 @@ def loop(
             report(record, log, f"step {it + 1}/{args.max_iters}", shown=(it + 1) % LOG_INTERVAL == 0)
 
             # validate, and save what has been validated; a run that is stopped here writes the log of one that is not
-            stop = agreed(bool(caught))
+            stop = bool(total(torch.tensor(len(caught))))
             due = (it + 1) % args.eval_interval == 0 or it + 1 == args.max_iters
             if due or stop:
                 validation = validate(model, corpus, step, it + 1, args)
@@ -257,11 +257,11 @@ def micro_batches(corpus: Corpus, split: str, first: int, n: int, model: Model, 
         yield get_batch(corpus, split, at, min(size, first + n - at), args.seed, model.wte.weight.device)
 
 
-def balance_experts(model: Model) -> None:
-    """Where the routers of the model learn, each expert's bias follows how often it is chosen."""
-    for layer in model.layers[model.cfg.n_dense :]:
-        if layer.mlp.router.requires_grad:
-            layer.mlp.balance(BALANCE)
+def balance_experts(model: Model, total: Callable[[Tensor], Tensor]) -> None:
+    """Where a router learns, the bias of each of its experts follows how often all processes have chosen it."""
+    for moe in model.learning_experts().values():
+        moe.used = total(torch.as_tensor(moe.used))
+        moe.balance(BALANCE)
 
 
 def adamw(model: Model, args: Namespace) -> torch.optim.Optimizer:
