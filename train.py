@@ -404,7 +404,11 @@ def check_rows_fit(args: Namespace, cfg: Config, meta: Meta) -> None:
     """Are these rows of the checkpoint's own tokens?"""
     base = Path(args.init_from)
     if checkpoint.about_adapter(base):
-        fail(f"--init_from {base} is an adapter: start from the model that it stands on, {checkpoint.base_of(base)}")
+        fail(f"--init_from {base} is an adapter, and training starts from a model: give its base, "
+             f"--init_from {quoted(checkpoint.base_of(base))}")  # fmt: skip
+    own = checkpoint.stage_b_of(base)
+    if own not in ("paper", args.stage_b):
+        fail(f"--init_from {base} has a Stage B of its own, which goes on learning: give --stage_b {own}")
     same = (cfg.eos_id, cfg.mask_id) == (meta.eos_id, meta.mask_id) and meta.vocab_size <= cfg.vocab_size
     if not same or meaning(base, checkpoint.judge_of(base)) != meaning(Path(args.data), meta.judge or {}):
         fail(f"--data {args.data} has other tokens than --init_from {base}: prepare it with --like {quoted(base)}")

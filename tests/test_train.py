@@ -414,7 +414,12 @@ def test_a_causal_model_is_trained_whole_and_then_again(tmp_path, run, scratch, 
         run(*on_it, "--stage_b", "causal", "--lora_r", rank, "--out_dir", tmp_path / name)
         assert checkpoint.stage_b_of(tmp_path / name) == "causal"
         assert load_model(tmp_path / name, "cpu", torch.float32).show.any()
-    assert "layers_b" in run.fails(*on_it, "--out_dir", tmp_path / "other")
+    assert "give --stage_b causal" in run.fails(*on_it, "--out_dir", tmp_path / "other")
+
+    # what was trained beside a base goes on from that base
+    beside = ["--init_from", tmp_path / "beside", "--stage_b", "causal", "--out_dir", tmp_path / "other"]
+    assert f"give its base, --init_from {first}" in run.fails(*on_pairs, *beside)
+    assert not (tmp_path / "other").exists()
 
 
 def test_no_combination_of_choices_is_refused(tmp_path, run, monkeypatch, capsys, scratch, on_pairs):
