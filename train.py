@@ -95,6 +95,23 @@ PAPER = dict(
     dtype="bf16",
 )
 
+# the figures of the log: of a step, and then of its validation, which are cross-entropies in nats a position
+FIGURES = dict(
+    loss="Eq. 1, in nats a token",
+    grad_norm=f"the gradient's norm, before it is clipped at {GRAD_CLIP:g}",
+    lr="the learning rate",
+    tokens="real tokens in the step, which are all but padding",
+    ms="the time of the step in milliseconds",
+    m2t_A="Stage A's cross-entropy at masks, in nats a position, like all that follow",
+    edit_A="Stage A's at wrong tokens",
+    clean_A="Stage A's at right tokens",
+    m2t_A_bundle="Stage A's at the masks of Stage B's bundle",
+    m2t_B="Stage B's at its bundle",
+    edit_B="Stage B's at wrong tokens",
+    clean_B="Stage B's at right tokens",
+    B_less_A="m2t_B less m2t_A_bundle: below 0 Stage B fills its bundle better than Stage A",
+)
+
 # the weighted sum of Eq. 1 in nats, to be divided by the number of real tokens; and for the log, by
 # name, (2,) float32: a cross-entropy summed, positions counted
 Losses = tuple[Tensor, dict[str, Tensor]]
@@ -182,6 +199,8 @@ def loop(
     # where it begins
     if done == 0:
         validation = validate(model, corpus, step, 0, args)
+        if writes:
+            explain(validation)
         report(validation, log, "validation before the first step", shown=True)
 
     saved = done
@@ -422,7 +441,7 @@ def meaning(folder: Path, judge: dict) -> object:
 
 # --- what is printed
 def describe(args: Namespace, corpus: Corpus, model: Model, done: int) -> None:
-    """The rows, what learns, what differs from the paper's run, and what the log's figures are."""
+    """The rows, what learns, and what differs from the paper's run."""
     cfg = model.cfg
     learned = sum(p.numel() for p in model.learned().values())
     about = {split: rows.describe() for split, rows in corpus.rows.items()}
@@ -433,8 +452,13 @@ def describe(args: Namespace, corpus: Corpus, model: Model, done: int) -> None:
         f"{done}..{args.max_iters} -> {args.out_dir}"
     )
     print(f"differs from the paper's run: {differences(args)}")
-    print("losses are nats a position: m2t at masks, edit at wrong tokens, clean at right ones; _A and _B: the stage;")
-    print("m2t_A_bundle: Stage A at the masks of Stage B's bundle, so B_less_A says what Stage B is worth there")
+
+
+def explain(record: dict) -> None:
+    """What the figures of this run's log are, a line each: those that every run has, and those of its step."""
+    for name in ("loss", "grad_norm", "lr", "tokens", "ms", *record):
+        if name in FIGURES:
+            print(f"  {name:13} {FIGURES[name]}")
 
 
 def differences(args: Namespace) -> str:

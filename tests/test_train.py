@@ -437,6 +437,23 @@ def test_no_combination_of_choices_is_refused(tmp_path, run, monkeypatch, capsys
         assert "give --n_rounds 1" in run.fails(*argv, "--out_dir", tmp_path / "two")
 
 
+def test_the_end_is_validated_once_and_each_figure_of_the_log_is_explained_once(
+    tmp_path, run, monkeypatch, capsys, scratch
+):  # fmt: skip
+    """The last step is an eval_interval's, too; resumed at its end a run has nothing to do. A base has no Stage B."""
+    call = {"train": run, "base": caller(base, monkeypatch, capsys)}
+    for name, stages in (("train", "AB"), ("base", "A")):
+        out = call[name](*scratch, "--max_iters", 4, "--eval_interval", 2, "--out_dir", tmp_path / name)
+        before = (tmp_path / name / "log.jsonl").read_bytes()
+        log = end_state(tmp_path / name)[1]
+        assert [record["step"] for record in log if "val" in record] == [0, 2, 4]
+        figures = set().union(*log) - {"step", "val"} | {"ms"}
+        explained = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
+        assert sorted(explained) == sorted(figures) and ("B_less_A" in figures) == (stages == "AB")
+        assert "done; " in call[name]("--init_from", "resume", "--out_dir", tmp_path / name)
+        assert (tmp_path / name / "log.jsonl").read_bytes() == before
+
+
 # --- a step of one's own
 def test_a_step_of_ones_own_is_looped(tmp_path, monkeypatch, scratch, pairs):
     """Four rows a step, and eight times as many to validate, before the first one, too."""
