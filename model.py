@@ -8,12 +8,12 @@ The split is the method (paper, Sec. 4.1 and Eq. 4), and all of it is in class M
 
 The rest is the architecture. What differs from a GPT:
 
-  - attention is bidirectional inside a block of `block_length` tokens and causal across blocks; nothing is shifted, the
-    logits at position i are for token i
-  - a masked position is an input token like any other (`mask_id`)
+  - a text is cut into blocks of `block_length` tokens; a token attends to all of its own block and of earlier ones
+  - nothing is shifted: the logits at position i are for token i
+  - a mask is an input token like any other (`mask_id`)
   - queries and keys are normalised per head, then a rotary embedding turns their first `rotary_dim` dims only
-  - grouped-query attention with one fused qkv projection, no biases
-  - after the first dense layer(s) the MLP is a mixture of experts
+  - attention has grouped queries, one fused qkv projection and no biases
+  - the MLP is a mixture of experts in every layer but the first `n_dense`
 
 To change   n, K, the block length        give   train.py's --n_last, --n_rounds, --block_length
             the geometry                  edit   a preset in checkpoint.py
@@ -73,9 +73,9 @@ class Config:
 
 
 class Cache(Protocol):
-    """Keys and values of what stands before a pass."""
+    """Keys and values of text that an earlier pass has read."""
 
-    used: int  # how many keys a pass attends to, its own first
+    used: int  # how many keys a pass attends to; its own come first
 
     def update(self, layer: int, i_round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k, v (R, G, T, D) of this pass -> what it attends to, (R, G, S, D) each."""
@@ -83,24 +83,24 @@ class Cache(Protocol):
 
 @dataclass
 class Context:
-    """What a pass needs besides states. On a first reading look at cos, sin and mask alone."""
+    """What a pass through the layers needs beside its states. On a first reading cos, sin and mask are enough."""
 
     cos: Tensor  # (T, 1, rotary_dim / 2), or (R, T, 1, ...) where rows are at different positions
     sin: Tensor
     mask: Tensor | None  # bool, broadcasts to (R, H, T, S); None: everything may attend to everything
-    cache: Cache | None = None  # in decoding, the text before
-    i_round: int = 0  # which round's keys and values of the text before to use (Stage B with K > 1)
-    clean: Tensor | None = None  # (R, T) int64: the clean copy that rows lie beside, [noisy ; clean]
+    cache: Cache | None = None  # in decoding, the finished blocks
+    i_round: int = 0  # the round of Stage B whose keys and values are read from the cache
+    clean: Tensor | None = None  # (R, T) int64: the uncorrupted rows, if they stand behind the rows, [noisy ; clean]
 
 
 # --- the method
 class Model(nn.Module):
-    # a subclass may bring steps of its own; without one train.py and sample.py take the paper's
+    # what a subclass may have of its own; where a step is None, train.py and sample.py take the paper's
     training_step: ClassVar[Callable | None] = None
     decoding_step: ClassVar[Callable | None] = None
     name_b: ClassVar[str] = "Stage B"
-    settings: ClassVar[dict] = {}  # what its training step has, whatever train.py's flags say
-    needs_copy: ClassVar[bool] = False  # does Stage B need [noisy ; clean] where whole rows are read?
+    settings: ClassVar[dict] = {}  # train.py's settings that its training step fixes, whatever the flags say
+    needs_copy: ClassVar[bool] = False  # must rows of several blocks stand beside their clean copy?
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -116,7 +116,7 @@ class Model(nn.Module):
         self.checkpointing = False
 
     def tie(self) -> None:
-        """The embedding is the output layer, too, where the config says so."""
+        """Make the embedding the output layer, too, if the config says so."""
         if self.cfg.tied:
             self.lm_head.weight = self.wte.weight
 
@@ -161,17 +161,19 @@ class Model(nn.Module):
         return h
 
     def context(self, real: Tensor, clean: Tensor | None = None, one_by_one: Tensor | None = None) -> Context:
-        """The context of whole rows.
+        """The Context of a pass over whole rows.
 
-        real (R, T) bool, False on padding, which nobody attends to but itself (a query needs one key). clean (R, T)
-        int64: rows lie beside their clean copy, [noisy ; clean], so every noisy block reads what it will in decoding.
-        one_by_one (R,) bool: the rows that are read in blocks of one token, from left to right.
+        real (R, T) bool: False on padding. A padded position attends to itself alone, because a query needs a key, and
+        no other position attends to it.
+        clean (R, T) int64: the uncorrupted rows. They stand behind the rows, [noisy ; clean], so that a noisy block
+        reads clean blocks before it, as in decoding.
+        one_by_one (R,) bool: these rows have blocks of one token, so they are read from left to right.
         """
         T = real.shape[1]
         B = self.cfg.block_length
         positions = torch.arange(T, device=real.device)
         if T <= B and one_by_one is None:
-            clean = None  # a single block reads nothing before it
+            clean = None  # there is no block before a single one
 
         make_mask = block_causal_mask
         if clean is not None:
@@ -192,12 +194,12 @@ class Model(nn.Module):
 
     @property
     def partial_cost(self) -> float:
-        """A partial forward in full ones: n of L layers."""
+        """What a partial forward costs, in full ones: it runs n of L layers."""
         return self.cfg.n_last / self.cfg.n_layer
 
     def adapt(self, r: int, generator: torch.Generator) -> None:
-        """Freeze the model, and add what learns beside it (paper, Sec. 5.1): LoRA of rank r in every qkv and proj,
-        and the markers."""
+        """Freeze the model, and add what learns beside it (paper, Sec. 5.1): the markers, and LoRA of rank r in every
+        qkv and proj."""
         self.requires_grad_(False)
         for layer in self.layers:
             layer.attn.qkv.add_lora(r, generator)
@@ -207,7 +209,7 @@ class Model(nn.Module):
         self.markers = nn.Parameter(self.markers.float())
 
     def begin_from(self, state: dict[str, Tensor]) -> None:
-        """Complete a base's tensors, by name: what it has not learned begins here. A round's marker begins at zero."""
+        """Add to a base's tensors, by name, what the base lacks: a marker for each round, which begins at zero."""
         like = state["wte.weight"]
         zeros = torch.zeros(self.markers.shape, device=like.device, dtype=like.dtype)
         stored = state.get("markers", zeros)
@@ -224,7 +226,7 @@ class Model(nn.Module):
 
 # --- who sees whom
 def block_causal_mask(T: int, block_length: int, device: torch.device | str = "cpu") -> Tensor:
-    """(T, T) bool, query by key: a position sees its own block, and earlier ones.
+    """(T, T) bool, query by key: a position sees its own block and all earlier blocks.
 
     T = 4, block_length = 2:      1 1 0 0
                                   1 1 0 0
@@ -236,7 +238,7 @@ def block_causal_mask(T: int, block_length: int, device: torch.device | str = "c
 
 
 def doubled_mask(T: int, block_length: int, device: torch.device | str = "cpu") -> Tensor:
-    """(2T, 2T) bool of [noisy ; clean]: a noisy block sees itself and *clean* ones before it.
+    """(2T, 2T) bool for [noisy ; clean]: a noisy block sees itself and the *clean* blocks before it.
 
     Two blocks of one token, n0 n1 c0 c1:      1 . . .       n0 sees itself
                                                . 1 1 .       n1 sees itself and c0
@@ -270,7 +272,7 @@ class Attention(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.layer = layer
-        # rows: all query heads, then all key heads, then all value heads
+        # the rows of its weight: all query heads, then all key heads, then all value heads
         self.qkv = Linear(cfg.n_embd, (cfg.n_head + 2 * cfg.n_kv_head) * cfg.head_dim, bias=cfg.qkv_bias)
         self.q_norm = RMSNorm(cfg.head_dim, cfg.norm_eps)
         self.k_norm = RMSNorm(cfg.head_dim, cfg.norm_eps)
@@ -289,7 +291,7 @@ class Attention(nn.Module):
         k = k.transpose(1, 2)  # (R, G, T, D)
         v = v.transpose(1, 2)
 
-        # in decoding, finished blocks are keys and values
+        # in decoding the cache adds the keys and values of the finished blocks
         if ctx.cache is not None:
             k, v = ctx.cache.update(self.layer, ctx.i_round, k, v)
         y = F.scaled_dot_product_attention(q, k, v, ctx.mask, enable_gqa=True)
@@ -332,7 +334,7 @@ class MoE(nn.Module):
         self.cfg = cfg
         self.router = nn.Parameter(torch.empty(cfg.n_expert, cfg.n_embd))
         self.register_buffer("expert_bias", torch.zeros(cfg.n_expert))  # float32 in every dtype of the model
-        self.used: Tensor | float = 0.0  # (E,): how many tokens chose each expert since the last `balance`
+        self.times_chosen: Tensor | float = 0.0  # (E,): of each expert, since the last `balance`
         # the experts' weights are stacked, so that one grouped matmul serves them all
         self.gate_up = nn.Parameter(torch.empty(cfg.n_expert, 2 * cfg.d_expert, cfg.n_embd))
         self.down = nn.Parameter(torch.empty(cfg.n_expert, cfg.n_embd, cfg.d_expert))
@@ -354,22 +356,22 @@ class MoE(nn.Module):
             for token, expert, weight in all N*A choices:
                 y[token] += weight * expert(x[token])
 
-        summing in float32, in an order that does not depend on the tokens beside a token.
+        It sums in float32, and the order of a token's sum does not depend on the other tokens.
         """
-        # rows of x sorted by expert; expert e has the rows up to ends[e]
+        # the rows of x, sorted by expert; those of expert e end at ends[e]
         expert, order = chosen.flatten().sort(stable=True)  # (N*A,) each
         all_experts = torch.arange(len(self.router), device=x.device)
         ends = torch.searchsorted(expert, all_experts, right=True, out_int32=True)
         rows = F.embedding(order // self.cfg.n_active, x)  # x[order // A], with a faster backward
 
-        # while the router learns it is counted who is chosen
+        # while the router learns, count how often each expert is chosen
         if self.router.requires_grad and torch.is_grad_enabled():
-            self.used = self.used + torch.bincount(expert, minlength=len(self.router))
+            self.times_chosen = self.times_chosen + torch.bincount(expert, minlength=len(self.router))
 
-        # every expert on its rows
+        # run every expert on its rows
         out = self.products(rows, ends)  # (N*A, C)
 
-        # back to tokens: where in `out` the A rows of each token are, weighted and summed
+        # back to tokens: find the A rows of each token in `out`, and sum them by their weights
         place = order.argsort().view_as(chosen)
         return F.embedding_bag(place, out.float(), per_sample_weights=weights, mode="sum").to(x.dtype)
 
@@ -379,11 +381,11 @@ class MoE(nn.Module):
         return F.grouped_mm(F.silu(gate) * up, self.down.to(rows.dtype).transpose(1, 2), offs=ends)
 
     def balance(self, rate: float) -> None:
-        """Raise the bias of experts that were chosen too seldom, and lower that of the others (Wang et al.,
-        2024). This needs no loss, and the weights of the chosen experts stay unbiased."""
-        used = torch.as_tensor(self.used, device=self.expert_bias.device).float()
-        self.expert_bias += rate * (used.mean() - used).sign()
-        self.used = 0.0
+        """Raise the bias of experts that were chosen too seldom, and lower the bias of the others (Wang et al., 2024).
+        This needs no loss, and the weights of the chosen experts stay unbiased."""
+        times = torch.as_tensor(self.times_chosen, device=self.expert_bias.device).float()
+        self.expert_bias += rate * (times.mean() - times).sign()
+        self.times_chosen = 0.0
 
 
 def grouped_sigmoid(moe: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -395,13 +397,13 @@ def grouped_sigmoid(moe: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
     scores = torch.sigmoid(F.linear(x.float(), moe.router.float()))  # (N, E)
     biased = scores + moe.expert_bias
 
-    # the best groups of experts, a group being as good as its two best experts
+    # choose the best groups of experts; a group's score is the sum of its two best experts' scores
     groups = biased.view(len(x), cfg.n_group, -1)
     group_score = groups.topk(2, dim=-1).values.sum(-1)  # (N, n_group)
     best_groups = group_score.topk(cfg.topk_group, dim=-1).indices
     kept = torch.zeros_like(group_score, dtype=torch.bool).scatter(1, best_groups, True)
 
-    # the best experts of those groups; the others are at -inf because a score may be negative
+    # choose the best experts of those groups; the others get -inf, because a biased score may be below 0
     allowed = groups.masked_fill(~kept[..., None], float("-inf")).view_as(biased)
     chosen = allowed.topk(cfg.n_active, dim=-1).indices  # (N, A)
 
@@ -411,12 +413,12 @@ def grouped_sigmoid(moe: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
     return chosen, weights * cfg.routed_scaling
 
 
-# by the name that a checkpoint's config has for its router
+# by name, as Config.router has it
 ROUTERS: dict[str, Callable[[MoE, Tensor], tuple[Tensor, Tensor]]] = {"grouped sigmoid": grouped_sigmoid}
 
 
 class RMSNorm(nn.Module):
-    """Normalise in float32, cast back, then scale: the released order, which matters in bf16."""
+    """Normalise in float32, cast back, then scale. The released code has this order, and in bf16 it matters."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -429,10 +431,10 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """y = W x + 2 B A x, in the dtype of x: weights may be float32 under bf16.
+    """y = W x + 2 B A x, in the dtype of x: weights may be float32 where x is bf16.
 
-    A (r, in) starts Kaiming, B (out, r) zero, so that it starts as W alone. The 2 is LoRA's own alpha
-    over r: 32 over 16 in the paper.
+    B (out, r) begins at zero, so the layer begins as W alone; A (r, in) begins at Kaiming's random values. The 2 is
+    LoRA's own alpha over r: 32 over 16 in the paper.
     """
 
     def __init__(self, n_in: int, n_out: int, bias: bool = False):
@@ -440,7 +442,7 @@ class Linear(nn.Linear):
         self.lora_A = self.lora_B = None  # until add_lora
 
     def add_lora(self, r: int, generator: torch.Generator) -> None:
-        # float32 in every dtype of the model: an update of 1e-5 is lost in a bf16 parameter
+        # float32, like the markers
         A = torch.empty(r, self.in_features)
         nn.init.kaiming_uniform_(A, a=math.sqrt(5), generator=generator)
         device = self.weight.device

@@ -279,7 +279,7 @@ def micro_batches(corpus: Corpus, split: str, first: int, n: int, model: Model, 
 def balance_experts(model: Model, total: Callable[[Tensor], Tensor]) -> None:
     """Where a router learns, the bias of each of its experts follows how often all processes have chosen it."""
     for moe in model.learning_experts().values():
-        moe.used = total(torch.as_tensor(moe.used))
+        moe.times_chosen = total(torch.as_tensor(moe.times_chosen))
         moe.balance(BALANCE)
 
 

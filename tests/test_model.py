@@ -113,7 +113,7 @@ def test_the_bias_of_an_expert_follows_how_often_it_is_chosen():
     moe(torch.ones(1, 1, 4))
     with torch.no_grad():
         moe(torch.ones(1, 7, 4))
-    assert moe.used.tolist() == [3, 3, 0, 0]
+    assert moe.times_chosen.tolist() == [3, 3, 0, 0]
     moe.balance(0.25)
     assert moe.expert_bias.tolist() == [-0.25, -0.25, 0.25, 0.25]
     moe.balance(0.25)  # nothing was chosen since
