@@ -1,29 +1,28 @@
-"""Split-forward training: Stage A and Stage B of every row after one shared prefix, one backward
-(paper, Sec. 4.1).
+"""Training with a split forward (paper, Sec. 4.1): both stages of a row share one prefix and one backward.
 
-`cocommit_step` is the method, `run` what goes around it. From a checkpoint the model is frozen, and only LoRA and
-the markers learn, as in the paper. From `scratch`, or with --lora_r 0, everything learns. Every random number is a
-function of (seed, row): a resumed run continues bit for bit, and the size of a micro-batch changes no draw.
+`cocommit_step` is the method, and `run` is everything around it. A run that starts from a checkpoint freezes the model,
+and only LoRA and the markers learn, as in the paper. From `scratch`, or with --lora_r 0, everything learns. Every
+random number is a function of (seed, row): a resumed run continues bit for bit, and no draw depends on --micro_batch.
 
     python train.py --n_last 3                                # the paper's training on assets/names, minutes
     python train.py --data data/fineweb --config configs/llada.toml               # the paper's own run, on the 16B
     python train.py --init_from resume --out_dir out/names    # go on after Ctrl-C, kill or power cut
     python train.py --init_from resume --out_dir out/names --max_iters 600        # or go on for longer
 
-By default everything is the paper's but sizes: model, rows, block length, steps, batch and rate; and fp32 without
-checkpointing, which small models do not need. A run prints what differs. The paper leaves these open, and the values
-are ours:
+The defaults are the paper's, but for the sizes of model, rows, blocks, batch, steps and learning rate, and for fp32
+without checkpointing, which is enough for small models. A run prints what differs. The paper leaves these settings
+open, and the values are ours:
 
-    mask ratio                    U(0, 1) as LLaDA, but drawn for each block      corrupt.py
-    share that a draft fills      0.3 of the masks, by Stage A's argmax           corrupt.py, DRAFT_RATE
-    weights of the two branches   equal                                           cocommit_step
-    denominator of the loss       all real (unpadded) tokens of the batch         loop
+    mask ratio                    U(0, 1) as in LLaDA, drawn for each block       corrupt.py
+    masks that a draft fills      30 %, by Stage A's argmax                       corrupt.py, DRAFT_RATE
+    weights of the two stages     equal                                           cocommit_step
+    denominator of the loss       all tokens of the batch but padding             loop
     Adam                          betas 0.9 and 0.95, decay 0.01 on matrices      adamw
     gradient clipping             at a norm of 1                                  GRAD_CLIP
     LoRA                          one A for the fused qkv, no dropout, fp32       model.py, Linear
     schedule                      linear warm-up, a cosine to 0                   lib/run.py, cosine
     validation rows               one document in twenty, by its name's hash      prepare.py
-    which score, which length     int_score if there is one; the record's own     prepare.py, passes_filter
+    score and length of a text    int_score if there is one; token_count          prepare.py, passes_filter
 
 To change   how the bundle is drawn    edit   draw_bundle in corrupt.py
             the loss                          three_term_loss in corrupt.py
@@ -74,7 +73,7 @@ WEIGHT_DECAY = 0.01
 LOG_INTERVAL = 50
 EVAL_ROWS = 64
 BALANCE = 0.001  # how far a step moves an expert's bias where the routers learn
-# with a larger max_iters the cosine goes on as one of that length; every other setting is the run's own
+# the settings that a resumed run may change; with a larger max_iters its cosine goes on as one of that length
 FREE_ON_RESUME = {"init_from", "out_dir", "device", "micro_batch", "checkpointing", "max_iters", "eval_interval"}
 
 # what the paper states (Sec. 5.1)
@@ -95,40 +94,23 @@ PAPER = dict(
     dtype="bf16",
 )
 
-# the figures of the log: of a step, and then of its validation, which are cross-entropies in nats a position
-FIGURES = dict(
-    loss="Eq. 1, in nats a token",
-    grad_norm=f"the gradient's norm, before it is clipped at {GRAD_CLIP:g}",
-    lr="the learning rate",
-    tokens="real tokens in the step, which are all but padding",
-    ms="the time of the step in milliseconds",
-    m2t_A="Stage A's cross-entropy at masks, in nats a position, like all that follow",
-    edit_A="Stage A's at wrong tokens",
-    clean_A="Stage A's at right tokens",
-    m2t_A_bundle="Stage A's at the masks of Stage B's bundle",
-    m2t_B="Stage B's at its bundle",
-    edit_B="Stage B's at wrong tokens",
-    clean_B="Stage B's at right tokens",
-    B_less_A="m2t_B less m2t_A_bundle: below 0 Stage B fills its bundle better than Stage A",
-)
-
-# the weighted sum of Eq. 1 in nats, to be divided by the number of real tokens; and for the log, by
-# name, (2,) float32: a cross-entropy summed, positions counted
+# what a step returns: the weighted sum of Eq. 1 in nats, which the loop divides by the number of real tokens; and for
+# the log, by name, (2,) float32: a sum of cross-entropies, and the number of positions
 Losses = tuple[Tensor, dict[str, Tensor]]
 
 
 # --- the training step
 def cocommit_step(model: Model, batch: Batch, args: Namespace) -> Losses:
-    """One step of the paper: both stages of these rows, Eq. 1 in each."""
+    """One step of the paper: Eq. 1 in both stages of these rows."""
     # what the model is shown: masked, wrong and right positions
     z, kind = corrupt_batch(model, batch, args)
     masked = kind == M
 
-    # the bundle of each row, chosen without a look at the text
+    # the bundle of each row, drawn without a look at the text
     bundle = draw_bundle(masked, S_MIN, args.s_max, batch.draws)
 
-    # the split: one prefix, then the last n layers unmarked, and again marked (Eq. 4). The paper runs both as one
-    # doubled batch, with the same result
+    # the split: one prefix, then the last n layers, and the last n layers again with the bundle marked (Eq. 4). The
+    # paper runs the two as one doubled batch, with the same result
     ctx = batch_context(model, batch, args)
     h = model.prefix(z, ctx)
     stage_a = model.last_n(h, ctx)
@@ -159,20 +141,20 @@ def stage_a_draft(model: Model, batch: Batch, args: Namespace, z: Tensor, where:
     tokens = []
     for part in h.split(1024):
         logits = model.logits(part)
-        logits[:, model.cfg.mask_id] = float("-inf")  # a draft that stays masked is none
+        logits[:, model.cfg.mask_id] = float("-inf")  # a draft is never the mask
         tokens.append(logits.argmax(-1))
     return torch.cat(tokens)
 
 
 def batch_context(model: Model, batch: Batch, args: Namespace, one_by_one: Tensor | None = None) -> Context:
-    """Earlier blocks are corrupted, too (paper); or clean: rows beside their clean copy."""
+    """The Context of a batch. Blocks read corrupted blocks before them, as in the paper, or clean ones (--context)."""
     clean = batch.clean if args.context == "clean" else None
     return model.context(batch.real, clean, one_by_one)
 
 
 # --- a run: rows, model, optimizer, then the loop
 def run(args: Namespace, step: Callable[..., Losses] | None = None, make_optimizer: Callable | None = None) -> None:
-    """Train, validate, save. step: one of your own; left out, the model's or the paper's."""
+    """Train, validate and save. step: one of your own (left out: the model's own, or the paper's)."""
     with alone_in(Path(args.out_dir)):
         refuse_used(args)
         corpus = read_corpus(Path(args.data), args.seq_len, args.seed, args.block_length, args.batch_size)
@@ -185,7 +167,7 @@ def loop(
     model: Model, corpus: Corpus, step: Callable[..., Losses], optimizer: torch.optim.Optimizer, args: Namespace,
     writes: bool = True, total: Callable[[Tensor], Tensor] = torch.clone,
 ) -> None:  # fmt: skip
-    """The loop. Of several processes one `writes`; `total` sums a tensor over all of them."""
+    """The loop. Where there are several processes, one `writes`, and `total` sums a tensor over all of them."""
     folder = Path(args.out_dir)
     log = folder / "log.jsonl" if writes else None
     done = checkpoint.restore_state(model, optimizer, folder) if args.resume else 0
@@ -193,15 +175,13 @@ def loop(
         write_json(folder / "train.json", {k: v for k, v in vars(args).items() if k not in ("resume", "config")})
         rewind_log(folder / "log.jsonl", done)
         if not saves_adapter(args):
-            copy_tokens(Path(args.data), folder)  # as the run begins, while they are there
+            copy_tokens(Path(args.data), folder)  # now, while the rows are there
         describe(args, corpus, model, done)
 
-    # where it begins
+    # validate before the first step
     if done == 0:
         validation = validate(model, corpus, step, 0, args)
-        if writes:
-            explain(validation)
-        report(validation, log, "validation before the first step", shown=True)
+        report(validation, log, "validation before the first step", shown=True, explained=True)
 
     saved = done
     steps = range(done, args.max_iters)
@@ -209,7 +189,7 @@ def loop(
         steps = progress(steps, "train", done=done)
     with interruptible() as caught:
         for it in steps:
-            # forward, backward: gradients of all micro-batches, with one denominator
+            # forward and backward: the gradients of all micro-batches, with one denominator
             began = time.perf_counter()
             n_real = corpus.rows["train"].count_real(it * args.batch_size, args.batch_size)
             loss = 0.0
@@ -221,7 +201,7 @@ def loop(
                 terms.append(part_terms)
             norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP))
 
-            # update, along the schedule
+            # update, at the schedule's rate
             share = cosine(it, args.max_iters)
             for group in optimizer.param_groups:
                 group["lr"] = share * group["peak"]
@@ -235,7 +215,8 @@ def loop(
             record |= means(terms) | dict(ms=1e3 * (time.perf_counter() - began))
             report(record, log, f"step {it + 1}/{args.max_iters}", shown=(it + 1) % LOG_INTERVAL == 0)
 
-            # validate, and save what has been validated; a run that is stopped here writes the log of one that is not
+            # validate, and save what has been validated. A run that is stopped between two validations saves, too, but
+            # this validation is not in its log, which is to be that of a run that nobody has stopped
             stop = bool(total(torch.tensor(len(caught))))
             due = (it + 1) % args.eval_interval == 0 or it + 1 == args.max_iters
             if due or stop:
@@ -250,7 +231,7 @@ def loop(
                 break
     if writes:
         steps.close()
-        # a kill after the last saved state may have left the adapter unwritten
+        # a kill may have come between the state and the adapter
         if saved == done:
             save(model, optimizer, done, args)
         tell_what_is_next(saved, args)
@@ -260,8 +241,8 @@ def loop(
 
 @torch.no_grad()
 def validate(model: Model, corpus: Corpus, step: Callable[..., Losses], it: int, args: Namespace) -> dict[str, float]:
-    """The step's terms on held-out rows, the same ones in every run; and what Stage B is worth there."""
-    rows = min(EVAL_ROWS, 8 * args.batch_size)  # at full size a row takes minutes
+    """The step's terms on held-out rows, which are the same in every run, and what Stage B gains there."""
+    rows = min(EVAL_ROWS, 8 * args.batch_size)  # a row of the 16B takes minutes
     terms = [step(model, batch, args)[1] for batch in micro_batches(corpus, "val", 0, rows, model, args)]
     found = means(terms)
     if "m2t_B" in found:
@@ -284,7 +265,7 @@ def balance_experts(model: Model, total: Callable[[Tensor], Tensor]) -> None:
 
 
 def adamw(model: Model, args: Namespace) -> torch.optim.Optimizer:
-    """AdamW; weight decay on matrices alone: norms and markers are not pulled to zero."""
+    """AdamW, with weight decay on matrices alone: norms and markers are not pulled to zero."""
     learned = model.learned()
     matrices = [p for name, p in learned.items() if p.dim() >= 2 and name != "markers"]
     others = [p for name, p in learned.items() if p.dim() < 2 or name == "markers"]
@@ -295,7 +276,7 @@ def adamw(model: Model, args: Namespace) -> torch.optim.Optimizer:
 
 # --- what learns
 def start(args: Namespace, corpus: Corpus) -> Model:
-    """A new model, or a checkpoint with an adapter, or (--lora_r 0) a checkpoint that learns whole."""
+    """What learns: a new model, an adapter on a checkpoint, or (--lora_r 0) a whole checkpoint."""
     device = pick_device(args.device)
     sizes = dict(n_last=args.n_last, n_rounds=args.n_rounds, block_length=args.block_length)
     if args.init_from == "scratch":
@@ -308,7 +289,7 @@ def start(args: Namespace, corpus: Corpus) -> Model:
         dtype = DTYPES[args.dtype] if saves_adapter(args) else torch.float32
         model = checkpoint.load_model(args.init_from, device, dtype, args.stage_b, **sizes)
         if checkpoint.is_int8(model) and (args.stage_b != "paper" or args.lora_r == 0):
-            fail(f"{args.init_from} is int8, and cannot learn: give --stage_b paper, and a --lora_r")
+            fail(f"{args.init_from} is int8, and cannot learn: give --stage_b paper and a --lora_r above 0")
         if saves_adapter(args):
             model.adapt(args.lora_r, generator(args.seed, "lora"))
     model.compute_dtype = DTYPES[args.dtype]
@@ -317,14 +298,14 @@ def start(args: Namespace, corpus: Corpus) -> Model:
 
 
 def saves_adapter(args: Namespace) -> bool:
-    """Does something learn beside a frozen base?"""
+    """Does an adapter learn beside a frozen base? Else the whole model learns."""
     return args.init_from != "scratch" and args.lora_r > 0
 
 
 def save(model: Model, optimizer: torch.optim.Optimizer, steps: int, args: Namespace) -> None:
-    """What the run resumes from, then what it has learned: an adapter, or a whole model."""
+    """Save what the run resumes from, then what it has learned: an adapter, or a whole model."""
     folder = Path(args.out_dir)
-    flush(folder / "log.jsonl")  # up to the state, which goes on behind it
+    flush(folder / "log.jsonl")  # the state must not be ahead of the log
     state = checkpoint.training_state(model, optimizer)
     checkpoint.save_tensors(folder / "state.safetensors", state, {"step": str(steps)})
     if saves_adapter(args):
@@ -342,53 +323,53 @@ def build_parser(doc: str = __doc__) -> Parser:
 
     # fmt: off
     add = parser.add_argument_group("data").add_argument
-    add("--config", metavar="TOML", help="a file of flags, as configs/ has them; those of the command line win")
-    add("--data", default="data/names", help="a folder of rows, by prepare.py or toy.py")
-    add("--seq_len", type=count, default=32, help="tokens in a row, of one document (paper 2048)")
+    add("--config", metavar="TOML", help="a file of flags, like those in configs/; the command line's flags win")
+    add("--data", default="data/names", help="a folder of rows, written by prepare.py or toy.py")
+    add("--seq_len", type=count, default=32, help="tokens in a row, all of one document (paper 2048)")
 
     add = parser.add_argument_group("model").add_argument
-    add("--init_from", default="assets/names", help="scratch, resume, or a checkpoint's folder")
-    add("--preset", choices=PRESETS, default="tiny", help="from scratch: the geometry")
-    add("--n_last", type=count, help="n, the layers of Stage B (paper 3; left out: the checkpoint's own)")
-    add("--n_rounds", type=count, help="K, rounds of Stage B, one marker each (paper 1; the checkpoint's own)")
-    add("--block_length", type=count, help="tokens decoded together (paper 32; the rows' or the checkpoint's own)")
-    add("--lora_r", type=some, default=16, help="rank of LoRA (paper 16), whose scale is 2; 0: all weights learn")
-    add("--stage_b", choices=STAGE_B, default="paper", help="the paper's, or one with a file of its own")
+    add("--init_from", default="assets/names", help="scratch, resume, or the folder of a model")
+    add("--preset", choices=PRESETS, default="tiny", help="the geometry of a model from scratch")
+    add("--n_last", type=count, help="n, the layers of Stage B (paper 3; left out: the checkpoint's)")
+    add("--n_rounds", type=count, help="K, the rounds of Stage B, a marker each (paper 1; left out: the checkpoint's)")
+    add("--block_length", type=count, help="tokens decoded together (paper 32; left out: the rows' or checkpoint's)")
+    add("--lora_r", type=some, default=16, help="the rank of LoRA, whose scale is 2 (paper 16); 0: all weights learn")
+    add("--stage_b", choices=STAGE_B, default="paper", help="which Stage B: the paper's, or that of another file")
 
     add = parser.add_argument_group("corruption and bundle").add_argument
     add("--corruption", choices=CORRUPTIONS, default="draft", help="see corrupt.py")
     add("--context", choices=["corrupted", "clean"], default="corrupted",
-        help="are earlier blocks corrupted, too (paper), or clean, as in decoding?")
+        help="what a block reads before it: corrupted blocks (paper), or clean ones, as in decoding")
     add("--s_max", type=count, default=16, help="the largest bundle; each row has one (paper 16)")
 
     add = parser.add_argument_group("optimisation").add_argument
     add("--max_iters", type=count, default=300, help="optimizer steps; the cosine ends here (paper 12500)")
     add("--batch_size", type=count, default=64, help="rows in one optimizer step (paper 8)")
     add("--micro_batch", type=some, default=0, help="rows in one forward; gradients accumulate (0: all)")
-    add("--learning_rate", type=bounded(float, 1e-12), default=3e-4, help="peak (paper 1e-5)")
+    add("--learning_rate", type=bounded(float, 1e-12), default=3e-4, help="the highest rate (paper 1e-5)")
     add("--checkpointing", action=flag, default=False,
-        help="recompute layers in the backward (paper): less memory, slower")
+        help="recompute the layers in the backward (paper), which is slower and takes less memory")
 
     add = parser.add_argument_group("run").add_argument
-    add("--out_dir", default="out/names", help="where checkpoints and log.jsonl go")
+    add("--out_dir", default="out/names", help="the folder of the checkpoint and of log.jsonl")
     add("--seed", type=int, default=0, help="any whole number, of any size: it is hashed")
-    add("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
+    add("--device", default="auto", help="auto (cuda, then mps, then cpu), or the name of one")
     add("--dtype", choices=DTYPES, default="fp32",
-        help="precision of activations and of frozen weights; what learns is fp32 (paper bf16)")
+        help="the precision of activations and frozen weights (paper bf16); what learns is fp32")
     add("--eval_interval", type=count, default=250, help="validate and save every so many steps")
     # fmt: on
     return parser
 
 
 def read_arguments(parser: Parser | None = None) -> Namespace:
-    """The command line, on top of --config, or of the run that is resumed."""
+    """The flags of the command line, on top of those in --config or of the run that is resumed."""
     args = run_settings(parser or build_parser(), FREE_ON_RESUME)
     settle(args)
     return args
 
 
 def settle(args: Namespace) -> None:
-    """Sizes that were left out are the checkpoint's or the rows' own; what cannot be meant is refused."""
+    """Take the sizes that were left out from the checkpoint or the rows, and refuse settings that do not fit."""
     refuse_used(args)
     vars(args).update(STAGE_B[args.stage_b].settings)
     meta = read_meta(Path(args.data))
@@ -403,7 +384,7 @@ def settle(args: Namespace) -> None:
     if args.block_length is None:
         args.block_length = meta.block_length or cfg.block_length
     if "toy" in (meta.judge or {}):
-        args.seq_len = 2 * args.block_length  # its rows have this length, whatever is given
+        args.seq_len = 2 * args.block_length  # all rows of a toy have this length
 
     if args.seq_len % args.block_length or args.seq_len > cfg.max_len:
         sizes = f"--block_length {args.block_length}, at most {cfg.max_len}"
@@ -411,7 +392,7 @@ def settle(args: Namespace) -> None:
 
 
 def refuse_used(args: Namespace) -> None:
-    """Nothing is overwritten but by the run itself."""
+    """Refuse a folder that another run has written to: only the run itself overwrites its files."""
     folder = Path(args.out_dir)
     if not args.resume:
         for name in ("train.json", "config.json", "adapter.json", "meta.json"):
@@ -420,7 +401,7 @@ def refuse_used(args: Namespace) -> None:
 
 
 def check_rows_fit(args: Namespace, cfg: Config, meta: Meta) -> None:
-    """Are these rows of the checkpoint's own tokens?"""
+    """Refuse a checkpoint that training cannot start from, and rows of other tokens than its own."""
     base = Path(args.init_from)
     if checkpoint.about_adapter(base):
         fail(f"--init_from {base} is an adapter, and training starts from a model: give its base, "
@@ -434,14 +415,14 @@ def check_rows_fit(args: Namespace, cfg: Config, meta: Meta) -> None:
 
 
 def meaning(folder: Path, judge: dict) -> object:
-    """What the ids of a folder stand for: its tokenizer's pieces, or a toy of these sizes."""
+    """What the ids of a folder mean: the tokens of its tokenizer, or a toy of these sizes."""
     path = folder / "tokenizer.json"
     return read_bytes(path, "tokenizer") if path.exists() else judge
 
 
 # --- what is printed
 def describe(args: Namespace, corpus: Corpus, model: Model, done: int) -> None:
-    """The rows, what learns, and what differs from the paper's run."""
+    """Print what the rows are, what learns, and what differs from the paper's run."""
     cfg = model.cfg
     learned = sum(p.numel() for p in model.learned().values())
     about = {split: rows.describe() for split, rows in corpus.rows.items()}
@@ -454,15 +435,8 @@ def describe(args: Namespace, corpus: Corpus, model: Model, done: int) -> None:
     print(f"differs from the paper's run: {differences(args)}")
 
 
-def explain(record: dict) -> None:
-    """What the figures of this run's log are, a line each: those that every run has, and those of its step."""
-    for name in ("loss", "grad_norm", "lr", "tokens", "ms", *record):
-        if name in FIGURES:
-            print(f"  {name:13} {FIGURES[name]}")
-
-
 def differences(args: Namespace) -> str:
-    """What is not as the paper has it: seq_len 32 (2048), batch_size 64 (8)"""
+    """The settings that are not the paper's, with the paper's behind them: seq_len 32 (2048), batch_size 64 (8)"""
     found = [f"{name} {getattr(args, name)} ({value})" for name, value in PAPER.items() if getattr(args, name) != value]
     if not saves_adapter(args):
         found.append("all weights learn (LoRA on a frozen model)")

@@ -1,4 +1,4 @@
-"""A training run beside its loop: its settings, its log, what stops it, and means over its micro-batches."""
+"""What a training run needs beside its loop: its settings, its log, its schedule, and what stops it."""
 
 import json
 import math
@@ -17,7 +17,8 @@ from lib.util import Parser, as_flags, fail, quoted, read_bytes, read_json, read
 
 
 def run_settings(parser: Parser, free: set[str]) -> Namespace:
-    """The command line, on top of --config, or of the run that is resumed, of which only `free` ones may change."""
+    """The flags of the command line, on top of those in --config or of the run that is resumed. Only the `free`
+    settings of a resumed run may change."""
     given = parser.parse_args()
     for name in ("data", "init_from", "out_dir"):
         if not getattr(given, name):
@@ -43,31 +44,57 @@ def run_settings(parser: Parser, free: set[str]) -> Namespace:
     return args
 
 
-def report(record: dict, log: Path | None, title: str, shown: bool) -> None:
-    """One line of log.jsonl, and one for people; none where log is None, in processes that do not write."""
+# the figures of a log: those of every step, and then the cross-entropies of both stages
+FIGURES = dict(
+    loss="Eq. 1, in nats a token",
+    grad_norm="the gradient's norm before it is clipped",
+    lr="the learning rate",
+    tokens="the tokens of the step but padding",
+    ms="the time of the step in milliseconds",
+    m2t_A="Stage A's cross-entropy at masks, in nats a position, as in all lines below",
+    edit_A="Stage A's at wrong tokens",
+    clean_A="Stage A's at right tokens",
+    m2t_A_bundle="Stage A's at the masks of Stage B's bundle",
+    m2t_B="Stage B's at the masks of its bundle",
+    edit_B="Stage B's at wrong tokens",
+    clean_B="Stage B's at right tokens",
+    B_less_A="m2t_B less m2t_A_bundle: below 0, Stage B fills its bundle better than Stage A",
+)
+
+
+def report(record: dict, log: Path | None, title: str, shown: bool, explained: bool = False) -> None:
+    """Write a line of log.jsonl and, if `shown`, print one. A process that does not write has no log: None.
+
+    explained: first say, a line each, what the figures of every step and those of this record are.
+    """
     if log is None:
         return
     with open(log, "a") as file:
         file.write(json.dumps(record) + "\n")
+    if explained:
+        tqdm.write("the figures of the log:")
+        for name in ("loss", "grad_norm", "lr", "tokens", "ms", *record):
+            if name in FIGURES:
+                tqdm.write(f"  {name:13} {FIGURES[name]}")
     if shown:
         figures = [f"{k} {v:.4g}" for k, v in record.items() if k not in ("step", "val")]
         tqdm.write(" | ".join([title, *figures]))
 
 
 def rewind_log(path: Path, it: int) -> None:
-    """Drop lines at or after iteration `it` (written after the last save), and what is no line, cut short by a kill."""
+    """Drop the lines of step `it` and later ones, which came after the last save, and a line that a kill cut short."""
     kept = []
     for line in read_bytes(path, "log").splitlines() if path.exists() else []:
         with suppress(ValueError, KeyError, TypeError, RecursionError):
             record = json.loads(line)
-            end = it + ("val" in record and it > 0)  # a validation at `it` is of the weights that were saved
+            end = it + ("val" in record and it > 0)  # a validation at `it` is that of the weights that were saved
             if record["step"] < end:
                 kept.append(line + b"\n")
     replace_file(path, lambda temporary: temporary.write_bytes(b"".join(kept)))
 
 
 def check_finite(record: dict, what: str, it: int, saved: int, args: Namespace) -> None:
-    """Stop a run that has diverged, and name the good checkpoint: its own validation was finite."""
+    """Stop a run that has diverged, and name its last good checkpoint, whose validation was finite."""
     bad = [f"{k} {v}" for k, v in record.items() if not math.isfinite(v)]
     if not bad:
         return
@@ -79,7 +106,7 @@ def check_finite(record: dict, what: str, it: int, saved: int, args: Namespace) 
 
 
 def means(parts: list[dict[str, Tensor]]) -> dict[str, float]:
-    """Mean cross-entropy in nats of each term, where it has positions, over micro-batches."""
+    """Of each term that has positions the mean cross-entropy in nats, over all micro-batches."""
     found = {}
     for name in parts[0]:
         ce, count = sum(terms[name] for terms in parts).tolist()
@@ -89,7 +116,7 @@ def means(parts: list[dict[str, Tensor]]) -> dict[str, float]:
 
 
 def cosine(it: int, max_iters: int) -> float:
-    """The rate as a share of its peak: up over 1 % of the steps (paper), then a cosine to 0."""
+    """The learning rate as a share of its peak: it rises for 1 % of the steps (paper), then falls to 0 by a cosine."""
     warm = max(1, round(0.01 * max_iters))
     if it < warm:
         return (it + 1) / warm
@@ -116,7 +143,7 @@ def interruptible() -> Iterator[list[int]]:
 
 
 def tell_what_is_next(saved: int, args: Namespace) -> None:
-    """The command that goes on, or shows what was learned."""
+    """Print the command that goes on, or the one that shows what was learned."""
     if saved < args.max_iters:
         script = sys.argv[0] if sys.argv[0].startswith("-m ") else quoted(sys.argv[0])
         again = f"python {script} --init_from resume --out_dir {quoted(args.out_dir)}"
