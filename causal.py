@@ -1,15 +1,18 @@
 """Causal Stage B: our one change to the paper. Read model.py, train.py and sample.py first, and then this.
 
-The paper's Stage B knows which masks are being filled, not with what. Here each position of the bundle is also shown
-the token on its left:
+The paper's Stage B knows which masks are being filled, but not with what. Here each position of the bundle is also
+shown x_{i-1}, the token on its left, through a learned matrix, Show:
 
-    input   h_i + marker   becomes   h_i + rms(h_i) * (marker + Show(x_{i-1}))     x_{i-1}: the token before
-    sees    of the bundle, a position of it sees itself and what is left of it; other positions see none of it
+    input   h_i + marker   becomes   h_i + rms(h_i) * (marker + Show(x_{i-1}))
+    sees    a position of the bundle sees, of the bundle, itself and what is left of it; others see none of the bundle
 
-In training x_{i-1} is the clean token, in decoding a draft. So the paper's own sum of cross-entropies over the bundle
-is -log prod p(x_i | x_<i) = -log p(bundle), by the chain rule: a joint loss, whose optimum loses no total correlation
-(results/theorem). It is an autoregressive layer over drafts of the whole block, read in a few parallel looks (Jacobi
-decoding).
+In training x_{i-1} is the clean token. So the paper's own sum of cross-entropies over the bundle is
+-log prod p(x_i | x_<i) = -log p(bundle), by the chain rule: it is a joint loss, whose optimum loses no total
+correlation (results/theorem).
+
+In decoding x_{i-1} is a draft, which is a token that may still change. The first drafts are Stage A's tokens. Stage B
+reads all drafts of a block at once and writes better ones, and each such pass of n layers is a look. A few looks give
+the tokens that reading from left to right would give (Jacobi decoding).
 
 Two more things are not the paper's. Stage B is a copy of the last n layers, and all weights of the copy learn, so Stage
 A stays the base, bit for bit. And Stage B's logits are added to Stage A's log-probabilities.
@@ -21,7 +24,7 @@ A stays the base, bit for bit. And Stage B's logits are added to Stage A's log-p
 To change   what a position is shown       edit   token_before, CausalModel.coordinate
             whom it sees                          bundle_mask
             which masks it learns from            masks_and_bundle
-            when what was read is final           look_until_final
+            when a token is final                 look_until_final
 """
 
 import math
@@ -41,26 +44,27 @@ from model import Config, Context, Layer, Model
 
 # R rows, T positions, B block_length, S keys, C channels, V vocabulary, G key/value heads, D head dim, n = n_last
 
-HOLES = 0.5  # the share of blocks whose masks and bundle are drawn, as holes leave them; the others are written on
+HOLES = 0.5  # the share of blocks that are trained as holes, see masks_and_bundle
 
 
 # --- what a position of the bundle is shown, and whom it sees
 def token_before(tokens: Tensor, bundle: Tensor, first: Tensor, block_length: int) -> Tensor:
-    """What each position is shown: the token on its left. If that is not in the bundle, it is shown the last earlier
-    token of the block's bundle, where there is one, which it cannot see otherwise. Bundle {1, 2, 4} of five positions:
+    """What each position of the bundle is shown: the token on its left. If that token is not in the bundle, it is
+    visible anyway; the position is then shown the nearest earlier token of the block's bundle, if there is one. Bundle
+    {1, 2, 4} of five positions:
 
         position    1           2           3       4
         is shown    token 0     token 1     -       token 2
 
-    tokens (R, T) int64: in the bundle what is written there, as far as it is known, elsewhere what z shows; bundle
-    (R, T) bool; first (R, T / B) int64: the token before each block -> (R, T) int64.
+    tokens (R, T) int64: clean tokens or drafts in the bundle, and z elsewhere; bundle (R, T) bool; first (R, T / B)
+    int64: the token before each block -> (R, T) int64.
     """
     R, T = tokens.shape
     B = min(T, block_length)
     blocks = tokens.view(R, -1, B)
     before = torch.cat([first[..., None], blocks[..., :-1]], dim=-1)  # (R, T / B, B)
 
-    # where the bundle's last token before each position stands, in its block; -1: nowhere
+    # the place in its block of the nearest bundle token before each position; -1: there is none
     place = torch.arange(B, device=tokens.device)
     last = torch.where(bundle.view(R, -1, B), place, -1).cummax(-1).values
     last = F.pad(last[..., :-1], (1, 0), value=-1)
@@ -69,7 +73,7 @@ def token_before(tokens: Tensor, bundle: Tensor, first: Tensor, block_length: in
 
 
 def bundle_mask(bundle: Tensor, ctx: Context) -> Tensor:
-    """Who sees whom: (R, 1, T, S) bool. The T keys of the pass itself come first.
+    """Who sees whom: (R, 1, T, S) bool, query by key. The T keys of the pass itself come first.
 
     Positions 1 and 2 of three are the bundle:      1 . .
                                                     1 1 .
@@ -79,7 +83,7 @@ def bundle_mask(bundle: Tensor, ctx: Context) -> Tensor:
     left = torch.ones(T, T, dtype=torch.bool, device=bundle.device).tril()
     sees = ~bundle[:, None, :] | (bundle[:, :, None] & left)  # (R, T, T)
 
-    # what stands before the block is seen as Stage A sees it
+    # the blocks before are seen as Stage A sees them
     S = ctx.cache.used if ctx.mask is None else ctx.mask.shape[-1]
     sees = F.pad(sees, (0, S - T), value=True)[:, None]
     if ctx.mask is None:
@@ -88,8 +92,8 @@ def bundle_mask(bundle: Tensor, ctx: Context) -> Tensor:
 
 
 class CleanKeys:
-    """Rows [noisy ; clean]: keys and values of the clean half, (R, G, T, D) each. Stage A's pass over both halves
-    leaves them here, and Stage B reads them as what stands before its blocks: as in decoding, they are Stage A's."""
+    """The keys and values of the clean half of rows [noisy ; clean], (R, G, T, D) each. Stage A's pass over both halves
+    leaves them here. Stage B reads them as the blocks before its own, which in decoding are Stage A's, too."""
 
     def __init__(self, T: int, first_layer: int):
         self.T = T
@@ -104,7 +108,7 @@ class CleanKeys:
                 self.kept[layer] = (k[:, :, self.T :], v[:, :, self.T :])
             return k, v
         if layer not in self.kept:
-            raise RuntimeError("Stage B reads what Stage A's last_n has left in the same context: run that first")
+            raise RuntimeError("Stage B reads keys that Stage A's last_n leaves in the same Context: run that first")
         clean_k, clean_v = self.kept[layer]
         return torch.cat([k, clean_k], dim=2), torch.cat([v, clean_v], dim=2)
 
@@ -113,21 +117,20 @@ class CleanKeys:
 class CausalModel(Model):
     name_b = "causal Stage B"
     needs_copy = True
-    # what its step has, whatever flags say: masks alone, and clean blocks before the one that is written
+    # its step makes masks alone, and a block reads clean blocks before it, whatever the flags say
     settings = dict(corruption="mask", context="clean")
 
     def __init__(self, cfg: Config):
         if cfg.n_rounds != 1:
-            fail(
-                f"causal Stage B has one marker, and looks as often as it needs: give --n_rounds 1, not {cfg.n_rounds}"
-            )
+            fail(f"causal Stage B has one marker, and takes as many looks as it needs: give --n_rounds 1, not "
+                 f"{cfg.n_rounds}")  # fmt: skip
         super().__init__(cfg)
-        # its own last n layers, and a map that shows a position the token before it
+        # its own last n layers, and Show, which maps the token on the left
         self.layers_b = nn.ModuleList(Layer(cfg, i) for i in range(cfg.n_layer - cfg.n_last, cfg.n_layer))
         self.show = nn.Parameter(torch.zeros(cfg.n_embd, cfg.n_embd))
 
     def context(self, real: Tensor, clean: Tensor | None = None, one_by_one: Tensor | None = None) -> Context:
-        """As Model.context; beside a clean copy Stage A's pass keeps its keys for Stage B."""
+        """As Model.context. With a clean copy, Stage A's pass keeps the copy's keys for Stage B."""
         ctx = super().context(real, clean, one_by_one)
         if ctx.clean is not None:
             ctx.cache = CleanKeys(real.shape[1], self.cfg.n_layer - self.cfg.n_last)
@@ -136,15 +139,17 @@ class CausalModel(Model):
     def coordinate(
         self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int, tokens: Tensor, last: Tensor | None = None
     ) -> Tensor:  # fmt: skip
-        """Stage B: one look. h (R, T, C) prefix states, or (R, 2T, C) beside a clean copy; bundle (R, T) bool; tokens
-        (R, T) int64: in the bundle what is written there, as far as it is known, elsewhere what z shows; last (R,)
-        int64: in decoding the token before the block -> (R, T, C). Stage A's pass over h has just run in ctx.
+        """Stage B: one look. Stage A's last_n must have run on h in ctx.
+
+        h (R, T, C): prefix states, or (R, 2T, C) with a clean copy. bundle (R, T) bool. tokens (R, T) int64: clean
+        tokens or drafts in the bundle, and z elsewhere. last (R,) int64: in decoding the token before the block.
+        -> (R, T, C)
         """
         T = bundle.shape[1]
         B = self.cfg.block_length
         h = h[:, :T]
 
-        # the token before each block: before the first one a mask
+        # the token before each block; the first block of a text has a mask there
         first = torch.full_like(tokens[:, ::B], self.cfg.mask_id)
         if last is not None:
             first[:, 0] = last
@@ -152,7 +157,7 @@ class CausalModel(Model):
             first[:, 1:] = ctx.clean[:, B - 1 : -1 : B]
             ctx = replace(ctx, cos=ctx.cos[:T], sin=ctx.sin[:T])
 
-        # the marker and the token before, as loud as the state that they are added to
+        # the marker and the token on the left, scaled to the size of the state that they are added to
         shown = self.wte(token_before(tokens, bundle, first, B))
         token = F.rms_norm(shown.float(), [self.cfg.n_embd])
         note = self.markers[0] + F.linear(token, self.show.float())
@@ -165,23 +170,24 @@ class CausalModel(Model):
         return log_p_a + self.logits(states)
 
     def logits_b(self, both: Tensor) -> Tensor:
-        """The same of Stage B's states and, beside them, Stage A's: (..., 2C) -> (..., V) float32."""
+        """The same sum from the states of both stages: (..., 2C), Stage B's and then Stage A's -> (..., V) float32."""
         stage_b, stage_a = both.chunk(2, dim=-1)
         return self.add_to(self.logits(stage_a).log_softmax(-1), stage_b)
 
     def adapt(self, r: int, generator: torch.Generator) -> None:
-        """Freeze the model; its own layers, the marker and Show learn, in float32. There is no LoRA, whatever r is."""
+        """Freeze the model, but for its own layers, the marker and Show, which learn in float32. There is no LoRA, so
+        r does nothing."""
         self.requires_grad_(False)
         self.layers_b.float().requires_grad_(True)
         self.markers = nn.Parameter(self.markers.float())
         self.show = nn.Parameter(self.show.float())
 
     def begin_from(self, state: dict[str, Tensor]) -> None:
-        """As Model.begin_from; its own layers begin as the base's last n, and Show at zero."""
+        """As Model.begin_from. Its own layers begin as a copy of the base's last n, and Show begins at zero."""
         super().begin_from(state)
         state.setdefault("show", torch.zeros_like(self.show, device=state["markers"].device))
 
-        # trained ones stand for other layers where there are more or fewer of them
+        # layers that were trained for another n are a copy of other layers
         trained = len({name.split(".")[1] for name in state if name.startswith("layers_b.")})
         if trained not in (0, self.cfg.n_last):
             fail(f"this causal Stage B has {trained} layers of its own: give --n_last {trained}, not {self.cfg.n_last}")
@@ -192,21 +198,21 @@ class CausalModel(Model):
                 state[name] = state[f"layers.{first + int(i)}.{rest}"].clone()
 
 
-# --- training: other masks and bundles, Stage B reads `tokens`, and its logits are added to Stage A's
+# --- training
 def causal_step(model: CausalModel, batch: Batch, args: Namespace) -> tuple[Tensor, dict[str, Tensor]]:
-    """One step: Eq. 1 in both stages, where Stage B's sum is minus the log-probability of the bundles."""
+    """One step: Eq. 1 in both stages, as in train.cocommit_step. Stage B's sum is now -log p(bundle)."""
     masked, bundle = masks_and_bundle(batch, model.cfg.block_length)
     z = batch.clean.masked_fill(masked, model.cfg.mask_id)
     kind = kinds(batch.clean, z, batch.corruptible, model.cfg.mask_id)
 
-    # in the bundle the clean tokens are read, each by the position behind it
+    # Stage B reads the clean tokens of the bundle, each at the position on its right
     ctx = model.context(batch.real, batch.clean)
     h = model.prefix(z, ctx)
     stage_a = model.last_n(h, ctx)[:, : z.shape[1]]
     tokens = torch.where(bundle, batch.clean, z)
     stage_b = model.coordinate(h, bundle, ctx, 1, tokens)
 
-    # Stage B's states beside Stage A's, to which they add
+    # Stage B's logits are added to Stage A's, so its loss needs the states of both
     both = torch.cat([stage_b, stage_a], dim=-1)
     loss_a, ce_a = three_term_loss(model, stage_a, batch.clean, kind, fill=masked)
     loss_b, ce_b = three_term_loss(model, both, batch.clean, kind, fill=bundle, head=model.logits_b)
@@ -214,10 +220,10 @@ def causal_step(model: CausalModel, batch: Batch, args: Namespace) -> tuple[Tens
 
 
 def masks_and_bundle(batch: Batch, block_length: int) -> tuple[Tensor, Tensor]:
-    """masked and bundle, (R, T) bool each. Each block is met as decoding meets it, by a coin:
+    """masked and bundle, (R, T) bool each. A coin for each block says which of two cases of decoding it is:
 
-    by writing   from some place on all is masked, and all of that is the bundle
-    as holes     masks are drawn by a ratio of U(0, 1), and of them s ~ Uniform{1..B} are the bundle
+    to write on   everything from a random place on is masked, and all masks are the bundle
+    as holes      a ratio of U(0, 1) of the block is masked, and s ~ Uniform{1..B} of the masks are the bundle
     """
     corruptible = batch.corruptible
     draws = batch.draws
@@ -228,7 +234,7 @@ def masks_and_bundle(batch: Batch, block_length: int) -> tuple[Tensor, Tensor]:
     size = 1 + (uniform(draws, T // B) * B).long()  # (R, T / B)
     lot = uniform(draws, T)
 
-    # masks: a position draws below the ratio, or stands at or behind the place
+    # masked: positions that draw below the ratio, or those from the place on
     place = torch.arange(T) % B
     masked = torch.where(as_holes, uniform(draws, T) < u, place >= (u * B).long())
     masked = corruptible & masked.to(corruptible.device)
@@ -241,16 +247,16 @@ def masks_and_bundle(batch: Batch, block_length: int) -> tuple[Tensor, Tensor]:
 
 # --- decoding
 def causal_denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
-    """One step on the current blocks z (R, B) int64, as sample.denoise: the bundle is all masks of a block.
+    """One step on the current blocks z (R, B) int64, as sample.denoise. Stage B's bundle is all masks of a block.
 
-    It looks until every token has read tokens that are final, and writes the longest run from the left whose
-    probabilities have a product above tau_joint, and at least one token. Nothing is edited.
+    Stage B looks until its tokens are final. Then the step writes the longest run: from the left, as many masks as have
+    a joint probability above tau_joint, and at least one. Nothing is edited.
     """
     model = engine.model
     masked = z == model.cfg.mask_id
     gate = math.log(d.tau_joint) if d.tau_joint else -math.inf
 
-    # Stage A: one full forward. Its tokens are the first drafts; both stages use the same random numbers
+    # Stage A: one full forward, whose tokens are the first drafts. Both stages draw by the same random numbers
     h, states_a = engine.stage_a(z)
     logits_a = model.logits(states_a)
     token_a, conf_a = candidates(logits_a, u[:, 1], d)
@@ -271,30 +277,31 @@ def look_until_final(
     engine: Cached | Uncached, h: Tensor, log_p_a: Tensor, token: Tensor, masked: Tensor, u: Tensor, d: Decoding,
     gate: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Look again with the last look's tokens as drafts, until all that may be written is final.
+    """Look, and look again with the last look's tokens as drafts, until every token that may be written is final.
 
-    token (R, B) int64: the first drafts -> tokens, their probabilities, what is final, (R, B) each, and looks (R,).
+    token (R, B) int64: the first drafts -> tokens, their probabilities, and which are final, (R, B) each; looks (R,).
     """
     model = engine.model
     conf = torch.ones(token.shape, device=token.device)
     final = ~masked
     looks = torch.zeros_like(conf[:, 0])
     while True:
-        # a row is done when all is final, or when its final tokens' joint probability is below the gate; each row has
-        # one look at least
-        run = torch.where(final, conf, 1.0).log().sum(-1)
-        live = ~final.all(-1) & ((run > gate) | (looks == 0))
+        # a row is done when all its tokens are final, or when the joint probability of its final ones is not above the
+        # gate; but every row takes one look
+        log_p = torch.where(final, conf, 1.0).log().sum(-1)
+        live = ~final.all(-1) & ((log_p > gate) | (looks == 0))
         if not live.any():
             return token, conf, final, looks
 
-        # each token is read behind the drafts before it
+        # one look: each position reads the draft on its left
         states = engine.stage_b(h, masked, token)
         found, p = candidates(model.add_to(log_p_a, states), u, d)
         new = live[:, None] & ~final
         found = torch.where(new, found, token)
         conf = torch.where(new, p, conf)
 
-        # a token is final if every token that it read is: so all are, up to and with the first that is not its draft
+        # a token is final if every token on its left is what its draft was, because then it has read the right ones.
+        # That holds up to and with the first token that differs from its draft; there differs.cumsum - differs is 0
         differs = (found != token).long()
         final = final | (live[:, None] & (differs.cumsum(-1) - differs == 0))
         token = found
