@@ -1,19 +1,18 @@
 """The forwards that decoding makes, in two engines with the same results:
 
-    Cached      the current blocks alone; finished blocks are keys and values
-    Uncached    the whole text, every time: slow, and the specification of the other
+    Cached      reads the current blocks alone, and keeps keys and values of the finished blocks
+    Uncached    reads the whole text every time: it is slow, and it is the specification of Cached
 
-Why keeping keys and values is exact, and no approximation (tested in fp32: cached = uncached; in bf16 both round, and
-differ by that):
+Keeping keys and values is exact. In fp32 tests hold cached = uncached; in bf16 both round, and differ by that. Why:
 
-    1. No block attends to a later one, so what a finished block has computed can never change.
-    2. While a block is in work, each pass over it writes its keys anew; what counts is its last pass.
-    3. Stage B marks the current block alone, and its keys are put back afterwards: a marked state leaves no key behind.
-    4. A finished block has no mark. On it Stage B's first round is LastN(h), which is Stage A: their keys are the same.
-    5. A further round reads LastN(LastN(h)) of the context, and has keys of its own.
+    1. No block attends to a later one, so the keys and values of a finished block can never change.
+    2. Each pass over the current block writes its keys anew, so its last pass counts.
+    3. Stage B marks the current block alone. Afterwards the unmarked keys are put back, so no marked key stays.
+    4. A finished block has no marker. On it Stage B's first round is LastN(h), which is Stage A, with the same keys.
+    5. A further round reads LastN(LastN(h)) of the finished blocks, which have other keys. These are kept as well.
 
-The last pass over a block usually changes nothing, and then its keys are those of the final tokens. Where it did change
-something, the block is read once more, a refresh.
+The last pass over a block usually changes no token, and then its keys are those of the final tokens. If it has changed
+one, the block is read once more. This is a refresh.
 """
 
 from dataclasses import replace
@@ -24,21 +23,21 @@ from torch import Tensor
 
 from model import Config, Context, Model, rotary
 
-# R rows in flight, T positions of a pass, B block_length, S keys, C channels, G key/value heads, D head dim,
-# L layers, n = n_last, K = n_rounds
+# R rows that are being decoded, T positions of a pass, B block_length, S keys, C channels, G key/value heads,
+# D head dim, L layers, n = n_last, K = n_rounds
 
 
 # --- keys and values
 class KVCache:
     """Keys and values of finished blocks, in slots.
 
-    A slot is one layer in one round: L slots for round 0, which is Stage A and Stage B's first
-    round, and n more for each further round. In a slot lie the keys of
+    A slot is one layer in one round. Round 0, which is Stage A and the first round of Stage B, has L slots, and each
+    further round has n more. In a slot lie the keys of
 
-        the current block   0 .. B-1    rewritten by every pass that reads it
-        the context         B ..        in the order of the text
+        the current block     0 .. B-1    rewritten by every pass over it
+        the finished blocks   B ..        in the order of the text
 
-    So the keys in use are one view without a copy. Key order does not matter: rotary embeddings carry the positions.
+    So the keys in use are one view, without a copy. Key order does not matter: rotary embeddings carry the positions.
     """
 
     def __init__(self, cfg: Config, lengths: list[int], n_rounds: int, device: torch.device, dtype: torch.dtype):
@@ -47,11 +46,11 @@ class KVCache:
         slots = cfg.n_layer + max(0, n_rounds - 1) * cfg.n_last
         shape = (2, slots, len(lengths), cfg.n_kv_head, self.B, cfg.head_dim)
         self.kv = torch.zeros(shape, device=device, dtype=dtype)  # (2, slots, R, G, room, D): keys, then values
-        self.filling: list[int] = []  # the rows whose prompt, a common one, is being read; else none
+        self.filling: list[int] = []  # while a prompt is read, the rows that have it
         self.set_lengths(lengths)
 
     def set_lengths(self, lengths: list[int]) -> None:
-        """Context tokens of each row, and room for them, which doubles as they grow."""
+        """Set how many finished tokens each row has, and make room for them; the room doubles when it is too small."""
         self.lengths = lengths
         self.length = torch.tensor(lengths, device=self.kv.device)
         self.used = self.B + max(lengths)
@@ -64,7 +63,7 @@ class KVCache:
         kv = self.kv[:, self.slot(layer, i_round)]
         new = torch.stack([k, v])
 
-        # the prompt's complete blocks go straight into their rows' context
+        # the complete blocks of a prompt are finished, and go straight to their rows
         if self.filling:
             end = self.B + k.shape[2]
             kv[:, self.filling, :, self.B : end] = new
@@ -78,7 +77,7 @@ class KVCache:
         return layer + i_round * self.cfg.n_last
 
     def close(self, rows: list[int]) -> None:
-        """The current block of `rows` joins their context."""
+        """The current block of `rows` is finished: copy its keys behind those of their finished blocks."""
         at = torch.tensor(rows, device=self.kv.device)
         place = self.B + self.length[at, None] + torch.arange(self.B, device=self.kv.device)  # (rows, B)
         self.set_lengths([n + self.B * (row in rows) for row, n in enumerate(self.lengths)])
@@ -91,11 +90,11 @@ class KVCache:
         self.set_lengths([self.lengths[r] for r in rows])
 
     def build_context(self) -> Context:
-        """The Context of the current blocks, which lie behind the context."""
+        """The Context of a pass over the current blocks."""
         offset = torch.arange(self.B, device=self.kv.device)
         cos, sin = rotary(self.cfg, self.length[:, None] + offset, self.kv.dtype)
 
-        # rows of one length may attend to all keys in use; a shorter row has keys in use that are none of its own
+        # rows of one length attend to all keys in use; a shorter row may not attend to those behind its own
         mask = None
         if len(set(self.lengths)) > 1:
             key = torch.arange(-self.B, max(self.lengths), device=self.kv.device)
@@ -105,28 +104,29 @@ class KVCache:
 
 # --- the forwards of the current blocks alone
 class Cached:
-    """Stage A and Stage B of the current blocks; finished blocks are keys and values."""
+    """Stage A and Stage B of the current blocks, with the keys and values of the finished ones."""
 
-    def __init__(self, model: Model, contexts: list[list[int]], n_rounds: int):
-        """contexts: of each row the finished blocks, their ids."""
+    def __init__(self, model: Model, finished: list[list[int]], n_rounds: int):
+        """finished: the ids of each row's finished blocks."""
         self.model = model
         self.cfg = model.cfg
         self.n_rounds = n_rounds
         device = model.wte.weight.device
-        lengths = [len(ids) for ids in contexts]
+        lengths = [len(ids) for ids in finished]
         self.cache = KVCache(model.cfg, lengths, n_rounds, device, model.compute_dtype)
-        # what several rows begin with is read once
+        # rows with the same finished blocks read them once
         rows_of: dict[tuple[int, ...], list[int]] = {}
-        for row, ids in enumerate(contexts):
+        for row, ids in enumerate(finished):
             rows_of.setdefault(tuple(ids), []).append(row)
         for ids, rows in rows_of.items():
             if ids:
                 self.read_prompt(rows, torch.tensor([ids], device=device))
-        # the token before the current block: of a row without a context a mask
-        self.last = torch.tensor([(ids or [model.cfg.mask_id])[-1] for ids in contexts], device=device)
+        # the token before the current block; a mask where there is none
+        self.last = torch.tensor([(ids or [model.cfg.mask_id])[-1] for ids in finished], device=device)
 
     def read_prompt(self, rows: list[int], ids: Tensor) -> None:
-        """The complete blocks of these rows' prompt, ids (1, T): no decoding forward, and not counted."""
+        """Read the complete blocks of these rows' prompt, ids (1, T). This is no forward of decoding, and is not
+        counted."""
         self.cache.filling = rows
         ctx = replace(self.model.context(torch.ones_like(ids, dtype=torch.bool)), cache=self.cache)
         h = self.model.prefix(ids, ctx)
@@ -135,19 +135,19 @@ class Cached:
         self.cache.filling = []
 
     def stage_a(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """The full forward of z (R, B) -> prefix states and final states, (R, B, C) each."""
+        """One full forward: z (R, B) -> prefix states and final states, (R, B, C) each."""
         h = self.model.prefix(z, self.cache.context)
         self.final = self.model.last_n(h, self.cache.context)
         return h, self.final
 
     def stage_b(self, h: Tensor, bundle: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """Stage B from those prefix states: final states (R, B, C). The block keeps its keys.
+        """Stage B from these prefix states h (R, B, C): final states (R, B, C). The block's keys stay Stage A's.
 
-        tokens (R, B) int64: for a Stage B that reads them, see causal.py; it also reads the token before the block.
+        tokens (R, B) int64: for causal Stage B, which reads them, and also the token before the block.
         """
         read = () if tokens is None else (tokens, self.last)
 
-        # a marked state leaves no key behind
+        # no marked key stays
         first = self.cfg.n_layer - self.cfg.n_last
         current = self.cache.kv[:, first:, :, :, : self.cfg.block_length]
         unmarked = current.clone()
@@ -156,11 +156,11 @@ class Cached:
         return states
 
     def close(self, rows: list[int], z: Tensor, changed: bool) -> None:
-        """The blocks of `rows` are finished, z (R, B). changed: did the last step change any of them?"""
+        """The blocks z (R, B) of `rows` are finished. changed: did the last step change any of them?"""
         if changed:
             self.stage_a(z)
 
-        # their keys of the further rounds
+        # their keys in the further rounds
         h = self.final
         for i in range(1, self.n_rounds):
             h = self.model.last_n(h, replace(self.cache.context, i_round=i))
@@ -176,21 +176,21 @@ class Cached:
 
 # --- the forwards of the whole text
 class Uncached:
-    """`Cached` without a cache: row by row, everything is read again in every forward."""
+    """`Cached` without a cache: every forward reads the whole text again, row by row."""
 
-    def __init__(self, model: Model, contexts: list[list[int]], n_rounds: int):
+    def __init__(self, model: Model, finished: list[list[int]], n_rounds: int):
         self.model = model
         self.n_rounds = n_rounds
-        self.contexts = [torch.tensor(ids, dtype=torch.long, device=model.wte.weight.device) for ids in contexts]
-        self.read: list[tuple[Tensor, Context]] = []  # of each row the whole text's prefix states, and their context
+        self.finished = [torch.tensor(ids, dtype=torch.long, device=model.wte.weight.device) for ids in finished]
+        self.read: list[tuple[Tensor, Context]] = []  # each row's prefix states of the whole text, and their Context
 
     def stage_a(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """As in Cached."""
         self.read = []
         prefixes = []
         finals = []
-        for before, block in zip(self.contexts, z, strict=True):
-            # a text whose blocks are finished is its own clean copy
+        for before, block in zip(self.finished, z, strict=True):
+            # finished blocks are clean, so the text is its own clean copy
             ids = torch.cat([before, block])[None]  # (1, T)
             ctx = self.model.context(torch.ones_like(ids, dtype=torch.bool), ids if self.model.needs_copy else None)
             h = self.model.prefix(ids, ctx)
@@ -204,9 +204,9 @@ class Uncached:
         return torch.cat(prefixes), torch.cat(finals)
 
     def stage_b(self, h: Tensor, bundle: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """As in Cached; h is the current block's part of what Stage A kept."""
+        """As in Cached. h is not used, because Stage A has kept the prefix states of the whole text."""
         finals = []
-        for row, (before, (whole, ctx)) in enumerate(zip(self.contexts, self.read, strict=True)):
+        for row, (before, (whole, ctx)) in enumerate(zip(self.finished, self.read, strict=True)):
             n = len(before)
             marked = F.pad(bundle[row : row + 1], (n, 0), value=False)  # (1, T)
             read = () if tokens is None else (torch.cat([before, tokens[row]])[None],)
@@ -217,8 +217,8 @@ class Uncached:
     def close(self, rows: list[int], z: Tensor, changed: bool) -> None:
         """As in Cached."""
         for row in rows:
-            self.contexts[row] = torch.cat([self.contexts[row], z[row]])
+            self.finished[row] = torch.cat([self.finished[row], z[row]])
 
     def keep(self, rows: list[int]) -> None:
         """As in Cached."""
-        self.contexts = [self.contexts[r] for r in rows]
+        self.finished = [self.finished[r] for r in rows]
