@@ -1,16 +1,18 @@
-"""The folders that train.py and convert_weights.py write, and what comes back from them.
+"""The folders that train.py and convert_weights.py write, and how they are read. load_model reads either kind.
 
-config.json            the model's geometry and ids, written last: a folder that has one is whole
-model.safetensors      all parameters and markers, or shards with model.safetensors.index.json
-tokenizer.json         where the model reads text, and meta.json, which says what judges it: copies of the rows' own
-adapter.json           instead of config.json: where the base lies (relative to this folder) and its hash, n and K, and
-                       which Stage B it is: the paper's, or another of STAGE_B
-adapter.safetensors    what learned beside the base: LoRA matrices and markers, or what that Stage B has
-state.safetensors      what a training run resumes from, beside train.json and log.jsonl: trained weights, the
-                       optimizer's moments
-.unfinished            files that are being written; of a run that was killed they are removed by the next one
+a model's folder
+    config.json            the model's geometry and ids; it is written last, so a folder that has one is whole
+    model.safetensors      all parameters, or shards of them with model.safetensors.index.json
+    tokenizer.json         what reads text, and meta.json, which says what judges the text: copies from the rows
 
-load_model loads a folder of either kind.
+an adapter's folder: what was learned beside a model that stayed as it was, its base
+    adapter.json           the base's folder (relative to this one) and its hash, n, K, and the kind of Stage B
+    adapter.safetensors    LoRA matrices and markers, or what another Stage B has
+
+and in a training run's folder, whichever kind it is
+    state.safetensors      what the run resumes from, beside train.json and log.jsonl: what has been trained, and the
+                           optimizer's moments
+    .unfinished            files that are being written; if the run is killed, the next run removes them
 """
 
 import hashlib
@@ -39,10 +41,10 @@ from lib.util import (
 )
 from model import ROUTERS, Config, Model
 
-LONGEST_BLOCK = 4096  # a block attends to all of itself: of a longer one a single forward takes minutes
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # what weights may be stored as
+LONGEST_BLOCK = 4096  # a block attends to all of itself, so a forward of a longer one takes minutes
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # the dtypes that weights may be stored in
 
-# a model's class by its Stage B; one of your own is a subclass of Model, and an entry here
+# a model's class, by the kind of its Stage B; to add a kind, write a subclass of Model, and name it here
 STAGE_B = {"paper": Model, "causal": CausalModel}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -55,7 +57,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str
 
 
 def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of all tensors of these files. They are mapped: what is not used is not read."""
+    """(name, tensor) of all tensors of these files. The files are mapped, so a tensor is read when it is used."""
     for path in files:
         with reading(path, "safetensors file"), safe_open(path, "pt") as file:
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
@@ -63,7 +65,7 @@ def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of a checkpoint's weights, each from the one file where it lies."""
+    """(name, tensor) of a checkpoint's weights, each from its one file."""
     places = shard_index(folder)
     for path in weight_files(folder):
         for name, tensor in read_tensors([path]):
@@ -78,34 +80,35 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def shard_index(folder: Path) -> dict[str, Path]:
-    """Tensor by tensor, the file where it lies; empty where the weights are one file."""
+    """The file of each tensor, by the tensor's name; empty if all weights are in one file."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return {}
     weight_map = read_json(index, "weight index")
     with reading(index, "weight index"):
         places = {name: folder / shard for name, shard in weight_map["weight_map"].items()}
-        # what lies outside the folder is none of its weights
+        # a file outside the folder holds none of its weights
         if not places or any(shard.parent != folder for shard in places.values()):
             raise ValueError("it names no shards, or one that is not in this folder")
     return places
 
 
 def check_numbers(where: Path, name: str, tensor: Tensor, kind: torch.dtype | None = None) -> None:
-    """Refuse what no model computes with: a type that is none of FLOATS (or not `kind`), NaN, infinity."""
+    """Refuse a tensor that no model computes with: its dtype is not in FLOATS (or not `kind`), or it has NaN or
+    infinity."""
     if tensor.dtype != kind if kind else tensor.dtype not in FLOATS:
         fail(f"{where}: {name} is stored as {tensor.dtype}, and should be {kind or 'float32, float16 or bfloat16'}")
     refuse_nan(where, name, tensor)
 
 
 def refuse_nan(where: Path | str, name: str, tensor: Tensor) -> None:
-    """Refuse NaN and infinity. One pass and no copy: of numbers with a NaN, that is the least and the greatest."""
+    """Refuse NaN and infinity, in one pass and without a copy: if a number is NaN, the least and the greatest are."""
     if tensor.is_floating_point() and tensor.numel() and not all(map(math.isfinite, map(float, tensor.aminmax()))):
         fail(f"{where}: {name} holds NaN or infinity: the file is damaged, or its training diverged")
 
 
 def check_fit(path: Path, held: dict, expected: dict, hint: str, dropped: dict[str, str] | None = None) -> None:
-    """Refuse unknown tensors, missing ones, other shapes. dropped: what may be left, and why."""
+    """Refuse unknown tensors, missing ones, and other shapes. dropped: unknown ones that are left out, and why."""
 
     def shape(tensors: dict, name: str) -> str:
         return f"shape {list(tensors[name].shape)}" if name in tensors else "no such tensor"
@@ -121,7 +124,7 @@ def check_fit(path: Path, held: dict, expected: dict, hint: str, dropped: dict[s
 
 # --- a model's folder
 def empty_model(cfg: Config, device: torch.device | str, stage_b: str = "paper") -> Model:
-    """Of these sizes; what is in it is still to be written. On the device "meta" it takes no memory."""
+    """A model of this geometry, whose tensors are still to be filled. On the device "meta" it takes no memory."""
     one_thread_if_small(cfg.n_embd)
     with torch.device(device):
         return STAGE_B[stage_b](cfg)
@@ -130,7 +133,8 @@ def empty_model(cfg: Config, device: torch.device | str, stage_b: str = "paper")
 def new_model(
     cfg: Config, generator: torch.Generator, device: torch.device | str = "cpu", stage_b: str = "paper"
 ) -> Model:
-    """Fresh weights: matrices are normal (initial_std), norms are one, markers, biases and Show are zero."""
+    """A model with fresh weights: matrices are normal (initial_std), norms are one, and markers, biases and Show are
+    zero."""
     check_config(cfg)
     model = empty_model(cfg, device, stage_b)
     for name, p in model.named_parameters():
@@ -151,7 +155,7 @@ def initial_std(name: str, cfg: Config) -> float:
     if name == "lm_head.weight":
         return 0.02
 
-    # 2 L projections write to the residual stream: scaled as in GPT-2, their sum keeps its size
+    # 2 L projections add to the residual stream; scaled as in GPT-2, their sum keeps its size
     std = cfg.n_embd**-0.5
     if name.endswith(("proj.weight", "down.weight", "mlp.down")):
         std = std / math.sqrt(2 * cfg.n_layer)
@@ -159,7 +163,7 @@ def initial_std(name: str, cfg: Config) -> float:
 
 
 def stored(model: Model) -> dict[str, Tensor]:
-    """What model.safetensors holds: all but LoRA, and a tied output layer once."""
+    """The tensors of model.safetensors: all but LoRA's, and a tied output layer only as the embedding."""
     kept = {k: v for k, v in model.state_dict().items() if "lora_" not in k}
     if model.cfg.tied:
         del kept["lm_head.weight"]
@@ -167,7 +171,7 @@ def stored(model: Model) -> dict[str, Tensor]:
 
 
 def save_model(model: Model, folder: Path) -> None:
-    """Parameters in the dtype that they are used in. Config last: a folder that has one is whole."""
+    """Write a model's folder. Its parameters are stored in the dtype of the activations."""
     weights = stored(model)
     for name, p in model.named_parameters():
         if name in weights:
@@ -177,14 +181,14 @@ def save_model(model: Model, folder: Path) -> None:
 
 
 def read_config(folder: Path, **changes) -> Config:
-    """The geometry of a folder, or of an adapter's base, with other values of some fields."""
+    """The geometry of a model's folder, or of an adapter's base. changes: other values for some fields."""
     folder = base_of(folder)
     path = folder / "config.json"
     raw = read_json(path, "checkpoint config (is this a checkpoint folder?)")
     if "model_type" in raw:
         fail(f"{path} is a released checkpoint's: `python convert_weights.py --src {quoted(folder)} --out DIR` first")
-    raw.pop("int8", None)  # how the weights are stored, and no geometry
-    raw.pop("stage_b", None)  # neither is this
+    for name in ("int8", "stage_b"):  # these are not geometry
+        raw.pop(name, None)
     with reading(path, "checkpoint config"):
         cfg = Config(**raw)
     read = {field.name: checked_entry(vars(cfg), field.name, field.type, path) for field in fields(cfg)}
@@ -199,11 +203,11 @@ def read_config(folder: Path, **changes) -> Config:
 def load_model(
     folder: str | Path, device: torch.device | str, dtype: torch.dtype, stage_b: str | None = None, **overrides
 ) -> Model:
-    """A model from its folder, or with its adapter from an adapter's.
+    """The model in a model's folder, or an adapter's base with the adapter on it.
 
-    Parameters take `dtype`; expert_bias and adapters stay float32. stage_b: one of STAGE_B that is to be trained on a
-    base; left out, the folder's own. `overrides`: of config fields (n_last, n_rounds, block_length); an adapter brings
-    its own, but for a block_length that is given.
+    Parameters take `dtype`; expert_bias and adapters stay float32. stage_b: the kind of Stage B that is to be trained
+    on a base (left out: the folder's own). overrides: other values of n_last, n_rounds and block_length; of these, a
+    model with an adapter takes block_length alone.
     """
     folder = Path(folder)
     about = about_adapter(folder)
@@ -216,7 +220,7 @@ def load_model(
 
     cfg = read_config(folder, **{name: value for name, value in overrides.items() if value is not None})
 
-    # no memory yet for the base, only names and shapes
+    # names and shapes alone, which take no memory
     model = empty_model(cfg, "meta", stage_b or stage_b_of(folder))
     stored_as_int8 = read_json(folder / "config.json", "checkpoint config").get("int8", False)
     if stored_as_int8:
@@ -224,7 +228,7 @@ def load_model(
 
         use_int8(model)
 
-    # tensor by tensor, so that no second copy exists; integers and their scales are what they are
+    # convert tensor by tensor, so that there is no second copy; integers and their scales keep their dtype
     expected = stored(model)
     state = {}
     for name, tensor in read_weights(folder):
@@ -243,16 +247,16 @@ def load_model(
 
 
 def kind_of(model: Model) -> str:
-    """The name of its Stage B in STAGE_B."""
+    """The kind of its Stage B, by its name in STAGE_B."""
     return next(name for name, kind in STAGE_B.items() if type(model) is kind)
 
 
 def stage_b_of(folder: Path) -> str:
-    """Which Stage B a folder has, one of STAGE_B."""
+    """The kind of Stage B that a folder has, by its name in STAGE_B."""
     about = about_adapter(folder) or read_json(base_of(folder) / "config.json", "checkpoint config")
     name = about.get("stage_b", "paper")
     if not isinstance(name, str) or name not in STAGE_B:
-        fail(f"{folder} has a Stage B of the kind {name!r:.80}, and there are {', '.join(STAGE_B)}")
+        fail(f"{folder} has a Stage B of the kind {name!r:.80}, and the kinds are {', '.join(STAGE_B)}")
     return name
 
 
@@ -262,7 +266,7 @@ def is_int8(model: Model) -> bool:
 
 
 def judge_of(folder: Path) -> dict:
-    """What judges a model's writing, see lib.rows.Meta; of a model of plain text nothing."""
+    """What judges the texts of a model, see lib.rows.Meta; {} if nothing does."""
     path = base_of(folder) / "meta.json"
     about = read_json(path, "meta.json of the rows") if path.exists() else {}
     return checked_entry(about, "judge", dict, path) if about.get("judge") is not None else {}
@@ -274,13 +278,12 @@ def is_plain_text(folder: Path) -> bool:
 
 
 # --- an adapter's folder
-# what an adapter changes in its base's config
-SIZES = {"n_last": int, "n_rounds": int, "block_length": int}
-ENTRIES = SIZES | {"base": str, "stage_b": str, "lora_r": int}  # of adapter.json, beside base_hash
+SIZES = {"n_last": int, "n_rounds": int, "block_length": int}  # the sizes that an adapter has of its own
+ENTRIES = SIZES | {"base": str, "stage_b": str, "lora_r": int}  # the entries of adapter.json, beside base_hash
 
 
 def about_adapter(folder: Path) -> dict:
-    """What adapter.json says; of any other folder nothing."""
+    """What adapter.json says; {} for a folder that is no adapter's."""
     path = folder / "adapter.json"
     if not path.exists():
         return {}
@@ -289,7 +292,7 @@ def about_adapter(folder: Path) -> dict:
 
 
 def base_of(folder: Path) -> Path:
-    """The model's folder that an adapter stands on; of any other folder, itself."""
+    """The folder of an adapter's base; a folder that is no adapter's is its own base."""
     about = about_adapter(folder)
     if not about:
         return folder
@@ -297,12 +300,12 @@ def base_of(folder: Path) -> Path:
     if (base / "adapter.json").exists():
         fail(f"{folder}/adapter.json names {base} as its base, which is an adapter itself: name a model's folder")
     if not (base / "config.json").exists():
-        fail(f"{folder}/adapter.json names {base} as its base, where no model is: put it there, or correct `base`")
+        fail(f"{folder}/adapter.json names {base} as its base, and no model is there: put it there, or correct `base`")
     return base
 
 
 def save_adapter(model: Model, folder: Path, base: Path, lora_r: int) -> None:
-    """What was learned beside the base in `base`."""
+    """Write what was learned beside the model in `base`."""
     about = {"base": Path(os.path.relpath(base, folder)).as_posix(), "base_hash": weights_hash(base)}
     about |= {name: getattr(model.cfg, name) for name in SIZES} | dict(stage_b=kind_of(model), lora_r=lora_r)
     save_tensors(folder / "adapter.safetensors", changed(model))
@@ -310,7 +313,7 @@ def save_adapter(model: Model, folder: Path, base: Path, lora_r: int) -> None:
 
 
 def load_adapter(model: Model, folder: Path, about: dict) -> None:
-    """What learned beside a base into the loaded base. It is float32 in every dtype of it."""
+    """Put what was learned beside a base into the loaded base. An adapter is float32, whatever the base is."""
     check_base(base_of(folder), folder)
     r = about["lora_r"]
     if not 1 <= r <= 2**16:
@@ -328,19 +331,19 @@ def load_adapter(model: Model, folder: Path, about: dict) -> None:
 
 
 def check_base(base: Path, folder: Path) -> None:
-    """Refuse a base that is another one than the adapter in `folder` was trained on."""
+    """Refuse a base that is not the one that the adapter in `folder` was trained on."""
     about = about_adapter(folder)
     if "base_hash" in about and about["base_hash"] != weights_hash(base):
         fail(
-            f"{folder} was trained on other weights than {base} holds now: put those there, or, where they are the "
-            f"same in another form, delete base_hash from adapter.json"
+            f"{folder} was trained on other weights than {base} holds now: put those there, or, if these are the same "
+            f"weights in another form, delete base_hash from adapter.json"
         )
 
 
 def weights_hash(folder: Path) -> str:
-    """Which weights a folder holds, as 16 hex digits: of every file its size and 4,096 pieces of 16 bytes.
+    """A hash of a folder's weights, in 16 hex digits. It reads the size of every file and 4,096 pieces of 16 bytes.
 
-    So a change of any large tensor is seen, and 32 GB are not read. A cast, or other shards, are other files.
+    So it sees a change of any large tensor, and does not read 32 GB. Other dtypes or other shards give another hash.
     """
     digest = hashlib.sha256()
     for path in weight_files(folder):
@@ -356,19 +359,19 @@ def weights_hash(folder: Path) -> str:
 # --- geometries, and what one must be
 # fmt: off
 PRESETS = {
-    # tests and toys: every mechanism is there, and nothing is larger than it must be
+    # for tests and toys: it has every mechanism, and nothing is larger than it must be
     "tiny": Config(
         n_layer=4, n_embd=64, n_head=4, n_kv_head=2, head_dim=16, rotary_dim=8,
         d_dense=128, d_expert=32, n_expert=8, n_active=2, n_group=4, topk_group=2,
         vocab_size=320, max_len=4096,
     ),
-    # names of Unicode characters, in an hour on one thread
+    # for names of Unicode characters; it trains in an hour on one thread
     "names": Config(
         n_layer=8, n_embd=128, n_head=4, n_kv_head=2, head_dim=32, rotary_dim=16, rope_theta=1e4,
         d_dense=384, d_expert=64, n_expert=8, n_active=2, n_group=2, topk_group=2,
         vocab_size=1024, max_len=512,
     ),
-    # any text, in bytes
+    # for any text, in bytes
     "text": Config(
         n_layer=6, n_embd=128, n_head=4, n_kv_head=2, head_dim=32, rotary_dim=16, rope_theta=1e4,
         d_dense=384, d_expert=64, n_expert=8, n_active=2, n_group=2, topk_group=2,
@@ -385,7 +388,7 @@ PRESETS = {
 
 
 def check_config(cfg: Config, where: Path | str = "impossible model") -> None:
-    """Refuse what would hang, or be silently wrong. What tensors of other shapes say is said when they are loaded."""
+    """Refuse a geometry that would hang or compute something else. Shapes that do not fit are refused at loading."""
     sizes = (cfg.n_head, cfg.n_kv_head, cfg.n_embd, cfg.head_dim, cfg.d_dense, cfg.d_expert, cfg.n_expert)
     counts = (cfg.n_layer, cfg.n_dense, cfg.n_shared)
     scales = (cfg.norm_eps, cfg.rope_theta, cfg.routed_scaling)
@@ -411,7 +414,7 @@ def check_config(cfg: Config, where: Path | str = "impossible model") -> None:
         (1 <= cfg.n_last <= cfg.n_layer, f"n_last is 1..{cfg.n_layer} (n_layer), not {cfg.n_last}"),
         (1 <= cfg.n_rounds <= 1000, "n_rounds is 1..1000"),
         (1 <= cfg.block_length <= longest, f"block_length is 1..{longest}, and at most max_len, {cfg.max_len}"),
-        # a preset has no ids yet
+        # a preset has no ids yet, so both are -1
         (ids == (-1, -1) or 0 <= min(ids) <= max(ids) < cfg.vocab_size, "ids are 0 or above, and in the vocabulary"),
         (ids == (-1, -1) or cfg.eos_id != cfg.mask_id, f"eos_id and mask_id, both {cfg.mask_id}, are two tokens"),
     ):
@@ -421,7 +424,7 @@ def check_config(cfg: Config, where: Path | str = "impossible model") -> None:
 
 # --- a training run's folder
 def training_state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Trained weights and their moments: param.NAME, exp_avg.NAME, exp_avg_sq.NAME and step.NAME."""
+    """What has been trained, and the optimizer's moments: param.NAME, exp_avg.NAME, exp_avg_sq.NAME and step.NAME."""
     state = {}
     moments = optimizer.state
     for name, p in changed(model).items():
@@ -437,22 +440,22 @@ def changed(model: Model) -> dict[str, Tensor]:
 
 
 def restore_state(model: Model, optimizer: torch.optim.Optimizer, folder: Path) -> int:
-    """Weights, moments -> the number of steps taken. Generators are functions of the row."""
-    # before the first save there is nothing
+    """Read weights and moments -> the number of steps taken. Random numbers need no state."""
+    # a run that has not saved yet has no state
     path = folder / "state.safetensors"
     if not path.exists():
         if about_adapter(folder) or (folder / "config.json").exists():
-            fail(f"{path} is gone, which the run goes on from: start again in a new --out_dir")
+            fail(f"{path} is gone, and without it the run cannot go on: start again in a new --out_dir")
         return 0
 
-    # an adapter goes on with the base that it began with
+    # an adapter goes on beside the base that it began with
     if about_adapter(folder):
         check_base(base_of(folder), folder)
 
     state = dict(read_tensors([path]))
     learned = changed(model)
 
-    # of what was updated once there are moments, Muon's or Adam's
+    # a tensor that has been updated has moments, Muon's or Adam's
     expected = {}
     for name, p in learned.items():
         expected[f"param.{name}"] = p

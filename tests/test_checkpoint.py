@@ -267,7 +267,7 @@ def test_a_stage_b_that_nobody_knows_is_refused(base, adapter):
     config = base / "config.json"
     for path, other in ((adapter / "adapter.json", "other"), (config, "other"), (config, [])):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"stage_b": other}))
-        assert f"a Stage B of the kind {other!r}, and there are paper, causal" in refusal(path.parent)
+        assert f"a Stage B of the kind {other!r}, and the kinds are paper, causal" in refusal(path.parent)
 
 
 def test_who_judges_a_models_writing_is_told_by_the_rows_that_it_learned(base, adapter):
@@ -373,7 +373,7 @@ def test_an_adapter_of_every_kind_comes_back(stage_b, n_rounds, base, tmp_path):
 
 def test_an_adapter_without_its_base_on_another_one_or_of_another_kind_is_refused(base, adapter, tmp_path):
     base.rename(tmp_path / "gone")
-    assert f"adapter.json names {base} as its base, where no model is" in refusal(adapter)
+    assert f"adapter.json names {base} as its base, and no model is there" in refusal(adapter)
 
     save_model(byte_model(seed=1), base)
     line = refusal(adapter)
