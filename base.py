@@ -1,5 +1,6 @@
-"""A base from scratch: Stage A alone, as LLaDA2.1 is trained. CoCommit is added to such a model by train.py, whose loop
-and flags these are.
+"""Train a base from scratch: a model with Stage A alone, as LLaDA2.1 is trained. Then train.py adds CoCommit to it.
+
+The loop and most flags are train.py's.
 
     python base.py --config configs/base.toml                           # assets/names, an hour on one thread
     python base.py --data data/mine --config configs/text_base.toml     # text of your own: six minutes on a processor
@@ -25,14 +26,14 @@ from train import WEIGHT_DECAY, Losses, batch_context, corrupt_batch
 
 # R rows, T positions
 
-ADAM = 0.4  # Muon's run: the peak of Adam's rate, of embeddings, output layer, experts and norms, beside the matrices'
+ADAM = 0.4  # with Muon: the peak of Adam's rate, as a share of Muon's
 
 
 def base_step(model: Model, batch: Batch, args: Namespace) -> Losses:
     """Eq. 1 in Stage A."""
     z, kind = corrupt_batch(model, batch, args, args.mask_power)
 
-    # some rows are read from left to right, in blocks of one, and every token of theirs is asked for
+    # some rows are read from left to right, in blocks of one token, and the model predicts all of their tokens
     one_by_one = None
     if args.one_by_one > 0:
         one_by_one = (uniform(batch.draws, 1)[:, 0] < args.one_by_one).to(z.device)
@@ -47,8 +48,8 @@ def base_step(model: Model, batch: Batch, args: Namespace) -> Losses:
 
 
 def muon(model: Model, args: Namespace) -> torch.optim.Optimizer:
-    """Muon for the matrices of the layers (attention, dense and shared MLPs, routers); Adam, without decay, for all the
-    rest: embedding, output layer, the experts' stacks, norms."""
+    """Muon for the matrices of the layers (attention, dense and shared MLPs, routers), and Adam without decay for the
+    rest (embedding, output layer, stacked experts, norms)."""
     learned = model.learned()
     matrices = [p for name, p in learned.items() if name.startswith("layers.") and p.dim() == 2]
     others = [p for name, p in learned.items() if not (name.startswith("layers.") and p.dim() == 2)]
@@ -60,7 +61,7 @@ def muon(model: Model, args: Namespace) -> torch.optim.Optimizer:
 
 
 class Together:
-    """Several optimizers as one, each with one group of parameters."""
+    """Several optimizers that are used as one; each has one group of parameters."""
 
     def __init__(self, *parts: torch.optim.Optimizer):
         self.parts = parts
@@ -68,7 +69,7 @@ class Together:
 
     @property
     def state(self) -> dict[Tensor, dict[str, Tensor]]:
-        """What they remember of each parameter."""
+        """Each parameter's moments, whichever optimizer has them."""
         return {p: part.state[p] for part in self.parts for p in part.param_groups[0]["params"]}
 
     def step(self) -> None:
@@ -86,22 +87,22 @@ def main() -> None:
     parser.set_defaults(init_from="scratch", corruption="random", context="clean")
     add = parser.add_argument_group("base").add_argument
     add("--one_by_one", type=bounded(float, 0, 1), default=0.0,
-        help="the share of rows that are read from left to right, in blocks of one")  # fmt: skip
+        help="the share of rows that are read from left to right, in blocks of one token")  # fmt: skip
     add("--mask_power", type=bounded(float, 0.01), default=1.0,
-        help="a block's mask ratio is U(0, 1) to this power: below 1 many masks, as decoding begins")  # fmt: skip
-    add("--optimizer", choices=["adamw", "muon"], default="adamw", help="muon: for the layers' matrices")
+        help="a block's mask ratio is U(0, 1) to this power; a power below 1 makes more masks")  # fmt: skip
+    add("--optimizer", choices=["adamw", "muon"], default="adamw", help="muon is for the layers' matrices alone")
     args = train.read_arguments(parser)
     if args.resume and "optimizer" not in read_json(Path(args.out_dir) / "train.json", "training run"):
-        fail(f"{args.out_dir} is a run of train.py: go on with that")
+        fail(f"{args.out_dir} is a run of train.py: resume it with train.py")
     if args.init_from != "scratch":
         fail("a base is trained from scratch: leave out --init_from")
     if args.one_by_one > 0 and args.context == "corrupted":
-        fail("rows that are read one by one are all masks: they read a clean copy, give --context clean")
+        fail("rows that are read one by one are all masks, and need a clean copy to read: give --context clean")
     if args.stage_b != "paper":
-        fail("--stage_b: a base has no Stage B yet: train.py adds one")
+        fail("a base has no Stage B yet, which train.py adds: leave out --stage_b")
     make_optimizer = muon if args.optimizer == "muon" else train.adamw
 
-    # on a CPU in bf16 plain products are faster than flash attention on rows as short as a name
+    # on a CPU in bf16, plain attention is faster than flash attention on rows as short as a name
     plain = args.dtype == "bf16" and pick_device(args.device).type == "cpu"
     with sdpa_kernel(SDPBackend.MATH) if plain else nullcontext():
         train.run(args, base_step, make_optimizer)

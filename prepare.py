@@ -5,17 +5,18 @@
     python prepare.py FOLDER --out data/mine        # .txt and other text, or FineWeb-Edu's .jsonl[.gz] and .parquet
     python prepare.py FOLDER --out data/mine --like CKPT    # by the tokenizer of a checkpoint, or by a tokenizer.json
     python prepare.py data/names --written_by assets/names --out data/written
-                                                    # beginnings of these rows, and what a model writes behind them
+                                                    # beginnings of these rows, each continued by a model
 
-A folder of rows is what lib/rows.py says. Names are read by the tokenizer of data/names, other text as
-bytes, unless there is --like. One document in twenty is for validation. Ends of lines become the one of
-Unix, and a byte order mark is left out. Nothing is downloaded, and what cannot be read exactly is refused. A
-toy's rows: `python toy.py modes --out DIR`.
+lib/rows.py describes a folder of rows. Names are read by the tokenizer of data/names, and other text as bytes, unless
+--like names another tokenizer. One document in twenty is for validation. Line ends become those of Unix, and a byte
+order mark is left out. Nothing is downloaded, and a text that cannot be read exactly is refused. `python toy.py modes
+--out DIR` writes the rows of a toy.
 
---written_by makes a teacher's rows: sequence-level distillation (Kim and Rush, 2016), by a beam. Causal Stage B that
-learns them is surer than one that learns the text, which knows many endings; one that learns the text draws as the text
-does. A beam always writes the same behind a beginning, so no TC is left in its rows: there the token before is worth
-little (results/names). Half of the text stands beside them as it is, because completions teach no holes.
+--written_by makes a teacher's rows: a model continues the beginnings of documents by beam search, which is
+sequence-level distillation (Kim and Rush, 2016). The text has many endings for a beginning, and the teacher has one, so
+causal Stage B is surer when it learns these rows. But as a beginning always gets the same ending, the rows have no TC,
+and the token on the left is worth little there (results/names). Half of the text is added as it is, because
+continuations do not teach a model to fill holes.
 """
 
 import lib.interrupt  # noqa: F401
@@ -69,15 +70,15 @@ RELEASED = Path("weights/llada2.1-mini")  # where configs/llada.toml starts from
 RECORDS = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz", ".parquet")  # also in capitals
 BEAM = 4
 AT_ONCE = 256  # beginnings that are written together
-SHORT = 640  # of fewer tokens 5 % are no block of the paper's
+SHORT = 640  # 5 % of fewer tokens are less than a block of the paper's, which has 32
 
-Document = tuple[np.ndarray, int]  # its ids, and how many of them are its prompt, or see lib/rows.py
+Document = tuple[np.ndarray, int]  # its ids, and how many of them are its prompt (see lib/rows.py)
 
 
 # --- documents
 @dataclass
 class LeftOut:
-    """What is not read, to be said behind what is."""
+    """The files and records that are not read, in words."""
 
     not_utf8: list[str] = field(default_factory=list)  # names of files
     filtered: int = 0  # records
@@ -86,27 +87,27 @@ class LeftOut:
         said = []
         if self.not_utf8:
             more = ", ..." if len(self.not_utf8) > 5 else ""
-            said.append(f"as no UTF-8 text {len(self.not_utf8):,} ({', '.join(self.not_utf8[:5])}{more})")
+            said.append(f"{len(self.not_utf8):,} that are no UTF-8 text ({', '.join(self.not_utf8[:5])}{more})")
         if self.filtered:
-            said.append(f"by the filter on score and length {self.filtered:,}")
-        return f"; left out {', '.join(said)}" if said else ""
+            said.append(f"{self.filtered:,} by the filter on score and length")
+        return f"; left out: {', and '.join(said)}" if said else ""
 
 
 def load_text(sources: list[str], max_docs: int = 0) -> list[tuple[str, str]]:
-    """Documents as (stable name, text) of `names`, `stdlib`, or paths: max_docs of them to train on (0: all), and those
-    to validate that lie between them."""
+    """The documents of `names`, `stdlib` or paths, as (stable name, text): max_docs of them to train on (0: all), and
+    those to validate on that come before the last of these."""
     left_out = LeftOut()
     stream = chain.from_iterable(read_source(source, left_out) for source in sources)
     documents = list(progress(first_documents(stream, max_docs), "read"))
     if not any(text for _, text in documents):
-        fail(f"{' '.join(sources)} holds no text{left_out}")
+        fail(f"{' '.join(sources)} has no text{left_out}")
     if str(left_out):
         print(f"read   {len(documents):,} documents{left_out}")
     return documents
 
 
 def first_documents(stream: Iterator[tuple[str, str]], max_docs: int) -> Iterator[tuple[str, str]]:
-    """Up to the document that is number max_docs of those to train on."""
+    """The documents up to number max_docs of those to train on."""
     n_train = 0
     for name, text in stream:
         yield name, text
@@ -127,11 +128,11 @@ def read_source(source: str, left_out: LeftOut) -> Iterator[tuple[str, str]]:
         return read_folder(path, "*", set(), left_out)
     if path.exists():
         return read_file(path, path.name, left_out)
-    fail(f"{source}: no such file or folder (and not `names` or `stdlib`; toys are written by toy.py --out)")
+    fail(f"{source}: there is no such file or folder (toy.py --out writes the rows of toys)")
 
 
 def read_folder(root: Path, pattern: str, skip: set[str], left_out: LeftOut) -> Iterator[tuple[str, str]]:
-    """The documents of a folder in a fixed order, without what is hidden, skipped, or no text."""
+    """The documents of a folder in a fixed order, without hidden files, folders to skip, and files that are no text."""
     for path in sorted(root.rglob(pattern)):
         inside = path.relative_to(root)
         hidden = any(part.startswith(".") for part in inside.parts)
@@ -141,7 +142,7 @@ def read_folder(root: Path, pattern: str, skip: set[str], left_out: LeftOut) -> 
 
 
 def read_file(path: Path, name: str, left_out: LeftOut, pass_over: bool = False) -> Iterator[tuple[str, str]]:
-    """The documents of one file: its records, or its text. `pass_over`: none, if that is no UTF-8."""
+    """The documents of one file: its records, or its text. pass_over: leave the file out if it is no UTF-8."""
     with reading(path, "corpus"):
         if path.name.lower().endswith(RECORDS):
             for number, record in read_records(path):
@@ -162,12 +163,13 @@ def read_file(path: Path, name: str, left_out: LeftOut, pass_over: bool = False)
 
 
 def plain_text(text: str) -> str:
-    """Without a byte order mark, and with one kind of line ends, in whatever file it stands."""
+    """The text without a byte order mark, and with the line ends of Unix."""
     return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def passes_filter(record: dict, where: str) -> bool:
-    """The paper's filter (Training). What is not stated passes; int_score is the score rounded."""
+    """The paper's filter on score and length (Training). A record without them passes; int_score is the score,
+    rounded."""
     score = "score" if record.get("int_score") is None else "int_score"
     for key, low, high in ((score, 3, math.inf), ("token_count", 256, 1800)):
         if record.get(key) is not None and not low <= checked_entry(record, key, float, where) <= high:
@@ -176,7 +178,7 @@ def passes_filter(record: dict, where: str) -> bool:
 
 
 def read_records(path: Path) -> Iterator[tuple[int, dict]]:
-    """(number of the line or row, record)"""
+    """The records of a file, each with the number of its line or row."""
     name = path.name.lower()
     if name.endswith(".parquet"):
         yield from enumerate(read_parquet(path), 1)
@@ -195,7 +197,7 @@ def read_records(path: Path) -> Iterator[tuple[int, dict]]:
 
 
 def listed_records(content: str) -> list:
-    """Those of a .json file: a list, one record, or one a line."""
+    """The records of a .json file, which is a list, one record, or one record a line."""
     try:
         value = json.loads(content)
     except ValueError:
@@ -208,15 +210,14 @@ def read_parquet(path: Path) -> Iterator[dict]:
     try:
         import pyarrow.parquet as parquet
     except ImportError:
-        fail(f"{path}: reading .parquet needs pyarrow: pip install pyarrow, or convert the file to .jsonl")
+        fail(f"{path}: to read .parquet, pip install pyarrow, or convert the file to .jsonl")
     for batch in parquet.ParquetFile(path).iter_batches():
         yield from batch.to_pylist()
 
 
 def unicode_names() -> Iterator[str]:
-    """The names of all characters (about 31,600) but the numbered ones, which teach nothing: those that end
-    in their code point (CJK UNIFIED IDEOGRAPH-4E00), Hangul's, and two long runs of numbers.
-    """
+    """The names of all characters (about 31,600) but the numbered ones, which teach nothing. These are names that end
+    in the code point (CJK UNIFIED IDEOGRAPH-4E00), Hangul's, and two long series of numbers."""
     numbered = ("HANGUL SYLLABLE ", "TANGUT COMPONENT-", "VARIATION SELECTOR-")
     for code in range(sys.maxunicode + 1):
         name = unicodedata.name(chr(code), "")
@@ -231,7 +232,7 @@ def is_validation(name: str) -> bool:
 
 
 def tokenize(texts: list[tuple[str, str]], tokenizer: Tokenizer, prompt: int) -> dict[str, list[Document]]:
-    """The documents for "train" and for "val", each closed by eos, all with the same prompt."""
+    """The documents of "train" and of "val". Each one ends in eos, and all have the same `prompt`, see Document."""
     split = {"train": [], "val": []}
     for name, text in progress(texts, "tokenize"):
         try:
@@ -246,7 +247,8 @@ def tokenize(texts: list[tuple[str, str]], tokenizer: Tokenizer, prompt: int) ->
 
 
 def hold_out(documents: list[Document]) -> tuple[list[Document], list[Document]]:
-    """All fell on one side of the split: the last 5 % of tokens are for validation; a short text is both."""
+    """Split documents that all fell on one side: the last 5 % of the tokens are for validation. A short text is on both
+    sides."""
     n = sum(len(ids) for ids, _ in documents)
     if n < SHORT:
         return documents, documents
@@ -265,17 +267,17 @@ def hold_out(documents: list[Document]) -> tuple[list[Document], list[Document]]
 
 # --- a folder of rows
 def prepare_text(sources: list[str], folder: Path, like: Path | None, max_docs: int) -> None:
-    """Read, tokenise and write."""
+    """Read documents, tokenise them, and write them as rows."""
     refuse_full(folder)
     names = sources == ["names"]
     if like is None and names:
         like = NAMES
     tokenizer = byte_tokenizer() if like is None else bpe_tokenizer(tokenizer_file(like))
 
-    # names are conditional data: each has a prompt, a random beginning
+    # the prompt of a name is a random beginning of it
     split = tokenize(load_text(sources, max_docs), tokenizer, prompt=-1 if names else 0)
 
-    # a random token is an ordinary one: no special one, and no id without a token
+    # ordinary ids, from which random tokens are drawn: those of no special token, and that have a token
     plain = set(tokenizer.token_bytes)
     n_plain = max(plain) + 1
     meta = Meta(
@@ -291,7 +293,7 @@ def prepare_text(sources: list[str], folder: Path, like: Path | None, max_docs: 
         write_rows(folder, part, list(ids), list(prompts), meta.vocab_size)
         print(f"{part:5}  {len(ids):,} documents, {sum(map(len, ids)):,} tokens")
 
-    # its tokenizer as it is, then what makes the folder whole
+    # the tokenizer, and at last meta.json, with which the folder is whole
     if like is None:
         write_json(folder / "tokenizer.json", byte_spec())
     else:
@@ -300,17 +302,17 @@ def prepare_text(sources: list[str], folder: Path, like: Path | None, max_docs: 
 
 
 def tokenizer_file(like: Path) -> Path:
-    """The tokenizer.json that --like names, or that lies in the folder that it names."""
+    """The tokenizer.json that --like names, or the one in the folder that it names."""
     path = like / "tokenizer.json" if like.is_dir() else like
     if not path.exists():
-        fail(f"{like} has no tokenizer.json to read text with" if like.is_dir() else f"--like {like}: no such file")
+        fail(f"--like {like} has no tokenizer.json" if like.is_dir() else f"--like {like}: there is no such file")
     return path
 
 
 # --- a teacher's rows
 def prepare_written(source: Path, by: Path, folder: Path, beam: int, gen_length: int) -> None:
-    """Of every document of `source` a random beginning, and what the model in `by` writes behind it, up to its end."""
-    from checkpoint import base_of, load_model  # which preparing text does not need
+    """Write a random beginning of every document of `source`, as the model in `by` continues it to an end."""
+    from checkpoint import base_of, load_model  # preparing text does not need these
 
     refuse_full(folder)
     meta = read_meta(source)
@@ -328,16 +330,16 @@ def prepare_written(source: Path, by: Path, folder: Path, beam: int, gen_length:
         texts = (text for some in parts for text in beam_search(model, some, beam, gen_length))
         written = list(progress(texts, f"write {part}", total=len(prompts)))
 
-        # what has no end is no document
+        # a beginning that got no end is left out
         documents = [(np.array(p + w), len(p)) for p, w in zip(prompts, written, strict=True) if w]
         if not documents:
             fail(f"{by} ended none of {len(prompts)} documents within --gen_length {gen_length} tokens")
 
-        # half of the text as it is, to learn holes from
+        # half of the text as it is, which teaches to fill holes
         ids, starts, _ = read_split(source / f"{part}.safetensors", meta.vocab_size)
         text = np.split(ids.numpy(), starts[1:-1].numpy())[::2]
         seconds = f"{time.monotonic() - start:.0f} s"
-        print(f"{part:5}  {len(documents):,} of {len(prompts):,} beginnings written on, {len(text):,} texts, {seconds}")
+        print(f"{part:5}  {len(documents):,} of {len(prompts):,} beginnings continued, {len(text):,} texts, {seconds}")
         ids, lengths = zip(*documents, *((document, HOLES_ALONE) for document in text), strict=True)
         write_rows(folder, part, list(ids), list(lengths), meta.vocab_size)
     copy_file(source / "tokenizer.json", folder / "tokenizer.json")
@@ -346,10 +348,10 @@ def prepare_written(source: Path, by: Path, folder: Path, beam: int, gen_length:
 
 @torch.inference_mode()
 def beam_search(model: "Model", prompts: list[list[int]], beam: int, gen_length: int) -> list[list[int]]:
-    """What is written behind each prompt, up to its end, one token at a time from the left: the likeliest text that a
-    beam finds; of a beam of one the likeliest token each time. [] where it has no end within gen_length.
+    """Continue each prompt from the left, one token at a time, to its end: the likeliest text that beam search finds.
+    With a beam of one it is the likeliest token each time. [] if the text has no end within gen_length tokens.
 
-    model: with blocks of one, so that a mask reads all that is left of it, and nothing else.
+    model: one with blocks of one token, so that a mask reads everything on its left, and nothing else.
     """
     eos, mask = model.cfg.eos_id, model.cfg.mask_id
     device = model.wte.weight.device
@@ -358,14 +360,14 @@ def beam_search(model: "Model", prompts: list[list[int]], beam: int, gen_length:
     ids = torch.tensor([prompt + [mask] * (T - len(prompt)) for prompt in prompts], device=device)
     ids = ids[:, None].repeat(1, beam, 1)  # (R, U, T)
 
-    # the best first; at the start they are all the same, and one of them counts
+    # the texts of a beam, the best first; at the start they are all the same, and one of them counts
     score = torch.full(ids.shape[:2], -math.inf, device=device)
     score[:, 0] = 0.0
     ended = torch.zeros_like(score, dtype=torch.bool)
     found = [[] for _ in prompts]
     row = torch.arange(len(prompts), device=device)
     for _ in range(gen_length):
-        # log-probabilities of the next token: (R, U, V). What has ended goes on with its end, which costs nothing
+        # log-probabilities of the next token: (R, U, V). A text that has ended goes on with eos, at probability 1
         x = ids[..., : int(place.max()) + 1].flatten(0, 1)
         ctx = model.context(torch.ones_like(x, dtype=torch.bool))
         states = model.last_n(model.prefix(x, ctx), ctx).unflatten(0, (-1, beam))
@@ -375,7 +377,7 @@ def beam_search(model: "Model", prompts: list[list[int]], beam: int, gen_length:
         log_p[ended] = -math.inf
         log_p[..., eos] = log_p[..., eos].masked_fill(ended, 0.0)
 
-        # the best of all continuations: which text each goes on from, and by which token
+        # the best continuations of all texts: which text each continues, and by which token
         V = log_p.shape[-1]
         score, best = (score[..., None] + log_p).flatten(1).topk(beam, dim=-1)
         ids = ids.gather(1, (best // V)[..., None].expand_as(ids))
@@ -395,7 +397,7 @@ def beam_search(model: "Model", prompts: list[list[int]], beam: int, gen_length:
 
 
 def beginnings(source: Path, part: str, meta: Meta) -> list[list[int]]:
-    """Of each document its first tokens, at least one, and not all."""
+    """The first tokens of each document: a random number of them, at least one and not all."""
     ids, starts, _ = read_split(source / f"{part}.safetensors", meta.vocab_size)
     share = torch.rand(len(starts) - 1, generator=generator("beginnings", part))
     found = []
@@ -409,7 +411,7 @@ def beginnings(source: Path, part: str, meta: Meta) -> list[list[int]]:
 
 # --- what comes next
 def next_command(args: argparse.Namespace) -> str:
-    """What trains on these rows."""
+    """The command that trains on these rows."""
     data = f"--data {quoted(args.out)}"
     judge = read_meta(args.out).judge
     if args.written_by:
@@ -442,29 +444,29 @@ def is_released(folder: Path) -> bool:
 def main() -> None:
     parser = Parser(__doc__)
     add = parser.add_argument_group("what is read").add_argument
-    kinds = "names, stdlib, or a text / folder / .jsonl, .ndjson, .json [.gz] / .parquet"
+    kinds = "names, stdlib, a text file, a folder, or a file of records: .jsonl, .ndjson, .json [.gz], .parquet"
     add("sources", nargs="+", metavar="SOURCE", help=kinds)
-    so_many = "stop after so many documents to train on (paper 50000; 0: all)"
+    so_many = "stop after this many documents to train on (paper 50000; 0: read all)"
     add("--max_docs", type=bounded(int, 0, 10**9), default=0, help=so_many)
-    whose = "a checkpoint, a folder of rows, or a tokenizer.json (byte-level BPE): use its tokenizer, and copy it"
+    whose = "use the tokenizer of this checkpoint or folder of rows, or this tokenizer.json (byte-level BPE)"
     add("--like", type=Path, metavar="DIR", help=whose)
 
     add = parser.add_argument_group("a teacher's rows").add_argument
-    add("--written_by", type=Path, metavar="CKPT", help="SOURCE is a folder of rows: what this model writes behind "
-        "beginnings of them")  # fmt: skip
-    add("--gen_length", type=bounded(int, 1, 10**6), default=32, help="what has no end by then is left out")
-    add("--beam", type=bounded(int, 1, 1000), default=BEAM, help="texts that are kept while one is written; 1: greedy")
+    add("--written_by", type=Path, metavar="CKPT", help="SOURCE is a folder of rows; this model continues beginnings "
+        "of them")  # fmt: skip
+    add("--gen_length", type=bounded(int, 1, 10**6), default=32, help="leave out a text without an end by this length")
+    add("--beam", type=bounded(int, 1, 1000), default=BEAM, help="the width of the beam search; 1: greedy")
 
     add = parser.add_argument_group("what is written").add_argument
     add("--out", type=Path, required=True, metavar="DIR", help="a new folder of rows")
     args = parser.parse_args()
 
-    # what would do nothing
+    # refuse flags that would do nothing
     if args.written_by and (len(args.sources) > 1 or args.max_docs or args.like):
-        fail("--written_by reads one folder of rows, all of it, by its own tokenizer: leave out --max_docs and --like")
+        fail("--written_by reads all of one folder of rows by its own tokenizer: leave out --max_docs and --like")
     for name in () if args.written_by else ("gen_length", "beam"):
         if getattr(args, name) != parser.get_default(name):
-            fail(f"--{name} is of --written_by alone")
+            fail(f"--{name} does something with --written_by alone: leave it out")
 
     with alone_in(args.out):
         if args.written_by:

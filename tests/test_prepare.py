@@ -325,13 +325,13 @@ def test_json_that_is_no_record_is_refused(tmp_path):
 def test_what_is_left_out_is_counted_and_named(tmp_path, capsys):
     for name in ("b.bin", "d.png"):
         (tmp_path / name).write_bytes(b"\x89\xff")
-    says = "; left out as no UTF-8 text 2 (b.bin, d.png)"
-    assert refusal(tmp_path) == f"{tmp_path} holds no text{says}"
+    says = "; left out: 2 that are no UTF-8 text (b.bin, d.png)"
+    assert refusal(tmp_path) == f"{tmp_path} has no text{says}"
 
     (tmp_path / "a.txt").write_text("a text")
     write_records(tmp_path / "c.jsonl", [record(1, int_score=2), record(2), record(3, token_count=9)])
     assert len(load_text([str(tmp_path)])) == 2
-    says += ", by the filter on score and length 2"
+    says += ", and 2 by the filter on score and length"
     assert capsys.readouterr().out == f"read   2 documents{says}\n"
 
 
@@ -369,7 +369,7 @@ def test_random_tokens_are_no_special_ones_wherever_these_stand(tmp_path):
 
 
 def test_nothing_to_read_is_refused(tmp_path):
-    assert "no such file" in refusal(tmp_path / "d.txt") and "holds no text" in refusal(tmp_path)
+    assert "no such file" in refusal(tmp_path / "d.txt") and "has no text" in refusal(tmp_path)
     assert "a\0b.jsonl" in refusal(tmp_path / "a\0b.jsonl")
     write_records(tmp_path / "a.jsonl", [record(1, int_score=1)])
     assert "filter" in refusal(tmp_path / "a.jsonl")
@@ -502,12 +502,13 @@ def test_a_mistake_is_one_line_and_writes_nothing(tmp_path, monkeypatch, capsys)
     assert not (tmp_path / "a").exists()
     assert "data/names already holds rows" in refused(prepare, monkeypatch, capsys, "names", "--out", NAMES)
     argv[-1] = tmp_path / "nowhere.json"
-    assert "nowhere.json: no such file" in refused(prepare, monkeypatch, capsys, *argv)
+    assert "nowhere.json: there is no such file" in refused(prepare, monkeypatch, capsys, *argv)
 
     # flags that would do nothing
     written = [NAMES, "--written_by", tmp_path, "--out", tmp_path / "a"]
     for flags in (["--max_docs", 9], ["--like", NAMES]):
         assert "leave out --max_docs and --like" in refused(prepare, monkeypatch, capsys, *written, *flags)
     for flag in ("--beam", "--gen_length"):
-        assert f"{flag} is of --written_by alone" in refused(prepare, monkeypatch, capsys, *argv[:3], flag, 9)
+        call = [prepare, monkeypatch, capsys, *argv[:3], flag, 9]
+        assert f"{flag} does something with --written_by alone" in refused(*call)
     assert not (tmp_path / "a").exists()
