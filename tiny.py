@@ -5,11 +5,11 @@ masks. To be fast it fills several in one step, each alone, and so they may not 
 goes on with New York (.40), San Francisco (.20), San Diego (.16), San Jose (.12) or San Juan (.12).
 The likeliest first word is San (.60), the likeliest second is York (.40): it writes "San York".
 
-The paper's method, CoCommit, looks twice. Stage A, the plain pass, gives a probability for each mask;
-the surest masks are written now, and they are the bundle. Stage B adds a learned vector there, the
-marker, runs the last layers once more, and writes the bundle: here "San York" again. A word knows
-which places are written with it, not which words. One change mends it, causal Stage B: a word sees
-the one before.
+The paper's method, CoCommit, looks twice. Stage A, the plain pass, gives a probability for each word
+at each mask; the surest masks are written now, and they are the bundle. Stage B adds a learned vector
+to them, the marker, runs the last layers once more, and writes the bundle: here "San York" again. A
+word knows which places are written with it, but not which words. One change mends it, causal Stage B:
+a word sees the word before it.
 
 Left out: edits, blocks, LoRA, experts. Tags: # CoCommit is the paper's, # causal and # alpha are not.
 """
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-# --- the toy: a context and a phrase, and how many of the context's 25 rows have it
+# --- the toy: a context (its first word) with a phrase, and how many of the context's 25 rows have it
 COUNTS = {"city New York": 10, "city San Francisco": 5, "city San Diego": 4, "city San Jose": 3,
           "city San Juan": 3, "dish hot dog": 8, "dish ice cream": 7, "dish ice cube": 5, "dish ice tea": 5}
 TOKENS = ["[M]"] + sorted(set(" ".join(COUNTS).split()))
@@ -36,9 +36,9 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.wte = nn.Embedding(len(TOKENS), C)
-        self.layers = nn.Sequential(*[Block() for _ in range(N_LAYER)])
+        self.layers = nn.Sequential(*[Layer() for _ in range(N_LAYER)])
         self.lm_head = nn.Linear(C, len(TOKENS), bias=False)
-        # a marker for each round: "you are written together"; a map: "and this stands before you"
+        # a marker for each round says "you are written together"; show says "this word is before you"
         self.markers = nn.Parameter(torch.zeros(N_ROUNDS, C))  # CoCommit
         self.show = nn.Parameter(torch.zeros(C, C))  # causal
     # Stage A is logits(last_n(prefix(z))): tokens -> (R, T, V), as in any GPT
@@ -54,8 +54,8 @@ class Model(nn.Module):
     def coordinate(self, h, bundle, tokens=None):  # CoCommit
         for marker in self.markers:  # CoCommit
             note, sees = marker, None  # CoCommit
-            # the note also names the word before, scaled to the size of h; a word of the bundle sees, of
-            # the bundle, itself and what is left of it
+            # the note also tells the word before, and has the size of h; a word of the bundle sees, of the
+            # bundle, itself and what is left of it
             if tokens is not None:  # causal
                 before = F.rms_norm(self.wte(F.pad(tokens, (1, -1), value=MASK)), [C])  # causal
                 note = h.square().mean(2, True).sqrt() * (marker + before @ self.show.T)  # causal
@@ -64,7 +64,7 @@ class Model(nn.Module):
             h = self.last_n(h + bundle[..., None] * note, sees)  # CoCommit
         return h  # CoCommit
 
-class Block(nn.Module):  # a GPT's, with RMSNorm for LayerNorm and SwiGLU for GELU
+class Layer(nn.Module):  # a GPT's, with RMSNorm for LayerNorm and SwiGLU for GELU
     def __init__(self):
         super().__init__()
         self.qkv = nn.Linear(C, 3 * C, bias=False)
@@ -79,7 +79,7 @@ class Block(nn.Module):  # a GPT's, with RMSNorm for LayerNorm and SwiGLU for GE
         gate, up = self.gate_up(F.rms_norm(x, [C])).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
 
-def rotate(x):  # rotary positions, for wpe: x is turned, by more at each position
+def rotate(x):  # rotary positions in place of wpe: x is turned, and more at each further position
     first, second = F.rms_norm(x, x.shape[-1:]).chunk(2, dim=-1)
     angle = torch.arange(x.shape[2])[:, None] * 10000 ** -torch.arange(0, 1, 1 / first.shape[-1])
     cos, sin = angle.cos(), angle.sin()
@@ -87,14 +87,13 @@ def rotate(x):  # rotary positions, for wpe: x is turned, by more at each positi
 
 # --- the loss
 # The paper adds up a cross-entropy for each word. Each word is in one term only, so the best answer
-# is each word's own probabilities, which Stage A gives already.
-# Let Stage B see the word before, and the paper's own sum is a joint loss, because p(first)
-# p(second | first) = p(both).
-# alpha changes the loss instead (AlphaDLM, arXiv 2609.38066, has it in one stage): it counts the
-# phrase as a whole, P = p(first) p(second). At alpha 1 the best answer is one phrase with probability
-# 1, which is what the paper aims at; training may stop at a near one: ice cream (.28), not hot dog (.32).
+# is each word's own probabilities, which Stage A gives already. But if Stage B sees the word before,
+# the same sum is a joint loss, because p(first) p(second | first) = p(both).
+# alpha changes the loss instead (AlphaDLM, arXiv 2609.38066): it scores the phrase as a whole. At alpha 1
+# the best answer is the likeliest phrase with probability 1, which is what the paper aims at; training
+# may stop at a phrase that is nearly as likely, as ice cream (.28) for hot dog (.32).
 def fill_loss(logits, target, fill, alpha):
-    # log P of each row: of all words that it is to fill
+    # the log-probability of all words that a row is to fill
     log_p = -(fill * F.cross_entropy(logits.mT, target, reduction="none")).sum(1)
     loss = -log_p
     if alpha > 0:
@@ -102,14 +101,14 @@ def fill_loss(logits, target, fill, alpha):
     return loss.sum() / target.numel()
 
 # --- training
-def some_of(allowed):  # of the words that each row allows, draw one or two
-    # allowed words get a number below 1, the others one above; the smallest one or two are chosen
+def some_of(allowed):  # draw one or two of each row's allowed words
+    # an allowed word draws a number below 1, any other word one above; the smallest one or two win
     lot = torch.rand(allowed.shape) + ~allowed
     last = torch.randint(2, (len(lot), 1))
     return allowed & (lot <= lot.sort(dim=1).values.gather(1, last))
 
 def train(base, alpha_b=None, causal=False):
-    """Train a copy: Stage A by the sum and, if alpha_b is given, Stage B by that alpha."""
+    """Train a copy of base: Stage A by the sum and, if alpha_b is given, Stage B by that alpha."""
     model = Model()
     model.load_state_dict(base.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3, betas=(0.9, 0.99))
@@ -121,7 +120,7 @@ def train(base, alpha_b=None, causal=False):
         # Stage A fills every mask
         h = model.prefix(z)
         loss = fill_loss(model.logits(model.last_n(h)), TEXT, masked, 0)
-        # Stage B fills the bundle, some of the masks; causal, it reads z with the bundle filled in
+        # Stage B fills the bundle, which is some of the masks; causal Stage B reads the right words there
         if alpha_b is not None:  # CoCommit
             bundle = some_of(masked)  # CoCommit
             tokens = torch.where(bundle, TEXT, z) if causal else None  # CoCommit
@@ -136,7 +135,7 @@ def train(base, alpha_b=None, causal=False):
 # --- decoding
 @torch.no_grad()
 def decode(model, z, tau, looks, causal=False):
-    """Fill all masks, Stage B with so many looks at most -> z, the cost in forwards, each step's p."""
+    """Fill all masks, with at most `looks` passes of Stage B -> z, forwards, each step's probabilities."""
     steps, n_looks = [], 0
     while (masked := z == MASK).any():
         h = model.prefix(z)
@@ -148,8 +147,8 @@ def decode(model, z, tau, looks, causal=False):
             draft = torch.where(bundle, logits.argmax(-1), z)  # CoCommit
             logits = model.logits(model.coordinate(h, bundle, draft if causal else None))  # CoCommit
             n_looks += 1  # CoCommit
-            # causal: all is final up to and with the first word that is not its draft, for these have read
-            # nothing but final words; behind it changed.cumsum(1) > changed is true, and one looks again
+            # causal: a word is final if no word before it has changed, for then it has read the right words.
+            # Behind the first changed word changed.cumsum(1) > changed is true: if that is in the bundle, look again
             changed = bundle & (logits.argmax(-1) != draft)  # causal
             if not (bundle & (changed.cumsum(1) > changed)).any():  # causal
                 break  # causal
@@ -158,9 +157,9 @@ def decode(model, z, tau, looks, causal=False):
         steps.append(logits.softmax(-1))
     return z, len(steps) + n_looks * N_ROUNDS * N_LAST / N_LAYER, steps
 
-def report(name, model, looks=0, causal=False):  # a row of the table, both words in one step
+def report(name, model, looks=0, causal=False):  # print a row of the table: both words in one step
     z, forwards, (p,) = decode(model, HOLES, -1, looks, causal)
-    if causal:  # p(second | first): show it each phrase  # causal
+    if causal:  # for p(second | first) it reads each phrase  # causal
         p = model.logits(model.coordinate(model.prefix(HOLES), HOLES == MASK, ROWS)).softmax(-1)  # causal
     q = p.gather(2, ROWS[..., None])[:5, 1:, 0].prod(1)
     city, dish = [" ".join(TOKENS[token] for token in row[1:]) for row in z[[0, 5]]]
@@ -177,9 +176,9 @@ if __name__ == "__main__":
     report("Stage A, twice as long", train(base))
     report("Stage B, the paper's", train(base, 0), 1)  # CoCommit
     report("Stage B, alpha 1", train(base, 1), 1)  # CoCommit
-    # it gives New York .40, the most of any phrase, and yet it writes San Francisco: greedy from the left
-    # begins with San (.60), and that is not the mode
+    # New York is its likeliest phrase (.40), and yet it writes San Francisco (.20): greedy from the left it
+    # begins with the likeliest word, San (.60), which is not how the likeliest phrase begins
     causal = report("Stage B, causal", train(base, 0, True), 2, True)  # causal
-    # Stage A's draft, then at most one and two looks: San is as it was, so after one all is final
+    # Stage A's draft, then at most one look, and two: San has not changed, so one look makes all final
     words = torch.cat([decode(causal, HOLES, -1, looks, True)[0][0, 1:] for looks in range(3)])  # causal
     print("causal, draft {} {}, 1 look {} {}, 2 looks {} {}".format(*[TOKENS[t] for t in words]))  # causal
