@@ -3,9 +3,9 @@
     # config.json, shards, index and tokenizer.json -> the folder that every script loads; 32.5 GB for 2.1-mini
     python convert_weights.py --src LLaDA2.1-mini/ --out weights/llada2.1-mini
 
-Our tensors are released tensors laid end to end (see NAMES), so nothing is computed, and every dtype stays. One
-layer at a time is in memory. The same command completes a folder left incomplete: `config.json` is written
-last. The way back: llada/export.py.
+Our tensors are released tensors laid end to end (see NAMES), so nothing is computed, and dtypes do not change. Only
+one layer at a time is in memory. If it was interrupted, the same command completes the folder, whose `config.json` is
+written last. llada/export.py converts back.
 """
 
 import lib.interrupt  # noqa: F401
@@ -39,7 +39,7 @@ from model import Config, Model
 
 # C channels (n_embd), E experts, F expert width
 
-# Released name -> ours; {i} is a layer, {e} an expert. Several released tensors of one name here are laid
+# Released name -> ours; {i} is a layer, {e} an expert. If several released tensors have one name of ours, they are laid
 # end to end: expert by expert, and within an expert in the order of this table. So the experts'
 # gate_proj (F, C) and up_proj (F, C) become gate_up (E, 2F, C), and down_proj (C, F) becomes down (E, C, F).
 NAMES = {
@@ -68,7 +68,7 @@ NAMES = {
 }
 
 # fmt: off
-# Released config field -> ours. All must be there: the released class has other defaults than the releases.
+# Released config field -> ours. All must be given, because the defaults of the released class are not the releases'.
 FIELDS = {
     "num_hidden_layers": "n_layer", "hidden_size": "n_embd",
     "vocab_size": "vocab_size", "max_position_embeddings": "max_len",
@@ -80,9 +80,9 @@ FIELDS = {
     "first_k_dense_replace": "n_dense", "rope_theta": "rope_theta", "rms_norm_eps": "norm_eps",
     "use_qkv_bias": "qkv_bias", "use_bias": "proj_bias", "tie_word_embeddings": "tied",
 }
-ROTARY = ("partial_rotary_factor", "rotary_dim")  # one of them, or both if they agree
+ROTARY = ("partial_rotary_factor", "rotary_dim")  # one of them must be given; if both are, they must agree
 
-# What the model implements. Any other value is refused; absent means this value (except model_type).
+# What the model implements. Any other value is refused. A field that is absent has this value, but for model_type.
 MUST_BE = {
     "model_type": "llada2_moe", "architectures": ["LLaDA2MoeModelLM"],
     "hidden_act": "silu", "use_rmsnorm": True, "use_qk_norm": True, "using_split_qkv_in_self_attention": False,
@@ -91,10 +91,10 @@ MUST_BE = {
     "norm_head": False, "norm_softmax": False,
     "attention_dropout": 0.0, "embedding_dropout": 0.0, "output_dropout": 0.0, "is_encoder_decoder": False,
 }
-# What changes nothing at inference. Ids come from the tokenizer; a different eos or mask here is refused.
+# Fields that change nothing at inference. Ids come from the tokenizer; another eos or mask here is refused.
 IGNORED = {
     "_name_or_path", "transformers_version", "auto_map", "dtype", "torch_dtype", "initializer_range", "use_cache",
-    "sliding_window", "max_window_layers",  # read only under use_sliding_window
+    "sliding_window", "max_window_layers",  # read only with use_sliding_window
     "output_router_logits", "pad_token_id", "bos_token_id", "eos_token_id", "mask_token_id",
     # what transformers writes about itself
     "_commit_hash", "_attn_implementation", "_attn_implementation_autoset", "attn_implementation",
@@ -106,8 +106,8 @@ TEXT = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "c
 INDEX = "model.safetensors.index.json"
 
 
-Shard = Callable[[], dict[str, Tensor]]  # makes the tensors of one file, when they are to be written
-Files = dict[str, Callable[[Path], None]]  # file name -> what writes it, in the order of writing
+Shard = Callable[[], dict[str, Tensor]]  # makes the tensors of one file, just before they are written
+Files = dict[str, Callable[[Path], None]]  # file name -> the function that writes it, in the order of writing
 
 
 # --- tensors: which released ones make which of ours
@@ -116,25 +116,25 @@ def survey(folder: Path) -> dict[str, Tensor]:
     found = dict(read_weights(folder))
     for name, tensor in found.items():
         if tensor.dtype not in FLOATS:
-            fail(f"{folder}: {name} is stored as {tensor.dtype}: quantised weights are not read")
+            fail(f"{folder}: {name} is stored as {tensor.dtype}: convert weights that are not quantised")
     return found
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One of our tensors, and the released ones it is made of: equal parts, cut along its rows."""
+    """One of our tensors, and the released ones that it is made of: equal parts, cut along its rows."""
 
     name: str
     shape: list[int]
     released: list[str]
-    part: list[int]  # the shape of each
+    part: list[int]  # the shape of each released one
 
 
 def plan(cfg: Config) -> list[list[Plan]]:
-    """All of our tensors, in shards: the embedding; every layer; final norm and output layer."""
+    """All our tensors in shards: the embedding; each layer; the final norm with the output layer."""
     with torch.device("meta"):
         ours = stored(Model(cfg))
-    for name in ("markers", "show"):  # a released checkpoint has none
+    for name in ("markers", "show"):  # a released checkpoint has neither
         ours.pop(name, None)
 
     shards: list[list[Plan]] = [[] for _ in range(cfg.n_layer + 2)]
@@ -167,7 +167,7 @@ def our_tensors(found: dict[str, Tensor], shard: list[Plan]) -> dict[str, Tensor
     """The tensors of one shard of ours, from released ones."""
     tensors = {}
     for planned in shard:
-        # none is needed twice: a file whose tensors are all gone is no longer mapped
+        # no tensor is needed twice, and a file is unmapped when all its tensors are gone
         pieces = [found.pop(name) for name in planned.released]
         tensors[planned.name] = torch.cat(pieces).view(planned.shape)
     return tensors
@@ -185,7 +185,7 @@ def our_config(src: Path) -> Config:
             fail(f"{path}: {name} = {raw.get(name)!r} is not implemented, only {value!r} is")
     known = {*MUST_BE, *FIELDS, *ROTARY, *IGNORED}
     for name in sorted(raw.keys() - known):
-        fail(f"{path}: unknown field {name} = {raw[name]!r}: it may change the model, so it is not ignored")
+        fail(f"{path}: unknown field {name} = {raw[name]!r}: it may change the model, so it cannot be ignored")
 
     # the tokenizer says which ids end a text and mask a position
     text = src / "tokenizer.json"
@@ -194,23 +194,23 @@ def our_config(src: Path) -> Config:
     for name, ours in ids.items():
         theirs = raw.get(name.replace("_id", "_token_id"))
         if theirs not in (ours, [ours], None):
-            fail(f"{path}: {name} = {theirs}, the tokenizer says {ours}")
+            fail(f"{path}: {name} = {theirs}, and the tokenizer has {ours}")
 
     if raw.get("num_shared_experts", 0) is None:
-        raw["num_shared_experts"] = 0  # null is the released way to say none
+        raw["num_shared_experts"] = 0  # released configs write null for none
     kinds = {field.name: field.type for field in fields(Config)}
     values = {ours: checked_entry(raw, name, kinds[ours], path) for name, ours in FIELDS.items()}
     values["rotary_dim"] = rotary_width(raw, path)
     values["n_last"] = min(Config.n_last, values["n_layer"])
     if tokenizer.vocab_size > values["vocab_size"]:
-        fail(f"{text} has ids up to {tokenizer.vocab_size - 1}, vocab_size = {values['vocab_size']} in {path}")
+        fail(f"{text} has ids up to {tokenizer.vocab_size - 1}, but vocab_size is {values['vocab_size']} in {path}")
     cfg = Config(**values, **ids)
     check_config(cfg, path)
     return cfg
 
 
 def unfold_rope(raw: dict, path: Path) -> None:
-    """Transformers 5 keeps what rotary embeddings need in a table of its own: put it where version 4 has it."""
+    """Transformers 5 has the fields of rotary embeddings in a table of their own: put them where version 4 has them."""
     rope = raw.pop("rope_parameters", None)
     if rope is None:
         return
@@ -225,7 +225,7 @@ def unfold_rope(raw: dict, path: Path) -> None:
 
 
 def rotary_width(raw: dict, path: Path) -> int:
-    """Channels of a head that rotary embeddings turn: a number, a share of them, or both in agreement."""
+    """How many channels of a head rotary embeddings turn. The config has it as a number, as a share, or as both."""
     units = {"rotary_dim": 1, "partial_rotary_factor": raw["head_dim"]}
     given = [name for name in units if raw.get(name) is not None]
     with reading(path, "released config"):
@@ -237,18 +237,18 @@ def rotary_width(raw: dict, path: Path) -> int:
 
 # --- writing
 def copies(src: Path, *names: str) -> Files:
-    """Files of another folder, those of them that are there."""
+    """Those files of another folder that exist, to be copied."""
     return {name: partial(copy_file, src / name) for name in names if (src / name).exists()}
 
 
 def save_shard(path: Path, tensors: dict[str, Tensor]) -> None:
-    save_tensors(path, tensors, {"format": "pt"})  # without this word transformers reads no file
+    save_tensors(path, tensors, {"format": "pt"})  # transformers reads no file without this entry
 
 
 def write_checkpoint(
     out: Path, shards: list[Shard], files: Files, save: Callable[[Path, dict], None] = save_shard
 ) -> None:
-    """The shards, one at a time in memory, then their index, then the other files."""
+    """Write the shards, of which one at a time is in memory, then their index, then the other files."""
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     weight_map = {}
     size = 0
@@ -269,7 +269,7 @@ def write_checkpoint(
 
 
 def refuse_other_files(out: Path, names: list[str]) -> None:
-    """Overwrite nothing: with the last of these files a folder is whole, with others it is not ours."""
+    """Refuse a folder that is complete, which has the last of these files, and one that has other files."""
     if (out / names[-1]).exists():
         fail(f"--out {out} already holds a result ({names[-1]}): choose another folder, or delete this one first")
     for path in sorted(out.iterdir()):
@@ -278,14 +278,14 @@ def refuse_other_files(out: Path, names: list[str]) -> None:
 
 
 def convert(src: Path, out: Path) -> None:
-    """The released checkpoint in `src` becomes ours in `out`. Nothing is written before all is checked."""
+    """Convert the released checkpoint in `src` to ours in `out`. Everything is checked before anything is written."""
     if "n_layer" in read_json(src / "config.json", "released config"):
-        fail(f"{src} is already in our layout; `python -m llada.export --to hf` is the way back")
+        fail(f"{src} is already in our layout; `python -m llada.export --to hf` converts back")
     cfg = our_config(src)
     found = survey(src)
     shards = plan(cfg)
 
-    # all tensors of the plan, and no others
+    # there must be all tensors of the plan, and no others
     parts = {name: planned.part for planned in sum(shards, []) for name in planned.released}
     expected = {name: torch.empty(part, device="meta") for name, part in parts.items()}
     hint = "the checkpoint is incomplete, or another framework's"
@@ -300,8 +300,8 @@ def convert(src: Path, out: Path) -> None:
 @command
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("--src", type=Path, required=True, help="folder of the released checkpoint")
-    parser.add_argument("--out", type=Path, required=True, help="new or empty folder, or one left incomplete")
+    parser.add_argument("--src", type=Path, required=True, help="the folder of the released checkpoint")
+    parser.add_argument("--out", type=Path, required=True, help="a new or empty folder, or an incomplete one")
     args = parser.parse_args()
     convert(args.src, args.out)
 

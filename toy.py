@@ -4,16 +4,18 @@
     python toy.py modes --out DIR                # rows of one to train on, as lib/rows.py says
     python toy.py copy eps=0.3 V=12 --out DIR    # in another size
 
-A task gives each context the probability of every answer, a tuple that fills one block. Entropies
-follow by enumeration, in nats. A task is a function below, its docstring the definition; its sizes:
+A context is a token that is the prompt, and an answer is a tuple of symbols that fills one block. A task
+gives each context a probability for every answer, and entropies follow by enumeration, in nats. Each
+task is a function below, and its docstring is its definition. Its sizes:
 
-    V         symbols
-    m         positions of an answer
-    n_ctx     contexts, at the most (32): a task may have fewer
-    eps       of copy (0.05);  rho and levels: of gaussian (0.9, and 8 in place of V)
+    V         the number of symbols
+    m         the number of positions in an answer
+    n_ctx     the number of contexts, 32 at most by default; a task may have fewer
+    eps       of copy (0.05)
+    rho       of gaussian (0.9), which has levels (8) in place of V
 
 `python train.py --data DIR --config configs/toy_base.toml` trains a model on such rows, and
-`python evaluate.py --ckpt DIR`, with the folder of the model, says what its decoders lose.
+`python evaluate.py --ckpt out/toy_base` says what its decoders lose.
 """
 
 import lib.interrupt  # noqa: F401
@@ -38,7 +40,7 @@ MAX_TUPLES = 65_536
 
 @dataclass
 class Toy:
-    """One task as a table. A context with fewer tuples repeats one with probability 0."""
+    """One task as a table. A context with fewer tuples than another repeats one, with probability 0."""
 
     name: str
     V: int
@@ -54,7 +56,7 @@ class Toy:
         self.vocab_size = self.mask_id + 1
 
     def prompt(self, c: Tensor) -> Tensor:
-        """(R,) int64 -> (R, m) int64: a block of the context's token."""
+        """(R,) int64 -> (R, m) int64: a block that is full of the context's token."""
         return (self.V + c)[:, None].repeat(1, self.m)
 
     def quantile(self, c: Tensor, u: Tensor) -> Tensor:
@@ -82,7 +84,7 @@ class Toy:
         """(N,) float64: total correlation in nats."""
         h_marginals = torch.special.entr(self.marginals()).sum((1, 2))
         tc = h_marginals - self.h_joint()
-        return tc.clamp(min=0)  # which rounding may miss
+        return tc.clamp(min=0)  # rounding may leave it below 0
 
     def log_prob(self, c: Tensor, tuples: Tensor) -> Tensor:
         """(R,), (R, m) int64 -> (R,) float64 in nats, -inf outside the support."""
@@ -93,24 +95,24 @@ class Toy:
 def kl(p: Tensor, q: Tensor) -> Tensor:
     """KL(p || q) in nats of aligned tables, (..., S) each -> (...); q may have mass elsewhere."""
     total = (torch.xlogy(p, p) - torch.xlogy(p, q)).sum(-1)
-    return total.clamp(min=0)  # which rounding may miss
+    return total.clamp(min=0)  # rounding may leave it below 0
 
 
 def product_table(toy: Toy, c: Tensor, q_marginals: Tensor) -> Tensor:
     """(R,), (R, m, V) -> (R, S): what prod_i q_i gives to each support tuple of context c."""
-    # each tuple's symbols; padding repeats a tuple, which is to count once
+    # each tuple's symbols; a repeated tuple has probability 0, and must not count
     q = q_marginals.gather(2, toy.support[c].mT)  # (R, m, S)
     return q.prod(1) * (toy.prob[c] > 0)
 
 
 def argmax_table(p: Tensor) -> Tensor:
-    """(.., V) -> (.., V): all probability on the likeliest symbol, in equal parts on equal ones."""
+    """(.., V) -> (.., V): all probability on the likeliest symbol; equally likely ones share it."""
     best = p >= p.amax(-1, keepdim=True) * (1 - 1e-9)
     return best / best.sum(-1, keepdim=True, dtype=p.dtype)
 
 
-# --- the tasks: each returns V, the support (N, S, m) of different tuples, and their probabilities (S,), the same in
-# every context, with the sum 1
+# --- the tasks: each returns V, the support (N, S, m), whose tuples differ, and their probabilities (S,). These are the
+# same in every context, and their sum is 1
 Rng = np.random.Generator
 Table = tuple[int, Tensor, Tensor]
 
@@ -118,7 +120,7 @@ Table = tuple[int, Tensor, Tensor]
 def _tuples(V: int, k: int) -> Tensor:
     """(V**k, k) int64: all tuples, the last position fastest."""
     if V**k > MAX_TUPLES:
-        fail(f"{V}**{k} = {V**k:,} tuples, more than {MAX_TUPLES:,}: take fewer symbols or a smaller m")
+        fail(f"{V}**{k} = {V**k:,} tuples are more than {MAX_TUPLES:,}: take fewer symbols or a smaller m")
     symbols = torch.arange(V)
     return torch.cartesian_prod(*[symbols] * k).reshape(-1, k)
 
@@ -129,31 +131,31 @@ def _uniform(support: Tensor) -> Tensor:
 
 
 def _shifted(base: Tensor, prob: Tensor, V: int, n_ctx: int, rng: Rng) -> Table:
-    """All tuples base (V**m, m) of probabilities prob (V**m,), shifted by context and position."""
-    # a context's shift is one of the V**(m-1) tuples that start with 0: to move all positions alike
-    # would leave the copy task as it is
+    """All tuples base (V**m, m), with probabilities prob (V**m,), shifted in each context and position."""
+    # a context's shift is one of the V**(m-1) tuples that start with 0: to shift all positions alike
+    # would not change the copy task
     most = len(base) // V
     shift = base[rng.choice(most, min(n_ctx, most), replace=False)]  # (N, m)
 
-    # a tuple whose probability is 0, or underflows to it, is no part of the support
+    # a tuple whose probability is 0, or underflows to 0, is not in the support
     keep = prob > 0
     support = (base[keep] + shift[:, None]) % V  # (N, S, m)
     return V, support, prob[keep]
 
 
 def modes(rng: Rng, V: int = 24, m: int = 4, n_ctx: int = 32) -> Table:
-    """The answer is one of three phrases of the context, with weights 4 : 3 : 3. Phrases 1 and 2 share
-    half of their tokens: there they win together (6 to 4), elsewhere phrase 0 wins. So the tuple of the
-    marginals' argmaxes is no phrase.
+    """The answer is one of three phrases of the context, with weights 4 : 3 : 3. Phrases 1 and 2 are alike at
+    half of the positions: there they win together (6 to 4), and elsewhere phrase 0 wins. So the likeliest
+    symbols, position by position, are no phrase.
     """
     if V < 3:
-        fail(f"modes has three phrases, with a symbol each at every position: V = {V} is too small")
+        fail(f"modes needs three symbols, one for each phrase: V = {V} is too small")
 
-    # at every position the phrases have different symbols: the first of a shuffled alphabet
+    # at every position the phrases have different symbols, the first three of a shuffled alphabet
     alphabet = np.tile(np.arange(V), (n_ctx, m, 1))
     phrases = rng.permuted(alphabet, axis=-1)[..., :3]  # (N, m, S)
 
-    # except that phrase 2 takes phrase 1's at half of the positions, drawn for each context
+    # but phrase 2 takes those of phrase 1 at half of the positions, which each context draws
     half = np.tile(np.arange(m) < m // 2, (n_ctx, 1))
     shared = rng.permuted(half, axis=-1)  # (N, m)
     phrases[shared, 2] = phrases[shared, 1]
@@ -163,19 +165,19 @@ def modes(rng: Rng, V: int = 24, m: int = 4, n_ctx: int = 32) -> Table:
 
 
 def pairs(rng: Rng, V: int = 8, m: int = 4, n_ctx: int = 32) -> Table:
-    """m/2 pairs (a, a + c mod V), each a uniform: TC is ln V a pair."""
+    """m/2 pairs (a, a + c mod V), each with a uniform a: TC is ln V for each pair."""
     if m % 2:
         fail(f"pairs needs an even m, not {m}")
     c = torch.arange(min(n_ctx, V))[:, None, None]
     a = _tuples(V, m // 2).expand(len(c), -1, -1)  # (N, S, m/2)
 
-    # a pair's members stand side by side: (N, S, m/2, 2) -> (N, S, m)
+    # the members of a pair are neighbours: (N, S, m/2, 2) -> (N, S, m)
     support = torch.stack((a, (a + c) % V), -1).flatten(2)
     return V, support, _uniform(support)
 
 
 def mixed(rng: Rng, V: int = 8, m: int = 4, n_ctx: int = 32) -> Table:
-    """m/4 groups [c, u, a, V - 1 - a], u and a uniform: no marginal tells u from a."""
+    """m/4 groups [c, u, a, V - 1 - a], with u and a uniform: the marginals of u and a are the same."""
     if m % 4:
         fail(f"mixed needs an m that 4 divides, not {m}")
     c = torch.arange(min(n_ctx, V))[:, None, None]
@@ -185,13 +187,13 @@ def mixed(rng: Rng, V: int = 8, m: int = 4, n_ctx: int = 32) -> Table:
     u = free[..., 0::2]
     a = free[..., 1::2]
 
-    # a group's members stand side by side: (N, S, m/4, 4) -> (N, S, m)
+    # the members of a group are neighbours: (N, S, m/4, 4) -> (N, S, m)
     support = torch.stack((c.expand_as(a), u, a, V - 1 - a), -1).flatten(2)
     return V, support, _uniform(support)
 
 
 def noisy_copy(rng: Rng, V: int = 8, m: int = 4, n_ctx: int = 32, eps: float = 0.05) -> Table:
-    """x_1 is uniform, each other x_i is x_1, or uniform with probability eps: a dial for TC."""
+    """x_1 is uniform. Each other x_i is x_1 or, with probability eps, uniform: eps is a dial for TC."""
     # p[d]: the probability that x_i - x_1 mod V is d
     p = torch.full((V,), eps / V, dtype=torch.float64)
     p[0] += 1 - eps
@@ -203,19 +205,19 @@ def noisy_copy(rng: Rng, V: int = 8, m: int = 4, n_ctx: int = 32, eps: float = 0
 
 
 def gaussian(rng: Rng, levels: int = 8, m: int = 3, n_ctx: int = 32, rho: float = 0.9) -> Table:
-    """z_i = sqrt(rho) f + sqrt(1 - rho) e_i with f and e_i standard normal: every correlation is rho.
-    x_i says between which quantiles k/levels z_i lies.
+    """z_i = sqrt(rho) f + sqrt(1 - rho) e_i, with f and e_i standard normal, so every correlation is rho. x_i
+    says between which of the quantiles k/levels z_i lies.
     """
     base = _tuples(levels, m)  # (V**m, m)
 
-    # p(x) is the integral over f of prod_i p(x_i | f), by the trapezoid rule: as a function of f a
-    # factor is a step of width sqrt(1 - rho), and 8 nodes to a width leave less than rounding
+    # p(x) is the integral over f of prod_i p(x_i | f), by the trapezoid rule. As a function of f a factor
+    # is a step of width sqrt(1 - rho), and with 8 nodes to a width the error is below rounding
     width = math.sqrt(1 - rho)
     f = torch.arange(-9, 9, width / 8, dtype=torch.float64)  # (Q,)
     density = torch.exp(-(f**2) / 2)
     level = _level_given(f, levels, rho)  # (Q, V)
 
-    # the product over positions, in two halves, so that no array holds Q times V**m numbers
+    # the product over positions in two halves, so that no array has Q times V**m numbers
     left = level[:, _tuples(levels, m // 2)].prod(-1)  # (Q, V**(m//2))
     right = level[:, _tuples(levels, m - m // 2)].prod(-1)
     prob = (density[:, None] * left).T @ right  # the sum over nodes
@@ -225,24 +227,24 @@ def gaussian(rng: Rng, levels: int = 8, m: int = 3, n_ctx: int = 32, rho: float 
 
 def _level_given(f: Tensor, levels: int, rho: float) -> Tensor:
     """(Q,) -> (Q, V) float64: the probability p(x_i = v | f) of each level of z_i."""
-    # the edges between levels, as values of e_i in units of sqrt(2), as erfc takes them
+    # the edges between levels, as values of e_i / sqrt(2), which erfc takes
     quantile = torch.special.ndtri(torch.arange(levels + 1, dtype=torch.float64) / levels)
     edges = (quantile - math.sqrt(rho) * f[:, None]) / (math.sqrt(1 - rho) * math.sqrt(2))  # (Q, V + 1)
     low = edges[:, :-1]
     high = edges[:, 1:]
 
-    # from the upper tail above 0, from the lower one below: differences of tails keep their digits
+    # above 0 by the upper tail, below 0 by the lower one: differences of small tails keep their digits
     side = torch.where(low > 0, 1.0, -1.0)
     return (torch.erfc(side * low) - torch.erfc(side * high)).abs() / 2
 
 
 def permutation(rng: Rng, V: int = 8, m: int = 4, n_ctx: int = 32) -> Table:
-    """The context picks m of the V symbols; the answer is one of their m! orders, uniformly."""
+    """The context picks m of the V symbols, and the answer is one of their m! orders, uniformly."""
     if m > V or math.factorial(m) > MAX_TUPLES:
         fail(f"permutation needs m <= V and m! <= {MAX_TUPLES:,}, not m = {m} and V = {V}")
     N = min(n_ctx, math.comb(V, m))
 
-    # no two contexts pick the same symbols; a dict keeps the order in which they came
+    # no two contexts pick the same symbols; a dict keeps the order in which they were drawn
     chosen: dict[tuple[int, ...], None] = {}
     while len(chosen) < N:
         chosen[tuple(sorted(rng.choice(V, m, replace=False).tolist()))] = None
@@ -254,7 +256,7 @@ def permutation(rng: Rng, V: int = 8, m: int = 4, n_ctx: int = 32) -> Table:
 
 
 def modular_sum(rng: Rng, V: int = 5, m: int = 3, n_ctx: int = 32) -> Table:
-    """Uniform over the tuples whose sum is c mod V (V = 2: parity): only all m positions depend."""
+    """Uniform over the tuples whose sum is c mod V (V = 2: parity): any m - 1 positions are independent."""
     c = torch.arange(min(n_ctx, V))[:, None, None]
     free = _tuples(V, m - 1).expand(len(c), -1, -1)  # (N, S, m - 1)
     last = (c - free.sum(-1, keepdim=True)) % V  # (N, S, 1)
@@ -271,7 +273,7 @@ TASKS = {
     "permutation": permutation,
     "sum": modular_sum,
 }
-# the least and the largest value of every size; an int here is an int there
+# the least and the largest value of every size; a size with integers here is an integer
 BOUNDS = {
     "V": (2, 1024),
     "m": (2, 32),
@@ -289,13 +291,13 @@ def sizes(given: list[str]) -> dict[str, int | float]:
         pairs = [text.split("=") for text in given]
         return {key: type(BOUNDS[key][0])(value) for key, value in pairs}
     except (KeyError, ValueError):
-        fail(f"{' '.join(given)!r} is no size of a toy: KEY=VALUE with {', '.join(BOUNDS)}, like V=12")
+        fail(f"{' '.join(given)!r} is no size of a toy: give KEY=VALUE, like V=12; keys are {', '.join(BOUNDS)}")
 
 
 def make(name: str, **given: int | float) -> Toy:
-    """Build a task, always of the same contexts. A size that it does not use is refused."""
+    """Build a task, always with the same contexts. A size that it does not use is refused."""
     if name not in list(TASKS):
-        fail(f"there is no task {name!r:.80}: it is one of {', '.join(TASKS)}")
+        fail(f"there is no task {name!r:.80}: the tasks are {', '.join(TASKS)}")
     task = TASKS[name]
     _, *used = inspect.signature(task).parameters  # the first is rng
     for key, value in given.items():
@@ -304,23 +306,23 @@ def make(name: str, **given: int | float) -> Toy:
         low, high = BOUNDS[key]
         kinds = (int,) if type(low) is int else (int, float)
         if type(value) not in kinds or not low <= value <= high:
-            fail(f"{key} must lie in {low:g}..{high:g}, not {value}")
+            fail(f"{key} must be in {low:g}..{high:g}, not {value}")
 
     V, support, prob = task(np.random.default_rng(0), **given)
     if abs(float(prob.sum()) - 1) > 1e-9:
-        fail(f"{name}: its probabilities have the sum {prob.sum():g}, and should have 1")
+        fail(f"{name}: the sum of its probabilities is {prob.sum():g}, and should be 1")
     return Toy(name, V, support.contiguous(), prob.repeat(len(support), 1))
 
 
 def draw_rows(toy: Toy, R: int, rng: torch.Generator) -> Tensor:
-    """(R, 2m) int64: a block of the context's token, then an answer."""
+    """(R, 2m) int64: a block that is full of the context's token, then an answer."""
     c = torch.randint(toy.n_ctx, (R,), generator=rng)
     u = torch.rand(R, dtype=torch.float64, generator=rng)  # each answer's place in its context
     return torch.cat([toy.prompt(c), toy.quantile(c, u)], dim=1)
 
 
 def write_toy(folder: Path, name: str, given: dict[str, int | float], rows: int, seed: int) -> None:
-    """So many rows to train on, and those of validation, the same for every seed."""
+    """Write `rows` rows to train on, and the rows of validation, which are the same for every seed."""
     refuse_full(folder)
     toy = make(name, **given)
     vocab_size = math.ceil(toy.vocab_size / 16) * 16
@@ -329,7 +331,7 @@ def write_toy(folder: Path, name: str, given: dict[str, int | float], rows: int,
         write_rows(folder, split, list(x.numpy()), [toy.m] * R, vocab_size)
         print(f"{split:5}  {R:,} rows, {x.numel():,} tokens")
 
-    # who reads them finds the task again, whatever its sizes were by default
+    # all sizes, so that the task can be built again even if a default changes
     _, *used = inspect.signature(TASKS[name]).parameters.values()
     judge = {"toy": name} | {size.name: size.default for size in used} | given
     write_meta(folder, Meta(vocab_size, toy.eos_id, toy.mask_id, toy.V, toy.m, judge))
@@ -337,13 +339,13 @@ def write_toy(folder: Path, name: str, given: dict[str, int | float], rows: int,
 
 # --- what is printed
 ABOUT_TASKS = """
-answers   how many are possible in a context
-H         entropy of an answer in nats; here and below a mean over contexts
-TC        total correlation in nats, the entropies of the positions less H: what one step loses at
-          best. It writes each position by itself. If it draws from the true marginals, it is TC away
-          from the truth, in KL(truth || drawn), and from any others farther
-drawn     the share of what is so drawn that is a possible answer
-argmax    the same if each position takes its likeliest symbol, or one of equals
+answers   the number of possible answers in a context
+H         the entropy of an answer in nats; this and the next three are means over contexts
+TC        the total correlation in nats: the sum of the positions' entropies less H. A step that draws
+          each position by itself, from the true marginals, has KL(truth || drawn) = TC; from other
+          distributions it has more. So TC is the least that such a step loses
+drawn     the share of possible answers among those that such a step draws from the true marginals
+argmax    the same share if each position takes its likeliest symbol, or one of several
 example   a context, and an answer drawn from it"""
 
 
@@ -354,7 +356,7 @@ def show_all() -> None:
         toy = make(name)
         sizes = [toy.V, toy.m, toy.n_ctx, toy.support.shape[1]]
 
-        # one step: each position draws its symbol by itself, or takes its likeliest
+        # one step: each position draws its symbol by itself, or takes its likeliest one
         c = torch.arange(toy.n_ctx)
         p = toy.marginals()
         drawn = product_table(toy, c, p).sum(-1)
@@ -362,7 +364,7 @@ def show_all() -> None:
         exact = [toy.h_joint(), toy.tc(), drawn, argmax]
         means = [f"{number.mean():.3f}" for number in exact]
 
-        # a training row: a block of the context's token, then the answer
+        # a row: a block that is full of the context's token, then the answer
         x = draw_rows(toy, 1, generator("example", 0))[0]
         context = x[0] - toy.V
         example = f"{context}: {spell(x[toy.m :])}"
@@ -381,11 +383,11 @@ def spell(symbols: Tensor) -> str:
 def main() -> None:
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("task", nargs="?", choices=TASKS, help="left out: all seven are shown, a row each")
+    add("task", nargs="?", choices=TASKS, help="a task (left out: show all seven, a line each)")
     add("size", nargs="*", metavar="KEY=VALUE", help="sizes of the task, see above")
     add("--out", type=Path, metavar="DIR", help="write rows of the task to this new folder")
-    add("--rows", type=bounded(int, 1, 10**8), default=200_000, help="so many to train on")
-    add("--seed", type=int, default=0, help="draws them")
+    add("--rows", type=bounded(int, 1, 10**8), default=200_000, help="the number of rows to train on")
+    add("--seed", type=int, default=0, help="the seed of the rows to train on")
     args = parser.parse_intermixed_args()
 
     if (args.task is None) != (args.out is None):

@@ -50,7 +50,7 @@ def test_a_task_whose_probabilities_have_another_sum_is_refused(monkeypatch):
     """Of weights 4 : 3 : 3 TC would be none."""
     weights = torch.tensor([4.0, 3.0, 3.0], dtype=torch.float64)
     monkeypatch.setitem(toy.TASKS, "modes", lambda rng: (*toy.modes(rng)[:2], weights))
-    with pytest.raises(Mistake, match="have the sum 10"):
+    with pytest.raises(Mistake, match="sum of its probabilities is 10"):
         make("modes")
 
 
@@ -250,12 +250,12 @@ def test_a_row_for_each_task(monkeypatch, capsys):
 
 @pytest.mark.parametrize("argv, words", [
     (["poems"], "invalid choice: 'poems'"),
-    (["copy", "m=8", "--out", "x"], "8**8 = 16,777,216 tuples, more than 65,536: take fewer symbols or a smaller m"),
+    (["copy", "m=8", "--out", "x"], "8**8 = 16,777,216 tuples are more than 65,536: take fewer symbols or a smaller m"),
     (["modes", "V=2", "--out", "x"], "V = 2 is too small"),
     (["pairs", "m=3", "--out", "x"], "even m, not 3"),
-    (["gaussian", "rho=nan", "--out", "x"], "rho must lie in 0..0.9999, not nan"),
+    (["gaussian", "rho=nan", "--out", "x"], "rho must be in 0..0.9999, not nan"),
     (["gaussian", "V=8", "--out", "x"], "does not use V: it uses levels, m, n_ctx, rho"),
-    (["modes", "V=x", "--out", "x"], "'V=x' is no size of a toy: KEY=VALUE with V, m, n_ctx"),
+    (["modes", "V=x", "--out", "x"], "'V=x' is no size of a toy: give KEY=VALUE, like V=12; keys are V, m, n_ctx"),
     (["modes", "colour=3", "--out", "x"], "'colour=3' is no size of a toy"),
     (["modes"], "a task and --out belong together"),
     (["--out", "x"], "a task and --out belong together"),
