@@ -1,8 +1,8 @@
-"""Matrices as integers: their numbers, and the layers that multiply by them. llada/int8.py writes such a checkpoint.
+"""Matrices of 8-bit integers, and the layers that multiply by them. llada/int8.py writes such a checkpoint.
 
-A matrix `x` (..., N, K) is two tensors: `x`, integers -127 .. 127, and `x_scale` (..., N) in bfloat16. It stands for
-x * x_scale[..., None]. No weight is off by more than half of its row's scale. Nothing trains these tensors; gradients
-go through them, to what learns beside them.
+A matrix `x` (..., N, K) becomes two tensors: `x`, integers -127 .. 127, and `x_scale` (..., N) in bfloat16. Together
+they mean x * x_scale[..., None], and no weight is off by more than half of its row's scale. These tensors do not learn;
+gradients go through them to what learns beside them.
 """
 
 from functools import cache
@@ -13,30 +13,30 @@ from torch import Tensor, nn
 
 # M rows of activations, N and K rows and columns of a matrix; in Int8Experts N tokens, A active experts, C channels
 
-FEW = 12  # rows up to which the CPU's kernel is faster than unpacking
-# the CPU's kernel reads so many columns at once, from addresses that are a multiple of it; elsewhere it reads past the
-# end of a matrix, or the process is killed
+FEW = 12  # up to this many rows the CPU's kernel is faster than unpacking
+# the CPU's kernel reads this many columns at once, from addresses that are a multiple of it; at other sizes it reads
+# past the end of a matrix, or the process is killed
 KERNEL_WIDTH = 16
-UNPACKED = 2**20  # numbers of a matrix that are unpacked at a time: what a CPU's caches hold
+UNPACKED = 2**20  # this many numbers of a matrix are unpacked at a time, because a CPU's caches hold them
 
 
 # --- numbers
 def quantise(w: Tensor) -> tuple[Tensor, Tensor]:
-    """(..., N, K) any float -> int8 numbers of that shape, and their rows' scales (..., N) bfloat16."""
+    """(..., N, K) of any float -> int8 numbers of that shape, and the scales of their rows (..., N) bfloat16."""
     matrix = w.reshape(-1, w.shape[-1])
     numbers = torch.empty(matrix.shape, dtype=torch.int8)
     scales = []
     for rows, place in zip(some_rows(matrix), some_rows(numbers), strict=True):
-        # rounded, a scale is too small by 1/512 at most, and 127 times that is rounded away again
+        # a rounded scale is too small by a share of 1/512 at most; 127 times that is less than .5, and rounds away
         scale = (rows.abs().amax(-1).float() / 127).bfloat16()
-        scale = scale.masked_fill(scale == 0, 1.0)  # a row of zeros has any scale
+        scale = scale.masked_fill(scale == 0, 1.0)  # for a row of zeros any scale will do
         place.copy_((rows.float() / scale[:, None].float()).round())
         scales.append(scale)
     return numbers.view(w.shape), torch.cat(scales).view(w.shape[:-1])
 
 
 def some_rows(matrix: Tensor) -> tuple[Tensor, ...]:
-    """The rows of a matrix (N, K), as many at a time as are unpacked together."""
+    """The rows of a matrix (N, K), in parts that are unpacked at a time."""
     return matrix.split(max(1, UNPACKED // matrix.shape[1]))
 
 
@@ -48,7 +48,7 @@ def kernel_takes(x: Tensor, numbers: Tensor) -> bool:
 def multiply(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
     """x (M, K) times the matrix (N, K), transposed -> (M, N). The scales are applied to the product, not to the matrix:
     integers up to 127 are exact in every dtype."""
-    # a GPU unpacks the matrix whole, and so does autograd, which keeps it for the way back to x
+    # a GPU unpacks the whole matrix, and so does autograd, which keeps it for the gradient of x
     if x.requires_grad or x.device.type != "cpu":
         return F.linear(x, numbers.to(x.dtype)) * scale.to(x.dtype)
 
@@ -60,7 +60,7 @@ def multiply(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
 
 # --- the model's layers, with such matrices
 class Int8Product:
-    """In front of model.Linear: its matrix is frozen integers; its bias and its LoRA are as they were."""
+    """Put in front of model.Linear: its matrix is frozen integers, and its bias and its LoRA are as they were."""
 
     matrices = ("weight",)
 
@@ -72,23 +72,23 @@ class Int8Product:
 
 
 class Int8Experts:
-    """In front of model.MoE: its experts are frozen integers, and only those that are chosen are read."""
+    """Put in front of model.MoE: its experts are frozen integers, and only the chosen ones are read."""
 
     matrices = ("gate_up", "down")
 
     def products(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """rows (N*A, C), sorted by expert, expert e's up to ends[e] -> (N*A, C)."""
+        """rows (N*A, C), sorted by expert; those of expert e end at ends[e] -> (N*A, C)."""
         out = []
-        for e, run in enumerate(rows.tensor_split(ends[:-1].tolist())):
-            if len(run) > 0:
-                gate, up = multiply(run, self.gate_up[e], self.gate_up_scale[e]).chunk(2, dim=-1)
+        for e, own in enumerate(rows.tensor_split(ends[:-1].tolist())):
+            if len(own) > 0:
+                gate, up = multiply(own, self.gate_up[e], self.gate_up_scale[e]).chunk(2, dim=-1)
                 out.append(multiply(F.silu(gate) * up, self.down[e], self.down_scale[e]))
         return torch.cat(out)
 
 
 def use_int8(model: nn.Module) -> None:
-    """Every layer of a `meta` model that has a `product` or `products` gets the one above in its place. A tied output
-    layer is the embedding, and stays."""
+    """Give every layer of a `meta` model that has a `product` or `products` the one above in its place. A tied output
+    layer is the embedding, and stays as it is."""
     for layer in model.modules():
         tied = layer is model.lm_head and model.cfg.tied
         if hasattr(layer, "product") and not tied:
@@ -98,7 +98,7 @@ def use_int8(model: nn.Module) -> None:
 
 
 def become(layer: nn.Module, front: type) -> None:
-    """Of each matrix two buffers are made, which nothing trains: its numbers, and its scales under the name _scale."""
+    """Make two buffers of each matrix, which do not learn: its numbers, and its scales under the name with _scale."""
     layer.__class__ = with_front(front, type(layer))
     for name in front.matrices:
         shape = getattr(layer, name).shape
@@ -109,5 +109,5 @@ def become(layer: nn.Module, front: type) -> None:
 
 @cache
 def with_front(front: type, kind: type) -> type:
-    """A layer's class with other methods in front of its own."""
+    """A layer's class with the methods of another one in front of its own."""
     return type(f"Int8{kind.__name__}", (front, kind), {})

@@ -1,4 +1,4 @@
-"""Imported first by every script: Ctrl-C while the large libraries are still being imported is one line, too. After
+"""Every script imports this first: so Ctrl-C gives one line even while the large libraries are being imported. After
 that lib.util.command takes care of it."""
 
 import os

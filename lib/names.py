@@ -1,4 +1,4 @@
-"""Names of Unicode characters: a text whose every completion can be judged, because `unicodedata` knows all names."""
+"""Names of Unicode characters. Every completion of one can be judged, because `unicodedata` knows all names."""
 
 import math
 import re
@@ -20,19 +20,19 @@ def exists(name: str) -> str | None:
         found = unicodedata.lookup(name)
     except (KeyError, UnicodeEncodeError):  # unknown; a lone surrogate
         return None
-    # lookup also takes lower case, aliases and sequences: none of them is a character's own name
+    # lookup also finds lower case, aliases and sequences, which are not a character's own name
     return found if unicodedata.name(found[0], "") == name else None
 
 
 def verdict(name: str) -> str:
-    """The character of this name, or that there is none."""
+    """The character of this name in words, or "(no such character)"."""
     char = exists(name)
     return f"{printable(char)} (U+{ord(char):04X})" if char else "(no such character)"
 
 
 def as_written(prompt: str) -> str:
-    """A typed beginning as names have it: in upper case, each _ a hole, and no blank at the end or before a hole,
-    since a blank belongs to the word after it."""
+    """A typed beginning in the form that names have: in upper case, with each _ as a hole, and with no blank at the end
+    or before a hole, because a blank belongs to the word after it."""
     text = prompt.upper().replace("_", MASK)
     if prompt != prompt.upper():
         print(f"names are in upper case: {text}")
@@ -40,7 +40,7 @@ def as_written(prompt: str) -> str:
 
 
 def read_names(group: str) -> list[str]:
-    """All names of data/names, "held out" or "trained" ones."""
+    """All names of data/names that were "held out", or all "trained" ones."""
     split = "val" if group == "held out" else "train"
     ids, starts, _ = read_split(FOLDER / f"{split}.safetensors", read_meta(FOLDER).vocab_size)
     tokenizer = load_tokenizer(FOLDER)
@@ -48,7 +48,7 @@ def read_names(group: str) -> list[str]:
 
 
 def draw_names(n: int, group: str, tokenizer: Tokenizer) -> dict[str, list[int]]:
-    """n names, "held out" or "trained" ones -> the first third of their tokens, rounded up."""
+    """n "held out" or "trained" names -> the first third of each one's tokens, rounded up."""
     names = read_names(group)
     order = torch.randperm(len(names), generator=generator("names", group))
     prompts = {}

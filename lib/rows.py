@@ -4,12 +4,13 @@
         ids       all documents end to end; int16 where the vocabulary is at most 32768, else int32
         starts    (documents + 1,) int64: document d is ids[starts[d] : starts[d + 1]]
         prompts   (documents,) int32: how many of its first ids are its prompt, which is never corrupted;
-                  -1: a random beginning, drawn anew whenever a row of it is read
-                  -2: none, and the document teaches holes alone (causal.py; to the paper's training it is a text)
-    meta.json         what the ids mean, see Meta; written last, so a folder that has it is whole
-    tokenizer.json    where the ids are text
+                  -1: its prompt is a random beginning, drawn anew whenever a row of it is read
+                  -2: it has no prompt, and teaches causal Stage B to fill holes alone (in other training it is a
+                  document without a prompt)
+    meta.json         what the ids mean, see Meta; it is written last, so a folder that has it is whole
+    tokenizer.json    the tokenizer, if the ids are text
 
-A document that ends a text ends in one eos; documents are cut into rows when they are read.
+The last id of a document is eos if the text ends there. Documents are cut into rows when they are read.
 """
 
 import math
@@ -35,23 +36,23 @@ from lib.util import (
 
 # R rows, T positions of a row, D documents
 
-HOLES_ALONE = -2  # the prompt of documents that teach holes alone
+HOLES_ALONE = -2  # in place of a prompt's length: the document teaches to fill holes alone
 
 
 @dataclass
 class Meta:
-    """What the ids of a prepared folder mean."""
+    """What the ids of a folder of rows mean."""
 
     vocab_size: int  # a multiple of 16
     eos_id: int
     mask_id: int
     n_plain: int  # ids 0..n_plain-1 are ordinary tokens, but for not_plain
-    block_length: int | None = None  # of a model that is trained on them; None: any
+    block_length: int | None = None  # the only block length of a model on these rows; None: any
     judge: dict | None = None  # {"names": version of Unicode}, or {"toy": name, "V": 8, and other sizes}
-    not_plain: list[int] = field(default_factory=list)  # ids below n_plain of special tokens, or of none
+    not_plain: list[int] = field(default_factory=list)  # the ids below n_plain of special tokens, or of no token
 
     def plain(self) -> Tensor:
-        """All ordinary ids, of which random tokens are drawn: int64, in order."""
+        """All ordinary ids, from which random tokens are drawn: int64, in order."""
         kept = torch.ones(self.n_plain, dtype=torch.bool)
         kept[self.not_plain] = False
         return kept.nonzero()[:, 0]
@@ -59,7 +60,7 @@ class Meta:
 
 # --- writing
 def refuse_full(folder: Path) -> None:
-    """Nothing is overwritten."""
+    """Refuse a folder that already holds something: nothing is overwritten."""
     for name in ("meta.json", "config.json"):
         if (folder / name).exists():
             fail(f"{folder} already holds rows or a checkpoint: choose another --out")
@@ -78,7 +79,7 @@ def write_rows(folder: Path, split: str, documents: list[np.ndarray], prompts: l
 
 
 def write_meta(folder: Path, meta: Meta) -> None:
-    """Without not_plain, if there are none: most tokenizers have their special tokens last."""
+    """Write meta.json, without not_plain if that is empty: most tokenizers have their special tokens last."""
     about = asdict(meta)
     if not meta.not_plain:
         del about["not_plain"]
@@ -86,7 +87,7 @@ def write_meta(folder: Path, meta: Meta) -> None:
 
 
 def copy_tokens(source: Path, folder: Path) -> None:
-    """What says which text and which judge the ids have: tokenizer.json, where there is one, and meta.json."""
+    """Copy what says which text the ids are, and what judges it: tokenizer.json, if there is one, and meta.json."""
     for name in ("tokenizer.json", "meta.json"):
         if (source / name).exists():
             copy_file(source / name, folder / name)
@@ -99,17 +100,17 @@ def read_meta(folder: Path) -> Meta:
     numbers = [checked_entry(about, name, int, path) for name in ("vocab_size", "eos_id", "mask_id", "n_plain")]
     vocab_size, eos_id, mask_id, n_plain = numbers
     if min(numbers) < 0 or max(numbers[1:]) >= vocab_size:
-        fail(f"{path} is damaged: its ids are not 0..{vocab_size - 1}")
+        fail(f"{path} is damaged: its ids are not in 0..{vocab_size - 1}")
 
-    # a random token is an ordinary one
+    # the ordinary tokens
     not_plain = checked_entry(about | {"not_plain": about.get("not_plain", [])}, "not_plain", list, path)
     if not all(type(i) is int and 0 <= i < n_plain for i in not_plain):
-        fail(f"{path} is damaged: not_plain are not ids below n_plain = {n_plain}")
+        fail(f"{path} is damaged: not_plain has ids that are not in 0..{n_plain - 1}")
     if len(set(not_plain)) == n_plain:
         fail(f"{path} is damaged: it has no ordinary token")
     ordinary = any(i < n_plain and i not in not_plain for i in (eos_id, mask_id))
     if ordinary or eos_id == mask_id:
-        fail(f"{path} is damaged: eos_id {eos_id} and mask_id {mask_id} are to be two ids, and no ordinary tokens")
+        fail(f"{path} is damaged: eos_id {eos_id} and mask_id {mask_id} must be two ids, and not ordinary tokens")
     check_special(folder, path, eos_id, mask_id)
 
     # these two may be null
@@ -123,7 +124,7 @@ def read_meta(folder: Path) -> Meta:
 
 
 def read_split(path: Path, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """ids, starts and prompts, or one line about what is wrong with them."""
+    """Read ids, starts and prompts, or say in one line what is wrong with them."""
     with reading(path, "rows"):
         tensors = load_file(path)
         kinds = {name: (t.dtype, t.dim()) for name, t in tensors.items()}
@@ -134,7 +135,7 @@ def read_split(path: Path, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
 
         n_ids = starts.diff()  # (D,)
         if not 0 < len(prompts) == len(n_ids) or starts[0] != 0 or starts[-1] != len(ids) or n_ids.min() < 1:
-            raise ValueError("starts does not rise from 0 to the number of ids, once a document")
+            raise ValueError("starts does not rise from 0 to the number of ids, with a step for each document")
         if ids.min() < 0 or int(ids.max()) >= vocab_size:  # int: 32768 is no int16
             raise ValueError(f"an id is not in 0..{vocab_size - 1}")
         if prompts.min() < HOLES_ALONE or (prompts > n_ids).any():
@@ -143,12 +144,12 @@ def read_split(path: Path, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Rows:
-    """A split as rows of at most seq_len ids, never two documents in one row, padded with eos.
+    """The documents of a split as rows of at most seq_len ids. A row is of one document, and is padded with eos.
 
-    The stream goes through all rows again and again; row i of it is a function of (seed, i) alone. In
-    training every batch has rows of one width, one block, two, four ... up to seq_len: so little is
-    padding, and a row's random numbers, which depend on its width, do not depend on the rows beside it.
-    With a batch_size of 0 all rows are padded to seq_len.
+    Training reads an endless stream of rows, all of them in random order again and again. Row i of the stream is a
+    function of (seed, i) alone. All rows of a batch have one width, which is a block, or two, four, ... up to seq_len.
+    So there is little padding, and a row's random numbers, which depend on its width, do not depend on the rows beside
+    it. With a batch_size of 0 all rows have the width seq_len.
     """
 
     def __init__(
@@ -160,18 +161,18 @@ class Rows:
         self.block_length = block_length
         self.batch_size = batch_size
 
-        # a toy's rows are its documents, which are of one length
+        # a toy's rows are its documents, which have one length
         self.seq_len = seq_len
         if meta.judge and "toy" in meta.judge:
             self.seq_len = int(starts[1])
             if self.seq_len % block_length:
-                fail(f"{folder}: its rows of {self.seq_len} tokens are not of whole blocks of {block_length}")
+                fail(f"{folder}: its rows of {self.seq_len} tokens are not a whole number of blocks of {block_length}")
 
         documents = np.split(ids.numpy(), starts[1:-1].numpy())
         self.rows: list[np.ndarray] = []
-        self.prompts: list[int] = []  # of each row: its first tokens, or -1 or -2
+        self.prompts: list[int] = []  # each row's number of prompt tokens, or -1 or -2
         for document, prompt in zip(documents, prompts.tolist(), strict=True):
-            # eos ends a document, and fills its last block: decoding fills it too, and must learn no length
+            # eos ends a document, and fills its last block, too: else the model would learn the text's length
             if document[-1] == self.pad_id:
                 n_eos = -len(document) % block_length
                 document = np.append(document, np.full(n_eos, self.pad_id, document.dtype))
@@ -188,7 +189,7 @@ class Rows:
         return len(self.rows)
 
     def width(self, n: int) -> int:
-        """Of a row of n ids: one block, two, four ..., seq_len, the first that holds it."""
+        """The width of a row of n ids: the least of one block, two, four, ..., seq_len that holds it."""
         if self.batch_size == 0:
             return self.seq_len
         width = self.block_length
@@ -209,7 +210,7 @@ class Rows:
 
             n_prompt = self.prompts[i]
             if n_prompt == -1:
-                # from nothing to all of the text but its last token
+                # a random number of tokens, from none to all of the text but its last one
                 share = torch.rand(1, generator=generator(self.seed, "prompt", first + r))
                 n_text = int((ids != self.pad_id).sum())
                 n_prompt = int(share * n_text)
@@ -217,18 +218,18 @@ class Rows:
         return x, real, prompt
 
     def holes_alone(self, first: int, rows: int) -> Tensor:
-        """(R, 1) bool: the rows that teach holes alone."""
+        """(R, 1) bool: which rows teach to fill holes alone."""
         return torch.tensor([[self.prompts[self.row(i)] == HOLES_ALONE] for i in range(first, first + rows)])
 
     def count_real(self, first: int, rows: int) -> int:
-        """How many positions of these rows are no padding."""
+        """How many positions of these rows are not padding."""
         return sum(len(self.rows[self.row(i)]) for i in range(first, first + rows))
 
     def describe(self) -> str:
         return f"{len(self):,} rows, {sum(map(len, self.rows)):,} tokens"
 
     def row(self, i: int) -> int:
-        """Which of the N rows is row i of the stream."""
+        """The number, among all rows, of row i of the stream."""
         epoch, position = divmod(i, len(self.order))
         if epoch != self.epoch:
             self.epoch = epoch
@@ -236,13 +237,13 @@ class Rows:
         return self.order[position]
 
     def epoch_order(self, epoch: int) -> list[int]:
-        """All rows in random order, in batches of one width. Every epoch is as long."""
+        """The numbers of all rows in random order, in batches of one width. All epochs have the same length."""
         rng = generator(self.seed, "order", epoch)
         shuffled = torch.randperm(len(self), generator=rng).tolist()
         if self.batch_size == 0:
             return shuffled
 
-        # of each width whole batches: np.resize fills the last one up with rows from the first
+        # whole batches of each width; np.resize fills the last batch with rows of the first
         batches = []
         for width in sorted(set(self.widths)):
             alike = [i for i in shuffled if self.widths[i] == width]
@@ -266,18 +267,19 @@ class Corpus:
 
 @dataclass
 class Batch:
-    """Some rows of a corpus, all (R, T)."""
+    """Some rows of a corpus. All tensors are (R, T) where nothing else is said."""
 
     clean: Tensor  # int64
     real: Tensor  # bool, False on padding
     corruptible: Tensor  # bool: real positions outside the prompt
-    plain: Tensor  # (n_plain,) int64: ordinary ids, of which random tokens are drawn; on the CPU, as all chance is
-    draws: list[torch.Generator]  # one a row, a function of its index
-    holes_alone: Tensor | bool = False  # (R, 1) bool: causal.py fills holes in these rows, and does not write on
+    plain: Tensor  # (n_plain,) int64: ordinary ids, from which random tokens are drawn; on the CPU, like all draws
+    draws: list[torch.Generator]  # each row's generator, a function of the row's number
+    holes_alone: Tensor | bool = False  # (R, 1) bool: these rows teach causal Stage B to fill holes alone
 
 
 def read_corpus(folder: Path, seq_len: int, seed: int, block_length: int, batch_size: int) -> Corpus:
-    """Rows of training in batches of one width; those of validation, the same in every run, all at seq_len."""
+    """The rows to train on, in batches of one width, and those to validate on, which are the same in every run and all
+    have the width seq_len."""
     meta = read_meta(folder)
     train = Rows(folder, "train", meta, seq_len, seed, block_length, batch_size)
     val = Rows(folder, "val", meta, seq_len, 0, block_length)
@@ -285,7 +287,7 @@ def read_corpus(folder: Path, seq_len: int, seed: int, block_length: int, batch_
 
 
 def get_batch(corpus: Corpus, split: str, first: int, n: int, seed: int, device: torch.device) -> Batch:
-    """Rows first .. first+n of "train" or "val"; those of "val" draw the same in every run."""
+    """Rows first .. first+n of "train" or "val". Those of "val" have the same random numbers in every run."""
     clean, real, prompt = corpus.rows[split].batch(first, n)
     key = (seed, "train") if split == "train" else ("val",)
     draws = [generator(*key, i) for i in range(first, first + n)]

@@ -1,11 +1,11 @@
 """Tokenizers: text to ids and back.
 
-    load_tokenizer(folder)  the one of a checkpoint or of prepared rows, if they have text
+    load_tokenizer(folder)  the tokenizer of a checkpoint or of a folder of rows, if its ids are text
     bpe_tokenizer(path)     a byte-level BPE from a `tokenizer.json`, as the `tokenizers` library saves it
     byte_tokenizer()        256 bytes, an end-of-text token and a mask token
 
-tiktoken splits text into words and merges bytes. A `tokenizer.json` that it cannot reproduce exactly, on every text, is
-refused, and so is a text that its tokens do not spell.
+tiktoken splits text into words and merges bytes. A `tokenizer.json` is refused if tiktoken cannot give the same ids on
+every text, and a text is refused if its tokens do not spell it.
 """
 
 import re
@@ -25,20 +25,20 @@ EOS_TOKEN = SPECIAL["eos_id"]
 MASK_TOKEN = SPECIAL["mask_id"]
 
 # patterns that split text into words
-WORDS = r" ?\S+|\s+"  # a word takes the blank before it along
+WORDS = r" ?\S+|\s+"  # the blank before a word belongs to it
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # ByteLevel's own
 
-# All blanks of a run but its last one, if a word follows. tiktoken keeps a way back for each blank, and gives up at a
-# million; in the second form, which finds the same blanks, it keeps one for 256 of them.
+# Several blanks before a word, but for the last of them. tiktoken remembers a place to go back to for each blank, and
+# gives up at a million of them. The second form finds the same blanks, with a place for every 256 of them.
 BLANKS = r"\s+(?!\S)"
 MANY_BLANKS = r"(?:\s{256}(?=\s{256}))*\s+(?!\S)"
 
-# Of what a pattern may be made: these parts mean the same to tiktoken's engine and to that of `tokenizers`.
+# The parts that a pattern may have: they mean the same to tiktoken's engine and to that of `tokenizers`.
 ESCAPE = r"\\(?:[sSdDrnt]|[pP]\{(?:[A-Z][a-z]?|Han|Hiragana|Katakana|Hangul)\}|[^\w\s])"
 ONE = rf"(?P<one>{ESCAPE}|\[\^?(?:{ESCAPE}|[^\\\[\]&~-]|-(?!-)|&(?!&)|~(?!~))+\]|[^\\\[\](){{}}|*+?^$])"
 PART = re.compile(
     ONE  # one character
-    + r"|(?P<look>\(\?<?[=!])"  # what stands before or behind
+    + r"|(?P<look>\(\?<?[=!])"  # a look at what is before or behind
     + r"|\((?:\?(?:[:>]|i:))?|\||\)"  # groups and alternatives
     + r"|(?:[*+?][+?]?|\{\d+(?:,\d*)?\}(?![+?]))"  # how often
 )
@@ -46,17 +46,17 @@ PART = re.compile(
 
 @dataclass
 class Tokenizer:
-    """A tiktoken.Encoding, which numbers its tokens by merge rank, and the model's ids of them."""
+    """A tiktoken.Encoding, which numbers its tokens by merge rank, with the model's ids for them."""
 
     encoding: tiktoken.Encoding
     ids: list[int]  # rank -> id
     special: dict[str, int]
-    words: dict[str, int]  # tokens that are added to those of the merges, and are text
+    words: dict[str, int]  # tokens of text that were added to those of the merges
     early: set[str]  # special tokens and words that are found before the text is normalised
-    nfc: bool  # whether the released normaliser is Unicode NFC
-    prefix_blank: bool  # whether text begins with a blank, if need be one that is put there
-    pattern: str  # what splits text into words
-    token_bytes: dict[int, bytes]  # none for special and unused ids
+    nfc: bool  # whether text is normalised by Unicode's NFC
+    prefix_blank: bool  # whether a blank is put before a text that does not begin with one
+    pattern: str  # the pattern that splits text into words
+    token_bytes: dict[int, bytes]  # special and unused ids have no entry
 
     def __post_init__(self) -> None:
         self.vocab_size = 1 + max(*self.token_bytes, *self.special.values())
@@ -67,15 +67,15 @@ class Tokenizer:
         return unicodedata.normalize("NFC", text) if self.nfc else text
 
     def encode(self, text: str) -> list[int]:
-        """Text to ids; names of special tokens become those tokens, as in the released tokenizer."""
+        """Text to ids. The name of a special token becomes that token, as in the released tokenizer."""
         return self.encode_around(text, self.words | self.special)
 
     def encode_document(self, text: str) -> np.ndarray:
-        """Corpus text to int32 ids: here the name of a special token is ordinary text."""
+        """A document to int32 ids. Here the name of a special token is ordinary text."""
         return np.array(self.encode_around(text, self.words), dtype=np.int32)
 
     def encode_around(self, text: str, added: dict[str, int]) -> list[int]:
-        """The ids of these added tokens, and of the text between them."""
+        """The ids of a text, in which these added tokens are found first, and then the text between them is read."""
         early = {name: i for name, i in added.items() if name in self.early}
         late = {self.normalise(name): i for name, i in added.items() if name not in self.early}
         ids = []
@@ -86,7 +86,7 @@ class Tokenizer:
         return ids
 
     def encode_part(self, text: str) -> list[int]:
-        """Text without added tokens to ids. A text that they would not spell is refused."""
+        """Text without added tokens to ids. A text that the ids would not spell is refused."""
         if not text:
             return []
         if self.prefix_blank and not text.startswith(" "):
@@ -94,27 +94,27 @@ class Tokenizer:
         try:
             raw = text.encode()
         except UnicodeEncodeError as e:
-            fail(f"half of a character, {text[e.start]!a}, is no text")
+            fail(f"half of a character, {text[e.start]!a}, cannot be read as text")
         try:
             ranks = self.encoding.encode_ordinary(text)
         except BaseException as e:
-            # of tiktoken's Rust, which does not export it
+            # tiktoken's Rust raises this type, and does not export it
             if type(e).__name__ != "PanicException":
                 raise
-            fail(f"the tokenizer cannot split this text into words by {self.pattern!r:.200}")
+            fail(f"the tokenizer cannot split this text into words by its pattern {self.pattern!r:.200}")
         if self.encoding.decode_bytes(ranks) != raw:
             fail(f"the tokenizer's pattern {self.pattern!r:.200} leaves out a part of this text")
         return [self.ids[rank] for rank in ranks]
 
     def decode(self, ids: list[int]) -> str:
-        """Ids to text; special tokens are left out and bytes that are no UTF-8 become U+FFFD."""
+        """Ids to text. Special tokens are left out, and bytes that are not UTF-8 become U+FFFD."""
         raw = b"".join(self.token_bytes.get(i, b"") for i in ids)
         return raw.decode("utf-8", errors="replace")
 
 
 def cut(text: str, added: dict[str, int]) -> Iterator[tuple[str, list[int]]]:
-    """Text up to each of these tokens, and [its id]; at last the rest and []. Of tokens that begin at one place the
-    longest counts."""
+    """The text before each of these added tokens, with [its id]; at last the rest of the text, with []. If several
+    tokens begin at one place, the longest counts."""
     start = 0
     if added:
         longest_first = sorted(added, key=len, reverse=True)
@@ -126,13 +126,13 @@ def cut(text: str, added: dict[str, int]) -> Iterator[tuple[str, list[int]]]:
 
 # --- reading a tokenizer
 def load_tokenizer(folder: Path) -> Tokenizer | None:
-    """That of the folder's tokenizer.json; None where there is none, as of a toy."""
+    """The tokenizer in the folder's tokenizer.json; None if there is no such file, as for a toy."""
     path = folder / "tokenizer.json"
     return bpe_tokenizer(path) if path.exists() else None
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Ids 0..255 are bytes, eos is 256, mask is 257."""
+    """A tokenizer of bytes: ids 0..255 are bytes, eos is 256, and the mask is 257."""
     return bpe_tokenizer(Path("bytes"), byte_spec())
 
 
@@ -154,7 +154,7 @@ def byte_spec() -> dict:
 
 
 def byte_alphabet() -> list[str]:
-    """What byte-level BPE files write for each byte: itself if printable, else U+0100 onwards."""
+    """The character that byte-level BPE files have for each byte: itself if it is printable, else U+0100 and on."""
     alphabet = []
     next_code = 256
     for byte in range(256):
@@ -167,7 +167,7 @@ def byte_alphabet() -> list[str]:
 
 
 def bpe_tokenizer(path: Path, spec: dict | None = None) -> Tokenizer:
-    """The tokenizer of a `tokenizer.json` (`spec`: its content, if known), exact on every text."""
+    """The tokenizer of a `tokenizer.json`, with the same ids on every text. spec: the file's content, if known."""
     if spec is None:
         spec = read_json(path, "tokenizer")
     with reading(path, "tokenizer"):
@@ -181,17 +181,17 @@ def bpe_tokenizer(path: Path, spec: dict | None = None) -> Tokenizer:
     for pair in merges:
         token = b"".join(pair)
 
-        # tiktoken merges any neighbours whose concatenation is known. That equals this list of
-        # merges only if the pair is what the earlier merges make of those bytes.
+        # tiktoken merges any two neighbours whose bytes together are a token. That equals this list
+        # of merges only if the earlier merges make this pair of those bytes.
         if merge_bytes(token, ranks) != pair:
-            fail(f"{path}: merge {pair} is not expressible in tiktoken (duplicate or out of order)")
+            fail(f"{path}: merge {pair} cannot be expressed in tiktoken (it is a duplicate, or out of order)")
         ranks[token] = len(ranks)
     for token in ranks:
         if token not in vocab:
             hint = "train it with initial_alphabet=ByteLevel.alphabet()" if len(token) == 1 else "or has it as special"
             fail(f"{path}: its vocabulary lacks {token}, {hint}")
 
-    # a word that the merges do not make would be taken whole all the same
+    # with this option a word in the vocabulary is one token, even if the merges do not make it
     if spec["model"].get("ignore_merges") and len(vocab) > len(ranks):
         fail(f"{path}: ignore_merges cannot be expressed exactly in tiktoken, so this tokenizer is refused")
 
@@ -205,33 +205,33 @@ def bpe_tokenizer(path: Path, spec: dict | None = None) -> Tokenizer:
 
 
 def read_added(spec: dict, path: Path) -> tuple[dict[str, int], dict[str, int]]:
-    """The special tokens, and the words that are added to the tokens of the merges."""
+    """The special tokens, and the words that were added to the tokens of the merges."""
     special = {}
     words = {}
     for token in spec["added_tokens"]:
         name = checked_entry(token, "content", str, path)
         if not name or name in special or name in words:
-            fail(f"{path}: its added token {name!r} is empty, or there twice")
+            fail(f"{path}: its added token {name!r} is empty, or is there twice")
         kind = special if token.get("special") or name in (EOS_TOKEN, MASK_TOKEN) else words
         kind[name] = token["id"]
 
     for name in (EOS_TOKEN, MASK_TOKEN):
         if name not in special:
-            fail(f"{path}: no {name} among its added tokens, so no text could end or be masked (tokenizers' "
-                 "add_special_tokens adds it)")  # fmt: skip
+            fail(f"{path}: there is no {name} among its added tokens, so no text could end or be masked: add it by "
+                 "add_special_tokens of `tokenizers`")  # fmt: skip
     return special, words
 
 
 def read_tokens(
     spec: dict, special: dict[str, int], words: dict[str, int], path: Path
 ) -> tuple[dict[bytes, int], list[list[bytes]]]:
-    """The vocabulary without added tokens, and the merges in order, each two tokens."""
+    """The vocabulary without added tokens, and the merges in order, each a pair of tokens."""
     byte_of = {character: byte for byte, character in enumerate(byte_alphabet())}
 
     def to_bytes(token: str) -> bytes:
         return bytes(byte_of[character] for character in token)
 
-    # a word may be a token of the merges, too; other added tokens that stand here are none of them
+    # an added word may be a token of the merges, too; other added tokens in the vocabulary are not
     model = spec["model"]
     added = special | words
     vocab = {}
@@ -254,15 +254,15 @@ def read_tokens(
 
     ids = [*vocab.values(), *(i for token, i in added.items() if token not in of_merges)]
     if not all(type(i) is int and 0 <= i < 2**20 for i in ids):
-        raise ValueError("its ids are not 0..1,048,575")
+        raise ValueError("its ids are not in 0..1,048,575")
     if len(set(ids)) < len(ids):
         fail(f"{path}: two of its tokens have the id {Counter(ids).most_common(1)[0][0]}")
     return vocab, merges
 
 
 def read_pattern(spec: dict, path: Path) -> tuple[str, bool]:
-    """The pattern that splits text into words, and whether text begins with a blank; refuse a tokenizer.json with a
-    step that is not modelled: its ids would silently differ."""
+    """The pattern that splits text into words, and whether a blank is put before a text. A tokenizer.json with a step
+    that is not implemented is refused, because its ids would silently differ."""
 
     def demand(holds: bool, what: str) -> None:
         if not holds:
@@ -309,14 +309,14 @@ def read_pattern(spec: dict, path: Path) -> tuple[str, bool]:
 
 
 def splits_alike(pattern: str) -> bool:
-    """Does it mean the same to tiktoken and to `tokenizers`, and never match nothing?"""
+    """Does the pattern mean the same to tiktoken and to `tokenizers`, and never match the empty text?"""
     shape = ""
     at = 0
     while at < len(pattern):
         part = PART.match(pattern, at)
         if part is None:
             return False
-        # as Python's own engine can read it: any character as x, and what only looks as nothing
+        # the pattern in a form that Python's engine can read: each character is x, and a look is nothing
         shape += "x" if part["one"] else "(?:|" if part["look"] else part[0]
         at = part.end()
     try:
@@ -326,7 +326,7 @@ def splits_alike(pattern: str) -> bool:
 
 
 def merge_bytes(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
-    """Byte-pair merging of one token under the merges known so far, lowest rank first."""
+    """What the merges known so far make of a token's bytes, the lowest rank first."""
     parts = [bytes([byte]) for byte in token]
     while True:
         known = [(ranks[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ranks]

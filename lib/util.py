@@ -1,4 +1,4 @@
-"""What every script stands on: a user's mistakes, flags, files, random numbers, the device."""
+"""What every script needs: a user's mistakes, flags, printing, files, random numbers, the device."""
 
 import argparse
 import functools
@@ -34,25 +34,25 @@ from tqdm import tqdm
 
 # --- a user's mistakes
 class Mistake(Exception):
-    """What a user can mend: one line that says what is wrong and what to do."""
+    """A user's mistake: one line that says what is wrong and what to do."""
 
 
 def fail(message: str) -> NoReturn:
     raise Mistake(message)
 
 
-READER_IS_GONE = 128 + 13  # the exit status of a Unix tool that SIGPIPE has ended
+READER_IS_GONE = 128 + 13  # the exit status of a Unix program that SIGPIPE has ended
 
 
 def command(main: Callable) -> Callable:
-    """Around every script's main, the one handler: a mistake becomes one line and exit code 2.
+    """Wrap a script's main, so that a user's mistake is printed as one line, with exit code 2.
 
-    So does what Python raises over a full disk, a missing right, Ctrl-C.
+    So is what Python raises when the disk is full, when a right is missing, and on Ctrl-C.
     """
 
     @functools.wraps(main)
     def run(*args, **kwargs):
-        # where a console has no sign for a character it shows a question mark; a pipe gets each line when it is written
+        # a console shows a question mark for a character that it lacks, and a pipe gets each line when it is printed
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace", line_buffering=True)
         try:
@@ -83,14 +83,14 @@ def command(main: Callable) -> Callable:
 
 @contextmanager
 def reading(path: Path, what: str) -> Iterator[None]:
-    """While a user's file is read and parsed, and nothing else is done: what is raised meanwhile is its mistake."""
+    """Turn whatever is raised while a user's file is read and parsed into a mistake. Do nothing else inside."""
     try:
-        # a pipe, or a device like /dev/zero, may never come to its end
+        # a pipe or a device like /dev/zero may have no end
         if path.exists() and not (path.is_file() or path.is_dir()):
-            raise ValueError("it is no ordinary file")
+            raise ValueError("it is not an ordinary file")
         yield
     except (FileNotFoundError, NotADirectoryError):
-        fail(f"no {what} at {path}")
+        fail(f"there is no {what} at {path}")
     except (
         OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError,
         SafetensorError, zlib.error,
@@ -100,11 +100,11 @@ def reading(path: Path, what: str) -> Iterator[None]:
 
 
 def checked_entry(about: dict, key: str, kind: type, where: Path | str) -> Any:
-    """about[key], of this type, or one line about why not: Python would take true for 1, and count with NaN."""
+    """about[key], if it has this type, else a mistake: Python itself would take true for 1, and compute with NaN."""
     value = about.get(key)
     fits = type(value) is kind
     if kind is float:
-        # a whole number is one, too; NaN, and what no float can hold, is none
+        # an integer is a float, too; NaN is not, and neither is a number that no float can hold
         fits = type(value) in (int, float) and abs(value) < 1e300
     if not fits:
         fail(f"{where} is damaged, or of another kind: {key} is {value!r:.80}, and should be of type {kind.__name__}")
@@ -113,16 +113,16 @@ def checked_entry(about: dict, key: str, kind: type, where: Path | str) -> Any:
 
 # --- flags
 class Parser(argparse.ArgumentParser):
-    """argparse whose error is one line, and whose --help keeps the layout of the docstring and shows every default."""
+    """argparse with errors of one line, and a --help that keeps the docstring's layout and shows every default."""
 
     def __init__(self, doc: str):
-        main = sys.modules["__main__"].__spec__  # of `python -m`, which argparse takes for a file
+        main = sys.modules["__main__"].__spec__  # with `python -m`; argparse would name a file
         prog = f"python -m {main.name}" if main else None
         super().__init__(prog, description=doc, formatter_class=Manual, allow_abbrev=False)
         self.register("type", Path, place)
 
     def _get_value(self, action: argparse.Action, text: str) -> Any:
-        # Path("") is the folder that one happens to be in
+        # Path("") would be the current folder
         if action.type is Path and not text:
             raise argparse.ArgumentError(action, "this path is empty")
         return super()._get_value(action, text)
@@ -137,14 +137,14 @@ class Manual(argparse.RawDescriptionHelpFormatter):
         switch = action.nargs == 0 and not isinstance(action, argparse.BooleanOptionalAction)
         if action.default in (None, argparse.SUPPRESS, []) or "(default" in shown or switch:
             return shown
-        # as one types it: folders without quotes, several with blanks between them
+        # as a user types it: folders without quotes, and blanks between several
         values = action.default if isinstance(action.default, list) else [action.default]
         typed = " ".join("none" if value is None else str(value) for value in values).replace("%", "%%")
         return f"{shown} (default: {typed})"
 
 
 def place(text: str) -> Path:
-    """The type of a flag that names a file or a folder: Parser puts it wherever a flag says `type=Path`."""
+    """The type of a flag that names a file or a folder. Parser uses it for every flag with `type=Path`."""
     if not text:
         raise argparse.ArgumentTypeError("names no file and no folder: it is empty")
     return Path(text)
@@ -188,13 +188,13 @@ def or_none(parse: Callable[[str], float]) -> Callable[[str], float | None]:
 
 
 # --- what is printed
-COMMANDS = ("LRE", "RLE", "LRO", "RLO", "LRI", "RLI", "FSI", "PDF", "PDI")  # which turn the direction of writing
+COMMANDS = ("LRE", "RLE", "LRO", "RLO", "LRI", "RLI", "FSI", "PDF", "PDI")  # these turn the direction of writing
 
 
 def printable(text: object) -> str:
-    """Text in which a terminal finds no command: "a\x1b[2Jb" -> "a<U+001B>[2Jb". Lines and tabs stay as they are.
+    """Text without commands for a terminal: "a\x1b[2Jb" -> "a<U+001B>[2Jb". Line ends and tabs stay.
 
-    For whatever comes from a model, a prompt, a file or its name.
+    Use it for whatever comes from a model, a prompt, a file or a file's name.
     """
     shown = ""
     for character in str(text):
@@ -208,17 +208,17 @@ def code_point(character: str) -> str:
 
 
 def quoted(path: Path | str) -> str:
-    """A file or folder as a shell reads it, for commands that are printed: my run -> 'my run'"""
+    """A path in a command that is printed, as a shell reads it: my run -> 'my run'"""
     return printable(shlex.quote(str(path)))
 
 
-EVERY = 30  # seconds between two lines of progress
+EVERY = 30  # the least seconds between two lines of progress
 
 
 def progress(items: Iterable, what: str, total: int | None = None, done: int = 0) -> Iterator:
-    """The items one by one, and how far they are: a bar in a terminal, and through a pipe a line now and then.
+    """Yield the items one by one, and show how many have come: a terminal gets a bar, a pipe a line now and then.
 
-    total: how many there are, with the `done` ones that came before; left out, done + len(items) where that is known.
+    done: how many came before these; total: how many there are, with those (left out: done + len(items), if known).
     """
     if total is None and hasattr(items, "__len__"):
         total = done + len(items)
@@ -236,7 +236,7 @@ def progress(items: Iterable, what: str, total: int | None = None, done: int = 0
 
 
 def print_table(titles: list[str], rows: list[list[str]]) -> None:
-    """A table whose first column stands to the left and whose others stand to the right."""
+    """Print a table. Its first column is aligned to the left, and the others to the right."""
     lines = [[printable(cell) for cell in line] for line in (titles, *rows)]
     width = [max(len(line[k]) for line in lines) for k in range(len(titles))]
     for first, *others in lines:
@@ -249,13 +249,13 @@ MASK = "▒"  # how a mask is typed and shown
 
 
 # --- files
-UNFINISHED = ".unfinished"  # the folder, inside the one that is written to, where files are until they are whole
+UNFINISHED = ".unfinished"  # a folder inside the one that is written to: files are here until they are whole
 
 
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a temporary file, then rename it: whole or not at all, also after a power cut.
+    """Let `write` fill a temporary file, then rename it. So the file is whole or not there, also after a power cut.
 
-    What a killed run leaves in UNFINISHED, under whatever name, the next `alone_in` removes.
+    Whatever a killed run leaves in UNFINISHED is removed by the next `alone_in`.
     """
     temporary = path.parent / UNFINISHED / path.name
     try:
@@ -265,7 +265,7 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
         usual = stat.S_IMODE(temporary.stat().st_mode)
         write(temporary)
 
-        # safetensors makes files of its own, which their owner alone may read: all get the rights that others have
+        # safetensors makes files that only their owner may read: give them the usual rights
         if stat.S_IMODE(temporary.stat().st_mode) != usual:
             temporary.chmod(usual)
         flush(temporary)
@@ -279,7 +279,7 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """mkdir -p, which a power cut does not undo."""
+    """mkdir -p that a power cut does not undo."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -299,8 +299,8 @@ def flush(path: Path) -> None:
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """While a run writes into a folder, which is made where there is none: another run is refused, and what a killed
-    one left unfinished is removed. The kernel holds the lock for this process, and lets go of it when it ends."""
+    """Lock a folder while a run writes into it, so that another run is refused. The folder is made if there is none,
+    and what a killed run left unfinished is removed. The kernel drops the lock when the process ends."""
     if fcntl is None:
         shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
         yield
@@ -318,7 +318,7 @@ def alone_in(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            # what fails before it has written anything leaves nothing behind
+            # a run that fails before it writes anything leaves no folder behind
             with suppress(OSError):
                 for place in new:
                     place.rmdir()
@@ -328,7 +328,7 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def alone_with(path: Path) -> Iterator[None]:
-    """While a run appends to a file, which is made where there is none: another run is refused."""
+    """Lock a file while a run appends to it, so that another run is refused. The file is made if there is none."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("ab")
@@ -348,7 +348,7 @@ def lock(number: int, path: Path) -> None:
     except BlockingIOError:
         fail(f"another run is writing into {path}: wait for its end, or write elsewhere")
     except OSError:
-        pass  # some file systems, as those of a network, have no locks
+        pass  # some file systems, such as those of a network, have no locks
 
 
 def write_json(path: Path, value: object) -> None:
@@ -357,50 +357,50 @@ def write_json(path: Path, value: object) -> None:
 
 
 def copy_file(source: Path, path: Path) -> None:
-    """A small file as it is."""
+    """Copy a small file."""
     content = read_bytes(source, "file to copy")
     replace_file(path, lambda temporary: temporary.write_bytes(content))
 
 
 def read_bytes(path: Path, what: str) -> bytes:
-    """A file's content, or one line about why not."""
+    """A file's content, or one line that says why it cannot be read."""
     with reading(path, what):
         return path.read_bytes()
 
 
 def read_json(path: Path, what: str) -> dict:
-    """A JSON object from a file, or one line about why not."""
+    """The JSON object in a file, or one line that says why it cannot be read."""
     with reading(path, what):
         value = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(value, dict):
-            raise TypeError("it is no JSON object")
+            raise TypeError("it is not a JSON object")
     return value
 
 
-# --- records: a line of JSON each, appended one by one
+# --- records: each is a line of JSON, and they are appended one by one
 def whole_lines(data: bytes) -> bytes:
-    """Without a last line that a kill has cut short: b'{"a": 1}\\n{"a"' -> b'{"a": 1}\\n'"""
+    """The data without a last line that a kill has cut short: b'{"a": 1}\\n{"a"' -> b'{"a": 1}\\n'"""
     before, end, last = data.rpartition(b"\n")
     try:
         json.loads(last)
-        return data + b"\n"  # it lacks nothing but its end
+        return data + b"\n"  # the last line lacks only its end
     except ValueError:
         return before + end
 
 
 def read_lines(path: Path, kinds: dict[str, type], what: str = "file of records") -> list[dict]:
-    """The whole lines of a file of records, each an object with entries of these kinds."""
+    """The records in the whole lines of a file. Each must be an object with entries of these kinds."""
     with reading(path, what):
         records = [json.loads(line) for line in whole_lines(path.read_bytes()).splitlines()]
         if not all(isinstance(record, dict) for record in records):
-            raise TypeError("a line of it is no JSON object")
+            raise TypeError("one of its lines is not a JSON object")
     for n, record in enumerate(records, 1):
         record |= {name: checked_entry(record, name, kind, f"line {n} of {path}") for name, kind in kinds.items()}
     return records
 
 
 def append_line(path: Path, record: dict) -> None:
-    """A record behind the whole lines of a file, which may be new."""
+    """Append a record to the whole lines of a file, which may be new."""
     line = json.dumps(record).encode() + b"\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -413,11 +413,11 @@ def append_line(path: Path, record: dict) -> None:
         fail(f"cannot write {path}: {e}")
 
 
-SPECIAL = {"eos_id": "<|endoftext|>", "mask_id": "<|mask|>"}  # the released names; every tokenizer.json has them
+SPECIAL = {"eos_id": "<|endoftext|>", "mask_id": "<|mask|>"}  # the released names, which every tokenizer.json has
 
 
 def check_special(folder: Path, where: Path, eos_id: int, mask_id: int) -> None:
-    """Refuse ids in the file `where` that a folder's tokenizer.json has for other tokens."""
+    """Refuse ids in the file `where` that differ from those in the folder's tokenizer.json."""
     path = folder / "tokenizer.json"
     if not path.exists():
         return
@@ -431,18 +431,18 @@ def check_special(folder: Path, where: Path, eos_id: int, mask_id: int) -> None:
 
 # --- randomness and the device
 def generator(*key: int | str) -> torch.Generator:
-    """A CPU generator that is a function of its key alone: no random state is to be saved."""
+    """A CPU generator that is a function of its key alone, so no random state must be saved."""
     digest = hashlib.sha256(repr(key).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 def uniform(draws: list[torch.Generator], n: int) -> Tensor:
-    """(R, n) float32 in [0, 1), each row from its own generator."""
+    """(R, n) float32 in [0, 1): each row comes from its own generator."""
     return torch.stack([torch.rand(n, generator=g) for g in draws])
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of this name, after trying it; `auto`: an accelerator, or the CPU."""
+    """The device of this name, once it has been tried; `auto`: an accelerator, or the CPU if there is none."""
     if name == "auto":
         name = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     try:
@@ -456,20 +456,19 @@ THREADS = torch.get_num_threads()
 
 
 def one_thread_if_small(n_embd: int) -> None:
-    """On a CPU matrices this small are done before two threads have met. On a busy machine two threads trained a model
-    of names seven times slower than one. Whoever makes a model says its width here; the last one counts.
-    OMP_NUM_THREADS, where it is set, decides."""
+    """Use one thread on a CPU if the last model is small. Its matrices are done before two threads have met: on a busy
+    machine two threads trained a model of names seven times slower than one. OMP_NUM_THREADS decides, if it is set."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1 if n_embd <= 256 else THREADS)
 
 
 # --- places
 def smallest_masks(key: Tensor, masked: Tensor, size: Tensor | int) -> Tensor:
-    """The `size` masks of smallest key, leftmost of equals.
+    """The `size` masks with the smallest keys; of equal keys the leftmost.
 
     key (..., T) float, masked (..., T) bool, size (..., 1) int64 or one for all -> (..., T) bool.
     """
-    # what is not masked comes last, whatever its key is
+    # positions that are not masked come last, whatever their keys are
     key = key.masked_fill(~masked, float("inf"))
 
     # argsort says which entry stands at a place, its argsort where an entry stands:

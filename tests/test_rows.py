@@ -234,15 +234,15 @@ def test_damaged_rows_are_refused(change, says, tmp_path):
 
 @pytest.mark.parametrize(("change", "says"), [
     (dict(mask_id=256), "two ids"),  # eos, too
-    (dict(mask_id=255), "no ordinary tokens"),
-    (dict(eos_id=0), "no ordinary tokens"),
-    (dict(n_plain=258), "no ordinary tokens"),
+    (dict(mask_id=255), "not ordinary tokens"),
+    (dict(eos_id=0), "not ordinary tokens"),
+    (dict(n_plain=258), "not ordinary tokens"),
     (dict(n_plain=0), "no ordinary token"),
     (dict(n_plain=2, not_plain=[1, 0, 0]), "no ordinary token"),
-    (dict(not_plain=[256]), "below n_plain"),
-    (dict(not_plain=[-1]), "below n_plain"),
-    (dict(not_plain=["a"]), "below n_plain"),
-    (dict(not_plain=[True]), "below n_plain"),
+    (dict(not_plain=[256]), "not_plain has ids that are not in 0..255"),
+    (dict(not_plain=[-1]), "not_plain has ids that are not in 0..255"),
+    (dict(not_plain=["a"]), "not_plain has ids that are not in 0..255"),
+    (dict(not_plain=[True]), "not_plain has ids that are not in 0..255"),
     (dict(not_plain=None), "not_plain is None"),
     (dict(not_plain=7), "not_plain is 7"),
 ])  # fmt: skip
