@@ -1,7 +1,7 @@
 """The rows of the paper's Table 2, and that table on names, where every answer can be judged.
 
-A row says whose weights decode, by which gates, and by which step. Two steps are not the paper's and stand below.
-llada/run.py takes a row by its name for the benchmarks. A Stage B of another kind has no row here.
+A row says whose weights decode, by which gates, and by which step. Two of the steps are not in sample.py, but here.
+For benchmarks, llada/run.py takes a row by its name. Causal Stage B has no row here.
 
     python -m llada.ablation --ckpt assets/names/paper      # or your own: python train.py --n_last 3
 """
@@ -28,12 +28,12 @@ from sample import by_entropy, denoise
 # R rows in flight, B block_length
 
 Engine = Cached | Uncached
-FIGURES = ("exist", "forwards", "full")  # of a row on names, see evaluate.complete
+FIGURES = ("exist", "forwards", "full")  # the figures of a row on names, see evaluate.complete
 
 
-# --- steps that are not the paper's; what goes in and comes out is as in sample.denoise
+# --- steps that are not the paper's; they take and return what sample.denoise does
 def by_turns(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding, b_fills: bool) -> Step:
-    """One stage fills the bundle (Eq. 2), and the other one edits (Eq. 3)."""
+    """One stage fills the bundle (Eq. 2), and the other stage edits (Eq. 3)."""
     done = denoise(engine, z, given, u, d)
     by_b = done.bundle if b_fills else ~done.bundle
     token = torch.where(by_b, done.token, done.token_a)
@@ -46,7 +46,7 @@ def by_turns(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding, b
 
 
 def without_marker(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
-    """The last n layers run again on the same states."""
+    """The last n layers run again on the prefix states, without a marker."""
 
     def stage_b(h: Tensor, bundle: Tensor) -> Tensor:
         return engine.stage_b(h, torch.zeros_like(bundle))
@@ -62,8 +62,8 @@ GATED = "Stage B, gated edits"
 Q = dict(tau_m2t=0.7, tau_t2t=0.5)  # the released quality setting
 OFF = dict(n_rounds=0)
 
-# by a row's name: whose weights, what differs from Q with Stage B, the step, the paper's accuracy and full
-# forwards per token
+# each row's name: whose weights, what differs from Q with Stage B, the step, the paper's accuracy, and its full
+# forwards a token
 MECHANISM = {
     BASE: ("base", OFF, denoise, 89.61, 0.26),
     "adapter, Stage B off": ("adapter", OFF, denoise, 90.75, 0.28),
@@ -93,22 +93,22 @@ def decoder_of(row: str, n_rounds: int) -> tuple[Decoding, Callable[..., Step]]:
 
 def refuse_other_steps(model: Model) -> None:
     if model.decoding_step is not None:
-        fail(f"{model.name_b} is no row of the paper's Table 2: evaluate.py judges one")
+        fail(f"{model.name_b} is no row of the paper's Table 2: judge it with evaluate.py")
 
 
 @command
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("--ckpt", type=Path, required=True, help="the adapter's folder")
-    parser.add_argument("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
-    parser.add_argument("--prompts", type=bounded(int, 1), default=256, help="of names: how many are completed")
+    parser.add_argument("--ckpt", type=Path, required=True, help="an adapter's folder")
+    parser.add_argument("--device", default="auto", help="auto (cuda, then mps, then cpu), or the name of one")
+    parser.add_argument("--prompts", type=bounded(int, 1), default=256, help="the number of names to complete")
     args = parser.parse_args()
     base = base_of(args.ckpt)
     if base == args.ckpt or "names" not in judge_of(base):
-        fail(f"{args.ckpt} is no adapter of a model of names: the table compares one with its base")
+        fail(f"{args.ckpt} is not an adapter of a model of names: the table compares such an adapter with its base")
     tokenizer = load_tokenizer(base)
     if tokenizer is None:
-        fail(f"{base} has no tokenizer.json, which names are read by: put the one it was trained with there")
+        fail(f"{base} has no tokenizer.json to read names with: put the one there that it was trained with")
     load = partial(load_model, device=pick_device(args.device), dtype=torch.float32)
     models = {"adapter": load(args.ckpt), "base": load(base)}
     refuse_other_steps(models["adapter"])

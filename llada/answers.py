@@ -7,8 +7,8 @@ programs   HumanEval+, MBPP+  the fenced block that defines the entry point; Eva
 
 Harnesses do not agree on these rules. Each rule here has its source beside it.
 
-A model may write anything, and 64,000 characters of it. Every reader here takes time in proportion to the text: a
-pattern starts at the beginning of a run alone ("(?<![...])"), and gives nothing of it back ("++" and "*+").
+A model may write anything, even 64,000 characters of it. So the time of every function here grows in proportion to the
+text: a pattern begins to match only where such characters begin ("(?<![...])"), and never goes back ("++", "*+").
 """
 
 import ast
@@ -23,8 +23,8 @@ BRACE = re.compile(r"(\\boxed\s*+)?\{|\}")
 
 
 def boxes(text: str) -> list[str]:
-    r"""What stands in each \boxed{...}, its braces balanced, in order; of a box in a box the outer one."""
-    open_braces = []  # of each: whether it is a box's, and where its content begins
+    r"""The content of each \boxed{...} in order, with balanced braces; if a box is in a box, the outer one's."""
+    open_braces = []  # whether it is a box's, and where its content begins, for each
     found = []
     for brace in BRACE.finditer(text):
         if brace[0] != "}":
@@ -44,9 +44,9 @@ CHARACTERS = str.maketrans(*WIDE) | {ord("，"): ", "}
 CN_DIGIT = {char: i for i, char in enumerate("零一二三四五六七八九")} | {"〇": 0, "两": 2}
 CN_UNIT = {"亿": 10**8, "万": 10**4, "千": 1000, "百": 100, "十": 10}
 CN = "".join(CN_DIGIT) + "十百千万亿点"
-CN_NUMBER = re.compile(f"[{CN}]+(?![共样定起般直])")  # 一共, 一样, 一定 ... are words, not ones
-CN_LONGEST = 100  # characters of a Chinese numeral before its point: a longer one is only some very large number
-LONGEST = 4000  # characters of a number: a longer one has no value, and Python reads integers of 4,300 digits
+CN_NUMBER = re.compile(f"[{CN}]+(?![共样定起般直])")  # 一共, 一样, 一定 ... are words, and do not mean one
+CN_LONGEST = 100  # the most characters before the point of a Chinese numeral that is read exactly
+LONGEST = 4000  # the most characters of a number that is read; Python reads integers of up to 4,300 digits
 PLAIN = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
 NUMBER = re.compile(  # sign and currency, then "w a/b", "a/b" or one number, then % and 万 or 亿
     r"((?:(?<![A-Za-z\d)\]%])-|(?<![A-Za-z\d]))(?:[$¥€£]-?)?)"  # a minus after a digit, unit or bracket subtracts
@@ -67,7 +67,7 @@ def chinese_number(match: re.Match) -> str:
 
 
 def chinese_integer(text: str) -> int:
-    """What stands before the greatest unit counts that unit: 三千万零五 is 三千 times 万, and 五."""
+    """The number before the greatest unit is multiplied by it: 三千万零五 is 三千 times 万, and 五."""
     for unit, value in CN_UNIT.items():
         before, found, after = text.rpartition(unit)
         if found:
@@ -90,7 +90,7 @@ def clean(text: str) -> str:
     part = r"\s*(?:\{([^{}]*)\}|(\d))"
     text = re.sub(rf"\\[cdt]?frac{part}{part}", lambda m: f"{m[1] or m[2]}/{m[3] or m[4]}", text)
 
-    # exponents and indices, as in cm^2 and x_1, are no numbers
+    # exponents and indices, as in cm^2 and x_1, are not numbers
     text = re.sub(r"\^\s*(?:\{[^{}]*\}|\\?\w+)|(?<=[A-Za-z])_(?:\{[^{}]*\}|\w)", "", text)
     text = re.sub(r"\\[A-Za-z]+", lambda m: "=" if m[0] == r"\approx" else " ", text)
 
@@ -109,16 +109,16 @@ def numbers(text: str) -> list[str]:
     found = []
     for match in NUMBER.finditer(text):
         below = match[4] or match[6] or "1"
-        if not re.fullmatch(r"[0.,]+", below):  # n/0 is no number
+        if not re.fullmatch(r"[0.,]+", below):  # n/0 is not a number
             found.append(re.sub(r"[,$¥€£]|(?<!\s)\s++(?=[/%万亿])|(?<=/)\s+", "", match[0]).strip())
     return found
 
 
 def readings(number: str) -> list[Fraction]:
-    """What a string of `numbers` may mean, its plain value first: 40% is 2/5 or 40, 8万 is 8 or 80000.
+    """The values that a string of `numbers` may have: 40% is 2/5 or 40, and 8万 is 8 or 80000.
 
-    Only the question tells ("how many percent?", "how many 万?"), and DeepSeek-Math drops such units as well.
-    A number of more than LONGEST characters means nothing.
+    Only the question tells which ("how many percent?", "how many 万?"), and DeepSeek-Math drops such units as well.
+    A number of more than LONGEST characters has none.
     """
     if len(number) > LONGEST:
         return []
@@ -189,7 +189,7 @@ def find_letter(output: str, letters: str) -> str | None:
     return None
 
 
-# --- spans (DROP). A gold is a list of references, each a tuple of spans
+# --- spans (DROP). A gold answer is a list of references, and each reference is a tuple of spans
 FLOAT = re.compile(r"\+?(\d+(\.\d*)?|\.\d+)(e\+?\d+)?|nan|inf(inity)?")  # what float() reads where "-" has split words
 
 
@@ -270,16 +270,16 @@ def drop_scores(extracted: str | None, gold: list[tuple[str, ...]]) -> tuple[flo
 
 
 # --- programs
-# what a looping answer must not do to `evalplus.sanitize`, which parses every run of lines, and dies of an expression
-# a thousand deep. The longest right program of the two data sets has 58 lines, the longest line 410 characters
+# `evalplus.sanitize` parses every sequence of lines, and a thousand nested brackets end it, so an answer that loops is
+# cut. The longest right program of the two data sets has 58 lines, and the longest line has 410 characters
 MOST_LINES = 300
 LONGEST_LINE = 900
-# what is before a fence, the fence, the language, a title
+# what is before a fence, the fence, the language, and a title
 OPENING = re.compile(r"([^`]*+)(`{3,}+)[ \t]*+([\w+-]*+)[^`\n]*+\n")
 
 
 def fenced(text: str) -> list[tuple[str, str]]:
-    """The fenced blocks of a text: (language, code). A block that nobody closes runs to the end."""
+    """The fenced code of a text: (language, code). A fence that is never closed ends with the text."""
     blocks = []
     closing = None
     for line in re.split(r"(?<=\n)", text):
@@ -289,7 +289,7 @@ def fenced(text: str) -> list[tuple[str, str]]:
                 before, fence, language = opening.groups()
                 indent = len(before) if before.isspace() else 0
                 blocks.append((language.lower(), indent, []))
-                # further to the right a fence is code, such as an example in a docstring
+                # a fence further to the right is part of the code, such as an example in a docstring
                 closing = re.compile(rf"[ \t]{{0,{indent}}} {{0,3}}{fence}")
             continue
 
@@ -304,7 +304,7 @@ def fenced(text: str) -> list[tuple[str, str]]:
 
 
 def writes(code: str, name: str) -> bool:
-    """Is this Python that defines `name` with a body: more than a docstring, `pass` or `...`?"""
+    """Is this Python code that defines `name`, with more than a docstring, `pass` or `...` in it?"""
     try:
         with warnings.catch_warnings(action="ignore"):
             tree = ast.parse(code)
@@ -322,9 +322,9 @@ def is_stub(statement: ast.stmt) -> bool:
 def find_code(output: str, entry_point: str) -> str | None:
     """The program for EvalPlus, or None for a blank output.
 
-    The first of: a Python (or untagged) fenced block that defines the entry point, and is neither the question again
-    nor a signature alone; one that names its definition; a block of Python; the whole output. Cutting away what is no
-    code is left to `evalplus.sanitize`.
+    It is the first of: fenced Python (or fenced code without a language) that defines the entry point with a body;
+    fenced Python that has only its signature, as the question does; any fenced Python; the whole output.
+    `evalplus.sanitize` then cuts away what is not code.
     """
     text = output.replace("\r\n", "\n")
     blocks = [code for language, code in fenced(text) if language in ("", "py", "python", "python3")]

@@ -1,8 +1,8 @@
-"""The paper's seven benchmarks: how a published file is read, and how a question is put. Answers: answers.py.
+"""The paper's seven benchmarks: how a published file is read, and how a question is asked. answers.py reads answers.
 
-`TASKS[name].load(path)` reads the *published* file (JSONL, perhaps gzip, or CSV), run.py generates, `find` and `right`
-judge. The paper names no prompt, shot count or answer rule: each default has its source beside it, and a template may
-replace it. `pytest tests/llada/test_benchmarks.py --bench_data DIR` goes through the real files in DIR.
+`TASKS[name].load(path)` reads the *published* file (JSONL, perhaps gzip, or CSV). run.py generates, and `find` and
+`right` judge. The paper states no prompts, numbers of examples or answer rules. Each default here has its source beside
+it, and a template may replace it. `pytest tests/llada/test_benchmarks.py --bench_data DIR` reads the real files in DIR.
 """
 
 import csv
@@ -18,12 +18,12 @@ from lib.util import fail, reading
 from llada.answers import clean, drop_scores, equal_numbers, find_code, find_letter, find_number, find_spans, numbers
 from prepare import read_records
 
-Rows = Iterator[tuple[str, dict[str, str], Any]]  # id ("": number it), what fills the prompt, gold
+Rows = Iterator[tuple[str, dict[str, str], Any]]  # id ("": to be numbered), the prompt's fields, the gold answer
 
 
 @dataclass(frozen=True)
 class Item:
-    """One question: `prompt` is the user turn (chat markup is added elsewhere), `gold` what `right` compares with."""
+    """One question. `prompt` is the user's turn without chat markup, and `right` compares with `gold`."""
 
     id: str
     prompt: str
@@ -32,7 +32,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Task:
-    """One benchmark. `find` and `right` know the gold, too; `right` is None where only EvalPlus can judge."""
+    """One benchmark. `find` gets the gold answer, too. `right` is None if only EvalPlus can judge."""
 
     name: str
     title: str
@@ -52,7 +52,7 @@ class Task:
                 for key in values:
                     if "{" + key + "}" not in template:
                         fail(f"{self.title}: the prompt template lacks {{{key}}}: add it")
-                # in one pass, for a question may hold braces too
+                # replace all fields in one pass, because a question may have braces, too
                 prompt = re.sub(r"\{(" + "|".join(values) + r")\}", lambda match, put=values: put[match[1]], template)
                 items.append(Item(name or f"{self.name}/{number}", prompt, gold))
         if not items:
@@ -62,7 +62,7 @@ class Task:
 
 # --- files
 def text(record: dict, name: str) -> str:
-    """A field of a record, which is text, or the file is not the published one."""
+    """A field of a record. In the published file it is text."""
     value = record.get(name)
     if not isinstance(value, str):
         raise ValueError(f"{name} is {value!r}, and should be text")
@@ -79,7 +79,7 @@ CMATH_PROMPT = "{question}\n请通过逐步推理来解答问题，并把最终�
 
 
 def read_numbers(path: Path, answer: str) -> Rows:
-    """The gold is the one number of the field `answer`, or of what follows its "####", kept as written ("27.3%")."""
+    """The gold answer is the one number in the field `answer`, or behind "####" in it, as it is written ("27.3%")."""
     for _, record in read_records(path):
         final = text(record, answer).rpartition("####")[2]
         found = numbers(clean(final))
@@ -98,8 +98,8 @@ GPQA_ANSWERS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "I
 
 
 def read_gpqa(path: Path) -> Rows:
-    """Columns by name; options permuted as in simple-evals, one draw a row in order. It asks all rows four times; the
-    paper's scores are k/198, of one time."""
+    """Columns are found by name. Options are permuted as in simple-evals, by one draw for each row, in order.
+    simple-evals asks all rows four times; the paper's scores are k/198, so it asked once."""
     csv.field_size_limit(2**24)  # explanations outgrow the default cell
     rng = random.Random(0)
     with open(path, encoding="utf-8", newline="") as file:
@@ -132,8 +132,8 @@ DROP_PROMPT = (  # simple-evals without its 3 examples; what the answer line may
 
 
 def read_drop(path: Path) -> Rows:
-    """`gold` is a list of references, each a tuple of spans. The file joins a reference's spans with " and ", which
-    one span may hold too: both readings count."""
+    """`gold` is a list of references, each a tuple of spans. The file joins the spans of a reference by " and ", which
+    may also be part of a span, so both readings count."""
     for _, record in read_records(path):
         shape = re.fullmatch(r"Passage: (.*)\nQuestion: (.*?)\nAnswer:\s*", text(record, "context"), re.DOTALL)
         gold = [(reference,) for reference in text(record, "ref_text").split("|") if reference.strip()]
@@ -151,7 +151,7 @@ CODE_PROMPT = (  # EvalPlus; simple-evals and OpenCompass word it differently
 
 
 def read_code(path: Path, family: str) -> Rows:
-    """`gold` is the name of what is to be defined, and the canonical program."""
+    """`gold` is the name that is to be defined, and the canonical program."""
     for _, record in read_records(path):
         name = text(record, "task_id")
         if not name.startswith(family) or "plus_input" not in record:  # the original files have no "plus_input"
@@ -163,7 +163,7 @@ def read_code(path: Path, family: str) -> Rows:
         yield name, {"problem": text(record, "prompt").strip()}, [entry_point, program]
 
 
-# --- who does what: how an answer is found in a text, when it is right, and F1
+# --- the functions of a task: how an answer is found in a text, when it is right, and its F1
 NUMBERS = (
     lambda output, gold: find_number(output),
     lambda found, gold: found is not None and equal_numbers(found, gold),

@@ -1,4 +1,4 @@
-"""The released chat template around a text: what a converted checkpoint is asked.
+"""Put the released chat template around a text, to ask a converted checkpoint.
 
 python sample.py --ckpt weights/llada2.1-mini --dtype bf16 --gen_length 2048 \\
     --prompt "$(python -m llada.chat 'Write a quicksort.')"
@@ -8,11 +8,11 @@ import sys
 
 from lib.util import command, fail
 
-ROLES = ("<role>", "</role>", "<|role_end|>")  # special tokens: without them the template is no turns, only text
+ROLES = ("<role>", "</role>", "<|role_end|>")  # the template works only if the tokenizer has these special tokens
 
 
 def chat(user: str, system: str | None = None) -> str:
-    """A SYSTEM turn that is always there, one HUMAN turn, the opening of an answer."""
+    """A SYSTEM turn, which is always there, one HUMAN turn, and the opening of an answer."""
     head = system + "\n" if system is not None else ""
     turns = f"<role>SYSTEM</role>{head}detailed thinking off<|role_end|><role>HUMAN</role>{user}<|role_end|>"
     return turns + "<role>ASSISTANT</role>"

@@ -1,12 +1,12 @@
 """sample.py with compiled steps: the same tokens on a CPU in less time, after some seconds of compiling.
 
-A step passes the few tokens of a block through every layer, in many small calls. Here a routed layer is one compiled
-function, attention and cache included. A graph serves any length of the text, and any number of rows from two on. It
-pays for thousands of tokens, in one text or in many one after the other: results/speed has the numbers. A Stage B with
-layers of its own runs as it is, beside a compiled Stage A.
+A step passes the few tokens of a block through every layer, in many small calls. Here a layer with experts is one
+compiled function, with its attention and the cache. One graph serves a single row of any length, and another any
+number of rows. Compiling pays for thousands of tokens, in one text or in many: results/speed has the numbers. Causal
+Stage B is not compiled, and runs beside a compiled Stage A.
 
-The flags are sample.py's, on a CPU in fp32. It needs a C++ compiler (g++, or the one that CXX names) and Python's
-headers, and refuses int8 weights, which have a kernel of their own.
+The flags are sample.py's, on a CPU in fp32. This needs a C++ compiler (g++, or the one that CXX names) and Python's
+headers, and it refuses int8 weights, which have a kernel of their own.
 
     python -m llada.compiled --ckpt out/text_base --prompt "def " --gen_length 512
 """
@@ -29,14 +29,14 @@ from model import Context, Layer, Model, MoE
 # R rows, T positions of a pass (a block), N = R*T tokens, S keys, C channels, H heads, G key/value heads, D head dim,
 # E experts, A active experts, F expert width
 
-FEW = 8  # tokens an expert, on average, up to which reading its weights once a token is faster than sorting tokens
-GRAPHS = 64  # at most: two lengths of one row, more rows, each of them with LoRA and without
+FEW = 8  # up to this many tokens an expert, on average, it is faster to read an expert's weights again for each token
+GRAPHS = 64  # the most graphs: for two lengths of one row and for several rows, each with LoRA and without
 
 
 # --- the compiled function
 class Slot:
     """A slot of the cache, as Attention sees it: keys and values (R, G, room, D), of which `used` are in use. There is
-    always more room than that: the whole would be another graph."""
+    always more room than that, because a full slot would need another graph."""
 
     def __init__(self, keys: Tensor, values: Tensor, used: int):
         self.keys = keys
@@ -44,7 +44,7 @@ class Slot:
         self.used = used
 
     def update(self, layer: int, i_round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """As KVCache.update. Given a view, or to write a slice and no indices, the compiler copies the whole cache."""
+        """As KVCache.update. It writes at indices, because for a slice the compiler would copy the whole cache."""
         place = torch.arange(k.shape[2])
         self.keys[:, :, place] = k
         self.values[:, :, place] = v
@@ -54,10 +54,10 @@ class Slot:
 def run_layer(
     layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, used: int, length: Tensor
 ) -> Tensor:
-    """Layer.forward: x (R, T, C) -> (R, T, C). length (R,): the context tokens of each row."""
-    # as in KVCache.build_context: a shorter row has keys in use that are none of its own
+    """As Layer.forward: x (R, T, C) -> (R, T, C). length (R,): how many finished tokens each row has."""
+    # as in KVCache.build_context: a shorter row may not attend to keys behind its own
     R, T, C = x.shape
-    length = length.view(R, 1, 1, 1)  # seen for one row, too, or its size would be fixed for more
+    length = length.view(R, 1, 1, 1)  # for one row, too, or the compiler would fix the number of rows
     mask = torch.arange(-T, used - T) < length if R > 1 else None  # (R, 1, 1, S)
     ctx = Context(cos, sin, mask, Slot(keys, values, used))
     x = x + layer.attn.forward(layer.norm_1(x), ctx)
@@ -71,12 +71,12 @@ def run_layer(
 
 
 def chosen_experts(moe: MoE, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """MoE.experts, as the compiler likes it: x (N, C), chosen and weights (N, A) -> (N, C).
+    """As MoE.experts, in a form for the compiler: x (N, C), chosen and weights (N, A) -> (N, C).
 
-    Every choice has its own copy of its expert's matrices, (N*A, 2F, C) and (N*A, C, F). The compiler fuses
-    the copy with the product, so that none is made. Uncompiled, this is slow and large.
+    Every choice has its own copy of its expert's matrices, (N*A, 2F, C) and (N*A, C, F). The compiler fuses the copy
+    with the product, so that no copy is made. Without the compiler this is slow and takes much memory.
     """
-    # choices of one expert follow each other: its weights are in the processor's cache from the second on
+    # the choices of one expert come together, so that its weights stay in the processor's cache
     expert, order = chosen.flatten().sort(stable=True)
     rows = x[order // moe.cfg.n_active]
 
@@ -91,7 +91,7 @@ def chosen_experts(moe: MoE, x: Tensor, chosen: Tensor, weights: Tensor) -> Tens
 
 # --- the model
 def compile_steps(model: Model) -> None:
-    """Let the routed layers of a float32 model on a CPU decode few tokens by the compiled function."""
+    """Let the layers with experts of a float32 model on a CPU decode few tokens by the compiled function."""
     compiled = torch.compile(run_layer, fullgraph=True, options={"cpp_wrapper": True})
     model.run_layers = partial(run_layers, model, compiled)
 
@@ -100,7 +100,7 @@ def run_layers(model: Model, run: Callable[..., Tensor], h: Tensor, ctx: Context
     """As Model.run_layers: (R, T, C) -> (R, T, C). run: the compiled function."""
     R, T, _ = h.shape
     few = R * T * model.cfg.n_active <= FEW * model.cfg.n_expert
-    # a decoding pass over all rows, where who sees whom follows from the lengths alone
+    # a decoding pass over all rows, whose mask follows from the lengths alone
     cache = ctx.cache
     usual = isinstance(cache, KVCache) and not cache.filling and ctx.mask is cache.context.mask
     if not few or not usual:
@@ -118,8 +118,8 @@ def run_layers(model: Model, run: Callable[..., Tensor], h: Tensor, ctx: Context
 
 @torch.inference_mode()
 def compile_for_one_row(model: Model) -> None:
-    """First steps, whose results nobody reads. The compiler takes a size for fixed until it changes, so there are two
-    lengths."""
+    """Take first steps, whose results are not used. There are two lengths, because the compiler takes a size for fixed
+    until it changes."""
     print("compiling: seconds on an idle machine, minutes on a busy one", file=sys.stderr)
     masks = torch.full((1, model.cfg.block_length), model.cfg.mask_id)
     for n_blocks in (1, 3):
@@ -131,17 +131,17 @@ def main() -> None:
     args = sample.build_parser().parse_args()
     device = pick_device(args.device)
     if device.type != "cpu" or args.dtype != "fp32":
-        fail("compiled steps are for float32 on a CPU: add --device cpu --dtype fp32, or use sample.py")
+        fail("compiled steps are for float32 on a CPU: give --device cpu --dtype fp32, or use sample.py")
     model = load_model(args.ckpt, device, torch.float32)
     if not any(type(layer.mlp) is MoE for layer in model.layers):
-        fail(f"{args.ckpt} has no experts in float32, at which compiled steps are faster: use sample.py")
+        fail(f"{args.ckpt} has no experts in float32, and only with these are compiled steps faster: use sample.py")
     compile_steps(model)
     try:
         compile_for_one_row(model)
-    except RuntimeError as e:  # what dynamo and the compiler raise is one
+    except RuntimeError as e:  # dynamo and the compiler raise kinds of it
         reason = str(e).strip().partition("\n")[0]
         fail(f"the steps cannot be compiled ({reason}): install g++ and Python's headers, or use sample.py")
-    sample.write(args, model)  # the one thing that differs from sample.py is the model
+    sample.write(args, model)  # only the model differs from sample.py
 
 
 if __name__ == "__main__":

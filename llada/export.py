@@ -1,12 +1,12 @@
-"""Checkpoints of this project -> the released (Hugging Face) layout, adapters merged in.
+"""Checkpoints of this project -> the released (Hugging Face) layout, with an adapter's LoRA merged into the weights.
 
-    # a checkpoint -> released, bit for bit; of an adapter's folder the LoRA is merged, and its markers lie beside
+    # a model's folder comes out bit for bit; of an adapter, LoRA is merged, and the markers get a file of their own
     python -m llada.export --to hf --src weights/llada2.1-mini --out weights/back
     python -m llada.export --to hf --src out/cocommit --out weights/merged
 
-A Stage B other than the paper's goes nowhere. The released remote code (modeling_*.py) is no weight:
-copy it from the released folder yourself. `config.json` is written last: a folder without one is incomplete, and the
-same command completes it.
+Causal Stage B is refused, because the released layout has no place for it. Copy the released code (modeling_*.py)
+from the released folder yourself. `config.json` is written last: a folder without one is incomplete, and the same
+command completes it.
 """
 
 from functools import partial
@@ -45,7 +45,7 @@ def released_tensors(found: dict[str, Tensor], shard: list[Plan], adapter: dict[
 
 
 def to_hf(src: Path, out: Path) -> None:
-    """A checkpoint, or a base with the adapter in `src`, -> released."""
+    """Convert the model in `src`, or the base of the adapter in `src` with its LoRA, to the released layout."""
     base = base_of(src)
     cfg = checkpoint.read_config(base)
     about = about_adapter(src)
@@ -66,7 +66,7 @@ def to_hf(src: Path, out: Path) -> None:
     }
     checkpoint.check_fit(base, found, expected, "the checkpoint is incomplete", dropped)
 
-    # what goes with the weights: markers and how many layers they are made for; of a converted model its own config
+    # the files beside the weights: markers with the n that they were trained for; a converted model's own config
     files = copies(base, *convert_weights.TEXT)
     markers = adapter.get("markers", found.get("markers"))
     if markers is not None:
@@ -82,9 +82,9 @@ def to_hf(src: Path, out: Path) -> None:
 @command
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("--to", choices=["hf"], required=True, help="layout to write")
-    parser.add_argument("--src", type=Path, required=True, help="a checkpoint in our layout, or an adapter's folder")
-    parser.add_argument("--out", type=Path, required=True, help="new or empty folder, or one left incomplete")
+    parser.add_argument("--to", choices=["hf"], required=True, help="the layout to write")
+    parser.add_argument("--src", type=Path, required=True, help="a model's folder, or an adapter's")
+    parser.add_argument("--out", type=Path, required=True, help="a new or empty folder, or an incomplete one")
     args = parser.parse_args()
     to_hf(args.src, args.out)
 

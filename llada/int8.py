@@ -1,10 +1,10 @@
-"""Weights in int8: the released 16 B parameters in 16.6 GB, memory-mapped, for a 24 GB GPU or a laptop of 32 GB.
+"""Weights in int8: the released 16 B parameters take 16.6 GB, for a 24 GB GPU or a laptop with 32 GB.
 
-    # every script takes the new folder by --ckpt alone
+    # every script takes the new folder as its --ckpt
     python -m llada.int8 --src weights/llada2.1-mini --out weights/mini-int8
 
-Every matrix (experts, attention, output layer) is stored as lib/int8.py says. The embedding, which is looked up and
-never multiplied, the router, the norms and the biases stay as they are. README.md says how to use them.
+Every matrix (experts, attention, output layer) is stored as lib/int8.py says. The embedding, which is never multiplied,
+the router, the norms and the biases stay as they are. llada/README.md says how to use such a folder.
 """
 
 from dataclasses import asdict
@@ -22,7 +22,7 @@ from model import Model
 
 
 def int8_tensors(found: dict[str, Tensor], names: list[str], matrices: set[str]) -> dict[str, Tensor]:
-    """The tensors of a shard: matrices as numbers and scales, everything else as it is."""
+    """The tensors of a shard: matrices become integers and scales, and all others stay as they are."""
     tensors = {}
     for name in names:
         tensors[name] = found.pop(name)
@@ -32,8 +32,8 @@ def int8_tensors(found: dict[str, Tensor], names: list[str], matrices: set[str])
 
 
 def save_aligned(path: Path, tensors: dict[str, Tensor]) -> None:
-    """A file whose numbers lie where the kernel can read them: they are its last tensors, and what is before them is a
-    multiple of 8 bytes. Where that is none of 16, the header gets 8 bytes more."""
+    """Write a file whose integers are where the kernel can read them, at a multiple of 16 bytes. They are the file's
+    last tensors, behind a multiple of 8 bytes; if this is not a multiple of 16, the header gets 8 bytes more."""
     for padding in ("", " " * 8):
         save_tensors(path, tensors, {"padding": padding})
         with open(path, "rb") as file:
@@ -44,13 +44,13 @@ def save_aligned(path: Path, tensors: dict[str, Tensor]) -> None:
 
 def convert(src: Path, out: Path) -> None:
     if base_of(src) != src:
-        fail(f"{src} is an adapter, whose numbers stay as they are: convert its base, {base_of(src)}")
+        fail(f"{src} is an adapter, which stays in float32: convert its base, {base_of(src)}")
     cfg = read_config(src)
     found = survey(src)
     shards = [[planned.name for planned in shard] for shard in plan(cfg)]
     shards[0] += [name for name in ("markers", "show") if name in found]
 
-    # the matrices are what a model of integers has as integers
+    # the matrices are the tensors that use_int8 makes integers
     with torch.device("meta"):
         model = Model(cfg)
     expected = stored(model)
@@ -66,8 +66,8 @@ def convert(src: Path, out: Path) -> None:
 @command
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("--src", type=Path, required=True, help="a checkpoint in our layout")
-    parser.add_argument("--out", type=Path, required=True, help="new or empty folder, or one left incomplete")
+    parser.add_argument("--src", type=Path, required=True, help="a model's folder")
+    parser.add_argument("--out", type=Path, required=True, help="a new or empty folder, or an incomplete one")
     args = parser.parse_args()
     convert(args.src, args.out)
 

@@ -1,9 +1,10 @@
-"""train.py on several processes: adapters on a frozen base, each process with its own rows of every batch.
+"""train.py in several processes: they train an adapter on a frozen base, each with its own rows of every batch.
 
-torchrun starts this command N times. Every process holds the model, and gradients are summed over all. With --shard
-(FSDP2, as in the paper) a process holds a part of the frozen layers, and a layer is gathered when it runs: for weights
-that do not fit. Process 0 alone prints and writes, and its checkpoints are those of one process: a run goes on with any
-number, also after one has died. The other flags are train.py's, and count the rows of all processes.
+torchrun starts this command N times. Every process holds the model, and gradients are summed over all processes. With
+--shard (FSDP2, as in the paper), each process holds a part of the frozen layers, and a layer is gathered when it runs.
+This is for weights that do not fit into one GPU. Process 0 alone prints and writes. Its checkpoints are those of a
+single process, so a run goes on with any number of them, also after one has died. The other flags are train.py's, and
+--batch_size counts the rows of all processes.
 
     torchrun --nproc_per_node 8 -m llada.parallel --data data/fineweb --config configs/llada.toml
     torchrun --nproc_per_node 8 -m llada.parallel --init_from resume --out_dir out/cocommit
@@ -37,7 +38,7 @@ def meet(name: str) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
-    # process 0 may read and write for long; and it writes nothing before all have looked at what is there
+    # process 0 may read and write for long; and it writes nothing before all processes have read the settings
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=30))
     dist.barrier()
     return device
@@ -52,7 +53,7 @@ def total(t: Tensor) -> Tensor:
 
 # --- the model and its step
 def shard(model: Model, device: torch.device) -> None:
-    """Leave this process its part of the frozen layers, on its device; what learns stays whole."""
+    """Leave this process its part of the frozen layers, on its device. What learns stays whole."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in model.layers:
         learned = {p for p in layer.parameters() if p.requires_grad}
@@ -61,13 +62,14 @@ def shard(model: Model, device: torch.device) -> None:
 
 
 def sum_gradients(model: Model) -> None:
-    """From now on every backward leaves the gradients of all processes' rows, in all processes."""
+    """From now on every backward sums the gradients over all processes."""
     for p in model.learned().values():
         p.register_hook(total)
 
 
 def shared_step(model: Model, batch: Batch, args: Namespace) -> train.Losses:
-    """cocommit_step of this process's rows; what comes out is that of the whole batch, but for the gradient."""
+    """The step on this process's rows. The loss and the log's terms are those of the whole batch, but the gradient is
+    that of these rows."""
     own = slice(dist.get_rank(), None, dist.get_world_size())
     corruptible = batch.corruptible[own]
     rows = Batch(batch.clean[own], batch.real[own], corruptible, batch.plain, batch.draws[own], batch.holes_alone[own])
@@ -83,29 +85,29 @@ def run() -> None:
     sys.argv = [word for word in sys.argv if word != "--shard"]
     args = train.read_arguments()
     if not train.saves_adapter(args):
-        fail("several processes train adapters on a frozen base: give --init_from a checkpoint, and --lora_r above 0")
+        fail("several processes train adapters on a frozen base: give a model as --init_from, and --lora_r above 0")
     if sharded and args.stage_b != "paper":
-        fail(f"--stage_b {args.stage_b} has layers beside Stage A's, which --shard cannot cut up: leave one out")
+        fail(f"--stage_b {args.stage_b} has layers of its own, which --shard cannot cut up: leave out one of the two")
 
-    # every process has as many rows of every micro-batch
+    # every process has the same number of rows in every micro-batch
     n = int(os.environ["WORLD_SIZE"])
     for name in ("batch_size", "micro_batch"):
         rows = getattr(args, name)
         if rows % n:
             fail(f"--{name} {rows} does not divide by {n} processes: give a multiple of {n}")
     if train.EVAL_ROWS % n:
-        fail(f"{n} processes: {train.EVAL_ROWS} validation rows do not divide by them, start 2, 4, 8, ...")
+        fail(f"{train.EVAL_ROWS} validation rows do not divide by {n} processes: start 2, 4, 8, ...")
 
     device = meet(args.device)
     corpus = read_corpus(Path(args.data), args.seq_len, args.seed, args.block_length, args.batch_size)
 
-    # a sharded model is mapped from its files, and goes to the device a layer at a time
+    # with --shard the model is mapped from its files, and goes to the device layer by layer
     model = train.start(Namespace(**vars(args) | dict(device="cpu" if sharded else str(device))), corpus)
     if sharded:
         shard(model, device)
     sum_gradients(model)
 
-    # the loop of train.py, where process 0 writes; it says how a run goes on by the name of its script
+    # the loop of train.py, in which process 0 writes; the command to go on has the script's name
     again = f"-m torch.distributed.run --nproc_per_node {os.environ['LOCAL_WORLD_SIZE']} -m llada.parallel"
     sys.argv[0] = again + " --shard" * sharded
     writes = dist.get_rank() == 0
@@ -114,7 +116,7 @@ def run() -> None:
         with alone_in(Path(args.out_dir)) if writes else nullcontext():
             train.loop(model, corpus, shared_step, train.adamw(model, args), args, writes, total)
     except SystemExit:
-        status = 130  # also of those that nobody has told to stop
+        status = 130  # in every process, even if only one of them was told to stop
     dist.barrier()  # nobody leaves before process 0 has written
     raise SystemExit(status)
 
@@ -128,7 +130,7 @@ def main() -> None:
     except RuntimeError as e:
         if not (isinstance(e, dist.DistError) or "gloo" in str(e)):
             raise
-        fail("another process is gone; what was saved last is whole: go on with --init_from resume")
+        fail("another process is gone, but the last save is whole: go on with --init_from resume")
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()  # or its threads may abort the process as it ends

@@ -1,11 +1,11 @@
-"""Benchmark runs: one of the seven tasks over one checkpoint, as the paper sets it up, into a run file.
+"""Benchmark runs: a checkpoint answers one of the paper's seven tasks, and its answers go into a run file.
 
-A run file is JSON lines and only ever appended to: first the settings, then one line an item. Stopped or killed, the
-same command goes on: a line cut short is dropped, and no finished item runs again. Going on with other settings is
-refused: whatever changes an output. tables.py makes the paper's tables of run files.
+A run file is lines of JSON, first the settings, then one line for each item, and it is only appended to. If a run was
+stopped or killed, the same command goes on: it drops a line that was cut short, and no finished item runs again. It
+refuses to go on with other settings, if they may change an answer. tables.py makes the paper's tables from run files.
 
-Model-written code never runs in this process: HumanEval+ and MBPP+ leave samples in EvalPlus's format beside the run
-file, and the command that scores them is printed.
+Code that a model wrote never runs in this process: for HumanEval+ and MBPP+ the run leaves samples in EvalPlus's format
+beside its file, and prints the command that scores them.
 
     python -m llada.run --task gsm8k --task_file test.jsonl --ckpt weights/llada2.1-mini --out runs/gsm8k_base.jsonl
     python -m llada.run --task gsm8k --task_file test.jsonl --ckpt out/cocommit --out runs/gsm8k_cocommit.jsonl
@@ -52,16 +52,16 @@ def build_parser() -> Parser:
     add = parser.add_argument_group("what is asked").add_argument
     add("--task", choices=TASKS, required=True)
     add("--task_file", type=Path, required=True, help="the published file of the task; nothing is downloaded")
-    add("--template", type=Path, help="a text file with another prompt, fields in braces")
+    add("--template", type=Path, help="a text file with another prompt, which has the fields in braces")
     add("--shard", type=shard, default=(1, 1), metavar="I/N",
-        help="every n-th item from the i-th on, 1/4 to 4/4, an --out for each; tables put them together")
+        help="every n-th item from the i-th on, 1/4 to 4/4, each with an --out; tables.py puts them together")
 
     add = parser.add_argument_group("who answers, and where that goes").add_argument
     add("--ckpt", type=Path, required=True, help="a model's folder, or an adapter's")
     add("--row", choices=MECHANISM, metavar="NAME",
-        help=f"decode as this row of Table 2 ({BASE!r}; of an adapter {COCOMMIT!r})")
-    add("--gen_length", type=bounded(int, 1, 10**9), default=16384, help="tokens of an answer")
-    add("--out", type=Path, required=True, help="run file, .jsonl; the same command goes on where it stopped")
+        help=f"decode as this row of Table 2 (left out: {BASE!r}, or for an adapter {COCOMMIT!r})")
+    add("--gen_length", type=bounded(int, 1, 10**9), default=16384, help="the most tokens of an answer")
+    add("--out", type=Path, required=True, help="the run file, *.jsonl; the same command goes on where it stopped")
     add("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
     add("--dtype", choices=DTYPES, default="fp32", help="of weights and activations")
     return parser
@@ -76,7 +76,7 @@ def shard(text: str) -> tuple[int, int]:
 
 
 def row_of(args: Namespace, model: Model) -> str:
-    """The row of Table 2 that is asked for, of these weights."""
+    """The row of Table 2 that is asked for, if it is a row of these weights."""
     refuse_other_steps(model)
     given = "adapter" if model.markers.any() else "base"
     row = args.row or {"adapter": COCOMMIT, "base": BASE}[given]
@@ -88,7 +88,7 @@ def row_of(args: Namespace, model: Model) -> str:
 
 # --- run files
 def identity(args: Namespace, items: list[Item], model: Model, templated: bool, row: str, d: Decoding) -> dict:
-    """Everything that changes an output, as JSON; where files lie, and how the work is cut up, does not."""
+    """Everything that may change an answer. The places of files and --shard do not."""
     base = base_of(args.ckpt)
     about = {
         "task": args.task,
@@ -105,8 +105,8 @@ def identity(args: Namespace, items: list[Item], model: Model, templated: bool, 
 
 
 def open_run(path: Path, settings: dict) -> Run:
-    """The run at `path`, a file that exists, as far as it got, its cut line dropped; or a new one, its first line
-    written."""
+    """The run in a file that exists: as far as it got, without a line that was cut short, or new if the file is
+    empty."""
     run, whole = read_run(path)
     with path.open("ab") as file:
         if run is None:
@@ -160,19 +160,19 @@ def hand_over(args: Namespace, run: Run) -> None:
     # EvalPlus wants a sample of every problem that it is given
     problems = [record for _, record in read_records(args.task_file) if record["task_id"] in run.items]
     if read_samples(folder / "samples.jsonl") != programs:
-        # what was made of other programs is about these ones no longer
+        # these were made from other programs
         (folder / "samples-sanitized.jsonl").unlink(missing_ok=True)
     samples = [{"task_id": name, "solution": program} for name, program in programs.items()]
     for name, records in (("samples.jsonl", samples), ("dataset.jsonl", problems)):
         data = "".join(json.dumps(record) + "\n" for record in records)
         replace_file(folder / name, lambda temporary, data=data: temporary.write_text(data))
 
-    # EvalPlus cuts prose and calls away before it judges its own answers. It reads both data sets then: the other one
-    # is empty, or it would download a release
+    # EvalPlus cuts prose and calls away before it judges. For this it reads both data sets: the other one is empty, or
+    # EvalPlus would download a release
     override = {"HUMANEVAL": "/dev/null", "MBPP": "/dev/null"} | {args.task.upper(): '"$PWD/dataset.jsonl"'}
-    # a clean environment: EVALPLUS_TIMEOUT_PER_TASK, for one, makes 0.3.1 hang, and secrets are nobody's business; a
-    # home of its own, because EvalPlus un-pickles its cache; under its 4 GiB the right programs of Mbpp/255 and 392
-    # fail; an old result would be reported again
+    # the environment is empty, because EVALPLUS_TIMEOUT_PER_TASK makes 0.3.1 hang, and because it may hold secrets; the
+    # home is new, because EvalPlus un-pickles its cache; with its own limit of 4 GiB the right programs of Mbpp/255 and
+    # 392 fail; and an old result would be reported again
     clean = 'env -i PATH="$PATH" HOME="$(mktemp -d)" EVALPLUS_MAX_MEMORY_BYTES=8589934592'
     clean += "".join(f" {name}_OVERRIDE_PATH={path}" for name, path in override.items())
     print(
@@ -190,7 +190,7 @@ def hand_over(args: Namespace, run: Run) -> None:
 def main() -> None:
     args = build_parser().parse_args()
     if args.out.suffix != ".jsonl":
-        fail("--out is named *.jsonl")
+        fail("--out must be named *.jsonl")
     task = TASKS[args.task]
     template = None
     if args.template:
@@ -202,7 +202,7 @@ def main() -> None:
     model = load_model(args.ckpt, pick_device(args.device), DTYPES[args.dtype])
     tokenizer = load_tokenizer(base_of(args.ckpt))
     if tokenizer is None:
-        fail(f"{args.ckpt} has no tokenizer (a toy's tokens are numbers): it cannot read {task.title}")
+        fail(f"{args.ckpt} has no tokenizer, because a toy's tokens are numbers: it cannot read {task.title}")
     row = row_of(args, model)
     d, step = decoder_of(row, model.cfg.n_rounds)
     d = replace(d, gen_length=args.gen_length)
@@ -210,7 +210,7 @@ def main() -> None:
     # the released chat template, where the tokenizer has its tokens
     missing = [role for role in ROLES if role not in tokenizer.special]
     if missing:
-        print(f"no chat template: the tokenizer of {args.ckpt} has no {missing[0]}; questions are asked as plain text")
+        print(f"no chat template: the tokenizer of {args.ckpt} has no {missing[0]}, so questions are plain text")
 
     # answer the items that have no answer yet
     part, parts = args.shard

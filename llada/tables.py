@@ -1,15 +1,15 @@
-"""Run files read: the paper's three tables, beside the paper's figures.
+"""The paper's three tables from run files, beside the paper's own figures.
 
-A delta without its noise says little, so each stands with the 95 % interval of a paired bootstrap over the items that
-both runs have, and the paper's with what its own number of items can tell apart. A run's settings say which row it is.
-HumanEval+ and MBPP+ count once EvalPlus's verdicts lie beside the run file.
+A difference says little without its noise. Ours come with the 95 % interval of a paired bootstrap over the items of
+both runs, and the paper's with the least difference that its number of items can tell from chance. The settings of a
+run say which row it is. HumanEval+ and MBPP+ count once EvalPlus's verdicts are beside the run file.
 
     python -m llada.tables main --runs runs/            # Table 1, n = 3: base, CoCommit, delta, forwards per token
     python -m llada.tables mechanism --runs runs/       # Table 2, n = 3: GSM8K, what each part of the method adds
     python -m llada.tables gates --runs runs/           # the text below Table 2, n = 3: edits without a gate
     python -m llada.tables lastn --runs runs/           # Table 3: n = 3, 6, 9, and their averages
 
-Below each stand the paper's own differences as answers, with the least p that they may have.
+Below each table are the paper's own differences in answers, each with the least p that it may have.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from prepare import read_records
 
 # Shares are 0..1 in run files and percent in tables.
 
-# the paper's Tables 1 and 3: accuracy, and full forwards per token, of the plain sampler and of joint commitment at n
+# the paper's Tables 1 and 3: accuracy and full forwards per token, of the base and of CoCommit with each n
 PAPER = {
     "gsm8k": {"base": (89.61, 0.26), 3: (91.13, 0.34), 6: (90.75, 0.30), 9: (90.83, 0.30)},
     "cmath": {"base": (92.26, 0.32), 3: (91.99, 0.45), 6: (93.08, 0.44), 9: (92.17, 0.40)},
@@ -39,11 +39,11 @@ PAPER = {
     "mbpp": {"base": (68.78, 0.18), 3: (70.11, 0.18), 6: (68.78, 0.18), 9: (72.22, 0.18)},
 }
 
-# what the paper's text says that ungated edits add to gated ones, at n = 3
+# what ungated edits add to gated ones at n = 3, by the paper's text
 UNGATED_ADDS = {
     "gsm8k": 0.00, "cmath": -0.45, "gpqa": 1.52, "drop": 0.44, "piqa": 0.11, "humaneval": 0.61, "mbpp": 1.06
 }  # fmt: skip
-# and what its text gives as the averages of Table 3
+# the averages of Table 3 by its text
 AVERAGES = {3: 78.72, 6: 77.50, 9: 77.65}
 
 
@@ -61,13 +61,13 @@ def digest(value: object) -> str:
 
 
 def differences(a: dict, b: dict) -> str:
-    """In words: "tau_m2t (0.7, 0.5); dtype (fp32, bf16)"."""
+    """The entries that differ, in words: "tau_m2t (0.7, 0.5); dtype (fp32, bf16)"."""
     return "; ".join(f"{key} ({a.get(key)}, {b.get(key)})" for key in a | b if a.get(key) != b.get(key))
 
 
 def read_run(path: Path) -> tuple[Run | None, int]:
-    """A run file, and how many bytes its whole lines have: a line cut short at the end does not count. None where not
-    even the first line is whole."""
+    """The run in a file, and how many bytes its whole lines have, without a last line that was cut short. The run is
+    None if not even the first line is whole."""
     with reading(path, "run file"):
         data = path.read_bytes()
         start = b'{"settings": '
@@ -83,7 +83,7 @@ def read_run(path: Path) -> tuple[Run | None, int]:
     header, *records = lines
     settings = checked_entry(header, "settings", dict, path)
     if settings.get("task") not in TASKS:
-        fail(f"{path} is a run of {settings.get('task')!r}, and there are {', '.join(TASKS)}")
+        fail(f"{path} is a run of {settings.get('task')!r}, and the tasks are {', '.join(TASKS)}")
     for key, kind in (("row", str), ("n_last", int), ("partial_cost", float)):
         checked_entry(settings, key, kind, path)
     for record in records:
@@ -102,7 +102,7 @@ def check_record(record: dict, path: Path) -> None:
 
 
 def read_runs(folder: Path) -> list[Run]:
-    """Every run under a folder: files of the same settings are one run, and code has EvalPlus's verdicts."""
+    """Every run under a folder. Files with the same settings are one run, and programs get EvalPlus's verdicts."""
     runs: dict[str, Run] = {}
     for path in sorted(folder.rglob("*.jsonl")):
         if path.parent.suffix == ".evalplus":
@@ -117,8 +117,8 @@ def read_runs(folder: Path) -> list[Run]:
 
 
 def judge(path: Path, run: Run) -> None:
-    """Take over EvalPlus 0.3.1's verdicts, each only for the very program that it was given: that of the run, or what
-    `evalplus.sanitize` made of it."""
+    """Take EvalPlus 0.3.1's verdicts into a run, but only those about its programs, or about what `evalplus.sanitize`
+    made of them."""
     if TASKS[run.settings["task"]].right:
         return
     folder = path.with_suffix(".evalplus")
@@ -139,7 +139,7 @@ def judge(path: Path, run: Run) -> None:
 
 
 def read_samples(path: Path) -> dict[str, str]:
-    """The programs of a file of samples, by task; none where there is no file."""
+    """The programs of a file of samples, by task; {} if there is no file."""
     if not path.exists():
         return {}
     with reading(path, "file of samples"):
@@ -148,7 +148,7 @@ def read_samples(path: Path) -> dict[str, str]:
 
 # --- statistics
 def wilson(k: int, n: int) -> tuple[float, float]:
-    """95 % interval (Wilson's) of a share of which k of n were seen."""
+    """Wilson's 95 % interval of a share, of which k of n were seen."""
     z2 = 1.959963984540054**2
     middle = (k + z2 / 2) / (n + z2)
     spread = math.sqrt(z2 * k * (n - k) / n + z2 * z2 / 4) / (n + z2)
@@ -156,7 +156,7 @@ def wilson(k: int, n: int) -> tuple[float, float]:
 
 
 def paired(run: Run, reference: Run) -> tuple[float, float, float] | None:
-    """(delta, its 95 % interval) in shares over the items of both; None where there are none."""
+    """The difference of two runs and its 95 % interval, in shares over the items of both; None if they share none."""
     gained = []
     for name, mine in run.items.items():
         other = reference.items.get(name)
@@ -168,15 +168,15 @@ def paired(run: Run, reference: Run) -> tuple[float, float, float] | None:
 
 
 def bootstrap(x: np.ndarray, rng: np.random.Generator, n: int = 10_000) -> tuple[float, float]:
-    """95 % percentile interval of the mean of x, by drawing as many of its values again."""
+    """The 95 % interval of the mean of x, by its percentiles when as many values of x are drawn again."""
     values, counts = np.unique(x, return_counts=True)
     times = rng.multinomial(len(x), counts / len(x), n)  # how often each value is drawn
     return tuple(np.quantile(times @ values / len(x), (0.025, 0.975)))
 
 
 def mcnemar_at_best(k: int) -> float:
-    """The least p that a difference of k answers on the same items can have: McNemar's exact two-sided one, if every
-    item that the two runs judge differently speaks for one side. Where other items cancel, p is larger."""
+    """The least p that a difference of k answers on the same items can have: McNemar's exact two-sided p, if every item
+    on which the runs differ is in favour of one run. If some are in favour of the other, p is larger."""
     return min(1.0, 2 * 0.5 ** abs(k))
 
 
@@ -185,10 +185,10 @@ def mcnemar_at_best(k: int) -> float:
 class Row:
     label: str
     task: str
-    name: str  # in Table 2
-    paper: tuple[float, float | None]  # accuracy, NFE/token
-    n: int | None = 3  # layers that Stage B runs again; None: any, of a base
-    against: "Row | None" = None  # what its delta is to
+    name: str  # the row's name in Table 2
+    paper: tuple[float, float | None]  # the paper's accuracy and NFE/token
+    n: int | None = 3  # n_last of the run; None: any, for a base
+    against: "Row | None" = None  # the row that it is compared with
 
 
 def main_table() -> list[Row]:
@@ -211,7 +211,7 @@ def mechanism_table() -> list[Row]:
 
 
 def gates_table() -> list[Row]:
-    """The paper's text on edits: without a gate against with one, Stage B on."""
+    """The paper's text on edits: edits without a gate against edits with one, with Stage B."""
     rows = []
     for task, added in UNGATED_ADDS.items():
         ungated = PAPER[task][3]
@@ -300,7 +300,7 @@ def printed(row: Row) -> list[str]:
 
 
 def average_cells(runs: list[Run], n: int) -> list[str]:
-    """The last line of Table 3: what seven scores are on average, ours once all seven are there."""
+    """The last line of Table 3: the average of seven scores, of ours once there are all seven."""
     scores = []
     for row in lastn_table():
         run = pick(runs, row) if row.n == n else None
@@ -314,12 +314,12 @@ def average_cells(runs: list[Run], n: int) -> list[str]:
 
 # --- the paper's own differences
 def answers_of(row: Row) -> int:
-    """How many of its task's items are right where so many percent are."""
+    """The row's accuracy as a number of right answers."""
     return round(row.paper[0] * TASKS[row.task].n_official / 100)
 
 
 def paper_differences(rows: list[Row]) -> list[list[str]]:
-    """Every difference of a table in answers, and the least p that it may have."""
+    """Every difference of a table in answers, with the least p that it may have."""
     cells = []
     for row in rows:
         if row.against:
@@ -349,7 +349,7 @@ def notes(run: Run, reference: Run | None) -> list[str]:
     said = []
     if any(record["correct"] is None for record in run.items.values()):
         said.append(f"{title}: items without EvalPlus's verdict do not count")
-    # what a method leaves alone
+    # the settings that a method does not change
     alike = ("questions", "weights", "int8", "gen_length", "dtype")
     theirs, ours = ({key: of.settings.get(key) for key in alike} for of in (reference or run, run))
     if theirs != ours:
@@ -363,7 +363,7 @@ def main() -> None:
     tables = {"main": main_table, "mechanism": mechanism_table, "gates": gates_table, "lastn": lastn_table}
     parser.add_argument("table", choices=tables, help="the paper's Table 1, 2, the text below it, or Table 3")
     parser.add_argument(
-        "--runs", type=Path, help="folder of run files by llada.run (left out: the paper's numbers alone)"
+        "--runs", type=Path, help="a folder of llada.run's run files (left out: the paper's numbers alone)"
     )
     args = parser.parse_args()
 
@@ -382,7 +382,7 @@ def main() -> None:
     print_table(HEAD, cells)
     print("\n".join([*dict.fromkeys(said), FOOTNOTE]))
 
-    # what the paper's numbers say by themselves
+    # what the paper's own numbers say
     print()
     print_table(OWN_HEAD, paper_differences(rows))
     print(OWN_FOOTNOTE)

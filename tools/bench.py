@@ -1,8 +1,8 @@
-"""Speed, as ratios measured side by side in one process, on a CPU.
+"""Speed on a CPU, as ratios that are measured side by side in one process.
 
-The two sides of every ratio take turns (A, B, A, B, ...) and the medians of the processor's time are divided, so that
-a busy machine disturbs both alike. Weights are random, because speed does not depend on them; with --names they are the
-shipped ones, because forwards do.
+The two sides of a ratio take turns (A, B, A, B, ...), and the medians of their processor time are divided, so a busy
+machine disturbs both alike. Weights are random, because speed does not depend on them. With --names they are the
+shipped ones, because the number of forwards does depend on them.
 
     python -m tools.bench                                                   # the cache against none; minutes
     python -m tools.bench --names assets/names/paper assets/names/causal    # time beside forwards, a name; a minute
@@ -33,13 +33,13 @@ from sample import denoise, generate
 
 # R rows, B block_length
 
-# enough to see the ratios, little enough for two cores
+# sizes that show the ratios and are small enough for two cores
 TEXT = replace(PRESETS["text"], eos_id=256, mask_id=257, block_length=8)  # as train.py builds it
 WIDE = replace(TEXT, n_layer=20, n_embd=512, n_head=8, head_dim=64, rotary_dim=32, d_dense=1536, d_expert=256)
 
-CONTEXTS = (0, 64, 128, 256, 512, 1024, 1536, 2048)  # tokens before the block
-LENGTHS = (128, 512, 2048)  # of whole decodes
-ROWS = 16  # that are decoded at once
+BEFORE = (0, 64, 128, 256, 512, 1024, 1536, 2048)  # tokens before the block
+LENGTHS = (128, 512, 2048)  # tokens of a whole text
+ROWS = 16  # rows that are decoded at once
 CASES = ((TEXT, 1), (WIDE, 1), (TEXT, ROWS))
 NAMES_TIMED = 64
 TIMED = (
@@ -48,13 +48,13 @@ TIMED = (
 )  # fmt: skip
 REPEATS = 3
 
-# no probability is above 1: one token a step, always the same steps
+# no probability is above 1, so each step writes one token, and the steps are always the same
 ONE_BY_ONE = Decoding(tau_m2t=1.0, tau_t2t=None)
 
 
 # --- the clock
 def interleaved(*sides: Callable[[], object], repeats: int) -> list[float]:
-    """Median seconds of each side, of this process's own work; they take turns, after one untimed round."""
+    """The median seconds of processor time of each side. The sides take turns, after one round that is not timed."""
     seconds: list[list[float]] = [[] for _ in sides]
     for turn in progress(range(repeats + 1), "rounds"):
         for side, taken in zip(sides, seconds, strict=True):
@@ -65,9 +65,9 @@ def interleaved(*sides: Callable[[], object], repeats: int) -> list[float]:
     return [statistics.median(taken) for taken in seconds]
 
 
-# --- what time is taken of
+# --- what is timed
 def random_model(cfg: Config) -> Model:
-    """Random weights; the mask is nobody's best token, or a block would never end."""
+    """A model with random weights. The mask is never the likeliest token, or a block would never end."""
     model = new_model(cfg, generator("bench"))
     model.lm_head.weight.data[cfg.mask_id] = 0
     return model
@@ -90,30 +90,30 @@ def one_step(engine: Cached | Uncached, R: int) -> Callable[[], Step]:
 
 @torch.inference_mode()
 def cache_against_none(cfg: Config, rows: int) -> None:
-    """A step behind contexts of several lengths, and whole decodes integrated over them."""
+    """Time a step behind texts of several lengths, and integrate over them for whole texts."""
     model = random_model(cfg)
     size = f"{cfg.n_layer} layers of {cfg.n_embd}, {cfg.n_expert} experts, blocks of {cfg.block_length}"
     print(f"\n{size}; rows: {rows}; Stage A and B in every step; threads: {torch.get_num_threads()}")
     print("  context   cached ms a step   uncached ms a step   ratio")
     measured = []
-    for context in CONTEXTS:
-        engines = [engine(model, [prompt(context)] * rows, 1) for engine in (Cached, Uncached)]
+    for before in BEFORE:
+        engines = [engine(model, [prompt(before)] * rows, 1) for engine in (Cached, Uncached)]
         steps = [one_step(engine, rows) for engine in engines]
         cached, uncached = interleaved(*steps, repeats=REPEATS if rows == 1 else 1)
         measured.append((cached, uncached))
-        print(f"  {context:7}   {1e3 * cached:16.1f}   {1e3 * uncached:18.1f}   {uncached / cached:4.1f}x", flush=True)
+        print(f"  {before:7}   {1e3 * cached:16.1f}   {1e3 * uncached:18.1f}   {uncached / cached:4.1f}x", flush=True)
 
-    # the cost of a step is read off between the measured contexts; a block is as many steps as tokens on either side
+    # the time of a step is interpolated between the measured lengths; on both sides a step writes one token
     for length in LENGTHS:
         starts = np.arange(length) // cfg.block_length * cfg.block_length
-        cached, uncached = (np.interp(starts, CONTEXTS, side).sum() for side in np.array(measured).T)
+        cached, uncached = (np.interp(starts, BEFORE, side).sum() for side in np.array(measured).T)
         print(f"  all of {length} tokens (integrated): cached {cached:.2f} s, uncached {uncached:.2f} s: "
               f"{uncached / cached:.1f}x")  # fmt: skip
 
 
 # --- names: seconds beside forwards
 def seconds_a_name(folders: list[Path]) -> None:
-    """The decoders of these adapters, and their base's, complete the same names in turns: one at once, then 16."""
+    """Time the decoders of these adapters and their base on the same names, one name at once and then 16."""
     tokenizer = [names_tokenizer(folder) for folder in folders][0]
     decoders = [row for row in name_rows(folders) if row[0] in TIMED]
     models = {folder: load_model(folder, "cpu", torch.float32) for _, folder, _ in decoders}
@@ -138,7 +138,7 @@ def seconds_a_name(folders: list[Path]) -> None:
 @command
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("--names", type=Path, nargs="+", metavar="CKPT", help="instead: ms a name, by these and base")
+    parser.add_argument("--names", type=Path, nargs="+", metavar="CKPT", help="time these adapters on names instead")
     args = parser.parse_args()
     print("$", printable(shlex.join(["python", "-m", "tools.bench", *sys.argv[1:]])))
     print(f"{date.today()}: {os.cpu_count()} cores; torch {torch.__version__}")

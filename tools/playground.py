@@ -1,14 +1,14 @@
-"""The model in a browser: one HTML page that completes what one types, and needs nothing but itself.
+"""The model in a browser: one HTML page that completes what a user types, and needs nothing but itself.
 
-The page holds the weights, the tokenizer and an engine in JavaScript (tools/engine.js, which computes what
+The page has the weights, the tokenizer and an engine in JavaScript (tools/engine.js, which computes what
 model.py and sample.generate_one do). It shows several decoders on the same beginning, step by step: the
-base one token at a time from the left, by the longest run and by the released gates; the paper's adapter
+base one token at a time from the left, by the longest run, and by the released gates; the paper's adapter
 with Stage B off and on; causal Stage B with its looks. A click on a mask shows what Stage A and Stage B
-would write there, and writes a token by hand. For names the page also says whether a name exists, and
-counts how many of a hundred held-out beginnings each decoder completes to one, and the forwards that it took.
+would write there, and lets the user write a token. For names the page also says whether a name exists. It
+counts how many of a hundred held-out beginnings each decoder completes to a name, and in how many forwards.
 
     python -m tools.playground                                         # the shipped base and its two adapters
-    python -m tools.playground --ckpt out/names --out out/mine.html    # one's own, or several adapters of one base
+    python -m tools.playground --ckpt out/names --out out/mine.html    # your own, or several adapters of one base
 """
 
 import base64
@@ -36,12 +36,12 @@ SCRIPTS = ("engine.js", "viewer.js", "playground.js")
 SHIPPED = [Path("assets/names/paper"), Path("assets/names/causal")]
 BEGINNINGS = 100  # held-out names to complete
 
-# the gates as the page opens, the paper's and causal Stage B's; its prompt, and how many tokens it lets a model write
+# the gates when the page opens; and for names and other text, how many tokens a model writes, and the prompt
 GATES = dict(tau_m2t=0.7, tau_t2t=0.0, tau_joint=0.5)
 OF_NAMES = dict(gen_length=32)
 OF_TEXT = dict(prompt="import ", gen_length=64, names=None, beginnings=[])
 
-# --- the decoders. Of a gate the page's slider, by name, or a number; in_table: the experiment counts it
+# --- the decoders. A gate is a number, or the name of the page's slider; in_table: the page's table counts it
 BY_GATES = dict(n_rounds=0, tau_m2t="tau_m2t", tau_t2t="tau_t2t", tau_joint=None, in_table=True)
 BY_RUNS = BY_GATES | dict(tau_t2t=None, tau_joint="tau_joint")
 OF_BASE = [
@@ -49,7 +49,7 @@ OF_BASE = [
         name="base, one at a time", tau_joint=1.0, about="The leftmost mask; then the model reads again.",
     ),
     BY_RUNS | dict(
-        name="base, longest run", about="From the left, while their product is above tau_joint.",
+        name="base, longest run", about="From the left, while the joint probability is above tau_joint.",
     ),
     BY_GATES | dict(
         name="base, edits gated", tau_t2t=0.5, in_table=False,
@@ -62,7 +62,7 @@ CAUSAL = "Stage A drafts (A); a look (1, 2 ...) of Stage B reads the drafts on t
 
 
 def with_stage_b(model: Model) -> list[dict]:
-    """What the page shows of a model that has a Stage B; of any other nothing."""
+    """The decoders of a model that has a Stage B; none for any other model."""
     if not model.markers.any():
         return []
     on = dict(n_rounds=model.cfg.n_rounds)
@@ -74,7 +74,7 @@ def with_stage_b(model: Model) -> list[dict]:
 
 # --- what the page holds
 def half(model: Model) -> Model:
-    """The model as a page has it: parameters in bfloat16, as the shipped base is anyway; the experts' bias is whole."""
+    """The model with its parameters rounded to bfloat16, as the page has them. The experts' biases are not rounded."""
     for p in model.parameters():
         p.data = p.data.bfloat16().float()
     return model
@@ -85,8 +85,8 @@ def packed(content: bytes) -> str:
 
 
 def weights_data(tensors: list[Tensor]) -> str:
-    """All numbers end to end, as float32: first the lowest byte of each, then the next. Of bfloat16 numbers the two
-    lower ones are zero, and cost nothing when they are packed."""
+    """All numbers end to end as float32: first the lowest byte of each, then the next ones. The two lower bytes of a
+    bfloat16 number are zero, and take no space when they are packed."""
     numbers = torch.cat([tensor.detach().float().flatten() for tensor in tensors])
     return packed(numbers.view(torch.uint8).view(-1, 4).T.contiguous().numpy().tobytes())
 
@@ -97,8 +97,8 @@ def names_data() -> str:
 
 
 def tokenizer_data(tokenizer: Tokenizer, vocab_size: int) -> dict:
-    """What the page's tokenizer needs; bytes are written as the letters U+0000 to U+00FF."""
-    # JavaScript's \s knows other blanks; and of special tokens that begin at one place the longest counts
+    """What the page's tokenizer needs. Bytes are written as the characters U+0000 to U+00FF."""
+    # JavaScript's \s finds other blanks; and if special tokens begin at one place, the longest counts
     words = tokenizer.pattern.replace(r"\s", r"\p{White_Space}").replace(r"\S", r"\P{White_Space}")
     longest_first = sorted(tokenizer.special, key=len, reverse=True)
     return {
@@ -112,16 +112,16 @@ def tokenizer_data(tokenizer: Tokenizer, vocab_size: int) -> dict:
 
 # --- the page
 def page_data(folders: list[Path]) -> dict:
-    """Everything that the page reads: geometry, weights, tokenizer, decoders and, of a model of names, all names."""
+    """Everything that the page reads: geometry, weights, tokenizer, decoders and, for a model of names, all names."""
     base = base_of(folders[0])
     for folder in folders:
         if base_of(folder).resolve() != base.resolve():
-            fail(f"{folder} stands on {base_of(folder)}, {folders[0]} on {base}: a page has one base")
+            fail(f"{folder} has the base {base_of(folder)}, and {folders[0]} has {base}: give adapters of one base")
     tokenizer = load_tokenizer(base)
     models = {folder: half(load_model(folder, "cpu", torch.float32)) for folder in dict.fromkeys([base, *folders])}
     check_page_can_run(base, models[base], tokenizer)
 
-    # of an adapter what learned; the rest is the base's
+    # from an adapter take what learned; the rest is the base's
     decoders = [decoder | dict(number=0) for decoder in OF_BASE]
     tensors = []
     about_models = []
@@ -145,7 +145,7 @@ def page_data(folders: list[Path]) -> dict:
     if "names" not in judge_of(base):
         return data | OF_TEXT
 
-    # held-out names, and every name that Python knows, for the judge
+    # held-out names to complete, and every name that Python knows, to judge
     beginnings = list(draw_names(BEGINNINGS, "held out", tokenizer).values())
     first = tokenizer.decode(beginnings[0])
     return data | OF_NAMES | dict(prompt=first, names=names_data(), beginnings=beginnings)
@@ -154,16 +154,16 @@ def page_data(folders: list[Path]) -> dict:
 def check_page_can_run(base: Path, model: Model, tokenizer: Tokenizer | None) -> None:
     """Refuse in one line what the page's engine cannot compute."""
     if tokenizer is None:
-        fail(f"{base} has no tokenizer (a toy's tokens are numbers): a page needs a checkpoint of names or of text")
+        fail(f"{base} has no tokenizer (a toy's tokens are numbers): give a model of names or of text")
     if not page_can_read(tokenizer):
-        fail(f"{base} has a tokenizer that the page's cannot follow: it follows prepare.py's and plain ByteLevel BPEs")
+        fail(f"{base} has a tokenizer that the page cannot compute: it has prepare.py's and plain ByteLevel BPEs")
     if is_int8(model):
-        fail(f"{base} has int8 weights: a page needs the model that they were made of")
+        fail(f"{base} has int8 weights: give the model that they were made from")
 
 
 def page_can_read(tokenizer: Tokenizer) -> bool:
-    """Does the page's tokenizer give the same ids? It has two patterns, knows special tokens alone, and merges first
-    what has the lowest id."""
+    """Does the page's tokenizer give the same ids? It has two patterns, of added tokens it has special ones alone, and
+    it merges in the order of ids."""
     merged = tokenizer.ids[256:]
     in_order = merged == sorted(merged) and len(tokenizer.token_bytes) == len(tokenizer.ids)
     changes_text = tokenizer.nfc or tokenizer.prefix_blank

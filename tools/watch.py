@@ -1,7 +1,7 @@
 """`sample.py --watch`: every step of decoding, as it happens.
 
-By the paper's gates a row is a line, drawn again after every step. Where runs are written each step has a line of its
-own: first Stage A's draft, then in its place what Stage B made of it, and in how many looks.
+With the paper's gates a row has one line, which is drawn again after every step. With the longest run every step has a
+line of its own: it shows Stage A's draft, and then what Stage B made of it, and in how many looks.
 """
 
 import os
@@ -19,11 +19,11 @@ from lib.util import MASK, code_point
 END = "∎"
 LEGEND = f"[written now]  [Stage B's](A: what Stage A would write)  {{edited}}  {MASK} a mask  {END} the end"
 GLYPHS = {" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍"}
-PACE = 0.4  # seconds that a drawn step stands
+PACE = 0.4  # seconds that a step is shown
 
 
 def piece(tokenizer: Tokenizer, token: int) -> str:
-    """A token's text, all of it visible; a special token's name."""
+    """A token's text, with every character visible, or a special token's name."""
     raw = tokenizer.token_bytes.get(token, b"")
     if not raw:
         names = {i: name for name, i in tokenizer.special.items()}
@@ -34,13 +34,13 @@ def piece(tokenizer: Tokenizer, token: int) -> str:
 
 
 def visible(character: str) -> str:
-    """One character as something that can be seen on one line."""
+    """One character in a form that is visible, on one line."""
     if character in GLYPHS:
         return GLYPHS[character]
     if character.isprintable():
         return character
 
-    # bytes that are no UTF-8 were decoded to U+DC80..U+DCFF by surrogateescape
+    # surrogateescape has decoded bytes that are not UTF-8 to U+DC80..U+DCFF
     code = ord(character)
     if 0xDC80 <= code <= 0xDCFF:
         return f"<{code - 0xDC00:02X}>"
@@ -48,9 +48,9 @@ def visible(character: str) -> str:
 
 
 class Screen:
-    """The steps of all rows in a terminal that moves; a plain log through a pipe, or with NO_COLOR.
+    """Shows the steps of all rows. In a terminal lines are drawn again; in a pipe, or with NO_COLOR, they are a log.
 
-    tokenizer: None where tokens are numbers.
+    tokenizer: None if tokens are numbers.
     """
 
     CODES = {"green": 32, "yellow": 33, "magenta": 35, "dim": 2}
@@ -67,27 +67,27 @@ class Screen:
     def on_step(self, rows: list[Row], step: Step) -> None:
         """Show the rows in flight after a step."""
         self.steps += 1
-        runs = rows[0].d.tau_joint is not None
+        from_the_left = rows[0].d.tau_joint is not None
         for r, row in enumerate(rows):
             before = self.before(row.ids)
-            line = self.line(before, self.block(step, r) + (self.looks(step, r) if runs else ""))
+            line = self.line(before, self.block(step, r) + (self.looks(step, r) if from_the_left else ""))
             if not self.moves:
                 print(line)
-            elif runs:
+            elif from_the_left:
                 self.mend(self.line(before, self.draft(step, r)), line)
             self.lines[row.number] = line
-        if self.moves and not runs:
+        if self.moves and not from_the_left:
             self.draw_again()
 
     def mend(self, draft: str, line: str) -> None:
-        """A line of its own: the draft, and then in its place what is written."""
+        """Draw a line with the draft, and then in its place the line with what is written."""
         print(draft, flush=True)
         time.sleep(PACE)
         print(f"\x1b[1F\x1b[2K{line}", flush=True)
         time.sleep(PACE)
 
     def draw_again(self) -> None:
-        """All rows in place: from the first line on."""
+        """Draw the lines of all rows again, in their places."""
         if self.steps > 1:
             print(f"\x1b[{len(self.lines)}F", end="")
         for line in self.lines:
@@ -96,14 +96,14 @@ class Screen:
         time.sleep(PACE)
 
     def before(self, ids: list[int]) -> str:
-        """The text that stands before a block, on one line; numbers where there is no text."""
+        """The text before a block, on one line, or numbers if tokens are numbers."""
         if not self.tokenizer:
             return "".join(f"{i} " for i in ids)
         return "".join(" " if letter == " " else visible(letter) for letter in self.tokenizer.decode(ids))
 
     def line(self, before: str, block: str) -> str:
         """The text before a block, and the block."""
-        # a line that is too long loses its beginning, or the cursor would not find it again
+        # a long line loses its beginning: if it took two lines, the cursor would not go back far enough
         room = shutil.get_terminal_size().columns - 10 - len(re.sub(r"\x1b\[\d+m", "", block))
         if self.moves and len(before) > room:
             before = before[len(before) - max(0, room) :]
@@ -133,14 +133,14 @@ class Screen:
         return line
 
     def looks(self, step: Step, r: int) -> str:
-        """How many passes of Stage B row r took."""
+        """How many looks row r took."""
         n = int(step.partial[r])
         if n == 0:
             return ""
         return self.paint(f"  {n} look" + ("s" if n > 1 else ""), "dim")
 
     def word(self, token: int) -> str:
-        """A token as it is shown; numbers stand apart."""
+        """A token as it is shown; behind a number there is a blank."""
         if not self.tokenizer:
             return self.signs.get(token, str(token)) + " "
         return self.signs.get(token) or piece(self.tokenizer, token).replace("·", " ")

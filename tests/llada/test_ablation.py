@@ -95,11 +95,11 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     assert line.split()[-5:] == [*figures, "91.13", "0.34"]
 
     # the rows are an adapter's, and the paper's, of names and read by a tokenizer
-    assert "is no adapter" in call.fails("--ckpt", base)
+    assert "is not an adapter" in call.fails("--ckpt", base)
     random_adapter(tmp_path / "causal", base, "causal", n_rounds=1)
     assert "causal Stage B is no row" in call.fails("--ckpt", tmp_path / "causal")
     (base / "tokenizer.json").rename(tmp_path / "tokenizer.json")
     assert "has no tokenizer.json" in call.fails("--ckpt", adapter)
     (tmp_path / "tokenizer.json").rename(base / "tokenizer.json")
     write_meta(base, replace(read_meta(base), judge={"toy": "modes"}))
-    assert "is no adapter of a model of names" in call.fails("--ckpt", adapter)
+    assert "is not an adapter of a model of names" in call.fails("--ckpt", adapter)

@@ -14,7 +14,7 @@ TINY = replace(PRESETS["tiny"], vocab_size=272, eos_id=256, mask_id=257, block_l
 def test_the_cache_against_none(monkeypatch, capsys):
     """At sizes at which a measurement takes a moment. The integral of a constant cost is tokens times it."""
     monkeypatch.setattr(bench, "CASES", ((TINY, 1), (TINY, 3)))
-    monkeypatch.setattr(bench, "CONTEXTS", (0, 16, 32))
+    monkeypatch.setattr(bench, "BEFORE", (0, 16, 32))
     monkeypatch.setattr(bench, "LENGTHS", (16, 32))
     monkeypatch.setattr(bench, "interleaved", lambda *sides, repeats: [0.5, 1.0])
     out = caller(bench, monkeypatch, capsys)()

@@ -329,7 +329,7 @@ def test_a_tokenizer_that_the_page_cannot_follow_is_refused(change, tmp_path):
     spec = merged_spec()
     page_of(tmp_path / "follows", spec)
     OTHERS[change](spec)
-    with pytest.raises(Mistake, match="the page's cannot follow"):
+    with pytest.raises(Mistake, match="the page cannot compute"):
         page_of(tmp_path / "not", spec)
 
 
@@ -450,7 +450,7 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys):
     save_model(tiny_model(), tmp_path / "toy")
     assert "has no tokenizer" in refused(playground, monkeypatch, capsys, "--ckpt", tmp_path / "toy")
     two = [SHIPPED[0], tmp_path / "toy"]
-    assert "a page has one base" in refused(playground, monkeypatch, capsys, "--ckpt", *two)
+    assert "give adapters of one base" in refused(playground, monkeypatch, capsys, "--ckpt", *two)
 
 
 def test_one_command_writes_one_page_that_asks_nothing_of_a_network(tmp_path, monkeypatch, capsys):
