@@ -222,8 +222,8 @@ def causal_step(model: CausalModel, batch: Batch, args: Namespace) -> tuple[Tens
 def masks_and_bundle(batch: Batch, block_length: int) -> tuple[Tensor, Tensor]:
     """masked and bundle, (R, T) bool each. A coin for each block says which of two cases of decoding it is:
 
-    to write on   everything from a random place on is masked, and all masks are the bundle
-    as holes      a ratio of U(0, 1) of the block is masked, and s ~ Uniform{1..B} of the masks are the bundle
+    to write on   all positions from a random place on are masked, and all masks are the bundle
+    as holes      each position is masked with a probability from U(0, 1), and s ~ Uniform{1..B} masks are the bundle
     """
     corruptible = batch.corruptible
     draws = batch.draws
@@ -234,7 +234,7 @@ def masks_and_bundle(batch: Batch, block_length: int) -> tuple[Tensor, Tensor]:
     size = 1 + (uniform(draws, T // B) * B).long()  # (R, T / B)
     lot = uniform(draws, T)
 
-    # masked: positions that draw below the ratio, or those from the place on
+    # masked: positions that draw below the probability, or those from the place on
     place = torch.arange(T) % B
     masked = torch.where(as_holes, uniform(draws, T) < u, place >= (u * B).long())
     masked = corruptible & masked.to(corruptible.device)

@@ -163,11 +163,11 @@ class Model(nn.Module):
     def context(self, real: Tensor, clean: Tensor | None = None, one_by_one: Tensor | None = None) -> Context:
         """The Context of a pass over whole rows.
 
-        real (R, T) bool: False on padding. A padded position attends to itself alone, because a query needs a key, and
-        no other position attends to it.
+        real (R, T) bool: False on padding. No position attends to a padded one but that one itself, because a query
+        needs a key.
         clean (R, T) int64: the uncorrupted rows. They stand behind the rows, [noisy ; clean], so that a noisy block
         reads clean blocks before it, as in decoding.
-        one_by_one (R,) bool: these rows have blocks of one token, so they are read from left to right.
+        one_by_one (R,) bool: True for rows that have blocks of one token, so they are read from left to right.
         """
         T = real.shape[1]
         B = self.cfg.block_length
