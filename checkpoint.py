@@ -308,7 +308,7 @@ def save_adapter(model: Model, folder: Path, base: Path, lora_r: int) -> None:
     """Write what was learned beside the model in `base`."""
     about = {"base": Path(os.path.relpath(base, folder)).as_posix(), "base_hash": weights_hash(base)}
     about |= {name: getattr(model.cfg, name) for name in SIZES} | dict(stage_b=kind_of(model), lora_r=lora_r)
-    save_tensors(folder / "adapter.safetensors", changed(model))
+    save_tensors(folder / "adapter.safetensors", model.learned())
     write_json(folder / "adapter.json", about)
 
 
@@ -324,9 +324,7 @@ def load_adapter(model: Model, folder: Path, about: dict) -> None:
     state = dict(read_tensors([path]))
     for name, tensor in state.items():
         check_numbers(path, name, tensor)
-    # an adapter that was trained before its own experts were balanced keeps the base's biases
-    expected = {name: t for name, t in changed(model).items() if name in state or not name.endswith("expert_bias")}
-    check_fit(path, state, expected, "is this adapter whole?")
+    check_fit(path, state, model.learned(), "is this adapter whole?")
     model.load_state_dict(state, strict=False)
 
 
@@ -427,16 +425,16 @@ def training_state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, 
     """What has been trained, and the optimizer's moments: param.NAME, exp_avg.NAME, exp_avg_sq.NAME and step.NAME."""
     state = {}
     moments = optimizer.state
-    for name, p in changed(model).items():
-        state[f"param.{name}"] = p
-        state |= {f"{kind}.{name}": tensor for kind, tensor in moments.get(p, {}).items()}
-    return state
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            state[f"param.{name}"] = p
+            state |= {f"{kind}.{name}": tensor for kind, tensor in moments[p].items()}
+    return state | {f"param.{name}": bias for name, bias in learned_biases(model).items()}
 
 
-def changed(model: Model) -> dict[str, Tensor]:
-    """What training changes, by name: the parameters that learn, and the biases that MoE.balance moves."""
-    biases = {f"{name}.expert_bias": moe.expert_bias for name, moe in model.learning_experts().items()}
-    return model.learned() | biases
+def learned_biases(model: Model) -> dict[str, Tensor]:
+    """The experts' biases, which MoE.balance moves where the routers learn."""
+    return {name: bias for name, bias in model.named_buffers() if model.wte.weight.requires_grad}
 
 
 def restore_state(model: Model, optimizer: torch.optim.Optimizer, folder: Path) -> int:
@@ -453,7 +451,7 @@ def restore_state(model: Model, optimizer: torch.optim.Optimizer, folder: Path) 
         check_base(base_of(folder), folder)
 
     state = dict(read_tensors([path]))
-    learned = changed(model)
+    learned = {name: p for name, p in model.named_parameters() if p.requires_grad} | learned_biases(model)
 
     # a tensor that has been updated has moments, Muon's or Adam's
     expected = {}

@@ -219,10 +219,6 @@ class Model(nn.Module):
         """The parameters that learn, by name."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
-    def learning_experts(self) -> dict[str, "MoE"]:
-        """The mixtures of experts whose router learns, by name."""
-        return {name: m for name, m in self.named_modules() if isinstance(m, MoE) and m.router.requires_grad}
-
 
 # --- who sees whom
 def block_causal_mask(T: int, block_length: int, device: torch.device | str = "cpu") -> Tensor:

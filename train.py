@@ -165,9 +165,9 @@ def run(args: Namespace, step: Callable[..., Losses] | None = None, make_optimiz
 
 def loop(
     model: Model, corpus: Corpus, step: Callable[..., Losses], optimizer: torch.optim.Optimizer, args: Namespace,
-    writes: bool = True, total: Callable[[Tensor], Tensor] = torch.clone,
+    writes: bool = True, agreed: Callable[[bool], bool] = bool,
 ) -> None:  # fmt: skip
-    """The loop. Where there are several processes, one `writes`, and `total` sums a tensor over all of them."""
+    """The loop. Where there are several processes, one `writes`, and all stop at once where it is `agreed`."""
     folder = Path(args.out_dir)
     log = folder / "log.jsonl" if writes else None
     done = checkpoint.restore_state(model, optimizer, folder) if args.resume else 0
@@ -208,7 +208,7 @@ def loop(
             record = dict(step=it, loss=loss, grad_norm=norm, lr=share * args.learning_rate, tokens=n_real)
             check_finite(record, "loss", it, saved, args)
             optimizer.step()
-            balance_experts(model, total)
+            balance_experts(model)
             optimizer.zero_grad(set_to_none=True)
 
             # report
@@ -217,7 +217,7 @@ def loop(
 
             # validate, and save what has been validated. A run that is stopped between two validations saves, too, but
             # this validation is not in its log, which is to be that of a run that nobody has stopped
-            stop = bool(total(torch.tensor(len(caught))))
+            stop = agreed(bool(caught))
             due = (it + 1) % args.eval_interval == 0 or it + 1 == args.max_iters
             if due or stop:
                 validation = validate(model, corpus, step, it + 1, args)
@@ -257,11 +257,12 @@ def micro_batches(corpus: Corpus, split: str, first: int, n: int, model: Model, 
         yield get_batch(corpus, split, at, min(size, first + n - at), args.seed, model.wte.weight.device)
 
 
-def balance_experts(model: Model, total: Callable[[Tensor], Tensor]) -> None:
-    """Where a router learns, the bias of each of its experts follows how often all processes have chosen it."""
-    for moe in model.learning_experts().values():
-        moe.times_chosen = total(torch.as_tensor(moe.times_chosen))
-        moe.balance(BALANCE)
+def balance_experts(model: Model) -> None:
+    """Where the routers of the model learn, the bias of each expert follows how often it is chosen. The experts of a
+    subclass's own layers keep the base's biases."""
+    for layer in model.layers[model.cfg.n_dense :]:
+        if layer.mlp.router.requires_grad:
+            layer.mlp.balance(BALANCE)
 
 
 def adamw(model: Model, args: Namespace) -> torch.optim.Optimizer:

@@ -51,6 +51,11 @@ def total(t: Tensor) -> Tensor:
     return t
 
 
+def any_process(flag: bool) -> bool:
+    """Is it so in any of them?"""
+    return bool(total(torch.tensor(int(flag))))
+
+
 # --- the model and its step
 def shard(model: Model, device: torch.device) -> None:
     """Leave this process its part of the frozen layers, on its device. What learns stays whole."""
@@ -114,7 +119,7 @@ def run() -> None:
     status = 0
     try:
         with alone_in(Path(args.out_dir)) if writes else nullcontext():
-            train.loop(model, corpus, shared_step, train.adamw(model, args), args, writes, total)
+            train.loop(model, corpus, shared_step, train.adamw(model, args), args, writes, agreed=any_process)
     except SystemExit:
         status = 130  # in every process, even if only one of them was told to stop
     dist.barrier()  # nobody leaves before process 0 has written

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from causal import CausalModel
-from checkpoint import about_adapter, base_of, changed, is_int8, judge_of, load_model, stage_b_of
+from checkpoint import about_adapter, base_of, is_int8, judge_of, load_model, stage_b_of
 from lib.names import draw_names
 from lib.tokenizer import GPT2, WORDS, Tokenizer, load_tokenizer
 from lib.util import Parser, command, fail, printable, replace_file
@@ -127,7 +127,7 @@ def page_data(folders: list[Path]) -> dict:
     about_models = []
     for number, (folder, model) in enumerate(models.items()):
         about = about_adapter(folder)
-        own = changed(model) if about else model.state_dict()
+        own = model.learned() if about else model.state_dict()
         sizes = {name: tensor.numel() for name, tensor in own.items()}
         kind = {"lora_r": about.get("lora_r"), "stage_b": stage_b_of(folder)}
         about_models.append({"cfg": asdict(model.cfg), "sizes": sizes} | kind)
