@@ -41,7 +41,7 @@ from lib.tokenizer import Tokenizer, load_tokenizer
 from lib.util import MASK, Parser, bounded, command, fail, or_none, pick_device, printable, uniform
 from model import Config, Model
 
-# R rows in flight, T positions, B block_length, C channels, V vocabulary, K = n_rounds
+# R rows that are being decoded, T positions, B block_length, C channels, V vocabulary, K = n_rounds
 
 MAX_STEPS = 1024  # forwards in one block
 
@@ -216,13 +216,14 @@ def generate(
     """Decode every prompt as if alone.
 
     step: a function like denoise; left out, the model's own or the paper's. select: the paper's step with another rule
-    for the bundle, a function like by_confidence. on_step(rows in flight, what the step did) sees every step.
+    for the bundle, a function like by_confidence. on_step(the rows that are being decoded, what the step did) sees
+    every step.
     """
     step = step or step_of(model, d, select)
     device = model.wte.weight.device
     rows = [Row(i, prompts, d, model.cfg, seed) for i in range(len(prompts))]
     outputs = [row.output for row in rows]
-    # rows for which no new token is asked
+    # leave out rows that need no new token
     rows = [row for row in rows if len(row.ids) < len(row.prompt) + d.gen_length]
     if not rows:
         return outputs
@@ -294,7 +295,7 @@ def temperature(text: str) -> float:
     """0, or so much that logits divided by it stay finite."""
     value = bounded(float, 0)(text)
     if 0 < value < 1e-3:
-        raise argparse.ArgumentTypeError(f"{value:g} is as good as 0, which is greedy: give 0, or at least 0.001")
+        raise argparse.ArgumentTypeError(f"{value:g} is too small to divide by: give 0 (greedy), or at least 0.001")
     return value
 
 
@@ -306,7 +307,7 @@ def build_parser() -> Parser:
     # fmt: off
     add = parser.add_argument_group("model").add_argument
     add("--ckpt", type=Path, default=Path("assets/names/paper"), help="a model's folder, or an adapter's")
-    add("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
+    add("--device", default="auto", help="auto (cuda, then mps, then cpu), or the name of one")
     add("--dtype", choices=DTYPES, default="fp32", help="of weights and activations")
 
     add = parser.add_argument_group("prompts").add_argument
@@ -322,15 +323,16 @@ def build_parser() -> Parser:
     add("--tau_m2t", type=bounded(float, -1, 1), default=argparse.SUPPRESS,
         help="the bundle: the masks whose probability is above this; -1: every mask at once (default: 0.7)")
     add("--tau_t2t", type=or_none(share), default=argparse.SUPPRESS,
-        help='edit above this; 0: on any disagreement; "none": never (default: 0 as in the paper, 0.5 as released '
-             "where Stage B is off, none with --tau_joint)")
+        help='edit a visible token where another one has more than this; 0: on any disagreement; "none": never '
+             "(default: 0 as in the paper, 0.5 as released where Stage B is off, none with --tau_joint)")
     add("--select", choices=SELECT, help="the rule for the bundle (default: confidence, as in the paper)")
     add("--tau_joint", type=share,
         help="another rule, not the paper's: write left to right while the joint probability exceeds this (0: the "
              "whole block); also works with Stage B off (default where Stage B reads the token before: 0.5, or 0 where "
              "it draws)")
     add("--temperature", type=temperature, default=argparse.SUPPRESS,
-        help="0: argmax, or from 0.001 on (default: 0; 1 where a base or causal Stage B has learned text of yours)")
+        help="0: argmax, or from 0.001 on (default: 0; 1 where a base has learned text of yours, or a Stage B with "
+             "a step of its own)")
     add("--top_k", type=some, default=0, help="with temperature: the k best tokens; 0: all")
     add("--top_p", type=bounded(float, 1e-6, 1), default=1.0, help="with temperature: the likeliest, up to this sum")
     add("--seed", type=int, default=0, help="any whole number, of any size: it is hashed")
@@ -344,8 +346,8 @@ def build_parser() -> Parser:
 def settle_decoding(args: Namespace, model: Model, plain_text: bool = False) -> Decoding:
     """Stage B is on where it was trained; with the zero markers of a converted checkpoint it is Stage A.
 
-    plain_text: the model learned text that nothing judges. Then a base or causal Stage B draws, where the most probable
-    text repeats itself. The paper's Stage B is greedy.
+    plain_text: the model learned text that nothing judges. A base then draws, and so does a Stage B with a step of its
+    own: the most probable text repeats itself. The paper's Stage B is greedy.
     """
     given = vars(args)
     n_rounds = args.n_rounds
@@ -361,7 +363,7 @@ def settle_decoding(args: Namespace, model: Model, plain_text: bool = False) -> 
     if tau_joint is None and own_step:
         tau_joint = 0.0 if draws else 0.5
     if tau_joint is not None and ("tau_m2t" in given or args.select):
-        fail("runs from the left have the gate --tau_joint: leave out --tau_m2t and --select, or give --n_rounds 0")
+        fail("with --tau_joint the longest run is written: leave out --tau_m2t and --select, or give --n_rounds 0")
     if own_step and given.get("tau_t2t") is not None:
         fail("this Stage B edits nothing: leave out --tau_t2t, or give --n_rounds 0")
     usual = 0.5 if n_rounds == 0 else 0.0
