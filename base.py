@@ -51,8 +51,8 @@ def muon(model: Model, args: Namespace) -> torch.optim.Optimizer:
     """Muon for the matrices of the layers (attention, dense and shared MLPs, routers), and Adam without decay for the
     rest (embedding, output layer, stacked experts, norms)."""
     learned = model.learned()
-    matrices = [p for name, p in learned.items() if name.startswith("layers.") and p.dim() == 2]
-    others = [p for name, p in learned.items() if not (name.startswith("layers.") and p.dim() == 2)]
+    matrices = [p for name, p in learned.items() if name.startswith("layers") and p.dim() == 2]
+    others = [p for name, p in learned.items() if not (name.startswith("layers") and p.dim() == 2)]
     peak = args.learning_rate
     of_matrices = dict(params=matrices, peak=peak, momentum=0.95, weight_decay=WEIGHT_DECAY)
     rest = dict(params=others, peak=ADAM * peak, weight_decay=0.0)
