@@ -1,24 +1,26 @@
 """Evaluation: what a decoder does where its answers can be checked, on toys, on names, and on any text in bits.
 
-On a toy (toy.py) a decoder that writes all positions in one step draws each by itself, and so it
-loses at least the total correlation, TC. Coherence alone is won by always writing one answer.
+Toys (toy.py). A decoder that writes all positions in one step draws each by itself, and so it loses at least the total
+correlation, TC. A decoder that always writes one possible answer is never wrong, so `possible` alone is not enough.
 
-    KL         KL(truth || drawn) in nats, enumerated, a mean over contexts; what the loops of the other
-               decoders draw cannot be enumerated
+    KL         KL(truth || drawn) in nats, a mean over contexts. It is enumerated where a decoder has one step, or
+               writes one token at a time; the draws of the others cannot be enumerated
     possible   the share of contexts whose greedy answer is possible
     likeliest  the share whose greedy answer is the most probable one (the joint mode, which the paper aims at)
 
-Held-out names of Unicode characters are completed from their first third of tokens (rounded up), and
-`unicodedata` judges: a completion counts if some character has that name. Costs are in forwards, everything
-counted: full ones, refreshes, and partial ones at their share of the layers.
+Names. Held-out names of Unicode characters are completed from their first third of tokens (rounded up), and
+`unicodedata` judges: a completion counts if some character has that name. Forwards are full ones, refreshes, and
+partial ones at their share of the layers.
 
-Of any rows, --bits, and of text always: how many bits held-out blocks cost, each block from masks alone with the text
-before it given. Nothing is drawn and nobody judges: these are probabilities of the text itself. All at once Stage A
-pays the sum of its marginals; one at a time it pays the chain rule. The difference is the total correlation of a block.
+Text, and with --bits any rows. Held-out blocks are read as written from masks, with the text before them given, and
+the table says how many bits a token costs. Nothing is drawn: these are the probabilities that a model gives to the
+text. All at once Stage A pays the sum of its marginals; one at a time it pays the chain rule. The difference is the
+total correlation of a block.
 
     python evaluate.py                                               # assets/names/paper, a minute
     python evaluate.py --ckpt assets/names/paper assets/names/causal # side by side
     python evaluate.py --ckpt assets/names/causal --bits             # in bits
+    python evaluate.py --ckpt assets/shakespeare/causal              # Shakespeare, in bits a byte
     python evaluate.py --ckpt out/toy                                # a toy's decoders
     python evaluate.py --ckpt out/text --data data/mine              # bits a byte of your own text
 """
@@ -65,12 +67,12 @@ TOY_DECODERS = {
 
 # of a base, of the paper's adapter (Table 2 in small), and of causal Stage B
 NAME_DECODING = Decoding(gen_length=32)
-RUN = dict(tau_t2t=None)
+NO_EDITS = dict(tau_t2t=None)
 BASE_ROWS = {
-    "base, one at a time from the left": OFF | RUN | dict(tau_joint=1.0),
-    "base, longest run above 0.7": OFF | RUN | dict(tau_joint=0.7),
-    "base, longest run above 0.5": OFF | RUN | dict(tau_joint=0.5),
-    "base, longest run above 0.3": OFF | RUN | dict(tau_joint=0.3),
+    "base, one at a time from the left": OFF | NO_EDITS | dict(tau_joint=1.0),
+    "base, longest run above 0.7": OFF | NO_EDITS | dict(tau_joint=0.7),
+    "base, longest run above 0.5": OFF | NO_EDITS | dict(tau_joint=0.5),
+    "base, longest run above 0.3": OFF | NO_EDITS | dict(tau_joint=0.3),
     "base, above 0.7, gated edits (released)": OFF | dict(tau_t2t=0.5),
     "base, above 0.7, edits off": OFF | dict(tau_t2t=None),
     "base, all at once": OFF | dict(tau_m2t=-1.0, tau_t2t=None),
@@ -88,10 +90,10 @@ ADAPTER_ROWS = {
     "Stage B off, all at once, edits off": OFF | dict(tau_m2t=-1.0, tau_t2t=None),
 }
 CAUSAL_ROWS = {
-    "causal, whole blocks": RUN | dict(tau_joint=0.0),
-    "causal, longest run above 0.2": RUN | dict(tau_joint=0.2),
-    "causal, longest run above 0.5": RUN | dict(tau_joint=0.5),
-    "causal, longest run above 0.8": RUN | dict(tau_joint=0.8),
+    "causal, whole blocks": NO_EDITS | dict(tau_joint=0.0),
+    "causal, longest run above 0.2": NO_EDITS | dict(tau_joint=0.2),
+    "causal, longest run above 0.5": NO_EDITS | dict(tau_joint=0.5),
+    "causal, longest run above 0.8": NO_EDITS | dict(tau_joint=0.8),
 }
 
 
@@ -180,7 +182,7 @@ def quality(model: Model, task: Toy, d: Decoding) -> dict[str, float]:
     c = torch.arange(task.n_ctx)
     outputs = generate(model, task.prompt(c).tolist(), replace(d, gen_length=task.m))
 
-    # an eos inside cuts the answer: fill it up again
+    # an eos in an answer ends it early: add eos up to m tokens
     answers = [o.tokens + [task.eos_id] * (task.m - len(o.tokens)) for o in outputs]
     log_p = task.log_prob(c, torch.tensor(answers))
     best = task.prob.amax(-1).log()
@@ -228,7 +230,7 @@ def load_task(folder: Path) -> Toy:
     """The toy that a checkpoint was trained on."""
     judge = judge_of(folder)
     if "toy" not in judge:
-        fail(f"{folder} was trained on no toy")
+        fail(f"{folder} was not trained on a toy")
     sizes = {key: value for key, value in judge.items() if key != "toy"}
     try:
         task = toy.make(judge["toy"], **sizes)
@@ -236,7 +238,7 @@ def load_task(folder: Path) -> Toy:
         fail(f"{base_of(folder)}/meta.json: {e}")
     cfg = read_config(folder)
     if (task.m, task.eos_id, task.mask_id) != (cfg.block_length, cfg.eos_id, cfg.mask_id):
-        fail(f"{base_of(folder)}/meta.json: of this toy the model has other tokens, or other blocks")
+        fail(f"{base_of(folder)}/meta.json: the model has other tokens or blocks than this toy")
     return task
 
 
@@ -273,7 +275,7 @@ def names_tokenizer(folder: Path) -> Tokenizer:
 
 def name_rows(folders: list[Path]) -> list[tuple[str, Path, Decoding]]:
     """What is evaluated: a row's name, the folder that decodes, and how."""
-    # of an adapter's base the rows that it is compared with
+    # the rows of an adapter's base, for comparison
     bases = dict.fromkeys(base_of(folder) for folder in folders)
     rows = [(name, base, replace(NAME_DECODING, **how)) for base in bases for name, how in BASE_ROWS.items()]
     for folder in folders:
