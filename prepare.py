@@ -12,6 +12,15 @@ lib/rows.py describes a folder of rows. Names are read by the tokenizer of data/
 order mark is left out. Nothing is downloaded, and a text that cannot be read exactly is refused. `python toy.py modes
 --out DIR` writes the rows of a toy.
 
+A BPE of your own is made by the `tokenizers` library (pip install tokenizers), and then --like reads it:
+
+    from tokenizers import ByteLevelBPETokenizer
+    bpe = ByteLevelBPETokenizer()
+    bpe.train(["FOLDER/a.txt"], vocab_size=4096, special_tokens=["<|endoftext|>", "<|mask|>"])
+    bpe.save("bpe.json")
+
+    python prepare.py FOLDER --out data/mine --like bpe.json
+
 --written_by makes a teacher's rows: a model continues the beginnings of documents by beam search, which is
 sequence-level distillation (Kim and Rush, 2016). The text has many endings for a beginning, and the teacher has one, so
 causal Stage B is surer when it learns these rows. But as a beginning always gets the same ending, the rows have no TC,

@@ -76,9 +76,10 @@ def test_every_config_is_named_by_a_run():
 
 # --- they run
 def chains() -> list[list[list[str]]]:
-    """Of the README's lines those that begin with rows being written: script and flags, line by line."""
+    """Of the README's lines, and of the toys', those that begin with rows being written: script and flags."""
     found = []
-    for block in re.findall(r"^```\w*\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M):
+    pages = "".join((ROOT / name).read_text() for name in ("README.md", "results/theorem/README.md"))
+    for block in re.findall(r"^```\w*\n(.*?)^```", pages, re.S | re.M):
         for part in block.split("\n\n"):
             lines = [shlex.split(line, comments=True)[1:] for line in part.splitlines() if line.startswith("python ")]
             if lines and "--out" in lines[0] and "--written_by" not in lines[0]:
