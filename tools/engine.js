@@ -1,5 +1,5 @@
 "use strict";
-// The model in a page: what model.py and sample.generate_one compute, greedily, for one row.
+// The model in a page: what model.py and sample.generate compute, for one row.
 //
 //   const h = prefix(model, z, ctx);                               // first L - n layers, shared by both stages
 //   const a = logits(model, lastN(model, h, ctx));                 // Stage A: factorised
@@ -322,10 +322,35 @@ function largest(values, k) {
   return [...values.keys()].sort((a, b) => values[b] - values[a] || a - b).slice(0, k);
 }
 
-// Each row's likeliest token, the first of equals, and its probability.
-function candidates(logits) {
-  const token = logits.map((row) => row.indexOf(row.reduce((a, b) => Math.max(a, b))));
-  return {token, conf: logits.map((row, t) => softmax(row)[token[t]])};
+// What a token is drawn from: the softmax at this temperature, and at 0, where the likeliest one is taken, as at 1.
+const shares = (row, {temperature}) => softmax(temperature > 0 ? row.map((value) => value / temperature) : row);
+
+// Each row's token and its probability: the likeliest, the first of equals; or, with temperature, the one in whose
+// share u[t] falls, where the likeliest come first.
+function candidates(logits, u, d) {
+  const p = logits.map((row) => shares(row, d));
+  const likeliest = (row) => row.indexOf(row.reduce((a, b) => Math.max(a, b)));
+  const token = logits.map((row, t) => (d.temperature > 0 ? drawn(p[t], u[t]) : likeliest(row)));
+  return {token, conf: p.map((row, t) => row[token[t]])};
+}
+
+// p: the probabilities of one row; u in [0, 1).
+function drawn(p, u) {
+  const order = largest(p, p.length).filter((token) => p[token] > 0);
+  const mass = order.reduce((sum, token) => sum + p[token], 0);
+  let sum = 0;
+  return order.find((token) => (sum += p[token]) > u * mass) ?? order.at(-1); // rounding: not past the last one
+}
+
+// Numbers in [0, 1), the same ones for the same seed (mulberry32).
+function generator(seed) {
+  let state = seed;
+  return () => {
+    state = (state + 0x6d2b79f5) | 0;
+    let bits = Math.imul(state ^ (state >>> 15), state | 1);
+    bits ^= bits + Math.imul(bits ^ (bits >>> 7), bits | 61);
+    return ((bits ^ (bits >>> 14)) >>> 0) / 2 ** 32;
+  };
 }
 
 // The leftmost masks whose probabilities have a product above tau_joint, and at least one -> positions in the block.
@@ -347,22 +372,22 @@ function byConfidence(conf, masked, {tau_m2t}) {
 const masksOf = (model, z) => [...z.keys()].filter((t) => z[t] === model.cfg.mask_id);
 
 // The paper's step on the block z: everything is read from z and written at once. given: which positions are the
-// prompt's. d: the fields of sample.Decoding.
-function denoise(model, z, ctx, d, given) {
+// prompt's. u: the numbers by which each stage draws. d: the fields of decoding.Decoding.
+function denoise(model, z, ctx, d, u, given) {
   const masked = masksOf(model, z);
   const visible = (t) => !given[t] && !masked.includes(t);
 
   // Stage A, and which masks are written now
   const h = prefix(model, z, ctx);
   const logitsA = logits(model, lastN(model, h, ctx));
-  const {token: token_a, conf: conf_a} = candidates(logitsA);
+  const {token: token_a, conf: conf_a} = candidates(logitsA, u[0], d);
   const select = d.tau_joint === null ? byConfidence : fromTheLeft;
   const bundle = select(conf_a, masked, d);
 
   // Stage B looks again, at the bundle
   let [token, conf, partial] = [token_a, conf_a, 0];
   if (d.n_rounds > 0 && bundle.length > 0) {
-    ({token, conf} = candidates(logits(model, coordinate(model, h, bundle, ctx, d.n_rounds))));
+    ({token, conf} = candidates(logits(model, coordinate(model, h, bundle, ctx, d.n_rounds)), u[1], d));
     partial = d.n_rounds;
   }
 
@@ -375,8 +400,8 @@ function denoise(model, z, ctx, d, given) {
 
 // Causal Stage B's step: all masks are its bundle. It looks until every token has read final ones, and writes the
 // longest run from the left whose probabilities have a product above tau_joint, and at least one token. looks: after
-// each one the block's tokens, their probabilities, and which are final.
-function causalDenoise(model, z, ctx, d) {
+// each one the block's tokens, their probabilities, and which are final. Both stages draw by the same numbers, u[1].
+function causalDenoise(model, z, ctx, d, u) {
   const masked = masksOf(model, z);
   const gate = Math.log(d.tau_joint);
   const sum = (conf, places) => places.reduce((total, t) => total + Math.log(conf[t]), 0);
@@ -384,7 +409,7 @@ function causalDenoise(model, z, ctx, d) {
   // Stage A's tokens are the first drafts
   const h = prefix(model, z, ctx);
   const logitsA = logits(model, lastN(model, h, ctx));
-  const {token: token_a, conf: conf_a} = candidates(logitsA);
+  const {token: token_a, conf: conf_a} = candidates(logitsA, u[1], d);
   const drafts = z.map((id, t) => (masked.includes(t) ? token_a[t] : id));
   let now = {token: drafts, conf: conf_a, final: z.map((_, t) => !masked.includes(t))};
 
@@ -392,7 +417,8 @@ function causalDenoise(model, z, ctx, d) {
   const looks = [];
   const isFinal = (t) => now.final[t];
   while (!now.final.every(Boolean) && (!looks.length || sum(now.conf, masked.filter(isFinal)) > gate)) {
-    const found = candidates(causalLogits(model, causalCoordinate(model, h, masked, ctx, now.token), logitsA));
+    const states = causalCoordinate(model, h, masked, ctx, now.token);
+    const found = candidates(causalLogits(model, states, logitsA), u[1], d);
     const token = z.map((_, t) => (isFinal(t) ? now : found).token[t]);
     const conf = z.map((_, t) => (isFinal(t) ? now : found).conf[t]);
 
@@ -423,6 +449,7 @@ function finishBlock(model, z, ctx, n_rounds) {
 // The decoder as the paper has it, block after block, from the first hole of the prompt on -> the prompt with its holes
 // filled, tokens, forwards by kind, and all steps, each with the position `start` of its block.
 // d.byHand(z, start, number of the step): a step that somebody else makes, for no forward, or undefined.
+// d.draws(number of the step): with temperature the numbers by which each stage draws, B in [0, 1) for each.
 function generateOne(model, prompt, d) {
   const {block_length: B, mask_id, eos_id} = model.cfg;
   const end = prompt.length + d.gen_length;
@@ -441,7 +468,8 @@ function generateOne(model, prompt, d) {
     let post = 0; // forwards since the last mask
     for (let forwards = 0; forwards < MAX_STEPS; ) {
       const hand = d.byHand?.(z, start, steps.length);
-      const s = hand ?? step(model, z, ctx, d, given);
+      const u = d.temperature > 0 ? d.draws(steps.length) : [];
+      const s = hand ?? step(model, z, ctx, d, u, given);
       steps.push({...s, start});
       z = s.after;
       nfe.full += hand ? 0 : 1;
@@ -450,7 +478,8 @@ function generateOne(model, prompt, d) {
       forwards++;
       changed = z.some((id, t) => id !== s.before[t]);
       post += z.includes(mask_id) ? 0 : 1;
-      if (!changed || post > (d.tau_t2t === null ? 0 : d.max_post_steps)) break;
+      const still = !changed && !(d.temperature > 0 && z.includes(mask_id)); // what is drawn next may be another token
+      if (still || post > (d.tau_t2t === null ? 0 : d.max_post_steps)) break;
     }
     ids.push(...z);
     const written = ids.slice(prompt.length);

@@ -11,6 +11,7 @@ let decoders; // the page's, each with its model
 let known; // of a model of names: name -> code point, of every character
 let byHand; // of each decoder: {number of a step: {at, token}}
 let sharesAt = ""; // the gates of the table of shares
+let seed = 1; // of the numbers by which tokens are drawn
 
 // --- what the page holds
 
@@ -56,6 +57,13 @@ function verdict(name) {
 
 const gates = () => Object.fromEntries(GATES.map((gate) => [gate, Number($(gate).value)]));
 
+// The numbers by which both stages draw in step n: a function of the seed, of the step and, in the table, of the
+// beginning's number.
+function draws(n, beginning = 0) {
+  const next = generator((seed * MAX_STEPS + beginning) * MAX_STEPS + n);
+  return [0, 1].map(() => Array.from({length: base.cfg.block_length}, next));
+}
+
 // The engine's settings for a decoder, whose gates may be the names of the page's; and the tokens {number of a step:
 // {at, token}} that are written by hand: such a step asks the model nothing.
 function decoding({n_rounds, ...own}, hand = {}) {
@@ -69,7 +77,7 @@ function decoding({n_rounds, ...own}, hand = {}) {
     const said = {token: after, conf, token_a: after, conf_a: conf, looks: []};
     return {...said, before: z, after, bundle: [at], edited: [], partial: 0, byHand: true};
   };
-  return {n_rounds, ...Object.fromEntries(GATES.map((name) => [name, gate(name)])), byHand,
+  return {n_rounds, ...Object.fromEntries(GATES.map((name) => [name, gate(name)])), byHand, draws,
     max_post_steps: 16, gen_length: data.gen_length, eos_early_stop: true};
 }
 
@@ -130,6 +138,12 @@ function present(records, step) {
   show(records, step);
 }
 
+// Forwards for each byte that was written, in the holes of the prompt too: what stood there has no bytes.
+function aByte({asked, prompt, tokens, nfe}) {
+  const bytes = (ids) => ids.reduce((sum, id) => sum + base.tokenizer.bytes[id].length, 0);
+  return rounded(nfe.all / Math.max(1, bytes([...prompt, ...tokens]) - bytes(asked)));
+}
+
 // A line for each run: what it wrote, and what that is.
 function summarise(records) {
   const body = $("seen").tBodies[0];
@@ -140,7 +154,7 @@ function summarise(records) {
     const row = make(body, "tr", "");
     const head = make(row, "th", "", t.label);
     head.scope = "row";
-    make(head, "span", "", ` ${rounded(t.nfe.all)} forwards`);
+    make(head, "span", "", ` ${known ? `${rounded(t.nfe.all)} forwards` : `${aByte(t)} forwards a byte`}`);
     const cell = make(row, "td", "");
     make(cell, "span", "written", t.text);
     make(cell, "span", there ? "verdict yes" : "verdict", said);
@@ -153,6 +167,7 @@ function summarise(records) {
 // it, by Stage B. The bundle is the gate's, and `at` with it; a causal one is all masks, and reads what was found last.
 function answersAt(decoder, t, b, at) {
   const {model, n_rounds} = decoder;
+  const d = decoding(decoder);
   const ctx = newContext(model);
   const finished = t.blocks.filter((block) => block.start < b.start);
   for (const block of finished) finishBlock(model, look(t, block, now).ids, ctx, n_rounds);
@@ -162,16 +177,17 @@ function answersAt(decoder, t, b, at) {
   const masked = masksOf(model, z);
   const h = prefix(model, z, ctx);
   const stageA = logits(model, lastN(model, h, ctx));
-  const a = softmax(stageA[here]);
+  const a = shares(stageA[here], d);
   if (!n_rounds) return {a};
+  const u = draws(Math.max(now, b.first - 1)); // as the step from here on draws
   if (model.stage_b === "causal") {
-    const {token} = causalDenoise(model, z, ctx, {tau_joint: 0});
+    const {token} = causalDenoise(model, z, ctx, {...d, tau_joint: 0}, u);
     const states = causalCoordinate(model, h, masked, ctx, token);
-    return {a, b: softmax(causalLogits(model, states, stageA)[here])};
+    return {a, b: shares(causalLogits(model, states, stageA)[here], d)};
   }
-  const picked = byConfidence(candidates(stageA).conf, masked, gates());
+  const picked = byConfidence(candidates(stageA, u[0], d).conf, masked, d);
   const bundle = masked.filter((i) => picked.includes(i) || i === here);
-  return {a, b: softmax(logits(model, coordinate(model, h, bundle, ctx, n_rounds))[here])};
+  return {a, b: shares(logits(model, coordinate(model, h, bundle, ctx, n_rounds))[here], d)};
 }
 
 // What the viewer's panel shows of a token that looks like v, below what happened to it.
@@ -227,7 +243,8 @@ async function runAll() {
   showGates();
   for (const [i, prompt] of data.beginnings.entries()) {
     for (const sum of sums) {
-      const {tokens, nfe} = generateOne(sum.decoder.model, prompt, sum.d);
+      const d = {...sum.d, draws: (n) => draws(n, i + 1)};
+      const {tokens, nfe} = generateOne(sum.decoder.model, prompt, d);
       sum.found += known.has(decode(base, [...prompt, ...tokens])) ? 1 : 0;
       sum.forwards += nfe.all;
       sum.tokens += tokens.length;
@@ -254,12 +271,19 @@ function drawShares(sums, n) {
 
 // --- what one can touch
 
-const gateText = () => GATES.map((gate) => `${gate} ${gates()[gate].toFixed(2)}`).join(", ");
+// In words; of what is drawn also by which seed.
+function gateText() {
+  const {temperature, ...others} = gates();
+  const said = Object.entries(others).map(([gate, value]) => `${gate} ${value.toFixed(2)}`);
+  if (temperature > 0) said.push(`temperature ${temperature.toFixed(2)}, seed ${seed}`);
+  return said.join(", ");
+}
 
-// The gates in words; a table of other gates is old.
+// What the sliders say; a table of other gates is old.
 function showGates() {
   const old = sharesAt !== "" && sharesAt !== gateText();
   $("gate_values").textContent = gateText();
+  $("again").hidden = gates().temperature === 0;
   $("shares").classList.toggle("old", old);
   $("stale").textContent = old ? `These numbers are old: they are of ${sharesAt}.` : "";
 }
@@ -289,6 +313,7 @@ async function start() {
   $("asked").textContent = `a beginning; ${known ? "_" : "▒"} is one token to fill`;
   $("of_names").hidden = $("surprise").hidden = $("experiment").hidden = !known;
   $("of_text").hidden = Boolean(known);
+  $("of_drawn").hidden = !($("gates").open = data.gates.temperature > 0);
   showGates();
   fromLink();
 }
@@ -308,6 +333,11 @@ $("surprise").addEventListener("click", () => {
   const prompt = data.beginnings[Math.floor(Math.random() * data.beginnings.length)];
   $("prompt").value = decode(base, prompt);
   $("ask").requestSubmit();
+});
+$("again").addEventListener("click", () => {
+  seed++;
+  showGates();
+  begin();
 });
 addEventListener("hashchange", fromLink);
 for (const gate of GATES) {

@@ -6,6 +6,7 @@ base one token at a time from the left, by the longest run, and by the released 
 with Stage B off and on; causal Stage B with its looks. A click on a mask shows what Stage A and Stage B
 would write there, and lets the user write a token. For names the page also says whether a name exists. It
 counts how many of a hundred held-out beginnings each decoder completes to a name, and in how many forwards.
+A model of plain text draws every token, as sample.py does.
 
     python -m tools.playground                                         # the shipped base and its two adapters
     python -m tools.playground --ckpt out/names --out out/mine.html    # your own, or several adapters of one base
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from causal import CausalModel
-from checkpoint import about_adapter, base_of, is_int8, judge_of, load_model, stage_b_of
+from checkpoint import about_adapter, base_of, is_int8, is_plain_text, judge_of, load_model, stage_b_of
 from lib.names import draw_names
 from lib.tokenizer import GPT2, WORDS, Tokenizer, load_tokenizer
 from lib.util import Parser, command, fail, printable, replace_file
@@ -37,17 +38,23 @@ SHIPPED = [Path("assets/names/paper"), Path("assets/names/causal")]
 BEGINNINGS = 100  # held-out names to complete
 
 # the gates when the page opens; and for names and other text, how many tokens a model writes, and the prompt
-GATES = dict(tau_m2t=0.7, tau_t2t=0.0, tau_joint=0.5)
+GATES = dict(tau_m2t=0.7, tau_t2t=0.0, tau_joint=0.5, temperature=0.0)
 OF_NAMES = dict(gen_length=32)
 OF_TEXT = dict(prompt="import ", gen_length=64, names=None, beginnings=[])
 
+# text is drawn: causal Stage B writes whole blocks, and nothing is edited, since an edit would draw a token again
+DRAWN = OF_TEXT | dict(prompt="ROMEO:", gates=GATES | dict(tau_t2t=1.0, tau_joint=0.0, temperature=1.0))
+
 # --- the decoders. A gate is a number, or the name of the page's slider; in_table: the page's table counts it
-BY_GATES = dict(n_rounds=0, tau_m2t="tau_m2t", tau_t2t="tau_t2t", tau_joint=None, in_table=True)
+BY_GATES = dict(
+    n_rounds=0, tau_m2t="tau_m2t", tau_t2t="tau_t2t", tau_joint=None, temperature="temperature", in_table=True
+)  # fmt: skip
 BY_RUNS = BY_GATES | dict(tau_t2t=None, tau_joint="tau_joint")
+ONE_AT_A_TIME = BY_RUNS | dict(
+    name="base, one at a time", tau_joint=1.0, about="The leftmost mask; then the model reads again.",
+)  # fmt: skip
 OF_BASE = [
-    BY_RUNS | dict(
-        name="base, one at a time", tau_joint=1.0, about="The leftmost mask; then the model reads again.",
-    ),
+    ONE_AT_A_TIME,
     BY_RUNS | dict(
         name="base, longest run", about="From the left, while the joint probability is above tau_joint.",
     ),
@@ -56,18 +63,25 @@ OF_BASE = [
         about="All masks above tau_m2t, each by itself; edits above 0.5.",
     ),
 ]  # fmt: skip
+OF_DRAWN_BASE = [
+    BY_RUNS | dict(name="base, all at once", tau_joint=0.0, about="A whole block, each mask by itself."),
+    ONE_AT_A_TIME,
+]
 OFF = "All masks above tau_m2t, each by itself, by its Stage A alone."
 ON = "The same masks are marked, and read once more by Stage B."
+ON_DRAWN = "The masks above tau_m2t are marked, and read once more by Stage B. Drawn here; sample.py is greedy."
 CAUSAL = "Stage A drafts (A); a look (1, 2 ...) of Stage B reads the drafts on the left; ✓ is final."
 
 
-def with_stage_b(model: Model) -> list[dict]:
-    """The decoders of a model that has a Stage B; none for any other model."""
+def with_stage_b(model: Model, draws: bool) -> list[dict]:
+    """What the page shows of a model that has a Stage B; of any other nothing."""
     if not model.markers.any():
         return []
     on = dict(n_rounds=model.cfg.n_rounds)
     if isinstance(model, CausalModel):
         return [BY_RUNS | on | dict(name="causal Stage B", about=CAUSAL)]
+    if draws:
+        return [BY_GATES | on | dict(name="paper, Stage B", about=ON_DRAWN)]
     off = BY_GATES | dict(name="paper, Stage B off", about=OFF)
     return [off, off | on | dict(name="paper, Stage B on", about=ON)]
 
@@ -120,9 +134,10 @@ def page_data(folders: list[Path]) -> dict:
     tokenizer = load_tokenizer(base)
     models = {folder: half(load_model(folder, "cpu", torch.float32)) for folder in dict.fromkeys([base, *folders])}
     check_page_can_run(base, models[base], tokenizer)
+    draws = is_plain_text(base)
 
-    # from an adapter take what learned; the rest is the base's
-    decoders = [decoder | dict(number=0) for decoder in OF_BASE]
+    # of an adapter what learned; the rest is the base's
+    decoders = [decoder | dict(number=0) for decoder in (OF_DRAWN_BASE if draws else OF_BASE)]
     tensors = []
     about_models = []
     for number, (folder, model) in enumerate(models.items()):
@@ -133,7 +148,7 @@ def page_data(folders: list[Path]) -> dict:
         about_models.append({"cfg": asdict(model.cfg), "sizes": sizes} | kind)
         tensors += own.values()
         if folder in folders:
-            decoders += [decoder | dict(number=number) for decoder in with_stage_b(model)]
+            decoders += [decoder | dict(number=number) for decoder in with_stage_b(model, draws)]
 
     data = {
         "models": about_models,
@@ -143,7 +158,7 @@ def page_data(folders: list[Path]) -> dict:
         "tokenizer": tokenizer_data(tokenizer, models[base].cfg.vocab_size),
     }
     if "names" not in judge_of(base):
-        return data | OF_TEXT
+        return data | (DRAWN if draws else OF_TEXT)
 
     # held-out names to complete, and every name that Python knows, to judge
     beginnings = list(draw_names(BEGINNINGS, "held out", tokenizer).values())

@@ -26,7 +26,7 @@ from lib.tokenizer import bpe_tokenizer, byte_spec, load_tokenizer
 from lib.util import Mistake, write_json
 from model import Model
 from prepare import unicode_names
-from sample import generate
+from sample import generate, step_of
 from tools import playground
 from tools.watch import piece
 
@@ -118,7 +118,7 @@ def answer(folder: Path, page: str, script: str, query: str = "", **given) -> ob
 # decodes of each model by every setting, in steps; of the first setting all logits, n_logits rows, as they are computed
 DECODE = """
     const plain = logits;
-    return given.cases.map(({number, prompts, settings, n_logits}) => {
+    return given.cases.map(({number, prompts, settings, numbers, n_logits}) => {
         const {model} = decoders.find((decoder) => decoder.number === number);
         const seen = [];
         logits = (model, h) => {
@@ -126,8 +126,9 @@ DECODE = """
             if (seen.length < n_logits) seen.push(...found);
             return found;
         };
-        const decodes = settings.map((d) => prompts.map((asked) => {
-            const {prompt, tokens, nfe, steps} = generateOne(model, asked, d);
+        const decodes = settings.map((d, i) => prompts.map((asked, j) => {
+            const draws = (n) => numbers[i][j][n];
+            const {prompt, tokens, nfe, steps} = generateOne(model, asked, {...d, draws});
             const {full, partial, refresh} = nfe;
             const drafts = (s) => s.bundle.map((t) => s.token_a[t]);
             return [prompt, tokens, full, partial, refresh,
@@ -141,17 +142,23 @@ DECODE = """
 """
 
 
-def decoded(model: Model, prompt: list[int], d: Decoding) -> list:
-    """The same by PyTorch."""
+def decoded(model: Model, prompt: list[int], d: Decoding) -> tuple[list, list]:
+    """The same by PyTorch, and the numbers by which each step drew."""
     steps = []
+    numbers = []
+    step_of_model = step_of(model, d)
+
+    def watched(engine, z, given, u, d) -> Step:
+        numbers.append(u[0].tolist())
+        return step_of_model(engine, z, given, u, d)
 
     def add(rows: list, step: Step) -> None:
         places = [tensor[0].nonzero()[:, 0].tolist() for tensor in (step.bundle, step.edited)]
         drafts = step.token_a[step.bundle].tolist()
         steps.append([step.z[0].tolist(), step.after[0].tolist(), *places, drafts, float(step.partial)])
 
-    (output,) = generate(model, [prompt], d, on_step=add)
-    return [output.prompt, output.tokens, *output.nfe.values(), steps]
+    (output,) = generate(model, [prompt], d, step=watched, on_step=add)
+    return [output.prompt, output.tokens, *output.nfe.values(), steps], numbers
 
 
 def with_holes(prompt: list[int]) -> list[int]:
@@ -162,7 +169,7 @@ def with_holes(prompt: list[int]) -> list[int]:
 @in_browser
 def test_it_decodes_as_generate_does(small, small_page, tmp_path):
     """Step by step, and of the first setting all logits: experts in groups, LoRA, two rounds, a copy of the last
-    layers, looks, edits, holes, blocks before the current one."""
+    layers, looks, edits, holes, blocks before the current one; and tokens drawn by the same numbers."""
     # with these no two experts, or tokens that are written, are so close that rounding decides
     prompts = [random_ids(1, n, 600 + n, 1000)[0].tolist() for n in (3, 8, 21)]
     prompts = [prompts[0], prompts[2], with_holes(prompts[1]), with_holes(prompts[2])]
@@ -174,14 +181,21 @@ def test_it_decodes_as_generate_does(small, small_page, tmp_path):
         all_at_once = replace(d, tau_m2t=-1.0, tau_t2t=None)
         settings = [replace(edits, tau_t2t=0.3), replace(edits, n_rounds=0), all_at_once]
         settings.append(replace(ONE_AT_A_TIME, gen_length=12))
+        # drawn: the longest run of a base, the gates of Stage A alone, and with Stage B; so, too, with edits
+        drawn = replace(d, temperature=1.5, tau_t2t=None)
+        settings += [replace(drawn, n_rounds=0, tau_joint=0.1), replace(drawn, n_rounds=0), drawn]
+        settings.append(replace(edits, temperature=0.7))
         if isinstance(model, CausalModel):
             settings = [replace(all_at_once, tau_joint=tau) for tau in (0.0, 0.1, 1.0)]
+            settings += [replace(all_at_once, tau_joint=tau, temperature=1.5) for tau in (0.0, 0.1)]
         cases.append((model, prompts, settings))
 
+    found = compare(cases, small_page, tmp_path)
     of_paper, of_causal = [
-        [step for decodes in found for decode in decodes for step in decode[-1]]
-        for found in compare(cases, small_page, tmp_path)
+        [step for decodes in of_model for decode in decodes for step in decode[-1]] for of_model in found
     ]
+    # what is drawn is not the likeliest
+    assert found[1][0] != found[1][3] and found[1][1] != found[1][4]
     assert sum(len(edited) for *_, edited, _, _ in of_paper) > 20
     assert sum(partial > 2 for *_, partial in of_causal) > 5  # more than two looks
 
@@ -217,17 +231,19 @@ def logits_of(model: Model, prompts: list[list[int]], d: Decoding) -> np.ndarray
 def compare(cases: list[tuple[Model, list, list[Decoding]]], page: str, folder: Path) -> list:
     """Decode by PyTorch and in the page, adapter after adapter -> the decodes, by adapter, setting and prompt."""
     logits = [logits_of(model, prompts, settings[0]) for model, prompts, settings in cases]
+    expected = [[[decoded(model, prompt, d) for prompt in prompts] for d in of] for model, prompts, of in cases]
     given = []
     for number, (_, prompts, settings) in enumerate(cases, 1):
         case = dict(number=number, prompts=prompts, settings=list(map(asdict, settings)))
+        case["numbers"] = [[numbers for _, numbers in decodes] for decodes in expected[number - 1]]
         given.append(case | dict(n_logits=len(logits[number - 1])))
 
     found = answer(folder, page, DECODE, cases=given)
-    for (model, prompts, settings), here, expected in zip(cases, found, logits, strict=True):
-        numbers = np.frombuffer(base64.b64decode(here["logits"]), np.float32).reshape(expected.shape)
-        assert np.abs(numbers - expected).max() < 1e-3
-        for d, decodes in zip(settings, here["decodes"], strict=True):
-            assert decodes == [decoded(model, prompt, d) for prompt in prompts], d
+    for (_, _, settings), here, of_torch, by_torch in zip(cases, found, logits, expected, strict=True):
+        of_page = np.frombuffer(base64.b64decode(here["logits"]), np.float32).reshape(of_torch.shape)
+        assert np.abs(of_page - of_torch).max() < 1e-3
+        for d, decodes, pairs in zip(settings, here["decodes"], by_torch, strict=True):
+            assert decodes == [decode for decode, _ in pairs], d
     return [here["decodes"] for here in found]
 
 
