@@ -20,8 +20,9 @@ from common import ROOT, Steps, command_line, merged_spec, random_adapter, rando
 from cache import Cached
 from causal import CausalModel, causal_denoise
 from checkpoint import load_model, save_model
-from decoding import Decoding, Step, in_full
+from decoding import Decoding, Output, Step, in_full
 from lib.names import draw_names, exists, verdict
+from lib.rows import Meta, write_meta
 from lib.tokenizer import bpe_tokenizer, byte_spec, load_tokenizer
 from lib.util import Mistake, write_json
 from model import Model
@@ -83,11 +84,6 @@ def small_page(small) -> str:
     return playground.page(small)
 
 
-@pytest.fixture(scope="module")
-def shipped_page() -> str:
-    return playground.page(SHIPPED)
-
-
 def answer(folder: Path, page: str, script: str, query: str = "", **given) -> object:
     """What `script` returns, run in the page (its address ends in `query`) with `given` in its sight."""
     variables = json.dumps(given).replace("<", "\\u003c")
@@ -114,11 +110,20 @@ def answer(folder: Path, page: str, script: str, query: str = "", **given) -> ob
     return json.loads(html.unescape(result[1]))
 
 
+@pytest.fixture(scope="module")
+def told(small_page, tmp_path_factory) -> dict:
+    """What these scripts return in the page, by name: one after the other, each from the sliders as they were."""
+    scripts = dict(looks=LOOKS, coded=CODED, by_hand=BY_HAND, steps=STEPS)
+    from_start = "for (const gate of GATES) $(gate).value = data.gates[gate];"
+    each = [f"{name}: await (async () => {{ {from_start} {script} }})()," for name, script in scripts.items()]
+    return answer(tmp_path_factory.mktemp("told"), small_page, f"return {{ {' '.join(each)} }};", **GIVEN)
+
+
 # --- the engine
 # decodes of each model by every setting, in steps; of the first setting all logits, n_logits rows, as they are computed
 DECODE = """
     const plain = logits;
-    return given.cases.map(({number, prompts, settings, numbers, n_logits}) => {
+    const decodes = () => given.cases.map(({number, prompts, settings, numbers, n_logits}) => {
         const {model} = decoders.find((decoder) => decoder.number === number);
         const seen = [];
         logits = (model, h) => {
@@ -157,7 +162,7 @@ def decoded(model: Model, prompt: list[int], d: Decoding) -> tuple[list, list]:
         drafts = step.token_a[step.bundle].tolist()
         steps.append([step.z[0].tolist(), step.after[0].tolist(), *places, drafts, float(step.partial)])
 
-    (output,) = generate(model, [prompt], d, step=watched, on_step=add)
+    [output] = generate(model, [prompt], d, step=watched, on_step=add)
     return [output.prompt, output.tokens, *output.nfe.values(), steps], numbers
 
 
@@ -190,7 +195,7 @@ def test_it_decodes_as_generate_does(small, small_page, tmp_path):
             settings += [replace(all_at_once, tau_joint=tau, temperature=1.5) for tau in (0.0, 0.1)]
         cases.append((model, prompts, settings))
 
-    found = compare(cases, small_page, tmp_path)
+    found, _ = compare(cases, small_page, tmp_path)
     of_paper, of_causal = [
         [step for decodes in of_model for decode in decodes for step in decode[-1]] for of_model in found
     ]
@@ -198,17 +203,6 @@ def test_it_decodes_as_generate_does(small, small_page, tmp_path):
     assert found[1][0] != found[1][3] and found[1][1] != found[1][4]
     assert sum(len(edited) for *_, edited, _, _ in of_paper) > 20
     assert sum(partial > 2 for *_, partial in of_causal) > 5  # more than two looks
-
-
-@in_browser
-def test_the_shipped_ones_decode_as_generate_does(shipped_page, tmp_path):
-    prompts = list(draw_names(3, "held out", TOKENIZER).values())
-    prompts += [with_holes(prompt + prompts[0]) for prompt in prompts[:2]]
-    of_paper = [replace(STAGE_B, tau_m2t=tau) for tau in (0.7, 0.3, -1.0)]
-    of_paper += [STAGE_B_OFF, FACTORISED, ONE_AT_A_TIME]
-    of_causal = [CAUSAL, replace(CAUSAL, tau_joint=0.0), replace(CAUSAL, tau_joint=0.8), LONGEST_RUN]
-    cases = [(read(folder), prompts, of) for folder, of in zip(SHIPPED, (of_paper, of_causal), strict=True)]
-    compare(cases, shipped_page, tmp_path)
 
 
 def logits_of(model: Model, prompts: list[list[int]], d: Decoding) -> np.ndarray:
@@ -228,8 +222,11 @@ def logits_of(model: Model, prompts: list[list[int]], d: Decoding) -> np.ndarray
     return torch.cat(rows).numpy()
 
 
-def compare(cases: list[tuple[Model, list, list[Decoding]]], page: str, folder: Path) -> list:
-    """Decode by PyTorch and in the page, adapter after adapter -> the decodes, by adapter, setting and prompt."""
+def compare(
+    cases: list[tuple[Model, list, list[Decoding]]], page: str, folder: Path, script: str = "", **also: object
+) -> tuple[list, object]:
+    """Decode by PyTorch and in the page, adapter after adapter -> the decodes, by adapter, setting and prompt; and what
+    `script` returns, which runs before, with `also` in its sight."""
     logits = [logits_of(model, prompts, settings[0]) for model, prompts, settings in cases]
     expected = [[[decoded(model, prompt, d) for prompt in prompts] for d in of] for model, prompts, of in cases]
     given = []
@@ -238,13 +235,14 @@ def compare(cases: list[tuple[Model, list, list[Decoding]]], page: str, folder: 
         case["numbers"] = [[numbers for _, numbers in decodes] for decodes in expected[number - 1]]
         given.append(case | dict(n_logits=len(logits[number - 1])))
 
-    found = answer(folder, page, DECODE, cases=given)
+    both = f"{DECODE} const first = await (async () => {{ {script} }})(); return [decodes(), first];"
+    found, first = answer(folder, page, both, cases=given, **also)
     for (_, _, settings), here, of_torch, by_torch in zip(cases, found, logits, expected, strict=True):
         of_page = np.frombuffer(base64.b64decode(here["logits"]), np.float32).reshape(of_torch.shape)
         assert np.abs(of_page - of_torch).max() < 1e-3
         for d, decodes, pairs in zip(settings, here["decodes"], by_torch, strict=True):
             assert decodes == [decode for decode, _ in pairs], d
-    return [here["decodes"] for here in found]
+    return [here["decodes"] for here in found], first
 
 
 @torch.inference_mode()
@@ -264,17 +262,20 @@ def looks_of(model: Model, prompt: list[int]) -> list[list[int]]:
     return [*read_by_stage_b, done.after[0].tolist()]
 
 
+LOOKS = """
+    $("tau_joint").value = 0;
+    const {prompt} = promptOf("BOX DRAWINGS");
+    present([recordOf(prompt, decoders.findIndex((decoder) => decoder.number === 2))], 1);
+    return [cells(), traces[0].steps[0].partial];
+"""
+
+
 @in_browser
-def test_a_looks_tokens_are_shown_up_to_the_final_one(small, small_page, tmp_path):
+def test_a_looks_tokens_are_shown_up_to_the_final_one(small, told):
     """Stage A's draft, then what each look makes of the tokens that it reads. A token is final once it has read what is
     written before it in the end."""
     prompt = TOKENIZER.encode("BOX DRAWINGS")
-    script = """
-        $("tau_joint").value = 0;
-        present([recordOf(given.prompt, decoders.findIndex((decoder) => decoder.number === 2))], 1);
-        return [cells(), traces[0].steps[0].partial];
-    """
-    cells, partial = answer(tmp_path, small_page, script, prompt=prompt)
+    cells, partial = told["looks"]
     drafts = looks_of(read(small[1]), prompt)
     final = drafts[-1]
     assert partial == len(drafts) - 1 > 2
@@ -290,40 +291,116 @@ def sign(token: int) -> str:
     return {1022: "∎", 1023: "▒"}.get(token) or piece(TOKENIZER, token)
 
 
-@in_browser
-def test_the_pages_tokenizer_and_judge_are_the_models(small_page, tmp_path):
-    """Any text, and bytes that are none; every name, and no other."""
-    texts = [" A  B\t\n C", "é ü 漢字 😀", "\u00a0x\u2003y\u0085z\ufeff", "<|mask|> and <|endoftext|>", HOSTILE]
-    texts += ["constructor", "toString", "__proto__", "valueOf", "<|mask|>constructor<|mask|>"]
-    texts += list(unicode_names())[::97]
-    broken = [*"é".encode()[:1], 65, *"\ufeff".encode()]
+def some_names() -> list[str]:
+    """Names, and what is none."""
     names = [name for code in range(0x110000) if (name := unicodedata.name(chr(code), ""))][::41]
     names += [name[:-1] for name in names] + [name.lower() for name in names[::9]]
-    names += ["", "NULL", "SPACE-0020", "漢", "constructor", "__proto__"]
-    script = """return [given.names.map(verdict), decode(base, given.broken),
-        given.texts.map((text) => [encode(base, text), decode(base, encode(base, text))])];"""
-    verdicts, of_broken, coded = answer(tmp_path, small_page, script, texts=texts, broken=broken, names=names)
-    assert coded == [[ids, TOKENIZER.decode(ids)] for ids in map(TOKENIZER.encode, texts)]
-    assert of_broken == TOKENIZER.decode(broken)
-    assert verdicts == [verdict(name) for name in names]
+    return [*names, "", "NULL", "SPACE-0020", "漢", "constructor", "__proto__"]
+
+
+GIVEN = dict(
+    texts=[
+        " A  B\t\n C", "é ü 漢字 😀", "\u00a0x\u2003y\u0085z\ufeff", "<|mask|> and <|endoftext|>", HOSTILE,
+        "constructor", "toString", "__proto__", "valueOf", "<|mask|>constructor<|mask|>", *list(unicode_names())[::97],
+    ],
+    broken=[*"é".encode()[:1], 65, *"\ufeff".encode()],
+    names=some_names(),
+)  # fmt: skip
+CODED = """
+    return [given.names.map(verdict), decode(base, given.broken),
+        given.texts.map((text) => [encode(base, text), decode(base, encode(base, text))])];
+"""
+
+
+@in_browser
+def test_the_pages_tokenizer_and_judge_are_the_models(told):
+    """Any text, and bytes that are none; every name, and no other."""
+    verdicts, of_broken, coded = told["coded"]
+    assert coded == [[ids, TOKENIZER.decode(ids)] for ids in map(TOKENIZER.encode, GIVEN["texts"])]
+    assert of_broken == TOKENIZER.decode(GIVEN["broken"])
+    assert verdicts == [verdict(name) for name in GIVEN["names"]]
 
 
 def page_of(folder: Path, spec: dict) -> str:
     """That of a random model with this tokenizer."""
     ids = {token["content"]: token["id"] for token in spec["added_tokens"]}
-    save_model(tiny_model(vocab_size=352, eos_id=ids["<|endoftext|>"], mask_id=ids["<|mask|>"]), folder)
+    eos_id, mask_id = ids["<|endoftext|>"], ids["<|mask|>"]
+    save_model(tiny_model(vocab_size=352, eos_id=eos_id, mask_id=mask_id), folder)
     write_json(folder / "tokenizer.json", spec)
+    write_meta(folder, Meta(352, eos_id, mask_id, n_plain=eos_id))
     return playground.page([folder])
 
 
+# a text page's decoders, in order: the number of the model, its settings
+ALL_AT_ONCE = Decoding(gen_length=16, tau_t2t=None, tau_joint=0.0, n_rounds=0, temperature=1.0)
+DRAWN = {
+    "base, all at once": (0, ALL_AT_ONCE),
+    "base, one at a time": (0, replace(ALL_AT_ONCE, tau_joint=1.0)),
+    "paper, Stage B": (1, replace(ALL_AT_ONCE, tau_joint=None, n_rounds=2)),
+    "causal Stage B": (2, replace(ALL_AT_ONCE, n_rounds=1)),
+}
+
+
 @in_browser
-def test_a_page_reads_an_own_bpe_as_the_library_does(tmp_path):
-    """The ids that tests/data/bpe has of it: special tokens come first, and names of what every object has are text."""
+def test_a_page_of_text_draws_and_reads_an_own_bpe(tmp_path):
+    """It opens at temperature 1 with seed 1. Each decoder writes what Python writes by the same numbers. Its ids are
+    those of tests/data/bpe: special tokens come first, and names of what every object has are text."""
     lines = [json.loads(line) for line in (BPE / "stock.jsonl").read_text().splitlines()]
     texts = [text for text, *_ in lines] + ["constructor", "toString"]
     expected = [ids for _, ids, _ in lines] + list(map(bpe_tokenizer(BPE / "stock.json").encode, texts[-2:]))
-    page = page_of(tmp_path, json.loads((BPE / "stock.json").read_text()))
-    assert answer(tmp_path, page, "return given.texts.map((text) => encode(base, text));", texts=texts) == expected
+    page_of(tmp_path / "base", json.loads((BPE / "stock.json").read_text()))
+    models = [tmp_path / "base", tmp_path / "paper", tmp_path / "causal"]
+    random_adapter(models[1], models[0])
+    random_adapter(models[2], models[0], "causal", n_last=3, n_rounds=1)
+    script = """
+        const lines = () => [...document.querySelectorAll("#seen th")].map((head) => head.textContent);
+        const tokens = () => traces.map((t) => t.tokens);
+        const opened = [$("prompt").value, text("gate_values"), lines(), $("again").hidden];
+        const drawn = [tokens()];
+        const numbers = Array.from({length: 100}, (_, n) => draws(n));
+        const written = document.querySelector(".written");
+        const ends = [traces[0].text === written.textContent, getComputedStyle(written).whiteSpace];
+        $("again").click();
+        drawn.push(tokens());
+        seed = 1;
+        ask();
+        drawn.push(tokens());
+        $("temperature").value = 0;
+        $("temperature").dispatchEvent(new Event("input"));
+        const still = [text("gate_values"), $("again").hidden];
+        return {ids: given.texts.map((text) => encode(base, text)), opened, drawn, numbers, ends, still};
+    """
+    page = playground.page(models[1:]).replace('"gen_length": 64', '"gen_length": 16')  # to be quick
+    found = answer(tmp_path, page, script, texts=texts)
+    assert found["ids"] == expected
+    at = "tau_m2t 0.70, tau_t2t 1.00, tau_joint 0.00"
+    prompt, said, lines, hidden = found["opened"]
+    assert [prompt, said, hidden] == ["ROMEO:", f"{at}, temperature 1.00, seed 1", False]
+    assert found["still"] == [at, True] and found["ends"] == [True, "pre-wrap"]
+
+    # another seed is another text, and the same one the same
+    first, other, again = found["drawn"]
+    assert first == again and all(one != two for one, two in zip(first, other, strict=True))
+    tokenizer = load_tokenizer(models[0])
+    for line, tokens, (way, (number, d)) in zip(lines, first, DRAWN.items(), strict=True):
+        out = drawn_by(found["numbers"], read(models[number]), tokenizer.encode(prompt), d)
+        assert tokens == out.tokens
+        n = sum(len(tokenizer.token_bytes.get(token, b"")) for token in tokens)
+        assert line == f"{way} {round(in_full(out.nfe, read(models[number]).partial_cost) / n, 2):g} forwards a byte"
+
+    # numbers in [0, 1), and in the mean a half
+    numbers = np.array(found["numbers"])
+    assert numbers.min() >= 0 and numbers.max() < 1 and abs(numbers.mean() - 0.5) < 0.03
+
+
+def drawn_by(numbers: list, model: Model, prompt: list[int], d: Decoding) -> Output:
+    """A decode whose steps draw by these numbers, in order."""
+    left = iter(torch.tensor(numbers))
+
+    def fed(engine, z, given, u, d) -> Step:
+        return step_of(model, d)(engine, z, given, next(left)[None], d)
+
+    return generate(model, [prompt], d, step=fed)[0]
 
 
 def other_pattern(spec: dict) -> None:
@@ -351,8 +428,14 @@ def test_a_tokenizer_that_the_page_cannot_follow_is_refused(change, tmp_path):
 
 # --- the page of a model
 @in_browser
-def test_it_opens_on_the_first_held_out_beginning(shipped_page, tmp_path):
+def test_the_shipped_page_opens_on_the_first_held_out_beginning(tmp_path):
     """Whatever comes of it. Each decoder writes what the Python one writes, and the experiment counts it."""
+    prompts = list(draw_names(3, "held out", TOKENIZER).values())
+    prompts += [with_holes(prompt + prompts[0]) for prompt in prompts[:2]]
+    of_paper = [replace(STAGE_B, tau_m2t=tau) for tau in (0.7, 0.3, -1.0)]
+    of_paper += [STAGE_B_OFF, FACTORISED, ONE_AT_A_TIME]
+    of_causal = [CAUSAL, replace(CAUSAL, tau_joint=0.0), replace(CAUSAL, tau_joint=0.8), LONGEST_RUN]
+    cases = [(read(folder), prompts, of) for folder, of in zip(SHIPPED, (of_paper, of_causal), strict=True)]
     script = """
         const seen = [...document.querySelectorAll("#seen tr")].map((row) => row.textContent);
         const asked = traces[0].asked;
@@ -366,10 +449,11 @@ def test_it_opens_on_the_first_held_out_beginning(shipped_page, tmp_path):
         const shown = cells().map((cell) => cell.parts[1]).join("");
         return [asked, seen, text("shares"), wrong, shown, document.querySelectorAll("main b").length];
     """
-    assert len(shipped_page.encode()) <= 6e6
-    prompt, seen, shares, wrong, shown, bold = answer(tmp_path, shipped_page, script, hostile=HOSTILE)
-    models = [read(folder) for folder in (BASE, *SHIPPED)]
-    assert prompt == next(iter(draw_names(1, "held out", TOKENIZER).values()))
+    page = playground.page(SHIPPED)
+    assert len(page.encode()) <= 6e6
+    prompt, seen, shares, wrong, shown, bold = compare(cases, page, tmp_path, script, hostile=HOSTILE)[1]
+    models = [read(BASE), *(model for model, *_ in cases)]
+    assert prompt == prompts[0]
     for line, (way, (number, d)) in zip(seen, SHOWN.items(), strict=True):
         [out] = generate(models[number], [prompt], d)
         name = TOKENIZER.decode(prompt + out.tokens)
@@ -422,35 +506,37 @@ def test_what_is_typed_a_link_and_gates_that_moved(small_page, tmp_path):
     assert found["moved"] == [["old", old], ["", ""]]
 
 
+BY_HAND = """
+    const first = () => [...document.querySelectorAll(".lists > div")].map((list) =>
+        list.querySelector(".option").textContent);
+    const touch = (number) => {
+        ask(0);
+        const run = decoders.findIndex((decoder) => decoder.number === number && decoder.n_rounds);
+        const at = traces[0].asked.length;
+        const {steps, pieces} = traces[run];
+        const say = (token, conf) => pieces[token] + conf.toFixed(2);
+        const said = steps[0].fill.map((f) => [say(f.token_a, f.conf_a), say(f.token, f.conf)]);
+        const shown = steps[0].fill.map((f) => {
+            document.querySelectorAll(`button[data-at="${f.at}"]`)[run].click();
+            return first();
+        });
+        document.querySelectorAll(`button[data-at="${at}"]`)[run].click();
+        document.querySelectorAll(".option")[2].click();
+        const byHand = cells().filter((cell) => cell.is.includes("byHand")).map((cell) => cell.at - at);
+        const {prompt, tokens, nfe} = traces[run];
+        return {said, shown, byHand, at: [now, chosen.at - at], prompt, tokens, full: nfe.full};
+    };
+    $("prompt").value = "BOX DRAWINGS";
+    $("tau_m2t").value = $("tau_joint").value = 0;
+    $("tau_t2t").value = 1;
+    return [1, 2].map(touch);
+"""
+
+
 @in_browser
-def test_a_mask_shows_both_stages_and_is_written_by_hand(small, small_page, tmp_path):
+def test_a_mask_shows_both_stages_and_is_written_by_hand(small, told):
     """The likeliest token of each stage is the record's; what is put in is kept, and decoding goes on from there."""
-    script = """
-        const first = () => [...document.querySelectorAll(".lists > div")].map((list) =>
-            list.querySelector(".option").textContent);
-        const touch = (number) => {
-            ask(0);
-            const run = decoders.findIndex((decoder) => decoder.number === number && decoder.n_rounds);
-            const at = traces[0].asked.length;
-            const {steps, pieces} = traces[run];
-            const say = (token, conf) => pieces[token] + conf.toFixed(2);
-            const said = steps[0].fill.map((f) => [say(f.token_a, f.conf_a), say(f.token, f.conf)]);
-            const shown = steps[0].fill.map((f) => {
-                document.querySelectorAll(`button[data-at="${f.at}"]`)[run].click();
-                return first();
-            });
-            document.querySelectorAll(`button[data-at="${at}"]`)[run].click();
-            document.querySelectorAll(".option")[2].click();
-            const byHand = cells().filter((cell) => cell.is.includes("byHand")).map((cell) => cell.at - at);
-            const {prompt, tokens, nfe} = traces[run];
-            return {said, shown, byHand, at: [now, chosen.at - at], prompt, tokens, full: nfe.full};
-        };
-        $("prompt").value = "BOX DRAWINGS";
-        $("tau_m2t").value = $("tau_joint").value = 0;
-        $("tau_t2t").value = 1;
-        return [1, 2].map(touch);
-    """
-    for model, found in zip(map(read, small), answer(tmp_path, small_page, script), strict=True):
+    for model, found in zip(map(read, small), told["by_hand"], strict=True):
         assert len(found["said"]) > 1 and found["shown"] == found["said"]
         assert found["byHand"] == [0] and found["at"] == [1, 1]  # the panel goes on to the next mask
 
@@ -488,19 +574,21 @@ def test_one_command_writes_one_page_that_asks_nothing_of_a_network(tmp_path, mo
     assert policy == "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
+STEPS = """
+    $("tau_m2t").value = 0.3;
+    const run = decoders.findIndex((decoder) => decoder.name === "paper, Stage B on");
+    present([recordOf(promptOf("BOX DRAWINGS").prompt, run)], 0);
+    return [text("runs"), traces[0].steps.map((s, k) => (go(k + 1), cells()))];
+"""
+
+
 @in_browser
-def test_a_decode_is_shown_step_by_step(small, small_page, tmp_path):
+def test_a_decode_is_shown_step_by_step(small, told):
     """After each of PyTorch's steps the block as it was left, what the stages disagree on, and edits."""
     d = replace(STAGE_B, tau_m2t=0.3, n_rounds=2)
     steps = Steps(1)
     (out,) = generate(read(small[0]), [TOKENIZER.encode("BOX DRAWINGS")], d, on_step=steps.add)
-    script = """
-        $("tau_m2t").value = 0.3;
-        const run = decoders.findIndex((decoder) => decoder.name === "paper, Stage B on");
-        present([recordOf(promptOf("BOX DRAWINGS").prompt, run)], 0);
-        return [text("runs"), traces[0].steps.map((s, k) => (go(k + 1), cells()))];
-    """
-    heads, seen = answer(tmp_path, small_page, script)
+    heads, seen = told["steps"]
     assert f"{out.nfe['full']} full, {out.nfe['partial']:g} partial, {out.nfe['refresh']} refresh" in heads
 
     (taken,) = steps.of_row
