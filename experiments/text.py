@@ -1,0 +1,240 @@
+"""Shakespeare: what a block of 8 bytes costs when it is written at once, and what draws are like.
+
+`untold` trains the control: causal Stage B without the token before. `together` trains a base and its causal Stage B
+at once, from scratch. `half` stores a base in bfloat16, as it ships. `bits` and `draws` append a record a line, and
+measure nothing twice; `table` prints means over seeds.
+
+    python -m experiments.text untold --stage_b untold --config configs/text.toml --out_dir out/untold
+    python -m experiments.text bits --system causal --seed 1 --ckpt out/text --out out/bits.jsonl
+    python -m experiments.text draws --system causal --seed 1 --ckpt out/text --judge out/left --out out/draws.jsonl
+    python -m experiments.text table out/bits.jsonl out/draws.jsonl
+"""
+
+import sys
+import time
+from argparse import Namespace
+from collections import Counter, defaultdict
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import train
+from base import muon
+from causal import CausalModel, bundle_mask
+from checkpoint import STAGE_B, load_model, save_model
+from decoding import Decoding, Output, in_full
+from evaluate import bits_of_batch, bits_of_rows
+from lib.rows import Batch, Corpus, read_corpus
+from lib.tokenizer import load_tokenizer
+from lib.util import Parser, append_line, command, fail, print_table, progress, read_lines
+from model import Context, Model
+from sample import generate
+
+# R rows, T positions, C channels
+
+DATA = Path("data/shakespeare")
+SEQ_LEN = 256
+N_BYTES = 16384  # held out, for bits
+N = 256  # beginnings that are continued
+BEGINNING = 56  # bytes of each
+LENGTH = 200  # bytes written behind it
+
+# what is measured of a system in bits, and by which rules it writes
+WAYS = {
+    "base": ["Stage A", "one at a time"],
+    "paper": ["Stage A", "Stage B"],
+    "causal": ["Stage B"],
+    "untold": ["Stage B"],
+    "together": ["Stage A", "one at a time", "Stage B"],
+    "left": ["Stage A"],  # in blocks of one: what a mask says is the next byte
+}
+DRAWN = Decoding(gen_length=LENGTH, temperature=1.0, tau_t2t=None, eos_early_stop=False)
+RULES = {
+    "base": {
+        "all at once": dict(tau_m2t=-1.0, n_rounds=0),
+        "above 0.7": dict(tau_m2t=0.7, n_rounds=0),
+        "above 0.9": dict(tau_m2t=0.9, n_rounds=0),
+        "one at a time": dict(tau_joint=1.0, n_rounds=0),
+    },
+    "paper": {"above 0.7": dict(tau_m2t=0.7), "all at once": dict(tau_m2t=-1.0)},
+    "causal": {"whole blocks": dict(tau_joint=0.0), "above 0.7": dict(tau_joint=0.7)},
+    "left": {"one at a time": dict(tau_joint=1.0, n_rounds=0)},
+}
+
+
+class Untold(CausalModel):
+    """The control: the same layers, data and steps. It sees the whole bundle, and is shown no token."""
+
+    def coordinate(
+        self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int, tokens: Tensor, last: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
+        T = bundle.shape[1]
+        h = h[:, :T]
+        sees = bundle_mask(torch.zeros_like(bundle), ctx)
+        if ctx.clean is not None:
+            ctx = replace(ctx, cos=ctx.cos[:T], sin=ctx.sin[:T])
+        size = h.float().square().mean(-1, keepdim=True).sqrt()
+        h = h + bundle[..., None] * (size * self.markers[0]).to(h.dtype)
+        return self.run_layers(h, replace(ctx, mask=sees), self.layers_b)
+
+
+def half(parser: Parser) -> None:
+    """The base's numbers in bfloat16: half of the space, and what stands on them learns on these."""
+    parser.add_argument("--ckpt", type=Path, required=True)
+    folder = parser.parse_args().ckpt
+    save_model(load_model(folder, torch.device("cpu"), torch.bfloat16), folder)
+
+
+# --- bits of held-out text
+def bits(parser: Parser) -> None:
+    args = read_flags(parser)
+    model, corpus = load(args.ckpt)
+    tokenizer = load_tokenizer(DATA)
+    for way in WAYS[args.system]:
+        record = dict(system=args.system, seed=args.seed, way=way)
+        if is_there(record, args.out):
+            continue
+        total, n, _ = bits_of_rows(model, corpus, way, N_BYTES, tokenizer)
+        append_line(args.out, record | dict(bits=total / n, bytes=n))
+
+
+# --- draws
+def draws(parser: Parser) -> None:
+    parser.add_argument("--judge", type=Path, required=True, help="a left-to-right model of another seed")
+    parser.add_argument("--judge_seed", type=int, required=True)
+    args = read_flags(parser)
+    model, corpus = load(args.ckpt)
+    judge, _ = load(args.judge)
+    text = torch.from_numpy(np.concatenate(corpus.rows["val"].rows)).long()
+    beginnings, endings = cut(text)
+    tokenizer = load_tokenizer(DATA)
+    about = dict(seed=args.seed, judge_seed=args.judge_seed)
+
+    # the text itself, judged
+    record = dict(system="text", rule="", **about)
+    if not is_there(record, args.out):
+        append_line(args.out, record | judged(judge, beginnings, endings) | dict(distinct=distinct(endings)))
+
+    for rule, settings in progress(list(RULES[args.system].items()), "rules"):
+        record = dict(system=args.system, rule=rule, **about)
+        if is_there(record, args.out):
+            continue
+        d = replace(DRAWN, **settings)
+        began = time.perf_counter()
+        outputs = generate(model, beginnings.tolist(), d, seed=args.seed)
+        seconds = time.perf_counter() - began
+        drawn = torch.tensor([output.tokens for output in outputs])
+        record |= judged(judge, beginnings, drawn) | dict(distinct=distinct(drawn))
+        record["forwards"] = mean(in_full(o.nfe, model.partial_cost) for o in outputs) / LENGTH
+        record["ms_256"] = 1e3 * seconds / (N * LENGTH)
+        record |= timed(model, beginnings, d)
+
+        # what the system itself has for its own draws: their entropy, where it draws by the chain rule
+        way = {"whole blocks": "Stage B", "one at a time": "one at a time", "all at once": "Stage A"}.get(rule)
+        if way and args.system in ("base", "causal", "left"):
+            record["own"] = cost_of(model, beginnings, drawn, way)
+
+        # the first four of them, in order
+        shown = [tokenizer.decode(row) for row in torch.cat([beginnings, drawn], dim=1)[:4].tolist()]
+        append_line(args.out, record | dict(first=shown))
+
+
+def cut(text: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of held-out text as beginnings (N, BEGINNING) and endings (N, LENGTH): they lie evenly in it."""
+    starts = torch.linspace(0, len(text) - BEGINNING - LENGTH - 1, N).long()
+    rows = torch.stack([text[at : at + BEGINNING + LENGTH] for at in starts])
+    return rows[:, :BEGINNING], rows[:, BEGINNING:]
+
+
+def judged(judge: Model, beginnings: Tensor, endings: Tensor) -> dict[str, float]:
+    return {"bits": cost_of(judge, beginnings, endings, "Stage A")}
+
+
+@torch.inference_mode()
+def cost_of(model: Model, beginnings: Tensor, endings: Tensor, way: str) -> float:
+    """Bits a byte of the endings, given the beginnings."""
+    x = torch.cat([beginnings, endings], dim=1)
+    corruptible = torch.zeros_like(x, dtype=torch.bool)
+    corruptible[:, beginnings.shape[1] :] = True
+    real = torch.ones_like(corruptible)
+    total = 0.0
+    for at in range(0, len(x), 64):
+        part = slice(at, at + 64)
+        batch = Batch(x[part], real[part], corruptible[part], torch.empty(0), [])
+        total += float(bits_of_batch(model, batch, way).double().sum())
+    return total / endings.numel()
+
+
+def distinct(rows: Tensor) -> float:
+    """How many of the rows' 4-grams are the first of their kind, as a share."""
+    grams = Counter(tuple(gram) for row in rows.tolist() for gram in zip(*(row[i:] for i in range(4)), strict=False))
+    return len(grams) / grams.total()
+
+
+def timed(model: Model, beginnings: Tensor, d: Decoding) -> dict[str, float]:
+    """ms a byte, of one row and of 16 rows together."""
+    found = {}
+    for n in (1, 16):
+        began = time.perf_counter()
+        outputs: list[Output] = generate(model, beginnings[:n].tolist(), d)
+        found[f"ms_{n}"] = 1e3 * (time.perf_counter() - began) / sum(len(o.tokens) for o in outputs)
+    return found
+
+
+# --- what all of them read
+def read_flags(parser: Parser) -> Namespace:
+    parser.add_argument("--system", choices=WAYS, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--ckpt", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args()
+
+
+def load(folder: Path) -> tuple[Model, Corpus]:
+    """A model of text, and the rows that it is judged on."""
+    model = load_model(folder, torch.device("cpu"), torch.float32)
+    return model, read_corpus(DATA, SEQ_LEN, 0, model.cfg.block_length, 0)
+
+
+def is_there(record: dict, out: Path) -> bool:
+    return out.exists() and any(record.items() <= other.items() for other in read_lines(out, {"system": str}))
+
+
+# --- means over seeds
+def table(parser: Parser) -> None:
+    parser.add_argument("records", nargs="+", type=Path)
+    found = defaultdict(list)
+    for path in parser.parse_args().records:
+        for r in read_lines(path, {"system": str}):
+            found[r["system"], r.get("way", r.get("rule")), "way" in r].append(r)
+    rows = []
+    for (system, way, _), records in found.items():
+        cells = []
+        for key, digits in (("bits", 3), ("forwards", 3), ("distinct", 3), ("own", 2), ("ms_1", 2), ("ms_16", 2)):
+            values = [r[key] for r in records if key in r]
+            cells.append(f"{mean(values):.{digits}f}" if values else "")
+        seeds = " ".join(f"{r['bits']:.3f}" for r in records)
+        rows.append([f"{system}, {way}", *cells, seeds])
+    print_table(["", "bits a byte", "forwards a byte", "distinct", "own bits", "ms, 1 row", "16 rows", "seeds"], rows)
+
+
+@command
+def main() -> None:
+    trainings = {"untold": train.adamw, "together": muon}
+    measurements = {"half": half, "bits": bits, "draws": draws, "table": table}
+    if len(sys.argv) < 2 or sys.argv[1] not in trainings | measurements:
+        fail(f"python -m experiments.text COMMAND, one of {', '.join(trainings | measurements)}; each has --help")
+    STAGE_B["untold"] = Untold
+    what = sys.argv.pop(1)
+    if what in trainings:
+        train.run(train.read_arguments(), make_optimizer=trainings[what])
+    else:
+        measurements[what](Parser(__doc__))
+
+
+if __name__ == "__main__":
+    main()
