@@ -421,7 +421,7 @@ def what_ran(ckpt: Path, model: Model, d: Decoding, select: str | None) -> str:
     if d.n_rounds > 0:
         stage = f"{model.name_b}, n = {model.cfg.n_last} of {model.cfg.n_layer}, K = {d.n_rounds}"
     if d.tau_joint is not None:
-        rule = f"the longest run above {d.tau_joint:g}"
+        rule = f"the longest run above {d.tau_joint:g}" if d.tau_joint else "whole blocks"
     else:
         rule = f"gates {d.tau_m2t:g} and {'none' if d.tau_t2t is None else f'{d.tau_t2t:g}'}"
     if select:
