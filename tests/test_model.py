@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from common import MASK, approx, prompt, random_ids, random_lora, tiny_config, tiny_model
 
 from cache import Cached, Uncached
-from checkpoint import check_config, load_model, save_model
+from checkpoint import load_model, save_model
 from lib.util import Mistake, generator
 from model import ROUTERS, Context, Model, MoE, block_causal_mask, doubled_mask
 
@@ -259,15 +259,3 @@ def test_layers_that_are_computed_again_in_the_backward_have_the_same_gradients(
             results.append({name: p.grad for name, p in model.learned().items()})
         torch.testing.assert_close(*results, **CLOSE)
         assert all(grad.abs().max() > 0 for grad in results[0].values())
-
-
-def test_impossible_geometry_is_refused():
-    for words, field in (
-        ("n_last is 1..4", dict(n_last=9)), ("sizes", dict(n_kv_head=0)), ("rotary_dim", dict(rotary_dim=17)),
-        ("in twos", dict(n_group=8)), ("topk_group", dict(topk_group=5)), ("n_active", dict(n_active=5)),
-        ("n_rounds", dict(n_rounds=0)), ("block_length", dict(block_length=4097)), ("vocabulary", dict(mask_id=40)),
-        ("0 or above", dict(mask_id=-1)), ("above 0", dict(norm_eps=float("nan"))),
-        ("router is one of grouped sigmoid", dict(router="mine")),
-    ):  # fmt: skip
-        with pytest.raises(Mistake, match=words):
-            check_config(tiny_config(**field))
