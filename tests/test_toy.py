@@ -256,11 +256,8 @@ def test_a_row_for_each_task(monkeypatch, capsys):
     (["gaussian", "rho=nan", "--out", "x"], "rho must be in 0..0.9999, not nan"),
     (["gaussian", "V=8", "--out", "x"], "does not use V: it uses levels, m, n_ctx, rho"),
     (["modes", "V=x", "--out", "x"], "'V=x' is no size of a toy: give KEY=VALUE, like V=12; keys are V, m, n_ctx"),
-    (["modes", "colour=3", "--out", "x"], "'colour=3' is no size of a toy"),
     (["modes"], "a task and --out belong together"),
-    (["--out", "x"], "a task and --out belong together"),
     (["modes", "--out", ROOT / "data" / "names"], "data/names already holds rows or a checkpoint"),
-    (["modes", "--out", "x", "--rows", 0], "--rows: must lie in 1..100000000"),
 ])  # fmt: skip
 def test_a_mistake_is_one_line(argv, words, monkeypatch, capsys):
     assert words in refused(toy, monkeypatch, capsys, *argv)

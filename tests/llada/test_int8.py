@@ -195,16 +195,12 @@ def test_numbers_of_another_type_than_they_should_be_are_refused(experts, tmp_pa
         load_model(tmp_path / "it", "cpu", torch.bfloat16)
 
 
-def test_there_is_no_way_back(experts, tmp_path, monkeypatch, capsys):
-    again = caller(int8, monkeypatch, capsys)
-    assert "quantised" in again.fails("--src", experts, "--out", tmp_path / "again")
+def test_there_is_no_way_back_and_bases_alone_are_converted(golden, experts, tmp_path, monkeypatch, capsys):
+    random_adapter(tmp_path / "adapter", golden)
     hf = caller(export, monkeypatch, capsys)
     assert "quantised" in hf.fails("--to", "hf", "--src", experts, "--out", tmp_path / "hf")
-    assert "convert_weights.py" in again.fails("--src", GOLDEN, "--out", tmp_path / "int8")
-
-
-def test_an_adapter_is_not_converted(golden, tmp_path, monkeypatch, capsys):
-    random_adapter(tmp_path / "adapter", golden)
     call = caller(int8, monkeypatch, capsys)
+    assert "quantised" in call.fails("--src", experts, "--out", tmp_path / "again")
+    assert "convert_weights.py" in call.fails("--src", GOLDEN, "--out", tmp_path / "int8")
     assert f"convert its base, {golden}" in call.fails("--src", tmp_path / "adapter", "--out", tmp_path / "int8")
     assert "this path is empty" in call.fails("--src", golden, "--out", "")

@@ -11,8 +11,8 @@ from common import caller, random_adapter
 from test_benchmarks import write_task
 
 from lib.util import alone_with, read_json, write_json
-from llada import chat, tables
 from llada import run as runs
+from llada import tables
 from llada.ablation import COCOMMIT
 from llada.benchmarks import TASKS
 
@@ -116,12 +116,6 @@ def test_what_a_run_decodes_with(run, weights, tmp_path, monkeypatch):
     assert "causal Stage B is no row" in run.fails("gsm8k", tmp_path / "none.jsonl", "--ckpt", tmp_path / "causal")
     assert "--out: this path is empty" in run.fails("gsm8k", "")
 
-    # an adapter on itself
-    shutil.copytree(weights / "base", tmp_path / "self")
-    about = read_json(weights / "cocommit" / "adapter.json", "adapter")
-    write_json(tmp_path / "self" / "adapter.json", about | {"base": "."})
-    assert "is an adapter itself" in run.fails("gsm8k", tmp_path / "none.jsonl", "--ckpt", tmp_path / "self")
-
 
 def test_without_role_tokens_there_is_no_chat_template(run, weights, tmp_path):
     assert "chat template" not in run("gsm8k", tmp_path / "chat.jsonl", "--shard", "1/3")
@@ -137,16 +131,6 @@ def test_without_role_tokens_there_is_no_chat_template(run, weights, tmp_path):
         settings[name] = header["settings"]
     assert tables.differences(settings["chat"], settings["plain"]) == "chat_template (True, False)"
     assert items["chat"]["prompt"] != items["plain"]["prompt"]
-
-
-def test_chat_from_the_command_line(monkeypatch, capsys):
-    call = caller(chat, monkeypatch, capsys)
-    head = "<role>SYSTEM</role>{}detailed thinking off<|role_end|>"
-    tail = "<role>HUMAN</role>Why?<|role_end|><role>ASSISTANT</role>"
-    assert call("Why?") == head.format("") + tail
-    assert call("Why?", "Be brief.") == head.format("Be brief.\n") + tail
-    for texts in ([], ["one", "two", "three"]):
-        assert "give one text" in call.fails(*texts)
 
 
 def test_other_settings_do_not_mix(run, weights, tmp_path):

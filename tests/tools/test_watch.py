@@ -57,14 +57,6 @@ def test_steps_of_the_paper_through_a_pipe(shown):
     assert shown(PAPER, Decoding(), None)[0] == f"step   1  1 2 [6 ](A: 4 ){MASK} {MASK} {END} "
 
 
-def test_steps_of_the_paper_in_a_terminal(shown, monkeypatch):
-    """They are coloured, and the second is drawn in the place of the first."""
-    in_a_terminal(monkeypatch)
-    first, second = shown(PAPER, Decoding(), None)
-    assert first.startswith("\x1b[2Kstep   1  1 2 \x1b[33m[6 ]\x1b[0m\x1b[2m(A: 4 )\x1b[0m")
-    assert second.startswith("\x1b[1F\x1b[2Kstep   2  1 2 \x1b[35m{4 }\x1b[0m\x1b[32m[5 ]\x1b[0m")
-
-
 def test_a_mended_draft_through_a_pipe(shown):
     """What was written, what Stage A's draft was, and in how many looks; without Stage B there are none."""
     assert shown(CAUSAL, RUNS, TOKENIZER) == [
