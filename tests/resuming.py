@@ -70,18 +70,22 @@ def assert_same_end(a, b) -> None:
     assert all(torch.equal(tensors_a[k], tensors_b[k]) for k in tensors_a)
 
 
-def assert_resumes(script, folder, monkeypatch, capsys, *argv) -> Path:
-    """Ctrl-C in its second step, then the very line that it prints: bit for bit where an uninterrupted run ends. That
-    one's folder is returned."""
-    whole, parts = folder / "whole", folder / "with a blank"
-    code, out, err = command_line(script, monkeypatch, capsys, *argv, "--out_dir", whole)
-    assert code == 0 and "done; what it does now" in out, err
-
-    out = stopped(2, script, monkeypatch, capsys, *argv, "--out_dir", parts)
+def resumed(script, folder, monkeypatch, capsys, *argv) -> Path:
+    """Ctrl-C in its second step, then the very line that it prints."""
+    out = stopped(2, script, monkeypatch, capsys, *argv, "--out_dir", folder)
     said, line = out.split("go on with: python ")
     name, *again = shlex.split(line.splitlines()[0])
     assert "saved at step 2 of" in said and SCRIPTS[name] is script
     code, _, err = command_line(script, monkeypatch, capsys, *again)
     assert code == 0, err
-    assert_same_end(whole, parts)
+    return folder
+
+
+def assert_resumes(script, folder, monkeypatch, capsys, *argv) -> Path:
+    """Bit for bit where an uninterrupted run ends. That one's folder is returned."""
+    whole = folder / "whole"
+    code, out, err = command_line(script, monkeypatch, capsys, *argv, "--out_dir", whole)
+    assert code == 0 and "done; what it does now" in out, err
+
+    assert_same_end(whole, resumed(script, folder / "with a blank", monkeypatch, capsys, *argv))
     return whole
