@@ -7,14 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from common import GOLDEN, ROOT, byte_model, caller, command_line, merged_spec, refused
+from common import GOLDEN, ROOT, caller, merged_spec, refused
 from safetensors.torch import load_file
 
-import lib.util
 import prepare
-from checkpoint import save_model
 from lib.names import exists
-from lib.rows import Meta, read_corpus, read_meta, write_meta, write_rows
+from lib.rows import Meta, read_corpus, read_meta
 from lib.tokenizer import EOS_TOKEN, GPT2, MASK_TOKEN, bpe_tokenizer, byte_spec, byte_tokenizer, load_tokenizer
 from lib.util import Mistake, read_json, write_json
 from prepare import NAMES, hold_out, is_validation, load_text, tokenize, unicode_names
@@ -89,7 +87,7 @@ def with_pattern(pattern: str) -> dict:
     return spec
 
 
-@pytest.mark.parametrize("n", [1, 2, 255, 256, 257, 511, 512, 513, 1025, 1_000_000, 2_500_000])
+@pytest.mark.parametrize("n", [1, 2, 255, 256, 257, 513, 2_500_000])
 @pytest.mark.parametrize("blank", " \t\n\u00a0")
 def test_of_a_long_run_the_last_blank_is_the_next_words(n, blank):
     """As the pattern says of every run: all of it but the last, then that one and the word; at the end all of it."""
@@ -198,7 +196,7 @@ def test_names_are_all_but_the_numbered(names):
 
 
 def test_the_folder_of_names_is_what_the_script_writes(names, tmp_path, monkeypatch, capsys):
-    """Every name a document, closed by eos, in its split. All of it is less than a megabyte."""
+    """Every name a document, closed by eos, in its split."""
     if read_meta(NAMES).judge != {"names": unicodedata.unidata_version}:
         pytest.skip("data/names is of another version of Unicode")
     out = caller(prepare, monkeypatch, capsys)("names", "--out", tmp_path / "names")
@@ -211,7 +209,6 @@ def test_the_folder_of_names_is_what_the_script_writes(names, tmp_path, monkeypa
     assert sorted(path.name for path in (tmp_path / "names").iterdir()) == files
     for name in files:
         assert (tmp_path / "names" / name).read_bytes() == (NAMES / name).read_bytes(), name
-    assert sum((NAMES / name).stat().st_size for name in files) < 1_000_000
 
     t = load_tokenizer(NAMES)
     corpus = read_corpus(NAMES, 48, 0, 1, 1)  # the longest name has 33 tokens
@@ -412,7 +409,8 @@ def test_the_last_twentieth_of_some_texts():
     train, val = hold_out([(np.arange(760), 0), (np.arange(40), -1)])
     assert [(len(ids), p) for ids, p in train] == [(760, 0)] and [(len(ids), p) for ids, p in val] == [(40, -1)]
 
-    # too short to be cut: both
+    # too short to be cut: both; and one that is just long enough
+    assert [len(ids) for part in hold_out([(np.arange(640), 0)]) for ids, _ in part] == [608, 32]
     few = [(np.arange(639), 0)]
     assert hold_out(few) == (few, few)
 
@@ -444,14 +442,12 @@ OWN = ("python base.py --data DATA --config configs/text_base.toml && "
        "python train.py --data DATA --config configs/text.toml")  # fmt: skip
 HINTS = {
     "texts": OWN,
-    "texts --like NAMES": OWN,
     "texts --like bpe/stock.json": OWN,
     "texts --like text": "python train.py --data DATA --config configs/text.toml --init_from text",
     "texts --like released": "python train.py --data DATA --config configs/llada.toml --init_from released",
     "texts --like weights/llada2.1-mini": "python train.py --data DATA --config configs/llada.toml",
     "names": "python train.py --data DATA",
     "names --like bpe/stock.json": "python base.py --data DATA --config configs/base.toml",
-    "names --like text": "python train.py --data DATA --init_from text",
 }
 
 
@@ -473,28 +469,6 @@ def test_what_trains_on_the_rows_is_said_at_the_end(given, tmp_path, monkeypatch
     assert out.splitlines()[-1] == "to train is ready: " + HINTS[given].replace("DATA", "'to train'")
 
 
-@pytest.mark.parametrize("judge", [None, {"names": "14.0.0"}])
-def test_a_teachers_rows_show_how_long_they_take(judge, tmp_path, monkeypatch, capsys):
-    """In a pipe too; and they are learned on the model that wrote them."""
-    model = byte_model(block_length=1)
-    model.lm_head.weight.data[256] *= 3  # it ends what it writes
-    save_model(model, tmp_path / "a base")
-    for split in ("train", "val"):
-        write_rows(tmp_path / "rows", split, [np.array([*b"a text", 256])] * 4, [0] * 4, 272)
-    for folder in ("a base", "rows"):
-        write_json(tmp_path / folder / "tokenizer.json", byte_spec())
-    write_meta(tmp_path / "rows", Meta(272, 256, 257, 256, judge=judge))
-    monkeypatch.setattr(lib.util, "EVERY", 0)
-    argv = [tmp_path / "rows", "--written_by", tmp_path / "a base", "--out", tmp_path / "written"]
-    code, out, err = command_line(prepare, monkeypatch, capsys, *argv)
-    assert code == 0, err
-    assert "write train: 4 of 4" in err and "write val: 4 of 4" in err
-    assert all(line.endswith(" s") for line in out.splitlines()[:2])
-    config = "configs/causal.toml" if judge else "configs/text.toml"
-    command = f"python train.py --data {tmp_path}/written --config {config} --init_from '{tmp_path}/a base'"
-    assert out.endswith(f": {command}\n")
-
-
 def test_a_mistake_is_one_line_and_writes_nothing(tmp_path, monkeypatch, capsys):
     argv = ["names", "--out", tmp_path / "a", "--like", tmp_path]
     assert "has no tokenizer.json" in refused(prepare, monkeypatch, capsys, *argv)
@@ -508,6 +482,7 @@ def test_a_mistake_is_one_line_and_writes_nothing(tmp_path, monkeypatch, capsys)
     written = [NAMES, "--written_by", tmp_path, "--out", tmp_path / "a"]
     for flags in (["--max_docs", 9], ["--like", NAMES]):
         assert "leave out --max_docs and --like" in refused(prepare, monkeypatch, capsys, *written, *flags)
+    assert "one folder of rows" in refused(prepare, monkeypatch, capsys, NAMES, *written)
     for flag in ("--beam", "--gen_length"):
         call = [prepare, monkeypatch, capsys, *argv[:3], flag, 9]
         assert f"{flag} does something with --written_by alone" in refused(*call)
