@@ -68,7 +68,10 @@ def written(tmp_path, monkeypatch, capsys):
     write_json(tmp_path / "text" / "tokenizer.json", {})
     write_meta(tmp_path / "text", META)
     run = caller(prepare, monkeypatch, capsys)
-    run(tmp_path / "text", "--written_by", tmp_path / "base", "--gen_length", 6, "--out", tmp_path / "written")
+    out = run(tmp_path / "text", "--written_by", tmp_path / "base", "--gen_length", 6, "--out", tmp_path / "written")
+    # they are learned on the model that wrote them
+    command = f"python train.py --data {tmp_path}/written --config configs/text.toml --init_from {tmp_path}/base"
+    assert out.endswith(f": {command}\n")
     return texts, tmp_path / "written"
 
 
