@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 import convert_weights
 from checkpoint import PRESETS, load_model
 from lib.tokenizer import bpe_tokenizer
-from lib.util import UNFINISHED, Mistake
 from llada import export
 from llada.chat import chat
 from model import Config
@@ -224,26 +223,6 @@ def test_weights_that_are_no_numbers_are_refused(run, tmp_path):
 
 
 # --- output folders
-def test_an_interrupted_conversion_is_no_checkpoint_and_runs_again(run, golden, tmp_path, monkeypatch):
-    out, save = tmp_path / "out", convert_weights.save_tensors
-
-    def stop(path, tensors, metadata):
-        if "00004-of" in path.name:
-            raise KeyboardInterrupt
-        save(path, tensors, metadata)
-
-    monkeypatch.setattr(convert_weights, "save_tensors", stop)
-    assert "interrupted" in run.fails("--src", GOLDEN, "--out", out)
-    assert len(list(out.iterdir())) == 3
-    with pytest.raises(Mistake, match="config.json"):
-        load_model(out, "cpu", torch.float32)
-    monkeypatch.setattr(convert_weights, "save_tensors", save)
-    (out / UNFINISHED).mkdir()
-    (out / UNFINISHED / ".tmpAbC123").write_bytes(b"left by a run that was killed")
-    run("--src", GOLDEN, "--out", out)
-    assert {p.name: p.read_bytes() for p in out.iterdir()} == {p.name: p.read_bytes() for p in golden.iterdir()}
-
-
 def test_output_folders_that_hold_something(run, golden, tmp_path):
     before = {p.name: p.stat().st_mtime_ns for p in golden.iterdir()}
     assert "already holds" in run.fails("--src", GOLDEN, "--out", golden)

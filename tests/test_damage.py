@@ -283,6 +283,7 @@ def test_a_command_that_was_killed_goes_on_and_leaves_nothing_of_its_own(name, k
     out, whole = tree / f"killed {name} {k}", tree / f"whole {name}"
     killed_at(k, script, monkeypatch, placed(argv, OUT=out, TREE=tree))
     assert (out / UNFINISHED / ".tmpAbC123").exists()
+    assert script is train or not {path.name for path in out.iterdir()} & {"config.json", "meta.json"}  # what is whole
 
     run = caller(script, monkeypatch, capsys)
     resumes = (out / "train.json").exists()
