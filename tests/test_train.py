@@ -24,7 +24,7 @@ import prepare
 import sample
 import toy
 import train
-from checkpoint import STAGE_B, load_model
+from checkpoint import load_model
 from corrupt import CORRUPTIONS, G, M, W, draw_bundle
 from lib.rows import Batch, Corpus, Meta, get_batch, read_corpus, read_meta
 from lib.util import generator, smallest_masks, uniform
@@ -430,7 +430,7 @@ def test_no_pair_of_choices_is_refused(tmp_path, run, monkeypatch, capsys, scrat
     monkeypatch.setattr(train, "EVAL_ROWS", 2)
     caller(base, monkeypatch, capsys)(*scratch, "--max_iters", 1, "--out_dir", tmp_path / "base")
     choices = {
-        "--corruption": list(CORRUPTIONS), "--context": ["corrupted", "clean"], "--stage_b": list(STAGE_B),
+        "--corruption": list(CORRUPTIONS), "--context": ["corrupted", "clean"], "--stage_b": ["paper", "causal"],
         "--lora_r": [0, 16], "--init_from": ["scratch", tmp_path / "base"],
     }  # fmt: skip
     pairs_of = {of: set(combinations(zip(choices, of, strict=True), 2)) for of in product(*choices.values())}

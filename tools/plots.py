@@ -270,18 +270,64 @@ def draw_sixteen_b():
 
 
 # --- toys
-def draw_dial():
-    """Each decoder's error against TC, one point a checkpoint."""
+ONE_STEP = {
+    "Stage A, one step": (ORANGE, "o"),
+    "Stage B, one step": (PURPLE, "x"),
+    "one at a time": (GREEN, "s"),
+    "causal Stage B, one step": (BLUE, "D"),
+}
+
+
+def draw_toys():
+    """What the draws of a decoder lose on each toy, against the toy's total correlation."""
+    log = (RESULTS / "theorem" / "toys.txt").read_text()
+    toys = re.split(r"^== ", log, flags=re.M)[1:]
+    tc = [float(re.search(r"TC = ([\d.]+)", toy)[1]) for toy in toys]
     figure, ax = plt.subplots(figsize=(WIDTH, 3.8))
-    points = sorted(json.loads((RESULTS / "theorem" / "dial.json").read_text())["points"])
-    x = [tc for tc, _ in points]
     # below this line no product of single tokens can be
-    ax.plot([0, x[-1]], [0, x[-1]], color=INK, linestyle=":", label="TC, the least for a product")
-    looks = {"Stage A, one step": (ORANGE, "o-"), "Stage B, one step": (BLUE, "x--"), "one at a time": (GREEN, "s-")}
-    for decoder, (color, style) in looks.items():
-        ax.plot(x, [error[decoder] for _, error in points], style, color=color, label=decoder)
-    ax.set(xlabel="total correlation (nats)", ylabel="KL(p || decoder) (nats)")
-    name_lines(ax)
+    ax.plot([0, max(tc)], [0, max(tc)], color=INK, linestyle=":", label="TC, the least for a product")
+    for decoder, (color, mark) in ONE_STEP.items():
+        lost = [float(re.search(rf"^{decoder} +([\d.]+)", toy, re.M)[1]) for toy in toys]
+        ax.plot(tc, lost, mark, color=color, label=decoder)
+    for x, toy in zip(tc, toys, strict=True):
+        below = "permutation" in toy  # its TC is nearly that of modes
+        ax.annotate(toy.split()[0], (x, x), xytext=(6, -14) if below else (-6, 6), textcoords="offset points",
+                    ha="left" if below else "right", color=INK, fontsize=9)  # fmt: skip
+    ax.set(xlabel="total correlation (nats)", xlim=(0, 6), ylim=(-0.3, 8.6))
+    ax.set_title("KL(truth || drawn), nats", loc="left")
+    ax.legend(frameon=False, labelcolor="linecolor", loc="upper left")
+    return figure
+
+
+# --- text
+# system and rule: the name at its point
+DRAWN = {
+    ("base", "all at once"): ("base, all at once", ORANGE),
+    ("base", "above 0.7"): ("base, above 0.7", ORANGE),
+    ("base", "above 0.9"): ("base, above 0.9", ORANGE),
+    ("base", "one at a time"): ("base, one at a time", GREEN),
+    ("paper", "all at once"): ("paper, Stage B, all at once", PURPLE),
+    ("causal", "whole blocks"): ("causal, whole blocks", BLUE),
+    ("causal", "above 0.7"): ("causal, longest run above 0.7", BLUE),
+}
+
+
+def draw_text():
+    """Draws of 200 bytes (experiments/text.py): what another model needs for a byte of them, against forwards a byte;
+    means of the seeds."""
+    found = defaultdict(list)
+    for r in read_lines(RESULTS / "text" / "draws.jsonl", {"system": str, "rule": str, "bits": float}):
+        found[r["system"], r["rule"]].append((r.get("forwards", 0), r["bits"]))
+    figure, ax = plt.subplots(figsize=(WIDTH, 4))
+    for key, (name, color) in DRAWN.items():
+        x, y = np.mean(found[key], axis=0)
+        ax.plot(x, y, "o", color=color)
+        ax.annotate(name, (x, y), xytext=(7, 0), textcoords="offset points", color=color, va="center")
+    own = np.mean([bits for _, bits in found["text", ""]])
+    ax.axhline(own, color=INK, linestyle=":")
+    ax.annotate("the text itself", (0.02, own), xytext=(0, 4), textcoords="offset points", color=INK)
+    ax.set(xlim=(0, 2.2), xlabel="forwards a byte, everything counted")
+    ax.set_title("bits a byte of the draws, by another model", loc="left")
     return figure
 
 
@@ -292,7 +338,8 @@ PICTURES = {
     "paper_tables": ("results/paper_tables/gates.svg", draw_paper_tables),
     "speed": ("results/speed/speed.svg", draw_speed),
     "sixteen_b": ("results/sixteen_b/prices.svg", draw_sixteen_b),
-    "dial": ("results/theorem/dial.svg", draw_dial),
+    "toys": ("results/theorem/toys.svg", draw_toys),
+    "text": ("results/text/text.svg", draw_text),
 }
 
 
