@@ -49,9 +49,9 @@ HOLES = 0.5  # the share of blocks that are trained as holes, see masks_and_bund
 
 # --- what a position of the bundle is shown, and whom it sees
 def token_before(tokens: Tensor, bundle: Tensor, first: Tensor, block_length: int) -> Tensor:
-    """What each position of the bundle is shown: the token on its left. If that token is not in the bundle, it is
-    visible anyway; the position is then shown the nearest earlier token of the block's bundle, if there is one. Bundle
-    {1, 2, 4} of five positions:
+    """What each position of the bundle is shown: the token on its left. If that token is not in the bundle, Stage A
+    has read what stands there; the position is then shown the nearest earlier token of the block's bundle, if there is
+    one. Bundle {1, 2, 4} of five positions:
 
         position    1           2           3       4
         is shown    token 0     token 1     -       token 2
@@ -200,7 +200,7 @@ class CausalModel(Model):
 
 # --- training
 def causal_step(model: CausalModel, batch: Batch, args: Namespace) -> tuple[Tensor, dict[str, Tensor]]:
-    """One step: Eq. 1 in both stages, as in train.cocommit_step. Stage B's sum is now -log p(bundle)."""
+    """One step: Eq. 1 in both stages, as in train.cocommit_step. Stage B's fill loss is now -log p(bundle)."""
     masked, bundle = masks_and_bundle(batch, model.cfg.block_length)
     z = batch.clean.masked_fill(masked, model.cfg.mask_id)
     kind = kinds(batch.clean, z, batch.corruptible, model.cfg.mask_id)
@@ -256,7 +256,8 @@ def causal_denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tenso
     masked = z == model.cfg.mask_id
     gate = math.log(d.tau_joint) if d.tau_joint else -math.inf
 
-    # Stage A: one full forward, whose tokens are the first drafts. Both stages draw by the same random numbers
+    # Stage A: one full forward, whose tokens are the first drafts. Both stages draw by the same random
+    # numbers: then most drafts stay, and no draft decides what is written
     h, states_a = engine.stage_a(z)
     logits_a = model.logits(states_a)
     token_a, conf_a = candidates(logits_a, u[:, 1], d)

@@ -19,9 +19,9 @@ Each block draws its own mask ratio. Then wrong tokens are made in one of three 
 
     mask      there are masks alone, and no W
     random    some visible tokens are replaced by random ordinary ones (as LLaDA2.1 is trained)
-    draft     a pass of Stage A, without gradient, fills some of the masks with its argmax, a draft: a wrong one is W, a
-              right one is G, and the masks that it left are M (the paper, too, takes its W from the model's own errors,
-              as Yao, arXiv 2606.17175)
+    draft     Stage A, without gradient, fills some of the masks with its argmax. Wrong tokens are W, right ones are G,
+              and the masks that are left are M (the paper, too, takes its W from the model's own errors, as Yao, arXiv
+              2606.17175)
 
 To add a way of your own, write a function like `random_tokens`, and name it in CORRUPTIONS.
 

@@ -148,7 +148,8 @@ def decode(model, z, tau, looks, causal=False):
             logits = model.logits(model.coordinate(h, bundle, draft if causal else None))  # CoCommit
             n_looks += 1  # CoCommit
             # causal: a word is final if no word before it has changed, for then it has read the right words.
-            # Behind the first changed word changed.cumsum(1) > changed is true: if that is in the bundle, look again
+            # Words behind the first changed word (there changed.cumsum(1) > changed) are not final: if the bundle has
+            # one, look again
             changed = bundle & (logits.argmax(-1) != draft)  # causal
             if not (bundle & (changed.cumsum(1) > changed)).any():  # causal
                 break  # causal

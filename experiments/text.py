@@ -6,7 +6,8 @@ measure nothing twice; `table` prints means over seeds.
 
     python -m experiments.text untold --stage_b untold --config configs/text.toml --out_dir out/untold
     python -m experiments.text bits --system causal --seed 1 --ckpt out/text --out out/bits.jsonl
-    python -m experiments.text draws --system causal --seed 1 --ckpt out/text --judge out/left --out out/draws.jsonl
+    python -m experiments.text draws --system causal --seed 1 --ckpt out/text --judge out/left --judge_seed 2 \
+        --out out/draws.jsonl
     python -m experiments.text table out/bits.jsonl out/draws.jsonl
 """
 
@@ -60,9 +61,8 @@ RULES = {
         "above 0.9": dict(tau_m2t=0.9, n_rounds=0),
         "one at a time": dict(tau_joint=1.0, n_rounds=0),
     },
-    "paper": {"above 0.7": dict(tau_m2t=0.7), "all at once": dict(tau_m2t=-1.0)},
+    "paper": {"all at once": dict(tau_m2t=-1.0)},
     "causal": {"whole blocks": dict(tau_joint=0.0), "above 0.7": dict(tau_joint=0.7)},
-    "left": {"one at a time": dict(tau_joint=1.0, n_rounds=0)},
 }
 
 
@@ -107,6 +107,8 @@ def draws(parser: Parser) -> None:
     parser.add_argument("--judge", type=Path, required=True, help="a left-to-right model of another seed")
     parser.add_argument("--judge_seed", type=int, required=True)
     args = read_flags(parser)
+    if args.system not in RULES:
+        fail(f"--system {args.system}: there are draws of {', '.join(RULES)}")
     model, corpus = load(args.ckpt)
     judge, _ = load(args.judge)
     text = torch.from_numpy(np.concatenate(corpus.rows["val"].rows)).long()
@@ -135,7 +137,7 @@ def draws(parser: Parser) -> None:
 
         # what the system itself has for its own draws: their entropy, where it draws by the chain rule
         way = {"whole blocks": "Stage B", "one at a time": "one at a time", "all at once": "Stage A"}.get(rule)
-        if way and args.system in ("base", "causal", "left"):
+        if way and args.system != "paper":
             record["own"] = cost_of(model, beginnings, drawn, way)
 
         # the first four of them, in order
@@ -187,7 +189,7 @@ def timed(model: Model, beginnings: Tensor, d: Decoding) -> dict[str, float]:
 
 # --- what all of them read
 def read_flags(parser: Parser) -> Namespace:
-    parser.add_argument("--system", choices=WAYS, required=True)
+    parser.add_argument("--system", choices=WAYS, required=True, help="what --ckpt is")
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--ckpt", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)

@@ -15,3 +15,11 @@ python -m experiments.text untold $text --config configs/text.toml --stage_b unt
 for system in base paper causal untold left; do
   python -m experiments.text bits --system $system --seed $seed --ckpt $out/$system --out $out/bits.jsonl
 done
+
+# draws, judged by the left-to-right model of another seed: JUDGE=2, whose run is in out/text-2
+if [ -n "${JUDGE:-}" ]; then
+  for system in causal base paper; do
+    python -m experiments.text draws --system $system --seed $seed --ckpt $out/$system --judge_seed $JUDGE \
+        --judge out/text-$JUDGE/left --out $out/draws.jsonl
+  done
+fi
