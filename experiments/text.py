@@ -5,6 +5,9 @@ at once, from scratch. `half` stores a base in bfloat16, as it ships. `bits` and
 measure nothing twice; `table` prints means over seeds.
 
     python -m experiments.text untold --stage_b untold --config configs/text.toml --out_dir out/untold
+    python -m experiments.text together --data data/shakespeare --seed 1 --init_from scratch --preset text \
+        --stage_b causal --lora_r 0 --n_last 1 --block_length 8 --seq_len 256 --batch_size 4 --learning_rate 0.01 \
+        --max_iters 800 --out_dir out/together
     python -m experiments.text bits --system causal --seed 1 --ckpt out/text --out out/bits.jsonl
     python -m experiments.text draws --system causal --seed 1 --ckpt out/text --judge out/left --judge_seed 2 \
         --out out/draws.jsonl
@@ -126,13 +129,10 @@ def draws(parser: Parser) -> None:
         if is_there(record, args.out):
             continue
         d = replace(DRAWN, **settings)
-        began = time.perf_counter()
         outputs = generate(model, beginnings.tolist(), d, seed=args.seed)
-        seconds = time.perf_counter() - began
         drawn = torch.tensor([output.tokens for output in outputs])
         record |= judged(judge, beginnings, drawn) | dict(distinct=distinct(drawn))
         record["forwards"] = mean(in_full(o.nfe, model.partial_cost) for o in outputs) / LENGTH
-        record["ms_256"] = 1e3 * seconds / (N * LENGTH)
         record |= timed(model, beginnings, d)
 
         # what the system itself has for its own draws: their entropy, where it draws by the chain rule

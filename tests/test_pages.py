@@ -30,7 +30,7 @@ ROWS = [
     (("base", "threshold", 0.7, 0.5), "base, above 0.7, gated edits (released)", None),
     (("paper", "threshold", 0.7, 0), "Stage B off, ungated edits", None),
     (("paper", "stage_b", 0.7, 0), "Stage B, ungated edits (paper)", "Stage B, ungated edits (paper)"),
-    (("causal", "run", 0, None), "causal, whole blocks", "causal, whole blocks"),
+    (("causal", "run", 0, None), "causal, whole blocks", None),
     (("causal", "run", 0.5, None), "causal, longest run above 0.5", "causal, longest run above 0.5"),
     (("causal", "run", 0.8, None), "causal, longest run above 0.8", None),
 ]

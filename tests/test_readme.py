@@ -109,7 +109,7 @@ def test_what_a_written_command_writes_is_ignored_by_git():
 
 def test_what_the_readme_shows_is_what_the_shipped_model_writes(monkeypatch, capsys):
     shown = re.findall(r"^\$ python sample.py ([^\n]*)\n((?:[^$`\n][^\n]*\n)+)", README, re.M)
-    assert len(shown) >= 2
+    assert len(shown) >= 1
     monkeypatch.chdir(ROOT)
     for argv, expected in shown:
         words = shlex.split(argv, comments=True)

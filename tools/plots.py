@@ -300,15 +300,14 @@ def draw_toys():
 
 
 # --- text
-# system and rule: the name at its point
+# system and rule: the name, its colour, and how far above its point it stands, in points
 DRAWN = {
-    ("base", "all at once"): ("base, all at once", ORANGE),
-    ("base", "above 0.7"): ("base, above 0.7", ORANGE),
-    ("base", "above 0.9"): ("base, above 0.9", ORANGE),
-    ("base", "one at a time"): ("base, one at a time", GREEN),
-    ("paper", "all at once"): ("paper, Stage B, all at once", PURPLE),
-    ("causal", "whole blocks"): ("causal, whole blocks", BLUE),
-    ("causal", "above 0.7"): ("causal, longest run above 0.7", BLUE),
+    ("base", "all at once"): ("base, all at once", ORANGE, -6),
+    ("base", "above 0.7"): ("base, above 0.7", ORANGE, 18),
+    ("base", "one at a time"): ("base, one at a time", GREEN, 3),
+    ("paper", "all at once"): ("paper, Stage B, all at once", PURPLE, 4),
+    ("causal", "whole blocks"): ("causal, whole blocks", BLUE, 0),
+    ("causal", "above 0.7"): ("causal, above 0.7", BLUE, -3),
 }
 
 
@@ -319,10 +318,10 @@ def draw_text():
     for r in read_lines(RESULTS / "text" / "draws.jsonl", {"system": str, "rule": str, "bits": float}):
         found[r["system"], r["rule"]].append((r.get("forwards", 0), r["bits"]))
     figure, ax = plt.subplots(figsize=(WIDTH, 4))
-    for key, (name, color) in DRAWN.items():
+    for key, (name, color, above) in DRAWN.items():
         x, y = np.mean(found[key], axis=0)
         ax.plot(x, y, "o", color=color)
-        ax.annotate(name, (x, y), xytext=(7, 0), textcoords="offset points", color=color, va="center")
+        ax.annotate(name, (x, y), xytext=(7, above), textcoords="offset points", color=color, va="center")
     own = np.mean([bits for _, bits in found["text", ""]])
     ax.axhline(own, color=INK, linestyle=":")
     ax.annotate("the text itself", (0.02, own), xytext=(0, 4), textcoords="offset points", color=INK)
