@@ -217,8 +217,8 @@ def test_one_line_is_not_the_papers():
 
 def test_the_table_is_what_a_student_remembers():
     """Of each row its numbers and what it writes, then the lines below the table. Stage A by hand: San has .60, New
-    .40, York .40, Francisco .20. Stage B by alpha takes all of its steps, the others are there after 400."""
-    steps = "700 if alpha_b else 400"
+    .40, York .40, Francisco .20. Stage B by alpha takes all of its steps, the others are there after 250."""
+    steps = "700 if alpha_b else 250"
     found = run(SOURCE.replace("range(700)", f"range({steps})").replace("optimizer, 700", f"optimizer, {steps}"))
     _, *table = found.splitlines()
     rows = {}

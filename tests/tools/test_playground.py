@@ -177,7 +177,7 @@ def test_it_decodes_as_generate_does(small, small_page, tmp_path):
     layers, looks, edits, holes, blocks before the current one; and tokens drawn by the same numbers."""
     # with these no two experts, or tokens that are written, are so close that rounding decides
     prompts = [random_ids(1, n, 600 + n, 1000)[0].tolist() for n in (3, 8, 21)]
-    prompts = [prompts[0], prompts[2], with_holes(prompts[1]), with_holes(prompts[2])]
+    prompts = [prompts[0], with_holes(prompts[1]), with_holes(prompts[2])]
     cases = []
     for folder in small:
         model = read(folder)
@@ -430,10 +430,10 @@ def test_a_tokenizer_that_the_page_cannot_follow_is_refused(change, tmp_path):
 @in_browser
 def test_the_shipped_page_opens_on_the_first_held_out_beginning(tmp_path):
     """Whatever comes of it. Each decoder writes what the Python one writes, and the experiment counts it."""
-    prompts = list(draw_names(3, "held out", TOKENIZER).values())
-    prompts += [with_holes(prompt + prompts[0]) for prompt in prompts[:2]]
-    of_paper = [replace(STAGE_B, tau_m2t=tau) for tau in (0.7, 0.3, -1.0)]
-    of_paper += [STAGE_B_OFF, FACTORISED, ONE_AT_A_TIME]
+    prompts = list(draw_names(2, "held out", TOKENIZER).values())
+    prompts.append(with_holes(prompts[1] + prompts[0]))
+    of_paper = [replace(STAGE_B, tau_m2t=tau) for tau in (0.7, -1.0)]
+    of_paper += [STAGE_B_OFF, ONE_AT_A_TIME]
     of_causal = [CAUSAL, replace(CAUSAL, tau_joint=0.0), replace(CAUSAL, tau_joint=0.8), LONGEST_RUN]
     cases = [(read(folder), prompts, of) for folder, of in zip(SHIPPED, (of_paper, of_causal), strict=True)]
     script = """
