@@ -3,7 +3,7 @@
 The loop and most flags are train.py's.
 
     python base.py --config configs/base.toml                           # assets/names, an hour on one thread
-    python base.py --data data/mine --config configs/text_base.toml     # text of your own, ten minutes on two cores
+    python base.py --data data/mine --config configs/text_base.toml     # text of your own, a quarter of an hour on one
 """
 
 import lib.interrupt  # noqa: F401

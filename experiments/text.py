@@ -31,7 +31,7 @@ from base import muon
 from causal import CausalModel, bundle_mask
 from checkpoint import STAGE_B, load_model, save_model
 from decoding import Decoding, Output, in_full
-from evaluate import bits_of_batch, bits_of_rows
+from evaluate import EVAL_ROWS, bits_of_batch, bits_of_rows
 from lib.rows import Batch, Corpus, read_corpus
 from lib.tokenizer import load_tokenizer
 from lib.util import Parser, append_line, command, fail, print_table, progress, read_lines
@@ -96,12 +96,11 @@ def half(parser: Parser) -> None:
 def bits(parser: Parser) -> None:
     args = read_flags(parser)
     model, corpus = load(args.ckpt)
-    tokenizer = load_tokenizer(DATA)
     for way in WAYS[args.system]:
         record = dict(system=args.system, seed=args.seed, way=way)
         if is_there(record, args.out):
             continue
-        total, n, _ = bits_of_rows(model, corpus, way, N_BYTES, tokenizer)
+        total, n, _ = bits_of_rows(model, corpus, way, N_BYTES, None)
         append_line(args.out, record | dict(bits=total / n, bytes=n))
 
 
@@ -164,8 +163,8 @@ def cost_of(model: Model, beginnings: Tensor, endings: Tensor, way: str) -> floa
     corruptible[:, beginnings.shape[1] :] = True
     real = torch.ones_like(corruptible)
     total = 0.0
-    for at in range(0, len(x), 64):
-        part = slice(at, at + 64)
+    for at in range(0, len(x), EVAL_ROWS):
+        part = slice(at, at + EVAL_ROWS)
         batch = Batch(x[part], real[part], corruptible[part], torch.empty(0), [])
         total += float(bits_of_batch(model, batch, way).double().sum())
     return total / endings.numel()
