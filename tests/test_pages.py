@@ -22,18 +22,18 @@ def records(name: str) -> list[dict]:
 RECORDS, TRAININGS = records("records"), records("told")
 SEEDS = (1, 2, 3)
 
-# system, way, dial, edits: its row of the page, named as evaluate.py names it, and of the README
+# system, way, dial, edits: its row of the page, named as evaluate.py names it
 ROWS = [
-    (("left to right", "ones", 1, None), "a left-to-right model", "a left-to-right model of its size"),
-    (("base", "run", 1, None), "base, one at a time from the left", None),
-    (("base", "run", 0.7, None), "base, longest run above 0.7", "base, longest run above 0.7"),
-    (("base", "threshold", 0.7, 0.5), "base, above 0.7, gated edits (released)", None),
-    (("paper", "threshold", 0.7, 0), "Stage B off, ungated edits", None),
-    (("paper", "stage_b", 0.7, 0), "Stage B, ungated edits (paper)", "Stage B, ungated edits (paper)"),
-    (("causal", "run", 0, None), "causal, whole blocks", None),
-    (("causal", "run", 0.5, None), "causal, longest run above 0.5", "causal, longest run above 0.5"),
-    (("causal", "run", 0.8, None), "causal, longest run above 0.8", None),
+    (("left to right", "ones", 1, None), "a left-to-right model"),
+    (("base", "ones", 1, None), "base, in blocks of one token"),
+    (("base", "run", 1, None), "base, one at a time from the left"),
+    (("base", "run", 0.7, None), "base, longest run above 0.7"),
+    (("base", "threshold", 0.7, 0.5), "base, above 0.7, gated edits (released)"),
+    (("causal", "run", 0, None), "causal, whole blocks"),
+    (("causal", "run", 0.5, None), "causal, longest run above 0.5"),
+    (("causal", "run", 0.8, None), "causal, longest run above 0.8"),
 ]
+BEAM = "rows by beam search"
 
 
 def of(system: str, way: str, dial: float, edits: float | None, skip: int = 0, among: list = RECORDS) -> list[dict]:
@@ -75,14 +75,11 @@ def numbers(text: str, label: str) -> list[str]:
 
 
 # --- settings
-def check_row(text: str, name: str, found: list[dict]) -> None:
-    """The page has all seeds, the README their means."""
+def check_row(name: str, found: list[dict]) -> None:
+    """The page has all seeds, and their mean."""
     own = shares(found)
     assert len(own) == 3
-    if text is README:
-        assert cells(text, name) == [short(mean(own)), f"{cost(found):.1f}"], name
-        return
-    exist, forwards, per_token = cells(text, name)[:3]
+    exist, forwards, per_token = cells(PAGE, name)[:3]
     assert (exist, forwards) == (f"{short(mean(own))} ({' '.join(map(short, own))})", f"{cost(found):.1f}"), name
     assert float(per_token) == pytest.approx(mean(record["per_token"] for record in found), abs=0.0051), name
 
@@ -95,17 +92,25 @@ def shipped(name: str, digits: int) -> list[str]:
 
 
 def test_rows():
-    for setting, of_page, of_readme in ROWS:
-        check_row(PAGE, of_page, of(*setting))
-        ships = ["", ""] if setting[0] == "left to right" else shipped(of_page, 1)
-        assert cells(PAGE, of_page)[3:] == ships
-        if of_readme:
-            check_row(README, of_readme, of(*setting))
-    check_row(
-        README,
-        "the same without the token before, on one base (there causal has .889)",
-        told("rows by beam search", 0.5),
-    )
+    for setting, name in ROWS:
+        check_row(name, of(*setting))
+        ships = ["", ""] if setting[1] == "ones" else shipped(name, 1)
+        assert cells(PAGE, name)[3:] == ships
+
+    # the paper's adapter is the shipped one: the code of the other columns drew a bundle in each block
+    paper = "Stage B, ungated edits (paper)"
+    assert cells(PAGE, paper) == ["", "", "", *shipped(paper, 1)]
+    assert shipped("Stage B off, ungated edits", 1)[0] == shipped(paper, 1)[0]
+
+
+def test_what_the_readme_says_of_names():
+    settings = [("causal", "run", 0.5, None), ("base", "run", 0.7, None)]
+    found = [of(*setting) for setting in settings] + [told(f"{BEAM}: causal", 0.5), told(BEAM, 0.5)]
+    found.append(of("left to right", "ones", 1, None))
+    assert numbers(README, "On [names]") == [short(mean(shares(own))) for own in found]
+    assert re.findall(r"\d\.\d", README.split("On [names]")[1].split("\n")[0]) == [
+        f"{cost(own):.1f}" for own in (*found[:2], found[-1])
+    ]
 
 
 BITS = {  # the page's row, and evaluate.py's
@@ -134,15 +139,12 @@ def test_what_is_said_of_names():
     first = lambda system: [exist(system, "first", k, None) for k in (1, 2)]  # noqa: E731
     left = exist("base", "run", 1, None)
     assert numbers(PAGE, "**Order.**") == [exist("base", "threshold", 1, None), left]
-    assert numbers(PAGE, "**Agreement.**") == [left, first("base")[1], *first("paper"), *first("causal")]
+    assert numbers(PAGE, "**Agreement.**") == [left, first("base")[1], *first("causal")]
     paid = [[within([r for r in RECORDS if (r["system"], r["seed"]) == (system, seed)], most) for seed in SEEDS]
             for most in (2.1, 6) for system in ("causal", "base")]  # fmt: skip
     assert numbers(PAGE, "**Cost.**") == [short(mean(of_seeds)) for of_seeds in paid]
     others = [same("other", system="causal", way="run", dial=0.5), same("other", system="base", way="run", dial=0.7)]
     assert numbers(PAGE, "**Other beginnings.**") == [short(mean(shares(found))) for found in others]
-    assert numbers(PAGE, "**The paper's rule.**") == [
-        exist("causal", "stage_b", 0.7, None), exist("base", "threshold", 0.7, None)
-    ]  # fmt: skip
     depth = [same("n", system=f"causal-n{n}", dial=0.0) for n in (1, 3)]
     assert numbers(PAGE, "**Depth.**") == [short(share(record["exist"])) for [record] in depth]
 
@@ -212,9 +214,10 @@ def test_the_marker():
     ]  # fmt: skip
     assert [len(of_marker) for found in looked for of_marker in found] == [3, 3, 3, 1, 1, 1]
     log = (FOLDER / "tiny-marker.txt").read_text()
-    tiny = [mean(map(float, re.findall(rf"alpha1 scaled.*\n(?: +o.*\n)*? +{marker} .* none (\S+)", log)))
+    tiny = [mean(map(float, re.findall(rf"alpha1 plain.*\n(?: +o.*\n)*? +{marker} .* none (\S+)", log)))
             for marker in ("on", "off")]  # fmt: skip
-    expected = [mean(of_marker) for found in looked for of_marker in found] + tiny
+    assert numbers(THEOREM, "In tiny.py alpha") == list(map(short, tiny))
+    expected = [mean(of_marker) for found in looked for of_marker in found]
     assert numbers(THEOREM, "Scaled by rms(h)") == list(map(short, expected))
     on, off = looked[0][:2]
     margin = interval([a - b for a, b in zip(on, off, strict=True)])
@@ -234,7 +237,7 @@ def test_alpha_on_names():
             for system in ("one stage by alpha", "alpha")]  # fmt: skip
     expected = [*(mean(shares(own)) for own in found), *paid]
     assert numbers(THEOREM, "On [names]") == list(map(short, expected))
-    assert all(f"with {cost(own):.1f}" in THEOREM for own in found[2:])
+    assert all(f"for {cost(own):.1f}" in THEOREM for own in found[2:])
 
 
 def test_the_dropped_head():
@@ -294,24 +297,25 @@ def test_toys(task, log):
     runs = {run.split()[0]: run for run in re.split(r"^-- ", log, flags=re.M)[1:]}
     found = {name: figures_of(runs[run], decoder) for name, (run, decoder) in SYSTEMS.items()}
     tc = re.search(r"TC = ([\d.]+)", log)[1]
-    kl, possible, likeliest, _, looks = zip(*(found[name] for name in SYSTEMS), strict=True)
+    kl, possible, likeliest, forwards, looks = zip(*(found[name] for name in SYSTEMS), strict=True)
 
     first, second = THEOREM.split("|likeliest: Stage A|")
     assert cells(first, f"`{task}`") == [tc, *kl]
-    assert cells(second, f"`{task}`") == [*possible[:3], *likeliest[:3], looks[2]]
+    assert cells(second, f"`{task}`") == [*possible[:3], *likeliest[:3], looks[2], forwards[2]]
     if f"|`{task}`|" in README:
-        assert cells(README, f"`{task}`") == [tc, *kl[:3], *possible[:3], *likeliest[:3]]
+        assert cells(README, f"`{task}`") == [tc, *kl[:3], *possible[:3], *likeliest[:3], looks[2]]
     else:
         assert README.count("|`") >= 3
 
 
 def test_alpha_on_toys():
-    """What Stage B by alpha writes is possible on three toys, means of three seeds."""
+    """The shares of possible answers that Stage B by alpha writes, means of three seeds."""
     log = (ROOT / "results" / "theorem" / "alpha.txt").read_text()
     said = re.search(
-        r"possible answers on `modes`, `mixed` and `permutation` \(([\d.]+), ([\d.]+), ([\d.]+)\)", THEOREM
+        r"of ([\d.]+), ([\d.]+) and ([\d.]+) on `modes`, `mixed` and `permutation`, and of ([\d.]+) and ([\d.]+) on",
+        THEOREM,
     )
-    for task, cell in zip(("modes", "mixed", "permutation"), said.groups(), strict=True):
+    for task, cell in zip(("modes", "mixed", "permutation", "pairs", "sum"), said.groups(), strict=True):
         parts = [part for part in re.split(r"^== ", log, flags=re.M)[1:] if part.startswith(task)]
         shares_of = [float(figures_of(part, "Stage B, one step")[1]) for part in parts]
         assert len(shares_of) == 3 and cell == short(mean(shares_of))
