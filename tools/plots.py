@@ -288,9 +288,11 @@ def draw_toys():
     ax.plot([0, max(tc)], [0, max(tc)], color=INK, linestyle=":", label="TC, the least for a product")
     for decoder, (color, mark) in ONE_STEP.items():
         lost = [float(re.search(rf"^{decoder} +([\d.]+)", toy, re.M)[1]) for toy in toys]
-        ax.plot(tc, lost, mark, color=color, label=decoder)
+        # a ring, so that what lies on the same point is seen inside of it
+        fill = "none" if mark == "o" else color
+        ax.plot(tc, lost, mark, color=color, label=decoder, markerfacecolor=fill, markersize=9 if mark == "o" else 6)
     for x, toy in zip(tc, toys, strict=True):
-        below = "permutation" in toy  # its TC is nearly that of modes
+        below = toy.startswith(("permutation", "sum"))  # their TC is nearly that of modes, and of gaussian
         ax.annotate(toy.split()[0], (x, x), xytext=(6, -14) if below else (-6, 6), textcoords="offset points",
                     ha="left" if below else "right", color=INK, fontsize=9)  # fmt: skip
     ax.set(xlabel="total correlation (nats)", xlim=(0, 6), ylim=(-0.3, 8.6))
@@ -303,11 +305,11 @@ def draw_toys():
 # system and rule: the name, its colour, and how far above its point it stands, in points
 DRAWN = {
     ("base", "all at once"): ("base, all at once", ORANGE, -6),
-    ("base", "above 0.7"): ("base, above 0.7", ORANGE, 18),
-    ("base", "one at a time"): ("base, one at a time", GREEN, 3),
+    ("base", "above 0.7"): ("base, above 0.7", ORANGE, 8),
+    ("base", "one at a time"): ("base, one at a time", GREEN, -3),
     ("paper", "all at once"): ("paper, Stage B, all at once", PURPLE, 4),
     ("causal", "whole blocks"): ("causal, whole blocks", BLUE, 0),
-    ("causal", "above 0.7"): ("causal, above 0.7", BLUE, -3),
+    ("causal", "above 0.7"): ("causal, above 0.7", BLUE, -8),
 }
 
 
@@ -325,7 +327,7 @@ def draw_text():
     own = np.mean([bits for _, bits in found["text", ""]])
     ax.axhline(own, color=INK, linestyle=":")
     ax.annotate("the text itself", (0.02, own), xytext=(0, 4), textcoords="offset points", color=INK)
-    ax.set(xlim=(0, 2.2), xlabel="forwards a byte, everything counted")
+    ax.set(xlim=(0, 1.9), xlabel="forwards a byte, everything counted")
     ax.set_title("bits a byte of the draws, by another model", loc="left")
     return figure
 
