@@ -1,31 +1,31 @@
-"""Corruption: what the model is shown, the bundle for Stage B, and the loss of every position.
+"""What the model is shown in training, which masks are Stage B's bundle, and the loss of every position.
 
-A row x of clean text becomes z, whose positions are of three kinds (paper, Sec. 3.1):
+A row x of clean text becomes z, which the model reads. Its positions are of three kinds (paper, Sec. 3.1):
 
     M  masked    z = [M]              weight lambda_m2t    the model fills it
     W  wrong     z != x, not [M]      weight lambda_edit   the model corrects it
     G  right     z == x               weight lambda_clean  the model leaves it
 
-m2t means mask to token, and t2t token to token, which is an edit.
+m2t means "mask to token", and t2t means "token to token", which is an edit.
 
 What is corrupted and what is not:
 
     prompt (of toys and names)        is never corrupted, and has no loss
-    padding                           is never corrupted, has no loss, and nothing attends to it
-    eos that ends a document          is masked, drafted and predicted like any other token
-    [M] and other special tokens      are never drawn as random tokens; a draft never writes [M]
+    padding                           is never corrupted, has no loss, and no other position attends to it
+    eos that ends a document          is masked, drafted (see below) and predicted like any other token
+    [M] and other special tokens      are never drawn as random tokens; a draft is never [M]
 
 Each block draws its own mask ratio. Then wrong tokens are made in one of three ways:
 
-    mask      there are masks alone, and no W
-    random    some visible tokens are replaced by random ordinary ones (as LLaDA2.1 is trained)
-    draft     Stage A, without gradient, fills some of the masks with its argmax. Wrong tokens are W, right ones are G,
-              and the masks that are left are M (the paper, too, takes its W from the model's own errors, as Yao, arXiv
-              2606.17175)
+    mask      there are only masks, and no wrong tokens
+    random    random ordinary tokens replace some visible ones, as in LLaDA2.1's training
+    draft     Stage A, without gradient, fills some of the masks with its likeliest tokens. A wrong token is W, a right
+              one is G, and the other masks stay M. (The paper, too, takes W from the model's own errors, as in Yao,
+              arXiv 2606.17175.)
 
 To add a way of your own, write a function like `random_tokens`, and name it in CORRUPTIONS.
 
-Each row has its own generator, so a row's corruption does not depend on the rows beside it.
+Each row has its own random numbers, so a row's corruption does not depend on the rows beside it.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from lib.util import smallest_masks, uniform
 from model import Model
 
-# R rows, T positions (a multiple of B), B block_length, C channels, V vocabulary, P positions that carry a loss
+# R rows, T positions (a multiple of B), B block_length, C channels, V vocabulary, P chosen positions
 
 # kinds of positions
 NONE = 0  # prompt and padding: no loss
@@ -52,14 +52,14 @@ LAMBDA_M2T = 1.0
 LAMBDA_EDIT = 0.3
 LAMBDA_CLEAN = 0.2
 
-# the paper publishes neither rate, and LLaDA2.1 does not either
-REPLACE_RATE = 0.2  # of `random`: a block replaces U(0, 1) times this share of its visible tokens
-DRAFT_RATE = 0.3  # of `draft`: Stage A fills this share of the masks
+# neither the paper nor LLaDA2.1 publishes these two rates
+REPLACE_RATE = 0.2  # in `random` a block replaces this share of its visible tokens, times a draw from U(0, 1)
+DRAFT_RATE = 0.3  # in `draft` Stage A fills this share of the masks
 
-# a generator for each row: all random numbers of the row come from it
+# one generator for each row: all random numbers of the row come from it
 Draws = list[torch.Generator]
 
-# Stage A's tokens at some masks: z (R, T), where (R, T) bool -> (P,) int64
+# a function that gives Stage A's tokens at some masks: z (R, T), where (R, T) bool -> (P,) int64
 Draft = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -76,7 +76,7 @@ class Corruption:
 def corrupt(
     x: Tensor, corruptible: Tensor, how: Corruption, draws: Draws, draft: Draft | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x (R, T) int64: clean rows; corruptible (R, T) bool: the real positions outside the prompt.
+    """x (R, T) int64: clean rows; corruptible (R, T) bool: the positions that are neither prompt nor padding.
 
     -> z (R, T) int64 and kind (R, T) uint8: M, W or G at every corruptible position, NONE at the others.
     """
@@ -120,7 +120,7 @@ CORRUPTIONS = {"mask": masks_alone, "random": random_tokens, "draft": own_drafts
 
 
 def of_blocks(draws: Draws, T: int, block_length: int) -> Tensor:
-    """(R, T) in [0, 1): each block has one number at all of its positions."""
+    """Random numbers (R, T) in [0, 1): all positions of a block get the same one."""
     return uniform(draws, T // block_length).repeat_interleave(block_length, dim=1)
 
 
@@ -136,14 +136,14 @@ def kinds(x: Tensor, z: Tensor, corruptible: Tensor, mask_id: int) -> Tensor:
 # --- the bundle
 def draw_bundle(masked: Tensor, s_min: int, s_max: int, draws: Draws) -> Tensor:
     """Draw the bundle of each row (paper, Sec. 4.1 i): a size s ~ Uniform{s_min..s_max}, then s of the row's masks,
-    uniformly, in whatever blocks they are. Of a row with fewer masks the bundle is all of them.
+    uniformly, whatever blocks they are in. If a row has fewer masks, its bundle is all of them.
 
     masked (R, T) bool -> (R, T) bool. The bundle depends on z and on chance, never on x.
     """
     R, T = masked.shape
     size = s_min + (uniform(draws, 1) * (s_max - s_min + 1)).long()  # (R, 1)
 
-    # the masks that draw the smallest numbers
+    # every position draws a number, and the masks with the smallest numbers are taken
     lot = uniform(draws, T)
     return smallest_masks(lot.to(masked.device), masked, size.to(masked.device))
 
@@ -157,33 +157,33 @@ def three_term_loss(
 
     h (R, T, C): the final states, or (R, 2T, C) with a clean copy, which has no loss. target (R, T) int64. kind (R, T)
     uint8. fill (R, T) bool: the masks with a fill loss, which are all of M in Stage A and the bundle in Stage B. head:
-    what maps states to logits (left out: the model's own).
+    the function from states to logits (left out: the model's own).
 
     -> a scalar, and (R, T) float32: the cross-entropy at every position with a loss, without gradient.
     """
     h = h[:, : kind.shape[1]]
     filled = fill & (kind == M)
-    edited = kind == W
-    clean = kind == G
+    wrong = kind == W
+    right = kind == G
 
     # make logits only where there is a loss
-    chosen = filled | edited | clean
+    chosen = filled | wrong | right
     ce = torch.zeros(kind.shape, device=h.device)
     ce[chosen] = cross_entropy(head or model.logits, h[chosen], target[chosen], model.cfg.vocab_size)
 
     # the three terms; add one of your own here
     loss = LAMBDA_M2T * (ce * filled).sum()
-    loss = loss + LAMBDA_EDIT * (ce * edited).sum()
-    loss = loss + LAMBDA_CLEAN * (ce * clean).sum()
+    loss = loss + LAMBDA_EDIT * (ce * wrong).sum()
+    loss = loss + LAMBDA_CLEAN * (ce * right).sum()
     return loss, ce.detach()
 
 
 def kinds_apart(ce_a: Tensor, ce_b: Tensor | None, kind: Tensor, bundle: Tensor | None = None) -> dict[str, Tensor]:
-    """For the log: the cross-entropy of each stage at masks, wrong tokens and right tokens, and Stage A's at Stage B's
-    bundle.
+    """For the log: the cross-entropy of each stage at masks, at wrong tokens and at right tokens, and that of Stage A
+    at Stage B's bundle.
 
-    ce_a, ce_b, kind, bundle (R, T); without a Stage B, ce_b and bundle are None -> by name (2,) float32: the sum in
-    nats, and the number of positions.
+    ce_a, ce_b, kind, bundle (R, T); without a Stage B, ce_b and bundle are None -> under each name (2,) float32: the
+    sum in nats, and the number of positions.
     """
     places = {"m2t_A": (ce_a, kind == M), "edit_A": (ce_a, kind == W), "clean_A": (ce_a, kind == G)}
     if ce_b is not None:
@@ -198,8 +198,8 @@ def cross_entropy(head: Callable[[Tensor], Tensor], h: Tensor, target: Tensor, v
     def part(h: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(head(h), target, reduction="none")
 
-    # logits take 64 MB at a time, and the backward makes them again: all logits of 8 rows of 2,048 tokens, with a
-    # vocabulary of 157,184, would take 20 GB in two stages
+    # make 64 MB of logits at a time, and make them again in the backward: for 8 rows of 2,048 tokens, and a
+    # vocabulary of 157,184, the logits of both stages would take 20 GB
     size = max(64, 2**24 // vocab_size)
     if len(h) <= size:
         return part(h, target)

@@ -66,16 +66,16 @@ class Config:
     block_length: int = 32
     qkv_bias: bool = False
     proj_bias: bool = False
-    tied: bool = False  # the embedding is the output layer, too
+    tied: bool = False  # the embedding's matrix is the output layer's, too
     n_last: int = 3  # n: how many layers Stage B runs again
     n_rounds: int = 1  # K: how many markers there are
-    router: str = "grouped sigmoid"  # how experts are chosen, one of ROUTERS: a base has learned one of them
+    router: str = "grouped sigmoid"  # how experts are chosen, a name in ROUTERS; a base needs the one it learned with
 
 
 class Cache(Protocol):
     """Keys and values of text that an earlier pass has read."""
 
-    used: int  # how many keys a pass attends to; its own come first
+    used: int  # how many keys a pass attends to; the pass's own keys come first
 
     def update(self, layer: int, i_round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k, v (R, G, T, D) of this pass -> what it attends to, (R, G, S, D) each."""
@@ -83,24 +83,24 @@ class Cache(Protocol):
 
 @dataclass
 class Context:
-    """What a pass through the layers needs beside its states. On a first reading cos, sin and mask are enough."""
+    """What a pass through the layers needs besides the states. On a first reading cos, sin and mask are enough."""
 
     cos: Tensor  # (T, 1, rotary_dim / 2), or (R, T, 1, ...) where rows are at different positions
     sin: Tensor
-    mask: Tensor | None  # bool, broadcasts to (R, H, T, S); None: everything may attend to everything
-    cache: Cache | None = None  # in decoding, the finished blocks
+    mask: Tensor | None  # bool, broadcasts to (R, H, T, S); None: every position attends to every key
+    cache: Cache | None = None  # in decoding, the keys and values of the finished blocks
     i_round: int = 0  # the round of Stage B whose keys and values are read from the cache
-    clean: Tensor | None = None  # (R, T) int64: the uncorrupted rows, if they stand behind the rows, [noisy ; clean]
+    clean: Tensor | None = None  # (R, T) int64: the clean rows, if a pass reads [noisy ; clean], see Model.context
 
 
 # --- the method
 class Model(nn.Module):
-    # what a subclass may have of its own; where a step is None, train.py and sample.py take the paper's
+    # what a subclass may replace; if a step is None, train.py and sample.py use the paper's
     training_step: ClassVar[Callable | None] = None
     decoding_step: ClassVar[Callable | None] = None
     name_b: ClassVar[str] = "Stage B"
     settings: ClassVar[dict] = {}  # train.py's settings that its training step fixes, whatever the flags say
-    needs_copy: ClassVar[bool] = False  # must rows of several blocks stand beside their clean copy?
+    needs_copy: ClassVar[bool] = False  # must rows of several blocks be read with their clean copy?
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -128,7 +128,7 @@ class Model(nn.Module):
         return self.run_layers(h, ctx, self.layers[: -self.cfg.n_last])
 
     def last_n(self, h: Tensor, ctx: Context) -> Tensor:
-        """LastN: the remaining n layers, on h as it is given. (R, T, C) -> (R, T, C)."""
+        """The paper's LastN: the last n layers. (R, T, C) -> (R, T, C)."""
         return self.run_layers(h, ctx, self.layers[-self.cfg.n_last :])
 
     def logits(self, h: Tensor) -> Tensor:
@@ -138,8 +138,7 @@ class Model(nn.Module):
     def coordinate(self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int) -> Tensor:
         """Stage B, Eq. 4: K times h <- LastN(h + 1_S * marker_i), from the prefix states.
 
-        h (R, T, C), bundle (R, T) bool -> (R, T, C). Beside a clean copy h is (R, 2T, C), and nothing of the copy
-        is marked.
+        h (R, T, C), bundle (R, T) bool -> (R, T, C). With a clean copy h is (R, 2T, C), and the copy is not marked.
         """
         unmarked = h.shape[1] - bundle.shape[1]
         marked = F.pad(bundle, (0, unmarked), value=False)[..., None]
@@ -163,17 +162,16 @@ class Model(nn.Module):
     def context(self, real: Tensor, clean: Tensor | None = None, one_by_one: Tensor | None = None) -> Context:
         """The Context of a pass over whole rows.
 
-        real (R, T) bool: False on padding. No position attends to a padded one but that one itself, because a query
-        needs a key.
-        clean (R, T) int64: the uncorrupted rows. They stand behind the rows, [noisy ; clean], so that a noisy block
-        reads clean blocks before it, as in decoding.
-        one_by_one (R,) bool: True for rows that have blocks of one token, so they are read from left to right.
+        real (R, T) bool: False on padding. Only a padded position itself attends to it, because a query needs a key.
+        clean (R, T) int64: the clean rows. They are put behind the corrupted ones, as [noisy ; clean], so that a noisy
+        block reads the clean blocks before it, as in decoding.
+        one_by_one (R,) bool: True for rows whose blocks have one token, so that they are read from left to right.
         """
         T = real.shape[1]
         B = self.cfg.block_length
         positions = torch.arange(T, device=real.device)
         if T <= B and one_by_one is None:
-            clean = None  # there is no block before a single one
+            clean = None  # a row of one block has no block before it to read
 
         make_mask = block_causal_mask
         if clean is not None:
@@ -194,7 +192,7 @@ class Model(nn.Module):
 
     @property
     def partial_cost(self) -> float:
-        """What a partial forward costs, in full ones: it runs n of L layers."""
+        """What a partial forward costs, as a share of a full one: it runs n of L layers."""
         return self.cfg.n_last / self.cfg.n_layer
 
     def adapt(self, r: int, generator: torch.Generator) -> None:
@@ -209,7 +207,7 @@ class Model(nn.Module):
         self.markers = nn.Parameter(self.markers.float())
 
     def begin_from(self, state: dict[str, Tensor]) -> None:
-        """Add to a base's tensors, by name, what the base lacks: a marker for each round, which begins at zero."""
+        """Add what a base lacks to its tensors (name -> tensor): a marker for each round, which begins at zero."""
         like = state["wte.weight"]
         zeros = torch.zeros(self.markers.shape, device=like.device, dtype=like.dtype)
         stored = state.get("markers", zeros)
@@ -280,7 +278,7 @@ class Attention(nn.Module):
         qkv = self.qkv(x).view(R, T, -1, cfg.head_dim)
         q, k, v = qkv.split([cfg.n_head, cfg.n_kv_head, cfg.n_kv_head], dim=2)
 
-        # norms first, then positions: queries and keys are turned together
+        # normalise queries and keys, then rotate them together
         qk = rotate(torch.cat([self.q_norm(q), self.k_norm(k)], dim=2), ctx)
         q, k = qk.split([cfg.n_head, cfg.n_kv_head], dim=2)
         q = q.transpose(1, 2)  # (R, H, T, D)
@@ -303,7 +301,7 @@ def rotary(cfg: Config, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
 
 
 def rotate(x: Tensor, ctx: Context) -> Tensor:
-    """Turn the first rotary_dim dims of (R, T, heads, D), half against half."""
+    """Rotate the first rotary_dim dims of (R, T, heads, D), each dim of their first half with one of the second."""
     half = ctx.cos.shape[-1]
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     return torch.cat([first * ctx.cos - second * ctx.sin, second * ctx.cos + first * ctx.sin, rest], dim=-1)
@@ -330,7 +328,7 @@ class MoE(nn.Module):
         self.cfg = cfg
         self.router = nn.Parameter(torch.empty(cfg.n_expert, cfg.n_embd))
         self.register_buffer("expert_bias", torch.zeros(cfg.n_expert))  # float32 in every dtype of the model
-        self.times_chosen: Tensor | float = 0.0  # (E,): of each expert, since the last `balance`
+        self.times_chosen: Tensor | float = 0.0  # (E,): how often each expert was chosen since the last `balance`
         # the experts' weights are stacked, so that one grouped matmul serves them all
         self.gate_up = nn.Parameter(torch.empty(cfg.n_expert, 2 * cfg.d_expert, cfg.n_embd))
         self.down = nn.Parameter(torch.empty(cfg.n_expert, cfg.n_embd, cfg.d_expert))
@@ -367,7 +365,7 @@ class MoE(nn.Module):
         # run every expert on its rows
         out = self.products(rows, ends)  # (N*A, C)
 
-        # back to tokens: find the A rows of each token in `out`, and sum them by their weights
+        # back to tokens: find the A rows of each token in `out`, and sum them with their weights
         place = order.argsort().view_as(chosen)
         return F.embedding_bag(place, out.float(), per_sample_weights=weights, mode="sum").to(x.dtype)
 
@@ -409,7 +407,7 @@ def grouped_sigmoid(moe: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
     return chosen, weights * cfg.routed_scaling
 
 
-# by name, as Config.router has it
+# Config.router is one of these names
 ROUTERS: dict[str, Callable[[MoE, Tensor], tuple[Tensor, Tensor]]] = {"grouped sigmoid": grouped_sigmoid}
 
 

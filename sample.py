@@ -5,15 +5,15 @@
     generate        the same for many rows, with an exact cache and temperature; tested equal to generate_one
 
 With --n_rounds 0 (Stage B off) this writes the same tokens, with the same forwards, as LLaDA2.1's released
-generate(), with two exceptions. Without edits (--tau_t2t none) a block ends with its last mask, which the released
-loop reads once more; and a block that can never end is left, with a warning.
+generate(), with two exceptions. Without edits (--tau_t2t none) a block ends when its last mask is filled, and the
+released loop reads it once more. A block that would never end is left, with a warning.
 
     python sample.py --prompt "CANADIAN"                            # text, and what it cost in forwards
     python sample.py --prompt "MATHEMATICAL ▒▒▒▒ CAPITAL B" --watch  # every step; each ▒ is a token to fill
     python sample.py --ckpt DIR --prompt "..." --select entropy     # another rule for the bundle
     python sample.py --ckpt DIR --prompt_ids 5,9,12 --n_rounds 0    # token ids, and Stage A alone
 
-A hole sees its own block and what is before it, not later blocks: attention is causal across blocks.
+A hole sees its own block and the blocks before it, but no later block: attention is causal across blocks.
 
 To change   which masks are written together   write   a function like by_confidence, for generate(select=...)
             what a step does                           a function like denoise, for generate(step=...)
@@ -54,11 +54,11 @@ Select = Callable[[Tensor, Tensor, Tensor, Decoding], Tensor]
 def denoise(
     engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: Decoding, select: Select | None = None
 ) -> Step:
-    """One step on the current blocks z (R, B) int64: everything is read from z and written at once.
+    """One step on the current blocks z (R, B) int64: everything is decided from z, and then written at once.
 
-    given (R, B) bool: positions that are never edited. u (R, 2, B) in [0, 1): each stage draws by its own
-    numbers. Stage A's draws also decide the bundle, so they are biased towards likely tokens; Stage B therefore
-    draws by fresh numbers.
+    given (R, B) bool: positions that are never edited. u (R, 2, B) in [0, 1): the random numbers by which each stage
+    draws. Stage A's draws decide the bundle, so those inside the bundle are too often likely tokens. Therefore Stage B
+    draws by numbers of its own.
     """
     model = engine.model
     masked = z == model.cfg.mask_id
@@ -72,7 +72,7 @@ def denoise(
     # which masks are written now
     bundle = (select or by_confidence)(logits, conf_a, masked, d)
 
-    # Stage B looks again, at the bundle (Eq. 4); a row without a bundle stays with Stage A
+    # Stage B runs with the bundle marked (Eq. 4); a row without a bundle keeps Stage A's tokens
     token = token_a
     conf = conf_a
     coordinated = bundle.any(-1, keepdim=True) & (d.n_rounds > 0)
@@ -121,9 +121,9 @@ def surest(conf: Tensor, masked: Tensor, size: int) -> Tensor:
 
 
 def smallest(key: Tensor, rounding: Tensor, masked: Tensor, size: Tensor | int, most: int) -> Tensor:
-    """The masks of the smallest key (R, B): `size` of them, (R, 1) or one for all, and no more than `most`; of equal
-    ones the leftmost. Keys that differ by no more than `rounding` (R, B), which is what more rows can change in fp32,
-    count as equal: so a row's choice does not depend on its batch."""
+    """The `size` masks, (R, 1) or one number for all, with the smallest keys (R, B), but no more than `most`; of equal
+    keys the leftmost. Keys are equal if they differ by at most `rounding` (R, B), because in fp32 the other rows of a
+    batch can change a key by so much: so a row's choice does not depend on its batch."""
     chosen = torch.zeros_like(masked)
     for i in range(most):
         left = key.masked_fill(~masked | chosen, math.inf)
@@ -169,7 +169,7 @@ def generate_one(
     nfe = dict(full=0, partial=0, refresh=0)
     seen = []
     while start < end:
-        # what the prompt has of this block, then masks
+        # the prompt's tokens in this block, then masks
         of_prompt = prompt[start : start + B]
         z = torch.tensor([of_prompt + [mask_id] * (B - len(of_prompt))], device=device)  # (1, B)
         given = torch.arange(B, device=device)[None] < len(of_prompt)
@@ -199,8 +199,8 @@ def generate_one(
         if d.eos_early_stop and model.cfg.eos_id in new and mask_id not in new:
             break
 
-        # a decoder with a cache must read the block once more if its last step changed it, and
-        # once for each further round: that is counted here, too
+        # a decoder with a cache must read the block once more if its last step changed it, and run the last n layers
+        # on it for each further round: these forwards are counted here, too
         if start < end:
             nfe["refresh"] += int(changed)
             nfe["partial"] += max(0, d.n_rounds - 1)
@@ -213,11 +213,11 @@ def generate(
     model: Model, prompts: list[list[int]], d: Decoding, seed: int = 0, step: Callable[..., Step] | None = None,
     select: Select | None = None, on_step: Callable[[list[Row], Step], None] | None = None, cached: bool = True,
 ) -> list[Output]:  # fmt: skip
-    """Decode every prompt as if alone.
+    """Decode every prompt as if it were alone.
 
-    step: a function like denoise; left out, the model's own or the paper's. select: the paper's step with another rule
-    for the bundle, a function like by_confidence. on_step(the rows that are being decoded, what the step did) sees
-    every step.
+    step: a function like denoise (left out: the model's own, or the paper's). select: another rule for the bundle of
+    the paper's step, a function like by_confidence. on_step is called after every step, with the rows that are being
+    decoded and with what the step did.
     """
     step = step or step_of(model, d, select)
     device = model.wte.weight.device
@@ -229,7 +229,7 @@ def generate(
         return outputs
     engine = (Cached if cached else Uncached)(model, [row.ids for row in rows], d.n_rounds)
 
-    # the current blocks; and of each: forwards, partial ones, steps without a mask
+    # the current blocks, and the counts of each: its forwards, its partial forwards, its steps without a mask
     z = torch.tensor([row.block() for row in rows], device=device)
     given = torch.tensor([row.given() for row in rows], device=device)
     counts = torch.zeros(3, len(rows), device=device)
@@ -250,7 +250,7 @@ def generate(
         finished = still | (counts[2] > d.post_steps) | (counts[0] >= MAX_STEPS)
         finished, changed = torch.stack([finished, changed]).tolist()
 
-        # book them; a row whose last block it was leaves
+        # add their forwards to their rows; a row leaves when its last block is finished
         staying = []
         for r, row in enumerate(rows):
             full, partial, _ = counts[:, r].tolist() if finished[r] else (0, 0, 0)
@@ -265,7 +265,7 @@ def generate(
             given = given[staying]
             counts = counts[:, staying]
 
-        # a finished block joins the context, and the row begins its next one
+        # a finished block is read by those after it, and its row begins the next one
         closed = [place for place, r in enumerate(staying) if finished[r]]
         if closed:
             engine.close(closed, z, any(changed[staying[place]] for place in closed))
@@ -292,7 +292,7 @@ def token_ids(text: str) -> list[int]:
 
 
 def temperature(text: str) -> float:
-    """0, or so much that logits divided by it stay finite."""
+    """0, or a number large enough that logits divided by it stay finite."""
     value = bounded(float, 0)(text)
     if 0 < value < 1e-3:
         raise argparse.ArgumentTypeError(f"{value:g} is too small to divide by: give 0 (greedy), or at least 0.001")
@@ -319,22 +319,23 @@ def build_parser() -> Parser:
     add = parser.add_argument_group("decoding").add_argument
     add("--gen_length", type=some, default=256, help="tokens after the prompt; the last block is decoded whole")
     add("--n_rounds", type=some,
-        help="K; 0: Stage B off (default: the checkpoint's own; 0 where its markers are zero)")
+        help="K, the rounds of Stage B; 0: Stage B off (default: the checkpoint's; 0 if its markers are zero)")
     add("--tau_m2t", type=bounded(float, -1, 1), default=argparse.SUPPRESS,
         help="the bundle: the masks whose probability is above this; -1: every mask at once (default: 0.7)")
     add("--tau_t2t", type=or_none(share), default=argparse.SUPPRESS,
-        help='edit a visible token where another one has more than this; 0: on any disagreement; "none": never '
-             "(default: 0 as in the paper, 0.5 as released where Stage B is off, none with --tau_joint)")
+        help='edit a visible token if another one has a probability above this; 0: if another one is the likeliest; '
+             '"none": never (default: 0 as in the paper; 0.5 as released if Stage B is off; none with --tau_joint)')
     add("--select", choices=SELECT, help="the rule for the bundle (default: confidence, as in the paper)")
     add("--tau_joint", type=share,
         help="another rule, not the paper's: write left to right while the joint probability exceeds this (0: the "
-             "whole block); also works with Stage B off (default where Stage B reads the token before: 0.5, or 0 where "
+             "whole block); also works with Stage B off (default, if Stage B reads the token before: 0.5, or 0 if "
              "it draws)")
     add("--temperature", type=temperature, default=argparse.SUPPRESS,
-        help="0: argmax, or from 0.001 on (default: 0; 1 where a base has learned text of yours, or a Stage B with "
-             "a step of its own)")
-    add("--top_k", type=some, default=0, help="with temperature: the k best tokens; 0: all")
-    add("--top_p", type=bounded(float, 1e-6, 1), default=1.0, help="with temperature: the likeliest, up to this sum")
+        help="0: the likeliest tokens; from 0.001 on: draw (default: 0; for a model of your own text 1, unless it has "
+             "the paper's Stage B)")
+    add("--top_k", type=some, default=0, help="with temperature: draw from the k likeliest tokens; 0: from all")
+    add("--top_p", type=bounded(float, 1e-6, 1), default=1.0,
+        help="with temperature: draw from the likeliest tokens, up to this sum of probabilities")
     add("--seed", type=int, default=0, help="any whole number, of any size: it is hashed")
 
     add = parser.add_argument_group("output").add_argument
@@ -344,10 +345,11 @@ def build_parser() -> Parser:
 
 
 def settle_decoding(args: Namespace, model: Model, plain_text: bool = False) -> Decoding:
-    """Stage B is on where it was trained; with the zero markers of a converted checkpoint it is Stage A.
+    """The settings of a decoder. Stage B is on if it was trained; with the zero markers of a converted checkpoint it
+    would be Stage A.
 
-    plain_text: the model learned text that nothing judges. A base then draws, and so does a Stage B with a step of its
-    own: the most probable text repeats itself. The paper's Stage B is greedy.
+    plain_text: the model learned text that nothing judges. Then a base draws, and so does a Stage B with a step of its
+    own, because the most probable text repeats itself. The paper's Stage B is greedy.
     """
     given = vars(args)
     n_rounds = args.n_rounds
@@ -443,11 +445,10 @@ def write(args: Namespace, model: Model) -> None:
     tokenizer = load_tokenizer(base_of(args.ckpt))
     d = settle_decoding(args, model, is_plain_text(args.ckpt))
 
-    # what is continued; a model of names is judged
+    # what is continued; the names that a model of names writes are judged
     of_names = "names" in judge_of(args.ckpt)
     prompts = read_prompts(args, tokenizer, model.cfg, d.gen_length, of_names)
 
-    # every step is shown where it is asked for
     on_step = None
     if args.watch:
         from tools.watch import Screen
@@ -458,14 +459,13 @@ def write(args: Namespace, model: Model) -> None:
         if output.warning:
             print(f"warning: {output.warning}", file=sys.stderr)
 
-        # the text, or a toy's numbers; of a chat the answer alone
+        # the text, or a toy's numbers; of a chat, the answer without the question
         asked = tokenizer and output.prompt[-1] == tokenizer.special.get("</role>")
         shown = output.tokens if asked else output.prompt + output.tokens
         text = tokenizer.decode(shown) if tokenizer else ""
         said = ["  " + names.verdict(text)] if of_names else []
         print(printable(text) or output.tokens, *said)
 
-        # what it cost
         n = len(output.tokens) + prompt.count(model.cfg.mask_id)
         print(f"[{cost(n, output.nfe, model.partial_cost)}]")
     print(f"[{what_ran(args.ckpt, model, d, args.select)}]")

@@ -1,17 +1,19 @@
 """Don't Commit Alone (Lin Yao, 2026) in one file, on a toy to check by hand: python tiny.py, a minute.
 
-A masked diffusion language model is a GPT that looks both ways and fills the holes in a text, its
-masks. To be fast it fills several in one step, each alone, and so they may not fit. Say that "city"
-goes on with New York (.40), San Francisco (.20), San Diego (.16), San Jose (.12) or San Juan (.12).
-The likeliest first word is San (.60), the likeliest second is York (.40): it writes "San York".
+A masked diffusion language model is a GPT that looks both ways. It fills the holes in a text, which
+are called masks. To be fast it fills several masks in one step, but it chooses each word alone, and so
+the words may not fit together. Say that "city" is followed by New York (with probability .40), San
+Francisco (.20), San Diego (.16), San Jose (.12) or San Juan (.12). The likeliest first word is San
+(.60), the likeliest second word is York (.40), and so the model writes "San York".
 
-The paper's method, CoCommit, looks twice. Stage A, the plain pass, gives a probability for each word
-at each mask; the surest masks are written now, and they are the bundle. Stage B adds a learned vector
-to them, the marker, runs the last layers once more, and writes the bundle: here "San York" again. A
-word knows which places are written with it, but not which words. One change mends it, causal Stage B:
-a word sees the word before it.
+The paper's method, CoCommit, has two stages. Stage A is the plain pass: at each mask it gives every
+word a probability. The surest masks are written now, and they are the bundle. Stage B adds a learned
+vector, the marker, to the states of the bundle, runs the last layers once more, and writes the bundle:
+here "San York" again. A mask knows which places are written with it, but not which words. Our change,
+causal Stage B, mends this: a mask also sees the word before it.
 
-Left out: edits, blocks, LoRA, experts. Tags: # CoCommit is the paper's, # causal and # alpha are not.
+Edits, blocks, LoRA and experts are left out. Lines with the tag # CoCommit are the paper's, and those
+with # causal or # alpha are not.
 """
 import argparse
 
@@ -19,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-# --- the toy: a context (its first word) with a phrase, and how many of the context's 25 rows have it
+# --- the toy: a first word, the context, with a phrase; how many of the context's 25 rows have the phrase
 COUNTS = {"city New York": 10, "city San Francisco": 5, "city San Diego": 4, "city San Jose": 3,
           "city San Juan": 3, "dish hot dog": 8, "dish ice cream": 7, "dish ice cube": 5, "dish ice tea": 5}
 TOKENS = ["[M]"] + sorted(set(" ".join(COUNTS).split()))
-MASK = 0  # the mask is a token, too
+MASK = 0  # the mask is a token like any other
 ROWS = torch.tensor([[TOKENS.index(word) for word in phrase.split()] for phrase in COUNTS])
 TEXT = ROWS.repeat_interleave(3 * torch.tensor(list(COUNTS.values())), dim=0)  # 150 rows
 HOLES = ROWS.masked_fill(torch.arange(3) > 0, MASK)  # city [M] [M], and from row 5 on dish [M] [M]
@@ -38,7 +40,7 @@ class Model(nn.Module):
         self.wte = nn.Embedding(len(TOKENS), C)
         self.layers = nn.Sequential(*[Layer() for _ in range(N_LAYER)])
         self.lm_head = nn.Linear(C, len(TOKENS), bias=False)
-        # a marker for each round says "you are written together"; show says "this word is before you"
+        # each round's marker says "you are written together"; show, a matrix, says "this word is before you"
         self.markers = nn.Parameter(torch.zeros(N_ROUNDS, C))  # CoCommit
         self.show = nn.Parameter(torch.zeros(C, C))  # causal
     # Stage A is logits(last_n(prefix(z))): tokens -> (R, T, V), as in any GPT
@@ -54,8 +56,8 @@ class Model(nn.Module):
     def coordinate(self, h, bundle, tokens=None):  # CoCommit
         for marker in self.markers:  # CoCommit
             note, sees = marker, None  # CoCommit
-            # the note also tells the word before, and has the size of h; a word of the bundle sees, of the
-            # bundle, itself and what is left of it
+            # the note also says which word is before, and is scaled to the size of h. In the bundle a word
+            # sees itself and the words on its left
             if tokens is not None:  # causal
                 before = F.rms_norm(self.wte(F.pad(tokens, (1, -1), value=MASK)), [C])  # causal
                 note = h.square().mean(2, True).sqrt() * (marker + before @ self.show.T)  # causal
@@ -64,7 +66,7 @@ class Model(nn.Module):
             h = self.last_n(h + bundle[..., None] * note, sees)  # CoCommit
         return h  # CoCommit
 
-class Layer(nn.Module):  # a GPT's, with RMSNorm for LayerNorm and SwiGLU for GELU
+class Layer(nn.Module):  # a GPT's layer, with RMSNorm for LayerNorm and SwiGLU for GELU
     def __init__(self):
         super().__init__()
         self.qkv = nn.Linear(C, 3 * C, bias=False)
@@ -74,26 +76,26 @@ class Layer(nn.Module):  # a GPT's, with RMSNorm for LayerNorm and SwiGLU for GE
     def forward(self, x, sees=None):
         qkv = self.qkv(F.rms_norm(x, [C])).unflatten(2, (3, H, C // H))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (R, H, T, C / H) each
-        y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, sees)  # None: all
+        y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, sees)  # None: sees all
         x = x + self.proj(y.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(F.rms_norm(x, [C])).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
 
-def rotate(x):  # rotary positions in place of wpe: x is turned, and more at each further position
+def rotate(x):  # rotary positions in place of wpe: the further on a position is, the more x is turned
     first, second = F.rms_norm(x, x.shape[-1:]).chunk(2, dim=-1)
     angle = torch.arange(x.shape[2])[:, None] * 10000 ** -torch.arange(0, 1, 1 / first.shape[-1])
     cos, sin = angle.cos(), angle.sin()
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 # --- the loss
-# The paper adds up a cross-entropy for each word. Each word is in one term only, so the best answer
-# is each word's own probabilities, which Stage A gives already. But if Stage B sees the word before,
-# the same sum is a joint loss, because p(first) p(second | first) = p(both).
+# The paper adds up the cross-entropies of the words. Each word is in one term only, so the sum is least
+# at each word's own probabilities, which Stage A gives already. But if Stage B sees the word before, the
+# same sum is a joint loss, because p(first) p(second | first) = p(both).
 # alpha changes the loss instead (AlphaDLM, arXiv 2609.38066): it scores the phrase as a whole. At alpha 1
-# the best answer is the likeliest phrase with probability 1, which is what the paper aims at; training
-# may stop at a phrase that is nearly as likely, as ice cream (.28) for hot dog (.32).
+# the loss is least if the likeliest phrase gets probability 1, which is what the paper aims at. Training
+# may stop at a phrase that is nearly as likely: at ice cream (.28), where hot dog has .32.
 def fill_loss(logits, target, fill, alpha):
-    # the log-probability of all words that a row is to fill
+    # the log-probability of all words that a row must fill
     log_p = -(fill * F.cross_entropy(logits.mT, target, reduction="none")).sum(1)
     loss = -log_p
     if alpha > 0:
@@ -102,13 +104,13 @@ def fill_loss(logits, target, fill, alpha):
 
 # --- training
 def some_of(allowed):  # draw one or two of each row's allowed words
-    # an allowed word draws a number below 1, any other word one above; the smallest one or two win
+    # an allowed word draws a number below 1, and any other word one above 1; the smallest one or two win
     lot = torch.rand(allowed.shape) + ~allowed
     last = torch.randint(2, (len(lot), 1))
     return allowed & (lot <= lot.sort(dim=1).values.gather(1, last))
 
 def train(base, alpha_b=None, causal=False):
-    """Train a copy of base: Stage A by the sum and, if alpha_b is given, Stage B by that alpha."""
+    """Train a copy of base: Stage A with alpha 0 and, if alpha_b is given, Stage B with that alpha."""
     model = Model()
     model.load_state_dict(base.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3, betas=(0.9, 0.99))
@@ -120,7 +122,7 @@ def train(base, alpha_b=None, causal=False):
         # Stage A fills every mask
         h = model.prefix(z)
         loss = fill_loss(model.logits(model.last_n(h)), TEXT, masked, 0)
-        # Stage B fills the bundle, which is some of the masks; causal Stage B reads the right words there
+        # Stage B fills the bundle, one or two of the masks; causal Stage B reads the right words there
         if alpha_b is not None:  # CoCommit
             bundle = some_of(masked)  # CoCommit
             tokens = torch.where(bundle, TEXT, z) if causal else None  # CoCommit
@@ -140,16 +142,16 @@ def decode(model, z, tau, looks, causal=False):
     while (masked := z == MASK).any():
         h = model.prefix(z)
         logits = model.logits(model.last_n(h))
-        # Stage A picks the bundle: the surest mask, and all that are surer than tau
+        # Stage A picks the bundle: the surest mask, and all masks that are surer than tau
         sure = logits.softmax(-1).amax(-1) * masked
         bundle = masked & ((sure > tau) | (sure == sure.amax(1, keepdim=True)))
         for _ in range(looks):  # CoCommit
             draft = torch.where(bundle, logits.argmax(-1), z)  # CoCommit
             logits = model.logits(model.coordinate(h, bundle, draft if causal else None))  # CoCommit
             n_looks += 1  # CoCommit
-            # causal: a word is final if no word before it has changed, for then it has read the right words.
-            # Words behind the first changed word (there changed.cumsum(1) > changed) are not final: if the bundle has
-            # one, look again
+            # causal: a word is final if no word before it has changed, because then it has read the right words.
+            # Behind the first changed word (changed.cumsum(1) > changed) words are not final: if there are any in
+            # the bundle, take another look
             changed = bundle & (logits.argmax(-1) != draft)  # causal
             if not (bundle & (changed.cumsum(1) > changed)).any():  # causal
                 break  # causal
@@ -160,7 +162,7 @@ def decode(model, z, tau, looks, causal=False):
 
 def report(name, model, looks=0, causal=False):  # print a row of the table: both words in one step
     z, forwards, (p,) = decode(model, HOLES, -1, looks, causal)
-    if causal:  # for p(second | first) it reads each phrase  # causal
+    if causal:  # to give p(second | first) it reads each phrase  # causal
         p = model.logits(model.coordinate(model.prefix(HOLES), HOLES == MASK, ROWS)).softmax(-1)  # causal
     q = p.gather(2, ROWS[..., None])[:5, 1:, 0].prod(1)
     city, dish = [" ".join(TOKENS[token] for token in row[1:]) for row in z[[0, 5]]]
@@ -170,16 +172,17 @@ def report(name, model, looks=0, causal=False):  # print a row of the table: bot
 if __name__ == "__main__":
     (options := argparse.ArgumentParser()).add_argument("--seed", type=int, default=0)
     torch.manual_seed(options.parse_args().seed)
-    torch.set_num_threads(1)  # small matrices
+    torch.set_num_threads(1)  # faster for small matrices
     print("P(phrase | city)       New York  San ...  no phrase  forwards  it writes")
     print("the text                   0.40     0.60       0.00")
     base = report("Stage A", train(Model()))
     report("Stage A, twice as long", train(base))
     report("Stage B, the paper's", train(base, 0), 1)  # CoCommit
     report("Stage B, alpha 1", train(base, 1), 1)  # CoCommit
-    # New York is its likeliest phrase (.40), and yet it writes San Francisco (.20): greedy from the left it
-    # begins with the likeliest word, San (.60), which is not how the likeliest phrase begins
+    # New York is its likeliest phrase (.40), and yet it writes San Francisco (.20): greedily, from the left,
+    # it begins with the likeliest word, San (.60), and the likeliest phrase does not begin with San
     causal = report("Stage B, causal", train(base, 0, True), 2, True)  # causal
-    # Stage A's draft, then at most one look, and two: San has not changed, so one look makes all final
+    # what it writes with no look (Stage A's draft), with one at most, and with two: one is enough, because San,
+    # the word before the last, does not change
     words = torch.cat([decode(causal, HOLES, -1, looks, True)[0][0, 1:] for looks in range(3)])  # causal
     print("causal, draft {} {}, 1 look {} {}, 2 looks {} {}".format(*[TOKENS[t] for t in words]))  # causal

@@ -9,14 +9,14 @@ random number is a function of (seed, row): a resumed run continues bit for bit,
     python train.py --init_from resume --out_dir out/names    # go on after Ctrl-C, kill or power cut
     python train.py --init_from resume --out_dir out/names --max_iters 600        # or go on for longer
 
-The defaults are the paper's, but for the sizes of model, rows, blocks, batch, steps and learning rate, and for fp32
-without checkpointing, which is enough for small models. A run prints what differs. The paper leaves these settings
-open, and the values are ours:
+The defaults are the paper's, except for the sizes (model, rows, blocks, batch, steps), the learning rate, and fp32
+without checkpointing, which small models do not need. A run prints how it differs from the paper's. For these settings
+the paper gives no value, so the values are ours:
 
     mask ratio                    U(0, 1) as in LLaDA, drawn for each block       corrupt.py
     masks that a draft fills      30 %, by Stage A's argmax                       corrupt.py, DRAFT_RATE
     weights of the two stages     equal                                           cocommit_step
-    denominator of the loss       all tokens of the batch but padding             loop
+    denominator of the loss       all tokens of the batch except padding          loop
     Adam                          betas 0.9 and 0.95, decay 0.01 on matrices      adamw
     gradient clipping             at a norm of 1                                  GRAD_CLIP
     LoRA                          one A for the fused qkv, no dropout, fp32       model.py, Linear
@@ -73,7 +73,7 @@ WEIGHT_DECAY = 0.01
 LOG_INTERVAL = 50
 EVAL_ROWS = 64
 BALANCE = 0.001  # how far a step moves an expert's bias where the routers learn
-# the settings that a resumed run may change; with a larger max_iters its cosine goes on as one of that length
+# the settings that a resumed run may change; with another max_iters the cosine goes on as one of that length
 FREE_ON_RESUME = {"init_from", "out_dir", "device", "micro_batch", "checkpointing", "max_iters", "eval_interval"}
 
 # what the paper states (Sec. 5.1)
@@ -95,7 +95,7 @@ PAPER = dict(
 )
 
 # what a step returns: the weighted sum of Eq. 1 in nats, which the loop divides by the number of real tokens; and for
-# the log, by name, (2,) float32: a sum of cross-entropies, and the number of positions
+# the log, under each name, (2,) float32: a sum of cross-entropies, and the number of positions
 Losses = tuple[Tensor, dict[str, Tensor]]
 
 
@@ -106,7 +106,7 @@ def cocommit_step(model: Model, batch: Batch, args: Namespace) -> Losses:
     z, kind = corrupt_batch(model, batch, args)
     masked = kind == M
 
-    # the bundle of each row, drawn without a look at the text
+    # the bundle of each row, drawn without reading the text
     bundle = draw_bundle(masked, S_MIN, args.s_max, batch.draws)
 
     # the split: one prefix, then the last n layers, and the last n layers again with the bundle marked (Eq. 4). The
@@ -147,14 +147,14 @@ def stage_a_draft(model: Model, batch: Batch, args: Namespace, z: Tensor, where:
 
 
 def batch_context(model: Model, batch: Batch, args: Namespace, one_by_one: Tensor | None = None) -> Context:
-    """The Context of a batch. Blocks read corrupted blocks before them, as in the paper, or clean ones (--context)."""
+    """The Context of a batch. A block reads corrupted blocks before it, as in the paper, or clean ones (--context)."""
     clean = batch.clean if args.context == "clean" else None
     return model.context(batch.real, clean, one_by_one)
 
 
 # --- a run: rows, model, optimizer, then the loop
 def run(args: Namespace, step: Callable[..., Losses] | None = None, make_optimizer: Callable | None = None) -> None:
-    """Train, validate and save. step: one of your own (left out: the model's own, or the paper's)."""
+    """Train, validate and save. step: a function like cocommit_step (left out: the model's own, or the paper's)."""
     with alone_in(Path(args.out_dir)):
         refuse_used(args)
         corpus = read_corpus(Path(args.data), args.seq_len, args.seed, args.block_length, args.batch_size)
@@ -167,7 +167,7 @@ def loop(
     model: Model, corpus: Corpus, step: Callable[..., Losses], optimizer: torch.optim.Optimizer, args: Namespace,
     writes: bool = True, agreed: Callable[[bool], bool] = bool,
 ) -> None:  # fmt: skip
-    """The loop. Where there are several processes, one `writes`, and all stop at once where it is `agreed`."""
+    """The loop. Of several processes one `writes`. All stop after the same step: `agreed(stop)` says if any must."""
     folder = Path(args.out_dir)
     log = folder / "log.jsonl" if writes else None
     done = checkpoint.restore_state(model, optimizer, folder) if args.resume else 0
@@ -178,7 +178,6 @@ def loop(
             copy_tokens(Path(args.data), folder)  # now, while the rows are there
         describe(args, corpus, model, done)
 
-    # validate before the first step
     if done == 0:
         validation = validate(model, corpus, step, 0, args)
         report(validation, log, "validation before the first step", shown=True, explained=True)
@@ -211,12 +210,11 @@ def loop(
             balance_experts(model)
             optimizer.zero_grad(set_to_none=True)
 
-            # report
             record |= means(terms) | dict(ms=1e3 * (time.perf_counter() - began))
             report(record, log, f"step {it + 1}/{args.max_iters}", shown=(it + 1) % LOG_INTERVAL == 0)
 
             # validate, and save what has been validated. A run that is stopped between two validations saves, too, but
-            # this validation is not in its log, which is to be that of a run that nobody has stopped
+            # it does not log this validation, so that after a resume its log is that of a run without a stop
             stop = agreed(bool(caught))
             due = (it + 1) % args.eval_interval == 0 or it + 1 == args.max_iters
             if due or stop:
@@ -231,17 +229,17 @@ def loop(
                 break
     if writes:
         steps.close()
-        # a kill may have come between the state and the adapter
+        # the run may have been killed after it saved its state, and before it saved the adapter
         if saved == done:
             save(model, optimizer, done, args)
         tell_what_is_next(saved, args)
     if saved < args.max_iters:
-        raise SystemExit(130)  # as Ctrl-C ends other programs
+        raise SystemExit(130)  # the exit code of a program that Ctrl-C has ended
 
 
 @torch.no_grad()
 def validate(model: Model, corpus: Corpus, step: Callable[..., Losses], it: int, args: Namespace) -> dict[str, float]:
-    """The step's terms on held-out rows, which are the same in every run, and what Stage B gains there."""
+    """The cross-entropies on held-out rows, which are the same in every run, and what Stage B gains there."""
     rows = min(EVAL_ROWS, 8 * args.batch_size)  # a row of the 16B takes minutes
     terms = [step(model, batch, args)[1] for batch in micro_batches(corpus, "val", 0, rows, model, args)]
     found = means(terms)
@@ -258,7 +256,7 @@ def micro_batches(corpus: Corpus, split: str, first: int, n: int, model: Model, 
 
 
 def balance_experts(model: Model) -> None:
-    """Where the routers of the model learn, the bias of each expert follows how often it is chosen. The experts of a
+    """If the model's routers learn, move the bias of each expert by how often it was chosen. The experts of a
     subclass's own layers keep the base's biases."""
     for layer in model.layers[model.cfg.n_dense :]:
         if layer.mlp.router.requires_grad:
@@ -266,7 +264,7 @@ def balance_experts(model: Model) -> None:
 
 
 def adamw(model: Model, args: Namespace) -> torch.optim.Optimizer:
-    """AdamW, with weight decay on matrices alone: norms and markers are not pulled to zero."""
+    """AdamW, with weight decay on matrices only: norms and markers are not pulled to zero."""
     learned = model.learned()
     matrices = [p for name, p in learned.items() if p.dim() >= 2 and name != "markers"]
     others = [p for name, p in learned.items() if p.dim() < 2 or name == "markers"]
@@ -277,7 +275,7 @@ def adamw(model: Model, args: Namespace) -> torch.optim.Optimizer:
 
 # --- what learns
 def start(args: Namespace, corpus: Corpus) -> Model:
-    """What learns: a new model, an adapter on a checkpoint, or (--lora_r 0) a whole checkpoint."""
+    """The model that learns: a new one, a checkpoint with an adapter or, with --lora_r 0, a whole checkpoint."""
     device = pick_device(args.device)
     sizes = dict(n_last=args.n_last, n_rounds=args.n_rounds, block_length=args.block_length)
     if args.init_from == "scratch":
@@ -335,10 +333,10 @@ def build_parser(doc: str = __doc__) -> Parser:
     add("--n_rounds", type=count, help="K, the rounds of Stage B, a marker each (paper 1; left out: the checkpoint's)")
     add("--block_length", type=count, help="tokens decoded together (paper 32; left out: the rows' or checkpoint's)")
     add("--lora_r", type=some, default=16, help="the rank of LoRA, whose scale is 2 (paper 16); 0: all weights learn")
-    add("--stage_b", choices=STAGE_B, default="paper", help="which Stage B: the paper's, or that of another file")
+    add("--stage_b", choices=STAGE_B, default="paper", help="the paper's Stage B, or the one of causal.py")
 
     add = parser.add_argument_group("corruption and bundle").add_argument
-    add("--corruption", choices=CORRUPTIONS, default="draft", help="see corrupt.py")
+    add("--corruption", choices=CORRUPTIONS, default="draft", help="how tokens are made wrong, see corrupt.py")
     add("--context", choices=["corrupted", "clean"], default="corrupted",
         help="what a block reads before it: corrupted blocks (paper), or clean ones, as in decoding")
     add("--s_max", type=count, default=16, help="the largest bundle; each row has one (paper 16)")
@@ -346,7 +344,7 @@ def build_parser(doc: str = __doc__) -> Parser:
     add = parser.add_argument_group("optimisation").add_argument
     add("--max_iters", type=count, default=300, help="optimizer steps; the cosine ends here (paper 12500)")
     add("--batch_size", type=count, default=64, help="rows in one optimizer step (paper 8)")
-    add("--micro_batch", type=some, default=0, help="rows in one forward; gradients accumulate (0: all)")
+    add("--micro_batch", type=some, default=0, help="rows in one forward; gradients are added up (0: all rows)")
     add("--learning_rate", type=bounded(float, 1e-12), default=3e-4, help="the highest rate (paper 1e-5)")
     add("--checkpointing", action=flag, default=False,
         help="recompute the layers in the backward (paper), which is slower and takes less memory")
@@ -357,7 +355,7 @@ def build_parser(doc: str = __doc__) -> Parser:
     add("--device", default="auto", help="auto (cuda, then mps, then cpu), or the name of one")
     add("--dtype", choices=DTYPES, default="fp32",
         help="the precision of activations and frozen weights (paper bf16); what learns is fp32")
-    add("--eval_interval", type=count, default=250, help="validate and save every so many steps")
+    add("--eval_interval", type=count, default=250, help="steps from one validation to the next; each also saves")
     # fmt: on
     return parser
 
@@ -402,7 +400,7 @@ def refuse_used(args: Namespace) -> None:
 
 
 def check_rows_fit(args: Namespace, cfg: Config, meta: Meta) -> None:
-    """Refuse a checkpoint that training cannot start from, and rows of other tokens than its own."""
+    """Refuse a checkpoint that training cannot start from, and rows with other tokens than the checkpoint's."""
     base = Path(args.init_from)
     if checkpoint.about_adapter(base):
         fail(f"--init_from {base} is an adapter, and training starts from a model: give its base, "
@@ -437,7 +435,7 @@ def describe(args: Namespace, corpus: Corpus, model: Model, done: int) -> None:
 
 
 def differences(args: Namespace) -> str:
-    """The settings that are not the paper's, with the paper's behind them: seq_len 32 (2048), batch_size 64 (8)"""
+    """The settings that are not the paper's, with the paper's in brackets: seq_len 32 (2048), batch_size 64 (8)"""
     found = [f"{name} {getattr(args, name)} ({value})" for name, value in PAPER.items() if getattr(args, name) != value]
     if not saves_adapter(args):
         found.append("all weights learn (LoRA on a frozen model)")
