@@ -3,19 +3,20 @@
 The paper's Stage B knows which masks are being filled, but not with what. Here each position of the bundle is also
 shown x_{i-1}, the token on its left, through a learned matrix, Show:
 
-    input   h_i + marker   becomes   h_i + rms(h_i) * (marker + Show(x_{i-1}))
-    sees    a position of the bundle sees, of the bundle, itself and what is left of it; others see none of the bundle
+    h_i + marker   becomes   h_i + rms(h_i) * (marker + Show(x_{i-1}))
+
+A position of the bundle sees itself, the bundle on its left, and all that is outside. Others see none of the bundle.
 
 In training x_{i-1} is the clean token. So the paper's own sum of cross-entropies over the bundle is
--log prod p(x_i | x_<i) = -log p(bundle), by the chain rule: it is a joint loss, whose optimum loses no total
-correlation (results/theorem).
+-log prod p(x_i | x_<i) = -log p(bundle), by the chain rule. This is a joint loss: at its optimum no total correlation
+is lost (results/theorem).
 
 In decoding x_{i-1} is a draft, which is a token that may still change. The first drafts are Stage A's tokens. Stage B
-reads all drafts of a block at once and writes better ones, and each such pass of n layers is a look. A few looks give
-the tokens that reading from left to right would give (Jacobi decoding).
+reads all drafts of a block at once and writes better ones. Each such pass of n layers is a look. After a few looks the
+tokens are those that one would get from left to right, one at a time (Jacobi decoding).
 
-Two more things are not the paper's. Stage B is a copy of the last n layers, and all weights of the copy learn, so Stage
-A stays the base, bit for bit. And Stage B's logits are added to Stage A's log-probabilities.
+Two more things are not the paper's. Stage B has a copy of the last n layers, and all weights of the copy learn. Stage A
+learns nothing, and stays the base bit for bit. And Stage B's logits are added to Stage A's log-probabilities.
 
     python prepare.py data/names --written_by assets/names --out data/written
     python train.py --config configs/causal.toml                          # that is --stage_b causal
@@ -44,20 +45,20 @@ from model import Config, Context, Layer, Model
 
 # R rows, T positions, B block_length, S keys, C channels, V vocabulary, G key/value heads, D head dim, n = n_last
 
-HOLES = 0.5  # the share of blocks that are trained as holes, see masks_and_bundle
+HOLE_SHARE = 0.5  # the share of blocks that are trained as holes, see masks_and_bundle
 
 
 # --- what a position of the bundle is shown, and whom it sees
 def token_before(tokens: Tensor, bundle: Tensor, first: Tensor, block_length: int) -> Tensor:
-    """What each position of the bundle is shown: the token on its left. If that token is not in the bundle, Stage A
-    has read what stands there; the position is then shown the nearest earlier token of the block's bundle, if there is
-    one. Bundle {1, 2, 4} of five positions:
+    """What each position of the bundle is shown: the token on its left. If that token is not in the bundle, Stage A has
+    read it already, and the position is shown the nearest earlier token of its block's bundle, if there is one. With
+    the bundle {1, 2, 4} of five positions:
 
         position    1           2           3       4
         is shown    token 0     token 1     -       token 2
 
-    tokens (R, T) int64: clean tokens or drafts in the bundle, and z elsewhere; bundle (R, T) bool; first (R, T / B)
-    int64: the token before each block -> (R, T) int64.
+    tokens (R, T) int64: clean tokens or drafts in the bundle, and z elsewhere. bundle (R, T) bool. first (R, T / B)
+    int64: the token before each block. -> (R, T) int64
     """
     R, T = tokens.shape
     B = min(T, block_length)
@@ -83,7 +84,7 @@ def bundle_mask(bundle: Tensor, ctx: Context) -> Tensor:
     left = torch.ones(T, T, dtype=torch.bool, device=bundle.device).tril()
     sees = ~bundle[:, None, :] | (bundle[:, :, None] & left)  # (R, T, T)
 
-    # the blocks before are seen as Stage A sees them
+    # earlier blocks are seen as in Stage A
     S = ctx.cache.used if ctx.mask is None else ctx.mask.shape[-1]
     sees = F.pad(sees, (0, S - T), value=True)[:, None]
     if ctx.mask is None:
@@ -93,7 +94,7 @@ def bundle_mask(bundle: Tensor, ctx: Context) -> Tensor:
 
 class CleanKeys:
     """The keys and values of the clean half of rows [noisy ; clean], (R, G, T, D) each. Stage A's pass over both halves
-    leaves them here. Stage B reads them as the blocks before its own, which in decoding are Stage A's, too."""
+    leaves them here, and Stage B reads those of the blocks before its own. In decoding they are Stage A's, too."""
 
     def __init__(self, T: int, first_layer: int):
         self.T = T
@@ -117,7 +118,7 @@ class CleanKeys:
 class CausalModel(Model):
     name_b = "causal Stage B"
     needs_copy = True
-    # its step makes masks alone, and a block reads clean blocks before it, whatever the flags say
+    # its step makes only masks, and a block reads clean blocks before it, whatever the flags say
     settings = dict(corruption="mask", context="clean")
 
     def __init__(self, cfg: Config):
@@ -125,7 +126,7 @@ class CausalModel(Model):
             fail(f"causal Stage B has one marker, and takes as many looks as it needs: give --n_rounds 1, not "
                  f"{cfg.n_rounds}")  # fmt: skip
         super().__init__(cfg)
-        # its own last n layers, and Show, which maps the token on the left
+        # its own last n layers, and Show, which takes the embedding of the token on the left
         self.layers_b = nn.ModuleList(Layer(cfg, i) for i in range(cfg.n_layer - cfg.n_last, cfg.n_layer))
         self.show = nn.Parameter(torch.zeros(cfg.n_embd, cfg.n_embd))
 
@@ -142,7 +143,7 @@ class CausalModel(Model):
         """Stage B: one look. Stage A's last_n must have run on h in ctx.
 
         h (R, T, C): prefix states, or (R, 2T, C) with a clean copy. bundle (R, T) bool. tokens (R, T) int64: clean
-        tokens or drafts in the bundle, and z elsewhere. last (R,) int64: in decoding the token before the block.
+        tokens or drafts in the bundle, and z elsewhere. last (R,) int64: in decoding, the token before the block.
         -> (R, T, C)
         """
         T = bundle.shape[1]
@@ -157,7 +158,7 @@ class CausalModel(Model):
             first[:, 1:] = ctx.clean[:, B - 1 : -1 : B]
             ctx = replace(ctx, cos=ctx.cos[:T], sin=ctx.sin[:T])
 
-        # the marker and the token on the left, scaled to the size of the state that they are added to
+        # the marker and the token on the left, scaled to the size of the state to which they are added
         shown = self.wte(token_before(tokens, bundle, first, B))
         token = F.rms_norm(shown.float(), [self.cfg.n_embd])
         note = self.markers[0] + F.linear(token, self.show.float())
@@ -175,7 +176,7 @@ class CausalModel(Model):
         return self.add_to(self.logits(stage_a).log_softmax(-1), stage_b)
 
     def adapt(self, r: int, generator: torch.Generator) -> None:
-        """Freeze the model, but for its own layers, the marker and Show, which learn in float32. There is no LoRA, so
+        """Freeze the model except its own layers, the marker and Show, which learn in float32. There is no LoRA, so
         r does nothing."""
         self.requires_grad_(False)
         self.layers_b.float().requires_grad_(True)
@@ -220,7 +221,7 @@ def causal_step(model: CausalModel, batch: Batch, args: Namespace) -> tuple[Tens
 
 
 def masks_and_bundle(batch: Batch, block_length: int) -> tuple[Tensor, Tensor]:
-    """masked and bundle, (R, T) bool each. A coin for each block says which of two cases of decoding it is:
+    """masked and bundle, (R, T) bool each. A coin decides which of two cases of decoding each block is trained for:
 
     to write on   all positions from a random place on are masked, and all masks are the bundle
     as holes      each position is masked with a probability from U(0, 1), and s ~ Uniform{1..B} masks are the bundle
@@ -229,7 +230,7 @@ def masks_and_bundle(batch: Batch, block_length: int) -> tuple[Tensor, Tensor]:
     draws = batch.draws
     T = corruptible.shape[1]
     B = block_length
-    as_holes = (of_blocks(draws, T, B) < HOLES) | batch.holes_alone
+    as_holes = (of_blocks(draws, T, B) < HOLE_SHARE) | batch.holes_alone
     u = of_blocks(draws, T, B)
     size = 1 + (uniform(draws, T // B) * B).long()  # (R, T / B)
     lot = uniform(draws, T)
@@ -256,14 +257,13 @@ def causal_denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tenso
     masked = z == model.cfg.mask_id
     gate = math.log(d.tau_joint) if d.tau_joint else -math.inf
 
-    # Stage A: one full forward, whose tokens are the first drafts. Both stages draw by the same random
-    # numbers: then most drafts stay, and no draft decides what is written
+    # Stage A: one full forward, whose tokens are the first drafts. Both stages draw by the same random numbers, so that
+    # most drafts stay. This is no bias: drafts decide how many looks are taken, not what is written
     h, states_a = engine.stage_a(z)
     logits_a = model.logits(states_a)
     token_a, conf_a = candidates(logits_a, u[:, 1], d)
     draft = torch.where(masked, token_a, z)
 
-    # Stage B: looks of n layers
     log_p_a = logits_a.log_softmax(-1)
     token, conf, final, looks = look_until_final(engine, h, log_p_a, draft, masked, u[:, 1], d, gate)
 
@@ -278,7 +278,7 @@ def look_until_final(
     engine: Cached | Uncached, h: Tensor, log_p_a: Tensor, token: Tensor, masked: Tensor, u: Tensor, d: Decoding,
     gate: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Look, and look again with the last look's tokens as drafts, until every token that may be written is final.
+    """Take looks, each with the tokens of the one before as its drafts, until every token that may be written is final.
 
     token (R, B) int64: the first drafts -> tokens, their probabilities, and which are final, (R, B) each; looks (R,).
     """
@@ -287,8 +287,8 @@ def look_until_final(
     final = ~masked
     looks = torch.zeros_like(conf[:, 0])
     while True:
-        # a row is done when all its tokens are final, or when the joint probability of its final ones is not above the
-        # gate; but every row takes one look
+        # a row is done when all its tokens are final, or when the joint probability of the final ones is not above the
+        # gate, but not before its first look
         log_p = torch.where(final, conf, 1.0).log().sum(-1)
         live = ~final.all(-1) & ((log_p > gate) | (looks == 0))
         if not live.any():
@@ -301,8 +301,8 @@ def look_until_final(
         found = torch.where(new, found, token)
         conf = torch.where(new, p, conf)
 
-        # a token is final if every token on its left is what its draft was, because then it has read the right ones.
-        # That holds up to and with the first token that differs from its draft; there differs.cumsum - differs is 0
+        # a token is final if no token on its left differs from its draft, because then it has read the right ones. So
+        # the first token that differs is final, and all before it are: for these differs.cumsum - differs is 0
         differs = (found != token).long()
         final = final | (live[:, None] & (differs.cumsum(-1) - differs == 0))
         token = found
