@@ -1,4 +1,4 @@
-"""Train a base from scratch: a model with Stage A alone, as LLaDA2.1 is trained. Then train.py adds CoCommit to it.
+"""Train a base from scratch: a model that has only Stage A, trained as LLaDA2.1 is. Then train.py adds CoCommit to it.
 
 The loop and most flags are train.py's.
 
@@ -25,14 +25,14 @@ from train import WEIGHT_DECAY, Losses, batch_context, corrupt_batch
 
 # R rows, T positions
 
-ADAM = 0.4  # with Muon: the peak of Adam's rate, as a share of Muon's
+ADAM = 0.4  # beside Muon: the peak of Adam's learning rate, as a share of Muon's
 
 
 def base_step(model: Model, batch: Batch, args: Namespace) -> Losses:
     """Eq. 1 in Stage A."""
     z, kind = corrupt_batch(model, batch, args, args.mask_power)
 
-    # some rows are read from left to right, in blocks of one token, and the model predicts all of their tokens
+    # some rows are read from left to right, in blocks of one token, and the model fills all of their positions
     one_by_one = None
     if args.one_by_one > 0:
         one_by_one = (uniform(batch.draws, 1)[:, 0] < args.one_by_one).to(z.device)
@@ -60,7 +60,7 @@ def muon(model: Model, args: Namespace) -> torch.optim.Optimizer:
 
 
 class Together:
-    """Several optimizers that are used as one; each has one group of parameters."""
+    """Several optimizers that are used as one. Each of them has one group of parameters."""
 
     def __init__(self, *parts: torch.optim.Optimizer):
         self.parts = parts
@@ -88,20 +88,20 @@ def main() -> None:
     add("--one_by_one", type=bounded(float, 0, 1), default=0.0,
         help="the share of rows that are read from left to right, in blocks of one token")  # fmt: skip
     add("--mask_power", type=bounded(float, 0.01), default=1.0,
-        help="a block's mask ratio is U(0, 1) to this power; a power below 1 makes more masks")  # fmt: skip
-    add("--optimizer", choices=["adamw", "muon"], default="adamw", help="muon is for the layers' matrices alone")
+        help="a block's mask ratio is a draw from U(0, 1) to this power; below 1 there are more masks")  # fmt: skip
+    add("--optimizer", choices=["adamw", "muon"], default="adamw", help="muon takes only the layers' matrices")
     args = train.read_arguments(parser)
     if args.resume and "optimizer" not in read_json(Path(args.out_dir) / "train.json", "training run"):
         fail(f"{args.out_dir} is a run of train.py: resume it with train.py")
     if args.init_from != "scratch":
         fail("a base is trained from scratch: leave out --init_from")
     if args.one_by_one > 0 and args.context == "corrupted":
-        fail("rows that are read one by one are all masks, and need a clean copy to read: give --context clean")
+        fail("with --one_by_one a row is all masks, so it must be read with its clean copy: give --context clean")
     if args.stage_b != "paper":
-        fail("a base has no Stage B yet, which train.py adds: leave out --stage_b")
+        fail("a base has no Stage B yet (train.py adds one): leave out --stage_b")
     make_optimizer = muon if args.optimizer == "muon" else train.adamw
 
-    # on a CPU in bf16, plain attention is faster than flash attention on rows as short as a name
+    # on a CPU in bf16, and for rows as short as a name, plain attention is faster than flash attention
     plain = args.dtype == "bf16" and pick_device(args.device).type == "cpu"
     with sdpa_kernel(SDPBackend.MATH) if plain else nullcontext():
         train.run(args, base_step, make_optimizer)

@@ -1,18 +1,18 @@
 """The forwards that decoding makes, in two engines with the same results:
 
-    Cached      reads the current blocks alone, and keeps keys and values of the finished blocks
+    Cached      reads only the current blocks, and keeps keys and values of the finished blocks
     Uncached    reads the whole text every time: it is slow, and it is the specification of Cached
 
-Keeping keys and values is exact. In fp32 tests hold cached = uncached; in bf16 both round, and differ by that. Why:
+Keeping keys and values is exact. In fp32 tests check that both engines agree; in bf16 they differ by rounding. Why:
 
     1. No block attends to a later one, so the keys and values of a finished block can never change.
-    2. Each pass over the current block writes its keys anew, so its last pass counts.
-    3. Stage B marks the current block alone. Afterwards the unmarked keys are put back, so no marked key stays.
+    2. Each pass over the current block writes its keys anew, so the keys of the last pass are kept.
+    3. Stage B marks only the current block. Afterwards the unmarked keys are put back, so no marked key stays.
     4. A finished block has no marker. On it Stage B's first round is LastN(h), which is Stage A, with the same keys.
-    5. A further round reads LastN(LastN(h)) of the finished blocks, which have other keys. These are kept as well.
+    5. A further round computes LastN(LastN(h)) of the finished blocks, which has other keys. These are kept as well.
 
 The last pass over a block usually changes no token, and then its keys are those of the final tokens. If it has changed
-one, the block is read once more. This is a refresh.
+a token, the block is read once more. This is a refresh.
 """
 
 from dataclasses import replace
@@ -31,13 +31,13 @@ from model import Config, Context, Model, rotary
 class KVCache:
     """Keys and values of finished blocks, in slots.
 
-    A slot is one layer in one round. Round 0, which is Stage A and the first round of Stage B, has L slots, and each
-    further round has n more. In a slot lie the keys of
+    A slot belongs to one layer in one round. Round 0, which is Stage A and the first round of Stage B, has L slots, and
+    each further round has n more. A slot holds the keys of
 
         the current block     0 .. B-1    rewritten by every pass over it
         the finished blocks   B ..        in the order of the text
 
-    So the keys in use are one view, without a copy. Key order does not matter: rotary embeddings carry the positions.
+    So the keys in use are one view, without a copy. Their order does not matter: rotary embeddings carry the positions.
     """
 
     def __init__(self, cfg: Config, lengths: list[int], n_rounds: int, device: torch.device, dtype: torch.dtype):
@@ -46,7 +46,7 @@ class KVCache:
         slots = cfg.n_layer + max(0, n_rounds - 1) * cfg.n_last
         shape = (2, slots, len(lengths), cfg.n_kv_head, self.B, cfg.head_dim)
         self.kv = torch.zeros(shape, device=device, dtype=dtype)  # (2, slots, R, G, room, D): keys, then values
-        self.filling: list[int] = []  # while a prompt is read, the rows that have it
+        self.filling: list[int] = []  # while a prompt is read: the rows that have this prompt
         self.set_lengths(lengths)
 
     def set_lengths(self, lengths: list[int]) -> None:
@@ -63,7 +63,7 @@ class KVCache:
         kv = self.kv[:, self.slot(layer, i_round)]
         new = torch.stack([k, v])
 
-        # the complete blocks of a prompt are finished, and go straight to their rows
+        # the complete blocks of a prompt are finished blocks of these rows
         if self.filling:
             end = self.B + k.shape[2]
             kv[:, self.filling, :, self.B : end] = new
@@ -73,11 +73,11 @@ class KVCache:
         return kv[:, :, :, : self.used].unbind()
 
     def slot(self, layer: int, i_round: int) -> int:
-        """Round 0 has slots 0..L-1, each further round the next n."""
+        """Round 0 has the slots 0..L-1, and each further round has the next n."""
         return layer + i_round * self.cfg.n_last
 
     def close(self, rows: list[int]) -> None:
-        """The current block of `rows` is finished: copy its keys behind those of their finished blocks."""
+        """The current block of `rows` is finished: copy its keys after those of their finished blocks."""
         at = torch.tensor(rows, device=self.kv.device)
         place = self.B + self.length[at, None] + torch.arange(self.B, device=self.kv.device)  # (rows, B)
         self.set_lengths([n + self.B * (row in rows) for row, n in enumerate(self.lengths)])
@@ -94,7 +94,7 @@ class KVCache:
         offset = torch.arange(self.B, device=self.kv.device)
         cos, sin = rotary(self.cfg, self.length[:, None] + offset, self.kv.dtype)
 
-        # rows of one length attend to all keys in use; a shorter row may not attend to those behind its own
+        # rows of one length attend to all keys in use; a shorter row may not attend to those after its own
         mask = None
         if len(set(self.lengths)) > 1:
             key = torch.arange(-self.B, max(self.lengths), device=self.kv.device)
@@ -102,7 +102,7 @@ class KVCache:
         return Context(cos, sin, mask, self)
 
 
-# --- the forwards of the current blocks alone
+# --- forwards of only the current blocks
 class Cached:
     """Stage A and Stage B of the current blocks, with the keys and values of the finished ones."""
 
@@ -121,7 +121,7 @@ class Cached:
         for ids, rows in rows_of.items():
             if ids:
                 self.read_prompt(rows, torch.tensor([ids], device=device))
-        # the token before the current block; a mask where there is none
+        # the token before the current block, or a mask if there is none
         self.last = torch.tensor([(ids or [model.cfg.mask_id])[-1] for ids in finished], device=device)
 
     def read_prompt(self, rows: list[int], ids: Tensor) -> None:
@@ -141,13 +141,13 @@ class Cached:
         return h, self.final
 
     def stage_b(self, h: Tensor, bundle: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """Stage B from these prefix states h (R, B, C): final states (R, B, C). The block's keys stay Stage A's.
+        """Stage B on these prefix states h (R, B, C): final states (R, B, C). The block's keys stay Stage A's.
 
-        tokens (R, B) int64: for causal Stage B, which reads them, and also the token before the block.
+        tokens (R, B) int64: for causal Stage B, which reads these and the token before the block.
         """
         read = () if tokens is None else (tokens, self.last)
 
-        # no marked key stays
+        # put the unmarked keys back afterwards
         first = self.cfg.n_layer - self.cfg.n_last
         current = self.cache.kv[:, first:, :, :, : self.cfg.block_length]
         unmarked = current.clone()
@@ -160,7 +160,7 @@ class Cached:
         if changed:
             self.stage_a(z)
 
-        # their keys in the further rounds
+        # make their keys of the further rounds
         h = self.final
         for i in range(1, self.n_rounds):
             h = self.model.last_n(h, replace(self.cache.context, i_round=i))
@@ -174,7 +174,7 @@ class Cached:
         self.last = self.last[rows]
 
 
-# --- the forwards of the whole text
+# --- forwards of the whole text
 class Uncached:
     """`Cached` without a cache: every forward reads the whole text again, row by row."""
 
@@ -190,14 +190,14 @@ class Uncached:
         prefixes = []
         finals = []
         for before, block in zip(self.finished, z, strict=True):
-            # finished blocks are clean, so the text is its own clean copy
+            # finished blocks do not change any more, so the text is its own clean copy
             ids = torch.cat([before, block])[None]  # (1, T)
             ctx = self.model.context(torch.ones_like(ids, dtype=torch.bool), ids if self.model.needs_copy else None)
             h = self.model.prefix(ids, ctx)
             final = self.model.last_n(h, ctx)
             self.read.append((h, ctx))
 
-            # the current block's part
+            # the states of the current block
             current = slice(len(before), len(before) + len(block))
             prefixes.append(h[:, current])
             finals.append(final[:, current])

@@ -3,14 +3,14 @@
 a model's folder
     config.json            the model's geometry and ids; it is written last, so a folder that has one is whole
     model.safetensors      all parameters, or shards of them with model.safetensors.index.json
-    tokenizer.json         what reads text, and meta.json, which says what judges the text: copies from the rows
+    tokenizer.json         the tokenizer, and meta.json, which says what judges the text: copied from the rows
 
-an adapter's folder: what was learned beside a model that stayed as it was, its base
+an adapter's folder, which holds what was learned beside a model that did not change, its base
     adapter.json           the base's folder (relative to this one) and its hash, n, K, and the kind of Stage B
-    adapter.safetensors    LoRA matrices and markers, or what another Stage B has
+    adapter.safetensors    LoRA matrices and markers, or what another kind of Stage B learns
 
-and in a training run's folder, whichever kind it is
-    state.safetensors      what the run resumes from, beside train.json and log.jsonl: what has been trained, and the
+the folder of a training run is of either kind, and also has
+    state.safetensors      what the run resumes from, with train.json and log.jsonl: what has been trained, and the
                            optimizer's moments
     .unfinished            files that are being written; if the run is killed, the next run removes them
 """
@@ -57,7 +57,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str
 
 
 def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of all tensors of these files. The files are mapped, so a tensor is read when it is used."""
+    """All tensors of these files: (name, tensor). The files are mapped, so a tensor is read when it is used."""
     for path in files:
         with reading(path, "safetensors file"), safe_open(path, "pt") as file:
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
@@ -65,7 +65,7 @@ def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of a checkpoint's weights, each from its one file."""
+    """All weights of a checkpoint: (name, tensor). A tensor that is in two files is refused."""
     places = shard_index(folder)
     for path in weight_files(folder):
         for name, tensor in read_tensors([path]):
@@ -87,7 +87,6 @@ def shard_index(folder: Path) -> dict[str, Path]:
     weight_map = read_json(index, "weight index")
     with reading(index, "weight index"):
         places = {name: folder / shard for name, shard in weight_map["weight_map"].items()}
-        # a file outside the folder holds none of its weights
         if not places or any(shard.parent != folder for shard in places.values()):
             raise ValueError("it names no shards, or one that is not in this folder")
     return places
@@ -102,13 +101,13 @@ def check_numbers(where: Path, name: str, tensor: Tensor, kind: torch.dtype | No
 
 
 def refuse_nan(where: Path | str, name: str, tensor: Tensor) -> None:
-    """Refuse NaN and infinity, in one pass and without a copy: if a number is NaN, the least and the greatest are."""
+    """Refuse NaN and infinity, in one pass and without a copy: one NaN makes the least and the greatest number NaN."""
     if tensor.is_floating_point() and tensor.numel() and not all(map(math.isfinite, map(float, tensor.aminmax()))):
         fail(f"{where}: {name} holds NaN or infinity: the file is damaged, or its training diverged")
 
 
 def check_fit(path: Path, held: dict, expected: dict, hint: str, dropped: dict[str, str] | None = None) -> None:
-    """Refuse unknown tensors, missing ones, and other shapes. dropped: unknown ones that are left out, and why."""
+    """Refuse unknown tensors, missing ones, and wrong shapes. dropped: name -> why this unknown tensor is left out."""
 
     def shape(tensors: dict, name: str) -> str:
         return f"shape {list(tensors[name].shape)}" if name in tensors else "no such tensor"
@@ -149,13 +148,13 @@ def new_model(
 
 def initial_std(name: str, cfg: Config) -> float:
     """Standard deviation of a matrix's first values."""
-    # at 0.02 the layers drown a token's identity, and copying visible tokens is learned late
+    # with 0.02 the outputs of the layers would be far larger, and copying visible tokens would be learned late
     if name == "wte.weight":
         return 1.0
     if name == "lm_head.weight":
         return 0.02
 
-    # 2 L projections add to the residual stream; scaled as in GPT-2, their sum keeps its size
+    # 2 L projections are added to the residual stream; scaled as in GPT-2, their sum keeps its size
     std = cfg.n_embd**-0.5
     if name.endswith(("proj.weight", "down.weight", "mlp.down")):
         std = std / math.sqrt(2 * cfg.n_layer)
@@ -163,7 +162,7 @@ def initial_std(name: str, cfg: Config) -> float:
 
 
 def stored(model: Model) -> dict[str, Tensor]:
-    """The tensors of model.safetensors: all but LoRA's, and a tied output layer only as the embedding."""
+    """The tensors of model.safetensors: all except LoRA's, and except a tied output layer, which is the embedding."""
     kept = {k: v for k, v in model.state_dict().items() if "lora_" not in k}
     if model.cfg.tied:
         del kept["lm_head.weight"]
@@ -205,9 +204,9 @@ def load_model(
 ) -> Model:
     """The model in a model's folder, or an adapter's base with the adapter on it.
 
-    Parameters take `dtype`; expert_bias and adapters stay float32. stage_b: the kind of Stage B that is to be trained
-    on a base (left out: the folder's own). overrides: other values of n_last, n_rounds and block_length; of these, a
-    model with an adapter takes block_length alone.
+    Parameters get `dtype`; expert_bias and adapters stay float32. stage_b: the kind of Stage B that will be trained
+    on a base (left out: the folder's own). overrides: other values of n_last, n_rounds and block_length; a model with
+    an adapter takes only block_length.
     """
     folder = Path(folder)
     about = about_adapter(folder)
@@ -220,7 +219,7 @@ def load_model(
 
     cfg = read_config(folder, **{name: value for name, value in overrides.items() if value is not None})
 
-    # names and shapes alone, which take no memory
+    # only names and shapes, which take no memory
     model = empty_model(cfg, "meta", stage_b or stage_b_of(folder))
     stored_as_int8 = read_json(folder / "config.json", "checkpoint config").get("int8", False)
     if stored_as_int8:
@@ -247,12 +246,12 @@ def load_model(
 
 
 def kind_of(model: Model) -> str:
-    """The kind of its Stage B, by its name in STAGE_B."""
+    """The kind of the model's Stage B, a name in STAGE_B."""
     return next(name for name, kind in STAGE_B.items() if type(model) is kind)
 
 
 def stage_b_of(folder: Path) -> str:
-    """The kind of Stage B that a folder has, by its name in STAGE_B."""
+    """The kind of Stage B in this folder, a name in STAGE_B."""
     about = about_adapter(folder) or read_json(base_of(folder) / "config.json", "checkpoint config")
     name = about.get("stage_b", "paper")
     if not isinstance(name, str) or name not in STAGE_B:
@@ -261,7 +260,7 @@ def stage_b_of(folder: Path) -> str:
 
 
 def is_int8(model: Model) -> bool:
-    """Are its matrices integers, which cannot learn?"""
+    """Are the model's matrices integers, which cannot learn?"""
     return any(buffer.dtype == torch.int8 for buffer in model.buffers())
 
 
@@ -279,7 +278,7 @@ def is_plain_text(folder: Path) -> bool:
 
 # --- an adapter's folder
 SIZES = {"n_last": int, "n_rounds": int, "block_length": int}  # the sizes that an adapter has of its own
-ENTRIES = SIZES | {"base": str, "stage_b": str, "lora_r": int}  # the entries of adapter.json, beside base_hash
+ENTRIES = SIZES | {"base": str, "stage_b": str, "lora_r": int}  # the entries of adapter.json besides base_hash
 
 
 def about_adapter(folder: Path) -> dict:
@@ -313,7 +312,7 @@ def save_adapter(model: Model, folder: Path, base: Path, lora_r: int) -> None:
 
 
 def load_adapter(model: Model, folder: Path, about: dict) -> None:
-    """Put what was learned beside a base into the loaded base. An adapter is float32, whatever the base is."""
+    """Put the adapter in `folder` on its loaded base. An adapter is float32, whatever dtype the base has."""
     check_base(base_of(folder), folder)
     r = about["lora_r"]
     if not 1 <= r <= 2**16:
@@ -341,7 +340,8 @@ def check_base(base: Path, folder: Path) -> None:
 def weights_hash(folder: Path) -> str:
     """A hash of a folder's weights, in 16 hex digits. It reads the size of every file and 4,096 pieces of 16 bytes.
 
-    So it sees a change of any large tensor, and does not read 32 GB. Other dtypes or other shards give another hash.
+    So a change of any large tensor changes the hash, and yet 32 GB need not be read. In another dtype, or in other
+    shards, the same weights have another hash.
     """
     digest = hashlib.sha256()
     for path in weight_files(folder):
@@ -354,16 +354,16 @@ def weights_hash(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-# --- geometries, and what one must be
+# --- geometries, and which are possible
 # fmt: off
 PRESETS = {
-    # for tests and toys: it has every mechanism, and nothing is larger than it must be
+    # for tests and toys: it has every mechanism, in the least size
     "tiny": Config(
         n_layer=4, n_embd=64, n_head=4, n_kv_head=2, head_dim=16, rotary_dim=8,
         d_dense=128, d_expert=32, n_expert=8, n_active=2, n_group=4, topk_group=2,
         vocab_size=320, max_len=4096,
     ),
-    # for names of Unicode characters; it trains in an hour on one thread
+    # for names of Unicode characters: it trains in an hour on one thread
     "names": Config(
         n_layer=8, n_embd=128, n_head=4, n_kv_head=2, head_dim=32, rotary_dim=16, rope_theta=1e4,
         d_dense=384, d_expert=64, n_expert=8, n_active=2, n_group=2, topk_group=2,
@@ -386,7 +386,7 @@ PRESETS = {
 
 
 def check_config(cfg: Config, where: Path | str = "impossible model") -> None:
-    """Refuse a geometry that would hang or compute something else. Shapes that do not fit are refused at loading."""
+    """Refuse a geometry that would hang or compute something else. Wrong shapes of tensors are refused in loading."""
     sizes = (cfg.n_head, cfg.n_kv_head, cfg.n_embd, cfg.head_dim, cfg.d_dense, cfg.d_expert, cfg.n_expert)
     counts = (cfg.n_layer, cfg.n_dense, cfg.n_shared)
     scales = (cfg.norm_eps, cfg.rope_theta, cfg.routed_scaling)
@@ -433,12 +433,12 @@ def training_state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def learned_biases(model: Model) -> dict[str, Tensor]:
-    """The experts' biases, which MoE.balance moves where the routers learn."""
+    """The experts' biases, which MoE.balance moves while the routers learn; none while the base is frozen."""
     return {name: bias for name, bias in model.named_buffers() if model.wte.weight.requires_grad}
 
 
 def restore_state(model: Model, optimizer: torch.optim.Optimizer, folder: Path) -> int:
-    """Read weights and moments -> the number of steps taken. Random numbers need no state."""
+    """Read weights and moments -> the number of steps that were taken. Random numbers need no state."""
     # a run that has not saved yet has no state
     path = folder / "state.safetensors"
     if not path.exists():
@@ -446,14 +446,14 @@ def restore_state(model: Model, optimizer: torch.optim.Optimizer, folder: Path) 
             fail(f"{path} is gone, and without it the run cannot go on: start again in a new --out_dir")
         return 0
 
-    # an adapter goes on beside the base that it began with
+    # an adapter goes on with the base that it began with
     if about_adapter(folder):
         check_base(base_of(folder), folder)
 
     state = dict(read_tensors([path]))
     learned = {name: p for name, p in model.named_parameters() if p.requires_grad} | learned_biases(model)
 
-    # a tensor that has been updated has moments, Muon's or Adam's
+    # the moments of a tensor that has been updated are Muon's or Adam's
     expected = {}
     for name, p in learned.items():
         expected[f"param.{name}"] = p

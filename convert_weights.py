@@ -1,11 +1,11 @@
 """Released LLaDA2.x checkpoints -> our layout. This is the one file that knows the released names.
 
-    # config.json, shards, index and tokenizer.json -> the folder that every script loads; 32.5 GB for 2.1-mini
+    # reads config.json, shards, index and tokenizer.json; writes a folder that every script loads (2.1-mini: 32.5 GB)
     python convert_weights.py --src LLaDA2.1-mini/ --out weights/llada2.1-mini
 
 Our tensors are released tensors laid end to end (see NAMES), so nothing is computed, and dtypes do not change. Only
-one layer at a time is in memory. If it was interrupted, the same command completes the folder, whose `config.json` is
-written last. llada/export.py converts back.
+one layer at a time is in memory. If the command was interrupted, run it again and it completes the folder.
+`config.json` is written last. llada/export.py converts back.
 """
 
 import lib.interrupt  # noqa: F401
@@ -39,8 +39,8 @@ from model import Config, Model
 
 # C channels (n_embd), E experts, F expert width
 
-# Released name -> ours; {i} is a layer, {e} an expert. If several released tensors have one name of ours, they are laid
-# end to end: expert by expert, and within an expert in the order of this table. So the experts'
+# Released name -> our name; {i} is a layer, {e} an expert. If several released tensors have one name of ours, they are
+# laid end to end: expert by expert, and within an expert in the order of this table. So the experts'
 # gate_proj (F, C) and up_proj (F, C) become gate_up (E, 2F, C), and down_proj (C, F) becomes down (E, C, F).
 NAMES = {
     "model.word_embeddings.weight": "wte.weight",
@@ -68,7 +68,7 @@ NAMES = {
 }
 
 # fmt: off
-# Released config field -> ours. All must be given, because the defaults of the released class are not the releases'.
+# Released config field -> our field. All must be given: the released class has other defaults than the released models.
 FIELDS = {
     "num_hidden_layers": "n_layer", "hidden_size": "n_embd",
     "vocab_size": "vocab_size", "max_position_embeddings": "max_len",
@@ -82,7 +82,7 @@ FIELDS = {
 }
 ROTARY = ("partial_rotary_factor", "rotary_dim")  # one of them must be given; if both are, they must agree
 
-# What the model implements. Any other value is refused. A field that is absent has this value, but for model_type.
+# What the model implements. Any other value is refused. Every field except model_type may be absent.
 MUST_BE = {
     "model_type": "llada2_moe", "architectures": ["LLaDA2MoeModelLM"],
     "hidden_act": "silu", "use_rmsnorm": True, "use_qk_norm": True, "using_split_qkv_in_self_attention": False,
@@ -112,7 +112,7 @@ Files = dict[str, Callable[[Path], None]]  # file name -> the function that writ
 
 # --- tensors: which released ones make which of ours
 def survey(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint by name, mapped from its file."""
+    """Every tensor of a checkpoint, name -> tensor, mapped from its file."""
     found = dict(read_weights(folder))
     for name, tensor in found.items():
         if tensor.dtype not in FLOATS:
@@ -131,7 +131,7 @@ class Plan:
 
 
 def plan(cfg: Config) -> list[list[Plan]]:
-    """All our tensors in shards: the embedding; each layer; the final norm with the output layer."""
+    """All our tensors in shards: the embedding; each layer; the final norm and the output layer."""
     with torch.device("meta"):
         ours = stored(Model(cfg))
     for name in ("markers", "show"):  # a released checkpoint has neither
@@ -155,7 +155,6 @@ def plan(cfg: Config) -> list[list[Plan]]:
 
 def released_names(name: str, n_expert: int) -> list[str]:
     """The released tensors that one of ours is made of, in their order in memory."""
-    # NAMES knows layers and experts by {i} and {e}
     layer = re.search(r"\d+|$", name)[0]
     patterns = [released for released, ours in NAMES.items() if ours.replace("{i}", layer) == name]
     if "{e}" in patterns[0]:
@@ -210,7 +209,7 @@ def our_config(src: Path) -> Config:
 
 
 def unfold_rope(raw: dict, path: Path) -> None:
-    """Transformers 5 has the fields of rotary embeddings in a table of their own: put them where version 4 has them."""
+    """Transformers 5 writes the fields of rotary embeddings in a table: put them where version 4 writes them."""
     rope = raw.pop("rope_parameters", None)
     if rope is None:
         return
@@ -225,7 +224,7 @@ def unfold_rope(raw: dict, path: Path) -> None:
 
 
 def rotary_width(raw: dict, path: Path) -> int:
-    """How many channels of a head rotary embeddings turn. The config has it as a number, as a share, or as both."""
+    """How many channels of a head are rotated. The config gives a number, a share of the head, or both."""
     units = {"rotary_dim": 1, "partial_rotary_factor": raw["head_dim"]}
     given = [name for name in units if raw.get(name) is not None]
     with reading(path, "released config"):
@@ -237,7 +236,7 @@ def rotary_width(raw: dict, path: Path) -> int:
 
 # --- writing
 def copies(src: Path, *names: str) -> Files:
-    """Those files of another folder that exist, to be copied."""
+    """These files of another folder, to be copied, if they exist."""
     return {name: partial(copy_file, src / name) for name in names if (src / name).exists()}
 
 
@@ -248,7 +247,7 @@ def save_shard(path: Path, tensors: dict[str, Tensor]) -> None:
 def write_checkpoint(
     out: Path, shards: list[Shard], files: Files, save: Callable[[Path, dict], None] = save_shard
 ) -> None:
-    """Write the shards, of which one at a time is in memory, then their index, then the other files."""
+    """Write the shards (one at a time is in memory), then their index, then the other files."""
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     weight_map = {}
     size = 0
@@ -269,7 +268,7 @@ def write_checkpoint(
 
 
 def refuse_other_files(out: Path, names: list[str]) -> None:
-    """Refuse a folder that is complete, which has the last of these files, and one that has other files."""
+    """Refuse a folder that is complete, because it has the last of these files, or that holds other files."""
     if (out / names[-1]).exists():
         fail(f"--out {out} already holds a result ({names[-1]}): choose another folder, or delete this one first")
     for path in sorted(out.iterdir()):

@@ -1,6 +1,6 @@
-"""What every decoder has: its settings, what a step reports, how a token is chosen, and the state of a row.
+"""What all decoders share: their settings, what a step reports, how a token is chosen, and the state of a row.
 
-sample.py and causal.py have the decoders, and cache.py has their forwards.
+The decoders themselves are in sample.py and causal.py, and their forwards are in cache.py.
 """
 
 import math
@@ -17,12 +17,12 @@ from model import Config
 
 @dataclass(frozen=True)
 class Decoding:
-    """The settings of a decoder. The defaults are the paper's, but for gen_length, which is 16,384 in the paper. The
-    paper also has "32 steps per block", which is never reached: each step fills at least one mask."""
+    """The settings of a decoder. The defaults are the paper's, except for gen_length, which is 16,384 in the paper. The
+    paper also sets "32 steps per block", which is always enough: each step fills at least one mask."""
 
     gen_length: int = 256  # tokens; the last block is decoded whole
     tau_m2t: float = 0.7  # fill the masks whose probability is above this; -1: all masks at once
-    tau_t2t: float | None = 0.0  # edit a visible token if another one's probability is above this; None: never
+    tau_t2t: float | None = 0.0  # edit a visible token if another token's probability is above this; None: never
     n_rounds: int = 1  # K; 0: Stage B is off
     tau_joint: float | None = None  # not the paper's: write the longest run with a joint probability above this
     max_post_steps: int = 16  # the most forwards after the last mask is filled
@@ -35,18 +35,18 @@ class Decoding:
 
     @property
     def edit_gate(self) -> float:
-        """What a probability must exceed to edit. Where edits are off it is infinite."""
+        """What a probability must exceed to edit a token. It is infinite if edits are off."""
         return math.inf if self.tau_t2t is None else self.tau_t2t
 
     @property
     def post_steps(self) -> int:
-        """The most forwards after the last mask is filled. Without edits nothing can change then, so there is none."""
+        """The most forwards after the last mask is filled. There are none without edits: nothing could change."""
         return 0 if self.tau_t2t is None else self.max_post_steps
 
 
 @dataclass
 class Step:
-    """What a step did to the current blocks, and what it cost beside Stage A's forward."""
+    """What a step did to the current blocks, and what it cost besides Stage A's forward."""
 
     z: Tensor  # (R, B) int64: the blocks before the step
     after: Tensor  # (R, B) int64: the blocks after it
@@ -85,7 +85,7 @@ def candidates(logits: Tensor, u: Tensor, d: Decoding) -> tuple[Tensor, Tensor]:
     mass = cdf[..., -1:]
     place = torch.searchsorted(cdf, u[..., None] * mass, right=True)
     last = (p > 0).sum(-1, keepdim=True) - 1
-    place = torch.minimum(place, last)  # rounding: not past the last one
+    place = torch.minimum(place, last)  # by rounding it may be past the last token that is left
     return order.gather(-1, place)[..., 0], (p / mass).gather(-1, place)[..., 0]
 
 
@@ -95,14 +95,14 @@ class Output:
     """The output of one row."""
 
     prompt: list[int]  # with its holes filled
-    tokens: list[int] = field(default_factory=list)  # the tokens written behind it, up to and with eos
+    tokens: list[int] = field(default_factory=list)  # the tokens written after it, up to and with eos
     # forwards: full ones are Stage A's, partial ones are Stage B's rounds, and a refresh reads a finished block again
     nfe: dict[str, float] = field(default_factory=lambda: dict(full=0, partial=0, refresh=0))
     warning: str | None = None
 
 
 class Row:
-    """One prompt, and the text that has been written behind it."""
+    """One prompt, and the text that has been written after it."""
 
     def __init__(self, number: int, prompts: list[list[int]], d: Decoding, cfg: Config, seed: int):
         self.number = number
@@ -133,7 +133,7 @@ class Row:
         return given + [False] * (B - len(of_prompt))
 
     def finish(self, block: list[int], full: float, partial: float, changed: bool) -> bool:
-        """Book a finished block and its forwards -> was it the last one?
+        """Add a finished block and its forwards to the row -> was it the last block?
 
         If not, the next block will read it. That takes a refresh if the last step has changed the block, and K - 1
         partial forwards for its keys in the further rounds.

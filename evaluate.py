@@ -1,24 +1,24 @@
-"""Evaluation: what a decoder does where its answers can be checked, on toys, on names, and on any text in bits.
+"""How good a decoder is where its answers can be checked, on toys and on names; and how many bits a text costs it.
 
 Toys (toy.py). A decoder that writes all positions in one step draws each by itself, and so it loses at least the total
-correlation, TC. A decoder that always writes one possible answer is never wrong, so `possible` alone is not enough.
+correlation, TC. A decoder that always writes the same possible answer is never wrong, so `possible` is not enough.
 
-    KL         KL(truth || drawn) in nats, a mean over contexts. It is enumerated where a decoder has one step, or
-               writes one token at a time; the draws of the others cannot be enumerated
+    KL         KL(truth || drawn) in nats, the mean over contexts. It can be enumerated for a decoder that has one
+               step, or that writes one token at a time, and not for the others
     possible   the share of contexts whose greedy answer is possible
     likeliest  the share whose greedy answer is the most probable one (the joint mode, which the paper aims at)
 
-Names. Held-out names of Unicode characters are completed from their first third of tokens (rounded up), and
-`unicodedata` judges: a completion counts if some character has that name. Forwards are full ones, refreshes, and
+Names. Held-out names of Unicode characters are completed from their first third of tokens (rounded up). A completion
+counts if some character has that name; `unicodedata` knows this. All forwards are counted: full ones, refreshes, and
 partial ones at their share of the layers.
 
-Text, and with --bits any rows. Held-out blocks are read as written from masks, with the text before them given, and
-the table says how many bits a token costs. Nothing is drawn: these are the probabilities that a model gives to the
-text. All at once Stage A pays the sum of its marginals; one at a time it pays the chain rule. The difference is the
-total correlation of a block.
+Text, and with --bits any rows. Each held-out block is filled from masks, with the text before it given, and the table
+says how many bits a token costs. Nothing is drawn: these are the probabilities that a model gives to the right tokens.
+All at once, Stage A pays for each token alone; one at a time, it pays for each token after those before it, by the
+chain rule. The difference is the total correlation of a block.
 
     python evaluate.py                                               # assets/names/paper, a minute
-    python evaluate.py --ckpt assets/names/paper assets/names/causal # side by side
+    python evaluate.py --ckpt assets/names/paper assets/names/causal # two adapters side by side
     python evaluate.py --ckpt assets/names/causal --bits             # in bits
     python evaluate.py --ckpt assets/shakespeare/causal              # Shakespeare, in bits a byte
     python evaluate.py --ckpt out/toy                                # a toy's decoders
@@ -52,12 +52,12 @@ from toy import Toy
 
 # R rows, T positions, N contexts, S support tuples, m answer positions, V symbols, B block_length
 
-ROWS = 4096  # in one forward of a toy
-EVAL_ROWS = 64  # in one forward of text
+ROWS = 4096  # the rows in one forward of a toy
+EVAL_ROWS = 64  # the rows in one forward of text
 
 OFF = dict(n_rounds=0)
 ONE_STEP = Decoding(tau_m2t=-1, tau_t2t=None)  # every mask at once
-JOINT = Decoding(tau_joint=0.0, tau_t2t=None)  # every mask of a block, in looks
+JOINT = Decoding(tau_joint=0.0, tau_t2t=None)  # every mask of a block, in as many looks as it takes
 TOY_DECODERS = {
     "one at a time": Decoding(tau_m2t=1.0, tau_t2t=None, n_rounds=0),
     "Stage A, one step": replace(ONE_STEP, n_rounds=0),
@@ -65,7 +65,7 @@ TOY_DECODERS = {
     "released gates (0.7, 0.5)": Decoding(tau_m2t=0.7, tau_t2t=0.5, n_rounds=0),
 }
 
-# of a base, of the paper's adapter (Table 2 in small), and of causal Stage B
+# the rows of the table for a base, for the paper's adapter (a small Table 2), and for causal Stage B
 NAME_DECODING = Decoding(gen_length=32)
 NO_EDITS = dict(tau_t2t=None)
 BASE_ROWS = {
@@ -98,7 +98,7 @@ CAUSAL_ROWS = {
 
 
 def forwards(model: Model, outputs: list[Output]) -> float:
-    """All forwards of a decode, in full ones."""
+    """All forwards of these outputs, counted in full ones."""
     return sum(in_full(output.nfe, model.partial_cost) for output in outputs)
 
 
@@ -109,8 +109,8 @@ def answer_log_probs(
 ) -> Tensor:
     """log q(x_i | z) (R, m, V) float64 of answers z (R, m) int64, -1 where masked, in contexts c (R,).
 
-    By Stage A if n_rounds is 0, else by Stage B with every masked position in the bundle; causal Stage B reads tokens
-    (R, m) int64, each position those before it. The decoder's own forwards: what counts is what decodes.
+    Stage A computes them if n_rounds is 0, else Stage B with every masked position in the bundle. In causal Stage B
+    each position reads those of tokens (R, m) int64 before it. The forwards are the decoder's own.
     """
     device = model.wte.weight.device
     logits = []
@@ -127,7 +127,7 @@ def answer_log_probs(
             found = model.logits_b(torch.cat([states_b, states], dim=-1))
         logits.append(found.cpu().double())
 
-    # normalised over all tokens, then cut to the symbols: mass on any other token stays lost
+    # normalise over all tokens, then cut to the symbols: probability on any other token is lost
     return torch.cat(logits).log_softmax(-1)[..., : task.V]
 
 
@@ -140,8 +140,8 @@ def one_step_table(model: Model, task: Toy, n_rounds: int) -> Tensor:
 
 
 def causal_table(model: Model, task: Toy) -> Tensor:
-    """q over the support when causal Stage B draws all positions, by the chain rule: each tuple is read as what stands
-    before its own positions. (N, S) float64."""
+    """q over the support when causal Stage B draws all positions, by the chain rule: each position of a tuple reads the
+    tuple's positions before it. (N, S) float64."""
     N, S, m = task.support.shape
     c = torch.arange(N).repeat_interleave(S)
     x = task.support.reshape(N * S, m)
@@ -154,7 +154,7 @@ def causal_table(model: Model, task: Toy) -> Tensor:
 def chain_table(model: Model, task: Toy) -> Tensor:
     """q over the support when tokens are drawn one at a time, the surest position first: (N, S) float64.
 
-    A tuple has one path through the states: the position is a function of the state.
+    A state is what has been written so far. It decides which position is next, so a tuple is written in one order.
     """
     N, S, m = task.support.shape
     c = torch.arange(N).repeat_interleave(S)
@@ -176,13 +176,13 @@ def chain_table(model: Model, task: Toy) -> Tensor:
 
 
 def quality(model: Model, task: Toy, d: Decoding) -> dict[str, float]:
-    """Every context decoded once, greedily, by the decoder that users run: shares of possible answers and
-    of the likeliest ones, forwards an answer, everything counted, full and partial ones.
+    """Decode every context once, greedily, by the decoder that users run -> the shares of possible and of likeliest
+    answers, all forwards of an answer, counted in full ones, and its partial forwards.
     """
     c = torch.arange(task.n_ctx)
     outputs = generate(model, task.prompt(c).tolist(), replace(d, gen_length=task.m))
 
-    # an eos in an answer ends it early: add eos up to m tokens
+    # an eos ends an answer early: add eos up to m tokens
     answers = [o.tokens + [task.eos_id] * (task.m - len(o.tokens)) for o in outputs]
     log_p = task.log_prob(c, torch.tensor(answers))
     best = task.prob.amax(-1).log()
@@ -198,8 +198,8 @@ def quality(model: Model, task: Toy, d: Decoding) -> dict[str, float]:
 
 
 def evaluate_toy(model: Model, task: Toy) -> None:
-    """A row for each decoder, beside the least that one step of independent draws can lose."""
-    # a decoder that uses Stage B, once, takes the model's number of rounds
+    """Print a row for each decoder, below the least that one step of independent draws can lose."""
+    # TOY_DECODERS say 1 for Stage B on, which is K rounds
     K = model.cfg.n_rounds
 
     # these draw from a distribution that can be enumerated
@@ -247,7 +247,7 @@ def complete(
     model: Model, tokenizer: Tokenizer, prompts: dict[str, list[int]], d: Decoding,
     step: Callable[..., Step] | None = None, select: Callable | None = None,
 ) -> dict:  # fmt: skip
-    """Complete every prompt (name -> ids), judge the names that come of it, and count."""
+    """Complete every prompt (name -> ids), and count which completions are names, and what they cost."""
     outputs = generate(model, list(prompts.values()), d, step=step, select=select)
     written = [tokenizer.decode(output.prompt + output.tokens) for output in outputs]
     found = [exists(name) is not None for name in written]
@@ -266,7 +266,7 @@ def complete(
 
 
 def names_tokenizer(folder: Path) -> Tokenizer:
-    """What a model of names reads with; any other folder is refused."""
+    """The tokenizer of a model of names; any other folder is refused."""
     tokenizer = load_tokenizer(base_of(folder))
     if tokenizer is None or "names" not in judge_of(folder):
         fail(f"{folder} is no model of names with its tokenizer.json, and names are what it should complete here")
@@ -274,7 +274,7 @@ def names_tokenizer(folder: Path) -> Tokenizer:
 
 
 def name_rows(folders: list[Path]) -> list[tuple[str, Path, Decoding]]:
-    """What is evaluated: a row's name, the folder that decodes, and how."""
+    """What is evaluated: a row's name, the folder whose model decodes, and how it decodes."""
     # the rows of an adapter's base, for comparison
     bases = dict.fromkeys(base_of(folder) for folder in folders)
     rows = [(name, base, replace(NAME_DECODING, **how)) for base in bases for name, how in BASE_ROWS.items()]
@@ -288,7 +288,7 @@ def name_rows(folders: list[Path]) -> list[tuple[str, Path, Decoding]]:
 
 
 def evaluate_names(folders: list[Path], device: torch.device, args: Namespace) -> None:
-    """Print what every decoder writes for held-out names, a row a decoder."""
+    """Print a row for each decoder: how well it completes held-out names, and what that costs."""
     rows = name_rows(folders)
     models = load_all(dict.fromkeys(row[1] for row in rows), device)
     tokenizer = names_tokenizer(folders[0])
@@ -310,11 +310,11 @@ def evaluate_names(folders: list[Path], device: torch.device, args: Namespace) -
 
 
 def load_all(folders: dict[Path, None], device: torch.device) -> dict[Path, Model]:
-    """The models of these folders, which must read by one tokenizer."""
+    """The models of these folders, which must have the same tokenizer."""
     models = {folder: load_model(folder, device, torch.float32) for folder in folders}
     pieces = {path.read_bytes() if path.exists() else b"" for path in map(tokenizer_of, models)}
     if len(pieces) > 1:
-        fail("--ckpt: models that read by one tokenizer are compared")
+        fail("--ckpt: only models with the same tokenizer can be compared")
     return models
 
 
@@ -325,11 +325,11 @@ def tokenizer_of(folder: Path) -> Path:
 # --- any rows, in bits
 @torch.no_grad()
 def bits_of_batch(model: Model, batch: Batch, way: str) -> Tensor:
-    """What each corruptible token costs where its block is written from masks, and all before the block is given:
+    """What each corruptible token costs if its block is filled from masks, and all text before the block is given:
     (R, T) float32 in bits, 0 elsewhere.
 
-    way: "Stage A" all at once; "Stage B" all at once, the bundle being all masks, by causal Stage B by the chain rule;
-    "one at a time" from the left, a forward each.
+    way: "Stage A" fills all masks at once. "Stage B" does, too, with all masks in the bundle (if it is causal, by the
+    chain rule). "one at a time" is Stage A from the left, with a forward for each token.
     """
     B = model.cfg.block_length
     mask_id = model.cfg.mask_id
@@ -348,7 +348,7 @@ def bits_of_batch(model: Model, batch: Batch, way: str) -> Tensor:
             logits = model.logits(model.coordinate(h, masked, ctx, model.cfg.n_rounds)[:, :T])
         return token_bits(logits, batch.clean) * masked
 
-    # the j-th position of every block, with those before it written
+    # read the j-th position of every block after those before it are written
     place = torch.arange(T, device=z.device) % B
     bits = torch.zeros(z.shape, device=z.device)
     for j in range(B):
@@ -364,14 +364,14 @@ def token_bits(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def evaluate_bits(folders: list[Path], device: torch.device, args: Namespace) -> None:
-    """Print what held-out blocks cost in bits, a row for each way of writing them."""
+    """Print what held-out blocks cost in bits, a row for each way of filling them."""
     bases = dict.fromkeys(base_of(folder) for folder in folders)
     models = load_all(bases | dict.fromkeys(folders), device)
     data = args.data or Path(run_of(folders[0], "data"))
     seq_len = args.seq_len or run_of(folders[0], "seq_len")
     tokenizer = load_tokenizer(base_of(folders[0]))
 
-    # a base; the Stage A that an adapter has changed; Stage B; and a base in blocks of one, as a left-to-right model
+    # of each base Stage A; of each adapter its Stage A, if training has changed it, and its Stage B
     ways = [(folder, way) for folder in bases for way in ("Stage A", "one at a time")]
     for folder in folders:
         if stage_b_of(folder) == "paper" and folder not in bases:
@@ -396,7 +396,7 @@ def evaluate_bits(folders: list[Path], device: torch.device, args: Namespace) ->
 
 
 def bits_of_rows(model: Model, corpus: Corpus, way: str, n: int, tokenizer: Tokenizer | None) -> tuple[float, int, int]:
-    """Bits, tokens, and bytes where tokens are text, of held-out rows with at least n tokens, or of all."""
+    """Bits, tokens and, if tokens are text, bytes of held-out rows: of as many as have n tokens together, or of all."""
     device = model.wte.weight.device
     bits = 0.0
     tokens = 0
@@ -405,7 +405,7 @@ def bits_of_rows(model: Model, corpus: Corpus, way: str, n: int, tokenizer: Toke
         size = min(EVAL_ROWS, len(corpus.rows["val"]) - first)
         batch = get_batch(corpus, "val", first, size, 0, device)
 
-        # what fills a document's last block behind its end is no text
+        # the eos that fill up a document's last block are no text
         ends = (batch.clean == corpus.meta.eos_id).long()
         batch.corruptible &= ends.cumsum(-1) - ends == 0
         bits += float(bits_of_batch(model, batch, way).double().sum())
@@ -419,13 +419,13 @@ def bits_of_rows(model: Model, corpus: Corpus, way: str, n: int, tokenizer: Toke
 
 
 def run_of(folder: Path, name: str) -> str | int:
-    """A setting of the run that made a checkpoint; what ships was trained on names."""
+    """A setting of the run that made a checkpoint. A model of names may be a shipped one, which has no such file."""
     if "names" in judge_of(folder):
         return {"data": "data/names", "seq_len": 32}[name]
     for run in (folder, base_of(folder)):
         if (run / "train.json").exists():
             return read_json(run / "train.json", "training run")[name]
-    fail(f"{folder} does not say which rows it was trained on, and how long: give --data and --seq_len")
+    fail(f"{folder} does not say which rows it was trained on, nor how long they were: give --data and --seq_len")
 
 
 @command
@@ -439,15 +439,15 @@ def main() -> None:
         default=[Path("assets/names/paper")],
         help="a model's folder, or an adapter's; several to compare (default: assets/names/paper)",
     )
-    add("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
+    add("--device", default="auto", help="auto (cuda, then mps, then cpu), or the name of one")
     add = parser.add_argument_group("names").add_argument
-    add("--prompts", type=bounded(int, 1), default=256, help="names that are completed")
-    add("--temperature", type=temperature, default=0.0, help="0: the likeliest tokens; 1: draws")
+    add("--prompts", type=bounded(int, 1), default=256, help="how many names are completed")
+    add("--temperature", type=temperature, default=0.0, help="0: the likeliest tokens; 1: draw")
     add = parser.add_argument_group("bits").add_argument
-    add("--bits", action="store_true", help="in bits, also where a toy or names would be judged")
+    add("--bits", action="store_true", help="count bits also for a toy or for names")
     add("--data", type=Path, help="the rows (default: those that the checkpoint was trained on)")
-    add("--seq_len", type=bounded(int, 1), help="tokens in a row (default: as the checkpoint was trained)")
-    add("--tokens", type=bounded(int, 1), default=16384, help="held-out tokens, at least so many where there are")
+    add("--seq_len", type=bounded(int, 1), help="tokens in a row (default: as in the checkpoint's training)")
+    add("--tokens", type=bounded(int, 1), default=16384, help="read at least so many held-out tokens, or all")
     args = parser.parse_args()
 
     device = pick_device(args.device)

@@ -3,16 +3,16 @@
     python prepare.py names --out data/names2       # names of Unicode characters, as in data/names
     python prepare.py stdlib --out data/stdlib      # Python's own sources
     python prepare.py FOLDER --out data/mine        # .txt and other text, or FineWeb-Edu's .jsonl[.gz] and .parquet
-    python prepare.py FOLDER --out data/mine --like CKPT    # by the tokenizer of a checkpoint, or by a tokenizer.json
+    python prepare.py FOLDER --out data/mine --like CKPT    # with the tokenizer of a checkpoint, or a tokenizer.json
     python prepare.py data/names --written_by assets/names --out data/written
                                                     # beginnings of these rows, each continued by a model
 
-lib/rows.py describes a folder of rows. Names are read by the tokenizer of data/names, and other text as bytes, unless
+lib/rows.py describes a folder of rows. Names are read with the tokenizer of data/names, and other text as bytes, unless
 --like names another tokenizer. One document in twenty is for validation. Line ends become those of Unix, and a byte
 order mark is left out. Nothing is downloaded, and a text that cannot be read exactly is refused. `python toy.py modes
 --out DIR` writes the rows of a toy.
 
-A BPE of your own is made by the `tokenizers` library (pip install tokenizers), and then --like reads it:
+The `tokenizers` library makes a BPE of your own (pip install tokenizers), and --like reads it:
 
     from tokenizers import ByteLevelBPETokenizer
     bpe = ByteLevelBPETokenizer()
@@ -22,10 +22,10 @@ A BPE of your own is made by the `tokenizers` library (pip install tokenizers), 
     python prepare.py FOLDER --out data/mine --like bpe.json
 
 --written_by makes a teacher's rows: a model continues the beginnings of documents by beam search, which is
-sequence-level distillation (Kim and Rush, 2016). The text has many endings for a beginning, and the teacher has one, so
-causal Stage B is surer when it learns these rows. But as a beginning always gets the same ending, the rows have no TC,
-and the token on the left is worth little there (results/names). Half of the text is added as it is, because
-continuations do not teach a model to fill holes.
+sequence-level distillation (Kim and Rush, 2016). In the text a beginning has many endings, but the teacher gives it
+only one, so causal Stage B becomes surer when it learns these rows. For the same reason the rows have no TC, and the
+token on the left is worth little there (results/names). Half of the text is added as it is, because continuations do
+not teach a model to fill holes.
 """
 
 import lib.interrupt  # noqa: F401
@@ -76,10 +76,10 @@ if TYPE_CHECKING:
 
 NAMES = Path(__file__).parent / "data" / "names"
 RELEASED = Path("weights/llada2.1-mini")  # where configs/llada.toml starts from
-RECORDS = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz", ".parquet")  # also in capitals
+RECORDS = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz", ".parquet")  # or in upper case
 BEAM = 4
-AT_ONCE = 256  # beginnings that are written together
-SHORT = 640  # 5 % of fewer tokens are less than a block of the paper's, which has 32
+AT_ONCE = 256  # beginnings that are continued together
+SHORT = 640  # of fewer tokens, 5 % are less than one block of the paper's size, 32
 
 Document = tuple[np.ndarray, int]  # its ids, and how many of them are its prompt (see lib/rows.py)
 
@@ -103,8 +103,8 @@ class LeftOut:
 
 
 def load_text(sources: list[str], max_docs: int = 0) -> list[tuple[str, str]]:
-    """The documents of `names`, `stdlib` or paths, as (stable name, text): max_docs of them to train on (0: all), and
-    those to validate on that come before the last of these."""
+    """The documents of `names`, `stdlib` or paths, as (stable name, text). max_docs: stop after so many documents to
+    train on (0: read all)."""
     left_out = LeftOut()
     stream = chain.from_iterable(read_source(source, left_out) for source in sources)
     documents = list(progress(first_documents(stream, max_docs), "read"))
@@ -116,7 +116,7 @@ def load_text(sources: list[str], max_docs: int = 0) -> list[tuple[str, str]]:
 
 
 def first_documents(stream: Iterator[tuple[str, str]], max_docs: int) -> Iterator[tuple[str, str]]:
-    """The documents up to number max_docs of those to train on."""
+    """The documents until max_docs of them are to train on (0: all)."""
     n_train = 0
     for name, text in stream:
         yield name, text
@@ -177,8 +177,8 @@ def plain_text(text: str) -> str:
 
 
 def passes_filter(record: dict, where: str) -> bool:
-    """The paper's filter on score and length (Training). A record without them passes; int_score is the score,
-    rounded."""
+    """The paper's filter on score and length (its section Training). A record without these entries passes. int_score
+    is the rounded score."""
     score = "score" if record.get("int_score") is None else "int_score"
     for key, low, high in ((score, 3, math.inf), ("token_count", 256, 1800)):
         if record.get(key) is not None and not low <= checked_entry(record, key, float, where) <= high:
@@ -225,8 +225,8 @@ def read_parquet(path: Path) -> Iterator[dict]:
 
 
 def unicode_names() -> Iterator[str]:
-    """The names of all characters (about 31,600) but the numbered ones, which teach nothing. These are names that end
-    in the code point (CJK UNIFIED IDEOGRAPH-4E00), Hangul's, and two long series of numbers."""
+    """The names of all characters (about 31,600) except numbered ones, which teach nothing: names that end in the code
+    point (CJK UNIFIED IDEOGRAPH-4E00), those of Hangul syllables, and two long numbered series."""
     numbered = ("HANGUL SYLLABLE ", "TANGUT COMPONENT-", "VARIATION SELECTOR-")
     for code in range(sys.maxunicode + 1):
         name = unicodedata.name(chr(code), "")
@@ -241,7 +241,7 @@ def is_validation(name: str) -> bool:
 
 
 def tokenize(texts: list[tuple[str, str]], tokenizer: Tokenizer, prompt: int) -> dict[str, list[Document]]:
-    """The documents of "train" and of "val". Each one ends in eos, and all have the same `prompt`, see Document."""
+    """The documents of "train" and of "val". Each ends in eos, and all have the same `prompt`, see Document."""
     split = {"train": [], "val": []}
     for name, text in progress(texts, "tokenize"):
         try:
@@ -256,8 +256,8 @@ def tokenize(texts: list[tuple[str, str]], tokenizer: Tokenizer, prompt: int) ->
 
 
 def hold_out(documents: list[Document]) -> tuple[list[Document], list[Document]]:
-    """Split documents that all fell on one side: the last 5 % of the tokens are for validation. A short text is on both
-    sides."""
+    """Split documents that all fell on one side: the last 5 % of the tokens are for validation. A short text is used
+    for both."""
     n = sum(len(ids) for ids, _ in documents)
     if n < SHORT:
         return documents, documents
@@ -286,7 +286,7 @@ def prepare_text(sources: list[str], folder: Path, like: Path | None, max_docs: 
     # the prompt of a name is a random beginning of it
     split = tokenize(load_text(sources, max_docs), tokenizer, prompt=-1 if names else 0)
 
-    # ordinary ids, from which random tokens are drawn: those of no special token, and that have a token
+    # ordinary ids, from which random tokens are drawn: every id of a token that is not special
     plain = set(tokenizer.token_bytes)
     n_plain = max(plain) + 1
     meta = Meta(
@@ -344,7 +344,7 @@ def prepare_written(source: Path, by: Path, folder: Path, beam: int, gen_length:
         if not documents:
             fail(f"{by} ended none of {len(prompts)} documents within --gen_length {gen_length} tokens")
 
-        # half of the text as it is, which teaches to fill holes
+        # add half of the text as it is, because it teaches to fill holes
         ids, starts, _ = read_split(source / f"{part}.safetensors", meta.vocab_size)
         text = np.split(ids.numpy(), starts[1:-1].numpy())[::2]
         seconds = f"{time.monotonic() - start:.0f} s"
@@ -357,10 +357,10 @@ def prepare_written(source: Path, by: Path, folder: Path, beam: int, gen_length:
 
 @torch.inference_mode()
 def beam_search(model: "Model", prompts: list[list[int]], beam: int, gen_length: int) -> list[list[int]]:
-    """Continue each prompt from the left, one token at a time, to its end: the likeliest text that beam search finds.
-    With a beam of one it is the likeliest token each time. [] if the text has no end within gen_length tokens.
+    """Continue each prompt from left to right until eos, by the likeliest text that beam search finds. A beam of one
+    takes the likeliest token each time. The result is [] if eos does not come within gen_length tokens.
 
-    model: one with blocks of one token, so that a mask reads everything on its left, and nothing else.
+    model: a model with blocks of one token, so that a mask reads everything on its left, and nothing else.
     """
     eos, mask = model.cfg.eos_id, model.cfg.mask_id
     device = model.wte.weight.device
@@ -369,14 +369,14 @@ def beam_search(model: "Model", prompts: list[list[int]], beam: int, gen_length:
     ids = torch.tensor([prompt + [mask] * (T - len(prompt)) for prompt in prompts], device=device)
     ids = ids[:, None].repeat(1, beam, 1)  # (R, U, T)
 
-    # the texts of a beam, the best first; at the start they are all the same, and one of them counts
+    # the texts of a beam, the best first; at the start they are all the same, so only one may count
     score = torch.full(ids.shape[:2], -math.inf, device=device)
     score[:, 0] = 0.0
     ended = torch.zeros_like(score, dtype=torch.bool)
     found = [[] for _ in prompts]
     row = torch.arange(len(prompts), device=device)
     for _ in range(gen_length):
-        # log-probabilities of the next token: (R, U, V). A text that has ended goes on with eos, at probability 1
+        # log-probabilities of the next token, (R, U, V); after its end a text goes on with eos, with probability 1
         x = ids[..., : int(place.max()) + 1].flatten(0, 1)
         ctx = model.context(torch.ones_like(x, dtype=torch.bool))
         states = model.last_n(model.prefix(x, ctx), ctx).unflatten(0, (-1, beam))
@@ -394,7 +394,7 @@ def beam_search(model: "Model", prompts: list[list[int]], beam: int, gen_length:
         ended = best % V == eos
         place = place + 1
 
-        # a row whose best text has ended is done: no other can become likelier
+        # a row is done when its best text has ended, because no other text can become likelier
         done = ended[:, 0]
         for r in done.nonzero()[:, 0].tolist():
             text = ids[r, 0, len(prompts[row[r]]) : place[r]].tolist()
@@ -406,7 +406,7 @@ def beam_search(model: "Model", prompts: list[list[int]], beam: int, gen_length:
 
 
 def beginnings(source: Path, part: str, meta: Meta) -> list[list[int]]:
-    """The first tokens of each document: a random number of them, at least one and not all."""
+    """The beginning of each document: a random number of its tokens, at least one and not all."""
     ids, starts, _ = read_split(source / f"{part}.safetensors", meta.vocab_size)
     share = torch.rand(len(starts) - 1, generator=generator("beginnings", part))
     found = []
@@ -427,14 +427,14 @@ def next_command(args: argparse.Namespace) -> str:
         config = "configs/causal.toml" if judge else "configs/text.toml"
         return f"python train.py {data} --config {config} --init_from {quoted(args.written_by)}"
 
-    # a checkpoint is trained further
+    # rows with the tokens of a checkpoint: train an adapter on that checkpoint
     if args.like and (args.like / "config.json").exists():
         init = f" --init_from {quoted(args.like)}"
         if is_released(args.like):
             return f"python train.py {data} --config configs/llada.toml{'' if args.like == RELEASED else init}"
         return f"python train.py {data}{'' if judge else ' --config configs/text.toml'}{init}"
 
-    # other tokens need a base first
+    # names in the tokens of data/names have a base, and all other rows need one first
     if judge and args.like:
         return f"python base.py {data} --config configs/base.toml"
     if judge:
@@ -455,15 +455,15 @@ def main() -> None:
     add = parser.add_argument_group("what is read").add_argument
     kinds = "names, stdlib, a text file, a folder, or a file of records: .jsonl, .ndjson, .json [.gz], .parquet"
     add("sources", nargs="+", metavar="SOURCE", help=kinds)
-    so_many = "stop after this many documents to train on (paper 50000; 0: read all)"
+    so_many = "read up to this many documents to train on (paper 50000; 0: read all)"
     add("--max_docs", type=bounded(int, 0, 10**9), default=0, help=so_many)
     whose = "use the tokenizer of this checkpoint or folder of rows, or this tokenizer.json (byte-level BPE)"
     add("--like", type=Path, metavar="DIR", help=whose)
 
     add = parser.add_argument_group("a teacher's rows").add_argument
-    add("--written_by", type=Path, metavar="CKPT", help="SOURCE is a folder of rows; this model continues beginnings "
-        "of them")  # fmt: skip
-    add("--gen_length", type=bounded(int, 1, 10**6), default=32, help="leave out a text without an end by this length")
+    add("--written_by", type=Path, metavar="CKPT", help="SOURCE is a folder of rows, and this model continues "
+        "beginnings of its documents")  # fmt: skip
+    add("--gen_length", type=bounded(int, 1, 10**6), default=32, help="leave out a text without an end at this length")
     add("--beam", type=bounded(int, 1, 1000), default=BEAM, help="the width of the beam search; 1: greedy")
 
     add = parser.add_argument_group("what is written").add_argument
@@ -475,7 +475,7 @@ def main() -> None:
         fail("--written_by reads all of one folder of rows by its own tokenizer: leave out --max_docs and --like")
     for name in () if args.written_by else ("gen_length", "beam"):
         if getattr(args, name) != parser.get_default(name):
-            fail(f"--{name} does something with --written_by alone: leave it out")
+            fail(f"--{name} does nothing without --written_by: leave it out")
 
     with alone_in(args.out):
         if args.written_by:

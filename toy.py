@@ -1,12 +1,12 @@
 """Toy tasks whose joint distribution is a table, so that every number about them is exact.
 
     python toy.py                                # the seven tasks: what each is, and what one step loses
-    python toy.py modes --out DIR                # rows of one to train on, as lib/rows.py says
-    python toy.py copy eps=0.3 V=12 --out DIR    # in another size
+    python toy.py modes --out DIR                # write rows of one task to train on (lib/rows.py describes them)
+    python toy.py copy eps=0.3 V=12 --out DIR    # write a task in another size
 
-A context is a token that is the prompt, and an answer is a tuple of symbols that fills one block. A task
-gives each context a probability for every answer, and entropies follow by enumeration, in nats. Each
-task is a function below, and its docstring is its definition. Its sizes:
+A toy's prompt repeats one token, its context. Its answer is a tuple of symbols, which fills one block. In each context
+a task gives every answer a probability, so entropies can be summed exactly, in nats. Each task is a function below, and
+its docstring is its definition. The sizes of a task:
 
     V         the number of symbols
     m         the number of positions in an answer
@@ -40,7 +40,7 @@ MAX_TUPLES = 65_536
 
 @dataclass
 class Toy:
-    """One task as a table. A context with fewer tuples than another repeats one, with probability 0."""
+    """One task as a table. A context with fewer tuples than another repeats one of them, with probability 0."""
 
     name: str
     V: int
@@ -65,13 +65,13 @@ class Toy:
         for n in c.unique().tolist():
             here = c == n
             cdf = self.prob[n].cumsum(0)  # (S,)
-            # the last sum may miss 1 by rounding, so u is taken as a share of it
+            # by rounding the last sum may not be 1, so u is a share of that sum
             index[here] = torch.searchsorted(cdf, u[here] * cdf[-1], right=True)
         return self.support[c, index.clamp(max=self.prob.shape[1] - 1)]
 
     def marginals(self) -> Tensor:
         """(N, m, V) float64."""
-        # every tuple adds its probability to the symbol it has at each position
+        # at each position a tuple adds its probability to that of its symbol
         weight = self.prob[..., None].expand_as(self.support)  # (N, S, m)
         total = weight.new_zeros(self.n_ctx, self.V, self.m)
         return total.scatter_add_(1, self.support, weight).mT
@@ -84,7 +84,7 @@ class Toy:
         """(N,) float64: total correlation in nats."""
         h_marginals = torch.special.entr(self.marginals()).sum((1, 2))
         tc = h_marginals - self.h_joint()
-        return tc.clamp(min=0)  # rounding may leave it below 0
+        return tc.clamp(min=0)  # by rounding it may be below 0
 
     def log_prob(self, c: Tensor, tuples: Tensor) -> Tensor:
         """(R,), (R, m) int64 -> (R,) float64 in nats, -inf outside the support."""
@@ -93,20 +93,20 @@ class Toy:
 
 
 def kl(p: Tensor, q: Tensor) -> Tensor:
-    """KL(p || q) in nats of aligned tables, (..., S) each -> (...); q may have mass elsewhere."""
+    """KL(p || q) in nats of two tables over the same tuples, (..., S) each -> (...). The sum of q may be below 1."""
     total = (torch.xlogy(p, p) - torch.xlogy(p, q)).sum(-1)
-    return total.clamp(min=0)  # rounding may leave it below 0
+    return total.clamp(min=0)  # by rounding it may be below 0
 
 
 def product_table(toy: Toy, c: Tensor, q_marginals: Tensor) -> Tensor:
-    """(R,), (R, m, V) -> (R, S): what prod_i q_i gives to each support tuple of context c."""
+    """(R,), (R, m, V) -> (R, S): the probability prod_i q_i of each support tuple of context c."""
     # each tuple's symbols; a repeated tuple has probability 0, and must not count
     q = q_marginals.gather(2, toy.support[c].mT)  # (R, m, S)
     return q.prod(1) * (toy.prob[c] > 0)
 
 
 def argmax_table(p: Tensor) -> Tensor:
-    """(.., V) -> (.., V): all probability on the likeliest symbol; equally likely ones share it."""
+    """(.., V) -> (.., V): the likeliest symbol gets all probability; several likeliest ones share it."""
     best = p >= p.amax(-1, keepdim=True) * (1 - 1e-9)
     return best / best.sum(-1, keepdim=True, dtype=p.dtype)
 
@@ -144,9 +144,9 @@ def _shifted(base: Tensor, prob: Tensor, V: int, n_ctx: int, rng: Rng) -> Table:
 
 
 def modes(rng: Rng, V: int = 24, m: int = 4, n_ctx: int = 32) -> Table:
-    """The answer is one of three phrases of the context, with weights 4 : 3 : 3. Phrases 1 and 2 are alike at
-    half of the positions: there they win together (6 to 4), and elsewhere phrase 0 wins. So the likeliest
-    symbols, position by position, are no phrase.
+    """The answer is one of three phrases of the context, with weights 4 : 3 : 3. Phrases 1 and 2 are alike at half of
+    the positions. There their common symbol is the likeliest (6 to 4), and elsewhere phrase 0's is. So the likeliest
+    symbols of all positions together are no phrase.
     """
     if V < 3:
         fail(f"modes needs three symbols, one for each phrase: V = {V} is too small")
@@ -193,7 +193,7 @@ def mixed(rng: Rng, V: int = 8, m: int = 4, n_ctx: int = 32) -> Table:
 
 
 def noisy_copy(rng: Rng, V: int = 8, m: int = 4, n_ctx: int = 32, eps: float = 0.05) -> Table:
-    """x_1 is uniform. Each other x_i is x_1 or, with probability eps, uniform: eps is a dial for TC."""
+    """x_1 is uniform. Each other x_i is x_1 or, with probability eps, uniform: the larger eps, the less TC."""
     # p[d]: the probability that x_i - x_1 mod V is d
     p = torch.full((V,), eps / V, dtype=torch.float64)
     p[0] += 1 - eps
@@ -233,7 +233,7 @@ def _level_given(f: Tensor, levels: int, rho: float) -> Tensor:
     low = edges[:, :-1]
     high = edges[:, 1:]
 
-    # above 0 by the upper tail, below 0 by the lower one: differences of small tails keep their digits
+    # use the upper tail above 0 and the lower one below 0: differences of small numbers keep their digits
     side = torch.where(low > 0, 1.0, -1.0)
     return (torch.erfc(side * low) - torch.erfc(side * high)).abs() / 2
 
@@ -256,7 +256,7 @@ def permutation(rng: Rng, V: int = 8, m: int = 4, n_ctx: int = 32) -> Table:
 
 
 def modular_sum(rng: Rng, V: int = 5, m: int = 3, n_ctx: int = 32) -> Table:
-    """Uniform over the tuples whose sum is c mod V (V = 2: parity): any m - 1 positions are independent."""
+    """Uniform over the tuples whose sum is c mod V (with V = 2, parity): any m - 1 positions are independent."""
     c = torch.arange(min(n_ctx, V))[:, None, None]
     free = _tuples(V, m - 1).expand(len(c), -1, -1)  # (N, S, m - 1)
     last = (c - free.sum(-1, keepdim=True)) % V  # (N, S, 1)
@@ -315,7 +315,7 @@ def make(name: str, **given: int | float) -> Toy:
 
 
 def draw_rows(toy: Toy, R: int, rng: torch.Generator) -> Tensor:
-    """(R, 2m) int64: a block that is full of the context's token, then an answer."""
+    """(R, 2m) int64: a block that is full of the context's token, then a block with an answer."""
     c = torch.randint(toy.n_ctx, (R,), generator=rng)
     u = torch.rand(R, dtype=torch.float64, generator=rng)  # each answer's place in its context
     return torch.cat([toy.prompt(c), toy.quantile(c, u)], dim=1)
@@ -341,11 +341,11 @@ def write_toy(folder: Path, name: str, given: dict[str, int | float], rows: int,
 ABOUT_TASKS = """
 answers   the number of possible answers in a context
 H         the entropy of an answer in nats; this and the next three are means over contexts
-TC        the total correlation in nats: the sum of the positions' entropies less H. A step that draws
-          each position by itself, from the true marginals, has KL(truth || drawn) = TC; from other
-          distributions it has more. So TC is the least that such a step loses
-drawn     the share of possible answers among those that such a step draws from the true marginals
-argmax    the same share if each position takes its likeliest symbol, or one of several
+TC        the total correlation in nats: the sum of the positions' entropies less H. If a step draws
+          each position by itself from the true marginals, its KL(truth || drawn) is TC. From other
+          distributions the KL is larger, so such a step loses TC at least
+drawn     the share of possible answers if each position is drawn by itself from the true marginals
+argmax    the same share if each position takes its likeliest symbol (one at random if there are several)
 example   a context, and an answer drawn from it"""
 
 
@@ -384,7 +384,7 @@ def main() -> None:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("task", nargs="?", choices=TASKS, help="a task (left out: show all seven, a line each)")
-    add("size", nargs="*", metavar="KEY=VALUE", help="sizes of the task, see above")
+    add("size", nargs="*", metavar="KEY=VALUE", help="sizes of the task, as explained above")
     add("--out", type=Path, metavar="DIR", help="write rows of the task to this new folder")
     add("--rows", type=bounded(int, 1, 10**8), default=200_000, help="the number of rows to train on")
     add("--seed", type=int, default=0, help="the seed of the rows to train on")

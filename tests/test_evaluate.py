@@ -244,7 +244,7 @@ def test_names_from_the_command_line(tmp_path, monkeypatch, capsys):
 
     # one tokenizer reads for all of them
     other = names_folder(tmp_path / "other", merged_spec(), n_layer=2, n_last=1)
-    assert "read by one tokenizer" in run.fails(*argv, base, other)
+    assert "models with the same tokenizer" in run.fails(*argv, base, other)
 
     # of a base alone its own rows
     out = run(*argv, base)

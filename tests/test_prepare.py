@@ -485,5 +485,5 @@ def test_a_mistake_is_one_line_and_writes_nothing(tmp_path, monkeypatch, capsys)
     assert "one folder of rows" in refused(prepare, monkeypatch, capsys, NAMES, *written)
     for flag in ("--beam", "--gen_length"):
         call = [prepare, monkeypatch, capsys, *argv[:3], flag, 9]
-        assert f"{flag} does something with --written_by alone" in refused(*call)
+        assert f"{flag} does nothing without --written_by" in refused(*call)
     assert not (tmp_path / "a").exists()
