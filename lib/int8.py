@@ -1,8 +1,8 @@
 """Matrices of 8-bit integers, and the layers that multiply by them. llada/int8.py writes such a checkpoint.
 
-A matrix `x` (..., N, K) becomes two tensors: `x`, integers -127 .. 127, and `x_scale` (..., N) in bfloat16. Together
-they mean x * x_scale[..., None], and no weight is off by more than half of its row's scale. These tensors do not learn;
-gradients go through them to what learns beside them.
+A matrix `x` (..., N, K) becomes two tensors: `x`, integers in -127 .. 127, and `x_scale` (..., N) in bfloat16. Together
+they mean x * x_scale[..., None], and no weight is off by more than half of its row's scale. These tensors do not learn,
+but gradients go through them to LoRA and the markers.
 """
 
 from functools import cache
@@ -14,20 +14,20 @@ from torch import Tensor, nn
 # M rows of activations, N and K rows and columns of a matrix; in Int8Experts N tokens, A active experts, C channels
 
 FEW = 12  # up to this many rows the CPU's kernel is faster than unpacking
-# the CPU's kernel reads this many columns at once, from addresses that are a multiple of it; at other sizes it reads
-# past the end of a matrix, or the process is killed
+# the CPU's kernel reads this many columns at once, from addresses that are a multiple of this number; with other sizes
+# it reads past the end of a matrix, or the process is killed
 KERNEL_WIDTH = 16
-UNPACKED = 2**20  # this many numbers of a matrix are unpacked at a time, because a CPU's caches hold them
+UNPACKED = 2**20  # this many numbers of a matrix are unpacked at a time, so that they fit into a CPU's caches
 
 
 # --- numbers
 def quantise(w: Tensor) -> tuple[Tensor, Tensor]:
-    """(..., N, K) of any float -> int8 numbers of that shape, and the scales of their rows (..., N) bfloat16."""
+    """(..., N, K) in any float dtype -> int8 numbers of that shape, and the scales of their rows, (..., N) bfloat16."""
     matrix = w.reshape(-1, w.shape[-1])
     numbers = torch.empty(matrix.shape, dtype=torch.int8)
     scales = []
     for rows, place in zip(some_rows(matrix), some_rows(numbers), strict=True):
-        # a rounded scale is too small by a share of 1/512 at most; 127 times that is less than .5, and rounds away
+        # by rounding a scale may be too small by 1/512 of itself; 127 / 512 is below .5, so no number rounds to 128
         scale = (rows.abs().amax(-1).float() / 127).bfloat16()
         scale = scale.masked_fill(scale == 0, 1.0)  # for a row of zeros any scale will do
         place.copy_((rows.float() / scale[:, None].float()).round())
@@ -36,7 +36,7 @@ def quantise(w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def some_rows(matrix: Tensor) -> tuple[Tensor, ...]:
-    """The rows of a matrix (N, K), in parts that are unpacked at a time."""
+    """The rows of a matrix (N, K), in parts; one part at a time is unpacked."""
     return matrix.split(max(1, UNPACKED // matrix.shape[1]))
 
 
@@ -46,9 +46,9 @@ def kernel_takes(x: Tensor, numbers: Tensor) -> bool:
 
 
 def multiply(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
-    """x (M, K) times the matrix (N, K), transposed -> (M, N). The scales are applied to the product, not to the matrix:
-    integers up to 127 are exact in every dtype."""
-    # a GPU unpacks the whole matrix, and so does autograd, which keeps it for the gradient of x
+    """x (M, K) times the transposed matrix (N, K) -> (M, N). The product is scaled, and not the matrix, because the
+    matrix's integers are exact in every dtype."""
+    # on a GPU the whole matrix is unpacked, and for autograd, too, which keeps it for the gradient of x
     if x.requires_grad or x.device.type != "cpu":
         return F.linear(x, numbers.to(x.dtype)) * scale.to(x.dtype)
 
@@ -60,7 +60,7 @@ def multiply(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
 
 # --- the model's layers, with such matrices
 class Int8Product:
-    """Put in front of model.Linear: its matrix is frozen integers, and its bias and its LoRA are as they were."""
+    """Methods for model.Linear with a frozen matrix of integers. The bias and LoRA are as before."""
 
     matrices = ("weight",)
 
@@ -72,7 +72,7 @@ class Int8Product:
 
 
 class Int8Experts:
-    """Put in front of model.MoE: its experts are frozen integers, and only the chosen ones are read."""
+    """Methods for model.MoE with frozen experts of integers. Only the chosen experts are read."""
 
     matrices = ("gate_up", "down")
 
@@ -87,8 +87,8 @@ class Int8Experts:
 
 
 def use_int8(model: nn.Module) -> None:
-    """Give every layer of a `meta` model that has a `product` or `products` the one above in its place. A tied output
-    layer is the embedding, and stays as it is."""
+    """Replace `product` or `products` of every layer of a `meta` model by those above. A tied output layer is the
+    embedding, and stays as it is."""
     for layer in model.modules():
         tied = layer is model.lm_head and model.cfg.tied
         if hasattr(layer, "product") and not tied:
@@ -98,7 +98,7 @@ def use_int8(model: nn.Module) -> None:
 
 
 def become(layer: nn.Module, front: type) -> None:
-    """Make two buffers of each matrix, which do not learn: its numbers, and its scales under the name with _scale."""
+    """Make each matrix two buffers, which do not learn: its numbers, and its scales, whose name ends in _scale."""
     layer.__class__ = with_front(front, type(layer))
     for name in front.matrices:
         shape = getattr(layer, name).shape

@@ -1,5 +1,5 @@
-"""Every script imports this first: so Ctrl-C gives one line even while the large libraries are being imported. After
-that lib.util.command takes care of it."""
+"""Every script imports this first, so that Ctrl-C prints one line even while the large libraries are imported. After
+that lib.util.command takes care of Ctrl-C."""
 
 import os
 import sys

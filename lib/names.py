@@ -1,4 +1,4 @@
-"""Names of Unicode characters. Every completion of one can be judged, because `unicodedata` knows all names."""
+"""Names of Unicode characters. Every completed name can be judged, because `unicodedata` knows all names."""
 
 import math
 import re
@@ -15,24 +15,24 @@ FOLDER = Path(__file__).parent.parent / "data" / "names"
 
 
 def exists(name: str) -> str | None:
-    """The character of exactly this name, or None."""
+    """The character with exactly this name, or None."""
     try:
         found = unicodedata.lookup(name)
-    except (KeyError, UnicodeEncodeError):  # unknown; a lone surrogate
+    except (KeyError, UnicodeEncodeError):  # an unknown name; a lone surrogate in it
         return None
     # lookup also finds lower case, aliases and sequences, which are not a character's own name
     return found if unicodedata.name(found[0], "") == name else None
 
 
 def verdict(name: str) -> str:
-    """The character of this name in words, or "(no such character)"."""
+    """The character with this name and its code point, or "(no such character)"."""
     char = exists(name)
     return f"{printable(char)} (U+{ord(char):04X})" if char else "(no such character)"
 
 
 def as_written(prompt: str) -> str:
-    """A typed beginning in the form that names have: in upper case, with each _ as a hole, and with no blank at the end
-    or before a hole, because a blank belongs to the word after it."""
+    """A typed beginning in the form of names: in upper case, and each _ is a hole. A blank belongs to the token after
+    it, so there is none at the end or before a hole."""
     text = prompt.upper().replace("_", MASK)
     if prompt != prompt.upper():
         print(f"names are in upper case: {text}")
@@ -40,7 +40,7 @@ def as_written(prompt: str) -> str:
 
 
 def read_names(group: str) -> list[str]:
-    """All names of data/names that were "held out", or all "trained" ones."""
+    """All names of data/names that were "held out", or all that were "trained" on."""
     split = "val" if group == "held out" else "train"
     ids, starts, _ = read_split(FOLDER / f"{split}.safetensors", read_meta(FOLDER).vocab_size)
     tokenizer = load_tokenizer(FOLDER)
@@ -48,7 +48,7 @@ def read_names(group: str) -> list[str]:
 
 
 def draw_names(n: int, group: str, tokenizer: Tokenizer) -> dict[str, list[int]]:
-    """n "held out" or "trained" names -> the first third of each one's tokens, rounded up."""
+    """n "held out" or "trained" names: name -> the first third of its tokens, rounded up."""
     names = read_names(group)
     order = torch.randperm(len(names), generator=generator("names", group))
     prompts = {}

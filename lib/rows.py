@@ -1,12 +1,12 @@
 """Rows: the folder that prepare.py and toy.py write, and that train.py reads.
 
     train.safetensors, val.safetensors
-        ids       all documents end to end; int16 where the vocabulary is at most 32768, else int32
+        ids       all documents end to end; int16 if the vocabulary is at most 32768, else int32
         starts    (documents + 1,) int64: document d is ids[starts[d] : starts[d + 1]]
         prompts   (documents,) int32: how many of its first ids are its prompt, which is never corrupted;
                   -1: its prompt is a random beginning, drawn anew whenever a row of it is read
-                  -2: it has no prompt, and teaches causal Stage B to fill holes alone (in other training it is a
-                  document without a prompt)
+                  -2: it has no prompt, and all of its blocks teach causal Stage B to fill holes (in other training it
+                  is a document without a prompt)
     meta.json         what the ids mean, see Meta; it is written last, so a folder that has it is whole
     tokenizer.json    the tokenizer, if the ids are text
 
@@ -36,7 +36,7 @@ from lib.util import (
 
 # R rows, T positions of a row, D documents
 
-HOLES_ALONE = -2  # in place of a prompt's length: the document teaches to fill holes alone
+HOLES_ALONE = -2  # in place of a prompt's length: the document teaches only to fill holes
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Meta:
     vocab_size: int  # a multiple of 16
     eos_id: int
     mask_id: int
-    n_plain: int  # ids 0..n_plain-1 are ordinary tokens, but for not_plain
+    n_plain: int  # ids 0..n_plain-1 are ordinary tokens, except those in not_plain
     block_length: int | None = None  # the only block length of a model on these rows; None: any
     judge: dict | None = None  # {"names": version of Unicode}, or {"toy": name, "V": 8, and other sizes}
     not_plain: list[int] = field(default_factory=list)  # the ids below n_plain of special tokens, or of no token
@@ -79,7 +79,7 @@ def write_rows(folder: Path, split: str, documents: list[np.ndarray], prompts: l
 
 
 def write_meta(folder: Path, meta: Meta) -> None:
-    """Write meta.json, without not_plain if that is empty: most tokenizers have their special tokens last."""
+    """Write meta.json, without not_plain if it is empty, as it is if all special tokens come last."""
     about = asdict(meta)
     if not meta.not_plain:
         del about["not_plain"]
@@ -87,7 +87,7 @@ def write_meta(folder: Path, meta: Meta) -> None:
 
 
 def copy_tokens(source: Path, folder: Path) -> None:
-    """Copy what says which text the ids are, and what judges it: tokenizer.json, if there is one, and meta.json."""
+    """Copy tokenizer.json, if there is one, and meta.json, which says what judges the text."""
     for name in ("tokenizer.json", "meta.json"):
         if (source / name).exists():
             copy_file(source / name, folder / name)
@@ -124,7 +124,7 @@ def read_meta(folder: Path) -> Meta:
 
 
 def read_split(path: Path, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Read ids, starts and prompts, or say in one line what is wrong with them."""
+    """Read ids, starts and prompts; anything wrong with them is a mistake, said in one line."""
     with reading(path, "rows"):
         tensors = load_file(path)
         kinds = {name: (t.dtype, t.dim()) for name, t in tensors.items()}
@@ -144,11 +144,11 @@ def read_split(path: Path, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Rows:
-    """The documents of a split as rows of at most seq_len ids. A row is of one document, and is padded with eos.
+    """The documents of a split, cut into rows of at most seq_len ids. Each row has one document, and eos as padding.
 
-    Training reads an endless stream of rows, all of them in random order again and again. Row i of the stream is a
-    function of (seed, i) alone. All rows of a batch have one width, which is a block, or two, four, ... up to seq_len.
-    So there is little padding, and a row's random numbers, which depend on its width, do not depend on the rows beside
+    Training reads an endless stream, which has all rows in random order, again and again. Row i of the stream is a
+    function of (seed, i) alone. All rows of a batch have one width, which is 1, 2, 4, ... blocks, up to seq_len. So
+    there is little padding. And since a row's random numbers depend on its width, they do not depend on the rows beside
     it. With a batch_size of 0 all rows have the width seq_len.
     """
 
@@ -161,7 +161,7 @@ class Rows:
         self.block_length = block_length
         self.batch_size = batch_size
 
-        # a toy's rows are its documents, which have one length
+        # the rows of a toy are its documents, which all have the same length
         self.seq_len = seq_len
         if meta.judge and "toy" in meta.judge:
             self.seq_len = int(starts[1])
@@ -172,7 +172,7 @@ class Rows:
         self.rows: list[np.ndarray] = []
         self.prompts: list[int] = []  # each row's number of prompt tokens, or -1 or -2
         for document, prompt in zip(documents, prompts.tolist(), strict=True):
-            # eos ends a document, and fills its last block, too: else the model would learn the text's length
+            # eos ends a document, and also fills its last block, or the number of masks would give away the length
             if document[-1] == self.pad_id:
                 n_eos = -len(document) % block_length
                 document = np.append(document, np.full(n_eos, self.pad_id, document.dtype))
@@ -182,7 +182,7 @@ class Rows:
                 self.rows.append(row)
                 self.prompts.append(prompt if prompt < 0 else min(max(prompt - at, 0), len(row)))
         self.widths = [self.width(len(row)) for row in self.rows]
-        self.epoch = 0  # the one in use, and its rows in order
+        self.epoch = 0  # the epoch in use, and the order of its rows
         self.order = self.epoch_order(0)
 
     def __len__(self) -> int:
@@ -210,7 +210,7 @@ class Rows:
 
             n_prompt = self.prompts[i]
             if n_prompt == -1:
-                # a random number of tokens, from none to all of the text but its last one
+                # a random number of tokens, from none to all but the last of the text
                 share = torch.rand(1, generator=generator(self.seed, "prompt", first + r))
                 n_text = int((ids != self.pad_id).sum())
                 n_prompt = int(share * n_text)
@@ -218,7 +218,7 @@ class Rows:
         return x, real, prompt
 
     def holes_alone(self, first: int, rows: int) -> Tensor:
-        """(R, 1) bool: which rows teach to fill holes alone."""
+        """(R, 1) bool: which rows teach only to fill holes."""
         return torch.tensor([[self.prompts[self.row(i)] == HOLES_ALONE] for i in range(first, first + rows)])
 
     def count_real(self, first: int, rows: int) -> int:
@@ -229,7 +229,7 @@ class Rows:
         return f"{len(self):,} rows, {sum(map(len, self.rows)):,} tokens"
 
     def row(self, i: int) -> int:
-        """The number, among all rows, of row i of the stream."""
+        """The number of the row that is row i of the stream."""
         epoch, position = divmod(i, len(self.order))
         if epoch != self.epoch:
             self.epoch = epoch
@@ -267,14 +267,14 @@ class Corpus:
 
 @dataclass
 class Batch:
-    """Some rows of a corpus. All tensors are (R, T) where nothing else is said."""
+    """Some rows of a corpus. Tensors are (R, T) if no other shape is given."""
 
     clean: Tensor  # int64
     real: Tensor  # bool, False on padding
     corruptible: Tensor  # bool: real positions outside the prompt
     plain: Tensor  # (n_plain,) int64: ordinary ids, from which random tokens are drawn; on the CPU, like all draws
     draws: list[torch.Generator]  # each row's generator, a function of the row's number
-    holes_alone: Tensor | bool = False  # (R, 1) bool: these rows teach causal Stage B to fill holes alone
+    holes_alone: Tensor | bool = False  # (R, 1) bool: these rows teach causal Stage B only to fill holes
 
 
 def read_corpus(folder: Path, seq_len: int, seed: int, block_length: int, batch_size: int) -> Corpus:

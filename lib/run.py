@@ -1,4 +1,4 @@
-"""What a training run needs beside its loop: its settings, its log, its schedule, and what stops it."""
+"""What a training run needs besides its loop: its settings, its log, its schedule, and ways to stop it."""
 
 import json
 import math
@@ -17,8 +17,8 @@ from lib.util import Parser, as_flags, fail, quoted, read_bytes, read_json, read
 
 
 def run_settings(parser: Parser, free: set[str]) -> Namespace:
-    """The flags of the command line, on top of those in --config or of the run that is resumed. Only the `free`
-    settings of a resumed run may change."""
+    """The flags of the command line, on top of the settings in --config or in the run that is resumed. A resumed run
+    may change only its `free` settings."""
     given = parser.parse_args()
     for name in ("data", "init_from", "out_dir"):
         if not getattr(given, name):
@@ -44,12 +44,12 @@ def run_settings(parser: Parser, free: set[str]) -> Namespace:
     return args
 
 
-# the figures of a log: those of every step, and then the cross-entropies of both stages
+# the figures in a log: first those of every step, then the cross-entropies of both stages
 FIGURES = dict(
     loss="Eq. 1, in nats a token",
     grad_norm="the gradient's norm before it is clipped",
     lr="the learning rate",
-    tokens="the tokens of the step but padding",
+    tokens="the tokens of the step without padding",
     ms="the time of the step in milliseconds",
     m2t_A="Stage A's cross-entropy at masks, in nats a position, as in all lines below",
     edit_A="Stage A's at wrong tokens",
@@ -63,9 +63,9 @@ FIGURES = dict(
 
 
 def report(record: dict, log: Path | None, title: str, shown: bool, explained: bool = False) -> None:
-    """Write a line of log.jsonl and, if `shown`, print one. A process that does not write has no log: None.
+    """Append a record to log.jsonl and, if `shown`, print it. In a process that does not write, log is None.
 
-    explained: first say, a line each, what the figures of every step and those of this record are.
+    explained: before that, explain the figures of every step and of this record, a line for each.
     """
     if log is None:
         return
@@ -82,7 +82,7 @@ def report(record: dict, log: Path | None, title: str, shown: bool, explained: b
 
 
 def rewind_log(path: Path, it: int) -> None:
-    """Drop the lines of step `it` and later ones, which came after the last save, and a line that a kill cut short."""
+    """Drop the lines of step `it` and later, which came after the last save, and a line that a kill has cut short."""
     kept = []
     for line in read_bytes(path, "log").splitlines() if path.exists() else []:
         with suppress(ValueError, KeyError, TypeError, RecursionError):
@@ -94,7 +94,7 @@ def rewind_log(path: Path, it: int) -> None:
 
 
 def check_finite(record: dict, what: str, it: int, saved: int, args: Namespace) -> None:
-    """Stop a run that has diverged, and name its last good checkpoint, whose validation was finite."""
+    """Stop a run that has diverged, and name its last checkpoint, whose validation was finite."""
     bad = [f"{k} {v}" for k, v in record.items() if not math.isfinite(v)]
     if not bad:
         return
@@ -106,7 +106,7 @@ def check_finite(record: dict, what: str, it: int, saved: int, args: Namespace) 
 
 
 def means(parts: list[dict[str, Tensor]]) -> dict[str, float]:
-    """Of each term that has positions the mean cross-entropy in nats, over all micro-batches."""
+    """The mean cross-entropy in nats of each term that has positions, over all micro-batches."""
     found = {}
     for name in parts[0]:
         ce, count = sum(terms[name] for terms in parts).tolist()

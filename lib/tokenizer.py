@@ -1,6 +1,6 @@
 """Tokenizers: text to ids and back.
 
-    load_tokenizer(folder)  the tokenizer of a checkpoint or of a folder of rows, if its ids are text
+    load_tokenizer(folder)  the tokenizer of a checkpoint or of a folder of rows, if the ids there are text
     bpe_tokenizer(path)     a byte-level BPE from a `tokenizer.json`, as the `tokenizers` library saves it
     byte_tokenizer()        256 bytes, an end-of-text token and a mask token
 
@@ -28,17 +28,17 @@ MASK_TOKEN = SPECIAL["mask_id"]
 WORDS = r" ?\S+|\s+"  # the blank before a word belongs to it
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # ByteLevel's own
 
-# Several blanks before a word, but for the last of them. tiktoken remembers a place to go back to for each blank, and
-# gives up at a million of them. The second form finds the same blanks, with a place for every 256 of them.
+# All blanks before a word except the last one. tiktoken remembers a place to go back to for each blank, and gives up at
+# a million of them. The second form finds the same blanks, and remembers a place for every 256 of them.
 BLANKS = r"\s+(?!\S)"
 MANY_BLANKS = r"(?:\s{256}(?=\s{256}))*\s+(?!\S)"
 
-# The parts that a pattern may have: they mean the same to tiktoken's engine and to that of `tokenizers`.
+# The parts that a pattern may have: they mean the same in tiktoken and in `tokenizers`.
 ESCAPE = r"\\(?:[sSdDrnt]|[pP]\{(?:[A-Z][a-z]?|Han|Hiragana|Katakana|Hangul)\}|[^\w\s])"
 ONE = rf"(?P<one>{ESCAPE}|\[\^?(?:{ESCAPE}|[^\\\[\]&~-]|-(?!-)|&(?!&)|~(?!~))+\]|[^\\\[\](){{}}|*+?^$])"
 PART = re.compile(
     ONE  # one character
-    + r"|(?P<look>\(\?<?[=!])"  # a look at what is before or behind
+    + r"|(?P<around>\(\?<?[=!])"  # a condition on what comes before or after
     + r"|\((?:\?(?:[:>]|i:))?|\||\)"  # groups and alternatives
     + r"|(?:[*+?][+?]?|\{\d+(?:,\d*)?\}(?![+?]))"  # how often
 )
@@ -51,8 +51,8 @@ class Tokenizer:
     encoding: tiktoken.Encoding
     ids: list[int]  # rank -> id
     special: dict[str, int]
-    words: dict[str, int]  # tokens of text that were added to those of the merges
-    early: set[str]  # special tokens and words that are found before the text is normalised
+    words: dict[str, int]  # words that were added to the tokens of the merges
+    early: set[str]  # those special tokens and words that are found before the text is normalised
     nfc: bool  # whether text is normalised by Unicode's NFC
     prefix_blank: bool  # whether a blank is put before a text that does not begin with one
     pattern: str  # the pattern that splits text into words
@@ -75,7 +75,7 @@ class Tokenizer:
         return np.array(self.encode_around(text, self.words), dtype=np.int32)
 
     def encode_around(self, text: str, added: dict[str, int]) -> list[int]:
-        """The ids of a text, in which these added tokens are found first, and then the text between them is read."""
+        """The ids of a text: first these added tokens are found in it, then the text between them is read."""
         early = {name: i for name, i in added.items() if name in self.early}
         late = {self.normalise(name): i for name, i in added.items() if name not in self.early}
         ids = []
@@ -113,8 +113,8 @@ class Tokenizer:
 
 
 def cut(text: str, added: dict[str, int]) -> Iterator[tuple[str, list[int]]]:
-    """The text before each of these added tokens, with [its id]; at last the rest of the text, with []. If several
-    tokens begin at one place, the longest counts."""
+    """Cut a text at these added tokens -> pairs of the text before a token and [the token's id], and at last the rest
+    of the text and []. If several tokens begin at one place, the longest counts."""
     start = 0
     if added:
         longest_first = sorted(added, key=len, reverse=True)
@@ -154,7 +154,8 @@ def byte_spec() -> dict:
 
 
 def byte_alphabet() -> list[str]:
-    """The character that byte-level BPE files have for each byte: itself if it is printable, else U+0100 and on."""
+    """The character that byte-level BPE files write for each byte: the byte's own if it is printable, else one from
+    U+0100 on."""
     alphabet = []
     next_code = 256
     for byte in range(256):
@@ -176,7 +177,7 @@ def bpe_tokenizer(path: Path, spec: dict | None = None) -> Tokenizer:
         vocab, merges = read_tokens(spec, special, words, path)
         early = {token["content"] for token in spec["added_tokens"] if not token.get("normalized")}
 
-    # ranks: the bytes, then the merges in order
+    # the ranks: first the bytes, then the merges in order
     ranks = {bytes([byte]): byte for byte in range(256)}
     for pair in merges:
         token = b"".join(pair)
@@ -205,7 +206,7 @@ def bpe_tokenizer(path: Path, spec: dict | None = None) -> Tokenizer:
 
 
 def read_added(spec: dict, path: Path) -> tuple[dict[str, int], dict[str, int]]:
-    """The special tokens, and the words that were added to the tokens of the merges."""
+    """The special tokens, and the words that were added to the tokens of the merges, each name -> id."""
     special = {}
     words = {}
     for token in spec["added_tokens"]:
@@ -231,7 +232,7 @@ def read_tokens(
     def to_bytes(token: str) -> bytes:
         return bytes(byte_of[character] for character in token)
 
-    # an added word may be a token of the merges, too; other added tokens in the vocabulary are not
+    # an added word may also be a token of the merges; other added tokens in the vocabulary are left out
     model = spec["model"]
     added = special | words
     vocab = {}
@@ -288,7 +289,7 @@ def read_pattern(spec: dict, path: Path) -> tuple[str, bool]:
     if len(steps) == 2:
         split = steps[0]
         demand(split.get("behavior") == "Isolated" and none_of(split, "invert"), f"split behaviour {split}")
-        demand(not own and not prefix_blank, "ByteLevel with prefix space or regex behind a split")
+        demand(not own and not prefix_blank, "ByteLevel with prefix space or regex after a split")
         pattern = split["pattern"]["Regex"]
     else:
         demand(own, "ByteLevel without its regex")
@@ -316,8 +317,8 @@ def splits_alike(pattern: str) -> bool:
         part = PART.match(pattern, at)
         if part is None:
             return False
-        # the pattern in a form that Python's engine can read: each character is x, and a look is nothing
-        shape += "x" if part["one"] else "(?:|" if part["look"] else part[0]
+        # the pattern in a form that Python's `re` can read: each character is x, and a condition may match nothing
+        shape += "x" if part["one"] else "(?:|" if part["around"] else part[0]
         at = part.end()
     try:
         return re.fullmatch(shape, "") is None

@@ -47,12 +47,12 @@ READER_IS_GONE = 128 + 13  # the exit status of a Unix program that SIGPIPE has 
 def command(main: Callable) -> Callable:
     """Wrap a script's main, so that a user's mistake is printed as one line, with exit code 2.
 
-    So is what Python raises when the disk is full, when a right is missing, and on Ctrl-C.
+    So is the error that Python raises when the disk is full, when a permission is missing, or on Ctrl-C.
     """
 
     @functools.wraps(main)
     def run(*args, **kwargs):
-        # a console shows a question mark for a character that it lacks, and a pipe gets each line when it is printed
+        # a console shows a question mark for a character that it cannot show, and a pipe gets each line at once
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace", line_buffering=True)
         try:
@@ -63,7 +63,7 @@ def command(main: Callable) -> Callable:
         except Mistake as e:
             message = str(e)
         except BrokenPipeError:
-            # `... | head -1`: nothing more can be written there, not even when Python closes it
+            # as in `... | head -1`: nothing more can be written, not even when Python closes the output
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(READER_IS_GONE) from None
         except KeyboardInterrupt:
@@ -100,11 +100,11 @@ def reading(path: Path, what: str) -> Iterator[None]:
 
 
 def checked_entry(about: dict, key: str, kind: type, where: Path | str) -> Any:
-    """about[key], if it has this type, else a mistake: Python itself would take true for 1, and compute with NaN."""
+    """about[key] if it is of this type, else a mistake. Python itself would take true for 1, and compute with NaN."""
     value = about.get(key)
     fits = type(value) is kind
     if kind is float:
-        # an integer is a float, too; NaN is not, and neither is a number that no float can hold
+        # an integer will do, too, but not NaN, and not a number that no float can hold
         fits = type(value) in (int, float) and abs(value) < 1e300
     if not fits:
         fail(f"{where} is damaged, or of another kind: {key} is {value!r:.80}, and should be of type {kind.__name__}")
@@ -116,7 +116,7 @@ class Parser(argparse.ArgumentParser):
     """argparse with errors of one line, and a --help that keeps the docstring's layout and shows every default."""
 
     def __init__(self, doc: str):
-        main = sys.modules["__main__"].__spec__  # with `python -m`; argparse would name a file
+        main = sys.modules["__main__"].__spec__  # None without `python -m`; argparse would name the module's file
         prog = f"python -m {main.name}" if main else None
         super().__init__(prog, description=doc, formatter_class=Manual, allow_abbrev=False)
         self.register("type", Path, place)
@@ -137,7 +137,7 @@ class Manual(argparse.RawDescriptionHelpFormatter):
         switch = action.nargs == 0 and not isinstance(action, argparse.BooleanOptionalAction)
         if action.default in (None, argparse.SUPPRESS, []) or "(default" in shown or switch:
             return shown
-        # as a user types it: folders without quotes, and blanks between several
+        # as a user types them: folders without quotes, and several values with blanks between them
         values = action.default if isinstance(action.default, list) else [action.default]
         typed = " ".join("none" if value is None else str(value) for value in values).replace("%", "%%")
         return f"{shown} (default: {typed})"
@@ -188,7 +188,7 @@ def or_none(parse: Callable[[str], float]) -> Callable[[str], float | None]:
 
 
 # --- what is printed
-COMMANDS = ("LRE", "RLE", "LRO", "RLO", "LRI", "RLI", "FSI", "PDF", "PDI")  # these turn the direction of writing
+COMMANDS = ("LRE", "RLE", "LRO", "RLO", "LRI", "RLI", "FSI", "PDF", "PDI")  # they change the direction of writing
 
 
 def printable(text: object) -> str:
@@ -216,9 +216,10 @@ EVERY = 30  # the least seconds between two lines of progress
 
 
 def progress(items: Iterable, what: str, total: int | None = None, done: int = 0) -> Iterator:
-    """Yield the items one by one, and show how many have come: a terminal gets a bar, a pipe a line now and then.
+    """Yield the items one by one, and show how many have come: a terminal gets a bar, a pipe gets a line now and then.
 
-    done: how many came before these; total: how many there are, with those (left out: done + len(items), if known).
+    done: how many items came before these. total: how many there are, with those before (left out: done + len(items),
+    if that is known).
     """
     if total is None and hasattr(items, "__len__"):
         total = done + len(items)
@@ -249,11 +250,11 @@ MASK = "▒"  # how a mask is typed and shown
 
 
 # --- files
-UNFINISHED = ".unfinished"  # a folder inside the one that is written to: files are here until they are whole
+UNFINISHED = ".unfinished"  # a folder inside the one that is written to, where files are until they are whole
 
 
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a temporary file, then rename it. So the file is whole or not there, also after a power cut.
+    """Let `write` fill a temporary file, then rename it: so even after a power cut the file is whole or not there.
 
     Whatever a killed run leaves in UNFINISHED is removed by the next `alone_in`.
     """
@@ -265,13 +266,13 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
         usual = stat.S_IMODE(temporary.stat().st_mode)
         write(temporary)
 
-        # safetensors makes files that only their owner may read: give them the usual rights
+        # safetensors makes files that only their owner may read: give them the usual permissions
         if stat.S_IMODE(temporary.stat().st_mode) != usual:
             temporary.chmod(usual)
         flush(temporary)
         os.replace(temporary, path)
         flush(path.parent)
-    except (OSError, ValueError, SafetensorError) as e:  # no right, no space, a NUL byte in the name
+    except (OSError, ValueError, SafetensorError) as e:  # no permission, no space, a NUL byte in the name
         fail(f"cannot write {path}: {e}; choose another folder or free some space")
     finally:
         with suppress(ValueError):
@@ -299,7 +300,7 @@ def flush(path: Path) -> None:
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Lock a folder while a run writes into it, so that another run is refused. The folder is made if there is none,
+    """Lock a folder while a run writes into it, so that another run is refused. The folder is made if it is not there,
     and what a killed run left unfinished is removed. The kernel drops the lock when the process ends."""
     if fcntl is None:
         shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
@@ -328,7 +329,7 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def alone_with(path: Path) -> Iterator[None]:
-    """Lock a file while a run appends to it, so that another run is refused. The file is made if there is none."""
+    """Lock a file while a run appends to it, so that another run is refused. The file is made if it is not there."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("ab")
@@ -340,7 +341,7 @@ def alone_with(path: Path) -> Iterator[None]:
 
 
 def lock(number: int, path: Path) -> None:
-    """Lock a folder or a file, open under this number, for this process; fail at once where another one has it."""
+    """Lock a folder or file for this process, or fail at once if another one has locked it. number: its descriptor."""
     if fcntl is None:
         return
     try:
@@ -377,13 +378,13 @@ def read_json(path: Path, what: str) -> dict:
     return value
 
 
-# --- records: each is a line of JSON, and they are appended one by one
+# --- records: lines of JSON, which are appended one by one
 def whole_lines(data: bytes) -> bytes:
     """The data without a last line that a kill has cut short: b'{"a": 1}\\n{"a"' -> b'{"a": 1}\\n'"""
     before, end, last = data.rpartition(b"\n")
     try:
         json.loads(last)
-        return data + b"\n"  # the last line lacks only its end
+        return data + b"\n"  # the last line is whole, and lacks only the line end
     except ValueError:
         return before + end
 
@@ -400,7 +401,7 @@ def read_lines(path: Path, kinds: dict[str, type], what: str = "file of records"
 
 
 def append_line(path: Path, record: dict) -> None:
-    """Append a record to the whole lines of a file, which may be new."""
+    """Append a record to the whole lines of a file. The file is made if it is not there."""
     line = json.dumps(record).encode() + b"\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -431,18 +432,18 @@ def check_special(folder: Path, where: Path, eos_id: int, mask_id: int) -> None:
 
 # --- randomness and the device
 def generator(*key: int | str) -> torch.Generator:
-    """A CPU generator that is a function of its key alone, so no random state must be saved."""
+    """A CPU generator that is a function of its key alone, so no random state needs to be saved."""
     digest = hashlib.sha256(repr(key).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 def uniform(draws: list[torch.Generator], n: int) -> Tensor:
-    """(R, n) float32 in [0, 1): each row comes from its own generator."""
+    """(R, n) float32 in [0, 1): each row is drawn by its own generator."""
     return torch.stack([torch.rand(n, generator=g) for g in draws])
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of this name, once it has been tried; `auto`: an accelerator, or the CPU if there is none."""
+    """The device with this name, after a try that it works; `auto`: an accelerator, or the CPU if there is none."""
     if name == "auto":
         name = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     try:
@@ -456,7 +457,7 @@ THREADS = torch.get_num_threads()
 
 
 def one_thread_if_small(n_embd: int) -> None:
-    """Use one thread on a CPU if the last model is small. Its matrices are done before two threads have met: on a busy
+    """Use one thread on a CPU if the last model is small, because its products are too small to share: on a busy
     machine two threads trained a model of names seven times slower than one. OMP_NUM_THREADS decides, if it is set."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1 if n_embd <= 256 else THREADS)
@@ -471,8 +472,7 @@ def smallest_masks(key: Tensor, masked: Tensor, size: Tensor | int) -> Tensor:
     # positions that are not masked come last, whatever their keys are
     key = key.masked_fill(~masked, float("inf"))
 
-    # argsort says which entry stands at a place, its argsort where an entry stands:
-    # .7 .2 .9 -> 1 0 2
+    # order: which entry comes at each place; rank: at which place each entry comes. For .7 .2 .9 both are 1 0 2
     order = key.argsort(dim=-1, stable=True)
     rank = order.argsort(dim=-1)
     return masked & (rank < size)
