@@ -1,7 +1,7 @@
 """The rows of the paper's Table 2, and that table on names, where every answer can be judged.
 
-A row says whose weights decode, by which gates, and by which step. Two of the steps are not in sample.py, but here.
-For benchmarks, llada/run.py takes a row by its name. Causal Stage B has no row here.
+A row says whose weights decode, with which gates, and by which step. Two of the steps are defined here, the others in
+sample.py. llada/run.py answers a benchmark as any of these rows does. Causal Stage B has no row.
 
     python -m llada.ablation --ckpt assets/names/paper      # or your own: python train.py --n_last 3
 """
@@ -31,7 +31,7 @@ Engine = Cached | Uncached
 FIGURES = ("exist", "forwards", "full")  # the figures of a row on names, see evaluate.complete
 
 
-# --- steps that are not the paper's; they take and return what sample.denoise does
+# --- steps other than the paper's; they take and return what sample.denoise does
 def by_turns(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding, b_fills: bool) -> Step:
     """One stage fills the bundle (Eq. 2), and the other stage edits (Eq. 3)."""
     done = denoise(engine, z, given, u, d)
@@ -46,7 +46,7 @@ def by_turns(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding, b
 
 
 def without_marker(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
-    """The last n layers run again on the prefix states, without a marker."""
+    """The paper's step without a marker: the last n layers run again on the same prefix states."""
 
     def stage_b(h: Tensor, bundle: Tensor) -> Tensor:
         return engine.stage_b(h, torch.zeros_like(bundle))
@@ -62,8 +62,8 @@ GATED = "Stage B, gated edits"
 Q = dict(tau_m2t=0.7, tau_t2t=0.5)  # the released quality setting
 OFF = dict(n_rounds=0)
 
-# each row's name: whose weights, what differs from Q with Stage B, the step, the paper's accuracy, and its full
-# forwards a token
+# name of a row -> whose weights; how its settings differ from Q with Stage B; its step; the paper's accuracy, and the
+# paper's full forwards a token
 MECHANISM = {
     BASE: ("base", OFF, denoise, 89.61, 0.26),
     "adapter, Stage B off": ("adapter", OFF, denoise, 90.75, 0.28),
@@ -86,7 +86,7 @@ MECHANISM = {
 
 
 def decoder_of(row: str, n_rounds: int) -> tuple[Decoding, Callable[..., Step]]:
-    """The settings of a row and its step, for a model of so many rounds."""
+    """The settings and the step of a row, for a model with so many rounds."""
     _, changes, step, *_ = MECHANISM[row]
     return Decoding(**Q | dict(n_rounds=n_rounds) | changes), step
 

@@ -1,4 +1,4 @@
-r"""How an answer is found in a model's text, and when it is right: numbers, letters, spans, programs.
+r"""How an answer is found in a model's text, and when it is right. There are four kinds of answers:
 
 numbers    GSM8K, CMATH       \boxed{18}, "The answer is 2,125.", 答案是一又七分之二
 letters    GPQA, PIQA         "**Answer:** (C)"
@@ -24,7 +24,7 @@ BRACE = re.compile(r"(\\boxed\s*+)?\{|\}")
 
 def boxes(text: str) -> list[str]:
     r"""The content of each \boxed{...} in order, with balanced braces; if a box is in a box, the outer one's."""
-    open_braces = []  # whether it is a box's, and where its content begins, for each
+    open_braces = []  # for each: whether a box begins here, and where its content begins
     found = []
     for brace in BRACE.finditer(text):
         if brace[0] != "}":
@@ -44,7 +44,7 @@ CHARACTERS = str.maketrans(*WIDE) | {ord("，"): ", "}
 CN_DIGIT = {char: i for i, char in enumerate("零一二三四五六七八九")} | {"〇": 0, "两": 2}
 CN_UNIT = {"亿": 10**8, "万": 10**4, "千": 1000, "百": 100, "十": 10}
 CN = "".join(CN_DIGIT) + "十百千万亿点"
-CN_NUMBER = re.compile(f"[{CN}]+(?![共样定起般直])")  # 一共, 一样, 一定 ... are words, and do not mean one
+CN_NUMBER = re.compile(f"[{CN}]+(?![共样定起般直])")  # 一共, 一样, 一定 ... are words in which 一 does not mean one
 CN_LONGEST = 100  # the most characters before the point of a Chinese numeral that is read exactly
 LONGEST = 4000  # the most characters of a number that is read; Python reads integers of up to 4,300 digits
 PLAIN = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
@@ -67,7 +67,7 @@ def chinese_number(match: re.Match) -> str:
 
 
 def chinese_integer(text: str) -> int:
-    """The number before the greatest unit is multiplied by it: 三千万零五 is 三千 times 万, and 五."""
+    """The number before the greatest unit is multiplied by this unit: 三千万零五 is 三千 times 万, plus 五."""
     for unit, value in CN_UNIT.items():
         before, found, after = text.rpartition(unit)
         if found:
@@ -103,7 +103,7 @@ def clean(text: str) -> str:
 
 
 def numbers(text: str) -> list[str]:
-    """The numbers of cleaned text. Chinese numerals count only where no other digit is: 一, 两 are mostly words."""
+    """The numbers in cleaned text. Chinese numerals count only if no other digits are there: 一, 两 are often words."""
     if not re.search(r"\d", text):
         text = CN_NUMBER.sub(chinese_number, text)
     found = []
@@ -132,10 +132,11 @@ def readings(number: str) -> list[Fraction]:
 
 
 def find_number(output: str) -> str | None:
-    r"""The answer's number as written, or None: the first rule that applies, each looking from the end.
+    r"""The answer's number as it is written, or None. The first of these rules that applies counts:
 
-    \boxed{} unless blank (OpenCompass, DeepSeek-Math; a box without a number is no answer) -> "####" (GSM8K's own
-    mark), "answer is", "answer:" or 答案 with a number on its line -> the last number (lm-evaluation-harness).
+    the last \boxed{} that is not blank (OpenCompass, DeepSeek-Math; a box without a number is no answer) -> the last
+    "####" (GSM8K's own mark), "answer is", "answer:" or 答案 with a number on its line -> the last number
+    (lm-evaluation-harness).
     """
     boxed = [box for box in boxes(output) if box.strip()]
     if boxed:
@@ -145,7 +146,7 @@ def find_number(output: str) -> str | None:
     text = clean(output)
     end = len(text)
     for mark in reversed(list(ANSWER_MARK.finditer(text))):
-        # up to the next mark, behind which there was no number
+        # up to the next mark, after which there was no number
         line = text[mark.end() : end].lstrip(" \t\n:=是为").partition("\n")[0]
         end = mark.start()
         sentence = re.split(r"[.。!;；](?!\d)", line, maxsplit=1)[0]
@@ -158,7 +159,7 @@ def find_number(output: str) -> str | None:
 
 
 def equal_numbers(a: str, b: str) -> bool:
-    """Within 1e-3 of each other (DeepSeek-Math, for GSM8K and CMATH alike), in any reading of either."""
+    """Do any readings of the two differ by less than 1e-3 (DeepSeek-Math, for GSM8K and CMATH alike)?"""
     return any(abs(x - y) < Fraction("1e-3") for x in readings(a) for y in readings(b))
 
 
@@ -166,9 +167,9 @@ def equal_numbers(a: str, b: str) -> bool:
 def find_letter(output: str, letters: str) -> str | None:
     r"""The chosen option's letter, or None. Markup (** $ ( \text{) is dropped, then the first rule that applies counts:
 
-    the last "Answer: X" or "answer is X" (simple-evals, widened) -> the last \boxed{X} -> a letter and no more -> an
-    "X." that the text begins with. A capital must not start a word and a small letter must end its line: "Answer:
-    Because" and "the answer is a pump" choose nothing.
+    the last "Answer: X" or "answer is X" (simple-evals, widened) -> the last \boxed{X} -> a letter and nothing else ->
+    an "X." at the beginning. A capital must not begin a word, and a small letter must end its line: "Answer: Because"
+    and "the answer is a pump" choose nothing.
     """
     one = rf"([{letters}](?![A-Za-z0-9])|[{letters.lower()}](?=\W*$))"
     link = r"\s*+(?:is|would be|should be)?\s*+:?\s*+"
@@ -218,7 +219,8 @@ def normalised(text: str) -> str:
 def exact_match_and_f1(predicted: list[str], gold: tuple[str, ...]) -> tuple[float, float]:
     """Official DROP exact match and F1 (AllenNLP; 0..1, F1 to two decimals) of predicted spans and one reference.
 
-    EM: the same set of normalised spans, and as many. F1: bags of words, paired one to one for the greatest sum.
+    EM: the same set of normalised spans, and the same number. F1: a span is a bag of words, and bags are paired one to
+    one, so that the sum of F1 is greatest.
     """
     if len(predicted) > 200 * len(gold):  # so many that F1 rounds to zero
         return 0.0, 0.0
@@ -226,13 +228,13 @@ def exact_match_and_f1(predicted: list[str], gold: tuple[str, ...]) -> tuple[flo
     wanted = [normalised(span) for span in gold]
     exact = set(spans) == set(wanted) and len(spans) == len(wanted)
 
-    # for the greatest sum a gold span needs no more than its best few: as many as there are gold spans, for of those
-    # one is always left to it
+    # for the greatest sum a gold span needs only its best partners, as many as there are gold spans: if all others
+    # have taken one of these, one is still left
     bags = [set(span.split()) for span in spans]
     f1 = [[bag_f1(bag, set(other.split())) for bag in bags] for other in wanted]
     partners = [sorted(range(len(bags)), key=of.__getitem__)[-len(wanted) :] for of in f1]
 
-    # which gold spans are paired so far, a bit each -> the greatest sum
+    # a bit for each gold span that is paired so far -> the greatest sum
     best = {0: 0.0}
     for j in set().union(*partners):
         extended = dict(best)
@@ -246,7 +248,7 @@ def exact_match_and_f1(predicted: list[str], gold: tuple[str, ...]) -> tuple[flo
 
 
 def bag_f1(bag: set[str], gold: set[str]) -> float:
-    """F1 of two bags of words; 0 where the gold bag has numbers and the other has none of them."""
+    """F1 of two bags of words; 0 if the gold bag has numbers and the other bag has none of these numbers."""
     digits = {word for word in gold if FLOAT.fullmatch(word)}
     if digits and not digits & bag:
         return 0.0
@@ -256,7 +258,8 @@ def bag_f1(bag: set[str], gold: set[str]) -> float:
 
 
 def drop_scores(extracted: str | None, gold: list[tuple[str, ...]]) -> tuple[float, float]:
-    """EM and F1, each the best over references and, for a reference of several spans, over ways to cut the answer."""
+    """EM and F1, each the best over all references; for a reference of several spans the answer is cut in several
+    ways."""
     if extracted is None:
         return 0.0, 0.0
     scores = []
@@ -270,11 +273,12 @@ def drop_scores(extracted: str | None, gold: list[tuple[str, ...]]) -> tuple[flo
 
 
 # --- programs
-# `evalplus.sanitize` parses every sequence of lines, and a thousand nested brackets end it, so an answer that loops is
-# cut. The longest right program of the two data sets has 58 lines, and the longest line has 410 characters
+# `evalplus.sanitize` parses every sequence of lines, and a thousand nested brackets make it crash, so the answer of a
+# model that repeats itself is cut. In both data sets the longest right program has 58 lines, and the longest line has
+# 410 characters
 MOST_LINES = 300
 LONGEST_LINE = 900
-# what is before a fence, the fence, the language, and a title
+# the parts of a line that opens fenced code: what is before the fence, the fence, the language, and a title
 OPENING = re.compile(r"([^`]*+)(`{3,}+)[ \t]*+([\w+-]*+)[^`\n]*+\n")
 
 
@@ -298,7 +302,7 @@ def fenced(text: str) -> list[tuple[str, str]]:
         else:
             blocks[-1][2].append(line)
 
-    # in a list a fence is indented, and its code with it
+    # in a list the fence is indented, and so is its code
     joined = [(language, indent, "".join(lines)) for language, indent, lines in blocks]
     return [(language, textwrap.dedent(code) if indent else code) for language, indent, code in joined]
 

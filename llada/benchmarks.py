@@ -1,8 +1,9 @@
 """The paper's seven benchmarks: how a published file is read, and how a question is asked. answers.py reads answers.
 
-`TASKS[name].load(path)` reads the *published* file (JSONL, perhaps gzip, or CSV). run.py generates, and `find` and
-`right` judge. The paper states no prompts, numbers of examples or answer rules. Each default here has its source beside
-it, and a template may replace it. `pytest tests/llada/test_benchmarks.py --bench_data DIR` reads the real files in DIR.
+`TASKS[name].load(path)` reads the *published* file (JSONL, also in gzip, or CSV). run.py generates, and `find` and
+`right` judge. The paper states no prompts, numbers of examples or answer rules. Beside each default here is its source,
+and a template may replace a prompt. `pytest tests/llada/test_benchmarks.py --bench_data DIR` reads the real files in
+DIR.
 """
 
 import csv
@@ -23,7 +24,7 @@ Rows = Iterator[tuple[str, dict[str, str], Any]]  # id ("": to be numbered), the
 
 @dataclass(frozen=True)
 class Item:
-    """One question. `prompt` is the user's turn without chat markup, and `right` compares with `gold`."""
+    """One question. `prompt` is the user's turn without chat markup, and `gold` is the right answer."""
 
     id: str
     prompt: str
@@ -32,7 +33,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Task:
-    """One benchmark. `find` gets the gold answer, too. `right` is None if only EvalPlus can judge."""
+    """One benchmark. `find` also gets the gold answer. `right` is None if only EvalPlus can judge."""
 
     name: str
     title: str
@@ -66,7 +67,7 @@ def text(record: dict, name: str) -> str:
     value = record.get(name)
     if not isinstance(value, str):
         raise ValueError(f"{name} is {value!r}, and should be text")
-    value.encode()  # raises where half of a character stands alone
+    value.encode()  # raises an error for half of a character
     return value
 
 
@@ -79,7 +80,7 @@ CMATH_PROMPT = "{question}\n请通过逐步推理来解答问题，并把最终�
 
 
 def read_numbers(path: Path, answer: str) -> Rows:
-    """The gold answer is the one number in the field `answer`, or behind "####" in it, as it is written ("27.3%")."""
+    """The gold answer is the one number in the field `answer`, or after "####" in it, as it is written ("27.3%")."""
     for _, record in read_records(path):
         final = text(record, answer).rpartition("####")[2]
         found = numbers(clean(final))
@@ -100,7 +101,7 @@ GPQA_ANSWERS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "I
 def read_gpqa(path: Path) -> Rows:
     """Columns are found by name. Options are permuted as in simple-evals, by one draw for each row, in order.
     simple-evals asks all rows four times; the paper's scores are k/198, so it asked once."""
-    csv.field_size_limit(2**24)  # explanations outgrow the default cell
+    csv.field_size_limit(2**24)  # explanations are longer than the default limit
     rng = random.Random(0)
     with open(path, encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
@@ -151,7 +152,7 @@ CODE_PROMPT = (  # EvalPlus; simple-evals and OpenCompass word it differently
 
 
 def read_code(path: Path, family: str) -> Rows:
-    """`gold` is the name that is to be defined, and the canonical program."""
+    """`gold` is the name that a program must define, and the canonical program."""
     for _, record in read_records(path):
         name = text(record, "task_id")
         if not name.startswith(family) or "plus_input" not in record:  # the original files have no "plus_input"

@@ -22,7 +22,7 @@ def chat(user: str, system: str | None = None) -> str:
 def main() -> None:
     texts = sys.argv[1:]
     if len(texts) not in (1, 2):
-        fail("give one text, in quotes, and perhaps a system message behind it: python -m llada.chat 'Why?'")
+        fail("give one text, in quotes, and perhaps a system message after it: python -m llada.chat 'Why?'")
     print(chat(*texts), end="")
 
 

@@ -1,9 +1,9 @@
 """sample.py with compiled steps: the same tokens on a CPU in less time, after some seconds of compiling.
 
-A step passes the few tokens of a block through every layer, in many small calls. Here a layer with experts is one
-compiled function, with its attention and the cache. One graph serves a single row of any length, and another any
-number of rows. Compiling pays for thousands of tokens, in one text or in many: results/speed has the numbers. Causal
-Stage B is not compiled, and runs beside a compiled Stage A.
+A step passes the few tokens of a block through every layer, in many small calls. Here a layer with experts, its
+attention and the cache are one compiled function. One graph serves a single row of any length, and another graph serves
+any number of rows. Compiling saves time if thousands of tokens are written, in one text or in many: results/speed has
+the numbers. Causal Stage B is not compiled, but the Stage A beside it is.
 
 The flags are sample.py's, on a CPU in fp32. This needs a C++ compiler (g++, or the one that CXX names) and Python's
 headers, and it refuses int8 weights, which have a kernel of their own.
@@ -29,8 +29,8 @@ from model import Context, Layer, Model, MoE
 # R rows, T positions of a pass (a block), N = R*T tokens, S keys, C channels, H heads, G key/value heads, D head dim,
 # E experts, A active experts, F expert width
 
-FEW = 8  # up to this many tokens an expert, on average, it is faster to read an expert's weights again for each token
-GRAPHS = 64  # the most graphs: for two lengths of one row and for several rows, each with LoRA and without
+FEW = 8  # up to so many tokens for an expert, on average, it is faster to read its weights again for each token
+GRAPHS = 64  # the most graphs, which are for two lengths of one row and for several rows, with LoRA and without
 
 
 # --- the compiled function
@@ -55,7 +55,7 @@ def run_layer(
     layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, used: int, length: Tensor
 ) -> Tensor:
     """As Layer.forward: x (R, T, C) -> (R, T, C). length (R,): how many finished tokens each row has."""
-    # as in KVCache.build_context: a shorter row may not attend to keys behind its own
+    # as in KVCache.build_context: a shorter row may not attend to keys after its own
     R, T, C = x.shape
     length = length.view(R, 1, 1, 1)  # for one row, too, or the compiler would fix the number of rows
     mask = torch.arange(-T, used - T) < length if R > 1 else None  # (R, 1, 1, S)
@@ -91,7 +91,7 @@ def chosen_experts(moe: MoE, x: Tensor, chosen: Tensor, weights: Tensor) -> Tens
 
 # --- the model
 def compile_steps(model: Model) -> None:
-    """Let the layers with experts of a float32 model on a CPU decode few tokens by the compiled function."""
+    """In a float32 model on a CPU, let the compiled function run the layers with experts when tokens are few."""
     compiled = torch.compile(run_layer, fullgraph=True, options={"cpp_wrapper": True})
     model.run_layers = partial(run_layers, model, compiled)
 
@@ -100,7 +100,7 @@ def run_layers(model: Model, run: Callable[..., Tensor], h: Tensor, ctx: Context
     """As Model.run_layers: (R, T, C) -> (R, T, C). run: the compiled function."""
     R, T, _ = h.shape
     few = R * T * model.cfg.n_active <= FEW * model.cfg.n_expert
-    # a decoding pass over all rows, whose mask follows from the lengths alone
+    # the compiled function makes the mask of a decoding pass over all rows, and knows no other
     cache = ctx.cache
     usual = isinstance(cache, KVCache) and not cache.filling and ctx.mask is cache.context.mask
     if not few or not usual:
@@ -118,8 +118,8 @@ def run_layers(model: Model, run: Callable[..., Tensor], h: Tensor, ctx: Context
 
 @torch.inference_mode()
 def compile_for_one_row(model: Model) -> None:
-    """Take first steps, whose results are not used. There are two lengths, because the compiler takes a size for fixed
-    until it changes."""
+    """Compile by taking steps whose results are not used. They have two lengths, because the compiler takes a size as
+    fixed until it changes."""
     print("compiling: seconds on an idle machine, minutes on a busy one", file=sys.stderr)
     masks = torch.full((1, model.cfg.block_length), model.cfg.mask_id)
     for n_blocks in (1, 3):

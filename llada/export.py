@@ -1,11 +1,11 @@
 """Checkpoints of this project -> the released (Hugging Face) layout, with an adapter's LoRA merged into the weights.
 
-    # a model's folder comes out bit for bit; of an adapter, LoRA is merged, and the markers get a file of their own
+    # a model comes out bit for bit; of an adapter, LoRA is merged, and the markers get a file of their own
     python -m llada.export --to hf --src weights/llada2.1-mini --out weights/back
     python -m llada.export --to hf --src out/cocommit --out weights/merged
 
 Causal Stage B is refused, because the released layout has no place for it. Copy the released code (modeling_*.py)
-from the released folder yourself. `config.json` is written last: a folder without one is incomplete, and the same
+from the released folder yourself. `config.json` is written last. A folder without it is incomplete, and the same
 command completes it.
 """
 
@@ -24,7 +24,7 @@ from model import LORA_SCALE, Config
 
 
 def released_config(cfg: Config) -> dict:
-    """A released config.json for a model that was not converted from one."""
+    """A config.json in the released form, for a model that was not converted from a released one."""
     fields = {name: getattr(cfg, field) for name, field in convert_weights.FIELDS.items()}
     rotary = {"partial_rotary_factor": cfg.rotary_dim / cfg.head_dim, "rotary_dim": cfg.rotary_dim}
     return {**convert_weights.MUST_BE, **fields, **rotary, "pad_token_id": cfg.eos_id, "use_cache": False}
@@ -66,7 +66,8 @@ def to_hf(src: Path, out: Path) -> None:
     }
     checkpoint.check_fit(base, found, expected, "the checkpoint is incomplete", dropped)
 
-    # the files beside the weights: markers with the n that they were trained for; a converted model's own config
+    # the other files: the markers, with the n for which they were trained; and the config, which a converted model
+    # still has
     files = copies(base, *convert_weights.TEXT)
     markers = adapter.get("markers", found.get("markers"))
     if markers is not None:

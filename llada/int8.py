@@ -3,8 +3,8 @@
     # every script takes the new folder as its --ckpt
     python -m llada.int8 --src weights/llada2.1-mini --out weights/mini-int8
 
-Every matrix (experts, attention, output layer) is stored as lib/int8.py says. The embedding, which is never multiplied,
-the router, the norms and the biases stay as they are. llada/README.md says how to use such a folder.
+Every matrix (experts, attention, output layer) is stored as lib/int8.py describes. The embedding (which is never
+multiplied), the router, the norms and the biases stay as they are. llada/README.md says how to use such a folder.
 """
 
 from dataclasses import asdict
@@ -32,8 +32,8 @@ def int8_tensors(found: dict[str, Tensor], names: list[str], matrices: set[str])
 
 
 def save_aligned(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a file whose integers are where the kernel can read them, at a multiple of 16 bytes. They are the file's
-    last tensors, behind a multiple of 8 bytes; if this is not a multiple of 16, the header gets 8 bytes more."""
+    """Write a file whose integers begin at a multiple of 16 bytes, where the kernel can read them. They are the last
+    tensors of the file, and begin at a multiple of 8; if it is no multiple of 16, the header gets 8 bytes more."""
     for padding in ("", " " * 8):
         save_tensors(path, tensors, {"padding": padding})
         with open(path, "rb") as file:

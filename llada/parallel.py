@@ -2,9 +2,9 @@
 
 torchrun starts this command N times. Every process holds the model, and gradients are summed over all processes. With
 --shard (FSDP2, as in the paper), each process holds a part of the frozen layers, and a layer is gathered when it runs.
-This is for weights that do not fit into one GPU. Process 0 alone prints and writes. Its checkpoints are those of a
-single process, so a run goes on with any number of them, also after one has died. The other flags are train.py's, and
---batch_size counts the rows of all processes.
+This is for weights that do not fit into one GPU. Only process 0 prints and writes. Its checkpoints are those of a
+single process, so a run can be resumed with any number of processes, also after one of them has died. The other flags
+are train.py's, and --batch_size counts the rows of all processes.
 
     torchrun --nproc_per_node 8 -m llada.parallel --data data/fineweb --config configs/llada.toml
     torchrun --nproc_per_node 8 -m llada.parallel --init_from resume --out_dir out/cocommit
@@ -38,7 +38,8 @@ def meet(name: str) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
-    # process 0 may read and write for long; and it writes nothing before all processes have read the settings
+    # the timeout is long because process 0 may read and write for long. It writes nothing before all processes have
+    # read the settings
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=30))
     dist.barrier()
     return device
@@ -52,13 +53,13 @@ def total(t: Tensor) -> Tensor:
 
 
 def any_process(flag: bool) -> bool:
-    """Is it so in any of them?"""
+    """Is the flag set in any process?"""
     return bool(total(torch.tensor(int(flag))))
 
 
 # --- the model and its step
 def shard(model: Model, device: torch.device) -> None:
-    """Leave this process its part of the frozen layers, on its device. What learns stays whole."""
+    """Keep only this process's part of the frozen layers, on its device. Parameters that learn stay whole."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in model.layers:
         learned = {p for p in layer.parameters() if p.requires_grad}
@@ -112,7 +113,7 @@ def run() -> None:
         shard(model, device)
     sum_gradients(model)
 
-    # the loop of train.py, in which process 0 writes; the command to go on has the script's name
+    # train.py's loop, in which process 0 writes, and prints a command to go on that begins with this
     again = f"-m torch.distributed.run --nproc_per_node {os.environ['LOCAL_WORLD_SIZE']} -m llada.parallel"
     sys.argv[0] = again + " --shard" * sharded
     writes = dist.get_rank() == 0
@@ -121,8 +122,8 @@ def run() -> None:
         with alone_in(Path(args.out_dir)) if writes else nullcontext():
             train.loop(model, corpus, shared_step, train.adamw(model, args), args, writes, agreed=any_process)
     except SystemExit:
-        status = 130  # in every process, even if only one of them was told to stop
-    dist.barrier()  # nobody leaves before process 0 has written
+        status = 130  # in every process, even if only one was asked to stop
+    dist.barrier()  # no process ends before process 0 has written
     raise SystemExit(status)
 
 
@@ -138,7 +139,7 @@ def main() -> None:
         fail("another process is gone, but the last save is whole: go on with --init_from resume")
     finally:
         if dist.is_initialized():
-            dist.destroy_process_group()  # or its threads may abort the process as it ends
+            dist.destroy_process_group()  # otherwise its threads may abort the process as it ends
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Benchmark runs: a checkpoint answers one of the paper's seven tasks, and its answers go into a run file.
 
-A run file is lines of JSON, first the settings, then one line for each item, and it is only appended to. If a run was
-stopped or killed, the same command goes on: it drops a line that was cut short, and no finished item runs again. It
-refuses to go on with other settings, if they may change an answer. tables.py makes the paper's tables from run files.
+A run file has lines of JSON: first the settings, then one line for each item. It is only appended to. If a run was
+stopped or killed, the same command goes on: it drops a line that was cut short, and answers no finished item again. It
+refuses other settings if they may change an answer. tables.py makes the paper's tables from run files.
 
 Code that a model wrote never runs in this process: for HumanEval+ and MBPP+ the run leaves samples in EvalPlus's format
 beside its file, and prints the command that scores them.
@@ -52,17 +52,17 @@ def build_parser() -> Parser:
     add = parser.add_argument_group("what is asked").add_argument
     add("--task", choices=TASKS, required=True)
     add("--task_file", type=Path, required=True, help="the published file of the task; nothing is downloaded")
-    add("--template", type=Path, help="a text file with another prompt, which has the fields in braces")
+    add("--template", type=Path, help="a text file with another prompt, in which the fields are in braces")
     add("--shard", type=shard, default=(1, 1), metavar="I/N",
-        help="every n-th item from the i-th on, 1/4 to 4/4, each with an --out; tables.py puts them together")
+        help="only every n-th item, from the i-th on; give each of 1/4 to 4/4 an --out, and tables.py joins them")
 
-    add = parser.add_argument_group("who answers, and where that goes").add_argument
+    add = parser.add_argument_group("what answers, and where the answers go").add_argument
     add("--ckpt", type=Path, required=True, help="a model's folder, or an adapter's")
     add("--row", choices=MECHANISM, metavar="NAME",
         help=f"decode as this row of Table 2 (left out: {BASE!r}, or for an adapter {COCOMMIT!r})")
     add("--gen_length", type=bounded(int, 1, 10**9), default=16384, help="the most tokens of an answer")
     add("--out", type=Path, required=True, help="the run file, *.jsonl; the same command goes on where it stopped")
-    add("--device", default="auto", help="auto (cuda, then mps, then cpu), or one by name")
+    add("--device", default="auto", help="auto (cuda, then mps, then cpu), or the name of one")
     add("--dtype", choices=DTYPES, default="fp32", help="of weights and activations")
     return parser
 # fmt: on
@@ -88,7 +88,7 @@ def row_of(args: Namespace, model: Model) -> str:
 
 # --- run files
 def identity(args: Namespace, items: list[Item], model: Model, templated: bool, row: str, d: Decoding) -> dict:
-    """Everything that may change an answer. The places of files and --shard do not."""
+    """Everything that may change an answer; the places of files and --shard do not."""
     base = base_of(args.ckpt)
     about = {
         "task": args.task,
@@ -105,8 +105,7 @@ def identity(args: Namespace, items: list[Item], model: Model, templated: bool, 
 
 
 def open_run(path: Path, settings: dict) -> Run:
-    """The run in a file that exists: as far as it got, without a line that was cut short, or new if the file is
-    empty."""
+    """The run in a file, without a line that was cut short; a new run if the file is empty."""
     run, whole = read_run(path)
     with path.open("ab") as file:
         if run is None:
@@ -157,7 +156,7 @@ def hand_over(args: Namespace, run: Run) -> None:
     """Write the samples for EvalPlus, and print the command that scores them."""
     folder = args.out.with_suffix(".evalplus")
     programs = {name: record["extracted"] or "" for name, record in run.items.items()}
-    # EvalPlus wants a sample of every problem that it is given
+    # EvalPlus needs a sample of every problem that it is given
     problems = [record for _, record in read_records(args.task_file) if record["task_id"] in run.items]
     if read_samples(folder / "samples.jsonl") != programs:
         # these were made from other programs
@@ -167,12 +166,12 @@ def hand_over(args: Namespace, run: Run) -> None:
         data = "".join(json.dumps(record) + "\n" for record in records)
         replace_file(folder / name, lambda temporary, data=data: temporary.write_text(data))
 
-    # EvalPlus cuts prose and calls away before it judges. For this it reads both data sets: the other one is empty, or
-    # EvalPlus would download a release
+    # before it judges, EvalPlus cuts prose and calls away. For this it reads both data sets; here the other one is
+    # empty, because otherwise EvalPlus would download it
     override = {"HUMANEVAL": "/dev/null", "MBPP": "/dev/null"} | {args.task.upper(): '"$PWD/dataset.jsonl"'}
-    # the environment is empty, because EVALPLUS_TIMEOUT_PER_TASK makes 0.3.1 hang, and because it may hold secrets; the
-    # home is new, because EvalPlus un-pickles its cache; with its own limit of 4 GiB the right programs of Mbpp/255 and
-    # 392 fail; and an old result would be reported again
+    # the environment is empty, because EVALPLUS_TIMEOUT_PER_TASK makes 0.3.1 hang, and because it may hold secrets. The
+    # home is new, because EvalPlus un-pickles its cache. The limit is raised, because with 4 GiB the right programs of
+    # Mbpp/255 and 392 fail. Old results are removed, because EvalPlus would report them again
     clean = 'env -i PATH="$PATH" HOME="$(mktemp -d)" EVALPLUS_MAX_MEMORY_BYTES=8589934592'
     clean += "".join(f" {name}_OVERRIDE_PATH={path}" for name, path in override.items())
     print(
@@ -207,7 +206,7 @@ def main() -> None:
     d, step = decoder_of(row, model.cfg.n_rounds)
     d = replace(d, gen_length=args.gen_length)
 
-    # the released chat template, where the tokenizer has its tokens
+    # use the released chat template if the tokenizer has its tokens
     missing = [role for role in ROLES if role not in tokenizer.special]
     if missing:
         print(f"no chat template: the tokenizer of {args.ckpt} has no {missing[0]}, so questions are plain text")

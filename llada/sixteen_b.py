@@ -1,7 +1,7 @@
-"""The whole released geometry with random weights: 20 layers, 256 experts, 157,184 tokens, on the machine at hand.
+"""The whole released geometry with random weights: 20 layers, 256 experts, 157,184 tokens, on this machine.
 
-Random weights say nothing about answers. But they have as many bytes, need as much memory and run the same code as
-trained ones, so they show what the released model needs. experiments/sixteen_b.sh has all the commands.
+Random weights give no useful answers. But they have as many bytes as trained ones, need as much memory and run the same
+code, so they show what the released model needs. experiments/sixteen_b.sh has all the commands.
 
     python -m llada.sixteen_b write --out weights/released      # 32.5 GB in the released layout, a layer at a time
     python -m llada.sixteen_b check --ckpt weights/ours         # after convert_weights.py: every number in its place
@@ -22,8 +22,8 @@ from llada.export import released_config
 
 
 def random_tensor(name: str, shape: list[int]) -> Tensor:
-    """A tensor that depends on its released name alone. Norms are ones and router biases are zeros. A matrix is normal,
-    and scaled so that a product keeps its size."""
+    """A tensor that depends only on its released name. Norms are ones and router biases are zeros. The numbers of a
+    matrix are normal, and scaled so that a product keeps its size."""
     if name.endswith("expert_bias"):
         return torch.zeros(shape)
     if len(shape) == 1:
@@ -37,8 +37,8 @@ def random_shard(shard: list[Plan]) -> dict[str, Tensor]:
 
 
 def write(out: Path, layers: int) -> None:
-    """Write the released layout, with a file for each layer, and a tokenizer of bytes, in which 258 of the 157,184 ids
-    have a token."""
+    """Write the released layout, with a file for each layer, and a tokenizer of bytes, which has tokens for 258 of the
+    157,184 ids."""
     cfg = replace(PRESETS["llada2.1-mini"], n_layer=layers, n_last=min(3, layers))
     config = released_config(cfg) | {"pad_token_id": 256}  # eos in that tokenizer
     files = {
@@ -64,7 +64,7 @@ def check(ckpt: Path) -> None:
 @command
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("job", choices=["write", "check"], help="see above")
+    parser.add_argument("job", choices=["write", "check"], help="what to do, see above")
     group = parser.add_argument_group("write")
     group.add_argument("--layers", type=bounded(int, 2), default=20, help="the number of layers, each of full size")
     group.add_argument("--out", type=Path, default=Path("weights/released"), help="a new or empty folder")

@@ -1,8 +1,9 @@
 """The paper's three tables from run files, beside the paper's own figures.
 
-A difference says little without its noise. Ours come with the 95 % interval of a paired bootstrap over the items of
-both runs, and the paper's with the least difference that its number of items can tell from chance. The settings of a
-run say which row it is. HumanEval+ and MBPP+ count once EvalPlus's verdicts are beside the run file.
+A difference says little without its noise. Beside each of our differences is the 95 % interval of a paired bootstrap
+over the items of both runs. Beside each of the paper's is the least difference that its number of items can tell from
+chance. The settings of a run say which row it is. HumanEval+ and MBPP+ count when EvalPlus's verdicts are beside the
+run file.
 
     python -m llada.tables main --runs runs/            # Table 1, n = 3: base, CoCommit, delta, forwards per token
     python -m llada.tables mechanism --runs runs/       # Table 2, n = 3: GSM8K, what each part of the method adds
@@ -26,7 +27,7 @@ from llada.ablation import BASE, COCOMMIT, GATED, MECHANISM
 from llada.benchmarks import TASKS
 from prepare import read_records
 
-# Shares are 0..1 in run files and percent in tables.
+# Shares are 0..1 in run files, and in percent in tables.
 
 # the paper's Tables 1 and 3: accuracy and full forwards per token, of the base and of CoCommit with each n
 PAPER = {
@@ -39,7 +40,7 @@ PAPER = {
     "mbpp": {"base": (68.78, 0.18), 3: (70.11, 0.18), 6: (68.78, 0.18), 9: (72.22, 0.18)},
 }
 
-# what ungated edits add to gated ones at n = 3, by the paper's text
+# what ungated edits gain over gated ones at n = 3, by the paper's text
 UNGATED_ADDS = {
     "gsm8k": 0.00, "cmath": -0.45, "gpqa": 1.52, "drop": 0.44, "piqa": 0.11, "humaneval": 0.61, "mbpp": 1.06
 }  # fmt: skip
@@ -66,8 +67,8 @@ def differences(a: dict, b: dict) -> str:
 
 
 def read_run(path: Path) -> tuple[Run | None, int]:
-    """The run in a file, and how many bytes its whole lines have, without a last line that was cut short. The run is
-    None if not even the first line is whole."""
+    """The run in a file, and how many bytes its whole lines have; a last line that was cut short is left out. The run
+    is None if not even the first line is whole."""
     with reading(path, "run file"):
         data = path.read_bytes()
         start = b'{"settings": '
@@ -92,7 +93,7 @@ def read_run(path: Path) -> tuple[Run | None, int]:
 
 
 def check_record(record: dict, path: Path) -> None:
-    """Refuse a line of a run file that lacks what the tables read."""
+    """Refuse a line of a run file that lacks an entry which the tables read."""
     for key, kind in (("id", str), ("prompt", str), ("tokens", int), ("nfe", dict)):
         checked_entry(record, key, kind, path)
     for key in ("full", "partial", "refresh"):
@@ -117,8 +118,8 @@ def read_runs(folder: Path) -> list[Run]:
 
 
 def judge(path: Path, run: Run) -> None:
-    """Take EvalPlus 0.3.1's verdicts into a run, but only those about its programs, or about what `evalplus.sanitize`
-    made of them."""
+    """Add EvalPlus 0.3.1's verdicts to a run, but only those on the run's programs, or on what `evalplus.sanitize` made
+    of these."""
     if TASKS[run.settings["task"]].right:
         return
     folder = path.with_suffix(".evalplus")
@@ -148,7 +149,7 @@ def read_samples(path: Path) -> dict[str, str]:
 
 # --- statistics
 def wilson(k: int, n: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share, of which k of n were seen."""
+    """Wilson's 95 % interval of a share, if k of n items have been seen to have it."""
     z2 = 1.959963984540054**2
     middle = (k + z2 / 2) / (n + z2)
     spread = math.sqrt(z2 * k * (n - k) / n + z2 * z2 / 4) / (n + z2)
@@ -156,7 +157,8 @@ def wilson(k: int, n: int) -> tuple[float, float]:
 
 
 def paired(run: Run, reference: Run) -> tuple[float, float, float] | None:
-    """The difference of two runs and its 95 % interval, in shares over the items of both; None if they share none."""
+    """The difference of two runs and its 95 % interval, as shares of the items that both have; None if both have
+    none."""
     gained = []
     for name, mine in run.items.items():
         other = reference.items.get(name)
@@ -168,15 +170,15 @@ def paired(run: Run, reference: Run) -> tuple[float, float, float] | None:
 
 
 def bootstrap(x: np.ndarray, rng: np.random.Generator, n: int = 10_000) -> tuple[float, float]:
-    """The 95 % interval of the mean of x, by its percentiles when as many values of x are drawn again."""
+    """The 95 % interval of the mean of x: the percentiles of the means of n draws, each of as many values of x."""
     values, counts = np.unique(x, return_counts=True)
     times = rng.multinomial(len(x), counts / len(x), n)  # how often each value is drawn
     return tuple(np.quantile(times @ values / len(x), (0.025, 0.975)))
 
 
 def mcnemar_at_best(k: int) -> float:
-    """The least p that a difference of k answers on the same items can have: McNemar's exact two-sided p, if every item
-    on which the runs differ is in favour of one run. If some are in favour of the other, p is larger."""
+    """The least p that a difference of k answers on the same items can have: McNemar's exact two-sided p, if all items
+    on which the two runs differ favour one run. If some items favour the other run, p is larger."""
     return min(1.0, 2 * 0.5 ** abs(k))
 
 
@@ -211,7 +213,7 @@ def mechanism_table() -> list[Row]:
 
 
 def gates_table() -> list[Row]:
-    """The paper's text on edits: edits without a gate against edits with one, with Stage B."""
+    """The paper's text on edits: with Stage B, edits without a gate against edits with one."""
     rows = []
     for task, added in UNGATED_ADDS.items():
         ungated = PAPER[task][3]
@@ -269,7 +271,7 @@ def measured(run: Run | None, reference: Run | None) -> list[str]:
     if len(records) < n:
         cells[0] += f"/{n}"
 
-    # the score, and what it gains on the reference
+    # the score, and its difference from the reference
     judged = [record["correct"] for record in records if record["correct"] is not None]
     if judged:
         low, high = wilson(sum(judged), len(judged))
@@ -300,7 +302,7 @@ def printed(row: Row) -> list[str]:
 
 
 def average_cells(runs: list[Run], n: int) -> list[str]:
-    """The last line of Table 3: the average of seven scores, of ours once there are all seven."""
+    """The last line of Table 3: the average of the seven scores; ours is there when all seven are."""
     scores = []
     for row in lastn_table():
         run = pick(runs, row) if row.n == n else None
@@ -314,7 +316,7 @@ def average_cells(runs: list[Run], n: int) -> list[str]:
 
 # --- the paper's own differences
 def answers_of(row: Row) -> int:
-    """The row's accuracy as a number of right answers."""
+    """The paper's accuracy of a row as a number of right answers."""
     return round(row.paper[0] * TASKS[row.task].n_official / 100)
 
 
@@ -349,7 +351,7 @@ def notes(run: Run, reference: Run | None) -> list[str]:
     said = []
     if any(record["correct"] is None for record in run.items.values()):
         said.append(f"{title}: items without EvalPlus's verdict do not count")
-    # the settings that a method does not change
+    # the settings that runs must have in common to be compared
     alike = ("questions", "weights", "int8", "gen_length", "dtype")
     theirs, ours = ({key: of.settings.get(key) for key in alike} for of in (reference or run, run))
     if theirs != ours:
@@ -363,7 +365,7 @@ def main() -> None:
     tables = {"main": main_table, "mechanism": mechanism_table, "gates": gates_table, "lastn": lastn_table}
     parser.add_argument("table", choices=tables, help="the paper's Table 1, 2, the text below it, or Table 3")
     parser.add_argument(
-        "--runs", type=Path, help="a folder of llada.run's run files (left out: the paper's numbers alone)"
+        "--runs", type=Path, help="a folder of llada.run's run files (left out: only the paper's numbers)"
     )
     args = parser.parse_args()
 
@@ -382,7 +384,7 @@ def main() -> None:
     print_table(HEAD, cells)
     print("\n".join([*dict.fromkeys(said), FOOTNOTE]))
 
-    # what the paper's own numbers say
+    # the paper's own differences in answers
     print()
     print_table(OWN_HEAD, paper_differences(rows))
     print(OWN_FOOTNOTE)
