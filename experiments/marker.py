@@ -1,8 +1,8 @@
 """The paper's marker, tested on names: Stage B on, off, and with its marker at the wrong positions.
 
-An adapter is trained by train.py's own step, with the paper's marker and with one that is scaled by rms(h), the size of
-the states that it is added to. Then Stage A and Stage B are compared at the same positions, and as decoders. Each
-training appends a record a line; what is there already is not done again.
+An adapter is trained by train.py's own step, once with the paper's marker, and once with a marker that is scaled by
+rms(h), the size of the states to which it is added. Then Stage A and Stage B are compared at the same positions, and as
+decoders. Each training appends one record, and a training whose record is there already is not done again.
 
     python -m experiments.marker --base assets/names --seed 1 --out out/marker
 """
@@ -31,12 +31,12 @@ from sample import denoise
 
 # R rows, T positions, B block_length, C channels, V vocabulary
 
-N = 256  # names that are completed
-SETTINGS = {"300 steps": [300, 3e-4], "faster": [300, 3e-3]}  # steps and rate: the default, and ten times its rate
+N = 256  # how many names are completed
+SETTINGS = {"300 steps": [300, 3e-4], "faster": [300, 3e-3]}  # steps and learning rate: the default, and ten times it
 
 
 class ScaledModel(Model):
-    """The paper's model with a marker as large as the states beside it: h + 1_S * rms(h) * marker."""
+    """The paper's model with a marker that is as large as the states: h + 1_S * rms(h) * marker."""
 
     def coordinate(self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int) -> Tensor:
         marked = F.pad(bundle, (0, h.shape[1] - bundle.shape[1]), value=False)[..., None]
@@ -50,8 +50,8 @@ class ScaledModel(Model):
 # --- at the same positions of held-out rows
 @torch.no_grad()
 def compare_stages(model: Model, args: Namespace) -> dict[str, float]:
-    """On the bundles of held-out rows: nats of Stage A, of Stage B, and of Stage B with the marker at all other masks;
-    the largest change of a probability, and the share of argmaxes that change."""
+    """On the bundles of held-out rows: the cross-entropy in nats of Stage A, of Stage B, and of Stage B with the marker
+    at all other masks; the largest change of a probability, and the share of argmaxes that change."""
     corpus = read_corpus(Path(args.data), args.seq_len, args.seed, args.block_length, args.batch_size)
     nats = {"nats_A": [], "nats_B": [], "nats_elsewhere": []}
     moved = []
@@ -80,7 +80,7 @@ def compare_stages(model: Model, args: Namespace) -> dict[str, float]:
 
 # --- as decoders
 class Elsewhere:
-    """An engine whose Stage B has its marker at all positions of the block but the bundle."""
+    """An engine whose Stage B marks all positions of the block except the bundle."""
 
     def __init__(self, engine: Cached):
         self.engine = engine
@@ -97,8 +97,8 @@ def elsewhere(engine: Cached, z: Tensor, given: Tensor, u: Tensor, d: Decoding) 
 
 
 def compare_texts(model: Model, base: Path) -> dict[str, object]:
-    """What exists of 256 completed names with Stage B on, off, and marked elsewhere, and how many texts differ from
-    those with Stage B off: at the paper's gates, and with all masks at once."""
+    """The share of completed names that exist with Stage B on, off, and with its marker elsewhere, and how many texts
+    differ from those with Stage B off: at the paper's gates, and with all masks at once."""
     tokenizer = names_tokenizer(base)
     prompts = draw_names(N, "held out", tokenizer)
     found = {}
@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--kind", choices=["paper", "scaled"], nargs="+", default=["paper", "scaled"])
     parser.add_argument("--setting", choices=SETTINGS, nargs="+", default=list(SETTINGS))
-    parser.add_argument("--out", type=Path, required=True, help="a folder for the adapters, and marker.jsonl")
+    parser.add_argument("--out", type=Path, required=True, help="a folder for the adapters and marker.jsonl")
     given = parser.parse_args()
 
     STAGE_B["scaled"] = ScaledModel

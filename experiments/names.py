@@ -1,13 +1,14 @@
-"""Names, system by system and seed by seed: what each writes for held-out beginnings, and what differences are worth.
+"""Names: what each system writes for held-out beginnings, seed by seed, and how certain the differences are.
 
-`measure` appends a record a line, with a digit for each name, and measures nothing twice. `compare` prints means over
-seeds, and what every system has within some budgets of forwards a name, with the 95 % interval of paired differences.
+`measure` appends one record for each setting, with a digit for each name, and measures nothing twice. `compare` prints
+means over seeds. It also prints which share of a system's names exist if a name may cost so many forwards, with the
+95 % intervals of paired differences. A system writes in one of these ways, in which --dial is a number:
 
-    run         the longest run from the left whose product is above the dial, by causal Stage B, or by Stage A
-    threshold   Stage A, masks above the dial; edits: none, or above a gate
-    stage_b     the same with Stage B
-    first       of a whole block's tokens so many at once, the leftmost; one is the system's own writing one at a time
-    ones        one token at a time from the left, the text read in blocks of one
+    run         the longest run from the left whose product is above the dial, by causal Stage B or by Stage A
+    threshold   all masks above the dial, by Stage A; --edits: none, or above this gate
+    stage_b     the same by Stage B
+    first       of a whole block's tokens the leftmost ones, as many as the dial says
+    ones        one token at a time from the left, and the text is read in blocks of one
 
     python -m experiments.names measure --system causal --ckpt out/causal --seed 1 --way run --dial 0 0.5 \
         --out out/r.jsonl
@@ -35,10 +36,10 @@ from lib.util import Parser, append_line, bounded, command, fail, or_none, print
 from sample import step_of, temperature
 from tools.plots import read_records, read_settings, share
 
-STUDENT = (12.706, 4.303, 3.182, 2.776)  # 97.5 % of Student's t lies below, for 1, 2 ... degrees of freedom
-BUDGETS = (2.1, 2.7, 3.3, 4, 5, 6)
-N = 512  # names
-# where each way's dial may stand
+STUDENT = (12.706, 4.303, 3.182, 2.776)  # the 97.5 % quantile of Student's t, for 1, 2 ... degrees of freedom
+BUDGETS = (2.1, 2.7, 3.3, 4, 5, 6)  # forwards a name
+N = 512  # how many names are completed
+# the least and the largest dial of each way
 WAYS = {"run": (0, 1), "threshold": (-1, 1), "stage_b": (-1, 1), "first": (1, 64), "ones": (0, 1)}
 
 
@@ -49,13 +50,13 @@ def measure(parser: Parser) -> None:
     parser.add_argument("--way", choices=WAYS, required=True)
     parser.add_argument("--dial", type=float, nargs="+", default=[1.0])
     parser.add_argument("--edits", type=or_none(bounded(float, 0, 1)), nargs="+", default=[None])
-    parser.add_argument("--temperature", type=temperature, default=0.0, help="0: the likeliest tokens; 1: draws")
+    parser.add_argument("--temperature", type=temperature, default=0.0, help="0: the likeliest tokens; 1: draw")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     low, high = WAYS[args.way]
     for dial in args.dial:
         if not low <= dial <= high:
-            fail(f"--dial {dial:g}: by --way {args.way} it lies in {low}..{high}")
+            fail(f"--dial {dial:g}: with --way {args.way} it must lie in {low}..{high}")
 
     tokenizer = names_tokenizer(args.ckpt)
     model = load_model(args.ckpt, "cpu", torch.float32, block_length=1 if args.way == "ones" else None)
@@ -68,14 +69,15 @@ def measure(parser: Parser) -> None:
         if any(record.items() <= ({"temperature": 0.0} | other).items() for other in there):
             continue
 
-        # complete every beginning, by runs or by the paper's gate
+        # complete every beginning, by the longest run or by the paper's gate
         tau_joint = {"run": dial, "ones": dial, "first": 0.0}.get(args.way)
         d = replace(NAME_DECODING, n_rounds=n_rounds, tau_m2t=dial, tau_t2t=edits, tau_joint=tau_joint)
         d = replace(d, temperature=args.temperature)
         step = partial(leftmost, int(dial), step_of(model, d)) if args.way == "first" else None
         found = complete(model, tokenizer, prompts, d, step)
 
-        # in blocks of one the pass that reads a mask reads the token before it, too: of 2 m - 1 forwards m are needed
+        # in blocks of one, the forward that fills a mask could also read the token before it. So m tokens need only m
+        # of the 2 m - 1 forwards
         cost = (found["forwards"] + 1) / 2 if args.way == "ones" else found["forwards"]
         record["exist"] = "".join("01"[real] for real in found["found"])
         record |= dict(forwards=round(cost, 4), per_token=round(cost / found["tokens"], 4))
@@ -83,7 +85,7 @@ def measure(parser: Parser) -> None:
 
 
 def leftmost(k: int, step: Callable[..., Step], engine, z: Tensor, *others) -> Step:
-    """A step that writes the k leftmost of the tokens that it would write."""
+    """The step, but it writes only the k leftmost of its tokens."""
     done = step(engine, z, *others)
     bundle = done.bundle & (done.bundle.cumsum(-1) <= k)
     return replace(done, bundle=bundle, after=torch.where(bundle, done.token, z))
@@ -91,10 +93,10 @@ def leftmost(k: int, step: Callable[..., Step], engine, z: Tensor, *others) -> S
 
 def compare(parser: Parser) -> None:
     parser.add_argument("records", type=Path)
-    parser.add_argument("--against", required=True, metavar="SYSTEM[/WAY]", help="every difference is to this one")
+    parser.add_argument("--against", required=True, metavar="SYSTEM[/WAY]", help="every difference is from this one")
     args = parser.parse_args()
 
-    # every setting: means of its seeds
+    # for every setting the means of its seeds
     rows = []
     for name, settings in read_settings(args.records).items():
         for (dial, edits), seeds in settings.items():
@@ -103,7 +105,7 @@ def compare(parser: Parser) -> None:
             rows.append([name, setting, *means, " ".join(f"{exist:.3f}" for exist, *_ in seeds)])
     print_table(["system/way", "setting", "exist", "forwards/name", "/token", "seeds"], rows)
 
-    # what a budget pays for, seed by seed: of each way, and of a system in all of its ways
+    # the share within each budget, seed by seed: of each way, and of a system in all of its ways
     systems: dict[str, dict[int, list[dict]]] = defaultdict(lambda: defaultdict(list))
     for record in read_records(args.records):
         for name in (record["system"], f"{record['system']}/{record['way']}"):
@@ -116,7 +118,8 @@ def compare(parser: Parser) -> None:
 
 
 def cell(ours: dict[int, float | None], theirs: dict[int, float | None]) -> str:
-    """.812 +.034 [-.010, +.078]: the mean of our seeds, and the difference on those that both have."""
+    """.812 +.034 [-.010, +.078]: the mean of our seeds, and the mean difference on the seeds that both have, with its
+    interval."""
     have = {seed: value for seed, value in ours.items() if value is not None}
     pairs = [value - theirs[seed] for seed, value in have.items() if theirs.get(seed) is not None]
     text = f"{mean(have.values()):.3f}" if have else "-"
@@ -127,9 +130,12 @@ def cell(ours: dict[int, float | None], theirs: dict[int, float | None]) -> str:
 
 
 def within(records: list[dict], budget: float) -> float | None:
-    """What the best affordable mixture of two settings has, some names by one and the rest by the other: chosen on one
-    half of the names, judged on the other, and the reverse; of several that are chosen the mean. None where every
-    setting costs more. Costs 1 and 3, shares .2 and .6, budget 2: half by each, .4."""
+    """The share of names that exist by the best affordable mixture of two settings: one setting for some names, another
+    for the rest. With costs 1 and 3, shares .2 and .6, and a budget of 2, half of the names by each give .4.
+
+    A mixture is chosen on one half of the names and judged on the other half, then the reverse. If several are best,
+    their mean counts. None if every setting costs more.
+    """
     points = [(of["forwards"], share(of["exist"][0::2]), share(of["exist"][1::2])) for of in records]
     mixtures = []
     for (low, *cheap), (high, *dear) in product(points, points):

@@ -1,11 +1,11 @@
 """Speed on a CPU, as ratios that are measured side by side in one process.
 
-The two sides of a ratio take turns (A, B, A, B, ...), and the medians of their processor time are divided, so a busy
+The two sides of a ratio take turns (A, B, A, B, ...), and the medians of their processor time are divided: so a busy
 machine disturbs both alike. Weights are random, because speed does not depend on them. With --names they are the
-shipped ones, because the number of forwards does depend on them.
+shipped ones, because the number of forwards depends on them.
 
-    python -m tools.bench                                                   # the cache against none; minutes
-    python -m tools.bench --names assets/names/paper assets/names/causal    # time beside forwards, a name; a minute
+    python -m tools.bench                                                   # with the cache and without; minutes
+    python -m tools.bench --names assets/names/paper assets/names/causal    # time and forwards of a name; a minute
 """
 
 import os
@@ -33,7 +33,7 @@ from sample import denoise, generate
 
 # R rows, B block_length
 
-# sizes that show the ratios and are small enough for two cores
+# sizes that are small enough for two cores, and large enough to show the ratios
 TEXT = replace(PRESETS["text"], eos_id=256, mask_id=257, block_length=8)  # as train.py builds it
 WIDE = replace(TEXT, n_layer=20, n_embd=512, n_head=8, head_dim=64, rotary_dim=32, d_dense=1536, d_expert=256)
 
@@ -48,7 +48,7 @@ TIMED = (
 )  # fmt: skip
 REPEATS = 3
 
-# no probability is above 1, so each step writes one token, and the steps are always the same
+# no probability is above 1, so each step writes one token, and every run has the same number of steps
 ONE_BY_ONE = Decoding(tau_m2t=1.0, tau_t2t=None)
 
 
@@ -67,7 +67,7 @@ def interleaved(*sides: Callable[[], object], repeats: int) -> list[float]:
 
 # --- what is timed
 def random_model(cfg: Config) -> Model:
-    """A model with random weights. The mask is never the likeliest token, or a block would never end."""
+    """A model with random weights. The mask is never the likeliest token, because then a block would never end."""
     model = new_model(cfg, generator("bench"))
     model.lm_head.weight.data[cfg.mask_id] = 0
     return model
@@ -79,7 +79,7 @@ def prompt(n: int, row: int = 0) -> list[int]:
 
 # --- the cache
 def one_step(engine: Cached | Uncached, R: int) -> Callable[[], Step]:
-    """One decoding step of R rows in the middle of a block: half of it written, half masks, no prompt."""
+    """One decoding step of R rows in the middle of a block: half of the block is written, and half are masks."""
     B = engine.model.cfg.block_length
     z = torch.tensor([prompt(B, 1)] * R)
     z[:, B // 2 :] = engine.model.cfg.mask_id
@@ -90,7 +90,7 @@ def one_step(engine: Cached | Uncached, R: int) -> Callable[[], Step]:
 
 @torch.inference_mode()
 def cache_against_none(cfg: Config, rows: int) -> None:
-    """Time a step behind texts of several lengths, and integrate over them for whole texts."""
+    """Time a step after texts of several lengths, and add up the steps of whole texts."""
     model = random_model(cfg)
     size = f"{cfg.n_layer} layers of {cfg.n_embd}, {cfg.n_expert} experts, blocks of {cfg.block_length}"
     print(f"\n{size}; rows: {rows}; Stage A and B in every step; threads: {torch.get_num_threads()}")
@@ -103,7 +103,7 @@ def cache_against_none(cfg: Config, rows: int) -> None:
         measured.append((cached, uncached))
         print(f"  {before:7}   {1e3 * cached:16.1f}   {1e3 * uncached:18.1f}   {uncached / cached:4.1f}x", flush=True)
 
-    # the time of a step is interpolated between the measured lengths; on both sides a step writes one token
+    # between the measured lengths the time of a step is interpolated; on both sides a step writes one token
     for length in LENGTHS:
         starts = np.arange(length) // cfg.block_length * cfg.block_length
         cached, uncached = (np.interp(starts, BEFORE, side).sum() for side in np.array(measured).T)
@@ -113,7 +113,7 @@ def cache_against_none(cfg: Config, rows: int) -> None:
 
 # --- names: seconds beside forwards
 def seconds_a_name(folders: list[Path]) -> None:
-    """Time the decoders of these adapters and their base on the same names, one name at once and then 16."""
+    """Time the decoders of these adapters and of their base on the same names: one name at a time, then 16 at once."""
     tokenizer = [names_tokenizer(folder) for folder in folders][0]
     decoders = [row for row in name_rows(folders) if row[0] in TIMED]
     models = {folder: load_model(folder, "cpu", torch.float32) for _, folder, _ in decoders}

@@ -1,11 +1,11 @@
-"""The model in a browser: one HTML page that completes what a user types, and needs nothing but itself.
+"""The model in a browser: one HTML page that completes what a user types, and needs no other file and no server.
 
 The page has the weights, the tokenizer and an engine in JavaScript (tools/engine.js, which computes what
 model.py and sample.generate_one do). It shows several decoders on the same beginning, step by step: the
-base one token at a time from the left, by the longest run, and by the released gates; the paper's adapter
+base one token at a time from the left, by the longest run, and with the released gates; the paper's adapter
 with Stage B off and on; causal Stage B with its looks. A click on a mask shows what Stage A and Stage B
 would write there, and lets the user write a token. For names the page also says whether a name exists. It
-counts how many of a hundred held-out beginnings each decoder completes to a name, and in how many forwards.
+counts how many of a hundred held-out beginnings each decoder completes to a name, and with how many forwards.
 A model of plain text draws every token, as sample.py does.
 
     python -m tools.playground                                         # the shipped base and its two adapters
@@ -37,12 +37,12 @@ SCRIPTS = ("engine.js", "viewer.js", "playground.js")
 SHIPPED = [Path("assets/names/paper"), Path("assets/names/causal")]
 BEGINNINGS = 100  # held-out names to complete
 
-# the gates when the page opens; and for names and other text, how many tokens a model writes, and the prompt
+# the gates when the page opens; then for names and for other text: how many tokens a model writes, and the prompt
 GATES = dict(tau_m2t=0.7, tau_t2t=0.0, tau_joint=0.5, temperature=0.0)
 OF_NAMES = dict(gen_length=32)
 OF_TEXT = dict(prompt="import ", gen_length=64, names=None, beginnings=[])
 
-# text is drawn: causal Stage B writes whole blocks, and nothing is edited, since an edit would draw a token again
+# text is drawn: causal Stage B writes whole blocks. Nothing is edited, because an edit would draw a token again
 DRAWN = OF_TEXT | dict(prompt="ROMEO:", gates=GATES | dict(tau_t2t=1.0, tau_joint=0.0, temperature=1.0))
 
 # --- the decoders. A gate is a number, or the name of the page's slider; in_table: the page's table counts it
@@ -74,7 +74,7 @@ CAUSAL = "Stage A drafts (A); a look (1, 2 ...) of Stage B reads the drafts on t
 
 
 def with_stage_b(model: Model, draws: bool) -> list[dict]:
-    """What the page shows of a model that has a Stage B; of any other nothing."""
+    """The decoders that the page shows for a model with a Stage B; for any other model there are none."""
     if not model.markers.any():
         return []
     on = dict(n_rounds=model.cfg.n_rounds)
@@ -88,7 +88,7 @@ def with_stage_b(model: Model, draws: bool) -> list[dict]:
 
 # --- what the page holds
 def half(model: Model) -> Model:
-    """The model with its parameters rounded to bfloat16, as the page has them. The experts' biases are not rounded."""
+    """Round the model's parameters to bfloat16, as they are in the page. The experts' biases are not rounded."""
     for p in model.parameters():
         p.data = p.data.bfloat16().float()
     return model
@@ -99,8 +99,8 @@ def packed(content: bytes) -> str:
 
 
 def weights_data(tensors: list[Tensor]) -> str:
-    """All numbers end to end as float32: first the lowest byte of each, then the next ones. The two lower bytes of a
-    bfloat16 number are zero, and take no space when they are packed."""
+    """All numbers end to end as float32: first the lowest byte of every number, then the next byte of every number, and
+    so on. The two lower bytes of a bfloat16 number are zero, and take no space when they are packed."""
     numbers = torch.cat([tensor.detach().float().flatten() for tensor in tensors])
     return packed(numbers.view(torch.uint8).view(-1, 4).T.contiguous().numpy().tobytes())
 
@@ -112,7 +112,7 @@ def names_data() -> str:
 
 def tokenizer_data(tokenizer: Tokenizer, vocab_size: int) -> dict:
     """What the page's tokenizer needs. Bytes are written as the characters U+0000 to U+00FF."""
-    # JavaScript's \s finds other blanks; and if special tokens begin at one place, the longest counts
+    # \s means other blanks in JavaScript. If several special tokens begin at one place, the longest counts
     words = tokenizer.pattern.replace(r"\s", r"\p{White_Space}").replace(r"\S", r"\P{White_Space}")
     longest_first = sorted(tokenizer.special, key=len, reverse=True)
     return {
@@ -136,7 +136,7 @@ def page_data(folders: list[Path]) -> dict:
     check_page_can_run(base, models[base], tokenizer)
     draws = is_plain_text(base)
 
-    # of an adapter what learned; the rest is the base's
+    # of an adapter the page has what was learned; the rest is the base's
     decoders = [decoder | dict(number=0) for decoder in (OF_DRAWN_BASE if draws else OF_BASE)]
     tensors = []
     about_models = []
@@ -177,8 +177,8 @@ def check_page_can_run(base: Path, model: Model, tokenizer: Tokenizer | None) ->
 
 
 def page_can_read(tokenizer: Tokenizer) -> bool:
-    """Does the page's tokenizer give the same ids? It has two patterns, of added tokens it has special ones alone, and
-    it merges in the order of ids."""
+    """Does the page's tokenizer give the same ids? It knows two patterns and no added words, and it merges in the order
+    of ids."""
     merged = tokenizer.ids[256:]
     in_order = merged == sorted(merged) and len(tokenizer.token_bytes) == len(tokenizer.ids)
     changes_text = tokenizer.nfc or tokenizer.prefix_blank
@@ -187,12 +187,12 @@ def page_can_read(tokenizer: Tokenizer) -> bool:
 
 
 def page(folders: list[Path]) -> str:
-    """The HTML for a model's folder, or for adapters of one base."""
+    """The HTML of the page for a model's folder, or for adapters of one base."""
     read = lambda name: (HERE / name).read_text(encoding="utf-8")  # noqa: E731
     html = read("playground.html").replace("@STYLE@", read("playground.css"))
     html = html.replace("@SCRIPT@", "\n".join(map(read, SCRIPTS)))
 
-    # inside <script>, "<" could end the element; as an escape it is the same JSON
+    # inside <script> a "<" could end the element, so it is written as an escape, which means the same in JSON
     return html.replace("@DATA@", json.dumps(page_data(folders)).replace("<", "\\u003c"))
 
 
@@ -200,7 +200,7 @@ def page(folders: list[Path]) -> str:
 def main() -> None:
     parser = Parser(__doc__)
     add = parser.add_argument_group("playground").add_argument
-    add("--ckpt", type=Path, nargs="+", default=SHIPPED, help="a model of train.py, or adapters of one base")
+    add("--ckpt", type=Path, nargs="+", default=SHIPPED, help="a model's folder, or those of adapters of one base")
     add("--out", type=Path, default=Path("playground.html"), help="the page to write")
     args = parser.parse_args()
     html = page(args.ckpt)

@@ -3,8 +3,8 @@
     python -m tools.plots                    # all of them, each to its place
     python -m tools.plots tiny speed         # two of them
 
-Text stays text in the SVGs. Each has a background of its own, white or dark as the reader's system is, and
-other colours on either: no colour can be read both on white and on black at 4.5 : 1.
+In the SVGs text stays text. Each SVG has a background of its own, white or dark as the reader's system is, and
+other colours on each of these: no colour has a contrast of 4.5 : 1 both on white and on black.
 """
 
 import io
@@ -27,7 +27,7 @@ except ImportError:
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
 
-# each colour on white, and what it is on GitHub's dark page
+# each colour on white -> the colour in its place on GitHub's dark page
 DARK = {
     "#ffffff": "#0d1117",
     "#59636e": "#9ba5b1",
@@ -60,12 +60,12 @@ STYLE = {
     "lines.linewidth": 2,
 }
 
-WIDTH = 5.4  # inches, of every figure: its letters are those of the page where that is 400 pixels wide
+WIDTH = 5.4  # inches, of every figure: shown 400 pixels wide, its letters are as large as the page's
 
 
 # --- the canvas
 def name_lines(ax) -> None:
-    """Each line's name behind its end; all ends are at one x. Pushed up where two would overlap."""
+    """Write each line's name behind its end; all ends are at one x. A name that would overlap another is pushed up."""
     bottom, top = ax.get_ylim()
     lowest = bottom
     for line in sorted(ax.lines, key=lambda line: line.get_ydata()[-1]):
@@ -79,7 +79,7 @@ def name_lines(ax) -> None:
 def svg(figure) -> str:
     """The picture as text, with the colours of a dark page for readers who have one."""
     buffer = io.StringIO()
-    # as large as what is drawn: no name is cut at an edge
+    # the picture is as large as what is drawn, so that no name is cut at an edge
     figure.savefig(buffer, format="svg", metadata={"Date": None}, bbox_inches="tight", pad_inches=0.1)
     style = "</metadata>\n<style>@media (prefers-color-scheme: dark) {"
     for light, dark in DARK.items():
@@ -90,10 +90,11 @@ def svg(figure) -> str:
 
 # --- tiny.py
 def draw_tiny():
-    """The table that tiny.py prints: a bar for each model, what it writes after "city", if words are drawn."""
+    """The table that tiny.py prints: a bar for each model shows what it writes after "city" if it draws words."""
     table = (RESULTS / "theorem" / "tiny.txt").read_text()
     columns = re.split(r"  +", table.splitlines()[1])[1:4]
-    # a name and three probabilities; the lines below the table have fewer. Depth changes nothing: it has no bar
+    # a name and three probabilities; the line below the table has none. Training for twice as long changes nothing,
+    # and gets no bar
     rows = re.findall(r"^(\S.*?)  +(\d\.\d\d) +(\d\.\d\d) +(\d\.\d\d)", table, re.M)
     rows = [row for row in rows if row[0] != "Stage A, twice as long"]
 
@@ -112,8 +113,8 @@ def draw_tiny():
     return figure
 
 
-# --- names: what exists against what it costs
-# system/way -> its name, colour, line, and the gate on edits of the settings that are drawn
+# --- names: the share that exists, against its cost
+# system/way -> its name, its colour, its line, and the gate on edits in the settings that are drawn
 NAMED = {
     "left to right/ones": ("a left-to-right model", INK, "D", None),
     "causal/run": ("causal Stage B, longest run", BLUE, "o-", None),
@@ -124,8 +125,8 @@ NAMED = {
 
 
 def draw_names():
-    """What each system writes for held-out names, see experiments/names.py: a dot for each setting, means of its seeds,
-    against forwards a name."""
+    """The share of held-out names that each system completes to a name (experiments/names.py), against forwards a name:
+    a dot for each setting, which is the mean of its seeds."""
     found = read_settings(RESULTS / "names" / "records.jsonl")
     figure, ax = plt.subplots(figsize=(WIDTH, 4.6))
     for system, (name, color, style, edits) in NAMED.items():
@@ -141,16 +142,16 @@ def draw_names():
 
 
 def name_ends(ax) -> None:
-    """Each line's name at its end, inside the axes: above it, below, or behind, where no other name and no line is."""
+    """Write each line's name at its end, inside the axes: above, below or behind it, where no name and no line is."""
     texts = []
     for line in ax.lines:
         name = line.get_label()
-        if not name.startswith("_"):  # which stands for none
+        if not name.startswith("_"):  # matplotlib gives such a name to a line that has none
             end = tuple(line.get_xydata()[-1])
             texts.append(ax.annotate(name, end, xytext=(7, 0), textcoords="offset points", va="center"))
-            texts[-1].set(color=line.get_color(), in_layout=False)  # names lie inside the axes, which keep their width
+            texts[-1].set(color=line.get_color(), in_layout=False)  # the axes must not shrink to make room for it
 
-    # where everything is on the page; a line is a row of dots
+    # where everything is on the page; a line is taken as many dots
     ax.figure.draw_without_rendering()
     between = np.linspace(0, 1, 20)[:, None]
     dots = []
@@ -174,7 +175,7 @@ def name_ends(ax) -> None:
 
 
 def read_records(path: Path) -> list[dict]:
-    """What experiments/names.py has measured: a setting and a seed each."""
+    """The records of experiments/names.py: one for each setting and seed."""
     kinds = dict(system=str, way=str, seed=int, dial=float, exist=str, forwards=float)
     records = read_lines(path, kinds)
     for n, record in enumerate(records, 1):
@@ -189,10 +190,10 @@ def share(digits: str) -> float:
 
 
 def read_settings(path: Path) -> dict[str, dict[tuple, list]]:
-    """{system/way: {(dial, edits): of each seed the share that exists, forwards a name and a token}}"""
+    """{system/way: {(dial, edits): for each seed the share that exists, forwards a name, forwards a token}}"""
     found = defaultdict(lambda: defaultdict(list))
     for record in sorted(read_records(path), key=lambda record: record["seed"]):
-        # older ones lack a token's
+        # older records have no forwards a token
         figures = share(record["exist"]), record["forwards"], record.get("per_token") or math.nan
         found[f"{record['system']}/{record['way']}"][record["dial"], record.get("edits")].append(figures)
     return found
@@ -200,21 +201,21 @@ def read_settings(path: Path) -> dict[str, dict[tuple, list]]:
 
 # --- the paper's tables
 def draw_paper_tables():
-    """A toy's possible answers and the paper's GSM8K by tau_m2t: Stage B on, off, and the base."""
+    """A toy's possible answers, and the paper's GSM8K, against tau_m2t: with Stage B on, with it off, and the base."""
     log = (RESULTS / "paper_tables" / "log.txt").read_text()
     row = r"^(ours|our weights|released), .*?(\d\.\d{3}) +0\.500 +(\S+).* (\S+) +\S+$"
     found = re.findall(row, log, re.M)
-    looks = {"ours": ("Stage B on", BLUE, "-"), "our weights": ("off", ORANGE, "--"), "released": ("base", INK, "-.")}
+    styles = {"ours": ("Stage B on", BLUE, "-"), "our weights": ("off", ORANGE, "--"), "released": ("base", INK, "-.")}
     panes = {2: "a toy: share of possible answers", 3: "the paper's 16B: GSM8K, %"}
     figure, axes = plt.subplots(2, figsize=(WIDTH, 5), sharex=True)
     for ax, (column, title) in zip(axes, panes.items(), strict=True):
         values = {}
-        for weights, (name, color, style) in looks.items():
+        for weights, (name, color, style) in styles.items():
             values[weights] = {float(of[1]): float(of[column]) for of in found if of[0] == weights}
             points = sorted(values[weights].items())
             ax.plot(*zip(*points, strict=True), style, marker="o", color=color, label=name)
 
-        # what Stage B brings
+        # what Stage B gains
         for x, on in values["ours"].items():
             gain = f"{on - values['our weights'][x]:+.2f}"
             ax.annotate(gain, (x, on), xytext=(0, 8), textcoords="offset points", color=BLUE, ha="right")
@@ -227,19 +228,20 @@ def draw_paper_tables():
 
 # --- speed
 def draw_speed():
-    """Tokens per second over the fork's: of the log's last runs a dot each, named by the lowest and the highest."""
+    """Tokens per second, as a multiple of the author's fork: a dot for each of the log's last runs, and the lowest and
+    the highest multiple in words."""
     log = (RESULTS / "speed" / "official.txt").read_text().partition("# a layer in one graph")[2]
     run = r"^ +((?:\d+ (?:x|rows of) )?\d+) tokens.*\n +ours: .* ([\d.]+)x.*\n +ours, compiled: .* ([\d.]+)x"
-    looks = {"plain": (ORANGE, 0), "compiled": (BLUE, 0.35)}
-    found = {name: defaultdict(list) for name in looks}
+    styles = {"plain": (ORANGE, 0), "compiled": (BLUE, 0.35)}
+    found = {name: defaultdict(list) for name in styles}
     for label, *ratios in re.findall(run, log, re.M):
         label = label.removeprefix("1 x ").replace("x", "rows of") + " tokens"
-        for name, ratio in zip(looks, ratios, strict=True):
+        for name, ratio in zip(styles, ratios, strict=True):
             found[name][label].append(float(ratio))
 
     labels = list(found["plain"])
     figure, ax = plt.subplots(figsize=(WIDTH, 0.6 + 0.7 * len(labels)))
-    for name, (color, below) in looks.items():
+    for name, (color, below) in styles.items():
         for row, label in enumerate(labels):
             values = sorted(found[name][label])
             low, high = values[0], values[-1]
@@ -254,7 +256,7 @@ def draw_speed():
 
 
 def draw_sixteen_b():
-    """Seconds of each pass; a line where its share of the layers alone would put Stage B."""
+    """The seconds of each pass. A line shows what Stage B would take by its share of the layers alone."""
     log = (RESULTS / "sixteen_b" / "prices.txt").read_text()
     prices = json.loads(re.search(r"^\{.*\}$", log, re.M)[0])
     names = {"full": "full forward", "commit": "refresh", "stage_b": "Stage B, n = 3 of 20"}
@@ -284,7 +286,7 @@ def draw_toys():
     toys = re.split(r"^== ", log, flags=re.M)[1:]
     tc = [float(re.search(r"TC = ([\d.]+)", toy)[1]) for toy in toys]
     figure, ax = plt.subplots(figsize=(WIDTH, 3.8))
-    # below this line no product of single tokens can be
+    # draws of each token by itself cannot be below this line
     ax.plot([0, max(tc)], [0, max(tc)], color=INK, linestyle=":", label="TC, the least for a product")
     for decoder, (color, mark) in ONE_STEP.items():
         lost = [float(re.search(rf"^{decoder} +([\d.]+)", toy, re.M)[1]) for toy in toys]
@@ -302,7 +304,7 @@ def draw_toys():
 
 
 # --- text
-# system and rule: the name, its colour, and how far above its point it stands, in points
+# system and rule -> the name, its colour, and how many points above its dot it is written
 DRAWN = {
     ("base", "all at once"): ("base, all at once", ORANGE, -6),
     ("base", "above 0.7"): ("base, above 0.7", ORANGE, 8),
@@ -314,8 +316,8 @@ DRAWN = {
 
 
 def draw_text():
-    """Draws of 200 bytes (experiments/text.py): what another model needs for a byte of them, against forwards a byte;
-    means of the seeds."""
+    """The bits that a byte of drawn text costs another model (experiments/text.py), against forwards a byte; means of
+    the seeds. A draw has 200 bytes."""
     found = defaultdict(list)
     for r in read_lines(RESULTS / "text" / "draws.jsonl", {"system": str, "rule": str, "bits": float}):
         found[r["system"], r["rule"]].append((r.get("forwards", 0), r["bits"]))
@@ -332,7 +334,7 @@ def draw_text():
     return figure
 
 
-# name -> its place and who draws it
+# name -> its place, and the function that draws it
 PICTURES = {
     "tiny": ("assets/tiny.svg", draw_tiny),
     "names": ("results/names/names.svg", draw_names),
@@ -347,12 +349,12 @@ PICTURES = {
 @command
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("pictures", nargs="*", metavar="NAME", help=f"of {', '.join(PICTURES)} (default: all)")
+    parser.add_argument("pictures", nargs="*", metavar="NAME", help=f"some of {', '.join(PICTURES)} (default: all)")
     parser.add_argument("--out", type=Path, default=ROOT, help="the folder to draw them in (default: the repository)")
     args = parser.parse_args()
     for name in args.pictures:
         if name not in PICTURES:
-            fail(f"there is no picture {name}: {', '.join(PICTURES)}")
+            fail(f"there is no picture {name}: the pictures are {', '.join(PICTURES)}")
     if plt is None:
         fail("pictures need matplotlib: pip install matplotlib")
     plt.rcParams.update(STYLE)

@@ -1,7 +1,7 @@
 """`sample.py --watch`: every step of decoding, as it happens.
 
 With the paper's gates a row has one line, which is drawn again after every step. With the longest run every step has a
-line of its own: it shows Stage A's draft, and then what Stage B made of it, and in how many looks.
+line of its own, which shows Stage A's draft, then what Stage B made of it, and in how many looks.
 """
 
 import os
@@ -19,11 +19,11 @@ from lib.util import MASK, code_point
 END = "∎"
 LEGEND = f"[written now]  [Stage B's](A: what Stage A would write)  {{edited}}  {MASK} a mask  {END} the end"
 GLYPHS = {" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍"}
-PACE = 0.4  # seconds that a step is shown
+PACE = 0.4  # for so many seconds a step is shown
 
 
 def piece(tokenizer: Tokenizer, token: int) -> str:
-    """A token's text, with every character visible, or a special token's name."""
+    """A token's text with every character visible; of a special token, its name."""
     raw = tokenizer.token_bytes.get(token, b"")
     if not raw:
         names = {i: name for name, i in tokenizer.special.items()}
@@ -34,7 +34,7 @@ def piece(tokenizer: Tokenizer, token: int) -> str:
 
 
 def visible(character: str) -> str:
-    """One character in a form that is visible, on one line."""
+    """One character, in a form that can be seen and takes no new line."""
     if character in GLYPHS:
         return GLYPHS[character]
     if character.isprintable():
@@ -48,9 +48,8 @@ def visible(character: str) -> str:
 
 
 class Screen:
-    """Shows the steps of all rows. In a terminal lines are drawn again; in a pipe, or with NO_COLOR, they are a log.
-
-    tokenizer: None if tokens are numbers.
+    """Shows the steps of all rows. A terminal draws lines again in their places; a pipe, or a terminal with NO_COLOR,
+    gets new lines. tokenizer: None if tokens are numbers.
     """
 
     CODES = {"green": 32, "yellow": 33, "magenta": 35, "dim": 2}
@@ -65,7 +64,7 @@ class Screen:
         print(LEGEND)
 
     def on_step(self, rows: list[Row], step: Step) -> None:
-        """Show the rows in flight after a step."""
+        """Show the rows that are being decoded after a step."""
         self.steps += 1
         from_the_left = rows[0].d.tau_joint is not None
         for r, row in enumerate(rows):
@@ -80,7 +79,7 @@ class Screen:
             self.draw_again()
 
     def mend(self, draft: str, line: str) -> None:
-        """Draw a line with the draft, and then in its place the line with what is written."""
+        """Draw a line with the draft, then replace it by the line with what is written."""
         print(draft, flush=True)
         time.sleep(PACE)
         print(f"\x1b[1F\x1b[2K{line}", flush=True)
@@ -102,8 +101,8 @@ class Screen:
         return "".join(" " if letter == " " else visible(letter) for letter in self.tokenizer.decode(ids))
 
     def line(self, before: str, block: str) -> str:
-        """The text before a block, and the block."""
-        # a long line loses its beginning: if it took two lines, the cursor would not go back far enough
+        """A line with the text before a block, and the block."""
+        # a long text loses its beginning: if it took two lines, the cursor would not go back far enough
         room = shutil.get_terminal_size().columns - 10 - len(re.sub(r"\x1b\[\d+m", "", block))
         if self.moves and len(before) > room:
             before = before[len(before) - max(0, room) :]
@@ -133,14 +132,14 @@ class Screen:
         return line
 
     def looks(self, step: Step, r: int) -> str:
-        """How many looks row r took."""
+        """How many looks row r took, in words."""
         n = int(step.partial[r])
         if n == 0:
             return ""
         return self.paint(f"  {n} look" + ("s" if n > 1 else ""), "dim")
 
     def word(self, token: int) -> str:
-        """A token as it is shown; behind a number there is a blank."""
+        """A token as it is shown; a number is followed by a blank."""
         if not self.tokenizer:
             return self.signs.get(token, str(token)) + " "
         return self.signs.get(token) or piece(self.tokenizer, token).replace("·", " ")
