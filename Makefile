@@ -1,6 +1,6 @@
-# make test     run the test suite; make lint: ruff, lint and format
+# make test     run the test suite; make lint: check the code and its format with ruff
 # make pages    draw all figures again, from the numbers that are committed beside them (needs matplotlib)
-# Each builds $(VENV) from requirements.txt first, if it is not there.
+# Each of them first builds $(VENV) from requirements.txt, if it is not there.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -13,7 +13,7 @@ $(VENV)/ready: requirements.txt
 	$(PYTHON) -m venv $(VENV)
 	python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
-test: $(VENV)/ready  # in two halves, a core each
+test: $(VENV)/ready  # in two halves, each on one core
 	python -m pytest -q $(HALF) & half=$$!; failed=0; \
 	python -m pytest -q $(addprefix --ignore ,$(HALF)) || failed=1; wait $$half || failed=1; exit $$failed
 lint: $(VENV)/ready
