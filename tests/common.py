@@ -28,7 +28,7 @@ def tiny_config(**overrides) -> Config:
 
 
 def tiny_model(seed: int = 0, std: float = 0.25, stage_b: str = "paper", **overrides) -> Model:
-    """Every parameter random, norms, router bias and markers included: nothing is hidden by a zero or a one."""
+    """A model whose parameters are all random, norms, router biases and markers too: no zero or one hides a mistake."""
     model = new_model(tiny_config(**overrides), generator("tests", seed), stage_b=stage_b)
     g = generator("tests", "weights", seed)
     for p in model.parameters():
@@ -39,7 +39,7 @@ def tiny_model(seed: int = 0, std: float = 0.25, stage_b: str = "paper", **overr
 
 
 def byte_model(seed: int = 0, **overrides) -> Model:
-    """One that reads and writes bytes."""
+    """A tiny model that reads and writes bytes."""
     sizes = dict(vocab_size=272, eos_id=256, mask_id=257, max_len=128)
     return tiny_model(seed, **sizes | overrides)
 
@@ -56,7 +56,7 @@ def names_folder(folder: Path, spec: dict | None = None, **overrides) -> Path:
 
 
 def merged_spec() -> dict:
-    """Bytes and the merges of aa, ab, aaa and, with the blank before it, ab."""
+    """A tokenizer of bytes with the merges aa, ab, aaa, and ab with a blank before it."""
     spec = byte_spec()
     spec["model"]["merges"] = [["a", "a"], ["a", "b"], ["aa", "a"], ["Ġ", "ab"]]
     spec["model"]["vocab"] |= {"aa": 256, "ab": 257, "aaa": 258, "Ġab": 259}
@@ -76,7 +76,7 @@ def random_lora(model: Model, r: int = 4) -> None:
 
 
 def random_adapter(folder: Path, base: Path, stage_b: str = "paper", **overrides) -> Model:
-    """A folder as train.py writes it, with random weights of what learned -> the model with it."""
+    """Write an adapter's folder as train.py does, with random weights -> the model with this adapter."""
     model = load_model(base, "cpu", torch.float32, stage_b, **overrides)
     random_lora(model)
     model.markers.data.normal_(0, 0.3, generator=generator("markers"))
@@ -111,7 +111,7 @@ def caller(script, monkeypatch, capsys):
 
 
 def refused(script, monkeypatch, capsys, *argv: object) -> str:
-    """The one line with which a user's mistake is refused."""
+    """The one line that tells a user of a mistake."""
     code, _, err = command_line(script, monkeypatch, capsys, *argv)
     lines = [line for line in err.replace("\r", "\n").splitlines() if line.startswith("error: ")]
     assert code == 2, err
@@ -140,7 +140,7 @@ def conditional(t: Toy, c: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
 
 
 def assert_same(ours: list, theirs: list, name: str = "ours") -> None:
-    """Fails with the first item that differs, instead of two long lists."""
+    """Fail with the first item that differs, instead of two long lists."""
     for i, (one, other) in enumerate(zip(ours, theirs, strict=False)):
         assert one == other, f"{name}[{i}]"
     assert len(ours) == len(theirs), name
@@ -167,16 +167,16 @@ def prompt(n: int, seed: int = 0, high: int = MASK) -> list[int]:
 
 
 def traced(model, prompts: list[list[int]], d: Decoding, **how) -> tuple[list[Output], list[list[dict]]]:
-    """What comes out of each row, and its steps."""
+    """The output of each row, and its steps."""
     steps = Steps(len(prompts))
     outputs = generate(model, prompts, d, on_step=steps.add, **how)
     return outputs, steps.of_row
 
 
 def assert_as_specified(model, prompts, d: Decoding, both=(True,), select=None) -> list[Output]:
-    """Tokens, forwards of each kind and the block before every forward: rows together against a row alone.
+    """Rows together and a row alone have the same tokens, forwards of each kind, and blocks before every forward.
 
-    both: with a cache, or also without one."""
+    both: check this with a cache and without, and not only with one."""
     expected = [generate_one(model, p, d, select=select) for p in prompts]
     for cached in both:
         outputs, steps = traced(model, prompts, d, cached=cached, select=select)

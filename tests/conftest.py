@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-# The models are so small that threads wait for each other longer than they work; before torch is first imported.
+# The models are so small that several threads would wait longer than they work. torch reads this when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -18,14 +18,14 @@ def pytest_addoption(parser):
 
 @pytest.fixture(autouse=True)
 def unflushed(monkeypatch):
-    """Files of tests need not outlive a power cut, and flushing them takes a minute. test_damage.py has the order in
-    which files are flushed and renamed, by a function of its own."""
+    """Files of tests need not outlive a power cut, and to flush them would take a minute. test_damage.py tests the
+    order in which files are flushed and renamed, with a function of its own."""
     monkeypatch.setattr(os, "fsync", lambda number: None)
 
 
 @pytest.fixture(scope="session")
 def golden(tmp_path_factory) -> Path:
-    """The golden checkpoint in our layout, to be read alone."""
+    """The golden checkpoint in our layout; tests only read it."""
     from common import GOLDEN
 
     import convert_weights
@@ -51,6 +51,6 @@ def on_pairs(pairs) -> list:
 
 @pytest.fixture(scope="session")
 def scratch(on_pairs) -> list:
-    """Such a run from scratch."""
+    """The folder of such a run from scratch."""
     how = ["--init_from", "scratch", "--n_last", 2, "--learning_rate", 3e-3]
     return [*on_pairs, *how, "--corruption", "random"]

@@ -43,13 +43,13 @@ def byte_rows(folder: Path, prompt: int = 0, judge: dict | None = None) -> Path:
 
 # --- runs
 def end_state(folder) -> tuple[dict, list[dict]]:
-    """What it would resume from, and its log without the clock."""
+    """What a run would resume from, and its log without times."""
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     return load_file(folder / "state.safetensors"), [{k: v for k, v in r.items() if k != "ms"} for r in log]
 
 
 def stopped(step: int, script, monkeypatch, capsys, *argv) -> str:
-    """What a run prints that gets Ctrl-C in this step."""
+    """What a run prints if it gets Ctrl-C in this step."""
     report = train.report
 
     def then_interrupt(record, *rest, **how):
@@ -71,7 +71,7 @@ def assert_same_end(a, b) -> None:
 
 
 def resumed(script, folder, monkeypatch, capsys, *argv) -> Path:
-    """Ctrl-C in its second step, then the very line that it prints."""
+    """Stop a run by Ctrl-C in its second step, then give the very line that it prints."""
     out = stopped(2, script, monkeypatch, capsys, *argv, "--out_dir", folder)
     said, line = out.split("go on with: python ")
     name, *again = shlex.split(line.splitlines()[0])
@@ -82,7 +82,7 @@ def resumed(script, folder, monkeypatch, capsys, *argv) -> Path:
 
 
 def assert_resumes(script, folder, monkeypatch, capsys, *argv) -> Path:
-    """Bit for bit where an uninterrupted run ends. That one's folder is returned."""
+    """A run that was stopped ends bit for bit as a run that was not -> the folder of the latter."""
     whole = folder / "whole"
     code, out, err = command_line(script, monkeypatch, capsys, *argv, "--out_dir", whole)
     assert code == 0 and "done; what it does now" in out, err

@@ -25,7 +25,7 @@ def random_table(seed: int, *shape: int) -> Tensor:
 
 
 def product(ps: list[Tensor]) -> Tensor:
-    """The tables of independent positions, position i having (..., n_i): (..., n_1, n_2, ..)."""
+    """The joint tables of independent positions: of each position i (..., n_i) -> (..., n_1, n_2, ..)."""
     table = ps[0]
     for i, p in enumerate(ps[1:], start=1):
         table = table[..., None] * p[(..., *[None] * i, slice(None))]
@@ -96,8 +96,8 @@ def least_charge(q: Tensor, alpha: float) -> tuple[float, Tensor]:
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
 def test_it_is_the_loss_of_tiny(alpha):
-    """Of seven rows, the first with nothing to fill. By hand P is 1/2 and 1/4: at alpha 0 it is 3 log 2, at 1 it is
-    1/2 + 3/4; and its gradient is cross-entropy's times P ** alpha."""
+    """In seven rows, of which the first has nothing to fill. By hand, if P is 1/2 and 1/4, the loss is 3 log 2 at alpha
+    0, and 1/2 + 3/4 at alpha 1. Its gradient is that of the cross-entropy times P ** alpha."""
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(7, 6, 5, generator=g, dtype=torch.float64)
     target = torch.randint(5, (7, 6), generator=g)
@@ -115,7 +115,7 @@ def test_it_is_the_loss_of_tiny(alpha):
 
 
 def test_at_alpha_one_the_best_product_is_the_joint_mode():
-    """One tuple with probability 1, and no other, whatever the marginals say."""
+    """The best product gives one tuple the probability 1, whatever the marginals are."""
     shape, others = (3, 3, 2), 0
     for seed in range(8):
         q = random_table(seed, *shape)
@@ -129,8 +129,8 @@ def test_at_alpha_one_the_best_product_is_the_joint_mode():
 
 @pytest.mark.parametrize("shape, alpha", [((3, 4), 0.4), ((2, 3, 2), 0.2), ((2, 3, 2), 0.6)])
 def test_between_them_the_loss_charges_total_correlation(shape, alpha):
-    """The best product has the marginals of the pi that is near a sharpened q and has little TC: two optimisations
-    that share no code, equal in their answer and in their value."""
+    """The best product has the marginals of the pi that is near a sharpened q and has little TC. Two optimisations that
+    share no code find the same marginals and the same value."""
     q = random_table(3, *shape)
     best, ps = best_product(q, alpha)
     charge, pi = least_charge(q, alpha)
@@ -149,7 +149,8 @@ def test_near_zero_the_best_product_is_the_marginals():
 
 @pytest.mark.parametrize("N, m", [(4, 3), (2, 4)])
 def test_tuples_that_share_nothing_give_way_to_one_tuple_at_alpha_m_of_one(N, m):
-    """N tuples, equally likely: the marginals have N^(-alpha m), one tuple 1 / N, and nothing else is better."""
+    """N tuples are equally likely: the product of the marginals has N^(-alpha m), one tuple has 1 / N, and no product
+    is better than both."""
     q = torch.zeros((N,) * m, dtype=torch.float64)
     for k in range(N):
         q[(k,) * m] = 1 / N

@@ -25,7 +25,8 @@ def run(monkeypatch, capsys):
 # --- the step
 @pytest.mark.parametrize("T", [24, 8])
 def test_rows_that_are_read_one_by_one_are_asked_for_every_token(T):
-    """They are masked whole, prompts too, and read the clean copy before each token; even rows of a single block."""
+    """All of such a row is masked, also its prompt, and each token reads the clean copy before it, even in a row of a
+    single block."""
     model, batch = tiny_model(), a_batch(T=T)
     single = tiny_model(block_length=1)
     ids = batch.clean.masked_fill(batch.real, MASK)
@@ -50,7 +51,7 @@ def test_the_other_rows_are_what_stage_a_is_shown_beside_stage_b():
 
 # --- who learns by what
 def test_muons_matrices_are_those_of_the_layers():
-    """By Adam, without decay, go embedding, output layer, the experts' stacks, norms, markers."""
+    """Adam, without decay, takes the embedding, the output layer, the experts' stacks, norms and markers."""
     model = tiny_model()
     args = flags(learning_rate=0.01)
     optimizer = muon(model, args)
@@ -70,8 +71,8 @@ def test_muons_matrices_are_those_of_the_layers():
 
 
 def test_one_step_of_muon_by_hand():
-    """The first momentum of a gradient G is .05 G, and Nesterov's .0975 G: orthogonalised, the size is gone. So the
-    step is the rate times .2 sqrt(max(n, m)) times a matrix whose singular values are near one, after the decay."""
+    """The first momentum of a gradient G is .05 G, and Nesterov's is .0975 G. Orthogonalised it loses this size. So,
+    after the decay, the step is the rate times .2 sqrt(max(n, m)) times a matrix whose singular values are near one."""
     model = tiny_model()
     optimizer = muon(model, flags(learning_rate=0.01))
     name = "layers.1.mlp.router"
@@ -93,7 +94,7 @@ def test_one_step_of_muon_by_hand():
 
 # --- a run
 def test_a_base_is_sampled_by_stage_a_and_adapted(tmp_path, run, monkeypatch, capsys):
-    """From text, in bytes, to CoCommit on it: each line is what the one before says."""
+    """From a text in bytes to CoCommit: each command is the one that the command before it prints."""
     rows, folder = byte_rows(tmp_path / "rows"), tmp_path / "base"
     out = run("--data", rows, "--init_from", "scratch", "--block_length", 8, "--n_last", 1, "--max_iters", 2,
               "--batch_size", 4, "--device", "cpu", "--out_dir", folder)  # fmt: skip
@@ -128,7 +129,7 @@ def test_what_cannot_be_a_bases_is_refused_and_never_ignored(why, run, tmp_path,
 
 
 def test_a_run_goes_on_by_its_own_script(tmp_path, run, monkeypatch, capsys, scratch):
-    """Of the same settings the other one would make another model."""
+    """From the same settings the other script would make another model."""
     a, b = tmp_path / "a", tmp_path / "b"
     run(*scratch, "--max_iters", 1, "--out_dir", a)
     call = caller(train, monkeypatch, capsys)

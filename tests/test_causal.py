@@ -29,7 +29,7 @@ from sample import generate
 
 
 def causal_model(**sizes) -> CausalModel:
-    """Its copy is no longer the base."""
+    """A random causal model, whose copy of the last layers is no longer the base's."""
     model = tiny_model(stage_b="causal", **dict(n_rounds=1) | sizes)
     random_lora(model)
     return model
@@ -41,12 +41,12 @@ def places(*at: int, T: int = 8) -> torch.Tensor:
 
 
 def log_probs(model: CausalModel, states_b: torch.Tensor, states_a: torch.Tensor) -> torch.Tensor:
-    """What Stage B says: (R, T, V)."""
+    """Log-probabilities of Stage B: (R, T, V)."""
     return model.logits_b(torch.cat([states_b, states_a], dim=-1)).log_softmax(-1)
 
 
 def said(engine: Cached | Uncached, z: torch.Tensor, bundle: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """What an engine's Stage B says of the current blocks: (R, B, V)."""
+    """Log-probabilities of an engine's Stage B in the current blocks: (R, B, V)."""
     h, a = engine.stage_a(z)
     return log_probs(engine.model, engine.stage_b(h, bundle, tokens), a)
 
@@ -58,8 +58,8 @@ def of_tokens(log_p: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 # --- what a position is shown, and whom it sees
 def test_what_a_position_is_shown_by_hand():
-    """The token before it; of a block's first place that before the block. Where it is none of the bundle, the bundle's
-    last token before it, but none of another block."""
+    """A position is shown the token before it, and the first position of a block the token before the block. If that
+    token is not in the bundle, it is shown the nearest earlier bundle token of its block, if there is one."""
     tokens, first = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[9, 6]])
     for bundle in (places(T=4), places(0, 1, 2, 3, T=4)):
         assert token_before(tokens, bundle, first, 2).tolist() == [[9, 1, 6, 3]]
@@ -70,7 +70,8 @@ def test_what_a_position_is_shown_by_hand():
 
 @torch.no_grad()
 def test_the_token_before_a_block(monkeypatch):
-    """Of a row's first block a mask; in decoding the last finished token, and beside a clean copy the clean one."""
+    """Before a row's first block it is a mask. In decoding it is the last finished token, and with a clean copy it is
+    the clean token."""
     model = causal_model()
     monkeypatch.setattr(model, "run_layers", lambda h, ctx, layers: h)
     read = []
@@ -100,7 +101,8 @@ def test_the_mark_by_hand(monkeypatch):
 
 
 def test_the_mask_by_hand():
-    """Positions 1 and 2 of three are the bundle, behind a key of the text before; 0 and 2 are it in the second row."""
+    """In the first row positions 1 and 2 of three are the bundle, in the second row 0 and 2. There is one key of the
+    text before the block."""
     bundle = torch.cat([places(1, 2, T=3), places(0, 2, T=3)])
     first = [[1, 0, 0, 1], [1, 1, 0, 1], [1, 1, 1, 1]]
     second = [[1, 1, 0, 1], [0, 1, 0, 1], [1, 1, 1, 1]]
@@ -109,7 +111,7 @@ def test_the_mask_by_hand():
         Context(None, None, None, cache=SimpleNamespace(used=4)),
     ):
         assert bundle_mask(bundle, ctx).int().tolist() == [[first], [second]]
-    # what nobody may attend to stays unseen
+    # a key that Stage A's mask hides stays hidden
     unseen = torch.tensor([True, True, True, False]).expand(2, 1, 1, 4)
     assert not bundle_mask(bundle, Context(None, None, unseen))[..., 3].any()
 
@@ -117,8 +119,8 @@ def test_the_mask_by_hand():
 @pytest.mark.parametrize("at", [range(8), (1, 2, 5, 6)])
 @torch.no_grad()
 def test_who_sees_the_bundle(at):
-    """Another token at one of its places changes nothing there, nothing to the left, and nothing outside of the bundle;
-    it does change all that is behind it in the bundle. So does another state, which also changes its own place."""
+    """If a token of the bundle changes, nothing changes at its own position, on its left, or outside of the bundle, but
+    every later position of the bundle changes. If a state changes, its own position changes, too."""
     model = causal_model()
     bundle = places(*at)
     z = random_ids(1, 8, 1).masked_fill(bundle, MASK)
@@ -143,8 +145,8 @@ def test_who_sees_the_bundle(at):
 
 # --- Stage A stays the base, and Stage B reads its keys
 def test_stage_a_stays_the_base_and_is_added_to():
-    """A copy of the last layers learns, the marker and Show, and no more; Stage A computes nothing of it. By hand:
-    e^0 = 1 and 3 beside Stage A's 1/4 and 3/4 are 1 : 9."""
+    """Only the copy of the last layers, the marker and Show learn, and Stage A uses none of them. The sum by hand:
+    Stage B's factors 1 and 3 times Stage A's 1/4 and 3/4 are 1 : 9."""
     model, ids = tiny_model(stage_b="causal", n_rounds=1), random_ids(2, 16)
     ctx, bundle = context(ids, model, ids), torch.ones(2, 16, dtype=torch.bool)
     base = model(ids, ctx)
@@ -166,7 +168,7 @@ def test_stage_a_stays_the_base_and_is_added_to():
 
 
 def heads_of(layer, x: torch.Tensor, ctx: Context) -> tuple[torch.Tensor, ...]:
-    """Queries, keys and values of a layer, (R, H, T, D) each; the two query heads of a key head lie side by side."""
+    """Queries, keys and values of a layer, (R, H, T, D) each; the two query heads of a key head are neighbours."""
     q, k, v = layer.attn.qkv(layer.norm_1(x)).unflatten(-1, (-1, 16)).split([4, 2, 2], dim=2)
     q, k = rotate(layer.attn.q_norm(q), ctx), rotate(layer.attn.k_norm(k), ctx)
     return tuple(of.transpose(1, 2).repeat_interleave(4 // of.shape[2], 1) for of in (q, k, v))
@@ -174,8 +176,8 @@ def heads_of(layer, x: torch.Tensor, ctx: Context) -> tuple[torch.Tensor, ...]:
 
 @torch.no_grad()
 def test_it_reads_the_keys_that_stage_as_pass_has_left(monkeypatch):
-    """Stage B beside a clean copy is a second pass, here by hand: its copy of the layers on the marked rows, whose keys
-    before a block are those of Stage A's layers on the clean text. No layer of Stage A runs again for it."""
+    """With a clean copy, Stage B by hand: its own layers run on the marked rows, and the keys before a block are those
+    of Stage A's layers on the clean text. No layer of Stage A runs again for this."""
     model = causal_model(n_last=3)
     clean, z, bundle, real = noisy_rows()
     tokens = torch.where(bundle, clean, z)
@@ -211,8 +213,8 @@ def test_it_reads_the_keys_that_stage_as_pass_has_left(monkeypatch):
 @pytest.mark.parametrize("n_last", [1, 2, 3])
 @torch.no_grad()
 def test_a_bundle_has_the_probability_that_it_was_trained_with(n_last):
-    """Whole rows with a clean copy, of several blocks, a prompt and padding, in training; in decoding each block with
-    all before it finished, in the company of the others, from its keys and from the whole text."""
+    """In training there are whole rows with a clean copy, of several blocks, with a prompt and padding. In decoding
+    each block is read after the finished ones before it, beside other rows, with a cache and without."""
     model = causal_model(n_last=n_last)
     clean, z, bundle, real = noisy_rows()
     tokens = torch.where(bundle, clean, z)
@@ -231,8 +233,9 @@ def test_a_bundle_has_the_probability_that_it_was_trained_with(n_last):
 
 
 def test_masks_and_bundles_by_hand(monkeypatch):
-    """Two blocks of four; the first positions of the second row are its prompt. A block met by writing is masked from a
-    place on, and that is the bundle; of one met as holes the masks draw below the ratio, and the lowest lots are it."""
+    """Two blocks of four; the first positions of the second row are its prompt. A block to write on is masked from a
+    place on, and all masks are its bundle. In a block as holes the positions that draw below the ratio are masked, and
+    the masks with the lowest lots are the bundle."""
     draws = iter([
         [[0.6, 0.1], [0.7, 0.8]],  # below one half: as holes
         [[0.5, 0.7], [0.0, 0.9]],  # the place, as a share of the block; or the ratio
@@ -257,7 +260,8 @@ def test_a_rows_masks_do_not_depend_on_the_rows_beside_it():
 
 
 def test_rows_that_teach_holes_alone():
-    """None of their blocks is met by writing: where masks reach from a place to the end, some bundle leaves one out."""
+    """None of their blocks is one to write on: where all positions from a place on are masked, some bundle leaves a
+    mask out."""
     draws = lambda: [generator("row", r) for r in range(200)]  # noqa: E731
     every = torch.ones(200, 64, dtype=torch.bool)
     coin, _ = masks_and_bundle(batch_of(every, draws()), 8)
@@ -271,20 +275,20 @@ def test_rows_that_teach_holes_alone():
 
 
 def batch_of(corruptible: torch.Tensor, draws: list, holes_alone: torch.Tensor | bool = False) -> Batch:
-    """What masks and bundles are drawn for."""
+    """A batch with only what masks and bundles are drawn for."""
     return Batch(corruptible, corruptible, corruptible, torch.arange(9), draws, holes_alone)
 
 
 def toy_batch(t: toy.Toy, x: torch.Tensor, *key: int) -> Batch:
-    """Rows x of a toy; the same draws each time it is called."""
+    """Rows x of a toy as a batch, with the same draws at every call."""
     corruptible = torch.arange(2 * t.m).expand_as(x) >= t.m
     draws = [generator("draws", *key, r) for r in range(len(x))]
     return Batch(x, torch.ones_like(corruptible), corruptible, torch.arange(t.V), draws)
 
 
 def test_the_papers_loss_is_minus_the_log_probability_of_the_bundles():
-    """Of one training step: Stage B's sum over masks is what the decoder gives these tokens, and Eq. 1 weighs it by 1,
-    what is clean by 0.2; nothing is wrong."""
+    """In one training step Stage B's sum over masks is the log-probability that the decoder gives these tokens. Eq. 1
+    weighs it by 1, and right tokens by 0.2; there are no wrong ones."""
     t = toy.make("pairs", V=4, m=4)
     model = causal_model(vocab_size=16, eos_id=t.eos_id, mask_id=t.mask_id, block_length=t.m)
     x = toy.draw_rows(t, 12, generator("rows"))
@@ -310,7 +314,7 @@ def test_the_papers_loss_is_minus_the_log_probability_of_the_bundles():
 @pytest.mark.parametrize("at", [range(8), range(3, 8), (1, 2, 5, 6)])
 @torch.no_grad()
 def test_one_pass_has_the_log_probability_of_as_many_looks(at):
-    """Each of which reads what is written before its position, and no more."""
+    """Each look reads only what is written before its position."""
     model = causal_model()
     bundle, text = places(*at), random_ids(1, 8, 2)
     z = text.masked_fill(bundle, MASK)
@@ -326,8 +330,8 @@ def test_one_pass_has_the_log_probability_of_as_many_looks(at):
 
 @torch.no_grad()
 def test_a_toys_tables_are_enumerations():
-    """Every pair of tokens, two by two: the first read with nothing, the second with the first, each time the whole
-    text anew. All of them have the probability 1; Stage A's table is a product."""
+    """Every pair of tokens is read one by one: the first after nothing, the second after the first, and each time the
+    whole text is read again. All pairs together have the probability 1, and Stage A's table is a product."""
     # two contexts, three symbols, two positions, and a model whose vocabulary has nothing more
     support = torch.tensor([[[0, 1], [1, 2], [2, 2]], [[1, 0], [0, 0], [2, 1]]])
     t = toy.Toy("small", 3, support, torch.tensor([[0.5, 0.25, 0.25], [0.5, 0.5, 0.0]], dtype=torch.float64))
@@ -353,7 +357,8 @@ def test_a_toys_tables_are_enumerations():
 
 # --- looks
 def one_by_one(engine, z, given, u, d: Decoding) -> Step:
-    """causal_denoise without drafts and without an early end: a look a position, which takes that position alone."""
+    """causal_denoise without drafts and without an early end: one look for each position, which writes only this
+    position."""
     model = engine.model
     masked = z == model.cfg.mask_id
     h, a = engine.stage_a(z)
@@ -384,8 +389,8 @@ PROMPTS += [holed(16, 9, 12, 13), holed(8, 0, 1, 2, 4, 6), holed(13, 2, 10), hol
 
 @pytest.mark.parametrize("tau_joint, temperature", [(0.0, 0.0), (0.0, 1.0), (0.01, 0.0), (0.01, 1.0), (1.0, 1.0)])
 def test_looks_find_what_one_by_one_writes(tau_joint, temperature):
-    """Token for token: greedily, and with draws, which are functions of their random numbers and of the tokens before.
-    There are no more looks than masks."""
+    """The tokens are the same, greedily and in draws, which are functions of their random numbers and of the tokens
+    before them. There are no more looks than masks."""
     # smaller weights, whose draws are likely enough to be written together
     model = causal_model(std=0.12, n_layer=3)
     d = Decoding(gen_length=9, tau_joint=tau_joint, tau_t2t=None, holes=True, temperature=temperature)
@@ -414,8 +419,8 @@ def test_looks_find_what_one_by_one_writes(tau_joint, temperature):
 
 
 class Counting:
-    """An engine whose Stage A drafts what it is told, and whose Stage B counts on from the token before; position 0
-    counts on from 0. Every token has the probability p."""
+    """An engine whose Stage A gives the drafts of the test, and whose Stage B counts: its token is the one before plus
+    one, and position 0 has 1. Every token has the probability p."""
 
     def __init__(self, drafts: list[list[int]], p: float):
         self.drafts = torch.tensor(drafts)
@@ -436,7 +441,7 @@ class Counting:
 
 
 def run_of(drafts, z, tau_joint=0.0, p=0.8) -> tuple[list[list[int]], list[float]]:
-    """The rows after a step, and their looks."""
+    """The rows after one step, and how many looks they took."""
     z = torch.tensor(z)
     zeros = torch.zeros(len(z), 2, z.shape[1])
     done = causal_denoise(Counting(drafts, p), z, torch.zeros_like(z).bool(), zeros, Decoding(tau_joint=tau_joint))
@@ -445,28 +450,29 @@ def run_of(drafts, z, tau_joint=0.0, p=0.8) -> tuple[list[list[int]], list[float
 
 
 def test_looks_by_hand():
-    """Stage B would write 1 2 3 4. After a look all up to and with the first that differs from its draft are final."""
+    """Stage B would write 1 2 3 4. After a look the first token that differs from its draft is final, and so are all
+    tokens before it."""
     right = [1, 2, 3, 4]
     masks = [9, 9, 9, 9]
-    # drafts that are right take one look, and so do those that are wrong in the last
+    # right drafts take one look, and so do drafts of which only the last is wrong
     assert run_of([right], [masks]) == ([right], [1])
     assert run_of([[1, 2, 3, 7]], [masks]) == ([right], [1])
-    # one is mended in the first look, which what follows has not read: 1 7 3 4 -> 1 2 8 4 -> 1 2 3 9 -> 1 2 3 4
+    # a look corrects one token, but the next one has not read the correction: 1 7 3 4 -> 1 2 8 4 -> 1 2 3 9 -> 1 2 3 4
     assert run_of([[1, 7, 3, 4]], [masks]) == ([right], [3])
-    # nothing right: a look a token
+    # if no draft is right, each token takes one look
     assert run_of([[7, 7, 7, 7]], [masks]) == ([right], [4])
-    # rows that are done are not counted on, and a row without a mask takes no part
+    # rows that are done take no further looks, and a row without a mask takes none
     assert run_of([[1, 7, 3, 4], right, right], [masks, masks, right]) == ([right] * 3, [3, 1, 0])
-    # visible tokens stay: 5 is the end of what is counted on from, and 3 and 6 are what follows it
+    # visible tokens stay, and the tokens after them count on from them
     assert run_of([[1, 2, 3, 6]], [[9, 9, 5, 9]]) == ([[1, 2, 5, 6]], [1])
 
-    # .8, .64, .512, .41 are the products: a run above .6 is two tokens, above .9 it is one, the first
+    # the products are .8, .64, .512, .41: a run above .6 has two tokens, and above .9 it is the first token
     assert run_of([right], [masks], 0.6) == ([[1, 2, 9, 9]], [1])
     assert run_of([right], [masks], 0.9) == ([[1, 9, 9, 9]], [1])
     # strictly above: .5 and .25, whose logarithms no machine rounds apart
     assert run_of([right], [masks], 0.25, p=0.5) == ([[1, 9, 9, 9]], [1])
     assert run_of([right], [masks], 0.24, p=0.5) == ([[1, 2, 9, 9]], [1])
-    # nobody looks on for what falls below the gate: two tokens are final after the first look, at .64
+    # no look is taken for tokens below the gate: two tokens are final after the first look, at .64
     assert run_of([[1, 7, 3, 4]], [masks], 0.7) == ([[1, 9, 9, 9]], [1])
     assert run_of([[1, 7, 3, 4]], [masks], 0.6) == ([[1, 2, 9, 9]], [2])
     # one at a time: the first token is Stage B's, too
@@ -476,8 +482,8 @@ def test_looks_by_hand():
 # --- the decoders
 @pytest.mark.parametrize("tau_joint, n_rounds", [(0.0, 1), (0.3, 1), (0.0, 0), (0.3, 0), (None, 0)])
 def test_generate_equals_the_specification(tau_joint, n_rounds):
-    """By causal looks; and with Stage B off, where Stage A writes the longest run, or by the paper's gates. Prompts end
-    in a block, with it, and have holes."""
+    """With causal Stage B; and with Stage B off, by the longest run or by the paper's gates. Prompts end inside a block
+    or at its end, and some have holes."""
     d = Decoding(gen_length=9, tau_joint=tau_joint, tau_m2t=0.1, tau_t2t=None, n_rounds=n_rounds, holes=True)
     texts = [prompt(3), prompt(8), holed(16, 3, 9, 12), holed(13, 10, 12)]
     outputs = assert_as_specified(causal_model(std=0.15), texts, d, both=(False, True))
@@ -485,7 +491,7 @@ def test_generate_equals_the_specification(tau_joint, n_rounds):
 
 
 def test_a_row_of_eight_is_the_row_alone():
-    """Of several lengths, with holes and without, in blocks that end at different steps after different looks."""
+    """The rows have several lengths, with holes and without, and their blocks end at different steps."""
     model = causal_model(std=0.12, n_layer=3)
     d = Decoding(gen_length=7, tau_joint=0.05, tau_t2t=None, temperature=0.9, holes=True, eos_early_stop=False)
     texts = [holed(n, 1, n - 2) if n % 3 == 0 else prompt(n, n) for n in range(3, 19, 2)]
@@ -499,8 +505,8 @@ def test_a_row_of_eight_is_the_row_alone():
 
 # --- it learns what tokens are together
 def test_the_papers_own_loss_teaches_it_pairs():
-    """(a, a + c mod 3) with a uniform: TC = ln 3. Trained from scratch, causal Stage B loses less than a tenth of it,
-    and its Stage A, which is the paper's, cannot lose less than all."""
+    """(a, a + c mod 3) with a uniform a has TC = ln 3. Trained from scratch, causal Stage B loses less than a tenth of
+    it, and Stage A, which is the paper's, cannot lose less than all of it."""
     t = toy.make("pairs", V=3, m=2)
     sizes = dict(n_layer=2, n_dense=2, n_embd=32, d_dense=64, n_last=1, n_rounds=1, block_length=2)
     cfg = tiny_config(**sizes, vocab_size=16, eos_id=t.eos_id, mask_id=t.mask_id)

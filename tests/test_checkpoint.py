@@ -43,7 +43,7 @@ def refusal(folder: Path, **how) -> str:
 
 
 def forward(model: Model, stage_b: str = "paper") -> torch.Tensor:
-    """What Stage B says."""
+    """Stage B's output."""
     ids = random_ids(1, 16)
     ctx = model.context(torch.ones_like(ids, dtype=torch.bool))
     h = model.prefix(ids, ctx)
@@ -106,7 +106,7 @@ OTHER_TYPES = (torch.float64, torch.float8_e4m3fn, torch.complex64, torch.int64,
 
 
 def test_numbers_that_no_model_computes_with_are_named(base, adapter):
-    """Of weights, of what learned beside them, and at any place of a tensor."""
+    """This holds for weights and adapters, and for any place in a tensor."""
     for path, names in (
         (base / WEIGHTS, ["wte.weight", "layers.2.mlp.gate_up", "layers.1.mlp.expert_bias"]),
         (adapter / "adapter.safetensors", ["layers.3.attn.qkv.lora_B", "markers"]),
@@ -131,7 +131,7 @@ def test_numbers_that_no_model_computes_with_are_named(base, adapter):
 
 
 def test_a_tensor_lies_in_one_shard(base):
-    """In the one that the index says: another one's would be read in its place."""
+    """It must be in the shard that the index names; otherwise the tensor of another shard would be read instead."""
     whole = load_file(base / WEIGHTS)
     (base / WEIGHTS).unlink()
     names = sorted(whole)
@@ -195,7 +195,7 @@ def test_a_config_that_cannot_be_meant_is_refused(change, words, base):
 
 
 def test_a_whole_number_may_stand_for_a_real_one(base):
-    """As other programs write it, however large."""
+    """Other programs write whole numbers so, and they may be large."""
     path = base / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | dict(rope_theta=2**64, routed_scaling=2**64)))
     model = load(base)
@@ -213,7 +213,7 @@ def test_a_checkpoint_of_before_routers_had_names_has_the_released_one(base):
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="has no pipes with names")
 def test_what_has_no_end_is_not_read(base, adapter):
-    """A pipe that nobody writes to, in each file's place."""
+    """In the place of each file there is a pipe to which nobody writes."""
     write_json(base / "tokenizer.json", byte_spec())
     for folder in (base, adapter):
         for path in folder.iterdir():
@@ -234,14 +234,15 @@ def test_a_shard_lies_in_its_folder(base):
 
 
 def test_causal_stage_b_begins_as_the_bases_last_layers_and_a_map_of_zeros(base):
-    """So what it is first shown changes nothing. The copy is a copy: the base's layers do not move with it."""
+    """So at first the token that a position is shown changes nothing. The copy has its own memory: the base's layers do
+    not change when it learns."""
     causal = load(base, stage_b="causal", n_rounds=1, n_last=3)
     assert causal.show.shape == (64, 64) and not causal.show.any()
     for own, of_base in zip(causal.layers_b, causal.layers[1:], strict=True):
         assert all(map(torch.equal, own.state_dict().values(), of_base.state_dict().values()))
         assert own.attn.qkv.weight.data_ptr() != of_base.attn.qkv.weight.data_ptr()
 
-    # of a trained one there are as many as there are
+    # n cannot be changed after training
     save_model(causal, base)
     assert load(base).cfg.n_last == 3
     for n_last in (2, 4):
@@ -256,7 +257,7 @@ def test_a_stage_b_that_nobody_knows_is_refused(base, adapter):
 
 
 def test_who_judges_a_models_writing_is_told_by_the_rows_that_it_learned(base, adapter):
-    """meta.json, as the rows have it; an adapter asks its base."""
+    """meta.json says it, a copy of the rows' file; for an adapter its base says it."""
     assert judge_of(base) == judge_of(adapter) == {}
     for judge in ({"names": "14.0.0"}, {"toy": "pairs", "V": 3, "m": 2, "n_ctx": 32}):
         write_json(base / "meta.json", dict(vocab_size=272, eos_id=256, mask_id=257, n_plain=256, judge=judge))
@@ -267,13 +268,14 @@ def test_who_judges_a_models_writing_is_told_by_the_rows_that_it_learned(base, a
 
 # --- which weights a folder holds
 def test_a_hash_worked_by_hand(tmp_path):
-    """Of a file of 40,960 bytes: its size, then the 16 bytes at every tenth, over one another, at the end fewer."""
+    """A file of 40,960 bytes: the hash reads its size, then 16 bytes at every tenth byte. These pieces overlap, and at
+    the end they are shorter."""
     raw = torch.arange(40_960, dtype=torch.int64).remainder(251).to(torch.uint8).numpy().tobytes()
     (tmp_path / WEIGHTS).write_bytes(raw)
     pieces = b"".join(raw[10 * i : 10 * i + 16] for i in range(4096))
     assert weights_hash(tmp_path) == hashlib.sha256(b"40960" + pieces).hexdigest()[:16]
 
-    # of shards all, in the order of their names
+    # all shards are hashed, in the order of their names
     a, b = raw[:8192], raw[:4096]
     for name, content in (("a.safetensors", a), ("b.safetensors", b)):
         (tmp_path / name).write_bytes(content)
@@ -286,7 +288,7 @@ def test_a_hash_worked_by_hand(tmp_path):
 
 
 def test_any_change_of_the_weights_is_seen(base):
-    """One matrix that is another one, one marker more: each has a hash of its own."""
+    """If one matrix is another one, or if there is one more marker, the hash is another one."""
     model, seen = load(base), [weights_hash(base)]
 
     def saved(model: Model) -> str:
@@ -316,7 +318,7 @@ def test_the_shipped_adapters_stand_on_the_shipped_base():
 
 # --- an adapter's folder
 def test_an_adapter_brings_its_base_and_its_own_settings(base, adapter, tmp_path, monkeypatch):
-    """Its base lies where adapter.json says, seen from its own folder: both may move together."""
+    """adapter.json names its base relative to its own folder, so both folders may be moved together."""
     expected = forward(random_adapter(tmp_path / "again", base, n_last=3))
     monkeypatch.chdir(tmp_path)
     for folder in (base, adapter):
@@ -346,7 +348,7 @@ def test_an_adapter_of_every_kind_comes_back(stage_b, n_rounds, base, tmp_path):
     learned = load_file(folder / "adapter.safetensors")
     assert learned.keys() == model.learned().keys()
 
-    # what is asked for besides is the adapter's own all the same, but for the blocks
+    # other sizes that are asked for do not count, because the adapter has its own; only block_length does
     assert load(folder, n_last=2, n_rounds=2).cfg == model.cfg
     assert load(folder, block_length=1).cfg == replace(model.cfg, block_length=1)
 
@@ -360,7 +362,7 @@ def test_an_adapter_without_its_base_on_another_one_or_of_another_kind_is_refuse
     assert f"{adapter} was trained on other weights than {base} holds now" in line
     assert "delete base_hash from adapter.json" in line
 
-    # the same weights in another form, where that has been done
+    # with base_hash deleted, the same weights in another form are accepted
     save_model(load_model(tmp_path / "gone", "cpu", torch.bfloat16), base)
     assert f"{adapter} was trained on other weights" in refusal(adapter)
     about = json.loads((adapter / "adapter.json").read_text())

@@ -95,7 +95,7 @@ def test_what_a_user_can_mend_is_one_line_and_what_only_we_can_is_a_traceback(mo
 
 
 def test_a_reader_who_leaves_is_no_error():
-    """`python toy.py | head -1`, the pipe closed before the rest is written."""
+    """As in `python toy.py | head -1`, the pipe is closed before the rest is written."""
     argv = [sys.executable, "toy.py"]
     process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
@@ -105,7 +105,8 @@ def test_a_reader_who_leaves_is_no_error():
 
 # --- what is printed
 def test_a_terminal_is_given_no_command():
-    """Escapes, what turns the direction of writing, lone halves; any other letter stays, and so do lines and tabs."""
+    """Escapes, halves of characters, and characters that change the direction of writing are made visible. Any other
+    character stays, and so do line ends and tabs."""
     for text, shown in (
         ("a\x1b[2J\x07\rb", "a<U+001B>[2J<U+0007><U+000D>b"), ("\x9b\u202ex\ud800", "<U+009B><U+202E>x<U+D800>"),
         ("é漢\u3000😀\u200d\u00a0\n\t", "é漢\u3000😀\u200d\u00a0\n\t"),
@@ -116,7 +117,7 @@ def test_a_terminal_is_given_no_command():
 
 
 def test_progress_through_a_pipe_is_a_line_now_and_then(monkeypatch, capsys):
-    """An item takes ten seconds here; four came before."""
+    """Here each item takes ten seconds, and four items came before."""
     clock = iter(range(0, 1000, 10))
     monkeypatch.setattr(util.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(util, "EVERY", 25)
@@ -135,7 +136,7 @@ def test_help_shows_folders_as_they_are_typed(monkeypatch, capsys):
 
 
 def test_a_record_that_is_cut_short_is_left_out(tmp_path):
-    """And the next one stands on a line of its own, also behind one that lacks nothing but its end."""
+    """The next record gets a line of its own, also after a record that lacks only its line end."""
     path = tmp_path / "new" / "r.jsonl"
     for held, there in ((None, []), (b'{"n": 1}\n{"n"', [1]), (b'{"n": 1}\n{"n": 2}', [1, 2]), (b'{"n', [])):
         if held is not None:
@@ -218,7 +219,7 @@ def test_a_run_is_not_overwritten_and_a_resume_keeps_its_settings(tree, tmp_path
 
 
 def test_rows_of_other_tokens_than_the_models_are_refused(ckpt, tree, tmp_path, monkeypatch, capsys):
-    """Also where their numbers are the same: another tokenizer, another toy or another size of it, a toy's rows on a
+    """They are refused even if their ids fit: another tokenizer, another toy or another size of it, a toy's rows on a
     model of text, and text on a model of a toy."""
     # the ids of this toy are 0..223, its contexts 224..255, then eos and the mask, as of bytes
     like_bytes = toy_rows(tmp_path / "like bytes", "modes", V=224)
@@ -290,7 +291,7 @@ def test_text_and_ids_agree(ckpt, said):
 
 
 def test_a_name_is_judged(tree, said):
-    """A blank at the end of a prompt is the beginning of the next token, and not one of its own."""
+    """A blank at the end of a prompt belongs to the next token, and is no token of its own."""
     assert "a (U+0061)" in verdict("LATIN SMALL LETTER A")
     assert verdict("RIGHT-TO-LEFT OVERRIDE") == "<U+202E> (U+202E)"
     assert all("no such character" in verdict(name) for name in ("QQQ", "latin"))

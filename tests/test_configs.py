@@ -51,7 +51,7 @@ def home(tmp_path_factory) -> Path:
 
 
 def small(words: list[str], home: Path) -> list:
-    """Flags that make such a run a small one."""
+    """Flags that make such a run small."""
     config = {}
     if "--config" in words:
         config = tomllib.loads((home / words[words.index("--config") + 1]).read_text())
@@ -74,7 +74,8 @@ def test_every_config_is_named_by_a_run():
 
 # --- they run
 def chains() -> list[list[list[str]]]:
-    """Of the README's lines, and of the toys', those that begin with rows being written: script and flags."""
+    """Commands of the README and of the toys that follow from each other, beginning with one that writes rows: script
+    and flags."""
     found = []
     pages = "".join((ROOT / name).read_text() for name in ("README.md", "results/theorem/README.md"))
     for block in re.findall(r"^```\w*\n(.*?)^```", pages, re.S | re.M):
@@ -91,7 +92,8 @@ ALONE = [words for words in RUNS if words not in sum(CHAINS, [])]
 
 @pytest.mark.parametrize("words", ALONE, ids=[" ".join(words) for words in ALONE])
 def test_a_run_that_is_written_down_resumes_by_the_line_that_it_prints(words, home, tmp_path, monkeypatch, capsys):
-    """Those that follow other lines of the README are run below. (That it is the same run, bit for bit: test_train.)"""
+    """Commands that need other commands of the README are run below. test_train tests that a resumed run is the same
+    bit for bit."""
     monkeypatch.chdir(home)
     script, *argv = words
     folder = tmp_path / "with a blank"
@@ -101,7 +103,7 @@ def test_a_run_that_is_written_down_resumes_by_the_line_that_it_prints(words, ho
 
 @pytest.mark.parametrize("lines", CHAINS, ids=lambda lines: " ".join(lines[0]))
 def test_lines_of_the_readme_feed_one_another(lines, tmp_path, monkeypatch, capsys):
-    """In an empty folder, but for the configs and a text: each has what the ones before it wrote."""
+    """They run in a folder with only the configs and a text: each needs only what those before it wrote."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "configs", "configs")
     Path("FOLDER").mkdir()
@@ -121,7 +123,7 @@ def test_lines_of_the_readme_feed_one_another(lines, tmp_path, monkeypatch, caps
 
 # --- a file of settings
 def arguments(script, monkeypatch, *argv) -> dict:
-    """The settings of a run that is not begun."""
+    """The settings of a run, which is not started."""
     found = []
     monkeypatch.setattr(train, "run", lambda args, *given: found.append(args))
     monkeypatch.setattr(sys, "argv", ["script.py", *map(str, argv)])

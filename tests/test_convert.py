@@ -79,7 +79,7 @@ VARIANTS = ["bfloat16, tied", "bfloat16, but for the routers' biases; biases els
 
 
 def variant(name: str) -> tuple[dict[str, torch.Tensor], dict]:
-    """Released checkpoints that differ where releases do."""
+    """Released checkpoints with the differences that releases have."""
     tensors, g = golden_tensors(), torch.Generator().manual_seed(1)
     if name == "bfloat16, tied":
         del tensors["lm_head.weight"]
@@ -186,7 +186,7 @@ NEWER = dict(rope_parameters=ROPE, rope_theta=..., partial_rotary_factor=..., ro
     _attn_implementation="sdpa", experts_implementation="grouped_mm", return_dict=True, is_encoder_decoder=False),
 ])  # fmt: skip
 def test_a_config_as_transformers_5_writes_it_is_the_same_model(change, run, golden, tmp_path):
-    """What rotary embeddings need in a table of its own, lists of ids, and words about itself."""
+    """There the fields of rotary embeddings are in a table, ids may be in lists, and some fields are about itself."""
     run("--src", released(tmp_path / "src", **NEWER | change), "--out", tmp_path / "out")
     assert load_model(tmp_path / "out", "cpu", torch.float32).cfg == load_model(golden, "cpu", torch.float32).cfg
 
@@ -212,7 +212,7 @@ def test_what_such_a_config_cannot_mean_is_refused(change, says, run, tmp_path):
 
 
 def test_weights_that_are_no_numbers_are_refused(run, tmp_path):
-    """Also those of one expert, which are one part of a tensor of ours."""
+    """Those of a single expert are refused, too, which are one part of a tensor of ours."""
     for k, value in enumerate((float("nan"), float("inf"))):
         tensors = golden_tensors()
         tensors[K][3, 5] = value

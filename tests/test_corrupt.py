@@ -34,7 +34,7 @@ def corrupted(name, R=64, T=64, corruptible=None, key="a", **rates):
 
 
 def assert_uniform(counts: torch.Tensor) -> None:
-    """So many draws of each of N outcomes: none is four deviations away."""
+    """The counts of N equally likely outcomes: none is four standard deviations away from the mean."""
     p = 1 / len(counts)
     n = counts.sum()
     assert ((counts / n - p).abs() < 4 * math.sqrt(p * (1 - p) / n)).all(), counts
@@ -53,7 +53,8 @@ def test_m_w_g_partition_the_corruptible_positions(name):
 
 
 def test_mask_count_of_a_block():
-    """Of a ratio ~ U(0, 1) it is uniform on 0..B; U ** 0.5 has the mean 2/3, and U ** 4 (8 masks of 8) 1/5."""
+    """With a ratio ~ U(0, 1) the count is uniform on 0..B. U ** 0.5 has the mean 2/3, and with it all 8 positions are
+    masked with the probability E[(U ** 0.5) ** 8] = 1/5."""
     _, _, k = corrupted("mask", R=2000)
     counts = (k == M).view(-1, B).sum(-1).bincount(minlength=B + 1).double()
     assert_uniform(counts)
@@ -65,7 +66,7 @@ def test_mask_count_of_a_block():
 
 
 def test_random_replaces_up_to_a_fifth_of_what_is_visible():
-    """In the mean half of it; and a block with a high rate of its own has several, another one none."""
+    """The mean is half of a fifth. Each block draws its own rate, so some have several wrong tokens and others none."""
     rate = 0.2
     x, z, k = corrupted("random", R=2000)
     visible = int((k != M).sum())
@@ -99,8 +100,8 @@ def test_a_draft_fills_three_tenths_of_the_masks():
 
 # --- the bundle
 def test_a_bundle_by_hand(monkeypatch):
-    """Of s ~ U{1..4} u = .6 draws 3, u = .99 draws 4, u = 0 draws 1. The masks with the smallest numbers are it, in
-    whatever blocks they stand; a row with fewer gives all."""
+    """For s ~ U{1..4} u = .6 gives 3, u = .99 gives 4, and u = 0 gives 1. The masks with the smallest numbers are the
+    bundle, whatever blocks they are in. If a row has fewer masks, all are the bundle."""
     lots = torch.tensor([[0.5, 0.1, 0.4, 0.9, 0.2, 0.0], [0.5, 0.1, 0.4, 0.9, 0.2, 0.0], [0.3] * 6])
     drawn = iter([torch.tensor([[0.6], [0.99], [0.0]]), lots])
     monkeypatch.setattr(corrupt, "uniform", lambda draws, n: next(drawn))
@@ -110,8 +111,8 @@ def test_a_bundle_by_hand(monkeypatch):
 
 
 def test_a_bundle_is_one_of_a_row_and_its_masks_are_all_alike():
-    """s is uniform, and given s all masks are equally likely, whatever block they are in: 2, 1 and 5 masks in blocks of
-    eight. Each subset, too: of the 28 pairs of 8 masks each."""
+    """s is uniform. Given s all masks are equally likely, whatever block they are in (here blocks of eight have 2, 1
+    and 5 masks), and so are all subsets of s masks: all 28 pairs of the 8 masks."""
     masked = torch.zeros(6000, 24, dtype=torch.bool)
     places = [3, 4, 11, 16, 17, 18, 20, 23]
     masked[:, places] = True
@@ -135,7 +136,7 @@ def test_a_bundle_is_one_of_a_row_and_its_masks_are_all_alike():
 
 
 def test_a_row_of_the_papers_size_has_eight_and_a_half_marks_in_the_mean():
-    """2,048 tokens, half of them masks, are one bundle of U{1..16}: (1 + 16) / 2, and never more than 16."""
+    """A row of 2,048 tokens, half of them masks, has one bundle of U{1..16}: (1 + 16) / 2 in the mean, 16 at most."""
     draws = streams(1500, "paper")
     x = torch.zeros(1500, 2048, dtype=torch.int64)
     how = Corruption("mask", 32, 1, torch.tensor([0]))
@@ -148,8 +149,8 @@ def test_a_row_of_the_papers_size_has_eight_and_a_half_marks_in_the_mean():
 # --- the loss
 @pytest.mark.parametrize("own_head", [False, True])
 def test_loss_by_hand(own_head):
-    """Two of four masks are filled, then W and G: Eq. 1 has 1, .3 and .2 of their cross-entropies, and the other masks
-    and the clean copy beside them none. The head may be another than the model's."""
+    """Two of four masks are filled; then there are W and G. In Eq. 1 their cross-entropies have the weights 1, .3 and
+    .2, and the other masks and the clean copy have none. The head may be another one than the model's."""
     logits = torch.randn(1, 12, V, generator=generator("logits"))
     kind = torch.tensor([[M, M, M, M, W, G]], dtype=torch.uint8)
     fill = torch.tensor([[True, False, True, False, True, True]])  # fill is of masks alone
@@ -175,7 +176,7 @@ def test_the_log_has_each_kind_apart_and_stage_a_at_stage_bs_bundle():
 
 
 def test_chunked_loss_equals_whole_loss_with_gradients_and_keeps_no_logits():
-    """A pretended vocabulary makes chunks of 64 rows, whose logits the backward pass makes again."""
+    """A pretended vocabulary makes the chunks as small as 64 positions. The backward makes their logits again."""
     results = []
     for pretended_vocab in (V, 2**20):
         h = torch.randn(4, 64, 16, generator=generator("h")).requires_grad_()

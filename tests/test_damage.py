@@ -103,7 +103,7 @@ def tree(tmp_path_factory) -> Path:
 
 
 def placed(argv: list, **folders: Path) -> list[str]:
-    """A command line with a folder in each name's place."""
+    """A command line in which each name is replaced by its folder."""
     line = "\n".join(map(str, argv))
     for name, folder in folders.items():
         line = line.replace(name, str(folder))
@@ -111,7 +111,8 @@ def placed(argv: list, **folders: Path) -> list[str]:
 
 
 def damaged(raw: bytes, name: str, place: str) -> Iterator[bytes]:
-    """Any nonsense in one place of a file's JSON, which is the header of tensors, and the first of records."""
+    """Put any nonsense in one place of a file's JSON. In a file of tensors this is the header, and in a file of records
+    it is the first one."""
     head = after = b""
     if name.endswith(".safetensors"):
         n = int.from_bytes(raw[:8], "little")
@@ -138,7 +139,7 @@ def damaged(raw: bytes, name: str, place: str) -> Iterator[bytes]:
 
 
 def might_be(value: object, before: object) -> bool:
-    """Could an entry that was `before` say that, too?"""
+    """Could this be a valid value in the place of `before`?"""
     if isinstance(before, float):
         return type(value) is not bool and value in (-1, 4.5, 10**10)
     same_type = type(value) is type(before) and isinstance(value, str | list | dict | bool)
@@ -172,7 +173,8 @@ def test_a_damaged_file_is_one_line_that_names_it(
 
 
 def test_of_a_log_the_lines_of_before_a_step_are_kept(tmp_path):
-    """A validation at a step is of the weights that were saved there. What is no line is dropped alone."""
+    """A validation at the step of the last save is kept, because it is of the saved weights. A damaged line is dropped,
+    and the others stay."""
     log = tmp_path / "log.jsonl"
     kept = [b'{"step": 0}', b'{"step": 1}', b'{"step": 2, "val": true}']
     dropped = [b"{", b"\0\0", b"5", b'"step"', b"\xff", b'{"step": 2}', b'{"step": 3, "val": true}']
@@ -192,7 +194,7 @@ CHANGES = [
 
 @pytest.mark.parametrize("rows, change", CHANGES, ids=map(str, CHANGES))
 def test_words_about_rows_that_the_rows_contradict_are_refused(rows, change, tree, tmp_path, monkeypatch, capsys):
-    """A length of blocks that rows are not of, ids that are others."""
+    """meta.json may state a block length that the rows do not have, or ids that are not theirs."""
     folder = tmp_path / "rows"
     shutil.copytree(tree / rows, folder)
     write_json(folder / "meta.json", json.loads((folder / "meta.json").read_text()) | change)
@@ -252,8 +254,8 @@ def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_before_the_ne
 
 
 def killed_at(k: int, script, monkeypatch, argv: list[str]) -> None:
-    """Run a command in a process that dies by SIGKILL as its k-th file is about to get its name, with a temporary file
-    of safetensors' own beside it."""
+    """Run a command in a process that gets SIGKILL when its k-th file is about to be renamed. Beside it is a temporary
+    file of safetensors."""
     child = os.fork()
     if child:
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
@@ -317,7 +319,7 @@ def test_two_runs_do_not_write_into_one_folder(name, tree, tmp_path, monkeypatch
 
 
 def test_rows_that_go_while_a_run_learns_are_not_missed(tree, tmp_path, monkeypatch, capsys):
-    """Its checkpoint has what its ids mean all the same."""
+    """The checkpoint still says what its ids mean."""
     rows, out = tmp_path / "rows", tmp_path / "out"
     shutil.copytree(tree / "text", rows)
     expected = {name: (rows / name).read_bytes() for name in ("meta.json", "tokenizer.json")}
@@ -340,7 +342,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path):
 
 
 def test_a_folder_is_left_as_it_was_found(tmp_path):
-    """One that was made for a run that fails is gone; one that was there stays, and its lock can be had again."""
+    """If a run fails, a folder that was made for it is removed. A folder that was there stays, and is not locked."""
     for folder in (tmp_path / "a" / "b", tmp_path):
         with pytest.raises(Mistake, match="ours"), alone_in(folder):
             raise Mistake("ours")

@@ -43,7 +43,7 @@ from model import Model
 from prepare import is_validation
 from toy import Toy
 
-# as small as the toy may be, and as many steps as leave its marginals well below the 2 % asked for
+# the toy is as small as possible, and after so many steps the error of its marginals is well below the 2 % asked for
 PAIRS = ["--init_from", "scratch", "--n_last", 1, "--batch_size", 64, "--max_iters", 200, "--learning_rate", 5e-3]
 PAIRS += ["--corruption", "mask", "--eval_interval", 10_000, "--device", "cpu"]
 
@@ -80,8 +80,8 @@ def test_answer_log_probs(monkeypatch):
 
 
 def test_in_one_step_both_stages_pay_tc_and_one_at_a_time_nothing(trained):
-    """KL(p || prod q_i) = TC + sum_i KL(p_i || q_i), and training left of the sum under 2 % of TC. Clean targets
-    cannot take Stage B below TC either."""
+    """KL(p || prod q_i) = TC + sum_i KL(p_i || q_i), and after training the sum is below 2 % of TC. Stage B cannot get
+    below TC either."""
     folder, _ = trained
     net = load_model(folder, "cpu", torch.float32)
     t = evaluate.load_task(folder)
@@ -97,7 +97,7 @@ def test_in_one_step_both_stages_pay_tc_and_one_at_a_time_nothing(trained):
 
 
 def oracle(model, task: Toy, c, z, n_rounds: int, tokens=None):
-    """The ideal decoder in the place of answer_log_probs, the factorised one, or the causal one, which reads tokens."""
+    """In the place of answer_log_probs: the ideal factorised decoder, or the ideal causal one, which reads tokens."""
     if tokens is None:
         return conditional(task, c, z).log()
     before = [torch.where(torch.arange(task.m) < i, tokens, z) for i in range(task.m)]
@@ -106,7 +106,7 @@ def oracle(model, task: Toy, c, z, n_rounds: int, tokens=None):
 
 @pytest.mark.parametrize("task", toy.TASKS)
 def test_with_exact_conditionals_chains_are_exact_and_the_product_pays_tc(task, monkeypatch):
-    """The chain of Stage A, which reads what is written, and the chain of causal Stage B."""
+    """Both chains are tested: that of Stage A, which reads what is written, and that of causal Stage B."""
     t = toy.make(task)
     t = t if t.support.shape[1] <= 512 else toy.make(task, V=4, m=3)
     monkeypatch.setattr(evaluate, "answer_log_probs", oracle)  # the ideal decoder in every model's place
@@ -116,7 +116,7 @@ def test_with_exact_conditionals_chains_are_exact_and_the_product_pays_tc(task, 
 
 
 class Stub(SimpleNamespace):
-    """In the place of a causal model, or of any."""
+    """A stand-in for a causal model, or for any other."""
 
 
 def any_model() -> Stub:
@@ -125,8 +125,8 @@ def any_model() -> Stub:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_table_of_a_toy_by_hand(causal, monkeypatch, capsys):
-    """Exact conditionals lose TC in one step and nothing one at a time, nor in causal Stage B. Of four contexts'
-    answers one is the likeliest, one is possible, two are neither; each costs a forward, and a look, two halves."""
+    """Exact conditionals lose TC in one step, and nothing one at a time or by causal Stage B. Of the answers in four
+    contexts one is the likeliest, one is possible, two are neither. Each costs a forward, and a look of two halves."""
     t = toy.make("modes", n_ctx=4)
     TC = float(t.tc()[0])
     answers = [t.support[0, 0].tolist(), t.support[1, 2].tolist(), [0] * 4, [t.mask_id] * 4]
@@ -159,7 +159,7 @@ def test_the_table_of_a_toy_by_hand(causal, monkeypatch, capsys):
 
 
 def test_a_toy_from_the_command_line(trained, tmp_path, monkeypatch, capsys):
-    """A base, and a causal adapter, whose masks are written in one look at least and two at most."""
+    """A base, and a causal adapter, which writes its two masks in one or two looks."""
     base, rows = trained
     run = caller(evaluate, monkeypatch, capsys)
     head, *lines = run("--ckpt", base, "--device", "cpu").splitlines()
@@ -188,8 +188,8 @@ def test_what_judges_a_model_is_read_or_refused(tmp_path, monkeypatch, capsys):
 
 # --- names
 def test_shares_and_forwards_by_hand(monkeypatch):
-    """Letters A to F are asked for; written are A, A, A, D, ? and ?. Four of six exist. A row costs 2 full, 1 refresh,
-    and half a partial one of n/L = 1/4."""
+    """The letters A to F are asked for, and A, A, A, D, ? and ? are written, so four of six exist. A row costs 2 full
+    forwards, 1 refresh, and half a partial forward of n/L = 1/4."""
     letter = "LATIN SMALL LETTER {}".format
     nfe = dict(full=2, partial=0.5, refresh=1)
     outputs = [Output(list(letter(x).encode()), [256], nfe) for x in "AAAD??"]
@@ -221,7 +221,7 @@ def test_prompts_are_the_first_third_of_names_of_the_group_and_a_function_of_it_
 
 
 def test_names_from_the_command_line(tmp_path, monkeypatch, capsys):
-    """A base has its rows, an adapter its own; adapters share the base's and follow one another."""
+    """First come the rows of the base, which the adapters share, then the rows of one adapter after the other."""
     monkeypatch.setattr(evaluate, "NAME_DECODING", replace(evaluate.NAME_DECODING, gen_length=4))
     base = names_folder(tmp_path / "base", n_layer=2, n_last=1)
     for name in ("one", "two"):
@@ -242,11 +242,11 @@ def test_names_from_the_command_line(tmp_path, monkeypatch, capsys):
         exist, forwards, per_token = map(float, line.removeprefix(f"{tmp_path / folder}  {name}").split())
         assert exist in (0, 0.5, 1) and forwards >= 1 and per_token > 0
 
-    # one tokenizer reads for all of them
+    # all models must have the same tokenizer
     other = names_folder(tmp_path / "other", merged_spec(), n_layer=2, n_last=1)
     assert "models with the same tokenizer" in run.fails(*argv, base, other)
 
-    # of a base alone its own rows
+    # a base without an adapter has only its own rows
     out = run(*argv, base)
     assert "base, all at once" in out and "Stage B" not in out
 
@@ -256,7 +256,7 @@ WAYS = [("paper", "Stage A"), ("paper", "Stage B"), ("causal", "Stage B"), ("pap
 
 
 def cost_by_decoding(model: Model, row: torch.Tensor, masked: torch.Tensor, way: str) -> torch.Tensor:
-    """Bits of the masked tokens of a row (T,), by the decoder's own forwards, block behind block."""
+    """Bits of the masked tokens of a row (T,), by the decoder's own forwards, block after block."""
     B, K = model.cfg.block_length, model.cfg.n_rounds
     bits = torch.zeros(row.shape)
     for start in range(0, len(row), B):
@@ -279,7 +279,7 @@ def cost_by_decoding(model: Model, row: torch.Tensor, masked: torch.Tensor, way:
 @torch.no_grad()
 @pytest.mark.parametrize("stage_b, way", WAYS)
 def test_bits_are_what_the_decoders_own_forwards_give(stage_b, way):
-    """Rows of three blocks and of two and padding, the first three tokens of each a prompt."""
+    """One row has three blocks, and one has two and padding. The first three tokens of each row are its prompt."""
     model = tiny_model(n_rounds=2 if stage_b == "paper" else 1, stage_b=stage_b)
     clean, lengths = random_ids(2, 24), [24, 16]
     real = torch.arange(24) < torch.tensor(lengths)[:, None]
@@ -298,7 +298,8 @@ def test_bits_of_tokens_by_hand():
 @torch.no_grad()
 @pytest.mark.parametrize("stage_b, way", WAYS)
 def test_of_a_uniform_head_every_token_costs_log_v_and_the_text_alone_counts(stage_b, way, tmp_path, monkeypatch):
-    """Up to and with the end, which has no bytes; not what fills its block. Rows are read until there are enough."""
+    """The text counts up to its eos, which has no bytes, without the eos that fill the block. Rows are read until they
+    have enough tokens."""
     monkeypatch.setattr(evaluate, "EVAL_ROWS", 16)
     folder = byte_rows(tmp_path / "rows")
     model = byte_model(n_rounds=1, stage_b=stage_b)
@@ -322,8 +323,7 @@ def own_text(folder: Path, rows: Path) -> Path:
 
 
 def test_bits_from_the_command_line(tmp_path, monkeypatch, capsys):
-    """Of a base, and of what stands on it; a run says which rows it read, and names are judged where they are not asked
-    in bits."""
+    """Bits of a base and of its adapters. A run says which rows it read. Names are judged unless bits are asked for."""
     rows = byte_rows(tmp_path / "rows")
     base = own_text(tmp_path / "base", rows)
     random_adapter(tmp_path / "paper", base)
@@ -351,6 +351,6 @@ def test_bits_from_the_command_line(tmp_path, monkeypatch, capsys):
         assert [float(word) for word in line.split()[-3:]] == approx(figures, abs=6e-4)
     assert f"{tokens:,} held-out" in title
 
-    # of names where it is asked for
+    # bits of names, if they are asked for
     of_names = names_folder(tmp_path / "names", n_layer=2, n_last=1)
     assert "bits a token" in run(*short, of_names, "--bits", "--data", rows)

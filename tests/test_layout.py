@@ -1,4 +1,4 @@
-"""What lies where, and who imports whom. `pytest tests/test_layout.py`"""
+"""Which file imports which. `pytest tests/test_layout.py`"""
 
 import ast
 import re
@@ -8,7 +8,7 @@ import tomllib
 import pytest
 from common import ROOT
 
-# arrows point down: a file imports what stands on a lower floor, or in its own folder
+# imports point down: a file imports files of lower floors, or of its own folder
 FLOORS = [
     {"lib", "tiny"},
     {"model", "toy"},
@@ -26,12 +26,12 @@ FOLDERS = {"lib", "llada", "tools", "experiments"}
 FILES = {p.relative_to(ROOT).as_posix(): p for f in (".", *FOLDERS) for p in sorted((ROOT / f).glob("*.py"))}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 STATED = {re.match(r"\w+", p)[0] for p in sum(PROJECT["optional-dependencies"].values(), PROJECT["dependencies"])}
-# the arrow up, when it is asked for: the moving view of a decode
+# the one import of a higher floor, which runs only with --watch
 LAZY = {("sample.py", "tools")}
 
 
 def imports(text: str) -> set[str]:
-    """First names of all imported modules, those inside functions too."""
+    """The first names of all imported modules, also of those that are imported inside functions."""
     found = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -53,7 +53,7 @@ def test_arrows_point_down_to_what_is_stated(name):
     assert "/" in name or not found & {"importlib", "pickle"}
 
 
-# words of our change to the paper, which is causal.py's; and what the paper's own files may say of them
+# words that belong to our change, and so to causal.py; and the cases in which the paper's own files may use them
 CHANGE = r"\b(?:alpha|layers_b|logits_b|token_before|read_before|as_asked|CausalModel)\b|.*[Cc]ausal.*"
 PAPERS = r"block[-_]causal|causal across blocks|causal\.py|own alpha"  # LoRA has an alpha of its own
 
@@ -65,13 +65,13 @@ def test_the_papers_files_have_the_paper_alone(name):
 
 
 def test_text_is_read_in_one_place():
-    """So who does not import lib.tokenizer has no tiktoken."""
+    """So a script that does not import lib.tokenizer runs without tiktoken."""
     assert {name for name in FILES if "tiktoken" in imports(FILES[name].read_text())} == {"lib/tokenizer.py"}
 
 
-# --- what an import brings along
+# --- what an import imports in turn
 def brings(name: str) -> set[str]:
-    """Of the imports at the top of a file, and of theirs, those that are ours."""
+    """Our files that a file imports at its top, and those that they import, and so on."""
     found, files = set(), [name]
     while files:
         for node in ast.parse(FILES[files.pop()].read_text()).body:
@@ -86,7 +86,7 @@ def brings(name: str) -> set[str]:
     return {file.removesuffix(".py") for file in found}
 
 
-# what must come without these: training knows nothing of where rows are from, nor of decoding by the paper
+# name -> files that it must not import: training knows nothing of where rows come from, and nothing of decoding
 TRAINING = "sample evaluate toy prepare lib/tokenizer"
 WITHOUT = {
     "train": TRAINING,

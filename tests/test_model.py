@@ -21,7 +21,7 @@ def context(ids: torch.Tensor, model: Model, clean: torch.Tensor | None = None) 
 
 # --- who sees whom
 def test_the_masks_by_hand():
-    """Two blocks of two; and two blocks of one beside their clean copy, n0 n1 c0 c1: n1 sees c0, but not its own c1."""
+    """Two blocks of two; then two blocks of one with their clean copy, n0 n1 c0 c1: n1 sees c0, but not its own c1."""
     assert block_causal_mask(4, 2).int().tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
     assert doubled_mask(2, 1).int().tolist() == [[1, 0, 0, 0], [0, 1, 1, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
 
@@ -37,7 +37,7 @@ def test_padding_is_not_attended_to():
 
 
 def test_rows_that_are_read_one_by_one_are_rows_of_blocks_of_one():
-    """Beside a row of the model's own blocks, with padding, and beside clean copies."""
+    """One row of a batch has the model's own blocks. There is padding, and there are clean copies."""
     model, ids, clean = tiny_model(), random_ids(2, 24), random_ids(2, 24, 1)
     single = tiny_model(block_length=1)
     real = torch.arange(24) < torch.tensor([[24], [17]])
@@ -51,7 +51,7 @@ def test_rows_that_are_read_one_by_one_are_rows_of_blocks_of_one():
 
 # --- experts
 def experts_loop(moe: MoE, x, chosen, weights):
-    """What MoE.experts says that it computes: every choice of every token, one after the other."""
+    """The loop in MoE.experts' docstring: every choice of every token, one after the other."""
     rows = []
     for token, experts, shares in zip(x, chosen, weights, strict=True):
         row = torch.zeros_like(token)
@@ -77,7 +77,7 @@ def test_grouped_experts_equal_the_loop_with_gradients(n_tokens):
 
 
 def four_experts(router: list[float]) -> MoE:
-    """In 2 groups, of which 1 is kept; 2 experts are chosen. Each reads one of 4 channels."""
+    """Four experts in 2 groups, of which 1 is kept; 2 experts are chosen. Each expert reads one of 4 channels."""
     moe = MoE(tiny_config(n_embd=4, n_expert=4, n_active=2, n_group=2, topk_group=1))
     for p in moe.parameters():
         p.data.fill_(0.1)
@@ -106,8 +106,8 @@ def test_router_by_hand():
 
 
 def test_the_bias_of_an_expert_follows_how_often_it_is_chosen():
-    """Of 4 experts 0 and 1 are chosen thrice each, in two passes with gradients: mean 1.5, so they sink by a rate, the
-    others rise. A pass without gradients, or a router that does not learn, counts nothing."""
+    """Of 4 experts, 0 and 1 are chosen three times each, in two passes with gradients. The mean is 1.5, so their biases
+    go down by the rate, and the others go up. Nothing is counted without gradients, or if the router does not learn."""
     moe = four_experts([2.0, 2.0, -2.0, -2.0])
     moe(torch.ones(1, 2, 4))
     moe(torch.ones(1, 1, 4))
@@ -124,7 +124,7 @@ def test_the_bias_of_an_expert_follows_how_often_it_is_chosen():
 
 
 def test_a_router_of_ones_own_is_used_and_a_program_without_it_refuses_its_checkpoint(tmp_path, monkeypatch):
-    """Every token to expert 3, twice, with weights 1/2 and 1: as one expert, scaled by 3/2."""
+    """This router sends every token to expert 3 twice, with weights 1/2 and 1: as one expert whose weight is 3/2."""
 
     def always(moe: MoE, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.full((len(x), 2), 3), torch.tensor([0.5, 1.0]).expand(len(x), 2)
@@ -159,8 +159,8 @@ def noisy_rows() -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("n_rounds", [1, 2, 3])
 @torch.no_grad()
 def test_stage_b_is_eq_4_in_training_and_in_decoding(n_rounds, n_last):
-    """K times h <- LastN(h + 1_S * marker), by hand: in rows, and beside a clean copy, of which nothing is marked. In
-    decoding each block says the same behind all before it, which are finished; with a cache and without."""
+    """K times h <- LastN(h + 1_S * marker), by hand: in rows, and with a clean copy, which is not marked. In decoding
+    each block gives the same after the finished blocks before it, with a cache and without."""
     model = tiny_model(n_rounds=n_rounds, n_last=n_last)
     clean, z, bundle, real = noisy_rows()
     for copy in (None, clean):
@@ -191,7 +191,7 @@ def test_stage_b_is_eq_4_in_training_and_in_decoding(n_rounds, n_last):
 @pytest.mark.parametrize("stage_b", ["paper", "causal"])
 @torch.no_grad()
 def test_a_marked_state_leaves_no_key_behind(stage_b):
-    """A block that is finished right after Stage B's pass over it, in which nothing changed, is read as from a text."""
+    """If a block is finished right after Stage B's pass, which changed nothing, its keys are those of a plain text."""
     model = tiny_model(stage_b=stage_b, n_rounds=1)
     z, bundle, behind = random_ids(2, 8, 1), random_ids(2, 8, 2, 2).bool(), random_ids(2, 8, 3)
     found = []
@@ -205,7 +205,8 @@ def test_a_marked_state_leaves_no_key_behind(stage_b):
 
 
 def test_stage_b_without_marker_is_stage_a():
-    """In one round, bit for bit; also where LoRA begins, whose B is zero. In two it is the last layers once more."""
+    """In one round it is Stage A bit for bit, also at the beginning of LoRA, whose B is zero. In two rounds it runs the
+    last layers once more."""
     model, ids = tiny_model(), random_ids(2, 16)
     ctx, bundle = context(ids, model), random_ids(2, 16, 5, 2).bool()
     h = model.prefix(ids, ctx)
@@ -224,7 +225,7 @@ def test_stage_b_without_marker_is_stage_a():
 
 
 def test_lora_merged_equals_unmerged():
-    """It learns in every qkv and proj, and beside it the markers alone."""
+    """LoRA learns in every qkv and proj, and besides it only the markers learn."""
     model, ids = tiny_model(), random_ids(2, 16)
     base = model(ids, context(ids, model))
     random_lora(model)
@@ -241,7 +242,7 @@ def test_lora_merged_equals_unmerged():
 
 @pytest.mark.parametrize("stage_b", ["paper", "causal"])
 def test_layers_that_are_computed_again_in_the_backward_have_the_same_gradients(stage_b):
-    """Beside a clean copy, whose keys Stage B reads; of an adapter, and of a whole model that learns."""
+    """This is tested with a clean copy, whose keys Stage B reads, for an adapter and for a whole model that learns."""
     ids, bundle = random_ids(2, 16), random_ids(2, 16, 5, 2).bool()
     for adapts in (True, False):
         model = tiny_model(stage_b=stage_b, n_rounds=1)

@@ -59,7 +59,8 @@ def test_merges_worked_by_hand():
 
 @pytest.mark.parametrize("name", ["stock", "prefix", "split"])
 def test_ids_are_those_of_the_library_that_made_the_file(name):
-    """Recorded ids of random texts: where names of special tokens are tokens, and where they are text."""
+    """The ids of random texts are those that were recorded: in prompts the names of special tokens are tokens, and in
+    documents they are text."""
     t = bpe_tokenizer(BPE / f"{name}.json")
     lines = [json.loads(line) for line in (BPE / f"{name}.jsonl").read_text().splitlines()]
     assert len(lines) == 60
@@ -68,7 +69,7 @@ def test_ids_are_those_of_the_library_that_made_the_file(name):
 
 
 def test_added_tokens_worked_by_hand():
-    """The longest of those that begin at one place; words that are added are text, in a corpus too."""
+    """If several added tokens begin at one place, the longest counts. Added words are found in a document, too."""
     spec = merged_spec()
     spec["added_tokens"] += [
         {"id": 262, "content": "a b", "special": False, "normalized": True},
@@ -90,7 +91,8 @@ def with_pattern(pattern: str) -> dict:
 @pytest.mark.parametrize("n", [1, 2, 255, 256, 257, 513, 2_500_000])
 @pytest.mark.parametrize("blank", " \t\n\u00a0")
 def test_of_a_long_run_the_last_blank_is_the_next_words(n, blank):
-    """As the pattern says of every run: all of it but the last, then that one and the word; at the end all of it."""
+    """The pattern splits every run of blanks so: first all blanks except the last, then the last one with the word. At
+    the end of a text all blanks stay together."""
     t = bpe_tokenizer(Path("by hand"), with_pattern(GPT2))
     of_one = list(blank.encode())
     last = t.encode(" x") if blank == " " else [*of_one, ord("x")]
@@ -99,7 +101,7 @@ def test_of_a_long_run_the_last_blank_is_the_next_words(n, blank):
 
 
 def test_a_million_blanks_in_the_released_tokenizer():
-    """Eight of them are a token, the longest of blanks: the library finds as many."""
+    """The longest token of blanks has eight, and the library makes as many tokens."""
     t = bpe_tokenizer(GOLDEN / "tokenizer.json")
     ids = t.encode(" " * 1_000_000)
     assert t.decode(ids) == " " * 1_000_000 and len(ids) == 125_000
@@ -154,7 +156,8 @@ def test_a_pattern_that_is_no_sure_split_is_refused(pattern):
 
 
 def test_a_text_that_its_tokens_do_not_spell_is_refused(tmp_path, monkeypatch, capsys):
-    """A pattern that leaves out what is neither letter nor number; half of a character. The line names the document."""
+    """A pattern may leave out all but letters and numbers, and a text may have half of a character. The line names the
+    document."""
     t = bpe_tokenizer(Path("letters"), with_pattern(r"\p{L}+|\p{N}+"))
     assert t.encode("Hello42") == list(b"Hello42")
     for text in ("Hello, world! 42", " a", "a\n"):
@@ -196,7 +199,7 @@ def test_names_are_all_but_the_numbered(names):
 
 
 def test_the_folder_of_names_is_what_the_script_writes(names, tmp_path, monkeypatch, capsys):
-    """Every name a document, closed by eos, in its split."""
+    """Every name is a document, ends with eos, and is in its split."""
     if read_meta(NAMES).judge != {"names": unicodedata.unidata_version}:
         pytest.skip("data/names is of another version of Unicode")
     out = caller(prepare, monkeypatch, capsys)("names", "--out", tmp_path / "names")
@@ -219,7 +222,7 @@ def test_the_folder_of_names_is_what_the_script_writes(names, tmp_path, monkeypa
 
 
 def test_the_rows_of_shakespeare_are_what_the_script_writes(tmp_path, monkeypatch, capsys):
-    """Every byte of the text once, the last twentieth held out."""
+    """Every byte of the text is there once, and the last twentieth is held out."""
     folder = ROOT / "data" / "shakespeare"
     caller(prepare, monkeypatch, capsys)(folder / "input.txt", "--out", tmp_path / "rows")
     for path in (tmp_path / "rows").iterdir():
@@ -264,7 +267,7 @@ def test_paper_filter(tmp_path):
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
 def test_records_are_the_same_documents_alone_and_in_a_folder(tmp_path, name):
-    """A folder is read in order, each file by its kind; what is binary or hidden is passed over."""
+    """A folder is read in order, each file by its kind. Binary and hidden files are left out."""
     (tmp_path / "sub").mkdir()
     path = tmp_path / "sub" / name
     write_records(path, [record(n, int_score=n) for n in range(6)])
@@ -333,7 +336,7 @@ def test_what_is_left_out_is_counted_and_named(tmp_path, capsys):
 
 
 def test_so_many_documents_to_train_on(tmp_path):
-    """Of 20.txt, 41.txt and other numbers, in the order of their names: those to validate come on top."""
+    """Files 20.txt, 41.txt and others are read in the order of their names. Those to validate are not counted."""
     for n in range(60):
         (tmp_path / f"{n:02}.txt").write_text("a text")
     held_out = [n for n in range(60) if is_validation(f"{n:02}.txt")]
@@ -346,7 +349,7 @@ def test_so_many_documents_to_train_on(tmp_path):
 
 
 def test_random_tokens_are_no_special_ones_wherever_these_stand(tmp_path):
-    """Special tokens come first; or in the middle, with an id that no token has."""
+    """Special tokens are the first ids, or are in the middle, beside an id that no token has."""
     (tmp_path / "a.txt").write_text("a text\n" * 99)
     prepare.prepare_text([str(tmp_path / "a.txt")], tmp_path / "rows", like=BPE / "stock.json", max_docs=0)
     corpus = read_corpus(tmp_path / "rows", 8, 0, 8, 1)
@@ -390,7 +393,7 @@ def test_documents_are_closed_by_eos_and_split_by_their_name():
 
 
 def test_a_single_text_keeps_its_end_for_validation(tmp_path, monkeypatch, capsys):
-    """799 letters and eos: 760 tokens to train on, in rows of 8 95, and 40 to validate, 5."""
+    """799 letters and eos are 760 tokens to train on, in 95 rows of 8, and 40 tokens to validate on, in 5 rows."""
     text = "".join(chr(97 + i % 26) for i in range(799))
     (tmp_path / "one.txt").write_text(text)
     caller(prepare, monkeypatch, capsys)(tmp_path / "one.txt", "--out", tmp_path / "rows")
@@ -401,7 +404,7 @@ def test_a_single_text_keeps_its_end_for_validation(tmp_path, monkeypatch, capsy
 
 
 def test_the_last_twentieth_of_some_texts():
-    """Of 300, 300 and 200 tokens the last 40; where the cut is a document's edge no part is empty."""
+    """Of 300, 300 and 200 tokens the last 40 are held out. If the cut is between two documents, no part is empty."""
     documents = [(np.arange(n), p) for n, p in ((300, 0), (300, -1), (200, 0))]
     train, val = hold_out(documents)
     assert [(ids.tolist(), p) for ids, p in train[:2]] == [(ids.tolist(), p) for ids, p in documents[:2]]
@@ -453,7 +456,8 @@ HINTS = {
 
 @pytest.mark.parametrize("given", HINTS)
 def test_what_trains_on_the_rows_is_said_at_the_end(given, tmp_path, monkeypatch, capsys):
-    """A checkpoint is trained further, others need a base first; a folder with a blank in its name is quoted."""
+    """Rows with a checkpoint's tokens train on it, and other rows need a base first. A folder with a blank in its name
+    is quoted."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(prepare, "unicode_names", lambda: iter(["SPACE", "COMMA"]))
     Path("texts").mkdir()

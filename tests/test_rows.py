@@ -19,7 +19,7 @@ BYTES = Meta(272, EOS, 257, 256)
 
 
 def write(folder: Path, train: list, val: list | None = None, meta: Meta = BYTES) -> Path:
-    """Documents as (ids, length of their prompt)."""
+    """Write a folder of rows; documents are (ids, length of the prompt)."""
     for split, documents in (("train", train), ("val", val or train)):
         ids = [np.array(ids) for ids, _ in documents]
         write_rows(folder, split, ids, [prompt for _, prompt in documents], meta.vocab_size)
@@ -28,7 +28,7 @@ def write(folder: Path, train: list, val: list | None = None, meta: Meta = BYTES
 
 
 def letters(lengths: dict[int, int]) -> list:
-    """So many documents of each length, closed by eos: one letter again and again."""
+    """So many documents of each length: each repeats one letter, and ends with eos."""
     return [([97 + k % 26] * n + [EOS], 0) for n, times in lengths.items() for k in range(times)]
 
 
@@ -58,7 +58,7 @@ def test_a_folder_worked_by_hand(tmp_path):
 
 
 def test_ordinary_ids_are_all_but_special_ones_and_those_of_no_token(tmp_path):
-    """Of 16 ids those below 9 but 0, 1 and 5; what was written before there was not_plain has all of them."""
+    """Of 16 ids those below 9 are ordinary, except 0, 1 and 5. In older folders, without not_plain, all below 9 are."""
     meta = Meta(16, 0, 1, 9, not_plain=[0, 1, 5])
     write(tmp_path / "rows", [([2, 0], 0)], meta=meta)
     assert read_meta(tmp_path / "rows") == meta
@@ -90,7 +90,7 @@ UP_TO_19ACCE9 = {
 
 
 def digest(corpus: Corpus, seed: int, n: int) -> str:
-    """Of some batches of both splits, with all that is random in them, in the first epoch and in later ones."""
+    """A hash of some batches of both splits, with all that is random in them, in the first epoch and in later ones."""
     h = hashlib.sha256()
     epoch = len(corpus.rows["train"].order)
     batches = [("train", first) for first in (0, 5 * n, epoch, 7 * epoch + n)] + [("val", 0), ("val", 1024)]
@@ -113,7 +113,8 @@ def test_names_are_read_bit_for_bit_as_before(how, expected):
 
 
 def test_a_name_has_a_random_beginning_that_is_its_prompt():
-    """From nothing to all of the name but its last token, the same one for the same row; never its end or padding."""
+    """The prompt has from no token to all tokens of the name except the last one, but never eos or padding. A row
+    always has the same prompt."""
     rows = read_corpus(NAMES, 32, 0, 8, 4).rows["train"]
     x, real, prompt = rows.batch(0, 400)
     n_text = (x != rows.pad_id).sum(-1)
@@ -147,14 +148,14 @@ def test_one_document_a_row_padded_and_closed_by_eos(tmp_path):
 
 
 def test_what_is_not_closed_by_eos_is_not_filled(tmp_path):
-    """The first part of a text goes on elsewhere; an empty text is one block of eos."""
+    """The first part of a text goes on in another row, and an empty text is one block of eos."""
     write(tmp_path, [([1, 2, 3, 4, 5], 0), ([EOS], 0), ([6, 7, 8, EOS], 0)])
     rows = read_corpus(tmp_path, 4, 0, 4, 1).rows["train"]
     assert in_order(rows) == [[1, 2, 3, 4], [5], [EOS] * 4, [6, 7, 8, EOS]]
 
 
 def test_a_fixed_prompt_goes_on_in_the_pieces_of_its_document(tmp_path):
-    """Of 10 tokens 6 are prompt: in rows of 4 all of the first row, two tokens of the second, none of the third."""
+    """Of 10 tokens 6 are the prompt: in rows of 4 this is all of the first row, and two tokens of the second."""
     write(tmp_path, [(list(range(10, 19)) + [EOS], 6), ([1, EOS], 2), ([2, EOS], 0)])
     rows = read_corpus(tmp_path, 4, 0, 2, 0).rows["train"]
     assert in_order(rows) == [[10, 11, 12, 13], [14, 15, 16, 17], [18, EOS], [1, EOS], [2, EOS]]
@@ -167,7 +168,7 @@ def test_a_fixed_prompt_goes_on_in_the_pieces_of_its_document(tmp_path):
 
 
 def test_the_rows_of_a_training_batch_have_one_width(tmp_path):
-    """Documents of 3, 6, 12 and 17 letters in blocks of 4: with their eos rows of 1, 2, 4 and 5 blocks."""
+    """Documents of 3, 6, 12 and 17 letters, each with its eos, are rows of 1, 2, 4 and 5 blocks of 4."""
     write(tmp_path, letters(dict.fromkeys((3, 6, 12, 17), 30)))
     corpus = read_corpus(tmp_path, 20, 0, 4, 7)
     train = corpus.rows["train"]

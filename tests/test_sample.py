@@ -19,8 +19,8 @@ from sample import SELECT, by_confidence, by_entropy, denoise, from_the_left, ge
 # --- the specification
 @pytest.mark.parametrize("seed", range(15))
 def test_generate_equals_the_specification_whatever_the_settings(seed, monkeypatch):
-    """Prompts may hold masks, which are filled or left, and blocks may be left with masks or oscillate, the last ones
-    until no more steps are allowed."""
+    """Prompts may hold masks, which are filled or left. Blocks may be left with masks, or change back and forth until
+    no more steps are allowed."""
     draw = random.Random(seed)
     if seed >= 12:
         monkeypatch.setattr(sample, "MAX_STEPS", 4)
@@ -44,7 +44,7 @@ def test_generate_equals_the_specification_whatever_the_settings(seed, monkeypat
 
 
 def test_everything_is_made_on_the_models_device():
-    """Where tensors are elsewhere unless they say where, both decoders run: so they do on an accelerator."""
+    """Both decoders run if the default device is another one, so they also run on an accelerator."""
     model, d = tiny_model(), Decoding(gen_length=9, tau_m2t=0.3, max_post_steps=2, n_rounds=2)
     first, second = prompt(11), prompt(3)
     expected = generate_one(model, first, d)
@@ -56,7 +56,7 @@ def test_everything_is_made_on_the_models_device():
 
 @pytest.mark.parametrize("n_rounds", [0, 1, 2])
 def test_a_sampled_row_of_a_batch_equals_the_prompt_alone(n_rounds):
-    """An equal prompt beside it is continued otherwise."""
+    """An equal prompt beside it gets another continuation."""
     model = tiny_model(n_layer=3)
     d = Decoding(gen_length=17, tau_m2t=0.4, tau_t2t=0.6, max_post_steps=2, n_rounds=n_rounds, temperature=0.8)
     # shorter than a block of 8, one block, inside a block, two blocks, inside the third
@@ -72,8 +72,8 @@ def test_a_sampled_row_of_a_batch_equals_the_prompt_alone(n_rounds):
 
 
 def test_what_a_decode_costs_is_what_runs():
-    """Blocks of 5, 8 and 8 tokens, one a step: 21 forwards write. With edits each block takes one more, which finds
-    nothing to change; without them all blocks but the last are read once more, in the second round, too."""
+    """Blocks of 5, 8 and 8 tokens take 21 forwards, each of which writes a token. With edits each block takes one more,
+    which finds nothing to change. Without edits all blocks except the last are read once more, also in round two."""
     model, first, last = tiny_model(), [], []
     model.layers[0].register_forward_hook(lambda layer, given, out: first.append(len(out)))
     model.layers[3].register_forward_hook(lambda layer, given, out: last.append(len(out)))
@@ -94,7 +94,7 @@ def test_what_a_decode_costs_is_what_runs():
 
 
 def test_a_step_of_ones_own_costs_what_it_says():
-    """A quarter of a forward each time."""
+    """Each step costs a quarter of a forward."""
 
     def quarter(engine, z, *given):
         return replace(denoise(engine, z, *given), partial=torch.full((len(z),), 0.25))
@@ -106,7 +106,7 @@ def test_a_step_of_ones_own_costs_what_it_says():
 
 
 def test_whole_blocks_without_more_to_write_cost_nothing():
-    """Two of three prompts end with a block, and nothing is asked for behind them; the other's last is decoded."""
+    """Two of three prompts end with a block, and no more tokens are asked for. The third's last block is decoded."""
     d = Decoding(gen_length=0, tau_m2t=0.3, n_rounds=2)
     prompts = [prompt(16), prompt(13), prompt(8)]
     outputs = assert_as_specified(tiny_model(), prompts, d, both=(False, True))
@@ -118,8 +118,8 @@ def test_whole_blocks_without_more_to_write_cost_nothing():
 
 # --- given text
 def test_holes_are_filled_and_what_is_given_stays():
-    """Holes in the first block of three, the others given; in the last alone; and none. The model edits, and Stage B
-    overrules Stage A, but never in what is given."""
+    """One prompt has holes in the first of three blocks, one only in the last, and one has none. The model edits, and
+    Stage B overrules Stage A, but a given token never changes."""
     texts = [prompt(20), prompt(13), prompt(11)]
     texts[0][2] = texts[0][5] = texts[1][12] = MASK
     d = Decoding(gen_length=6, tau_m2t=0.3, tau_t2t=0.0, max_post_steps=3, holes=True, eos_early_stop=False)
@@ -132,7 +132,7 @@ def test_holes_are_filled_and_what_is_given_stays():
     assert [steps[0]["start"] for steps in rows] == [0, 8, 8]
     steps = sum(rows, [])
     assert any(s["edit"] for s in steps) and any(f["token"] != f["token_a"] for s in steps for f in s["fill"])
-    # holes alone may be asked for; and as released a mask in a finished block is left
+    # gen_length may be 0, so that only holes are filled; the released decoder leaves a mask in a finished block
     assert generate(tiny_model(), texts[:1], replace(d, gen_length=0))[0].tokens == []
     assert generate(tiny_model(), texts[:1], replace(d, holes=False))[0].prompt == texts[0]
 
@@ -169,7 +169,7 @@ def test_a_step_by_hand():
 
 
 def test_candidates_filter_and_renormalise_by_hand():
-    """Of probabilities 0.5, 0.3 and 0.2."""
+    """The probabilities are 0.5, 0.3 and 0.2."""
     logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(1, 4, 3)
     u = torch.tensor([[0.0, 0.624, 0.626, 0.999]])
     two = [0.625, 0.625, 0.375, 0.375]  # of 5/8 and 3/8
@@ -211,8 +211,8 @@ def test_selection_by_hand(conf, tau_m2t, at_least, bundle):
 
 @pytest.mark.parametrize("tau_m2t, bundle", [(0.45, [0, 3]), (0.5, [3]), (0.55, [3]), (-1, [0, 1, 2, 3])])
 def test_selection_by_entropy_by_hand(tau_m2t, bundle):
-    """As many as the paper's rule takes, but those of the least entropy: log 2 and .97 of them for the first and the
-    last mask, while the second has the highest probability, and a long tail."""
+    """As many masks as by the paper's rule, but those of the least entropy. The second mask has the highest
+    probability, but a long tail, so the first and the last mask have less entropy."""
     rows = [[0.5, 0.5], [0.52, *[0.04] * 12], [1 / 13] * 13, [0.4, 0.6], [1.0]]
     p = torch.tensor([row + [0.0] * (13 - len(row)) for row in rows])[None]
     d, conf = Decoding(tau_m2t=tau_m2t), p.amax(-1).index_fill(1, torch.tensor(3), 0.3)
@@ -224,7 +224,8 @@ def test_selection_by_entropy_by_hand(tau_m2t, bundle):
     (0.8, 0.0, [1, 2, 4, 5]), (0.8, 1.0, [1]), (0.5, 0.25, [1]), (0.5, 0.24, [1, 2]),
 ])  # fmt: skip
 def test_selection_from_the_left_by_hand(p, tau_joint, bundle):
-    """Products of p, p, p and .05: strictly above the gate, at least one; what is visible does not count."""
+    """The probabilities are p, p, p and .05. Their product must be above the gate, but at least one mask is taken;
+    visible tokens do not count."""
     masked = torch.tensor([[False, True, True, False, True, True]])
     conf = torch.tensor([[0.1, p, p, 0.1, p, 0.05]])
     assert from_the_left(None, conf, masked, Decoding(tau_joint=tau_joint)).nonzero()[:, 1].tolist() == bundle
@@ -252,8 +253,8 @@ def test_a_rule_of_ones_own_is_asked_and_every_rule_writes_another_text():
 @pytest.mark.parametrize("select", SELECT.values())
 @pytest.mark.parametrize("seed", range(4))
 def test_of_exact_ties_the_leftmost_is_written_in_any_company(seed, select):
-    """In a prompt of masks alone all positions have the same probabilities, up to rounding, which differs from one
-    number of rows to another."""
+    """In a prompt that is all masks every position has the same probabilities except for rounding, and rounding depends
+    on the number of rows."""
     model = tiny_model(seed)
     d = Decoding(gen_length=9, tau_m2t=0.9, tau_t2t=None, n_rounds=seed % 3, holes=True)
     blank = [MASK] * 3
@@ -268,7 +269,7 @@ def test_of_exact_ties_the_leftmost_is_written_in_any_company(seed, select):
 
 # --- how a block ends
 def test_a_block_that_never_ends_is_left_with_a_warning(monkeypatch):
-    """The released loop hangs when mask is every position's best candidate; ours stops and says so."""
+    """The released loop hangs if every position's best candidate is the mask. Ours stops, and says so."""
     model = tiny_model()
     logits = torch.zeros(1, 8, model.cfg.vocab_size)
     logits[..., MASK] = 9.0
@@ -306,7 +307,7 @@ LOOKS = replace(RUN, n_rounds=1)
 
 
 @pytest.mark.parametrize("kind, argv, expected", [
-    # the flags; else the paper's, or the released one where Stage B is off
+    # the flags decide; without them the paper's settings, or the released ones if Stage B is off
     ("trained", "", PAPERS),
     ("trained", "--n_rounds 0", RELEASED),
     ("trained", "--tau_t2t 0.3", replace(PAPERS, tau_t2t=0.3)),
@@ -323,7 +324,7 @@ LOOKS = replace(RUN, n_rounds=1)
     ("causal", "--select entropy", "leave out"),
     ("causal", "--tau_t2t 0.3", "edits nothing"),
     ("causal", "--n_rounds 0", RELEASED),
-    # any other Stage B, and Stage A alone, write runs where they are told to, and edit where they are told to
+    # the paper's Stage B and Stage A write runs if a flag says so, and edit if a flag says so
     ("causal", "--tau_joint 0.7 --n_rounds 0", replace(RUN, tau_joint=0.7, n_rounds=0)),
     ("trained", "--tau_joint 0.7 --n_rounds 0", replace(RUN, tau_joint=0.7, n_rounds=0)),
     ("trained", "--tau_joint 0.5", RUN),

@@ -18,7 +18,7 @@ META = Meta(V, EOS, MASK, n_plain=MASK)
 
 
 def log_p(model, rows: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of what stands behind each row: (R, T) -> (R, V)."""
+    """Log-probabilities of the token after each row: (R, T) -> (R, V)."""
     x = torch.cat([rows, torch.full_like(rows[:, :1], MASK)], dim=1)
     logits = model(x, model.context(torch.ones_like(x, dtype=torch.bool)))[:, -1]
     return logits.index_fill(-1, torch.tensor(MASK), -torch.inf).log_softmax(-1)
@@ -26,7 +26,7 @@ def log_p(model, rows: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def likeliest_of_all(model, start: list[int]) -> list[int]:
-    """Of all texts of two tokens, and the end alone, the likeliest; [] if it has no end."""
+    """The likeliest of all texts of two tokens, or of only eos; [] if it does not end with eos."""
     first = log_p(model, torch.tensor([start]))[0]  # (V,)
     second = log_p(model, torch.tensor([[*start, a] for a in range(V)]))
     both = first[:, None] + second
@@ -58,7 +58,7 @@ def test_a_beam_of_one_writes_the_likeliest_token_each_time():
 
 @pytest.fixture
 def written(tmp_path, monkeypatch, capsys):
-    """Forty texts, and the folder of what a model writes behind their beginnings."""
+    """Forty texts, and the folder of rows in which a model has continued their beginnings."""
     model = tiny_model()
     model.lm_head.weight.data[EOS] *= 1.5
     save_model(model, tmp_path / "base")
@@ -84,7 +84,8 @@ def test_rows_of_other_tokens_than_the_teachers_are_refused(tmp_path, monkeypatc
 
 
 def test_the_rows_are_completions_and_half_of_the_text(written):
-    """A completion goes on from a beginning of some text, which is its prompt, and ends; the text teaches holes."""
+    """A completion continues the beginning of a text, which is its prompt, and ends. Rows of the text teach only to
+    fill holes."""
     texts, folder = written
     ids, starts, prompts = read_split(folder / "train.safetensors", V)
     rows = [ids[a:b].tolist() for a, b in zip(starts[:-1], starts[1:], strict=True)]

@@ -26,7 +26,7 @@ def test_beginnings_and_endings_lie_side_by_side():
 
 
 def test_bits_of_an_ending_are_those_of_its_bytes_alone():
-    """The chain rule by hand: each byte of two blocks from a row of its own, with the bytes before it."""
+    """The chain rule by hand: each byte of two blocks is read in a row of its own, with the bytes before it."""
     model = tiny_model(block_length=4)
     x = random_ids(2, 12)
     real = torch.ones_like(x, dtype=torch.bool)
@@ -40,7 +40,7 @@ def test_bits_of_an_ending_are_those_of_its_bytes_alone():
 
 
 def test_the_control_reads_no_token():
-    """Other tokens, the same states; by causal Stage B they change."""
+    """With other tokens its states are the same; those of causal Stage B change."""
     for kind, reads in ((CausalModel, True), (Untold, False)):
         model = tiny_model(stage_b="causal", n_rounds=1)
         model.__class__ = kind

@@ -29,9 +29,10 @@ def rng(seed: int) -> torch.Generator:
 def twins(
     monkeypatch, seed: int, T: int, n_last: int, K: int, std: float = 0.4, causal: bool = False
 ) -> tuple[tiny.Model, Model]:  # fmt: skip
-    """A random tiny model of three layers, K rounds and blocks of T, and model.Model with its weights. As after
-    training, the mask is never the likeliest word. Or causal.CausalModel, whose own layers are copies of the last, and
-    which here adds nothing to Stage A: tiny.py has neither."""
+    """A random tiny model of three layers, with K rounds and blocks of T, and model.Model or causal.CausalModel with
+    the same weights. As after training, the mask is never the likeliest word. tiny.py's causal Stage B has no layers of
+    its own and is not added to Stage A, so here CausalModel's layers are copies of the last ones, and nothing is added.
+    """
     monkeypatch.setattr(tiny, "N_LAYER", 3)
     monkeypatch.setattr(tiny, "N_LAST", n_last)
     monkeypatch.setattr(tiny, "N_ROUNDS", K)
@@ -78,7 +79,7 @@ def assert_law(drawn: Tensor, law: list[float]) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @torch.no_grad()
 def test_both_stages_have_the_full_models_logits(causal, monkeypatch):
-    """For bundles of any shape; causal ones are one run, as tiny's are."""
+    """Bundles have any shape, except that causal ones are one run, as tiny's are."""
     K = 1 if causal else 2
     small, full = twins(monkeypatch, 2, 6, 2, K, causal=causal)
     tokens = torch.randint(V, (5, 6), generator=rng(0))
@@ -119,7 +120,7 @@ def assert_decodes_alike(
 
 
 def test_causal_looks_are_generate_ones(monkeypatch):
-    """All masks at once."""
+    """All masks are the bundle."""
     several = 0
     for seed in range(15):
         draw = random.Random(seed)
@@ -133,7 +134,7 @@ def test_causal_looks_are_generate_ones(monkeypatch):
 
 
 def test_the_decoder_is_generate_one_in_fifty_settings(monkeypatch):
-    """Prompts with masks, gates, no round to two."""
+    """The settings are prompts with masks, gates, and no to two rounds."""
     seen = dict(stage_b=0, several=0, at_once=0)
     for seed in range(50):
         draw = random.Random(seed)
@@ -151,8 +152,8 @@ def test_the_decoder_is_generate_one_in_fifty_settings(monkeypatch):
 
 
 def test_the_fill_loss_and_its_gradient_are_the_full_codes(monkeypatch):
-    """Without alpha, which is in test_alpha.py. Of seven rows the first has nothing to fill, the last nothing else. Low
-    states make probabilities that are neither 0 nor 1."""
+    """This is without alpha, for which there is test_alpha.py. Of seven rows the first has nothing to fill, and in the
+    last everything is filled. The states are small, so that probabilities are neither 0 nor 1."""
     small, full = twins(monkeypatch, 0, 6, 1, 1, std=0.1)
     h = torch.randn(7, 6, tiny.C, generator=rng(2)).requires_grad_()
     target = torch.randint(V, (7, 6), generator=rng(3))
@@ -166,9 +167,9 @@ def test_the_fill_loss_and_its_gradient_are_the_full_codes(monkeypatch):
 
 
 def test_masks_and_bundles_are_drawn_as_the_full_code_draws_them():
-    """Its share of masks is uniform: of two words both are masked in 1/3 of the rows, either alone in 1/6, none in 1/3.
-    Rows without a mask, which have no loss, are left out here. Of four masks, bundles of 1 and of 2 are alike: each
-    single has 1/8, each pair 1/12."""
+    """In the full code the share of masks is uniform: of two words both are masked in 1/3 of the rows, each alone in
+    1/6, and none in 1/3. tiny leaves out rows without a mask, which have no loss. Of four masks, bundles of 1 and of 2
+    are equally likely: each single mask has 1/8, and each pair has 1/12."""
     torch.manual_seed(0)
     masked = tiny.some_of(torch.tensor([False, True, True]).expand(4000, 3))
     assert not masked[:, 0].any()
@@ -204,7 +205,7 @@ def test_without_the_tagged_lines_it_is_a_plain_masked_diffusion_model():
 
 
 def test_one_line_is_not_the_papers():
-    """Without it alpha is the sum of cross-entropies, and both Stage Bs take the same steps."""
+    """Without this line alpha changes nothing, and both Stage Bs take the same steps."""
     assert [line.strip() for line in SOURCE.splitlines() if line.endswith("# alpha")] == [
         "loss = (1 - (alpha * log_p).exp()) / alpha  # alpha"
     ]
@@ -216,8 +217,8 @@ def test_one_line_is_not_the_papers():
 
 
 def test_the_table_is_what_a_student_remembers():
-    """Of each row its numbers and what it writes, then the lines below the table. Stage A by hand: San has .60, New
-    .40, York .40, Francisco .20. Stage B by alpha takes all of its steps, the others are there after 250."""
+    """The numbers of each row and what it writes, then the line below the table. Stage A by hand: San has .60, New .40,
+    York .40, Francisco .20. Stage B with alpha needs all of its steps, and the others need only 250."""
     steps = "700 if alpha_b else 250"
     found = run(SOURCE.replace("range(700)", f"range({steps})").replace("optimizer, 700", f"optimizer, {steps}"))
     _, *table = found.splitlines()
@@ -237,7 +238,7 @@ def test_the_table_is_what_a_student_remembers():
     [looks] = table[6:]
     assert looks == "causal, draft San York, 1 look San Francisco, 2 looks San Francisco"
 
-    # and it is the committed one, word for word; numbers of another processor may differ
+    # the output is the committed one, word for word; on another processor the numbers may differ
     shown = (ROOT / "results" / "theorem" / "tiny.txt").read_text().removeprefix("$ python tiny.py\n")
     number = r"\d+\.\d+"
     assert re.sub(number, "", found).split() == re.sub(number, "", shown).split()

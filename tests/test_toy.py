@@ -47,7 +47,7 @@ def test_table_is_a_distribution_and_the_context_matters(name):
 
 
 def test_a_task_whose_probabilities_have_another_sum_is_refused(monkeypatch):
-    """Of weights 4 : 3 : 3 TC would be none."""
+    """With the weights 4, 3 and 3 in the place of probabilities TC would be wrong."""
     weights = torch.tensor([4.0, 3.0, 3.0], dtype=torch.float64)
     monkeypatch.setitem(toy.TASKS, "modes", lambda rng: (*toy.modes(rng)[:2], weights))
     with pytest.raises(Mistake, match="sum of its probabilities is 10"):
@@ -63,7 +63,7 @@ TC_OF_MODES = 2 * entropy([0.4, 0.6]) + 2 * entropy([0.4, 0.3, 0.3]) - entropy([
 
 
 def tc_of_copy(m: int, V: int, eps: float) -> float:
-    """Every position but the first has ln V alone, and given the first only the entropy of the noise."""
+    """Alone every position has the entropy ln V; given the first position, the others have only the noise's entropy."""
     return (m - 1) * (math.log(V) - entropy([1 - eps + eps / V] + [eps / V] * (V - 1)))
 
 
@@ -117,8 +117,8 @@ def test_pairs_and_groups_and_sums_are_what_their_docstrings_say():
 @pytest.mark.parametrize("rho", [0.3, 0.9999])
 @pytest.mark.parametrize(("levels", "m"), [(2, 2), (8, 3)])
 def test_gaussian_has_the_orthant_probabilities(levels, m, rho):
-    """That all z_i are positive: 1/4 + asin(rho) / 2 pi for two of them, 1/8 + 3 asin(rho) / 4 pi for three. A shift
-    permutes the levels: it is read off the first tuple, (0, .., 0)."""
+    """All z_i are positive with probability 1/4 + asin(rho) / 2 pi for two of them, and 1/8 + 3 asin(rho) / 4 pi for
+    three. Each context shifts the levels, and the first tuple, (0, .., 0) before the shift, shows by how much."""
     t = make("gaussian", levels=levels, m=m, rho=rho, n_ctx=2)
     positive = ((t.support - t.support[:, :1]) % levels >= levels // 2).all(-1)
     expected = {2: 0.25 + math.asin(rho) / (2 * math.pi), 3: 0.125 + 3 * math.asin(rho) / (4 * math.pi)}[m]
@@ -221,7 +221,8 @@ def printed(monkeypatch, capsys, *argv) -> list[list[str]]:
 
 
 def test_a_row_for_each_task(monkeypatch, capsys):
-    """V, m, contexts and answers; H and TC; the shares of what one step draws, or takes as likeliest, that can be."""
+    """A row has V, m, contexts and answers; H and TC; and the shares of possible answers if one step draws, and if it
+    takes the likeliest symbols."""
     ln = math.log
     h = entropy([0.4, 0.3, 0.3])
     known = {

@@ -37,7 +37,7 @@ def flags(**values) -> Namespace:
 
 
 def a_batch(R=3, T=24) -> Batch:
-    """Rows of 24, 19 and 13 tokens, the first two of them a prompt; the same draws each time it is called."""
+    """Rows of 24, 19 and 13 tokens, of which the first two are a prompt, with the same draws at every call."""
     clean = random_ids(R, T, 1)
     real = torch.arange(T) < torch.tensor([T, T - 5, T - 11])[:, None]
     draws = [generator("tests", "draws", r) for r in range(R)]
@@ -54,8 +54,8 @@ def run(monkeypatch, capsys):
 @pytest.mark.parametrize("K", [1, 2])
 @pytest.mark.parametrize("context", ["corrupted", "clean"])
 def test_the_step_by_hand(context, K):
-    """Eq. 1 in both stages from one prefix: Stage A fills all of M, Stage B its bundle; W and G count in both. It runs
-    here as in the paper, unmarked and marked rows in one doubled batch, and one backward has the same gradients."""
+    """Eq. 1 in both stages from one prefix: Stage A fills all of M, Stage B its bundle, and W and G count in both. Here
+    unmarked and marked rows are one doubled batch, as in the paper, and one backward gives the same gradients."""
     model, batch = tiny_model(n_rounds=K), a_batch()
     loss, terms = cocommit_step(model, a_batch(), flags(context=context))
     found = torch.autograd.grad(loss, list(model.parameters()))
@@ -96,7 +96,8 @@ def test_a_bundle_of_ones_own_is_stage_bs_alone(monkeypatch):
 
 
 def test_what_stage_b_is_worth_is_their_difference_on_held_out_rows(pairs):
-    """Of two micro-batches with 10 nats at 4 masks and 6 at 4: 2.0; Stage B has 12, so it is half a nat better."""
+    """Two micro-batches have 10 nats at 4 masks and 6 nats at 4, so the mean is 2.0. Stage B has 12 nats at all 8, so
+    it is half a nat better."""
     parts = iter([(10.0, 8.0, 4.0), (6.0, 4.0, 4.0)])
 
     def step(model, batch, args) -> tuple:
@@ -128,7 +129,7 @@ def test_a_draft_is_stage_as_choice_and_never_a_mask():
 # --- who learns, and how fast
 @pytest.mark.parametrize("stage_b, beside", [("paper", False), ("paper", True), ("causal", True)])
 def test_weight_decay_is_for_matrices(stage_b, beside):
-    """Not for norms, and not for markers, which are added to states."""
+    """It is not for norms, and not for markers, which are added to states."""
     model = tiny_model(n_rounds=1, stage_b=stage_b)
     if beside:
         random_lora(model)
@@ -169,7 +170,7 @@ def drawn_one_by_one(task: toy.Toy, *key: int | str) -> SimpleNamespace:
 
 
 def drawn_in_each_block(masked: torch.Tensor, s_min: int, s_max: int, draws: list) -> torch.Tensor:
-    """A bundle a block of 4, as that earlier version drew it: its size ~ Uniform{s_min..s_max}, then which masks."""
+    """A bundle for each block of 4, as that earlier version drew it: its size ~ Uniform{s_min..s_max}, then masks."""
     T = masked.shape[1]
     size = s_min + (uniform(draws, T // 4) * (s_max - s_min + 1)).long()
     blocks = masked.unflatten(1, (-1, 4))
@@ -177,8 +178,8 @@ def drawn_in_each_block(masked: torch.Tensor, s_min: int, s_max: int, draws: lis
 
 
 def test_a_recorded_run_is_repeated(tmp_path, monkeypatch, capsys):
-    """The first losses and gradient norms of a run, as an earlier version had them, which balanced no experts, drew
-    the rows of a toy one by one and a bundle in each block, and had a vocabulary that ends with the mask."""
+    """The first losses and gradient norms of a run are those of an earlier version. That version balanced no experts,
+    drew the rows of a toy one by one and a bundle in each block, and its vocabulary ended with the mask."""
     task = toy.make("modes", V=12, m=4, n_ctx=8)
     meta = Meta(task.vocab_size, task.eos_id, task.mask_id, task.V, task.m)
     rows = {"train": drawn_one_by_one(task, 0, "rows"), "val": drawn_one_by_one(task, "validation rows")}
@@ -239,7 +240,7 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_four_steps_equal_two_and_resume_and_two(tmp_path, monkeypatch, capsys, scratch, pairs, name):
-    """And what such a run leaves."""
+    """Also tested: what such a run leaves in its folder."""
     script, extra = RUNS[name]
     argv = [*scratch, *extra, "--max_iters", 4, "--eval_interval", 3]
     folder = assert_resumes(script, tmp_path, monkeypatch, capsys, *argv)
@@ -271,7 +272,7 @@ def test_four_steps_equal_two_and_resume_and_two(tmp_path, monkeypatch, capsys, 
 def test_an_adapter_run_moves_the_adapter_alone_and_resumes_on_its_base(
     tmp_path, run, monkeypatch, capsys, scratch, on_pairs
 ):  # fmt: skip
-    """In bf16; K = 2 and n = 3 are the base's, and are not given again."""
+    """The run is in bf16. K = 2 and n = 3 are the base's, and need not be given again."""
     base, a, b = tmp_path / "base", tmp_path / "a", tmp_path / "b"
     run(*scratch, "--n_rounds", 2, "--n_last", 3, "--max_iters", 2, "--out_dir", base)
     weights = (base / "model.safetensors").read_bytes()
@@ -315,7 +316,7 @@ def test_causal_stage_b_leaves_stage_a_the_base_and_resumes(tmp_path, run, monke
 
 
 def test_a_run_that_dies_between_two_saves_goes_on_to_the_same_end(tmp_path, run, monkeypatch, scratch):
-    """It dies in step 4, whose line of the log is cut short; what is good is the state after step 2."""
+    """The run dies in step 4, whose line of the log is cut short. Its last save is after step 2."""
     a, b = tmp_path / "a", tmp_path / "b"
     ten = [*scratch, "--max_iters", 10, "--eval_interval", 2]
     run(*ten, "--out_dir", a)
@@ -346,7 +347,7 @@ def test_a_run_that_dies_between_two_saves_goes_on_to_the_same_end(tmp_path, run
 
 
 def test_a_run_is_extended(tmp_path, run, scratch):
-    """Two steps, then four more: the log goes on behind what it had, along the schedule of six."""
+    """After two steps the run takes four more: the log goes on after its old lines, with the schedule of six steps."""
     run(*scratch, "--max_iters", 2, "--out_dir", tmp_path)
     before = end_state(tmp_path)[1]
     run("--init_from", "resume", "--out_dir", tmp_path, "--max_iters", 6, "--eval_interval", 5)
@@ -357,7 +358,7 @@ def test_a_run_is_extended(tmp_path, run, scratch):
     saved = json.loads((tmp_path / "train.json").read_text())
     assert (saved["max_iters"], saved["eval_interval"]) == (6, 5)
 
-    # an end that is behind it is no step back; and what a kill between two files of the last save left out is written
+    # an earlier end does not take a run back. If a kill came between two files of a save, the missing one is written
     weights = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").unlink()
     run("--init_from", "resume", "--out_dir", tmp_path, "--max_iters", 3)
@@ -380,7 +381,7 @@ def test_a_run_of_before_a_flag_resumes_with_its_default(tmp_path, run, monkeypa
 
 # --- all weights of a checkpoint
 def test_all_weights_of_a_checkpoint_learn(tmp_path, run, monkeypatch, capsys):
-    """--lora_r 0: what comes of it is a model's folder, and the checkpoint stays as it was."""
+    """With --lora_r 0 the run writes a model's folder, and the checkpoint that it starts from does not change."""
     source = names_folder(tmp_path / "source")
     rows = byte_rows(tmp_path / "rows", prompt=-1, judge={"names": "0"})
     before = {path.name: path.read_bytes() for path in source.iterdir()}
@@ -408,7 +409,7 @@ def test_all_weights_of_a_checkpoint_learn(tmp_path, run, monkeypatch, capsys):
 
 
 def test_a_causal_model_is_trained_whole_and_then_again(tmp_path, run, scratch, on_pairs):
-    """As what it is: for the paper's Stage B it has weights too many."""
+    """It must be loaded as a causal model: for the paper's Stage B it has too many weights."""
     first = tmp_path / "first"
     run(*scratch, "--stage_b", "causal", "--max_iters", 1, "--out_dir", first)
     on_it = [*on_pairs, "--init_from", first, "--max_iters", 1]
@@ -425,8 +426,8 @@ def test_a_causal_model_is_trained_whole_and_then_again(tmp_path, run, scratch, 
 
 
 def test_no_pair_of_choices_is_refused(tmp_path, run, monkeypatch, capsys, scratch, on_pairs):
-    """Every value of a choice beside every value of another one; but two rounds of causal Stage B, which has one
-    marker."""
+    """Every value of a choice runs with every value of any other choice, except two rounds of causal Stage B, which has
+    one marker."""
     monkeypatch.setattr(train, "EVAL_ROWS", 2)
     caller(base, monkeypatch, capsys)(*scratch, "--max_iters", 1, "--out_dir", tmp_path / "base")
     choices = {
@@ -448,7 +449,8 @@ def test_no_pair_of_choices_is_refused(tmp_path, run, monkeypatch, capsys, scrat
 def test_the_end_is_validated_once_and_each_figure_of_the_log_is_explained_once(
     tmp_path, run, monkeypatch, capsys, scratch
 ):  # fmt: skip
-    """The last step is an eval_interval's, too; resumed at its end a run has nothing to do. A base has no Stage B."""
+    """The last step is also one at which eval_interval asks for a validation. A run that is resumed at its end has
+    nothing to do. A base has no figures of Stage B."""
     call = {"train": run, "base": caller(base, monkeypatch, capsys)}
     for name, stages in (("train", "AB"), ("base", "A")):
         out = call[name](*scratch, "--max_iters", 4, "--eval_interval", 2, "--out_dir", tmp_path / name)
@@ -464,7 +466,7 @@ def test_the_end_is_validated_once_and_each_figure_of_the_log_is_explained_once(
 
 # --- a step of one's own
 def test_a_step_of_ones_own_is_looped(tmp_path, monkeypatch, scratch, pairs):
-    """Four rows a step, and eight times as many to validate, before the first one, too."""
+    """The step gets four rows at a time, and eight times as many to validate, also before the first step."""
     monkeypatch.setattr(sys, "argv", ["train.py", *map(str, scratch), "--max_iters", "2", "--out_dir", str(tmp_path)])
     args = train.read_arguments()
     corpus = read_corpus(pairs, 32, 0, 2, 4)
@@ -515,7 +517,7 @@ def test_a_released_checkpoint_is_adapted_on_records_and_sampled(golden, tmp_pat
 
 
 def test_what_is_left_out_is_the_rows_or_the_checkpoints_own(tmp_path, monkeypatch, pairs):
-    """n and K of the checkpoint or the preset; blocks of the rows, where a toy has them."""
+    """n and K are those of the checkpoint or the preset, and blocks are those of the rows, if these are a toy's."""
     monkeypatch.chdir(tmp_path)
     byte_rows(tmp_path / "rows", judge={"names": "0"})
     names_folder(tmp_path / "base", block_length=16, n_rounds=5, n_last=3)
