@@ -2,8 +2,8 @@
 
 The loop and most flags are train.py's.
 
-    python base.py --config configs/base.toml                           # assets/names, an hour on one thread
-    python base.py --data data/mine --config configs/text_base.toml     # text of your own, a quarter of an hour on one
+    python base.py --config configs/base.toml                           # assets/names, two hours on one thread
+    python base.py --data data/mine --config configs/text_base.toml     # text of your own, a quarter of an hour
 """
 
 import lib.interrupt  # noqa: F401

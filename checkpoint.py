@@ -7,7 +7,8 @@ a model's folder
 
 an adapter's folder, which holds what was learned beside a model that did not change, its base
     adapter.json           the base's folder (relative to this one) and its hash, n, K, and the kind of Stage B
-    adapter.safetensors    LoRA matrices and markers, or what another kind of Stage B learns
+    adapter.safetensors    LoRA matrices and markers, or what another kind of Stage B learns: causal Stage B's own
+                           layers have no expert_bias here, because it is that of the base's last layers
 
 the folder of a training run is of either kind, and also has
     state.safetensors      what the run resumes from, with train.json and log.jsonl: what has been trained, and the
@@ -363,7 +364,7 @@ PRESETS = {
         d_dense=128, d_expert=32, n_expert=8, n_active=2, n_group=4, topk_group=2,
         vocab_size=320, max_len=4096,
     ),
-    # for names of Unicode characters: it trains in an hour on one thread
+    # for names of Unicode characters: it trains in two hours on one thread
     "names": Config(
         n_layer=8, n_embd=128, n_head=4, n_kv_head=2, head_dim=32, rotary_dim=16, rope_theta=1e4,
         d_dense=384, d_expert=64, n_expert=8, n_active=2, n_group=2, topk_group=2,

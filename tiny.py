@@ -1,4 +1,4 @@
-"""Don't Commit Alone (Lin Yao, 2026) in one file, on a toy to check by hand: python tiny.py, a minute.
+"""Don't Commit Alone (Lin Yao, 2026) in one file, on a toy to check by hand: python tiny.py, two minutes.
 
 A masked diffusion language model is a GPT that looks both ways. It fills the holes in a text, which
 are called masks. To be fast it fills several masks in one step, but it chooses each word alone, and so
@@ -7,10 +7,11 @@ Francisco (.20), San Diego (.16), San Jose (.12) or San Juan (.12). The likelies
 (.60), the likeliest second word is York (.40), and so the model writes "San York".
 
 The paper's method, CoCommit, has two stages. Stage A is the plain pass: at each mask it gives every
-word a probability. The surest masks are written now, and they are the bundle. Stage B adds a learned
-vector, the marker, to the states of the bundle, runs the last layers once more, and writes the bundle:
-here "San York" again. A mask knows which places are written with it, but not which words. Our change,
-causal Stage B, mends this: a mask also sees the word before it.
+word a probability. The surest masks are written now, and they are the bundle. Stage B goes back to what
+the first layers gave. To the states of the bundle it adds a learned vector, the marker, and it runs the
+last layers once more. Then the bundle is written: here it is "San York" again. A mask knows which
+places are written with it, but not which words. Our change, causal Stage B, mends this: a mask also
+sees the word before it.
 
 Edits, blocks, LoRA and experts are left out. Lines with the tag # CoCommit are the paper's, and those
 with # causal or # alpha are not.
