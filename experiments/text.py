@@ -1,8 +1,8 @@
 """Shakespeare: what a block of 8 bytes costs when it is written at once, and what draws are like.
 
 `untold` trains the control: causal Stage B without the token before. `together` trains a base and its causal Stage B
-at once, from scratch. `half` stores a base in bfloat16, as it ships. `bits` and `draws` append a record a line, and
-measure nothing twice; `table` prints means over seeds.
+at once, from scratch. `half` stores a base in bfloat16, as it ships. `bits` and `draws` append one record in each
+line, and measure nothing twice; `table` prints means over the seeds.
 
     python -m experiments.text untold --stage_b untold --config configs/text.toml --out_dir out/untold
     python -m experiments.text together --data data/shakespeare --seed 1 --init_from scratch --preset text \
@@ -86,7 +86,7 @@ class Untold(CausalModel):
 
 
 def half(parser: Parser) -> None:
-    """The base's numbers in bfloat16: half of the space, and what stands on them learns on these."""
+    """Store a base in bfloat16, in half of the space. Adapters are then trained on the rounded weights."""
     parser.add_argument("--ckpt", type=Path, required=True)
     folder = parser.parse_args().ckpt
     save_model(load_model(folder, torch.device("cpu"), torch.bfloat16), folder)
@@ -186,7 +186,7 @@ def timed(model: Model, beginnings: Tensor, d: Decoding) -> dict[str, float]:
     return found
 
 
-# --- what all of them read
+# --- what all commands read
 def read_flags(parser: Parser) -> Namespace:
     parser.add_argument("--system", choices=WAYS, required=True, help="what --ckpt is")
     parser.add_argument("--seed", type=int, required=True)

@@ -384,7 +384,7 @@ function denoise(model, z, ctx, d, u, given) {
   const select = d.tau_joint === null ? byConfidence : fromTheLeft;
   const bundle = select(conf_a, masked, d);
 
-  // Stage B looks again, at the bundle
+  // Stage B runs with the bundle marked, at the bundle
   let [token, conf, partial] = [token_a, conf_a, 0];
   if (d.n_rounds > 0 && bundle.length > 0) {
     ({token, conf} = candidates(logits(model, coordinate(model, h, bundle, ctx, d.n_rounds)), u[1], d));
