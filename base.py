@@ -1,6 +1,6 @@
 """Train a base from scratch: a model that has only Stage A, trained as LLaDA2.1 is. Then train.py adds CoCommit to it.
 
-The loop and most flags are train.py's.
+The loop and most flags are train.py's. Those of LoRA, the bundle and Stage B do nothing here.
 
     python base.py --config configs/base.toml                           # assets/names, two hours on one thread
     python base.py --data data/mine --config configs/text_base.toml     # text of your own, a quarter of an hour

@@ -118,6 +118,7 @@ class CleanKeys:
 class CausalModel(Model):
     name_b = "causal Stage B"
     needs_copy = True
+    begin_at_zero = ("markers", "show")
     # its step makes only masks, and a block reads clean blocks before it, whatever the flags say
     settings = dict(corruption="mask", context="clean")
 

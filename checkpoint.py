@@ -29,12 +29,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from causal import CausalModel
+from lib.rows import read_meta
 from lib.util import (
     check_special,
     checked_entry,
     fail,
     one_thread_if_small,
+    printable,
     quoted,
+    read_bytes,
     read_json,
     reading,
     replace_file,
@@ -133,14 +136,14 @@ def empty_model(cfg: Config, device: torch.device | str, stage_b: str = "paper")
 def new_model(
     cfg: Config, generator: torch.Generator, device: torch.device | str = "cpu", stage_b: str = "paper"
 ) -> Model:
-    """A model with fresh weights: matrices are normal (initial_std), norms are one, and markers, biases and Show are
-    zero."""
+    """A model with fresh weights: matrices are normal (initial_std), norms are one, and biases are zero, as is what the
+    model's class names in begin_at_zero."""
     check_config(cfg)
     model = empty_model(cfg, device, stage_b)
     for name, p in model.named_parameters():
         if name.endswith("bias"):
             p.data.zero_()
-        elif p.dim() > 1 and name not in ("markers", "show"):
+        elif p.dim() > 1 and name not in model.begin_at_zero:
             # drawn on the CPU, so that every device gets the same weights
             drawn = torch.empty(p.shape).normal_(0.0, initial_std(name, cfg), generator=generator)
             p.data.copy_(drawn)
@@ -198,6 +201,21 @@ def read_config(folder: Path, **changes) -> Config:
     check_config(cfg, path)
     check_special(folder, path, cfg.eos_id, cfg.mask_id)
     return cfg
+
+
+def check_same_tokens(data: Path, base: Path, flag: str = "--init_from") -> None:
+    """Refuse rows of other tokens than those of a model's folder, which a flag gave."""
+    meta = read_meta(data)
+    cfg = read_config(base)
+    same = (cfg.eos_id, cfg.mask_id) == (meta.eos_id, meta.mask_id) and meta.vocab_size <= cfg.vocab_size
+    if not same or meaning(base, judge_of(base)) != meaning(data, meta.judge or {}):
+        fail(f"--data {printable(data)} has other tokens than {flag} {base}: prepare it with --like {quoted(base)}")
+
+
+def meaning(folder: Path, judge: dict) -> object:
+    """What the ids of a folder mean: the tokens of its tokenizer, or a toy of these sizes."""
+    path = folder / "tokenizer.json"
+    return read_bytes(path, "tokenizer") if path.exists() else judge
 
 
 def load_model(

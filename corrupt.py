@@ -171,7 +171,7 @@ def three_term_loss(
     ce = torch.zeros(kind.shape, device=h.device)
     ce[chosen] = cross_entropy(head or model.logits, h[chosen], target[chosen], model.cfg.vocab_size)
 
-    # the three terms; add one of your own here
+    # the three terms; add one of your own here (if it needs logits: in `part` of cross_entropy, below)
     loss = LAMBDA_M2T * (ce * filled).sum()
     loss = loss + LAMBDA_EDIT * (ce * wrong).sum()
     loss = loss + LAMBDA_CLEAN * (ce * right).sum()

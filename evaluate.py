@@ -40,7 +40,7 @@ from torch import Tensor
 import toy
 from cache import Cached
 from causal import CausalModel
-from checkpoint import base_of, judge_of, load_model, read_config, stage_b_of
+from checkpoint import base_of, check_same_tokens, judge_of, load_model, read_config, stage_b_of
 from decoding import Decoding, Output, Step, in_full
 from lib.names import draw_names, exists
 from lib.rows import Batch, Corpus, get_batch, read_corpus
@@ -368,6 +368,7 @@ def evaluate_bits(folders: list[Path], device: torch.device, args: Namespace) ->
     bases = dict.fromkeys(base_of(folder) for folder in folders)
     models = load_all(bases | dict.fromkeys(folders), device)
     data = args.data or Path(run_of(folders[0], "data"))
+    check_same_tokens(data, base_of(folders[0]), "--ckpt")
     seq_len = args.seq_len or run_of(folders[0], "seq_len")
     tokenizer = load_tokenizer(base_of(folders[0]))
 

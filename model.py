@@ -17,8 +17,9 @@ The rest is the architecture. What differs from a GPT:
 
 To change   n, K, the block length        give   train.py's --n_last, --n_rounds, --block_length
             the geometry                  edit   a preset in checkpoint.py
-            how experts are chosen        add    a function to ROUTERS, and name it in Config.router
-            what Stage B is shown         write  a subclass of Model with another `coordinate`, like causal.py
+            how experts are chosen        add    a function to ROUTERS, and name it in a preset in checkpoint.py
+            what Stage B is shown         write  a subclass of Model with another `coordinate`, like causal.py, and name
+                                                 it in STAGE_B in checkpoint.py
             who sees whom                 edit   block_causal_mask, doubled_mask
 """
 
@@ -95,11 +96,13 @@ class Context:
 
 # --- the method
 class Model(nn.Module):
-    # what a subclass may replace; if a step is None, train.py and sample.py use the paper's
+    # what a subclass may replace; if a step is None, train.py and sample.py use the paper's. Parameters of its own get
+    # their first values on a base from its `begin_from`, and its `adapt` lets them learn
     training_step: ClassVar[Callable | None] = None
     decoding_step: ClassVar[Callable | None] = None
     name_b: ClassVar[str] = "Stage B"
     settings: ClassVar[dict] = {}  # train.py's settings that its training step fixes, whatever the flags say
+    begin_at_zero: ClassVar[tuple[str, ...]] = ("markers",)  # matrices that are zero in a new model
     needs_copy: ClassVar[bool] = False  # must rows of several blocks be read with their clean copy?
 
     def __init__(self, cfg: Config):

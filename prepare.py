@@ -455,10 +455,10 @@ def main() -> None:
     add = parser.add_argument_group("what is read").add_argument
     kinds = "names, stdlib, a text file, a folder, or a file of records: .jsonl, .ndjson, .json [.gz], .parquet"
     add("sources", nargs="+", metavar="SOURCE", help=kinds)
-    so_many = "read up to this many documents to train on (paper 50000; 0: read all)"
+    so_many = "read up to this many documents to train on, or all if 0 (paper 50000)"
     add("--max_docs", type=bounded(int, 0, 10**9), default=0, help=so_many)
     whose = "use the tokenizer of this checkpoint or folder of rows, or this tokenizer.json (byte-level BPE)"
-    add("--like", type=Path, metavar="DIR", help=whose)
+    add("--like", type=Path, metavar="DIR or FILE", help=whose)
 
     add = parser.add_argument_group("a teacher's rows").add_argument
     add("--written_by", type=Path, metavar="CKPT", help="SOURCE is a folder of rows, and this model continues "

@@ -365,7 +365,7 @@ def settle_decoding(args: Namespace, model: Model, plain_text: bool = False) -> 
     if tau_joint is None and own_step:
         tau_joint = 0.0 if draws else 0.5
     if tau_joint is not None and ("tau_m2t" in given or args.select):
-        fail("with --tau_joint the longest run is written: leave out --tau_m2t and --select, or give --n_rounds 0")
+        fail("the longest run is written, as with --tau_joint: leave out --tau_m2t and --select, or give --n_rounds 0")
     if own_step and given.get("tau_t2t") is not None:
         fail("this Stage B edits nothing: leave out --tau_t2t, or give --n_rounds 0")
     usual = 0.5 if n_rounds == 0 else 0.0

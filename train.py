@@ -27,6 +27,7 @@ the paper gives no value, so the values are ours:
 To change   how the bundle is drawn    edit   draw_bundle in corrupt.py
             the loss                          three_term_loss in corrupt.py
             what is corrupted                 CORRUPTIONS in corrupt.py
+            the router, what Stage B sees     see model.py
             what a step does           write  a function like cocommit_step, and call run(args, step=yours)
 """
 
@@ -46,7 +47,7 @@ from torch import Tensor
 import checkpoint
 from checkpoint import DTYPES, PRESETS, STAGE_B
 from corrupt import CORRUPTIONS, Corruption, M, corrupt, draw_bundle, kinds_apart, three_term_loss
-from lib.rows import Batch, Corpus, Meta, copy_tokens, get_batch, read_corpus, read_meta
+from lib.rows import Batch, Corpus, copy_tokens, get_batch, read_corpus, read_meta
 from lib.run import check_finite, cosine, interruptible, means, report, rewind_log, run_settings, tell_what_is_next
 from lib.util import (
     Parser,
@@ -60,10 +61,9 @@ from lib.util import (
     printable,
     progress,
     quoted,
-    read_bytes,
     write_json,
 )
-from model import Config, Context, Model
+from model import Context, Model
 
 # R rows, T positions, C channels, B block_length
 
@@ -282,6 +282,9 @@ def start(args: Namespace, corpus: Corpus) -> Model:
         meta = corpus.meta
         ids = dict(vocab_size=meta.vocab_size, eos_id=meta.eos_id, mask_id=meta.mask_id)
         cfg = replace(PRESETS[args.preset], **sizes, **ids)
+        folder = Path(args.out_dir)
+        if args.resume and (folder / "config.json").exists():
+            cfg = checkpoint.read_config(folder)  # the preset may have been edited since
         model = checkpoint.new_model(cfg, generator(args.seed, "init"), device, args.stage_b)
     else:
         # what learns is float32 in every dtype
@@ -376,10 +379,12 @@ def settle(args: Namespace) -> None:
         cfg = PRESETS[args.preset]
     else:
         cfg = checkpoint.read_config(Path(args.init_from))
-        check_rows_fit(args, cfg, meta)
+        check_rows_fit(args)
     for name in ("n_last", "n_rounds"):
         if getattr(args, name) is None:
             setattr(args, name, getattr(cfg, name))
+    if args.n_last > cfg.n_layer:
+        fail(f"--n_last {args.n_last}: this model has {cfg.n_layer} layers")
     if args.block_length is None:
         args.block_length = meta.block_length or cfg.block_length
     if "toy" in (meta.judge or {}):
@@ -399,7 +404,7 @@ def refuse_used(args: Namespace) -> None:
                 fail(f"{folder} already holds a run or a checkpoint: choose another --out_dir, or --init_from resume")
 
 
-def check_rows_fit(args: Namespace, cfg: Config, meta: Meta) -> None:
+def check_rows_fit(args: Namespace) -> None:
     """Refuse a checkpoint that training cannot start from, and rows with other tokens than the checkpoint's."""
     base = Path(args.init_from)
     if checkpoint.about_adapter(base):
@@ -408,15 +413,7 @@ def check_rows_fit(args: Namespace, cfg: Config, meta: Meta) -> None:
     own = checkpoint.stage_b_of(base)
     if own not in ("paper", args.stage_b):
         fail(f"--init_from {base} has a Stage B of its own, which goes on learning: give --stage_b {own}")
-    same = (cfg.eos_id, cfg.mask_id) == (meta.eos_id, meta.mask_id) and meta.vocab_size <= cfg.vocab_size
-    if not same or meaning(base, checkpoint.judge_of(base)) != meaning(Path(args.data), meta.judge or {}):
-        fail(f"--data {args.data} has other tokens than --init_from {base}: prepare it with --like {quoted(base)}")
-
-
-def meaning(folder: Path, judge: dict) -> object:
-    """What the ids of a folder mean: the tokens of its tokenizer, or a toy of these sizes."""
-    path = folder / "tokenizer.json"
-    return read_bytes(path, "tokenizer") if path.exists() else judge
+    checkpoint.check_same_tokens(Path(args.data), base)
 
 
 # --- what is printed

@@ -96,7 +96,7 @@ def copy_tokens(source: Path, folder: Path) -> None:
 # --- reading
 def read_meta(folder: Path) -> Meta:
     path = folder / "meta.json"
-    about = read_json(path, "prepared rows (prepare.py and toy.py write them)")
+    about = read_json(path, "folder of rows (prepare.py and toy.py write one)")
     numbers = [checked_entry(about, name, int, path) for name in ("vocab_size", "eos_id", "mask_id", "n_plain")]
     vocab_size, eos_id, mask_id, n_plain = numbers
     if min(numbers) < 0 or max(numbers[1:]) >= vocab_size:

@@ -159,7 +159,7 @@ MISTAKES = [
     (train, [*ON_TEXT, "--one_by_one", 0.5], "--one_by_one"),
     (train, [*ON_TOY, "--block_length", 8], "blocks of 8"),
     # n and K are the model's own, or possible ones; an adapter has its own, and is no place to start
-    (train, [*ON_TEXT, "--n_last", 5], "1..4 (n_layer), not 5"),
+    (train, [*ON_TEXT, "--n_last", 5], "--n_last 5: this model has 4 layers"),
     (train, [*ON_TEXT, "--n_rounds", 1001], "1..1000"),
     (train, [*ON_TEXT[:2], "--init_from", "TREE/adapter", "--n_last", 1], "CKPT"),
     (train, [*ON_TOY, "--stage_b", "causal", "--n_rounds", 2], "--n_rounds 1"),

@@ -26,7 +26,7 @@ from common import (
     tiny_config,
     tiny_model,
 )  # fmt: skip
-from resuming import byte_rows
+from resuming import byte_rows, toy_rows
 
 import evaluate
 import toy
@@ -332,6 +332,9 @@ def test_bits_from_the_command_line(tmp_path, monkeypatch, capsys):
     short = ["--device", "cpu", "--tokens", 50, "--seq_len", 64, "--ckpt"]
     assert "give --data" in run.fails(*short, base)
     write_json(base / "train.json", {"data": str(rows)})
+
+    other = toy_rows(tmp_path / "toy", "modes", V=12, m=4, n_ctx=8)
+    assert "has other tokens than --ckpt" in run.fails(*short, base, "--data", other)
 
     out = run(*short, tmp_path / "paper", tmp_path / "causal")
     assert out == run(*short, tmp_path / "paper", tmp_path / "causal", "--data", rows)

@@ -250,7 +250,7 @@ def test_words_about_ids_that_do_not_fit_together_are_refused(change, says, tmp_
 
 def test_what_is_missing_and_ids_beyond_the_vocabulary_are_refused(tmp_path):
     """Other damage is refused in test_damage.py."""
-    with pytest.raises(Mistake, match="no prepared rows .* at"):
+    with pytest.raises(Mistake, match="no folder of rows .* at"):
         read_meta(tmp_path)
     write(tmp_path, [([1, EOS], 0)])
     (tmp_path / "train.safetensors").unlink()

@@ -346,11 +346,16 @@ def test_a_run_that_dies_between_two_saves_goes_on_to_the_same_end(tmp_path, run
     assert_same_end(a, b)
 
 
-def test_a_run_is_extended(tmp_path, run, scratch):
-    """After two steps the run takes four more: the log goes on after its old lines, with the schedule of six steps."""
+def test_a_run_is_extended(tmp_path, run, monkeypatch, scratch):
+    """After two steps the run takes four more: the log goes on after its old lines, with the schedule of six steps. It
+    stays the model that it was, also if the preset has been edited since."""
     run(*scratch, "--max_iters", 2, "--out_dir", tmp_path)
     before = end_state(tmp_path)[1]
+    config = (tmp_path / "config.json").read_text()
+    for name, preset in checkpoint.PRESETS.items():
+        monkeypatch.setitem(checkpoint.PRESETS, name, replace(preset, routed_scaling=1.0))
     run("--init_from", "resume", "--out_dir", tmp_path, "--max_iters", 6, "--eval_interval", 5)
+    assert (tmp_path / "config.json").read_text() == config
     tensors, log = end_state(tmp_path)
     assert log[:4] == before and [r["step"] for r in log] == [0, 0, 1, 2, 2, 3, 4, 5, 5, 6]
     assert [r["lr"] for r in log if "lr" in r][2:] == approx([3e-3 * cosine(it, 6) for it in (2, 3, 4, 5)])

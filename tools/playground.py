@@ -133,7 +133,9 @@ def page_data(folders: list[Path]) -> dict:
             fail(f"{folder} has the base {base_of(folder)}, and {folders[0]} has {base}: give adapters of one base")
     tokenizer = load_tokenizer(base)
     models = {folder: half(load_model(folder, "cpu", torch.float32)) for folder in dict.fromkeys([base, *folders])}
-    check_page_can_run(base, models[base], tokenizer)
+    check_page_can_read(base, tokenizer)
+    for folder, model in models.items():
+        check_page_can_run(folder, model)
     draws = is_plain_text(base)
 
     # of an adapter the page has what was learned; the rest is the base's
@@ -166,14 +168,19 @@ def page_data(folders: list[Path]) -> dict:
     return data | OF_NAMES | dict(prompt=first, names=names_data(), beginnings=beginnings)
 
 
-def check_page_can_run(base: Path, model: Model, tokenizer: Tokenizer | None) -> None:
+def check_page_can_run(folder: Path, model: Model) -> None:
     """Refuse in one line what the page's engine cannot compute."""
+    if is_int8(model):
+        fail(f"{folder} has int8 weights: give the model that they were made from")
+    if model.cfg.router != "grouped sigmoid" or stage_b_of(folder) not in ("paper", "causal"):
+        fail(f"{folder} has a router or a Stage B of your own, which the page's engine.js cannot compute yet")
+
+
+def check_page_can_read(base: Path, tokenizer: Tokenizer | None) -> None:
     if tokenizer is None:
         fail(f"{base} has no tokenizer (a toy's tokens are numbers): give a model of names or of text")
     if not page_can_read(tokenizer):
         fail(f"{base} has a tokenizer that the page cannot compute: it has prepare.py's and plain ByteLevel BPEs")
-    if is_int8(model):
-        fail(f"{base} has int8 weights: give the model that they were made from")
 
 
 def page_can_read(tokenizer: Tokenizer) -> bool:

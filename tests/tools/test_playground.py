@@ -17,6 +17,7 @@ import pytest
 import torch
 from common import ROOT, Steps, command_line, merged_spec, random_adapter, random_ids, refused, tiny_model
 
+import checkpoint
 from cache import Cached
 from causal import CausalModel, causal_denoise
 from checkpoint import load_model, save_model
@@ -25,7 +26,7 @@ from lib.names import draw_names, exists, verdict
 from lib.rows import Meta, write_meta
 from lib.tokenizer import bpe_tokenizer, byte_spec, load_tokenizer
 from lib.util import Mistake, write_json
-from model import Model
+from model import ROUTERS, Model, grouped_sigmoid
 from prepare import unicode_names
 from sample import generate, step_of
 from tools import playground
@@ -554,6 +555,22 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys):
     assert "has no tokenizer" in refused(playground, monkeypatch, capsys, "--ckpt", tmp_path / "toy")
     two = [SHIPPED[0], tmp_path / "toy"]
     assert "give adapters of one base" in refused(playground, monkeypatch, capsys, "--ckpt", *two)
+
+
+@pytest.mark.parametrize("own", ["router", "Stage B"])
+def test_a_model_that_the_engine_does_not_know_is_refused(own, tmp_path, monkeypatch, capsys):
+    """Its page would show what another model writes."""
+    monkeypatch.setitem(ROUTERS, "own", grouped_sigmoid)
+    monkeypatch.setitem(checkpoint.STAGE_B, "own", type("Own", (Model,), {}))
+    router = "own" if own == "router" else "grouped sigmoid"
+    base = tmp_path / "base"
+    save_model(tiny_model(vocab_size=1024, eos_id=1022, mask_id=1023, router=router), base)
+    for name in ("tokenizer.json", "meta.json"):
+        shutil.copy(BASE / name, base)
+    random_adapter(tmp_path / "adapter", base, "own" if own == "Stage B" else "paper")
+    assert "a router or a Stage B of your own" in refused(
+        playground, monkeypatch, capsys, "--ckpt", tmp_path / "adapter"
+    )
 
 
 def test_one_command_writes_one_page_that_asks_nothing_of_a_network(tmp_path, monkeypatch, capsys):
