@@ -1,6 +1,6 @@
 # Shakespeare, one seed: a base, and on it causal Stage B (as long as the shipped one learned, and by its config's own
 # 800 steps), the paper's Stage B, and causal Stage B without the token before; and a left-to-right model of the base's
-# size and steps. An hour and a half on one thread. Then what held-out text costs.
+# size and steps. Two hours on one thread. Then what held-out text costs.
 # Page: results/text/README.md. Run from the root of the repository.
 set -e
 seed=${SEED:-1}
@@ -10,6 +10,7 @@ python base.py $text --config configs/text_base.toml --out_dir $out/base
 python -m experiments.text half --ckpt $out/base
 on_base="--config configs/text.toml --init_from $out/base"
 python train.py $text $on_base --max_iters 3000 --out_dir $out/causal
+python train.py --init_from resume --out_dir $out/causal --max_iters 5000
 python train.py $text $on_base --out_dir $out/short
 python -m experiments.text untold $text $on_base --stage_b untold --out_dir $out/untold
 python base.py $text --config configs/text_base.toml --block_length 1 --one_by_one 1 --out_dir $out/left
