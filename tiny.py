@@ -7,7 +7,7 @@ Francisco (.20), San Diego (.16), San Jose (.12) or San Juan (.12). The likelies
 (.60), the likeliest second word is York (.40), and so the model writes "San York".
 
 The paper's method, CoCommit, has two stages. Stage A is the plain pass: at each mask it gives every
-word a probability. The surest masks are written now, and they are the bundle. Stage B goes back to what
+word a probability. The surest masks are the bundle, and this step writes them. Stage B goes back to what
 the first layers gave. To the states of the bundle it adds a learned vector, the marker, and it runs the
 last layers once more. Then the bundle is written: here it is "San York" again. A mask knows which
 places are written with it, but not which words. Our change, causal Stage B, mends this: a mask also
