@@ -153,11 +153,11 @@ def three_term_loss(
     model: Model, h: Tensor, target: Tensor, kind: Tensor, fill: Tensor, head: Callable[[Tensor], Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """Eq. 1: the weighted sum of cross-entropies, in nats. Nothing is shifted: a position predicts its own token.
-    Unlike in an ELBO, no term is weighted by 1/t.
+    No term is weighted by one over the mask ratio, as LLaDA's own loss is.
 
-    h (R, T, C): the final states, or (R, 2T, C) with a clean copy, which has no loss. target (R, T) int64. kind (R, T)
-    uint8. fill (R, T) bool: the masks with a fill loss, which are all of M in Stage A and the bundle in Stage B. head:
-    the function from states to logits (left out: the model's own).
+    h (R, T, C): the final states, or (R, 2T, C) with a clean copy (see Model.context), which has no loss. target (R,
+    T) int64. kind (R, T) uint8. fill (R, T) bool: the masks with a fill loss, which are all of M in Stage A and the
+    bundle in Stage B. head: the function from states to logits (left out: the model's own).
 
     -> a scalar, and (R, T) float32: the cross-entropy at every position with a loss, without gradient.
     """

@@ -3,7 +3,7 @@
 The split is the method (paper, Sec. 4.1 and Eq. 4), and all of it is in class Model:
 
     h = model.prefix(ids, ctx)                                            # first L - n layers, shared by both stages
-    logits_A = model.logits(model.last_n(h, ctx))                         # Stage A: factorised
+    logits_A = model.logits(model.last_n(h, ctx))                         # Stage A: each token by itself
     logits_B = model.logits(model.coordinate(h, bundle, ctx, n_rounds))   # Stage B: marked, the last n layers again
 
 The rest is the architecture. What differs from a GPT:
@@ -151,7 +151,7 @@ class Model(nn.Module):
         return h
 
     def forward(self, ids: Tensor, ctx: Context) -> Tensor:
-        """The factorised model: (R, T) int64 -> (R, T, V) float32 logits."""
+        """Stage A: (R, T) int64 -> (R, T, V) float32 logits."""
         return self.logits(self.last_n(self.prefix(ids, ctx), ctx))
 
     def run_layers(self, h: Tensor, ctx: Context, layers: nn.ModuleList) -> Tensor:
@@ -165,7 +165,7 @@ class Model(nn.Module):
     def context(self, real: Tensor, clean: Tensor | None = None, one_by_one: Tensor | None = None) -> Context:
         """The Context of a pass over whole rows.
 
-        real (R, T) bool: False on padding. Only a padded position itself attends to it, because a query needs a key.
+        real (R, T) bool: False on padding. A padded position is seen by itself alone, because each query needs a key.
         clean (R, T) int64: the clean rows. They are put behind the corrupted ones, as [noisy ; clean], so that a noisy
         block reads the clean blocks before it, as in decoding.
         one_by_one (R,) bool: True for rows whose blocks have one token, so that they are read from left to right.

@@ -8,9 +8,9 @@
                                                     # beginnings of these rows, each continued by a model
 
 lib/rows.py describes a folder of rows. Names are read with the tokenizer of data/names, and other text as bytes, unless
---like names another tokenizer. One document in twenty is for validation, or the end of a text that is alone. Line ends become those of Unix, and a byte
-order mark is left out. Nothing is downloaded, and a text that cannot be read exactly is refused. `python toy.py modes
---out DIR` writes the rows of a toy.
+--like names another tokenizer. One document in twenty is for validation, or the end of a text that is alone. Line ends
+become those of Unix, and a byte order mark is left out. Nothing is downloaded, and a text that cannot be read exactly
+is refused. `python toy.py modes --out DIR` writes the rows of a toy.
 
 The `tokenizers` library makes a BPE of your own (pip install tokenizers), and --like reads it:
 

@@ -57,8 +57,8 @@ def denoise(
     """One step on the current blocks z (R, B) int64: everything is decided from z, and then written at once.
 
     given (R, B) bool: positions that are never edited. u (R, 2, B) in [0, 1): the random numbers by which each stage
-    draws. Stage A's draws decide the bundle, so those inside the bundle are too often likely tokens. Therefore Stage B
-    draws by numbers of its own.
+    draws. The bundle is where Stage A drew likely tokens. By the same numbers Stage B's tokens would be too likely,
+    too, so it has its own.
     """
     model = engine.model
     masked = z == model.cfg.mask_id
@@ -123,7 +123,7 @@ def surest(conf: Tensor, masked: Tensor, size: int) -> Tensor:
 def smallest(key: Tensor, rounding: Tensor, masked: Tensor, size: Tensor | int, most: int) -> Tensor:
     """The `size` masks, (R, 1) or one number for all, with the smallest keys (R, B), but no more than `most`; of equal
     keys the leftmost. Keys are equal if they differ by at most `rounding` (R, B), because in fp32 the other rows of a
-    batch can change a key by so much: so a row's choice does not depend on its batch."""
+    batch can change a key by that much. Thus a row's choice does not depend on its batch."""
     chosen = torch.zeros_like(masked)
     for i in range(most):
         left = key.masked_fill(~masked | chosen, math.inf)

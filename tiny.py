@@ -90,11 +90,11 @@ def rotate(x):  # rotary positions in place of wpe: the further on a position is
 
 # --- the loss
 # The paper adds up the cross-entropies of the words. Each word is in one term only, so the sum is least
-# at each word's own probabilities, which Stage A gives already. But if Stage B sees the word before, the
-# same sum is a joint loss, because p(first) p(second | first) = p(both).
+# if each word gets its own probabilities, which Stage A learns already. But if Stage B sees the word
+# before, the same sum is a joint loss, because p(first) p(second | first) = p(both).
 # alpha changes the loss instead (AlphaDLM, arXiv 2609.38066): it scores the phrase as a whole. At alpha 1
-# the loss is least if the likeliest phrase gets probability 1, which is what the paper aims at. Training
-# may stop at a phrase that is nearly as likely: at ice cream (.28), where hot dog has .32.
+# the loss is least if the likeliest phrase, which is the paper's aim, gets probability 1. Training may
+# stop at a phrase that is nearly as likely: at ice cream (.28), where hot dog has .32.
 def fill_loss(logits, target, fill, alpha):
     # the log-probability of all words that a row must fill
     log_p = -(fill * F.cross_entropy(logits.mT, target, reduction="none")).sum(1)
@@ -150,9 +150,9 @@ def decode(model, z, tau, looks, causal=False):
             draft = torch.where(bundle, logits.argmax(-1), z)  # CoCommit
             logits = model.logits(model.coordinate(h, bundle, draft if causal else None))  # CoCommit
             n_looks += 1  # CoCommit
-            # causal: a word is final if no word before it has changed, because then it has read the right words.
-            # Behind the first changed word (changed.cumsum(1) > changed) words are not final: if there are any in
-            # the bundle, take another look
+            # causal: a word is final if no word before it changed in this look, because then it has read the right
+            # words. Words behind the first changed one (changed.cumsum(1) > changed) are not final: if the bundle
+            # has any, look again
             changed = bundle & (logits.argmax(-1) != draft)  # causal
             if not (bundle & (changed.cumsum(1) > changed)).any():  # causal
                 break  # causal
