@@ -116,11 +116,11 @@ def draw_tiny():
 # --- names: the share that exists, against its cost
 # system/way -> its name, its colour, its line, and the gate on edits in the settings that are drawn
 NAMED = {
-    "left to right/ones": ("a left-to-right model", INK, "D", None),
     "causal/run": ("causal Stage B, longest run", BLUE, "o-", None),
+    "left to right/ones": ("a left-to-right model", INK, "D", None),
+    "base/ones": ("base, in blocks of one", TEAL, "D", None),
     "base/run": ("base, longest run", GREEN, "o-", None),
     "base/threshold": ("base, gated edits (released)", PURPLE, "o-", 0.5),
-    "paper/stage_b": ("the paper, ungated edits", ORANGE, "s-", 0.0),
 }
 
 

@@ -69,7 +69,7 @@ def test_names_are_drawn_from_what_was_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "RESULTS", tmp_path)
     (tmp_path / "names").mkdir()
     path = tmp_path / "names" / "records.jsonl"
-    write_records(path, ["base/run", "causal/run", "paper/stage_b", "base/threshold"])
+    write_records(path, ["base/run", "causal/run", "base/ones", "base/threshold"])
     odd = dict(system="base", way="threshold", dial=0.1, edits=None, seed=0, exist="0000", forwards=9.0, per_token=9.0)
     path.write_text(path.read_text() + "\n" + json.dumps(odd))
     seeds = [(0.25, 1.0, 0.5), (0.75, 2.0, 1.0)]
@@ -77,7 +77,7 @@ def test_names_are_drawn_from_what_was_measured(tmp_path, monkeypatch):
     figure = plots.draw_names()
     [ax] = figure.axes
     names = [text for text in ax.texts if text.get_text()]
-    drawn = ["causal/run", "base/run", "base/threshold", "paper/stage_b"]
+    drawn = ["causal/run", "base/ones", "base/run", "base/threshold"]
     assert [text.get_text() for text in names] == [plots.NAMED[system][0] for system in drawn]
     assert all(text.xy == (1.5, 0.5) for text in names)
     boxes = [text.get_window_extent() for text in names]
