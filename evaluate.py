@@ -446,7 +446,7 @@ def main() -> None:
     add("--temperature", type=temperature, default=0.0, help="0: the likeliest tokens; 1: draw")
     add = parser.add_argument_group("bits").add_argument
     add("--bits", action="store_true", help="count bits also for a toy or for names")
-    add("--data", type=Path, help="the rows (default: those that the checkpoint was trained on)")
+    add("--data", type=Path, help="rows with the checkpoint's tokens (default: those that it was trained on)")
     add("--seq_len", type=bounded(int, 1), help="tokens in a row (default: as in the checkpoint's training)")
     add("--tokens", type=bounded(int, 1), default=16384, help="read at least so many held-out tokens, or all")
     args = parser.parse_args()

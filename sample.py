@@ -317,7 +317,8 @@ def build_parser() -> Parser:
         help="token ids, 1,2,3; repeat for several rows")
 
     add = parser.add_argument_group("decoding").add_argument
-    add("--gen_length", type=some, default=256, help="tokens after the prompt; the last block is decoded whole")
+    add("--gen_length", type=some, default=256,
+        help="tokens after the prompt, unless the text ends before; the last block is decoded whole")
     add("--n_rounds", type=some,
         help="K, the rounds of Stage B; 0: Stage B off (default: the checkpoint's; 0 if its markers are zero)")
     add("--tau_m2t", type=bounded(float, -1, 1), default=argparse.SUPPRESS,
