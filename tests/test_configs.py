@@ -60,6 +60,8 @@ def small(words: list[str], home: Path) -> list:
         flags += ["--preset", "tiny"]
     if config.get("seq_len", 32) > 64:
         flags += ["--seq_len", 64]
+    if config.get("dtype") == "bf16":
+        flags += ["--dtype", "fp32"]  # on a CPU without bf16 instructions bf16 is many times slower
     return flags
 
 
