@@ -5,7 +5,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 export PATH := $(abspath $(VENV))/bin:$(PATH)
-HALF = tests/tools tests/llada tests/test_configs.py
+HALF = tests/tools tests/llada tests/test_configs.py tests/test_prepare.py tests/test_base.py
 .PHONY: test lint pages
 
 $(VENV)/ready: requirements.txt

@@ -218,8 +218,8 @@ def test_one_line_is_not_the_papers():
 
 def test_the_table_is_what_a_student_remembers():
     """The numbers of each row and what it writes, then the line below the table. Stage A by hand: San has .60, New .40,
-    York .40, Francisco .20. Stage B with alpha needs 400 steps, and the others need only 200."""
-    steps = "400 if alpha_b else 200"
+    York .40, Francisco .20. Stage B with alpha needs all of its steps, and the others need only 250."""
+    steps = "700 if alpha_b else 250"
     found = run(SOURCE.replace("range(700)", f"range({steps})").replace("optimizer, 700", f"optimizer, {steps}"))
     _, *table = found.splitlines()
     rows = {}
