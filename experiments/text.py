@@ -52,6 +52,7 @@ WAYS = {
     "base": ["Stage A", "one at a time"],
     "paper": ["Stage A", "Stage B"],
     "causal": ["Stage B"],
+    "halfway": ["Stage B"],  # the same run after its first 3,000 steps
     "short": ["Stage B"],  # causal Stage B by its config's own steps, which are the control's
     "untold": ["Stage B"],
     "together": ["Stage A", "one at a time", "Stage B"],

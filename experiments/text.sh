@@ -10,6 +10,7 @@ python base.py $text --config configs/text_base.toml --out_dir $out/base
 python -m experiments.text half --ckpt $out/base
 on_base="--config configs/text.toml --init_from $out/base"
 python train.py $text $on_base --max_iters 3000 --out_dir $out/causal
+python -m experiments.text bits --system halfway --seed $seed --ckpt $out/causal --out $out/bits.jsonl
 python train.py --init_from resume --out_dir $out/causal --max_iters 5000
 python train.py $text $on_base --out_dir $out/short
 python -m experiments.text untold $text $on_base --stage_b untold --out_dir $out/untold

@@ -317,7 +317,7 @@ IN_BITS = {
     ("paper", "Stage B"): "paper: Stage B, all at once",
     ("untold", "Stage B"): "causal Stage B without the token before",
     ("short", "Stage B"): "causal Stage B, 800 steps",
-    ("causal, 3,000 steps", "Stage B"): "causal Stage B, 3,000 steps",
+    ("halfway", "Stage B"): "causal Stage B, 3,000 steps",
     ("causal", "Stage B"): "causal: causal Stage B, all at once",
     ("base", "one at a time"): "base: one at a time, from the left",
     ("left", "Stage A"): "a left-to-right model",
@@ -331,13 +331,52 @@ def of_text(name: str) -> list[dict]:
 @pytest.mark.parametrize("key, row", IN_BITS.items())
 def test_bits_of_text(key, row):
     """Mean and seeds."""
-    found = sorted((r["seed"], r["bits"]) for r in of_text("bits.jsonl") if (r["system"], r["way"]) == key)
-    seeds = [bits for _, bits in found]
+    seeds = bits_by_seed(*key)
     assert len(seeds) == 3
     assert cells(TEXT, row) == [f"{mean(seeds):.3f}", " ".join(f"{bits:.3f}" for bits in seeds)]
-    if key[0] not in ("short", "causal, 3,000 steps") and key != ("paper", "Stage A"):
+    if key[0] not in ("short", "halfway") and key != ("paper", "Stage A"):
         in_readme = "a left-to-right model of that size" if key[0] == "left" else row
         assert cells(README, in_readme) == [f"{mean(seeds):.2f}"]
+
+
+def bits_by_seed(system: str, way: str) -> list[float]:
+    found = sorted((r["seed"], r["bits"]) for r in of_text("bits.jsonl") if (r["system"], r["way"]) == (system, way))
+    return [bits for _, bits in found]
+
+
+def test_what_is_said_of_bits():
+    """What is lost, what comes back, and how far causal Stage B is from one at a time, with the interval of seeds."""
+    stage_a, causal = bits_by_seed("base", "Stage A"), bits_by_seed("causal", "Stage B")
+    chain = bits_by_seed("base", "one at a time")
+    said = TEXT.split("Stage A pays the sum")[1].split("\n")[0]
+    gaps = [ours - theirs for ours, theirs in zip(causal, chain, strict=True)]
+    middle, low, high = (mean(gaps) + x * 4.303 * stdev(gaps) / 3**0.5 for x in (0, -1, 1))
+    lost, back = mean(stage_a) - mean(chain), mean(stage_a) - mean(causal)
+    expected = [f"{lost:.2f}", f"{back:.2f}", f"{middle:.3f}", f"{low:.3f}", f"{high:.3f}"]
+    assert re.findall(r"-?\d\.\d+", said) == expected
+
+
+def test_what_is_trained_together():
+    """One seed: Stage A, one at a time, whole blocks; then a base and its Stage B, by its steps."""
+    assert bits_by_seed("together", "Stage B")
+    for row, base, system in (
+        ("together, 800 steps", "together", "together"),
+        ("a base, 800 steps, then Stage B, 800", "base", "short"),
+        ("a base, 800 steps, then Stage B, 3,000", "base", "halfway"),
+    ):
+        keys = ((base, "Stage A"), (base, "one at a time"), (system, "Stage B"))
+        assert cells(TEXT, row) == [f"{bits_by_seed(*key)[0]:.3f}" for key in keys]
+
+
+def test_the_readmes_scores_of_draws():
+    said = README.split("Another model scores such draws")[1].split("\n")[0]
+    found = {}
+    for r in of_text("draws.jsonl"):
+        found.setdefault((r["system"], r["rule"]), []).append(r)
+    causal, chain = found["causal", "whole blocks"], found["base", "one at a time"]
+    assert len(causal) == len(chain) == 3
+    expected = [mean(r["bits"] for r in causal), mean(r["bits"] for r in chain), mean(r["forwards"] for r in chain)]
+    assert re.findall(r"\d\.\d\d", said) == [f"{x:.2f}" for x in expected]
 
 
 def test_draws_in_the_readme_are_the_first_beginnings():

@@ -177,6 +177,7 @@ def check_page_can_run(folder: Path, model: Model) -> None:
 
 
 def check_page_can_read(base: Path, tokenizer: Tokenizer | None) -> None:
+    """Refuse in one line a tokenizer that the page cannot compute."""
     if tokenizer is None:
         fail(f"{base} has no tokenizer (a toy's tokens are numbers): give a model of names or of text")
     if not page_can_read(tokenizer):
