@@ -6,7 +6,7 @@ The loop and most flags are train.py's. Those of LoRA, the bundle and Stage B do
     python base.py --data data/mine --config configs/text_base.toml     # text of your own, a quarter of an hour
 """
 
-import lib.interrupt  # noqa: F401
+import lib.first  # noqa: F401
 
 from argparse import Namespace
 from contextlib import nullcontext

@@ -34,7 +34,7 @@ from lib.util import (
     check_special,
     checked_entry,
     fail,
-    one_thread_if_small,
+    few_threads_if_small,
     printable,
     quoted,
     read_bytes,
@@ -128,7 +128,7 @@ def check_fit(path: Path, held: dict, expected: dict, hint: str, dropped: dict[s
 # --- a model's folder
 def empty_model(cfg: Config, device: torch.device | str, stage_b: str = "paper") -> Model:
     """A model of this geometry, whose tensors are still to be filled. On the device "meta" it takes no memory."""
-    one_thread_if_small(cfg.n_embd)
+    few_threads_if_small(cfg.n_embd)
     with torch.device(device):
         return STAGE_B[stage_b](cfg)
 

@@ -8,7 +8,7 @@ one layer at a time is in memory. If the command was interrupted, run it again a
 `config.json` is written last. llada/export.py converts back.
 """
 
-import lib.interrupt  # noqa: F401
+import lib.first  # noqa: F401
 
 import math
 import re

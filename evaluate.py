@@ -25,7 +25,7 @@ chain rule. The difference is the total correlation of a block.
     python evaluate.py --ckpt out/text --data data/mine              # bits a byte of your own text
 """
 
-import lib.interrupt  # noqa: F401
+import lib.first  # noqa: F401
 
 import math
 import unicodedata

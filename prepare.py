@@ -28,7 +28,7 @@ token on the left is worth little there (results/names). Half of the text is add
 not teach a model to fill holes.
 """
 
-import lib.interrupt  # noqa: F401
+import lib.first  # noqa: F401
 
 import argparse
 import gzip

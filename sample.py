@@ -20,7 +20,7 @@ To change   which masks are written together   write   a function like by_confid
             the settings                       edit    Decoding in decoding.py
 """
 
-import lib.interrupt  # noqa: F401
+import lib.first  # noqa: F401
 
 import argparse
 import math

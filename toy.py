@@ -18,7 +18,7 @@ its docstring is its definition. The sizes of a task:
 `python evaluate.py --ckpt out/toy_base` says what its decoders lose.
 """
 
-import lib.interrupt  # noqa: F401
+import lib.first  # noqa: F401
 
 import inspect
 import itertools

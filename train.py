@@ -31,7 +31,7 @@ To change   how the bundle is drawn    edit   draw_bundle in corrupt.py
             what a step does           write  a function like cocommit_step, and call run(args, step=yours)
 """
 
-import lib.interrupt  # noqa: F401
+import lib.first  # noqa: F401
 
 import argparse
 import time

@@ -1,1 +1,1 @@
-import lib.interrupt  # noqa: F401
+import lib.first  # noqa: F401

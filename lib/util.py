@@ -456,11 +456,12 @@ def pick_device(name: str) -> torch.device:
 THREADS = torch.get_num_threads()
 
 
-def one_thread_if_small(n_embd: int) -> None:
-    """Use one thread on a CPU if the last model is small, because its products are too small to share: on a busy
-    machine two threads trained a model of names seven times slower than one. OMP_NUM_THREADS decides, if it is set."""
+def few_threads_if_small(n_embd: int) -> None:
+    """Use at most two threads on a CPU if the last model is small, because its products are too small to share among
+    many, and one if threads do not sleep while they wait (lib.first). OMP_NUM_THREADS decides, if it is set."""
+    few = 2 if os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE" else 1
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1 if n_embd <= 256 else THREADS)
+        torch.set_num_threads(min(few, THREADS) if n_embd <= 256 else THREADS)
 
 
 # --- places

@@ -4,12 +4,14 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from common import byte_model, random_adapter, random_ids
+from common import ROOT, byte_model, random_adapter, random_ids
 from safetensors.torch import load_file, save_file
 
 import checkpoint
@@ -25,7 +27,7 @@ from checkpoint import (
     weights_hash,
 )
 from lib.tokenizer import byte_spec
-from lib.util import Mistake, write_json
+from lib.util import Mistake, few_threads_if_small, write_json
 from model import ROUTERS, Model
 
 WEIGHTS = "model.safetensors"
@@ -390,3 +392,32 @@ def test_an_adapter_on_an_adapter_is_refused(base, adapter, tmp_path):
     shutil.copytree(adapter, tmp_path / "above")
     (tmp_path / "above" / "adapter.json").write_text(json.dumps(about | {"base": "../adapter"}))
     assert f"names {adapter} as its base, which is an adapter itself" in refusal(tmp_path / "above")
+
+
+@pytest.mark.parametrize(
+    ("n_embd", "waits", "threads"),
+    [(256, "PASSIVE", 2), (257, "PASSIVE", 8), (256, None, 1), (256, "ACTIVE", 1), (257, None, 8)],
+)
+def test_a_small_model_takes_two_threads_if_they_sleep(n_embd, waits, threads, monkeypatch):
+    asked = []
+    monkeypatch.setattr("lib.util.THREADS", 8)
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if waits:
+        monkeypatch.setenv("OMP_WAIT_POLICY", waits)
+    few_threads_if_small(n_embd)
+    assert asked == [threads]
+
+    # OMP_NUM_THREADS decides
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    few_threads_if_small(n_embd)
+    assert asked == [threads]
+
+
+def test_every_script_lets_threads_sleep():
+    """OpenMP reads its policy when torch is imported."""
+    ask = "import sys, os, lib.first; print('torch' in sys.modules, os.environ['OMP_WAIT_POLICY'])"
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.stdout.split() == ["False", "PASSIVE"]
