@@ -5,18 +5,24 @@ shown x_{i-1}, the token on its left, through a learned matrix, Show:
 
     h_i + marker   becomes   h_i + rms(h_i) * (marker + Show(x_{i-1}))
 
-A position of the bundle sees itself, the bundle on its left, and all that is outside. Others see none of the bundle.
+h_i is what the first L - n layers give at position i, and rms(h_i) is its size. A position of the bundle sees itself,
+the bundle on its left, and all that is outside the bundle. Positions outside see none of it.
 
-In training x_{i-1} is the clean token. So the paper's own sum of cross-entropies over the bundle is
--log prod p(x_i | x_<i) = -log p(bundle), by the chain rule. This is a joint loss: at its optimum no total correlation
-is lost (results/theorem).
+In training x_{i-1} is the clean token. (If it is outside the bundle, see token_before.) So the paper's own sum of
+cross-entropies over the bundle is -log prod p(x_i | x_<i) = -log p(bundle), by the chain rule. This is a joint loss: at
+its optimum no total correlation is lost (results/theorem).
 
 In decoding x_{i-1} is a draft, which is a token that may still change. The first drafts are Stage A's tokens. Stage B
-reads all drafts of a block at once and writes better ones. Each such pass of n layers is a look. After a few looks the
-tokens are those that one would get from left to right, one at a time (Jacobi decoding).
+reads all drafts of a block at once and writes better ones. Each such pass of n layers is a look. After at most one look
+for each mask, the tokens are those that one would get from left to right, one at a time (Jacobi decoding).
 
-Two more things are not the paper's. Stage B has a copy of the last n layers, and all weights of the copy learn. Stage A
-learns nothing, and stays the base bit for bit. And Stage B's logits are added to Stage A's log-probabilities.
+What else is not the paper's:
+
+    layers      Stage B has a copy of the last n layers, and all weights of the copy learn. Stage A learns nothing, and
+                stays the base bit for bit
+    logits      Stage B's are added to Stage A's log-probabilities
+    training    every corrupted token is a mask, and the blocks before a block are clean
+    decoding    the bundle is written from the left, and nothing is edited
 
     python prepare.py data/names --written_by assets/names --out data/written
     python train.py --config configs/causal.toml                          # that is --stage_b causal
@@ -215,6 +221,7 @@ def causal_step(model: CausalModel, batch: Batch, args: Namespace) -> tuple[Tens
     stage_b = model.coordinate(h, bundle, ctx, 1, tokens)
 
     # Stage B's logits are added to Stage A's, so its loss needs the states of both
+    # (loss_a teaches a frozen Stage A nothing; it is for the log, and for a run in which all weights learn)
     both = torch.cat([stage_b, stage_a], dim=-1)
     loss_a, ce_a = three_term_loss(model, stage_a, batch.clean, kind, fill=masked)
     loss_b, ce_b = three_term_loss(model, both, batch.clean, kind, fill=bundle, head=model.logits_b)
@@ -249,10 +256,10 @@ def masks_and_bundle(batch: Batch, block_length: int) -> tuple[Tensor, Tensor]:
 
 # --- decoding
 def causal_denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
-    """One step on the current blocks z (R, B) int64, as sample.denoise. Stage B's bundle is all masks of a block.
+    """One step on the current blocks z (R, B) int64, as sample.denoise.
 
-    Stage B looks until its tokens are final. Then the step writes the longest run: from the left, as many masks as have
-    a joint probability above tau_joint, and at least one. Nothing is edited.
+    In Stage B all masks of a block are the bundle. It looks until its tokens are final. Then the step writes the
+    longest run of them: from the left, as many as have a joint probability above tau_joint, and at least one.
     """
     model = engine.model
     masked = z == model.cfg.mask_id
@@ -270,9 +277,9 @@ def causal_denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tenso
 
     # write the longest run, and at least its first token
     sure = masked & final & (conf.log().cumsum(-1) > gate)
-    bundle = sure | (masked & (masked.cumsum(-1) == 1))
-    after = torch.where(bundle, token, z)
-    return Step(z, after, bundle, torch.zeros_like(masked), token, conf, token_a, conf_a, looks)
+    written = sure | (masked & (masked.cumsum(-1) == 1))
+    after = torch.where(written, token, z)
+    return Step(z, after, written, torch.zeros_like(masked), token, conf, token_a, conf_a, looks)
 
 
 def look_until_final(

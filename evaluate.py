@@ -385,15 +385,16 @@ def evaluate_bits(folders: list[Path], device: torch.device, args: Namespace) ->
     first = None
     for folder, way in progress(ways, "bits"):
         model = models[folder]
+        causal = isinstance(model, CausalModel)
         corpus = read_corpus(data, min(seq_len, model.cfg.max_len), 0, model.cfg.block_length, 0)
         bits, tokens, n_bytes = bits_of_rows(model, corpus, way, args.tokens, tokenizer)
         first = first or bits
-        name = names.get(way, f"{model.name_b}, all at once")
+        name = names.get(way, f"{model.name_b}, {'whole blocks' if causal else 'all at once'}")
         cells = [f"{bits / tokens:.3f}", f"{bits / n_bytes:.3f}" if n_bytes else "", f"{(first - bits) / tokens:+.3f}"]
         lines.append([f"{folder}  {name}", *cells])
     print(f"{tokens:,} held-out tokens of {data}, in blocks of {model.cfg.block_length}, each block from masks")
-    print_table(["", "bits a token", "a byte", "less than the first"], lines)
-    print("one at a time against all at once: the total correlation of a block, which independent tokens lose")
+    print_table(["", "bits a token", "a byte", "saved a token"], lines)
+    print("what one at a time saves against all at once estimates the total correlation, which independent tokens lose")
 
 
 def bits_of_rows(model: Model, corpus: Corpus, way: str, n: int, tokenizer: Tokenizer | None) -> tuple[float, int, int]:

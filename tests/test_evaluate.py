@@ -339,9 +339,10 @@ def test_bits_from_the_command_line(tmp_path, monkeypatch, capsys):
     out = run(*short, tmp_path / "paper", tmp_path / "causal")
     assert out == run(*short, tmp_path / "paper", tmp_path / "causal", "--data", rows)
     title, head, *lines, _ = out.splitlines()
-    assert head.split("  ")[-1] == "less than the first" and f"held-out tokens of {rows}, in blocks of 8" in title
+    assert head.split("  ")[-1] == "saved a token" and f"held-out tokens of {rows}, in blocks of 8" in title
     corpus, tokenizer = read_corpus(rows, 64, 0, 8, 0), load_tokenizer(rows)
     names = {"Stage A": "Stage A, all at once", "one at a time": "one at a time, from the left"}
+    names_b = {"paper": "Stage B, all at once", "causal": "causal Stage B, whole blocks"}
     expected = [("base", "Stage A"), ("base", "one at a time"), ("paper", "Stage A"), ("paper", "Stage B")]
     expected.append(("causal", "Stage B"))
     first = None
@@ -349,7 +350,7 @@ def test_bits_from_the_command_line(tmp_path, monkeypatch, capsys):
         model = load_model(tmp_path / folder, "cpu", torch.float32)
         bits, tokens, n_bytes = bits_of_rows(model, corpus, way, 50, tokenizer)
         first = first or bits
-        assert line.startswith(f"{tmp_path / folder}  {names.get(way, model.name_b + ', all at once')}  ")
+        assert line.startswith(f"{tmp_path / folder}  {names.get(way) or names_b[folder]}  ")
         figures = [bits / tokens, bits / n_bytes, (first - bits) / tokens]
         assert [float(word) for word in line.split()[-3:]] == approx(figures, abs=6e-4)
     assert f"{tokens:,} held-out" in title

@@ -116,7 +116,7 @@ BITS = {  # the page's row, and evaluate.py's
     "base: Stage A, all at once": "assets/names  Stage A, all at once",
     "base: one at a time, from the left": "assets/names  one at a time, from the left",
     "paper: Stage B, all at once": "assets/names/paper  Stage B, all at once",
-    "causal: causal Stage B, all at once": "assets/names/causal  causal Stage B, all at once",
+    "causal: causal Stage B, whole blocks": "assets/names/causal  causal Stage B, whole blocks",
 }
 
 
@@ -318,7 +318,7 @@ IN_BITS = {
     ("untold", "Stage B"): "causal Stage B without the token before",
     ("short", "Stage B"): "causal Stage B, 800 steps",
     ("halfway", "Stage B"): "causal Stage B, 3,000 steps",
-    ("causal", "Stage B"): "causal: causal Stage B, all at once",
+    ("causal", "Stage B"): "causal: causal Stage B, whole blocks",
     ("base", "one at a time"): "base: one at a time, from the left",
     ("left", "Stage A"): "a left-to-right model",
 }
