@@ -12,7 +12,6 @@ import json
 import math
 import re
 from collections import defaultdict
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -114,13 +113,14 @@ def draw_tiny():
 
 
 # --- names: the share that exists, against its cost
-# system/way -> its name, its colour, its line, and the gate on edits in the settings that are drawn
+# system/way -> its name, its colour, its line, the gate on edits in the settings that are drawn, and where its name is
+# written: points to the right of the line's end and above it, and which end of the name is there
 NAMED = {
-    "causal/run": ("causal Stage B, longest run", BLUE, "o-", None),
-    "left to right/ones": ("a left-to-right model", INK, "D", None),
-    "base/ones": ("base, in blocks of one", TEAL, "D", None),
-    "base/run": ("base, longest run", GREEN, "o-", None),
-    "base/threshold": ("base, gated edits (released)", PURPLE, "o-", 0.5),
+    "causal/run": ("causal Stage B, longest run", BLUE, "o-", None, (0, 11, "center")),
+    "left to right/ones": ("a left-to-right model", INK, "D", None, (8, 8, "left")),
+    "base/ones": ("base, in blocks of one", TEAL, "D", None, (8, 6, "left")),
+    "base/run": ("base, longest run", GREEN, "o-", None, (0, -11, "right")),
+    "base/threshold": ("base, gated edits (released)", PURPLE, "o-", 0.5, (0, 11, "right")),
 }
 
 
@@ -129,49 +129,17 @@ def draw_names():
     a dot for each setting, which is the mean of its seeds."""
     found = read_settings(RESULTS / "names" / "records.jsonl")
     figure, ax = plt.subplots(figsize=(WIDTH, 4.6))
-    for system, (name, color, style, edits) in NAMED.items():
+    for system, (name, color, style, edits, (right, above, end)) in NAMED.items():
         own = [np.mean(seeds, axis=0) for key, seeds in found[system].items() if key[1] == edits]
         points = sorted((forwards, exist) for exist, forwards, _ in own)
         if points:
-            ax.plot(*zip(*points, strict=True), style, color=color, markersize=4, label=name)
+            ax.plot(*zip(*points, strict=True), style, color=color, markersize=4)
+            ax.annotate(name, points[-1], xytext=(right, above), textcoords="offset points", color=color, va="center",
+                        ha=end)  # fmt: skip
     ax.grid(axis="y")
-    name_ends(ax)
     ax.set_title("share of held-out names that exist", loc="left", pad=18)
     ax.set(xlabel="forwards a name, everything counted")
     return figure
-
-
-def name_ends(ax) -> None:
-    """Write each line's name at its end, inside the axes: above, below or behind it, where no name and no line is."""
-    texts = []
-    for line in ax.lines:
-        name = line.get_label()
-        if not name.startswith("_"):  # matplotlib gives such a name to a line that has none
-            end = tuple(line.get_xydata()[-1])
-            texts.append(ax.annotate(name, end, xytext=(7, 0), textcoords="offset points", va="center"))
-            texts[-1].set(color=line.get_color(), in_layout=False)  # the axes must not shrink to make room for it
-
-    # where everything is on the page; a line is taken as many dots
-    ax.figure.draw_without_rendering()
-    between = np.linspace(0, 1, 20)[:, None]
-    dots = []
-    for line in ax.lines:
-        points = ax.transData.transform(line.get_xydata())
-        dots.append(points)
-        if line.get_linestyle() != "None":
-            dots += [a + between * (b - a) for a, b in pairwise(points)]
-    dots = np.concatenate(dots)
-
-    places = [(x, y) for y in (11, 0, -11, -22, -33, -44, 22, 33, 44) for x in (-8, 0, 8)]
-    taken = []
-    for text in texts:
-        for x, y in places:
-            text.set(position=(x, y), ha={8: "left", 0: "center", -8: "right"}[x])
-            box = text.get_window_extent()
-            inside = ax.bbox.x0 < box.x0 and box.x1 < ax.bbox.x1
-            if inside and not box.count_contains(dots) and not box.count_overlaps(taken):
-                break
-        taken.append(box)
 
 
 def read_records(path: Path) -> list[dict]:
@@ -222,7 +190,7 @@ def draw_paper_tables():
         ax.set_title(title, loc="left", pad=18)
         ax.grid(axis="y")
         name_lines(ax)
-    axes[1].set(xlim=(0.23, 0.72), xticks=(0.3, 0.5, 0.7), xlabel="tau_m2t; numbers: Stage B on less off")
+    axes[1].set(xlim=(0.23, 0.72), xticks=(0.3, 0.5, 0.7), xlabel="tau_m2t; numbers: Stage B on minus off")
     return figure
 
 
@@ -307,11 +275,11 @@ def draw_toys():
 # system and rule -> the name, its colour, and how many points above its dot it is written
 DRAWN = {
     ("base", "all at once"): ("base, all at once", ORANGE, -6),
-    ("base", "above 0.7"): ("base, above 0.7", ORANGE, 8),
-    ("base", "one at a time"): ("base, one at a time", GREEN, -3),
+    ("base", "above 0.7"): ("base, above 0.7", ORANGE, 9),
+    ("base", "one at a time"): ("base, one at a time", GREEN, -2),
     ("paper", "all at once"): ("paper, Stage B, all at once", PURPLE, 4),
     ("causal", "whole blocks"): ("causal, whole blocks", BLUE, 0),
-    ("causal", "above 0.7"): ("causal, above 0.7", BLUE, -8),
+    ("causal", "above 0.7"): ("causal, above 0.7", BLUE, -4),
 }
 
 
@@ -325,11 +293,14 @@ def draw_text():
     for key, (name, color, above) in DRAWN.items():
         x, y = np.mean(found[key], axis=0)
         ax.plot(x, y, "o", color=color)
-        ax.annotate(name, (x, y), xytext=(7, above), textcoords="offset points", color=color, va="center")
+        ax.annotate(name, (x, y), xytext=(9, above), textcoords="offset points", color=color, va="center")
     own = np.mean([bits for _, bits in found["text", ""]])
     ax.axhline(own, color=INK, linestyle=":")
     ax.annotate("the text itself", (0.02, own), xytext=(0, 4), textcoords="offset points", color=INK)
-    ax.set(xlim=(0, 1.9), xlabel="forwards a byte, everything counted")
+    ticks = (2.5, 3, 4, 5, 6, 7)
+    ax.set(xlim=(0, 1.9), xlabel="forwards a byte, everything counted", yscale="log")
+    ax.set_yticks(ticks, map(str, ticks))
+    ax.minorticks_off()
     ax.set_title("bits a byte of the draws, by another model", loc="left")
     return figure
 
