@@ -28,6 +28,7 @@ from statistics import mean, stdev
 import torch
 from torch import Tensor
 
+import experiments.control  # noqa: F401  (the control's models can be loaded)
 from checkpoint import load_model
 from decoding import Step
 from evaluate import NAME_DECODING, complete, names_tokenizer

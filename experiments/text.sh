@@ -13,7 +13,7 @@ python train.py $text $on_base --max_iters 3000 --out_dir $out/causal
 python -m experiments.text bits --system halfway --seed $seed --ckpt $out/causal --out $out/bits.jsonl
 python train.py --init_from resume --out_dir $out/causal --max_iters 5000
 python train.py $text $on_base --out_dir $out/short
-python -m experiments.text untold $text $on_base --stage_b untold --out_dir $out/untold
+python -m experiments.control $text $on_base --out_dir $out/untold
 python base.py $text --config configs/text_base.toml --block_length 1 --one_by_one 1 --out_dir $out/left
 python train.py $text --init_from $out/base --seq_len 256 --batch_size 4 --out_dir $out/paper
 for system in base paper causal short untold left; do

@@ -1,12 +1,15 @@
-"""What experiments/text.py counts, and its control. `pytest tests/test_text.py`"""
+"""What experiments/text.py counts, and experiments/control.py. `pytest tests/test_text.py`"""
 
 import torch
 from common import approx, random_ids, tiny_model
 
-from causal import CausalModel
+from causal import CausalModel, causal_denoise
+from decoding import Decoding
 from evaluate import bits_of_batch
-from experiments.text import Untold, cost_of, cut, distinct
+from experiments.control import Untold, untold_denoise
+from experiments.text import cost_of, cut, distinct
 from lib.rows import Batch
+from sample import generate, step_of
 
 # R rows, T positions
 
@@ -51,3 +54,18 @@ def test_the_control_reads_no_token():
         model.last_n(h, ctx)
         first, second = (model.coordinate(h, bundle, ctx, 1, random_ids(1, 8, seed=s)) for s in (1, 2))
         assert torch.equal(first, second) != reads
+
+
+def test_the_control_takes_one_look():
+    """By its own step it writes the tokens that causal_denoise writes by it, and one look is counted."""
+    model = tiny_model(stage_b="causal", n_rounds=1)
+    model.__class__ = Untold
+    for gate in (0.0, 0.3):
+        d = Decoding(gen_length=24, tau_joint=gate, tau_t2t=None, temperature=1.0)
+        ours, theirs = (
+            generate(model, [[1, 2, 3], [4]], d, seed=3, step=step) for step in (untold_denoise, causal_denoise)
+        )
+        assert [o.tokens for o in ours] == [o.tokens for o in theirs]
+        for one, many in zip(ours, theirs, strict=True):
+            assert one.nfe["full"] == many.nfe["full"] == one.nfe["partial"] <= many.nfe["partial"]
+    assert step_of(model, d) is untold_denoise

@@ -1,0 +1,60 @@
+"""The control of causal Stage B: the same layers, rows and steps, without the token before.
+
+It is trained as train.py trains, with train.py's flags:
+
+    python -m experiments.control --config configs/text.toml --data data/shakespeare --out_dir out/untold
+"""
+
+import sys
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+import train
+from cache import Cached, Uncached
+from causal import CausalModel, bundle_mask, causal_denoise
+from checkpoint import STAGE_B
+from decoding import Decoding, Step
+from lib.util import command
+from model import Context
+
+# R rows, T positions, B block_length, C channels
+
+
+class Untold(CausalModel):
+    """It sees the whole bundle, and is shown no token."""
+
+    def coordinate(
+        self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int, tokens: Tensor, last: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
+        T = bundle.shape[1]
+        h = h[:, :T]
+        sees = bundle_mask(torch.zeros_like(bundle), ctx)
+        if ctx.clean is not None:
+            ctx = replace(ctx, cos=ctx.cos[:T], sin=ctx.sin[:T])
+        size = h.float().square().mean(-1, keepdim=True).sqrt()
+        h = h + bundle[..., None] * (size * self.markers[0]).to(h.dtype)
+        return self.run_layers(h, replace(ctx, mask=sees), self.layers_b)
+
+
+def untold_denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
+    """causal_denoise, with one look counted: the tokens do not depend on drafts, so another look finds the same."""
+    done = causal_denoise(engine, z, given, u, d)
+    return replace(done, partial=done.partial.clamp(max=1))
+
+
+Untold.decoding_step = staticmethod(untold_denoise)
+STAGE_B["untold"] = Untold
+
+
+@command
+def main() -> None:
+    sys.argv[0] = "-m experiments.control"  # the run prints how to go on
+    parser = train.build_parser(__doc__)
+    parser.set_defaults(stage_b="untold")
+    train.run(train.read_arguments(parser))
+
+
+if __name__ == "__main__":
+    main()
