@@ -18,8 +18,8 @@ for each mask, the tokens are those that one would get from left to right, one a
 
 What else is not the paper's:
 
-    layers      Stage B has a copy of the last n layers, and all weights of the copy learn. Stage A learns nothing, and
-                stays the base bit for bit
+    layers      Stage B has a copy of the last n layers, and all weights of the copy learn. On a frozen base Stage A
+                learns nothing, and stays the base bit for bit
     logits      Stage B's are added to Stage A's log-probabilities
     training    every corrupted token is a mask, and the blocks before a block are clean
     decoding    the bundle is written from the left, and nothing is edited
@@ -51,7 +51,7 @@ from model import Config, Context, Layer, Model
 
 # R rows, T positions, B block_length, S keys, C channels, V vocabulary, G key/value heads, D head dim, n = n_last
 
-HOLE_SHARE = 0.5  # the share of blocks that are trained as holes, see masks_and_bundle
+HOLE_SHARE = 0.5  # the share of blocks that are trained to fill holes, see masks_and_bundle
 
 
 # --- what a position of the bundle is shown, and whom it sees
@@ -99,8 +99,9 @@ def bundle_mask(bundle: Tensor, ctx: Context) -> Tensor:
 
 
 class CleanKeys:
-    """The keys and values of the clean half of rows [noisy ; clean], (R, G, T, D) each. Stage A's pass over both halves
-    leaves them here, and Stage B reads those of the blocks before its own. In decoding they are Stage A's, too."""
+    """The keys and values of the clean half of rows [corrupted ; clean], (R, G, T, D) each. Stage A's pass over both
+    halves leaves them here, and Stage B reads those of the blocks before its own. In decoding, too, Stage B reads Stage
+    A's keys of the earlier blocks."""
 
     def __init__(self, T: int, first_layer: int):
         self.T = T
@@ -231,14 +232,15 @@ def causal_step(model: CausalModel, batch: Batch, args: Namespace) -> tuple[Tens
 def masks_and_bundle(batch: Batch, block_length: int) -> tuple[Tensor, Tensor]:
     """masked and bundle, (R, T) bool each. A coin decides which of two cases of decoding each block is trained for:
 
-    to write on   all positions from a random place on are masked, and all masks are the bundle
-    as holes      each position is masked with a probability from U(0, 1), and s ~ Uniform{1..B} masks are the bundle
+    to continue     all positions from a random place on are masked, and all masks are the bundle
+    to fill holes   each position is masked with a probability from U(0, 1), and s ~ Uniform{1..B} masks are the bundle
     """
     corruptible = batch.corruptible
     draws = batch.draws
     T = corruptible.shape[1]
     B = block_length
     as_holes = (of_blocks(draws, T, B) < HOLE_SHARE) | batch.holes_alone
+    # u: the mask ratio of a block with holes; of any other block the place where its masks begin, as a share of it
     u = of_blocks(draws, T, B)
     size = 1 + (uniform(draws, T // B) * B).long()  # (R, T / B)
     lot = uniform(draws, T)
@@ -266,7 +268,7 @@ def causal_denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tenso
     gate = math.log(d.tau_joint) if d.tau_joint else -math.inf
 
     # Stage A: one full forward, whose tokens are the first drafts. Both stages draw by the same random numbers, so that
-    # most drafts stay. This is no bias: drafts decide how many looks are taken, not what is written
+    # most drafts stay. This does not change what is drawn: drafts decide how many looks are taken, not what is written
     h, states_a = engine.stage_a(z)
     logits_a = model.logits(states_a)
     token_a, conf_a = candidates(logits_a, u[:, 1], d)

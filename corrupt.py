@@ -10,7 +10,7 @@ m2t means "mask to token", and t2t means "token to token", which is an edit.
 
 What is corrupted and what is not:
 
-    prompt (of toys and names)        is never corrupted, and has no loss
+    prompt (of toys and names)        is never corrupted, and has no loss, except in rows of base.py's --one_by_one
     padding                           is never corrupted, has no loss, and no other position attends to it
     eos that ends a document          is masked, drafted (see below) and predicted like any other token
     [M] and other special tokens      are never drawn as random tokens; a draft is never [M]
@@ -153,11 +153,11 @@ def three_term_loss(
     model: Model, h: Tensor, target: Tensor, kind: Tensor, fill: Tensor, head: Callable[[Tensor], Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """Eq. 1: the weighted sum of cross-entropies, in nats. Nothing is shifted: a position predicts its own token.
-    No term is weighted by one over the mask ratio, as LLaDA's own loss is.
+    LLaDA's own loss divides by the mask ratio. Here no term does.
 
-    h (R, T, C): the final states, or (R, 2T, C) with a clean copy (see Model.context), which has no loss. target (R,
-    T) int64. kind (R, T) uint8. fill (R, T) bool: the masks with a fill loss, which are all of M in Stage A and the
-    bundle in Stage B. head: the function from states to logits (left out: the model's own).
+    h (R, T, C): the states that `head` reads, or (R, 2T, C) with a clean copy (see Model.context), which has no loss.
+    target (R, T) int64. kind (R, T) uint8. fill (R, T) bool: the masks with a fill loss, which are all of M in Stage A
+    and the bundle in Stage B. head: the function from states to logits (left out: the model's own, whose C is n_embd).
 
     -> a scalar, and (R, T) float32: the cross-entropy at every position with a loss, without gradient.
     """

@@ -12,7 +12,7 @@ The rest is the architecture. What differs from a GPT:
   - nothing is shifted: the logits at position i are for token i
   - a mask is an input token like any other (`mask_id`)
   - queries and keys are normalised per head, then a rotary embedding turns their first `rotary_dim` dims only
-  - attention has grouped queries, one fused qkv projection and no biases
+  - attention has grouped queries, one fused qkv projection, and no biases unless the config has them
   - the MLP is a mixture of experts in every layer but the first `n_dense`
 
 To change   n, K, the block length        give   train.py's --n_last, --n_rounds, --block_length
@@ -89,15 +89,15 @@ class Context:
     cos: Tensor  # (T, 1, rotary_dim / 2), or (R, T, 1, ...) where rows are at different positions
     sin: Tensor
     mask: Tensor | None  # bool, broadcasts to (R, H, T, S); None: every position attends to every key
-    cache: Cache | None = None  # in decoding, the keys and values of the finished blocks
+    cache: Cache | None = None  # keys and values that an earlier pass has left: in decoding, of the finished blocks
     i_round: int = 0  # the round of Stage B whose keys and values are read from the cache
-    clean: Tensor | None = None  # (R, T) int64: the clean rows, if a pass reads [noisy ; clean], see Model.context
+    clean: Tensor | None = None  # (R, T) int64: the clean rows, if a pass reads [corrupted ; clean], see Model.context
 
 
 # --- the method
 class Model(nn.Module):
-    # what a subclass may replace; if a step is None, train.py and sample.py use the paper's. Parameters of its own get
-    # their first values on a base from its `begin_from`, and its `adapt` lets them learn
+    # what a subclass may replace; if a step is None, train.py and sample.py use the paper's. If a subclass has its own
+    # parameters, `begin_from` gives them their first values when it is put on a base, and `adapt` makes them learn
     training_step: ClassVar[Callable | None] = None
     decoding_step: ClassVar[Callable | None] = None
     name_b: ClassVar[str] = "Stage B"
@@ -166,8 +166,8 @@ class Model(nn.Module):
         """The Context of a pass over whole rows.
 
         real (R, T) bool: False on padding. A padded position is seen by itself alone, because each query needs a key.
-        clean (R, T) int64: the clean rows. They are put behind the corrupted ones, as [noisy ; clean], so that a noisy
-        block reads the clean blocks before it, as in decoding.
+        clean (R, T) int64: the clean rows. They are put behind the corrupted ones, as [corrupted ; clean], so that a
+        corrupted block reads the clean blocks before it, as in decoding.
         one_by_one (R,) bool: True for rows whose blocks have one token, so that they are read from left to right.
         """
         T = real.shape[1]
@@ -210,7 +210,8 @@ class Model(nn.Module):
         self.markers = nn.Parameter(self.markers.float())
 
     def begin_from(self, state: dict[str, Tensor]) -> None:
-        """Add what a base lacks to its tensors (name -> tensor): a marker for each round, which begins at zero."""
+        """Give a base's tensors (name -> tensor) one marker for each round: a missing marker begins at zero, and a
+        surplus one is cut off."""
         like = state["wte.weight"]
         zeros = torch.zeros(self.markers.shape, device=like.device, dtype=like.dtype)
         stored = state.get("markers", zeros)
@@ -235,19 +236,19 @@ def block_causal_mask(T: int, block_length: int, device: torch.device | str = "c
 
 
 def doubled_mask(T: int, block_length: int, device: torch.device | str = "cpu") -> Tensor:
-    """(2T, 2T) bool for [noisy ; clean]: a noisy block sees itself and the *clean* blocks before it.
+    """(2T, 2T) bool for [corrupted ; clean]: a corrupted block sees itself and the *clean* blocks before it.
 
-    Two blocks of one token, n0 n1 c0 c1:      1 . . .       n0 sees itself
-                                               . 1 1 .       n1 sees itself and c0
+    Two blocks of one token, z0 z1 x0 x1:      1 . . .       z0, corrupted, sees itself
+                                               . 1 1 .       z1 sees itself and x0, which is clean
                                                . . 1 .
                                                . . 1 1
     """
     block = torch.arange(T, device=device) // block_length
     same = block[:, None] == block[None, :]
     earlier = block[:, None] > block[None, :]
-    noisy = torch.cat([same, earlier], dim=1)
+    corrupted = torch.cat([same, earlier], dim=1)
     clean = torch.cat([torch.zeros_like(same), same | earlier], dim=1)
-    return torch.cat([noisy, clean], dim=0)
+    return torch.cat([corrupted, clean], dim=0)
 
 
 # --- the layers
@@ -288,7 +289,7 @@ class Attention(nn.Module):
         k = k.transpose(1, 2)  # (R, G, T, D)
         v = v.transpose(1, 2)
 
-        # in decoding the cache adds the keys and values of the finished blocks
+        # the cache adds the keys and values that an earlier pass has left: in decoding, those of the finished blocks
         if ctx.cache is not None:
             k, v = ctx.cache.update(self.layer, ctx.i_round, k, v)
         y = F.scaled_dot_product_attention(q, k, v, ctx.mask, enable_gqa=True)

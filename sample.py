@@ -4,16 +4,18 @@
     generate_one    the paper's decoder in its simplest form: one row, greedy, no cache. Read this one
     generate        the same for many rows, with an exact cache and temperature; tested equal to generate_one
 
-With --n_rounds 0 (Stage B off) this writes the same tokens, with the same forwards, as LLaDA2.1's released
-generate(), with two exceptions. Without edits (--tau_t2t none) a block ends when its last mask is filled, and the
-released loop reads it once more. A block that would never end is left, with a warning.
+With --n_rounds 0 (Stage B off) and greedily this writes the same tokens, with the same forwards, as LLaDA2.1's released
+generate(), with three exceptions. Without edits (--tau_t2t none) a block ends when its last mask is filled, and the
+released loop reads it once more. A block that would never end is left, with a warning. Holes are filled in all blocks,
+and the released loop fills only those in the block where the prompt ends.
 
     python sample.py --prompt "CANADIAN"                            # text, and what it cost in forwards
     python sample.py --prompt "MATHEMATICAL ▒▒▒▒ CAPITAL B" --watch  # every step; each ▒ is a token to fill
     python sample.py --ckpt DIR --prompt "..." --select entropy     # another rule for the bundle
     python sample.py --ckpt DIR --prompt_ids 5,9,12 --n_rounds 0    # token ids, and Stage A alone
 
-A hole sees its own block and the blocks before it, but no later block: attention is causal across blocks.
+A hole, which is a mask inside the prompt, sees its own block and the blocks before it, but no later block: attention
+is causal across blocks.
 
 To change   which masks are written together   write   a function like by_confidence, for generate(select=...)
             what a step does                           a function like denoise, for generate(step=...)
@@ -57,8 +59,8 @@ def denoise(
     """One step on the current blocks z (R, B) int64: everything is decided from z, and then written at once.
 
     given (R, B) bool: positions that are never edited. u (R, 2, B) in [0, 1): the random numbers by which each stage
-    draws. The bundle is where Stage A drew likely tokens. By the same numbers Stage B's tokens would be too likely,
-    too, so it has its own.
+    draws. The bundle is chosen where Stage A's numbers gave likely tokens. If Stage B used these numbers again, it
+    would draw likely tokens more often than its probabilities say. So each stage has its own numbers.
     """
     model = engine.model
     masked = z == model.cfg.mask_id
@@ -91,7 +93,8 @@ def denoise(
 
 # --- which masks are written now
 def by_confidence(logits: Tensor, conf: Tensor, masked: Tensor, d: Decoding) -> Tensor:
-    """The paper's rule: the masks whose probability is above tau_m2t, or else the surest (num_to_transfer of them)."""
+    """The paper's rule: the masks whose probability is above tau_m2t. If fewer than num_to_transfer are, the
+    num_to_transfer surest."""
     passing = masked & (conf > d.tau_m2t)
     enough = passing.sum(-1, keepdim=True) >= d.num_to_transfer
     return torch.where(enough, passing, surest(conf, masked, d.num_to_transfer))
@@ -123,7 +126,8 @@ def surest(conf: Tensor, masked: Tensor, size: int) -> Tensor:
 def smallest(key: Tensor, rounding: Tensor, masked: Tensor, size: Tensor | int, most: int) -> Tensor:
     """The `size` masks, (R, 1) or one number for all, with the smallest keys (R, B), but no more than `most`; of equal
     keys the leftmost. Keys are equal if they differ by at most `rounding` (R, B), because in fp32 the other rows of a
-    batch can change a key by that much. Thus a row's choice does not depend on its batch."""
+    batch can change a key by that much. Thus a row's choice does not depend on its batch. (lib.util.smallest_masks, for
+    random keys, compares them exactly.)"""
     chosen = torch.zeros_like(masked)
     for i in range(most):
         left = key.masked_fill(~masked | chosen, math.inf)
@@ -166,6 +170,7 @@ def generate_one(
     ids = prompt[:start]
     engine = Uncached(model, [ids], d.n_rounds)
 
+    # what was counted (nfe: number of function evaluations, that is, of forwards), and the blocks that were seen
     nfe = dict(full=0, partial=0, refresh=0)
     seen = []
     while start < end:
@@ -288,7 +293,7 @@ def token_ids(text: str) -> list[int]:
     try:
         return [int(i) for i in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of ids like 1,2,3") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ids like 1,2,3") from None
 
 
 def temperature(text: str) -> float:
@@ -328,9 +333,9 @@ def build_parser() -> Parser:
              '"none": never (default: 0 as in the paper; 0.5 as released if Stage B is off; none with --tau_joint)')
     add("--select", choices=SELECT, help="the rule for the bundle (default: confidence, as in the paper)")
     add("--tau_joint", type=share,
-        help="another rule, not the paper's: write left to right while the joint probability exceeds this (0: the "
-             "whole block); also works with Stage B off (default, if Stage B reads the token before: 0.5, or 0 if "
-             "it draws)")
+        help="another rule, not the paper's: write masks from the left as long as the product of their probabilities "
+             "exceeds this (0: the whole block); also works with Stage B off (default, if Stage B reads the token "
+             "before: 0.5, or 0 if it draws)")
     add("--temperature", type=temperature, default=argparse.SUPPRESS,
         help="0: the likeliest tokens; from 0.001 on: draw (default: 0; for a model of your own text 1, unless it has "
              "the paper's Stage B)")

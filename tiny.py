@@ -13,8 +13,10 @@ last layers once more. Then the bundle is written: here it is "San York" again. 
 places are written with it, but not which words. Our change, causal Stage B, mends this: a mask also
 sees the word before it.
 
-Edits, blocks, LoRA and experts are left out. Lines with the tag # CoCommit are the paper's, and those
-with # causal or # alpha are not.
+Edits, blocks, experts, LoRA and its frozen base are left out. So is what only causal.py has: Stage B's
+own layers beside a frozen Stage A, whose log-probabilities are added, and bundles with gaps. Lines with
+the tag # CoCommit are the paper's (some also hand on what causal Stage B reads). Those with # causal and
+those with # alpha are not.
 """
 import argparse
 
@@ -22,7 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-# --- the toy: a first word, the context, with a phrase; how many of the context's 25 rows have the phrase
+# --- the toy: a first word, the context, and a phrase. Of 25 rows that begin with this word, COUNTS says
+# how many go on with each phrase. TEXT has each row three times
 COUNTS = {"city New York": 10, "city San Francisco": 5, "city San Diego": 4, "city San Jose": 3,
           "city San Juan": 3, "dish hot dog": 8, "dish ice cream": 7, "dish ice cube": 5, "dish ice tea": 5}
 TOKENS = ["[M]"] + sorted(set(" ".join(COUNTS).split()))
@@ -57,8 +60,9 @@ class Model(nn.Module):
     def coordinate(self, h, bundle, tokens=None):  # CoCommit
         for marker in self.markers:  # CoCommit
             note, sees = marker, None  # CoCommit
-            # the note also says which word is before, and is scaled to the size of h. In the bundle a word
-            # sees itself and the words on its left
+            # the note also says which word is before (F.pad shifts the words right by one), and is scaled to
+            # the size of h. All words see everything outside the bundle. Of the bundle, a word in it sees
+            # itself and the words on its left, and a word outside sees none
             if tokens is not None:  # causal
                 before = F.rms_norm(self.wte(F.pad(tokens, (1, -1), value=MASK)), [C])  # causal
                 note = h.square().mean(2, True).sqrt() * (marker + before @ self.show.T)  # causal
@@ -67,7 +71,9 @@ class Model(nn.Module):
             h = self.last_n(h + bundle[..., None] * note, sees)  # CoCommit
         return h  # CoCommit
 
-class Layer(nn.Module):  # a GPT's layer, with RMSNorm for LayerNorm and SwiGLU for GELU
+# a GPT's layer with RMSNorm in place of LayerNorm, and SwiGLU in place of GELU; queries and keys are
+# normalised before they are turned (QK norm)
+class Layer(nn.Module):
     def __init__(self):
         super().__init__()
         self.qkv = nn.Linear(C, 3 * C, bias=False)
@@ -82,7 +88,9 @@ class Layer(nn.Module):  # a GPT's layer, with RMSNorm for LayerNorm and SwiGLU 
         gate, up = self.gate_up(F.rms_norm(x, [C])).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
 
-def rotate(x):  # rotary positions in place of wpe: the further on a position is, the more x is turned
+# rotary positions in place of learned position embeddings (wpe): the further on a position is, the more
+# x is turned
+def rotate(x):
     first, second = F.rms_norm(x, x.shape[-1:]).chunk(2, dim=-1)
     angle = torch.arange(x.shape[2])[:, None] * 10000 ** -torch.arange(0, 1, 1 / first.shape[-1])
     cos, sin = angle.cos(), angle.sin()
@@ -90,8 +98,8 @@ def rotate(x):  # rotary positions in place of wpe: the further on a position is
 
 # --- the loss
 # The paper adds up the cross-entropies of the words. Each word is in one term only, so the sum is least
-# if each word gets its own probabilities, which Stage A learns already. But if Stage B sees the word
-# before, the same sum is a joint loss, because p(first) p(second | first) = p(both).
+# if each place gets the probabilities of its word alone, and Stage A learns these already. But if Stage B
+# sees the word before, the same sum is a joint loss, because p(first) p(second | first) = p(both).
 # alpha changes the loss instead (AlphaDLM, arXiv 2609.38066): it scores the phrase as a whole. At alpha 1
 # the loss is least if the likeliest phrase, which is the paper's aim, gets probability 1. Training may
 # stop at a phrase that is nearly as likely: at ice cream (.28), where hot dog has .32.
@@ -151,8 +159,8 @@ def decode(model, z, tau, looks, causal=False):
             logits = model.logits(model.coordinate(h, bundle, draft if causal else None))  # CoCommit
             n_looks += 1  # CoCommit
             # causal: a word is final if no word before it changed in this look, because then it has read the right
-            # words. Words behind the first changed one (changed.cumsum(1) > changed) are not final: if the bundle
-            # has any, look again
+            # words. A word with a change strictly on its left (changed.cumsum(1) > changed) is not final: if the
+            # bundle has such a word, look again
             changed = bundle & (logits.argmax(-1) != draft)  # causal
             if not (bundle & (changed.cumsum(1) > changed)).any():  # causal
                 break  # causal

@@ -1,8 +1,10 @@
-"""Training with a split forward (paper, Sec. 4.1): both stages of a row share one prefix and one backward.
+"""Training with a split forward (paper, Sec. 4.1): both stages of a row share the first L - n layers (the prefix), and
+one backward.
 
 `cocommit_step` is the method, and `run` is everything around it. A run that starts from a checkpoint freezes the model,
 and only LoRA and the markers learn, as in the paper. From `scratch`, or with --lora_r 0, everything learns. Every
-random number is a function of (seed, row): a resumed run continues bit for bit, and no draw depends on --micro_batch.
+random number of a row is a function of (seed, row): a resumed run continues bit for bit, and no draw depends on
+--micro_batch.
 
     python train.py --n_last 3                                # the paper's training on assets/names, minutes
     python train.py --data data/fineweb --config configs/llada.toml               # the paper's own run, on the 16B
@@ -73,7 +75,8 @@ WEIGHT_DECAY = 0.01
 LOG_INTERVAL = 50
 EVAL_ROWS = 64
 BALANCE = 0.001  # how far a step moves an expert's bias where the routers learn
-# the settings that a resumed run may change; with another max_iters the cosine goes on as one of that length
+# the settings that a resumed run may change. With another max_iters the learning rate goes on as if the run had had
+# that length from the start
 FREE_ON_RESUME = {"init_from", "out_dir", "device", "micro_batch", "checkpointing", "max_iters", "eval_interval"}
 
 # what the paper states (Sec. 5.1)
@@ -167,7 +170,8 @@ def loop(
     model: Model, corpus: Corpus, step: Callable[..., Losses], optimizer: torch.optim.Optimizer, args: Namespace,
     writes: bool = True, agreed: Callable[[bool], bool] = bool,
 ) -> None:  # fmt: skip
-    """The loop. Of several processes one `writes`. All stop after the same step: `agreed(stop)` says if any must."""
+    """Train until max_iters. If there are several processes, only the one with `writes` writes files. All of them stop
+    after the same step: `agreed(stop)` says whether any was asked to stop."""
     folder = Path(args.out_dir)
     log = folder / "log.jsonl" if writes else None
     done = checkpoint.restore_state(model, optimizer, folder) if args.resume else 0
@@ -240,7 +244,7 @@ def loop(
 @torch.no_grad()
 def validate(model: Model, corpus: Corpus, step: Callable[..., Losses], it: int, args: Namespace) -> dict[str, float]:
     """The cross-entropies on held-out rows, which are the same in every run, and what Stage B gains there."""
-    rows = min(EVAL_ROWS, 8 * args.batch_size)  # a row of the 16B takes minutes
+    rows = min(EVAL_ROWS, 8 * args.batch_size)  # one row takes the 16B model minutes
     terms = [step(model, batch, args)[1] for batch in micro_batches(corpus, "val", 0, rows, model, args)]
     found = means(terms)
     if "m2t_B" in found:
@@ -327,7 +331,7 @@ def build_parser(doc: str = __doc__) -> Parser:
     add = parser.add_argument_group("data").add_argument
     add("--config", metavar="TOML", help="a file of flags, like those in configs/; the command line's flags win")
     add("--data", default="data/names", help="a folder of rows, written by prepare.py or toy.py")
-    add("--seq_len", type=count, default=32, help="tokens in a row, all of one document (paper 2048)")
+    add("--seq_len", type=count, default=32, help="the most tokens of a row, all of one document (paper 2048)")
 
     add = parser.add_argument_group("model").add_argument
     add("--init_from", default="assets/names", help="scratch, resume, or the folder of a model")
@@ -336,7 +340,9 @@ def build_parser(doc: str = __doc__) -> Parser:
     add("--n_rounds", type=count, help="K, the rounds of Stage B, a marker each (paper 1; left out: the checkpoint's)")
     add("--block_length", type=count, help="tokens decoded together (paper 32; left out: the rows' or checkpoint's)")
     add("--lora_r", type=some, default=16, help="the rank of LoRA, whose scale is 2 (paper 16); 0: all weights learn")
-    add("--stage_b", choices=STAGE_B, default="paper", help="the paper's Stage B, or the one of causal.py")
+    add("--stage_b", choices=STAGE_B, default="paper",
+        help="the paper's Stage B, or the one of causal.py, which fixes --corruption and --context, and for which "
+             "--s_max and the rank of --lora_r do nothing")
 
     add = parser.add_argument_group("corruption and bundle").add_argument
     add("--corruption", choices=CORRUPTIONS, default="draft", help="how tokens are made wrong, see corrupt.py")

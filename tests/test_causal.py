@@ -233,11 +233,11 @@ def test_a_bundle_has_the_probability_that_it_was_trained_with(n_last):
 
 
 def test_masks_and_bundles_by_hand(monkeypatch):
-    """Two blocks of four; the first positions of the second row are its prompt. A block to write on is masked from a
-    place on, and all masks are its bundle. In a block as holes the positions that draw below the ratio are masked, and
-    the masks with the lowest lots are the bundle."""
+    """Two blocks of four; the first positions of the second row are its prompt. A block to continue is masked from a
+    place on, and all masks are its bundle. In a block with holes the positions that draw below the ratio are masked,
+    and the masks with the lowest lots are the bundle."""
     draws = iter([
-        [[0.6, 0.1], [0.7, 0.8]],  # below one half: as holes
+        [[0.6, 0.1], [0.7, 0.8]],  # below one half: with holes
         [[0.5, 0.7], [0.0, 0.9]],  # the place, as a share of the block; or the ratio
         [[0.0, 0.4], [0.9, 0.9]],  # sizes: 1 + floor(4 u)
         [[0.0] * 4 + [0.3, 0.9, 0.1, 0.2], [0.0] * 8],  # lots
@@ -260,7 +260,7 @@ def test_a_rows_masks_do_not_depend_on_the_rows_beside_it():
 
 
 def test_rows_that_teach_holes_alone():
-    """None of their blocks is one to write on: where all positions from a place on are masked, some bundle leaves a
+    """None of their blocks is one to continue: where all positions from a place on are masked, some bundle leaves a
     mask out."""
     draws = lambda: [generator("row", r) for r in range(200)]  # noqa: E731
     every = torch.ones(200, 64, dtype=torch.bool)
