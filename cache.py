@@ -3,7 +3,7 @@
     Cached      reads only the current blocks, and keeps keys and values of the finished blocks
     Uncached    reads the whole text every time: it is slow, and it is the specification of Cached
 
-Keeping keys and values is exact. In fp32 tests check that both engines agree; in bf16 they differ by rounding. Why:
+Keeping keys and values is exact. Tests check in fp32 that both engines agree; in bf16 they differ by rounding. Why:
 
     1. No block attends to a later one, so the keys and values of a finished block can never change.
     2. Each pass over the current block writes its keys anew, so the keys of the last pass are kept.
@@ -125,7 +125,7 @@ class Cached:
         self.last = torch.tensor([(ids or [model.cfg.mask_id])[-1] for ids in finished], device=device)
 
     def read_prompt(self, rows: list[int], ids: Tensor) -> None:
-        """Read the complete blocks of these rows' prompt, ids (1, T). This is no forward of decoding, and is not
+        """Read the complete blocks of these rows' prompt, ids (1, T). This is not a forward of decoding, and is not
         counted."""
         self.cache.filling = rows
         ctx = replace(self.model.context(torch.ones_like(ids, dtype=torch.bool)), cache=self.cache)

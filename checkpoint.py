@@ -1,14 +1,17 @@
 """The folders that train.py and convert_weights.py write, and how they are read. load_model reads either kind.
 
 a model's folder
-    config.json            the model's geometry and ids; it is written last, so a folder that has one is whole
+    config.json            the model's geometry and ids, its kind of Stage B, and whether it is int8; it is written
+                           last, so a folder that has one is whole
     model.safetensors      all parameters, or shards of them with model.safetensors.index.json
-    tokenizer.json         the tokenizer, and meta.json, which says what judges the text: copied from the rows
+    tokenizer.json         the tokenizer, and meta.json, which says how the text can be checked: as names, as a toy, or
+                           not at all; both are copied from the rows
 
 an adapter's folder, which holds what was learned beside a model that did not change, its base
-    adapter.json           the base's folder (relative to this one) and its hash, n, K, and the kind of Stage B
+    adapter.json           the base's folder (relative to this one) and its hash, n, K, the block length, the rank of
+                           LoRA, and the kind of Stage B
     adapter.safetensors    LoRA matrices and markers, or what another kind of Stage B learns: causal Stage B's own
-                           layers have no expert_bias here, because it is that of the base's last layers
+                           layers have no expert_bias here, because they use that of the base's last n layers
 
 the folder of a training run is of either kind, and also has
     state.safetensors      what the run resumes from, with train.json and log.jsonl: what has been trained, and the
@@ -64,7 +67,7 @@ def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
     """All tensors of these files: (name, tensor). The files are mapped, so a tensor is read when it is used."""
     for path in files:
         with reading(path, "safetensors file"), safe_open(path, "pt") as file:
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is not a dict)
         yield from found.items()
 
 
@@ -152,7 +155,8 @@ def new_model(
 
 def initial_std(name: str, cfg: Config) -> float:
     """Standard deviation of a matrix's first values."""
-    # with 0.02 the outputs of the layers would be far larger, and copying visible tokens would be learned late
+    # with a std of 0.02 the embedding would be far smaller than what the layers add to it, and the model would learn
+    # late to copy visible tokens
     if name == "wte.weight":
         return 1.0
     if name == "lm_head.weight":
@@ -301,7 +305,7 @@ ENTRIES = SIZES | {"base": str, "stage_b": str, "lora_r": int}  # the entries of
 
 
 def about_adapter(folder: Path) -> dict:
-    """What adapter.json says; {} for a folder that is no adapter's."""
+    """What adapter.json says; {} for a folder that is not an adapter's."""
     path = folder / "adapter.json"
     if not path.exists():
         return {}
@@ -310,7 +314,7 @@ def about_adapter(folder: Path) -> dict:
 
 
 def base_of(folder: Path) -> Path:
-    """The folder of an adapter's base; a folder that is no adapter's is its own base."""
+    """The folder of an adapter's base; a folder that is not an adapter's is its own base."""
     about = about_adapter(folder)
     if not about:
         return folder
@@ -357,10 +361,10 @@ def check_base(base: Path, folder: Path) -> None:
 
 
 def weights_hash(folder: Path) -> str:
-    """A hash of a folder's weights, in 16 hex digits. It reads the size of every file and 4,096 pieces of 16 bytes.
+    """A hash of a folder's weights, in 16 hex digits. Of every file it reads the size and 4,096 pieces of 16 bytes.
 
-    So a change of any large tensor changes the hash, and yet 32 GB need not be read. In another dtype, or in other
-    shards, the same weights have another hash.
+    So the hash changes if most numbers of a large tensor change, as in training, and yet 32 GB need not be read. In
+    another dtype, or in other shards, the same weights have another hash.
     """
     digest = hashlib.sha256()
     for path in weight_files(folder):
@@ -436,12 +440,13 @@ def check_config(cfg: Config, where: Path | str = "impossible model") -> None:
         (ids == (-1, -1) or cfg.eos_id != cfg.mask_id, f"eos_id and mask_id, both {cfg.mask_id}, are two tokens"),
     ):
         if not holds:
-            fail(f"{where}: it must be that {what}")
+            fail(f"{where}: this must hold: {what}")
 
 
 # --- a training run's folder
 def training_state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """What has been trained, and the optimizer's moments: param.NAME, exp_avg.NAME, exp_avg_sq.NAME and step.NAME."""
+    """What has been trained, and the optimizer's moments: param.NAME (the experts' biases, too, if they move); Adam's
+    exp_avg.NAME, exp_avg_sq.NAME and step.NAME; Muon's momentum_buffer.NAME."""
     state = {}
     moments = optimizer.state
     for name, p in model.named_parameters():

@@ -18,7 +18,8 @@ from model import Config
 @dataclass(frozen=True)
 class Decoding:
     """The settings of a decoder. The defaults are the paper's, except for gen_length, which is 16,384 in the paper. The
-    paper also sets "32 steps per block", which is always enough: each step fills at least one mask."""
+    paper also sets "32 steps per block". That is enough, because each step fills at least one mask, unless the model
+    writes [M] itself."""
 
     gen_length: int = 256  # tokens; the last block is decoded whole
     tau_m2t: float = 0.7  # fill the masks whose probability is above this; -1: all masks at once
@@ -28,7 +29,9 @@ class Decoding:
     max_post_steps: int = 16  # the most forwards after the last mask is filled
     num_to_transfer: int = 1  # the least number of masks that a step fills
     eos_early_stop: bool = True
-    holes: bool = False  # fill the holes, which are masks in a prompt; the released decoder leaves them
+    # fill the holes, which are masks in a prompt, in all blocks; the released decoder fills only those in the block
+    # where the prompt ends
+    holes: bool = False
     temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # 0: all tokens
     top_p: float = 1.0
@@ -96,7 +99,8 @@ class Output:
 
     prompt: list[int]  # with its holes filled
     tokens: list[int] = field(default_factory=list)  # the tokens written after it, up to and with eos
-    # forwards: full ones are Stage A's, partial ones are Stage B's rounds, and a refresh reads a finished block again
+    # nfe: number of function evaluations, that is, of forwards. Full ones are Stage A's, partial ones are Stage B's
+    # rounds, and a refresh reads a finished block again
     nfe: dict[str, float] = field(default_factory=lambda: dict(full=0, partial=0, refresh=0))
     warning: str | None = None
 

@@ -3,10 +3,11 @@
     train.safetensors, val.safetensors
         ids       all documents end to end; int16 if the vocabulary is at most 32768, else int32
         starts    (documents + 1,) int64: document d is ids[starts[d] : starts[d + 1]]
-        prompts   (documents,) int32: how many of its first ids are its prompt, which is never corrupted;
+        prompts   (documents,) int32: how many of its first ids are its prompt, which is never corrupted
+                  (except in rows of base.py's --one_by_one);
                   -1: its prompt is a random beginning, drawn anew whenever a row of it is read
-                  -2: it has no prompt, and all of its blocks teach causal Stage B to fill holes (in other training it
-                  is a document without a prompt)
+                  -2: it has no prompt, and all of its blocks teach causal Stage B to fill holes (any other training
+                  step treats it as a document without a prompt)
     meta.json         what the ids mean, see Meta; it is written last, so a folder that has it is whole
     tokenizer.json    the tokenizer, if the ids are text
 
@@ -87,7 +88,7 @@ def write_meta(folder: Path, meta: Meta) -> None:
 
 
 def copy_tokens(source: Path, folder: Path) -> None:
-    """Copy tokenizer.json, if there is one, and meta.json, which says what judges the text."""
+    """Copy tokenizer.json, if there is one, and meta.json, which says how the text can be checked."""
     for name in ("tokenizer.json", "meta.json"):
         if (source / name).exists():
             copy_file(source / name, folder / name)
@@ -136,7 +137,7 @@ def read_split(path: Path, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
         n_ids = starts.diff()  # (D,)
         if not 0 < len(prompts) == len(n_ids) or starts[0] != 0 or starts[-1] != len(ids) or n_ids.min() < 1:
             raise ValueError("starts does not rise from 0 to the number of ids, with a step for each document")
-        if ids.min() < 0 or int(ids.max()) >= vocab_size:  # int: 32768 is no int16
+        if ids.min() < 0 or int(ids.max()) >= vocab_size:  # int: 32768 does not fit into int16
             raise ValueError(f"an id is not in 0..{vocab_size - 1}")
         if prompts.min() < HOLES_ALONE or (prompts > n_ids).any():
             raise ValueError("a prompt is below -2, or longer than its document")
@@ -147,9 +148,9 @@ class Rows:
     """The documents of a split, cut into rows of at most seq_len ids. Each row has one document, and eos as padding.
 
     Training reads an endless stream, which has all rows in random order, again and again. Row i of the stream is a
-    function of (seed, i) alone. All rows of a batch have one width, which is 1, 2, 4, ... blocks, up to seq_len. So
-    there is little padding. And since a row's random numbers depend on its width, they do not depend on the rows beside
-    it. With a batch_size of 0 all rows have the width seq_len.
+    function of the rows, the seed, batch_size and i alone. All rows of a batch have one width, which is 1, 2, 4, ...
+    blocks, up to seq_len. So there is little padding. And since a row's random numbers depend on its width, they do not
+    depend on the rows beside it. With a batch_size of 0 all rows have the width seq_len.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ FIGURES = dict(
     m2t_B="Stage B's at the masks of its bundle",
     edit_B="Stage B's at wrong tokens",
     clean_B="Stage B's at right tokens",
-    B_less_A="m2t_B less m2t_A_bundle: below 0, Stage B fills its bundle better than Stage A",
+    B_less_A="m2t_B minus m2t_A_bundle: below 0, Stage B fills its bundle better than Stage A",
 )
 
 

@@ -156,7 +156,7 @@ def as_flags(settings: dict, parser: Parser) -> list[str]:
     flags = []
     for name, value in settings.items():
         if name not in known:
-            fail(f"{name} = {value!r:.80} is no setting: see --help")
+            fail(f"{name} = {value!r:.80} is not a setting: see --help")
         if isinstance(value, bool):
             flags.append(f"--{'' if value else 'no-'}{name}")
         elif value is not None:
@@ -457,8 +457,8 @@ THREADS = torch.get_num_threads()
 
 
 def few_threads_if_small(n_embd: int) -> None:
-    """Use at most two threads on a CPU if the last model is small, because its products are too small to share among
-    many, and one if threads do not sleep while they wait (lib.first). OMP_NUM_THREADS decides, if it is set."""
+    """If the model made last is small, use at most two threads on a CPU: its products are too small to share among
+    many. Use one if waiting threads do not sleep (lib.first). OMP_NUM_THREADS decides, if it is set."""
     few = 2 if os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE" else 1
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(few, THREADS) if n_embd <= 256 else THREADS)

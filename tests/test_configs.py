@@ -167,12 +167,12 @@ def test_a_stage_b_has_its_own_settings_whatever_flags_say(home, monkeypatch):
 
 
 WRONG = {
-    "learning_rat = 0.1": "learning_rat = 0.1 is no setting",
-    'config = "other.toml"': "config = 'other.toml' is no setting",
+    "learning_rat = 0.1": "learning_rat = 0.1 is not a setting",
+    'config = "other.toml"': "config = 'other.toml' is not a setting",
     "[data]\nseq_len = 3": "no folder of rows",
     "seq_len = 32.5": "--seq_len: invalid int value: '32.5'",
     'stage_b = "both"': "--stage_b: invalid choice: 'both'",
-    "causal = true": "causal = True is no setting",
+    "causal = true": "causal = True is not a setting",
     "n_last = true": "n_last",
     "s_max = [1, 2]": "--s_max: invalid int value",
     'init_from = "resume"': "resume",
