@@ -1,21 +1,23 @@
 """How good a decoder is where its answers can be checked, on toys and on names; and how many bits a text costs it.
 
-Toys (toy.py). A decoder that writes all positions in one step draws each by itself, and so it loses at least the total
-correlation, TC. A decoder that always writes the same possible answer is never wrong, so `possible` is not enough.
+Toys (toy.py). A step that draws each position by itself loses at least the total correlation, TC. A decoder that always
+writes the same possible answer is never wrong, so `possible` is not enough.
 
     KL         KL(truth || drawn) in nats, the mean over contexts. It can be enumerated for a decoder that has one
                step, or that writes one token at a time, and not for the others
     possible   the share of contexts whose greedy answer is possible
     likeliest  the share whose greedy answer is the most probable one (the joint mode, which the paper aims at)
+    looks      the passes of Stage B for an answer; here the paper's passes are called looks, too
 
 Names. Held-out names of Unicode characters are completed from their first third of tokens (rounded up). A completion
 counts if some character has that name; `unicodedata` knows this. All forwards are counted: full ones, refreshes, and
 partial ones at their share of the layers.
 
-Text, and with --bits any rows. Each held-out block is filled from masks, with the text before it given, and the table
-says how many bits a token costs. Nothing is drawn: these are the probabilities that a model gives to the right tokens.
+Text. With --bits the same is counted for any rows. Each held-out block is filled from masks, with the text before it
+given, and the table says how many bits a token costs. Nothing is drawn: these are the probabilities that a model gives
+to the right tokens.
 All at once, Stage A pays for each token alone; one at a time, it pays for each token after those before it, by the
-chain rule. The difference is the total correlation of a block.
+chain rule. The difference estimates the total correlation of a block.
 
     python evaluate.py                                               # assets/names/paper, a minute
     python evaluate.py --ckpt assets/names/paper assets/names/causal # two adapters side by side
@@ -52,8 +54,8 @@ from toy import Toy
 
 # R rows, T positions, N contexts, S support tuples, m answer positions, V symbols, B block_length
 
-ROWS = 4096  # the rows in one forward of a toy
-EVAL_ROWS = 64  # the rows in one forward of text
+TOY_BATCH = 4096  # the rows in one forward of a toy
+TEXT_BATCH = 64  # the rows in one forward of text
 
 OFF = dict(n_rounds=0)
 ONE_STEP = Decoding(tau_m2t=-1, tau_t2t=None)  # every mask at once
@@ -114,8 +116,8 @@ def answer_log_probs(
     """
     device = model.wte.weight.device
     logits = []
-    for at in range(0, len(c), ROWS):
-        part = slice(at, at + ROWS)
+    for at in range(0, len(c), TOY_BATCH):
+        part = slice(at, at + TOY_BATCH)
         answer = z[part].masked_fill(z[part] < 0, task.mask_id).to(device)
         engine = Cached(model, task.prompt(c[part]).tolist(), n_rounds)
         h, states = engine.stage_a(answer)
@@ -198,8 +200,8 @@ def quality(model: Model, task: Toy, d: Decoding) -> dict[str, float]:
 
 
 def evaluate_toy(model: Model, task: Toy) -> None:
-    """Print a row for each decoder, below the least that one step of independent draws can lose."""
-    # TOY_DECODERS say 1 for Stage B on, which is K rounds
+    """First print TC, which is the least that one step of independent draws can lose, then a row for each decoder."""
+    # a decoder with Stage B on has n_rounds 1 above, and this model's Stage B has K rounds
     K = model.cfg.n_rounds
 
     # these draw from a distribution that can be enumerated
@@ -269,7 +271,7 @@ def names_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of a model of names; any other folder is refused."""
     tokenizer = load_tokenizer(base_of(folder))
     if tokenizer is None or "names" not in judge_of(folder):
-        fail(f"{folder} is no model of names with its tokenizer.json, and names are what it should complete here")
+        fail(f"{folder} cannot complete names: give a model of names whose folder has tokenizer.json")
     return tokenizer
 
 
@@ -403,11 +405,11 @@ def bits_of_rows(model: Model, corpus: Corpus, way: str, n: int, tokenizer: Toke
     bits = 0.0
     tokens = 0
     n_bytes = 0
-    for first in range(0, len(corpus.rows["val"]), EVAL_ROWS):
-        size = min(EVAL_ROWS, len(corpus.rows["val"]) - first)
+    for first in range(0, len(corpus.rows["val"]), TEXT_BATCH):
+        size = min(TEXT_BATCH, len(corpus.rows["val"]) - first)
         batch = get_batch(corpus, "val", first, size, 0, device)
 
-        # the eos that fill up a document's last block are no text
+        # the eos that fill up a document's last block are not text
         ends = (batch.clean == corpus.meta.eos_id).long()
         batch.corruptible &= ends.cumsum(-1) - ends == 0
         bits += float(bits_of_batch(model, batch, way).double().sum())
@@ -447,9 +449,11 @@ def main() -> None:
     add("--temperature", type=temperature, default=0.0, help="0: the likeliest tokens; 1: draw")
     add = parser.add_argument_group("bits").add_argument
     add("--bits", action="store_true", help="count bits also for a toy or for names")
-    add("--data", type=Path, help="rows with the checkpoint's tokens (default: those that it was trained on)")
-    add("--seq_len", type=bounded(int, 1), help="tokens in a row (default: as in the checkpoint's training)")
-    add("--tokens", type=bounded(int, 1), default=16384, help="read at least so many held-out tokens, or all")
+    add("--data", type=Path, help="rows with the checkpoint's tokens (default: for a model of names data/names, "
+        "else those that it was trained on)")  # fmt: skip
+    add("--seq_len", type=bounded(int, 1), help="the most tokens of a row (default: for a model of names 32, else as "
+        "in its training)")  # fmt: skip
+    add("--tokens", type=bounded(int, 1), default=16384, help="read at least this many held-out tokens, or all")
     args = parser.parse_args()
 
     device = pick_device(args.device)

@@ -8,9 +8,10 @@
                                                     # beginnings of these rows, each continued by a model
 
 lib/rows.py describes a folder of rows. Names are read with the tokenizer of data/names, and other text as bytes, unless
---like names another tokenizer. One document in twenty is for validation, or the end of a text that is alone. Line ends
-become those of Unix, and a byte order mark is left out. Nothing is downloaded, and a text that cannot be read exactly
-is refused. `python toy.py modes --out DIR` writes the rows of a toy.
+--like names another tokenizer. One document in twenty is for validation. If there is only one text, its last 5 % are.
+Line ends become those of Unix, and a byte order mark is left out. Nothing is downloaded, and a text that cannot be read
+exactly is refused (in a folder, a file that is not UTF-8 is left out). `python toy.py modes --out DIR` writes the rows
+of a toy.
 
 The `tokenizers` library makes a BPE of your own (pip install tokenizers), and --like reads it:
 
@@ -23,9 +24,9 @@ The `tokenizers` library makes a BPE of your own (pip install tokenizers), and -
 
 --written_by makes a teacher's rows: a model continues the beginnings of documents by beam search, which is
 sequence-level distillation (Kim and Rush, 2016). In the text a beginning has many endings, but the teacher gives it
-only one, so causal Stage B becomes surer when it learns these rows. For the same reason the rows have no TC, and the
-token on the left is worth little there (results/names). Half of the text is added as it is, because continuations do
-not teach a model to fill holes.
+only one, so causal Stage B becomes surer when it learns these rows. For the same reason the rows have no total
+correlation (TC), and the token on the left is worth little there (results/names). Half of the text is added as it is,
+because continuations do not teach a model to fill holes.
 """
 
 import lib.first  # noqa: F401
@@ -96,15 +97,15 @@ class LeftOut:
         said = []
         if self.not_utf8:
             more = ", ..." if len(self.not_utf8) > 5 else ""
-            said.append(f"{len(self.not_utf8):,} that are no UTF-8 text ({', '.join(self.not_utf8[:5])}{more})")
+            said.append(f"{len(self.not_utf8):,} that are not UTF-8 text ({', '.join(self.not_utf8[:5])}{more})")
         if self.filtered:
             said.append(f"{self.filtered:,} by the filter on score and length")
         return f"; left out: {', and '.join(said)}" if said else ""
 
 
 def load_text(sources: list[str], max_docs: int = 0) -> list[tuple[str, str]]:
-    """The documents of `names`, `stdlib` or paths, as (stable name, text). max_docs: stop after so many documents to
-    train on (0: read all)."""
+    """The documents of `names`, `stdlib` or paths, as (stable name, text). max_docs: stop after this many documents
+    to train on (0: read all)."""
     left_out = LeftOut()
     stream = chain.from_iterable(read_source(source, left_out) for source in sources)
     documents = list(progress(first_documents(stream, max_docs), "read"))
@@ -141,7 +142,8 @@ def read_source(source: str, left_out: LeftOut) -> Iterator[tuple[str, str]]:
 
 
 def read_folder(root: Path, pattern: str, skip: set[str], left_out: LeftOut) -> Iterator[tuple[str, str]]:
-    """The documents of a folder in a fixed order, without hidden files, folders to skip, and files that are no text."""
+    """The documents of a folder in a fixed order, without hidden files, folders to skip, and files that are not
+    UTF-8."""
     for path in sorted(root.rglob(pattern)):
         inside = path.relative_to(root)
         hidden = any(part.startswith(".") for part in inside.parts)
@@ -151,27 +153,27 @@ def read_folder(root: Path, pattern: str, skip: set[str], left_out: LeftOut) -> 
 
 
 def read_file(path: Path, name: str, left_out: LeftOut, pass_over: bool = False) -> Iterator[tuple[str, str]]:
-    """The documents of one file: its records, or its text. pass_over: leave the file out if it is no UTF-8."""
+    """The documents of one file: its records, or its text. pass_over: leave the file out if it is not UTF-8."""
     with reading(path, "corpus"):
         if path.name.lower().endswith(RECORDS):
             for number, record in read_records(path):
                 where = f"record {number} of corpus {path}"
                 text = checked_entry(record, "text", str, where)
                 if passes_filter(record, where):
-                    yield f"{name}:{number}", plain_text(text)
+                    yield f"{name}:{number}", unix_text(text)
                 else:
                     left_out.filtered += 1
             return
 
         try:
-            yield name, plain_text(path.read_text(encoding="utf-8"))
+            yield name, unix_text(path.read_text(encoding="utf-8"))
         except UnicodeDecodeError:
             if not pass_over:
                 raise
             left_out.not_utf8.append(name)
 
 
-def plain_text(text: str) -> str:
+def unix_text(text: str) -> str:
     """The text without a byte order mark, and with the line ends of Unix."""
     return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
 
@@ -463,7 +465,8 @@ def main() -> None:
     add = parser.add_argument_group("a teacher's rows").add_argument
     add("--written_by", type=Path, metavar="CKPT", help="SOURCE is a folder of rows, and this model continues "
         "beginnings of its documents")  # fmt: skip
-    add("--gen_length", type=bounded(int, 1, 10**6), default=32, help="leave out a text without an end at this length")
+    add("--gen_length", type=bounded(int, 1, 10**6), default=32,
+        help="leave out a continuation that has not ended after this many tokens")  # fmt: skip
     add("--beam", type=bounded(int, 1, 1000), default=BEAM, help="the width of the beam search; 1: greedy")
 
     add = parser.add_argument_group("what is written").add_argument

@@ -40,7 +40,8 @@ MAX_TUPLES = 65_536
 
 @dataclass
 class Toy:
-    """One task as a table. A context with fewer tuples than another repeats one of them, with probability 0."""
+    """One task as a table. A context with fewer tuples than another may repeat one of them, with probability 0. (No
+    task here does.)"""
 
     name: str
     V: int
@@ -146,7 +147,7 @@ def _shifted(base: Tensor, prob: Tensor, V: int, n_ctx: int, rng: Rng) -> Table:
 def modes(rng: Rng, V: int = 24, m: int = 4, n_ctx: int = 32) -> Table:
     """The answer is one of three phrases of the context, with weights 4 : 3 : 3. Phrases 1 and 2 are alike at half of
     the positions. There their common symbol is the likeliest (6 to 4), and elsewhere phrase 0's is. So the likeliest
-    symbols of all positions together are no phrase.
+    symbols of all positions together are not a phrase.
     """
     if V < 3:
         fail(f"modes needs three symbols, one for each phrase: V = {V} is too small")
@@ -193,7 +194,8 @@ def mixed(rng: Rng, V: int = 8, m: int = 4, n_ctx: int = 32) -> Table:
 
 
 def noisy_copy(rng: Rng, V: int = 8, m: int = 4, n_ctx: int = 32, eps: float = 0.05) -> Table:
-    """x_1 is uniform. Each other x_i is x_1 or, with probability eps, uniform: the larger eps, the less TC."""
+    """x_1 is uniform. Each other x_i is x_1 or, with probability eps, uniform: the larger eps, the less TC. Then every
+    context adds to each position a number of its own, mod V."""
     # p[d]: the probability that x_i - x_1 mod V is d
     p = torch.full((V,), eps / V, dtype=torch.float64)
     p[0] += 1 - eps
@@ -206,7 +208,8 @@ def noisy_copy(rng: Rng, V: int = 8, m: int = 4, n_ctx: int = 32, eps: float = 0
 
 def gaussian(rng: Rng, levels: int = 8, m: int = 3, n_ctx: int = 32, rho: float = 0.9) -> Table:
     """z_i = sqrt(rho) f + sqrt(1 - rho) e_i, with f and e_i standard normal, so every correlation is rho. x_i
-    says between which of the quantiles k/levels z_i lies.
+    says between which of the quantiles k/levels z_i lies. Then every context adds to each position a number of its
+    own, mod levels.
     """
     base = _tuples(levels, m)  # (V**m, m)
 
@@ -291,7 +294,7 @@ def sizes(given: list[str]) -> dict[str, int | float]:
         pairs = [text.split("=") for text in given]
         return {key: type(BOUNDS[key][0])(value) for key, value in pairs}
     except (KeyError, ValueError):
-        fail(f"{' '.join(given)!r} is no size of a toy: give KEY=VALUE, like V=12; keys are {', '.join(BOUNDS)}")
+        fail(f"{' '.join(given)!r} is not a size of a toy: give KEY=VALUE, like V=12; keys are {', '.join(BOUNDS)}")
 
 
 def make(name: str, **given: int | float) -> Toy:
@@ -341,7 +344,7 @@ def write_toy(folder: Path, name: str, given: dict[str, int | float], rows: int,
 ABOUT_TASKS = """
 answers   the number of possible answers in a context
 H         the entropy of an answer in nats; this and the next three are means over contexts
-TC        the total correlation in nats: the sum of the positions' entropies less H. If a step draws
+TC        the total correlation in nats: the sum of the positions' entropies minus H. If a step draws
           each position by itself from the true marginals, its KL(truth || drawn) is TC. From other
           distributions the KL is larger, so such a step loses TC at least
 drawn     the share of possible answers if each position is drawn by itself from the true marginals

@@ -29,7 +29,7 @@ import train
 from base import muon
 from checkpoint import load_model, save_model
 from decoding import Decoding, Output, in_full
-from evaluate import EVAL_ROWS, bits_of_batch, bits_of_rows
+from evaluate import TEXT_BATCH, bits_of_batch, bits_of_rows
 from lib.rows import Batch, Corpus, read_corpus
 from lib.tokenizer import load_tokenizer
 from lib.util import Parser, append_line, command, fail, print_table, progress, read_lines
@@ -156,8 +156,8 @@ def cost_of(model: Model, beginnings: Tensor, endings: Tensor, way: str) -> floa
     corruptible[:, beginnings.shape[1] :] = True
     real = torch.ones_like(corruptible)
     total = 0.0
-    for at in range(0, len(x), EVAL_ROWS):
-        part = slice(at, at + EVAL_ROWS)
+    for at in range(0, len(x), TEXT_BATCH):
+        part = slice(at, at + TEXT_BATCH)
         batch = Batch(x[part], real[part], corruptible[part], torch.empty(0), [])
         total += float(bits_of_batch(model, batch, way).double().sum())
     return total / endings.numel()

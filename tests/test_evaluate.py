@@ -64,7 +64,7 @@ def trained(tmp_path_factory):
 # --- toys
 def test_answer_log_probs(monkeypatch):
     """Normalised over all tokens, then cut to the symbols; Stage B marks what is masked."""
-    monkeypatch.setattr(evaluate, "ROWS", 2)
+    monkeypatch.setattr(evaluate, "TOY_BATCH", 2)
     support = torch.tensor([[[0, 1]], [[1, 1]], [[2, 0]]])  # three contexts, three symbols, two positions
     t = Toy("three", 3, support, torch.ones(3, 1, dtype=torch.float64))
     model = tiny_model(vocab_size=8, eos_id=6, mask_id=7, block_length=2)
@@ -300,7 +300,7 @@ def test_bits_of_tokens_by_hand():
 def test_of_a_uniform_head_every_token_costs_log_v_and_the_text_alone_counts(stage_b, way, tmp_path, monkeypatch):
     """The text counts up to its eos, which has no bytes, without the eos that fill the block. Rows are read until they
     have enough tokens."""
-    monkeypatch.setattr(evaluate, "EVAL_ROWS", 16)
+    monkeypatch.setattr(evaluate, "TEXT_BATCH", 16)
     folder = byte_rows(tmp_path / "rows")
     model = byte_model(n_rounds=1, stage_b=stage_b)
     model.lm_head.weight.data.zero_()

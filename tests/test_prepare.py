@@ -325,7 +325,7 @@ def test_json_that_is_no_record_is_refused(tmp_path):
 def test_what_is_left_out_is_counted_and_named(tmp_path, capsys):
     for name in ("b.bin", "d.png"):
         (tmp_path / name).write_bytes(b"\x89\xff")
-    says = "; left out: 2 that are no UTF-8 text (b.bin, d.png)"
+    says = "; left out: 2 that are not UTF-8 text (b.bin, d.png)"
     assert refusal(tmp_path) == f"{tmp_path} has no text{says}"
 
     (tmp_path / "a.txt").write_text("a text")

@@ -256,7 +256,7 @@ def test_a_row_for_each_task(monkeypatch, capsys):
     (["pairs", "m=3", "--out", "x"], "even m, not 3"),
     (["gaussian", "rho=nan", "--out", "x"], "rho must be in 0..0.9999, not nan"),
     (["gaussian", "V=8", "--out", "x"], "does not use V: it uses levels, m, n_ctx, rho"),
-    (["modes", "V=x", "--out", "x"], "'V=x' is no size of a toy: give KEY=VALUE, like V=12; keys are V, m, n_ctx"),
+    (["modes", "V=x", "--out", "x"], "'V=x' is not a size of a toy: give KEY=VALUE, like V=12; keys are V, m, n_ctx"),
     (["modes"], "a task and --out belong together"),
     (["modes", "--out", ROOT / "data" / "names"], "data/names already holds rows or a checkpoint"),
 ])  # fmt: skip
