@@ -2,7 +2,8 @@
 
 An adapter is trained by train.py's own step, once with the paper's marker, and once with a marker that is scaled by
 rms(h), the size of the states to which it is added. Then Stage A and Stage B are compared at the same positions, and as
-decoders. Each training appends one record, and a training whose record is there already is not done again.
+decoders. "Elsewhere" means at all other masks in the first comparison, and at all other positions of the block in the
+second. Each training appends one record, and a training whose record is there already is not done again.
 
     python -m experiments.marker --base assets/names --seed 1 --out out/marker
 """

@@ -1,10 +1,11 @@
 """Names: what each system writes for held-out beginnings, seed by seed, and how certain the differences are.
 
 `measure` appends one record for each setting, with a digit for each name, and measures nothing twice. `compare` prints
-means over seeds. It also prints which share of a system's names exist if a name may cost so many forwards, with the
+means over seeds. It also prints which share of a system's names exist within a budget of forwards a name, with the
 95 % intervals of paired differences. A system writes in one of these ways, in which --dial is a number:
 
-    run         the longest run from the left whose product is above the dial, by causal Stage B or by Stage A
+    run         the longest run from the left whose product is above the dial. Causal Stage B chooses and writes it;
+                otherwise Stage A chooses it, and the paper's Stage B writes it, if there is one
     threshold   all masks above the dial, by Stage A; --edits: none, or above this gate
     stage_b     the same by Stage B
     first       of a whole block's tokens the leftmost ones, as many as the dial says

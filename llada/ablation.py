@@ -25,7 +25,7 @@ from lib.util import Parser, bounded, command, fail, pick_device, print_table
 from model import Model
 from sample import by_entropy, denoise
 
-# R rows in flight, B block_length
+# R rows that are being decoded, B block_length
 
 Engine = Cached | Uncached
 FIGURES = ("exist", "forwards", "full")  # the figures of a row on names, see evaluate.complete
@@ -86,14 +86,14 @@ MECHANISM = {
 
 
 def decoder_of(row: str, n_rounds: int) -> tuple[Decoding, Callable[..., Step]]:
-    """The settings and the step of a row, for a model with so many rounds."""
+    """The settings and the step of a row, for a model with this many rounds."""
     _, changes, step, *_ = MECHANISM[row]
     return Decoding(**Q | dict(n_rounds=n_rounds) | changes), step
 
 
 def refuse_other_steps(model: Model) -> None:
     if model.decoding_step is not None:
-        fail(f"{model.name_b} is no row of the paper's Table 2: judge it with evaluate.py")
+        fail(f"{model.name_b} is not a row of the paper's Table 2: judge it with evaluate.py")
 
 
 @command
@@ -120,7 +120,7 @@ def main() -> None:
         found = complete(models[weights], tokenizer, prompts, replace(d, gen_length=NAME_DECODING.gen_length), step)
         lines.append([name, *(f"{found[figure]:.3f}" for figure in FIGURES), f"{accuracy:.2f}", f"{nfe:.2f}"])
     print_table(["variant", *FIGURES, "| the paper's GSM8K", "NFE/token"], lines)
-    print("forwards: of a name, everything counted; full: full ones alone, as the paper's NFE")
+    print("forwards: of a name, everything counted; full: only the full ones, of a name (the paper's NFE: of a token)")
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ def read_piqa(path: Path) -> Rows:
     for (_, record), label in zip(read_records(path), labels, strict=True):
         shown = {name: text(record, name) for name in ("goal", "sol1", "sol2")}
         if label not in ("0", "1"):
-            raise ValueError(f"{label!r} is no label")
+            raise ValueError(f"{label!r} is not a label")
         yield "", shown, "AB"[int(label)]
 
 
@@ -159,7 +159,7 @@ def read_code(path: Path, family: str) -> Rows:
             raise ValueError(f"{name}: not a record of EvalPlus's {family} file")
         entry_point = text(record, "entry_point")
         if not entry_point.isidentifier():
-            raise ValueError(f"{name}: entry_point {entry_point!r} is no name in Python")
+            raise ValueError(f"{name}: entry_point {entry_point!r} is not a name in Python")
         program = text(record, "prompt") + text(record, "canonical_solution")
         yield name, {"problem": text(record, "prompt").strip()}, [entry_point, program]
 

@@ -29,7 +29,7 @@ from model import Context, Layer, Model, MoE
 # R rows, T positions of a pass (a block), N = R*T tokens, S keys, C channels, H heads, G key/value heads, D head dim,
 # E experts, A active experts, F expert width
 
-FEW = 8  # up to so many tokens for an expert, on average, it is faster to read its weights again for each token
+FEW = 8  # up to this many tokens for an expert, on average, it is faster to read its weights again for each token
 GRAPHS = 64  # the most graphs, which are for two lengths of one row and for several rows, with LoRA and without
 
 

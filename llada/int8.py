@@ -33,7 +33,7 @@ def int8_tensors(found: dict[str, Tensor], names: list[str], matrices: set[str])
 
 def save_aligned(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write a file whose integers begin at a multiple of 16 bytes, where the kernel can read them. They are the last
-    tensors of the file, and begin at a multiple of 8; if it is no multiple of 16, the header gets 8 bytes more."""
+    tensors of the file, and begin at a multiple of 8; if it is not a multiple of 16, the header gets 8 bytes more."""
     for padding in ("", " " * 8):
         save_tensors(path, tensors, {"padding": padding})
         with open(path, "rb") as file:

@@ -172,14 +172,14 @@ def hand_over(args: Namespace, run: Run) -> None:
     # the environment is empty, because EVALPLUS_TIMEOUT_PER_TASK makes 0.3.1 hang, and because it may hold secrets. The
     # home is new, because EvalPlus un-pickles its cache. The limit is raised, because with 4 GiB the right programs of
     # Mbpp/255 and 392 fail. Old results are removed, because EvalPlus would report them again
-    clean = 'env -i PATH="$PATH" HOME="$(mktemp -d)" EVALPLUS_MAX_MEMORY_BYTES=8589934592'
-    clean += "".join(f" {name}_OVERRIDE_PATH={path}" for name, path in override.items())
+    sealed = 'env -i PATH="$PATH" HOME="$(mktemp -d)" EVALPLUS_MAX_MEMORY_BYTES=8589934592'
+    sealed += "".join(f" {name}_OVERRIDE_PATH={path}" for name, path in override.items())
     print(
-        f"wrote {printable(folder)}/samples.jsonl; to score it with EvalPlus 0.3.1, in a container without network and "
-        f"as an unprivileged user, for this EXECUTES the model's code:\n"
+        f"wrote {printable(folder)}/samples.jsonl. To score it, run this with EvalPlus 0.3.1 in a container without "
+        f"network, as an unprivileged user, because it EXECUTES the model's code:\n"
         f"  cd {quoted(folder)} && rm -f samples-sanitized* samples_eval_results.json && "
-        f"{clean} python -m evalplus.sanitize --samples samples.jsonl && "
-        f"{clean} python -m evalplus.evaluate --dataset {args.task} --samples samples-sanitized.jsonl\n"
+        f"{sealed} python -m evalplus.sanitize --samples samples.jsonl && "
+        f"{sealed} python -m evalplus.evaluate --dataset {args.task} --samples samples-sanitized.jsonl\n"
         f"then: python -m llada.tables main --runs {quoted(args.out.parent)}"
     )  # fmt: skip
 

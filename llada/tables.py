@@ -1,9 +1,9 @@
 """The paper's three tables from run files, beside the paper's own figures.
 
 A difference says little without its noise. Beside each of our differences is the 95 % interval of a paired bootstrap
-over the items of both runs. Beside each of the paper's is the least difference that its number of items can tell from
-chance. The settings of a run say which row it is. HumanEval+ and MBPP+ count when EvalPlus's verdicts are beside the
-run file.
+over the items of both runs. Beside each of the paper's differences is the smallest one that so small a test set can
+tell from chance. The settings of a run say which row it is. HumanEval+ and MBPP+ count when EvalPlus's verdicts are
+beside the run file.
 
     python -m llada.tables main --runs runs/            # Table 1, n = 3: base, CoCommit, delta, forwards per token
     python -m llada.tables mechanism --runs runs/       # Table 2, n = 3: GSM8K, what each part of the method adds
@@ -73,11 +73,11 @@ def read_run(path: Path) -> tuple[Run | None, int]:
         data = path.read_bytes()
         start = b'{"settings": '
         if not start.startswith(data[: len(start)]):
-            fail(f"{path} is no run file: choose another --out, or take it out of the folder")
+            fail(f"{path} is not a run file: choose another --out, or take it out of the folder")
         whole = data.rfind(b"\n") + 1
         lines = [json.loads(line) for line in data[:whole].splitlines()]
         if not all(isinstance(line, dict) for line in lines):
-            raise ValueError("it has a line that is no JSON object")
+            raise ValueError("it has a line that is not a JSON object")
     if not lines:
         return None, 0
 
@@ -249,9 +249,9 @@ def pick(runs: list[Run], row: Row) -> Run | None:
 HEAD = ["", "items", "score", "95 %", "delta", "95 %, paired", "NFE/token", "in all"]
 HEAD += ["| paper:", "delta", "noise", "NFE/token"]
 FOOTNOTE = (
-    "delta: over items in both runs, with a paired bootstrap's interval; the paper's noise: two scores that far apart "
-    "differ by chance (95 %, unpaired: as if either run had had other items, which makes it wide; a paired test needs "
-    "every item's two verdicts, and the paper prints none)\n"
+    "delta: over items in both runs, with a paired bootstrap's interval\n"
+    "the paper's noise: two scores that differ by less may differ by chance (95 %). It is wide, because it treats the "
+    "runs as if they had different items. A paired test needs both verdicts on every item, and the paper prints none\n"
     "NFE/token: full forwards, as the paper counts; in all: refreshes and Stage B's n/L of one included"
 )
 OWN_HEAD = ["the paper's differences", "answers", "net", "p at best"]

@@ -107,7 +107,7 @@ def cache_against_none(cfg: Config, rows: int) -> None:
     for length in LENGTHS:
         starts = np.arange(length) // cfg.block_length * cfg.block_length
         cached, uncached = (np.interp(starts, BEFORE, side).sum() for side in np.array(measured).T)
-        print(f"  all of {length} tokens (integrated): cached {cached:.2f} s, uncached {uncached:.2f} s: "
+        print(f"  all of {length} tokens (sum of its steps): cached {cached:.2f} s, uncached {uncached:.2f} s: "
               f"{uncached / cached:.1f}x")  # fmt: skip
 
 

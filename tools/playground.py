@@ -106,7 +106,7 @@ def weights_data(tensors: list[Tensor]) -> str:
 
 
 def names_data() -> str:
-    """The name of every code point that has one, each on its own line."""
+    """The name of every code point, each on its own line, which is empty if it has none."""
     return packed("\n".join(unicodedata.name(chr(code), "") for code in range(sys.maxunicode + 1)).encode())
 
 

@@ -3,8 +3,8 @@
     python -m tools.plots                    # all of them, each to its place
     python -m tools.plots tiny speed         # two of them
 
-In the SVGs text stays text. Each SVG has a background of its own, white or dark as the reader's system is, and
-other colours on each of these: no colour has a contrast of 4.5 : 1 both on white and on black.
+In the SVGs text stays text. Each SVG has a background of its own, white or dark as the reader's system is. It has other
+colours on dark, because no colour is readable on both (a contrast of 4.5 : 1).
 """
 
 import io

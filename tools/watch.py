@@ -19,7 +19,7 @@ from lib.util import MASK, code_point
 END = "∎"
 LEGEND = f"[written now]  [Stage B's](A: what Stage A would write)  {{edited}}  {MASK} a mask  {END} the end"
 GLYPHS = {" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍"}
-PACE = 0.4  # for so many seconds a step is shown
+PACE = 0.4  # seconds for which a step is shown
 
 
 def piece(tokenizer: Tokenizer, token: int) -> str:

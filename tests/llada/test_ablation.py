@@ -97,7 +97,7 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     # the rows are an adapter's, and the paper's, of names and read by a tokenizer
     assert "is not an adapter" in call.fails("--ckpt", base)
     random_adapter(tmp_path / "causal", base, "causal", n_rounds=1)
-    assert "causal Stage B is no row" in call.fails("--ckpt", tmp_path / "causal")
+    assert "causal Stage B is not a row" in call.fails("--ckpt", tmp_path / "causal")
     (base / "tokenizer.json").rename(tmp_path / "tokenizer.json")
     assert "has no tokenizer.json" in call.fails("--ckpt", adapter)
     (tmp_path / "tokenizer.json").rename(base / "tokenizer.json")

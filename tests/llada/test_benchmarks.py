@@ -142,7 +142,7 @@ DAMAGED = [
     ("cmath", b'["1+1?", "2"]', "is not a JSON object"),
     ("piqa", b'{"goal": "g", "sol1": "a", "sol2": "b"}', "PIQA file"),  # two labels
     ("gsm8k", b'{"question": "half of a \\ud83d", "answer": "#### 2"}', "surrogates"),
-    ("mbpp", json.dumps(MBPP[0] | {"entry_point": "f(x)"}).encode(), "is no name in Python"),
+    ("mbpp", json.dumps(MBPP[0] | {"entry_point": "f(x)"}).encode(), "is not a name in Python"),
     ("mbpp", json.dumps({k: v for k, v in MBPP[0].items() if k != "plus_input"}).encode(), "EvalPlus's Mbpp"),
 ]
 

@@ -113,7 +113,7 @@ def test_what_a_run_decodes_with(run, weights, tmp_path, monkeypatch):
     assert runs.build_parser().get_default("gen_length") == 16384
     assert "is about the base" in run.fails("gsm8k", tmp_path / "none.jsonl", "--row", "released, tau_m2t 0.5")
     random_adapter(tmp_path / "causal", weights / "base", "causal", n_rounds=1)
-    assert "causal Stage B is no row" in run.fails("gsm8k", tmp_path / "none.jsonl", "--ckpt", tmp_path / "causal")
+    assert "causal Stage B is not a row" in run.fails("gsm8k", tmp_path / "none.jsonl", "--ckpt", tmp_path / "causal")
     assert "--out: this path is empty" in run.fails("gsm8k", "")
 
 

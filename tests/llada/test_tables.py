@@ -69,7 +69,7 @@ def test_notes_and_ambiguity(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("record, word", [
-    ("notes", "no run file"), ({"settings": 5}, "settings is 5"), ({"settings": {"task": "chess"}}, "'chess'"),
+    ("notes", "not a run file"), ({"settings": 5}, "settings is 5"), ({"settings": {"task": "chess"}}, "'chess'"),
     ({"settings": {"task": "gsm8k"}}, "row is None"),
 ])  # fmt: skip
 def test_what_is_no_run_file(record, word, tmp_path, monkeypatch, capsys):
@@ -78,7 +78,7 @@ def test_what_is_no_run_file(record, word, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("damage, word", [
-    ("null", "no JSON object"), ("[]", "no JSON object"), ("{}", "id is None"), ('{"id": "a', "damaged"),
+    ("null", "not a JSON object"), ("[]", "not a JSON object"), ("{}", "id is None"), ('{"id": "a', "damaged"),
     ('{"id": "a", "prompt": "p", "tokens": 1, "nfe": {}}', "full is None"),
     ('{"id": "a", "prompt": "p", "tokens": 1, "nfe": {"full": 1, "partial": 1, "refresh": 1}}', "neither right"),
 ])  # fmt: skip

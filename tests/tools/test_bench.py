@@ -18,7 +18,7 @@ def test_the_cache_against_none(monkeypatch, capsys):
     monkeypatch.setattr(bench, "LENGTHS", (16, 32))
     monkeypatch.setattr(bench, "interleaved", lambda *sides, repeats: [0.5, 1.0])
     out = caller(bench, monkeypatch, capsys)()
-    assert out.count("all of 32 tokens (integrated): cached 16.00 s, uncached 32.00 s: 2.0x") == 2
+    assert out.count("all of 32 tokens (sum of its steps): cached 16.00 s, uncached 32.00 s: 2.0x") == 2
 
 
 def test_a_measured_step_is_a_step_of_decoding():
