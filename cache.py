@@ -122,7 +122,7 @@ class Cached:
             if ids:
                 self.read_prompt(rows, torch.tensor([ids], device=device))
         # the token before the current block, or a mask if there is none
-        self.last = torch.tensor([(ids or [model.cfg.mask_id])[-1] for ids in finished], device=device)
+        self.before_block = torch.tensor([(ids or [model.cfg.mask_id])[-1] for ids in finished], device=device)
 
     def read_prompt(self, rows: list[int], ids: Tensor) -> None:
         """Read the complete blocks of these rows' prompt, ids (1, T). This is not a forward of decoding, and is not
@@ -145,7 +145,7 @@ class Cached:
 
         tokens (R, B) int64: for causal Stage B, which reads these and the token before the block.
         """
-        read = () if tokens is None else (tokens, self.last)
+        read = () if tokens is None else (tokens, self.before_block)
 
         # put the unmarked keys back afterwards
         first = self.cfg.n_layer - self.cfg.n_last
@@ -165,13 +165,13 @@ class Cached:
         for i in range(1, self.n_rounds):
             h = self.model.last_n(h, replace(self.cache.context, i_round=i))
         self.cache.close(rows)
-        self.last[rows] = z[rows, -1]
+        self.before_block[rows] = z[rows, -1]
 
     def keep(self, rows: list[int]) -> None:
         """Drop the other rows, which are finished."""
         self.cache.keep(rows)
         self.final = self.final[rows]
-        self.last = self.last[rows]
+        self.before_block = self.before_block[rows]
 
 
 # --- forwards of the whole text

@@ -55,7 +55,7 @@ HOLE_SHARE = 0.5  # the share of blocks that are trained to fill holes, see mask
 
 
 # --- what a position of the bundle is shown, and whom it sees
-def token_before(tokens: Tensor, bundle: Tensor, first: Tensor, block_length: int) -> Tensor:
+def token_before(tokens: Tensor, bundle: Tensor, before_blocks: Tensor, block_length: int) -> Tensor:
     """What each position of the bundle is shown: the token on its left. If that token is not in the bundle, Stage A has
     read it already, and the position is shown the nearest earlier token of its block's bundle, if there is one. With
     the bundle {1, 2, 4} of five positions:
@@ -63,20 +63,20 @@ def token_before(tokens: Tensor, bundle: Tensor, first: Tensor, block_length: in
         position    1           2           3       4
         is shown    token 0     token 1     -       token 2
 
-    tokens (R, T) int64: clean tokens or drafts in the bundle, and z elsewhere. bundle (R, T) bool. first (R, T / B)
-    int64: the token before each block. -> (R, T) int64
+    tokens (R, T) int64: clean tokens or drafts in the bundle, and z elsewhere. bundle (R, T) bool. before_blocks
+    (R, T / B) int64: the token before each block. -> (R, T) int64
     """
     R, T = tokens.shape
     B = min(T, block_length)
     blocks = tokens.view(R, -1, B)
-    before = torch.cat([first[..., None], blocks[..., :-1]], dim=-1)  # (R, T / B, B)
+    before = torch.cat([before_blocks[..., None], blocks[..., :-1]], dim=-1)  # (R, T / B, B)
 
     # the place in its block of the nearest bundle token before each position; -1: there is none
     place = torch.arange(B, device=tokens.device)
-    last = torch.where(bundle.view(R, -1, B), place, -1).cummax(-1).values
-    last = F.pad(last[..., :-1], (1, 0), value=-1)
-    of_bundle = blocks.gather(-1, last.clamp(min=0))
-    return torch.where(last >= 0, of_bundle, before).view(R, T)
+    nearest = torch.where(bundle.view(R, -1, B), place, -1).cummax(-1).values
+    nearest = F.pad(nearest[..., :-1], (1, 0), value=-1)
+    of_bundle = blocks.gather(-1, nearest.clamp(min=0))
+    return torch.where(nearest >= 0, of_bundle, before).view(R, T)
 
 
 def bundle_mask(bundle: Tensor, ctx: Context) -> Tensor:
@@ -146,30 +146,30 @@ class CausalModel(Model):
         return ctx
 
     def coordinate(
-        self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int, tokens: Tensor, last: Tensor | None = None
+        self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int, tokens: Tensor, before_block: Tensor | None = None
     ) -> Tensor:  # fmt: skip
         """Stage B: one look. Stage A's last_n must have run on h in ctx.
 
         h (R, T, C): prefix states, or (R, 2T, C) with a clean copy. bundle (R, T) bool. tokens (R, T) int64: clean
-        tokens or drafts in the bundle, and z elsewhere. last (R,) int64: in decoding, the token before the block.
-        -> (R, T, C)
+        tokens or drafts in the bundle, and z elsewhere. before_block (R,) int64: in decoding, the token before the
+        block. -> (R, T, C)
         """
         T = bundle.shape[1]
         B = self.cfg.block_length
         h = h[:, :T]
 
         # the token before each block; the first block of a text has a mask there
-        first = torch.full_like(tokens[:, ::B], self.cfg.mask_id)
-        if last is not None:
-            first[:, 0] = last
+        before_blocks = torch.full_like(tokens[:, ::B], self.cfg.mask_id)
+        if before_block is not None:
+            before_blocks[:, 0] = before_block
         if ctx.clean is not None:
-            first[:, 1:] = ctx.clean[:, B - 1 : -1 : B]
+            before_blocks[:, 1:] = ctx.clean[:, B - 1 : -1 : B]
             ctx = replace(ctx, cos=ctx.cos[:T], sin=ctx.sin[:T])
 
         # the marker and the token on the left, scaled to the size of the state to which they are added
-        shown = self.wte(token_before(tokens, bundle, first, B))
-        token = F.rms_norm(shown.float(), [self.cfg.n_embd])
-        note = self.markers[0] + F.linear(token, self.show.float())
+        shown = self.wte(token_before(tokens, bundle, before_blocks, B))
+        embedded = F.rms_norm(shown.float(), [self.cfg.n_embd])
+        note = self.markers[0] + F.linear(embedded, self.show.float())
         size = h.float().square().mean(-1, keepdim=True).sqrt()
         h = h + bundle[..., None] * (size * note).to(h.dtype)
         return self.run_layers(h, replace(ctx, mask=bundle_mask(bundle, ctx)), self.layers_b)
@@ -265,7 +265,7 @@ def causal_denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tenso
     """
     model = engine.model
     masked = z == model.cfg.mask_id
-    gate = math.log(d.tau_joint) if d.tau_joint else -math.inf
+    log_gate = math.log(d.tau_joint) if d.tau_joint else -math.inf
 
     # Stage A: one full forward, whose tokens are the first drafts. Both stages draw by the same random numbers, so that
     # most drafts stay. This does not change what is drawn: drafts decide how many looks are taken, not what is written
@@ -275,10 +275,10 @@ def causal_denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tenso
     draft = torch.where(masked, token_a, z)
 
     log_p_a = logits_a.log_softmax(-1)
-    token, conf, final, looks = look_until_final(engine, h, log_p_a, draft, masked, u[:, 1], d, gate)
+    token, conf, final, looks = look_until_final(engine, h, log_p_a, draft, masked, u[:, 1], d, log_gate)
 
     # write the longest run, and at least its first token
-    sure = masked & final & (conf.log().cumsum(-1) > gate)
+    sure = masked & final & (conf.log().cumsum(-1) > log_gate)
     written = sure | (masked & (masked.cumsum(-1) == 1))
     after = torch.where(written, token, z)
     return Step(z, after, written, torch.zeros_like(masked), token, conf, token_a, conf_a, looks)
@@ -286,7 +286,7 @@ def causal_denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tenso
 
 def look_until_final(
     engine: Cached | Uncached, h: Tensor, log_p_a: Tensor, token: Tensor, masked: Tensor, u: Tensor, d: Decoding,
-    gate: float,
+    log_gate: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Take looks, each with the tokens of the one before as its drafts, until every token that may be written is final.
 
@@ -300,7 +300,7 @@ def look_until_final(
         # a row is done when all its tokens are final, or when the joint probability of the final ones is not above the
         # gate, but not before its first look
         log_p = torch.where(final, conf, 1.0).log().sum(-1)
-        live = ~final.all(-1) & ((log_p > gate) | (looks == 0))
+        live = ~final.all(-1) & ((log_p > log_gate) | (looks == 0))
         if not live.any():
             return token, conf, final, looks
 

@@ -110,9 +110,9 @@ def by_entropy(logits: Tensor, conf: Tensor, masked: Tensor, d: Decoding) -> Ten
 def from_the_left(logits: Tensor, conf: Tensor, masked: Tensor, d: Decoding) -> Tensor:
     """The longest run: the leftmost masks whose probabilities have a product above tau_joint, and at least one."""
     run = torch.where(masked, conf, 1.0).log().cumsum(-1)
-    gate = math.log(d.tau_joint) if d.tau_joint else -math.inf
+    log_gate = math.log(d.tau_joint) if d.tau_joint else -math.inf
     leftmost = masked & (masked.cumsum(-1) == 1)
-    return masked & (run > gate) | leftmost
+    return masked & (run > log_gate) | leftmost
 
 
 SELECT = {"confidence": by_confidence, "entropy": by_entropy}
@@ -258,8 +258,8 @@ def generate(
         # add their forwards to their rows; a row leaves when its last block is finished
         staying = []
         for r, row in enumerate(rows):
-            full, partial, _ = counts[:, r].tolist() if finished[r] else (0, 0, 0)
-            if not (finished[r] and row.finish(z[r].tolist(), full, partial, changed[r])):
+            n_full, n_partial, _ = counts[:, r].tolist() if finished[r] else (0, 0, 0)
+            if not (finished[r] and row.finish(z[r].tolist(), n_full, n_partial, changed[r])):
                 staying.append(r)
         if not staying:
             return outputs

@@ -30,9 +30,9 @@ COUNTS = {"city New York": 10, "city San Francisco": 5, "city San Diego": 4, "ci
           "city San Juan": 3, "dish hot dog": 8, "dish ice cream": 7, "dish ice cube": 5, "dish ice tea": 5}
 TOKENS = ["[M]"] + sorted(set(" ".join(COUNTS).split()))
 MASK = 0  # the mask is a token like any other
-ROWS = torch.tensor([[TOKENS.index(word) for word in phrase.split()] for phrase in COUNTS])
-TEXT = ROWS.repeat_interleave(3 * torch.tensor(list(COUNTS.values())), dim=0)  # 150 rows
-HOLES = ROWS.masked_fill(torch.arange(3) > 0, MASK)  # city [M] [M], and from row 5 on dish [M] [M]
+PHRASES = torch.tensor([[TOKENS.index(word) for word in phrase.split()] for phrase in COUNTS])
+TEXT = PHRASES.repeat_interleave(3 * torch.tensor(list(COUNTS.values())), dim=0)  # 150 rows
+HOLES = PHRASES.masked_fill(torch.arange(3) > 0, MASK)  # city [M] [M], and from row 5 on dish [M] [M]
 
 # --- the model: a GPT in two parts, because its last layers run twice
 C, H = 32, 2  # channels, heads
@@ -172,8 +172,8 @@ def decode(model, z, tau, looks, causal=False):
 def report(name, model, looks=0, causal=False):  # print a row of the table: both words in one step
     z, forwards, (p,) = decode(model, HOLES, -1, looks, causal)
     if causal:  # to give p(second | first) it reads each phrase  # causal
-        p = model.logits(model.coordinate(model.prefix(HOLES), HOLES == MASK, ROWS)).softmax(-1)  # causal
-    q = p.gather(2, ROWS[..., None])[:5, 1:, 0].prod(1)
+        p = model.logits(model.coordinate(model.prefix(HOLES), HOLES == MASK, PHRASES)).softmax(-1)  # causal
+    q = p.gather(2, PHRASES[..., None])[:5, 1:, 0].prod(1)
     city, dish = [" ".join(TOKENS[token] for token in row[1:]) for row in z[[0, 5]]]
     print(f"{name:22}{q[0]:9.2f}{q[1:].sum():9.2f}{1 - q.sum():11.2f}{forwards:10.1f}  {city}, {dish}")
     return model

@@ -26,7 +26,7 @@ class Untold(CausalModel):
     """It sees the whole bundle, and is shown no token."""
 
     def coordinate(
-        self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int, tokens: Tensor, last: Tensor | None = None
+        self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int, tokens: Tensor, before_block: Tensor | None = None
     ) -> Tensor:  # fmt: skip
         T = bundle.shape[1]
         h = h[:, :T]

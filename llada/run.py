@@ -53,7 +53,7 @@ def build_parser() -> Parser:
     add("--task", choices=TASKS, required=True)
     add("--task_file", type=Path, required=True, help="the published file of the task; nothing is downloaded")
     add("--template", type=Path, help="a text file with another prompt, in which the fields are in braces")
-    add("--shard", type=shard, default=(1, 1), metavar="I/N",
+    add("--part", type=part, default=(1, 1), metavar="I/N",
         help="only every n-th item, from the i-th on; give each of 1/4 to 4/4 an --out, and tables.py joins them")
 
     add = parser.add_argument_group("what answers, and where the answers go").add_argument
@@ -68,11 +68,11 @@ def build_parser() -> Parser:
 # fmt: on
 
 
-def shard(text: str) -> tuple[int, int]:
-    part, n = map(int, text.split("/"))
-    if not 1 <= part <= n:
+def part(text: str) -> tuple[int, int]:
+    number, parts = map(int, text.split("/"))
+    if not 1 <= number <= parts:
         raise ValueError
-    return part, n
+    return number, parts
 
 
 def row_of(args: Namespace, model: Model) -> str:
@@ -88,7 +88,7 @@ def row_of(args: Namespace, model: Model) -> str:
 
 # --- run files
 def identity(args: Namespace, items: list[Item], model: Model, templated: bool, row: str, d: Decoding) -> dict:
-    """Everything that may change an answer; the places of files and --shard do not."""
+    """Everything that may change an answer; the places of files and --part do not."""
     base = base_of(args.ckpt)
     about = {
         "task": args.task,
@@ -212,8 +212,8 @@ def main() -> None:
         print(f"no chat template: the tokenizer of {args.ckpt} has no {missing[0]}, so questions are plain text")
 
     # answer the items that have no answer yet
-    part, parts = args.shard
-    mine = items[part - 1 :: parts]
+    number, parts = args.part
+    mine = items[number - 1 :: parts]
     with alone_with(args.out):
         run = open_run(args.out, identity(args, items, model, not missing, row, d))
         todo = [item for item in mine if item.id not in run.items]

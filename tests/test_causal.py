@@ -60,12 +60,12 @@ def of_tokens(log_p: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 def test_what_a_position_is_shown_by_hand():
     """A position is shown the token before it, and the first position of a block the token before the block. If that
     token is not in the bundle, it is shown the nearest earlier bundle token of its block, if there is one."""
-    tokens, first = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[9, 6]])
+    tokens, before_blocks = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[9, 6]])
     for bundle in (places(T=4), places(0, 1, 2, 3, T=4)):
-        assert token_before(tokens, bundle, first, 2).tolist() == [[9, 1, 6, 3]]
-    assert token_before(tokens, places(0, T=4), first[:, :1], 8).tolist() == [[9, 1, 1, 1]]
+        assert token_before(tokens, bundle, before_blocks, 2).tolist() == [[9, 1, 6, 3]]
+    assert token_before(tokens, places(0, T=4), before_blocks[:, :1], 8).tolist() == [[9, 1, 1, 1]]
     bundle = places(1, 2, 4, 7, 9, T=10)
-    assert token_before(torch.arange(10)[None], bundle, first, 5).tolist() == [[9, 0, 1, 2, 2, 6, 5, 6, 7, 7]]
+    assert token_before(torch.arange(10)[None], bundle, before_blocks, 5).tolist() == [[9, 0, 1, 2, 2, 6, 5, 6, 7, 7]]
 
 
 @torch.no_grad()
@@ -77,12 +77,12 @@ def test_the_token_before_a_block(monkeypatch):
     read = []
     model.wte.register_forward_hook(lambda module, given, out: read.append(given[0][0, ::8].tolist()))
     z, clean = random_ids(1, 16, 1), random_ids(1, 16, 2)
-    for ids, ctx, last in (
+    for ids, ctx, before_block in (
         (z, context(z, model, clean), []),
         (z[:, :8], context(z[:, :8], model), []),
         (z[:, :8], context(z[:, :8], model), [torch.tensor([5])]),
     ):
-        model.coordinate(model.prefix(ids, ctx), torch.ones_like(ids, dtype=torch.bool), ctx, 1, ids, *last)
+        model.coordinate(model.prefix(ids, ctx), torch.ones_like(ids, dtype=torch.bool), ctx, 1, ids, *before_block)
     assert read[1::2] == [[MASK, int(clean[0, 7])], [MASK], [5]]
 
 

@@ -61,16 +61,16 @@ def test_a_task_end_to_end(task, run, tmp_path):
 
 
 def test_killed_half_way_it_goes_on(run, tmp_path, monkeypatch):
-    run("gsm8k", tmp_path / "a.jsonl", "--shard", "1/2")
+    run("gsm8k", tmp_path / "a.jsonl", "--part", "1/2")
     whole = lines(tmp_path / "a.jsonl")
     data = (tmp_path / "a.jsonl").read_bytes()
     first = data.index(b"\n") + 1
     for kept in (first // 2, first + 20, len(data) - 30):  # in the header, in the first item, in the last
         (tmp_path / "b.jsonl").write_bytes(data[:kept])
-        run("gsm8k", tmp_path / "b.jsonl", "--shard", "1/2")
+        run("gsm8k", tmp_path / "b.jsonl", "--part", "1/2")
         assert lines(tmp_path / "b.jsonl") == whole
     monkeypatch.setattr(runs, "generate", None)  # a finished run decodes nothing
-    assert ", 0 to go" in run("gsm8k", tmp_path / "a.jsonl", "--shard", "1/2")
+    assert ", 0 to go" in run("gsm8k", tmp_path / "a.jsonl", "--part", "1/2")
     assert (tmp_path / "a.jsonl").read_bytes() == data
 
 
@@ -78,22 +78,22 @@ def test_two_runs_do_not_append_to_one_file(run, tmp_path):
     """Beside it, in the same folder, another one may."""
     out = tmp_path / "a.jsonl"
     with alone_with(out):
-        assert f"another run is writing into {out}" in run.fails("gsm8k", out, "--shard", "1/3")
+        assert f"another run is writing into {out}" in run.fails("gsm8k", out, "--part", "1/3")
         assert out.read_bytes() == b""
-        run("gsm8k", tmp_path / "b.jsonl", "--shard", "2/3")
-    run("gsm8k", out, "--shard", "1/3")
+        run("gsm8k", tmp_path / "b.jsonl", "--part", "2/3")
+    run("gsm8k", out, "--part", "1/3")
 
 
-def test_shards_are_parts_of_the_whole(run, tmp_path):
+def test_parts_make_the_whole(run, tmp_path):
     for part in ("1/2", "2/2"):
-        run("gsm8k", tmp_path / f"parts/{part[0]}.jsonl", "--shard", part)
-    (sharded,) = tables.read_runs(tmp_path / "parts")
+        run("gsm8k", tmp_path / f"parts/{part[0]}.jsonl", "--part", part)
+    (parts,) = tables.read_runs(tmp_path / "parts")
 
-    # a shard is no setting: the first one grows into the whole
+    # a part is not a setting: the first one grows into the whole
     assert len(lines(tmp_path / "parts/1.jsonl")) == 3
     run("gsm8k", tmp_path / "parts/1.jsonl")
     whole, _ = tables.read_run(tmp_path / "parts/1.jsonl")
-    assert len(sharded.items) == 3 and tables.measured(sharded, None) == tables.measured(whole, None)
+    assert len(parts.items) == 3 and tables.measured(parts, None) == tables.measured(whole, None)
 
 
 def test_what_a_run_decodes_with(run, weights, tmp_path, monkeypatch):
@@ -118,12 +118,12 @@ def test_what_a_run_decodes_with(run, weights, tmp_path, monkeypatch):
 
 
 def test_without_role_tokens_there_is_no_chat_template(run, weights, tmp_path):
-    assert "chat template" not in run("gsm8k", tmp_path / "chat.jsonl", "--shard", "1/3")
+    assert "chat template" not in run("gsm8k", tmp_path / "chat.jsonl", "--part", "1/3")
     for name in ("base", "cocommit"):
         shutil.copytree(weights / name, tmp_path / "plain" / name)
     path = tmp_path / "plain" / "base" / "tokenizer.json"
     path.write_text(path.read_text().replace("<role>", "<turn>"))
-    flags = ["--shard", "1/3", "--ckpt", tmp_path / "plain" / "cocommit"]
+    flags = ["--part", "1/3", "--ckpt", tmp_path / "plain" / "cocommit"]
     assert "no chat template: the tokenizer of" in run("gsm8k", tmp_path / "plain.jsonl", *flags)
     settings, items = {}, {}
     for name in ("chat", "plain"):
@@ -156,7 +156,7 @@ def test_other_settings_do_not_mix(run, weights, tmp_path):
 
 def test_samples_for_evalplus_are_handed_over(run, tmp_path):
     folder = tmp_path / "runs" / "he.evalplus"
-    text = run("humaneval", tmp_path / "runs" / "he.jsonl", "--shard", "1/2")
+    text = run("humaneval", tmp_path / "runs" / "he.jsonl", "--part", "1/2")
     assert [record["task_id"] for record in lines(folder / "dataset.jsonl")] == ["HumanEval/900"]
 
     # a verdict counts for the very program that it is about
