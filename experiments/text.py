@@ -40,6 +40,7 @@ from sample import generate
 
 DATA = Path("data/shakespeare")
 SEQ_LEN = 256
+BLOCK = 8
 N_BYTES = 16384  # held out, for bits
 N = 256  # beginnings that are continued
 BEGINNING = 56  # bytes of each
@@ -101,8 +102,9 @@ def draws(parser: Parser) -> None:
     args = read_flags(parser)
     if args.system not in RULES:
         fail(f"--system {args.system}: there are draws of {', '.join(RULES)}")
-    model, corpus = load(args.ckpt)
+    model, _ = load(args.ckpt)
     judge, _ = load(args.judge)
+    corpus = read_corpus(DATA, SEQ_LEN, 0, BLOCK, 0)  # one text for all systems, whatever their blocks are
     text = torch.from_numpy(np.concatenate(corpus.rows["val"].rows)).long()
     beginnings, endings = cut(text)
     tokenizer = load_tokenizer(DATA)
@@ -119,8 +121,12 @@ def draws(parser: Parser) -> None:
             continue
         d = replace(DRAWN, **settings)
         outputs = generate(model, beginnings.tolist(), d, seed=args.seed)
-        drawn = torch.tensor([output.tokens for output in outputs])
-        record |= judged(judge, beginnings, drawn) | dict(distinct=distinct(drawn))
+        # a text that ended early is left out
+        kept = [i for i, output in enumerate(outputs) if len(output.tokens) == LENGTH]
+        begun = beginnings[kept]
+        drawn = torch.tensor([outputs[i].tokens for i in kept])
+        record["texts"] = len(kept)
+        record |= judged(judge, begun, drawn) | dict(distinct=distinct(drawn))
         record["forwards"] = mean(in_full(o.nfe, model.partial_cost) for o in outputs) / LENGTH
         if model.cfg.block_length > 1:
             record |= timed(model, beginnings, d)
@@ -130,10 +136,10 @@ def draws(parser: Parser) -> None:
         # what the system itself has for its own draws: their entropy, where it draws by the chain rule
         way = {"whole blocks": "Stage B", "one at a time": "one at a time", "all at once": "Stage A"}.get(rule)
         if way and args.system != "paper":
-            record["own"] = cost_of(model, beginnings, drawn, way)
+            record["own"] = cost_of(model, begun, drawn, way)
 
         # the first four of them, in order
-        shown = [tokenizer.decode(row) for row in torch.cat([beginnings, drawn], dim=1)[:4].tolist()]
+        shown = [tokenizer.decode(row) for row in torch.cat([begun, drawn], dim=1)[:4].tolist()]
         append_line(args.out, record | dict(first=shown))
 
 
