@@ -22,7 +22,7 @@ done
 
 # draws, judged by the left-to-right model of another seed: JUDGE=2, whose run is in out/text-2
 if [ -n "${JUDGE:-}" ]; then
-  for system in causal base paper; do
+  for system in causal base paper left; do
     python -m experiments.text draws --system $system --seed $seed --ckpt $out/$system --judge_seed $JUDGE \
         --judge out/text-$JUDGE/left --out $out/draws.jsonl
   done

@@ -280,6 +280,7 @@ DRAWN = {
     ("paper", "all at once"): ("paper, Stage B, all at once", PURPLE, 4),
     ("causal", "whole blocks"): ("causal, whole blocks", BLUE, 0),
     ("causal", "above 0.7"): ("causal, above 0.7", BLUE, -4),
+    ("left", "one at a time"): ("a left-to-right model", INK, 4),
 }
 
 
