@@ -112,6 +112,17 @@ def test_what_the_readme_says_of_names():
     ]
 
 
+def test_the_token_before_on_other_beginnings():
+    """The differences of three trainings, and the interval of the one above gate 0.5."""
+    said = PAGE.split("On 512 other beginnings the three differences are ")[1].split(". ")[0]
+    found = []
+    for dial in (0, 0.5, 0.8):
+        ours, theirs = (shares(of(system, "run", dial, None, 512, TRAININGS)) for system in ("causal", "told"))
+        found.append(interval([a - b for a, b in zip(ours, theirs, strict=True)]))
+    plain = [text.split()[0] for text in found]
+    assert said.rstrip(".") == f"{plain[0]}, {found[1]} and {plain[2]}"
+
+
 BITS = {  # the page's row, and evaluate.py's
     "base: Stage A, all at once": "assets/names  Stage A, all at once",
     "base: one at a time, from the left": "assets/names  one at a time, from the left",
