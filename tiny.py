@@ -13,10 +13,10 @@ last layers once more. Then the bundle is written: here it is "San York" again. 
 places are written with it, but not which words. Our change, causal Stage B, mends this: a mask also
 sees the word before it.
 
-Edits, blocks, experts, LoRA and its frozen base are left out. So is what only causal.py has: Stage B's
-own layers beside a frozen Stage A, whose log-probabilities are added, and bundles with gaps. Lines with
-the tag # CoCommit are the paper's (some also hand on what causal Stage B reads). Those with # causal and
-those with # alpha are not.
+Edits, blocks, experts, LoRA and its frozen base are left out. What only causal.py has is left out, too:
+own layers for Stage B, a frozen Stage A to whose log-probabilities Stage B adds its logits, and bundles
+with gaps. Lines with the tag # CoCommit are the paper's (some also hand on what causal Stage B reads).
+Those with # causal and those with # alpha are not.
 """
 import argparse
 
@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-# --- the toy: a first word, the context, and a phrase. Of 25 rows that begin with this word, COUNTS says
+# --- the toy: a first word (the context) and a phrase. Of 25 rows that begin with this word, COUNTS says
 # how many go on with each phrase. TEXT has each row three times
 COUNTS = {"city New York": 10, "city San Francisco": 5, "city San Diego": 4, "city San Jose": 3,
           "city San Juan": 3, "dish hot dog": 8, "dish ice cream": 7, "dish ice cube": 5, "dish ice tea": 5}
@@ -97,7 +97,7 @@ def rotate(x):
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 # --- the loss
-# The paper adds up the cross-entropies of the words. Each word is in one term only, so the sum is least
+# The paper adds up the cross-entropies of the words. No term sees the other word, so the sum is least
 # if each place gets the probabilities of its word alone, and Stage A learns these already. But if Stage B
 # sees the word before, the same sum is a joint loss, because p(first) p(second | first) = p(both).
 # alpha changes the loss instead (AlphaDLM, arXiv 2609.38066): it scores the phrase as a whole. At alpha 1
@@ -131,7 +131,7 @@ def train(base, alpha_b=None, causal=False):
         # Stage A fills every mask
         h = model.prefix(z)
         loss = fill_loss(model.logits(model.last_n(h)), TEXT, masked, 0)
-        # Stage B fills the bundle, one or two of the masks; causal Stage B reads the right words there
+        # Stage B fills the bundle, one or two of the masks; causal Stage B reads the true words there
         if alpha_b is not None:  # CoCommit
             bundle = some_of(masked)  # CoCommit
             tokens = torch.where(bundle, TEXT, z) if causal else None  # CoCommit
@@ -158,8 +158,8 @@ def decode(model, z, tau, looks, causal=False):
             draft = torch.where(bundle, logits.argmax(-1), z)  # CoCommit
             logits = model.logits(model.coordinate(h, bundle, draft if causal else None))  # CoCommit
             n_looks += 1  # CoCommit
-            # causal: a word is final if no word before it changed in this look, because then it has read the right
-            # words. A word with a change strictly on its left (changed.cumsum(1) > changed) is not final: if the
+            # causal: a word is final if this look changed no word on its left, because then it has read the final
+            # ones. A word with a change strictly on its left (changed.cumsum(1) > changed) is not final: if the
             # bundle has such a word, look again
             changed = bundle & (logits.argmax(-1) != draft)  # causal
             if not (bundle & (changed.cumsum(1) > changed)).any():  # causal

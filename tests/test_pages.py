@@ -127,7 +127,7 @@ BITS = {  # the page's row, and evaluate.py's
     "base: Stage A, all at once": "assets/names  Stage A, all at once",
     "base: one at a time, from the left": "assets/names  one at a time, from the left",
     "paper: Stage B, all at once": "assets/names/paper  Stage B, all at once",
-    "causal: causal Stage B, whole blocks": "assets/names/causal  causal Stage B, whole blocks",
+    "causal Stage B, whole blocks": "assets/names/causal  causal Stage B, whole blocks",
 }
 
 
@@ -169,7 +169,7 @@ def test_what_is_said_of_the_teacher_and_of_draws():
         same("tried", system=f"{name}, drawn bundles in a fifth", dial=0.5) for name in ("beam of 4", "greedy teacher")
     ]
     found = [share(record["exist"]) for [record] in tried]
-    assert numbers(PAGE, "Causal Stage B learns names") == list(map(short, (mean(map(float, beam)), *found)))
+    assert numbers(PAGE, "Two thirds of causal Stage B's rows") == list(map(short, (mean(map(float, beam)), *found)))
 
     same_text = [re.search(rf"{name} +(\S+)", (FOLDER / "vary.txt").read_text())[1] for name in
                  ("causal  causal, longest run above 0.5", "names  base, longest run above 0.5")]  # fmt: skip
@@ -208,35 +208,25 @@ def test_what_the_token_before_is_worth():
 
 # --- other pages
 def test_the_marker():
-    """On, off, and at all other positions: alpha's means of three seeds, causal Stage B of one, tiny.py's means."""
-    looked = [
-        [[share(r["digits"]) for r in same("marker", marker=marker, way=way) if r["ckpt"].startswith(ckpt)]
-         for marker in ("on", "off", "elsewhere")]
-        for ckpt, way in (("alpha-", "all at once"), ("causal", "whole blocks"))
-    ]  # fmt: skip
-    assert [len(of_marker) for found in looked for of_marker in found] == [3, 3, 3, 1, 1, 1]
-    log = (FOLDER / "tiny-marker.txt").read_text()
-    tiny = [mean(map(float, re.findall(rf"alpha1 plain.*\n(?: +o.*\n)*? +{marker} .* none (\S+)", log)))
-            for marker in ("on", "off")]  # fmt: skip
-    assert numbers(THEOREM, "In tiny.py alpha") == list(map(short, tiny))
-    expected = [mean(of_marker) for found in looked for of_marker in found]
-    assert numbers(THEOREM, "Scaled by rms(h)") == list(map(short, expected))
-    on, off = looked[0][:2]
+    """On and off: means of three seeds. tiny.py's alpha needs it."""
+    on, off = (
+        [share(r["digits"]) for r in same("marker", marker=marker, way="all at once") if r["ckpt"].startswith("alpha-")]
+        for marker in ("on", "off")
+    )
+    assert len(on) == len(off) == 3
+    assert numbers(THEOREM, "Of the names that alpha") == [short(mean(on)), short(mean(off))]
     margin = interval([a - b for a, b in zip(on, off, strict=True)])
     low, high = (100 * float(x) for x in re.search(r"\((\S+) to (\S+)\)", margin).groups())
     assert f"from {low:.1f} to {high:.1f} points" in THEOREM
+    log = (FOLDER / "tiny-marker.txt").read_text()
+    tiny = [mean(map(float, re.findall(rf"alpha1 plain.*\n(?: +o.*\n)*? +{marker} .* none (\S+)", log)))
+            for marker in ("on", "off")]  # fmt: skip
+    assert tiny[0] < 0.01 and tiny[1] > 0.4
 
 
 def test_alpha_on_names():
-    settings = [
-        ("alpha", "run", 0, None),
-        ("base", "run", 0, None),
-        ("alpha", "run", 0.7, None),
-        ("base", "run", 0.7, None),
-    ]
-    found = [of(*setting) for setting in settings]
+    found = [of(system, "run", 0, None) for system in ("alpha", "base")]
     assert numbers(THEOREM, "On [names]") == [short(mean(shares(own))) for own in found]
-    assert all(f"for {cost(own):.1f}" in THEOREM for own in found[2:])
 
 
 def test_the_dropped_head():
@@ -329,14 +319,13 @@ IN_BITS = {
     ("untold", "Stage B"): "causal Stage B without the token before, 800 steps",
     ("short", "Stage B"): "causal Stage B, 800 steps",
     ("halfway", "Stage B"): "causal Stage B, 3,000 steps",
-    ("causal", "Stage B"): "causal: causal Stage B, whole blocks",
+    ("causal", "Stage B"): "causal Stage B, 5,000 steps",
     ("base", "one at a time"): "base: one at a time, from the left",
     ("left", "Stage A"): "a left-to-right model",
 }
 
 IN_README = {
     "paper: Stage B, all at once": "paper: Stage B, all at once (and its Stage A)",
-    "causal: causal Stage B, whole blocks": "causal: causal Stage B, 5,000 steps, whole blocks",
     "a left-to-right model": "a left-to-right model of that size",
 }
 
