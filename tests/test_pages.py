@@ -361,6 +361,28 @@ def test_what_is_said_of_bits():
     assert re.findall(r"-?\d\.\d+", said) == expected
 
 
+def test_blocks_of_16():
+    """Beside blocks of 8: bits of two seeds, and forwards of the draws."""
+    longer = of_text("blocks16.jsonl")
+    for row, system, way in (
+        ("bits a byte: Stage A, all at once", "base", "Stage A"),
+        ("one at a time, from the left", "base", "one at a time"),
+        ("causal Stage B, 3,000 steps", "causal", "Stage B"),
+    ):
+        ours = bits_by_seed("halfway" if system == "causal" else system, way)[:2]
+        theirs = [r["bits"] for r in longer if (r["system"], r.get("way")) == (system, way)]
+        assert len(theirs) == 2
+        part = TEXT.split("## Blocks of 16")[1]
+        assert cells(part, row) == [" ".join(f"{bits:.3f}" for bits in found) for found in (ours, theirs)]
+    of_8, of_16 = ([r for r in found if r.get("rule") == "whole blocks"] for found in (of_text("draws.jsonl"), longer))
+    assert cells(part, "forwards a byte, in whole blocks") == [
+        f"{mean(r['forwards'] for r in found):.2f}" for found in (of_8, of_16)
+    ]
+    assert f"Its draws score {of_16[0]['bits']:.2f} on seed 1" in part
+    bits, forwards = mean(theirs), of_16[0]["forwards"]
+    assert f"In blocks of 16, causal Stage B pays {bits:.2f} bits for {forwards:.2f} forwards a byte." in README
+
+
 def test_what_is_trained_together():
     """One seed: Stage A, one at a time, whole blocks; then a base and its Stage B, by its steps."""
     assert bits_by_seed("together", "Stage B")
@@ -374,7 +396,7 @@ def test_what_is_trained_together():
 
 
 def test_the_readmes_scores_of_draws():
-    said = README.split("Another model scores such draws")[1].split("\n")[0]
+    said = README.split("Another model scores such draws")[1].split(" In blocks of 16")[0]
     found = {}
     for r in of_text("draws.jsonl"):
         found.setdefault((r["system"], r["rule"]), []).append(r)
