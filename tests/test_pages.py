@@ -206,6 +206,15 @@ def test_what_the_token_before_is_worth():
         assert row.split("|") == [interval([a - b for a, b in of_dial]) for of_dial in pairs]
 
 
+def test_a_better_teacher():
+    """Shares of its own names, of those that learned its rows, and of the shipped one."""
+    found = [mean(shares(same("teacher", system="teacher")))]
+    found += [mean(shares(same("teacher", system="causal", dial=dial))) for dial in (0.0, 0.5, 0.8)]
+    rows = ("causal, whole blocks", "causal, longest run above 0.5", "causal, longest run above 0.8")
+    expected = [*map(short, found), *(shipped(row, 1)[0] for row in rows)]
+    assert numbers(PAGE, "A better teacher helps") == expected
+
+
 # --- other pages
 def test_the_marker():
     """On and off: means of three seeds. tiny.py's alpha needs it."""
