@@ -50,10 +50,9 @@ STAGE_B["untold"] = Untold
 
 @command
 def main() -> None:
-    sys.argv[0] = "-m experiments.control"  # the run prints how to go on
-    parser = train.build_parser(__doc__)
-    parser.set_defaults(stage_b="untold")
-    train.run(train.read_arguments(parser))
+    # the run prints how to go on; and a config says which Stage B it is for, but a flag wins
+    sys.argv = ["-m experiments.control", *sys.argv[1:], "--stage_b", "untold"]
+    train.run(train.read_arguments(train.build_parser(__doc__)))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
 """What experiments/text.py counts, and experiments/control.py. `pytest tests/test_text.py`"""
 
 import torch
-from common import approx, random_ids, tiny_model
+from common import ROOT, approx, command_line, random_ids, tiny_model
 
 from causal import CausalModel, causal_denoise
+from checkpoint import load_model
 from decoding import Decoding
 from evaluate import bits_of_batch
+from experiments import control
 from experiments.control import Untold, untold_denoise
 from experiments.text import cost_of, cut, distinct
 from lib.rows import Batch
+from lib.util import read_json
 from sample import generate, step_of
 
 # R rows, T positions
@@ -69,3 +72,14 @@ def test_the_control_takes_one_look():
         for one, many in zip(ours, theirs, strict=True):
             assert one.nfe["full"] == many.nfe["full"] == one.nfe["partial"] <= many.nfe["partial"]
     assert step_of(model, d) is untold_denoise
+
+
+def test_the_control_is_trained_whatever_the_config_says(tmp_path, monkeypatch, capsys):
+    """configs/text.toml is for causal Stage B."""
+    out = tmp_path / "control"
+    flags = f"--config configs/text.toml --data data/shakespeare --init_from assets/shakespeare --out_dir {out}"
+    monkeypatch.chdir(ROOT)
+    code, _, err = command_line(control, monkeypatch, capsys, *flags.split(), "--max_iters", "1", "--seq_len", "16")
+    assert code == 0, err
+    assert read_json(out / "adapter.json", "adapter")["stage_b"] == "untold"
+    assert isinstance(load_model(out, "cpu", torch.float32), Untold)
