@@ -395,6 +395,8 @@ def test_blocks_of_16():
 def test_what_is_trained_together():
     """One seed: Stage A, one at a time, whole blocks; then a base and its Stage B, by its steps."""
     assert bits_by_seed("together", "Stage B")
+    of_two = {r["way"]: f"{r['bits']:.3f}" for r in of_text("n2.jsonl")}
+    assert cells(TEXT, "together, n = 2, 800 steps") == [of_two[way] for way in ("Stage A", "one at a time", "Stage B")]
     for row, base, system in (
         ("together, 800 steps", "together", "together"),
         ("a base, 800 steps, then Stage B, 800", "base", "short"),
