@@ -86,7 +86,8 @@ def half(parser: Parser) -> None:
 # --- bits of held-out text
 def bits(parser: Parser) -> None:
     args = read_flags(parser)
-    model, corpus = load(args.ckpt)
+    model = load(args.ckpt)
+    corpus = read_text(model.cfg.block_length)
     for way in WAYS[args.system]:
         record = dict(system=args.system, seed=args.seed, way=way)
         if is_there(record, args.out):
@@ -102,9 +103,9 @@ def draws(parser: Parser) -> None:
     args = read_flags(parser)
     if args.system not in RULES:
         fail(f"--system {args.system}: there are draws of {', '.join(RULES)}")
-    model, _ = load(args.ckpt)
-    judge, _ = load(args.judge)
-    corpus = read_corpus(DATA, SEQ_LEN, 0, BLOCK, 0)  # one text for all systems, whatever their blocks are
+    model = load(args.ckpt)
+    judge = load(args.judge)
+    corpus = read_text(BLOCK)  # one text for all systems, whatever their blocks are
     text = torch.from_numpy(np.concatenate(corpus.rows["val"].rows)).long()
     beginnings, endings = cut(text)
     tokenizer = load_tokenizer(DATA)
@@ -194,10 +195,13 @@ def read_flags(parser: Parser) -> Namespace:
     return parser.parse_args()
 
 
-def load(folder: Path) -> tuple[Model, Corpus]:
-    """A model of text, and the rows that it is judged on."""
-    model = load_model(folder, torch.device("cpu"), torch.float32)
-    return model, read_corpus(DATA, SEQ_LEN, 0, model.cfg.block_length, 0)
+def load(folder: Path) -> Model:
+    return load_model(folder, torch.device("cpu"), torch.float32)
+
+
+def read_text(block_length: int) -> Corpus:
+    """The rows that models are judged on."""
+    return read_corpus(DATA, SEQ_LEN, 0, block_length, 0)
 
 
 def is_there(record: dict, out: Path) -> bool:
