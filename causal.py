@@ -34,7 +34,6 @@ To change   what a position is shown       edit   token_before, CausalModel.coor
             when a token is final                 look_until_final
 """
 
-import math
 from argparse import Namespace
 from dataclasses import replace
 
@@ -265,7 +264,6 @@ def causal_denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tenso
     """
     model = engine.model
     masked = z == model.cfg.mask_id
-    log_gate = math.log(d.tau_joint) if d.tau_joint else -math.inf
 
     # Stage A: one full forward, whose tokens are the first drafts. Both stages draw by the same random numbers, so that
     # most drafts stay. This does not change what is drawn: drafts decide how many looks are taken, not what is written
@@ -275,18 +273,17 @@ def causal_denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tenso
     draft = torch.where(masked, token_a, z)
 
     log_p_a = logits_a.log_softmax(-1)
-    token, conf, final, looks = look_until_final(engine, h, log_p_a, draft, masked, u[:, 1], d, log_gate)
+    token, conf, final, looks = look_until_final(engine, h, log_p_a, draft, masked, u[:, 1], d)
 
     # write the longest run, and at least its first token
-    sure = masked & final & (conf.log().cumsum(-1) > log_gate)
+    sure = masked & final & (conf.log().cumsum(-1) > d.log_gate)
     written = sure | (masked & (masked.cumsum(-1) == 1))
     after = torch.where(written, token, z)
     return Step(z, after, written, torch.zeros_like(masked), token, conf, token_a, conf_a, looks)
 
 
 def look_until_final(
-    engine: Cached | Uncached, h: Tensor, log_p_a: Tensor, token: Tensor, masked: Tensor, u: Tensor, d: Decoding,
-    log_gate: float,
+    engine: Cached | Uncached, h: Tensor, log_p_a: Tensor, token: Tensor, masked: Tensor, u: Tensor, d: Decoding
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Take looks, each with the tokens of the one before as its drafts, until every token that may be written is final.
 
@@ -300,7 +297,7 @@ def look_until_final(
         # a row is done when all its tokens are final, or when the joint probability of the final ones is not above the
         # gate, but not before its first look
         log_p = torch.where(final, conf, 1.0).log().sum(-1)
-        live = ~final.all(-1) & ((log_p > log_gate) | (looks == 0))
+        live = ~final.all(-1) & ((log_p > d.log_gate) | (looks == 0))
         if not live.any():
             return token, conf, final, looks
 

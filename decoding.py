@@ -42,6 +42,11 @@ class Decoding:
         return math.inf if self.tau_t2t is None else self.tau_t2t
 
     @property
+    def log_gate(self) -> float:
+        """The logarithm of what a run's probability must exceed."""
+        return math.log(self.tau_joint) if self.tau_joint else -math.inf
+
+    @property
     def post_steps(self) -> int:
         """The most forwards after the last mask is filled. There are none without edits: nothing could change."""
         return 0 if self.tau_t2t is None else self.max_post_steps

@@ -110,9 +110,8 @@ def by_entropy(logits: Tensor, conf: Tensor, masked: Tensor, d: Decoding) -> Ten
 def from_the_left(logits: Tensor, conf: Tensor, masked: Tensor, d: Decoding) -> Tensor:
     """The longest run: the leftmost masks whose probabilities have a product above tau_joint, and at least one."""
     run = torch.where(masked, conf, 1.0).log().cumsum(-1)
-    log_gate = math.log(d.tau_joint) if d.tau_joint else -math.inf
     leftmost = masked & (masked.cumsum(-1) == 1)
-    return masked & (run > log_gate) | leftmost
+    return masked & (run > d.log_gate) | leftmost
 
 
 SELECT = {"confidence": by_confidence, "entropy": by_entropy}
