@@ -28,7 +28,7 @@ What else is not the paper's:
     python train.py --config configs/causal.toml                          # that is --stage_b causal
     python sample.py --ckpt assets/names/causal --prompt "CANADIAN"
 
-To change   what a position is shown       edit   token_before, CausalModel.coordinate
+To change   what a position is shown       edit   token_before, CausalModel.note
             whom it sees                          bundle_mask
             which masks it learns from            masks_and_bundle
             when a token is final                 look_until_final
@@ -154,24 +154,33 @@ class CausalModel(Model):
         block. -> (R, T, C)
         """
         T = bundle.shape[1]
-        B = self.cfg.block_length
         h = h[:, :T]
+        if ctx.clean is not None:
+            ctx = replace(ctx, cos=ctx.cos[:T], sin=ctx.sin[:T])
 
+        # the note is scaled to the size of the state to which it is added
+        note = self.note(bundle, ctx, tokens, before_block)
+        size = h.float().square().mean(-1, keepdim=True).sqrt()
+        h = h + bundle[..., None] * (size * note).to(h.dtype)
+        return self.run_layers(h, replace(ctx, mask=self.sees(bundle, ctx)), self.layers_b)
+
+    def sees(self, bundle: Tensor, ctx: Context) -> Tensor:
+        """Whom each position sees: see bundle_mask."""
+        return bundle_mask(bundle, ctx)
+
+    def note(self, bundle: Tensor, ctx: Context, tokens: Tensor, before_block: Tensor | None) -> Tensor:
+        """The marker and the token on the left: (R, T, C) float32, in units of a state's size."""
         # the token before each block; the first block of a text has a mask there
+        B = self.cfg.block_length
         before_blocks = torch.full_like(tokens[:, ::B], self.cfg.mask_id)
         if before_block is not None:
             before_blocks[:, 0] = before_block
         if ctx.clean is not None:
             before_blocks[:, 1:] = ctx.clean[:, B - 1 : -1 : B]
-            ctx = replace(ctx, cos=ctx.cos[:T], sin=ctx.sin[:T])
 
-        # the marker and the token on the left, scaled to the size of the state to which they are added
         shown = self.wte(token_before(tokens, bundle, before_blocks, B))
         embedded = F.rms_norm(shown.float(), [self.cfg.n_embd])
-        note = self.markers[0] + F.linear(embedded, self.show.float())
-        size = h.float().square().mean(-1, keepdim=True).sqrt()
-        h = h + bundle[..., None] * (size * note).to(h.dtype)
-        return self.run_layers(h, replace(ctx, mask=bundle_mask(bundle, ctx)), self.layers_b)
+        return self.markers[0] + F.linear(embedded, self.show.float())
 
     def add_to(self, log_p_a: Tensor, states: Tensor) -> Tensor:
         """Stage A's log-probabilities plus the logits of Stage B's states (..., C): (..., V) float32."""

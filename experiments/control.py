@@ -19,23 +19,17 @@ from decoding import Decoding, Step
 from lib.util import command
 from model import Context
 
-# R rows, T positions, B block_length, C channels
+# R rows, B block_length
 
 
 class Untold(CausalModel):
     """It sees the whole bundle, and is shown no token."""
 
-    def coordinate(
-        self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int, tokens: Tensor, before_block: Tensor | None = None
-    ) -> Tensor:  # fmt: skip
-        T = bundle.shape[1]
-        h = h[:, :T]
-        sees = bundle_mask(torch.zeros_like(bundle), ctx)
-        if ctx.clean is not None:
-            ctx = replace(ctx, cos=ctx.cos[:T], sin=ctx.sin[:T])
-        size = h.float().square().mean(-1, keepdim=True).sqrt()
-        h = h + bundle[..., None] * (size * self.markers[0]).to(h.dtype)
-        return self.run_layers(h, replace(ctx, mask=sees), self.layers_b)
+    def sees(self, bundle: Tensor, ctx: Context) -> Tensor:
+        return bundle_mask(torch.zeros_like(bundle), ctx)
+
+    def note(self, bundle: Tensor, ctx: Context, tokens: Tensor, before_block: Tensor | None) -> Tensor:
+        return self.markers[0]
 
 
 def untold_denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
