@@ -3,13 +3,15 @@
     Cached      reads only the current blocks, and keeps keys and values of the finished blocks
     Uncached    reads the whole text every time: it is slow, and it is the specification of Cached
 
-Keeping keys and values is exact. Tests check in fp32 that both engines agree; in bf16 they differ by rounding. Why:
+Keeping keys and values is exact, because:
 
     1. No block attends to a later one, so the keys and values of a finished block can never change.
     2. Each pass over the current block writes its keys anew, so the keys of the last pass are kept.
     3. Stage B marks only the current block. Afterwards the unmarked keys are put back, so no marked key stays.
     4. A finished block has no marker. On it Stage B's first round is LastN(h), which is Stage A, with the same keys.
     5. A further round computes LastN(LastN(h)) of the finished blocks, which has other keys. These are kept as well.
+
+Tests check that both engines agree in fp32. In bf16 they differ by rounding.
 
 The last pass over a block usually changes no token, and then its keys are those of the final tokens. If it has changed
 a token, the block is read once more. This is a refresh.
@@ -79,6 +81,7 @@ class KVCache:
     def close(self, rows: list[int]) -> None:
         """The current block of `rows` is finished: copy its keys after those of their finished blocks."""
         at = torch.tensor(rows, device=self.kv.device)
+        # the places after the blocks that were there until now
         place = self.B + self.length[at, None] + torch.arange(self.B, device=self.kv.device)  # (rows, B)
         self.set_lengths([n + self.B * (row in rows) for row, n in enumerate(self.lengths)])
         block = self.kv[:, :, at, :, : self.B]  # (2, slots, rows, G, B, D)

@@ -22,7 +22,7 @@ What else is not the paper's:
                 learns nothing, and stays the base bit for bit
     logits      Stage B's are added to Stage A's log-probabilities
     training    every corrupted token is a mask, and the blocks before a block are clean
-    decoding    the bundle is written from the left, and nothing is edited
+    decoding    of the bundle the longest run is written, from the left, and nothing is edited
 
     python prepare.py data/names --written_by assets/names --out data/written
     python train.py --config configs/causal.toml                          # that is --stage_b causal
@@ -50,14 +50,14 @@ from model import Config, Context, Layer, Model
 
 # R rows, T positions, B block_length, S keys, C channels, V vocabulary, G key/value heads, D head dim, n = n_last
 
-HOLE_SHARE = 0.5  # the share of blocks that are trained to fill holes, see masks_and_bundle
+HOLE_SHARE = 0.5  # the share of blocks that are trained to fill holes, in rows that do not say it: masks_and_bundle
 
 
 # --- what a position of the bundle is shown, and whom it sees
 def token_before(tokens: Tensor, bundle: Tensor, before_blocks: Tensor, block_length: int) -> Tensor:
     """What each position of the bundle is shown: the token on its left. If that token is not in the bundle, Stage A has
-    read it already, and the position is shown the nearest earlier token of its block's bundle, if there is one. With
-    the bundle {1, 2, 4} of five positions:
+    read it already, so the position is shown the nearest earlier token of its block's bundle instead. (If there is
+    none, it is shown the token on its left all the same.) With the bundle {1, 2, 4} of five positions:
 
         position    1           2           3       4
         is shown    token 0     token 1     -       token 2
@@ -94,7 +94,7 @@ def bundle_mask(bundle: Tensor, ctx: Context) -> Tensor:
     sees = F.pad(sees, (0, S - T), value=True)[:, None]
     if ctx.mask is None:
         return sees
-    return sees & ctx.mask[..., :T, :] if ctx.mask.shape[-2] > 1 else sees & ctx.mask
+    return sees & ctx.mask[..., :T, :]
 
 
 class CleanKeys:
@@ -238,7 +238,8 @@ def causal_step(model: CausalModel, batch: Batch, args: Namespace) -> tuple[Tens
 
 
 def masks_and_bundle(batch: Batch, block_length: int) -> tuple[Tensor, Tensor]:
-    """masked and bundle, (R, T) bool each. A coin decides which of two cases of decoding each block is trained for:
+    """masked and bundle, (R, T) bool each. A coin decides which of two cases of decoding each block is trained for. (In
+    rows that prepare.py marks with holes_alone, all blocks are trained to fill holes.)
 
     to continue     all positions from a random place on are masked, and all masks are the bundle
     to fill holes   each position is masked with a probability from U(0, 1), and s ~ Uniform{1..B} masks are the bundle

@@ -153,7 +153,7 @@ def three_term_loss(
     model: Model, h: Tensor, target: Tensor, kind: Tensor, fill: Tensor, head: Callable[[Tensor], Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """Eq. 1: the weighted sum of cross-entropies, in nats. Nothing is shifted: a position predicts its own token.
-    LLaDA's own loss divides by the mask ratio. Here no term does.
+    Unlike LLaDA's own loss, no term is divided by the mask ratio.
 
     h (R, T, C): the states that `head` reads, or (R, 2T, C) with a clean copy (see Model.context), which has no loss.
     target (R, T) int64. kind (R, T) uint8. fill (R, T) bool: the masks with a fill loss, which are all of M in Stage A

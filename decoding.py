@@ -17,9 +17,9 @@ from model import Config
 
 @dataclass(frozen=True)
 class Decoding:
-    """The settings of a decoder. The defaults are the paper's, except for gen_length, which is 16,384 in the paper. The
-    paper also sets "32 steps per block". That is enough, because each step fills at least one mask, unless the model
-    writes [M] itself."""
+    """The settings of a decoder. The defaults are the paper's, except for gen_length, which is 16,384 in the paper.
+    The paper also sets "32 steps per block". Here nothing needs to be set, because each step fills at least one of
+    32 masks. (Only a model that writes [M] itself could need more steps.)"""
 
     gen_length: int = 256  # tokens; the last block is decoded whole
     tau_m2t: float = 0.7  # fill the masks whose probability is above this; -1: all masks at once
@@ -154,7 +154,7 @@ class Row:
         out.prompt = self.ids[:n] + self.prompt[len(self.ids) :]
         out.tokens = up_to_eos(new[: self.d.gen_length], self.cfg.eos_id)
         if self.cfg.mask_id in block:
-            out.warning = f"a block still has masks after {full:g} forwards, which would never fill it: it was left"
+            out.warning = f"a block was left with masks after {full:g} forwards: more forwards would not fill them"
 
         ended = self.cfg.eos_id in new and self.cfg.mask_id not in new
         last = len(self.ids) >= n + self.d.gen_length or (self.d.eos_early_stop and ended)

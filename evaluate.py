@@ -15,9 +15,8 @@ partial ones at their share of the layers.
 
 Text. With --bits the same is counted for any rows. Each held-out block is filled from masks, with the text before it
 given, and the table says how many bits a token costs. Nothing is drawn: these are the probabilities that a model gives
-to the right tokens.
-All at once, Stage A pays for each token alone; one at a time, it pays for each token after those before it, by the
-chain rule. The difference estimates the total correlation of a block.
+to the right tokens. All at once, Stage A pays for each token alone; one at a time, it pays for each token after those
+before it, by the chain rule. The difference estimates the total correlation of a block.
 
     python evaluate.py                                               # assets/names/paper, a minute
     python evaluate.py --ckpt assets/names/paper assets/names/causal # two adapters side by side
@@ -76,20 +75,20 @@ BASE_ROWS = {
     "base, longest run above 0.5": OFF | NO_EDITS | dict(tau_joint=0.5),
     "base, longest run above 0.3": OFF | NO_EDITS | dict(tau_joint=0.3),
     "base, above 0.7, gated edits (released)": OFF | dict(tau_t2t=0.5),
-    "base, above 0.7, edits off": OFF | dict(tau_t2t=None),
-    "base, all at once": OFF | dict(tau_m2t=-1.0, tau_t2t=None),
+    "base, above 0.7, edits off": OFF | NO_EDITS,
+    "base, all at once": OFF | NO_EDITS | dict(tau_m2t=-1.0),
 }
 ADAPTER_ROWS = {
     "Stage B off, gated edits": OFF | dict(tau_t2t=0.5),
     "Stage B off, ungated edits": OFF,
     "Stage B, gated edits": dict(tau_t2t=0.5),
     "Stage B, ungated edits (paper)": {},
-    "Stage B, edits off": dict(tau_t2t=None),
+    "Stage B, edits off": NO_EDITS,
     "Stage B, ungated, tau_m2t 0.5": dict(tau_m2t=0.5),
     "Stage B, ungated, tau_m2t 0.3": dict(tau_m2t=0.3),
     "Stage B, all at once": dict(tau_m2t=-1.0),
-    "Stage B, all at once, edits off": dict(tau_m2t=-1.0, tau_t2t=None),
-    "Stage B off, all at once, edits off": OFF | dict(tau_m2t=-1.0, tau_t2t=None),
+    "Stage B, all at once, edits off": NO_EDITS | dict(tau_m2t=-1.0),
+    "Stage B off, all at once, edits off": OFF | NO_EDITS | dict(tau_m2t=-1.0),
 }
 CAUSAL_ROWS = {
     "causal, whole blocks": NO_EDITS | dict(tau_joint=0.0),
@@ -423,7 +422,7 @@ def bits_of_rows(model: Model, corpus: Corpus, way: str, n: int, tokenizer: Toke
 
 
 def run_of(folder: Path, name: str) -> str | int:
-    """A setting of the run that made a checkpoint. A model of names may be a shipped one, which has no such file."""
+    """A setting of the run that made a checkpoint. A model of names may be a shipped one, which has no train.json."""
     if "names" in judge_of(folder):
         return {"data": "data/names", "seq_len": 32}[name]
     for run in (folder, base_of(folder)):

@@ -206,7 +206,7 @@ class Model(nn.Module):
             layer.attn.qkv.add_lora(r, generator)
             layer.attn.proj.add_lora(r, generator)
 
-        # float32 in every dtype of the model: an update of 1e-5 is lost in a bf16 parameter
+        # always float32, whatever the model's dtype: an update of 1e-5 is lost in a bf16 parameter
         self.markers = nn.Parameter(self.markers.float())
 
     def begin_from(self, state: dict[str, Tensor]) -> None:
@@ -298,7 +298,7 @@ class Attention(nn.Module):
 
 def rotary(cfg: Config, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(..., T) positions -> cos and sin, (..., T, 1, rotary_dim / 2) each, the 1 for the heads."""
-    # float32 in every dtype of the model: bf16 angles are off by radians after a thousand positions
+    # always float32, whatever the model's dtype: bf16 angles are off by radians after a thousand positions
     exponent = torch.arange(0, cfg.rotary_dim, 2, device=positions.device, dtype=torch.float32) / cfg.rotary_dim
     angle = positions.float()[..., None, None] * cfg.rope_theta**-exponent
     return angle.cos().to(dtype), angle.sin().to(dtype)
@@ -331,7 +331,7 @@ class MoE(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.router = nn.Parameter(torch.empty(cfg.n_expert, cfg.n_embd))
-        self.register_buffer("expert_bias", torch.zeros(cfg.n_expert))  # float32 in every dtype of the model
+        self.register_buffer("expert_bias", torch.zeros(cfg.n_expert))  # always float32
         self.times_chosen: Tensor | float = 0.0  # (E,): how often each expert was chosen since the last `balance`
         # the experts' weights are stacked, so that one grouped matmul serves them all
         self.gate_up = nn.Parameter(torch.empty(cfg.n_expert, 2 * cfg.d_expert, cfg.n_embd))

@@ -4,10 +4,10 @@
     generate_one    the paper's decoder in its simplest form: one row, greedy, no cache. Read this one
     generate        the same for many rows, with an exact cache and temperature; tested equal to generate_one
 
-With --n_rounds 0 (Stage B off) and greedily this writes the same tokens, with the same forwards, as LLaDA2.1's released
-generate(), with three exceptions. Without edits (--tau_t2t none) a block ends when its last mask is filled, and the
-released loop reads it once more. A block that would never end is left, with a warning. Holes are filled in all blocks,
-and the released loop fills only those in the block where the prompt ends.
+With Stage B off (--n_rounds 0) and temperature 0, this writes the same tokens, with the same forwards, as LLaDA2.1's
+released generate(), with three exceptions. Without edits (--tau_t2t none) a block ends when its last mask is filled,
+and the released loop reads it once more. A block that would never end is left, with a warning. Holes are filled in all
+blocks, and the released loop fills only those in the block where the prompt ends.
 
     python sample.py --prompt "CANADIAN"                            # text, and what it cost in forwards
     python sample.py --prompt "MATHEMATICAL ▒▒▒▒ CAPITAL B" --watch  # every step; each ▒ is a token to fill
@@ -353,8 +353,9 @@ def settle_decoding(args: Namespace, model: Model, plain_text: bool = False) -> 
     """The settings of a decoder. Stage B is on if it was trained; with the zero markers of a converted checkpoint it
     would be Stage A.
 
-    plain_text: the model learned text that nothing judges. Then a base draws, and so does a Stage B with a step of its
-    own, because the most probable text repeats itself. The paper's Stage B is greedy.
+    plain_text: the model learned ordinary text, where no answer can be checked. Then a base draws, and so does a Stage
+    B with a step of its own, because the most probable text repeats itself. The paper's Stage B is greedy, as the paper
+    says.
     """
     given = vars(args)
     n_rounds = args.n_rounds
@@ -373,11 +374,11 @@ def settle_decoding(args: Namespace, model: Model, plain_text: bool = False) -> 
         fail("the longest run is written, as with --tau_joint: leave out --tau_m2t and --select, or give --n_rounds 0")
     if own_step and given.get("tau_t2t") is not None:
         fail("this Stage B edits nothing: leave out --tau_t2t, or give --n_rounds 0")
-    usual = 0.5 if n_rounds == 0 else 0.0
+    default_t2t = 0.5 if n_rounds == 0 else 0.0
     if tau_joint is not None:
-        usual = None
+        default_t2t = None
     return Decoding(
-        gen_length=args.gen_length, tau_m2t=given.get("tau_m2t", 0.7), tau_t2t=given.get("tau_t2t", usual),
+        gen_length=args.gen_length, tau_m2t=given.get("tau_m2t", 0.7), tau_t2t=given.get("tau_t2t", default_t2t),
         n_rounds=n_rounds, tau_joint=tau_joint, holes=True, temperature=given.get("temperature", float(draws)),
         top_k=args.top_k, top_p=args.top_p,
     )  # fmt: skip

@@ -7,16 +7,16 @@ Francisco (.20), San Diego (.16), San Jose (.12) or San Juan (.12). The likelies
 (.60), the likeliest second word is York (.40), and so the model writes "San York".
 
 The paper's method, CoCommit, has two stages. Stage A is the plain pass: at each mask it gives every
-word a probability. The surest masks are the bundle, and this step writes them. Stage B goes back to what
-the first layers gave. To the states of the bundle it adds a learned vector, the marker, and it runs the
-last layers once more. Then the bundle is written: here it is "San York" again. A mask knows which
-places are written with it, but not which words. Our change, causal Stage B, mends this: a mask also
-sees the word before it.
+word a probability. The surest masks are the bundle, which this step will write. Before that, Stage B goes
+back to what the first layers gave. To the states of the bundle it adds a learned vector, the marker, and it
+runs the last layers once more. Its likeliest words are written: here they are "San York" again. A mask
+knows which places are written with it, but not which words. Our change, causal Stage B, mends this: a mask
+also sees the word before it.
 
 Edits, blocks, experts, LoRA and its frozen base are left out. What only causal.py has is left out, too:
 own layers for Stage B, a frozen Stage A to whose log-probabilities Stage B adds its logits, and bundles
-with gaps. Lines with the tag # CoCommit are the paper's (some also hand on what causal Stage B reads).
-Those with # causal and those with # alpha are not.
+whose masks are not neighbours. Lines with the tag # CoCommit are the paper's, and lines with # causal or
+# alpha are not. (Some # CoCommit lines also pass on what causal Stage B needs.)
 """
 import argparse
 
@@ -72,7 +72,7 @@ class Model(nn.Module):
         return h  # CoCommit
 
 # a GPT's layer with RMSNorm in place of LayerNorm, and SwiGLU in place of GELU; queries and keys are
-# normalised before they are turned (QK norm)
+# normalised (QK norm) before `rotate` turns them
 class Layer(nn.Module):
     def __init__(self):
         super().__init__()
@@ -101,8 +101,8 @@ def rotate(x):
 # if each place gets the probabilities of its word alone, and Stage A learns these already. But if Stage B
 # sees the word before, the same sum is a joint loss, because p(first) p(second | first) = p(both).
 # alpha changes the loss instead (AlphaDLM, arXiv 2609.38066): it scores the phrase as a whole. At alpha 1
-# the loss is least if the likeliest phrase, which is the paper's aim, gets probability 1. Training may
-# stop at a phrase that is nearly as likely: at ice cream (.28), where hot dog has .32.
+# the loss is least if the likeliest phrase gets probability 1, and to write that phrase is the paper's aim.
+# Training may stop at a phrase that is nearly as likely: at ice cream (.28), where hot dog has .32.
 def fill_loss(logits, target, fill, alpha):
     # the log-probability of all words that a row must fill
     log_p = -(fill * F.cross_entropy(logits.mT, target, reduction="none")).sum(1)
@@ -173,6 +173,7 @@ def report(name, model, looks=0, causal=False):  # print a row of the table: bot
     z, forwards, (p,) = decode(model, HOLES, -1, looks, causal)
     if causal:  # to give p(second | first) it reads each phrase  # causal
         p = model.logits(model.coordinate(model.prefix(HOLES), HOLES == MASK, PHRASES)).softmax(-1)  # causal
+    # the probability of each of the five phrases with "city": that of its first word times that of its second
     q = p.gather(2, PHRASES[..., None])[:5, 1:, 0].prod(1)
     city, dish = [" ".join(TOKENS[token] for token in row[1:]) for row in z[[0, 5]]]
     print(f"{name:22}{q[0]:9.2f}{q[1:].sum():9.2f}{1 - q.sum():11.2f}{forwards:10.1f}  {city}, {dish}")

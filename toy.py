@@ -291,8 +291,8 @@ BOUNDS = {
 def sizes(given: list[str]) -> dict[str, int | float]:
     """["V=12", "eps=0.3"] -> {"V": 12, "eps": 0.3}"""
     try:
-        pairs = [text.split("=") for text in given]
-        return {key: type(BOUNDS[key][0])(value) for key, value in pairs}
+        items = [text.split("=") for text in given]
+        return {key: type(BOUNDS[key][0])(value) for key, value in items}
     except (KeyError, ValueError):
         fail(f"{' '.join(given)!r} is not a size of a toy: give KEY=VALUE, like V=12; keys are {', '.join(BOUNDS)}")
 
@@ -347,8 +347,9 @@ H         the entropy of an answer in nats; this and the next three are means ov
 TC        the total correlation in nats: the sum of the positions' entropies minus H. If a step draws
           each position by itself from the true marginals, its KL(truth || drawn) is TC. From other
           distributions the KL is larger, so such a step loses TC at least
-drawn     the share of possible answers if each position is drawn by itself from the true marginals
-argmax    the same share if each position takes its likeliest symbol (one at random if there are several)
+drawn     the probability that the answer is possible if each position is drawn by itself from the true
+          marginals
+argmax    the same if each position takes its likeliest symbol (one at random if there are several)
 example   a context, and an answer drawn from it"""
 
 

@@ -11,9 +11,9 @@ random number of a row is a function of (seed, row): a resumed run continues bit
     python train.py --init_from resume --out_dir out/names    # go on after Ctrl-C, kill or power cut
     python train.py --init_from resume --out_dir out/names --max_iters 600        # or go on for longer
 
-The defaults are the paper's, except for the sizes (model, rows, blocks, batch, steps), the learning rate, and fp32
-without checkpointing, which small models do not need. A run prints how it differs from the paper's. For these settings
-the paper gives no value, so the values are ours:
+The defaults are the paper's, except for the sizes (model, rows, blocks, batch, steps), the learning rate, and bf16 and
+checkpointing, which are off because small models do not need them. A run prints how it differs from the paper's. For
+these settings the paper gives no value, so the values are ours:
 
     mask ratio                    U(0, 1) as in LLaDA, drawn for each block       corrupt.py
     masks that a draft fills      30 %, by Stage A's argmax                       corrupt.py, DRAFT_RATE
@@ -179,7 +179,8 @@ def loop(
         write_json(folder / "train.json", {k: v for k, v in vars(args).items() if k not in ("resume", "config")})
         rewind_log(folder / "log.jsonl", done)
         if not saves_adapter(args):
-            copy_tokens(Path(args.data), folder)  # now, while the rows are there
+            # the checkpoint needs the rows' meta.json and tokenizer.json, and the rows may go away later
+            copy_tokens(Path(args.data), folder)
         describe(args, corpus, model, done)
 
     if done == 0:
@@ -291,7 +292,7 @@ def start(args: Namespace, corpus: Corpus) -> Model:
             cfg = checkpoint.read_config(folder)  # the preset may have been edited since
         model = checkpoint.new_model(cfg, generator(args.seed, "init"), device, args.stage_b)
     else:
-        # what learns is float32 in every dtype
+        # what learns is always float32
         dtype = DTYPES[args.dtype] if saves_adapter(args) else torch.float32
         model = checkpoint.load_model(args.init_from, device, dtype, args.stage_b, **sizes)
         if checkpoint.is_int8(model) and (args.stage_b != "paper" or args.lora_r == 0):
@@ -331,7 +332,7 @@ def build_parser(doc: str = __doc__) -> Parser:
     add = parser.add_argument_group("data").add_argument
     add("--config", metavar="TOML", help="a file of flags, like those in configs/; the command line's flags win")
     add("--data", default="data/names", help="a folder of rows, written by prepare.py or toy.py")
-    add("--seq_len", type=count, default=32, help="the most tokens of a row, all of one document (paper 2048)")
+    add("--seq_len", type=count, default=32, help="the most tokens of a row, which never mixes documents (paper 2048)")
 
     add = parser.add_argument_group("model").add_argument
     add("--init_from", default="assets/names", help="scratch, resume, or the folder of a model")
@@ -339,7 +340,7 @@ def build_parser(doc: str = __doc__) -> Parser:
     add("--n_last", type=count, help="n, the layers of Stage B (paper 3; left out: the checkpoint's)")
     add("--n_rounds", type=count, help="K, the rounds of Stage B, a marker each (paper 1; left out: the checkpoint's)")
     add("--block_length", type=count, help="tokens decoded together (paper 32; left out: the rows' or checkpoint's)")
-    add("--lora_r", type=some, default=16, help="the rank of LoRA, whose scale is 2 (paper 16); 0: all weights learn")
+    add("--lora_r", type=some, default=16, help="the rank of LoRA (paper 16; its scale is 2); 0: all weights learn")
     add("--stage_b", choices=STAGE_B, default="paper",
         help="the paper's Stage B, or the one of causal.py, which fixes --corruption and --context, and for which "
              "--s_max and the rank of --lora_r do nothing")

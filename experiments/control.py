@@ -1,4 +1,5 @@
-"""The control of causal Stage B: the same layers, rows and steps, without the token before.
+"""The control of causal Stage B: the same layers, rows and steps, but a position is not shown the token before. It
+attends to the whole bundle, which is masks to it, and not only to the bundle on its left.
 
 It is trained as train.py trains, with train.py's flags:
 
