@@ -243,6 +243,26 @@ def test_the_dropped_head():
         assert f"{short(mean(shares(found)))} at {cost(found):.2f}" in page
 
 
+def test_the_marker_on_three_bases():
+    """The page's rows are means, and the README quotes the first one's texts."""
+    path = ROOT / "results" / "paper_tables"
+    page = (path / "README.md").read_text()
+    found = list(map(json.loads, (path / "marker.jsonl").read_text().splitlines()))
+    for row, kind, setting in (
+        ("the paper's marker, 300 steps", "paper", "300 steps"),
+        ("scaled by rms(h), 300 steps", "scaled", "300 steps"),
+    ):
+        bases = [r for r in found if (r["kind"], r["setting"]) == (kind, setting)]
+        assert len(bases) == 3
+        of = {key: mean(r[key] for r in bases) for key in bases[0] if key not in ("kind", "setting")}
+        nats = [f"{of[key]:.4f}" for key in ("nats_A", "nats_B", "nats_elsewhere")]
+        exist = [f"{of[key]:.3f}" for key in ("gates_off", "gates_on", "gates_elsewhere")]
+        differ = [f"{of[key]:.1f}" for key in ("gates_on_differ", "gates_elsewhere_differ")]
+        assert cells(page, row)[1:4] == nats and cells(page, row)[5:] == exist + differ
+        if kind == "paper":
+            assert f"{differ[0]} of 256 texts differ with Stage B on" in README
+
+
 def test_the_papers_table_2_in_small():
     """A row is the mean of three bases, each base, and forwards; three rows of the paper's are one here."""
     page = (ROOT / "results" / "paper_tables" / "README.md").read_text()
@@ -325,9 +345,9 @@ IN_BITS = {
     ("paper", "Stage B"): "paper: Stage B, all at once",
     ("untold", "Stage B"): "causal Stage B without the token before, 800 steps",
     ("short", "Stage B"): "causal Stage B, 800 steps",
-    ("halfway", "Stage B"): "causal Stage B, 3,000 steps",
-    ("causal", "Stage B"): "causal Stage B, 5,000 steps",
+    ("causal", "Stage B"): "causal Stage B, 3,000 steps",
     ("base", "one at a time"): "base: one at a time, from the left",
+    ("base", "in blocks of one"): "base: in blocks of one byte",
     ("left", "Stage A"): "a left-to-right model",
 }
 
@@ -341,19 +361,23 @@ def of_text(name: str) -> list[dict]:
     return list(map(json.loads, (ROOT / "results" / "text" / name).read_text().splitlines()))
 
 
+def bits_by_seed(system: str, way: str, name: str = "bits.jsonl") -> list[float]:
+    found = sorted((r["seed"], r["bits"]) for r in of_text(name) if (r["system"], r.get("way")) == (system, way))
+    return [bits for _, bits in found]
+
+
+def drawn_by_seed(system: str, rule: str, name: str = "draws.jsonl") -> list[dict]:
+    return [r for r in of_text(name) if (r["system"], r.get("rule")) == (system, rule)]
+
+
 @pytest.mark.parametrize("key, row", IN_BITS.items())
 def test_bits_of_text(key, row):
     """Mean and seeds."""
     seeds = bits_by_seed(*key)
     assert len(seeds) == 3
     assert cells(TEXT, row) == [f"{mean(seeds):.3f}", " ".join(f"{bits:.3f}" for bits in seeds)]
-    if key[0] != "halfway" and key != ("paper", "Stage A"):
+    if key not in (("paper", "Stage A"), ("base", "in blocks of one")):
         assert cells(README, IN_README.get(row, row)) == [f"{mean(seeds):.2f}"]
-
-
-def bits_by_seed(system: str, way: str) -> list[float]:
-    found = sorted((r["seed"], r["bits"]) for r in of_text("bits.jsonl") if (r["system"], r["way"]) == (system, way))
-    return [bits for _, bits in found]
 
 
 def test_what_is_said_of_bits():
@@ -368,69 +392,77 @@ def test_what_is_said_of_bits():
     assert re.findall(r"-?\d\.\d+", said) == expected
 
 
-def test_blocks_of_16():
-    """Beside blocks of 8: bits of two seeds, and forwards of the draws."""
-    longer = of_text("blocks16.jsonl")
+def test_a_longer_base():
+    """Seed 1, by the steps of the base: the first column is of the table above."""
+    part = TEXT.split("## A longer base")[1].split("## ")[0]
     for row, system, way in (
-        ("bits a byte: Stage A, all at once", "base", "Stage A"),
-        ("one at a time, from the left", "base", "one at a time"),
+        ("base: Stage A, all at once", "base", "Stage A"),
+        ("paper: Stage B, all at once", "paper", "Stage B"),
+        ("causal Stage B, 3,000 steps", "causal", "Stage B"),
+        ("base: one at a time, from the left", "base", "one at a time"),
+        ("base: in blocks of one byte", "base", "in blocks of one"),
+        ("a left-to-right model", "left", "Stage A"),
+    ):
+        (longer,) = bits_by_seed(system, way, "longer.jsonl")
+        assert cells(part, row) == [f"{bits_by_seed(system, way)[0]:.3f}", f"{longer:.3f}"]
+
+
+def test_blocks_of_8():
+    """Beside blocks of 16: means of three seeds."""
+    part = TEXT.split("## Blocks of 8")[1].split("## ")[0]
+    for row, system, way in (
+        ("bits a byte: base, Stage A, all at once", "base", "Stage A"),
+        ("base, one at a time, from the left", "base", "one at a time"),
+        ("causal Stage B, 800 steps", "short", "Stage B"),
         ("causal Stage B, 3,000 steps", "causal", "Stage B"),
     ):
-        ours = bits_by_seed("halfway" if system == "causal" else system, way)[:2]
-        theirs = [r["bits"] for r in longer if (r["system"], r.get("way")) == (system, way)]
-        assert len(theirs) == 2
-        part = TEXT.split("## Blocks of 16")[1]
-        assert cells(part, row) == [" ".join(f"{bits:.3f}" for bits in found) for found in (ours, theirs)]
-    of_8, of_16 = ([r for r in found if r.get("rule") == "whole blocks"] for found in (of_text("draws.jsonl"), longer))
-    assert cells(part, "forwards a byte, in whole blocks") == [
-        f"{mean(r['forwards'] for r in found):.2f}" for found in (of_8, of_16)
+        ours, theirs = bits_by_seed(system, way), bits_by_seed(system, way, "blocks8.jsonl")
+        assert len(ours) == len(theirs) == 3
+        assert cells(part, row) == [f"{mean(ours):.3f}", f"{mean(theirs):.3f}"]
+    found = [
+        drawn_by_seed("causal", "whole blocks"),
+        drawn_by_seed("causal, 5,000 steps", "whole blocks", "blocks8.jsonl"),
     ]
-    assert f"Its draws score {of_16[0]['bits']:.2f} on seed 1" in part
-    bits, forwards = mean(theirs), of_16[0]["forwards"]
-    assert f"In blocks of 16, causal Stage B pays {bits:.2f} bits for {forwards:.2f} forwards a byte." in README
+    for row, key, digits in (
+        ("whole blocks: forwards a byte", "forwards", 2), ("ms a byte, 1 row", "ms_1", 1), ("16 rows", "ms_16", 1),
+    ):  # fmt: skip
+        assert cells(part, row) == [f"{mean(r[key] for r in of if key in r):.{digits}f}" for of in found]
 
 
 def test_what_is_trained_together():
     """One seed: Stage A, one at a time, whole blocks; then a base and its Stage B, by its steps."""
-    assert bits_by_seed("together", "Stage B")
-    of_two = {r["way"]: f"{r['bits']:.3f}" for r in of_text("n2.jsonl")}
-    assert cells(TEXT, "together, n = 2, 800 steps") == [of_two[way] for way in ("Stage A", "one at a time", "Stage B")]
-    for row, base, system in (
-        ("together, 800 steps", "together", "together"),
-        ("a base, 800 steps, then Stage B, 800", "base", "short"),
-        ("a base, 800 steps, then Stage B, 3,000", "base", "halfway"),
-    ):
-        keys = ((base, "Stage A"), (base, "one at a time"), (system, "Stage B"))
-        assert cells(TEXT, row) == [f"{bits_by_seed(*key)[0]:.3f}" for key in keys]
+    for n, row in ((1, "together, 800 steps"), (2, "together, n = 2, 800 steps")):
+        found = {r["way"]: f"{r['bits']:.3f}" for r in of_text("together.jsonl") if r["n"] == n}
+        assert cells(TEXT, row) == [found[way] for way in ("Stage A", "one at a time", "Stage B")]
+    keys = (("base", "Stage A"), ("base", "one at a time"), ("short", "Stage B"))
+    apart = [f"{bits_by_seed(*key, 'blocks8.jsonl')[0]:.3f}" for key in keys]
+    assert cells(TEXT, "a base, 800 steps, then Stage B, 800") == apart
 
 
 def test_the_readmes_scores_of_draws():
-    said = README.split("Another model scores such draws")[1].split(" In blocks of 16")[0]
-    found = {}
-    for r in of_text("draws.jsonl"):
-        found.setdefault((r["system"], r["rule"]), []).append(r)
-    causal, chain = found["causal", "whole blocks"], found["base", "one at a time"]
-    assert len(causal) == len(chain) == 3
-    expected = [mean(r["bits"] for r in rows) for rows in (causal, found["text", ""], chain)]
-    expected += [mean(r["forwards"] for r in chain), mean(r["bits"] for r in found["left", "one at a time"])]
-    assert re.findall(r"\d\.\d\d", said) == [f"{x:.2f}" for x in expected]
+    said = README.split("A left-to-right model of another seed gives such draws")[1].split("\n")[0]
+    causal, chain = drawn_by_seed("causal", "whole blocks"), drawn_by_seed("base", "one at a time")
+    text, left = drawn_by_seed("text", ""), drawn_by_seed("left", "one at a time")
+    assert len(causal) == len(chain) == len(left) == 3
+    scores = [mean(r["bits"] for r in rows) for rows in (causal, text, chain, left)]
+    scores.insert(3, mean(r["forwards"] for r in chain))
+    assert re.findall(r"\d\.\d\d", said) == [f"{x:.2f}" for x in scores]
 
 
 def test_draws_in_the_readme_are_the_first_beginnings():
-    """Those of seed 1, cut after 60 bytes, whatever they say."""
+    """Those of seed 1, which ships, cut after 60 bytes, whatever they say."""
     shown = re.findall(r"^- (\w+), ([\w ]+) \((\S+) forwards a byte\): `(.*)`$", README, re.M)
     assert len(shown) == 2
     for system, rule, forwards, text in shown:
-        keys = (system, rule, 1)
-        record = next(r for r in of_text("draws.jsonl") if (r["system"], r["rule"], r["seed"]) == keys)
+        record = next(r for r in drawn_by_seed(system, rule) if r["seed"] == 1)
         assert (forwards, text) == (f"{record['forwards']:.2f}", record["first"][0][56:116].replace("\n", " / "))
 
 
 def test_draws_of_text():
     for row in re.findall(r"^\|([^|]*), ([^|]*)\|(\d.*)\|$", TEXT.split("## Draws")[1].split("## ")[0], re.M):
         system, rule, figures = row
-        system = {"left-to-right model": "left"}.get(system, system)
-        found = [r for r in of_text("draws.jsonl") if (r["system"], r["rule"]) == (system, rule)]
+        rule = rule.removeprefix("longest run ")
+        found = drawn_by_seed({"left-to-right model": "left"}.get(system, system), rule)
         keys = (("bits", 2), ("own", 2), ("distinct", 3), ("forwards", 2), ("ms_1", 1), ("ms_16", 1))
         had = {key: [r[key] for r in found if key in r] for key, _ in keys}
         own = [f"{mean(had[key]):.{digits}f}" if had[key] else "" for key, digits in keys]

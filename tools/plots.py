@@ -274,12 +274,12 @@ def draw_toys():
 # --- text
 # system and rule -> the name, its colour, and how many points above its dot it is written
 DRAWN = {
-    ("base", "all at once"): ("base, all at once", ORANGE, -6),
-    ("base", "above 0.7"): ("base, above 0.7", ORANGE, 9),
-    ("base", "one at a time"): ("base, one at a time", GREEN, -2),
-    ("paper", "all at once"): ("paper, Stage B, all at once", PURPLE, 4),
+    ("base", "all at once"): ("base, all at once", ORANGE, -8),
+    ("base", "above 0.7"): ("base, above 0.7", ORANGE, 0),
+    ("base", "one at a time"): ("base, one at a time", GREEN, 11),
+    ("paper", "all at once"): ("paper, Stage B, all at once", PURPLE, 6),
     ("causal", "whole blocks"): ("causal, whole blocks", BLUE, 0),
-    ("causal", "above 0.7"): ("causal, above 0.7", BLUE, -4),
+    ("causal", "above 0.7"): ("causal, run above 0.7", BLUE, -5),
     ("left", "one at a time"): ("a left-to-right model", INK, 4),
 }
 
