@@ -405,6 +405,13 @@ def test_a_longer_base():
     ):
         (longer,) = bits_by_seed(system, way, "longer.jsonl")
         assert cells(part, row) == [f"{bits_by_seed(system, way)[0]:.3f}", f"{longer:.3f}"]
+    (chain,), (causal,), (more,) = (
+        bits_by_seed(*key, "longer.jsonl")
+        for key in (("base", "one at a time"), ("causal", "Stage B"), ("causal, 5,000 steps", "Stage B"))
+    )
+    assert cells(part, "causal Stage B, 5,000 steps") == ["", f"{more:.3f}"]
+    assert f"now {causal - chain:.2f} bits behind one at a time, and {more - chain:.2f} after 2,000 more steps" in part
+    assert f"After 2,000 steps it pays {chain:.2f} one at a time. Causal Stage B on it pays {more:.2f} after" in README
 
 
 def test_blocks_of_8():
