@@ -85,13 +85,13 @@ def half(parser: Parser) -> None:
 # --- bits of held-out text
 def bits(parser: Parser) -> None:
     args = read_flags(parser)
+    corpus = read_text()
     for way in WAYS[args.system]:
         record = dict(system=args.system, seed=args.seed, way=way)
         if is_there(record, args.out):
             continue
         ones = way == "in blocks of one"
         model = load(args.ckpt, 1 if ones else None)
-        corpus = read_text(model.cfg.block_length)
         total, n, _ = bits_of_rows(model, corpus, "Stage A" if ones else way, N_BYTES, None)
         append_line(args.out, record | dict(bits=total / n, bytes=n))
 
@@ -105,7 +105,7 @@ def draws(parser: Parser) -> None:
         fail(f"--system {args.system}: there are draws of {', '.join(RULES)}")
     model = load(args.ckpt)
     judge = load(args.judge)
-    corpus = read_text(BLOCK)  # one text for all systems, whatever their blocks are
+    corpus = read_text()
     text = torch.from_numpy(np.concatenate(corpus.rows["val"].rows)).long()
     beginnings, endings = cut(text)
     tokenizer = load_tokenizer(DATA)
@@ -199,9 +199,9 @@ def load(folder: Path, block_length: int | None = None) -> Model:
     return load_model(folder, torch.device("cpu"), torch.float32, block_length=block_length)
 
 
-def read_text(block_length: int) -> Corpus:
-    """The rows that models are judged on."""
-    return read_corpus(DATA, SEQ_LEN, 0, block_length, 0)
+def read_text() -> Corpus:
+    """The rows that all models are judged on, whatever their blocks are."""
+    return read_corpus(DATA, SEQ_LEN, 0, BLOCK, 0)
 
 
 def is_there(record: dict, out: Path) -> bool:
