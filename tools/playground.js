@@ -129,8 +129,8 @@ function ask(step = Infinity) {
   present(decoders.map((_, run) => recordOf(prompt, run)), step);
 }
 
-// Names are in upper case, and have no underscore: that is a mask.
-const asTyped = (text) => (known ? text.toUpperCase().replaceAll("_", "▒") : text);
+// Names are in upper case and on one line, and have no underscore: that is a mask.
+const asTyped = (text) => (known ? text.toUpperCase().replaceAll("_", "▒").replaceAll("\n", " ") : text);
 
 // Shows one record for each decoder.
 function present(records, step) {
@@ -288,6 +288,11 @@ function showGates() {
   $("stale").textContent = old ? `These numbers are old: they are of ${sharesAt}.` : "";
 }
 
+// A held-out beginning.
+function beginning(number) {
+  return data.beginnings.length ? decode(base, data.beginnings[number]) : "";
+}
+
 // Completes the prompt and plays it from the start.
 function begin() {
   play(false);
@@ -295,10 +300,10 @@ function begin() {
   if (!$("wrong").textContent) play(true);
 }
 
-// A link's prompt (?prompt=... or #prompt=...), or the page's own.
+// A link's prompt (?prompt=... or #prompt=...), or the first beginning.
 function fromLink() {
   const linked = (part) => new URLSearchParams(part.slice(1)).get("prompt");
-  $("prompt").value = linked(location.hash) ?? linked(location.search) ?? data.prompt;
+  $("prompt").value = linked(location.hash) ?? linked(location.search) ?? beginning(0);
   begin();
 }
 
@@ -311,7 +316,9 @@ async function start() {
     $(gate).parentElement.hidden = !decoders.some((decoder) => Object.values(decoder).includes(gate));
   }
   $("asked").textContent = `a beginning; ${known ? "_" : "▒"} is one token to fill`;
-  $("of_names").hidden = $("surprise").hidden = $("experiment").hidden = !known;
+  $("of_names").hidden = $("experiment").hidden = !known;
+  $("surprise").hidden = !data.beginnings.length;
+  $("prompt").rows = known ? 1 : 4;
   $("of_text").hidden = Boolean(known);
   $("of_drawn").hidden = !($("gates").open = data.gates.temperature > 0);
   showGates();
@@ -329,9 +336,14 @@ $("prompt").addEventListener("input", (e) => {
   const after = asTyped(value.slice(0, place)).length;
   e.target.setSelectionRange(after, after);
 });
+// A name ends with Enter; a text may have several lines.
+$("prompt").addEventListener("keydown", (e) => {
+  if (!known || e.key !== "Enter" || e.isComposing) return;
+  e.preventDefault();
+  $("ask").requestSubmit();
+});
 $("surprise").addEventListener("click", () => {
-  const prompt = data.beginnings[Math.floor(Math.random() * data.beginnings.length)];
-  $("prompt").value = decode(base, prompt);
+  $("prompt").value = beginning(Math.floor(Math.random() * data.beginnings.length));
   $("ask").requestSubmit();
 });
 $("again").addEventListener("click", () => {

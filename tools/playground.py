@@ -6,7 +6,7 @@ base one token at a time from the left, by the longest run, and with the release
 with Stage B off and on; causal Stage B with its looks. A click on a mask shows what Stage A and Stage B
 would write there, and lets the user write a token. For names the page also says whether a name exists. It
 counts how many of a hundred held-out beginnings each decoder completes to a name, and with how many forwards.
-A model of plain text draws every token, as sample.py does.
+A model of plain text draws every token, as sample.py does, and begins with held-out text.
 
     python -m tools.playground                                         # the shipped base and its two adapters
     python -m tools.playground --ckpt out/names --out out/mine.html    # your own, or several adapters of one base
@@ -14,6 +14,7 @@ A model of plain text draws every token, as sample.py does.
 
 import base64
 import json
+import math
 import re
 import sys
 import unicodedata
@@ -25,25 +26,33 @@ import torch
 from torch import Tensor
 
 from causal import CausalModel
-from checkpoint import about_adapter, base_of, is_int8, is_plain_text, judge_of, load_model, stage_b_of
+from checkpoint import (
+    about_adapter,
+    base_of,
+    check_same_tokens,
+    is_int8,
+    is_plain_text,
+    judge_of,
+    load_model,
+    stage_b_of,
+)
 from lib.names import draw_names
+from lib.rows import Rows, read_meta
 from lib.tokenizer import GPT2, WORDS, Tokenizer, load_tokenizer
-from lib.util import Parser, command, fail, printable, replace_file
+from lib.util import Parser, command, fail, printable, read_json, replace_file
 from model import Model
 from tools.watch import piece
 
 HERE = Path(__file__).parent
 SCRIPTS = ("engine.js", "viewer.js", "playground.js")
 SHIPPED = [Path("assets/names/paper"), Path("assets/names/causal")]
-BEGINNINGS = 100  # held-out names to complete
+BEGINNINGS = 100  # held-out names to complete, or held-out texts to continue
+BEGINNING = 56  # the most tokens of such a text that are given
 
-# the gates when the page opens; then for names and for other text: how many tokens a model writes, and the prompt
+# the gates when the page opens. Plain text is drawn: causal Stage B writes whole blocks. Nothing is edited there,
+# because an edit would draw a token again
 GATES = dict(tau_m2t=0.7, tau_t2t=0.0, tau_joint=0.5, temperature=0.0)
-OF_NAMES = dict(gen_length=32)
-OF_TEXT = dict(prompt="import ", gen_length=64, names=None, beginnings=[])
-
-# text is drawn: causal Stage B writes whole blocks. Nothing is edited, because an edit would draw a token again
-DRAWN = OF_TEXT | dict(prompt="ROMEO:", gates=GATES | dict(tau_t2t=1.0, tau_joint=0.0, temperature=1.0))
+GATES_OF_TEXT = GATES | dict(tau_t2t=1.0, tau_joint=0.0, temperature=1.0)
 
 # --- the decoders. A gate is a number, or the name of the page's slider; in_table: the page's table counts it
 BY_GATES = dict(
@@ -152,20 +161,35 @@ def page_data(folders: list[Path]) -> dict:
         if folder in folders:
             decoders += [decoder | dict(number=number) for decoder in with_stage_b(model, draws)]
 
-    data = {
+    # held-out names to complete, and every name that Python knows, to judge; or held-out texts to continue
+    of_names = "names" in judge_of(base)
+    if of_names:
+        beginnings = list(draw_names(BEGINNINGS, "held out", tokenizer).values())
+    else:
+        beginnings = held_out_texts(base)
+    return {
         "models": about_models,
         "weights": weights_data(tensors),
         "decoders": decoders,
-        "gates": GATES,
+        "gates": GATES_OF_TEXT if draws else GATES,
         "tokenizer": tokenizer_data(tokenizer, models[base].cfg.vocab_size),
+        "gen_length": 32 if of_names else 64,
+        "names": names_data() if of_names else None,
+        "beginnings": beginnings,
     }
-    if "names" not in judge_of(base):
-        return data | (DRAWN if draws else OF_TEXT)
 
-    # held-out names to complete, and every name that Python knows, to judge
-    beginnings = list(draw_names(BEGINNINGS, "held out", tokenizer).values())
-    first = tokenizer.decode(beginnings[0])
-    return data | OF_NAMES | dict(prompt=first, names=names_data(), beginnings=beginnings)
+
+def held_out_texts(base: Path) -> list[list[int]]:
+    """The beginnings of held-out texts, which lie evenly in the rows that the base was trained on. There are none if
+    these rows are not here."""
+    run = base / "train.json"
+    data = Path(read_json(run, "training run")["data"]) if run.exists() else None
+    if data is None or not (data / "meta.json").exists():
+        return []
+    check_same_tokens(data, base, "--ckpt")
+    rows = Rows(data, "val", read_meta(data), seq_len=256, seed=0).rows
+    places = torch.linspace(0, len(rows) - 1, min(BEGINNINGS, len(rows))).int().tolist()
+    return [rows[i][: min(BEGINNING, math.ceil(len(rows[i]) / 3))].tolist() for i in places]
 
 
 def check_page_can_run(folder: Path, model: Model) -> None:

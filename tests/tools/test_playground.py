@@ -342,10 +342,22 @@ DRAWN = {
 }
 
 
+def test_a_page_of_text_begins_with_held_out_text():
+    """Its first beginning is that of results/text, whose draws are in README. Without rows there is none."""
+    base = ROOT / "assets" / "shakespeare"
+    found = playground.held_out_texts(base)
+    drawn = (ROOT / "results" / "text" / "draws.jsonl").read_text().splitlines()
+    first = next(json.loads(line)["first"][0] for line in drawn if "first" in json.loads(line))
+    assert first.startswith(load_tokenizer(base).decode(found[0]))
+    assert [len(ids) for ids in found] == 100 * [56]
+    assert playground.held_out_texts(base / "paper") == []
+
+
 @in_browser
-def test_a_page_of_text_draws_and_reads_an_own_bpe(tmp_path):
-    """It opens at temperature 1 with seed 1. Each decoder writes what Python writes by the same numbers. Its ids are
-    those of tests/data/bpe: special tokens come first, and names of what every object has are text."""
+def test_a_page_of_text_draws_and_reads_an_own_bpe(tmp_path, monkeypatch):
+    """It opens at temperature 1 with seed 1 and the first held-out beginning, which may have several lines. Each
+    decoder writes what Python writes by the same numbers. Its ids are those of tests/data/bpe: special tokens come
+    first, and names of what every object has are text."""
     lines = [json.loads(line) for line in (BPE / "stock.jsonl").read_text().splitlines()]
     texts = [text for text, *_ in lines] + ["constructor", "toString"]
     expected = [ids for _, ids, _ in lines] + list(map(bpe_tokenizer(BPE / "stock.json").encode, texts[-2:]))
@@ -371,18 +383,20 @@ def test_a_page_of_text_draws_and_reads_an_own_bpe(tmp_path):
         const still = [text("gate_values"), $("again").hidden];
         return {ids: given.texts.map((text) => encode(base, text)), opened, drawn, numbers, ends, still};
     """
+    tokenizer = load_tokenizer(models[0])
+    begins = "ROMEO:\nA rose"
+    monkeypatch.setattr(playground, "held_out_texts", lambda base: [tokenizer.encode(begins)])
     page = playground.page(models[1:]).replace('"gen_length": 64', '"gen_length": 16')  # to be quick
     found = answer(tmp_path, page, script, texts=texts)
     assert found["ids"] == expected
     at = "tau_m2t 0.70, tau_t2t 1.00, tau_joint 0.00"
     prompt, said, lines, hidden = found["opened"]
-    assert [prompt, said, hidden] == ["ROMEO:", f"{at}, temperature 1.00, seed 1", False]
+    assert [prompt, said, hidden] == [begins, f"{at}, temperature 1.00, seed 1", False]
     assert found["still"] == [at, True] and found["ends"] == [True, "pre-wrap"]
 
     # another seed is another text, and the same one the same
     first, other, again = found["drawn"]
     assert first == again and all(one != two for one, two in zip(first, other, strict=True))
-    tokenizer = load_tokenizer(models[0])
     for line, tokens, (way, (number, d)) in zip(lines, first, DRAWN.items(), strict=True):
         out = drawn_by(found["numbers"], read(models[number]), tokenizer.encode(prompt), d)
         assert tokens == out.tokens
