@@ -278,8 +278,8 @@ DRAWN = {
     ("base", "above 0.7"): ("base, above 0.7", ORANGE, 0),
     ("base", "one at a time"): ("base, one at a time", GREEN, 11),
     ("paper", "all at once"): ("paper, Stage B, all at once", PURPLE, 6),
-    ("causal", "whole blocks"): ("causal, whole blocks", BLUE, 0),
-    ("causal", "above 0.7"): ("causal, run above 0.7", BLUE, -5),
+    ("causal", "whole blocks"): ("causal, whole blocks", BLUE, -12),
+    ("causal", "above 0.7"): ("causal, longest run above 0.7", BLUE, -7),
     ("left", "one at a time"): ("a left-to-right model", INK, 4),
 }
 
@@ -299,7 +299,7 @@ def draw_text():
     ax.axhline(own, color=INK, linestyle=":")
     ax.annotate("the text itself", (0.02, own), xytext=(0, 4), textcoords="offset points", color=INK)
     ticks = (2.5, 3, 4, 5, 6, 7)
-    ax.set(xlim=(0, 1.9), xlabel="forwards a byte, everything counted", yscale="log")
+    ax.set(xlim=(0, 2.1), xlabel="forwards a byte, everything counted", yscale="log")
     ax.set_yticks(ticks, map(str, ticks))
     ax.minorticks_off()
     ax.set_title("bits a byte of the draws, by another model", loc="left")
