@@ -50,7 +50,8 @@ from model import Config, Context, Layer, Model
 
 # R rows, T positions, B block_length, S keys, C channels, V vocabulary, G key/value heads, D head dim, n = n_last
 
-HOLE_SHARE = 0.5  # the share of blocks that learn to fill holes, but for rows of holes_alone: see masks_and_bundle
+# the share of blocks that learn to fill holes, except in rows marked holes_alone: see masks_and_bundle
+HOLE_SHARE = 0.5
 
 
 # --- what a position of the bundle is shown, and whom it sees

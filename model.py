@@ -102,7 +102,7 @@ class Model(nn.Module):
     decoding_step: ClassVar[Callable | None] = None
     name_b: ClassVar[str] = "Stage B"
     settings: ClassVar[dict] = {}  # train.py's settings that its training step fixes, whatever the flags say
-    begin_at_zero: ClassVar[tuple[str, ...]] = ("markers",)  # matrices that are zero in a new model
+    begin_at_zero: ClassVar[tuple[str, ...]] = ("markers",)  # parameters that are zero in a new model
     needs_copy: ClassVar[bool] = False  # must rows of several blocks be read with their clean copy?
 
     def __init__(self, cfg: Config):

@@ -7,16 +7,17 @@ Francisco (.20), San Diego (.16), San Jose (.12) or San Juan (.12). The likelies
 (.60), the likeliest second word is York (.40), and so the model writes "San York".
 
 The paper's method, CoCommit, has two stages. Stage A is the plain pass: at each mask it gives every
-word a probability. The surest masks are the bundle, which this step will write. Before that, Stage B goes
-back to what the first layers gave. To the states of the bundle it adds a learned vector, the marker, and it
-runs the last layers once more. Its likeliest words are written: here they are "San York" again. A mask
-knows which places are written with it, but not which words. Our change, causal Stage B, mends this: a mask
-also sees the word before it.
+word a probability. The surest masks are the bundle, which this step will fill. Before they are filled,
+Stage B goes back to what the first layers gave. To the states of the bundle it adds a learned vector, the
+marker, and it runs the last layers once more. Its likeliest words are written: here they are "San York"
+again. Stage B knows which masks are being filled, but not with which words. Our change, causal Stage B,
+mends this: a mask also sees the word before it.
 
-Edits, blocks, experts, LoRA and its frozen base are left out. What only causal.py has is left out, too:
-own layers for Stage B, a frozen Stage A to whose log-probabilities Stage B adds its logits, and bundles
-whose masks are not neighbours. Lines with the tag # CoCommit are the paper's, and lines with # causal or
-# alpha are not. (Some # CoCommit lines also pass on what causal Stage B needs.)
+Left out are edits of written words, blocks, the mixture of experts, and LoRA on a frozen model. Of
+causal.py three things are left out, too: Stage B's own layers, the sum of its logits and Stage A's
+log-probabilities, and bundles whose masks are not neighbours. Lines with the tag # CoCommit are the
+paper's, and lines with # causal or # alpha (another loss, see fill_loss) are not. (Some # CoCommit lines
+also pass on what causal Stage B needs.)
 """
 import argparse
 
@@ -24,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-# --- the toy: a first word (the context) and a phrase. Of 25 rows that begin with this word, COUNTS says
-# how many go on with each phrase. TEXT has each row three times
+# --- the toy: a first word (the context) and a phrase. COUNTS says how many of 25 rows with the same first
+# word go on with each phrase. TEXT has each row three times
 COUNTS = {"city New York": 10, "city San Francisco": 5, "city San Diego": 4, "city San Jose": 3,
           "city San Juan": 3, "dish hot dog": 8, "dish ice cream": 7, "dish ice cube": 5, "dish ice tea": 5}
 TOKENS = ["[M]"] + sorted(set(" ".join(COUNTS).split()))
@@ -61,8 +62,8 @@ class Model(nn.Module):
         for marker in self.markers:  # CoCommit
             note, sees = marker, None  # CoCommit
             # the note also says which word is before (F.pad shifts the words right by one), and is scaled to
-            # the size of h. All words see everything outside the bundle. Of the bundle, a word in it sees
-            # itself and the words on its left, and a word outside sees none
+            # the size of h. All words see everything outside the bundle. A word of the bundle also sees
+            # itself and the bundle's words on its left, and any other word sees no word of the bundle
             if tokens is not None:  # causal
                 before = F.rms_norm(self.wte(F.pad(tokens, (1, -1), value=MASK)), [C])  # causal
                 note = h.square().mean(2, True).sqrt() * (marker + before @ self.show.T)  # causal
@@ -97,14 +98,14 @@ def rotate(x):
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 # --- the loss
-# The paper adds up the cross-entropies of the words. No term sees the other word, so the sum is least
-# if each place gets the probabilities of its word alone, and Stage A learns these already. But if Stage B
+# The paper adds up the cross-entropies of the words. No term sees the other word, so the sum is least at
+# the marginals, which are the probabilities of each word alone. Stage A learns these already. But if Stage B
 # sees the word before, the same sum is a joint loss, because p(first) p(second | first) = p(both).
 # alpha changes the loss instead (AlphaDLM, arXiv 2609.38066): it scores the phrase as a whole. At alpha 1
-# the loss is least if the likeliest phrase gets probability 1, and to write that phrase is the paper's aim.
-# Training may stop at a phrase that is nearly as likely: at ice cream (.28), where hot dog has .32.
+# the loss is least if the likeliest phrase gets probability 1. To write that phrase is the paper's aim.
+# But training may end at a phrase that is nearly as likely: at ice cream (.28), where hot dog has .32.
 def fill_loss(logits, target, fill, alpha):
-    # the log-probability of all words that a row must fill
+    # for each row, the sum of the log-probabilities of the words to fill
     log_p = -(fill * F.cross_entropy(logits.mT, target, reduction="none")).sum(1)
     loss = -log_p
     if alpha > 0:
@@ -146,7 +147,7 @@ def train(base, alpha_b=None, causal=False):
 # --- decoding
 @torch.no_grad()
 def decode(model, z, tau, looks, causal=False):
-    """Fill all masks, with at most `looks` passes of Stage B -> z, forwards, each step's probabilities."""
+    """Fill all masks, with at most `looks` passes of Stage B a step -> z, forwards, each step's probabilities."""
     steps, n_looks = [], 0
     while (masked := z == MASK).any():
         h = model.prefix(z)
@@ -158,9 +159,9 @@ def decode(model, z, tau, looks, causal=False):
             draft = torch.where(bundle, logits.argmax(-1), z)  # CoCommit
             logits = model.logits(model.coordinate(h, bundle, draft if causal else None))  # CoCommit
             n_looks += 1  # CoCommit
-            # causal: a word is final if this look changed no word on its left, because then it has read the final
-            # ones. A word with a change strictly on its left (changed.cumsum(1) > changed) is not final: if the
-            # bundle has such a word, look again
+            # causal: the first word of the bundle reads no draft, so one look makes it final. A later word is
+            # final if this look has changed no word on its left. If the bundle has a word with a change on its
+            # left (changed.cumsum(1) > changed), look again
             changed = bundle & (logits.argmax(-1) != draft)  # causal
             if not (bundle & (changed.cumsum(1) > changed)).any():  # causal
                 break  # causal
@@ -171,9 +172,9 @@ def decode(model, z, tau, looks, causal=False):
 
 def report(name, model, looks=0, causal=False):  # print a row of the table: both words in one step
     z, forwards, (p,) = decode(model, HOLES, -1, looks, causal)
-    if causal:  # to give p(second | first) it reads each phrase  # causal
+    if causal:  # it reads each true phrase, and so gives p(second | first)  # causal
         p = model.logits(model.coordinate(model.prefix(HOLES), HOLES == MASK, PHRASES)).softmax(-1)  # causal
-    # the probability of each of the five phrases with "city": that of its first word times that of its second
+    # the probability of each of the five phrases with "city": its first word's times its second word's
     q = p.gather(2, PHRASES[..., None])[:5, 1:, 0].prod(1)
     city, dish = [" ".join(TOKENS[token] for token in row[1:]) for row in z[[0, 5]]]
     print(f"{name:22}{q[0]:9.2f}{q[1:].sum():9.2f}{1 - q.sum():11.2f}{forwards:10.1f}  {city}, {dish}")
@@ -192,7 +193,7 @@ if __name__ == "__main__":
     # New York is its likeliest phrase (.40), and yet it writes San Francisco (.20): greedily, from the left,
     # it begins with the likeliest word, San (.60), and the likeliest phrase does not begin with San
     causal = report("Stage B, causal", train(base, 0, True), 2, True)  # causal
-    # what it writes with no look (Stage A's draft), with one at most, and with two: one is enough, because San,
-    # the word before the last, does not change
+    # what it writes with no look (Stage A's draft), with one at most, and with two: one look is enough, because
+    # the draft San is already right
     words = torch.cat([decode(causal, HOLES, -1, looks, True)[0][0, 1:] for looks in range(3)])  # causal
     print("causal, draft {} {}, 1 look {} {}, 2 looks {} {}".format(*[TOKENS[t] for t in words]))  # causal
