@@ -3,7 +3,7 @@ attends to the whole bundle, which is masks to it, and not only to the bundle on
 
 It is trained as train.py trains, with train.py's flags:
 
-    python -m experiments.control --config configs/text.toml --data data/shakespeare --out_dir out/untold
+    python -m experiments.control --config configs/text.toml --data data/shakespeare --out_dir out/control
 """
 
 import sys
@@ -23,7 +23,7 @@ from model import Context
 # R rows, B block_length
 
 
-class Untold(CausalModel):
+class Control(CausalModel):
     """It sees the whole bundle, and is shown no token."""
 
     def sees(self, bundle: Tensor, ctx: Context) -> Tensor:
@@ -33,20 +33,20 @@ class Untold(CausalModel):
         return self.markers[0]
 
 
-def untold_denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
+def control_denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
     """causal_denoise, with one look counted: the tokens do not depend on drafts, so another look finds the same."""
     done = causal_denoise(engine, z, given, u, d)
     return replace(done, partial=done.partial.clamp(max=1))
 
 
-Untold.decoding_step = staticmethod(untold_denoise)
-STAGE_B["untold"] = Untold
+Control.decoding_step = staticmethod(control_denoise)
+STAGE_B["control"] = Control
 
 
 @command
 def main() -> None:
     # the run prints how to go on; and a config says which Stage B it is for, but a flag wins
-    sys.argv = ["-m experiments.control", *sys.argv[1:], "--stage_b", "untold"]
+    sys.argv = ["-m experiments.control", *sys.argv[1:], "--stage_b", "control"]
     train.run(train.read_arguments(train.build_parser(__doc__)))
 
 

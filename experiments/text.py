@@ -52,7 +52,7 @@ WAYS = {
     "paper": ["Stage A", "Stage B"],
     "causal": ["Stage B"],
     "short": ["Stage B"],  # causal Stage B by its config's own steps, which are the control's
-    "untold": ["Stage B"],
+    "control": ["Stage B"],
     "together": ["Stage A", "one at a time", "Stage B"],
     "left": ["Stage A"],  # in blocks of one: what a mask says is the next byte
 }

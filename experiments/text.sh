@@ -12,10 +12,10 @@ python -m experiments.text half --ckpt $out/base
 on_base="--config configs/text.toml --init_from $out/base"
 python train.py $text $on_base --max_iters 3000 --out_dir $out/causal
 python train.py $text $on_base --out_dir $out/short
-python -m experiments.control $text $on_base --out_dir $out/untold
+python -m experiments.control $text $on_base --out_dir $out/control
 python base.py $text --config configs/text_base.toml --block_length 1 --one_by_one 1 --out_dir $out/left
 python train.py $text --init_from $out/base --seq_len 256 --batch_size 4 --out_dir $out/paper
-for system in base paper causal short untold left; do
+for system in base paper causal short control left; do
   python -m experiments.text bits --system $system --seed $seed --ckpt $out/$system --out $out/bits.jsonl
 done
 

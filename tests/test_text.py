@@ -8,7 +8,7 @@ from checkpoint import load_model
 from decoding import Decoding
 from evaluate import bits_of_batch
 from experiments import control
-from experiments.control import Untold, untold_denoise
+from experiments.control import Control, control_denoise
 from experiments.text import cost_of, cut, distinct
 from lib.rows import Batch
 from lib.util import read_json
@@ -47,7 +47,7 @@ def test_bits_of_an_ending_are_those_of_its_bytes_alone():
 
 def test_the_control_reads_no_token():
     """With other tokens its states are the same; those of causal Stage B change."""
-    for kind, reads in ((CausalModel, True), (Untold, False)):
+    for kind, reads in ((CausalModel, True), (Control, False)):
         model = tiny_model(stage_b="causal", n_rounds=1)
         model.__class__ = kind
         z = random_ids(1, 8)
@@ -62,16 +62,16 @@ def test_the_control_reads_no_token():
 def test_the_control_takes_one_look():
     """By its own step it writes the tokens that causal_denoise writes by it, and one look is counted."""
     model = tiny_model(stage_b="causal", n_rounds=1)
-    model.__class__ = Untold
+    model.__class__ = Control
     for gate in (0.0, 0.3):
         d = Decoding(gen_length=24, tau_joint=gate, tau_t2t=None, temperature=1.0)
         ours, theirs = (
-            generate(model, [[1, 2, 3], [4]], d, seed=3, step=step) for step in (untold_denoise, causal_denoise)
+            generate(model, [[1, 2, 3], [4]], d, seed=3, step=step) for step in (control_denoise, causal_denoise)
         )
         assert [o.tokens for o in ours] == [o.tokens for o in theirs]
         for one, many in zip(ours, theirs, strict=True):
             assert one.nfe["full"] == many.nfe["full"] == one.nfe["partial"] <= many.nfe["partial"]
-    assert step_of(model, d) is untold_denoise
+    assert step_of(model, d) is control_denoise
 
 
 def test_the_control_is_trained_whatever_the_config_says(tmp_path, monkeypatch, capsys):
@@ -81,5 +81,5 @@ def test_the_control_is_trained_whatever_the_config_says(tmp_path, monkeypatch, 
     monkeypatch.chdir(ROOT)
     code, _, err = command_line(control, monkeypatch, capsys, *flags.split(), "--max_iters", "1", "--seq_len", "16")
     assert code == 0, err
-    assert read_json(out / "adapter.json", "adapter")["stage_b"] == "untold"
-    assert isinstance(load_model(out, "cpu", torch.float32), Untold)
+    assert read_json(out / "adapter.json", "adapter")["stage_b"] == "control"
+    assert isinstance(load_model(out, "cpu", torch.float32), Control)
