@@ -449,6 +449,8 @@ def test_blocks_of_8():
         ours, theirs = bits_by_seed(system, way), bits_by_seed(system, way, "blocks8.jsonl")
         assert len(ours) == len(theirs) == 3
         assert cells(part, row) == [f"{mean(ours):.3f}", f"{mean(theirs):.3f}"]
+    longest = bits_by_seed("causal, 5,000 steps", "Stage B", "blocks8.jsonl")
+    assert cells(part, "causal Stage B, 5,000 steps") == ["", f"{mean(longest):.3f}"]
     found = [
         drawn_by_seed("causal", "whole blocks"),
         drawn_by_seed("causal, 5,000 steps", "whole blocks", "blocks8.jsonl"),
