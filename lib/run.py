@@ -20,9 +20,7 @@ def run_settings(parser: Parser, free: set[str]) -> Namespace:
     """The flags of the command line, on top of the settings in --config or in the run that is resumed. A resumed run
     may change only its `free` settings."""
     given = parser.parse_args()
-    for name in ("data", "init_from", "out_dir"):
-        if not getattr(given, name):
-            fail(f"--{name} is empty: name a folder")
+    refuse_empty(given)
     resume = given.init_from == "resume"
     settings = {}
     if resume:
@@ -34,6 +32,7 @@ def run_settings(parser: Parser, free: set[str]) -> Namespace:
 
     # settings as flags, then the flags of the command line, which win
     args = parser.parse_args([*as_flags(settings, parser), *sys.argv[1:]])
+    refuse_empty(args)
     args.resume = resume
     if resume:
         args.init_from = str(settings.get("init_from"))
@@ -42,6 +41,13 @@ def run_settings(parser: Parser, free: set[str]) -> Namespace:
             if getattr(args, name) != value and name not in free:
                 fail(f"--{name} {getattr(args, name)} differs from the run's {value}: leave it out, or start a new run")
     return args
+
+
+def refuse_empty(args: Namespace) -> None:
+    """Refuse a place without a name, which would be the current folder."""
+    for name in ("data", "init_from", "out_dir"):
+        if not getattr(args, name):
+            fail(f"--{name} is empty: name a folder")
 
 
 # the figures in a log: first those of every step, then the cross-entropies of both stages

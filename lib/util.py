@@ -152,12 +152,15 @@ def place(text: str) -> Path:
 
 def as_flags(settings: dict, parser: Parser) -> list[str]:
     """{"seed": 1, "causal": true} -> --seed=1 --causal"""
-    known = {action.dest for action in parser._actions} - {"help", "config"}
+    known = {action.dest: action for action in parser._actions if action.dest not in ("help", "config")}
     flags = []
     for name, value in settings.items():
         if name not in known:
             fail(f"{name} = {value!r:.80} is not a setting: see --help")
-        if isinstance(value, bool):
+        switch = isinstance(known[name], argparse.BooleanOptionalAction)
+        if value is not None and isinstance(value, bool) != switch:
+            fail(f"{name} = {value!r:.80}: this setting {'is true or false' if switch else 'has a value'}, see --help")
+        if switch and value is not None:
             flags.append(f"--{'' if value else 'no-'}{name}")
         elif value is not None:
             flags.append(f"--{name}={value}")
