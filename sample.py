@@ -367,9 +367,12 @@ def settle_decoding(args: Namespace, model: Model, plain_text: bool = False) -> 
     # runs from the left, or the paper's gates
     own_step = model.decoding_step is not None and n_rounds > 0
     draws = plain_text and (own_step or not model.markers.any())
+    temperature = given.get("temperature", float(draws))
+    if temperature == 0 and (args.top_k or args.top_p < 1):
+        fail("--top_k and --top_p do nothing without a draw: leave them out, or give --temperature 1")
     tau_joint = args.tau_joint
     if tau_joint is None and own_step:
-        tau_joint = 0.0 if draws else 0.5
+        tau_joint = 0.0 if temperature > 0 else 0.5
     if tau_joint is not None and ("tau_m2t" in given or args.select):
         fail("the longest run is written, as with --tau_joint: leave out --tau_m2t and --select, or give --n_rounds 0")
     if own_step and given.get("tau_t2t") is not None:
@@ -379,7 +382,7 @@ def settle_decoding(args: Namespace, model: Model, plain_text: bool = False) -> 
         default_t2t = None
     return Decoding(
         gen_length=args.gen_length, tau_m2t=given.get("tau_m2t", 0.7), tau_t2t=given.get("tau_t2t", default_t2t),
-        n_rounds=n_rounds, tau_joint=tau_joint, holes=True, temperature=given.get("temperature", float(draws)),
+        n_rounds=n_rounds, tau_joint=tau_joint, holes=True, temperature=temperature,
         top_k=args.top_k, top_p=args.top_p,
     )  # fmt: skip
 
@@ -443,7 +446,8 @@ def cost(n: int, nfe: dict[str, float], partial_cost: float) -> str:
     """5 tokens; forwards: 6 full + 4 partial x 0.375 + 0 refresh = 7.5, 1.500 per token"""
     total = in_full(nfe, partial_cost)
     kinds = f"{nfe['full']} full + {nfe['partial']:g} partial x {partial_cost:.3g} + {nfe['refresh']} refresh"
-    return f"{n} token{'s' * (n != 1)}; forwards: {kinds} = {total:.3g}, {total / max(1, n):.3f} per token"
+    each = f", {total / n:.3f} per token" if n else ""
+    return f"{n} token{'s' * (n != 1)}; forwards: {kinds} = {total:.6g}{each}"
 
 
 def write(args: Namespace, model: Model) -> None:

@@ -283,6 +283,15 @@ def test_a_block_that_never_ends_is_left_with_a_warning(monkeypatch):
 
 
 # --- the command line
+def test_what_a_decode_costs_in_words():
+    """By hand: 6 + 4 * 0.375 = 7.5 for 5 tokens; 1200 + 99 * 0.375 + 3 = 1240.125; and no token has no share."""
+    for n, full, partial, refresh, end in (
+        (5, 6, 4, 0, "= 7.5, 1.500 per token"), (800, 1200, 99, 3, "= 1240.12, 1.550 per token"), (0, 8, 0, 0, "= 8"),
+    ):  # fmt: skip
+        nfe = dict(full=full, partial=float(partial), refresh=refresh)
+        assert sample.cost(n, nfe, 0.375).endswith(f" refresh {end}")
+
+
 def test_a_checkpoint_without_its_tokenizer_decodes_ids_and_says_what_text_needs(tmp_path, monkeypatch, capsys):
     """A released checkpoint may come without tokenizer.json."""
     save_model(tiny_model(), tmp_path)
@@ -325,6 +334,13 @@ LOOKS = replace(RUN, n_rounds=1)
     ("causal", "--select entropy", "leave out"),
     ("causal", "--tau_t2t 0.3", "edits nothing"),
     ("causal", "--n_rounds 0", RELEASED),
+    # if it draws, it draws whole blocks
+    ("causal", "--temperature 1", replace(LOOKS, tau_joint=0.0, temperature=1.0)),
+    ("causal", "--temperature 1 --tau_joint 0.5", replace(LOOKS, temperature=1.0)),
+    ("causal of plain text", "--temperature 0", LOOKS),
+    # what cuts a draw needs one
+    ("trained", "--top_p 0.5", "--temperature 1"),
+    ("base of plain text", "--top_k 5", replace(RELEASED, temperature=1.0, top_k=5)),
     # the paper's Stage B and Stage A write runs if a flag says so, and edit if a flag says so
     ("causal", "--tau_joint 0.7 --n_rounds 0", replace(RUN, tau_joint=0.7, n_rounds=0)),
     ("trained", "--tau_joint 0.7 --n_rounds 0", replace(RUN, tau_joint=0.7, n_rounds=0)),
