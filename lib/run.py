@@ -155,4 +155,8 @@ def tell_what_is_next(saved: int, args: Namespace) -> None:
         again = f"python {script} --init_from resume --out_dir {quoted(args.out_dir)}"
         print(f"saved at step {saved} of {args.max_iters}; go on with: {again}")
         return
+    if sys.argv[0].startswith("-m experiments."):
+        # evaluate.py does not know a Stage B that an experiment has added
+        print(f"done: {quoted(args.out_dir)}")
+        return
     print(f"done; what it does now: python evaluate.py --ckpt {quoted(args.out_dir)}")

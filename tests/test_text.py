@@ -79,7 +79,9 @@ def test_the_control_is_trained_whatever_the_config_says(tmp_path, monkeypatch, 
     out = tmp_path / "control"
     flags = f"--config configs/text.toml --data data/shakespeare --init_from assets/shakespeare --out_dir {out}"
     monkeypatch.chdir(ROOT)
-    code, _, err = command_line(control, monkeypatch, capsys, *flags.split(), "--max_iters", "1", "--seq_len", "16")
+    code, said, err = command_line(control, monkeypatch, capsys, *flags.split(), "--max_iters", "1", "--seq_len", "16")
     assert code == 0, err
+    # evaluate.py would refuse it
+    assert f"done: {out}" in said and "evaluate.py" not in said
     assert read_json(out / "adapter.json", "adapter")["stage_b"] == "control"
     assert isinstance(load_model(out, "cpu", torch.float32), Control)
