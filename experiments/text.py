@@ -231,7 +231,9 @@ def main() -> None:
     commands = {"together": together, "half": half, "bits": bits, "draws": draws, "table": table}
     if len(sys.argv) < 2 or sys.argv[1] not in commands:
         fail(f"python -m experiments.text COMMAND, one of {', '.join(commands)}; each has --help")
-    commands[sys.argv.pop(1)](Parser(__doc__))
+    parser = Parser(__doc__)
+    parser.prog += f" {sys.argv[1]}"  # as it is typed: `bits` is a part of the command
+    commands[sys.argv.pop(1)](parser)
 
 
 if __name__ == "__main__":

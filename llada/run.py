@@ -53,7 +53,7 @@ def build_parser() -> Parser:
     add("--task", choices=TASKS, required=True)
     add("--task_file", type=Path, required=True, help="the published file of the task; nothing is downloaded")
     add("--template", type=Path, help="a text file with another prompt, in which the fields are in braces")
-    add("--part", type=part, default=(1, 1), metavar="I/N",
+    add("--part", type=part, default="1/1", metavar="I/N",
         help="only every n-th item, from the i-th on; give each of 1/4 to 4/4 an --out, and tables.py joins them")
 
     add = parser.add_argument_group("what answers, and where the answers go").add_argument

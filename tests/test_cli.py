@@ -26,6 +26,7 @@ from lib.names import verdict
 from lib.rows import read_meta
 from lib.tokenizer import byte_spec, byte_tokenizer
 from lib.util import Parser, append_line, command, fail, printable, progress, quoted, read_json, read_lines, write_json
+from llada import run as runs
 from tools import bench, playground, plots
 
 SCRATCH = ["--init_from", "scratch", "--batch_size", 2, "--device", "cpu"]
@@ -129,6 +130,7 @@ def test_help_shows_folders_as_they_are_typed(monkeypatch, capsys):
     for script in (train, base, sample, evaluate, bench, playground, plots):
         code, out, _ = command_line(script, monkeypatch, capsys, "--help")
         assert code == 0 and "PosixPath" not in out and str(ROOT) not in out
+    assert "(default: 1/1)" in " ".join(runs.build_parser().format_help().split())
     parser = Parser("")
     parser.add_argument("--ckpt", type=Path, nargs="+", default=[Path("a b"), Path("c")], help="%%")
     parser.add_argument("--edits", nargs="+", default=[None], help="x")
@@ -180,6 +182,7 @@ MISTAKES = [
     *[(names, [*MEASURE, "--way", "run", "--ckpt", of], of) for of in ("TREE/toy", "TREE/mute", "CKPT")],
     (names, [*MEASURE, "--way", "threshold", "--ckpt", "TREE/names", "--dial", 2], "--dial"),
     (names, ["compare", "TREE/pairs/meta.json", "--against", "x"], "meta.json"),
+    (names, ["measure"], " measure --help)"),
     # a flag that names a place, and none is named
     (train, ["--out_dir", ""], "--out_dir"),
     (sample, ["--prompt", "a", "--ckpt", ""], "--ckpt"),
