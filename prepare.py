@@ -473,6 +473,9 @@ def main() -> None:
     add("--out", type=Path, required=True, metavar="DIR", help="a new folder of rows")
     args = parser.parse_args()
 
+    if "" in args.sources:
+        fail("a SOURCE is empty: name a file or a folder")
+
     # refuse flags that would do nothing
     if args.written_by and (len(args.sources) > 1 or args.max_docs or args.like):
         fail("--written_by reads all of one folder of rows by its own tokenizer: leave out --max_docs and --like")

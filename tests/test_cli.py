@@ -16,6 +16,7 @@ from resuming import byte_rows, toy_rows
 
 import base
 import evaluate
+import prepare
 import sample
 import train
 from checkpoint import load_model, save_model
@@ -177,6 +178,11 @@ MISTAKES = [
     (sample, ["--prompt", "a", "--ckpt", "TREE/itself"], "TREE/itself as its base"),
     (evaluate, ["--ckpt", "CKPT"], "--data"),
     (evaluate, ["--ckpt", "TREE/toy", "TREE/names"], "--ckpt"),
+    # a flag that would do nothing
+    (sample, ["--prompt", "a", "--top_k", 5], "--temperature 1"),
+    (evaluate, ["--ckpt", "TREE/names", "--data", "TREE/text"], "--data does nothing"),
+    (evaluate, ["--ckpt", "TREE/toy", "--prompts", 2], "--prompts does nothing"),
+    (evaluate, ["--ckpt", "CKPT", "--temperature", 1], "--temperature does nothing"),
     # what only a model of names can be asked, and a base that is none
     *[(bench, ["--names", folder], folder) for folder in ("TREE/toy", "TREE/mute", "CKPT", "TREE/text")],
     *[(names, [*MEASURE, "--way", "run", "--ckpt", of], of) for of in ("TREE/toy", "TREE/mute", "CKPT")],
@@ -186,6 +192,7 @@ MISTAKES = [
     # a flag that names a place, and none is named
     (train, ["--out_dir", ""], "--out_dir"),
     (sample, ["--prompt", "a", "--ckpt", ""], "--ckpt"),
+    (prepare, ["", "--out", "OUT"], "SOURCE"),
 ]  # fmt: skip
 CPU = ["--device", "cpu"]
 GIVEN = {

@@ -37,7 +37,7 @@ ON_ROWS = ["--init_from", "scratch", "--data", "IT", *ONE]
 LIKE = ["--init_from", "TREE/bytes", "--data", "IT", *ONE]
 SAMPLE = ["--ckpt", "IT", "--prompt", "a", "--gen_length", 1, *CPU]
 ON_A = ["--ckpt", "TREE/bytes", "--prompt", "a", "--gen_length", 1, *CPU]
-JUDGED = ["--ckpt", "IT", "--data", "IT/none", *CPU]
+JUDGED = ["--ckpt", "IT", *CPU]
 RESUME = ["--init_from", "resume", "--out_dir", "IT", "--max_iters", 2]
 CONVERT = ["--src", "IT", "--out", "OUT"]
 
