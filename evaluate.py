@@ -460,18 +460,20 @@ def main() -> None:
     of_names = not args.bits and all("names" in judge for judge in judges)
     of_toy = not args.bits and len(judges) == 1 and "toy" in judges[0]
 
-    task = load_task(args.ckpt[0]) if of_toy else None
-
     # refuse flags that would do nothing
-    of_bits = ("data", "seq_len", "tokens")
-    for name in (() if of_names else ("prompts", "temperature")) + (of_bits if of_names or of_toy else ()):
+    idle = {}
+    if not of_names:
+        idle |= dict.fromkeys(("prompts", "temperature"), "leave it out")
+    if of_names or of_toy:
+        idle |= dict.fromkeys(("data", "seq_len", "tokens"), "leave it out, or give --bits")
+    for name, advice in idle.items():
         if getattr(args, name) != parser.get_default(name):
-            other = ", or give --bits" if name in of_bits else ""
-            fail(f"--{name} does nothing here, see --help: leave it out{other}")
+            fail(f"--{name} does nothing here, see --help: {advice}")
 
     if of_names:
         evaluate_names(args.ckpt, device, args)
     elif of_toy:
+        task = load_task(args.ckpt[0])
         evaluate_toy(load_model(args.ckpt[0], device, torch.float32), task)
     else:
         evaluate_bits(args.ckpt, device, args)

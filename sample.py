@@ -447,7 +447,7 @@ def cost(n: int, nfe: dict[str, float], partial_cost: float) -> str:
     total = in_full(nfe, partial_cost)
     kinds = f"{nfe['full']} full + {nfe['partial']:g} partial x {partial_cost:.3g} + {nfe['refresh']} refresh"
     each = f", {total / n:.3f} per token" if n else ""
-    return f"{n} token{'s' * (n != 1)}; forwards: {kinds} = {total:.6g}{each}"
+    return f"{n} token{'s' * (n != 1)}; forwards: {kinds} = {round(total, 2):g}{each}"
 
 
 def write(args: Namespace, model: Model) -> None:

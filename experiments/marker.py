@@ -143,7 +143,7 @@ def main() -> None:
                 "--init_from", str(given.base), "--seed", str(given.seed), "--stage_b", kind, "--n_last", "3",
                 "--max_iters", str(steps), "--learning_rate", str(rate), "--out_dir", str(folder),
             ])  # fmt: skip
-            flags.resume = False
+            flags.resume = (folder / "train.json").exists()  # goes on after an interruption
             train.settle(flags)
             train.run(flags)
 
