@@ -8,13 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from common import GOLDEN, ROOT, caller, merged_spec, refused
-from safetensors.torch import load_file
 
 import prepare
 from lib.names import exists
 from lib.rows import Meta, read_corpus, read_meta
 from lib.tokenizer import EOS_TOKEN, GPT2, MASK_TOKEN, bpe_tokenizer, byte_spec, byte_tokenizer, load_tokenizer
-from lib.util import Mistake, read_json, write_json
+from lib.util import Mistake, write_json
 from prepare import NAMES, hold_out, is_validation, load_text, tokenize, unicode_names
 
 BPE = Path(__file__).parent / "data" / "bpe"  # make.py there says what it is
@@ -284,14 +283,18 @@ def test_records_are_the_same_documents_alone_and_in_a_folder(tmp_path, name):
     assert "c.bin" in refusal(tmp_path / "c.bin")  # but not where it is asked for
 
 
-@pytest.mark.parametrize("name, content", [
-    ("a.jsonl", b'{"text": "fine", "int_score": "three"}\n'),
-    ("a.jsonl.gz", gzip.compress(b'{"text": "fine"}\n' * 99)[:-9]),
+@pytest.mark.parametrize("name, content, says", [
+    ("a.jsonl", b'{"text": "fine", "int_score": "three"}\n', "int_score"),
+    ("a.jsonl.gz", gzip.compress(b'{"text": "fine"}\n' * 99)[:-9], "damaged"),
+    ("package.json", b'{"name": "x"}', "text is None"),
+    ("package.json", b'["x"]', "record 1 of"),
+    ("package.json", b"{'text': 1}", "damaged"),
 ])  # fmt: skip
-def test_damaged_records_are_refused_in_a_folder_too(name, content, tmp_path):
+def test_what_is_no_record_is_refused_in_a_folder_too(name, content, says, tmp_path):
     path = tmp_path / name
     path.write_bytes(content)
-    assert name in refusal(path) and refusal(tmp_path) == refusal(path)
+    said = refusal(path)
+    assert name in said and says in said and refusal(tmp_path) == said
 
 
 SAME = [{"text": "one\r\ntwo\rthree\n"}, {"text": "four"}]
@@ -314,12 +317,6 @@ def test_records_are_read_by_whatever_name(name, tmp_path):
 def test_text_has_no_byte_order_mark_and_ends_its_lines_as_records_do(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree\n")
     assert load_text([str(tmp_path / "a.txt")]) == [("a.txt", "one\ntwo\nthree\n")]
-
-
-def test_json_that_is_no_record_is_refused(tmp_path):
-    for content, says in (('{"name": "x"}', "text is None"), ('["x"]', "record 1 of"), ("{'text': 1}", "damaged")):
-        (tmp_path / "package.json").write_text(content)
-        assert "package.json" in refusal(tmp_path) and says in refusal(tmp_path)
 
 
 def test_what_is_left_out_is_counted_and_named(tmp_path, capsys):
@@ -392,17 +389,6 @@ def test_documents_are_closed_by_eos_and_split_by_their_name():
     assert {prompt for part in split.values() for _, prompt in part} == {0}
 
 
-def test_a_single_text_keeps_its_end_for_validation(tmp_path, monkeypatch, capsys):
-    """799 letters and eos are 760 tokens to train on, in 95 rows of 8, and 40 tokens to validate on, in 5 rows."""
-    text = "".join(chr(97 + i % 26) for i in range(799))
-    (tmp_path / "one.txt").write_text(text)
-    caller(prepare, monkeypatch, capsys)(tmp_path / "one.txt", "--out", tmp_path / "rows")
-    train, val = read_corpus(tmp_path / "rows", 8, 0, 8, 1).rows.values()
-    assert (len(train), len(val)) == (95, 5)
-    assert np.concatenate(train.rows).tolist() == list(text[:760].encode())
-    assert np.concatenate(val.rows).tolist() == [*text[760:].encode(), 256]
-
-
 def test_the_last_twentieth_of_some_texts():
     """Of 300, 300 and 200 tokens the last 40 are held out. If the cut is between two documents, no part is empty."""
     documents = [(np.arange(n), p) for n, p in ((300, 0), (300, -1), (200, 0))]
@@ -419,22 +405,13 @@ def test_the_last_twentieth_of_some_texts():
 
 
 # --- the script
-def test_text_is_read_as_bytes_or_by_the_tokenizer_of_a_folder(tmp_path, monkeypatch, capsys):
+def test_text_is_read_by_the_tokenizer_of_a_folder(tmp_path, monkeypatch, capsys):
+    """Up to a number of documents to train on; 20.py is for validation."""
     texts = tmp_path / "texts"
     texts.mkdir()
     for n in range(60):
-        (texts / f"{n}.py").write_text("A SMALL LETTER")  # 20 and 41 are for validation
-    call = caller(prepare, monkeypatch, capsys)
-    out = call(texts, "--out", tmp_path / "bytes")
-    assert out.splitlines()[0] == "train  58 documents, 870 tokens"
-    assert "python base.py" in out  # every hint is below
-    assert read_meta(tmp_path / "bytes") == Meta(272, 256, 257, 256)
-    assert read_json(tmp_path / "bytes" / "tokenizer.json", "tokenizer") == byte_spec()
-    train = load_file(tmp_path / "bytes" / "train.safetensors")
-    assert train["ids"][:15].tolist() == [*b"A SMALL LETTER", 256] and train["prompts"].tolist() == [0] * 58
-
-    # as names are read; and as a checkpoint reads, which is trained further
-    call(texts, "--out", tmp_path / "bpe", "--like", NAMES, "--max_docs", 30)
+        (texts / f"{n}.py").write_text("A SMALL LETTER")
+    caller(prepare, monkeypatch, capsys)(texts, "--out", tmp_path / "bpe", "--like", NAMES, "--max_docs", 30)
     assert read_meta(tmp_path / "bpe") == Meta(1024, 1022, 1023, 1022)
     assert (tmp_path / "bpe" / "tokenizer.json").read_bytes() == (NAMES / "tokenizer.json").read_bytes()
     train, val = read_corpus(tmp_path / "bpe", 32, 0, 8, 1).rows.values()
