@@ -58,22 +58,11 @@ def test_whose_logits_fill_and_whose_edit(row, fill, edit):
     assert done.after.tolist() == [[7] * 5] and done.partial.tolist() == [0.0]
 
 
-def test_selection_by_entropy_by_hand():
-    # position i: token 0 has probability p, and the rest is spread over others: more spread, more entropy
-    rows = []
-    for p, others in ((0.9, 9), (0.8, 9), (0.6, 1), (0.55, 1), (0.99, 1)):
-        rows.append([p] + [(1 - p) / others] * others + [0.0] * (9 - others))
-    # two are above 0.7; entropies: 0.545, 0.940, 0.673, 0.688; the last position is not masked
-    done = one_step(torch.tensor(rows).log(), [9, 9, 9, 9, 0], "entropy selection, same size")
-    assert done.bundle.tolist() == [[True, False, True, False, False]]
-    assert done.after.tolist() == [[5, 9, 5, 9, 5]]
-    assert decoder_of("entropy selection, same size", 1)[1].keywords == dict(select=by_entropy)
-
-
 def test_every_row_differs_from_the_released_quality_setting_as_the_paper_says():
     settings = {name: decoder_of(name, 2) for name in MECHANISM}
     d, step = settings[COCOMMIT]
     assert (d.n_rounds, d.tau_m2t, d.tau_t2t, step) == (2, 0.7, 0.0, denoise)
+    assert settings["entropy selection, same size"][1].keywords == dict(select=by_entropy)
     assert len({(*of, MECHANISM[name][0]) for name, of in settings.items()}) == len(settings) == 17
 
 
