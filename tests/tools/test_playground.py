@@ -85,8 +85,8 @@ def small_page(small) -> str:
     return playground.page(small)
 
 
-def answer(folder: Path, page: str, script: str, query: str = "", **given) -> object:
-    """What `script` returns, run in the page (its address ends in `query`) with `given` in its sight."""
+def answer(folder: Path, page: str, script: str, **given) -> object:
+    """What `script` returns, run in the page with `given` in its sight."""
     variables = json.dumps(given).replace("<", "\\u003c")
     wrapped = f"""
         const given = {variables};
@@ -104,7 +104,7 @@ def answer(folder: Path, page: str, script: str, query: str = "", **given) -> ob
     """
     file = folder / "page.html"
     file.write_text(page.replace("</body>", f"<script>{wrapped}</script></body>"), encoding="utf-8")
-    argv = [BROWSER, *QUIET.split(), f"--user-data-dir={folder / 'profile'}", file.as_uri() + query]
+    argv = [BROWSER, *QUIET.split(), f"--user-data-dir={folder / 'profile'}", file.as_uri()]
     done = subprocess.run(argv, capture_output=True, text=True, encoding="utf-8", timeout=900)
     result = re.search(r'<pre id="result">(.*?)</pre>', done.stdout, re.S)
     assert result, done.stderr[-2000:]
@@ -196,7 +196,7 @@ def test_it_decodes_as_generate_does(small, small_page, tmp_path):
             settings += [replace(all_at_once, tau_joint=tau, temperature=1.5) for tau in (0.0, 0.1)]
         cases.append((model, prompts, settings))
 
-    found, _ = compare(cases, small_page, tmp_path)
+    found = compare(cases, small_page, tmp_path)
     of_paper, of_causal = [
         [step for decodes in of_model for decode in decodes for step in decode[-1]] for of_model in found
     ]
@@ -223,11 +223,8 @@ def logits_of(model: Model, prompts: list[list[int]], d: Decoding) -> np.ndarray
     return torch.cat(rows).numpy()
 
 
-def compare(
-    cases: list[tuple[Model, list, list[Decoding]]], page: str, folder: Path, script: str = "", **also: object
-) -> tuple[list, object]:
-    """Decode by PyTorch and in the page, adapter after adapter -> the decodes, by adapter, setting and prompt; and what
-    `script` returns, which runs before, with `also` in its sight."""
+def compare(cases: list[tuple[Model, list, list[Decoding]]], page: str, folder: Path) -> list:
+    """Decode by PyTorch and in the page, adapter after adapter -> the decodes, by adapter, setting and prompt."""
     logits = [logits_of(model, prompts, settings[0]) for model, prompts, settings in cases]
     expected = [[[decoded(model, prompt, d) for prompt in prompts] for d in of] for model, prompts, of in cases]
     given = []
@@ -236,14 +233,13 @@ def compare(
         case["numbers"] = [[numbers for _, numbers in decodes] for decodes in expected[number - 1]]
         given.append(case | dict(n_logits=len(logits[number - 1])))
 
-    both = f"{DECODE} const first = await (async () => {{ {script} }})(); return [decodes(), first];"
-    found, first = answer(folder, page, both, cases=given, **also)
+    found = answer(folder, page, f"{DECODE} return decodes();", cases=given)
     for (_, _, settings), here, of_torch, by_torch in zip(cases, found, logits, expected, strict=True):
         of_page = np.frombuffer(base64.b64decode(here["logits"]), np.float32).reshape(of_torch.shape)
         assert np.abs(of_page - of_torch).max() < 1e-3
         for d, decodes, pairs in zip(settings, here["decodes"], by_torch, strict=True):
             assert decodes == [decode for decode, _ in pairs], d
-    return [here["decodes"] for here in found], first
+    return [here["decodes"] for here in found]
 
 
 @torch.inference_mode()
@@ -371,8 +367,6 @@ def test_a_page_of_text_draws_and_reads_an_own_bpe(tmp_path, monkeypatch):
         const opened = [$("prompt").value, text("gate_values"), lines(), $("again").hidden];
         const drawn = [tokens()];
         const numbers = Array.from({length: 100}, (_, n) => draws(n));
-        const written = document.querySelector(".written");
-        const ends = [traces[0].text === written.textContent, getComputedStyle(written).whiteSpace];
         $("again").click();
         drawn.push(tokens());
         seed = 1;
@@ -381,7 +375,7 @@ def test_a_page_of_text_draws_and_reads_an_own_bpe(tmp_path, monkeypatch):
         $("temperature").value = 0;
         $("temperature").dispatchEvent(new Event("input"));
         const still = [text("gate_values"), $("again").hidden];
-        return {ids: given.texts.map((text) => encode(base, text)), opened, drawn, numbers, ends, still};
+        return {ids: given.texts.map((text) => encode(base, text)), opened, drawn, numbers, still};
     """
     tokenizer = load_tokenizer(models[0])
     begins = "ROMEO:\nA rose"
@@ -392,7 +386,7 @@ def test_a_page_of_text_draws_and_reads_an_own_bpe(tmp_path, monkeypatch):
     at = "tau_m2t 0.70, tau_t2t 1.00, tau_joint 0.00"
     prompt, said, lines, hidden = found["opened"]
     assert [prompt, said, hidden] == [begins, f"{at}, temperature 1.00, seed 1", False]
-    assert found["still"] == [at, True] and found["ends"] == [True, "pre-wrap"]
+    assert found["still"] == [at, True]
 
     # another seed is another text, and the same one the same
     first, other, again = found["drawn"]
@@ -444,13 +438,9 @@ def test_a_tokenizer_that_the_page_cannot_follow_is_refused(change, tmp_path):
 # --- the page of a model
 @in_browser
 def test_the_shipped_page_opens_on_the_first_held_out_beginning(tmp_path):
-    """Whatever comes of it. Each decoder writes what the Python one writes, and the experiment counts it."""
-    prompts = list(draw_names(2, "held out", TOKENIZER).values())
-    prompts.append(with_holes(prompts[1] + prompts[0]))
-    of_paper = [replace(STAGE_B, tau_m2t=tau) for tau in (0.7, -1.0)]
-    of_paper += [STAGE_B_OFF, ONE_AT_A_TIME]
-    of_causal = [CAUSAL, replace(CAUSAL, tau_joint=0.0), replace(CAUSAL, tau_joint=0.8), LONGEST_RUN]
-    cases = [(read(folder), prompts, of) for folder, of in zip(SHIPPED, (of_paper, of_causal), strict=True)]
+    """Whatever comes of it. Each decoder writes what the Python one writes, and the experiment counts it. What is typed
+    is upper case, with _ for a mask, and is in the address; and an address is decoded."""
+    [prompt] = draw_names(1, "held out", TOKENIZER).values()
     script = """
         const seen = [...document.querySelectorAll("#seen tr")].map((row) => row.textContent);
         const asked = traces[0].asked;
@@ -462,14 +452,24 @@ def test_the_shipped_page_opens_on_the_first_held_out_beginning(tmp_path):
         $("prompt").value = given.hostile;
         ask();
         const shown = cells().map((cell) => cell.parts[1]).join("");
-        return [asked, seen, text("shares"), wrong, shown, document.querySelectorAll("main b").length];
+        const bold = document.querySelectorAll("main b").length;
+
+        $("prompt").value = "box _ a";
+        $("prompt").dispatchEvent(new Event("input"));
+        $("ask").requestSubmit();
+        play(false);
+        const typed = [$("prompt").value, location.hash, traces[0].asked.includes(1023)];
+        location.hash = "prompt=greek+_";
+        await new Promise((resume) => addEventListener("hashchange", () => setTimeout(resume), {once: true}));
+        play(false);
+        return {asked, seen, shares: text("shares"), wrong, shown, bold, typed, linked: $("prompt").value};
     """
     page = playground.page(SHIPPED)
     assert len(page.encode()) <= 6e6
-    prompt, seen, shares, wrong, shown, bold = compare(cases, page, tmp_path, script, hostile=HOSTILE)[1]
-    models = [read(BASE), *(model for model, *_ in cases)]
-    assert prompt == prompts[0]
-    for line, (way, (number, d)) in zip(seen, SHOWN.items(), strict=True):
+    found = answer(tmp_path, page, script, hostile=HOSTILE)
+    models = list(map(read, [BASE, *SHIPPED]))
+    assert found["asked"] == prompt
+    for line, (way, (number, d)) in zip(found["seen"], SHOWN.items(), strict=True):
         [out] = generate(models[number], [prompt], d)
         name = TOKENIZER.decode(prompt + out.tokens)
         forwards = in_full(out.nfe, models[number].partial_cost)
@@ -477,49 +477,10 @@ def test_the_shipped_page_opens_on_the_first_held_out_beginning(tmp_path):
         said = "✓ " + verdict(name) if there else "✗ " + verdict(name).strip("()")
         assert line == f"{way} {round(forwards, 2):g} forwards{name}{said}"
         counted = f"{way}{100 * there} %{forwards:.2f}{forwards / len(out.tokens):.3f}"
-        assert (counted in shares) == (way != "base, edits gated")
-    assert "at least one letter" in wrong and HOSTILE.upper() in shown and bold == 0  # any text is text
-
-
-@in_browser
-def test_what_is_typed_a_link_and_gates_that_moved(small_page, tmp_path):
-    """Upper case, _ for a mask; the prompt is in the address; numbers of other gates are old."""
-    script = """
-        const type = (typed, place) => {
-            $("prompt").value = typed;
-            $("prompt").setSelectionRange(place, place);
-            $("prompt").dispatchEvent(new Event("input"));
-            return [$("prompt").value, $("prompt").selectionStart];
-        };
-        const opened = $("prompt").value;
-        const typed = [type("box _ a", 5), type("stra\u00dfe", 5)];
-        type("box _ a", 0);
-        $("ask").requestSubmit();
-        play(false);
-        const address = location.hash;
-        const asked = traces[0].asked;
-        location.hash = "prompt=greek+_";
-        await new Promise((resume) => addEventListener("hashchange", () => setTimeout(resume), {once: true}));
-        play(false);
-        const linked = $("prompt").value;
-
-        data.beginnings.length = 1;
-        await runAll();
-        const move = (value) => {
-            $("tau_m2t").value = value;
-            $("tau_m2t").dispatchEvent(new Event("input"));
-            return [$("shares").className, text("stale")];
-        };
-        return {opened, typed, address, asked, linked, moved: [move(0.5), move(0.7)]};
-    """
-    page = small_page.replace('"gen_length": 32', '"gen_length": 8')  # to be quick
-    found = answer(tmp_path, page, script, "?prompt=old+_")
-    assert found["opened"] == "OLD ▒"
-    assert found["typed"] == [["BOX ▒ A", 5], ["STRASSE", 6]]
-    assert found["address"] == "#prompt=BOX+_+A" and 1023 in found["asked"]
-    assert found["linked"] == "GREEK ▒"
-    old = "These numbers are old: they are of tau_m2t 0.70, tau_t2t 0.00, tau_joint 0.50."
-    assert found["moved"] == [["old", old], ["", ""]]
+        assert (counted in found["shares"]) == (way != "base, edits gated")
+    assert "at least one letter" in found["wrong"]
+    assert HOSTILE.upper() in found["shown"] and found["bold"] == 0  # any text is text
+    assert found["typed"] == ["BOX ▒ A", "#prompt=BOX+_+A", True] and found["linked"] == "GREEK ▒"
 
 
 BY_HAND = """
@@ -562,13 +523,6 @@ def test_a_mask_shows_both_stages_and_is_written_by_hand(small, told):
         d = replace(STAGE_B, gen_length=31, n_rounds=model.cfg.n_rounds, tau_m2t=0.0, tau_t2t=None, tau_joint=tau_joint)
         (out,) = generate(model, [[*found["prompt"], first]], d)
         assert first != TOKENIZER.eos_id and [others, found["full"]] == [out.tokens, out.nfe["full"]]
-
-
-def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys):
-    save_model(tiny_model(), tmp_path / "toy")
-    assert "has no tokenizer" in refused(playground, monkeypatch, capsys, "--ckpt", tmp_path / "toy")
-    two = [SHIPPED[0], tmp_path / "toy"]
-    assert "give adapters of one base" in refused(playground, monkeypatch, capsys, "--ckpt", *two)
 
 
 @pytest.mark.parametrize("own", ["router", "Stage B"])
