@@ -6,11 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import MASK, approx, caller, tiny_model
-from resuming import byte_rows
 from test_train import a_batch, flags
 
 import base
-import sample
 import train
 from base import base_step, muon
 from train import cocommit_step
@@ -93,41 +91,7 @@ def test_one_step_of_muon_by_hand():
 
 
 # --- a run
-def test_a_base_is_sampled_by_stage_a_and_adapted(tmp_path, run, monkeypatch, capsys):
-    """From a text in bytes to CoCommit: each command is the one that the command before it prints."""
-    rows, folder = byte_rows(tmp_path / "rows"), tmp_path / "base"
-    out = run("--data", rows, "--init_from", "scratch", "--block_length", 8, "--n_last", 1, "--max_iters", 2,
-              "--batch_size", 4, "--device", "cpu", "--out_dir", folder)  # fmt: skip
-    assert f"done; what it does now: python evaluate.py --ckpt {folder}" in out
-    decode = caller(sample, monkeypatch, capsys)
-    short = ["--prompt", "ab", "--gen_length", 8, "--device", "cpu"]
-    assert ": Stage A alone, " in decode("--ckpt", folder, *short)
-    for stage_b, said in (("paper", "Stage B"), ("causal", "causal Stage B")):
-        on_top = tmp_path / stage_b
-        caller(train, monkeypatch, capsys)("--data", rows, "--init_from", folder, "--stage_b", stage_b,
-            "--max_iters", 2, "--batch_size", 4, "--device", "cpu", "--out_dir", on_top)  # fmt: skip
-        assert f": {said}, n = 1 of 4, K = 1, " in decode("--ckpt", on_top, *short)
-
-
 # --- what is refused
-def test_a_base_is_from_scratch(run, tmp_path, scratch, pairs):
-    run(*scratch, "--max_iters", 1, "--out_dir", tmp_path / "base")
-    line = run.fails("--data", pairs, "--init_from", tmp_path / "base", "--out_dir", tmp_path / "b")
-    assert "a base is trained from scratch" in line
-
-
-REFUSED = {
-    "a base has no Stage B yet": ["--stage_b", "causal"],
-    "give --context clean": ["--one_by_one", 0.5, "--context", "corrupted"],  # two texts would give the same states
-}
-
-
-@pytest.mark.parametrize("why", REFUSED)
-def test_what_cannot_be_a_bases_is_refused_and_never_ignored(why, run, tmp_path, scratch):
-    line = run.fails(*scratch, *REFUSED[why], "--max_iters", 1, "--out_dir", tmp_path / "a")
-    assert why in line and not (tmp_path / "a").exists()
-
-
 def test_a_run_goes_on_by_its_own_script(tmp_path, run, monkeypatch, capsys, scratch):
     """From the same settings the other script would make another model."""
     a, b = tmp_path / "a", tmp_path / "b"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from common import GOLDEN, ROOT, caller, merged_spec, refused
+from common import GOLDEN, ROOT, caller, merged_spec
 
 import prepare
 from lib.names import exists
@@ -173,11 +173,6 @@ def test_a_text_that_its_tokens_do_not_spell_is_refused(tmp_path, monkeypatch, c
     assert "document a.txt: " in said and "leaves out" in said
     said = refuse(tmp_path / "b.jsonl", "--out", tmp_path / "rows")
     assert "document b.jsonl:2: half of a character" in said and not (tmp_path / "rows").exists()
-
-
-def test_a_folder_without_a_tokenizer_has_none(tmp_path):
-    assert load_tokenizer(tmp_path) is None
-    assert load_tokenizer(NAMES).vocab_size == 1024
 
 
 # --- names
@@ -448,23 +443,3 @@ def test_what_trains_on_the_rows_is_said_at_the_end(given, tmp_path, monkeypatch
     Path("weights/llada2.1-mini").symlink_to(tmp_path / "released")
     out = caller(prepare, monkeypatch, capsys)(*given.replace("NAMES", str(NAMES)).split(), "--out", "to train")
     assert out.splitlines()[-1] == "to train is ready: " + HINTS[given].replace("DATA", "'to train'")
-
-
-def test_a_mistake_is_one_line_and_writes_nothing(tmp_path, monkeypatch, capsys):
-    argv = ["names", "--out", tmp_path / "a", "--like", tmp_path]
-    assert "has no tokenizer.json" in refused(prepare, monkeypatch, capsys, *argv)
-    assert "--max_docs: must lie in" in refused(prepare, monkeypatch, capsys, *argv[:3], "--max_docs", -1)
-    assert not (tmp_path / "a").exists()
-    assert "data/names already holds rows" in refused(prepare, monkeypatch, capsys, "names", "--out", NAMES)
-    argv[-1] = tmp_path / "nowhere.json"
-    assert "nowhere.json: there is no such file" in refused(prepare, monkeypatch, capsys, *argv)
-
-    # flags that would do nothing
-    written = [NAMES, "--written_by", tmp_path, "--out", tmp_path / "a"]
-    for flags in (["--max_docs", 9], ["--like", NAMES]):
-        assert "leave out --max_docs and --like" in refused(prepare, monkeypatch, capsys, *written, *flags)
-    assert "one folder of rows" in refused(prepare, monkeypatch, capsys, NAMES, *written)
-    for flag in ("--beam", "--gen_length"):
-        call = [prepare, monkeypatch, capsys, *argv[:3], flag, 9]
-        assert f"{flag} does nothing without --written_by" in refused(*call)
-    assert not (tmp_path / "a").exists()

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from common import EOS, MASK, V, caller, prompt, refused, tiny_model
-from resuming import byte_rows
+from common import EOS, MASK, V, caller, prompt, tiny_model
 
 import prepare
 from checkpoint import save_model
@@ -73,14 +72,6 @@ def written(tmp_path, monkeypatch, capsys):
     command = f"python train.py --data {tmp_path}/written --config configs/text.toml --init_from {tmp_path}/base"
     assert out.endswith(f": {command}\n")
     return texts, tmp_path / "written"
-
-
-def test_rows_of_other_tokens_than_the_teachers_are_refused(tmp_path, monkeypatch, capsys):
-    save_model(tiny_model(), tmp_path / "base")
-    byte_rows(tmp_path / "bytes")
-    argv = [tmp_path / "bytes", "--written_by", tmp_path / "base", "--out", tmp_path / "written"]
-    assert "has other tokens than" in refused(prepare, monkeypatch, capsys, *argv)
-    assert not (tmp_path / "written").exists()
 
 
 def test_the_rows_are_completions_and_half_of_the_text(written):

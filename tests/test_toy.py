@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from common import ROOT, caller, coherent, refused
+from common import caller, coherent
 
 import toy
 from lib.rows import read_corpus
@@ -215,11 +215,6 @@ def test_rows_to_train_on_follow_the_seed_and_those_of_validation_never(tmp_path
 
 
 # --- the script
-def printed(monkeypatch, capsys, *argv) -> list[list[str]]:
-    """The words of every line."""
-    return [line.split() for line in caller(toy, monkeypatch, capsys)(*argv).splitlines()]
-
-
 def test_a_row_for_each_task(monkeypatch, capsys):
     """A row has V, m, contexts and answers; H and TC; and the shares of possible answers if one step draws, and if it
     takes the likeliest symbols."""
@@ -234,7 +229,7 @@ def test_a_row_for_each_task(monkeypatch, capsys):
         "permutation": (8, 4, 32, 24, ln(24), 4 * ln(4) - ln(24), 24 / 256, 24 / 256),
         "sum": (5, 3, 5, 25, 2 * ln(5), ln(5), 1 / 5, 1 / 5),
     }
-    lines = printed(monkeypatch, capsys)
+    lines = [line.split() for line in caller(toy, monkeypatch, capsys)().splitlines()]
     rows = {line[0]: line[1:] for line in lines[1:8]}
     assert list(rows) == list(toy.TASKS)
     for name, (*size, H, TC, drawn, argmax) in known.items():
@@ -247,18 +242,3 @@ def test_a_row_for_each_task(monkeypatch, capsys):
         c = torch.tensor([int(row[8].removesuffix(":"))])
         assert coherent(t, c, torch.tensor([[int(symbol) for symbol in row[9:]]])).all(), name
     assert {"H", "TC", "drawn", "argmax", "example"} <= {line[0] for line in lines[8:] if line}
-
-
-@pytest.mark.parametrize("argv, words", [
-    (["poems"], "invalid choice: 'poems'"),
-    (["copy", "m=8", "--out", "x"], "8**8 = 16,777,216 tuples are more than 65,536: take fewer symbols or a smaller m"),
-    (["modes", "V=2", "--out", "x"], "V = 2 is too small"),
-    (["pairs", "m=3", "--out", "x"], "even m, not 3"),
-    (["gaussian", "rho=nan", "--out", "x"], "rho must be in 0..0.9999, not nan"),
-    (["gaussian", "V=8", "--out", "x"], "does not use V: it uses levels, m, n_ctx, rho"),
-    (["modes", "V=x", "--out", "x"], "'V=x' is not a size of a toy: give KEY=VALUE, like V=12; keys are V, m, n_ctx"),
-    (["modes"], "a task and --out belong together"),
-    (["modes", "--out", ROOT / "data" / "names"], "data/names already holds rows or a checkpoint"),
-])  # fmt: skip
-def test_a_mistake_is_one_line(argv, words, monkeypatch, capsys):
-    assert words in refused(toy, monkeypatch, capsys, *argv)
