@@ -137,27 +137,24 @@ def test_a_tensor_lies_in_one_shard(base):
     """It must be in the shard that the index names; otherwise the tensor of another shard would be read instead."""
     whole = load_file(base / WEIGHTS)
     (base / WEIGHTS).unlink()
-    names = sorted(whole)
-    places = {name: "ab"[k % 2] + ".safetensors" for k, name in enumerate(names)}
-    a, b = ({name: whole[name] for name in names if places[name][0] == shard} for shard in "ab")
-    twice = dict(list(a.items())[:1])
-    (name,) = twice
+    a, b = (dict(list(whole.items())[k::2]) for k in (0, 1))
+    places = dict.fromkeys(a, "a.safetensors") | dict.fromkeys(b, "b.safetensors")
+    name, tensor = next(iter(a.items()))
+    moved = places | {name: "b.safetensors"}
+    absent = {k: v for k, v in places.items() if k != name}
 
-    def refused_or(shard_a: dict, shard_b: dict, index: dict) -> str | None:
-        save_file(shard_a, base / "a.safetensors")
-        save_file(shard_b, base / "b.safetensors")
-        (base / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": index}))
-        try:
-            read = load(base).state_dict()
-        except Mistake as mistake:
-            return str(mistake)
-        assert all(torch.equal(read[name], tensor) for name, tensor in whole.items())
+    def write(b: dict, index: dict) -> None:
+        save_file(a, base / "a.safetensors")
+        save_file(b, base / "b.safetensors")
+        write_json(base / f"{WEIGHTS}.index.json", {"weight_map": index})
 
-    assert refused_or(a, b, places) is None
-    other = {name: tensor + 1 for name, tensor in twice.items()}
-    for index in (places, places | {name: "b.safetensors"}, {k: v for k, v in places.items() if k != name}):
-        assert f"holds {name}, whose place is" in refused_or(a, b | other, index)
-    assert f"holds {name}, whose place is b.safetensors" in refused_or(a, b, places | {name: "b.safetensors"})
+    write(b, places)
+    read = load(base).state_dict()
+    assert all(torch.equal(read[k], v) for k, v in whole.items())
+    twice = b | {name: tensor + 1}
+    for held, index in ((twice, places), (twice, moved), (twice, absent), (b, moved)):
+        write(held, index)
+        assert f"holds {name}, whose place is" in refusal(base)
 
 
 # changes of a config that no machine can run, or that cannot be meant
