@@ -323,8 +323,6 @@ LOOKS = replace(RUN, n_rounds=1)
     ("trained", "--tau_t2t 0.3", replace(PAPERS, tau_t2t=0.3)),
     ("trained", "--tau_t2t none", replace(PAPERS, tau_t2t=None)),
     ("converted", "", RELEASED),
-    ("converted", "--tau_t2t 0.3", replace(RELEASED, tau_t2t=0.3)),
-    ("converted", "--tau_t2t none", replace(RELEASED, tau_t2t=None)),
     ("converted", "--n_rounds 1", replace(PAPERS, n_rounds=1)),  # Stage B is asked for
     # causal: the longest run above a half, without edits, and nothing else
     ("causal", "", LOOKS),
@@ -343,11 +341,9 @@ LOOKS = replace(RUN, n_rounds=1)
     ("base of plain text", "--top_k 5", replace(RELEASED, temperature=1.0, top_k=5)),
     # the paper's Stage B and Stage A write runs if a flag says so, and edit if a flag says so
     ("causal", "--tau_joint 0.7 --n_rounds 0", replace(RUN, tau_joint=0.7, n_rounds=0)),
-    ("trained", "--tau_joint 0.7 --n_rounds 0", replace(RUN, tau_joint=0.7, n_rounds=0)),
     ("trained", "--tau_joint 0.5", RUN),
     ("trained", "--tau_joint 0.5 --n_rounds 0 --tau_t2t 0.5", replace(RUN, n_rounds=0, tau_t2t=0.5)),
     ("trained", "--tau_joint 0.5 --n_rounds 0 --tau_m2t 0.5", "leave out"),
-    ("trained", "--tau_joint 0.5 --select entropy", "leave out"),
     # plain text is drawn by a base and by causal Stage B, in whole blocks; the paper's Stage B stays greedy
     ("causal of plain text", "", replace(LOOKS, tau_joint=0.0, temperature=1.0)),
     ("causal of plain text", "--tau_joint 0.5 --temperature 0", LOOKS),
