@@ -22,6 +22,7 @@ import train
 from checkpoint import load_model
 from corrupt import CORRUPTIONS, G, M, W, draw_bundle
 from lib.rows import Batch, Corpus, Meta, read_corpus, read_meta
+from lib.run import FIGURES
 from lib.util import generator, smallest_masks, uniform, write_json
 from train import cocommit_step, corrupt_batch, cosine, stage_a_draft
 
@@ -225,6 +226,7 @@ def test_four_steps_equal_two_and_resume_and_two(tmp_path, monkeypatch, capsys, 
     assert log[1]["tokens"] == 16 and log[1].keys() - terms == {"step", "loss", "grad_norm", "lr", "tokens"}
     assert log[0].keys() - terms == log[-1].keys() - terms == {"step", "val"} | of_b
     assert all({f"m2t_{stage}" for stage in stages} <= record.keys() for record in log)
+    assert set().union(*log) - {"step", "val"} <= FIGURES.keys()  # each is explained
     if name == "paper":  # its marker begins at zero: Stage B is Stage A. Then it gains, or loses, at the same masks
         assert log[0]["B_less_A"] == approx(0, abs=1e-6)
         assert log[-1]["B_less_A"] == approx(log[-1]["m2t_B"] - log[-1]["m2t_A_bundle"]) != 0
@@ -368,15 +370,9 @@ def test_a_causal_model_is_trained_whole_and_then_again(tmp_path, run, scratch, 
         assert load_model(tmp_path / name, "cpu", torch.float32).show.any()
     assert "give --stage_b causal" in run.fails(*on_it, "--out_dir", tmp_path / "other")
 
-    # what was trained beside a base goes on from that base
-    beside = ["--init_from", tmp_path / "beside", "--stage_b", "causal", "--out_dir", tmp_path / "other"]
-    assert f"give its base, --init_from {first}" in run.fails(*on_pairs, *beside)
-    assert not (tmp_path / "other").exists()
-
 
 def test_no_pair_of_choices_is_refused(tmp_path, run, monkeypatch, capsys, scratch, on_pairs):
-    """Every value of a choice runs with every value of any other choice, except two rounds of causal Stage B, which has
-    one marker."""
+    """Every value of a choice runs with every value of any other choice."""
     monkeypatch.setattr(train, "EVAL_ROWS", 2)
     caller(base, monkeypatch, capsys)(*scratch, "--max_iters", 1, "--out_dir", tmp_path / "base")
     choices = {
@@ -390,27 +386,6 @@ def test_no_pair_of_choices_is_refused(tmp_path, run, monkeypatch, capsys, scrat
         left -= pairs_of[values]
         given = [word for pair in zip(choices, values, strict=True) for word in pair]
         run(*on_pairs, "--max_iters", 1, *given, "--out_dir", tmp_path / str(len(left)))
-    for start in choices["--init_from"]:
-        argv = [*on_pairs, "--init_from", start, "--stage_b", "causal", "--n_rounds", 2]
-        assert "give --n_rounds 1" in run.fails(*argv, "--out_dir", tmp_path / "two")
-
-
-def test_the_end_is_validated_once_and_each_figure_of_the_log_is_explained_once(
-    tmp_path, run, monkeypatch, capsys, scratch
-):  # fmt: skip
-    """The last step is also one at which eval_interval asks for a validation. A run that is resumed at its end has
-    nothing to do. A base has no figures of Stage B."""
-    call = {"train": run, "base": caller(base, monkeypatch, capsys)}
-    for name, stages in (("train", "AB"), ("base", "A")):
-        out = call[name](*scratch, "--max_iters", 4, "--eval_interval", 2, "--out_dir", tmp_path / name)
-        before = (tmp_path / name / "log.jsonl").read_bytes()
-        log = end_state(tmp_path / name)[1]
-        assert [record["step"] for record in log if "val" in record] == [0, 2, 4]
-        figures = set().union(*log) - {"step", "val"} | {"ms"}
-        explained = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
-        assert sorted(explained) == sorted(figures) and ("B_less_A" in figures) == (stages == "AB")
-        assert "done; " in call[name]("--init_from", "resume", "--out_dir", tmp_path / name)
-        assert (tmp_path / name / "log.jsonl").read_bytes() == before
 
 
 # --- a step of one's own
