@@ -16,12 +16,12 @@ from test_model import CLOSE, context, noisy_rows
 
 import toy
 from cache import Cached, Uncached
-from causal import CausalModel, bundle_mask, causal_denoise, causal_step, masks_and_bundle, token_before
+from causal import CausalModel, causal_denoise, causal_step, masks_and_bundle, token_before
 from checkpoint import new_model
 from decoding import Decoding, Step, candidates
 from evaluate import causal_table, one_step_table
 from lib.rows import Batch
-from lib.util import Mistake, generator
+from lib.util import generator
 from model import Context, rotate
 from sample import generate
 
@@ -68,22 +68,6 @@ def test_what_a_position_is_shown_by_hand():
     assert token_before(torch.arange(10)[None], bundle, before_blocks, 5).tolist() == [[9, 0, 1, 2, 2, 6, 5, 6, 7, 7]]
 
 
-def test_the_mask_by_hand():
-    """In the first row positions 1 and 2 of three are the bundle, in the second row 0 and 2. There is one key of the
-    text before the block."""
-    bundle = torch.cat([places(1, 2, T=3), places(0, 2, T=3)])
-    first = [[1, 0, 0, 1], [1, 1, 0, 1], [1, 1, 1, 1]]
-    second = [[1, 1, 0, 1], [0, 1, 0, 1], [1, 1, 1, 1]]
-    for ctx in (
-        Context(None, None, torch.ones(3, 4, dtype=torch.bool)),
-        Context(None, None, None, cache=SimpleNamespace(used=4)),
-    ):
-        assert bundle_mask(bundle, ctx).int().tolist() == [[first], [second]]
-    # a key that Stage A's mask hides stays hidden
-    unseen = torch.tensor([True, True, True, False]).expand(2, 1, 1, 4)
-    assert not bundle_mask(bundle, Context(None, None, unseen))[..., 3].any()
-
-
 # --- Stage A stays the base, and Stage B reads its keys
 def test_stage_a_stays_the_base_and_is_added_to():
     """Only the copy of the last layers, the marker and Show learn, and Stage A uses none of them. The sum by hand:
@@ -104,8 +88,6 @@ def test_stage_a_stays_the_base_and_is_added_to():
     model.logits = lambda h: h
     found = model.logits_b(torch.tensor([1.0, 3.0, 2.0, 6.0]).log()).softmax(-1)
     assert found.tolist() == approx([0.1, 0.9])
-    with pytest.raises(Mistake, match="give --n_rounds 1, not 2"):
-        tiny_model(stage_b="causal", n_rounds=2)
 
 
 def heads_of(layer, x: torch.Tensor, ctx: Context) -> tuple[torch.Tensor, ...]:

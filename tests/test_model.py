@@ -10,7 +10,7 @@ from common import MASK, approx, prompt, random_ids, random_lora, tiny_config, t
 from cache import Cached, Uncached
 from checkpoint import load_model, save_model
 from lib.util import Mistake, generator
-from model import ROUTERS, Context, Model, MoE, block_causal_mask, doubled_mask
+from model import ROUTERS, Context, Model, MoE
 
 CLOSE = dict(rtol=1e-4, atol=1e-4)
 
@@ -20,12 +20,6 @@ def context(ids: torch.Tensor, model: Model, clean: torch.Tensor | None = None) 
 
 
 # --- who sees whom
-def test_the_masks_by_hand():
-    """Two blocks of two; then two blocks of one with their clean copy, n0 n1 c0 c1: n1 sees c0, but not its own c1."""
-    assert block_causal_mask(4, 2).int().tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
-    assert doubled_mask(2, 1).int().tolist() == [[1, 0, 0, 0], [0, 1, 1, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
-
-
 def test_padding_is_not_attended_to():
     model, ids = tiny_model(), random_ids(2, 24)
     real = torch.arange(24) < torch.tensor([[13], [24]])
