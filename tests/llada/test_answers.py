@@ -165,7 +165,8 @@ def test_code(output, expected):
 
 
 # --- answers that never end: judged wrong, and quickly
-NO_ANSWER = [
+LOOPS = [
+    # numbers without end
     "The answer is " + "9" * 4301,
     "The answer is -" + "9" * 60_000,
     "0." + "3" * 60_000,
@@ -177,9 +178,7 @@ NO_ANSWER = [
     "一" * 8000,
     "一点" + "三" * 8000,
     "三分之" + "二" * 8000,
-    r"\boxed{" * 8000,
-]
-LOOPS = [
+    # and other text
     "I cannot answer" + " " * 64_000 + "this",
     "The answer is" + "\n" * 64_000,
     "Answer: " * 8000,
@@ -207,13 +206,6 @@ LOOPS = [
     "```python\ndef f(x):\n" + "    (" * 12_000,
     "```python\ndef f(x):\n" + "-" * 64_000,
 ]
-
-
-@pytest.mark.parametrize("output", NO_ANSWER, ids=range(len(NO_ANSWER)))
-def test_a_number_without_end_is_wrong(output):
-    for name in ("gsm8k", "cmath"):
-        task = TASKS[name]
-        assert not task.right(task.find(output, "3"), "3")
 
 
 @pytest.mark.parametrize("output", LOOPS, ids=range(len(LOOPS)))
