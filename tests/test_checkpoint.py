@@ -337,14 +337,6 @@ def test_an_adapter_without_its_base_on_another_one_or_of_another_kind_is_refuse
     assert f"{adapter} was trained on other weights than {base} holds now" in line
     assert "delete base_hash from adapter.json" in line
 
-    # with base_hash deleted, the same weights in another form are accepted
-    save_model(load_model(tmp_path / "gone", "cpu", torch.bfloat16), base)
-    assert f"{adapter} was trained on other weights" in refusal(adapter)
-    about = json.loads((adapter / "adapter.json").read_text())
-    (adapter / "adapter.json").write_text(json.dumps({k: v for k, v in about.items() if k != "base_hash"}))
-    assert load(adapter).markers.any()
-    (adapter / "adapter.json").write_text(json.dumps(about))
-
     # half of an adapter
     save_model(byte_model(), base)
     half = load_file(adapter / "adapter.safetensors")
@@ -353,6 +345,7 @@ def test_an_adapter_without_its_base_on_another_one_or_of_another_kind_is_refuse
     assert "markers: no such tensor there" in refusal(adapter)
 
     # of another kind than its tensors
+    about = json.loads((adapter / "adapter.json").read_text())
     for change in ({"stage_b": "causal", "n_rounds": 1}, {"n_rounds": 1}, {"n_last": 3}, {"lora_r": 8}):
         (adapter / "adapter.json").write_text(json.dumps(about | change))
         assert "is this adapter whole?" in refusal(adapter)
