@@ -11,13 +11,13 @@ word a probability. The surest masks are the bundle, which this step will fill. 
 Stage B goes back to what the first layers gave. To the states of the bundle it adds a learned vector, the
 marker, and it runs the last layers once more. Its likeliest words are written: here they are "San York"
 again. Stage B knows which masks are being filled, but not with which words. Our change, causal Stage B,
-mends this: a mask also sees the word before it.
+mends this: a mask also sees a draft of the word before it.
 
 Left out are edits of written words, blocks, the mixture of experts, and LoRA on a frozen model. Of
 causal.py three things are left out, too: Stage B's own layers, the sum of its logits and Stage A's
 log-probabilities, and bundles whose masks are not neighbours. Lines with the tag # CoCommit are the
 paper's, and lines with # causal or # alpha (another loss, see fill_loss) are not. (Some # CoCommit lines
-also pass on what causal Stage B needs.)
+also carry what causal Stage B needs.)
 """
 import argparse
 
@@ -62,8 +62,8 @@ class Model(nn.Module):
         for marker in self.markers:  # CoCommit
             note, sees = marker, None  # CoCommit
             # the note also says which word is before (F.pad shifts the words right by one), and is scaled to
-            # the size of h. All words see everything outside the bundle. A word of the bundle also sees
-            # itself and the bundle's words on its left, and any other word sees no word of the bundle
+            # the size of h. All words see everything outside the bundle. Only words of the bundle see into it,
+            # each itself and those on its left
             if tokens is not None:  # causal
                 before = F.rms_norm(self.wte(F.pad(tokens, (1, -1), value=MASK)), [C])  # causal
                 note = h.square().mean(2, True).sqrt() * (marker + before @ self.show.T)  # causal
@@ -72,8 +72,8 @@ class Model(nn.Module):
             h = self.last_n(h + bundle[..., None] * note, sees)  # CoCommit
         return h  # CoCommit
 
-# a GPT's layer with RMSNorm in place of LayerNorm, and SwiGLU in place of GELU; queries and keys are
-# normalised (QK norm) before `rotate` turns them
+# a GPT's layer with RMSNorm in place of LayerNorm, and SwiGLU in place of GELU; `rotate` normalises queries
+# and keys (QK norm), and turns them
 class Layer(nn.Module):
     def __init__(self):
         super().__init__()
@@ -103,7 +103,7 @@ def rotate(x):
 # sees the word before, the same sum is a joint loss, because p(first) p(second | first) = p(both).
 # alpha changes the loss instead (AlphaDLM, arXiv 2609.38066): it scores the phrase as a whole. At alpha 1
 # the loss is least if the likeliest phrase gets probability 1. To write that phrase is the paper's aim.
-# But training may end at a phrase that is nearly as likely: at ice cream (.28), where hot dog has .32.
+# But training may end at a close second: at ice cream (.28), where hot dog has .32.
 def fill_loss(logits, target, fill, alpha):
     # for each row, the sum of the log-probabilities of the words to fill
     log_p = -(fill * F.cross_entropy(logits.mT, target, reduction="none")).sum(1)
@@ -160,8 +160,8 @@ def decode(model, z, tau, looks, causal=False):
             logits = model.logits(model.coordinate(h, bundle, draft if causal else None))  # CoCommit
             n_looks += 1  # CoCommit
             # causal: the first word of the bundle reads no draft, so one look makes it final. A later word is
-            # final if this look has changed no word on its left. If the bundle has a word with a change on its
-            # left (changed.cumsum(1) > changed), look again
+            # final if this look has changed no word on its left. If a word of the bundle has a change on its left
+            # (changed.cumsum(1) > changed), look again
             changed = bundle & (logits.argmax(-1) != draft)  # causal
             if not (bundle & (changed.cumsum(1) > changed)).any():  # causal
                 break  # causal
@@ -194,6 +194,6 @@ if __name__ == "__main__":
     # it begins with the likeliest word, San (.60), and the likeliest phrase does not begin with San
     causal = report("Stage B, causal", train(base, 0, True), 2, True)  # causal
     # what it writes with no look (Stage A's draft), with one at most, and with two: one look is enough, because
-    # the draft San is already right
+    # it keeps the draft San
     words = torch.cat([decode(causal, HOLES, -1, looks, True)[0][0, 1:] for looks in range(3)])  # causal
     print("causal, draft {} {}, 1 look {} {}, 2 looks {} {}".format(*[TOKENS[t] for t in words]))  # causal

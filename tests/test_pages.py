@@ -487,7 +487,7 @@ def test_draws_in_the_readme_are_the_first_beginnings():
 
 def test_what_the_text_costs_the_judge():
     cost = f"{mean(r['bits'] for r in drawn_by_seed('text', '')):.2f}"
-    assert f"it gives real text {cost}:" in README and f"The real text scores {cost} bits" in TEXT
+    assert f"it gives real text {cost}." in README and f"The real text scores {cost} bits" in TEXT
 
 
 def test_draws_of_text():
