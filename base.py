@@ -13,8 +13,6 @@ from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
 
-import torch
-from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import train
@@ -22,11 +20,9 @@ from corrupt import M, kinds_apart, three_term_loss
 from lib.rows import Batch
 from lib.util import bounded, command, fail, pick_device, read_json, uniform
 from model import Model
-from train import WEIGHT_DECAY, Losses, batch_context, corrupt_batch
+from train import Losses, batch_context, corrupt_batch
 
 # R rows, T positions
-
-ADAM = 0.4  # beside Muon: the peak of Adam's learning rate, as a share of Muon's
 
 
 def base_step(model: Model, batch: Batch, args: Namespace) -> Losses:
@@ -47,40 +43,6 @@ def base_step(model: Model, batch: Batch, args: Namespace) -> Losses:
     return loss, kinds_apart(ce, None, kind)
 
 
-def muon(model: Model, args: Namespace) -> torch.optim.Optimizer:
-    """Muon for the matrices of the layers (attention, dense and shared MLPs, routers), and Adam without decay for the
-    rest (embedding, output layer, stacked experts, norms)."""
-    learned = model.learned()
-    matrices = [p for name, p in learned.items() if name.startswith("layers") and p.dim() == 2]
-    others = [p for name, p in learned.items() if not (name.startswith("layers") and p.dim() == 2)]
-    peak = args.learning_rate
-    of_matrices = dict(params=matrices, peak=peak, momentum=0.95, weight_decay=WEIGHT_DECAY)
-    rest = dict(params=others, peak=ADAM * peak, weight_decay=0.0)
-    adam = torch.optim.AdamW([rest], betas=(0.9, 0.95), fused=True)
-    return Together(torch.optim.Muon([of_matrices], adjust_lr_fn="match_rms_adamw"), adam)
-
-
-class Together:
-    """Several optimizers that are used as one. Each of them has one group of parameters."""
-
-    def __init__(self, *parts: torch.optim.Optimizer):
-        self.parts = parts
-        self.param_groups = [part.param_groups[0] for part in parts]
-
-    @property
-    def state(self) -> dict[Tensor, dict[str, Tensor]]:
-        """Each parameter's moments, whichever optimizer has them."""
-        return {p: part.state[p] for part in self.parts for p in part.param_groups[0]["params"]}
-
-    def step(self) -> None:
-        for part in self.parts:
-            part.step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for part in self.parts:
-            part.zero_grad(set_to_none)
-
-
 @command
 def main() -> None:
     parser = train.build_parser(__doc__)
@@ -90,9 +52,8 @@ def main() -> None:
         help="the share of rows that are read from left to right, in blocks of one token")  # fmt: skip
     add("--mask_power", type=bounded(float, 0.01), default=1.0,
         help="a block's mask ratio is a draw from U(0, 1) to this power; below 1 there are more masks")  # fmt: skip
-    add("--optimizer", choices=["adamw", "muon"], default="adamw", help="muon takes only the layers' matrices")
     args = train.read_arguments(parser)
-    if args.resume and "optimizer" not in read_json(Path(args.out_dir) / "train.json", "training run"):
+    if args.resume and "one_by_one" not in read_json(Path(args.out_dir) / "train.json", "training run"):
         fail(f"{args.out_dir} is a run of train.py: resume it with train.py")
     if args.init_from != "scratch":
         fail("a base is trained from scratch: leave out --init_from")
@@ -100,12 +61,11 @@ def main() -> None:
         fail("with --one_by_one a row is all masks, so it must be read with its clean copy: give --context clean")
     if args.stage_b != "paper":
         fail("a base has no Stage B yet (train.py adds one): leave out --stage_b")
-    make_optimizer = muon if args.optimizer == "muon" else train.adamw
 
     # on a CPU in bf16, and for rows as short as a name, plain attention is faster than flash attention
     plain = args.dtype == "bf16" and pick_device(args.device).type == "cpu"
     with sdpa_kernel(SDPBackend.MATH) if plain else nullcontext():
-        train.run(args, base_step, make_optimizer)
+        train.run(args, base_step)
 
 
 if __name__ == "__main__":

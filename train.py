@@ -19,7 +19,7 @@ these settings the paper gives no value, so the values are ours:
     masks that a draft fills      30 %, by Stage A's argmax                       corrupt.py, DRAFT_RATE
     weights of the two stages     equal                                           cocommit_step
     denominator of the loss       all tokens of the batch except padding          loop
-    Adam                          betas 0.9 and 0.95, decay 0.01 on matrices      adamw
+    Adam                          betas 0.9 and 0.95, decay 0.01 on matrices      lib/optimizers.py, adamw
     gradient clipping             at a norm of 1                                  GRAD_CLIP
     LoRA                          one A for the fused qkv, no dropout, fp32       model.py, Linear
     schedule                      linear warm-up, a cosine to 0                   lib/run.py, cosine
@@ -49,6 +49,7 @@ from torch import Tensor
 import checkpoint
 from checkpoint import DTYPES, PRESETS, STAGE_B
 from corrupt import CORRUPTIONS, Corruption, M, corrupt, draw_bundle, kinds_apart, three_term_loss
+from lib.optimizers import OPTIMIZERS
 from lib.rows import Batch, Corpus, copy_tokens, get_batch, read_corpus, read_meta
 from lib.run import check_finite, cosine, interruptible, means, report, rewind_log, run_settings, tell_what_is_next
 from lib.util import (
@@ -71,7 +72,6 @@ from model import Context, Model
 
 S_MIN = 1  # the smallest bundle (paper)
 GRAD_CLIP = 1.0
-WEIGHT_DECAY = 0.01
 LOG_INTERVAL = 50
 EVAL_ROWS = 64
 BALANCE = 0.001  # how far a step moves an expert's bias where the routers learn
@@ -90,6 +90,7 @@ PAPER = dict(
     corruption="draft",
     context="corrupted",
     s_max=16,
+    optimizer="adamw",
     max_iters=12500,
     batch_size=8,
     learning_rate=1e-5,
@@ -156,13 +157,13 @@ def batch_context(model: Model, batch: Batch, args: Namespace, one_by_one: Tenso
 
 
 # --- a run: rows, model, optimizer, then the loop
-def run(args: Namespace, step: Callable[..., Losses] | None = None, make_optimizer: Callable | None = None) -> None:
+def run(args: Namespace, step: Callable[..., Losses] | None = None) -> None:
     """Train, validate and save. step: a function like cocommit_step (left out: the model's own, or the paper's)."""
     with alone_in(Path(args.out_dir)):
         refuse_used(args)
         corpus = read_corpus(Path(args.data), args.seq_len, args.seed, args.block_length, args.batch_size)
         model = start(args, corpus)
-        optimizer = (make_optimizer or adamw)(model, args)
+        optimizer = OPTIMIZERS[args.optimizer](model.learned(), args.learning_rate)
         loop(model, corpus, step or model.training_step or cocommit_step, optimizer, args)
 
 
@@ -268,16 +269,6 @@ def balance_experts(model: Model) -> None:
             layer.mlp.balance(BALANCE)
 
 
-def adamw(model: Model, args: Namespace) -> torch.optim.Optimizer:
-    """AdamW, with weight decay on matrices only: norms and markers are not pulled to zero."""
-    learned = model.learned()
-    matrices = [p for name, p in learned.items() if p.dim() >= 2 and name != "markers"]
-    others = [p for name, p in learned.items() if p.dim() < 2 or name == "markers"]
-    decayed = dict(params=matrices, peak=args.learning_rate, weight_decay=WEIGHT_DECAY)
-    undecayed = dict(params=others, peak=args.learning_rate, weight_decay=0.0)
-    return torch.optim.AdamW([decayed, undecayed], betas=(0.9, 0.95), fused=True)
-
-
 # --- what learns
 def start(args: Namespace, corpus: Corpus) -> Model:
     """The model that learns: a new one, a checkpoint with an adapter or, with --lora_r 0, a whole checkpoint."""
@@ -355,6 +346,8 @@ def build_parser(doc: str = __doc__) -> Parser:
     add("--max_iters", type=count, default=300, help="optimizer steps; the cosine ends here (paper 12500)")
     add("--batch_size", type=count, default=64, help="rows in one optimizer step (paper 8)")
     add("--micro_batch", type=some, default=0, help="rows in one forward; gradients are added up (0: all rows)")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw",
+        help="adamw (paper); or muon, for the matrices of the layers that learn, beside Adam for the rest")
     add("--learning_rate", type=bounded(float, 1e-12), default=3e-4, help="the highest rate (paper 1e-5)")
     add("--checkpointing", action=flag, default=False,
         help="recompute the layers in the backward (paper), which is slower and takes less memory")

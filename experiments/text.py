@@ -4,8 +4,8 @@
 `bits` and `draws` append their records, one a line, and skip what is already there; `table` prints means over seeds.
 
     python -m experiments.text together --data data/shakespeare --seed 1 --init_from scratch --preset text \
-        --stage_b causal --lora_r 0 --n_last 1 --block_length 8 --seq_len 256 --batch_size 4 --learning_rate 0.01 \
-        --max_iters 800 --out_dir out/together
+        --stage_b causal --lora_r 0 --n_last 1 --block_length 8 --seq_len 256 --batch_size 4 --optimizer muon \
+        --learning_rate 0.01 --max_iters 800 --out_dir out/together
     python -m experiments.text bits --system causal --seed 1 --ckpt out/text --out out/bits.jsonl
     python -m experiments.text draws --system causal --seed 1 --ckpt out/text --judge out/left --judge_seed 2 \
         --out out/draws.jsonl
@@ -26,7 +26,6 @@ from torch import Tensor
 
 import experiments.control  # noqa: F401  (the control's models can be loaded)
 import train
-from base import muon
 from checkpoint import load_model, save_model
 from decoding import Decoding, Output, in_full
 from evaluate import TEXT_BATCH, bits_of_batch, bits_of_rows
@@ -72,7 +71,7 @@ RULES = {
 
 def together(parser: Parser) -> None:
     sys.argv[0] = "-m experiments.text together"  # the run prints how to go on
-    train.run(train.read_arguments(), make_optimizer=muon)
+    train.run(train.read_arguments())
 
 
 def half(parser: Parser) -> None:

@@ -10,7 +10,8 @@ from test_train import a_batch, flags
 
 import base
 import train
-from base import base_step, muon
+from base import base_step
+from lib.optimizers import muon
 from train import cocommit_step
 
 
@@ -51,8 +52,7 @@ def test_the_other_rows_are_what_stage_a_is_shown_beside_stage_b():
 def test_muons_matrices_are_those_of_the_layers():
     """Adam, without decay, takes the embedding, the output layer, the experts' stacks, norms and markers."""
     model = tiny_model()
-    args = flags(learning_rate=0.01)
-    optimizer = muon(model, args)
+    optimizer = muon(model.learned(), 0.01)
     names = {p: n for n, p in model.named_parameters()}
     matrices, rest = ({names[p] for p in group["params"]} for group in optimizer.param_groups)
 
@@ -72,7 +72,7 @@ def test_one_step_of_muon_by_hand():
     """The first momentum of a gradient G is .05 G, and Nesterov's is .0975 G. Orthogonalised it loses this size. So,
     after the decay, the step is the rate times .2 sqrt(max(n, m)) times a matrix whose singular values are near one."""
     model = tiny_model()
-    optimizer = muon(model, flags(learning_rate=0.01))
+    optimizer = muon(model.learned(), 0.01)
     name = "layers.1.mlp.router"
     p = model.get_parameter(name)
     before = p.detach().clone()

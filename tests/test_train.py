@@ -21,6 +21,7 @@ import toy
 import train
 from checkpoint import load_model
 from corrupt import CORRUPTIONS, G, M, W, draw_bundle
+from lib.optimizers import adamw
 from lib.rows import Batch, Corpus, Meta, read_corpus, read_meta
 from lib.run import FIGURES
 from lib.util import generator, smallest_masks, uniform, write_json
@@ -105,7 +106,7 @@ def test_weight_decay_is_for_matrices(stage_b, beside):
     model = tiny_model(n_rounds=1, stage_b=stage_b)
     if beside:
         random_lora(model)
-    groups = train.adamw(model, flags(learning_rate=1.0)).param_groups
+    groups = adamw(model.learned(), 1.0).param_groups
     names = {p: n for n, p in model.named_parameters()}
     decayed, undecayed = ({names[p] for p in g["params"]} for g in groups)
     assert [(g["weight_decay"], g["peak"], g["betas"]) for g in groups] == [(w, 1.0, (0.9, 0.95)) for w in (0.01, 0.0)]
@@ -365,7 +366,8 @@ def test_a_causal_model_is_trained_whole_and_then_again(tmp_path, run, scratch, 
     run(*scratch, "--stage_b", "causal", "--max_iters", 1, "--out_dir", first)
     on_it = [*on_pairs, "--init_from", first, "--max_iters", 1]
     for name, rank in (("whole", 0), ("beside", 16)):
-        run(*on_it, "--stage_b", "causal", "--lora_r", rank, "--out_dir", tmp_path / name)
+        how = ["--stage_b", "causal", "--optimizer", "muon"]
+        run(*on_it, *how, "--lora_r", rank, "--out_dir", tmp_path / name)
         assert checkpoint.stage_b_of(tmp_path / name) == "causal"
         assert load_model(tmp_path / name, "cpu", torch.float32).show.any()
     assert "give --stage_b causal" in run.fails(*on_it, "--out_dir", tmp_path / "other")
@@ -403,7 +405,7 @@ def test_a_step_of_ones_own_is_looped(tmp_path, monkeypatch, scratch, pairs):
         loss = model.wte.weight.square().sum()
         return loss, {"own": torch.stack([loss.detach(), torch.ones(())])}
 
-    train.loop(model, corpus, square_of_the_embedding, train.adamw(model, args), args)
+    train.loop(model, corpus, square_of_the_embedding, adamw(model.learned(), args.learning_rate), args)
     start, first, _, last = end_state(tmp_path)[1]
     assert start["own"] == first["own"] == approx(before) and last["own"] < before and start["val"] and last["val"]
     assert [len(clean) for clean in seen] == [4] * (8 + 2 + 8)
