@@ -50,7 +50,7 @@ from model import Config, Context, Layer, Model
 
 # R rows, T positions, B block_length, S keys, C channels, V vocabulary, G key/value heads, D head dim, n = n_last
 
-# the share of blocks that learn to fill holes, except in rows marked holes_alone: see masks_and_bundle
+# of the blocks that are not masked whole, the share that learn to fill holes: see masks_and_bundle
 HOLE_SHARE = 0.5
 
 
@@ -219,7 +219,7 @@ class CausalModel(Model):
 # --- training
 def causal_step(model: CausalModel, batch: Batch, args: Namespace) -> tuple[Tensor, dict[str, Tensor]]:
     """One step: Eq. 1 in both stages, as in train.cocommit_step. Stage B's fill loss is now -log p(bundle)."""
-    masked, bundle = masks_and_bundle(batch, model.cfg.block_length)
+    masked, bundle = masks_and_bundle(batch, model.cfg.block_length, args.whole_share)
     z = batch.clean.masked_fill(masked, model.cfg.mask_id)
     kind = kinds(batch.clean, z, batch.corruptible, model.cfg.mask_id)
 
@@ -238,18 +238,22 @@ def causal_step(model: CausalModel, batch: Batch, args: Namespace) -> tuple[Tens
     return loss_a + loss_b, kinds_apart(ce_a, ce_b, kind, bundle)
 
 
-def masks_and_bundle(batch: Batch, block_length: int) -> tuple[Tensor, Tensor]:
-    """masked and bundle, (R, T) bool each. A coin decides which of two cases of decoding each block is trained for. (In
+def masks_and_bundle(batch: Batch, block_length: int, whole_share: float = 0.0) -> tuple[Tensor, Tensor]:
+    """masked and bundle, (R, T) bool each. A coin decides for which of three cases of decoding a block is trained. (In
     rows that prepare.py marks with holes_alone, all blocks are trained to fill holes.)
 
-    to continue     all positions from a random place on are masked, and all masks are the bundle
-    to fill holes   each position is masked with a probability from U(0, 1), and s ~ Uniform{1..B} masks are the bundle
+    to write it whole   all positions are masked, and are the bundle: a share of whole_share of the blocks
+    to continue         all positions from a random place on are masked, and all masks are the bundle
+    to fill holes       each position is masked with a probability from U(0, 1), and s ~ Uniform{1..B} masks are the
+                        bundle: a share of HOLE_SHARE of the other blocks
     """
     corruptible = batch.corruptible
     draws = batch.draws
     T = corruptible.shape[1]
     B = block_length
-    as_holes = (of_blocks(draws, T, B) < HOLE_SHARE) | batch.holes_alone
+    coin = of_blocks(draws, T, B)
+    whole = coin >= 1 - whole_share
+    as_holes = (coin < HOLE_SHARE * (1 - whole_share)) | batch.holes_alone
     # u: the mask ratio of a block with holes; of any other block the place where its masks begin, as a share of it
     u = of_blocks(draws, T, B)
     size = 1 + (uniform(draws, T // B) * B).long()  # (R, T / B)
@@ -257,7 +261,7 @@ def masks_and_bundle(batch: Batch, block_length: int) -> tuple[Tensor, Tensor]:
 
     # masked: positions that draw below the probability, or those from the place on
     place = torch.arange(T) % B
-    masked = torch.where(as_holes, uniform(draws, T) < u, place >= (u * B).long())
+    masked = torch.where(as_holes, uniform(draws, T) < u, whole | (place >= (u * B).long()))
     masked = corruptible & masked.to(corruptible.device)
 
     # the bundle

@@ -341,6 +341,8 @@ def build_parser(doc: str = __doc__) -> Parser:
     add("--context", choices=["corrupted", "clean"], default="corrupted",
         help="what a block reads before it: corrupted blocks (paper), or clean ones, as in decoding")
     add("--s_max", type=count, default=16, help="the largest bundle; each row has one (paper 16)")
+    add("--whole_share", type=bounded(float, 0, 1), default=0.0,
+        help="the share of blocks that are masked whole, for the Stage B of causal.py alone")
 
     add = parser.add_argument_group("optimisation").add_argument
     add("--max_iters", type=count, default=300, help="optimizer steps; the cosine ends here (paper 12500)")
@@ -373,6 +375,8 @@ def read_arguments(parser: Parser | None = None) -> Namespace:
 def settle(args: Namespace) -> None:
     """Take the sizes that were left out from the checkpoint or the rows, and refuse settings that do not fit."""
     refuse_used(args)
+    if args.whole_share > 0 and args.stage_b == "paper":
+        fail("--whole_share does nothing to the paper's Stage B: leave it out, or give another --stage_b")
     vars(args).update(STAGE_B[args.stage_b].settings)
     meta = read_meta(Path(args.data))
     if args.init_from == "scratch":

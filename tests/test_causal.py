@@ -158,7 +158,8 @@ def test_a_bundle_has_the_probability_that_it_was_trained_with(n_last):
 def test_masks_and_bundles_by_hand(monkeypatch):
     """Two blocks of four; the first positions of the second row are its prompt. A block to continue is masked from a
     place on, and all masks are its bundle. In a block with holes the positions that draw below the ratio are masked,
-    and the masks with the lowest lots are the bundle. A row that teaches holes alone has no block to continue."""
+    and the masks with the lowest lots are the bundle. A row that teaches holes alone has no block to continue. With a
+    share of whole blocks the coin's highest draws mask a whole block (but no prompt, and not in rows of holes)."""
     numbers = [
         [[0.6, 0.1], [0.7, 0.8]],  # below one half: with holes
         [[0.5, 0.7], [0.0, 0.9]],  # the place, as a share of the block; or the ratio
@@ -176,6 +177,12 @@ def test_masks_and_bundles_by_hand(monkeypatch):
     masked, bundle = masks_and_bundle(batch_of(corruptible, [None, None], torch.tensor([[True], [False]])), 4)
     assert masked.int().tolist() == [[1, 1, 1, 1, 1, 1, 0, 1], [0, 0, 1, 1, 0, 0, 0, 1]]
     assert bundle.int().tolist() == [[1, 0, 0, 0, 1, 0, 0, 1], [0, 0, 1, 1, 0, 0, 0, 1]]
+    masked, bundle = masks_and_bundle(batch_of(corruptible, [None, None]), 4, 0.25)
+    assert masked.int().tolist() == [[0, 0, 1, 1, 1, 1, 0, 1], [0, 0, 1, 1, 1, 1, 1, 1]]
+    assert bundle.int().tolist() == [[0, 0, 1, 1, 1, 0, 0, 1], [0, 0, 1, 1, 1, 1, 1, 1]]
+    masked, bundle = masks_and_bundle(batch_of(corruptible, [None, None], torch.tensor([[True], [False]])), 4, 1.0)
+    assert masked.int().tolist() == [[1, 1, 1, 1, 1, 1, 0, 1], [0, 0, 1, 1, 1, 1, 1, 1]]
+    assert bundle.int().tolist() == [[1, 0, 0, 0, 1, 0, 0, 1], [0, 0, 1, 1, 1, 1, 1, 1]]
 
 
 def test_a_rows_masks_do_not_depend_on_the_rows_beside_it():
@@ -208,7 +215,7 @@ def test_the_papers_loss_is_minus_the_log_probability_of_the_bundles():
     assert 0 < bundle.sum() < masked.sum() < 48
 
     with torch.no_grad():
-        loss, terms = causal_step(model, toy_batch(t, x), Namespace())
+        loss, terms = causal_step(model, toy_batch(t, x), Namespace(whole_share=0.0))
         answer = x[:, t.m :]
         z = answer.masked_fill(masked, t.mask_id)
         engine = Cached(model, x[:, : t.m].tolist(), 1)
@@ -425,7 +432,7 @@ def test_the_papers_own_loss_teaches_it_pairs():
     optimizer = torch.optim.Adam(model.parameters(), 5e-3)
     for it in range(150):
         x = toy.draw_rows(t, 64, generator("rows", it))
-        loss, _ = causal_step(model, toy_batch(t, x, it), Namespace())
+        loss, _ = causal_step(model, toy_batch(t, x, it), Namespace(whole_share=0.0))
         (loss / x.numel()).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -366,11 +366,12 @@ def test_a_causal_model_is_trained_whole_and_then_again(tmp_path, run, scratch, 
     run(*scratch, "--stage_b", "causal", "--max_iters", 1, "--out_dir", first)
     on_it = [*on_pairs, "--init_from", first, "--max_iters", 1]
     for name, rank in (("whole", 0), ("beside", 16)):
-        how = ["--stage_b", "causal", "--optimizer", "muon"]
+        how = ["--stage_b", "causal", "--whole_share", 0.5, "--optimizer", "muon"]
         run(*on_it, *how, "--lora_r", rank, "--out_dir", tmp_path / name)
         assert checkpoint.stage_b_of(tmp_path / name) == "causal"
         assert load_model(tmp_path / name, "cpu", torch.float32).show.any()
     assert "give --stage_b causal" in run.fails(*on_it, "--out_dir", tmp_path / "other")
+    assert "--whole_share does nothing" in run.fails(*scratch, "--whole_share", 0.5, "--out_dir", tmp_path / "other")
 
 
 def test_no_pair_of_choices_is_refused(tmp_path, run, monkeypatch, capsys, scratch, on_pairs):
