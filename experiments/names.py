@@ -156,11 +156,12 @@ def within(records: list[dict], budget: float) -> float | None:
 @command
 def main() -> None:
     commands = {"measure": measure, "compare": compare}
-    if len(sys.argv) < 2 or sys.argv[1] not in commands:
-        fail(f"python -m experiments.names COMMAND, one of {', '.join(commands)}; each has --help")
+    first = Parser(__doc__)
+    first.add_argument("command", choices=commands, help="what to do; each command has a --help of its own")
+    name = first.parse_args(sys.argv[1:2]).command
     parser = Parser(__doc__)
-    parser.prog += f" {sys.argv[1]}"  # as it is typed: `measure` is a part of the command
-    commands[sys.argv.pop(1)](parser)
+    parser.prog += f" {sys.argv.pop(1)}"  # as it is typed: the command is a part of it
+    commands[name](parser)
 
 
 if __name__ == "__main__":
