@@ -21,7 +21,8 @@ What else is not the paper's:
     layers      Stage B has a copy of the last n layers, and all weights of the copy learn. On a frozen base Stage A
                 learns nothing, and stays the base bit for bit
     logits      Stage B's are added to Stage A's log-probabilities
-    training    every corrupted token is a mask, and the blocks before a block are clean
+    training    every corrupted token is a mask, and the blocks before a block are clean. A share of the blocks can be
+                masked whole (--whole_share)
     decoding    of the bundle the longest run is written, from the left, and nothing is edited
 
     python prepare.py data/names --written_by assets/names --out data/written

@@ -60,7 +60,6 @@ RULES = {
     "base": {
         "all at once": dict(tau_m2t=-1.0, n_rounds=0),
         "above 0.7": dict(tau_m2t=0.7, n_rounds=0),
-        "above 0.9": dict(tau_m2t=0.9, n_rounds=0),
         "one at a time": dict(tau_joint=1.0, n_rounds=0),
     },
     "paper": {"all at once": dict(tau_m2t=-1.0)},
@@ -228,11 +227,12 @@ def table(parser: Parser) -> None:
 @command
 def main() -> None:
     commands = {"together": together, "half": half, "bits": bits, "draws": draws, "table": table}
-    if len(sys.argv) < 2 or sys.argv[1] not in commands:
-        fail(f"python -m experiments.text COMMAND, one of {', '.join(commands)}; each has --help")
+    first = Parser(__doc__)
+    first.add_argument("command", choices=commands, help="what to do; each command has a --help of its own")
+    name = first.parse_args(sys.argv[1:2]).command
     parser = Parser(__doc__)
-    parser.prog += f" {sys.argv[1]}"  # as it is typed: `bits` is a part of the command
-    commands[sys.argv.pop(1)](parser)
+    parser.prog += f" {sys.argv.pop(1)}"  # as it is typed: the command is a part of it
+    commands[name](parser)
 
 
 if __name__ == "__main__":
