@@ -408,13 +408,14 @@ def bits_of_rows(model: Model, corpus: Corpus, way: str, n: int, tokenizer: Toke
         size = min(TEXT_BATCH, len(corpus.rows["val"]) - first)
         batch = get_batch(corpus, "val", first, size, 0, device)
 
-        # the eos that fill up a document's last block are not text
+        # the eos that fill up a document's last block are not text, and are not counted. They are masked all the same,
+        # because they would show where the document ends
         ends = (batch.clean == corpus.meta.eos_id).long()
-        batch.corruptible &= ends.cumsum(-1) - ends == 0
-        bits += float(bits_of_batch(model, batch, way).double().sum())
-        tokens += int(batch.corruptible.sum())
+        counted = batch.corruptible & (ends.cumsum(-1) - ends == 0)
+        bits += float((bits_of_batch(model, batch, way) * counted).double().sum())
+        tokens += int(counted.sum())
         if tokenizer:
-            written = batch.clean[batch.corruptible].tolist()
+            written = batch.clean[counted].tolist()
             n_bytes += sum(len(tokenizer.token_bytes.get(i, b"")) for i in written)
         if tokens >= n:
             break

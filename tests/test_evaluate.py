@@ -240,7 +240,7 @@ def cost_by_decoding(model: Model, row: torch.Tensor, masked: torch.Tensor, way:
         clean, hidden = row[None, start : start + B], masked[None, start : start + B]
         engine = Cached(model, [row[:start].tolist()], K)
         for j in range(B):
-            z = clean.masked_fill(hidden, MASK)
+            z = clean.masked_fill(hidden, model.cfg.mask_id)
             if way == "one at a time":
                 z[:, :j] = clean[:, :j]
             h, states = engine.stage_a(z)
@@ -285,6 +285,23 @@ def test_of_a_uniform_head_every_token_costs_log_v_and_the_text_alone_counts(sta
         assert (tokens, n_bytes) == (expected, expected - len(rows))
         assert bits / tokens == approx(math.log2(272), rel=1e-5)
     assert bits_of_rows(model, corpus, way, 1, None)[2] == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("stage_b, way", WAYS)
+def test_the_eos_that_fill_a_block_do_not_show_where_a_text_ends(stage_b, way, tmp_path, monkeypatch):
+    """They are masks, like the text itself, when its last block is filled."""
+    monkeypatch.setattr(evaluate, "TEXT_BATCH", 4)
+    folder = byte_rows(tmp_path / "rows")
+    model = byte_model(n_rounds=1, stage_b=stage_b)
+    corpus = read_corpus(folder, 64, 0, 8, 0)
+    by_hand = 0.0
+    for r in corpus.rows["val"].order[:4]:
+        row = torch.from_numpy(corpus.rows["val"].rows[r]).long()
+        row = row[: row.tolist().index(256) // 8 * 8 + 8]
+        bits = cost_by_decoding(model, row, torch.ones_like(row, dtype=torch.bool), way)
+        by_hand += float(bits[: row.tolist().index(256) + 1].sum())
+    assert bits_of_rows(model, corpus, way, 1, None)[0] == approx(by_hand, rel=1e-4)
 
 
 def test_bits_from_the_command_line(tmp_path, monkeypatch, capsys):
