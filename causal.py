@@ -243,10 +243,10 @@ def masks_and_bundle(batch: Batch, block_length: int, whole_share: float = 0.0) 
     """masked and bundle, (R, T) bool each. A coin decides for which of three cases of decoding a block is trained. (In
     rows that prepare.py marks with holes_alone, all blocks are trained to fill holes.)
 
-    to write it whole   all positions are masked, and are the bundle: a share of whole_share of the blocks
+    to write it whole   all positions are masked, and are the bundle: a share of whole_share
     to continue         all positions from a random place on are masked, and all masks are the bundle
     to fill holes       each position is masked with a probability from U(0, 1), and s ~ Uniform{1..B} masks are the
-                        bundle: a share of HOLE_SHARE of the other blocks
+                        bundle: half of the other blocks (HOLE_SHARE)
     """
     corruptible = batch.corruptible
     draws = batch.draws
