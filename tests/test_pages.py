@@ -415,57 +415,53 @@ def test_what_is_said_of_bits():
     assert re.findall(r"-?\d\.\d+", said) == expected
 
 
-def test_a_longer_base():
-    """By the steps of the base: means of three seeds, or seed 1 in both columns."""
-    part = TEXT.split("## A longer base")[1].split("## ")[0]
-    longer = lambda *key: bits_by_seed(*key, "longer.jsonl")  # noqa: E731
-    for key in (("base", "Stage A"), ("base", "one at a time"), ("base", "in blocks of one"), ("causal", "Stage B")):
-        seeds = longer(*key)
-        assert len(seeds) == 3
-        own = " ".join(f"{bits:.3f}" for bits in seeds)
-        assert cells(part, IN_BITS[key]) == [f"{mean(bits_by_seed(*key)):.3f}", f"{mean(seeds):.3f}", own]
-    for key in (("paper", "Stage B"), ("left", "Stage A")):
-        (bits,) = longer(*key)
-        assert cells(part, IN_BITS[key]) == [f"{bits_by_seed(*key)[0]:.3f}", *2 * [f"{bits:.3f}"]]
-    more = ("causal, 5,000 steps", "causal, n = 2, 3,000 steps", "causal, n = 2, 5,000 steps")
-    for system in more:
-        (bits,) = longer(system, "Stage B")
-        assert cells(part, system.replace("causal", "causal Stage B")) == ["", *2 * [f"{bits:.3f}"]]
+def test_a_base_that_learned_as_long():
+    (bits,) = bits_by_seed("base", "one at a time", "base3500.jsonl")
+    said = TEXT.split("**Causal Stage B learned for longer.**")[1].split("\n")[0]
+    assert re.findall(r"\d\.\d{3}", said) == [f"{bits:.3f}"]
+    assert f"a base that learned as long as both costs {bits:.2f}." in README
 
-    # what causal Stage B costs less what one at a time costs
-    chain, causal = longer("base", "one at a time"), longer("causal", "Stage B")
-    gaps = [ours - theirs for ours, theirs in zip(causal, chain, strict=True)]
-    others = [longer(system, "Stage B")[0] - chain[0] for system in more]
-    said = part.split("Its cost less that of one at a time")[1]
-    figures = [f"{x:.3f}" for x in (*middle_low_high(gaps), gaps[0], *others)]
-    assert re.findall(r"\d\.\d{3}", said) == figures
-    assert f"causal Stage B costs {mean(gaps):.2f} bits more than this base" in TEXT.split("## Bits")[0]
-    assert cells(README, "base of 2,000 steps, not 800: one at a time") == [f"{mean(chain):.2f}", "", ""]
-    assert cells(README, "causal Stage B on that base, 3,000 steps") == [f"{mean(causal):.2f}", "", ""]
+
+def test_what_causal_stage_b_learns_from():
+    """One seed: base, whole_share, optimizer. Then the means of three with share 0."""
+    part = TEXT.split("## What causal Stage B learns from")[1].split("## ")[0]
+    rows = re.findall(r"^\|(.* steps, n = .*)\|(.*)\|(.*)\|(.*)\|$", part, re.M)
+    found = {(r["setting"], r["whole"], r["optimizer"]): r["bits"] for r in of_text("recipe.jsonl")}
+    found |= {
+        ("800 steps, n = 1, 800", "0", "AdamW"): bits_by_seed("short", "Stage B", "base800.jsonl")[0],
+        ("2,000 steps, n = 1, 3,000", "0", "AdamW"): bits_by_seed("causal", "Stage B", "longer.jsonl")[0],
+        ("2,000 steps, n = 2, 3,000", "0", "AdamW"):
+            bits_by_seed("causal, n = 2, 3,000 steps", "Stage B", "longer.jsonl")[0],
+        ("2,000 steps, n = 2, 3,000", "0.5", "Muon"): bits_by_seed("causal", "Stage B")[0],
+    }  # fmt: skip
+    assert {tuple(key): bits for *key, bits in rows} == {key: f"{bits:.3f}" for key, bits in found.items()}
+
+    said = part.split("on three seeds, causal Stage B")[1].split("([base800")[0]
+    means = [[mean(bits_by_seed(*key, name)) for key in (("causal", "Stage B"), ("base", "one at a time"))]
+             for name in ("base800.jsonl", "longer.jsonl")]  # fmt: skip
+    expected = [f"{x:.3f}" for x in (*means[0], means[1][0] - means[1][1])]
+    assert re.findall(r"\d\.\d{3}", said) == expected
 
 
 def test_blocks_of_8():
-    """Beside blocks of 16: means of three seeds."""
+    """Beside blocks of 16, both on bases of 800 steps: means of three seeds."""
     part = TEXT.split("## Blocks of 8")[1].split("## ")[0]
+    files = ("base800.jsonl", "blocks8.jsonl")
     for row, system, way in (
         ("bits a byte: base, Stage A, all at once", "base", "Stage A"),
         ("base, one at a time, from the left", "base", "one at a time"),
         ("causal Stage B, 800 steps", "short", "Stage B"),
         ("causal Stage B, 3,000 steps", "causal", "Stage B"),
     ):
-        ours, theirs = bits_by_seed(system, way), bits_by_seed(system, way, "blocks8.jsonl")
-        assert len(ours) == len(theirs) == 3
-        assert cells(part, row) == [f"{mean(ours):.3f}", f"{mean(theirs):.3f}"]
-    longest = bits_by_seed("causal, 5,000 steps", "Stage B", "blocks8.jsonl")
-    assert cells(part, "causal Stage B, 5,000 steps") == ["", f"{mean(longest):.3f}"]
-    found = [
-        drawn_by_seed("causal", "whole blocks"),
-        drawn_by_seed("causal, 5,000 steps", "whole blocks", "blocks8.jsonl"),
-    ]
-    for row, key, digits in (
-        ("whole blocks: forwards a byte", "forwards", 2), ("ms a byte, 1 text", "ms_1", 1), ("16 texts", "ms_16", 1),
-    ):  # fmt: skip
-        assert cells(part, row) == [f"{mean(r[key] for r in of if key in r):.{digits}f}" for of in found]
+        found = [bits_by_seed(system, way, name) for name in files]
+        assert [len(seeds) for seeds in found] == [3, 3]
+        assert cells(part, row) == [f"{mean(seeds):.3f}" for seeds in found]
+    drawn = [drawn_by_seed(system, "whole blocks", name)
+             for system, name in zip(("causal", "causal, 5,000 steps"), files, strict=True)]  # fmt: skip
+    forwards = [f"{mean(r['forwards'] for r in of):.2f}" for of in drawn]
+    ms = [f"{next(r['ms_1'] for r in of if 'ms_1' in r):.1f}" for of in drawn]
+    assert f"Whole blocks of 16 take {forwards[0]} forwards a byte, and of 8 {forwards[1]} (" in part
+    assert f"{ms[0]} and {ms[1]} ms" in part
 
 
 def test_what_is_trained_together():
@@ -481,7 +477,7 @@ def test_what_is_trained_together():
 def test_draws_in_the_readme_are_the_first_beginnings():
     """Those of seed 1, which ships, cut after 60 bytes, whatever they say."""
     shown = re.findall(r"^- (\w+), ([\w ]+): `(.*)`$", README, re.M)
-    assert len(shown) == 2
+    assert len(shown) == 3
     for system, rule, text in shown:
         record = next(r for r in drawn_by_seed(system, rule) if r["seed"] == 1)
         assert text == record["first"][0][56:116].replace("\n", " / ")

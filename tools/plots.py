@@ -275,12 +275,12 @@ def draw_toys():
 # system and rule -> the name, its colour, and how many points above its dot it is written
 DRAWN = {
     ("base", "all at once"): ("base, all at once", ORANGE, -8),
-    ("base", "above 0.7"): ("base, above 0.7", ORANGE, 0),
-    ("base", "one at a time"): ("base, one at a time", GREEN, 11),
+    ("base", "above 0.7"): ("base, above 0.7", ORANGE, 13),
+    ("base", "one at a time"): ("base, one at a time", GREEN, 2),
     ("paper", "all at once"): ("paper, Stage B, all at once", PURPLE, 6),
-    ("causal", "whole blocks"): ("causal, whole blocks", BLUE, -12),
-    ("causal", "above 0.7"): ("causal, longest run above 0.7", BLUE, -7),
-    ("left", "one at a time"): ("a left-to-right model", INK, 4),
+    ("causal", "whole blocks"): ("causal, whole blocks", BLUE, 0),
+    ("causal", "above 0.7"): ("causal, longest run above 0.7", BLUE, 0),
+    ("left", "one at a time"): ("a left-to-right model", INK, -8),
 }
 
 
@@ -297,8 +297,8 @@ def draw_text():
         ax.annotate(name, (x, y), xytext=(9, above), textcoords="offset points", color=color, va="center")
     own = np.mean([bits for _, bits in found["text", ""]])
     ax.axhline(own, color=INK, linestyle=":")
-    ax.annotate("the text itself", (0.02, own), xytext=(0, 4), textcoords="offset points", color=INK)
-    ticks = (2.5, 3, 4, 5, 6, 7)
+    ax.annotate("the text itself", (0.02, own), xytext=(0, -11), textcoords="offset points", color=INK)
+    ticks = (2, 2.5, 3, 4, 5, 6, 8)
     ax.set(xlim=(0, 2.1), xlabel="forwards a byte, everything counted", yscale="log")
     ax.set_yticks(ticks, map(str, ticks))
     ax.minorticks_off()
