@@ -17,7 +17,6 @@ means over seeds. It also prints which share of a system's names exist within a 
 """
 
 import math
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,7 +33,7 @@ from checkpoint import load_model
 from decoding import Step
 from evaluate import NAME_DECODING, complete, names_tokenizer
 from lib.names import draw_names
-from lib.util import Parser, append_line, bounded, command, fail, or_none, print_table, progress
+from lib.util import Parser, append_line, bounded, command, fail, or_none, print_table, progress, run_command
 from sample import step_of, temperature
 from tools.plots import read_records, read_settings, share
 
@@ -155,13 +154,7 @@ def within(records: list[dict], budget: float) -> float | None:
 
 @command
 def main() -> None:
-    commands = {"measure": measure, "compare": compare}
-    first = Parser(__doc__)
-    first.add_argument("command", choices=commands, help="what to do; each command has a --help of its own")
-    name = first.parse_args(sys.argv[1:2]).command
-    parser = Parser(__doc__)
-    parser.prog += f" {sys.argv.pop(1)}"  # as it is typed: the command is a part of it
-    commands[name](parser)
+    run_command({"measure": measure, "compare": compare}, __doc__)
 
 
 if __name__ == "__main__":

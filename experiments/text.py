@@ -31,7 +31,7 @@ from decoding import Decoding, Output, in_full
 from evaluate import TEXT_BATCH, bits_of_batch, bits_of_rows
 from lib.rows import Batch, Corpus, read_corpus
 from lib.tokenizer import load_tokenizer
-from lib.util import Parser, append_line, command, fail, print_table, progress, read_lines
+from lib.util import Parser, append_line, command, fail, print_table, progress, read_lines, run_command
 from model import Model
 from sample import generate
 
@@ -226,13 +226,7 @@ def table(parser: Parser) -> None:
 
 @command
 def main() -> None:
-    commands = {"together": together, "half": half, "bits": bits, "draws": draws, "table": table}
-    first = Parser(__doc__)
-    first.add_argument("command", choices=commands, help="what to do; each command has a --help of its own")
-    name = first.parse_args(sys.argv[1:2]).command
-    parser = Parser(__doc__)
-    parser.prog += f" {sys.argv.pop(1)}"  # as it is typed: the command is a part of it
-    commands[name](parser)
+    run_command({"together": together, "half": half, "bits": bits, "draws": draws, "table": table}, __doc__)
 
 
 if __name__ == "__main__":

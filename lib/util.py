@@ -131,6 +131,18 @@ class Parser(argparse.ArgumentParser):
         fail(f"{message} (see {self.prog} --help)")
 
 
+def run_command(commands: dict[str, Callable[[Parser], None]], doc: str) -> None:
+    """Run the command that the first argument names, with a parser for the rest. Otherwise refuse, or print --help."""
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name not in commands:
+        first = Parser(doc)
+        first.add_argument("command", choices=commands, help="what to do; each command has a --help of its own")
+        first.parse_args(sys.argv[1:2])
+    parser = Parser(doc)
+    parser.prog += f" {sys.argv.pop(1)}"  # as it is typed: the command is a part of it
+    commands[name](parser)
+
+
 class Manual(argparse.RawDescriptionHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str:
         shown = action.help or ""
