@@ -160,8 +160,8 @@ def decode(model, z, tau, looks, causal=False):
             logits = model.logits(model.coordinate(h, bundle, draft if causal else None))  # CoCommit
             n_looks += 1  # CoCommit
             # causal: the first word of the bundle reads no draft, so one look makes it final. A later word is
-            # final if this look has changed no word on its left. changed.cumsum(1) counts the changes up to a word,
-            # and it exceeds `changed` if one of them is on the word's left: then look again
+            # final if this look has changed no word on its left. changed.cumsum(1) counts the changes up to a
+            # word, and it exceeds `changed` if one of them is on the word's left: then look again
             changed = bundle & (logits.argmax(-1) != draft)  # causal
             if not (bundle & (changed.cumsum(1) > changed)).any():  # causal
                 break  # causal
