@@ -23,6 +23,7 @@ import lib.first  # noqa: F401
 import inspect
 import itertools
 import math
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -166,7 +167,7 @@ def modes(rng: Rng, V: int = 24, m: int = 4, n_ctx: int = 32) -> Table:
 
 
 def pairs(rng: Rng, V: int = 8, m: int = 4, n_ctx: int = 32) -> Table:
-    """m/2 pairs (a, a + c mod V), each with a uniform a: TC is ln V for each pair."""
+    """The answer is m/2 pairs (a, a + c mod V), each with a uniform a: TC is ln V for each pair."""
     if m % 2:
         fail(f"pairs needs an even m, not {m}")
     c = torch.arange(min(n_ctx, V))[:, None, None]
@@ -178,7 +179,7 @@ def pairs(rng: Rng, V: int = 8, m: int = 4, n_ctx: int = 32) -> Table:
 
 
 def mixed(rng: Rng, V: int = 8, m: int = 4, n_ctx: int = 32) -> Table:
-    """m/4 groups [c, u, a, V - 1 - a], with u and a uniform: the marginals of u and a are the same."""
+    """The answer is m/4 groups (c, u, a, V - 1 - a), with u and a uniform: the marginals of u and a are the same."""
     if m % 4:
         fail(f"mixed needs an m that 4 divides, not {m}")
     c = torch.arange(min(n_ctx, V))[:, None, None]
@@ -207,7 +208,7 @@ def noisy_copy(rng: Rng, V: int = 8, m: int = 4, n_ctx: int = 32, eps: float = 0
 
 
 def gaussian(rng: Rng, levels: int = 8, m: int = 3, n_ctx: int = 32, rho: float = 0.9) -> Table:
-    """z_i = sqrt(rho) f + sqrt(1 - rho) e_i, with f and e_i standard normal, so every correlation is rho. x_i
+    """Let z_i = sqrt(rho) f + sqrt(1 - rho) e_i, with f and e_i standard normal, so every correlation is rho. x_i
     says between which of the quantiles k/levels z_i lies. Then every context adds to each position a number of its
     own, mod levels.
     """
@@ -259,7 +260,8 @@ def permutation(rng: Rng, V: int = 8, m: int = 4, n_ctx: int = 32) -> Table:
 
 
 def modular_sum(rng: Rng, V: int = 5, m: int = 3, n_ctx: int = 32) -> Table:
-    """Uniform over the tuples whose sum is c mod V (with V = 2, parity): any m - 1 positions are independent."""
+    """The answer is a tuple whose sum is c mod V, uniformly (with V = 2, parity): any m - 1 positions are
+    independent."""
     c = torch.arange(min(n_ctx, V))[:, None, None]
     free = _tuples(V, m - 1).expand(len(c), -1, -1)  # (N, S, m - 1)
     last = (c - free.sum(-1, keepdim=True)) % V  # (N, S, 1)
@@ -377,6 +379,12 @@ def show_all() -> None:
     head = ["task", "V", "m", "contexts", "answers", "H", "TC", "drawn", "argmax", "example"]
     print_table(head, rows)
     print(ABOUT_TASKS)
+
+    # what each task is: its docstring
+    print("\nAn answer has m symbols, x_1 to x_m, out of V. c is its context.")
+    for name, task in TASKS.items():
+        what = " ".join(inspect.getdoc(task).split())
+        print(textwrap.fill(f"{name:12}{what}", 105, subsequent_indent=" " * 12))
 
 
 def spell(symbols: Tensor) -> str:
