@@ -232,7 +232,7 @@ def test_the_marker():
         for marker in ("on", "off")
     )
     assert len(on) == len(off) == 3
-    assert numbers(THEOREM, "Of the names that it writes") == [short(mean(on)), short(mean(off))]
+    assert numbers(THEOREM, "Of the names that this Stage B writes") == [short(mean(on)), short(mean(off))]
     margin = interval([a - b for a, b in zip(on, off, strict=True)])
     low, high = (100 * float(x) for x in re.search(r"\((\S+) to (\S+)\)", margin).groups())
     assert f"from {low:.1f} to {high:.1f} points" in THEOREM
