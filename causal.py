@@ -240,8 +240,8 @@ def causal_step(model: CausalModel, batch: Batch, args: Namespace) -> tuple[Tens
 
 
 def masks_and_bundle(batch: Batch, block_length: int, whole_share: float = 0.0) -> tuple[Tensor, Tensor]:
-    """masked and bundle, (R, T) bool each. A coin decides for which of three cases of decoding a block is trained. (In
-    rows that prepare.py marks with holes_alone, all blocks are trained to fill holes.)
+    """masked and bundle, (R, T) bool each. A random number picks for which of three cases of decoding a block is
+    trained. (In rows that prepare.py marks with holes_alone, all blocks are trained to fill holes.)
 
     to write it whole   all positions are masked, and are the bundle: a share of whole_share
     to continue         all positions from a random place on are masked, and all masks are the bundle
@@ -255,7 +255,7 @@ def masks_and_bundle(batch: Batch, block_length: int, whole_share: float = 0.0) 
     coin = of_blocks(draws, T, B)
     whole = coin >= 1 - whole_share
     as_holes = (coin < HOLE_SHARE * (1 - whole_share)) | batch.holes_alone
-    # u: the mask ratio of a block with holes; of any other block the place where its masks begin, as a share of it
+    # u: in a block with holes its mask ratio; in any other block where its masks begin, from 0 (its start) to 1
     u = of_blocks(draws, T, B)
     size = 1 + (uniform(draws, T // B) * B).long()  # (R, T / B)
     lot = uniform(draws, T)

@@ -10,12 +10,12 @@ m2t means "mask to token", and t2t means "token to token", which is an edit.
 
 What is corrupted and what is not:
 
-    prompt (of toys and names)        is never corrupted, and has no loss, except in rows of base.py's --one_by_one
+    prompt (of toys and names)        is never corrupted, and has no loss (base.py's rows of --one_by_one do both)
     padding                           is never corrupted, has no loss, and no other position attends to it
     eos that ends a document          is masked, drafted (see below) and predicted like any other token
     [M] and other special tokens      are never drawn as random tokens; a draft is never [M]
 
-Each block draws its own mask ratio. Then wrong tokens are made in one of three ways:
+Each block draws its own mask ratio. For wrong tokens there are three rules (--corruption):
 
     mask      there are only masks, and no wrong tokens
     random    random ordinary tokens replace some visible ones, as in LLaDA2.1's training
@@ -23,7 +23,7 @@ Each block draws its own mask ratio. Then wrong tokens are made in one of three 
               one is G, and the other masks stay M. (The paper, too, takes W from the model's own errors, as in Yao,
               arXiv 2606.17175.)
 
-To add a way of your own, write a function like `random_tokens`, and name it in CORRUPTIONS.
+To add a rule of your own, write a function like `random_tokens`, and name it in CORRUPTIONS.
 
 Each row has its own random numbers, so a row's corruption does not depend on the rows beside it.
 """

@@ -1,4 +1,4 @@
-"""How good a decoder is where its answers can be checked, on toys and on names; and how many bits a text costs it.
+"""Measure how good a decoder is on toys and names, where answers can be checked, and how many bits a text costs it.
 
 Toys (toy.py). A step that draws each position by itself loses at least the total correlation, TC. A decoder that always
 writes the same possible answer is never wrong, so `possible` is not enough.
@@ -13,10 +13,10 @@ Names. Held-out names of Unicode characters are completed from their first third
 counts if some character has that name; `unicodedata` knows this. All forwards are counted: full ones, refreshes, and
 partial ones at their share of the layers.
 
-Text. With --bits the same is counted for any rows. Each held-out block is filled from masks, with the text before it
-given, and the table says how many bits a token costs. Nothing is drawn: these are the probabilities that a model gives
-to the right tokens. All at once, Stage A pays for each token alone; one at a time, it pays for each token after those
-before it, by the chain rule. The difference estimates the total correlation of a block.
+Text. A model of text is judged in bits; with --bits any model is. Each held-out block is filled from masks, with the
+text before it given, and the table says how many bits a token costs. Nothing is drawn: these are the probabilities that
+a model gives to the right tokens. All at once, Stage A pays for each token alone; one at a time, it pays for each token
+after those before it, by the chain rule. The difference estimates the total correlation of a block.
 
     python evaluate.py                                               # assets/names/paper, a minute
     python evaluate.py --ckpt assets/names/paper assets/names/causal # two adapters side by side

@@ -6,16 +6,16 @@
 
 With Stage B off (--n_rounds 0) and temperature 0, this writes the same tokens, with the same forwards, as LLaDA2.1's
 released generate(), with three exceptions. Without edits (--tau_t2t none) a block ends when its last mask is filled,
-and the released loop reads it once more. A block that would never end is left, with a warning. Holes are filled in all
-blocks, and the released loop fills only those in the block where the prompt ends.
+and the released loop spends one more step on it. A block that would never end is cut off, with a warning. Holes
+(masks inside the prompt) are filled in all blocks, and the released loop fills only those in the block where the prompt
+ends.
 
     python sample.py --prompt "CANADIAN"                            # text, and what it cost in forwards
     python sample.py --prompt "MATHEMATICAL ▒▒▒▒ CAPITAL B" --watch  # every step; each ▒ is a token to fill
     python sample.py --ckpt DIR --prompt "..." --select entropy     # another rule for the bundle
     python sample.py --ckpt DIR --prompt_ids 5,9,12 --n_rounds 0    # token ids, and Stage A alone
 
-A hole, which is a mask inside the prompt, sees its own block and the blocks before it, but no later block: attention
-is causal across blocks.
+A hole sees its own block and the blocks before it, but no later block: attention is causal across blocks.
 
 To change   which masks are written together   write   a function like by_confidence, for generate(select=...)
             what a step does                           a function like denoise, for generate(step=...)
@@ -59,8 +59,8 @@ def denoise(
     """One step on the current blocks z (R, B) int64: everything is decided from z, and then written at once.
 
     given (R, B) bool: positions that are never edited. u (R, 2, B) in [0, 1): the random numbers by which each stage
-    draws. The bundle is chosen where Stage A's numbers gave likely tokens. If Stage B used these numbers again, it
-    would draw likely tokens more often than its probabilities say. So each stage has its own numbers.
+    draws. The bundle is chosen where Stage A's random numbers gave likely tokens. If Stage B used these again, it would
+    draw likely tokens more often than its probabilities say. So each stage has its own.
     """
     model = engine.model
     masked = z == model.cfg.mask_id
@@ -333,8 +333,8 @@ def build_parser() -> Parser:
     add("--select", choices=SELECT, help="the rule for the bundle (default: confidence, as in the paper)")
     add("--tau_joint", type=share,
         help="another rule, not the paper's: write masks from the left as long as the product of their probabilities "
-             "exceeds this (0: the whole block); also works with Stage B off (default, if Stage B reads the token "
-             "before: 0.5, or 0 if it draws)")
+             "exceeds this (0: the whole block); also works with Stage B off (default: off; but if Stage B reads the "
+             "token before it is 0.5, or 0 if it draws)")
     add("--temperature", type=temperature, default=argparse.SUPPRESS,
         help="0: the likeliest tokens; from 0.001 on: draw (default: 0; for a model of your own text 1, unless it has "
              "the paper's Stage B)")

@@ -1,6 +1,6 @@
 """Don't Commit Alone (Lin Yao, 2026) in one file, on a toy to check by hand: python tiny.py, two minutes.
 
-A masked diffusion language model is a GPT that looks both ways. It fills the holes in a text, which
+A masked diffusion language model is a GPT that looks both ways. It fills the gaps in a text, which
 are called masks. To be fast it fills several masks in one step, but it chooses each word alone, and so
 the words may not fit together. Say that "city" is followed by New York (with probability .40), San
 Francisco (.20), San Diego (.16), San Jose (.12) or San Juan (.12). The likeliest first word is San
@@ -14,10 +14,10 @@ again. Stage B knows which masks are being filled, but not with which words. Our
 mends this: a mask also sees a draft of the word before it.
 
 Left out are edits of written words, blocks, the mixture of experts, and LoRA on a frozen model. Of
-causal.py three things are left out, too: Stage B's own layers, the sum of its logits and Stage A's
-log-probabilities, and bundles whose masks are not neighbours. Lines with the tag # CoCommit are the
-paper's, and lines with # causal or # alpha (another loss, see fill_loss) are not. (Some # CoCommit lines
-also carry what causal Stage B needs.)
+causal.py four things are left out, too: Stage B's own layers, the sum of its logits and Stage A's
+log-probabilities, bundles whose masks are not neighbours, and its rule for what a step writes. Lines
+with the tag # CoCommit are the paper's, and lines with # causal or # alpha (another loss, see fill_loss)
+are not. (Some # CoCommit lines also carry what causal Stage B needs.)
 """
 import argparse
 
@@ -61,9 +61,9 @@ class Model(nn.Module):
     def coordinate(self, h, bundle, tokens=None):  # CoCommit
         for marker in self.markers:  # CoCommit
             note, sees = marker, None  # CoCommit
-            # the note also says which word is before (F.pad shifts the words right by one), and is scaled to
-            # the size of h. All words see everything outside the bundle. Only words of the bundle see into it,
-            # each itself and those on its left
+            # causal: the note also says which word is before (F.pad shifts the words right by one), and
+            # it is scaled to the size of h. All words see everything outside the bundle. Only words of
+            # the bundle see into it, each itself and those on its left
             if tokens is not None:  # causal
                 before = F.rms_norm(self.wte(F.pad(tokens, (1, -1), value=MASK)), [C])  # causal
                 note = h.square().mean(2, True).sqrt() * (marker + before @ self.show.T)  # causal
@@ -98,9 +98,10 @@ def rotate(x):
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 # --- the loss
-# The paper adds up the cross-entropies of the words. No term sees the other word, so the sum is least at
-# the marginals, which are the probabilities of each word alone. Stage A learns these already. But if Stage B
-# sees the word before, the same sum is a joint loss, because p(first) p(second | first) = p(both).
+# The paper adds up the cross-entropies of the words. Where both words are hidden, no term sees the other
+# word, so the sum is least at the marginals, which are the probabilities of each word alone. Stage A
+# learns these already. But if Stage B sees the word before, the same sum is a joint loss, because
+# p(first) p(second | first) = p(both).
 # alpha changes the loss instead (AlphaDLM, arXiv 2609.38066): it scores the phrase as a whole. At alpha 1
 # the loss is least if the likeliest phrase gets probability 1. To write that phrase is the paper's aim.
 # But training may end at a close second: at ice cream (.28), where hot dog has .32.
@@ -120,7 +121,7 @@ def some_of(allowed):  # draw one or two of each row's allowed words
     return allowed & (lot <= lot.sort(dim=1).values.gather(1, last))
 
 def train(base, alpha_b=None, causal=False):
-    """Train a copy of base: Stage A with alpha 0 and, if alpha_b is given, Stage B with that alpha."""
+    """Train a copy of base: Stage A by the paper's loss (alpha 0) and, if alpha_b is given, Stage B by that alpha."""
     model = Model()
     model.load_state_dict(base.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3, betas=(0.9, 0.99))
@@ -160,8 +161,8 @@ def decode(model, z, tau, looks, causal=False):
             logits = model.logits(model.coordinate(h, bundle, draft if causal else None))  # CoCommit
             n_looks += 1  # CoCommit
             # causal: the first word of the bundle reads no draft, so one look makes it final. A later word is
-            # final if this look has changed no word on its left. changed.cumsum(1) counts the changes up to a
-            # word, and it exceeds `changed` if one of them is on the word's left: then look again
+            # final if this look has changed no word on its left. So look again if some word of the bundle has
+            # a change on its left: then changed.cumsum(1), the number of changes up to it, exceeds `changed`
             changed = bundle & (logits.argmax(-1) != draft)  # causal
             if not (bundle & (changed.cumsum(1) > changed)).any():  # causal
                 break  # causal
@@ -193,7 +194,7 @@ if __name__ == "__main__":
     # New York is its likeliest phrase (.40), and yet it writes San Francisco (.20): greedily, from the left,
     # it begins with the likeliest word, San (.60), and the likeliest phrase does not begin with San
     causal = report("Stage B, causal", train(base, 0, True), 2, True)  # causal
-    # what it writes with no look (Stage A's draft), with one at most, and with two: one look is enough, because
-    # it keeps the draft San
+    # what it writes after no look (Stage A's draft), after one at most, and after two at most. One is enough:
+    # the draft San stays, so the second word has read the right first word
     words = torch.cat([decode(causal, HOLES, -1, looks, True)[0][0, 1:] for looks in range(3)])  # causal
     print("causal, draft {} {}, 1 look {} {}, 2 looks {} {}".format(*[TOKENS[t] for t in words]))  # causal

@@ -1,10 +1,10 @@
-"""Training with a split forward (paper, Sec. 4.1): both stages of a row share the first L - n layers (the prefix), and
-one backward.
+"""Training with a split forward (paper, Sec. 4.1): both stages of a row share the first L - n layers (the prefix) and
+the backward pass.
 
 `cocommit_step` is the method, and `run` is everything around it. A run that starts from a checkpoint freezes the model,
-and only LoRA and the markers learn, as in the paper. From `scratch`, or with --lora_r 0, everything learns. Every
-random number of a row is a function of (seed, row): a resumed run continues bit for bit, and no draw depends on
---micro_batch.
+and only LoRA and the markers learn, as in the paper (or what --stage_b brings with it). From `scratch`, or with
+--lora_r 0, everything learns. Every random number of a row is a function of (seed, row): a resumed run continues bit
+for bit, and no draw depends on --micro_batch.
 
     python train.py --n_last 3                                # the paper's training on assets/names, minutes
     python train.py --data data/fineweb --config configs/llada.toml               # the paper's own run, on the 16B
@@ -328,9 +328,10 @@ def build_parser(doc: str = __doc__) -> Parser:
     add = parser.add_argument_group("model").add_argument
     add("--init_from", default="assets/names", help="scratch, resume, or the folder of a model")
     add("--preset", choices=PRESETS, default="tiny", help="the geometry of a model from scratch")
-    add("--n_last", type=count, help="n, the layers of Stage B (paper 3; left out: the checkpoint's)")
-    add("--n_rounds", type=count, help="K, the rounds of Stage B, a marker each (paper 1; left out: the checkpoint's)")
-    add("--block_length", type=count, help="tokens decoded together (paper 32; left out: the rows' or checkpoint's)")
+    add("--n_last", type=count, help="n, the layers of Stage B (paper 3; left out: the checkpoint's or preset's)")
+    add("--n_rounds", type=count,
+        help="K, the rounds of Stage B, a marker each (paper 1; left out: the checkpoint's or preset's)")
+    add("--block_length", type=count, help="tokens decoded together (paper 32; left out: the rows', or else as above)")
     add("--lora_r", type=some, default=16, help="the rank of LoRA (paper 16; its scale is 2); 0: all weights learn")
     add("--stage_b", choices=STAGE_B, default="paper",
         help="the paper's Stage B, or the one of causal.py, which fixes --corruption and --context, and for which "
@@ -339,8 +340,8 @@ def build_parser(doc: str = __doc__) -> Parser:
     add = parser.add_argument_group("corruption and bundle").add_argument
     add("--corruption", choices=CORRUPTIONS, default="draft", help="how tokens are made wrong, see corrupt.py")
     add("--context", choices=["corrupted", "clean"], default="corrupted",
-        help="what a block reads before it: corrupted blocks (paper), or clean ones, as in decoding")
-    add("--s_max", type=count, default=16, help="the largest bundle; each row has one (paper 16)")
+        help="how a block sees the blocks before it: corrupted (paper), or clean, as in decoding")
+    add("--s_max", type=count, default=16, help="the most masks of a row's bundle (paper 16)")
     add("--whole_share", type=bounded(float, 0, 1), default=0.0,
         help="the share of blocks that are masked whole, for the Stage B of causal.py alone")
 
