@@ -1,7 +1,8 @@
 """Train a base from scratch: a model that has only Stage A, trained as LLaDA2.1 is. Then train.py adds CoCommit to it.
 
-The loop and most flags are train.py's. Those of LoRA and the bundle do nothing here. --n_last and --n_rounds are only
-saved: train.py takes them on this base if its own are left out. A base has no Stage B, so --stage_b causal is refused.
+The loop and most flags are train.py's. --init_from is scratch or resume, and the flags of LoRA and the bundle do
+nothing. --n_last and --n_rounds are only saved: train.py takes them on this base if its own are left out. A base has no
+Stage B, so --stage_b causal is refused.
 
     python base.py --config configs/base.toml --seed 1                  # assets/names, an hour on one quiet thread
     python base.py --data data/mine --config configs/text_base.toml     # text of your own, a quarter of an hour
