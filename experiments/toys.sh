@@ -1,5 +1,5 @@
 # The seven toys, one seed: a base with both stages by the paper's loss, then causal Stage B on it.
-# An hour on one thread. Page: results/theorem/README.md. Run from the root of the repository.
+# 25 to 60 minutes on one thread. Page: results/theorem/README.md. Run from the root of the repository.
 set -e
 seed=${SEED:-0}
 out=${OUT:-out/toys-$seed}
