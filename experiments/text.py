@@ -3,9 +3,8 @@
 `together` trains a base and its causal Stage B at once, from scratch. `half` stores a base in bfloat16, as it ships.
 `bits` and `draws` append their records, one a line, and skip what is already there; `table` prints means over seeds.
 
-    python -m experiments.text together --data data/shakespeare --seed 1 --init_from scratch --preset text \
-        --stage_b causal --lora_r 0 --n_last 1 --block_length 8 --seq_len 256 --batch_size 4 --optimizer muon \
-        --learning_rate 0.01 --max_iters 800 --out_dir out/together
+    python -m experiments.text together --config configs/text.toml --data data/shakespeare --seed 1 \
+        --init_from scratch --preset text --lora_r 0 --block_length 16 --max_iters 2600 --out_dir out/together
     python -m experiments.text bits --system causal --seed 1 --ckpt out/text --out out/bits.jsonl
     python -m experiments.text draws --system causal --seed 1 --ckpt out/text --judge out/left --judge_seed 2 \
         --out out/draws.jsonl

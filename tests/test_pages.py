@@ -456,33 +456,36 @@ def test_what_causal_stage_b_learns_from():
 
 def test_blocks_of_8():
     """Beside blocks of 16, both on bases of 800 steps: means of three seeds."""
-    part = TEXT.split("## Blocks of 8")[1].split("## ")[0]
-    files = ("base800.jsonl", "blocks8.jsonl")
-    for row, system, way in (
-        ("bits a byte: base, Stage A, all at once", "base", "Stage A"),
-        ("base, one at a time, from the left", "base", "one at a time"),
-        ("causal Stage B, 800 steps", "short", "Stage B"),
-        ("causal Stage B, 3,000 steps", "causal", "Stage B"),
-    ):
-        found = [bits_by_seed(system, way, name) for name in files]
+    part = TEXT.split("- **Blocks of 8.**")[1].split("\n")[0]
+    files = ("blocks8.jsonl", "base800.jsonl")
+    expected = []
+    for key in (("base", "Stage A"), ("causal", "Stage B"), ("base", "one at a time")):
+        found = [bits_by_seed(*key, name) for name in files]
         assert [len(seeds) for seeds in found] == [3, 3]
-        assert cells(part, row) == [f"{mean(seeds):.3f}" for seeds in found]
+        expected += [f"{mean(seeds):.3f}" for seeds in found]
+    assert re.findall(r"\d\.\d{3}", part) == expected
     drawn = [drawn_by_seed(system, "whole blocks", name)
-             for system, name in zip(("causal", "causal, 5,000 steps"), files, strict=True)]  # fmt: skip
+             for system, name in zip(("causal, 5,000 steps", "causal"), files, strict=True)]  # fmt: skip
     forwards = [f"{mean(r['forwards'] for r in of):.2f}" for of in drawn]
     ms = [f"{next(r['ms_1'] for r in of if 'ms_1' in r):.1f}" for of in drawn]
-    assert f"Whole blocks of 16 take {forwards[0]} forwards a byte, and of 8 {forwards[1]} (" in part
+    assert f"Whole blocks of 8 take {forwards[0]} forwards a byte (" in part and f"of 16 {forwards[1]}." in part
     assert f"{ms[0]} and {ms[1]} ms" in part
 
 
+def test_a_base_of_8_layers():
+    keys = (("base", "one at a time", "layers8.jsonl"), ("causal", "Stage B", "layers8.jsonl"), ("causal", "Stage B"))
+    said = TEXT.split("- **More layers.**")[1].split("\n")[0]
+    assert re.findall(r"\d\.\d{3}", said) == [f"{bits_by_seed(*key)[0]:.3f}" for key in keys]
+
+
 def test_what_is_trained_together():
-    """One seed: Stage A, one at a time, whole blocks; then a base and its Stage B, by its steps."""
-    for n, row in ((1, "together, 800 steps"), (2, "together, n = 2, 800 steps")):
-        found = {r["way"]: f"{r['bits']:.3f}" for r in of_text("together.jsonl") if r["n"] == n}
-        assert cells(TEXT, row) == [found[way] for way in ("Stage A", "one at a time", "Stage B")]
-    keys = (("base", "Stage A"), ("base", "one at a time"), ("short", "Stage B"))
-    apart = [f"{bits_by_seed(*key, 'blocks8.jsonl')[0]:.3f}" for key in keys]
-    assert cells(TEXT, "a base, 800 steps, then Stage B, 800") == apart
+    """Stage A, one at a time, whole blocks, means of three seeds; then a base and its Stage B."""
+    ways = (("Stage A", "base"), ("one at a time", "base"), ("Stage B", "causal"))
+    together = [bits_by_seed("together", way, "together.jsonl") for way, _ in ways]
+    apart = [bits_by_seed(system, way) for way, system in ways]
+    assert {len(seeds) for seeds in together} == {3}
+    for row, found in (("together", together), ("a base, then Stage B", apart)):
+        assert cells(TEXT, row) == [f"{mean(seeds):.3f}" for seeds in found]
 
 
 def test_draws_in_the_readme_are_the_first_beginnings():
