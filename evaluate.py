@@ -61,6 +61,7 @@ ONE_STEP = Decoding(tau_m2t=-1, tau_t2t=None)  # every mask at once
 JOINT = Decoding(tau_joint=0.0, tau_t2t=None)  # every mask of a block, in as many looks as it takes
 TOY_DECODERS = {
     "one at a time": Decoding(tau_m2t=1.0, tau_t2t=None, n_rounds=0),
+    "one at a time, from the left": Decoding(tau_joint=1.0, tau_t2t=None, n_rounds=0),
     "Stage A, one step": replace(ONE_STEP, n_rounds=0),
     "all at once, then edits": replace(ONE_STEP, n_rounds=0, tau_t2t=0.0, max_post_steps=64),
     "released gates (0.7, 0.5)": Decoding(tau_m2t=0.7, tau_t2t=0.5, n_rounds=0),
@@ -152,10 +153,12 @@ def causal_table(model: Model, task: Toy) -> Tensor:
     return log_q.exp().view(N, S) * (task.prob > 0)
 
 
-def chain_table(model: Model, task: Toy) -> Tensor:
-    """q over the support when tokens are drawn one at a time, the surest position first: (N, S) float64.
+def chain_table(model: Model, task: Toy, from_the_left: bool = False) -> Tensor:
+    """q over the support when tokens are drawn one at a time: (N, S) float64.
 
-    A state is what has been written so far. It decides which position is next, so a tuple is written in one order.
+    The next position is the leftmost one, or the one whose likeliest token is surest. What has been written so far, a
+    state, decides which this is, so a tuple is written in one order. (At temperature 1 sample.py first draws at all
+    positions, and then writes the surest of the drawn tokens, which favours likely tokens.)
     """
     N, S, m = task.support.shape
     c = torch.arange(N).repeat_interleave(S)
@@ -167,9 +170,10 @@ def chain_table(model: Model, task: Toy) -> Tensor:
         states, back = torch.unique(torch.cat([c[:, None], z], dim=1), dim=0, return_inverse=True)
         log_p = answer_log_probs(model, task, states[:, 0], states[:, 1:], 0)
 
-        # the open position with the surest token is written next
+        # which open position is written next
         written = states[:, 1:] >= 0
-        at = log_p.amax(-1).masked_fill(written, -math.inf).argmax(-1)[back]  # (N*S,)
+        sure = -torch.arange(m).expand_as(written) if from_the_left else log_p.amax(-1)
+        at = sure.double().masked_fill(written, -math.inf).argmax(-1)[back]  # (N*S,)
         token = x.gather(1, at[:, None])
         log_q += log_p[back, at, token[:, 0]]
         z = z.scatter(1, at[:, None], token)
@@ -205,7 +209,11 @@ def evaluate_toy(model: Model, task: Toy) -> None:
 
     # these draw from a distribution that can be enumerated
     decoders = dict(TOY_DECODERS)
-    tables = {"one at a time": chain_table(model, task), "Stage A, one step": one_step_table(model, task, 0)}
+    tables = {
+        "one at a time": chain_table(model, task),
+        "one at a time, from the left": chain_table(model, task, from_the_left=True),
+        "Stage A, one step": one_step_table(model, task, 0),
+    }
     if isinstance(model, CausalModel):
         decoders["causal Stage B, one step"] = JOINT
         tables["causal Stage B, one step"] = causal_table(model, task)

@@ -1,5 +1,6 @@
-# The seven toys, one seed: a base with both stages by the paper's loss, then causal Stage B on it.
-# 25 to 60 minutes on one thread. Page: results/theorem/README.md. Run from the root of the repository.
+# The seven toys, one seed: a base with both stages by the paper's loss, then causal Stage B on it. And the strongest
+# opponent one at a time: a base that learns from masks alone, for as many steps as both.
+# 50 to 120 minutes on one thread. Page: results/theorem/README.md. Run from the root of the repository.
 set -e
 seed=${SEED:-0}
 out=${OUT:-out/toys-$seed}
@@ -11,7 +12,13 @@ for task in modes pairs mixed copy gaussian permutation sum; do
 
   # a sum depends on all of its symbols at once: three layers, and longer
   on_base="--config configs/toy.toml $run --init_from $out/$task-base"
-  if [ $task = sum ]; then on_base="$on_base --n_last 3 --max_iters 3000"; fi
+  masks="--config configs/toy_base.toml $run --corruption mask --max_iters 2500"
+  if [ $task = sum ]; then
+    on_base="$on_base --n_last 3 --max_iters 3000"
+    masks="$masks --max_iters 4000"
+  fi
   python train.py $on_base --out_dir $out/$task-causal
   python evaluate.py --ckpt $out/$task-causal
+  python train.py $masks --out_dir $out/$task-masks
+  python evaluate.py --ckpt $out/$task-masks
 done

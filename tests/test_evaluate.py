@@ -104,12 +104,21 @@ def oracle(model, task: Toy, c, z, n_rounds: int, tokens=None):
 
 @pytest.mark.parametrize("task", toy.TASKS)
 def test_with_exact_conditionals_chains_are_exact_and_the_product_pays_tc(task, monkeypatch):
-    """Both chains are tested: that of Stage A, which reads what is written, and that of causal Stage B."""
+    """The chains of Stage A, which reads what is written, the surest first or from the left; and of causal Stage B."""
     t = toy.make(task)
     t = t if t.support.shape[1] <= 512 else toy.make(task, V=4, m=3)
     monkeypatch.setattr(evaluate, "answer_log_probs", oracle)  # the ideal decoder in every model's place
     torch.testing.assert_close(chain_table(None, t), t.prob, rtol=0, atol=1e-12)
     torch.testing.assert_close(causal_table(any_model(), t), t.prob, rtol=0, atol=1e-12)
+
+    # from the left, what is written never has a gap
+    written = []
+    reading = lambda model, task, c, z, *how: written.append(z >= 0) or oracle(model, task, c, z, *how)  # noqa: E731
+    monkeypatch.setattr(evaluate, "answer_log_probs", reading)
+    torch.testing.assert_close(chain_table(None, t, from_the_left=True), t.prob, rtol=0, atol=1e-12)
+    assert [row.sum(1).unique().tolist() for row in written] == [[i] for i in range(t.m)]
+    assert all((row[:, 1:] <= row[:, :-1]).all() for row in written)
+    monkeypatch.setattr(evaluate, "answer_log_probs", oracle)
     assert float(toy.kl(t.prob, one_step_table(None, t, 0)).mean()) == approx(float(t.tc().mean()), abs=1e-9)
 
 
@@ -147,7 +156,7 @@ def test_the_table_of_a_toy_by_hand(causal, monkeypatch, capsys):
     assert all(row[-4:] == ["0.500", "0.250", "2.00", "1.00"] for row in rows)
     lost = {row[0]: row[1] for row in rows if len(row) == 6}
     of_b = {"causal Stage B, one step": "1.000"} if causal else {"Stage B, one step": f"{TC + 1:.3f}"}
-    assert lost == {"one at a time": "0.000", "Stage A, one step": tc} | of_b
+    assert lost == {"one at a time": "0.000", "one at a time, from the left": "0.000", "Stage A, one step": tc} | of_b
 
     # the decoder of each row, in the model's own number of rounds
     decoders = dict(zip([row[0] for row in rows], asked, strict=True))
