@@ -15,9 +15,9 @@ mends this: a mask also sees a draft of the word before it.
 
 Left out are edits of written words, blocks, the mixture of experts, and LoRA on a frozen model. Of
 causal.py four things are left out, too: Stage B's own layers, the sum of its logits and Stage A's
-log-probabilities, bundles whose masks are not neighbours, and its rule for what a step writes. Lines
-with the tag # CoCommit are the paper's, and lines with # causal or # alpha (another loss, see fill_loss)
-are not. (Some # CoCommit lines also carry what causal Stage B needs.)
+log-probabilities, bundles with gaps, and its rule for what a step writes. Lines with the tag # CoCommit
+are the paper's, and lines with # causal or # alpha (another loss, see fill_loss) are not. (Some #
+CoCommit lines also carry what causal Stage B needs.)
 """
 import argparse
 

@@ -243,7 +243,7 @@ def draw_sixteen_b():
 ONE_STEP = {
     "Stage A, one step": (ORANGE, "o"),
     "Stage B, one step": (PURPLE, "x"),
-    "one at a time": (GREEN, "s"),
+    "one at a time, from the left": (GREEN, "s"),  # by a base that learned from masks alone
     "causal Stage B, one step": (BLUE, "D"),
 }
 
