@@ -346,6 +346,14 @@ def test_toys(task, parts):
         assert cells(README, f"`{task}`") == [f"{float(tc):.2f}", *together, f"{looks[2]:.1f}"]
 
 
+def test_causal_stage_b_on_a_base_of_masks_alone():
+    log = (ROOT / "results" / "theorem" / "on_masks.txt").read_text()
+    parts = re.split(r"^== ", log, flags=re.M)[1:]
+    assert [part.split()[0] for part in parts] == list(toys())
+    kl = [figures_of(part, SYSTEMS["causal"][1])[0].lstrip("0") for part in parts]
+    assert f"loses {', '.join(kl[:-1])} and {kl[-1]} (in the table's order" in THEOREM
+
+
 def test_alpha_on_toys():
     """The shares of possible answers that Stage B by alpha writes, means of three seeds."""
     log = (ROOT / "results" / "theorem" / "alpha.txt").read_text()
