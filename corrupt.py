@@ -10,7 +10,7 @@ m2t means "mask to token", and t2t means "token to token", which is an edit.
 
 What is corrupted and what is not:
 
-    prompt (of toys and names)        is never corrupted, and has no loss (base.py's rows of --one_by_one do both)
+    prompt (of toys and names)        is never corrupted, and has no loss (both happen in base.py's --one_by_one)
     padding                           is never corrupted, has no loss, and no other position attends to it
     eos that ends a document          is masked, drafted (see below) and predicted like any other token
     [M] and other special tokens      are never drawn as random tokens; a draft is never [M]

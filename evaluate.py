@@ -172,8 +172,11 @@ def chain_table(model: Model, task: Toy, from_the_left: bool = False) -> Tensor:
 
         # which open position is written next
         written = states[:, 1:] >= 0
-        sure = -torch.arange(m).expand_as(written) if from_the_left else log_p.amax(-1)
-        at = sure.double().masked_fill(written, -math.inf).argmax(-1)[back]  # (N*S,)
+        if from_the_left:
+            at = written.sum(1)
+        else:
+            at = log_p.amax(-1).masked_fill(written, -math.inf).argmax(-1)
+        at = at[back]  # (N*S,)
         token = x.gather(1, at[:, None])
         log_q += log_p[back, at, token[:, 0]]
         z = z.scatter(1, at[:, None], token)

@@ -130,7 +130,7 @@ def draws(parser: Parser) -> None:
         # in blocks of one, our loop takes two forwards a byte: one fills its mask, and one reads it. A loop for such
         # models alone does both in one forward, in half of the time
         if model.cfg.block_length == 1:
-            record |= {key: record[key] / 2 for key in ("forwards", "ms_1", "ms_16")}
+            record |= dict(forwards=1.0, ms_1=record["ms_1"] / 2, ms_16=record["ms_16"] / 2)
 
         # what the system itself has for its own draws: their entropy, where it draws by the chain rule
         way = {"whole blocks": "Stage B", "one at a time": "one at a time", "all at once": "Stage A"}.get(rule)

@@ -5,20 +5,24 @@ set -e
 seed=${SEED:-0}
 out=${OUT:-out/toys-$seed}
 for task in modes pairs mixed copy gaussian permutation sum; do
+  echo "== $task seed $seed"
   python toy.py $task --seed $seed --out $out/data-$task
   run="--data $out/data-$task --seed $seed"
   python train.py --config configs/toy_base.toml $run --out_dir $out/$task-base
+  echo "-- base"
   python evaluate.py --ckpt $out/$task-base
 
   # a sum depends on all of its symbols at once: three layers, and longer
   on_base="--config configs/toy.toml $run --init_from $out/$task-base"
-  masks="--config configs/toy_base.toml $run --corruption mask --max_iters 2500"
+  as_long=2500
   if [ $task = sum ]; then
     on_base="$on_base --n_last 3 --max_iters 3000"
-    masks="$masks --max_iters 4000"
+    as_long=4000
   fi
   python train.py $on_base --out_dir $out/$task-causal
+  echo "-- causal"
   python evaluate.py --ckpt $out/$task-causal
-  python train.py $masks --out_dir $out/$task-masks
+  python train.py --config configs/toy_base.toml $run --corruption mask --max_iters $as_long --out_dir $out/$task-masks
+  echo "-- masks"
   python evaluate.py --ckpt $out/$task-masks
 done

@@ -240,11 +240,12 @@ def draw_sixteen_b():
 
 
 # --- toys
-ONE_STEP = {
-    "Stage A, one step": (ORANGE, "o"),
-    "Stage B, one step": (PURPLE, "x"),
-    "one at a time, from the left": (GREEN, "s"),  # by a base that learned from masks alone
-    "causal Stage B, one step": (BLUE, "D"),
+# a run of experiments/toys.sh, and one of its decoders
+ON_TOYS = {
+    ("base", "Stage A, one step"): (ORANGE, "o"),
+    ("base", "Stage B, one step"): (PURPLE, "x"),
+    ("masks", "one at a time, from the left"): (GREEN, "s"),
+    ("causal", "causal Stage B, one step"): (BLUE, "D"),
 }
 
 
@@ -258,8 +259,8 @@ def draw_toys():
     figure, ax = plt.subplots(figsize=(WIDTH, 3.8))
     # draws of each token by itself cannot be below this line
     ax.plot([0, max(tc)], [0, max(tc)], color=INK, linestyle=":", label="TC, the least for a product")
-    for decoder, (color, mark) in ONE_STEP.items():
-        of_seed = re.compile(rf"^{decoder} +([\d.]+)", re.M)
+    for (run, decoder), (color, mark) in ON_TOYS.items():
+        of_seed = re.compile(rf"^-- {run}$.*?^{decoder} +([\d.]+)", re.M | re.S)
         lost = [np.mean([float(of_seed.search(part)[1]) for part in parts]) for parts in toys.values()]
         # a ring, so that what lies on the same point is seen inside of it
         fill = "none" if mark == "o" else color
