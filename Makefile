@@ -1,5 +1,5 @@
 # make test     run the test suite; make lint: check the code and its format with ruff
-# make pages    draw all figures again, from the numbers that are committed beside them (needs matplotlib)
+# make pages    draw the figures of results again, from the numbers beside them (needs matplotlib)
 # Each of them first builds $(VENV) from requirements.txt, if it is not there.
 
 PYTHON ?= python3

@@ -1,8 +1,8 @@
 """Train a base from scratch: a model that has only Stage A, trained as LLaDA2.1 is. Then train.py adds CoCommit to it.
 
 The loop and most flags are train.py's. --init_from is scratch or resume, and the flags of LoRA and the bundle do
-nothing. --n_last and --n_rounds are only saved: train.py takes them on this base if its own are left out. A base has no
-Stage B, so --stage_b causal is refused.
+nothing. --n_last and --n_rounds are only saved: on this base train.py uses them if its own flags are left out. A base
+has no Stage B, so --stage_b causal is refused.
 
     python base.py --config configs/base.toml --seed 1                  # assets/names, an hour on one quiet thread
     python base.py --data data/mine --config configs/text_base.toml     # text of your own, a quarter of an hour
@@ -22,8 +22,6 @@ from lib.rows import Batch
 from lib.util import bounded, command, fail, pick_device, read_json, uniform
 from model import Model
 from train import Losses, batch_context, corrupt_batch
-
-# R rows, T positions
 
 
 def base_step(model: Model, batch: Batch, args: Namespace) -> Losses:
@@ -63,7 +61,7 @@ def main() -> None:
     if args.stage_b != "paper":
         fail("a base has no Stage B yet (train.py adds one): leave out --stage_b")
 
-    # on a CPU in bf16, and for rows as short as a name, plain attention is faster than flash attention
+    # on a CPU in bf16 plain attention is faster than flash attention, if rows are as short as a name
     plain = args.dtype == "bf16" and pick_device(args.device).type == "cpu"
     with sdpa_kernel(SDPBackend.MATH) if plain else nullcontext():
         train.run(args, base_step)

@@ -13,8 +13,8 @@ Keeping keys and values is exact, because:
 
 Tests check that both engines agree in fp32. In bf16 they differ by rounding.
 
-The last pass over a block usually changes no token, and then its keys are those of the final tokens. If it has changed
-a token, the block is read once more. This is a refresh.
+With edits, the last pass over a block usually changes no token, and then its keys are those of the final tokens. If it
+has changed a token, as it always has without edits, the block is read once more. This is a refresh.
 """
 
 from dataclasses import replace
@@ -81,7 +81,7 @@ class KVCache:
     def close(self, rows: list[int]) -> None:
         """The current block of `rows` is finished: copy its keys after those of their finished blocks."""
         at = torch.tensor(rows, device=self.kv.device)
-        # the places after the blocks that were there until now
+        # where the block goes: behind the row's finished blocks
         place = self.B + self.length[at, None] + torch.arange(self.B, device=self.kv.device)  # (rows, B)
         self.set_lengths([n + self.B * (row in rows) for row, n in enumerate(self.lengths)])
         block = self.kv[:, :, at, :, : self.B]  # (2, slots, rows, G, B, D)

@@ -149,7 +149,7 @@ class CausalModel(Model):
     def coordinate(
         self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int, tokens: Tensor, before_block: Tensor | None = None
     ) -> Tensor:  # fmt: skip
-        """Stage B: one look. Stage A's last_n must have run on h in ctx.
+        """Stage B: one look, whatever n_rounds says. Stage A's last_n must have run on h in ctx.
 
         h (R, T, C): prefix states, or (R, 2T, C) with a clean copy. bundle (R, T) bool. tokens (R, T) int64: clean
         tokens or drafts in the bundle, and z elsewhere. before_block (R,) int64: in decoding, the token before the
@@ -160,7 +160,7 @@ class CausalModel(Model):
         if ctx.clean is not None:
             ctx = replace(ctx, cos=ctx.cos[:T], sin=ctx.sin[:T])
 
-        # the note is scaled to the size of the state to which it is added
+        # the note, which is what is added to a state, is scaled to the size of that state
         note = self.note(bundle, ctx, tokens, before_block)
         size = h.float().square().mean(-1, keepdim=True).sqrt()
         h = h + bundle[..., None] * (size * note).to(h.dtype)
@@ -206,7 +206,7 @@ class CausalModel(Model):
         super().begin_from(state)
         state.setdefault("show", torch.zeros_like(self.show, device=state["markers"].device))
 
-        # layers that were trained for another n are a copy of other layers
+        # layers that were trained for another n began as a copy of other layers
         trained = len({name.split(".")[1] for name in state if name.startswith("layers_b.")})
         if trained not in (0, self.cfg.n_last):
             fail(f"this causal Stage B has {trained} layers of its own: give --n_last {trained}, not {self.cfg.n_last}")
@@ -224,7 +224,7 @@ def causal_step(model: CausalModel, batch: Batch, args: Namespace) -> tuple[Tens
     z = batch.clean.masked_fill(masked, model.cfg.mask_id)
     kind = kinds(batch.clean, z, batch.corruptible, model.cfg.mask_id)
 
-    # Stage B reads the clean tokens of the bundle, each at the position on its right
+    # Stage B reads the clean tokens of the bundle: each is shown to the position on its right
     ctx = model.context(batch.real, batch.clean)
     h = model.prefix(z, ctx)
     stage_a = model.last_n(h, ctx)[:, : z.shape[1]]
@@ -275,8 +275,9 @@ def masks_and_bundle(batch: Batch, block_length: int, whole_share: float = 0.0) 
 def causal_denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
     """One step on the current blocks z (R, B) int64, as sample.denoise.
 
-    In Stage B all masks of a block are the bundle. It looks until its tokens are final. Then the step writes the
-    longest run of them: from the left, as many as have a joint probability above tau_joint, and at least one.
+    In Stage B all masks of a block are the bundle. It looks until all tokens that may be written are final. Then the
+    step writes the longest run of them: from the left, as many as have a joint probability above tau_joint, and at
+    least one. (given is not used, because nothing is edited.)
     """
     model = engine.model
     masked = z == model.cfg.mask_id
@@ -311,7 +312,7 @@ def look_until_final(
     looks = torch.zeros_like(conf[:, 0])
     while True:
         # a row is done when all its tokens are final, or when the joint probability of the final ones is not above the
-        # gate, but not before its first look
+        # gate, because then no later token can be written; but each row with masks takes a look
         log_p = torch.where(final, conf, 1.0).log().sum(-1)
         live = ~final.all(-1) & ((log_p > d.log_gate) | (looks == 0))
         if not live.any():

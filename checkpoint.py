@@ -3,9 +3,10 @@
 a model's folder
     config.json            the model's geometry and ids, its kind of Stage B, and whether it is int8; it is written
                            last, so a folder that has one is whole
-    model.safetensors      all parameters, or shards of them with model.safetensors.index.json
-    tokenizer.json         the tokenizer, and meta.json, which says how the text can be checked: as names, as a toy, or
-                           not at all; both are copied from the rows
+    model.safetensors      all tensors, or shards of them with model.safetensors.index.json
+    tokenizer.json         the tokenizer, copied from the rows, or from the released checkpoint
+    meta.json              how the text can be checked: as names, as a toy, or not at all; copied from the rows, so a
+                           converted checkpoint has none
 
 an adapter's folder, which holds what was learned beside a model that did not change, its base
     adapter.json           the base's folder (relative to this one) and its hash, n, K, the block length, the rank of
@@ -227,9 +228,9 @@ def load_model(
 ) -> Model:
     """The model in a model's folder, or an adapter's base with the adapter on it.
 
-    Parameters get `dtype`; expert_bias and adapters stay float32. stage_b: the kind of Stage B that will be trained
-    on a base (left out: the folder's own). overrides: other values of n_last, n_rounds and block_length; a model with
-    an adapter takes only block_length.
+    Parameters get `dtype`; expert_bias and adapters stay float32, and the tensors of an int8 model stay as they are
+    stored. stage_b: the kind of Stage B that will be trained on a base (left out: the folder's own). overrides: other
+    values of n_last, n_rounds and block_length; a model with an adapter takes only block_length.
     """
     folder = Path(folder)
     about = about_adapter(folder)
@@ -250,7 +251,7 @@ def load_model(
 
         use_int8(model)
 
-    # convert tensor by tensor, so that there is no second copy; integers and their scales keep their dtype
+    # convert tensor by tensor, so that there is no second copy; those of an int8 model keep their dtype
     expected = stored(model)
     state = {}
     for name, tensor in read_weights(folder):
@@ -435,7 +436,7 @@ def check_config(cfg: Config, where: Path | str = "impossible model") -> None:
         (1 <= cfg.n_last <= cfg.n_layer, f"n_last is 1..{cfg.n_layer} (n_layer), not {cfg.n_last}"),
         (1 <= cfg.n_rounds <= 1000, "n_rounds is 1..1000"),
         (1 <= cfg.block_length <= longest, f"block_length is 1..{longest}, and at most max_len, {cfg.max_len}"),
-        # a preset has no ids yet, so both are -1
+        # a preset without ids has -1 for both
         (ids == (-1, -1) or 0 <= min(ids) <= max(ids) < cfg.vocab_size, "ids are 0 or above, and in the vocabulary"),
         (ids == (-1, -1) or cfg.eos_id != cfg.mask_id, f"eos_id and mask_id, both {cfg.mask_id}, are two tokens"),
     ):
@@ -477,7 +478,7 @@ def restore_state(model: Model, optimizer: torch.optim.Optimizer, folder: Path) 
     state = dict(read_tensors([path]))
     learned = {name: p for name, p in model.named_parameters() if p.requires_grad} | learned_biases(model)
 
-    # the moments of a tensor that has been updated are Muon's or Adam's
+    # a tensor that has been updated has Muon's moments or Adam's, and the state shows which
     expected = {}
     for name, p in learned.items():
         expected[f"param.{name}"] = p

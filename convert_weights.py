@@ -134,8 +134,7 @@ def plan(cfg: Config) -> list[list[Plan]]:
     """All our tensors in shards: the embedding; each layer; the final norm and the output layer."""
     with torch.device("meta"):
         ours = stored(Model(cfg))
-    for name in ("markers", "show"):  # a released checkpoint has neither
-        ours.pop(name, None)
+    ours.pop("markers")  # a released checkpoint has none
 
     shards: list[list[Plan]] = [[] for _ in range(cfg.n_layer + 2)]
     for name, tensor in ours.items():
@@ -193,7 +192,7 @@ def our_config(src: Path) -> Config:
     for name, ours in ids.items():
         theirs = raw.get(name.replace("_id", "_token_id"))
         if theirs not in (ours, [ours], None):
-            fail(f"{path}: {name} = {theirs}, and the tokenizer has {ours}")
+            fail(f"{path}: {name.replace('_id', '_token_id')} = {theirs}, and the tokenizer has {ours}")
 
     if raw.get("num_shared_experts", 0) is None:
         raw["num_shared_experts"] = 0  # released configs write null for none
@@ -277,7 +276,8 @@ def refuse_other_files(out: Path, names: list[str]) -> None:
 
 
 def convert(src: Path, out: Path) -> None:
-    """Convert the released checkpoint in `src` to ours in `out`. Everything is checked before anything is written."""
+    """Convert the released checkpoint in `src` to ours in `out`. Names, shapes and dtypes are checked before anything
+    is written, and the numbers of each shard before it is written."""
     if "n_layer" in read_json(src / "config.json", "released config"):
         fail(f"{src} is already in our layout; `python -m llada.export --to hf` converts back")
     cfg = our_config(src)

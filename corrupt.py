@@ -10,7 +10,7 @@ m2t means "mask to token", and t2t means "token to token", which is an edit.
 
 What is corrupted and what is not:
 
-    prompt (of toys and names)        is never corrupted, and has no loss (both happen in base.py's --one_by_one)
+    prompt (of toys and names)        is never corrupted, and has no loss (but base.py's --one_by_one masks it, too)
     padding                           is never corrupted, has no loss, and no other position attends to it
     eos that ends a document          is masked, drafted (see below) and predicted like any other token
     [M] and other special tokens      are never drawn as random tokens; a draft is never [M]
@@ -39,7 +39,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from lib.util import smallest_masks, uniform
 from model import Model
 
-# R rows, T positions (a multiple of B), B block_length, C channels, V vocabulary, P chosen positions
+# R rows, T positions (a multiple of B), B block_length, C channels, P chosen positions
 
 # kinds of positions
 NONE = 0  # prompt and padding: no loss
@@ -53,7 +53,7 @@ LAMBDA_EDIT = 0.3
 LAMBDA_CLEAN = 0.2
 
 # neither the paper nor LLaDA2.1 publishes these two rates
-REPLACE_RATE = 0.2  # in `random` a block replaces this share of its visible tokens, times a draw from U(0, 1)
+REPLACE_RATE = 0.2  # in `random` a block draws a rate from U(0, 0.2), and replaces that share of its visible tokens
 DRAFT_RATE = 0.3  # in `draft` Stage A fills this share of the masks
 
 # one generator for each row: all random numbers of the row come from it
@@ -179,8 +179,8 @@ def three_term_loss(
 
 
 def kinds_apart(ce_a: Tensor, ce_b: Tensor | None, kind: Tensor, bundle: Tensor | None = None) -> dict[str, Tensor]:
-    """For the log: the cross-entropy of each stage at masks, at wrong tokens and at right tokens, and that of Stage A
-    at Stage B's bundle.
+    """For the log: the cross-entropies of Stage A at masks and of Stage B at its bundle, of both at wrong and at right
+    tokens, and that of Stage A at Stage B's bundle.
 
     ce_a, ce_b, kind, bundle (R, T); without a Stage B, ce_b and bundle are None -> under each name (2,) float32: the
     sum in nats, and the number of positions.

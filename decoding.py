@@ -27,7 +27,7 @@ class Decoding:
     n_rounds: int = 1  # K; 0: Stage B is off
     tau_joint: float | None = None  # not the paper's: write the longest run with a joint probability above this
     max_post_steps: int = 16  # the most forwards after the last mask is filled
-    num_to_transfer: int = 1  # the least number of masks that a step fills
+    num_to_transfer: int = 1  # the least number of masks that the paper's rule fills in a step
     eos_early_stop: bool = True
     # fill the holes, which are masks in a prompt, in all blocks; the released decoder fills only those in the block
     # where the prompt ends
@@ -48,7 +48,7 @@ class Decoding:
 
     @property
     def post_steps(self) -> int:
-        """The most forwards after the last mask is filled. There are none without edits: nothing could change."""
+        """The most forwards after the last mask is filled. It is 0 without edits, because nothing could change."""
         return 0 if self.tau_t2t is None else self.max_post_steps
 
 
@@ -154,7 +154,7 @@ class Row:
         out.prompt = self.ids[:n] + self.prompt[len(self.ids) :]
         out.tokens = up_to_eos(new[: self.d.gen_length], self.cfg.eos_id)
         if self.cfg.mask_id in block:
-            out.warning = f"a block was left with masks after {full:g} forwards: more forwards would not fill them"
+            out.warning = f"a block still has masks after {full:g} forwards, because the model writes masks there"
 
         ended = self.cfg.eos_id in new and self.cfg.mask_id not in new
         last = len(self.ids) >= n + self.d.gen_length or (self.d.eos_early_stop and ended)

@@ -156,8 +156,8 @@ def causal_table(model: Model, task: Toy) -> Tensor:
 def chain_table(model: Model, task: Toy, from_the_left: bool = False) -> Tensor:
     """q over the support when tokens are drawn one at a time: (N, S) float64.
 
-    The next position is the leftmost one, or the one whose likeliest token is surest. What has been written so far, a
-    state, decides which this is, so a tuple is written in one order. (At temperature 1 sample.py first draws at all
+    The next position is the leftmost one, or the one whose likeliest token is surest. What has been written so far
+    decides which this is, so a tuple is written in one order. (At temperature 1 sample.py first draws at all
     positions, and then writes the surest of the drawn tokens, which favours likely tokens.)
     """
     N, S, m = task.support.shape
@@ -384,7 +384,8 @@ def evaluate_bits(folders: list[Path], device: torch.device, args: Namespace) ->
     seq_len = args.seq_len or run_of(folders[0], "seq_len")
     tokenizer = load_tokenizer(base_of(folders[0]))
 
-    # of each base Stage A; of each adapter its Stage A, if training has changed it, and its Stage B
+    # of each base Stage A, all at once and one at a time; of each adapter its Stage A, if training has changed it, and
+    # its Stage B
     ways = [(folder, way) for folder in bases for way in ("Stage A", "one at a time")]
     for folder in folders:
         if stage_b_of(folder) == "paper" and folder not in bases:
@@ -406,7 +407,8 @@ def evaluate_bits(folders: list[Path], device: torch.device, args: Namespace) ->
         lines.append([f"{folder}  {name}", *cells])
     print(f"{tokens:,} held-out tokens of {data}, in blocks of {model.cfg.block_length}, each block from masks")
     print_table(["", "bits a token", "a byte", "saved a token"], lines)
-    print("what one at a time saves against all at once estimates the total correlation, which independent tokens lose")
+    print("saved: bits fewer than in the first row. What one at a time saves against all at once estimates the total "
+          "correlation, which independent tokens lose")  # fmt: skip
 
 
 def bits_of_rows(model: Model, corpus: Corpus, way: str, n: int, tokenizer: Tokenizer | None) -> tuple[float, int, int]:
@@ -454,7 +456,7 @@ def main() -> None:
         default=[Path("assets/names/paper")],
         help="a model's folder, or an adapter's; several to compare (default: assets/names/paper)",
     )
-    add("--device", default="auto", help="auto (cuda, then mps, then cpu), or the name of one")
+    add("--device", default="auto", help="auto (an accelerator, or else the CPU), or the name of one")
     add = parser.add_argument_group("names").add_argument
     add("--prompts", type=bounded(int, 1), default=256, help="how many names are completed")
     add("--temperature", type=temperature, default=0.0, help="0: the likeliest tokens; 1: draw")

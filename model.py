@@ -20,7 +20,7 @@ To change   n, K, the block length        give   train.py's --n_last, --n_rounds
             how experts are chosen        add    a function to ROUTERS, and name it in a preset in checkpoint.py
             what Stage B is shown         write  a subclass of Model with another `coordinate`, like causal.py, and name
                                                  it in STAGE_B in checkpoint.py
-            who sees whom                 edit   block_causal_mask, doubled_mask
+            who sees whom                 edit   block_causal_mask, doubled_mask; for decoding KVCache.build_context
 """
 
 import math
@@ -151,7 +151,7 @@ class Model(nn.Module):
         return h
 
     def forward(self, ids: Tensor, ctx: Context) -> Tensor:
-        """Stage A: (R, T) int64 -> (R, T, V) float32 logits."""
+        """Stage A in one call, which the scripts make in parts: (R, T) int64 -> (R, T, V) float32 logits."""
         return self.logits(self.last_n(self.prefix(ids, ctx), ctx))
 
     def run_layers(self, h: Tensor, ctx: Context, layers: nn.ModuleList) -> Tensor:
@@ -165,7 +165,7 @@ class Model(nn.Module):
     def context(self, real: Tensor, clean: Tensor | None = None, one_by_one: Tensor | None = None) -> Context:
         """The Context of a pass over whole rows.
 
-        real (R, T) bool: False on padding. A padded position is seen by itself alone, because each query needs a key.
+        real (R, T) bool: False on padding. A padded position is seen by itself alone.
         clean (R, T) int64: the clean rows. They are put behind the corrupted ones, as [corrupted ; clean], so that a
         corrupted block reads the clean blocks before it, as in decoding.
         one_by_one (R,) bool: True for rows whose blocks have one token, so that they are read from left to right.

@@ -8,9 +8,10 @@
                                                     # beginnings of these rows, each continued by a model
 
 lib/rows.py describes a folder of rows. Names are read with the tokenizer of data/names, and other text as bytes, unless
---like names another tokenizer. One document in twenty is for validation. If there is only one text, its last 5 % are.
+--like names another tokenizer. One document in twenty is for validation. If all are on one side, as a single text is,
+the last 5 % are, and a short text is used for both.
 Line ends become those of Unix, and a byte order mark is left out. Nothing is downloaded, and a text that cannot be read
-exactly is refused (in a folder, a file that is not UTF-8 is left out). `python toy.py modes --out DIR` writes the rows
+exactly is refused (in a folder, a text that is not UTF-8 is left out). `python toy.py modes --out DIR` writes the rows
 of a toy.
 
 The `tokenizers` library makes a BPE of your own (pip install tokenizers), and --like reads it:
@@ -24,9 +25,9 @@ The `tokenizers` library makes a BPE of your own (pip install tokenizers), and -
 
 --written_by makes a teacher's rows: a model continues the beginnings of documents by beam search, which is
 sequence-level distillation (Kim and Rush, 2016). In the text a beginning has many endings, but the teacher gives it
-only one, so causal Stage B becomes surer when it learns these rows. For the same reason the rows have no total
-correlation (TC), and the token on the left is worth little there (results/names). Half of the text is added as it is,
-because continuations do not teach a model to fill holes.
+only one, so causal Stage B becomes surer when it learns these rows. With one ending for each beginning the rows have no
+total correlation (TC), and the token on the left is worth little there (results/names). Half of the text is added as it
+is, because continuations do not teach a model to fill holes.
 """
 
 import lib.first  # noqa: F401
@@ -142,7 +143,7 @@ def read_source(source: str, left_out: LeftOut) -> Iterator[tuple[str, str]]:
 
 
 def read_folder(root: Path, pattern: str, skip: set[str], left_out: LeftOut) -> Iterator[tuple[str, str]]:
-    """The documents of a folder in a fixed order, without hidden files, folders to skip, and files that are not
+    """The documents of a folder in a fixed order, without hidden files, folders to skip, and texts that are not
     UTF-8."""
     for path in sorted(root.rglob(pattern)):
         inside = path.relative_to(root)
@@ -153,7 +154,7 @@ def read_folder(root: Path, pattern: str, skip: set[str], left_out: LeftOut) -> 
 
 
 def read_file(path: Path, name: str, left_out: LeftOut, pass_over: bool = False) -> Iterator[tuple[str, str]]:
-    """The documents of one file: its records, or its text. pass_over: leave the file out if it is not UTF-8."""
+    """The documents of one file: its records, or its text. pass_over: leave a text out if it is not UTF-8."""
     with reading(path, "corpus"):
         if path.name.lower().endswith(RECORDS):
             for number, record in read_records(path):
@@ -243,7 +244,8 @@ def is_validation(name: str) -> bool:
 
 
 def tokenize(texts: list[tuple[str, str]], tokenizer: Tokenizer, prompt: int) -> dict[str, list[Document]]:
-    """The documents of "train" and of "val". Each ends in eos, and all have the same `prompt`, see Document."""
+    """The documents of "train" and of "val". Each ends in eos, unless hold_out cuts it, and all have the
+    same `prompt`, see Document."""
     split = {"train": [], "val": []}
     for name, text in progress(texts, "tokenize"):
         try:
@@ -360,7 +362,7 @@ def prepare_written(source: Path, by: Path, folder: Path, beam: int, gen_length:
 @torch.inference_mode()
 def beam_search(model: "Model", prompts: list[list[int]], beam: int, gen_length: int) -> list[list[int]]:
     """Continue each prompt from left to right until eos, by the likeliest text that beam search finds. A beam of one
-    takes the likeliest token each time. The result is [] if eos does not come within gen_length tokens.
+    takes the likeliest token each time. The result is [] if the best text has no eos after gen_length tokens.
 
     model: a model with blocks of one token, so that a mask reads everything on its left, and nothing else.
     """
@@ -408,7 +410,7 @@ def beam_search(model: "Model", prompts: list[list[int]], beam: int, gen_length:
 
 
 def beginnings(source: Path, part: str, meta: Meta) -> list[list[int]]:
-    """The beginning of each document: a random number of its tokens, at least one and not all."""
+    """The beginning of each document of two tokens or more: a random number of them, at least one and not all."""
     ids, starts, _ = read_split(source / f"{part}.safetensors", meta.vocab_size)
     share = torch.rand(len(starts) - 1, generator=generator("beginnings", part))
     found = []

@@ -45,7 +45,7 @@ from model import Config, Model
 
 # R rows that are being decoded, T positions, B block_length, C channels, V vocabulary, K = n_rounds
 
-MAX_STEPS = 1024  # forwards in one block
+MAX_STEPS = 1024  # the most forwards in one block, besides one for each of its tokens
 
 # which masks are written now: logits of Stage A (R, B, V), its tokens' probabilities (R, B), masked (R, B) bool
 # -> (R, B) bool
@@ -59,8 +59,8 @@ def denoise(
     """One step on the current blocks z (R, B) int64: everything is decided from z, and then written at once.
 
     given (R, B) bool: positions that are never edited. u (R, 2, B) in [0, 1): the random numbers by which each stage
-    draws. The bundle is chosen where Stage A's random numbers gave likely tokens. If Stage B used these again, it would
-    draw likely tokens more often than its probabilities say. So each stage has its own.
+    draws. The bundle has the masks for which Stage A drew likely tokens. If Stage B used the same random numbers, it
+    would draw likely tokens more often than its probabilities say. So each stage has its own.
     """
     model = engine.model
     masked = z == model.cfg.mask_id
@@ -181,7 +181,7 @@ def generate_one(
             given = given & (z != mask_id)
 
         steps_without_mask = 0
-        for _ in range(MAX_STEPS):
+        for _ in range(MAX_STEPS + B):
             # one step of denoising, and what it cost
             seen.append(z[0].tolist())
             done = step(engine, z, given, torch.zeros(1, 2, B, device=device), d)
@@ -227,7 +227,7 @@ def generate(
     device = model.wte.weight.device
     rows = [Row(i, prompts, d, model.cfg, seed) for i in range(len(prompts))]
     outputs = [row.output for row in rows]
-    # leave out rows that need no new token
+    # leave out rows whose blocks are all finished
     rows = [row for row in rows if len(row.ids) < len(row.prompt) + d.gen_length]
     if not rows:
         return outputs
@@ -251,7 +251,7 @@ def generate(
         still = ~changed
         if d.temperature > 0:  # a sampled step may change nothing, and the next one something
             still = still & ~masked
-        finished = still | (counts[2] > d.post_steps) | (counts[0] >= MAX_STEPS)
+        finished = still | (counts[2] > d.post_steps) | (counts[0] >= MAX_STEPS + z.shape[1])
         finished, changed = torch.stack([finished, changed]).tolist()
 
         # add their forwards to their rows; a row leaves when its last block is finished
@@ -311,7 +311,7 @@ def build_parser() -> Parser:
     # fmt: off
     add = parser.add_argument_group("model").add_argument
     add("--ckpt", type=Path, default=Path("assets/names/paper"), help="a model's folder, or an adapter's")
-    add("--device", default="auto", help="auto (cuda, then mps, then cpu), or the name of one")
+    add("--device", default="auto", help="auto (an accelerator, or else the CPU), or the name of one")
     add("--dtype", choices=DTYPES, default="fp32", help="of weights and activations")
 
     add = parser.add_argument_group("prompts").add_argument
@@ -333,10 +333,10 @@ def build_parser() -> Parser:
     add("--select", choices=SELECT, help="the rule for the bundle (default: confidence, as in the paper)")
     add("--tau_joint", type=share,
         help="another rule, not the paper's: write masks from the left as long as the product of their probabilities "
-             "exceeds this (0: the whole block); also works with Stage B off (default: off; but if Stage B reads the "
-             "token before it is 0.5, or 0 if it draws)")
+             "exceeds this (0: the whole block); also works with Stage B off (default: off; with causal Stage B 0.5, "
+             "or 0 if it draws)")
     add("--temperature", type=temperature, default=argparse.SUPPRESS,
-        help="0: the likeliest tokens; from 0.001 on: draw (default: 0; for a model of your own text 1, unless it has "
+        help="0: the likeliest tokens; from 0.001 on: draw (default: 0; for a model of plain text 1, unless it has "
              "the paper's Stage B)")
     add("--top_k", type=some, default=0, help="with temperature: draw from the k likeliest tokens; 0: from all")
     add("--top_p", type=bounded(float, 1e-6, 1), default=1.0,
@@ -353,9 +353,9 @@ def settle_decoding(args: Namespace, model: Model, plain_text: bool = False) -> 
     """The settings of a decoder. Stage B is on if it was trained; with the zero markers of a converted checkpoint it
     would be Stage A.
 
-    plain_text: the model learned ordinary text, where no answer can be checked. Then a base draws, and so does a Stage
-    B with a step of its own, because the most probable text repeats itself. The paper's Stage B is greedy, as the paper
-    says.
+    plain_text: the model learned ordinary text, where no answer can be checked. Then a base draws, and so does a model
+    whose Stage B has a step of its own, because the most probable text repeats itself. The paper's Stage B is greedy,
+    as the paper says.
     """
     given = vars(args)
     n_rounds = args.n_rounds
@@ -366,7 +366,7 @@ def settle_decoding(args: Namespace, model: Model, plain_text: bool = False) -> 
 
     # runs from the left, or the paper's gates
     own_step = model.decoding_step is not None and n_rounds > 0
-    draws = plain_text and (own_step or not model.markers.any())
+    draws = plain_text and (model.decoding_step is not None or not model.markers.any())
     temperature = given.get("temperature", float(draws))
     if temperature == 0 and (args.top_k or args.top_p < 1):
         fail("--top_k and --top_p do nothing without a draw: leave them out, or give --temperature 1")
@@ -374,7 +374,8 @@ def settle_decoding(args: Namespace, model: Model, plain_text: bool = False) -> 
     if tau_joint is None and own_step:
         tau_joint = 0.0 if temperature > 0 else 0.5
     if tau_joint is not None and ("tau_m2t" in given or args.select):
-        fail("the longest run is written, as with --tau_joint: leave out --tau_m2t and --select, or give --n_rounds 0")
+        instead = "leave out --tau_joint" if args.tau_joint is not None else "give --n_rounds 0"
+        fail(f"the longest run is written, as with --tau_joint: leave out --tau_m2t and --select, or {instead}")
     if own_step and given.get("tau_t2t") is not None:
         fail("this Stage B edits nothing: leave out --tau_t2t, or give --n_rounds 0")
     default_t2t = 0.5 if n_rounds == 0 else 0.0

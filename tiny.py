@@ -162,7 +162,7 @@ def decode(model, z, tau, looks, causal=False):
             n_looks += 1  # CoCommit
             # causal: the first word of the bundle reads no draft, so one look makes it final. A later word is
             # final if this look has changed no word on its left. So look again if some word of the bundle has
-            # a change on its left: then changed.cumsum(1), the number of changes up to it, exceeds `changed`
+            # a change on its left: then the changes up to and with it, changed.cumsum(1), exceed its own
             changed = bundle & (logits.argmax(-1) != draft)  # causal
             if not (bundle & (changed.cumsum(1) > changed)).any():  # causal
                 break  # causal

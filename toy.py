@@ -134,8 +134,8 @@ def _uniform(support: Tensor) -> Tensor:
 
 def _shifted(base: Tensor, prob: Tensor, V: int, n_ctx: int, rng: Rng) -> Table:
     """All tuples base (V**m, m), with probabilities prob (V**m,), shifted in each context and position."""
-    # a context's shift is one of the V**(m-1) tuples that start with 0: to shift all positions alike
-    # would not change the copy task
+    # a context's shift is one of the V**(m-1) tuples that start with 0, because to shift all positions alike
+    # does not change the copy task
     most = len(base) // V
     shift = base[rng.choice(most, min(n_ctx, most), replace=False)]  # (N, m)
 
@@ -196,7 +196,7 @@ def mixed(rng: Rng, V: int = 8, m: int = 4, n_ctx: int = 32) -> Table:
 
 def noisy_copy(rng: Rng, V: int = 8, m: int = 4, n_ctx: int = 32, eps: float = 0.05) -> Table:
     """x_1 is uniform. Each other x_i is x_1 or, with probability eps, uniform: the larger eps, the less TC. Then every
-    context adds to each position a number of its own, mod V."""
+    context adds to each position but the first a number of its own, mod V."""
     # p[d]: the probability that x_i - x_1 mod V is d
     p = torch.full((V,), eps / V, dtype=torch.float64)
     p[0] += 1 - eps
@@ -209,8 +209,8 @@ def noisy_copy(rng: Rng, V: int = 8, m: int = 4, n_ctx: int = 32, eps: float = 0
 
 def gaussian(rng: Rng, levels: int = 8, m: int = 3, n_ctx: int = 32, rho: float = 0.9) -> Table:
     """Let z_i = sqrt(rho) f + sqrt(1 - rho) e_i, with f and e_i standard normal, so every correlation is rho. x_i
-    says between which of the quantiles k/levels z_i lies. Then every context adds to each position a number of its
-    own, mod levels.
+    says between which of the quantiles k/levels z_i lies. Then every context adds to each position but the first a
+    number of its own, mod levels.
     """
     base = _tuples(levels, m)  # (V**m, m)
 

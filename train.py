@@ -2,9 +2,9 @@
 the backward pass.
 
 `cocommit_step` is the method, and `run` is everything around it. A run that starts from a checkpoint freezes the model,
-and only LoRA and the markers learn, as in the paper (or what --stage_b brings with it). From `scratch`, or with
---lora_r 0, everything learns. Every random number of a row is a function of (seed, row): a resumed run continues bit
-for bit, and no draw depends on --micro_batch.
+and only LoRA and the markers learn, as in the paper (with --stage_b causal, what causal.py adds). From `scratch`, or
+with --lora_r 0, everything learns. Every random number of a row is a function of (seed, row): a resumed run continues
+bit for bit, and no draw depends on --micro_batch.
 
     python train.py --n_last 3                                # the paper's training on assets/names, minutes
     python train.py --data data/fineweb --config configs/llada.toml               # the paper's own run, on the 16B
@@ -12,8 +12,8 @@ for bit, and no draw depends on --micro_batch.
     python train.py --init_from resume --out_dir out/names --max_iters 600        # or go on for longer
 
 The defaults are the paper's, except for the sizes (model, rows, blocks, batch, steps), the learning rate, and bf16 and
-checkpointing, which are off because small models do not need them. A run prints how it differs from the paper's. For
-these settings the paper gives no value, so the values are ours:
+checkpointing, which are off because small models do not need them. A run prints which of the paper's settings it
+changes. For these settings the paper gives no value, so the values are ours:
 
     mask ratio                    U(0, 1) as in LLaDA, drawn for each block       corrupt.py
     masks that a draft fills      30 %, by Stage A's argmax                       corrupt.py, DRAFT_RATE
@@ -68,7 +68,7 @@ from lib.util import (
 )
 from model import Context, Model
 
-# R rows, T positions, C channels, B block_length
+# R rows, T positions, P chosen positions
 
 S_MIN = 1  # the smallest bundle (paper)
 GRAD_CLIP = 1.0
@@ -79,7 +79,7 @@ BALANCE = 0.001  # how far a step moves an expert's bias where the routers learn
 # that length from the start
 FREE_ON_RESUME = {"init_from", "out_dir", "device", "micro_batch", "checkpointing", "max_iters", "eval_interval"}
 
-# what the paper states (Sec. 5.1)
+# what the paper states (Sec. 3.1, 4.1 and 5.1)
 PAPER = dict(
     seq_len=2048,
     n_last=3,
@@ -235,7 +235,7 @@ def loop(
                 break
     if writes:
         steps.close()
-        # the run may have been killed after it saved its state, and before it saved the adapter
+        # the run may have been killed after it saved its state, and before it saved what was learned
         if saved == done:
             save(model, optimizer, done, args)
         tell_what_is_next(saved, args)
@@ -245,7 +245,8 @@ def loop(
 
 @torch.no_grad()
 def validate(model: Model, corpus: Corpus, step: Callable[..., Losses], it: int, args: Namespace) -> dict[str, float]:
-    """The cross-entropies on held-out rows, which are the same in every run, and what Stage B gains there."""
+    """The cross-entropies on held-out rows, which are the same in every run with the same sizes, and what Stage B gains
+    there."""
     rows = min(EVAL_ROWS, 8 * args.batch_size)  # one row takes the 16B model minutes
     terms = [step(model, batch, args)[1] for batch in micro_batches(corpus, "val", 0, rows, model, args)]
     found = means(terms)
@@ -263,7 +264,7 @@ def micro_batches(corpus: Corpus, split: str, first: int, n: int, model: Model, 
 
 def balance_experts(model: Model) -> None:
     """If the model's routers learn, move the bias of each expert by how often it was chosen. The experts of a
-    subclass's own layers keep the base's biases."""
+    subclass's own layers keep the biases that they began with."""
     for layer in model.layers[model.cfg.n_dense :]:
         if layer.mlp.router.requires_grad:
             layer.mlp.balance(BALANCE)
@@ -331,11 +332,12 @@ def build_parser(doc: str = __doc__) -> Parser:
     add("--n_last", type=count, help="n, the layers of Stage B (paper 3; left out: the checkpoint's or preset's)")
     add("--n_rounds", type=count,
         help="K, the rounds of Stage B, a marker each (paper 1; left out: the checkpoint's or preset's)")
-    add("--block_length", type=count, help="tokens decoded together (paper 32; left out: the rows', or else as above)")
+    add("--block_length", type=count,
+        help="tokens decoded together (paper 32; left out: the rows', or else the checkpoint's or preset's)")
     add("--lora_r", type=some, default=16, help="the rank of LoRA (paper 16; its scale is 2); 0: all weights learn")
     add("--stage_b", choices=STAGE_B, default="paper",
-        help="the paper's Stage B, or the one of causal.py, which fixes --corruption and --context, and for which "
-             "--s_max and the rank of --lora_r do nothing")
+        help="paper: the paper's; causal: the one of causal.py, which sets --corruption mask and --context clean, and "
+             "does not use --s_max, nor the rank of --lora_r")
 
     add = parser.add_argument_group("corruption and bundle").add_argument
     add("--corruption", choices=CORRUPTIONS, default="draft", help="how tokens are made wrong, see corrupt.py")
@@ -358,7 +360,7 @@ def build_parser(doc: str = __doc__) -> Parser:
     add = parser.add_argument_group("run").add_argument
     add("--out_dir", default="out/names", help="the folder of the checkpoint and of log.jsonl")
     add("--seed", type=int, default=0, help="any whole number, of any size: it is hashed")
-    add("--device", default="auto", help="auto (cuda, then mps, then cpu), or the name of one")
+    add("--device", default="auto", help="auto (an accelerator, or else the CPU), or the name of one")
     add("--dtype", choices=DTYPES, default="fp32",
         help="the precision of activations and frozen weights (paper bf16); what learns is fp32")
     add("--eval_interval", type=count, default=250, help="steps from one validation to the next; each also saves")
@@ -392,6 +394,8 @@ def settle(args: Namespace) -> None:
         fail(f"--n_last {args.n_last}: this model has {cfg.n_layer} layers")
     if args.block_length is None:
         args.block_length = meta.block_length or cfg.block_length
+    if meta.block_length and args.block_length != meta.block_length:
+        fail(f"--block_length {args.block_length}: the rows in {args.data} are made for blocks of {meta.block_length}")
     if "toy" in (meta.judge or {}):
         args.seq_len = 2 * args.block_length  # all rows of a toy have this length
 
@@ -437,7 +441,7 @@ def describe(args: Namespace, corpus: Corpus, model: Model, done: int) -> None:
 
 
 def differences(args: Namespace) -> str:
-    """The settings that are not the paper's, with the paper's in brackets: seq_len 32 (2048), batch_size 64 (8)"""
+    """The settings of PAPER that differ here, with the paper's in brackets: seq_len 32 (2048), batch_size 64 (8)"""
     found = [f"{name} {getattr(args, name)} ({value})" for name, value in PAPER.items() if getattr(args, name) != value]
     if not saves_adapter(args):
         found.append("all weights learn (LoRA on a frozen model)")

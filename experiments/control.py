@@ -20,8 +20,6 @@ from decoding import Decoding, Step
 from lib.util import command
 from model import Context
 
-# R rows, B block_length
-
 
 class Control(CausalModel):
     """It sees the whole bundle, and is shown no token."""
@@ -30,7 +28,7 @@ class Control(CausalModel):
         return bundle_mask(torch.zeros_like(bundle), ctx)
 
     def note(self, bundle: Tensor, ctx: Context, tokens: Tensor, before_block: Tensor | None) -> Tensor:
-        return self.markers[0]
+        return self.markers[0]  # (C,): the same at every position
 
 
 def control_denoise(engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:

@@ -22,7 +22,7 @@ import train
 from cache import Cached
 from checkpoint import STAGE_B, load_model
 from corrupt import M, draw_bundle
-from decoding import Decoding
+from decoding import Decoding, Step
 from evaluate import NAME_DECODING, complete, names_tokenizer
 from lib.names import draw_names
 from lib.rows import read_corpus
@@ -30,14 +30,12 @@ from lib.util import Parser, append_line, command, pick_device, read_lines
 from model import Context, Model
 from sample import denoise
 
-# R rows, T positions, B block_length, C channels, V vocabulary
-
 N = 256  # how many names are completed
 SETTINGS = {"300 steps": [300, 3e-4], "faster": [300, 3e-3]}  # steps and learning rate: the default, and ten times it
 
 
 class ScaledModel(Model):
-    """The paper's model with a marker that is as large as the states: h + 1_S * rms(h) * marker."""
+    """The paper's model with a marker in units of the states' size: h + 1_S * rms(h) * marker."""
 
     def coordinate(self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int) -> Tensor:
         marked = F.pad(bundle, (0, h.shape[1] - bundle.shape[1]), value=False)[..., None]
@@ -52,7 +50,8 @@ class ScaledModel(Model):
 @torch.no_grad()
 def compare_stages(model: Model, args: Namespace) -> dict[str, float]:
     """On the bundles of held-out rows: the cross-entropy in nats of Stage A, of Stage B, and of Stage B with the marker
-    at all other masks; the largest change of a probability, and the share of argmaxes that change."""
+    at all other masks; the largest change of a probability, and the share of argmaxes that change; and the rms of the
+    states and of the marker."""
     corpus = read_corpus(Path(args.data), args.seq_len, args.seed, args.block_length, args.batch_size)
     nats = {"nats_A": [], "nats_B": [], "nats_elsewhere": []}
     moved = []
@@ -92,7 +91,7 @@ class Elsewhere:
         return self.engine.stage_b(h, ~bundle)
 
 
-def elsewhere(engine: Cached, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> object:
+def elsewhere(engine: Cached, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
     """The paper's step with the marker at the wrong positions."""
     return denoise(Elsewhere(engine), z, given, u, d)
 

@@ -7,7 +7,7 @@ means over seeds. It also prints which share of a system's names exist within a 
     run         the longest run from the left whose product is above the dial. Causal Stage B chooses and writes it;
                 otherwise Stage A chooses it, and the paper's Stage B writes it, if there is one
     threshold   all masks above the dial, by Stage A; --edits: none, or above this gate
-    stage_b     the same by Stage B
+    stage_b     the same masks, which Stage B writes
     first       of a whole block's tokens the leftmost ones, as many as the dial says
     ones        one token at a time from the left, and the text is read in blocks of one
 
@@ -37,7 +37,7 @@ from lib.util import Parser, append_line, bounded, command, fail, or_none, print
 from sample import step_of, temperature
 from tools.plots import read_records, read_settings, share
 
-STUDENT = (12.706, 4.303, 3.182, 2.776)  # the 97.5 % quantile of Student's t, for 1, 2 ... degrees of freedom
+STUDENT = (12.706, 4.303, 3.182, 2.776)  # the 97.5 % quantile of Student's t, for 1, 2, 3 and 4 degrees of freedom
 BUDGETS = (2.1, 2.7, 3.3, 4, 5, 6)  # forwards a name
 N = 512  # how many names are completed
 # the least and the largest dial of each way
@@ -77,8 +77,8 @@ def measure(parser: Parser) -> None:
         step = partial(leftmost, int(dial), step_of(model, d)) if args.way == "first" else None
         found = complete(model, tokenizer, prompts, d, step)
 
-        # in blocks of one, the forward that fills a mask could also read the token before it. So m tokens need only m
-        # of the 2 m - 1 forwards
+        # in blocks of one, the forward that fills a mask could also read the token before it. So a loop for such models
+        # needs m forwards for m tokens, where ours takes 2 m - 1
         cost = (found["forwards"] + 1) / 2 if args.way == "ones" else found["forwards"]
         record["exist"] = "".join("01"[real] for real in found["found"])
         record |= dict(forwards=round(cost, 4), per_token=round(cost / found["tokens"], 4))

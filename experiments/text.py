@@ -34,8 +34,6 @@ from lib.util import Parser, append_line, command, fail, print_table, progress, 
 from model import Model
 from sample import generate
 
-# R rows, T positions, C channels
-
 DATA = Path("data/shakespeare")
 SEQ_LEN = 256
 BLOCK = 16
@@ -44,7 +42,7 @@ N = 256  # beginnings that are continued
 BEGINNING = 56  # bytes of each
 LENGTH = 200  # bytes written behind it
 
-# what is measured of a system in bits, and by which rules it writes
+# what is measured of a system in bits
 WAYS = {
     "base": ["Stage A", "one at a time", "in blocks of one"],  # the last as a left-to-right model writes
     "paper": ["Stage A", "Stage B"],
@@ -55,6 +53,7 @@ WAYS = {
     "left": ["Stage A"],  # in blocks of one: what a mask says is the next byte
 }
 DRAWN = Decoding(gen_length=LENGTH, temperature=1.0, tau_t2t=None, eos_early_stop=False)
+# by which rules it draws
 RULES = {
     "base": {
         "all at once": dict(tau_m2t=-1.0, n_rounds=0),
@@ -132,7 +131,7 @@ def draws(parser: Parser) -> None:
         if model.cfg.block_length == 1:
             record |= dict(forwards=1.0, ms_1=record["ms_1"] / 2, ms_16=record["ms_16"] / 2)
 
-        # what the system itself has for its own draws: their entropy, where it draws by the chain rule
+        # what its draws cost the system itself, in bits: an estimate of its own entropy
         way = {"whole blocks": "Stage B", "one at a time": "one at a time", "all at once": "Stage A"}.get(rule)
         if way and args.system != "paper":
             record["own"] = cost_of(model, begun, drawn, way)

@@ -1,9 +1,9 @@
 """Settings that must be made before the large libraries are imported. So every script but tiny.py imports this first.
 
 Ctrl-C prints one line even while they are being imported. After that lib.util.command takes care of it. And a thread
-that waits for another one sleeps. By default it tries again and again, and on a busy machine takes the time of the one
-it waits for: a small model was trained 17 times slower by two threads than by one. Threads that sleep were as fast as
-one, and on an idle machine 1.6 times faster.
+that waits for another one sleeps. By default it keeps its core busy, and on a busy machine it takes the time of the
+thread for which it waits: a small model was trained 17 times slower by two threads than by one. Threads that sleep were
+as fast as one, and on an idle machine 1.6 times faster.
 """
 
 import os

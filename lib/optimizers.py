@@ -1,4 +1,5 @@
-"""The optimizers: AdamW, as in the paper, and Muon. Both take what learns, by name, and the highest learning rate."""
+"""The optimizers: AdamW, as in the paper, and Muon. Both take what learns (name -> tensor) and the highest learning
+rate."""
 
 import torch
 from torch import Tensor

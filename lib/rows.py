@@ -5,7 +5,7 @@
         starts    (documents + 1,) int64: document d is ids[starts[d] : starts[d + 1]]
         prompts   (documents,) int32: how many of its first ids are its prompt, which is never corrupted
                   (except in rows of base.py's --one_by_one);
-                  -1: its prompt is a random beginning, drawn anew whenever a row of it is read
+                  -1: its prompt is a random beginning, which depends on the seed and on the row's place in the stream
                   -2: it has no prompt, and all of its blocks teach causal Stage B to fill holes (any other training
                   step treats it as a document without a prompt)
     meta.json         what the ids mean, see Meta; it is written last, so a folder that has it is whole
@@ -61,10 +61,10 @@ class Meta:
 
 # --- writing
 def refuse_full(folder: Path) -> None:
-    """Refuse a folder that already holds something: nothing is overwritten."""
-    for name in ("meta.json", "config.json"):
+    """Refuse a folder that already holds rows, a checkpoint or a run: nothing is overwritten."""
+    for name in ("meta.json", "config.json", "adapter.json", "train.json"):
         if (folder / name).exists():
-            fail(f"{folder} already holds rows or a checkpoint: choose another --out")
+            fail(f"{folder} already holds rows, a checkpoint or a run: choose another --out")
 
 
 def write_rows(folder: Path, split: str, documents: list[np.ndarray], prompts: list[int], vocab_size: int) -> None:
@@ -149,8 +149,8 @@ class Rows:
 
     Training reads an endless stream, which has all rows in random order, again and again. Row i of the stream is a
     function of the rows, the seed, batch_size and i alone. All rows of a batch have one width, which is 1, 2, 4, ...
-    blocks, up to seq_len. So there is little padding. And since a row's random numbers depend on its width, they do not
-    depend on the rows beside it. With a batch_size of 0 all rows have the width seq_len.
+    blocks, up to seq_len, as its rows need. So there is little padding, and a row's random numbers, which depend on the
+    width, do not depend on the rows beside it. With a batch_size of 0 all rows have the width seq_len.
     """
 
     def __init__(
@@ -273,7 +273,7 @@ class Batch:
     clean: Tensor  # int64
     real: Tensor  # bool, False on padding
     corruptible: Tensor  # bool: real positions outside the prompt
-    plain: Tensor  # (n_plain,) int64: ordinary ids, from which random tokens are drawn; on the CPU, like all draws
+    plain: Tensor  # (ids,) int64: the ordinary ids, from which random tokens are drawn; on the CPU, like all draws
     draws: list[torch.Generator]  # each row's generator, a function of the row's number
     holes_alone: Tensor | bool = False  # (R, 1) bool: these rows teach causal Stage B only to fill holes
 

@@ -26,6 +26,8 @@ def run_settings(parser: Parser, free: set[str]) -> Namespace:
     if resume:
         path = Path(given.out_dir) / "train.json"
         settings = read_json(path, "training run to resume (--out_dir of an earlier run)")
+        if not settings.keys() <= vars(given).keys():
+            fail(f"{given.out_dir} is a run of another script (base.py or train.py): resume it with that one")
     elif given.config:
         with reading(Path(given.config), "config"):
             settings = tomllib.loads(Path(given.config).read_text(encoding="utf-8"))
@@ -69,7 +71,8 @@ FIGURES = dict(
 
 
 def report(record: dict, log: Path | None, title: str, shown: bool, explained: bool = False) -> None:
-    """Append a record to log.jsonl and, if `shown`, print it. In a process that does not write, log is None.
+    """Append a record to log.jsonl and, if `shown`, print it. In a process that does not write, log is None. The
+    record's `step` says how many updates came before its figures.
 
     explained: before that, explain the figures of every step and of this record, a line for each.
     """
@@ -88,7 +91,8 @@ def report(record: dict, log: Path | None, title: str, shown: bool, explained: b
 
 
 def rewind_log(path: Path, it: int) -> None:
-    """Drop the lines of step `it` and later, which came after the last save, and a line that a kill has cut short."""
+    """Drop the lines that came after the last save, which was after `it` updates, and a line that a kill has cut
+    short."""
     kept = []
     for line in read_bytes(path, "log").splitlines() if path.exists() else []:
         with suppress(ValueError, KeyError, TypeError, RecursionError):

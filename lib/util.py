@@ -113,13 +113,12 @@ def checked_entry(about: dict, key: str, kind: type, where: Path | str) -> Any:
 
 # --- flags
 class Parser(argparse.ArgumentParser):
-    """argparse with errors of one line, and a --help that keeps the docstring's layout and shows every default."""
+    """argparse with errors of one line, and a --help that keeps the docstring's layout and shows the defaults."""
 
     def __init__(self, doc: str):
         main = sys.modules["__main__"].__spec__  # None without `python -m`; argparse would name the module's file
         prog = f"python -m {main.name}" if main else None
         super().__init__(prog, description=doc, formatter_class=Manual, allow_abbrev=False)
-        self.register("type", Path, place)
 
     def _get_value(self, action: argparse.Action, text: str) -> Any:
         # Path("") would be the current folder
@@ -155,15 +154,8 @@ class Manual(argparse.RawDescriptionHelpFormatter):
         return f"{shown} (default: {typed})"
 
 
-def place(text: str) -> Path:
-    """The type of a flag that names a file or a folder. Parser uses it for every flag with `type=Path`."""
-    if not text:
-        raise argparse.ArgumentTypeError("names no file and no folder: it is empty")
-    return Path(text)
-
-
 def as_flags(settings: dict, parser: Parser) -> list[str]:
-    """{"seed": 1, "causal": true} -> --seed=1 --causal"""
+    """{"seed": 1, "checkpointing": true} -> --seed=1 --checkpointing"""
     known = {action.dest: action for action in parser._actions if action.dest not in ("help", "config")}
     flags = []
     for name, value in settings.items():
@@ -446,7 +438,7 @@ def check_special(folder: Path, where: Path, eos_id: int, mask_id: int) -> None:
 
 
 # --- randomness and the device
-def generator(*key: int | str) -> torch.Generator:
+def generator(*key: int | str | tuple) -> torch.Generator:
     """A CPU generator that is a function of its key alone, so no random state needs to be saved."""
     digest = hashlib.sha256(repr(key).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
@@ -488,7 +480,8 @@ def smallest_masks(key: Tensor, masked: Tensor, size: Tensor | int) -> Tensor:
     # positions that are not masked come last, whatever their keys are
     key = key.masked_fill(~masked, float("inf"))
 
-    # order: which entry comes at each place; rank: at which place each entry comes. For .7 .2 .9 both are 1 0 2
+    # order: which entry comes at each place; rank: at which place each entry comes. For .7 .9 .2 order
+    # is 2 0 1, and rank is 1 2 0
     order = key.argsort(dim=-1, stable=True)
     rank = order.argsort(dim=-1)
     return masked & (rank < size)

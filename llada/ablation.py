@@ -25,8 +25,6 @@ from lib.util import Parser, bounded, command, fail, pick_device, print_table
 from model import Model
 from sample import by_entropy, denoise
 
-# R rows that are being decoded, B block_length
-
 Engine = Cached | Uncached
 FIGURES = ("exist", "forwards", "full")  # the figures of a row on names, see evaluate.complete
 
@@ -100,7 +98,7 @@ def refuse_other_steps(model: Model) -> None:
 def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--ckpt", type=Path, required=True, help="an adapter's folder")
-    parser.add_argument("--device", default="auto", help="auto (cuda, then mps, then cpu), or the name of one")
+    parser.add_argument("--device", default="auto", help="auto (an accelerator, or else the CPU), or the name of one")
     parser.add_argument("--prompts", type=bounded(int, 1), default=256, help="the number of names to complete")
     args = parser.parse_args()
     base = base_of(args.ckpt)

@@ -195,7 +195,8 @@ FLOAT = re.compile(r"\+?(\d+(\.\d*)?|\.\d+)(e\+?\d+)?|nan|inf(inity)?")  # what 
 
 
 def find_spans(output: str) -> str | None:
-    r"""The last "Answer: ..." line (simple-evals), else the last \boxed{}, else the whole output."""
+    r"""The last "Answer: ..." line (simple-evals), or else the whole output; of either, what is in its last \boxed{},
+    if it has one."""
     text = re.sub(r"\*\*|`", "", output)
     answer = (re.findall(r"(?i)Answer\s*:\s*([^\n]+)", text) or [text])[-1]
     answer = (boxes(answer) or [answer])[-1]
@@ -308,7 +309,7 @@ def fenced(text: str) -> list[tuple[str, str]]:
 
 
 def writes(code: str, name: str) -> bool:
-    """Is this Python code that defines `name`, with more than a docstring, `pass` or `...` in it?"""
+    """Is this Python code that defines `name`, with more than a docstring, `...`, `pass` or `raise` in it?"""
     try:
         with warnings.catch_warnings(action="ignore"):
             tree = ast.parse(code)

@@ -1,9 +1,9 @@
 """sample.py with compiled steps: the same tokens on a CPU in less time, after some seconds of compiling.
 
 A step passes the few tokens of a block through every layer, in many small calls. Here a layer with experts, its
-attention and the cache are one compiled function. One graph serves a single row of any length, and another graph serves
-any number of rows. Compiling saves time if thousands of tokens are written, in one text or in many: results/speed has
-the numbers. Causal Stage B is not compiled, but the Stage A beside it is.
+attention and the cache are one compiled function. Two graphs serve a single row (the first length that is met, and then
+any length), and another graph serves any number of rows. Compiling saves time if thousands of tokens are written, in
+one text or in many: results/speed has the numbers. Causal Stage B is not compiled, but the Stage A beside it is.
 
 The flags are sample.py's, on a CPU in fp32. This needs a C++ compiler (g++, or the one that CXX names) and Python's
 headers, and it refuses int8 weights, which have a kernel of their own.
@@ -26,8 +26,8 @@ from checkpoint import load_model
 from lib.util import command, fail, pick_device
 from model import Context, Layer, Model, MoE
 
-# R rows, T positions of a pass (a block), N = R*T tokens, S keys, C channels, H heads, G key/value heads, D head dim,
-# E experts, A active experts, F expert width
+# R rows, T positions of a pass (a block), N = R*T tokens, S keys, C channels, G key/value heads, D head dim,
+# A active experts, F expert width
 
 FEW = 8  # up to this many tokens for an expert, on average, it is faster to read its weights again for each token
 GRAPHS = 64  # the most graphs, which are for two lengths of one row and for several rows, with LoRA and without

@@ -66,8 +66,8 @@ def to_hf(src: Path, out: Path) -> None:
     }
     checkpoint.check_fit(base, found, expected, "the checkpoint is incomplete", dropped)
 
-    # the other files: the markers, with the n for which they were trained; and the config, which a converted model
-    # still has
+    # the other files: the markers, with the n for which they were trained; and the config. A model that was converted
+    # still has the released one
     files = copies(base, *convert_weights.TEXT)
     markers = adapter.get("markers", found.get("markers"))
     if markers is not None:

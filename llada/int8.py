@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import base_of, check_fit, read_config, save_tensors, stored
+from checkpoint import base_of, check_fit, read_config, save_tensors, stage_b_of, stored
 from convert_weights import TEXT, copies, plan, survey, write_checkpoint
 from lib.int8 import KERNEL_WIDTH, quantise, use_int8
 from lib.util import Parser, command, fail, write_json
@@ -32,8 +32,9 @@ def int8_tensors(found: dict[str, Tensor], names: list[str], matrices: set[str])
 
 
 def save_aligned(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a file whose integers begin at a multiple of 16 bytes, where the kernel can read them. They are the last
-    tensors of the file, and begin at a multiple of 8; if it is not a multiple of 16, the header gets 8 bytes more."""
+    """Write a file whose data begin at a multiple of 16 bytes, and so do its integers, where the tensors before them
+    take a multiple of 16 bytes, as in the released geometry: there the kernel can read them. A header ends at a
+    multiple of 8; if that is not one of 16, it gets 8 bytes more."""
     for padding in ("", " " * 8):
         save_tensors(path, tensors, {"padding": padding})
         with open(path, "rb") as file:
@@ -45,10 +46,13 @@ def save_aligned(path: Path, tensors: dict[str, Tensor]) -> None:
 def convert(src: Path, out: Path) -> None:
     if base_of(src) != src:
         fail(f"{src} is an adapter, which stays in float32: convert its base, {base_of(src)}")
+    if stage_b_of(src) != "paper":
+        fail(f"{src}: its Stage B is not the paper's, and int8 has no place for it")
     cfg = read_config(src)
     found = survey(src)
     shards = [[planned.name for planned in shard] for shard in plan(cfg)]
-    shards[0] += [name for name in ("markers", "show") if name in found]
+    if "markers" in found:
+        shards[0].append("markers")
 
     # the matrices are the tensors that use_int8 makes integers
     with torch.device("meta"):

@@ -54,7 +54,7 @@ def build_parser() -> Parser:
     add("--task_file", type=Path, required=True, help="the published file of the task; nothing is downloaded")
     add("--template", type=Path, help="a text file with another prompt, in which the fields are in braces")
     add("--part", type=part, default="1/1", metavar="I/N",
-        help="only every n-th item, from the i-th on; give each of 1/4 to 4/4 an --out, and tables.py joins them")
+        help="answer items I, I + N, I + 2 N ...; run 1/4 to 4/4 with an --out each, and tables.py joins them")
 
     add = parser.add_argument_group("what answers, and where the answers go").add_argument
     add("--ckpt", type=Path, required=True, help="a model's folder, or an adapter's")
@@ -62,7 +62,7 @@ def build_parser() -> Parser:
         help=f"decode as this row of Table 2 (left out: {BASE!r}, or for an adapter {COCOMMIT!r})")
     add("--gen_length", type=bounded(int, 1, 10**9), default=16384, help="the most tokens of an answer")
     add("--out", type=Path, required=True, help="the run file, *.jsonl; the same command goes on where it stopped")
-    add("--device", default="auto", help="auto (cuda, then mps, then cpu), or the name of one")
+    add("--device", default="auto", help="auto (an accelerator, or else the CPU), or the name of one")
     add("--dtype", choices=DTYPES, default="fp32", help="of weights and activations")
     return parser
 # fmt: on

@@ -157,8 +157,8 @@ def wilson(k: int, n: int) -> tuple[float, float]:
 
 
 def paired(run: Run, reference: Run) -> tuple[float, float, float] | None:
-    """The difference of two runs and its 95 % interval, as shares of the items that both have; None if both have
-    none."""
+    """The difference of two runs and its 95 % interval, as shares of the items that both have; None if there is
+    no such item."""
     gained = []
     for name, mine in run.items.items():
         other = reference.items.get(name)
@@ -252,7 +252,7 @@ FOOTNOTE = (
     "delta: over items in both runs, with a paired bootstrap's interval\n"
     "the paper's noise: two scores that differ by less may differ by chance (95 %). It is wide, because it treats the "
     "runs as if they had different items. A paired test needs both verdicts on every item, and the paper prints none\n"
-    "NFE/token: full forwards, as the paper counts; in all: refreshes and Stage B's n/L of one included"
+    "NFE/token: full forwards, as the paper counts; in all: with refreshes, and a pass of Stage B as n/L of one"
 )
 OWN_HEAD = ["the paper's differences", "answers", "net", "p at best"]
 OWN_FOOTNOTE = (
@@ -302,7 +302,7 @@ def printed(row: Row) -> list[str]:
 
 
 def average_cells(runs: list[Run], n: int) -> list[str]:
-    """The last line of Table 3: the average of the seven scores; ours is there when all seven are."""
+    """A last line of Table 3 for this n: the average of the seven scores; ours is there when all seven are."""
     scores = []
     for row in lastn_table():
         run = pick(runs, row) if row.n == n else None

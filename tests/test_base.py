@@ -97,7 +97,7 @@ def test_a_run_goes_on_by_its_own_script(tmp_path, run, monkeypatch, capsys, scr
     a, b = tmp_path / "a", tmp_path / "b"
     run(*scratch, "--max_iters", 1, "--out_dir", a)
     call = caller(train, monkeypatch, capsys)
-    assert "one_by_one = 0.0 is not a setting" in call.fails("--init_from", "resume", "--out_dir", a, "--max_iters", 2)
+    assert "of another script" in call.fails("--init_from", "resume", "--out_dir", a, "--max_iters", 2)
     call(*scratch, "--max_iters", 1, "--out_dir", b)
     assert "train.py" in run.fails("--init_from", "resume", "--out_dir", b, "--max_iters", 2)
     assert all(json.loads((folder / "train.json").read_text())["max_iters"] == 1 for folder in (a, b))

@@ -165,7 +165,8 @@ MISTAKES = [
     (train, [*ON_TEXT, "--seq_len", 100], "--seq_len 100"),
     (train, [*ON_TEXT, "--seq_len", 256], "128"),
     (train, [*ON_TEXT, "--one_by_one", 0.5], "--one_by_one"),
-    (train, [*ON_TOY, "--block_length", 8], "blocks of 8"),
+    (train, [*ON_TOY, "--block_length", 8], "made for blocks of 2"),
+    (train, [*ON_TOY, "--block_length", 1], "made for blocks of 2"),
     # n and K are the model's own, or possible ones; an adapter has its own, and is no place to start
     (train, [*ON_TEXT, "--n_last", 5], "--n_last 5: this model has 4 layers"),
     (train, [*ON_TEXT, "--n_rounds", 1001], "1..1000"),

@@ -201,8 +201,8 @@ def test_a_config_as_transformers_5_writes_it_is_the_same_model(change, run, gol
     (dict(rope_parameters={}), "rope_theta is None"),
     (dict(rope_theta=10000.0), "rope_theta is 10000.0, and 600000.0 in rope_parameters"),
     (dict(rotary_dim=4), "rotary_dim and partial_rotary_factor disagree"),
-    (dict(eos_token_id=[305, 306]), "eos_id = [305, 306], and the tokenizer has 305"),
-    (dict(eos_token_id=[]), "eos_id = [], and the tokenizer has 305"),
+    (dict(eos_token_id=[305, 306]), "eos_token_id = [305, 306], and the tokenizer has 305"),
+    (dict(eos_token_id=[]), "eos_token_id = [], and the tokenizer has 305"),
     (dict(is_encoder_decoder=True), "is_encoder_decoder = True is not implemented"),
 ])  # fmt: skip
 def test_what_such_a_config_cannot_mean_is_refused(change, says, run, tmp_path):

@@ -70,10 +70,11 @@ def test_ordinary_ids_are_all_but_special_ones_and_those_of_no_token(tmp_path):
 def test_nothing_is_overwritten(tmp_path):
     write(tmp_path / "rows", [([5, EOS], 0)])
     before = (tmp_path / "rows" / "train.safetensors").read_bytes()
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    for name in ("rows", "model"):
-        with pytest.raises(Mistake, match=f"{name} already holds rows or a checkpoint"):
+    for name, file in (("model", "config.json"), ("adapter", "adapter.json"), ("run", "train.json")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text("{}")
+    for name in ("rows", "model", "adapter", "run"):
+        with pytest.raises(Mistake, match=f"{name} already holds rows, a checkpoint or a run"):
             write(tmp_path / name, [([6, EOS], 0)])
     assert (tmp_path / "rows" / "train.safetensors").read_bytes() == before
 

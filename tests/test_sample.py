@@ -23,7 +23,7 @@ def test_generate_equals_the_specification_whatever_the_settings(seed, monkeypat
     no more steps are allowed."""
     draw = random.Random(seed)
     if seed >= 12:
-        monkeypatch.setattr(sample, "MAX_STEPS", 4)
+        monkeypatch.setattr(sample, "MAX_STEPS", 0)
     d = Decoding(
         gen_length=draw.randint(1, 18),
         tau_m2t=draw.choice([-1, 0.0, 0.3, 0.5, 0.7, 0.95, 1.0]),
@@ -276,10 +276,18 @@ def test_a_block_that_never_ends_is_left_with_a_warning(monkeypatch):
     logits[..., MASK] = 9.0
     monkeypatch.setattr(model, "logits", lambda h: logits.expand(len(h), -1, -1))
     out = assert_as_specified(model, [prompt(3)], Decoding(gen_length=5))[0]
-    assert out.tokens == [MASK] * 5 and "left with masks" in out.warning
+    assert out.tokens == [MASK] * 5 and "writes masks" in out.warning
     monkeypatch.setattr(sample, "MAX_STEPS", 6)
     out = generate(model, [prompt(3)], Decoding(gen_length=5, temperature=0.01))[0]
-    assert out.nfe["full"] == 6 and out.warning
+    assert out.nfe["full"] == 6 + 8 and out.warning
+
+
+def test_a_block_longer_than_the_bound_is_filled(monkeypatch):
+    """One token a step takes a forward for each of its tokens."""
+    monkeypatch.setattr(sample, "MAX_STEPS", 1)
+    d = Decoding(gen_length=30, tau_m2t=1.0, tau_t2t=None, n_rounds=0, eos_early_stop=False)
+    out = assert_as_specified(tiny_model(3, block_length=32), [prompt(2)], d)[0]
+    assert out.nfe["full"] == 30 and not out.warning
 
 
 # --- the command line
@@ -329,7 +337,8 @@ LOOKS = replace(RUN, n_rounds=1)
     ("causal", "--tau_joint 0", replace(LOOKS, tau_joint=0.0)),
     ("causal", "--tau_joint 0.7 --tau_t2t none", replace(LOOKS, tau_joint=0.7)),
     ("causal", "--tau_m2t 0.3", "leave out --tau_m2t"),
-    ("causal", "--select entropy", "leave out"),
+    ("causal", "--select entropy", "or give --n_rounds 0"),
+    ("causal", "--tau_m2t 0.3 --tau_joint 0.5 --n_rounds 0", "or leave out --tau_joint"),
     ("causal", "--tau_t2t 0.3", "edits nothing"),
     ("causal", "--n_rounds 0", RELEASED),
     # if it draws, it draws whole blocks
@@ -347,6 +356,8 @@ LOOKS = replace(RUN, n_rounds=1)
     # plain text is drawn by a base and by causal Stage B, in whole blocks; the paper's Stage B stays greedy
     ("causal of plain text", "", replace(LOOKS, tau_joint=0.0, temperature=1.0)),
     ("causal of plain text", "--tau_joint 0.5 --temperature 0", LOOKS),
+    # with Stage B off it is its base, which draws
+    ("causal of plain text", "--n_rounds 0", replace(RELEASED, temperature=1.0)),
     ("base of plain text", "", replace(RELEASED, temperature=1.0)),
     ("base of plain text", "--tau_joint 1", replace(RUN, n_rounds=0, tau_joint=1.0, temperature=1.0)),
     ("trained of plain text", "", PAPERS),

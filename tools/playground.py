@@ -4,9 +4,9 @@ The page has the weights, the tokenizer and an engine in JavaScript (tools/engin
 model.py and sample.generate_one do). It shows several decoders on the same beginning, step by step: the
 base one token at a time from the left, by the longest run, and with the released gates; the paper's adapter
 with Stage B off and on; causal Stage B with its looks. A click on a mask shows what Stage A and Stage B
-would write there, and lets the user write a token. For names the page also says whether a name exists. It
-counts how many of a hundred held-out beginnings each decoder completes to a name, and with how many forwards.
-A model of plain text draws every token, as sample.py does, and begins with held-out text.
+would write there, and lets the user write a token. For names the page also says whether a name exists. Its
+table counts how many of a hundred held-out beginnings a decoder completes to a name, and with how many
+forwards. A model of plain text draws every token, and begins with held-out text.
 
     python -m tools.playground                                         # the shipped base and its two adapters
     python -m tools.playground --ckpt out/names --out out/mine.html    # your own, or several adapters of one base
@@ -54,7 +54,7 @@ BEGINNING = 56  # the most tokens of such a text that are given
 GATES = dict(tau_m2t=0.7, tau_t2t=0.0, tau_joint=0.5, temperature=0.0)
 GATES_OF_TEXT = GATES | dict(tau_t2t=1.0, tau_joint=0.0, temperature=1.0)
 
-# --- the decoders. A gate is a number, or the name of the page's slider; in_table: the page's table counts it
+# --- the decoders. A gate is a number, or the name of the slider that sets it; in_table: the page's table counts it
 BY_GATES = dict(
     n_rounds=0, tau_m2t="tau_m2t", tau_t2t="tau_t2t", tau_joint=None, temperature="temperature", in_table=True
 )  # fmt: skip

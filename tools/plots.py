@@ -1,4 +1,5 @@
-"""The figures of the README and of the results pages, drawn with matplotlib from the numbers that are committed.
+"""The figures of the results pages, drawn with matplotlib from the numbers that are committed. (assets/step.svg is
+written by hand.)
 
     python -m tools.plots                    # all of them, each to its place
     python -m tools.plots tiny speed         # two of them
@@ -34,10 +35,9 @@ DARK = {
     "#a84300": "#ffab6e",
     "#1a7f4b": "#57d197",
     "#8a3fa0": "#d6a2e8",
-    "#7a5200": "#d9b36a",
     "#006d77": "#5fd0da",
 }
-PAGE, INK, BLUE, ORANGE, GREEN, PURPLE, BROWN, TEAL = DARK
+PAGE, INK, BLUE, ORANGE, GREEN, PURPLE, TEAL = DARK
 STYLE = {
     "svg.hashsalt": "cocommit",  # the same picture from the same numbers, byte for byte
     "svg.fonttype": "none",  # text stays text

@@ -202,5 +202,7 @@ def test_there_is_no_way_back_and_bases_alone_are_converted(golden, experts, tmp
     call = caller(int8, monkeypatch, capsys)
     assert "quantised" in call.fails("--src", experts, "--out", tmp_path / "again")
     assert "convert_weights.py" in call.fails("--src", GOLDEN, "--out", tmp_path / "int8")
+    save_model(tiny_model(n_rounds=1, stage_b="causal"), tmp_path / "causal")
+    assert "Stage B is not the paper's" in call.fails("--src", tmp_path / "causal", "--out", tmp_path / "int8")
     assert f"convert its base, {golden}" in call.fails("--src", tmp_path / "adapter", "--out", tmp_path / "int8")
     assert "this path is empty" in call.fails("--src", golden, "--out", "")
