@@ -4,8 +4,8 @@ The loop and most flags are train.py's. --init_from is scratch or resume, and th
 nothing. --n_last and --n_rounds are only saved: on this base train.py uses them if its own flags are left out. A base
 has no Stage B, so --stage_b causal is refused.
 
-    python base.py --config configs/base.toml --seed 1                  # assets/names, an hour on one quiet thread
-    python base.py --data data/mine --config configs/text_base.toml     # text of your own, a quarter of an hour
+    python base.py --config configs/base.toml --seed 1    # assets/names, an hour on one quiet thread
+    python base.py --config configs/text_base.toml        # text of your own (data/mine), a quarter of an hour
 """
 
 import lib.first  # noqa: F401

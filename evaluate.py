@@ -382,15 +382,19 @@ def evaluate_bits(folders: list[Path], device: torch.device, args: Namespace) ->
     data = args.data or Path(run_of(folders[0], "data"))
     check_same_tokens(data, base_of(folders[0]), "--ckpt")
     seq_len = args.seq_len or run_of(folders[0], "seq_len")
+    lengths = {model.cfg.block_length for model in models.values()}
+    for length in lengths:
+        if seq_len % length:
+            fail(f"--seq_len {seq_len} must be a multiple of the block length, {length}")
     tokenizer = load_tokenizer(base_of(folders[0]))
 
     # of each base Stage A, all at once and one at a time; of each adapter its Stage A, if training has changed it, and
     # its Stage B
     ways = [(folder, way) for folder in bases for way in ("Stage A", "one at a time")]
     for folder in folders:
-        if stage_b_of(folder) == "paper" and folder not in bases:
+        if folder not in bases and not isinstance(models[folder], CausalModel):
             ways.append((folder, "Stage A"))
-        if models[folder].markers.any():
+        if models[folder].trained_b:
             ways.append((folder, "Stage B"))
     names = {"Stage A": "Stage A, all at once", "one at a time": "one at a time, from the left"}
 
@@ -403,9 +407,12 @@ def evaluate_bits(folders: list[Path], device: torch.device, args: Namespace) ->
         bits, tokens, n_bytes = bits_of_rows(model, corpus, way, args.tokens, tokenizer)
         first = first or bits
         name = names.get(way, f"{model.name_b}, {'whole blocks' if causal else 'all at once'}")
+        if len(lengths) > 1:
+            name += f", blocks of {model.cfg.block_length}"
         cells = [f"{bits / tokens:.3f}", f"{bits / n_bytes:.3f}" if n_bytes else "", f"{(first - bits) / tokens:+.3f}"]
         lines.append([f"{folder}  {name}", *cells])
-    print(f"{tokens:,} held-out tokens of {data}, in blocks of {model.cfg.block_length}, each block from masks")
+    blocks = f"in blocks of {model.cfg.block_length}, " if len(lengths) == 1 else ""
+    print(f"{tokens:,} held-out tokens of {data} in rows of {seq_len}, {blocks}each block from masks")
     print_table(["", "bits a token", "a byte", "saved a token"], lines)
     print("saved: bits fewer than in the first row. What one at a time saves against all at once estimates the total "
           "correlation, which independent tokens lose")  # fmt: skip
@@ -465,8 +472,9 @@ def main() -> None:
     add("--data", type=Path, help="rows with the checkpoint's tokens (default: for a model of names data/names, "
         "else those that it was trained on)")  # fmt: skip
     add("--seq_len", type=bounded(int, 1), help="the most tokens of a row (default: for a model of names 32, else as "
-        "in its training)")  # fmt: skip
-    add("--tokens", type=bounded(int, 1), default=16384, help="read at least this many held-out tokens, or all")
+        "in the training of the first --ckpt)")  # fmt: skip
+    add("--tokens", type=bounded(int, 1), default=16384, help="read 64 held-out rows at a time, until they have "
+        "this many tokens")  # fmt: skip
     args = parser.parse_args()
 
     device = pick_device(args.device)

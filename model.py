@@ -19,7 +19,7 @@ To change   n, K, the block length        give   train.py's --n_last, --n_rounds
             the geometry                  edit   a preset in checkpoint.py
             how experts are chosen        add    a function to ROUTERS, and name it in a preset in checkpoint.py
             what Stage B is shown         write  a subclass of Model with another `coordinate`, like causal.py, and name
-                                                 it in STAGE_B in checkpoint.py
+                                                 it in STAGE_B in checkpoint.py (its own parameters: see class Model)
             who sees whom                 edit   block_causal_mask, doubled_mask; for decoding KVCache.build_context
 """
 
@@ -97,7 +97,8 @@ class Context:
 # --- the method
 class Model(nn.Module):
     # what a subclass may replace; if a step is None, train.py and sample.py use the paper's. If a subclass has its own
-    # parameters, `begin_from` gives them their first values when it is put on a base, and `adapt` makes them learn
+    # parameters, `begin_from` gives them their first values when it is put on a base, and `adapt` makes them learn.
+    # Stage B counts as trained when a parameter of `begin_at_zero` is no longer zero
     training_step: ClassVar[Callable | None] = None
     decoding_step: ClassVar[Callable | None] = None
     name_b: ClassVar[str] = "Stage B"
@@ -208,6 +209,11 @@ class Model(nn.Module):
 
         # always float32, whatever the model's dtype: an update of 1e-5 is lost in a bf16 parameter
         self.markers = nn.Parameter(self.markers.float())
+
+    @property
+    def trained_b(self) -> bool:
+        """Was Stage B trained? With zero markers the paper's is Stage A."""
+        return any(bool(getattr(self, name).any()) for name in self.begin_at_zero)
 
     def begin_from(self, state: dict[str, Tensor]) -> None:
         """Give a base's tensors (name -> tensor) one marker for each round: a missing marker begins at zero, and a

@@ -8,8 +8,8 @@
                                                     # beginnings of these rows, each continued by a model
 
 lib/rows.py describes a folder of rows. Names are read with the tokenizer of data/names, and other text as bytes, unless
---like names another tokenizer. One document in twenty is for validation. If all are on one side, as a single text is,
-the last 5 % are, and a short text is used for both.
+--like names another tokenizer. One document in twenty is for validation, by the hash of its name; if these are too few
+or too long, as of a single text, the last 5 % of all tokens are.
 Line ends become those of Unix, and a byte order mark is left out. Nothing is downloaded, and a text that cannot be read
 exactly is refused (in a folder, a text that is not UTF-8 is left out). `python toy.py modes --out DIR` writes the rows
 of a toy.
@@ -80,8 +80,10 @@ NAMES = Path(__file__).parent / "data" / "names"
 RELEASED = Path("weights/llada2.1-mini")  # where configs/llada.toml starts from
 RECORDS = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz", ".parquet")  # or in upper case
 BEAM = 4
-AT_ONCE = 256  # beginnings that are continued together
+AT_ONCE = 256  # the most beginnings that are continued together
+TOKENS = 2**18  # the most tokens in all texts of their beams
 SHORT = 640  # of fewer tokens, 5 % are less than one block of the paper's size, 32
+FEW, MANY = 0.01, 0.2  # the split by names is not used if validation would get fewer or more of the tokens
 
 Document = tuple[np.ndarray, int]  # its ids, and how many of them are its prompt (see lib/rows.py)
 
@@ -92,6 +94,7 @@ class LeftOut:
     """The files and records that are not read, in words."""
 
     not_utf8: list[str] = field(default_factory=list)  # names of files
+    empty: int = 0  # documents
     filtered: int = 0  # records
 
     def __str__(self) -> str:
@@ -99,6 +102,8 @@ class LeftOut:
         if self.not_utf8:
             more = ", ..." if len(self.not_utf8) > 5 else ""
             said.append(f"{len(self.not_utf8):,} that are not UTF-8 text ({', '.join(self.not_utf8[:5])}{more})")
+        if self.empty:
+            said.append(f"{self.empty:,} without a character")
         if self.filtered:
             said.append(f"{self.filtered:,} by the filter on score and length")
         return f"; left out: {', and '.join(said)}" if said else ""
@@ -109,8 +114,10 @@ def load_text(sources: list[str], max_docs: int = 0) -> list[tuple[str, str]]:
     to train on (0: read all)."""
     left_out = LeftOut()
     stream = chain.from_iterable(read_source(source, left_out) for source in sources)
-    documents = list(progress(first_documents(stream, max_docs), "read"))
-    if not any(text for _, text in documents):
+    read = list(progress(first_documents(stream, max_docs), "read"))
+    documents = [(name, text) for name, text in read if text]
+    left_out.empty = len(read) - len(documents)
+    if not documents:
         fail(f"{' '.join(sources)} has no text{left_out}")
     if str(left_out):
         print(f"read   {len(documents):,} documents{left_out}")
@@ -254,16 +261,18 @@ def tokenize(texts: list[tuple[str, str]], tokenizer: Tokenizer, prompt: int) ->
             fail(f"document {name}: {e}")
         split["val" if is_validation(name) else "train"].append((ids, prompt))
 
-    if not split["train"] or not split["val"]:
+    # a few texts may all fall on one side, or a long one on the wrong side
+    n_train, n_val = (sum(len(ids) for ids, _ in documents) for documents in split.values())
+    if not FEW <= n_val / (n_train + n_val) <= MANY:
         split["train"], split["val"] = hold_out(split["train"] + split["val"])
     return split
 
 
 def hold_out(documents: list[Document]) -> tuple[list[Document], list[Document]]:
-    """Split documents that all fell on one side: the last 5 % of the tokens are for validation. A short text is used
-    for both."""
+    """Split documents by place: the last 5 % of the tokens are for validation. A short text is used for both."""
     n = sum(len(ids) for ids, _ in documents)
     if n < SHORT:
+        print(f"only {n:,} tokens: they are used to train and to validate")
         return documents, documents
 
     train = []
@@ -337,9 +346,9 @@ def prepare_written(source: Path, by: Path, folder: Path, beam: int, gen_length:
         fail(f"{source} has other tokens than {by}: prepare it with --like {by}")
     for part in ("train", "val"):
         # beginnings of about one length are written together
-        prompts = sorted(beginnings(source, part, meta), key=len)
+        prompts = sorted(beginnings(source, part, meta, model.cfg.max_len - gen_length), key=len)
         start = time.monotonic()
-        parts = (prompts[at : at + AT_ONCE] for at in range(0, len(prompts), AT_ONCE))
+        parts = some_at_once(prompts, beam, gen_length)
         texts = (text for some in parts for text in beam_search(model, some, beam, gen_length))
         written = list(progress(texts, f"write {part}", total=len(prompts)))
 
@@ -409,14 +418,27 @@ def beam_search(model: "Model", prompts: list[list[int]], beam: int, gen_length:
     return found
 
 
-def beginnings(source: Path, part: str, meta: Meta) -> list[list[int]]:
-    """The beginning of each document of two tokens or more: a random number of them, at least one and not all."""
+def some_at_once(prompts: list[list[int]], beam: int, gen_length: int) -> Iterator[list[list[int]]]:
+    """The beginnings, from short to long, in parts that fit into memory."""
+    at = 0
+    while at < len(prompts):
+        some = prompts[at : at + AT_ONCE]
+        while len(some) > 1 and len(some) * beam * (len(some[-1]) + gen_length) > TOKENS:
+            some = some[: len(some) // 2]
+        yield some
+        at += len(some)
+
+
+def beginnings(source: Path, part: str, meta: Meta, most: int) -> list[list[int]]:
+    """The beginning of each document of two tokens or more: a random number of them, at least one and not all. Only the
+    first `most` tokens of a document count."""
     ids, starts, _ = read_split(source / f"{part}.safetensors", meta.vocab_size)
     share = torch.rand(len(starts) - 1, generator=generator("beginnings", part))
     found = []
     for start, end, u in zip(starts[:-1].tolist(), starts[1:].tolist(), share.tolist(), strict=True):
         text = ids[start:end].tolist()
         text = text[:-1] if text[-1] == meta.eos_id else text
+        text = text[:most]
         if len(text) > 1:
             found.append(text[: 1 + int(u * (len(text) - 1))])
     return found
@@ -477,6 +499,10 @@ def main() -> None:
 
     if "" in args.sources:
         fail("a SOURCE is empty: name a file or a folder")
+    if args.like and (args.like / "adapter.json").exists():
+        from checkpoint import base_of
+
+        args.like = base_of(args.like)
 
     # refuse flags that would do nothing
     if args.written_by and (len(args.sources) > 1 or args.max_docs or args.like):

@@ -360,13 +360,13 @@ def settle_decoding(args: Namespace, model: Model, plain_text: bool = False) -> 
     given = vars(args)
     n_rounds = args.n_rounds
     if n_rounds is None:
-        n_rounds = model.cfg.n_rounds if model.markers.any() else 0
+        n_rounds = model.cfg.n_rounds if model.trained_b else 0
     if n_rounds > model.cfg.n_rounds:
         fail(f"--n_rounds {n_rounds}: this checkpoint has markers for 0..{model.cfg.n_rounds} rounds")
 
     # runs from the left, or the paper's gates
     own_step = model.decoding_step is not None and n_rounds > 0
-    draws = plain_text and (model.decoding_step is not None or not model.markers.any())
+    draws = plain_text and (model.decoding_step is not None or not model.trained_b)
     temperature = given.get("temperature", float(draws))
     if temperature == 0 and (args.top_k or args.top_p < 1):
         fail("--top_k and --top_p do nothing without a draw: leave them out, or give --temperature 1")

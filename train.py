@@ -176,6 +176,8 @@ def loop(
     folder = Path(args.out_dir)
     log = folder / "log.jsonl" if writes else None
     done = checkpoint.restore_state(model, optimizer, folder) if args.resume else 0
+    if done > args.max_iters:
+        fail(f"--max_iters {args.max_iters}: this run has taken {done} steps already")
     if writes:
         write_json(folder / "train.json", {k: v for k, v in vars(args).items() if k not in ("resume", "config")})
         rewind_log(folder / "log.jsonl", done)

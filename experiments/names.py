@@ -61,7 +61,7 @@ def measure(parser: Parser) -> None:
 
     tokenizer = names_tokenizer(args.ckpt)
     model = load_model(args.ckpt, "cpu", torch.float32, block_length=1 if args.way == "ones" else None)
-    n_rounds = 0 if args.way == "threshold" or not model.markers.any() else model.cfg.n_rounds
+    n_rounds = 0 if args.way == "threshold" or not model.trained_b else model.cfg.n_rounds
     prompts = draw_names(N, "held out", tokenizer)
     there = read_records(args.out) if args.out.exists() else []
     for dial, edits in progress(list(product(args.dial, args.edits)), "settings"):

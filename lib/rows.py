@@ -100,7 +100,7 @@ def read_meta(folder: Path) -> Meta:
     about = read_json(path, "folder of rows (prepare.py and toy.py write one)")
     numbers = [checked_entry(about, name, int, path) for name in ("vocab_size", "eos_id", "mask_id", "n_plain")]
     vocab_size, eos_id, mask_id, n_plain = numbers
-    if min(numbers) < 0 or max(numbers[1:]) >= vocab_size:
+    if min(numbers) < 0 or max(eos_id, mask_id) >= vocab_size or n_plain > vocab_size:
         fail(f"{path} is damaged: its ids are not in 0..{vocab_size - 1}")
 
     # the ordinary tokens

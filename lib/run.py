@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import signal
 import sys
 import tomllib
@@ -13,7 +14,7 @@ from pathlib import Path
 from torch import Tensor
 from tqdm import tqdm
 
-from lib.util import Parser, as_flags, fail, quoted, read_bytes, read_json, reading, replace_file
+from lib.util import Mistake, Parser, as_flags, fail, quoted, read_bytes, read_json, reading, replace_file
 
 
 def run_settings(parser: Parser, free: set[str]) -> Namespace:
@@ -23,22 +24,32 @@ def run_settings(parser: Parser, free: set[str]) -> Namespace:
     refuse_empty(given)
     resume = given.init_from == "resume"
     settings = {}
+    path = None
     if resume:
         path = Path(given.out_dir) / "train.json"
+        if given.config:
+            fail(f"--config {given.config}: leave it out, a resumed run takes its settings from {path}")
         settings = read_json(path, "training run to resume (--out_dir of an earlier run)")
         if not settings.keys() <= vars(given).keys():
             fail(f"{given.out_dir} is a run of another script (base.py or train.py): resume it with that one")
     elif given.config:
-        with reading(Path(given.config), "config"):
-            settings = tomllib.loads(Path(given.config).read_text(encoding="utf-8"))
+        path = Path(given.config)
+        with reading(path, "config"):
+            settings = tomllib.loads(path.read_text(encoding="utf-8"))
 
-    # settings as flags, then the flags of the command line, which win
-    args = parser.parse_args([*as_flags(settings, parser), *sys.argv[1:]])
+    # settings as flags; a mistake in them is one of the file
+    try:
+        flags = as_flags(settings, parser)
+        saved = parser.parse_args(flags)
+    except Mistake as e:
+        fail(f"{path}: {e}")
+
+    # then the flags of the command line, which win
+    args = parser.parse_args([*flags, *sys.argv[1:]])
     refuse_empty(args)
     args.resume = resume
     if resume:
         args.init_from = str(settings.get("init_from"))
-        saved = parser.parse_args(as_flags(settings, parser))
         for name, value in vars(saved).items():
             if getattr(args, name) != value and name not in free:
                 fail(f"--{name} {getattr(args, name)} differs from the run's {value}: leave it out, or start a new run")
@@ -143,6 +154,8 @@ def interruptible() -> Iterator[list[int]]:
         if caught:
             raise KeyboardInterrupt
         caught.append(number)
+        # print may be what the signal has interrupted
+        os.write(2, b"\nthe run ends after this step and saves; Ctrl-C again stops at once, without saving\n")
 
     before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -96,6 +96,8 @@ def reading(path: Path, what: str) -> Iterator[None]:
         SafetensorError, zlib.error,
     ) as e:  # fmt: skip
         why = f"no entry {e}" if isinstance(e, KeyError) else str(e)
+        if isinstance(e, UnicodeDecodeError):
+            why = "it is not UTF-8 text"
         fail(f"{what} {path} cannot be read, is damaged, or of another kind: {why:.300}")
 
 
@@ -178,7 +180,8 @@ def bounded(kind: type, low: float, high: float = math.inf) -> Callable[[str], f
         value = kind(text)
         # NaN is in no range
         if not low <= value <= high or value == math.inf:
-            raise argparse.ArgumentTypeError(f"must lie in {low}..{high}, and be finite, not {text}")
+            least = f"lie in {low}..{high}" if high < math.inf else f"be finite, and at least {low}"
+            raise argparse.ArgumentTypeError(f"must {least}, not {text}")
         return value
 
     parse.__name__ = kind.__name__  # argparse: "invalid int value: 'x'"

@@ -78,7 +78,7 @@ def part(text: str) -> tuple[int, int]:
 def row_of(args: Namespace, model: Model) -> str:
     """The row of Table 2 that is asked for, if it is a row of these weights."""
     refuse_other_steps(model)
-    given = "adapter" if model.markers.any() else "base"
+    given = "adapter" if model.trained_b else "base"
     row = args.row or {"adapter": COCOMMIT, "base": BASE}[given]
     weights, *_ = MECHANISM[row]
     if weights != given:

@@ -443,3 +443,12 @@ def test_the_papers_own_loss_teaches_it_pairs():
     assert (joint.sum(-1) <= 1).all()
     assert float(toy.kl(t.prob, joint).mean()) < tc / 10
     assert tc - 1e-9 <= float(toy.kl(t.prob, product).mean()) < 1.2 * tc
+
+
+def test_stage_b_counts_as_trained_when_a_parameter_that_began_at_zero_is_not_zero():
+    """A Stage B of your own names its parameters in begin_at_zero; sample.py and evaluate.py ask this."""
+    model = tiny_model(n_rounds=1, stage_b="causal")
+    for moved in ((), ("markers",), ("show",), ("markers", "show")):
+        for name in model.begin_at_zero:
+            getattr(model, name).data.fill_(float(name in moved))
+        assert model.trained_b == bool(moved)

@@ -206,6 +206,7 @@ MISTAKES = [
     (sample, ["--prompt", "a", "--ckpt", "TREE/toy"], "--prompt_ids"),
     (sample, ["--prompt", "a", "--ckpt", "TREE/itself"], "TREE/itself as its base"),
     (evaluate, ["--ckpt", "CKPT"], "--data"),
+    (evaluate, ["--ckpt", "CKPT", "--data", "TREE/text", "--seq_len", 100], "multiple of the block length, 8"),
     (evaluate, ["--ckpt", "TREE/toy", "TREE/names"], "--ckpt"),
     # a flag that would do nothing
     (sample, ["--prompt", "a", "--top_k", 5], "--temperature 1"),

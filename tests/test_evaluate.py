@@ -332,7 +332,8 @@ def test_bits_from_the_command_line(tmp_path, monkeypatch, capsys):
     out = run(*short, tmp_path / "paper", tmp_path / "causal")
     assert out == run(*short, tmp_path / "paper", tmp_path / "causal", "--data", rows)
     title, head, *lines, _ = out.splitlines()
-    assert head.split("  ")[-1] == "saved a token" and f"held-out tokens of {rows}, in blocks of 8" in title
+    assert f"held-out tokens of {rows} in rows of 64, in blocks of 8" in title
+    assert head.split("  ")[-1] == "saved a token"
     corpus, tokenizer = read_corpus(rows, 64, 0, 8, 0), load_tokenizer(rows)
     names = {"Stage A": "Stage A, all at once", "one at a time": "one at a time, from the left"}
     names_b = {"paper": "Stage B, all at once", "causal": "causal Stage B, whole blocks"}

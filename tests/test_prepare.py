@@ -322,8 +322,9 @@ def test_what_is_left_out_is_counted_and_named(tmp_path, capsys):
 
     (tmp_path / "a.txt").write_text("a text")
     write_records(tmp_path / "c.jsonl", [record(1, int_score=2), record(2), record(3, token_count=9)])
+    (tmp_path / "e.txt").write_text("")
     assert len(load_text([str(tmp_path)])) == 2
-    says += ", and 2 by the filter on score and length"
+    says += ", and 1 without a character, and 2 by the filter on score and length"
     assert capsys.readouterr().out == f"read   2 documents{says}\n"
 
 
@@ -382,6 +383,13 @@ def test_documents_are_closed_by_eos_and_split_by_their_name():
     assert [ids.tolist() for ids, _ in split["val"]] == [[120, 120, 256]] * 2
     assert [len(ids) for ids, _ in split["train"]] == [1 + n % 3 for n in range(60) if n not in (20, 41)]
     assert {prompt for part in split.values() for _, prompt in part} == {0}
+
+
+def test_a_long_text_is_not_all_held_out():
+    """20.py is for validation by its name. It has half of all tokens, so the last 5 % are held out in its place."""
+    split = tokenize([("1.py", "x" * 999), ("20.py", "y" * 999)], byte_tokenizer(), prompt=0)
+    assert [len(ids) for ids, _ in split["train"]] == [1000, 900]
+    assert [len(ids) for ids, _ in split["val"]] == [100]
 
 
 def test_the_last_twentieth_of_some_texts():

@@ -67,6 +67,13 @@ def test_ordinary_ids_are_all_but_special_ones_and_those_of_no_token(tmp_path):
     assert read_meta(NAMES).plain().tolist() == list(range(1022))
 
 
+def test_a_vocabulary_may_be_full(tmp_path):
+    """A BPE of 16 tokens, two of them special, leaves no id over."""
+    meta = Meta(16, 0, 1, 16, not_plain=[0, 1])
+    write(tmp_path, [([15, 0], 0)], meta=meta)
+    assert read_meta(tmp_path).plain().tolist() == list(range(2, 16))
+
+
 def test_nothing_is_overwritten(tmp_path):
     write(tmp_path / "rows", [([5, EOS], 0)])
     before = (tmp_path / "rows" / "train.safetensors").read_bytes()

@@ -55,6 +55,16 @@ def test_a_beam_of_one_writes_the_likeliest_token_each_time():
     assert 3 < sum(map(bool, ended)) < 18
 
 
+def test_beginnings_are_continued_in_parts_that_fit_into_memory(monkeypatch):
+    """With beams of 2 and 5 tokens to write, a part of at most 60 tokens has 4 prompts of up to 2 tokens, or 2 of up to
+    10, or one. It is halved until it fits."""
+    monkeypatch.setattr(prepare, "AT_ONCE", 4)
+    monkeypatch.setattr(prepare, "TOKENS", 60)
+    prompts = [[0] * n for n in (1, 1, 1, 1, 5, 10, 10, 10, 70)]
+    parts = [[len(prompt) for prompt in some] for some in prepare.some_at_once(prompts, beam=2, gen_length=5)]
+    assert parts == [[1, 1, 1, 1], [5, 10], [10], [10], [70]]
+
+
 @pytest.fixture
 def written(tmp_path, monkeypatch, capsys):
     """Forty texts, and the folder of rows in which a model has continued their beginnings."""

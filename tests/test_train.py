@@ -332,10 +332,13 @@ def test_a_run_is_extended(tmp_path, run, monkeypatch, scratch):
     saved = json.loads((tmp_path / "train.json").read_text())
     assert (saved["max_iters"], saved["eval_interval"], saved["stage_b"]) == (6, 5, "paper")
 
-    # an earlier end does not take a run back. If a kill came between two files of a save, the missing one is written
+    # an earlier end is refused, and the run keeps its own. If a kill came between two files of a save, the missing one
+    # is written
+    assert "taken 6 steps already" in run.fails("--init_from", "resume", "--out_dir", tmp_path, "--max_iters", 3)
+    assert json.loads((tmp_path / "train.json").read_text()) == saved
     weights = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").unlink()
-    run("--init_from", "resume", "--out_dir", tmp_path, "--max_iters", 3)
+    run("--init_from", "resume", "--out_dir", tmp_path)
     assert end_state(tmp_path)[1] == log and (tmp_path / "model.safetensors").read_bytes() == weights
 
 

@@ -84,7 +84,7 @@ CAUSAL = "Stage A drafts (A); a look (1, 2 ...) of Stage B reads the drafts on t
 
 def with_stage_b(model: Model, draws: bool) -> list[dict]:
     """The decoders that the page shows for a model with a Stage B; for any other model there are none."""
-    if not model.markers.any():
+    if not model.trained_b:
         return []
     on = dict(n_rounds=model.cfg.n_rounds)
     if isinstance(model, CausalModel):
