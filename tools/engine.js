@@ -14,7 +14,7 @@
 // pieces, and two patterns, words and names of special tokens}}.
 //
 // T positions of the block, C channels (n_embd), H query heads, G key and value heads, D head dim, V vocabulary
-const MAX_STEPS = 1024; // forwards in one block
+const MAX_STEPS = 1024; // the most forwards in one block, besides one for each of its tokens
 const LORA_SCALE = 2;
 
 // --- the tokenizer: byte-level BPE, with bytes as the letters U+0000 to U+00FF
@@ -466,7 +466,7 @@ function generateOne(model, prompt, d) {
     const given = z.map((id) => id !== mask_id);
     let changed = true;
     let post = 0; // forwards since the last mask
-    for (let forwards = 0; forwards < MAX_STEPS; ) {
+    for (let forwards = 0; forwards < MAX_STEPS + B; ) {
       const hand = d.byHand?.(z, start, steps.length);
       const u = d.temperature > 0 ? d.draws(steps.length) : [];
       const s = hand ?? step(model, z, ctx, d, u, given);
