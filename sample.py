@@ -333,8 +333,8 @@ def build_parser() -> Parser:
     add("--select", choices=SELECT, help="the rule for the bundle (default: confidence, as in the paper)")
     add("--tau_joint", type=share,
         help="another rule, not the paper's: write masks from the left as long as the product of their probabilities "
-             "exceeds this (0: the whole block); also works with Stage B off (default: off; with causal Stage B 0.5, "
-             "or 0 if it draws)")
+             "exceeds this (0: the whole block); also works with Stage B off (default: off; for the Stage B of "
+             "causal.py 0.5, or 0 if it draws)")
     add("--temperature", type=temperature, default=argparse.SUPPRESS,
         help="0: the likeliest tokens; from 0.001 on: draw (default: 0; for a model of plain text 1, unless it has "
              "the paper's Stage B)")

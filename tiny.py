@@ -16,8 +16,8 @@ mends this: a mask also sees a draft of the word before it.
 Left out are edits of written words, blocks, the mixture of experts, and LoRA on a frozen model. Of
 causal.py four things are left out, too: Stage B's own layers, the sum of its logits and Stage A's
 log-probabilities, bundles with gaps, and its rule for what a step writes. Lines with the tag # CoCommit
-are the paper's, and lines with # causal or # alpha (another loss, see fill_loss) are not. (Some #
-CoCommit lines also carry what causal Stage B needs.)
+are the paper's (some also carry what causal Stage B needs). Lines with # causal are our change, and the
+line with # alpha is another loss, see fill_loss.
 """
 import argparse
 
@@ -115,7 +115,7 @@ def fill_loss(logits, target, fill, alpha):
 
 # --- training
 def some_of(allowed):  # draw one or two of each row's allowed words
-    # an allowed word draws a number below 1, and any other word one above 1; the smallest one or two win
+    # an allowed word draws a number below 1, any other one above 1; of the smallest one or two the allowed win
     lot = torch.rand(allowed.shape) + ~allowed
     last = torch.randint(2, (len(lot), 1))
     return allowed & (lot <= lot.sort(dim=1).values.gather(1, last))

@@ -2,8 +2,8 @@
 the backward pass.
 
 `cocommit_step` is the method, and `run` is everything around it. A run that starts from a checkpoint freezes the model,
-and only LoRA and the markers learn, as in the paper (with --stage_b causal, what causal.py adds). From `scratch`, or
-with --lora_r 0, everything learns. Every random number of a row is a function of (seed, row): a resumed run continues
+and only LoRA and the markers learn, as in the paper (or what another --stage_b adds). From `scratch`, or with
+--lora_r 0, everything learns. Every random number of a row is a function of (seed, row): a resumed run continues
 bit for bit, and no draw depends on --micro_batch.
 
     python train.py --n_last 3                                # the paper's training on assets/names, minutes
@@ -338,8 +338,8 @@ def build_parser(doc: str = __doc__) -> Parser:
         help="tokens decoded together (paper 32; left out: the rows', or else the checkpoint's or preset's)")
     add("--lora_r", type=some, default=16, help="the rank of LoRA (paper 16; its scale is 2); 0: all weights learn")
     add("--stage_b", choices=STAGE_B, default="paper",
-        help="paper: the paper's; causal: the one of causal.py, which sets --corruption mask and --context clean, and "
-             "does not use --s_max, nor the rank of --lora_r")
+        help="the paper's Stage B, or the one of causal.py, which sets --corruption mask and --context clean, and does "
+             "not use --s_max, nor the rank of --lora_r")
 
     add = parser.add_argument_group("corruption and bundle").add_argument
     add("--corruption", choices=CORRUPTIONS, default="draft", help="how tokens are made wrong, see corrupt.py")

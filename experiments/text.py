@@ -58,10 +58,18 @@ RULES = {
     "base": {
         "all at once": dict(tau_m2t=-1.0, n_rounds=0),
         "above 0.7": dict(tau_m2t=0.7, n_rounds=0),
+        "above 0.9": dict(tau_m2t=0.9, n_rounds=0),
         "one at a time": dict(tau_joint=1.0, n_rounds=0),
     },
-    "paper": {"all at once": dict(tau_m2t=-1.0)},
-    "causal": {"whole blocks": dict(tau_joint=0.0), "above 0.7": dict(tau_joint=0.7)},
+    "paper": {
+        "all at once": dict(tau_m2t=-1.0),
+        "all at once without Stage B": dict(tau_m2t=-1.0, n_rounds=0),
+    },
+    "causal": {
+        "whole blocks": dict(tau_joint=0.0),
+        "above 0.7": dict(tau_joint=0.7),
+        "above 0.9": dict(tau_joint=0.9),
+    },
     "left": {"one at a time": dict(tau_joint=1.0, n_rounds=0)},
 }
 
