@@ -344,9 +344,12 @@ def prepare_written(source: Path, by: Path, folder: Path, beam: int, gen_length:
     same = (model.cfg.eos_id, model.cfg.mask_id) == (meta.eos_id, meta.mask_id)
     if not same or theirs.exists() and read_bytes(theirs, "tokenizer") != tokenizer:
         fail(f"{source} has other tokens than {by}: prepare it with --like {by}")
+    most = model.cfg.max_len - gen_length
+    if most < 2:
+        fail(f"--gen_length {gen_length}: the model has {model.cfg.max_len} positions, which leaves no beginning")
     for part in ("train", "val"):
         # beginnings of about one length are written together
-        prompts = sorted(beginnings(source, part, meta, model.cfg.max_len - gen_length), key=len)
+        prompts = sorted(beginnings(source, part, meta, most), key=len)
         start = time.monotonic()
         parts = some_at_once(prompts, beam, gen_length)
         texts = (text for some in parts for text in beam_search(model, some, beam, gen_length))

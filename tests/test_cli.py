@@ -184,6 +184,7 @@ MISTAKES = [
     (prepare, [*WRITTEN, "--max_docs", 9], "--max_docs"),
     (prepare, [*WRITTEN, "--like", NAMES], "--like"),
     (prepare, ["TREE/text", *WRITTEN], "one folder"),
+    (prepare, [*WRITTEN, "--gen_length", 127], "the model has 128 positions"),
     (prepare, ["names", *OUT, "--beam", 9], "--beam"),
     (prepare, ["names", *OUT, "--gen_length", 9], "--gen_length"),
     (prepare, ["TREE/text", "--written_by", "TREE/toy", *OUT], "--like TREE/toy"),
