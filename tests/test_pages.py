@@ -513,6 +513,8 @@ def test_what_is_trained_together():
     assert {len(seeds) for seeds in together} == {3}
     for row, found in (("together", together), ("a base, then Stage B", apart)):
         assert cells(TEXT, row) == [f"{mean(seeds):.3f}" for seeds in found]
+    earlier = {r["n"]: f"{r['bits']:.3f}" for r in of_text("together8.jsonl") if r["way"] == "Stage B"}
+    assert f"costs {earlier[1]} with n = 1 and {earlier[2]} with n = 2" in TEXT
 
 
 def test_draws_in_the_readme_are_the_first_beginnings():
