@@ -381,12 +381,15 @@ def evaluate_bits(folders: list[Path], device: torch.device, args: Namespace) ->
     models = load_all(bases | dict.fromkeys(folders), device)
     data = args.data or Path(run_of(folders[0], "data"))
     check_same_tokens(data, base_of(folders[0]), "--ckpt")
-    seq_len = args.seq_len or run_of(folders[0], "seq_len")
-    lengths = {model.cfg.block_length for model in models.values()}
-    for length in lengths:
+    tokenizer = load_tokenizer(base_of(folders[0]))
+
+    # the same rows for all models, once for each block length
+    seq_len = min(args.seq_len or run_of(folders[0], "seq_len"), *(model.cfg.max_len for model in models.values()))
+    corpora = {}
+    for length in {model.cfg.block_length for model in models.values()}:
         if seq_len % length:
             fail(f"--seq_len {seq_len} must be a multiple of the block length, {length}")
-    tokenizer = load_tokenizer(base_of(folders[0]))
+        corpora[length] = read_corpus(data, seq_len, 0, length, 0)
 
     # of each base Stage A, all at once and one at a time; of each adapter its Stage A, if training has changed it, and
     # its Stage B
@@ -403,16 +406,17 @@ def evaluate_bits(folders: list[Path], device: torch.device, args: Namespace) ->
     for folder, way in progress(ways, "bits"):
         model = models[folder]
         causal = isinstance(model, CausalModel)
-        corpus = read_corpus(data, min(seq_len, model.cfg.max_len), 0, model.cfg.block_length, 0)
+        corpus = corpora[model.cfg.block_length]
         bits, tokens, n_bytes = bits_of_rows(model, corpus, way, args.tokens, tokenizer)
         first = first or bits
         name = names.get(way, f"{model.name_b}, {'whole blocks' if causal else 'all at once'}")
-        if len(lengths) > 1:
+        if len(corpora) > 1:
             name += f", blocks of {model.cfg.block_length}"
         cells = [f"{bits / tokens:.3f}", f"{bits / n_bytes:.3f}" if n_bytes else "", f"{(first - bits) / tokens:+.3f}"]
         lines.append([f"{folder}  {name}", *cells])
-    blocks = f"in blocks of {model.cfg.block_length}, " if len(lengths) == 1 else ""
-    print(f"{tokens:,} held-out tokens of {data} in rows of {seq_len}, {blocks}each block from masks")
+    blocks = f"in blocks of {model.cfg.block_length}, " if len(corpora) == 1 else ""
+    width = corpus.rows["val"].seq_len  # rows of a toy have a length of their own
+    print(f"{tokens:,} held-out tokens of {data} in rows of {width}, {blocks}each block from masks")
     print_table(["", "bits a token", "a byte", "saved a token"], lines)
     print("saved: bits fewer than in the first row. What one at a time saves against all at once estimates the total "
           "correlation, which independent tokens lose")  # fmt: skip

@@ -114,9 +114,7 @@ def load_text(sources: list[str], max_docs: int = 0) -> list[tuple[str, str]]:
     to train on (0: read all)."""
     left_out = LeftOut()
     stream = chain.from_iterable(read_source(source, left_out) for source in sources)
-    read = list(progress(first_documents(stream, max_docs), "read"))
-    documents = [(name, text) for name, text in read if text]
-    left_out.empty = len(read) - len(documents)
+    documents = list(progress(first_documents(stream, max_docs, left_out), "read"))
     if not documents:
         fail(f"{' '.join(sources)} has no text{left_out}")
     if str(left_out):
@@ -124,10 +122,13 @@ def load_text(sources: list[str], max_docs: int = 0) -> list[tuple[str, str]]:
     return documents
 
 
-def first_documents(stream: Iterator[tuple[str, str]], max_docs: int) -> Iterator[tuple[str, str]]:
-    """The documents until max_docs of them are to train on (0: all)."""
+def first_documents(stream: Iterator[tuple[str, str]], max_docs: int, left_out: LeftOut) -> Iterator[tuple[str, str]]:
+    """The documents that have text, until max_docs of them are to train on (0: all)."""
     n_train = 0
     for name, text in stream:
+        if not text:
+            left_out.empty += 1
+            continue
         yield name, text
         n_train += not is_validation(name)
         if n_train == max_docs > 0:
