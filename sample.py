@@ -84,7 +84,7 @@ def denoise(
         token = torch.where(coordinated, token_b, token_a)
         conf = torch.where(coordinated, conf_b, conf_a)
 
-    # fill the bundle (Eq. 2), edit what is visible (Eq. 3), both from z as it was
+    # fill the bundle (Eq. 2), and edit tokens that stand already (Eq. 3); both look at z as it was
     edited = visible & (conf > d.edit_gate) & (token != z)
     after = torch.where(bundle | edited, token, z)
     partial_forwards = d.n_rounds * coordinated[:, 0].float()

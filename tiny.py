@@ -14,10 +14,10 @@ again. Stage B knows which masks are being filled, but not with which words. Our
 mends this: a mask also sees a draft of the word before it.
 
 Left out are edits of written words, blocks, the mixture of experts, and LoRA on a frozen model. Of
-causal.py four things are left out, too: Stage B's own layers, the sum of its logits and Stage A's
-log-probabilities, bundles with gaps, and its rule for what a step writes. Lines with the tag # CoCommit
-are the paper's (some also carry what causal Stage B needs). Lines with # causal are our change, and the
-line with # alpha is another loss, see fill_loss.
+causal.py four things are left out, too: Stage B has its own layers there, its logits are added to Stage
+A's log-probabilities, a bundle may have gaps, and a gate may end a step before its bundle is full. Lines
+with the tag # CoCommit are the paper's (some also hand on what causal Stage B needs). Lines with # causal
+are our change. The line with # alpha is another loss (see fill_loss), which one row of the table tries.
 """
 import argparse
 
@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-# --- the toy: a first word (the context) and a phrase. COUNTS says how many of 25 rows with the same first
-# word go on with each phrase. TEXT has each row three times
+# --- the toy: a row is a context, which is one word, and a phrase of two words. COUNTS says how many of a
+# context's 25 rows have each phrase. TEXT, the batch of every training step, has each row three times
 COUNTS = {"city New York": 10, "city San Francisco": 5, "city San Diego": 4, "city San Jose": 3,
           "city San Juan": 3, "dish hot dog": 8, "dish ice cream": 7, "dish ice cube": 5, "dish ice tea": 5}
 TOKENS = ["[M]"] + sorted(set(" ".join(COUNTS).split()))
@@ -38,7 +38,8 @@ HOLES = PHRASES.masked_fill(torch.arange(3) > 0, MASK)  # city [M] [M], and from
 # --- the model: a GPT in two parts, because its last layers run twice
 C, H = 32, 2  # channels, heads
 N_LAYER, N_LAST, N_ROUNDS = 2, 1, 1  # L layers; Stage B runs the last n again, K times
-# R rows, T positions, V tokens. z is (R, T), as are masked, bundle and fill; h is (R, T, C)
+# R rows, T positions, V tokens. z, the words and masks that the model reads, is (R, T), as are masked,
+# bundle and fill, which are True at some of its words. h, the states between the layers, is (R, T, C)
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -102,9 +103,9 @@ def rotate(x):
 # word, so the sum is least at the marginals, which are the probabilities of each word alone. Stage A
 # learns these already. But if Stage B sees the word before, the same sum is a joint loss, because
 # p(first) p(second | first) = p(both).
-# alpha changes the loss instead (AlphaDLM, arXiv 2609.38066): it scores the phrase as a whole. At alpha 1
-# the loss is least if the likeliest phrase gets probability 1. To write that phrase is the paper's aim.
-# But training may end at a close second: at ice cream (.28), where hot dog has .32.
+# Another way is the alpha loss (AlphaDLM, arXiv 2609.38066), which scores the phrase as a whole. At alpha 1
+# it is least if the likeliest phrase gets probability 1. To write that phrase is the paper's aim. But
+# training may end at a close second: at ice cream (.28), not at hot dog (.32).
 def fill_loss(logits, target, fill, alpha):
     # for each row, the sum of the log-probabilities of the words to fill
     log_p = -(fill * F.cross_entropy(logits.mT, target, reduction="none")).sum(1)
@@ -115,15 +116,15 @@ def fill_loss(logits, target, fill, alpha):
 
 # --- training
 def some_of(allowed):  # draw one or two of each row's allowed words
-    # an allowed word draws a number below 1, any other one above 1; of the smallest one or two the allowed win
+    # a word draws a number: below 1 if it is allowed, else above 1. The smallest one or two win, if allowed
     lot = torch.rand(allowed.shape) + ~allowed
     last = torch.randint(2, (len(lot), 1))
     return allowed & (lot <= lot.sort(dim=1).values.gather(1, last))
 
-def train(base, alpha_b=None, causal=False):
-    """Train a copy of base: Stage A by the paper's loss (alpha 0) and, if alpha_b is given, Stage B by that alpha."""
+def train(start, alpha_b=None, causal=False):
+    """Train a copy of a model: Stage A by the paper's loss (alpha 0) and, if alpha_b is given, Stage B by that alpha."""
     model = Model()
-    model.load_state_dict(base.state_dict())
+    model.load_state_dict(start.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 700)
     for _ in range(700):
@@ -149,7 +150,7 @@ def train(base, alpha_b=None, causal=False):
 @torch.no_grad()
 def decode(model, z, tau, looks, causal=False):
     """Fill all masks, with at most `looks` passes of Stage B a step -> z, forwards, each step's probabilities."""
-    steps, n_looks = [], 0
+    probs, n_looks = [], 0
     while (masked := z == MASK).any():
         h = model.prefix(z)
         logits = model.logits(model.last_n(h))
@@ -161,21 +162,21 @@ def decode(model, z, tau, looks, causal=False):
             logits = model.logits(model.coordinate(h, bundle, draft if causal else None))  # CoCommit
             n_looks += 1  # CoCommit
             # causal: the first word of the bundle reads no draft, so one look makes it final. A later word is
-            # final if this look has changed no word on its left. So look again if some word of the bundle has
-            # a change on its left: then the changes up to and with it, changed.cumsum(1), exceed its own
+            # final if this look has changed no word on its left. changed.cumsum(1) counts the changes up to
+            # and at a word. If this is more than the word's own change (0 or 1), there is one on its left
             changed = bundle & (logits.argmax(-1) != draft)  # causal
             if not (bundle & (changed.cumsum(1) > changed)).any():  # causal
                 break  # causal
         # the bundle gets its likeliest words (Eq. 2)
         z = torch.where(bundle, logits.argmax(-1), z)
-        steps.append(logits.softmax(-1))
-    return z, len(steps) + n_looks * N_ROUNDS * N_LAST / N_LAYER, steps
+        probs.append(logits.softmax(-1))
+    return z, len(probs) + n_looks * N_ROUNDS * N_LAST / N_LAYER, probs
 
 def report(name, model, looks=0, causal=False):  # print a row of the table: both words in one step
     z, forwards, (p,) = decode(model, HOLES, -1, looks, causal)
     if causal:  # it reads each true phrase, and so gives p(second | first)  # causal
         p = model.logits(model.coordinate(model.prefix(HOLES), HOLES == MASK, PHRASES)).softmax(-1)  # causal
-    # the probability of each of the five phrases with "city": its first word's times its second word's
+    # p of the five phrases with "city" is p(first) p(second); for causal Stage B it is p(first) p(second | first)
     q = p.gather(2, PHRASES[..., None])[:5, 1:, 0].prod(1)
     city, dish = [" ".join(TOKENS[token] for token in row[1:]) for row in z[[0, 5]]]
     print(f"{name:22}{q[0]:9.2f}{q[1:].sum():9.2f}{1 - q.sum():11.2f}{forwards:10.1f}  {city}, {dish}")
@@ -185,16 +186,16 @@ if __name__ == "__main__":
     (options := argparse.ArgumentParser()).add_argument("--seed", type=int, default=0)
     torch.manual_seed(options.parse_args().seed)
     torch.set_num_threads(1)  # faster for small matrices
-    print("P(phrase | city)       New York  San ...  no phrase  forwards  it writes")
+    print("P(phrase | city)       New York  San ...  no phrase  forwards  city, dish")
     print("the text                   0.40     0.60       0.00")
-    base = report("Stage A", train(Model()))
-    report("Stage A, twice as long", train(base))
-    report("Stage B, the paper's", train(base, 0), 1)  # CoCommit
-    report("Stage B, alpha 1", train(base, 1), 1)  # CoCommit
+    stage_a = report("Stage A", train(Model()))
+    report("Stage A, twice as long", train(stage_a))
+    report("Stage B, the paper's", train(stage_a, 0), 1)  # CoCommit
+    report("Stage B, alpha 1", train(stage_a, 1), 1)  # CoCommit
     # New York is its likeliest phrase (.40), and yet it writes San Francisco (.20): greedily, from the left,
     # it begins with the likeliest word, San (.60), and the likeliest phrase does not begin with San
-    causal = report("Stage B, causal", train(base, 0, True), 2, True)  # causal
-    # what it writes after no look (Stage A's draft), after one at most, and after two at most. One is enough:
-    # the draft San stays, so the second word has read the right first word
+    causal = report("Stage B, causal", train(stage_a, 0, True), 2, True)  # causal
+    # what it writes with at most 0 looks (Stage A's draft), 1 look, and 2 looks. One is enough: the draft San
+    # stays, so the second word has read the right first word
     words = torch.cat([decode(causal, HOLES, -1, looks, True)[0][0, 1:] for looks in range(3)])  # causal
     print("causal, draft {} {}, 1 look {} {}, 2 looks {} {}".format(*[TOKENS[t] for t in words]))  # causal
