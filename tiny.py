@@ -15,7 +15,7 @@ mends this: a mask also sees a draft of the word before it.
 
 Left out are edits of written words, blocks, the mixture of experts, and LoRA on a frozen model. Of
 causal.py four things are left out, too: Stage B has its own layers there, its logits are added to Stage
-A's log-probabilities, a bundle may have gaps, and a gate may end a step before its bundle is full. Lines
+A's log-probabilities, a bundle may have gaps, and a gate may leave masks of a bundle unfilled. Lines
 with the tag # CoCommit are the paper's (some also hand on what causal Stage B needs). Lines with # causal
 are our change. The line with # alpha is another loss (see fill_loss), which one row of the table tries.
 """
@@ -161,9 +161,9 @@ def decode(model, z, tau, looks, causal=False):
             draft = torch.where(bundle, logits.argmax(-1), z)  # CoCommit
             logits = model.logits(model.coordinate(h, bundle, draft if causal else None))  # CoCommit
             n_looks += 1  # CoCommit
-            # causal: the first word of the bundle reads no draft, so one look makes it final. A later word is
-            # final if this look has changed no word on its left. changed.cumsum(1) counts the changes up to
-            # and at a word. If this is more than the word's own change (0 or 1), there is one on its left
+            # causal: the first word of the bundle reads no draft, so one look makes it final. A later word has
+            # read drafts, and is final if this look has changed none on its left. changed.cumsum(1) counts the
+            # changes up to and at a word. If it exceeds the word's own change (0 or 1), there is one on its left
             changed = bundle & (logits.argmax(-1) != draft)  # causal
             if not (bundle & (changed.cumsum(1) > changed)).any():  # causal
                 break  # causal
@@ -192,8 +192,8 @@ if __name__ == "__main__":
     report("Stage A, twice as long", train(stage_a))
     report("Stage B, the paper's", train(stage_a, 0), 1)  # CoCommit
     report("Stage B, alpha 1", train(stage_a, 1), 1)  # CoCommit
-    # New York is its likeliest phrase (.40), and yet it writes San Francisco (.20): greedily, from the left,
-    # it begins with the likeliest word, San (.60), and the likeliest phrase does not begin with San
+    # New York is causal Stage B's likeliest phrase (.40), and yet it writes San Francisco (.20): greedily, from
+    # the left, it begins with the likeliest word, San (.60), and the likeliest phrase does not begin with San
     causal = report("Stage B, causal", train(stage_a, 0, True), 2, True)  # causal
     # what it writes with at most 0 looks (Stage A's draft), 1 look, and 2 looks. One is enough: the draft San
     # stays, so the second word has read the right first word

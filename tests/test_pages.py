@@ -356,7 +356,7 @@ def check_toy_of_the_readme(task: str, tc: str, shares_of: list, looks: float, f
     head, table = re.search(r"^\|system\|(`modes`.*)\|\n\|[-|]*\n((?:\|.*\n)+)", README, re.M).groups()
     heads = head.split("|")
     first = heads.index(f"`{task}` (TC {float(tc):.2f}): KL")
-    columns = [first] + [i for i in (first + 1, first + 2) if i < len(heads) and heads[i].startswith("share")]
+    columns = [first] + [i for i in (first + 1, first + 2) if i < len(heads) and "share" in heads[i]]
     kl, possible, likeliest = shares_of
     whole = list(zip(kl, possible, likeliest, strict=True))
     assert len(columns) == 3 or set(possible) == {1.0}
