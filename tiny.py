@@ -122,7 +122,7 @@ def some_of(allowed):  # draw one or two of each row's allowed words
     return allowed & (lot <= lot.sort(dim=1).values.gather(1, last))
 
 def train(start, alpha_b=None, causal=False):
-    """Train a copy of a model: Stage A by the paper's loss (alpha 0) and, if alpha_b is given, Stage B by that alpha."""
+    """Train a copy of a model: Stage A by the paper's loss (alpha 0), and Stage B by alpha_b, if that is given."""
     model = Model()
     model.load_state_dict(start.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3, betas=(0.9, 0.99))

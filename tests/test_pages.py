@@ -117,20 +117,6 @@ def test_what_the_readme_says_of_names():
     assert re.findall(r"\d\.\d", README.split("On [names]")[1].split("\n")[0]) == [f"{cost(own):.1f}" for own in found]
 
 
-@pytest.mark.parametrize(
-    "among, said",
-    [(TRAININGS, "On 512 other beginnings the differences are {}, {} and {} by the base's beam."),
-     (TEACHER, "By the other beam they are {}, {} and {}.")],
-)  # fmt: skip
-def test_the_token_before_on_other_beginnings(among, said):
-    """The differences of three trainings, with their intervals."""
-    found = []
-    for dial in (0, 0.5, 0.8):
-        ours, theirs = (shares(of(system, "run", dial, None, 512, among)) for system in ("causal", "control"))
-        found.append(interval([a - b for a, b in zip(ours, theirs, strict=True)]))
-    assert said.format(*found) in PAGE
-
-
 BITS = {  # the page's row, and evaluate.py's
     "base: Stage A, all at once": "assets/names  Stage A, all at once",
     "base: one at a time, from the left": "assets/names  one at a time, from the left",
@@ -198,10 +184,10 @@ COMPARED = {
 WITHOUT = ": without the token before"
 
 
-def trained(name: str, dial: float) -> list[dict]:
+def trained(name: str, dial: float, skip: int = 0) -> list[dict]:
     """Three trainings on one base."""
     system, among = COMPARED[name]
-    found = of(system, "run", dial, None, 0, among)
+    found = of(system, "run", dial, None, skip, among)
     assert tuple(record["seed"] for record in found) == SEEDS
     return found
 
@@ -212,16 +198,22 @@ def test_what_the_token_before_is_worth():
         found = [trained(name, dial) for dial in dials]
         row = name if name.endswith("causal") else name + WITHOUT
         assert cells(PAGE, row) == [f"{short(mean(shares(own)))}, {cost(own):.1f}" for own in found]
-    differences = re.findall(r"^\|difference\|(.*)\|$", PAGE, re.M)
-    for row, rows in zip(differences, (BEAM, BETTER, "the text alone"), strict=True):
-        both = [(trained(f"{rows}: causal", dial), trained(rows, dial)) for dial in dials]
-        pairs = [zip(shares(causal), shares(control), strict=True) for causal, control in both]
-        assert row.split("|") == [interval([a - b for a, b in of_dial]) for of_dial in pairs]
+    # the differences on these beginnings, and below them on 512 others
+    below = re.split(r"^\|.*: causal\|", PAGE, flags=re.M)[1:]
+    for part, rows in zip(below, (BEAM, BETTER, "the text alone"), strict=True):
+        kinds = {"difference": 0, "difference on 512 other beginnings": 512}
+        if rows == "the text alone":
+            del kinds["difference on 512 other beginnings"]
+        for name, skip in kinds.items():
+            both = [[trained(system, dial, skip) for system in (f"{rows}: causal", rows)] for dial in dials]
+            pairs = [zip(shares(causal), shares(control), strict=True) for causal, control in both]
+            assert cells(part, name) == [interval([a - b for a, b in of_dial]) for of_dial in pairs]
 
 
 def test_a_better_teacher():
     """The share of its own names; the table above has those that learned its rows."""
-    assert numbers(PAGE, "A better teacher helps") == [short(mean(shares(same("teacher", system="teacher"))))]
+    found = [same("teacher", system="teacher"), of("base", "ones", 1, None)]
+    assert numbers(PAGE, "A better teacher helps") == [short(mean(shares(own))) for own in found]
 
 
 # --- other pages
@@ -244,7 +236,7 @@ def test_the_marker():
 
 def test_alpha_on_names():
     found = [of(system, "run", 0, None) for system in ("alpha", "base")]
-    assert numbers(THEOREM, "On [names]") == [short(mean(shares(own))) for own in found]
+    assert numbers(THEOREM, "Of [names]") == [short(mean(shares(own))) for own in found]
 
 
 def test_the_dropped_head():
@@ -445,7 +437,7 @@ def test_what_is_said_of_bits():
     stage_a, causal = bits_by_seed("base", "Stage A"), bits_by_seed("causal", "Stage B")
     chain = bits_by_seed("base", "one at a time")
     said = TEXT.split("Stage A predicts each")[1].split("\n")[0]
-    gaps = [ours - theirs for ours, theirs in zip(causal, chain, strict=True)]
+    gaps = [theirs - ours for ours, theirs in zip(causal, chain, strict=True)]
     middle, low, high = middle_low_high(gaps)
     lost, back = mean(stage_a) - mean(chain), mean(stage_a) - mean(causal)
     expected = [f"{lost:.2f}", f"{back:.2f}", f"{middle:.3f}", f"{low:.3f}", f"{high:.3f}"]
@@ -489,7 +481,7 @@ def test_what_causal_stage_b_learns_from():
     }  # fmt: skip
     assert {tuple(key): bits for *key, bits in rows} == {key: f"{bits:.3f}" for key, bits in found.items()}
 
-    said = part.split("on three seeds, causal Stage B")[1].split("([base800")[0]
+    said = part.split("With none of them,")[1].split("(three seeds;")[0]
     means = [[mean(bits_by_seed(*key, name)) for key in (("causal", "Stage B"), ("base", "one at a time"))]
              for name in ("base800.jsonl", "longer.jsonl")]  # fmt: skip
     expected = [f"{x:.3f}" for x in (*means[0], means[1][0] - means[1][1])]
@@ -519,7 +511,10 @@ def test_a_base_of_8_layers():
     said = TEXT.split("- **More layers.**")[1].split("\n")[0]
     found = [bits_by_seed(*key) for key in keys]
     assert [len(seeds) for seeds in found] == [3, 3, 3]
-    assert re.findall(r"\d\.\d{3}", said) == [f"{mean(seeds):.3f}" for seeds in found]
+    [one] = [r["bits"] for r in of_text("recipe.jsonl")
+             if (r["setting"], r["whole"], r["optimizer"]) == ("2,000 steps, n = 1, 3,000", "1", "Muon")]  # fmt: skip
+    eight, causal_8, causal = map(mean, found)
+    assert re.findall(r"\d\.\d{3}", said) == [f"{bits:.3f}" for bits in (eight, causal_8, one, causal)]
 
 
 def test_what_is_trained_together():
