@@ -1,11 +1,11 @@
 """Train a base from scratch: a model that has only Stage A, trained as LLaDA2.1 is. Then train.py adds CoCommit to it.
 
-The loop and most flags are train.py's. --init_from is scratch or resume, and the flags of LoRA and the bundle do
-nothing. --n_last and --n_rounds are only saved: on this base train.py uses them if its own flags are left out. A base
-has no Stage B, so --stage_b causal is refused.
+The loop and most flags are train.py's. --init_from is scratch or resume, and --lora_r and --s_max do nothing. --n_last
+and --n_rounds are only saved: on this base train.py uses them if its own flags are left out. A base has no Stage B, so
+--stage_b causal is refused.
 
     python base.py --config configs/base.toml --seed 1    # assets/names, an hour on one quiet thread
-    python base.py --config configs/text_base.toml        # text of your own (data/mine), a quarter of an hour
+    python base.py --config configs/text_base.toml        # text of your own (data/mine), ten minutes
 """
 
 import lib.first  # noqa: F401

@@ -52,7 +52,7 @@ class KVCache:
         self.set_lengths(lengths)
 
     def set_lengths(self, lengths: list[int]) -> None:
-        """Set how many finished tokens each row has, and make room for them; the room doubles when it is too small."""
+        """Set how many finished tokens each row has, and make room for them; a room too small at least doubles."""
         self.lengths = lengths
         self.length = torch.tensor(lengths, device=self.kv.device)
         self.used = self.B + max(lengths)

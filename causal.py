@@ -18,8 +18,8 @@ for each mask, the tokens are those that one would get from left to right, one a
 
 What else is not the paper's:
 
-    layers      Stage B has a copy of the last n layers, and all weights of the copy learn. On a frozen base Stage A
-                learns nothing, and stays the base bit for bit
+    layers      Stage B begins as a copy of the base's last n layers, and all weights of the copy learn. On a frozen
+                base Stage A learns nothing, and stays the base bit for bit
     logits      Stage B's are added to Stage A's log-probabilities
     training    every corrupted token is a mask, and the blocks before a block are clean. A share of the blocks can be
                 masked whole (--whole_share)
@@ -224,7 +224,7 @@ def causal_step(model: CausalModel, batch: Batch, args: Namespace) -> tuple[Tens
     z = batch.clean.masked_fill(masked, model.cfg.mask_id)
     kind = kinds(batch.clean, z, batch.corruptible, model.cfg.mask_id)
 
-    # Stage B reads the clean tokens of the bundle: each is shown to the position on its right
+    # Stage B reads the clean tokens of the bundle: each is shown to the next position of the bundle
     ctx = model.context(batch.real, batch.clean)
     h = model.prefix(z, ctx)
     stage_a = model.last_n(h, ctx)[:, : z.shape[1]]
@@ -241,12 +241,12 @@ def causal_step(model: CausalModel, batch: Batch, args: Namespace) -> tuple[Tens
 
 def masks_and_bundle(batch: Batch, block_length: int, whole_share: float = 0.0) -> tuple[Tensor, Tensor]:
     """masked and bundle, (R, T) bool each. A random number picks for which of three cases of decoding a block is
-    trained. (In rows that prepare.py marks with holes_alone, all blocks are trained to fill holes.)
+    trained. (In rows that prepare.py marks HOLES_ALONE, all blocks are trained to fill holes.)
 
     to write it whole   all positions are masked, and are the bundle: a share of whole_share
     to continue         all positions from a random place on are masked, and all masks are the bundle
     to fill holes       each position is masked with a probability from U(0, 1), and s ~ Uniform{1..B} masks are the
-                        bundle: half of the other blocks (HOLE_SHARE)
+                        bundle: of the blocks that are not masked whole half (HOLE_SHARE)
     """
     corruptible = batch.corruptible
     draws = batch.draws

@@ -228,7 +228,7 @@ def load_model(
 ) -> Model:
     """The model in a model's folder, or an adapter's base with the adapter on it.
 
-    Parameters get `dtype`; expert_bias and adapters stay float32, and the tensors of an int8 model stay as they are
+    Parameters get `dtype`; adapters stay float32, and expert_bias and the tensors of an int8 model stay as they are
     stored. stage_b: the kind of Stage B that will be trained on a base (left out: the folder's own). overrides: other
     values of n_last, n_rounds and block_length; a model with an adapter takes only block_length.
     """
@@ -417,7 +417,8 @@ def check_config(cfg: Config, where: Path | str = "impossible model") -> None:
     ids = (cfg.eos_id, cfg.mask_id)
     longest = min(LONGEST_BLOCK, cfg.max_len)
     group = cfg.n_expert // max(1, cfg.n_group)
-    widest = max(2 * cfg.n_expert * cfg.d_expert, (cfg.n_head + 2 * cfg.n_kv_head) * cfg.head_dim)
+    mlp = max(cfg.d_dense, max(cfg.n_expert, cfg.n_shared) * cfg.d_expert)
+    widest = max(2 * mlp, (cfg.n_head + 2 * cfg.n_kv_head) * cfg.head_dim)
     for holds, what in (
         (all(0 < n <= 2**20 for n in (*sizes, cfg.vocab_size)), "sizes are 1..1,048,576"),
         (all(0 <= n <= 2**8 for n in counts), "n_layer, n_dense and n_shared are 0..256"),

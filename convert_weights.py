@@ -4,8 +4,8 @@
     python convert_weights.py --src LLaDA2.1-mini/ --out weights/llada2.1-mini
 
 Our tensors are released tensors laid end to end (see NAMES), so nothing is computed, and dtypes do not change. Only
-one layer at a time is in memory. If the command was interrupted, run it again and it completes the folder.
-`config.json` is written last. llada/export.py converts back.
+one layer at a time is in memory. If the command was interrupted, run it again: it writes all files anew, and
+`config.json` last. llada/export.py converts back.
 """
 
 import lib.first  # noqa: F401

@@ -10,7 +10,7 @@ m2t means "mask to token", and t2t means "token to token", which is an edit.
 
 What is corrupted and what is not:
 
-    prompt (of toys and names)        is never corrupted, and has no loss (but base.py's --one_by_one masks it, too)
+    prompt (if rows have one)         is not corrupted, and has no loss (but base.py's --one_by_one fills it, too)
     padding                           is never corrupted, has no loss, and no other position attends to it
     eos that ends a document          is masked, drafted (see below) and predicted like any other token
     [M] and other special tokens      are never drawn as random tokens; a draft is never [M]
@@ -138,7 +138,7 @@ def draw_bundle(masked: Tensor, s_min: int, s_max: int, draws: Draws) -> Tensor:
     """Draw the bundle of each row (paper, Sec. 4.1 i): a size s ~ Uniform{s_min..s_max}, then s of the row's masks,
     uniformly, whatever blocks they are in. If a row has fewer masks, its bundle is all of them.
 
-    masked (R, T) bool -> (R, T) bool. The bundle depends on z and on chance, never on x.
+    masked (R, T) bool -> (R, T) bool. It depends on where z has masks, and on chance, not on x.
     """
     R, T = masked.shape
     size = s_min + (uniform(draws, 1) * (s_max - s_min + 1)).long()  # (R, 1)

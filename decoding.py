@@ -23,7 +23,7 @@ class Decoding:
 
     gen_length: int = 256  # tokens; the last block is decoded whole
     tau_m2t: float = 0.7  # fill the masks whose probability is above this; -1: all masks at once
-    tau_t2t: float | None = 0.0  # edit a visible token if another token's probability is above this; None: never
+    tau_t2t: float | None = 0.0  # edit a visible token if the likeliest is another, and above this; None: never
     n_rounds: int = 1  # K; 0: Stage B is off
     tau_joint: float | None = None  # not the paper's: write the longest run with a joint probability above this
     max_post_steps: int = 16  # the most forwards after the last mask is filled

@@ -13,10 +13,11 @@ Names. Held-out names of Unicode characters are completed from their first third
 counts if some character has that name; `unicodedata` knows this. All forwards are counted: full ones, refreshes, and
 partial ones at their share of the layers.
 
-Text. A model of text is judged in bits; with --bits any model is. Each held-out block is filled from masks, with the
-text before it given, and the table says how many bits a token costs. Nothing is drawn: these are the probabilities that
-a model gives to the right tokens. All at once, Stage A pays for each token alone; one at a time, it pays for each token
-after those before it, by the chain rule. The difference estimates the total correlation of a block.
+Text. Models of text are judged in bits, as are several toys; with --bits any model is. Each held-out block is filled
+from masks, with the text before it given, and the table says how many bits a token costs. Nothing is drawn: these are
+the probabilities that a model gives to the right tokens. All at once, Stage A pays for each token alone; one at a time,
+it pays for each token after those before it, by the chain rule. The difference estimates the total correlation of a
+block.
 
     python evaluate.py                                               # assets/names/paper, a minute
     python evaluate.py --ckpt assets/names/paper assets/names/causal # two adapters side by side
@@ -41,7 +42,7 @@ from torch import Tensor
 import toy
 from cache import Cached
 from causal import CausalModel
-from checkpoint import base_of, check_same_tokens, judge_of, load_model, read_config, stage_b_of
+from checkpoint import base_of, check_same_tokens, judge_of, load_model, read_config
 from decoding import Decoding, Output, Step, in_full
 from lib.names import draw_names, exists
 from lib.rows import Batch, Corpus, get_batch, read_corpus
@@ -112,7 +113,7 @@ def answer_log_probs(
     """log q(x_i | z) (R, m, V) float64 of answers z (R, m) int64, -1 where masked, in contexts c (R,).
 
     Stage A computes them if n_rounds is 0, else Stage B with every masked position in the bundle. In causal Stage B
-    each position reads those of tokens (R, m) int64 before it. The forwards are the decoder's own.
+    a position reads what tokens (R, m) int64 has before it. The engine is the decoder's.
     """
     device = model.wte.weight.device
     logits = []
@@ -225,7 +226,7 @@ def evaluate_toy(model: Model, task: Toy) -> None:
         tables["Stage B, one step"] = one_step_table(model, task, K)
     lost = {name: f"{toy.kl(task.prob, q).mean():.3f}" for name, q in tables.items()}
 
-    # the least, then what each decoder loses; what it writes greedily; its cost
+    # TC; then of each decoder its KL, the shares of its greedy answers, and its cost
     tc = f"{task.tc().mean():.3f}"
     rows = [["independent draws, at best", tc, "", "", "", ""]]
     for name, d in decoders.items():
@@ -285,15 +286,15 @@ def names_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def name_rows(folders: list[Path]) -> list[tuple[str, Path, Decoding]]:
-    """What is evaluated: a row's name, the folder whose model decodes, and how it decodes."""
+def name_rows(models: dict[Path, Model], folders: list[Path]) -> list[tuple[str, Path, Decoding]]:
+    """What is evaluated: a row's name, the folder whose model decodes, and how it decodes. models: those of the folders
+    and of their bases."""
     # the rows of an adapter's base, for comparison
     bases = dict.fromkeys(base_of(folder) for folder in folders)
     rows = [(name, base, replace(NAME_DECODING, **how)) for base in bases for name, how in BASE_ROWS.items()]
     for folder in folders:
-        causal = stage_b_of(folder) == "causal"
-        own = CAUSAL_ROWS if causal else ADAPTER_ROWS
-        if folder in bases and not causal:
+        own = CAUSAL_ROWS if isinstance(models[folder], CausalModel) else ADAPTER_ROWS
+        if folder in bases and not models[folder].trained_b:
             continue
         rows += [(name, folder, replace(NAME_DECODING, **how)) for name, how in own.items()]
     return rows
@@ -301,8 +302,8 @@ def name_rows(folders: list[Path]) -> list[tuple[str, Path, Decoding]]:
 
 def evaluate_names(folders: list[Path], device: torch.device, args: Namespace) -> None:
     """Print a row for each decoder: how well it completes held-out names, and what that costs."""
-    rows = name_rows(folders)
-    models = load_all(dict.fromkeys(row[1] for row in rows), device)
+    models = load_all(dict.fromkeys([*map(base_of, folders), *folders]), device)
+    rows = name_rows(models, folders)
     tokenizer = names_tokenizer(folders[0])
     prompts = draw_names(args.prompts, "held out", tokenizer)
 
@@ -371,7 +372,7 @@ def bits_of_batch(model: Model, batch: Batch, way: str) -> Tensor:
 
 
 def token_bits(logits: Tensor, tokens: Tensor) -> Tensor:
-    """-log2 p of each token: logits (R, T, V), tokens (R, T) -> (R, T)."""
+    """-log2 p of each token: logits (R, T, the vocabulary's size), tokens (R, T) -> (R, T)."""
     return -logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0] / math.log(2)
 
 

@@ -152,7 +152,7 @@ class Model(nn.Module):
         return h
 
     def forward(self, ids: Tensor, ctx: Context) -> Tensor:
-        """Stage A in one call, which the scripts make in parts: (R, T) int64 -> (R, T, V) float32 logits."""
+        """Stage A in one call; the scripts call its parts: (R, T) int64 -> (R, T, V) float32 logits."""
         return self.logits(self.last_n(self.prefix(ids, ctx), ctx))
 
     def run_layers(self, h: Tensor, ctx: Context, layers: nn.ModuleList) -> Tensor:
@@ -212,7 +212,7 @@ class Model(nn.Module):
 
     @property
     def trained_b(self) -> bool:
-        """Was Stage B trained? With zero markers the paper's is Stage A."""
+        """Was Stage B trained? With zero markers the paper's first round is Stage A."""
         return any(bool(getattr(self, name).any()) for name in self.begin_at_zero)
 
     def begin_from(self, state: dict[str, Tensor]) -> None:
@@ -338,7 +338,7 @@ class MoE(nn.Module):
         self.cfg = cfg
         self.router = nn.Parameter(torch.empty(cfg.n_expert, cfg.n_embd))
         self.register_buffer("expert_bias", torch.zeros(cfg.n_expert))  # always float32
-        self.times_chosen: Tensor | float = 0.0  # (E,): how often each expert was chosen since the last `balance`
+        self.times_chosen: Tensor | float = 0.0  # (E,): choices of each expert since the last `balance`
         # the experts' weights are stacked, so that one grouped matmul serves them all
         self.gate_up = nn.Parameter(torch.empty(cfg.n_expert, 2 * cfg.d_expert, cfg.n_embd))
         self.down = nn.Parameter(torch.empty(cfg.n_expert, cfg.n_embd, cfg.d_expert))

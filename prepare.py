@@ -91,7 +91,7 @@ Document = tuple[np.ndarray, int]  # its ids, and how many of them are its promp
 # --- documents
 @dataclass
 class LeftOut:
-    """The files and records that are not read, in words."""
+    """What is not read: files, documents and records; str() puts it into words."""
 
     not_utf8: list[str] = field(default_factory=list)  # names of files
     empty: int = 0  # documents
@@ -254,18 +254,20 @@ def is_validation(name: str) -> bool:
 def tokenize(texts: list[tuple[str, str]], tokenizer: Tokenizer, prompt: int) -> dict[str, list[Document]]:
     """The documents of "train" and of "val". Each ends in eos, unless hold_out cuts it, and all have the
     same `prompt`, see Document."""
+    documents = []
     split = {"train": [], "val": []}
     for name, text in progress(texts, "tokenize"):
         try:
             ids = np.append(tokenizer.encode_document(text), np.int32(tokenizer.eos_id))
         except Mistake as e:
             fail(f"document {name}: {e}")
-        split["val" if is_validation(name) else "train"].append((ids, prompt))
+        documents.append((ids, prompt))
+        split["val" if is_validation(name) else "train"].append(documents[-1])
 
     # a few texts may all fall on one side, or a long one on the wrong side
     n_train, n_val = (sum(len(ids) for ids, _ in documents) for documents in split.values())
     if not FEW <= n_val / (n_train + n_val) <= MANY:
-        split["train"], split["val"] = hold_out(split["train"] + split["val"])
+        split["train"], split["val"] = hold_out(documents)
     return split
 
 
@@ -334,7 +336,8 @@ def tokenizer_file(like: Path) -> Path:
 
 # --- a teacher's rows
 def prepare_written(source: Path, by: Path, folder: Path, beam: int, gen_length: int) -> None:
-    """Write a random beginning of every document of `source`, as the model in `by` continues it to an end."""
+    """Write random beginnings of `source`'s documents, as the model in `by` continues them to an end, and half of its
+    text."""
     from checkpoint import base_of, load_model  # preparing text does not need these
 
     refuse_full(folder)
@@ -454,8 +457,10 @@ def next_command(args: argparse.Namespace) -> str:
     data = f"--data {quoted(args.out)}"
     judge = read_meta(args.out).judge
     if args.written_by:
+        from checkpoint import base_of
+
         config = "configs/causal.toml" if judge else "configs/text.toml"
-        return f"python train.py {data} --config {config} --init_from {quoted(args.written_by)}"
+        return f"python train.py {data} --config {config} --init_from {quoted(base_of(args.written_by))}"
 
     # rows with the tokens of a checkpoint: train an adapter on that checkpoint
     if args.like and (args.like / "config.json").exists():
@@ -464,7 +469,7 @@ def next_command(args: argparse.Namespace) -> str:
             return f"python train.py {data} --config configs/llada.toml{'' if args.like == RELEASED else init}"
         return f"python train.py {data}{'' if judge else ' --config configs/text.toml'}{init}"
 
-    # names in the tokens of data/names have a base, and all other rows need one first
+    # names without --like have a base, and all other rows need one first
     if judge and args.like:
         return f"python base.py {data} --config configs/base.toml"
     if judge:

@@ -123,10 +123,10 @@ def surest(conf: Tensor, masked: Tensor, size: int) -> Tensor:
 
 
 def smallest(key: Tensor, rounding: Tensor, masked: Tensor, size: Tensor | int, most: int) -> Tensor:
-    """The `size` masks, (R, 1) or one number for all, with the smallest keys (R, B), but no more than `most`; of equal
-    keys the leftmost. Keys are equal if they differ by at most `rounding` (R, B), because in fp32 the other rows of a
-    batch can change a key by that much. Thus a row's choice does not depend on its batch. (lib.util.smallest_masks, for
-    random keys, compares them exactly.)"""
+    """The masks with the smallest keys (R, B): `size` of them, (R, 1) or one number for all, but at most `most`; of
+    equal keys the leftmost. Keys are equal if they differ by at most `rounding` (R, B), because in fp32 the other rows
+    of a batch can change a key by that much. Thus a row's choice does not depend on its batch.
+    (lib.util.smallest_masks, for random keys, compares them exactly.)"""
     chosen = torch.zeros_like(masked)
     for i in range(most):
         left = key.masked_fill(~masked | chosen, math.inf)
@@ -279,7 +279,7 @@ def generate(
 
 
 def random_numbers(rows: list[Row], d: Decoding, z: Tensor) -> Tensor:
-    """(R, 2, B) in [0, 1) for z (R, B), by each row's own generator; 0 where none is drawn."""
+    """(R, 2, B) in [0, 1) for z (R, B), by each row's own generator; zeros if decoding is greedy."""
     R, B = z.shape
     if d.temperature == 0:
         return torch.zeros(R, 2, B, device=z.device)
@@ -328,7 +328,7 @@ def build_parser() -> Parser:
     add("--tau_m2t", type=bounded(float, -1, 1), default=argparse.SUPPRESS,
         help="the bundle: the masks whose probability is above this; -1: every mask at once (default: 0.7)")
     add("--tau_t2t", type=or_none(share), default=argparse.SUPPRESS,
-        help='edit a visible token if another one has a probability above this; 0: if another one is the likeliest; '
+        help='edit a visible token if the likeliest one is another, with a probability above this; 0: any other; '
              '"none": never (default: 0 as in the paper; 0.5 as released if Stage B is off; none with --tau_joint)')
     add("--select", choices=SELECT, help="the rule for the bundle (default: confidence, as in the paper)")
     add("--tau_joint", type=share,

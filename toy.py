@@ -62,7 +62,7 @@ class Toy:
         return (self.V + c)[:, None].repeat(1, self.m)
 
     def quantile(self, c: Tensor, u: Tensor) -> Tensor:
-        """(R,), (R,) float64 in [0, 1) -> (R, m): where context c's cumulative probability passes u."""
+        """(R,), (R,) float64 in [0, 1) -> (R, m): the tuples where context c's cumulative probability passes u."""
         index = torch.empty_like(c)
         for n in c.unique().tolist():
             here = c == n

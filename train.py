@@ -24,7 +24,7 @@ changes. For these settings the paper gives no value, so the values are ours:
     LoRA                          one A for the fused qkv, no dropout, fp32       model.py, Linear
     schedule                      linear warm-up, a cosine to 0                   lib/run.py, cosine
     validation rows               one document in twenty, by its name's hash      prepare.py
-    fields for score and length   int_score if there is one; token_count          prepare.py, passes_filter
+    fields of the text filter     int_score, or else score; token_count           prepare.py, passes_filter
 
 To change   how the bundle is drawn    edit   draw_bundle in corrupt.py
             the loss                          three_term_loss in corrupt.py

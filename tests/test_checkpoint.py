@@ -161,6 +161,7 @@ def test_a_tensor_lies_in_one_shard(base):
 IMPOSSIBLE = [
     (dict(n_embd=2**20, n_expert=2**20, n_group=2**10), "2^40 numbers"),
     (dict(n_head=2**20, n_kv_head=2**20, head_dim=2**20), "2^40 numbers"),
+    (dict(n_embd=2**20, d_dense=2**20), "2^40 numbers"),
     (dict(n_layer=1000), "n_layer, n_dense and n_shared are 0..256"),
     (dict(n_head=3), "n_kv_head divides n_head"),
     (dict(n_kv_head=0), "sizes"),

@@ -232,7 +232,13 @@ def test_names_from_the_command_line(tmp_path, monkeypatch, capsys):
     other = names_folder(tmp_path / "other", merged_spec(), n_layer=2, n_last=1)
     assert "models with the same tokenizer" in run.fails(*argv, base, other)
 
-    # a base without an adapter has only its own rows
+    # a whole model has a Stage B of its own, if it was trained: if its markers are not zero
+    out = run(*argv, base)
+    for name in (*evaluate.BASE_ROWS, *evaluate.ADAPTER_ROWS):
+        assert f"{base}  {name}  " in out
+    model = load_model(base, "cpu", torch.float32)
+    model.markers.data.zero_()
+    save_model(model, base)
     out = run(*argv, base)
     assert "base, all at once" in out and "Stage B" not in out
 

@@ -392,6 +392,14 @@ def test_a_long_text_is_not_all_held_out():
     assert [len(ids) for ids, _ in split["val"]] == [100]
 
 
+def test_what_is_held_out_in_its_place_is_the_end_of_the_last_text():
+    """The order is that of the texts, also if an earlier one is for validation by its name."""
+    split = tokenize([("20.py", "y" * 999), ("1.py", "x" * 999)], byte_tokenizer(), prompt=0)
+    assert [(len(ids), bytes(ids[:1].tolist())) for ids, _ in (*split["train"], *split["val"])] == [
+        (1000, b"y"), (900, b"x"), (100, b"x")
+    ]  # fmt: skip
+
+
 def test_the_last_twentieth_of_some_texts():
     """Of 300, 300 and 200 tokens the last 40 are held out. If the cut is between two documents, no part is empty."""
     documents = [(np.arange(n), p) for n, p in ((300, 0), (300, -1), (200, 0))]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from common import EOS, MASK, V, caller, prompt, tiny_model
+from common import EOS, MASK, V, caller, prompt, random_adapter, tiny_model
 
 import prepare
 from checkpoint import save_model
@@ -76,11 +76,15 @@ def written(tmp_path, monkeypatch, capsys):
         write_rows(tmp_path / "text", split, texts, [-1] * 40, V)
     write_json(tmp_path / "text" / "tokenizer.json", {})
     write_meta(tmp_path / "text", META)
+
+    # they are learned on the model that wrote them, or on the base of the adapter that did
+    random_adapter(tmp_path / "adapter", tmp_path / "base")
     run = caller(prepare, monkeypatch, capsys)
-    out = run(tmp_path / "text", "--written_by", tmp_path / "base", "--gen_length", 6, "--out", tmp_path / "written")
-    # they are learned on the model that wrote them
-    command = f"python train.py --data {tmp_path}/written --config configs/text.toml --init_from {tmp_path}/base"
-    assert out.endswith(f": {command}\n")
+    for name, out_dir in (("adapter", "by_adapter"), ("base", "written")):
+        argv = ("--written_by", tmp_path / name, "--gen_length", 6, "--out", tmp_path / out_dir)
+        out = run(tmp_path / "text", *argv)
+        command = f"python train.py --data {tmp_path}/{out_dir} --config configs/text.toml --init_from {tmp_path}/base"
+        assert out.endswith(f": {command}\n")
     return texts, tmp_path / "written"
 
 

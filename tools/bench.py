@@ -23,9 +23,9 @@ import numpy as np
 import torch
 
 from cache import Cached, Uncached
-from checkpoint import PRESETS, load_model, new_model
+from checkpoint import PRESETS, base_of, new_model
 from decoding import Decoding, Output, Step
-from evaluate import forwards, name_rows, names_tokenizer
+from evaluate import forwards, load_all, name_rows, names_tokenizer
 from lib.names import draw_names
 from lib.util import Parser, command, generator, print_table, printable, progress
 from model import Config, Model
@@ -112,8 +112,8 @@ def cache_against_none(cfg: Config, rows: int) -> None:
 def seconds_a_name(folders: list[Path]) -> None:
     """Time the decoders of these adapters and of their base on the same names: one name at a time, then 16 at once."""
     tokenizer = [names_tokenizer(folder) for folder in folders][0]
-    decoders = [row for row in name_rows(folders) if row[0] in TIMED]
-    models = {folder: load_model(folder, "cpu", torch.float32) for _, folder, _ in decoders}
+    models = load_all(dict.fromkeys([*map(base_of, folders), *folders]), torch.device("cpu"))
+    decoders = [row for row in name_rows(models, folders) if row[0] in TIMED]
     prompts = list(draw_names(NAMES_TIMED, "held out", tokenizer).values())
 
     def decode(folder: Path, d: Decoding, rows: int) -> list[Output]:
