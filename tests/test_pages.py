@@ -152,7 +152,7 @@ def test_what_is_said_of_holes_and_looks():
     holes = (FOLDER / "holes.txt").read_text()
     ways = ("causal, in looks", "Stage A, all at once", "Stage A, one at a time")
     found = [mean(map(float, re.findall(rf"^causal +{way} +(\S+)", holes, re.M))) for way in ways]
-    assert numbers(PAGE, "Two masks stand inside a name.") == list(map(short, found))
+    assert numbers(PAGE, "Two masks stand inside a name.")[:3] == list(map(short, found))
     table = [line.split() for line in (FOLDER / "looks.txt").read_text().splitlines()[1:]]
     looks = sum(float(row[1]) * int(row[3]) for row in table) / sum(int(row[3]) for row in table)
     assert f"takes [{looks:.1f} looks](looks.txt)" in PAGE
@@ -163,8 +163,9 @@ def test_what_is_said_of_the_teacher_and_of_draws():
     tried = [
         same("tried", system=f"{name}, drawn bundles in a fifth", dial=0.5) for name in ("beam of 4", "greedy teacher")
     ]
-    found = [share(record["exist"]) for [record] in tried]
-    assert numbers(PAGE, "Two thirds of causal Stage B's rows") == list(map(short, (mean(map(float, beam)), *found)))
+    ours, greedy = (share(record["exist"]) for [record] in tried)
+    assert numbers(PAGE, "Two thirds of causal Stage B's rows") == [short(mean(map(float, beam)))]
+    assert f"A greedy teacher is {100 * (ours - greedy):.1f} points worse" in PAGE
 
     same_text = [re.search(rf"{name} +(\S+)", (FOLDER / "vary.txt").read_text())[1] for name in
                  ("causal  causal, longest run above 0.5", "names  base, longest run above 0.5")]  # fmt: skip
@@ -357,8 +358,8 @@ def check_toy_of_the_readme(task: str, tc: str, shares_of: list, looks: float, f
         figures = figures if len(columns) == 3 else (figures[0], figures[2])
         assert [row[1 + i] for i in columns] == [f"{x:.2f}" for x in figures]
     place = [h for h in heads if h.startswith("`")].index(heads[first])
-    causal = re.search(r"causal: (\S+) and (\S+) looks, (\S+) and (\S+) forwards", rows[2][0]).groups()
-    assert causal[place::2] == (f"{looks:.1f}", f"{forwards:.1f}")
+    causal = re.search(r"\((\S+) looks, (\S+) forwards; `gaussian`: (\S+), (\S+)\)", rows[2][0]).groups()
+    assert causal[2 * place : 2 * place + 2] == (f"{looks:.1f}", f"{forwards:.1f}")
 
 
 def test_alpha_on_toys():
@@ -463,8 +464,8 @@ def test_a_base_that_learned_as_long():
     shorter = mean(bits_by_seed("causal", "Stage B")) - mean(chain)
     assert re.findall(r"-?\d\.\d{3}", said) == [f"{value:.3f}" for value in (shorter, *difference)]
     assert all(longer > short for longer, short in zip(causal, bits_by_seed("causal", "Stage B"), strict=True))
-    on_it = f"causal Stage B on that base {mean(causal):.2f}"
-    assert f"a base that trains for the time of both costs {mean(chain):.2f}, and {on_it}." in README
+    said = f"costs {mean(chain):.2f} one at a time, and causal Stage B on that base {mean(causal):.2f}."
+    assert f"But a base that trains for the time of both {said}" in README
 
 
 def test_what_causal_stage_b_learns_from():
@@ -479,9 +480,10 @@ def test_what_causal_stage_b_learns_from():
             bits_by_seed("causal, n = 2, 3,000 steps", "Stage B", "longer.jsonl")[0],
         ("2,000 steps, n = 2, 3,000", "0.5", "Muon"): bits_by_seed("causal", "Stage B")[0],
     }  # fmt: skip
-    assert {tuple(key): bits for *key, bits in rows} == {key: f"{bits:.3f}" for key, bits in found.items()}
+    assert len(rows) >= 8
+    assert [(*key, bits) for *key, bits in rows if f"{found[tuple(key)]:.3f}" != bits] == []
 
-    said = part.split("With none of them,")[1].split("(three seeds;")[0]
+    said = part.split("With n = 1, share 0 and AdamW,")[1].split("(three seeds;")[0]
     means = [[mean(bits_by_seed(*key, name)) for key in (("causal", "Stage B"), ("base", "one at a time"))]
              for name in ("base800.jsonl", "longer.jsonl")]  # fmt: skip
     expected = [f"{x:.3f}" for x in (*means[0], means[1][0] - means[1][1])]
@@ -493,17 +495,16 @@ def test_blocks_of_8():
     part = TEXT.split("- **Blocks of 8.**")[1].split("\n")[0]
     files = ("blocks8.jsonl", "base800.jsonl")
     expected = []
-    for key in (("causal", "Stage B"), ("base", "one at a time")):
-        found = [bits_by_seed(*key, name) for name in files]
+    for name in files:
+        found = [bits_by_seed(*key, name) for key in (("causal", "Stage B"), ("base", "one at a time"))]
         assert [len(seeds) for seeds in found] == [3, 3]
         expected += [f"{mean(seeds):.3f}" for seeds in found]
     assert re.findall(r"\d\.\d{3}", part) == expected
     drawn = [drawn_by_seed(system, "whole blocks", name)
              for system, name in zip(("causal, 5,000 steps", "causal"), files, strict=True)]  # fmt: skip
     forwards = [f"{mean(r['forwards'] for r in of):.2f}" for of in drawn]
-    ms = [f"{next(r['ms_1'] for r in of if 'ms_1' in r):.1f}" for of in drawn]
-    assert f"Blocks of 8 take {forwards[0]} forwards a byte (" in part and f"of 16 {forwards[1]}." in part
-    assert f"{ms[0]} and {ms[1]} ms" in part
+    assert f"A byte takes {forwards[0]} forwards in blocks of 8 (" in part
+    assert f"and {forwards[1]} in blocks of 16." in part
 
 
 def test_a_base_of_8_layers():
