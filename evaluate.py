@@ -385,7 +385,10 @@ def evaluate_bits(folders: list[Path], device: torch.device, args: Namespace) ->
     tokenizer = load_tokenizer(base_of(folders[0]))
 
     # the same rows for all models, once for each block length
-    seq_len = min(args.seq_len or run_of(folders[0], "seq_len"), *(model.cfg.max_len for model in models.values()))
+    longest = min(model.cfg.max_len for model in models.values())
+    if args.seq_len and args.seq_len > longest:
+        fail(f"--seq_len {args.seq_len} must be at most {longest}, the positions of the model")
+    seq_len = args.seq_len or min(run_of(folders[0], "seq_len"), longest)
     corpora = {}
     for length in {model.cfg.block_length for model in models.values()}:
         if seq_len % length:

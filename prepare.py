@@ -143,6 +143,8 @@ def read_source(source: str, left_out: LeftOut) -> Iterator[tuple[str, str]]:
     if source == "stdlib":
         tests = {"test", "tests", "idle_test", "site-packages"}
         return read_folder(Path(sysconfig.get_path("stdlib")), "*.py", tests, left_out)
+    if (path / "meta.json").exists() and (path / "train.safetensors").exists():
+        fail(f"{source} holds rows already, which train.py reads, and no texts (--written_by continues them)")
     if path.is_dir():
         return read_folder(path, "*", set(), left_out)
     if path.exists():
@@ -209,11 +211,19 @@ def read_records(path: Path) -> Iterator[tuple[int, dict]]:
         if name.removesuffix(".gz").endswith(".json"):
             records = enumerate(listed_records(lines.read()), 1)
         else:
-            records = ((number, json.loads(line)) for number, line in enumerate(lines, 1) if line.strip())
+            records = ((number, read_line(line, number)) for number, line in enumerate(lines, 1) if line.strip())
         for number, record in records:
             if not isinstance(record, dict):
                 fail(f"record {number} of {path} is not a JSON object")
             yield number, record
+
+
+def read_line(line: str, number: int) -> object:
+    """The value of a line of JSON."""
+    try:
+        return json.loads(line)
+    except ValueError as e:
+        raise ValueError(f"line {number} is no JSON: {e}") from e
 
 
 def listed_records(content: str) -> list:
@@ -221,7 +231,7 @@ def listed_records(content: str) -> list:
     try:
         value = json.loads(content)
     except ValueError:
-        return [json.loads(line) for line in content.split("\n") if line.strip()]
+        return [read_line(line, number) for number, line in enumerate(content.split("\n"), 1) if line.strip()]
     return value if isinstance(value, list) else [value]
 
 
@@ -294,6 +304,7 @@ def hold_out(documents: list[Document]) -> tuple[list[Document], list[Document]]
 def prepare_text(sources: list[str], folder: Path, like: Path | None, max_docs: int) -> None:
     """Read documents, tokenise them, and write them as rows."""
     refuse_full(folder)
+    refuse_users(folder, sources, like)
     names = sources == ["names"]
     if like is None and names:
         like = NAMES
@@ -324,6 +335,16 @@ def prepare_text(sources: list[str], folder: Path, like: Path | None, max_docs: 
     else:
         copy_file(tokenizer_file(like), folder / "tokenizer.json")
     write_meta(folder, meta)
+
+
+def refuse_users(folder: Path, sources: list[str], like: Path | None) -> None:
+    """Refuse to write among the texts that are read, or over a tokenizer that is not the one to be used."""
+    for source in map(Path, sources):
+        if source.is_dir() and folder.resolve().is_relative_to(source.resolve()):
+            fail(f"--out {folder} lies in {source}, whose texts are read: choose another --out")
+    theirs = folder / "tokenizer.json"
+    if theirs.exists() and (like is None or not theirs.samefile(tokenizer_file(like))):
+        fail(f"{theirs} is there already: choose another --out, or give --like {theirs}")
 
 
 def tokenizer_file(like: Path) -> Path:

@@ -183,7 +183,8 @@ def report(name, model, looks=0, causal=False):  # print a row of the table: bot
     return model
 
 if __name__ == "__main__":
-    (options := argparse.ArgumentParser()).add_argument("--seed", type=int, default=0)
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--seed", type=int, default=0, help="the seed of all random numbers (default: 0)")
     torch.manual_seed(options.parse_args().seed)
     torch.set_num_threads(1)  # faster for small matrices
     print("P(phrase | city)       New York  San ...  no phrase  forwards  city, dish")

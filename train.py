@@ -382,6 +382,8 @@ def settle(args: Namespace) -> None:
     refuse_used(args)
     if args.whole_share > 0 and args.stage_b == "paper":
         fail("--whole_share does nothing to the paper's Stage B: leave it out, or give another --stage_b")
+    if args.init_from != "scratch" and args.preset != build_parser().get_default("preset"):
+        fail(f"--preset {args.preset} does nothing without --init_from scratch: leave it out")
     vars(args).update(STAGE_B[args.stage_b].settings)
     meta = read_meta(Path(args.data))
     if args.init_from == "scratch":
@@ -407,12 +409,14 @@ def settle(args: Namespace) -> None:
 
 
 def refuse_used(args: Namespace) -> None:
-    """Refuse a folder that another run has written to: only the run itself overwrites its files."""
+    """Refuse a folder with a file that a run would write: only the run itself overwrites its files."""
     folder = Path(args.out_dir)
+    tensors = [f"{name}.safetensors" for name in ("model", "adapter", "state")]
     if not args.resume:
-        for name in ("train.json", "config.json", "adapter.json", "meta.json"):
+        for name in ("train.json", "config.json", "adapter.json", "meta.json", "log.jsonl", "tokenizer.json", *tensors):
             if (folder / name).exists():
-                fail(f"{folder} already holds a run or a checkpoint: choose another --out_dir, or --init_from resume")
+                fail(f"{folder} already holds a run or a checkpoint ({name}): choose another --out_dir, or "
+                     f"--init_from resume")  # fmt: skip
 
 
 def check_rows_fit(args: Namespace) -> None:
@@ -444,7 +448,11 @@ def describe(args: Namespace, corpus: Corpus, model: Model, done: int) -> None:
 
 def differences(args: Namespace) -> str:
     """The settings of PAPER that differ here, with the paper's in brackets: seq_len 32 (2048), batch_size 64 (8)"""
-    found = [f"{name} {getattr(args, name)} ({value})" for name, value in PAPER.items() if getattr(args, name) != value]
+    idle = {"lora_r"} if not saves_adapter(args) else set()
+    if args.stage_b != "paper":
+        idle |= {"lora_r", "s_max"}  # see their help
+    changed = {name: value for name, value in PAPER.items() if name not in idle and getattr(args, name) != value}
+    found = [f"{name} {getattr(args, name)} ({value})" for name, value in changed.items()]
     if not saves_adapter(args):
         found.append("all weights learn (LoRA on a frozen model)")
     return ", ".join(found) or "nothing but the model and the rows"

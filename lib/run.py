@@ -14,7 +14,18 @@ from pathlib import Path
 from torch import Tensor
 from tqdm import tqdm
 
-from lib.util import Mistake, Parser, as_flags, fail, quoted, read_bytes, read_json, reading, replace_file
+from lib.util import (
+    Mistake,
+    Parser,
+    as_flags,
+    checked_entry,
+    fail,
+    quoted,
+    read_bytes,
+    read_json,
+    reading,
+    replace_file,
+)
 
 
 def run_settings(parser: Parser, free: set[str]) -> Namespace:
@@ -49,7 +60,7 @@ def run_settings(parser: Parser, free: set[str]) -> Namespace:
     refuse_empty(args)
     args.resume = resume
     if resume:
-        args.init_from = str(settings.get("init_from"))
+        args.init_from = checked_entry(settings, "init_from", str, path)
         for name, value in vars(saved).items():
             if getattr(args, name) != value and name not in free:
                 fail(f"--{name} {getattr(args, name)} differs from the run's {value}: leave it out, or start a new run")

@@ -4,9 +4,7 @@ python sample.py --ckpt weights/llada2.1-mini --dtype bf16 --gen_length 2048 \\
     --prompt "$(python -m llada.chat 'Write a quicksort.')"
 """
 
-import sys
-
-from lib.util import command, fail
+from lib.util import Parser, command
 
 ROLES = ("<role>", "</role>", "<|role_end|>")  # the template works only if the tokenizer has these special tokens
 
@@ -20,10 +18,11 @@ def chat(user: str, system: str | None = None) -> str:
 
 @command
 def main() -> None:
-    texts = sys.argv[1:]
-    if len(texts) not in (1, 2):
-        fail("give one text, in quotes, and perhaps a system message after it: python -m llada.chat 'Why?'")
-    print(chat(*texts), end="")
+    parser = Parser(__doc__)
+    parser.add_argument("text", help="what is asked, in quotes")
+    parser.add_argument("system", nargs="?", help="a system message (default: none)")
+    args = parser.parse_args()
+    print(chat(args.text, args.system), end="")
 
 
 if __name__ == "__main__":

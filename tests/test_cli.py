@@ -165,6 +165,7 @@ MISTAKES = [
     (train, [*ON_TEXT, "--seq_len", 100], "--seq_len 100"),
     (train, [*ON_TEXT, "--seq_len", 256], "128"),
     (train, [*ON_TEXT, "--one_by_one", 0.5], "--one_by_one"),
+    (train, [*ON_TEXT, "--preset", "text"], "--preset text does nothing"),
     (train, [*ON_TOY, "--block_length", 8], "made for blocks of 2"),
     (train, [*ON_TOY, "--block_length", 1], "made for blocks of 2"),
     # n and K are the model's own, or possible ones; an adapter has its own, and is no place to start
@@ -208,6 +209,7 @@ MISTAKES = [
     (sample, ["--prompt", "a", "--ckpt", "TREE/itself"], "TREE/itself as its base"),
     (evaluate, ["--ckpt", "CKPT"], "--data"),
     (evaluate, ["--ckpt", "CKPT", "--data", "TREE/text", "--seq_len", 100], "multiple of the block length, 8"),
+    (evaluate, ["--ckpt", "CKPT", "--data", "TREE/text", "--seq_len", 1024], "--seq_len 1024 must be at most 128"),
     (evaluate, ["--ckpt", "TREE/toy", "TREE/names"], "--ckpt"),
     # a flag that would do nothing
     (sample, ["--prompt", "a", "--top_k", 5], "--temperature 1"),
@@ -258,6 +260,19 @@ def test_a_run_is_not_overwritten_and_a_resume_keeps_its_settings(tree, tmp_path
         assert f"{change[0]} " in run.fails(*again, *change)
     file.write_text("in the way")
     assert "cannot write" in run.fails(*two, file / "run")
+
+    # nor are files of the user's, which have no run beside them
+    for name in ("tokenizer.json", "log.jsonl", "model.safetensors"):
+        own = tmp_path / name.split(".")[0] / name
+        own.parent.mkdir()
+        own.write_text("mine")
+        assert f"({name})" in run.fails(*two, own.parent)
+        assert own.read_text() == "mine"
+
+    # a run whose settings are gone
+    (tmp_path / "empty").mkdir()
+    write_json(tmp_path / "empty" / "train.json", {})
+    assert "init_from is None" in run.fails("--init_from", "resume", "--out_dir", tmp_path / "empty")
     assert {path.name: path.read_bytes() for path in a.iterdir()} == before
     assert file.read_text() == "in the way"
 

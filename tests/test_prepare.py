@@ -400,6 +400,33 @@ def test_what_is_held_out_in_its_place_is_the_end_of_the_last_text():
     ]  # fmt: skip
 
 
+def test_a_users_files_are_not_overwritten(tmp_path, monkeypatch, capsys):
+    """The folder of the texts, a folder in it, and a tokenizer of the user's, unless it is the one to be used."""
+    text = tmp_path / "texts"
+    text.mkdir()
+    (text / "a.txt").write_text("a text " * 200)
+    run = caller(prepare, monkeypatch, capsys)
+    for out in (text, text / "rows"):
+        assert f"--out {out} lies in {text}" in run.fails(text, "--out", out)
+    assert [path.name for path in text.iterdir()] == ["a.txt"]
+
+    own = tmp_path / "rows" / "tokenizer.json"
+    own.parent.mkdir()
+    own.write_bytes((BPE / "stock.json").read_bytes())
+    assert f"{own} is there already" in run.fails(text, "--out", own.parent)
+    run(text, "--like", own, "--out", own.parent)
+    assert own.read_bytes() == (BPE / "stock.json").read_bytes()
+
+    # rows are no texts
+    assert f"{own.parent} holds rows already" in run.fails(own.parent, "--out", tmp_path / "more")
+
+
+def test_a_broken_line_of_records_is_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": "hello"}\n{"text": "b"}\n{"txt')
+    said = caller(prepare, monkeypatch, capsys).fails(tmp_path / "a.jsonl", "--out", tmp_path / "rows")
+    assert "line 3 is no JSON" in said
+
+
 def test_the_last_twentieth_of_some_texts():
     """Of 300, 300 and 200 tokens the last 40 are held out. If the cut is between two documents, no part is empty."""
     documents = [(np.arange(n), p) for n, p in ((300, 0), (300, -1), (200, 0))]

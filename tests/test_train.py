@@ -430,6 +430,12 @@ def test_what_differs_from_the_papers_run_is_said():
     other = Namespace(**train.PAPER | dict(s_max=3, context="clean", init_from="weights"))
     assert train.differences(other) == "context clean (corrupted), s_max 3 (16)"
 
+    # what does nothing is no difference: s_max and the rank with causal Stage B, the rank where all weights learn
+    other = Namespace(**train.PAPER | dict(s_max=3, lora_r=8, stage_b="causal", init_from="weights"))
+    assert train.differences(other) == "stage_b causal (paper)"
+    other = Namespace(**train.PAPER | dict(lora_r=8, init_from="scratch"))
+    assert train.differences(other) == "all weights learn (LoRA on a frozen model)"
+
 
 def test_what_is_left_out_is_the_rows_or_the_checkpoints_own(tmp_path, monkeypatch, pairs):
     """n and K are those of the checkpoint or the preset, and blocks are those of the rows, if these are a toy's."""
