@@ -1,7 +1,8 @@
 """Shakespeare: what a block of 16 bytes costs when it is written at once, and what draws are like.
 
-`together` trains a base and its causal Stage B at once, from scratch or from a base. `half` stores a base in bfloat16, as it ships.
-`bits` and `draws` append their records, one a line, and skip what is already there; `table` prints means over seeds.
+`together` trains a base and its causal Stage B at once, from scratch, or from a base (--init_from FOLDER without --preset
+and --block_length). `half` stores a base in bfloat16, as it ships. `bits` and `draws` append their records, one a line,
+and skip what is already there; `table` prints means over seeds.
 
     python -m experiments.text together --config configs/text.toml --data data/shakespeare --seed 1 \
         --init_from scratch --preset text --lora_r 0 --block_length 16 --max_iters 2600 --out_dir out/together
