@@ -1,6 +1,6 @@
 """Shakespeare: what a block of 16 bytes costs when it is written at once, and what draws are like.
 
-`together` trains a base and its causal Stage B at once, from scratch, or from a base (--init_from FOLDER without --preset
+`together` trains a base and its causal Stage B at once, from scratch, or from a base (--init_from BASE without --preset
 and --block_length). `half` stores a base in bfloat16, as it ships. `bits` and `draws` append their records, one a line,
 and skip what is already there; `table` prints means over seeds.
 
