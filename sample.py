@@ -303,8 +303,8 @@ def temperature(text: str) -> float:
     return value
 
 
-def build_parser() -> Parser:
-    parser = Parser(__doc__)
+def build_parser(doc: str = __doc__) -> Parser:
+    parser = Parser(doc)
     some = bounded(int, 0, 10**9)
     share = bounded(float, 0, 1)
 

@@ -43,7 +43,7 @@ STAGE_B["control"] = Control
 
 @command
 def main() -> None:
-    # the run prints how to go on; and a config says which Stage B it is for, but a flag wins
+    # argv[0] is for the printed command to go on; the last flag wins over a config's stage_b
     sys.argv = ["-m experiments.control", *sys.argv[1:], "--stage_b", "control"]
     train.run(train.read_arguments(train.build_parser(__doc__)))
 

@@ -1,6 +1,6 @@
 """The paper's marker, tested on names: Stage B on, off, and with its marker at the wrong positions.
 
-An adapter is trained by train.py's own step, once with the paper's marker, and once with a marker that is scaled by
+Adapters are trained by train.py's own step, at two rates, with the paper's marker, and with one that is scaled by
 rms(h), the size of the states to which it is added. Then Stage A and Stage B are compared at the same positions, and as
 decoders. "Elsewhere" means at all other masks in the first comparison, and at all other positions of the block in the
 second. Each training appends one record, and a training whose record is there already is not done again.
@@ -9,6 +9,7 @@ second. Each training appends one record, and a training whose record is there a
 """
 
 import json
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
@@ -127,6 +128,7 @@ def main() -> None:
     parser.add_argument("--setting", choices=SETTINGS, nargs="+", default=list(SETTINGS))
     parser.add_argument("--out", type=Path, required=True, help="a folder for the adapters and marker.jsonl")
     given = parser.parse_args()
+    sys.argv[0] = "-m experiments.marker"  # evaluate.py does not know the scaled marker, so no run may name it
 
     STAGE_B["scaled"] = ScaledModel
     path = given.out / "marker.jsonl"

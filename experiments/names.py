@@ -11,8 +11,7 @@ means over seeds. It also prints which share of a system's names exist within a 
     first       of a whole block's tokens the leftmost ones, as many as the dial says
     ones        one token at a time from the left, and the text is read in blocks of one
 
-    python -m experiments.names measure --system causal --ckpt out/causal --seed 1 --way run --dial 0 0.5 \
-        --out out/r.jsonl
+    python -m experiments.names measure --system causal --ckpt out/causal --seed 1 --way run --dial 0 --out out/r.jsonl
     python -m experiments.names compare out/r.jsonl --against base
 """
 

@@ -63,21 +63,23 @@ for task in gsm8k cmath gpqa drop piqa humaneval mbpp; do
 done
 
 # GSM8K: the other rows of Table 2
-row="python -m llada.run --task gsm8k --task_file $bench/gsm8k/test.jsonl --gen_length $gen_length $decode"
-$row --ckpt $out/n$n1 --out $runs/table2-02.jsonl --row "adapter, Stage B off"
-$row --ckpt $out/n$n1 --out $runs/table2-05.jsonl --row "B fills, A edits"
-$row --ckpt $out/n$n1 --out $runs/table2-06.jsonl --row "A fills, B edits"
-$row --ckpt $out/n$n1 --out $runs/table2-07.jsonl --row "B fills, edits off"
-$row --ckpt $out/n$n1 --out $runs/table2-08.jsonl --row "Stage B without marker"
-$row --ckpt $out/n$n1 --out $runs/table2-09.jsonl --row "entropy selection, same size"
-$row --ckpt $out/n$n1 --out $runs/table2-10.jsonl --row "Stage B, tau_m2t 0.5"
-$row --ckpt $out/n$n1 --out $runs/table2-11.jsonl --row "Stage B, tau_m2t 0.3"
-$row --ckpt $out/n$n1 --out $runs/table2-12.jsonl --row "adapter, Stage B off, tau_m2t 0.5"
-$row --ckpt $out/n$n1 --out $runs/table2-13.jsonl --row "adapter, Stage B off, tau_m2t 0.3"
-$row --ckpt $weights --out $runs/table2-14.jsonl --row "released, tau_m2t 0.5"
-$row --ckpt $weights --out $runs/table2-15.jsonl --row "released, tau_m2t 0.3"
-$row --ckpt $weights --out $runs/table2-16.jsonl --row "released, both gates removed"
-$row --ckpt $out/n$n1 --out $runs/table2-17.jsonl --row "all masks at once"
+if [ -e "$bench/gsm8k/test.jsonl" ]; then
+  row="python -m llada.run --task gsm8k --task_file $bench/gsm8k/test.jsonl --gen_length $gen_length $decode"
+  $row --ckpt $out/n$n1 --out $runs/table2-02.jsonl --row "adapter, Stage B off"
+  $row --ckpt $out/n$n1 --out $runs/table2-05.jsonl --row "B fills, A edits"
+  $row --ckpt $out/n$n1 --out $runs/table2-06.jsonl --row "A fills, B edits"
+  $row --ckpt $out/n$n1 --out $runs/table2-07.jsonl --row "B fills, edits off"
+  $row --ckpt $out/n$n1 --out $runs/table2-08.jsonl --row "Stage B without marker"
+  $row --ckpt $out/n$n1 --out $runs/table2-09.jsonl --row "entropy selection, same size"
+  $row --ckpt $out/n$n1 --out $runs/table2-10.jsonl --row "Stage B, tau_m2t 0.5"
+  $row --ckpt $out/n$n1 --out $runs/table2-11.jsonl --row "Stage B, tau_m2t 0.3"
+  $row --ckpt $out/n$n1 --out $runs/table2-12.jsonl --row "adapter, Stage B off, tau_m2t 0.5"
+  $row --ckpt $out/n$n1 --out $runs/table2-13.jsonl --row "adapter, Stage B off, tau_m2t 0.3"
+  $row --ckpt $weights --out $runs/table2-14.jsonl --row "released, tau_m2t 0.5"
+  $row --ckpt $weights --out $runs/table2-15.jsonl --row "released, tau_m2t 0.3"
+  $row --ckpt $weights --out $runs/table2-16.jsonl --row "released, both gates removed"
+  $row --ckpt $out/n$n1 --out $runs/table2-17.jsonl --row "all masks at once"
+fi
 
 # HumanEval+ and MBPP+ count once EvalPlus has judged them: each of their runs has printed the command
 python -m llada.tables main --runs "$runs"

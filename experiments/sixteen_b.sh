@@ -1,5 +1,5 @@
 # The whole released geometry with random weights, end to end: written in the released layout, converted to ours,
-# compared with what was written, converted to int8, decoded with Stage A alone, adapters trained on the int8 base,
+# compared with what was written, converted to int8, decoded with Stage A alone, an adapter trained on it,
 # decoded with Stage B.
 # Every command prints its time and its memory at the peak. Page: results/sixteen_b/README.md.
 # Two cores: an hour, 66 GB of disk at the peak, 24 GB of memory. A folder is deleted as soon as it has been
@@ -30,4 +30,4 @@ watch python train.py --init_from "$folder/int8" --n_last 3 --data "$folder/rows
   --context corrupted --seq_len "$tokens" --batch_size 1 --max_iters 3 --out_dir "$folder/adapter"
 watch python sample.py --ckpt "$folder/adapter" --dtype bf16 --tau_t2t none --gen_length 4 \
   --prompt "The quick brown fox"
-rm -r "$folder"
+rm -r "$folder/int8" "$folder/rows" "$folder/adapter"

@@ -4,10 +4,10 @@
 and --block_length). `half` stores a base in bfloat16, as it ships. `bits` and `draws` append their records, one a line,
 and skip what is already there; `table` prints means over seeds.
 
-    python -m experiments.text together --config configs/text.toml --data data/shakespeare --seed 1 \
+    python -m experiments.text together --config configs/text.toml --data data/shakespeare --seed 1 \\
         --init_from scratch --preset text --lora_r 0 --block_length 16 --max_iters 2600 --out_dir out/together
     python -m experiments.text bits --system causal --seed 1 --ckpt out/text --out out/bits.jsonl
-    python -m experiments.text draws --system causal --seed 1 --ckpt out/text --judge out/left --judge_seed 2 \
+    python -m experiments.text draws --system causal --seed 1 --ckpt out/text --judge out/left --judge_seed 2 \\
         --out out/draws.jsonl
     python -m experiments.text table out/bits.jsonl out/draws.jsonl
 """

@@ -48,7 +48,7 @@ def kernel_takes(x: Tensor, numbers: Tensor) -> bool:
 def multiply(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
     """x (M, K) times the transposed matrix (N, K) -> (M, N). The product is scaled, and not the matrix, because the
     matrix's integers are exact in every dtype."""
-    # the whole matrix is unpacked on a GPU, and where x needs a gradient, because autograd keeps it for that
+    # unpack the whole matrix on a GPU, or if x needs a gradient: autograd keeps it for the backward
     if x.requires_grad or x.device.type != "cpu":
         return F.linear(x, numbers.to(x.dtype)) * scale.to(x.dtype)
 

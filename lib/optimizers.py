@@ -19,7 +19,7 @@ def adamw(learned: dict[str, Tensor], peak: float) -> torch.optim.Optimizer:
 
 def muon(learned: dict[str, Tensor], peak: float) -> torch.optim.Optimizer:
     """Muon for the matrices of the layers (attention, dense and shared MLPs, routers), and Adam without decay for the
-    rest (embedding, output layer, stacked experts, norms)."""
+    rest (embedding, output layer, stacked experts, ...)."""
     matrices = [p for name, p in learned.items() if name.startswith("layers") and p.dim() == 2]
     others = [p for name, p in learned.items() if not (name.startswith("layers") and p.dim() == 2)]
     of_matrices = dict(params=matrices, peak=peak, momentum=0.95, weight_decay=WEIGHT_DECAY)

@@ -148,7 +148,7 @@ class Rows:
     """The documents of a split, cut into rows of at most seq_len ids. Each row has one document, and eos as padding.
 
     Training reads an endless stream, which has all rows in random order, again and again. Row i of the stream is a
-    function of the rows, the seed, batch_size and i alone. All rows of a batch have one width, which is 1, 2, 4, ...
+    function of the rows, the seed, the sizes and i alone. All rows of a batch have one width, which is 1, 2, 4, ...
     blocks, up to seq_len, as its rows need. So there is little padding, and a row's random numbers, which depend on the
     width, do not depend on the rows beside it. With a batch_size of 0 all rows have the width seq_len.
     """

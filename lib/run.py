@@ -184,7 +184,7 @@ def tell_what_is_next(saved: int, args: Namespace) -> None:
         print(f"saved at step {saved} of {args.max_iters}; go on with: {again}")
         return
     if sys.argv[0].startswith("-m experiments."):
-        # evaluate.py does not know a Stage B that an experiment has added
+        # evaluate.py may not know the Stage B of an experiment
         print(f"done: {quoted(args.out_dir)}")
         return
     print(f"done; what it does now: python evaluate.py --ckpt {quoted(args.out_dir)}")

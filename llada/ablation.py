@@ -31,7 +31,7 @@ FIGURES = ("exist", "forwards", "full")  # the figures of a row on names, see ev
 
 # --- steps other than the paper's; they take and return what sample.denoise does
 def by_turns(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding, b_fills: bool) -> Step:
-    """One stage fills the bundle (Eq. 2), and the other stage edits (Eq. 3)."""
+    """One stage fills the bundle (Eq. 2); beside it the other edits (Eq. 3)."""
     done = denoise(engine, z, given, u, d)
     by_b = done.bundle if b_fills else ~done.bundle
     token = torch.where(by_b, done.token, done.token_a)

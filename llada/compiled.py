@@ -1,9 +1,9 @@
 """sample.py with compiled steps: the same tokens on a CPU in less time, after some seconds of compiling.
 
 A step passes the few tokens of a block through every layer, in many small calls. Here a layer with experts, its
-attention and the cache are one compiled function. Two graphs serve a single row (the first length that is met, and then
-any length), and another graph serves any number of rows. Compiling saves time if thousands of tokens are written, in
-one text or in many: results/speed has the numbers. Causal Stage B is not compiled, but the Stage A beside it is.
+attention and the cache are one compiled function. It is compiled twice for a single row (for the first length of text,
+and then for any), and once more for any number of rows. Compiling saves time if thousands of tokens are written, in one
+text or in many: results/speed has the numbers. Causal Stage B is not compiled, but the Stage A beside it is.
 
 The flags are sample.py's, on a CPU in fp32. This needs a C++ compiler (g++, or the one that CXX names) and Python's
 headers, and it refuses int8 weights, which have a kernel of their own.
@@ -128,7 +128,7 @@ def compile_for_one_row(model: Model) -> None:
 
 @command
 def main() -> None:
-    args = sample.build_parser().parse_args()
+    args = sample.build_parser(__doc__).parse_args()
     device = pick_device(args.device)
     if device.type != "cpu" or args.dtype != "fp32":
         fail("compiled steps are for float32 on a CPU: give --device cpu --dtype fp32, or use sample.py")

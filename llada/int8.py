@@ -1,9 +1,9 @@
 """Weights in int8: the released 16 B parameters take 16.6 GB, for a 24 GB GPU or a laptop with 32 GB.
 
-    # every script takes the new folder as its --ckpt
+    # sample.py and llada.run take it as their --ckpt
     python -m llada.int8 --src weights/llada2.1-mini --out weights/mini-int8
 
-Every matrix (experts, attention, output layer) is stored as lib/int8.py describes. The embedding (which is never
+Every matrix (MLPs, attention, output layer) is stored as lib/int8.py describes. The embedding (which is never
 multiplied), the router, the norms and the biases stay as they are. llada/README.md says how to use such a folder.
 """
 
@@ -32,9 +32,9 @@ def int8_tensors(found: dict[str, Tensor], names: list[str], matrices: set[str])
 
 
 def save_aligned(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a file whose data begin at a multiple of 16 bytes, and so do its integers, where the tensors before them
-    take a multiple of 16 bytes, as in the released geometry: there the kernel can read them. A header ends at a
-    multiple of 8; if that is not one of 16, it gets 8 bytes more."""
+    """Write a file whose data begin at a multiple of 16 bytes, as the kernel needs its integers to. (They do if the
+    tensors before them take such a multiple, as in the released geometry.) A header ends at a multiple of 8; if that is
+    not one of 16, it gets 8 bytes more."""
     for padding in ("", " " * 8):
         save_tensors(path, tensors, {"padding": padding})
         with open(path, "rb") as file:

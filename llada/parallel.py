@@ -90,7 +90,7 @@ def shared_step(model: Model, batch: Batch, args: Namespace) -> train.Losses:
 def run() -> None:
     sharded = "--shard" in sys.argv
     sys.argv = [word for word in sys.argv if word != "--shard"]
-    args = train.read_arguments()
+    args = train.read_arguments(train.build_parser(__doc__))
     if not train.saves_adapter(args):
         fail("several processes train adapters on a frozen base: give a model as --init_from, and --lora_r above 0")
     if sharded and args.stage_b != "paper":

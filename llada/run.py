@@ -88,7 +88,7 @@ def row_of(args: Namespace, model: Model) -> str:
 
 # --- run files
 def identity(args: Namespace, items: list[Item], model: Model, templated: bool, row: str, d: Decoding) -> dict:
-    """Everything that may change an answer; the places of files and --part do not."""
+    """What may change an answer on one device; the places of files and --part do not."""
     base = base_of(args.ckpt)
     about = {
         "task": args.task,

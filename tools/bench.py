@@ -1,4 +1,4 @@
-"""Speed on a CPU: ratios that are measured side by side in one process, and the time of a name.
+"""Speed on a CPU: ratios that are measured side by side in one process, and the CPU time of a name.
 
 The two sides of a ratio take turns (A, B, A, B, ...), and the medians of their processor time are divided: so a busy
 machine disturbs both alike. Weights are random, because speed does not depend on them. With --names they are a trained

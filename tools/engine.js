@@ -110,7 +110,7 @@ function place(model, name, ofHead, position) {
 }
 
 // A block sees itself, in both directions, and every finished block. `slot`: whose finished keys and values.
-// In causal Stage B (ctx.bundle) nobody sees the bundle but its own positions, and these what is left of them.
+// In causal Stage B (ctx.bundle) only its positions see the bundle: each itself and those on its left.
 function attention(model, name, rows, ctx, slot) {
   const {n_head: H, n_kv_head: G, head_dim: D} = model.cfg;
   const {tensors} = model;
@@ -197,7 +197,7 @@ function mlp(model, name, rows) {
 function run(model, rows, ctx, first, end) {
   for (let i = first; i < end; i++) {
     const name = "layers." + i;
-    const slot = i + ctx.round * model.cfg.n_last; // each round of Stage B has a context of its own
+    const slot = i + ctx.round * model.cfg.n_last; // each round of Stage B has slots of its own
     rows = add(rows, attention(model, name + ".attn", norm(model, name + ".norm_1", rows), ctx, slot));
     rows = add(rows, mlp(model, name + ".mlp", norm(model, name + ".norm_2", rows)));
   }
@@ -322,7 +322,7 @@ function largest(values, k) {
   return [...values.keys()].sort((a, b) => values[b] - values[a] || a - b).slice(0, k);
 }
 
-// What a token is drawn from: the softmax at this temperature, and at 0, where the likeliest one is taken, as at 1.
+// What a token is drawn from: the softmax at this temperature; at 0, which is greedy, the softmax at 1.
 const shares = (row, {temperature}) => softmax(temperature > 0 ? row.map((value) => value / temperature) : row);
 
 // Each row's token and its probability: the likeliest, the first of equals; or, with temperature, the one in whose
@@ -364,7 +364,7 @@ function byConfidence(conf, masked, {tau_m2t}) {
   const passing = masked.filter((t) => conf[t] > tau_m2t);
   if (passing.length > 0) return passing;
 
-  // of those that rounding alone can tell apart the leftmost
+  // of those that only rounding tells apart the leftmost
   const best = Math.max(...masked.map((t) => conf[t]));
   return masked.filter((t) => conf[t] >= best - 1e-5 * best * (1 - best) - 2e-7).slice(0, 1);
 }
@@ -384,7 +384,7 @@ function denoise(model, z, ctx, d, u, given) {
   const select = d.tau_joint === null ? byConfidence : fromTheLeft;
   const bundle = select(conf_a, masked, d);
 
-  // Stage B runs with the bundle marked, at the bundle
+  // Stage B runs with the bundle marked (Eq. 4)
   let [token, conf, partial] = [token_a, conf_a, 0];
   if (d.n_rounds > 0 && bundle.length > 0) {
     ({token, conf} = candidates(logits(model, coordinate(model, h, bundle, ctx, d.n_rounds)), u[1], d));
@@ -448,7 +448,7 @@ function finishBlock(model, z, ctx, n_rounds) {
 
 // The decoder as the paper has it, block after block, from the first hole of the prompt on -> the prompt with its holes
 // filled, tokens, forwards by kind, and all steps, each with the position `start` of its block.
-// d.byHand(z, start, number of the step): a step that somebody else makes, for no forward, or undefined.
+// d.byHand(z, start, number of the step): a step by hand, which takes no forward, or undefined.
 // d.draws(number of the step): with temperature the numbers by which each stage draws, B in [0, 1) for each.
 function generateOne(model, prompt, d) {
   const {block_length: B, mask_id, eos_id} = model.cfg;

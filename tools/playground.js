@@ -1,7 +1,7 @@
 // The page around the engine (engine.js) and the viewer (viewer.js): what is typed becomes one record for each decoder,
 // and the viewer shows them one below the other.
 
-// An object of the page has no entry but its own: a prompt may be "constructor", which others inherit.
+// Objects that inherit nothing: a prompt may be "constructor", which a plain object has as an entry.
 const isObject = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
 const ownAlone = (key, value) => (isObject(value) ? Object.assign(Object.create(null), value) : value);
 const data = JSON.parse($("data").textContent, ownAlone);
@@ -39,7 +39,7 @@ async function readModels() {
   return [base, ...adapters.map((adapter) => adapted(base, adapter))];
 }
 
-// One name a line, the line of a character's code point; most have none.
+// Line n has the name of code point n; most lines are empty.
 async function readNames() {
   const names = new TextDecoder().decode(await unpack(data.names)).split("\n");
   return new Map(names.map((name, code) => [name, code]).filter(([name]) => name));
@@ -164,7 +164,7 @@ function summarise(records) {
 // --- the panel: what both stages would write at a mask, and a token put there by hand
 
 // Probabilities of every token at position `at` of block b as it stands: {a, b}, by Stage A and, where the decoder has
-// it, by Stage B. The bundle is the gate's, and `at` with it; a causal one is all masks, and reads what was found last.
+// it, by Stage B. The bundle is the gate's and `at`; a causal one is all masks, and reads the final tokens.
 function answersAt(decoder, t, b, at) {
   const {model, n_rounds} = decoder;
   const d = decoding(decoder);

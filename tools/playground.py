@@ -1,7 +1,7 @@
 """The model in a browser: one HTML page that completes what a user types, and needs no other file and no server.
 
 The page has the weights, the tokenizer and an engine in JavaScript (tools/engine.js, which computes what
-model.py and sample.generate_one do). It shows several decoders on the same beginning, step by step: the
+model.py and sample.generate do). It shows several decoders on the same beginning, step by step: the
 base one token at a time from the left, by the longest run, and with the released gates; the paper's adapter
 with Stage B off and on; causal Stage B with its looks. A click on a mask shows what Stage A and Stage B
 would write there, and lets the user write a token. For names the page also says whether a name exists. Its
@@ -180,8 +180,8 @@ def page_data(folders: list[Path]) -> dict:
 
 
 def held_out_texts(base: Path) -> list[list[int]]:
-    """The beginnings of held-out texts, which lie evenly in the rows that the base was trained on. There are none if
-    these rows are not here."""
+    """The beginnings of held-out texts, spread evenly over the validation rows of the base's data. There are none if
+    that folder is not here."""
     run = base / "train.json"
     data = Path(read_json(run, "training run")["data"]) if run.exists() else None
     if data is None or not (data / "meta.json").exists():

@@ -59,7 +59,7 @@ STYLE = {
     "lines.linewidth": 2,
 }
 
-WIDTH = 5.4  # inches, of every figure: shown 400 pixels wide, its letters are as large as the page's
+WIDTH = 5.4  # inches, of most figures: shown 400 pixels wide, its letters are as large as the page's
 
 
 # --- the canvas

@@ -102,7 +102,7 @@ function drawCell(cell, t, b, at, v) {
   if (isChosen) cell.classList.add("chosen");
   mark.textContent = LETTER[p.state] ?? "";
   token.textContent = t.pieces[p.id];
-  // of the step that wrote it; later only if that was another token than the draft
+  // what the step that wrote it thought; later only if the draft was another token
   const i = at - b.start;
   const wrote = stepsOf(t, b).findLast((s) => s.before[i] === t.mask_id);
   const tells = wrote && (wrote === v.step || wrote.token_a[i] !== wrote.after[i]);
@@ -204,7 +204,7 @@ for (const id in TARGETS) $(id).addEventListener("click", () => { play(false); g
 $("play").addEventListener("click", () => { if (!timer && now === steps) go(0); play(!timer); });
 $("slider").addEventListener("input", () => { play(false); go(Number($("slider").value)); });
 document.addEventListener("keydown", (e) => { // sliders and text fields have these keys for themselves
-  if (!Object.hasOwn(KEYS, e.key) || e.target.tagName === "INPUT") return;
+  if (!Object.hasOwn(KEYS, e.key) || ["INPUT", "TEXTAREA"].includes(e.target.tagName)) return;
   if (e.ctrlKey || e.altKey || e.metaKey || e.shiftKey) return;
   e.preventDefault();
   play(false);

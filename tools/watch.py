@@ -1,7 +1,7 @@
 """`sample.py --watch`: every step of decoding, as it happens.
 
-With the paper's gates a row has one line, which is drawn again after every step. With the longest run every step has a
-line of its own, which shows Stage A's draft, then what Stage B made of it, and in how many looks.
+In a terminal a row has one line with the paper's gates, which is drawn again after every step. With the longest run
+every step has a line of its own, which shows Stage A's draft, then what is written, and in how many looks.
 """
 
 import os
