@@ -465,7 +465,7 @@ def test_a_base_that_learned_as_long():
     assert re.findall(r"-?\d\.\d{3}", said) == [f"{value:.3f}" for value in (shorter, *difference)]
     assert all(longer > short for longer, short in zip(causal, bits_by_seed("causal", "Stage B"), strict=True))
     said = f"costs {mean(chain):.2f} one at a time, and causal Stage B on it {mean(causal):.2f}."
-    assert f"But a base trained as long as base and Stage B {said}" in README
+    assert f"But a base trained for the time of both stages {said}" in README
 
 
 def test_what_causal_stage_b_learns_from():
@@ -503,8 +503,8 @@ def test_blocks_of_8():
     drawn = [drawn_by_seed(system, "whole blocks", name)
              for system, name in zip(("causal, 5,000 steps", "causal"), files, strict=True)]  # fmt: skip
     forwards = [f"{mean(r['forwards'] for r in of):.2f}" for of in drawn]
-    assert f"With n = 1 a byte takes {forwards[0]} forwards in blocks of 8 (" in part
-    assert f"and {forwards[1]} in blocks of 16." in part
+    assert f"A byte takes {forwards[0]} forwards in blocks of 8 (" in part
+    assert f"and {forwards[1]} in blocks of 16 (" in part
 
 
 def test_a_base_of_8_layers():
