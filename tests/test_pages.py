@@ -500,11 +500,6 @@ def test_blocks_of_8():
         assert [len(seeds) for seeds in found] == [3, 3]
         expected += [f"{mean(seeds):.3f}" for seeds in found]
     assert re.findall(r"\d\.\d{3}", part) == expected
-    drawn = [drawn_by_seed(system, "whole blocks", name)
-             for system, name in zip(("causal, 5,000 steps", "causal"), files, strict=True)]  # fmt: skip
-    forwards = [f"{mean(r['forwards'] for r in of):.2f}" for of in drawn]
-    assert f"A byte takes {forwards[0]} forwards in blocks of 8 (" in part
-    assert f"and {forwards[1]} in blocks of 16 (" in part
 
 
 def test_a_base_of_8_layers():
