@@ -517,6 +517,7 @@ TOGETHER = {  # begins from, n, steps: its row
     ("base", 2, 1050): "together, from the base, n = 2, 1,050 steps",
     ("scratch", 2, 2600): "together, from scratch, n = 2, 2,600 steps",
     ("scratch", 1, 2600): "together, from scratch, n = 1, 2,600 steps",
+    ("scratch", 2, 5000): "together, from scratch, n = 2, 5,000 steps",
 }
 
 
