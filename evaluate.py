@@ -302,7 +302,7 @@ def name_rows(models: dict[Path, Model], folders: list[Path]) -> list[tuple[str,
 
 def evaluate_names(folders: list[Path], device: torch.device, args: Namespace) -> None:
     """Print a row for each decoder: how well it completes held-out names, and what that costs."""
-    models = load_all(dict.fromkeys([*map(base_of, folders), *folders]), device)
+    models = load_all(folders, device)
     rows = name_rows(models, folders)
     tokenizer = names_tokenizer(folders[0])
     prompts = draw_names(args.prompts, "held out", tokenizer)
@@ -322,9 +322,10 @@ def evaluate_names(folders: list[Path], device: torch.device, args: Namespace) -
     print_table(["", "exist", "forwards a name", "a token"], lines)
 
 
-def load_all(folders: dict[Path, None], device: torch.device) -> dict[Path, Model]:
-    """The models of these folders, which must have the same tokenizer."""
-    models = {folder: load_model(folder, device, torch.float32) for folder in folders}
+def load_all(folders: list[Path], device: torch.device) -> dict[Path, Model]:
+    """The models of these folders and of their bases, which must have the same tokenizer."""
+    every = dict.fromkeys([*map(base_of, folders), *folders])
+    models = {folder: load_model(folder, device, torch.float32) for folder in every}
     pieces = {path.read_bytes() if path.exists() else b"" for path in map(tokenizer_of, models)}
     if len(pieces) > 1:
         fail("--ckpt: only models with the same tokenizer can be compared")
@@ -379,7 +380,7 @@ def token_bits(logits: Tensor, tokens: Tensor) -> Tensor:
 def evaluate_bits(folders: list[Path], device: torch.device, args: Namespace) -> None:
     """Print what held-out blocks cost in bits, a row for each way of filling them."""
     bases = dict.fromkeys(base_of(folder) for folder in folders)
-    models = load_all(bases | dict.fromkeys(folders), device)
+    models = load_all(folders, device)
     data = args.data or Path(run_of(folders[0], "data"))
     check_same_tokens(data, base_of(folders[0]), "--ckpt")
     tokenizer = load_tokenizer(base_of(folders[0]))

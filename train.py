@@ -50,7 +50,7 @@ import checkpoint
 from checkpoint import DTYPES, PRESETS, STAGE_B
 from corrupt import CORRUPTIONS, Corruption, M, corrupt, draw_bundle, kinds_apart, three_term_loss
 from lib.optimizers import OPTIMIZERS
-from lib.rows import Batch, Corpus, copy_tokens, get_batch, read_corpus, read_meta
+from lib.rows import WHOLE, Batch, Corpus, copy_tokens, get_batch, read_corpus, read_meta
 from lib.run import check_finite, cosine, interruptible, means, report, rewind_log, run_settings, tell_what_is_next
 from lib.util import (
     Parser,
@@ -372,7 +372,10 @@ def build_parser(doc: str = __doc__) -> Parser:
 
 def read_arguments(parser: Parser | None = None) -> Namespace:
     """The flags of the command line, on top of those in --config or of the run that is resumed."""
-    args = run_settings(parser or build_parser(), FREE_ON_RESUME)
+    parser = parser or build_parser()
+    args = run_settings(parser, FREE_ON_RESUME)
+    if args.init_from != "scratch" and args.preset != parser.get_default("preset"):
+        fail(f"--preset {args.preset} does nothing without --init_from scratch: leave it out")
     settle(args)
     return args
 
@@ -382,8 +385,6 @@ def settle(args: Namespace) -> None:
     refuse_used(args)
     if args.whole_share > 0 and args.stage_b == "paper":
         fail("--whole_share does nothing to the paper's Stage B: leave it out, or give another --stage_b")
-    if args.init_from != "scratch" and args.preset != build_parser().get_default("preset"):
-        fail(f"--preset {args.preset} does nothing without --init_from scratch: leave it out")
     vars(args).update(STAGE_B[args.stage_b].settings)
     meta = read_meta(Path(args.data))
     if args.init_from == "scratch":
@@ -413,7 +414,7 @@ def refuse_used(args: Namespace) -> None:
     folder = Path(args.out_dir)
     tensors = [f"{name}.safetensors" for name in ("model", "adapter", "state")]
     if not args.resume:
-        for name in ("train.json", "config.json", "adapter.json", "meta.json", "log.jsonl", "tokenizer.json", *tensors):
+        for name in (*WHOLE, "log.jsonl", "tokenizer.json", *tensors):
             if (folder / name).exists():
                 fail(f"{folder} already holds a run or a checkpoint ({name}): choose another --out_dir, or "
                      f"--init_from resume")  # fmt: skip
@@ -448,11 +449,17 @@ def describe(args: Namespace, corpus: Corpus, model: Model, done: int) -> None:
 
 def differences(args: Namespace) -> str:
     """The settings of PAPER that differ here, with the paper's in brackets: seq_len 32 (2048), batch_size 64 (8)"""
-    idle = {"lora_r"} if not saves_adapter(args) else set()
-    if args.stage_b != "paper":
-        idle |= {"lora_r", "s_max"}  # see their help
-    changed = {name: value for name, value in PAPER.items() if name not in idle and getattr(args, name) != value}
-    found = [f"{name} {getattr(args, name)} ({value})" for name, value in changed.items()]
+    # a Stage B with a step of its own does not use the rank and the bundle's size, and where all weights learn there is
+    # no LoRA
+    idle = set()
+    if STAGE_B[args.stage_b].training_step:
+        idle = {"lora_r", "s_max"}
+    elif not saves_adapter(args):
+        idle = {"lora_r"}
+
+    values = vars(args)
+    found = [f"{name} {values[name]} ({value})" for name, value in PAPER.items()
+             if name not in idle and values[name] != value]  # fmt: skip
     if not saves_adapter(args):
         found.append("all weights learn (LoRA on a frozen model)")
     return ", ".join(found) or "nothing but the model and the rows"

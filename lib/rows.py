@@ -60,9 +60,12 @@ class Meta:
 
 
 # --- writing
+WHOLE = ("meta.json", "config.json", "adapter.json", "train.json")  # a folder of rows, a checkpoint or a run has one
+
+
 def refuse_full(folder: Path) -> None:
     """Refuse a folder that already holds rows, a checkpoint or a run: nothing is overwritten."""
-    for name in ("meta.json", "config.json", "adapter.json", "train.json"):
+    for name in WHOLE:
         if (folder / name).exists():
             fail(f"{folder} already holds rows, a checkpoint or a run: choose another --out")
 

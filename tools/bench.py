@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from cache import Cached, Uncached
-from checkpoint import PRESETS, base_of, new_model
+from checkpoint import PRESETS, new_model
 from decoding import Decoding, Output, Step
 from evaluate import forwards, load_all, name_rows, names_tokenizer
 from lib.names import draw_names
@@ -112,7 +112,7 @@ def cache_against_none(cfg: Config, rows: int) -> None:
 def seconds_a_name(folders: list[Path]) -> None:
     """Time the decoders of these adapters and of their base on the same names: one name at a time, then 16 at once."""
     tokenizer = [names_tokenizer(folder) for folder in folders][0]
-    models = load_all(dict.fromkeys([*map(base_of, folders), *folders]), torch.device("cpu"))
+    models = load_all(folders, torch.device("cpu"))
     decoders = [row for row in name_rows(models, folders) if row[0] in TIMED]
     prompts = list(draw_names(NAMES_TIMED, "held out", tokenizer).values())
 
