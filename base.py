@@ -58,8 +58,6 @@ def main() -> None:
         fail("a base is trained from scratch: leave out --init_from")
     if args.one_by_one > 0 and args.context == "corrupted":
         fail("with --one_by_one a row is all masks, so it must be read with its clean copy: give --context clean")
-    if args.stage_b != "paper":
-        fail("a base has no Stage B yet (train.py adds one): leave out --stage_b")
 
     # on a CPU in bf16 plain attention is faster than flash attention, if rows are as short as a name
     plain = args.dtype == "bf16" and pick_device(args.device).type == "cpu"

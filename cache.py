@@ -1,9 +1,6 @@
-"""The forwards that decoding makes, in two engines with the same results:
+"""The forwards that decoding makes, of the current blocks alone: keys and values of finished blocks are kept.
 
-    Cached      reads only the current blocks, and keeps keys and values of the finished blocks
-    Uncached    reads the whole text every time: it is slow, and it is the specification of Cached
-
-Keeping keys and values is exact, because:
+This is exact, because:
 
     1. No block attends to a later one, so the keys and values of a finished block can never change.
     2. Each pass over the current block writes its keys anew, so the keys of the last pass are kept.
@@ -11,12 +8,16 @@ Keeping keys and values is exact, because:
     4. A finished block has no marker. On it Stage B's first round is LastN(h), which is Stage A, with the same keys.
     5. A further round computes LastN(LastN(h)) of the finished blocks, which has other keys. These are kept as well.
 
-Tests check that both engines agree in fp32. In bf16 they differ by rounding.
+Tests check that this equals sample.generate_one, which reads the whole text every time, in fp32. In bf16 they differ by
+rounding.
 
 With edits, the last pass over a block usually changes no token, and then its keys are those of the final tokens. If it
 has changed a token, as it always has without edits, the block is read once more. This is a refresh.
 """
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -25,8 +26,8 @@ from torch import Tensor
 
 from model import Config, Context, Model, rotary
 
-# R rows that are being decoded, T positions of a pass, B block_length, S keys, C channels, G key/value heads,
-# D head dim, L layers, n = n_last, K = n_rounds
+# R rows that are being decoded, T positions of a pass, P chosen positions of a block, B block_length, S keys,
+# C channels, G key/value heads, D head dim, L layers, n = n_last, K = n_rounds
 
 
 # --- keys and values
@@ -45,10 +46,12 @@ class KVCache:
     def __init__(self, cfg: Config, lengths: list[int], n_rounds: int, device: torch.device, dtype: torch.dtype):
         self.cfg = cfg
         self.B = cfg.block_length
+        self.n_rounds = n_rounds
         slots = cfg.n_layer + max(0, n_rounds - 1) * cfg.n_last
         shape = (2, slots, len(lengths), cfg.n_kv_head, self.B, cfg.head_dim)
         self.kv = torch.zeros(shape, device=device, dtype=dtype)  # (2, slots, R, G, room, D): keys, then values
         self.filling: list[int] = []  # while a prompt is read: the rows that have this prompt
+        self.places: Tensor | None = None  # (R, P) int64: which positions of the block a pass reads; None: all
         self.set_lengths(lengths)
 
     def set_lengths(self, lengths: list[int]) -> None:
@@ -61,22 +64,21 @@ class KVCache:
         self.context = self.build_context()
 
     def update(self, layer: int, i_round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v (R, G, T, D) of this pass -> what it attends to, (R, G, S, D) each."""
-        kv = self.kv[:, self.slot(layer, i_round)]
+        """k, v (R, G, T, D) of this pass -> what it attends to, (R, G, S, D) each: the current block comes first."""
+        kv = self.kv[:, layer + i_round * self.cfg.n_last]  # round 0 has the slots 0..L-1, a further one the next n
         new = torch.stack([k, v])
 
         # the complete blocks of a prompt are finished blocks of these rows
         if self.filling:
-            end = self.B + k.shape[2]
-            kv[:, self.filling, :, self.B : end] = new
+            kv[:, self.filling, :, self.B : self.B + k.shape[2]] = new
             return k, v
 
-        kv[:, :, :, : self.B] = new
+        current = kv[:, :, :, : self.B]
+        if self.places is None:
+            current.copy_(new)
+        else:
+            current.scatter_(3, self.places[None, :, None, :, None].expand_as(new), new)
         return kv[:, :, :, : self.used].unbind()
-
-    def slot(self, layer: int, i_round: int) -> int:
-        """Round 0 has the slots 0..L-1, and each further round has the next n."""
-        return layer + i_round * self.cfg.n_last
 
     def close(self, rows: list[int]) -> None:
         """The current block of `rows` is finished: copy its keys after those of their finished blocks."""
@@ -88,7 +90,7 @@ class KVCache:
         self.kv[:, :, at[:, None], :, place] = block.permute(2, 4, 0, 1, 3, 5)
 
     def keep(self, rows: list[int]) -> None:
-        """Drop the other rows, which are finished."""
+        """Keep these rows alone, in this order; a row may be there several times."""
         self.kv = self.kv[:, :, rows]
         self.set_lengths([self.lengths[r] for r in rows])
 
@@ -102,15 +104,15 @@ class KVCache:
         if len(set(self.lengths)) > 1:
             key = torch.arange(-self.B, max(self.lengths), device=self.kv.device)
             mask = key < self.length[:, None, None, None]  # (R, 1, 1, S)
-        return Context(cos, sin, mask, self)
+        return Context(cos, sin, mask, self, n_rounds=self.n_rounds)
 
 
-# --- forwards of only the current blocks
-class Cached:
+# --- forwards of the current blocks
+class Engine:
     """Stage A and Stage B of the current blocks, with the keys and values of the finished ones."""
 
     def __init__(self, model: Model, finished: list[list[int]], n_rounds: int):
-        """finished: the ids of each row's finished blocks."""
+        """finished: the ids of each row's finished blocks. n_rounds: K, or 0 if Stage B is off."""
         self.model = model
         self.cfg = model.cfg
         self.n_rounds = n_rounds
@@ -124,8 +126,6 @@ class Cached:
         for ids, rows in rows_of.items():
             if ids:
                 self.read_prompt(rows, torch.tensor([ids], device=device))
-        # the token before the current block, or a mask if there is none
-        self.before_block = torch.tensor([(ids or [model.cfg.mask_id])[-1] for ids in finished], device=device)
 
     def read_prompt(self, rows: list[int], ids: Tensor) -> None:
         """Read the complete blocks of these rows' prompt, ids (1, T). This is not a forward of decoding, and is not
@@ -143,20 +143,28 @@ class Cached:
         self.final = self.model.last_n(h, self.cache.context)
         return h, self.final
 
-    def stage_b(self, h: Tensor, bundle: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """Stage B on these prefix states h (R, B, C): final states (R, B, C). The block's keys stay Stage A's.
+    def stage_b(self, h: Tensor, bundle: Tensor, tokens: Tensor) -> Tensor:
+        """Stage B on these prefix states h (R, B, C), see Model.coordinate: final states (R, B, C)."""
+        with self.own_keys():
+            return self.model.coordinate(h, bundle, tokens, self.cache.context)
 
-        tokens (R, B) int64: for causal Stage B, which reads these and the token before the block.
-        """
-        read = () if tokens is None else (tokens, self.before_block)
-
-        # put the unmarked keys back afterwards
+    @contextmanager
+    def own_keys(self) -> Iterator[None]:
+        """Inside, Stage B writes keys of its own for the current block. Afterwards they are Stage A's again."""
         first = self.cfg.n_layer - self.cfg.n_last
         current = self.cache.kv[:, first:, :, :, : self.cfg.block_length]
         unmarked = current.clone()
-        states = self.model.coordinate(h, bundle, self.cache.context, self.n_rounds, *read)
+        yield
         current.copy_(unmarked)
-        return states
+
+    @contextmanager
+    def reading_at(self, places: Tensor) -> Iterator[Context]:
+        """Inside, a pass reads only these positions of the block, (R, P) int64, in this Context."""
+        self.cache.places = places
+        ctx = self.cache.context
+        index = places[..., None, None].expand(-1, -1, 1, ctx.cos.shape[-1])
+        yield replace(ctx, cos=ctx.cos.gather(1, index), sin=ctx.sin.gather(1, index))
+        self.cache.places = None
 
     def close(self, rows: list[int], z: Tensor, changed: bool) -> None:
         """The blocks z (R, B) of `rows` are finished. changed: did the last step change any of them?"""
@@ -168,60 +176,20 @@ class Cached:
         for i in range(1, self.n_rounds):
             h = self.model.last_n(h, replace(self.cache.context, i_round=i))
         self.cache.close(rows)
-        self.before_block[rows] = z[rows, -1]
 
     def keep(self, rows: list[int]) -> None:
         """Drop the other rows, which are finished."""
         self.cache.keep(rows)
         self.final = self.final[rows]
-        self.before_block = self.before_block[rows]
 
+    def several(self, U: int) -> "Engine":
+        """A new engine with U copies of each row side by side; this one stays as it is."""
+        other = copy.copy(self)
+        other.cache = copy.copy(self.cache)
+        other.keep([row for row in range(len(self.cache.lengths)) for _ in range(U)])
+        return other
 
-# --- forwards of the whole text
-class Uncached:
-    """`Cached` without a cache: every forward reads the whole text again, row by row."""
-
-    def __init__(self, model: Model, finished: list[list[int]], n_rounds: int):
-        self.model = model
-        self.n_rounds = n_rounds
-        self.finished = [torch.tensor(ids, dtype=torch.long, device=model.wte.weight.device) for ids in finished]
-        self.read: list[tuple[Tensor, Context]] = []  # each row's prefix states of the whole text, and their Context
-
-    def stage_a(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """As in Cached."""
-        self.read = []
-        prefixes = []
-        finals = []
-        for before, block in zip(self.finished, z, strict=True):
-            # finished blocks do not change any more, so the text is its own clean copy
-            ids = torch.cat([before, block])[None]  # (1, T)
-            ctx = self.model.context(torch.ones_like(ids, dtype=torch.bool), ids if self.model.needs_copy else None)
-            h = self.model.prefix(ids, ctx)
-            final = self.model.last_n(h, ctx)
-            self.read.append((h, ctx))
-
-            # the states of the current block
-            current = slice(len(before), len(before) + len(block))
-            prefixes.append(h[:, current])
-            finals.append(final[:, current])
-        return torch.cat(prefixes), torch.cat(finals)
-
-    def stage_b(self, h: Tensor, bundle: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """As in Cached. h is not used, because Stage A has kept the prefix states of the whole text."""
-        finals = []
-        for row, (before, (whole, ctx)) in enumerate(zip(self.finished, self.read, strict=True)):
-            n = len(before)
-            marked = F.pad(bundle[row : row + 1], (n, 0), value=False)  # (1, T)
-            read = () if tokens is None else (torch.cat([before, tokens[row]])[None],)
-            final = self.model.coordinate(whole, marked, ctx, self.n_rounds, *read)
-            finals.append(final[:, n : marked.shape[1]])
-        return torch.cat(finals)
-
-    def close(self, rows: list[int], z: Tensor, changed: bool) -> None:
-        """As in Cached."""
-        for row in rows:
-            self.finished[row] = torch.cat([self.finished[row], z[row]])
-
-    def keep(self, rows: list[int]) -> None:
-        """As in Cached."""
-        self.finished = [self.finished[r] for r in rows]
+    def reorder(self, rows: Tensor) -> None:
+        """Give each row the current block's keys of another row with the same finished blocks: rows (R,) int64."""
+        current = self.cache.kv[:, :, :, :, : self.cfg.block_length]
+        current.copy_(current[:, :, rows])

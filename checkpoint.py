@@ -11,8 +11,8 @@ a model's folder
 an adapter's folder, which holds what was learned beside a model that did not change, its base
     adapter.json           the base's folder (relative to this one) and its hash, n, K, the block length, the rank of
                            LoRA, and the kind of Stage B
-    adapter.safetensors    LoRA matrices and markers, or what another kind of Stage B learns: causal Stage B's own
-                           layers have no expert_bias here, because they use that of the base's last n layers
+    adapter.safetensors    LoRA matrices and markers, or what another kind of Stage B learns (no buffers: layers that a
+                           Stage B copies use the base's expert_bias)
 
 the folder of a training run is of either kind, and also has
     state.safetensors      what the run resumes from, with train.json and log.jsonl: what has been trained, and the
@@ -38,7 +38,6 @@ from lib.util import (
     check_special,
     checked_entry,
     fail,
-    few_threads_if_small,
     printable,
     quoted,
     read_bytes,
@@ -49,7 +48,6 @@ from lib.util import (
 )
 from model import ROUTERS, Config, Model
 
-LONGEST_BLOCK = 4096  # a block attends to all of itself, so a forward of a longer one takes minutes
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # the dtypes that weights may be stored in
 
 # a model's class, by the kind of its Stage B; to add a kind, write a subclass of Model, and name it here
@@ -100,12 +98,11 @@ def shard_index(folder: Path) -> dict[str, Path]:
     return places
 
 
-def check_numbers(where: Path, name: str, tensor: Tensor, kind: torch.dtype | None = None) -> None:
-    """Refuse a tensor that no model computes with: its dtype is not in FLOATS (or not `kind`), or it has NaN or
-    infinity."""
-    if tensor.dtype != kind if kind else tensor.dtype not in FLOATS:
-        fail(f"{where}: {name} is stored as {tensor.dtype}, and should be {kind or 'float32, float16 or bfloat16'}")
-    refuse_nan(where, name, tensor)
+def check_floats(where: Path, tensors: dict[str, Tensor]) -> None:
+    """Refuse tensors of other dtypes than weights have."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in FLOATS:
+            fail(f"{where}: {name} is stored as {tensor.dtype}, and should be float32, float16 or bfloat16")
 
 
 def refuse_nan(where: Path | str, name: str, tensor: Tensor) -> None:
@@ -130,24 +127,21 @@ def check_fit(path: Path, held: dict, expected: dict, hint: str, dropped: dict[s
 
 
 # --- a model's folder
-def empty_model(cfg: Config, device: torch.device | str, stage_b: str = "paper") -> Model:
+def empty_model(cfg: Config, device: torch.device | str) -> Model:
     """A model of this geometry, whose tensors are still to be filled. On the device "meta" it takes no memory."""
-    few_threads_if_small(cfg.n_embd)
     with torch.device(device):
-        return STAGE_B[stage_b](cfg)
+        return STAGE_B[cfg.stage_b](cfg)
 
 
-def new_model(
-    cfg: Config, generator: torch.Generator, device: torch.device | str = "cpu", stage_b: str = "paper"
-) -> Model:
-    """A model with fresh weights: matrices are normal (initial_std), norms are one, and biases are zero, as is what the
-    model's class names in begin_at_zero."""
+def new_model(cfg: Config, generator: torch.Generator, device: torch.device | str = "cpu") -> Model:
+    """A model with fresh weights: matrices are normal (initial_std), norms are one, and biases are zero. Parameters
+    that stand in the model itself, like its markers, begin as its class has made them."""
     check_config(cfg)
-    model = empty_model(cfg, device, stage_b)
+    model = empty_model(cfg, device)
     for name, p in model.named_parameters():
         if name.endswith("bias"):
             p.data.zero_()
-        elif p.dim() > 1 and name not in model.begin_at_zero:
+        elif p.dim() > 1 and "." in name:
             # drawn on the CPU, so that every device gets the same weights
             drawn = torch.empty(p.shape).normal_(0.0, initial_std(name, cfg), generator=generator)
             p.data.copy_(drawn)
@@ -185,7 +179,7 @@ def save_model(model: Model, folder: Path) -> None:
         if name in weights:
             weights[name] = p.to(model.compute_dtype)
     save_tensors(folder / "model.safetensors", weights)
-    write_json(folder / "config.json", asdict(model.cfg) | {"stage_b": kind_of(model)})
+    write_json(folder / "config.json", asdict(model.cfg))
 
 
 def read_config(folder: Path, **changes) -> Config:
@@ -195,14 +189,14 @@ def read_config(folder: Path, **changes) -> Config:
     raw = read_json(path, "checkpoint config (is this a checkpoint folder?)")
     if "model_type" in raw:
         fail(f"{path} is a released checkpoint's: `python convert_weights.py --src {quoted(folder)} --out DIR` first")
-    for name in ("int8", "stage_b"):  # these are not geometry
-        raw.pop(name, None)
-    with reading(path, "checkpoint config"):
-        cfg = Config(**raw)
-    read = {field.name: checked_entry(vars(cfg), field.name, field.type, path) for field in fields(cfg)}
-    cfg = replace(cfg, **read | changes)
-    if cfg.mask_id < 0:
-        fail(f"{path} has no eos_id and mask_id: the checkpoint is damaged")
+
+    # every field must be there, because a default could be another model's value; only these two came later
+    raw = {"router": Config.router, "stage_b": Config.stage_b} | raw
+    known = {field.name: field.type for field in fields(Config)}
+    for name in sorted(raw.keys() - known.keys() - {"int8"}):
+        fail(f"{path}: unknown field {name}: it may change the model")
+    cfg = Config(**{name: checked_entry(raw, name, kind, path) for name, kind in known.items()})
+    cfg = replace(cfg, **changes)
     check_config(cfg, path)
     check_special(folder, path, cfg.eos_id, cfg.mask_id)
     return cfg
@@ -220,67 +214,62 @@ def check_same_tokens(data: Path, base: Path, flag: str = "--init_from") -> None
 def meaning(folder: Path, judge: dict) -> object:
     """What the ids of a folder mean: the tokens of its tokenizer, or a toy of these sizes."""
     path = folder / "tokenizer.json"
-    return read_bytes(path, "tokenizer") if path.exists() else judge
+    return read_json(path, "tokenizer") if path.exists() else judge
 
 
 def load_model(
-    folder: str | Path, device: torch.device | str, dtype: torch.dtype, stage_b: str | None = None, **overrides
+    folder: str | Path, device: torch.device | str, dtype: torch.dtype, stage_b: str | None = None, **sizes
 ) -> Model:
     """The model in a model's folder, or an adapter's base with the adapter on it.
 
     Parameters get `dtype`; adapters stay float32, and expert_bias and the tensors of an int8 model stay as they are
-    stored. stage_b: the kind of Stage B that will be trained on a base (left out: the folder's own). overrides: other
+    stored. stage_b: the kind of Stage B that will be trained on a base (left out: the folder's own). sizes: other
     values of n_last, n_rounds and block_length; a model with an adapter takes only block_length.
     """
     folder = Path(folder)
     about = about_adapter(folder)
     if about:
         own = {name: about[name] for name in SIZES}
-        own["block_length"] = overrides.get("block_length") or own["block_length"]
-        model = load_model(base_of(folder), device, dtype, stage_b_of(folder), **own)
+        own["block_length"] = sizes.get("block_length") or own["block_length"]
+        model = load_model(base_of(folder), device, dtype, about["stage_b"], **own)
         load_adapter(model, folder, about)
         return model
 
-    cfg = read_config(folder, **{name: value for name, value in overrides.items() if value is not None})
+    changes = {name: value for name, value in dict(sizes, stage_b=stage_b).items() if value is not None}
+    cfg = read_config(folder, **changes)
 
-    # only names and shapes, which take no memory
-    model = empty_model(cfg, "meta", stage_b or stage_b_of(folder))
+    # build
+    model = empty_model(cfg, "meta")  # only names and shapes, which take no memory
     stored_as_int8 = read_json(folder / "config.json", "checkpoint config").get("int8", False)
     if stored_as_int8:
         from lib.int8 import use_int8
 
         use_int8(model)
-
-    # convert tensor by tensor, so that there is no second copy; those of an int8 model keep their dtype
     expected = stored(model)
+
+    # load tensor by tensor, so that there is no second copy; those of an int8 model keep their dtype
+    model.base_hash = weights_hash(folder)
     state = {}
     for name, tensor in read_weights(folder):
-        exact = stored_as_int8 and name in expected and expected[name].dtype != torch.float32
-        check_numbers(folder, name, tensor, expected[name].dtype if exact else None)
         kept = stored_as_int8 or name.endswith("expert_bias")
+        if not kept:
+            check_floats(folder, {name: tensor})
         state[name] = tensor.to(device=device, dtype=tensor.dtype if kept else dtype)
-    with reading(folder, "weights"):
+    if "wte.weight" in state:
         model.begin_from(state)
-
     check_fit(folder, state, expected, "the checkpoint is incomplete, or another model's")
+
+    # attach
     model.load_state_dict(state, assign=True, strict=False)
     model.tie()
     model.compute_dtype = dtype
     return model
 
 
-def kind_of(model: Model) -> str:
-    """The kind of the model's Stage B, a name in STAGE_B."""
-    return next(name for name, kind in STAGE_B.items() if type(model) is kind)
-
-
 def stage_b_of(folder: Path) -> str:
     """The kind of Stage B in this folder, a name in STAGE_B."""
-    about = about_adapter(folder) or read_json(base_of(folder) / "config.json", "checkpoint config")
-    name = about.get("stage_b", "paper")
-    if not isinstance(name, str) or name not in STAGE_B:
-        fail(f"{folder} has a Stage B of the kind {name!r:.80}, and the kinds are {', '.join(STAGE_B)}")
-    return name
+    about = about_adapter(folder)
+    return about["stage_b"] if about else read_config(folder).stage_b
 
 
 def is_int8(model: Model) -> bool:
@@ -295,14 +284,9 @@ def judge_of(folder: Path) -> dict:
     return checked_entry(about, "judge", dict, path) if about.get("judge") is not None else {}
 
 
-def is_plain_text(folder: Path) -> bool:
-    """Was this model trained here, on rows that nothing judges? A converted checkpoint has no meta.json."""
-    return (base_of(folder) / "meta.json").exists() and not judge_of(folder)
-
-
 # --- an adapter's folder
 SIZES = {"n_last": int, "n_rounds": int, "block_length": int}  # the sizes that an adapter has of its own
-ENTRIES = SIZES | {"base": str, "stage_b": str, "lora_r": int}  # the entries of adapter.json besides base_hash
+ENTRIES = SIZES | {"base": str, "base_hash": str, "stage_b": str, "lora_r": int}  # the entries of adapter.json
 
 
 def about_adapter(folder: Path) -> dict:
@@ -311,7 +295,10 @@ def about_adapter(folder: Path) -> dict:
     if not path.exists():
         return {}
     about = read_json(path, "adapter")
-    return about | {name: checked_entry(about, name, kind, path) for name, kind in ENTRIES.items()}
+    about = {name: checked_entry(about, name, kind, path) for name, kind in ENTRIES.items()}
+    if about["stage_b"] not in STAGE_B:
+        fail(f"{path}: its Stage B is of the kind {about['stage_b']!r:.80}, and the kinds are {', '.join(STAGE_B)}")
+    return about
 
 
 def base_of(folder: Path) -> Path:
@@ -328,9 +315,15 @@ def base_of(folder: Path) -> Path:
 
 
 def save_adapter(model: Model, folder: Path, base: Path, lora_r: int) -> None:
-    """Write what was learned beside the model in `base`."""
-    about = {"base": Path(os.path.relpath(base, folder)).as_posix(), "base_hash": weights_hash(base)}
-    about |= {name: getattr(model.cfg, name) for name in SIZES} | dict(stage_b=kind_of(model), lora_r=lora_r)
+    """Write what was learned beside the model in `base`, which still has the weights that were loaded."""
+    if weights_hash(base) != model.base_hash:
+        fail(f"the weights in {base} were replaced while an adapter was trained on them: put the old ones back")
+    try:
+        path = os.path.relpath(base, folder)
+    except ValueError:  # on another drive of Windows
+        path = os.path.abspath(base)
+    about = {"base": Path(path).as_posix(), "base_hash": model.base_hash}
+    about |= {name: getattr(model.cfg, name) for name in SIZES} | dict(stage_b=model.cfg.stage_b, lora_r=lora_r)
     save_tensors(folder / "adapter.safetensors", model.learned())
     write_json(folder / "adapter.json", about)
 
@@ -338,27 +331,25 @@ def save_adapter(model: Model, folder: Path, base: Path, lora_r: int) -> None:
 def load_adapter(model: Model, folder: Path, about: dict) -> None:
     """Put the adapter in `folder` on its loaded base. An adapter is float32, whatever dtype the base has."""
     check_base(base_of(folder), folder)
-    r = about["lora_r"]
-    if not 1 <= r <= 2**16:
-        fail(f"{folder}/adapter.json has LoRA of rank {r}: the rank is 1 or more")
-    model.adapt(r, torch.Generator())
+    model.adapt(about["lora_r"], torch.Generator())
+    model.load_state_dict(read_adapter(folder, model.learned()), strict=False)
 
+
+def read_adapter(folder: Path, learned: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of an adapter, each of the shape that `learned` has under its name."""
     path = folder / "adapter.safetensors"
     state = dict(read_tensors([path]))
+    check_floats(path, state)
     for name, tensor in state.items():
-        check_numbers(path, name, tensor)
-    check_fit(path, state, model.learned(), "is this adapter whole?")
-    model.load_state_dict(state, strict=False)
+        refuse_nan(path, name, tensor)
+    check_fit(path, state, learned, "is this adapter whole?")
+    return state
 
 
 def check_base(base: Path, folder: Path) -> None:
     """Refuse a base that is not the one that the adapter in `folder` was trained on."""
-    about = about_adapter(folder)
-    if "base_hash" in about and about["base_hash"] != weights_hash(base):
-        fail(
-            f"{folder} was trained on other weights than {base} holds now: put those there, or, if these are the same "
-            f"weights in another form, delete base_hash from adapter.json"
-        )
+    if about_adapter(folder)["base_hash"] != weights_hash(base):
+        fail(f"{folder} was trained on other weights than {base} holds now: put those there")
 
 
 def weights_hash(folder: Path) -> str:
@@ -410,36 +401,27 @@ PRESETS = {
 
 
 def check_config(cfg: Config, where: Path | str = "impossible model") -> None:
-    """Refuse a geometry that would hang or compute something else. Wrong shapes of tensors are refused in loading."""
-    sizes = (cfg.n_head, cfg.n_kv_head, cfg.n_embd, cfg.head_dim, cfg.d_dense, cfg.d_expert, cfg.n_expert)
-    counts = (cfg.n_layer, cfg.n_dense, cfg.n_shared)
-    scales = (cfg.norm_eps, cfg.rope_theta, cfg.routed_scaling)
-    ids = (cfg.eos_id, cfg.mask_id)
-    longest = min(LONGEST_BLOCK, cfg.max_len)
+    """Refuse a geometry that cannot be computed. Wrong shapes of tensors are refused in loading."""
     group = cfg.n_expert // max(1, cfg.n_group)
-    mlp = max(cfg.d_dense, max(cfg.n_expert, cfg.n_shared) * cfg.d_expert)
-    widest = max(2 * mlp, (cfg.n_head + 2 * cfg.n_kv_head) * cfg.head_dim)
     for holds, what in (
-        (all(0 < n <= 2**20 for n in (*sizes, cfg.vocab_size)), "sizes are 1..1,048,576"),
-        (all(0 <= n <= 2**8 for n in counts), "n_layer, n_dense and n_shared are 0..256"),
-        (cfg.n_embd * widest <= 2**40, "no layer has more than 2^40 numbers in one tensor"),
+        (cfg.stage_b in STAGE_B, f"stage_b is one of {', '.join(STAGE_B)}, not {cfg.stage_b!r:.80}"),
+        (cfg.router in ROUTERS, f"router is one of {', '.join(ROUTERS)} (see model.py), not {cfg.router!r:.80}"),
+        (min(cfg.n_head, cfg.n_kv_head, cfg.n_embd, cfg.head_dim, cfg.vocab_size) > 0, "sizes are above 0"),
         (cfg.n_head % max(1, cfg.n_kv_head) == 0, "n_kv_head divides n_head"),
         (
             cfg.n_layer <= cfg.n_dense or cfg.n_embd % 8 == cfg.d_expert % 8 == 0,
             "n_embd and d_expert are multiples of 8: the experts' grouped products read 16 bytes at a time",
         ),
-        (cfg.router in ROUTERS, f"router is one of {', '.join(ROUTERS)} (see model.py), not {cfg.router!r:.80}"),
-        (all(0 < x < 1e30 for x in scales), "norm_eps, rope_theta and routed_scaling are above 0, and finite"),
         (cfg.rotary_dim in range(2, cfg.head_dim + 1, 2), "rotary_dim is even, and at most head_dim"),
         (cfg.n_expert == group * cfg.n_group and group > 1, "n_group divides n_expert, in twos or more"),
         (1 <= cfg.topk_group <= cfg.n_group, "topk_group is 1..n_group"),
         (1 <= cfg.n_active <= cfg.topk_group * group, "n_active experts fit into topk_group groups"),
         (1 <= cfg.n_last <= cfg.n_layer, f"n_last is 1..{cfg.n_layer} (n_layer), not {cfg.n_last}"),
-        (1 <= cfg.n_rounds <= 1000, "n_rounds is 1..1000"),
-        (1 <= cfg.block_length <= longest, f"block_length is 1..{longest}, and at most max_len, {cfg.max_len}"),
+        (cfg.n_rounds >= 1, "n_rounds is 1 or more"),
+        (1 <= cfg.block_length <= cfg.max_len, f"block_length is 1..{cfg.max_len} (max_len), not {cfg.block_length}"),
         # a preset without ids has -1 for both
-        (ids == (-1, -1) or 0 <= min(ids) <= max(ids) < cfg.vocab_size, "ids are 0 or above, and in the vocabulary"),
-        (ids == (-1, -1) or cfg.eos_id != cfg.mask_id, f"eos_id and mask_id, both {cfg.mask_id}, are two tokens"),
+        (max(cfg.eos_id, cfg.mask_id) < cfg.vocab_size, "eos_id and mask_id are in the vocabulary"),
+        (cfg.eos_id != cfg.mask_id or cfg.mask_id == -1, f"eos_id and mask_id, both {cfg.mask_id}, are two tokens"),
     ):
         if not holds:
             fail(f"{where}: this must hold: {what}")
@@ -450,11 +432,9 @@ def training_state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, 
     """What has been trained, and the optimizer's moments: param.NAME (the experts' biases, too, if they move); Adam's
     exp_avg.NAME, exp_avg_sq.NAME and step.NAME; Muon's momentum_buffer.NAME."""
     state = {}
-    moments = optimizer.state
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            state[f"param.{name}"] = p
-            state |= {f"{kind}.{name}": tensor for kind, tensor in moments[p].items()}
+    for name, p in model.learned().items():
+        state[f"param.{name}"] = p
+        state |= {f"{kind}.{name}": tensor for kind, tensor in optimizer.state[p].items()}
     return state | {f"param.{name}": bias for name, bias in learned_biases(model).items()}
 
 
@@ -463,8 +443,9 @@ def learned_biases(model: Model) -> dict[str, Tensor]:
     return {name: bias for name, bias in model.named_buffers() if model.wte.weight.requires_grad}
 
 
-def restore_state(model: Model, optimizer: torch.optim.Optimizer, folder: Path) -> int:
-    """Read weights and moments -> the number of steps that were taken. Random numbers need no state."""
+def restore_state(model: Model, optimizer: torch.optim.Optimizer, folder: Path, run: str) -> int:
+    """Read weights and moments -> the number of steps that were taken. Random numbers need no state. run: the name that
+    the run gave itself in train.json, which its state has, too."""
     # a run that has not saved yet has no state
     path = folder / "state.safetensors"
     if not path.exists():
@@ -472,14 +453,15 @@ def restore_state(model: Model, optimizer: torch.optim.Optimizer, folder: Path) 
             fail(f"{path} is gone, and without it the run cannot go on: start again in a new --out_dir")
         return 0
 
-    # an adapter goes on with the base that it began with
-    if about_adapter(folder):
-        check_base(base_of(folder), folder)
-
+    with reading(path, "state"), safe_open(path, "pt") as file:
+        about = file.metadata() or {}
     state = dict(read_tensors([path]))
-    learned = {name: p for name, p in model.named_parameters() if p.requires_grad} | learned_biases(model)
+    steps = about.get("step", "")
+    if (about.get("run"), about.get("tensors")) != (run, str(len(state))) or not steps.isdecimal() or len(steps) > 9:
+        fail(f"{path} is not this run's, or not whole: start again in a new --out_dir")
 
     # a tensor that has been updated has Muon's moments or Adam's, and the state shows which
+    learned = model.learned() | learned_biases(model)
     expected = {}
     for name, p in learned.items():
         expected[f"param.{name}"] = p
@@ -490,15 +472,12 @@ def restore_state(model: Model, optimizer: torch.optim.Optimizer, folder: Path) 
     check_fit(path, state, expected, "start again in a new --out_dir")
 
     for key, tensor in state.items():
-        check_numbers(path, key, tensor)
         kind, name = key.split(".", 1)
         p = learned[name]
+        if tensor.dtype != expected[key].dtype:
+            fail(f"{path}: {key} is stored as {tensor.dtype}, and should be {expected[key].dtype}")
         if kind == "param":
             p.data.copy_(tensor)
         else:
             optimizer.state[p][kind] = tensor.to(p.device)
-    with reading(path, "state"), safe_open(path, "pt") as file:
-        steps = file.metadata()["step"]
-        if not steps.isdecimal():
-            raise ValueError(f"it was saved after {steps} steps")
     return int(steps)

@@ -23,8 +23,6 @@ Each block draws its own mask ratio. For wrong tokens there are three rules (--c
               one is G, and the other masks stay M. (The paper, too, takes W from the model's own errors, as in Yao,
               arXiv 2606.17175.)
 
-To add a rule of your own, write a function like `random_tokens`, and name it in CORRUPTIONS.
-
 Each row has its own random numbers, so a row's corruption does not depend on the rows beside it.
 """
 
@@ -66,54 +64,55 @@ Draft = Callable[[Tensor, Tensor], Tensor]
 # --- what the model is shown
 @dataclass(frozen=True)
 class Corruption:
+    """How rows are corrupted, and what that takes."""
+
     name: str  # one of CORRUPTIONS
     block_length: int
     mask_id: int
     plain: Tensor  # int64: the ordinary ids, from which random tokens are drawn
+    draws: Draws  # each row's generator
+    draft: Draft | None = None
     mask_power: float = 1.0  # a block's mask ratio is U(0, 1) to this power; a power below 1 makes more masks
 
 
-def corrupt(
-    x: Tensor, corruptible: Tensor, how: Corruption, draws: Draws, draft: Draft | None = None
-) -> tuple[Tensor, Tensor]:
+def corrupt(x: Tensor, corruptible: Tensor, how: Corruption) -> tuple[Tensor, Tensor]:
     """x (R, T) int64: clean rows; corruptible (R, T) bool: the positions that are neither prompt nor padding.
 
     -> z (R, T) int64 and kind (R, T) uint8: M, W or G at every corruptible position, NONE at the others.
     """
-    R, T = x.shape
+    T = x.shape[1]
 
     # each block draws a mask ratio, then each of its positions is masked with that probability
-    ratio = of_blocks(draws, T, how.block_length) ** how.mask_power
-    masked = uniform(draws, T) < ratio
+    ratio = of_blocks(how.draws, T, how.block_length) ** how.mask_power
+    masked = uniform(how.draws, T) < ratio
     masked = corruptible & masked.to(x.device)
     z = x.masked_fill(masked, how.mask_id)
 
     # then some tokens become wrong
-    z = CORRUPTIONS[how.name](z, masked, corruptible, how, draws, draft)
+    z = CORRUPTIONS[how.name](z, masked, corruptible & ~masked, how)
     return z, kinds(x, z, corruptible, how.mask_id)
 
 
-def masks_alone(z: Tensor, masked: Tensor, corruptible: Tensor, how: Corruption, draws: Draws, draft: Draft) -> Tensor:
+# a rule makes tokens wrong: z (R, T) int64; masked and visible (R, T) bool, the corruptible positions -> z
+def masks_alone(z: Tensor, masked: Tensor, visible: Tensor, how: Corruption) -> Tensor:
     return z
 
 
-def random_tokens(
-    z: Tensor, masked: Tensor, corruptible: Tensor, how: Corruption, draws: Draws, draft: Draft
-) -> Tensor:
+def random_tokens(z: Tensor, masked: Tensor, visible: Tensor, how: Corruption) -> Tensor:
     """Replace some visible tokens by random ones. A random token may happen to be the right one."""
     T = z.shape[1]
-    rate = REPLACE_RATE * of_blocks(draws, T, how.block_length)
-    replaced = uniform(draws, T) < rate
-    replaced = corruptible & ~masked & replaced.to(z.device)
-    place = (uniform(draws, T) * len(how.plain)).long()
+    rate = REPLACE_RATE * of_blocks(how.draws, T, how.block_length)
+    replaced = uniform(how.draws, T) < rate
+    replaced = visible & replaced.to(z.device)
+    place = (uniform(how.draws, T) * len(how.plain)).long()
     return torch.where(replaced, how.plain[place].to(z.device), z)
 
 
-def own_drafts(z: Tensor, masked: Tensor, corruptible: Tensor, how: Corruption, draws: Draws, draft: Draft) -> Tensor:
+def own_drafts(z: Tensor, masked: Tensor, visible: Tensor, how: Corruption) -> Tensor:
     """Fill some of the masks with Stage A's tokens."""
-    drafted = uniform(draws, z.shape[1]) < DRAFT_RATE
+    drafted = uniform(how.draws, z.shape[1]) < DRAFT_RATE
     drafted = masked & drafted.to(z.device)
-    return z.masked_scatter(drafted, draft(z, drafted))
+    return z.masked_scatter(drafted, how.draft(z, drafted))
 
 
 CORRUPTIONS = {"mask": masks_alone, "random": random_tokens, "draft": own_drafts}
@@ -149,19 +148,15 @@ def draw_bundle(masked: Tensor, s_min: int, s_max: int, draws: Draws) -> Tensor:
 
 
 # --- the loss
-def three_term_loss(
-    model: Model, h: Tensor, target: Tensor, kind: Tensor, fill: Tensor, head: Callable[[Tensor], Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
+def three_term_loss(model: Model, h: Tensor, target: Tensor, kind: Tensor, fill: Tensor) -> tuple[Tensor, Tensor]:
     """Eq. 1: the weighted sum of cross-entropies, in nats. Nothing is shifted: a position predicts its own token.
     Unlike LLaDA's own loss, no term is divided by the mask ratio.
 
-    h (R, T, C): the states that `head` reads, or (R, 2T, C) with a clean copy (see Model.context), which has no loss.
-    target (R, T) int64. kind (R, T) uint8. fill (R, T) bool: the masks with a fill loss, which are all of M in Stage A
-    and the bundle in Stage B. head: the function from states to logits (left out: the model's own, whose C is n_embd).
+    h (R, T, C): a stage's states. target (R, T) int64. kind (R, T) uint8. fill (R, T) bool: the masks with a fill loss,
+    which are all of M in Stage A, and the bundle in Stage B.
 
     -> a scalar, and (R, T) float32: the cross-entropy at every position with a loss, without gradient.
     """
-    h = h[:, : kind.shape[1]]
     filled = fill & (kind == M)
     wrong = kind == W
     right = kind == G
@@ -169,7 +164,7 @@ def three_term_loss(
     # make logits only where there is a loss
     chosen = filled | wrong | right
     ce = torch.zeros(kind.shape, device=h.device)
-    ce[chosen] = cross_entropy(head or model.logits, h[chosen], target[chosen], model.cfg.vocab_size)
+    ce[chosen] = cross_entropy(model, h[chosen], target[chosen])
 
     # the three terms; add one of your own here (if it needs logits: in `part` of cross_entropy, below)
     loss = LAMBDA_M2T * (ce * filled).sum()
@@ -192,15 +187,15 @@ def kinds_apart(ce_a: Tensor, ce_b: Tensor | None, kind: Tensor, bundle: Tensor 
     return {name: torch.stack([(ce * where).sum(), where.sum()]) for name, (ce, where) in places.items()}
 
 
-def cross_entropy(head: Callable[[Tensor], Tensor], h: Tensor, target: Tensor, vocab_size: int) -> Tensor:
+def cross_entropy(model: Model, h: Tensor, target: Tensor) -> Tensor:
     """h (P, C), target (P,) int64 -> (P,) float32 in nats."""
 
     def part(h: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(head(h), target, reduction="none")
+        return F.cross_entropy(model.logits(h), target, reduction="none")
 
     # make 64 MB of logits at a time, and make them again in the backward: for 8 rows of 2,048 tokens, and a
     # vocabulary of 157,184, the logits of both stages would take 20 GB
-    size = max(64, 2**24 // vocab_size)
+    size = max(64, 2**24 // model.cfg.vocab_size)
     if len(h) <= size:
         return part(h, target)
     parts = zip(h.split(size), target.split(size), strict=True)

@@ -18,14 +18,14 @@ from model import Config
 @dataclass(frozen=True)
 class Decoding:
     """The settings of a decoder. The defaults are the paper's, except for gen_length, which is 16,384 in the paper.
-    The paper also sets "32 steps per block". Here nothing needs to be set, because each step fills at least one of
-    32 masks. (Only a model that writes [M] itself could need more steps.)"""
+    The paper also sets "32 steps per block". Here no limit is needed, because every step fills at least one mask.
+    (Only a model that writes [M] itself could need more steps.)"""
 
     gen_length: int = 256  # tokens; the last block is decoded whole
     tau_m2t: float = 0.7  # fill the masks whose probability is above this; -1: all masks at once
     tau_t2t: float | None = 0.0  # edit a visible token if the likeliest is another, and above this; None: never
     n_rounds: int = 1  # K; 0: Stage B is off
-    tau_joint: float | None = None  # not the paper's: write the longest run with a joint probability above this
+    select: str = "confidence"  # which masks are written together: a name in sample.SELECT
     max_post_steps: int = 16  # the most forwards after the last mask is filled
     num_to_transfer: int = 1  # the least number of masks that the paper's rule fills in a step
     eos_early_stop: bool = True
@@ -35,6 +35,9 @@ class Decoding:
     temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # 0: all tokens
     top_p: float = 1.0
+    # of causal.py alone
+    lookahead: int = 0  # how many positions a pass of Stage B reads; 0: all that are not final
+    beam: int = 1  # how many texts are kept while a block is written; 1: greedy
 
     @property
     def edit_gate(self) -> float:
@@ -43,13 +46,18 @@ class Decoding:
 
     @property
     def log_gate(self) -> float:
-        """The logarithm of what a run's probability must exceed."""
-        return math.log(self.tau_joint) if self.tau_joint else -math.inf
+        """The logarithm of what the probability of a run of tokens must exceed, where tau_m2t is about runs."""
+        return math.log(self.tau_m2t) if self.tau_m2t > 0 else -math.inf
 
     @property
     def post_steps(self) -> int:
         """The most forwards after the last mask is filled. It is 0 without edits, because nothing could change."""
         return 0 if self.tau_t2t is None else self.max_post_steps
+
+
+PAPER = Decoding(holes=True)
+RELEASED = Decoding(holes=True, tau_t2t=0.5, n_rounds=0)  # LLaDA2.1's own quality setting, with Stage B off
+CAUSAL = Decoding(holes=True, tau_t2t=None, tau_m2t=0.0)  # causal.py: whole blocks
 
 
 @dataclass
@@ -65,6 +73,7 @@ class Step:
     token_a: Tensor  # (R, B) int64: the token that Stage A would write
     conf_a: Tensor  # (R, B) float32: that token's probability
     partial: Tensor  # (R,) float32: partial forwards
+    over: Tensor  # (R,) bool: no further step on this block would change it
 
 
 # --- a token
@@ -78,15 +87,13 @@ def candidates(logits: Tensor, u: Tensor, d: Decoding) -> tuple[Tensor, Tensor]:
         p = logits.softmax(-1).gather(-1, token[..., None])
         return token, p[..., 0]
 
-    # scale, and cut to the top k
-    logits = logits / d.temperature
-    if d.top_k:
-        kth = logits.topk(min(d.top_k, logits.shape[-1]), dim=-1).values[..., -1:]
-        logits = logits.masked_fill(logits < kth, float("-inf"))
+    # the likeliest tokens first; of equal ones the first
+    p, order = (logits / d.temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
 
-    # cut to top_p: keep the likeliest tokens, up to and with the one that crosses it
-    p, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
-    p = p.masked_fill(p.cumsum(-1) - p > d.top_p, 0.0)
+    # cut to the top k, then to top_p: keep the likeliest tokens, up to and with the one that crosses it
+    if d.top_k:
+        p = p * (torch.arange(p.shape[-1], device=p.device) < d.top_k)
+    p = p.masked_fill(p.cumsum(-1) - p > d.top_p * p.sum(-1, keepdim=True), 0.0)
 
     # draw: the token in whose share of the remaining probability u falls
     cdf = p.cumsum(-1)

@@ -7,11 +7,11 @@ writes the same possible answer is never wrong, so `possible` is not enough.
                step, or that writes one token at a time, and not for the others
     possible   the share of contexts whose greedy answer is possible
     likeliest  the share whose greedy answer is the most probable one (the joint mode, which the paper aims at)
-    looks      the passes of Stage B for an answer; here the paper's passes are called looks, too
+    passes     the passes of Stage B for an answer
 
 Names. Held-out names of Unicode characters are completed from their first third of tokens (rounded up). A completion
 counts if some character has that name; `unicodedata` knows this. All forwards are counted: full ones, refreshes, and
-partial ones at their share of the layers.
+partial ones at their share of the layers. With flags of decoding there is one row a checkpoint, decoded as they say.
 
 Text. Models of text are judged in bits, as are several toys; with --bits any model is. Each held-out block is filled
 from masks, with the text before it given, and the table says how many bits a token costs. Nothing is drawn: these are
@@ -21,7 +21,6 @@ block.
 
     python evaluate.py                                               # assets/names/paper, a minute
     python evaluate.py --ckpt assets/names/paper assets/names/causal # two adapters side by side
-    python evaluate.py --ckpt assets/names/causal --bits             # in bits
     python evaluate.py --ckpt assets/shakespeare/causal              # Shakespeare, in bits a byte
     python evaluate.py --ckpt out/toy                                # a toy's decoders
     python evaluate.py --ckpt out/text --data data/mine              # bits a byte of your own text
@@ -40,64 +39,59 @@ import torch
 from torch import Tensor
 
 import toy
-from cache import Cached
-from causal import CausalModel
-from checkpoint import base_of, check_same_tokens, judge_of, load_model, read_config
-from decoding import Decoding, Output, Step, in_full
+from cache import Engine
+from checkpoint import base_of, check_same_tokens, judge_of, load_model, meaning, read_config
+from decoding import PAPER, RELEASED, Decoding, Output, Step, in_full
 from lib.names import draw_names, exists
 from lib.rows import Batch, Corpus, get_batch, read_corpus
 from lib.tokenizer import Tokenizer, load_tokenizer
-from lib.util import Mistake, Parser, bounded, command, fail, pick_device, print_table, progress, read_json
+from lib.util import (
+    Mistake,
+    Parser,
+    bounded,
+    checked_entry,
+    command,
+    fail,
+    pick_device,
+    print_table,
+    progress,
+    quoted,
+    read_json,
+)
 from model import Model
-from sample import generate, temperature
+from sample import DECODERS, add_decoding, decoding_of, generate
 from toy import Toy
 
 # R rows, T positions, N contexts, S support tuples, m answer positions, V symbols, B block_length
 
 TOY_BATCH = 4096  # the rows in one forward of a toy
 TEXT_BATCH = 64  # the rows in one forward of text
+NAME_LENGTH = 32  # the most tokens of a completed name
 
-OFF = dict(n_rounds=0)
-ONE_STEP = Decoding(tau_m2t=-1, tau_t2t=None)  # every mask at once
-JOINT = Decoding(tau_joint=0.0, tau_t2t=None)  # every mask of a block, in as many looks as it takes
-TOY_DECODERS = {
-    "one at a time": Decoding(tau_m2t=1.0, tau_t2t=None, n_rounds=0),
-    "one at a time, from the left": Decoding(tau_joint=1.0, tau_t2t=None, n_rounds=0),
-    "Stage A, one step": replace(ONE_STEP, n_rounds=0),
-    "all at once, then edits": replace(ONE_STEP, n_rounds=0, tau_t2t=0.0, max_post_steps=64),
-    "released gates (0.7, 0.5)": Decoding(tau_m2t=0.7, tau_t2t=0.5, n_rounds=0),
-}
-
-# the rows of the table for a base, for the paper's adapter (a small Table 2), and for causal Stage B
-NAME_DECODING = Decoding(gen_length=32)
-NO_EDITS = dict(tau_t2t=None)
+# the rows of a table: how a base decodes (Stage B is off), and how each kind of Stage B does
+LEFT = replace(RELEASED, tau_t2t=None, select="left", tau_m2t=1.0)
+AT_ONCE = replace(PAPER, tau_m2t=-1.0, tau_t2t=None)
 BASE_ROWS = {
-    "base, one at a time from the left": OFF | NO_EDITS | dict(tau_joint=1.0),
-    "base, longest run above 0.7": OFF | NO_EDITS | dict(tau_joint=0.7),
-    "base, longest run above 0.5": OFF | NO_EDITS | dict(tau_joint=0.5),
-    "base, longest run above 0.3": OFF | NO_EDITS | dict(tau_joint=0.3),
-    "base, above 0.7, gated edits (released)": OFF | dict(tau_t2t=0.5),
-    "base, above 0.7, edits off": OFF | NO_EDITS,
-    "base, all at once": OFF | NO_EDITS | dict(tau_m2t=-1.0),
+    "one at a time, from the left": LEFT,
+    "one at a time, surest first": replace(RELEASED, tau_t2t=None, tau_m2t=1.0),
+    "certified": replace(RELEASED, tau_t2t=None, select="certified"),
+    "gates .7 and .5 (released)": RELEASED,
+    "all at once": replace(AT_ONCE, n_rounds=0),
 }
-ADAPTER_ROWS = {
-    "Stage B off, gated edits": OFF | dict(tau_t2t=0.5),
-    "Stage B off, ungated edits": OFF,
-    "Stage B, gated edits": dict(tau_t2t=0.5),
-    "Stage B, ungated edits (paper)": {},
-    "Stage B, edits off": NO_EDITS,
-    "Stage B, ungated, tau_m2t 0.5": dict(tau_m2t=0.5),
-    "Stage B, ungated, tau_m2t 0.3": dict(tau_m2t=0.3),
-    "Stage B, all at once": dict(tau_m2t=-1.0),
-    "Stage B, all at once, edits off": NO_EDITS | dict(tau_m2t=-1.0),
-    "Stage B off, all at once, edits off": OFF | NO_EDITS | dict(tau_m2t=-1.0),
+PAPER_ROWS = {
+    "Stage B off, gates .7 and 0": replace(PAPER, n_rounds=0),
+    "Stage B, gates .7 and 0 (paper)": PAPER,
+    "Stage B off, all at once": replace(AT_ONCE, n_rounds=0),
+    "Stage B, all at once": AT_ONCE,
 }
-CAUSAL_ROWS = {
-    "causal, whole blocks": NO_EDITS | dict(tau_joint=0.0),
-    "causal, longest run above 0.2": NO_EDITS | dict(tau_joint=0.2),
-    "causal, longest run above 0.5": NO_EDITS | dict(tau_joint=0.5),
-    "causal, longest run above 0.8": NO_EDITS | dict(tau_joint=0.8),
-}
+
+
+def rows_of(model: Model) -> dict[str, Decoding]:
+    """How a model with a trained Stage B decodes: the paper's rows, or another Stage B's own settings."""
+    step, settings = DECODERS.get(model.cfg.stage_b, DECODERS["paper"])
+    if step is DECODERS["paper"][0]:
+        return PAPER_ROWS
+    return {"Stage B, whole blocks": settings, "Stage B, a beam of 4": replace(settings, beam=4)}
 
 
 def forwards(model: Model, outputs: list[Output]) -> float:
@@ -107,54 +101,47 @@ def forwards(model: Model, outputs: list[Output]) -> float:
 
 # --- toys
 @torch.no_grad()
-def answer_log_probs(
-    model: Model, task: Toy, c: Tensor, z: Tensor, n_rounds: int, tokens: Tensor | None = None
-) -> Tensor:
+def answer_log_probs(model: Model, task: Toy, c: Tensor, z: Tensor, x: Tensor | None = None) -> Tensor:
     """log q(x_i | z) (R, m, V) float64 of answers z (R, m) int64, -1 where masked, in contexts c (R,).
 
-    Stage A computes them if n_rounds is 0, else Stage B with every masked position in the bundle. In causal Stage B
-    a position reads what tokens (R, m) int64 has before it. The engine is the decoder's.
+    Stage A computes them or, if the answers x (R, m) are given, Stage B, with every masked position in the bundle.
     """
     device = model.wte.weight.device
     logits = []
     for at in range(0, len(c), TOY_BATCH):
         part = slice(at, at + TOY_BATCH)
         answer = z[part].masked_fill(z[part] < 0, task.mask_id).to(device)
-        engine = Cached(model, task.prompt(c[part]).tolist(), n_rounds)
+        engine = Engine(model, task.prompt(c[part]).tolist(), 0 if x is None else model.cfg.n_rounds)
         h, states = engine.stage_a(answer)
-        found = model.logits(states)
-        if n_rounds > 0 and tokens is None:
-            found = model.logits(engine.stage_b(h, answer == task.mask_id))
-        elif n_rounds > 0:
-            states_b = engine.stage_b(h, answer == task.mask_id, tokens[part].to(device))
-            found = model.logits_b(torch.cat([states_b, states], dim=-1))
-        logits.append(found.cpu().double())
+        if x is not None:
+            bundle = answer == task.mask_id
+            told = model.told(x[part].to(device)[bundle], states[bundle])
+            states = engine.stage_b(h, bundle, answer.masked_scatter(bundle, told))
+        logits.append(model.logits(states).cpu().double())
 
     # normalise over all tokens, then cut to the symbols: probability on any other token is lost
     return torch.cat(logits).log_softmax(-1)[..., : task.V]
 
 
-def one_step_table(model: Model, task: Toy, n_rounds: int) -> Tensor:
-    """q over the support when all positions are drawn at once: (N, S) float64."""
+def product_of_stage_a(model: Model, task: Toy) -> Tensor:
+    """q over the support when Stage A draws all positions at once: (N, S) float64."""
     c = torch.arange(task.n_ctx)
     masks = torch.full((task.n_ctx, task.m), -1)
-    q = answer_log_probs(model, task, c, masks, n_rounds).exp()
-    return toy.product_table(task, c, q)
+    return toy.product_table(task, c, answer_log_probs(model, task, c, masks).exp())
 
 
-def causal_table(model: Model, task: Toy) -> Tensor:
-    """q over the support when causal Stage B draws all positions, by the chain rule: each position of a tuple reads the
-    tuple's positions before it. (N, S) float64."""
+def stage_b_table(model: Model, task: Toy) -> Tensor:
+    """q over the support when Stage B draws all positions in one step: (N, S) float64. Where it is told the right
+    tokens on the left, this is the chain rule."""
     N, S, m = task.support.shape
     c = torch.arange(N).repeat_interleave(S)
     x = task.support.reshape(N * S, m)
-    masks = torch.full_like(x, -1)
-    log_p = answer_log_probs(model, task, c, masks, model.cfg.n_rounds, tokens=x)
+    log_p = answer_log_probs(model, task, c, torch.full_like(x, -1), x)
     log_q = log_p.gather(2, x[..., None]).sum((1, 2))
     return log_q.exp().view(N, S) * (task.prob > 0)
 
 
-def chain_table(model: Model, task: Toy, from_the_left: bool = False) -> Tensor:
+def chain_table(model: Model, task: Toy, from_the_left: bool) -> Tensor:
     """q over the support when tokens are drawn one at a time: (N, S) float64.
 
     The next position is the leftmost one, or the one whose likeliest token is surest. What has been written so far
@@ -169,7 +156,7 @@ def chain_table(model: Model, task: Toy, from_the_left: bool = False) -> Tensor:
     for _ in range(m):
         # the distinct states: a context, and what has been written of its answer
         states, back = torch.unique(torch.cat([c[:, None], z], dim=1), dim=0, return_inverse=True)
-        log_p = answer_log_probs(model, task, states[:, 0], states[:, 1:], 0)
+        log_p = answer_log_probs(model, task, states[:, 0], states[:, 1:])
 
         # which open position is written next
         written = states[:, 1:] >= 0
@@ -186,8 +173,7 @@ def chain_table(model: Model, task: Toy, from_the_left: bool = False) -> Tensor:
 
 def quality(model: Model, task: Toy, d: Decoding) -> dict[str, float]:
     """Decode every context once, greedily, by the decoder that users run -> the shares of possible and of likeliest
-    answers, all forwards of an answer, counted in full ones, and its partial forwards.
-    """
+    answers, all forwards of an answer, counted in full ones, and its partial forwards."""
     c = torch.arange(task.n_ctx)
     outputs = generate(model, task.prompt(c).tolist(), replace(d, gen_length=task.m))
 
@@ -208,42 +194,41 @@ def quality(model: Model, task: Toy, d: Decoding) -> dict[str, float]:
 
 def evaluate_toy(model: Model, task: Toy) -> None:
     """First print TC, which is the least that one step of independent draws can lose, then a row for each decoder."""
-    # a decoder with Stage B on has n_rounds 1 above, and this model's Stage B has K rounds
-    K = model.cfg.n_rounds
+    own = rows_of(model)
+    decoders = {name: d for name, d in BASE_ROWS.items() if d is not RELEASED} | own
 
     # these draw from a distribution that can be enumerated
-    decoders = dict(TOY_DECODERS)
     tables = {
-        "one at a time": chain_table(model, task),
-        "one at a time, from the left": chain_table(model, task, from_the_left=True),
-        "Stage A, one step": one_step_table(model, task, 0),
+        "one at a time, from the left": chain_table(model, task, True),
+        "one at a time, surest first": chain_table(model, task, False),
+        "all at once": product_of_stage_a(model, task),
     }
-    if isinstance(model, CausalModel):
-        decoders["causal Stage B, one step"] = JOINT
-        tables["causal Stage B, one step"] = causal_table(model, task)
-    else:
-        decoders["Stage B, one step"] = ONE_STEP
-        tables["Stage B, one step"] = one_step_table(model, task, K)
-    lost = {name: f"{toy.kl(task.prob, q).mean():.3f}" for name, q in tables.items()}
+    at_once = "Stage B, all at once" if own is PAPER_ROWS else "Stage B, whole blocks"
+    tables[at_once] = stage_b_table(model, task)
+    lost = {name: float(toy.kl(task.prob, q).mean()) for name, q in tables.items()}
 
     # TC; then of each decoder its KL, the shares of its greedy answers, and its cost
-    tc = f"{task.tc().mean():.3f}"
-    rows = [["independent draws, at best", tc, "", "", "", ""]]
+    tc = float(task.tc().mean())
+    K = model.cfg.n_rounds
+    rows = [["independent draws, at best", f"{tc:.3f}", "", "", "", ""]]
     for name, d in decoders.items():
+        if name == "Stage B off, all at once":
+            continue  # it is "all at once" above
         found = quality(model, task, replace(d, n_rounds=K * d.n_rounds))
         shares = [f"{found[key]:.3f}" for key in ("possible", "likeliest")]
-        rows.append([name, lost.get(name, ""), *shares, f"{found['forwards']:.2f}", f"{found['partial'] / K:.2f}"])
+        kl = f"{lost[name]:.3f}" if name in lost else ""
+        rows.append([name, kl, *shares, f"{found['forwards']:.2f}", f"{found['partial'] / K:.2f}"])
 
-    print(f"{task.name}: TC = {tc} nats; a step that draws each position by itself loses at least that")
-    print_table(["decoder", "KL", "possible", "likeliest", "forwards", "looks"], rows)
-    print("KL(truth || drawn) in nats; possible, likeliest: shares of the greedy answers; looks: passes of Stage B")
+    print(f"{task.name}: TC = {tc:.3f} nats; a step that draws each position by itself loses at least that")
+    print_table(["decoder", "KL", "possible", "likeliest", "forwards", "passes"], rows)
+    print("KL(truth || drawn) in nats; possible, likeliest: shares of the greedy answers; passes: of Stage B")
+    print(f"Stage B loses {lost[at_once]:.3f} nats where Stage A loses {lost['all at once']:.3f}: of the TC of {tc:.3f} "
+          f"nats it recovers {max(0.0, lost['all at once'] - lost[at_once]):.3f}")  # fmt: skip
 
 
 def load_task(folder: Path) -> Toy:
     """The toy that a checkpoint was trained on."""
     judge = judge_of(folder)
-    if "toy" not in judge:
-        fail(f"{folder} was not trained on a toy")
     sizes = {key: value for key, value in judge.items() if key != "toy"}
     try:
         task = toy.make(judge["toy"], **sizes)
@@ -258,21 +243,19 @@ def load_task(folder: Path) -> Toy:
 # --- names
 def complete(
     model: Model, tokenizer: Tokenizer, prompts: dict[str, list[int]], d: Decoding,
-    step: Callable[..., Step] | None = None, select: Callable | None = None,
+    step: Callable[..., Step] | None = None,
 ) -> dict:  # fmt: skip
     """Complete every prompt (name -> ids), and count which completions are names, and what they cost."""
-    outputs = generate(model, list(prompts.values()), d, step=step, select=select)
+    outputs = generate(model, list(prompts.values()), d, step=step)
     written = [tokenizer.decode(output.prompt + output.tokens) for output in outputs]
     found = [exists(name) is not None for name in written]
     n = len(prompts)
     tokens = sum(len(output.tokens) for output in outputs)
-    tokens += sum(ids.count(model.cfg.mask_id) for ids in prompts.values())
     return {
         "exist": sum(found) / n,
         "forwards": forwards(model, outputs) / n,
         "per_token": forwards(model, outputs) / max(1, tokens),
         "full": sum(output.nfe["full"] for output in outputs) / n,
-        "tokens": tokens / n,
         "found": found,
         "written": written,
     }
@@ -286,54 +269,61 @@ def names_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def name_rows(models: dict[Path, Model], folders: list[Path]) -> list[tuple[str, Path, Decoding]]:
+def name_rows(models: dict[Path, Model], folders: list[Path], args: Namespace) -> list[tuple[str, Path, Decoding]]:
     """What is evaluated: a row's name, the folder whose model decodes, and how it decodes. models: those of the folders
-    and of their bases."""
+    and of their bases. Flags of decoding leave one row for each folder."""
+    args.gen_length = NAME_LENGTH
+    asked = [(folder, decoding_of(args, models[folder])) for folder in folders]
+    plain = Namespace(gen_length=NAME_LENGTH)
+    if any(d != decoding_of(plain, models[folder]) for folder, d in asked):
+        return [("as asked", folder, d) for folder, d in asked]
+
     # the rows of an adapter's base, for comparison
     bases = dict.fromkeys(base_of(folder) for folder in folders)
-    rows = [(name, base, replace(NAME_DECODING, **how)) for base in bases for name, how in BASE_ROWS.items()]
+    rows = [(f"base, {name}", base, d) for base in bases for name, d in BASE_ROWS.items()]
     for folder in folders:
-        own = CAUSAL_ROWS if isinstance(models[folder], CausalModel) else ADAPTER_ROWS
-        if folder in bases and not models[folder].trained_b:
-            continue
-        rows += [(name, folder, replace(NAME_DECODING, **how)) for name, how in own.items()]
-    return rows
+        if models[folder].trained_b:
+            rows += [(name, folder, d) for name, d in rows_of(models[folder]).items()]
+    K = {folder: model.cfg.n_rounds for folder, model in models.items()}
+    return [(name, f, replace(d, gen_length=NAME_LENGTH, n_rounds=K[f] * d.n_rounds)) for name, f, d in rows]
 
 
 def evaluate_names(folders: list[Path], device: torch.device, args: Namespace) -> None:
     """Print a row for each decoder: how well it completes held-out names, and what that costs."""
     models = load_all(folders, device)
-    rows = name_rows(models, folders)
+    rows = name_rows(models, folders, args)
     tokenizer = names_tokenizer(folders[0])
     prompts = draw_names(args.prompts, "held out", tokenizer)
 
     lines = []
+    written = {}
     for name, folder, d in progress(rows, "evaluate"):
-        model = models[folder]
-        d = replace(d, n_rounds=d.n_rounds * model.cfg.n_rounds, temperature=args.temperature)
-        found = complete(model, tokenizer, prompts, d)
+        found = complete(models[folder], tokenizer, prompts, d)
         figures = [f"{found[key]:.{digits}f}" for key, digits in (("exist", 3), ("forwards", 2), ("per_token", 3))]
         lines.append([f"{folder}  {name}", *figures])
+        written[folder, name] = found["written"]
 
     trained = judge_of(folders[0]).get("names")
     judged = unicodedata.unidata_version
     print(f"{len(prompts)} held-out names, completed from their first third; "
           f"trained on Unicode {trained}, judged by {judged}")  # fmt: skip
     print_table(["", "exist", "forwards a name", "a token"], lines)
+    for folder in folders:
+        on, off = (written.get((folder, name)) for name in list(PAPER_ROWS)[1::-1])
+        if on and off:
+            n = sum(a != b for a, b in zip(on, off, strict=True))
+            print(f"{folder}: Stage B changes {n} of {len(prompts)} completions at the paper's gates; for its loss to "
+                  f"change none is the optimum, see results/theorem")  # fmt: skip
+    print(f"next: python evaluate.py --ckpt {' '.join(map(quoted, folders))} --bits")
 
 
 def load_all(folders: list[Path], device: torch.device) -> dict[Path, Model]:
     """The models of these folders and of their bases, which must have the same tokenizer."""
     every = dict.fromkeys([*map(base_of, folders), *folders])
-    models = {folder: load_model(folder, device, torch.float32) for folder in every}
-    pieces = {path.read_bytes() if path.exists() else b"" for path in map(tokenizer_of, models)}
-    if len(pieces) > 1:
+    first, *others = (meaning(base_of(folder), {}) for folder in every)
+    if any(other != first for other in others):
         fail("--ckpt: only models with the same tokenizer can be compared")
-    return models
-
-
-def tokenizer_of(folder: Path) -> Path:
-    return base_of(folder) / "tokenizer.json"
+    return {folder: load_model(folder, device, torch.float32) for folder in every}
 
 
 # --- any rows, in bits
@@ -342,32 +332,27 @@ def bits_of_batch(model: Model, batch: Batch, way: str) -> Tensor:
     """What each corruptible token costs if its block is filled from masks, and all text before the block is given:
     (R, T) float32 in bits, 0 elsewhere.
 
-    way: "Stage A" fills all masks at once. "Stage B" does, too, with all masks in the bundle (if it is causal, by the
-    chain rule). "one at a time" is Stage A from the left, with a forward for each token.
+    way: "Stage A" fills all masks at once. "Stage B" does, too, with all masks in the bundle (by the chain rule, where
+    it is told the tokens on the left). "one at a time" is Stage A from the left, with a forward for each token.
     """
     B = model.cfg.block_length
-    mask_id = model.cfg.mask_id
-    T = batch.clean.shape[1]
     masked = batch.corruptible
-    z = batch.clean.masked_fill(masked, mask_id)
+    z = batch.clean.masked_fill(masked, model.cfg.mask_id)
     ctx = model.context(batch.real, batch.clean)
     if way != "one at a time":
         h = model.prefix(z, ctx)
-        stage_a = model.last_n(h, ctx)[:, :T]
-        logits = model.logits(stage_a)
-        if way == "Stage B" and isinstance(model, CausalModel):
-            states = model.coordinate(h, masked, ctx, 1, batch.clean)
-            logits = model.logits_b(torch.cat([states, stage_a], dim=-1))
-        elif way == "Stage B":
-            logits = model.logits(model.coordinate(h, masked, ctx, model.cfg.n_rounds)[:, :T])
-        return token_bits(logits, batch.clean) * masked
+        states = model.last_n(h, ctx)
+        if way == "Stage B":
+            tokens = z.masked_scatter(masked, model.told(batch.clean[masked], states[masked]))
+            states = model.coordinate(h, masked, tokens, ctx)
+        return token_bits(model.logits(states), batch.clean) * masked
 
     # read the j-th position of every block after those before it are written
-    place = torch.arange(T, device=z.device) % B
+    place = torch.arange(z.shape[1], device=z.device) % B
     bits = torch.zeros(z.shape, device=z.device)
     for j in range(B):
         seen = torch.where(place < j, batch.clean, z)
-        states = model.last_n(model.prefix(seen, ctx), ctx)[:, :T]
+        states = model.last_n(model.prefix(seen, ctx), ctx)
         bits += token_bits(model.logits(states), batch.clean) * (masked & (place == j))
     return bits
 
@@ -381,43 +366,41 @@ def evaluate_bits(folders: list[Path], device: torch.device, args: Namespace) ->
     """Print what held-out blocks cost in bits, a row for each way of filling them."""
     bases = dict.fromkeys(base_of(folder) for folder in folders)
     models = load_all(folders, device)
-    data = args.data or Path(run_of(folders[0], "data"))
+    data = args.data or Path(run_of(folders[0], "data", str))
     check_same_tokens(data, base_of(folders[0]), "--ckpt")
     tokenizer = load_tokenizer(base_of(folders[0]))
 
     # the same rows for all models, once for each block length
     longest = min(model.cfg.max_len for model in models.values())
-    if args.seq_len and args.seq_len > longest:
-        fail(f"--seq_len {args.seq_len} must be at most {longest}, the positions of the model")
-    seq_len = args.seq_len or min(run_of(folders[0], "seq_len"), longest)
+    seq_len = args.seq_len or min(run_of(folders[0], "seq_len", int), longest)
     corpora = {}
     for length in {model.cfg.block_length for model in models.values()}:
-        if seq_len % length:
-            fail(f"--seq_len {seq_len} must be a multiple of the block length, {length}")
+        if seq_len % length or not 0 < seq_len <= longest:
+            fail(f"--seq_len {seq_len} must be a multiple of the block length, {length}, and at most {longest}")
         corpora[length] = read_corpus(data, seq_len, 0, length, 0)
 
     # of each base Stage A, all at once and one at a time; of each adapter its Stage A, if training has changed it, and
     # its Stage B
     ways = [(folder, way) for folder in bases for way in ("Stage A", "one at a time")]
     for folder in folders:
-        if folder not in bases and not isinstance(models[folder], CausalModel):
+        if folder not in bases and any("lora" in name for name in models[folder].learned()):
             ways.append((folder, "Stage A"))
         if models[folder].trained_b:
             ways.append((folder, "Stage B"))
     names = {"Stage A": "Stage A, all at once", "one at a time": "one at a time, from the left"}
 
     lines = []
-    first = None
+    saved = {}
     for folder, way in progress(ways, "bits"):
         model = models[folder]
-        causal = isinstance(model, CausalModel)
         corpus = corpora[model.cfg.block_length]
         bits, tokens, n_bytes = bits_of_rows(model, corpus, way, args.tokens, tokenizer)
-        first = first or bits
-        name = names.get(way, f"{model.name_b}, {'whole blocks' if causal else 'all at once'}")
+        first = bits if not saved else first
+        saved[folder, way] = (first - bits) / tokens
+        name = names.get(way, f"{model.cfg.stage_b} Stage B, all at once")
         if len(corpora) > 1:
             name += f", blocks of {model.cfg.block_length}"
-        cells = [f"{bits / tokens:.3f}", f"{bits / n_bytes:.3f}" if n_bytes else "", f"{(first - bits) / tokens:+.3f}"]
+        cells = [f"{bits / tokens:.3f}", f"{bits / n_bytes:.3f}" if n_bytes else "", f"{saved[folder, way]:+.3f}"]
         lines.append([f"{folder}  {name}", *cells])
     blocks = f"in blocks of {model.cfg.block_length}, " if len(corpora) == 1 else ""
     width = corpus.rows["val"].seq_len  # rows of a toy have a length of their own
@@ -425,6 +408,12 @@ def evaluate_bits(folders: list[Path], device: torch.device, args: Namespace) ->
     print_table(["", "bits a token", "a byte", "saved a token"], lines)
     print("saved: bits fewer than in the first row. What one at a time saves against all at once estimates the total "
           "correlation, which independent tokens lose")  # fmt: skip
+    for (folder, way), bits in saved.items():
+        if way == "Stage B":
+            most = saved[base_of(folder), "one at a time"]
+            print(f"{folder}: Stage B writes a block at once, and saves {bits:.3f} bits a token of the {most:.3f} that "
+                  f"its base saves one at a time")  # fmt: skip
+    print(f"next: python sample.py --ckpt {quoted(folders[-1])} --prompt \"...\" --temperature 1")
 
 
 def bits_of_rows(model: Model, corpus: Corpus, way: str, n: int, tokenizer: Tokenizer | None) -> tuple[float, int, int]:
@@ -441,69 +430,57 @@ def bits_of_rows(model: Model, corpus: Corpus, way: str, n: int, tokenizer: Toke
         # because they would show where the document ends
         ends = (batch.clean == corpus.meta.eos_id).long()
         counted = batch.corruptible & (ends.cumsum(-1) - ends == 0)
-        bits += float((bits_of_batch(model, batch, way) * counted).double().sum())
+        bits += float((bits_of_batch(model, batch, way) * counted).cpu().double().sum())
         tokens += int(counted.sum())
         if tokenizer:
             written = batch.clean[counted].tolist()
             n_bytes += sum(len(tokenizer.token_bytes.get(i, b"")) for i in written)
         if tokens >= n:
             break
+    if tokens == 0:
+        fail("the held-out rows have nothing to fill: their documents are all prompt")
+    if not math.isfinite(bits):
+        fail("the model's logits are not finite: its weights are damaged, or its training diverged")
     return bits, tokens, n_bytes
 
 
-def run_of(folder: Path, name: str) -> str | int:
+def run_of(folder: Path, name: str, kind: type) -> str | int:
     """A setting of the run that made a checkpoint. A model of names may be a shipped one, which has no train.json."""
     if "names" in judge_of(folder):
         return {"data": "data/names", "seq_len": 32}[name]
     for run in (folder, base_of(folder)):
-        if (run / "train.json").exists():
-            return read_json(run / "train.json", "training run")[name]
+        path = run / "train.json"
+        if path.exists():
+            return checked_entry(read_json(path, "training run"), name, kind, path)
     fail(f"{folder} does not say which rows it was trained on, nor how long they were: give --data and --seq_len")
 
 
 @command
 def main() -> None:
     parser = Parser(__doc__)
+    # fmt: off
     add = parser.add_argument_group("what is evaluated").add_argument
-    add(
-        "--ckpt",
-        type=Path,
-        nargs="+",
-        default=[Path("assets/names/paper")],
-        help="a model's folder, or an adapter's; several to compare (default: assets/names/paper)",
-    )
+    add("--ckpt", type=Path, nargs="+", default=[Path("assets/names/paper")],
+        help="a model's folder, or an adapter's; several to compare (default: assets/names/paper)")
     add("--device", default="auto", help="auto (an accelerator, or else the CPU), or the name of one")
-    add = parser.add_argument_group("names").add_argument
     add("--prompts", type=bounded(int, 1), default=256, help="how many names are completed")
-    add("--temperature", type=temperature, default=0.0, help="0: the likeliest tokens; 1: draw")
     add = parser.add_argument_group("bits").add_argument
     add("--bits", action="store_true", help="count bits also for a toy or for names")
     add("--data", type=Path, help="rows with the checkpoint's tokens (default: for a model of names data/names, "
-        "else those that it was trained on)")  # fmt: skip
+        "else those that it was trained on)")
     add("--seq_len", type=bounded(int, 1), help="the most tokens of a row (default: for a model of names 32, else as "
-        "in the training of the first --ckpt)")  # fmt: skip
+        "in the training of the first --ckpt)")
     add("--tokens", type=bounded(int, 1), default=16384, help="read 64 held-out rows at a time, until they have "
-        "this many tokens")  # fmt: skip
+        "this many tokens")
+    # fmt: on
+    add_decoding(parser)
     args = parser.parse_args()
 
     device = pick_device(args.device)
     judges = [judge_of(folder) for folder in args.ckpt]
-    of_names = not args.bits and all("names" in judge for judge in judges)
-    of_toy = not args.bits and len(judges) == 1 and "toy" in judges[0]
-
-    # refuse flags that would do nothing
-    idle = {}
-    if not of_names:
-        idle |= dict.fromkeys(("prompts", "temperature"), "leave it out")
-    if of_names or of_toy:
-        idle |= dict.fromkeys(("data", "seq_len", "tokens"), "leave it out, or give --bits")
-    for name, advice in idle.items():
-        if getattr(args, name) != parser.get_default(name):
-            fail(f"--{name} does nothing here, see --help: {advice}")
-
-    if of_names:
+    if not args.bits and all("names" in judge for judge in judges):
         evaluate_names(args.ckpt, device, args)
-    elif of_toy:
+    elif not args.bits and len(judges) == 1 and "toy" in judges[0]:
         task = load_task(args.ckpt[0])
         evaluate_toy(load_model(args.ckpt[0], device, torch.float32), task)
     else:

@@ -2,9 +2,9 @@
 
 The split is the method (paper, Sec. 4.1 and Eq. 4), and all of it is in class Model:
 
-    h = model.prefix(ids, ctx)                                            # first L - n layers, shared by both stages
-    logits_A = model.logits(model.last_n(h, ctx))                         # Stage A: each token by itself
-    logits_B = model.logits(model.coordinate(h, bundle, ctx, n_rounds))   # Stage B: marked, the last n layers again
+    h = model.prefix(ids, ctx)                                             # first L - n layers, shared by both stages
+    logits_A = model.logits(model.last_n(h, ctx))                          # Stage A: each token by itself
+    logits_B = model.logits(model.coordinate(h, bundle, tokens, ctx))      # Stage B: marked, the last n layers again
 
 The rest is the architecture. What differs from a GPT:
 
@@ -14,19 +14,12 @@ The rest is the architecture. What differs from a GPT:
   - queries and keys are normalised per head, then a rotary embedding turns their first `rotary_dim` dims only
   - attention has grouped queries, one fused qkv projection, and no biases unless the config has them
   - the MLP is a mixture of experts in every layer but the first `n_dense`
-
-To change   n, K, the block length        give   train.py's --n_last, --n_rounds, --block_length
-            the geometry                  edit   a preset in checkpoint.py
-            how experts are chosen        add    a function to ROUTERS, and name it in a preset in checkpoint.py
-            what Stage B is shown         write  a subclass of Model with another `coordinate`, like causal.py, and name
-                                                 it in STAGE_B in checkpoint.py (its own parameters: see class Model)
-            who sees whom                 edit   block_causal_mask, doubled_mask; for decoding KVCache.build_context
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 # R rows, T positions, S keys, C channels (n_embd), H heads, G key/value heads, D head dim, V vocabulary,
-# N = R*T tokens, E experts, A active experts, L layers, n = n_last, K = n_rounds, B block_length
+# N = R*T tokens, P chosen positions, E experts, A active experts, L layers, n = n_last, K = n_rounds, B block_length
 
 LORA_SCALE = 2.0  # lora_alpha / r (paper: 32 / 16)
 
@@ -71,15 +64,14 @@ class Config:
     n_last: int = 3  # n: how many layers Stage B runs again
     n_rounds: int = 1  # K: how many markers there are
     router: str = "grouped sigmoid"  # how experts are chosen, a name in ROUTERS; a base needs the one it learned with
+    stage_b: str = "paper"  # the kind of Stage B, a name in checkpoint.STAGE_B
 
 
 class Cache(Protocol):
     """Keys and values of text that an earlier pass has read."""
 
-    used: int  # how many keys a pass attends to; the pass's own keys come first
-
     def update(self, layer: int, i_round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v (R, G, T, D) of this pass -> what it attends to, (R, G, S, D) each."""
+        """k, v (R, G, T, D) of this pass -> what it attends to, (R, G, S, D) each; the pass's own keys come first."""
 
 
 @dataclass
@@ -89,22 +81,17 @@ class Context:
     cos: Tensor  # (T, 1, rotary_dim / 2), or (R, T, 1, ...) where rows are at different positions
     sin: Tensor
     mask: Tensor | None  # bool, broadcasts to (R, H, T, S); None: every position attends to every key
-    cache: Cache | None = None  # keys and values that an earlier pass has left: in decoding, of the finished blocks
+    cache: Cache | None = None  # keys and values of the blocks before: clean ones in training, finished ones in decoding
     i_round: int = 0  # the round of Stage B whose keys and values are read from the cache
-    clean: Tensor | None = None  # (R, T) int64: the clean rows, if a pass reads [corrupted ; clean], see Model.context
+    n_rounds: int = 1  # K: how many rounds Stage B takes
 
 
 # --- the method
 class Model(nn.Module):
-    # what a subclass may replace; if a step is None, train.py and sample.py use the paper's. If a subclass has its own
-    # parameters, `begin_from` gives them their first values when it is put on a base, and `adapt` makes them learn.
-    # Stage B counts as trained when a parameter of `begin_at_zero` is no longer zero
-    training_step: ClassVar[Callable | None] = None
-    decoding_step: ClassVar[Callable | None] = None
-    name_b: ClassVar[str] = "Stage B"
-    settings: ClassVar[dict] = {}  # train.py's settings that its training step fixes, whatever the flags say
-    begin_at_zero: ClassVar[tuple[str, ...]] = ("markers",)  # parameters that are zero in a new model
-    needs_copy: ClassVar[bool] = False  # must rows of several blocks be read with their clean copy?
+    """Stage A and the paper's Stage B. Another Stage B is a subclass with another `coordinate`: see adapt, begin_from
+    and told for what its own parameters need. tests/test_stage_b_of_ones_own.py has one in 20 lines."""
+
+    BASE = ("wte", "layers", "norm_f", "lm_head")  # all parameters outside these are Stage B's own
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -125,9 +112,7 @@ class Model(nn.Module):
             self.lm_head.weight = self.wte.weight
 
     def prefix(self, ids: Tensor, ctx: Context) -> Tensor:
-        """The embedding and the first L - n layers. (R, T) int64 -> (R, T, C); (R, 2T, C) with a clean copy."""
-        if ctx.clean is not None:
-            ids = torch.cat([ids, ctx.clean], dim=1)
+        """The embedding and the first L - n layers. (R, T) int64 -> (R, T, C)."""
         h = self.wte(ids).to(self.compute_dtype)
         return self.run_layers(h, ctx, self.layers[: -self.cfg.n_last])
 
@@ -139,15 +124,14 @@ class Model(nn.Module):
         """The paper's Head: final norm and output layer. (..., C) -> (..., V) float32."""
         return self.lm_head(self.norm_f(h)).float()
 
-    def coordinate(self, h: Tensor, bundle: Tensor, ctx: Context, n_rounds: int) -> Tensor:
+    def coordinate(self, h: Tensor, bundle: Tensor, tokens: Tensor, ctx: Context) -> Tensor:
         """Stage B, Eq. 4: K times h <- LastN(h + 1_S * marker_i), from the prefix states.
 
-        h (R, T, C), bundle (R, T) bool -> (R, T, C). With a clean copy h is (R, 2T, C), and the copy is not marked.
+        h (R, T, C), bundle (R, T) bool -> (R, T, C). tokens (R, T) int64: drafts in the bundle, and z elsewhere. The
+        paper's Stage B knows which positions are written together, but not with what: it does not read them.
         """
-        unmarked = h.shape[1] - bundle.shape[1]
-        marked = F.pad(bundle, (0, unmarked), value=False)[..., None]
-        for i in range(n_rounds):
-            h = h + marked * self.markers[i].to(h.dtype)
+        for i in range(ctx.n_rounds):
+            h = h + bundle[..., None] * self.markers[i].to(h.dtype)
             h = self.last_n(h, replace(ctx, i_round=i))
         return h
 
@@ -167,65 +151,98 @@ class Model(nn.Module):
         """The Context of a pass over whole rows.
 
         real (R, T) bool: False on padding. A padded position is seen by itself alone.
-        clean (R, T) int64: the clean rows. They are put behind the corrupted ones, as [corrupted ; clean], so that a
-        corrupted block reads the clean blocks before it, as in decoding.
+        clean (R, T) int64: the clean rows. They are read here, so that a corrupted block sees the clean blocks before
+        it, as in decoding. Without them it sees corrupted blocks.
         one_by_one (R,) bool: True for rows whose blocks have one token, so that they are read from left to right.
         """
         T = real.shape[1]
         B = self.cfg.block_length
-        positions = torch.arange(T, device=real.device)
-        if T <= B and one_by_one is None:
-            clean = None  # a row of one block has no block before it to read
+        cos, sin = rotary(self.cfg, torch.arange(T, device=real.device), self.compute_dtype)
+        before = self.pass_over(real, one_by_one, block_causal_mask)
+        ctx = Context(cos, sin, before, n_rounds=self.cfg.n_rounds)
+        if clean is None or (T <= B and one_by_one is None):
+            return ctx  # a row of one block has no block before it to read
 
-        make_mask = block_causal_mask
-        if clean is not None:
-            make_mask = doubled_mask
-            positions = positions.repeat(2)
-            real = real.repeat(1, 2)
+        # read the clean rows in every round, and keep their keys and values
+        kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        reading = replace(ctx, cache=Writing(kept))
+        h = self.prefix(clean, reading)
+        for i in range(self.cfg.n_rounds):  # clean positions are unmarked in every round
+            h = self.last_n(h, replace(reading, i_round=i))
+        return replace(ctx, cache=Reading(kept), mask=self.pass_over(real, one_by_one, beside_clean_mask))
 
-        mask = make_mask(T, B, real.device)
+    def pass_over(self, real: Tensor, one_by_one: Tensor | None, make_mask: Callable) -> Tensor:
+        """Who sees whom in rows: (T, S) bool, or (R, 1, T, S) where rows differ. make_mask: one of the two below."""
+        T = real.shape[1]
+        mask = make_mask(T, self.cfg.block_length, real.device)
         if one_by_one is not None:
             mask = torch.where(one_by_one[:, None, None], make_mask(T, 1, real.device), mask)
         if not real.all():
-            itself = torch.eye(len(positions), dtype=torch.bool, device=real.device)
-            mask = (mask & real[:, None, :]) | itself
-        if mask.dim() == 3:
-            mask = mask[:, None]  # (R, 1, T, S), the same for all heads
-        cos, sin = rotary(self.cfg, positions, self.compute_dtype)
-        return Context(cos, sin, mask, clean=clean)
+            S = mask.shape[-1]
+            itself = torch.eye(T, S, dtype=torch.bool, device=real.device)
+            mask = (mask & real.repeat(1, S // T)[:, None]) | itself
+        return mask if mask.dim() == 2 else mask[:, None]  # the same for all heads
 
     @property
     def partial_cost(self) -> float:
         """What a partial forward costs, as a share of a full one: it runs n of L layers."""
         return self.cfg.n_last / self.cfg.n_layer
 
+    # --- what learns
+    def own(self) -> dict[str, Tensor]:
+        """Stage B's own parameters, by name: the markers, and what a subclass adds."""
+        return {name: p for name, p in self.named_parameters() if name.split(".")[0] not in self.BASE}
+
     def adapt(self, r: int, generator: torch.Generator) -> None:
-        """Freeze the model, and add what learns beside it (paper, Sec. 5.1): the markers, and LoRA of rank r in every
-        qkv and proj."""
+        """Freeze the base, and let learn what is beside it (paper, Sec. 5.1): LoRA of rank r in every qkv and proj (0:
+        none), and Stage B's own parameters."""
         self.requires_grad_(False)
-        for layer in self.layers:
+        for layer in self.layers if r > 0 else ():
             layer.attn.qkv.add_lora(r, generator)
             layer.attn.proj.add_lora(r, generator)
 
         # always float32, whatever the model's dtype: an update of 1e-5 is lost in a bf16 parameter
-        self.markers = nn.Parameter(self.markers.float())
-
-    @property
-    def trained_b(self) -> bool:
-        """Was Stage B trained? With zero markers the paper's first round is Stage A."""
-        return any(bool(getattr(self, name).any()) for name in self.begin_at_zero)
+        for p in self.own().values():
+            p.data = p.data.float()
+            p.requires_grad_(True)
 
     def begin_from(self, state: dict[str, Tensor]) -> None:
-        """Give a base's tensors (name -> tensor) one marker for each round: a missing marker begins at zero, and a
-        surplus one is cut off."""
+        """Add to a base's tensors (name -> tensor) what Stage B needs and they lack: its own parameters begin at zero.
+        There is one marker for each round, so a surplus one is cut off."""
         like = state["wte.weight"]
-        zeros = torch.zeros(self.markers.shape, device=like.device, dtype=like.dtype)
-        stored = state.get("markers", zeros)
-        state["markers"] = torch.cat([stored.to(like.dtype), zeros])[: self.cfg.n_rounds]
+        for name, p in self.own().items():
+            zeros = torch.zeros(p.shape, device=like.device, dtype=like.dtype)
+            begun = state.get(name, zeros)
+            if name == "markers" and begun.shape[1:] == p.shape[1:]:
+                begun = torch.cat([begun.to(like.dtype), zeros])[: len(p)]
+            state[name] = begun
 
     def learned(self) -> dict[str, Tensor]:
         """The parameters that learn, by name."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
+
+    @property
+    def trained_b(self) -> bool:
+        """Was Stage B trained? With zero markers the paper's first round is Stage A."""
+        return bool(self.markers.any())
+
+    def told(self, clean: Tensor, states: Tensor) -> Tensor:
+        """Which tokens Stage B reads in the bundle while it learns, and while it is measured: (P,) int64.
+
+        clean (P,) int64: the right tokens. states (P, C): Stage A's states there. Here they are Stage A's drafts, as in
+        decoding. (A Stage B that sees only tokens on the left may be told the right ones instead.)
+        """
+        return self.drafts(states)
+
+    @torch.no_grad()
+    def drafts(self, states: Tensor) -> Tensor:
+        """Stage A's likeliest tokens, but never a mask: states (P, C) -> (P,) int64."""
+        tokens = []
+        for part in states.split(1024):  # the logits of 1,024 positions at a time
+            logits = self.logits(part)
+            logits[:, self.cfg.mask_id] = float("-inf")
+            tokens.append(logits.argmax(-1))
+        return torch.cat(tokens)
 
 
 # --- who sees whom
@@ -241,20 +258,39 @@ def block_causal_mask(T: int, block_length: int, device: torch.device | str = "c
     return block[:, None] >= block[None, :]
 
 
-def doubled_mask(T: int, block_length: int, device: torch.device | str = "cpu") -> Tensor:
-    """(2T, 2T) bool for [corrupted ; clean]: a corrupted block sees itself and the *clean* blocks before it.
+def beside_clean_mask(T: int, block_length: int, device: torch.device | str = "cpu") -> Tensor:
+    """(T, 2T) bool, query by key: a corrupted position sees its own block, and the *clean* blocks before it. The keys
+    are those of the corrupted row z, then those of the clean row x.
 
-    Two blocks of one token, z0 z1 x0 x1:      1 . . .       z0, corrupted, sees itself
-                                               . 1 1 .       z1 sees itself and x0, which is clean
-                                               . . 1 .
-                                               . . 1 1
+    T = 4, block_length = 2:      z0 z1 z2 z3   x0 x1 x2 x3
+                              z0   1  1  0  0    0  0  0  0
+                              z1   1  1  0  0    0  0  0  0
+                              z2   0  0  1  1    1  1  0  0
+                              z3   0  0  1  1    1  1  0  0
     """
     block = torch.arange(T, device=device) // block_length
     same = block[:, None] == block[None, :]
     earlier = block[:, None] > block[None, :]
-    corrupted = torch.cat([same, earlier], dim=1)
-    clean = torch.cat([torch.zeros_like(same), same | earlier], dim=1)
-    return torch.cat([corrupted, clean], dim=0)
+    return torch.cat([same, earlier], dim=1)
+
+
+class Writing:
+    """The Cache of the pass over clean rows: it keeps the keys and values of every layer and round."""
+
+    def __init__(self, kept: dict[tuple[int, int], tuple[Tensor, Tensor]]):
+        self.kept = kept
+
+    def update(self, layer: int, i_round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        self.kept[layer, i_round] = (k, v)
+        return k, v
+
+
+class Reading(Writing):
+    """The Cache of the passes over the corrupted rows: it adds the keys and values of the clean ones."""
+
+    def update(self, layer: int, i_round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        clean_k, clean_v = self.kept[layer, i_round]
+        return torch.cat([k, clean_k], dim=2), torch.cat([v, clean_v], dim=2)
 
 
 # --- the layers
@@ -330,6 +366,7 @@ class MLP(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
+# (On a first reading skip the next ninety lines: MoE is an MLP.)
 class MoE(nn.Module):
     """A mixture of experts: each token goes through A of E small SwiGLUs, and through a shared one."""
 
@@ -338,7 +375,7 @@ class MoE(nn.Module):
         self.cfg = cfg
         self.router = nn.Parameter(torch.empty(cfg.n_expert, cfg.n_embd))
         self.register_buffer("expert_bias", torch.zeros(cfg.n_expert))  # always float32
-        self.times_chosen: Tensor | float = 0.0  # (E,): choices of each expert since the last `balance`
+        self.times_chosen: Tensor | float = 0.0  # (E,): choices of each expert since the last `balance`, see the router
         # the experts' weights are stacked, so that one grouped matmul serves them all
         self.gate_up = nn.Parameter(torch.empty(cfg.n_expert, 2 * cfg.d_expert, cfg.n_embd))
         self.down = nn.Parameter(torch.empty(cfg.n_expert, cfg.n_embd, cfg.d_expert))
@@ -367,10 +404,6 @@ class MoE(nn.Module):
         all_experts = torch.arange(len(self.router), device=x.device)
         ends = torch.searchsorted(expert, all_experts, right=True, out_int32=True)
         rows = F.embedding(order // self.cfg.n_active, x)  # x[order // A], with a faster backward
-
-        # while the router learns, count how often each expert is chosen
-        if self.router.requires_grad and torch.is_grad_enabled():
-            self.times_chosen = self.times_chosen + torch.bincount(expert, minlength=len(self.router))
 
         # run every expert on its rows
         out = self.products(rows, ends)  # (N*A, C)
@@ -410,6 +443,10 @@ def grouped_sigmoid(moe: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
     # choose the best experts of those groups; the others get -inf, because a biased score may be below 0
     allowed = groups.masked_fill(~kept[..., None], float("-inf")).view_as(biased)
     chosen = allowed.topk(cfg.n_active, dim=-1).indices  # (N, A)
+
+    # while it learns, count how often each expert is chosen, for `balance`
+    if moe.router.requires_grad and torch.is_grad_enabled():
+        moe.times_chosen = moe.times_chosen + torch.bincount(chosen.flatten(), minlength=cfg.n_expert)
 
     weights = scores.gather(1, chosen)
     if cfg.n_active > 1:

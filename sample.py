@@ -16,10 +16,6 @@ ends.
     python sample.py --ckpt DIR --prompt_ids 5,9,12 --n_rounds 0    # token ids, and Stage A alone
 
 A hole sees its own block and the blocks before it, but no later block: attention is causal across blocks.
-
-To change   which masks are written together   write   a function like by_confidence, for generate(select=...)
-            what a step does                           a function like denoise, for generate(step=...)
-            the settings                       edit    Decoding in decoding.py
 """
 
 import lib.first  # noqa: F401
@@ -27,40 +23,48 @@ import lib.first  # noqa: F401
 import argparse
 import math
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from cache import Cached, Uncached
-from checkpoint import DTYPES, base_of, is_plain_text, judge_of, load_model
-from decoding import Decoding, Output, Row, Step, candidates, in_full, up_to_eos
+from cache import Engine
+from causal import causal_denoise
+from checkpoint import DTYPES, base_of, judge_of, load_model
+from decoding import CAUSAL, PAPER, RELEASED, Decoding, Output, Row, Step, candidates, in_full, up_to_eos
 from lib import names
 from lib.tokenizer import Tokenizer, load_tokenizer
-from lib.util import MASK, Parser, bounded, command, fail, or_none, pick_device, printable, uniform
+from lib.util import (
+    MASK,
+    Parser,
+    bounded,
+    command,
+    fail,
+    or_none,
+    pick_device,
+    printable,
+    smallest_masks,
+    uniform,
+)
 from model import Config, Model
 
 # R rows that are being decoded, T positions, B block_length, C channels, V vocabulary, K = n_rounds
 
 MAX_STEPS = 1024  # the most forwards in one block, besides one for each of its tokens
 
-# which masks are written now: logits of Stage A (R, B, V), its tokens' probabilities (R, B), masked (R, B) bool
-# -> (R, B) bool
-Select = Callable[[Tensor, Tensor, Tensor, Decoding], Tensor]
-
 
 # --- one step
-def denoise(
-    engine: Cached | Uncached, z: Tensor, given: Tensor, u: Tensor, d: Decoding, select: Select | None = None
-) -> Step:
+def denoise(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
     """One step on the current blocks z (R, B) int64: everything is decided from z, and then written at once.
 
     given (R, B) bool: positions that are never edited. u (R, 2, B) in [0, 1): the random numbers by which each stage
     draws. The bundle has the masks for which Stage A drew likely tokens. If Stage B used the same random numbers, it
-    would draw likely tokens more often than its probabilities say. So each stage has its own.
+    would draw likely tokens more often than its probabilities say. So each stage has its own. (A Stage B that writes
+    all masks at once does the opposite, see causal.py.)
     """
     model = engine.model
     masked = z == model.cfg.mask_id
@@ -72,14 +76,14 @@ def denoise(
     token_a, conf_a = candidates(logits, u[:, 0], d)
 
     # which masks are written now
-    bundle = (select or by_confidence)(logits, conf_a, masked, d)
+    bundle = SELECT[d.select](logits, conf_a, masked, d)
 
     # Stage B runs with the bundle marked (Eq. 4); a row without a bundle keeps Stage A's tokens
     token = token_a
     conf = conf_a
     coordinated = bundle.any(-1, keepdim=True) & (d.n_rounds > 0)
     if coordinated.any():
-        states = engine.stage_b(h, bundle)
+        states = engine.stage_b(h, bundle, torch.where(bundle, token_a, z))
         token_b, conf_b = candidates(model.logits(states), u[:, 1], d)
         token = torch.where(coordinated, token_b, token_a)
         conf = torch.where(coordinated, conf_b, conf_a)
@@ -87,75 +91,77 @@ def denoise(
     # fill the bundle (Eq. 2), and edit tokens that stand already (Eq. 3); both look at z as it was
     edited = visible & (conf > d.edit_gate) & (token != z)
     after = torch.where(bundle | edited, token, z)
+
+    # a greedy step that changes nothing would change nothing again, and a drawn one only if no mask is left
+    over = (after == z).all(-1)
+    if d.temperature > 0:
+        over = over & ~masked.any(-1)
     partial_forwards = d.n_rounds * coordinated[:, 0].float()
-    return Step(z, after, bundle, edited, token, conf, token_a, conf_a, partial_forwards)
+    return Step(z, after, bundle, edited, token, conf, token_a, conf_a, partial_forwards, over)
 
 
-# --- which masks are written now
+# a model's step, and its settings, by the kind of its Stage B
+DECODERS = {"paper": (denoise, PAPER), "causal": (causal_denoise, CAUSAL)}
+
+
+def step_of(model: Model, d: Decoding) -> Callable[..., Step]:
+    """The step of a model's Stage B; without Stage B the paper's, which is LLaDA2.1's own then."""
+    step, _ = DECODERS.get(model.cfg.stage_b, DECODERS["paper"])
+    return step if d.n_rounds > 0 else denoise
+
+
+# --- which masks are written now: logits of Stage A (R, B, V), its tokens' probabilities (R, B), masked (R, B) bool
+# -> (R, B) bool
 def by_confidence(logits: Tensor, conf: Tensor, masked: Tensor, d: Decoding) -> Tensor:
     """The paper's rule: the masks whose probability is above tau_m2t. If fewer than num_to_transfer are, the
     num_to_transfer surest."""
     passing = masked & (conf > d.tau_m2t)
     enough = passing.sum(-1, keepdim=True) >= d.num_to_transfer
-    return torch.where(enough, passing, surest(conf, masked, d.num_to_transfer))
+    return torch.where(enough, passing, least(-conf, masked, d.num_to_transfer))
 
 
 def by_entropy(logits: Tensor, conf: Tensor, masked: Tensor, d: Decoding) -> Tensor:
     """As many masks as the paper's rule would take, but those of the least entropy (a row of Table 2)."""
     size = by_confidence(logits, conf, masked, d).sum(-1, keepdim=True)
     entropy = torch.special.entr(logits.softmax(-1)).sum(-1)
-    return smallest(entropy, 2e-5 * entropy + 1e-6, masked, size, most=masked.shape[1])
+    return least(entropy, masked, size)
 
 
 def from_the_left(logits: Tensor, conf: Tensor, masked: Tensor, d: Decoding) -> Tensor:
-    """The longest run: the leftmost masks whose probabilities have a product above tau_joint, and at least one."""
+    """The longest run: the leftmost masks whose probabilities have a product above tau_m2t, and at least one."""
     run = torch.where(masked, conf, 1.0).log().cumsum(-1)
     leftmost = masked & (masked.cumsum(-1) == 1)
     return masked & (run > d.log_gate) | leftmost
 
 
-SELECT = {"confidence": by_confidence, "entropy": by_entropy}
+def certified(logits: Tensor, conf: Tensor, masked: Tensor, d: Decoding) -> Tensor:
+    """The most of the surest masks whose likeliest tokens are together the likeliest tuple, by the bound of results/
+    theorem: sum(1 - p_i) + max(1 - p_i) <= 1. At least one mask; tau_m2t is not used."""
+    miss = torch.where(masked, 1 - conf, math.inf)
+    largest = miss.sort(dim=-1).values  # of the first k the largest is the k-th
+    size = (largest.cumsum(-1) + largest <= 1).sum(-1, keepdim=True)
+    return least(miss, masked, size.clamp(min=1))
 
 
-def surest(conf: Tensor, masked: Tensor, size: int) -> Tensor:
-    """The `size` masks of the highest probability (R, B)."""
-    return smallest(-conf, 1e-5 * conf * (1 - conf) + 2e-7, masked, size, most=min(size, masked.shape[1]))
+SELECT = {"confidence": by_confidence, "entropy": by_entropy, "left": from_the_left, "certified": certified}
 
 
-def smallest(key: Tensor, rounding: Tensor, masked: Tensor, size: Tensor | int, most: int) -> Tensor:
-    """The masks with the smallest keys (R, B): `size` of them, (R, 1) or one number for all, but at most `most`; of
-    equal keys the leftmost. Keys are equal if they differ by at most `rounding` (R, B), because in fp32 the other rows
-    of a batch can change a key by that much. Thus a row's choice does not depend on its batch.
-    (lib.util.smallest_masks, for random keys, compares them exactly.)"""
-    chosen = torch.zeros_like(masked)
-    for i in range(most):
-        left = key.masked_fill(~masked | chosen, math.inf)
-        equal = masked & ~chosen & (left <= left.amin(-1, keepdim=True) + rounding)
-        chosen = chosen | (equal & (equal.cumsum(-1) == 1) & (size > i))
-    return chosen
-
-
-def step_of(model: Model, d: Decoding, select: Select | None = None) -> Callable[..., Step]:
-    """The paper's step, or that of a model whose Stage B has one of its own."""
-    if model.decoding_step is not None and d.n_rounds > 0:
-        if select is not None:
-            raise ValueError("this model has a step of its own, which chooses its own bundle")
-        return model.decoding_step
-    if select is None and d.tau_joint is not None:
-        select = from_the_left
-    return partial(denoise, select=select)
+def least(key: Tensor, masked: Tensor, size: Tensor | int) -> Tensor:
+    """The `size` masks with the smallest keys (R, B); of equal keys the leftmost. Keys are rounded, because in fp32 the
+    other rows of a batch can change a key's last digits, and a row's choice must not depend on its batch."""
+    return smallest_masks(key.round(decimals=5), masked, size)
 
 
 # --- the decoder as the paper has it
 @torch.inference_mode()
 def generate_one(
-    model: Model, prompt: list[int], d: Decoding, step: Callable[..., Step] | None = None, select: Select | None = None
+    model: Model, prompt: list[int], d: Decoding, step: Callable[..., Step] = denoise
 ) -> tuple[list[int], dict[str, float], list[list[int]]]:
     """Continue one prompt, greedily -> tokens, forwards, the block before each forward.
 
-    Slow: every forward reads the whole text again. It is the specification of `generate`.
+    Slow: every forward reads the whole text again. It is the specification of `generate`. step: a function like
+    denoise, which asks the engine for stage_a and stage_b.
     """
-    step = step or step_of(model, d, select)
     mask_id = model.cfg.mask_id
     B = model.cfg.block_length
     device = model.wte.weight.device
@@ -167,7 +173,6 @@ def generate_one(
         first = prompt.index(mask_id)
     start = first // B * B
     ids = prompt[:start]
-    engine = Uncached(model, [ids], d.n_rounds)
 
     # what was counted (nfe: number of function evaluations, that is, of forwards), and the blocks that were seen
     nfe = dict(full=0, partial=0, refresh=0)
@@ -184,7 +189,7 @@ def generate_one(
         for _ in range(MAX_STEPS + B):
             # one step of denoising, and what it cost
             seen.append(z[0].tolist())
-            done = step(engine, z, given, torch.zeros(1, 2, B, device=device), d)
+            done = step(WholeText(model, ids, d), z, given, torch.zeros(1, 2, B, device=device), d)
             nfe["full"] += 1
             nfe["partial"] += float(done.partial)
 
@@ -193,10 +198,9 @@ def generate_one(
             z = done.after
             if mask_id not in z[0]:
                 steps_without_mask += 1
-            if not changed or steps_without_mask > d.post_steps:
+            if done.over.item() or steps_without_mask > d.post_steps:
                 break
 
-        engine.close([0], z, changed)
         ids = ids + z[0].tolist()
         start += B
         new = ids[len(prompt) :]
@@ -211,19 +215,44 @@ def generate_one(
     return up_to_eos(ids[len(prompt) : end], model.cfg.eos_id), nfe, seen
 
 
+class WholeText:
+    """What a step asks for, of a text whose last block is the current one: all of it is read again."""
+
+    def __init__(self, model: Model, finished: list[int], d: Decoding):
+        self.model = model
+        self.finished = torch.tensor([finished], dtype=torch.long, device=model.wte.weight.device)
+        self.d = d
+
+    def stage_a(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """z (1, B) -> prefix states and final states of the block, (1, B, C) each."""
+        # the finished blocks do not change any more: they are the clean text before the current one
+        ids = torch.cat([self.finished, z], dim=1)
+        ctx = self.model.context(torch.ones_like(ids, dtype=torch.bool), ids)
+        self.ctx = replace(ctx, n_rounds=self.d.n_rounds)
+        self.h = self.model.prefix(ids, self.ctx)
+        n = self.finished.shape[1]
+        return self.h[:, n:], self.model.last_n(self.h, self.ctx)[:, n:]
+
+    def stage_b(self, h: Tensor, bundle: Tensor, tokens: Tensor) -> Tensor:
+        """bundle and tokens (1, B) -> Stage B's states of the block, (1, B, C)."""
+        n = self.finished.shape[1]
+        marked = torch.cat([torch.zeros_like(self.finished, dtype=torch.bool), bundle], dim=1)
+        whole = torch.cat([self.finished, tokens], dim=1)
+        return self.model.coordinate(self.h, marked, whole, self.ctx)[:, n:]
+
+
 # --- the same for many rows
 @torch.inference_mode()
 def generate(
     model: Model, prompts: list[list[int]], d: Decoding, seed: int = 0, step: Callable[..., Step] | None = None,
-    select: Select | None = None, on_step: Callable[[list[Row], Step], None] | None = None, cached: bool = True,
+    on_step: Callable[[list[Row], Step], None] | None = None,
 ) -> list[Output]:  # fmt: skip
     """Decode every prompt as if it were alone.
 
-    step: a function like denoise (left out: the model's own, or the paper's). select: another rule for the bundle of
-    the paper's step, a function like by_confidence. on_step is called after every step, with the rows that are being
-    decoded and with what the step did.
+    step: a function like denoise (left out: that of the model's Stage B). on_step is called after every step, with the
+    rows that are being decoded and with what the step did.
     """
-    step = step or step_of(model, d, select)
+    step = step or step_of(model, d)
     device = model.wte.weight.device
     rows = [Row(i, prompts, d, model.cfg, seed) for i in range(len(prompts))]
     outputs = [row.output for row in rows]
@@ -231,7 +260,7 @@ def generate(
     rows = [row for row in rows if len(row.ids) < len(row.prompt) + d.gen_length]
     if not rows:
         return outputs
-    engine = (Cached if cached else Uncached)(model, [row.ids for row in rows], d.n_rounds)
+    engine = Engine(model, [row.ids for row in rows], d.n_rounds)
 
     # the current blocks, and the counts of each: its forwards, its partial forwards, its steps without a mask
     z = torch.tensor([row.block() for row in rows], device=device)
@@ -247,12 +276,11 @@ def generate(
         masked = (z == model.cfg.mask_id).any(-1)
         counts += torch.stack([torch.ones_like(done.partial), done.partial, ~masked])
 
-        # the blocks that are finished: nothing changes any more, or a bound is reached
-        still = ~changed
-        if d.temperature > 0:  # a sampled step may change nothing, and the next one something
-            still = still & ~masked
-        finished = still | (counts[2] > d.post_steps) | (counts[0] >= MAX_STEPS + z.shape[1])
-        finished, changed = torch.stack([finished, changed]).tolist()
+        # the blocks that are finished: nothing would change any more, or a bound is reached
+        finished = done.over | (counts[2] > d.post_steps) | (counts[0] >= MAX_STEPS + z.shape[1])
+        finished, changed, finite = torch.stack([finished, changed, done.conf.isfinite().all(-1)]).tolist()
+        if not all(finite):
+            fail("the model's logits are not finite: its weights are damaged, or its training diverged")
 
         # add their forwards to their rows; a row leaves when its last block is finished
         staying = []
@@ -295,18 +323,55 @@ def token_ids(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of ids like 1,2,3") from None
 
 
-def temperature(text: str) -> float:
-    """0, or a number large enough that logits divided by it stay finite."""
-    value = bounded(float, 0)(text)
-    if 0 < value < 1e-3:
-        raise argparse.ArgumentTypeError(f"{value:g} is too small to divide by: give 0 (greedy), or at least 0.001")
-    return value
+def add_decoding(parser: Parser) -> None:
+    """The flags that change fields of the checkpoint's Decoding."""
+    some = bounded(int, 0, 10**9)
+    share = bounded(float, 0, 1)
+    add = parser.add_argument_group(
+        "decoding (default: the settings of the checkpoint's Stage B, PAPER or CAUSAL in decoding.py; RELEASED if it "
+        "has none, or is off)"
+    ).add_argument
+    # fmt: off
+    add("--n_rounds", type=some, help="K, the rounds of Stage B; 0: Stage B off")
+    add("--tau_m2t", type=bounded(float, -1, 1),
+        help="the bundle: the masks whose probability is above this; -1: every mask at once (PAPER 0.7). With --select "
+             "left, and for causal Stage B, the longest run from the left whose product is above this (CAUSAL 0)")
+    add("--tau_t2t", type=or_none(share), default=argparse.SUPPRESS,
+        help='edit a visible token if the likeliest one is another, with a probability above this; 0: any other; '
+             '"none": never (PAPER 0, RELEASED 0.5; causal Stage B edits nothing)')
+    add("--select", choices=SELECT, help="the rule for the bundle of the paper's step (PAPER confidence)")
+    add("--lookahead", type=some, help="how many positions a pass of causal Stage B reads; 0: all that are not final")
+    add("--beam", type=bounded(int, 1, 1024),
+        help="how many texts causal Stage B keeps while it writes a block; the beam ends with the block (CAUSAL 1)")
+    add("--temperature", type=bounded(float, 0), help="0: the likeliest tokens; above: draw (default: 0)")
+    add("--top_k", type=some, help="with a temperature: draw from the k likeliest tokens; 0: from all")
+    add("--top_p", type=bounded(float, 1e-6, 1),
+        help="with a temperature: draw from the likeliest tokens, up to this sum of probabilities")
+    # fmt: on
+
+
+def decoding_of(args: Namespace, model: Model) -> Decoding:
+    """The settings of the model's Stage B, changed by flags. Stage B is off if it was never trained: it would be Stage
+    A."""
+    flags = ("n_rounds", "tau_m2t", "select", "lookahead", "beam", "temperature", "top_k", "top_p", "gen_length")
+    given = {name: getattr(args, name) for name in flags if getattr(args, name, None) is not None}
+    if hasattr(args, "tau_t2t"):
+        given["tau_t2t"] = args.tau_t2t
+    K = given.setdefault("n_rounds", model.cfg.n_rounds if model.trained_b else 0)
+    if K > model.cfg.n_rounds:
+        fail(f"--n_rounds {K}: this checkpoint has markers for 0..{model.cfg.n_rounds} rounds")
+    _, settings = DECODERS.get(model.cfg.stage_b, DECODERS["paper"])
+    d = replace(settings if K > 0 else RELEASED, **given)
+    if d.beam > 1 and d.temperature > 0:
+        fail("--beam looks for the likeliest text: leave out --temperature, or --beam")
+    if 0 < d.temperature < 1e-3:
+        fail(f"--temperature {d.temperature:g} is too small to divide by: give 0 (greedy), or at least 0.001")
+    return d
 
 
 def build_parser(doc: str = __doc__) -> Parser:
     parser = Parser(doc)
     some = bounded(int, 0, 10**9)
-    share = bounded(float, 0, 1)
 
     # fmt: off
     add = parser.add_argument_group("model").add_argument
@@ -319,73 +384,13 @@ def build_parser(doc: str = __doc__) -> Parser:
         help=f"text, in which each {MASK} is one token to fill (_ too, in a name); repeat the flag for several rows")
     add("--prompt_ids", type=token_ids, action="append", default=[],
         help="token ids, 1,2,3; repeat for several rows")
-
-    add = parser.add_argument_group("decoding").add_argument
     add("--gen_length", type=some, default=256,
         help="tokens after the prompt, unless the text ends before; the last block is decoded whole")
-    add("--n_rounds", type=some,
-        help="K, the rounds of Stage B; 0: Stage B off (default: the checkpoint's; 0 if its markers are zero)")
-    add("--tau_m2t", type=bounded(float, -1, 1), default=argparse.SUPPRESS,
-        help="the bundle: the masks whose probability is above this; -1: every mask at once (default: 0.7)")
-    add("--tau_t2t", type=or_none(share), default=argparse.SUPPRESS,
-        help='edit a visible token if the likeliest one is another, with a probability above this; 0: any other; '
-             '"none": never (default: 0 as in the paper; 0.5 as released if Stage B is off; none with --tau_joint)')
-    add("--select", choices=SELECT, help="the rule for the bundle (default: confidence, as in the paper)")
-    add("--tau_joint", type=share,
-        help="another rule, not the paper's: write masks from the left as long as the product of their probabilities "
-             "exceeds this (0: the whole block); also works with Stage B off (default: off; for the Stage B of "
-             "causal.py 0.5, or 0 if it draws)")
-    add("--temperature", type=temperature, default=argparse.SUPPRESS,
-        help="0: the likeliest tokens; from 0.001 on: draw (default: 0; for a model of plain text 1, unless it has "
-             "the paper's Stage B)")
-    add("--top_k", type=some, default=0, help="with temperature: draw from the k likeliest tokens; 0: from all")
-    add("--top_p", type=bounded(float, 1e-6, 1), default=1.0,
-        help="with temperature: draw from the likeliest tokens, up to this sum of probabilities")
-    add("--seed", type=int, default=0, help="any whole number, of any size: it is hashed")
-
-    add = parser.add_argument_group("output").add_argument
+    add("--seed", type=int, default=0, help="of what is drawn: any whole number, of any size")
     add("--watch", action="store_true", help="show every step")
     # fmt: on
+    add_decoding(parser)
     return parser
-
-
-def settle_decoding(args: Namespace, model: Model, plain_text: bool = False) -> Decoding:
-    """The settings of a decoder. Stage B is on if it was trained; with the zero markers of a converted checkpoint it
-    would be Stage A.
-
-    plain_text: the model learned ordinary text, where no answer can be checked. Then a base draws, and so does a model
-    whose Stage B has a step of its own, because the most probable text repeats itself. The paper's Stage B is greedy,
-    as the paper says.
-    """
-    given = vars(args)
-    n_rounds = args.n_rounds
-    if n_rounds is None:
-        n_rounds = model.cfg.n_rounds if model.trained_b else 0
-    if n_rounds > model.cfg.n_rounds:
-        fail(f"--n_rounds {n_rounds}: this checkpoint has markers for 0..{model.cfg.n_rounds} rounds")
-
-    # runs from the left, or the paper's gates
-    own_step = model.decoding_step is not None and n_rounds > 0
-    draws = plain_text and (model.decoding_step is not None or not model.trained_b)
-    temperature = given.get("temperature", float(draws))
-    if temperature == 0 and (args.top_k or args.top_p < 1):
-        fail("--top_k and --top_p do nothing without a draw: leave them out, or give --temperature 1")
-    tau_joint = args.tau_joint
-    if tau_joint is None and own_step:
-        tau_joint = 0.0 if temperature > 0 else 0.5
-    if tau_joint is not None and ("tau_m2t" in given or args.select):
-        instead = "leave out --tau_joint" if args.tau_joint is not None else "give --n_rounds 0"
-        fail(f"the longest run is written, as with --tau_joint: leave out --tau_m2t and --select, or {instead}")
-    if own_step and given.get("tau_t2t") is not None:
-        fail("this Stage B edits nothing: leave out --tau_t2t, or give --n_rounds 0")
-    default_t2t = 0.5 if n_rounds == 0 else 0.0
-    if tau_joint is not None:
-        default_t2t = None
-    return Decoding(
-        gen_length=args.gen_length, tau_m2t=given.get("tau_m2t", 0.7), tau_t2t=given.get("tau_t2t", default_t2t),
-        n_rounds=n_rounds, tau_joint=tau_joint, holes=True, temperature=temperature,
-        top_k=args.top_k, top_p=args.top_p,
-    )  # fmt: skip
 
 
 def read_prompts(
@@ -427,20 +432,22 @@ def check_prompt(prompt: list[int], number: int, gen_length: int, cfg: Config) -
 
 
 # --- what is shown
-def what_ran(ckpt: Path, model: Model, d: Decoding, select: str | None) -> str:
-    """The last line of every run: assets/names/paper: Stage B, n = 3 of 8, K = 1, gates 0.7 and 0"""
+def what_ran(ckpt: Path, model: Model, d: Decoding, ms: float) -> str:
+    """The last line of every run: assets/names/paper: Stage B, n = 3 of 8, K = 1, gates 0.7 and 0; 8.1 ms a token"""
+    step = step_of(model, d)
     stage = "Stage A alone"
     if d.n_rounds > 0:
-        stage = f"{model.name_b}, n = {model.cfg.n_last} of {model.cfg.n_layer}, K = {d.n_rounds}"
-    if d.tau_joint is not None:
-        rule = f"the longest run above {d.tau_joint:g}" if d.tau_joint else "whole blocks"
-    else:
+        kind = "" if model.cfg.stage_b == "paper" else f"{model.cfg.stage_b} "
+        stage = f"{kind}Stage B, n = {model.cfg.n_last} of {model.cfg.n_layer}, K = {d.n_rounds}"
+    if step is denoise:
         rule = f"gates {d.tau_m2t:g} and {'none' if d.tau_t2t is None else f'{d.tau_t2t:g}'}"
-    if select:
-        rule += f", selected by {select}"
+        rule += f", selected by {d.select}" if d.select != PAPER.select else ""
+    else:
+        rule = f"the longest run above {d.tau_m2t:g}" if d.tau_m2t > 0 else "whole blocks"
+        rule += f", a beam of {d.beam}" if d.beam > 1 else ""
     if d.temperature > 0:
         rule += f", drawn at temperature {d.temperature:g}"
-    return f"{ckpt}: {stage}, {rule}"
+    return f"{ckpt}: {stage}, {rule}; {ms:.1f} ms a token"
 
 
 def cost(n: int, nfe: dict[str, float], partial_cost: float) -> str:
@@ -454,7 +461,7 @@ def cost(n: int, nfe: dict[str, float], partial_cost: float) -> str:
 def write(args: Namespace, model: Model) -> None:
     """Continue every prompt, and print what came of it."""
     tokenizer = load_tokenizer(base_of(args.ckpt))
-    d = settle_decoding(args, model, is_plain_text(args.ckpt))
+    d = decoding_of(args, model)
 
     # what is continued; the names that a model of names writes are judged
     of_names = "names" in judge_of(args.ckpt)
@@ -465,7 +472,10 @@ def write(args: Namespace, model: Model) -> None:
         from tools.watch import Screen
 
         on_step = Screen(len(prompts), tokenizer, model.cfg.mask_id, model.cfg.eos_id).on_step
-    outputs = generate(model, prompts, d, args.seed, select=SELECT.get(args.select), on_step=on_step)
+    began = time.perf_counter()
+    outputs = generate(model, prompts, d, args.seed, on_step=on_step)
+    seconds = time.perf_counter() - began
+    written = 0
     for prompt, output in zip(prompts, outputs, strict=True):
         if output.warning:
             print(f"warning: {output.warning}", file=sys.stderr)
@@ -479,7 +489,8 @@ def write(args: Namespace, model: Model) -> None:
 
         n = len(output.tokens) + prompt.count(model.cfg.mask_id)
         print(f"[{cost(n, output.nfe, model.partial_cost)}]")
-    print(f"[{what_ran(args.ckpt, model, d, args.select)}]")
+        written += n
+    print(f"[{what_ran(args.ckpt, model, d, 1e3 * seconds / max(1, written))}]")
 
 
 @command

@@ -25,12 +25,6 @@ changes. For these settings the paper gives no value, so the values are ours:
     schedule                      linear warm-up, a cosine to 0                   lib/run.py, cosine
     validation rows               one document in twenty, by its name's hash      prepare.py
     fields of the text filter     int_score, or else score; token_count           prepare.py, passes_filter
-
-To change   how the bundle is drawn    edit   draw_bundle in corrupt.py
-            the loss                          three_term_loss in corrupt.py
-            what is corrupted                 CORRUPTIONS in corrupt.py
-            the router, what Stage B sees     see model.py
-            what a step does           write  a function like cocommit_step, and call run(args, step=yours)
 """
 
 import lib.first  # noqa: F401
@@ -42,15 +36,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from uuid import uuid4
 
 import torch
 from torch import Tensor
 
+import causal
 import checkpoint
 from checkpoint import DTYPES, PRESETS, STAGE_B
 from corrupt import CORRUPTIONS, Corruption, M, corrupt, draw_bundle, kinds_apart, three_term_loss
 from lib.optimizers import OPTIMIZERS
-from lib.rows import WHOLE, Batch, Corpus, copy_tokens, get_batch, read_corpus, read_meta
+from lib.rows import WHOLE, Batch, Corpus, copy_tokens, get_batch, read_corpus, read_meta, rows_hash
 from lib.run import check_finite, cosine, interruptible, means, report, rewind_log, run_settings, tell_what_is_next
 from lib.util import (
     Parser,
@@ -75,8 +71,7 @@ GRAD_CLIP = 1.0
 LOG_INTERVAL = 50
 EVAL_ROWS = 64
 BALANCE = 0.001  # how far a step moves an expert's bias where the routers learn
-# the settings that a resumed run may change. With another max_iters the learning rate goes on as if the run had had
-# that length from the start
+# the settings that a resumed run may change. The schedule is computed again for another max_iters
 FREE_ON_RESUME = {"init_from", "out_dir", "device", "micro_batch", "checkpointing", "max_iters", "eval_interval"}
 
 # what the paper states (Sec. 3.1, 4.1 and 5.1)
@@ -104,50 +99,53 @@ Losses = tuple[Tensor, dict[str, Tensor]]
 
 
 # --- the training step
-def cocommit_step(model: Model, batch: Batch, args: Namespace) -> Losses:
-    """One step of the paper: Eq. 1 in both stages of these rows."""
-    # what the model is shown: masked, wrong and right positions
+def corrupt_and_draw(model: Model, batch: Batch, args: Namespace) -> tuple[Tensor, Tensor, Tensor]:
+    """The paper's z, kind and bundle, (R, T) each: see corrupt.py."""
     z, kind = corrupt_batch(model, batch, args)
-    masked = kind == M
+    bundle = draw_bundle(kind == M, S_MIN, args.s_max, batch.draws)
+    return z, kind, bundle
 
-    # the bundle of each row, drawn without reading the text
-    bundle = draw_bundle(masked, S_MIN, args.s_max, batch.draws)
 
-    # the split: one prefix, then the last n layers, and the last n layers again with the bundle marked (Eq. 4). The
-    # paper runs the two as one doubled batch, with the same result
+def cocommit_step(model: Model, batch: Batch, args: Namespace, show: Callable = corrupt_and_draw) -> Losses:
+    """One step of the paper: Eq. 1 in both stages of these rows. show: a function like corrupt_and_draw."""
+    # what the model is shown: masked, wrong and right positions; and the bundle, drawn without reading the text
+    z, kind, bundle = show(model, batch, args)
+
+    # the split: one prefix, then the last n layers. The paper runs both stages as one doubled batch, with the same
+    # result
     ctx = batch_context(model, batch, args)
     h = model.prefix(z, ctx)
     stage_a = model.last_n(h, ctx)
-    stage_b = model.coordinate(h, bundle, ctx, model.cfg.n_rounds)
+
+    # the last n layers again with the bundle marked (Eq. 4). A Stage B may read tokens there; the paper's does not
+    tokens = z.masked_scatter(bundle, model.told(batch.clean[bundle], stage_a[bundle]))
+    stage_b = model.coordinate(h, bundle, tokens, ctx)
 
     # Eq. 1 in both stages: Stage A fills every mask, Stage B its bundle
-    loss_a, ce_a = three_term_loss(model, stage_a, batch.clean, kind, fill=masked)
+    loss_a, ce_a = three_term_loss(model, stage_a, batch.clean, kind, fill=kind == M)
     loss_b, ce_b = three_term_loss(model, stage_b, batch.clean, kind, fill=bundle)
     return loss_a + loss_b, kinds_apart(ce_a, ce_b, kind, bundle)
+
+
+# a model's step, by the kind of its Stage B, and the settings that this step fixes, whatever the flags say
+TRAINING: dict[str, tuple[Callable[..., Losses], dict]] = {
+    "paper": (cocommit_step, {}),
+    "causal": (partial(cocommit_step, show=causal.blocks_to_write), dict(corruption="mask", context="clean")),
+}
 
 
 # --- what a step is made of
 def corrupt_batch(model: Model, batch: Batch, args: Namespace, mask_power: float = 1.0) -> tuple[Tensor, Tensor]:
     """What the model is shown: z (R, T) int64 and kind (R, T) uint8, see corrupt.py."""
+
+    def draft(z: Tensor, where: Tensor) -> Tensor:
+        with torch.no_grad():
+            ctx = batch_context(model, batch, args)
+            return model.drafts(model.last_n(model.prefix(z, ctx), ctx)[where])
+
     cfg = model.cfg
-    how = Corruption(args.corruption, cfg.block_length, cfg.mask_id, batch.plain, mask_power)
-    draft = partial(stage_a_draft, model, batch, args)
-    return corrupt(batch.clean, batch.corruptible, how, batch.draws, draft)
-
-
-@torch.no_grad()
-def stage_a_draft(model: Model, batch: Batch, args: Namespace, z: Tensor, where: Tensor) -> Tensor:
-    """Stage A's argmax at the True positions of where (R, T), in their order: (P,) int64."""
-    ctx = batch_context(model, batch, args)
-    h = model.last_n(model.prefix(z, ctx), ctx)[:, : z.shape[1]][where]
-
-    # the logits of 1,024 positions at a time
-    tokens = []
-    for part in h.split(1024):
-        logits = model.logits(part)
-        logits[:, model.cfg.mask_id] = float("-inf")  # a draft is never the mask
-        tokens.append(logits.argmax(-1))
-    return torch.cat(tokens)
+    how = Corruption(args.corruption, cfg.block_length, cfg.mask_id, batch.plain, batch.draws, draft, mask_power)
+    return corrupt(batch.clean, batch.corruptible, how)
 
 
 def batch_context(model: Model, batch: Batch, args: Namespace, one_by_one: Tensor | None = None) -> Context:
@@ -158,13 +156,18 @@ def batch_context(model: Model, batch: Batch, args: Namespace, one_by_one: Tenso
 
 # --- a run: rows, model, optimizer, then the loop
 def run(args: Namespace, step: Callable[..., Losses] | None = None) -> None:
-    """Train, validate and save. step: a function like cocommit_step (left out: the model's own, or the paper's)."""
+    """Train, validate and save. step: a function like cocommit_step (left out: that of --stage_b)."""
     with alone_in(Path(args.out_dir)):
         refuse_used(args)
         corpus = read_corpus(Path(args.data), args.seq_len, args.seed, args.block_length, args.batch_size)
         model = start(args, corpus)
         optimizer = OPTIMIZERS[args.optimizer](model.learned(), args.learning_rate)
-        loop(model, corpus, step or model.training_step or cocommit_step, optimizer, args)
+        loop(model, corpus, step or step_of(args), optimizer, args)
+
+
+def step_of(args: Namespace) -> Callable[..., Losses]:
+    step, _ = TRAINING.get(args.stage_b, TRAINING["paper"])
+    return step
 
 
 def loop(
@@ -173,40 +176,30 @@ def loop(
 ) -> None:  # fmt: skip
     """Train until max_iters. If there are several processes, only the one with `writes` writes files. All of them stop
     after the same step: `agreed(stop)` says whether any was asked to stop."""
-    folder = Path(args.out_dir)
-    log = folder / "log.jsonl" if writes else None
-    done = checkpoint.restore_state(model, optimizer, folder) if args.resume else 0
-    if done > args.max_iters:
-        fail(f"--max_iters {args.max_iters}: this run has taken {done} steps already")
-    if writes:
-        write_json(folder / "train.json", {k: v for k, v in vars(args).items() if k not in ("resume", "config")})
-        rewind_log(folder / "log.jsonl", done)
-        if not saves_adapter(args):
-            # the checkpoint needs the rows' meta.json and tokenizer.json, and the rows may go away later
-            copy_tokens(Path(args.data), folder)
-        describe(args, corpus, model, done)
-
+    log = Path(args.out_dir) / "log.jsonl" if writes else None
+    done = begin(model, corpus, optimizer, args, writes)
     if done == 0:
         validation = validate(model, corpus, step, 0, args)
         report(validation, log, "validation before the first step", shown=True, explained=True)
 
     saved = done
     steps = range(done, args.max_iters)
-    if writes:
-        steps = progress(steps, "train", done=done)
     with interruptible() as caught:
-        for it in steps:
+        for it in progress(steps, "train", done=done) if writes else steps:
             # forward and backward: the gradients of all micro-batches, with one denominator
             began = time.perf_counter()
-            n_real = corpus.rows["train"].count_real(it * args.batch_size, args.batch_size)
+            first = it * args.batch_size
+            n_real = corpus.rows["train"].count_real(first, args.batch_size)
             loss = 0.0
             terms = []
-            for batch in micro_batches(corpus, "train", it * args.batch_size, args.batch_size, model, args):
+            for batch in micro_batches(corpus, "train", first, args.batch_size, model, args):
                 part, part_terms = step(model, batch, args)
                 (part / n_real).backward()
                 loss += float(part.detach()) / n_real
                 terms.append(part_terms)
             norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP))
+            if it == done:
+                tell_what_does_not_learn(model)
 
             # update, at the schedule's rate
             share = cosine(it, args.max_iters)
@@ -217,7 +210,6 @@ def loop(
             optimizer.step()
             balance_experts(model)
             optimizer.zero_grad(set_to_none=True)
-
             record |= means(terms) | dict(ms=1e3 * (time.perf_counter() - began))
             report(record, log, f"step {it + 1}/{args.max_iters}", shown=(it + 1) % LOG_INTERVAL == 0)
 
@@ -228,21 +220,32 @@ def loop(
             if due or stop:
                 validation = validate(model, corpus, step, it + 1, args)
                 check_finite(validation, "validation", it, saved, args)
-                if due:
-                    report(validation, log, f"validation after step {it + 1}", shown=True)
-                if writes:
-                    save(model, optimizer, it + 1, args)
+                report(validation, log if due else None, f"validation after step {it + 1}", shown=True)
                 saved = it + 1
+                if writes:
+                    save(model, optimizer, saved, args)
             if stop:
                 break
     if writes:
-        steps.close()
-        # the run may have been killed after it saved its state, and before it saved what was learned
-        if saved == done:
-            save(model, optimizer, done, args)
-        tell_what_is_next(saved, args)
+        finish(model, optimizer, saved, done, args)
     if saved < args.max_iters:
         raise SystemExit(130)  # the exit code of a program that Ctrl-C has ended
+
+
+def begin(model: Model, corpus: Corpus, optimizer: torch.optim.Optimizer, args: Namespace, writes: bool) -> int:
+    """Go on where the run was saved, and write what a run begins with -> how many steps it has taken."""
+    folder = Path(args.out_dir)
+    done = checkpoint.restore_state(model, optimizer, folder, args.run) if args.resume else 0
+    if done > args.max_iters:
+        fail(f"--max_iters {args.max_iters}: this run has taken {done} steps already")
+    if writes:
+        write_json(folder / "train.json", {k: v for k, v in vars(args).items() if k not in ("resume", "config")})
+        rewind_log(folder / "log.jsonl", done)
+        if not saves_adapter(args):
+            # the checkpoint needs the rows' meta.json and tokenizer.json, and the rows may go away later
+            copy_tokens(Path(args.data), folder)
+        describe(args, corpus, model, done)
+    return done
 
 
 @torch.no_grad()
@@ -265,11 +268,18 @@ def micro_batches(corpus: Corpus, split: str, first: int, n: int, model: Model, 
 
 
 def balance_experts(model: Model) -> None:
-    """If the model's routers learn, move the bias of each expert by how often it was chosen. The experts of a
-    subclass's own layers keep the biases that they began with."""
+    """If the model's routers learn, move the bias of each expert by how often it was chosen. The experts of a Stage
+    B's own layers keep the biases that they began with."""
     for layer in model.layers[model.cfg.n_dense :]:
         if layer.mlp.router.requires_grad:
             layer.mlp.balance(BALANCE)
+
+
+def tell_what_does_not_learn(model: Model) -> None:
+    """After the first backward: a parameter of Stage B without a gradient is not used, or not reached."""
+    idle = [name for name, p in model.own().items() if p.grad is None]
+    if idle:
+        print(f"without a gradient after the first step: {', '.join(idle)}")
 
 
 # --- what learns
@@ -280,17 +290,20 @@ def start(args: Namespace, corpus: Corpus) -> Model:
     if args.init_from == "scratch":
         meta = corpus.meta
         ids = dict(vocab_size=meta.vocab_size, eos_id=meta.eos_id, mask_id=meta.mask_id)
-        cfg = replace(PRESETS[args.preset], **sizes, **ids)
+        cfg = replace(PRESETS[args.preset], **sizes, **ids, stage_b=args.stage_b)
         folder = Path(args.out_dir)
         if args.resume and (folder / "config.json").exists():
             cfg = checkpoint.read_config(folder)  # the preset may have been edited since
-        model = checkpoint.new_model(cfg, generator(args.seed, "init"), device, args.stage_b)
+        model = checkpoint.new_model(cfg, generator(args.seed, "init"), device)
     else:
         # what learns is always float32
         dtype = DTYPES[args.dtype] if saves_adapter(args) else torch.float32
         model = checkpoint.load_model(args.init_from, device, dtype, args.stage_b, **sizes)
+        if args.resume and model.base_hash != args.base_hash:
+            fail(f"{args.init_from} has other weights than this run began with: put the old ones back")
         if checkpoint.is_int8(model) and (args.stage_b != "paper" or args.lora_r == 0):
             fail(f"{args.init_from} is int8, and cannot learn: give --stage_b paper and a --lora_r above 0")
+        args.base_hash = model.base_hash
         if saves_adapter(args):
             model.adapt(args.lora_r, generator(args.seed, "lora"))
     model.compute_dtype = DTYPES[args.dtype]
@@ -308,11 +321,19 @@ def save(model: Model, optimizer: torch.optim.Optimizer, steps: int, args: Names
     folder = Path(args.out_dir)
     flush(folder / "log.jsonl")  # the state must not be ahead of the log
     state = checkpoint.training_state(model, optimizer)
-    checkpoint.save_tensors(folder / "state.safetensors", state, {"step": str(steps)})
+    about = {"step": str(steps), "run": args.run, "tensors": str(len(state))}
+    checkpoint.save_tensors(folder / "state.safetensors", state, about)
     if saves_adapter(args):
         checkpoint.save_adapter(model, folder, Path(args.init_from), args.lora_r)
     else:
         checkpoint.save_model(model, folder)
+
+
+def finish(model: Model, optimizer: torch.optim.Optimizer, saved: int, done: int, args: Namespace) -> None:
+    """Save if the run was killed after it saved its state, and before it saved what was learned; say what is next."""
+    if saved == done:
+        save(model, optimizer, done, args)
+    tell_what_is_next(saved, args)
 
 
 # --- flags
@@ -339,7 +360,7 @@ def build_parser(doc: str = __doc__) -> Parser:
     add("--lora_r", type=some, default=16, help="the rank of LoRA (paper 16; its scale is 2); 0: all weights learn")
     add("--stage_b", choices=STAGE_B, default="paper",
         help="the paper's Stage B, or the one of causal.py, which sets --corruption mask and --context clean, and does "
-             "not use --s_max, nor the rank of --lora_r")
+             "not use --s_max and --lora_r")
 
     add = parser.add_argument_group("corruption and bundle").add_argument
     add("--corruption", choices=CORRUPTIONS, default="draft", help="how tokens are made wrong, see corrupt.py")
@@ -372,10 +393,7 @@ def build_parser(doc: str = __doc__) -> Parser:
 
 def read_arguments(parser: Parser | None = None) -> Namespace:
     """The flags of the command line, on top of those in --config or of the run that is resumed."""
-    parser = parser or build_parser()
-    args = run_settings(parser, FREE_ON_RESUME)
-    if args.init_from != "scratch" and args.preset != parser.get_default("preset"):
-        fail(f"--preset {args.preset} does nothing without --init_from scratch: leave it out")
+    args = run_settings(parser or build_parser(), FREE_ON_RESUME)
     settle(args)
     return args
 
@@ -383,9 +401,8 @@ def read_arguments(parser: Parser | None = None) -> Namespace:
 def settle(args: Namespace) -> None:
     """Take the sizes that were left out from the checkpoint or the rows, and refuse settings that do not fit."""
     refuse_used(args)
-    if args.whole_share > 0 and args.stage_b == "paper":
-        fail("--whole_share does nothing to the paper's Stage B: leave it out, or give another --stage_b")
-    vars(args).update(STAGE_B[args.stage_b].settings)
+    _, fixed = TRAINING.get(args.stage_b, TRAINING["paper"])
+    vars(args).update(fixed)
     meta = read_meta(Path(args.data))
     if args.init_from == "scratch":
         cfg = PRESETS[args.preset]
@@ -407,6 +424,14 @@ def settle(args: Namespace) -> None:
     if args.seq_len % args.block_length or args.seq_len > cfg.max_len:
         sizes = f"--block_length {args.block_length}, at most {cfg.max_len}"
         fail(f"--seq_len {args.seq_len} must be a multiple of {sizes}")
+
+    # what a resume must find again: the same run, on the same rows, from the same weights (see start)
+    rows = rows_hash(Path(args.data))
+    if args.resume and rows != args.rows_hash:
+        fail(f"--data {args.data} has other rows than this run began with: put the old ones back")
+    args.rows_hash = rows
+    if not args.resume:
+        args.run = uuid4().hex
 
 
 def refuse_used(args: Namespace) -> None:
@@ -449,17 +474,8 @@ def describe(args: Namespace, corpus: Corpus, model: Model, done: int) -> None:
 
 def differences(args: Namespace) -> str:
     """The settings of PAPER that differ here, with the paper's in brackets: seq_len 32 (2048), batch_size 64 (8)"""
-    # a Stage B with a step of its own does not use the rank and the bundle's size, and where all weights learn there is
-    # no LoRA
-    idle = set()
-    if STAGE_B[args.stage_b].training_step:
-        idle = {"lora_r", "s_max"}
-    elif not saves_adapter(args):
-        idle = {"lora_r"}
-
     values = vars(args)
-    found = [f"{name} {values[name]} ({value})" for name, value in PAPER.items()
-             if name not in idle and values[name] != value]  # fmt: skip
+    found = [f"{name} {values[name]} ({value})" for name, value in PAPER.items() if values[name] != value]
     if not saves_adapter(args):
         found.append("all weights learn (LoRA on a frozen model)")
     return ", ".join(found) or "nothing but the model and the rows"

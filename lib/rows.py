@@ -298,3 +298,7 @@ def get_batch(corpus: Corpus, split: str, first: int, n: int, seed: int, device:
     corruptible = real & ~prompt
     holes_alone = corpus.rows[split].holes_alone(first, n)
     return Batch(clean.to(device), real.to(device), corruptible.to(device), corpus.plain, draws, holes_alone)
+
+
+def rows_hash(folder: Path) -> str:
+    return "TODO"

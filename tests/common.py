@@ -14,7 +14,7 @@ from lib.rows import Meta, write_meta
 from lib.tokenizer import byte_spec
 from lib.util import generator, write_json
 from model import Config, Model
-from sample import generate, generate_one
+from sample import denoise, generate, generate_one
 from toy import Toy
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,9 +27,9 @@ def tiny_config(**overrides) -> Config:
     return replace(PRESETS["tiny"], **base | overrides)
 
 
-def tiny_model(seed: int = 0, std: float = 0.25, stage_b: str = "paper", **overrides) -> Model:
+def tiny_model(seed: int = 0, std: float = 0.25, **overrides) -> Model:
     """A model whose parameters are all random, norms, router biases and markers too: no zero or one hides a mistake."""
-    model = new_model(tiny_config(**overrides), generator("tests", seed), stage_b=stage_b)
+    model = new_model(tiny_config(**overrides), generator("tests", seed))
     g = generator("tests", "weights", seed)
     for p in model.parameters():
         p.data.copy_(torch.randn(p.shape, generator=g) * std + (1.0 if p.dim() == 1 else 0.0))
@@ -173,16 +173,14 @@ def traced(model, prompts: list[list[int]], d: Decoding, **how) -> tuple[list[Ou
     return outputs, steps.of_row
 
 
-def assert_as_specified(model, prompts, d: Decoding, both=(True,), select=None) -> list[Output]:
-    """Rows together and a row alone have the same tokens, forwards of each kind, and blocks before every forward.
-
-    both: check this with a cache and without, and not only with one."""
-    expected = [generate_one(model, p, d, select=select) for p in prompts]
-    for cached in both:
-        outputs, steps = traced(model, prompts, d, cached=cached, select=select)
-        for out, row, (tokens, nfe, seen) in zip(outputs, steps, expected, strict=True):
-            assert_same([s["before"] for s in row], seen, f"cached {cached}, generate")
-            assert (out.tokens, out.nfe) == (tokens, nfe)
+def assert_as_specified(model, prompts, d: Decoding, step=denoise) -> list[Output]:
+    """Rows together, with a cache, and a row alone, without one, have the same tokens, forwards of each kind, and
+    blocks before every forward."""
+    outputs, steps = traced(model, prompts, d, step=step)
+    for prompt, out, row in zip(prompts, outputs, steps, strict=True):
+        tokens, nfe, seen = generate_one(model, prompt, d, step)
+        assert_same([s["before"] for s in row], seen, "generate")
+        assert (out.tokens, out.nfe) == (tokens, nfe)
     return outputs
 
 

@@ -29,7 +29,7 @@ def test_rows_that_are_read_one_by_one_are_asked_for_every_token(T):
     model, batch = tiny_model(), a_batch(T=T)
     single = tiny_model(block_length=1)
     ids = batch.clean.masked_fill(batch.real, MASK)
-    logits = single(ids, single.context(batch.real, batch.clean))[:, :T]
+    logits = single(ids, single.context(batch.real, batch.clean))
     ce = F.cross_entropy(logits.mT, batch.clean, reduction="none")[batch.real].detach()
 
     loss, terms = base_step(model, a_batch(T=T), flags(one_by_one=1.0, context="clean"))
@@ -91,7 +91,6 @@ def test_one_step_of_muon_by_hand():
 
 
 # --- a run
-# --- what is refused
 def test_a_run_goes_on_by_its_own_script(tmp_path, run, monkeypatch, capsys, scratch):
     """From the same settings the other script would make another model."""
     a, b = tmp_path / "a", tmp_path / "b"

@@ -2,17 +2,13 @@
 
 import hashlib
 import json
-import os
 import shutil
-import subprocess
-import sys
-from dataclasses import replace
-from itertools import product
+from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 
 import pytest
 import torch
-from common import ROOT, byte_model, random_adapter, random_ids
+from common import byte_model, random_adapter, random_ids
 from safetensors.torch import load_file, save_file
 
 import checkpoint
@@ -22,15 +18,17 @@ from checkpoint import (
     judge_of,
     load_model,
     read_config,
+    save_adapter,
     save_model,
     stage_b_of,
     stored,
     weights_hash,
 )
 from lib.tokenizer import byte_spec
-from lib.util import Mistake, few_threads_if_small, write_json
-from model import ROUTERS, Model
+from lib.util import Mistake, write_json
+from model import ROUTERS, Config, Model
 
+REQUIRED = [field.name for field in fields(Config) if field.default is MISSING]
 WEIGHTS = "model.safetensors"
 
 
@@ -45,14 +43,11 @@ def refusal(folder: Path, **how) -> str:
     return str(mistake.value)
 
 
-def forward(model: Model, stage_b: str = "paper") -> torch.Tensor:
+def forward(model: Model) -> torch.Tensor:
     """Stage B's output."""
     ids = random_ids(1, 16)
     ctx = model.context(torch.ones_like(ids, dtype=torch.bool))
-    h = model.prefix(ids, ctx)
-    model.last_n(h, ctx)
-    read = [ids] if stage_b == "causal" else []
-    return model.logits(model.coordinate(h, ids < 20, ctx, model.cfg.n_rounds, *read))
+    return model.logits(model.coordinate(model.prefix(ids, ctx), ids < 20, ids, ctx))
 
 
 @pytest.fixture
@@ -77,7 +72,7 @@ def test_a_folder_gives_back_the_model(tied, stage_b, tmp_path):
     back = load(tmp_path)
     assert back.cfg == model.cfg and type(back) is type(model) and stage_b_of(tmp_path) == stage_b
     assert all(torch.equal(back.state_dict()[name], p) for name, p in model.state_dict().items())
-    torch.testing.assert_close(forward(back, stage_b), forward(model, stage_b))
+    torch.testing.assert_close(forward(back), forward(model))
     assert (back.lm_head.weight is back.wte.weight) == tied
     low = load_model(tmp_path, "cpu", torch.bfloat16)
     assert low.compute_dtype == low.wte.weight.dtype == torch.bfloat16
@@ -95,8 +90,7 @@ def test_tensors_that_do_not_fit_are_named(base):
     whole = load_file(base / WEIGHTS)
     for words, change in {
         "norm_f.weight: shape [63] there, shape [64] in the model": {"norm_f.weight": torch.zeros(63)},
-        f"weights {base} cannot be read": {"markers": torch.zeros(2, 63)},
-        f"weights {base} cannot be read, is damaged": {"markers": torch.zeros(())},
+        "markers: shape [2, 63] there, shape [2, 64] in the model": {"markers": torch.zeros(2, 63)},
         "norm_f.weight: no such tensor there": {"norm_f.weight": None},
         "other: shape [1] there, no such tensor in the model": {"other": torch.zeros(1)},
     }.items():
@@ -104,33 +98,18 @@ def test_tensors_that_do_not_fit_are_named(base):
         assert words in refusal(base)
 
 
-NAN, INF = float("nan"), float("inf")
-OTHER_TYPES = (torch.float64, torch.float8_e4m3fn, torch.complex64, torch.int64, torch.int8, torch.bool)
-
-
 def test_numbers_that_no_model_computes_with_are_named(base, adapter):
-    """This holds for weights and adapters, and for any place in a tensor."""
-    for path, names in (
-        (base / WEIGHTS, ["wte.weight", "layers.2.mlp.gate_up", "layers.1.mlp.expert_bias"]),
-        (adapter / "adapter.safetensors", ["layers.3.attn.qkv.lora_B", "markers"]),
-    ):
+    """Other dtypes, in weights and adapters; NaN in an adapter. (sample.py and evaluate.py say where logits are not
+    finite.)"""
+    for path, name in ((base / WEIGHTS, "wte.weight"), (adapter / "adapter.safetensors", "layers.3.attn.qkv.lora_B")):
         whole = load_file(path)
-        for name, value, at in zip(names, (NAN, INF, -INF), (-1, 0, whole[names[-1]].numel() // 2), strict=False):
-            tensor = whole[name].clone()
-            tensor.view(-1)[at] = value
-            save_file(whole | {name: tensor}, path)
-            assert f"{name} holds NaN or infinity" in refusal(adapter)
-        for dtype in OTHER_TYPES:
+        for dtype in (torch.float64, torch.int8):
             save_file(whole | {name: whole[name].to(dtype)}, path)
             assert f"{name} is stored as {dtype}" in refusal(adapter)
         save_file(whole, path)
-
-    # each type that weights may have is read, and as large a number as it has
-    whole = load_file(base / WEIGHTS)
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        whole["norm_f.weight"] = torch.full([64], torch.finfo(dtype).max, dtype=dtype)
-        save_file(whole, base / WEIGHTS)
-        assert load(base).norm_f.weight[0] == torch.finfo(dtype).max
+    whole[name].view(-1)[5] = float("nan")
+    save_file(whole, path)
+    assert f"{name} holds NaN or infinity" in refusal(adapter)
 
 
 def test_a_tensor_lies_in_one_shard(base):
@@ -157,12 +136,8 @@ def test_a_tensor_lies_in_one_shard(base):
         assert f"holds {name}, whose place is" in refusal(base)
 
 
-# changes of a config that no machine can run, or that cannot be meant
+# changes of a config that cannot be computed, or that cannot be meant
 IMPOSSIBLE = [
-    (dict(n_embd=2**20, n_expert=2**20, n_group=2**10), "2^40 numbers"),
-    (dict(n_head=2**20, n_kv_head=2**20, head_dim=2**20), "2^40 numbers"),
-    (dict(n_embd=2**20, d_dense=2**20), "2^40 numbers"),
-    (dict(n_layer=1000), "n_layer, n_dense and n_shared are 0..256"),
     (dict(n_head=3), "n_kv_head divides n_head"),
     (dict(n_kv_head=0), "sizes"),
     (dict(rotary_dim=17), "rotary_dim"),
@@ -170,18 +145,16 @@ IMPOSSIBLE = [
     (dict(topk_group=5), "topk_group"),
     (dict(n_active=5), "n_active"),
     (dict(n_last=9), "n_last is 1..4"),
-    (dict(n_rounds=0), "n_rounds"),
     (dict(n_embd=60), "multiples of 8"),
-    (dict(d_expert=20), "multiples of 8"),
-    (dict(block_length=4097, max_len=200_000), "block_length is 1..4096"),
+    (dict(block_length=129), "block_length is 1..128"),
     (dict(mask_id=272), "vocabulary"),
-    (dict(norm_eps=0), "above 0"),
     (dict(eos_id=257), "eos_id and mask_id, both 257, are two tokens"),
-    (dict(eos_id=-1, mask_id=-1), "no eos_id and mask_id"),
     (dict(eos_id=255), "eos_id is 255, and"),
-    (dict(mask_id=258), "mask_id is 258, and"),
     (dict(router="no such router"), "(see model.py), not 'no such router'"),
-    (dict(router=5), "router is 5"),
+    (dict(stage_b="other"), "stage_b is one of paper, causal, not 'other'"),
+    (dict(n_layer="4"), "n_layer is '4'"),
+    (dict(rope_theta=None), "rope_theta is None"),
+    (dict(other=1), "unknown field other"),
 ]
 
 
@@ -195,36 +168,31 @@ def test_a_config_that_cannot_be_meant_is_refused(change, words, base):
     assert words in line and str(path) in line
 
 
-def test_a_whole_number_may_stand_for_a_real_one(base):
-    """Other programs write whole numbers so, and they may be large. Older configs name no router."""
+@pytest.mark.parametrize("name", asdict(Config(**dict.fromkeys(REQUIRED, 1))).keys() - {"router", "stage_b"})
+def test_a_config_without_a_field_is_refused(name, base):
+    """A default could be another model's value. Older configs name no router and no Stage B."""
     path = base / "config.json"
-    raw = json.loads(path.read_text()) | dict(rope_theta=2**64, routed_scaling=2**64)
-    assert raw.pop("router") == "grouped sigmoid"
+    raw = json.loads(path.read_text())
+    del raw["router"], raw["stage_b"]
     path.write_text(json.dumps(raw))
+    assert load(base).cfg.stage_b == "paper"
+    del raw[name]
+    path.write_text(json.dumps(raw))
+    assert f"{name} is None" in refusal(base)
+
+
+def test_a_whole_number_may_stand_for_a_real_one(base):
+    """Other programs write whole numbers so."""
+    path = base / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | dict(rope_theta=600_000, routed_scaling=2)))
     model = load(base)
-    assert model.cfg.rope_theta == model.cfg.routed_scaling == 2.0**64
-    assert model.cfg.router == "grouped sigmoid"
+    assert (model.cfg.rope_theta, model.cfg.routed_scaling) == (600_000.0, 2.0)
     assert forward(model).isfinite().all()
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="has no pipes with names")
-def test_what_has_no_end_is_not_read(base, adapter):
-    """In the place of each file there is a pipe to which nobody writes."""
-    write_json(base / "tokenizer.json", byte_spec())
-    for folder in (base, adapter):
-        for path in folder.iterdir():
-            kept = path.read_bytes()
-            path.unlink()
-            os.mkfifo(path)
-            assert f"{path} cannot be read, is damaged, or of another kind: it is not an" in refusal(adapter)
-            path.unlink()
-            path.write_bytes(kept)
-    load(adapter)
 
 
 def test_a_shard_lies_in_its_folder(base):
     shutil.copyfile(base / WEIGHTS, base.parent / "outside.safetensors")
-    for wrong in ("../outside.safetensors", str(base.parent / "outside.safetensors"), "a\0.safetensors", 5):
+    for wrong in ("../outside.safetensors", str(base.parent / "outside.safetensors"), 5):
         (base / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": {"wte.weight": wrong}}))
         assert "index.json" in refusal(base) or "no safetensors file at" in refusal(base)
 
@@ -241,15 +209,13 @@ def test_causal_stage_b_begins_as_the_bases_last_layers_and_a_map_of_zeros(base)
     # n cannot be changed after training
     save_model(causal, base)
     assert load(base).cfg.n_last == 3
-    for n_last in (2, 4):
-        assert f"has 3 layers of its own: give --n_last 3, not {n_last}" in refusal(base, n_last=n_last)
+    assert "layers_b.2." in refusal(base, n_last=2)
 
 
-def test_a_stage_b_that_nobody_knows_is_refused(base, adapter):
-    config = base / "config.json"
-    for path, other in ((adapter / "adapter.json", "other"), (config, "other"), (config, [])):
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"stage_b": other}))
-        assert f"a Stage B of the kind {other!r}, and the kinds are paper, causal" in refusal(path.parent)
+def test_a_stage_b_that_nobody_knows_is_refused(adapter):
+    path = adapter / "adapter.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"stage_b": "other"}))
+    assert "its Stage B is of the kind 'other', and the kinds are paper, causal" in refusal(adapter)
 
 
 def test_who_judges_a_models_writing_is_told_by_the_rows_that_it_learned(base, adapter):
@@ -319,8 +285,8 @@ def test_an_adapter_of_every_kind_comes_back(stage_b, n_rounds, base, tmp_path):
     assert stage_b_of(folder) == stage_b
     back = load(folder)
     assert type(back) is checkpoint.STAGE_B[stage_b]
-    assert back.cfg == model.cfg == replace(read_config(base), n_last=1, n_rounds=n_rounds)
-    assert torch.equal(forward(back, stage_b), forward(model, stage_b))
+    assert back.cfg == model.cfg == replace(read_config(base), n_last=1, n_rounds=n_rounds, stage_b=stage_b)
+    assert torch.equal(forward(back), forward(model))
     learned = load_file(folder / "adapter.safetensors")
     assert learned.keys() == model.learned().keys()
 
@@ -334,9 +300,7 @@ def test_an_adapter_without_its_base_on_another_one_or_of_another_kind_is_refuse
     assert f"adapter.json names {base} as its base, and no model is there" in refusal(adapter)
 
     save_model(byte_model(seed=1), base)
-    line = refusal(adapter)
-    assert f"{adapter} was trained on other weights than {base} holds now" in line
-    assert "delete base_hash from adapter.json" in line
+    assert f"{adapter} was trained on other weights than {base} holds now" in refusal(adapter)
 
     # half of an adapter
     save_model(byte_model(), base)
@@ -347,31 +311,21 @@ def test_an_adapter_without_its_base_on_another_one_or_of_another_kind_is_refuse
 
     # of another kind than its tensors
     about = json.loads((adapter / "adapter.json").read_text())
-    for change in ({"stage_b": "causal", "n_rounds": 1}, {"n_rounds": 1}, {"n_last": 3}, {"lora_r": 8}):
+    for change in ({"stage_b": "causal", "n_rounds": 1}, {"n_rounds": 1}, {"lora_r": 8}, {"lora_r": 0}):
         (adapter / "adapter.json").write_text(json.dumps(about | change))
         assert "is this adapter whole?" in refusal(adapter)
-    (adapter / "adapter.json").write_text(json.dumps(about | {"lora_r": 0}))
-    assert "LoRA of rank 0: the rank is 1 or more" in refusal(adapter)
 
 
-def test_a_small_model_takes_two_threads_if_they_sleep(monkeypatch):
-    """Of eight; and as many as OMP_NUM_THREADS says, if it is set."""
-    monkeypatch.setattr("lib.util.THREADS", 8)
-    asked = []
-    monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    for waits, n_embd in product(("PASSIVE", "ACTIVE", ""), (256, 257)):
-        monkeypatch.setenv("OMP_WAIT_POLICY", waits)
-        few_threads_if_small(n_embd)
-    assert asked == [2, 8, 1, 8, 1, 8]
-    monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    few_threads_if_small(256)
-    assert len(asked) == 6
+def test_a_base_that_is_replaced_while_an_adapter_learns_is_said(base, tmp_path):
+    model = load(base)
+    model.adapt(4, torch.Generator())
+    save_model(byte_model(seed=1), base)
+    with pytest.raises(Mistake, match="were replaced while an adapter was trained on them"):
+        save_adapter(model, tmp_path / "adapter", base, 4)
+    assert not (tmp_path / "adapter").exists()
 
 
-def test_every_script_lets_threads_sleep():
-    """OpenMP reads its policy when torch is imported."""
-    ask = "import sys, os, lib.first; print('torch' in sys.modules, os.environ['OMP_WAIT_POLICY'])"
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, env=environment, cwd=ROOT)
-    assert done.stdout.split() == ["False", "PASSIVE"]
+def test_a_library_call_leaves_the_threads_alone(base):
+    before = torch.get_num_threads()
+    load(base)
+    assert torch.get_num_threads() == before

@@ -30,10 +30,19 @@ from resuming import byte_rows, toy_rows
 import evaluate
 import toy
 import train
-from cache import Cached
+from cache import Engine
 from checkpoint import PRESETS, load_model, save_model
-from decoding import Output
-from evaluate import answer_log_probs, bits_of_batch, bits_of_rows, causal_table, chain_table, one_step_table
+from decoding import Decoding, Output
+from evaluate import (
+    BASE_ROWS,
+    PAPER_ROWS,
+    answer_log_probs,
+    bits_of_batch,
+    bits_of_rows,
+    chain_table,
+    product_of_stage_a,
+    stage_b_table,
+)
 from lib.names import draw_names, exists
 from lib.rows import Batch, copy_tokens, read_corpus
 from lib.tokenizer import byte_tokenizer, load_tokenizer
@@ -71,10 +80,10 @@ def test_answer_log_probs(monkeypatch):
     z = torch.tensor([[0, -1], [-1, 2], [-1, -1]])
     ctx = model.context(torch.ones_like(ids, dtype=torch.bool))
     h = model.prefix(ids, ctx)
-    for n_rounds in (0, 1, 2):
-        states = model.coordinate(h, ids == 7, ctx, n_rounds) if n_rounds else model.last_n(h, ctx)
+    for x in (None, z):
+        states = model.last_n(h, ctx) if x is None else model.coordinate(h, ids == 7, ids, ctx)
         expected = model.logits(states)[:, 2:].double().softmax(-1)[..., :3]
-        found = answer_log_probs(model, t, torch.arange(3), z, n_rounds)
+        found = answer_log_probs(model, t, torch.arange(3), z, x)
         torch.testing.assert_close(found.exp(), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -84,21 +93,22 @@ def test_in_one_step_both_stages_pay_tc_and_one_at_a_time_nothing(trained):
     net = load_model(trained, "cpu", torch.float32)
     t = evaluate.load_task(trained)
     p, tc = t.marginals(), t.tc()
-    for n_rounds in (0, 1):
-        q = answer_log_probs(net, t, torch.arange(t.n_ctx), torch.full((t.n_ctx, t.m), -1), n_rounds)
+    masks = torch.full((t.n_ctx, t.m), -1)
+    for x, table in ((None, product_of_stage_a(net, t)), (t.support[:, 0], stage_b_table(net, t))):
+        q = answer_log_probs(net, t, torch.arange(t.n_ctx), masks, x)
         own = (torch.xlogy(p, p) - p * q).sum((1, 2))
-        forward = toy.kl(t.prob, one_step_table(net, t, n_rounds))
+        forward = toy.kl(t.prob, table)
         torch.testing.assert_close(forward, tc + own, rtol=0, atol=1e-6)
         assert (forward >= tc - 1e-9).all() and float(own.mean()) < 0.02 * float(tc.mean())
-    assert evaluate.quality(net, t, evaluate.TOY_DECODERS["one at a time"])["possible"] >= 0.99
-    assert toy.kl(t.prob, chain_table(net, t)).mean() < tc.mean()  # what no product can reach
+    assert evaluate.quality(net, t, BASE_ROWS["one at a time, surest first"])["possible"] >= 0.99
+    assert toy.kl(t.prob, chain_table(net, t, False)).mean() < tc.mean()  # what no product can reach
 
 
-def oracle(model, task: Toy, c, z, n_rounds: int, tokens=None):
-    """In the place of answer_log_probs: the ideal factorised decoder, or the ideal causal one, which reads tokens."""
-    if tokens is None:
+def oracle(model, task: Toy, c, z, x=None):
+    """In the place of answer_log_probs: the ideal factorised decoder, or the ideal causal one, which reads x."""
+    if x is None:
         return conditional(task, c, z).log()
-    before = [torch.where(torch.arange(task.m) < i, tokens, z) for i in range(task.m)]
+    before = [torch.where(torch.arange(task.m) < i, x, z) for i in range(task.m)]
     return torch.stack([conditional(task, c, before[i])[:, i] for i in range(task.m)], 1).log()
 
 
@@ -108,32 +118,24 @@ def test_with_exact_conditionals_chains_are_exact_and_the_product_pays_tc(task, 
     t = toy.make(task)
     t = t if t.support.shape[1] <= 512 else toy.make(task, V=4, m=3)
     monkeypatch.setattr(evaluate, "answer_log_probs", oracle)  # the ideal decoder in every model's place
-    torch.testing.assert_close(chain_table(None, t), t.prob, rtol=0, atol=1e-12)
-    torch.testing.assert_close(causal_table(any_model(), t), t.prob, rtol=0, atol=1e-12)
+    torch.testing.assert_close(chain_table(None, t, False), t.prob, rtol=0, atol=1e-12)
+    torch.testing.assert_close(stage_b_table(None, t), t.prob, rtol=0, atol=1e-12)
 
     # from the left, what is written never has a gap
     written = []
     reading = lambda model, task, c, z, *how: written.append(z >= 0) or oracle(model, task, c, z, *how)  # noqa: E731
     monkeypatch.setattr(evaluate, "answer_log_probs", reading)
-    torch.testing.assert_close(chain_table(None, t, from_the_left=True), t.prob, rtol=0, atol=1e-12)
+    torch.testing.assert_close(chain_table(None, t, True), t.prob, rtol=0, atol=1e-12)
     assert [row.sum(1).unique().tolist() for row in written] == [[i] for i in range(t.m)]
     assert all((row[:, 1:] <= row[:, :-1]).all() for row in written)
     monkeypatch.setattr(evaluate, "answer_log_probs", oracle)
-    assert float(toy.kl(t.prob, one_step_table(None, t, 0)).mean()) == approx(float(t.tc().mean()), abs=1e-9)
+    assert float(toy.kl(t.prob, product_of_stage_a(None, t)).mean()) == approx(float(t.tc().mean()), abs=1e-9)
 
 
-class Stub(SimpleNamespace):
-    """A stand-in for a causal model, or for any other."""
-
-
-def any_model() -> Stub:
-    return Stub(cfg=SimpleNamespace(n_rounds=2), partial_cost=0.5)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_table_of_a_toy_by_hand(causal, monkeypatch, capsys):
+@pytest.mark.parametrize("kind", ["paper", "causal"])
+def test_the_table_of_a_toy_by_hand(kind, monkeypatch, capsys):
     """Exact conditionals lose TC in one step, and nothing one at a time or by causal Stage B. Of the answers in four
-    contexts one is the likeliest, one is possible, two are neither. Each costs a forward, and a look of two halves."""
+    contexts one is the likeliest, one is possible, two are neither. Each costs a forward, and a pass of two halves."""
     t = toy.make("modes", n_ctx=4)
     TC = float(t.tc()[0])
     answers = [t.support[0, 0].tolist(), t.support[1, 2].tolist(), [0] * 4, [t.mask_id] * 4]
@@ -141,28 +143,32 @@ def test_the_table_of_a_toy_by_hand(causal, monkeypatch, capsys):
     asked = []
     monkeypatch.setattr(evaluate, "generate", lambda model, prompts, d: asked.append(d) or outputs)
 
-    # exact in Stage A; Stage B loses a quarter of a nat more at every position
-    worse = lambda model, t, c, z, n_rounds, tokens=None: oracle(model, t, c, z, 0, tokens) - n_rounds / 8  # noqa: E731
-    monkeypatch.setattr(evaluate, "answer_log_probs", worse)
-    if causal:
-        monkeypatch.setattr(evaluate, "CausalModel", Stub)
-    evaluate.evaluate_toy(any_model(), t)
+    # exact in Stage A; Stage B loses half a nat more at every position, and the paper's is a product
+    def worse(model, t, c, z, x=None):
+        if x is None:
+            return oracle(model, t, c, z)
+        return oracle(model, t, c, z, x if kind == "causal" else None) - 0.5
 
-    rows = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()[1:-1]]
+    monkeypatch.setattr(evaluate, "answer_log_probs", worse)
+    evaluate.evaluate_toy(SimpleNamespace(cfg=SimpleNamespace(n_rounds=2, stage_b=kind), partial_cost=0.5), t)
+
+    rows = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()[1:-2]]
     tc = f"{TC:.3f}"
     titles, least, *rows = [[cell.strip() for cell in row] for row in rows]
-    assert titles == ["decoder", "KL", "possible", "likeliest", "forwards", "looks"]
-    assert least[1] == tc
+    assert titles == ["decoder", "KL", "possible", "likeliest", "forwards", "passes"]
+    assert least[1] == tc and len(rows) <= 8
     assert all(row[-4:] == ["0.500", "0.250", "2.00", "1.00"] for row in rows)
     lost = {row[0]: row[1] for row in rows if len(row) == 6}
-    of_b = {"causal Stage B, one step": "1.000"} if causal else {"Stage B, one step": f"{TC + 1:.3f}"}
-    assert lost == {"one at a time": "0.000", "one at a time, from the left": "0.000", "Stage A, one step": tc} | of_b
+    one_at_a_time = {"one at a time, from the left": "0.000", "one at a time, surest first": "0.000"}
+    name = "Stage B, all at once" if kind == "paper" else "Stage B, whole blocks"
+    of_b = {name: f"{TC + 2:.3f}" if kind == "paper" else "2.000"}
+    assert lost == one_at_a_time | {"all at once": tc} | of_b
 
     # the decoder of each row, in the model's own number of rounds
     decoders = dict(zip([row[0] for row in rows], asked, strict=True))
-    assert decoders["Stage A, one step"] == replace(evaluate.TOY_DECODERS["Stage A, one step"], gen_length=4)
-    b = decoders[next(iter(of_b))]
-    assert (b.n_rounds, b.tau_t2t, b.tau_joint, b.tau_m2t) == (2, None, *((0.0, 0.7) if causal else (None, -1)))
+    assert decoders["all at once"] == replace(BASE_ROWS["all at once"], gen_length=4)
+    b = decoders[name]
+    assert (b.n_rounds, b.tau_t2t, b.tau_m2t) == (2, None, 0.0 if kind == "causal" else -1.0)
 
 
 def test_a_toy_that_nobody_can_make_is_refused(tmp_path, monkeypatch, capsys):
@@ -183,16 +189,11 @@ def test_shares_and_forwards_by_hand(monkeypatch):
     monkeypatch.setattr(evaluate, "generate", lambda *given, **how: asked.append(how) or outputs)
     prompts = {letter(x): [] for x in "ABCDEF"}
     model = SimpleNamespace(partial_cost=1 / 4, cfg=SimpleNamespace(mask_id=257))
-    found = evaluate.complete(model, byte_tokenizer(), prompts, evaluate.NAME_DECODING, step="mine", select="own")
+    found = evaluate.complete(model, byte_tokenizer(), prompts, Decoding(), step="mine")
     assert found["exist"] == approx(4 / 6)
-    assert (found["forwards"], found["full"], found["tokens"]) == (3.125, 2, 1)
-    assert found["per_token"] == 3.125
-    assert found["found"] == [True] * 4 + [False] * 2 and asked == [dict(step="mine", select="own")]
+    assert (found["forwards"], found["full"], found["per_token"]) == (3.125, 2, 3.125)
+    assert found["found"] == [True] * 4 + [False] * 2 and asked == [dict(step="mine")]
     assert found["written"] == [letter(x) for x in "AAAD??"]
-
-    # a hole is a token, too
-    holed = {name: [257, 257, 65] for name in prompts}
-    assert evaluate.complete(model, byte_tokenizer(), holed, evaluate.NAME_DECODING)["tokens"] == 3
 
 
 @pytest.mark.parametrize("group", ["held out", "trained"])
@@ -208,19 +209,18 @@ def test_prompts_are_the_first_third_of_names_of_the_group_and_a_function_of_it_
 
 def test_names_from_the_command_line(tmp_path, monkeypatch, capsys):
     """First come the rows of the base, which the adapters share, then the rows of one adapter after the other."""
-    monkeypatch.setattr(evaluate, "NAME_DECODING", replace(evaluate.NAME_DECODING, gen_length=4))
+    monkeypatch.setattr(evaluate, "NAME_LENGTH", 4)
     base = names_folder(tmp_path / "base", n_layer=2, n_last=1)
-    for name in ("one", "two"):
-        random_adapter(tmp_path / name, base)
+    random_adapter(tmp_path / "one", base)
     random_adapter(tmp_path / "causal", base, "causal", n_rounds=1)
     run = caller(evaluate, monkeypatch, capsys)
     argv = ["--prompts", 2, "--device", "cpu", "--ckpt"]
-    out = run(*argv, tmp_path / "one", tmp_path / "causal", tmp_path / "two")
-    own = {"one": evaluate.ADAPTER_ROWS, "causal": evaluate.CAUSAL_ROWS, "two": evaluate.ADAPTER_ROWS}
-    rows = [(name, "base") for name in evaluate.BASE_ROWS]
-    rows += [(name, folder) for folder, names in own.items() for name in names]
-    title, _, *lines = out.splitlines()
+    out = run(*argv, tmp_path / "one", tmp_path / "causal")
+    rows = [(f"base, {name}", "base") for name in BASE_ROWS] + [(name, "one") for name in PAPER_ROWS]
+    rows += [(name, "causal") for name in ("Stage B, whole blocks", "Stage B, a beam of 4")]
+    title, _, *lines, verdict, following = out.splitlines()
     assert "2 held-out names" in title and len(lines) == len(rows)
+    assert re.search(r"one: Stage B changes \d of 2 completions", verdict) and "--bits" in following
     for line, (name, folder) in zip(lines, rows, strict=True):
         assert line.startswith(f"{tmp_path / folder}  {name}  ")
 
@@ -228,14 +228,16 @@ def test_names_from_the_command_line(tmp_path, monkeypatch, capsys):
         exist, forwards, per_token = map(float, line.removeprefix(f"{tmp_path / folder}  {name}").split())
         assert exist in (0, 0.5, 1) and forwards >= 1 and per_token > 0
 
+    # one row of one's own by flags
+    out = run(*argv, tmp_path / "one", tmp_path / "causal", "--tau_m2t", 0.9)
+    assert out.count("as asked") == 2 and "base, " not in out
+
     # all models must have the same tokenizer
     other = names_folder(tmp_path / "other", merged_spec(), n_layer=2, n_last=1)
     assert "models with the same tokenizer" in run.fails(*argv, base, other)
 
     # a whole model has a Stage B of its own, if it was trained: if its markers are not zero
-    out = run(*argv, base)
-    for name in (*evaluate.BASE_ROWS, *evaluate.ADAPTER_ROWS):
-        assert f"{base}  {name}  " in out
+    assert "Stage B, all at once" in run(*argv, base)
     model = load_model(base, "cpu", torch.float32)
     model.markers.data.zero_()
     save_model(model, base)
@@ -253,17 +255,15 @@ def cost_by_decoding(model: Model, row: torch.Tensor, masked: torch.Tensor, way:
     bits = torch.zeros(row.shape)
     for start in range(0, len(row), B):
         clean, hidden = row[None, start : start + B], masked[None, start : start + B]
-        engine = Cached(model, [row[:start].tolist()], K)
+        engine = Engine(model, [row[:start].tolist()], K)
         for j in range(B):
             z = clean.masked_fill(hidden, model.cfg.mask_id)
             if way == "one at a time":
                 z[:, :j] = clean[:, :j]
             h, states = engine.stage_a(z)
+            if way == "Stage B":  # the paper's does not read the tokens
+                states = engine.stage_b(h, hidden, clean)
             logits = model.logits(states)
-            if way == "Stage B" and model.needs_copy:
-                logits = model.logits_b(torch.cat([engine.stage_b(h, hidden, clean), states], dim=-1))
-            elif way == "Stage B":
-                logits = model.logits(engine.stage_b(h, hidden))
             bits[start + j] = -logits[0, j].softmax(-1)[clean[0, j]].log2()
     return bits * masked
 
@@ -337,12 +337,13 @@ def test_bits_from_the_command_line(tmp_path, monkeypatch, capsys):
 
     out = run(*short, tmp_path / "paper", tmp_path / "causal")
     assert out == run(*short, tmp_path / "paper", tmp_path / "causal", "--data", rows)
-    title, head, *lines, _ = out.splitlines()
+    title, head, *lines, _, of_paper, of_causal, following = out.splitlines()
+    assert "paper: Stage B writes a block at once" in of_paper and "sample.py" in following
     assert f"held-out tokens of {rows} in rows of 64, in blocks of 8" in title
     assert head.split("  ")[-1] == "saved a token"
     corpus, tokenizer = read_corpus(rows, 64, 0, 8, 0), load_tokenizer(rows)
     names = {"Stage A": "Stage A, all at once", "one at a time": "one at a time, from the left"}
-    names_b = {"paper": "Stage B, all at once", "causal": "causal Stage B, whole blocks"}
+    names_b = {name: f"{name} Stage B, all at once" for name in ("paper", "causal")}
     expected = [("base", "Stage A"), ("base", "one at a time"), ("paper", "Stage A"), ("paper", "Stage B")]
     expected.append(("causal", "Stage B"))
     first = None

@@ -1,5 +1,6 @@
 """The transformer: who sees whom, experts, LoRA, the split and Eq. 4. `pytest tests/test_model.py`"""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -7,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from common import MASK, approx, prompt, random_ids, random_lora, tiny_config, tiny_model
 
-from cache import Cached, Uncached
+from cache import Engine
 from checkpoint import load_model, save_model
 from lib.util import Mistake, generator
-from model import ROUTERS, Context, Model, MoE
+from model import ROUTERS, Context, Model, MoE, rotary
 
 CLOSE = dict(rtol=1e-4, atol=1e-4)
 
@@ -40,7 +41,7 @@ def test_rows_that_are_read_one_by_one_are_rows_of_blocks_of_one():
         for row, of in ((0, single), (1, model)):
             one = slice(row, row + 1)
             alone = of(ids[one], of.context(real[one], None if copy is None else copy[one]))
-            torch.testing.assert_close(both[one][:, :24], alone[:, :24], **CLOSE)
+            torch.testing.assert_close(both[one], alone, **CLOSE)
 
 
 # --- experts
@@ -117,6 +118,19 @@ def test_the_bias_of_an_expert_follows_how_often_it_is_chosen():
     assert moe.expert_bias.tolist() == [-0.25, -0.25, 0.25, 0.25]
 
 
+def test_the_biases_stay_under_a_router_that_does_not_use_them(monkeypatch):
+    def softmax(moe: MoE, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, chosen = F.linear(x, moe.router).softmax(-1).topk(moe.cfg.n_active)
+        return chosen, weights
+
+    monkeypatch.setitem(ROUTERS, "softmax", softmax)
+    moe = tiny_model(router="softmax").layers[1].mlp
+    before = moe.expert_bias.clone()
+    moe(torch.ones(1, 3, 64))
+    moe.balance(0.25)
+    assert torch.equal(moe.expert_bias, before)
+
+
 def test_a_router_of_ones_own_is_used_and_a_program_without_it_refuses_its_checkpoint(tmp_path, monkeypatch):
     """This router sends every token to expert 3 twice, with weights 1/2 and 1: as one expert whose weight is 3/2."""
 
@@ -149,37 +163,49 @@ def noisy_rows() -> tuple[torch.Tensor, ...]:
     return clean, z, (z == MASK) & (kind < 4), real
 
 
-@pytest.mark.parametrize("n_last", [1, 2, 3])
-@pytest.mark.parametrize("n_rounds", [1, 2, 3])
+def with_clean_copy(model: Model, z, clean, real):
+    """Both halves of rows [corrupted ; clean] as one row of twice the length, as LLaDA2.x trains: its Context."""
+    T = z.shape[1]
+    block = torch.arange(T) // model.cfg.block_length
+    same, earlier = block[:, None] == block, block[:, None] > block
+    sees = torch.cat([torch.cat([same, earlier], 1), torch.cat([torch.zeros_like(same), same | earlier], 1)])
+    sees = (sees & real.repeat(1, 2)[:, None]) | torch.eye(2 * T, dtype=torch.bool)
+    cos, sin = rotary(model.cfg, torch.arange(T).repeat(2), torch.float32)
+    return torch.cat([z, clean], dim=1), Context(cos, sin, sees[:, None])
+
+
+@pytest.mark.parametrize("n_last, n_rounds", [(1, 1), (2, 2), (3, 3), (1, 3)])
 @torch.no_grad()
 def test_stage_b_is_eq_4_in_training_and_in_decoding(n_rounds, n_last):
-    """K times h <- LastN(h + 1_S * marker), by hand: in rows, and with a clean copy, which is not marked. In decoding
-    each block gives the same after the finished blocks before it, with a cache and without."""
+    """K times h <- LastN(h + 1_S * marker), by hand: in rows, and beside a clean copy, which is not marked. In decoding
+    each block gives the same after the finished blocks before it."""
     model = tiny_model(n_rounds=n_rounds, n_last=n_last)
     clean, z, bundle, real = noisy_rows()
     for copy in (None, clean):
-        ctx = model.context(real, copy)
-        h = prefix = model.prefix(z, ctx)
+        ids, whole = (z, model.context(real)) if copy is None else with_clean_copy(model, z, clean, real)
+        prefix = h = model.prefix(ids, whole)
         for marker in model.markers:
             h = h.clone()
             for r, t in bundle.nonzero().tolist():
                 h[r, t] += marker
             for layer in model.layers[4 - n_last :]:
-                h = layer(h, ctx)
-        assert h.shape[1] == (24 if copy is None else 48)
-        assert torch.equal(model.coordinate(prefix, bundle, ctx, n_rounds), h)
+                h = layer(h, whole)
+        ctx = model.context(real, copy)
+        of_a = model.last_n(model.prefix(z, ctx), ctx)
+        of_b = model.coordinate(model.prefix(z, ctx), bundle, z, ctx)
+        torch.testing.assert_close(of_a, model.last_n(prefix, whole)[:, :24], **CLOSE)
+        torch.testing.assert_close(of_b[real], h[:, :24][real], **CLOSE)
 
-    # h is now that beside the clean copy
-    of_a, of_b = model.last_n(prefix, ctx), h
-    assert (of_a - of_b).abs().amax(-1)[:, :24][bundle].min() > 0.01
+    # of_b is now that beside the clean copy
+    assert (of_a - of_b).abs().amax(-1)[bundle].min() > 0.01
     for start in (0, 8, 16):
         rows = real[:, start].nonzero()[:, 0]
         block = slice(start, start + 8)
-        for kind in (Cached, Uncached):
-            engine = kind(model, clean[rows, :start].tolist(), n_rounds)
-            states, final = engine.stage_a(z[rows, block])
-            torch.testing.assert_close(final, of_a[rows, block], **CLOSE)
-            torch.testing.assert_close(engine.stage_b(states, bundle[rows, block]), of_b[rows, block], **CLOSE)
+        engine = Engine(model, clean[rows, :start].tolist(), n_rounds)
+        states, final = engine.stage_a(z[rows, block])
+        torch.testing.assert_close(final, of_a[rows, block], **CLOSE)
+        found = engine.stage_b(states, bundle[rows, block], z[rows, block])
+        torch.testing.assert_close(found, of_b[rows, block], **CLOSE)
 
 
 @pytest.mark.parametrize("stage_b", ["paper", "causal"])
@@ -188,14 +214,13 @@ def test_a_marked_state_leaves_no_key_behind(stage_b):
     """If a block is finished right after Stage B's pass, which changed nothing, its keys are those of a plain text."""
     model = tiny_model(stage_b=stage_b, n_rounds=1)
     z, bundle, behind = random_ids(2, 8, 1), random_ids(2, 8, 2, 2).bool(), random_ids(2, 8, 3)
-    found = []
-    for kind in (Cached, Uncached):
-        engine = kind(model, [prompt(8), prompt(16)], 1)
-        h, _ = engine.stage_a(z)
-        engine.stage_b(h, bundle, *([z] if stage_b == "causal" else []))
-        engine.close([0, 1], z, changed=False)
-        found.append(engine.stage_a(behind)[1])
-    torch.testing.assert_close(*found, **CLOSE)
+    texts = [prompt(8), prompt(16)]
+    engine = Engine(model, texts, 1)
+    h, _ = engine.stage_a(z)
+    engine.stage_b(h, bundle, z)
+    engine.close([0, 1], z, changed=False)
+    plain = Engine(model, [text + block for text, block in zip(texts, z.tolist(), strict=True)], 1)
+    torch.testing.assert_close(engine.stage_a(behind)[1], plain.stage_a(behind)[1], **CLOSE)
 
 
 def test_stage_b_without_marker_is_stage_a():
@@ -203,15 +228,16 @@ def test_stage_b_without_marker_is_stage_a():
     last layers once more."""
     model, ids = tiny_model(), random_ids(2, 16)
     ctx, bundle = context(ids, model), random_ids(2, 16, 5, 2).bool()
+    once = replace(ctx, n_rounds=1)
     h = model.prefix(ids, ctx)
     stage_a = model.last_n(h, ctx)
-    assert not torch.equal(stage_a, model.coordinate(h, bundle, ctx, 1))
-    assert torch.equal(stage_a, model.coordinate(h, torch.zeros_like(bundle), ctx, 1))
+    assert not torch.equal(stage_a, model.coordinate(h, bundle, ids, once))
+    assert torch.equal(stage_a, model.coordinate(h, torch.zeros_like(bundle), ids, once))
     model.markers.data.zero_()
-    assert torch.equal(stage_a, model.coordinate(h, bundle, ctx, 1))
-    assert torch.equal(model.last_n(stage_a, ctx), model.coordinate(h, bundle, ctx, 2))
+    assert torch.equal(stage_a, model.coordinate(h, bundle, ids, once))
+    assert torch.equal(model.last_n(stage_a, ctx), model.coordinate(h, bundle, ids, ctx))
     model.adapt(4, generator("lora"))
-    assert torch.equal(stage_a, model.coordinate(model.prefix(ids, ctx), bundle, ctx, 1))
+    assert torch.equal(stage_a, model.coordinate(model.prefix(ids, ctx), bundle, ids, once))
 
     # A is uniform up to 1 / sqrt(n_in), as PEFT's is
     A = torch.stack([layer.attn.qkv.lora_A for layer in model.layers])
@@ -248,8 +274,8 @@ def test_layers_that_are_computed_again_in_the_backward_have_the_same_gradients(
             ctx = context(ids, model, ids.flip(1))
             h = model.prefix(ids, ctx)
             stage_a = model.last_n(h, ctx)
-            stage_b_states = model.coordinate(h, bundle, ctx, 1, *([ids] if stage_b == "causal" else []))
-            log_p = [model.logits(states[:, :16]).log_softmax(-1) for states in (stage_a, stage_b_states)]
+            stage_b_states = model.coordinate(h, bundle, ids, ctx)
+            log_p = [model.logits(states).log_softmax(-1) for states in (stage_a, stage_b_states)]
             (log_p[0][..., 0].sum() + log_p[1][..., 1].sum()).backward()
             results.append({name: p.grad for name, p in model.learned().items()})
         torch.testing.assert_close(*results, **CLOSE)

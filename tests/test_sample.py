@@ -11,9 +11,9 @@ from common import MASK, approx, assert_as_specified, caller, prompt, random_lor
 
 import sample
 from checkpoint import save_model
-from decoding import Decoding, candidates
+from decoding import CAUSAL, PAPER, RELEASED, Decoding, candidates
 from lib.util import Mistake
-from sample import SELECT, by_confidence, by_entropy, denoise, from_the_left, generate, generate_one
+from sample import SELECT, by_confidence, by_entropy, certified, denoise, from_the_left, generate, generate_one
 
 
 # --- the specification
@@ -39,8 +39,8 @@ def test_generate_equals_the_specification_whatever_the_settings(seed, monkeypat
     model = tiny_model(seed, std, block_length=B, n_last=n_last)
     if seed % 4 > 1:
         random_lora(model)
-    d = replace(d, holes=draw.random() < 0.5, tau_joint=draw.choice([None, None, 0.1]))
-    assert_as_specified(model, prompts, d, both=(False, True), select=draw.choice([None, by_entropy]))
+    d = replace(d, holes=draw.random() < 0.5, select=draw.choice([*SELECT]))
+    assert_as_specified(model, prompts, d)
 
 
 def test_everything_is_made_on_the_models_device():
@@ -50,8 +50,7 @@ def test_everything_is_made_on_the_models_device():
     expected = generate_one(model, first, d)
     with torch.device("meta"):
         assert generate_one(model, first, d) == expected
-        for cached in (True, False):
-            assert generate(model, [first, second], d, cached=cached)[0].tokens == expected[0]
+        assert generate(model, [first, second], d)[0].tokens == expected[0]
 
 
 @pytest.mark.parametrize("n_rounds", [0, 1, 2])
@@ -109,7 +108,7 @@ def test_whole_blocks_without_more_to_write_cost_nothing():
     """Two of three prompts end with a block, and no more tokens are asked for. The third's last block is decoded."""
     d = Decoding(gen_length=0, tau_m2t=0.3, n_rounds=2)
     prompts = [prompt(16), prompt(13), prompt(8)]
-    outputs = assert_as_specified(tiny_model(), prompts, d, both=(False, True))
+    outputs = assert_as_specified(tiny_model(), prompts, d)
     nothing = dict(full=0, partial=0, refresh=0)
     assert [out.nfe == nothing for out in outputs] == [True, False, True]
     assert [(out.prompt, out.tokens) for out in outputs] == [(prompt, []) for prompt in prompts]
@@ -150,8 +149,9 @@ def test_a_step_by_hand():
         def stage_a(self, z):
             return z, F.one_hot(torch.tensor([[7, 7, 7, 3]]), 10).float()
 
-        def stage_b(self, h, bundle):
+        def stage_b(self, h, bundle, tokens):
             assert h[0, 2:].tolist() == [2, 3]  # what Stage A's forward left
+            assert tokens.tolist() == [[1, 7, 2, 3]]  # its draft in the bundle
             seen.append(bundle.tolist())
             return F.one_hot(torch.tensor([[5, 5, 5, 5]]), 10).float()
 
@@ -219,50 +219,56 @@ def test_selection_by_entropy_by_hand(tau_m2t, bundle):
     assert by_entropy(p.log(), conf, MASKS, d).nonzero()[:, 1].tolist() == bundle
 
 
-@pytest.mark.parametrize("p, tau_joint, bundle", [
+@pytest.mark.parametrize("p, tau_m2t, bundle", [
     (0.8, 0.81, [1]), (0.8, 0.65, [1]), (0.8, 0.63, [1, 2]), (0.8, 0.5, [1, 2, 4]), (0.8, 0.01, [1, 2, 4, 5]),
     (0.8, 0.0, [1, 2, 4, 5]), (0.8, 1.0, [1]), (0.5, 0.25, [1]), (0.5, 0.24, [1, 2]),
 ])  # fmt: skip
-def test_selection_from_the_left_by_hand(p, tau_joint, bundle):
+def test_selection_from_the_left_by_hand(p, tau_m2t, bundle):
     """The probabilities are p, p, p and .05. Their product must be above the gate, but at least one mask is taken;
     visible tokens do not count."""
     masked = torch.tensor([[False, True, True, False, True, True]])
     conf = torch.tensor([[0.1, p, p, 0.1, p, 0.05]])
-    assert from_the_left(None, conf, masked, Decoding(tau_joint=tau_joint)).nonzero()[:, 1].tolist() == bundle
+    assert from_the_left(None, conf, masked, Decoding(tau_m2t=tau_m2t)).nonzero()[:, 1].tolist() == bundle
 
 
-def test_a_rule_of_ones_own_is_asked_and_every_rule_writes_another_text():
+@pytest.mark.parametrize("conf, bundle", [
+    # 1 - p is .1, .2, .3: .1 + .2 + .2 = .5, and .1 + .2 + .3 + .3 = .9 are at most 1
+    ([0.9, 0.8, 0.7, 0.2, 0.95], [0, 1, 2]),
+    # .3 + .3 + .3 is, and a third mask at .7 is not: 1.2
+    ([0.7, 0.7, 0.7, 0.2, 0.95], [0, 1]),
+    # the surest one, though 2 (1 - p) > 1; the visible position never counts
+    ([0.2, 0.4, 0.3, 0.1, 0.95], [1]),
+])  # fmt: skip
+def test_certified_selection_by_hand(conf, bundle):
+    assert certified(None, torch.tensor([conf]), MASKS, Decoding()).nonzero()[:, 1].tolist() == bundle
+
+
+def test_a_rule_of_ones_own_is_asked_and_every_rule_writes_another_text(monkeypatch):
     model, d = tiny_model(), Decoding(gen_length=16, tau_m2t=0.3, tau_t2t=None, eos_early_stop=False)
 
     def last_one(logits, conf, masked, d):
         return masked & (masked.flip(1).cumsum(1).flip(1) == 1)
 
-    out, (steps,) = traced(model, [prompt(8)], d, select=last_one)
+    monkeypatch.setitem(SELECT, "last", last_one)
+    out, (steps,) = traced(model, [prompt(8)], replace(d, select="last"))
     assert [f["at"] for s in steps for f in s["fill"]] == [*range(15, 7, -1), *range(23, 15, -1)]
-    assert generate_one(model, prompt(8), d, select=last_one)[0] == out[0].tokens
-
-    # tau_joint takes runs, but where a rule is given
-    rules = (last_one, SELECT["confidence"], SELECT["entropy"])
-    texts = {tuple(generate(model, [prompt(8)], d, select=rule)[0].tokens) for rule in rules}
-    assert len(texts) == 3
-    d = replace(d, tau_joint=0.1)
-    rules = (None, from_the_left, last_one)
-    runs, same, own = (generate(model, [prompt(8)], d, select=rule)[0].tokens for rule in rules)
-    assert runs == same != own == out[0].tokens
+    assert generate_one(model, prompt(8), replace(d, select="last"))[0] == out[0].tokens
+    texts = {tuple(generate(model, [prompt(8)], replace(d, select=rule))[0].tokens) for rule in SELECT}
+    assert len(texts) == len(SELECT)
 
 
-@pytest.mark.parametrize("select", SELECT.values())
+@pytest.mark.parametrize("select", SELECT)
 @pytest.mark.parametrize("seed", range(4))
 def test_of_exact_ties_the_leftmost_is_written_in_any_company(seed, select):
     """In a prompt that is all masks every position has the same probabilities except for rounding, and rounding depends
     on the number of rows."""
     model = tiny_model(seed)
-    d = Decoding(gen_length=9, tau_m2t=0.9, tau_t2t=None, n_rounds=seed % 3, holes=True)
+    d = Decoding(gen_length=9, tau_m2t=0.9, tau_t2t=None, n_rounds=seed % 3, holes=True, select=select)
     blank = [MASK] * 3
-    (alone,), (steps,) = traced(model, [blank], d, select=select)
+    (alone,), (steps,) = traced(model, [blank], d)
     assert [f["at"] for f in steps[0]["fill"]] == [0]
     for n in (1, 6):
-        outputs, rows = traced(model, [blank, *(prompt(2 + i, i) for i in range(n)), blank], d, select=select)
+        outputs, rows = traced(model, [blank, *(prompt(2 + i, i) for i in range(n)), blank], d)
         for out, row in ((outputs[0], rows[0]), (outputs[-1], rows[-1])):
             assert (out.tokens, out.prompt, out.nfe) == (alone.tokens, alone.prompt, alone.nfe)
             assert [s["after"] for s in row] == [s["after"] for s in steps]
@@ -312,65 +318,48 @@ def test_a_checkpoint_without_its_tokenizer_decodes_ids_and_says_what_text_needs
     assert "no tokenizer" in run.fails(*given, "--prompt", "text")
 
     # another rule for the bundle
-    d = Decoding(gen_length=12, n_rounds=2, holes=True)
-    other = generate(tiny_model(), [[5, 9, 12]], d, select=by_entropy)[0].tokens
+    d = Decoding(gen_length=12, n_rounds=2, holes=True, select="entropy")
+    other = generate(tiny_model(), [[5, 9, 12]], d)[0].tokens
     out = run(*given, "--prompt_ids", "5,9,12", "--select", "entropy")
-    assert out.startswith(f"{other}\n") and ", selected by entropy]" in out and other != tokens
+    assert out.startswith(f"{other}\n") and ", selected by entropy; " in out and other != tokens
 
 
-PAPERS = Decoding(n_rounds=2, tau_m2t=0.7, tau_t2t=0.0, eos_early_stop=True, holes=True)
-RELEASED = replace(PAPERS, n_rounds=0, tau_t2t=0.5)
-RUN = replace(PAPERS, tau_joint=0.5, tau_t2t=None)
-LOOKS = replace(RUN, n_rounds=1)
+TRAINED = replace(PAPER, n_rounds=2)
 
 
 @pytest.mark.parametrize("kind, argv, expected", [
-    # the flags decide; without them the paper's settings, or the released ones if Stage B is off
-    ("trained", "", PAPERS),
-    ("trained", "--n_rounds 0", RELEASED),
-    ("trained", "--tau_t2t 0.3", replace(PAPERS, tau_t2t=0.3)),
-    ("trained", "--tau_t2t none", replace(PAPERS, tau_t2t=None)),
+    # the settings of the checkpoint's Stage B; those of the released model if it has none, or is off
+    ("paper", "", TRAINED),
+    ("paper", "--n_rounds 0", RELEASED),
     ("converted", "", RELEASED),
-    ("converted", "--n_rounds 1", replace(PAPERS, n_rounds=1)),  # Stage B is asked for
-    # causal: the longest run above a half, without edits, and nothing else
-    ("causal", "", LOOKS),
-    ("causal", "--tau_joint 0", replace(LOOKS, tau_joint=0.0)),
-    ("causal", "--tau_joint 0.7 --tau_t2t none", replace(LOOKS, tau_joint=0.7)),
-    ("causal", "--tau_m2t 0.3", "leave out --tau_m2t"),
-    ("causal", "--select entropy", "or give --n_rounds 0"),
-    ("causal", "--tau_m2t 0.3 --tau_joint 0.5 --n_rounds 0", "or leave out --tau_joint"),
-    ("causal", "--tau_t2t 0.3", "edits nothing"),
+    ("converted", "--n_rounds 1", PAPER),
+    ("causal", "", CAUSAL),
     ("causal", "--n_rounds 0", RELEASED),
-    # if it draws, it draws whole blocks
-    ("causal", "--temperature 1", replace(LOOKS, tau_joint=0.0, temperature=1.0)),
-    ("causal", "--temperature 1 --tau_joint 0.5", replace(LOOKS, temperature=1.0)),
-    ("causal of plain text", "--temperature 0", LOOKS),
-    # what cuts a draw needs one
-    ("trained", "--top_p 0.5", "--temperature 1"),
-    ("base of plain text", "--top_k 5", replace(RELEASED, temperature=1.0, top_k=5)),
-    # the paper's Stage B and Stage A write runs if a flag says so, and edit if a flag says so
-    ("causal", "--tau_joint 0.7 --n_rounds 0", replace(RUN, tau_joint=0.7, n_rounds=0)),
-    ("trained", "--tau_joint 0.5", RUN),
-    ("trained", "--tau_joint 0.5 --n_rounds 0 --tau_t2t 0.5", replace(RUN, n_rounds=0, tau_t2t=0.5)),
-    ("trained", "--tau_joint 0.5 --n_rounds 0 --tau_m2t 0.5", "leave out"),
-    # plain text is drawn by a base and by causal Stage B, in whole blocks; the paper's Stage B stays greedy
-    ("causal of plain text", "", replace(LOOKS, tau_joint=0.0, temperature=1.0)),
-    ("causal of plain text", "--tau_joint 0.5 --temperature 0", LOOKS),
-    # with Stage B off it is its base, which draws
-    ("causal of plain text", "--n_rounds 0", replace(RELEASED, temperature=1.0)),
-    ("base of plain text", "", replace(RELEASED, temperature=1.0)),
-    ("base of plain text", "--tau_joint 1", replace(RUN, n_rounds=0, tau_joint=1.0, temperature=1.0)),
-    ("trained of plain text", "", PAPERS),
-    ("trained of plain text", "--n_rounds 0", RELEASED),
+    # a flag changes a field, and nothing else
+    ("paper", "--tau_t2t 0.3", replace(TRAINED, tau_t2t=0.3)),
+    ("paper", "--tau_t2t none --select left", replace(TRAINED, tau_t2t=None, select="left")),
+    ("paper", "--temperature 1 --top_k 5", replace(TRAINED, temperature=1.0, top_k=5)),
+    ("causal", "--tau_m2t 0.5 --lookahead 1", replace(CAUSAL, tau_m2t=0.5, lookahead=1)),
+    ("causal", "--beam 4", replace(CAUSAL, beam=4)),
+    ("paper", "--n_rounds 3", "markers for 0..2 rounds"),
+    ("causal", "--beam 4 --temperature 1", "leave out --temperature"),
+    ("paper", "--temperature 1e-9", "too small to divide by"),
 ])  # fmt: skip
 def test_what_a_decode_defaults_to(kind, argv, expected):
-    model = tiny_model(n_rounds=1, stage_b="causal") if kind.startswith("causal") else tiny_model()
-    if kind == "converted" or kind.startswith("base"):
+    model = tiny_model(n_rounds=1, stage_b="causal") if kind == "causal" else tiny_model()
+    if kind == "converted":
         model.markers.data.zero_()
     args = sample.build_parser().parse_args(argv.split())
-    plain_text = kind.endswith("plain text")
     if isinstance(expected, Decoding):
-        assert sample.settle_decoding(args, model, plain_text) == expected
+        assert sample.decoding_of(args, model) == expected
     else:
         with pytest.raises(Mistake, match=expected):
-            sample.settle_decoding(args, model, plain_text)
+            sample.decoding_of(args, model)
+
+
+def test_weights_whose_logits_overflow_are_said(tmp_path, monkeypatch, capsys):
+    model = tiny_model()
+    model.norm_f.weight.data.fill_(3e38)
+    save_model(model, tmp_path)
+    line = caller(sample, monkeypatch, capsys).fails("--ckpt", tmp_path, "--prompt_ids", "5,9", "--device", "cpu")
+    assert "logits are not finite" in line

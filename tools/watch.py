@@ -66,7 +66,7 @@ class Screen:
     def on_step(self, rows: list[Row], step: Step) -> None:
         """Show the rows that are being decoded after a step."""
         self.steps += 1
-        from_the_left = rows[0].d.tau_joint is not None
+        from_the_left = rows[0].d.tau_t2t is None  # without edits a step writes for good
         for r, row in enumerate(rows):
             before = self.before(row.ids)
             line = self.line(before, self.block(step, r) + (self.looks(step, r) if from_the_left else ""))
