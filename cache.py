@@ -63,7 +63,7 @@ class KVCache:
             self.kv = F.pad(self.kv, (0, 0, 0, self.used))
         self.context = self.build_context()
 
-    def update(self, layer: int, i_round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def keys(self, layer: int, i_round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k, v (R, G, T, D) of this pass -> what it attends to, (R, G, S, D) each: the current block comes first."""
         kv = self.kv[:, layer + i_round * self.cfg.n_last]  # round 0 has the slots 0..L-1, a further one the next n
         new = torch.stack([k, v])
@@ -99,12 +99,10 @@ class KVCache:
         offset = torch.arange(self.B, device=self.kv.device)
         cos, sin = rotary(self.cfg, self.length[:, None] + offset, self.kv.dtype)
 
-        # rows of one length attend to all keys in use; a shorter row may not attend to those after its own
-        mask = None
-        if len(set(self.lengths)) > 1:
-            key = torch.arange(-self.B, max(self.lengths), device=self.kv.device)
-            mask = key < self.length[:, None, None, None]  # (R, 1, 1, S)
-        return Context(cos, sin, mask, self, n_rounds=self.n_rounds)
+        # a row attends to its current block, and to its own finished blocks
+        key = torch.arange(-self.B, max(self.lengths), device=self.kv.device)
+        mask = key < self.length[:, None, None, None]  # (R, 1, 1, S)
+        return Context(cos, sin, mask, self.keys, n_rounds=self.n_rounds)
 
 
 # --- forwards of the current blocks
@@ -131,7 +129,7 @@ class Engine:
         """Read the complete blocks of these rows' prompt, ids (1, T). This is not a forward of decoding, and is not
         counted."""
         self.cache.filling = rows
-        ctx = replace(self.model.context(torch.ones_like(ids, dtype=torch.bool)), cache=self.cache)
+        ctx = replace(self.model.context(torch.ones_like(ids, dtype=torch.bool)), keys=self.cache.keys)
         h = self.model.prefix(ids, ctx)
         for i in range(max(1, self.n_rounds)):  # finished positions are unmarked in every round
             h = self.model.last_n(h, replace(ctx, i_round=i))

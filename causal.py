@@ -75,9 +75,8 @@ def bundle_mask(bundle: Tensor, ctx: Context) -> Tensor:
     sees = ~bundle[:, None, :] | (bundle[:, :, None] & left)  # (R, T, T)
 
     # the keys of earlier blocks are seen as in Stage A
-    S = ctx.cache.used if ctx.mask is None else ctx.mask.shape[-1]
-    sees = F.pad(sees, (0, S - T), value=True)[:, None]
-    return sees if ctx.mask is None else sees & ctx.mask
+    sees = F.pad(sees, (0, ctx.mask.shape[-1] - T), value=True)[:, None]
+    return sees & ctx.mask
 
 
 # --- the model

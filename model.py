@@ -19,7 +19,6 @@ The rest is the architecture. What differs from a GPT:
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -67,11 +66,9 @@ class Config:
     stage_b: str = "paper"  # the kind of Stage B, a name in checkpoint.STAGE_B
 
 
-class Cache(Protocol):
-    """Keys and values of text that an earlier pass has read."""
-
-    def update(self, layer: int, i_round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v (R, G, T, D) of this pass -> what it attends to, (R, G, S, D) each; the pass's own keys come first."""
+# adds keys and values that an earlier pass has left to those of a pass: (layer, round, k, v), with k and v (R, G, T, D),
+# -> what the pass attends to, (R, G, S, D) each; its own come first
+Keys = Callable[[int, int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass
@@ -80,16 +77,16 @@ class Context:
 
     cos: Tensor  # (T, 1, rotary_dim / 2), or (R, T, 1, ...) where rows are at different positions
     sin: Tensor
-    mask: Tensor | None  # bool, broadcasts to (R, H, T, S); None: every position attends to every key
-    cache: Cache | None = None  # keys and values of the blocks before: clean ones in training, finished ones in decoding
-    i_round: int = 0  # the round of Stage B whose keys and values are read from the cache
+    mask: Tensor  # bool, broadcasts to (R, H, T, S): who attends to whom
+    keys: Keys | None = None  # adds the blocks before: clean ones in training, finished ones in decoding
+    i_round: int = 0  # the round of Stage B whose keys and values are added
     n_rounds: int = 1  # K: how many rounds Stage B takes
 
 
 # --- the method
 class Model(nn.Module):
-    """Stage A and the paper's Stage B. Another Stage B is a subclass with another `coordinate`: see adapt, begin_from
-    and told for what its own parameters need. tests/test_stage_b_of_ones_own.py has one in 20 lines."""
+    """Stage A and the paper's Stage B. Another Stage B is a subclass with another `coordinate`: its own parameters
+    learn, begin at zero on a base, and are saved. tests/test_stage_b_of_ones_own.py has one in 20 lines."""
 
     BASE = ("wte", "layers", "norm_f", "lm_head")  # all parameters outside these are Stage B's own
 
@@ -136,15 +133,13 @@ class Model(nn.Module):
         return h
 
     def forward(self, ids: Tensor, ctx: Context) -> Tensor:
-        """Stage A in one call; the scripts call its parts: (R, T) int64 -> (R, T, V) float32 logits."""
+        """Stage A in one call: (R, T) int64 -> (R, T, V) float32 logits."""
         return self.logits(self.last_n(self.prefix(ids, ctx), ctx))
 
     def run_layers(self, h: Tensor, ctx: Context, layers: nn.ModuleList) -> Tensor:
         for layer in layers:
-            if self.checkpointing and torch.is_grad_enabled():
-                h = recompute(layer, h, ctx, use_reentrant=False)
-            else:
-                h = layer(h, ctx)
+            again = self.checkpointing and torch.is_grad_enabled()
+            h = recompute(layer, h, ctx, use_reentrant=False) if again else layer(h, ctx)
         return h
 
     def context(self, real: Tensor, clean: Tensor | None = None, one_by_one: Tensor | None = None) -> Context:
@@ -156,23 +151,29 @@ class Model(nn.Module):
         one_by_one (R,) bool: True for rows whose blocks have one token, so that they are read from left to right.
         """
         T = real.shape[1]
-        B = self.cfg.block_length
         cos, sin = rotary(self.cfg, torch.arange(T, device=real.device), self.compute_dtype)
-        before = self.pass_over(real, one_by_one, block_causal_mask)
-        ctx = Context(cos, sin, before, n_rounds=self.cfg.n_rounds)
-        if clean is None or (T <= B and one_by_one is None):
+        ctx = Context(cos, sin, self.who_sees_whom(real, one_by_one, block_causal_mask), n_rounds=self.cfg.n_rounds)
+        if clean is None or (T <= self.cfg.block_length and one_by_one is None):
             return ctx  # a row of one block has no block before it to read
 
-        # read the clean rows in every round, and keep their keys and values
-        kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        reading = replace(ctx, cache=Writing(kept))
-        h = self.prefix(clean, reading)
-        for i in range(self.cfg.n_rounds):  # clean positions are unmarked in every round
-            h = self.last_n(h, replace(reading, i_round=i))
-        return replace(ctx, cache=Reading(kept), mask=self.pass_over(real, one_by_one, beside_clean_mask))
+        # read the clean rows in every round, unmarked, and keep their keys and values
+        kept = {}
 
-    def pass_over(self, real: Tensor, one_by_one: Tensor | None, make_mask: Callable) -> Tensor:
-        """Who sees whom in rows: (T, S) bool, or (R, 1, T, S) where rows differ. make_mask: one of the two below."""
+        def write(layer: int, i_round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            kept[layer, i_round] = (k, v)
+            return k, v
+
+        def read(layer: int, i_round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            clean_k, clean_v = kept[layer, i_round]
+            return torch.cat([k, clean_k], dim=2), torch.cat([v, clean_v], dim=2)
+
+        h = self.prefix(clean, replace(ctx, keys=write))
+        for i in range(self.cfg.n_rounds):
+            h = self.last_n(h, replace(ctx, keys=write, i_round=i))
+        return replace(ctx, keys=read, mask=self.who_sees_whom(real, one_by_one, beside_clean_mask))
+
+    def who_sees_whom(self, real: Tensor, one_by_one: Tensor | None, make_mask: Callable) -> Tensor:
+        """(T, S) bool, or (R, 1, T, S) where rows differ. make_mask: one of the two below."""
         T = real.shape[1]
         mask = make_mask(T, self.cfg.block_length, real.device)
         if one_by_one is not None:
@@ -227,11 +228,9 @@ class Model(nn.Module):
         return bool(self.markers.any())
 
     def told(self, clean: Tensor, states: Tensor) -> Tensor:
-        """Which tokens Stage B reads in the bundle while it learns, and while it is measured: (P,) int64.
-
-        clean (P,) int64: the right tokens. states (P, C): Stage A's states there. Here they are Stage A's drafts, as in
-        decoding. (A Stage B that sees only tokens on the left may be told the right ones instead.)
-        """
+        """Which tokens Stage B reads in the bundle while it learns, and while it is measured: of the right ones,
+        clean (P,) int64, and Stage A's states (P, C) -> (P,) int64. Here they are Stage A's drafts, as in decoding. (A
+        Stage B that sees only tokens on the left may be told the right ones.)"""
         return self.drafts(states)
 
     @torch.no_grad()
@@ -274,25 +273,6 @@ def beside_clean_mask(T: int, block_length: int, device: torch.device | str = "c
     return torch.cat([same, earlier], dim=1)
 
 
-class Writing:
-    """The Cache of the pass over clean rows: it keeps the keys and values of every layer and round."""
-
-    def __init__(self, kept: dict[tuple[int, int], tuple[Tensor, Tensor]]):
-        self.kept = kept
-
-    def update(self, layer: int, i_round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        self.kept[layer, i_round] = (k, v)
-        return k, v
-
-
-class Reading(Writing):
-    """The Cache of the passes over the corrupted rows: it adds the keys and values of the clean ones."""
-
-    def update(self, layer: int, i_round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        clean_k, clean_v = self.kept[layer, i_round]
-        return torch.cat([k, clean_k], dim=2), torch.cat([v, clean_v], dim=2)
-
-
 # --- the layers
 class Layer(nn.Module):
     def __init__(self, cfg: Config, layer: int):
@@ -331,9 +311,9 @@ class Attention(nn.Module):
         k = k.transpose(1, 2)  # (R, G, T, D)
         v = v.transpose(1, 2)
 
-        # the cache adds the keys and values that an earlier pass has left: in decoding, those of the finished blocks
-        if ctx.cache is not None:
-            k, v = ctx.cache.update(self.layer, ctx.i_round, k, v)
+        # add the keys and values of the blocks before
+        if ctx.keys is not None:
+            k, v = ctx.keys(self.layer, ctx.i_round, k, v)
         y = F.scaled_dot_product_attention(q, k, v, ctx.mask, enable_gqa=True)
         return self.proj(y.transpose(1, 2).reshape(R, T, -1))
 
@@ -418,8 +398,7 @@ class MoE(nn.Module):
         return F.grouped_mm(F.silu(gate) * up, self.down.to(rows.dtype).transpose(1, 2), offs=ends)
 
     def balance(self, rate: float) -> None:
-        """Raise the bias of experts that were chosen too seldom, and lower the bias of the others (Wang et al., 2024).
-        This needs no loss, and the weights of the chosen experts stay unbiased."""
+        """Raise the bias of experts that were chosen too seldom, and lower that of the others (Wang et al., 2024)."""
         times = torch.as_tensor(self.times_chosen, device=self.expert_bias.device).float()
         self.expert_bias += rate * (times.mean() - times).sign()
         self.times_chosen = 0.0
