@@ -40,7 +40,6 @@ from lib.util import (
     fail,
     printable,
     quoted,
-    read_bytes,
     read_json,
     reading,
     replace_file,

@@ -1,16 +1,19 @@
-"""What all decoders share: their settings, what a step reports, how a token is chosen, and the state of a row.
+"""What all decoders share: their settings and flags, what a step reports, how a token is chosen, the state of a row.
 
 The decoders themselves are in sample.py and causal.py, and their forwards are in cache.py.
 """
 
+import argparse
 import math
-from dataclasses import dataclass, field
+from argparse import Namespace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from lib.util import generator
-from model import Config
+from lib.util import Parser, bounded, fail, generator, or_none
+from model import Config, Model
 
 # R rows that are being decoded, B block_length, V vocabulary, K = n_rounds
 
@@ -58,6 +61,12 @@ class Decoding:
 PAPER = Decoding(holes=True)
 RELEASED = Decoding(holes=True, tau_t2t=0.5, n_rounds=0)  # LLaDA2.1's own quality setting, with Stage B off
 CAUSAL = Decoding(holes=True, tau_t2t=None, tau_m2t=0.0)  # causal.py: whole blocks
+SETTINGS = {"causal": CAUSAL}  # by the kind of a model's Stage B; any other kind has the paper's
+
+
+def settings_of(model: Model) -> Decoding:
+    """How a model with a trained Stage B decodes."""
+    return SETTINGS.get(model.cfg.stage_b, PAPER)
 
 
 @dataclass
@@ -183,3 +192,49 @@ def up_to_eos(tokens: list[int], eos_id: int) -> list[int]:
     if eos_id in tokens:
         return tokens[: tokens.index(eos_id) + 1]
     return tokens
+
+
+# --- flags
+def add_decoding(parser: Parser, rules: Iterable[str]) -> None:
+    """The flags that change fields of the checkpoint's Decoding. rules: the names for --select."""
+    some = bounded(int, 0, 10**9)
+    share = bounded(float, 0, 1)
+    add = parser.add_argument_group(
+        "decoding (default: the settings of the checkpoint's Stage B, PAPER or CAUSAL in decoding.py; RELEASED if it "
+        "has none, or is off)"
+    ).add_argument
+    # fmt: off
+    add("--n_rounds", type=some, help="K, the rounds of Stage B; 0: Stage B off")
+    add("--tau_m2t", type=bounded(float, -1, 1),
+        help="the bundle: the masks whose probability is above this; -1: every mask at once (PAPER 0.7). With --select "
+             "left, and for causal Stage B, the longest run from the left whose product is above this (CAUSAL 0)")
+    add("--tau_t2t", type=or_none(share), default=argparse.SUPPRESS,
+        help='edit a visible token if the likeliest one is another, with a probability above this; 0: any other; '
+             '"none": never (PAPER 0, RELEASED 0.5; causal Stage B edits nothing)')
+    add("--select", choices=rules, help="the rule for the bundle of the paper's step (PAPER confidence)")
+    add("--lookahead", type=some, help="how many positions a pass of causal Stage B reads; 0: all that are not final")
+    add("--beam", type=bounded(int, 1, 1024),
+        help="how many texts causal Stage B keeps while it writes a block; the beam ends with the block (CAUSAL 1)")
+    add("--temperature", type=bounded(float, 0), help="0: the likeliest tokens; above: draw (default: 0)")
+    add("--top_k", type=some, help="with a temperature: draw from the k likeliest tokens; 0: from all")
+    add("--top_p", type=bounded(float, 1e-6, 1),
+        help="with a temperature: draw from the likeliest tokens, up to this sum of probabilities")
+    # fmt: on
+
+
+def decoding_of(args: Namespace, model: Model) -> Decoding:
+    """The settings of the model's Stage B, changed by flags. Stage B is off if it was never trained: it would be Stage
+    A."""
+    flags = ("n_rounds", "tau_m2t", "select", "lookahead", "beam", "temperature", "top_k", "top_p", "gen_length")
+    given = {name: getattr(args, name) for name in flags if getattr(args, name, None) is not None}
+    if hasattr(args, "tau_t2t"):
+        given["tau_t2t"] = args.tau_t2t
+    K = given.setdefault("n_rounds", model.cfg.n_rounds if model.trained_b else 0)
+    if model.cfg.n_rounds < K:
+        fail(f"--n_rounds {K}: this checkpoint has markers for 0..{model.cfg.n_rounds} rounds")
+    d = replace(settings_of(model) if K > 0 else RELEASED, **given)
+    if d.beam > 1 and d.temperature > 0:
+        fail("--beam looks for the likeliest text: leave out --temperature, or --beam")
+    if 0 < d.temperature < 1e-3:
+        fail(f"--temperature {d.temperature:g} is too small to divide by: give 0 (greedy), or at least 0.001")
+    return d

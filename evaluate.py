@@ -9,15 +9,14 @@ writes the same possible answer is never wrong, so `possible` is not enough.
     likeliest  the share whose greedy answer is the most probable one (the joint mode, which the paper aims at)
     passes     the passes of Stage B for an answer
 
-Names. Held-out names of Unicode characters are completed from their first third of tokens (rounded up). A completion
-counts if some character has that name; `unicodedata` knows this. All forwards are counted: full ones, refreshes, and
-partial ones at their share of the layers. With flags of decoding there is one row a checkpoint, decoded as they say.
+Names. Held-out names of Unicode characters are completed from their first third of tokens. A completion counts if some
+character has that name; `unicodedata` knows this. All forwards are counted: full ones, refreshes, and partial ones at
+their share of the layers. With flags of decoding there is one row a checkpoint, decoded as they say.
 
-Text. Models of text are judged in bits, as are several toys; with --bits any model is. Each held-out block is filled
-from masks, with the text before it given, and the table says how many bits a token costs. Nothing is drawn: these are
-the probabilities that a model gives to the right tokens. All at once, Stage A pays for each token alone; one at a time,
-it pays for each token after those before it, by the chain rule. The difference estimates the total correlation of a
-block.
+Text. Models of text are judged in bits; with --bits any model is. Each held-out block is filled from masks, with the
+text before it given, and the table says how many bits a token costs. Nothing is drawn: these are the probabilities that
+a model gives to the right tokens. All at once, Stage A pays for each token alone; one at a time, it pays for each token
+after those before it, by the chain rule. The difference estimates the total correlation of a block.
 
     python evaluate.py                                               # assets/names/paper, a minute
     python evaluate.py --ckpt assets/names/paper assets/names/causal # two adapters side by side
@@ -41,7 +40,7 @@ from torch import Tensor
 import toy
 from cache import Engine
 from checkpoint import base_of, check_same_tokens, judge_of, load_model, meaning, read_config
-from decoding import PAPER, RELEASED, Decoding, Output, Step, in_full
+from decoding import PAPER, RELEASED, Decoding, Output, Step, add_decoding, decoding_of, in_full, settings_of
 from lib.names import draw_names, exists
 from lib.rows import Batch, Corpus, get_batch, read_corpus
 from lib.tokenizer import Tokenizer, load_tokenizer
@@ -59,7 +58,7 @@ from lib.util import (
     read_json,
 )
 from model import Model
-from sample import DECODERS, add_decoding, decoding_of, generate
+from sample import SELECT, generate
 from toy import Toy
 
 # R rows, T positions, N contexts, S support tuples, m answer positions, V symbols, B block_length
@@ -88,10 +87,10 @@ PAPER_ROWS = {
 
 def rows_of(model: Model) -> dict[str, Decoding]:
     """How a model with a trained Stage B decodes: the paper's rows, or another Stage B's own settings."""
-    step, settings = DECODERS.get(model.cfg.stage_b, DECODERS["paper"])
-    if step is DECODERS["paper"][0]:
+    own = settings_of(model)
+    if own is PAPER:
         return PAPER_ROWS
-    return {"Stage B, whole blocks": settings, "Stage B, a beam of 4": replace(settings, beam=4)}
+    return {"Stage B, whole blocks": own, "Stage B, a beam of 4": replace(own, beam=4)}
 
 
 def forwards(model: Model, outputs: list[Output]) -> float:
@@ -413,7 +412,7 @@ def evaluate_bits(folders: list[Path], device: torch.device, args: Namespace) ->
             most = saved[base_of(folder), "one at a time"]
             print(f"{folder}: Stage B writes a block at once, and saves {bits:.3f} bits a token of the {most:.3f} that "
                   f"its base saves one at a time")  # fmt: skip
-    print(f"next: python sample.py --ckpt {quoted(folders[-1])} --prompt \"...\" --temperature 1")
+    print(f'next: python sample.py --ckpt {quoted(folders[-1])} --prompt "..." --temperature 1')
 
 
 def bits_of_rows(model: Model, corpus: Corpus, way: str, n: int, tokenizer: Tokenizer | None) -> tuple[float, int, int]:
@@ -473,7 +472,7 @@ def main() -> None:
     add("--tokens", type=bounded(int, 1), default=16384, help="read 64 held-out rows at a time, until they have "
         "this many tokens")
     # fmt: on
-    add_decoding(parser)
+    add_decoding(parser, SELECT)
     args = parser.parse_args()
 
     device = pick_device(args.device)

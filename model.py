@@ -153,7 +153,7 @@ class Model(nn.Module):
         T = real.shape[1]
         cos, sin = rotary(self.cfg, torch.arange(T, device=real.device), self.compute_dtype)
         ctx = Context(cos, sin, self.who_sees_whom(real, one_by_one, block_causal_mask), n_rounds=self.cfg.n_rounds)
-        if clean is None or (T <= self.cfg.block_length and one_by_one is None):
+        if clean is None or (self.cfg.block_length >= T and one_by_one is None):
             return ctx  # a row of one block has no block before it to read
 
         # read the clean rows in every round, unmarked, and keep their keys and values
@@ -236,12 +236,10 @@ class Model(nn.Module):
     @torch.no_grad()
     def drafts(self, states: Tensor) -> Tensor:
         """Stage A's likeliest tokens, but never a mask: states (P, C) -> (P,) int64."""
-        tokens = []
-        for part in states.split(1024):  # the logits of 1,024 positions at a time
-            logits = self.logits(part)
-            logits[:, self.cfg.mask_id] = float("-inf")
-            tokens.append(logits.argmax(-1))
-        return torch.cat(tokens)
+        no_mask = torch.zeros(self.cfg.vocab_size, device=states.device)
+        no_mask[self.cfg.mask_id] = float("-inf")
+        # the logits of 1,024 positions at a time
+        return torch.cat([(self.logits(part) + no_mask).argmax(-1) for part in states.split(1024)])
 
 
 # --- who sees whom
@@ -258,14 +256,14 @@ def block_causal_mask(T: int, block_length: int, device: torch.device | str = "c
 
 
 def beside_clean_mask(T: int, block_length: int, device: torch.device | str = "cpu") -> Tensor:
-    """(T, 2T) bool, query by key: a corrupted position sees its own block, and the *clean* blocks before it. The keys
-    are those of the corrupted row z, then those of the clean row x.
+    """(T, 2T) bool, query by key: a corrupted position of row z sees its own block, and the *clean* blocks before it,
+    those of row x.
 
     T = 4, block_length = 2:      z0 z1 z2 z3   x0 x1 x2 x3
-                              z0   1  1  0  0    0  0  0  0
-                              z1   1  1  0  0    0  0  0  0
-                              z2   0  0  1  1    1  1  0  0
-                              z3   0  0  1  1    1  1  0  0
+                                   1  1  0  0    0  0  0  0
+                                   1  1  0  0    0  0  0  0
+                                   0  0  1  1    1  1  0  0
+                                   0  0  1  1    1  1  0  0
     """
     block = torch.arange(T, device=device) // block_length
     same = block[:, None] == block[None, :]
@@ -372,13 +370,8 @@ class MoE(nn.Module):
         return ROUTERS[self.cfg.router](self, x)
 
     def experts(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """The routed experts: x (N, C), chosen and weights (N, A) -> (N, C). It computes
-
-            for token, expert, weight in all N*A choices:
-                y[token] += weight * expert(x[token])
-
-        It sums in float32, and the order of a token's sum does not depend on the other tokens.
-        """
+        """The routed experts: x (N, C), chosen and weights (N, A) -> (N, C). For each of N*A choices
+        y[token] += weight * expert(x[token]), in float32, in an order that does not depend on the other tokens."""
         # the rows of x, sorted by expert; those of expert e end at ends[e]
         expert, order = chosen.flatten().sort(stable=True)  # (N*A,) each
         all_experts = torch.arange(len(self.router), device=x.device)
@@ -438,7 +431,7 @@ ROUTERS: dict[str, Callable[[MoE, Tensor], tuple[Tensor, Tensor]]] = {"grouped s
 
 
 class RMSNorm(nn.Module):
-    """Normalise in float32, cast back, then scale. The released code has this order, and in bf16 it matters."""
+    """Normalise in float32, cast back, then scale: the released order, which matters in bf16."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -453,8 +446,7 @@ class RMSNorm(nn.Module):
 class Linear(nn.Linear):
     """y = W x + 2 B A x, in the dtype of x: weights may be float32 where x is bf16.
 
-    B (out, r) begins at zero, so the layer begins as W alone; A (r, in) begins at Kaiming's random values. The 2 is
-    LoRA's own alpha over r: 32 over 16 in the paper.
+    B (out, r) begins at zero, so the layer begins as W alone; A (r, in) begins at Kaiming's random values.
     """
 
     def __init__(self, n_in: int, n_out: int, bias: bool = False):

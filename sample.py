@@ -35,21 +35,10 @@ from torch import Tensor
 from cache import Engine
 from causal import causal_denoise
 from checkpoint import DTYPES, base_of, judge_of, load_model
-from decoding import CAUSAL, PAPER, RELEASED, Decoding, Output, Row, Step, candidates, in_full, up_to_eos
+from decoding import PAPER, Decoding, Output, Row, Step, add_decoding, candidates, decoding_of, in_full, up_to_eos
 from lib import names
 from lib.tokenizer import Tokenizer, load_tokenizer
-from lib.util import (
-    MASK,
-    Parser,
-    bounded,
-    command,
-    fail,
-    or_none,
-    pick_device,
-    printable,
-    smallest_masks,
-    uniform,
-)
+from lib.util import MASK, Parser, bounded, command, fail, pick_device, printable, smallest_masks, uniform
 from model import Config, Model
 
 # R rows that are being decoded, T positions, B block_length, C channels, V vocabulary, K = n_rounds
@@ -100,14 +89,13 @@ def denoise(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding) ->
     return Step(z, after, bundle, edited, token, conf, token_a, conf_a, partial_forwards, over)
 
 
-# a model's step, and its settings, by the kind of its Stage B
-DECODERS = {"paper": (denoise, PAPER), "causal": (causal_denoise, CAUSAL)}
+# a model's step, by the kind of its Stage B; any other kind has the paper's (its settings: decoding.SETTINGS)
+STEPS = {"causal": causal_denoise}
 
 
 def step_of(model: Model, d: Decoding) -> Callable[..., Step]:
     """The step of a model's Stage B; without Stage B the paper's, which is LLaDA2.1's own then."""
-    step, _ = DECODERS.get(model.cfg.stage_b, DECODERS["paper"])
-    return step if d.n_rounds > 0 else denoise
+    return STEPS.get(model.cfg.stage_b, denoise) if d.n_rounds > 0 else denoise
 
 
 # --- which masks are written now: logits of Stage A (R, B, V), its tokens' probabilities (R, B), masked (R, B) bool
@@ -323,52 +311,6 @@ def token_ids(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of ids like 1,2,3") from None
 
 
-def add_decoding(parser: Parser) -> None:
-    """The flags that change fields of the checkpoint's Decoding."""
-    some = bounded(int, 0, 10**9)
-    share = bounded(float, 0, 1)
-    add = parser.add_argument_group(
-        "decoding (default: the settings of the checkpoint's Stage B, PAPER or CAUSAL in decoding.py; RELEASED if it "
-        "has none, or is off)"
-    ).add_argument
-    # fmt: off
-    add("--n_rounds", type=some, help="K, the rounds of Stage B; 0: Stage B off")
-    add("--tau_m2t", type=bounded(float, -1, 1),
-        help="the bundle: the masks whose probability is above this; -1: every mask at once (PAPER 0.7). With --select "
-             "left, and for causal Stage B, the longest run from the left whose product is above this (CAUSAL 0)")
-    add("--tau_t2t", type=or_none(share), default=argparse.SUPPRESS,
-        help='edit a visible token if the likeliest one is another, with a probability above this; 0: any other; '
-             '"none": never (PAPER 0, RELEASED 0.5; causal Stage B edits nothing)')
-    add("--select", choices=SELECT, help="the rule for the bundle of the paper's step (PAPER confidence)")
-    add("--lookahead", type=some, help="how many positions a pass of causal Stage B reads; 0: all that are not final")
-    add("--beam", type=bounded(int, 1, 1024),
-        help="how many texts causal Stage B keeps while it writes a block; the beam ends with the block (CAUSAL 1)")
-    add("--temperature", type=bounded(float, 0), help="0: the likeliest tokens; above: draw (default: 0)")
-    add("--top_k", type=some, help="with a temperature: draw from the k likeliest tokens; 0: from all")
-    add("--top_p", type=bounded(float, 1e-6, 1),
-        help="with a temperature: draw from the likeliest tokens, up to this sum of probabilities")
-    # fmt: on
-
-
-def decoding_of(args: Namespace, model: Model) -> Decoding:
-    """The settings of the model's Stage B, changed by flags. Stage B is off if it was never trained: it would be Stage
-    A."""
-    flags = ("n_rounds", "tau_m2t", "select", "lookahead", "beam", "temperature", "top_k", "top_p", "gen_length")
-    given = {name: getattr(args, name) for name in flags if getattr(args, name, None) is not None}
-    if hasattr(args, "tau_t2t"):
-        given["tau_t2t"] = args.tau_t2t
-    K = given.setdefault("n_rounds", model.cfg.n_rounds if model.trained_b else 0)
-    if K > model.cfg.n_rounds:
-        fail(f"--n_rounds {K}: this checkpoint has markers for 0..{model.cfg.n_rounds} rounds")
-    _, settings = DECODERS.get(model.cfg.stage_b, DECODERS["paper"])
-    d = replace(settings if K > 0 else RELEASED, **given)
-    if d.beam > 1 and d.temperature > 0:
-        fail("--beam looks for the likeliest text: leave out --temperature, or --beam")
-    if 0 < d.temperature < 1e-3:
-        fail(f"--temperature {d.temperature:g} is too small to divide by: give 0 (greedy), or at least 0.001")
-    return d
-
-
 def build_parser(doc: str = __doc__) -> Parser:
     parser = Parser(doc)
     some = bounded(int, 0, 10**9)
@@ -389,7 +331,7 @@ def build_parser(doc: str = __doc__) -> Parser:
     add("--seed", type=int, default=0, help="of what is drawn: any whole number, of any size")
     add("--watch", action="store_true", help="show every step")
     # fmt: on
-    add_decoding(parser)
+    add_decoding(parser, SELECT)
     return parser
 
 

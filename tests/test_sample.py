@@ -11,7 +11,7 @@ from common import MASK, approx, assert_as_specified, caller, prompt, random_lor
 
 import sample
 from checkpoint import save_model
-from decoding import CAUSAL, PAPER, RELEASED, Decoding, candidates
+from decoding import CAUSAL, PAPER, RELEASED, Decoding, candidates, decoding_of
 from lib.util import Mistake
 from sample import SELECT, by_confidence, by_entropy, certified, denoise, from_the_left, generate, generate_one
 
@@ -351,10 +351,10 @@ def test_what_a_decode_defaults_to(kind, argv, expected):
         model.markers.data.zero_()
     args = sample.build_parser().parse_args(argv.split())
     if isinstance(expected, Decoding):
-        assert sample.decoding_of(args, model) == expected
+        assert decoding_of(args, model) == expected
     else:
         with pytest.raises(Mistake, match=expected):
-            sample.decoding_of(args, model)
+            decoding_of(args, model)
 
 
 def test_weights_whose_logits_overflow_are_said(tmp_path, monkeypatch, capsys):

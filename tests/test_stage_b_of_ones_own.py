@@ -1,4 +1,4 @@
-"""A Stage B of one's own, as a fork would write it: it trains, decodes and is measured. `pytest tests/test_stage_b_of_ones_own.py`
+"""A Stage B of one's own, as a fork would write it. `pytest tests/test_stage_b_of_ones_own.py`
 
 A fork puts class Draft into a file of its own, and names it in checkpoint.STAGE_B. That is all.
 """
