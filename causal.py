@@ -14,10 +14,10 @@ In training x_{i-1} is the right token. So the paper's own sum of cross-entropie
 -log prod p(x_i | x_<i) = -log p(bundle), by the chain rule. This is a joint loss: at its optimum no total correlation
 is lost (results/theorem).
 
-In decoding x_{i-1} is a draft at first, which is Stage A's token. A pass of Stage B reads the next `lookahead` positions
-that are not final, with their drafts. A token is final if every token on its left is, and was so when it was read.
-These are the tokens that one would get from left to right, one at a time (Jacobi decoding). Stage B's keys of final
-positions are kept, so no position is read again once it is final. Each pass costs n/L of a forward.
+In decoding x_{i-1} is a draft at first, which is Stage A's token. A pass of Stage B reads the next `lookahead`
+positions that are not final, with their drafts. A token is final if it has read no draft that has changed since. These
+are the tokens that one would get from left to right, one at a time (Jacobi decoding). Stage B's keys of final positions
+are kept, so no position is read again once it is final. Each pass costs n/L of a forward.
 
 What else is not the paper's:
 

@@ -221,8 +221,7 @@ def evaluate_toy(model: Model, task: Toy) -> None:
     print(f"{task.name}: TC = {tc:.3f} nats; a step that draws each position by itself loses at least that")
     print_table(["decoder", "KL", "possible", "likeliest", "forwards", "passes"], rows)
     print("KL(truth || drawn) in nats; possible, likeliest: shares of the greedy answers; passes: of Stage B")
-    print(f"Stage B loses {lost[at_once]:.3f} nats where Stage A loses {lost['all at once']:.3f}: of the TC of {tc:.3f} "
-          f"nats it recovers {max(0.0, lost['all at once'] - lost[at_once]):.3f}")  # fmt: skip
+    print(f"Stage B loses {lost[at_once]:.3f} nats, and Stage A {lost['all at once']:.3f}; TC is {tc:.3f}")
 
 
 def load_task(folder: Path) -> Toy:
@@ -386,31 +385,33 @@ def evaluate_bits(folders: list[Path], device: torch.device, args: Namespace) ->
             ways.append((folder, "Stage A"))
         if models[folder].trained_b:
             ways.append((folder, "Stage B"))
-    names = {"Stage A": "Stage A, all at once", "one at a time": "one at a time, from the left"}
-
-    lines = []
-    saved = {}
+    cost = {}  # bits a token, and bits a byte
     for folder, way in progress(ways, "bits"):
-        model = models[folder]
-        corpus = corpora[model.cfg.block_length]
-        bits, tokens, n_bytes = bits_of_rows(model, corpus, way, args.tokens, tokenizer)
-        first = bits if not saved else first
-        saved[folder, way] = (first - bits) / tokens
-        name = names.get(way, f"{model.cfg.stage_b} Stage B, all at once")
-        if len(corpora) > 1:
-            name += f", blocks of {model.cfg.block_length}"
-        cells = [f"{bits / tokens:.3f}", f"{bits / n_bytes:.3f}" if n_bytes else "", f"{saved[folder, way]:+.3f}"]
-        lines.append([f"{folder}  {name}", *cells])
-    blocks = f"in blocks of {model.cfg.block_length}, " if len(corpora) == 1 else ""
+        corpus = corpora[models[folder].cfg.block_length]
+        bits, tokens, n_bytes = bits_of_rows(models[folder], corpus, way, args.tokens, tokenizer)
+        cost[folder, way] = (bits / tokens, bits / n_bytes if n_bytes else math.nan)
+
     width = corpus.rows["val"].seq_len  # rows of a toy have a length of their own
-    print(f"{tokens:,} held-out tokens of {data} in rows of {width}, {blocks}each block from masks")
+    print(f"{tokens:,} held-out tokens of {data} in rows of {width}, each block from masks")
+    first, _ = next(iter(cost.values()))
+    lines = []
+    for (folder, way), (a_token, a_byte) in cost.items():
+        cfg = models[folder].cfg
+        names = {"Stage A": "Stage A, all at once", "one at a time": "one at a time, from the left"}
+        name = names.get(way, f"{cfg.stage_b} Stage B, all at once")
+        blocks = f", blocks of {cfg.block_length}"
+        a_byte = "" if math.isnan(a_byte) else f"{a_byte:.3f}"
+        lines.append([f"{folder}  {name}{blocks}", f"{a_token:.3f}", a_byte, f"{first - a_token:+.3f}"])
     print_table(["", "bits a token", "a byte", "saved a token"], lines)
     print("saved: bits fewer than in the first row. What one at a time saves against all at once estimates the total "
           "correlation, which independent tokens lose")  # fmt: skip
-    for (folder, way), bits in saved.items():
-        if way == "Stage B":
-            most = saved[base_of(folder), "one at a time"]
-            print(f"{folder}: Stage B writes a block at once, and saves {bits:.3f} bits a token of the {most:.3f} that "
+
+    # what the figures mean
+    for folder in folders:
+        if (folder, "Stage B") in cost:
+            base = base_of(folder)
+            saved, most = (cost[base, "Stage A"][0] - cost[key][0] for key in ((folder, "Stage B"), (base, ways[1][1])))
+            print(f"{folder}: Stage B writes a block at once, and saves {saved:.3f} bits a token of the {most:.3f} that "
                   f"its base saves one at a time")  # fmt: skip
     print(f'next: python sample.py --ckpt {quoted(folders[-1])} --prompt "..." --temperature 1')
 

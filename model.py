@@ -66,8 +66,8 @@ class Config:
     stage_b: str = "paper"  # the kind of Stage B, a name in checkpoint.STAGE_B
 
 
-# adds keys and values that an earlier pass has left to those of a pass: (layer, round, k, v), with k and v (R, G, T, D),
-# -> what the pass attends to, (R, G, S, D) each; its own come first
+# adds keys and values that an earlier pass has left to those of a pass: (layer, round, k, v), with k and v
+# (R, G, T, D) -> what the pass attends to, (R, G, S, D) each; its own come first
 Keys = Callable[[int, int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 

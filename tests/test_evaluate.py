@@ -339,7 +339,7 @@ def test_bits_from_the_command_line(tmp_path, monkeypatch, capsys):
     assert out == run(*short, tmp_path / "paper", tmp_path / "causal", "--data", rows)
     title, head, *lines, _, of_paper, of_causal, following = out.splitlines()
     assert "paper: Stage B writes a block at once" in of_paper and "sample.py" in following
-    assert f"held-out tokens of {rows} in rows of 64, in blocks of 8" in title
+    assert f"held-out tokens of {rows} in rows of 64, each block" in title
     assert head.split("  ")[-1] == "saved a token"
     corpus, tokenizer = read_corpus(rows, 64, 0, 8, 0), load_tokenizer(rows)
     names = {"Stage A": "Stage A, all at once", "one at a time": "one at a time, from the left"}
@@ -351,7 +351,7 @@ def test_bits_from_the_command_line(tmp_path, monkeypatch, capsys):
         model = load_model(tmp_path / folder, "cpu", torch.float32)
         bits, tokens, n_bytes = bits_of_rows(model, corpus, way, 50, tokenizer)
         first = first or bits
-        assert line.startswith(f"{tmp_path / folder}  {names.get(way) or names_b[folder]}  ")
+        assert line.startswith(f"{tmp_path / folder}  {names.get(way) or names_b[folder]}, blocks of 8  ")
         figures = [bits / tokens, bits / n_bytes, (first - bits) / tokens]
         assert [float(word) for word in line.split()[-3:]] == approx(figures, abs=6e-4)
     assert f"{tokens:,} held-out" in title
