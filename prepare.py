@@ -4,8 +4,6 @@
     python prepare.py stdlib --out data/stdlib      # Python's own sources
     python prepare.py FOLDER --out data/mine        # .txt and other text, or FineWeb-Edu's .jsonl[.gz] and .parquet
     python prepare.py FOLDER --out data/mine --like CKPT    # with the tokenizer of a checkpoint, or a tokenizer.json
-    python prepare.py data/names --written_by assets/names --out data/written
-                                                    # beginnings of these rows, each continued by a model
 
 lib/rows.py describes a folder of rows. Names are read with the tokenizer of data/names, and other text as bytes, unless
 --like names another tokenizer. One document in twenty is for validation, by the hash of its name; if these are too few
@@ -22,12 +20,6 @@ The `tokenizers` library makes a BPE of your own (pip install tokenizers), and -
     bpe.save("bpe.json")
 
     python prepare.py FOLDER --out data/mine --like bpe.json
-
---written_by makes a teacher's rows: a model continues the beginnings of documents by beam search, which is
-sequence-level distillation (Kim and Rush, 2016). In the text a beginning has many endings, but the teacher gives it
-only one, so causal Stage B becomes surer when it learns these rows. With one ending for each beginning the rows have no
-total correlation (TC), and the token on the left is worth little there (results/names). Half of the text is added as it
-is, because continuations do not teach a model to fill holes.
 """
 
 import lib.first  # noqa: F401
@@ -39,18 +31,15 @@ import json
 import math
 import sys
 import sysconfig
-import time
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from lib.rows import HOLES_ALONE, Meta, read_meta, read_split, refuse_full, write_meta, write_rows
+from lib.rows import Meta, read_meta, refuse_full, write_meta, write_rows
 from lib.tokenizer import Tokenizer, bpe_tokenizer, byte_spec, byte_tokenizer
 from lib.util import (
     Mistake,
@@ -61,27 +50,16 @@ from lib.util import (
     command,
     copy_file,
     fail,
-    generator,
-    pick_device,
     progress,
     quoted,
-    read_bytes,
     read_json,
     reading,
     write_json,
 )
 
-if TYPE_CHECKING:
-    from model import Model
-
-# R rows, U texts of a beam, T positions, V vocabulary
-
 NAMES = Path(__file__).parent / "data" / "names"
 RELEASED = Path("weights/llada2.1-mini")  # where configs/llada.toml starts from
 RECORDS = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz", ".parquet")  # or in upper case
-BEAM = 4
-AT_ONCE = 256  # the most beginnings that are continued together
-TOKENS = 2**18  # the most tokens in all texts of their beams
 SHORT = 640  # of fewer tokens, 5 % are less than one block of the paper's size, 32
 FEW, MANY = 0.01, 0.2  # the split by names is not used if validation would get fewer or more of the tokens
 
@@ -144,7 +122,7 @@ def read_source(source: str, left_out: LeftOut) -> Iterator[tuple[str, str]]:
         tests = {"test", "tests", "idle_test", "site-packages"}
         return read_folder(Path(sysconfig.get_path("stdlib")), "*.py", tests, left_out)
     if (path / "meta.json").exists() and (path / "train.safetensors").exists():
-        fail(f"{source} holds rows already, which train.py reads, and no texts (--written_by continues them)")
+        fail(f"{source} holds rows already, which train.py reads, and no texts")
     if path.is_dir():
         return read_folder(path, "*", set(), left_out)
     if path.exists():
@@ -355,134 +333,11 @@ def tokenizer_file(like: Path) -> Path:
     return path
 
 
-# --- a teacher's rows
-def prepare_written(source: Path, by: Path, folder: Path, beam: int, gen_length: int) -> None:
-    """Write random beginnings of `source`'s documents, as the model in `by` continues them to an end, and half of its
-    text."""
-    from checkpoint import base_of, load_model  # preparing text does not need these
-
-    refuse_full(folder)
-    meta = read_meta(source)
-    tokenizer = read_bytes(source / "tokenizer.json", "tokenizer")
-    model = load_model(by, pick_device("auto"), torch.float32, block_length=1)
-    theirs = base_of(by) / "tokenizer.json"
-    same = (model.cfg.eos_id, model.cfg.mask_id) == (meta.eos_id, meta.mask_id)
-    if not same or theirs.exists() and read_bytes(theirs, "tokenizer") != tokenizer:
-        fail(f"{source} has other tokens than {by}: prepare it with --like {by}")
-    most = model.cfg.max_len - gen_length
-    if most < 2:
-        fail(f"--gen_length {gen_length}: the model has {model.cfg.max_len} positions, which leaves no beginning")
-    for part in ("train", "val"):
-        # beginnings of about one length are written together
-        prompts = sorted(beginnings(source, part, meta, most), key=len)
-        start = time.monotonic()
-        parts = some_at_once(prompts, beam, gen_length)
-        texts = (text for some in parts for text in beam_search(model, some, beam, gen_length))
-        written = list(progress(texts, f"write {part}", total=len(prompts)))
-
-        # a beginning that got no end is left out
-        documents = [(np.array(p + w), len(p)) for p, w in zip(prompts, written, strict=True) if w]
-        if not documents:
-            fail(f"{by} ended none of {len(prompts)} documents within --gen_length {gen_length} tokens")
-
-        # add half of the text as it is, because it teaches to fill holes
-        ids, starts, _ = read_split(source / f"{part}.safetensors", meta.vocab_size)
-        text = np.split(ids.numpy(), starts[1:-1].numpy())[::2]
-        seconds = f"{time.monotonic() - start:.0f} s"
-        print(f"{part:5}  {len(documents):,} of {len(prompts):,} beginnings continued, {len(text):,} texts, {seconds}")
-        ids, lengths = zip(*documents, *((document, HOLES_ALONE) for document in text), strict=True)
-        write_rows(folder, part, list(ids), list(lengths), meta.vocab_size)
-    copy_file(source / "tokenizer.json", folder / "tokenizer.json")
-    write_meta(folder, meta)
-
-
-@torch.inference_mode()
-def beam_search(model: "Model", prompts: list[list[int]], beam: int, gen_length: int) -> list[list[int]]:
-    """Continue each prompt from left to right until eos, by the likeliest text that beam search finds. A beam of one
-    takes the likeliest token each time. The result is [] if the best text has no eos after gen_length tokens.
-
-    model: a model with blocks of one token, so that a mask reads everything on its left, and nothing else.
-    """
-    eos, mask = model.cfg.eos_id, model.cfg.mask_id
-    device = model.wte.weight.device
-    place = torch.tensor([len(prompt) for prompt in prompts], device=device)  # (R,): where each row writes
-    T = int(place.max()) + gen_length
-    ids = torch.tensor([prompt + [mask] * (T - len(prompt)) for prompt in prompts], device=device)
-    ids = ids[:, None].repeat(1, beam, 1)  # (R, U, T)
-
-    # the texts of a beam, the best first; at the start they are all the same, so only one may count
-    score = torch.full(ids.shape[:2], -math.inf, device=device)
-    score[:, 0] = 0.0
-    ended = torch.zeros_like(score, dtype=torch.bool)
-    found = [[] for _ in prompts]
-    row = torch.arange(len(prompts), device=device)
-    for _ in range(gen_length):
-        # log-probabilities of the next token, (R, U, V); after its end a text goes on with eos, with probability 1
-        x = ids[..., : int(place.max()) + 1].flatten(0, 1)
-        ctx = model.context(torch.ones_like(x, dtype=torch.bool))
-        states = model.last_n(model.prefix(x, ctx), ctx).unflatten(0, (-1, beam))
-        logits = model.logits(states[torch.arange(len(place)), :, place])
-        logits[..., mask] = -math.inf
-        log_p = logits.log_softmax(-1)
-        log_p[ended] = -math.inf
-        log_p[..., eos] = log_p[..., eos].masked_fill(ended, 0.0)
-
-        # the best continuations of all texts: which text each continues, and by which token
-        V = log_p.shape[-1]
-        score, best = (score[..., None] + log_p).flatten(1).topk(beam, dim=-1)
-        ids = ids.gather(1, (best // V)[..., None].expand_as(ids))
-        ids[torch.arange(len(place)), :, place] = best % V
-        ended = best % V == eos
-        place = place + 1
-
-        # a row is done when its best text has ended, because no other text can become likelier
-        done = ended[:, 0]
-        for r in done.nonzero()[:, 0].tolist():
-            text = ids[r, 0, len(prompts[row[r]]) : place[r]].tolist()
-            found[row[r]] = text[: text.index(eos) + 1]
-        if done.all():
-            break
-        ids, score, ended, place, row = (tensor[~done] for tensor in (ids, score, ended, place, row))
-    return found
-
-
-def some_at_once(prompts: list[list[int]], beam: int, gen_length: int) -> Iterator[list[list[int]]]:
-    """The beginnings, from short to long, in parts that fit into memory."""
-    at = 0
-    while at < len(prompts):
-        some = prompts[at : at + AT_ONCE]
-        while len(some) > 1 and len(some) * beam * (len(some[-1]) + gen_length) > TOKENS:
-            some = some[: len(some) // 2]
-        yield some
-        at += len(some)
-
-
-def beginnings(source: Path, part: str, meta: Meta, most: int) -> list[list[int]]:
-    """The beginning of each document of two tokens or more: a random number of them, at least one and not all. Only the
-    first `most` tokens of a document count."""
-    ids, starts, _ = read_split(source / f"{part}.safetensors", meta.vocab_size)
-    share = torch.rand(len(starts) - 1, generator=generator("beginnings", part))
-    found = []
-    for start, end, u in zip(starts[:-1].tolist(), starts[1:].tolist(), share.tolist(), strict=True):
-        text = ids[start:end].tolist()
-        text = text[:-1] if text[-1] == meta.eos_id else text
-        text = text[:most]
-        if len(text) > 1:
-            found.append(text[: 1 + int(u * (len(text) - 1))])
-    return found
-
-
 # --- what comes next
 def next_command(args: argparse.Namespace) -> str:
     """The command that trains on these rows."""
     data = f"--data {quoted(args.out)}"
     judge = read_meta(args.out).judge
-    if args.written_by:
-        from checkpoint import base_of
-
-        config = "configs/causal.toml" if judge else "configs/text.toml"
-        return f"python train.py {data} --config {config} --init_from {quoted(base_of(args.written_by))}"
-
     # rows with the tokens of a checkpoint: train an adapter on that checkpoint
     if args.like and (args.like / "config.json").exists():
         init = f" --init_from {quoted(args.like)}"
@@ -516,13 +371,6 @@ def main() -> None:
     whose = "use the tokenizer of this checkpoint or folder of rows, or this tokenizer.json (byte-level BPE)"
     add("--like", type=Path, metavar="DIR or FILE", help=whose)
 
-    add = parser.add_argument_group("a teacher's rows").add_argument
-    add("--written_by", type=Path, metavar="CKPT", help="SOURCE is a folder of rows, and this model continues "
-        "beginnings of its documents")  # fmt: skip
-    add("--gen_length", type=bounded(int, 1, 10**6), default=32,
-        help="leave out a continuation that has not ended after this many tokens")  # fmt: skip
-    add("--beam", type=bounded(int, 1, 1000), default=BEAM, help="the width of the beam search; 1: greedy")
-
     add = parser.add_argument_group("what is written").add_argument
     add("--out", type=Path, required=True, metavar="DIR", help="a new folder of rows")
     args = parser.parse_args()
@@ -534,18 +382,8 @@ def main() -> None:
 
         args.like = base_of(args.like)
 
-    # refuse flags that would do nothing
-    if args.written_by and (len(args.sources) > 1 or args.max_docs or args.like):
-        fail("--written_by reads all of one folder of rows by its own tokenizer: leave out --max_docs and --like")
-    for name in () if args.written_by else ("gen_length", "beam"):
-        if getattr(args, name) != parser.get_default(name):
-            fail(f"--{name} does nothing without --written_by: leave it out")
-
     with alone_in(args.out):
-        if args.written_by:
-            prepare_written(Path(args.sources[0]), args.written_by, args.out, args.beam, args.gen_length)
-        else:
-            prepare_text(args.sources, args.out, args.like, args.max_docs)
+        prepare_text(args.sources, args.out, args.like, args.max_docs)
     print(f"{args.out} is ready: {next_command(args)}")
 
 

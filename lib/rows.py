@@ -6,8 +6,6 @@
         prompts   (documents,) int32: how many of its first ids are its prompt, which is never corrupted
                   (except in rows of base.py's --one_by_one);
                   -1: its prompt is a random beginning, which depends on the seed and on the row's place in the stream
-                  -2: it has no prompt, and all of its blocks teach causal Stage B to fill holes (any other training
-                  step treats it as a document without a prompt)
     meta.json         what the ids mean, see Meta; it is written last, so a folder that has it is whole
     tokenizer.json    the tokenizer, if the ids are text
 
@@ -36,8 +34,6 @@ from lib.util import (
 )
 
 # R rows, T positions of a row, D documents
-
-HOLES_ALONE = -2  # in place of a prompt's length: the document teaches only to fill holes
 
 
 @dataclass
@@ -142,8 +138,8 @@ def read_split(path: Path, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
             raise ValueError("starts does not rise from 0 to the number of ids, with a step for each document")
         if ids.min() < 0 or int(ids.max()) >= vocab_size:  # int: 32768 does not fit into int16
             raise ValueError(f"an id is not in 0..{vocab_size - 1}")
-        if prompts.min() < HOLES_ALONE or (prompts > n_ids).any():
-            raise ValueError("a prompt is below -2, or longer than its document")
+        if prompts.min() < -1 or (prompts > n_ids).any():
+            raise ValueError("a prompt is below -1, or longer than its document")
     return ids, starts, prompts
 
 
@@ -174,7 +170,7 @@ class Rows:
 
         documents = np.split(ids.numpy(), starts[1:-1].numpy())
         self.rows: list[np.ndarray] = []
-        self.prompts: list[int] = []  # each row's number of prompt tokens, or -1 or -2
+        self.prompts: list[int] = []  # each row's number of prompt tokens, or -1
         for document, prompt in zip(documents, prompts.tolist(), strict=True):
             # eos ends a document, and also fills its last block, or the number of masks would give away the length
             if document[-1] == self.pad_id:
@@ -220,10 +216,6 @@ class Rows:
                 n_prompt = int(share * n_text)
             prompt[r, : max(0, n_prompt)] = True
         return x, real, prompt
-
-    def holes_alone(self, first: int, rows: int) -> Tensor:
-        """(R, 1) bool: which rows teach only to fill holes."""
-        return torch.tensor([[self.prompts[self.row(i)] == HOLES_ALONE] for i in range(first, first + rows)])
 
     def count_real(self, first: int, rows: int) -> int:
         """How many positions of these rows are not padding."""
@@ -278,7 +270,6 @@ class Batch:
     corruptible: Tensor  # bool: real positions outside the prompt
     plain: Tensor  # (ids,) int64: the ordinary ids, from which random tokens are drawn; on the CPU, like all draws
     draws: list[torch.Generator]  # each row's generator, a function of the row's number
-    holes_alone: Tensor | bool = False  # (R, 1) bool: these rows teach causal Stage B only to fill holes
 
 
 def read_corpus(folder: Path, seq_len: int, seed: int, block_length: int, batch_size: int) -> Corpus:
@@ -296,9 +287,4 @@ def get_batch(corpus: Corpus, split: str, first: int, n: int, seed: int, device:
     key = (seed, "train") if split == "train" else ("val",)
     draws = [generator(*key, i) for i in range(first, first + n)]
     corruptible = real & ~prompt
-    holes_alone = corpus.rows[split].holes_alone(first, n)
-    return Batch(clean.to(device), real.to(device), corruptible.to(device), corpus.plain, draws, holes_alone)
-
-
-def rows_hash(folder: Path) -> str:
-    return "TODO"
+    return Batch(clean.to(device), real.to(device), corruptible.to(device), corpus.plain, draws)

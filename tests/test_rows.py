@@ -221,7 +221,7 @@ def test_rows_of_a_toy_are_its_documents_whatever_seq_len_is(tmp_path):
     (lambda t: t["ids"].__setitem__(1, 272), "an id is not in 0..271"),
     (lambda t: t["ids"].__setitem__(1, -1), "an id is not in 0..271"),
     (lambda t: t["prompts"].__setitem__(0, 3), "longer than its document"),
-    (lambda t: t["prompts"].__setitem__(0, -3), "a prompt is below -2"),
+    (lambda t: t["prompts"].__setitem__(0, -2), "a prompt is below -1"),
 ])  # fmt: skip
 def test_damaged_rows_are_refused(change, says, tmp_path):
     write(tmp_path, [([1, EOS], 0), ([2, EOS], 0), ([EOS], 0)])
