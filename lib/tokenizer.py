@@ -1,110 +1,59 @@
 """Tokenizers: text to ids and back.
 
     load_tokenizer(folder)  the tokenizer of a checkpoint or of a folder of rows, if the ids there are text
-    bpe_tokenizer(path)     a byte-level BPE from a `tokenizer.json`, as the `tokenizers` library saves it
+    bpe_tokenizer(path)     a byte-level BPE from a `tokenizer.json`
     byte_tokenizer()        256 bytes, an end-of-text token and a mask token
 
-tiktoken splits text into words and merges bytes. A `tokenizer.json` is refused if tiktoken cannot give the same ids on
-every text, and a text is refused if its tokens do not spell it.
+tiktoken reads the released tokenizer and those of this project (bytes, and the BPE of data/names). Any other byte-level
+BPE is read by the library that writes such files, `tokenizers`: pip install tokenizers.
 """
 
-import re
-import unicodedata
-from collections import Counter
-from collections.abc import Iterator
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import tiktoken
 
-from lib.util import SPECIAL, checked_entry, fail, read_json, reading
+from lib.util import SPECIAL, fail, read_json, reading
 
 EOS_TOKEN = SPECIAL["eos_id"]
 MASK_TOKEN = SPECIAL["mask_id"]
 
-# patterns that split text into words
-WORDS = r" ?\S+|\s+"  # the blank before a word belongs to it
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # ByteLevel's own
+# the patterns by which tiktoken splits text into words: the blank before a word belongs to it
+WORDS = r" ?\S+|\s+"
+RELEASED = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 
 # All blanks before a word except the last one. tiktoken remembers a place to go back to for each blank, and gives up at
 # a million of them. The second form finds the same blanks, and remembers a place for every 256 of them.
 BLANKS = r"\s+(?!\S)"
 MANY_BLANKS = r"(?:\s{256}(?=\s{256}))*\s+(?!\S)"
 
-# The parts that a pattern may have: they mean the same in tiktoken and in `tokenizers`.
-ESCAPE = r"\\(?:[sSdDrnt]|[pP]\{(?:[A-Z][a-z]?|Han|Hiragana|Katakana|Hangul)\}|[^\w\s])"
-ONE = rf"(?P<one>{ESCAPE}|\[\^?(?:{ESCAPE}|[^\\\[\]&~-]|-(?!-)|&(?!&)|~(?!~))+\]|[^\\\[\](){{}}|*+?^$])"
-PART = re.compile(
-    ONE  # one character
-    + r"|(?P<around>\(\?<?[=!])"  # a condition on what comes before or after
-    + r"|\((?:\?(?:[:>]|i:))?|\||\)"  # groups and alternatives
-    + r"|(?:[*+?][+?]?|\{\d+(?:,\d*)?\}(?![+?]))"  # how often
-)
+Reader = Callable[[str, bool], list[int]]  # text to ids; true: the name of a special token becomes that token
 
 
 @dataclass
 class Tokenizer:
-    """A tiktoken.Encoding, which numbers its tokens by merge rank, with the model's ids for them."""
+    """Text to ids by a library, and ids to text by the bytes of each token."""
 
-    encoding: tiktoken.Encoding
-    ids: list[int]  # rank -> id
+    reader: Reader
+    pattern: str | None  # the pattern that splits text into words, if tiktoken reads it
     special: dict[str, int]
-    words: dict[str, int]  # words that were added to the tokens of the merges
-    early: set[str]  # those special tokens and words that are found before the text is normalised
-    nfc: bool  # whether text is normalised by Unicode's NFC
-    prefix_blank: bool  # whether a blank is put before a text that does not begin with one
-    pattern: str  # the pattern that splits text into words
     token_bytes: dict[int, bytes]  # special and unused ids have no entry
 
     def __post_init__(self) -> None:
         self.vocab_size = 1 + max(*self.token_bytes, *self.special.values())
-        self.eos_id = self.special.get(EOS_TOKEN)
-        self.mask_id = self.special.get(MASK_TOKEN)
-
-    def normalise(self, text: str) -> str:
-        return unicodedata.normalize("NFC", text) if self.nfc else text
+        self.eos_id = self.special[EOS_TOKEN]
+        self.mask_id = self.special[MASK_TOKEN]
 
     def encode(self, text: str) -> list[int]:
         """Text to ids. The name of a special token becomes that token, as in the released tokenizer."""
-        return self.encode_around(text, self.words | self.special)
+        return self.reader(whole_characters(text), True)
 
     def encode_document(self, text: str) -> np.ndarray:
         """A document to int32 ids. Here the name of a special token is ordinary text."""
-        return np.array(self.encode_around(text, self.words), dtype=np.int32)
-
-    def encode_around(self, text: str, added: dict[str, int]) -> list[int]:
-        """The ids of a text: first these added tokens are found in it, then the text between them is read."""
-        early = {name: i for name, i in added.items() if name in self.early}
-        late = {self.normalise(name): i for name, i in added.items() if name not in self.early}
-        ids = []
-        for between, token in cut(text, early):
-            for part, inner in cut(self.normalise(between), late):
-                ids += self.encode_part(part) + inner
-            ids += token
-        return ids
-
-    def encode_part(self, text: str) -> list[int]:
-        """Text without added tokens to ids. A text that the ids would not spell is refused."""
-        if not text:
-            return []
-        if self.prefix_blank and not text.startswith(" "):
-            text = " " + text
-        try:
-            raw = text.encode()
-        except UnicodeEncodeError as e:
-            fail(f"half of a character, {text[e.start]!a}, cannot be read as text")
-        try:
-            ranks = self.encoding.encode_ordinary(text)
-        except BaseException as e:
-            # tiktoken's Rust raises this type, and does not export it
-            if type(e).__name__ != "PanicException":
-                raise
-            fail(f"the tokenizer cannot split this text into words by its pattern {self.pattern!r:.200}")
-        if self.encoding.decode_bytes(ranks) != raw:
-            fail(f"the tokenizer's pattern {self.pattern!r:.200} leaves out a part of this text")
-        return [self.ids[rank] for rank in ranks]
+        return np.array(self.reader(whole_characters(text), False), dtype=np.int32)
 
     def decode(self, ids: list[int]) -> str:
         """Ids to text. Special tokens are left out, and bytes that are not UTF-8 become U+FFFD."""
@@ -112,16 +61,13 @@ class Tokenizer:
         return raw.decode("utf-8", errors="replace")
 
 
-def cut(text: str, added: dict[str, int]) -> Iterator[tuple[str, list[int]]]:
-    """Cut a text at these added tokens -> pairs of the text before a token and [the token's id], and at last the rest
-    of the text and []. If several tokens begin at one place, the longest counts."""
-    start = 0
-    if added:
-        longest_first = sorted(added, key=len, reverse=True)
-        for found in re.finditer("|".join(map(re.escape, longest_first)), text):
-            yield text[start : found.start()], [added[found[0]]]
-            start = found.end()
-    yield text[start:], []
+def whole_characters(text: str) -> str:
+    """The text, unless JSON has put half of a character into it: tiktoken would read another text in silence."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        fail(f"half of a character, {text[e.start]!a}, cannot be read as text")
+    return text
 
 
 # --- reading a tokenizer
@@ -168,170 +114,87 @@ def byte_alphabet() -> list[str]:
 
 
 def bpe_tokenizer(path: Path, spec: dict | None = None) -> Tokenizer:
-    """The tokenizer of a `tokenizer.json`, with the same ids on every text. spec: the file's content, if known."""
+    """The tokenizer of a `tokenizer.json`. spec: the file's content, if known."""
     if spec is None:
         spec = read_json(path, "tokenizer")
     with reading(path, "tokenizer"):
-        pattern, prefix_blank = read_pattern(spec, path)
-        special, words = read_added(spec, path)
-        vocab, merges = read_tokens(spec, special, words, path)
-        early = {token["content"] for token in spec["added_tokens"] if not token.get("normalized")}
+        if spec["model"]["type"] != "BPE" or spec["decoder"]["type"] != "ByteLevel":
+            raise ValueError("it is no byte-level BPE")
 
-    # the ranks: first the bytes, then the merges in order
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    for pair in merges:
-        token = b"".join(pair)
+        # the tokens that were added to the vocabulary, in plain text: special ones, and words
+        added = {token["content"]: token["id"] for token in spec["added_tokens"]}
+        special = {token["content"]: token["id"] for token in spec["added_tokens"] if token.get("special")}
+        for name in (EOS_TOKEN, MASK_TOKEN):
+            if name not in special:
+                fail(f"{path}: there is no {name} among its special tokens, so no text could end or be masked: add it "
+                     "by add_special_tokens of `tokenizers`")  # fmt: skip
 
-        # tiktoken merges any two neighbours whose bytes together are a token. That equals this list
-        # of merges only if the earlier merges make this pair of those bytes.
-        if merge_bytes(token, ranks) != pair:
-            fail(f"{path}: merge {pair} cannot be expressed in tiktoken (it is a duplicate, or out of order)")
-        ranks[token] = len(ranks)
-    for token in ranks:
-        if token not in vocab:
-            hint = "train it with initial_alphabet=ByteLevel.alphabet()" if len(token) == 1 else "or has it as special"
-            fail(f"{path}: its vocabulary lacks {token}, {hint}")
+        # the others, in characters that stand for bytes
+        vocab = {token: i for token, i in spec["model"]["vocab"].items() if token not in added}
+        byte_of = {character: byte for byte, character in enumerate(byte_alphabet())}
+        token_bytes = {i: bytes(byte_of[character] for character in token) for token, i in vocab.items()}
+        token_bytes |= {i: name.encode() for name, i in added.items() if name not in special}
 
-    # with this option a word in the vocabulary is one token, even if the merges do not make it
-    if spec["model"].get("ignore_merges") and len(vocab) > len(ranks):
-        fail(f"{path}: ignore_merges cannot be expressed exactly in tiktoken, so this tokenizer is refused")
+        if not byte_of.keys() <= spec["model"]["vocab"].keys():
+            fail(f"{path}: its vocabulary lacks some bytes: train it with initial_alphabet=ByteLevel.alphabet()")
+        if len(token_bytes.keys() | special.values()) < len(vocab) + len(added):
+            fail(f"{path}: two of its tokens have the same id")
 
-    with reading(path, "tokenizer"):
-        unbroken = pattern.replace(BLANKS, MANY_BLANKS)
-        encoding = tiktoken.Encoding("bpe", pat_str=unbroken, mergeable_ranks=ranks, special_tokens={})
-        token_bytes = {i: token for token, i in vocab.items()} | {i: word.encode() for word, i in words.items()}
-    nfc = spec.get("normalizer") is not None
-    ids = [vocab[token] for token in ranks]
-    return Tokenizer(encoding, ids, special, words, early, nfc, prefix_blank, pattern, token_bytes)
+        pattern = known_pattern(spec, vocab)
+        reader = read_by_tiktoken(pattern, token_bytes, special) if pattern else read_by_library(path, spec, added)
+        return Tokenizer(reader, pattern, special, token_bytes)
 
 
-def read_added(spec: dict, path: Path) -> tuple[dict[str, int], dict[str, int]]:
-    """The special tokens, and the words that were added to the tokens of the merges, each name -> id."""
-    special = {}
-    words = {}
+def known_pattern(spec: dict, vocab: dict[str, int]) -> str | None:
+    """WORDS or RELEASED, if this tokenizer splits text by it, and if tiktoken has all else that changes its ids."""
+    match spec["pre_tokenizer"]:
+        case {
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+            ]
+        }:
+            pass
+        case _:
+            return None
+
+    of_bpe = ("dropout", "byte_fallback", "ignore_merges", "continuing_subword_prefix", "end_of_word_suffix")
+    options = [spec.get("normalizer"), *(spec["model"].get(option) for option in of_bpe)]
     for token in spec["added_tokens"]:
-        name = checked_entry(token, "content", str, path)
-        if not name or name in special or name in words:
-            fail(f"{path}: its added token {name!r} is empty, or is there twice")
-        kind = special if token.get("special") or name in (EOS_TOKEN, MASK_TOKEN) else words
-        kind[name] = token["id"]
+        options += [not token.get("special"), *(token.get(option) for option in ("lstrip", "rstrip", "single_word"))]
+    if pattern not in (WORDS, RELEASED) or any(options):
+        return None
 
-    for name in (EOS_TOKEN, MASK_TOKEN):
-        if name not in special:
-            fail(f"{path}: there is no {name} among its added tokens, so no text could end or be masked: add it by "
-                 "add_special_tokens of `tokenizers`")  # fmt: skip
-    return special, words
+    # tiktoken takes the order of ids for the order of merges, and merges whatever gives a token
+    merged = ["".join(merge).replace(" ", "") for merge in spec["model"]["merges"]]  # ["a", "b"], in old files "a b"
+    ids = [vocab[token] for token in merged]
+    in_order = ids == sorted(set(ids)) and vocab.keys() == {*byte_alphabet(), *merged}
+    return pattern if in_order else None
 
 
-def read_tokens(
-    spec: dict, special: dict[str, int], words: dict[str, int], path: Path
-) -> tuple[dict[bytes, int], list[list[bytes]]]:
-    """The vocabulary without added tokens, and the merges in order, each a pair of tokens."""
-    byte_of = {character: byte for byte, character in enumerate(byte_alphabet())}
-
-    def to_bytes(token: str) -> bytes:
-        return bytes(byte_of[character] for character in token)
-
-    # an added word may also be a token of the merges; other added tokens in the vocabulary are left out
-    model = spec["model"]
-    added = special | words
-    vocab = {}
-    of_merges = set()
-    for token, i in model["vocab"].items():
-        if added.get(token, i) != i:
-            fail(f"{path}: its token {token!r} has two ids, {i} and {added[token]}")
-        if token in words and token.isascii() and to_bytes(token) == token.encode():
-            of_merges.add(token)
-        elif token in added:
-            continue
-        vocab[to_bytes(token)] = i
-
-    merges = []
-    for merge in checked_entry(model, "merges", list, path):
-        # older files write "a b", newer ones ["a", "b"]
-        text = merge if isinstance(merge, str) else " ".join(merge)
-        first, second = text.split(" ")
-        merges.append([to_bytes(first), to_bytes(second)])
-
-    ids = [*vocab.values(), *(i for token, i in added.items() if token not in of_merges)]
-    if not all(type(i) is int and 0 <= i < 2**20 for i in ids):
-        raise ValueError("its ids are not in 0..1,048,575")
-    if len(set(ids)) < len(ids):
-        fail(f"{path}: two of its tokens have the id {Counter(ids).most_common(1)[0][0]}")
-    return vocab, merges
+def read_by_tiktoken(pattern: str, token_bytes: dict[int, bytes], special: dict[str, int]) -> Reader:
+    ranks = {token: i for i, token in token_bytes.items()}
+    unbroken = pattern.replace(BLANKS, MANY_BLANKS)
+    bpe = tiktoken.Encoding("bpe", pat_str=unbroken, mergeable_ranks=ranks, special_tokens=special)
+    return lambda text, names: bpe.encode(text, allowed_special="all" if names else set(), disallowed_special=())
 
 
-def read_pattern(spec: dict, path: Path) -> tuple[str, bool]:
-    """The pattern that splits text into words, and whether a blank is put before a text. A tokenizer.json with a step
-    that is not implemented is refused, because its ids would silently differ."""
-
-    def demand(holds: bool, what: str) -> None:
-        if not holds:
-            fail(f"{path}: {what} cannot be expressed exactly in tiktoken, so this tokenizer is refused")
-
-    def none_of(holder: dict, *options: str) -> bool:
-        return not any(holder.get(option) for option in options)
-
-    # before the merges: NFC or nothing
-    normalizer = spec.get("normalizer")
-    demand(normalizer is None or normalizer["type"] == "NFC", f"normalizer {normalizer}")
-    demand(none_of(spec, "truncation", "padding"), "truncation or padding")
-
-    # a pattern that splits text into words, ByteLevel's own or one before it, then bytes
-    step = spec["pre_tokenizer"]
-    steps = step["pretokenizers"] if step["type"] == "Sequence" else [step]
-    kinds = [step["type"] for step in steps]
-    demand(kinds in (["ByteLevel"], ["Split", "ByteLevel"]), f"pre-tokenizer {kinds}")
-    byte_level = steps[-1]
-    own = byte_level.get("use_regex", True)
-    prefix_blank = bool(byte_level.get("add_prefix_space"))
-    pattern = GPT2
-    if len(steps) == 2:
-        split = steps[0]
-        demand(split.get("behavior") == "Isolated" and none_of(split, "invert"), f"split behaviour {split}")
-        demand(not own and not prefix_blank, "ByteLevel with prefix space or regex after a split")
-        pattern = split["pattern"]["Regex"]
-    else:
-        demand(own, "ByteLevel without its regex")
-    demand(splits_alike(pattern), f"pattern {pattern!r:.200}")
-
-    # the merges
-    model = spec["model"]
-    demand(model["type"] == "BPE", f"model {model['type']}")
-    options = ("dropout", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")
-    demand(none_of(model, *options), "a BPE option")
-
-    # after them: nothing that changes an id
-    post = spec.get("post_processor")
-    demand(post is None or post["type"] == "ByteLevel", f"post-processor {post}")
-    for token in spec["added_tokens"]:
-        demand(none_of(token, "lstrip", "rstrip", "single_word"), "a stripping added token")
-    return pattern, prefix_blank
-
-
-def splits_alike(pattern: str) -> bool:
-    """Does the pattern mean the same to tiktoken and to `tokenizers`, and never match the empty text?"""
-    shape = ""
-    at = 0
-    while at < len(pattern):
-        part = PART.match(pattern, at)
-        if part is None:
-            return False
-        # the pattern in a form that Python's `re` can read: each character is x, and a condition may match nothing
-        shape += "x" if part["one"] else "(?:|" if part["around"] else part[0]
-        at = part.end()
+def read_by_library(path: Path, spec: dict, added: dict[str, int]) -> Reader:
     try:
-        return re.fullmatch(shape, "") is None
-    except re.error:
-        return False
+        import tokenizers
+    except ImportError:
+        fail(f"{path} is read by the library that writes such files: pip install tokenizers")
+    try:
+        bpe = tokenizers.Tokenizer.from_str(json.dumps(spec))
+    except Exception as e:  # the library has no type of its own
+        raise ValueError(e) from e
+    bpe.no_truncation()
+    bpe.no_padding()
+    if any(bpe.token_to_id(name) != i for name, i in added.items()):
+        fail(f"{path}: the library gives its added tokens other ids than the file has: number them in order")
 
+    def read(text: str, names: bool) -> list[int]:
+        bpe.encode_special_tokens = not names
+        return bpe.encode(text, add_special_tokens=False).ids
 
-def merge_bytes(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
-    """What the merges known so far make of a token's bytes, the lowest rank first."""
-    parts = [bytes([byte]) for byte in token]
-    while True:
-        known = [(ranks[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ranks]
-        if not known:
-            return parts
-        _, i = min(known)
-        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return read

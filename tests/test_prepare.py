@@ -1,4 +1,4 @@
-"""Tokenizers, documents, the split, the script. `pytest tests/test_prepare.py` (the rows: test_rows.py)"""
+"""Documents, the split, the script. `pytest tests/test_prepare.py` (the rows: test_rows.py)"""
 
 import gzip
 import json
@@ -7,17 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from common import GOLDEN, ROOT, caller, merged_spec
+from common import GOLDEN, ROOT, caller
 
 import prepare
 from lib.names import exists
 from lib.rows import Meta, read_corpus, read_meta
-from lib.tokenizer import EOS_TOKEN, GPT2, MASK_TOKEN, bpe_tokenizer, byte_spec, byte_tokenizer, load_tokenizer
+from lib.tokenizer import byte_spec, byte_tokenizer, load_tokenizer
 from lib.util import Mistake, write_json
 from prepare import NAMES, hold_out, is_validation, load_text, tokenize, unicode_names
 
-BPE = Path(__file__).parent / "data" / "bpe"  # make.py there says what it is
-TEXT = "naïve café, 日本\n"
+BPE = NAMES / "tokenizer.json"
 
 
 def refusal(*sources) -> str:
@@ -25,154 +24,6 @@ def refusal(*sources) -> str:
     with pytest.raises(Mistake) as mistake:
         load_text([str(s) for s in sources])
     return str(mistake.value)
-
-
-# --- tokenizers
-def test_bytes_round_trip_and_specials():
-    t = byte_tokenizer()
-    assert t.encode(TEXT) == list(TEXT.encode()) and t.decode(t.encode(TEXT)) == TEXT
-    assert (t.eos_id, t.mask_id, t.vocab_size) == (256, 257, 258)
-    assert t.encode("<|endoftext|>") == [256]  # typed by a user it is the token ...
-    assert t.encode_document("<|endoftext|>").tolist() == list(b"<|endoftext|>")  # ... in a corpus it is text
-    assert t.encode_document("").tolist() == []
-    assert t.decode([104, 105, 256, 257]) == "hi" and t.decode([0xC3]) == "\ufffd"
-    for text in [*map(chr, range(256)), "\u2028\U0010ffff \t \u00a0\u3000\x1c\x85", "x" * 100_000, " " * 100_000]:
-        assert t.encode(text) == list(text.encode())
-
-
-def test_merges_worked_by_hand():
-    spec = merged_spec()
-    t = bpe_tokenizer(Path("by hand"), spec)
-    assert (t.eos_id, t.mask_id, t.vocab_size) == (260, 261, 262)
-    assert t.encode("aaa ab") == [258, 259] and t.encode("xy") == [120, 121]
-    assert t.encode("aaaa") == [256, 256] and t.encode("abab ") == [257, 257, 32]
-    assert t.encode("ab<|mask|>") == [257, 261] and t.decode([258, 259, 260, 261]) == "aaa ab"
-
-    # older files write a merge as one string, and ids may have any order; NFC composes
-    spec["model"]["merges"] = [" ".join(merge) for merge in spec["model"]["merges"]]
-    spec["model"]["vocab"] = {token: 259 - i for token, i in spec["model"]["vocab"].items()}
-    t = bpe_tokenizer(Path("older"), spec | {"normalizer": {"type": "NFC"}})
-    assert t.encode("aaa ab") == [1, 0] and t.encode("b") == [259 - 98] and t.decode([1, 0]) == "aaa ab"
-    assert t.encode("e\u0301") == t.encode_document("e\u0301").tolist() == t.encode("é")
-
-
-@pytest.mark.parametrize("name", ["stock", "prefix", "split"])
-def test_ids_are_those_of_the_library_that_made_the_file(name):
-    """The ids of random texts are those that were recorded: in prompts the names of special tokens are tokens, and in
-    documents they are text."""
-    t = bpe_tokenizer(BPE / f"{name}.json")
-    lines = [json.loads(line) for line in (BPE / f"{name}.jsonl").read_text().splitlines()]
-    assert len(lines) == 60
-    for text, ids, of_document in lines:
-        assert (t.encode(text), t.encode_document(text).tolist()) == (ids, of_document), text
-
-
-def test_added_tokens_worked_by_hand():
-    """If several added tokens begin at one place, the longest counts. Added words are found in a document, too."""
-    spec = merged_spec()
-    spec["added_tokens"] += [
-        {"id": 262, "content": "a b", "special": False, "normalized": True},
-        {"id": 263, "content": "a b c", "special": False, "normalized": True},
-        {"id": 264, "content": "<|mask|>x", "special": True, "normalized": False},
-    ]
-    t = bpe_tokenizer(Path("by hand"), spec)
-    assert t.encode("a b ca b<|mask|>x<|mask|>") == [263, 262, 264, 261] and t.vocab_size == 265
-    assert t.encode_document("a b<|mask|>").tolist() == [262, *b"<|mask|>"]
-    assert t.decode([263, 264, 97]) == "a b ca"
-
-
-def with_pattern(pattern: str) -> dict:
-    spec = merged_spec()
-    spec["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = pattern
-    return spec
-
-
-@pytest.mark.parametrize("n", [1, 2, 255, 256, 257, 513, 2_500_000])
-@pytest.mark.parametrize("blank", " \t\n\u00a0")
-def test_of_a_long_run_the_last_blank_is_the_next_words(n, blank):
-    """The pattern splits every run of blanks so: first all blanks except the last, then the last one with the word. At
-    the end of a text all blanks stay together."""
-    t = bpe_tokenizer(Path("by hand"), with_pattern(GPT2))
-    of_one = list(blank.encode())
-    last = t.encode(" x") if blank == " " else [*of_one, ord("x")]
-    assert t.encode("a" + blank * n + "x") == [97] + of_one * (n - 1) + last
-    assert t.encode(blank * n) == of_one * n
-
-
-def test_a_million_blanks_in_the_released_tokenizer():
-    """The longest token of blanks has eight, and the library makes as many tokens."""
-    t = bpe_tokenizer(GOLDEN / "tokenizer.json")
-    ids = t.encode(" " * 1_000_000)
-    assert t.decode(ids) == " " * 1_000_000 and len(ids) == 125_000
-
-
-REFUSED = [
-    (lambda s: s["model"].update(type="Unigram"), "model Unigram cannot be expressed exactly"),
-    (lambda s: s["model"].update(byte_fallback=True), "BPE option"),
-    (lambda s: s.update(normalizer={"type": "Lowercase"}), "normalizer"),
-    (lambda s: s["pre_tokenizer"]["pretokenizers"].pop(), "pre-tokenizer"),
-    (lambda s: s["pre_tokenizer"]["pretokenizers"][0].update(invert=True), "split behaviour"),
-    (lambda s: s["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True), "prefix space"),
-    (lambda s: s.update(post_processor={"type": "TemplateProcessing"}), "post-processor"),
-    (lambda s: s["added_tokens"][1].update(rstrip=True), "stripping added token"),
-    (lambda s: s["model"]["merges"].reverse(), "cannot be expressed in tiktoken"),
-    (lambda s: s["model"]["merges"].append(["a", "a"]), "cannot be expressed in tiktoken"),
-    (lambda s: s["model"]["vocab"].pop("ab"), "lacks b'ab'"),
-    (lambda s: s["model"].update(end_of_word_suffix="</w>"), "BPE option"),
-    (lambda s: (s["model"].update(ignore_merges=True), s["model"]["vocab"].update(abab=300)), "ignore_merges"),
-    (lambda s: s.update(truncation={"max_length": 8}), "truncation or padding"),
-    (lambda s: s["pre_tokenizer"]["pretokenizers"].pop(0), "ByteLevel without its regex"),
-    (lambda s: s["added_tokens"][0].update(content=""), "'' is empty"),
-    (lambda s: s["added_tokens"][0].update(content=5), "content is 5"),
-    (lambda s: s["added_tokens"].append({"id": 262, "content": "\ud800"}), "surrogates not allowed"),
-    (lambda s: s["added_tokens"].append(s["added_tokens"][0]), "there twice"),
-    (lambda s: s["added_tokens"][1].update(id=97), "two of its tokens have the id 97"),
-    (lambda s: s["added_tokens"][1].update(id=260), "two of its tokens have the id 260"),
-    (lambda s: s["model"]["vocab"].update(ab=256), "two of its tokens have the id 256"),
-    (lambda s: s["model"]["vocab"].update({EOS_TOKEN: 300}), "has two ids, 300 and 260"),
-    (lambda s: s["added_tokens"].append({"id": 256, "content": "aa", "special": True}), "lacks b'aa'"),
-    (lambda s: s["added_tokens"].pop(), f"no {MASK_TOKEN} among its added tokens"),
-]
-
-# they match nothing, or mean something else to the other engine, or are no patterns
-PATTERNS = ["", "x*", "a|", "(?=x)", r"(?:\s+)?", r"\w+|\W", r"\ba", "^a|.", "a$|.", r"\d{2}+", "[[:alpha:]]+",
-            "[a-z&&b]", "[a--b]", "(?m:.)", r"\p{Punct}", r"\1", "(a", "a)", "[a", "a**"]  # fmt: skip
-
-
-@pytest.mark.parametrize(("change", "says"), REFUSED)
-def test_what_tiktoken_cannot_reproduce_is_refused(change, says):
-    spec = merged_spec()
-    change(spec)
-    with pytest.raises(Mistake) as mistake:
-        bpe_tokenizer(Path("changed"), spec)
-    assert says in str(mistake.value) and "changed" in str(mistake.value)
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_pattern_that_is_no_sure_split_is_refused(pattern):
-    with pytest.raises(Mistake, match="pattern .* cannot be expressed exactly"):
-        bpe_tokenizer(Path("changed"), with_pattern(pattern))
-
-
-def test_a_text_that_its_tokens_do_not_spell_is_refused(tmp_path, monkeypatch, capsys):
-    """A pattern may leave out all but letters and numbers, and a text may have half of a character. The line names the
-    document."""
-    t = bpe_tokenizer(Path("letters"), with_pattern(r"\p{L}+|\p{N}+"))
-    assert t.encode("Hello42") == list(b"Hello42")
-    for text in ("Hello, world! 42", " a", "a\n"):
-        with pytest.raises(Mistake, match="leaves out a part of this text"):
-            t.encode(text)
-    with pytest.raises(Mistake, match=r"half of a character, '\\ud800'"):
-        byte_tokenizer().encode("a\ud800")
-
-    write_json(tmp_path / "tokenizer.json", with_pattern(r"\p{L}+|\p{N}+"))
-    (tmp_path / "a.txt").write_text("Hello, world! 42")
-    (tmp_path / "b.jsonl").write_text('{"text": "fine"}\n{"text": "a\\ud800"}\n')
-    refuse = caller(prepare, monkeypatch, capsys).fails
-    said = refuse(tmp_path / "a.txt", "--like", tmp_path / "tokenizer.json", "--out", tmp_path / "rows")
-    assert "document a.txt: " in said and "leaves out" in said
-    said = refuse(tmp_path / "b.jsonl", "--out", tmp_path / "rows")
-    assert "document b.jsonl:2: half of a character" in said and not (tmp_path / "rows").exists()
 
 
 # --- names
@@ -342,23 +193,19 @@ def test_so_many_documents_to_train_on(tmp_path):
 
 
 def test_random_tokens_are_no_special_ones_wherever_these_stand(tmp_path):
-    """Special tokens are the first ids, or are in the middle, beside an id that no token has."""
+    """Here special tokens are the first ids, and no token has the ids 2 to 4."""
     (tmp_path / "a.txt").write_text("a text\n" * 99)
-    prepare.prepare_text([str(tmp_path / "a.txt")], tmp_path / "rows", like=BPE / "stock.json", max_docs=0)
+    spec = byte_spec()
+    spec["model"]["vocab"] = {token: 5 + i for token, i in spec["model"]["vocab"].items()}
+    for i, token in enumerate(spec["added_tokens"]):
+        token["id"] = i
+    write_json(tmp_path / "tokenizer.json", spec)
+    prepare.prepare_text([str(tmp_path / "a.txt")], tmp_path / "rows", like=tmp_path, max_docs=0)
     corpus = read_corpus(tmp_path / "rows", 8, 0, 8, 1)
-    assert corpus.meta == Meta(352, 0, 1, 340, not_plain=[0, 1])
-    assert corpus.plain.tolist() == list(range(2, 340))
-    assert (tmp_path / "rows" / "tokenizer.json").read_bytes() == (BPE / "stock.json").read_bytes()
+    assert corpus.meta == Meta(272, 0, 1, 261, not_plain=[0, 1, 2, 3, 4])
+    assert corpus.plain.tolist() == list(range(5, 261))
     t = load_tokenizer(tmp_path / "rows")
     assert t.decode(np.concatenate(corpus.rows["train"].rows)).startswith("a text\na text\n")
-
-    spec = byte_spec()
-    spec["model"]["vocab"]["\u00ff"] = 260  # the byte that had the id 255
-    spec["model"]["vocab"]["zz"] = 265  # no merge makes it
-    spec["added_tokens"].append({"id": 264, "content": "a word"})
-    write_json(tmp_path / "tokenizer.json", spec)
-    prepare.prepare_text([str(tmp_path / "a.txt")], tmp_path / "holes", like=tmp_path, max_docs=0)
-    assert read_meta(tmp_path / "holes") == Meta(272, 256, 257, 266, not_plain=[*range(255, 260), 261, 262, 263])
 
 
 def test_nothing_to_read_is_refused(tmp_path):
@@ -412,10 +259,10 @@ def test_a_users_files_are_not_overwritten(tmp_path, monkeypatch, capsys):
 
     own = tmp_path / "rows" / "tokenizer.json"
     own.parent.mkdir()
-    own.write_bytes((BPE / "stock.json").read_bytes())
+    own.write_bytes((BPE).read_bytes())
     assert f"{own} is there already" in run.fails(text, "--out", own.parent)
     run(text, "--like", own, "--out", own.parent)
-    assert own.read_bytes() == (BPE / "stock.json").read_bytes()
+    assert own.read_bytes() == (BPE).read_bytes()
 
     # rows are no texts
     assert f"{own.parent} holds rows already" in run.fails(own.parent, "--out", tmp_path / "more")
@@ -460,12 +307,12 @@ OWN = ("python base.py --data DATA --config configs/text_base.toml && "
        "python train.py --data DATA --config configs/text.toml")  # fmt: skip
 HINTS = {
     "texts": OWN,
-    "texts --like bpe/stock.json": OWN,
+    "texts --like bpe.json": OWN,
     "texts --like text": "python train.py --data DATA --config configs/text.toml --init_from text",
     "texts --like released": "python train.py --data DATA --config configs/llada.toml --init_from released",
     "texts --like weights/llada2.1-mini": "python train.py --data DATA --config configs/llada.toml",
     "names": "python train.py --data DATA",
-    "names --like bpe/stock.json": "python base.py --data DATA --config configs/base.toml",
+    "names --like bpe.json": "python base.py --data DATA --config configs/base.toml",
 }
 
 
@@ -477,8 +324,8 @@ def test_what_trains_on_the_rows_is_said_at_the_end(given, tmp_path, monkeypatch
     monkeypatch.setattr(prepare, "unicode_names", lambda: iter(["SPACE", "COMMA"]))
     Path("texts").mkdir()
     Path("texts/a.txt").write_text("a text")
-    Path("bpe").symlink_to(BPE)
-    for folder, tokenizer in (("text", BPE / "stock.json"), ("released", GOLDEN / "tokenizer.json")):
+    Path("bpe.json").symlink_to(BPE)
+    for folder, tokenizer in (("text", BPE), ("released", GOLDEN / "tokenizer.json")):
         Path(folder).mkdir()
         write_json(Path(folder) / "config.json", {})
         (Path(folder) / "tokenizer.json").write_bytes(tokenizer.read_bytes())

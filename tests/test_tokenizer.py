@@ -1,0 +1,146 @@
+"""Text to ids and back: bytes, merges, and which library reads what. `pytest tests/test_tokenizer.py`
+
+The ids of the released tokenizer are in test_convert.py. What the `tokenizers` library reads is tested where it is
+installed.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+from common import GOLDEN, ROOT, merged_spec
+
+from lib.tokenizer import EOS_TOKEN, MASK_TOKEN, RELEASED, WORDS, Tokenizer, bpe_tokenizer, byte_tokenizer
+from lib.util import Mistake
+
+TEXT = "naïve café, 日本\n"
+
+
+def test_bytes_round_trip_and_specials():
+    t = byte_tokenizer()
+    assert t.encode(TEXT) == list(TEXT.encode()) and t.decode(t.encode(TEXT)) == TEXT
+    assert (t.eos_id, t.mask_id, t.vocab_size) == (256, 257, 258)
+    assert t.encode("a<|endoftext|>") == [97, 256]  # typed by a user it is the token ...
+    assert t.encode_document("<|endoftext|>").tolist() == list(b"<|endoftext|>")  # ... in a corpus it is text
+    assert t.encode_document("").tolist() == []
+    assert t.decode([104, 105, 256, 257]) == "hi" and t.decode([0xC3]) == "\ufffd"
+    for text in [*map(chr, range(256)), "\u2028\U0010ffff \t \u00a0\u3000\x1c\x85", "x" * 100_000, " " * 100_000]:
+        assert t.encode(text) == list(text.encode())
+    with pytest.raises(Mistake, match=r"half of a character, '\\ud800'"):
+        t.encode("a\ud800")
+
+
+def test_merges_worked_by_hand():
+    spec = merged_spec()
+    t = bpe_tokenizer(Path("by hand"), spec)
+    assert (t.eos_id, t.mask_id, t.vocab_size, t.pattern) == (260, 261, 262, WORDS)
+    assert t.encode("aaa ab") == [258, 259] and t.encode("xy") == [120, 121]
+    assert t.encode("aaaa") == [256, 256] and t.encode("abab ") == [257, 257, 32]
+    assert t.encode("ab<|mask|>") == [257, 261] and t.decode([258, 259, 260, 261]) == "aaa ab"
+
+    # older files write a merge as one string, and special tokens may come first
+    spec["model"]["merges"] = [" ".join(merge) for merge in spec["model"]["merges"]]
+    spec["model"]["vocab"] = {token: 2 + i for token, i in spec["model"]["vocab"].items()}
+    for i, token in enumerate(spec["added_tokens"]):
+        token["id"] = i
+    t = bpe_tokenizer(Path("older"), spec)
+    assert t.encode("aaa ab<|mask|>") == [260, 261, 1] and t.decode([260, 0, 99]) == "aaaa"
+
+
+def test_tiktoken_reads_the_released_tokenizer_and_our_own():
+    """README's first command needs no other library."""
+    assert bpe_tokenizer(GOLDEN / "tokenizer.json").pattern == RELEASED
+    for rows in ("names", "shakespeare"):
+        assert bpe_tokenizer(ROOT / "data" / rows / "tokenizer.json").pattern == WORDS
+
+
+def test_a_million_blanks_in_the_released_tokenizer():
+    """The longest token of blanks has eight, and the library makes as many tokens."""
+    t = bpe_tokenizer(GOLDEN / "tokenizer.json")
+    ids = t.encode(" " * 1_000_000)
+    assert t.decode(ids) == " " * 1_000_000 and len(ids) == 125_000
+
+
+# --- what tiktoken would read otherwise
+def no_pattern(spec: dict) -> None:
+    spec["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+
+
+OTHERS = {
+    "ByteLevel's own pattern": no_pattern,
+    "another pattern": lambda s: s["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex=r"\d|\D+"),
+    "a Split by String": lambda s: s["pre_tokenizer"]["pretokenizers"][0].update(pattern={"String": " "}),
+    "a normaliser": lambda s: s.update(normalizer={"type": "NFC"}),
+    "a prefix": lambda s: s["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True),
+    "a word": lambda s: s["added_tokens"].append({"id": 262, "content": "a b", "special": False, "normalized": True}),
+    "a token that strips": lambda s: s["added_tokens"][1].update(rstrip=True),
+    "words as they are": lambda s: s["model"].update(ignore_merges=True),
+    "merges by other ids": lambda s: s["model"]["vocab"].update(aa=257, ab=256),
+    "a token that nothing makes": lambda s: s["model"]["vocab"].update(aab=262),
+}
+
+
+def read_by_the_library(change) -> Tokenizer:
+    pytest.importorskip("tokenizers")
+    spec = merged_spec()
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    change(spec)
+    spec["added_tokens"] = [plain | token for token in spec["added_tokens"]]
+    t = bpe_tokenizer(Path("changed"), spec)
+    assert t.pattern is None
+    return t
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_tiktoken_lacks_is_left_to_the_library_that_has_it(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)  # as where it is not installed
+    spec = merged_spec()
+    OTHERS[name](spec)
+    with pytest.raises(Mistake, match="changed is read by the library that writes such files: pip install tokenizers"):
+        bpe_tokenizer(Path("changed"), spec)
+
+
+def test_ids_of_the_library_worked_by_hand():
+    read = read_by_the_library
+    t = read(OTHERS["ByteLevel's own pattern"])
+    assert t.encode("aaa ab<|mask|>") == [258, 259, 261] and t.decode([258, 259, 261]) == "aaa ab"
+    assert t.encode_document("ab<|mask|>").tolist() == [257, *b"<|mask|>"]
+    assert read(OTHERS["a normaliser"]).encode("e\u0301") == list("é".encode())
+    assert read(OTHERS["a prefix"]).encode("ab") == [259]
+    assert read(OTHERS["merges by other ids"]).encode("aa ab") == [257, 259]
+    assert read(lambda spec: spec.update(truncation={"max_length": 1, "strategy": "LongestFirst", "stride": 0,
+                                                     "direction": "Right"}, normalizer={"type": "NFC"})
+                ).encode("xyz") == list(b"xyz")  # fmt: skip
+
+    # an added word is found in a document, too
+    t = read(OTHERS["a word"])
+    assert t.encode("a b<|mask|>") == [262, 261] and t.vocab_size == 263
+    assert t.encode_document("xa b<|mask|>").tolist() == [120, 262, *b"<|mask|>"] and t.decode([262, 97]) == "a ba"
+
+
+# --- what is no tokenizer of ours
+@pytest.mark.parametrize(("change", "says"), [
+    (lambda s: s["model"].update(type="Unigram"), "it is no byte-level BPE"),
+    (lambda s: s.update(decoder={"type": "Metaspace"}), "it is no byte-level BPE"),
+    (lambda s: s["added_tokens"].pop(), f"no {MASK_TOKEN} among its special tokens"),
+    (lambda s: s["added_tokens"][0].update(special=False), f"no {EOS_TOKEN} among its special tokens"),
+    (lambda s: s["model"]["vocab"].pop("!"), "lacks some bytes"),
+    (lambda s: s["model"]["vocab"].pop("ab"), "no entry 'ab'"),
+    (lambda s: s["added_tokens"][1].update(id=97), "two of its tokens have the same id"),
+    (lambda s: s["model"]["vocab"].update(ab=256), "two of its tokens have the same id"),
+    (lambda s: s["model"]["vocab"].update({"日": 300}), "no entry '日'"),
+    (lambda s: s["added_tokens"][1].update(id="x"), "cannot be read"),
+])  # fmt: skip
+def test_what_is_no_byte_level_bpe_is_refused(change, says):
+    spec = merged_spec()
+    change(spec)
+    with pytest.raises(Mistake) as mistake:
+        bpe_tokenizer(Path("changed"), spec)
+    assert says in str(mistake.value) and "changed" in str(mistake.value)
+
+
+def test_added_tokens_that_the_library_numbers_otherwise_are_refused():
+    with pytest.raises(Mistake, match="number them in order"):
+        read_by_the_library(lambda s: s["added_tokens"].append({"id": 999, "content": "a b", "special": False}))
+    with pytest.raises(Mistake, match="changed cannot be read, is damaged"):
+        read_by_the_library(lambda s: s.update(normalizer={"type": "none of the library's"}))
