@@ -12,6 +12,7 @@
 The last id of a document is eos if the text ends there. Documents are cut into rows when they are read.
 """
 
+import hashlib
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -98,49 +99,61 @@ def read_meta(folder: Path) -> Meta:
     path = folder / "meta.json"
     about = read_json(path, "folder of rows (prepare.py and toy.py write one)")
     numbers = [checked_entry(about, name, int, path) for name in ("vocab_size", "eos_id", "mask_id", "n_plain")]
-    vocab_size, eos_id, mask_id, n_plain = numbers
-    if min(numbers) < 0 or max(eos_id, mask_id) >= vocab_size or n_plain > vocab_size:
-        fail(f"{path} is damaged: its ids are not in 0..{vocab_size - 1}")
-
-    # the ordinary tokens
-    not_plain = checked_entry(about | {"not_plain": about.get("not_plain", [])}, "not_plain", list, path)
-    if not all(type(i) is int and 0 <= i < n_plain for i in not_plain):
-        fail(f"{path} is damaged: not_plain has ids that are not in 0..{n_plain - 1}")
-    if len(set(not_plain)) == n_plain:
-        fail(f"{path} is damaged: it has no ordinary token")
-    ordinary = any(i < n_plain and i not in not_plain for i in (eos_id, mask_id))
-    if ordinary or eos_id == mask_id:
-        fail(f"{path} is damaged: eos_id {eos_id} and mask_id {mask_id} must be two ids, and not ordinary tokens")
-    check_special(folder, path, eos_id, mask_id)
-
-    # these two may be null
-    block_length = None
-    if about.get("block_length") is not None:
-        block_length = checked_entry(about, "block_length", int, path)
-        if block_length < 1:
-            fail(f"{path} is damaged: block_length is {block_length}")
+    block_length = about.get("block_length")
     judge = about.get("judge") and checked_entry(about, "judge", dict, path)
-    return Meta(*numbers, block_length, judge, not_plain)
+    not_plain = checked_entry({"not_plain": []} | about, "not_plain", list, path)
+    meta = Meta(*numbers, block_length, judge, not_plain)
+
+    # two special ids, and at least one ordinary id
+    with reading(path, "folder of rows"):
+        ordinary = set(meta.plain().tolist())
+        special = {meta.eos_id, meta.mask_id}
+        if len(special) < 2 or not ordinary or special & ordinary:
+            raise ValueError("eos_id and mask_id must be two ids, and others must be ordinary")
+        if min(special) < 0 or max(special | ordinary) >= meta.vocab_size:
+            raise ValueError(f"an id is not in 0..{meta.vocab_size - 1}")
+        if block_length is not None and not (type(block_length) is int and block_length >= 1):
+            raise ValueError(f"block_length is {block_length}")
+    check_special(folder, path, meta.eos_id, meta.mask_id)
+    check_ordinary(folder, path, ordinary)
+    return meta
+
+
+def check_ordinary(folder: Path, where: Path, ordinary: set[int]) -> None:
+    """Refuse ordinary ids that are not those of the folder's tokenizer: random tokens would be others."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return
+    spec = read_json(path, "tokenizer")
+    with reading(path, "tokenizer"):
+        added = {token["id"]: token.get("special") for token in spec["added_tokens"]}
+        tokens = {i for i in (*spec["model"]["vocab"].values(), *added) if not added.get(i)}
+    if ordinary != tokens:
+        fail(f"{where} has {len(ordinary)} ordinary ids, and {path} has {len(tokens)}, or others: which are meant?")
 
 
 def read_split(path: Path, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Read ids, starts and prompts; anything wrong with them is a mistake, said in one line."""
     with reading(path, "rows"):
         tensors = load_file(path)
-        kinds = {name: (t.dtype, t.dim()) for name, t in tensors.items()}
-        ids_type = torch.int16 if vocab_size <= 2**15 else torch.int32
-        if kinds != {"ids": (ids_type, 1), "starts": (torch.int64, 1), "prompts": (torch.int32, 1)}:
-            raise ValueError(f"it holds {kinds}")
-        ids, starts, prompts = tensors["ids"], tensors["starts"], tensors["prompts"]
-
+        ids, starts, prompts = (tensors[name] for name in ("ids", "starts", "prompts"))
         n_ids = starts.diff()  # (D,)
-        if not 0 < len(prompts) == len(n_ids) or starts[0] != 0 or starts[-1] != len(ids) or n_ids.min() < 1:
+        if len(prompts) != len(n_ids) or starts[0] != 0 or starts[-1] != len(ids) or n_ids.min() < 1:
             raise ValueError("starts does not rise from 0 to the number of ids, with a step for each document")
         if ids.min() < 0 or int(ids.max()) >= vocab_size:  # int: 32768 does not fit into int16
             raise ValueError(f"an id is not in 0..{vocab_size - 1}")
-        if prompts.min() < -1 or (prompts > n_ids).any():
-            raise ValueError("a prompt is below -1, or longer than its document")
+        if prompts.min() < -1 or (prompts > n_ids).any() or (prompts == n_ids).all():
+            raise ValueError("a prompt is below -1 or longer than its document, or all documents are prompts alone")
     return ids, starts, prompts
+
+
+def rows_hash(folder: Path) -> str:
+    """A hash of both splits and meta.json, in 16 hex digits: do two folders hold the same rows?"""
+    digest = hashlib.sha256()
+    for name in ("train.safetensors", "val.safetensors", "meta.json"):
+        with reading(folder / name, "rows"), open(folder / name, "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]
 
 
 class Rows:
@@ -148,8 +161,9 @@ class Rows:
 
     Training reads an endless stream, which has all rows in random order, again and again. Row i of the stream is a
     function of the rows, the seed, the sizes and i alone. All rows of a batch have one width, which is 1, 2, 4, ...
-    blocks, up to seq_len, as its rows need. So there is little padding, and a row's random numbers, which depend on the
-    width, do not depend on the rows beside it. With a batch_size of 0 all rows have the width seq_len.
+    blocks, up to seq_len, as its rows need. (If all rows of names had 32 tokens, they would have 2.8 times as many.) So
+    a row's random numbers, which depend on the width, do not depend on the rows beside it. With a batch_size of 0 all
+    rows have the width seq_len.
     """
 
     def __init__(
@@ -168,9 +182,9 @@ class Rows:
             if self.seq_len % block_length:
                 fail(f"{folder}: its rows of {self.seq_len} tokens are not a whole number of blocks of {block_length}")
 
-        documents = np.split(ids.numpy(), starts[1:-1].numpy())
         self.rows: list[np.ndarray] = []
-        self.prompts: list[int] = []  # each row's number of prompt tokens, or -1
+        self.prompts: list[int] = []  # each row's number of prompt tokens, or -1: a random number of them
+        documents = np.split(ids.numpy(), starts[1:-1].numpy())
         for document, prompt in zip(documents, prompts.tolist(), strict=True):
             # eos ends a document, and also fills its last block, or the number of masks would give away the length
             if document[-1] == self.pad_id:
@@ -188,6 +202,9 @@ class Rows:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def describe(self) -> str:
+        return f"{len(self):,} rows, {sum(map(len, self.rows)):,} tokens"
+
     def width(self, n: int) -> int:
         """The width of a row of n ids: the least of one block, two, four, ..., seq_len that holds it."""
         if self.batch_size == 0:
@@ -196,41 +213,6 @@ class Rows:
         while width < n:
             width *= 2
         return min(width, self.seq_len)
-
-    def batch(self, first: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows first .. first+rows of the stream: x (R, T) int64, real and prompt (R, T) bool."""
-        chosen = [self.row(i) for i in range(first, first + rows)]
-        x = torch.full((rows, max(self.widths[i] for i in chosen)), self.pad_id)
-        real = torch.zeros_like(x, dtype=torch.bool)
-        prompt = torch.zeros_like(real)
-        for r, i in enumerate(chosen):
-            ids = torch.from_numpy(self.rows[i])
-            x[r, : len(ids)] = ids
-            real[r, : len(ids)] = True
-
-            n_prompt = self.prompts[i]
-            if n_prompt == -1:
-                # a random number of tokens, from none to all but the last of the text
-                share = torch.rand(1, generator=generator(self.seed, "prompt", first + r))
-                n_text = int((ids != self.pad_id).sum())
-                n_prompt = int(share * n_text)
-            prompt[r, : max(0, n_prompt)] = True
-        return x, real, prompt
-
-    def count_real(self, first: int, rows: int) -> int:
-        """How many positions of these rows are not padding."""
-        return sum(len(self.rows[self.row(i)]) for i in range(first, first + rows))
-
-    def describe(self) -> str:
-        return f"{len(self):,} rows, {sum(map(len, self.rows)):,} tokens"
-
-    def row(self, i: int) -> int:
-        """The number of the row that is row i of the stream."""
-        epoch, position = divmod(i, len(self.order))
-        if epoch != self.epoch:
-            self.epoch = epoch
-            self.order = self.epoch_order(epoch)
-        return self.order[position]
 
     def epoch_order(self, epoch: int) -> list[int]:
         """The numbers of all rows in random order, in batches of one width. All epochs have the same length."""
@@ -249,6 +231,38 @@ class Rows:
         # in random order
         mixed = torch.randperm(len(batches), generator=rng).tolist()
         return [i for b in mixed for i in batches[b]]
+
+    def row(self, i: int) -> int:
+        """The number of the row that is row i of the stream."""
+        epoch, position = divmod(i, len(self.order))
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self.order = self.epoch_order(epoch)
+        return self.order[position]
+
+    def count_real(self, first: int, rows: int) -> int:
+        """How many positions of these rows are not padding."""
+        return sum(len(self.rows[self.row(i)]) for i in range(first, first + rows))
+
+    def batch(self, first: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows first .. first+rows of the stream: x (R, T) int64, real and prompt (R, T) bool."""
+        chosen = [self.row(i) for i in range(first, first + rows)]
+        x = torch.full((rows, max(self.widths[row] for row in chosen)), self.pad_id)
+        real = torch.zeros_like(x, dtype=torch.bool)
+        prompt = torch.zeros_like(real)
+        for r, row in enumerate(chosen):
+            ids = torch.from_numpy(self.rows[row])
+            x[r, : len(ids)] = ids
+            real[r, : len(ids)] = True
+
+            n_prompt = self.prompts[row]
+            if n_prompt == -1:
+                # a random number of tokens, from none to all but the last of the text
+                share = torch.rand(1, generator=generator(self.seed, "prompt", first + r))
+                n_text = int((ids != self.pad_id).sum())
+                n_prompt = int(share * n_text)
+            prompt[r, :n_prompt] = True
+        return x, real, prompt
 
 
 # --- what a training run reads

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,9 @@ import torch
 from common import ROOT
 from safetensors.torch import load_file, save_file
 
-from lib.rows import Corpus, Meta, Rows, get_batch, read_corpus, read_meta, write_meta, write_rows
-from lib.util import Mistake
+from lib.rows import Corpus, Meta, Rows, get_batch, read_corpus, read_meta, rows_hash, write_meta, write_rows
+from lib.tokenizer import byte_spec
+from lib.util import Mistake, write_json
 
 NAMES = ROOT / "data" / "names"
 EOS = 256
@@ -210,18 +212,16 @@ def test_rows_of_a_toy_are_its_documents_whatever_seq_len_is(tmp_path):
 
 # --- damage
 @pytest.mark.parametrize(("change", "says"), [
-    (lambda t: t.update(ids=t["ids"].long()), "it holds"),
-    (lambda t: t.pop("prompts"), "it holds"),
-    (lambda t: t.update(starts=t["starts"][None]), "it holds"),
+    (lambda t: t.pop("prompts"), "no entry 'prompts'"),
     (lambda t: t.update(starts=t["starts"][:-1]), "starts does not rise"),
     (lambda t: t.update(starts=t["starts"] + 1), "starts does not rise"),
     (lambda t: t.update(starts=torch.tensor([0, 3, 3, 5])), "starts does not rise"),
     (lambda t: t.update(ids=t["ids"][:-1]), "starts does not rise"),
-    (lambda t: t.update({name: x[:0] for name, x in t.items()}), "starts does not rise"),
     (lambda t: t["ids"].__setitem__(1, 272), "an id is not in 0..271"),
     (lambda t: t["ids"].__setitem__(1, -1), "an id is not in 0..271"),
     (lambda t: t["prompts"].__setitem__(0, 3), "longer than its document"),
     (lambda t: t["prompts"].__setitem__(0, -2), "a prompt is below -1"),
+    (lambda t: t["prompts"].copy_(torch.tensor([2, 2, 1])), "all documents are prompts alone"),
 ])  # fmt: skip
 def test_damaged_rows_are_refused(change, says, tmp_path):
     write(tmp_path, [([1, EOS], 0), ([2, EOS], 0), ([EOS], 0)])
@@ -236,34 +236,45 @@ def test_damaged_rows_are_refused(change, says, tmp_path):
 
 @pytest.mark.parametrize(("change", "says"), [
     (dict(mask_id=256), "two ids"),  # eos, too
-    (dict(mask_id=255), "not ordinary tokens"),
-    (dict(eos_id=0), "not ordinary tokens"),
-    (dict(n_plain=258), "not ordinary tokens"),
-    (dict(n_plain=0), "no ordinary token"),
-    (dict(n_plain=2, not_plain=[1, 0, 0]), "no ordinary token"),
-    (dict(not_plain=[256]), "not_plain has ids that are not in 0..255"),
-    (dict(not_plain=[-1]), "not_plain has ids that are not in 0..255"),
-    (dict(not_plain=["a"]), "not_plain has ids that are not in 0..255"),
-    (dict(not_plain=[True]), "not_plain has ids that are not in 0..255"),
-    (dict(not_plain=None), "not_plain is None"),
+    (dict(eos_id=0), "two ids, and others must be ordinary"),
+    (dict(n_plain=258), "two ids, and others must be ordinary"),
+    (dict(n_plain=0), "others must be ordinary"),
+    (dict(n_plain=2, not_plain=[1, 0, 0]), "others must be ordinary"),
+    (dict(not_plain=[256]), "out of bounds"),
     (dict(not_plain=7), "not_plain is 7"),
+    (dict(vocab_size=257), "an id is not in 0..256"),
+    (dict(block_length=0), "block_length is 0"),
 ])  # fmt: skip
-def test_words_about_ids_that_do_not_fit_together_are_refused(change, says, tmp_path):
+def test_ids_in_meta_json_that_do_not_fit_together_are_refused(change, says, tmp_path):
     """mask_id and eos_id are two ids, and random tokens are neither."""
     (tmp_path / "meta.json").write_text(json.dumps(vars(BYTES) | change))
-    with pytest.raises(Mistake, match="meta.json is damaged") as mistake:
+    with pytest.raises(Mistake, match=r"meta.json .*is damaged") as mistake:
         read_meta(tmp_path)
     assert says in str(mistake.value)
 
 
-def test_what_is_missing_and_ids_beyond_the_vocabulary_are_refused(tmp_path):
-    """Other damage is refused in test_damage.py."""
+def test_ordinary_ids_are_those_of_the_tokenizer_beside_them(tmp_path):
+    """With n_plain 2 random corruption would draw from two of 256 bytes."""
+    write_json(tmp_path / "tokenizer.json", byte_spec())
+    write_meta(tmp_path, BYTES)
+    assert read_meta(tmp_path) == BYTES
+    write_meta(tmp_path, replace(BYTES, n_plain=2))
+    with pytest.raises(Mistake, match="meta.json has 2 ordinary ids, and .*tokenizer.json has 256"):
+        read_meta(tmp_path)
+
+
+def test_other_rows_have_another_hash(tmp_path):
+    same, first, other = ([([1, 2, EOS], 0)], [([1, 2, EOS], 0)], [([1, 3, EOS], 0)])
+    hashes = [rows_hash(write(tmp_path / str(n), train)) for n, train in enumerate((first, same, other))]
+    assert hashes[0] == hashes[1] != hashes[2] and len(hashes[0]) == 16
+    prompts = write(tmp_path / "prompts", [([1, 2, EOS], 1)])
+    assert rows_hash(prompts) not in hashes
+
+
+def test_what_is_missing_is_named(tmp_path):
     with pytest.raises(Mistake, match="no folder of rows .* at"):
         read_meta(tmp_path)
     write(tmp_path, [([1, EOS], 0)])
     (tmp_path / "train.safetensors").unlink()
     with pytest.raises(Mistake, match="no rows at"):
         read_corpus(tmp_path, 4, 0, 1, 1)
-    (tmp_path / "meta.json").write_text(json.dumps(vars(BYTES) | {"vocab_size": 257}))
-    with pytest.raises(Mistake, match="meta.json is damaged"):
-        read_meta(tmp_path)
