@@ -37,12 +37,12 @@ from lib.util import Parser, alone_in, bounded, command, fail, generator, print_
 # R rows, N contexts, S support tuples, m answer positions, V symbols, Q quadrature nodes
 
 MAX_TUPLES = 65_536
+MAX_TOKENS = 2**26  # in rows to train on; they need 3 to 4 GB of memory
 
 
 @dataclass
 class Toy:
-    """One task as a table. A context with fewer tuples than another may repeat one of them, with probability 0. (No
-    task here does.)"""
+    """One task as a table."""
 
     name: str
     V: int
@@ -102,9 +102,7 @@ def kl(p: Tensor, q: Tensor) -> Tensor:
 
 def product_table(toy: Toy, c: Tensor, q_marginals: Tensor) -> Tensor:
     """(R,), (R, m, V) -> (R, S): the probability prod_i q_i of each support tuple of context c."""
-    # each tuple's symbols; a repeated tuple has probability 0, and must not count
-    q = q_marginals.gather(2, toy.support[c].mT)  # (R, m, S)
-    return q.prod(1) * (toy.prob[c] > 0)
+    return q_marginals.gather(2, toy.support[c].mT).prod(1)
 
 
 def argmax_table(p: Tensor) -> Tensor:
@@ -314,8 +312,6 @@ def make(name: str, **given: int | float) -> Toy:
             fail(f"{key} must be in {low:g}..{high:g}, not {value}")
 
     V, support, prob = task(np.random.default_rng(0), **given)
-    if abs(float(prob.sum()) - 1) > 1e-9:
-        fail(f"{name}: the sum of its probabilities is {prob.sum():g}, and should be 1")
     return Toy(name, V, support.contiguous(), prob.repeat(len(support), 1))
 
 
@@ -329,7 +325,11 @@ def draw_rows(toy: Toy, R: int, rng: torch.Generator) -> Tensor:
 def write_toy(folder: Path, name: str, given: dict[str, int | float], rows: int, seed: int) -> None:
     """Write `rows` rows to train on, and the rows of validation, which are the same for every seed."""
     refuse_full(folder)
+    if (folder / "tokenizer.json").exists():
+        fail(f"{folder} holds a tokenizer.json, and a toy's tokens are no text: choose another --out")
     toy = make(name, **given)
+    if rows * 2 * toy.m > MAX_TOKENS:
+        fail(f"--rows {rows:,} of {2 * toy.m} tokens do not fit into memory: take at most {MAX_TOKENS // 2 // toy.m:,}")
     vocab_size = math.ceil(toy.vocab_size / 16) * 16
     for split, R, key in (("train", rows, [seed, "rows"]), ("val", 4096, ["validation rows"])):
         x = draw_rows(toy, R, generator(*key))
@@ -373,7 +373,7 @@ def show_all() -> None:
         # a row: a block that is full of the context's token, then the answer
         x = draw_rows(toy, 1, generator("example", 0))[0]
         context = x[0] - toy.V
-        example = f"{context}: {spell(x[toy.m :])}"
+        example = f"{context}: {' '.join(f'{symbol:2}' for symbol in x[toy.m :].tolist())}"
         rows.append([name, *map(str, sizes), *means, example])
 
     head = ["task", "V", "m", "contexts", "answers", "H", "TC", "drawn", "argmax", "example"]
@@ -385,10 +385,7 @@ def show_all() -> None:
     for name, task in TASKS.items():
         what = " ".join(inspect.getdoc(task).split())
         print(textwrap.fill(f"{name:12}{what}", 105, subsequent_indent=" " * 12))
-
-
-def spell(symbols: Tensor) -> str:
-    return " ".join(f"{symbol:2}" for symbol in symbols.tolist())
+    print("\nrows of a task to train on: python toy.py modes --out data/modes")
 
 
 @command

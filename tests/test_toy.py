@@ -9,7 +9,6 @@ from common import caller, coherent
 
 import toy
 from lib.rows import read_corpus
-from lib.util import Mistake
 from toy import Toy, argmax_table, kl, make, product_table
 
 # R rows, N contexts, S support tuples, m answer positions, V symbols
@@ -19,12 +18,12 @@ def contexts(t: Toy) -> torch.Tensor:
     return torch.arange(t.n_ctx)
 
 
-# contexts of two, one and one tuples, the later ones padded as the class says
-UNEVEN = Toy(
-    "uneven",
+# two contexts with two tuples each
+BY_HAND = Toy(
+    "by hand",
     3,
-    torch.tensor([[[0, 1], [2, 0]], [[1, 1], [1, 1]], [[0, 0], [0, 0]]]),
-    torch.tensor([[0.25, 0.75], [1.0, 0.0], [1.0, 0.0]], dtype=torch.float64),
+    torch.tensor([[[0, 1], [2, 0]], [[1, 1], [0, 0]]]),
+    torch.tensor([[0.25, 0.75], [0.5, 0.5]], dtype=torch.float64),
 )
 
 
@@ -44,14 +43,6 @@ def test_table_is_a_distribution_and_the_context_matters(name):
     apart = torch.cdist(table, table, p=1)
     assert (apart.fill_diagonal_(2) > 0.1).all()
     assert t.n_ctx == {"pairs": 8, "mixed": 8, "sum": 5}.get(name, 32)
-
-
-def test_a_task_whose_probabilities_have_another_sum_is_refused(monkeypatch):
-    """With the weights 4, 3 and 3 in the place of probabilities TC would be wrong."""
-    weights = torch.tensor([4.0, 3.0, 3.0], dtype=torch.float64)
-    monkeypatch.setitem(toy.TASKS, "modes", lambda rng: (*toy.modes(rng)[:2], weights))
-    with pytest.raises(Mistake, match="sum of its probabilities is 10"):
-        make("modes")
 
 
 def entropy(p: list[float]) -> float:
@@ -133,12 +124,12 @@ def test_gaussian_far_tails_are_symmetric():
 
 
 # --- reading the table
-def test_products_and_distances_of_uneven_contexts():
-    t = UNEVEN
-    third = torch.full((3, 2, 3), 1 / 3, dtype=torch.float64)
+def test_products_and_distances_by_hand():
+    t = BY_HAND
+    third = torch.full((2, 2, 3), 1 / 3, dtype=torch.float64)
     table = product_table(t, contexts(t), third)
-    torch.testing.assert_close(table, torch.tensor([[1, 1], [1, 0], [1, 0]]).double() / 9)  # the padding counts once
-    expected = [0.25 * math.log(9 / 4) + 0.75 * math.log(27 / 4), math.log(9), math.log(9)]
+    torch.testing.assert_close(table, torch.full((2, 2), 1 / 9).double())
+    expected = [0.25 * math.log(9 / 4) + 0.75 * math.log(27 / 4), math.log(9 / 2)]
     assert kl(t.prob, table).tolist() == pytest.approx(expected)
     assert kl(t.prob, table * torch.tensor([0.0, 1.0]))[0] == math.inf
 
@@ -149,18 +140,17 @@ def test_the_likeliest_share_a_split_tie():
 
 
 def test_log_prob():
-    t = UNEVEN
-    c = torch.tensor([0, 0, 0, 1, 1, 1, 2])
-    tuples = torch.tensor([[0, 1], [2, 0], [1, 1], [0, 1], [1, 1], [1, t.mask_id], [0, 0]])
-    expected = [math.log(0.25), math.log(0.75), -math.inf, -math.inf, 0, -math.inf, 0]
+    t = BY_HAND
+    c = torch.tensor([0, 0, 0, 1, 1])
+    tuples = torch.tensor([[0, 1], [2, 0], [1, 1], [1, 1], [1, t.mask_id]])
+    expected = [math.log(0.25), math.log(0.75), -math.inf, math.log(0.5), -math.inf]
     assert t.log_prob(c, tuples).tolist() == expected
 
 
 def test_quantile_at_the_ends_of_the_unit_interval():
-    t = UNEVEN
+    t = BY_HAND
     for u, first in ((0.0, [0, 1]), (0.25 - 2**-54, [0, 1]), (0.25, [2, 0]), (1 - 2**-53, [2, 0])):
-        same = torch.full((3,), u, dtype=torch.float64)
-        assert t.quantile(contexts(t), same).tolist() == [first, [1, 1], [0, 0]]
+        assert t.quantile(torch.tensor([0]), torch.tensor([u], dtype=torch.float64)).tolist() == [first]
 
     # a sum below 1 leaves no gap
     t = Toy("short", 2, torch.tensor([[[0], [1]]]), torch.tensor([[0.5, 0.25]], dtype=torch.float64))
@@ -215,6 +205,17 @@ def test_rows_to_train_on_follow_the_seed_and_those_of_validation_never(tmp_path
 
 
 # --- the script
+def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path, monkeypatch, capsys):
+    refuse = caller(toy, monkeypatch, capsys).fails
+    line = refuse("modes", "--out", tmp_path / "rows", "--rows", 10**8)
+    assert "take at most 8,388,608" in line and not (tmp_path / "rows").exists()
+
+    # a tokenizer that prepare.py has left there would make text of a toy's tokens
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "tokenizer.json").write_text("{}")
+    assert "holds a tokenizer.json" in refuse("modes", "--out", tmp_path / "text")
+
+
 def test_a_row_for_each_task(monkeypatch, capsys):
     """A row has V, m, contexts and answers; H and TC; and the shares of possible answers if one step draws, and if it
     takes the likeliest symbols."""
@@ -242,3 +243,4 @@ def test_a_row_for_each_task(monkeypatch, capsys):
         c = torch.tensor([int(row[8].removesuffix(":"))])
         assert coherent(t, c, torch.tensor([[int(symbol) for symbol in row[9:]]])).all(), name
     assert {"H", "TC", "drawn", "argmax", "example"} <= {line[0] for line in lines[8:] if line}
+    assert " ".join(lines[-1]).endswith("python toy.py modes --out data/modes")
