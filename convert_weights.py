@@ -32,7 +32,6 @@ from lib.util import (
     printable,
     progress,
     read_json,
-    reading,
     write_json,
 )
 from model import Config, Model
@@ -209,25 +208,24 @@ def our_config(src: Path) -> Config:
 
 def unfold_rope(raw: dict, path: Path) -> None:
     """Transformers 5 writes the fields of rotary embeddings in a table: put them where version 4 writes them."""
-    rope = raw.pop("rope_parameters", None)
-    if rope is None:
-        return
-    if not isinstance(rope, dict) or rope.pop("rope_type", "default") != "default":
-        fail(f"{path}: rope_parameters is {rope!r:.200}, and only a table of rope_type 'default' is implemented")
-    for name, value in rope.items():
-        if name not in ("rope_theta", "partial_rotary_factor"):
-            fail(f"{path}: unknown field {name} = {value!r:.80} in rope_parameters: it may change the model")
-        if raw.get(name) not in (value, None):
-            fail(f"{path}: {name} is {raw[name]!r:.80}, and {value!r:.80} in rope_parameters: which one is meant?")
-        raw[name] = value
+    if raw.get("rope_parameters") is not None:
+        rope = checked_entry(raw, "rope_parameters", dict, path)
+        kind = rope.pop("rope_type", "default")
+        if kind != "default":
+            fail(f"{path}: rope_type = {kind!r:.80} is not implemented, only 'default' is")
+        for name, value in rope.items():
+            if name not in ("rope_theta", "partial_rotary_factor"):
+                fail(f"{path}: unknown field {name} = {value!r:.80} in rope_parameters: it may change the model")
+            if raw.get(name) not in (value, None):
+                fail(f"{path}: {name} is {raw[name]!r:.80}, and {value!r:.80} in rope_parameters: which one is meant?")
+        raw |= rope
+    raw.pop("rope_parameters", None)
 
 
 def rotary_width(raw: dict, path: Path) -> int:
     """How many channels of a head are rotated. The config gives a number, a share of the head, or both."""
     units = {"rotary_dim": 1, "partial_rotary_factor": raw["head_dim"]}
-    given = [name for name in units if raw.get(name) is not None]
-    with reading(path, "released config"):
-        widths = {int(checked_entry(raw, name, float, path) * units[name]) for name in given}
+    widths = {int(checked_entry(raw, name, float, path) * units[name]) for name in units if raw.get(name) is not None}
     if len(widths) != 1:
         fail(f"{path}: rotary_dim and partial_rotary_factor disagree, or both are missing")
     return widths.pop()
