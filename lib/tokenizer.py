@@ -4,8 +4,8 @@
     bpe_tokenizer(path)     a byte-level BPE from a `tokenizer.json`
     byte_tokenizer()        256 bytes, an end-of-text token and a mask token
 
-tiktoken reads the released tokenizer and those of this project (bytes, and the BPE of data/names). Any other byte-level
-BPE is read by the library that writes such files, `tokenizers`: pip install tokenizers.
+tiktoken reads the released tokenizer, those of this project (bytes, and the BPE of data/names), and BPEs with the
+pattern of GPT-2. Any other byte-level BPE is read by `tokenizers`, the library that writes such files.
 """
 
 import json
@@ -21,8 +21,10 @@ from lib.util import SPECIAL, fail, read_json, reading
 EOS_TOKEN = SPECIAL["eos_id"]
 MASK_TOKEN = SPECIAL["mask_id"]
 
-# the patterns by which tiktoken splits text into words: the blank before a word belongs to it
+# the patterns by which tiktoken splits text into words: that of this project (the blank before a word belongs to
+# it), that of GPT-2, which is ByteLevel's own, and the released one
 WORDS = r" ?\S+|\s+"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 RELEASED = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 
 # All blanks before a word except the last one. tiktoken remembers a place to go back to for each blank, and gives up at
@@ -146,15 +148,17 @@ def bpe_tokenizer(path: Path, spec: dict | None = None) -> Tokenizer:
 
 
 def known_pattern(spec: dict, vocab: dict[str, int]) -> str | None:
-    """WORDS or RELEASED, if this tokenizer splits text by it, and if tiktoken has all else that changes its ids."""
+    """The pattern by which this tokenizer splits text, if tiktoken has it and all else that changes its ids."""
     match spec["pre_tokenizer"]:
         case {
             "pretokenizers": [
                 {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
                 {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
             ]
-        }:
+        } if pattern in (WORDS, RELEASED):
             pass
+        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
+            pattern = GPT2
         case _:
             return None
 
@@ -162,7 +166,7 @@ def known_pattern(spec: dict, vocab: dict[str, int]) -> str | None:
     options = [spec.get("normalizer"), *(spec["model"].get(option) for option in of_bpe)]
     for token in spec["added_tokens"]:
         options += [not token.get("special"), *(token.get(option) for option in ("lstrip", "rstrip", "single_word"))]
-    if pattern not in (WORDS, RELEASED) or any(options):
+    if any(options):
         return None
 
     # tiktoken takes the order of ids for the order of merges, and merges whatever gives a token

@@ -4,15 +4,17 @@ The ids of the released tokenizer are in test_convert.py. What the `tokenizers` 
 installed.
 """
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 from common import GOLDEN, ROOT, merged_spec
 
-from lib.tokenizer import EOS_TOKEN, MASK_TOKEN, RELEASED, WORDS, Tokenizer, bpe_tokenizer, byte_tokenizer
+from lib.tokenizer import EOS_TOKEN, GPT2, MASK_TOKEN, RELEASED, WORDS, Tokenizer, bpe_tokenizer, byte_tokenizer
 from lib.util import Mistake
 
+BPE = Path(__file__).parent / "data" / "bpe"  # make.py there says what it is
 TEXT = "naïve café, 日本\n"
 
 
@@ -47,6 +49,16 @@ def test_merges_worked_by_hand():
     assert t.encode("aaa ab<|mask|>") == [260, 261, 1] and t.decode([260, 0, 99]) == "aaaa"
 
 
+def test_ids_of_a_plain_bpe_are_those_of_the_library_that_made_it():
+    """The ids of random texts are those that were recorded: in prompts the names of special tokens are tokens, and in
+    documents they are text."""
+    t = bpe_tokenizer(BPE / "stock.json")
+    lines = [json.loads(line) for line in (BPE / "stock.jsonl").read_text().splitlines()]
+    assert len(lines) == 60 and t.pattern == GPT2
+    for text, ids, of_document in lines:
+        assert (t.encode(text), t.encode_document(text).tolist()) == (ids, of_document), text
+
+
 def test_tiktoken_reads_the_released_tokenizer_and_our_own():
     """README's first command needs no other library."""
     assert bpe_tokenizer(GOLDEN / "tokenizer.json").pattern == RELEASED
@@ -62,12 +74,7 @@ def test_a_million_blanks_in_the_released_tokenizer():
 
 
 # --- what tiktoken would read otherwise
-def no_pattern(spec: dict) -> None:
-    spec["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-
-
 OTHERS = {
-    "ByteLevel's own pattern": no_pattern,
     "another pattern": lambda s: s["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex=r"\d|\D+"),
     "a normaliser": lambda s: s.update(normalizer={"type": "NFC"}),
     "a prefix": lambda s: s["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True),
@@ -100,8 +107,8 @@ def test_what_tiktoken_lacks_is_left_to_the_library_that_has_it(name, monkeypatc
 
 def test_ids_of_the_library_worked_by_hand():
     read = read_by_the_library
-    t = read(OTHERS["ByteLevel's own pattern"])
-    assert t.encode("aaa ab<|mask|>") == [258, 259, 261] and t.decode([258, 259, 261]) == "aaa ab"
+    t = read(OTHERS["another pattern"])
+    assert t.encode("aaa 1ab<|mask|>") == [258, 32, 49, 257, 261] and t.decode([258, 259, 261]) == "aaa ab"
     assert t.encode_document("ab<|mask|>").tolist() == [257, *b"<|mask|>"]
     assert read(OTHERS["a normaliser"]).encode("e\u0301") == list("é".encode())
     assert read(OTHERS["a prefix"]).encode("ab") == [259]
