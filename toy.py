@@ -102,7 +102,8 @@ def kl(p: Tensor, q: Tensor) -> Tensor:
 
 def product_table(toy: Toy, c: Tensor, q_marginals: Tensor) -> Tensor:
     """(R,), (R, m, V) -> (R, S): the probability prod_i q_i of each support tuple of context c."""
-    return q_marginals.gather(2, toy.support[c].mT).prod(1)
+    q = q_marginals.gather(2, toy.support[c].mT)  # (R, m, S): each tuple's symbols
+    return q.prod(1) * (toy.prob[c] > 0)
 
 
 def argmax_table(p: Tensor) -> Tensor:

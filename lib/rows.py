@@ -110,8 +110,8 @@ def read_meta(folder: Path) -> Meta:
         special = {meta.eos_id, meta.mask_id}
         if len(special) < 2 or not ordinary or special & ordinary:
             raise ValueError("eos_id and mask_id must be two ids, and others must be ordinary")
-        if min(special) < 0 or max(special | ordinary) >= meta.vocab_size:
-            raise ValueError(f"an id is not in 0..{meta.vocab_size - 1}")
+        if min(special) < 0 or not max(special | ordinary) < meta.vocab_size <= 2**20:
+            raise ValueError(f"an id is not in 0..vocab_size - 1, {meta.vocab_size - 1}, or this is above 1,048,575")
         if block_length is not None and not (type(block_length) is int and block_length >= 1):
             raise ValueError(f"block_length is {block_length}")
     check_special(folder, path, meta.eos_id, meta.mask_id)
@@ -136,7 +136,12 @@ def read_split(path: Path, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Read ids, starts and prompts; anything wrong with them is a mistake, said in one line."""
     with reading(path, "rows"):
         tensors = load_file(path)
-        ids, starts, prompts = (tensors[name] for name in ("ids", "starts", "prompts"))
+        kinds = {name: (t.dtype, t.dim()) for name, t in tensors.items()}
+        ids_type = torch.int16 if vocab_size <= 2**15 else torch.int32
+        if kinds != {"ids": (ids_type, 1), "starts": (torch.int64, 1), "prompts": (torch.int32, 1)}:
+            raise ValueError(f"it holds {kinds}")
+
+        ids, starts, prompts = tensors["ids"], tensors["starts"], tensors["prompts"]
         n_ids = starts.diff()  # (D,)
         if len(prompts) != len(n_ids) or starts[0] != 0 or starts[-1] != len(ids) or n_ids.min() < 1:
             raise ValueError("starts does not rise from 0 to the number of ids, with a step for each document")

@@ -192,7 +192,8 @@ def test_rows_of_a_toy_are_its_documents_whatever_seq_len_is(tmp_path):
 
 # --- damage
 @pytest.mark.parametrize(("change", "says"), [
-    (lambda t: t.pop("prompts"), "no entry 'prompts'"),
+    (lambda t: t.pop("prompts"), "it holds"),
+    (lambda t: t.update(ids=t["ids"].long()), "it holds"),
     (lambda t: t.update(starts=torch.tensor([0, 3, 3, 5])), "starts does not rise"),
     (lambda t: t.update(ids=t["ids"][:-1]), "starts does not rise"),
     (lambda t: t["ids"].__setitem__(1, 272), "an id is not in 0..271"),
@@ -216,7 +217,7 @@ def test_damaged_rows_are_refused(change, says, tmp_path):
     (dict(eos_id=0), "two ids, and others must be ordinary"),
     (dict(n_plain=0), "others must be ordinary"),
     (dict(not_plain=[256]), "out of bounds"),
-    (dict(vocab_size=257), "an id is not in 0..256"),
+    (dict(vocab_size=257), "an id is not in 0..vocab_size - 1, 256"),
     (dict(block_length=0), "block_length is 0"),
 ])  # fmt: skip
 def test_ids_in_meta_json_that_do_not_fit_together_are_refused(change, says, tmp_path):
