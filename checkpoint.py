@@ -5,19 +5,16 @@ a model's folder
                            last, so a folder that has one is whole
     model.safetensors      all tensors, or shards of them with model.safetensors.index.json
     tokenizer.json         the tokenizer, copied from the rows, or from the released checkpoint
-    meta.json              how the text can be checked: as names, as a toy, or not at all; copied from the rows, so a
-                           converted checkpoint has none
+    meta.json              how the text can be checked: as names, as a toy, or not at all; copied from the rows
 
 an adapter's folder, which holds what was learned beside a model that did not change, its base
-    adapter.json           the base's folder (relative to this one) and its hash, n, K, the block length, the rank of
-                           LoRA, and the kind of Stage B
-    adapter.safetensors    LoRA matrices and markers, or what another kind of Stage B learns (no buffers: layers that a
-                           Stage B copies use the base's expert_bias)
+    adapter.json           the base's folder and its hash, n, K, the block length, LoRA's rank, the kind of Stage B
+    adapter.safetensors    LoRA matrices and markers, or what another kind of Stage B learns (layers that it copied use
+                           the base's expert_bias)
 
 the folder of a training run is of either kind, and also has
-    state.safetensors      what the run resumes from, with train.json and log.jsonl: what has been trained, and the
-                           optimizer's moments
-    .unfinished            files that are being written; if the run is killed, the next run removes them
+    state.safetensors      what has been trained, and the optimizer's moments; with train.json and log.jsonl the run
+                           resumes from it
 """
 
 import hashlib
@@ -70,31 +67,17 @@ def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """All weights of a checkpoint: (name, tensor). A tensor that is in two files is refused."""
-    places = shard_index(folder)
-    for path in weight_files(folder):
-        for name, tensor in read_tensors([path]):
-            if places.setdefault(name, path) != path:
-                fail(f"{path} holds {name}, whose place is {places[name].name}: which one is meant?")
-            yield name, tensor
+    """All weights of a checkpoint: (name, tensor)."""
+    return read_tensors(weight_files(folder))
 
 
 def weight_files(folder: Path) -> list[Path]:
     """The files that hold a checkpoint's weights: one, or the shards that its index names."""
-    return sorted(set(shard_index(folder).values())) or [folder / "model.safetensors"]
-
-
-def shard_index(folder: Path) -> dict[str, Path]:
-    """The file of each tensor, by the tensor's name; empty if all weights are in one file."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
-        return {}
-    weight_map = read_json(index, "weight index")
-    with reading(index, "weight index"):
-        places = {name: folder / shard for name, shard in weight_map["weight_map"].items()}
-        if not places or any(shard.parent != folder for shard in places.values()):
-            raise ValueError("it names no shards, or one that is not in this folder")
-    return places
+        return [folder / "model.safetensors"]
+    places = checked_entry(read_json(index, "weight index"), "weight_map", dict, index)
+    return [folder / shard for shard in sorted(set(places.values()))]
 
 
 def check_floats(where: Path, tensors: dict[str, Tensor]) -> None:

@@ -410,7 +410,9 @@ def evaluate_bits(folders: list[Path], device: torch.device, args: Namespace) ->
     for folder in folders:
         if (folder, "Stage B") in cost:
             base = base_of(folder)
-            saved, most = (cost[base, "Stage A"][0] - cost[key][0] for key in ((folder, "Stage B"), (base, ways[1][1])))
+            at_once = cost[base, "Stage A"][0]
+            saved = at_once - cost[folder, "Stage B"][0]
+            most = at_once - cost[base, "one at a time"][0]
             print(f"{folder}: Stage B writes a block at once, and saves {saved:.3f} bits a token of the {most:.3f} that "
                   f"its base saves one at a time")  # fmt: skip
     print(f'next: python sample.py --ckpt {quoted(folders[-1])} --prompt "..." --temperature 1')
