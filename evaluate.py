@@ -413,8 +413,8 @@ def evaluate_bits(folders: list[Path], device: torch.device, args: Namespace) ->
             at_once = cost[base, "Stage A"][0]
             saved = at_once - cost[folder, "Stage B"][0]
             most = at_once - cost[base, "one at a time"][0]
-            print(f"{folder}: Stage B writes a block at once, and saves {saved:.3f} bits a token of the {most:.3f} that "
-                  f"its base saves one at a time")  # fmt: skip
+            print(f"{folder}: Stage B writes a block at once, and saves {saved:.3f} bits a token; its base saves "
+                  f"{most:.3f} one at a time")  # fmt: skip
     print(f'next: python sample.py --ckpt {quoted(folders[-1])} --prompt "..." --temperature 1')
 
 
