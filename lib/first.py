@@ -13,9 +13,9 @@ import sys
 def one_line(kind: type, value: BaseException, trace: object) -> None:
     """A sys.excepthook."""
     if issubclass(kind, KeyboardInterrupt):
-        print("error: interrupted", file=sys.stderr, flush=True)
-        os._exit(2)
-    sys.__excepthook__(kind, value, trace)
+        print("error: interrupted", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, value, trace)
 
 
 sys.excepthook = one_line
