@@ -7,12 +7,12 @@ import io
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import stat
 import sys
-import time
-import unicodedata
+import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -41,9 +41,6 @@ def fail(message: str) -> NoReturn:
     raise Mistake(message)
 
 
-READER_IS_GONE = 128 + 13  # the exit status of a Unix program that SIGPIPE has ended
-
-
 def command(main: Callable) -> Callable:
     """Wrap a script's main, so that a user's mistake is printed as one line, with exit code 2.
 
@@ -56,26 +53,22 @@ def command(main: Callable) -> Callable:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace", line_buffering=True)
         try:
-            result = main(*args, **kwargs)
-            if sys.stdout:  # None where a shell has closed it
-                sys.stdout.flush()
-            return result
-        except Mistake as e:
-            message = str(e)
+            return main(*args, **kwargs)
         except BrokenPipeError:
             # as in `... | head -1`: nothing more can be written, not even when Python closes the output
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise SystemExit(READER_IS_GONE) from None
+            raise SystemExit(141) from None  # as a Unix program that SIGPIPE has ended
+        except (Mistake, OSError) as e:
+            message = str(e)
         except KeyboardInterrupt:
             message = "interrupted"
-        except OSError as e:
-            message = str(e)
-        except (MemoryError, RuntimeError) as e:  # the CPU's allocator raises a plain RuntimeError
+        except (MemoryError, RuntimeError) as e:
+            # the CPU's allocator raises a plain RuntimeError
             known = isinstance(e, (MemoryError, torch.OutOfMemoryError))
             if not known and "can't allocate memory" not in str(e):
                 raise
             message = "out of memory: take fewer or shorter rows at a time, or --dtype bf16"
-        print("error:", printable(" ".join(message.split())), file=sys.stderr)
+        tqdm.write(f"error: {printable(' '.join(message.split()))}", file=sys.stderr)  # on a line apart from a bar
         raise SystemExit(2)
 
     return run
@@ -83,7 +76,8 @@ def command(main: Callable) -> Callable:
 
 @contextmanager
 def reading(path: Path, what: str) -> Iterator[None]:
-    """Turn whatever is raised while a user's file is read and parsed into a mistake. Do nothing else inside."""
+    """Turn an error of reading or parsing a user's file into a mistake. Do nothing else inside: an error of the code,
+    like a KeyError, keeps its traceback. Entries of what was read are checked by `checked_entry`."""
     try:
         # a pipe or a device like /dev/zero may have no end
         if path.exists() and not (path.is_file() or path.is_dir()):
@@ -91,13 +85,8 @@ def reading(path: Path, what: str) -> Iterator[None]:
         yield
     except (FileNotFoundError, NotADirectoryError):
         fail(f"there is no {what} at {path}")
-    except (
-        OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError,
-        SafetensorError, zlib.error,
-    ) as e:  # fmt: skip
-        why = f"no entry {e}" if isinstance(e, KeyError) else str(e)
-        if isinstance(e, UnicodeDecodeError):
-            why = "it is not UTF-8 text"
+    except (OSError, EOFError, ValueError, RecursionError, SafetensorError, zlib.error) as e:
+        why = "it is not UTF-8 text" if isinstance(e, UnicodeDecodeError) else str(e)
         fail(f"{what} {path} cannot be read, is damaged, or of another kind: {why:.300}")
 
 
@@ -121,38 +110,38 @@ class Parser(argparse.ArgumentParser):
         main = sys.modules["__main__"].__spec__  # None without `python -m`; argparse would name the module's file
         prog = f"python -m {main.name}" if main else None
         super().__init__(prog, description=doc, formatter_class=Manual, allow_abbrev=False)
+        self.register("type", Path, user_path)
 
-    def _get_value(self, action: argparse.Action, text: str) -> Any:
-        # Path("") would be the current folder
-        if action.type is Path and not text:
-            raise argparse.ArgumentError(action, "this path is empty")
-        return super()._get_value(action, text)
+    def parse_known_args(self, args=None, namespace=None):
+        # argparse would read --prompt=-- as a flag without a value
+        for word in sys.argv[1:] if args is None else args:
+            if re.fullmatch("--[^=]+=--", word):
+                self.error(f"{word}: -- cannot be a value")
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
+        if message.endswith(("expected one argument", "expected at least one argument")):
+            message += "; one that begins with a dash is given with =, as in --prompt=-->"
         fail(f"{message} (see {self.prog} --help)")
 
 
-def run_command(commands: dict[str, Callable[[Parser], None]], doc: str) -> None:
-    """Run the command that the first argument names, with a parser for the rest. Otherwise refuse, or print --help."""
-    name = sys.argv[1] if len(sys.argv) > 1 else ""
-    if name not in commands:
-        first = Parser(doc)
-        first.add_argument("command", choices=commands, help="what to do; each command has a --help of its own")
-        first.parse_args(sys.argv[1:2])
-    parser = Parser(doc)
-    parser.prog += f" {sys.argv.pop(1)}"  # as it is typed: the command is a part of it
-    commands[name](parser)
+def user_path(text: str) -> Path:
+    """The path that a user has typed: ~/runs is a folder at home. It is printed as it is, so it must be printable."""
+    if not text:
+        raise argparse.ArgumentTypeError("this path is empty")
+    if printable(text) != text or "\n" in text:
+        raise argparse.ArgumentTypeError(f"this path has control characters in it: {text!r}")
+    return Path(os.path.expanduser(text))
 
 
 class Manual(argparse.RawDescriptionHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str:
         shown = action.help or ""
-        switch = action.nargs == 0 and not isinstance(action, argparse.BooleanOptionalAction)
-        if action.default in (None, argparse.SUPPRESS, []) or "(default" in shown or switch:
+        if action.default in (None, argparse.SUPPRESS, []) or action.default is False or "(default" in shown:
             return shown
         # as a user types them: folders without quotes, and several values with blanks between them
         values = action.default if isinstance(action.default, list) else [action.default]
-        typed = " ".join("none" if value is None else str(value) for value in values).replace("%", "%%")
+        typed = " ".join(map(str, values)).replace("%", "%%")
         return f"{shown} (default: {typed})"
 
 
@@ -163,11 +152,8 @@ def as_flags(settings: dict, parser: Parser) -> list[str]:
     for name, value in settings.items():
         if name not in known:
             fail(f"{name} = {value!r:.80} is not a setting: see --help")
-        switch = isinstance(known[name], argparse.BooleanOptionalAction)
-        if value is not None and isinstance(value, bool) != switch:
-            fail(f"{name} = {value!r:.80}: this setting {'is true or false' if switch else 'has a value'}, see --help")
-        if switch and value is not None:
-            flags.append(f"--{'' if value else 'no-'}{name}")
+        if isinstance(value, bool) and isinstance(known[name], argparse.BooleanOptionalAction):
+            flags.append(f"--{name}" if value else f"--no-{name}")
         elif value is not None:
             flags.append(f"--{name}={value}")
     return flags
@@ -198,19 +184,17 @@ def or_none(parse: Callable[[str], float]) -> Callable[[str], float | None]:
 
 
 # --- what is printed
-COMMANDS = ("LRE", "RLE", "LRO", "RLO", "LRI", "RLI", "FSI", "PDF", "PDI")  # they change the direction of writing
+MASK = "▒"  # how a mask is typed and shown
+# what a terminal obeys: control characters, halves of characters, and changes of the direction of writing
+OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 
 
 def printable(text: object) -> str:
     """Text without commands for a terminal: "a\x1b[2Jb" -> "a<U+001B>[2Jb". Line ends and tabs stay.
 
-    Use it for whatever comes from a model, a prompt, a file or a file's name.
+    Use it for whatever comes from a model, a prompt, or a file.
     """
-    shown = ""
-    for character in str(text):
-        obeyed = unicodedata.category(character) in ("Cc", "Cs") or unicodedata.bidirectional(character) in COMMANDS
-        shown += code_point(character) if obeyed and character not in "\n\t" else character
-    return shown
+    return OBEYED.sub(lambda found: code_point(found[0]), str(text))
 
 
 def code_point(character: str) -> str:
@@ -222,28 +206,11 @@ def quoted(path: Path | str) -> str:
     return printable(shlex.quote(str(path)))
 
 
-EVERY = 30  # the least seconds between two lines of progress
-
-
-def progress(items: Iterable, what: str, total: int | None = None, done: int = 0) -> Iterator:
-    """Yield the items one by one, and show how many have come: a terminal gets a bar, a pipe gets a line now and then.
-
-    done: how many items came before these. total: how many there are, with those before (left out: done + len(items),
-    if that is known).
-    """
-    if total is None and hasattr(items, "__len__"):
-        total = done + len(items)
-    if sys.stderr and sys.stderr.isatty():
-        yield from tqdm(items, what, total=total, initial=done, leave=False)
-        return
-
-    last = time.monotonic()
-    for n, item in enumerate(items, done + 1):
-        yield item
-        now = time.monotonic()
-        if now - last >= EVERY:
-            last = now
-            print(f"{what}: {n:,}" + (f" of {total:,}" if total else ""), file=sys.stderr, flush=True)
+def progress(items: Iterable, what: str, done: int = 0) -> tqdm:
+    """Yield the items one by one, and show on a terminal how many have come. done: how many came before these."""
+    total = done + len(items) if hasattr(items, "__len__") else None
+    hidden = None if sys.stderr else True  # None: unless stderr is a terminal
+    return tqdm(items, what, total=total, initial=done, leave=False, disable=hidden)
 
 
 def print_table(titles: list[str], rows: list[list[str]]) -> None:
@@ -256,41 +223,39 @@ def print_table(titles: list[str], rows: list[list[str]]) -> None:
         print("  ".join(cells))
 
 
-MASK = "▒"  # how a mask is typed and shown
-
-
 # --- files
-UNFINISHED = ".unfinished"  # a folder inside the one that is written to, where files are until they are whole
+UNFINISHED = ".unfinished"  # how the folders begin where files are until they are whole
+LOCKED: dict[Path, int] = {}  # the folders that this process has locked, and their descriptors
 
 
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a temporary file, then rename it: so even after a power cut the file is whole or not there.
 
-    Whatever a killed run leaves in UNFINISHED is removed by the next `alone_in`.
+    The temporary file lies in a folder of its own, which has a new name. If the process is killed, the next `alone_in`
+    removes it.
     """
-    temporary = path.parent / UNFINISHED / path.name
+    check_same_folder(path.parent)
     try:
         make_folder(path.parent)
-        temporary.parent.mkdir(exist_ok=True)
-        temporary.touch()
-        usual = stat.S_IMODE(temporary.stat().st_mode)
-        write(temporary)
+        with tempfile.TemporaryDirectory(prefix=f"{UNFINISHED}-", dir=path.parent, ignore_cleanup_errors=True) as own:
+            temporary = Path(own) / path.name
+            temporary.touch()
+            usual = stat.S_IMODE(temporary.stat().st_mode)
+            write(temporary)
 
-        # safetensors makes files that only their owner may read: give them the usual permissions
-        if stat.S_IMODE(temporary.stat().st_mode) != usual:
+            # safetensors makes files that only their owner may read: give them the usual permissions
             temporary.chmod(usual)
-        flush(temporary)
-        os.replace(temporary, path)
-        flush(path.parent)
-    except (OSError, ValueError, SafetensorError) as e:  # no permission, no space, a NUL byte in the name
+            flush(temporary)
+            os.replace(temporary, path)
+            flush(path.parent)
+    except (OSError, SafetensorError) as e:  # no permission, no space
         fail(f"cannot write {path}: {e}; choose another folder or free some space")
-    finally:
-        with suppress(ValueError):
-            shutil.rmtree(temporary.parent, ignore_errors=True)
 
 
 def make_folder(folder: Path) -> None:
     """mkdir -p that a power cut does not undo."""
+    if folder.is_symlink() and not folder.exists():
+        fail(f"{folder} is a link to {os.readlink(folder)}, and nothing is there")
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -312,50 +277,46 @@ def flush(path: Path) -> None:
 def alone_in(folder: Path) -> Iterator[None]:
     """Lock a folder while a run writes into it, so that another run is refused. The folder is made if it is not there,
     and what a killed run left unfinished is removed. The kernel drops the lock when the process ends."""
-    if fcntl is None:
-        shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
-        yield
-        return
-
     new = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
         make_folder(folder)
-        number = os.open(folder, os.O_RDONLY)
-    except (OSError, ValueError) as e:
+        number = os.open(folder, os.O_RDONLY) if fcntl else None
+    except OSError as e:
         fail(f"cannot write {folder}: {e}; choose another folder")
     try:
-        lock(number, folder)
-        shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
+        if fcntl:
+            lock(number, folder)
+            LOCKED[folder] = number
+        for left in folder.glob(f"{UNFINISHED}*"):
+            shutil.rmtree(left, ignore_errors=True)
         try:
             yield
         finally:
             # a run that fails before it writes anything leaves no folder behind
-            with suppress(OSError):
+            with suppress(OSError, Mistake):
+                check_same_folder(folder)
                 for place in new:
                     place.rmdir()
     finally:
-        os.close(number)
+        LOCKED.pop(folder, None)
+        if fcntl:
+            os.close(number)
 
 
-@contextmanager
-def alone_with(path: Path) -> Iterator[None]:
-    """Lock a file while a run appends to it, so that another run is refused. The file is made if it is not there."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("ab")
-    except (OSError, ValueError) as e:
-        fail(f"cannot write {path}: {e}; choose another file")
-    with file:
-        lock(file.fileno(), path)
-        yield
+def check_same_folder(folder: Path) -> None:
+    """Refuse to write into a locked folder's place once that folder was deleted or moved: another run may be there."""
+    number = LOCKED.get(folder)
+    if number is not None and not (folder.exists() and os.path.samestat(folder.stat(), os.fstat(number))):
+        fail(f"{folder} was deleted or moved while this run was writing into it, so the run cannot go on")
 
 
-def lock(number: int, path: Path) -> None:
-    """Lock a folder or file for this process, or fail at once if another one has locked it. number: its descriptor."""
+def lock(number: int, path: Path, wait: bool = False) -> None:
+    """Lock a folder or file for this process. If another one has locked it, fail at once, or wait for it. number: its
+    descriptor."""
     if fcntl is None:
         return
     try:
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(number, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         fail(f"another run is writing into {path}: wait for its end, or write elsewhere")
     except OSError:
@@ -363,8 +324,8 @@ def lock(number: int, path: Path) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    text = json.dumps(value, indent=1, ensure_ascii=False)
-    replace_file(path, lambda temporary: temporary.write_text(text + "\n", encoding="utf-8"))
+    data = json.dumps(value, indent=1, ensure_ascii=False).encode() + b"\n"
+    replace_file(path, lambda temporary: temporary.write_bytes(data))
 
 
 def copy_file(source: Path, path: Path) -> None:
@@ -382,9 +343,9 @@ def read_bytes(path: Path, what: str) -> bytes:
 def read_json(path: Path, what: str) -> dict:
     """The JSON object in a file, or one line that says why it cannot be read."""
     with reading(path, what):
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
         if not isinstance(value, dict):
-            raise TypeError("it is not a JSON object")
+            raise ValueError("it is not a JSON object")
     return value
 
 
@@ -404,18 +365,19 @@ def read_lines(path: Path, kinds: dict[str, type], what: str = "file of records"
     with reading(path, what):
         records = [json.loads(line) for line in whole_lines(path.read_bytes()).splitlines()]
         if not all(isinstance(record, dict) for record in records):
-            raise TypeError("one of its lines is not a JSON object")
+            raise ValueError("one of its lines is not a JSON object")
     for n, record in enumerate(records, 1):
         record |= {name: checked_entry(record, name, kind, f"line {n} of {path}") for name, kind in kinds.items()}
     return records
 
 
 def append_line(path: Path, record: dict) -> None:
-    """Append a record to the whole lines of a file. The file is made if it is not there."""
+    """Append a record to the whole lines of a file, of which there are none if it is not there."""
     line = json.dumps(record).encode() + b"\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+b") as file:
+            lock(file.fileno(), path, wait=True)
             file.seek(0)
             held = file.read()
             file.truncate(min(len(held), len(whole_lines(held))))
@@ -432,12 +394,13 @@ def check_special(folder: Path, where: Path, eos_id: int, mask_id: int) -> None:
     path = folder / "tokenizer.json"
     if not path.exists():
         return
-    spec = read_json(path, "tokenizer")
-    with reading(path, "tokenizer"):
-        ids = {token["content"]: token["id"] for token in spec.get("added_tokens", [])}
+    added = checked_entry(read_json(path, "tokenizer"), "added_tokens", list, path)
     for name, own in (("eos_id", eos_id), ("mask_id", mask_id)):
-        if ids.get(SPECIAL[name], own) != own:
-            fail(f"{where}: {name} is {own}, and {path} has {ids[SPECIAL[name]]} for it: which one is meant?")
+        for token in added:
+            if not isinstance(token, dict):
+                fail(f"{path} is damaged: one of its added_tokens is {token!r:.80}")
+            if token.get("content") == SPECIAL[name] and token.get("id") != own:
+                fail(f"{where}: {name} is {own}, and {path} has {token.get('id')!r:.80} for it: which one is meant?")
 
 
 # --- randomness and the device
@@ -461,17 +424,6 @@ def pick_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as e:
         fail(f"--device {name} is not usable here: {str(e).splitlines()[0]}")
     return torch.device(name)
-
-
-THREADS = torch.get_num_threads()
-
-
-def few_threads_if_small(n_embd: int) -> None:
-    """If the model made last is small, use at most two threads on a CPU: its products are too small to share among
-    many. Use one if waiting threads do not sleep (lib.first). OMP_NUM_THREADS decides, if it is set."""
-    few = 2 if os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE" else 1
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(min(few, THREADS) if n_embd <= 256 else THREADS)
 
 
 # --- places
