@@ -4,9 +4,10 @@ import json
 import math
 import os
 import signal
+import stat
 import sys
 import tomllib
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ from lib.util import (
     Mistake,
     Parser,
     as_flags,
+    check_same_folder,
     checked_entry,
     fail,
     quoted,
@@ -25,15 +27,21 @@ from lib.util import (
     read_json,
     reading,
     replace_file,
+    user_path,
+    write_json,
 )
 
+# what a run reads, by its hash: it is in train.json beside the flags, so that a resumed run reads the same
+HASHES = {"base_hash": "weights", "rows_hash": "rows"}
 
+
+# --- settings
 def run_settings(parser: Parser, free: set[str]) -> Namespace:
     """The flags of the command line, on top of the settings in --config or in the run that is resumed. A resumed run
     may change only its `free` settings."""
-    given = parser.parse_args()
-    refuse_empty(given)
+    given = name_places(parser.parse_args())
     resume = given.init_from == "resume"
+    hashes = dict.fromkeys(HASHES)
     settings = {}
     path = None
     if resume:
@@ -41,39 +49,68 @@ def run_settings(parser: Parser, free: set[str]) -> Namespace:
         if given.config:
             fail(f"--config {given.config}: leave it out, a resumed run takes its settings from {path}")
         settings = read_json(path, "training run to resume (--out_dir of an earlier run)")
+        hashes = {name: settings.pop(name, None) for name in HASHES}
         if not settings.keys() <= vars(given).keys():
             fail(f"{given.out_dir} is a run of another script (base.py or train.py): resume it with that one")
     elif given.config:
         path = Path(given.config)
         with reading(path, "config"):
-            settings = tomllib.loads(path.read_text(encoding="utf-8"))
+            settings = tomllib.loads(path.read_text(encoding="utf-8-sig"))
 
     # settings as flags; a mistake in them is one of the file
     try:
         flags = as_flags(settings, parser)
-        saved = parser.parse_args(flags)
+        saved = name_places(parser.parse_args(flags))
     except Mistake as e:
         fail(f"{path}: {e}")
 
     # then the flags of the command line, which win
-    args = parser.parse_args([*flags, *sys.argv[1:]])
-    refuse_empty(args)
-    args.resume = resume
+    args = name_places(parser.parse_args([*flags, *sys.argv[1:]]))
     if resume:
         args.init_from = checked_entry(settings, "init_from", str, path)
-        for name, value in vars(saved).items():
-            if getattr(args, name) != value and name not in free:
+        now = absolute(args)
+        for name, value in absolute(saved).items():
+            if now[name] != value and name not in free:
                 fail(f"--{name} {getattr(args, name)} differs from the run's {value}: leave it out, or start a new run")
+    args.resume = resume
+    vars(args).update(hashes)
     return args
 
 
-def refuse_empty(args: Namespace) -> None:
-    """Refuse a place without a name, which would be the current folder."""
-    for name in ("data", "init_from", "out_dir"):
-        if not getattr(args, name):
-            fail(f"--{name} is empty: name a folder")
+def name_places(args: Namespace) -> Namespace:
+    """~/runs is a folder at home. A place without a name would be the current folder, and is refused."""
+    for name in ("config", "data", "init_from", "out_dir"):
+        try:
+            if getattr(args, name) is not None:
+                setattr(args, name, str(user_path(getattr(args, name))))
+        except ArgumentTypeError as e:
+            fail(f"--{name}: {e}")
+    return args
 
 
+def absolute(args: Namespace) -> dict:
+    """The settings as train.json has them: what is read is found there from any working directory."""
+    settings = dict(vars(args))
+    for name in ("data", "init_from"):
+        if settings[name] != "scratch":
+            settings[name] = os.path.abspath(settings[name])
+    return settings
+
+
+def save_settings(args: Namespace) -> None:
+    """Write train.json, from which the run is resumed."""
+    settings = {name: value for name, value in absolute(args).items() if name not in ("resume", "config")}
+    write_json(Path(args.out_dir) / "train.json", settings)
+
+
+def check_hash(args: Namespace, name: str, found: str, place: Path | str) -> None:
+    """Note the hash of what is read, `name` in HASHES. A resumed run must read what it has read before."""
+    if getattr(args, name) not in (None, found):
+        fail(f"{args.out_dir} was trained on other {HASHES[name]} than {place} holds now: put those there")
+    setattr(args, name, found)
+
+
+# --- the log
 # the figures in a log: first those of every step, then the cross-entropies of both stages
 FIGURES = dict(
     loss="Eq. 1, in nats a token",
@@ -100,7 +137,8 @@ def report(record: dict, log: Path | None, title: str, shown: bool, explained: b
     """
     if log is None:
         return
-    with open(log, "a") as file:
+    check_same_folder(log.parent)
+    with open(log, "a", newline="\n") as file:
         file.write(json.dumps(record) + "\n")
     if explained:
         tqdm.write("the figures of the log:")
@@ -137,6 +175,7 @@ def check_finite(record: dict, what: str, it: int, saved: int, args: Namespace) 
     fail(f"the {what} of step {it + 1} is not finite ({bad[0]}): {good}; lower --learning_rate in a new --out_dir")
 
 
+# --- figures and schedule
 def means(parts: list[dict[str, Tensor]]) -> dict[str, float]:
     """The mean cross-entropy in nats of each term that has positions, over all micro-batches."""
     found = {}
@@ -156,19 +195,27 @@ def cosine(it: int, max_iters: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 
+# --- how it ends
 @contextmanager
 def interruptible() -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM ask the loop to finish its step and save; a second one stops at once."""
+    """Ctrl-C, SIGTERM and a lost terminal ask the loop to finish its step and save; a second one stops at once."""
     caught: list[int] = []
 
     def handler(number: int, frame: object) -> None:
         if caught:
             raise KeyboardInterrupt
         caught.append(number)
+        if number in HANGUP:
+            # the terminal is gone, and to print would be an error
+            for output in (1, 2):
+                if stat.S_ISCHR(os.fstat(output).st_mode):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
         # print may be what the signal has interrupted
         os.write(2, b"\nthe run ends after this step and saves; Ctrl-C again stops at once, without saving\n")
 
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    # nohup lets a run ignore that its terminal is gone
+    asks = [signal.SIGINT, signal.SIGTERM, *(n for n in HANGUP if signal.getsignal(n) != signal.SIG_IGN)]
+    before = {number: signal.signal(number, handler) for number in asks}
     try:
         yield caught
     finally:
@@ -176,15 +223,32 @@ def interruptible() -> Iterator[list[int]]:
             signal.signal(number, old)
 
 
-def tell_what_is_next(saved: int, args: Namespace) -> None:
-    """Print the command that goes on, or the one that shows what was learned."""
+HANGUP = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []  # Windows has none
+
+
+def verdict(validation: dict[str, float], args: Namespace) -> str:
+    """What the last validation says, in a sentence; empty if it has no masks."""
+    if "B_less_A" not in validation:
+        ce = validation.get("m2t_A")
+        return "" if ce is None else f"Stage A's cross-entropy at masks is {ce:.2f} nats a position"
+    gain = validation["B_less_A"]
+    if abs(gain) > 0.01:
+        verb = "saves" if gain < 0 else "costs"
+        return f"Stage B {verb} {abs(gain):.2f} nats a position against Stage A"
+    same = f"Stage B fills its bundle as Stage A does ({gain:+.5f} nats a position)"
+    if args.stage_b == "paper":
+        same += "; for this loss that is its optimum, see results/theorem"
+    return same
+
+
+def tell_what_is_next(saved: int, args: Namespace, validation: dict[str, float] | None = None) -> None:
+    """Print what the last validation says, and the command that goes on, or the one that shows what was learned."""
+    said = verdict(validation or {}, args)
+    if said:
+        print(said)
     if saved < args.max_iters:
         script = sys.argv[0] if sys.argv[0].startswith("-m ") else quoted(sys.argv[0])
         again = f"python {script} --init_from resume --out_dir {quoted(args.out_dir)}"
         print(f"saved at step {saved} of {args.max_iters}; go on with: {again}")
-        return
-    if sys.argv[0].startswith("-m experiments."):
-        # evaluate.py may not know the Stage B of an experiment
-        print(f"done: {quoted(args.out_dir)}")
-        return
-    print(f"done; what it does now: python evaluate.py --ckpt {quoted(args.out_dir)}")
+    else:
+        print(f"done; what it does now: python evaluate.py --ckpt {quoted(args.out_dir)}")
