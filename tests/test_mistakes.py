@@ -1,0 +1,505 @@
+"""A user's mistake or a damaged file: one line that names it, exit code 2, and nothing is written. What is written is
+whole, whoever is killed while writing. A mistake of ours keeps its traceback. `pytest tests/test_mistakes.py`"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from common import GOLDEN, ROOT, byte_model, caller, command_line, merged_spec, names_folder, random_adapter, refused
+from resuming import assert_same_end, byte_rows, toy_rows
+
+import base
+import checkpoint
+import convert_weights
+import evaluate
+import prepare
+import sample
+import toy
+import train
+from lib import util
+from lib.run import check_hash, interruptible, report, rewind_log, verdict
+from lib.tokenizer import byte_spec
+from lib.util import Mistake, alone_in, append_line, read_lines, replace_file, write_json
+from llada import export, int8
+from tools import playground
+
+CPU = ["--device", "cpu"]
+SMALL = ["--batch_size", 2, "--max_iters", 2, "--eval_interval", 1, *CPU]
+TOY = ["--data", "TREE/pairs", "--init_from", "scratch", *SMALL, "--out_dir", "OUT"]
+TEXT = ["--data", "TREE/text", "--init_from", "TREE/bytes", "--seq_len", 32, *SMALL, "--out_dir", "OUT"]
+SAMPLE = ["--ckpt", "TREE/bytes", "--prompt", "a", "--gen_length", 1, *CPU]
+OUT = ["--out", "OUT"]
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory) -> Path:
+    """A folder of every kind that a command reads."""
+    tree = tmp_path_factory.mktemp("tree")
+    checkpoint.save_model(byte_model(n_layer=2, n_last=1), tree / "bytes")
+    write_json(tree / "bytes" / "tokenizer.json", byte_spec())
+    names_folder(tree / "bpe", merged_spec(), n_layer=2, n_last=1)
+    random_adapter(tree / "adapter", tree / "bytes")
+    shutil.copytree(GOLDEN, tree / "released")
+    shutil.copytree(tree / "bytes", tree / "shards")
+    shards = dict.fromkeys(["markers", "wte.weight"], "model.safetensors")
+    write_json(tree / "shards" / "model.safetensors.index.json", {"weight_map": shards})
+    toy_rows(tree / "pairs")
+    byte_rows(tree / "text")
+    (tree / "link").symlink_to("nowhere")
+    (tree / "records").mkdir()
+    record = json.dumps({"text": "hello " * 9, "int_score": 4, "token_count": 300})
+    (tree / "records" / "a.jsonl").write_text(f"{record}\n" * 5)
+
+    # a tokenizer whose letters have other numbers
+    spec = byte_spec()
+    spec["model"]["vocab"] |= {"a": 98, "b": 97}
+    write_json(byte_rows(tree / "other") / "tokenizer.json", spec)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train.py", *placed(TOY, OUT=tree / "toy", TREE=tree)])
+        train.main()
+    return tree
+
+
+def placed(argv: list, **folders: Path) -> list[str]:
+    """A command line in which each name is replaced by its folder."""
+    line = "\n".join(map(str, argv))
+    for name, folder in folders.items():
+        line = line.replace(name, str(folder))
+    return line.split("\n")
+
+
+# --- what is typed: a command, and what its one line says
+TYPED = [
+    # no number, out of bounds, no such choice, no such flag, a flag that is missing
+    (toy, ["modes", "V=x", *OUT], "'V=x'"),
+    (train, [*TOY, "--learning_rate", "inf"], "--learning_rate: must be finite"),
+    (train, [*TOY, "--n_rounds", 1001], "1..1000"),
+    (sample, [*SAMPLE, "--dtype", "fp8"], "--dtype: invalid choice: 'fp8'"),
+    (toy, ["modes"], "--out"),
+    # a value that is empty, or begins with a dash
+    (sample, [*SAMPLE, "--ckpt", ""], "--ckpt: this path is empty"),
+    (train, [*TOY, "--out_dir", ""], "--out_dir: this path is empty"),
+    (prepare, ["", *OUT], "SOURCE"),
+    (sample, [*SAMPLE, "--prompt", "-->"], "with =, as in --prompt=-->"),
+    (sample, ["--prompt=--"], "--prompt=--: -- cannot be a value"),
+    # control characters are shown
+    (sample, [*SAMPLE, "--ckpt", "a\x1b[2J"], r"control characters in it: 'a\x1b[2J'"),
+    (sample, [*SAMPLE, "--device", "a\x1b"], "--device a<U+001B> is not usable"),
+    (prepare, ["a\x1b", *OUT], "a<U+001B>"),
+    # no such place, a place of another kind, one that is taken
+    (train, ["--config", "TREE/none.toml", *TOY], "no config at TREE/none.toml"),
+    (train, [*TOY, "--init_from", "resume"], "no training run to resume"),
+    (train, [*TEXT, "--init_from", "TREE/adapter"], "--init_from TREE/bytes"),
+    (playground, ["--ckpt", "TREE/toy"], "TREE/toy has no tokenizer"),
+    (prepare, ["names", *OUT, "--like", "TREE/pairs"], "TREE/pairs has no tokenizer.json"),
+    (prepare, ["names", "--out", "TREE/text"], "TREE/text already holds rows"),
+    (train, [*TOY, "--out_dir", "TREE/toy"], "already holds a run"),
+    (toy, ["modes", "--out", "TREE/link"], "TREE/link is a link to nowhere"),
+    # sizes that do not fit each other
+    (train, [*TOY, "--block_length", 8], "made for blocks of 2"),
+    (train, [*TEXT, "--seq_len", 100], "--seq_len 100"),
+    (train, [*TEXT, "--n_last", 5], "--n_last 5: this model has 2 layers"),
+    (evaluate, ["--ckpt", "TREE/bytes", "--data", "TREE/text", *CPU, "--seq_len", 1024], "at most 128"),
+    (toy, ["pairs", "m=3", *OUT], "even m, not 3"),
+    (sample, [*SAMPLE, "--prompt", "x" * 128], "128 tokens"),
+    (sample, [*SAMPLE[:2], "--prompt_ids", "5,9999", *CPU], "0..271"),
+    # tokens of another kind, also if their ids fit
+    (train, [*TEXT, "--data", "TREE/pairs"], "--like TREE/bytes"),
+    (train, [*TEXT, "--data", "TREE/other"], "--like TREE/bytes"),
+    (sample, [*SAMPLE, "--ckpt", "TREE/toy"], "--prompt_ids"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("script, argv, says", TYPED)
+def test_a_mistake_in_what_is_typed(script, argv, says, tree, tmp_path, monkeypatch, capsys):
+    argv, (says,) = (placed(words, TREE=tree, OUT=tmp_path / "out") for words in (argv, [says]))
+    assert says in refused(script, monkeypatch, capsys, *argv)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_config(tree, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "a.toml"
+    for text, says in {
+        "learning_rat = 0.1": "learning_rat = 0.1 is not a setting", "n_last = true": "--n_last",
+        "seq_len = 32.5": "--seq_len: invalid int value: '32.5'", 'checkpointing = "yes"': "--checkpointing",
+        'data = ""': "--data: this path is empty", "a = " + "[" * 10**4: "cannot be read, is damaged",
+    }.items():  # fmt: skip
+        path.write_text(text)
+        assert says in refused(train, monkeypatch, capsys, "--config", path, *SMALL, "--out_dir", tmp_path / "out")
+
+    # a byte order mark is no mistake; ~ is the home folder, also where a shell does not know it
+    path.write_text('out_dir = "~/runs/a"', encoding="utf-8-sig")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    caller(train, monkeypatch, capsys)("--config", path, *placed(TOY[:-2], TREE=tree))
+    saved = tmp_path / "runs" / "a" / "train.json"
+    saved.write_text(saved.read_text(), encoding="utf-8-sig")
+    assert util.read_json(saved, "run")["max_iters"] == 2
+    caller(sample, monkeypatch, capsys)("--ckpt=~/runs/a", "--prompt_ids", 1, "--gen_length", 1, *CPU)
+
+
+# --- files that are damaged: a folder, its file, a command that reads it, and what an entry of the file becomes
+GONE = object()
+IT = ["--data", "IT", "--init_from", "scratch", "--seq_len", 32, *SMALL, "--out_dir", "OUT"]
+LIKE = ["--data", "IT", "--init_from", "TREE/bytes", "--seq_len", 32, *SMALL, "--out_dir", "OUT"]
+DECODE = ["--ckpt", "IT", *SAMPLE[2:]]
+RESUME = ["--init_from", "resume", "--out_dir", "IT", "--max_iters", 2]
+READERS = [
+    ("bytes", "config.json", sample, DECODE,
+     {"n_layer": -1, "n_embd": "4", "head_dim": GONE, "rope_theta": float("nan"), "eos_id": True, "unknown": 1}),
+    ("bytes", "model.safetensors", sample, DECODE, {"markers/dtype": "?", "markers/shape": [9], "markers": GONE}),
+    ("shards", "model.safetensors.index.json", sample, DECODE, {"weight_map": 4, "weight_map/markers": "a\0b"}),
+    ("bpe", "tokenizer.json", sample, DECODE,
+     {"model": [], "model/vocab": None, "model/merges": GONE, "added_tokens/0": 4, "added_tokens/1/id": "4"}),
+    ("text", "tokenizer.json", train, LIKE, {}),
+    ("adapter", "adapter.json", sample, DECODE, {"base": "nowhere", "n_last": 4.5, "stage_b": "x", "lora_r": 0}),
+    ("adapter", "adapter.safetensors", sample, DECODE, {"markers": GONE}),
+    ("toy", "meta.json", evaluate, ["--ckpt", "IT", *CPU], {"judge": [], "judge/toy": 4}),
+    ("toy", "train.json", train, RESUME, {"init_from": GONE, "seq_len": "x", "unknown": 1}),
+    ("toy", "state.safetensors", train, RESUME, {"param.markers/shape": [9], "__metadata__": GONE}),
+    ("pairs", "meta.json", train, IT,
+     {"vocab_size": 2**40, "eos_id": -1, "mask_id": GONE, "n_plain": "4", "block_length": 16}),
+    ("pairs", "train.safetensors", train, IT, {"ids/shape": [4], "starts/dtype": "I32", "prompts": GONE}),
+    ("records", "a.jsonl", prepare, ["IT/a.jsonl", *OUT], {}),
+    ("released", "config.json", convert_weights, ["--src", "IT", *OUT], {"num_experts": None, "use_bias": True}),
+]  # fmt: skip
+
+
+def damaged(raw: bytes, name: str, place: str, value: object) -> bytes:
+    """The file with another value at one place of its JSON; in a file of tensors this is the header."""
+    n = int.from_bytes(raw[:8], "little") + 8 if name.endswith(".safetensors") else 0
+    about = json.loads(raw[8:n] or raw)
+    *outer, last = [int(key) if key.isdecimal() else key for key in place.split("/")]
+    holder = about
+    for key in outer:
+        holder = holder[key]
+    holder[last] = value
+    if value is GONE:
+        del holder[last]
+    text = json.dumps(about).encode()
+    return len(text).to_bytes(8, "little") + text + raw[n:] if n else text
+
+
+@pytest.mark.parametrize("folder, name, script, argv, entries", READERS)
+def test_a_damaged_file_is_named(folder, name, script, argv, entries, tree, tmp_path, monkeypatch, capsys):
+    it, out = tree / "it", tmp_path / "out"
+    shutil.rmtree(it, ignore_errors=True)
+    shutil.copytree(tree / folder, it)
+    raw = (it / name).read_bytes()
+    contents = [b"", b"{", b"null", b"\xff\xfe", b"[" * 10**5, raw[: len(raw) // 2]]
+    contents += [damaged(raw, name, place, value) for place, value in entries.items()]
+
+    run = caller(script, monkeypatch, capsys)
+    argv = placed(argv, IT=it, OUT=out, TREE=tree)
+    for content in contents:
+        (it / name).write_bytes(content)
+        line = run.fails(*argv)
+        assert str(it) in line or "--init_from" in line, content[-200:]
+        assert not out.exists()
+    (it / name).write_bytes(raw)
+    run(*argv)
+
+
+def test_lines_that_are_cut_short(tmp_path):
+    """Of a log, what came before the last save is kept, with that save's validation. A record after a line that was cut
+    short gets a line of its own, also if the earlier one lacks only its line end."""
+    path = tmp_path / "new" / "r.jsonl"
+    for held, there in ((None, []), (b'{"n": 1}\n{"n"', [1]), (b'{"n": 1}\n{"n": 2}', [1, 2]), (b'{"n', [])):
+        if held is not None:
+            path.write_bytes(held)
+        append_line(path, {"n": 7})
+        assert [record["n"] for record in read_lines(path, {"n": int})] == [*there, 7]
+
+    kept = [b'{"step": 0}', b'{"step": 1}', b'{"step": 2, "val": true}']
+    dropped = [b"{", b"\0\0", b"5", b'"step"', b"\xff", b'{"step": 2}', b'{"step": 3, "val": true}']
+    for place in range(4):
+        path.write_bytes(b"\n".join([*kept[:place], *dropped, *kept[place:]]))
+        rewind_log(path, 2)
+        assert path.read_bytes() == b"".join(line + b"\n" for line in kept)
+
+
+# --- what is written is whole
+WRITERS = {
+    "a base": (train, TOY),
+    "an adapter": (train, ["--data", "TREE/pairs", "--init_from", "TREE/toy", *SMALL, "--out_dir", "OUT"]),
+    "convert": (convert_weights, ["--src", "TREE/released", *OUT]),
+    "export": (export, ["--to", "hf", "--src", "TREE/bytes", *OUT]),
+    "int8": (int8, ["--src", "TREE/bytes", *OUT]),
+    "toy": (toy, ["pairs", "--rows", 64, *OUT]),
+    "prepare": (prepare, ["TREE/records/a.jsonl", *OUT]),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_before_the_next(
+    name, tree, tmp_path, monkeypatch, capsys
+):  # fmt: skip
+    """Whatever a power cut leaves is whole: every file is flushed, then renamed, then its folder is flushed. And no
+    second run writes into the folder meanwhile."""
+    out = tmp_path / "out"
+    script, argv = WRITERS[name]
+    argv = placed(argv, OUT=out, TREE=tree)
+    run = caller(script, monkeypatch, capsys)
+    with alone_in(out):
+        assert f"another run is writing into {out}" in run.fails(*argv)
+    assert not out.exists()
+
+    flush, rename = os.fsync, os.replace
+    events = []
+
+    def fsync(number):
+        flush(number)
+        events.append(os.fstat(number).st_ino)
+
+    def replace(source, target):
+        at = os.stat(source).st_ino, os.stat(target.parent).st_ino
+        rename(source, target)
+        events.append((target.name, *at))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    before = os.umask(0o027)
+    run(*argv)
+    os.umask(before)
+
+    renamed = [i for i, event in enumerate(events) if isinstance(event, tuple)]
+    for i in renamed:
+        _, file, folder = events[i]
+        assert (events[i - 1], events[i + 1]) == (file, folder)
+    # there is no other way to write a file, and all have the same rights; the folder is in its own folder's list
+    assert {events[i][0] for i in renamed} == {path.name for path in out.iterdir()}
+    assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {0o640}
+    assert out.parent.stat().st_ino in events[: renamed[0]]
+
+    # a state says how many lines of the log are before it: they are on the disk first
+    states = [i for i in renamed if events[i][0] == "state.safetensors"]
+    assert len(states) == (2 if script is train else 0)
+    assert all((out / "log.jsonl").stat().st_ino in events[i - 3 : i] for i in states)
+
+
+def killed_at(k: int, script, monkeypatch, argv: list[str]) -> None:
+    """Run a command in a process that gets SIGKILL when its k-th file is about to be renamed. Beside it is a temporary
+    file of safetensors."""
+    child = os.fork()
+    if child:
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        return
+    files = []
+
+    def replace(source, target):
+        files.append(target)
+        if len(files) > k:
+            (Path(source).parent / ".tmpAbC123").write_bytes(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.rename(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    monkeypatch.setattr(sys, "argv", [script.__name__, *argv])
+    try:
+        script.main()
+    finally:
+        os._exit(1)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.parametrize("k", [0, 2])
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_command_that_was_killed_goes_on_and_leaves_nothing_of_its_own(name, k, tree, monkeypatch, capsys):
+    script, argv = WRITERS[name]
+    out, whole = tree / f"killed {name} {k}", tree / f"whole {name}"
+    killed_at(k, script, monkeypatch, placed(argv, OUT=out, TREE=tree))
+    assert len(list(out.glob(f"{util.UNFINISHED}*/.tmpAbC123"))) == 1
+    assert script is train or not {path.name for path in out.iterdir()} & {"config.json", "meta.json"}  # what is whole
+
+    run = caller(script, monkeypatch, capsys)
+    resumes = (out / "train.json").exists()
+    run(*(["--init_from", "resume", "--out_dir", out] if resumes else placed(argv, OUT=out, TREE=tree)))
+    if not whole.exists():
+        run(*placed(argv, OUT=whole, TREE=tree))
+    if script is train:
+        assert_same_end(out, whole)
+    varies = {"log.jsonl", "train.json"}  # the time, the folder
+    a, b = ({path.name: path for path in folder.iterdir()} for folder in (out, whole))
+    assert a.keys() == b.keys()
+    assert all(path.read_bytes() == b[name].read_bytes() for name, path in a.items() if name not in varies)
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path):
+    path = tmp_path / "folder" / "file"
+
+    def half(temporary: Path) -> None:
+        temporary.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    replace_file(path, lambda temporary: temporary.write_bytes(b"whole"))
+    with pytest.raises(Mistake, match="cannot write .*file: .*No space left"):
+        replace_file(path, half)
+    assert path.read_bytes() == b"whole" and list(path.parent.iterdir()) == [path]
+
+
+def test_several_that_write_into_one_place(tmp_path):
+    """Files of one folder: each has a temporary folder of its own, which no link replaces. And records of one file."""
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "a").write_text("theirs")
+    (tmp_path / util.UNFINISHED).symlink_to(tmp_path / "theirs")
+
+    def write_two(temporary: Path) -> None:
+        temporary.write_text("ours")
+        replace_file(tmp_path / "b", lambda other: other.write_text("ours"))
+
+    with alone_in(tmp_path):
+        replace_file(tmp_path / "a", write_two)
+    assert [(tmp_path / name).read_text() for name in ("a", "b", "theirs/a")] == ["ours", "ours", "theirs"]
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda n: append_line(tmp_path / "r.jsonl", {"n": n}), range(200)))
+    assert sorted(record["n"] for record in read_lines(tmp_path / "r.jsonl", {"n": int})) == list(range(200))
+
+
+def test_a_folder_that_is_deleted_under_a_run_is_not_written_to(tmp_path):
+    """Another run may have made it again. And a run that fails leaves no folder that it made."""
+    out = tmp_path / "a" / "out"
+    with alone_in(out):
+        write_json(out / "a.json", {})
+        shutil.rmtree(out)
+        out.mkdir()
+        with pytest.raises(Mistake, match="deleted or moved"):
+            write_json(out / "b.json", {})
+        with pytest.raises(Mistake, match="deleted or moved"):
+            report({"step": 0}, out / "log.jsonl", "", shown=False)
+    assert list(out.parent.iterdir()) == [out] and not list(out.iterdir())
+
+    for folder in (tmp_path / "b" / "c", tmp_path):
+        with pytest.raises(Mistake, match="ours"), alone_in(folder):
+            raise Mistake("ours")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+# --- runs
+def test_a_resume_keeps_its_settings_and_reads_what_it_has_read(tree, tmp_path, monkeypatch, capsys):
+    """Also from another working directory, where folders of the same names hold something else."""
+    run = caller(train, monkeypatch, capsys)
+    for home, rows in (("ours", "pairs"), ("theirs", "text")):
+        shutil.copytree(tree / rows, tmp_path / home / "rows")
+        shutil.copytree(tree / "toy", tmp_path / home / "base")
+    monkeypatch.chdir(tmp_path / "ours")
+    run("--data", "rows", "--init_from", "base", *SMALL, "--out_dir", "out")
+
+    monkeypatch.chdir(tmp_path / "theirs")
+    again = ["--init_from", "resume", "--out_dir", "../ours/out", "--max_iters", 3]
+    for change in (["--s_max", 3], ["--n_last", 1], ["--data", "rows"], ["--stage_b", "causal"]):
+        assert f"{change[0]} {change[1]} differs" in run.fails(*again, *change)
+    run(*again, "--data", "../ours/rows")
+    saved = util.read_json(tmp_path / "ours" / "out" / "train.json", "run")
+    assert saved["data"] == str(tmp_path / "ours" / "rows") and saved["init_from"] == str(tmp_path / "ours" / "base")
+
+    # the hash of what is read is noted, and must stay
+    args = Namespace(out_dir="out", rows_hash=None)
+    check_hash(args, "rows_hash", "1", "rows")
+    check_hash(args, "rows_hash", "1", "rows")
+    with pytest.raises(Mistake, match="out was trained on other rows than rows holds now"):
+        check_hash(args, "rows_hash", "2", "rows")
+
+
+def test_rows_that_go_while_a_run_learns_are_not_missed(tree, tmp_path, monkeypatch, capsys):
+    """The checkpoint still says what its ids mean."""
+    rows, out = tmp_path / "rows", tmp_path / "out"
+    shutil.copytree(tree / "text", rows)
+    expected = {name: (rows / name).read_bytes() for name in ("meta.json", "tokenizer.json")}
+    monkeypatch.setattr(train, "report", lambda *given, **how: shutil.rmtree(rows, ignore_errors=True))
+    caller(train, monkeypatch, capsys)(*placed(IT, IT=rows, OUT=out))
+    assert {name: (out / name).read_bytes() for name in expected} == expected
+
+
+@pytest.mark.parametrize("before, caught", [(signal.SIG_DFL, [signal.SIGHUP]), (signal.SIG_IGN, [])])
+def test_a_lost_terminal_stops_a_run_as_ctrl_c_does(before, caught, monkeypatch):
+    """But not under nohup, which has the signal ignored."""
+    monkeypatch.setattr(os, "dup2", lambda *numbers: None)
+    old = signal.signal(signal.SIGHUP, before)
+    with interruptible() as asked:
+        signal.raise_signal(signal.SIGHUP)
+        assert asked == caught
+    signal.signal(signal.SIGHUP, old)
+
+
+def test_a_run_says_what_its_figures_mean():
+    paper, causal = Namespace(stage_b="paper"), Namespace(stage_b="causal")
+    says = "Stage B fills its bundle as Stage A does (-0.00004 nats a position)"
+    assert verdict({"B_less_A": -4e-5}, paper) == says + "; for this loss that is its optimum, see results/theorem"
+    assert verdict({"B_less_A": -4e-5}, causal) == says
+    assert verdict({"B_less_A": -1.274}, causal) == "Stage B saves 1.27 nats a position against Stage A"
+    assert verdict({"B_less_A": 0.5}, paper) == "Stage B costs 0.50 nats a position against Stage A"
+    assert verdict({"m2t_A": 2.5}, paper) == "Stage A's cross-entropy at masks is 2.50 nats a position"
+
+
+# --- what is printed
+def test_a_terminal_is_given_no_command(tree, monkeypatch, capsys):
+    """Escapes, halves of characters, and characters that change the direction of writing are made visible. Any other
+    character stays, and so do line ends and tabs."""
+    assert util.printable("a\x1b[2J\rb\x9b\u202ex\ud800") == "a<U+001B>[2J<U+000D>b<U+009B><U+202E>x<U+D800>"
+    assert util.printable("é漢\u3000😀\u200d\u00a0\n\t") == "é漢\u3000😀\u200d\u00a0\n\t"
+    for how in ([], ["--watch"]):
+        out = caller(sample, monkeypatch, capsys)(*placed([*SAMPLE, "--prompt", "a\x1b[2J\x07", *how], TREE=tree))
+        assert "\x1b[2J" not in out and "\x07" not in out and "a<U+001B>[2J<U+0007>" in out
+
+
+def test_help_shows_folders_as_they_are_typed(monkeypatch, capsys):
+    for script in (train, base, sample, evaluate, playground):
+        code, out, _ = command_line(script, monkeypatch, capsys, "--help")
+        assert code == 0 and "(default: " in out and "PosixPath" not in out and str(ROOT) not in out
+
+
+# --- one handler for all, and our own mistakes
+def raising(error: BaseException) -> SimpleNamespace:
+    def main():
+        raise error
+
+    return SimpleNamespace(__name__="script", main=util.command(main))
+
+
+def test_what_a_user_can_mend_is_one_line_and_what_only_we_can_is_a_traceback(tree, monkeypatch, capsys):
+    allocator = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+    for error, words in (
+        (OSError(28, "No space left on device"), "No space left on device"), (KeyboardInterrupt(), "interrupted"),
+        (torch.OutOfMemoryError(), "memory"), (allocator, "memory"), (Mistake("a\nb \0"), "error: a b <U+0000>"),
+    ):  # fmt: skip
+        assert words in refused(raising(error), monkeypatch, capsys)
+    with pytest.raises(RuntimeError):
+        command_line(raising(RuntimeError("ours")), monkeypatch, capsys)
+
+    # an error of the code is none of the file that it is about
+    for error, shown in ((KeyError, KeyError), (TypeError, TypeError), (ValueError, Mistake), (EOFError, Mistake)):
+        with pytest.raises(shown), util.reading(tree, "file"):
+            raise error("ours")
+    monkeypatch.setattr(checkpoint.Model, "begin_from", lambda model, state: state["ours"])
+    with pytest.raises(KeyError, match="ours"):
+        command_line(sample, monkeypatch, capsys, *placed(SAMPLE, TREE=tree))
+
+
+def test_a_reader_who_leaves_is_no_error():
+    """As in `python toy.py | head -1`, the pipe is closed before the rest is written."""
+    process = subprocess.Popen([sys.executable, "toy.py"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait() == 141 and not err
+
+
+def test_an_interactive_session_outlives_ctrl_c_and_keeps_its_threads(tree):
+    lines = "import lib.first\nraise KeyboardInterrupt\nprint('alive')\n"
+    done = subprocess.run([sys.executable, "-i", "-c", ""], input=lines, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "alive\n" and "error: interrupted" in done.stderr
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    checkpoint.load_model(tree / "bytes", "cpu", torch.float32)
+    assert torch.get_num_threads() == before + 1
+    torch.set_num_threads(before)
