@@ -36,7 +36,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -47,7 +46,18 @@ from checkpoint import DTYPES, PRESETS, STAGE_B
 from corrupt import CORRUPTIONS, Corruption, M, corrupt, draw_bundle, kinds_apart, three_term_loss
 from lib.optimizers import OPTIMIZERS
 from lib.rows import WHOLE, Batch, Corpus, copy_tokens, get_batch, read_corpus, read_meta, rows_hash
-from lib.run import check_finite, cosine, interruptible, means, report, rewind_log, run_settings, tell_what_is_next
+from lib.run import (
+    check_finite,
+    check_hash,
+    cosine,
+    interruptible,
+    means,
+    report,
+    rewind_log,
+    run_settings,
+    save_settings,
+    tell_what_is_next,
+)
 from lib.util import (
     Parser,
     alone_in,
@@ -60,7 +70,6 @@ from lib.util import (
     printable,
     progress,
     quoted,
-    write_json,
 )
 from model import Context, Model
 
@@ -183,6 +192,7 @@ def loop(
         report(validation, log, "validation before the first step", shown=True, explained=True)
 
     saved = done
+    validation = None
     steps = range(done, args.max_iters)
     with interruptible() as caught:
         for it in progress(steps, "train", done=done) if writes else steps:
@@ -227,7 +237,10 @@ def loop(
             if stop:
                 break
     if writes:
-        finish(model, optimizer, saved, done, args)
+        # the run may have been killed after it saved its state, and before it saved what was learned
+        if saved == done:
+            save(model, optimizer, done, args)
+        tell_what_is_next(saved, args, validation)
     if saved < args.max_iters:
         raise SystemExit(130)  # the exit code of a program that Ctrl-C has ended
 
@@ -235,11 +248,11 @@ def loop(
 def begin(model: Model, corpus: Corpus, optimizer: torch.optim.Optimizer, args: Namespace, writes: bool) -> int:
     """Go on where the run was saved, and write what a run begins with -> how many steps it has taken."""
     folder = Path(args.out_dir)
-    done = checkpoint.restore_state(model, optimizer, folder, args.run) if args.resume else 0
+    done = checkpoint.restore_state(model, optimizer, folder, args.run_id) if args.resume else 0
     if done > args.max_iters:
         fail(f"--max_iters {args.max_iters}: this run has taken {done} steps already")
     if writes:
-        write_json(folder / "train.json", {k: v for k, v in vars(args).items() if k not in ("resume", "config")})
+        save_settings(args)
         rewind_log(folder / "log.jsonl", done)
         if not saves_adapter(args):
             # the checkpoint needs the rows' meta.json and tokenizer.json, and the rows may go away later
@@ -299,11 +312,9 @@ def start(args: Namespace, corpus: Corpus) -> Model:
         # what learns is always float32
         dtype = DTYPES[args.dtype] if saves_adapter(args) else torch.float32
         model = checkpoint.load_model(args.init_from, device, dtype, args.stage_b, **sizes)
-        if args.resume and model.base_hash != args.base_hash:
-            fail(f"{args.init_from} has other weights than this run began with: put the old ones back")
+        check_hash(args, "base_hash", model.base_hash, args.init_from)
         if checkpoint.is_int8(model) and (args.stage_b != "paper" or args.lora_r == 0):
             fail(f"{args.init_from} is int8, and cannot learn: give --stage_b paper and a --lora_r above 0")
-        args.base_hash = model.base_hash
         if saves_adapter(args):
             model.adapt(args.lora_r, generator(args.seed, "lora"))
     model.compute_dtype = DTYPES[args.dtype]
@@ -321,19 +332,12 @@ def save(model: Model, optimizer: torch.optim.Optimizer, steps: int, args: Names
     folder = Path(args.out_dir)
     flush(folder / "log.jsonl")  # the state must not be ahead of the log
     state = checkpoint.training_state(model, optimizer)
-    about = {"step": str(steps), "run": args.run, "tensors": str(len(state))}
+    about = {"step": str(steps), "run": args.run_id, "tensors": str(len(state))}
     checkpoint.save_tensors(folder / "state.safetensors", state, about)
     if saves_adapter(args):
         checkpoint.save_adapter(model, folder, Path(args.init_from), args.lora_r)
     else:
         checkpoint.save_model(model, folder)
-
-
-def finish(model: Model, optimizer: torch.optim.Optimizer, saved: int, done: int, args: Namespace) -> None:
-    """Save if the run was killed after it saved its state, and before it saved what was learned; say what is next."""
-    if saved == done:
-        save(model, optimizer, done, args)
-    tell_what_is_next(saved, args)
 
 
 # --- flags
@@ -425,13 +429,7 @@ def settle(args: Namespace) -> None:
         sizes = f"--block_length {args.block_length}, at most {cfg.max_len}"
         fail(f"--seq_len {args.seq_len} must be a multiple of {sizes}")
 
-    # what a resume must find again: the same run, on the same rows, from the same weights (see start)
-    rows = rows_hash(Path(args.data))
-    if args.resume and rows != args.rows_hash:
-        fail(f"--data {args.data} has other rows than this run began with: put the old ones back")
-    args.rows_hash = rows
-    if not args.resume:
-        args.run = uuid4().hex
+    check_hash(args, "rows_hash", rows_hash(Path(args.data)), args.data)
 
 
 def refuse_used(args: Namespace) -> None:

@@ -11,6 +11,7 @@ from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from uuid import uuid4
 
 from torch import Tensor
 from tqdm import tqdm
@@ -31,8 +32,10 @@ from lib.util import (
     write_json,
 )
 
-# what a run reads, by its hash: it is in train.json beside the flags, so that a resumed run reads the same
+# what a run reads, by its hash: it is in train.json beside the flags, so that a resumed run reads the same. So is the
+# run's own name, which its state has, too
 HASHES = {"base_hash": "weights", "rows_hash": "rows"}
+BESIDE = (*HASHES, "run_id")
 
 
 # --- settings
@@ -41,7 +44,7 @@ def run_settings(parser: Parser, free: set[str]) -> Namespace:
     may change only its `free` settings."""
     given = name_places(parser.parse_args())
     resume = given.init_from == "resume"
-    hashes = dict.fromkeys(HASHES)
+    beside = dict.fromkeys(BESIDE) | {"run_id": uuid4().hex}
     settings = {}
     path = None
     if resume:
@@ -49,7 +52,7 @@ def run_settings(parser: Parser, free: set[str]) -> Namespace:
         if given.config:
             fail(f"--config {given.config}: leave it out, a resumed run takes its settings from {path}")
         settings = read_json(path, "training run to resume (--out_dir of an earlier run)")
-        hashes = {name: settings.pop(name, None) for name in HASHES}
+        beside = {name: settings.pop(name, None) for name in BESIDE}
         if not settings.keys() <= vars(given).keys():
             fail(f"{given.out_dir} is a run of another script (base.py or train.py): resume it with that one")
     elif given.config:
@@ -73,7 +76,7 @@ def run_settings(parser: Parser, free: set[str]) -> Namespace:
             if now[name] != value and name not in free:
                 fail(f"--{name} {getattr(args, name)} differs from the run's {value}: leave it out, or start a new run")
     args.resume = resume
-    vars(args).update(hashes)
+    vars(args).update(beside)
     return args
 
 
