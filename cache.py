@@ -99,9 +99,12 @@ class KVCache:
         offset = torch.arange(self.B, device=self.kv.device)
         cos, sin = rotary(self.cfg, self.length[:, None] + offset, self.kv.dtype)
 
-        # a row attends to its current block, and to its own finished blocks
+        # a row attends to its current block, and to its own finished blocks that are in the window
         key = torch.arange(-self.B, max(self.lengths), device=self.kv.device)
-        mask = key < self.length[:, None, None, None]  # (R, 1, 1, S)
+        length = self.length[:, None, None, None]
+        mask = key < length  # (R, 1, 1, S)
+        if self.cfg.window:
+            mask = mask & ((key < 0) | (key >= length + self.B - self.cfg.window))
         return Context(cos, sin, mask, self.keys, n_rounds=self.n_rounds)
 
 

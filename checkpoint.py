@@ -172,8 +172,8 @@ def read_config(folder: Path, **changes) -> Config:
     if "model_type" in raw:
         fail(f"{path} is a released checkpoint's: `python convert_weights.py --src {quoted(folder)} --out DIR` first")
 
-    # every field must be there, because a default could be another model's value; only these two came later
-    raw = {"router": Config.router, "stage_b": Config.stage_b} | raw
+    # every field must be there, because a default could be another model's value; only these came later
+    raw = {name: getattr(Config, name) for name in ("router", "stage_b", "window")} | raw
     known = {field.name: field.type for field in fields(Config)}
     for name in sorted(raw.keys() - known.keys() - {"int8"}):
         fail(f"{path}: unknown field {name}: it may change the model")

@@ -56,6 +56,7 @@ class Config:
     rotary_dim: int = 64
     norm_eps: float = 1e-6
     max_len: int = 32768
+    window: int = 0  # a position attends to at most so many tokens: no row of its training was longer; 0: to all
     block_length: int = 32
     qkv_bias: bool = False
     proj_bias: bool = False
@@ -175,9 +176,10 @@ class Model(nn.Module):
     def who_sees_whom(self, real: Tensor, one_by_one: Tensor | None, make_mask: Callable) -> Tensor:
         """(T, S) bool, or (R, 1, T, S) where rows differ. make_mask: one of the two below."""
         T = real.shape[1]
-        mask = make_mask(T, self.cfg.block_length, real.device)
+        window = self.cfg.window or T
+        mask = make_mask(T, self.cfg.block_length, window, real.device)
         if one_by_one is not None:
-            mask = torch.where(one_by_one[:, None, None], make_mask(T, 1, real.device), mask)
+            mask = torch.where(one_by_one[:, None, None], make_mask(T, 1, window, real.device), mask)
         if not real.all():
             S = mask.shape[-1]
             itself = torch.eye(T, S, dtype=torch.bool, device=real.device)
@@ -243,8 +245,8 @@ class Model(nn.Module):
 
 
 # --- who sees whom
-def block_causal_mask(T: int, block_length: int, device: torch.device | str = "cpu") -> Tensor:
-    """(T, T) bool, query by key: a position sees its own block and all earlier blocks.
+def block_causal_mask(T: int, block_length: int, window: int, device: torch.device | str = "cpu") -> Tensor:
+    """(T, T) bool, query by key: a position sees its own block, and the earlier blocks that are in the window.
 
     T = 4, block_length = 2:      1 1 0 0
                                   1 1 0 0
@@ -252,10 +254,11 @@ def block_causal_mask(T: int, block_length: int, device: torch.device | str = "c
                                   1 1 1 1
     """
     block = torch.arange(T, device=device) // block_length
-    return block[:, None] >= block[None, :]
+    blocks_back = block[:, None] - block[None, :]
+    return (blocks_back >= 0) & (blocks_back * block_length < window)
 
 
-def beside_clean_mask(T: int, block_length: int, device: torch.device | str = "cpu") -> Tensor:
+def beside_clean_mask(T: int, block_length: int, window: int, device: torch.device | str = "cpu") -> Tensor:
     """(T, 2T) bool, query by key: a corrupted position of row z sees its own block, and the *clean* blocks before it,
     those of row x.
 
@@ -265,10 +268,9 @@ def beside_clean_mask(T: int, block_length: int, device: torch.device | str = "c
                                    0  0  1  1    1  1  0  0
                                    0  0  1  1    1  1  0  0
     """
-    block = torch.arange(T, device=device) // block_length
-    same = block[:, None] == block[None, :]
-    earlier = block[:, None] > block[None, :]
-    return torch.cat([same, earlier], dim=1)
+    sees = block_causal_mask(T, block_length, window, device)
+    own = sees & sees.T
+    return torch.cat([own, sees & ~own], dim=1)
 
 
 # --- the layers

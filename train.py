@@ -303,7 +303,7 @@ def start(args: Namespace, corpus: Corpus) -> Model:
     if args.init_from == "scratch":
         meta = corpus.meta
         ids = dict(vocab_size=meta.vocab_size, eos_id=meta.eos_id, mask_id=meta.mask_id)
-        cfg = replace(PRESETS[args.preset], **sizes, **ids, stage_b=args.stage_b)
+        cfg = replace(PRESETS[args.preset], **sizes, **ids, stage_b=args.stage_b, window=args.seq_len)
         folder = Path(args.out_dir)
         if args.resume and (folder / "config.json").exists():
             cfg = checkpoint.read_config(folder)  # the preset may have been edited since

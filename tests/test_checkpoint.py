@@ -158,12 +158,12 @@ def test_a_config_that_cannot_be_meant_is_refused(change, words, base):
     assert words in line and str(path) in line
 
 
-@pytest.mark.parametrize("name", asdict(Config(**dict.fromkeys(REQUIRED, 1))).keys() - {"router", "stage_b"})
+@pytest.mark.parametrize("name", asdict(Config(**dict.fromkeys(REQUIRED, 1))).keys() - {"router", "stage_b", "window"})
 def test_a_config_without_a_field_is_refused(name, base):
-    """A default could be another model's value. Older configs name no router and no Stage B."""
+    """A default could be another model's value. Older configs name no router, no Stage B and no window."""
     path = base / "config.json"
     raw = json.loads(path.read_text())
-    del raw["router"], raw["stage_b"]
+    del raw["router"], raw["stage_b"], raw["window"]
     path.write_text(json.dumps(raw))
     assert load(base).cfg.stage_b == "paper"
     del raw[name]

@@ -44,6 +44,18 @@ def test_rows_that_are_read_one_by_one_are_rows_of_blocks_of_one():
             torch.testing.assert_close(both[one], alone, **CLOSE)
 
 
+@pytest.mark.parametrize("block_length", [1, 4])
+def test_a_window_of_two_blocks_by_hand(block_length):
+    """A position sees its own block and the one before: of the row itself, or of the clean copy."""
+    model, T = tiny_model(block_length=block_length, window=2 * block_length), 6 * block_length
+    real = torch.ones(1, T, dtype=torch.bool)
+    block = torch.arange(T) // block_length
+    sees = [[a - b in (0, 1) for b in block.tolist()] for a in block.tolist()]
+    assert model.context(real).mask.tolist() == sees
+    own = [[a == b for b in block.tolist()] + [a - b == 1 for b in block.tolist()] for a in block.tolist()]
+    assert model.context(real, random_ids(1, T)).mask.tolist() == own
+
+
 # --- experts
 def experts_loop(moe: MoE, x, chosen, weights):
     """The loop in MoE.experts' docstring: every choice of every token, one after the other."""

@@ -36,7 +36,7 @@ def test_generate_equals_the_specification_whatever_the_settings(seed, monkeypat
     B, n_last, std = draw.choice([1, 3, 4, 8]), draw.randint(1, 4), draw.choice([0.15, 0.25, 0.35])
     # two tokens at least, the first no mask: positions of a text of masks alone have equal logits, an exact tie
     prompts = [prompt(1, seed + 1) + prompt(n, seed, high=MASK + 2) for n in draw.sample(range(1, 19), 3)]
-    model = tiny_model(seed, std, block_length=B, n_last=n_last)
+    model = tiny_model(seed, std, block_length=B, n_last=n_last, window=draw.choice([0, 2 * B, 3 * B]))
     if seed % 4 > 1:
         random_lora(model)
     d = replace(d, holes=draw.random() < 0.5, select=draw.choice([*SELECT]))
