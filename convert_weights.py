@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import FLOATS, check_config, check_fit, read_weights, refuse_nan, save_tensors, stored
+from checkpoint import FLOATS, SIZES, check_config, check_fit, read_weights, refuse_nan, save_tensors, stored
 from lib.tokenizer import bpe_tokenizer
 from lib.util import (
     Parser,
@@ -180,7 +180,7 @@ def our_config(src: Path) -> Config:
         given = name in raw or name == "model_type"
         if given and raw.get(name) != value:
             fail(f"{path}: {name} = {raw.get(name)!r} is not implemented, only {value!r} is")
-    known = {*MUST_BE, *FIELDS, *ROTARY, *IGNORED}
+    known = {*MUST_BE, *FIELDS, *ROTARY, *SIZES, *IGNORED}
     for name in sorted(raw.keys() - known):
         fail(f"{path}: unknown field {name} = {raw[name]!r}: it may change the model, so it cannot be ignored")
 
@@ -198,12 +198,18 @@ def our_config(src: Path) -> Config:
     kinds = {field.name: field.type for field in fields(Config)}
     values = {ours: checked_entry(raw, name, kinds[ours], path) for name, ours in FIELDS.items()}
     values["rotary_dim"] = rotary_width(raw, path)
-    values["n_last"] = min(Config.n_last, values["n_layer"])
+    assumed = assumed_sizes(values["n_layer"])
+    values |= {name: checked_entry(assumed | raw, name, int, path) for name in assumed}
     if tokenizer.vocab_size > values["vocab_size"]:
         fail(f"{text} has ids up to {tokenizer.vocab_size - 1}, but vocab_size is {values['vocab_size']} in {path}")
     cfg = Config(**values, **ids)
     check_config(cfg, path)
     return cfg
+
+
+def assumed_sizes(n_layer: int) -> dict[str, int]:
+    """The sizes for which a released config has no entry. If a model has others, llada.export adds them."""
+    return {"block_length": Config.block_length, "n_last": min(Config.n_last, n_layer), "n_rounds": Config.n_rounds}
 
 
 def unfold_rope(raw: dict, path: Path) -> None:

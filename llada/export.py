@@ -9,6 +9,8 @@ from the released folder yourself. `config.json` is written last. A folder witho
 command completes it.
 """
 
+import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +21,7 @@ import checkpoint
 import convert_weights
 from checkpoint import about_adapter, base_of, read_tensors
 from convert_weights import Plan, copies, plan, survey, write_checkpoint
-from lib.util import Parser, command, copy_file, fail, write_json
+from lib.util import Parser, command, copy_file, fail, read_json, write_json
 from model import LORA_SCALE, Config
 
 
@@ -28,6 +30,28 @@ def released_config(cfg: Config) -> dict:
     fields = {name: getattr(cfg, field) for name, field in convert_weights.FIELDS.items()}
     rotary = {"partial_rotary_factor": cfg.rotary_dim / cfg.head_dim, "rotary_dim": cfg.rotary_dim}
     return {**convert_weights.MUST_BE, **fields, **rotary, "pad_token_id": cfg.eos_id, "use_cache": False}
+
+
+def config_file(base: Path, cfg: Config) -> Callable[[Path], None]:
+    """What writes config.json. A base that was converted still has the released one, and gets it back byte for byte,
+    unless a size for which that has no entry must be added, under our name for it."""
+    original = base / "released_config.json"
+    raw = read_json(original, "released config") if original.exists() else released_config(cfg)
+
+    assumed = convert_weights.assumed_sizes(cfg.n_layer)
+    sizes = {name: getattr(cfg, name) for name in assumed}
+    added = {name: value for name, value in sizes.items() if value != raw.get(name, assumed[name])}
+    if original.exists() and not added:
+        return partial(copy_file, original)
+    return partial(write_json, value=raw | added)
+
+
+def checked_adapter(folder: Path, cfg: Config, about: dict) -> dict[str, Tensor]:
+    """The tensors of an adapter, after the checks with which it is loaded. The model is one of shapes alone."""
+    model = checkpoint.empty_model(cfg, "meta")
+    with warnings.catch_warnings(action="ignore"):  # that shapes alone take no numbers
+        checkpoint.load_adapter(model, folder, about)
+    return dict(read_tensors([folder / "adapter.safetensors"]))
 
 
 def released_tensors(found: dict[str, Tensor], shard: list[Plan], adapter: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -47,16 +71,15 @@ def released_tensors(found: dict[str, Tensor], shard: list[Plan], adapter: dict[
 def to_hf(src: Path, out: Path) -> None:
     """Convert the model in `src`, or the base of the adapter in `src` with its LoRA, to the released layout."""
     base = base_of(src)
-    cfg = checkpoint.read_config(base)
     about = about_adapter(src)
+    cfg = checkpoint.read_config(base, **{name: about[name] for name in checkpoint.SIZES if about})
     if checkpoint.stage_b_of(src) != "paper":
         fail(f"{src}: its Stage B is not the paper's, and the released layout has no place for it")
     if cfg.router != Config.router:
         fail(f"{src}: the released layout has no place for its router, {cfg.router!r}")
     adapter = {}
     if about:
-        checkpoint.check_base(base, src)
-        adapter = dict(read_tensors([src / "adapter.safetensors"]))
+        adapter = checked_adapter(src, cfg, about)
     found = survey(base)
     shards = plan(cfg)
     expected = {planned.name: torch.empty(planned.shape, device="meta") for planned in sum(shards, [])}
@@ -66,16 +89,13 @@ def to_hf(src: Path, out: Path) -> None:
     }
     checkpoint.check_fit(base, found, expected, "the checkpoint is incomplete", dropped)
 
-    # the other files: the markers, with the n for which they were trained; and the config. A model that was converted
-    # still has the released one
+    # the other files: the markers, with the n for which they were trained; and the config
     files = copies(base, *convert_weights.TEXT)
     markers = adapter.get("markers", found.get("markers"))
     if markers is not None:
-        made_for = {"n_last": str(about.get("n_last", cfg.n_last))}
+        made_for = {"n_last": str(cfg.n_last)}
         files["markers.safetensors"] = partial(checkpoint.save_tensors, tensors={"markers": markers}, metadata=made_for)
-    files["config.json"] = partial(write_json, value=released_config(cfg))
-    if (base / "released_config.json").exists():
-        files["config.json"] = partial(copy_file, base / "released_config.json")
+    files["config.json"] = config_file(base, cfg)
 
     write_checkpoint(out, [partial(released_tensors, found, shard, adapter) for shard in shards], files)
 

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from test_convert import GOLDEN, bits
 
 import convert_weights
-from checkpoint import PRESETS, load_model, new_model, save_model
+from checkpoint import PRESETS, load_model, new_model, read_tensors, save_model, save_tensors
 from lib.tokenizer import byte_spec
 from lib.util import generator, read_json, write_json
 from llada import export
@@ -27,7 +27,8 @@ def run(tmp_path, monkeypatch, capsys):
 
 
 def test_a_model_trained_here_exports_and_converts_back(run, tmp_path):
-    cfg = replace(PRESETS["tiny"], eos_id=256, mask_id=257)  # the byte tokenizer's
+    # ids are the byte tokenizer's; sizes are not those that a released config stands for
+    cfg = replace(PRESETS["tiny"], eos_id=256, mask_id=257, block_length=8, n_last=2, n_rounds=2)
     model = new_model(cfg, generator("export"))
     model.markers.data.fill_(0.5)
     save_model(model, tmp_path / "ours")
@@ -47,7 +48,9 @@ def test_lora_is_merged_and_nothing_else_changes(run, golden, tmp_path):
     model = random_adapter(tmp_path / "adapter", golden, n_last=2, n_rounds=2)
     run(tmp_path / "adapter")
     convert_weights.convert(tmp_path / "hf", tmp_path / "reloaded")
-    reloaded = load_model(tmp_path / "reloaded", "cpu", torch.float32).state_dict()
+    reloaded = load_model(tmp_path / "reloaded", "cpu", torch.float32)
+    assert reloaded.cfg == model.cfg  # n = 2 and K = 2 are the adapter's
+    reloaded = reloaded.state_dict()
     for i, layer in enumerate(model.layers):
         assert torch.equal(layer.attn.qkv.weight, base.layers[i].attn.qkv.weight)
         for name, linear in (("qkv", layer.attn.qkv), ("proj", layer.attn.proj)):
@@ -73,4 +76,22 @@ def test_what_is_not_exported(run, golden, tmp_path, monkeypatch):
     path = tmp_path / "adapter" / "adapter.json"
     write_json(path, read_json(path, "adapter") | {"base_hash": "another"})
     assert "trained on other weights" in run.fails(tmp_path / "adapter")
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("damage, says", [
+    (lambda t: t.pop("layers.1.attn.qkv.lora_B"), "no such tensor there"),
+    (lambda t: [t.pop(name) for name in list(t) if "lora" in name], "no such tensor there"),
+    (lambda t: t.update({"layers.0.attn.proj.lora_B": t["layers.0.attn.proj.lora_B"][:1]}), "in the model"),
+    (lambda t: t.update({"layers.0.attn.qkv.lora_A": t["layers.0.attn.qkv.lora_A"][:2]}), "in the model"),
+    (lambda t: t.update(markers=t["markers"].to(torch.int8)), "stored as torch.int8"),
+    (lambda t: t["markers"].fill_(float("nan")), "NaN"),
+])  # fmt: skip
+def test_an_adapter_that_would_not_load_is_not_merged(damage, says, run, golden, tmp_path):
+    random_adapter(tmp_path / "adapter", golden)
+    path = tmp_path / "adapter" / "adapter.safetensors"
+    tensors = dict(read_tensors([path]))
+    damage(tensors)
+    save_tensors(path, tensors)
+    assert says in run.fails(tmp_path / "adapter")
     assert not (tmp_path / "hf").exists()
