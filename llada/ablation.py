@@ -1,7 +1,7 @@
 """The rows of the paper's Table 2, and that table on names, where every answer can be judged.
 
 A row says whose weights decode, with which gates, and by which step. Two of the steps are defined here, the others in
-sample.py. llada/run.py answers a benchmark as any of these rows does. Causal Stage B has no row.
+sample.py. llada/harness.py answers a benchmark as any of these rows does. Causal Stage B has no row.
 
     python -m llada.ablation --ckpt assets/names/paper      # or your own: python train.py --n_last 3
 """
@@ -46,8 +46,8 @@ def by_turns(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding, b
 def without_marker(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
     """The paper's step without a marker: the last n layers run again on the same prefix states."""
 
-    def stage_b(h: Tensor, bundle: Tensor) -> Tensor:
-        return engine.stage_b(h, torch.zeros_like(bundle))
+    def stage_b(h: Tensor, bundle: Tensor, *tokens: Tensor) -> Tensor:
+        return engine.stage_b(h, torch.zeros_like(bundle), *tokens)
 
     unmarked = SimpleNamespace(model=engine.model, stage_a=engine.stage_a, stage_b=stage_b)
     return denoise(unmarked, z, given, u, d)
@@ -87,6 +87,30 @@ def decoder_of(row: str, n_rounds: int) -> tuple[Decoding, Callable[..., Step]]:
     """The settings and the step of a row, for a model with this many rounds."""
     _, changes, step, *_ = MECHANISM[row]
     return Decoding(**Q | dict(n_rounds=n_rounds) | changes), step
+
+
+# what --decode says, by whose weights are given
+DECODERS = {
+    "released": {"base": BASE, "adapter": "adapter, Stage B off"},
+    "paper": {"adapter": COCOMMIT},
+}
+
+
+def row_of(model: Model, row: str | None, decode: str | None) -> str:
+    """The row of Table 2 that is asked for, if it is one of this model's weights."""
+    refuse_other_steps(model)
+    given = "adapter" if model.trained_b else "base"
+    if row is None:
+        decode = decode or {"base": "released", "adapter": "paper"}[given]
+        row = DECODERS.get(decode, {}).get(given)
+        if row is None:
+            fail(f"the {given} has no decoder {decode!r}: released is for both, paper for an adapter")
+    if row not in MECHANISM:
+        fail(f"{row!r} is no row of Table 2; its rows are: {'; '.join(MECHANISM)}")
+    weights, *_ = MECHANISM[row]
+    if weights != given:
+        fail(f"the row {row!r} is about the {weights}, and this is the {given}")
+    return row
 
 
 def refuse_other_steps(model: Model) -> None:

@@ -1,16 +1,14 @@
-"""The paper's three tables from run files, beside the paper's own figures.
+"""The paper's three tables from what lm-eval logs of our runs, beside the paper's own figures.
 
 A difference says little without its noise. Beside each of our differences is the 95 % interval of a paired bootstrap
 over the items of both runs. Beside each of the paper's differences is the smallest one that so small a test set can
-tell from chance. The settings of a run say which row it is. HumanEval+ and MBPP+ count when EvalPlus's verdicts are
-beside the run file.
+tell from chance, then the difference in answers, and the least p that it may have. The settings of a run say which row
+it is. HumanEval+ and MBPP+ count when EvalPlus has judged them in the folder that llada.harness has made for it.
 
     python -m llada.tables main --runs runs/            # Table 1, n = 3: base, CoCommit, delta, forwards per token
     python -m llada.tables mechanism --runs runs/       # Table 2, n = 3: GSM8K, what each part of the method adds
     python -m llada.tables gates --runs runs/           # the text below Table 2, n = 3: edits without a gate
     python -m llada.tables lastn --runs runs/           # Table 3: n = 3, 6, 9, and their averages
-
-Below each table are the paper's own differences in answers, each with the least p that it may have.
 """
 
 import hashlib
@@ -18,16 +16,32 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from decoding import in_full
-from lib.util import Parser, checked_entry, command, fail, print_table, read_json, reading
+from lib.util import Parser, checked_entry, command, fail, print_table, read_json, read_lines, reading
 from llada.ablation import BASE, COCOMMIT, GATED, MECHANISM
-from llada.benchmarks import TASKS
-from prepare import read_records
 
-# Shares are 0..1 in run files, and in percent in tables.
+# Shares are 0..1 in files, and in percent in tables.
+
+
+class Task(NamedTuple):
+    title: str
+    n_official: int
+    judged: bool = True  # by lm-eval; programs are judged by EvalPlus
+
+
+TASKS = {
+    "gsm8k": Task("GSM8K", 1319),
+    "cmath": Task("CMATH", 1098),
+    "gpqa": Task("GPQA-Diamond", 198),
+    "drop": Task("DROP", 9536),
+    "piqa": Task("PIQA", 1838),
+    "humaneval": Task("HumanEval+", 164, judged=False),
+    "mbpp": Task("MBPP+", 378, judged=False),
+}
 
 # the paper's Tables 1 and 3: accuracy and full forwards per token, of the base and of CoCommit with each n
 PAPER = {
@@ -48,13 +62,18 @@ UNGATED_ADDS = {
 AVERAGES = {3: 78.72, 6: 77.50, 9: 77.65}
 
 
-# --- run files
-
-
+# --- what lm-eval has logged
 @dataclass
 class Run:
+    """The answers of one model to one task. An item: prompt (a hash), correct (None: EvalPlus has not judged it),
+    tokens, nfe; of a program also its task's name and its text."""
+
+    task: str
     settings: dict
-    items: dict[str, dict]  # by id
+    items: dict[int, dict]
+
+    def programs(self) -> dict[str, str]:
+        return {item["name"]: item["program"] for item in self.items.values()}
 
 
 def digest(value: object) -> str:
@@ -66,85 +85,61 @@ def differences(a: dict, b: dict) -> str:
     return "; ".join(f"{key} ({a.get(key)}, {b.get(key)})" for key in a | b if a.get(key) != b.get(key))
 
 
-def read_run(path: Path) -> tuple[Run | None, int]:
-    """The run in a file, and how many bytes its whole lines have; a last line that was cut short is left out. The run
-    is None if not even the first line is whole."""
-    with reading(path, "run file"):
-        data = path.read_bytes()
-        start = b'{"settings": '
-        if not start.startswith(data[: len(start)]):
-            fail(f"{path} is not a run file: choose another --out, or take it out of the folder")
-        whole = data.rfind(b"\n") + 1
-        lines = [json.loads(line) for line in data[:whole].splitlines()]
-        if not all(isinstance(line, dict) for line in lines):
-            raise ValueError("it has a line that is not a JSON object")
-    if not lines:
-        return None, 0
-
-    header, *records = lines
-    settings = checked_entry(header, "settings", dict, path)
-    if settings.get("task") not in TASKS:
-        fail(f"{path} is a run of {settings.get('task')!r}, and the tasks are {', '.join(TASKS)}")
-    for key, kind in (("row", str), ("n_last", int), ("partial_cost", float)):
-        checked_entry(settings, key, kind, path)
-    for record in records:
-        check_record(record, path)
-    return Run(settings, {record["id"]: record for record in records}), whole
-
-
-def check_record(record: dict, path: Path) -> None:
-    """Refuse a line of a run file that lacks an entry which the tables read."""
-    for key, kind in (("id", str), ("prompt", str), ("tokens", int), ("nfe", dict)):
-        checked_entry(record, key, kind, path)
-    for key in ("full", "partial", "refresh"):
-        checked_entry(record["nfe"], key, float, path)
-    if record.get("correct", "missing") not in (True, False, None):
-        fail(f"{path} is damaged, or of another kind: item {record['id']} is neither right, wrong nor unjudged")
-
-
 def read_runs(folder: Path) -> list[Run]:
-    """Every run under a folder. Files with the same settings are one run, and programs get EvalPlus's verdicts."""
+    """Every run under a folder. What has the same settings is one run; an item that was logged twice counts once."""
     runs: dict[str, Run] = {}
-    for path in sorted(folder.rglob("*.jsonl")):
-        if path.parent.suffix == ".evalplus":
-            continue
-        run, _ = read_run(path)
-        if run:
-            judge(path, run)
-            runs.setdefault(digest(run.settings), Run(run.settings, {})).items.update(run.items)
+    for path in sorted(folder.rglob("results_*.json"), key=lambda path: (path.name, path)):  # the name has the date
+        for run in read_results(path):
+            runs.setdefault(digest([run.task, run.settings]), run).items.update(run.items)
     if not runs:
-        fail(f"--runs {folder} holds no run file: `python -m llada.run` makes them")
+        fail(f"--runs {folder} holds no results_*.json: `python -m llada.harness` makes them")
     return list(runs.values())
 
 
-def judge(path: Path, run: Run) -> None:
-    """Add EvalPlus 0.3.1's verdicts to a run, but only those on the run's programs, or on what `evalplus.sanitize` made
-    of these."""
-    if TASKS[run.settings["task"]].right:
-        return
-    folder = path.with_suffix(".evalplus")
-    given = read_samples(folder / "samples.jsonl")
-    sanitized = read_samples(folder / "samples-sanitized.jsonl")
-    for result in (folder / "samples_eval_results.json", folder / "samples-sanitized_eval_results.json"):
-        if not result.exists():
-            continue
-        verdicts = checked_entry(read_json(result, "EvalPlus result"), "eval", dict, result)
-        with reading(result, "result of EvalPlus 0.3.1"):
-            for name in verdicts.keys() & run.items.keys():
-                sample, *_ = verdicts[name]
-                programs = [run.items[name]["extracted"] or ""]
-                if given.get(name) == programs[0]:
-                    programs.append(sanitized.get(name))
-                if sample["solution"] in programs:
-                    run.items[name]["correct"] = sample["base_status"] == sample["plus_status"] == "pass"
+def read_results(path: Path) -> list[Run]:
+    """The runs of one results_*.json, from the files of samples that lie beside it."""
+    results = read_json(path, "results of lm-eval")
+    with reading(path, "results of the model cocommit, with --log_samples,"):
+        settings = results["config"]["settings"]
+        tasks = [task for task in results["configs"] if task in TASKS]
+    for key, kind in (("row", str), ("n_last", int), ("partial_cost", float)):
+        checked_entry(settings, key, kind, path)
+    date = path.stem.partition("_")[2]
+    return [read_samples(path.with_name(f"samples_{task}_{date}.jsonl"), task, settings) for task in tasks]
 
 
-def read_samples(path: Path) -> dict[str, str]:
-    """The programs of a file of samples, by task; {} if there is no file."""
+def read_samples(path: Path, task: str, settings: dict) -> Run:
+    kinds = {"doc_id": int, "prompt_hash": str, "tokens": int, "full": float, "partial": float, "refresh": float}
+    run = Run(task, settings, {})
+    for sample in read_lines(path, kinds, "file of samples"):
+        item = {"prompt": sample["prompt_hash"], "correct": None, "tokens": sample["tokens"]}
+        item["nfe"] = {kind: sample[kind] for kind in ("full", "partial", "refresh")}
+        if TASKS[task].judged:
+            item["correct"] = bool(checked_entry(sample, "exact_match", float, path))
+        else:
+            with reading(path, "file of samples"):
+                item |= {"name": sample["doc"]["task_id"], "program": sample["filtered_resps"][0]}
+        run.items[sample["doc_id"]] = item
+    if not TASKS[task].judged:
+        judge(run, path.parent)
+    return run
+
+
+def programs_folder(out: Path, run: Run) -> Path:
+    """Where EvalPlus judges these very programs."""
+    return out / f"evalplus_{run.task}_{digest(run.programs())}"
+
+
+def judge(run: Run, out: Path) -> None:
+    """Add the verdicts of EvalPlus 0.3.1, if it has given them."""
+    path = programs_folder(out, run) / "samples-sanitized_eval_results.json"
     if not path.exists():
-        return {}
-    with reading(path, "file of samples"):
-        return {record["task_id"]: record["solution"] for _, record in read_records(path)}
+        return
+    verdicts = checked_entry(read_json(path, "EvalPlus result"), "eval", dict, path)
+    with reading(path, "result of EvalPlus 0.3.1"):
+        for item in run.items.values():
+            verdict = verdicts[item["name"]][0]
+            item["correct"] = verdict["base_status"] == verdict["plus_status"] == "pass"
 
 
 # --- statistics
@@ -237,7 +232,7 @@ def lastn_table() -> list[Row]:
 def pick(runs: list[Run], row: Row) -> Run | None:
     """The run of a row, if there is one."""
     wanted = (row.task, row.name)
-    found = [run for run in runs if (run.settings["task"], run.settings["row"]) == wanted]
+    found = [run for run in runs if (run.task, run.settings["row"]) == wanted]
     found = [run for run in found if row.n in (None, run.settings["n_last"])]
     if len(found) > 1:
         different = differences(found[0].settings, found[1].settings)
@@ -247,17 +242,14 @@ def pick(runs: list[Run], row: Row) -> Run | None:
 
 # --- their cells
 HEAD = ["", "items", "score", "95 %", "delta", "95 %, paired", "NFE/token", "in all"]
-HEAD += ["| paper:", "delta", "noise", "NFE/token"]
+HEAD += ["| paper:", "delta", "noise", "answers", "p at best", "NFE/token"]
 FOOTNOTE = (
     "delta: over items in both runs, with a paired bootstrap's interval\n"
     "the paper's noise: two scores that differ by less may differ by chance (95 %). It is wide, because it treats the "
     "runs as if they had different items. A paired test needs both verdicts on every item, and the paper prints none\n"
-    "NFE/token: full forwards, as the paper counts; in all: with refreshes, and a pass of Stage B as n/L of one"
-)
-OWN_HEAD = ["the paper's differences", "answers", "net", "p at best"]
-OWN_FOOTNOTE = (
     "p at best: McNemar's exact two-sided p if every item that the two runs judge differently speaks for one side; "
-    "items that cancel make it larger"
+    "items that cancel make it larger\n"
+    "NFE/token: full forwards, as the paper counts; in all: with refreshes, and a pass of Stage B as n/L of one"
 )
 
 
@@ -266,7 +258,7 @@ def measured(run: Run | None, reference: Run | None) -> list[str]:
     if run is None:
         return cells
     records = run.items.values()
-    n = TASKS[run.settings["task"]].n_official
+    n = TASKS[run.task].n_official
     cells[0] = f"{len(records)}"
     if len(records) < n:
         cells[0] += f"/{n}"
@@ -291,14 +283,16 @@ def measured(run: Run | None, reference: Run | None) -> list[str]:
 def printed(row: Row) -> list[str]:
     """The paper's cells."""
     accuracy, nfe = row.paper
-    delta = noise = "-"
+    cells = ["-"] * 4
     if row.against:
         other = row.against.paper[0]
-        delta = f"{accuracy - other:+.2f}"
+        n = TASKS[row.task].n_official
         # 1.96 standard errors of a difference of two shares, unpaired
         variance = accuracy * (100 - accuracy) + other * (100 - other)
-        noise = f"+-{1.96 * math.sqrt(variance / TASKS[row.task].n_official):.2f}"
-    return [f"| {accuracy:.2f}", delta, noise, "-" if nfe is None else f"{nfe:.2f}"]
+        answers = round(accuracy * n / 100) - round(other * n / 100)
+        cells = [f"{accuracy - other:+.2f}", f"+-{1.96 * math.sqrt(variance / n):.2f}"]
+        cells += [f"{answers:+d}", f"{mcnemar_at_best(answers):.2g}"]
+    return [f"| {accuracy:.2f}", *cells, "-" if nfe is None else f"{nfe:.2f}"]
 
 
 def average_cells(runs: list[Run], n: int) -> list[str]:
@@ -311,48 +305,17 @@ def average_cells(runs: list[Run], n: int) -> list[str]:
             scores.append(100 * sum(judged) / len(judged))
     score = f"{sum(scores) / len(scores):.2f}" if len(scores) == len(PAPER) else "-"
     cells = [f"average, n={n}", f"{len(scores)}/{len(PAPER)}", score, *["-"] * 5]
-    return [*cells, f"| {AVERAGES[n]:.2f}", f"{AVERAGES[n] - AVERAGES[3]:+.2f}" if n != 3 else "-", "-", "-"]
-
-
-# --- the paper's own differences
-def answers_of(row: Row) -> int:
-    """The paper's accuracy of a row as a number of right answers."""
-    return round(row.paper[0] * TASKS[row.task].n_official / 100)
-
-
-def paper_differences(rows: list[Row]) -> list[list[str]]:
-    """Every difference of a table in answers, with the least p that it may have."""
-    cells = []
-    for row in rows:
-        if row.against:
-            ours, theirs = answers_of(row), answers_of(row.against)
-            label = f"{row.label.replace(' = ', '=')}, the paper's"
-            of = f"{ours} - {theirs} of {TASKS[row.task].n_official}"
-            cells.append([label, of, f"{ours - theirs:+d}", f"{mcnemar_at_best(ours - theirs):.2g}"])
-    return cells
-
-
-def one_function_twice() -> str:
-    """Table 2 has Stage A's answers twice."""
-    rows = {row.name: row for row in mechanism_table()}
-    off, unmarked, on = (rows[name] for name in ("adapter, Stage B off", "Stage B without marker", GATED))
-    a, b, c = map(answers_of, (off, unmarked, on))
-    n = TASKS["gsm8k"].n_official
-    return (
-        f"With K = 1, Eq. 4 without a marker is Stage A: for this one function the paper prints {off.paper[0]:.2f} "
-        f"({a} of {n}) with Stage B off and {unmarked.paper[0]:.2f} ({b}) without a marker, {a - b} answers apart. "
-        f"Stage B's whole gain at the same gates is {c} - {a} = {c - a} answers."
-    )
+    return [*cells, f"| {AVERAGES[n]:.2f}", f"{AVERAGES[n] - AVERAGES[3]:+.2f}" if n != 3 else "-", *["-"] * 4]
 
 
 def notes(run: Run, reference: Run | None) -> list[str]:
     """What a reader must know before trusting a row."""
-    title = TASKS[run.settings["task"]].title
+    title = TASKS[run.task].title
     said = []
     if any(record["correct"] is None for record in run.items.values()):
         said.append(f"{title}: items without EvalPlus's verdict do not count")
     # the settings that runs must have in common to be compared
-    alike = ("questions", "weights", "int8", "gen_length", "dtype")
+    alike = ("weights", "int8", "gen_length", "dtype")
     theirs, ours = ({key: of.settings.get(key) for key in alike} for of in (reference or run, run))
     if theirs != ours:
         said.append(f"{title}: the runs compared differ in more than the method: {differences(theirs, ours)}")
@@ -365,7 +328,7 @@ def main() -> None:
     tables = {"main": main_table, "mechanism": mechanism_table, "gates": gates_table, "lastn": lastn_table}
     parser.add_argument("table", choices=tables, help="the paper's Table 1, 2, the text below it, or Table 3")
     parser.add_argument(
-        "--runs", type=Path, help="a folder of llada.run's run files (left out: only the paper's numbers)"
+        "--runs", type=Path, help="a folder with what llada.harness logs (left out: only the paper's numbers)"
     )
     args = parser.parse_args()
 
@@ -383,13 +346,6 @@ def main() -> None:
         cells += [average_cells(runs, n) for n in AVERAGES]
     print_table(HEAD, cells)
     print("\n".join([*dict.fromkeys(said), FOOTNOTE]))
-
-    # the paper's own differences in answers
-    print()
-    print_table(OWN_HEAD, paper_differences(rows))
-    print(OWN_FOOTNOTE)
-    if args.table == "mechanism":
-        print(one_function_twice())
 
 
 if __name__ == "__main__":

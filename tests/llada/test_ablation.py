@@ -12,9 +12,10 @@ from decoding import Decoding
 from evaluate import complete
 from lib.names import draw_names
 from lib.tokenizer import load_tokenizer
+from lib.util import Mistake
 from llada import ablation
-from llada.ablation import COCOMMIT, MECHANISM, decoder_of, without_marker
-from sample import by_entropy, denoise, generate
+from llada.ablation import BASE, COCOMMIT, MECHANISM, decoder_of, row_of, without_marker
+from sample import denoise, generate
 
 
 def test_without_marker_stage_b_writes_what_stage_a_would():
@@ -30,7 +31,7 @@ def one_step(a: torch.Tensor, z: list[int], row: str):
     """Five positions of ten tokens, id 9 is the mask: Stage A has the logits a (5, 10), Stage B is sure of token 5."""
     b = surely(5)[None]
     model = SimpleNamespace(cfg=SimpleNamespace(mask_id=9), logits=lambda states: states)
-    engine = SimpleNamespace(model=model, stage_a=lambda z: (a[None], a[None]), stage_b=lambda h, bundle: b)
+    engine = SimpleNamespace(model=model, stage_a=lambda z: (a[None], a[None]), stage_b=lambda h, *marked: b)
     d, step = decoder_of(row, 1)
     return step(engine, torch.tensor([z]), torch.zeros(1, 5, dtype=torch.bool), torch.zeros(1, 2, 5), d)
 
@@ -57,12 +58,45 @@ def test_whose_logits_fill_and_whose_edit(row, fill, edit):
     assert done.after.tolist() == [[7] * 5] and done.partial.tolist() == [0.0]
 
 
+def test_entropy_selects_as_many_masks_but_others():
+    """Two of three masks are above .7. The first has .75 and nine other tokens (entropy 1.1 nats), the third .69 and
+    one other token (.6 nats)."""
+    p = torch.full((5, 10), 1e-9)
+    p[0] = 0.25 / 9
+    p[0, 7] = 0.75
+    p[1, [7, 8]] = torch.tensor([0.72, 0.28])
+    p[2, [7, 8]] = torch.tensor([0.69, 0.31])
+    for row, bundle in (("Stage B, gated edits", [0, 1]), ("entropy selection, same size", [1, 2])):
+        assert one_step(p.log(), [9, 9, 9, 1, 2], row).bundle[0].nonzero()[:, 0].tolist() == bundle
+
+
 def test_every_row_differs_from_the_released_quality_setting_as_the_paper_says():
     settings = {name: decoder_of(name, 2) for name in MECHANISM}
     d, step = settings[COCOMMIT]
     assert (d.n_rounds, d.tau_m2t, d.tau_t2t, step) == (2, 0.7, 0.0, denoise)
-    assert settings["entropy selection, same size"][1].keywords == dict(select=by_entropy)
     assert len({(*of, MECHANISM[name][0]) for name, of in settings.items()}) == len(settings) == 17
+
+
+def test_which_row_a_run_decodes_by():
+    base = tiny_model()
+    base.markers.data.zero_()
+    adapter = tiny_model()
+    for model, asked, row in (
+        (base, {}, BASE),
+        (adapter, {}, COCOMMIT),
+        (adapter, {"decode": "paper"}, COCOMMIT),
+        (adapter, {"decode": "released"}, "adapter, Stage B off"),
+        (adapter, {"row": "B fills, edits off"}, "B fills, edits off"),
+    ):
+        assert row_of(model, **{"row": None, "decode": None} | asked) == row
+    for model, asked, says in (
+        (base, {"decode": "paper"}, "the base has no decoder 'paper'"),
+        (adapter, {"row": "released, tau_m2t 0.5"}, "is about the base"),
+        (adapter, {"row": "mine"}, "no row of Table 2"),
+        (tiny_model(stage_b="causal", n_rounds=1), {}, "causal Stage B is not a row"),
+    ):
+        with pytest.raises(Mistake, match=says):
+            row_of(model, **{"row": None, "decode": None} | asked)
 
 
 def test_the_table(tmp_path, monkeypatch, capsys):

@@ -1,0 +1,266 @@
+"""The paper's seven benchmarks by lm-eval, the harness that the field uses, with our decoder as its model.
+
+An --out folder has settings.json, answers.jsonl (each answer and its cost), and what lm-eval logs: results_*.json, and
+samples_*.jsonl with each item's scores and cost. If a run was stopped or killed, the same command goes on; other
+settings are refused. tables.py makes the paper's tables from such folders.
+
+    python -m llada.harness --tasks gsm8k --task_file test.jsonl --ckpt weights/llada2.1-mini --out runs/base
+    python -m llada.harness --tasks gsm8k piqa --task_file test.jsonl dev.jsonl --ckpt out/cocommit --out runs/cocommit
+    python -m llada.harness --tasks gsm8k --task_file test.jsonl --ckpt out/cocommit --out runs/gated \\
+        --row "Stage B, gated edits"      # of Table 2
+
+The same by lm-eval's own command, which finds the name of our model in the task's file:
+
+    lm_eval run --model cocommit --model_args ckpt=out/cocommit,out=runs/cocommit --device cuda --apply_chat_template \\
+        --tasks llada/tasks/gsm8k.yaml --metadata gsm8k=test.jsonl \\
+        --log_samples --output_path runs/cocommit/results.json
+
+Code that a model wrote never runs in this process: for HumanEval+ and MBPP+ this command leaves samples in EvalPlus's
+format beside the results, and prints the command that scores them.
+"""
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from checkpoint import DTYPES, base_of, is_int8, load_model, weights_hash
+from lib.tokenizer import load_tokenizer
+from lib.util import (
+    Parser,
+    alone_in,
+    append_line,
+    bounded,
+    command,
+    fail,
+    pick_device,
+    print_table,
+    progress,
+    quoted,
+    read_json,
+    read_lines,
+    replace_file,
+    write_json,
+)
+from llada.ablation import MECHANISM, decoder_of, row_of
+from llada.chat import ROLES, chat
+from llada.tables import HEAD, TASKS, Run, differences, digest, measured, programs_folder, read_results
+from prepare import read_records
+from sample import check_prompt, generate
+
+try:
+    from lm_eval.api.model import LM
+except ImportError:  # `main` says what to install
+    LM = object
+
+FOLDER = Path(__file__).parent / "tasks"
+
+
+class Answer(str):
+    """A text, and what it cost: tokens, and full, partial and refresh forwards."""
+
+    cost: dict[str, float]
+
+    def __new__(cls, text: str, cost: dict[str, float]) -> "Answer":
+        answer = super().__new__(cls, text)
+        answer.cost = cost
+        return answer
+
+
+class CoCommit(LM):
+    """A checkpoint that lm-eval asks. Every row of a batch is decoded as if it were alone."""
+
+    def __init__(
+        self, ckpt: str | Path, out: str | Path, row: str | None = None, decode: str | None = None,
+        gen_length: int = 16384, dtype: str = "fp32", device: str = "auto", batch_size: int = 1,
+    ):  # fmt: skip
+        super().__init__()
+        self.ckpt = Path(ckpt).expanduser()
+        self.out = Path(out).expanduser()
+        self.batch_size = int(batch_size)
+        base = base_of(self.ckpt)
+        self.model = load_model(self.ckpt, pick_device(device), DTYPES[dtype])
+        self.text = load_tokenizer(base)
+        if self.text is None:
+            fail(f"{ckpt} has no tokenizer, because a toy's tokens are numbers: it cannot read a benchmark")
+        row = row_of(self.model, row, decode)
+        d, self.step = decoder_of(row, self.model.cfg.n_rounds)
+        self.d = replace(d, gen_length=gen_length)
+
+        # what may change an answer on one device; the places of files do not
+        adapter = self.ckpt / "adapter.safetensors"
+        self.settings = {
+            "row": row,
+            "weights": weights_hash(base),
+            "int8": is_int8(self.model),
+            "adapter": digest(adapter.read_bytes().hex()) if base != self.ckpt else None,
+            "partial_cost": self.model.partial_cost,
+            "dtype": dtype,
+        }
+        self.settings |= asdict(self.model.cfg) | asdict(self.d)  # n_rounds is the decoder's
+
+    # --- what lm-eval asks of a model
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.ckpt)
+
+    def get_model_info(self) -> dict:
+        """What results_*.json says about the model."""
+        return {"settings": self.settings}
+
+    def apply_chat_template(self, chat_history: list[dict], add_generation_prompt: bool = True) -> str:
+        roles = [turn["role"] for turn in chat_history]
+        if roles not in (["user"], ["system", "user"]) or not add_generation_prompt:
+            fail("the template here has one question: give lm_eval --fewshot_as_multiturn false")
+        *system, user = [turn["content"] for turn in chat_history]
+        return chat(user, *system)
+
+    def loglikelihood(self, requests: list) -> list:
+        fail("this decoder has no log-likelihoods: choose a task whose output_type is generate_until")
+
+    loglikelihood_rolling = loglikelihood
+
+    def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[Answer]:
+        """The answers to lm-eval's requests. Those in answers.jsonl are taken from there, and the others are added."""
+        asked = {digest(request.args): request.args for request in requests}
+        with alone_in(self.out):
+            self.refuse_other_settings()
+            path = self.out / "answers.jsonl"
+            lines = read_lines(path, {"key": str, "text": str, "cost": dict}) if path.exists() else []
+            answers = {line["key"]: Answer(line["text"], line["cost"]) for line in lines}
+            todo = {key: args for key, args in asked.items() if key not in answers}
+            print(f"{self.settings['row']}: {len(asked)} items, {len(todo)} to go")
+            for key, answer in self.decode(todo):
+                append_line(path, {"key": key, "text": answer, "cost": answer.cost})
+                answers[key] = answer
+        return [answers[digest(request.args)] for request in requests]
+
+    def refuse_other_settings(self) -> None:
+        path = self.out / "settings.json"
+        if not path.exists():
+            write_json(path, self.settings)
+        there = read_json(path, "settings of a run")
+        if there != self.settings:
+            said = differences(there, self.settings)
+            fail(f"{self.out} has a run with other settings: {said} (there, now); choose another --out")
+
+    def decode(self, asked: dict[str, tuple[str, dict]]) -> Iterator[tuple[str, Answer]]:
+        """Answer questions (key -> text and lm-eval's settings for it), batch by batch. An answer is cut before the
+        first stop string, but its cost is that of all tokens."""
+        prompts = {key: self.text.encode(text) for key, (text, _) in asked.items()}
+        by_length: dict[int, list[str]] = {}
+        for number, (key, (_, how)) in enumerate(asked.items(), 1):
+            if how.get("do_sample"):
+                fail("the benchmarks are decoded greedily, and this task asks for samples")
+            length = how.get("max_gen_toks", self.d.gen_length)
+            check_prompt(prompts[key], number, length, self.model.cfg)
+            by_length.setdefault(length, []).append(key)
+
+        n = self.batch_size
+        batches = [(length, keys[i : i + n]) for length, keys in by_length.items() for i in range(0, len(keys), n)]
+        for length, keys in progress(batches, "batches"):
+            d = replace(self.d, gen_length=length)
+            outputs = generate(self.model, [prompts[key] for key in keys], d, step=self.step)
+            for key, output in zip(keys, outputs, strict=True):
+                text = self.text.decode(output.tokens)
+                stops = asked[key][1].get("until", [])
+                for stop in [stops] if isinstance(stops, str) else stops:
+                    text = text.partition(stop)[0]
+                yield key, Answer(text, {"tokens": len(output.tokens)} | output.nfe)
+
+
+# --- HumanEval+ and MBPP+: EvalPlus judges, outside this process
+def hand_over(run: Run, task_file: Path, out: Path) -> None:
+    """Write the samples for EvalPlus, and print the command that scores them."""
+    # EvalPlus needs a sample of every problem that it is given
+    programs = run.programs()
+    samples = [{"task_id": name, "solution": program} for name, program in programs.items()]
+    problems = [record for _, record in read_records(task_file) if record["task_id"] in programs]
+    folder = programs_folder(out, run)
+    for name, records in (("samples.jsonl", samples), ("dataset.jsonl", problems)):
+        data = "".join(json.dumps(record) + "\n" for record in records)
+        replace_file(folder / name, lambda temporary, data=data: temporary.write_text(data))
+
+    # `sanitize` cuts prose and calls away. It reads both data sets; the other one is empty, or it would be downloaded.
+    # The environment is empty, because EVALPLUS_TIMEOUT_PER_TASK makes 0.3.1 hang, and because it may hold secrets. The
+    # home is new, because EvalPlus un-pickles its cache. With 4 GiB the right programs of Mbpp/255 and 392 fail
+    override = {"HUMANEVAL": "/dev/null", "MBPP": "/dev/null"} | {run.task.upper(): '"$PWD/dataset.jsonl"'}
+    sealed = 'env -i PATH="$PATH" HOME="$(mktemp -d)" EVALPLUS_MAX_MEMORY_BYTES=8589934592'
+    sealed += "".join(f" {name}_OVERRIDE_PATH={path}" for name, path in override.items())
+    print(
+        f"{TASKS[run.task].title}: to score it, run this in a container without network, as an unprivileged user, "
+        f"because it EXECUTES the model's code:\n"
+        f"  cd {quoted(folder)} && {sealed} python -m evalplus.sanitize --samples samples.jsonl && "
+        f"{sealed} python -m evalplus.evaluate --dataset {run.task} --samples samples-sanitized.jsonl"
+    )
+
+
+# --- the command line
+# fmt: off
+def build_parser() -> Parser:
+    parser = Parser(__doc__)
+    add = parser.add_argument_group("what is asked").add_argument
+    add("--tasks", choices=TASKS, required=True, nargs="+")
+    add("--task_file", type=Path, required=True, nargs="+", metavar="FILE",
+        help="the published file of each task, in the same order; nothing is downloaded")
+    add("--limit", type=bounded(int, 1), help="only the first items of each task")
+
+    add = parser.add_argument_group("what answers, and where the answers go").add_argument
+    add("--ckpt", type=Path, required=True, help="a model's folder, or an adapter's")
+    add("--decode", choices=["released", "paper"],
+        help="the released decoder, or Stage B with ungated edits (left out: released, or for an adapter paper)")
+    add("--row", choices=MECHANISM, metavar="NAME", help="decode as this row of Table 2, instead of --decode")
+    add("--gen_length", type=bounded(int, 1, 10**9), default=16384, help="the most tokens of an answer")
+    add("--batch_size", type=bounded(int, 1), default=1, help="prompts that are decoded together")
+    add("--out", type=Path, required=True, help="a folder; the same command goes on where it stopped")
+    add("--device", default="auto", help="auto (an accelerator, or else the CPU), or the name of one")
+    add("--dtype", choices=DTYPES, default="fp32", help="of weights and activations")
+    return parser
+# fmt: on
+
+
+@command
+def main() -> None:
+    args = build_parser().parse_args()
+    if LM is object:
+        fail("the benchmarks need lm-eval, which is not installed: pip install -e '.[benchmarks]'")
+    if len(args.tasks) != len(args.task_file):
+        fail(f"--tasks has {len(args.tasks)} names, and --task_file {len(args.task_file)} files: give one for each")
+    from lm_eval import simple_evaluate
+    from lm_eval.loggers import EvaluationTracker
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import setup_logging
+
+    setup_logging(logging.ERROR)
+    model = CoCommit(
+        args.ckpt, args.out, args.row, args.decode, args.gen_length, args.dtype, args.device, args.batch_size
+    )
+
+    # the released chat template, if the tokenizer has its tokens
+    missing = [role for role in ROLES if role not in model.text.special]
+    if missing:
+        print(f"no chat template: the tokenizer of {args.ckpt} has no {missing[0]}, so questions are plain text")
+
+    files = {task: path.expanduser() for task, path in zip(args.tasks, args.task_file, strict=True)}
+    tasks = TaskManager(include_path=FOLDER, include_defaults=False, metadata={k: str(v) for k, v in files.items()})
+    log = EvaluationTracker(output_path=str(model.out / "results.json"))
+    results = simple_evaluate(
+        model, tasks=args.tasks, task_manager=tasks, evaluation_tracker=log, limit=args.limit, bootstrap_iters=0,
+        apply_chat_template=not missing,
+    )  # fmt: skip
+    samples = results.pop("samples")
+    log.save_results_aggregated(results, samples)
+    for task in args.tasks:
+        log.save_results_samples(task, samples[task])
+
+    # lm-eval only warns if it cannot write, so what is printed comes from its files
+    runs = read_results(model.out / f"results_{log.date_id}.json")
+    print_table(HEAD[:8], [[TASKS[run.task].title, *measured(run, None)] for run in runs])
+    for run in runs:
+        if not TASKS[run.task].judged:
+            hand_over(run, files[run.task], model.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The questions of the tasks beside this file, out of the published files of the benchmarks. Nothing is downloaded.
+
+lm-eval calls `gsm8k` and the like with what --metadata gives: gsm8k=test.jsonl. It imports this file before it makes a
+model, so the model's name is registered here.
+"""
+
+import csv
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # lm-eval runs anywhere, and loads this file by its path
+
+from datasets import Dataset
+from lm_eval.api.registry import register_model
+
+from lib.util import fail, reading
+from llada.harness import CoCommit
+from llada.tasks.rules import numbers, plain, readings
+from prepare import read_records
+
+register_model("cocommit")(CoCommit)
+
+
+def dataset(task: str, read: Callable[[Path], Iterator[dict]]) -> Callable:
+    """The function that makes lm-eval's data set of a task."""
+
+    def load(**given) -> dict[str, Dataset]:
+        if task not in given:
+            fail(f"{task} is read from its published file: --metadata {task}=FILE")
+        path = Path(given[task]).expanduser()
+        with reading(path, f"{task} file (the published one)"):
+            docs = list(read(path))
+            if not docs:
+                raise ValueError("it has no record")
+            return {"test": Dataset.from_list(docs)}
+
+    return load
+
+
+def read_numbers(path: Path, answer: str) -> Iterator[dict]:
+    """The gold answer is the one number in the field `answer`, or after "####" in it."""
+    for number, record in read_records(path):
+        found = numbers(plain(record[answer].rpartition("####")[2]))
+        if len(found) != 1 or not readings(found[0]):
+            raise ValueError(f"the answer of record {number} is not one number")
+        yield {"question": record["question"], "gold": found[0]}
+
+
+# gpqa_diamond.csv, out of the authors' zip. They ask not to publish its records: never print one
+GPQA_ANSWERS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+
+
+def read_gpqa(path: Path) -> Iterator[dict]:
+    """Options are shuffled as in simple-evals, by one draw for each row. simple-evals asks all rows four times; the
+    paper's scores are k/198, so it asked once."""
+    csv.field_size_limit(2**24)  # explanations are longer than the default limit
+    rng = random.Random(0)
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        for row in csv.DictReader(file):
+            order = rng.sample(range(4), 4)
+            options = {letter: row[GPQA_ANSWERS[i]] for letter, i in zip("ABCD", order, strict=True)}
+            yield {"question": row["Question"], "gold": "ABCD"[order.index(0)], "letters": "ABCD"} | options
+
+
+def read_piqa(path: Path) -> Iterator[dict]:
+    """Options keep their order, as in all harnesses. The labels of dev.jsonl are in dev-labels.lst, beside it."""
+    labels = path.with_name(path.name.partition(".")[0] + "-labels.lst").read_text().split()
+    for (_, record), label in zip(read_records(path), labels, strict=True):
+        shown = {name: record[name] for name in ("goal", "sol1", "sol2")}
+        yield shown | {"gold": {"0": "A", "1": "B"}[label], "letters": "AB"}
+
+
+def read_drop(path: Path) -> Iterator[dict]:
+    """simple-evals' file. It joins the spans of a reference by " and ", which may also be part of a span, so both
+    readings count."""
+    for _, record in read_records(path):
+        shape = re.fullmatch(r"Passage: (.*)\nQuestion: (.*?)\nAnswer:\s*", record["context"], re.DOTALL)
+        references = [[text] for text in record["ref_text"].split("|") if text.strip()]
+        if shape is None or not references:
+            raise ValueError('no "Passage: ... Question: ... Answer:", or no answer')
+        references += [text.split(" and ") for (text,) in references if " and " in text]
+        yield {"passage": shape[1], "question": shape[2], "gold": record["ref_text"], "references": references}
+
+
+def read_programs(path: Path) -> Iterator[dict]:
+    """The releases of EvalPlus, whose records have "plus_input"."""
+    for _, record in read_records(path):
+        if "plus_input" not in record:
+            raise ValueError("it is not a release of EvalPlus")
+        asked = {name: record[name] for name in ("task_id", "entry_point")}
+        yield asked | {"question": record["prompt"].strip(), "gold": record["canonical_solution"]}
+
+
+gsm8k = dataset("gsm8k", lambda path: read_numbers(path, "answer"))
+cmath = dataset("cmath", lambda path: read_numbers(path, "golden"))
+gpqa = dataset("gpqa", read_gpqa)
+drop = dataset("drop", read_drop)
+piqa = dataset("piqa", read_piqa)
+humaneval = dataset("humaneval", read_programs)
+mbpp = dataset("mbpp", read_programs)

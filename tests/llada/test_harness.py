@@ -1,0 +1,275 @@
+"""The seven tasks by lm-eval, end to end on the golden checkpoint. `make test-benchmarks`; with --bench_data DIR also
+two items of each published file, DIR/gsm8k/test.jsonl and so on (FILES)."""
+
+import csv
+import gzip
+import io
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from common import caller, random_adapter
+
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: `make test-benchmarks` installs it, in some minutes")
+
+from lm_eval.__main__ import cli_evaluate
+
+from lib.util import Mistake, alone_in, read_json, write_json
+from llada import harness, tables
+from llada.ablation import BASE, COCOMMIT
+from llada.tasks import docs, rules
+
+FILES = {
+    "gsm8k": "gsm8k/test.jsonl",
+    "cmath": "cmath/test.jsonl",
+    "gpqa": "gpqa/gpqa_diamond.csv",
+    "drop": "drop/drop_v0_dev.jsonl.gz",
+    "piqa": "piqa/dev.jsonl",
+    "humaneval": "humaneval_plus/HumanEvalPlus.jsonl.gz",
+    "mbpp": "mbpp_plus/MbppPlus.jsonl.gz",
+}
+
+
+# --- two records by hand of each task, in the published shapes
+def program(name: str, prompt: str, solution: str) -> dict:
+    return dict(task_id=name, prompt=prompt, entry_point="twice", canonical_solution=solution, plus_input=[])
+
+
+GPQA = [
+    ["Question", *docs.GPQA_ANSWERS],
+    ["Which metal floats,\nin water?", "sodium", "lead", "gold", 'so-called "iron"'],
+    ["Which gas glows red?", "neon", "argon", "helium", "oxygen"],
+]
+RECORDS = {
+    "gsm8k": [
+        {"question": "A hen lays {3} eggs a day. How many in 2 days?", "answer": "3*2=<<3*2=6>>6 eggs.\n#### 6"},
+        {"question": "How many grains are 85 bags of 25?", "answer": "85*25 = 2,125\n#### 2,125"},
+    ],
+    "cmath": [
+        {"question": "6元的书便宜了百分之几？", "golden": "27.3%"},
+        {"question": "占几分之几？", "golden": "4/10"},
+    ],
+    "drop": [
+        {"context": "Passage: A, then\nB won.\nQuestion: Who won?\nAnswer:", "ref_text": "B|the B"},
+        {"context": "Passage: P.\nQuestion: Which two?\nAnswer:", "ref_text": "ale and rum"},
+    ],
+    "piqa": [
+        {"id": "x1", "goal": "dry a cup", "sol1": "use a towel", "sol2": "use a lake"},
+        {"id": "x2", "goal": "cut bread", "sol1": "use soup", "sol2": "use a knife"},
+    ],
+    "humaneval": [program(f"HumanEval/90{i}", f"def twice(x):\n    # {i}\n", "    return 2 * x\n") for i in (0, 1)],
+    "mbpp": [program(f"Mbpp/90{i}", f'"""\nTwice {i}.\n"""\n', "\ndef twice(x):\n  return 2*x\n") for i in (0, 1)],
+}
+GOLDS = {"gsm8k": ["6", "2125"], "cmath": ["27.3%", "4/10"], "gpqa": ["C", "D"], "piqa": ["A", "B"]}
+
+
+def write_task(folder: Path, name: str, data: bytes | None = None) -> Path:
+    """The records of one task where its real file would lie, or other data."""
+    path = folder / FILES[name]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = io.StringIO()
+    if name == "gpqa":
+        csv.writer(text).writerows(GPQA)
+    for record in RECORDS.get(name, []):
+        text.write(json.dumps(record) + "\n")
+    data = data or text.getvalue().encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    if name == "piqa":
+        (path.parent / "dev-labels.lst").write_text("0\n1\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def weights(golden, tmp_path_factory) -> Path:
+    """The golden checkpoint with room for every prompt, and a random adapter for it."""
+    folder = tmp_path_factory.mktemp("weights")
+    shutil.copytree(golden, folder / "base")
+    config = read_json(golden / "config.json", "config")
+    write_json(folder / "base" / "config.json", config | {"max_len": 8192, "block_length": 8})
+    random_adapter(folder / "cocommit", folder / "base", n_last=3)
+    return folder
+
+
+@pytest.fixture
+def run(weights, tmp_path, monkeypatch, capsys):
+    """`run(task, out, *flags)` -> what the command prints; `run.fails`: its one error."""
+    call = caller(harness, monkeypatch, capsys)
+
+    def flags(task: str, out: Path, *more: object) -> list:
+        path = write_task(tmp_path, task) if task in FILES else task
+        where = ["--out", out, "--ckpt", weights / "cocommit", "--gen_length", 8, "--device", "cpu"]
+        return ["--tasks", task, "--task_file", path, *where, *more]
+
+    def run(*given: object) -> str:
+        return call(*flags(*given))
+
+    run.fails = lambda *given: call.fails(*flags(*given))
+    return run
+
+
+def samples(out: Path, task: str) -> list[dict]:
+    (path,) = out.glob(f"samples_{task}_*.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# --- the tasks
+@pytest.mark.parametrize("task", FILES)
+def test_a_task_ends_in_a_score_and_a_cost(task, run, tmp_path, request):
+    """Also for the first two items of the published file, if there is one."""
+    out = tmp_path / "out"
+    said = run(task, out)
+    title = tables.TASKS[task].title
+    assert f"{COCOMMIT}: 2 items, 2 to go" in said and f"\n{title}" in said
+    items = samples(out, task)
+    for item, gold in zip(items, GOLDS.get(task, [None] * 2), strict=True):
+        assert 0 < item["tokens"] <= 8 and item["full"] >= item["partial"] > 0
+        assert item["doc"]["question" if task != "piqa" else "goal"] in item["arguments"]["gen_args_0"]["arg_0"]
+        assert gold in (item["target"], None)
+        assert item.get("exact_match", "no verdict") in ([0.0, 1.0] if tables.TASKS[task].judged else ["no verdict"])
+        assert ("f1" in item) == (task == "drop")
+    (made,) = tables.read_runs(out)
+    assert made.task == task and made.items[1]["nfe"]["full"] == items[1]["full"]
+
+    real = Path(request.config.getoption("--bench_data") or "nowhere") / FILES[task]
+    if real.exists():
+        assert "2 items, 2 to go" in run(task, tmp_path / "real", "--task_file", real, "--limit", 2)
+        assert len(list(getattr(docs, task)(**{task: real})["test"])) == tables.TASKS[task].n_official
+        assert all(item["tokens"] for item in samples(tmp_path / "real", task))
+
+
+def test_lm_evals_own_command_logs_the_same(run, weights, tmp_path, monkeypatch):
+    run("gsm8k", tmp_path / "a")
+    given = f"ckpt={weights}/cocommit,out={tmp_path}/b,gen_length=8 --device cpu --apply_chat_template --log_samples"
+    task = f"{harness.FOLDER}/gsm8k.yaml --metadata gsm8k={tmp_path}/gsm8k/test.jsonl"
+    words = f"run --model cocommit --model_args {given} --tasks {task} --output_path {tmp_path}/b/results.json"
+    monkeypatch.setattr(sys, "argv", ["lm_eval", *words.split()])
+    cli_evaluate()
+    assert samples(tmp_path / "a", "gsm8k") == samples(tmp_path / "b", "gsm8k")
+    assert tables.read_runs(tmp_path / "a") == tables.read_runs(tmp_path / "b")
+
+
+@pytest.mark.parametrize("answer, references, em, f1", [
+    ("49", [["47"], ["49"]], 1, 1.0),
+    ("13 yards", [["13"]], 0, 0.67),  # bags {13.0, yards}, {13.0}: 2 * 1 / 3
+    ("12 yards", [["13 yards"]], 0, 0.0),  # no number of the gold's
+    ("the Bears", [["Bears"]], 1, 1.0),
+    ("-3.50", [["3.5"]], 1, 1.0),  # official: the sign is a separator
+    ("7.6%", [["7.6"]], 0, 0.0),  # official: 76.0
+    ("12,345", [["12345"]], 1, 1.0),
+    ("ale, rum, and gin", [["ale", "rum", "gin"]], 1, 1.0),
+    ("ale, rum, gin", [["ale", "rum"]], 0, 0.67),
+    ("", [["13"]], 0, 0.0),
+    ("a, " * 1300, [list("bcdefghijk")], 0, 0.0),  # the longest reference of DROP has ten spans
+])  # fmt: skip
+def test_spans_are_scored_by_lm_evals_code(answer, references, em, f1):
+    assert rules.span_scores({"references": references}, [answer]) == {"exact_match": em, "f1": f1}
+
+
+def test_options_are_shuffled_by_a_seed_and_spans_are_read_both_ways(tmp_path):
+    first, _ = docs.read_gpqa(write_task(tmp_path, "gpqa"))
+    # random.Random(0).sample(range(4), 4) is 3, 1, 0, 2
+    assert [first[letter] for letter in "ABCD"] == ['so-called "iron"', "lead", "sodium", "gold"]
+    _, which = docs.read_drop(write_task(tmp_path, "drop"))
+    assert which["references"] == [["ale and rum"], ["ale", "rum"]]
+
+
+@pytest.mark.parametrize("task, data, says", [
+    ("gsm8k", b'{"question": "1+1?", "answer": "#### two or 2, 3"}', "the answer of record 1 is not one number"),
+    ("gsm8k", b'{"question": "1+1?", "final": "2"}', "no entry 'answer'"),
+    ("drop", b'{"context": "no passage", "ref_text": "1"}', "no .Passage"),
+    ("piqa", b'{"goal": "g", "sol1": "a", "sol2": "b"}', "zip"),  # two labels
+    ("mbpp", b'{"task_id": "Mbpp/1"}', "not a release of EvalPlus"),
+    ("cmath", b"\n", "no record"),
+])  # fmt: skip
+def test_a_damaged_file_is_refused(task, data, says, tmp_path):
+    path = write_task(tmp_path, task, data)
+    with pytest.raises(Mistake, match=says) as caught:
+        getattr(docs, task)(**{task: path})
+    assert str(path) in str(caught.value)
+
+
+# --- a run
+def test_killed_half_way_it_goes_on(run, tmp_path, monkeypatch):
+    run("gsm8k", tmp_path / "a", "--batch_size", 2)
+    whole = (tmp_path / "a" / "answers.jsonl").read_bytes()
+    for kept in (0, 20, len(whole) - 30):
+        out = tmp_path / f"cut_{kept}"
+        out.mkdir()
+        shutil.copy(tmp_path / "a" / "settings.json", out)
+        (out / "answers.jsonl").write_bytes(whole[:kept])
+        run("gsm8k", out)
+        assert (out / "answers.jsonl").read_bytes() == whole  # one at a time as two together
+    monkeypatch.setattr(harness, "generate", None)  # a finished run decodes nothing
+    assert ", 0 to go" in run("gsm8k", tmp_path / "a")
+
+
+def test_what_a_run_decodes_with_and_what_does_not_mix(run, weights, tmp_path, monkeypatch):
+    """The paper's decoder, of a base the released one; or a row of Table 2. Another one is refused."""
+    run("gsm8k", tmp_path / "a")
+    for name, flags, row in (
+        ("base", ["--ckpt", weights / "base"], BASE),
+        ("off", ["--decode", "released"], "adapter, Stage B off"),
+        ("row", ["--row", "Stage B, gated edits"], "Stage B, gated edits"),
+    ):
+        run("gsm8k", tmp_path / name, *flags)
+        assert read_json(tmp_path / name / "settings.json", "settings")["row"] == row
+        said = run.fails("gsm8k", tmp_path / "a", *flags)
+        assert "other settings: row" in said
+    assert "dtype (fp32, bf16)" in run.fails("gsm8k", tmp_path / "a", "--dtype", "bf16")
+    assert "need 9" in run.fails("gsm8k", tmp_path / "long", "--gen_length", 9000)
+    assert "give one for each" in run.fails("gsm8k", tmp_path / "b", "--tasks", "gsm8k", "piqa")
+    with alone_in(tmp_path / "a"):
+        assert "another run is writing" in run.fails("gsm8k", tmp_path / "a")
+
+
+def test_stop_strings_and_what_the_model_cannot_do(weights, tmp_path):
+    model = harness.CoCommit(weights / "cocommit", tmp_path / "out", gen_length=16, device="cpu")
+    ((_, whole),) = model.decode({"": ("Hello", {"until": []})})
+    ((_, cut),) = model.decode({"": ("Hello", {"until": whole[3], "max_gen_toks": 16})})
+    assert cut == whole[:3].partition(whole[3])[0] and cut.cost == whole.cost
+    with pytest.raises(Mistake, match="no log-likelihoods"):
+        model.loglikelihood([])
+    with pytest.raises(Mistake, match="greedily"):
+        list(model.decode({"": ("Hello", {"do_sample": True, "temperature": 1.0})}))
+    assert model.apply_chat_template([{"role": "user", "content": "Hi"}]).startswith("<role>SYSTEM</role>detailed")
+
+
+def test_without_role_tokens_there_is_no_chat_template(run, weights, tmp_path):
+    shutil.copytree(weights, tmp_path / "plain")
+    path = tmp_path / "plain" / "base" / "tokenizer.json"
+    path.write_text(path.read_text().replace("<role>", "<turn>"))
+    said = run("gsm8k", tmp_path / "out", "--ckpt", tmp_path / "plain" / "cocommit")
+    assert "no chat template: the tokenizer of" in said
+    assert samples(tmp_path / "out", "gsm8k")[0]["arguments"]["gen_args_0"]["arg_0"].startswith("A hen lays")
+
+
+def test_evalplus_judges_programs_in_a_clean_environment(run, tmp_path, monkeypatch):
+    """The printed command, with a stand-in for EvalPlus that judges two samples."""
+    out = tmp_path / "runs" / "he"
+    text = run("humaneval", out)
+    assert [item["correct"] for item in tables.read_runs(out)[0].items.values()] == [None, None]
+
+    verdicts = [{"base_status": "pass", "plus_status": status} for status in ("pass", "fail")]
+    result = {"eval": {f"HumanEval/90{i}": [verdict] for i, verdict in enumerate(verdicts)}}
+    write_json(tmp_path / "result.json", result)
+    stand_in = tmp_path / "bin" / "python"
+    stand_in.parent.mkdir()
+    judged = f"cp {tmp_path}/result.json samples-sanitized_eval_results.json"
+    stand_in.write_text(f"#!/bin/sh\nenv >> seen; echo $@ >> seen; {judged}\n")
+    stand_in.chmod(0o755)
+    command = next(line for line in text.splitlines() if line.startswith("  cd "))
+    environment = {"PATH": f"{stand_in.parent}:/usr/bin:/bin", "SOME_SECRET": "hush"}
+    subprocess.run(["sh", "-c", command], env=environment, check=True)
+    assert [item["correct"] for item in tables.read_runs(out)[0].items.values()] == [True, False]
+
+    (folder,) = out.glob("evalplus_humaneval_*")
+    seen = (folder / "seen").read_text()
+    sanitize = seen.index("-m evalplus.sanitize --samples samples.jsonl\n")
+    assert sanitize < seen.index("-m evalplus.evaluate --dataset humaneval --samples samples-sanitized.jsonl\n")
+    for setting in (f"HUMANEVAL_OVERRIDE_PATH={folder}/dataset.jsonl\n", "MBPP_OVERRIDE_PATH=/dev/null\n"):
+        assert seen.count(setting) == 2
+    assert seen.count("EVALPLUS_MAX_MEMORY_BYTES=8589934592\n") == 2 and "hush" not in seen
+    assert len((folder / "samples.jsonl").read_text().splitlines()) == 2
