@@ -11,7 +11,7 @@ from resuming import byte_rows
 
 import lib.int8
 import train
-from checkpoint import is_int8, load_model, read_tensors, save_model, save_tensors, weight_files
+from checkpoint import is_int8, load_model, read_tensors, save_model, weight_files
 from convert_weights import survey
 from decoding import Decoding
 from lib.int8 import KERNEL_WIDTH, kernel_takes, multiply, quantise
@@ -170,29 +170,6 @@ def test_every_matrix_is_converted_and_nothing_else(golden, experts):
         if name in matrices:
             expected = dict(zip((name, f"{name}_scale"), quantise(tensor), strict=True))
         assert all(torch.equal(small[part], expected[part]) for part in expected)
-
-
-def test_numbers_of_another_type_than_they_should_be_are_refused(experts, tmp_path):
-    """Integers, and their scales, which the kernel reads as they are; and where there is none, no integers."""
-    shutil.copytree(experts, tmp_path / "it")
-    path = tmp_path / "it" / "model-00002-of-00006.safetensors"
-    whole = dict(read_tensors([path]))
-    matrix, scale, norm = (f"layers.0.{name}" for name in ("attn.qkv.weight", "attn.qkv.weight_scale", "norm_1.weight"))
-    for name, changed, words in (
-        (matrix, whole[matrix].float(), f"{matrix} is stored as torch.float32, and should be torch.int8"),
-        (scale, whole[scale].float(), f"{scale} is stored as torch.float32, and should be torch.bfloat16"),
-        (scale, whole[scale] * float("nan"), f"{scale} holds NaN"),
-        (norm, whole[norm].to(torch.int8), f"{norm} is stored as torch.int8, and should be float32"),
-    ):
-        save_tensors(path, whole | {name: changed})
-        with pytest.raises(Mistake, match=words):
-            load_model(tmp_path / "it", "cpu", torch.bfloat16)
-    save_tensors(path, whole)
-    load_model(tmp_path / "it", "cpu", torch.bfloat16)
-    config = tmp_path / "it" / "config.json"
-    write_json(config, read_json(config, "config") | {"int8": False})
-    with pytest.raises(Mistake, match="is stored as torch.int8, and should be float32"):
-        load_model(tmp_path / "it", "cpu", torch.bfloat16)
 
 
 def test_there_is_no_way_back_and_bases_alone_are_converted(golden, experts, tmp_path, monkeypatch, capsys):
