@@ -1,23 +1,21 @@
 """Don't Commit Alone (Lin Yao, 2026) in one file, on a toy to check by hand: python tiny.py, two minutes.
 
-A masked diffusion language model is a GPT that looks both ways. It fills the gaps in a text, which
-are called masks. To be fast it fills several masks in one step, but it chooses each word alone, and so
-the words may not fit together. Say that "city" is followed by New York (with probability .40), San
-Francisco (.20), San Diego (.16), San Jose (.12) or San Juan (.12). The likeliest first word is San
-(.60), the likeliest second word is York (.40), and so the model writes "San York".
+A masked diffusion language model is a GPT that looks both ways. It fills the gaps in a text, which are called masks. To
+be fast it fills several at once, but it chooses each word alone, and so the words may not fit together. Say that "city"
+is followed by New York (probability .40), San Francisco (.20), San Diego (.16), San Jose (.12) or San Juan (.12). The
+likeliest first word is San (.60), the likeliest second word is York (.40), and so the model writes "San York".
 
-The paper's method, CoCommit, has two stages. Stage A is the plain pass: at each mask it gives every
-word a probability. The surest masks are the bundle, which this step will fill. Before they are filled,
-Stage B goes back to what the first layers gave. To the states of the bundle it adds a learned vector, the
-marker, and it runs the last layers once more. Its likeliest words are written: here they are "San York"
-again. Stage B knows which masks are being filled, but not with which words. Our change, causal Stage B,
-mends this: a mask also sees a draft of the word before it.
+The paper's method, CoCommit, has two stages. Stage A is the plain pass: at each mask it gives every word a probability.
+The masks whose likeliest words are above a gate, or else the surest mask alone, are the bundle, which this step fills.
+Stage B adds a learned vector, the marker, to the bundle's hidden states after the first layers, and runs the last
+layers once more. Its likeliest words are written. It knows which masks are being filled, but not with which words, and
+so it, too, writes "San York" if it fills both. At the paper's gate of .7 it fills one: first San, then Francisco in a
+second step. (In any text, two likeliest words above .7 are also the likeliest pair. For three see results/theorem.) Our
+change, causal Stage B, fits the words together in one step: a mask also sees a draft of the word before it.
 
-Left out are edits of written words, blocks, the mixture of experts, and LoRA on a frozen model. Of
-causal.py four things are left out, too: Stage B has its own layers there, its logits are added to Stage
-A's log-probabilities, a bundle may have gaps, and a gate may leave masks of a bundle unfilled. Lines
-with the tag # CoCommit are the paper's (some also hand on what causal Stage B needs). Lines with # causal
-are our change. The line with # alpha is another loss (see fill_loss), which one row of the table tries.
+Left out are edits of written words, blocks, the mixture of experts, LoRA on a frozen model, and of causal.py Stage B's
+own layers, its gate, the sum of its logits and Stage A's, and bundles with gaps. Lines with the tag # CoCommit are the
+paper's, and some of them also serve causal Stage B. Lines with # causal are our change.
 """
 import argparse
 
@@ -62,9 +60,9 @@ class Model(nn.Module):
     def coordinate(self, h, bundle, tokens=None):  # CoCommit
         for marker in self.markers:  # CoCommit
             note, sees = marker, None  # CoCommit
-            # causal: the note also says which word is before (F.pad shifts the words right by one), and
-            # it is scaled to the size of h. All words see everything outside the bundle. Only words of
-            # the bundle see into it, each itself and those on its left
+            # causal: the note also says which word is before (F.pad shifts the words right by one), and is scaled to
+            # the size of h. All words see everything outside the bundle. Only words of the bundle see into it, each
+            # itself and those on its left. With the bundle 0 1 1, the three words see 1 0 0, 1 1 0 and 1 1 1
             if tokens is not None:  # causal
                 before = F.rms_norm(self.wte(F.pad(tokens, (1, -1), value=MASK)), [C])  # causal
                 note = h.square().mean(2, True).sqrt() * (marker + before @ self.show.T)  # causal
@@ -73,8 +71,7 @@ class Model(nn.Module):
             h = self.last_n(h + bundle[..., None] * note, sees)  # CoCommit
         return h  # CoCommit
 
-# a GPT's layer with RMSNorm in place of LayerNorm, and SwiGLU in place of GELU; `rotate` normalises queries
-# and keys (QK norm), and turns them
+# a GPT's layer, but with RMSNorm for LayerNorm, SwiGLU for GELU, and normalised queries and keys (in `rotate`)
 class Layer(nn.Module):
     def __init__(self):
         super().__init__()
@@ -90,39 +87,29 @@ class Layer(nn.Module):
         gate, up = self.gate_up(F.rms_norm(x, [C])).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
 
-# rotary positions in place of learned position embeddings (wpe): the further on a position is, the more
-# x is turned
+# rotary positions in place of learned ones (wpe): the further on a position is, the more x is turned
 def rotate(x):
     first, second = F.rms_norm(x, x.shape[-1:]).chunk(2, dim=-1)
     angle = torch.arange(x.shape[2])[:, None] * 10000 ** -torch.arange(0, 1, 1 / first.shape[-1])
     cos, sin = angle.cos(), angle.sin()
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
-# --- the loss
-# The paper adds up the cross-entropies of the words. Where both words are hidden, no term sees the other
-# word, so the sum is least at the marginals, which are the probabilities of each word alone. Stage A
-# learns these already. But if Stage B sees the word before, the same sum is a joint loss, because
-# p(first) p(second | first) = p(both).
-# Another way is the alpha loss (AlphaDLM, arXiv 2609.38066), which scores the phrase as a whole. At alpha 1
-# it is least if the likeliest phrase gets probability 1. To write that phrase is the paper's aim. But
-# training may end at a close second: at ice cream (.28), not at hot dog (.32).
-def fill_loss(logits, target, fill, alpha):
-    # for each row, the sum of the log-probabilities of the words to fill
-    log_p = -(fill * F.cross_entropy(logits.mT, target, reduction="none")).sum(1)
-    loss = -log_p
-    if alpha > 0:
-        loss = (1 - (alpha * log_p).exp()) / alpha  # alpha
-    return loss.sum() / target.numel()
+# --- the loss: the paper adds up the cross-entropies of the words. Where both words are hidden, no term sees the
+# other word, so the sum is least at the marginals, the probabilities of each word alone. Stage A learns these
+# already. But if Stage B sees the word before, the same sum is a joint loss: p(first) p(second | first) = p(both)
+def fill_loss(logits, target, fill):
+    return (fill * F.cross_entropy(logits.mT, target, reduction="none")).sum() / target.numel()
 
 # --- training
 def some_of(allowed):  # draw one or two of each row's allowed words
-    # a word draws a number: below 1 if it is allowed, else above 1. The smallest one or two win, if allowed
+    # a word draws a number: below 1 if it is allowed, else above 1. The smallest one or two win, if allowed:
+    #     allowed 0 1 1    lot 1.3 .9 .4    the smallest 0 0 1    the smallest two 0 1 1
     lot = torch.rand(allowed.shape) + ~allowed
     last = torch.randint(2, (len(lot), 1))
     return allowed & (lot <= lot.sort(dim=1).values.gather(1, last))
 
-def train(start, alpha_b=None, causal=False):
-    """Train a copy of a model: Stage A by the paper's loss (alpha 0), and Stage B by alpha_b, if that is given."""
+def train(start, stage_b=None):
+    """Train a copy of a model: Stage A, and Stage B if there is one, "paper" or "causal"."""
     model = Model()
     model.load_state_dict(start.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3, betas=(0.9, 0.99))
@@ -133,13 +120,13 @@ def train(start, alpha_b=None, causal=False):
         z = TEXT.masked_fill(masked, MASK)
         # Stage A fills every mask
         h = model.prefix(z)
-        loss = fill_loss(model.logits(model.last_n(h)), TEXT, masked, 0)
+        loss = fill_loss(model.logits(model.last_n(h)), TEXT, masked)
         # Stage B fills the bundle, one or two of the masks; causal Stage B reads the true words there
-        if alpha_b is not None:  # CoCommit
+        if stage_b:  # CoCommit
             bundle = some_of(masked)  # CoCommit
-            tokens = torch.where(bundle, TEXT, z) if causal else None  # CoCommit
+            tokens = torch.where(bundle, TEXT, z) if stage_b == "causal" else None  # CoCommit
             logits = model.logits(model.coordinate(h, bundle, tokens))  # CoCommit
-            loss = loss + fill_loss(logits, TEXT, bundle, alpha_b)  # CoCommit
+            loss = loss + fill_loss(logits, TEXT, bundle)  # CoCommit
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -147,37 +134,52 @@ def train(start, alpha_b=None, causal=False):
     return model
 
 # --- decoding
-@torch.no_grad()
-def decode(model, z, tau, looks, causal=False):
-    """Fill all masks, with at most `looks` passes of Stage B a step -> z, forwards, each step's probabilities."""
-    probs, n_looks = [], 0
+def decode(model, z, tau, looks, causal=False, phrases=None):
+    """Fill all masks, with up to `looks` passes of Stage B a step -> z, forwards, probability of what was written."""
+    p, forwards = torch.ones(len(z)), 0
     while (masked := z == MASK).any():
         h = model.prefix(z)
         logits = model.logits(model.last_n(h))
+        forwards += 1
         # Stage A picks the bundle: the surest mask, and all masks that are surer than tau
         sure = logits.softmax(-1).amax(-1) * masked
         bundle = masked & ((sure > tau) | (sure == sure.amax(1, keepdim=True)))
+        words = logits.argmax(-1) if phrases is None else phrases
         for _ in range(looks):  # CoCommit
-            draft = torch.where(bundle, logits.argmax(-1), z)  # CoCommit
+            draft = torch.where(bundle, words, z)  # CoCommit
             logits = model.logits(model.coordinate(h, bundle, draft if causal else None))  # CoCommit
-            n_looks += 1  # CoCommit
-            # causal: the first word of the bundle reads no draft, so one look makes it final. A later word has
-            # read drafts, and is final if this look has changed none on its left. changed.cumsum(1) counts the
-            # changes up to and at a word. If it exceeds the word's own change (0 or 1), there is one on its left
-            changed = bundle & (logits.argmax(-1) != draft)  # causal
-            if not (bundle & (changed.cumsum(1) > changed)).any():  # causal
+            words = logits.argmax(-1) if phrases is None else phrases  # CoCommit
+            forwards += N_ROUNDS * N_LAST / N_LAYER  # CoCommit
+            # causal: Stage B looks until all words are final. (Here one look is enough: it keeps San, and so Francisco
+            # has read the right word.) A word is final if none on its left has changed:
+            #     changed 0 0 1 0 1    changed.cumsum(1) - changed 0 0 0 1 1    final 1 1 1 0 0
+            changed = (bundle & (words != draft)).long()  # causal
+            if not (bundle & (changed.cumsum(1) - changed > 0)).any():  # causal
                 break  # causal
-        # the bundle gets its likeliest words (Eq. 2)
-        z = torch.where(bundle, logits.argmax(-1), z)
-        probs.append(logits.softmax(-1))
-    return z, len(probs) + n_looks * N_ROUNDS * N_LAST / N_LAYER, probs
+        # the bundle gets its words (Eq. 2)
+        z = torch.where(bundle, words, z)
+        p = p * logits.softmax(-1).gather(2, z[..., None])[..., 0].where(bundle, 1).prod(1)
+    return z, forwards, p
 
-def report(name, model, looks=0, causal=False):  # print a row of the table: both words in one step
-    z, forwards, (p,) = decode(model, HOLES, -1, looks, causal)
-    if causal:  # it reads each true phrase, and so gives p(second | first)  # causal
-        p = model.logits(model.coordinate(model.prefix(HOLES), HOLES == MASK, PHRASES)).softmax(-1)  # causal
-    # p of the five phrases with "city" is p(first) p(second); for causal Stage B it is p(first) p(second | first)
-    q = p.gather(2, PHRASES[..., None])[:5, 1:, 0].prod(1)
+# The likeliest phrase may not begin with the likeliest word. So a beam keeps the `size` likeliest beginnings of the
+# row z (1, T). Stage A reads the row once, and each pass of causal Stage B adds a word to every beginning, from the
+# left. The beginnings are rows of one pass. It counts as n/L of a forward, as a pass over one row does
+def beam_search(model, z, size):  # causal
+    h, bundle, log_p = model.prefix(z), z == MASK, torch.zeros(1)  # causal
+    for i in bundle[0].nonzero()[:, 0]:  # causal
+        logits = model.logits(model.coordinate(h, bundle, z))[:, i]  # causal
+        log_p, best = (log_p[:, None] + logits.log_softmax(-1)).flatten().topk(size)  # causal
+        z = z[best // len(TOKENS)]  # causal
+        z[:, i] = best % len(TOKENS)  # causal
+    return z[0], 1 + bundle.sum().item() * N_LAST / N_LAYER  # causal
+
+@torch.no_grad()
+def report(name, model, tau=-1, looks=0, causal=False, beam=0):  # print a row of the table
+    z, forwards, _ = decode(model, HOLES, tau, looks, causal)
+    for row in (0, 5) if beam else ():  # causal
+        z[row], forwards = beam_search(model, HOLES[[row]], beam)  # causal
+    # the probability to draw each of the five phrases with "city": each is written, whether or not it is likeliest
+    q = decode(model, HOLES, tau, looks, causal, PHRASES)[2][:5]
     city, dish = [" ".join(TOKENS[token] for token in row[1:]) for row in z[[0, 5]]]
     print(f"{name:22}{q[0]:9.2f}{q[1:].sum():9.2f}{1 - q.sum():11.2f}{forwards:10.1f}  {city}, {dish}")
     return model
@@ -189,14 +191,10 @@ if __name__ == "__main__":
     torch.set_num_threads(1)  # faster for small matrices
     print("P(phrase | city)       New York  San ...  no phrase  forwards  city, dish")
     print("the text                   0.40     0.60       0.00")
-    stage_a = report("Stage A", train(Model()))
-    report("Stage A, twice as long", train(stage_a))
-    report("Stage B, the paper's", train(stage_a, 0), 1)  # CoCommit
-    report("Stage B, alpha 1", train(stage_a, 1), 1)  # CoCommit
-    # New York is causal Stage B's likeliest phrase (.40), and yet it writes San Francisco (.20): greedily, from
-    # the left, it begins with the likeliest word, San (.60), and the likeliest phrase does not begin with San
-    causal = report("Stage B, causal", train(stage_a, 0, True), 2, True)  # causal
-    # what it writes with at most 0 looks (Stage A's draft), 1 look, and 2 looks. One is enough: the draft San
-    # stays, so the second word has read the right first word
-    words = torch.cat([decode(causal, HOLES, -1, looks, True)[0][0, 1:] for looks in range(3)])  # causal
-    print("causal, draft {} {}, 1 look {} {}, 2 looks {} {}".format(*[TOKENS[t] for t in words]))  # causal
+    stage_a = report("Stage A, all at once", train(Model()))
+    report("Stage A, gate .7", stage_a, 0.7)
+    paper = report("Stage B, all at once", train(stage_a, "paper"), looks=1)  # CoCommit
+    report("Stage B, gate .7", paper, 0.7, looks=1)  # CoCommit
+    causal = report("causal, all at once", train(stage_a, "causal"), looks=2, causal=True)  # causal
+    report("causal, beam of 2", causal, looks=2, causal=True, beam=2)  # causal
+    print("The paper in full: corrupt.py, model.py, train.py, sample.py. Our change: causal.py.")
