@@ -1,0 +1,60 @@
+"""The gate's bound (results/theorem): when the likeliest tokens, each by itself, are also the likeliest tuple.
+
+By enumeration of random joint tables; `pytest tests/test_bound.py`.
+"""
+
+import pytest
+import torch
+from common import approx
+from torch import Tensor
+
+
+def random_tables(seed: int, n: int, V: int, k: int) -> Tensor:
+    """(n, V, .., V) float64 with k axes. In half of them one tuple has most of the probability."""
+    g = torch.Generator().manual_seed(seed)
+    table = torch.rand(n, V**k, generator=g, dtype=torch.float64) ** 4
+    table = table / table.sum(1, keepdim=True)
+    best = torch.randint(V**k, (n, 1), generator=g)
+    weight = torch.rand(n, 1, generator=g, dtype=torch.float64) * (torch.arange(n) % 2)[:, None]
+    table = (1 - weight) * table + weight * torch.zeros_like(table).scatter_(1, best, 1.0)
+    return table.view(n, *[V] * k)
+
+
+def surest(table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Each position's likeliest token alone: their probabilities (n, k), the probability of all of them together (n,),
+    and that of the likeliest tuple (n,)."""
+    k = table.dim() - 1
+    marginals = [table.sum([j + 1 for j in range(k) if j != i]) for i in range(k)]
+    p = torch.stack([marginal.amax(1) for marginal in marginals], dim=1)
+    tokens = [marginal.argmax(1) for marginal in marginals]
+    return p, table[torch.arange(len(table)), *tokens], table.flatten(1).amax(1)
+
+
+@pytest.mark.parametrize("V", [2, 3])
+@pytest.mark.parametrize("k", [2, 3, 4])
+def test_the_bound_never_fails(V, k):
+    p, together, mode = surest(random_tables(10 * V + k, 50_000, V, k))
+    agree = together >= mode - 1e-12
+    q = 1 - p
+    sharp = q.sum(1) + q.amax(1) <= 1
+    # Fast-dLLM's form, with the largest gate that all of them exceed
+    gate = (k + 1) * q.amax(1) <= 1
+    assert agree[sharp].all() and not (gate & ~sharp).any()
+    # tables of all kinds: the bound holds, it does not hold and they agree all the same, and they do not agree
+    assert min(gate.sum(), (sharp & ~gate).sum(), (~sharp & agree).sum(), (~agree).sum()) > 100
+
+
+def test_two_masks_above_the_papers_gate_are_safe_and_three_are_not():
+    p, together, mode = surest(random_tables(0, 50_000, 2, 2))
+    above = (p > 0.7).all(1)
+    assert above.sum() > 100 and (together[above] == mode[above]).all()
+
+    # three masks: 111 has less probability than each tuple with a single 0
+    table = torch.zeros(1, 2, 2, 2, dtype=torch.float64)
+    table[0, 1, 1, 1] = 0.11
+    table[0, 0, 1, 1] = table[0, 1, 0, 1] = table[0, 1, 1, 0] = 0.89 / 3
+    p, together, mode = surest(table)
+    assert p[0].tolist() == approx([0.11 + 2 * 0.89 / 3] * 3) and (p > 0.7).all()
+    assert together.item() == 0.11 < mode.item() == 0.89 / 3
+    q = 1 - p[0]
+    assert q.sum() + q.max() > 1 and 4 * (1 - 0.7) > 1
