@@ -13,9 +13,9 @@ so it, too, writes "San York" if it fills both. At the paper's gate of .7 it fil
 second step. (In any text, two likeliest words above .7 are also the likeliest pair. For three see results/theorem.) Our
 change, causal Stage B, fits the words together in one step: a mask also sees a draft of the word before it.
 
-Left out are edits of written words, blocks, the mixture of experts, LoRA on a frozen model, and of causal.py Stage B's
-own layers, its gate, the sum of its logits and Stage A's, and bundles with gaps. Lines with the tag # CoCommit are the
-paper's, and some of them also serve causal Stage B. Lines with # causal are our change.
+Left out are edits of written words, blocks, the mixture of experts, and LoRA on a frozen model. In causal.py Stage B
+also has layers of its own, and a gate may leave masks of a bundle unfilled. Lines with the tag # CoCommit are the
+paper's (some also hand on what causal Stage B needs). Lines with # causal are our change.
 """
 import argparse
 
