@@ -230,7 +230,7 @@ def unfold_rope(raw: dict, path: Path) -> None:
 
 def rotary_width(raw: dict, path: Path) -> int:
     """How many channels of a head are rotated. The config gives a number, a share of the head, or both."""
-    units = {"rotary_dim": 1, "partial_rotary_factor": raw["head_dim"]}
+    units = {"rotary_dim": 1, "partial_rotary_factor": checked_entry(raw, "head_dim", int, path)}
     widths = {int(checked_entry(raw, name, float, path) * units[name]) for name in units if raw.get(name) is not None}
     if len(widths) != 1:
         fail(f"{path}: rotary_dim and partial_rotary_factor disagree, or both are missing")

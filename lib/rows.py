@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lib.util import (
+    WALK,
     check_special,
     checked_entry,
     copy_file,
@@ -105,7 +106,7 @@ def read_meta(folder: Path) -> Meta:
     meta = Meta(*numbers, block_length, judge, not_plain)
 
     # two special ids, and at least one ordinary id
-    with reading(path, "folder of rows"):
+    with reading(path, "folder of rows", WALK):
         ordinary = set(meta.plain().tolist())
         special = {meta.eos_id, meta.mask_id}
         if len(special) < 2 or not ordinary or special & ordinary:
@@ -125,7 +126,7 @@ def check_ordinary(folder: Path, where: Path, ordinary: set[int]) -> None:
     if not path.exists():
         return
     spec = read_json(path, "tokenizer")
-    with reading(path, "tokenizer"):
+    with reading(path, "tokenizer", WALK):
         added = {token["id"]: token.get("special") for token in spec["added_tokens"]}
         tokens = {i for i in (*spec["model"]["vocab"].values(), *added) if not added.get(i)}
     if ordinary != tokens:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from lib.util import SPECIAL, fail, read_json, reading
+from lib.util import SPECIAL, WALK, fail, read_json, reading
 
 EOS_TOKEN = SPECIAL["eos_id"]
 MASK_TOKEN = SPECIAL["mask_id"]
@@ -119,7 +119,7 @@ def bpe_tokenizer(path: Path, spec: dict | None = None) -> Tokenizer:
     """The tokenizer of a `tokenizer.json`. spec: the file's content, if known."""
     if spec is None:
         spec = read_json(path, "tokenizer")
-    with reading(path, "tokenizer"):
+    with reading(path, "tokenizer", WALK):
         if spec["model"]["type"] != "BPE" or spec["decoder"]["type"] != "ByteLevel":
             raise ValueError("it is no byte-level BPE")
 

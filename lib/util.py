@@ -74,10 +74,13 @@ def command(main: Callable) -> Callable:
     return run
 
 
+WALK = (LookupError, TypeError, AttributeError)  # what a look into a parsed file raises if it has another shape
+
+
 @contextmanager
-def reading(path: Path, what: str) -> Iterator[None]:
+def reading(path: Path, what: str, also: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Turn an error of reading or parsing a user's file into a mistake. Do nothing else inside: an error of the code,
-    like a KeyError, keeps its traceback. Entries of what was read are checked by `checked_entry`."""
+    like a KeyError, keeps its traceback. also: WALK, where nothing is done but to look into what was parsed."""
     try:
         # a pipe or a device like /dev/zero may have no end
         if path.exists() and not (path.is_file() or path.is_dir()):
@@ -85,7 +88,7 @@ def reading(path: Path, what: str) -> Iterator[None]:
         yield
     except (FileNotFoundError, NotADirectoryError):
         fail(f"there is no {what} at {path}")
-    except (OSError, EOFError, ValueError, RecursionError, SafetensorError, zlib.error) as e:
+    except (OSError, EOFError, ValueError, RecursionError, SafetensorError, zlib.error, *also) as e:
         why = "it is not UTF-8 text" if isinstance(e, UnicodeDecodeError) else str(e)
         fail(f"{what} {path} cannot be read, is damaged, or of another kind: {why:.300}")
 

@@ -15,17 +15,16 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from cache import Cached, Uncached
+from cache import Engine
 from checkpoint import base_of, judge_of, load_model
 from decoding import Decoding, Step
-from evaluate import NAME_DECODING, complete
+from evaluate import NAME_LENGTH, complete
 from lib.names import draw_names
 from lib.tokenizer import load_tokenizer
 from lib.util import Parser, bounded, command, fail, pick_device, print_table
 from model import Model
-from sample import by_entropy, denoise
+from sample import denoise
 
-Engine = Cached | Uncached
 FIGURES = ("exist", "forwards", "full")  # the figures of a row on names, see evaluate.complete
 
 
@@ -44,13 +43,22 @@ def by_turns(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding, b
 
 
 def without_marker(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
-    """The paper's step without a marker: the last n layers run again on the same prefix states."""
+    """The paper's step without a marker: the last n layers run again on the same prefix states, which is Stage A."""
+    return unmarked(engine, lambda h: h, z, given, u, d)
 
-    def stage_b(h: Tensor, bundle: Tensor, *tokens: Tensor) -> Tensor:
-        return engine.stage_b(h, torch.zeros_like(bundle), *tokens)
 
-    unmarked = SimpleNamespace(model=engine.model, stage_a=engine.stage_a, stage_b=stage_b)
-    return denoise(unmarked, z, given, u, d)
+def deeper(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
+    """The other reading of "without marker", as additional depth: LastN(LastN(h))."""
+    return unmarked(engine, lambda h: engine.final, z, given, u, d)
+
+
+def unmarked(engine: Engine, start: Callable[[Tensor], Tensor], *step: Tensor | Decoding) -> Step:
+    """The paper's step, but Stage B starts from other states, and marks none."""
+
+    def stage_b(h: Tensor, bundle: Tensor, tokens: Tensor) -> Tensor:
+        return engine.stage_b(start(h), torch.zeros_like(bundle), tokens)
+
+    return denoise(SimpleNamespace(model=engine.model, stage_a=engine.stage_a, stage_b=stage_b), *step)
 
 
 # --- Table 2
@@ -71,7 +79,7 @@ MECHANISM = {
     "A fills, B edits": ("adapter", {}, partial(by_turns, b_fills=False), 90.90, 0.30),
     "B fills, edits off": ("adapter", dict(tau_t2t=None), denoise, 88.40, 0.30),
     "Stage B without marker": ("adapter", {}, without_marker, 90.37, 0.28),
-    "entropy selection, same size": ("adapter", {}, partial(denoise, select=by_entropy), 90.30, 0.27),
+    "entropy selection, same size": ("adapter", dict(select="entropy"), denoise, 90.30, 0.27),
     "Stage B, tau_m2t 0.5": ("adapter", dict(tau_m2t=0.5), denoise, 88.40, 0.24),
     "Stage B, tau_m2t 0.3": ("adapter", dict(tau_m2t=0.3), denoise, 84.00, 0.22),
     "adapter, Stage B off, tau_m2t 0.5": ("adapter", OFF | dict(tau_m2t=0.5), denoise, 88.48, 0.23),
@@ -114,8 +122,8 @@ def row_of(model: Model, row: str | None, decode: str | None) -> str:
 
 
 def refuse_other_steps(model: Model) -> None:
-    if model.decoding_step is not None:
-        fail(f"{model.name_b} is not a row of the paper's Table 2: judge it with evaluate.py")
+    if model.cfg.stage_b != "paper":
+        fail(f"{model.cfg.stage_b} Stage B is not a row of the paper's Table 2: judge it with evaluate.py")
 
 
 @command
@@ -136,10 +144,13 @@ def main() -> None:
     refuse_other_steps(models["adapter"])
     prompts = draw_names(args.prompts, "held out", tokenizer)
 
+    # "without marker" has a second reading, which is a row of its own here
+    rows = MECHANISM | {"Stage B without marker, deeper": ("adapter", {}, deeper, 90.37, 0.28)}
+    K = models["adapter"].cfg.n_rounds
     lines = []
-    for name, (weights, _, _, accuracy, nfe) in MECHANISM.items():
-        d, step = decoder_of(name, models["adapter"].cfg.n_rounds)
-        found = complete(models[weights], tokenizer, prompts, replace(d, gen_length=NAME_DECODING.gen_length), step)
+    for name, (weights, changes, step, accuracy, nfe) in rows.items():
+        d = Decoding(**Q | dict(n_rounds=K) | changes)
+        found = complete(models[weights], tokenizer, prompts, replace(d, gen_length=NAME_LENGTH, holes=True), step)
         lines.append([name, *(f"{found[figure]:.3f}" for figure in FIGURES), f"{accuracy:.2f}", f"{nfe:.2f}"])
     print_table(["variant", *FIGURES, "| the paper's GSM8K", "NFE/token"], lines)
     print("forwards: of a name, everything counted; full: only the full ones, of a name (the paper's NFE: of a token)")

@@ -79,9 +79,8 @@ def shared_step(model: Model, batch: Batch, args: Namespace) -> train.Losses:
     that of these rows."""
     own = slice(dist.get_rank(), None, dist.get_world_size())
     corruptible = batch.corruptible[own]
-    rows = Batch(batch.clean[own], batch.real[own], corruptible, batch.plain, batch.draws[own], batch.holes_alone[own])
-    step = model.training_step or train.cocommit_step
-    loss, terms = step(model, rows, args)
+    rows = Batch(batch.clean[own], batch.real[own], corruptible, batch.plain, batch.draws[own])
+    loss, terms = train.step_of(args)(model, rows, args)
     of_others = total(loss) - loss.detach()
     return loss + of_others, {name: total(term) for name, term in terms.items()}
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from decoding import in_full
-from lib.util import Parser, checked_entry, command, fail, print_table, read_json, read_lines, reading
+from lib.util import WALK, Parser, checked_entry, command, fail, print_table, read_json, read_lines, reading
 from llada.ablation import BASE, COCOMMIT, GATED, MECHANISM
 
 # Shares are 0..1 in files, and in percent in tables.
@@ -99,7 +99,7 @@ def read_runs(folder: Path) -> list[Run]:
 def read_results(path: Path) -> list[Run]:
     """The runs of one results_*.json, from the files of samples that lie beside it."""
     results = read_json(path, "results of lm-eval")
-    with reading(path, "results of the model cocommit, with --log_samples,"):
+    with reading(path, "results of the model cocommit, with --log_samples,", WALK):
         settings = results["config"]["settings"]
         tasks = [task for task in results["configs"] if task in TASKS]
     for key, kind in (("row", str), ("n_last", int), ("partial_cost", float)):
@@ -117,7 +117,7 @@ def read_samples(path: Path, task: str, settings: dict) -> Run:
         if TASKS[task].judged:
             item["correct"] = bool(checked_entry(sample, "exact_match", float, path))
         else:
-            with reading(path, "file of samples"):
+            with reading(path, "file of samples", WALK):
                 item |= {"name": sample["doc"]["task_id"], "program": sample["filtered_resps"][0]}
         run.items[sample["doc_id"]] = item
     if not TASKS[task].judged:
@@ -136,7 +136,7 @@ def judge(run: Run, out: Path) -> None:
     if not path.exists():
         return
     verdicts = checked_entry(read_json(path, "EvalPlus result"), "eval", dict, path)
-    with reading(path, "result of EvalPlus 0.3.1"):
+    with reading(path, "result of EvalPlus 0.3.1", WALK):
         for item in run.items.values():
             verdict = verdicts[item["name"]][0]
             item["correct"] = verdict["base_status"] == verdict["plus_status"] == "pass"

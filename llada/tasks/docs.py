@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # lm-eval runs any
 from datasets import Dataset
 from lm_eval.api.registry import register_model
 
-from lib.util import fail, reading
+from lib.util import WALK, fail, reading
 from llada.harness import CoCommit
 from llada.tasks.rules import numbers, plain, readings
 from prepare import read_records
@@ -31,7 +31,7 @@ def dataset(task: str, read: Callable[[Path], Iterator[dict]]) -> Callable:
         if task not in given:
             fail(f"{task} is read from its published file: --metadata {task}=FILE")
         path = Path(given[task]).expanduser()
-        with reading(path, f"{task} file (the published one)"):
+        with reading(path, f"{task} file (the published one)", WALK):
             docs = list(read(path))
             if not docs:
                 raise ValueError("it has no record")
