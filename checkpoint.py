@@ -268,7 +268,7 @@ def judge_of(folder: Path) -> dict:
 
 # --- an adapter's folder
 SIZES = {"n_last": int, "n_rounds": int, "block_length": int}  # the sizes that an adapter has of its own
-ENTRIES = SIZES | {"base": str, "base_hash": str, "stage_b": str, "lora_r": int}  # the entries of adapter.json
+ENTRIES = SIZES | {"base": str, "stage_b": str, "lora_r": int}  # the entries of adapter.json, besides base_hash
 
 
 def about_adapter(folder: Path) -> dict:
@@ -277,7 +277,7 @@ def about_adapter(folder: Path) -> dict:
     if not path.exists():
         return {}
     about = read_json(path, "adapter")
-    about = {name: checked_entry(about, name, kind, path) for name, kind in ENTRIES.items()}
+    about |= {name: checked_entry(about, name, kind, path) for name, kind in ENTRIES.items()}
     if about["stage_b"] not in STAGE_B:
         fail(f"{path}: its Stage B is of the kind {about['stage_b']!r:.80}, and the kinds are {', '.join(STAGE_B)}")
     return about
@@ -330,8 +330,12 @@ def read_adapter(folder: Path, learned: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def check_base(base: Path, folder: Path) -> None:
     """Refuse a base that is not the one that the adapter in `folder` was trained on."""
-    if about_adapter(folder)["base_hash"] != weights_hash(base):
-        fail(f"{folder} was trained on other weights than {base} holds now: put those there")
+    about = about_adapter(folder)
+    if "base_hash" in about and about["base_hash"] != weights_hash(base):
+        fail(
+            f"{folder} was trained on other weights than {base} holds now: put those there, or, if these are the same "
+            f"weights in another form, delete base_hash from adapter.json"
+        )
 
 
 def weights_hash(folder: Path) -> str:

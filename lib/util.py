@@ -89,7 +89,9 @@ def reading(path: Path, what: str, also: tuple[type[Exception], ...] = ()) -> It
     except (FileNotFoundError, NotADirectoryError):
         fail(f"there is no {what} at {path}")
     except (OSError, EOFError, ValueError, RecursionError, SafetensorError, zlib.error, *also) as e:
-        why = "it is not UTF-8 text" if isinstance(e, UnicodeDecodeError) else str(e)
+        why = f"no entry {e}" if isinstance(e, KeyError) else str(e)
+        if isinstance(e, UnicodeDecodeError):
+            why = "it is not UTF-8 text"
         fail(f"{what} {path} cannot be read, is damaged, or of another kind: {why:.300}")
 
 

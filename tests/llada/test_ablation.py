@@ -104,10 +104,10 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     base = names_folder(tmp_path / "base", n_layer=2, n_last=1)
     adapter = tmp_path / "adapter"
     model = random_adapter(adapter, base)
-    monkeypatch.setattr(ablation, "NAME_DECODING", Decoding(gen_length=8))
+    monkeypatch.setattr(ablation, "NAME_LENGTH", 8)
     call = caller(ablation, monkeypatch, capsys)
     lines = call("--ckpt", adapter, "--device", "cpu", "--prompts", 2).splitlines()
-    assert [line.split("  ")[0] for line in lines[1:-1]] == list(MECHANISM)
+    assert [line.split("  ")[0] for line in lines[1:-1]] == [*MECHANISM, "Stage B without marker, deeper"]
 
     tokenizer = load_tokenizer(base)
     prompts = draw_names(2, "held out", tokenizer)

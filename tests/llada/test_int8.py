@@ -105,7 +105,7 @@ def test_the_model_is_that_of_the_floats(tied, tmp_path):
         ctx = model.context(torch.ones_like(ids, dtype=torch.bool))
         h = model.prefix(ids, ctx)
         a = model.logits(model.last_n(h, ctx))
-        b = model.logits(model.coordinate(h, bundle, ctx, 2))
+        b = model.logits(model.coordinate(h, bundle, ids, ctx))
         (a.log_softmax(-1)[..., 0].sum() + b.log_softmax(-1)[..., 1].sum()).backward()
         found.append((a, b, {name: p.grad for name, p in model.learned().items()}))
     (a, b, gradients), (plain_a, plain_b, plain_gradients) = found
