@@ -39,7 +39,7 @@ def by_turns(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding, b
     visible = (z != engine.model.cfg.mask_id) & ~given
     edited = visible & (conf > d.edit_gate) & (token != z)
     after = torch.where(done.bundle | edited, token, z)
-    return replace(done, after=after, edited=edited, token=token, conf=conf)
+    return replace(done, after=after, edited=edited, token=token, conf=conf, over=(after == z).all(-1))
 
 
 def without_marker(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:

@@ -51,7 +51,7 @@ def test_whose_logits_fill_and_whose_edit(row, fill, edit):
     done = one_step(surely(7), [9, 9, 1, 2, 3], row)
     assert done.after.tolist() == [[fill, fill, edit, edit, edit]]
     assert done.bundle.tolist() == [[True, True, False, False, False]]
-    assert done.partial.tolist() == [0.0 if row == "adapter, Stage B off" else 1.0]
+    assert done.partial.tolist() == [0.0 if row == "adapter, Stage B off" else 1.0] and not done.over.any()
 
     # without a bundle Stage A edits alone
     done = one_step(surely(7), [1, 1, 1, 2, 7], row)
