@@ -1,28 +1,23 @@
-# Shakespeare, one seed: a base; on it causal Stage B (as long as the shipped one learned, and by its config's own 800
-# steps), the paper's Stage B, and the control of causal Stage B; and a left-to-right model of the base's size and steps.
-# One to two hours on one thread. Then what held-out text costs. Page: results/text/README.md. Run from the root of the
-# repository.
+# Shakespeare, one seed: a base; on it causal Stage B (3,000 steps, and its config's own 800) and the paper's Stage B; a
+# base that learns for as long as base and causal Stage B together; and a left-to-right model of the base's size and
+# steps. Then their bits a byte, and forwards and time of their draws.
+# One to two hours on one thread. Page: results/text/README.md. Run from the root of the repository.
 set -e
 seed=${SEED:-1}
 out=${OUT:-out/text-$seed}
 text="--data data/shakespeare --seed $seed"
-as_base="--config configs/text_base.toml --max_iters 2000"
-python base.py $text $as_base --out_dir $out/base
-python -m experiments.text half --ckpt $out/base
-on_base="--config configs/text.toml --init_from $out/base"
-python train.py $text $on_base --max_iters 3000 --out_dir $out/causal
-python train.py $text $on_base --out_dir $out/short
-python -m experiments.control $text $on_base --out_dir $out/control
-python base.py $text $as_base --block_length 1 --one_by_one 1 --out_dir $out/left
-python train.py $text --init_from $out/base --seq_len 256 --batch_size 4 --out_dir $out/paper
-for system in base paper causal short control left; do
-  python -m experiments.text bits --system $system --seed $seed --ckpt $out/$system --out $out/bits.jsonl
-done
+base="python base.py $text --config configs/text_base.toml"
+train="python train.py $text --init_from $out/base"
 
-# draws, judged by the left-to-right model of another seed: JUDGE=2, whose run is in out/text-2
-if [ -n "${JUDGE:-}" ]; then
-  for system in causal base paper left; do
-    python -m experiments.text draws --system $system --seed $seed --ckpt $out/$system --judge_seed $JUDGE \
-        --judge out/text-$JUDGE/left --out $out/draws.jsonl
-  done
-fi
+$base --max_iters 2000 --out_dir $out/base
+$base --max_iters 3500 --out_dir $out/base_3500
+$base --max_iters 2000 --block_length 1 --one_by_one 1 --out_dir $out/left
+$train --config configs/text.toml --max_iters 3000 --out_dir $out/causal
+$train --config configs/text.toml --out_dir $out/short
+$train --seq_len 256 --batch_size 4 --out_dir $out/paper
+for system in base paper short causal base_3500 left; do
+  python -m experiments.measure bits --ckpt $out/$system --seed $seed --out $out/bits.jsonl
+done
+for system in base paper causal left; do
+  python -m experiments.measure draws --ckpt $out/$system --seed $seed --out $out/draws.jsonl
+done
