@@ -1,16 +1,16 @@
-"""The figures of the results pages, drawn with matplotlib from the numbers that are committed. (assets/step.svg is
-written by hand.)
+"""The figures of the results pages, drawn with matplotlib from the numbers beside them; and the loss of a run.
+(assets/step.svg is written by hand.)
 
-    python -m tools.plots                    # all of them, each to its place
-    python -m tools.plots tiny speed         # two of them
+    python -m tools.plots                    # all figures, each to its place
+    python -m tools.plots toys               # one of them
+    python -m tools.plots log out/names      # the loss of a run, to out/names/loss.svg
 
 In the SVGs text stays text. Each SVG has a background of its own, white or dark as the reader's system is. It has other
 colours on dark, because no colour is readable on both (a contrast of 4.5 : 1).
 """
 
 import io
-import json
-import math
+import os
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -19,7 +19,10 @@ import numpy as np
 
 from lib.util import Parser, command, fail, printable, read_lines, replace_file
 
+# a notebook's backend is not there outside of it
+os.environ["MPLBACKEND"] = "svg"
 try:
+    import matplotlib
     import matplotlib.pyplot as plt
 except ImportError:
     plt = None
@@ -35,9 +38,8 @@ DARK = {
     "#a84300": "#ffab6e",
     "#1a7f4b": "#57d197",
     "#8a3fa0": "#d6a2e8",
-    "#006d77": "#5fd0da",
 }
-PAGE, INK, BLUE, ORANGE, GREEN, PURPLE, TEAL = DARK
+PAGE, INK, BLUE, ORANGE, GREEN, PURPLE = DARK
 STYLE = {
     "svg.hashsalt": "cocommit",  # the same picture from the same numbers, byte for byte
     "svg.fonttype": "none",  # text stays text
@@ -58,21 +60,7 @@ STYLE = {
     "grid.alpha": 0.25,
     "lines.linewidth": 2,
 }
-
-WIDTH = 5.4  # inches, of most figures: shown 400 pixels wide, its letters are as large as the page's
-
-
-# --- the canvas
-def name_lines(ax) -> None:
-    """Write each line's name behind its end; all ends are at one x. A name that would overlap another is pushed up."""
-    bottom, top = ax.get_ylim()
-    lowest = bottom
-    for line in sorted(ax.lines, key=lambda line: line.get_ydata()[-1]):
-        x, y = line.get_xydata()[-1]
-        place = max(y, lowest)
-        lowest = place + 0.09 * (top - bottom)
-        ax.annotate(line.get_label(), (x, place), xytext=(7, 0), textcoords="offset points", color=line.get_color(),
-                    va="center", annotation_clip=False)  # fmt: skip
+WIDTH = 5.4  # inches: shown 400 pixels wide, a figure's letters are as large as the page's
 
 
 def svg(figure) -> str:
@@ -80,163 +68,12 @@ def svg(figure) -> str:
     buffer = io.StringIO()
     # the picture is as large as what is drawn, so that no name is cut at an edge
     figure.savefig(buffer, format="svg", metadata={"Date": None}, bbox_inches="tight", pad_inches=0.1)
+    plt.close(figure)
     style = "</metadata>\n<style>@media (prefers-color-scheme: dark) {"
     for light, dark in DARK.items():
         for use in ("fill", "stroke"):
             style += f'\n[style*="{use}: {light}"] {{ {use}: {dark} !important }}'
     return buffer.getvalue().replace("</metadata>", style + "\n}</style>", 1)
-
-
-# --- tiny.py
-def draw_tiny():
-    """The table that tiny.py prints: a bar for each model shows what it writes after "city" if it draws words."""
-    table = (RESULTS / "theorem" / "tiny.txt").read_text()
-    columns = re.split(r"  +", table.splitlines()[1])[1:4]
-    # a name and three probabilities; the line below the table has none. Training for twice as long changes nothing,
-    # and gets no bar
-    rows = re.findall(r"^(\S.*?)  +(\d\.\d\d) +(\d\.\d\d) +(\d\.\d\d)", table, re.M)
-    rows = [row for row in rows if row[0] != "Stage A, twice as long"]
-
-    figure, ax = plt.subplots(figsize=(4.6, 5))
-    for row, (name, *shares) in enumerate(rows):
-        ax.annotate(name, (0, row - 0.36), va="center", fontsize=13)
-        left = 0.0
-        for column, color, share in zip(columns, (BLUE, GREEN, ORANGE), map(float, shares), strict=True):
-            ax.barh(row + 0.08, share, height=0.44, left=left, color=color)
-            if share >= 0.1:
-                label = f"{column} {share:.2f}" if share >= 0.3 else f"{share:.2f}"
-                ax.annotate(label, (left + share / 2, row + 0.08), ha="center", va="center", color=PAGE, fontsize=13)
-            left += share
-    ax.set(xlim=(0, 1.001), ylim=(len(rows) - 0.5, -0.7))
-    ax.set_axis_off()
-    return figure
-
-
-# --- names: the share that exists, against its cost
-# system/way -> its name, its colour, its line, the gate on edits in the settings that are drawn, and where its name is
-# written: points to the right of the line's end and above it, and which end of the name is there
-NAMED = {
-    "causal/run": ("causal Stage B, longest run", BLUE, "o-", None, (0, 11, "center")),
-    "left to right/ones": ("a left-to-right model", INK, "D", None, (8, 8, "left")),
-    "base/ones": ("base, in blocks of one", TEAL, "D", None, (8, 6, "left")),
-    "base/run": ("base, longest run", GREEN, "o-", None, (0, -11, "right")),
-    "base/threshold": ("base, gated edits (released)", PURPLE, "o-", 0.5, (0, 11, "right")),
-}
-
-
-def draw_names():
-    """The share of held-out names that each system completes to a name (experiments/names.py), against forwards a name:
-    a dot for each setting, which is the mean of its seeds."""
-    found = read_settings(RESULTS / "names" / "records.jsonl")
-    figure, ax = plt.subplots(figsize=(WIDTH, 4.6))
-    for system, (name, color, style, edits, (right, above, end)) in NAMED.items():
-        own = [np.mean(seeds, axis=0) for key, seeds in found[system].items() if key[1] == edits]
-        points = sorted((forwards, exist) for exist, forwards, _ in own)
-        if points:
-            ax.plot(*zip(*points, strict=True), style, color=color, markersize=4)
-            ax.annotate(name, points[-1], xytext=(right, above), textcoords="offset points", color=color, va="center",
-                        ha=end)  # fmt: skip
-    ax.grid(axis="y")
-    ax.set_title("share of held-out names that exist", loc="left", pad=18)
-    ax.set(xlabel="forwards a name, everything counted")
-    return figure
-
-
-def read_records(path: Path) -> list[dict]:
-    """The records of experiments/names.py: one for each setting and seed."""
-    kinds = dict(system=str, way=str, seed=int, dial=float, exist=str, forwards=float)
-    records = read_lines(path, kinds)
-    for n, record in enumerate(records, 1):
-        if not re.fullmatch("[01]+", record["exist"]):
-            fail(f"line {n} of {path} is damaged, or of another kind: exist is a digit for each name, 0 or 1")
-    return records
-
-
-def share(digits: str) -> float:
-    """0110 -> .5"""
-    return digits.count("1") / len(digits)
-
-
-def read_settings(path: Path) -> dict[str, dict[tuple, list]]:
-    """{system/way: {(dial, edits): for each seed the share that exists, forwards a name, forwards a token}}"""
-    found = defaultdict(lambda: defaultdict(list))
-    for record in sorted(read_records(path), key=lambda record: record["seed"]):
-        # older records have no forwards a token
-        figures = share(record["exist"]), record["forwards"], record.get("per_token") or math.nan
-        found[f"{record['system']}/{record['way']}"][record["dial"], record.get("edits")].append(figures)
-    return found
-
-
-# --- the paper's tables
-def draw_paper_tables():
-    """A toy's possible answers, and the paper's GSM8K, against tau_m2t: with Stage B on, with it off, and the base."""
-    log = (RESULTS / "paper_tables" / "log.txt").read_text()
-    row = r"^(ours|our weights|released), .*?(\d\.\d{3}) +0\.500 +(\S+).* (\S+) +\S+$"
-    found = re.findall(row, log, re.M)
-    styles = {"ours": ("Stage B on", BLUE, "-"), "our weights": ("off", ORANGE, "--"), "released": ("base", INK, "-.")}
-    panes = {2: "a toy: share of possible answers", 3: "the paper's 16B: GSM8K, %"}
-    figure, axes = plt.subplots(2, figsize=(WIDTH, 5), sharex=True)
-    for ax, (column, title) in zip(axes, panes.items(), strict=True):
-        values = {}
-        for weights, (name, color, style) in styles.items():
-            values[weights] = {float(of[1]): float(of[column]) for of in found if of[0] == weights}
-            points = sorted(values[weights].items())
-            ax.plot(*zip(*points, strict=True), style, marker="o", color=color, label=name)
-
-        # what Stage B gains
-        for x, on in values["ours"].items():
-            gain = f"{on - values['our weights'][x]:+.2f}"
-            ax.annotate(gain, (x, on), xytext=(0, 8), textcoords="offset points", color=BLUE, ha="right")
-        ax.set_title(title, loc="left", pad=18)
-        ax.grid(axis="y")
-        name_lines(ax)
-    axes[1].set(xlim=(0.23, 0.72), xticks=(0.3, 0.5, 0.7), xlabel="tau_m2t; numbers: Stage B on minus off")
-    return figure
-
-
-# --- speed
-def draw_speed():
-    """Tokens per second, as a multiple of the author's fork: a dot for each of the log's last runs, and the lowest and
-    the highest multiple in words."""
-    log = (RESULTS / "speed" / "official.txt").read_text().partition("# a layer in one graph")[2]
-    run = r"^ +((?:\d+ (?:x|rows of) )?\d+) tokens.*\n +ours: .* ([\d.]+)x.*\n +ours, compiled: .* ([\d.]+)x"
-    styles = {"plain": (ORANGE, 0), "compiled": (BLUE, 0.35)}
-    found = {name: defaultdict(list) for name in styles}
-    for label, *ratios in re.findall(run, log, re.M):
-        label = label.removeprefix("1 x ").replace("x", "rows of") + " tokens"
-        for name, ratio in zip(styles, ratios, strict=True):
-            found[name][label].append(float(ratio))
-
-    labels = list(found["plain"])
-    figure, ax = plt.subplots(figsize=(WIDTH, 0.6 + 0.7 * len(labels)))
-    for name, (color, below) in styles.items():
-        for row, label in enumerate(labels):
-            values = sorted(found[name][label])
-            low, high = values[0], values[-1]
-            words = f"{name} {low:.2f} to {high:.2f}" if low < high else f"{name} {low:.2f}"
-            ax.plot(values, [row + below] * len(values), "o-", color=color)
-            ax.annotate(words, (high, row + below), xytext=(7, 0), textcoords="offset points", color=color, va="center")
-    ax.axvline(1, color=INK, linestyle=":")
-    ax.set_yticks(np.arange(len(labels)) + 0.17, labels)
-    ax.set(xlim=(0.9, 3.4), ylim=(len(labels) - 0.4, -0.3))
-    ax.set_title("tokens a second, times the author's", loc="left")
-    return figure
-
-
-def draw_sixteen_b():
-    """The seconds of each pass. A line shows what Stage B would take by its share of the layers alone."""
-    log = (RESULTS / "sixteen_b" / "prices.txt").read_text()
-    prices = json.loads(re.search(r"^\{.*\}$", log, re.M)[0])
-    names = {"full": "full forward", "commit": "refresh", "stage_b": "Stage B, n = 3 of 20"}
-    figure, ax = plt.subplots(figsize=(WIDTH, 2))
-    bars = ax.barh(list(names.values()), [round(prices[of], 3) for of in names], height=0.3, color=BLUE)
-    ax.bar_label(bars, fmt="%.3g s", padding=4, color=BLUE)
-    share = prices["full"] * 3 / 20
-    ax.vlines(share, 1.8, 2.3, color=ORANGE)
-    ax.annotate("3/20 of a full forward", (share + 0.02, 2.4), color=ORANGE, va="center")
-    ax.set(xlim=(0, 1.2), ylim=(2.7, -0.5))
-    ax.set_title("seconds, a block of 32, int8, two cores", loc="left")
-    return figure
 
 
 # --- toys
@@ -257,6 +94,7 @@ def draw_toys():
         toys[part.split()[0]].append(part)
     tc = [float(re.search(r"TC = ([\d.]+)", parts[0])[1]) for parts in toys.values()]
     figure, ax = plt.subplots(figsize=(WIDTH, 3.8))
+
     # draws of each token by itself cannot be below this line
     ax.plot([0, max(tc)], [0, max(tc)], color=INK, linestyle=":", label="TC, the least for a product")
     for (run, decoder), (color, mark) in ON_TOYS.items():
@@ -265,8 +103,10 @@ def draw_toys():
         # a ring, so that what lies on the same point is seen inside of it
         fill = "none" if mark == "o" else color
         ax.plot(tc, lost, mark, color=color, label=decoder, markerfacecolor=fill, markersize=9 if mark == "o" else 6)
+
+    # the TC of permutation and sum is nearly that of modes and of gaussian, so their names stand below the line
     for x, toy in zip(tc, toys, strict=True):
-        below = toy in ("permutation", "sum")  # their TC is nearly that of modes, and of gaussian
+        below = toy in ("permutation", "sum")
         ax.annotate(toy, (x, x), xytext=(6, -14) if below else (-6, 6), textcoords="offset points",
                     ha="left" if below else "right", color=INK, fontsize=9)  # fmt: skip
     ax.set(xlabel="total correlation (nats)", xlim=(0, 6), ylim=(-0.3, 8.6))
@@ -276,70 +116,103 @@ def draw_toys():
 
 
 # --- text
-# system and rule -> the name, its colour, and how many points above its dot it is written
-DRAWN = {
-    ("base", "all at once"): ("base, all at once", ORANGE, -8),
-    ("base", "above 0.7"): ("base, above 0.7", ORANGE, 13),
-    ("base", "one at a time"): ("base, one at a time", GREEN, 2),
-    ("paper", "all at once"): ("paper, Stage B, all at once", PURPLE, 6),
-    ("causal", "whole blocks"): ("causal, whole blocks", BLUE, 0),
-    ("causal", "above 0.7"): ("causal, run above 0.7", BLUE, 0),
-    ("left", "one at a time"): ("a left-to-right model", INK, -8),
+# system and way of bits.jsonl, rule of draws.jsonl -> the name, its colour, whether it is at the dot or at the ring,
+# and how many points above it
+ON_TEXT = {
+    ("base", "Stage A", "all at once"): ("base, all at once", ORANGE, "dot", 9),
+    ("paper", "Stage B", "all at once"): ("paper, all at once", PURPLE, "dot", -10),
+    ("causal", "Stage B", "whole blocks"): ("causal, whole blocks", BLUE, "ring", 7),
+    ("base", "one at a time", "one at a time"): ("base, one at a time", GREEN, "dot", 9),
+    ("left", "Stage A", "one at a time"): ("a left-to-right model", INK, "dot", -11),
 }
 
 
 def draw_text():
-    """The bits that a byte of drawn text costs another model (experiments/text.py), against forwards a byte; means of
-    the seeds. A draw has 200 bytes."""
-    found = defaultdict(list)
-    for r in read_lines(RESULTS / "text" / "draws.jsonl", {"system": str, "rule": str, "bits": float}):
-        found[r["system"], r["rule"]].append((r.get("forwards", 0), r["bits"]))
-    figure, ax = plt.subplots(figsize=(WIDTH, 4))
-    for key, (name, color, above) in DRAWN.items():
-        x, y = np.mean(found[key], axis=0)
-        ax.plot(x, y, "o", color=color)
-        ax.annotate(name, (x, y), xytext=(9, above), textcoords="offset points", color=color, va="center")
-    own = np.mean([bits for _, bits in found["text", ""]])
-    ax.axhline(own, color=INK, linestyle=":")
-    ax.annotate("the text itself", (0.02, own), xytext=(0, -11), textcoords="offset points", color=INK)
-    ticks = (2, 2.5, 3, 4, 5, 6, 8)
-    ax.set(xlim=(0, 1.85), xlabel="forwards a byte, everything counted", yscale="log")
-    ax.set_yticks(ticks, map(str, ticks))
+    """What a byte of held-out text costs, against the time that a byte takes; means of the seeds."""
+    cost = defaultdict(list)
+    for r in read_lines(RESULTS / "text" / "bits.jsonl", {"system": str, "way": str, "bits": float}):
+        cost[r["system"], r["way"]].append(r["bits"])
+    times = defaultdict(list)
+    for r in read_lines(RESULTS / "text" / "draws.jsonl", {"system": str, "rule": str}):
+        times[r["system"], r["rule"]].append((r.get("ms_16"), r.get("ms_1")))
+
+    figure, ax = plt.subplots(figsize=(WIDTH, 3.4))
+    for (system, way, rule), (name, color, side, above) in ON_TEXT.items():
+        together, alone = np.mean(times[system, rule], axis=0)
+        bits = np.mean(cost[system, way])
+        ax.plot([together, alone], [bits, bits], color=color, linewidth=1)
+        ax.plot(alone, bits, "o", color=color)
+        ax.plot(together, bits, "o", color=color, markerfacecolor=PAGE)
+        place, right = (alone, 6) if side == "dot" else (together, -6)
+        ax.annotate(name, (place, bits), xytext=(right, above), textcoords="offset points", color=color, va="center",
+                    ha="right")  # fmt: skip
+    ax.set(xscale="log", xlim=(0.12, 9), ylim=(2.1, 4.9), xlabel="ms a byte: one text (dot), 16 together (ring)")
+    ax.set_xticks((0.2, 0.5, 1, 2, 5), ("0.2", "0.5", "1", "2", "5"))
     ax.minorticks_off()
-    ax.set_title("bits a byte of the draws, by another model", loc="left")
+    ax.grid(axis="y")
+    ax.set_title("bits a byte of held-out text", loc="left")
     return figure
 
 
 # name -> its place, and the function that draws it
 PICTURES = {
-    "tiny": ("assets/tiny.svg", draw_tiny),
-    "names": ("results/names/names.svg", draw_names),
-    "paper_tables": ("results/paper_tables/gates.svg", draw_paper_tables),
-    "speed": ("results/speed/speed.svg", draw_speed),
-    "sixteen_b": ("results/sixteen_b/prices.svg", draw_sixteen_b),
     "toys": ("results/theorem/toys.svg", draw_toys),
     "text": ("results/text/text.svg", draw_text),
 }
 
 
+# --- the loss of a run
+# a term of the log, and its colour; a model without a Stage B has no m2t_B
+TERMS = {"m2t_A": ORANGE, "m2t_B": BLUE}
+
+
+def draw_log(folder: Path):
+    """The loss of each logged step and, on held-out rows, the cross-entropies of both stages at masks."""
+    records = read_lines(folder / "log.jsonl", {"step": int}, "log of a run")
+    steps = [r for r in records if "loss" in r]
+    held_out = [r for r in records if r.get("val")]
+    if not steps:
+        fail(f"{folder / 'log.jsonl'} has no step yet")
+    figure, ax = plt.subplots(figsize=(WIDTH, 3.8))
+    ax.plot([r["step"] + 1 for r in steps], [r["loss"] for r in steps], color=INK, linewidth=1, label="loss (Eq. 1)")
+    for term, color in TERMS.items():
+        points = [(r["step"], r[term]) for r in held_out if term in r]
+        if points:
+            ax.plot(*zip(*points, strict=True), "o-", color=color, markersize=4, label=f"{term}, held out")
+    ax.set(xlabel="step", ylim=(0, None))
+    ax.set_title("nats a token", loc="left")
+    ax.grid(axis="y")
+    ax.legend(frameon=False, labelcolor="linecolor")
+    return figure
+
+
 @command
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("pictures", nargs="*", metavar="NAME", help=f"some of {', '.join(PICTURES)} (default: all)")
+    parser.add_argument("pictures", nargs="*", metavar="NAME", help=f"some of {', '.join(PICTURES)} (default: all), or "
+        "log and a run's folder")  # fmt: skip
     parser.add_argument("--out", type=Path, default=ROOT, help="the folder to draw them in (default: the repository)")
     args = parser.parse_args()
-    for name in args.pictures:
-        if name not in PICTURES:
-            fail(f"there is no picture {name}: the pictures are {', '.join(PICTURES)}")
     if plt is None:
         fail("pictures need matplotlib: pip install matplotlib")
+    matplotlib.rcdefaults()  # not what the user's matplotlibrc says, which may need TeX
     plt.rcParams.update(STYLE)
-    for name in args.pictures or PICTURES:
-        place, draw = PICTURES[name]
+
+    if args.pictures[:1] == ["log"]:
+        if len(args.pictures) != 2:
+            fail("give the folder of one run: python -m tools.plots log out/names")
+        folder = Path(args.pictures[1])
+        drawn = {folder / "loss.svg": lambda: draw_log(folder)}
+    else:
+        unknown = [name for name in args.pictures if name not in PICTURES]
+        if unknown:
+            fail(f"there is no picture {unknown[0]}: the pictures are {', '.join(PICTURES)}")
+        chosen = [PICTURES[name] for name in args.pictures or PICTURES]
+        drawn = {args.out / place: draw for place, draw in chosen}
+    for path, draw in drawn.items():
         text = svg(draw())
-        replace_file(args.out / place, lambda path, text=text: path.write_text(text, encoding="utf-8"))
-        plt.close()
-        print(f"wrote {printable(args.out / place)}")
+        replace_file(path, lambda path, text=text: path.write_text(text, encoding="utf-8"))
+        print(f"wrote {printable(path)}")
 
 
 if __name__ == "__main__":
