@@ -6,9 +6,9 @@
 
 What is measured comes first:
 
-    python -m experiments.measure bits --ckpt assets/shakespeare/causal --seed 1 --out out/bits.jsonl
-    python -m experiments.measure draws --ckpt assets/shakespeare/causal --seed 1 --out out/draws.jsonl
-    python -m experiments.measure names --ckpt assets/names/paper --seed 1 --out out/names.jsonl
+    python -m experiments.measure bits --ckpt assets/shakespeare/causal --system causal --seed 1 --out out/bits.jsonl
+    python -m experiments.measure draws --ckpt assets/shakespeare/causal --system causal --seed 1 --out out/draws.jsonl
+    python -m experiments.measure names --ckpt assets/names/paper --system paper --seed 1 --out out/names.jsonl
 """
 
 import json
@@ -47,16 +47,22 @@ def bits(args: Namespace) -> list[dict]:
     corpus = read_corpus(TEXT, SEQ_LEN, 0, BLOCK, 0)
 
     # a left-to-right model has blocks of one: what its mask says is the next byte
-    ways = {"Stage A": model}
-    if model.trained_b:
-        ways["Stage B"] = model
-    elif model.cfg.block_length > 1:
-        ways |= {"one at a time": model, "in blocks of one": load(args.ckpt, block_length=1)}
+    if model.cfg.block_length == 1:
+        ways = {"one at a time": (model, "Stage A")}
+    elif model.trained_b:
+        ways = {"Stage A, all at once": (model, "Stage A"), "Stage B, all at once": (model, "Stage B")}
+    else:
+        ones = load(args.ckpt, block_length=1)
+        ways = {
+            "Stage A, all at once": (model, "Stage A"),
+            "one at a time, from the left": (model, "one at a time"),
+            "in blocks of one": (ones, "Stage A"),
+        }
 
     records = []
-    for way, model in ways.items():
-        total, n, _ = bits_of_rows(model, corpus, "Stage A" if model.cfg.block_length == 1 else way, N_BYTES, None)
-        records.append(dict(way=way, bits=total / n, bytes=n))
+    for row, (model, way) in ways.items():
+        total, n, _ = bits_of_rows(model, corpus, way, N_BYTES, None)
+        records.append(dict(row=row, bits=total / n, bytes=n))
     return records
 
 
@@ -65,14 +71,14 @@ def draws(args: Namespace) -> list[dict]:
     rows = read_corpus(TEXT, SEQ_LEN, 0, BLOCK, 0).rows["val"].rows
     beginnings = [rows[i][:BEGINNING].tolist() for i in range(16)]
 
-    # a bundle is a whole block; with Stage B off also one byte
-    rules = {"whole blocks": replace(DRAWN, tau_joint=0.0, n_rounds=model.cfg.n_rounds if model.trained_b else 0)}
+    # a step writes the whole block; without Stage B also one byte
+    rules = {"all at once": replace(DRAWN, tau_joint=0.0, n_rounds=model.cfg.n_rounds if model.trained_b else 0)}
     if not model.trained_b:
         rules["one at a time"] = replace(DRAWN, tau_joint=1.0, n_rounds=0)
 
     records = []
-    for rule, d in rules.items():
-        record = dict(rule=rule)
+    for row, d in rules.items():
+        record = dict(row=row)
         for n in (1, 16):
             began = time.perf_counter()
             outputs = generate(model, beginnings[:n], d, seed=args.seed)
@@ -83,7 +89,7 @@ def draws(args: Namespace) -> list[dict]:
         # in blocks of one our loop takes two forwards a byte: one fills its mask, one reads it. A left-to-right loop
         # needs one
         if model.cfg.block_length == 1:
-            record = {key: value if key == "rule" else value / 2 for key, value in record.items()}
+            record = {key: value if key == "row" else value / 2 for key, value in record.items()}
         records.append(record)
     return records
 
@@ -99,15 +105,17 @@ def names(args: Namespace) -> list[dict]:
     if not models[args.ckpt].trained_b:
         surest = replace(rows[0][2], tau_joint=None, tau_m2t=1.0)
         ones = load(args.ckpt, block_length=1)
-        rows += [("base, one at a time, surest first", models[args.ckpt], surest)]
-        rows += [("base, in blocks of one token", ones, rows[0][2])]
+        rows += [
+            ("one at a time, surest first", models[args.ckpt], surest),
+            ("in blocks of one token", ones, rows[0][2]),
+        ]
 
     records = []
     for name, model, d in rows:
         found = complete(model, tokenizer, prompts, replace(d, n_rounds=d.n_rounds * model.cfg.n_rounds))
         # a left-to-right loop needs m forwards for m tokens, ours takes 2 m - 1
         cost = (found["forwards"] + 1) / 2 if model.cfg.block_length == 1 else found["forwards"]
-        records.append(dict(row=name, exist=found["exist"], forwards=round(cost, 4)))
+        records.append(dict(row=name.removeprefix("base, "), exist=found["exist"], forwards=round(cost, 4)))
     return records
 
 
@@ -119,11 +127,12 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("what", choices=WHAT)
     parser.add_argument("--ckpt", type=Path, required=True)
+    parser.add_argument("--system", required=True, help="what the pages call it")
     parser.add_argument("--seed", type=int, required=True, help="of the training; texts are drawn by it, too")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     for found in WHAT[args.what](args):
-        record = dict(system=args.ckpt.name, seed=args.seed) | found
+        record = dict(system=args.system, seed=args.seed) | found
         append_line(args.out, record)
         print(json.dumps(record))
 

@@ -7,7 +7,9 @@ out=${OUT:-out/names-$seed}
 python base.py --config configs/base.toml --seed $seed --out_dir $out/base
 python base.py --config configs/base.toml --one_by_one 1 --seed $seed --out_dir $out/left
 python train.py --n_last 3 --seed $seed --init_from $out/base --out_dir $out/paper
-for system in base left paper; do
-  python -m experiments.measure names --ckpt $out/$system --seed $seed --out $out/names.jsonl
-done
+
+names="--seed $seed --out $out/names.jsonl"
+python -m experiments.measure names --ckpt $out/base --system base $names
+python -m experiments.measure names --ckpt $out/left --system "left-to-right model" $names
+python -m experiments.measure names --ckpt $out/paper --system paper $names
 python -m llada.ablation --ckpt $out/paper --prompts 512

@@ -6,18 +6,26 @@ set -e
 seed=${SEED:-1}
 out=${OUT:-out/text-$seed}
 text="--data data/shakespeare --seed $seed"
-base="python base.py $text --config configs/text_base.toml"
-train="python train.py $text --init_from $out/base"
+base="--config configs/text_base.toml"
+causal="--config configs/text.toml --init_from $out/base"
 
-$base --max_iters 2000 --out_dir $out/base
-$base --max_iters 3500 --out_dir $out/base_3500
-$base --max_iters 2000 --block_length 1 --one_by_one 1 --out_dir $out/left
-$train --config configs/text.toml --max_iters 3000 --out_dir $out/causal
-$train --config configs/text.toml --out_dir $out/short
-$train --seq_len 256 --batch_size 4 --out_dir $out/paper
-for system in base paper short causal base_3500 left; do
-  python -m experiments.measure bits --ckpt $out/$system --seed $seed --out $out/bits.jsonl
-done
-for system in base paper causal left; do
-  python -m experiments.measure draws --ckpt $out/$system --seed $seed --out $out/draws.jsonl
-done
+python base.py $text $base --max_iters 2000 --out_dir $out/base
+python base.py $text $base --max_iters 3500 --out_dir $out/longer
+python base.py $text $base --max_iters 2000 --block_length 1 --one_by_one 1 --out_dir $out/left
+python train.py $text $causal --max_iters 3000 --out_dir $out/causal
+python train.py $text $causal --out_dir $out/short
+python train.py $text --init_from $out/base --seq_len 256 --batch_size 4 --out_dir $out/paper
+
+bits="--seed $seed --out $out/bits.jsonl"
+python -m experiments.measure bits --ckpt $out/base --system "base of 2,000 steps" $bits
+python -m experiments.measure bits --ckpt $out/paper --system "paper, 300 steps" $bits
+python -m experiments.measure bits --ckpt $out/short --system "causal, 800 steps" $bits
+python -m experiments.measure bits --ckpt $out/causal --system "causal, 3,000 steps" $bits
+python -m experiments.measure bits --ckpt $out/longer --system "base of 3,500 steps" $bits
+python -m experiments.measure bits --ckpt $out/left --system "left-to-right model" $bits
+
+draws="--seed $seed --out $out/draws.jsonl"
+python -m experiments.measure draws --ckpt $out/base --system base $draws
+python -m experiments.measure draws --ckpt $out/paper --system paper $draws
+python -m experiments.measure draws --ckpt $out/causal --system causal $draws
+python -m experiments.measure draws --ckpt $out/left --system "left-to-right model" $draws

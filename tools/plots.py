@@ -116,36 +116,34 @@ def draw_toys():
 
 
 # --- text
-# system and way of bits.jsonl, rule of draws.jsonl -> the name, its colour, whether it is at the dot or at the ring,
-# and how many points above it
+# system and row of draws.jsonl -> those of bits.jsonl, the colour, whether the name is at the dot or at the ring, and
+# how many points above it
 ON_TEXT = {
-    ("base", "Stage A", "all at once"): ("base, all at once", ORANGE, "dot", 9),
-    ("paper", "Stage B", "all at once"): ("paper, all at once", PURPLE, "dot", -10),
-    ("causal", "Stage B", "whole blocks"): ("causal, whole blocks", BLUE, "ring", 7),
-    ("base", "one at a time", "one at a time"): ("base, one at a time", GREEN, "dot", 9),
-    ("left", "Stage A", "one at a time"): ("a left-to-right model", INK, "dot", -11),
+    "base: all at once": ("base of 2,000 steps: Stage A, all at once", ORANGE, "dot", 9),
+    "paper: all at once": ("paper, 300 steps: Stage B, all at once", PURPLE, "dot", -10),
+    "causal: all at once": ("causal, 3,000 steps: Stage B, all at once", BLUE, "ring", 7),
+    "base: one at a time": ("base of 2,000 steps: one at a time, from the left", GREEN, "dot", 9),
+    "left-to-right model: one at a time": ("left-to-right model: one at a time", INK, "dot", -11),
 }
 
 
 def draw_text():
     """What a byte of held-out text costs, against the time that a byte takes; means of the seeds."""
-    cost = defaultdict(list)
-    for r in read_lines(RESULTS / "text" / "bits.jsonl", {"system": str, "way": str, "bits": float}):
-        cost[r["system"], r["way"]].append(r["bits"])
-    times = defaultdict(list)
-    for r in read_lines(RESULTS / "text" / "draws.jsonl", {"system": str, "rule": str}):
-        times[r["system"], r["rule"]].append((r.get("ms_16"), r.get("ms_1")))
+    found = defaultdict(list)
+    for name, keys in (("bits", ("bits",)), ("draws", ("ms_16", "ms_1"))):
+        for r in read_lines(RESULTS / "text" / f"{name}.jsonl", {"system": str, "row": str}):
+            found[name, f"{r['system']}: {r['row']}"].append([r.get(key) for key in keys])
 
     figure, ax = plt.subplots(figsize=(WIDTH, 3.4))
-    for (system, way, rule), (name, color, side, above) in ON_TEXT.items():
-        together, alone = np.mean(times[system, rule], axis=0)
-        bits = np.mean(cost[system, way])
+    for name, (in_bits, color, side, above) in ON_TEXT.items():
+        together, alone = np.mean(found["draws", name], axis=0)
+        [bits] = np.mean(found["bits", in_bits], axis=0)
         ax.plot([together, alone], [bits, bits], color=color, linewidth=1)
         ax.plot(alone, bits, "o", color=color)
         ax.plot(together, bits, "o", color=color, markerfacecolor=PAGE)
         place, right = (alone, 6) if side == "dot" else (together, -6)
-        ax.annotate(name, (place, bits), xytext=(right, above), textcoords="offset points", color=color, va="center",
-                    ha="right")  # fmt: skip
+        ax.annotate(name.replace(":", ","), (place, bits), xytext=(right, above), textcoords="offset points",
+                    color=color, va="center", ha="right")  # fmt: skip
     ax.set(xscale="log", xlim=(0.12, 9), ylim=(2.1, 4.9), xlabel="ms a byte: one text (dot), 16 together (ring)")
     ax.set_xticks((0.2, 0.5, 1, 2, 5), ("0.2", "0.5", "1", "2", "5"))
     ax.minorticks_off()
