@@ -122,11 +122,17 @@ function ask(step = Infinity) {
   const {prompt, wrong} = promptOf(text);
   $("wrong").textContent = wrong ?? "";
   if (wrong) return;
-  const plain = known ? text.replaceAll("▒", "_") : text;
-  history.replaceState(null, "", "#" + new URLSearchParams({prompt: plain}));
+  toLink(known ? text.replaceAll("▒", "_") : text);
   chosen = null;
   byHand = decoders.map(() => ({}));
   present(decoders.map((_, run) => recordOf(prompt, run)), step);
+}
+
+// The address tells the prompt. A page inside another page (srcdoc) has no address that it may change.
+function toLink(prompt) {
+  try {
+    history.replaceState(null, "", "#" + new URLSearchParams({prompt}));
+  } catch {} // the page works all the same
 }
 
 // Names are in upper case and on one line, and have no underscore: that is a mask.
@@ -336,9 +342,10 @@ $("prompt").addEventListener("input", (e) => {
   const after = asTyped(value.slice(0, place)).length;
   e.target.setSelectionRange(after, after);
 });
-// A name ends with Enter; a text may have several lines.
+// A name ends with Enter; a text may have several lines. The Enter that ends the composition of a character is no end:
+// Safari gives it the code 229, and says that nothing is composed.
 $("prompt").addEventListener("keydown", (e) => {
-  if (!known || e.key !== "Enter" || e.isComposing) return;
+  if (!known || e.key !== "Enter" || e.isComposing || e.keyCode === 229) return;
   e.preventDefault();
   $("ask").requestSubmit();
 });

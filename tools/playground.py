@@ -25,20 +25,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from causal import CausalModel
-from checkpoint import (
-    about_adapter,
-    base_of,
-    check_same_tokens,
-    is_int8,
-    is_plain_text,
-    judge_of,
-    load_model,
-    stage_b_of,
-)
+from checkpoint import about_adapter, base_of, check_same_tokens, is_int8, is_plain_text, judge_of, load_model
 from lib.names import draw_names
 from lib.rows import Rows, read_meta
-from lib.tokenizer import GPT2, WORDS, Tokenizer, load_tokenizer
+from lib.tokenizer import WORDS, Tokenizer, load_tokenizer
 from lib.util import Parser, command, fail, printable, read_json, replace_file
 from model import Model
 from tools.watch import piece
@@ -46,6 +36,7 @@ from tools.watch import piece
 HERE = Path(__file__).parent
 SCRIPTS = ("engine.js", "viewer.js", "playground.js")
 SHIPPED = [Path("assets/names/paper"), Path("assets/names/causal")]
+TITLE = b"<title>Words that are written together should agree</title>"
 BEGINNINGS = 100  # held-out names to complete, or held-out texts to continue
 BEGINNING = 56  # the most tokens of such a text that are given
 
@@ -82,12 +73,17 @@ ON_DRAWN = "The masks above tau_m2t are marked, and read once more by Stage B. D
 CAUSAL = "Stage A drafts (A); a look (1, 2 ...) of Stage B reads the drafts on the left; ✓ is final."
 
 
-def with_stage_b(model: Model, draws: bool) -> list[dict]:
-    """The decoders that the page shows for a model with a Stage B; for any other model there are none."""
+def stage_b_of(folder: Path) -> str:
+    """The kind of an adapter's Stage B; a base has the paper's."""
+    return about_adapter(folder).get("stage_b", "paper")
+
+
+def with_stage_b(model: Model, kind: str, draws: bool) -> list[dict]:
+    """The decoders that the page shows for a model with this kind of Stage B; if it was not trained there are none."""
     if not model.trained_b:
         return []
     on = dict(n_rounds=model.cfg.n_rounds)
-    if isinstance(model, CausalModel):
+    if kind == "causal":
         return [BY_RUNS | on | dict(name="causal Stage B", about=CAUSAL)]
     if draws:
         return [BY_GATES | on | dict(name="paper, Stage B", about=ON_DRAWN)]
@@ -159,7 +155,7 @@ def page_data(folders: list[Path]) -> dict:
         about_models.append({"cfg": asdict(model.cfg), "sizes": sizes} | kind)
         tensors += own.values()
         if folder in folders:
-            decoders += [decoder | dict(number=number) for decoder in with_stage_b(model, draws)]
+            decoders += [decoder | dict(number=number) for decoder in with_stage_b(model, stage_b_of(folder), draws)]
 
     # held-out names to complete, and every name that Python knows, to judge; or held-out texts to continue
     of_names = "names" in judge_of(base)
@@ -204,18 +200,8 @@ def check_page_can_read(base: Path, tokenizer: Tokenizer | None) -> None:
     """Refuse in one line a tokenizer that the page cannot compute."""
     if tokenizer is None:
         fail(f"{base} has no tokenizer (a toy's tokens are numbers): give a model of names or of text")
-    if not page_can_read(tokenizer):
-        fail(f"{base} has a tokenizer that the page cannot compute: it has prepare.py's and plain ByteLevel BPEs")
-
-
-def page_can_read(tokenizer: Tokenizer) -> bool:
-    """Does the page's tokenizer give the same ids? It knows two patterns and no added words, and it merges in the order
-    of ids."""
-    merged = tokenizer.ids[256:]
-    in_order = merged == sorted(merged) and len(tokenizer.token_bytes) == len(tokenizer.ids)
-    changes_text = tokenizer.nfc or tokenizer.prefix_blank
-    other_tokens = tokenizer.words or set(tokenizer.special) - tokenizer.early
-    return tokenizer.pattern in (WORDS, GPT2) and in_order and not changes_text and not other_tokens
+    if tokenizer.pattern != WORDS:
+        fail(f"{base} has a tokenizer that the page cannot compute: it has bytes and the BPE of data/names")
 
 
 def page(folders: list[Path]) -> str:
@@ -228,6 +214,14 @@ def page(folders: list[Path]) -> str:
     return html.replace("@DATA@", json.dumps(page_data(folders)).replace("<", "\\u003c"))
 
 
+def check_can_be_written(path: Path) -> None:
+    """Refuse a path that is neither new nor an earlier page: a slip of the hand would cost a model."""
+    if path.suffix != ".html":
+        fail(f"--out {path}: the name of a page ends in .html")
+    if path.exists() and not (path.is_file() and TITLE in path.read_bytes()):
+        fail(f"--out {path} is there already, and is not an earlier page")
+
+
 @command
 def main() -> None:
     parser = Parser(__doc__)
@@ -235,6 +229,7 @@ def main() -> None:
     add("--ckpt", type=Path, nargs="+", default=SHIPPED, help="a model's folder, or those of adapters of one base")
     add("--out", type=Path, default=Path("playground.html"), help="the page to write")
     args = parser.parse_args()
+    check_can_be_written(args.out)
     html = page(args.ckpt)
     replace_file(args.out, lambda path: path.write_text(html, encoding="utf-8"))
     print(f"wrote {printable(args.out)} ({len(html.encode()) / 1e6:.1f} MB)")

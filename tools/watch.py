@@ -4,11 +4,13 @@ In a terminal a row has one line with the paper's gates, which is drawn again af
 every step has a line of its own, which shows Stage A's draft, then what is written, and in how many looks.
 """
 
+import math
 import os
 import re
 import shutil
 import sys
 import time
+import unicodedata
 
 from decoding import Row, Step
 from lib.tokenizer import Tokenizer
@@ -47,6 +49,21 @@ def visible(character: str) -> str:
     return code_point(character)
 
 
+def width(text: str) -> int:
+    """The columns that a terminal gives a text: two to a wide character (漢), and none to an accent of its own."""
+    plain = re.sub(r"\x1b\[\d+m", "", text)
+    return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in plain)
+
+
+def ending(text: str, columns: int) -> str:
+    """The last characters of a text, as many as these columns have room for."""
+    for i in range(len(text) - 1, -1, -1):
+        columns -= width(text[i])
+        if columns < 0:
+            return text[i + 1 :]
+    return text
+
+
 class Screen:
     """Shows the steps of all rows. A terminal draws lines again in their places; a pipe, or a terminal with NO_COLOR,
     gets new lines. tokenizer: None if tokens are numbers.
@@ -58,8 +75,9 @@ class Screen:
         self.tokenizer = tokenizer
         self.signs = {eos_id: END, mask_id: MASK}
         self.mask_id = mask_id
-        self.moves = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        self.moves = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         self.lines = [""] * n_rows
+        self.drawn: list[str] = []  # these lines as they are on the screen
         self.steps = 0
         print(LEGEND)
 
@@ -76,22 +94,22 @@ class Screen:
                 self.mend(self.line(before, self.draft(step, r)), line)
             self.lines[row.number] = line
         if self.moves and not from_the_left:
-            self.draw_again()
+            self.replace(self.drawn, self.lines)
+            self.drawn = list(self.lines)
 
     def mend(self, draft: str, line: str) -> None:
         """Draw a line with the draft, then replace it by the line with what is written."""
-        print(draft, flush=True)
-        time.sleep(PACE)
-        print(f"\x1b[1F\x1b[2K{line}", flush=True)
-        time.sleep(PACE)
+        self.replace([], [draft])
+        self.replace([draft], [line])
 
-    def draw_again(self) -> None:
-        """Draw the lines of all rows again, in their places."""
-        if self.steps > 1:
-            print(f"\x1b[{len(self.lines)}F", end="")
-        for line in self.lines:
-            print(f"\x1b[2K{line}")
-        sys.stdout.flush()
+    def replace(self, old: list[str], new: list[str]) -> None:
+        """Draw these lines in the place of the old ones, which are the last that were drawn."""
+        if old:
+            # a line that is wider than the terminal stands on several of its lines
+            columns = shutil.get_terminal_size().columns
+            height = sum(max(1, math.ceil(width(line) / columns)) for line in old)
+            print(f"\x1b[{height}F\x1b[J", end="")
+        print("\n".join(new), flush=True)
         time.sleep(PACE)
 
     def before(self, ids: list[int]) -> str:
@@ -102,10 +120,10 @@ class Screen:
 
     def line(self, before: str, block: str) -> str:
         """A line with the text before a block, and the block."""
-        # a long text loses its beginning: if it took two lines, the cursor would not go back far enough
-        room = shutil.get_terminal_size().columns - 10 - len(re.sub(r"\x1b\[\d+m", "", block))
-        if self.moves and len(before) > room:
-            before = before[len(before) - max(0, room) :]
+        # a long text loses its beginning, as far as it takes a second line
+        room = shutil.get_terminal_size().columns - 10 - width(block)
+        if self.moves:
+            before = ending(before, room)
         return f"step {self.steps:3}  {before}{block}"
 
     def block(self, step: Step, r: int) -> str:

@@ -11,7 +11,7 @@ from decoding import Decoding
 from lib.tokenizer import byte_tokenizer
 from lib.util import MASK
 from tools import watch
-from tools.watch import END, Screen, piece
+from tools.watch import END, Screen, ending, piece, width
 
 PIECES = {4: b" San", 5: b" York", 6: b" New", 7: b" Francisco"}
 TOKENIZER = SimpleNamespace(token_bytes=PIECES, special={}, decode=lambda ids: "In the")
@@ -33,7 +33,7 @@ def shown(capsys):
 
 def in_a_terminal(monkeypatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("NO_COLOR", "")  # empty means unset
     monkeypatch.setattr(watch, "PACE", 0)
 
 
@@ -76,10 +76,23 @@ def test_a_draft_is_mended_in_a_terminal(shown, monkeypatch):
 
     draft, written, draft_2, written_2 = shown(CAUSAL, RUNS, None)
     assert draft == "step   1  1 2 " + "".join(map(dim, ("4 ", "5 ", "5 ", f"{END} ")))
-    assert written.startswith(f"\x1b[1F\x1b[2Kstep   1  1 2 \x1b[32m[4 ]\x1b[0m\x1b[33m[7 ]\x1b[0m{dim('(A: 5 )')}")
+    assert written.startswith(f"\x1b[1F\x1b[Jstep   1  1 2 \x1b[32m[4 ]\x1b[0m\x1b[33m[7 ]\x1b[0m{dim('(A: 5 )')}")
     assert written.endswith(dim("  3 looks"))
     assert draft_2 == f"step   2  1 2 4 7 {END} " + dim(f"{END} ")
-    assert written_2.startswith("\x1b[1F\x1b[2Kstep   2")
+    assert written_2.startswith("\x1b[1F\x1b[Jstep   2")
+
+
+def test_a_line_is_drawn_again_over_all_of_its_columns(shown, monkeypatch):
+    """With the paper's gates in a terminal of 20 columns, the first step of 27 takes two lines, and so the cursor goes
+    up two. A character may take two columns, or none."""
+    assert width("a漢e\u0301\x1b[2mb\x1b[0m") == 5
+    assert ending("a漢字b", 3) == "字b" and ending("ab", 3) == "ab" and ending("ab", 0) == ""
+
+    in_a_terminal(monkeypatch)
+    monkeypatch.setattr(watch.shutil, "get_terminal_size", lambda: SimpleNamespace(columns=20))
+    first, second = shown(PAPER, Decoding(), None)
+    assert width(first) == len("step   1  [6 ](A: 4 )▒ ▒ ∎ ") == 27
+    assert second.startswith("\x1b[2F\x1b[Jstep   2")
 
 
 def test_every_character_of_a_token_can_be_seen():
