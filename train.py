@@ -84,23 +84,13 @@ BALANCE = 0.001  # how far a step moves an expert's bias where the routers learn
 FREE_ON_RESUME = {"init_from", "out_dir", "device", "micro_batch", "checkpointing", "max_iters", "eval_interval"}
 
 # what the paper states (Sec. 3.1, 4.1 and 5.1)
+# fmt: off
 PAPER = dict(
-    seq_len=2048,
-    n_last=3,
-    n_rounds=1,
-    block_length=32,
-    lora_r=16,
-    stage_b="paper",
-    corruption="draft",
-    context="corrupted",
-    s_max=16,
-    optimizer="adamw",
-    max_iters=12500,
-    batch_size=8,
-    learning_rate=1e-5,
-    checkpointing=True,
-    dtype="bf16",
+    seq_len=2048, n_last=3, n_rounds=1, block_length=32, lora_r=16, stage_b="paper",
+    corruption="draft", context="corrupted", s_max=16,
+    optimizer="adamw", max_iters=12500, batch_size=8, learning_rate=1e-5, checkpointing=True, dtype="bf16",
 )
+# fmt: on
 
 # what a step returns: the weighted sum of Eq. 1 in nats, which the loop divides by the number of real tokens; and for
 # the log, under each name, (2,) float32: a sum of cross-entropies, and the number of positions
@@ -289,7 +279,7 @@ def balance_experts(model: Model) -> None:
 
 
 def tell_what_does_not_learn(model: Model) -> None:
-    """After the first backward: a parameter of Stage B without a gradient is not used, or not reached."""
+    """After the first backward: a parameter of Stage B without a gradient is not used."""
     idle = [name for name, p in model.own().items() if p.grad is None]
     if idle:
         print(f"without a gradient after the first step: {', '.join(idle)}")
@@ -459,14 +449,12 @@ def check_rows_fit(args: Namespace) -> None:
 def describe(args: Namespace, corpus: Corpus, model: Model, done: int) -> None:
     """Print what the rows are, what learns, and what differs from the paper's run."""
     cfg = model.cfg
+    train, val = (corpus.rows[split].describe() for split in ("train", "val"))
     learned = sum(p.numel() for p in model.learned().values())
-    about = {split: rows.describe() for split, rows in corpus.rows.items()}
-    print(f"{printable(args.data)}: {about['train']} to train on, {about['val']} to validate")
-    print(
-        f"training {learned:,} parameters on {model.wte.weight.device} in {args.dtype}, from {args.init_from}; n = "
-        f"{cfg.n_last} of {cfg.n_layer} layers, K = {cfg.n_rounds}, blocks of {cfg.block_length}; steps "
-        f"{done}..{args.max_iters} -> {args.out_dir}"
-    )
+    print(f"{printable(args.data)}: {train} to train on, {val} to validate")
+    print(f"training {learned:,} parameters on {model.wte.weight.device} in {args.dtype}, from {args.init_from}; "
+          f"n = {cfg.n_last} of {cfg.n_layer} layers, K = {cfg.n_rounds}, blocks of {cfg.block_length}; "
+          f"steps {done}..{args.max_iters} -> {args.out_dir}")  # fmt: skip
     print(f"differs from the paper's run: {differences(args)}")
 
 
