@@ -16,7 +16,8 @@ their share of the layers. With flags of decoding there is one row a checkpoint,
 Text. Models of text are judged in bits; with --bits any model is. Each held-out block is filled from masks, with the
 text before it given, and the table says how many bits a token costs. Nothing is drawn: these are the probabilities that
 a model gives to the right tokens. All at once, Stage A pays for each token alone; one at a time, it pays for each token
-after those before it, by the chain rule. The difference estimates the total correlation of a block.
+after those before it, by the chain rule. The difference estimates the total correlation of a block. ms are those of
+drawing, for one text alone and for 16 together.
 
     python evaluate.py                                               # assets/names/paper, a minute
     python evaluate.py --ckpt assets/names/paper assets/names/causal # two adapters side by side
@@ -28,10 +29,11 @@ after those before it, by the chain rule. The difference estimates the total cor
 import lib.first  # noqa: F401
 
 import math
+import time
 import unicodedata
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -326,9 +328,9 @@ def load_all(folders: list[Path], device: torch.device) -> dict[Path, Model]:
 
 # --- any rows, in bits
 @torch.no_grad()
-def bits_of_batch(model: Model, batch: Batch, way: str) -> Tensor:
-    """What each corruptible token costs if its block is filled from masks, and all text before the block is given:
-    (R, T) float32 in bits, 0 elsewhere.
+def log_probs_of_batch(model: Model, batch: Batch, way: str) -> Tensor:
+    """Log-probabilities (R, T, V) in nats, if every block is filled from masks, and all text before it is given. Masked
+    are the corruptible positions.
 
     way: "Stage A" fills all masks at once. "Stage B" does, too, with all masks in the bundle (by the chain rule, where
     it is told the tokens on the left). "one at a time" is Stage A from the left, with a forward for each token.
@@ -343,25 +345,86 @@ def bits_of_batch(model: Model, batch: Batch, way: str) -> Tensor:
         if way == "Stage B":
             tokens = z.masked_scatter(masked, model.told(batch.clean[masked], states[masked]))
             states = model.coordinate(h, masked, tokens, ctx)
-        return token_bits(model.logits(states), batch.clean) * masked
+        return model.logits(states).log_softmax(-1)
 
     # read the j-th position of every block after those before it are written
     place = torch.arange(z.shape[1], device=z.device) % B
-    bits = torch.zeros(z.shape, device=z.device)
+    final = torch.zeros(*z.shape, model.cfg.n_embd, device=z.device)
     for j in range(B):
         seen = torch.where(place < j, batch.clean, z)
         states = model.last_n(model.prefix(seen, ctx), ctx)
-        bits += token_bits(model.logits(states), batch.clean) * (masked & (place == j))
-    return bits
+        final = torch.where((place == j)[:, None], states.float(), final)
+    return model.logits(final.to(model.compute_dtype)).log_softmax(-1)
 
 
-def token_bits(logits: Tensor, tokens: Tensor) -> Tensor:
-    """-log2 p of each token: logits (R, T, the vocabulary's size), tokens (R, T) -> (R, T)."""
-    return -logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0] / math.log(2)
+@dataclass
+class Found:
+    """What held-out text costs a model in one way of filling blocks."""
+
+    bits: float = 0.0
+    tokens: int = 0
+    n_bytes: int = 0  # 0 if tokens are no text
+    blocks: int = 0  # that have masks
+    exact: int = 0  # blocks whose likeliest tokens, each after the right ones, are all right
+
+
+def bits_of_rows(
+    model: Model, corpus: Corpus, way: str, n: int, tokenizer: Tokenizer | None, hole: int = 0
+) -> Found:  # fmt: skip
+    """Fill the blocks of held-out rows: of as many rows as have n tokens together, or of all. hole: mask only so many
+    tokens in the middle of a block (0: all)."""
+    B = model.cfg.block_length
+    found = Found()
+    for first in range(0, len(corpus.rows["val"]), TEXT_BATCH):
+        size = min(TEXT_BATCH, len(corpus.rows["val"]) - first)
+        batch = get_batch(corpus, "val", first, size, 0, model.wte.weight.device)
+        if hole:
+            place = torch.arange(batch.clean.shape[1], device=batch.clean.device) % B
+            batch.corruptible = batch.corruptible & (place >= (B - hole) // 2) & (place < (B + hole) // 2)
+
+        # the eos that fill up a document's last block are not text, and are not counted. They are masked all the same,
+        # because they would show where the document ends
+        ends = (batch.clean == corpus.meta.eos_id).long()
+        counted = batch.corruptible & (ends.cumsum(-1) - ends == 0)
+        log_p = log_probs_of_batch(model, batch, way)
+        of_tokens = log_p.gather(-1, batch.clean[..., None])[..., 0] * counted
+        wrong = counted & (log_p.argmax(-1) != batch.clean)
+        has_masks = counted.unflatten(1, (-1, B)).any(-1)
+        found.bits -= float(of_tokens.cpu().double().sum()) / math.log(2)
+        found.tokens += int(counted.sum())
+        found.blocks += int(has_masks.sum())
+        found.exact += int((has_masks & ~wrong.unflatten(1, (-1, B)).any(-1)).sum())
+        if tokenizer:
+            written = batch.clean[counted].tolist()
+            found.n_bytes += sum(len(tokenizer.token_bytes.get(i, b"")) for i in written)
+        if found.tokens >= n:
+            break
+    if found.tokens == 0:
+        fail("the held-out rows have nothing to fill: their documents are all prompt")
+    if not math.isfinite(found.bits):
+        fail("the model's logits are not finite: its weights are damaged, or its training diverged")
+    return found
+
+
+def ms_a_token(model: Model, corpus: Corpus, way: str, rows: int) -> float:
+    """Milliseconds a token, when this way draws the second halves of some held-out rows together."""
+    d = {"Stage A": BASE_ROWS["all at once"], "one at a time": LEFT, "Stage B": settings_of(model)}[way]
+    if way == "Stage B" and d is PAPER:
+        d = AT_ONCE
+    half = corpus.rows["val"].seq_len // 2
+    texts = [row.tolist() for row in corpus.rows["val"].rows if len(row) >= half][:rows]
+    K = model.cfg.n_rounds if d.n_rounds else 0
+    d = replace(d, temperature=1.0, n_rounds=K, gen_length=half, eos_early_stop=False)
+    began = time.perf_counter()
+    outputs = generate(model, [text[:half] for text in texts], d)
+    ms = 1e3 * (time.perf_counter() - began) / max(1, sum(len(output.tokens) for output in outputs))
+    # in blocks of one our loop takes two forwards a token: one fills its mask, and one reads it. A loop for such models
+    # alone does both in one
+    return ms / 2 if model.cfg.block_length == 1 else ms
 
 
 def evaluate_bits(folders: list[Path], device: torch.device, args: Namespace) -> None:
-    """Print what held-out blocks cost in bits, a row for each way of filling them."""
+    """Print what held-out blocks cost in bits, and ms, a row for each way of filling them."""
     bases = dict.fromkeys(base_of(folder) for folder in folders)
     models = load_all(folders, device)
     data = args.data or Path(run_of(folders[0], "data", str))
@@ -377,73 +440,47 @@ def evaluate_bits(folders: list[Path], device: torch.device, args: Namespace) ->
             fail(f"--seq_len {seq_len} must be a multiple of the block length, {length}, and at most {longest}")
         corpora[length] = read_corpus(data, seq_len, 0, length, 0)
 
-    # of each base Stage A, all at once and one at a time; of each adapter its Stage A, if training has changed it, and
-    # its Stage B
-    ways = [(folder, way) for folder in bases for way in ("Stage A", "one at a time")]
-    for folder in folders:
-        if folder not in bases and any("lora" in name for name in models[folder].learned()):
+    # of each base Stage A, all at once and one at a time, which are one in blocks of one token; of each adapter its
+    # Stage A, if training has changed it, and its Stage B
+    ways = []
+    for folder in [*bases, *(folder for folder in folders if folder not in bases)]:
+        changed = any("lora" in name for name in models[folder].learned())
+        if (folder in bases or changed) and models[folder].cfg.block_length > 1:
             ways.append((folder, "Stage A"))
-        if models[folder].trained_b:
+        if folder in bases:
+            ways.append((folder, "one at a time"))
+        if folder in folders and models[folder].trained_b:
             ways.append((folder, "Stage B"))
-    cost = {}  # bits a token, and bits a byte
+
+    found = {}
+    lines = []
     for folder, way in progress(ways, "bits"):
-        corpus = corpora[models[folder].cfg.block_length]
-        bits, tokens, n_bytes = bits_of_rows(models[folder], corpus, way, args.tokens, tokenizer)
-        cost[folder, way] = (bits / tokens, bits / n_bytes if n_bytes else math.nan)
+        cfg = models[folder].cfg
+        corpus = corpora[cfg.block_length]
+        cost = bits_of_rows(models[folder], corpus, way, args.tokens, tokenizer, args.hole)
+        found[folder, way] = cost.bits / cost.tokens
+        name = {"Stage A": "Stage A, all at once", "one at a time": "one at a time, from the left"}.get(way)
+        name = name or f"{cfg.stage_b} Stage B, all at once"
+        a_byte = f"{cost.bits / cost.n_bytes:.3f}" if cost.n_bytes else ""
+        times = [f"{ms_a_token(models[folder], corpus, way, rows):.2f}" for rows in (1, 16)]
+        if args.hole:
+            times = [f"{cost.exact / cost.blocks:.3f}"]
+        lines.append([f"{folder}  {name}, blocks of {cfg.block_length}", f"{found[folder, way]:.3f}", a_byte, *times])
 
     width = corpus.rows["val"].seq_len  # rows of a toy have a length of their own
-    print(f"{tokens:,} held-out tokens of {data} in rows of {width}, each block from masks")
-    first, _ = next(iter(cost.values()))
-    lines = []
-    for (folder, way), (a_token, a_byte) in cost.items():
-        cfg = models[folder].cfg
-        names = {"Stage A": "Stage A, all at once", "one at a time": "one at a time, from the left"}
-        name = names.get(way, f"{cfg.stage_b} Stage B, all at once")
-        blocks = f", blocks of {cfg.block_length}"
-        a_byte = "" if math.isnan(a_byte) else f"{a_byte:.3f}"
-        lines.append([f"{folder}  {name}{blocks}", f"{a_token:.3f}", a_byte, f"{first - a_token:+.3f}"])
-    print_table(["", "bits a token", "a byte", "saved a token"], lines)
-    print("saved: bits fewer than in the first row. What one at a time saves against all at once estimates the total "
-          "correlation, which independent tokens lose")  # fmt: skip
+    masks = f"{args.hole} masks in the middle of each block" if args.hole else "each block from masks"
+    print(f"{cost.tokens:,} held-out tokens of {data} in rows of {width}, {masks}")
+    print_table(["", "bits a token", "a byte", *(["exact"] if args.hole else ["ms a token", "of 16 texts"])], lines)
 
     # what the figures mean
     for folder in folders:
-        if (folder, "Stage B") in cost:
-            base = base_of(folder)
-            at_once = cost[base, "Stage A"][0]
-            saved = at_once - cost[folder, "Stage B"][0]
-            most = at_once - cost[base, "one at a time"][0]
+        base = base_of(folder)
+        if (folder, "Stage B") in found and (base, "Stage A") in found:
+            saved = found[base, "Stage A"] - found[folder, "Stage B"]
+            most = found[base, "Stage A"] - found[base, "one at a time"]
             print(f"{folder}: Stage B writes a block at once, and saves {saved:.3f} bits a token; its base saves "
                   f"{most:.3f} one at a time")  # fmt: skip
     print(f'next: python sample.py --ckpt {quoted(folders[-1])} --prompt "..." --temperature 1')
-
-
-def bits_of_rows(model: Model, corpus: Corpus, way: str, n: int, tokenizer: Tokenizer | None) -> tuple[float, int, int]:
-    """Bits, tokens and, if tokens are text, bytes of held-out rows: of as many as have n tokens together, or of all."""
-    device = model.wte.weight.device
-    bits = 0.0
-    tokens = 0
-    n_bytes = 0
-    for first in range(0, len(corpus.rows["val"]), TEXT_BATCH):
-        size = min(TEXT_BATCH, len(corpus.rows["val"]) - first)
-        batch = get_batch(corpus, "val", first, size, 0, device)
-
-        # the eos that fill up a document's last block are not text, and are not counted. They are masked all the same,
-        # because they would show where the document ends
-        ends = (batch.clean == corpus.meta.eos_id).long()
-        counted = batch.corruptible & (ends.cumsum(-1) - ends == 0)
-        bits += float((bits_of_batch(model, batch, way) * counted).cpu().double().sum())
-        tokens += int(counted.sum())
-        if tokenizer:
-            written = batch.clean[counted].tolist()
-            n_bytes += sum(len(tokenizer.token_bytes.get(i, b"")) for i in written)
-        if tokens >= n:
-            break
-    if tokens == 0:
-        fail("the held-out rows have nothing to fill: their documents are all prompt")
-    if not math.isfinite(bits):
-        fail("the model's logits are not finite: its weights are damaged, or its training diverged")
-    return bits, tokens, n_bytes
 
 
 def run_of(folder: Path, name: str, kind: type) -> str | int:
@@ -474,6 +511,8 @@ def main() -> None:
         "in the training of the first --ckpt)")
     add("--tokens", type=bounded(int, 1), default=16384, help="read 64 held-out rows at a time, until they have "
         "this many tokens")
+    add("--hole", type=bounded(int, 0, 4096), default=0,
+        help="mask only so many tokens in the middle of each block, and say how many holes are filled exactly; 0: all")
     # fmt: on
     add_decoding(parser, SELECT)
     args = parser.parse_args()

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from common import (
     MASK,
     approx,
@@ -37,9 +38,9 @@ from evaluate import (
     BASE_ROWS,
     PAPER_ROWS,
     answer_log_probs,
-    bits_of_batch,
     bits_of_rows,
     chain_table,
+    log_probs_of_batch,
     product_of_stage_a,
     stage_b_table,
 )
@@ -276,8 +277,8 @@ def test_bits_are_what_the_decoders_own_forwards_give(stage_b, way):
     clean, lengths = random_ids(2, 24), [24, 16]
     real = torch.arange(24) < torch.tensor(lengths)[:, None]
     batch = Batch(clean, real, real & (torch.arange(24) > 2), torch.arange(MASK), [])
-    found = bits_of_batch(model, batch, way)
-    assert torch.equal(found > 0, batch.corruptible)
+    log_p = log_probs_of_batch(model, batch, way).gather(-1, clean[..., None])[..., 0]
+    found = -log_p / math.log(2) * batch.corruptible
     for bits, row, masked, n in zip(found, clean, batch.corruptible, lengths, strict=True):
         torch.testing.assert_close(bits[:n], cost_by_decoding(model, row[:n], masked[:n], way), rtol=1e-3, atol=2e-3)
 
@@ -296,10 +297,10 @@ def test_of_a_uniform_head_every_token_costs_log_v_and_the_text_alone_counts(sta
     lengths = [1 + row.index(256) for row in ids]
     for n, rows in ((10**9, range(40)), (1, corpus.rows["val"].order[:16])):
         expected = sum(lengths[r] for r in rows)
-        bits, tokens, n_bytes = bits_of_rows(model, corpus, way, n, tokenizer)
-        assert (tokens, n_bytes) == (expected, expected - len(rows))
-        assert bits / tokens == approx(math.log2(272), rel=1e-5)
-    assert bits_of_rows(model, corpus, way, 1, None)[2] == 0
+        found = bits_of_rows(model, corpus, way, n, tokenizer)
+        assert (found.tokens, found.n_bytes) == (expected, expected - len(rows))
+        assert found.bits / found.tokens == approx(math.log2(272), rel=1e-5)
+    assert bits_of_rows(model, corpus, way, 1, None).n_bytes == 0
 
 
 @torch.no_grad()
@@ -316,7 +317,26 @@ def test_the_eos_that_fill_a_block_do_not_show_where_a_text_ends(stage_b, way, t
         row = row[: row.tolist().index(256) // 8 * 8 + 8]
         bits = cost_by_decoding(model, row, torch.ones_like(row, dtype=torch.bool), way)
         by_hand += float(bits[: row.tolist().index(256) + 1].sum())
-    assert bits_of_rows(model, corpus, way, 1, None)[0] == approx(by_hand, rel=1e-4)
+    assert bits_of_rows(model, corpus, way, 1, None).bits == approx(by_hand, rel=1e-4)
+
+
+@torch.no_grad()
+def test_holes_in_the_middle_of_a_block(tmp_path, monkeypatch):
+    """Two of eight tokens are masked, and their neighbours given. A model whose head always says one token fills the
+    holes exactly that have nothing else."""
+    folder = byte_rows(tmp_path / "rows")
+    model = byte_model(n_rounds=1)
+    model.norm_f.weight.data.zero_()
+    model.norm_f.weight.data[0] = 1.0
+    corpus = read_corpus(folder, 64, 0, 8, 0)
+    rows = torch.stack([F.pad(torch.from_numpy(row).long(), (0, 64 - len(row)), value=256)
+                        for row in (corpus.rows["val"].rows[r] for r in corpus.rows["val"].order[:40])])  # fmt: skip
+    found = bits_of_rows(model, corpus, "one at a time", 10**9, None, hole=2)
+    first_end = (rows == 256).long().cumsum(1).cumsum(1) <= 1
+    holes = torch.arange(64) % 8
+    holes = ((holes == 3) | (holes == 4)) & first_end
+    assert found.tokens == int(holes.sum())
+    assert found.blocks == int(holes.view(40, 8, 8).any(-1).sum()) and 0 <= found.exact <= found.blocks
 
 
 def test_bits_from_the_command_line(tmp_path, monkeypatch, capsys):
@@ -336,26 +356,25 @@ def test_bits_from_the_command_line(tmp_path, monkeypatch, capsys):
     assert "has other tokens than --ckpt" in run.fails(*short, base, "--data", other)
 
     out = run(*short, tmp_path / "paper", tmp_path / "causal")
-    assert out == run(*short, tmp_path / "paper", tmp_path / "causal", "--data", rows)
-    title, head, *lines, _, of_paper, of_causal, following = out.splitlines()
+    title, head, *lines, of_paper, of_causal, following = out.splitlines()
     assert "paper: Stage B writes a block at once" in of_paper and "sample.py" in following
     assert f"held-out tokens of {rows} in rows of 64, each block" in title
-    assert head.split("  ")[-1] == "saved a token"
+    assert head.split("  ")[-1] == "of 16 texts"
     corpus, tokenizer = read_corpus(rows, 64, 0, 8, 0), load_tokenizer(rows)
     names = {"Stage A": "Stage A, all at once", "one at a time": "one at a time, from the left"}
     names_b = {name: f"{name} Stage B, all at once" for name in ("paper", "causal")}
     expected = [("base", "Stage A"), ("base", "one at a time"), ("paper", "Stage A"), ("paper", "Stage B")]
     expected.append(("causal", "Stage B"))
-    first = None
     for line, (folder, way) in zip(lines, expected, strict=True):
         model = load_model(tmp_path / folder, "cpu", torch.float32)
-        bits, tokens, n_bytes = bits_of_rows(model, corpus, way, 50, tokenizer)
-        first = first or bits
+        found = bits_of_rows(model, corpus, way, 50, tokenizer)
         assert line.startswith(f"{tmp_path / folder}  {names.get(way) or names_b[folder]}, blocks of 8  ")
-        figures = [bits / tokens, bits / n_bytes, (first - bits) / tokens]
-        assert [float(word) for word in line.split()[-3:]] == approx(figures, abs=6e-4)
-    assert f"{tokens:,} held-out" in title
+        figures = [found.bits / found.tokens, found.bits / found.n_bytes]
+        *cells, ms, ms_of_16 = [float(word) for word in line.split()[-4:]]
+        assert cells == approx(figures, abs=6e-4) and ms > 0 and ms_of_16 > 0
+    assert f"{found.tokens:,} held-out" in title
 
-    # bits of names, if they are asked for
+    # holes; and bits of names, if they are asked for
+    assert "2 masks in the middle" in run(*short, tmp_path / "causal", "--hole", 2)
     of_names = names_folder(tmp_path / "names", n_layer=2, n_last=1)
     assert "bits a token" in run(*short, of_names, "--bits", "--data", rows)
