@@ -60,7 +60,7 @@ class Decoding:
 
 PAPER = Decoding(holes=True)
 RELEASED = Decoding(holes=True, tau_t2t=0.5, n_rounds=0)  # LLaDA2.1's own quality setting, with Stage B off
-CAUSAL = Decoding(holes=True, tau_t2t=None, tau_m2t=0.0)  # causal.py: whole blocks
+CAUSAL = Decoding(holes=True, tau_t2t=None, tau_m2t=0.0, lookahead=2)  # causal.py: whole blocks
 SETTINGS = {"causal": CAUSAL}  # by the kind of a model's Stage B; any other kind has the paper's
 
 
