@@ -6,6 +6,7 @@ On random weights, with Show not zero: nothing is hidden by what is not learned 
 import itertools
 import math
 from argparse import Namespace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -435,7 +436,8 @@ def test_the_papers_decoder_on_causal_weights_equals_the_specification(n_rounds,
 def test_the_papers_settings_cost_no_step_more():
     """Nothing is edited, so a block ends with its last mask, whatever tau_t2t says."""
     model = causal_model()
-    ours, papers = (generate(model, PROMPTS, d)[0].nfe for d in (CAUSAL, Decoding(**vars(PAPER) | dict(tau_m2t=0.0))))
+    with_edits = replace(CAUSAL, tau_t2t=PAPER.tau_t2t)
+    ours, papers = (generate(model, PROMPTS, d)[0].nfe for d in (CAUSAL, with_edits))
     assert ours == papers
 
 
