@@ -50,12 +50,12 @@ def bits(args: Namespace) -> list[dict]:
     if model.cfg.block_length == 1:
         ways = {"one at a time": (model, "Stage A")}
     elif model.trained_b:
-        ways = {"Stage A, all at once": (model, "Stage A"), "Stage B, all at once": (model, "Stage B")}
+        ways = {"Stage A": (model, "Stage A"), "Stage B": (model, "Stage B")}
     else:
         ones = load(args.ckpt, block_length=1)
         ways = {
-            "Stage A, all at once": (model, "Stage A"),
-            "one at a time, from the left": (model, "one at a time"),
+            "Stage A": (model, "Stage A"),
+            "one at a time": (model, "one at a time"),
             "in blocks of one": (ones, "Stage A"),
         }
 

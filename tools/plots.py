@@ -119,10 +119,10 @@ def draw_toys():
 # system and row of draws.jsonl -> those of bits.jsonl, the colour, whether the name is at the dot or at the ring, and
 # how many points above it
 ON_TEXT = {
-    "base: all at once": ("base of 2,000 steps: Stage A, all at once", ORANGE, "dot", 9),
-    "paper: all at once": ("paper, 300 steps: Stage B, all at once", PURPLE, "dot", -10),
-    "causal: all at once": ("causal, 3,000 steps: Stage B, all at once", BLUE, "ring", 7),
-    "base: one at a time": ("base of 2,000 steps: one at a time, from the left", GREEN, "dot", 9),
+    "base: all at once": ("base of 2,000 steps: Stage A", ORANGE, "dot", 9),
+    "paper: all at once": ("paper, 300 steps: Stage B", PURPLE, "dot", -10),
+    "causal: all at once": ("causal, 3,000 steps: Stage B", BLUE, "ring", 7),
+    "base: one at a time": ("base of 2,000 steps: one at a time", GREEN, "dot", 9),
     "left-to-right model: one at a time": ("left-to-right model: one at a time", INK, "dot", -11),
 }
 

@@ -4,6 +4,7 @@ chromium.
 
 import html
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -300,9 +301,9 @@ def test_the_shipped_page_opens_on_the_first_held_out_beginning(tmp_path):
     for line, (way, (number, d)) in zip(found["seen"], SHOWN.items(), strict=True):
         [out] = generate(models[number], [prompt], d)
         name = TOKENIZER.decode(prompt + out.tokens)
-        forwards = in_full(out.nfe, models[number].partial_cost)
+        forwards = math.floor(100 * in_full(out.nfe, models[number].partial_cost) + 0.5) / 100  # as toFixed(2)
         said = "✓ " + verdict(name) if exists(name) else "✗ " + verdict(name).strip("()")
-        assert line == f"{way} {round(forwards, 2):g} forwards{name}{said}"
+        assert line == f"{way} {forwards:g} forwards{name}{said}"
     assert found["bold"] == 0 and not found["submitted"]
     assert found["typed"] == ["BOX ▒ A", "#prompt=BOX+_+A", True]
     assert found["framed"] == ["", 5]
