@@ -19,9 +19,9 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import base_of, load_model
-from decoding import Decoding
-from evaluate import bits_of_rows, complete, forwards, load_all, name_rows, names_tokenizer
+from checkpoint import load_model
+from decoding import CAUSAL
+from evaluate import BASE_ROWS, LEFT, NAME_LENGTH, bits_of_rows, complete, forwards, names_tokenizer, rows_of
 from lib.names import draw_names
 from lib.rows import read_corpus
 from lib.util import Parser, append_line, command
@@ -34,7 +34,7 @@ SEQ_LEN = 256
 BLOCK = 16  # all models are judged on the rows of these blocks
 N_BYTES = 16384
 BEGINNING = 56  # bytes of each beginning that is continued
-DRAWN = Decoding(gen_length=200, temperature=1.0, tau_t2t=None, eos_early_stop=False)
+DRAWN = replace(CAUSAL, select="left", gen_length=200, temperature=1.0, eos_early_stop=False)  # whole blocks
 N_NAMES = 512
 
 
@@ -72,9 +72,9 @@ def draws(args: Namespace) -> list[dict]:
     beginnings = [rows[i][:BEGINNING].tolist() for i in range(16)]
 
     # a step writes the whole block; without Stage B also one byte
-    rules = {"all at once": replace(DRAWN, tau_joint=0.0, n_rounds=model.cfg.n_rounds if model.trained_b else 0)}
+    rules = {"all at once": replace(DRAWN, n_rounds=model.cfg.n_rounds if model.trained_b else 0)}
     if not model.trained_b:
-        rules["one at a time"] = replace(DRAWN, tau_joint=1.0, n_rounds=0)
+        rules["one at a time"] = replace(DRAWN, tau_m2t=1.0, n_rounds=0)
 
     records = []
     for row, d in rules.items():
@@ -97,25 +97,20 @@ def draws(args: Namespace) -> list[dict]:
 def names(args: Namespace) -> list[dict]:
     tokenizer = names_tokenizer(args.ckpt)
     prompts = draw_names(N_NAMES, "held out", tokenizer)
-    models = load_all([args.ckpt], CPU)
-
-    # of an adapter its own rows, for those of its base are the base's records
-    rows = [row for row in name_rows(models, [args.ckpt]) if row[1] == args.ckpt or args.ckpt == base_of(args.ckpt)]
-    rows = [(name, models[folder], d) for name, folder, d in rows]
-    if not models[args.ckpt].trained_b:
-        surest = replace(rows[0][2], tau_joint=None, tau_m2t=1.0)
-        ones = load(args.ckpt, block_length=1)
-        rows += [
-            ("one at a time, surest first", models[args.ckpt], surest),
-            ("in blocks of one token", ones, rows[0][2]),
-        ]
+    model = load(args.ckpt)
+    if model.trained_b:
+        rows = {name: (model, d) for name, d in rows_of(model).items()}
+    else:
+        rows = {name: (model, d) for name, d in BASE_ROWS.items()}
+        rows["in blocks of one token"] = (load(args.ckpt, block_length=1), LEFT)
 
     records = []
-    for name, model, d in rows:
-        found = complete(model, tokenizer, prompts, replace(d, n_rounds=d.n_rounds * model.cfg.n_rounds))
+    for name, (model, d) in rows.items():
+        d = replace(d, gen_length=NAME_LENGTH, n_rounds=d.n_rounds * model.cfg.n_rounds)
+        found = complete(model, tokenizer, prompts, d)
         # a left-to-right loop needs m forwards for m tokens, ours takes 2 m - 1
         cost = (found["forwards"] + 1) / 2 if model.cfg.block_length == 1 else found["forwards"]
-        records.append(dict(row=name.removeprefix("base, "), exist=found["exist"], forwards=round(cost, 4)))
+        records.append(dict(row=name, exist=found["exist"], forwards=round(cost, 4)))
     return records
 
 

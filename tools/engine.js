@@ -5,7 +5,7 @@
 //   const a = logits(model, lastN(model, h, ctx));                 // Stage A: factorised
 //   logits(model, coordinate(model, h, bundle, ctx, K));           // Stage B: marked, the last n layers again
 //
-// Causal Stage B has functions of its own: causalCoordinate, causalLogits, causalDenoise.
+// Causal Stage B has functions of its own: causalCoordinate, causalDenoise.
 //
 // States are rows: an array with one Float32Array of C numbers for each of the T positions of the current block.
 // Finished blocks are keys and values in ctx.past: no block attends to a later one, so they never change.
@@ -238,9 +238,9 @@ function withLora(W, A, B, r) {
 
 // --- the split, by the project's names
 
-// Where the current block stands (start), what it sees of the finished ones (past), the token before it (last), and
-// whether it is finished now (keep).
-const newContext = (model) => ({start: 0, round: 0, past: [], last: model.cfg.mask_id, keep: false});
+// Where the current block stands (start), what it sees of the finished ones (past), and whether it is finished now
+// (keep).
+const newContext = () => ({start: 0, round: 0, past: [], keep: false});
 
 function prefix(model, z, ctx) {
   const {n_layer, n_last, n_embd: C} = model.cfg;
@@ -277,27 +277,16 @@ function coordinate(model, h, bundle, ctx, n_rounds) {
 
 // --- causal Stage B
 
-// One look. `tokens`: in the bundle what is written there, as far as it is known, and elsewhere what the block shows.
+// One look. `tokens`: in the bundle the drafts, and elsewhere what the block shows. A position of the bundle is shown
+// the token on its left in the block, and the first position a mask.
 function causalCoordinate(model, h, bundle, ctx, tokens) {
-  const states = marked(h, bundle, (row, t) => shown(model, row, tokenBefore(tokens, bundle, t, ctx)));
+  const before = (t) => (t > 0 ? tokens[t - 1] : model.cfg.mask_id);
+  const states = marked(h, bundle, (row, t) => shown(model, row, before(t)));
   return lastN({...model, tensors: model.copy}, states, {...ctx, bundle});
 }
 
-// log p_A plus what Stage B adds.
-function causalLogits(model, h, logitsA) {
-  const logP = logitsA.map((row) => {
-    const highest = row.reduce((a, b) => Math.max(a, b));
-    const total = row.reduce((sum, value) => sum + Math.exp(value - highest), 0);
-    return row.map((value) => value - highest - Math.log(total));
-  });
-  return add(logits(model, h), logP);
-}
-
-// What position t is shown: the last token of the bundle before it, or, where there is none, the token before it.
-function tokenBefore(tokens, bundle, t, ctx) {
-  const last = bundle.filter((s) => s < t).at(-1) ?? t - 1;
-  return last < 0 ? ctx.last : tokens[last];
-}
+// Logits by which a mask cannot be written.
+const neverMask = ({cfg}, rows) => rows.map((row) => row.map((value, id) => (id === cfg.mask_id ? -Infinity : value)));
 
 // rms(h) * (marker + Show(the token before)): what is added to a state h of the bundle.
 function shown(model, h, token) {
@@ -353,10 +342,10 @@ function generator(seed) {
   };
 }
 
-// The leftmost masks whose probabilities have a product above tau_joint, and at least one -> positions in the block.
-function fromTheLeft(conf, masked, {tau_joint}) {
+// The leftmost masks whose probabilities have a product above tau_m2t, and at least one -> positions in the block.
+function fromTheLeft(conf, masked, {tau_m2t}) {
   let run = 0;
-  return masked.filter((t, i) => (run += Math.log(conf[t])) > Math.log(tau_joint) || i === 0);
+  return masked.filter((t, i) => (run += Math.log(conf[t])) > Math.log(tau_m2t) || i === 0);
 }
 
 // The masks that pass tau_m2t, or the surest one where none does.
@@ -364,9 +353,10 @@ function byConfidence(conf, masked, {tau_m2t}) {
   const passing = masked.filter((t) => conf[t] > tau_m2t);
   if (passing.length > 0) return passing;
 
-  // of those that only rounding tells apart the leftmost
-  const best = Math.max(...masked.map((t) => conf[t]));
-  return masked.filter((t) => conf[t] >= best - 1e-5 * best * (1 - best) - 2e-7).slice(0, 1);
+  // of equals, to five digits, the leftmost
+  const digits = (t) => Math.round(1e5 * conf[t]);
+  const best = Math.max(...masked.map(digits));
+  return masked.filter((t) => digits(t) === best).slice(0, 1);
 }
 
 const masksOf = (model, z) => [...z.keys()].filter((t) => z[t] === model.cfg.mask_id);
@@ -381,7 +371,7 @@ function denoise(model, z, ctx, d, u, given) {
   const h = prefix(model, z, ctx);
   const logitsA = logits(model, lastN(model, h, ctx));
   const {token: token_a, conf: conf_a} = candidates(logitsA, u[0], d);
-  const select = d.tau_joint === null ? byConfidence : fromTheLeft;
+  const select = d.select === "left" ? fromTheLeft : byConfidence;
   const bundle = select(conf_a, masked, d);
 
   // Stage B runs with the bundle marked (Eq. 4)
@@ -399,16 +389,16 @@ function denoise(model, z, ctx, d, u, given) {
 }
 
 // Causal Stage B's step: all masks are its bundle. It looks until every token has read final ones, and writes the
-// longest run from the left whose probabilities have a product above tau_joint, and at least one token. looks: after
+// longest run from the left whose probabilities have a product above tau_m2t, and at least one token. looks: after
 // each one the block's tokens, their probabilities, and which are final. Both stages draw by the same numbers, u[1].
 function causalDenoise(model, z, ctx, d, u) {
   const masked = masksOf(model, z);
-  const gate = Math.log(d.tau_joint);
+  const gate = Math.log(d.tau_m2t);
   const sum = (conf, places) => places.reduce((total, t) => total + Math.log(conf[t]), 0);
 
   // Stage A's tokens are the first drafts
   const h = prefix(model, z, ctx);
-  const logitsA = logits(model, lastN(model, h, ctx));
+  const logitsA = neverMask(model, logits(model, lastN(model, h, ctx)));
   const {token: token_a, conf: conf_a} = candidates(logitsA, u[1], d);
   const drafts = z.map((id, t) => (masked.includes(t) ? token_a[t] : id));
   let now = {token: drafts, conf: conf_a, final: z.map((_, t) => !masked.includes(t))};
@@ -418,7 +408,7 @@ function causalDenoise(model, z, ctx, d, u) {
   const isFinal = (t) => now.final[t];
   while (!now.final.every(Boolean) && (!looks.length || sum(now.conf, masked.filter(isFinal)) > gate)) {
     const states = causalCoordinate(model, h, masked, ctx, now.token);
-    const found = candidates(causalLogits(model, states, logitsA), u[1], d);
+    const found = candidates(neverMask(model, logits(model, states)), u[1], d);
     const token = z.map((_, t) => (isFinal(t) ? now : found).token[t]);
     const conf = z.map((_, t) => (isFinal(t) ? now : found).conf[t]);
 
@@ -443,7 +433,6 @@ function finishBlock(model, z, ctx, n_rounds) {
   for (let round = 0; round < Math.max(1, n_rounds); round++) h = lastN(model, h, {...ctx, round});
   ctx.keep = false;
   ctx.start += z.length;
-  ctx.last = z.at(-1);
 }
 
 // The decoder as the paper has it, block after block, from the first hole of the prompt on -> the prompt with its holes
@@ -454,7 +443,7 @@ function generateOne(model, prompt, d) {
   const {block_length: B, mask_id, eos_id} = model.cfg;
   const end = prompt.length + d.gen_length;
   const step = model.stage_b === "causal" && d.n_rounds > 0 ? causalDenoise : denoise;
-  const ctx = newContext(model);
+  const ctx = newContext();
   const nfe = {full: 0, partial: 0, refresh: 0};
   const steps = [];
   const first = prompt.includes(mask_id) ? prompt.indexOf(mask_id) : prompt.length;

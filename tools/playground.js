@@ -5,7 +5,7 @@
 const isObject = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
 const ownAlone = (key, value) => (isObject(value) ? Object.assign(Object.create(null), value) : value);
 const data = JSON.parse($("data").textContent, ownAlone);
-const GATES = Object.keys(data.gates);
+const GATES = Object.keys(data.gates); // the sliders
 let base; // the model without an adapter
 let decoders; // the page's, each with its model
 let known; // of a model of names: name -> code point, of every character
@@ -68,7 +68,8 @@ function draws(n, beginning = 0) {
 // {at, token}} that are written by hand: such a step asks the model nothing.
 function decoding({n_rounds, ...own}, hand = {}) {
   const chosen = {...gates(), tau_t2t: gates().tau_t2t < 1 ? gates().tau_t2t : null};
-  const gate = (name) => (typeof own[name] === "string" ? chosen[own[name]] : own[name]);
+  const settings = Object.fromEntries(Object.entries(own).map(([name, value]) =>
+    [name, GATES.includes(value) ? chosen[value] : value]));
   const byHand = (z, start, n) => {
     if (!Object.hasOwn(hand, n)) return undefined;
     const at = hand[n].at - start;
@@ -77,7 +78,7 @@ function decoding({n_rounds, ...own}, hand = {}) {
     const said = {token: after, conf, token_a: after, conf_a: conf, looks: []};
     return {...said, before: z, after, bundle: [at], edited: [], partial: 0, byHand: true};
   };
-  return {n_rounds, ...Object.fromEntries(GATES.map((name) => [name, gate(name)])), byHand, draws,
+  return {...settings, n_rounds, byHand, draws,
     max_post_steps: 16, gen_length: data.gen_length, eos_early_stop: true};
 }
 
@@ -174,7 +175,7 @@ function summarise(records) {
 function answersAt(decoder, t, b, at) {
   const {model, n_rounds} = decoder;
   const d = decoding(decoder);
-  const ctx = newContext(model);
+  const ctx = newContext();
   const finished = t.blocks.filter((block) => block.start < b.start);
   for (const block of finished) finishBlock(model, look(t, block, now).ids, ctx, n_rounds);
 
@@ -187,9 +188,9 @@ function answersAt(decoder, t, b, at) {
   if (!n_rounds) return {a};
   const u = draws(Math.max(now, b.first - 1)); // as the step from here on draws
   if (model.stage_b === "causal") {
-    const {token} = causalDenoise(model, z, ctx, {...d, tau_joint: 0}, u);
+    const {token} = causalDenoise(model, z, ctx, {...d, tau_m2t: 0}, u);
     const states = causalCoordinate(model, h, masked, ctx, token);
-    return {a, b: shares(causalLogits(model, states, stageA)[here], d)};
+    return {a, b: shares(neverMask(model, logits(model, states))[here], d)};
   }
   const picked = byConfidence(candidates(stageA, u[0], d).conf, masked, d);
   const bundle = masked.filter((i) => picked.includes(i) || i === here);

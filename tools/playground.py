@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import about_adapter, base_of, check_same_tokens, is_int8, is_plain_text, judge_of, load_model
+from checkpoint import about_adapter, base_of, check_same_tokens, is_int8, judge_of, load_model
 from lib.names import draw_names
 from lib.rows import Rows, read_meta
 from lib.tokenizer import WORDS, Tokenizer, load_tokenizer
@@ -42,21 +42,22 @@ BEGINNING = 56  # the most tokens of such a text that are given
 
 # the gates when the page opens. Plain text is drawn: causal Stage B writes whole blocks. Nothing is edited there,
 # because an edit would draw a token again
-GATES = dict(tau_m2t=0.7, tau_t2t=0.0, tau_joint=0.5, temperature=0.0)
-GATES_OF_TEXT = GATES | dict(tau_t2t=1.0, tau_joint=0.0, temperature=1.0)
+GATES = dict(tau_m2t=0.7, tau_t2t=0.0, tau_run=0.5, temperature=0.0)
+GATES_OF_TEXT = GATES | dict(tau_t2t=1.0, tau_run=0.0, temperature=1.0)
 
-# --- the decoders. A gate is a number, or the name of the slider that sets it; in_table: the page's table counts it
+# --- the decoders, by the fields of decoding.Decoding. A gate is a number, or the name of the slider that sets it;
+# in_table: the page's table counts it
 BY_GATES = dict(
-    n_rounds=0, tau_m2t="tau_m2t", tau_t2t="tau_t2t", tau_joint=None, temperature="temperature", in_table=True
+    n_rounds=0, select="confidence", tau_m2t="tau_m2t", tau_t2t="tau_t2t", temperature="temperature", in_table=True
 )  # fmt: skip
-BY_RUNS = BY_GATES | dict(tau_t2t=None, tau_joint="tau_joint")
+BY_RUNS = BY_GATES | dict(select="left", tau_m2t="tau_run", tau_t2t=None)
 ONE_AT_A_TIME = BY_RUNS | dict(
-    name="base, one at a time", tau_joint=1.0, about="The leftmost mask; then the model reads again.",
+    name="base, one at a time", tau_m2t=1.0, about="The leftmost mask; then the model reads again.",
 )  # fmt: skip
 OF_BASE = [
     ONE_AT_A_TIME,
     BY_RUNS | dict(
-        name="base, longest run", about="From the left, while the joint probability is above tau_joint.",
+        name="base, longest run", about="From the left, while the joint probability is above tau_run.",
     ),
     BY_GATES | dict(
         name="base, edits gated", tau_t2t=0.5, in_table=False,
@@ -64,7 +65,7 @@ OF_BASE = [
     ),
 ]  # fmt: skip
 OF_DRAWN_BASE = [
-    BY_RUNS | dict(name="base, all at once", tau_joint=0.0, about="A whole block, each mask by itself."),
+    BY_RUNS | dict(name="base, all at once", tau_m2t=0.0, about="A whole block, each mask by itself."),
     ONE_AT_A_TIME,
 ]
 OFF = "All masks above tau_m2t, each by itself, by its Stage A alone."
@@ -73,17 +74,12 @@ ON_DRAWN = "The masks above tau_m2t are marked, and read once more by Stage B. D
 CAUSAL = "Stage A drafts (A); a look (1, 2 ...) of Stage B reads the drafts on the left; ✓ is final."
 
 
-def stage_b_of(folder: Path) -> str:
-    """The kind of an adapter's Stage B; a base has the paper's."""
-    return about_adapter(folder).get("stage_b", "paper")
-
-
-def with_stage_b(model: Model, kind: str, draws: bool) -> list[dict]:
-    """The decoders that the page shows for a model with this kind of Stage B; if it was not trained there are none."""
+def with_stage_b(model: Model, draws: bool) -> list[dict]:
+    """The decoders that the page shows for a model with a Stage B; if it was not trained there are none."""
     if not model.trained_b:
         return []
     on = dict(n_rounds=model.cfg.n_rounds)
-    if kind == "causal":
+    if model.cfg.stage_b == "causal":
         return [BY_RUNS | on | dict(name="causal Stage B", about=CAUSAL)]
     if draws:
         return [BY_GATES | on | dict(name="paper, Stage B", about=ON_DRAWN)]
@@ -141,7 +137,8 @@ def page_data(folders: list[Path]) -> dict:
     check_page_can_read(base, tokenizer)
     for folder, model in models.items():
         check_page_can_run(folder, model)
-    draws = is_plain_text(base)
+    of_names = "names" in judge_of(base)
+    draws = not of_names  # the most probable text repeats itself
 
     # of an adapter the page has what was learned; the rest is the base's
     decoders = [decoder | dict(number=0) for decoder in (OF_DRAWN_BASE if draws else OF_BASE)]
@@ -151,14 +148,13 @@ def page_data(folders: list[Path]) -> dict:
         about = about_adapter(folder)
         own = model.learned() if about else model.state_dict()
         sizes = {name: tensor.numel() for name, tensor in own.items()}
-        kind = {"lora_r": about.get("lora_r"), "stage_b": stage_b_of(folder)}
+        kind = {"lora_r": about.get("lora_r"), "stage_b": model.cfg.stage_b}
         about_models.append({"cfg": asdict(model.cfg), "sizes": sizes} | kind)
         tensors += own.values()
         if folder in folders:
-            decoders += [decoder | dict(number=number) for decoder in with_stage_b(model, stage_b_of(folder), draws)]
+            decoders += [decoder | dict(number=number) for decoder in with_stage_b(model, draws)]
 
     # held-out names to complete, and every name that Python knows, to judge; or held-out texts to continue
-    of_names = "names" in judge_of(base)
     if of_names:
         beginnings = list(draw_names(BEGINNINGS, "held out", tokenizer).values())
     else:
@@ -192,7 +188,7 @@ def check_page_can_run(folder: Path, model: Model) -> None:
     """Refuse in one line what the page's engine cannot compute."""
     if is_int8(model):
         fail(f"{folder} has int8 weights: give the model that they were made from")
-    if model.cfg.router != "grouped sigmoid" or stage_b_of(folder) not in ("paper", "causal"):
+    if model.cfg.router != "grouped sigmoid" or model.cfg.stage_b not in ("paper", "causal"):
         fail(f"{folder} has a router or a Stage B of your own, which the page's engine.js cannot compute yet")
 
 

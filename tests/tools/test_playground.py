@@ -17,7 +17,7 @@ import torch
 from common import ROOT, command_line, merged_spec, random_adapter, random_ids, refused, tiny_model
 
 from checkpoint import load_model, save_model
-from decoding import Decoding, Step, in_full
+from decoding import CAUSAL, RELEASED, Decoding, Step, in_full
 from lib.names import draw_names, exists, verdict
 from lib.rows import Meta, write_meta
 from lib.tokenizer import byte_spec, load_tokenizer
@@ -32,25 +32,24 @@ TOKENIZER = load_tokenizer(BASE)
 HOSTILE = '</script><!--<b>&"'
 
 # each decoder of the shipped page, in order: its name, the number of its model, its settings as it opens
-FACTORISED = Decoding(gen_length=32, tau_t2t=0.5, n_rounds=0, holes=True)
+FACTORISED = replace(RELEASED, gen_length=32)
 STAGE_B_OFF = replace(FACTORISED, tau_t2t=0.0)
-CAUSAL = replace(FACTORISED, tau_t2t=None, tau_joint=0.5, n_rounds=1)
-LONGEST_RUN = replace(CAUSAL, n_rounds=0)
-ONE_AT_A_TIME = replace(LONGEST_RUN, tau_joint=1.0)
+LONGEST_RUN = replace(FACTORISED, tau_t2t=None, select="left", tau_m2t=0.5)
+ONE_AT_A_TIME = replace(LONGEST_RUN, tau_m2t=1.0)
 SHOWN = {
     "base, one at a time": (0, ONE_AT_A_TIME),
     "base, longest run": (0, LONGEST_RUN),
     "base, edits gated": (0, FACTORISED),
     "paper, Stage B off": (1, STAGE_B_OFF),
     "paper, Stage B on": (1, replace(STAGE_B_OFF, n_rounds=1)),
-    "causal Stage B": (2, CAUSAL),
+    "causal Stage B": (2, replace(LONGEST_RUN, n_rounds=1)),
 }
 # of a page of text
-ALL_AT_ONCE = Decoding(gen_length=16, tau_t2t=None, tau_joint=0.0, n_rounds=0, temperature=1.0)
+ALL_AT_ONCE = replace(CAUSAL, gen_length=16, select="left", n_rounds=0, temperature=1.0)
 DRAWN = {
     "base, all at once": (0, ALL_AT_ONCE),
-    "base, one at a time": (0, replace(ALL_AT_ONCE, tau_joint=1.0)),
-    "paper, Stage B": (1, replace(ALL_AT_ONCE, tau_joint=None, n_rounds=2)),
+    "base, one at a time": (0, replace(ALL_AT_ONCE, tau_m2t=1.0)),
+    "paper, Stage B": (1, replace(ALL_AT_ONCE, select="confidence", tau_m2t=0.7, n_rounds=2)),
     "causal Stage B": (2, replace(ALL_AT_ONCE, n_rounds=1)),
 }
 
@@ -147,16 +146,17 @@ def settings_of(folder: Path, model: Model) -> list[Decoding]:
     """Greedy and drawn: the paper's gates and edits, Stage B off, everything at once, the longest run."""
     d = Decoding(gen_length=12, tau_m2t=0.4, n_rounds=model.cfg.n_rounds, holes=True)
     no_edits = replace(d, tau_t2t=None)
+    left = replace(no_edits, select="left", n_rounds=0)
     if folder.name == "causal":
-        runs = [replace(no_edits, tau_joint=tau) for tau in (0.0, 0.1, 1.0)]
+        runs = [replace(no_edits, tau_m2t=tau) for tau in (0.0, 0.1, 1.0)]
         return runs + [replace(run, temperature=1.5) for run in runs[:2]]
     edits = replace(d, tau_t2t=0.0, max_post_steps=2)
     return [
         replace(edits, tau_t2t=0.3),
         replace(edits, n_rounds=0),
         replace(no_edits, tau_m2t=-1.0),
-        replace(no_edits, n_rounds=0, tau_joint=1.0),
-        replace(no_edits, n_rounds=0, tau_joint=0.1, temperature=1.5),
+        replace(left, tau_m2t=1.0),
+        replace(left, tau_m2t=0.1, temperature=1.5),
         replace(no_edits, temperature=1.5),
         replace(edits, temperature=0.7),
     ]
@@ -244,7 +244,7 @@ def test_a_page_of_text_draws(tmp_path, monkeypatch):
     texts = [*TEXTS, "aaaa abab  aab"]
     found = answer(tmp_path, page, script, texts=texts)
     assert found["ids"] == list(map(tokenizer.encode, texts))
-    gates = "tau_m2t 0.70, tau_t2t 1.00, tau_joint 0.00, temperature 1.00, seed 1"
+    gates = "tau_m2t 0.70, tau_t2t 1.00, tau_run 0.00, temperature 1.00, seed 1"
     assert found["opened"] == [begins, gates, False] and found["labels"] == list(DRAWN)
 
     first, other, again = found["drawn"]

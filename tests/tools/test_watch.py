@@ -47,7 +47,7 @@ CAUSAL = [
     dict(z=[9, 9, 9, 9], after=[4, 7, 8, 9], token_a=[4, 5, 5, 8], bundle=[1, 1, 1, 0], edited=[0] * 4, partial=3.0),
     dict(z=[4, 7, 8, 9], after=[4, 7, 8, 8], token_a=[4, 5, 8, 8], bundle=[0, 0, 0, 1], edited=[0] * 4, partial=1.0),
 ]
-RUNS = Decoding(tau_joint=0.5)
+RUNS = Decoding(tau_t2t=None)
 
 
 def test_steps_of_the_paper_through_a_pipe(shown):
