@@ -28,7 +28,7 @@ from torch import Tensor
 from checkpoint import about_adapter, base_of, check_same_tokens, is_int8, judge_of, load_model
 from lib.names import draw_names
 from lib.rows import Rows, read_meta
-from lib.tokenizer import WORDS, Tokenizer, load_tokenizer
+from lib.tokenizer import GPT2, WORDS, Tokenizer, load_tokenizer
 from lib.util import Parser, command, fail, printable, read_json, replace_file
 from model import Model
 from tools.watch import piece
@@ -196,8 +196,8 @@ def check_page_can_read(base: Path, tokenizer: Tokenizer | None) -> None:
     """Refuse in one line a tokenizer that the page cannot compute."""
     if tokenizer is None:
         fail(f"{base} has no tokenizer (a toy's tokens are numbers): give a model of names or of text")
-    if tokenizer.pattern != WORDS:
-        fail(f"{base} has a tokenizer that the page cannot compute: it has bytes and the BPE of data/names")
+    if tokenizer.pattern not in (WORDS, GPT2):
+        fail(f"{base} has a tokenizer that the page cannot compute: it knows prepare.py's and plain ByteLevel ones")
 
 
 def page(folders: list[Path]) -> str:
