@@ -61,8 +61,8 @@ def bits(args: Namespace) -> list[dict]:
 
     records = []
     for row, (model, way) in ways.items():
-        total, n, _ = bits_of_rows(model, corpus, way, N_BYTES, None)
-        records.append(dict(row=row, bits=total / n, bytes=n))
+        found = bits_of_rows(model, corpus, way, N_BYTES, None)
+        records.append(dict(row=row, bits=found.bits / found.tokens, bytes=found.tokens))
     return records
 
 
