@@ -1,7 +1,9 @@
 """The gate's bound (results/theorem): when the likeliest tokens, each by itself, are also the likeliest tuple.
 
-By enumeration of random joint tables; `pytest tests/test_bound.py`.
+By enumeration of random joint tables. `pytest tests/test_bound.py`
 """
+
+import math
 
 import pytest
 import torch
@@ -58,3 +60,16 @@ def test_two_masks_above_the_papers_gate_are_safe_and_three_are_not():
     assert together.item() == 0.11 < mode.item() == 0.89 / 3
     q = 1 - p[0]
     assert q.sum() + q.max() > 1 and 4 * (1 - 0.7) > 1
+
+
+@pytest.mark.parametrize("k", [2, 3, 4])
+def test_marginals_bound_the_total_correlation(k):
+    """TC = sum H(x_i) - H(x) is at most sum H(x_i) - max H(x_i), because H(x) >= H(x_i). Copies of a token reach it."""
+    table = random_tables(k, 10_000, 3, k)
+    table[0] = 0
+    table[0][(torch.arange(3),) * k] = 1 / 3
+    marginals = [table.sum([j + 1 for j in range(k) if j != i]) for i in range(k)]
+    entropies = torch.stack([torch.special.entr(p).sum(1) for p in marginals])
+    tc = entropies.sum(0) - torch.special.entr(table).flatten(1).sum(1)
+    bound = entropies.sum(0) - entropies.amax(0)
+    assert (tc <= bound + 1e-12).all() and tc[0].item() == approx(bound[0].item()) == approx((k - 1) * math.log(3))
