@@ -24,7 +24,6 @@ from torch import Tensor
 
 from lib.util import (
     WALK,
-    check_special,
     checked_entry,
     copy_file,
     fail,
@@ -81,10 +80,9 @@ def write_rows(folder: Path, split: str, documents: list[np.ndarray], prompts: l
 
 
 def write_meta(folder: Path, meta: Meta) -> None:
-    """Write meta.json, without not_plain if it is empty, as it is if all special tokens come last."""
     about = asdict(meta)
     if not meta.not_plain:
-        del about["not_plain"]
+        del about["not_plain"]  # as where all special tokens come last
     write_json(folder / "meta.json", about)
 
 
@@ -100,7 +98,7 @@ def read_meta(folder: Path) -> Meta:
     path = folder / "meta.json"
     about = read_json(path, "folder of rows (prepare.py and toy.py write one)")
     numbers = [checked_entry(about, name, int, path) for name in ("vocab_size", "eos_id", "mask_id", "n_plain")]
-    block_length = about.get("block_length")
+    block_length = about.get("block_length") and checked_entry(about, "block_length", int, path)
     judge = about.get("judge") and checked_entry(about, "judge", dict, path)
     not_plain = checked_entry({"not_plain": []} | about, "not_plain", list, path)
     meta = Meta(*numbers, block_length, judge, not_plain)
@@ -113,9 +111,6 @@ def read_meta(folder: Path) -> Meta:
             raise ValueError("eos_id and mask_id must be two ids, and others must be ordinary")
         if min(special) < 0 or not max(special | ordinary) < meta.vocab_size <= 2**20:
             raise ValueError(f"an id is not in 0..vocab_size - 1, {meta.vocab_size - 1}, or this is above 1,048,575")
-        if block_length is not None and not (type(block_length) is int and block_length >= 1):
-            raise ValueError(f"block_length is {block_length}")
-    check_special(folder, path, meta.eos_id, meta.mask_id)
     check_ordinary(folder, path, ordinary)
     return meta
 

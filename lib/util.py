@@ -42,10 +42,8 @@ def fail(message: str) -> NoReturn:
 
 
 def command(main: Callable) -> Callable:
-    """Wrap a script's main, so that a user's mistake is printed as one line, with exit code 2.
-
-    So is the error that Python raises when the disk is full, when a permission is missing, or on Ctrl-C.
-    """
+    """Wrap a script's main, so that a user's mistake is printed as one line, with exit code 2. So is the error that
+    Python raises when the disk is full, when a permission is missing, or on Ctrl-C."""
 
     @functools.wraps(main)
     def run(*args, **kwargs):
@@ -54,10 +52,6 @@ def command(main: Callable) -> Callable:
             sys.stdout.reconfigure(errors="replace", line_buffering=True)
         try:
             return main(*args, **kwargs)
-        except BrokenPipeError:
-            # as in `... | head -1`: nothing more can be written, not even when Python closes the output
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise SystemExit(141) from None  # as a Unix program that SIGPIPE has ended
         except (Mistake, OSError) as e:
             message = str(e)
         except KeyboardInterrupt:
@@ -82,9 +76,6 @@ def reading(path: Path, what: str, also: tuple[type[Exception], ...] = ()) -> It
     """Turn an error of reading or parsing a user's file into a mistake. Do nothing else inside: an error of the code,
     like a KeyError, keeps its traceback. also: WALK, where nothing is done but to look into what was parsed."""
     try:
-        # a pipe or a device like /dev/zero may have no end
-        if path.exists() and not (path.is_file() or path.is_dir()):
-            raise ValueError("it is not an ordinary file")
         yield
     except (FileNotFoundError, NotADirectoryError):
         fail(f"there is no {what} at {path}")
@@ -141,13 +132,12 @@ def user_path(text: str) -> Path:
 
 class Manual(argparse.RawDescriptionHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str:
-        shown = action.help or ""
-        if action.default in (None, argparse.SUPPRESS, []) or action.default is False or "(default" in shown:
-            return shown
-        # as a user types them: folders without quotes, and several values with blanks between them
-        values = action.default if isinstance(action.default, list) else [action.default]
-        typed = " ".join(map(str, values)).replace("%", "%%")
-        return f"{shown} (default: {typed})"
+        default = action.default
+        if default in (None, argparse.SUPPRESS, []) or default is False or "(default" in action.help:
+            return action.help
+        # several values as a user types them
+        typed = " ".join(map(str, default)) if isinstance(default, list) else default
+        return f"{action.help} (default: {typed})"
 
 
 def as_flags(settings: dict, parser: Parser) -> list[str]:
@@ -195,10 +185,8 @@ OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u206
 
 
 def printable(text: object) -> str:
-    """Text without commands for a terminal: "a\x1b[2Jb" -> "a<U+001B>[2Jb". Line ends and tabs stay.
-
-    Use it for whatever comes from a model, a prompt, or a file.
-    """
+    """Text of a model, a prompt or a file without commands for a terminal: "a\x1b[2J" -> "a<U+001B>[2J". Line ends and
+    tabs stay."""
     return OBEYED.sub(lambda found: code_point(found[0]), str(text))
 
 
@@ -208,14 +196,13 @@ def code_point(character: str) -> str:
 
 def quoted(path: Path | str) -> str:
     """A path in a command that is printed, as a shell reads it: my run -> 'my run'"""
-    return printable(shlex.quote(str(path)))
+    return shlex.quote(str(path))
 
 
 def progress(items: Iterable, what: str, done: int = 0) -> tqdm:
     """Yield the items one by one, and show on a terminal how many have come. done: how many came before these."""
     total = done + len(items) if hasattr(items, "__len__") else None
-    hidden = None if sys.stderr else True  # None: unless stderr is a terminal
-    return tqdm(items, what, total=total, initial=done, leave=False, disable=hidden)
+    return tqdm(items, what, total=total, initial=done, leave=False, disable=None)  # None: unless it is a terminal
 
 
 def print_table(titles: list[str], rows: list[list[str]]) -> None:
@@ -236,8 +223,7 @@ LOCKED: dict[Path, int] = {}  # the folders that this process has locked, and th
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a temporary file, then rename it: so even after a power cut the file is whole or not there.
 
-    The temporary file lies in a folder of its own, which has a new name. If the process is killed, the next `alone_in`
-    removes it.
+    The temporary file lies in a new folder of its own. If the process is killed, the next `alone_in` removes that.
     """
     check_same_folder(path.parent)
     try:
@@ -283,26 +269,21 @@ def alone_in(folder: Path) -> Iterator[None]:
     """Lock a folder while a run writes into it, so that another run is refused. The folder is made if it is not there,
     and what a killed run left unfinished is removed. The kernel drops the lock when the process ends."""
     new = [place for place in (folder, *folder.parents) if not place.exists()]
-    try:
-        make_folder(folder)
-        number = os.open(folder, os.O_RDONLY) if fcntl else None
-    except OSError as e:
-        fail(f"cannot write {folder}: {e}; choose another folder")
+    make_folder(folder)
+    number = os.open(folder, os.O_RDONLY) if fcntl else None
     try:
         if fcntl:
             lock(number, folder)
             LOCKED[folder] = number
         for left in folder.glob(f"{UNFINISHED}*"):
             shutil.rmtree(left, ignore_errors=True)
-        try:
-            yield
-        finally:
-            # a run that fails before it writes anything leaves no folder behind
-            with suppress(OSError, Mistake):
-                check_same_folder(folder)
-                for place in new:
-                    place.rmdir()
+        yield
     finally:
+        # a run that fails before it writes anything leaves no folder behind
+        with suppress(OSError, Mistake):
+            check_same_folder(folder)
+            for place in new:
+                place.rmdir()
         LOCKED.pop(folder, None)
         if fcntl:
             os.close(number)
@@ -340,13 +321,12 @@ def copy_file(source: Path, path: Path) -> None:
 
 
 def read_bytes(path: Path, what: str) -> bytes:
-    """A file's content, or one line that says why it cannot be read."""
     with reading(path, what):
         return path.read_bytes()
 
 
 def read_json(path: Path, what: str) -> dict:
-    """The JSON object in a file, or one line that says why it cannot be read."""
+    """The JSON object in a file."""
     with reading(path, what):
         value = json.loads(path.read_text(encoding="utf-8-sig"))
         if not isinstance(value, dict):
@@ -378,17 +358,14 @@ def read_lines(path: Path, kinds: dict[str, type], what: str = "file of records"
 
 def append_line(path: Path, record: dict) -> None:
     """Append a record to the whole lines of a file, of which there are none if it is not there."""
-    line = json.dumps(record).encode() + b"\n"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a+b") as file:
-            lock(file.fileno(), path, wait=True)
-            file.seek(0)
-            held = file.read()
-            file.truncate(min(len(held), len(whole_lines(held))))
-            file.write(whole_lines(held)[len(held) :] + line)
-    except OSError as e:
-        fail(f"cannot write {path}: {e}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as file:
+        lock(file.fileno(), path, wait=True)
+        file.seek(0)
+        held = file.read()
+        whole = whole_lines(held)
+        file.truncate(min(len(held), len(whole)))
+        file.write(whole[len(held) :] + json.dumps(record).encode() + b"\n")
 
 
 SPECIAL = {"eos_id": "<|endoftext|>", "mask_id": "<|mask|>"}  # the released names, which every tokenizer.json has
@@ -399,13 +376,13 @@ def check_special(folder: Path, where: Path, eos_id: int, mask_id: int) -> None:
     path = folder / "tokenizer.json"
     if not path.exists():
         return
-    added = checked_entry(read_json(path, "tokenizer"), "added_tokens", list, path)
+    spec = read_json(path, "tokenizer")
+    with reading(path, "tokenizer", WALK):
+        added = {token["content"]: token["id"] for token in spec["added_tokens"]}
     for name, own in (("eos_id", eos_id), ("mask_id", mask_id)):
-        for token in added:
-            if not isinstance(token, dict):
-                fail(f"{path} is damaged: one of its added_tokens is {token!r:.80}")
-            if token.get("content") == SPECIAL[name] and token.get("id") != own:
-                fail(f"{where}: {name} is {own}, and {path} has {token.get('id')!r:.80} for it: which one is meant?")
+        theirs = added.get(SPECIAL[name], own)
+        if theirs != own:
+            fail(f"{where}: {name} is {own}, and {path} has {theirs!r:.80} for it: which one is meant?")
 
 
 # --- randomness and the device

@@ -192,10 +192,8 @@ def test_rows_of_a_toy_are_its_documents_whatever_seq_len_is(tmp_path):
 
 # --- damage
 @pytest.mark.parametrize(("change", "says"), [
-    (lambda t: t.pop("prompts"), "it holds"),
     (lambda t: t.update(ids=t["ids"].long()), "it holds"),
     (lambda t: t.update(starts=torch.tensor([0, 3, 3, 5])), "starts does not rise"),
-    (lambda t: t.update(ids=t["ids"][:-1]), "starts does not rise"),
     (lambda t: t["ids"].__setitem__(1, 272), "an id is not in 0..271"),
     (lambda t: t["prompts"].__setitem__(0, 3), "longer than its document"),
     (lambda t: t["prompts"].__setitem__(0, -2), "a prompt is below -1"),
@@ -215,15 +213,13 @@ def test_damaged_rows_are_refused(change, says, tmp_path):
 @pytest.mark.parametrize(("change", "says"), [
     (dict(mask_id=256), "two ids"),  # eos, too
     (dict(eos_id=0), "two ids, and others must be ordinary"),
-    (dict(n_plain=0), "others must be ordinary"),
-    (dict(not_plain=[256]), "out of bounds"),
     (dict(vocab_size=257), "an id is not in 0..vocab_size - 1, 256"),
-    (dict(block_length=0), "block_length is 0"),
+    (dict(block_length="4"), "block_length is '4'"),
 ])  # fmt: skip
 def test_ids_in_meta_json_that_do_not_fit_together_are_refused(change, says, tmp_path):
     """mask_id and eos_id are two ids, and random tokens are neither."""
     (tmp_path / "meta.json").write_text(json.dumps(vars(BYTES) | change))
-    with pytest.raises(Mistake, match=r"meta.json .*is damaged") as mistake:
+    with pytest.raises(Mistake, match="meta.json .*is damaged") as mistake:
         read_meta(tmp_path)
     assert says in str(mistake.value)
 
@@ -244,12 +240,3 @@ def test_other_rows_have_another_hash(tmp_path):
     assert hashes[0] == hashes[1] != hashes[2] and len(hashes[0]) == 16
     prompts = write(tmp_path / "prompts", [([1, 2, EOS], 1)])
     assert rows_hash(prompts) not in hashes
-
-
-def test_what_is_missing_is_named(tmp_path):
-    with pytest.raises(Mistake, match="no folder of rows .* at"):
-        read_meta(tmp_path)
-    write(tmp_path, [([1, EOS], 0)])
-    (tmp_path / "train.safetensors").unlink()
-    with pytest.raises(Mistake, match="no rows at"):
-        read_corpus(tmp_path, 4, 0, 1, 1)
