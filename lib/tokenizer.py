@@ -27,11 +27,6 @@ WORDS = r" ?\S+|\s+"
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 RELEASED = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 
-# All blanks before a word except the last one. tiktoken remembers a place to go back to for each blank, and gives up at
-# a million of them. The second form finds the same blanks, and remembers a place for every 256 of them.
-BLANKS = r"\s+(?!\S)"
-MANY_BLANKS = r"(?:\s{256}(?=\s{256}))*\s+(?!\S)"
-
 Reader = Callable[[str, bool], list[int]]  # text to ids; true: the name of a special token becomes that token
 
 
@@ -51,11 +46,11 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Text to ids. The name of a special token becomes that token, as in the released tokenizer."""
-        return self.reader(whole_characters(text), True)
+        return self.reader(text, True)
 
     def encode_document(self, text: str) -> np.ndarray:
         """A document to int32 ids. Here the name of a special token is ordinary text."""
-        return np.array(self.reader(whole_characters(text), False), dtype=np.int32)
+        return np.array(self.reader(text, False), dtype=np.int32)
 
     def decode(self, ids: list[int]) -> str:
         """Ids to text. Special tokens are left out, and bytes that are not UTF-8 become U+FFFD."""
@@ -63,24 +58,14 @@ class Tokenizer:
         return raw.decode("utf-8", errors="replace")
 
 
-def whole_characters(text: str) -> str:
-    """The text, unless JSON has put half of a character into it: tiktoken would read another text in silence."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as e:
-        fail(f"half of a character, {text[e.start]!a}, cannot be read as text")
-    return text
-
-
 # --- reading a tokenizer
 def load_tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer in the folder's tokenizer.json; None if there is no such file, as for a toy."""
+    """None if there is no tokenizer.json, as for a toy."""
     path = folder / "tokenizer.json"
     return bpe_tokenizer(path) if path.exists() else None
 
 
 def byte_tokenizer() -> Tokenizer:
-    """A tokenizer of bytes: ids 0..255 are bytes, eos is 256, and the mask is 257."""
     return bpe_tokenizer(Path("bytes"), byte_spec())
 
 
@@ -178,8 +163,7 @@ def known_pattern(spec: dict, vocab: dict[str, int]) -> str | None:
 
 def read_by_tiktoken(pattern: str, token_bytes: dict[int, bytes], special: dict[str, int]) -> Reader:
     ranks = {token: i for i, token in token_bytes.items()}
-    unbroken = pattern.replace(BLANKS, MANY_BLANKS)
-    bpe = tiktoken.Encoding("bpe", pat_str=unbroken, mergeable_ranks=ranks, special_tokens=special)
+    bpe = tiktoken.Encoding("bpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
     return lambda text, names: bpe.encode(text, allowed_special="all" if names else set(), disallowed_special=())
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from common import GOLDEN, ROOT, merged_spec
 
-from lib.tokenizer import EOS_TOKEN, GPT2, MASK_TOKEN, RELEASED, WORDS, Tokenizer, bpe_tokenizer, byte_tokenizer
+from lib.tokenizer import GPT2, MASK_TOKEN, RELEASED, WORDS, Tokenizer, bpe_tokenizer, byte_tokenizer
 from lib.util import Mistake
 
 BPE = Path(__file__).parent / "data" / "bpe"  # make.py there says what it is
@@ -28,8 +28,6 @@ def test_bytes_round_trip_and_specials():
     assert t.decode([104, 105, 256, 257]) == "hi" and t.decode([0xC3]) == "\ufffd"
     for text in [*map(chr, range(256)), "\u2028\U0010ffff \t \u00a0\u3000\x1c\x85", "x" * 100_000, " " * 100_000]:
         assert t.encode(text) == list(text.encode())
-    with pytest.raises(Mistake, match=r"half of a character, '\\ud800'"):
-        t.encode("a\ud800")
 
 
 def test_merges_worked_by_hand():
@@ -64,13 +62,6 @@ def test_tiktoken_reads_the_released_tokenizer_and_our_own():
     assert bpe_tokenizer(GOLDEN / "tokenizer.json").pattern == RELEASED
     for rows in ("names", "shakespeare"):
         assert bpe_tokenizer(ROOT / "data" / rows / "tokenizer.json").pattern == WORDS
-
-
-def test_a_million_blanks_in_the_released_tokenizer():
-    """The longest token of blanks has eight, and the library makes as many tokens."""
-    t = bpe_tokenizer(GOLDEN / "tokenizer.json")
-    ids = t.encode(" " * 1_000_000)
-    assert t.decode(ids) == " " * 1_000_000 and len(ids) == 125_000
 
 
 # --- what tiktoken would read otherwise
@@ -123,15 +114,10 @@ def test_ids_of_the_library_worked_by_hand():
 # --- what is no tokenizer of ours
 @pytest.mark.parametrize(("change", "says"), [
     (lambda s: s["model"].update(type="Unigram"), "it is no byte-level BPE"),
-    (lambda s: s.update(decoder={"type": "Metaspace"}), "it is no byte-level BPE"),
     (lambda s: s["added_tokens"].pop(), f"no {MASK_TOKEN} among its special tokens"),
-    (lambda s: s["added_tokens"][0].update(special=False), f"no {EOS_TOKEN} among its special tokens"),
     (lambda s: s["model"]["vocab"].pop("!"), "lacks some bytes"),
     (lambda s: s["model"]["vocab"].pop("ab"), "no entry 'ab'"),
     (lambda s: s["added_tokens"][1].update(id=97), "two of its tokens have the same id"),
-    (lambda s: s["model"]["vocab"].update(ab=256), "two of its tokens have the same id"),
-    (lambda s: s["model"]["vocab"].update({"日": 300}), "no entry '日'"),
-    (lambda s: s["added_tokens"][1].update(id="x"), "cannot be read"),
 ])  # fmt: skip
 def test_what_is_no_byte_level_bpe_is_refused(change, says):
     spec = merged_spec()
@@ -144,5 +130,3 @@ def test_what_is_no_byte_level_bpe_is_refused(change, says):
 def test_added_tokens_that_the_library_numbers_otherwise_are_refused():
     with pytest.raises(Mistake, match="number them in order"):
         read_by_the_library(lambda s: s["added_tokens"].append({"id": 999, "content": "a b", "special": False}))
-    with pytest.raises(Mistake, match="changed cannot be read, is damaged"):
-        read_by_the_library(lambda s: s.update(normalizer={"type": "none of the library's"}))
