@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from lib.rows import Meta, refuse_full, write_meta, write_rows
-from lib.util import Parser, alone_in, bounded, command, fail, generator, print_table, printable, quoted
+from lib.util import Parser, alone_in, bounded, command, fail, generator, print_table, quoted
 
 # R rows, N contexts, S support tuples, m answer positions, V symbols, Q quadrature nodes
 
@@ -104,12 +104,6 @@ def product_table(toy: Toy, c: Tensor, q_marginals: Tensor) -> Tensor:
     """(R,), (R, m, V) -> (R, S): the probability prod_i q_i of each support tuple of context c."""
     q = q_marginals.gather(2, toy.support[c].mT)  # (R, m, S): each tuple's symbols
     return q.prod(1) * (toy.prob[c] > 0)
-
-
-def argmax_table(p: Tensor) -> Tensor:
-    """(.., V) -> (.., V): the likeliest symbol gets all probability; several likeliest ones share it."""
-    best = p >= p.amax(-1, keepdim=True) * (1 - 1e-9)
-    return best / best.sum(-1, keepdim=True, dtype=p.dtype)
 
 
 # --- the tasks: each returns V, the support (N, S, m), whose tuples differ, and their probabilities (S,). These are the
@@ -346,13 +340,12 @@ def write_toy(folder: Path, name: str, given: dict[str, int | float], rows: int,
 # --- what is printed
 ABOUT_TASKS = """
 answers   the number of possible answers in a context
-H         the entropy of an answer in nats; this and the next three are means over contexts
+H         the entropy of an answer in nats; this and the next two are means over contexts
 TC        the total correlation in nats: the sum of the positions' entropies minus H. If a step draws
           each position by itself from the true marginals, its KL(truth || drawn) is TC. From other
           distributions the KL is larger, so such a step loses TC at least
 drawn     the probability that the answer is possible if each position is drawn by itself from the true
           marginals
-argmax    the same if each position takes its likeliest symbol (one at random if there are several)
 example   a context, and an answer drawn from it"""
 
 
@@ -363,12 +356,9 @@ def show_all() -> None:
         toy = make(name)
         sizes = [toy.V, toy.m, toy.n_ctx, toy.support.shape[1]]
 
-        # one step: each position draws its symbol by itself, or takes its likeliest one
-        c = torch.arange(toy.n_ctx)
-        p = toy.marginals()
-        drawn = product_table(toy, c, p).sum(-1)
-        argmax = product_table(toy, c, argmax_table(p)).sum(-1)
-        exact = [toy.h_joint(), toy.tc(), drawn, argmax]
+        # one step: each position draws its symbol by itself
+        drawn = product_table(toy, torch.arange(toy.n_ctx), toy.marginals()).sum(-1)
+        exact = [toy.h_joint(), toy.tc(), drawn]
         means = [f"{number.mean():.3f}" for number in exact]
 
         # a row: a block that is full of the context's token, then the answer
@@ -377,7 +367,7 @@ def show_all() -> None:
         example = f"{context}: {' '.join(f'{symbol:2}' for symbol in x[toy.m :].tolist())}"
         rows.append([name, *map(str, sizes), *means, example])
 
-    head = ["task", "V", "m", "contexts", "answers", "H", "TC", "drawn", "argmax", "example"]
+    head = ["task", "V", "m", "contexts", "answers", "H", "TC", "drawn", "example"]
     print_table(head, rows)
     print(ABOUT_TASKS)
 
@@ -407,7 +397,7 @@ def main() -> None:
         return
     with alone_in(args.out):
         write_toy(args.out, args.task, sizes(args.size), args.rows, args.seed)
-    print(f"{printable(args.out)} is ready: python train.py --data {quoted(args.out)} --config configs/toy_base.toml")
+    print(f"{args.out} is ready: python train.py --data {quoted(args.out)} --config configs/toy_base.toml")
 
 
 if __name__ == "__main__":
