@@ -7,7 +7,11 @@
 lib/rows.py describes a folder of rows. Names are read with the tokenizer of data/names, and other text as bytes, unless
 --like names another tokenizer. One document in twenty is for validation, by the hash of its name; if these are none or
 all, as of a single text, the last twentieth of all tokens is. Line ends become those of Unix, and a byte order mark is
-left out, as is what has no text. Nothing is downloaded. `python toy.py modes --out DIR` writes the rows of a toy.
+left out, as is what has no text. Nothing is downloaded. Rows with the tokens of a checkpoint train an adapter on it,
+and other text needs a base first:
+
+    python base.py --data data/mine --config configs/text_base.toml
+    python train.py --data data/mine --config configs/text.toml
 
 The `tokenizers` library makes a BPE of your own (pip install tokenizers), and --like reads it:
 
@@ -21,7 +25,6 @@ The `tokenizers` library makes a BPE of your own (pip install tokenizers), and -
 
 import lib.first  # noqa: F401
 
-import argparse
 import gzip
 import hashlib
 import json
@@ -33,7 +36,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lib.rows import Meta, read_meta, refuse_full, write_meta, write_rows
+from lib.rows import Meta, refuse_full, write_meta, write_rows
 from lib.tokenizer import Tokenizer, bpe_tokenizer, byte_spec
 from lib.util import (
     Parser,
@@ -44,7 +47,6 @@ from lib.util import (
     fail,
     printable,
     progress,
-    quoted,
     read_json,
     reading,
     write_json,
@@ -70,14 +72,11 @@ def load_text(sources: list[Path], max_docs: int = 0) -> list[tuple[str, str]]:
         if n_train == max_docs > 0:
             break
 
-    said = ""
     if left_out:
-        some = ", ".join(left_out[:5]) + (", ..." if len(left_out) > 5 else "")
-        said = f"left out {len(left_out):,} without text, not in UTF-8 or by the filter on score and length ({some})"
+        some = ", ".join(left_out[:5])
+        print(printable(f"left out {len(left_out):,} without text, not in UTF-8 or by the filter, such as {some}"))
     if not documents:
-        fail(f"{' '.join(map(str, sources))} has no text; {said or 'it is empty'}")
-    if said:
-        print(printable(said))
+        fail(f"{' '.join(map(str, sources))} has no text")
     return documents
 
 
@@ -85,8 +84,8 @@ def read_source(source: Path) -> Iterator[tuple[str, str | None]]:
     """The documents of `names`, a folder or a file; None in place of what has no text."""
     if source == Path("names"):
         yield from ((name, name) for name in unicode_names())
-    elif (source / "meta.json").exists() and (source / "train.safetensors").exists():
-        fail(f"{source} holds rows already, which train.py reads, and no texts")
+    elif (source / "train.safetensors").exists():
+        fail(f"{source} holds rows already, which train.py reads")
     elif source.is_dir():
         # all files in a fixed order, except hidden ones
         for path in sorted(source.rglob("*")):
@@ -159,7 +158,6 @@ def read_json_value(raw: bytes) -> object:
 
 
 def read_parquet(path: Path) -> Iterator[dict]:
-    """The rows of a .parquet file."""
     try:
         import pyarrow.parquet as parquet
     except ImportError:
@@ -217,7 +215,11 @@ def prepare_text(sources: list[Path], folder: Path, like: Path | None, max_docs:
     """Read documents, tokenise them, and write them as rows."""
     refuse_full(folder)
     names = sources == [Path("names")]
-    file = tokenizer_file(like or NAMES) if like or names else None
+    file = None
+    if like or names:
+        file = like or NAMES
+        if file.is_dir():
+            file = file / "tokenizer.json"
     spec = read_json(file, "tokenizer") if file else byte_spec()
     tokenizer = bpe_tokenizer(file or Path("bytes"), spec)
 
@@ -252,36 +254,6 @@ def prepare_text(sources: list[Path], folder: Path, like: Path | None, max_docs:
     write_meta(folder, meta)
 
 
-def tokenizer_file(like: Path) -> Path:
-    """The tokenizer.json that --like names, or the one in the folder that it names."""
-    if not like.is_dir():
-        return like
-    if not (like / "tokenizer.json").exists():
-        fail(f"--like {like} has no tokenizer.json")
-    return like / "tokenizer.json"
-
-
-def next_command(args: argparse.Namespace) -> str:
-    """The command that trains on these rows."""
-    data = f"--data {quoted(args.out)}"
-    names = read_meta(args.out).judge is not None
-
-    # rows with the tokens of a checkpoint: train an adapter on that checkpoint
-    if args.like and (args.like / "config.json").exists():
-        config = "" if names else " --config configs/text.toml"
-        if "<role>" in bpe_tokenizer(args.like / "tokenizer.json").special:
-            config = " --config configs/llada.toml"  # the chat template's tokens: these are the released weights
-        return f"python train.py {data}{config} --init_from {quoted(args.like)}"
-
-    # data/names has a base, and all other rows need one first
-    if names and not args.like:
-        return f"python train.py {data}"
-    if names:
-        return f"python base.py {data} --config configs/base.toml"
-    train = f"python train.py {data} --config configs/text.toml"
-    return f"python base.py {data} --config configs/text_base.toml && {train}"
-
-
 @command
 def main() -> None:
     parser = Parser(__doc__)
@@ -290,18 +262,14 @@ def main() -> None:
     add("sources", nargs="+", type=Path, metavar="SOURCE", help=kinds)
     so_many = "read up to this many documents to train on, or all if 0 (paper 50000)"
     add("--max_docs", type=bounded(int, 0, 10**9), default=0, help=so_many)
-    whose = "use the tokenizer of this checkpoint or folder of rows, or this tokenizer.json (byte-level BPE)"
+    whose = "use the tokenizer of this model or folder of rows, or this tokenizer.json (byte-level BPE)"
     add("--like", type=Path, metavar="DIR or FILE", help=whose)
     add("--out", type=Path, required=True, metavar="DIR", help="a new folder of rows")
     args = parser.parse_args()
 
-    if args.like and (args.like / "adapter.json").exists():
-        from checkpoint import base_of  # preparing text does not need the rest of it
-
-        args.like = base_of(args.like)
     with alone_in(args.out):
         prepare_text(args.sources, args.out, args.like, args.max_docs)
-    print(f"{printable(args.out)} is ready: {next_command(args)}")
+    print(f"{args.out} is ready to train on")
 
 
 if __name__ == "__main__":
