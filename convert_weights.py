@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import FLOATS, SIZES, check_config, check_fit, read_weights, refuse_nan, save_tensors, stored
+from checkpoint import FLOATS, SIZES, check_config, check_fit, read_weights, save_tensors, stored
 from lib.tokenizer import bpe_tokenizer
 from lib.util import (
     Parser,
@@ -29,7 +29,6 @@ from lib.util import (
     command,
     copy_file,
     fail,
-    printable,
     progress,
     read_json,
     write_json,
@@ -219,11 +218,6 @@ def unfold_rope(raw: dict, path: Path) -> None:
         kind = rope.pop("rope_type", "default")
         if kind != "default":
             fail(f"{path}: rope_type = {kind!r:.80} is not implemented, only 'default' is")
-        for name, value in rope.items():
-            if name not in ("rope_theta", "partial_rotary_factor"):
-                fail(f"{path}: unknown field {name} = {value!r:.80} in rope_parameters: it may change the model")
-            if raw.get(name) not in (value, None):
-                fail(f"{path}: {name} is {raw[name]!r:.80}, and {value!r:.80} in rope_parameters: which one is meant?")
         raw |= rope
     raw.pop("rope_parameters", None)
 
@@ -250,16 +244,15 @@ def save_shard(path: Path, tensors: dict[str, Tensor]) -> None:
 def write_checkpoint(
     out: Path, shards: list[Shard], files: Files, save: Callable[[Path, dict], None] = save_shard
 ) -> None:
-    """Write the shards (one at a time is in memory), then their index, then the other files."""
+    """Write the shards (one at a time is in memory), then their index, then the other files, config.json last."""
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     weight_map = {}
     size = 0
     with alone_in(out):
-        refuse_other_files(out, [*names, INDEX, *files])
+        if (out / "config.json").exists():
+            fail(f"--out {out} already holds a checkpoint: choose another folder, or delete this one first")
         for name, shard in zip(progress(names, "write"), shards, strict=True):
             tensors = shard()
-            for key, tensor in tensors.items():
-                refuse_nan(f"what would be {out / name}", key, tensor)
             save(out / name, tensors)
             weight_map |= dict.fromkeys(tensors, name)
             size += sum(tensor.nbytes for tensor in tensors.values())
@@ -267,23 +260,12 @@ def write_checkpoint(
         write_json(out / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
         for name, write in files.items():
             write(out / name)
-    print(f"wrote {printable(out)}: {len(weight_map):,} tensors in {len(shards)} shards, {size / 1e9:.2f} GB")
-
-
-def refuse_other_files(out: Path, names: list[str]) -> None:
-    """Refuse a folder that is complete, because it has the last of these files, or that holds other files."""
-    if (out / names[-1]).exists():
-        fail(f"--out {out} already holds a result ({names[-1]}): choose another folder, or delete this one first")
-    for path in sorted(out.iterdir()):
-        if path.name not in names:
-            fail(f"--out {out} holds {path.name}, which is not part of this conversion: choose an empty folder")
+    print(f"wrote {out}: {len(weight_map):,} tensors in {len(shards)} shards, {size / 1e9:.2f} GB")
 
 
 def convert(src: Path, out: Path) -> None:
     """Convert the released checkpoint in `src` to ours in `out`. Names, shapes and dtypes are checked before anything
-    is written, and the numbers of each shard before it is written."""
-    if "n_layer" in read_json(src / "config.json", "released config"):
-        fail(f"{src} is already in our layout; `python -m llada.export --to hf` converts back")
+    is written."""
     cfg = our_config(src)
     found = survey(src)
     shards = plan(cfg)
@@ -304,7 +286,7 @@ def convert(src: Path, out: Path) -> None:
 def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--src", type=Path, required=True, help="the folder of the released checkpoint")
-    parser.add_argument("--out", type=Path, required=True, help="a new or empty folder, or an incomplete one")
+    parser.add_argument("--out", type=Path, required=True, help="a new folder, or an incomplete one")
     args = parser.parse_args()
     convert(args.src, args.out)
 

@@ -3,7 +3,6 @@
 """
 
 import json
-import math
 import shutil
 from pathlib import Path
 
@@ -162,7 +161,6 @@ K, V = "model.layers.2.mlp.experts.9.up_proj.weight", torch.zeros(16, 64)
 REFUSED = [
     (lambda t, c, s: t.pop(K), [K, "no such tensor there"]),
     (lambda t, c, s: t.update({K: V.to(torch.float8_e4m3fn)}), [K, "float8_e4m3fn"]),
-    (lambda t, c, s: t[K].fill_(math.nan), ["layers.2.mlp.gate_up holds NaN or infinity"]),  # one of 16 experts
     (lambda t, c, s: c.update(rope_scaling={"type": "yarn", "factor": 4.0}), ["rope_scaling"]),
     (lambda t, c, s: c.update(model_type="llama"), ["model_type"]),
     (lambda t, c, s: c.update(partial_rotary_factor=1.0), ["rotary_dim and partial_rotary_factor disagree"]),
@@ -173,9 +171,7 @@ REFUSED = [
     (lambda t, c, s: c.update(eos_token_id=[305, 306]), ["eos_token_id = [305, 306], and the tokenizer has 305"]),
     (lambda t, c, s: c.update(NEWER | {"rope_parameters": ROPE | {"rope_type": "yarn"}}), ["rope_type = 'yarn'"]),
     (lambda t, c, s: c.update(NEWER | {"rope_parameters": ROPE | {"factor": 4.0}}), ["unknown field factor = 4.0"]),
-    (lambda t, c, s: c.update(NEWER | {"rope_parameters": [ROPE]}), ["rope_parameters is [{"]),
     (lambda t, c, s: c.update(NEWER | {"rope_parameters": {}}), ["rope_theta is None"]),
-    (lambda t, c, s: c.update(NEWER | {"rope_theta": 1e4}), ["rope_theta is 10000.0, and 600000.0 in rope_parameters"]),
 ]
 
 
@@ -190,13 +186,7 @@ def test_what_is_not_what_it_should_be_is_refused(change, says, run, tmp_path):
     assert not (tmp_path / "out" / "config.json").exists()
 
 
-# --- output folders
-def test_output_folders_that_hold_something(run, golden, tmp_path):
+def test_a_checkpoint_is_not_overwritten(run, golden):
     before = {p.name: p.stat().st_mtime_ns for p in golden.iterdir()}
     assert "already holds" in run.fails("--src", GOLDEN, "--out", golden)
-    assert "already in our layout" in run.fails("--src", golden, "--out", tmp_path / "out")
     assert before == {p.name: p.stat().st_mtime_ns for p in golden.iterdir()}
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").write_text("x")
-    assert "thesis.txt" in run.fails("--src", GOLDEN, "--out", tmp_path / "mine")
-    assert "thesis.txt" in run.fails("--src", GOLDEN, "--out", tmp_path / "mine" / "thesis.txt" / "out")
