@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import GOLDEN, ROOT, byte_model, caller, command_line, merged_spec, names_folder, random_adapter, refused
+from common import GOLDEN, ROOT, byte_model, caller, command_line, random_adapter, refused
 from resuming import assert_same_end, byte_rows, toy_rows
 
 import checkpoint
@@ -45,12 +44,8 @@ def tree(tmp_path_factory) -> Path:
     tree = tmp_path_factory.mktemp("tree")
     checkpoint.save_model(byte_model(n_layer=2, n_last=1), tree / "bytes")
     write_json(tree / "bytes" / "tokenizer.json", byte_spec())
-    names_folder(tree / "bpe", merged_spec(), n_layer=2, n_last=1)
     random_adapter(tree / "adapter", tree / "bytes")
     shutil.copytree(GOLDEN, tree / "released")
-    shutil.copytree(tree / "bytes", tree / "shards")
-    shards = dict.fromkeys(["markers", "wte.weight"], "model.safetensors")
-    write_json(tree / "shards" / "model.safetensors.index.json", {"weight_map": shards})
     toy_rows(tree / "pairs")
     byte_rows(tree / "text")
     (tree / "link").symlink_to("nowhere")
@@ -80,12 +75,10 @@ def placed(argv: list, **folders: Path) -> list[str]:
 # --- what is typed: a command, and what its one line says
 TYPED = [
     # no number, out of bounds, no such choice
-    (toy, ["modes", "V=x", *OUT], "'V=x'"),
     (train, [*TOY, "--learning_rate", "inf"], "--learning_rate: must be finite"),
     (sample, [*SAMPLE, "--dtype", "fp8"], "--dtype: invalid choice: 'fp8'"),
     # a value that is empty, begins with a dash, or has control characters
     (train, [*TOY, "--out_dir", ""], "--out_dir: this path is empty"),
-    (prepare, ["", *OUT], "this path is empty"),
     (sample, [*SAMPLE, "--prompt", "-->"], "with =, as in --prompt=-->"),
     (sample, ["--prompt=--"], "--prompt=--: -- cannot be a value"),
     (sample, [*SAMPLE, "--ckpt", "a\x1b[2J"], r"control characters in it: 'a\x1b[2J'"),
@@ -106,7 +99,6 @@ TYPED = [
     (evaluate, ["--ckpt", "TREE/bytes", "--data", "TREE/text", *CPU, "--seq_len", 1024], "at most 128"),
     (toy, ["pairs", "m=3", *OUT], "even m, not 3"),
     (sample, [*SAMPLE, "--prompt", "x" * 128], "128 tokens"),
-    (sample, [*SAMPLE[:2], "--prompt_ids", "5,9999", *CPU], "0..271"),
     # tokens of another kind, also if their ids fit
     (train, [*TEXT, "--data", "TREE/other"], "--like TREE/bytes"),
     (sample, [*SAMPLE, "--ckpt", "TREE/toy"], "--prompt_ids"),
@@ -125,7 +117,6 @@ def test_a_config(tree, tmp_path, monkeypatch, capsys):
     for text, says in {
         "learning_rat = 0.1": "learning_rat = 0.1 is not a setting",
         "seq_len = 32.5": "--seq_len: invalid int value: '32.5'",
-        'checkpointing = "yes"': "--checkpointing",
         "a = [": "cannot be read, is damaged",
     }.items():
         path.write_text(text)
@@ -135,9 +126,6 @@ def test_a_config(tree, tmp_path, monkeypatch, capsys):
     path.write_text('out_dir = "~/runs/a"', encoding="utf-8-sig")
     monkeypatch.setenv("HOME", str(tmp_path))
     caller(train, monkeypatch, capsys)("--config", path, *placed(TOY[:-2], TREE=tree))
-    saved = tmp_path / "runs" / "a" / "train.json"
-    saved.write_text(saved.read_text(), encoding="utf-8-sig")
-    assert util.read_json(saved, "run")["max_iters"] == 2
     caller(sample, monkeypatch, capsys)("--ckpt=~/runs/a", "--prompt_ids", 1, "--gen_length", 1, *CPU)
 
 
@@ -150,8 +138,7 @@ READERS = [
     ("bytes", "config.json", sample, DECODE,
      {"n_layer": -1, "n_embd": "4", "head_dim": GONE, "rope_theta": float("nan"), "eos_id": True, "unknown": 1}),
     ("bytes", "model.safetensors", sample, DECODE, {"markers/dtype": "?", "markers/shape": [9], "markers": GONE}),
-    ("shards", "model.safetensors.index.json", sample, DECODE, {"weight_map": 4}),
-    ("bpe", "tokenizer.json", sample, DECODE, {"model/vocab": None, "added_tokens/0": 4, "added_tokens/1/id": "4"}),
+    ("bytes", "tokenizer.json", sample, DECODE, {"model/vocab": None, "added_tokens/0": 4, "added_tokens/1/id": "4"}),
     ("adapter", "adapter.json", sample, DECODE, {"base": "nowhere", "n_last": 4.5, "stage_b": "x", "lora_r": 0}),
     ("adapter", "adapter.safetensors", sample, DECODE, {"markers": GONE}),
     ("toy", "meta.json", evaluate, ["--ckpt", "IT", *CPU], {"judge": [], "judge/toy": 4}),
@@ -199,8 +186,8 @@ def test_a_damaged_file_is_named(folder, name, script, argv, entries, tree, tmp_
 
 
 def test_lines_that_are_cut_short(tmp_path):
-    """Of a log, what came before the last save is kept, with that save's validation. A record after a line that was cut
-    short gets a line of its own, also if the earlier one lacks only its line end."""
+    """A record after a line that was cut short gets a line of its own, also if the earlier one lacks only its line end.
+    Of a log, what came before the last save is kept, with that save's validation."""
     path = tmp_path / "new" / "r.jsonl"
     for held, there in ((None, []), (b'{"n": 1}\n{"n"', [1]), (b'{"n": 1}\n{"n": 2}', [1, 2]), (b'{"n', [])):
         if held is not None:
@@ -209,11 +196,10 @@ def test_lines_that_are_cut_short(tmp_path):
         assert [record["n"] for record in read_lines(path, {"n": int})] == [*there, 7]
 
     kept = [b'{"step": 0}', b'{"step": 1}', b'{"step": 2, "val": true}']
-    dropped = [b"{", b"\0\0", b"5", b'"step"', b"\xff", b'{"step": 2}', b'{"step": 3, "val": true}']
-    for place in range(4):
-        path.write_bytes(b"\n".join([*kept[:place], *dropped, *kept[place:]]))
-        rewind_log(path, 2)
-        assert path.read_bytes() == b"".join(line + b"\n" for line in kept)
+    dropped = [b'{"step": 2}', b'{"step": 3, "val": true}', b"5", b'{"st']
+    path.write_bytes(b"\n".join([*kept, *dropped]))
+    rewind_log(path, 2)
+    assert path.read_bytes() == b"".join(line + b"\n" for line in kept)
 
 
 # --- what is written is whole
@@ -298,7 +284,6 @@ def killed_at(k: int, script, monkeypatch, argv: list[str]) -> None:
         os._exit(1)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 @pytest.mark.parametrize("k", [0, 2])
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_command_that_was_killed_goes_on_and_leaves_nothing_of_its_own(name, k, tree, monkeypatch, capsys):
@@ -393,7 +378,6 @@ def test_a_resume_keeps_its_settings_and_reads_what_it_has_read(tree, tmp_path, 
     # the hash of what is read is noted, and must stay
     args = Namespace(out_dir="out", rows_hash=None)
     check_hash(args, "rows_hash", "1", "rows")
-    check_hash(args, "rows_hash", "1", "rows")
     with pytest.raises(Mistake, match="out was trained on other rows than rows holds now"):
         check_hash(args, "rows_hash", "2", "rows")
 
@@ -453,9 +437,3 @@ def test_what_a_user_can_mend_is_one_line_and_what_only_we_can_is_a_traceback(tr
     monkeypatch.setattr(checkpoint.Model, "begin_from", lambda model, state: state["ours"])
     with pytest.raises(KeyError, match="ours"):
         command_line(sample, monkeypatch, capsys, *placed(SAMPLE, TREE=tree))
-
-
-def test_ctrl_c_during_the_imports_is_one_line():
-    lines = "import lib.first\nraise KeyboardInterrupt"
-    done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, cwd=ROOT)
-    assert done.stderr == "error: interrupted\n"
