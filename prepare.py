@@ -36,7 +36,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lib.rows import Meta, refuse_full, write_meta, write_rows
+from lib.rows import Meta, read_meta, refuse_full, write_meta, write_rows
 from lib.tokenizer import Tokenizer, bpe_tokenizer, byte_spec
 from lib.util import (
     Parser,
@@ -47,6 +47,7 @@ from lib.util import (
     fail,
     printable,
     progress,
+    quoted,
     read_json,
     reading,
     write_json,
@@ -254,6 +255,24 @@ def prepare_text(sources: list[Path], folder: Path, like: Path | None, max_docs:
     write_meta(folder, meta)
 
 
+def next_command(folder: Path, like: Path | None) -> str:
+    """The command that trains on these rows."""
+    data = f"--data {quoted(folder)}"
+    names = read_meta(folder).judge is not None
+
+    # rows with the tokens of a checkpoint: train an adapter on that checkpoint
+    if like and (like / "config.json").exists():
+        config = "" if names else " --config configs/text.toml"
+        if "<role>" in bpe_tokenizer(like / "tokenizer.json").special:
+            config = " --config configs/llada.toml"  # the chat template's tokens: these are the released weights
+        return f"python train.py {data}{config} --init_from {quoted(like)}"
+
+    # names have a base, and all other rows need one first
+    if names:
+        return f"python train.py {data}"
+    return f"python base.py {data} --config configs/text_base.toml && python train.py {data} --config configs/text.toml"
+
+
 @command
 def main() -> None:
     parser = Parser(__doc__)
@@ -269,7 +288,7 @@ def main() -> None:
 
     with alone_in(args.out):
         prepare_text(args.sources, args.out, args.like, args.max_docs)
-    print(f"{args.out} is ready to train on")
+    print(f"{printable(args.out)} is ready: {next_command(args.out, args.like)}")
 
 
 if __name__ == "__main__":

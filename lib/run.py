@@ -229,12 +229,21 @@ def interruptible() -> Iterator[list[int]]:
 HANGUP = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []  # Windows has none
 
 
-def tell_what_is_next(saved: int, args: Namespace, validation: dict[str, float] | None = None) -> None:
-    """Print what Stage B gains in the last validation, and the command that goes on or shows what was learned."""
-    gain = (validation or {}).get("B_less_A", 0.0)
+def verdict(validation: dict[str, float], args: Namespace) -> str:
+    """What the last validation says, in a sentence."""
+    if "B_less_A" not in validation:
+        return f"Stage A's cross-entropy at masks is {validation.get('m2t_A', math.nan):.2f} nats a position"
+    gain = validation["B_less_A"]
     if abs(gain) > 0.01:
-        verb = "saves" if gain < 0 else "costs"
-        print(f"Stage B {verb} {abs(gain):.2f} nats a position against Stage A")
+        return f"Stage B {'saves' if gain < 0 else 'costs'} {abs(gain):.2f} nats a position against Stage A"
+    optimum = "; for this loss that is its optimum, see results/theorem" if args.stage_b == "paper" else ""
+    return f"Stage B fills its bundle as Stage A does ({gain:+.5f} nats a position){optimum}"
+
+
+def tell_what_is_next(saved: int, args: Namespace, validation: dict[str, float] | None = None) -> None:
+    """Print what the last validation says, and the command that goes on or shows what was learned."""
+    if validation:
+        print(verdict(validation, args))
     if saved < args.max_iters:
         script = sys.argv[0] if sys.argv[0].startswith("-m ") else quoted(sys.argv[0])
         again = f"python {script} --init_from resume --out_dir {quoted(args.out_dir)}"
