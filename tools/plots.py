@@ -123,7 +123,8 @@ ON_TEXT = {
     "paper: all at once": ("paper, 300 steps: Stage B", PURPLE, "dot", -10),
     "causal: all at once": ("causal, 3,000 steps: Stage B", BLUE, "ring", 7),
     "base: one at a time": ("base of 2,000 steps: one at a time", GREEN, "dot", 9),
-    "left-to-right model: one at a time": ("left-to-right model: one at a time", INK, "dot", -11),
+    "left-to-right, 2 layers: one at a time": ("left-to-right, 2 layers: one at a time", INK, "ring", -11),
+    "left-to-right, 6 layers: one at a time": ("left-to-right, 6 layers: one at a time", INK, "dot", -11),
 }
 
 

@@ -92,9 +92,7 @@ def table_2() -> Table:
 TIMES = {"forwards a byte": ("forwards", 2), "ms a byte: 1 text": ("ms_1", 1), "16 texts": ("ms_16", 1)}
 TABLES: dict[str, Callable[[], Table]] = {
     "bits": lambda: of_records("text/bits.jsonl", {"bits a byte": ("bits", 3)}, "bits"),
-    "draws": lambda: of_records(
-        "text/draws.jsonl", {"the judge's bits": ("bits", 2), "own bits": ("own", 2)} | TIMES
-    ),
+    "draws": lambda: of_records("text/draws.jsonl", TIMES),
     "names": lambda: of_records(
         "names/names.jsonl", {"exist": ("exist", 3), "forwards a name": ("forwards", 1)}, "exist"
     ),
