@@ -6,8 +6,6 @@ python sample.py --ckpt weights/llada2.1-mini --dtype bf16 --gen_length 2048 \\
 
 from lib.util import Parser, command
 
-ROLES = ("<role>", "</role>", "<|role_end|>")  # the template works only if the tokenizer has these special tokens
-
 
 def chat(user: str, system: str | None = None) -> str:
     """A SYSTEM turn, which is always there, one HUMAN turn, and the opening of an answer."""

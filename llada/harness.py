@@ -4,7 +4,6 @@ An --out folder has settings.json, answers.jsonl (each answer and its cost), and
 samples_*.jsonl with each item's scores and cost. If a run was stopped or killed, the same command goes on; other
 settings are refused. tables.py makes the paper's tables from such folders.
 
-    python -m llada.harness --tasks gsm8k --task_file test.jsonl --ckpt weights/llada2.1-mini --out runs/base
     python -m llada.harness --tasks gsm8k piqa --task_file test.jsonl dev.jsonl --ckpt out/cocommit --out runs/cocommit
     python -m llada.harness --tasks gsm8k --task_file test.jsonl --ckpt out/cocommit --out runs/gated \\
         --row "Stage B, gated edits"      # of Table 2
@@ -40,11 +39,10 @@ from lib.util import (
     quoted,
     read_json,
     read_lines,
-    replace_file,
     write_json,
 )
 from llada.ablation import MECHANISM, decoder_of, row_of
-from llada.chat import ROLES, chat
+from llada.chat import chat
 from llada.tables import HEAD, TASKS, Run, differences, digest, measured, programs_folder, read_results
 from prepare import read_records
 from sample import check_prompt, generate
@@ -82,8 +80,6 @@ class CoCommit(LM):
         base = base_of(self.ckpt)
         self.model = load_model(self.ckpt, pick_device(device), DTYPES[dtype])
         self.text = load_tokenizer(base)
-        if self.text is None:
-            fail(f"{ckpt} has no tokenizer, because a toy's tokens are numbers: it cannot read a benchmark")
         row = row_of(self.model, row, decode)
         d, self.step = decoder_of(row, self.model.cfg.n_rounds)
         self.d = replace(d, gen_length=gen_length)
@@ -147,21 +143,18 @@ class CoCommit(LM):
 
     def decode(self, asked: dict[str, tuple[str, dict]]) -> Iterator[tuple[str, Answer]]:
         """Answer questions (key -> text and lm-eval's settings for it), batch by batch. An answer is cut before the
-        first stop string, but its cost is that of all tokens."""
+        first stop string, but its cost is that of all tokens. A task's max_gen_toks is not read: --gen_length is the
+        length for all."""
         prompts = {key: self.text.encode(text) for key, (text, _) in asked.items()}
-        by_length: dict[int, list[str]] = {}
         for number, (key, (_, how)) in enumerate(asked.items(), 1):
             if how.get("do_sample"):
                 fail("the benchmarks are decoded greedily, and this task asks for samples")
-            length = how.get("max_gen_toks", self.d.gen_length)
-            check_prompt(prompts[key], number, length, self.model.cfg)
-            by_length.setdefault(length, []).append(key)
+            check_prompt(prompts[key], number, self.d.gen_length, self.model.cfg)
 
-        n = self.batch_size
-        batches = [(length, keys[i : i + n]) for length, keys in by_length.items() for i in range(0, len(keys), n)]
-        for length, keys in progress(batches, "batches"):
-            d = replace(self.d, gen_length=length)
-            outputs = generate(self.model, [prompts[key] for key in keys], d, step=self.step)
+        keys = list(asked)
+        batches = [keys[i : i + self.batch_size] for i in range(0, len(keys), self.batch_size)]
+        for keys in progress(batches, "batches"):
+            outputs = generate(self.model, [prompts[key] for key in keys], self.d, step=self.step)
             for key, output in zip(keys, outputs, strict=True):
                 text = self.text.decode(output.tokens)
                 stops = asked[key][1].get("until", [])
@@ -178,9 +171,9 @@ def hand_over(run: Run, task_file: Path, out: Path) -> None:
     samples = [{"task_id": name, "solution": program} for name, program in programs.items()]
     problems = [record for _, record in read_records(task_file) if record["task_id"] in programs]
     folder = programs_folder(out, run)
+    folder.mkdir(exist_ok=True)
     for name, records in (("samples.jsonl", samples), ("dataset.jsonl", problems)):
-        data = "".join(json.dumps(record) + "\n" for record in records)
-        replace_file(folder / name, lambda temporary, data=data: temporary.write_text(data))
+        (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
 
     # `sanitize` cuts prose and calls away. It reads both data sets; the other one is empty, or it would be downloaded.
     # The environment is empty, because EVALPLUS_TIMEOUT_PER_TASK makes 0.3.1 hang, and because it may hold secrets. The
@@ -237,17 +230,12 @@ def main() -> None:
         args.ckpt, args.out, args.row, args.decode, args.gen_length, args.dtype, args.device, args.batch_size
     )
 
-    # the released chat template, if the tokenizer has its tokens
-    missing = [role for role in ROLES if role not in model.text.special]
-    if missing:
-        print(f"no chat template: the tokenizer of {args.ckpt} has no {missing[0]}, so questions are plain text")
-
-    files = {task: path.expanduser() for task, path in zip(args.tasks, args.task_file, strict=True)}
+    files = dict(zip(args.tasks, args.task_file, strict=True))
     tasks = TaskManager(include_path=FOLDER, include_defaults=False, metadata={k: str(v) for k, v in files.items()})
     log = EvaluationTracker(output_path=str(model.out / "results.json"))
     results = simple_evaluate(
-        model, tasks=args.tasks, task_manager=tasks, evaluation_tracker=log, limit=args.limit, bootstrap_iters=0,
-        apply_chat_template=not missing,
+        model, tasks=args.tasks, task_manager=tasks, evaluation_tracker=log, limit=args.limit,
+        apply_chat_template=True,
     )  # fmt: skip
     samples = results.pop("samples")
     log.save_results_aggregated(results, samples)
@@ -256,7 +244,7 @@ def main() -> None:
 
     # lm-eval only warns if it cannot write, so what is printed comes from its files
     runs = read_results(model.out / f"results_{log.date_id}.json")
-    print_table(HEAD[:8], [[TASKS[run.task].title, *measured(run, None)] for run in runs])
+    print_table(HEAD[:7], [[TASKS[run.task].title, *measured(run, None)] for run in runs])
     for run in runs:
         if not TASKS[run.task].judged:
             hand_over(run, files[run.task], model.out)

@@ -1,9 +1,8 @@
 """The paper's three tables from what lm-eval logs of our runs, beside the paper's own figures.
 
-A difference says little without its noise. Beside each of our differences is the 95 % interval of a paired bootstrap
-over the items of both runs. Beside each of the paper's differences is the smallest one that so small a test set can
-tell from chance, then the difference in answers, and the least p that it may have. The settings of a run say which row
-it is. HumanEval+ and MBPP+ count when EvalPlus has judged them in the folder that llada.harness has made for it.
+Beside each of our differences is the 95 % interval of a paired bootstrap over the items of both runs. The settings of a
+run say which row it is. HumanEval+ and MBPP+ count when EvalPlus has judged them in the folder that llada.harness has
+made for it.
 
     python -m llada.tables main --runs runs/            # Table 1, n = 3: base, CoCommit, delta, forwards per token
     python -m llada.tables mechanism --runs runs/       # Table 2, n = 3: GSM8K, what each part of the method adds
@@ -13,7 +12,6 @@ it is. HumanEval+ and MBPP+ count when EvalPlus has judged them in the folder th
 
 import hashlib
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -58,8 +56,6 @@ PAPER = {
 UNGATED_ADDS = {
     "gsm8k": 0.00, "cmath": -0.45, "gpqa": 1.52, "drop": 0.44, "piqa": 0.11, "humaneval": 0.61, "mbpp": 1.06
 }  # fmt: skip
-# the averages of Table 3 by its text
-AVERAGES = {3: 78.72, 6: 77.50, 9: 77.65}
 
 
 # --- what lm-eval has logged
@@ -102,23 +98,23 @@ def read_results(path: Path) -> list[Run]:
     with reading(path, "results of the model cocommit, with --log_samples,", WALK):
         settings = results["config"]["settings"]
         tasks = [task for task in results["configs"] if task in TASKS]
-    for key, kind in (("row", str), ("n_last", int), ("partial_cost", float)):
-        checked_entry(settings, key, kind, path)
     date = path.stem.partition("_")[2]
     return [read_samples(path.with_name(f"samples_{task}_{date}.jsonl"), task, settings) for task in tasks]
 
 
 def read_samples(path: Path, task: str, settings: dict) -> Run:
     kinds = {"doc_id": int, "prompt_hash": str, "tokens": int, "full": float, "partial": float, "refresh": float}
+    if TASKS[task].judged:
+        kinds["exact_match"] = float
     run = Run(task, settings, {})
     for sample in read_lines(path, kinds, "file of samples"):
         item = {"prompt": sample["prompt_hash"], "correct": None, "tokens": sample["tokens"]}
         item["nfe"] = {kind: sample[kind] for kind in ("full", "partial", "refresh")}
         if TASKS[task].judged:
-            item["correct"] = bool(checked_entry(sample, "exact_match", float, path))
+            item["correct"] = bool(sample["exact_match"])
         else:
-            with reading(path, "file of samples", WALK):
-                item |= {"name": sample["doc"]["task_id"], "program": sample["filtered_resps"][0]}
+            item["name"] = sample["doc"]["task_id"]
+            item["program"] = sample["filtered_resps"][0]
         run.items[sample["doc_id"]] = item
     if not TASKS[task].judged:
         judge(run, path.parent)
@@ -143,14 +139,6 @@ def judge(run: Run, out: Path) -> None:
 
 
 # --- statistics
-def wilson(k: int, n: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share, if k of n items have been seen to have it."""
-    z2 = 1.959963984540054**2
-    middle = (k + z2 / 2) / (n + z2)
-    spread = math.sqrt(z2 * k * (n - k) / n + z2 * z2 / 4) / (n + z2)
-    return middle - spread, middle + spread
-
-
 def paired(run: Run, reference: Run) -> tuple[float, float, float] | None:
     """The difference of two runs and its 95 % interval, as shares of the items that both have; None if there is
     no such item."""
@@ -169,12 +157,6 @@ def bootstrap(x: np.ndarray, rng: np.random.Generator, n: int = 10_000) -> tuple
     values, counts = np.unique(x, return_counts=True)
     times = rng.multinomial(len(x), counts / len(x), n)  # how often each value is drawn
     return tuple(np.quantile(times @ values / len(x), (0.025, 0.975)))
-
-
-def mcnemar_at_best(k: int) -> float:
-    """The least p that a difference of k answers on the same items can have: McNemar's exact two-sided p, if all items
-    on which the two runs differ favour one run. If some items favour the other run, p is larger."""
-    return min(1.0, 2 * 0.5 ** abs(k))
 
 
 # --- the rows of the tables
@@ -241,20 +223,22 @@ def pick(runs: list[Run], row: Row) -> Run | None:
 
 
 # --- their cells
-HEAD = ["", "items", "score", "95 %", "delta", "95 %, paired", "NFE/token", "in all"]
-HEAD += ["| paper:", "delta", "noise", "answers", "p at best", "NFE/token"]
+HEAD = ["", "items", "score", "delta", "95 %, paired", "NFE/token", "in all"]
+HEAD += ["| paper:", "delta", "NFE/token"]
 FOOTNOTE = (
     "delta: over items in both runs, with a paired bootstrap's interval\n"
-    "the paper's noise: two scores that differ by less may differ by chance (95 %). It is wide, because it treats the "
-    "runs as if they had different items. A paired test needs both verdicts on every item, and the paper prints none\n"
-    "p at best: McNemar's exact two-sided p if every item that the two runs judge differently speaks for one side; "
-    "items that cancel make it larger\n"
     "NFE/token: full forwards, as the paper counts; in all: with refreshes, and a pass of Stage B as n/L of one"
 )
 
 
+def score_of(run: Run) -> float | None:
+    """The share of right answers, in percent; None if EvalPlus has not judged them."""
+    judged = [item["correct"] for item in run.items.values() if item["correct"] is not None]
+    return 100 * sum(judged) / len(judged) if judged else None
+
+
 def measured(run: Run | None, reference: Run | None) -> list[str]:
-    cells = ["-"] * 7
+    cells = ["-"] * 6
     if run is None:
         return cells
     records = run.items.values()
@@ -264,62 +248,46 @@ def measured(run: Run | None, reference: Run | None) -> list[str]:
         cells[0] += f"/{n}"
 
     # the score, and its difference from the reference
-    judged = [record["correct"] for record in records if record["correct"] is not None]
-    if judged:
-        low, high = wilson(sum(judged), len(judged))
-        cells[1:3] = [f"{100 * sum(judged) / len(judged):.2f}", f"{100 * low:.1f} .. {100 * high:.1f}"]
+    score = score_of(run)
+    if score is not None:
+        cells[1] = f"{score:.2f}"
     found = reference and paired(run, reference)
     if found:
         delta, low, high = found
-        cells[3:5] = [f"{100 * delta:+.2f}", f"{100 * low:+.2f} .. {100 * high:+.2f}"]
+        cells[2] = f"{100 * delta:+.2f}"
+        cells[3] = f"{100 * low:+.2f} .. {100 * high:+.2f}"
 
     # forwards per token
     tokens = max(1, sum(record["tokens"] for record in records))
     nfe = {k: sum(record["nfe"][k] for record in records) / tokens for k in ("full", "partial", "refresh")}
-    cells[5:] = [f"{nfe['full']:.3f}", f"{in_full(nfe, run.settings['partial_cost']):.3f}"]
+    cells[4:] = [f"{nfe['full']:.3f}", f"{in_full(nfe, run.settings['partial_cost']):.3f}"]
     return cells
 
 
 def printed(row: Row) -> list[str]:
     """The paper's cells."""
     accuracy, nfe = row.paper
-    cells = ["-"] * 4
-    if row.against:
-        other = row.against.paper[0]
-        n = TASKS[row.task].n_official
-        # 1.96 standard errors of a difference of two shares, unpaired
-        variance = accuracy * (100 - accuracy) + other * (100 - other)
-        answers = round(accuracy * n / 100) - round(other * n / 100)
-        cells = [f"{accuracy - other:+.2f}", f"+-{1.96 * math.sqrt(variance / n):.2f}"]
-        cells += [f"{answers:+d}", f"{mcnemar_at_best(answers):.2g}"]
-    return [f"| {accuracy:.2f}", *cells, "-" if nfe is None else f"{nfe:.2f}"]
+    delta = f"{accuracy - row.against.paper[0]:+.2f}" if row.against else "-"
+    return [f"| {accuracy:.2f}", delta, "-" if nfe is None else f"{nfe:.2f}"]
 
 
 def average_cells(runs: list[Run], n: int) -> list[str]:
     """A last line of Table 3 for this n: the average of the seven scores; ours is there when all seven are."""
-    scores = []
-    for row in lastn_table():
-        run = pick(runs, row) if row.n == n else None
-        judged = [record["correct"] for record in run.items.values() if record["correct"] is not None] if run else []
-        if judged:
-            scores.append(100 * sum(judged) / len(judged))
+    found = [pick(runs, row) for row in lastn_table() if row.n == n]
+    scores = [score_of(run) for run in found if run]
+    scores = [score for score in scores if score is not None]
     score = f"{sum(scores) / len(scores):.2f}" if len(scores) == len(PAPER) else "-"
-    cells = [f"average, n={n}", f"{len(scores)}/{len(PAPER)}", score, *["-"] * 5]
-    return [*cells, f"| {AVERAGES[n]:.2f}", f"{AVERAGES[n] - AVERAGES[3]:+.2f}" if n != 3 else "-", *["-"] * 4]
+    cells = [f"average, n={n}", f"{len(scores)}/{len(PAPER)}", score, *["-"] * 4]
+
+    paper, default = (sum(figures[k][0] for figures in PAPER.values()) / len(PAPER) for k in (n, 3))
+    return [*cells, f"| {paper:.2f}", f"{paper - default:+.2f}" if n != 3 else "-", "-"]
 
 
-def notes(run: Run, reference: Run | None) -> list[str]:
-    """What a reader must know before trusting a row."""
-    title = TASKS[run.task].title
-    said = []
-    if any(record["correct"] is None for record in run.items.values()):
-        said.append(f"{title}: items without EvalPlus's verdict do not count")
-    # the settings that runs must have in common to be compared
+def unlike(run: Run, reference: Run) -> str:
+    """In which settings two runs differ that should have them in common."""
     alike = ("weights", "int8", "gen_length", "dtype")
-    theirs, ours = ({key: of.settings.get(key) for key in alike} for of in (reference or run, run))
-    if theirs != ours:
-        said.append(f"{title}: the runs compared differ in more than the method: {differences(theirs, ours)}")
-    return said
+    ours, theirs = ({key: of.settings.get(key) for key in alike} for of in (run, reference))
+    return differences(ours, theirs)
 
 
 @command
@@ -335,17 +303,17 @@ def main() -> None:
     runs = read_runs(args.runs) if args.runs else []
     rows = tables[args.table]()
     cells = []
-    said = []
+    notes = []
     for row in rows:
         run = pick(runs, row)
         reference = row.against and pick(runs, row.against)
         cells.append([row.label, *measured(run, reference), *printed(row)])
-        if run:
-            said += notes(run, reference)
+        if run and reference and unlike(run, reference):
+            notes.append(f"{row.label}: other settings than {row.against.label}: {unlike(run, reference)}")
     if args.table == "lastn":
-        cells += [average_cells(runs, n) for n in AVERAGES]
+        cells += [average_cells(runs, n) for n in (3, 6, 9)]
     print_table(HEAD, cells)
-    print("\n".join([*dict.fromkeys(said), FOOTNOTE]))
+    print("\n".join([*notes, FOOTNOTE]))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from lm_eval.api.registry import register_model
 
 from lib.util import WALK, fail, reading
 from llada.harness import CoCommit
-from llada.tasks.rules import numbers, plain, readings
+from llada.tasks.rules import numbers, plain
 from prepare import read_records
 
 register_model("cocommit")(CoCommit)
@@ -32,21 +32,16 @@ def dataset(task: str, read: Callable[[Path], Iterator[dict]]) -> Callable:
             fail(f"{task} is read from its published file: --metadata {task}=FILE")
         path = Path(given[task]).expanduser()
         with reading(path, f"{task} file (the published one)", WALK):
-            docs = list(read(path))
-            if not docs:
-                raise ValueError("it has no record")
-            return {"test": Dataset.from_list(docs)}
+            return {"test": Dataset.from_list(list(read(path)))}
 
     return load
 
 
 def read_numbers(path: Path, answer: str) -> Iterator[dict]:
     """The gold answer is the one number in the field `answer`, or after "####" in it."""
-    for number, record in read_records(path):
-        found = numbers(plain(record[answer].rpartition("####")[2]))
-        if len(found) != 1 or not readings(found[0]):
-            raise ValueError(f"the answer of record {number} is not one number")
-        yield {"question": record["question"], "gold": found[0]}
+    for _, record in read_records(path):
+        (gold,) = numbers(plain(record[answer].rpartition("####")[2]))
+        yield {"question": record["question"], "gold": gold}
 
 
 # gpqa_diamond.csv, out of the authors' zip. They ask not to publish its records: never print one
@@ -79,8 +74,6 @@ def read_drop(path: Path) -> Iterator[dict]:
     for _, record in read_records(path):
         shape = re.fullmatch(r"Passage: (.*)\nQuestion: (.*?)\nAnswer:\s*", record["context"], re.DOTALL)
         references = [[text] for text in record["ref_text"].split("|") if text.strip()]
-        if shape is None or not references:
-            raise ValueError('no "Passage: ... Question: ... Answer:", or no answer')
         references += [text.split(" and ") for (text,) in references if " and " in text]
         yield {"passage": shape[1], "question": shape[2], "gold": record["ref_text"], "references": references}
 

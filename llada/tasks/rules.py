@@ -27,20 +27,16 @@ def filtered(find: Callable[[str, dict], str | None]) -> Callable:
 
     def apply(answers: list[list[str]], docs: list[dict]) -> list[list[str]]:
         return [
-            [replaced(text, find(text, doc) or "") for text in texts] for texts, doc in zip(answers, docs, strict=True)
+            [type(text)(find(text, doc) or "", text.cost) for text in texts]
+            for texts, doc in zip(answers, docs, strict=True)
         ]
 
     return apply
 
 
-def replaced(answer: str, found: str) -> str:
-    """Only our model's answers have a cost, see llada/harness.py; those of another model of lm-eval are plain text."""
-    return type(answer)(found, answer.cost) if hasattr(answer, "cost") else found
-
-
 def scored(answer: str, **scores: float) -> dict[str, float]:
-    """What lm-eval logs of an item: its scores, and the tokens and forwards of its answer."""
-    return scores | getattr(answer, "cost", {})
+    """What lm-eval logs of an item: its scores, and the tokens and forwards of its answer (llada/harness.py)."""
+    return scores | answer.cost
 
 
 def plain(text: str) -> str:
