@@ -5,8 +5,6 @@ they mean x * x_scale[..., None], and no weight is off by more than half of its 
 but gradients go through them to LoRA and the markers.
 """
 
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -99,15 +97,10 @@ def use_int8(model: nn.Module) -> None:
 
 def become(layer: nn.Module, front: type) -> None:
     """Make each matrix two buffers, which do not learn: its numbers, and its scales, whose name ends in _scale."""
-    layer.__class__ = with_front(front, type(layer))
+    kind = type(layer)
+    layer.__class__ = type(f"Int8{kind.__name__}", (front, kind), {})  # with the methods of `front` before its own
     for name in front.matrices:
         shape = getattr(layer, name).shape
         delattr(layer, name)
         layer.register_buffer(name, torch.empty(shape, dtype=torch.int8, device="meta"))
         layer.register_buffer(f"{name}_scale", torch.empty(shape[:-1], dtype=torch.bfloat16, device="meta"))
-
-
-@cache
-def with_front(front: type, kind: type) -> type:
-    """A layer's class with the methods of another one in front of its own."""
-    return type(f"Int8{kind.__name__}", (front, kind), {})

@@ -9,7 +9,6 @@ from the released folder yourself. `config.json` is written last. A folder witho
 command completes it.
 """
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import Tensor
 
 import checkpoint
 import convert_weights
-from checkpoint import about_adapter, base_of, read_tensors
+from checkpoint import about_adapter, base_of
 from convert_weights import Plan, copies, plan, survey, write_checkpoint
 from lib.util import Parser, command, copy_file, fail, read_json, write_json
 from model import LORA_SCALE, Config
@@ -44,14 +43,6 @@ def config_file(base: Path, cfg: Config) -> Callable[[Path], None]:
     if original.exists() and not added:
         return partial(copy_file, original)
     return partial(write_json, value=raw | added)
-
-
-def checked_adapter(folder: Path, cfg: Config, about: dict) -> dict[str, Tensor]:
-    """The tensors of an adapter, after the checks with which it is loaded. The model is one of shapes alone."""
-    model = checkpoint.empty_model(cfg, "meta")
-    with warnings.catch_warnings(action="ignore"):  # that shapes alone take no numbers
-        checkpoint.load_adapter(model, folder, about)
-    return dict(read_tensors([folder / "adapter.safetensors"]))
 
 
 def released_tensors(found: dict[str, Tensor], shard: list[Plan], adapter: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -79,7 +70,10 @@ def to_hf(src: Path, out: Path) -> None:
         fail(f"{src}: the released layout has no place for its router, {cfg.router!r}")
     adapter = {}
     if about:
-        adapter = checked_adapter(src, cfg, about)
+        checkpoint.check_base(base, src)
+        model = checkpoint.empty_model(cfg, "meta")  # shapes alone, which take no memory
+        model.adapt(about["lora_r"], torch.Generator())
+        adapter = checkpoint.read_adapter(src, model.learned())
     found = survey(base)
     shards = plan(cfg)
     expected = {planned.name: torch.empty(planned.shape, device="meta") for planned in sum(shards, [])}

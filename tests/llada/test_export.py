@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from common import caller, random_adapter, tiny_model
+from common import caller, random_adapter
 from safetensors import safe_open
 from test_convert import GOLDEN, bits
 
@@ -14,7 +14,6 @@ from checkpoint import PRESETS, load_model, new_model, read_tensors, save_model,
 from lib.tokenizer import byte_spec
 from lib.util import generator, read_json, write_json
 from llada import export
-from model import ROUTERS
 
 
 @pytest.fixture
@@ -62,15 +61,10 @@ def test_lora_is_merged_and_nothing_else_changes(run, golden, tmp_path):
         assert torch.equal(f.get_tensor("markers"), model.markers) and f.metadata() == {"n_last": "2"}
 
 
-def test_what_is_not_exported(run, golden, tmp_path, monkeypatch):
+def test_what_is_not_exported(run, golden, tmp_path):
     """A Stage B that is not the paper's, and an adapter of another base."""
     random_adapter(tmp_path / "causal", golden, "causal", n_last=2, n_rounds=1)
-    save_model(tiny_model(stage_b="causal", n_rounds=1), tmp_path / "model")
-    for name in ("causal", "model"):
-        assert "its Stage B is not the paper's" in run.fails(tmp_path / name)
-    monkeypatch.setitem(ROUTERS, "mine", None)
-    save_model(tiny_model(router="mine"), tmp_path / "routed")
-    assert "no place for its router, 'mine'" in run.fails(tmp_path / "routed")
+    assert "its Stage B is not the paper's" in run.fails(tmp_path / "causal")
 
     random_adapter(tmp_path / "adapter", golden)
     path = tmp_path / "adapter" / "adapter.json"
@@ -79,19 +73,11 @@ def test_what_is_not_exported(run, golden, tmp_path, monkeypatch):
     assert not (tmp_path / "hf").exists()
 
 
-@pytest.mark.parametrize("damage, says", [
-    (lambda t: t.pop("layers.1.attn.qkv.lora_B"), "no such tensor there"),
-    (lambda t: [t.pop(name) for name in list(t) if "lora" in name], "no such tensor there"),
-    (lambda t: t.update({"layers.0.attn.proj.lora_B": t["layers.0.attn.proj.lora_B"][:1]}), "in the model"),
-    (lambda t: t.update({"layers.0.attn.qkv.lora_A": t["layers.0.attn.qkv.lora_A"][:2]}), "in the model"),
-    (lambda t: t.update(markers=t["markers"].to(torch.int8)), "stored as torch.int8"),
-    (lambda t: t["markers"].fill_(float("nan")), "NaN"),
-])  # fmt: skip
-def test_an_adapter_that_would_not_load_is_not_merged(damage, says, run, golden, tmp_path):
+def test_an_adapter_that_would_not_load_is_not_merged(run, golden, tmp_path):
     random_adapter(tmp_path / "adapter", golden)
     path = tmp_path / "adapter" / "adapter.safetensors"
     tensors = dict(read_tensors([path]))
-    damage(tensors)
+    tensors.pop("layers.1.attn.qkv.lora_B")
     save_tensors(path, tensors)
-    assert says in run.fails(tmp_path / "adapter")
+    assert "no such tensor there" in run.fails(tmp_path / "adapter")
     assert not (tmp_path / "hf").exists()
