@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from common import caller, random_adapter
+from common import caller, random_adapter, tiny_model
 from safetensors import safe_open
 from test_convert import GOLDEN, bits
 
@@ -14,6 +14,7 @@ from checkpoint import PRESETS, load_model, new_model, read_tensors, save_model,
 from lib.tokenizer import byte_spec
 from lib.util import generator, read_json, write_json
 from llada import export
+from model import ROUTERS
 
 
 @pytest.fixture
@@ -61,10 +62,13 @@ def test_lora_is_merged_and_nothing_else_changes(run, golden, tmp_path):
         assert torch.equal(f.get_tensor("markers"), model.markers) and f.metadata() == {"n_last": "2"}
 
 
-def test_what_is_not_exported(run, golden, tmp_path):
-    """A Stage B that is not the paper's, and an adapter of another base."""
+def test_what_is_not_exported(run, golden, tmp_path, monkeypatch):
+    """A Stage B or a router that is not the paper's, and an adapter of another base."""
     random_adapter(tmp_path / "causal", golden, "causal", n_last=2, n_rounds=1)
     assert "its Stage B is not the paper's" in run.fails(tmp_path / "causal")
+    monkeypatch.setitem(ROUTERS, "mine", None)
+    save_model(tiny_model(router="mine"), tmp_path / "routed")
+    assert "no place for its router, 'mine'" in run.fails(tmp_path / "routed")
 
     random_adapter(tmp_path / "adapter", golden)
     path = tmp_path / "adapter" / "adapter.json"
