@@ -234,10 +234,13 @@ def look_until_final(
         if not live.any():
             return token, conf, final, passes
 
-        # one pass: each position reads the draft on its left
-        places = next_places(final, masked, d.lookahead or token.shape[1], not passes.any())
+        # one pass: each position reads the draft on its left. In a first pass more may be read, for the keys alone: so
+        # a row takes as many passes as it takes alone
+        width = d.lookahead or token.shape[1]
+        places = next_places(final, masked, width, not passes.any())
         found, p = candidates(look(engine, h, masked, token, places), u.gather(1, places), d)
-        new = live[:, None] & ~final.gather(1, places)
+        asked = ~final & ((~final).cumsum(-1) <= width)
+        new = live[:, None] & asked.gather(1, places)
         draft = token.gather(1, places)
         found = torch.where(new, found, draft)
 

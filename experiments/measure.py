@@ -3,6 +3,7 @@
     bits     bits a byte of 16,384 held-out bytes, each block from masks, in each way that the model has
     draws    forwards a byte of 16 drawn texts, and ms a byte, for one text alone and for 16 together
     names    the share of 512 held-out names that exist, and forwards a name, for each row that evaluate.py has
+    toys     the share of a toy's contexts whose answer is the joint mode, one token at a time, with beams of 1 and 4
 
 What is measured comes first:
 
@@ -21,7 +22,18 @@ import torch
 
 from checkpoint import load_model
 from decoding import CAUSAL
-from evaluate import BASE_ROWS, LEFT, NAME_LENGTH, bits_of_rows, complete, forwards, names_tokenizer, rows_of
+from evaluate import (
+    BASE_ROWS,
+    LEFT,
+    NAME_LENGTH,
+    answer_log_probs,
+    bits_of_rows,
+    complete,
+    forwards,
+    load_task,
+    names_tokenizer,
+    rows_of,
+)
 from lib.names import draw_names
 from lib.rows import read_corpus
 from lib.util import Parser, append_line, command
@@ -114,7 +126,32 @@ def names(args: Namespace) -> list[dict]:
     return records
 
 
-WHAT = {"bits": bits, "draws": draws, "names": names}
+def toys(args: Namespace) -> list[dict]:
+    """The base one token at a time from the left, with a beam: the share of contexts whose answer is the joint mode."""
+    model = load(args.ckpt)
+    task = load_task(args.ckpt)
+    N, _, m = task.support.shape
+    best = task.prob.amax(-1).log()
+    records = []
+    for U in (1, 4):
+        # the texts of a beam are the same at first, so only one may count
+        c = torch.arange(N).repeat_interleave(U)
+        z = torch.full((N * U, m), -1)
+        score = torch.full((N, U), -torch.inf, dtype=torch.float64)
+        score[:, 0] = 0.0
+        for i in range(m):
+            log_p = answer_log_probs(model, task, c, z)[:, i].view(N, U, task.V)
+            score, chosen = (score[..., None] + log_p).flatten(1).topk(U, dim=-1)
+            parent = (torch.arange(N)[:, None] * U + chosen // task.V).flatten()
+            z = z[parent]
+            z[:, i] = (chosen % task.V).flatten()
+        found = task.log_prob(torch.arange(N), z.view(N, U, m)[:, 0])
+        likeliest = float((found >= best - 1e-9).double().mean())
+        records.append(dict(row=f"one at a time, a beam of {U}", toy=task.name, likeliest=likeliest))
+    return records
+
+
+WHAT = {"bits": bits, "draws": draws, "names": names, "toys": toys}
 
 
 @command

@@ -445,8 +445,8 @@ def test_a_row_of_eight_is_the_row_alone():
     """The rows have several lengths, with holes and without, and their blocks end at different steps."""
     model = causal_model(std=0.12, n_layer=3)
     texts = [holed(n, 1, n - 2) if n % 3 == 0 else prompt(n, n) for n in range(3, 19, 2)]
-    for how in (dict(temperature=0.9), dict(temperature=0.9, lookahead=2), dict(beam=3)):
-        d = Decoding(gen_length=7, tau_m2t=0.05, tau_t2t=None, holes=True, eos_early_stop=False, **how)
+    for how in (dict(temperature=0.9), dict(temperature=0.9, lookahead=2), dict(lookahead=1), dict(beam=3)):
+        d = Decoding(gen_length=19, tau_m2t=0.0, tau_t2t=None, holes=True, eos_early_stop=False, **how)
         together, steps = traced(model, texts, d, seed=5)
         assert len({out.nfe["partial"] for out in together}) > 1
         for text, out, of_row in zip(texts, together, steps, strict=True):

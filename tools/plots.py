@@ -11,13 +11,13 @@ colours on dark, because no colour is readable on both (a contrast of 4.5 : 1).
 
 import io
 import os
-import re
 from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 
 from lib.util import Parser, command, fail, printable, read_lines, replace_file
+from tools.tables import TABLES
 
 # a notebook's backend is not there outside of it
 os.environ["MPLBACKEND"] = "svg"
@@ -77,32 +77,31 @@ def svg(figure) -> str:
 
 
 # --- toys
-# a run of experiments/toys.sh, and one of its decoders
+# rows of the theorem page's table of KL
 ON_TOYS = {
-    ("base", "Stage A, one step"): (ORANGE, "o"),
-    ("base", "Stage B, one step"): (PURPLE, "x"),
-    ("masks", "one at a time, from the left"): (GREEN, "s"),
-    ("causal", "causal Stage B, one step"): (BLUE, "D"),
+    "Stage A, all at once": (ORANGE, "o"),
+    "paper, all at once": (PURPLE, "x"),
+    "mask-only base, one at a time, from the left (three seeds)": (GREEN, "s"),
+    "causal": (BLUE, "D"),
 }
 
 
 def draw_toys():
-    """What the draws of a decoder lose on each toy, against the toy's total correlation; means of the seeds."""
-    log = (RESULTS / "theorem" / "toys.txt").read_text()
-    toys = defaultdict(list)
-    for part in re.split(r"^== ", log, flags=re.M)[1:]:
-        toys[part.split()[0]].append(part)
-    tc = [float(re.search(r"TC = ([\d.]+)", parts[0])[1]) for parts in toys.values()]
+    """What the draws of a decoder lose on each toy, against the toy's total correlation."""
+    titles, *rows = TABLES["KL"]()
+    toys = [title.strip("`") for title in titles[1:]]
+    figures = {name: list(map(float, cells)) for name, *cells in rows}
+    tc = figures["TC"]
     figure, ax = plt.subplots(figsize=(WIDTH, 3.8))
 
     # draws of each token by itself cannot be below this line
     ax.plot([0, max(tc)], [0, max(tc)], color=INK, linestyle=":", label="TC, the least for a product")
-    for (run, decoder), (color, mark) in ON_TOYS.items():
-        of_seed = re.compile(rf"^-- {run}$.*?^{decoder} +([\d.]+)", re.M | re.S)
-        lost = [np.mean([float(of_seed.search(part)[1]) for part in parts]) for parts in toys.values()]
+    for name, (color, mark) in ON_TOYS.items():
         # a ring, so that what lies on the same point is seen inside of it
         fill = "none" if mark == "o" else color
-        ax.plot(tc, lost, mark, color=color, label=decoder, markerfacecolor=fill, markersize=9 if mark == "o" else 6)
+        size = 9 if mark == "o" else 6
+        label = name.split(" (")[0]
+        ax.plot(tc, figures[name], mark, color=color, label=label, markerfacecolor=fill, markersize=size)
 
     # the TC of permutation and sum is nearly that of modes and of gaussian, so their names stand below the line
     for x, toy in zip(tc, toys, strict=True):

@@ -46,33 +46,43 @@ def of_records(name: str, columns: dict[str, tuple[str, int]], seeds: str = "") 
     return rows
 
 
-# what evaluate.py prints of a toy, from the left for a decoder with a KL; counted from the right for all
+# what evaluate.py prints of a toy, counted from the right, but KL from the left
 KL, POSSIBLE, LIKELIEST, FORWARDS = 0, -4, -3, -2
-# a run of experiments/toys.sh, and one of its decoders
-STAGE_A = ("base", "Stage A, one step")
-STAGE_B = ("base", "Stage B, one step")
-GATES = ("base", "released gates (0.7, 0.5)")
-CAUSAL = ("causal", "causal Stage B, one step")
-SUREST = ("base", "one at a time")
-LEFT = ("masks", "one at a time, from the left")
+# the log of a decoder on toys, the run there, and the decoder
+ALL_AT_ONCE = ("toys", "base", "all at once")
+PAPER_AT_ONCE = ("toys", "base", "Stage B, all at once")
+OFF_AT_GATES = ("toys", "base", "Stage B off, gates .7 and 0")
+AT_GATES = ("toys", "base", "Stage B, gates .7 and 0 (paper)")
+CERTIFIED = ("toys", "base", "certified")
+SUREST = ("toys", "base", "one at a time, surest first")
+LEFT = ("toys", "base", "one at a time, from the left")
+CAUSAL = ("toys", "causal", "Stage B, whole blocks")
+BEAM = ("toys", "causal", "Stage B, a beam of 4")
+MASKS = ("masks", "masks", "one at a time, from the left")
 
 
-def of_toys(columns: dict[str, tuple[tuple[str, str], int]]) -> Table:
-    """A row for each toy, with the means over seeds of these figures (title: run and decoder, figure)."""
-    found: dict[str, list[str]] = {}
-    log = (RESULTS / "theorem" / "toys.txt").read_text()
-    for part in re.split(r"^== ", log, flags=re.M)[1:]:
-        found.setdefault(part.split()[0], []).append(part)
+def of_toys(rows: dict[str, tuple[str, str, str]], figure: int) -> Table:
+    """A row for each decoder, with a figure of each toy; the mean over the seeds of its log, and over toys of
+    forwards."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for name in {log for log, _, _ in rows.values()}:
+        for part in re.split(r"^== ", (RESULTS / "theorem" / f"{name}.txt").read_text(), flags=re.M)[1:]:
+            found.setdefault(name, {}).setdefault(part.split()[0], []).append(part)
 
-    rows = [["toy", "TC", *columns]]
-    for toy, seeds in found.items():
-        cells = [f"`{toy}`", re.search(r"TC = ([\d.]+)", seeds[0])[1]]
-        for (run, decoder), figure in columns.values():
-            line = re.compile(rf"^-- {run}$.*?^{re.escape(decoder)}  +([^\n]*)$", re.M | re.S)
-            values = [float(line.search(part)[1].split()[figure]) for part in seeds]
-            cells.append(f"{mean(values):.{2 if figure == FORWARDS else 3}f}")
-        rows.append(cells)
-    return rows
+    toys = list(found["toys"])
+    table = [["", *(f"`{toy}`" for toy in toys)]]
+    if figure == KL:
+        table.append(["TC", *(re.search(r"TC = ([\d.]+)", found["toys"][toy][0])[1] for toy in toys)])
+    if figure != KL:
+        table[0].append("forwards")
+    for title, (log, run, decoder) in rows.items():
+        line = re.compile(rf"^-- {run}$.*?^{re.escape(decoder)}  +([^\n]*)$", re.M | re.S)
+        cells = [[line.search(part)[1].split() for part in found[log][toy]] for toy in toys]
+        means = [f"{mean(float(seed[figure]) for seed in seeds):.3f}" for seeds in cells]
+        if figure != KL:
+            means.append(f"{mean(float(seed[FORWARDS]) for seeds in cells for seed in seeds):.2f}")
+        table.append([title, *means])
+    return table
 
 
 def table_2() -> Table:
@@ -98,18 +108,20 @@ TABLES: dict[str, Callable[[], Table]] = {
     ),
     "Table 2": table_2,
     "KL": lambda: of_toys({
-        "Stage A, all at once": (STAGE_A, KL), "paper, all at once": (STAGE_B, KL), "causal": (CAUSAL, KL),
-        "one at a time: base, surest first": (SUREST, KL), "mask-only base, from the left": (LEFT, KL),
-    }),
-    "greedy": lambda: of_toys({
-        "possible: Stage A, all at once": (STAGE_A, POSSIBLE), "paper, all at once": (STAGE_B, POSSIBLE),
-        "Stage A at the gates": (GATES, POSSIBLE), "causal": (CAUSAL, POSSIBLE),
-        "one at a time": (LEFT, POSSIBLE),
-        "likeliest: Stage A, all at once": (STAGE_A, LIKELIEST), "paper, all at once ": (STAGE_B, LIKELIEST),
-        "Stage A at the gates ": (GATES, LIKELIEST), "causal ": (CAUSAL, LIKELIEST),
-        "one at a time ": (LEFT, LIKELIEST),
-        "forwards: Stage A at the gates": (GATES, FORWARDS), "causal  ": (CAUSAL, FORWARDS),
-    }),
+        "Stage A, all at once": ALL_AT_ONCE, "paper, all at once": PAPER_AT_ONCE, "causal": CAUSAL,
+        "base, one at a time, surest first": SUREST, "base, one at a time, from the left": LEFT,
+        "mask-only base, one at a time, from the left (three seeds)": MASKS,
+    }, KL),
+    "possible": lambda: of_toys({
+        "Stage A, all at once": ALL_AT_ONCE, "paper, all at once": PAPER_AT_ONCE,
+        "Stage B off, at the paper's gates": OFF_AT_GATES, "paper, at its gates": AT_GATES, "causal": CAUSAL,
+    }, POSSIBLE),
+    "likeliest": lambda: of_toys({
+        "Stage A, all at once": ALL_AT_ONCE, "paper, all at once": PAPER_AT_ONCE,
+        "Stage B off, at the paper's gates": OFF_AT_GATES, "paper, at its gates": AT_GATES, "certified": CERTIFIED,
+        "causal": CAUSAL, "causal, a beam of 4": BEAM, "base, one at a time, from the left": LEFT,
+        "mask-only base, one at a time, from the left (three seeds)": MASKS,
+    }, LIKELIEST),
 }  # fmt: skip
 
 
