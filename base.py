@@ -5,7 +5,7 @@ and --n_rounds are only saved: on this base train.py uses them if its own flags 
 --stage_b causal is refused.
 
     python base.py --config configs/base.toml --seed 1    # assets/names, an hour on one quiet thread
-    python base.py --config configs/text_base.toml        # text of your own (data/mine), ten minutes
+    python base.py --config configs/text_base.toml        # text of your own (data/mine), six minutes
 """
 
 import lib.first  # noqa: F401

@@ -104,7 +104,8 @@ class KVCache:
         length = self.length[:, None, None, None]
         mask = key < length  # (R, 1, 1, S)
         if self.cfg.window:
-            mask = mask & ((key < 0) | (key >= length + self.B - self.cfg.window))
+            blocks_back = length // self.B - key // self.B
+            mask = mask & ((key < 0) | (blocks_back * self.B < self.cfg.window))
         return Context(cos, sin, mask, self.keys, n_rounds=self.n_rounds)
 
 

@@ -15,14 +15,14 @@ In training x_{i-1} is the right token. So the paper's own sum of cross-entropie
 is lost (results/theorem).
 
 In decoding x_{i-1} is a draft at first, which is Stage A's token. A pass of Stage B reads the next `lookahead`
-positions that are not final, with their drafts. A token is final if it has read no draft that has changed since. These
+positions that are not final, with their drafts. A token is final when all tokens that it has read are final. These
 are the tokens that one would get from left to right, one at a time (Jacobi decoding). Stage B's keys of final positions
 are kept, so no position is read again once it is final. Each pass costs n/L of a forward.
 
 What else is not the paper's:
 
-    layers      Stage B begins as a copy of the base's last n layers, and all weights of the copy learn. On a frozen
-                base Stage A learns nothing, and stays the base bit for bit
+    layers      Stage B begins as a copy of the base's last n layers, and all weights of the copy learn. The base is
+                frozen, so Stage A stays as it was, bit for bit
     training    every corrupted token is a mask, all masks of a block are its bundle, and the blocks before it are
                 clean. A share of the blocks is masked whole (--whole_share)
     decoding    all masks of a block are the bundle, nothing is edited, and [M] is never written
@@ -111,7 +111,7 @@ class CausalModel(Model):
         return clean
 
     def adapt(self, r: int, generator: torch.Generator) -> None:
-        """Freeze the base, and let learn what is beside it. There is no LoRA, so r does nothing."""
+        """Freeze the base, and let learn what is beside it. There is no LoRA, so its rank r does nothing."""
         super().adapt(0, generator)
 
     def begin_from(self, state: dict[str, Tensor]) -> None:

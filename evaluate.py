@@ -11,7 +11,7 @@ writes the same possible answer is never wrong, so `possible` is not enough.
 
 Names. Held-out names of Unicode characters are completed from their first third of tokens. A completion counts if some
 character has that name; `unicodedata` knows this. All forwards are counted: full ones, refreshes, and partial ones at
-their share of the layers. With flags of decoding there is one row a checkpoint, decoded as they say.
+their share of the layers. With flags of decoding, which only names use, there is one row a checkpoint.
 
 Text. Models of text are judged in bits; with --bits any model is. Each held-out block is filled from masks, with the
 text before it given, and the table says how many bits a token costs. Nothing is drawn: these are the probabilities that
@@ -416,8 +416,8 @@ def ms_a_token(model: Model, corpus: Corpus, way: str, rows: int) -> float:
     K = model.cfg.n_rounds if d.n_rounds else 0
     d = replace(d, temperature=1.0, n_rounds=K, gen_length=half, eos_early_stop=False)
     began = time.perf_counter()
-    outputs = generate(model, [text[:half] for text in texts], d)
-    ms = 1e3 * (time.perf_counter() - began) / max(1, sum(len(output.tokens) for output in outputs))
+    generate(model, [text[:half] for text in texts], d)
+    ms = 1e3 * (time.perf_counter() - began) / (half * len(texts))
     # in blocks of one our loop takes two forwards a token: one fills its mask, and one reads it. A loop for such models
     # alone does both in one
     return ms / 2 if model.cfg.block_length == 1 else ms
@@ -462,9 +462,10 @@ def evaluate_bits(folders: list[Path], device: torch.device, args: Namespace) ->
         name = {"Stage A": "Stage A, all at once", "one at a time": "one at a time, from the left"}.get(way)
         name = name or f"{cfg.stage_b} Stage B, all at once"
         a_byte = f"{cost.bits / cost.n_bytes:.3f}" if cost.n_bytes else ""
-        times = [f"{ms_a_token(models[folder], corpus, way, rows):.2f}" for rows in (1, 16)]
         if args.hole:
             times = [f"{cost.exact / cost.blocks:.3f}"]
+        else:
+            times = [f"{ms_a_token(models[folder], corpus, way, rows):.2f}" for rows in (1, 16)]
         lines.append([f"{folder}  {name}, blocks of {cfg.block_length}", f"{found[folder, way]:.3f}", a_byte, *times])
 
     width = corpus.rows["val"].seq_len  # rows of a toy have a length of their own

@@ -1,4 +1,4 @@
-"""Don't Commit Alone (Lin Yao, 2026) in one file, on a toy to check by hand: python tiny.py, two minutes.
+"""Don't Commit Alone (Lin Yao, 2026) in one file, on a toy to check by hand: python tiny.py, a minute.
 
 A masked diffusion language model is a GPT that looks both ways. It fills the gaps in a text, which are called masks. To
 be fast it fills several at once, but it chooses each word alone, and so the words may not fit together. Say that "city"

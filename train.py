@@ -198,7 +198,7 @@ def loop(
                 loss += float(part.detach()) / n_real
                 terms.append(part_terms)
             norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP))
-            if it == done:
+            if it == done and "m2t_B" in terms[0]:
                 tell_what_does_not_learn(model)
 
             # update, at the schedule's rate
