@@ -52,8 +52,7 @@ def denoise(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding) ->
 
     given (R, B) bool: positions that are never edited. u (R, 2, B) in [0, 1): the random numbers by which each stage
     draws. Stage A's draws choose the bundle, so at its masks they are likely tokens. With the same numbers Stage B
-    would inherit this bias; so each stage has its own. (A Stage B that writes all masks at once does the opposite, see
-    causal.py.)
+    would inherit this bias; so each stage has its own. (A Stage B that writes all masks at once may do the opposite.)
     """
     model = engine.model
     masked = z == model.cfg.mask_id

@@ -354,7 +354,7 @@ def build_parser(doc: str = __doc__) -> Parser:
     add("--lora_r", type=some, default=16, help="the rank of LoRA (paper 16; its scale is 2); 0: all weights learn")
     add("--stage_b", choices=STAGE_B, default="paper",
         help="the paper's Stage B, or the one of causal.py, which sets --corruption mask and --context clean, and does "
-             "not use --s_max and --lora_r")
+             "not use --s_max, nor --lora_r unless it is 0: then the base learns, too")
 
     add = parser.add_argument_group("corruption and bundle").add_argument
     add("--corruption", choices=CORRUPTIONS, default="draft", help="how tokens are made wrong, see corrupt.py")
