@@ -1,4 +1,5 @@
-# Names, one seed: a base, a left-to-right model, the paper's adapter, and what each writes for 512 held-out beginnings.
+# Names, one seed: a base, a left-to-right model, the paper's adapter, causal Stage B, and what each writes for 512
+# held-out beginnings.
 # An hour on one thread. Page: results/names/README.md. Run from the root of the repository.
 # With seed 1 the base is the one in assets/names, whose adapter in assets/names/paper has seed 0.
 set -e
@@ -7,9 +8,12 @@ out=${OUT:-out/names-$seed}
 python base.py --config configs/base.toml --seed $seed --out_dir $out/base
 python base.py --config configs/base.toml --one_by_one 1 --seed $seed --out_dir $out/left
 python train.py --n_last 3 --seed $seed --init_from $out/base --out_dir $out/paper
+python train.py --config configs/text.toml --data data/names --seq_len 32 --batch_size 64 --max_iters 3000 \
+    --seed $seed --init_from $out/base --out_dir $out/causal
 
 names="--seed $seed --out $out/names.jsonl"
 python -m experiments.measure names --ckpt $out/base --system base $names
 python -m experiments.measure names --ckpt $out/left --system "left-to-right model" $names
 python -m experiments.measure names --ckpt $out/paper --system paper $names
+python -m experiments.measure names --ckpt $out/causal --system causal $names
 python -m llada.ablation --ckpt $out/paper --prompts 512
