@@ -1,7 +1,6 @@
 # The paper's own way, from the released weights to its Tables 1 to 3: convert, prepare, train n = 3, 6 and 9, 49 runs of
-# seven benchmarks, tables. Nothing is downloaded. At its real size it has not run; each command has, on a small
-# checkpoint of the released layout. The benchmarks need `pip install -e ".[benchmarks]"`.
-# Stopped or killed, the same command goes on. Run from the root of the repository. Page: llada/README.md.
+# seven benchmarks, tables. At its real size it has not run; each command has, on a small checkpoint. It needs
+# `pip install -e ".[benchmarks]"`. Killed, the same command goes on. Page: llada/README.md.
 set -e
 # the released weights (inclusionAI/LLaDA2.1-mini), and .parquet files of HuggingFaceFW/fineweb-edu
 released=${RELEASED:-LLaDA2.1-mini}
@@ -9,7 +8,6 @@ documents=${DOCUMENTS:-fineweb_edu}
 max_docs=${MAX_DOCS:-50000}
 # published files of the benchmarks, a folder a task; a task without its file is left out
 bench=${BENCH:-bench}
-# what is written
 weights=${WEIGHTS:-weights/llada2.1-mini}
 data=${DATA:-data/fineweb}
 out=${OUT:-out/paper}
@@ -20,7 +18,6 @@ first=${sizes%% *}
 train=${TRAIN:-}
 decode=${DECODE:---dtype bf16 --gen_length 16384}
 
-# weights and rows
 [ -e "$weights/config.json" ] || python convert_weights.py --src "$released" --out "$weights"
 [ -e "$data/meta.json" ] || python prepare.py "$documents" --max_docs "$max_docs" --like "$weights" --out "$data"
 
@@ -82,7 +79,7 @@ released, both gates removed
 all masks at once
 END
 
-# HumanEval+ and MBPP+ count once EvalPlus has judged them: each of their runs has printed the command
+# HumanEval+ and MBPP+ count once EvalPlus has judged them
 for table in main mechanism gates lastn; do
   python -m llada.tables $table --runs "$runs"
 done
