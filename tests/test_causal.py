@@ -356,6 +356,10 @@ def test_passes_by_hand(monkeypatch):
     # visible tokens stay, and the tokens after them count on from them
     assert after([[1, 2, 3, 6]], [[9, 9, 5, 9]]) == ([[1, 2, 5, 6]], [1])
 
+    # a first pass reads the whole block for a row with visible tokens, and counts no more for the row beside it
+    together = after([[1, 2, 3, 6], right], [[9, 9, 5, 9], masks], lookahead=1)
+    assert together == ([[1, 2, 5, 6], right], [3, 4])
+
     # the products are .8, .64, .512, .41: a run above .6 has two tokens, and above .9 it is the first token
     assert after([right], [masks], 0.6) == ([[1, 2, 9, 9]], [1])
     assert after([right], [masks], 0.9) == ([[1, 9, 9, 9]], [1])
