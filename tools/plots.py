@@ -115,15 +115,14 @@ def draw_toys():
 
 
 # --- text
-# system and row of draws.jsonl -> those of bits.jsonl, the colour, whether the name is at the dot or at the ring, and
-# how many points above it
+# system and row of draws.jsonl -> those of bits.jsonl, the colour, and how many points above the dot the name stands
 ON_TEXT = {
-    "base: all at once": ("base of 2,000 steps: Stage A", ORANGE, "dot", 9),
-    "paper: all at once": ("paper, 300 steps: Stage B", PURPLE, "dot", -10),
-    "causal: all at once": ("causal, 3,000 steps: Stage B", BLUE, "ring", 7),
-    "base: one at a time": ("base of 2,000 steps: one at a time", GREEN, "dot", 9),
-    "left-to-right, 2 layers: one at a time": ("left-to-right, 2 layers: one at a time", INK, "ring", -11),
-    "left-to-right, 6 layers: one at a time": ("left-to-right, 6 layers: one at a time", INK, "dot", -11),
+    "base: all at once": ("base of 2,000 steps: Stage A", ORANGE, 10),
+    "paper: all at once": ("paper, 300 steps: Stage B", PURPLE, -12),
+    "causal: all at once": ("causal, 3,000 steps: Stage B", BLUE, -12),
+    "base: one at a time": ("base of 2,000 steps: one at a time", GREEN, 10),
+    "left-to-right, 2 layers: one at a time": ("left-to-right, 2 layers: one at a time", INK, 10),
+    "left-to-right, 6 layers: one at a time": ("left-to-right, 6 layers: one at a time", INK, -26),
 }
 
 
@@ -135,16 +134,16 @@ def draw_text():
             found[name, f"{r['system']}: {r['row']}"].append([r.get(key) for key in keys])
 
     figure, ax = plt.subplots(figsize=(WIDTH, 3.4))
-    for name, (in_bits, color, side, above) in ON_TEXT.items():
+    for name, (in_bits, color, above) in ON_TEXT.items():
         together, alone = np.mean(found["draws", name], axis=0)
         [bits] = np.mean(found["bits", in_bits], axis=0)
         ax.plot([together, alone], [bits, bits], color=color, linewidth=1)
         ax.plot(alone, bits, "o", color=color)
         ax.plot(together, bits, "o", color=color, markerfacecolor=PAGE)
-        place, right = (alone, 6) if side == "dot" else (together, -6)
-        ax.annotate(name.replace(":", ","), (place, bits), xytext=(right, above), textcoords="offset points",
-                    color=color, va="center", ha="right")  # fmt: skip
-    ax.set(xscale="log", xlim=(0.12, 9), ylim=(2.1, 4.9), xlabel="ms a byte: one text (dot), 16 together (ring)")
+        label = name.split(": one")[0] if name.startswith("left") else name.replace(":", ",")
+        ax.annotate(label, (alone, bits), xytext=(6, above), textcoords="offset points", color=color, va="center",
+                    ha="right")  # fmt: skip
+    ax.set(xscale="log", xlim=(0.12, 9), ylim=(1.6, 4.9), xlabel="ms a byte: one text (dot), 16 together (ring)")
     ax.set_xticks((0.2, 0.5, 1, 2, 5), ("0.2", "0.5", "1", "2", "5"))
     ax.minorticks_off()
     ax.grid(axis="y")
