@@ -376,17 +376,6 @@ PRESETS = {
         d_dense=384, d_expert=64, n_expert=8, n_active=2, n_group=2, topk_group=2,
         vocab_size=272, max_len=8192,
     ),
-    # half of its layers, and a third
-    "text_small": Config(
-        n_layer=3, n_embd=128, n_head=4, n_kv_head=2, head_dim=32, rotary_dim=16, rope_theta=1e4,
-        d_dense=384, d_expert=64, n_expert=8, n_active=2, n_group=2, topk_group=2,
-        vocab_size=272, max_len=8192,
-    ),
-    "text_two": Config(
-        n_layer=2, n_last=2, n_embd=128, n_head=4, n_kv_head=2, head_dim=32, rotary_dim=16, rope_theta=1e4,
-        d_dense=384, d_expert=64, n_expert=8, n_active=2, n_group=2, topk_group=2,
-        vocab_size=272, max_len=8192,
-    ),
     # the released 16B geometry
     "llada2.1-mini": Config(
         n_layer=20, n_embd=2048, n_head=16, n_kv_head=4, head_dim=128,
@@ -395,6 +384,9 @@ PRESETS = {
     ),
 }
 # fmt: on
+# text with half of the layers, and with a third
+PRESETS["text_small"] = replace(PRESETS["text"], n_layer=3)
+PRESETS["text_two"] = replace(PRESETS["text"], n_layer=2, n_last=2)
 
 
 def check_config(cfg: Config, where: Path | str = "impossible model") -> None:
