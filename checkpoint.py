@@ -112,7 +112,12 @@ def check_fit(path: Path, held: dict, expected: dict, hint: str, dropped: dict[s
 def empty_model(cfg: Config, device: torch.device | str) -> Model:
     """A model of this geometry, whose tensors are still to be filled. On the device "meta" it takes no memory."""
     with torch.device(device):
-        return STAGE_B[cfg.stage_b](cfg)
+        model = STAGE_B[cfg.stage_b](cfg)
+    if cfg.int8:
+        from lib.int8 import use_int8
+
+        use_int8(model)
+    return model
 
 
 def new_model(cfg: Config, generator: torch.Generator, device: torch.device | str = "cpu") -> Model:
@@ -165,17 +170,21 @@ def save_model(model: Model, folder: Path) -> None:
 
 
 def read_config(folder: Path, **changes) -> Config:
-    """The geometry of a model's folder, or of an adapter's base. changes: other values for some fields."""
-    folder = base_of(folder)
+    """The geometry of the model in a model's folder or in an adapter's. changes: other values for some fields."""
+    about = about_adapter(folder)
+    if about:
+        own = {name: about[name] for name in (*SIZES, "stage_b")}
+        return read_config(base_of(folder), **own | changes)
+
     path = folder / "config.json"
     raw = read_json(path, "checkpoint config (is this a checkpoint folder?)")
     if "model_type" in raw:
         fail(f"{path} is a released checkpoint's: `python convert_weights.py --src {quoted(folder)} --out DIR` first")
 
     # every field must be there, because a default could be another model's value; only these came later
-    raw = {name: getattr(Config, name) for name in ("router", "stage_b", "window")} | raw
+    raw = {name: getattr(Config, name) for name in ("router", "stage_b", "window", "int8")} | raw
     known = {field.name: field.type for field in fields(Config)}
-    for name in sorted(raw.keys() - known.keys() - {"int8"}):
+    for name in sorted(raw.keys() - known.keys()):
         fail(f"{path}: unknown field {name}: it may change the model")
     cfg = Config(**{name: checked_entry(raw, name, kind, path) for name, kind in known.items()})
     cfg = replace(cfg, **changes)
@@ -206,57 +215,35 @@ def load_model(
 
     Parameters get `dtype`; adapters stay float32, and expert_bias and the tensors of an int8 model stay as they are
     stored. stage_b: the kind of Stage B that will be trained on a base (left out: the folder's own). sizes: other
-    values of n_last, n_rounds and block_length; a model with an adapter takes only block_length.
+    values of n_last, n_rounds and block_length.
     """
     folder = Path(folder)
-    about = about_adapter(folder)
-    if about:
-        own = {name: about[name] for name in SIZES}
-        own["block_length"] = sizes.get("block_length") or own["block_length"]
-        model = load_model(base_of(folder), device, dtype, about["stage_b"], **own)
-        load_adapter(model, folder, about)
-        return model
-
+    base = base_of(folder)
     changes = {name: value for name, value in dict(sizes, stage_b=stage_b).items() if value is not None}
-    cfg = read_config(folder, **changes)
 
     # build
-    model = empty_model(cfg, "meta")  # only names and shapes, which take no memory
-    stored_as_int8 = read_json(folder / "config.json", "checkpoint config").get("int8", False)
-    if stored_as_int8:
-        from lib.int8 import use_int8
-
-        use_int8(model)
+    model = empty_model(read_config(folder, **changes), "meta")  # only names and shapes, which take no memory
     expected = stored(model)
 
-    # load tensor by tensor, so that there is no second copy; those of an int8 model keep their dtype
-    model.base_hash = weights_hash(folder)
+    # load tensor by tensor, so that there is no second copy
+    model.base_hash = weights_hash(base)
     state = {}
-    for name, tensor in read_weights(folder):
-        kept = stored_as_int8 or name.endswith("expert_bias")
+    for name, tensor in read_weights(base):
+        kept = model.cfg.int8 or name.endswith("expert_bias")
         if not kept:
-            check_floats(folder, {name: tensor})
+            check_floats(base, {name: tensor})
         state[name] = tensor.to(device=device, dtype=tensor.dtype if kept else dtype)
     if "wte.weight" in state:
         model.begin_from(state)
-    check_fit(folder, state, expected, "the checkpoint is incomplete, or another model's")
+    check_fit(base, state, expected, "the checkpoint is incomplete, or another model's")
 
     # attach
     model.load_state_dict(state, assign=True, strict=False)
     model.tie()
     model.compute_dtype = dtype
+    if base != folder:
+        load_adapter(model, folder)
     return model
-
-
-def stage_b_of(folder: Path) -> str:
-    """The kind of Stage B in this folder, a name in STAGE_B."""
-    about = about_adapter(folder)
-    return about["stage_b"] if about else read_config(folder).stage_b
-
-
-def is_int8(model: Model) -> bool:
-    """Are the model's matrices integers, which cannot learn?"""
-    return any(buffer.dtype == torch.int8 for buffer in model.buffers())
 
 
 def judge_of(folder: Path) -> dict:
@@ -310,10 +297,10 @@ def save_adapter(model: Model, folder: Path, base: Path, lora_r: int) -> None:
     write_json(folder / "adapter.json", about)
 
 
-def load_adapter(model: Model, folder: Path, about: dict) -> None:
+def load_adapter(model: Model, folder: Path) -> None:
     """Put the adapter in `folder` on its loaded base. An adapter is float32, whatever dtype the base has."""
     check_base(base_of(folder), folder)
-    model.adapt(about["lora_r"], torch.Generator())
+    model.adapt(about_adapter(folder)["lora_r"], torch.Generator())
     model.load_state_dict(read_adapter(folder, model.learned()), strict=False)
 
 

@@ -65,6 +65,7 @@ class Config:
     n_rounds: int = 1  # K: how many markers there are
     router: str = "grouped sigmoid"  # how experts are chosen, a name in ROUTERS; a base needs the one it learned with
     stage_b: str = "paper"  # the kind of Stage B, a name in checkpoint.STAGE_B
+    int8: bool = False  # are the matrices integers, see lib/int8.py? They cannot learn
 
 
 # adds keys and values that an earlier pass has left to those of a pass: (layer, round, k, v), with k and v

@@ -31,6 +31,7 @@ import lib.first  # noqa: F401
 
 import argparse
 import time
+import tomllib
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -82,15 +83,6 @@ EVAL_ROWS = 64
 BALANCE = 0.001  # how far a step moves an expert's bias where the routers learn
 # the settings that a resumed run may change. The schedule is computed again for another max_iters
 FREE_ON_RESUME = {"init_from", "out_dir", "device", "micro_batch", "checkpointing", "max_iters", "eval_interval"}
-
-# what the paper states (Sec. 3.1, 4.1 and 5.1)
-# fmt: off
-PAPER = dict(
-    seq_len=2048, n_last=3, n_rounds=1, block_length=32, lora_r=16, stage_b="paper",
-    corruption="draft", context="corrupted", s_max=16,
-    optimizer="adamw", max_iters=12500, batch_size=8, learning_rate=1e-5, checkpointing=True, dtype="bf16",
-)
-# fmt: on
 
 # what a step returns: the weighted sum of Eq. 1 in nats, which the loop divides by the number of real tokens; and for
 # the log, under each name, (2,) float32: a sum of cross-entropies, and the number of positions
@@ -303,7 +295,7 @@ def start(args: Namespace, corpus: Corpus) -> Model:
         dtype = DTYPES[args.dtype] if saves_adapter(args) else torch.float32
         model = checkpoint.load_model(args.init_from, device, dtype, args.stage_b, **sizes)
         check_hash(args, "base_hash", model.base_hash, args.init_from)
-        if checkpoint.is_int8(model) and (args.stage_b != "paper" or args.lora_r == 0):
+        if model.cfg.int8 and (args.stage_b != "paper" or args.lora_r == 0):
             fail(f"{args.init_from} is int8, and cannot learn: give --stage_b paper and a --lora_r above 0")
         if saves_adapter(args):
             model.adapt(args.lora_r, generator(args.seed, "lora"))
@@ -439,7 +431,7 @@ def check_rows_fit(args: Namespace) -> None:
     if checkpoint.about_adapter(base):
         fail(f"--init_from {base} is an adapter, and training starts from a model: give its base, "
              f"--init_from {quoted(checkpoint.base_of(base))}")  # fmt: skip
-    own = checkpoint.stage_b_of(base)
+    own = checkpoint.read_config(base).stage_b
     if own not in ("paper", args.stage_b):
         fail(f"--init_from {base} has a Stage B of its own, which goes on learning: give --stage_b {own}")
     checkpoint.check_same_tokens(Path(args.data), base)
@@ -459,9 +451,12 @@ def describe(args: Namespace, corpus: Corpus, model: Model, done: int) -> None:
 
 
 def differences(args: Namespace) -> str:
-    """The settings of PAPER that differ here, with the paper's in brackets: seq_len 32 (2048), batch_size 64 (8)"""
+    """The settings of the paper (Sec. 3.1, 4.1 and 5.1) that differ here, with the paper's in brackets: seq_len 32
+    (2048), batch_size 64 (8)"""
+    paper = tomllib.loads((Path(__file__).parent / "configs" / "llada.toml").read_text())
     values = vars(args)
-    found = [f"{name} {values[name]} ({value})" for name, value in PAPER.items() if values[name] != value]
+    here = ("init_from", "out_dir")
+    found = [f"{k} {values[k]} ({v})" for k, v in paper.items() if k not in here and values[k] != v]
     if not saves_adapter(args):
         found.append("all weights learn (LoRA on a frozen model)")
     return ", ".join(found) or "nothing but the model and the rows"

@@ -63,8 +63,8 @@ def to_hf(src: Path, out: Path) -> None:
     """Convert the model in `src`, or the base of the adapter in `src` with its LoRA, to the released layout."""
     base = base_of(src)
     about = about_adapter(src)
-    cfg = checkpoint.read_config(base, **{name: about[name] for name in checkpoint.SIZES if about})
-    if checkpoint.stage_b_of(src) != "paper":
+    cfg = checkpoint.read_config(src)
+    if cfg.stage_b != "paper":
         fail(f"{src}: its Stage B is not the paper's, and the released layout has no place for it")
     if cfg.router != Config.router:
         fail(f"{src}: the released layout has no place for its router, {cfg.router!r}")

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from checkpoint import DTYPES, base_of, is_int8, load_model, weights_hash
+from checkpoint import DTYPES, base_of, load_model, weights_hash
 from lib.tokenizer import load_tokenizer
 from lib.util import (
     Parser,
@@ -89,7 +89,7 @@ class CoCommit(LM):
         self.settings = {
             "row": row,
             "weights": weights_hash(base),
-            "int8": is_int8(self.model),
+            "int8": self.model.cfg.int8,
             "adapter": digest(adapter.read_bytes().hex()) if base != self.ckpt else None,
             "partial_cost": self.model.partial_cost,
             "dtype": dtype,

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import about_adapter, base_of, check_same_tokens, is_int8, judge_of, load_model
+from checkpoint import about_adapter, base_of, check_same_tokens, judge_of, load_model
 from lib.names import draw_names
 from lib.rows import Rows, read_meta
 from lib.tokenizer import GPT2, WORDS, Tokenizer, load_tokenizer
@@ -186,7 +186,7 @@ def held_out_texts(base: Path) -> list[list[int]]:
 
 def check_page_can_run(folder: Path, model: Model) -> None:
     """Refuse in one line what the page's engine cannot compute."""
-    if is_int8(model):
+    if model.cfg.int8:
         fail(f"{folder} has int8 weights: give the model that they were made from")
     if model.cfg.router != "grouped sigmoid" or model.cfg.stage_b not in ("paper", "causal"):
         fail(f"{folder} has a router or a Stage B of your own, which the page's engine.js cannot compute yet")

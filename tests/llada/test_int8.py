@@ -11,7 +11,7 @@ from resuming import byte_rows
 
 import lib.int8
 import train
-from checkpoint import is_int8, load_model, read_tensors, save_model, weight_files
+from checkpoint import load_model, read_tensors, save_model, weight_files
 from convert_weights import survey
 from decoding import Decoding
 from lib.int8 import KERNEL_WIDTH, kernel_takes, multiply, quantise
@@ -94,7 +94,7 @@ def test_the_model_is_that_of_the_floats(tied, tmp_path):
     small = load_model(tmp_path / "int8", "cpu", torch.float32)
     plain = as_floats(small)
     assert (type(small.lm_head) is Linear) == tied
-    assert is_int8(small) and not is_int8(plain)
+    assert small.cfg.int8
     assert torch.equal(small.markers, original.markers)
 
     ids = random_ids(2, 24)
