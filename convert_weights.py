@@ -4,8 +4,7 @@
     python convert_weights.py --src LLaDA2.1-mini/ --out weights/llada2.1-mini
 
 Our tensors are released tensors laid end to end (see NAMES), so nothing is computed, and dtypes do not change. Only
-one layer at a time is in memory. If the command was interrupted, run it again: it writes all files anew, and
-`config.json` last. llada/export.py converts back.
+one layer at a time is in memory. If the command was interrupted, run it again. llada/export.py converts back.
 """
 
 import lib.first  # noqa: F401
@@ -20,19 +19,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import FLOATS, SIZES, check_config, check_fit, read_weights, save_tensors, stored
+from checkpoint import SIZES, check_config, check_fit, check_floats, read_weights, save_tensors, stored
 from lib.tokenizer import bpe_tokenizer
-from lib.util import (
-    Parser,
-    alone_in,
-    checked_entry,
-    command,
-    copy_file,
-    fail,
-    progress,
-    read_json,
-    write_json,
-)
+from lib.util import Parser, alone_in, checked_entry, command, copy_file, fail, progress, read_json, write_json
 from model import Config, Model
 
 # C channels (n_embd), E experts, F expert width
@@ -78,7 +67,6 @@ FIELDS = {
     "first_k_dense_replace": "n_dense", "rope_theta": "rope_theta", "rms_norm_eps": "norm_eps",
     "use_qkv_bias": "qkv_bias", "use_bias": "proj_bias", "tie_word_embeddings": "tied",
 }
-ROTARY = ("partial_rotary_factor", "rotary_dim")  # one of them must be given; if both are, they must agree
 
 # What the model implements. Any other value is refused. Every field except model_type may be absent.
 MUST_BE = {
@@ -94,15 +82,10 @@ IGNORED = {
     "_name_or_path", "transformers_version", "auto_map", "dtype", "torch_dtype", "initializer_range", "use_cache",
     "sliding_window", "max_window_layers",  # read only with use_sliding_window
     "output_router_logits", "pad_token_id", "bos_token_id", "eos_token_id", "mask_token_id",
-    # what transformers writes about itself
-    "_commit_hash", "_attn_implementation", "_attn_implementation_autoset", "attn_implementation",
-    "_experts_implementation", "experts_implementation", "output_attentions", "output_hidden_states", "return_dict",
-    "chunk_size_feed_forward", "id2label", "label2id", "num_labels", "problem_type",
 }
 # fmt: on
 TEXT = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 INDEX = "model.safetensors.index.json"
-
 
 Shard = Callable[[], dict[str, Tensor]]  # makes the tensors of one file, just before they are written
 Files = dict[str, Callable[[Path], None]]  # file name -> the function that writes it, in the order of writing
@@ -110,11 +93,9 @@ Files = dict[str, Callable[[Path], None]]  # file name -> the function that writ
 
 # --- tensors: which released ones make which of ours
 def survey(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint, name -> tensor, mapped from its file."""
+    """Every tensor of a checkpoint, name -> tensor, mapped from its file. Quantised ones are refused."""
     found = dict(read_weights(folder))
-    for name, tensor in found.items():
-        if tensor.dtype not in FLOATS:
-            fail(f"{folder}: {name} is stored as {tensor.dtype}: convert weights that are not quantised")
+    check_floats(folder, found)
     return found
 
 
@@ -174,13 +155,11 @@ def our_config(src: Path) -> Config:
     """Our Config. Every field of the released config.json is used, checked or in IGNORED."""
     path = src / "config.json"
     raw = read_json(path, "released config")
-    unfold_rope(raw, path)
     for name, value in MUST_BE.items():
         given = name in raw or name == "model_type"
         if given and raw.get(name) != value:
             fail(f"{path}: {name} = {raw.get(name)!r} is not implemented, only {value!r} is")
-    known = {*MUST_BE, *FIELDS, *ROTARY, *SIZES, *IGNORED}
-    for name in sorted(raw.keys() - known):
+    for name in sorted(raw.keys() - {*MUST_BE, *FIELDS, "partial_rotary_factor", "rotary_dim", *SIZES, *IGNORED}):
         fail(f"{path}: unknown field {name} = {raw[name]!r}: it may change the model, so it cannot be ignored")
 
     # the tokenizer says which ids end a text and mask a position
@@ -188,15 +167,16 @@ def our_config(src: Path) -> Config:
     tokenizer = bpe_tokenizer(text)
     ids = {"eos_id": tokenizer.eos_id, "mask_id": tokenizer.mask_id}
     for name, ours in ids.items():
-        theirs = raw.get(name.replace("_id", "_token_id"))
-        if theirs not in (ours, [ours], None):
-            fail(f"{path}: {name.replace('_id', '_token_id')} = {theirs}, and the tokenizer has {ours}")
+        field = name.replace("_id", "_token_id")
+        if raw.get(field) not in (ours, None):
+            fail(f"{path}: {field} = {raw[field]}, and the tokenizer has {ours}")
 
-    if raw.get("num_shared_experts", 0) is None:
-        raw["num_shared_experts"] = 0  # released configs write null for none
     kinds = {field.name: field.type for field in fields(Config)}
     values = {ours: checked_entry(raw, name, kinds[ours], path) for name, ours in FIELDS.items()}
-    values["rotary_dim"] = rotary_width(raw, path)
+    values["rotary_dim"] = int(checked_entry(raw, "partial_rotary_factor", float, path) * values["head_dim"])
+    if raw.get("rotary_dim", values["rotary_dim"]) != values["rotary_dim"]:
+        fail(f"{path}: rotary_dim and partial_rotary_factor disagree")
+
     assumed = assumed_sizes(values["n_layer"])
     values |= {name: checked_entry(assumed | raw, name, int, path) for name in assumed}
     if tokenizer.vocab_size > values["vocab_size"]:
@@ -209,26 +189,6 @@ def our_config(src: Path) -> Config:
 def assumed_sizes(n_layer: int) -> dict[str, int]:
     """The sizes for which a released config has no entry. If a model has others, llada.export adds them."""
     return {"block_length": Config.block_length, "n_last": min(Config.n_last, n_layer), "n_rounds": Config.n_rounds}
-
-
-def unfold_rope(raw: dict, path: Path) -> None:
-    """Transformers 5 writes the fields of rotary embeddings in a table: put them where version 4 writes them."""
-    if raw.get("rope_parameters") is not None:
-        rope = checked_entry(raw, "rope_parameters", dict, path)
-        kind = rope.pop("rope_type", "default")
-        if kind != "default":
-            fail(f"{path}: rope_type = {kind!r:.80} is not implemented, only 'default' is")
-        raw |= rope
-    raw.pop("rope_parameters", None)
-
-
-def rotary_width(raw: dict, path: Path) -> int:
-    """How many channels of a head are rotated. The config gives a number, a share of the head, or both."""
-    units = {"rotary_dim": 1, "partial_rotary_factor": checked_entry(raw, "head_dim", int, path)}
-    widths = {int(checked_entry(raw, name, float, path) * units[name]) for name in units if raw.get(name) is not None}
-    if len(widths) != 1:
-        fail(f"{path}: rotary_dim and partial_rotary_factor disagree, or both are missing")
-    return widths.pop()
 
 
 # --- writing
@@ -264,17 +224,17 @@ def write_checkpoint(
 
 
 def convert(src: Path, out: Path) -> None:
-    """Convert the released checkpoint in `src` to ours in `out`. Names, shapes and dtypes are checked before anything
-    is written."""
+    """Convert the released checkpoint in `src` to ours in `out`. Everything is checked before anything is written."""
     cfg = our_config(src)
     found = survey(src)
     shards = plan(cfg)
 
     # there must be all tensors of the plan, and no others
-    parts = {name: planned.part for planned in sum(shards, []) for name in planned.released}
-    expected = {name: torch.empty(part, device="meta") for name, part in parts.items()}
-    hint = "the checkpoint is incomplete, or another framework's"
-    check_fit(src, found, expected, hint, {"lm_head.weight": "tied to the embedding"})
+    expected = {}
+    for planned in sum(shards, []):
+        expected |= {name: torch.empty(planned.part, device="meta") for name in planned.released}
+    dropped = {"lm_head.weight": "tied to the embedding"}
+    check_fit(src, found, expected, "the checkpoint is incomplete, or another framework's", dropped)
 
     files = copies(src, *TEXT)
     files["released_config.json"] = partial(copy_file, src / "config.json")

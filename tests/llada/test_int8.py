@@ -175,9 +175,9 @@ def test_every_matrix_is_converted_and_nothing_else(golden, experts):
 def test_there_is_no_way_back_and_bases_alone_are_converted(golden, experts, tmp_path, monkeypatch, capsys):
     random_adapter(tmp_path / "adapter", golden)
     hf = caller(export, monkeypatch, capsys)
-    assert "quantised" in hf.fails("--to", "hf", "--src", experts, "--out", tmp_path / "hf")
+    assert "stored as torch.int8" in hf.fails("--to", "hf", "--src", experts, "--out", tmp_path / "hf")
     call = caller(int8, monkeypatch, capsys)
-    assert "quantised" in call.fails("--src", experts, "--out", tmp_path / "again")
+    assert "stored as torch.int8" in call.fails("--src", experts, "--out", tmp_path / "again")
     save_model(tiny_model(n_rounds=1, stage_b="causal"), tmp_path / "causal")
     assert "Stage B is not the paper's" in call.fails("--src", tmp_path / "causal", "--out", tmp_path / "int8")
     assert f"convert its base, {golden}" in call.fails("--src", tmp_path / "adapter", "--out", tmp_path / "int8")
