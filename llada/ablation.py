@@ -42,23 +42,16 @@ def by_turns(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding, b
     return replace(done, after=after, edited=edited, token=token, conf=conf, over=(after == z).all(-1))
 
 
-def without_marker(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
-    """The paper's step without a marker: the last n layers run again on the same prefix states, which is Stage A."""
-    return unmarked(engine, lambda h: h, z, given, u, d)
-
-
-def deeper(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
-    """The other reading of "without marker", as additional depth: LastN(LastN(h))."""
-    return unmarked(engine, lambda h: engine.final, z, given, u, d)
-
-
-def unmarked(engine: Engine, start: Callable[[Tensor], Tensor], *step: Tensor | Decoding) -> Step:
-    """The paper's step, but Stage B starts from other states, and marks none."""
+def unmarked(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding, deeper: bool) -> Step:
+    """The paper's step without a marker: the last n layers run again on the prefix states, which is Stage A. deeper:
+    the other reading of the paper's words, as additional depth: LastN(LastN(h))."""
 
     def stage_b(h: Tensor, bundle: Tensor, tokens: Tensor) -> Tensor:
-        return engine.stage_b(start(h), torch.zeros_like(bundle), tokens)
+        start = engine.final if deeper else h
+        return engine.stage_b(start, torch.zeros_like(bundle), tokens)
 
-    return denoise(SimpleNamespace(model=engine.model, stage_a=engine.stage_a, stage_b=stage_b), *step)
+    without = SimpleNamespace(model=engine.model, stage_a=engine.stage_a, stage_b=stage_b)
+    return denoise(without, z, given, u, d)
 
 
 # --- Table 2
@@ -78,7 +71,7 @@ MECHANISM = {
     "B fills, A edits": ("adapter", {}, partial(by_turns, b_fills=True), 90.90, 0.27),
     "A fills, B edits": ("adapter", {}, partial(by_turns, b_fills=False), 90.90, 0.30),
     "B fills, edits off": ("adapter", dict(tau_t2t=None), denoise, 88.40, 0.30),
-    "Stage B without marker": ("adapter", {}, without_marker, 90.37, 0.28),
+    "Stage B without marker": ("adapter", {}, partial(unmarked, deeper=False), 90.37, 0.28),
     "entropy selection, same size": ("adapter", dict(select="entropy"), denoise, 90.30, 0.27),
     "Stage B, tau_m2t 0.5": ("adapter", dict(tau_m2t=0.5), denoise, 88.40, 0.24),
     "Stage B, tau_m2t 0.3": ("adapter", dict(tau_m2t=0.3), denoise, 84.00, 0.22),
@@ -97,33 +90,19 @@ def decoder_of(row: str, n_rounds: int) -> tuple[Decoding, Callable[..., Step]]:
     return Decoding(**Q | dict(n_rounds=n_rounds) | changes), step
 
 
-# what --decode says, by whose weights are given
-DECODERS = {
-    "released": {"base": BASE, "adapter": "adapter, Stage B off"},
-    "paper": {"adapter": COCOMMIT},
-}
-
-
-def row_of(model: Model, row: str | None, decode: str | None) -> str:
-    """The row of Table 2 that is asked for, if it is one of this model's weights."""
-    refuse_other_steps(model)
+def row_of(model: Model, row: str | None = None, decode: str | None = None) -> str:
+    """The row of Table 2 that is asked for by its name or by --decode, if it is one of this model's weights."""
+    if model.cfg.stage_b != "paper":
+        fail(f"{model.cfg.stage_b} Stage B is not a row of the paper's Table 2: judge it with evaluate.py")
     given = "adapter" if model.trained_b else "base"
     if row is None:
         decode = decode or {"base": "released", "adapter": "paper"}[given]
-        row = DECODERS.get(decode, {}).get(given)
-        if row is None:
-            fail(f"the {given} has no decoder {decode!r}: released is for both, paper for an adapter")
-    if row not in MECHANISM:
-        fail(f"{row!r} is no row of Table 2; its rows are: {'; '.join(MECHANISM)}")
+        released = {"base": BASE, "adapter": "adapter, Stage B off"}[given]
+        row = {"released": released, "paper": COCOMMIT}[decode]
     weights, *_ = MECHANISM[row]
     if weights != given:
         fail(f"the row {row!r} is about the {weights}, and this is the {given}")
     return row
-
-
-def refuse_other_steps(model: Model) -> None:
-    if model.cfg.stage_b != "paper":
-        fail(f"{model.cfg.stage_b} Stage B is not a row of the paper's Table 2: judge it with evaluate.py")
 
 
 @command
@@ -137,15 +116,13 @@ def main() -> None:
     if base == args.ckpt or "names" not in judge_of(base):
         fail(f"{args.ckpt} is not an adapter of a model of names: the table compares such an adapter with its base")
     tokenizer = load_tokenizer(base)
-    if tokenizer is None:
-        fail(f"{base} has no tokenizer.json to read names with: put the one there that it was trained with")
     load = partial(load_model, device=pick_device(args.device), dtype=torch.float32)
     models = {"adapter": load(args.ckpt), "base": load(base)}
-    refuse_other_steps(models["adapter"])
+    row_of(models["adapter"])  # it has one
     prompts = draw_names(args.prompts, "held out", tokenizer)
 
     # "without marker" has a second reading, which is a row of its own here
-    rows = MECHANISM | {"Stage B without marker, deeper": ("adapter", {}, deeper, 90.37, 0.28)}
+    rows = MECHANISM | {"Stage B without marker, deeper": ("adapter", {}, partial(unmarked, deeper=True), 90.37, 0.28)}
     K = models["adapter"].cfg.n_rounds
     lines = []
     for name, (weights, changes, step, accuracy, nfe) in rows.items():

@@ -1,12 +1,10 @@
 """Checkpoints of this project -> the released (Hugging Face) layout, with an adapter's LoRA merged into the weights.
 
-    # a model comes out bit for bit; of an adapter, LoRA is merged, and the markers get a file of their own
+    # a converted model comes out bit for bit; of an adapter, LoRA is merged, and the markers get a file of their own
     python -m llada.export --to hf --src weights/llada2.1-mini --out weights/back
     python -m llada.export --to hf --src out/cocommit --out weights/merged
 
-Causal Stage B is refused, because the released layout has no place for it. Copy the released code (modeling_*.py)
-from the released folder yourself. `config.json` is written last. A folder without it is incomplete, and the same
-command completes it.
+Copy the released code (modeling_*.py) from the released folder yourself. If the command was interrupted, run it again.
 """
 
 from collections.abc import Callable
@@ -32,8 +30,8 @@ def released_config(cfg: Config) -> dict:
 
 
 def config_file(base: Path, cfg: Config) -> Callable[[Path], None]:
-    """What writes config.json. A base that was converted still has the released one, and gets it back byte for byte,
-    unless a size for which that has no entry must be added, under our name for it."""
+    """What writes config.json. A base that was converted gets the released one back, byte for byte, unless it has other
+    sizes than that stands for, which are added."""
     original = base / "released_config.json"
     raw = read_json(original, "released config") if original.exists() else released_config(cfg)
 
@@ -46,7 +44,7 @@ def config_file(base: Path, cfg: Config) -> Callable[[Path], None]:
 
 
 def released_tensors(found: dict[str, Tensor], shard: list[Plan], adapter: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The released tensors of one shard of ours, with the adapter's LoRA in them."""
+    """The released tensors of one shard of ours, with the adapter's LoRA in them; adapter: {} for none."""
     tensors = {}
     for planned in shard:
         whole = found.pop(planned.name)

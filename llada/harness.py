@@ -43,7 +43,7 @@ from lib.util import (
 )
 from llada.ablation import MECHANISM, decoder_of, row_of
 from llada.chat import chat
-from llada.tables import HEAD, TASKS, Run, differences, digest, measured, programs_folder, read_results
+from llada.tables import HEAD, TASKS, Run, digest, measured, read_runs
 from prepare import read_records
 from sample import check_prompt, generate
 
@@ -101,14 +101,8 @@ class CoCommit(LM):
     def tokenizer_name(self) -> str:
         return str(self.ckpt)
 
-    def get_model_info(self) -> dict:
-        """What results_*.json says about the model."""
-        return {"settings": self.settings}
-
     def apply_chat_template(self, chat_history: list[dict], add_generation_prompt: bool = True) -> str:
-        roles = [turn["role"] for turn in chat_history]
-        if roles not in (["user"], ["system", "user"]) or not add_generation_prompt:
-            fail("the template here has one question: give lm_eval --fewshot_as_multiturn false")
+        """The chat template around one question, or around a system message and one question."""
         *system, user = [turn["content"] for turn in chat_history]
         return chat(user, *system)
 
@@ -137,19 +131,17 @@ class CoCommit(LM):
         if not path.exists():
             write_json(path, self.settings)
         there = read_json(path, "settings of a run")
-        if there != self.settings:
-            said = differences(there, self.settings)
-            fail(f"{self.out} has a run with other settings: {said} (there, now); choose another --out")
+        other = [f"{name} ({there.get(name)}, {now})" for name, now in self.settings.items() if there.get(name) != now]
+        if other:
+            fail(f"{self.out} has a run with other settings: {'; '.join(other)} (there, now); choose another --out")
 
     def decode(self, asked: dict[str, tuple[str, dict]]) -> Iterator[tuple[str, Answer]]:
-        """Answer questions (key -> text and lm-eval's settings for it), batch by batch. An answer is cut before the
-        first stop string, but its cost is that of all tokens. A task's max_gen_toks is not read: --gen_length is the
-        length for all."""
+        """Answer questions (key -> text and lm-eval's settings for it), batch by batch and greedily. An answer is cut
+        before the first stop string, but its cost is that of all tokens. A task's own max_gen_toks and do_sample are
+        not read."""
         prompts = {key: self.text.encode(text) for key, (text, _) in asked.items()}
-        for number, (key, (_, how)) in enumerate(asked.items(), 1):
-            if how.get("do_sample"):
-                fail("the benchmarks are decoded greedily, and this task asks for samples")
-            check_prompt(prompts[key], number, self.d.gen_length, self.model.cfg)
+        for number, ids in enumerate(prompts.values(), 1):
+            check_prompt(ids, number, self.d.gen_length, self.model.cfg)
 
         keys = list(asked)
         batches = [keys[i : i + self.batch_size] for i in range(0, len(keys), self.batch_size)]
@@ -164,13 +156,13 @@ class CoCommit(LM):
 
 
 # --- HumanEval+ and MBPP+: EvalPlus judges, outside this process
-def hand_over(run: Run, task_file: Path, out: Path) -> None:
+def hand_over(run: Run, task_file: Path) -> None:
     """Write the samples for EvalPlus, and print the command that scores them."""
     # EvalPlus needs a sample of every problem that it is given
     programs = run.programs()
     samples = [{"task_id": name, "solution": program} for name, program in programs.items()]
     problems = [record for _, record in read_records(task_file) if record["task_id"] in programs]
-    folder = programs_folder(out, run)
+    folder = run.programs_folder()
     folder.mkdir(exist_ok=True)
     for name, records in (("samples.jsonl", samples), ("dataset.jsonl", problems)):
         (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -243,11 +235,11 @@ def main() -> None:
         log.save_results_samples(task, samples[task])
 
     # lm-eval only warns if it cannot write, so what is printed comes from its files
-    runs = read_results(model.out / f"results_{log.date_id}.json")
+    runs = [run for run in read_runs(model.out) if run.task in files]
     print_table(HEAD[:7], [[TASKS[run.task].title, *measured(run, None)] for run in runs])
     for run in runs:
         if not TASKS[run.task].judged:
-            hand_over(run, files[run.task], model.out)
+            hand_over(run, files[run.task])
 
 
 if __name__ == "__main__":

@@ -3,8 +3,7 @@
     # sample.py and llada.harness take it as their --ckpt
     python -m llada.int8 --src weights/llada2.1-mini --out weights/mini-int8
 
-Every matrix (MLPs, attention, output layer) is stored as lib/int8.py describes. The embedding (which is never
-multiplied), the router, the norms and the biases stay as they are. llada/README.md says how to use such a folder.
+Every matrix (MLPs, attention, output layer) is stored as lib/int8.py describes; all else stays as it is.
 """
 
 from dataclasses import asdict
@@ -32,9 +31,8 @@ def int8_tensors(found: dict[str, Tensor], names: list[str], matrices: set[str])
 
 
 def save_aligned(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a file whose data begin at a multiple of 16 bytes, as the kernel needs its integers to. (They do if the
-    tensors before them take such a multiple, as in the released geometry.) A header ends at a multiple of 8; if that is
-    not one of 16, it gets 8 bytes more."""
+    """Write a file whose data begin at a multiple of 16 bytes, as the kernel needs it."""
+    # a header ends at a multiple of 8; if that is not one of 16, it gets 8 bytes more
     for padding in ("", " " * 8):
         save_tensors(path, tensors, {"padding": padding})
         with open(path, "rb") as file:

@@ -2,9 +2,8 @@
 
 torchrun starts this command N times. Every process holds the model, and gradients are summed over all processes. With
 --shard (FSDP2, as in the paper), each process holds a part of the frozen layers, and a layer is gathered when it runs.
-This is for weights that do not fit into one GPU. Only process 0 prints and writes. Its checkpoints are those of a
-single process, so a run can be resumed with any number of processes, also after one of them has died. The other flags
-are train.py's, and --batch_size counts the rows of all processes.
+Checkpoints are those of a single process, so a run can be resumed with any number of processes. The other flags are
+train.py's, and --batch_size counts the rows of all processes.
 
     torchrun --nproc_per_node 8 -m llada.parallel --data data/fineweb --config configs/llada.toml
     torchrun --nproc_per_node 8 -m llada.parallel --init_from resume --out_dir out/cocommit
@@ -68,18 +67,11 @@ def shard(model: Model, device: torch.device) -> None:
     model.to(device)
 
 
-def sum_gradients(model: Model) -> None:
-    """From now on every backward sums the gradients over all processes."""
-    for p in model.learned().values():
-        p.register_hook(total)
-
-
 def shared_step(model: Model, batch: Batch, args: Namespace) -> train.Losses:
     """The step on this process's rows. The loss and the log's terms are those of the whole batch, but the gradient is
     that of these rows."""
     own = slice(dist.get_rank(), None, dist.get_world_size())
-    corruptible = batch.corruptible[own]
-    rows = Batch(batch.clean[own], batch.real[own], corruptible, batch.plain, batch.draws[own])
+    rows = Batch(batch.clean[own], batch.real[own], batch.corruptible[own], batch.plain, batch.draws[own])
     loss, terms = train.step_of(args)(model, rows, args)
     of_others = total(loss) - loss.detach()
     return loss + of_others, {name: total(term) for name, term in terms.items()}
@@ -111,7 +103,10 @@ def run() -> None:
     model = train.start(Namespace(**vars(args) | dict(device="cpu" if sharded else str(device))), corpus)
     if sharded:
         shard(model, device)
-    sum_gradients(model)
+
+    # from now on every backward sums the gradients over all processes
+    for p in model.learned().values():
+        p.register_hook(total)
 
     # train.py's loop, in which process 0 writes, and prints a command to go on that begins with this
     again = f"-m torch.distributed.run --nproc_per_node {os.environ['LOCAL_WORLD_SIZE']} -m llada.parallel"

@@ -1,8 +1,7 @@
 """The paper's three tables from what lm-eval logs of our runs, beside the paper's own figures.
 
-Beside each of our differences is the 95 % interval of a paired bootstrap over the items of both runs. The settings of a
-run say which row it is. HumanEval+ and MBPP+ count when EvalPlus has judged them in the folder that llada.harness has
-made for it.
+Beside each of our differences is the 95 % interval of a paired bootstrap over the items of both runs. HumanEval+ and
+MBPP+ count when EvalPlus has judged them.
 
     python -m llada.tables main --runs runs/            # Table 1, n = 3: base, CoCommit, delta, forwards per token
     python -m llada.tables mechanism --runs runs/       # Table 2, n = 3: GSM8K, what each part of the method adds
@@ -19,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from decoding import in_full
-from lib.util import WALK, Parser, checked_entry, command, fail, print_table, read_json, read_lines, reading
+from lib.util import WALK, Parser, command, fail, print_table, read_json, read_lines, reading
 from llada.ablation import BASE, COCOMMIT, GATED, MECHANISM
 
 # Shares are 0..1 in files, and in percent in tables.
@@ -61,91 +60,75 @@ UNGATED_ADDS = {
 # --- what lm-eval has logged
 @dataclass
 class Run:
-    """The answers of one model to one task. An item: prompt (a hash), correct (None: EvalPlus has not judged it),
-    tokens, nfe; of a program also its task's name and its text."""
+    """The answers of one model to one task. items: number of a question -> what lm-eval has logged of it, and
+    `correct`, unless EvalPlus still has to judge it."""
 
     task: str
     settings: dict
+    folder: Path
     items: dict[int, dict]
 
     def programs(self) -> dict[str, str]:
-        return {item["name"]: item["program"] for item in self.items.values()}
+        return {item["doc"]["task_id"]: item["filtered_resps"][0] for item in self.items.values()}
+
+    def programs_folder(self) -> Path:
+        """Where EvalPlus judges these very programs."""
+        return self.folder / f"evalplus_{self.task}_{digest(self.programs())}"
 
 
 def digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:16]
 
 
-def differences(a: dict, b: dict) -> str:
-    """The entries that differ, in words: "tau_m2t (0.7, 0.5); dtype (fp32, bf16)"."""
-    return "; ".join(f"{key} ({a.get(key)}, {b.get(key)})" for key in a | b if a.get(key) != b.get(key))
-
-
 def read_runs(folder: Path) -> list[Run]:
-    """Every run under a folder. What has the same settings is one run; an item that was logged twice counts once."""
-    runs: dict[str, Run] = {}
-    for path in sorted(folder.rglob("results_*.json"), key=lambda path: (path.name, path)):  # the name has the date
-        for run in read_results(path):
-            runs.setdefault(digest([run.task, run.settings]), run).items.update(run.items)
+    """Every run under a folder."""
+    runs = []
+    for place in sorted(folder.rglob("settings.json")):
+        for task in TASKS:
+            run = Run(task, read_json(place, "settings of a run"), place.parent, {})
+            # a call of lm-eval has a file of its own, with the date in its name; a question asked twice counts once
+            for path in sorted(run.folder.glob(f"samples_{task}_*.jsonl")):
+                run.items |= read_samples(path, task)
+            if run.items:
+                judge(run)
+                runs.append(run)
     if not runs:
-        fail(f"--runs {folder} holds no results_*.json: `python -m llada.harness` makes them")
-    return list(runs.values())
+        fail(f"--runs {folder} holds no samples_*.jsonl: `python -m llada.harness` makes them")
+    return runs
 
 
-def read_results(path: Path) -> list[Run]:
-    """The runs of one results_*.json, from the files of samples that lie beside it."""
-    results = read_json(path, "results of lm-eval")
-    with reading(path, "results of the model cocommit, with --log_samples,", WALK):
-        settings = results["config"]["settings"]
-        tasks = [task for task in results["configs"] if task in TASKS]
-    date = path.stem.partition("_")[2]
-    return [read_samples(path.with_name(f"samples_{task}_{date}.jsonl"), task, settings) for task in tasks]
-
-
-def read_samples(path: Path, task: str, settings: dict) -> Run:
+def read_samples(path: Path, task: str) -> dict[int, dict]:
     kinds = {"doc_id": int, "prompt_hash": str, "tokens": int, "full": float, "partial": float, "refresh": float}
     if TASKS[task].judged:
         kinds["exact_match"] = float
-    run = Run(task, settings, {})
-    for sample in read_lines(path, kinds, "file of samples"):
-        item = {"prompt": sample["prompt_hash"], "correct": None, "tokens": sample["tokens"]}
-        item["nfe"] = {kind: sample[kind] for kind in ("full", "partial", "refresh")}
-        if TASKS[task].judged:
-            item["correct"] = bool(sample["exact_match"])
-        else:
-            item["name"] = sample["doc"]["task_id"]
-            item["program"] = sample["filtered_resps"][0]
-        run.items[sample["doc_id"]] = item
-    if not TASKS[task].judged:
-        judge(run, path.parent)
-    return run
+    return {sample["doc_id"]: sample for sample in read_lines(path, kinds, "file of samples")}
 
 
-def programs_folder(out: Path, run: Run) -> Path:
-    """Where EvalPlus judges these very programs."""
-    return out / f"evalplus_{run.task}_{digest(run.programs())}"
+def judge(run: Run) -> None:
+    """Add the verdicts: lm-eval's, or those of EvalPlus 0.3.1, if it has given them."""
+    if TASKS[run.task].judged:
+        for item in run.items.values():
+            item["correct"] = bool(item["exact_match"])
+        return
 
-
-def judge(run: Run, out: Path) -> None:
-    """Add the verdicts of EvalPlus 0.3.1, if it has given them."""
-    path = programs_folder(out, run) / "samples-sanitized_eval_results.json"
+    path = run.programs_folder() / "samples-sanitized_eval_results.json"
     if not path.exists():
         return
-    verdicts = checked_entry(read_json(path, "EvalPlus result"), "eval", dict, path)
+    result = read_json(path, "result of EvalPlus")
     with reading(path, "result of EvalPlus 0.3.1", WALK):
         for item in run.items.values():
-            verdict = verdicts[item["name"]][0]
+            verdict = result["eval"][item["doc"]["task_id"]][0]
             item["correct"] = verdict["base_status"] == verdict["plus_status"] == "pass"
 
 
 # --- statistics
 def paired(run: Run, reference: Run) -> tuple[float, float, float] | None:
-    """The difference of two runs and its 95 % interval, as shares of the items that both have; None if there is
-    no such item."""
+    """The difference of two runs and its 95 % interval, as shares of the questions that both have; None if there is
+    no such question."""
     gained = []
-    for name, mine in run.items.items():
-        other = reference.items.get(name)
-        if other and mine["prompt"] == other["prompt"] and None not in (mine["correct"], other["correct"]):
+    for number, mine in run.items.items():
+        other = reference.items.get(number, {})
+        if mine["prompt_hash"] == other.get("prompt_hash") and "correct" in mine and "correct" in other:
             gained.append(mine["correct"] - other["correct"])
     if not gained:
         return None
@@ -213,18 +196,15 @@ def lastn_table() -> list[Row]:
 
 def pick(runs: list[Run], row: Row) -> Run | None:
     """The run of a row, if there is one."""
-    wanted = (row.task, row.name)
-    found = [run for run in runs if (run.task, run.settings["row"]) == wanted]
+    found = [run for run in runs if (run.task, run.settings["row"]) == (row.task, row.name)]
     found = [run for run in found if row.n in (None, run.settings["n_last"])]
     if len(found) > 1:
-        different = differences(found[0].settings, found[1].settings)
-        fail(f"{len(found)} runs are the row {row.label!r}; they differ in {different}: keep one in the folder")
+        fail(f"{found[0].folder} and {found[1].folder} are both the row {row.label!r}: keep one of them in --runs")
     return found[0] if found else None
 
 
 # --- their cells
-HEAD = ["", "items", "score", "delta", "95 %, paired", "NFE/token", "in all"]
-HEAD += ["| paper:", "delta", "NFE/token"]
+HEAD = ["", "items", "score", "delta", "95 %, paired", "NFE/token", "in all", "| paper:", "delta", "NFE/token"]
 FOOTNOTE = (
     "delta: over items in both runs, with a paired bootstrap's interval\n"
     "NFE/token: full forwards, as the paper counts; in all: with refreshes, and a pass of Stage B as n/L of one"
@@ -233,19 +213,17 @@ FOOTNOTE = (
 
 def score_of(run: Run) -> float | None:
     """The share of right answers, in percent; None if EvalPlus has not judged them."""
-    judged = [item["correct"] for item in run.items.values() if item["correct"] is not None]
+    judged = [item["correct"] for item in run.items.values() if "correct" in item]
     return 100 * sum(judged) / len(judged) if judged else None
 
 
 def measured(run: Run | None, reference: Run | None) -> list[str]:
+    """Our cells."""
     cells = ["-"] * 6
     if run is None:
         return cells
-    records = run.items.values()
-    n = TASKS[run.task].n_official
-    cells[0] = f"{len(records)}"
-    if len(records) < n:
-        cells[0] += f"/{n}"
+    items = run.items.values()
+    cells[0] = f"{len(items)}/{TASKS[run.task].n_official}"
 
     # the score, and its difference from the reference
     score = score_of(run)
@@ -258,8 +236,8 @@ def measured(run: Run | None, reference: Run | None) -> list[str]:
         cells[3] = f"{100 * low:+.2f} .. {100 * high:+.2f}"
 
     # forwards per token
-    tokens = max(1, sum(record["tokens"] for record in records))
-    nfe = {k: sum(record["nfe"][k] for record in records) / tokens for k in ("full", "partial", "refresh")}
+    tokens = sum(item["tokens"] for item in items)
+    nfe = {kind: sum(item[kind] for item in items) / tokens for kind in ("full", "partial", "refresh")}
     cells[4:] = [f"{nfe['full']:.3f}", f"{in_full(nfe, run.settings['partial_cost']):.3f}"]
     return cells
 
@@ -275,19 +253,9 @@ def average_cells(runs: list[Run], n: int) -> list[str]:
     """A last line of Table 3 for this n: the average of the seven scores; ours is there when all seven are."""
     found = [pick(runs, row) for row in lastn_table() if row.n == n]
     scores = [score_of(run) for run in found if run]
-    scores = [score for score in scores if score is not None]
-    score = f"{sum(scores) / len(scores):.2f}" if len(scores) == len(PAPER) else "-"
-    cells = [f"average, n={n}", f"{len(scores)}/{len(PAPER)}", score, *["-"] * 4]
-
-    paper, default = (sum(figures[k][0] for figures in PAPER.values()) / len(PAPER) for k in (n, 3))
-    return [*cells, f"| {paper:.2f}", f"{paper - default:+.2f}" if n != 3 else "-", "-"]
-
-
-def unlike(run: Run, reference: Run) -> str:
-    """In which settings two runs differ that should have them in common."""
-    alike = ("weights", "int8", "gen_length", "dtype")
-    ours, theirs = ({key: of.settings.get(key) for key in alike} for of in (run, reference))
-    return differences(ours, theirs)
+    score = "-" if len(scores) < len(PAPER) or None in scores else f"{np.mean(scores):.2f}"
+    paper = np.mean([figures[n][0] for figures in PAPER.values()])
+    return [f"average, n = {n}", "-", score, *"----", f"| {paper:.2f}", "-", "-"]
 
 
 @command
@@ -295,25 +263,18 @@ def main() -> None:
     parser = Parser(__doc__)
     tables = {"main": main_table, "mechanism": mechanism_table, "gates": gates_table, "lastn": lastn_table}
     parser.add_argument("table", choices=tables, help="the paper's Table 1, 2, the text below it, or Table 3")
-    parser.add_argument(
-        "--runs", type=Path, help="a folder with what llada.harness logs (left out: only the paper's numbers)"
-    )
+    parser.add_argument("--runs", type=Path, required=True, help="a folder with what llada.harness logs")
     args = parser.parse_args()
 
-    runs = read_runs(args.runs) if args.runs else []
-    rows = tables[args.table]()
+    runs = read_runs(args.runs)
     cells = []
-    notes = []
-    for row in rows:
-        run = pick(runs, row)
+    for row in tables[args.table]():
         reference = row.against and pick(runs, row.against)
-        cells.append([row.label, *measured(run, reference), *printed(row)])
-        if run and reference and unlike(run, reference):
-            notes.append(f"{row.label}: other settings than {row.against.label}: {unlike(run, reference)}")
+        cells.append([row.label, *measured(pick(runs, row), reference), *printed(row)])
     if args.table == "lastn":
         cells += [average_cells(runs, n) for n in (3, 6, 9)]
     print_table(HEAD, cells)
-    print("\n".join([*notes, FOOTNOTE]))
+    print(FOOTNOTE)
 
 
 if __name__ == "__main__":

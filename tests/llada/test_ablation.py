@@ -14,17 +14,19 @@ from lib.names import draw_names
 from lib.tokenizer import load_tokenizer
 from lib.util import Mistake
 from llada import ablation
-from llada.ablation import BASE, COCOMMIT, MECHANISM, decoder_of, row_of, without_marker
+from llada.ablation import BASE, COCOMMIT, GATED, MECHANISM, decoder_of, row_of
 from sample import denoise, generate
 
 
 def test_without_marker_stage_b_writes_what_stage_a_would():
     model = tiny_model()
-    d = Decoding(gen_length=24, tau_m2t=0.3, tau_t2t=0.5)
-    decoders = {"off": (replace(d, n_rounds=0), denoise), "on": (d, denoise), "no": (d, without_marker)}
-    found = {name: generate(model, [prompt(5)], d, step=step)[0] for name, (d, step) in decoders.items()}
-    assert found["no"].tokens == found["off"].tokens != found["on"].tokens
-    assert found["no"].nfe["partial"] > 0 == found["off"].nfe["partial"]
+    found = []
+    for row in ("adapter, Stage B off", GATED, "Stage B without marker"):
+        d, step = decoder_of(row, 1)
+        found += generate(model, [prompt(5)], replace(d, gen_length=24), step=step)
+    off, on, without = found
+    assert without.tokens == off.tokens != on.tokens
+    assert without.nfe["partial"] > 0 == off.nfe["partial"]
 
 
 def one_step(a: torch.Tensor, z: list[int], row: str):
@@ -81,22 +83,13 @@ def test_which_row_a_run_decodes_by():
     base = tiny_model()
     base.markers.data.zero_()
     adapter = tiny_model()
-    for model, asked, row in (
-        (base, {}, BASE),
-        (adapter, {}, COCOMMIT),
-        (adapter, {"decode": "paper"}, COCOMMIT),
-        (adapter, {"decode": "released"}, "adapter, Stage B off"),
-        (adapter, {"row": "B fills, edits off"}, "B fills, edits off"),
-    ):
-        assert row_of(model, **{"row": None, "decode": None} | asked) == row
-    for model, asked, says in (
-        (base, {"decode": "paper"}, "the base has no decoder 'paper'"),
-        (adapter, {"row": "released, tau_m2t 0.5"}, "is about the base"),
-        (adapter, {"row": "mine"}, "no row of Table 2"),
-        (tiny_model(stage_b="causal", n_rounds=1), {}, "causal Stage B is not a row"),
-    ):
-        with pytest.raises(Mistake, match=says):
-            row_of(model, **{"row": None, "decode": None} | asked)
+    assert row_of(base) == BASE
+    assert row_of(adapter) == COCOMMIT
+    assert row_of(adapter, decode="released") == "adapter, Stage B off"
+    with pytest.raises(Mistake, match="is about the adapter, and this is the base"):
+        row_of(base, decode="paper")
+    with pytest.raises(Mistake, match="causal Stage B is not a row"):
+        row_of(tiny_model(stage_b="causal", n_rounds=1))
 
 
 def test_the_table(tmp_path, monkeypatch, capsys):
@@ -116,9 +109,4 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     figures = [f"{found[figure]:.3f}" for figure in ("exist", "forwards", "full")]
     assert line.split()[-5:] == [*figures, "91.13", "0.34"]
 
-    # the rows are an adapter's, and the paper's, and are read by a tokenizer
     assert "is not an adapter" in call.fails("--ckpt", base)
-    random_adapter(tmp_path / "causal", base, "causal", n_rounds=1)
-    assert "causal Stage B is not a row" in call.fails("--ckpt", tmp_path / "causal")
-    (base / "tokenizer.json").unlink()
-    assert "has no tokenizer.json" in call.fails("--ckpt", adapter)

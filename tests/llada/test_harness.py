@@ -34,15 +34,12 @@ FILES = {
 
 
 # --- two records by hand of each task, in the published shapes
-def program(name: str, prompt: str, solution: str) -> dict:
-    return dict(task_id=name, prompt=prompt, entry_point="twice", canonical_solution=solution, plus_input=[])
-
-
 GPQA = [
     ["Question", *docs.GPQA_ANSWERS],
     ["Which metal floats,\nin water?", "sodium", "lead", "gold", 'so-called "iron"'],
     ["Which gas glows red?", "neon", "argon", "helium", "oxygen"],
 ]
+PROGRAM = dict(entry_point="f", canonical_solution="    return x\n", plus_input=[])
 RECORDS = {
     "gsm8k": [
         {"question": "A hen lays {3} eggs a day. How many in 2 days?", "answer": "3*2=<<3*2=6>>6 eggs.\n#### 6"},
@@ -60,8 +57,8 @@ RECORDS = {
         {"id": "x1", "goal": "dry a cup", "sol1": "use a towel", "sol2": "use a lake"},
         {"id": "x2", "goal": "cut bread", "sol1": "use soup", "sol2": "use a knife"},
     ],
-    "humaneval": [program(f"HumanEval/90{i}", f"def twice(x):\n    # {i}\n", "    return 2 * x\n") for i in (0, 1)],
-    "mbpp": [program(f"Mbpp/90{i}", f'"""\nTwice {i}.\n"""\n', "\ndef twice(x):\n  return 2*x\n") for i in (0, 1)],
+    "humaneval": [PROGRAM | {"task_id": f"HumanEval/90{i}", "prompt": f"def f(x):  # {i}\n"} for i in (0, 1)],
+    "mbpp": [PROGRAM | {"task_id": f"Mbpp/90{i}", "prompt": f"Write f. {i}\n"} for i in (0, 1)],
 }
 GOLDS = {"gsm8k": ["6", "2125"], "cmath": ["27.3%", "4/10"], "gpqa": ["C", "D"], "piqa": ["A", "B"]}
 
@@ -99,9 +96,8 @@ def run(weights, tmp_path, monkeypatch, capsys):
     call = caller(harness, monkeypatch, capsys)
 
     def flags(task: str, out: Path, *more: object) -> list:
-        path = write_task(tmp_path, task) if task in FILES else task
         where = ["--out", out, "--ckpt", weights / "cocommit", "--gen_length", 8, "--device", "cpu"]
-        return ["--tasks", task, "--task_file", path, *where, *more]
+        return ["--tasks", task, "--task_file", write_task(tmp_path, task), *where, *more]
 
     def run(*given: object) -> str:
         return call(*flags(*given))
@@ -131,7 +127,7 @@ def test_a_task_ends_in_a_score_and_a_cost(task, run, tmp_path, request):
         assert item.get("exact_match", "no verdict") in ([0.0, 1.0] if tables.TASKS[task].judged else ["no verdict"])
         assert ("f1" in item) == (task == "drop")
     (made,) = tables.read_runs(out)
-    assert made.task == task and made.items[1]["nfe"]["full"] == items[1]["full"]
+    assert made.task == task and made.items[1]["full"] == items[1]["full"]
 
     real = Path(request.config.getoption("--bench_data") or "nowhere") / FILES[task]
     if real.exists():
@@ -147,8 +143,8 @@ def test_lm_evals_own_command_logs_the_same(run, weights, tmp_path, monkeypatch)
     words = f"run --model cocommit --model_args {given} --tasks {task} --output_path {tmp_path}/b/results.json"
     monkeypatch.setattr(sys, "argv", ["lm_eval", *words.split()])
     cli_evaluate()
-    assert samples(tmp_path / "a", "gsm8k") == samples(tmp_path / "b", "gsm8k")
-    assert tables.read_runs(tmp_path / "a") == tables.read_runs(tmp_path / "b")
+    (a,), (b,) = tables.read_runs(tmp_path / "a"), tables.read_runs(tmp_path / "b")
+    assert (a.task, a.settings, a.items) == (b.task, b.settings, b.items)
 
 
 @pytest.mark.parametrize("answer, references, em, f1", [
@@ -197,18 +193,16 @@ def test_killed_half_way_it_goes_on(run, tmp_path, monkeypatch):
     assert ", 0 to go" in run("gsm8k", tmp_path / "a")
 
 
-def test_what_a_run_decodes_with_and_what_does_not_mix(run, weights, tmp_path, monkeypatch):
+def test_what_a_run_decodes_with_and_what_does_not_mix(run, weights, tmp_path):
     """The paper's decoder, of a base the released one; or a row of Table 2. Another one is refused."""
     run("gsm8k", tmp_path / "a")
     for name, flags, row in (
         ("base", ["--ckpt", weights / "base"], BASE),
-        ("off", ["--decode", "released"], "adapter, Stage B off"),
         ("row", ["--row", "Stage B, gated edits"], "Stage B, gated edits"),
     ):
         run("gsm8k", tmp_path / name, *flags)
         assert read_json(tmp_path / name / "settings.json", "settings")["row"] == row
-        said = run.fails("gsm8k", tmp_path / "a", *flags)
-        assert "other settings: row" in said
+        assert "other settings: row" in run.fails("gsm8k", tmp_path / "a", *flags)
     assert "dtype (fp32, bf16)" in run.fails("gsm8k", tmp_path / "a", "--dtype", "bf16")
     assert "give one for each" in run.fails("gsm8k", tmp_path / "b", "--tasks", "gsm8k", "piqa")
 
@@ -220,8 +214,6 @@ def test_stop_strings_and_what_the_model_cannot_do(weights, tmp_path):
     assert cut == whole[:3].partition(whole[3])[0] and cut.cost == whole.cost
     with pytest.raises(Mistake, match="no log-likelihoods"):
         model.loglikelihood([])
-    with pytest.raises(Mistake, match="greedily"):
-        list(model.decode({"": ("Hello", {"do_sample": True, "temperature": 1.0})}))
     assert model.apply_chat_template([{"role": "user", "content": "Hi"}]).startswith("<role>SYSTEM</role>detailed")
 
 
@@ -229,7 +221,7 @@ def test_evalplus_judges_programs_in_a_clean_environment(run, tmp_path, monkeypa
     """The printed command, with a stand-in for EvalPlus that judges two samples."""
     out = tmp_path / "runs" / "he"
     text = run("humaneval", out)
-    assert [item["correct"] for item in tables.read_runs(out)[0].items.values()] == [None, None]
+    assert not any("correct" in item for item in tables.read_runs(out)[0].items.values())
 
     verdicts = [{"base_status": "pass", "plus_status": status} for status in ("pass", "fail")]
     result = {"eval": {f"HumanEval/90{i}": [verdict] for i, verdict in enumerate(verdicts)}}

@@ -140,8 +140,7 @@ def test_lora_learns_on_it(tmp_path, monkeypatch, capsys):
     int8.convert(tmp_path / "ours", tmp_path / "int8")
     run = ["--data", rows, "--init_from", tmp_path / "int8", "--batch_size", 4, "--max_iters", 2, "--device", "cpu"]
     call = caller(train, monkeypatch, capsys)
-    for flags in (["--stage_b", "causal", "--n_rounds", 1], ["--lora_r", 0]):
-        assert "is int8" in call.fails(*run, *flags, "--out_dir", tmp_path / "none")
+    assert "is int8" in call.fails(*run, "--lora_r", 0, "--out_dir", tmp_path / "none")
     call(*run, "--learning_rate", 0.01, "--out_dir", tmp_path / "out")
     learned = load_model(tmp_path / "out", "cpu", torch.float32).learned()
     assert "layers.0.attn.qkv.lora_B" in learned and all(p.any() for p in learned.values())
@@ -177,7 +176,6 @@ def test_there_is_no_way_back_and_bases_alone_are_converted(golden, experts, tmp
     hf = caller(export, monkeypatch, capsys)
     assert "stored as torch.int8" in hf.fails("--to", "hf", "--src", experts, "--out", tmp_path / "hf")
     call = caller(int8, monkeypatch, capsys)
-    assert "stored as torch.int8" in call.fails("--src", experts, "--out", tmp_path / "again")
     save_model(tiny_model(n_rounds=1, stage_b="causal"), tmp_path / "causal")
     assert "Stage B is not the paper's" in call.fails("--src", tmp_path / "causal", "--out", tmp_path / "int8")
     assert f"convert its base, {golden}" in call.fails("--src", tmp_path / "adapter", "--out", tmp_path / "int8")

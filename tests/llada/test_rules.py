@@ -29,7 +29,6 @@ def verdict(kind: str, answer: str, doc: dict) -> tuple[str, dict]:
     (r"\boxed{1{,}450{,}000}", "1450000", "1450000", True),
     (r"\boxed{\text{18 dollars in 3 days}}", "18", "18", True),  # the last number in the box is no answer
     (r"\boxed{5 + 6 = 11}", "11", "11", True),
-    (r"\boxed{\dfrac{\text{36}}{2}}", "18", "36/2", True),
     (r"\boxed{1\frac{1}{2}} = 1½", "1.5", "1 1/2", True),
     ("\\boxed{}\nThe answer is 18.", "18", "18", True),  # an empty box is the prompt repeated
     (r"After 18 days: \boxed{\text{none}}", "18", "", False),
@@ -82,8 +81,6 @@ def test_letters(answer, letter):
     ("Answer: 12,345 yards", "12,345 yards"),
     (r"Answer: \boxed{-3.50}", "-3.50"),
     ("the Bears", "the Bears"),
-    ("Answer: 7.6%", "7.6%"),
-    ("Answer: 1/2", "1/2"),
     ("", ""),
 ])  # fmt: skip
 def test_spans(answer, found):
@@ -113,24 +110,17 @@ def test_programs(answer, expected):
 # --- answers that never end
 LOOPS = [
     "The answer is " + "9" * 5000,
-    r"\boxed{" + "9" * 5000 + "}",
-    "7" * 60_000 + "/2",
     "1/" + "\u0660" * 5000,  # Arabic zeros below a line
     "9" * 5000 + "0" * 4000 + "3",
     "(" * 20_000,
-    "(" * 10_000 + "A" + ")" * 10_000,
     r"\boxed{" * 3000,
     r"\boxed{" + "{" * 32_000 + "}" * 32_000 + "}",
     r"\frac{1}{" * 7000,
-    "The answer is" + "\n" * 64_000,
     "Answer: a, b; " * 4600,
-    "1 " * 32_000,
     "1" + " " * 64_000 + "1/2",
-    "一" * 64_000,
     "1万" * 32_000,
     "```python\n" + "\n" * 64_000,
     "```python\ndef f(x):\n" + "    (" * 12_000,
-    "```\n" * 16_000,
 ]  # fmt: skip
 
 
