@@ -18,9 +18,8 @@ def chat(user: str, system: str | None = None) -> str:
 def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("text", help="what is asked, in quotes")
-    parser.add_argument("system", nargs="?", help="a system message (default: none)")
     args = parser.parse_args()
-    print(chat(args.text, args.system), end="")
+    print(chat(args.text), end="")
 
 
 if __name__ == "__main__":

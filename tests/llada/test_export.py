@@ -63,7 +63,7 @@ def test_lora_is_merged_and_nothing_else_changes(run, golden, tmp_path):
 
 
 def test_what_is_not_exported(run, golden, tmp_path, monkeypatch):
-    """A Stage B or a router that is not the paper's, and an adapter of another base."""
+    """A Stage B or a router that is not the paper's, an adapter of another base, and one that would not load."""
     random_adapter(tmp_path / "causal", golden, "causal", n_last=2, n_rounds=1)
     assert "its Stage B is not the paper's" in run.fails(tmp_path / "causal")
     monkeypatch.setitem(ROUTERS, "mine", None)
@@ -71,17 +71,12 @@ def test_what_is_not_exported(run, golden, tmp_path, monkeypatch):
     assert "no place for its router, 'mine'" in run.fails(tmp_path / "routed")
 
     random_adapter(tmp_path / "adapter", golden)
-    path = tmp_path / "adapter" / "adapter.json"
-    write_json(path, read_json(path, "adapter") | {"base_hash": "another"})
-    assert "trained on other weights" in run.fails(tmp_path / "adapter")
-    assert not (tmp_path / "hf").exists()
-
-
-def test_an_adapter_that_would_not_load_is_not_merged(run, golden, tmp_path):
-    random_adapter(tmp_path / "adapter", golden)
     path = tmp_path / "adapter" / "adapter.safetensors"
     tensors = dict(read_tensors([path]))
     tensors.pop("layers.1.attn.qkv.lora_B")
     save_tensors(path, tensors)
     assert "no such tensor there" in run.fails(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter.json"
+    write_json(path, read_json(path, "adapter") | {"base_hash": "another"})
+    assert "trained on other weights" in run.fails(tmp_path / "adapter")
     assert not (tmp_path / "hf").exists()
