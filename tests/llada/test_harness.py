@@ -168,14 +168,12 @@ def test_options_are_shuffled_by_a_seed_and_spans_are_read_both_ways(tmp_path):
 
 
 def test_another_file_is_refused(tmp_path):
-    for task, data, says in (
-        ("gsm8k", b'{"question": "1+1?", "answer": "#### two or 2, 3"}', "too many values"),
-        ("drop", b'{"context": "no passage", "ref_text": "1"}', "not subscriptable"),
-        ("mbpp", b'{"task_id": "Mbpp/1"}', "not a release of EvalPlus"),
-    ):
-        path = write_task(tmp_path, task, data)
-        with pytest.raises(Mistake, match=f"{path}.*{says}"):
-            getattr(docs, task)(**{task: path})
+    path = write_task(tmp_path, "mbpp", b'{"task_id": "Mbpp/1"}')
+    with pytest.raises(Mistake, match=f"{path}.*not a release of EvalPlus"):
+        docs.mbpp(mbpp=path)
+    path = write_task(tmp_path, "drop", b'{"context": "no passage", "ref_text": "1"}')
+    with pytest.raises(Mistake, match=f"{path}.*not subscriptable"):
+        docs.drop(drop=path)
 
 
 # --- a run
