@@ -32,7 +32,6 @@ from torch import Tensor
 from causal import CausalModel
 from lib.rows import read_meta
 from lib.util import (
-    check_special,
     checked_entry,
     fail,
     printable,
@@ -189,7 +188,6 @@ def read_config(folder: Path, **changes) -> Config:
     cfg = Config(**{name: checked_entry(raw, name, kind, path) for name, kind in known.items()})
     cfg = replace(cfg, **changes)
     check_config(cfg, path)
-    check_special(folder, path, cfg.eos_id, cfg.mask_id)
     return cfg
 
 

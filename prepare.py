@@ -6,21 +6,14 @@
 
 lib/rows.py describes a folder of rows. Names are read with the tokenizer of data/names, and other text as bytes, unless
 --like names another tokenizer. One document in twenty is for validation, by the hash of its name; if these are none or
-all, as of a single text, the last twentieth of all tokens is. Line ends become those of Unix, and a byte order mark is
-left out, as is what has no text. Nothing is downloaded. Rows with the tokens of a checkpoint train an adapter on it,
-and other text needs a base first:
+all, as of a single text, the last twentieth of every text is. Line ends become those of Unix, and a byte order mark is
+left out, as is what has no text.
 
-    python base.py --data data/mine --config configs/text_base.toml
-    python train.py --data data/mine --config configs/text.toml
+The `tokenizers` library makes a BPE of your own, and --like bpe.json reads it:
 
-The `tokenizers` library makes a BPE of your own (pip install tokenizers), and --like reads it:
-
-    from tokenizers import ByteLevelBPETokenizer
-    bpe = ByteLevelBPETokenizer()
+    bpe = tokenizers.ByteLevelBPETokenizer()
     bpe.train(["FOLDER/a.txt"], vocab_size=4096, special_tokens=["<|endoftext|>", "<|mask|>"])
     bpe.save("bpe.json")
-
-    python prepare.py FOLDER --out data/mine --like bpe.json
 """
 
 import lib.first  # noqa: F401
@@ -36,14 +29,13 @@ from pathlib import Path
 
 import numpy as np
 
-from lib.rows import Meta, read_meta, refuse_full, write_meta, write_rows
+from lib.rows import Meta, refuse_full, write_meta, write_rows
 from lib.tokenizer import Tokenizer, bpe_tokenizer, byte_spec
 from lib.util import (
     Parser,
     alone_in,
     bounded,
     command,
-    copy_file,
     fail,
     printable,
     progress,
@@ -59,8 +51,7 @@ RECORDS = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 
 # --- documents
 def load_text(sources: list[Path], max_docs: int = 0) -> list[tuple[str, str]]:
-    """The documents of the sources, as (stable name, text). max_docs: stop after this many documents to train on
-    (0: read all)."""
+    """The documents of the sources, as (stable name, text), up to max_docs of them to train on (0: all)."""
     documents = []
     left_out = []
     n_train = 0
@@ -85,8 +76,6 @@ def read_source(source: Path) -> Iterator[tuple[str, str | None]]:
     """The documents of `names`, a folder or a file; None in place of what has no text."""
     if source == Path("names"):
         yield from ((name, name) for name in unicode_names())
-    elif (source / "train.safetensors").exists():
-        fail(f"{source} holds rows already, which train.py reads")
     elif source.is_dir():
         # all files in a fixed order, except hidden ones
         for path in sorted(source.rglob("*")):
@@ -122,8 +111,7 @@ def whole_text(text: object) -> str | None:
 
 
 def passes_filter(record: dict) -> bool:
-    """The paper's filter on score and length (its section Training). A record without these entries passes. int_score
-    is the rounded score."""
+    """The paper's filter on score and length. A record without these entries passes."""
     score = "score" if record.get("int_score") is None else "int_score"
     for key, low, high in ((score, 3, math.inf), ("token_count", 256, 1800)):
         value = record.get(key)
@@ -133,8 +121,7 @@ def passes_filter(record: dict) -> bool:
 
 
 def read_records(path: Path) -> Iterator[tuple[int, object]]:
-    """The records of a file, each with the number of its line or row; None in place of a line that is not JSON. A .json
-    file has one record, or a list of them."""
+    """The records of a file, each with the number of its line or row; None in place of a line that is not JSON."""
     name = path.name.lower()
     if name.endswith(".parquet"):
         yield from enumerate(read_parquet(path), 1)
@@ -142,7 +129,7 @@ def read_records(path: Path) -> Iterator[tuple[int, object]]:
 
     open_file = gzip.open if name.endswith(".gz") else open
     with open_file(path, "rb") as lines:
-        if name.endswith(".json"):
+        if name.endswith(".json"):  # one record, or a list of them
             content = read_json_value(lines.read())
             yield from enumerate(content if isinstance(content, list) else [content], 1)
             return
@@ -185,44 +172,27 @@ def is_validation(name: str) -> bool:
 
 def tokenize(texts: list[tuple[str, str]], tokenizer: Tokenizer) -> dict[str, list[np.ndarray]]:
     """The documents of "train" and of "val" as ids. Each ends in eos, unless it is cut in two."""
-    documents = []
     split = {"train": [], "val": []}
     for name, text in progress(texts, "tokenize"):
-        documents.append(np.append(tokenizer.encode_document(text), np.int32(tokenizer.eos_id)))
-        split["val" if is_validation(name) else "train"].append(documents[-1])
+        ids = np.append(tokenizer.encode_document(text), np.int32(tokenizer.eos_id))
+        split["val" if is_validation(name) else "train"].append(ids)
 
-    # a few texts may all fall on one side: then the last twentieth of all tokens is held out
+    # a few texts may all fall on one side: then the last twentieth of each is held out
     if not split["train"] or not split["val"]:
-        n = sum(map(len, documents))
-        split = cut(documents, n - max(1, n // 20))
-    return split
-
-
-def cut(documents: list[np.ndarray], n_train: int) -> dict[str, list[np.ndarray]]:
-    """Split documents after so many tokens."""
-    split = {"train": [], "val": []}
-    for ids in documents:
-        before = min(n_train, len(ids))
-        n_train -= before
-        if before > 0:
-            split["train"].append(ids[:before])
-        if before < len(ids):
-            split["val"].append(ids[before:])
+        halves = [np.split(ids, [-max(1, len(ids) // 20)]) for ids in split["train"] + split["val"]]
+        split = {"train": [train for train, _ in halves], "val": [val for _, val in halves]}
     return split
 
 
 # --- a folder of rows
-def prepare_text(sources: list[Path], folder: Path, like: Path | None, max_docs: int = 0) -> None:
+def prepare_text(sources: list[Path], folder: Path, like: Path | None, max_docs: int, names: bool) -> None:
     """Read documents, tokenise them, and write them as rows."""
     refuse_full(folder)
-    names = sources == [Path("names")]
-    file = None
-    if like or names:
-        file = like or NAMES
-        if file.is_dir():
-            file = file / "tokenizer.json"
-    spec = read_json(file, "tokenizer") if file else byte_spec()
-    tokenizer = bpe_tokenizer(file or Path("bytes"), spec)
+    file = like or (NAMES if names else Path("bytes"))
+    if file.is_dir():
+        file = file / "tokenizer.json"
+    spec = read_json(file, "tokenizer") if like or names else byte_spec()
+    tokenizer = bpe_tokenizer(file, spec)
 
     # a run that was killed may have left the same tokenizer there
     theirs = folder / "tokenizer.json"
@@ -248,17 +218,14 @@ def prepare_text(sources: list[Path], folder: Path, like: Path | None, max_docs:
         print(f"{part:5}  {len(documents):,} documents, {sum(map(len, documents)):,} tokens")
 
     # the tokenizer, and at last meta.json, with which the folder is whole
-    if file is None:
+    if not theirs.exists():
         write_json(theirs, spec)
-    elif not theirs.exists():
-        copy_file(file, theirs)
     write_meta(folder, meta)
 
 
-def next_command(folder: Path, like: Path | None) -> str:
+def next_command(folder: Path, like: Path | None, names: bool) -> str:
     """The command that trains on these rows."""
     data = f"--data {quoted(folder)}"
-    names = read_meta(folder).judge is not None
 
     # rows with the tokens of a checkpoint: train an adapter on that checkpoint
     if like and (like / "config.json").exists():
@@ -267,7 +234,7 @@ def next_command(folder: Path, like: Path | None) -> str:
             config = " --config configs/llada.toml"  # the chat template's tokens: these are the released weights
         return f"python train.py {data}{config} --init_from {quoted(like)}"
 
-    # names have a base, and all other rows need one first
+    # names have a base, and other text needs one first
     if names:
         return f"python train.py {data}"
     return f"python base.py {data} --config configs/text_base.toml && python train.py {data} --config configs/text.toml"
@@ -286,9 +253,10 @@ def main() -> None:
     add("--out", type=Path, required=True, metavar="DIR", help="a new folder of rows")
     args = parser.parse_args()
 
+    names = args.sources == [Path("names")]
     with alone_in(args.out):
-        prepare_text(args.sources, args.out, args.like, args.max_docs)
-    print(f"{printable(args.out)} is ready: {next_command(args.out, args.like)}")
+        prepare_text(args.sources, args.out, args.like, args.max_docs, names)
+    print(f"{args.out} is ready: {next_command(args.out, args.like, names)}")
 
 
 if __name__ == "__main__":

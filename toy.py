@@ -5,8 +5,7 @@
     python toy.py copy eps=0.3 V=12 --out DIR    # write a task in another size
 
 A toy's prompt repeats one token, its context. Its answer is a tuple of symbols, which fills one block. In each context
-a task gives every answer a probability, so entropies can be summed exactly, in nats. Each task is a function below, and
-its docstring is its definition. The sizes of a task:
+a task gives every answer a probability, so entropies can be summed exactly, in nats. The sizes of a task:
 
     V         the number of symbols
     m         the number of positions in an answer
@@ -212,7 +211,11 @@ def gaussian(rng: Rng, levels: int = 8, m: int = 3, n_ctx: int = 32, rho: float 
     width = math.sqrt(1 - rho)
     f = torch.arange(-9, 9, width / 8, dtype=torch.float64)  # (Q,)
     density = torch.exp(-(f**2) / 2)
-    level = _level_given(f, levels, rho)  # (Q, V)
+
+    # p(x_i | f) of every level: e_i lies between two edges
+    quantile = torch.special.ndtri(torch.arange(levels + 1, dtype=torch.float64) / levels)
+    edges = (quantile - math.sqrt(rho) * f[:, None]) / width  # (Q, V + 1)
+    level = torch.special.ndtr(edges).diff().clamp(min=0)  # (Q, V)
 
     # the product over positions in two halves, so that no array has Q times V**m numbers
     left = level[:, _tuples(levels, m // 2)].prod(-1)  # (Q, V**(m//2))
@@ -220,19 +223,6 @@ def gaussian(rng: Rng, levels: int = 8, m: int = 3, n_ctx: int = 32, rho: float 
     prob = (density[:, None] * left).T @ right  # the sum over nodes
     prob = prob.flatten()  # (V**m,)
     return _shifted(base, prob / prob.sum(), levels, n_ctx, rng)
-
-
-def _level_given(f: Tensor, levels: int, rho: float) -> Tensor:
-    """(Q,) -> (Q, V) float64: the probability p(x_i = v | f) of each level of z_i."""
-    # the edges between levels, as values of e_i / sqrt(2), which erfc takes
-    quantile = torch.special.ndtri(torch.arange(levels + 1, dtype=torch.float64) / levels)
-    edges = (quantile - math.sqrt(rho) * f[:, None]) / (math.sqrt(1 - rho) * math.sqrt(2))  # (Q, V + 1)
-    low = edges[:, :-1]
-    high = edges[:, 1:]
-
-    # use the upper tail above 0 and the lower one below 0: differences of small numbers keep their digits
-    side = torch.where(low > 0, 1.0, -1.0)
-    return (torch.erfc(side * low) - torch.erfc(side * high)).abs() / 2
 
 
 def permutation(rng: Rng, V: int = 8, m: int = 4, n_ctx: int = 32) -> Table:
@@ -302,8 +292,7 @@ def make(name: str, **given: int | float) -> Toy:
         if key not in used:
             fail(f"the {name} task does not use {key}: it uses {', '.join(used)}")
         low, high = BOUNDS[key]
-        kinds = (int,) if type(low) is int else (int, float)
-        if type(value) not in kinds or not low <= value <= high:
+        if type(value) is not type(low) or not low <= value <= high:
             fail(f"{key} must be in {low:g}..{high:g}, not {value}")
 
     V, support, prob = task(np.random.default_rng(0), **given)
@@ -318,7 +307,7 @@ def draw_rows(toy: Toy, R: int, rng: torch.Generator) -> Tensor:
 
 
 def write_toy(folder: Path, name: str, given: dict[str, int | float], rows: int, seed: int) -> None:
-    """Write `rows` rows to train on, and the rows of validation, which are the same for every seed."""
+    """Write `rows` rows to train on, and 4,096 of validation, which are the same for every seed."""
     refuse_full(folder)
     if (folder / "tokenizer.json").exists():
         fail(f"{folder} holds a tokenizer.json, and a toy's tokens are no text: choose another --out")
@@ -341,12 +330,11 @@ def write_toy(folder: Path, name: str, given: dict[str, int | float], rows: int,
 ABOUT_TASKS = """
 answers   the number of possible answers in a context
 H         the entropy of an answer in nats; this and the next two are means over contexts
-TC        the total correlation in nats: the sum of the positions' entropies minus H. If a step draws
-          each position by itself from the true marginals, its KL(truth || drawn) is TC. From other
-          distributions the KL is larger, so such a step loses TC at least
-drawn     the probability that the answer is possible if each position is drawn by itself from the true
-          marginals
-example   a context, and an answer drawn from it"""
+TC        the total correlation in nats: the sum of the positions' entropies minus H. A step that draws each
+          position by itself loses KL(truth || drawn) = TC from the true marginals, and more from others
+drawn     the probability that the answer is possible if each position is drawn from its true marginal
+
+An answer has m symbols, x_1 to x_m, out of V. c is its context."""
 
 
 def show_all() -> None:
@@ -359,20 +347,11 @@ def show_all() -> None:
         # one step: each position draws its symbol by itself
         drawn = product_table(toy, torch.arange(toy.n_ctx), toy.marginals()).sum(-1)
         exact = [toy.h_joint(), toy.tc(), drawn]
-        means = [f"{number.mean():.3f}" for number in exact]
-
-        # a row: a block that is full of the context's token, then the answer
-        x = draw_rows(toy, 1, generator("example", 0))[0]
-        context = x[0] - toy.V
-        example = f"{context}: {' '.join(f'{symbol:2}' for symbol in x[toy.m :].tolist())}"
-        rows.append([name, *map(str, sizes), *means, example])
-
-    head = ["task", "V", "m", "contexts", "answers", "H", "TC", "drawn", "example"]
-    print_table(head, rows)
+        rows.append([name, *map(str, sizes), *(f"{number.mean():.3f}" for number in exact)])
+    print_table(["task", "V", "m", "contexts", "answers", "H", "TC", "drawn"], rows)
     print(ABOUT_TASKS)
 
     # what each task is: its docstring
-    print("\nAn answer has m symbols, x_1 to x_m, out of V. c is its context.")
     for name, task in TASKS.items():
         what = " ".join(inspect.getdoc(task).split())
         print(textwrap.fill(f"{name:12}{what}", 105, subsequent_indent=" " * 12))

@@ -68,7 +68,7 @@ from lib.util import (
     flush,
     generator,
     pick_device,
-    printable,
+    place,
     progress,
     quoted,
 )
@@ -331,12 +331,12 @@ def build_parser(doc: str = __doc__) -> Parser:
 
     # fmt: off
     add = parser.add_argument_group("data").add_argument
-    add("--config", metavar="TOML", help="a file of flags, like those in configs/; the command line's flags win")
-    add("--data", default="data/names", help="a folder of rows, written by prepare.py or toy.py")
+    add("--config", type=place, metavar="TOML", help="a file of flags, as in configs/; the command line's flags win")
+    add("--data", type=place, default="data/names", help="a folder of rows, written by prepare.py or toy.py")
     add("--seq_len", type=count, default=32, help="the most tokens of a row, which never mixes documents (paper 2048)")
 
     add = parser.add_argument_group("model").add_argument
-    add("--init_from", default="assets/names", help="scratch, resume, or the folder of a model")
+    add("--init_from", type=place, default="assets/names", help="scratch, resume, or the folder of a model")
     add("--preset", choices=PRESETS, default="tiny", help="the geometry of a model from scratch")
     add("--n_last", type=count, help="n, the layers of Stage B (paper 3; left out: the checkpoint's or preset's)")
     add("--n_rounds", type=count,
@@ -367,7 +367,7 @@ def build_parser(doc: str = __doc__) -> Parser:
         help="recompute the layers in the backward (paper), which is slower and takes less memory")
 
     add = parser.add_argument_group("run").add_argument
-    add("--out_dir", default="out/names", help="the folder of the checkpoint and of log.jsonl")
+    add("--out_dir", type=place, default="out/names", help="the folder of the checkpoint and of log.jsonl")
     add("--seed", type=int, default=0, help="any whole number, of any size: it is hashed")
     add("--device", default="auto", help="auto (an accelerator, or else the CPU), or the name of one")
     add("--dtype", choices=DTYPES, default="fp32",
@@ -443,7 +443,7 @@ def describe(args: Namespace, corpus: Corpus, model: Model, done: int) -> None:
     cfg = model.cfg
     train, val = (corpus.rows[split].describe() for split in ("train", "val"))
     learned = sum(p.numel() for p in model.learned().values())
-    print(f"{printable(args.data)}: {train} to train on, {val} to validate")
+    print(f"{args.data}: {train} to train on, {val} to validate")
     print(f"training {learned:,} parameters on {model.wte.weight.device} in {args.dtype}, from {args.init_from}; "
           f"n = {cfg.n_last} of {cfg.n_layer} layers, K = {cfg.n_rounds}, blocks of {cfg.block_length}; "
           f"steps {done}..{args.max_iters} -> {args.out_dir}")  # fmt: skip

@@ -39,20 +39,15 @@ def as_written(prompt: str) -> str:
     return re.sub(rf"\s+({MASK}|$)", r"\1", text)
 
 
-def read_names(group: str) -> list[str]:
-    """All names of data/names that were "held out", or all that were "trained" on."""
-    split = "val" if group == "held out" else "train"
-    ids, starts, _ = read_split(FOLDER / f"{split}.safetensors", read_meta(FOLDER).vocab_size)
-    tokenizer = load_tokenizer(FOLDER)
-    return [tokenizer.decode(ids[a:b].tolist()) for a, b in zip(starts[:-1], starts[1:], strict=True)]
-
-
 def draw_names(n: int, group: str, tokenizer: Tokenizer) -> dict[str, list[int]]:
-    """n "held out" or "trained" names: name -> the first third of its tokens, rounded up."""
-    names = read_names(group)
-    order = torch.randperm(len(names), generator=generator("names", group))
+    """n names of data/names, "held out" or "trained" on: name -> the first third of its tokens, rounded up."""
+    split = "val" if group == "held out" else "train"
+    documents, starts, _ = read_split(FOLDER / f"{split}.safetensors", read_meta(FOLDER).vocab_size)
+    own = load_tokenizer(FOLDER)
+    order = torch.randperm(len(starts) - 1, generator=generator("names", group))
     prompts = {}
     for i in order[:n].tolist():
-        ids = tokenizer.encode_document(names[i]).tolist()
-        prompts[names[i]] = ids[: math.ceil(len(ids) / 3)]
+        name = own.decode(documents[starts[i] : starts[i + 1]].tolist())
+        ids = tokenizer.encode_document(name).tolist()
+        prompts[name] = ids[: math.ceil(len(ids) / 3)]
     return prompts

@@ -22,17 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lib.util import (
-    WALK,
-    checked_entry,
-    copy_file,
-    fail,
-    generator,
-    read_json,
-    reading,
-    replace_file,
-    write_json,
-)
+from lib.util import WALK, checked_entry, copy_file, fail, generator, read_json, reading, replace_file, write_json
 
 # R rows, T positions of a row, D documents
 
@@ -122,14 +112,14 @@ def check_ordinary(folder: Path, where: Path, ordinary: set[int]) -> None:
         return
     spec = read_json(path, "tokenizer")
     with reading(path, "tokenizer", WALK):
-        added = {token["id"]: token.get("special") for token in spec["added_tokens"]}
-        tokens = {i for i in (*spec["model"]["vocab"].values(), *added) if not added.get(i)}
+        special = {token["id"] for token in spec["added_tokens"] if token.get("special")}
+        tokens = {*spec["model"]["vocab"].values(), *(token["id"] for token in spec["added_tokens"])} - special
     if ordinary != tokens:
         fail(f"{where} has {len(ordinary)} ordinary ids, and {path} has {len(tokens)}, or others: which are meant?")
 
 
 def read_split(path: Path, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Read ids, starts and prompts; anything wrong with them is a mistake, said in one line."""
+    """ids, starts and prompts."""
     with reading(path, "rows"):
         tensors = load_file(path)
         kinds = {name: (t.dtype, t.dim()) for name, t in tensors.items()}
@@ -149,7 +139,7 @@ def read_split(path: Path, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rows_hash(folder: Path) -> str:
-    """A hash of both splits and meta.json, in 16 hex digits: do two folders hold the same rows?"""
+    """A hash of both splits and meta.json, in 16 hex digits."""
     digest = hashlib.sha256()
     for name in ("train.safetensors", "val.safetensors", "meta.json"):
         with reading(folder / name, "rows"), open(folder / name, "rb") as file:
@@ -160,11 +150,10 @@ def rows_hash(folder: Path) -> str:
 class Rows:
     """The documents of a split, cut into rows of at most seq_len ids. Each row has one document, and eos as padding.
 
-    Training reads an endless stream, which has all rows in random order, again and again. Row i of the stream is a
-    function of the rows, the seed, the sizes and i alone. All rows of a batch have one width, which is 1, 2, 4, ...
-    blocks, up to seq_len, as its rows need. (If all rows of names had 32 tokens, they would have 2.8 times as many.) So
-    a row's random numbers, which depend on the width, do not depend on the rows beside it. With a batch_size of 0 all
-    rows have the width seq_len.
+    Training reads an endless stream of all rows in random order, again and again. Row i of the stream is a function of
+    the rows, the seed, the sizes and i alone. All rows of a batch have one width, so that a row's random numbers, which
+    depend on it, do not depend on the rows beside it. If all rows of names had 32 tokens, they would have 2.8 times as
+    many.
     """
 
     def __init__(
@@ -207,7 +196,7 @@ class Rows:
         return f"{len(self):,} rows, {sum(map(len, self.rows)):,} tokens"
 
     def width(self, n: int) -> int:
-        """The width of a row of n ids: the least of one block, two, four, ..., seq_len that holds it."""
+        """The width of a row of n ids: one block, two, four, ..., or seq_len; with a batch_size of 0 always seq_len."""
         if self.batch_size == 0:
             return self.seq_len
         width = self.block_length

@@ -7,7 +7,7 @@ import signal
 import stat
 import sys
 import tomllib
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,7 +19,6 @@ from tqdm import tqdm
 from lib.util import (
     Mistake,
     Parser,
-    as_flags,
     check_same_folder,
     checked_entry,
     fail,
@@ -28,12 +27,10 @@ from lib.util import (
     read_json,
     reading,
     replace_file,
-    user_path,
     write_json,
 )
 
-# what a run reads, by its hash: it is in train.json beside the flags, so that a resumed run reads the same. So is the
-# run's own name, which its state has, too
+# train.json has these beside the flags: hashes of what the run reads, and the run's own name, which its state has, too
 HASHES = {"base_hash": "weights", "rows_hash": "rows"}
 BESIDE = (*HASHES, "run_id")
 
@@ -42,7 +39,7 @@ BESIDE = (*HASHES, "run_id")
 def run_settings(parser: Parser, free: set[str]) -> Namespace:
     """The flags of the command line, on top of the settings in --config or in the run that is resumed. A resumed run
     may change only its `free` settings."""
-    given = name_places(parser.parse_args())
+    given = parser.parse_args()
     resume = given.init_from == "resume"
     beside = dict.fromkeys(BESIDE) | {"run_id": uuid4().hex}
     settings = {}
@@ -60,15 +57,20 @@ def run_settings(parser: Parser, free: set[str]) -> Namespace:
         with reading(path, "config"):
             settings = tomllib.loads(path.read_text(encoding="utf-8-sig"))
 
-    # settings as flags; a mistake in them is one of the file
+    # settings as flags: {"seed": 1, "checkpointing": true} -> --seed=1 --checkpointing
+    flags = []
+    for name, value in settings.items():
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no-{name}")
+        elif value is not None:
+            flags.append(f"--{name}={value}")
     try:
-        flags = as_flags(settings, parser)
-        saved = name_places(parser.parse_args(flags))
+        saved = parser.parse_args(flags)
     except Mistake as e:
         fail(f"{path}: {e}")
 
     # then the flags of the command line, which win
-    args = name_places(parser.parse_args([*flags, *sys.argv[1:]]))
+    args = parser.parse_args([*flags, *sys.argv[1:]])
     if resume:
         args.init_from = checked_entry(settings, "init_from", str, path)
         now = absolute(args)
@@ -77,17 +79,6 @@ def run_settings(parser: Parser, free: set[str]) -> Namespace:
                 fail(f"--{name} {getattr(args, name)} differs from the run's {value}: leave it out, or start a new run")
     args.resume = resume
     vars(args).update(beside)
-    return args
-
-
-def name_places(args: Namespace) -> Namespace:
-    """~/runs is a folder at home. A place without a name would be the current folder, and is refused."""
-    for name in ("config", "data", "init_from", "out_dir"):
-        try:
-            if getattr(args, name) is not None:
-                setattr(args, name, str(user_path(getattr(args, name))))
-        except ArgumentTypeError as e:
-            fail(f"--{name}: {e}")
     return args
 
 
@@ -133,11 +124,8 @@ FIGURES = dict(
 
 
 def report(record: dict, log: Path | None, title: str, shown: bool, explained: bool = False) -> None:
-    """Append a record to log.jsonl and, if `shown`, print it. In a process that does not write, log is None. The
-    record's `step` says how many updates came before its figures.
-
-    explained: before that, explain the figures of every step and of this record, a line for each.
-    """
+    """Append a record to log.jsonl (None in a process that does not write) and, if `shown`, print it. Its `step` says
+    how many updates came before it. explained: say first what its figures are."""
     if log is None:
         return
     check_same_folder(log.parent)
@@ -154,8 +142,7 @@ def report(record: dict, log: Path | None, title: str, shown: bool, explained: b
 
 
 def rewind_log(path: Path, it: int) -> None:
-    """Drop the lines that came after the last save, which was after `it` updates, and a line that a kill has cut
-    short."""
+    """Drop a line that was cut short, and all that came after the last save, which was after `it` updates."""
     kept = []
     for line in read_bytes(path, "log").splitlines() if path.exists() else []:
         with suppress(ValueError, KeyError, TypeError, RecursionError):
@@ -169,13 +156,9 @@ def rewind_log(path: Path, it: int) -> None:
 def check_finite(record: dict, what: str, it: int, saved: int, args: Namespace) -> None:
     """Stop a run that has diverged, and name its last checkpoint, whose validation was finite."""
     bad = [f"{k} {v}" for k, v in record.items() if not math.isfinite(v)]
-    if not bad:
-        return
-    good = "none was saved yet"
-    if saved:
-        again = f"--init_from resume --out_dir {quoted(args.out_dir)}"
-        good = f"the checkpoint of step {saved} in {args.out_dir} is good ({again})"
-    fail(f"the {what} of step {it + 1} is not finite ({bad[0]}): {good}; lower --learning_rate in a new --out_dir")
+    if bad:
+        good = f"the checkpoint of step {saved} in {args.out_dir} is good" if saved else "none was saved yet"
+        fail(f"the {what} of step {it + 1} is not finite ({bad[0]}): {good}; lower --learning_rate in a new --out_dir")
 
 
 # --- figures and schedule
@@ -230,7 +213,7 @@ HANGUP = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []  # Windows has non
 
 
 def verdict(validation: dict[str, float], args: Namespace) -> str:
-    """What the last validation says, in a sentence."""
+    """The last validation in a sentence."""
     if "B_less_A" not in validation:
         return f"Stage A's cross-entropy at masks is {validation.get('m2t_A', math.nan):.2f} nats a position"
     gain = validation["B_less_A"]

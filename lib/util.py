@@ -42,8 +42,7 @@ def fail(message: str) -> NoReturn:
 
 
 def command(main: Callable) -> Callable:
-    """Wrap a script's main, so that a user's mistake is printed as one line, with exit code 2. So is the error that
-    Python raises when the disk is full, when a permission is missing, or on Ctrl-C."""
+    """Wrap a script's main: a user's mistake, an OSError and Ctrl-C are printed as one line, with exit code 2."""
 
     @functools.wraps(main)
     def run(*args, **kwargs):
@@ -56,12 +55,6 @@ def command(main: Callable) -> Callable:
             message = str(e)
         except KeyboardInterrupt:
             message = "interrupted"
-        except (MemoryError, RuntimeError) as e:
-            # the CPU's allocator raises a plain RuntimeError
-            known = isinstance(e, (MemoryError, torch.OutOfMemoryError))
-            if not known and "can't allocate memory" not in str(e):
-                raise
-            message = "out of memory: take fewer or shorter rows at a time, or --dtype bf16"
         tqdm.write(f"error: {printable(' '.join(message.split()))}", file=sys.stderr)  # on a line apart from a bar
         raise SystemExit(2)
 
@@ -73,8 +66,8 @@ WALK = (LookupError, TypeError, AttributeError)  # what a look into a parsed fil
 
 @contextmanager
 def reading(path: Path, what: str, also: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Turn an error of reading or parsing a user's file into a mistake. Do nothing else inside: an error of the code,
-    like a KeyError, keeps its traceback. also: WALK, where nothing is done but to look into what was parsed."""
+    """Turn an error of reading or parsing a user's file into a mistake. also: WALK, where nothing is done inside but to
+    look into what was parsed; elsewhere a KeyError is ours, and keeps its traceback."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
@@ -103,9 +96,7 @@ class Parser(argparse.ArgumentParser):
     """argparse with errors of one line, and a --help that keeps the docstring's layout and shows the defaults."""
 
     def __init__(self, doc: str):
-        main = sys.modules["__main__"].__spec__  # None without `python -m`; argparse would name the module's file
-        prog = f"python -m {main.name}" if main else None
-        super().__init__(prog, description=doc, formatter_class=Manual, allow_abbrev=False)
+        super().__init__(description=doc, formatter_class=Manual, allow_abbrev=False)
         self.register("type", Path, user_path)
 
     def parse_known_args(self, args=None, namespace=None):
@@ -127,7 +118,12 @@ def user_path(text: str) -> Path:
         raise argparse.ArgumentTypeError("this path is empty")
     if printable(text) != text or "\n" in text:
         raise argparse.ArgumentTypeError(f"this path has control characters in it: {text!r}")
-    return Path(os.path.expanduser(text))
+    return Path(text).expanduser()
+
+
+def place(text: str) -> str:
+    """The type of a flag that is a path, or a word such as scratch."""
+    return str(user_path(text))
 
 
 class Manual(argparse.RawDescriptionHelpFormatter):
@@ -138,20 +134,6 @@ class Manual(argparse.RawDescriptionHelpFormatter):
         # several values as a user types them
         typed = " ".join(map(str, default)) if isinstance(default, list) else default
         return f"{action.help} (default: {typed})"
-
-
-def as_flags(settings: dict, parser: Parser) -> list[str]:
-    """{"seed": 1, "checkpointing": true} -> --seed=1 --checkpointing"""
-    known = {action.dest: action for action in parser._actions if action.dest not in ("help", "config")}
-    flags = []
-    for name, value in settings.items():
-        if name not in known:
-            fail(f"{name} = {value!r:.80} is not a setting: see --help")
-        if isinstance(value, bool) and isinstance(known[name], argparse.BooleanOptionalAction):
-            flags.append(f"--{name}" if value else f"--no-{name}")
-        elif value is not None:
-            flags.append(f"--{name}={value}")
-    return flags
 
 
 def bounded(kind: type, low: float, high: float = math.inf) -> Callable[[str], float]:
@@ -185,8 +167,7 @@ OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u206
 
 
 def printable(text: object) -> str:
-    """Text of a model, a prompt or a file without commands for a terminal: "a\x1b[2J" -> "a<U+001B>[2J". Line ends and
-    tabs stay."""
+    """Text without commands for a terminal: "a\x1b[2J" -> "a<U+001B>[2J". Line ends and tabs stay."""
     return OBEYED.sub(lambda found: code_point(found[0]), str(text))
 
 
@@ -268,7 +249,6 @@ def flush(path: Path) -> None:
 def alone_in(folder: Path) -> Iterator[None]:
     """Lock a folder while a run writes into it, so that another run is refused. The folder is made if it is not there,
     and what a killed run left unfinished is removed. The kernel drops the lock when the process ends."""
-    new = [place for place in (folder, *folder.parents) if not place.exists()]
     make_folder(folder)
     number = os.open(folder, os.O_RDONLY) if fcntl else None
     try:
@@ -282,8 +262,7 @@ def alone_in(folder: Path) -> Iterator[None]:
         # a run that fails before it writes anything leaves no folder behind
         with suppress(OSError, Mistake):
             check_same_folder(folder)
-            for place in new:
-                place.rmdir()
+            folder.rmdir()
         LOCKED.pop(folder, None)
         if fcntl:
             os.close(number)
@@ -366,23 +345,6 @@ def append_line(path: Path, record: dict) -> None:
         whole = whole_lines(held)
         file.truncate(min(len(held), len(whole)))
         file.write(whole[len(held) :] + json.dumps(record).encode() + b"\n")
-
-
-SPECIAL = {"eos_id": "<|endoftext|>", "mask_id": "<|mask|>"}  # the released names, which every tokenizer.json has
-
-
-def check_special(folder: Path, where: Path, eos_id: int, mask_id: int) -> None:
-    """Refuse ids in the file `where` that differ from those in the folder's tokenizer.json."""
-    path = folder / "tokenizer.json"
-    if not path.exists():
-        return
-    spec = read_json(path, "tokenizer")
-    with reading(path, "tokenizer", WALK):
-        added = {token["content"]: token["id"] for token in spec["added_tokens"]}
-    for name, own in (("eos_id", eos_id), ("mask_id", mask_id)):
-        theirs = added.get(SPECIAL[name], own)
-        if theirs != own:
-            fail(f"{where}: {name} is {own}, and {path} has {theirs!r:.80} for it: which one is meant?")
 
 
 # --- randomness and the device

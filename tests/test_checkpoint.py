@@ -138,7 +138,6 @@ IMPOSSIBLE = [
     (dict(block_length=129), "block_length is 1..128"),
     (dict(mask_id=272), "vocabulary"),
     (dict(eos_id=257), "eos_id and mask_id, both 257, are two tokens"),
-    (dict(eos_id=255), "eos_id is 255, and"),
     (dict(router="no such router"), "(see model.py), not 'no such router'"),
     (dict(stage_b="other"), "stage_b is one of paper, causal, not 'other'"),
     (dict(n_layer="4"), "n_layer is '4'"),
