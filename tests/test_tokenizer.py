@@ -34,8 +34,7 @@ def test_merges_worked_by_hand():
     spec = merged_spec()
     t = bpe_tokenizer(Path("by hand"), spec)
     assert (t.eos_id, t.mask_id, t.vocab_size, t.pattern) == (260, 261, 262, WORDS)
-    assert t.encode("aaa ab") == [258, 259] and t.encode("xy") == [120, 121]
-    assert t.encode("aaaa") == [256, 256] and t.encode("abab ") == [257, 257, 32]
+    assert t.encode("aaa ab") == [258, 259] and t.encode("aaaa") == [256, 256]
     assert t.encode("ab<|mask|>") == [257, 261] and t.decode([258, 259, 260, 261]) == "aaa ab"
 
     # older files write a merge as one string, and special tokens may come first
@@ -68,9 +67,7 @@ def test_tiktoken_reads_the_released_tokenizer_and_our_own():
 OTHERS = {
     "another pattern": lambda s: s["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex=r"\d|\D+"),
     "a normaliser": lambda s: s.update(normalizer={"type": "NFC"}),
-    "a prefix": lambda s: s["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True),
     "a word": lambda s: s["added_tokens"].append({"id": 262, "content": "a b", "special": False, "normalized": True}),
-    "words as they are": lambda s: s["model"].update(ignore_merges=True),
     "merges by other ids": lambda s: s["model"]["vocab"].update(aa=257, ab=256),
     "a token that nothing makes": lambda s: s["model"]["vocab"].update(aab=262),
 }
@@ -102,7 +99,6 @@ def test_ids_of_the_library_worked_by_hand():
     assert t.encode("aaa 1ab<|mask|>") == [258, 32, 49, 257, 261] and t.decode([258, 259, 261]) == "aaa ab"
     assert t.encode_document("ab<|mask|>").tolist() == [257, *b"<|mask|>"]
     assert read(OTHERS["a normaliser"]).encode("e\u0301") == list("é".encode())
-    assert read(OTHERS["a prefix"]).encode("ab") == [259]
     assert read(OTHERS["merges by other ids"]).encode("aa ab") == [257, 259]
 
     # an added word is found in a document, too
