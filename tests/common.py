@@ -139,38 +139,24 @@ def conditional(t: Toy, c: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     return torch.where(total > 0, joint / total, 1 / t.V)
 
 
-def assert_same(ours: list, theirs: list, name: str = "ours") -> None:
-    """Fail with the first item that differs, instead of two long lists."""
-    for i, (one, other) in enumerate(zip(ours, theirs, strict=False)):
-        assert one == other, f"{name}[{i}]"
-    assert len(ours) == len(theirs), name
-
-
-class Steps:
-    """The steps of every row in plain numbers, for generate's on_step; positions are absolute."""
-
-    def __init__(self, n_rows: int):
-        self.of_row: list[list[dict]] = [[] for _ in range(n_rows)]
-
-    def add(self, rows: list[Row], step: Step) -> None:
-        for r, row in enumerate(rows):
-            start, token, token_a = len(row.ids), step.token[r].tolist(), step.token_a[r].tolist()
-            places = [dict(at=start + i, token=token[i], token_a=token_a[i]) for i in range(len(token))]
-            record = dict(start=start, before=step.z[r].tolist(), after=step.after[r].tolist())
-            record["fill"] = [places[i] for i in step.bundle[r].nonzero()[:, 0].tolist()]
-            record["edit"] = [places[i] for i in step.edited[r].nonzero()[:, 0].tolist()]
-            self.of_row[row.number].append(record | dict(conf=step.conf[r].tolist()))
-
-
 def prompt(n: int, seed: int = 0, high: int = MASK) -> list[int]:
     return random_ids(1, n, 100 + seed, high)[0].tolist()
 
 
 def traced(model, prompts: list[list[int]], d: Decoding, **how) -> tuple[list[Output], list[list[dict]]]:
-    """The output of each row, and its steps."""
-    steps = Steps(len(prompts))
-    outputs = generate(model, prompts, d, on_step=steps.add, **how)
-    return outputs, steps.of_row
+    """The output of each row, and its steps in plain numbers. fill and edit are positions of the text."""
+    steps = [[] for _ in prompts]
+
+    def add(rows: list[Row], step: Step) -> None:
+        for r, row in enumerate(rows):
+            start = len(row.ids)
+            record = dict(start=start, before=step.z[r].tolist(), after=step.after[r].tolist())
+            record["fill"] = (start + step.bundle[r].nonzero()[:, 0]).tolist()
+            record["edit"] = (start + step.edited[r].nonzero()[:, 0]).tolist()
+            record["conf"] = step.conf[r].tolist()
+            steps[row.number].append(record)
+
+    return generate(model, prompts, d, on_step=add, **how), steps
 
 
 def assert_as_specified(model, prompts, d: Decoding, step=denoise) -> list[Output]:
@@ -179,7 +165,7 @@ def assert_as_specified(model, prompts, d: Decoding, step=denoise) -> list[Outpu
     outputs, steps = traced(model, prompts, d, step=step)
     for prompt, out, row in zip(prompts, outputs, steps, strict=True):
         tokens, nfe, seen = generate_one(model, prompt, d, step)
-        assert_same([s["before"] for s in row], seen, "generate")
+        assert [s["before"] for s in row] == seen
         assert (out.tokens, out.nfe) == (tokens, nfe)
     return outputs
 

@@ -3,12 +3,13 @@
 By enumeration of random joint tables. `pytest tests/test_bound.py`
 """
 
-import math
-
 import pytest
 import torch
 from common import approx
 from torch import Tensor
+
+from decoding import PAPER
+from sample import certified
 
 
 def random_tables(seed: int, n: int, V: int, k: int) -> Tensor:
@@ -34,42 +35,22 @@ def surest(table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("V", [2, 3])
 @pytest.mark.parametrize("k", [2, 3, 4])
-def test_the_bound_never_fails(V, k):
+def test_what_is_certified_is_the_likeliest_tuple(V, k):
     p, together, mode = surest(random_tables(10 * V + k, 50_000, V, k))
     agree = together >= mode - 1e-12
-    q = 1 - p
-    sharp = q.sum(1) + q.amax(1) <= 1
+    sharp = certified(None, p, torch.ones_like(p, dtype=torch.bool), PAPER).all(1)
     # Fast-dLLM's form, with the largest gate that all of them exceed
-    gate = (k + 1) * q.amax(1) <= 1
+    gate = (k + 1) * (1 - p).amax(1) <= 1
     assert agree[sharp].all() and not (gate & ~sharp).any()
     # tables of all kinds: the bound holds, it does not hold and they agree all the same, and they do not agree
     assert min(gate.sum(), (sharp & ~gate).sum(), (~sharp & agree).sum(), (~agree).sum()) > 100
 
 
-def test_two_masks_above_the_papers_gate_are_safe_and_three_are_not():
-    p, together, mode = surest(random_tables(0, 50_000, 2, 2))
-    above = (p > 0.7).all(1)
-    assert above.sum() > 100 and (together[above] == mode[above]).all()
-
-    # three masks: 111 has less probability than each tuple with a single 0
+def test_three_masks_above_the_papers_gate_are_not_safe():
+    """111 has less probability than each tuple with a single 0. (Two masks are safe: 3 (1 - .7) < 1.)"""
     table = torch.zeros(1, 2, 2, 2, dtype=torch.float64)
     table[0, 1, 1, 1] = 0.11
     table[0, 0, 1, 1] = table[0, 1, 0, 1] = table[0, 1, 1, 0] = 0.89 / 3
     p, together, mode = surest(table)
     assert p[0].tolist() == approx([0.11 + 2 * 0.89 / 3] * 3) and (p > 0.7).all()
     assert together.item() == 0.11 < mode.item() == 0.89 / 3
-    q = 1 - p[0]
-    assert q.sum() + q.max() > 1 and 4 * (1 - 0.7) > 1
-
-
-@pytest.mark.parametrize("k", [2, 3, 4])
-def test_marginals_bound_the_total_correlation(k):
-    """TC = sum H(x_i) - H(x) is at most sum H(x_i) - max H(x_i), because H(x) >= H(x_i). Copies of a token reach it."""
-    table = random_tables(k, 10_000, 3, k)
-    table[0] = 0
-    table[0][(torch.arange(3),) * k] = 1 / 3
-    marginals = [table.sum([j + 1 for j in range(k) if j != i]) for i in range(k)]
-    entropies = torch.stack([torch.special.entr(p).sum(1) for p in marginals])
-    tc = entropies.sum(0) - torch.special.entr(table).flatten(1).sum(1)
-    bound = entropies.sum(0) - entropies.amax(0)
-    assert (tc <= bound + 1e-12).all() and tc[0].item() == approx(bound[0].item()) == approx((k - 1) * math.log(3))

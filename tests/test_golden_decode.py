@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from common import GOLDEN, Steps, assert_same
+from common import GOLDEN, traced
 
 from checkpoint import load_model
-from sample import Decoding, generate, generate_one
+from sample import Decoding, generate_one
 
 CASES = json.loads((GOLDEN / "expected.json").read_text())["cases"]
 
@@ -25,18 +25,13 @@ def test_released_generate(case, golden):
     after = [z for block in blocks for z in block["states"][1:]]
     ends = [block["end"] for block in blocks for _ in block["states"][1:]]
 
-    # the specification: it tells the state before every forward
+    # the specification
     tokens, nfe, seen = generate_one(model, case["prompt"], d)
-    assert_same(seen, before, "generate_one")
-    assert_same(tokens, case["output"], "generate_one")
-    assert nfe["full"] == case["forwards"] and nfe["partial"] == 0
+    assert (seen, tokens) == (before, case["output"])
+    assert nfe == dict(full=case["forwards"], partial=0, refresh=nfe["refresh"])
 
-    # the cached decoder: its steps tell the state before and after every forward
-    steps = Steps(1)
-    out = generate(model, [case["prompt"]], d, on_step=steps.add)[0]
-    (taken,) = steps.of_row
-    assert_same([s["before"] for s in taken], before, "generate")
-    assert_same([s["after"] for s in taken], after, "generate")
-    assert [s["start"] + a["block_length"] for s in taken] == ends
-    assert_same(out.tokens, case["output"], "generate")
-    assert out.nfe == nfe
+    # the decoder with a cache
+    (out,), (steps,) = traced(model, [case["prompt"]], d)
+    assert ([s["before"] for s in steps], [s["after"] for s in steps]) == (before, after)
+    assert [s["start"] + a["block_length"] for s in steps] == ends
+    assert (out.tokens, out.nfe) == (case["output"], nfe)

@@ -86,39 +86,21 @@ def test_what_a_decode_costs_is_what_runs():
         assert nfe == dict(full=full, refresh=refresh, partial=partial)
         assert len(first) == full + refresh and len(last) == len(first) + partial
 
-    # three rows in step share every pass
-    first.clear()
-    generate(model, [prompt(3, i) for i in range(3)], plain)
-    assert first == [3] * 23
-
-
-def test_a_step_of_ones_own_costs_what_it_says():
-    """Each step costs a quarter of a forward."""
-
-    def quarter(engine, z, *given):
-        return replace(denoise(engine, z, *given), partial=torch.full((len(z),), 0.25))
-
-    model, d = tiny_model(), Decoding(gen_length=13)
-    out = generate(model, [prompt(3)], d, step=quarter)[0]
-    assert out.nfe["partial"] == out.nfe["full"] / 4
-    assert generate_one(model, prompt(3), d, quarter)[:2] == (out.tokens, out.nfe)
-
 
 def test_whole_blocks_without_more_to_write_cost_nothing():
     """Two of three prompts end with a block, and no more tokens are asked for. The third's last block is decoded."""
     d = Decoding(gen_length=0, tau_m2t=0.3, n_rounds=2)
     prompts = [prompt(16), prompt(13), prompt(8)]
     outputs = assert_as_specified(tiny_model(), prompts, d)
-    nothing = dict(full=0, partial=0, refresh=0)
-    assert [out.nfe == nothing for out in outputs] == [True, False, True]
+    assert [out.nfe["full"] > 0 for out in outputs] == [False, True, False]
     assert [(out.prompt, out.tokens) for out in outputs] == [(prompt, []) for prompt in prompts]
-    assert generate(tiny_model(), prompts[:1], d)[0].nfe == nothing
+    assert generate(tiny_model(), prompts[:1], d)[0].nfe == dict(full=0, partial=0, refresh=0)
 
 
 # --- given text
 def test_holes_are_filled_and_what_is_given_stays():
-    """One prompt has holes in the first of three blocks, one only in the last, and one has none. The model edits, and
-    Stage B overrules Stage A, but a given token never changes."""
+    """One prompt has holes in the first of three blocks, one only in the last, and one has none. The model edits, but a
+    given token never changes."""
     texts = [prompt(20), prompt(13), prompt(11)]
     texts[0][2] = texts[0][5] = texts[1][12] = MASK
     d = Decoding(gen_length=6, tau_m2t=0.3, tau_t2t=0.0, max_post_steps=3, holes=True, eos_early_stop=False)
@@ -126,11 +108,10 @@ def test_holes_are_filled_and_what_is_given_stays():
     for out, steps, text in zip(outputs, rows, texts, strict=True):
         holes = [i for i, token in enumerate(text) if token == MASK]
         assert [i for i in range(len(text)) if out.prompt[i] != text[i]] == holes and MASK not in out.prompt
-        written = {f["at"] for s in steps for f in s["fill"] + s["edit"]}
-        assert {i for i in written if i < len(text)} == set(holes) and len(out.tokens) == 6
+        written = {at for s in steps for at in s["fill"] + s["edit"]}
+        assert {at for at in written if at < len(text)} == set(holes) and len(out.tokens) == 6
     assert [steps[0]["start"] for steps in rows] == [0, 8, 8]
-    steps = sum(rows, [])
-    assert any(s["edit"] for s in steps) and any(f["token"] != f["token_a"] for s in steps for f in s["fill"])
+    assert any(s["edit"] for steps in rows for s in steps)
     # gen_length may be 0, so that only holes are filled; the released decoder leaves a mask in a finished block
     assert generate(tiny_model(), texts[:1], replace(d, gen_length=0))[0].tokens == []
     assert generate(tiny_model(), texts[:1], replace(d, holes=False))[0].prompt == texts[0]
@@ -183,82 +164,54 @@ def test_candidates_filter_and_renormalise_by_hand():
         token, p = candidates(logits, u, d)
         assert token.tolist() == [tokens] and p[0].tolist() == approx(shares)
 
-    # two equals share [0, 1/2) and [1/2, 1)
-    token, _ = candidates(torch.zeros(1, 3, 2), torch.tensor([[0.0, 0.49, 0.5]]), Decoding(temperature=1.0))
+    # the first two of three equals share [0, 1/2) and [1/2, 1)
+    token, _ = candidates(torch.zeros(1, 3, 3), torch.tensor([[0.0, 0.49, 0.5]]), Decoding(temperature=1.0, top_k=2))
     assert token.tolist() == [[0, 0, 1]]
 
 
-CONF = [0.9, 0.7, 0.6, 0.2, 0.95]
-MASKS = torch.tensor([[True, True, True, True, False]])  # of five positions the last is visible
+CONF = [0.9, 0.7, 0.95, 0.6, 0.2]
+MASKS = torch.tensor([[True, True, False, True, True]])  # of five positions the third is visible, and never counts
 
 
-@pytest.mark.parametrize("conf, tau_m2t, at_least, bundle", [
-    (CONF, 0.5, 1, [0, 1, 2]),
-    (CONF, 0.7, 1, [0]),  # strictly above; the visible position never counts
-    (CONF, 0.99, 1, [0]),  # nothing passes: the single most confident
-    (CONF, 0.99, 3, [0, 1, 2]),
-    (CONF, 0.65, 2, [0, 1]),  # as many as asked for pass
-    (CONF, 0.5, 2, [0, 1, 2]),  # and more
-    (CONF, 0.0, 9, [0, 1, 2, 3]),
-    (CONF, -1, 1, [0, 1, 2, 3]),  # every mask at once
-    ([0.2, 0.3, 0.3, 0.3, 0.3], 0.5, 2, [1, 2]),  # of equals the leftmost
-    ([0.2, 0.3, 0.3 + 6e-8, 0.3, 0.3], 0.5, 1, [1]),  # rounding makes no difference
+@pytest.mark.parametrize("rule, conf, tau_m2t, at_least, bundle", [
+    (by_confidence, CONF, 0.5, 1, [0, 1, 3]),
+    (by_confidence, CONF, 0.7, 1, [0]),  # strictly above
+    (by_confidence, CONF, 0.99, 1, [0]),  # nothing passes: the single most confident
+    (by_confidence, CONF, 0.99, 3, [0, 1, 3]),
+    (by_confidence, CONF, 0.65, 2, [0, 1]),  # as many as asked for pass
+    (by_confidence, CONF, 0.0, 9, [0, 1, 3, 4]),
+    (by_confidence, CONF, -1, 1, [0, 1, 3, 4]),  # every mask at once
+    (by_confidence, [0.2, 0.3, 0.3, 0.3, 0.3], 0.5, 2, [1, 3]),  # of equals the leftmost
+    (by_confidence, [0.2, 0.3, 0.3, 0.3 + 4e-6, 0.3], 0.5, 1, [1]),  # keys are rounded to five digits
+    # the product is .8, .64, .512, .026: it must be above the gate, but at least one mask is taken
+    (from_the_left, [0.8, 0.8, 0.1, 0.8, 0.05], 0.5, 1, [0, 1, 3]),
+    (from_the_left, [0.8, 0.8, 0.1, 0.8, 0.05], 0.0, 1, [0, 1, 3, 4]),
+    (from_the_left, [0.8, 0.8, 0.1, 0.8, 0.05], 1.0, 1, [0]),
+    (from_the_left, [0.5, 0.5, 0.1, 0.5, 0.05], 0.25, 1, [0]),  # strictly above
+    # 1 - p is .1, .2, .3: .1 + .2 + .2 = .5, and .1 + .2 + .3 + .3 = .9 are at most 1
+    (certified, [0.9, 0.8, 0.95, 0.7, 0.2], 0.7, 1, [0, 1, 3]),
+    # .3 + .3 + .3 is, and a third mask at .7 is not: 1.2
+    (certified, [0.7, 0.7, 0.95, 0.7, 0.2], 0.7, 1, [0, 1]),
+    (certified, [0.75, 0.625, 0.95, 0.1, 0.1], 0.7, 1, [0, 1]),  # .25 + .375 + .375 is 1
+    (certified, [0.2, 0.4, 0.95, 0.3, 0.1], 0.7, 1, [1]),  # the surest one, though 2 (1 - p) > 1
 ])  # fmt: skip
-def test_selection_by_hand(conf, tau_m2t, at_least, bundle):
+def test_selection_by_hand(rule, conf, tau_m2t, at_least, bundle):
     d = Decoding(tau_m2t=tau_m2t, num_to_transfer=at_least)
-    assert by_confidence(None, torch.tensor([conf]), MASKS, d).nonzero()[:, 1].tolist() == bundle
+    assert rule(None, torch.tensor([conf]), MASKS, d).nonzero()[:, 1].tolist() == bundle
 
 
-@pytest.mark.parametrize("tau_m2t, bundle", [(0.45, [0, 3]), (0.5, [3]), (0.55, [3]), (-1, [0, 1, 2, 3])])
+@pytest.mark.parametrize("tau_m2t, bundle", [(0.45, [0, 4]), (0.5, [4]), (-1, [0, 1, 3, 4])])
 def test_selection_by_entropy_by_hand(tau_m2t, bundle):
     """As many masks as by the paper's rule, but those of the least entropy. The second mask has the highest
     probability, but a long tail, so the first and the last mask have less entropy."""
-    rows = [[0.5, 0.5], [0.52, *[0.04] * 12], [1 / 13] * 13, [0.4, 0.6], [1.0]]
+    rows = [[0.5, 0.5], [0.52, *[0.04] * 12], [1.0], [1 / 13] * 13, [0.4, 0.6]]
     p = torch.tensor([row + [0.0] * (13 - len(row)) for row in rows])[None]
-    d, conf = Decoding(tau_m2t=tau_m2t), p.amax(-1).index_fill(1, torch.tensor(3), 0.3)
+    d, conf = Decoding(tau_m2t=tau_m2t), p.amax(-1).index_fill(1, torch.tensor(4), 0.3)
     assert by_entropy(p.log(), conf, MASKS, d).nonzero()[:, 1].tolist() == bundle
 
 
-@pytest.mark.parametrize("p, tau_m2t, bundle", [
-    (0.8, 0.81, [1]), (0.8, 0.65, [1]), (0.8, 0.63, [1, 2]), (0.8, 0.5, [1, 2, 4]), (0.8, 0.01, [1, 2, 4, 5]),
-    (0.8, 0.0, [1, 2, 4, 5]), (0.8, 1.0, [1]), (0.5, 0.25, [1]), (0.5, 0.24, [1, 2]),
-])  # fmt: skip
-def test_selection_from_the_left_by_hand(p, tau_m2t, bundle):
-    """The probabilities are p, p, p and .05. Their product must be above the gate, but at least one mask is taken;
-    visible tokens do not count."""
-    masked = torch.tensor([[False, True, True, False, True, True]])
-    conf = torch.tensor([[0.1, p, p, 0.1, p, 0.05]])
-    assert from_the_left(None, conf, masked, Decoding(tau_m2t=tau_m2t)).nonzero()[:, 1].tolist() == bundle
-
-
-@pytest.mark.parametrize("conf, bundle", [
-    # 1 - p is .1, .2, .3: .1 + .2 + .2 = .5, and .1 + .2 + .3 + .3 = .9 are at most 1
-    ([0.9, 0.8, 0.7, 0.2, 0.95], [0, 1, 2]),
-    # .3 + .3 + .3 is, and a third mask at .7 is not: 1.2
-    ([0.7, 0.7, 0.7, 0.2, 0.95], [0, 1]),
-    # the surest one, though 2 (1 - p) > 1; the visible position never counts
-    ([0.2, 0.4, 0.3, 0.1, 0.95], [1]),
-])  # fmt: skip
-def test_certified_selection_by_hand(conf, bundle):
-    assert certified(None, torch.tensor([conf]), MASKS, Decoding()).nonzero()[:, 1].tolist() == bundle
-
-
-def test_a_rule_of_ones_own_is_asked_and_every_rule_writes_another_text(monkeypatch):
-    model, d = tiny_model(), Decoding(gen_length=16, tau_m2t=0.3, tau_t2t=None, eos_early_stop=False)
-
-    def last_one(logits, conf, masked, d):
-        return masked & (masked.flip(1).cumsum(1).flip(1) == 1)
-
-    monkeypatch.setitem(SELECT, "last", last_one)
-    out, (steps,) = traced(model, [prompt(8)], replace(d, select="last"))
-    assert [f["at"] for s in steps for f in s["fill"]] == [*range(15, 7, -1), *range(23, 15, -1)]
-    assert generate_one(model, prompt(8), replace(d, select="last"))[0] == out[0].tokens
-    texts = {tuple(generate(model, [prompt(8)], replace(d, select=rule))[0].tokens) for rule in SELECT}
-    assert len(texts) == len(SELECT)
-
-
 @pytest.mark.parametrize("select", SELECT)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_of_exact_ties_the_leftmost_is_written_in_any_company(seed, select):
     """In a prompt that is all masks every position has the same probabilities except for rounding, and rounding depends
     on the number of rows."""
@@ -266,12 +219,11 @@ def test_of_exact_ties_the_leftmost_is_written_in_any_company(seed, select):
     d = Decoding(gen_length=9, tau_m2t=0.9, tau_t2t=None, n_rounds=seed % 3, holes=True, select=select)
     blank = [MASK] * 3
     (alone,), (steps,) = traced(model, [blank], d)
-    assert [f["at"] for f in steps[0]["fill"]] == [0]
+    assert steps[0]["fill"] == [0]
     for n in (1, 6):
-        outputs, rows = traced(model, [blank, *(prompt(2 + i, i) for i in range(n)), blank], d)
-        for out, row in ((outputs[0], rows[0]), (outputs[-1], rows[-1])):
-            assert (out.tokens, out.prompt, out.nfe) == (alone.tokens, alone.prompt, alone.nfe)
-            assert [s["after"] for s in row] == [s["after"] for s in steps]
+        (*_, out), (*_, row) = traced(model, [*(prompt(2 + i, i) for i in range(n)), blank], d)
+        assert (out.tokens, out.prompt, out.nfe) == (alone.tokens, alone.prompt, alone.nfe)
+        assert [s["after"] for s in row] == [s["after"] for s in steps]
 
 
 # --- how a block ends
@@ -298,12 +250,10 @@ def test_a_block_longer_than_the_bound_is_filled(monkeypatch):
 
 # --- the command line
 def test_what_a_decode_costs_in_words():
-    """By hand: 6 + 4 * 0.375 = 7.5 for 5 tokens; 1200 + 99 * 0.375 + 3 = 1240.125; and no token has no share."""
-    for n, full, partial, refresh, end in (
-        (5, 6, 4, 0, "= 7.5, 1.500 per token"), (800, 1200, 99, 3, "= 1240.12, 1.550 per token"), (0, 8, 0, 0, "= 8"),
-    ):  # fmt: skip
-        nfe = dict(full=full, partial=float(partial), refresh=refresh)
-        assert sample.cost(n, nfe, 0.375).endswith(f" refresh {end}")
+    """By hand: 6 + 4 * 0.375 + 1 = 8.5 for 5 tokens; and no token has no share."""
+    nfe = dict(full=6, partial=4.0, refresh=1)
+    assert sample.cost(5, nfe, 0.375).endswith(" refresh = 8.5, 1.700 per token")
+    assert sample.cost(0, nfe, 0.375).endswith(" refresh = 8.5")
 
 
 def test_a_checkpoint_without_its_tokenizer_decodes_ids_and_says_what_text_needs(tmp_path, monkeypatch, capsys):
@@ -314,14 +264,8 @@ def test_a_checkpoint_without_its_tokenizer_decodes_ids_and_says_what_text_needs
     given = ["--ckpt", tmp_path, "--gen_length", 12, "--device", "cpu"]
     watched = run(*given, "--prompt_ids", "5,9,12", "--watch")
     assert "step   1  5 9 12" in watched and f"\n{tokens}\n" in watched
-    assert " per token]" in watched and "\x1b" not in watched
     assert "no tokenizer" in run.fails(*given, "--prompt", "text")
-
-    # another rule for the bundle
-    d = Decoding(gen_length=12, n_rounds=2, holes=True, select="entropy")
-    other = generate(tiny_model(), [[5, 9, 12]], d)[0].tokens
-    out = run(*given, "--prompt_ids", "5,9,12", "--select", "entropy")
-    assert out.startswith(f"{other}\n") and ", selected by entropy; " in out and other != tokens
+    assert "selected by entropy" in run(*given, "--prompt_ids", "5,9,12", "--select", "entropy")
 
 
 TRAINED = replace(PAPER, n_rounds=2)
@@ -334,13 +278,10 @@ TRAINED = replace(PAPER, n_rounds=2)
     ("converted", "", RELEASED),
     ("converted", "--n_rounds 1", PAPER),
     ("causal", "", CAUSAL),
-    ("causal", "--n_rounds 0", RELEASED),
     # a flag changes a field, and nothing else
-    ("paper", "--tau_t2t 0.3", replace(TRAINED, tau_t2t=0.3)),
     ("paper", "--tau_t2t none --select left", replace(TRAINED, tau_t2t=None, select="left")),
-    ("paper", "--temperature 1 --top_k 5", replace(TRAINED, temperature=1.0, top_k=5)),
-    ("causal", "--tau_m2t 0.5 --lookahead 1", replace(CAUSAL, tau_m2t=0.5, lookahead=1)),
-    ("causal", "--beam 4", replace(CAUSAL, beam=4)),
+    ("paper", "--temperature 1 --top_k 5 --top_p 0.9", replace(TRAINED, temperature=1.0, top_k=5, top_p=0.9)),
+    ("causal", "--tau_m2t 0.5 --lookahead 1 --beam 4", replace(CAUSAL, tau_m2t=0.5, lookahead=1, beam=4)),
     ("paper", "--n_rounds 3", "markers for 0..2 rounds"),
     ("causal", "--beam 4 --temperature 1", "leave out --temperature"),
     ("paper", "--temperature 1e-9", "too small to divide by"),
