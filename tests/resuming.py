@@ -10,14 +10,12 @@ import torch
 from common import command_line
 from safetensors.torch import load_file
 
-import base
 import toy
 import train
 from lib.rows import Meta, write_meta, write_rows
 from lib.tokenizer import byte_spec
-from lib.util import generator, write_json
+from lib.util import write_json
 
-SCRIPTS = {"train.py": train, "base.py": base}
 BYTES = Meta(vocab_size=272, eos_id=256, mask_id=257, n_plain=256)
 
 
@@ -30,10 +28,8 @@ def toy_rows(folder: Path, name: str = "pairs", **sizes) -> Path:
 
 def byte_rows(folder: Path, prompt: int = 0, judge: dict | None = None) -> Path:
     """A prepared folder of 40 short texts in random letters, read as bytes."""
-    g = generator("tests", "texts")
-    lengths = torch.randint(3, 60, (40,), generator=g).tolist()
-    documents = [torch.randint(97, 123, (n,), generator=g).numpy() for n in lengths]
-    documents = [np.append(document, BYTES.eos_id) for document in documents]
+    g = np.random.default_rng(0)
+    documents = [np.append(g.integers(97, 123, g.integers(3, 60)), BYTES.eos_id) for _ in range(40)]
     for split in ("train", "val"):
         write_rows(folder, split, documents, [prompt] * len(documents), BYTES.vocab_size)
     write_json(folder / "tokenizer.json", byte_spec())
@@ -70,22 +66,17 @@ def assert_same_end(a, b) -> None:
     assert all(torch.equal(tensors_a[k], tensors_b[k]) for k in tensors_a)
 
 
-def resumed(script, folder, monkeypatch, capsys, *argv) -> Path:
-    """Stop a run by Ctrl-C in its second step, then give the very line that it prints."""
-    out = stopped(2, script, monkeypatch, capsys, *argv, "--out_dir", folder)
-    said, line = out.split("go on with: python ")
-    name, *again = shlex.split(line.splitlines()[0])
-    assert "saved at step 2 of" in said and SCRIPTS[name] is script
-    code, _, err = command_line(script, monkeypatch, capsys, *again)
-    assert code == 0, err
-    return folder
-
-
 def assert_resumes(script, folder, monkeypatch, capsys, *argv) -> Path:
     """A run that was stopped ends bit for bit as a run that was not -> the folder of the latter."""
-    whole = folder / "whole"
+    whole, halved = folder / "whole", folder / "with a blank"
     code, out, err = command_line(script, monkeypatch, capsys, *argv, "--out_dir", whole)
     assert code == 0 and "done; what it does now" in out, err
 
-    assert_same_end(whole, resumed(script, folder / "with a blank", monkeypatch, capsys, *argv))
+    # Ctrl-C in the second step, then the very line that the run prints
+    out = stopped(2, script, monkeypatch, capsys, *argv, "--out_dir", halved)
+    name, *again = shlex.split(out.split("go on with: python ")[1].splitlines()[0])
+    assert "saved at step 2 of" in out and name == f"{script.__name__}.py"
+    code, _, err = command_line(script, monkeypatch, capsys, *again)
+    assert code == 0, err
+    assert_same_end(whole, halved)
     return whole

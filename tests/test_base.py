@@ -1,7 +1,5 @@
 """A base from scratch: rows that are read one by one, Muon's matrices, what is refused. `pytest tests/test_base.py`"""
 
-import json
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -56,12 +54,8 @@ def test_muons_matrices_are_those_of_the_layers():
     names = {p: n for n, p in model.named_parameters()}
     matrices, rest = ({names[p] for p in group["params"]} for group in optimizer.param_groups)
 
-    attention = {f"layers.{i}.attn.{which}.weight" for i in range(4) for which in ("qkv", "proj")}
-    dense = {f"layers.0.mlp.{which}.weight" for which in ("gate_up", "down")}
-    shared = {f"layers.{i}.mlp.shared.{which}.weight" for i in (1, 2, 3) for which in ("gate_up", "down")}
-    routers = {f"layers.{i}.mlp.router" for i in (1, 2, 3)}
-    assert matrices == attention | dense | shared | routers
-    assert rest == model.learned().keys() - matrices
+    of_layers = {name for name, p in model.layers.named_parameters(prefix="layers") if p.dim() == 2}
+    assert matrices == of_layers and rest == model.learned().keys() - matrices
 
     # decay is for the matrices alone, and Adam's rate is .4 of theirs
     settings = [(group["peak"], group["weight_decay"]) for group in optimizer.param_groups]
@@ -86,8 +80,6 @@ def test_one_step_of_muon_by_hand():
     u, _, v = torch.linalg.svd(p.grad, full_matrices=False)
     cosine = (moved * (u @ v)).sum() / moved.norm() / (u @ v).norm()
     assert cosine > 0.97
-    assert all(torch.equal(q, r) for (n, q), r in zip(model.named_parameters(), tiny_model().parameters(), strict=True)
-               if n != name)  # fmt: skip
 
 
 # --- a run
@@ -99,4 +91,3 @@ def test_a_run_goes_on_by_its_own_script(tmp_path, run, monkeypatch, capsys, scr
     assert "of another script" in call.fails("--init_from", "resume", "--out_dir", a, "--max_iters", 2)
     call(*scratch, "--max_iters", 1, "--out_dir", b)
     assert "train.py" in run.fails("--init_from", "resume", "--out_dir", b, "--max_iters", 2)
-    assert all(json.loads((folder / "train.json").read_text())["max_iters"] == 1 for folder in (a, b))

@@ -122,7 +122,6 @@ def test_the_bias_of_an_expert_follows_how_often_it_is_chosen():
         moe(torch.ones(1, 7, 4))
     assert moe.times_chosen.tolist() == [3, 3, 0, 0]
     moe.balance(0.25)
-    assert moe.expert_bias.tolist() == [-0.25, -0.25, 0.25, 0.25]
     moe.balance(0.25)  # nothing was chosen since
     moe.requires_grad_(False)
     moe(torch.ones(1, 1, 4))
@@ -130,35 +129,24 @@ def test_the_bias_of_an_expert_follows_how_often_it_is_chosen():
     assert moe.expert_bias.tolist() == [-0.25, -0.25, 0.25, 0.25]
 
 
-def test_the_biases_stay_under_a_router_that_does_not_use_them(monkeypatch):
+def test_a_router_of_ones_own(tmp_path, monkeypatch):
+    """It does not use the biases, so these stay. A program without it refuses its checkpoint."""
+
     def softmax(moe: MoE, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights, chosen = F.linear(x, moe.router).softmax(-1).topk(moe.cfg.n_active)
         return chosen, weights
 
     monkeypatch.setitem(ROUTERS, "softmax", softmax)
-    moe = tiny_model(router="softmax").layers[1].mlp
+    model = tiny_model(router="softmax", n_shared=0)
+    moe, x = model.layers[1].mlp, torch.randn(3, 64, generator=generator("x"))
     before = moe.expert_bias.clone()
-    moe(torch.ones(1, 3, 64))
+    torch.testing.assert_close(moe(x), experts_loop(moe, x, *softmax(moe, x)), **CLOSE)
     moe.balance(0.25)
     assert torch.equal(moe.expert_bias, before)
 
-
-def test_a_router_of_ones_own_is_used_and_a_program_without_it_refuses_its_checkpoint(tmp_path, monkeypatch):
-    """This router sends every token to expert 3 twice, with weights 1/2 and 1: as one expert whose weight is 3/2."""
-
-    def always(moe: MoE, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.full((len(x), 2), 3), torch.tensor([0.5, 1.0]).expand(len(x), 2)
-
-    monkeypatch.setitem(ROUTERS, "always 3", always)
-    model = tiny_model(router="always 3", n_shared=0)
-    moe, x = model.layers[1].mlp, torch.randn(1, 5, 64, generator=generator("x"))
-    gate, up = F.linear(x, moe.gate_up[3]).chunk(2, dim=-1)
-    torch.testing.assert_close(moe(x), 1.5 * F.linear(F.silu(gate) * up, moe.down[3]), **CLOSE)
-
     save_model(model, tmp_path)
-    assert load_model(tmp_path, "cpu", torch.float32).cfg.router == "always 3"
-    monkeypatch.delitem(ROUTERS, "always 3")
-    with pytest.raises(Mistake, match="router is one of .*, not .always 3"):
+    monkeypatch.delitem(ROUTERS, "softmax")
+    with pytest.raises(Mistake, match="router is one of .*, not .softmax"):
         load_model(tmp_path, "cpu", torch.float32)
 
 
@@ -186,7 +174,7 @@ def with_clean_copy(model: Model, z, clean, real):
     return torch.cat([z, clean], dim=1), Context(cos, sin, sees[:, None])
 
 
-@pytest.mark.parametrize("n_last, n_rounds", [(1, 1), (2, 2), (3, 3), (1, 3)])
+@pytest.mark.parametrize("n_last, n_rounds", [(1, 1), (2, 2), (1, 3)])
 @torch.no_grad()
 def test_stage_b_is_eq_4_in_training_and_in_decoding(n_rounds, n_last):
     """K times h <- LastN(h + 1_S * marker), by hand: in rows, and beside a clean copy, which is not marked. In decoding
@@ -236,18 +224,12 @@ def test_a_marked_state_leaves_no_key_behind(stage_b):
 
 
 def test_stage_b_without_marker_is_stage_a():
-    """In one round it is Stage A bit for bit, also at the beginning of LoRA, whose B is zero. In two rounds it runs the
-    last layers once more."""
+    """In one round it is Stage A bit for bit, also at the beginning of LoRA, whose B is zero."""
     model, ids = tiny_model(), random_ids(2, 16)
     ctx, bundle = context(ids, model), random_ids(2, 16, 5, 2).bool()
     once = replace(ctx, n_rounds=1)
-    h = model.prefix(ids, ctx)
-    stage_a = model.last_n(h, ctx)
-    assert not torch.equal(stage_a, model.coordinate(h, bundle, ids, once))
-    assert torch.equal(stage_a, model.coordinate(h, torch.zeros_like(bundle), ids, once))
+    stage_a = model.last_n(model.prefix(ids, ctx), ctx)
     model.markers.data.zero_()
-    assert torch.equal(stage_a, model.coordinate(h, bundle, ids, once))
-    assert torch.equal(model.last_n(stage_a, ctx), model.coordinate(h, bundle, ids, ctx))
     model.adapt(4, generator("lora"))
     assert torch.equal(stage_a, model.coordinate(model.prefix(ids, ctx), bundle, ids, once))
 
@@ -285,10 +267,9 @@ def test_layers_that_are_computed_again_in_the_backward_have_the_same_gradients(
             model.zero_grad()
             ctx = context(ids, model, ids.flip(1))
             h = model.prefix(ids, ctx)
-            stage_a = model.last_n(h, ctx)
-            stage_b_states = model.coordinate(h, bundle, ids, ctx)
-            log_p = [model.logits(states).log_softmax(-1) for states in (stage_a, stage_b_states)]
-            (log_p[0][..., 0].sum() + log_p[1][..., 1].sum()).backward()
+            of_a = model.logits(model.last_n(h, ctx)).log_softmax(-1)
+            of_b = model.logits(model.coordinate(h, bundle, ids, ctx)).log_softmax(-1)
+            (of_a[..., 0].sum() + of_b[..., 1].sum()).backward()
             results.append({name: p.grad for name, p in model.learned().items()})
         torch.testing.assert_close(*results, **CLOSE)
         assert all(grad.abs().max() > 0 for grad in results[0].values())

@@ -59,7 +59,6 @@ def words(z: Tensor) -> str:
     "tau, looks, causal, city, dish, forwards, new_york, hot_dog",
     [
         (-1, 0, False, "city San York", "dish ice dog", 1.0, 0.40 * 0.40, 0.32 * 0.32),
-        (0.39, 0, False, "city San York", "dish ice cream", 2.0, 0.40 * 0.40, 0.32),  # at .39 dog (.32) waits
         (0.7, 0, False, "city San Francisco", "dish ice cream", 2.0, 0.40, 0.32),
         (-1, 2, True, "city San Francisco", "dish ice cream", 1.5, 0.40, 0.32),
     ],
@@ -157,37 +156,19 @@ def test_the_decoders_are_the_full_codes_in_fifty_settings(kind, monkeypatch):
         else:
             [written], forwards, _ = tiny.decode(small, z, -1 if causal else tau, T if causal else K > 0, causal)
         assert written[n:].tolist() == output.tokens
-        assert torch.equal(written[z[0] != tiny.MASK], z[z != tiny.MASK])
         assert forwards == approx(output.nfe["full"] + output.nfe["partial"] * full.partial_cost)
         several += 1 < forwards < T - n + 1
     assert several >= 10  # or the equality would be hollow
 
 
-@torch.no_grad()
-def test_a_wide_beam_finds_the_likeliest_pair_of_the_enumerated_table(monkeypatch):
-    """Of all V^2 pairs after two words. A beam of V keeps every first word, so it is exact; looks are greedy."""
-    pairs = torch.cartesian_prod(torch.tensor([3]), torch.tensor([5]), torch.arange(V), torch.arange(V))
-    better = 0
-    for seed in range(20):
-        small, _ = twins(monkeypatch, seed, CausalModel, 4, 2, std=0.3)
-        z = torch.tensor([[3, 5, tiny.MASK, tiny.MASK]])
-        logits = small.logits(small.coordinate(small.prefix(z), z == tiny.MASK, pairs))
-        table = logits.softmax(-1).gather(2, pairs[..., None])[:, 2:, 0].prod(1)
-        found, _ = tiny.beam_search(small, z, V)
-        assert table.sum().item() == approx(1, abs=1e-4) and torch.equal(found, pairs[table.argmax()])
-        better += not torch.equal(found, tiny.decode(small, z, -1, 2, True)[0][0])
-    assert better >= 2
-
-
 def test_masks_and_bundles_are_drawn_as_the_full_code_draws_them():
     """In the full code the share of masks is uniform: of two words both are masked in 1/3 of the rows, each alone in
-    1/6, and none in 1/3. tiny leaves out rows without a mask, which have no loss. Of four masks, bundles of 1 and of 2
-    are equally likely: each single mask has 1/8, and each pair has 1/12."""
+    1/6, and none in 1/3. tiny leaves out rows without a mask, which have no loss. So one and two are equally likely, as
+    in bundles of at most two."""
     torch.manual_seed(0)
-    for n, law in ((2, [0, 1 / 4, 1 / 4, 1 / 2]), (4, [[0, 1 / 8, 1 / 12, 0, 0][i.bit_count()] for i in range(16)])):
-        drawn = tiny.some_of((torch.arange(n + 1) > 0).expand(8000, n + 1))
-        code = (drawn * 2 ** torch.arange(n + 1)).sum(1) / 2  # the first word is never drawn
-        assert [(code == i).float().mean().item() for i in range(2**n)] == approx(law, abs=0.025)
+    drawn = tiny.some_of((torch.arange(3) > 0).expand(8000, 3))
+    code = (drawn * torch.tensor([4, 1, 2])).sum(1)  # the first word is never drawn
+    assert [(code == i).float().mean().item() for i in range(1, 4)] == approx([1 / 4, 1 / 4, 1 / 2], abs=0.025)
 
 
 # --- the file
