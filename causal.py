@@ -155,8 +155,9 @@ def blocks_to_write(model: CausalModel, batch: Batch, args: Namespace) -> tuple[
 def causal_denoise(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
     """One step on the current blocks z (R, B) int64, as sample.denoise. All masks of a block are the bundle.
 
-    Stage B looks until all tokens that may be written are final. Then the step writes the longest run of them: from the
-    left, as many as have a joint probability above tau_m2t, and at least one. (given is not used: nothing is edited.)
+    Stage B takes passes until all tokens that may be written are final. Then the step writes the longest run of them:
+    from the left, as many as have a joint probability above tau_m2t, and at least one. (given is not used: nothing is
+    edited.)
     """
     model = engine.model
     masked = z == model.cfg.mask_id
@@ -173,7 +174,7 @@ def causal_denoise(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decod
         final = torch.ones_like(masked)
     else:
         with engine.own_keys():
-            token, conf, final, passes = look_until_final(engine, h, masked, drafts, u[:, 1], d)
+            token, conf, final, passes = passes_until_final(engine, h, masked, drafts, u[:, 1], d)
 
     # write the longest run, and at least its first token
     sure = masked & final & (conf.log().cumsum(-1) > d.log_gate)
@@ -189,7 +190,7 @@ def never_mask(logits: Tensor, model: Model) -> Tensor:
     return logits
 
 
-def look(engine: Engine, h: Tensor, masked: Tensor, token: Tensor, places: Tensor) -> Tensor:
+def one_pass(engine: Engine, h: Tensor, masked: Tensor, token: Tensor, places: Tensor) -> Tensor:
     """A pass of Stage B over some positions of the block: places (R, P) int64 -> their logits (R, P, V).
 
     It leaves their keys in the engine. A position reads those of earlier blocks, and of its own block those that
@@ -216,7 +217,7 @@ def next_places(final: Tensor, masked: Tensor, lookahead: int, first: bool) -> T
     return final.long().argsort(dim=-1, stable=True)[:, :P]  # the first False of 1 1 0 0 0 is place 2
 
 
-def look_until_final(
+def passes_until_final(
     engine: Engine, h: Tensor, masked: Tensor, token: Tensor, u: Tensor, d: Decoding
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Take passes until every token that may be written is final.
@@ -238,7 +239,7 @@ def look_until_final(
         # a row takes as many passes as it takes alone
         width = d.lookahead or token.shape[1]
         places = next_places(final, masked, width, not passes.any())
-        found, p = candidates(look(engine, h, masked, token, places), u.gather(1, places), d)
+        found, p = candidates(one_pass(engine, h, masked, token, places), u.gather(1, places), d)
         asked = ~final & ((~final).cumsum(-1) <= width)
         new = live[:, None] & asked.gather(1, places)
         draft = token.gather(1, places)
@@ -276,7 +277,7 @@ def beam_search(
         full = final.all(-1, keepdim=True)
         place = final.long().argmin(-1, keepdim=True)  # (R*U, 1)
         places = next_places(final, masked, 1, bool((final == ~masked).all()))
-        logits = look(engine, h, masked, token, places)
+        logits = one_pass(engine, h, masked, token, places)
         at = (places == place).long().argmax(-1)
         log_p = logits[torch.arange(R * U, device=h.device), at].log_softmax(-1)
         stays = torch.full_like(log_p, -math.inf).scatter(1, token.gather(1, place), 0.0)

@@ -134,8 +134,8 @@ def train(start, stage_b=None):
     return model
 
 # --- decoding
-def decode(model, z, tau, looks, causal=False, phrases=None):
-    """Fill all masks, with up to `looks` passes of Stage B a step -> z, forwards, probability of what was written."""
+def decode(model, z, tau, passes, causal=False, phrases=None):
+    """Fill all masks, with up to `passes` passes of Stage B a step -> z, forwards, probability of what was written."""
     p, forwards = torch.ones(len(z)), 0
     while (masked := z == MASK).any():
         h = model.prefix(z)
@@ -145,13 +145,13 @@ def decode(model, z, tau, looks, causal=False, phrases=None):
         sure = logits.softmax(-1).amax(-1) * masked
         bundle = masked & ((sure > tau) | (sure == sure.amax(1, keepdim=True)))
         words = logits.argmax(-1) if phrases is None else phrases
-        for _ in range(looks):  # CoCommit
+        for _ in range(passes):  # CoCommit
             draft = torch.where(bundle, words, z)  # CoCommit
             logits = model.logits(model.coordinate(h, bundle, draft if causal else None))  # CoCommit
             words = logits.argmax(-1) if phrases is None else phrases  # CoCommit
             forwards += N_ROUNDS * N_LAST / N_LAYER  # CoCommit
-            # causal: Stage B looks until all words are final. (Here one look is enough: it keeps San, and so Francisco
-            # has read the right word.) A word is final if none on its left has changed:
+            # causal: Stage B takes passes until all words are final. (Here one is enough: it keeps San, and so
+            # Francisco has read the right word.) A word is final if none on its left has changed:
             #     changed 0 0 1 0 1    changed.cumsum(1) - changed 0 0 0 1 1    final 1 1 1 0 0
             changed = (bundle & (words != draft)).long()  # causal
             if not (bundle & (changed.cumsum(1) - changed > 0)).any():  # causal
@@ -174,12 +174,12 @@ def beam_search(model, z, size):  # causal
     return z[0], 1 + bundle.sum().item() * N_LAST / N_LAYER  # causal
 
 @torch.no_grad()
-def report(name, model, tau=-1, looks=0, causal=False, beam=0):  # print a row of the table
-    z, forwards, _ = decode(model, HOLES, tau, looks, causal)
+def report(name, model, tau=-1, passes=0, causal=False, beam=0):  # print a row of the table
+    z, forwards, _ = decode(model, HOLES, tau, passes, causal)
     for row in (0, 5) if beam else ():  # causal
         z[row], forwards = beam_search(model, HOLES[[row]], beam)  # causal
     # the probability to draw each of the five phrases with "city": each is written, whether or not it is likeliest
-    q = decode(model, HOLES, tau, looks, causal, PHRASES)[2][:5]
+    q = decode(model, HOLES, tau, passes, causal, PHRASES)[2][:5]
     city, dish = [" ".join(TOKENS[token] for token in row[1:]) for row in z[[0, 5]]]
     print(f"{name:22}{q[0]:9.2f}{q[1:].sum():9.2f}{1 - q.sum():11.2f}{forwards:10.1f}  {city}, {dish}")
     return model
@@ -193,8 +193,8 @@ if __name__ == "__main__":
     print("the text                   0.40     0.60       0.00")
     stage_a = report("Stage A, all at once", train(Model()))
     report("Stage A, gate .7", stage_a, 0.7)
-    paper = report("Stage B, all at once", train(stage_a, "paper"), looks=1)  # CoCommit
-    report("Stage B, gate .7", paper, 0.7, looks=1)  # CoCommit
-    causal = report("causal, all at once", train(stage_a, "causal"), looks=2, causal=True)  # causal
-    report("causal, beam of 2", causal, looks=2, causal=True, beam=2)  # causal
+    paper = report("Stage B, all at once", train(stage_a, "paper"), passes=1)  # CoCommit
+    report("Stage B, gate .7", paper, 0.7, passes=1)  # CoCommit
+    causal = report("causal, all at once", train(stage_a, "causal"), passes=2, causal=True)  # causal
+    report("causal, beam of 2", causal, passes=2, causal=True, beam=2)  # causal
     print("The paper in full: corrupt.py, model.py, train.py, sample.py. Our change: causal.py.")

@@ -180,10 +180,10 @@ def run_of(monkeypatch, drafts, z, tau=0.0, p=0.8, lookahead=0) -> tuple[list[li
         hot = F.one_hot(token, 10).float()
         return (hot * p + (1 - hot) * (1 - p) / 9).log()
 
-    def look(engine, h, masked, token, places):
+    def one_pass(engine, h, masked, token, places):
         return logits((F.pad(token[:, :-1], (1, 0)) + 1) % 10).gather(1, places[..., None].expand(-1, -1, 10))
 
-    monkeypatch.setattr(causal, "look", look)
+    monkeypatch.setattr(causal, "one_pass", one_pass)
     monkeypatch.setattr(causal, "never_mask", lambda logits, model: logits)
     engine = SimpleNamespace(
         model=SimpleNamespace(cfg=SimpleNamespace(mask_id=9), logits=lambda states: states),

@@ -54,19 +54,19 @@ def words(z: Tensor) -> str:
     return " ".join(tiny.TOKENS[i] for i in z)
 
 
-# gate, looks, causal -> what is written, forwards, and the probabilities to draw New York and hot dog
+# gate, passes, causal -> what is written, forwards, and the probabilities to draw New York and hot dog
 @pytest.mark.parametrize(
-    "tau, looks, causal, city, dish, forwards, new_york, hot_dog",
+    "tau, passes, causal, city, dish, forwards, new_york, hot_dog",
     [
         (-1, 0, False, "city San York", "dish ice dog", 1.0, 0.40 * 0.40, 0.32 * 0.32),
         (0.7, 0, False, "city San Francisco", "dish ice cream", 2.0, 0.40, 0.32),
         (-1, 2, True, "city San Francisco", "dish ice cream", 1.5, 0.40, 0.32),
     ],
 )
-def test_decoding_by_hand(tau, looks, causal, city, dish, forwards, new_york, hot_dog):
-    z, found, _ = tiny.decode(Truth(), tiny.HOLES, tau, looks, causal)
+def test_decoding_by_hand(tau, passes, causal, city, dish, forwards, new_york, hot_dog):
+    z, found, _ = tiny.decode(Truth(), tiny.HOLES, tau, passes, causal)
     assert (words(z[0]), words(z[5]), found) == (city, dish, forwards)
-    drawn = tiny.decode(Truth(), tiny.HOLES, tau, looks, causal, tiny.PHRASES)[2]
+    drawn = tiny.decode(Truth(), tiny.HOLES, tau, passes, causal, tiny.PHRASES)[2]
     assert drawn[[0, 5]].tolist() == approx([new_york, hot_dog])
 
 
@@ -133,7 +133,7 @@ def test_a_training_steps_losses_are_the_full_codes(kind, K, monkeypatch):
 @torch.no_grad()
 def test_the_decoders_are_the_full_codes_in_fifty_settings(kind, monkeypatch):
     """Tokens, and forwards with everything counted. Prompts have masks. The paper's decoder has gates, and no to two
-    rounds; causal Stage B fills all masks at once, in as many looks as it takes, or by a beam of two."""
+    rounds; causal Stage B fills all masks at once, in as many passes as it takes, or by a beam of two."""
     several = 0
     for seed in range(50):
         draw = random.Random(seed)
