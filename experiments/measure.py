@@ -1,15 +1,11 @@
 """What the pages of results quote of a checkpoint, for one seed: a record for each row, appended to a file.
 
-    bits     bits a byte of 16,384 held-out bytes, each block from masks, in each way that the model has
-    draws    forwards a byte of 16 drawn texts, and ms a byte, for one text alone and for 16 together
-    names    the share of 512 held-out names that exist, and forwards a name, for each row that evaluate.py has
-    toys     the share of a toy's contexts whose answer is the joint mode, one token at a time, with beams of 1 and 4
+bits     bits a byte of 16,384 held-out bytes, each block from masks, in each way that the model has
+draws    forwards a byte of 16 drawn texts, and ms a byte, for one text alone and for 16 together
+names    the share of 512 held-out names that exist, and forwards a name, for each row that evaluate.py has
 
-What is measured comes first:
-
-    python -m experiments.measure bits --ckpt assets/shakespeare/causal --system causal --seed 1 --out out/bits.jsonl
-    python -m experiments.measure draws --ckpt assets/shakespeare/causal --system causal --seed 1 --out out/draws.jsonl
-    python -m experiments.measure names --ckpt assets/names/paper --system paper --seed 1 --out out/names.jsonl
+python -m experiments.measure bits --ckpt assets/shakespeare/causal --system causal --seed 1 --out out/bits.jsonl
+python -m experiments.measure names --ckpt assets/names/paper --system paper --seed 1 --out out/names.jsonl
 """
 
 import json
@@ -20,22 +16,12 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import load_model
+from checkpoint import base_of, load_model
 from decoding import CAUSAL
-from evaluate import (
-    BASE_ROWS,
-    LEFT,
-    NAME_LENGTH,
-    answer_log_probs,
-    bits_of_rows,
-    complete,
-    forwards,
-    load_task,
-    names_tokenizer,
-    rows_of,
-)
+from evaluate import BASE_ROWS, LEFT, NAME_LENGTH, bits_of_rows, complete, forwards, rows_of
 from lib.names import draw_names
 from lib.rows import read_corpus
+from lib.tokenizer import load_tokenizer
 from lib.util import Parser, append_line, command
 from model import Model
 from sample import generate
@@ -60,21 +46,17 @@ def bits(args: Namespace) -> list[dict]:
 
     # a left-to-right model has blocks of one: what its mask says is the next byte
     if model.cfg.block_length == 1:
-        ways = {"one at a time": (model, "Stage A")}
+        ways = [("one at a time", model, "Stage A")]
     elif model.trained_b:
-        ways = {"Stage A": (model, "Stage A"), "Stage B": (model, "Stage B")}
+        ways = [("Stage A", model, "Stage A"), ("Stage B", model, "Stage B")]
     else:
-        ones = load(args.ckpt, block_length=1)
-        ways = {
-            "Stage A": (model, "Stage A"),
-            "one at a time": (model, "one at a time"),
-            "in blocks of one": (ones, "Stage A"),
-        }
+        ways = [("Stage A", model, "Stage A"), ("one at a time", model, "one at a time")]
+        ways.append(("in blocks of one", load(args.ckpt, block_length=1), "Stage A"))
 
     records = []
-    for row, (model, way) in ways.items():
+    for row, model, way in ways:
         found = bits_of_rows(model, corpus, way, N_BYTES, None)
-        records.append(dict(row=row, bits=found.bits / found.tokens, bytes=found.tokens))
+        records.append(dict(row=row, bits=found["bits"] / found["tokens"], bytes=found["tokens"]))
     return records
 
 
@@ -107,51 +89,23 @@ def draws(args: Namespace) -> list[dict]:
 
 
 def names(args: Namespace) -> list[dict]:
-    tokenizer = names_tokenizer(args.ckpt)
+    tokenizer = load_tokenizer(base_of(args.ckpt))
     prompts = draw_names(N_NAMES, "held out", tokenizer)
     model = load(args.ckpt)
-    if model.trained_b:
-        rows = {name: (model, d) for name, d in rows_of(model).items()}
-    else:
-        rows = {name: (model, d) for name, d in BASE_ROWS.items()}
-        rows["in blocks of one token"] = (load(args.ckpt, block_length=1), LEFT)
+    rows = [(name, model, d) for name, d in (rows_of(model) if model.trained_b else BASE_ROWS).items()]
+    if not model.trained_b:
+        rows.append(("in blocks of one token", load(args.ckpt, block_length=1), LEFT))
 
     records = []
-    for name, (model, d) in rows.items():
-        d = replace(d, gen_length=NAME_LENGTH, n_rounds=d.n_rounds * model.cfg.n_rounds)
-        found = complete(model, tokenizer, prompts, d)
+    for name, model, d in rows:
+        found = complete(model, tokenizer, prompts, replace(d, gen_length=NAME_LENGTH))
         # a left-to-right loop needs m forwards for m tokens, ours takes 2 m - 1
         cost = (found["forwards"] + 1) / 2 if model.cfg.block_length == 1 else found["forwards"]
         records.append(dict(row=name, exist=found["exist"], forwards=round(cost, 4)))
     return records
 
 
-def toys(args: Namespace) -> list[dict]:
-    """The base one token at a time from the left, with a beam: the share of contexts whose answer is the joint mode."""
-    model = load(args.ckpt)
-    task = load_task(args.ckpt)
-    N, _, m = task.support.shape
-    best = task.prob.amax(-1).log()
-    records = []
-    for U in (1, 4):
-        # the texts of a beam are the same at first, so only one may count
-        c = torch.arange(N).repeat_interleave(U)
-        z = torch.full((N * U, m), -1)
-        score = torch.full((N, U), -torch.inf, dtype=torch.float64)
-        score[:, 0] = 0.0
-        for i in range(m):
-            log_p = answer_log_probs(model, task, c, z)[:, i].view(N, U, task.V)
-            score, chosen = (score[..., None] + log_p).flatten(1).topk(U, dim=-1)
-            parent = (torch.arange(N)[:, None] * U + chosen // task.V).flatten()
-            z = z[parent]
-            z[:, i] = (chosen % task.V).flatten()
-        found = task.log_prob(torch.arange(N), z.view(N, U, m)[:, 0])
-        likeliest = float((found >= best - 1e-9).double().mean())
-        records.append(dict(row=f"one at a time, a beam of {U}", toy=task.name, likeliest=likeliest))
-    return records
-
-
-WHAT = {"bits": bits, "draws": draws, "names": names, "toys": toys}
+WHAT = {"bits": bits, "draws": draws, "names": names}
 
 
 @command

@@ -22,7 +22,7 @@ from causal import blocks_to_write, bundle_mask, causal_denoise, token_before
 from checkpoint import new_model
 from corrupt import kinds
 from decoding import CAUSAL, PAPER, Decoding
-from evaluate import product_of_stage_a, stage_b_table
+from evaluate import one_step_table
 from lib.rows import Batch
 from lib.util import generator
 from model import Context, Model
@@ -322,7 +322,7 @@ def test_the_papers_own_loss_teaches_it_pairs():
 
     tc = float(t.tc().mean())
     assert tc == approx(math.log(3))
-    joint, product = stage_b_table(model, t), product_of_stage_a(model, t)
+    joint, product = one_step_table(model, t, True), one_step_table(model, t, False)
     assert (joint.sum(-1) <= 1).all()
     assert float(toy.kl(t.prob, joint).mean()) < tc / 10
     assert tc - 1e-9 <= float(toy.kl(t.prob, product).mean()) < 1.2 * tc
