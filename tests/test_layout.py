@@ -65,11 +65,6 @@ def test_the_papers_files_and_steps_have_the_paper_alone(name):
     assert not re.search(r"(?i)causal|layers_b|token_before", text)
 
 
-def test_text_is_read_in_one_place():
-    """So a script that does not import lib.tokenizer runs without tiktoken."""
-    assert {name for name in FILES if "tiktoken" in imports(FILES[name].read_text())} == {"lib/tokenizer.py"}
-
-
 # --- what an import imports in turn
 def brings(name: str) -> set[str]:
     """Our files that a file imports at its top, and those that they import, and so on."""

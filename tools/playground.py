@@ -1,12 +1,9 @@
 """The model in a browser: one HTML page that completes what a user types, and needs no other file and no server.
 
-The page has the weights, the tokenizer and an engine in JavaScript (tools/engine.js, which computes what
-model.py and sample.generate do). It shows several decoders on the same beginning, step by step: the
-base one token at a time from the left, by the longest run, and with the released gates; the paper's adapter
-with Stage B off and on; causal Stage B with its looks. A click on a mask shows what Stage A and Stage B
-would write there, and lets the user write a token. For names the page also says whether a name exists. Its
-table counts how many of a hundred held-out beginnings a decoder completes to a name, and with how many
-forwards. A model of plain text draws every token, and begins with held-out text.
+The page has the weights, the tokenizer and an engine in JavaScript (tools/engine.js, which computes what model.py and
+sample.generate do). It shows several decoders on the same beginning, step by step. A click on a mask shows what Stage A
+and Stage B would write there, and lets the user write a token. For names the page also says whether a name exists, and
+counts how many of a hundred held-out beginnings a decoder completes to a name. A model of plain text draws every token.
 
     python -m tools.playground                                         # the shipped base and its two adapters
     python -m tools.playground --ckpt out/names --out out/mine.html    # your own, or several adapters of one base
@@ -29,7 +26,7 @@ from checkpoint import about_adapter, base_of, check_same_tokens, judge_of, load
 from lib.names import draw_names
 from lib.rows import Rows, read_meta
 from lib.tokenizer import GPT2, WORDS, Tokenizer, load_tokenizer
-from lib.util import Parser, command, fail, printable, read_json, replace_file
+from lib.util import Parser, checked_entry, command, fail, printable, read_json, replace_file
 from model import Model
 from tools.watch import piece
 
@@ -45,8 +42,8 @@ BEGINNING = 56  # the most tokens of such a text that are given
 GATES = dict(tau_m2t=0.7, tau_t2t=0.0, tau_run=0.5, temperature=0.0)
 GATES_OF_TEXT = GATES | dict(tau_t2t=1.0, tau_run=0.0, temperature=1.0)
 
-# --- the decoders, by the fields of decoding.Decoding. A gate is a number, or the name of the slider that sets it;
-# in_table: the page's table counts it
+# the decoders, by the fields of decoding.Decoding. A gate is a number, or the name of the slider that sets it; with
+# in_table the page's table counts it
 BY_GATES = dict(
     n_rounds=0, select="confidence", tau_m2t="tau_m2t", tau_t2t="tau_t2t", temperature="temperature", in_table=True
 )  # fmt: skip
@@ -54,16 +51,13 @@ BY_RUNS = BY_GATES | dict(select="left", tau_m2t="tau_run", tau_t2t=None)
 ONE_AT_A_TIME = BY_RUNS | dict(
     name="base, one at a time", tau_m2t=1.0, about="The leftmost mask; then the model reads again.",
 )  # fmt: skip
+RUN = "From the left, while the joint probability is above tau_run."
+GATED = "All masks above tau_m2t, each by itself; edits above 0.5."
 OF_BASE = [
     ONE_AT_A_TIME,
-    BY_RUNS | dict(
-        name="base, longest run", about="From the left, while the joint probability is above tau_run.",
-    ),
-    BY_GATES | dict(
-        name="base, edits gated", tau_t2t=0.5, in_table=False,
-        about="All masks above tau_m2t, each by itself; edits above 0.5.",
-    ),
-]  # fmt: skip
+    BY_RUNS | dict(name="base, longest run", about=RUN),
+    BY_GATES | dict(name="base, edits gated", tau_t2t=0.5, in_table=False, about=GATED),
+]
 OF_DRAWN_BASE = [
     BY_RUNS | dict(name="base, all at once", tau_m2t=0.0, about="A whole block, each mask by itself."),
     ONE_AT_A_TIME,
@@ -133,10 +127,14 @@ def page_data(folders: list[Path]) -> dict:
         if base_of(folder).resolve() != base.resolve():
             fail(f"{folder} has the base {base_of(folder)}, and {folders[0]} has {base}: give adapters of one base")
     tokenizer = load_tokenizer(base)
+    if tokenizer is None:
+        fail(f"{base} has no tokenizer (a toy's tokens are numbers): give a model of names or of text")
+    if tokenizer.pattern not in (WORDS, GPT2):
+        fail(f"{base} has a tokenizer that the page cannot compute: it knows prepare.py's and plain ByteLevel ones")
     models = {folder: half(load_model(folder, "cpu", torch.float32)) for folder in dict.fromkeys([base, *folders])}
-    check_page_can_read(base, tokenizer)
     for folder, model in models.items():
-        check_page_can_run(folder, model)
+        if model.cfg.router != "grouped sigmoid" or model.cfg.stage_b not in ("paper", "causal"):
+            fail(f"{folder} has a router or a Stage B of your own, which the page's engine.js cannot compute yet")
     of_names = "names" in judge_of(base)
     draws = not of_names  # the most probable text repeats itself
 
@@ -154,7 +152,7 @@ def page_data(folders: list[Path]) -> dict:
         if folder in folders:
             decoders += [decoder | dict(number=number) for decoder in with_stage_b(model, draws)]
 
-    # held-out names to complete, and every name that Python knows, to judge; or held-out texts to continue
+    # held-out names to complete, or held-out texts to continue
     if of_names:
         beginnings = list(draw_names(BEGINNINGS, "held out", tokenizer).values())
     else:
@@ -175,29 +173,13 @@ def held_out_texts(base: Path) -> list[list[int]]:
     """The beginnings of held-out texts, spread evenly over the validation rows of the base's data. There are none if
     that folder is not here."""
     run = base / "train.json"
-    data = Path(read_json(run, "training run")["data"]) if run.exists() else None
+    data = Path(checked_entry(read_json(run, "training run"), "data", str, run)) if run.exists() else None
     if data is None or not (data / "meta.json").exists():
         return []
     check_same_tokens(data, base, "--ckpt")
     rows = Rows(data, "val", read_meta(data), seq_len=256, seed=0).rows
     places = torch.linspace(0, len(rows) - 1, min(BEGINNINGS, len(rows))).int().tolist()
     return [rows[i][: min(BEGINNING, math.ceil(len(rows[i]) / 3))].tolist() for i in places]
-
-
-def check_page_can_run(folder: Path, model: Model) -> None:
-    """Refuse in one line what the page's engine cannot compute."""
-    if model.cfg.int8:
-        fail(f"{folder} has int8 weights: give the model that they were made from")
-    if model.cfg.router != "grouped sigmoid" or model.cfg.stage_b not in ("paper", "causal"):
-        fail(f"{folder} has a router or a Stage B of your own, which the page's engine.js cannot compute yet")
-
-
-def check_page_can_read(base: Path, tokenizer: Tokenizer | None) -> None:
-    """Refuse in one line a tokenizer that the page cannot compute."""
-    if tokenizer is None:
-        fail(f"{base} has no tokenizer (a toy's tokens are numbers): give a model of names or of text")
-    if tokenizer.pattern not in (WORDS, GPT2):
-        fail(f"{base} has a tokenizer that the page cannot compute: it knows prepare.py's and plain ByteLevel ones")
 
 
 def page(folders: list[Path]) -> str:
@@ -210,22 +192,18 @@ def page(folders: list[Path]) -> str:
     return html.replace("@DATA@", json.dumps(page_data(folders)).replace("<", "\\u003c"))
 
 
-def check_can_be_written(path: Path) -> None:
-    """Refuse a path that is neither new nor an earlier page: a slip of the hand would cost a model."""
-    if path.suffix != ".html":
-        fail(f"--out {path}: the name of a page ends in .html")
-    if path.exists() and not (path.is_file() and TITLE in path.read_bytes()):
-        fail(f"--out {path} is there already, and is not an earlier page")
-
-
 @command
 def main() -> None:
     parser = Parser(__doc__)
-    add = parser.add_argument_group("playground").add_argument
+    add = parser.add_argument
     add("--ckpt", type=Path, nargs="+", default=SHIPPED, help="a model's folder, or those of adapters of one base")
     add("--out", type=Path, default=Path("playground.html"), help="the page to write")
     args = parser.parse_args()
-    check_can_be_written(args.out)
+    # a slip of the hand would cost a model: only an earlier page is written again
+    if args.out.suffix != ".html":
+        fail(f"--out {args.out}: the name of a page ends in .html")
+    if args.out.exists() and not (args.out.is_file() and TITLE in args.out.read_bytes()):
+        fail(f"--out {args.out} is there already, and is not an earlier page")
     html = page(args.ckpt)
     replace_file(args.out, lambda path: path.write_text(html, encoding="utf-8"))
     print(f"wrote {printable(args.out)} ({len(html.encode()) / 1e6:.1f} MB)")

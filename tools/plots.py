@@ -1,12 +1,9 @@
 """The figures of the results pages, drawn with matplotlib from the numbers beside them; and the loss of a run.
-(assets/step.svg is written by hand.)
+(assets/step.svg is written by hand.) Each SVG is white or dark as the reader's system is.
 
     python -m tools.plots                    # all figures, each to its place
     python -m tools.plots toys               # one of them
     python -m tools.plots log out/names      # the loss of a run, to out/names/loss.svg
-
-In the SVGs text stays text. Each SVG has a background of its own, white or dark as the reader's system is. It has other
-colours on dark, because no colour is readable on both (a contrast of 4.5 : 1).
 """
 
 import io
@@ -30,7 +27,7 @@ except ImportError:
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
 
-# each colour on white -> the colour in its place on GitHub's dark page
+# each colour on white -> the colour in its place on GitHub's dark page; no colour is readable on both
 DARK = {
     "#ffffff": "#0d1117",
     "#59636e": "#9ba5b1",
@@ -159,22 +156,16 @@ PICTURES = {
 
 
 # --- the loss of a run
-# a term of the log, and its colour; a model without a Stage B has no m2t_B
-TERMS = {"m2t_A": ORANGE, "m2t_B": BLUE}
-
-
 def draw_log(folder: Path):
     """The loss of each logged step and, on held-out rows, the cross-entropies of both stages at masks."""
     records = read_lines(folder / "log.jsonl", {"step": int}, "log of a run")
     steps = [r for r in records if "loss" in r]
-    held_out = [r for r in records if r.get("val")]
-    if not steps:
-        fail(f"{folder / 'log.jsonl'} has no step yet")
     figure, ax = plt.subplots(figsize=(WIDTH, 3.8))
     ax.plot([r["step"] + 1 for r in steps], [r["loss"] for r in steps], color=INK, linewidth=1, label="loss (Eq. 1)")
-    for term, color in TERMS.items():
-        points = [(r["step"], r[term]) for r in held_out if term in r]
-        if points:
+    for term, color in {"m2t_A": ORANGE, "m2t_B": BLUE}.items():
+        held_out = [r for r in records if r.get("val") and term in r]  # a model without a Stage B has no m2t_B
+        if held_out:
+            points = [(r["step"], r[term]) for r in held_out]
             ax.plot(*zip(*points, strict=True), "o-", color=color, markersize=4, label=f"{term}, held out")
     ax.set(xlabel="step", ylim=(0, None))
     ax.set_title("nats a token", loc="left")
@@ -195,17 +186,14 @@ def main() -> None:
     matplotlib.rcdefaults()  # not what the user's matplotlibrc says, which may need TeX
     plt.rcParams.update(STYLE)
 
-    if args.pictures[:1] == ["log"]:
-        if len(args.pictures) != 2:
-            fail("give the folder of one run: python -m tools.plots log out/names")
-        folder = Path(args.pictures[1])
+    names = args.pictures or list(PICTURES)
+    if names[0] == "log" and len(names) == 2:
+        folder = Path(names[1])
         drawn = {folder / "loss.svg": lambda: draw_log(folder)}
+    elif set(names) <= PICTURES.keys():
+        drawn = {args.out / place: draw for place, draw in map(PICTURES.get, names)}
     else:
-        unknown = [name for name in args.pictures if name not in PICTURES]
-        if unknown:
-            fail(f"there is no picture {unknown[0]}: the pictures are {', '.join(PICTURES)}")
-        chosen = [PICTURES[name] for name in args.pictures or PICTURES]
-        drawn = {args.out / place: draw for place, draw in chosen}
+        fail(f"the pictures are {', '.join(PICTURES)}; or give log and a run's folder")
     for path, draw in drawn.items():
         text = svg(draw())
         replace_file(path, lambda path, text=text: path.write_text(text, encoding="utf-8"))

@@ -1,14 +1,8 @@
 """Write the tables of the results pages from the records beside them.
 
-On a page a table stands between two marks:
+On a page a table stands between <!-- table NAME --> and <!-- end -->.
 
-    <!-- table NAME -->
-    ...
-    <!-- end -->
-
-All pages are written again:
-
-    python -m tools.tables
+    python -m tools.tables      # writes all pages again
 """
 
 import json
@@ -17,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 
-from lib.util import Parser, command, fail
+from lib.util import Parser, command
 
 RESULTS = Path(__file__).parents[1] / "results"
 Table = list[list[str]]  # the titles, then the rows
@@ -46,42 +40,47 @@ def of_records(name: str, columns: dict[str, tuple[str, int]], seeds: str = "") 
     return rows
 
 
-# what evaluate.py prints of a toy, counted from the right, but KL from the left
-KL, POSSIBLE, LIKELIEST, FORWARDS = 0, -4, -3, -2
-# the log of a decoder on toys, the run there, and the decoder
-ALL_AT_ONCE = ("toys", "base", "all at once")
-PAPER_AT_ONCE = ("toys", "base", "Stage B, all at once")
-OFF_AT_GATES = ("toys", "base", "Stage B off, gates .7 and 0")
-AT_GATES = ("toys", "base", "Stage B, gates .7 and 0 (paper)")
-CERTIFIED = ("toys", "base", "certified")
-SUREST = ("toys", "base", "one at a time, surest first")
-LEFT = ("toys", "base", "one at a time, from the left")
-CAUSAL = ("toys", "causal", "Stage B, whole blocks")
-BEAM = ("toys", "causal", "Stage B, a beam of 4")
-MASKS = ("masks", "masks", "one at a time, from the left")
+# a row of the toys' tables -> the log, the run there, the decoder, and the tables that show it
+TOYS = {
+    "Stage A, all at once": ("toys", "base", "all at once", "KL possible likeliest"),
+    "paper, all at once": ("toys", "base", "Stage B, all at once", "KL possible likeliest"),
+    "Stage B off, at the paper's gates": ("toys", "base", "Stage B off, gates .7 and 0", "possible likeliest"),
+    "paper, at its gates": ("toys", "base", "Stage B, gates .7 and 0 (paper)", "possible likeliest"),
+    "certified": ("toys", "base", "certified", "likeliest"),
+    "causal": ("toys", "causal", "Stage B, whole blocks", "KL possible likeliest"),
+    "causal, a beam of 4": ("toys", "causal", "Stage B, a beam of 4", "likeliest"),
+    "base, one at a time, surest first": ("toys", "base", "one at a time, surest first", "KL"),
+    "base, one at a time, from the left": ("toys", "base", "one at a time, from the left", "KL likeliest"),
+    "mask-only base, one at a time, from the left (three seeds)":
+        ("masks", "masks", "one at a time, from the left", "KL likeliest"),
+}  # fmt: skip
+# what evaluate.py prints of a decoder, counted from the right; some have no KL
+FIGURES = {"KL": 0, "possible": -4, "likeliest": -3, "forwards": -2}
 
 
-def of_toys(rows: dict[str, tuple[str, str, str]], figure: int) -> Table:
-    """A row for each decoder, with a figure of each toy; the mean over the seeds of its log, and over toys of
+def of_toys(figure: str) -> Table:
+    """A row for each decoder, with a figure of each toy, the mean over the seeds of its log; and the mean over toys of
     forwards."""
     found: dict[str, dict[str, list[str]]] = {}
-    for name in {log for log, _, _ in rows.values()}:
+    for name in ("toys", "masks"):
         for part in re.split(r"^== ", (RESULTS / "theorem" / f"{name}.txt").read_text(), flags=re.M)[1:]:
             found.setdefault(name, {}).setdefault(part.split()[0], []).append(part)
 
     toys = list(found["toys"])
     table = [["", *(f"`{toy}`" for toy in toys)]]
-    if figure == KL:
+    if figure == "KL":
         table.append(["TC", *(re.search(r"TC = ([\d.]+)", found["toys"][toy][0])[1] for toy in toys)])
-    if figure != KL:
+    else:
         table[0].append("forwards")
-    for title, (log, run, decoder) in rows.items():
+    for title, (log, run, decoder, tables) in TOYS.items():
+        if figure not in tables.split():
+            continue
         line = re.compile(rf"^-- {run}$.*?^{re.escape(decoder)}  +([^\n]*)$", re.M | re.S)
         cells = [[line.search(part)[1].split() for part in found[log][toy]] for toy in toys]
-        means = [f"{mean(float(seed[figure]) for seed in seeds):.3f}" for seeds in cells]
-        if figure != KL:
-            means.append(f"{mean(float(seed[FORWARDS]) for seeds in cells for seed in seeds):.2f}")
-        table.append([title, *means])
+        row = [f"{mean(float(seed[FIGURES[figure]]) for seed in seeds):.3f}" for seeds in cells]
+        if figure != "KL":
+            row.append(f"{mean(float(seed[FIGURES['forwards']]) for seeds in cells for seed in seeds):.2f}")
+        table.append([title, *row])
     return table
 
 
@@ -107,22 +106,10 @@ TABLES: dict[str, Callable[[], Table]] = {
         "names/names.jsonl", {"exist": ("exist", 3), "forwards a name": ("forwards", 1)}, "exist"
     ),
     "Table 2": table_2,
-    "KL": lambda: of_toys({
-        "Stage A, all at once": ALL_AT_ONCE, "paper, all at once": PAPER_AT_ONCE, "causal": CAUSAL,
-        "base, one at a time, surest first": SUREST, "base, one at a time, from the left": LEFT,
-        "mask-only base, one at a time, from the left (three seeds)": MASKS,
-    }, KL),
-    "possible": lambda: of_toys({
-        "Stage A, all at once": ALL_AT_ONCE, "paper, all at once": PAPER_AT_ONCE,
-        "Stage B off, at the paper's gates": OFF_AT_GATES, "paper, at its gates": AT_GATES, "causal": CAUSAL,
-    }, POSSIBLE),
-    "likeliest": lambda: of_toys({
-        "Stage A, all at once": ALL_AT_ONCE, "paper, all at once": PAPER_AT_ONCE,
-        "Stage B off, at the paper's gates": OFF_AT_GATES, "paper, at its gates": AT_GATES, "certified": CERTIFIED,
-        "causal": CAUSAL, "causal, a beam of 4": BEAM, "base, one at a time, from the left": LEFT,
-        "mask-only base, one at a time, from the left (three seeds)": MASKS,
-    }, LIKELIEST),
-}  # fmt: skip
+    "KL": lambda: of_toys("KL"),
+    "possible": lambda: of_toys("possible"),
+    "likeliest": lambda: of_toys("likeliest"),
+}
 
 
 def written(page: str) -> str:
@@ -130,8 +117,6 @@ def written(page: str) -> str:
 
     def write(found: re.Match) -> str:
         name = found[1]
-        if name not in TABLES:
-            fail(f"there is no table {name}: the tables are {', '.join(TABLES)}")
         titles, *rows = TABLES[name]()
         lines = [titles, ["---"] * len(titles), *rows]
         table = "\n".join("|" + "|".join(cell.strip() for cell in line) + "|" for line in lines)

@@ -55,15 +55,6 @@ def width(text: str) -> int:
     return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in plain)
 
 
-def ending(text: str, columns: int) -> str:
-    """The last characters of a text, as many as these columns have room for."""
-    for i in range(len(text) - 1, -1, -1):
-        columns -= width(text[i])
-        if columns < 0:
-            return text[i + 1 :]
-    return text
-
-
 class Screen:
     """Shows the steps of all rows. A terminal draws lines again in their places; a pipe, or a terminal with NO_COLOR,
     gets new lines. tokenizer: None if tokens are numbers.
@@ -91,16 +82,14 @@ class Screen:
             if not self.moves:
                 print(line)
             elif from_the_left:
-                self.mend(self.line(before, self.draft(step, r)), line)
+                # the draft, and in its place the line with what is written
+                draft = self.line(before, self.draft(step, r))
+                self.replace([], [draft])
+                self.replace([draft], [line])
             self.lines[row.number] = line
         if self.moves and not from_the_left:
             self.replace(self.drawn, self.lines)
             self.drawn = list(self.lines)
-
-    def mend(self, draft: str, line: str) -> None:
-        """Draw a line with the draft, then replace it by the line with what is written."""
-        self.replace([], [draft])
-        self.replace([draft], [line])
 
     def replace(self, old: list[str], new: list[str]) -> None:
         """Draw these lines in the place of the old ones, which are the last that were drawn."""
@@ -120,10 +109,12 @@ class Screen:
 
     def line(self, before: str, block: str) -> str:
         """A line with the text before a block, and the block."""
-        # a long text loses its beginning, as far as it takes a second line
+        # in a terminal a long text loses its beginning, as far as it takes a second line
         room = shutil.get_terminal_size().columns - 10 - width(block)
         if self.moves:
-            before = ending(before, room)
+            before = before[max(0, len(before) - room) :]
+            while before and width(before) > room:
+                before = before[1:]
         return f"step {self.steps:3}  {before}{block}"
 
     def block(self, step: Step, r: int) -> str:
@@ -150,11 +141,9 @@ class Screen:
         return line
 
     def looks(self, step: Step, r: int) -> str:
-        """How many looks row r took, in words."""
+        """How many looks row r took, in words; nothing if none."""
         n = int(step.partial[r])
-        if n == 0:
-            return ""
-        return self.paint(f"  {n} look" + ("s" if n > 1 else ""), "dim")
+        return self.paint(f"  {n} look{'s' * (n > 1)}", "dim") if n else ""
 
     def word(self, token: int) -> str:
         """A token as it is shown; a number is followed by a blank."""

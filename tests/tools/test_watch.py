@@ -11,7 +11,7 @@ from decoding import Decoding
 from lib.tokenizer import byte_tokenizer
 from lib.util import MASK
 from tools import watch
-from tools.watch import END, Screen, ending, piece, width
+from tools.watch import END, Screen, piece, width
 
 PIECES = {4: b" San", 5: b" York", 6: b" New", 7: b" Francisco"}
 TOKENIZER = SimpleNamespace(token_bytes=PIECES, special={}, decode=lambda ids: "In the")
@@ -59,12 +59,12 @@ def test_steps_of_the_paper_through_a_pipe(shown):
 
 def test_a_mended_draft_through_a_pipe(shown):
     """What was written, what Stage A's draft was, and in how many looks; without Stage B there are none."""
-    assert shown(CAUSAL, RUNS, TOKENIZER) == [
+    alone = CAUSAL[1] | dict(partial=0.0)
+    assert shown([*CAUSAL, alone], RUNS, TOKENIZER) == [
         f"step   1  In the[ San][ Francisco](A:  York)[{END}](A:  York){MASK}  3 looks",
         f"step   2  In the San Francisco{END}[{END}]  1 look",
+        f"step   3  In the San Francisco{END}[{END}]",
     ]
-    alone = CAUSAL[1] | dict(partial=0.0)
-    assert shown([alone], RUNS, TOKENIZER) == [f"step   1  In the San Francisco{END}[{END}]"]
 
 
 def test_a_draft_is_mended_in_a_terminal(shown, monkeypatch):
@@ -84,15 +84,17 @@ def test_a_draft_is_mended_in_a_terminal(shown, monkeypatch):
 
 def test_a_line_is_drawn_again_over_all_of_its_columns(shown, monkeypatch):
     """With the paper's gates in a terminal of 20 columns, the first step of 27 takes two lines, and so the cursor goes
-    up two. A character may take two columns, or none."""
+    up two. A character may take two columns, or none. A text that is too long loses its beginning."""
     assert width("a漢e\u0301\x1b[2mb\x1b[0m") == 5
-    assert ending("a漢字b", 3) == "字b" and ending("ab", 3) == "ab" and ending("ab", 0) == ""
-
     in_a_terminal(monkeypatch)
     monkeypatch.setattr(watch.shutil, "get_terminal_size", lambda: SimpleNamespace(columns=20))
     first, second = shown(PAPER, Decoding(), None)
     assert width(first) == len("step   1  [6 ](A: 4 )▒ ▒ ∎ ") == 27
     assert second.startswith("\x1b[2F\x1b[Jstep   2")
+
+    screen = Screen(1, None, 9, 8)
+    assert screen.line("a漢字b", "." * 7) == "step   0  字b......."
+    assert screen.line("a漢字b", "." * 12) == "step   0  ............"
 
 
 def test_every_character_of_a_token_can_be_seen():
