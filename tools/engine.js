@@ -277,7 +277,7 @@ function coordinate(model, h, bundle, ctx, n_rounds) {
 
 // --- causal Stage B
 
-// One look. `tokens`: in the bundle the drafts, and elsewhere what the block shows. A position of the bundle is shown
+// One pass. `tokens`: in the bundle the drafts, and elsewhere what the block shows. A position of the bundle is shown
 // the token on its left in the block, and the first position a mask.
 function causalCoordinate(model, h, bundle, ctx, tokens) {
   const before = (t) => (t > 0 ? tokens[t - 1] : model.cfg.mask_id);
@@ -385,11 +385,11 @@ function denoise(model, z, ctx, d, u, given) {
   const gate = d.tau_t2t ?? Infinity;
   const edited = [...z.keys()].filter((t) => visible(t) && conf[t] > gate && token[t] !== z[t]);
   const after = z.map((id, t) => (bundle.includes(t) || edited.includes(t) ? token[t] : id));
-  return {before: z, after, bundle, edited, token, conf, token_a, conf_a, partial, looks: []};
+  return {before: z, after, bundle, edited, token, conf, token_a, conf_a, partial, passes: []};
 }
 
-// Causal Stage B's step: all masks are its bundle. It looks until every token has read final ones, and writes the
-// longest run from the left whose probabilities have a product above tau_m2t, and at least one token. looks: after
+// Causal Stage B's step: all masks are its bundle. It takes passes until every token has read final ones, and writes the
+// longest run from the left whose probabilities have a product above tau_m2t, and at least one token. passes: after
 // each one the block's tokens, their probabilities, and which are final. Both stages draw by the same numbers, u[1].
 function causalDenoise(model, z, ctx, d, u) {
   const masked = masksOf(model, z);
@@ -403,10 +403,10 @@ function causalDenoise(model, z, ctx, d, u) {
   const drafts = z.map((id, t) => (masked.includes(t) ? token_a[t] : id));
   let now = {token: drafts, conf: conf_a, final: z.map((_, t) => !masked.includes(t))};
 
-  // look until all is final, or what is final falls below the gate
-  const looks = [];
+  // take passes until all is final, or what is final falls below the gate
+  const passes = [];
   const isFinal = (t) => now.final[t];
-  while (!now.final.every(Boolean) && (!looks.length || sum(now.conf, masked.filter(isFinal)) > gate)) {
+  while (!now.final.every(Boolean) && (!passes.length || sum(now.conf, masked.filter(isFinal)) > gate)) {
     const states = causalCoordinate(model, h, masked, ctx, now.token);
     const found = candidates(neverMask(model, logits(model, states)), u[1], d);
     const token = z.map((_, t) => (isFinal(t) ? now : found).token[t]);
@@ -416,14 +416,14 @@ function causalDenoise(model, z, ctx, d, u) {
     const differs = z.findIndex((_, t) => token[t] !== now.token[t]);
     const final = z.map((_, t) => isFinal(t) || differs < 0 || t <= differs);
     now = {token, conf, final};
-    looks.push(now);
+    passes.push(now);
   }
 
   const {token, conf} = now;
   const surer = (t, i) => isFinal(t) && sum(conf, masked.slice(0, i + 1)) > gate;
   const bundle = masked.filter((t, i) => i === 0 || surer(t, i));
   const after = z.map((id, t) => (bundle.includes(t) ? token[t] : id));
-  return {before: z, after, bundle, edited: [], token, conf, token_a, conf_a, partial: looks.length, looks};
+  return {before: z, after, bundle, edited: [], token, conf, token_a, conf_a, partial: passes.length, passes};
 }
 
 // A finished block leaves its keys and values in every round (there it is unmarked), and the next one stands behind it.

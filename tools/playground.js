@@ -75,7 +75,7 @@ function decoding({n_rounds, ...own}, hand = {}) {
     const at = hand[n].at - start;
     const after = z.map((id, t) => (t === at ? hand[n].token : id));
     const conf = z.map(() => 1);
-    const said = {token: after, conf, token_a: after, conf_a: conf, looks: []};
+    const said = {token: after, conf, token_a: after, conf_a: conf, passes: []};
     return {...said, before: z, after, bundle: [at], edited: [], partial: 0, byHand: true};
   };
   return {...settings, n_rounds, byHand, draws,

@@ -65,7 +65,7 @@ OF_DRAWN_BASE = [
 OFF = "All masks above tau_m2t, each by itself, by its Stage A alone."
 ON = "The same masks are marked, and read once more by Stage B."
 ON_DRAWN = "The masks above tau_m2t are marked, and read once more by Stage B. Drawn here; sample.py is greedy."
-CAUSAL = "Stage A drafts (A); a look (1, 2 ...) of Stage B reads the drafts on the left; ✓ is final."
+CAUSAL = "Stage A drafts (A); a pass (1, 2 ...) of Stage B reads the drafts on the left; ✓ is final."
 
 
 def with_stage_b(model: Model, draws: bool) -> list[dict]:
@@ -133,8 +133,9 @@ def page_data(folders: list[Path]) -> dict:
         fail(f"{base} has a tokenizer that the page cannot compute: it knows prepare.py's and plain ByteLevel ones")
     models = {folder: half(load_model(folder, "cpu", torch.float32)) for folder in dict.fromkeys([base, *folders])}
     for folder, model in models.items():
-        if model.cfg.router != "grouped sigmoid" or model.cfg.stage_b not in ("paper", "causal"):
-            fail(f"{folder} has a router or a Stage B of your own, which the page's engine.js cannot compute yet")
+        own = model.cfg.router != "grouped sigmoid" or model.cfg.stage_b not in ("paper", "causal")
+        if own or model.cfg.int8:
+            fail(f"{folder} is int8, or has a router or a Stage B of your own: the page's engine.js cannot compute it")
     of_names = "names" in judge_of(base)
     draws = not of_names  # the most probable text repeats itself
 

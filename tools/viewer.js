@@ -60,16 +60,16 @@ function position(t, at, v, b) {
 // The steps of a block up to now.
 const stepsOf = (t, b) => (b.first ? t.steps.slice(b.first - 1, Math.min(now, b.last)) : []);
 
-// What a step thought of place i before it wrote: Stage A's draft, then each look up to the one that is final. Of the
+// What a step thought of place i before it wrote: Stage A's draft, then each pass up to the one that is final. Of the
 // paper's Stage B the draft alone, where it wrote another token.
 function thoughts(s, i, mask_id) {
   const drafted = {by: "A", token: s.token_a[i], conf: s.conf_a[i]};
   if (s.before[i] !== mask_id) return [];
-  if (!s.looks.length) return s.after[i] === mask_id || s.after[i] === drafted.token ? [] : [drafted];
-  const settled = s.looks.findIndex((look) => look.final[i]);
-  const seen = settled < 0 ? s.looks : s.looks.slice(0, settled + 1);
-  return [drafted, ...seen.map((look, n) =>
-    ({by: `${n + 1}`, token: look.token[i], conf: look.conf[i], final: look.final[i]}))];
+  if (!s.passes.length) return s.after[i] === mask_id || s.after[i] === drafted.token ? [] : [drafted];
+  const settled = s.passes.findIndex((pass) => pass.final[i]);
+  const seen = settled < 0 ? s.passes : s.passes.slice(0, settled + 1);
+  return [drafted, ...seen.map((pass, n) =>
+    ({by: `${n + 1}`, token: pass.token[i], conf: pass.conf[i], final: pass.final[i]}))];
 }
 
 // --- drawing
@@ -83,7 +83,7 @@ function describe(t, at, p, b) {
     const fill = s.fill.find((x) => x.at === at);
     const edit = s.edit.find((x) => x.at === at);
     const said = thoughts(s, at - b.start, t.mask_id).map((by) =>
-      (by.by === "A" ? "Stage A drafted " : `look ${by.by}: `) + say(by) + (by.final ? ", final" : ""));
+      (by.by === "A" ? "Stage A drafted " : `pass ${by.by}: `) + say(by) + (by.final ? ", final" : ""));
     if (fill) said.push(s.byHand ? `${t.pieces[fill.token]} was written by hand` : `wrote ${say(fill)}`);
     if (edit) said.push(`${t.pieces[edit.old]} became ${say(edit)}`);
     if (said.length) lines.push(`step ${b.first + n}: ${said.join("; ")}`);

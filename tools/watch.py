@@ -1,7 +1,7 @@
 """`sample.py --watch`: every step of decoding, as it happens.
 
 In a terminal a row has one line with the paper's gates, which is drawn again after every step. With the longest run
-every step has a line of its own, which shows Stage A's draft, then what is written, and in how many looks.
+every step has a line of its own, which shows Stage A's draft, then what is written, and in how many passes.
 """
 
 import math
@@ -78,7 +78,7 @@ class Screen:
         from_the_left = rows[0].d.tau_t2t is None  # without edits a step writes for good
         for r, row in enumerate(rows):
             before = self.before(row.ids)
-            line = self.line(before, self.block(step, r) + (self.looks(step, r) if from_the_left else ""))
+            line = self.line(before, self.block(step, r) + (self.passes(step, r) if from_the_left else ""))
             if not self.moves:
                 print(line)
             elif from_the_left:
@@ -140,10 +140,10 @@ class Screen:
             line += self.paint(self.word(token), "dim") if shown == self.mask_id else self.word(shown)
         return line
 
-    def looks(self, step: Step, r: int) -> str:
-        """How many looks row r took, in words; nothing if none."""
+    def passes(self, step: Step, r: int) -> str:
+        """How many passes row r took, in words; nothing if none."""
         n = int(step.partial[r])
-        return self.paint(f"  {n} look{'s' * (n > 1)}", "dim") if n else ""
+        return self.paint(f"  {n} pass{'es' * (n > 1)}", "dim") if n else ""
 
     def word(self, token: int) -> str:
         """A token as it is shown; a number is followed by a blank."""

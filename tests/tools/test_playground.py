@@ -165,7 +165,7 @@ def settings_of(folder: Path, model: Model) -> list[Decoding]:
 
 @in_browser
 def test_it_decodes_as_generate_does(tmp_path):
-    """Step by step: experts in groups, LoRA, two rounds, a copy of the last layers, looks, edits, holes, blocks before
+    """Step by step: experts in groups, LoRA, two rounds, a copy of the last layers, passes, edits, holes, blocks before
     the current one; and tokens drawn by the same numbers."""
     # with these no two experts, or tokens that are written, are so close that rounding decides
     prompts = [random_ids(1, n, 600 + n, 1000)[0].tolist() for n in (3, 8, 21)]
@@ -187,7 +187,7 @@ def test_it_decodes_as_generate_does(tmp_path):
         for d, one, other in zip(case["settings"], here, there, strict=True):
             assert one == other, d
 
-    # there were edits, blocks that took several looks, and draws that are not the likeliest
+    # there were edits, blocks that took several passes, and draws that are not the likeliest
     of_paper, of_causal = [[step for decodes in of for decode in decodes for step in decode[-1]] for of in expected]
     assert sum(len(edited) for *_, edited, _, _ in of_paper) > 20
     assert sum(partial > 2 for *_, partial in of_causal) > 5

@@ -58,11 +58,11 @@ def test_steps_of_the_paper_through_a_pipe(shown):
 
 
 def test_a_mended_draft_through_a_pipe(shown):
-    """What was written, what Stage A's draft was, and in how many looks; without Stage B there are none."""
+    """What was written, what Stage A's draft was, and in how many passes; without Stage B there are none."""
     alone = CAUSAL[1] | dict(partial=0.0)
     assert shown([*CAUSAL, alone], RUNS, TOKENIZER) == [
-        f"step   1  In the[ San][ Francisco](A:  York)[{END}](A:  York){MASK}  3 looks",
-        f"step   2  In the San Francisco{END}[{END}]  1 look",
+        f"step   1  In the[ San][ Francisco](A:  York)[{END}](A:  York){MASK}  3 passes",
+        f"step   2  In the San Francisco{END}[{END}]  1 pass",
         f"step   3  In the San Francisco{END}[{END}]",
     ]
 
@@ -77,7 +77,7 @@ def test_a_draft_is_mended_in_a_terminal(shown, monkeypatch):
     draft, written, draft_2, written_2 = shown(CAUSAL, RUNS, None)
     assert draft == "step   1  1 2 " + "".join(map(dim, ("4 ", "5 ", "5 ", f"{END} ")))
     assert written.startswith(f"\x1b[1F\x1b[Jstep   1  1 2 \x1b[32m[4 ]\x1b[0m\x1b[33m[7 ]\x1b[0m{dim('(A: 5 )')}")
-    assert written.endswith(dim("  3 looks"))
+    assert written.endswith(dim("  3 passes"))
     assert draft_2 == f"step   2  1 2 4 7 {END} " + dim(f"{END} ")
     assert written_2.startswith("\x1b[1F\x1b[Jstep   2")
 
