@@ -334,18 +334,20 @@ def test_bits_from_the_command_line(tmp_path, monkeypatch, capsys):
     assert "paper: Stage B writes a block at once" in of_paper and "sample.py" in following
     assert f"held-out tokens of {rows} in rows of 64, each block" in title
     assert head.split("  ")[-1] == "of 16 texts"
-    corpus, tokenizer = read_corpus(rows, 64, 0, 8, 0), load_tokenizer(rows)
-    names = {"Stage A": "Stage A, all at once", "one at a time": "one at a time, from the left"}
-    names_b = {name: f"{name} Stage B, all at once" for name in ("paper", "causal")}
-    expected = [("base", "Stage A"), ("base", "one at a time"), ("paper", "Stage A"), ("paper", "Stage B")]
-    expected.append(("causal", "Stage B"))
-    for line, (folder, way) in zip(lines, expected, strict=True):
+    expected = [
+        ("base", "Stage A", "Stage A, all at once"),
+        ("base", "one at a time", "one at a time, from the left"),
+        ("paper", "Stage A", "Stage A, all at once"),
+        ("paper", "Stage B", "paper Stage B, all at once"),
+        ("causal", "Stage B", "causal Stage B, all at once"),
+    ]
+    for line, (folder, way, name) in zip(lines, expected, strict=True):
         model = load_model(tmp_path / folder, "cpu", torch.float32)
-        found = bits_of_rows(model, corpus, way, 50, tokenizer)
-        assert line.startswith(f"{tmp_path / folder}  {names.get(way) or names_b[folder]}, blocks of 8  ")
-        figures = [found["bits"] / found["tokens"], found["bits"] / found["bytes"]]
+        found = bits_of_rows(model, read_corpus(rows, 64, 0, 8, 0), way, 50, load_tokenizer(rows))
+        assert line.startswith(f"{tmp_path / folder}  {name}, blocks of 8  ")
         *cells, ms, ms_of_16 = [float(word) for word in line.split()[-4:]]
-        assert cells == approx(figures, abs=6e-4) and ms > 0 and ms_of_16 > 0
+        assert cells == approx([found["bits"] / found["tokens"], found["bits"] / found["bytes"]], abs=6e-4)
+        assert ms > 0 and ms_of_16 > 0
     assert f"{found['tokens']:,} held-out" in title
 
     # holes; and bits of names, if they are asked for
