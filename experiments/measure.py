@@ -3,6 +3,8 @@
 bits     bits a byte of 16,384 held-out bytes, each block from masks, in each way that the model has
 draws    forwards a byte of 16 drawn texts, and ms a byte, for one text alone and for 16 together
 names    the share of 512 held-out names that exist, and forwards a name, for each row that evaluate.py has
+steps    greedy steps at the paper's gates that fill masks: how many fill several, and break the bound of the theorem
+toys     the share of a toy's contexts whose answer is the joint mode, one token at a time, with beams of 1 and 4
 
 python -m experiments.measure bits --ckpt assets/shakespeare/causal --system causal --seed 1 --out out/bits.jsonl
 python -m experiments.measure names --ckpt assets/names/paper --system paper --seed 1 --out out/names.jsonl
@@ -11,14 +13,17 @@ python -m experiments.measure names --ckpt assets/names/paper --system paper --s
 import json
 import time
 from argparse import Namespace
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from checkpoint import base_of, load_model
-from decoding import CAUSAL
-from evaluate import BASE_ROWS, LEFT, NAME_LENGTH, bits_of_rows, complete, forwards, rows_of
+import toy
+from checkpoint import base_of, judge_of, load_model
+from decoding import CAUSAL, PAPER, Row, Step
+from evaluate import BASE_ROWS, LEFT, NAME_LENGTH, answer_log_probs, bits_of_rows, complete, forwards, rows_of
 from lib.names import draw_names
 from lib.rows import read_corpus
 from lib.tokenizer import load_tokenizer
@@ -69,6 +74,7 @@ def draws(args: Namespace) -> list[dict]:
     rules = {"all at once": replace(DRAWN, n_rounds=model.cfg.n_rounds if model.trained_b else 0)}
     if not model.trained_b:
         rules["one at a time"] = replace(DRAWN, tau_m2t=1.0, n_rounds=0)
+        rules["certified, greedy"] = replace(DRAWN, select="certified", temperature=0.0, n_rounds=0)
 
     records = []
     for row, d in rules.items():
@@ -105,7 +111,85 @@ def names(args: Namespace) -> list[dict]:
     return records
 
 
-WHAT = {"bits": bits, "draws": draws, "names": names}
+def steps(args: Namespace) -> list[dict]:
+    """Greedy steps at the paper's gates that fill masks: how many fill two or more, where the bound of results/theorem
+    does not hold, where Stage B's tokens are not Stage A's, and on toys where they are not the joint mode."""
+    model = load(args.ckpt)
+    task = task_of(args.ckpt)
+    if task:
+        prompts = task.prompt(torch.arange(task.n_ctx)).tolist()
+        length = task.m
+    elif "names" in judge_of(args.ckpt):
+        prompts = list(draw_names(256, "held out", load_tokenizer(base_of(args.ckpt))).values())
+        length = NAME_LENGTH
+    else:
+        rows = read_corpus(TEXT, SEQ_LEN, 0, BLOCK, 0).rows["val"].rows
+        prompts = [row[:BEGINNING].tolist() for row in rows[:32]]
+        length = 128
+
+    count = Counter()
+
+    def note(rows: list[Row], step: Step) -> None:
+        n = step.bundle.sum(-1)
+        miss = (1 - step.conf_a) * step.bundle
+        count["fill"] += int((n >= 1).sum())
+        count["two"] += int((n == 2).sum())
+        count["more"] += int((n >= 3).sum())
+        count["bound broken"] += int(((n >= 3) & (miss.sum(-1) + miss.amax(-1) > 1)).sum())
+        count["not Stage A's"] += int(((step.token != step.token_a) & step.bundle).any(-1).sum())
+        for row, z, bundle, token in zip(rows, step.z, step.bundle, step.token, strict=True):
+            if task and bundle.any():
+                missed = misses_mode(task, row.number, z, bundle, token)
+                count["not the mode"] += missed
+                count["of these, with several masks"] += missed and int(bundle.sum()) > 1
+
+    generate(model, prompts, replace(PAPER, gen_length=length), on_step=note)
+    return [dict(row="steps at the paper's gates", **count)]
+
+
+def task_of(folder: Path) -> toy.Toy | None:
+    """The toy that a checkpoint was trained on."""
+    judge = judge_of(folder)
+    sizes = {key: value for key, value in judge.items() if key != "toy"}
+    return toy.make(judge["toy"], **sizes) if "toy" in judge else None
+
+
+def misses_mode(task: toy.Toy, c: int, z: Tensor, bundle: Tensor, token: Tensor) -> bool:
+    """Are a step's tokens in the bundle not the joint mode, given what is visible in the answer z (m,) of context c?"""
+    support = task.support[c]
+    possible = ((support == z) | (z == task.mask_id)).all(-1)
+    tuples, which = support[:, bundle].unique(dim=0, return_inverse=True)
+    joint = torch.zeros(len(tuples), dtype=torch.float64).scatter_add(0, which, task.prob[c] * possible)
+    written = joint[(tuples == token[bundle]).all(-1)].sum()
+    return bool(written < joint.max() - 1e-9)
+
+
+def toys(args: Namespace) -> list[dict]:
+    """The base one token at a time from the left, with a beam: the share of contexts whose answer is the joint mode."""
+    model = load(args.ckpt)
+    task = task_of(args.ckpt)
+    N, _, m = task.support.shape
+    best = task.prob.amax(-1).log()
+    records = []
+    for U in (1, 4):
+        # the texts of a beam are the same at first, so only one may count
+        c = torch.arange(N).repeat_interleave(U)
+        z = torch.full((N * U, m), -1)
+        score = torch.full((N, U), -torch.inf, dtype=torch.float64)
+        score[:, 0] = 0.0
+        for i in range(m):
+            log_p = answer_log_probs(model, task, c, z)[:, i].view(N, U, task.V)
+            score, chosen = (score[..., None] + log_p).flatten(1).topk(U, dim=-1)
+            parent = (torch.arange(N)[:, None] * U + chosen // task.V).flatten()
+            z = z[parent]
+            z[:, i] = (chosen % task.V).flatten()
+        found = task.log_prob(torch.arange(N), z.view(N, U, m)[:, 0])
+        likeliest = float((found >= best - 1e-9).double().mean())
+        records.append(dict(row=f"one at a time, a beam of {U}", toy=task.name, likeliest=likeliest))
+    return records
+
+
+WHAT = {"bits": bits, "draws": draws, "names": names, "steps": steps, "toys": toys}
 
 
 @command

@@ -81,6 +81,14 @@ def of_toys(figure: str) -> Table:
         if figure != "KL":
             row.append(f"{mean(float(seed[FIGURES['forwards']]) for seeds in cells for seed in seeds):.2f}")
         table.append([title, *row])
+
+    # the strongest opponents with the same beam
+    beams = [json.loads(line) for line in (RESULTS / "theorem" / "beams.jsonl").read_text().splitlines()]
+    for system in ("base", "mask-only base") if figure == "likeliest" else ():
+        row = "one at a time, a beam of 4"
+        alike = [record for record in beams if (record["system"], record["row"]) == (system, row)]
+        of_toy = [[r["likeliest"] for r in alike if r["toy"] == toy] for toy in toys]
+        table.append([f"{system}, {row}", *(f"{mean(values):.3f}" for values in of_toy), ""])
     return table
 
 
