@@ -109,7 +109,7 @@ def candidates(logits: Tensor, u: Tensor, d: Decoding) -> tuple[Tensor, Tensor]:
     mass = cdf[..., -1:]
     place = torch.searchsorted(cdf, u[..., None] * mass, right=True)
     last = (p > 0).sum(-1, keepdim=True) - 1
-    place = torch.minimum(place, last)  # by rounding it may be past the last token that is left
+    place = place.minimum(last).clamp(min=0)  # by rounding it may be past the last token; of NaN none is left
     return order.gather(-1, place)[..., 0], (p / mass).gather(-1, place)[..., 0]
 
 

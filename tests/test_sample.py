@@ -302,5 +302,7 @@ def test_weights_whose_logits_overflow_are_said(tmp_path, monkeypatch, capsys):
     model = tiny_model()
     model.norm_f.weight.data.fill_(3e38)
     save_model(model, tmp_path)
-    line = caller(sample, monkeypatch, capsys).fails("--ckpt", tmp_path, "--prompt_ids", "5,9", "--device", "cpu")
-    assert "logits are not finite" in line
+    fails = caller(sample, monkeypatch, capsys).fails
+    for drawn in ([], ["--temperature", 1]):
+        line = fails("--ckpt", tmp_path, "--prompt_ids", "5,9", "--device", "cpu", *drawn)
+        assert "logits are not finite" in line
