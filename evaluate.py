@@ -334,6 +334,9 @@ def evaluate_bits(models: dict[Path, Model], args: Namespace) -> None:
     length = math.lcm(*(model.cfg.block_length for model in models.values()))
     if seq_len % length or not 0 < seq_len <= longest:
         fail(f"--seq_len {seq_len} must be a multiple of the block length, {length}, and at most {longest}")
+    shortest = min(model.cfg.block_length for model in models.values())
+    if args.hole > shortest:
+        fail(f"--hole {args.hole}: the shortest blocks have {shortest} tokens")
     corpus = read_corpus(data, seq_len, 0, length, 0)
 
     bits = {}
@@ -403,7 +406,11 @@ def main() -> None:
     elif not args.bits and len(judges) == 1 and "toy" in judges[0]:
         name = checked_entry(judges[0], "toy", str, base_of(args.ckpt[0]) / "meta.json")
         sizes = {key: value for key, value in judges[0].items() if key != "toy"}
-        evaluate_toy(models[args.ckpt[0]], toy.make(name, **sizes))
+        task = toy.make(name, **sizes)
+        model = models[args.ckpt[0]]
+        if (task.eos_id, task.mask_id, task.m) != (model.cfg.eos_id, model.cfg.mask_id, model.cfg.block_length):
+            fail(f"{base_of(args.ckpt[0]) / 'meta.json'} has the sizes of another toy than the model beside it")
+        evaluate_toy(model, task)
     else:
         evaluate_bits(models, args)
 
