@@ -32,6 +32,7 @@ from torch import Tensor
 from causal import CausalModel
 from lib.rows import read_meta
 from lib.util import (
+    WALK,
     checked_entry,
     fail,
     printable,
@@ -76,7 +77,8 @@ def weight_files(folder: Path) -> list[Path]:
     if not index.exists():
         return [folder / "model.safetensors"]
     places = checked_entry(read_json(index, "weight index"), "weight_map", dict, index)
-    return [folder / shard for shard in sorted(set(places.values()))]
+    with reading(index, "weight index", WALK):
+        return [folder / shard for shard in sorted(set(places.values()))]
 
 
 def check_floats(where: Path, tensors: dict[str, Tensor]) -> None:
@@ -265,6 +267,8 @@ def about_adapter(folder: Path) -> dict:
     about |= {name: checked_entry(about, name, kind, path) for name, kind in ENTRIES.items()}
     if about["stage_b"] not in STAGE_B:
         fail(f"{path}: its Stage B is of the kind {about['stage_b']!r:.80}, and the kinds are {', '.join(STAGE_B)}")
+    if not 0 <= about["lora_r"] <= 2**20:
+        fail(f"{path} is damaged: lora_r is {about['lora_r']}")
     return about
 
 
@@ -392,6 +396,7 @@ def check_config(cfg: Config, where: Path | str = "impossible model") -> None:
         (1 <= cfg.n_active <= cfg.topk_group * group, "n_active experts fit into topk_group groups"),
         (1 <= cfg.n_last <= cfg.n_layer, f"n_last is 1..{cfg.n_layer} (n_layer), not {cfg.n_last}"),
         (cfg.n_rounds >= 1, "n_rounds is 1 or more"),
+        (max(size for size in vars(cfg).values() if type(size) is int) <= 2**20, "no size is above 1,048,576"),
         (1 <= cfg.block_length <= cfg.max_len, f"block_length is 1..{cfg.max_len} (max_len), not {cfg.block_length}"),
         # a preset without ids has -1 for both
         (max(cfg.eos_id, cfg.mask_id) < cfg.vocab_size, "eos_id and mask_id are in the vocabulary"),

@@ -95,12 +95,16 @@ def read_meta(folder: Path) -> Meta:
 
     # two special ids, and at least one ordinary id
     with reading(path, "folder of rows", WALK):
+        if not 0 < meta.n_plain <= meta.vocab_size <= 2**20 or not all(type(i) is int for i in not_plain):
+            raise ValueError("n_plain is not in 1..vocab_size, this is above 1,048,575, or not_plain has no ids")
+        if not 0 <= (block_length or 0) <= 2**20:
+            raise ValueError(f"block_length is {block_length}")
         ordinary = set(meta.plain().tolist())
         special = {meta.eos_id, meta.mask_id}
         if len(special) < 2 or not ordinary or special & ordinary:
             raise ValueError("eos_id and mask_id must be two ids, and others must be ordinary")
-        if min(special) < 0 or not max(special | ordinary) < meta.vocab_size <= 2**20:
-            raise ValueError(f"an id is not in 0..vocab_size - 1, {meta.vocab_size - 1}, or this is above 1,048,575")
+        if min(special) < 0 or max(special) >= meta.vocab_size:
+            raise ValueError(f"an id is not in 0..vocab_size - 1, {meta.vocab_size - 1}")
     check_ordinary(folder, path, ordinary)
     return meta
 

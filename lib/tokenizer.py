@@ -113,6 +113,10 @@ def bpe_tokenizer(path: Path, spec: dict | None = None) -> Tokenizer:
                 fail(f"{path}: there is no {name} among its special tokens, so no text could end or be masked: add it "
                      "by add_special_tokens of `tokenizers`")  # fmt: skip
 
+        ids = (spec["model"]["vocab"] | added).values()
+        if not all(type(i) is int and 0 <= i < 2**20 for i in ids) or len(set(ids)) < len(ids):
+            raise ValueError("its ids are not different numbers in 0..1,048,575")
+
         # the others, in characters that stand for bytes
         vocab = {token: i for token, i in spec["model"]["vocab"].items() if token not in added}
         byte_of = {character: byte for byte, character in enumerate(byte_alphabet())}

@@ -104,6 +104,8 @@ def test_shards_are_read(base):
     assert all(torch.equal(load(base).state_dict()[k], v) for k, v in whole.items())
     (base / "a.safetensors").unlink()
     assert f"no safetensors file at {base / 'a.safetensors'}" in refusal(base)
+    write_json(base / f"{WEIGHTS}.index.json", {"weight_map": {"a": "a.safetensors", "b": 7}})
+    assert "index.json cannot be read, is damaged" in refusal(base)
 
 
 # changes of a config that cannot be computed, or that cannot be meant
@@ -119,6 +121,7 @@ IMPOSSIBLE = [
     (dict(block_length=129), "block_length is 1..128"),
     (dict(block_length=0), "block_length is 1..128"),
     (dict(mask_id=272), "vocabulary"),
+    (dict(n_rounds=10**12), "no size is above 1,048,576"),
     (dict(eos_id=257), "eos_id and mask_id, both 257, are two tokens"),
     (dict(router="no such router"), "(see model.py), not 'no such router'"),
     (dict(stage_b="other"), "stage_b is one of paper, causal, not 'other'"),
@@ -244,6 +247,8 @@ def test_an_adapter_without_its_base_on_another_one_or_of_another_kind_is_refuse
         assert "is this adapter whole?" in refusal(adapter)
     (adapter / "adapter.json").write_text(json.dumps(about | {"stage_b": "other"}))
     assert "of the kind 'other', and the kinds are paper, causal" in refusal(adapter)
+    (adapter / "adapter.json").write_text(json.dumps(about | {"lora_r": 10**9}))
+    assert "adapter.json is damaged: lora_r is 1000000000" in refusal(adapter)
 
 
 def test_a_base_that_is_replaced_while_an_adapter_learns_is_said(base, tmp_path):

@@ -206,6 +206,9 @@ def test_damaged_rows_are_refused(change, says, tmp_path):
 @pytest.mark.parametrize(("change", "says"), [
     (dict(mask_id=256), "two ids"),  # eos, too
     (dict(vocab_size=257), "an id is not in 0..vocab_size - 1, 256"),
+    (dict(n_plain=10**12), "n_plain is not in 1..vocab_size"),
+    (dict(not_plain=["a"]), "not_plain has no ids"),
+    (dict(block_length=-8), "block_length is -8"),
     (dict(block_length="4"), "block_length is '4'"),
 ])  # fmt: skip
 def test_ids_in_meta_json_that_do_not_fit_together_are_refused(change, says, tmp_path):
