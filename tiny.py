@@ -178,7 +178,7 @@ def report(name, model, tau=-1, passes=0, causal=False, beam=0):  # print a row 
     z, forwards, _ = decode(model, HOLES, tau, passes, causal)
     for row in (0, 5) if beam else ():  # causal
         z[row], forwards = beam_search(model, HOLES[[row]], beam)  # causal
-    # the probability to draw each of the five phrases with "city": each is written, whether or not it is likeliest
+    # the probability of drawing each of the five phrases with "city": decode is made to write each, likely or not
     q = decode(model, HOLES, tau, passes, causal, PHRASES)[2][:5]
     city, dish = [" ".join(TOKENS[token] for token in row[1:]) for row in z[[0, 5]]]
     print(f"{name:22}{q[0]:9.2f}{q[1:].sum():9.2f}{1 - q.sum():11.2f}{forwards:10.1f}  {city}, {dish}")

@@ -84,8 +84,8 @@ def of_toys(figure: str) -> Table:
 
     # the strongest opponents with the same beam
     beams = [json.loads(line) for line in (RESULTS / "theorem" / "beams.jsonl").read_text().splitlines()]
-    for system in ("base", "mask-only base") if figure == "likeliest" else ():
-        row = "one at a time, a beam of 4"
+    row = "one at a time, a beam of 4"
+    for system in dict.fromkeys(record["system"] for record in beams) if figure == "likeliest" else ():
         alike = [record for record in beams if (record["system"], record["row"]) == (system, row)]
         of_toy = [[r["likeliest"] for r in alike if r["toy"] == toy] for toy in toys]
         table.append([f"{system}, {row}", *(f"{mean(values):.3f}" for values in of_toy), ""])
