@@ -54,6 +54,8 @@ def main() -> None:
     args = train.read_arguments(parser)
     if args.resume and "one_by_one" not in read_json(Path(args.out_dir) / "train.json", "training run"):
         fail(f"{args.out_dir} is a run of train.py: resume it with train.py")
+    if args.stage_b != "paper":
+        fail("a base has no Stage B: leave out --stage_b, and give it to train.py")
     if args.init_from != "scratch":
         fail("a base is trained from scratch: leave out --init_from")
     if args.one_by_one > 0 and args.context == "corrupted":

@@ -31,17 +31,7 @@ from torch import Tensor
 
 from causal import CausalModel
 from lib.rows import read_meta
-from lib.util import (
-    WALK,
-    checked_entry,
-    fail,
-    printable,
-    quoted,
-    read_json,
-    reading,
-    replace_file,
-    write_json,
-)
+from lib.util import WALK, checked_entry, fail, printable, quoted, read_json, reading, replace_file, write_json
 from model import ROUTERS, Config, Model
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # the dtypes that weights may be stored in

@@ -17,6 +17,7 @@ for each token alone; one at a time, for each after those before it, by the chai
 import lib.first  # noqa: F401
 
 import math
+import shlex
 import time
 import unicodedata
 from argparse import Namespace
@@ -225,16 +226,15 @@ def evaluate_names(models: dict[Path, Model], args: Namespace) -> None:
         lines.append([f"{folder}  {name}", *figures])
         written[folder, name] = found["written"]
 
-    trained = judge_of(args.ckpt[0])["names"]
-    print(f"{len(prompts)} held-out names, completed from their first third; "
-          f"trained on Unicode {trained}, judged by {unicodedata.unidata_version}")  # fmt: skip
+    print(f"{len(prompts)} held-out names, completed from their first third; trained on Unicode "
+          f"{judge_of(args.ckpt[0])['names']}, judged by {unicodedata.unidata_version}")  # fmt: skip
     print_table(["", "exist", "forwards a name", "a token"], lines)
     for folder in args.ckpt:
         if (folder, ON) in written:
             n = sum(on != off for on, off in zip(written[folder, ON], written[folder, OFF], strict=True))
             print(f"{folder}: Stage B changes {n} of {len(prompts)} completions at the paper's gates; for its loss to "
                   f"change none is the optimum, see results/theorem")  # fmt: skip
-    print(f"next: python evaluate.py --ckpt {' '.join(map(str, args.ckpt))} --bits")
+    print(f"next: python evaluate.py --ckpt {shlex.join(map(str, args.ckpt))} --bits")
 
 
 # --- any rows, in bits
@@ -298,7 +298,9 @@ def bits_of_rows(model: Model, corpus: Corpus, way: str, n: int, tokenizer: Toke
 def ms_a_token(model: Model, corpus: Corpus, d: Decoding, n: int) -> float:
     """Milliseconds a token, when a decoder draws what follows the first halves of n held-out rows together."""
     half = corpus.rows["val"].seq_len // 2
-    prompts = [row[:half].tolist() for row in corpus.rows["val"].rows[:n]]
+    rows = corpus.rows["val"].rows
+    long = [row for row in rows if len(row) >= half] or rows
+    prompts = [row[:half].tolist() for row in long[:n]]
     d = replace(d, temperature=1.0, gen_length=half, eos_early_stop=False)
     began = time.perf_counter()
     generate(model, prompts, d)
@@ -334,9 +336,8 @@ def evaluate_bits(models: dict[Path, Model], args: Namespace) -> None:
     length = math.lcm(*(model.cfg.block_length for model in models.values()))
     if seq_len % length or not 0 < seq_len <= longest:
         fail(f"--seq_len {seq_len} must be a multiple of the block length, {length}, and at most {longest}")
-    shortest = min(model.cfg.block_length for model in models.values())
-    if args.hole > shortest:
-        fail(f"--hole {args.hole}: the shortest blocks have {shortest} tokens")
+    if args.hole > min(model.cfg.block_length for model in models.values()):
+        fail(f"--hole {args.hole}: blocks have fewer tokens")
     corpus = read_corpus(data, seq_len, 0, length, 0)
 
     bits = {}
@@ -350,8 +351,8 @@ def evaluate_bits(models: dict[Path, Model], args: Namespace) -> None:
                 more = [f"{1 - found['missed'] / found['blocks']:.3f}"]
             else:
                 more = [f"{ms_a_token(model, corpus, d, n):.2f}" for n in (1, 16)]
-            name = f"{folder}  {title}, blocks of {model.cfg.block_length}"
-            lines.append([name, f"{bits[folder, way]:.3f}", a_byte, *more])
+            title = f"{folder}  {title}, blocks of {model.cfg.block_length}"
+            lines.append([title, f"{bits[folder, way]:.3f}", a_byte, *more])
 
     masks = f"{args.hole} masks in the middle of each block" if args.hole else "each block from masks"
     print(f"{found['tokens']:,} held-out tokens of {data} in rows of {seq_len}, {masks}")
@@ -365,7 +366,7 @@ def evaluate_bits(models: dict[Path, Model], args: Namespace) -> None:
             most = bits[base, "Stage A"] - bits[base, "one at a time"]
             print(f"{folder}: Stage B writes a block at once, and saves {saved:.3f} bits a token; its base saves "
                   f"{most:.3f} one at a time")  # fmt: skip
-    print(f'next: python sample.py --ckpt {args.ckpt[-1]} --prompt "..." --temperature 1')
+    print(f'next: python sample.py --ckpt {shlex.quote(str(args.ckpt[-1]))} --prompt "..." --temperature 1')
 
 
 def run_of(folder: Path, name: str, kind: type) -> str | int:
@@ -384,7 +385,7 @@ def main() -> None:
     add = parser.add_argument_group("what is evaluated").add_argument
     # fmt: off
     add("--ckpt", type=Path, nargs="+", default=[Path("assets/names/paper")],
-        help="a model's folder, or an adapter's; several to compare (default: assets/names/paper)")
+        help="a model's folder, or an adapter's; several to compare")
     add("--device", default="auto", help="auto (an accelerator, or else the CPU), or the name of one")
     add("--prompts", type=bounded(int, 1), default=256, help="how many names are completed")
     add("--bits", action="store_true", help="count bits also for a toy or for names")
@@ -394,7 +395,7 @@ def main() -> None:
     add("--hole", type=bounded(int, 0, 4096), default=0,
         help="bits: mask only so many tokens in the middle of each block, and count the holes filled exactly; 0: all")
     # fmt: on
-    add_decoding(parser, SELECT)
+    add_decoding(parser, SELECT)  # for names alone
     args = parser.parse_args()
 
     judges = [judge_of(folder) for folder in args.ckpt]

@@ -6,11 +6,12 @@
 
 lib/rows.py describes a folder of rows. Names are read with the tokenizer of data/names, and other text as bytes, unless
 --like names another tokenizer. One document in twenty is for validation, by the hash of its name; if these are none or
-all, as of a single text, the last twentieth of every text is. Line ends become those of Unix, and a byte order mark is
+all, as of a single text, the last twentieth of all tokens is. Line ends become those of Unix, and a byte order mark is
 left out, as is what has no text.
 
 The `tokenizers` library makes a BPE of your own, and --like bpe.json reads it:
 
+    import tokenizers
     bpe = tokenizers.ByteLevelBPETokenizer()
     bpe.train(["FOLDER/a.txt"], vocab_size=4096, special_tokens=["<|endoftext|>", "<|mask|>"])
     bpe.save("bpe.json")
@@ -76,6 +77,8 @@ def read_source(source: Path) -> Iterator[tuple[str, str | None]]:
     """The documents of `names`, a folder or a file; None in place of what has no text."""
     if source == Path("names"):
         yield from ((name, name) for name in unicode_names())
+    elif (source / "train.safetensors").exists():
+        fail(f"{source} holds rows already, which train.py reads")
     elif source.is_dir():
         # all files in a fixed order, except hidden ones
         for path in sorted(source.rglob("*")):
@@ -172,15 +175,29 @@ def is_validation(name: str) -> bool:
 
 def tokenize(texts: list[tuple[str, str]], tokenizer: Tokenizer) -> dict[str, list[np.ndarray]]:
     """The documents of "train" and of "val" as ids. Each ends in eos, unless it is cut in two."""
+    documents = []
     split = {"train": [], "val": []}
     for name, text in progress(texts, "tokenize"):
-        ids = np.append(tokenizer.encode_document(text), np.int32(tokenizer.eos_id))
-        split["val" if is_validation(name) else "train"].append(ids)
+        documents.append(np.append(tokenizer.encode_document(text), np.int32(tokenizer.eos_id)))
+        split["val" if is_validation(name) else "train"].append(documents[-1])
 
-    # a few texts may all fall on one side: then the last twentieth of each is held out
+    # a few texts may all fall on one side: then the last twentieth of all tokens is held out
     if not split["train"] or not split["val"]:
-        halves = [np.split(ids, [-max(1, len(ids) // 20)]) for ids in split["train"] + split["val"]]
-        split = {"train": [train for train, _ in halves], "val": [val for _, val in halves]}
+        n = sum(map(len, documents))
+        split = cut(documents, n - max(1, n // 20))
+    return split
+
+
+def cut(documents: list[np.ndarray], n_train: int) -> dict[str, list[np.ndarray]]:
+    """Split documents after so many tokens."""
+    split = {"train": [], "val": []}
+    for ids in documents:
+        before = min(n_train, len(ids))
+        n_train -= before
+        if before > 0:
+            split["train"].append(ids[:before])
+        if before < len(ids):
+            split["val"].append(ids[before:])
     return split
 
 

@@ -362,7 +362,7 @@ def show_all() -> None:
 def main() -> None:
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("task", nargs="?", choices=TASKS, help="a task (left out: show all seven, a line each)")
+    add("task", nargs="?", choices=TASKS, help="a task (left out: show all seven)")
     add("size", nargs="*", metavar="KEY=VALUE", help="sizes of the task, as explained above")
     add("--out", type=Path, metavar="DIR", help="write rows of the task to this new folder")
     add("--rows", type=bounded(int, 1, 10**8), default=200_000, help="the number of rows to train on")

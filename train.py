@@ -59,19 +59,7 @@ from lib.run import (
     save_settings,
     tell_what_is_next,
 )
-from lib.util import (
-    Parser,
-    alone_in,
-    bounded,
-    command,
-    fail,
-    flush,
-    generator,
-    pick_device,
-    place,
-    progress,
-    quoted,
-)
+from lib.util import Parser, alone_in, bounded, command, fail, flush, generator, pick_device, place, progress, quoted
 from model import Context, Model
 
 # R rows, T positions, P chosen positions
@@ -456,7 +444,7 @@ def differences(args: Namespace) -> str:
     paper = tomllib.loads((Path(__file__).parent / "configs" / "llada.toml").read_text())
     values = vars(args)
     here = ("init_from", "out_dir")
-    found = [f"{k} {values[k]} ({v})" for k, v in paper.items() if k not in here and values[k] != v]
+    found = [f"{k} {values.get(k)} ({v})" for k, v in paper.items() if k not in here and values.get(k) != v]
     if not saves_adapter(args):
         found.append("all weights learn (LoRA on a frozen model)")
     return ", ".join(found) or "nothing but the model and the rows"

@@ -42,7 +42,7 @@ def fail(message: str) -> NoReturn:
 
 
 def command(main: Callable) -> Callable:
-    """Wrap a script's main: a user's mistake, an OSError and Ctrl-C are printed as one line, with exit code 2."""
+    """Wrap a script's main: a user's mistake, an OSError, lack of memory and Ctrl-C are one line, with exit code 2."""
 
     @functools.wraps(main)
     def run(*args, **kwargs):
@@ -55,6 +55,12 @@ def command(main: Callable) -> Callable:
             message = str(e)
         except KeyboardInterrupt:
             message = "interrupted"
+        except (MemoryError, RuntimeError) as e:
+            # the CPU's allocator raises a plain RuntimeError
+            known = isinstance(e, (MemoryError, torch.OutOfMemoryError))
+            if not known and "can't allocate memory" not in str(e):
+                raise
+            message = "out of memory: take fewer or shorter rows at a time, or --dtype bf16"
         tqdm.write(f"error: {printable(' '.join(message.split()))}", file=sys.stderr)  # on a line apart from a bar
         raise SystemExit(2)
 
@@ -96,7 +102,9 @@ class Parser(argparse.ArgumentParser):
     """argparse with errors of one line, and a --help that keeps the docstring's layout and shows the defaults."""
 
     def __init__(self, doc: str):
-        super().__init__(description=doc, formatter_class=Manual, allow_abbrev=False)
+        main = sys.modules["__main__"].__spec__  # None without `python -m`; argparse would name the module's file
+        prog = f"python -m {main.name}" if main else None
+        super().__init__(prog, description=doc, formatter_class=Manual, allow_abbrev=False)
         self.register("type", Path, user_path)
 
     def parse_known_args(self, args=None, namespace=None):
@@ -118,7 +126,7 @@ def user_path(text: str) -> Path:
         raise argparse.ArgumentTypeError("this path is empty")
     if printable(text) != text or "\n" in text:
         raise argparse.ArgumentTypeError(f"this path has control characters in it: {text!r}")
-    return Path(text).expanduser()
+    return Path(os.path.expanduser(text))
 
 
 def place(text: str) -> str:
@@ -249,6 +257,7 @@ def flush(path: Path) -> None:
 def alone_in(folder: Path) -> Iterator[None]:
     """Lock a folder while a run writes into it, so that another run is refused. The folder is made if it is not there,
     and what a killed run left unfinished is removed. The kernel drops the lock when the process ends."""
+    new = [place for place in (folder, *folder.parents) if not place.exists()]
     make_folder(folder)
     number = os.open(folder, os.O_RDONLY) if fcntl else None
     try:
@@ -262,7 +271,8 @@ def alone_in(folder: Path) -> Iterator[None]:
         # a run that fails before it writes anything leaves no folder behind
         with suppress(OSError, Mistake):
             check_same_folder(folder)
-            folder.rmdir()
+            for place in new:
+                place.rmdir()
         LOCKED.pop(folder, None)
         if fcntl:
             os.close(number)

@@ -135,6 +135,7 @@ def test_what_cannot_be_read_is_refused(tmp_path):
     assert "has no text" in refusal(tmp_path / "empty") and "there is no corpus" in refusal(tmp_path / "d.txt")
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "fine"}\n' * 99)[:-9])
     assert "a.jsonl.gz cannot be read, is damaged" in refusal(tmp_path)
+    assert "holds rows already" in refusal(NAMES)
 
 
 # --- the split
@@ -149,7 +150,9 @@ def test_documents_are_closed_by_eos_and_split_by_their_name():
 @pytest.mark.parametrize("texts, train, val", [
     ({"1.py": 999}, [950], [50]),  # a single text: its last twentieth
     ({"20.py": 999}, [950], [50]),  # also if it would all be held out
-    ({"1.py": 999, "2.py": 1}, [950, 1], [50, 1]),  # one token at least
+    ({"1.py": 999, "2.py": 999}, [1000, 900], [100]),  # the last twentieth of all
+    ({"1.py": 999, "2.py": 9}, [960], [40, 10]),  # in two texts
+    ({"1.py": 1}, [1], [1]),  # one token at least
     ({"1.py": 999, "20.py": 999}, [1000], [1000]),  # one of each kind
 ])  # fmt: skip
 def test_a_few_texts_are_cut_if_one_side_would_have_none(texts, train, val):

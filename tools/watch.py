@@ -1,7 +1,7 @@
 """`sample.py --watch`: every step of decoding, as it happens.
 
-In a terminal a row has one line with the paper's gates, which is drawn again after every step. With the longest run
-every step has a line of its own, which shows Stage A's draft, then what is written, and in how many passes.
+With edits a row is one line in a terminal, drawn again after every step. Without, each step is a new line: Stage A's
+draft, then what is written, and in how many passes.
 """
 
 import math
