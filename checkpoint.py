@@ -56,11 +56,6 @@ def read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
         yield from found.items()
 
 
-def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """All weights of a checkpoint: (name, tensor)."""
-    return read_tensors(weight_files(folder))
-
-
 def weight_files(folder: Path) -> list[Path]:
     """The files that hold a checkpoint's weights: one, or the shards that its index names."""
     index = folder / "model.safetensors.index.json"
@@ -218,7 +213,7 @@ def load_model(
     # load tensor by tensor, so that there is no second copy
     model.base_hash = weights_hash(base)
     state = {}
-    for name, tensor in read_weights(base):
+    for name, tensor in read_tensors(weight_files(base)):
         kept = model.cfg.int8 or name.endswith("expert_bias")
         if not kept:
             check_floats(base, {name: tensor})
@@ -231,8 +226,12 @@ def load_model(
     model.load_state_dict(state, assign=True, strict=False)
     model.tie()
     model.compute_dtype = dtype
+
+    # an adapter stays float32, whatever dtype the base has
     if base != folder:
-        load_adapter(model, folder)
+        check_base(base, folder)
+        model.adapt(about_adapter(folder)["lora_r"], torch.Generator())
+        model.load_state_dict(read_adapter(folder, model.learned()), strict=False)
     return model
 
 
@@ -287,13 +286,6 @@ def save_adapter(model: Model, folder: Path, base: Path, lora_r: int) -> None:
     about |= {name: getattr(model.cfg, name) for name in SIZES} | dict(stage_b=model.cfg.stage_b, lora_r=lora_r)
     save_tensors(folder / "adapter.safetensors", model.learned())
     write_json(folder / "adapter.json", about)
-
-
-def load_adapter(model: Model, folder: Path) -> None:
-    """Put the adapter in `folder` on its loaded base. An adapter is float32, whatever dtype the base has."""
-    check_base(base_of(folder), folder)
-    model.adapt(about_adapter(folder)["lora_r"], torch.Generator())
-    model.load_state_dict(read_adapter(folder, model.learned()), strict=False)
 
 
 def read_adapter(folder: Path, learned: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import SIZES, check_config, check_fit, check_floats, read_weights, save_tensors, stored
+from checkpoint import SIZES, check_config, check_fit, check_floats, read_tensors, save_tensors, stored, weight_files
 from lib.tokenizer import bpe_tokenizer
 from lib.util import Parser, alone_in, checked_entry, command, copy_file, fail, progress, read_json, write_json
 from model import Config, Model
@@ -94,7 +94,7 @@ Files = dict[str, Callable[[Path], None]]  # file name -> the function that writ
 # --- tensors: which released ones make which of ours
 def survey(folder: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, name -> tensor, mapped from its file. Quantised ones are refused."""
-    found = dict(read_weights(folder))
+    found = dict(read_tensors(weight_files(folder)))
     check_floats(folder, found)
     return found
 

@@ -5,10 +5,8 @@
     generate        the same for many rows, with an exact cache and temperature; tested equal to generate_one
 
 With Stage B off (--n_rounds 0) and temperature 0, this writes the same tokens, with the same forwards, as LLaDA2.1's
-released generate(), with three exceptions. Without edits (--tau_t2t none) a block ends when its last mask is filled,
-and the released loop spends one more step on it. A block that would never end is cut off, with a warning. Holes
-(masks inside the prompt) are filled in all blocks, and the released loop fills only those in the block where the prompt
-ends.
+released generate(). But without edits (--tau_t2t none) the released loop spends one more step on a block, it fills no
+holes in earlier blocks, and it does not cut off a block that would never end.
 
     python sample.py --prompt "CANADIAN"                            # text, and what it cost in forwards
     python sample.py --prompt "MATHEMATICAL ▒▒▒▒ CAPITAL B" --watch  # every step; each ▒ is a token to fill
@@ -51,8 +49,7 @@ def denoise(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding) ->
     """One step on the current blocks z (R, B) int64: everything is decided from z, and then written at once.
 
     given (R, B) bool: positions that are never edited. u (R, 2, B) in [0, 1): the random numbers by which each stage
-    draws. Stage A's draws choose the bundle, so at its masks they are likely tokens. With the same numbers Stage B
-    would inherit this bias; so each stage has its own. (A Stage B that writes all masks at once may do the opposite.)
+    draws. Stage A's draws choose the bundle, so its tokens there are likely ones, which Stage B must not inherit.
     """
     model = engine.model
     masked = z == model.cfg.mask_id
