@@ -102,7 +102,7 @@ def fill_loss(logits, target, fill):
 
 # --- training
 def some_of(allowed):  # draw one or two of each row's allowed words
-    # a word draws a number: below 1 if it is allowed, else above 1. The smallest one or two win, if allowed:
+    # each word draws a number, below 1 if it is allowed, else above. Of those allowed, the least one or two win:
     #     allowed 0 1 1    lot 1.3 .9 .4    the smallest 0 0 1    the smallest two 0 1 1
     lot = torch.rand(allowed.shape) + ~allowed
     last = torch.randint(2, (len(lot), 1))
