@@ -78,7 +78,7 @@ def svg(figure) -> str:
 ON_TOYS = {
     "Stage A, all at once": (ORANGE, "o"),
     "paper, all at once": (PURPLE, "x"),
-    "mask-only base, one at a time, from the left (three seeds)": (GREEN, "s"),
+    "mask-only base, from the left (three seeds)": (GREEN, "s"),
     "causal": (BLUE, "D"),
 }
 

@@ -44,14 +44,14 @@ def of_records(name: str, columns: dict[str, tuple[str, int]], seeds: str = "") 
 TOYS = {
     "Stage A, all at once": ("toys", "base", "all at once", "KL possible likeliest"),
     "paper, all at once": ("toys", "base", "Stage B, all at once", "KL possible likeliest"),
-    "Stage B off, at the paper's gates": ("toys", "base", "Stage B off, gates .7 and 0", "possible likeliest"),
-    "paper, at its gates": ("toys", "base", "Stage B, gates .7 and 0 (paper)", "possible likeliest"),
+    "Stage B off, gates": ("toys", "base", "Stage B off, gates .7 and 0", "possible likeliest"),
+    "paper, gates": ("toys", "base", "Stage B, gates .7 and 0 (paper)", "possible likeliest"),
     "certified": ("toys", "base", "certified", "likeliest"),
     "causal": ("toys", "causal", "Stage B, whole blocks", "KL possible likeliest"),
     "causal, a beam of 4": ("toys", "causal", "Stage B, a beam of 4", "likeliest"),
-    "base, one at a time, surest first": ("toys", "base", "one at a time, surest first", "KL"),
-    "base, one at a time, from the left": ("toys", "base", "one at a time, from the left", "KL likeliest"),
-    "mask-only base, one at a time, from the left (three seeds)":
+    "base, surest first": ("toys", "base", "one at a time, surest first", "KL"),
+    "base, from the left": ("toys", "base", "one at a time, from the left", "KL likeliest"),
+    "mask-only base, from the left (three seeds)":
         ("masks", "masks", "one at a time, from the left", "KL likeliest"),
 }  # fmt: skip
 # what evaluate.py prints of a decoder, counted from the right; some have no KL
@@ -88,7 +88,7 @@ def of_toys(figure: str) -> Table:
     for system in dict.fromkeys(record["system"] for record in beams) if figure == "likeliest" else ():
         alike = [record for record in beams if (record["system"], record["row"]) == (system, row)]
         of_toy = [[r["likeliest"] for r in alike if r["toy"] == toy] for toy in toys]
-        table.append([f"{system}, {row}", *(f"{mean(values):.3f}" for values in of_toy), ""])
+        table.append([f"{system}, a beam of 4", *(f"{mean(values):.3f}" for values in of_toy), ""])
     return table
 
 
