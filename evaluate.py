@@ -30,7 +30,7 @@ from torch import Tensor
 
 import toy
 from cache import Engine
-from checkpoint import base_of, check_same_tokens, judge_of, load_model
+from checkpoint import base_of, check_same_tokens, judge_of, load_model, read_config
 from decoding import PAPER, RELEASED, Decoding, Output, add_decoding, decoding_of, in_full, settings_of
 from lib.names import draw_names, exists
 from lib.rows import Batch, Corpus, get_batch, read_corpus
@@ -84,6 +84,17 @@ def forwards(model: Model, outputs: list[Output]) -> float:
 
 
 # --- toys
+def task_of(folder: Path) -> Toy:
+    """The toy that a checkpoint was trained on."""
+    about = judge_of(folder)
+    name = checked_entry(about, "toy", str, base_of(folder) / "meta.json")
+    task = toy.make(name, **{key: value for key, value in about.items() if key != "toy"})
+    cfg = read_config(folder)
+    if (task.eos_id, task.mask_id, task.m) != (cfg.eos_id, cfg.mask_id, cfg.block_length):
+        fail(f"{base_of(folder) / 'meta.json'} has the sizes of another toy than the model beside it")
+    return task
+
+
 @torch.no_grad()
 def answer_log_probs(model: Model, task: Toy, c: Tensor, z: Tensor, x: Tensor | None = None) -> Tensor:
     """log q(x_i | z) (R, m, V) float64 of answers z (R, m) int64, -1 where masked, in contexts c (R,): by Stage A or,
@@ -366,7 +377,7 @@ def evaluate_bits(models: dict[Path, Model], args: Namespace) -> None:
             most = bits[base, "Stage A"] - bits[base, "one at a time"]
             print(f"{folder}: Stage B writes a block at once, and saves {saved:.3f} bits a token; its base saves "
                   f"{most:.3f} one at a time")  # fmt: skip
-    print(f'next: python sample.py --ckpt {shlex.quote(str(args.ckpt[-1]))} --prompt "..." --temperature 1')
+    print(f'next: python sample.py --ckpt {shlex.quote(str(args.ckpt[0]))} --prompt "..." --temperature 1')
 
 
 def run_of(folder: Path, name: str, kind: type) -> str | int:
@@ -404,14 +415,8 @@ def main() -> None:
     models = {folder: load_model(folder, device, torch.float32) for folder in folders}
     if not args.bits and all("names" in judge for judge in judges):
         evaluate_names(models, args)
-    elif not args.bits and len(judges) == 1 and "toy" in judges[0]:
-        name = checked_entry(judges[0], "toy", str, base_of(args.ckpt[0]) / "meta.json")
-        sizes = {key: value for key, value in judges[0].items() if key != "toy"}
-        task = toy.make(name, **sizes)
-        model = models[args.ckpt[0]]
-        if (task.eos_id, task.mask_id, task.m) != (model.cfg.eos_id, model.cfg.mask_id, model.cfg.block_length):
-            fail(f"{base_of(args.ckpt[0]) / 'meta.json'} has the sizes of another toy than the model beside it")
-        evaluate_toy(model, task)
+    elif not args.bits and len(args.ckpt) == 1 and "toy" in judges[0]:
+        evaluate_toy(models[args.ckpt[0]], task_of(args.ckpt[0]))
     else:
         evaluate_bits(models, args)
 
