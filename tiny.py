@@ -13,8 +13,8 @@ so it, too, writes "San York" if it fills both. At the paper's gate of .7 it fil
 second step. (In any text, two likeliest words above .7 are also the likeliest pair. For three see results/theorem.) Our
 change, causal Stage B, fits the words together in one step: a mask also sees a draft of the word before it.
 
-Left out are edits of written words, blocks, the mixture of experts, and LoRA on a frozen model. In causal.py Stage B
-also has layers of its own, and a gate may leave masks of a bundle unfilled. Lines with the tag # CoCommit are the
+Left out are edits of written words, blocks, the mixture of experts, and LoRA on a frozen model. causal.py also gives
+Stage B layers of its own, and lets a gate leave masks of a bundle unfilled. Lines with the tag # CoCommit are the
 paper's (some also hand on what causal Stage B needs). Lines with # causal are our change.
 """
 import argparse
@@ -36,8 +36,8 @@ HOLES = PHRASES.masked_fill(torch.arange(3) > 0, MASK)  # city [M] [M], and from
 # --- the model: a GPT in two parts, because its last layers run twice
 C, H = 32, 2  # channels, heads
 N_LAYER, N_LAST, N_ROUNDS = 2, 1, 1  # L layers; Stage B runs the last n again, K times
-# R rows, T positions, V tokens. z, the words and masks that the model reads, is (R, T), as are masked,
-# bundle and fill, which are True at some of its words. h, the states between the layers, is (R, T, C)
+# R rows, T positions, V tokens. z, what the model reads, is (R, T), and so are masked, bundle and fill, which
+# are True at some of its words. h, the states between the layers, is (R, T, C)
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -135,7 +135,7 @@ def train(start, stage_b=None):
 
 # --- decoding
 def decode(model, z, tau, passes, causal=False, phrases=None):
-    """Fill all masks, with up to `passes` passes of Stage B a step -> z, forwards, probability of what was written."""
+    """Fill all masks, with `phrases` if given; up to `passes` passes of Stage B a step -> z, forwards, p(z)."""
     p, forwards = torch.ones(len(z)), 0
     while (masked := z == MASK).any():
         h = model.prefix(z)
@@ -150,7 +150,7 @@ def decode(model, z, tau, passes, causal=False, phrases=None):
             logits = model.logits(model.coordinate(h, bundle, draft if causal else None))  # CoCommit
             words = logits.argmax(-1) if phrases is None else phrases  # CoCommit
             forwards += N_ROUNDS * N_LAST / N_LAYER  # CoCommit
-            # causal: Stage B takes passes until all words are final. (Here one is enough: it keeps San, and so
+            # causal: Stage B takes passes until all words are final. (Here one is enough: San stays, and so
             # Francisco has read the right word.) A word is final if none on its left has changed:
             #     changed 0 0 1 0 1    changed.cumsum(1) - changed 0 0 0 1 1    final 1 1 1 0 0
             changed = (bundle & (words != draft)).long()  # causal
