@@ -84,24 +84,21 @@ def read_runs(folder: Path) -> list[Run]:
     """Every run under a folder."""
     runs = []
     for place in sorted(folder.rglob("settings.json")):
-        for task in TASKS:
-            run = Run(task, read_json(place, "settings of a run"), place.parent, {})
+        settings = read_json(place, "settings of a run")
+        for task, (_, _, judged) in TASKS.items():
+            kinds = {"doc_id": int, "prompt_hash": str, "tokens": int}
+            kinds |= dict.fromkeys(["full", "partial", "refresh", *["exact_match"] * judged], float)
+
             # a call of lm-eval has a file of its own, with the date in its name; a question asked twice counts once
-            for path in sorted(run.folder.glob(f"samples_{task}_*.jsonl")):
-                run.items |= read_samples(path, task)
-            if run.items:
-                judge(run)
-                runs.append(run)
+            items = {}
+            for path in sorted(place.parent.glob(f"samples_{task}_*.jsonl")):
+                items |= {sample["doc_id"]: sample for sample in read_lines(path, kinds, "file of samples")}
+            if items:
+                runs.append(Run(task, settings, place.parent, items))
+                judge(runs[-1])
     if not runs:
         fail(f"--runs {folder} holds no samples_*.jsonl: `python -m llada.harness` makes them")
     return runs
-
-
-def read_samples(path: Path, task: str) -> dict[int, dict]:
-    kinds = {"doc_id": int, "prompt_hash": str, "tokens": int, "full": float, "partial": float, "refresh": float}
-    if TASKS[task].judged:
-        kinds["exact_match"] = float
-    return {sample["doc_id"]: sample for sample in read_lines(path, kinds, "file of samples")}
 
 
 def judge(run: Run) -> None:
@@ -135,63 +132,43 @@ def paired(run: Run, reference: Run) -> tuple[float, float, float] | None:
     return np.mean(gained), *bootstrap(np.array(gained), np.random.default_rng(0))
 
 
-def bootstrap(x: np.ndarray, rng: np.random.Generator, n: int = 10_000) -> tuple[float, float]:
-    """The 95 % interval of the mean of x: the percentiles of the means of n draws, each of as many values of x."""
+def bootstrap(x: np.ndarray, rng: np.random.Generator) -> tuple[float, float]:
+    """The 95 % interval of the mean of x: the percentiles of the means of 10,000 draws, each of as many values of x."""
     values, counts = np.unique(x, return_counts=True)
-    times = rng.multinomial(len(x), counts / len(x), n)  # how often each value is drawn
+    times = rng.multinomial(len(x), counts / len(x), 10_000)  # how often each value is drawn
     return tuple(np.quantile(times @ values / len(x), (0.025, 0.975)))
 
 
 # --- the rows of the tables
-@dataclass
-class Row:
+class Row(NamedTuple):
     label: str
     task: str
     name: str  # the row's name in Table 2
-    paper: tuple[float, float | None]  # the paper's accuracy and NFE/token
-    n: int | None = 3  # n_last of the run; None: any, for a base
-    against: "Row | None" = None  # the row that it is compared with
+    n: int | None  # n_last of the run; None: any, for a base
+    accuracy: float  # the paper's, and its NFE/token
+    nfe: float | None = None
 
 
-def main_table() -> list[Row]:
-    """Table 1: CoCommit against the base."""
-    rows = []
+def groups(table: str) -> list[list[Row]]:
+    """The rows of a table; the others of a group are compared with its first."""
+    if table == "mechanism":
+        rows = []
+        for name, (weights, _, _, *figures) in MECHANISM.items():
+            rows.append(Row(name, "gsm8k", name, None if weights == "base" else 3, *figures))
+        return [sorted(rows, key=lambda row: row.name != COCOMMIT)]
+
+    found = []
     for task, figures in PAPER.items():
-        base = Row(f"{TASKS[task].title} base", task, BASE, figures["base"], None)
-        rows += [base, Row(f"{TASKS[task].title} CoCommit", task, COCOMMIT, figures[3], 3, base)]
-    return rows
-
-
-def mechanism_table() -> list[Row]:
-    """Table 2: every variant against the default."""
-    rows = {}
-    for name, (weights, _, _, *figures) in MECHANISM.items():
-        rows[name] = Row(name, "gsm8k", name, tuple(figures), None if weights == "base" else 3)
-    for name in rows.keys() - {COCOMMIT}:
-        rows[name].against = rows[COCOMMIT]
-    return list(rows.values())
-
-
-def gates_table() -> list[Row]:
-    """The paper's text on edits: with Stage B, edits without a gate against edits with one."""
-    rows = []
-    for task, added in UNGATED_ADDS.items():
-        ungated = PAPER[task][3]
         title = TASKS[task].title
-        gated = Row(f"{title} gated", task, GATED, (round(ungated[0] - added, 2), None))
-        rows += [gated, Row(f"{title} ungated", task, COCOMMIT, ungated, against=gated)]
-    return rows
-
-
-def lastn_table() -> list[Row]:
-    """Table 3: every n against n = 3."""
-    rows = []
-    for task, figures in PAPER.items():
-        default, *others = [Row(f"{TASKS[task].title} n = {n}", task, COCOMMIT, figures[n], n) for n in (3, 6, 9)]
-        for row in others:
-            row.against = default
-        rows += [default, *others]
-    return rows
+        if table == "main":
+            base = Row(f"{title} base", task, BASE, None, *figures["base"])
+            found.append([base, Row(f"{title} CoCommit", task, COCOMMIT, 3, *figures[3])])
+        elif table == "gates":
+            gated = Row(f"{title} gated", task, GATED, 3, round(figures[3][0] - UNGATED_ADDS[task], 2))
+            found.append([gated, Row(f"{title} ungated", task, COCOMMIT, 3, *figures[3])])
+        else:
+            found.append([Row(f"{title} n = {n}", task, COCOMMIT, n, *figures[n]) for n in (3, 6, 9)])
+    return found
 
 
 def pick(runs: list[Run], row: Row) -> Run | None:
@@ -242,37 +219,33 @@ def measured(run: Run | None, reference: Run | None) -> list[str]:
     return cells
 
 
-def printed(row: Row) -> list[str]:
-    """The paper's cells."""
-    accuracy, nfe = row.paper
-    delta = f"{accuracy - row.against.paper[0]:+.2f}" if row.against else "-"
-    return [f"| {accuracy:.2f}", delta, "-" if nfe is None else f"{nfe:.2f}"]
-
-
-def average_cells(runs: list[Run], n: int) -> list[str]:
-    """A last line of Table 3 for this n: the average of the seven scores; ours is there when all seven are."""
-    found = [pick(runs, row) for row in lastn_table() if row.n == n]
-    scores = [score_of(run) for run in found if run]
-    score = "-" if len(scores) < len(PAPER) or None in scores else f"{np.mean(scores):.2f}"
-    paper = np.mean([figures[n][0] for figures in PAPER.values()])
-    return [f"average, n = {n}", "-", score, *"----", f"| {paper:.2f}", "-", "-"]
+def average_cells(runs: list[Run], rows: tuple[Row, ...]) -> list[str]:
+    """A last line of Table 3 for one n: the average of the seven scores; ours is there when all seven are."""
+    scores = [score_of(run) for run in (pick(runs, row) for row in rows) if run]
+    score = "-" if len(scores) < len(rows) or None in scores else f"{np.mean(scores):.2f}"
+    paper = np.mean([row.accuracy for row in rows])
+    return [f"average, n = {rows[0].n}", "-", score, *"----", f"| {paper:.2f}", "-", "-"]
 
 
 @command
 def main() -> None:
     parser = Parser(__doc__)
-    tables = {"main": main_table, "mechanism": mechanism_table, "gates": gates_table, "lastn": lastn_table}
+    tables = ["main", "mechanism", "gates", "lastn"]
     parser.add_argument("table", choices=tables, help="the paper's Table 1, 2, the text below it, or Table 3")
     parser.add_argument("--runs", type=Path, required=True, help="a folder with what llada.harness logs")
     args = parser.parse_args()
 
     runs = read_runs(args.runs)
     cells = []
-    for row in tables[args.table]():
-        reference = row.against and pick(runs, row.against)
-        cells.append([row.label, *measured(pick(runs, row), reference), *printed(row)])
+    for group in groups(args.table):
+        first = group[0]
+        for row in group:
+            ours = measured(pick(runs, row), None if row is first else pick(runs, first))
+            delta = "-" if row is first else f"{row.accuracy - first.accuracy:+.2f}"
+            nfe = "-" if row.nfe is None else f"{row.nfe:.2f}"
+            cells.append([row.label, *ours, f"| {row.accuracy:.2f}", delta, nfe])
     if args.table == "lastn":
-        cells += [average_cells(runs, n) for n in (3, 6, 9)]
+        cells += [average_cells(runs, rows) for rows in zip(*groups("lastn"), strict=True)]
     print_table(HEAD, cells)
     print(FOOTNOTE)
 
