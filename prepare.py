@@ -127,7 +127,12 @@ def read_records(path: Path) -> Iterator[tuple[int, object]]:
     """The records of a file, each with the number of its line or row; None in place of a line that is not JSON."""
     name = path.name.lower()
     if name.endswith(".parquet"):
-        yield from enumerate(read_parquet(path), 1)
+        try:
+            import pyarrow.parquet as parquet
+        except ImportError:
+            fail(f"{path}: to read .parquet, pip install pyarrow, or convert the file to .jsonl")
+        batches = parquet.ParquetFile(path).iter_batches()
+        yield from enumerate((record for batch in batches for record in batch.to_pylist()), 1)
         return
 
     open_file = gzip.open if name.endswith(".gz") else open
@@ -146,15 +151,6 @@ def read_json_value(raw: bytes) -> object:
         return json.loads(raw)
     except ValueError:
         return None
-
-
-def read_parquet(path: Path) -> Iterator[dict]:
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError:
-        fail(f"{path}: to read .parquet, pip install pyarrow, or convert the file to .jsonl")
-    for batch in parquet.ParquetFile(path).iter_batches():
-        yield from batch.to_pylist()
 
 
 def unicode_names() -> Iterator[str]:
@@ -181,23 +177,19 @@ def tokenize(texts: list[tuple[str, str]], tokenizer: Tokenizer) -> dict[str, li
         documents.append(np.append(tokenizer.encode_document(text), np.int32(tokenizer.eos_id)))
         split["val" if is_validation(name) else "train"].append(documents[-1])
 
+    if split["train"] and split["val"]:
+        return split
+
     # a few texts may all fall on one side: then the last twentieth of all tokens is held out
-    if not split["train"] or not split["val"]:
-        n = sum(map(len, documents))
-        split = cut(documents, n - max(1, n // 20))
-    return split
-
-
-def cut(documents: list[np.ndarray], n_train: int) -> dict[str, list[np.ndarray]]:
-    """Split documents after so many tokens."""
+    n = sum(map(len, documents))
+    left = n - max(1, n // 20)  # tokens to train on that are still to come
     split = {"train": [], "val": []}
     for ids in documents:
-        before = min(n_train, len(ids))
-        n_train -= before
-        if before > 0:
-            split["train"].append(ids[:before])
-        if before < len(ids):
-            split["val"].append(ids[before:])
+        parts = {"train": ids[: max(0, left)], "val": ids[max(0, left) :]}
+        left -= len(ids)
+        for name, part in parts.items():
+            if len(part) > 0:
+                split[name].append(part)
     return split
 
 
@@ -234,7 +226,7 @@ def prepare_text(sources: list[Path], folder: Path, like: Path | None, max_docs:
         write_rows(folder, part, documents, prompts, meta.vocab_size)
         print(f"{part:5}  {len(documents):,} documents, {sum(map(len, documents)):,} tokens")
 
-    # the tokenizer, and at last meta.json, with which the folder is whole
+    # at last meta.json, with which the folder is whole
     if not theirs.exists():
         write_json(theirs, spec)
     write_meta(folder, meta)
@@ -244,14 +236,13 @@ def next_command(folder: Path, like: Path | None, names: bool) -> str:
     """The command that trains on these rows."""
     data = f"--data {quoted(folder)}"
 
-    # rows with the tokens of a checkpoint: train an adapter on that checkpoint
+    # with the tokens of a checkpoint: an adapter for it
     if like and (like / "config.json").exists():
         config = "" if names else " --config configs/text.toml"
         if "<role>" in bpe_tokenizer(like / "tokenizer.json").special:
             config = " --config configs/llada.toml"  # the chat template's tokens: these are the released weights
         return f"python train.py {data}{config} --init_from {quoted(like)}"
 
-    # names have a base, and other text needs one first
     if names:
         return f"python train.py {data}"
     return f"python base.py {data} --config configs/text_base.toml && python train.py {data} --config configs/text.toml"
@@ -261,12 +252,9 @@ def next_command(folder: Path, like: Path | None, names: bool) -> str:
 def main() -> None:
     parser = Parser(__doc__)
     add = parser.add_argument
-    kinds = f"names, a text file, a folder, or a file of records: {', '.join(RECORDS)}"
-    add("sources", nargs="+", type=Path, metavar="SOURCE", help=kinds)
-    so_many = "read up to this many documents to train on, or all if 0 (paper 50000)"
-    add("--max_docs", type=bounded(int, 0, 10**9), default=0, help=so_many)
-    whose = "use the tokenizer of this model or folder of rows, or this tokenizer.json (byte-level BPE)"
-    add("--like", type=Path, metavar="DIR or FILE", help=whose)
+    add("sources", nargs="+", type=Path, metavar="SOURCE", help=f"names, a text, a folder, or {', '.join(RECORDS)}")
+    add("--max_docs", type=bounded(int, 0, 10**9), default=0, help="the most documents to train on; 0: all")
+    add("--like", type=Path, metavar="DIR or FILE", help="take the tokenizer of this folder, or this tokenizer.json")
     add("--out", type=Path, required=True, metavar="DIR", help="a new folder of rows")
     args = parser.parse_args()
 

@@ -88,19 +88,18 @@ def use_int8(model: nn.Module) -> None:
     """Replace `product` or `products` of every layer of a `meta` model by those above. A tied output layer is the
     embedding, and stays as it is."""
     for layer in model.modules():
-        tied = layer is model.lm_head and model.cfg.tied
-        if hasattr(layer, "product") and not tied:
-            become(layer, Int8Product)
-        elif hasattr(layer, "products"):
-            become(layer, Int8Experts)
+        if hasattr(layer, "products"):
+            front = Int8Experts
+        elif hasattr(layer, "product") and not (layer is model.lm_head and model.cfg.tied):
+            front = Int8Product
+        else:
+            continue
+        kind = type(layer)
+        layer.__class__ = type(f"Int8{kind.__name__}", (front, kind), {})  # with the methods of `front` before its own
 
-
-def become(layer: nn.Module, front: type) -> None:
-    """Make each matrix two buffers, which do not learn: its numbers, and its scales, whose name ends in _scale."""
-    kind = type(layer)
-    layer.__class__ = type(f"Int8{kind.__name__}", (front, kind), {})  # with the methods of `front` before its own
-    for name in front.matrices:
-        shape = getattr(layer, name).shape
-        delattr(layer, name)
-        layer.register_buffer(name, torch.empty(shape, dtype=torch.int8, device="meta"))
-        layer.register_buffer(f"{name}_scale", torch.empty(shape[:-1], dtype=torch.bfloat16, device="meta"))
+        # each matrix becomes two buffers, which do not learn: its numbers, and the scales of its rows
+        for name in front.matrices:
+            shape = getattr(layer, name).shape
+            delattr(layer, name)
+            layer.register_buffer(name, torch.empty(shape, dtype=torch.int8, device="meta"))
+            layer.register_buffer(f"{name}_scale", torch.empty(shape[:-1], dtype=torch.bfloat16, device="meta"))

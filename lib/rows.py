@@ -59,7 +59,6 @@ def refuse_full(folder: Path) -> None:
 
 def write_rows(folder: Path, split: str, documents: list[np.ndarray], prompts: list[int], vocab_size: int) -> None:
     """Write the documents of "train" or "val", each an array of at least one id."""
-    refuse_full(folder)
     ids = torch.from_numpy(np.concatenate(documents))
     tensors = {
         "ids": ids.to(torch.int16 if vocab_size <= 2**15 else torch.int32),
@@ -72,7 +71,7 @@ def write_rows(folder: Path, split: str, documents: list[np.ndarray], prompts: l
 def write_meta(folder: Path, meta: Meta) -> None:
     about = asdict(meta)
     if not meta.not_plain:
-        del about["not_plain"]  # as where all special tokens come last
+        del about["not_plain"]
     write_json(folder / "meta.json", about)
 
 
@@ -105,21 +104,17 @@ def read_meta(folder: Path) -> Meta:
             raise ValueError("eos_id and mask_id must be two ids, and others must be ordinary")
         if min(special) < 0 or max(special) >= meta.vocab_size:
             raise ValueError(f"an id is not in 0..vocab_size - 1, {meta.vocab_size - 1}")
-    check_ordinary(folder, path, ordinary)
+
+    # with other ordinary ids than the tokenizer's, random tokens would be others
+    text = folder / "tokenizer.json"
+    if text.exists():
+        spec = read_json(text, "tokenizer")
+        with reading(text, "tokenizer", WALK):
+            special = {token["id"] for token in spec["added_tokens"] if token.get("special")}
+            tokens = {*spec["model"]["vocab"].values(), *(token["id"] for token in spec["added_tokens"])} - special
+        if ordinary != tokens:
+            fail(f"{path} has {len(ordinary)} ordinary ids, and {text} has {len(tokens)}, or others: which are meant?")
     return meta
-
-
-def check_ordinary(folder: Path, where: Path, ordinary: set[int]) -> None:
-    """Refuse ordinary ids that are not those of the folder's tokenizer: random tokens would be others."""
-    path = folder / "tokenizer.json"
-    if not path.exists():
-        return
-    spec = read_json(path, "tokenizer")
-    with reading(path, "tokenizer", WALK):
-        special = {token["id"] for token in spec["added_tokens"] if token.get("special")}
-        tokens = {*spec["model"]["vocab"].values(), *(token["id"] for token in spec["added_tokens"])} - special
-    if ordinary != tokens:
-        fail(f"{where} has {len(ordinary)} ordinary ids, and {path} has {len(tokens)}, or others: which are meant?")
 
 
 def read_split(path: Path, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,8 +151,7 @@ class Rows:
 
     Training reads an endless stream of all rows in random order, again and again. Row i of the stream is a function of
     the rows, the seed, the sizes and i alone. All rows of a batch have one width, so that a row's random numbers, which
-    depend on it, do not depend on the rows beside it. If all rows of names had 32 tokens, they would have 2.8 times as
-    many.
+    depend on it, do not depend on the rows beside it. With one width for all, names would have 2.8 times the positions.
     """
 
     def __init__(

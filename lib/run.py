@@ -23,7 +23,6 @@ from lib.util import (
     checked_entry,
     fail,
     quoted,
-    read_bytes,
     read_json,
     reading,
     replace_file,
@@ -31,8 +30,7 @@ from lib.util import (
 )
 
 # train.json has these beside the flags: hashes of what the run reads, and the run's own name, which its state has, too
-HASHES = {"base_hash": "weights", "rows_hash": "rows"}
-BESIDE = (*HASHES, "run_id")
+BESIDE = ("base_hash", "rows_hash", "run_id")
 
 
 # --- settings
@@ -43,9 +41,8 @@ def run_settings(parser: Parser, free: set[str]) -> Namespace:
     resume = given.init_from == "resume"
     beside = dict.fromkeys(BESIDE) | {"run_id": uuid4().hex}
     settings = {}
-    path = None
+    path = Path(given.out_dir) / "train.json"
     if resume:
-        path = Path(given.out_dir) / "train.json"
         if given.config:
             fail(f"--config {given.config}: leave it out, a resumed run takes its settings from {path}")
         settings = read_json(path, "training run to resume (--out_dir of an earlier run)")
@@ -93,19 +90,20 @@ def absolute(args: Namespace) -> dict:
 
 def save_settings(args: Namespace) -> None:
     """Write train.json, from which the run is resumed."""
-    settings = {name: value for name, value in absolute(args).items() if name not in ("resume", "config")}
+    settings = absolute(args)
+    del settings["resume"], settings["config"]
     write_json(Path(args.out_dir) / "train.json", settings)
 
 
 def check_hash(args: Namespace, name: str, found: str, place: Path | str) -> None:
-    """Note the hash of what is read, `name` in HASHES. A resumed run must read what it has read before."""
+    """Note the hash of what is read, a name in BESIDE. A resumed run must read what it has read before."""
     if getattr(args, name) not in (None, found):
-        fail(f"{args.out_dir} was trained on other {HASHES[name]} than {place} holds now: put those there")
+        what = "rows" if name == "rows_hash" else "weights"
+        fail(f"{args.out_dir} was trained on other {what} than {place} holds now: put those there")
     setattr(args, name, found)
 
 
 # --- the log
-# the figures in a log: first those of every step, then the cross-entropies of both stages
 FIGURES = dict(
     loss="Eq. 1, in nats a token",
     grad_norm="the gradient's norm before it is clipped",
@@ -115,7 +113,7 @@ FIGURES = dict(
     m2t_A="Stage A's cross-entropy at masks, in nats a position, as in all lines below",
     edit_A="Stage A's at wrong tokens",
     clean_A="Stage A's at right tokens",
-    m2t_A_bundle="Stage A's at the masks of Stage B's bundle",
+    m2t_A_bundle="Stage A's at the masks of Stage B's bundle; a base has no Stage B",
     m2t_B="Stage B's at the masks of its bundle",
     edit_B="Stage B's at wrong tokens",
     clean_B="Stage B's at right tokens",
@@ -125,17 +123,15 @@ FIGURES = dict(
 
 def report(record: dict, log: Path | None, title: str, shown: bool, explained: bool = False) -> None:
     """Append a record to log.jsonl (None in a process that does not write) and, if `shown`, print it. Its `step` says
-    how many updates came before it. explained: say first what its figures are."""
+    how many updates came before it. explained: say first what the figures are."""
     if log is None:
         return
     check_same_folder(log.parent)
     with open(log, "a", newline="\n") as file:
         file.write(json.dumps(record) + "\n")
     if explained:
-        tqdm.write("the figures of the log:")
-        for name in ("loss", "grad_norm", "lr", "tokens", "ms", *record):
-            if name in FIGURES:
-                tqdm.write(f"  {name:13} {FIGURES[name]}")
+        lines = [f"  {name:13} {meaning}" for name, meaning in FIGURES.items()]
+        tqdm.write("\n".join(["the figures of the log:", *lines]))
     if shown:
         figures = [f"{k} {v:.4g}" for k, v in record.items() if k not in ("step", "val")]
         tqdm.write(" | ".join([title, *figures]))
@@ -144,7 +140,7 @@ def report(record: dict, log: Path | None, title: str, shown: bool, explained: b
 def rewind_log(path: Path, it: int) -> None:
     """Drop a line that was cut short, and all that came after the last save, which was after `it` updates."""
     kept = []
-    for line in read_bytes(path, "log").splitlines() if path.exists() else []:
+    for line in path.read_bytes().splitlines() if path.exists() else []:
         with suppress(ValueError, KeyError, TypeError, RecursionError):
             record = json.loads(line)
             end = it + ("val" in record and it > 0)  # a validation at `it` is that of the weights that were saved
@@ -177,8 +173,7 @@ def cosine(it: int, max_iters: int) -> float:
     warm = max(1, round(0.01 * max_iters))
     if it < warm:
         return (it + 1) / warm
-    progress = (it - warm) / max(1, max_iters - warm)
-    return 0.5 * (1 + math.cos(math.pi * progress))
+    return 0.5 * (1 + math.cos(math.pi * ((it - warm) / (max_iters - warm))))
 
 
 # --- how it ends

@@ -206,7 +206,7 @@ def print_table(titles: list[str], rows: list[list[str]]) -> None:
 
 # --- files
 UNFINISHED = ".unfinished"  # how the folders begin where files are until they are whole
-LOCKED: dict[Path, int] = {}  # the folders that this process has locked, and their descriptors
+LOCKED: dict[Path, int | None] = {}  # the folders that this process has locked, and their descriptors
 
 
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:
@@ -261,9 +261,8 @@ def alone_in(folder: Path) -> Iterator[None]:
     make_folder(folder)
     number = os.open(folder, os.O_RDONLY) if fcntl else None
     try:
-        if fcntl:
-            lock(number, folder)
-            LOCKED[folder] = number
+        lock(number, folder)
+        LOCKED[folder] = number
         for left in folder.glob(f"{UNFINISHED}*"):
             shutil.rmtree(left, ignore_errors=True)
         yield
@@ -274,7 +273,7 @@ def alone_in(folder: Path) -> Iterator[None]:
             for place in new:
                 place.rmdir()
         LOCKED.pop(folder, None)
-        if fcntl:
+        if number is not None:
             os.close(number)
 
 
@@ -285,9 +284,8 @@ def check_same_folder(folder: Path) -> None:
         fail(f"{folder} was deleted or moved while this run was writing into it, so the run cannot go on")
 
 
-def lock(number: int, path: Path, wait: bool = False) -> None:
-    """Lock a folder or file for this process. If another one has locked it, fail at once, or wait for it. number: its
-    descriptor."""
+def lock(number: int | None, path: Path, wait: bool = False) -> None:
+    """Lock a folder or file by its descriptor. If another process has locked it, fail at once, or wait for it."""
     if fcntl is None:
         return
     try:
@@ -304,14 +302,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def copy_file(source: Path, path: Path) -> None:
-    """Copy a small file."""
-    content = read_bytes(source, "file to copy")
-    replace_file(path, lambda temporary: temporary.write_bytes(content))
-
-
-def read_bytes(path: Path, what: str) -> bytes:
-    with reading(path, what):
-        return path.read_bytes()
+    replace_file(path, lambda temporary: shutil.copyfile(source, temporary))
 
 
 def read_json(path: Path, what: str) -> dict:
