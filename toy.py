@@ -84,8 +84,7 @@ class Toy:
     def tc(self) -> Tensor:
         """(N,) float64: total correlation in nats."""
         h_marginals = torch.special.entr(self.marginals()).sum((1, 2))
-        tc = h_marginals - self.h_joint()
-        return tc.clamp(min=0)  # by rounding it may be below 0
+        return (h_marginals - self.h_joint()).clamp(min=0)  # by rounding it may be below 0
 
     def log_prob(self, c: Tensor, tuples: Tensor) -> Tensor:
         """(R,), (R, m) int64 -> (R,) float64 in nats, -inf outside the support."""
@@ -97,12 +96,6 @@ def kl(p: Tensor, q: Tensor) -> Tensor:
     """KL(p || q) in nats of two tables over the same tuples, (..., S) each -> (...). The sum of q may be below 1."""
     total = (torch.xlogy(p, p) - torch.xlogy(p, q)).sum(-1)
     return total.clamp(min=0)  # by rounding it may be below 0
-
-
-def product_table(toy: Toy, c: Tensor, q_marginals: Tensor) -> Tensor:
-    """(R,), (R, m, V) -> (R, S): the probability prod_i q_i of each support tuple of context c."""
-    q = q_marginals.gather(2, toy.support[c].mT)  # (R, m, S): each tuple's symbols
-    return q.prod(1) * (toy.prob[c] > 0)
 
 
 # --- the tasks: each returns V, the support (N, S, m), whose tuples differ, and their probabilities (S,). These are the
@@ -345,7 +338,7 @@ def show_all() -> None:
         sizes = [toy.V, toy.m, toy.n_ctx, toy.support.shape[1]]
 
         # one step: each position draws its symbol by itself
-        drawn = product_table(toy, torch.arange(toy.n_ctx), toy.marginals()).sum(-1)
+        drawn = toy.marginals().gather(2, toy.support.mT).prod(1).sum(-1)
         exact = [toy.h_joint(), toy.tc(), drawn]
         rows.append([name, *map(str, sizes), *(f"{number.mean():.3f}" for number in exact)])
     print_table(["task", "V", "m", "contexts", "answers", "H", "TC", "drawn"], rows)

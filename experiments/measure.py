@@ -14,7 +14,9 @@ import json
 import time
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,10 +30,9 @@ from lib.names import draw_names
 from lib.rows import read_corpus
 from lib.tokenizer import load_tokenizer
 from lib.util import Parser, append_line, command
-from model import Model
 from sample import generate
 
-CPU = torch.device("cpu")
+load = partial(load_model, device="cpu", dtype=torch.float32)
 TEXT = Path("data/shakespeare")
 SEQ_LEN = 256
 BLOCK = 16  # all models are judged on the rows of these blocks
@@ -41,11 +42,7 @@ DRAWN = replace(CAUSAL, select="left", gen_length=200, temperature=1.0, eos_earl
 N_NAMES = 512
 
 
-def load(folder: Path, **overrides) -> Model:
-    return load_model(folder, CPU, torch.float32, **overrides)
-
-
-def bits(args: Namespace) -> list[dict]:
+def bits(args: Namespace) -> Iterator[dict]:
     model = load(args.ckpt)
     corpus = read_corpus(TEXT, SEQ_LEN, 0, BLOCK, 0)
 
@@ -58,14 +55,12 @@ def bits(args: Namespace) -> list[dict]:
         ways = [("Stage A", model, "Stage A"), ("one at a time", model, "one at a time")]
         ways.append(("in blocks of one", load(args.ckpt, block_length=1), "Stage A"))
 
-    records = []
     for row, model, way in ways:
         found = bits_of_rows(model, corpus, way, N_BYTES, None)
-        records.append(dict(row=row, bits=found["bits"] / found["tokens"], bytes=found["tokens"]))
-    return records
+        yield dict(row=row, bits=found["bits"] / found["tokens"], bytes=found["tokens"])
 
 
-def draws(args: Namespace) -> list[dict]:
+def draws(args: Namespace) -> Iterator[dict]:
     model = load(args.ckpt)
     rows = read_corpus(TEXT, SEQ_LEN, 0, BLOCK, 0).rows["val"].rows
     beginnings = [rows[i][:BEGINNING].tolist() for i in range(16)]
@@ -76,25 +71,22 @@ def draws(args: Namespace) -> list[dict]:
         rules["one at a time"] = replace(DRAWN, tau_m2t=1.0, n_rounds=0)
         rules["certified, greedy"] = replace(DRAWN, select="certified", temperature=0.0, n_rounds=0)
 
-    records = []
     for row, d in rules.items():
-        record = dict(row=row)
+        found = {}
         for n in (1, 16):
             began = time.perf_counter()
             outputs = generate(model, beginnings[:n], d, seed=args.seed)
             n_bytes = sum(len(output.tokens) for output in outputs)
-            record[f"ms_{n}"] = 1e3 * (time.perf_counter() - began) / n_bytes
-        record["forwards"] = forwards(model, outputs) / n_bytes
+            found[f"ms_{n}"] = 1e3 * (time.perf_counter() - began) / n_bytes
+        found["forwards"] = forwards(model, outputs) / n_bytes
 
         # in blocks of one our loop takes two forwards a byte: one fills its mask, one reads it. A left-to-right loop
         # needs one
-        if model.cfg.block_length == 1:
-            record = {key: value if key == "row" else value / 2 for key, value in record.items()}
-        records.append(record)
-    return records
+        needed = 0.5 if model.cfg.block_length == 1 else 1.0
+        yield dict(row=row) | {key: needed * value for key, value in found.items()}
 
 
-def names(args: Namespace) -> list[dict]:
+def names(args: Namespace) -> Iterator[dict]:
     tokenizer = load_tokenizer(base_of(args.ckpt))
     prompts = draw_names(N_NAMES, "held out", tokenizer)
     model = load(args.ckpt)
@@ -102,18 +94,15 @@ def names(args: Namespace) -> list[dict]:
     if not model.trained_b:
         rows.append(("in blocks of one token", load(args.ckpt, block_length=1), LEFT))
 
-    records = []
     for name, model, d in rows:
         found = complete(model, tokenizer, prompts, replace(d, gen_length=NAME_LENGTH))
         # a left-to-right loop needs m forwards for m tokens, ours takes 2 m - 1
         cost = (found["forwards"] + 1) / 2 if model.cfg.block_length == 1 else found["forwards"]
-        records.append(dict(row=name, exist=found["exist"], forwards=round(cost, 4)))
-    return records
+        yield dict(row=name, exist=found["exist"], forwards=round(cost, 4))
 
 
-def steps(args: Namespace) -> list[dict]:
-    """Greedy steps at the paper's gates that fill masks: how many fill two or more, where the bound of results/theorem
-    does not hold, where Stage B's tokens are not Stage A's, and on toys where they are not the joint mode."""
+def steps(args: Namespace) -> Iterator[dict]:
+    """Also, of these steps: where Stage B's tokens are not Stage A's, and on toys where they are not the joint mode."""
     model = load(args.ckpt)
     task = task_of(args.ckpt)
     if task:
@@ -144,7 +133,7 @@ def steps(args: Namespace) -> list[dict]:
                 count["of these, with several masks"] += missed and int(bundle.sum()) > 1
 
     generate(model, prompts, replace(PAPER, gen_length=length), on_step=note)
-    return [dict(row="steps at the paper's gates", **count)]
+    yield dict(row="steps at the paper's gates", **count)
 
 
 def task_of(folder: Path) -> toy.Toy | None:
@@ -164,13 +153,11 @@ def misses_mode(task: toy.Toy, c: int, z: Tensor, bundle: Tensor, token: Tensor)
     return bool(written < joint.max() - 1e-9)
 
 
-def toys(args: Namespace) -> list[dict]:
-    """The base one token at a time from the left, with a beam: the share of contexts whose answer is the joint mode."""
+def toys(args: Namespace) -> Iterator[dict]:
     model = load(args.ckpt)
     task = task_of(args.ckpt)
     N, _, m = task.support.shape
     best = task.prob.amax(-1).log()
-    records = []
     for U in (1, 4):
         # the texts of a beam are the same at first, so only one may count
         c = torch.arange(N).repeat_interleave(U)
@@ -185,8 +172,7 @@ def toys(args: Namespace) -> list[dict]:
             z[:, i] = (chosen % task.V).flatten()
         found = task.log_prob(torch.arange(N), z.view(N, U, m)[:, 0])
         likeliest = float((found >= best - 1e-9).double().mean())
-        records.append(dict(row=f"one at a time, a beam of {U}", toy=task.name, likeliest=likeliest))
-    return records
+        yield dict(row=f"one at a time, a beam of {U}", toy=task.name, likeliest=likeliest)
 
 
 WHAT = {"bits": bits, "draws": draws, "names": names, "steps": steps, "toys": toys}

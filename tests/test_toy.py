@@ -9,7 +9,7 @@ from common import caller, coherent
 
 import toy
 from lib.rows import Meta, read_corpus
-from toy import Toy, kl, make, product_table
+from toy import Toy, kl, make
 
 # R rows, N contexts, S support tuples, m answer positions, V symbols
 
@@ -110,11 +110,9 @@ def test_gaussian_has_the_orthant_probabilities(levels, m, rho):
 
 
 # --- reading the table
-def test_products_and_distances_by_hand():
+def test_distances_by_hand():
     t = BY_HAND
-    third = torch.full((2, 2, 3), 1 / 3, dtype=torch.float64)
-    table = product_table(t, contexts(t), third)
-    torch.testing.assert_close(table, torch.full((2, 2), 1 / 9).double())
+    table = torch.full((2, 2), 1 / 9, dtype=torch.float64)
     expected = [0.25 * math.log(9 / 4) + 0.75 * math.log(27 / 4), math.log(9 / 2)]
     assert kl(t.prob, table).tolist() == pytest.approx(expected)
     assert kl(t.prob, table * torch.tensor([0.0, 1.0]))[0] == math.inf

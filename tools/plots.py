@@ -37,23 +37,17 @@ DARK = {
     "#8a3fa0": "#d6a2e8",
 }
 PAGE, INK, BLUE, ORANGE, GREEN, PURPLE = DARK
-STYLE = {
+IN_INK = ["text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color"]
+STYLE = dict.fromkeys(IN_INK, INK) | {
     "svg.hashsalt": "cocommit",  # the same picture from the same numbers, byte for byte
     "svg.fonttype": "none",  # text stays text
     "font.size": 11,
     "figure.facecolor": PAGE,
     "figure.constrained_layout.use": True,
     "axes.facecolor": "none",
-    "text.color": INK,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "axes.titlecolor": INK,
     "axes.titlesize": "medium",
-    "xtick.color": INK,
-    "ytick.color": INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "grid.color": INK,
     "grid.alpha": 0.25,
     "lines.linewidth": 2,
 }
@@ -74,12 +68,12 @@ def svg(figure) -> str:
 
 
 # --- toys
-# rows of the theorem page's table of KL
+# rows of the theorem page's table of KL. A ring, so that what lies on the same point is seen inside of it
 ON_TOYS = {
-    "Stage A, all at once": (ORANGE, "o"),
-    "paper, all at once": (PURPLE, "x"),
-    "mask-only base, from the left (three seeds)": (GREEN, "s"),
-    "causal": (BLUE, "D"),
+    "Stage A, all at once": dict(color=ORANGE, marker="o", markerfacecolor="none", markersize=9),
+    "paper, all at once": dict(color=PURPLE, marker="x"),
+    "mask-only base, from the left (three seeds)": dict(color=GREEN, marker="s"),
+    "causal": dict(color=BLUE, marker="D"),
 }
 
 
@@ -93,12 +87,8 @@ def draw_toys():
 
     # draws of each token by itself cannot be below this line
     ax.plot([0, max(tc)], [0, max(tc)], color=INK, linestyle=":", label="TC, the least for a product")
-    for name, (color, mark) in ON_TOYS.items():
-        # a ring, so that what lies on the same point is seen inside of it
-        fill = "none" if mark == "o" else color
-        size = 9 if mark == "o" else 6
-        label = name.split(" (")[0]
-        ax.plot(tc, figures[name], mark, color=color, label=label, markerfacecolor=fill, markersize=size)
+    for name, drawn in ON_TOYS.items():
+        ax.plot(tc, figures[name], linestyle="none", label=name.split(" (")[0], **drawn)
 
     # the TC of permutation and sum is nearly that of modes and of gaussian, so their names stand below the line
     for x, toy in zip(tc, toys, strict=True):

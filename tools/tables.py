@@ -43,43 +43,41 @@ def of_records(name: str, columns: dict[str, tuple[str, int]], seeds: str = "") 
     return rows
 
 
-# a row of the toys' tables -> the log, the run there, the decoder, and the tables that show it
+# a row of the toys' tables -> the run in their logs, the decoder, and the tables that show it
 TOYS = {
-    "Stage A, all at once": ("toys", "base", "all at once", "KL likeliest"),
-    "paper, all at once": ("toys", "base", "Stage B, all at once", "KL likeliest"),
-    "Stage B off, gates": ("toys", "base", "Stage B off, gates .7 and 0", "likeliest"),
-    "paper, gates": ("toys", "base", "Stage B, gates .7 and 0 (paper)", "likeliest"),
-    "certified": ("toys", "base", "certified", "likeliest"),
-    "causal": ("toys", "causal", "Stage B, whole blocks", "KL likeliest"),
-    "causal, a beam of 4": ("toys", "causal", "Stage B, a beam of 4", "likeliest"),
-    "base, surest first": ("toys", "base", "one at a time, surest first", "KL"),
-    "base, from the left": ("toys", "base", "one at a time, from the left", "KL likeliest"),
-    "mask-only base, from the left (three seeds)":
-        ("masks", "masks", "one at a time, from the left", "KL likeliest"),
-}  # fmt: skip
+    "Stage A, all at once": ("base", "all at once", "KL likeliest"),
+    "paper, all at once": ("base", "Stage B, all at once", "KL likeliest"),
+    "Stage B off, gates": ("base", "Stage B off, gates .7 and 0", "likeliest"),
+    "paper, gates": ("base", "Stage B, gates .7 and 0 (paper)", "likeliest"),
+    "certified": ("base", "certified", "likeliest"),
+    "causal": ("causal", "Stage B, whole blocks", "KL likeliest"),
+    "causal, a beam of 4": ("causal", "Stage B, a beam of 4", "likeliest"),
+    "base, surest first": ("base", "one at a time, surest first", "KL"),
+    "base, from the left": ("base", "one at a time, from the left", "KL likeliest"),
+    "mask-only base, from the left (three seeds)": ("masks", "one at a time, from the left", "KL likeliest"),
+}
 # what evaluate.py prints of a decoder, counted from the right; some have no KL
 FIGURES = {"KL": 0, "likeliest": -3, "forwards": -2}
 
 
 def of_toys(figure: str) -> Table:
-    """A row for each decoder, with a figure of each toy, the mean over the seeds of its log; and the mean over toys of
-    forwards."""
-    found: dict[str, dict[str, list[str]]] = {}
-    for name in ("toys", "masks"):
-        for part in re.split(r"^== ", (RESULTS / "theorem" / f"{name}.txt").read_text(), flags=re.M)[1:]:
-            found.setdefault(name, {}).setdefault(part.split()[0], []).append(part)
+    """A row for each decoder, with a figure of each toy, the mean over seeds; and the mean over toys of forwards."""
+    logs = "".join((RESULTS / "theorem" / f"{name}.txt").read_text() for name in ("toys", "masks"))
+    found: dict[str, str] = {}
+    for part in re.split(r"^== ", logs, flags=re.M)[1:]:
+        toy = part.split()[0]
+        found[toy] = found.get(toy, "") + part
 
-    toys = list(found["toys"])
-    table = [["", *(f"`{toy}`" for toy in toys)]]
+    table = [["", *(f"`{toy}`" for toy in found)]]
     if figure == "KL":
-        table.append(["TC", *(re.search(r"TC = ([\d.]+)", found["toys"][toy][0])[1] for toy in toys)])
+        table.append(["TC", *(re.search(r"TC = ([\d.]+)", log)[1] for log in found.values())])
     else:
         table[0].append("forwards")
-    for title, (log, run, decoder, tables) in TOYS.items():
+    for title, (run, decoder, tables) in TOYS.items():
         if figure not in tables.split():
             continue
         line = re.compile(rf"^-- {run}$.*?^{re.escape(decoder)}  +([^\n]*)$", re.M | re.S)
-        cells = [[line.search(part)[1].split() for part in found[log][toy]] for toy in toys]
+        cells = [[figures.split() for figures in line.findall(log)] for log in found.values()]
         row = [f"{mean(float(seed[FIGURES[figure]]) for seed in seeds):.3f}" for seeds in cells]
         if figure != "KL":
             row.append(f"{mean(float(seed[FIGURES['forwards']]) for seeds in cells for seed in seeds):.2f}")
@@ -90,7 +88,7 @@ def of_toys(figure: str) -> Table:
     row = "one at a time, a beam of 4"
     for system in dict.fromkeys(record["system"] for record in beams) if figure == "likeliest" else ():
         alike = [record for record in beams if (record["system"], record["row"]) == (system, row)]
-        of_toy = [[r["likeliest"] for r in alike if r["toy"] == toy] for toy in toys]
+        of_toy = [[r["likeliest"] for r in alike if r["toy"] == toy] for toy in found]
         table.append([f"{system}, a beam of 4", *(f"{mean(values):.3f}" for values in of_toy), ""])
     return table
 

@@ -57,8 +57,7 @@ def width(text: str) -> int:
 
 class Screen:
     """Shows the steps of all rows. A terminal draws lines again in their places; a pipe, or a terminal with NO_COLOR,
-    gets new lines. tokenizer: None if tokens are numbers.
-    """
+    gets new lines. tokenizer: None if tokens are numbers."""
 
     CODES = {"green": 32, "yellow": 33, "magenta": 35, "dim": 2}
 
@@ -78,7 +77,11 @@ class Screen:
         from_the_left = rows[0].d.tau_t2t is None  # without edits a step writes for good
         for r, row in enumerate(rows):
             before = self.before(row.ids)
-            line = self.line(before, self.block(step, r) + (self.passes(step, r) if from_the_left else ""))
+            block = self.block(step, r)
+            n = int(step.partial[r])
+            if from_the_left and n > 0:
+                block += self.paint(f"  {n} pass{'es' * (n > 1)}", "dim")
+            line = self.line(before, block)
             if not self.moves:
                 print(line)
             elif from_the_left:
@@ -139,11 +142,6 @@ class Screen:
         for shown, token in zip(step.z[r].tolist(), step.token_a[r].tolist(), strict=True):
             line += self.paint(self.word(token), "dim") if shown == self.mask_id else self.word(shown)
         return line
-
-    def passes(self, step: Step, r: int) -> str:
-        """How many passes row r took, in words; nothing if none."""
-        n = int(step.partial[r])
-        return self.paint(f"  {n} pass{'es' * (n > 1)}", "dim") if n else ""
 
     def word(self, token: int) -> str:
         """A token as it is shown; a number is followed by a blank."""
