@@ -1,8 +1,7 @@
 """A setting that must be made before torch is imported. So every script but tiny.py imports this first.
 
 A thread that waits for another one sleeps. By default it keeps its core busy, and on a busy machine it takes the time
-of the thread for which it waits: a small model was trained 17 times slower by two threads than by one. Threads that
-sleep were as fast as one, and on an idle machine 1.6 times faster.
+of the thread for which it waits: a small model was trained 17 times slower by two threads than by one.
 """
 
 import os

@@ -160,7 +160,6 @@ class Rows:
         ids, starts, prompts = read_split(folder / f"{split}.safetensors", meta.vocab_size)
         self.pad_id = meta.eos_id
         self.seed = seed
-        self.block_length = block_length
         self.batch_size = batch_size
 
         # the rows of a toy are its documents, which all have the same length
@@ -183,7 +182,14 @@ class Rows:
                 row = document[at : at + self.seq_len]
                 self.rows.append(row)
                 self.prompts.append(prompt if prompt < 0 else min(max(prompt - at, 0), len(row)))
-        self.widths = [self.width(len(row)) for row in self.rows]
+
+        # the width of a row: one block, two, four, ..., or seq_len; with a batch_size of 0 always seq_len
+        self.widths = []
+        for row in self.rows:
+            width = block_length if batch_size > 0 else self.seq_len
+            while width < len(row):
+                width *= 2
+            self.widths.append(min(width, self.seq_len))
         self.epoch = 0  # the epoch in use, and the order of its rows
         self.order = self.epoch_order(0)
 
@@ -192,15 +198,6 @@ class Rows:
 
     def describe(self) -> str:
         return f"{len(self):,} rows, {sum(map(len, self.rows)):,} tokens"
-
-    def width(self, n: int) -> int:
-        """The width of a row of n ids: one block, two, four, ..., or seq_len; with a batch_size of 0 always seq_len."""
-        if self.batch_size == 0:
-            return self.seq_len
-        width = self.block_length
-        while width < n:
-            width *= 2
-        return min(width, self.seq_len)
 
     def epoch_order(self, epoch: int) -> list[int]:
         """The numbers of all rows in random order, in batches of one width. All epochs have the same length."""

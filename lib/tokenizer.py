@@ -127,8 +127,16 @@ def bpe_tokenizer(path: Path, spec: dict | None = None) -> Tokenizer:
             fail(f"{path}: its vocabulary lacks some bytes: train it with initial_alphabet=ByteLevel.alphabet()")
 
         pattern = known_pattern(spec, vocab)
-        reader = read_by_tiktoken(pattern, token_bytes, special) if pattern else read_by_library(path, spec, added)
-        return Tokenizer(reader, pattern, special, token_bytes)
+        if pattern is None:
+            return Tokenizer(read_by_library(path, spec, added), None, special, token_bytes)
+
+        ranks = {token: i for i, token in token_bytes.items()}
+        bpe = tiktoken.Encoding("bpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+
+        def read(text: str, names: bool) -> list[int]:
+            return bpe.encode(text, allowed_special="all" if names else set(), disallowed_special=())
+
+        return Tokenizer(read, pattern, special, token_bytes)
 
 
 def known_pattern(spec: dict, vocab: dict[str, int]) -> str | None:
@@ -158,12 +166,6 @@ def known_pattern(spec: dict, vocab: dict[str, int]) -> str | None:
     ids = [vocab[token] for token in merged]
     in_order = ids == sorted(set(ids)) and vocab.keys() == {*byte_alphabet(), *merged}
     return pattern if in_order else None
-
-
-def read_by_tiktoken(pattern: str, token_bytes: dict[int, bytes], special: dict[str, int]) -> Reader:
-    ranks = {token: i for i, token in token_bytes.items()}
-    bpe = tiktoken.Encoding("bpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-    return lambda text, names: bpe.encode(text, allowed_special="all" if names else set(), disallowed_special=())
 
 
 def read_by_library(path: Path, spec: dict, added: dict[str, int]) -> Reader:

@@ -22,18 +22,16 @@ from lib.util import Parser, command, copy_file, fail, read_json, write_json
 from model import LORA_SCALE, Config
 
 
-def released_config(cfg: Config) -> dict:
-    """A config.json in the released form, for a model that was not converted from a released one."""
-    fields = {name: getattr(cfg, field) for name, field in convert_weights.FIELDS.items()}
-    rotary = {"partial_rotary_factor": cfg.rotary_dim / cfg.head_dim, "rotary_dim": cfg.rotary_dim}
-    return {**convert_weights.MUST_BE, **fields, **rotary, "pad_token_id": cfg.eos_id, "use_cache": False}
-
-
 def config_file(base: Path, cfg: Config) -> Callable[[Path], None]:
     """What writes config.json. A base that was converted gets the released one back, byte for byte, unless it has other
     sizes than that stands for, which are added."""
     original = base / "released_config.json"
-    raw = read_json(original, "released config") if original.exists() else released_config(cfg)
+    if original.exists():
+        raw = read_json(original, "released config")
+    else:
+        raw = convert_weights.MUST_BE | {name: getattr(cfg, field) for name, field in convert_weights.FIELDS.items()}
+        raw |= {"partial_rotary_factor": cfg.rotary_dim / cfg.head_dim, "rotary_dim": cfg.rotary_dim}
+        raw |= {"pad_token_id": cfg.eos_id, "use_cache": False}
 
     assumed = convert_weights.assumed_sizes(cfg.n_layer)
     sizes = {name: getattr(cfg, name) for name in assumed}

@@ -115,7 +115,15 @@ class CoCommit(LM):
         """The answers to lm-eval's requests. Those in answers.jsonl are taken from there, and the others are added."""
         asked = {digest(request.args): request.args for request in requests}
         with alone_in(self.out):
-            self.refuse_other_settings()
+            place = self.out / "settings.json"
+            if not place.exists():
+                write_json(place, self.settings)
+            there = read_json(place, "settings of a run")
+            for name, now in self.settings.items():
+                if there.get(name) != now:
+                    differs = f"{name} ({there.get(name)}, {now})"
+                    fail(f"{self.out} has a run with other settings: {differs} (there, now); choose another --out")
+
             path = self.out / "answers.jsonl"
             lines = read_lines(path, {"key": str, "text": str, "cost": dict}) if path.exists() else []
             answers = {line["key"]: Answer(line["text"], line["cost"]) for line in lines}
@@ -125,15 +133,6 @@ class CoCommit(LM):
                 append_line(path, {"key": key, "text": answer, "cost": answer.cost})
                 answers[key] = answer
         return [answers[digest(request.args)] for request in requests]
-
-    def refuse_other_settings(self) -> None:
-        path = self.out / "settings.json"
-        if not path.exists():
-            write_json(path, self.settings)
-        there = read_json(path, "settings of a run")
-        other = [f"{name} ({there.get(name)}, {now})" for name, now in self.settings.items() if there.get(name) != now]
-        if other:
-            fail(f"{self.out} has a run with other settings: {'; '.join(other)} (there, now); choose another --out")
 
     def decode(self, asked: dict[str, tuple[str, dict]]) -> Iterator[tuple[str, Answer]]:
         """Answer questions (key -> text and lm-eval's settings for it), batch by batch and greedily. An answer is cut

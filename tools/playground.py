@@ -153,11 +153,7 @@ def page_data(folders: list[Path]) -> dict:
         if folder in folders:
             decoders += [decoder | dict(number=number) for decoder in with_stage_b(model, draws)]
 
-    # held-out names to complete, or held-out texts to continue
-    if of_names:
-        beginnings = list(draw_names(BEGINNINGS, "held out", tokenizer).values())
-    else:
-        beginnings = held_out_texts(base)
+    held_out = list(draw_names(BEGINNINGS, "held out", tokenizer).values()) if of_names else held_out_texts(base)
     return {
         "models": about_models,
         "weights": weights_data(tensors),
@@ -166,7 +162,7 @@ def page_data(folders: list[Path]) -> dict:
         "tokenizer": tokenizer_data(tokenizer, models[base].cfg.vocab_size),
         "gen_length": 32 if of_names else 64,
         "names": names_data() if of_names else None,
-        "beginnings": beginnings,
+        "beginnings": held_out,
     }
 
 
