@@ -185,12 +185,10 @@ def tokenize(texts: list[tuple[str, str]], tokenizer: Tokenizer) -> dict[str, li
     left = n - max(1, n // 20)  # tokens to train on that are still to come
     split = {"train": [], "val": []}
     for ids in documents:
-        parts = {"train": ids[: max(0, left)], "val": ids[max(0, left) :]}
+        split["train"].append(ids[: max(0, left)])
+        split["val"].append(ids[max(0, left) :])
         left -= len(ids)
-        for name, part in parts.items():
-            if len(part) > 0:
-                split[name].append(part)
-    return split
+    return {name: [ids for ids in parts if len(ids) > 0] for name, parts in split.items()}
 
 
 # --- a folder of rows
@@ -208,7 +206,7 @@ def prepare_text(sources: list[Path], folder: Path, like: Path | None, max_docs:
     if theirs.exists() and read_json(theirs, "tokenizer") != spec:
         fail(f"{theirs} is there already, and is another tokenizer: choose another --out, or give --like {theirs}")
 
-    # ordinary ids, from which random tokens are drawn: every id of a token that is not special
+    # ordinary ids, from which random tokens are drawn: all of tokens that are not special
     split = tokenize(load_text(sources, max_docs), tokenizer)
     n_plain = max(tokenizer.token_bytes) + 1
     meta = Meta(

@@ -12,9 +12,6 @@ a task gives every answer a probability, so entropies can be summed exactly, in 
     n_ctx     the number of contexts, 32 at most by default; a task may have fewer
     eps       of copy (0.05)
     rho       of gaussian (0.9), which has levels (8) in place of V
-
-`python train.py --data DIR --config configs/toy_base.toml` trains a model on such rows, and
-`python evaluate.py --ckpt out/toy_base` says what its decoders lose.
 """
 
 import lib.first  # noqa: F401
@@ -98,8 +95,7 @@ def kl(p: Tensor, q: Tensor) -> Tensor:
     return total.clamp(min=0)  # by rounding it may be below 0
 
 
-# --- the tasks: each returns V, the support (N, S, m), whose tuples differ, and their probabilities (S,). These are the
-# same in every context, and their sum is 1
+# --- the tasks: each returns V, the support (N, S, m), whose tuples differ, and their probabilities (S,) in any context
 Rng = np.random.Generator
 Table = tuple[int, Tensor, Tensor]
 
@@ -119,8 +115,7 @@ def _uniform(support: Tensor) -> Tensor:
 
 def _shifted(base: Tensor, prob: Tensor, V: int, n_ctx: int, rng: Rng) -> Table:
     """All tuples base (V**m, m), with probabilities prob (V**m,), shifted in each context and position."""
-    # a context's shift is one of the V**(m-1) tuples that start with 0, because to shift all positions alike
-    # does not change the copy task
+    # a shift is one of the V**(m-1) tuples that start with 0: to shift all positions alike changes no copy task
     most = len(base) // V
     shift = base[rng.choice(most, min(n_ctx, most), replace=False)]  # (N, m)
 

@@ -80,8 +80,7 @@ def draws(args: Namespace) -> Iterator[dict]:
             found[f"ms_{n}"] = 1e3 * (time.perf_counter() - began) / n_bytes
         found["forwards"] = forwards(model, outputs) / n_bytes
 
-        # in blocks of one our loop takes two forwards a byte: one fills its mask, one reads it. A left-to-right loop
-        # needs one
+        # in blocks of one our loop fills a mask by one forward and reads it by another; a left-to-right loop needs one
         needed = 0.5 if model.cfg.block_length == 1 else 1.0
         yield dict(row=row) | {key: needed * value for key, value in found.items()}
 

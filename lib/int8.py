@@ -44,8 +44,7 @@ def kernel_takes(x: Tensor, numbers: Tensor) -> bool:
 
 
 def multiply(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
-    """x (M, K) times the transposed matrix (N, K) -> (M, N). The product is scaled, and not the matrix, because the
-    matrix's integers are exact in every dtype."""
+    """x (M, K) times the transposed matrix (N, K) -> (M, N). The product is scaled: integers are exact in any dtype."""
     # unpack the whole matrix on a GPU, or if x needs a gradient: autograd keeps it for the backward
     if x.requires_grad or x.device.type != "cpu":
         return F.linear(x, numbers.to(x.dtype)) * scale.to(x.dtype)
@@ -85,8 +84,7 @@ class Int8Experts:
 
 
 def use_int8(model: nn.Module) -> None:
-    """Replace `product` or `products` of every layer of a `meta` model by those above. A tied output layer is the
-    embedding, and stays as it is."""
+    """Give every layer of a `meta` model the product or products above. A tied output layer, the embedding, stays."""
     for layer in model.modules():
         if hasattr(layer, "products"):
             front = Int8Experts

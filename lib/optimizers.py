@@ -1,5 +1,4 @@
-"""The optimizers: AdamW, as in the paper, and Muon. Both take what learns (name -> tensor) and the highest learning
-rate."""
+"""The optimizers: AdamW, as in the paper, and Muon. They take what learns (name -> tensor) and the highest rate."""
 
 import torch
 from torch import Tensor

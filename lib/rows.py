@@ -272,8 +272,7 @@ class Batch:
 
 
 def read_corpus(folder: Path, seq_len: int, seed: int, block_length: int, batch_size: int) -> Corpus:
-    """The rows to train on, in batches of one width, and those to validate on, which are the same in every run and all
-    have the width seq_len."""
+    """The rows to train on, in batches of one width, and those to validate on, in one order and of width seq_len."""
     meta = read_meta(folder)
     train = Rows(folder, "train", meta, seq_len, seed, block_length, batch_size)
     val = Rows(folder, "val", meta, seq_len, 0, block_length)

@@ -35,8 +35,7 @@ BESIDE = ("base_hash", "rows_hash", "run_id")
 
 # --- settings
 def run_settings(parser: Parser, free: set[str]) -> Namespace:
-    """The flags of the command line, on top of the settings in --config or in the run that is resumed. A resumed run
-    may change only its `free` settings."""
+    """The flags of the command line, on top of --config or of the run that is resumed, which may change only `free`."""
     given = parser.parse_args()
     resume = given.init_from == "resume"
     beside = dict.fromkeys(BESIDE) | {"run_id": uuid4().hex}

@@ -1,8 +1,4 @@
-"""Tokenizers: text to ids and back.
-
-    load_tokenizer(folder)  the tokenizer of a checkpoint or of a folder of rows, if the ids there are text
-    bpe_tokenizer(path)     a byte-level BPE from a `tokenizer.json`
-    byte_tokenizer()        256 bytes, an end-of-text token and a mask token
+"""Tokenizers: text to ids and back. All are byte-level BPEs in a `tokenizer.json`, bytes too, which have no merges.
 
 tiktoken reads the released tokenizer, those of this project (bytes, and the BPE of data/names), and BPEs with the
 pattern of GPT-2. Any other byte-level BPE is read by `tokenizers`, the library that writes such files.
@@ -59,7 +55,7 @@ class Tokenizer:
 
 # --- reading a tokenizer
 def load_tokenizer(folder: Path) -> Tokenizer | None:
-    """None if there is no tokenizer.json, as for a toy."""
+    """The tokenizer of a checkpoint or of a folder of rows; None if its ids are no text, as of a toy."""
     path = folder / "tokenizer.json"
     return bpe_tokenizer(path) if path.exists() else None
 

@@ -80,8 +80,6 @@ def reading(path: Path, what: str, also: tuple[type[Exception], ...] = ()) -> It
         fail(f"there is no {what} at {path}")
     except (OSError, EOFError, ValueError, RecursionError, SafetensorError, zlib.error, *also) as e:
         why = f"no entry {e}" if isinstance(e, KeyError) else str(e)
-        if isinstance(e, UnicodeDecodeError):
-            why = "it is not UTF-8 text"
         fail(f"{what} {path} cannot be read, is damaged, or of another kind: {why:.300}")
 
 
@@ -210,10 +208,8 @@ LOCKED: dict[Path, int | None] = {}  # the folders that this process has locked,
 
 
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a temporary file, then rename it: so even after a power cut the file is whole or not there.
-
-    The temporary file lies in a new folder of its own. If the process is killed, the next `alone_in` removes that.
-    """
+    """Let `write` fill a temporary file in a folder of its own, then rename it: so even after a power cut the file is
+    whole or not there. What a killed process leaves, the next `alone_in` removes."""
     check_same_folder(path.parent)
     try:
         make_folder(path.parent)
@@ -373,15 +369,12 @@ def pick_device(name: str) -> torch.device:
 
 # --- places
 def smallest_masks(key: Tensor, masked: Tensor, size: Tensor | int) -> Tensor:
-    """The `size` masks with the smallest keys; of equal keys the leftmost.
-
-    key (..., T) float, masked (..., T) bool, size (..., 1) int64 or one for all -> (..., T) bool.
-    """
+    """The `size` masks with the smallest keys; of equal keys the leftmost: key (..., T) float, masked (..., T) bool,
+    size (..., 1) int64 or one for all -> (..., T) bool."""
     # positions that are not masked come last, whatever their keys are
     key = key.masked_fill(~masked, float("inf"))
 
-    # order: which entry comes at each place; rank: at which place each entry comes. For .7 .9 .2 order
-    # is 2 0 1, and rank is 1 2 0
+    # order: which entry comes at each place; rank: the place of each entry. For .7 .9 .2 they are 2 0 1 and 1 2 0
     order = key.argsort(dim=-1, stable=True)
     rank = order.argsort(dim=-1)
     return masked & (rank < size)

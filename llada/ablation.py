@@ -61,8 +61,7 @@ GATED = "Stage B, gated edits"
 Q = dict(tau_m2t=0.7, tau_t2t=0.5)  # the released quality setting
 OFF = dict(n_rounds=0)
 
-# name of a row -> whose weights; how its settings differ from Q with Stage B; its step; the paper's accuracy, and the
-# paper's full forwards a token
+# name of a row -> whose weights; how its settings differ from Q with Stage B; its step; the paper's accuracy and NFE
 MECHANISM = {
     BASE: ("base", OFF, denoise, 89.61, 0.26),
     "adapter, Stage B off": ("adapter", OFF, denoise, 90.75, 0.28),

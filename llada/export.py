@@ -23,8 +23,7 @@ from model import LORA_SCALE, Config
 
 
 def config_file(base: Path, cfg: Config) -> Callable[[Path], None]:
-    """What writes config.json. A base that was converted gets the released one back, byte for byte, unless it has other
-    sizes than that stands for, which are added."""
+    """What writes config.json: the released one, byte for byte, if there is one. Sizes that it lacks are added."""
     original = base / "released_config.json"
     if original.exists():
         raw = read_json(original, "released config")

@@ -136,8 +136,7 @@ class CoCommit(LM):
 
     def decode(self, asked: dict[str, tuple[str, dict]]) -> Iterator[tuple[str, Answer]]:
         """Answer questions (key -> text and lm-eval's settings for it), batch by batch and greedily. An answer is cut
-        before the first stop string, but its cost is that of all tokens. A task's own max_gen_toks and do_sample are
-        not read."""
+        before the first stop string, but its cost is that of all tokens. Of a task's settings only `until` is read."""
         prompts = {key: self.text.encode(text) for key, (text, _) in asked.items()}
         for number, ids in enumerate(prompts.values(), 1):
             check_prompt(ids, number, self.d.gen_length, self.model.cfg)

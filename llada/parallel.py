@@ -38,8 +38,7 @@ def meet(name: str) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
-    # the timeout is long because process 0 may read and write for long. It writes nothing before all processes have
-    # read the settings
+    # process 0 may read and write for long, but it writes nothing before all have read the settings
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=30))
     dist.barrier()
     return device
@@ -53,7 +52,6 @@ def total(t: Tensor) -> Tensor:
 
 
 def any_process(flag: bool) -> bool:
-    """Is the flag set in any process?"""
     return bool(total(torch.tensor(int(flag))))
 
 
@@ -68,8 +66,7 @@ def shard(model: Model, device: torch.device) -> None:
 
 
 def shared_step(model: Model, batch: Batch, args: Namespace) -> train.Losses:
-    """The step on this process's rows. The loss and the log's terms are those of the whole batch, but the gradient is
-    that of these rows."""
+    """The step on this process's rows: loss and terms are those of the whole batch, the gradient is that of these."""
     own = slice(dist.get_rank(), None, dist.get_world_size())
     rows = Batch(batch.clean[own], batch.real[own], batch.corruptible[own], batch.plain, batch.draws[own])
     loss, terms = train.step_of(args)(model, rows, args)

@@ -120,8 +120,7 @@ def judge(run: Run) -> None:
 
 # --- statistics
 def paired(run: Run, reference: Run) -> tuple[float, float, float] | None:
-    """The difference of two runs and its 95 % interval, as shares of the questions that both have; None if there is
-    no such question."""
+    """The difference of two runs and its 95 % interval, as shares of the questions that both have, if there are any."""
     gained = []
     for number, mine in run.items.items():
         other = reference.items.get(number, {})

@@ -37,8 +37,7 @@ TITLE = b"<title>Words that are written together should agree</title>"
 BEGINNINGS = 100  # held-out names to complete, or held-out texts to continue
 BEGINNING = 56  # the most tokens of such a text that are given
 
-# the gates when the page opens. Plain text is drawn: causal Stage B writes whole blocks. Nothing is edited there,
-# because an edit would draw a token again
+# the gates when the page opens. Plain text is drawn, in whole blocks, without edits, which would draw tokens again
 GATES = dict(tau_m2t=0.7, tau_t2t=0.0, tau_run=0.5, temperature=0.0)
 GATES_OF_TEXT = GATES | dict(tau_t2t=1.0, tau_run=0.0, temperature=1.0)
 
@@ -167,8 +166,7 @@ def page_data(folders: list[Path]) -> dict:
 
 
 def held_out_texts(base: Path) -> list[list[int]]:
-    """The beginnings of held-out texts, spread evenly over the validation rows of the base's data. There are none if
-    that folder is not here."""
+    """The beginnings of held-out texts, spread evenly over the base's validation rows, if that folder is here."""
     run = base / "train.json"
     data = Path(checked_entry(read_json(run, "training run"), "data", str, run)) if run.exists() else None
     if data is None or not (data / "meta.json").exists():
@@ -197,8 +195,6 @@ def main() -> None:
     add("--out", type=Path, default=Path("playground.html"), help="the page to write")
     args = parser.parse_args()
     # a slip of the hand would cost a model: only an earlier page is written again
-    if args.out.suffix != ".html":
-        fail(f"--out {args.out}: the name of a page ends in .html")
     if args.out.exists() and not (args.out.is_file() and TITLE in args.out.read_bytes()):
         fail(f"--out {args.out} is there already, and is not an earlier page")
     html = page(args.ckpt)

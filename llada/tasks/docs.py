@@ -9,6 +9,7 @@ import random
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # lm-eval runs anywhere, and loads this file by its path
@@ -24,17 +25,13 @@ from prepare import read_records
 register_model("cocommit")(CoCommit)
 
 
-def dataset(task: str, read: Callable[[Path], Iterator[dict]]) -> Callable:
-    """The function that makes lm-eval's data set of a task."""
-
-    def load(**given) -> dict[str, Dataset]:
-        if task not in given:
-            fail(f"{task} is read from its published file: --metadata {task}=FILE")
-        path = Path(given[task]).expanduser()
-        with reading(path, f"{task} file (the published one)", WALK):
-            return {"test": Dataset.from_list(list(read(path)))}
-
-    return load
+def load(task: str, read: Callable[[Path], Iterator[dict]], /, **given) -> dict[str, Dataset]:
+    """lm-eval's data set of a task."""
+    if task not in given:
+        fail(f"{task} is read from its published file: --metadata {task}=FILE")
+    path = Path(given[task]).expanduser()
+    with reading(path, f"{task} file (the published one)", WALK):
+        return {"test": Dataset.from_list(list(read(path)))}
 
 
 def read_numbers(path: Path, answer: str) -> Iterator[dict]:
@@ -49,8 +46,7 @@ GPQA_ANSWERS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "I
 
 
 def read_gpqa(path: Path) -> Iterator[dict]:
-    """Options are shuffled as in simple-evals, by one draw for each row. simple-evals asks all rows four times; the
-    paper's scores are k/198, so it asked once."""
+    """Options are shuffled as in simple-evals, by one draw a row. The paper's scores are k/198, so it asked once."""
     csv.field_size_limit(2**24)  # explanations are longer than the default limit
     rng = random.Random(0)
     with open(path, encoding="utf-8-sig", newline="") as file:
@@ -69,8 +65,7 @@ def read_piqa(path: Path) -> Iterator[dict]:
 
 
 def read_drop(path: Path) -> Iterator[dict]:
-    """simple-evals' file. It joins the spans of a reference by " and ", which may also be part of a span, so both
-    readings count."""
+    """simple-evals' file. It joins spans by " and ", which may also be part of a span, so both readings count."""
     for _, record in read_records(path):
         shape = re.fullmatch(r"Passage: (.*)\nQuestion: (.*?)\nAnswer:\s*", record["context"], re.DOTALL)
         references = [[text] for text in record["ref_text"].split("|") if text.strip()]
@@ -87,10 +82,10 @@ def read_programs(path: Path) -> Iterator[dict]:
         yield asked | {"question": record["prompt"].strip(), "gold": record["canonical_solution"]}
 
 
-gsm8k = dataset("gsm8k", lambda path: read_numbers(path, "answer"))
-cmath = dataset("cmath", lambda path: read_numbers(path, "golden"))
-gpqa = dataset("gpqa", read_gpqa)
-drop = dataset("drop", read_drop)
-piqa = dataset("piqa", read_piqa)
-humaneval = dataset("humaneval", read_programs)
-mbpp = dataset("mbpp", read_programs)
+gsm8k = partial(load, "gsm8k", partial(read_numbers, answer="answer"))
+cmath = partial(load, "cmath", partial(read_numbers, answer="golden"))
+gpqa = partial(load, "gpqa", read_gpqa)
+drop = partial(load, "drop", read_drop)
+piqa = partial(load, "piqa", read_piqa)
+humaneval = partial(load, "humaneval", read_programs)
+mbpp = partial(load, "mbpp", read_programs)
