@@ -67,14 +67,12 @@ def byte_tokenizer() -> Tokenizer:
 def byte_spec() -> dict:
     """The content of a `tokenizer.json` without merges."""
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    eos = {"id": 256, "content": EOS_TOKEN} | plain
-    mask = {"id": 257, "content": MASK_TOKEN} | plain
-
+    special = [{"id": 256, "content": EOS_TOKEN} | plain, {"id": 257, "content": MASK_TOKEN} | plain]
     split = {"type": "Split", "pattern": {"Regex": WORDS}, "behavior": "Isolated", "invert": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     vocab = {character: byte for byte, character in enumerate(byte_alphabet())}
     return {
-        "added_tokens": [eos, mask],
+        "added_tokens": special,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
         "decoder": byte_level,
         "model": {"type": "BPE", "vocab": vocab, "merges": []},

@@ -5,8 +5,6 @@ samples_*.jsonl with each item's scores and cost. If a run was stopped or killed
 settings are refused. tables.py makes the paper's tables from such folders.
 
     python -m llada.harness --tasks gsm8k piqa --task_file test.jsonl dev.jsonl --ckpt out/cocommit --out runs/cocommit
-    python -m llada.harness --tasks gsm8k --task_file test.jsonl --ckpt out/cocommit --out runs/gated \\
-        --row "Stage B, gated edits"      # of Table 2
 
 The same by lm-eval's own command, which finds the name of our model in the task's file:
 
@@ -89,7 +87,6 @@ class CoCommit(LM):
         self.settings = {
             "row": row,
             "weights": weights_hash(base),
-            "int8": self.model.cfg.int8,
             "adapter": digest(adapter.read_bytes().hex()) if base != self.ckpt else None,
             "partial_cost": self.model.partial_cost,
             "dtype": dtype,
