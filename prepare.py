@@ -251,8 +251,9 @@ def main() -> None:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("sources", nargs="+", type=Path, metavar="SOURCE", help=f"names, a text, a folder, or {', '.join(RECORDS)}")
-    add("--max_docs", type=bounded(int, 0, 10**9), default=0, help="the most documents to train on; 0: all")
-    add("--like", type=Path, metavar="DIR or FILE", help="take the tokenizer of this folder, or this tokenizer.json")
+    add("--max_docs", type=bounded(int, 0, 10**9), default=0, help="most documents to train on (paper 50000); 0: all")
+    whose = "take the tokenizer of this model or folder of rows, or this tokenizer.json (byte-level BPE)"
+    add("--like", type=Path, metavar="DIR or FILE", help=whose)
     add("--out", type=Path, required=True, metavar="DIR", help="a new folder of rows")
     args = parser.parse_args()
 

@@ -12,6 +12,9 @@ a task gives every answer a probability, so entropies can be summed exactly, in 
     n_ctx     the number of contexts, 32 at most by default; a task may have fewer
     eps       of copy (0.05)
     rho       of gaussian (0.9), which has levels (8) in place of V
+
+`python train.py --data DIR --config configs/toy_base.toml` trains a model on such rows, and
+`python evaluate.py --ckpt out/toy_base` says what its decoders lose.
 """
 
 import lib.first  # noqa: F401

@@ -112,7 +112,7 @@ FIGURES = dict(
     m2t_A="Stage A's cross-entropy at masks, in nats a position, as in all lines below",
     edit_A="Stage A's at wrong tokens",
     clean_A="Stage A's at right tokens",
-    m2t_A_bundle="Stage A's at the masks of Stage B's bundle; a base has no Stage B",
+    m2t_A_bundle="Stage A's at the masks of Stage B's bundle",
     m2t_B="Stage B's at the masks of its bundle",
     edit_B="Stage B's at wrong tokens",
     clean_B="Stage B's at right tokens",
@@ -129,8 +129,10 @@ def report(record: dict, log: Path | None, title: str, shown: bool, explained: b
     with open(log, "a", newline="\n") as file:
         file.write(json.dumps(record) + "\n")
     if explained:
-        lines = [f"  {name:13} {meaning}" for name, meaning in FIGURES.items()]
-        tqdm.write("\n".join(["the figures of the log:", *lines]))
+        tqdm.write("the figures of the log:")
+        for name in ("loss", "grad_norm", "lr", "tokens", "ms", *record):
+            if name in FIGURES:
+                tqdm.write(f"  {name:13} {FIGURES[name]}")
     if shown:
         figures = [f"{k} {v:.4g}" for k, v in record.items() if k not in ("step", "val")]
         tqdm.write(" | ".join([title, *figures]))
