@@ -84,9 +84,11 @@ def forwards(model: Model, outputs: list[Output]) -> float:
 
 
 # --- toys
-def task_of(folder: Path) -> Toy:
-    """The toy that a checkpoint was trained on."""
+def task_of(folder: Path) -> Toy | None:
+    """The toy that a checkpoint was trained on; None if it was trained on other rows."""
     about = judge_of(folder)
+    if "toy" not in about:
+        return None
     name = checked_entry(about, "toy", str, base_of(folder) / "meta.json")
     task = toy.make(name, **{key: value for key, value in about.items() if key != "toy"})
     cfg = read_config(folder)

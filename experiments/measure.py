@@ -22,15 +22,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import toy
 from checkpoint import base_of, judge_of, load_model
 from decoding import CAUSAL, PAPER, Row, Step
-from evaluate import BASE_ROWS, LEFT, NAME_LENGTH, answer_log_probs, bits_of_rows, complete, forwards, rows_of
+from evaluate import BASE_ROWS, LEFT, NAME_LENGTH, answer_log_probs, bits_of_rows, complete, forwards, rows_of, task_of
 from lib.names import draw_names
 from lib.rows import read_corpus
 from lib.tokenizer import load_tokenizer
 from lib.util import Parser, append_line, command
 from sample import generate
+from toy import Toy
 
 load = partial(load_model, device="cpu", dtype=torch.float32)
 TEXT = Path("data/shakespeare")
@@ -135,14 +135,7 @@ def steps(args: Namespace) -> Iterator[dict]:
     yield dict(row="steps at the paper's gates", **count)
 
 
-def task_of(folder: Path) -> toy.Toy | None:
-    """The toy that a checkpoint was trained on."""
-    judge = judge_of(folder)
-    sizes = {key: value for key, value in judge.items() if key != "toy"}
-    return toy.make(judge["toy"], **sizes) if "toy" in judge else None
-
-
-def misses_mode(task: toy.Toy, c: int, z: Tensor, bundle: Tensor, token: Tensor) -> bool:
+def misses_mode(task: Toy, c: int, z: Tensor, bundle: Tensor, token: Tensor) -> bool:
     """Are a step's tokens in the bundle not the joint mode, given what is visible in the answer z (m,) of context c?"""
     support = task.support[c]
     possible = ((support == z) | (z == task.mask_id)).all(-1)

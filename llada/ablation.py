@@ -97,7 +97,9 @@ def row_of(model: Model, row: str | None = None, decode: str | None = None) -> s
     if row is None:
         decode = decode or {"base": "released", "adapter": "paper"}[given]
         released = {"base": BASE, "adapter": "adapter, Stage B off"}[given]
-        row = {"released": released, "paper": COCOMMIT}[decode]
+        row = {"released": released, "paper": COCOMMIT}.get(decode, decode)
+    if row not in MECHANISM:
+        fail(f"{row!r} is no row of Table 2, and no decoder: those are released and paper, and rows are {[*MECHANISM]}")
     weights, *_ = MECHANISM[row]
     if weights != given:
         fail(f"the row {row!r} is about the {weights}, and this is the {given}")
