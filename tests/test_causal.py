@@ -4,7 +4,6 @@ On random weights, with Show not zero: nothing is hidden by what is not learned 
 """
 
 import itertools
-import math
 from argparse import Namespace
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,26 +11,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from common import MASK, approx, assert_as_specified, prompt, random_ids, random_lora, tiny_config, tiny_model, traced
+from common import MASK, approx, assert_as_specified, prompt, random_ids, random_lora, tiny_model, traced
 from test_model import CLOSE, noisy_rows
 
 import causal
-import toy
 from cache import Engine
 from causal import blocks_to_write, bundle_mask, causal_denoise, token_before
-from checkpoint import new_model
 from corrupt import kinds
 from decoding import CAUSAL, PAPER, Decoding
-from evaluate import one_step_table
 from lib.rows import Batch
 from lib.util import generator
 from model import Context, Model
 from sample import generate
-from train import TRAINING, cocommit_step
+from train import cocommit_step
 
-# R rows, T positions, B block_length, V vocabulary, m positions of a bundle
-
-causal_step, FIXED = TRAINING["causal"]
+# R rows, T positions, B block_length, V vocabulary
 
 
 def causal_model(**sizes) -> Model:
@@ -300,29 +294,3 @@ def test_a_row_of_eight_is_the_row_alone():
             (single,), (alone,) = traced(model, [text], d, seed=5)
             assert (single.prompt, single.tokens, single.nfe) == (out.prompt, out.tokens, out.nfe)
             assert [s["after"] for s in alone] == [s["after"] for s in of_row]
-
-
-# --- it learns what tokens are together
-def test_the_papers_own_loss_teaches_it_pairs():
-    """(a, a + c mod 3) with a uniform a has TC = ln 3. Trained from scratch, causal Stage B loses less than a tenth of
-    it, and Stage A, which is the paper's, cannot lose less than all of it."""
-    t = toy.make("pairs", V=3, m=2)
-    sizes = dict(n_layer=2, n_dense=2, n_embd=32, d_dense=64, n_last=1, n_rounds=1, block_length=2)
-    cfg = tiny_config(**sizes, vocab_size=16, eos_id=t.eos_id, mask_id=t.mask_id, stage_b="causal")
-    model = new_model(cfg, generator("init"))
-    optimizer = torch.optim.Adam(model.parameters(), 5e-3)
-    for it in range(150):
-        x = toy.draw_rows(t, 64, generator("rows", it))
-        draws = [generator("draws", it, r) for r in range(len(x))]
-        batch = Batch(x, x >= 0, torch.arange(4).expand_as(x) >= 2, torch.arange(9), draws)
-        loss, _ = causal_step(model, batch, Namespace(whole_share=0.0, **FIXED))
-        (loss / x.numel()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    tc = float(t.tc().mean())
-    assert tc == approx(math.log(3))
-    joint, product = one_step_table(model, t, True), one_step_table(model, t, False)
-    assert (joint.sum(-1) <= 1).all()
-    assert float(toy.kl(t.prob, joint).mean()) < tc / 10
-    assert tc - 1e-9 <= float(toy.kl(t.prob, product).mean()) < 1.2 * tc

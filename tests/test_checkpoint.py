@@ -11,8 +11,7 @@ from common import ROOT, approx, byte_model, random_adapter, random_ids, tiny_co
 from safetensors.torch import load_file, save_file
 
 import checkpoint
-from checkpoint import about_adapter, base_of, judge_of, load_model, read_config, save_adapter, save_model, weights_hash
-from lib.tokenizer import byte_spec
+from checkpoint import about_adapter, base_of, load_model, read_config, save_adapter, save_model, weights_hash
 from lib.util import Mistake, generator, write_json
 from model import Model
 
@@ -102,8 +101,6 @@ def test_shards_are_read(base):
         places |= dict.fromkeys(part, shard)
     write_json(base / f"{WEIGHTS}.index.json", {"weight_map": places})
     assert all(torch.equal(load(base).state_dict()[k], v) for k, v in whole.items())
-    (base / "a.safetensors").unlink()
-    assert f"no safetensors file at {base / 'a.safetensors'}" in refusal(base)
     write_json(base / f"{WEIGHTS}.index.json", {"weight_map": {"a": "a.safetensors", "b": 7}})
     assert "index.json cannot be read, is damaged" in refusal(base)
 
@@ -130,9 +127,8 @@ IMPOSSIBLE = [
 
 @pytest.mark.parametrize("change, words", IMPOSSIBLE)
 def test_a_config_that_cannot_be_meant_is_refused(change, words, base):
-    write_json(base / "tokenizer.json", byte_spec())
     path = base / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    write_json(path, json.loads(path.read_text()) | change)
     line = refusal(base)
     assert words in line and str(path) in line
 
@@ -163,19 +159,6 @@ def test_causal_stage_b_begins_as_the_bases_last_layers_and_a_map_of_zeros(base)
     for own, of_base in zip(causal.layers_b, causal.layers[1:], strict=True):
         assert all(map(torch.equal, own.state_dict().values(), of_base.state_dict().values()))
         assert own.attn.qkv.weight.data_ptr() != of_base.attn.qkv.weight.data_ptr()
-
-    # n cannot be changed after training
-    save_model(causal, base)
-    assert load(base).cfg.n_last == 3
-    assert "layers_b.2." in refusal(base, n_last=2)
-
-
-def test_who_judges_a_models_writing_is_told_by_the_rows_that_it_learned(base, adapter):
-    """meta.json says it, a copy of the rows' file; for an adapter its base says it."""
-    assert judge_of(base) == judge_of(adapter) == {}
-    for judge in ({"names": "14.0.0"}, None):
-        write_json(base / "meta.json", dict(vocab_size=272, eos_id=256, mask_id=257, n_plain=256, judge=judge))
-        assert judge_of(base) == judge_of(adapter) == (judge or {})
 
 
 # --- which weights a folder holds
@@ -226,29 +209,16 @@ def test_an_adapter_of_every_kind_comes_back(stage_b, n_rounds, base, tmp_path, 
     assert load(folder, block_length=1).cfg == replace(model.cfg, block_length=1)
 
 
-def test_an_adapter_without_its_base_on_another_one_or_of_another_kind_is_refused(base, adapter, tmp_path):
-    base.rename(tmp_path / "gone")
-    assert f"adapter.json names {base} as its base, and no model is there" in refusal(adapter)
-
+def test_an_adapter_on_another_base_or_of_another_kind_is_refused(base, adapter):
     save_model(byte_model(seed=1), base)
     assert f"{adapter} was trained on other weights than {base} holds now" in refusal(adapter)
 
-    # half of an adapter
-    save_model(byte_model(), base)
-    half = load_file(adapter / "adapter.safetensors")
-    del half["markers"]
-    save_file(half, adapter / "adapter.safetensors")
-    assert "markers: no such tensor there" in refusal(adapter)
-
     # of another kind than its tensors
+    save_model(byte_model(), base)
     about = json.loads((adapter / "adapter.json").read_text())
-    for change in ({"stage_b": "causal", "n_rounds": 1}, {"n_rounds": 1}, {"lora_r": 8}, {"lora_r": 0}):
-        (adapter / "adapter.json").write_text(json.dumps(about | change))
+    for change in ({"stage_b": "causal", "n_rounds": 1}, {"n_rounds": 1}, {"lora_r": 8}):
+        write_json(adapter / "adapter.json", about | change)
         assert "is this adapter whole?" in refusal(adapter)
-    (adapter / "adapter.json").write_text(json.dumps(about | {"stage_b": "other"}))
-    assert "of the kind 'other', and the kinds are paper, causal" in refusal(adapter)
-    (adapter / "adapter.json").write_text(json.dumps(about | {"lora_r": 10**9}))
-    assert "adapter.json is damaged: lora_r is 1000000000" in refusal(adapter)
 
 
 def test_a_base_that_is_replaced_while_an_adapter_learns_is_said(base, tmp_path):

@@ -3,7 +3,6 @@
 A fork puts class Draft into a file of its own, and names it in checkpoint.STAGE_B. That is all.
 """
 
-import sys
 from dataclasses import replace
 
 import pytest
@@ -82,18 +81,3 @@ def test_a_parameter_that_gets_no_gradient_is_said(stage_b, pairs, tmp_path, mon
     how = ["--data", pairs, "--init_from", "scratch", "--n_last", 2, "--out_dir", tmp_path / "run"]
     said = caller(train, monkeypatch, capsys)(*how, *stage_b)
     assert "without a gradient after the first step: show" in said
-
-
-def test_an_error_of_its_own_keeps_its_traceback(stage_b, pairs, tmp_path, monkeypatch):
-    """It is no damaged file."""
-
-    class Wrong(Draft):
-        def __init__(self, cfg: Config):
-            super().__init__(cfg)
-            {}["mine"]
-
-    monkeypatch.setitem(checkpoint.STAGE_B, "draft", Wrong)
-    how = ["--data", pairs, "--init_from", "scratch", "--n_last", 2, "--out_dir", tmp_path / "run"]
-    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, [*how, *stage_b])])
-    with pytest.raises(KeyError, match="mine"):
-        train.main()
