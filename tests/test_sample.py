@@ -229,26 +229,7 @@ def test_a_block_that_never_ends_is_left_with_a_warning(monkeypatch):
     assert out.nfe["full"] == 6 + 8 and out.warning
 
 
-def test_a_block_longer_than_the_bound_is_filled(monkeypatch):
-    """One token a step takes a forward for each of its tokens."""
-    monkeypatch.setattr(sample, "MAX_STEPS", 1)
-    d = Decoding(gen_length=30, tau_m2t=1.0, tau_t2t=None, n_rounds=0, eos_early_stop=False)
-    out = assert_as_specified(tiny_model(3, block_length=32), [prompt(2)], d)[0]
-    assert out.nfe["full"] == 30 and not out.warning
-
-
 # --- the command line
-def test_a_checkpoint_without_its_tokenizer_decodes_ids_and_says_what_text_needs(tmp_path, monkeypatch, capsys):
-    """A released checkpoint may come without tokenizer.json."""
-    save_model(tiny_model(), tmp_path)
-    run = caller(sample, monkeypatch, capsys)
-    tokens = generate_one(tiny_model(), [5, 9, 12], Decoding(gen_length=12, n_rounds=2))[0]
-    given = ["--ckpt", tmp_path, "--gen_length", 12, "--device", "cpu"]
-    watched = run(*given, "--prompt_ids", "5,9,12", "--watch")
-    assert "step   1  5 9 12" in watched and f"\n{tokens}\n" in watched
-    assert "no tokenizer" in run.fails(*given, "--prompt", "text")
-
-
 TRAINED = replace(PAPER, n_rounds=2)
 
 
@@ -257,7 +238,6 @@ TRAINED = replace(PAPER, n_rounds=2)
     ("paper", "", TRAINED),
     ("paper", "--n_rounds 0", RELEASED),
     ("converted", "", RELEASED),
-    ("converted", "--n_rounds 1", PAPER),
     ("causal", "", CAUSAL),
     # a flag changes a field, and nothing else
     ("paper", "--tau_t2t none --select left", replace(TRAINED, tau_t2t=None, select="left")),
