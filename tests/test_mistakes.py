@@ -6,10 +6,8 @@ import os
 import shutil
 import signal
 import sys
-from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from common import GOLDEN, byte_model, caller, command_line, random_adapter, refused
@@ -23,11 +21,10 @@ import sample
 import toy
 import train
 from lib import util
-from lib.run import check_hash, interruptible, report, rewind_log
+from lib.run import interruptible, report, rewind_log
 from lib.tokenizer import byte_spec
 from lib.util import Mistake, alone_in, append_line, read_lines, replace_file, write_json
 from llada import export, int8
-from tools import playground
 
 CPU = ["--device", "cpu"]
 SMALL = ["--batch_size", 2, "--max_iters", 2, "--eval_interval", 1, *CPU]
@@ -82,7 +79,6 @@ TYPED = [
     # no such place, a place of another kind, one that is taken
     (train, ["--config", "TREE/none.toml", *TOY], "no config at TREE/none.toml"),
     (train, [*TEXT, "--init_from", "TREE/adapter"], "--init_from TREE/bytes"),
-    (playground, ["--ckpt", "TREE/toy"], "TREE/toy has no tokenizer"),
     (prepare, ["names", "--out", "TREE/text"], "TREE/text already holds rows"),
     (train, [*TOY, "--out_dir", "TREE/toy"], "already holds a run"),
     (toy, ["modes", "--out", "TREE/link"], "TREE/link is a link to nowhere"),
@@ -107,11 +103,7 @@ def test_a_mistake_in_what_is_typed(script, argv, says, tree, tmp_path, monkeypa
 
 def test_a_config(tree, tmp_path, monkeypatch, capsys):
     path = tmp_path / "a.toml"
-    for text, says in {
-        "learning_rat = 0.1": "unrecognized arguments: --learning_rat=0.1",
-        "seq_len = 32.5": "--seq_len: invalid int value: '32.5'",
-        "a = [": "cannot be read, is damaged",
-    }.items():
+    for text, says in {"seq_len = 32.5": "--seq_len: invalid int value: '32.5'", "a = [": "cannot be read"}.items():
         path.write_text(text)
         assert says in refused(train, monkeypatch, capsys, "--config", path, *SMALL, "--out_dir", tmp_path / "out")
 
@@ -180,12 +172,10 @@ def test_a_damaged_file_is_named(folder, name, script, argv, entries, tree, tmp_
 def test_lines_that_are_cut_short(tmp_path):
     """A record after such a line gets a line of its own. Of a log, what came before the last save is kept, with that
     save's validation."""
-    path = tmp_path / "new" / "r.jsonl"
-    for held, there in ((None, []), (b'{"n": 1}\n{"n"', [1]), (b'{"n": 1}\n{"n": 2}', [1, 2]), (b'{"n', [])):
-        if held is not None:
-            path.write_bytes(held)
-        append_line(path, {"n": 7})
-        assert [record["n"] for record in read_lines(path, {"n": int})] == [*there, 7]
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(b'{"n": 1}\n{"n"')
+    append_line(path, {"n": 7})
+    assert list(read_lines(path, {"n": int})) == [{"n": 1}, {"n": 7}]
 
     kept = [b'{"step": 0}', b'{"step": 1}', b'{"step": 2, "val": true}']
     dropped = [b'{"step": 2}', b'{"step": 3, "val": true}', b"5", b'{"st']
@@ -219,19 +209,15 @@ def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_before_the_ne
         assert f"another run is writing into {out}" in run.fails(*argv)
     assert not out.exists()
 
-    flush, rename = os.fsync, os.replace
+    rename = os.replace
     events = []
-
-    def fsync(number):
-        flush(number)
-        events.append(os.fstat(number).st_ino)
 
     def replace(source, target):
         at = os.stat(source).st_ino, os.stat(target.parent).st_ino
         rename(source, target)
         events.append((target.name, *at))
 
-    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "fsync", lambda number: events.append(os.fstat(number).st_ino))
     monkeypatch.setattr(os, "replace", replace)
     before = os.umask(0o027)
     run(*argv)
@@ -356,11 +342,9 @@ def test_a_resume_keeps_its_settings_and_reads_what_it_has_read(tree, tmp_path, 
     saved = util.read_json(tmp_path / "ours" / "out" / "train.json", "run")
     assert saved["data"] == str(tmp_path / "ours" / "rows") and saved["init_from"] == str(tmp_path / "ours" / "base")
 
-    # the hash of what is read is noted, and must stay
-    args = Namespace(out_dir="out", rows_hash=None)
-    check_hash(args, "rows_hash", "1", "rows")
-    with pytest.raises(Mistake, match="out was trained on other rows than rows holds now"):
-        check_hash(args, "rows_hash", "2", "rows")
+    # the rows must be those that it has read
+    shutil.copy(tmp_path / "ours" / "rows" / "val.safetensors", tmp_path / "ours" / "rows" / "train.safetensors")
+    assert "trained on other rows" in run.fails(*again)
 
 
 @pytest.mark.parametrize("before, caught", [(signal.SIG_DFL, [signal.SIGHUP]), (signal.SIG_IGN, [])])
@@ -383,20 +367,12 @@ def test_a_terminal_is_given_no_command(tree, monkeypatch, capsys):
 
 
 # --- one handler for all, and our own mistakes
-def raising(error: BaseException) -> SimpleNamespace:
-    def main():
-        raise error
-
-    return SimpleNamespace(__name__="script", main=util.command(main))
-
-
 def test_what_a_user_can_mend_is_one_line_and_what_only_we_can_is_a_traceback(tree, monkeypatch, capsys):
-    for error, words in (
-        (OSError(28, "No space left on device"), "No space left on device"),
-        (KeyboardInterrupt(), "interrupted"),
-        (Mistake("a\nb \0"), "error: a b <U+0000>"),
-    ):
-        assert words in refused(raising(error), monkeypatch, capsys)
+    def full(model, state):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.Model, "begin_from", full)
+    assert "No space left on device" in refused(sample, monkeypatch, capsys, *placed(SAMPLE, TREE=tree))
 
     # an error of the code is none of the file that it is about
     monkeypatch.setattr(checkpoint.Model, "begin_from", lambda model, state: state["ours"])
