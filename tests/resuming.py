@@ -16,8 +16,6 @@ from lib.rows import Meta, write_meta, write_rows
 from lib.tokenizer import byte_spec
 from lib.util import write_json
 
-BYTES = Meta(vocab_size=272, eos_id=256, mask_id=257, n_plain=256)
-
 
 # --- rows
 def toy_rows(folder: Path, name: str = "pairs", **sizes) -> Path:
@@ -29,11 +27,11 @@ def toy_rows(folder: Path, name: str = "pairs", **sizes) -> Path:
 def byte_rows(folder: Path, prompt: int = 0, judge: dict | None = None) -> Path:
     """A prepared folder of 40 short texts in random letters, read as bytes."""
     g = np.random.default_rng(0)
-    documents = [np.append(g.integers(97, 123, g.integers(3, 60)), BYTES.eos_id) for _ in range(40)]
+    documents = [np.append(g.integers(97, 123, g.integers(3, 60)), 256) for _ in range(40)]
     for split in ("train", "val"):
-        write_rows(folder, split, documents, [prompt] * len(documents), BYTES.vocab_size)
+        write_rows(folder, split, documents, [prompt] * len(documents), 272)
     write_json(folder / "tokenizer.json", byte_spec())
-    write_meta(folder, Meta(**vars(BYTES) | dict(judge=judge)))
+    write_meta(folder, Meta(vocab_size=272, eos_id=256, mask_id=257, n_plain=256, judge=judge))
     return folder
 
 

@@ -124,11 +124,11 @@ def test_what_is_masked_by_hand(monkeypatch):
 
 
 # --- the chain rule
-@pytest.mark.parametrize("at", [range(8), (1, 2, 5, 6)])
 @torch.no_grad()
-def test_one_pass_has_the_log_probability_of_as_many_passes(at):
+def test_one_pass_has_the_log_probability_of_as_many_passes():
     """Each pass reads only what is written before its position."""
     model = causal_model()
+    at = (1, 2, 5, 6)
     bundle, text = places(*at), random_ids(1, 8, 2)
     z = text.masked_fill(bundle, MASK)
     engine = Engine(model, [prompt(16)], 1)

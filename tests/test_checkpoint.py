@@ -69,16 +69,12 @@ def test_more_rounds_than_were_trained_begin_at_zero_and_fewer_are_cut(base):
     assert torch.equal(load(base, n_rounds=1).markers, markers[:1])
 
 
-def test_numbers_that_no_model_computes_with_are_named(base, adapter):
-    """Other dtypes, in weights and adapters; NaN in an adapter. (sample.py and evaluate.py say where logits are not
-    finite.)"""
-    for path, name in ((base / WEIGHTS, "wte.weight"), (adapter / "adapter.safetensors", "layers.3.attn.qkv.lora_B")):
-        whole = load_file(path)
-        save_file(whole | {name: whole[name].double()}, path)
-        assert f"{name} is stored as torch.float64" in refusal(adapter)
-        save_file(whole, path)
-    whole[name].view(-1)[5] = float("nan")
-    save_file(whole, path)
+def test_nan_in_an_adapter_is_named(adapter):
+    """(sample.py and evaluate.py say where logits are not finite.)"""
+    path, name = adapter / "adapter.safetensors", "layers.3.attn.qkv.lora_B"
+    tensors = load_file(path)
+    tensors[name].view(-1)[5] = float("nan")
+    save_file(tensors, path)
     assert f"{name} holds NaN or infinity" in refusal(adapter)
 
 
@@ -101,8 +97,6 @@ def test_shards_are_read(base):
         places |= dict.fromkeys(part, shard)
     write_json(base / f"{WEIGHTS}.index.json", {"weight_map": places})
     assert all(torch.equal(load(base).state_dict()[k], v) for k, v in whole.items())
-    write_json(base / f"{WEIGHTS}.index.json", {"weight_map": {"a": "a.safetensors", "b": 7}})
-    assert "index.json cannot be read, is damaged" in refusal(base)
 
 
 # changes of a config that cannot be computed, or that cannot be meant
@@ -221,9 +215,3 @@ def test_a_base_that_is_replaced_while_an_adapter_learns_is_said(base, tmp_path)
     with pytest.raises(Mistake, match="were replaced while an adapter was trained on them"):
         save_adapter(model, tmp_path / "adapter", base, 4)
     assert not (tmp_path / "adapter").exists()
-
-
-def test_a_library_call_leaves_the_threads_alone(base):
-    before = torch.get_num_threads()
-    load(base)
-    assert torch.get_num_threads() == before

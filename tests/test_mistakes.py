@@ -70,9 +70,7 @@ def placed(argv: list, **folders: Path) -> list[str]:
 
 # --- what is typed: a command, and what its one line says
 TYPED = [
-    # a value out of bounds, empty, with a dash or control characters
-    (train, [*TOY, "--learning_rate", "inf"], "--learning_rate: must be finite"),
-    (train, [*TOY, "--out_dir", ""], "--out_dir: this path is empty"),
+    # a value with a dash or control characters
     (sample, [*SAMPLE, "--prompt", "-->"], "with =, as in --prompt=-->"),
     (sample, ["--prompt=--"], "--prompt=--: -- cannot be a value"),
     (sample, [*SAMPLE, "--ckpt", "a\x1b[2J"], r"control characters in it: 'a\x1b[2J'"),
@@ -86,7 +84,6 @@ TYPED = [
     (train, [*TOY, "--block_length", 8], "made for blocks of 2"),
     (train, [*TEXT, "--seq_len", 100], "--seq_len 100"),
     (train, [*TEXT, "--n_last", 5], "--n_last 5: this model has 2 layers"),
-    (evaluate, ["--ckpt", "TREE/bytes", "--data", "TREE/text", *CPU, "--seq_len", 1024], "at most 128"),
     (sample, [*SAMPLE, "--prompt", "x" * 128], "128 tokens"),
     # tokens of another kind, also if their ids fit
     (train, [*TEXT, "--data", "TREE/other"], "--like TREE/bytes"),
@@ -121,10 +118,10 @@ DECODE = ["--ckpt", "IT", *SAMPLE[2:]]
 RESUME = ["--init_from", "resume", "--out_dir", "IT", "--max_iters", 2]
 READERS = [
     ("bytes", "config.json", sample, DECODE, {"n_layer": -1, "rope_theta": float("nan"), "eos_id": True}),
-    ("bytes", "model.safetensors", sample, DECODE, {"markers/dtype": "?", "markers/shape": [9], "markers": GONE}),
+    ("bytes", "model.safetensors", sample, DECODE, {"markers/dtype": "I32", "markers/shape": [9], "markers": GONE}),
     ("bytes", "tokenizer.json", sample, DECODE, {"model/vocab": None, "added_tokens/0": 4, "added_tokens/1/id": "4"}),
     ("adapter", "adapter.json", sample, DECODE, {"base": "nowhere", "n_last": 4.5, "stage_b": "x", "lora_r": 0}),
-    ("adapter", "adapter.safetensors", sample, DECODE, {"markers": GONE}),
+    ("adapter", "adapter.safetensors", sample, DECODE, {"markers/dtype": "I32", "markers": GONE}),
     ("toy", "meta.json", evaluate, ["--ckpt", "IT", *CPU], {"judge": [], "judge/toy": 4, "judge/V": 4}),
     ("toy", "train.json", train, RESUME, {"init_from": GONE, "seq_len": "x", "unknown": 1}),
     ("toy", "state.safetensors", train, RESUME, {"param.markers/shape": [9], "__metadata__": GONE}),

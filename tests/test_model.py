@@ -19,6 +19,17 @@ def context(ids: torch.Tensor, model: Model, clean: torch.Tensor | None = None) 
 
 
 # --- who sees whom
+def test_rows_that_are_read_one_by_one_are_rows_of_blocks_of_one():
+    """One row of a batch has the model's own blocks. There are clean copies, and there is padding."""
+    model, ids, clean = tiny_model(), random_ids(2, 24), random_ids(2, 24, 1)
+    single = tiny_model(block_length=1)
+    real = torch.arange(24) < torch.tensor([[24], [17]])
+    both = model(ids, model.context(real, clean, torch.tensor([True, False])))
+    for row, of in ((0, single), (1, model)):
+        one = slice(row, row + 1)
+        torch.testing.assert_close(both[one], of(ids[one], of.context(real[one], clean[one])), **CLOSE)
+
+
 @pytest.mark.parametrize("block_length", [1, 4])
 def test_a_window_of_two_blocks_by_hand(block_length):
     """A position sees its own block and the one before: of the row itself, or of the clean copy."""

@@ -148,7 +148,6 @@ def test_candidates_filter_and_renormalise_by_hand():
         (Decoding(), [0, 0, 0, 0], [0.5] * 4),
         (Decoding(temperature=1.0, top_p=0.6), [0, 0, 1, 1], two),  # 0.5 < 0.6: the second crosses and stays
         (Decoding(temperature=1.0, top_k=2), [0, 0, 1, 1], two),
-        (Decoding(temperature=1.0, top_k=1), [0, 0, 0, 0], [1.0] * 4),
         (Decoding(temperature=0.5), [0, 0, 0, 2], [25 / 38] * 3 + [4 / 38]),  # squares: 0.25, 0.09, 0.04
     ):
         token, p = candidates(logits, u, d)
@@ -174,7 +173,6 @@ MASKS = torch.tensor([[True, True, False, True, True]])  # of five positions the
     (by_confidence, [0.2, 0.3, 0.3, 0.3 + 4e-6, 0.3], 0.5, 1, [1]),  # keys are rounded to five digits
     # the product is .8, .64, .512, .026: it must be above the gate, but at least one mask is taken
     (from_the_left, [0.8, 0.8, 0.1, 0.8, 0.05], 0.5, 1, [0, 1, 3]),
-    (from_the_left, [0.8, 0.8, 0.1, 0.8, 0.05], 0.0, 1, [0, 1, 3, 4]),
     (from_the_left, [0.8, 0.8, 0.1, 0.8, 0.05], 1.0, 1, [0]),
     (from_the_left, [0.5, 0.5, 0.1, 0.5, 0.05], 0.25, 1, [0]),  # strictly above
     # 1 - p is .1, .2, .3: .1 + .2 + .2 = .5, and .1 + .2 + .3 + .3 = .9 are at most 1
@@ -241,7 +239,6 @@ TRAINED = replace(PAPER, n_rounds=2)
     ("causal", "", CAUSAL),
     # a flag changes a field, and nothing else
     ("paper", "--tau_t2t none --select left", replace(TRAINED, tau_t2t=None, select="left")),
-    ("paper", "--temperature 1 --top_k 5 --top_p 0.9", replace(TRAINED, temperature=1.0, top_k=5, top_p=0.9)),
     ("causal", "--tau_m2t 0.5 --lookahead 1 --beam 4", replace(CAUSAL, tau_m2t=0.5, lookahead=1, beam=4)),
     ("paper", "--n_rounds 3", "markers for 0..2 rounds"),
     ("causal", "--beam 4 --temperature 1", "leave out --temperature"),
