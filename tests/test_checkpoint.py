@@ -97,6 +97,8 @@ def test_shards_are_read(base):
         places |= dict.fromkeys(part, shard)
     write_json(base / f"{WEIGHTS}.index.json", {"weight_map": places})
     assert all(torch.equal(load(base).state_dict()[k], v) for k, v in whole.items())
+    write_json(base / f"{WEIGHTS}.index.json", {"weight_map": {"a": "a.safetensors", "b": 7}})
+    assert "index.json cannot be read, is damaged" in refusal(base)
 
 
 # changes of a config that cannot be computed, or that cannot be meant
@@ -206,6 +208,12 @@ def test_an_adapter_on_another_base_or_of_another_kind_is_refused(base, adapter)
     for change in ({"stage_b": "causal", "n_rounds": 1}, {"n_rounds": 1}, {"lora_r": 8}):
         write_json(adapter / "adapter.json", about | change)
         assert "is this adapter whole?" in refusal(adapter)
+    for change, words in (({"stage_b": "other"}, "of the kind 'other'"), ({"lora_r": 10**9}, "lora_r is 1000000000")):
+        write_json(adapter / "adapter.json", about | change)
+        assert words in refusal(adapter)
+    base.rename(base.parent / "gone")
+    write_json(adapter / "adapter.json", about)
+    assert f"adapter.json names {base} as its base, and no model is there" in refusal(adapter)
 
 
 def test_a_base_that_is_replaced_while_an_adapter_learns_is_said(base, tmp_path):
@@ -215,3 +223,9 @@ def test_a_base_that_is_replaced_while_an_adapter_learns_is_said(base, tmp_path)
     with pytest.raises(Mistake, match="were replaced while an adapter was trained on them"):
         save_adapter(model, tmp_path / "adapter", base, 4)
     assert not (tmp_path / "adapter").exists()
+
+
+def test_a_library_call_leaves_the_threads_alone(base):
+    before = torch.get_num_threads()
+    load(base)
+    assert torch.get_num_threads() == before
