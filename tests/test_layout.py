@@ -63,37 +63,3 @@ def test_the_papers_files_and_steps_have_the_paper_alone(name):
         text = ast.get_source_segment(text, node)
     text = re.sub(r"block[-_]causal|block-causal|causal across blocks|see causal\.py", "", text)
     assert not re.search(r"(?i)causal|layers_b|token_before", text)
-
-
-# --- what an import imports in turn
-def brings(name: str) -> set[str]:
-    """Our files that a file imports at its top, and those that they import, and so on."""
-    found, files = set(), [name]
-    while files:
-        for node in ast.parse(FILES[files.pop()].read_text()).body:
-            modules = []
-            if isinstance(node, ast.ImportFrom):
-                modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-            if isinstance(node, ast.Import):
-                modules = [alias.name for alias in node.names]
-            new = {module.replace(".", "/") + ".py" for module in modules} & FILES.keys() - found
-            found |= new
-            files += new
-    return {file.removesuffix(".py") for file in found}
-
-
-# name -> files that it must not import: training knows nothing of where rows come from, and nothing of decoding
-TRAINING = "sample evaluate toy prepare lib/tokenizer"
-WITHOUT = {
-    "train": TRAINING,
-    "base": TRAINING,
-    "sample": "train toy prepare lib/run",
-    "toy": "model checkpoint lib/tokenizer",  # rows are written without a model
-    "prepare": "model checkpoint",
-}
-
-
-@pytest.mark.parametrize("name", WITHOUT)
-def test_an_import_does_not_bring_along_what_is_of_another_kind(name):
-    found = brings(f"{name}.py")
-    assert "lib/util" in found and not found & set(WITHOUT[name].split())

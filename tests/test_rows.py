@@ -68,17 +68,11 @@ def test_ordinary_ids_are_all_but_special_ones_and_those_of_no_token(tmp_path):
 
 
 # --- names
-# Of the batches below, by text_corpus of lib/data.py, the code that read names up to 19acce9: (seq_len, seed,
-# block_length, batch_size) and what came out.
-UP_TO_19ACCE9 = {
-    (32, 1, 8, 256): "3d2e7e178eb3b7f1",
-    (48, 3, 8, 16): "85de0c6faf813bb2",
-    (16, 0, 1, 16): "ba85497a5960cc0a",
-}
-
-
-def digest(corpus: Corpus, seed: int, n: int) -> str:
-    """A hash of some batches of both splits, with all that is random in them, in the first epoch and in later ones."""
+def test_names_are_read_bit_for_bit_as_before():
+    """Some batches of both splits, with all that is random in them, in the first epoch and in later ones, have the hash
+    that they had by text_corpus of lib/data.py, the code that read names up to 19acce9."""
+    n, seed = 16, 3
+    corpus = read_corpus(NAMES, 48, seed, 8, n)
     h = hashlib.sha256()
     epoch = len(corpus.rows["train"].order)
     batches = [("train", first) for first in (0, 5 * n, epoch, 7 * epoch + n)] + [("val", 0), ("val", 1024)]
@@ -90,14 +84,7 @@ def digest(corpus: Corpus, seed: int, n: int) -> str:
             h.update(g.get_state().numpy().tobytes())
         rows = corpus.rows[split]
         h.update(repr((len(batch.plain), rows.count_real(first, n), rows.describe())).encode())
-    return h.hexdigest()[:16]
-
-
-@pytest.mark.parametrize("how, expected", UP_TO_19ACCE9.items())
-def test_names_are_read_bit_for_bit_as_before(how, expected):
-    seq_len, seed, block_length, batch_size = how
-    corpus = read_corpus(NAMES, seq_len, seed, block_length, batch_size)
-    assert digest(corpus, seed, batch_size) == expected
+    assert h.hexdigest()[:16] == "85de0c6faf813bb2"
 
 
 def test_a_name_has_a_random_beginning_that_is_its_prompt():
@@ -175,16 +162,6 @@ def test_the_rows_of_a_training_batch_have_one_width(tmp_path):
     assert corpus.rows["val"].batch(0, 120)[0].shape == (120, 20)
 
 
-def test_rows_of_a_toy_are_its_documents_whatever_seq_len_is(tmp_path):
-    meta = Meta(16, 5, 6, 3, block_length=2, judge={"toy": "pairs", "V": 3})
-    write(tmp_path, [([3, 3, 0, 1], 2), ([4, 4, 2, 2], 2)], meta=meta)
-    corpus = read_corpus(tmp_path, 512, 0, 2, 2)
-    for split in ("train", "val"):
-        batch = get_batch(corpus, split, 0, 2, 0, torch.device("cpu"))
-        assert sorted(batch.clean.tolist()) == [[3, 3, 0, 1], [4, 4, 2, 2]] and batch.real.all()
-        assert batch.corruptible.tolist() == [[False, False, True, True]] * 2 and batch.plain.tolist() == [0, 1, 2]
-
-
 # --- damage
 @pytest.mark.parametrize(("change", "says"), [
     (lambda t: t.update(starts=torch.tensor([0, 3, 3, 5])), "starts does not rise"),
@@ -207,9 +184,7 @@ def test_damaged_rows_are_refused(change, says, tmp_path):
     (dict(mask_id=256), "two ids"),  # eos, too
     (dict(vocab_size=257), "an id is not in 0..vocab_size - 1, 256"),
     (dict(n_plain=10**12), "n_plain is not in 1..vocab_size"),
-    (dict(not_plain=["a"]), "not_plain has no ids"),
     (dict(block_length=-8), "block_length is -8"),
-    (dict(block_length="4"), "block_length is '4'"),
 ])  # fmt: skip
 def test_ids_in_meta_json_that_do_not_fit_together_are_refused(change, says, tmp_path):
     """mask_id and eos_id are two ids, and random tokens are neither."""

@@ -9,12 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from common import GOLDEN, ROOT, merged_spec
+from common import merged_spec
 
-from lib.tokenizer import GPT2, MASK_TOKEN, RELEASED, WORDS, Tokenizer, bpe_tokenizer, byte_tokenizer
+from lib.tokenizer import GPT2, MASK_TOKEN, WORDS, Tokenizer, bpe_tokenizer, byte_tokenizer
 from lib.util import Mistake
 
-BPE = Path(__file__).parent / "data" / "bpe"  # make.py there says what it is
+# a byte-level BPE that the `tokenizers` library (0.23.3) trained on lib/*.py and saved; and 60 random texts, each with
+# the ids that the library gives it with special tokens, and with their names as text
+BPE = Path(__file__).parent / "data" / "bpe"
 TEXT = "naïve café, 日本\n"
 
 
@@ -26,8 +28,6 @@ def test_bytes_round_trip_and_specials():
     assert t.encode_document("<|endoftext|>").tolist() == list(b"<|endoftext|>")  # ... in a corpus it is text
     assert t.encode_document("").tolist() == []
     assert t.decode([104, 105, 256, 257]) == "hi" and t.decode([0xC3]) == "\ufffd"
-    for text in ["".join(map(chr, range(256))), "\u2028\U0010ffff \t \u00a0\u3000\x1c\x85", " " * 100_000]:
-        assert t.encode(text) == list(text.encode())
 
 
 def test_merges_worked_by_hand():
@@ -54,13 +54,6 @@ def test_ids_of_a_plain_bpe_are_those_of_the_library_that_made_it():
     assert len(lines) == 60 and t.pattern == GPT2
     for text, ids, of_document in lines:
         assert (t.encode(text), t.encode_document(text).tolist()) == (ids, of_document), text
-
-
-def test_tiktoken_reads_the_released_tokenizer_and_our_own():
-    """README's first command needs no other library."""
-    assert bpe_tokenizer(GOLDEN / "tokenizer.json").pattern == RELEASED
-    for rows in ("names", "shakespeare"):
-        assert bpe_tokenizer(ROOT / "data" / rows / "tokenizer.json").pattern == WORDS
 
 
 # --- what tiktoken would read otherwise
@@ -113,7 +106,6 @@ def test_ids_of_the_library_worked_by_hand():
     (lambda s: s["added_tokens"].pop(), f"no {MASK_TOKEN} among its special tokens"),
     (lambda s: s["model"]["vocab"].pop("!"), "lacks some bytes"),
     (lambda s: s["model"]["vocab"].pop("ab"), "no entry 'ab'"),
-    (lambda s: s["model"]["vocab"].update(a=-1), "ids are not different numbers"),
     (lambda s: s["added_tokens"][0].update(id=10**12), "ids are not different numbers"),
     (lambda s: s["added_tokens"][0].update(id=261), "ids are not different numbers"),  # that of the mask
 ])  # fmt: skip

@@ -37,22 +37,16 @@ def test_the_committed_figures_are_drawn_from_the_committed_numbers(name, tmp_pa
 
 
 def test_the_loss_of_a_run(tmp_path, monkeypatch, capsys):
-    """Three steps and two validations, of a run with a Stage B and of a base."""
-    for stage_b in ({"m2t_B": 1.5}, {}):
-        log = tmp_path / str(len(stage_b)) / "log.jsonl"
-        for step, loss in enumerate((3.0, 2.0, 1.0)):
-            append_line(log, dict(step=step, loss=loss, m2t_A=2.5))
-        for step in (0, 3):
-            append_line(log, dict(step=step, val=True, m2t_A=2.5) | stage_b)
-        figure = plots.draw_log(log.parent)
-        lines = {line.get_label(): line.get_xydata().tolist() for line in figure.axes[0].lines}
-        assert lines["loss (Eq. 1)"] == [[1, 3], [2, 2], [3, 1]]
-        assert lines["m2t_A, held out"] == [[0, 2.5], [3, 2.5]]
-        assert len(lines) == 2 + len(stage_b)
-        plots.plt.close(figure)
+    """Three steps and two validations, of a base: it has no Stage B to draw."""
+    for step, loss in enumerate((3.0, 2.0, 1.0)):
+        append_line(tmp_path / "log.jsonl", dict(step=step, loss=loss, m2t_A=2.5))
+    for step in (0, 3):
+        append_line(tmp_path / "log.jsonl", dict(step=step, val=True, m2t_A=2.5))
+    lines = {line.get_label(): line.get_xydata().tolist() for line in plots.draw_log(tmp_path).axes[0].lines}
+    assert lines == {"loss (Eq. 1)": [[1, 3], [2, 2], [3, 1]], "m2t_A, held out": [[0, 2.5], [3, 2.5]]}
 
-    caller(plots, monkeypatch, capsys)("log", log.parent)
-    assert "m2t_A, held out" in words((log.parent / "loss.svg").read_text())
+    caller(plots, monkeypatch, capsys)("log", tmp_path)
+    assert "m2t_A, held out" in words((tmp_path / "loss.svg").read_text())
 
 
 def test_what_a_notebook_and_a_users_style_say_is_left_out(tmp_path):

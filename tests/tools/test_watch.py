@@ -31,12 +31,6 @@ def shown(capsys):
     return show
 
 
-def in_a_terminal(monkeypatch) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("NO_COLOR", "")  # empty means unset
-    monkeypatch.setattr(watch, "PACE", 0)
-
-
 # Stage B writes "New", where Stage A says "San"; the last step edits, and Stage A would have written as much
 PAPER = [
     dict(after=[6, 9, 9, 8], token_a=[4, 5, 5, 8], bundle=[1, 0, 0, 0], edited=[0, 0, 0, 0], partial=1.0),
@@ -54,7 +48,6 @@ def test_steps_of_the_paper_through_a_pipe(shown):
     """A step is a line; numbers stand apart."""
     lines = [f"[ New](A:  San){MASK}{MASK}{END}", f"{{ San}}[ York]{MASK}{END}"]
     assert shown(PAPER, Decoding(), TOKENIZER) == [f"step   1  In the{lines[0]}", f"step   2  In the{lines[1]}"]
-    assert shown(PAPER, Decoding(), None)[0] == f"step   1  1 2 [6 ](A: 4 ){MASK} {MASK} {END} "
 
 
 def test_a_mended_draft_through_a_pipe(shown):
@@ -67,26 +60,13 @@ def test_a_mended_draft_through_a_pipe(shown):
     ]
 
 
-def test_a_draft_is_mended_in_a_terminal(shown, monkeypatch):
-    """Each step has a line of its own: the draft stands there first."""
-    in_a_terminal(monkeypatch)
-
-    def dim(text: str) -> str:
-        return f"\x1b[2m{text}\x1b[0m"
-
-    draft, written, draft_2, written_2 = shown(CAUSAL, RUNS, None)
-    assert draft == "step   1  1 2 " + "".join(map(dim, ("4 ", "5 ", "5 ", f"{END} ")))
-    assert written.startswith(f"\x1b[1F\x1b[Jstep   1  1 2 \x1b[32m[4 ]\x1b[0m\x1b[33m[7 ]\x1b[0m{dim('(A: 5 )')}")
-    assert written.endswith(dim("  3 passes"))
-    assert draft_2 == f"step   2  1 2 4 7 {END} " + dim(f"{END} ")
-    assert written_2.startswith("\x1b[1F\x1b[Jstep   2")
-
-
 def test_a_line_is_drawn_again_over_all_of_its_columns(shown, monkeypatch):
     """With the paper's gates in a terminal of 20 columns, the first step of 27 takes two lines, and so the cursor goes
     up two. A character may take two columns, or none. A text that is too long loses its beginning."""
     assert width("a漢e\u0301\x1b[2mb\x1b[0m") == 5
-    in_a_terminal(monkeypatch)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("NO_COLOR", "")  # empty means unset
+    monkeypatch.setattr(watch, "PACE", 0)
     monkeypatch.setattr(watch.shutil, "get_terminal_size", lambda: SimpleNamespace(columns=20))
     first, second = shown(PAPER, Decoding(), None)
     assert width(first) == len("step   1  [6 ](A: 4 )▒ ▒ ∎ ") == 27
