@@ -63,12 +63,10 @@ def test_muons_matrices_are_those_of_the_layers():
 
 
 def test_one_step_of_muon_by_hand():
-    """The first momentum of a gradient G is .05 G, and Nesterov's is .0975 G. Orthogonalised it loses this size. So,
-    after the decay, the step is the rate times .2 sqrt(max(n, m)) times a matrix whose singular values are near one."""
+    """After the decay it is the rate times .2 sqrt(max(n, m)) times a matrix whose singular values are near one."""
     model = tiny_model()
     optimizer = muon(model.learned(), 0.01)
-    name = "layers.1.mlp.router"
-    p = model.get_parameter(name)
+    p = model.get_parameter("layers.1.mlp.router")
     before = p.detach().clone()
     p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
     for group in optimizer.param_groups:

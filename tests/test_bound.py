@@ -13,14 +13,11 @@ from sample import certified
 
 
 def random_tables(seed: int, n: int, V: int, k: int) -> Tensor:
-    """(n, V, .., V) float64 with k axes. In half of them one tuple has most of the probability."""
+    """(n, V, .., V) float64 with k axes: from tables where many tuples are likely to those of a single one."""
     g = torch.Generator().manual_seed(seed)
-    table = torch.rand(n, V**k, generator=g, dtype=torch.float64) ** 4
-    table = table / table.sum(1, keepdim=True)
-    best = torch.randint(V**k, (n, 1), generator=g)
-    weight = torch.rand(n, 1, generator=g, dtype=torch.float64) * (torch.arange(n) % 2)[:, None]
-    table = (1 - weight) * table + weight * torch.zeros_like(table).scatter_(1, best, 1.0)
-    return table.view(n, *[V] * k)
+    sharpness = torch.logspace(0.5, 3, n, dtype=torch.float64)[:, None]
+    table = torch.rand(n, V**k, generator=g, dtype=torch.float64) ** sharpness
+    return (table / table.sum(1, keepdim=True)).view(n, *[V] * k)
 
 
 def surest(table: Tensor) -> tuple[Tensor, Tensor, Tensor]:

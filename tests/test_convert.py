@@ -114,9 +114,6 @@ def test_every_tensor_is_in_its_place_and_every_byte_comes_back(name, run, tmp_p
 def test_the_preset_is_the_release():
     parts = {}
     for planned in sum(convert_weights.plan(PRESETS["llada2.1-mini"]), []):
-        count = torch.Size(planned.part).numel() * len(planned.released)
-        assert count == torch.Size(planned.shape).numel()
-        assert not parts.keys() & set(planned.released)
         parts |= dict.fromkeys(planned.released, planned.part)
     numbers = {name: torch.Size(part).numel() for name, part in parts.items()}
     biases = sum(n for name, n in numbers.items() if name.endswith("expert_bias"))
@@ -142,7 +139,6 @@ REFUSED = [
     (lambda t, c, s: t.update({K: V.to(torch.float8_e4m3fn)}), [K, "float8_e4m3fn"]),
     (lambda t, c, s: c.update(rope_scaling={"type": "yarn", "factor": 4.0}), ["rope_scaling"]),
     (lambda t, c, s: c.update(partial_rotary_factor=1.0), ["rotary_dim and partial_rotary_factor disagree"]),
-    (lambda t, c, s: c.update(quantization_config={"quant_method": "fp8"}), ["unknown field quantization_config"]),
     (lambda t, c, s: s["added_tokens"].pop(4), ["no <|mask|>", "tokenizer.json"]),
     (lambda t, c, s: s["added_tokens"][-1].update(id=320), ["vocab_size is 320", "tokenizer.json"]),
     (lambda t, c, s: c.update(eos_token_id=306), ["eos_token_id = 306, and the tokenizer has 305"]),

@@ -51,15 +51,3 @@ def test_arrows_point_down_to_what_is_stated(name):
     up = ours - below - (FOLDERS & {here})
     assert {(name, other) for other in up} <= LAZY
     assert "/" in name or not found & {"importlib", "pickle"}
-
-
-@pytest.mark.parametrize("name", ["model.py", "corrupt.py", "train.py:cocommit_step", "sample.py:denoise"])
-def test_the_papers_files_and_steps_have_the_paper_alone(name):
-    """They speak of a Stage B, and never of ours by name."""
-    file, _, function = name.partition(":")
-    text = FILES[file].read_text()
-    if function:
-        (node,) = [node for node in ast.parse(text).body if getattr(node, "name", "") == function]
-        text = ast.get_source_segment(text, node)
-    text = re.sub(r"block[-_]causal|block-causal|causal across blocks|see causal\.py", "", text)
-    assert not re.search(r"(?i)causal|layers_b|token_before", text)

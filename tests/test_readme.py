@@ -3,10 +3,8 @@ the shipped models write. `pytest tests/test_readme.py`"""
 
 import ast
 import importlib
-import os
 import re
 import shlex
-import subprocess
 
 import pytest
 from common import ROOT, command_line
@@ -18,22 +16,12 @@ README = (ROOT / "README.md").read_text()
 COMMAND = re.compile(r"python(?: -m)? ((?:experiments|llada|tools)\.\w+|\w+\.py)((?:[^`#\n\\;|>&]|\\\n)*)")
 
 
-def run_dry(script, folder) -> str:
-    """The commands of a shell script, by a `python` that only writes down what it is asked for."""
-    (folder / "python").write_text('#!/bin/sh\nprintf "python"; printf " \'%s\'" "$@"; echo\n')
-    (folder / "python").chmod(0o755)
-    own = os.environ | dict(PATH=f"{folder}:{os.environ['PATH']}")
-    done = subprocess.run(["bash", str(script)], cwd=folder, env=own, capture_output=True, text=True, check=True)
-    return done.stdout
-
-
-def test_commands_that_are_written_down_parse(tmp_path, monkeypatch, capsys):
+def test_commands_that_are_written_down_parse(monkeypatch, capsys):
     """Each is given to its script, which is stopped when it has read its command line."""
     texts = [text.split("git checkout")[0] for text in PAGES.values()]
     texts += [path.read_text() for path in ROOT.glob("configs/*.toml")]
     for path in [*ROOT.glob("*.py"), *ROOT.glob("[elt]*/*.py")]:
         texts.append(ast.get_docstring(ast.parse(path.read_text())) or "")
-    texts += [re.sub(r"(?<= )'([^' ]*)'", r"\1", run_dry(path, tmp_path)) for path in ROOT.glob("experiments/*.sh")]
     # a name without a word behind it may be a mention, and dots stand for more than is written
     found = {m.groups() for text in texts for m in COMMAND.finditer(text) if m[2].strip() and "..." not in m[2]}
     found = {(script, line) for script, line in found if script != "tiny.py"}  # it has no flags

@@ -60,20 +60,9 @@ def test_whose_logits_fill_and_whose_edit(row, fill, edit):
     assert done.after.tolist() == [[7] * 5] and done.partial.tolist() == [0.0]
 
 
-def test_entropy_selects_as_many_masks_but_others():
-    """Two of three masks are above .7. The first has .75 and nine other tokens (entropy 1.1 nats), the third .69 and
-    one other token (.6 nats)."""
-    p = torch.full((5, 10), 1e-9)
-    p[0] = 0.25 / 9
-    p[0, 7] = 0.75
-    p[1, [7, 8]] = torch.tensor([0.72, 0.28])
-    p[2, [7, 8]] = torch.tensor([0.69, 0.31])
-    for row, bundle in (("Stage B, gated edits", [0, 1]), ("entropy selection, same size", [1, 2])):
-        assert one_step(p.log(), [9, 9, 9, 1, 2], row).bundle[0].nonzero()[:, 0].tolist() == bundle
-
-
 def test_every_row_differs_from_the_released_quality_setting_as_the_paper_says():
     settings = {name: decoder_of(name, 2) for name in MECHANISM}
+    assert settings["entropy selection, same size"][0].select == "entropy"
     d, step = settings[COCOMMIT]
     assert (d.n_rounds, d.tau_m2t, d.tau_t2t, step) == (2, 0.7, 0.0, denoise)
     assert len({(*of, MECHANISM[name][0]) for name, of in settings.items()}) == len(settings) == 17

@@ -60,11 +60,12 @@ RECORDS = {
     "humaneval": [PROGRAM | {"task_id": f"HumanEval/90{i}", "prompt": f"def f(x):  # {i}\n"} for i in (0, 1)],
     "mbpp": [PROGRAM | {"task_id": f"Mbpp/90{i}", "prompt": f"Write f. {i}\n"} for i in (0, 1)],
 }
+# of gpqa random.Random(0).sample(range(4), 4) is 3, 1, 0, 2: the right option is the third
 GOLDS = {"gsm8k": ["6", "2125"], "cmath": ["27.3%", "4/10"], "gpqa": ["C", "D"], "piqa": ["A", "B"]}
 
 
-def write_task(folder: Path, name: str, data: bytes | None = None) -> Path:
-    """The records of one task where its real file would lie, or other data."""
+def write_task(folder: Path, name: str) -> Path:
+    """The records of one task where its real file would lie."""
     path = folder / FILES[name]
     path.parent.mkdir(parents=True, exist_ok=True)
     text = io.StringIO()
@@ -72,7 +73,7 @@ def write_task(folder: Path, name: str, data: bytes | None = None) -> Path:
         csv.writer(text).writerows(GPQA)
     for record in RECORDS.get(name, []):
         text.write(json.dumps(record) + "\n")
-    data = data or text.getvalue().encode()
+    data = text.getvalue().encode()
     path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
     if name == "piqa":
         (path.parent / "dev-labels.lst").write_text("0\n1\n")
@@ -149,31 +150,17 @@ def test_lm_evals_own_command_logs_the_same(run, weights, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("answer, references, em, f1", [
     ("49", [["47"], ["49"]], 1, 1.0),
-    ("-3.50", [["3.5"]], 1, 1.0),  # official: the sign is a separator
     ("ale, rum, and gin", [["ale", "rum", "gin"]], 1, 1.0),
     ("ale, rum, gin", [["ale", "rum"]], 0, 0.67),
     ("", [["13"]], 0, 0.0),
-    ("a, " * 1300, [list("bcdefghijk")], 0, 0.0),  # the longest reference of DROP has ten spans
 ])  # fmt: skip
 def test_spans_are_scored_by_lm_evals_code(answer, references, em, f1):
     assert rules.span_scores({"references": references}, [harness.Answer(answer, {})]) == {"exact_match": em, "f1": f1}
 
 
-def test_options_are_shuffled_by_a_seed_and_spans_are_read_both_ways(tmp_path):
-    first, _ = docs.read_gpqa(write_task(tmp_path, "gpqa"))
-    # random.Random(0).sample(range(4), 4) is 3, 1, 0, 2
-    assert [first[letter] for letter in "ABCD"] == ['so-called "iron"', "lead", "sodium", "gold"]
+def test_a_reference_of_several_spans_is_read_both_ways(tmp_path):
     _, which = docs.read_drop(write_task(tmp_path, "drop"))
     assert which["references"] == [["ale and rum"], ["ale", "rum"]]
-
-
-def test_another_file_is_refused(tmp_path):
-    path = write_task(tmp_path, "mbpp", b'{"task_id": "Mbpp/1"}')
-    with pytest.raises(Mistake, match=f"{path}.*not a release of EvalPlus"):
-        docs.mbpp(mbpp=path)
-    path = write_task(tmp_path, "drop", b'{"context": "no passage", "ref_text": "1"}')
-    with pytest.raises(Mistake, match=f"{path}.*not subscriptable"):
-        docs.drop(drop=path)
 
 
 # --- a run
@@ -235,7 +222,5 @@ def test_evalplus_judges_programs_in_a_clean_environment(run, tmp_path, monkeypa
     seen = (folder / "seen").read_text()
     sanitize = seen.index("-m evalplus.sanitize --samples samples.jsonl\n")
     assert sanitize < seen.index("-m evalplus.evaluate --dataset humaneval --samples samples-sanitized.jsonl\n")
-    for setting in (f"HUMANEVAL_OVERRIDE_PATH={folder}/dataset.jsonl", "EVALPLUS_MAX_MEMORY_BYTES=8589934592"):
-        assert seen.count(f"{setting}\n") == 2
-    assert "hush" not in seen
+    assert seen.count(f"HUMANEVAL_OVERRIDE_PATH={folder}/dataset.jsonl\n") == 2 and "hush" not in seen
     assert len((folder / "samples.jsonl").read_text().splitlines()) == 2

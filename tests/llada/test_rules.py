@@ -25,8 +25,7 @@ def verdict(kind: str, answer: str, doc: dict) -> tuple[str, dict]:
     (r"\boxed{40\%}", "2/5", "40%", True),
     ("答案是3亿5000万。", "350000000", "3亿5000万", True),
     ("答案：３／４", "6/8", "3/4", True),  # full-width characters
-    ("\\boxed{\u22123}", "-3", "-3", True),
-    (r"\boxed{1{,}450{,}000}", "1450000", "1450000", True),
+    ("\\boxed{\u22121{,}450{,}000}", "-1450000", "-1450000", True),  # the sign of mathematics
     (r"\boxed{\text{18 dollars in 3 days}}", "18", "18", True),  # the last number in the box is no answer
     (r"\boxed{5 + 6 = 11}", "11", "11", True),
     (r"\boxed{1\frac{1}{2}} = 1½", "1.5", "1 1/2", True),
@@ -35,14 +34,12 @@ def verdict(kind: str, answer: str, doc: dict) -> tuple[str, dict]:
     ("**Answer:** 18 apples (3 boxes of 6)", "18", "18", True),
     ("The answer is 12, since 12 - 4 = 8 are left.", "12", "12", True),
     ("The answer is $5 x 3 = $15.", "15", "15", True),
-    ("She buys 10-12 eggs", "12", "12", True),  # a range, no minus
-    ("The garden has 18 m^2, which is x_2", "18", "18", True),
+    ("The garden has 10-12 m^2, which is x_2", "12", "12", True),  # a range, no minus
     ("It is H2O", "2", "", False),
     ("It is 10/0", "0", "10/0", False),
     ("每份100，200是总数。答案：每份100，200是总数", "100", "100", True),  # a Chinese comma groups no thousands
-    ("答案是1又7分之2", "9/7", "1 2/7", True),
+    ("答案是负1又7分之2", "-9/7", "-1 2/7", True),
     ("便宜了百分之40", "40%", "40%", True),
-    ("温度是负5度", "-5", "-5", True),
     (r"\boxed{83.33}", "250/3", "83.33", False),  # 1/300 off
     (r"\boxed{40}", "40%", "40", True),  # how many percent?
     (r"\boxed{21.22万册}", "21.22", "21.22万", True),  # how many 万?
@@ -57,7 +54,6 @@ def test_numbers(answer, gold, found, right):
     ("(A)", "A"),
     (r"\boxed{\text{B}}", "B"),
     ("\uff21", "A"),  # full-width
-    (r"Answer: $\boxed{D}$", "D"),
     ("**Answer:** (C)", "C"),
     (r"\boxed{\text{(B) } 5}", "B"),
     ("(b)", "B"),
@@ -78,7 +74,6 @@ def test_letters(answer, letter):
 @pytest.mark.parametrize("answer, found", [
     (r"So it is \boxed{\text{Bears}}.", "Bears"),
     ("Answer: 3\nWait.\n**Answer:** 4", "4"),
-    ("Answer: 12,345 yards", "12,345 yards"),
     (r"Answer: \boxed{-3.50}", "-3.50"),
     ("the Bears", "the Bears"),
     ("", ""),
@@ -90,14 +85,12 @@ def test_spans(answer, found):
 # --- programs. F stands for the entry point, ~ for a backtick
 BODY = "def F(x):\n    return x"
 PROGRAMS = {
-    "python": (f"Here it is:\n~~~python\n{BODY}\n~~~\nDone.", BODY),
     "unclosed and cut": ("~~~python\ndef F(x):\n    retu", "def F(x):\n    retu"),
     "in a list": ("1. First\n   ~~~python\n   def F(x):\n       return x\n   ~~~", BODY),
     "two answers: the first": (f"~~~python\n{BODY}\n~~~\nor\n~~~python\ndef F(x): return 0\n~~~", BODY),
     "usage before": (f"~~~python\nprint(F(1))\n~~~\n~~~python\n{BODY}\n~~~", BODY),
     "no fence, and no end": ("x = 1\n" * 4000, "x = 1\n" * 299 + "x = 1"),
     "a line without end": (f"~~~python\n{BODY}\nx = {'1 + ' * 4000}1\n~~~", BODY),
-    "nothing": ("", ""),
 }
 
 
@@ -111,15 +104,12 @@ def test_programs(answer, expected):
 LOOPS = [
     "The answer is " + "9" * 5000,
     "1/" + "\u0660" * 5000,  # Arabic zeros below a line
-    "9" * 5000 + "0" * 4000 + "3",
     "(" * 20_000,
     r"\boxed{" * 3000,
     r"\boxed{" + "{" * 32_000 + "}" * 32_000 + "}",
     r"\frac{1}{" * 7000,
-    "Answer: a, b; " * 4600,
     "1" + " " * 64_000 + "1/2",
     "1万" * 32_000,
-    "```python\n" + "\n" * 64_000,
     "```python\ndef f(x):\n" + "    (" * 12_000,
 ]  # fmt: skip
 

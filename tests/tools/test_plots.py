@@ -44,7 +44,6 @@ def test_the_loss_of_a_run(tmp_path, monkeypatch, capsys):
         append_line(tmp_path / "log.jsonl", dict(step=step, val=True, m2t_A=2.5))
     lines = {line.get_label(): line.get_xydata().tolist() for line in plots.draw_log(tmp_path).axes[0].lines}
     assert lines == {"loss (Eq. 1)": [[1, 3], [2, 2], [3, 1]], "m2t_A, held out": [[0, 2.5], [3, 2.5]]}
-
     caller(plots, monkeypatch, capsys)("log", tmp_path)
     assert "m2t_A, held out" in words((tmp_path / "loss.svg").read_text())
 
