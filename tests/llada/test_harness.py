@@ -118,8 +118,7 @@ def test_a_task_ends_in_a_score_and_a_cost(task, run, tmp_path, request):
     """Also for the first two items of the published file, if there is one."""
     out = tmp_path / "out"
     said = run(task, out)
-    title = tables.TASKS[task].title
-    assert f"{COCOMMIT}: 2 items, 2 to go" in said and f"\n{title}" in said
+    assert f"{COCOMMIT}: 2 items, 2 to go" in said and f"\n{tables.TASKS[task].title}" in said
     items = samples(out, task)
     for item, gold in zip(items, GOLDS.get(task, [None] * 2), strict=True):
         assert 0 < item["tokens"] <= 8 and item["full"] >= item["partial"] > 0

@@ -16,7 +16,7 @@ from convert_weights import survey
 from decoding import Decoding
 from lib.int8 import KERNEL_WIDTH, kernel_takes, multiply, quantise
 from lib.util import Mistake, generator, read_json, write_json
-from llada import export, int8
+from llada import int8
 from model import Linear, Model
 from sample import generate
 
@@ -165,11 +165,3 @@ def test_every_matrix_is_converted_and_nothing_else(golden, experts):
         if name in matrices:
             expected = dict(zip((name, f"{name}_scale"), quantise(tensor), strict=True))
         assert all(torch.equal(small[part], expected[part]) for part in expected)
-
-
-def test_there_is_no_way_back_and_bases_alone_are_converted(golden, experts, tmp_path, monkeypatch, capsys):
-    random_adapter(tmp_path / "adapter", golden)
-    hf = caller(export, monkeypatch, capsys)
-    assert "stored as torch.int8" in hf.fails("--to", "hf", "--src", experts, "--out", tmp_path / "hf")
-    call = caller(int8, monkeypatch, capsys)
-    assert f"convert its base, {golden}" in call.fails("--src", tmp_path / "adapter", "--out", tmp_path / "int8")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import caller, refused
+from common import caller
 from resuming import end_state, toy_rows
 
 import checkpoint
@@ -105,15 +105,3 @@ def test_two_processes_adapt_as_one_does_also_when_one_is_killed(toy, tmp_path, 
     codes, said = two(tmp_path, "--shard", "--init_from", "resume", "--out_dir", tmp_path / "b")
     assert codes == [0, 0] and "steps 2..6" in said, said
     assert_same_run(tmp_path / "a", tmp_path / "b")
-
-
-def test_what_is_refused(toy, tmp_path, monkeypatch, capsys):
-    """All weights learning, a Stage B with layers of its own in parts, and rows that do not divide."""
-    run = [*toy, "--out_dir", tmp_path / "a"]
-    monkeypatch.setenv("RANK", "0")
-    assert "train adapters" in refused(parallel, monkeypatch, capsys, *run, "--lora_r", 0)
-    says = refused(parallel, monkeypatch, capsys, "--shard", *run, "--stage_b", "causal")
-    assert "--stage_b causal" in says and "--shard" in says
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    assert "--batch_size 8 does not divide by 3" in refused(parallel, monkeypatch, capsys, *run)
-    assert not (tmp_path / "a").exists()

@@ -33,9 +33,7 @@ def verdict(kind: str, answer: str, doc: dict) -> tuple[str, dict]:
     (r"After 18 days: \boxed{\text{none}}", "18", "", False),
     ("**Answer:** 18 apples (3 boxes of 6)", "18", "18", True),
     ("The answer is 12, since 12 - 4 = 8 are left.", "12", "12", True),
-    ("The answer is $5 x 3 = $15.", "15", "15", True),
     ("The garden has 10-12 m^2, which is x_2", "12", "12", True),  # a range, no minus
-    ("It is H2O", "2", "", False),
     ("It is 10/0", "0", "10/0", False),
     ("每份100，200是总数。答案：每份100，200是总数", "100", "100", True),  # a Chinese comma groups no thousands
     ("答案是负1又7分之2", "-9/7", "-1 2/7", True),
@@ -56,14 +54,11 @@ def test_numbers(answer, gold, found, right):
     ("\uff21", "A"),  # full-width
     ("**Answer:** (C)", "C"),
     (r"\boxed{\text{(B) } 5}", "B"),
-    ("(b)", "B"),
-    ("答案是（A）", "A"),
     ("B. Use a towel, not option A", "B"),
     ("Answer: A\nWait, no.\nAnswer: C", "C"),
     ("Answer: Because of symmetry", ""),
     ("The answer is a photon", ""),
     ("The last line is 'Answer: $LETTER'.", ""),
-    ("", ""),
 ])  # fmt: skip
 def test_letters(answer, letter):
     for gold in "ABCD":
@@ -76,7 +71,6 @@ def test_letters(answer, letter):
     ("Answer: 3\nWait.\n**Answer:** 4", "4"),
     (r"Answer: \boxed{-3.50}", "-3.50"),
     ("the Bears", "the Bears"),
-    ("", ""),
 ])  # fmt: skip
 def test_spans(answer, found):
     assert rules.find_spans(answer) == found

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from decoding import Decoding
-from lib.tokenizer import byte_tokenizer
 from lib.util import MASK
 from tools import watch
-from tools.watch import END, Screen, piece, width
+from tools.watch import END, Screen, width
 
 PIECES = {4: b" San", 5: b" York", 6: b" New", 7: b" Francisco"}
 TOKENIZER = SimpleNamespace(token_bytes=PIECES, special={}, decode=lambda ids: "In the")
@@ -71,9 +70,3 @@ def test_a_line_is_drawn_again_over_all_of_its_columns(shown, monkeypatch):
     screen = Screen(1, None, 9, 8)
     assert screen.line("a漢字b", "." * 7) == "step   0  字b......."
     assert screen.line("a漢字b", "." * 12) == "step   0  ............"
-
-
-def test_every_character_of_a_token_can_be_seen():
-    tok = byte_tokenizer()
-    ids = [*b" \n\t\r\0A<", *"é".encode(), tok.eos_id, 260]
-    assert [piece(tok, i) for i in ids] == [*"·↵⇥␍", "<U+0000>", "A", "<", "<C3>", "<A9>", "<|endoftext|>", "<260>"]
