@@ -139,6 +139,7 @@ def test_documents_are_closed_by_eos_and_split_by_their_name():
 @pytest.mark.parametrize("texts, train, val", [
     ({"20.py": 999}, [950], [50]),  # a single text: its last twentieth, also if it would all be held out
     ({"1.py": 999, "2.py": 999}, [1000, 900], [100]),  # the last twentieth of all
+    ({"1.py": 999, "2.py": 9}, [960], [40, 10]),  # in two texts
     ({"1.py": 1}, [1], [1]),  # one token at least
     ({"1.py": 999, "20.py": 999}, [1000], [1000]),  # one of each kind
 ])  # fmt: skip
