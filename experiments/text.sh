@@ -18,8 +18,8 @@ python train.py $text --init_from $out/base --seq_len 256 --batch_size 4 --out_d
 
 bits="--seed $seed --out $out/bits.jsonl"
 draws="--seed $seed --out $out/draws.jsonl"
-for system in "base:base of 2,000 steps" "paper:paper, 300 steps" "causal:causal, 3,000 steps" \
-    "longer:base of 3,500 steps" "left2:left-to-right, 2 layers" "left3:left-to-right, 3 layers" \
+for system in "base:base, 2,000 steps" "paper:paper, 300 steps" "causal:causal, 3,000 steps" \
+    "longer:base, 3,500 steps" "left2:left-to-right, 2 layers" "left3:left-to-right, 3 layers" \
     "left6:left-to-right, 6 layers"; do
   python -m experiments.measure bits --ckpt $out/${system%%:*} --system "${system#*:}" $bits
   python -m experiments.measure draws --ckpt $out/${system%%:*} --system "${system#*:}" $draws

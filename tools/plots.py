@@ -72,7 +72,7 @@ def svg(figure) -> str:
 ON_TOYS = {
     "Stage A, all at once": dict(color=ORANGE, marker="o", markerfacecolor="none", markersize=9),
     "paper, all at once": dict(color=PURPLE, marker="x"),
-    "mask-only base, from the left (three seeds)": dict(color=GREEN, marker="s"),
+    "mask-only base, from the left": dict(color=GREEN, marker="s"),
     "causal": dict(color=BLUE, marker="D"),
 }
 
@@ -88,7 +88,7 @@ def draw_toys():
     # draws of each token by itself cannot be below this line
     ax.plot([0, max(tc)], [0, max(tc)], color=INK, linestyle=":", label="TC, the least for a product")
     for name, drawn in ON_TOYS.items():
-        ax.plot(tc, figures[name], linestyle="none", label=name.split(" (")[0], **drawn)
+        ax.plot(tc, figures[name], linestyle="none", label=name, **drawn)
 
     # the TC of permutation and sum is nearly that of modes and of gaussian, so their names stand below the line
     for x, toy in zip(tc, toys, strict=True):
@@ -104,10 +104,10 @@ def draw_toys():
 # --- text
 # system and row of draws.jsonl -> those of bits.jsonl, the colour, and how many points above the dot the name stands
 ON_TEXT = {
-    "base: all at once": ("base of 2,000 steps: Stage A", ORANGE, 10),
+    "base: all at once": ("base, 2,000 steps: Stage A", ORANGE, 10),
     "paper: all at once": ("paper, 300 steps: Stage B", PURPLE, -12),
     "causal: all at once": ("causal, 3,000 steps: Stage B", BLUE, -12),
-    "base: one at a time": ("base of 2,000 steps: one at a time", GREEN, 10),
+    "base: one at a time": ("base, 2,000 steps: one at a time", GREEN, 10),
     "left-to-right, 2 layers: one at a time": ("left-to-right, 2 layers: one at a time", INK, 10),
     "left-to-right, 6 layers: one at a time": ("left-to-right, 6 layers: one at a time", INK, -26),
 }

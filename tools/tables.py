@@ -45,7 +45,7 @@ def of_records(name: str, columns: dict[str, tuple[str, int]], seeds: str = "") 
 
 # a row of the toys' tables -> the run in their logs, the decoder, and the tables that show it
 TOYS = {
-    "Stage A, all at once": ("base", "all at once", "KL likeliest"),
+    "Stage A, all at once": ("base", "all at once", "KL"),
     "paper, all at once": ("base", "Stage B, all at once", "KL likeliest"),
     "Stage B off, gates": ("base", "Stage B off, gates .7 and 0", "likeliest"),
     "paper, gates": ("base", "Stage B, gates .7 and 0 (paper)", "likeliest"),
@@ -54,7 +54,7 @@ TOYS = {
     "causal, a beam of 4": ("causal", "Stage B, a beam of 4", "likeliest"),
     "base, surest first": ("base", "one at a time, surest first", "KL"),
     "base, from the left": ("base", "one at a time, from the left", "KL likeliest"),
-    "mask-only base, from the left (three seeds)": ("masks", "one at a time, from the left", "KL likeliest"),
+    "mask-only base, from the left": ("masks", "one at a time, from the left", "KL likeliest"),
 }
 # what evaluate.py prints of a decoder, counted from the right; some have no KL
 FIGURES = {"KL": 0, "likeliest": -3, "forwards": -2}
