@@ -1,6 +1,7 @@
 """Decoding: generate = the specification, a row = itself alone, the step by hand. `pytest tests/test_sample.py`"""
 
 import random
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,9 +11,10 @@ import torch.nn.functional as F
 from common import MASK, approx, assert_as_specified, caller, prompt, random_lora, tiny_model, traced
 
 import sample
+from cache import Engine
 from checkpoint import save_model
 from decoding import CAUSAL, PAPER, RELEASED, Decoding, candidates, decoding_of
-from lib.util import Mistake
+from lib.util import Mistake, generator
 from sample import SELECT, by_confidence, by_entropy, certified, denoise, from_the_left, generate, generate_one
 
 
@@ -213,6 +215,20 @@ def test_of_exact_ties_the_leftmost_is_written_in_any_company(seed, select):
         assert [s["after"] for s in row] == [s["after"] for s in steps]
 
 
+def test_each_stage_draws_by_its_own_random_numbers():
+    model = tiny_model()
+    u = torch.rand(1, 2, 8, generator=generator("u"))
+    z = torch.full((1, 8), MASK)
+    d = Decoding(tau_m2t=-1.0, temperature=1.0)
+
+    def step(u_a, u_b):
+        return denoise(Engine(model, [[]], 1), z, z < 0, torch.stack([u_a, u_b], dim=1), d)
+
+    done, first, second = (step(u[:, i], u[:, j]) for i, j in ((0, 1), (0, 0), (1, 1)))
+    assert torch.equal(done.token_a, first.token_a) and not torch.equal(done.token_a, second.token_a)
+    assert torch.equal(done.token, second.token) and not torch.equal(done.token, first.token)
+
+
 # --- how a block ends
 def test_a_block_that_never_ends_is_left_with_a_warning(monkeypatch):
     """The released loop hangs if every position's best candidate is the mask. Ours stops, and says so."""
@@ -254,6 +270,17 @@ def test_what_a_decode_defaults_to(kind, argv, expected):
     else:
         with pytest.raises(Mistake, match=expected):
             decoding_of(args, model)
+
+
+def test_ms_a_token(tmp_path, monkeypatch, capsys):
+    """The time of decoding is divided by the tokens that were written, filled holes among them."""
+    save_model(tiny_model(), tmp_path)
+    clock = iter([1.0, 1.6])
+    monkeypatch.setattr(sample.time, "perf_counter", lambda: next(clock))
+    prompt_ids = f"5,{MASK},9"
+    out = caller(sample, monkeypatch, capsys)("--ckpt", tmp_path, "--prompt_ids", prompt_ids, "--device", "cpu")
+    n = int(re.search(r"^\[(\d+) tokens", out, re.M)[1])
+    assert f"{600 / n:.1f} ms a token" in out
 
 
 def test_weights_whose_logits_overflow_are_said(tmp_path, monkeypatch, capsys):
