@@ -11,7 +11,7 @@ from common import ROOT, approx, byte_model, random_adapter, random_ids, tiny_co
 from safetensors.torch import load_file, save_file
 
 import checkpoint
-from checkpoint import about_adapter, base_of, load_model, read_config, save_adapter, save_model, weights_hash
+from checkpoint import PRESETS, about_adapter, base_of, load_model, read_config, save_adapter, save_model, weights_hash
 from lib.util import Mistake, generator, write_json
 from model import Model
 
@@ -155,6 +155,13 @@ def test_causal_stage_b_begins_as_the_bases_last_layers_and_a_map_of_zeros(base)
     for own, of_base in zip(causal.layers_b, causal.layers[1:], strict=True):
         assert all(map(torch.equal, own.state_dict().values(), of_base.state_dict().values()))
         assert own.attn.qkv.weight.data_ptr() != of_base.attn.qkv.weight.data_ptr()
+
+
+@pytest.mark.parametrize("folder, preset", [("names", "names"), ("shakespeare", "text")])
+def test_a_shipped_base_has_its_presets_geometry(folder, preset):
+    cfg = read_config(ROOT / "assets" / folder)
+    of_run = ("vocab_size", "eos_id", "mask_id", "window", "block_length", "n_last")
+    assert cfg == replace(PRESETS[preset], **{name: getattr(cfg, name) for name in of_run})
 
 
 # --- which weights a folder holds

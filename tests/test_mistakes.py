@@ -14,6 +14,7 @@ import pytest
 from common import GOLDEN, byte_model, caller, command_line, random_adapter, refused
 from resuming import assert_same_end, byte_rows, toy_rows
 
+import base
 import checkpoint
 import convert_weights
 import evaluate
@@ -86,6 +87,8 @@ TYPED = [
     (train, [*TEXT, "--seq_len", 100], "--seq_len 100"),
     (train, [*TEXT, "--n_last", 5], "--n_last 5: this model has 2 layers"),
     (sample, [*SAMPLE, "--prompt", "x" * 128], "128 tokens"),
+    (sample, [*SAMPLE, "--prompt_ids", 272], "ids outside 0..271"),
+    (base, TEXT, "a base is trained from scratch"),
     # tokens of another kind, also if their ids fit
     (train, [*TEXT, "--data", "TREE/other"], "--like TREE/bytes"),
     (sample, [*SAMPLE, "--ckpt", "TREE/toy"], "--prompt_ids"),
