@@ -14,7 +14,7 @@ second step. (In any text, two likeliest words above .7 are also the likeliest p
 change, causal Stage B, fits the words together in one step: a mask also sees a draft of the word before it.
 
 Left out are edits of written words, blocks, the mixture of experts, and LoRA on a frozen model. In causal.py Stage B
-also has its own layers, and a gate may leave masks of a bundle unfilled. Lines with the tag # CoCommit are the
+also has its own layers, and a gate may leave masks of a bundle for a later step. Lines with the tag # CoCommit are the
 paper's (some also hand on what causal Stage B needs). Lines with # causal are our change.
 """
 import argparse
@@ -162,8 +162,8 @@ def decode(model, z, tau, passes, causal=False, phrases=None):
     return z, forwards, p
 
 # The likeliest phrase may not begin with the likeliest word. So a beam keeps the `size` likeliest beginnings of the
-# row z (1, T). Stage A reads the row once, and each pass of causal Stage B adds a word to every beginning, from the
-# left. The beginnings are rows of one pass, which counts as n/L of a forward, like any pass
+# row z (1, T). The first layers read the row once, which is counted as a forward of Stage A. Then each pass of causal
+# Stage B adds a word to every beginning, from the left. Beginnings are rows of one pass, which counts as n/L, as ever
 def beam_search(model, z, size):  # causal
     h, bundle, log_p = model.prefix(z), z == MASK, torch.zeros(1)  # causal
     for i in bundle[0].nonzero()[:, 0]:  # causal

@@ -96,7 +96,7 @@ def cocommit_step(model: Model, batch: Batch, args: Namespace, show: Callable = 
     h = model.prefix(z, ctx)
     stage_a = model.last_n(h, ctx)
 
-    # the last n layers again with the bundle marked (Eq. 4). The paper's Stage B does not read these tokens
+    # the last n layers again with the bundle marked (Eq. 4). The paper's Stage B does not read `tokens`
     tokens = z.masked_scatter(bundle, model.told(batch.clean[bundle], stage_a[bundle]))
     stage_b = model.coordinate(h, bundle, tokens, ctx)
 
