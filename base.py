@@ -45,7 +45,7 @@ def base_step(model: Model, batch: Batch, args: Namespace) -> Losses:
 @command
 def main() -> None:
     parser = train.build_parser(__doc__)
-    parser.set_defaults(init_from="scratch", corruption="random", context="clean")
+    parser.set_defaults(init_from="scratch", corruption="random", context="clean", out_dir="out/base")
     add = parser.add_argument_group("base").add_argument
     add("--one_by_one", type=bounded(float, 0, 1), default=0.0,
         help="the share of rows that are read from left to right, in blocks of one token")  # fmt: skip

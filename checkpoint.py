@@ -178,13 +178,14 @@ def read_config(folder: Path, **changes) -> Config:
     return cfg
 
 
-def check_same_tokens(data: Path, base: Path, flag: str = "--init_from") -> None:
-    """Refuse rows of other tokens than those of a model's folder, which a flag gave."""
+def check_same_tokens(data: Path, base: Path) -> None:
+    """Refuse rows of other tokens than those of a model's folder."""
     meta = read_meta(data)
     cfg = read_config(base)
     same = (cfg.eos_id, cfg.mask_id) == (meta.eos_id, meta.mask_id) and meta.vocab_size <= cfg.vocab_size
     if not same or meaning(base, judge_of(base)) != meaning(data, meta.judge or {}):
-        fail(f"--data {printable(data)} has other tokens than {flag} {base}: prepare it with --like {quoted(base)}")
+        fail(f"the rows in {printable(data)} have other tokens than the model in {base}: give rows that prepare.py has "
+             f"made with --like {quoted(base)}")  # fmt: skip
 
 
 def meaning(folder: Path, judge: dict) -> object:

@@ -7,7 +7,7 @@ character has that name. All forwards are counted: full ones, refreshes, and par
 Text, or any model with --bits: held-out blocks are filled from masks, after the right text. All at once, Stage A pays
 for each token alone; one at a time, for each after those before it, by the chain rule. ms are those of drawing.
 
-    python evaluate.py                                               # assets/names/paper, a minute
+    python evaluate.py                                               # assets/names/paper, half a minute
     python evaluate.py --ckpt assets/names/paper assets/names/causal # two adapters side by side
     python evaluate.py --ckpt assets/shakespeare/causal              # Shakespeare, in bits a byte
     python evaluate.py --ckpt out/toy                                # a toy's decoders
@@ -340,7 +340,7 @@ def evaluate_bits(models: dict[Path, Model], args: Namespace) -> None:
     """Print what held-out blocks cost in bits, and ms, a row for each way of filling them."""
     data = args.data or Path(run_of(args.ckpt[0], "data", str))
     for folder in models:
-        check_same_tokens(data, base_of(folder), "--ckpt")
+        check_same_tokens(data, base_of(folder))
     tokenizer = load_tokenizer(base_of(args.ckpt[0]))
 
     # the same rows for all models
@@ -368,7 +368,8 @@ def evaluate_bits(models: dict[Path, Model], args: Namespace) -> None:
             lines.append([title, f"{bits[folder, way]:.3f}", a_byte, *more])
 
     masks = f"{args.hole} masks in the middle of each block" if args.hole else "each block from masks"
-    print(f"{found['tokens']:,} held-out tokens of {data} in rows of {seq_len}, {masks}")
+    threads = torch.get_num_threads()
+    print(f"{found['tokens']:,} held-out tokens of {data} in rows of {seq_len}, {masks}; threads: {threads}")
     print_table(["", "bits a token", "a byte", *(["exact"] if args.hole else ["ms a token", "of 16 texts"])], lines)
 
     # what the figures mean
@@ -379,7 +380,10 @@ def evaluate_bits(models: dict[Path, Model], args: Namespace) -> None:
             most = bits[base, "Stage A"] - bits[base, "one at a time"]
             print(f"{folder}: Stage B writes a block at once, and saves {saved:.3f} bits a token; its base saves "
                   f"{most:.3f} one at a time")  # fmt: skip
-    print(f'next: python sample.py --ckpt {shlex.quote(str(args.ckpt[0]))} --prompt "..." --temperature 1')
+    # a base draws from the left, one token at a time
+    rule = "" if models[args.ckpt[0]].trained_b else " --select left --tau_m2t 1 --tau_t2t none"
+    if tokenizer:
+        print(f'next: python sample.py --ckpt {shlex.quote(str(args.ckpt[0]))} --prompt "..." --temperature 1{rule}')
 
 
 def run_of(folder: Path, name: str, kind: type) -> str | int:
@@ -418,7 +422,11 @@ def main() -> None:
     if not args.bits and all("names" in judge for judge in judges):
         evaluate_names(models, args)
     elif not args.bits and len(args.ckpt) == 1 and "toy" in judges[0]:
-        evaluate_toy(models[args.ckpt[0]], task_of(args.ckpt[0]))
+        folder = args.ckpt[0]
+        task = task_of(folder)
+        evaluate_toy(models[folder], task)
+        ids = ",".join(map(str, task.prompt(torch.tensor([0]))[0].tolist()))
+        print(f"next: python sample.py --ckpt {shlex.quote(str(folder))} --prompt_ids {ids} --gen_length {task.m}")
     else:
         evaluate_bits(models, args)
 

@@ -409,8 +409,8 @@ def refuse_used(args: Namespace) -> None:
     if not args.resume:
         for name in (*WHOLE, "log.jsonl", "tokenizer.json", *tensors):
             if (folder / name).exists():
-                fail(f"{folder} already holds a run or a checkpoint ({name}): choose another --out_dir, or "
-                     f"--init_from resume")  # fmt: skip
+                fail(f"{folder} already holds a run or a checkpoint ({name}): choose another --out_dir, or go on by "
+                     f"--init_from resume --out_dir {quoted(folder)}, without --config")  # fmt: skip
 
 
 def check_rows_fit(args: Namespace) -> None:

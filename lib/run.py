@@ -104,7 +104,7 @@ def check_hash(args: Namespace, name: str, found: str, place: Path | str) -> Non
 
 # --- the log
 FIGURES = dict(
-    loss="Eq. 1, in nats a token",
+    loss="Eq. 1, both stages together, in nats a token",
     grad_norm="the gradient's norm before it is clipped",
     lr="the learning rate",
     tokens="the tokens of the step without padding",

@@ -125,12 +125,12 @@ def page_data(folders: list[Path]) -> dict:
     for folder in folders:
         if base_of(folder).resolve() != base.resolve():
             fail(f"{folder} has the base {base_of(folder)}, and {folders[0]} has {base}: give adapters of one base")
+    models = {folder: half(load_model(folder, "cpu", torch.float32)) for folder in dict.fromkeys([base, *folders])}
     tokenizer = load_tokenizer(base)
     if tokenizer is None:
         fail(f"{base} has no tokenizer (a toy's tokens are numbers): give a model of names or of text")
     if tokenizer.pattern not in (WORDS, GPT2):
         fail(f"{base} has a tokenizer that the page cannot compute: it knows prepare.py's and plain ByteLevel ones")
-    models = {folder: half(load_model(folder, "cpu", torch.float32)) for folder in dict.fromkeys([base, *folders])}
     for folder, model in models.items():
         own = model.cfg.router != "grouped sigmoid" or model.cfg.stage_b not in ("paper", "causal")
         if own or model.cfg.int8:
@@ -171,7 +171,7 @@ def held_out_texts(base: Path) -> list[list[int]]:
     data = Path(checked_entry(read_json(run, "training run"), "data", str, run)) if run.exists() else None
     if data is None or not (data / "meta.json").exists():
         return []
-    check_same_tokens(data, base, "--ckpt")
+    check_same_tokens(data, base)
     rows = Rows(data, "val", read_meta(data), seq_len=256, seed=0).rows
     places = torch.linspace(0, len(rows) - 1, min(BEGINNINGS, len(rows))).int().tolist()
     return [rows[i][: min(BEGINNING, math.ceil(len(rows[i]) / 3))].tolist() for i in places]
