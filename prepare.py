@@ -206,7 +206,7 @@ def prepare_text(sources: list[Path], folder: Path, like: Path | None, max_docs:
     if theirs.exists() and read_json(theirs, "tokenizer") != spec:
         fail(f"{theirs} is there already, and is another tokenizer: choose another --out, or give --like {theirs}")
 
-    # ordinary ids, from which random tokens are drawn: all of tokens that are not special
+    # ordinary ids, from which random tokens are drawn: those of all tokens that are not special
     split = tokenize(load_text(sources, max_docs), tokenizer)
     n_plain = max(tokenizer.token_bytes) + 1
     meta = Meta(
@@ -234,7 +234,7 @@ def next_command(folder: Path, like: Path | None, names: bool) -> str:
     """The command that trains on these rows."""
     data = f"--data {quoted(folder)}"
 
-    # with the tokens of a checkpoint: an adapter for it
+    # rows with the tokens of a checkpoint train an adapter on it
     if like and (like / "config.json").exists():
         config = "" if names else " --config configs/text.toml"
         if "<role>" in bpe_tokenizer(like / "tokenizer.json").special:

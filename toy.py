@@ -118,7 +118,8 @@ def _uniform(support: Tensor) -> Tensor:
 
 def _shifted(base: Tensor, prob: Tensor, V: int, n_ctx: int, rng: Rng) -> Table:
     """All tuples base (V**m, m), with probabilities prob (V**m,), shifted in each context and position."""
-    # a shift is one of the V**(m-1) tuples that start with 0: to shift all positions alike changes no copy task
+    # a shift is one of the V**(m-1) tuples that start with 0, because to shift all positions alike does not change the
+    # copy task
     most = len(base) // V
     shift = base[rng.choice(most, min(n_ctx, most), replace=False)]  # (N, m)
 

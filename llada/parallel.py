@@ -52,6 +52,7 @@ def total(t: Tensor) -> Tensor:
 
 
 def any_process(flag: bool) -> bool:
+    """Is the flag set in any process?"""
     return bool(total(torch.tensor(int(flag))))
 
 

@@ -46,7 +46,7 @@ GPQA_ANSWERS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "I
 
 
 def read_gpqa(path: Path) -> Iterator[dict]:
-    """Options are shuffled as in simple-evals, by one draw a row. The paper's scores are k/198, so it asked once."""
+    """Options are shuffled as in simple-evals, by one draw a row. The paper's scores are k/198: each is asked once."""
     csv.field_size_limit(2**24)  # explanations are longer than the default limit
     rng = random.Random(0)
     with open(path, encoding="utf-8-sig", newline="") as file:
