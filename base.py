@@ -11,15 +11,12 @@ and --n_rounds are only saved: on this base train.py uses them if its own flags 
 import lib.first  # noqa: F401
 
 from argparse import Namespace
-from contextlib import nullcontext
 from pathlib import Path
-
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import train
 from corrupt import M, kinds_apart, three_term_loss
 from lib.rows import Batch
-from lib.util import bounded, command, fail, pick_device, read_json, uniform
+from lib.util import bounded, command, fail, read_json, uniform
 from model import Model
 from train import Losses, batch_context, corrupt_batch
 
@@ -61,10 +58,7 @@ def main() -> None:
     if args.one_by_one > 0 and args.context == "corrupted":
         fail("with --one_by_one a row is all masks, so it must be read with its clean copy: give --context clean")
 
-    # on a CPU in bf16 plain attention is faster than flash attention, if rows are as short as a name
-    plain = args.dtype == "bf16" and pick_device(args.device).type == "cpu"
-    with sdpa_kernel(SDPBackend.MATH) if plain else nullcontext():
-        train.run(args, base_step)
+    train.run(args, base_step)
 
 
 if __name__ == "__main__":
