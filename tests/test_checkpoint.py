@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -232,7 +233,8 @@ def test_a_base_that_is_replaced_while_an_adapter_learns_is_said(base, tmp_path)
     assert not (tmp_path / "adapter").exists()
 
 
-def test_a_library_call_leaves_the_threads_alone(base):
+def test_a_library_call_leaves_the_interpreter_alone(base):
     before = torch.get_num_threads()
     load(base)
     assert torch.get_num_threads() == before
+    assert sys.excepthook is sys.__excepthook__  # Ctrl-C in a session that has imported these files
