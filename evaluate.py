@@ -339,6 +339,8 @@ def ways_of(folder: Path, model: Model, asked: bool) -> dict[str, tuple[str, Dec
 def evaluate_bits(models: dict[Path, Model], args: Namespace) -> None:
     """Print what held-out blocks cost in bits, and ms, a row for each way of filling them."""
     data = args.data or Path(run_of(args.ckpt[0], "data", str))
+    if not (args.data or data.exists()):
+        fail(f"there are no rows at {data}, on which this checkpoint was trained: give --data")
     for folder in models:
         check_same_tokens(data, base_of(folder))
     tokenizer = load_tokenizer(base_of(args.ckpt[0]))
