@@ -230,7 +230,7 @@ def load_model(
 
     # an adapter stays float32, whatever dtype the base has
     if base != folder:
-        check_base(base, folder)
+        check_base(folder, model.base_hash)
         model.adapt(about_adapter(folder)["lora_r"], torch.Generator())
         model.load_state_dict(read_adapter(folder, model.learned()), strict=False)
     return model
@@ -300,13 +300,12 @@ def read_adapter(folder: Path, learned: dict[str, Tensor]) -> dict[str, Tensor]:
     return state
 
 
-def check_base(base: Path, folder: Path) -> None:
-    """Refuse a base that is not the one that the adapter in `folder` was trained on."""
-    about = about_adapter(folder)
-    if "base_hash" in about and about["base_hash"] != weights_hash(base):
+def check_base(folder: Path, base_hash: str) -> None:
+    """Refuse a base with this hash if it is not the one that the adapter in `folder` was trained on."""
+    if about_adapter(folder).get("base_hash", base_hash) != base_hash:
         fail(
-            f"{folder} was trained on other weights than {base} holds now: put those there, or, if these are the same "
-            f"weights in another form, delete base_hash from adapter.json"
+            f"{folder} was trained on other weights than {base_of(folder)} holds now: put those there, or, if "
+            f"these are the same weights in another form, delete base_hash from adapter.json"
         )
 
 

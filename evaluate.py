@@ -17,7 +17,6 @@ for each token alone; one at a time, for each after those before it, by the chai
 import lib.first  # noqa: F401
 
 import math
-import shlex
 import time
 import unicodedata
 from argparse import Namespace
@@ -34,8 +33,9 @@ from checkpoint import base_of, check_same_tokens, judge_of, load_model, read_co
 from decoding import PAPER, RELEASED, Decoding, Output, add_decoding, decoding_of, in_full, settings_of
 from lib.names import draw_names, exists
 from lib.rows import Batch, Corpus, get_batch, read_corpus
+from lib.run import setting_of_run
 from lib.tokenizer import Tokenizer, load_tokenizer
-from lib.util import Parser, bounded, checked_entry, command, fail, pick_device, print_table, progress, read_json
+from lib.util import Parser, bounded, checked_entry, command, fail, pick_device, print_table, progress, quoted
 from model import Model
 from sample import SELECT, generate
 from toy import Toy
@@ -247,7 +247,7 @@ def evaluate_names(models: dict[Path, Model], args: Namespace) -> None:
             n = sum(on != off for on, off in zip(written[folder, ON], written[folder, OFF], strict=True))
             print(f"{folder}: Stage B changes {n} of {len(prompts)} completions at the paper's gates; for its loss to "
                   f"change none is the optimum, see results/theorem")  # fmt: skip
-    print(f"next: python evaluate.py --ckpt {shlex.join(map(str, args.ckpt))} --bits")
+    print(f"next: python evaluate.py --ckpt {' '.join(map(quoted, args.ckpt))} --bits")
 
 
 # --- any rows, in bits
@@ -382,10 +382,11 @@ def evaluate_bits(models: dict[Path, Model], args: Namespace) -> None:
             most = bits[base, "Stage A"] - bits[base, "one at a time"]
             print(f"{folder}: Stage B writes a block at once, and saves {saved:.3f} bits a token; its base saves "
                   f"{most:.3f} one at a time")  # fmt: skip
+
     # a base draws from the left, one token at a time
     rule = "" if models[args.ckpt[0]].trained_b else " --select left --tau_m2t 1 --tau_t2t none"
     if tokenizer:
-        print(f'next: python sample.py --ckpt {shlex.quote(str(args.ckpt[0]))} --prompt "..." --temperature 1{rule}')
+        print(f'next: python sample.py --ckpt {quoted(args.ckpt[0])} --prompt "..." --temperature 1{rule}')
 
 
 def run_of(folder: Path, name: str, kind: type) -> str | int:
@@ -393,8 +394,9 @@ def run_of(folder: Path, name: str, kind: type) -> str | int:
     if "names" in judge_of(folder):
         return {"data": "data/names", "seq_len": 32}[name]
     for run in (folder, base_of(folder)):
-        if (run / "train.json").exists():
-            return checked_entry(read_json(run / "train.json", "training run"), name, kind, run / "train.json")
+        found = setting_of_run(run, name, kind)
+        if found is not None:
+            return found
     fail(f"{folder} does not say which rows it was trained on, nor how long they were: give --data and --seq_len")
 
 
@@ -428,7 +430,7 @@ def main() -> None:
         task = task_of(folder)
         evaluate_toy(models[folder], task)
         ids = ",".join(map(str, task.prompt(torch.tensor([0]))[0].tolist()))
-        print(f"next: python sample.py --ckpt {shlex.quote(str(folder))} --prompt_ids {ids} --gen_length {task.m}")
+        print(f"next: python sample.py --ckpt {quoted(folder)} --prompt_ids {ids} --gen_length {task.m}")
     else:
         evaluate_bits(models, args)
 

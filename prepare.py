@@ -241,6 +241,7 @@ def next_command(folder: Path, like: Path | None, names: bool) -> str:
             config = " --config configs/llada.toml"  # the chat template's tokens: these are the released weights
         return f"python train.py {data}{config} --init_from {quoted(like)}"
 
+    # names have a base, and other text needs one first
     if names:
         return f"python train.py {data}"
     return f"python base.py {data} --config configs/text_base.toml && python train.py {data} --config configs/text.toml"

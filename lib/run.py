@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 from torch import Tensor
@@ -92,6 +93,12 @@ def save_settings(args: Namespace) -> None:
     settings = absolute(args)
     del settings["resume"], settings["config"]
     write_json(Path(args.out_dir) / "train.json", settings)
+
+
+def setting_of_run(folder: Path, name: str, kind: type) -> Any:
+    """A setting in the train.json of a run's folder; None if there is no such file."""
+    path = folder / "train.json"
+    return checked_entry(read_json(path, "training run"), name, kind, path) if path.exists() else None
 
 
 def check_hash(args: Namespace, name: str, found: str, place: Path | str) -> None:

@@ -65,7 +65,7 @@ def to_hf(src: Path, out: Path) -> None:
         fail(f"{src}: the released layout has no place for its router, {cfg.router!r}")
     adapter = {}
     if about:
-        checkpoint.check_base(base, src)
+        checkpoint.check_base(src, checkpoint.weights_hash(base))
         model = checkpoint.empty_model(cfg, "meta")  # shapes alone, which take no memory
         model.adapt(about["lora_r"], torch.Generator())
         adapter = checkpoint.read_adapter(src, model.learned())

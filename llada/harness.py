@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from checkpoint import DTYPES, base_of, load_model, weights_hash
+from checkpoint import DTYPES, base_of, load_model
 from lib.tokenizer import load_tokenizer
 from lib.util import (
     Parser,
@@ -86,7 +86,7 @@ class CoCommit(LM):
         adapter = self.ckpt / "adapter.safetensors"
         self.settings = {
             "row": row,
-            "weights": weights_hash(base),
+            "weights": self.model.base_hash,
             "adapter": digest(adapter.read_bytes().hex()) if base != self.ckpt else None,
             "partial_cost": self.model.partial_cost,
             "dtype": dtype,

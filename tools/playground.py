@@ -25,8 +25,9 @@ from torch import Tensor
 from checkpoint import about_adapter, base_of, check_same_tokens, judge_of, load_model
 from lib.names import draw_names
 from lib.rows import Rows, read_meta
+from lib.run import setting_of_run
 from lib.tokenizer import GPT2, WORDS, Tokenizer, load_tokenizer
-from lib.util import Parser, checked_entry, command, fail, printable, read_json, replace_file
+from lib.util import Parser, command, fail, printable, replace_file
 from model import Model
 from tools.watch import piece
 
@@ -167,8 +168,8 @@ def page_data(folders: list[Path]) -> dict:
 
 def held_out_texts(base: Path) -> list[list[int]]:
     """The beginnings of held-out texts, spread evenly over the base's validation rows, if that folder is here."""
-    run = base / "train.json"
-    data = Path(checked_entry(read_json(run, "training run"), "data", str, run)) if run.exists() else None
+    named = setting_of_run(base, "data", str)
+    data = Path(named) if named else None
     if data is None or not (data / "meta.json").exists():
         return []
     check_same_tokens(data, base)
