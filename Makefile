@@ -6,7 +6,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 export PATH := $(abspath $(VENV))/bin:$(PATH)
-HALF = tests/tools tests/llada tests/test_configs.py tests/test_prepare.py tests/test_base.py
+HALF = tests/tools tests/released tests/test_configs.py tests/test_prepare.py tests/test_base.py
 .PHONY: test test-benchmarks lint pages
 
 $(VENV)/ready: requirements.txt
@@ -20,7 +20,7 @@ test: $(VENV)/ready  # in two halves, each on one core
 test-benchmarks:  # BENCH=DIR: also two items of each published file in DIR
 	$(PYTHON) -m venv $(VENV)/benchmarks
 	$(VENV)/benchmarks/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -e ".[benchmarks]"
-	$(VENV)/benchmarks/bin/python -m pytest -q tests/llada/test_harness.py $(if $(BENCH),--bench_data $(BENCH))
+	$(VENV)/benchmarks/bin/python -m pytest -q tests/released/test_harness.py $(if $(BENCH),--bench_data $(BENCH))
 lint: $(VENV)/ready
 	ruff check . && ruff format --check .
 pages: $(VENV)/ready

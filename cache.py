@@ -24,7 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import Config, Context, Model, rotary
+from config import Config
+from model import Context, Model, rotary
 
 # R rows that are being decoded, T positions of a pass, P chosen positions of a block, B block_length, S keys,
 # C channels, G key/value heads, D head dim, L layers, n = n_last, K = n_rounds

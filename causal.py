@@ -41,11 +41,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cache import Engine
+from config import Config
 from corrupt import kinds, of_blocks
 from decoding import Decoding, Step, candidates
 from lib.rows import Batch
 from lib.util import fail, uniform
-from model import Config, Context, Layer, Model
+from model import Context, Layer, Model
 
 # R rows, T positions, B block_length, P positions of a pass, U texts of a beam, S keys, C channels, V vocabulary,
 # n = n_last

@@ -30,9 +30,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from causal import CausalModel
+from config import Config, check_config
+from decoding import SETTINGS
 from lib.rows import read_meta
 from lib.util import WALK, checked_entry, fail, printable, quoted, read_json, reading, replace_file, write_json
-from model import ROUTERS, Config, Model
+from model import ROUTERS, Model
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # the dtypes that weights may be stored in
 
@@ -168,13 +170,16 @@ def read_config(folder: Path, **changes) -> Config:
         fail(f"{path} is a released checkpoint's: `python convert_weights.py --src {quoted(folder)} --out DIR` first")
 
     # every field must be there, because a default could be another model's value; only these came later
-    raw = {name: getattr(Config, name) for name in ("router", "stage_b", "window", "int8")} | raw
+    raw = {name: getattr(Config, name) for name in ("router", "stage_b", "decoder", "window", "int8")} | raw
     known = {field.name: field.type for field in fields(Config)}
     for name in sorted(raw.keys() - known.keys()):
         fail(f"{path}: unknown field {name}: it may change the model")
     cfg = Config(**{name: checked_entry(raw, name, kind, path) for name, kind in known.items()})
     cfg = replace(cfg, **changes)
     check_config(cfg, path)
+    for name, known in (("stage_b", STAGE_B), ("router", ROUTERS), ("decoder", SETTINGS)):
+        if getattr(cfg, name) not in known:
+            fail(f"{path}: {name} is one of {', '.join(known)}, not {getattr(cfg, name)!r:.80}")
     return cfg
 
 
@@ -324,68 +329,6 @@ def weights_hash(folder: Path) -> str:
                 file.seek(i * size // 4096)
                 digest.update(file.read(16))
     return digest.hexdigest()[:16]
-
-
-# --- geometries, and which are possible
-# fmt: off
-PRESETS = {
-    # for tests and toys: it has every mechanism, in the least size
-    "tiny": Config(
-        n_layer=4, n_embd=64, n_head=4, n_kv_head=2, head_dim=16, rotary_dim=8,
-        d_dense=128, d_expert=32, n_expert=8, n_active=2, n_group=4, topk_group=2,
-        vocab_size=320, max_len=4096,
-    ),
-    # for names of Unicode characters: it trains in an hour on one quiet thread
-    "names": Config(
-        n_layer=8, n_embd=128, n_head=4, n_kv_head=2, head_dim=32, rotary_dim=16, rope_theta=1e4,
-        d_dense=384, d_expert=64, n_expert=8, n_active=2, n_group=2, topk_group=2,
-        vocab_size=1024, max_len=512,
-    ),
-    # for any text, in bytes
-    "text": Config(
-        n_layer=6, n_embd=128, n_head=4, n_kv_head=2, head_dim=32, rotary_dim=16, rope_theta=1e4,
-        d_dense=384, d_expert=64, n_expert=8, n_active=2, n_group=2, topk_group=2,
-        vocab_size=272, max_len=8192,
-    ),
-    # the released 16B geometry
-    "llada2.1-mini": Config(
-        n_layer=20, n_embd=2048, n_head=16, n_kv_head=4, head_dim=128,
-        d_dense=5120, d_expert=512, n_expert=256, n_active=8, n_group=8, topk_group=4,
-        vocab_size=157184, eos_id=156892, mask_id=156895,
-    ),
-}
-# fmt: on
-# text with half of the layers, and with a third
-PRESETS["text_small"] = replace(PRESETS["text"], n_layer=3)
-PRESETS["text_two"] = replace(PRESETS["text"], n_layer=2, n_last=2)
-
-
-def check_config(cfg: Config, where: Path | str = "impossible model") -> None:
-    """Refuse a geometry that cannot be computed. Wrong shapes of tensors are refused in loading."""
-    group = cfg.n_expert // max(1, cfg.n_group)
-    for holds, what in (
-        (cfg.stage_b in STAGE_B, f"stage_b is one of {', '.join(STAGE_B)}, not {cfg.stage_b!r:.80}"),
-        (cfg.router in ROUTERS, f"router is one of {', '.join(ROUTERS)} (see model.py), not {cfg.router!r:.80}"),
-        (min(cfg.n_head, cfg.n_kv_head, cfg.n_embd, cfg.head_dim, cfg.vocab_size) > 0, "sizes are above 0"),
-        (cfg.n_head % max(1, cfg.n_kv_head) == 0, "n_kv_head divides n_head"),
-        (
-            cfg.n_layer <= cfg.n_dense or cfg.n_embd % 8 == cfg.d_expert % 8 == 0,
-            "n_embd and d_expert are multiples of 8: the experts' grouped products read 16 bytes at a time",
-        ),
-        (cfg.rotary_dim in range(2, cfg.head_dim + 1, 2), "rotary_dim is even, and at most head_dim"),
-        (cfg.n_expert == group * cfg.n_group and group > 1, "n_group divides n_expert, in twos or more"),
-        (1 <= cfg.topk_group <= cfg.n_group, "topk_group is 1..n_group"),
-        (1 <= cfg.n_active <= cfg.topk_group * group, "n_active experts fit into topk_group groups"),
-        (1 <= cfg.n_last <= cfg.n_layer, f"n_last is 1..{cfg.n_layer} (n_layer), not {cfg.n_last}"),
-        (cfg.n_rounds >= 1, "n_rounds is 1 or more"),
-        (max(size for size in vars(cfg).values() if type(size) is int) <= 2**20, "no size is above 1,048,576"),
-        (1 <= cfg.block_length <= cfg.max_len, f"block_length is 1..{cfg.max_len} (max_len), not {cfg.block_length}"),
-        # a preset without ids has -1 for both
-        (max(cfg.eos_id, cfg.mask_id) < cfg.vocab_size, "eos_id and mask_id are in the vocabulary"),
-        (cfg.eos_id != cfg.mask_id or cfg.mask_id == -1, f"eos_id and mask_id, both {cfg.mask_id}, are two tokens"),
-    ):
-        if not holds:
-            fail(f"{where}: this must hold: {what}")
 
 
 # --- a training run's folder

@@ -4,7 +4,7 @@
     python convert_weights.py --src LLaDA2.1-mini/ --out weights/llada2.1-mini
 
 Our tensors are released tensors laid end to end (see NAMES), so nothing is computed, and dtypes do not change. Only
-one layer at a time is in memory. If the command was interrupted, run it again. llada/export.py converts back.
+one layer at a time is in memory. If the command was interrupted, run it again. released/export.py converts back.
 """
 
 import lib.first  # noqa: F401
@@ -19,10 +19,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import SIZES, check_config, check_fit, check_floats, read_tensors, save_tensors, stored, weight_files
+from checkpoint import SIZES, check_fit, check_floats, read_tensors, save_tensors, stored, weight_files
+from config import Config, check_config
 from lib.tokenizer import bpe_tokenizer
 from lib.util import Parser, alone_in, checked_entry, command, copy_file, fail, progress, read_json, write_json
-from model import Config, Model
+from model import Model
 
 # C channels (n_embd), E experts, F expert width
 
@@ -187,7 +188,7 @@ def our_config(src: Path) -> Config:
 
 
 def assumed_sizes(n_layer: int) -> dict[str, int]:
-    """The sizes for which a released config has no entry. If a model has others, llada.export adds them."""
+    """The sizes for which a released config has no entry. If a model has others, released.export adds them."""
     return {"block_length": Config.block_length, "n_last": min(Config.n_last, n_layer), "n_rounds": Config.n_rounds}
 
 

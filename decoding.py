@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from config import Config
 from lib.util import Parser, bounded, fail, generator, or_none
-from model import Config, Model
+from model import Model
 
 # R rows that are being decoded, B block_length, V vocabulary, K = n_rounds
 
@@ -61,12 +62,18 @@ class Decoding:
 PAPER = Decoding(holes=True)
 RELEASED = Decoding(holes=True, tau_t2t=0.5, n_rounds=0)  # LLaDA2.1's own quality setting, with Stage B off
 CAUSAL = Decoding(holes=True, tau_t2t=None, tau_m2t=0.0, lookahead=2)  # causal.py: whole blocks
-SETTINGS = {"causal": CAUSAL}  # by the kind of a model's Stage B; any other kind has the paper's
+# how a base decodes, with Stage B off: what Config.decoder may be
+SETTINGS = {
+    "llada": RELEASED,
+    "sdar": Decoding(holes=True, tau_t2t=None, tau_m2t=0.85, n_rounds=0),  # SDAR's own: no edits
+    "a2d": Decoding(holes=True, tau_t2t=None, tau_m2t=1.0, n_rounds=0),  # Tiny-A2D's own: the surest token of a step
+    "left": Decoding(holes=True, tau_t2t=None, tau_m2t=1.0, n_rounds=0, select="left"),  # one at a time, from the left
+}
 
 
 def settings_of(model: Model) -> Decoding:
     """How a model with a trained Stage B decodes."""
-    return SETTINGS.get(model.cfg.stage_b, PAPER)
+    return CAUSAL if model.cfg.stage_b == "causal" else PAPER
 
 
 @dataclass
@@ -232,7 +239,7 @@ def decoding_of(args: Namespace, model: Model) -> Decoding:
     K = given.setdefault("n_rounds", model.cfg.n_rounds if model.trained_b else 0)
     if model.cfg.n_rounds < K:
         fail(f"--n_rounds {K}: this checkpoint has markers for 0..{model.cfg.n_rounds} rounds")
-    d = replace(settings_of(model) if K > 0 else RELEASED, **given)
+    d = replace(settings_of(model) if K > 0 else SETTINGS[model.cfg.decoder], **given)
     if d.beam > 1 and d.temperature > 0:
         fail("--beam looks for the likeliest text: leave out --temperature, or --beam")
     if 0 < d.temperature < 1e-3:

@@ -25,47 +25,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
+from config import Config
+
 # R rows, T positions, S keys, C channels (n_embd), H heads, G key/value heads, D head dim, V vocabulary,
 # N = R*T tokens, P chosen positions, E experts, A active experts, L layers, n = n_last, K = n_rounds, B block_length
 
 LORA_SCALE = 2.0  # lora_alpha / r (paper: 32 / 16)
-
-
-@dataclass(kw_only=True)
-class Config:
-    """A model's geometry."""
-
-    n_layer: int
-    n_head: int
-    n_kv_head: int
-    n_embd: int
-    head_dim: int
-    vocab_size: int  # rows of the embedding; released vocabularies are padded, so the tokenizer may use fewer
-    d_dense: int  # width of the SwiGLU in the first n_dense layers
-    d_expert: int
-    n_expert: int
-    n_active: int
-    n_group: int  # experts are chosen inside the `topk_group` best of `n_group` groups
-    topk_group: int
-    eos_id: int = -1
-    mask_id: int = -1
-    n_dense: int = 1
-    n_shared: int = 1  # shared experts, as one SwiGLU of n_shared * d_expert
-    routed_scaling: float = 2.5
-    rope_theta: float = 600000.0
-    rotary_dim: int = 64
-    norm_eps: float = 1e-6
-    max_len: int = 32768
-    window: int = 0  # a position attends to at most so many tokens: no row of its training was longer; 0: to all
-    block_length: int = 32
-    qkv_bias: bool = False
-    proj_bias: bool = False
-    tied: bool = False  # the embedding's matrix is the output layer's, too
-    n_last: int = 3  # n: how many layers Stage B runs again
-    n_rounds: int = 1  # K: how many markers there are
-    router: str = "grouped sigmoid"  # how experts are chosen, a name in ROUTERS; a base needs the one it learned with
-    stage_b: str = "paper"  # the kind of Stage B, a name in checkpoint.STAGE_B
-    int8: bool = False  # are the matrices integers, see lib/int8.py? They cannot learn
 
 
 # adds keys and values that an earlier pass has left to those of a pass: (layer, round, k, v), with k and v

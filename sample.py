@@ -33,11 +33,12 @@ from torch import Tensor
 from cache import Engine
 from causal import causal_denoise
 from checkpoint import DTYPES, base_of, judge_of, load_model
+from config import Config
 from decoding import PAPER, Decoding, Output, Row, Step, add_decoding, candidates, decoding_of, in_full, up_to_eos
 from lib import names
 from lib.tokenizer import Tokenizer, load_tokenizer
 from lib.util import MASK, Parser, bounded, command, fail, pick_device, printable, smallest_masks, uniform
-from model import Config, Model
+from model import Model
 
 # R rows that are being decoded, T positions, B block_length, C channels, V vocabulary, K = n_rounds
 

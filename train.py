@@ -43,7 +43,8 @@ from torch import Tensor
 
 import causal
 import checkpoint
-from checkpoint import DTYPES, PRESETS, STAGE_B
+from checkpoint import DTYPES, STAGE_B
+from config import PRESETS
 from corrupt import CORRUPTIONS, Corruption, M, corrupt, draw_bundle, kinds_apart, three_term_loss
 from lib.optimizers import OPTIMIZERS
 from lib.rows import WHOLE, Batch, Corpus, copy_tokens, get_batch, read_corpus, read_meta, rows_hash

@@ -16,4 +16,4 @@ python -m experiments.measure names --ckpt $out/base --system base $names
 python -m experiments.measure names --ckpt $out/left --system "left-to-right model" $names
 python -m experiments.measure names --ckpt $out/paper --system paper $names
 python -m experiments.measure names --ckpt $out/causal --system causal $names
-python -m llada.ablation --ckpt $out/paper --prompts 512
+python -m released.ablation --ckpt $out/paper --prompts 512

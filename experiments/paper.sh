@@ -1,6 +1,6 @@
 # The paper's own way, from the released weights to its Tables 1 to 3: convert, prepare, train n = 3, 6 and 9, 49 runs of
 # seven benchmarks, tables. At its real size it has not run; each command has, on a small checkpoint. It needs
-# `pip install -e ".[benchmarks]"`. Killed, the same command goes on. Page: llada/README.md.
+# `pip install -e ".[benchmarks]"`. Killed, the same command goes on. Page: released/README.md.
 set -e
 # the released weights (inclusionAI/LLaDA2.1-mini), and .parquet files of HuggingFaceFW/fineweb-edu
 released=${RELEASED:-LLaDA2.1-mini}
@@ -12,7 +12,7 @@ weights=${WEIGHTS:-weights/llada2.1-mini}
 data=${DATA:-data/fineweb}
 out=${OUT:-out/paper}
 runs=${RUNS:-runs/paper}
-# n of the adapters, the first of which is Table 1's; more flags of train.py and of llada.harness
+# n of the adapters, the first of which is Table 1's; more flags of train.py and of released.harness
 sizes=${SIZES:-3 6 9}
 first=${sizes%% *}
 train=${TRAIN:-}
@@ -33,7 +33,7 @@ done
 # answer NAME CKPT [ROW]: the task by this model, into a folder that all tasks share
 answer() {
   set -- --out "$runs/$1" --ckpt "$2" ${3:+--row "$3"}
-  python -m llada.harness --tasks $task --task_file "$bench/$file" $decode "$@" </dev/null
+  python -m released.harness --tasks $task --task_file "$bench/$file" $decode "$@" </dev/null
 }
 
 # every task: the base (Table 1), n = 3 without a gate on edits (Tables 1 and 3) and with one (the text below Table 2),
@@ -81,5 +81,5 @@ END
 
 # HumanEval+ and MBPP+ count once EvalPlus has judged them
 for table in main mechanism gates lastn; do
-  python -m llada.tables $table --runs "$runs"
+  python -m released.tables $table --runs "$runs"
 done

@@ -1,4 +1,4 @@
-"""Matrices of 8-bit integers, and the layers that multiply by them. llada/int8.py writes such a checkpoint.
+"""Matrices of 8-bit integers, and the layers that multiply by them. released/int8.py writes such a checkpoint.
 
 A matrix `x` (..., N, K) becomes two tensors: `x`, integers in -127 .. 127, and `x_scale` (..., N) in bfloat16. Together
 they mean x * x_scale[..., None], and no weight is off by more than half of its row's scale. These tensors do not learn,

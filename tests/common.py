@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint import PRESETS, load_model, new_model, save_adapter, save_model
+from checkpoint import load_model, new_model, save_adapter, save_model
+from config import PRESETS, Config
 from decoding import Decoding, Output, Row, Step
 from lib.rows import Meta, write_meta
 from lib.tokenizer import byte_spec
 from lib.util import generator, write_json
-from model import Config, Model
+from model import Model
 from sample import denoise, generate, generate_one
 from toy import Toy
 

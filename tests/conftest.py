@@ -1,6 +1,6 @@
 """Options of the test suite, and what many tests read: the released checkpoint, rows of a toy.
 
-pytest --bench_data DIR      also go through the real benchmark files in DIR (tests/llada/test_harness.py)
+pytest --bench_data DIR      also go through the real benchmark files in DIR (tests/released/test_harness.py)
 """
 
 import os

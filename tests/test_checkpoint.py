@@ -12,7 +12,9 @@ from common import ROOT, approx, byte_model, random_adapter, random_ids, tiny_co
 from safetensors.torch import load_file, save_file
 
 import checkpoint
-from checkpoint import PRESETS, about_adapter, base_of, load_model, read_config, save_adapter, save_model, weights_hash
+import config
+from checkpoint import about_adapter, base_of, load_model, read_config, save_adapter, save_model, weights_hash
+from config import PRESETS
 from lib.util import Mistake, generator, write_json
 from model import Model
 
@@ -117,8 +119,10 @@ IMPOSSIBLE = [
     (dict(mask_id=272), "vocabulary"),
     (dict(n_rounds=10**12), "no size is above 1,048,576"),
     (dict(eos_id=257), "eos_id and mask_id, both 257, are two tokens"),
-    (dict(router="no such router"), "(see model.py), not 'no such router'"),
+    (dict(router="no such router"), ", not 'no such router'"),
     (dict(stage_b="other"), "stage_b is one of paper, causal, not 'other'"),
+    (dict(decoder="other"), "decoder is one of llada, "),
+    (dict(n_layer=20_000), "n_layer is at most 1,024"),
 ]
 
 
@@ -130,9 +134,9 @@ def test_a_config_that_cannot_be_meant_is_refused(change, words, base):
     assert words in line and str(path) in line
 
 
-@pytest.mark.parametrize("name", checkpoint.PRESETS)
+@pytest.mark.parametrize("name", config.PRESETS)
 def test_a_preset_is_possible(name):
-    checkpoint.check_config(checkpoint.PRESETS[name])
+    config.check_config(config.PRESETS[name])
 
 
 def test_a_config_without_a_field_is_refused(base):
@@ -140,7 +144,7 @@ def test_a_config_without_a_field_is_refused(base):
     whole numbers for real ones."""
     path = base / "config.json"
     raw = json.loads(path.read_text()) | dict(rope_theta=600_000)
-    del raw["router"], raw["stage_b"], raw["window"], raw["int8"]
+    del raw["router"], raw["stage_b"], raw["decoder"], raw["window"], raw["int8"]
     path.write_text(json.dumps(raw))
     assert load(base).cfg.stage_b == "paper"
     for name in raw:

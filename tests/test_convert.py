@@ -14,10 +14,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import convert_weights
-from checkpoint import PRESETS, load_model, read_config
+from checkpoint import load_model, read_config
+from config import PRESETS
 from lib.tokenizer import bpe_tokenizer
-from llada import export
-from llada.chat import chat
+from released import export
+from released.chat import chat
 
 TOKENS = json.loads((GOLDEN / "tokenizer_expected.json").read_text())
 

@@ -16,7 +16,8 @@ import evaluate
 import toy
 import train
 from cache import Engine
-from checkpoint import PRESETS, load_model, save_model
+from checkpoint import load_model, save_model
+from config import PRESETS
 from decoding import Decoding, Output
 from evaluate import BASE_ROWS, OFF, ON, answer_log_probs, bits_of_rows, chain_table, one_step_table
 from lib.names import draw_names, exists

@@ -11,18 +11,19 @@ from common import ROOT
 # imports point down: a file imports files of lower floors, or of its own folder
 FLOORS = [
     {"lib", "tiny"},
-    {"model", "toy"},
+    {"config", "toy"},
+    {"model"},
     {"corrupt", "cache", "decoding"},
     {"causal"},
     {"checkpoint"},
     {"train", "sample"},
     {"base", "prepare", "evaluate", "convert_weights"},
-    {"llada"},
+    {"released"},
     {"tools"},
     {"experiments"},
 ]
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
-FOLDERS = {"lib", "llada", "tools", "experiments"}
+FOLDERS = {"lib", "released", "tools", "experiments"}
 FILES = {p.relative_to(ROOT).as_posix(): p for f in (".", *FOLDERS) for p in sorted((ROOT / f).glob("*.py"))}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 STATED = {re.match(r"\w+", p)[0] for p in sum(PROJECT["optional-dependencies"].values(), PROJECT["dependencies"])}

@@ -26,7 +26,7 @@ from lib import util
 from lib.run import interruptible, report, rewind_log, verdict
 from lib.tokenizer import byte_spec
 from lib.util import Mistake, alone_in, append_line, read_lines, replace_file, write_json
-from llada import export, int8
+from released import export, int8
 
 CPU = ["--device", "cpu"]
 SMALL = ["--batch_size", 2, "--max_iters", 2, "--eval_interval", 1, *CPU]

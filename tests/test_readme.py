@@ -13,7 +13,7 @@ from lib.util import Parser
 
 PAGES = {path.relative_to(ROOT): path.read_text() for path in sorted(ROOT.rglob("*.md")) if ".venv" not in path.parts}
 README = (ROOT / "README.md").read_text()
-COMMAND = re.compile(r"python(?: -m)? ((?:experiments|llada|tools)\.\w+|\w+\.py)((?:[^`#\n\\;|>&]|\\\n)*)")
+COMMAND = re.compile(r"python(?: -m)? ((?:experiments|released|tools)\.\w+|\w+\.py)((?:[^`#\n\\;|>&]|\\\n)*)")
 
 
 def test_commands_that_are_written_down_parse(monkeypatch, capsys):

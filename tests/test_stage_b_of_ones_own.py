@@ -16,7 +16,8 @@ import evaluate
 import sample
 import train
 from checkpoint import load_model
-from model import Config, Context, Model
+from config import Config
+from model import Context, Model
 
 
 # --- the fork's file

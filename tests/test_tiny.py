@@ -14,9 +14,10 @@ from torch import Tensor
 
 import tiny
 from causal import CausalModel
+from config import Config
 from corrupt import NONE, M, three_term_loss
 from decoding import Decoding
-from model import Config, Model
+from model import Model
 from sample import generate
 
 SOURCE = (ROOT / "tiny.py").read_text()

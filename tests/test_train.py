@@ -13,6 +13,7 @@ from test_model import with_clean_copy
 
 import base
 import checkpoint
+import config
 import train
 from checkpoint import load_model
 from corrupt import G, M, W, draw_bundle
@@ -183,11 +184,11 @@ def test_a_run_is_extended(tmp_path, run, monkeypatch, scratch):
     stays the model that it was, also if the preset has been edited since."""
     run(*scratch, "--max_iters", 2, "--out_dir", tmp_path)
     before = end_state(tmp_path)[1]
-    config = (tmp_path / "config.json").read_text()
-    for name, preset in checkpoint.PRESETS.items():
-        monkeypatch.setitem(checkpoint.PRESETS, name, replace(preset, routed_scaling=1.0))
+    written = (tmp_path / "config.json").read_text()
+    for name, preset in config.PRESETS.items():
+        monkeypatch.setitem(config.PRESETS, name, replace(preset, routed_scaling=1.0))
     run("--init_from", "resume", "--out_dir", tmp_path, "--max_iters", 6, "--eval_interval", 5)
-    assert (tmp_path / "config.json").read_text() == config
+    assert (tmp_path / "config.json").read_text() == written
     tensors, log = end_state(tmp_path)
     assert log[:4] == before and [r["step"] for r in log] == [0, 0, 1, 2, 2, 3, 4, 5, 5, 6]
     assert [r["lr"] for r in log if "lr" in r][2:] == approx([3e-3 * cosine(it, 6) for it in (2, 3, 4, 5)])

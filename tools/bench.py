@@ -17,10 +17,10 @@ from functools import partial
 
 import torch
 
-from checkpoint import PRESETS, new_model
+from checkpoint import new_model
+from config import PRESETS, Config
 from decoding import Decoding
 from lib.util import Parser, command, generator, print_table, progress
-from model import Config
 from sample import generate, generate_one
 
 # sizes that are small enough for two cores, and large enough to show the ratios

@@ -94,7 +94,7 @@ def of_toys(figure: str) -> Table:
 
 
 def table_2() -> Table:
-    """The paper's Table 2 on three models of names: what llada.ablation has printed of each."""
+    """The paper's Table 2 on three models of names: what released.ablation has printed of each."""
     found: dict[str, list[tuple[float, float]]] = {}
     for base in (1, 2, 3):
         log = (RESULTS / "names" / f"table2-{base}.txt").read_text()

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from common import caller
 
-from checkpoint import PRESETS
+from config import PRESETS
 from tools import bench
 
 

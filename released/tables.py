@@ -3,10 +3,10 @@
 Beside each of our differences is the 95 % interval of a paired bootstrap over the items of both runs. HumanEval+ and
 MBPP+ count when EvalPlus has judged them.
 
-    python -m llada.tables main --runs runs/            # Table 1, n = 3: base, CoCommit, delta, forwards per token
-    python -m llada.tables mechanism --runs runs/       # Table 2, n = 3: GSM8K, what each part of the method adds
-    python -m llada.tables gates --runs runs/           # the text below Table 2, n = 3: edits without a gate
-    python -m llada.tables lastn --runs runs/           # Table 3: n = 3, 6, 9, and their averages
+    python -m released.tables main --runs runs/            # Table 1, n = 3: base, CoCommit, delta, forwards per token
+    python -m released.tables mechanism --runs runs/       # Table 2, n = 3: GSM8K, what each part of the method adds
+    python -m released.tables gates --runs runs/           # the text below Table 2, n = 3: edits without a gate
+    python -m released.tables lastn --runs runs/           # Table 3: n = 3, 6, 9, and their averages
 """
 
 import hashlib
@@ -19,7 +19,7 @@ import numpy as np
 
 from decoding import in_full
 from lib.util import WALK, Parser, command, fail, print_table, read_json, read_lines, reading
-from llada.ablation import BASE, COCOMMIT, GATED, MECHANISM
+from released.ablation import BASE, COCOMMIT, GATED, MECHANISM
 
 # Shares are 0..1 in files, and in percent in tables.
 
@@ -97,7 +97,7 @@ def read_runs(folder: Path) -> list[Run]:
                 runs.append(Run(task, settings, place.parent, items))
                 judge(runs[-1])
     if not runs:
-        fail(f"--runs {folder} holds no samples_*.jsonl: `python -m llada.harness` makes them")
+        fail(f"--runs {folder} holds no samples_*.jsonl: `python -m released.harness` makes them")
     return runs
 
 
@@ -231,7 +231,7 @@ def main() -> None:
     parser = Parser(__doc__)
     tables = ["main", "mechanism", "gates", "lastn"]
     parser.add_argument("table", choices=tables, help="the paper's Table 1, 2, the text below it, or Table 3")
-    parser.add_argument("--runs", type=Path, required=True, help="a folder with what llada.harness logs")
+    parser.add_argument("--runs", type=Path, required=True, help="a folder with what released.harness logs")
     args = parser.parse_args()
 
     runs = read_runs(args.runs)

@@ -1,4 +1,4 @@
-"""The rows of Table 2: what each may do in the place of the paper's step. `pytest tests/llada`"""
+"""The rows of Table 2: what each may do in the place of the paper's step. `pytest tests/released`"""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,8 +13,8 @@ from evaluate import complete
 from lib.names import draw_names
 from lib.tokenizer import load_tokenizer
 from lib.util import Mistake
-from llada import ablation
-from llada.ablation import BASE, COCOMMIT, GATED, MECHANISM, decoder_of, row_of
+from released import ablation
+from released.ablation import BASE, COCOMMIT, GATED, MECHANISM, decoder_of, row_of
 from sample import denoise, generate
 
 

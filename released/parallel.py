@@ -5,8 +5,8 @@ torchrun starts this command N times. Every process holds the model, and gradien
 Checkpoints are those of a single process, so a run can be resumed with any number of processes. The other flags are
 train.py's, and --batch_size counts the rows of all processes.
 
-    torchrun --nproc_per_node 8 -m llada.parallel --data data/fineweb --config configs/llada.toml
-    torchrun --nproc_per_node 8 -m llada.parallel --init_from resume --out_dir out/cocommit
+    torchrun --nproc_per_node 8 -m released.parallel --data data/fineweb --config configs/llada.toml
+    torchrun --nproc_per_node 8 -m released.parallel --init_from resume --out_dir out/cocommit
 """
 
 import os
@@ -107,7 +107,7 @@ def run() -> None:
         p.register_hook(total)
 
     # train.py's loop, in which process 0 writes, and prints a command to go on that begins with this
-    again = f"-m torch.distributed.run --nproc_per_node {os.environ['LOCAL_WORLD_SIZE']} -m llada.parallel"
+    again = f"-m torch.distributed.run --nproc_per_node {os.environ['LOCAL_WORLD_SIZE']} -m released.parallel"
     sys.argv[0] = again + " --shard" * sharded
     writes = dist.get_rank() == 0
     status = 0
@@ -124,7 +124,7 @@ def run() -> None:
 @command
 def main() -> None:
     if "RANK" not in os.environ:
-        fail("this is one process: start several by torchrun --nproc_per_node N -m llada.parallel")
+        fail("this is one process: start several by torchrun --nproc_per_node N -m released.parallel")
     try:
         run()
     except RuntimeError as e:

@@ -1,8 +1,8 @@
 """Checkpoints of this project -> the released (Hugging Face) layout, with an adapter's LoRA merged into the weights.
 
     # a converted model comes out bit for bit; of an adapter, LoRA is merged, and the markers get a file of their own
-    python -m llada.export --to hf --src weights/llada2.1-mini --out weights/back
-    python -m llada.export --to hf --src out/cocommit --out weights/merged
+    python -m released.export --to hf --src weights/llada2.1-mini --out weights/back
+    python -m released.export --to hf --src out/cocommit --out weights/merged
 
 Copy the released code (modeling_*.py) from the released folder yourself. If the command was interrupted, run it again.
 """
@@ -17,9 +17,10 @@ from torch import Tensor
 import checkpoint
 import convert_weights
 from checkpoint import about_adapter, base_of
+from config import Config
 from convert_weights import Plan, copies, plan, survey, write_checkpoint
 from lib.util import Parser, command, copy_file, fail, read_json, write_json
-from model import LORA_SCALE, Config
+from model import LORA_SCALE
 
 
 def config_file(base: Path, cfg: Config) -> Callable[[Path], None]:

@@ -1,4 +1,4 @@
-"""Int8 weights: what they stand for, and the same model through them. `pytest tests/llada/test_int8.py`"""
+"""Int8 weights: what they stand for, and the same model through them. `pytest tests/released/test_int8.py`"""
 
 import shutil
 import sys
@@ -16,8 +16,8 @@ from convert_weights import survey
 from decoding import Decoding
 from lib.int8 import KERNEL_WIDTH, kernel_takes, multiply, quantise
 from lib.util import Mistake, generator, read_json, write_json
-from llada import int8
 from model import Linear, Model
+from released import int8
 from sample import generate
 
 

@@ -1,4 +1,4 @@
-"""Export: a model of ours, and merged adapters. (There and back: test_convert.) `pytest tests/llada/test_export.py`"""
+"""Export: a model of ours, and merged adapters. (There and back: test_convert.) `pytest tests/released`"""
 
 from functools import partial
 
@@ -11,8 +11,8 @@ from test_convert import GOLDEN, bits
 import convert_weights
 from checkpoint import load_model, read_tensors, save_model, save_tensors
 from lib.util import read_json, write_json
-from llada import export
 from model import ROUTERS
+from released import export
 
 
 @pytest.fixture

@@ -4,12 +4,12 @@ An --out folder has settings.json, answers.jsonl (each answer and its cost), and
 samples_*.jsonl with each item's scores and cost. If a run was stopped or killed, the same command goes on; other
 settings are refused. tables.py makes the paper's tables from such folders.
 
-    python -m llada.harness --tasks gsm8k piqa --task_file test.jsonl dev.jsonl --ckpt out/cocommit --out runs/cocommit
+    python -m released.harness --tasks gsm8k piqa --task_file test.jsonl dev.jsonl --ckpt out/cocommit --out runs/mine
 
 The same by lm-eval's own command, which finds the name of our model in the task's file:
 
     lm_eval run --model cocommit --model_args ckpt=out/cocommit,out=runs/cocommit --device cuda --apply_chat_template \\
-        --tasks llada/tasks/gsm8k.yaml --metadata gsm8k=test.jsonl \\
+        --tasks released/tasks/gsm8k.yaml --metadata gsm8k=test.jsonl \\
         --log_samples --output_path runs/cocommit/results.json
 
 Code that a model wrote never runs in this process: for HumanEval+ and MBPP+ this command leaves samples in EvalPlus's
@@ -39,10 +39,10 @@ from lib.util import (
     read_lines,
     write_json,
 )
-from llada.ablation import MECHANISM, decoder_of, row_of
-from llada.chat import chat
-from llada.tables import HEAD, TASKS, Run, digest, measured, read_runs
 from prepare import read_records
+from released.ablation import MECHANISM, decoder_of, row_of
+from released.chat import chat
+from released.tables import HEAD, TASKS, Run, digest, measured, read_runs
 from sample import check_prompt, generate
 
 try:

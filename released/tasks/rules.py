@@ -35,7 +35,7 @@ def filtered(find: Callable[[str, dict], str | None]) -> Callable:
 
 
 def scored(answer: str, **scores: float) -> dict[str, float]:
-    """What lm-eval logs of an item: its scores, and the tokens and forwards of its answer (llada/harness.py)."""
+    """What lm-eval logs of an item: its scores, and the tokens and forwards of its answer (released/harness.py)."""
     return scores | answer.cost
 
 

@@ -1,7 +1,7 @@
 """Put the released chat template around a text, to ask a converted checkpoint.
 
 python sample.py --ckpt weights/llada2.1-mini --dtype bf16 --gen_length 2048 \\
-    --prompt "$(python -m llada.chat 'Write a quicksort.')"
+    --prompt "$(python -m released.chat 'Write a quicksort.')"
 """
 
 from lib.util import Parser, command

@@ -1,9 +1,9 @@
 """The rows of the paper's Table 2, and that table on names, where every answer can be judged.
 
 A row says whose weights decode, with which gates, and by which step. Two of the steps are defined here, the others in
-sample.py. llada/harness.py answers a benchmark as any of these rows does. Causal Stage B has no row.
+sample.py. released/harness.py answers a benchmark as any of these rows does. Causal Stage B has no row.
 
-    python -m llada.ablation --ckpt assets/names/paper      # or your own: python train.py --n_last 3
+    python -m released.ablation --ckpt assets/names/paper      # or your own: python train.py --n_last 3
 """
 
 from collections.abc import Callable

@@ -18,9 +18,9 @@ from datasets import Dataset
 from lm_eval.api.registry import register_model
 
 from lib.util import WALK, fail, reading
-from llada.harness import CoCommit
-from llada.tasks.rules import numbers, plain
 from prepare import read_records
+from released.harness import CoCommit
+from released.tasks.rules import numbers, plain
 
 register_model("cocommit")(CoCommit)
 

@@ -18,9 +18,9 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed: `make test-benc
 from lm_eval.__main__ import cli_evaluate
 
 from lib.util import Mistake, read_json, write_json
-from llada import harness, tables
-from llada.ablation import BASE, COCOMMIT
-from llada.tasks import docs, rules
+from released import harness, tables
+from released.ablation import BASE, COCOMMIT
+from released.tasks import docs, rules
 
 FILES = {
     "gsm8k": "gsm8k/test.jsonl",

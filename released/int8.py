@@ -1,7 +1,7 @@
 """Weights in int8: the released 16 B parameters take 16.6 GB, for a 24 GB GPU or a laptop with 32 GB.
 
-    # sample.py and llada.harness take it as their --ckpt
-    python -m llada.int8 --src weights/llada2.1-mini --out weights/mini-int8
+    # sample.py and released.harness take it as their --ckpt
+    python -m released.int8 --src weights/llada2.1-mini --out weights/mini-int8
 
 Every matrix (MLPs, attention, output layer) is stored as lib/int8.py describes; all else stays as it is.
 """

@@ -1,5 +1,5 @@
 """Two processes, as torchrun starts them, give what one gives; what a dying one leaves.
-`pytest tests/llada/test_parallel.py`
+`pytest tests/released/test_parallel.py`
 """
 
 import multiprocessing
@@ -16,13 +16,13 @@ from resuming import end_state, toy_rows
 
 import checkpoint
 import train
-from llada import parallel
+from released import parallel
 
 # Two processes differ from one by the order in which float32 sums are taken: 6e-8 a term, up to 1e-6 seen in a log.
 CLOSE = dict(rel=1e-5, abs=1e-6)
 # processes are forked from one that has imported everything, and trained nothing
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["llada.parallel"])
+SERVER.set_forkserver_preload(["released.parallel"])
 EVAL_ROWS = 16  # in a validation
 
 
@@ -47,7 +47,7 @@ def work(rank: int, port: int, said: Path, argv: list[str], dies: tuple[int, int
 
 
 def two(folder: Path, *argv: object, dies: tuple[int, int] = (0, -1)) -> tuple[list[int], str]:
-    """`torchrun --nproc_per_node 2 -m llada.parallel *argv` -> the two exit codes, and what is printed."""
+    """`torchrun --nproc_per_node 2 -m released.parallel *argv` -> the two exit codes, and what is printed."""
     said = folder / "said.txt"
     said.unlink(missing_ok=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -88,7 +88,7 @@ def test_one_process_then_two_then_one_is_one_run(toy, tmp_path, monkeypatch, ca
     codes, said = two(tmp_path, *run, "--out_dir", tmp_path / "b", dies=(signal.SIGTERM, 2))
     assert codes == [130, 130] and said.count("saved at step 3 of 6") == 1, said
     resume = ["--init_from", "resume", "--out_dir", tmp_path / "b"]
-    again = "go on with: python -m torch.distributed.run --nproc_per_node 2 -m llada.parallel"
+    again = "go on with: python -m torch.distributed.run --nproc_per_node 2 -m released.parallel"
     assert f"{again} {' '.join(map(str, resume))}" in said
     call(*resume)
     assert_same_run(tmp_path / "a", tmp_path / "b")

@@ -1,4 +1,4 @@
-"""The paper's tables from samples made by hand, and the statistics. `pytest tests/llada/test_tables.py`"""
+"""The paper's tables from samples made by hand, and the statistics. `pytest tests/released/test_tables.py`"""
 
 import json
 from pathlib import Path
@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from common import caller, refused
 
-from llada import harness, tables
-from llada.ablation import BASE, COCOMMIT, MECHANISM
-from llada.tables import PAPER, TASKS
+from released import harness, tables
+from released.ablation import BASE, COCOMMIT, MECHANISM
+from released.tables import PAPER, TASKS
 
 
 def write_run(folder: Path, task: str, row: str, correct: list, full: int, n_last: int = 3) -> None:

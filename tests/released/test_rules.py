@@ -1,11 +1,11 @@
-r"""Answers by hand: what each filter reads in a model's text, and whether it is right. `pytest tests/llada`"""
+r"""Answers by hand: what each filter reads in a model's text, and whether it is right. `pytest tests/released`"""
 
 import time
 
 import pytest
 
-from llada.harness import Answer
-from llada.tasks import rules
+from released.harness import Answer
+from released.tasks import rules
 
 
 def verdict(kind: str, answer: str, doc: dict) -> tuple[str, dict]:
