@@ -15,15 +15,18 @@ from pathlib import Path
 
 import train
 from corrupt import M, kinds_apart, three_term_loss
+from decoding import SETTINGS
 from lib.rows import Batch
 from lib.util import bounded, command, fail, read_json, uniform
 from model import Model
-from train import Losses, batch_context, corrupt_batch
+from train import Losses, corrupt_batch
 
 
 def base_step(model: Model, batch: Batch, args: Namespace) -> Losses:
     """Eq. 1 in Stage A."""
-    z, kind = corrupt_batch(model, batch, args, args.mask_power)
+    # the Context in which the model drafts, if it does
+    ctx = model.context(batch.real) if args.corruption == "draft" else None
+    z, kind = corrupt_batch(model, batch, ctx, args, args.mask_power)
 
     # some rows are read from left to right, in blocks of one token, and the model fills all of their positions
     one_by_one = None
@@ -33,7 +36,10 @@ def base_step(model: Model, batch: Batch, args: Namespace) -> Losses:
         z = z.masked_fill(asked, model.cfg.mask_id)
         kind = kind.masked_fill(asked, M)
 
-    ctx = batch_context(model, batch, args, one_by_one)
+    if args.context == "clean":
+        ctx = model.read_clean(batch.clean, batch.real, one_by_one)
+    else:
+        ctx = model.context(batch.real)
     stage_a = model.last_n(model.prefix(z, ctx), ctx)
     loss, ce = three_term_loss(model, stage_a, batch.clean, kind, fill=kind == M)
     return loss, kinds_apart(ce, None, kind)
@@ -48,6 +54,8 @@ def main() -> None:
         help="the share of rows that are read from left to right, in blocks of one token")  # fmt: skip
     add("--mask_power", type=bounded(float, 0.01), default=1.0,
         help="a block's mask ratio is a draw from U(0, 1) to this power; below 1 there are more masks")  # fmt: skip
+    add("--decoder", choices=SETTINGS, default="llada",
+        help="how it decodes: llada fills and edits by gates; left: a token a step, from the left")  # fmt: skip
     args = train.read_arguments(parser)
     if args.resume and "one_by_one" not in read_json(Path(args.out_dir) / "train.json", "training run"):
         fail(f"{args.out_dir} is a run of train.py: resume it with train.py")

@@ -16,8 +16,6 @@ has changed a token, as it always has without edits, the block is read once more
 """
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -25,10 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from config import Config
-from model import Context, Model, rotary
+from lib.util import fail, generator
+from model import Context, Model, block_causal_mask, rotary
 
-# R rows that are being decoded, T positions of a pass, P chosen positions of a block, B block_length, S keys,
-# C channels, G key/value heads, D head dim, L layers, n = n_last, K = n_rounds
+# R rows that are being decoded, T positions of a pass, B block_length, S keys, C channels, G key/value heads,
+# D head dim, L layers, n = n_last, K = n_rounds
+
+PIECE = 512  # so many tokens of a prompt are read at a time, in whole blocks
 
 
 # --- keys and values
@@ -51,8 +52,8 @@ class KVCache:
         slots = cfg.n_layer + max(0, n_rounds - 1) * cfg.n_last
         shape = (2, slots, len(lengths), cfg.n_kv_head, self.B, cfg.head_dim)
         self.kv = torch.zeros(shape, device=device, dtype=dtype)  # (2, slots, R, G, room, D): keys, then values
-        self.filling: list[int] = []  # while a prompt is read: the rows that have this prompt
-        self.places: Tensor | None = None  # (R, P) int64: which positions of the block a pass reads; None: all
+        # while a prompt is read: the rows that have this prompt, and how many of its tokens have been read
+        self.filling: tuple[list[int], int] | None = None
         self.set_lengths(lengths)
 
     def set_lengths(self, lengths: list[int]) -> None:
@@ -64,21 +65,19 @@ class KVCache:
             self.kv = F.pad(self.kv, (0, 0, 0, self.used))
         self.context = self.build_context()
 
-    def keys(self, layer: int, i_round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v (R, G, T, D) of this pass -> what it attends to, (R, G, S, D) each: the current block comes first."""
-        kv = self.kv[:, layer + i_round * self.cfg.n_last]  # round 0 has the slots 0..L-1, a further one the next n
+    def add_keys(self, slot: int, i_round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k, v (R, G, T, D) of this pass -> what it attends to, (R, G, S, D) each; see Context.add_keys."""
+        kv = self.kv[:, slot + i_round * self.cfg.n_last]  # round 0 has the slots 0..L-1, a further one the next n
         new = torch.stack([k, v])
 
-        # the complete blocks of a prompt are finished blocks of these rows
+        # a piece of a prompt: its blocks are finished blocks of these rows, after those that have been read
         if self.filling:
-            kv[:, self.filling, :, self.B : self.B + k.shape[2]] = new
-            return k, v
+            rows, read = self.filling
+            end = self.B + read + k.shape[2]
+            kv[:, rows, :, self.B + read : end] = new
+            return kv[:, rows[:1], :, self.B : end].unbind()
 
-        current = kv[:, :, :, : self.B]
-        if self.places is None:
-            current.copy_(new)
-        else:
-            current.scatter_(3, self.places[None, :, None, :, None].expand_as(new), new)
+        kv[:, :, :, : self.B] = new
         return kv[:, :, :, : self.used].unbind()
 
     def close(self, rows: list[int]) -> None:
@@ -107,7 +106,7 @@ class KVCache:
         if self.cfg.window:
             blocks_back = length // self.B - key // self.B
             mask = mask & ((key < 0) | (blocks_back * self.B < self.cfg.window))
-        return Context(cos, sin, mask, self.keys, n_rounds=self.n_rounds)
+        return Context(cos, sin, mask, self.add_keys, n_rounds=self.n_rounds)
 
 
 # --- forwards of the current blocks
@@ -133,41 +132,34 @@ class Engine:
     def read_prompt(self, rows: list[int], ids: Tensor) -> None:
         """Read the complete blocks of these rows' prompt, ids (1, T). This is not a forward of decoding, and is not
         counted."""
-        self.cache.filling = rows
-        ctx = replace(self.model.context(torch.ones_like(ids, dtype=torch.bool)), keys=self.cache.keys)
-        h = self.model.prefix(ids, ctx)
-        for i in range(max(1, self.n_rounds)):  # finished positions are unmarked in every round
-            h = self.model.last_n(h, replace(ctx, i_round=i))
-        self.cache.filling = []
+        B = self.cfg.block_length
+        piece = max(1, PIECE // B) * B
+        for at, part in zip(range(0, ids.shape[1], piece), ids.split(piece, dim=1), strict=True):
+            end = at + part.shape[1]
+            self.cache.filling = (rows, at)
+            cos, sin = rotary(self.cfg, torch.arange(at, end, device=ids.device), self.model.compute_dtype)
+            mask = block_causal_mask(end, B, self.cfg.window or end, ids.device, first=at)
+            ctx = Context(cos, sin, mask, self.cache.add_keys)
+            h = self.model.prefix(part, ctx)
+            for i in range(max(1, self.n_rounds)):  # finished positions are unmarked in every round
+                h = self.model.last_n(h, replace(ctx, i_round=i))
+        self.cache.filling = None
 
     def stage_a(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """One full forward: z (R, B) -> prefix states and final states, (R, B, C) each."""
         h = self.model.prefix(z, self.cache.context)
-        self.final = self.model.last_n(h, self.cache.context)
-        return h, self.final
+        self.states = self.model.last_n(h, self.cache.context)
+        return h, self.states
 
     def stage_b(self, h: Tensor, bundle: Tensor, tokens: Tensor) -> Tensor:
-        """Stage B on these prefix states h (R, B, C), see Model.coordinate: final states (R, B, C)."""
-        with self.own_keys():
-            return self.model.coordinate(h, bundle, tokens, self.cache.context)
-
-    @contextmanager
-    def own_keys(self) -> Iterator[None]:
-        """Inside, Stage B writes keys of its own for the current block. Afterwards they are Stage A's again."""
+        """Stage B on these prefix states h (R, B, C), see Model.coordinate: final states (R, B, C). The keys that it
+        leaves for the current block are its own, so afterwards those of Stage A are put back."""
         first = self.cfg.n_layer - self.cfg.n_last
         current = self.cache.kv[:, first:, :, :, : self.cfg.block_length]
         unmarked = current.clone()
-        yield
+        states = self.model.coordinate(h, bundle, tokens, self.cache.context)
         current.copy_(unmarked)
-
-    @contextmanager
-    def reading_at(self, places: Tensor) -> Iterator[Context]:
-        """Inside, a pass reads only these positions of the block, (R, P) int64, in this Context."""
-        self.cache.places = places
-        ctx = self.cache.context
-        index = places[..., None, None].expand(-1, -1, 1, ctx.cos.shape[-1])
-        yield replace(ctx, cos=ctx.cos.gather(1, index), sin=ctx.sin.gather(1, index))
-        self.cache.places = None
+        return states
 
     def close(self, rows: list[int], z: Tensor, changed: bool) -> None:
         """The blocks z (R, B) of `rows` are finished. changed: did the last step change any of them?"""
@@ -175,7 +167,7 @@ class Engine:
             self.stage_a(z)
 
         # make their keys of the further rounds
-        h = self.final
+        h = self.states
         for i in range(1, self.n_rounds):
             h = self.model.last_n(h, replace(self.cache.context, i_round=i))
         self.cache.close(rows)
@@ -183,7 +175,7 @@ class Engine:
     def keep(self, rows: list[int]) -> None:
         """Drop the other rows, which are finished."""
         self.cache.keep(rows)
-        self.final = self.final[rows]
+        self.states = self.states[rows]
 
     def several(self, U: int) -> "Engine":
         """A new engine with U copies of each row side by side; this one stays as it is."""
@@ -192,7 +184,47 @@ class Engine:
         other.keep([row for row in range(len(self.cache.lengths)) for _ in range(U)])
         return other
 
-    def reorder(self, rows: Tensor) -> None:
-        """Give each row the current block's keys of another row with the same finished blocks: rows (R,) int64."""
-        current = self.cache.kv[:, :, :, :, : self.cfg.block_length]
-        current.copy_(current[:, :, rows])
+
+# --- is what is trained what decodes?
+@torch.no_grad()
+def check_stage_b(model: Model) -> None:
+    """Refuse a Stage B that computes something else in training, where whole rows are read beside their clean copy,
+    than in decoding, where a block is read after the finished ones before it, beside blocks of other rows. It is tried
+    with noise on Stage B's own parameters, for what is zero would hide a mistake. Raises Mistake."""
+    B = model.cfg.block_length
+    device = model.wte.weight.device
+    g = generator("check_stage_b")
+    own = {name: tensor.clone() for name, tensor in model.own().items()}
+    for tensor in model.own().values():
+        tensor += (0.1 * torch.randn(tensor.shape, generator=g)).to(tensor)
+    dtype, model.compute_dtype = model.compute_dtype, torch.float32
+
+    # training: three rows of three blocks, in which a third of the tokens are masks, and most masks are the bundle
+    clean = torch.randint(model.cfg.vocab_size, (3, 3 * B), generator=g).to(device)
+    chance = torch.rand(clean.shape, generator=g).to(device)
+    chance[:, ::B] = 0.0  # each block has one
+    z = clean.masked_fill(chance < 0.33, model.cfg.mask_id)
+    bundle = chance < 0.25
+    tokens = torch.where(bundle, clean, z)
+    ctx = model.read_clean(clean, torch.ones_like(bundle))
+    trained = model.logits(model.coordinate(model.prefix(z, ctx), bundle, tokens, ctx))
+
+    # decoding: the rows together, each in another block
+    row = torch.arange(3, device=device)[:, None]
+    place = row * B + torch.arange(B, device=device)
+    engine = Engine(model, [clean[r, : r * B].tolist() for r in range(3)], model.cfg.n_rounds)
+    h, _ = engine.stage_a(z[row, place])
+    keys = engine.cache.kv.clone()
+    decoded = model.logits(engine.stage_b(h, bundle[row, place], tokens[row, place]))
+    intact = torch.equal(engine.cache.kv, keys)
+    off = float((decoded - trained[row, place]).abs().max() / trained.std())
+
+    for name, tensor in own.items():
+        model.own()[name].copy_(tensor)
+    model.compute_dtype = dtype
+    if not intact:
+        fail("Stage B leaves keys of its own in the place of Stage A's: a layer of it has the slot of a layer that it "
+             "does not run again")  # fmt: skip
+    if not off < 1e-3:
+        fail(f"Stage B computes something else in training than in decoding: its logits differ by {off:.2g} of their "
+             f"spread. It may read other blocks than its own, or later tokens; see cache.check_stage_b")  # fmt: skip

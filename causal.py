@@ -14,10 +14,11 @@ In training x_{i-1} is the right token. So the paper's own sum of cross-entropie
 -log prod p(x_i | x_<i) = -log p(bundle), by the chain rule. This is a joint loss: at its optimum no total correlation
 is lost (results/theorem).
 
-In decoding x_{i-1} is a draft at first, which is Stage A's token. A pass of Stage B reads the next `lookahead`
-positions that are not final, with their drafts. A token is final when all tokens that it has read are final. These
-are the tokens that one would get from left to right, one at a time (Jacobi decoding). Stage B's keys of final positions
-are kept, so no position is read again once it is final. Each pass costs n/L of a forward.
+In decoding x_{i-1} is a draft at first, which is Stage A's token. A pass of Stage B is `coordinate`, as in training: it
+reads the whole block, and gives a token for every draft. The leftmost token that differs from its draft is final, and
+so are all before it, for they have read final tokens alone. The tokens found are the drafts of the next pass. In the
+end these are the tokens that one would get from left to right, one at a time (Jacobi decoding). Each pass costs n/L of
+a forward.
 
 What else is not the paper's:
 
@@ -43,15 +44,14 @@ from torch import Tensor, nn
 from cache import Engine
 from config import Config
 from corrupt import kinds, of_blocks
-from decoding import Decoding, Step, candidates
+from decoding import CAUSAL, Decoding, Step, candidates
 from lib.rows import Batch
 from lib.util import fail, uniform
 from model import Context, Layer, Model
 
-# R rows, T positions, B block_length, P positions of a pass, U texts of a beam, S keys, C channels, V vocabulary,
-# n = n_last
+# R rows, T positions, B block_length, U texts of a beam, S keys, C channels, V vocabulary, n = n_last
 
-HOLE_SHARE = 0.5  # of the blocks that are not masked whole, the share in which masks are anywhere: see blocks_to_write
+HOLE_SHARE = 0.5  # of the blocks that are not masked whole, the share in which masks are anywhere: see corrupt_and_draw
 
 
 # --- what a position of the bundle is shown, and whom it sees
@@ -82,107 +82,107 @@ def bundle_mask(bundle: Tensor, ctx: Context) -> Tensor:
 
 # --- the model
 class CausalModel(Model):
+    fixed = dict(corruption="mask", context="clean")
+    settings = CAUSAL
+    unread = ("select", "tau_t2t")
+
     def __init__(self, cfg: Config):
         if cfg.n_rounds != 1:
             fail(f"causal Stage B has one marker: give --n_rounds 1, not {cfg.n_rounds}")
         super().__init__(cfg)
-        # its own last n layers, and Show, which takes the embedding of the token on the left
-        self.layers_b = nn.ModuleList(Layer(cfg, i) for i in range(cfg.n_layer - cfg.n_last, cfg.n_layer))
+        # its own last n layers, which read Stage A's keys of the blocks before a block
+        first = cfg.n_layer - cfg.n_last
+        self.layers_b = nn.ModuleList(Layer(cfg, i) for i in range(first, cfg.n_layer))
+        for i, layer in enumerate(self.layers_b):
+            layer.attn.slot = first + i
+        # Show, which takes the embedding of the token on the left
         self.show = nn.Parameter(torch.zeros(cfg.n_embd, cfg.n_embd))
-
-    def coordinate(self, h: Tensor, bundle: Tensor, tokens: Tensor, ctx: Context) -> Tensor:
-        """Stage B in one pass. Its layers read Stage A's keys of the blocks before a block.
-
-        h (R, T, C): prefix states. bundle (R, T) bool. tokens (R, T) int64: right tokens or drafts in the bundle, and z
-        elsewhere -> (R, T, C)
-        """
-        before = token_before(tokens, self.cfg.block_length, self.cfg.mask_id)
-        sees = bundle_mask(bundle, ctx)
-        return self.run_layers(self.mark(h, bundle, before), replace(ctx, mask=sees), self.layers_b)
-
-    def mark(self, h: Tensor, bundle: Tensor, before: Tensor) -> Tensor:
-        """The states with the marker and the token before, in the bundle: h (R, T, C), bundle and before (R, T)."""
-        shown = F.rms_norm(self.wte(before).float(), [self.cfg.n_embd])
-        note = self.markers[0] + F.linear(shown, self.show.float())
-        size = h.float().square().mean(-1, keepdim=True).sqrt()
-        return h + bundle[..., None] * (size * note).to(h.dtype)
-
-    def told(self, clean: Tensor, states: Tensor) -> Tensor:
-        """The right tokens: no position sees its own, nor one on its right."""
-        return clean
-
-    def adapt(self, r: int, generator: torch.Generator) -> None:
-        """Freeze the base, and let learn what is beside it. There is no LoRA, so its rank r does nothing."""
-        super().adapt(0, generator)
 
     def begin_from(self, state: dict[str, Tensor]) -> None:
         """As Model.begin_from, but its own layers begin as a copy of the base's last n."""
         first = self.cfg.n_layer - self.cfg.n_last
-        for name in self.state_dict():
+        for name in self.own():
             if name.startswith("layers_b."):
                 _, i, rest = name.split(".", 2)
                 state.setdefault(name, state[f"layers.{first + int(i)}.{rest}"].clone())
         super().begin_from(state)
 
+    def adapt(self, r: int, generator: torch.Generator) -> None:
+        """Freeze the base, and let learn what is beside it. There is no LoRA, so its rank r does nothing."""
+        super().adapt(0, generator)
 
-# --- training: train.cocommit_step, with these masks and this bundle
-def blocks_to_write(model: CausalModel, batch: Batch, args: Namespace) -> tuple[Tensor, Tensor, Tensor]:
-    """What the model is shown, and the bundle: z, kind and bundle, (R, T) each. A random number picks how a block is
-    masked. All of its masks are the bundle, as in decoding.
+    def coordinate(self, h: Tensor, bundle: Tensor, tokens: Tensor, ctx: Context) -> Tensor:
+        """Stage B in one pass.
 
-    to write it whole   ▒▒▒▒▒▒▒▒    a share of whole_share
-    to continue it      abc▒▒▒▒▒    masked from a random place on
-    to fill holes       a▒c▒e▒gh    each position with a probability from U(0, 1)
-    """
-    T = batch.clean.shape[1]
-    B = model.cfg.block_length
-    which = of_blocks(batch.draws, T, B)
-    whole = which < args.whole_share
-    as_holes = which >= args.whole_share + (1 - args.whole_share) * (1 - HOLE_SHARE)
+        h (R, T, C): prefix states. bundle (R, T) bool. tokens (R, T) int64: right tokens or drafts in the bundle, and z
+        elsewhere -> (R, T, C)
+        """
+        # the note: you are written together, and this token is before you. It is scaled to the size of the state
+        before = token_before(tokens, self.cfg.block_length, self.cfg.mask_id)
+        shown = F.rms_norm(self.wte(before).float(), [self.cfg.n_embd])
+        note = self.markers[0] + F.linear(shown, self.show.float())
+        size = h.float().square().mean(-1, keepdim=True).sqrt()
+        h = h + bundle[..., None] * (size * note).to(h.dtype)
+        return self.run_layers(h, replace(ctx, mask=bundle_mask(bundle, ctx)), self.layers_b)
 
-    # u: in a block with holes the share of masks; in a block to continue the place where they begin
-    u = of_blocks(batch.draws, T, B)
-    place = torch.arange(T) % B
-    holes = uniform(batch.draws, T) < u
-    rest = place >= (u * B).long()
-    masked = whole | torch.where(as_holes, holes, rest)
+    def told(self, clean: Tensor, states: Tensor) -> Tensor:
+        """The right tokens: no position sees its own, nor one on its right."""
+        return clean
 
-    bundle = batch.corruptible & masked.to(batch.clean.device)
-    z = batch.clean.masked_fill(bundle, model.cfg.mask_id)
-    return z, kinds(batch.clean, z, batch.corruptible, model.cfg.mask_id), bundle
+    # --- training: train.cocommit_step, with these masks and this bundle
+    def corrupt_and_draw(self, batch: Batch, ctx: Context, args: Namespace) -> tuple[Tensor, Tensor, Tensor]:
+        """What the model is shown, and the bundle: z, kind and bundle, (R, T) each. A random number picks how a block
+        is masked. All of its masks are the bundle, as in decoding.
 
+        to write it whole   ▒▒▒▒▒▒▒▒    a share of whole_share
+        to continue it      abc▒▒▒▒▒    masked from a random place on
+        to fill holes       a▒c▒e▒gh    each position with a probability from U(0, 1)
+        """
+        T = batch.clean.shape[1]
+        B = self.cfg.block_length
+        which = of_blocks(batch.draws, T, B)
+        whole = which < args.whole_share
+        as_holes = which >= args.whole_share + (1 - args.whole_share) * (1 - HOLE_SHARE)
 
-# --- decoding
-def causal_denoise(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
-    """One step on the current blocks z (R, B) int64, as sample.denoise. All masks of a block are the bundle.
+        # u: in a block with holes the share of masks; in a block to continue the place where they begin
+        u = of_blocks(batch.draws, T, B)
+        place = torch.arange(T) % B
+        holes = uniform(batch.draws, T) < u
+        rest = place >= (u * B).long()
+        masked = whole | torch.where(as_holes, holes, rest)
 
-    Stage B takes passes until all tokens that may be written are final. Then the step writes the longest run of them:
-    from the left, as many as have a joint probability above tau_m2t, and at least one. (given is not used: nothing is
-    edited.)
-    """
-    model = engine.model
-    masked = z == model.cfg.mask_id
+        bundle = batch.corruptible & masked.to(batch.clean.device)
+        z = batch.clean.masked_fill(bundle, self.cfg.mask_id)
+        return z, kinds(batch.clean, z, batch.corruptible, self.cfg.mask_id), bundle
 
-    # Stage A: one full forward, whose tokens are the first drafts. Both stages draw by the same random numbers, so that
-    # most drafts stay. (sample.denoise must not do this: there Stage A's draw decides what is written. Here drafts
-    # decide how many passes are taken, and not what is written.)
-    h, states = engine.stage_a(z)
-    token_a, conf_a = candidates(never_mask(model.logits(states), model), u[:, 1], d)
-    drafts = torch.where(masked, token_a, z)
+    # --- decoding
+    def denoise(self, engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding) -> Step:
+        """One step on the current blocks z (R, B) int64, as sample.denoise. All masks of a block are the bundle.
 
-    if d.beam > 1:
-        token, conf, passes = beam_search(engine.several(d.beam), h, masked, drafts, d.beam)
-        final = torch.ones_like(masked)
-    else:
-        with engine.own_keys():
+        Stage B takes passes until all tokens that may be written are final. Then the step writes the longest run of
+        them: from the left, as many as have a joint probability above tau_m2t, and at least one. (given is not used:
+        nothing is edited.)
+        """
+        masked = z == self.cfg.mask_id
+
+        # Stage A: one full forward, whose tokens are the first drafts. Both stages draw by the same random numbers, so
+        # that most drafts stay. (sample.denoise must not do this: there Stage A's draw decides what is written. Here
+        # drafts decide how many passes are taken, and not what is written.)
+        h, states = engine.stage_a(z)
+        token_a, conf_a = candidates(never_mask(self.logits(states), self), u[:, 1], d)
+        drafts = torch.where(masked, token_a, z)
+        if d.beam > 1:
+            token, conf, passes = beam_search(engine.several(d.beam), h, masked, drafts, d.beam)
+            final = torch.ones_like(masked)
+        else:
             token, conf, final, passes = passes_until_final(engine, h, masked, drafts, u[:, 1], d)
 
-    # write the longest run, and at least its first token
-    sure = masked & final & (conf.log().cumsum(-1) > d.log_gate)
-    written = sure | (masked & (masked.cumsum(-1) == 1))
-    after = torch.where(written, token, z)
-    over = ~(after == model.cfg.mask_id).any(-1)
-    return Step(z, after, written, torch.zeros_like(masked), token, conf, token_a, conf_a, passes, over)
+        # write the longest run, and at least its first token
+        sure = masked & final & (conf.log().cumsum(-1) > d.log_gate)
+        written = sure | (masked & (masked.cumsum(-1) == 1))
+        after = torch.where(written, token, z)
+        over = ~(after == self.cfg.mask_id).any(-1)
+        return Step(z, after, written, torch.zeros_like(masked), token, conf, token_a, conf_a, passes, over)
 
 
 def never_mask(logits: Tensor, model: Model) -> Tensor:
@@ -191,110 +191,73 @@ def never_mask(logits: Tensor, model: Model) -> Tensor:
     return logits
 
 
-def one_pass(engine: Engine, h: Tensor, masked: Tensor, token: Tensor, places: Tensor) -> Tensor:
-    """A pass of Stage B over some positions of the block: places (R, P) int64 -> their logits (R, P, V).
-
-    It leaves their keys in the engine. A position reads those of earlier blocks, and of its own block those that
-    bundle_mask allows, which an earlier pass or this one has made.
-    """
-    model = engine.model
-    with engine.reading_at(places) as ctx:
-        before = token_before(token, model.cfg.block_length, model.cfg.mask_id)
-        sees = bundle_mask(masked, engine.cache.context)
-        sees = sees.expand(len(h), -1, -1, -1).gather(2, places[:, None, :, None].expand(-1, 1, -1, sees.shape[-1]))
-        picked = h.gather(1, places[..., None].expand(-1, -1, h.shape[-1]))
-        marked = model.mark(picked, masked.gather(1, places), before.gather(1, places))
-        states = model.run_layers(marked, replace(ctx, mask=sees), model.layers_b)
-    return never_mask(model.logits(states), model)
-
-
-def next_places(final: Tensor, masked: Tensor, lookahead: int, first: bool) -> Tensor:
-    """Which positions a pass reads: the next `lookahead` that are not final. The first pass reads those outside the
-    bundle, too, so it reads the whole block if there are any. (R, B) bool -> (R, P) int64
-
-    A row with fewer than P reads some of its final positions again, with the same keys.
-    """
-    P = final.shape[1] if first and not masked.all() else min(lookahead, final.shape[1])
-    return final.long().argsort(dim=-1, stable=True)[:, :P]  # the first False of 1 1 0 0 0 is place 2
-
-
 def passes_until_final(
-    engine: Engine, h: Tensor, masked: Tensor, token: Tensor, u: Tensor, d: Decoding
+    engine: Engine, h: Tensor, masked: Tensor, drafts: Tensor, u: Tensor, d: Decoding
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Take passes until every token that may be written is final.
 
-    token (R, B) int64: the first drafts -> tokens, their probabilities, and which are final, (R, B) each; passes (R,).
+    drafts (R, B) int64 -> tokens, their probabilities, and which are final, (R, B) each; passes (R,).
     """
-    conf = torch.ones(token.shape, device=token.device)
+    conf = torch.ones(drafts.shape, device=drafts.device)
     final = ~masked
     passes = torch.zeros_like(conf[:, 0])
     while True:
-        # a row is done when all its tokens are final, or when the joint probability of the final ones is not above the
-        # gate, because then no later token can be written; but each row with masks takes a pass
+        # a row needs no more passes when all its tokens are final, or when the joint probability of the final ones is
+        # not above the gate, because then no later token can be written; but each row with masks takes one
         log_p = torch.where(final, conf, 1.0).log().sum(-1)
         live = ~final.all(-1) & ((log_p > d.log_gate) | (passes == 0))
         if not live.any():
-            return token, conf, final, passes
+            return drafts, conf, final, passes
 
-        # one pass: each position reads the draft on its left. In a first pass more may be read, for the keys alone: so
-        # a row takes as many passes as it takes alone
-        width = d.lookahead or token.shape[1]
-        places = next_places(final, masked, width, not passes.any())
-        found, p = candidates(one_pass(engine, h, masked, token, places), u.gather(1, places), d)
-        asked = ~final & ((~final).cumsum(-1) <= width)
-        new = live[:, None] & asked.gather(1, places)
-        draft = token.gather(1, places)
-        found = torch.where(new, found, draft)
+        # a pass: each position reads the draft on its left. What is final stays
+        logits = never_mask(engine.model.logits(engine.stage_b(h, masked, drafts)), engine.model)
+        found, p = candidates(logits, u, d)
+        new = live[:, None] & ~final
+        found = torch.where(new, found, drafts)
+        conf = torch.where(new, p, conf)
 
         # the first token that differs from its draft is final, and all before it are: they have read only final tokens
         #     differs  0 0 1 0 1    differs.cumsum - differs  0 0 0 1 1    final  1 1 1 0 0
-        differs = (found != draft).long()
-        now_final = new & (differs.cumsum(-1) - differs == 0)
-        token = token.scatter(1, places, found)
-        conf = conf.scatter(1, places, torch.where(new, p, conf.gather(1, places)))
-        final = final.scatter(1, places, final.gather(1, places) | now_final)
+        differs = (found != drafts).long()
+        final = final | (new & (differs.cumsum(-1) - differs == 0))
+        drafts = found
         passes = passes + live
 
 
-def beam_search(
-    engine: Engine, h: Tensor, masked: Tensor, token: Tensor, U: int
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def beam_search(engine: Engine, h: Tensor, masked: Tensor, token: Tensor, U: int) -> tuple[Tensor, Tensor, Tensor]:
     """Fill the block from left to right by the likeliest text that a beam of U texts finds. Stage A has run once for
-    all of them, and a pass of Stage B reads one position of each. The beam ends with the block.
+    all of them. The beam ends with the block.
 
     engine: with U rows for each row of h (R, B, C), masked (R, B) bool and token (R, B) int64 -> tokens and their
     probabilities, (R, B) each; passes (R,).
     """
-    R = len(h)
-    row = torch.arange(R, device=h.device)
+    R, B = masked.shape
+    row = torch.arange(R, device=h.device)[:, None]
     h, masked, token = (of.repeat_interleave(U, dim=0) for of in (h, masked, token))
     conf = torch.ones(token.shape, device=h.device)
-    final = ~masked
     # the texts of a beam are the same at first, so only one may count
     score = torch.full((R, U), -math.inf, device=h.device)
     score[:, 0] = 0.0
-    while not final.all():
-        # the log-probabilities of each text's next token; a text that is full goes on as it is
-        full = final.all(-1, keepdim=True)
-        place = final.long().argmin(-1, keepdim=True)  # (R*U, 1)
-        places = next_places(final, masked, 1, bool((final == ~masked).all()))
-        logits = one_pass(engine, h, masked, token, places)
-        at = (places == place).long().argmax(-1)
-        log_p = logits[torch.arange(R * U, device=h.device), at].log_softmax(-1)
-        stays = torch.full_like(log_p, -math.inf).scatter(1, token.gather(1, place), 0.0)
-        log_p = torch.where(full, stays, log_p)
+    for i in range(B):
+        if not masked[:, i].any():
+            continue
+
+        # the log-probabilities of each text's next token; a text that has a token here goes on with that
+        logits = never_mask(engine.model.logits(engine.stage_b(h, masked, token)[:, i]), engine.model)
+        log_p = logits.log_softmax(-1)  # (R*U, V)
+        stays = torch.full_like(log_p, -math.inf).scatter(1, token[:, [i]], 0.0)
+        log_p = torch.where(masked[:, [i]], log_p, stays)
 
         # the best continuations of each beam: which text each continues, and by which token
         V = log_p.shape[-1]
         score, best = (score[..., None] + log_p.view(R, U, V)).flatten(1).topk(U, dim=-1)
-        parent = (row[:, None] * U + best // V).flatten()
-        new = (best % V).view(-1, 1)
-        engine.reorder(parent)
-        token = token[parent].scatter(1, place, new)
+        parent = (row * U + best // V).flatten()
+        new = (best % V).flatten()
+        token = token[parent]
+        token[:, i] = new
         conf = conf[parent]
-        p = log_p[parent].gather(1, new).exp()
-        conf = conf.scatter(1, place, torch.where(full, conf.gather(1, place), p))
-        final = final.scatter(1, place, True)
+        conf[:, i] = log_p[parent, new].exp()
 
     # the best text of each beam comes first
-    return token[row * U], conf[row * U], masked[row * U].sum(-1).float()
+    first = row[:, 0] * U
+    return token[first], conf[first], masked[first].sum(-1).float()

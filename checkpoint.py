@@ -9,8 +9,7 @@ a model's folder
 
 an adapter's folder, which holds what was learned beside a model that did not change, its base
     adapter.json           the base's folder and its hash, n, K, the block length, LoRA's rank, the kind of Stage B
-    adapter.safetensors    LoRA matrices and markers, or what another kind of Stage B learns (layers that it copied use
-                           the base's expert_bias)
+    adapter.safetensors    LoRA matrices and markers, or what is another Stage B's own
 
 the folder of a training run is of either kind, and also has
     state.safetensors      what has been trained, and the optimizer's moments; with train.json and log.jsonl the run
@@ -32,9 +31,10 @@ from torch import Tensor
 from causal import CausalModel
 from config import Config, check_config
 from decoding import SETTINGS
+from layers import ROUTERS, Linear
 from lib.rows import read_meta
 from lib.util import WALK, checked_entry, fail, printable, quoted, read_json, reading, replace_file, write_json
-from model import ROUTERS, Model
+from model import Model
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # the dtypes that weights may be stored in
 
@@ -97,9 +97,11 @@ def check_fit(path: Path, held: dict, expected: dict, hint: str, dropped: dict[s
 
 
 # --- a model's folder
-def empty_model(cfg: Config, device: torch.device | str) -> Model:
-    """A model of this geometry, whose tensors are still to be filled. On the device "meta" it takes no memory."""
-    with torch.device(device):
+def empty_model(cfg: Config, seed: int = 0) -> Model:
+    """A model of this geometry. Its base is still to be filled, and takes no memory. What is Stage B's own is as its
+    class has made it; what the class draws depends on the seed alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
         model = STAGE_B[cfg.stage_b](cfg)
     if cfg.int8:
         from lib.int8 import use_int8
@@ -109,17 +111,23 @@ def empty_model(cfg: Config, device: torch.device | str) -> Model:
 
 
 def new_model(cfg: Config, generator: torch.Generator, device: torch.device | str = "cpu") -> Model:
-    """A model with fresh weights: matrices are normal (initial_std), norms are one, and biases are zero. Parameters
-    that stand in the model itself, like its markers, begin as its class has made them."""
+    """A model with fresh weights. In the base matrices are normal (initial_std), norms are one, and biases are zero.
+    What is Stage B's own begins as its class has made it."""
     check_config(cfg)
-    model = empty_model(cfg, device)
-    for name, p in model.named_parameters():
-        if name.endswith("bias"):
-            p.data.zero_()
-        elif p.dim() > 1 and "." in name:
+    model = empty_model(cfg, generator.initial_seed() % 2**32)
+    state = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not tensor.is_meta:
+            state[name] = tensor.detach().to(device)
+        elif tensor.dim() > 1:
             # drawn on the CPU, so that every device gets the same weights
-            drawn = torch.empty(p.shape).normal_(0.0, initial_std(name, cfg), generator=generator)
-            p.data.copy_(drawn)
+            std = initial_std(name, cfg)
+            state[name] = torch.empty(tensor.shape).normal_(0.0, std, generator=generator).to(device)
+        else:
+            fill = torch.zeros if name.endswith("bias") else torch.ones
+            state[name] = fill(tensor.shape, device=device)
+    model.load_state_dict(state, assign=True)
+    model.tie()
     return model
 
 
@@ -200,20 +208,21 @@ def meaning(folder: Path, judge: dict) -> object:
 
 
 def load_model(
-    folder: str | Path, device: torch.device | str, dtype: torch.dtype, stage_b: str | None = None, **sizes
-) -> Model:
+    folder: str | Path, device: torch.device | str, dtype: torch.dtype, stage_b: str | None = None, seed: int = 0,
+    **sizes,
+) -> Model:  # fmt: skip
     """The model in a model's folder, or an adapter's base with the adapter on it.
 
     Parameters get `dtype`; adapters stay float32, and expert_bias and the tensors of an int8 model stay as they are
-    stored. stage_b: the kind of Stage B that will be trained on a base (left out: the folder's own). sizes: other
-    values of n_last, n_rounds and block_length.
+    stored. stage_b: the kind of Stage B that will be trained on a base (left out: the folder's own), and seed: of what
+    its class draws. sizes: other values of n_last, n_rounds and block_length.
     """
     folder = Path(folder)
     base = base_of(folder)
     changes = {name: value for name, value in dict(sizes, stage_b=stage_b).items() if value is not None}
 
-    # build
-    model = empty_model(read_config(folder, **changes), "meta")  # only names and shapes, which take no memory
+    # build: of the base only names and shapes, which take no memory
+    model = empty_model(read_config(folder, **changes), seed)
     expected = stored(model)
 
     # load tensor by tensor, so that there is no second copy
@@ -236,8 +245,7 @@ def load_model(
     # an adapter stays float32, whatever dtype the base has
     if base != folder:
         check_base(folder, model.base_hash)
-        model.adapt(about_adapter(folder)["lora_r"], torch.Generator())
-        model.load_state_dict(read_adapter(folder, model.learned()), strict=False)
+        model.load_state_dict(attach(model, folder), strict=False)
     return model
 
 
@@ -290,19 +298,31 @@ def save_adapter(model: Model, folder: Path, base: Path, lora_r: int) -> None:
         path = os.path.abspath(base)
     about = {"base": Path(path).as_posix(), "base_hash": model.base_hash}
     about |= {name: getattr(model.cfg, name) for name in SIZES} | dict(stage_b=model.cfg.stage_b, lora_r=lora_r)
-    save_tensors(folder / "adapter.safetensors", model.learned())
+    save_tensors(folder / "adapter.safetensors", adapter_tensors(model))
     write_json(folder / "adapter.json", about)
 
 
-def read_adapter(folder: Path, learned: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of an adapter, each of the shape that `learned` has under its name."""
+def adapter_tensors(model: Model) -> dict[str, Tensor]:
+    """The tensors of an adapter: what has learned beside the base, and the buffers that are Stage B's own."""
+    return model.own() | model.learned()
+
+
+def attach(model: Model, folder: Path) -> dict[str, Tensor]:
+    """Prepare a base for the adapter in `folder` -> the adapter's tensors, by name, each of which has its place now."""
     path = folder / "adapter.safetensors"
-    state = dict(read_tensors([path]))
-    check_floats(path, state)
-    for name, tensor in state.items():
+    adapter = dict(read_tensors([path]))
+    check_floats(path, adapter)
+    for name, tensor in adapter.items():
         refuse_nan(path, name, tensor)
-    check_fit(path, state, learned, "is this adapter whole?")
-    return state
+
+    # the matrices that have LoRA are those for which the adapter has it
+    model.adapt(0, torch.Generator())
+    for name, layer in model.named_modules():
+        lora_A = adapter.get(f"{name}.lora_A")
+        if isinstance(layer, Linear) and lora_A is not None:
+            layer.add_lora(len(lora_A), torch.Generator())
+    check_fit(path, adapter, adapter_tensors(model), "is this adapter whole?")
+    return adapter
 
 
 def check_base(folder: Path, base_hash: str) -> None:

@@ -41,7 +41,7 @@ class Config:
     tied: bool = False  # the embedding's matrix is the output layer's, too
     n_last: int = 3  # n: how many layers Stage B runs again
     n_rounds: int = 1  # K: how many markers there are
-    router: str = "grouped sigmoid"  # how experts are chosen, a name in model.ROUTERS; it is learned with
+    router: str = "grouped sigmoid"  # how experts are chosen, a name in layers.ROUTERS; it is learned with
     stage_b: str = "paper"  # the kind of Stage B, a name in checkpoint.STAGE_B
     decoder: str = "llada"  # how the base decodes without a Stage B, a name in decoding.SETTINGS
     int8: bool = False  # are the matrices integers, see lib/int8.py? They cannot learn

@@ -19,6 +19,9 @@ from model import Model
 # R rows that are being decoded, B block_length, V vocabulary, K = n_rounds
 
 
+ALL = -1.0  # a gate that everything passes; in flags it is the word "all"
+
+
 @dataclass(frozen=True)
 class Decoding:
     """The settings of a decoder. The defaults are the paper's, except for gen_length, which is 16,384 in the paper.
@@ -26,7 +29,7 @@ class Decoding:
     (Only a model that writes [M] itself could need more steps.)"""
 
     gen_length: int = 256  # tokens; the last block is decoded whole
-    tau_m2t: float = 0.7  # fill the masks whose probability is above this; -1: all masks at once
+    tau_m2t: float = 0.7  # fill the masks whose probability is above this; ALL: all masks at once
     tau_t2t: float | None = 0.0  # edit a visible token if the likeliest is another, and above this; None: never
     n_rounds: int = 1  # K; 0: Stage B is off
     select: str = "confidence"  # which masks are written together: a name in sample.SELECT
@@ -39,9 +42,7 @@ class Decoding:
     temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # 0: all tokens
     top_p: float = 1.0
-    # of causal.py alone
-    lookahead: int = 0  # how many positions a pass of Stage B reads; 0: all that are not final
-    beam: int = 1  # how many texts are kept while a block is written; 1: greedy
+    beam: int = 1  # of causal.py alone: how many texts are kept while a block is written; 1: greedy
 
     @property
     def edit_gate(self) -> float:
@@ -60,20 +61,24 @@ class Decoding:
 
 
 PAPER = Decoding(holes=True)
-RELEASED = Decoding(holes=True, tau_t2t=0.5, n_rounds=0)  # LLaDA2.1's own quality setting, with Stage B off
-CAUSAL = Decoding(holes=True, tau_t2t=None, tau_m2t=0.0, lookahead=2)  # causal.py: whole blocks
+CAUSAL = Decoding(holes=True, tau_t2t=None, tau_m2t=ALL)  # causal.py: whole blocks
+
 # how a base decodes, with Stage B off: what Config.decoder may be
 SETTINGS = {
-    "llada": RELEASED,
+    "llada": Decoding(holes=True, tau_t2t=0.5, n_rounds=0),  # LLaDA2.1's own quality setting
     "sdar": Decoding(holes=True, tau_t2t=None, tau_m2t=0.85, n_rounds=0),  # SDAR's own: no edits
     "a2d": Decoding(holes=True, tau_t2t=None, tau_m2t=1.0, n_rounds=0),  # Tiny-A2D's own: the surest token of a step
     "left": Decoding(holes=True, tau_t2t=None, tau_m2t=1.0, n_rounds=0, select="left"),  # one at a time, from the left
 }
+RELEASED = SETTINGS["llada"]
+
+
+UNREAD = ("beam",)  # what the paper's step does not read
 
 
 def settings_of(model: Model) -> Decoding:
     """How a model with a trained Stage B decodes."""
-    return CAUSAL if model.cfg.stage_b == "causal" else PAPER
+    return getattr(model, "settings", PAPER)
 
 
 @dataclass
@@ -103,21 +108,25 @@ def candidates(logits: Tensor, u: Tensor, d: Decoding) -> tuple[Tensor, Tensor]:
         p = logits.softmax(-1).gather(-1, token[..., None])
         return token, p[..., 0]
 
-    # the likeliest tokens first; of equal ones the first
-    p, order = (logits / d.temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
+    p = (logits / d.temperature).softmax(-1)
+    order = None
+    if d.top_k or d.top_p < 1:
+        # the likeliest tokens first; of equal ones the first
+        p, order = p.sort(dim=-1, descending=True, stable=True)
 
-    # cut to the top k, then to top_p: keep the likeliest tokens, up to and with the one that crosses it
-    if d.top_k:
-        p = p * (torch.arange(p.shape[-1], device=p.device) < d.top_k)
-    p = p.masked_fill(p.cumsum(-1) - p > d.top_p * p.sum(-1, keepdim=True), 0.0)
+        # cut to the top k, then to top_p: keep the likeliest tokens, up to and with the one that crosses it
+        if d.top_k:
+            p = p * (torch.arange(p.shape[-1], device=p.device) < d.top_k)
+        p = p.masked_fill(p.cumsum(-1) - p > d.top_p * p.sum(-1, keepdim=True), 0.0)
 
     # draw: the token in whose share of the remaining probability u falls
     cdf = p.cumsum(-1)
     mass = cdf[..., -1:]
-    place = torch.searchsorted(cdf, u[..., None] * mass, right=True)
-    last = (p > 0).sum(-1, keepdim=True) - 1
-    place = place.minimum(last).clamp(min=0)  # by rounding it may be past the last token; of NaN none is left
-    return order.gather(-1, place)[..., 0], (p / mass).gather(-1, place)[..., 0]
+    last = (cdf < mass).sum(-1, keepdim=True)  # by rounding the place may be past the last token that has a share
+    place = torch.searchsorted(cdf, u[..., None] * mass, right=True).minimum(last)
+    p = p.gather(-1, place) / mass
+    token = place if order is None else order.gather(-1, place)
+    return token[..., 0], p[..., 0]
 
 
 # --- a row's state, and its output
@@ -134,59 +143,69 @@ class Output:
 
 
 class Row:
-    """One prompt, and the text that has been written after it."""
+    """One prompt, the text that has been written after it, and the current block with its counts."""
 
-    def __init__(self, number: int, prompts: list[list[int]], d: Decoding, cfg: Config, seed: int):
+    def __init__(self, number: int, prompt: list[int], twins: int, d: Decoding, cfg: Config, seed: int):
+        """twins: how many equal prompts come before this one; the random numbers depend on the prompt and on this."""
         self.number = number
-        self.prompt = prompts[number]
+        self.prompt = prompt
         self.d = d
         self.cfg = cfg
-        # finished blocks: those before the prompt's end, or before its first hole
-        first = len(self.prompt)
-        if d.holes and cfg.mask_id in self.prompt:
-            first = self.prompt.index(cfg.mask_id)
-        self.ids = self.prompt[: first // cfg.block_length * cfg.block_length]
-        # the random numbers depend on the prompt, and on how many equal prompts come before it
-        twins = prompts[:number].count(self.prompt)
-        self.rng = generator(seed, "sample", tuple(self.prompt), twins)
-        self.output = Output(self.prompt)
+        self.rng = generator(seed, "sample", tuple(prompt), twins)
+        self.output = Output(prompt)
+        # decoding begins with the block where the prompt ends, or where its first hole is
+        first = len(prompt)
+        if d.holes and cfg.mask_id in prompt:
+            first = prompt.index(cfg.mask_id)
+        self.ids = prompt[: first // cfg.block_length * cfg.block_length]  # finished blocks
+        self.over = len(self.ids) >= len(prompt) + d.gen_length
+        self.begin()
 
-    def block(self) -> list[int]:
-        """The current block: the prompt's tokens in it, then masks."""
-        B = self.cfg.block_length
-        given = self.prompt[len(self.ids) :][:B]
-        return given + [self.cfg.mask_id] * (B - len(given))
-
-    def given(self) -> list[bool]:
-        """Which positions of the current block are never edited."""
+    def begin(self) -> None:
+        """The next block: the prompt's tokens in it, then masks."""
         B = self.cfg.block_length
         of_prompt = self.prompt[len(self.ids) :][:B]
-        given = [not (self.d.holes and i == self.cfg.mask_id) for i in of_prompt]
-        return given + [False] * (B - len(of_prompt))
+        self.block = of_prompt + [self.cfg.mask_id] * (B - len(of_prompt))
+        # positions that are never edited
+        self.given = [not (self.d.holes and i == self.cfg.mask_id) for i in of_prompt]
+        self.given += [False] * (B - len(of_prompt))
+        self.full = 0
+        self.partial = 0.0
+        self.without_mask = 0  # steps after the last mask was filled
+        self.finished = False
 
-    def finish(self, block: list[int], full: float, partial: float, changed: bool) -> bool:
-        """Add a finished block and its forwards to the row -> was it the last block?
+    def take(self, after: list[int], partial: float, over: bool, max_steps: int) -> None:
+        """The block after a step, and what the step cost. The block is finished if nothing would change any more, or if
+        a bound is reached."""
+        self.changed = after != self.block
+        self.block = after
+        self.full += 1
+        self.partial += partial
+        self.without_mask += self.cfg.mask_id not in after
+        self.finished = over or self.without_mask > self.d.post_steps or self.full >= max_steps
 
-        If not, the next block will read it. That takes a refresh if the last step has changed the block, and K - 1
-        partial forwards for its keys in the further rounds.
+    def close(self) -> None:
+        """Add the finished block and its forwards to the output.
+
+        If it was not the last one, the next block will read it. That takes a refresh if the last step has changed the
+        block, and K - 1 partial forwards for its keys in the further rounds.
         """
         out = self.output
-        self.ids = self.ids + block
+        self.ids = self.ids + self.block
         n = len(self.prompt)
         new = self.ids[n:]
         out.prompt = self.ids[:n] + self.prompt[len(self.ids) :]
         out.tokens = up_to_eos(new[: self.d.gen_length], self.cfg.eos_id)
-        if self.cfg.mask_id in block:
-            out.warning = f"a block still has masks after {full:g} forwards, because the model writes masks there"
+        if self.cfg.mask_id in self.block:
+            out.warning = f"a block still has masks after {self.full} forwards, because the model writes masks there"
 
         ended = self.cfg.eos_id in new and self.cfg.mask_id not in new
-        last = len(self.ids) >= n + self.d.gen_length or (self.d.eos_early_stop and ended)
-        out.nfe["full"] += int(full)
-        out.nfe["partial"] += partial
-        if not last:
+        self.over = len(self.ids) >= n + self.d.gen_length or (self.d.eos_early_stop and ended)
+        out.nfe["full"] += self.full
+        out.nfe["partial"] += self.partial
+        if not self.over:
             out.nfe["partial"] += max(0, self.d.n_rounds - 1)
-            out.nfe["refresh"] += int(changed)
-        return last
+            out.nfe["refresh"] += int(self.changed)
 
 
 def in_full(nfe: dict[str, float], partial_cost: float) -> float:
@@ -202,24 +221,29 @@ def up_to_eos(tokens: list[int], eos_id: int) -> list[int]:
 
 
 # --- flags
+def gate(text: str) -> float:
+    """The type of a flag: a probability, or "all"."""
+    return ALL if text == "all" else bounded(float, 0, 1)(text)
+
+
 def add_decoding(parser: Parser, rules: Iterable[str]) -> None:
     """The flags that change fields of the checkpoint's Decoding. rules: the names for --select."""
     some = bounded(int, 0, 10**9)
     share = bounded(float, 0, 1)
     add = parser.add_argument_group(
-        "decoding (default: the settings of the checkpoint's Stage B, PAPER or CAUSAL in decoding.py; RELEASED if it "
-        "has none, or is off)"
+        "decoding (default: the settings of the checkpoint's Stage B, PAPER or CAUSAL in decoding.py; with Stage B "
+        "off, or without one, those of its base in SETTINGS)"
     ).add_argument
     # fmt: off
     add("--n_rounds", type=some, help="K, the rounds of Stage B; 0: Stage B off")
-    add("--tau_m2t", type=bounded(float, -1, 1),
-        help="the bundle: the masks whose probability is above this; -1: every mask at once (PAPER 0.7). With --select "
-             "left, and for causal Stage B, the longest run from the left whose product is above this (CAUSAL 0)")
+    add("--tau_m2t", type=gate,
+        help='the bundle: the masks whose probability is above this; "all": all masks of a block at once (PAPER 0.7). '
+             "With --select left, and for causal Stage B, the longest run from the left whose product is above this "
+             "(CAUSAL all)")
     add("--tau_t2t", type=or_none(share), default=argparse.SUPPRESS,
         help='edit a visible token if the likeliest one is another, with a probability above this; 0: any other; '
-             '"none": never (PAPER 0, RELEASED 0.5; causal Stage B edits nothing)')
+             '"none": never (PAPER 0, but none with a temperature; LLaDA2.1 0.5; causal Stage B edits nothing)')
     add("--select", choices=rules, help="the rule for the bundle of the paper's step (PAPER confidence)")
-    add("--lookahead", type=some, help="how many positions a pass of causal Stage B reads; 0: all that are not final")
     add("--beam", type=bounded(int, 1, 1024),
         help="how many texts causal Stage B keeps while it writes a block; the beam ends with the block (CAUSAL 1)")
     add("--temperature", type=bounded(float, 0), help="0: the likeliest tokens; above: draw (default: 0)")
@@ -229,19 +253,47 @@ def add_decoding(parser: Parser, rules: Iterable[str]) -> None:
     # fmt: on
 
 
+def unread_by(model: Model) -> tuple[str, ...]:
+    """The flags that the step of a model's Stage B does not read."""
+    return getattr(model, "unread", UNREAD)
+
+
+def asked_for(args: Namespace) -> dict[str, float | str | None]:
+    """The fields of a Decoding that were given as flags."""
+    flags = ("n_rounds", "tau_m2t", "tau_t2t", "select", "beam", "temperature", "top_k", "top_p")
+    asked = {name: getattr(args, name) for name in flags if getattr(args, name, None) is not None}
+    if hasattr(args, "tau_t2t"):
+        asked["tau_t2t"] = args.tau_t2t  # it may be None
+    return asked
+
+
 def decoding_of(args: Namespace, model: Model) -> Decoding:
     """The settings of the model's Stage B, changed by flags. Stage B is off if it was never trained: it would be Stage
-    A."""
-    flags = ("n_rounds", "tau_m2t", "select", "lookahead", "beam", "temperature", "top_k", "top_p", "gen_length")
-    given = {name: getattr(args, name) for name in flags if getattr(args, name, None) is not None}
-    if hasattr(args, "tau_t2t"):
-        given["tau_t2t"] = args.tau_t2t
-    K = given.setdefault("n_rounds", model.cfg.n_rounds if model.trained_b else 0)
+    A. A flag that the step does not read is refused."""
+    asked = asked_for(args)
+    K = asked.setdefault("n_rounds", model.cfg.n_rounds if model.trained_b else 0)
     if model.cfg.n_rounds < K:
         fail(f"--n_rounds {K}: this checkpoint has markers for 0..{model.cfg.n_rounds} rounds")
-    d = replace(settings_of(model) if K > 0 else SETTINGS[model.cfg.decoder], **given)
+    own = settings_of(model) if K > 0 else SETTINGS[model.cfg.decoder]
+    for name in unread_by(model) if K > 0 else UNREAD:
+        if name in asked:
+            kind = f"{model.cfg.stage_b} Stage B" if K > 0 else "Stage A"
+            fail(f"--{name} does nothing here: {kind} does not read it, {READ_BY[name]} does")
+
+    if asked.get("temperature", 0) > 0:
+        asked.setdefault("tau_t2t", None)  # a draw would be drawn again in every step
+    for name in ("top_k", "top_p"):
+        if name in asked and not asked.get("temperature"):
+            fail(f"--{name} does nothing without a temperature: add --temperature 1")
+    if hasattr(args, "gen_length"):
+        asked["gen_length"] = args.gen_length
+    d = replace(own, **asked)
     if d.beam > 1 and d.temperature > 0:
         fail("--beam looks for the likeliest text: leave out --temperature, or --beam")
     if 0 < d.temperature < 1e-3:
         fail(f"--temperature {d.temperature:g} is too small to divide by: give 0 (greedy), or at least 0.001")
     return d
+
+
+# who reads a flag that another step does not read
+READ_BY = dict(beam="causal Stage B", select="the paper's step", tau_t2t="the paper's step")

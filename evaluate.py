@@ -30,7 +30,20 @@ from torch import Tensor
 import toy
 from cache import Engine
 from checkpoint import base_of, check_same_tokens, judge_of, load_model, read_config
-from decoding import PAPER, RELEASED, Decoding, Output, add_decoding, decoding_of, in_full, settings_of
+from decoding import (
+    ALL,
+    PAPER,
+    RELEASED,
+    SETTINGS,
+    Decoding,
+    Output,
+    add_decoding,
+    asked_for,
+    decoding_of,
+    in_full,
+    settings_of,
+    unread_by,
+)
 from lib.names import draw_names, exists
 from lib.rows import Batch, Corpus, get_batch, read_corpus
 from lib.run import setting_of_run
@@ -47,11 +60,11 @@ TEXT_BATCH = 64  # the rows in one forward of text
 NAME_LENGTH = 32  # the most tokens of a completed name
 
 # how a base decodes, with Stage B off
-LEFT = replace(RELEASED, tau_t2t=None, select="left", tau_m2t=1.0)
-AT_ONCE = replace(RELEASED, tau_t2t=None, tau_m2t=-1.0)
+LEFT = SETTINGS["left"]
+AT_ONCE = replace(LEFT, select="confidence", tau_m2t=ALL)
 BASE_ROWS = {
     "one at a time, from the left": LEFT,
-    "one at a time, surest first": replace(RELEASED, tau_t2t=None, tau_m2t=1.0),
+    "one at a time, surest first": SETTINGS["a2d"],
     "certified": replace(RELEASED, tau_t2t=None, select="certified"),
     "gates .7 and .5 (released)": RELEASED,
     "all at once": AT_ONCE,
@@ -64,18 +77,14 @@ def rows_of(model: Model) -> dict[str, Decoding]:
     """How a model with a trained Stage B decodes: the paper's rows, or another Stage B's own settings."""
     own = replace(settings_of(model), n_rounds=model.cfg.n_rounds)
     if settings_of(model) is not PAPER:
-        return {"Stage B, whole blocks": own, "Stage B, a beam of 4": replace(own, beam=4)}
+        rows = {"Stage B, all at once": own}
+        return rows | ({} if "beam" in unread_by(model) else {"Stage B, a beam of 4": replace(own, beam=4)})
     return {
         OFF: replace(own, n_rounds=0),
         ON: own,
         "Stage B off, all at once": AT_ONCE,
-        "Stage B, all at once": replace(own, tau_m2t=-1.0, tau_t2t=None),
+        "Stage B, all at once": replace(own, tau_m2t=ALL, tau_t2t=None),
     }
-
-
-def whole_blocks(model: Model) -> str:
-    """The row in which Stage B draws all masks of a block in one step."""
-    return "Stage B, all at once" if settings_of(model) is PAPER else "Stage B, whole blocks"
 
 
 def forwards(model: Model, outputs: list[Output]) -> float:
@@ -174,7 +183,7 @@ def evaluate_toy(model: Model, task: Toy) -> None:
     decoders.pop("Stage B off, all at once", None)  # it is "all at once", too
 
     # these draw from a distribution that can be enumerated
-    of_b = whole_blocks(model)
+    of_b = "Stage B, all at once"
     tables = {
         "one at a time, from the left": chain_table(model, task, True),
         "one at a time, surest first": chain_table(model, task, False),
@@ -223,9 +232,8 @@ def evaluate_names(models: dict[Path, Model], args: Namespace) -> None:
             rows += [(folder, name, d) for name, d in rows_of(model).items()]
 
     # flags of decoding leave one row for each folder
-    asked = [(folder, "as asked", decoding_of(args, models[folder])) for folder in args.ckpt]
-    if any(d != decoding_of(Namespace(), models[folder]) for folder, _, d in asked):
-        rows = asked
+    if asked_for(args):
+        rows = [(folder, "as asked", decoding_of(args, models[folder])) for folder in args.ckpt]
 
     lines = []
     written = {}
@@ -256,7 +264,7 @@ def log_probs_of_batch(model: Model, batch: Batch, way: str) -> Tensor:
     """Log-probabilities (R, T, V) in nats, if every block is filled from masks at the corruptible positions, after the
     right text: by "Stage A" or "Stage B" all at once, or by Stage A "one at a time" from the left."""
     z = batch.clean.masked_fill(batch.corruptible, model.cfg.mask_id)
-    ctx = model.context(batch.real, batch.clean)
+    ctx = model.read_clean(batch.clean, batch.real)
     h = model.prefix(z, ctx)
     states = model.last_n(h, ctx)
     if way == "Stage B":
@@ -332,7 +340,7 @@ def ways_of(folder: Path, model: Model, asked: bool) -> dict[str, tuple[str, Dec
     if is_base:
         ways["one at a time"] = ("one at a time, from the left", LEFT)
     if asked and model.trained_b:
-        ways["Stage B"] = (f"{model.cfg.stage_b} Stage B, all at once", rows_of(model)[whole_blocks(model)])
+        ways["Stage B"] = (f"{model.cfg.stage_b} Stage B, all at once", rows_of(model)["Stage B, all at once"])
     return ways
 
 
@@ -383,10 +391,8 @@ def evaluate_bits(models: dict[Path, Model], args: Namespace) -> None:
             print(f"{folder}: Stage B writes a block at once, and saves {saved:.3f} bits a token; its base saves "
                   f"{most:.3f} one at a time")  # fmt: skip
 
-    # a base draws from the left, one token at a time
-    rule = "" if models[args.ckpt[0]].trained_b else " --select left --tau_m2t 1 --tau_t2t none"
     if tokenizer:
-        print(f'next: python sample.py --ckpt {quoted(args.ckpt[0])} --prompt "..." --temperature 1{rule}')
+        print(f'next: python sample.py --ckpt {quoted(args.ckpt[0])} --prompt "..." --temperature 1')
 
 
 def run_of(folder: Path, name: str, kind: type) -> str | int:
@@ -398,6 +404,11 @@ def run_of(folder: Path, name: str, kind: type) -> str | int:
         if found is not None:
             return found
     fail(f"{folder} does not say which rows it was trained on, nor how long they were: give --data and --seq_len")
+
+
+def refuse_decoding(args: Namespace, what: str) -> None:
+    for name in asked_for(args):
+        fail(f"--{name} does nothing here: {what} have rows of their own; names are completed by it")
 
 
 @command
@@ -426,12 +437,14 @@ def main() -> None:
     if not args.bits and all("names" in judge for judge in judges):
         evaluate_names(models, args)
     elif not args.bits and len(args.ckpt) == 1 and "toy" in judges[0]:
+        refuse_decoding(args, "toys")
         folder = args.ckpt[0]
         task = task_of(folder)
         evaluate_toy(models[folder], task)
         ids = ",".join(map(str, task.prompt(torch.tensor([0]))[0].tolist()))
         print(f"next: python sample.py --ckpt {quoted(folder)} --prompt_ids {ids} --gen_length {task.m}")
     else:
+        refuse_decoding(args, "bits")
         evaluate_bits(models, args)
 
 

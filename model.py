@@ -13,10 +13,9 @@ The rest is the architecture. What differs from a GPT:
   - a mask is an input token like any other (`mask_id`)
   - queries and keys are normalised per head, then a rotary embedding turns their first `rotary_dim` dims only
   - attention has grouped queries, one fused qkv projection, and no biases unless the config has them
-  - the MLP is a mixture of experts in every layer but the first `n_dense`
+  - the MLP is a mixture of experts in every layer but the first `n_dense`; both are in layers.py
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -26,16 +25,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from config import Config
+from layers import MLP, Linear, MoE, RMSNorm
 
 # R rows, T positions, S keys, C channels (n_embd), H heads, G key/value heads, D head dim, V vocabulary,
-# N = R*T tokens, P chosen positions, E experts, A active experts, L layers, n = n_last, K = n_rounds, B block_length
-
-LORA_SCALE = 2.0  # lora_alpha / r (paper: 32 / 16)
+# P chosen positions, L layers, n = n_last, K = n_rounds, B block_length
 
 
-# adds keys and values that an earlier pass has left to those of a pass: (layer, round, k, v), with k and v
-# (R, G, T, D) -> what the pass attends to, (R, G, S, D) each; its own come first
-Keys = Callable[[int, int, Tensor, Tensor], tuple[Tensor, Tensor]]
+# adds the keys and values of the blocks before to those of a pass: (slot, round, k, v), with k and v (R, G, T, D)
+# -> what the pass attends to, (R, G, S, D) each; its own come first
+AddKeys = Callable[[int, int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass
@@ -45,26 +43,46 @@ class Context:
     cos: Tensor  # (T, 1, rotary_dim / 2), or (R, T, 1, ...) where rows are at different positions
     sin: Tensor
     mask: Tensor  # bool, broadcasts to (R, H, T, S): who attends to whom
-    keys: Keys | None = None  # adds the blocks before: clean ones in training, finished ones in decoding
+    add_keys: AddKeys | None = None  # adds the blocks before: clean ones in training, finished ones in decoding
     i_round: int = 0  # the round of Stage B whose keys and values are added
     n_rounds: int = 1  # K: how many rounds Stage B takes
+
+    def inside(self, block_length: int) -> "Context":
+        """The same pass without other blocks: each position sees of its own block what it saw, and nothing else."""
+        T = self.cos.shape[-3]
+        block = torch.arange(T, device=self.cos.device) // block_length
+        own = block[:, None] == block[None, :]
+        return replace(self, add_keys=None, mask=self.mask[..., :T] & own)
 
 
 # --- the method
 class Model(nn.Module):
-    """Stage A and the paper's Stage B. Another Stage B is a subclass with another `coordinate`: its own parameters
-    learn, begin at zero on a base, and are saved. tests/test_stage_b_of_ones_own.py has one in 20 lines."""
+    """Stage A and the paper's Stage B. Another Stage B is a subclass with another `coordinate`, named in
+    checkpoint.STAGE_B. Its own parameters begin as the class makes them, learn, and are saved. It may also have
+
+        fixed                                 settings that its training fixes, name -> value        (else none)
+        corrupt_and_draw(batch, ctx, args)    what it is shown while it learns    (else train.corrupt_and_draw)
+        settings                              how it decodes                      (else decoding.PAPER)
+        unread                                flags of sample.py that its step does not read     (else "beam")
+        denoise(engine, z, given, u, d)       a decoding step                     (else sample.denoise)
+
+    tests/test_stage_b_of_ones_own.py has one with a layer of its own, and cache.check_stage_b tries any.
+    """
 
     BASE = ("wte", "layers", "norm_f", "lm_head")  # all parameters outside these are Stage B's own
 
     def __init__(self, cfg: Config):
         super().__init__()
         self.cfg = cfg
-        self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
-        self.layers = nn.ModuleList(Layer(cfg, i) for i in range(cfg.n_layer))
-        self.norm_f = RMSNorm(cfg.n_embd, cfg.norm_eps)
-        self.lm_head = Linear(cfg.n_embd, cfg.vocab_size, bias=False)
+        # the base takes no memory until its weights are loaded or drawn (checkpoint.py)
+        with torch.device("meta"):
+            self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
+            self.layers = nn.ModuleList(Layer(cfg, i) for i in range(cfg.n_layer))
+            self.norm_f = RMSNorm(cfg.n_embd, cfg.norm_eps)
+            self.lm_head = Linear(cfg.n_embd, cfg.vocab_size, bias=False)
         self.tie()
+        for i, layer in enumerate(self.layers):
+            layer.attn.slot = i
         # one marker for each round of Stage B; they start at zero
         self.markers = nn.Parameter(torch.zeros(cfg.n_rounds, cfg.n_embd))
         self.compute_dtype = torch.float32
@@ -109,35 +127,36 @@ class Model(nn.Module):
             h = recompute(layer, h, ctx, use_reentrant=False) if again else layer(h, ctx)
         return h
 
-    def context(self, real: Tensor, clean: Tensor | None = None, one_by_one: Tensor | None = None) -> Context:
-        """The Context of a pass over whole rows.
+    def context(self, real: Tensor, one_by_one: Tensor | None = None) -> Context:
+        """The Context of a pass over whole rows, whose blocks see the blocks before them as they stand in the row.
 
         real (R, T) bool: False on padding. A padded position is seen by itself alone.
-        clean (R, T) int64: the clean rows. They are read here, so that a corrupted block sees the clean blocks before
-        it, as in decoding. Without them it sees corrupted blocks.
         one_by_one (R,) bool: True for rows whose blocks have one token, so that they are read from left to right.
         """
-        T = real.shape[1]
-        cos, sin = rotary(self.cfg, torch.arange(T, device=real.device), self.compute_dtype)
-        ctx = Context(cos, sin, self.who_sees_whom(real, one_by_one, block_causal_mask), n_rounds=self.cfg.n_rounds)
-        if clean is None or (self.cfg.block_length >= T and one_by_one is None):
-            return ctx  # a row of one block has no block before it to read
+        cos, sin = rotary(self.cfg, torch.arange(real.shape[1], device=real.device), self.compute_dtype)
+        mask = self.who_sees_whom(real, one_by_one, block_causal_mask)
+        return Context(cos, sin, mask, n_rounds=self.cfg.n_rounds)
 
-        # read the clean rows in every round, unmarked, and keep their keys and values
+    def read_clean(self, clean: Tensor, real: Tensor, one_by_one: Tensor | None = None) -> Context:
+        """Read the clean rows (R, T) int64 -> the Context in which a corrupted block sees the clean blocks before it,
+        as in decoding. The clean rows are read in every round, unmarked. For real and one_by_one see `context`."""
+        ctx = self.context(real, one_by_one)
+        if self.cfg.block_length >= real.shape[1] and one_by_one is None:
+            return ctx  # a row of one block has no block before it
         kept = {}
 
-        def write(layer: int, i_round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            kept[layer, i_round] = (k, v)
+        def keep(slot: int, i_round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            kept[slot, i_round] = (k, v)
             return k, v
 
-        def read(layer: int, i_round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            clean_k, clean_v = kept[layer, i_round]
+        def add(slot: int, i_round: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            clean_k, clean_v = kept[slot, i_round]
             return torch.cat([k, clean_k], dim=2), torch.cat([v, clean_v], dim=2)
 
-        h = self.prefix(clean, replace(ctx, keys=write))
+        h = self.prefix(clean, replace(ctx, add_keys=keep))
         for i in range(self.cfg.n_rounds):
-            h = self.last_n(h, replace(ctx, keys=write, i_round=i))
-        return replace(ctx, keys=read, mask=self.who_sees_whom(real, one_by_one, beside_clean_mask))
+            h = self.last_n(h, replace(ctx, add_keys=keep, i_round=i))
+        return replace(ctx, add_keys=add, mask=self.who_sees_whom(real, one_by_one, beside_clean_mask))
 
     def who_sees_whom(self, real: Tensor, one_by_one: Tensor | None, make_mask: Callable) -> Tensor:
         """(T, S) bool, or (R, 1, T, S) where rows differ. make_mask: one of the two below."""
@@ -159,8 +178,9 @@ class Model(nn.Module):
 
     # --- what learns
     def own(self) -> dict[str, Tensor]:
-        """Stage B's own parameters, by name: the markers, and what a subclass adds."""
-        return {name: p for name, p in self.named_parameters() if name.split(".")[0] not in self.BASE}
+        """Stage B's own parameters and buffers, by name: the markers, and what a subclass adds."""
+        tensors = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        return {name: tensor for name, tensor in tensors.items() if name.split(".")[0] not in self.BASE}
 
     def adapt(self, r: int, generator: torch.Generator) -> None:
         """Freeze the base, and let learn what is beside it (paper, Sec. 5.1): LoRA of rank r in every qkv and proj (0:
@@ -171,20 +191,19 @@ class Model(nn.Module):
             layer.attn.proj.add_lora(r, generator)
 
         # always float32, whatever the model's dtype: an update of 1e-5 is lost in a bf16 parameter
-        for p in self.own().values():
-            p.data = p.data.float()
-            p.requires_grad_(True)
+        for tensor in self.own().values():
+            tensor.data = tensor.data.float()
+            tensor.requires_grad_(isinstance(tensor, nn.Parameter))
 
     def begin_from(self, state: dict[str, Tensor]) -> None:
-        """Add to a base's tensors (name -> tensor) what Stage B needs and they lack: its own parameters begin at zero.
-        There is one marker for each round, so a surplus one is cut off."""
-        like = state["wte.weight"]
-        for name, p in self.own().items():
-            zeros = torch.zeros(p.shape, device=like.device, dtype=like.dtype)
-            begun = state.get(name, zeros)
-            if name == "markers" and begun.shape[1:] == p.shape[1:]:
-                begun = torch.cat([begun.to(like.dtype), zeros])[: len(p)]
-            state[name] = begun
+        """Add to a base's tensors (name -> tensor) what is Stage B's own and they lack, as its class has made it.
+        There is one marker for each round: a surplus one is cut off, and a new one begins at zero."""
+        device = state["wte.weight"].device
+        for name, made in self.own().items():
+            begun = state.get(name, made.detach())
+            if name == "markers" and begun.shape[1:] == made.shape[1:]:
+                begun = torch.cat([begun.to(made), made.detach()])[: len(made)]
+            state[name] = begun.to(device)
 
     def learned(self) -> dict[str, Tensor]:
         """The parameters that learn, by name."""
@@ -197,8 +216,10 @@ class Model(nn.Module):
 
     def told(self, clean: Tensor, states: Tensor) -> Tensor:
         """Which tokens Stage B reads in the bundle while it learns, and while it is measured: of the right ones,
-        clean (P,) int64, and Stage A's states (P, C) -> (P,) int64. Here they are Stage A's drafts, as in decoding. (A
-        Stage B that sees only tokens on the left may be told the right ones.)"""
+        clean (P,) int64, and Stage A's states (P, C) -> (P,) int64. They are Stage A's drafts, as in decoding. (A Stage
+        B that sees only tokens on the left may be told the right ones. The paper's reads none, so it is told masks.)"""
+        if type(self).coordinate is Model.coordinate:
+            return torch.full_like(clean, self.cfg.mask_id)
         return self.drafts(states)
 
     @torch.no_grad()
@@ -211,8 +232,11 @@ class Model(nn.Module):
 
 
 # --- who sees whom
-def block_causal_mask(T: int, block_length: int, window: int, device: torch.device | str = "cpu") -> Tensor:
-    """(T, T) bool, query by key: a position sees its own block, and the earlier blocks that are in the window.
+def block_causal_mask(
+    T: int, block_length: int, window: int, device: torch.device | str = "cpu", first: int = 0
+) -> Tensor:
+    """(T - first, T) bool, query by key: a position sees its own block, and the earlier blocks that are in the window.
+    The queries are positions first..T-1.
 
     T = 4, block_length = 2:      1 1 0 0
                                   1 1 0 0
@@ -220,7 +244,7 @@ def block_causal_mask(T: int, block_length: int, window: int, device: torch.devi
                                   1 1 1 1
     """
     block = torch.arange(T, device=device) // block_length
-    blocks_back = block[:, None] - block[None, :]
+    blocks_back = block[first:, None] - block[None, :]
     return (blocks_back >= 0) & (blocks_back * block_length < window)
 
 
@@ -241,12 +265,15 @@ def beside_clean_mask(T: int, block_length: int, window: int, device: torch.devi
 
 # --- the layers
 class Layer(nn.Module):
-    def __init__(self, cfg: Config, layer: int):
+    """A layer at some depth: dense in the first n_dense, then with experts. One that is not in Model.layers, such as a
+    Stage B's own, sees its own block alone; to see the blocks before, it takes another layer's slot (causal.py)."""
+
+    def __init__(self, cfg: Config, depth: int = 0):
         super().__init__()
         self.norm_1 = RMSNorm(cfg.n_embd, cfg.norm_eps)
-        self.attn = Attention(cfg, layer)
+        self.attn = Attention(cfg)
         self.norm_2 = RMSNorm(cfg.n_embd, cfg.norm_eps)
-        self.mlp = MLP(cfg, cfg.d_dense) if layer < cfg.n_dense else MoE(cfg)
+        self.mlp = MLP(cfg, cfg.d_dense) if depth < cfg.n_dense else MoE(cfg)
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
         x = x + self.attn(self.norm_1(x), ctx)
@@ -254,10 +281,11 @@ class Layer(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, cfg: Config, layer: int):
+    def __init__(self, cfg: Config):
         super().__init__()
         self.cfg = cfg
-        self.layer = layer
+        # the layer of the model whose keys of the blocks before it reads; None: it sees its own block alone
+        self.slot: int | None = None
         # the rows of its weight: all query heads, then all key heads, then all value heads
         self.qkv = Linear(cfg.n_embd, (cfg.n_head + 2 * cfg.n_kv_head) * cfg.head_dim, bias=cfg.qkv_bias)
         self.q_norm = RMSNorm(cfg.head_dim, cfg.norm_eps)
@@ -267,6 +295,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
         R, T, _ = x.shape
         cfg = self.cfg
+        if self.slot is None:
+            ctx = ctx.inside(cfg.block_length)
         qkv = self.qkv(x).view(R, T, -1, cfg.head_dim)
         q, k, v = qkv.split([cfg.n_head, cfg.n_kv_head, cfg.n_kv_head], dim=2)
 
@@ -278,8 +308,8 @@ class Attention(nn.Module):
         v = v.transpose(1, 2)
 
         # add the keys and values of the blocks before
-        if ctx.keys is not None:
-            k, v = ctx.keys(self.layer, ctx.i_round, k, v)
+        if ctx.add_keys is not None:
+            k, v = ctx.add_keys(self.slot, ctx.i_round, k, v)
         y = F.scaled_dot_product_attention(q, k, v, ctx.mask, enable_gqa=True)
         return self.proj(y.transpose(1, 2).reshape(R, T, -1))
 
@@ -297,146 +327,3 @@ def rotate(x: Tensor, ctx: Context) -> Tensor:
     half = ctx.cos.shape[-1]
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     return torch.cat([first * ctx.cos - second * ctx.sin, second * ctx.cos + first * ctx.sin, rest], dim=-1)
-
-
-class MLP(nn.Module):
-    """SwiGLU. The gate's rows come first in `gate_up`."""
-
-    def __init__(self, cfg: Config, width: int):
-        super().__init__()
-        self.gate_up = Linear(cfg.n_embd, 2 * width, bias=False)
-        self.down = Linear(width, cfg.n_embd, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
-
-
-# (On a first reading skip the next ninety lines: MoE is an MLP.)
-class MoE(nn.Module):
-    """A mixture of experts: each token goes through A of E small SwiGLUs, and through a shared one."""
-
-    def __init__(self, cfg: Config):
-        super().__init__()
-        self.cfg = cfg
-        self.router = nn.Parameter(torch.empty(cfg.n_expert, cfg.n_embd))
-        self.register_buffer("expert_bias", torch.zeros(cfg.n_expert))  # always float32
-        self.times_chosen: Tensor | float = 0.0  # (E,): choices of each expert since the last `balance`, see the router
-        # the experts' weights are stacked, so that one grouped matmul serves them all
-        self.gate_up = nn.Parameter(torch.empty(cfg.n_expert, 2 * cfg.d_expert, cfg.n_embd))
-        self.down = nn.Parameter(torch.empty(cfg.n_expert, cfg.n_embd, cfg.d_expert))
-        self.shared = MLP(cfg, cfg.n_shared * cfg.d_expert) if cfg.n_shared else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x.reshape(-1, x.shape[-1])  # (N, C)
-        chosen, weights = self.route(tokens)  # (N, A) each
-        y = self.experts(tokens, chosen, weights).view_as(x)
-        return y if self.shared is None else y + self.shared(x)
-
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x (N, C) -> chosen experts (N, A) int64 and their weights (N, A) float32."""
-        return ROUTERS[self.cfg.router](self, x)
-
-    def experts(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """The routed experts: x (N, C), chosen and weights (N, A) -> (N, C). For each of N*A choices
-        y[token] += weight * expert(x[token]), in float32, in an order that does not depend on the other tokens."""
-        # the rows of x, sorted by expert; those of expert e end at ends[e]
-        expert, order = chosen.flatten().sort(stable=True)  # (N*A,) each
-        all_experts = torch.arange(len(self.router), device=x.device)
-        ends = torch.searchsorted(expert, all_experts, right=True, out_int32=True)
-        rows = F.embedding(order // self.cfg.n_active, x)  # x[order // A], with a faster backward
-
-        # run every expert on its rows
-        out = self.products(rows, ends)  # (N*A, C)
-
-        # back to tokens: find the A rows of each token in `out`, and sum them with their weights
-        place = order.argsort().view_as(chosen)
-        return F.embedding_bag(place, out.float(), per_sample_weights=weights, mode="sum").to(x.dtype)
-
-    def products(self, rows: Tensor, ends: Tensor) -> Tensor:
-        gate_up = F.grouped_mm(rows, self.gate_up.to(rows.dtype).transpose(1, 2), offs=ends)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.grouped_mm(F.silu(gate) * up, self.down.to(rows.dtype).transpose(1, 2), offs=ends)
-
-    def balance(self, rate: float) -> None:
-        """Raise the bias of experts that were chosen too seldom, and lower that of the others (Wang et al., 2024)."""
-        times = torch.as_tensor(self.times_chosen, device=self.expert_bias.device).float()
-        self.expert_bias += rate * (times.mean() - times).sign()
-        self.times_chosen = 0.0
-
-
-def grouped_sigmoid(moe: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
-    """LLaDA2.1's router: x (N, C) -> chosen experts (N, A) int64 and their weights (N, A) float32.
-
-    The bias decides who is chosen; the weights are the unbiased scores, normalised and scaled.
-    """
-    cfg = moe.cfg
-    scores = torch.sigmoid(F.linear(x.float(), moe.router.float()))  # (N, E)
-    biased = scores + moe.expert_bias
-
-    # choose the best groups of experts; a group's score is the sum of its two best experts' scores
-    groups = biased.view(len(x), cfg.n_group, -1)
-    group_score = groups.topk(2, dim=-1).values.sum(-1)  # (N, n_group)
-    best_groups = group_score.topk(cfg.topk_group, dim=-1).indices
-    kept = torch.zeros_like(group_score, dtype=torch.bool).scatter(1, best_groups, True)
-
-    # choose the best experts of those groups; the others get -inf, because a biased score may be below 0
-    allowed = groups.masked_fill(~kept[..., None], float("-inf")).view_as(biased)
-    chosen = allowed.topk(cfg.n_active, dim=-1).indices  # (N, A)
-
-    # while it learns, count how often each expert is chosen, for `balance`
-    if moe.router.requires_grad and torch.is_grad_enabled():
-        moe.times_chosen = moe.times_chosen + torch.bincount(chosen.flatten(), minlength=cfg.n_expert)
-
-    weights = scores.gather(1, chosen)
-    if cfg.n_active > 1:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return chosen, weights * cfg.routed_scaling
-
-
-# Config.router is one of these names
-ROUTERS: dict[str, Callable[[MoE, Tensor], tuple[Tensor, Tensor]]] = {"grouped sigmoid": grouped_sigmoid}
-
-
-class RMSNorm(nn.Module):
-    """Normalise in float32, cast back, then scale: the released order, which matters in bf16."""
-
-    def __init__(self, dim: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.rms_norm(x.float(), x.shape[-1:], None, self.eps)
-        return self.weight.to(x.dtype) * y.to(x.dtype)
-
-
-class Linear(nn.Linear):
-    """y = W x + 2 B A x, in the dtype of x: weights may be float32 where x is bf16.
-
-    B (out, r) begins at zero, so the layer begins as W alone; A (r, in) begins at Kaiming's random values.
-    """
-
-    def __init__(self, n_in: int, n_out: int, bias: bool = False):
-        super().__init__(n_in, n_out, bias)
-        self.lora_A = self.lora_B = None  # until add_lora
-
-    def add_lora(self, r: int, generator: torch.Generator) -> None:
-        # float32, like the markers
-        A = torch.empty(r, self.in_features)
-        nn.init.kaiming_uniform_(A, a=math.sqrt(5), generator=generator)
-        device = self.weight.device
-        self.lora_A = nn.Parameter(A.to(device))
-        self.lora_B = nn.Parameter(torch.zeros(self.out_features, r, device=device))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., in) -> (..., out)."""
-        y = self.product(x)
-        if self.lora_A is None:
-            return y
-        down = F.linear(x, self.lora_A.to(x.dtype))
-        return y + LORA_SCALE * F.linear(down, self.lora_B.to(x.dtype))
-
-    def product(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)

@@ -8,6 +8,7 @@ With Stage B off (--n_rounds 0) and temperature 0, this writes the same tokens, 
 released generate(). But without edits (--tau_t2t none) the released loop spends one more step on a block, it fills no
 holes in earlier blocks, and it does not cut off a block that would never end.
 
+    python sample.py                                                # the paper's Stage B beside causal Stage B
     python sample.py --prompt "CANADIAN"                            # text, and what it cost in forwards
     python sample.py --prompt "MATHEMATICAL ▒▒▒▒ CAPITAL B" --watch  # every step; each ▒ is a token to fill
     python sample.py --ckpt DIR --prompt "..." --select entropy     # another rule for the bundle
@@ -23,6 +24,7 @@ import math
 import sys
 import time
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,13 +33,12 @@ import torch
 from torch import Tensor
 
 from cache import Engine
-from causal import causal_denoise
 from checkpoint import DTYPES, base_of, judge_of, load_model
 from config import Config
-from decoding import PAPER, Decoding, Output, Row, Step, add_decoding, candidates, decoding_of, in_full, up_to_eos
+from decoding import ALL, PAPER, Decoding, Output, Row, Step, add_decoding, candidates, decoding_of, in_full, up_to_eos
 from lib import names
 from lib.tokenizer import Tokenizer, load_tokenizer
-from lib.util import MASK, Parser, bounded, command, fail, pick_device, printable, smallest_masks, uniform
+from lib.util import MASK, Parser, bounded, command, fail, pick_device, printable, reading, smallest_masks, uniform
 from model import Model
 
 # R rows that are being decoded, T positions, B block_length, C channels, V vocabulary, K = n_rounds
@@ -86,30 +87,27 @@ def denoise(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding) ->
     return Step(z, after, bundle, edited, token, conf, token_a, conf_a, partial_forwards, over)
 
 
-# a model's step, by the kind of its Stage B; any other kind has the paper's (its settings: decoding.SETTINGS)
-STEPS = {"causal": causal_denoise}
-
-
 def step_of(model: Model, d: Decoding) -> Callable[..., Step]:
-    """The step of a model's Stage B; without Stage B the paper's, which is LLaDA2.1's own then."""
-    return STEPS.get(model.cfg.stage_b, denoise) if d.n_rounds > 0 else denoise
+    """The step of a model's own Stage B if it has one; else the paper's, which without Stage B is LLaDA2.1's own."""
+    return getattr(model, "denoise", denoise) if d.n_rounds > 0 else denoise
 
 
 # --- which masks are written now: logits of Stage A (R, B, V), its tokens' probabilities (R, B), masked (R, B) bool
-# -> (R, B) bool
+# -> (R, B) bool. Another row of a batch can change the last digits of a probability, so where two masks are that near
+# (more often in bf16) a row may depend on its batch
 def by_confidence(logits: Tensor, conf: Tensor, masked: Tensor, d: Decoding) -> Tensor:
     """The paper's rule: the masks whose probability is above tau_m2t. If fewer than num_to_transfer are, the
     num_to_transfer surest."""
     passing = masked & (conf > d.tau_m2t)
     enough = passing.sum(-1, keepdim=True) >= d.num_to_transfer
-    return torch.where(enough, passing, least(-conf, masked, d.num_to_transfer))
+    return torch.where(enough, passing, smallest_masks(-conf, masked, d.num_to_transfer))
 
 
 def by_entropy(logits: Tensor, conf: Tensor, masked: Tensor, d: Decoding) -> Tensor:
     """As many masks as the paper's rule would take, but those of the least entropy (a row of Table 2)."""
     size = by_confidence(logits, conf, masked, d).sum(-1, keepdim=True)
     entropy = torch.special.entr(logits.softmax(-1)).sum(-1)
-    return least(entropy, masked, size)
+    return smallest_masks(entropy, masked, size)
 
 
 def from_the_left(logits: Tensor, conf: Tensor, masked: Tensor, d: Decoding) -> Tensor:
@@ -125,28 +123,23 @@ def certified(logits: Tensor, conf: Tensor, masked: Tensor, d: Decoding) -> Tens
     miss = torch.where(masked, 1 - conf, math.inf)
     largest = miss.sort(dim=-1).values  # of the first k the largest is the k-th
     size = (largest.cumsum(-1) + largest <= 1).sum(-1, keepdim=True)
-    return least(miss, masked, size.clamp(min=1))
+    return smallest_masks(miss, masked, size.clamp(min=1))
 
 
 SELECT = {"confidence": by_confidence, "entropy": by_entropy, "left": from_the_left, "certified": certified}
 
 
-def least(key: Tensor, masked: Tensor, size: Tensor | int) -> Tensor:
-    """The `size` masks with the smallest keys (R, B); of equal keys the leftmost. Keys are rounded, because in fp32 the
-    other rows of a batch can change a key's last digits, and a row's choice must not depend on its batch."""
-    return smallest_masks(key.round(decimals=5), masked, size)
-
-
 # --- the decoder as the paper has it
 @torch.inference_mode()
 def generate_one(
-    model: Model, prompt: list[int], d: Decoding, step: Callable[..., Step] = denoise
+    model: Model, prompt: list[int], d: Decoding, step: Callable[..., Step] | None = None
 ) -> tuple[list[int], dict[str, float], list[list[int]]]:
     """Continue one prompt, greedily -> tokens, forwards, the block before each forward.
 
     Slow: every forward reads the whole text again. It is the specification of `generate`. step: a function like
-    denoise, which asks the engine for stage_a and stage_b.
+    denoise (left out: that of the model's Stage B), which asks the engine for stage_a and stage_b.
     """
+    step = step or step_of(model, d)
     mask_id = model.cfg.mask_id
     B = model.cfg.block_length
     device = model.wte.weight.device
@@ -174,16 +167,16 @@ def generate_one(
         for _ in range(MAX_STEPS + B):
             # one step of denoising, and what it cost
             seen.append(z[0].tolist())
-            done = step(WholeText(model, ids, d), z, given, torch.zeros(1, 2, B, device=device), d)
+            made = step(WholeText(model, ids, d), z, given, torch.zeros(1, 2, B, device=device), d)
             nfe["full"] += 1
-            nfe["partial"] += float(done.partial)
+            nfe["partial"] += float(made.partial)
 
             # a block is finished when nothing changes, or after max_post_steps without a mask
-            changed = not torch.equal(done.after, z)
-            z = done.after
+            changed = not torch.equal(made.after, z)
+            z = made.after
             if mask_id not in z[0]:
                 steps_without_mask += 1
-            if done.over.item() or steps_without_mask > d.post_steps:
+            if made.over.item() or steps_without_mask > d.post_steps:
                 break
 
         ids = ids + z[0].tolist()
@@ -212,7 +205,7 @@ class WholeText:
         """z (1, B) -> prefix states and final states of the block, (1, B, C) each."""
         # the finished blocks do not change any more: they are the clean text before the current one
         ids = torch.cat([self.finished, z], dim=1)
-        ctx = self.model.context(torch.ones_like(ids, dtype=torch.bool), ids)
+        ctx = self.model.read_clean(ids, torch.ones_like(ids, dtype=torch.bool))
         self.ctx = replace(ctx, n_rounds=self.d.n_rounds)
         self.h = self.model.prefix(ids, self.ctx)
         n = self.finished.shape[1]
@@ -221,9 +214,15 @@ class WholeText:
     def stage_b(self, h: Tensor, bundle: Tensor, tokens: Tensor) -> Tensor:
         """bundle and tokens (1, B) -> Stage B's states of the block, (1, B, C)."""
         n = self.finished.shape[1]
-        marked = torch.cat([torch.zeros_like(self.finished, dtype=torch.bool), bundle], dim=1)
-        whole = torch.cat([self.finished, tokens], dim=1)
-        return self.model.coordinate(self.h, marked, whole, self.ctx)[:, n:]
+        finished = self.finished.expand(len(tokens), -1)
+        marked = torch.cat([torch.zeros_like(finished, dtype=torch.bool), bundle], dim=1)
+        whole = torch.cat([finished, tokens], dim=1)
+        states = [self.model.coordinate(self.h, a[None], b[None], self.ctx) for a, b in zip(marked, whole, strict=True)]
+        return torch.cat(states)[:, n:]
+
+    def several(self, U: int) -> "WholeText":
+        """The same text for each of U rows, which a beam reads one after the other."""
+        return self
 
 
 # --- the same for many rows
@@ -239,56 +238,47 @@ def generate(
     """
     step = step or step_of(model, d)
     device = model.wte.weight.device
-    rows = [Row(i, prompts, d, model.cfg, seed) for i in range(len(prompts))]
+    twins: Counter[tuple[int, ...]] = Counter()
+    rows = []
+    for number, prompt in enumerate(prompts):
+        rows.append(Row(number, prompt, twins[tuple(prompt)], d, model.cfg, seed))
+        twins[tuple(prompt)] += 1
     outputs = [row.output for row in rows]
+
     # leave out rows whose blocks are all finished
-    rows = [row for row in rows if len(row.ids) < len(row.prompt) + d.gen_length]
-    if not rows:
-        return outputs
-    engine = Engine(model, [row.ids for row in rows], d.n_rounds)
-
-    # the current blocks, and the counts of each: its forwards, its partial forwards, its steps without a mask
-    z = torch.tensor([row.block() for row in rows], device=device)
-    given = torch.tensor([row.given() for row in rows], device=device)
-    counts = torch.zeros(3, len(rows), device=device)
-    while True:
-        # one step, and what it cost
-        done = step(engine, z, given, random_numbers(rows, d, z), d)
+    rows = [row for row in rows if not row.over]
+    engine = Engine(model, [row.ids for row in rows], d.n_rounds) if rows else None
+    while rows:
+        # one step on the current block of each row
+        z = torch.tensor([row.block for row in rows], device=device)
+        given = torch.tensor([row.given for row in rows], device=device)
+        made = step(engine, z, given, random_numbers(rows, d, z), d)
         if on_step:
-            on_step(rows, done)
-        changed = (done.after != z).any(-1)  # (R,)
-        z = done.after
-        masked = (z == model.cfg.mask_id).any(-1)
-        counts += torch.stack([torch.ones_like(done.partial), done.partial, ~masked])
-
-        # the blocks that are finished: nothing would change any more, or a bound is reached
-        finished = done.over | (counts[2] > d.post_steps) | (counts[0] >= MAX_STEPS + z.shape[1])
-        finished, changed, finite = torch.stack([finished, changed, done.conf.isfinite().all(-1)]).tolist()
-        if not all(finite):
+            on_step(rows, made)
+        if not made.conf.isfinite().all():
             fail("the model's logits are not finite: its weights are damaged, or its training diverged")
 
-        # add their forwards to their rows; a row leaves when its last block is finished
-        staying = []
-        for r, row in enumerate(rows):
-            n_full, n_partial, _ = counts[:, r].tolist() if finished[r] else (0, 0, 0)
-            if not (finished[r] and row.finish(z[r].tolist(), n_full, n_partial, changed[r])):
-                staying.append(r)
+        # each row takes its block and what the step cost; a finished block is written down
+        for row, *own in zip(rows, made.after.tolist(), made.partial.tolist(), made.over.tolist(), strict=True):
+            row.take(*own, MAX_STEPS + z.shape[1])
+            if row.finished:
+                row.close()
+
+        # a row leaves after its last block
+        staying = [r for r, row in enumerate(rows) if not row.over]
         if not staying:
-            return outputs
+            break
         if len(staying) < len(rows):
-            engine.keep(staying)
             rows = [rows[r] for r in staying]
-            z = z[staying]
-            given = given[staying]
-            counts = counts[:, staying]
+            engine.keep(staying)
 
         # a finished block is read by those after it, and its row begins the next one
-        closed = [place for place, r in enumerate(staying) if finished[r]]
+        closed = [r for r, row in enumerate(rows) if row.finished]
         if closed:
-            engine.close(closed, z, any(changed[staying[place]] for place in closed))
-            z[closed] = torch.tensor([rows[place].block() for place in closed], device=device)
-            given[closed] = torch.tensor([rows[place].given() for place in closed], device=device)
-            counts[:, closed] = 0
+            engine.close(closed, made.after[staying], any(rows[r].changed for r in closed))
+            for r in closed:
+                rows[r].begin()
+    return outputs
 
 
 def random_numbers(rows: list[Row], d: Decoding, z: Tensor) -> Tensor:
@@ -314,13 +304,16 @@ def build_parser(doc: str = __doc__) -> Parser:
 
     # fmt: off
     add = parser.add_argument_group("model").add_argument
-    add("--ckpt", type=Path, default=Path("assets/names/paper"), help="a model's folder, or an adapter's")
+    add("--ckpt", type=Path, nargs="+", default=[Path("assets/names/paper")],
+        help="a model's folder, or an adapter's; several to compare")
     add("--device", default="auto", help="auto (an accelerator, or else the CPU), or the name of one")
     add("--dtype", choices=DTYPES, default="fp32", help="of weights and activations")
 
     add = parser.add_argument_group("prompts").add_argument
     add("--prompt", action="append", default=[],
         help=f"text, in which each {MASK} is one token to fill (_ too, in a name); repeat the flag for several rows")
+    add("--prompt_file", type=Path, action="append", default=[],
+        help="a file that holds such a text; repeat the flag for several rows")
     add("--prompt_ids", type=token_ids, action="append", default=[],
         help="token ids, 1,2,3; repeat for several rows")
     add("--gen_length", type=some, default=256,
@@ -336,9 +329,13 @@ def read_prompts(
     args: Namespace, tokenizer: Tokenizer | None, cfg: Config, gen_length: int, of_names: bool
 ) -> list[list[int]]:
     """Every prompt as ids, each checked to fit the model."""
-    if args.prompt and tokenizer is None:
+    if (args.prompt or args.prompt_file) and tokenizer is None:
         fail("this checkpoint has no tokenizer (a toy's tokens are numbers): use --prompt_ids")
-    texts = [names.as_written(text) for text in args.prompt] if of_names else args.prompt
+    texts = list(args.prompt)
+    for path in args.prompt_file:
+        with reading(path, "prompt"):
+            texts.append(path.read_text(encoding="utf-8-sig"))
+    texts = [names.as_written(text) for text in texts] if of_names else texts
     prompts = [encode_with_holes(text, tokenizer, cfg.mask_id) for text in texts]
     prompts += args.prompt_ids
     if not prompts:
@@ -371,22 +368,23 @@ def check_prompt(prompt: list[int], number: int, gen_length: int, cfg: Config) -
 
 
 # --- what is shown
-def what_ran(ckpt: Path, model: Model, d: Decoding, ms: float) -> str:
-    """The last line of every run: assets/names/paper: Stage B, n = 3 of 8, K = 1, gates 0.7 and 0; 8.1 ms a token"""
-    step = step_of(model, d)
+def what_ran(ckpt: Path, model: Model, d: Decoding) -> str:
+    """The last line of every run: assets/names/paper: Stage B, n = 3 of 8, K = 1, gates 0.7 and 0"""
     stage = "Stage A alone"
     if d.n_rounds > 0:
-        kind = "" if model.cfg.stage_b == "paper" else f"{model.cfg.stage_b} "
+        kind = "" if type(model) is Model else f"{model.cfg.stage_b} "
         stage = f"{kind}Stage B, n = {model.cfg.n_last} of {model.cfg.n_layer}, K = {d.n_rounds}"
-    if step is denoise:
+    if d.tau_m2t == ALL:
+        rule = "all at once"
+    elif step_of(model, d) is denoise:
         rule = f"gates {d.tau_m2t:g} and {'none' if d.tau_t2t is None else f'{d.tau_t2t:g}'}"
-        rule += f", selected by {d.select}" if d.select != PAPER.select else ""
     else:
-        rule = f"the longest run above {d.tau_m2t:g}" if d.tau_m2t > 0 else "whole blocks"
-        rule += f", a beam of {d.beam}" if d.beam > 1 else ""
+        rule = f"the longest run above {d.tau_m2t:g}"
+    rule += f", selected by {d.select}" if d.select != PAPER.select else ""
+    rule += f", a beam of {d.beam}" if d.beam > 1 else ""
     if d.temperature > 0:
         rule += f", drawn at temperature {d.temperature:g}"
-    return f"{ckpt}: {stage}, {rule}; {ms:.1f} ms a token"
+    return f"{ckpt}: {stage}, {rule}"
 
 
 def cost(n: int, nfe: dict[str, float], partial_cost: float) -> str:
@@ -397,13 +395,14 @@ def cost(n: int, nfe: dict[str, float], partial_cost: float) -> str:
     return f"{n} token{'s' * (n != 1)}; forwards: {kinds} = {round(total, 2):g}{each}"
 
 
-def write(args: Namespace, model: Model) -> None:
-    """Continue every prompt, and print what came of it."""
-    tokenizer = load_tokenizer(base_of(args.ckpt))
+def write(args: Namespace, ckpt: Path) -> None:
+    """Continue every prompt by one checkpoint, and print what came of it."""
+    model = load_model(ckpt, pick_device(args.device), DTYPES[args.dtype])
+    tokenizer = load_tokenizer(base_of(ckpt))
     d = decoding_of(args, model)
 
     # what is continued; the names that a model of names writes are judged
-    of_names = "names" in judge_of(args.ckpt)
+    of_names = "names" in judge_of(ckpt)
     prompts = read_prompts(args, tokenizer, model.cfg, d.gen_length, of_names)
 
     on_step = None
@@ -427,16 +426,29 @@ def write(args: Namespace, model: Model) -> None:
         print(printable(text) or output.tokens, *said)
 
         n = len(output.tokens) + prompt.count(model.cfg.mask_id)
-        print(f"[{cost(n, output.nfe, model.partial_cost)}]")
+        cut = len(output.tokens) == d.gen_length > 0 and output.tokens[-1] != model.cfg.eos_id
+        print(f"[{cost(n, output.nfe, model.partial_cost)}{'; cut off by --gen_length' * cut}]")
         written += n
-    print(f"[{what_ran(args.ckpt, model, d, 1e3 * seconds / max(1, written))}]")
+
+    # the time of a short run says little
+    ms = f"; {1e3 * seconds / max(1, written):.1f} ms a token, threads: {torch.get_num_threads()}"
+    print(f"[{what_ran(ckpt, model, d)}{ms if seconds > 1 else ''}]")
+
+
+# what runs without flags: both kinds of Stage B write all masks of a block at once
+CONTRAST = """--ckpt assets/shakespeare/paper assets/shakespeare/causal --prompt ROMEO: --tau_m2t all --temperature 1
+--gen_length 96"""
 
 
 @command
 def main() -> None:
-    args = build_parser().parse_args()
-    model = load_model(args.ckpt, pick_device(args.device), DTYPES[args.dtype])
-    write(args, model)
+    words = sys.argv[1:]
+    if not words:
+        words = CONTRAST.split()
+        print(f"python sample.py {' '.join(words)}")
+    args = build_parser().parse_args(words)
+    for ckpt in args.ckpt:
+        write(args, ckpt)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ changes. For these settings the paper gives no value, so the values are ours:
 import lib.first  # noqa: F401
 
 import argparse
+import math
 import time
 import tomllib
 from argparse import Namespace
@@ -40,9 +41,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-import causal
 import checkpoint
+from cache import check_stage_b
 from checkpoint import DTYPES, STAGE_B
 from config import PRESETS
 from corrupt import CORRUPTIONS, Corruption, M, corrupt, draw_bundle, kinds_apart, three_term_loss
@@ -52,12 +54,14 @@ from lib.run import (
     check_finite,
     check_hash,
     cosine,
+    has_validation,
     interruptible,
     means,
     report,
     rewind_log,
     run_settings,
     save_settings,
+    show,
     tell_what_is_next,
 )
 from lib.util import Parser, alone_in, bounded, command, fail, flush, generator, pick_device, place, progress, quoted
@@ -79,21 +83,21 @@ Losses = tuple[Tensor, dict[str, Tensor]]
 
 
 # --- the training step
-def corrupt_and_draw(model: Model, batch: Batch, args: Namespace) -> tuple[Tensor, Tensor, Tensor]:
-    """The paper's z, kind and bundle, (R, T) each: see corrupt.py."""
-    z, kind = corrupt_batch(model, batch, args)
-    bundle = draw_bundle(kind == M, S_MIN, args.s_max, batch.draws)
-    return z, kind, bundle
+def cocommit_step(model: Model, batch: Batch, args: Namespace) -> Losses:
+    """One step of the paper: Eq. 1 in both stages of these rows."""
+    # who sees whom: a block reads the corrupted blocks before it, as in the paper, or a clean copy of them
+    if args.context == "clean":
+        ctx = model.read_clean(batch.clean, batch.real)
+    else:
+        ctx = model.context(batch.real)
 
-
-def cocommit_step(model: Model, batch: Batch, args: Namespace, show: Callable = corrupt_and_draw) -> Losses:
-    """One step of the paper: Eq. 1 in both stages of these rows. show: a function like corrupt_and_draw."""
-    # what the model is shown: masked, wrong and right positions; and the bundle, drawn without reading the text
-    z, kind, bundle = show(model, batch, args)
+    # what the model is shown: masked, wrong and right positions; and the bundle, drawn without reading the text. (A
+    # Stage B of one's own may have a rule of its own.)
+    show = getattr(model, "corrupt_and_draw", partial(corrupt_and_draw, model))
+    z, kind, bundle = show(batch, ctx, args)
 
     # the split: one prefix, then the last n layers. The paper runs both stages as one doubled batch, with the same
     # result
-    ctx = batch_context(model, batch, args)
     h = model.prefix(z, ctx)
     stage_a = model.last_n(h, ctx)
 
@@ -104,23 +108,27 @@ def cocommit_step(model: Model, batch: Batch, args: Namespace, show: Callable = 
     # Eq. 1 in both stages: Stage A fills every mask, Stage B its bundle
     loss_a, ce_a = three_term_loss(model, stage_a, batch.clean, kind, fill=kind == M)
     loss_b, ce_b = three_term_loss(model, stage_b, batch.clean, kind, fill=bundle)
-    return loss_a + loss_b, kinds_apart(ce_a, ce_b, kind, bundle)
 
-
-# a model's step, by the kind of its Stage B, and the settings that this step fixes, whatever the flags say
-TRAINING: dict[str, tuple[Callable[..., Losses], dict]] = {
-    "paper": (cocommit_step, {}),
-    "causal": (partial(cocommit_step, show=causal.blocks_to_write), dict(corruption="mask", context="clean")),
-}
+    # what cannot learn is no part of the loss: Stage A of a frozen base, beside a Stage B that has layers of its own
+    loss = loss_a + loss_b if loss_a.requires_grad else loss_b
+    return loss, kinds_apart(ce_a, ce_b, kind, bundle)
 
 
 # --- what a step is made of
-def corrupt_batch(model: Model, batch: Batch, args: Namespace, mask_power: float = 1.0) -> tuple[Tensor, Tensor]:
-    """What the model is shown: z (R, T) int64 and kind (R, T) uint8, see corrupt.py."""
+def corrupt_and_draw(model: Model, batch: Batch, ctx: Context, args: Namespace) -> tuple[Tensor, Tensor, Tensor]:
+    """The paper's z, kind and bundle, (R, T) each: see corrupt.py."""
+    z, kind = corrupt_batch(model, batch, ctx, args)
+    bundle = draw_bundle(kind == M, S_MIN, args.s_max, batch.draws)
+    return z, kind, bundle
+
+
+def corrupt_batch(
+    model: Model, batch: Batch, ctx: Context | None, args: Namespace, mask_power: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """What the model is shown: z (R, T) int64 and kind (R, T) uint8, see corrupt.py. ctx: for the model's drafts."""
 
     def draft(z: Tensor, where: Tensor) -> Tensor:
         with torch.no_grad():
-            ctx = batch_context(model, batch, args)
             return model.drafts(model.last_n(model.prefix(z, ctx), ctx)[where])
 
     cfg = model.cfg
@@ -128,26 +136,15 @@ def corrupt_batch(model: Model, batch: Batch, args: Namespace, mask_power: float
     return corrupt(batch.clean, batch.corruptible, how)
 
 
-def batch_context(model: Model, batch: Batch, args: Namespace, one_by_one: Tensor | None = None) -> Context:
-    """The Context of a batch. A block reads corrupted blocks before it, as in the paper, or clean ones (--context)."""
-    clean = batch.clean if args.context == "clean" else None
-    return model.context(batch.real, clean, one_by_one)
-
-
 # --- a run: rows, model, optimizer, then the loop
-def run(args: Namespace, step: Callable[..., Losses] | None = None) -> None:
-    """Train, validate and save. step: a function like cocommit_step (left out: that of --stage_b)."""
+def run(args: Namespace, step: Callable[..., Losses] = cocommit_step) -> None:
+    """Train, validate and save. step: a function like cocommit_step."""
     with alone_in(Path(args.out_dir)):
         refuse_used(args)
         corpus = read_corpus(Path(args.data), args.seq_len, args.seed, args.block_length, args.batch_size)
         model = start(args, corpus)
         optimizer = OPTIMIZERS[args.optimizer](model.learned(), args.learning_rate)
-        loop(model, corpus, step or step_of(args), optimizer, args)
-
-
-def step_of(args: Namespace) -> Callable[..., Losses]:
-    step, _ = TRAINING.get(args.stage_b, TRAINING["paper"])
-    return step
+        loop(model, corpus, step, optimizer, args)
 
 
 def loop(
@@ -157,54 +154,27 @@ def loop(
     """Train until max_iters. If there are several processes, only the one with `writes` writes files. All of them stop
     after the same step: `agreed(stop)` says whether any was asked to stop."""
     log = Path(args.out_dir) / "log.jsonl" if writes else None
-    done = begin(model, corpus, optimizer, args, writes)
-    if done == 0:
-        validation = validate(model, corpus, step, 0, args)
-        report(validation, log, "validation before the first step", shown=True, explained=True)
-
+    done = begin(model, corpus, optimizer, args, log)
     saved = done
-    validation = None
+    validation = validate(model, corpus, step, done, args, log) if is_due(done, args) else None
     steps = range(done, args.max_iters)
     with interruptible() as caught:
         for it in progress(steps, "train", done=done) if writes else steps:
-            # forward and backward: the gradients of all micro-batches, with one denominator
-            began = time.perf_counter()
-            first = it * args.batch_size
-            n_real = corpus.rows["train"].count_real(first, args.batch_size)
-            loss = 0.0
-            terms = []
-            for batch in micro_batches(corpus, "train", first, args.batch_size, model, args):
-                part, part_terms = step(model, batch, args)
-                (part / n_real).backward()
-                loss += float(part.detach()) / n_real
-                terms.append(part_terms)
-            norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP))
-            if it == done and "m2t_B" in terms[0]:
-                tell_what_does_not_learn(model)
+            record = update(model, corpus, step, optimizer, it, saved, args, first=it == done)
+            report(record, log)
 
-            # update, at the schedule's rate
-            share = cosine(it, args.max_iters)
-            for group in optimizer.param_groups:
-                group["lr"] = share * group["peak"]
-            record = dict(step=it, loss=loss, grad_norm=norm, lr=share * args.learning_rate, tokens=n_real)
-            check_finite(record, "loss", it, saved, args)
-            optimizer.step()
-            balance_experts(model)
-            optimizer.zero_grad(set_to_none=True)
-            record |= means(terms) | dict(ms=1e3 * (time.perf_counter() - began))
-            report(record, log, f"step {it + 1}/{args.max_iters}", shown=(it + 1) % LOG_INTERVAL == 0)
-
-            # validate, and save what has been validated. A run that is stopped between two validations saves, too, but
-            # it does not log this validation, so that after a resume its log is that of a run without a stop
+            # first save: neither a validation nor what is printed can then lose a step
             stop = agreed(bool(caught))
-            due = (it + 1) % args.eval_interval == 0 or it + 1 == args.max_iters
+            due = is_due(it + 1, args)
             if due or stop:
-                validation = validate(model, corpus, step, it + 1, args)
-                check_finite(validation, "validation", it, saved, args)
-                report(validation, log if due else None, f"validation after step {it + 1}", shown=True)
+                check_finite(weights_norm(model), "weights", it, saved, args)
                 saved = it + 1
                 if writes:
                     save(model, optimizer, saved, args)
+            if writes and (it + 1) % LOG_INTERVAL == 0:
+                show(record, f"step {it + 1}/{args.max_iters}")
+            if due:
+                validation = validate(model, corpus, step, it + 1, args, log)
             if stop:
                 break
     if writes:
@@ -216,15 +186,49 @@ def loop(
         raise SystemExit(130)  # the exit code of a program that Ctrl-C has ended
 
 
-def begin(model: Model, corpus: Corpus, optimizer: torch.optim.Optimizer, args: Namespace, writes: bool) -> int:
+def update(
+    model: Model, corpus: Corpus, step: Callable[..., Losses], optimizer: torch.optim.Optimizer, it: int, saved: int,
+    args: Namespace, first: bool,
+) -> dict[str, float]:  # fmt: skip
+    """One update of what learns -> its record for the log. saved: the last step that was saved."""
+    # forward and backward: the gradients of all micro-batches, with one denominator
+    began = time.perf_counter()
+    row = it * args.batch_size
+    n_real = corpus.rows["train"].count_real(row, args.batch_size)
+    loss = 0.0
+    terms = []
+    for batch in micro_batches(corpus, "train", row, args.batch_size, it, model, args):
+        part, part_terms = step(model, batch, args)
+        (part / n_real).backward()
+        loss += float(part.detach()) / n_real
+        terms.append(part_terms)
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP))
+    if first and "m2t_B" in terms[0]:
+        tell_what_does_not_learn(model)
+
+    # update, at the schedule's rate
+    share = cosine(it, args.max_iters)
+    for group in optimizer.param_groups:
+        group["lr"] = share * group["peak"]
+    record = dict(step=it, loss=loss, grad_norm=norm, lr=share * args.learning_rate, tokens=n_real)
+    check_finite(record, "loss", it, saved, args)
+    optimizer.step()
+    balance_experts(model)
+    optimizer.zero_grad(set_to_none=True)
+    return record | means(terms) | dict(ms=1e3 * (time.perf_counter() - began))
+
+
+def begin(model: Model, corpus: Corpus, optimizer: torch.optim.Optimizer, args: Namespace, log: Path | None) -> int:
     """Go on where the run was saved, and write what a run begins with -> how many steps it has taken."""
     folder = Path(args.out_dir)
     done = checkpoint.restore_state(model, optimizer, folder, args.run_id) if args.resume else 0
     if done > args.max_iters:
         fail(f"--max_iters {args.max_iters}: this run has taken {done} steps already")
-    if writes:
+    if not args.resume and type(model) is not Model:
+        check_stage_b(model)
+    if log:
         save_settings(args)
-        rewind_log(folder / "log.jsonl", done)
+        rewind_log(log, done)
         if not saves_adapter(args):
             # the checkpoint needs the rows' meta.json and tokenizer.json, and the rows may go away later
             copy_tokens(Path(args.data), folder)
@@ -232,23 +236,41 @@ def begin(model: Model, corpus: Corpus, optimizer: torch.optim.Optimizer, args: 
     return done
 
 
+def is_due(steps: int, args: Namespace) -> bool:
+    """Is the run saved and validated after so many steps?"""
+    return steps % args.eval_interval == 0 or steps == args.max_iters
+
+
 @torch.no_grad()
-def validate(model: Model, corpus: Corpus, step: Callable[..., Losses], it: int, args: Namespace) -> dict[str, float]:
-    """The cross-entropies on held-out rows, which are the same in every run with the same sizes, and what Stage B gains
-    there."""
+def validate(
+    model: Model, corpus: Corpus, step: Callable[..., Losses], it: int, args: Namespace, log: Path | None
+) -> dict[str, float]:
+    """The cross-entropies on held-out rows after `it` steps, and what Stage B gains there. The rows are the same in
+    every run with the same sizes. A run that was stopped before it logged this validation logs it now."""
     rows = min(EVAL_ROWS, 8 * args.batch_size)  # one row takes the 16B model minutes
-    terms = [step(model, batch, args)[1] for batch in micro_batches(corpus, "val", 0, rows, model, args)]
+    terms = [step(model, batch, args)[1] for batch in micro_batches(corpus, "val", 0, rows, it, model, args)]
     found = means(terms)
     if "m2t_B" in found:
         found["B_less_A"] = found["m2t_B"] - found["m2t_A_bundle"]
-    return {"step": it, "val": True} | found
+    if not all(map(math.isfinite, found.values())):
+        fail(f"the validation after step {it} is not finite: lower --learning_rate in a new --out_dir")
+    record = {"step": it, "val": True} | found
+    if log:
+        if not has_validation(log, it):
+            report(record, log)
+        show(record, f"validation after step {it}" if it else "validation before the first step", explained=it == 0)
+    return record
 
 
-def micro_batches(corpus: Corpus, split: str, first: int, n: int, model: Model, args: Namespace) -> Iterator[Batch]:
-    """Rows first .. first+n of "train" or "val", a micro-batch at a time."""
+def micro_batches(
+    corpus: Corpus, split: str, first: int, n: int, it: int, model: Model, args: Namespace
+) -> Iterator[Batch]:
+    """Rows first .. first+n of "train" or "val", a micro-batch at a time, after `it` steps."""
     size = args.micro_batch or args.batch_size
     for at in range(first, first + n, size):
-        yield get_batch(corpus, split, at, min(size, first + n - at), args.seed, model.wte.weight.device)
+        batch = get_batch(corpus, split, at, min(size, first + n - at), args.seed, model.wte.weight.device)
+        batch.elapsed = it / args.max_iters
+        yield batch
 
 
 def balance_experts(model: Model) -> None:
@@ -260,10 +282,15 @@ def balance_experts(model: Model) -> None:
 
 
 def tell_what_does_not_learn(model: Model) -> None:
-    """After the first backward: a parameter of Stage B without a gradient is not used."""
-    idle = [name for name, p in model.own().items() if p.grad is None]
+    """After the first backward: a parameter of Stage B's own with no gradient, or with one of zero, learns nothing."""
+    own = model.own().items()
+    idle = [name for name, p in own if isinstance(p, Parameter) and (p.grad is None or not p.grad.any())]
     if idle:
-        print(f"without a gradient after the first step: {', '.join(idle)}")
+        print(f"no gradient in the first step, or one of zero: {', '.join(idle)}")
+
+
+def weights_norm(model: Model) -> dict[str, float]:
+    return {"norm": float(sum(p.detach().norm() for p in model.learned().values()))}
 
 
 # --- what learns
@@ -275,6 +302,7 @@ def start(args: Namespace, corpus: Corpus) -> Model:
         meta = corpus.meta
         ids = dict(vocab_size=meta.vocab_size, eos_id=meta.eos_id, mask_id=meta.mask_id)
         cfg = replace(PRESETS[args.preset], **sizes, **ids, stage_b=args.stage_b, window=args.seq_len)
+        cfg = replace(cfg, decoder=getattr(args, "decoder", cfg.decoder))
         folder = Path(args.out_dir)
         if args.resume and (folder / "config.json").exists():
             cfg = checkpoint.read_config(folder)  # the preset may have been edited since
@@ -282,7 +310,8 @@ def start(args: Namespace, corpus: Corpus) -> Model:
     else:
         # what learns is always float32
         dtype = DTYPES[args.dtype] if saves_adapter(args) else torch.float32
-        model = checkpoint.load_model(args.init_from, device, dtype, args.stage_b, **sizes)
+        seed = generator(args.seed, "init").initial_seed() % 2**32
+        model = checkpoint.load_model(args.init_from, device, dtype, args.stage_b, seed, **sizes)
         check_hash(args, "base_hash", model.base_hash, args.init_from)
         if model.cfg.int8 and (args.stage_b != "paper" or args.lora_r == 0):
             fail(f"{args.init_from} is int8, and cannot learn: give --stage_b paper and a --lora_r above 0")
@@ -334,13 +363,13 @@ def build_parser(doc: str = __doc__) -> Parser:
         help="tokens decoded together (paper 32; left out: the rows', or else the checkpoint's or preset's)")
     add("--lora_r", type=some, default=16, help="the rank of LoRA (paper 16; its scale is 2); 0: all weights learn")
     add("--stage_b", choices=STAGE_B, default="paper",
-        help="the paper's Stage B, or the one of causal.py, which sets --corruption mask and --context clean, and does "
-             "not use --s_max, nor --lora_r unless it is 0: then the base learns, too")
+        help="the paper's Stage B, or the one of causal.py, which fixes --corruption mask and --context clean, and "
+             "does not use --s_max, nor --lora_r unless it is 0: then the base learns, too")
 
     add = parser.add_argument_group("corruption and bundle").add_argument
-    add("--corruption", choices=CORRUPTIONS, default="draft", help="how tokens are made wrong, see corrupt.py")
-    add("--context", choices=["corrupted", "clean"], default="corrupted",
-        help="how a block sees the blocks before it: corrupted (paper), or clean, as in decoding")
+    add("--corruption", choices=CORRUPTIONS, help="how tokens are made wrong, see corrupt.py (default: draft)")
+    add("--context", choices=["corrupted", "clean"],
+        help="how a block sees the blocks before it: corrupted (paper), or clean, as in decoding (default: corrupted)")
     add("--s_max", type=count, default=16, help="the most masks of a row's bundle (paper 16)")
     add("--whole_share", type=bounded(float, 0, 1), default=0.0,
         help="the share of blocks that are masked whole, for the Stage B of causal.py alone")
@@ -376,8 +405,12 @@ def read_arguments(parser: Parser | None = None) -> Namespace:
 def settle(args: Namespace) -> None:
     """Take the sizes that were left out from the checkpoint or the rows, and refuse settings that do not fit."""
     refuse_used(args)
-    _, fixed = TRAINING.get(args.stage_b, TRAINING["paper"])
-    vars(args).update(fixed)
+    fixed = getattr(STAGE_B[args.stage_b], "fixed", {})
+    for name, papers in (dict(corruption="draft", context="corrupted") | fixed).items():
+        if getattr(args, name) is None:
+            setattr(args, name, papers)
+        elif name in fixed and getattr(args, name) != papers:
+            fail(f"--{name} {getattr(args, name)}: {args.stage_b} Stage B learns with --{name} {papers} alone")
     meta = read_meta(Path(args.data))
     if args.init_from == "scratch":
         cfg = PRESETS[args.preset]

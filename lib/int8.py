@@ -57,7 +57,7 @@ def multiply(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
 
 # --- the model's layers, with such matrices
 class Int8Product:
-    """Methods for model.Linear with a frozen matrix of integers. The bias and LoRA are as before."""
+    """Methods for layers.Linear with a frozen matrix of integers. The bias and LoRA are as before."""
 
     matrices = ("weight",)
 
@@ -69,7 +69,7 @@ class Int8Product:
 
 
 class Int8Experts:
-    """Methods for model.MoE with frozen experts of integers. Only the chosen experts are read."""
+    """Methods for layers.MoE with frozen experts of integers. Only the chosen experts are read."""
 
     matrices = ("gate_up", "down")
 

@@ -269,6 +269,7 @@ class Batch:
     corruptible: Tensor  # bool: real positions outside the prompt
     plain: Tensor  # (ids,) int64: the ordinary ids, from which random tokens are drawn; on the CPU, like all draws
     draws: list[torch.Generator]  # each row's generator, a function of the row's number
+    elapsed: float = 0.0  # the share of the run's steps that have been taken, for a weight that changes
 
 
 def read_corpus(folder: Path, seq_len: int, seed: int, block_length: int, batch_size: int) -> Corpus:

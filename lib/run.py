@@ -127,22 +127,29 @@ FIGURES = dict(
 )
 
 
-def report(record: dict, log: Path | None, title: str, shown: bool, explained: bool = False) -> None:
-    """Append a record to log.jsonl (None in a process that does not write) and, if `shown`, print it. Its `step` says
-    how many updates came before it. explained: say first what the figures are."""
-    if log is None:
-        return
-    check_same_folder(log.parent)
-    with open(log, "a", newline="\n") as file:
-        file.write(json.dumps(record) + "\n")
+def report(record: dict, log: Path | None) -> None:
+    """Append a record to log.jsonl (None in a process that does not write). Its `step` says how many updates came
+    before it."""
+    if log is not None:
+        check_same_folder(log.parent)
+        with open(log, "a", newline="\n") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def show(record: dict, title: str, explained: bool = False) -> None:
+    """Print a record. explained: say first what the figures are. If nobody reads on (`| head`), the run is asked to
+    stop, as by a signal."""
+    lines = []
     if explained:
-        tqdm.write("the figures of the log:")
-        for name in ("loss", "grad_norm", "lr", "tokens", "ms", *record):
-            if name in FIGURES:
-                tqdm.write(f"  {name:13} {FIGURES[name]}")
-    if shown:
-        figures = [f"{k} {v:.4g}" for k, v in record.items() if k not in ("step", "val")]
-        tqdm.write(" | ".join([title, *figures]))
+        lines.append("the figures of the log:")
+        names = [name for name in ("loss", "grad_norm", "lr", "tokens", "ms", *record) if name in FIGURES]
+        lines += [f"  {name:13} {FIGURES[name]}" for name in names]
+    figures = [f"{k} {v:.4g}" for k, v in record.items() if k not in ("step", "val")]
+    try:
+        tqdm.write("\n".join([*lines, " | ".join([title, *figures])]))
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        signal.raise_signal(signal.SIGTERM)
 
 
 def rewind_log(path: Path, it: int) -> None:
@@ -155,6 +162,12 @@ def rewind_log(path: Path, it: int) -> None:
             if record["step"] < end:
                 kept.append(line + b"\n")
     replace_file(path, lambda temporary: temporary.write_bytes(b"".join(kept)))
+
+
+def has_validation(log: Path, it: int) -> bool:
+    """Does the log have the validation after `it` steps?"""
+    lines = log.read_bytes().splitlines() if log.exists() else []
+    return any("val" in record and record["step"] == it for record in map(json.loads, lines))
 
 
 def check_finite(record: dict, what: str, it: int, saved: int, args: Namespace) -> None:
@@ -215,21 +228,20 @@ def interruptible() -> Iterator[list[int]]:
 HANGUP = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []  # Windows has none
 
 
-def verdict(validation: dict[str, float], args: Namespace) -> str:
+def verdict(validation: dict[str, float]) -> str:
     """The last validation in a sentence."""
     if "B_less_A" not in validation:
         return f"Stage A's cross-entropy at masks is {validation.get('m2t_A', math.nan):.2f} nats a position"
     gain = validation["B_less_A"]
     if abs(gain) > 0.01:
         return f"Stage B {'saves' if gain < 0 else 'costs'} {abs(gain):.2f} nats a position against Stage A"
-    optimum = "; for this loss that is its optimum, see results/theorem" if args.stage_b == "paper" else ""
-    return f"Stage B fills its bundle as Stage A does ({gain:+.5f} nats a position){optimum}"
+    return f"Stage B fills its bundle as Stage A does ({gain:+.5f} nats a position)"
 
 
 def tell_what_is_next(saved: int, args: Namespace, validation: dict[str, float] | None = None) -> None:
     """Print what the last validation says, and the command that goes on or shows what was learned."""
     if validation:
-        print(verdict(validation, args))
+        print(verdict(validation))
     if saved < args.max_iters:
         script = sys.argv[0] if sys.argv[0].startswith("-m ") else quoted(sys.argv[0])
         again = f"python {script} --init_from resume --out_dir {quoted(args.out_dir)}"

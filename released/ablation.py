@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cache import Engine
 from checkpoint import base_of, judge_of, load_model
-from decoding import Decoding, Step
+from decoding import ALL, Decoding, Step
 from evaluate import NAME_LENGTH, complete
 from lib.names import draw_names
 from lib.tokenizer import load_tokenizer
@@ -47,7 +47,7 @@ def unmarked(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding, d
     the other reading of the paper's words, as additional depth: LastN(LastN(h))."""
 
     def stage_b(h: Tensor, bundle: Tensor, tokens: Tensor) -> Tensor:
-        start = engine.final if deeper else h
+        start = engine.states if deeper else h
         return engine.stage_b(start, torch.zeros_like(bundle), tokens)
 
     without = SimpleNamespace(model=engine.model, stage_a=engine.stage_a, stage_b=stage_b)
@@ -79,7 +79,7 @@ MECHANISM = {
     "released, tau_m2t 0.5": ("base", OFF | dict(tau_m2t=0.5), denoise, 86.73, 0.26),
     "released, tau_m2t 0.3": ("base", OFF | dict(tau_m2t=0.3), denoise, 79.15, 0.30),
     "released, both gates removed": ("base", OFF | dict(tau_m2t=0.0, tau_t2t=0.0), denoise, 83.40, 0.15),
-    "all masks at once": ("adapter", dict(tau_m2t=-1.0, tau_t2t=0.0), denoise, 79.91, 0.10),
+    "all masks at once": ("adapter", dict(tau_m2t=ALL, tau_t2t=0.0), denoise, 79.91, 0.10),
 }
 
 

@@ -19,8 +19,8 @@ import convert_weights
 from checkpoint import about_adapter, base_of
 from config import Config
 from convert_weights import Plan, copies, plan, survey, write_checkpoint
+from layers import LORA_SCALE
 from lib.util import Parser, command, copy_file, fail, read_json, write_json
-from model import LORA_SCALE
 
 
 def config_file(base: Path, cfg: Config) -> Callable[[Path], None]:
@@ -67,9 +67,7 @@ def to_hf(src: Path, out: Path) -> None:
     adapter = {}
     if about:
         checkpoint.check_base(src, checkpoint.weights_hash(base))
-        model = checkpoint.empty_model(cfg, "meta")  # shapes alone, which take no memory
-        model.adapt(about["lora_r"], torch.Generator())
-        adapter = checkpoint.read_adapter(src, model.learned())
+        adapter = checkpoint.attach(checkpoint.empty_model(cfg), src)  # of the base shapes alone, which take no memory
     found = survey(base)
     shards = plan(cfg)
     expected = {planned.name: torch.empty(planned.shape, device="meta") for planned in sum(shards, [])}

@@ -70,7 +70,7 @@ def shared_step(model: Model, batch: Batch, args: Namespace) -> train.Losses:
     """The step on this process's rows: loss and terms are those of the whole batch, the gradient is that of these."""
     own = slice(dist.get_rank(), None, dist.get_world_size())
     rows = Batch(batch.clean[own], batch.real[own], batch.corruptible[own], batch.plain, batch.draws[own])
-    loss, terms = train.step_of(args)(model, rows, args)
+    loss, terms = train.cocommit_step(model, rows, args)
     of_others = total(loss) - loss.detach()
     return loss + of_others, {name: total(term) for name, term in terms.items()}
 

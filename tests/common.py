@@ -15,7 +15,7 @@ from lib.rows import Meta, write_meta
 from lib.tokenizer import byte_spec
 from lib.util import generator, write_json
 from model import Model
-from sample import denoise, generate, generate_one
+from sample import generate, generate_one
 from toy import Toy
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -160,7 +160,7 @@ def traced(model, prompts: list[list[int]], d: Decoding, **how) -> tuple[list[Ou
     return generate(model, prompts, d, on_step=add, **how), steps
 
 
-def assert_as_specified(model, prompts, d: Decoding, step=denoise) -> list[Output]:
+def assert_as_specified(model, prompts, d: Decoding, step=None) -> list[Output]:
     """Rows together, with a cache, and a row alone, without one, have the same tokens, forwards of each kind, and
     blocks before every forward."""
     outputs, steps = traced(model, prompts, d, step=step)

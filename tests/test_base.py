@@ -21,7 +21,7 @@ def test_rows_that_are_read_one_by_one_are_asked_for_every_token(T):
     model, batch = tiny_model(), a_batch(T=T)
     single = tiny_model(block_length=1)
     ids = batch.clean.masked_fill(batch.real, MASK)
-    logits = single(ids, single.context(batch.real, batch.clean))
+    logits = single(ids, single.read_clean(batch.clean, batch.real))
     ce = F.cross_entropy(logits.mT, batch.clean, reduction="none")[batch.real].detach()
 
     loss, terms = base_step(model, a_batch(T=T), flags(one_by_one=1.0, context="clean"))

@@ -16,13 +16,13 @@ from test_model import CLOSE, noisy_rows
 
 import causal
 from cache import Engine
-from causal import blocks_to_write, bundle_mask, causal_denoise, token_before
+from causal import CausalModel, bundle_mask, token_before
 from corrupt import kinds
-from decoding import CAUSAL, PAPER, Decoding
+from decoding import ALL, CAUSAL, PAPER, Decoding
 from lib.rows import Batch
 from lib.util import generator
 from model import Context, Model
-from sample import generate
+from sample import denoise, generate
 from train import cocommit_step
 
 # R rows, T positions, B block_length, V vocabulary
@@ -67,7 +67,7 @@ def test_stage_a_stays_the_base():
     model, ids = tiny_model(stage_b="causal", n_rounds=1), random_ids(2, 16)
     model.layers_b.load_state_dict(model.layers[2:].state_dict())
     every = torch.ones(2, 16, dtype=torch.bool)
-    ctx = model.context(every, ids)
+    ctx = model.read_clean(ids, every)
     base = model(ids, ctx)
     h = model.prefix(ids, ctx)
     assert torch.equal(model.logits(model.coordinate(h, ~every, ids, ctx)), base)
@@ -77,7 +77,7 @@ def test_stage_a_stays_the_base():
     assert model.learned().keys() == own | {"markers", "show"}
     for p in model.learned().values():
         p.data.fill_(torch.inf)
-    assert torch.equal(model(ids, model.context(every, ids)), base)
+    assert torch.equal(model(ids, model.read_clean(ids, every)), base)
     assert not model.coordinate(h, every, ids, ctx).isfinite().all()
 
 
@@ -89,7 +89,7 @@ def test_a_bundle_has_the_probability_that_it_was_trained_with():
     model = causal_model(n_last=3)
     clean, z, bundle, real = noisy_rows()
     tokens = torch.where(bundle, clean, z)
-    ctx = model.context(real, clean)
+    ctx = model.read_clean(clean, real)
     trained = model.logits(model.coordinate(model.prefix(z, ctx), bundle, tokens, ctx)).log_softmax(-1)
     log_p = torch.zeros(3, 24)
     for start in (0, 8, 16):
@@ -100,9 +100,9 @@ def test_a_bundle_has_the_probability_that_it_was_trained_with():
         torch.testing.assert_close(found, trained[rows, block], **CLOSE)
         log_p[rows, block] = of_tokens(found, clean[rows, block])
 
-    shown = z, kinds(clean, z, real, MASK), bundle
+    model.corrupt_and_draw = lambda *given: (z, kinds(clean, z, real, MASK), bundle)
     batch = Batch(clean, real, real, torch.arange(9), [])
-    _, terms = cocommit_step(model, batch, Namespace(context="clean"), lambda *given: shown)
+    _, terms = cocommit_step(model, batch, Namespace(context="clean"))
     assert terms["m2t_B"].tolist() == approx([-float(log_p[bundle].sum()), int(bundle.sum())], rel=1e-4)
 
 
@@ -117,7 +117,7 @@ def test_what_is_masked_by_hand(monkeypatch):
     clean = random_ids(1, 12)
     prompt = torch.arange(12)[None] < 1
     batch = Batch(clean, ~prompt, ~prompt, torch.arange(9), [])
-    z, kind, bundle = blocks_to_write(model, batch, Namespace(whole_share=0.25))
+    z, kind, bundle = CausalModel.corrupt_and_draw(model, batch, None, Namespace(whole_share=0.25))
     assert bundle.int().tolist() == [[0, 1, 1, 1, 0, 0, 1, 1, 1, 0, 1, 0]]
     assert torch.equal(z == MASK, bundle) and torch.equal(z[~bundle], clean[~bundle])
     assert torch.equal(kind == 1, bundle)
@@ -151,80 +151,83 @@ PROMPTS = [prompt(n, n) for n in (3, 8, 13, 16)]
 PROMPTS += [holed(16, 9, 12, 13), holed(8, 0, 1, 2, 4, 6), holed(13, 2, 10), holed(16, 8, 14, 15)]
 
 
-@pytest.mark.parametrize("tau, temperature", [(0.0, 0.0), (0.0, 1.0), (0.01, 1.0)])
-def test_passes_find_what_is_found_in_order(tau, temperature):
-    """However many positions a pass reads, also in draws, which are functions of their random numbers and of the tokens
-    before them. A pass that reads one position is one in order, so the others take fewer."""
+@pytest.mark.parametrize("d", [
+    CAUSAL, replace(CAUSAL, tau_m2t=0.05), replace(CAUSAL, beam=3), replace(CAUSAL, n_rounds=0)
+])  # fmt: skip
+def test_decoding_equals_the_specification(d):
+    """Rows together, with a cache, and each row alone, whose whole text every pass reads."""
+    model = causal_model(std=0.12, n_layer=3, decoder="left")
+    outputs = assert_as_specified(model, PROMPTS, replace(d, gen_length=9))
+    assert all(out.nfe["partial"] > 0 for out in outputs) == (d.n_rounds > 0)
+
+
+@pytest.mark.parametrize("tau, temperature", [(ALL, 0.0), (ALL, 1.0), (0.01, 1.0)])
+def test_passes_find_what_is_found_in_order(tau, temperature, monkeypatch):
+    """Also in draws, which are functions of their random numbers and of the tokens before them. In order, a pass makes
+    one token final."""
     # smaller weights, whose draws are likely enough to be written together
     model = causal_model(std=0.12, n_layer=3)
     d = replace(CAUSAL, gen_length=9, tau_m2t=tau, temperature=temperature)
-    in_order, *others = (generate(model, PROMPTS, replace(d, lookahead=n), 3) for n in (1, 0, 3))
-    for outputs in others:
-        for a, b in zip(outputs, in_order, strict=True):
-            assert (a.prompt, a.tokens, a.nfe["full"]) == (b.prompt, b.tokens, b.nfe["full"])
-            assert a.nfe["partial"] <= b.nfe["partial"]
-        assert sum(out.nfe["partial"] for out in outputs) < sum(out.nfe["partial"] for out in in_order)
+    found = generate(model, PROMPTS, d, 3)
+
+    def in_order(engine, h, masked, drafts, u, d):
+        conf, passes = torch.ones(drafts.shape), masked.sum(-1).float()
+        for i in range(drafts.shape[1]):
+            logits = causal.never_mask(model.logits(engine.stage_b(h, masked, drafts)), model)
+            token, p = causal.candidates(logits, u, d)
+            here = masked & (torch.arange(drafts.shape[1]) == i)
+            drafts, conf = torch.where(here, token, drafts), torch.where(here, p, conf)
+        return drafts, conf, torch.ones_like(masked), passes
+
+    monkeypatch.setattr(causal, "passes_until_final", in_order)
+    for a, b in zip(found, generate(model, PROMPTS, d, 3), strict=True):
+        assert (a.prompt, a.tokens, a.nfe["full"]) == (b.prompt, b.tokens, b.nfe["full"])
+        assert a.nfe["partial"] <= b.nfe["partial"]
 
 
-def run_of(monkeypatch, drafts, z, tau=0.0, p=0.8, lookahead=0) -> tuple[list[list[int]], list[float]]:
+def run_of(drafts, z, tau=ALL, p=0.8) -> tuple[list[list[int]], list[float]]:
     """The rows after one step, and how many passes they took. Stage A gives the drafts, and Stage B counts: its token
-    is the one before plus one, and position 0 has 1. Every token has the probability p."""
+    is the one before plus one, and position 0 has 1. Every token has the probability p. Token 10 is the mask."""
 
     def logits(token):
-        hot = F.one_hot(token, 10).float()
+        hot = F.one_hot(token, 11).float()
         return (hot * p + (1 - hot) * (1 - p) / 9).log()
 
-    def one_pass(engine, h, masked, token, places):
-        return logits((F.pad(token[:, :-1], (1, 0)) + 1) % 10).gather(1, places[..., None].expand(-1, -1, 10))
-
-    monkeypatch.setattr(causal, "one_pass", one_pass)
-    monkeypatch.setattr(causal, "never_mask", lambda logits, model: logits)
+    model = SimpleNamespace(cfg=SimpleNamespace(mask_id=10), logits=lambda states: states)
     engine = SimpleNamespace(
-        model=SimpleNamespace(cfg=SimpleNamespace(mask_id=9), logits=lambda states: states),
+        model=model,
         stage_a=lambda z: (z, logits(torch.tensor(drafts))),
-        own_keys=torch.no_grad,
+        stage_b=lambda h, bundle, tokens: logits((F.pad(tokens[:, :-1], (1, 0)) + 1) % 10),
     )
     z = torch.tensor(z)
-    d = Decoding(tau_m2t=tau, lookahead=lookahead)
-    done = causal_denoise(engine, z, torch.zeros_like(z).bool(), torch.zeros(len(z), 2, z.shape[1]), d)
-    assert torch.equal(done.bundle, done.after != z) and not done.edited.any()
-    return done.after.tolist(), done.partial.tolist()
+    given, u = torch.zeros_like(z).bool(), torch.zeros(len(z), 2, z.shape[1])
+    made = CausalModel.denoise(model, engine, z, given, u, Decoding(tau_m2t=tau))
+    assert torch.equal(made.bundle, made.after != z) and not made.edited.any()
+    return made.after.tolist(), made.partial.tolist()
 
 
-def test_passes_by_hand(monkeypatch):
+def test_passes_by_hand():
     """Stage B would write 1 2 3 4. After a pass the first token that differs from its draft is final, and so are all
     tokens before it."""
-    right, masks = [1, 2, 3, 4], [9, 9, 9, 9]
-
-    def after(*given, **how):
-        return run_of(monkeypatch, *given, **how)
+    right, masks = [1, 2, 3, 4], [10, 10, 10, 10]
 
     # right drafts take one pass, and so do drafts of which only the last is wrong
-    assert after([right], [masks]) == ([right], [1])
-    assert after([[1, 2, 3, 7]], [masks]) == ([right], [1])
+    assert run_of([right], [masks]) == ([right], [1])
+    assert run_of([[1, 2, 3, 7]], [masks]) == ([right], [1])
     # a pass corrects one token, but the next one has not read the correction: 1 7 3 4 -> 1 2 8 4 -> 1 2 3 9 -> 1 2 3 4
-    assert after([[1, 7, 3, 4]], [masks]) == ([right], [3])
-    # in order each token takes one pass
-    assert after([right], [masks], lookahead=1) == ([right], [4])
-    # two positions a pass: 1 2, then 3 4. After a wrong first draft (7 2)3 4 -> 1(8 3)4 -> 1 2(9 4) -> 1 2 3(0)
-    assert after([right], [masks], lookahead=2) == ([right], [2])
-    assert after([[7, 2, 3, 4]], [masks], lookahead=2) == ([right], [4])
+    assert run_of([[1, 7, 3, 4]], [masks]) == ([right], [3])
     # rows that are done take no further passes, and a row without a mask takes none
-    assert after([[1, 7, 3, 4], right, right], [masks, masks, right]) == ([right] * 3, [3, 1, 0])
+    assert run_of([[1, 7, 3, 4], right, right], [masks, masks, right]) == ([right] * 3, [3, 1, 0])
     # visible tokens stay, and the tokens after them count on from them
-    assert after([[1, 2, 3, 6]], [[9, 9, 5, 9]]) == ([[1, 2, 5, 6]], [1])
-
-    # a first pass reads the whole block for a row with visible tokens, and counts no more for the row beside it
-    together = after([[1, 2, 3, 6], right], [[9, 9, 5, 9], masks], lookahead=1)
-    assert together == ([[1, 2, 5, 6], right], [3, 4])
+    assert run_of([[1, 2, 3, 6]], [[10, 10, 5, 10]]) == ([[1, 2, 5, 6]], [1])
 
     # the products are .5, .25, .125: a run is strictly above the gate, and has at least one token
-    assert after([right], [masks], 0.25, p=0.5) == ([[1, 9, 9, 9]], [1])
-    assert after([right], [masks], 0.24, p=0.5) == ([[1, 2, 9, 9]], [1])
-    assert after([[7, 7, 7, 7]], [masks], 1.0) == ([[1, 9, 9, 9]], [1])
+    assert run_of([right], [masks], 0.25, p=0.5) == ([[1, 10, 10, 10]], [1])
+    assert run_of([right], [masks], 0.24, p=0.5) == ([[1, 2, 10, 10]], [1])
+    assert run_of([[7, 7, 7, 7]], [masks], 1.0) == ([[1, 10, 10, 10]], [1])
     # no pass is taken for tokens below the gate: two tokens are final after the first pass, at .64
-    assert after([[1, 7, 3, 4]], [masks], 0.7) == ([[1, 9, 9, 9]], [1])
-    assert after([[1, 7, 3, 4]], [masks], 0.6) == ([[1, 2, 9, 9]], [2])
+    assert run_of([[1, 7, 3, 4]], [masks], 0.7) == ([[1, 10, 10, 10]], [1])
+    assert run_of([[1, 7, 3, 4]], [masks], 0.6) == ([[1, 2, 10, 10]], [2])
 
 
 def test_a_model_that_favours_the_mask_never_writes_it():
@@ -233,7 +236,7 @@ def test_a_model_that_favours_the_mask_never_writes_it():
     model.lm_head.weight.data[MASK] = 0
     model.norm_f.weight.data[0] = 50.0
     model.lm_head.weight.data[MASK, 0] = 1.0
-    d = Decoding(gen_length=16, tau_m2t=0.0, tau_t2t=None, temperature=1.0, eos_early_stop=False)
+    d = Decoding(gen_length=16, tau_m2t=ALL, tau_t2t=None, temperature=1.0, eos_early_stop=False)
     for out in generate(model, [prompt(8), prompt(3)], d) + generate(model, [prompt(8)], CAUSAL):
         assert MASK not in out.tokens and out.warning is None
 
@@ -259,7 +262,7 @@ def test_a_wide_beam_finds_the_likeliest_text(start):
 
     engine = Engine(model, [[1, 2, 3], [3, 1, 2]], 1)
     both = torch.tensor([start, [0, 6, 6]])
-    best = causal_denoise(engine, both, both < 0, torch.zeros(2, 2, 3), replace(CAUSAL, beam=343))
+    best = model.denoise(engine, both, both < 0, torch.zeros(2, 2, 3), replace(CAUSAL, beam=343))
     assert best.after[0].tolist() == texts[log_p.argmax()].tolist()
     assert float(best.conf[0].log().sum()) == approx(float(log_p.max()), abs=1e-3)
     assert best.partial.tolist() == [(z[0] == 6).sum(), 2]
@@ -270,7 +273,7 @@ def test_the_papers_decoder_on_causal_weights_equals_the_specification():
     """With the paper's gates and edits. Prompts end inside a block or at its end, and some have holes."""
     d = Decoding(gen_length=9, tau_m2t=0.1, tau_t2t=0.3, holes=True, max_post_steps=3)
     texts = [prompt(3), prompt(8), holed(16, 3, 9, 12), holed(13, 10, 12)]
-    outputs = assert_as_specified(causal_model(std=0.15), texts, d)
+    outputs = assert_as_specified(causal_model(std=0.15), texts, d, denoise)
     assert all(out.nfe["partial"] > 0 for out in outputs)
 
 
@@ -286,8 +289,8 @@ def test_a_row_of_eight_is_the_row_alone():
     """The rows have several lengths, with holes and without, and their blocks end at different steps."""
     model = causal_model(std=0.12, n_layer=3)
     texts = [holed(n, 1, n - 2) if n % 3 == 0 else prompt(n, n) for n in range(3, 19, 2)]
-    for how in (dict(temperature=0.9), dict(temperature=0.9, lookahead=2), dict(lookahead=1), dict(beam=3)):
-        d = Decoding(gen_length=19, tau_m2t=0.0, tau_t2t=None, holes=True, eos_early_stop=False, **how)
+    for how in (dict(), dict(temperature=0.9), dict(beam=3)):
+        d = Decoding(gen_length=19, tau_m2t=ALL, tau_t2t=None, holes=True, eos_early_stop=False, **how)
         together, steps = traced(model, texts, d, seed=5)
         assert len({out.nfe["partial"] for out in together}) > 1
         for text, out, of_row in zip(texts, together, steps, strict=True):

@@ -47,7 +47,7 @@ def test_hidden_states_routes_and_logits(model):
 @torch.no_grad()
 def test_training_forward_on_noisy_and_clean(model):
     noisy, clean = EXPECTED["train.noisy_ids"], EXPECTED["train.clean_ids"]
-    ctx = model.context(torch.ones_like(noisy, dtype=torch.bool), clean)
+    ctx = model.read_clean(clean, torch.ones_like(noisy, dtype=torch.bool))
     logits = model(noisy, ctx)[:, : noisy.shape[1]]
     torch.testing.assert_close(logits, EXPECTED["train.noisy_logits"], **CLOSE)
 

@@ -12,6 +12,7 @@ from common import ROOT
 FLOORS = [
     {"lib", "tiny"},
     {"config", "toy"},
+    {"layers"},
     {"model"},
     {"corrupt", "cache", "decoding"},
     {"causal"},

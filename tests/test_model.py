@@ -8,14 +8,16 @@ import torch.nn.functional as F
 from common import MASK, approx, prompt, random_ids, random_lora, tiny_config, tiny_model
 
 from cache import Engine
+from layers import ROUTERS, MoE
 from lib.util import generator
-from model import ROUTERS, Context, Model, MoE, rotary
+from model import Context, Model, rotary
 
 CLOSE = dict(rtol=1e-4, atol=1e-4)
 
 
 def context(ids: torch.Tensor, model: Model, clean: torch.Tensor | None = None) -> Context:
-    return model.context(torch.ones_like(ids, dtype=torch.bool), clean)
+    real = torch.ones_like(ids, dtype=torch.bool)
+    return model.context(real) if clean is None else model.read_clean(clean, real)
 
 
 # --- who sees whom
@@ -24,10 +26,10 @@ def test_rows_that_are_read_one_by_one_are_rows_of_blocks_of_one():
     model, ids, clean = tiny_model(), random_ids(2, 24), random_ids(2, 24, 1)
     single = tiny_model(block_length=1)
     real = torch.arange(24) < torch.tensor([[24], [17]])
-    both = model(ids, model.context(real, clean, torch.tensor([True, False])))
+    both = model(ids, model.read_clean(clean, real, torch.tensor([True, False])))
     for row, of in ((0, single), (1, model)):
         one = slice(row, row + 1)
-        torch.testing.assert_close(both[one], of(ids[one], of.context(real[one], clean[one])), **CLOSE)
+        torch.testing.assert_close(both[one], of(ids[one], of.read_clean(clean[one], real[one])), **CLOSE)
 
 
 @pytest.mark.parametrize("block_length", [1, 4])
@@ -39,7 +41,7 @@ def test_a_window_of_two_blocks_by_hand(block_length):
     sees = [[a - b in (0, 1) for b in block.tolist()] for a in block.tolist()]
     assert model.context(real).mask.tolist() == sees
     own = [[a == b for b in block.tolist()] + [a - b == 1 for b in block.tolist()] for a in block.tolist()]
-    assert model.context(real, random_ids(1, T)).mask.tolist() == own
+    assert model.read_clean(random_ids(1, T), real).mask.tolist() == own
 
 
 # --- experts
@@ -171,7 +173,7 @@ def test_stage_b_is_eq_4_in_training_and_in_decoding(n_rounds, n_last):
                 h[r, t] += marker
             for layer in model.layers[4 - n_last :]:
                 h = layer(h, whole)
-        ctx = model.context(real, copy)
+        ctx = model.context(real) if copy is None else model.read_clean(copy, real)
         of_a = model.last_n(model.prefix(z, ctx), ctx)
         of_b = model.coordinate(model.prefix(z, ctx), bundle, z, ctx)
         torch.testing.assert_close(of_a, model.last_n(prefix, whole)[:, :24], **CLOSE)

@@ -1,13 +1,12 @@
 """A Stage B of one's own, as a fork would write it. `pytest tests/test_stage_b_of_ones_own.py`
 
-A fork puts class Draft into a file of its own, and names it in checkpoint.STAGE_B. That is all.
+A fork puts class Draft into a file of its own, and names it in checkpoint.STAGE_B. That is all. `check_stage_b` says
+whether training, decoding and a batch agree; train.py calls it before the first step.
 """
-
-from dataclasses import replace
 
 import pytest
 import torch
-from common import assert_as_specified, caller, random_ids, tiny_model
+from common import assert_as_specified, caller, tiny_model
 from torch import Tensor, nn
 
 import base
@@ -15,42 +14,64 @@ import checkpoint
 import evaluate
 import sample
 import train
+from cache import check_stage_b
 from checkpoint import load_model
 from config import Config
-from model import Context, Model
+from decoding import PAPER
+from layers import MoE
+from lib.util import Mistake
+from model import Context, Layer, Model
 
 
 # --- the fork's file
 class Draft(Model):
-    """Each position of the bundle is shown Stage A's draft there: h + marker + Show(draft)."""
+    """Each position of the bundle is shown Stage A's draft there, and a layer of its own comes after the last n."""
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
-        self.show = nn.Parameter(torch.zeros(cfg.vocab_size, cfg.n_embd))
+        self.show = nn.Embedding(cfg.vocab_size, cfg.n_embd)
+        self.layer = Layer(cfg)
 
     def coordinate(self, h: Tensor, bundle: Tensor, tokens: Tensor, ctx: Context) -> Tensor:
-        for i in range(ctx.n_rounds):
-            h = h + bundle[..., None] * (self.markers[i] + self.show[tokens]).to(h.dtype)
-            h = self.last_n(h, replace(ctx, i_round=i))
-        return h
+        h = h + bundle[..., None] * (self.markers[0] + self.show(tokens)).to(h.dtype)
+        return self.layer(self.last_n(h, ctx), ctx)
 
 
 # --- what the project does with it
 @pytest.fixture
-def stage_b(monkeypatch) -> list:
-    monkeypatch.setitem(checkpoint.STAGE_B, "draft", Draft)
-    return ["--stage_b", "draft", "--max_iters", 3, "--learning_rate", 0.01, "--batch_size", 4, "--device", "cpu"]
+def fork(monkeypatch):
+    """Name a class as the Stage B called "draft"."""
+
+    def name(kind: type[Model] = Draft) -> list:
+        monkeypatch.setitem(checkpoint.STAGE_B, "draft", kind)
+        return ["--stage_b", "draft", "--max_iters", 3, "--learning_rate", 0.01, "--batch_size", 4, "--device", "cpu"]
+
+    return name
 
 
-def test_it_trains_decodes_and_is_measured(stage_b, pairs, on_pairs, tmp_path, monkeypatch, capsys):
-    out = tmp_path / "out"
-    caller(base, monkeypatch, capsys)(*on_pairs, "--max_iters", 1, "--out_dir", tmp_path / "base")
-    how = ["--data", pairs, "--init_from", tmp_path / "base", "--n_last", 2, "--out_dir", out]
-    caller(train, monkeypatch, capsys)(*how, *stage_b)
+@pytest.fixture
+def trained(fork, pairs, on_pairs, tmp_path, monkeypatch, capsys):
+    """A base, and the class trained on it -> the folder, and what was printed."""
 
-    # its parameter has learned, and is in the adapter
+    def train_it(kind: type[Model] = Draft):
+        how = ["--data", pairs, "--init_from", tmp_path / "base", "--n_last", 2, "--out_dir", tmp_path / "out"]
+        flags = fork(kind)
+        caller(base, monkeypatch, capsys)(*on_pairs, "--max_iters", 1, "--out_dir", tmp_path / "base")
+        return tmp_path / "out", caller(train, monkeypatch, capsys)(*how, *flags)
+
+    return train_it
+
+
+def test_it_trains_decodes_and_is_measured(trained, tmp_path, monkeypatch, capsys):
+    out, said = trained()
+    assert "no gradient" not in said
+
+    # what it has of its own began as its class makes it, has learned, and is in the adapter
     model = load_model(out, "cpu", torch.float32)
-    assert type(model) is Draft and model.show.any() and model.markers.any()
+    begun = load_model(tmp_path / "base", "cpu", torch.float32, "draft", n_last=2)
+    assert type(model) is Draft and begun.layer.attn.qkv.weight.std() > 0.1
+    for name, tensor in begun.own().items():
+        assert not torch.equal(tensor, model.own()[name]), name
 
     # sample.py decodes with the paper's gates and edits, and counts n/L = 1/2 of a forward
     said = caller(sample, monkeypatch, capsys)("--ckpt", out, "--prompt_ids", "1,2", "--gen_length", 4)
@@ -63,22 +84,64 @@ def test_it_trains_decodes_and_is_measured(stage_b, pairs, on_pairs, tmp_path, m
     assert "draft Stage B, all at once" in measured(*short, "--bits", "--tokens", 50)
 
 
-def test_it_is_shown_the_same_in_training_and_in_decoding(stage_b):
-    """Stage A's drafts, and never the answer: so what is learned is what decodes."""
-    model = tiny_model(stage_b="draft", n_rounds=1)
-    states = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
-    clean = random_ids(1, 5)[0]
-    assert torch.equal(model.told(clean, states), model.drafts(states)) and not torch.equal(model.drafts(states), clean)
-    (out,) = assert_as_specified(model, [[3, 4, 5]], replace(sample.PAPER, gen_length=9, tau_m2t=0.2))
+def test_an_own_mixture_of_experts_is_saved_with_its_biases(trained):
+    class Experts(Draft):
+        def __init__(self, cfg: Config):
+            super().__init__(cfg)
+            self.layer.mlp = MoE(cfg)
+            self.layer.mlp.expert_bias += 0.25
+
+    out, _ = trained(Experts)
+    assert load_model(out, "cpu", torch.float32).layer.mlp.expert_bias.tolist() == [0.25] * 8
+
+
+# --- training, decoding and a batch agree, or it is said
+@pytest.mark.parametrize("kind", ["paper", "causal", "draft"])
+def test_a_stage_b_agrees_with_itself(kind, fork):
+    fork()
+    model = tiny_model(stage_b=kind, n_rounds=1)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    check_stage_b(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    (out, *_) = assert_as_specified(model, [[3, 4, 5], [1] * 9], PAPER)
     assert out.nfe["partial"] > 0
 
 
-def test_a_parameter_that_gets_no_gradient_is_said(stage_b, pairs, tmp_path, monkeypatch, capsys):
-    class Idle(Draft):
-        def coordinate(self, h: Tensor, bundle: Tensor, tokens: Tensor, ctx: Context) -> Tensor:
-            return Model.coordinate(self, h, bundle, tokens, ctx)
+def in_the_slot_of(slot: int) -> type[Model]:
+    class Slot(Draft):
+        def __init__(self, cfg: Config):
+            super().__init__(cfg)
+            self.layer.attn.slot = slot
 
-    monkeypatch.setitem(checkpoint.STAGE_B, "draft", Idle)
-    how = ["--data", pairs, "--init_from", "scratch", "--n_last", 2, "--out_dir", tmp_path / "run"]
-    said = caller(train, monkeypatch, capsys)(*how, *stage_b)
-    assert "without a gradient after the first step: show" in said
+    return Slot
+
+
+class Sums(Draft):
+    """It reads the blocks before its own past the cache."""
+
+    def coordinate(self, h: Tensor, bundle: Tensor, tokens: Tensor, ctx: Context) -> Tensor:
+        return self.last_n(h + bundle[..., None] * h.cumsum(1), ctx)
+
+
+@pytest.mark.parametrize("kind, words", [(in_the_slot_of(0), "keys of its own"), (Sums, "something else in training")])
+def test_a_stage_b_that_does_not_agree_is_refused(kind, words, fork):
+    fork(kind)
+    with pytest.raises(Mistake, match=words):
+        check_stage_b(tiny_model(stage_b="draft", n_rounds=1))
+
+
+def test_what_learns_nothing_is_said(trained):
+    """A parameter that is not used; and two factors that are both zero, each of which holds the other there."""
+
+    class Idle(Draft):
+        def __init__(self, cfg: Config):
+            super().__init__(cfg)
+            self.unused = nn.Parameter(torch.ones(3))
+            self.a = nn.Parameter(torch.zeros(cfg.n_embd, 2))
+            self.b = nn.Parameter(torch.zeros(2, cfg.n_embd))
+
+        def coordinate(self, h: Tensor, bundle: Tensor, tokens: Tensor, ctx: Context) -> Tensor:
+            return super().coordinate(h + h @ self.a @ self.b, bundle, tokens, ctx)
+
+    _, said = trained(Idle)
+    assert "no gradient in the first step, or one of zero: unused, a, b" in said

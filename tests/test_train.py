@@ -52,7 +52,7 @@ def test_the_step_by_hand(context, K):
     loss, terms = cocommit_step(model, a_batch(), flags(context=context))
     found = torch.autograd.grad(loss, list(model.parameters()))
 
-    z, kind = corrupt_batch(model, batch, flags(context=context))
+    z, kind = corrupt_batch(model, batch, None, flags(context=context))
     bundle = draw_bundle(kind == M, 1, 4, batch.draws)
     ids, ctx = z, model.context(batch.real)
     if context == "clean":  # corrupted and clean rows are one row of twice the length, as LLaDA2.x trains

@@ -10,8 +10,8 @@ from test_convert import GOLDEN, bits
 
 import convert_weights
 from checkpoint import load_model, read_tensors, save_model, save_tensors
+from layers import ROUTERS
 from lib.util import read_json, write_json
-from model import ROUTERS
 from released import export
 
 

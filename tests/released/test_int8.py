@@ -14,9 +14,10 @@ import train
 from checkpoint import load_model, read_tensors, save_model, weight_files
 from convert_weights import survey
 from decoding import Decoding
+from layers import Linear
 from lib.int8 import KERNEL_WIDTH, kernel_takes, multiply, quantise
 from lib.util import Mistake, generator, read_json, write_json
-from model import Linear, Model
+from model import Model
 from released import int8
 from sample import generate
 
@@ -40,7 +41,8 @@ def as_floats(small: Model) -> Model:
         matrix = name.removesuffix("_scale")
         state[matrix] = dequantise(state[matrix], state.pop(name))
     model = Model(small.cfg)
-    model.load_state_dict(state)
+    model.load_state_dict(state, assign=True)
+    model.tie()
     return model
 
 
