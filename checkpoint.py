@@ -17,6 +17,7 @@ the folder of a training run is of either kind, and also has
 """
 
 import hashlib
+import json
 import math
 import os
 from collections.abc import Iterator
@@ -297,9 +298,9 @@ def save_adapter(model: Model, folder: Path, base: Path, lora_r: int) -> None:
     except ValueError:  # on another drive of Windows
         path = os.path.abspath(base)
     about = {"base": Path(path).as_posix(), "base_hash": model.base_hash}
-    about |= {name: getattr(model.cfg, name) for name in SIZES} | dict(stage_b=model.cfg.stage_b, lora_r=lora_r)
-    save_tensors(folder / "adapter.safetensors", adapter_tensors(model))
-    write_json(folder / "adapter.json", about)
+    sizes = {name: getattr(model.cfg, name) for name in SIZES} | dict(stage_b=model.cfg.stage_b, lora_r=lora_r)
+    save_tensors(folder / "adapter.safetensors", adapter_tensors(model), {"about": json.dumps(sizes)})
+    write_json(folder / "adapter.json", about | sizes)
 
 
 def adapter_tensors(model: Model) -> dict[str, Tensor]:
@@ -312,6 +313,12 @@ def attach(model: Model, folder: Path) -> dict[str, Tensor]:
     path = folder / "adapter.safetensors"
     adapter = dict(read_tensors([path]))
     check_floats(path, adapter)
+    about = about_adapter(folder)
+    with reading(path, "safetensors file", WALK), safe_open(path, "pt") as file:
+        written = json.loads((file.metadata() or {}).get("about", "{}")).items()
+    for name, value in written:
+        if about.get(name) != value:
+            fail(f"{folder}/adapter.json has {name} {about.get(name)}, and was written with {value}")
     for name, tensor in adapter.items():
         refuse_nan(path, name, tensor)
 

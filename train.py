@@ -167,7 +167,7 @@ def loop(
             stop = agreed(bool(caught))
             due = is_due(it + 1, args)
             if due or stop:
-                check_finite(weights_norm(model), "weights", it, saved, args)
+                check_finite(weights_norm(model), "weights' norm", it, saved, args)
                 saved = it + 1
                 if writes:
                     save(model, optimizer, saved, args)

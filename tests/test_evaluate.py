@@ -156,7 +156,7 @@ def test_names_from_the_command_line(tmp_path, monkeypatch, capsys):
     out = run(*argv, tmp_path / "one", tmp_path / "causal")
     rows = [(f"base, {name}", "base") for name in BASE_ROWS]
     rows += [(name, "one") for name in (OFF, ON, "Stage B off, all at once", "Stage B, all at once")]
-    rows += [(name, "causal") for name in ("Stage B, whole blocks", "Stage B, a beam of 4")]
+    rows += [(name, "causal") for name in ("Stage B, all at once", "Stage B, a beam of 4")]
     lines = [line.split("  ")[:2] for line in out.splitlines()[2:-2]]
     assert lines == [[str(tmp_path / folder), name] for name, folder in rows]
 
