@@ -19,6 +19,7 @@ from decoding import SETTINGS
 from lib.rows import Batch
 from lib.util import bounded, command, fail, read_json, uniform
 from model import Model
+from settings import build_parser, read_arguments
 from train import Losses, corrupt_batch
 
 
@@ -47,7 +48,7 @@ def base_step(model: Model, batch: Batch, args: Namespace) -> Losses:
 
 @command
 def main() -> None:
-    parser = train.build_parser(__doc__)
+    parser = build_parser(__doc__)
     parser.set_defaults(init_from="scratch", corruption="random", context="clean", out_dir="out/base")
     add = parser.add_argument_group("base").add_argument
     add("--one_by_one", type=bounded(float, 0, 1), default=0.0,
@@ -56,7 +57,7 @@ def main() -> None:
         help="a block's mask ratio is a draw from U(0, 1) to this power; below 1 there are more masks")  # fmt: skip
     add("--decoder", choices=SETTINGS, default="llada",
         help="how it decodes: llada fills and edits by gates; left: a token a step, from the left")  # fmt: skip
-    args = train.read_arguments(parser)
+    args = read_arguments(parser)
     if args.resume and "one_by_one" not in read_json(Path(args.out_dir) / "train.json", "training run"):
         fail(f"{args.out_dir} is a run of train.py: resume it with train.py")
     if args.stage_b != "paper":

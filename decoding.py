@@ -1,4 +1,5 @@
-"""What all decoders share: their settings and flags, what a step reports, how a token is chosen, the state of a row.
+"""What all decoders share: their settings and flags, what a step reports, how a token is chosen, the state of a row,
+and how prompts are read.
 
 The decoders themselves are in sample.py and causal.py, and their forwards are in cache.py.
 """
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor
 
 from config import Config
-from lib.util import Parser, bounded, fail, generator, or_none
+from lib import names
+from lib.tokenizer import Tokenizer
+from lib.util import MASK, Parser, bounded, fail, generator, or_none, reading
 from model import Model
 
 # R rows that are being decoded, B block_length, V vocabulary, K = n_rounds
@@ -297,3 +300,54 @@ def decoding_of(args: Namespace, model: Model) -> Decoding:
 
 # who reads a flag that another step does not read
 READ_BY = dict(beam="causal Stage B", select="the paper's step", tau_t2t="the paper's step")
+
+
+# --- prompts
+def token_ids(text: str) -> list[int]:
+    """1,2,3 -> [1, 2, 3]"""
+    try:
+        return [int(i) for i in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ids like 1,2,3") from None
+
+
+def read_prompts(
+    args: Namespace, tokenizer: Tokenizer | None, cfg: Config, gen_length: int, of_names: bool
+) -> list[list[int]]:
+    """Every prompt as ids, each checked to fit the model."""
+    if (args.prompt or args.prompt_file) and tokenizer is None:
+        fail("this checkpoint has no tokenizer (a toy's tokens are numbers): use --prompt_ids")
+    texts = list(args.prompt)
+    for path in args.prompt_file:
+        with reading(path, "prompt"):
+            texts.append(path.read_text(encoding="utf-8-sig"))
+    texts = [names.as_written(text) for text in texts] if of_names else texts
+    prompts = [encode_with_holes(text, tokenizer, cfg.mask_id) for text in texts]
+    prompts += args.prompt_ids
+    if not prompts:
+        fail("nothing to continue: give --prompt TEXT or --prompt_ids 1,2,3")
+    for number, prompt in enumerate(prompts, 1):
+        check_prompt(prompt, number, gen_length, cfg)
+    return prompts
+
+
+def encode_with_holes(text: str, tokenizer: Tokenizer, mask_id: int) -> list[int]:
+    """Text to ids; each MASK in it is one mask."""
+    ids = []
+    for part in text.split(MASK):
+        ids += [*tokenizer.encode(part), mask_id]
+    return ids[:-1]
+
+
+def check_prompt(prompt: list[int], number: int, gen_length: int, cfg: Config) -> None:
+    if not prompt:
+        fail(f"prompt {number} is empty: the model continues a text, give it at least one token")
+    if not all(0 <= i < cfg.vocab_size for i in prompt):
+        fail(f"prompt {number} has ids outside 0..{cfg.vocab_size - 1}, the model's vocabulary")
+    # the last block is decoded whole
+    need = math.ceil((len(prompt) + gen_length) / cfg.block_length) * cfg.block_length
+    if need > cfg.max_len:
+        fail(
+            f"prompt {number} of {len(prompt)} tokens and --gen_length {gen_length} need {need} positions, the model "
+            f"has {cfg.max_len}: shorten one of them"
+        )

@@ -19,7 +19,6 @@ A hole sees its own block and the blocks before it, but no later block: attentio
 
 import lib.first  # noqa: F401
 
-import argparse
 import math
 import sys
 import time
@@ -34,11 +33,24 @@ from torch import Tensor
 
 from cache import Engine
 from checkpoint import DTYPES, base_of, judge_of, load_model
-from config import Config
-from decoding import ALL, PAPER, Decoding, Output, Row, Step, add_decoding, candidates, decoding_of, in_full, up_to_eos
+from decoding import (
+    ALL,
+    PAPER,
+    Decoding,
+    Output,
+    Row,
+    Step,
+    add_decoding,
+    candidates,
+    decoding_of,
+    in_full,
+    read_prompts,
+    token_ids,
+    up_to_eos,
+)
 from lib import names
-from lib.tokenizer import Tokenizer, load_tokenizer
-from lib.util import MASK, Parser, bounded, command, fail, pick_device, printable, reading, smallest_masks, uniform
+from lib.tokenizer import load_tokenizer
+from lib.util import MASK, Parser, bounded, command, fail, pick_device, printable, smallest_masks, uniform
 from model import Model
 
 # R rows that are being decoded, T positions, B block_length, C channels, V vocabulary, K = n_rounds
@@ -289,15 +301,7 @@ def random_numbers(rows: list[Row], d: Decoding, z: Tensor) -> Tensor:
     return uniform([row.rng for row in rows], 2 * B).view(R, 2, B).to(z.device)
 
 
-# --- what is asked for
-def token_ids(text: str) -> list[int]:
-    """1,2,3 -> [1, 2, 3]"""
-    try:
-        return [int(i) for i in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ids like 1,2,3") from None
-
-
+# --- flags
 def build_parser(doc: str = __doc__) -> Parser:
     parser = Parser(doc)
     some = bounded(int, 0, 10**9)
@@ -323,48 +327,6 @@ def build_parser(doc: str = __doc__) -> Parser:
     # fmt: on
     add_decoding(parser, SELECT)
     return parser
-
-
-def read_prompts(
-    args: Namespace, tokenizer: Tokenizer | None, cfg: Config, gen_length: int, of_names: bool
-) -> list[list[int]]:
-    """Every prompt as ids, each checked to fit the model."""
-    if (args.prompt or args.prompt_file) and tokenizer is None:
-        fail("this checkpoint has no tokenizer (a toy's tokens are numbers): use --prompt_ids")
-    texts = list(args.prompt)
-    for path in args.prompt_file:
-        with reading(path, "prompt"):
-            texts.append(path.read_text(encoding="utf-8-sig"))
-    texts = [names.as_written(text) for text in texts] if of_names else texts
-    prompts = [encode_with_holes(text, tokenizer, cfg.mask_id) for text in texts]
-    prompts += args.prompt_ids
-    if not prompts:
-        fail("nothing to continue: give --prompt TEXT or --prompt_ids 1,2,3")
-    for number, prompt in enumerate(prompts, 1):
-        check_prompt(prompt, number, gen_length, cfg)
-    return prompts
-
-
-def encode_with_holes(text: str, tokenizer: Tokenizer, mask_id: int) -> list[int]:
-    """Text to ids; each MASK in it is one mask."""
-    ids = []
-    for part in text.split(MASK):
-        ids += [*tokenizer.encode(part), mask_id]
-    return ids[:-1]
-
-
-def check_prompt(prompt: list[int], number: int, gen_length: int, cfg: Config) -> None:
-    if not prompt:
-        fail(f"prompt {number} is empty: the model continues a text, give it at least one token")
-    if not all(0 <= i < cfg.vocab_size for i in prompt):
-        fail(f"prompt {number} has ids outside 0..{cfg.vocab_size - 1}, the model's vocabulary")
-    # the last block is decoded whole
-    need = math.ceil((len(prompt) + gen_length) / cfg.block_length) * cfg.block_length
-    if need > cfg.max_len:
-        fail(
-            f"prompt {number} of {len(prompt)} tokens and --gen_length {gen_length} need {need} positions, the model "
-            f"has {cfg.max_len}: shorten one of them"
-        )
 
 
 # --- what is shown

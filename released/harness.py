@@ -23,6 +23,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from checkpoint import DTYPES, base_of, load_model
+from decoding import check_prompt
 from lib.tokenizer import load_tokenizer
 from lib.util import (
     Parser,
@@ -43,7 +44,7 @@ from prepare import read_records
 from released.ablation import MECHANISM, decoder_of, row_of
 from released.chat import chat
 from released.tables import HEAD, TASKS, Run, digest, measured, read_runs
-from sample import check_prompt, generate
+from sample import generate
 
 try:
     from lm_eval.api.model import LM

@@ -27,6 +27,7 @@ from lib.optimizers import OPTIMIZERS
 from lib.rows import Batch, read_corpus
 from lib.util import alone_in, command, fail, pick_device
 from model import Model
+from settings import build_parser, read_arguments, saves_adapter
 
 
 # --- the processes
@@ -79,8 +80,8 @@ def shared_step(model: Model, batch: Batch, args: Namespace) -> train.Losses:
 def run() -> None:
     sharded = "--shard" in sys.argv
     sys.argv = [word for word in sys.argv if word != "--shard"]
-    args = train.read_arguments(train.build_parser(__doc__))
-    if not train.saves_adapter(args):
+    args = read_arguments(build_parser(__doc__))
+    if not saves_adapter(args):
         fail("several processes train adapters on a frozen base: give a model as --init_from, and --lora_r above 0")
     if sharded and args.stage_b != "paper":
         fail(f"--stage_b {args.stage_b} has layers of its own, which --shard cannot cut up: leave out one of the two")

@@ -17,6 +17,7 @@ FLOORS = [
     {"corrupt", "cache", "decoding"},
     {"causal"},
     {"checkpoint"},
+    {"settings"},
     {"train", "sample"},
     {"base", "prepare", "evaluate", "convert_weights"},
     {"released"},

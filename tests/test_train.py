@@ -15,6 +15,7 @@ from test_model import with_clean_copy
 import base
 import checkpoint
 import config
+import settings
 import train
 from checkpoint import load_model
 from corrupt import G, M, W, draw_bundle
@@ -236,7 +237,7 @@ def test_a_step_of_ones_own_gets_its_rows_in_order(tmp_path, monkeypatch, scratc
         return cocommit_step(model, batch, args)
 
     monkeypatch.setattr(sys, "argv", ["train.py", *map(str, scratch), "--max_iters=2", f"--out_dir={tmp_path}"])
-    train.run(train.read_arguments(), step)
+    train.run(settings.read_arguments(settings.build_parser("")), step)
     rows = read_corpus(pairs, 4, 0, 2, 4).rows
     held_out = rows["val"].batch(0, 32)[0]
     asked = torch.cat([held_out, rows["train"].batch(0, 8)[0], held_out])
@@ -247,12 +248,12 @@ def test_a_step_of_ones_own_gets_its_rows_in_order(tmp_path, monkeypatch, scratc
 # --- the paper's setting
 def test_the_defaults_are_the_papers_except_for_sizes_and_what_small_models_do_not_need():
     """configs/llada.toml has the paper's values, here in brackets."""
-    args = vars(train.build_parser().parse_args([])) | dict(n_last=3, n_rounds=1, block_length=32)
+    args = vars(settings.build_parser("").parse_args([])) | dict(n_last=3, n_rounds=1, block_length=32)
     args |= dict(corruption="draft", context="corrupted")
     found = (
         "seq_len 32 (2048), max_iters 300 (12500), batch_size 64 (8), learning_rate 0.0003 (1e-05), "
         "checkpointing False (True), dtype fp32 (bf16)"
     )
-    assert train.differences(Namespace(**args)) == found
+    assert settings.differences(Namespace(**args)) == found
     args["init_from"] = "scratch"
-    assert train.differences(Namespace(**args)) == f"{found}, all weights learn (LoRA on a frozen model)"
+    assert settings.differences(Namespace(**args)) == f"{found}, all weights learn (LoRA on a frozen model)"
