@@ -27,23 +27,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import decoding
 import toy
 from cache import Engine
 from checkpoint import base_of, check_same_tokens, judge_of, load_model, read_config
-from decoding import (
-    ALL,
-    PAPER,
-    RELEASED,
-    SETTINGS,
-    Decoding,
-    Output,
-    add_decoding,
-    asked_for,
-    decoding_of,
-    in_full,
-    settings_of,
-    unread_by,
-)
+from decoding import ALL, PAPER, RELEASED, SETTINGS, Decoding, Output, add_decoding, asked_for, decoding_of, in_full
 from lib.names import draw_names, exists
 from lib.rows import Batch, Corpus, get_batch, read_corpus
 from lib.run import setting_of_run
@@ -75,10 +63,10 @@ ON = "Stage B, gates .7 and 0 (paper)"
 
 def rows_of(model: Model) -> dict[str, Decoding]:
     """How a model with a trained Stage B decodes: the paper's rows, or another Stage B's own settings."""
-    own = replace(settings_of(model), n_rounds=model.cfg.n_rounds)
-    if settings_of(model) is not PAPER:
+    own = replace(decoding.settings_of(model), n_rounds=model.cfg.n_rounds)
+    if decoding.settings_of(model) is not PAPER:
         rows = {"Stage B, all at once": own}
-        return rows | ({} if "beam" in unread_by(model) else {"Stage B, a beam of 4": replace(own, beam=4)})
+        return rows | ({} if "beam" in decoding.unread_by(model) else {"Stage B, a beam of 4": replace(own, beam=4)})
     return {
         OFF: replace(own, n_rounds=0),
         ON: own,

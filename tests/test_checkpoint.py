@@ -217,10 +217,9 @@ def test_an_adapter_on_another_base_or_of_another_kind_is_refused(base, adapter)
     # of another kind than its tensors
     save_model(byte_model(), base)
     about = json.loads((adapter / "adapter.json").read_text())
-    for change in ({"stage_b": "causal", "n_rounds": 1}, {"n_rounds": 1}, {"n_last": 1}, {"lora_r": 8}):
-        write_json(adapter / "adapter.json", about | change)
-        name, value = [*change.items()][-1]
-        assert f"{name} {value}, and was written with {about[name]}" in refusal(adapter) or "stage_b" in change
+    for name, value, more in (("stage_b", "causal", {"n_rounds": 1}), ("n_rounds", 1, {}), ("lora_r", 8, {})):
+        write_json(adapter / "adapter.json", about | {name: value} | more)
+        assert "adapter.json has" in refusal(adapter) and "and was written with" in refusal(adapter)
     for change, words in (({"stage_b": "other"}, "of the kind 'other'"), ({"lora_r": 10**9}, "lora_r is 1000000000")):
         write_json(adapter / "adapter.json", about | change)
         assert words in refusal(adapter)
