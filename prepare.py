@@ -5,9 +5,9 @@
     python prepare.py FOLDER --out data/mine --like CKPT    # with the tokenizer of a checkpoint, or a tokenizer.json
 
 lib/rows.py describes a folder of rows. Names are read with the tokenizer of data/names, and other text as bytes, unless
---like names another tokenizer. One document in twenty is for validation, by the hash of its name; if these are none or
-all, as of a single text, the last twentieth of all tokens is. Line ends become those of Unix, and a byte order mark is
-left out, as is what has no text.
+--like names another tokenizer. One document in twenty is for validation, by the hash of its text; if these have less
+than 1 % of all bytes or more than half, as of a single text, the last twentieth of all tokens is. Equal texts are kept
+once. Line ends become those of Unix, and a byte order mark is left out, as is what has no text.
 
 The `tokenizers` library makes a BPE of your own, and --like bpe.json reads it:
 
@@ -25,83 +25,82 @@ import json
 import math
 import sys
 import unicodedata
+from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
+from checkpoint import base_of
 from lib.rows import Meta, refuse_full, write_meta, write_rows
 from lib.tokenizer import Tokenizer, bpe_tokenizer, byte_spec
-from lib.util import (
-    Parser,
-    alone_in,
-    bounded,
-    command,
-    fail,
-    printable,
-    progress,
-    quoted,
-    read_json,
-    reading,
-    write_json,
-)
+from lib.util import Parser, alone_in, bounded, command, fail, progress, quoted, read_json, reading, write_json
 
 NAMES = Path(__file__).parent / "data" / "names"
-RECORDS = (".jsonl", ".jsonl.gz", ".json", ".parquet")
+RECORDS = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz", ".parquet")
+TABLES = (".csv", ".tsv")  # not read: which column is the text?
 
 
 # --- documents
-def load_text(sources: list[Path], max_docs: int = 0) -> list[tuple[str, str]]:
-    """The documents of the sources, as (stable name, text), up to max_docs of them to train on (0: all)."""
-    documents = []
-    left_out = []
+def load_text(sources: list[Path], max_docs: int = 0, field: str = "text") -> list[tuple[str, str]]:
+    """The documents of the sources, as (name, text), up to max_docs of them to train on (0: all); no text twice."""
+    documents = {}  # text -> its name
+    left_out = defaultdict(list)  # the reason -> names
+    why = f"without text (in records: --field {field!r}), not in UTF-8, a table or by the filter"
     n_train = 0
-    for name, text in progress((pair for source in sources for pair in read_source(source)), "read"):
-        if not text:
-            left_out.append(name)
+    for name, text in progress((pair for source in sources for pair in read_source(source, field)), "read"):
+        if not text or text in documents:
+            left_out["that are equal to an earlier text" if text else why].append(name)
             continue
-        documents.append((name, text))
-        n_train += not is_validation(name)
+        documents[text] = name
+        n_train += not is_validation(text)
         if n_train == max_docs > 0:
             break
 
-    if left_out:
-        some = ", ".join(left_out[:5])
-        print(printable(f"left out {len(left_out):,} without text, not in UTF-8 or by the filter, such as {some}"))
+    for reason, names in left_out.items():
+        print(f"left out {len(names):,} {reason}, such as {names[:5]}")
     if not documents:
         fail(f"{' '.join(map(str, sources))} has no text")
-    return documents
+    return [(name, text) for text, name in documents.items()]
 
 
-def read_source(source: Path) -> Iterator[tuple[str, str | None]]:
-    """The documents of `names`, a folder or a file; None in place of what has no text."""
+def read_source(source: Path, field: str) -> Iterator[tuple[str, str | None]]:
+    """The documents of `names`, a folder or a file; None in place of what has no text. field: the key of a record's."""
     if source == Path("names"):
         yield from ((name, name) for name in unicode_names())
     elif (source / "train.safetensors").exists():
         fail(f"{source} holds rows already, which train.py reads")
     elif source.is_dir():
-        # all files in a fixed order, except hidden ones
-        for path in sorted(source.rglob("*")):
-            inside = path.relative_to(source)
-            if path.is_file() and not any(part.startswith(".") for part in inside.parts):
-                yield from read_file(path, inside.as_posix())
+        for path in files_of(source, set()):
+            name = path.relative_to(source).as_posix()
+            yield from read_file(path, name, field) if path.is_file() else [(name, None)]  # a link to nowhere
     else:
-        yield from read_file(source, source.name)
+        yield from read_file(source, source.name, field)
 
 
-def read_file(path: Path, name: str) -> Iterator[tuple[str, str | None]]:
+def files_of(folder: Path, seen: set[Path]) -> Iterator[Path]:
+    """What a folder holds, in a fixed order, without hidden files. A folder with several links to it is read once."""
+    if folder.resolve() in seen:
+        return
+    seen.add(folder.resolve())
+    for path in sorted(folder.iterdir()):
+        if not path.name.startswith("."):
+            yield from files_of(path, seen) if path.is_dir() else [path]
+
+
+def read_file(path: Path, name: str, field: str) -> Iterator[tuple[str, str | None]]:
     """The documents of one file: its records, or its text."""
     with reading(path, "corpus"):
         if name.lower().endswith(RECORDS):
             for number, record in read_records(path):
                 kept = isinstance(record, dict) and passes_filter(record)
-                yield f"{name}:{number}", whole_text(record.get("text")) if kept else None
+                yield f"{name}:{number}", whole_text(record.get(field)) if kept else None
             return
-        try:
+        text = None
+        with suppress(UnicodeDecodeError):
             text = path.read_text(encoding="utf-8-sig")  # its lines end in \n, whatever they end in there
-        except UnicodeDecodeError:
-            text = None
-        yield name, text
+        yield name, None if name.lower().endswith(TABLES) else text
 
 
 def whole_text(text: object) -> str | None:
@@ -137,10 +136,12 @@ def read_records(path: Path) -> Iterator[tuple[int, object]]:
 
     open_file = gzip.open if name.endswith(".gz") else open
     with open_file(path, "rb") as lines:
-        if name.endswith(".json"):  # one record, or a list of them
+        if name.removesuffix(".gz").endswith(".json"):  # one record, a list of them, or else a record on each line
             content = read_json_value(lines.read())
-            yield from enumerate(content if isinstance(content, list) else [content], 1)
-            return
+            if content is not None:
+                yield from enumerate(content if isinstance(content, list) else [content], 1)
+                return
+            lines.seek(0)
         for number, line in enumerate(lines, 1):
             if line.strip():
                 yield number, read_json_value(line)
@@ -164,37 +165,36 @@ def unicode_names() -> Iterator[str]:
 
 
 # --- the split
-def is_validation(name: str) -> bool:
-    """A stable split: one document in twenty, by the hash of its name alone."""
-    return hashlib.sha256(name.encode(errors="surrogateescape")).digest()[0] % 20 == 0
+def is_validation(text: str) -> bool:
+    """A stable split: one document in twenty, by the hash of its text alone."""
+    return hashlib.sha256(text.encode()).digest()[0] % 20 == 0
 
 
 def tokenize(texts: list[tuple[str, str]], tokenizer: Tokenizer) -> dict[str, list[np.ndarray]]:
     """The documents of "train" and of "val" as ids. Each ends in eos, unless it is cut in two."""
     documents = []
     split = {"train": [], "val": []}
-    for name, text in progress(texts, "tokenize"):
+    for _, text in progress(texts, "tokenize"):
         documents.append(np.append(tokenizer.encode_document(text), np.int32(tokenizer.eos_id)))
-        split["val" if is_validation(name) else "train"].append(documents[-1])
+        split["val" if is_validation(text) else "train"].append(documents[-1])
 
-    if split["train"] and split["val"]:
+    held_out, whole = (sum(len(t.encode()) for _, t in texts if part(t)) for part in (is_validation, bool))
+    if 0.01 <= held_out / whole <= 0.5:
         return split
 
-    # a few texts may all fall on one side: then the last twentieth of all tokens is held out
-    n = sum(map(len, documents))
-    left = n - max(1, n // 20)  # tokens to train on that are still to come
-    split = {"train": [], "val": []}
-    for ids in documents:
-        split["train"].append(ids[: max(0, left)])
-        split["val"].append(ids[max(0, left) :])
-        left -= len(ids)
-    return {name: [ids for ids in parts if len(ids) > 0] for name, parts in split.items()}
+    # a few texts, or one long one, may fall on one side: then the last twentieth of all tokens is held out
+    ends = np.cumsum([len(ids) for ids in documents])
+    cut = ends[-1] - max(1, ends[-1] // 20)  # the number of tokens to train on
+    parts = np.split(np.concatenate(documents), sorted({*ends[:-1], cut}))
+    first = 1 + (ends < cut).sum()  # the first part to hold out
+    return {"train": parts[:first], "val": parts[first:]}
 
 
 # --- a folder of rows
-def prepare_text(sources: list[Path], folder: Path, like: Path | None, max_docs: int, names: bool) -> None:
+def prepare_text(sources: list[Path], folder: Path, like: Path | None, max_docs: int, field: str) -> None:
     """Read documents, tokenise them, and write them as rows."""
     refuse_full(folder)
+    names = sources == [Path("names")]
     file = like or (NAMES if names else Path("bytes"))
     if file.is_dir():
         file = file / "tokenizer.json"
@@ -207,7 +207,7 @@ def prepare_text(sources: list[Path], folder: Path, like: Path | None, max_docs:
         fail(f"{theirs} is there already, and is another tokenizer: choose another --out, or give --like {theirs}")
 
     # ordinary ids, from which random tokens are drawn: those of all tokens that are not special
-    split = tokenize(load_text(sources, max_docs), tokenizer)
+    split = tokenize(load_text(sources, max_docs, field), tokenizer)
     n_plain = max(tokenizer.token_bytes) + 1
     meta = Meta(
         vocab_size=math.ceil(tokenizer.vocab_size / 16) * 16,
@@ -231,20 +231,23 @@ def prepare_text(sources: list[Path], folder: Path, like: Path | None, max_docs:
 
 
 def next_command(folder: Path, like: Path | None, names: bool) -> str:
-    """The command that trains on these rows."""
-    data = f"--data {quoted(folder)}"
+    """The command that trains on these rows, into a folder of their own name."""
+    out = Path("out", folder.resolve().name)
+    rows = f"--data {quoted(folder)} --out_dir {quoted(out)}"
 
     # rows with the tokens of a checkpoint train an adapter on it
     if like and (like / "config.json").exists():
         config = "" if names else " --config configs/text.toml"
         if "<role>" in bpe_tokenizer(like / "tokenizer.json").special:
             config = " --config configs/llada.toml"  # the chat template's tokens: these are the released weights
-        return f"python train.py {data}{config} --init_from {quoted(like)}"
+        return f"python train.py {rows}{config} --init_from {quoted(like)}"
 
     # names have a base, and other text needs one first
     if names:
-        return f"python train.py {data}"
-    return f"python base.py {data} --config configs/text_base.toml && python train.py {data} --config configs/text.toml"
+        return f"python train.py {rows}"
+    base = quoted(f"{out}_base")
+    before = f"python base.py --data {quoted(folder)} --out_dir {base} --config configs/text_base.toml"
+    return f"{before} && python train.py {rows} --config configs/text.toml --init_from {base}"
 
 
 @command
@@ -252,16 +255,17 @@ def main() -> None:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("sources", nargs="+", type=Path, metavar="SOURCE", help=f"names, a text, a folder, or {', '.join(RECORDS)}")
+    add("--field", default="text", metavar="KEY", help="the key of a record's text")
     add("--max_docs", type=bounded(int, 0, 10**9), default=0, help="most documents to train on (paper 50000); 0: all")
     whose = "take the tokenizer of this model or folder of rows, or this tokenizer.json (byte-level BPE)"
     add("--like", type=Path, metavar="DIR or FILE", help=whose)
     add("--out", type=Path, required=True, metavar="DIR", help="a new folder of rows")
     args = parser.parse_args()
 
-    names = args.sources == [Path("names")]
+    like = args.like and base_of(args.like)  # an adapter has the tokenizer of its base
     with alone_in(args.out):
-        prepare_text(args.sources, args.out, args.like, args.max_docs, names)
-    print(f"{args.out} is ready: {next_command(args.out, args.like, names)}")
+        prepare_text(args.sources, args.out, like, args.max_docs, args.field)
+    print(f"{args.out} is ready: {next_command(args.out, like, args.sources == [Path('names')])}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from lib.names import exists
 from lib.rows import Meta, read_corpus, read_meta
 from lib.tokenizer import byte_spec, byte_tokenizer
 from lib.util import Mistake, write_json
-from prepare import NAMES, is_validation, load_text, tokenize
+from prepare import NAMES, load_text, tokenize
 
 
 @pytest.fixture
@@ -71,9 +71,9 @@ def write_records(path, records):
 
 def test_paper_filter(tmp_path):
     kept = [{"text": "no fields"}, record(1, int_score=3)]
-    kept += [record(1, token_count=256), record(1, token_count=1800)]
+    kept += [record(2, token_count=256), record(3, token_count=1800)]
     # int_score is the score rounded; the score counts where it alone is stated
-    kept += [record(1, score=2.6), record(1, score=3, int_score=None)]
+    kept += [record(4, score=2.6), record(5, score=3, int_score=None)]
     dropped = [record(1, int_score=2), record(1, token_count=255), record(1, token_count=1801)]
     dropped += [record(1, score=2.9, int_score=None), record(1, int_score="three")]
     write_records(tmp_path / "a.jsonl", dropped + kept)
@@ -97,7 +97,8 @@ def test_records_are_documents_as_files_are(tmp_path, name):
 def test_lines_end_as_those_of_unix_and_a_byte_order_mark_is_no_text(tmp_path):
     records = [{"text": "one\r\ntwo\rthree\n"}, {"text": "four"}]
     lines = "\r\n".join(json.dumps(record) for record in records)
-    for name, content in (("a.jsonl", lines), ("a.json", json.dumps(records, indent=1))):
+    listed = json.dumps(records, indent=1)
+    for name, content in (("a.jsonl", lines), ("a.ndjson", lines), ("a.json", lines), ("b.json", listed)):
         (tmp_path / name).write_text(content, encoding="utf-8-sig")
         assert load_text([tmp_path / name]) == [(f"{name}:1", "one\ntwo\nthree\n"), (f"{name}:2", "four")]
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree\n")
@@ -115,8 +116,25 @@ def test_what_has_no_text_is_left_out_and_counted_in_one_line(tmp_path, capsys):
     with (tmp_path / "c.jsonl").open("ab") as file:
         file.write(b'{"text": "cut o')
     assert [name for name, _ in load_text([tmp_path])] == ["c.jsonl:1"]
-    said = "left out 8 without text, not in UTF-8 or by the filter, such as b.bin, c.jsonl:2, c.jsonl:3"
-    assert capsys.readouterr().out.startswith(said)
+    said = capsys.readouterr().out
+    assert said.startswith("left out 8 without text ") and "such as ['b.bin', 'c.jsonl:2', 'c.jsonl:3'" in said
+
+
+def test_equal_texts_and_linked_folders_are_read_once_and_tables_are_named(tmp_path, capsys):
+    """A link to a folder is followed, also one that leads back, and a link to nowhere is named."""
+    (tmp_path / "in" / "sub").mkdir(parents=True)
+    (tmp_path / "in" / "b.txt").write_text("b")
+    (tmp_path / "in" / "sub" / "again.txt").write_text("b\r\n")
+    (tmp_path / "in" / "c.CSV").write_text("text\nno column is known")
+    (tmp_path / "in" / "nowhere").symlink_to("not there")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "d.txt").write_text("b\n")
+    for name, to in (("link", "out"), ("link2", "out"), ("sub/back", "in")):
+        (tmp_path / "in" / name).symlink_to(tmp_path / to)
+    assert load_text([tmp_path / "in"]) == [("b.txt", "b"), ("link/d.txt", "b\n")]
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("left out 2 ") and said[0].endswith("such as ['c.CSV', 'nowhere']")
+    assert said[1] == "left out 1 that are equal to an earlier text, such as ['sub/again.txt']"
 
 
 def test_what_cannot_be_read_is_refused(tmp_path):
@@ -128,33 +146,35 @@ def test_what_cannot_be_read_is_refused(tmp_path):
 
 
 # --- the split
-def test_documents_are_closed_by_eos_and_split_by_their_name():
-    texts = [(f"{n}.py", "x" * (n % 3)) for n in range(60)]
-    split = tokenize(texts, byte_tokenizer())
-    assert [n for n in range(60) if is_validation(f"{n}.py")] == [20, 41]  # one in twenty, whatever else there is
-    assert [ids.tolist() for ids in split["val"]] == [[120, 120, 256]] * 2
-    assert [len(ids) for ids in split["train"]] == [1 + n % 3 for n in range(60) if n not in (20, 41)]
+def test_documents_are_closed_by_eos_and_split_by_their_text():
+    """Whatever its name is, and whatever else there is: of so many x the hash of two begins with a multiple of 20."""
+    split = tokenize([(f"{n}.py", "x" * n) for n in range(1, 121)], byte_tokenizer())
+    assert [ids.tolist() for ids in split["val"]] == [[120] * n + [256] for n in (114, 119)]
+    assert [len(ids) for ids in split["train"]] == [n + 1 for n in range(1, 121) if n not in (114, 119)]
 
 
-@pytest.mark.parametrize("texts, train, val", [
-    ({"20.py": 999}, [950], [50]),  # a single text: its last twentieth, also if it would all be held out
-    ({"1.py": 999, "2.py": 999}, [1000, 900], [100]),  # the last twentieth of all
-    ({"1.py": 999, "2.py": 9}, [960], [40, 10]),  # in two texts
-    ({"1.py": 1}, [1], [1]),  # one token at least
-    ({"1.py": 999, "20.py": 999}, [1000], [1000]),  # one of each kind
+@pytest.mark.parametrize("lengths, train, val", [
+    ([999], [950], [50]),  # a single text: its last twentieth
+    ([114], [110], [5]),  # also if it would all be held out
+    ([999, 998], [1000, 900], [99]),  # the last twentieth of all
+    ([999, 9], [960], [40, 10]),  # in two texts
+    ([1], [1], [1]),  # one token at least
+    ([114, 113], [115, 103], [11]),  # 114 bytes are more than half,
+    ([114, 120], [121], [115]),  # and here less
+    ([114, 11286], [11287], [115]),  # they are 1 % of 11,400,
+    ([11287, 114], [10833], [455, 115]),  # and less of 11,401
 ])  # fmt: skip
-def test_a_few_texts_are_cut_if_one_side_would_have_none(texts, train, val):
-    split = tokenize([(name, "x" * n) for name, n in texts.items()], byte_tokenizer())
+def test_texts_are_cut_if_one_side_would_have_too_little(lengths, train, val):
+    split = tokenize([("a", "x" * n) for n in lengths], byte_tokenizer())
     assert [len(ids) for ids in split["train"]] == train and [len(ids) for ids in split["val"]] == val
 
 
 # --- the script
 def test_text_is_read_by_the_tokenizer_of_a_folder(run, tmp_path):
-    """Up to a number of documents to train on. Of these 20.py alone is for validation, and it is not counted."""
-    (tmp_path / "texts").mkdir()
-    for n in range(10, 60):
-        (tmp_path / "texts" / f"{n}.py").write_text("A SMALL LETTER")
-    run(tmp_path / "texts", "--out", tmp_path / "bpe", "--like", NAMES, "--max_docs", 30)
+    """Up to a number of documents to train on. Of these one alone is for validation, and it is not counted."""
+    write_records(tmp_path / "a.jsonl", [{"body": f"A SMALL LETTER{n}"} for n in range(10, 60)])
+    said = run(tmp_path / "a.jsonl", "--field", "body", "--out", tmp_path / "bpe", "--like", NAMES, "--max_docs", 30)
+    assert "--out_dir out/bpe --config configs/text.toml --init_from out/bpe_base\n" in said
     assert read_meta(tmp_path / "bpe") == Meta(1024, 1022, 1023, 1022)
     assert (tmp_path / "bpe" / "tokenizer.json").read_bytes() == (NAMES / "tokenizer.json").read_bytes()
     train, val = read_corpus(tmp_path / "bpe", 32, 0, 8, 1).rows.values()
