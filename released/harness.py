@@ -64,18 +64,22 @@ class Answer(str):
         answer.cost = cost
         return answer
 
+    def __getnewargs__(self) -> tuple[str, dict[str, float]]:  # lm-eval's --use_cache keeps copies
+        return str(self), self.cost
+
 
 class CoCommit(LM):
     """A checkpoint that lm-eval asks. Every row of a batch is decoded as if it were alone."""
 
     def __init__(
         self, ckpt: str | Path, out: str | Path, row: str | None = None, decode: str | None = None,
-        gen_length: int = 16384, dtype: str = "fp32", device: str = "auto", batch_size: int = 1,
+        gen_length: int = 16384, dtype: str = "fp32", device: str = "auto", batch_size: int | str = 1,
+        max_batch_size: int = 1,
     ):  # fmt: skip
         super().__init__()
         self.ckpt = Path(ckpt).expanduser()
         self.out = Path(out).expanduser()
-        self.batch_size = int(batch_size)
+        self.batch_size = int(max_batch_size if str(batch_size).startswith("auto") else batch_size)
         base = base_of(self.ckpt)
         self.model = load_model(self.ckpt, pick_device(device), DTYPES[dtype])
         self.text = load_tokenizer(base)
@@ -89,6 +93,7 @@ class CoCommit(LM):
             "row": row,
             "weights": self.model.base_hash,
             "adapter": digest(adapter.read_bytes().hex()) if base != self.ckpt else None,
+            "tokenizer": digest(read_json(base / "tokenizer.json", "tokenizer")),
             "partial_cost": self.model.partial_cost,
             "dtype": dtype,
         }
@@ -111,7 +116,9 @@ class CoCommit(LM):
 
     def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[Answer]:
         """The answers to lm-eval's requests. Those in answers.jsonl are taken from there, and the others are added."""
-        asked = {digest(request.args): request.args for request in requests}
+        items = [f"item {request.doc_id} of {request.task_name}" for request in requests]
+        asked = dict(zip(items, requests, strict=True))
+        keys = {item: digest((request.args, request.doc)) for item, request in asked.items()}
         with alone_in(self.out):
             place = self.out / "settings.json"
             if not place.exists():
@@ -123,18 +130,25 @@ class CoCommit(LM):
                     fail(f"{self.out} has a run with other settings: {differs} (there, now); choose another --out")
 
             path = self.out / "answers.jsonl"
-            lines = read_lines(path, {"key": str, "text": str, "cost": dict}) if path.exists() else []
-            answers = {line["key"]: Answer(line["text"], line["cost"]) for line in lines}
-            todo = {key: args for key, args in asked.items() if key not in answers}
+            kinds = {"item": str, "key": str, "text": str, "cost": dict}
+            lines = read_lines(path, kinds) if path.exists() else []
+            for line in lines:
+                if keys.get(line["item"], line["key"]) != line["key"]:
+                    fail(f"{self.out} answers another {line['item']} (task file or prompt): choose another --out")
+            answers = {line["item"]: Answer(line["text"], line["cost"]) for line in lines}
+            todo = {item: request.args for item, request in asked.items() if item not in answers}
             print(f"{self.settings['row']}: {len(asked)} items, {len(todo)} to go")
-            for key, answer in self.decode(todo):
-                append_line(path, {"key": key, "text": answer, "cost": answer.cost})
-                answers[key] = answer
-        return [answers[digest(request.args)] for request in requests]
+            for item, answer in self.decode(todo):
+                append_line(path, {"item": item, "key": keys[item], "text": answer, "cost": answer.cost})
+                answers[item] = answer
+        return [answers[item] for item in items]
 
     def decode(self, asked: dict[str, tuple[str, dict]]) -> Iterator[tuple[str, Answer]]:
         """Answer questions (key -> text and lm-eval's settings for it), batch by batch and greedily. An answer is cut
         before the first stop string, but its cost is that of all tokens. Of a task's settings only `until` is read."""
+        unread = {f"{k}={v}" for _, how in asked.values() for k, v in how.items() if k != "until" and v}
+        if unread:
+            print(f"not read: {', '.join(sorted(unread))} (an answer is greedy, and ends by itself or at gen_length)")
         prompts = {key: self.text.encode(text) for key, (text, _) in asked.items()}
         for number, ids in enumerate(prompts.values(), 1):
             check_prompt(ids, number, self.d.gen_length, self.model.cfg)
@@ -206,8 +220,8 @@ def main() -> None:
     args = build_parser().parse_args()
     if LM is object:
         fail("the benchmarks need lm-eval, which is not installed: pip install -e '.[benchmarks]'")
-    if len(args.tasks) != len(args.task_file):
-        fail(f"--tasks has {len(args.tasks)} names, and --task_file {len(args.task_file)} files: give one for each")
+    if not len(set(args.tasks)) == len(args.tasks) == len(args.task_file):
+        fail(f"--tasks {' '.join(args.tasks)}: give each task once, and one --task_file for each, in the same order")
     from lm_eval import simple_evaluate
     from lm_eval.loggers import EvaluationTracker
     from lm_eval.tasks import TaskManager

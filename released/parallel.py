@@ -125,6 +125,7 @@ def run() -> None:
 @command
 def main() -> None:
     if "RANK" not in os.environ:
+        train.build_parser(__doc__).parse_known_args()  # --help needs no others
         fail("this is one process: start several by torchrun --nproc_per_node N -m released.parallel")
     try:
         run()

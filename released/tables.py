@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from decoding import in_full
-from lib.util import WALK, Parser, command, fail, print_table, read_json, read_lines, reading
+from lib.util import WALK, Parser, checked_entry, command, fail, print_table, read_json, read_lines, reading
 from released.ablation import BASE, COCOMMIT, GATED, MECHANISM
 
 # Shares are 0..1 in files, and in percent in tables.
@@ -77,14 +77,13 @@ class Run:
 
 
 def digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False, default=str).encode()).hexdigest()[:16]
 
 
 def read_runs(folder: Path) -> list[Run]:
     """Every run under a folder."""
     runs = []
     for place in sorted(folder.rglob("settings.json")):
-        settings = read_json(place, "settings of a run")
         for task, (_, _, judged) in TASKS.items():
             kinds = {"doc_id": int, "prompt_hash": str, "tokens": int}
             kinds |= dict.fromkeys(["full", "partial", "refresh", *["exact_match"] * judged], float)
@@ -94,6 +93,9 @@ def read_runs(folder: Path) -> list[Run]:
             for path in sorted(place.parent.glob(f"samples_{task}_*.jsonl")):
                 items |= {sample["doc_id"]: sample for sample in read_lines(path, kinds, "file of samples")}
             if items:
+                settings = read_json(place, "settings of a run")
+                for name, kind in {"row": str, "n_last": int, "partial_cost": float}.items():
+                    checked_entry(settings, name, kind, place)
                 runs.append(Run(task, settings, place.parent, items))
                 judge(runs[-1])
     if not runs:
@@ -108,7 +110,8 @@ def judge(run: Run) -> None:
             item["correct"] = bool(item["exact_match"])
         return
 
-    path = run.programs_folder() / "samples-sanitized_eval_results.json"
+    with reading(run.folder, "samples of programs in", WALK):
+        path = run.programs_folder() / "samples-sanitized_eval_results.json"
     if not path.exists():
         return
     result = read_json(path, "result of EvalPlus")
@@ -213,8 +216,9 @@ def measured(run: Run | None, reference: Run | None) -> list[str]:
 
     # forwards per token
     tokens = sum(item["tokens"] for item in items)
-    nfe = {kind: sum(item[kind] for item in items) / tokens for kind in ("full", "partial", "refresh")}
-    cells[4:] = [f"{nfe['full']:.3f}", f"{in_full(nfe, run.settings['partial_cost']):.3f}"]
+    if tokens > 0:
+        nfe = {kind: sum(item[kind] for item in items) / tokens for kind in ("full", "partial", "refresh")}
+        cells[4:] = [f"{nfe['full']:.3f}", f"{in_full(nfe, run.settings['partial_cost']):.3f}"]
     return cells
 
 

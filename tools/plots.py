@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lib.util import Parser, command, fail, printable, read_lines, replace_file
+from lib.util import Parser, checked_entry, command, fail, printable, read_lines, replace_file
 from tools.tables import TABLES
 
 # a notebook's backend is not there outside of it
@@ -148,14 +148,17 @@ PICTURES = {
 # --- the loss of a run
 def draw_log(folder: Path):
     """The loss of each logged step and, on held-out rows, the cross-entropies of both stages at masks."""
-    records = read_lines(folder / "log.jsonl", {"step": int}, "log of a run")
-    steps = [r for r in records if "loss" in r]
+    path = folder / "log.jsonl"
+    records = read_lines(path, {"step": int}, "log of a run")
+    steps = {r["step"] + 1: checked_entry(r, "loss", float, path) for r in records if "loss" in r}
+    if not steps:
+        fail(f"{path} has no steps yet")
     figure, ax = plt.subplots(figsize=(WIDTH, 3.8))
-    ax.plot([r["step"] + 1 for r in steps], [r["loss"] for r in steps], color=INK, linewidth=1, label="loss (Eq. 1)")
+    ax.plot(steps.keys(), steps.values(), color=INK, linewidth=1, label="loss (Eq. 1)")
     for term, color in {"m2t_A": ORANGE, "m2t_B": BLUE}.items():
         held_out = [r for r in records if r.get("val") and term in r]  # a model without a Stage B has no m2t_B
         if held_out:
-            points = [(r["step"], r[term]) for r in held_out]
+            points = [(r["step"], checked_entry(r, term, float, path)) for r in held_out]
             ax.plot(*zip(*points, strict=True), "o-", color=color, markersize=4, label=f"{term}, held out")
     ax.set(xlabel="step", ylim=(0, None))
     ax.set_title("nats a token", loc="left")

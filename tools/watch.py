@@ -29,9 +29,9 @@ def piece(tokenizer: Tokenizer, token: int) -> str:
     raw = tokenizer.token_bytes.get(token, b"")
     if not raw:
         names = {i: name for name, i in tokenizer.special.items()}
-        return names.get(token, f"<{token}>")
-
-    text = raw.decode("utf-8", errors="surrogateescape")
+        text = names.get(token, f"<{token}>")
+    else:
+        text = raw.decode("utf-8", errors="surrogateescape")
     return "".join(visible(character) for character in text)
 
 

@@ -31,7 +31,7 @@ def load(task: str, read: Callable[[Path], Iterator[dict]], /, **given) -> dict[
         fail(f"{task} is read from its published file: --metadata {task}=FILE")
     path = Path(given[task]).expanduser()
     with reading(path, f"{task} file (the published one)", WALK):
-        return {"test": Dataset.from_list(list(read(path)))}
+        return {"test": Dataset.from_list(list(read(path)) or fail(f"{task} file {path} has no items"))}
 
 
 def read_numbers(path: Path, answer: str) -> Iterator[dict]:

@@ -43,7 +43,7 @@ def plain(text: str) -> str:
     """The end of a text in plain characters, instead of full-width ones and thin spaces; without marks of bold type."""
     if len(text) > LONGEST:
         text = re.sub(r"^[\w.,]+", "", text[-LONGEST:])  # a number that was cut in two is another number
-    text = text.replace("，", ", ").replace("−", "-")
+    text = re.sub("[−–]", "-", text.replace("，", ", "))
     text = re.sub(r"(?<=\d)(?=[¼½¾⅓⅔])", " ", text)
     text = unicodedata.normalize("NFKC", text).replace("\u2044", "/")
     return re.sub(r"\\[()\[\]]|\*\*|`", "", text)
@@ -67,7 +67,7 @@ PLAIN = rf"(?:{DIGITS}(?:\.\d+)?|\.\d+)"
 NUMBER = re.compile(  # a sign; then "1 2/3", "2/3", or "3亿5000万" and the like; then %
     rf"(?<![A-Za-z\d_.])(?:(?<![A-Za-z\d)%])-)?(?:\d+ \d+/\d+|{PLAIN}/{PLAIN}|{PLAIN}(?:[万亿]{PLAIN})*[万亿]?)%?"
 )
-MARK = re.compile(r"(?:answer\s*(?:is|:|=)|答案[是为]?:?|####)\s*([^\n]*)", re.IGNORECASE)
+MARK = re.compile(r"(?:answer\s*(?:is\s*:?|:|=)|答案[是为]?:?|####)\s*([^\n]*)", re.IGNORECASE)
 UNITS = {"": 1, "万": 10**4, "亿": 10**8}
 
 
@@ -75,7 +75,7 @@ def numbers(text: str) -> list[str]:
     r"""The numbers in plain text, without what groups their digits: "$12,345 or \frac12" -> ["12345", "1/2"]."""
     # LaTeX: thin spaces, money and percent, words, fractions; exponents and indices are no numbers
     text = re.sub(r"\\[,!;: ]", " ", text).replace("{,}", ",")
-    text = re.sub(r"\\?[$¥€£]", "", text).replace(r"\%", "%")
+    text = re.sub(r"(?:\b[A-Z]{1,3})?\\?[$¥€£]", "", text).replace(r"\%", "%")
     text = re.sub(r"\\(?:text|math|mbox)[a-z]*\s*\{([^{}]*)\}", r" \1 ", text)
     text = re.sub(r"(?<=\d)\s*\\[cdt]?frac", r" \\frac", text)
     text = re.sub(r"\\[cdt]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))", r"\1\2/\3\4", text)
@@ -142,18 +142,21 @@ def number_scores(doc: dict, answers: list[str]) -> dict[str, float]:
 # --- letters
 def find_letter(answer: str, doc: dict) -> str | None:
     r"""The chosen option, or None. The first of these rules that applies: the last "Answer: X" or "answer is X"
-    (simple-evals, widened); what is in the last \boxed{}; a letter and nothing else; an "X." or "(X)" at the beginning.
-    A capital may not begin a word, and a small letter must end its line: "Answer: Because" chooses nothing."""
+    (simple-evals, widened); what is in the last \boxed{}; a last line with a letter and nothing else; an "X." or "(X)"
+    at the beginning; the last "answer X", "option X" or 选X. A capital may not begin a word, and a small letter must
+    end its line: "Answer: Because" chooses nothing."""
     letters = doc["letters"]
     one = rf"([{letters}](?![A-Za-z0-9])|[{letters.lower()}](?=\W*$))"
-    link = r"\s*(?:is|would be|should be|是|为)?\s*:?\s*(?:option|choice)?\s*"
+    link = r"(?:[^.。,;\nA-Z]{0,30}?(?:\b(?:is|be|was)\b|[是为选])\s*:?|\s*[:=>-]+)\s*"  # "answer to the question is"
+    option = r"(?:option|choice|选项)?\s*"
     text = plain(answer)
     bare = re.sub(r"\\(?:boxed|text\w*|math\w*)|[*$\\(\[{\"'“”]", "", text)
     for pattern, place in (
-        (rf"(?i:(?:\banswer|答案){link}){one}", bare),
+        (rf"(?:\b[Aa]nswer|ANSWER|答案){link}(?i:{option}){one}", bare),
         (rf"\A\W*(?:\\\w+\W*)?{one}", boxed(text) or ""),
-        (rf"\A\W*{one}\W*\Z", bare),
+        (rf"^[^\w\n]*{one}\W*\Z", bare),
         (rf"\A\W*([{letters}])(?=[).:,\]]|\s*$)", text),
+        (rf"(?i:(?:\banswer|答案|\boption|选[择项]?)\s*{option}){one}(?!\s*(?:is|was|would|[错不])(?! correct))", bare),
     ):
         found = re.findall(pattern, place, re.MULTILINE)
         if found:
@@ -190,17 +193,18 @@ def span_scores(doc: dict, answers: list[str]) -> dict[str, float]:
 
 
 # --- programs
-FENCE = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL | re.IGNORECASE)
+# the fence that closes a block stands about as deep as the line that opens it; deeper ones are in a docstring
+FENCE = re.compile(r"^([ \t]*+)[^\n]*?```[^`\n]*\n(.*?)(?:\n\1 {0,3}```|\Z)", re.DOTALL | re.MULTILINE)
 
 
 def find_program(answer: str, doc: dict) -> str | None:
     """The program for EvalPlus, whose `sanitize` then cuts away what is not code: the first fenced block that defines
-    the entry point, or else the first block, or else the whole answer."""
-    lines = [line for line in answer.splitlines() if len(line) <= LONGEST_LINE]
+    the entry point, or else the whole answer if it does, or else the first block."""
+    lines = [line for line in answer.split("\n") if len(line) <= LONGEST_LINE]
     text = "\n".join(lines[:MOST_LINES])
-    blocks = [textwrap.dedent(block) for block in FENCE.findall(text)]
+    blocks = [textwrap.dedent(block) for _, block in FENCE.findall(text)]
     defines = re.compile(rf"^\s*(?:async )?(?:def|class) {re.escape(doc['entry_point'])}\b", re.MULTILINE)
-    return [*filter(defines.search, blocks), *blocks, text][0]
+    return [*filter(defines.search, [*blocks, text]), *blocks, text][0]
 
 
 def program_scores(doc: dict, answers: list[str]) -> dict[str, float]:

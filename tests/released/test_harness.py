@@ -96,14 +96,14 @@ def run(weights, tmp_path, monkeypatch, capsys):
     """`run(task, out, *flags)` -> what the command prints; `run.fails`: its one error."""
     call = caller(harness, monkeypatch, capsys)
 
-    def flags(task: str, out: Path, *more: object) -> list:
+    def flags(task: str, out: Path, *more: object, task_file: Path | None = None) -> list:
         where = ["--out", out, "--ckpt", weights / "cocommit", "--gen_length", 8, "--device", "cpu"]
-        return ["--tasks", task, "--task_file", write_task(tmp_path, task), *where, *more]
+        return ["--tasks", task, "--task_file", task_file or write_task(tmp_path, task), *where, *more]
 
-    def run(*given: object) -> str:
-        return call(*flags(*given))
+    def run(*given: object, **how: Path) -> str:
+        return call(*flags(*given, **how))
 
-    run.fails = lambda *given: call.fails(*flags(*given))
+    run.fails = lambda *given, **how: call.fails(*flags(*given, **how))
     return run
 
 
@@ -131,7 +131,7 @@ def test_a_task_ends_in_a_score_and_a_cost(task, run, tmp_path, request):
 
     real = Path(request.config.getoption("--bench_data") or "nowhere") / FILES[task]
     if real.exists():
-        assert "2 items, 2 to go" in run(task, tmp_path / "real", "--task_file", real, "--limit", 2)
+        assert "2 items, 2 to go" in run(task, tmp_path / "real", "--limit", 2, task_file=real)
         assert len(list(getattr(docs, task)(**{task: real})["test"])) == tables.TASKS[task].n_official
         assert all(item["tokens"] for item in samples(tmp_path / "real", task))
 
@@ -141,8 +141,10 @@ def test_lm_evals_own_command_logs_the_same(run, weights, tmp_path, monkeypatch)
     given = f"ckpt={weights}/cocommit,out={tmp_path}/b,gen_length=8 --device cpu --apply_chat_template --log_samples"
     task = f"{harness.FOLDER}/gsm8k.yaml --metadata gsm8k={tmp_path}/gsm8k/test.jsonl"
     words = f"run --model cocommit --model_args {given} --tasks {task} --output_path {tmp_path}/b/results.json"
+    words += f" --batch_size auto --use_cache {tmp_path}/cache"
     monkeypatch.setattr(sys, "argv", ["lm_eval", *words.split()])
     cli_evaluate()
+    cli_evaluate()  # out of the cache
     (a,), (b,) = tables.read_runs(tmp_path / "a"), tables.read_runs(tmp_path / "b")
     assert (a.task, a.settings, a.items) == (b.task, b.settings, b.items)
 
@@ -185,13 +187,28 @@ def test_what_a_run_decodes_with_and_what_does_not_mix(run, weights, tmp_path):
         assert read_json(tmp_path / name / "settings.json", "settings")["row"] == row
         assert "other settings: row" in run.fails("gsm8k", tmp_path / "a", *flags)
     assert "dtype (fp32, bf16)" in run.fails("gsm8k", tmp_path / "a", "--dtype", "bf16")
-    assert "give one for each" in run.fails("gsm8k", tmp_path / "b", "--tasks", "gsm8k", "piqa")
+    assert "give each task once" in run.fails("gsm8k", tmp_path / "b", "--tasks", "piqa", "gsm8k")
+
+    # other questions, or other golds
+    path = tmp_path / "other.jsonl"
+    for change in ({"question": "How many?"}, {"answer": "#### 7"}):
+        path.write_text("".join(json.dumps(record | change) + "\n" for record in RECORDS["gsm8k"]))
+        assert "answers another item 0 of gsm8k" in run.fails("gsm8k", tmp_path / "a", task_file=path)
+    path.write_text("")
+    assert "has no items" in run.fails("gsm8k", tmp_path / "a", task_file=path)
+
+    # other tokens
+    spec = read_json(weights / "base" / "tokenizer.json", "tokenizer")
+    write_json(weights / "base" / "tokenizer.json", spec | {"note": 1})
+    assert "other settings: tokenizer" in run.fails("gsm8k", tmp_path / "a")
+    write_json(weights / "base" / "tokenizer.json", spec)
 
 
-def test_stop_strings_and_what_the_model_cannot_do(weights, tmp_path):
+def test_stop_strings_and_what_the_model_cannot_do(weights, tmp_path, capsys):
     model = harness.CoCommit(weights / "cocommit", tmp_path / "out", gen_length=16, device="cpu")
     ((_, whole),) = model.decode({"": ("Hello", {"until": []})})
-    ((_, cut),) = model.decode({"": ("Hello", {"until": whole[3]})})
+    ((_, cut),) = model.decode({"": ("Hello", {"until": whole[3], "temperature": 0.5, "do_sample": False})})
+    assert capsys.readouterr().out.startswith("not read: temperature=0.5 (")
     assert cut == whole[:3].partition(whole[3])[0] and cut.cost == whole.cost
     with pytest.raises(Mistake, match="no log-likelihoods"):
         model.loglikelihood([])

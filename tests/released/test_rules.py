@@ -42,6 +42,8 @@ def verdict(kind: str, answer: str, doc: dict) -> tuple[str, dict]:
     (r"\boxed{40}", "40%", "40", True),  # how many percent?
     (r"\boxed{21.22万册}", "21.22", "21.22万", True),  # how many 万?
     ("The answer is ١٢٣", "123", "١٢٣", True),  # Arabic digits
+    ("The answer is:\n18 of 20", "18", "18", True),
+    (r"It costs US\$–18", "-18", "-18", True),  # a dash for a minus
     ("", "0", "", False),
 ])  # fmt: skip
 def test_numbers(answer, gold, found, right):
@@ -56,6 +58,14 @@ def test_numbers(answer, gold, found, right):
     (r"\boxed{\text{(B) } 5}", "B"),
     ("B. Use a towel, not option A", "B"),
     ("Answer: A\nWait, no.\nAnswer: C", "C"),
+    *((f"{said} Answer A is wrong.", "B") for said in ("The correct answer is B.", "Answer: (B)", r"\boxed{B}", "B. It",
+      "The best answer to the question must be **B**;", "Option B is correct.")),
+    *((f"{said}答案A是错的。选项A不对。", "B") for said in ("正确答案是B。", "答案应该选B，")),
+    ("A) ice\nB) fire\n\nB", "B"),
+    ("Final answer - B", "B"),
+    ("选C", "C"),
+    ("Answer A is wrong.", ""),
+    ("Answer choices: A, B\n\\boxed{C}", "C"),
     ("Answer: Because of symmetry", ""),
     ("The answer is a photon", ""),
     ("The last line is 'Answer: $LETTER'.", ""),
@@ -78,10 +88,16 @@ def test_spans(answer, found):
 
 # --- programs. F stands for the entry point, ~ for a backtick
 BODY = "def F(x):\n    return x"
-PROGRAMS = {
+DOCSTRING = 'def F(x):\n    """Same.\n\n    ~~~\n    F(1)\n    ~~~\n    """\n    return x'
+OPENERS = ["", " python", "Python3", "python3.11", "py3", "{python}", 'python title="x"', "text", "python \r"]
+PROGRAMS = {f"opened by {word}": (f"Here: ~~~{word}\n{BODY}\n~~~\nSo it is.\n", BODY) for word in OPENERS} | {
     "unclosed and cut": ("~~~python\ndef F(x):\n    retu", "def F(x):\n    retu"),
     "in a list": ("1. First\n   ~~~python\n   def F(x):\n       return x\n   ~~~", BODY),
     "two answers: the first": (f"~~~python\n{BODY}\n~~~\nor\n~~~python\ndef F(x): return 0\n~~~", BODY),
+    "code without a fence": (f"{BODY}\n~~~\nF(1)\n~~~", f"{BODY}\n~~~\nF(1)\n~~~"),
+    "a docstring with a fence": (f"~~~\n{DOCSTRING}\n~~~\nSo.\n", DOCSTRING),
+    "not a line's end": ('~~~python\ndef F(): return "\x0c\u2028"\n~~~\nSo.', 'def F(): return "\x0c\u2028"'),
+    "output before": (f"~~~text\n1\n~~~\n~~~\n{BODY}\n~~~\nSo.\n", BODY),
     "usage before": (f"~~~python\nprint(F(1))\n~~~\n~~~python\n{BODY}\n~~~", BODY),
     "no fence, and no end": ("x = 1\n" * 4000, "x = 1\n" * 299 + "x = 1"),
     "a line without end": (f"~~~python\n{BODY}\nx = {'1 + ' * 4000}1\n~~~", BODY),

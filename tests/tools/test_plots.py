@@ -46,6 +46,11 @@ def test_the_loss_of_a_run(tmp_path, monkeypatch, capsys):
     assert lines == {"loss (Eq. 1)": [[1, 3], [2, 2], [3, 1]], "m2t_A, held out": [[0, 2.5], [3, 2.5]]}
     caller(plots, monkeypatch, capsys)("log", tmp_path)
     assert "m2t_A, held out" in words((tmp_path / "loss.svg").read_text())
+    for odd in (dict(loss="3"), dict(val=True, m2t_B=[1])):
+        append_line(tmp_path / "log.jsonl", dict(step=4) | odd)
+        assert "log.jsonl is damaged" in caller(plots, monkeypatch, capsys).fails("log", tmp_path)
+        (tmp_path / "log.jsonl").write_text("")
+    assert "no steps yet" in caller(plots, monkeypatch, capsys).fails("log", tmp_path)
 
 
 def test_what_a_notebook_and_a_users_style_say_is_left_out(tmp_path):

@@ -9,7 +9,7 @@ import torch
 from decoding import Decoding
 from lib.util import MASK
 from tools import watch
-from tools.watch import END, Screen, width
+from tools.watch import END, Screen, piece, width
 
 PIECES = {4: b" San", 5: b" York", 6: b" New", 7: b" Francisco"}
 TOKENIZER = SimpleNamespace(token_bytes=PIECES, special={}, decode=lambda ids: "In the")
@@ -53,6 +53,10 @@ def test_a_mended_draft_through_a_pipe(shown):
         f"step   1  In the[ San][ Francisco](A:  York)[{END}](A:  York){MASK}  3 passes",
         f"step   2  In the San Francisco{END}[{END}]  1 pass",
     ]
+
+
+def test_a_special_token_gives_a_terminal_no_command():
+    assert piece(SimpleNamespace(token_bytes={}, special={"<\x1b[2J>": 3}), 3) == "<<U+001B>[2J>"
 
 
 def test_a_line_is_drawn_again_over_all_of_its_columns(shown, monkeypatch):
