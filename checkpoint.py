@@ -19,7 +19,6 @@ the folder of a training run is of either kind, and also has
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -34,6 +33,7 @@ from config import Config, check_config
 from decoding import SETTINGS
 from layers import ROUTERS, Linear
 from lib.rows import read_meta
+from lib.run import found_from, written_from
 from lib.util import WALK, checked_entry, fail, printable, quoted, read_json, reading, replace_file, write_json
 from model import Model
 
@@ -281,7 +281,7 @@ def base_of(folder: Path) -> Path:
     about = about_adapter(folder)
     if not about:
         return folder
-    base = Path(os.path.normpath(folder / about["base"]))
+    base = found_from(folder, about["base"])
     if (base / "adapter.json").exists():
         fail(f"{folder}/adapter.json names {base} as its base, which is an adapter itself: name a model's folder")
     if not (base / "config.json").exists():
@@ -293,11 +293,7 @@ def save_adapter(model: Model, folder: Path, base: Path, lora_r: int) -> None:
     """Write what was learned beside the model in `base`, which still has the weights that were loaded."""
     if weights_hash(base) != model.base_hash:
         fail(f"the weights in {base} were replaced while an adapter was trained on them: put the old ones back")
-    try:
-        path = os.path.relpath(base, folder)
-    except ValueError:  # on another drive of Windows
-        path = os.path.abspath(base)
-    about = {"base": Path(path).as_posix(), "base_hash": model.base_hash}
+    about = {"base": written_from(folder, base), "base_hash": model.base_hash}
     sizes = {name: getattr(model.cfg, name) for name in SIZES} | dict(stage_b=model.cfg.stage_b, lora_r=lora_r)
     save_tensors(folder / "adapter.safetensors", adapter_tensors(model), {"about": json.dumps(sizes)})
     write_json(folder / "adapter.json", about | sizes)
@@ -403,6 +399,7 @@ def restore_state(model: Model, optimizer: torch.optim.Optimizer, folder: Path, 
     check_fit(path, state, expected, "start again in a new --out_dir")
 
     for key, tensor in state.items():
+        refuse_nan(path, key, tensor)
         kind, name = key.split(".", 1)
         p = learned[name]
         if tensor.dtype != expected[key].dtype:

@@ -236,7 +236,7 @@ def evaluate_names(models: dict[Path, Model], args: Namespace) -> None:
         written[folder, name] = found["written"]
 
     print(f"{len(prompts)} held-out names, completed from their first third; trained on Unicode "
-          f"{judge_of(args.ckpt[0])['names']}, judged by {unicodedata.unidata_version}")  # fmt: skip
+          f"{judge_of(args.ckpt[0])['names']!r}, judged by {unicodedata.unidata_version}")  # fmt: skip
     print_table(["", "exist", "forwards a name", "a token"], lines)
     for folder in args.ckpt:
         if (folder, ON) in written:

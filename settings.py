@@ -14,11 +14,11 @@ from config import PRESETS
 from corrupt import CORRUPTIONS
 from lib.optimizers import OPTIMIZERS
 from lib.rows import WHOLE, read_meta, rows_hash
-from lib.run import check_hash, run_settings
+from lib.run import PLACES, check_hash, run_settings
 from lib.util import Parser, bounded, fail, place, quoted
 
 # the settings that a resumed run may change. The schedule is computed again for another max_iters
-FREE_ON_RESUME = {"init_from", "out_dir", "device", "micro_batch", "checkpointing", "max_iters", "eval_interval"}
+FREE_ON_RESUME = {"out_dir", "device", "micro_batch", "checkpointing", "max_iters", "eval_interval", *PLACES}
 
 
 def build_parser(doc: str) -> Parser:

@@ -23,7 +23,7 @@ changes. For these settings the paper gives no value, so the values are ours:
     gradient clipping             at a norm of 1                                  GRAD_CLIP
     LoRA                          one A for the fused qkv, no dropout, fp32       model.py, Linear
     schedule                      linear warm-up, a cosine to 0                   lib/run.py, cosine
-    validation rows               one document in twenty, by its name's hash      prepare.py
+    validation rows               one document in twenty, by its text's hash      prepare.py
     fields of the text filter     int_score, or else score; token_count           prepare.py, passes_filter
 """
 
@@ -222,8 +222,8 @@ def begin(model: Model, corpus: Corpus, optimizer: torch.optim.Optimizer, args: 
     if not args.resume and type(model) is not Model:
         check_stage_b(model)
     if log:
-        save_settings(args)
         rewind_log(log, done)
+        save_settings(args)
         if not saves_adapter(args):
             # the checkpoint needs the rows' meta.json and tokenizer.json, and the rows may go away later
             copy_tokens(Path(args.data), folder)

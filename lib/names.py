@@ -35,7 +35,7 @@ def as_written(prompt: str) -> str:
     it, so there is none at the end or before a hole."""
     text = prompt.upper().replace("_", MASK)
     if prompt != prompt.upper():
-        print(f"names are in upper case: {text}")
+        print(printable(f"names are in upper case: {text}"))
     return re.sub(rf"\s+({MASK}|$)", r"\1", text)
 
 

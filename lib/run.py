@@ -25,6 +25,7 @@ from lib.util import (
     fail,
     quoted,
     read_json,
+    read_lines,
     reading,
     replace_file,
     write_json,
@@ -32,6 +33,7 @@ from lib.util import (
 
 # train.json has these beside the flags: hashes of what the run reads, and the run's own name, which its state has, too
 BESIDE = ("base_hash", "rows_hash", "run_id")
+PLACES = ("data", "init_from")  # the settings that are folders to read
 
 
 # --- settings
@@ -47,12 +49,14 @@ def run_settings(parser: Parser, free: set[str]) -> Namespace:
             fail(f"--config {given.config}: leave it out, a resumed run takes its settings from {path}")
         settings = read_json(path, "training run to resume (--out_dir of an earlier run)")
         beside = {name: settings.pop(name, None) for name in BESIDE}
-        if not settings.keys() <= vars(given).keys():
-            fail(f"{given.out_dir} is a run of another script (base.py or train.py): resume it with that one")
+        settings |= {name: setting_of_run(path.parent, name, str) for name in PLACES}
     elif given.config:
         path = Path(given.config)
         with reading(path, "config"):
             settings = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    unknown = sorted(settings.keys() - (vars(given).keys() - {"config"}))
+    if unknown or settings.get("init_from") == "resume":
+        fail(f"{path}: a file cannot set {', '.join(unknown) or 'init_from to resume'} here: is it of another script?")
 
     # settings as flags: {"seed": 1, "checkpointing": true} -> --seed=1 --checkpointing
     flags = []
@@ -69,36 +73,45 @@ def run_settings(parser: Parser, free: set[str]) -> Namespace:
     # then the flags of the command line, which win
     args = parser.parse_args([*flags, *sys.argv[1:]])
     if resume:
-        args.init_from = checked_entry(settings, "init_from", str, path)
-        now = absolute(args)
-        for name, value in absolute(saved).items():
-            if now[name] != value and name not in free:
-                fail(f"--{name} {getattr(args, name)} differs from the run's {value}: leave it out, or start a new run")
+        args.init_from = settings["init_from"]
+        for name, value in vars(args).items():
+            before = getattr(saved, name)
+            if value != before and name not in free:
+                fail(f"--{name} {value} differs from the run's {before}: leave it out, or start a new run")
+            if name in PLACES and value != "scratch" and not Path(value).exists():
+                fail(f"there is no {name} at {value}: put it there, or correct {name} in {path}")
     args.resume = resume
     vars(args).update(beside)
     return args
 
 
-def absolute(args: Namespace) -> dict:
-    """The settings as train.json has them: what is read is found there from any working directory."""
-    settings = dict(vars(args))
-    for name in ("data", "init_from"):
-        if settings[name] != "scratch":
-            settings[name] = os.path.abspath(settings[name])
-    return settings
-
-
 def save_settings(args: Namespace) -> None:
-    """Write train.json, from which the run is resumed."""
-    settings = absolute(args)
+    """Write train.json, from which the run is resumed. What the run reads is named from the run's folder."""
+    folder = Path(args.out_dir)
+    settings = vars(args) | {name: written_from(folder, getattr(args, name)) for name in PLACES}
     del settings["resume"], settings["config"]
-    write_json(Path(args.out_dir) / "train.json", settings)
+    write_json(folder / "train.json", settings)
+
+
+def written_from(folder: Path, place: Path | str) -> str:
+    """How a file in `folder` names a place, so that both may be moved together: relative where possible."""
+    path = os.path.realpath(place)
+    with suppress(ValueError):  # on another drive of Windows
+        path = os.path.relpath(path, os.path.realpath(folder))
+    return "scratch" if place == "scratch" else Path(path).as_posix()
+
+
+def found_from(folder: Path, place: str) -> Path:
+    """The place that a file in `folder` names, from where the folder is; if it is a link, then else where it leads."""
+    near, real = (Path(os.path.normpath(start / place)) for start in (folder, folder.resolve()))
+    return real if real.exists() and not near.exists() else near
 
 
 def setting_of_run(folder: Path, name: str, kind: type) -> Any:
     """A setting in the train.json of a run's folder; None if there is no such file."""
     path = folder / "train.json"
-    return checked_entry(read_json(path, "training run"), name, kind, path) if path.exists() else None
+    value = checked_entry(read_json(path, "training run"), name, kind, path) if path.exists() else None
+    return str(found_from(folder, value)) if name in PLACES and value not in (None, "scratch") else value
 
 
 def check_hash(args: Namespace, name: str, found: str, place: Path | str) -> None:
@@ -153,21 +166,18 @@ def show(record: dict, title: str, explained: bool = False) -> None:
 
 
 def rewind_log(path: Path, it: int) -> None:
-    """Drop a line that was cut short, and all that came after the last save, which was after `it` updates."""
-    kept = []
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        with suppress(ValueError, KeyError, TypeError, RecursionError):
-            record = json.loads(line)
-            end = it + ("val" in record and it > 0)  # a validation at `it` is that of the weights that were saved
-            if record["step"] < end:
-                kept.append(line + b"\n")
-    replace_file(path, lambda temporary: temporary.write_bytes(b"".join(kept)))
+    """Drop a last line that was cut short, and all that came after the last save, which was after `it` updates. A log
+    with another line that cannot be read is refused."""
+    records = read_lines(path, {"step": int}, "log") if path.exists() else []
+    # a validation at `it` is that of the weights that were saved
+    kept = [json.dumps(r) + "\n" for r in records if r["step"] < it + ("val" in r and it > 0)]
+    replace_file(path, lambda temporary: temporary.write_bytes("".join(kept).encode()))
 
 
 def has_validation(log: Path, it: int) -> bool:
     """Does the log have the validation after `it` steps?"""
-    lines = log.read_bytes().splitlines() if log.exists() else []
-    return any("val" in record and record["step"] == it for record in map(json.loads, lines))
+    records = read_lines(log, {"step": int}, "log") if log.exists() else []
+    return any("val" in record and record["step"] == it for record in records)
 
 
 def check_finite(record: dict, what: str, it: int, saved: int, args: Namespace) -> None:
@@ -238,10 +248,21 @@ def verdict(validation: dict[str, float]) -> str:
     return f"Stage B fills its bundle as Stage A does ({gain:+.5f} nats a position)"
 
 
+def rise(validation: dict[str, float], log: Path) -> str:
+    """A line that says by how much the last validation is above an earlier one; nothing if it is not."""
+    name = "m2t_B" if "m2t_B" in validation else "m2t_A"
+    last = validation.get(name, 0.0)
+    before = [(r[name], r["step"]) for r in read_lines(log, {"step": int}) if "val" in r and name in r]
+    least, step = min(before, default=(last, 0))
+    risen = f"on held-out rows {name} has risen from {least:.2f} after step {step} to {last:.2f}: take fewer steps\n"
+    return risen if last > least + 0.01 else ""
+
+
 def tell_what_is_next(saved: int, args: Namespace, validation: dict[str, float] | None = None) -> None:
     """Print what the last validation says, and the command that goes on or shows what was learned."""
     if validation:
         print(verdict(validation))
+        print(rise(validation, Path(args.out_dir) / "log.jsonl"), end="")
     if saved < args.max_iters:
         script = sys.argv[0] if sys.argv[0].startswith("-m ") else quoted(sys.argv[0])
         again = f"python {script} --init_from resume --out_dir {quoted(args.out_dir)}"

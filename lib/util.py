@@ -71,7 +71,7 @@ WALK = (LookupError, TypeError, AttributeError)  # what a look into a parsed fil
 
 
 @contextmanager
-def reading(path: Path, what: str, also: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+def reading(path: Path | str, what: str, also: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Turn an error of reading or parsing a user's file into a mistake. also: WALK, where nothing is done inside but to
     look into what was parsed; elsewhere a KeyError is ours, and keeps its traceback."""
     try:
@@ -104,6 +104,7 @@ class Parser(argparse.ArgumentParser):
         prog = f"python -m {main.name}" if main else None
         super().__init__(prog, description=doc, formatter_class=Manual, allow_abbrev=False)
         self.register("type", Path, user_path)
+        self.register("action", None, Given)
 
     def parse_known_args(self, args=None, namespace=None):
         # argparse would read --prompt=-- as a flag without a value
@@ -116,6 +117,15 @@ class Parser(argparse.ArgumentParser):
         if message.endswith(("expected one argument", "expected at least one argument")):
             message += "; one that begins with a dash is given with =, as in --prompt=-->"
         fail(f"{message} (see {self.prog} --help)")
+
+
+class Given(argparse.Action):
+    """Keep what a flag is given. A list flag that is given twice adds up; the first time it replaces its default."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        before = getattr(namespace, self.dest)
+        more = self.nargs == "+" and before is not self.default
+        setattr(namespace, self.dest, before + values if more else values)
 
 
 def user_path(text: str) -> Path:
@@ -262,6 +272,9 @@ def alone_in(folder: Path) -> Iterator[None]:
         for left in folder.glob(f"{UNFINISHED}*"):
             shutil.rmtree(left, ignore_errors=True)
         yield
+    except (OSError, Mistake):
+        check_same_folder(folder)  # if the folder is gone, this is why the run failed
+        raise
     finally:
         # a run that fails before it writes anything leaves no folder behind
         with suppress(OSError, Mistake):
@@ -324,11 +337,15 @@ def whole_lines(data: bytes) -> bytes:
 def read_lines(path: Path, kinds: dict[str, type], what: str = "file of records") -> list[dict]:
     """The records in the whole lines of a file. Each must be an object with entries of these kinds."""
     with reading(path, what):
-        records = [json.loads(line) for line in whole_lines(path.read_bytes()).splitlines()]
-        if not all(isinstance(record, dict) for record in records):
-            raise ValueError("one of its lines is not a JSON object")
-    for n, record in enumerate(records, 1):
-        record |= {name: checked_entry(record, name, kind, f"line {n} of {path}") for name, kind in kinds.items()}
+        lines = whole_lines(path.read_bytes()).splitlines()
+    records = []
+    for n, line in enumerate(lines, 1):
+        place = f"line {n} of {path}"
+        with reading(place, f"{what}:"):
+            record = json.loads(line)
+            if not isinstance(record, dict):
+                raise ValueError("it is not a JSON object")
+        records.append(record | {name: checked_entry(record, name, kind, place) for name, kind in kinds.items()})
     return records
 
 

@@ -22,7 +22,7 @@ import sample
 import toy
 import train
 from lib import util
-from lib.run import interruptible, report, rewind_log, verdict
+from lib.run import interruptible, report, rewind_log, rise, verdict
 from lib.tokenizer import byte_spec
 from lib.util import Mistake, alone_in, append_line, read_lines, replace_file, write_json
 from released import export, int8
@@ -103,7 +103,9 @@ def test_a_mistake_in_what_is_typed(script, argv, says, tree, tmp_path, monkeypa
 
 def test_a_config(tree, tmp_path, monkeypatch, capsys):
     path = tmp_path / "a.toml"
-    for text, says in {"seq_len = 32.5": "--seq_len: invalid int value: '32.5'", "a = [": "cannot be read"}.items():
+    texts = {f"{name} = true": f"a.toml: a file cannot set {name} " for name in ("help", "config", "typo")}
+    texts |= {'init_from = "resume"': "cannot set init_from to resume", "a = [": "cannot be read"}
+    for text, says in (texts | {"seq_len = 32.5": "--seq_len: invalid int value: '32.5'"}).items():
         path.write_text(text)
         assert says in refused(train, monkeypatch, capsys, "--config", path, *SMALL, "--out_dir", tmp_path / "out")
 
@@ -171,17 +173,22 @@ def test_a_damaged_file_is_named(folder, name, script, argv, entries, tree, tmp_
 
 def test_lines_that_are_cut_short(tmp_path):
     """A record after such a line gets a line of its own. Of a log, what came before the last save is kept, with that
-    save's validation."""
+    save's validation. Another line that cannot be read is refused, and the log stays as it is."""
     path = tmp_path / "r.jsonl"
     path.write_bytes(b'{"n": 1}\n{"n"')
     append_line(path, {"n": 7})
     assert list(read_lines(path, {"n": int})) == [{"n": 1}, {"n": 7}]
 
     kept = [b'{"step": 0}', b'{"step": 1}', b'{"step": 2, "val": true}']
-    dropped = [b'{"step": 2}', b'{"step": 3, "val": true}', b"5", b'{"st']
+    dropped = [b'{"step": 2}', b'{"step": 3, "val": true}', b'{"st']
     path.write_bytes(b"\n".join([*kept, *dropped]))
     rewind_log(path, 2)
     assert path.read_bytes() == b"".join(line + b"\n" for line in kept)
+    for bad in (b"5", b'{"st', b'{"step": "1"}', b"\xff", b"[" * 9999):
+        path.write_bytes(b"\n".join([kept[0], bad, kept[2], b""]))
+        with pytest.raises(Mistake, match="line 2 of .*r.jsonl"):
+            rewind_log(path, 2)
+        assert path.read_bytes().splitlines() == [kept[0], bad, kept[2]]
 
 
 # --- what is written is whole
@@ -311,8 +318,10 @@ def test_several_that_write_into_one_place(tmp_path):
 
 
 def test_a_folder_that_is_deleted_under_a_run_is_not_written_to(tmp_path):
-    """Another run may have made it again."""
+    """Another run may have made it again. Whatever fails then, this is the reason that is given."""
     out = tmp_path / "out"
+    with pytest.raises(Mistake, match="deleted or moved"), alone_in(out):
+        replace_file(out / "a.json", lambda temporary: shutil.rmtree(out))
     with alone_in(out):
         write_json(out / "a.json", {})
         shutil.rmtree(out)
@@ -326,7 +335,8 @@ def test_a_folder_that_is_deleted_under_a_run_is_not_written_to(tmp_path):
 
 # --- runs
 def test_a_resume_keeps_its_settings_and_reads_what_it_has_read(tree, tmp_path, monkeypatch, capsys):
-    """Also from another working directory, where folders of the same names hold something else."""
+    """Also from another working directory, where folders of the same names hold something else; moved with what it
+    reads; by a link to it; and when the rows, or the base, are elsewhere."""
     run = caller(train, monkeypatch, capsys)
     for home, rows in (("ours", "pairs"), ("theirs", "text")):
         shutil.copytree(tree / rows, tmp_path / home / "rows")
@@ -336,15 +346,30 @@ def test_a_resume_keeps_its_settings_and_reads_what_it_has_read(tree, tmp_path, 
 
     monkeypatch.chdir(tmp_path / "theirs")
     again = ["--init_from", "resume", "--out_dir", "../ours/out", "--max_iters", 3]
-    for change in (["--s_max", 3], ["--data", "rows"]):
-        assert f"{change[0]} {change[1]} differs" in run.fails(*again, *change)
-    run(*again, "--data", "../ours/rows")
+    for change, says in ((["--s_max", 3], "--s_max 3 differs"), (["--data", "rows"], "other tokens")):
+        assert says in run.fails(*again, *change)
+    run(*again)
     saved = util.read_json(tmp_path / "ours" / "out" / "train.json", "run")
-    assert saved["data"] == str(tmp_path / "ours" / "rows") and saved["init_from"] == str(tmp_path / "ours" / "base")
+    assert (saved["data"], saved["init_from"]) == ("../rows", "../base")
+
+    (tmp_path / "ours").rename(tmp_path / "moved")
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "deep" / "er" / "link").symlink_to(tmp_path / "moved" / "out")
+    link = ["--init_from", "resume", "--out_dir", "../deep/er/link"]
+    run(*link, "--max_iters", 4)
+    caller(sample, monkeypatch, capsys)("--ckpt", "../deep/er/link", "--prompt_ids", 1, "--gen_length", 1, *CPU)
+    (tmp_path / "moved" / "rows").rename(tmp_path / "rows")
+    assert "no data at" in run.fails(*link)
+    run(*link, "--max_iters", 5, "--data", "../rows")
+    (tmp_path / "moved" / "base").rename(tmp_path / "base")
+    assert "correct init_from in ../deep/er/link/train.json" in run.fails(*link)
+    path = tmp_path / "moved" / "out" / "train.json"
+    write_json(path, util.read_json(path, "run") | {"init_from": str(tmp_path / "base")})
+    run(*link, "--max_iters", 6)
 
     # the rows must be those that it has read
-    shutil.copy(tmp_path / "ours" / "rows" / "val.safetensors", tmp_path / "ours" / "rows" / "train.safetensors")
-    assert "trained on other rows" in run.fails(*again)
+    shutil.copy(tmp_path / "rows" / "val.safetensors", tmp_path / "rows" / "train.safetensors")
+    assert "trained on other rows" in run.fails(*link)
 
 
 @pytest.mark.parametrize("before, caught", [(signal.SIG_DFL, [signal.SIGHUP]), (signal.SIG_IGN, [])])
@@ -366,6 +391,13 @@ def test_a_terminal_is_given_no_command(tree, monkeypatch, capsys):
     assert "\x1b[2J" not in out and "\x07" not in out and "a<U+001B>[2J<U+0007>" in out
 
 
+def test_a_list_flag_that_is_given_twice_adds_up_but_not_to_its_default():
+    parser = util.Parser("")
+    parser.add_argument_group("g").add_argument("--ckpt", nargs="+", default=["shipped"])
+    for argv, ckpt in (("", "shipped"), ("--ckpt a", "a"), ("--ckpt a b --ckpt c", "a b c")):
+        assert parser.parse_args(argv.split()).ckpt == ckpt.split()
+
+
 # --- one handler for all, and our own mistakes
 def test_what_a_user_can_mend_is_one_line_and_what_only_we_can_is_a_traceback(tree, monkeypatch, capsys):
     def full(model, state):
@@ -384,3 +416,12 @@ def test_a_run_says_what_stage_b_gains():
     same = "Stage B fills its bundle as Stage A does (-0.00004 nats a position)"
     for gain, says in ((-1.274, "Stage B saves 1.27 nats"), (0.5, "Stage B costs 0.50 nats"), (-4e-5, same)):
         assert verdict({"B_less_A": gain}).startswith(says)
+
+
+def test_a_run_says_that_its_validation_rises(tmp_path):
+    for step, ce in enumerate((3.0, 2.0, 2.505)):
+        append_line(tmp_path / "log.jsonl", dict(step=step, val=True, m2t_A=ce, m2t_B=ce))
+    for name in ("m2t_A", "m2t_B"):
+        said = rise({"m2t_A": 2.505, name: 2.505}, tmp_path / "log.jsonl")
+        assert said.startswith(f"on held-out rows {name} has risen from 2.00 after step 1 to 2.50: ")
+        assert rise({"m2t_A": 2.505, name: 2.005}, tmp_path / "log.jsonl") == ""

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import about_adapter, base_of, check_same_tokens, judge_of, load_model
+from checkpoint import about_adapter, base_of, check_same_tokens, judge_of, load_model, read_config
 from lib.names import draw_names
 from lib.rows import Rows, read_meta
 from lib.run import setting_of_run
@@ -124,6 +124,7 @@ def page_data(folders: list[Path]) -> dict:
     """Everything that the page reads: geometry, weights, tokenizer, decoders and, for a model of names, all names."""
     base = base_of(folders[0])
     for folder in folders:
+        read_config(folder)  # it must be a model's folder, or an adapter's
         if base_of(folder).resolve() != base.resolve():
             fail(f"{folder} has the base {base_of(folder)}, and {folders[0]} has {base}: give adapters of one base")
     models = {folder: half(load_model(folder, "cpu", torch.float32)) for folder in dict.fromkeys([base, *folders])}
