@@ -47,9 +47,10 @@ def test_the_loss_of_a_run(tmp_path, monkeypatch, capsys):
     caller(plots, monkeypatch, capsys)("log", tmp_path)
     assert "m2t_A, held out" in words((tmp_path / "loss.svg").read_text())
     for odd in (dict(loss="3"), dict(val=True, m2t_B=[1])):
+        (tmp_path / "log.jsonl").write_text('{"step": 0, "loss": 1}\n')
         append_line(tmp_path / "log.jsonl", dict(step=4) | odd)
         assert "log.jsonl is damaged" in caller(plots, monkeypatch, capsys).fails("log", tmp_path)
-        (tmp_path / "log.jsonl").write_text("")
+    (tmp_path / "log.jsonl").write_text("")
     assert "no steps yet" in caller(plots, monkeypatch, capsys).fails("log", tmp_path)
 
 
