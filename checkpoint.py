@@ -227,12 +227,13 @@ def load_model(
     expected = stored(model)
 
     # load tensor by tensor, so that there is no second copy
-    model.base_hash = weights_hash(base)
+    model.base_hash = base_hash(base)
     state = {}
     for name, tensor in read_tensors(weight_files(base)):
         kept = model.cfg.int8 or name.endswith("expert_bias")
         if not kept:
             check_floats(base, {name: tensor})
+        refuse_nan(base, name, tensor)
         state[name] = tensor.to(device=device, dtype=tensor.dtype if kept else dtype)
     if "wte.weight" in state:
         model.begin_from(state)
@@ -291,8 +292,8 @@ def base_of(folder: Path) -> Path:
 
 def save_adapter(model: Model, folder: Path, base: Path, lora_r: int) -> None:
     """Write what was learned beside the model in `base`, which still has the weights that were loaded."""
-    if weights_hash(base) != model.base_hash:
-        fail(f"the weights in {base} were replaced while an adapter was trained on them: put the old ones back")
+    if base_hash(base) != model.base_hash:
+        fail(f"the model in {base} was replaced while an adapter was trained on it: put the old one back")
     about = {"base": written_from(folder, base), "base_hash": model.base_hash}
     sizes = {name: getattr(model.cfg, name) for name in SIZES} | dict(stage_b=model.cfg.stage_b, lora_r=lora_r)
     save_tensors(folder / "adapter.safetensors", adapter_tensors(model), {"about": json.dumps(sizes)})
@@ -328,22 +329,24 @@ def attach(model: Model, folder: Path) -> dict[str, Tensor]:
     return adapter
 
 
-def check_base(folder: Path, base_hash: str) -> None:
-    """Refuse a base with this hash if it is not the one that the adapter in `folder` was trained on."""
-    if about_adapter(folder).get("base_hash", base_hash) != base_hash:
+def check_base(folder: Path, found: str) -> None:
+    """Refuse a base whose hash is `found` if it is not the one that the adapter in `folder` was trained on."""
+    if about_adapter(folder).get("base_hash", found) != found:
         fail(
-            f"{folder} was trained on other weights than {base_of(folder)} holds now: put those there, or, if "
-            f"these are the same weights in another form, delete base_hash from adapter.json"
+            f"{folder} was trained on another model than {base_of(folder)} holds now (its config, its tokenizer or its "
+            f"weights): put that there, or, if it is the same in another form, delete base_hash from adapter.json"
         )
 
 
-def weights_hash(folder: Path) -> str:
-    """A hash of a folder's weights, in 16 hex digits. Of every file it reads the size and 4,096 pieces of 16 bytes.
+def base_hash(folder: Path) -> str:
+    """A hash of all of a base that decides what a model on it writes, in 16 hex digits: config.json without the sizes
+    that an adapter has of its own, tokenizer.json, and of every file of weights its size and 4,096 pieces of 16 bytes.
 
     So the hash changes if most numbers of a large tensor change, as in training, and yet 32 GB need not be read. In
     another dtype, or in other shards, the same weights have another hash.
     """
-    digest = hashlib.sha256()
+    config = {k: v for k, v in read_json(folder / "config.json", "checkpoint config").items() if k not in SIZES}
+    digest = hashlib.sha256(json.dumps([config, meaning(folder, {})], sort_keys=True).encode())
     for path in weight_files(folder):
         with reading(path, "safetensors file"), open(path, "rb") as file:
             size = path.stat().st_size

@@ -66,7 +66,7 @@ def to_hf(src: Path, out: Path) -> None:
         fail(f"{src}: the released layout has no place for its router, {cfg.router!r}")
     adapter = {}
     if about:
-        checkpoint.check_base(src, checkpoint.weights_hash(base))
+        checkpoint.check_base(src, checkpoint.base_hash(base))
         adapter = checkpoint.attach(checkpoint.empty_model(cfg), src)  # of the base shapes alone, which take no memory
     found = survey(base)
     shards = plan(cfg)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import checkpoint
 import config
-from checkpoint import about_adapter, base_of, load_model, read_config, save_adapter, save_model, weights_hash
+from checkpoint import about_adapter, base_hash, base_of, load_model, read_config, save_adapter, save_model
 from config import PRESETS
 from lib.util import Mistake, generator, write_json
 from model import Model
@@ -171,18 +171,20 @@ def test_a_shipped_base_has_its_presets_geometry(folder, preset):
 
 # --- which weights a folder holds
 def test_a_hash_worked_by_hand(tmp_path):
-    """A file of 40,960 bytes: the hash reads its size, then 16 bytes at every tenth byte. These pieces overlap, and at
-    the end they are shorter."""
+    """The config without the sizes of an adapter, no tokenizer, and a file of 40,960 bytes: the hash reads its size,
+    then 16 bytes at every tenth byte. These pieces overlap, and at the end they are shorter."""
     raw = torch.arange(40_960, dtype=torch.int64).remainder(251).to(torch.uint8).numpy().tobytes()
     (tmp_path / WEIGHTS).write_bytes(raw)
     pieces = b"".join(raw[10 * i : 10 * i + 16] for i in range(4096))
-    assert weights_hash(tmp_path) == hashlib.sha256(b"40960" + pieces).hexdigest()[:16]
+    write_json(tmp_path / "config.json", {"window": 4, "n_last": 3})
+    read = b'[{"window": 4}, {}]40960' + pieces
+    assert base_hash(tmp_path) == hashlib.sha256(read).hexdigest()[:16]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "assets").glob("*/*/adapter.json")))
 def test_the_shipped_adapters_stand_on_the_shipped_bases(path):
     base = path.parent.parent
-    assert base_of(path.parent) == base and about_adapter(path.parent)["base_hash"] == weights_hash(base)
+    assert base_of(path.parent) == base and about_adapter(path.parent)["base_hash"] == base_hash(base)
 
 
 # --- an adapter's folder
@@ -190,7 +192,7 @@ def test_the_shipped_adapters_stand_on_the_shipped_bases(path):
 def test_an_adapter_of_every_kind_comes_back(stage_b, n_rounds, base, tmp_path, monkeypatch):
     """adapter.json names its base relative to its own folder, so both folders may be moved together."""
     model = random_adapter(tmp_path / "kind", base, stage_b, n_last=1, n_rounds=n_rounds)
-    about = dict(base="../base", base_hash=weights_hash(base), n_last=1, n_rounds=n_rounds, block_length=8)
+    about = dict(base="../base", base_hash=base_hash(base), n_last=1, n_rounds=n_rounds, block_length=8)
     monkeypatch.chdir(tmp_path)
     Path("moved").mkdir()
     base.rename("moved/base")
@@ -212,7 +214,11 @@ def test_an_adapter_of_every_kind_comes_back(stage_b, n_rounds, base, tmp_path, 
 
 def test_an_adapter_on_another_base_or_of_another_kind_is_refused(base, adapter):
     save_model(byte_model(seed=1), base)
-    assert f"{adapter} was trained on other weights than {base} holds now" in refusal(adapter)
+    assert f"{adapter} was trained on another model than {base} holds now" in refusal(adapter)
+
+    # of the same weights, but with other positions
+    save_model(byte_model(rope_theta=1e3), base)
+    assert "(its config, " in refusal(adapter)
 
     # of another kind than its tensors
     save_model(byte_model(), base)
@@ -232,7 +238,7 @@ def test_a_base_that_is_replaced_while_an_adapter_learns_is_said(base, tmp_path)
     model = load(base)
     model.adapt(4, torch.Generator())
     save_model(byte_model(seed=1), base)
-    with pytest.raises(Mistake, match="were replaced while an adapter was trained on them"):
+    with pytest.raises(Mistake, match="was replaced while an adapter was trained on it"):
         save_adapter(model, tmp_path / "adapter", base, 4)
     assert not (tmp_path / "adapter").exists()
 

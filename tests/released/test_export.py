@@ -69,5 +69,5 @@ def test_what_is_not_exported(run, golden, tmp_path, monkeypatch):
     assert "no such tensor there" in run.fails(tmp_path / "adapter")
     path = tmp_path / "adapter" / "adapter.json"
     write_json(path, read_json(path, "adapter") | {"base_hash": "another"})
-    assert "trained on other weights" in run.fails(tmp_path / "adapter")
+    assert "trained on another model" in run.fails(tmp_path / "adapter")
     assert not (tmp_path / "hf").exists()
