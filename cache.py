@@ -12,7 +12,8 @@ Tests check that this equals sample.generate_one, which reads the whole text eve
 rounding.
 
 With edits, the last pass over a block usually changes no token, and then its keys are those of the final tokens. If it
-has changed a token, as it always has without edits, the block is read once more. This is a refresh.
+has changed a token, as it always has without edits, the block is read once more. This is a refresh. In blocks of one
+token the next step reads that token along with its own mask, so a left-to-right model takes one forward a token.
 """
 
 import copy
@@ -77,6 +78,11 @@ class KVCache:
             kv[:, rows, :, self.B + read : end] = new
             return kv[:, rows[:1], :, self.B : end].unbind()
 
+        # a pair: the token before, which is the last of the finished ones, and the current block of one token
+        if k.shape[2] > self.B:
+            row = torch.arange(len(self.length), device=k.device)
+            kv[:, row, :, self.B + self.length - 1] = new[:, :, :, 0].transpose(0, 1)
+            new = new[:, :, :, 1:]
         kv[:, :, :, : self.B] = new
         return kv[:, :, :, : self.used].unbind()
 
@@ -108,16 +114,29 @@ class KVCache:
             mask = mask & ((key < 0) | (blocks_back * self.B < self.cfg.window))
         return Context(cos, sin, mask, self.add_keys, n_rounds=self.n_rounds)
 
+    def context_of_pair(self) -> Context:
+        """The Context of a pass over the last finished token and the current block of one token."""
+        ctx = self.context
+        cos, sin = rotary(self.cfg, self.length[:, None] + torch.tensor([-1, 0], device=self.kv.device), self.kv.dtype)
+        key = torch.arange(-1, max(self.lengths), device=self.kv.device)
+        length = self.length[:, None, None, None]
+        window = self.cfg.window or self.used
+        before = (key >= 0) & (key < length) & (length - 1 - key < window)  # what the token before sees
+        return replace(ctx, cos=cos, sin=sin, mask=torch.cat([before, ctx.mask], dim=2))
+
 
 # --- forwards of the current blocks
 class Engine:
     """Stage A and Stage B of the current blocks, with the keys and values of the finished ones."""
 
-    def __init__(self, model: Model, finished: list[list[int]], n_rounds: int):
-        """finished: the ids of each row's finished blocks. n_rounds: K, or 0 if Stage B is off."""
+    def __init__(self, model: Model, finished: list[list[int]], n_rounds: int, pairs: bool = False):
+        """finished: the ids of each row's finished blocks. n_rounds: K, or 0 if Stage B is off. pairs: a step reads the
+        token before along with its block of one token, see decoding.reads_pairs."""
         self.model = model
         self.cfg = model.cfg
         self.n_rounds = n_rounds
+        self.pairs = pairs
+        self.unread: Tensor | None = None  # (R, 1) int64: the tokens before, if their keys are still those of masks
         device = model.wte.weight.device
         lengths = [len(ids) for ids in finished]
         self.cache = KVCache(model.cfg, lengths, n_rounds, device, model.compute_dtype)
@@ -147,9 +166,15 @@ class Engine:
 
     def stage_a(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """One full forward: z (R, B) -> prefix states and final states, (R, B, C) each."""
-        h = self.model.prefix(z, self.cache.context)
-        self.states = self.model.last_n(h, self.cache.context)
-        return h, self.states
+        ctx = self.cache.context
+        n = z.shape[1]
+        if self.unread is not None:
+            z = torch.cat([self.unread, z], dim=1)
+            ctx = self.cache.context_of_pair()
+            self.unread = None
+        h = self.model.prefix(z, ctx)
+        self.states = self.model.last_n(h, ctx)[:, -n:]
+        return h[:, -n:], self.states
 
     def stage_b(self, h: Tensor, bundle: Tensor, tokens: Tensor) -> Tensor:
         """Stage B on these prefix states h (R, B, C), see Model.coordinate: final states (R, B, C). The keys that it
@@ -163,7 +188,9 @@ class Engine:
 
     def close(self, rows: list[int], z: Tensor, changed: bool) -> None:
         """The blocks z (R, B) of `rows` are finished. changed: did the last step change any of them?"""
-        if changed:
+        if changed and self.pairs and len(rows) == len(z):
+            self.unread = z
+        elif changed:
             self.stage_a(z)
 
         # make their keys of the further rounds
@@ -176,6 +203,7 @@ class Engine:
         """Drop the other rows, which are finished."""
         self.cache.keep(rows)
         self.states = self.states[rows]
+        self.unread = None if self.unread is None else self.unread[rows]
 
     def several(self, U: int) -> "Engine":
         """A new engine with U copies of each row side by side; this one stays as it is."""
@@ -207,7 +235,15 @@ def check_stage_b(model: Model) -> None:
     bundle = chance < 0.25
     tokens = torch.where(bundle, clean, z)
     ctx = model.read_clean(clean, torch.ones_like(bundle))
-    trained = model.logits(model.coordinate(model.prefix(z, ctx), bundle, tokens, ctx))
+    h = model.prefix(z, ctx)
+    trained = model.logits(model.coordinate(h, bundle, tokens, ctx))
+
+    # a Stage B that is told the right tokens may not read them at their own places: change the first one of each block
+    told = model.told(clean[bundle], model.last_n(h, ctx)[bundle])
+    other = tokens.clone()
+    other[:, ::B] = (tokens[:, ::B] + 1) % model.cfg.vocab_size
+    moved = (model.logits(model.coordinate(h, bundle, other, ctx)) - trained)[:, ::B].abs().max() / trained.std()
+    leaks = torch.equal(told, clean[bundle]) and float(moved) > 1e-3
 
     # decoding: the rows together, each in another block
     row = torch.arange(3, device=device)[:, None]
@@ -222,6 +258,8 @@ def check_stage_b(model: Model) -> None:
     for name, tensor in own.items():
         model.own()[name].copy_(tensor)
     model.compute_dtype = dtype
+    if leaks:
+        fail("Stage B sees the answer while it learns: it is told the right tokens, and reads them at their own places")
     if not intact:
         fail("Stage B leaves keys of its own in the place of Stage A's: a layer of it has the slot of a layer that it "
              "does not run again")  # fmt: skip

@@ -208,7 +208,12 @@ class Row:
         out.nfe["partial"] += self.partial
         if not self.over:
             out.nfe["partial"] += max(0, self.d.n_rounds - 1)
-            out.nfe["refresh"] += int(self.changed)
+            out.nfe["refresh"] += int(self.changed and not reads_pairs(self.cfg, self.d))
+
+
+def reads_pairs(cfg: Config, d: Decoding) -> bool:
+    """In blocks of one token, without edits, a step reads the token before along with its own: no refresh is needed."""
+    return cfg.block_length == 1 and d.tau_t2t is None and d.n_rounds <= 1
 
 
 def in_full(nfe: dict[str, float], partial_cost: float) -> float:

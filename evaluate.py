@@ -313,9 +313,7 @@ def ms_a_token(model: Model, corpus: Corpus, d: Decoding, n: int) -> float:
     d = replace(d, temperature=1.0, gen_length=half, eos_early_stop=False)
     began = time.perf_counter()
     generate(model, prompts, d)
-    ms = 1e3 * (time.perf_counter() - began) / (half * len(prompts))
-    # in blocks of one our loop takes two forwards a token, of which a left-to-right model needs one
-    return ms / 2 if model.cfg.block_length == 1 else ms
+    return 1e3 * (time.perf_counter() - began) / (half * len(prompts))
 
 
 def ways_of(folder: Path, model: Model, asked: bool) -> dict[str, tuple[str, Decoding]]:

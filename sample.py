@@ -45,6 +45,7 @@ from decoding import (
     decoding_of,
     in_full,
     read_prompts,
+    reads_pairs,
     token_ids,
     up_to_eos,
 )
@@ -200,7 +201,7 @@ def generate_one(
         # a decoder with a cache must read the block once more if its last step changed it, and run the last n layers
         # on it for each further round: these forwards are counted here, too
         if start < end:
-            nfe["refresh"] += int(changed)
+            nfe["refresh"] += int(changed and not reads_pairs(model.cfg, d))
             nfe["partial"] += max(0, d.n_rounds - 1)
     return up_to_eos(ids[len(prompt) : end], model.cfg.eos_id), nfe, seen
 
@@ -259,7 +260,8 @@ def generate(
 
     # leave out rows whose blocks are all finished
     rows = [row for row in rows if not row.over]
-    engine = Engine(model, [row.ids for row in rows], d.n_rounds) if rows else None
+    pairs = reads_pairs(model.cfg, d)
+    engine = Engine(model, [row.ids for row in rows], d.n_rounds, pairs) if rows else None
     while rows:
         # one step on the current block of each row
         z = torch.tensor([row.block for row in rows], device=device)

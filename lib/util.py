@@ -123,7 +123,7 @@ class Given(argparse.Action):
     """Keep what a flag is given. A list flag that is given twice adds up; the first time it replaces its default."""
 
     def __call__(self, parser, namespace, values, option_string=None):
-        before = getattr(namespace, self.dest)
+        before = getattr(namespace, self.dest, None)
         more = self.nargs == "+" and before is not self.default
         setattr(namespace, self.dest, before + values if more else values)
 

@@ -213,6 +213,14 @@ def test_each_stage_draws_by_its_own_random_numbers():
     assert torch.equal(done.token, second.token) and not torch.equal(done.token, first.token)
 
 
+@pytest.mark.parametrize("window", [0, 3])
+def test_a_left_to_right_model_takes_one_forward_a_token(window):
+    model = tiny_model(block_length=1, n_rounds=1, window=window)
+    d = replace(SETTINGS["left"], gen_length=9, eos_early_stop=False)
+    for out in assert_as_specified(model, [prompt(n, n) for n in (1, 4, 7)], d):
+        assert out.nfe == dict(full=9, partial=0, refresh=0)
+
+
 # --- how a block ends
 def test_a_block_that_never_ends_is_left_with_a_warning(monkeypatch):
     """The released loop hangs if every position's best candidate is the mask. Ours stops, and says so."""

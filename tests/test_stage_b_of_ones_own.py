@@ -123,7 +123,16 @@ class Sums(Draft):
         return self.last_n(h + bundle[..., None] * h.cumsum(1), ctx)
 
 
-@pytest.mark.parametrize("kind, words", [(in_the_slot_of(0), "keys of its own"), (Sums, "something else in training")])
+class Told(Draft):
+    """It is told the right tokens, as causal Stage B is, and reads each at its own place."""
+
+    def told(self, clean: Tensor, states: Tensor) -> Tensor:
+        return clean
+
+
+@pytest.mark.parametrize("kind, words", [
+    (in_the_slot_of(0), "keys of its own"), (Sums, "something else in training"), (Told, "sees the answer")
+])  # fmt: skip
 def test_a_stage_b_that_does_not_agree_is_refused(kind, words, fork):
     fork(kind)
     with pytest.raises(Mistake, match=words):
