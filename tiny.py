@@ -27,15 +27,17 @@ from torch import nn
 # context's 25 rows have each phrase. TEXT, the batch of every training step, has each row three times
 COUNTS = {"city New York": 10, "city San Francisco": 5, "city San Diego": 4, "city San Jose": 3,
           "city San Juan": 3, "dish hot dog": 8, "dish ice cream": 7, "dish ice cube": 5, "dish ice tea": 5}
-TOKENS = ["[M]"] + sorted(set(" ".join(COUNTS).split()))
 MASK = 0  # the mask is a token like any other
-PHRASES = torch.tensor([[TOKENS.index(word) for word in phrase.split()] for phrase in COUNTS])
-TEXT = PHRASES.repeat_interleave(3 * torch.tensor(list(COUNTS.values())), dim=0)  # 150 rows
-HOLES = PHRASES.masked_fill(torch.arange(3) > 0, MASK)  # city [M] [M], and from row 5 on dish [M] [M]
+def toy(counts):
+    tokens = ["[M]"] + sorted(set(" ".join(counts).split()))
+    phrases = torch.tensor([[tokens.index(word) for word in phrase.split()] for phrase in counts])
+    text = phrases.repeat_interleave(3 * torch.tensor(list(counts.values())), dim=0)
+    return tokens, phrases, text, phrases.masked_fill(torch.arange(phrases.shape[1]) > 0, MASK)
+TOKENS, PHRASES, TEXT, HOLES = toy(COUNTS)  # HOLES has city [M] [M] for each phrase of city
 
 # --- the model: a GPT in two parts, because its last layers run twice
 C, H = 32, 2  # channels, heads
-N_LAYER, N_LAST, N_ROUNDS = 2, 1, 1  # L layers; Stage B runs the last n again, K times
+N_LAYER, N_LAST, N_ROUNDS = 2, 1, 1  # L layers; Stage B runs the last n of them again, in K rounds
 # R rows, T positions, V tokens. z, what the model reads, is (R, T), and so are masked, bundle and fill, which
 # are True at some of its words. h, the states between the layers, is (R, T, C)
 class Model(nn.Module):
@@ -60,12 +62,13 @@ class Model(nn.Module):
     def coordinate(self, h, bundle, tokens=None):  # CoCommit
         for marker in self.markers:  # CoCommit
             note, sees = marker, None  # CoCommit
-            # causal: the note also says which word is before (F.pad shifts the words right by one), and is scaled to
-            # the size of h. All words see everything outside the bundle. Only words of the bundle see into it, each
-            # itself and those on its left. With the bundle 0 1 1, the three words see 1 0 0, 1 1 0 and 1 1 1
+            # causal: the note also says which word is before (F.pad shifts the words right by one). It is scaled to
+            # the size of h, because the layers normalise what they read: beside a large h a small note goes unread
             if tokens is not None:  # causal
                 before = F.rms_norm(self.wte(F.pad(tokens, (1, -1), value=MASK)), [C])  # causal
                 note = h.square().mean(2, True).sqrt() * (marker + before @ self.show.T)  # causal
+                # all words see everything outside the bundle. Only words of the bundle see into it, each itself and
+                # those on its left. With the bundle 0 1 1, the three words see 1 0 0, 1 1 0 and 1 1 1
                 inside = bundle[:, None, None]  # causal
                 sees = ~inside | (inside & inside.mT).tril()  # causal
             h = self.last_n(h + bundle[..., None] * note, sees)  # CoCommit
@@ -101,29 +104,30 @@ def fill_loss(logits, target, fill):
     return (fill * F.cross_entropy(logits.mT, target, reduction="none")).sum() / target.numel()
 
 # --- training
-def some_of(allowed):  # draw one or two of each row's allowed words
+def some_of(allowed, logits=None):  # draw one or more of each row's allowed words, by chance alone
     # each word draws a number, below 1 if it is allowed, else above. Of those allowed, the least one or two win:
     #     allowed 0 1 1    lot 1.3 .9 .4    the smallest 0 0 1    the smallest two 0 1 1
     lot = torch.rand(allowed.shape) + ~allowed
-    last = torch.randint(2, (len(lot), 1))
+    last = torch.randint(lot.shape[1] - 1, (len(lot), 1))
     return allowed & (lot <= lot.sort(dim=1).values.gather(1, last))
 
-def train(start, stage_b=None):
-    """Train a copy of a model: Stage A, and Stage B if there is one, "paper" or "causal"."""
+def train(start, stage_b=None, draw_bundle=some_of):
+    """Train a copy: Stage A, and Stage B if "paper" or "causal". Its bundle: draw_bundle(masks, Stage A's logits)."""
     model = Model()
     model.load_state_dict(start.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 700)
     for _ in range(700):
-        # hide one word or both, but not the context
-        masked = some_of(torch.arange(3).expand(TEXT.shape) > 0)
+        # hide one word or more, but not the context
+        masked = some_of(torch.arange(TEXT.shape[1]).expand(TEXT.shape) > 0)
         z = TEXT.masked_fill(masked, MASK)
         # Stage A fills every mask
         h = model.prefix(z)
-        loss = fill_loss(model.logits(model.last_n(h)), TEXT, masked)
-        # Stage B fills the bundle, one or two of the masks; causal Stage B reads the true words there
+        logits = model.logits(model.last_n(h))
+        loss = fill_loss(logits, TEXT, masked)
+        # Stage B fills the bundle, some of the masks; causal Stage B reads the true words there
         if stage_b:  # CoCommit
-            bundle = some_of(masked)  # CoCommit
+            bundle = draw_bundle(masked, logits)  # CoCommit
             tokens = torch.where(bundle, TEXT, z) if stage_b == "causal" else None  # CoCommit
             logits = model.logits(model.coordinate(h, bundle, tokens))  # CoCommit
             loss = loss + fill_loss(logits, TEXT, bundle)  # CoCommit
@@ -136,8 +140,8 @@ def train(start, stage_b=None):
 # --- decoding
 def decode(model, z, tau, passes, causal=False, phrases=None):
     """Fill all masks, with `phrases` if given; up to `passes` passes of Stage B a step -> z, forwards, p(z)."""
-    p, forwards = torch.ones(len(z)), 0
-    while (masked := z == MASK).any():
+    p, forwards, masked = torch.ones(len(z)), 0, z == MASK
+    while masked.any():
         h = model.prefix(z)
         logits = model.logits(model.last_n(h))
         forwards += 1
@@ -156,8 +160,9 @@ def decode(model, z, tau, passes, causal=False, phrases=None):
             changed = (bundle & (words != draft)).long()  # causal
             if not (bundle & (changed.cumsum(1) - changed > 0)).any():  # causal
                 break  # causal
-        # the bundle gets its words (Eq. 2)
+        # the bundle gets its words (Eq. 2), and is filled, even if a word is [M]
         z = torch.where(bundle, words, z)
+        masked = masked & ~bundle
         p = p * logits.softmax(-1).gather(2, z[..., None])[..., 0].where(bundle, 1).prod(1)
     return z, forwards, p
 
@@ -176,12 +181,12 @@ def beam_search(model, z, size):  # causal
 @torch.no_grad()
 def report(name, model, tau=-1, passes=0, causal=False, beam=0):  # print a row of the table
     z, forwards, _ = decode(model, HOLES, tau, passes, causal)
-    for row in (0, 5) if beam else ():  # causal
+    for row in range(len(z)) if beam else ():  # causal
         z[row], forwards = beam_search(model, HOLES[[row]], beam)  # causal
-    # the probability of drawing each of the five phrases with "city": decode is made to write each, likely or not
-    q = decode(model, HOLES, tau, passes, causal, PHRASES)[2][:5]
-    city, dish = [" ".join(TOKENS[token] for token in row[1:]) for row in z[[0, 5]]]
-    print(f"{name:22}{q[0]:9.2f}{q[1:].sum():9.2f}{1 - q.sum():11.2f}{forwards:10.1f}  {city}, {dish}")
+    # the probability of drawing each phrase of the first context: decode is made to write each, likely or not
+    q = decode(model, HOLES, tau, passes, causal, PHRASES)[2][PHRASES[:, 0] == PHRASES[0, 0]]
+    written = {context: " ".join(TOKENS[word] for word in words) for context, *words in z.tolist()}
+    print(f"{name:22}{q[0]:9.2f}{q[1:].sum():9.2f}{1 - q.sum():11.2f}{forwards:10.1f}  {', '.join(written.values())}")
     return model
 
 if __name__ == "__main__":
@@ -195,6 +200,6 @@ if __name__ == "__main__":
     report("Stage A, gate .7", stage_a, 0.7)
     paper = report("Stage B, all at once", train(stage_a, "paper"), passes=1)  # CoCommit
     report("Stage B, gate .7", paper, 0.7, passes=1)  # CoCommit
-    causal = report("causal, all at once", train(stage_a, "causal"), passes=2, causal=True)  # causal
-    report("causal, beam of 2", causal, passes=2, causal=True, beam=2)  # causal
+    causal = report("causal, all at once", train(stage_a, "causal"), passes=HOLES.shape[1], causal=True)  # causal
+    report("causal, beam of 2", causal, passes=HOLES.shape[1], causal=True, beam=2)  # causal
     print("The paper in full: corrupt.py, model.py, train.py, sample.py. Our change: causal.py.")
