@@ -38,13 +38,14 @@ class Truth:
 
     def last_n(self, z: Tensor) -> Tensor:
         # the share of rows with each phrase, if the phrase fits what is seen
-        share = torch.tensor(list(tiny.COUNTS.values())) / 25
+        share = (tiny.TEXT[:, None] == tiny.PHRASES).all(-1).float().mean(0)
         fits = ((z[:, None] == tiny.PHRASES) | (z[:, None] == tiny.MASK)).all(-1) * share
-        p = torch.einsum("rf,ftv->rtv", fits, torch.eye(V)[tiny.PHRASES])
+        p = torch.einsum("rf,ftv->rtv", fits, torch.eye(len(tiny.TOKENS))[tiny.PHRASES])
         return (p / p.sum(-1, keepdim=True)).log()
 
     def coordinate(self, h: Tensor, bundle: Tensor, tokens: Tensor) -> Tensor:
-        left = [tokens.masked_fill(torch.arange(3) >= i, tiny.MASK) for i in range(3)]
+        T = tokens.shape[1]
+        left = [tokens.masked_fill(torch.arange(T) >= i, tiny.MASK) for i in range(T)]
         return torch.stack([self.last_n(seen)[:, i] for i, seen in enumerate(left)], dim=1)
 
     def logits(self, h: Tensor) -> Tensor:
@@ -75,6 +76,30 @@ def test_a_beam_of_two_finds_the_likeliest_phrases_by_hand():
     for row, phrase in ((0, "city New York"), (5, "dish hot dog")):
         z, forwards = tiny.beam_search(Truth(), tiny.HOLES[[row]], 2)
         assert (words(z), forwards) == (phrase, 2.0)
+
+
+def test_three_words_above_the_gate_may_be_the_least_likely_phrase_by_hand(monkeypatch):
+    """Milk, sugar and lemon have .73 each, so the gate of .7 fills all three. Together they have .20, less than any of
+    the other three phrases with .27."""
+    tea = {"tea milk sugar lemon": 6, "tea milk sugar no": 8, "tea milk no lemon": 8, "tea no sugar lemon": 8}
+    for name, value in zip(("TOKENS", "PHRASES", "TEXT", "HOLES"), tiny.toy(tea), strict=True):
+        monkeypatch.setattr(tiny, name, value)
+    for how, phrase, forwards, p in (
+        ((0.7, 0), "tea milk sugar lemon", 1.0, (11 / 15) ** 3),
+        ((-1, 3, True), "tea milk sugar no", 1.5, 6 / 30),
+    ):
+        z, found, _ = tiny.decode(Truth(), tiny.HOLES, *how)
+        assert (words(z[0]), found) == (phrase, forwards)
+        assert tiny.decode(Truth(), tiny.HOLES, *how, phrases=tiny.PHRASES)[2][0].item() == approx(p)
+
+
+def test_decoding_ends_even_if_masks_are_written():
+    class Silent(Truth):
+        def logits(self, h: Tensor) -> Tensor:
+            return torch.eye(V)[tiny.MASK].expand_as(h)
+
+    z, forwards, _ = tiny.decode(Silent(), tiny.HOLES, 1.0, 0)
+    assert torch.equal(z, tiny.HOLES) and forwards <= 2
 
 
 # --- the same functions as the full code's
