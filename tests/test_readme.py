@@ -5,14 +5,18 @@ import ast
 import importlib
 import re
 import shlex
+import sys
+import types
 
 import pytest
+import torch
 from common import ROOT, command_line
 
 from lib.util import Parser
 
 PAGES = {path.relative_to(ROOT): path.read_text() for path in sorted(ROOT.rglob("*.md")) if ".venv" not in path.parts}
 README = (ROOT / "README.md").read_text()
+LEARN = (ROOT / "learn" / "README.md").read_text()
 COMMAND = re.compile(r"python(?: -m)? ((?:experiments|released|tools)\.\w+|\w+\.py)((?:[^`#\n\\;|>&]|\\\n)*)")
 
 
@@ -62,11 +66,34 @@ def test_quoted_code_is_the_code():
 
 def test_what_the_readme_shows_is_what_the_shipped_model_writes(monkeypatch, capsys):
     """A line `$ python sample.py FLAGS`, and below it what is printed, in whatever time."""
-    untimed = lambda text: re.sub(r"[\d.]+ ms", "ms", text)  # noqa: E731
-    shown = re.findall(r"^\$ python sample.py ([^\n]*)\n((?:[^$`\n][^\n]*\n)+)", README, re.M)
+    untimed = lambda text: re.sub(r"; [\d.]+ ms a token, threads: \d+", "", text)  # noqa: E731
+    shown = re.findall(r"^\$ python sample.py ([^\n]*)\n((?:(?![$`])[^\n]*\n)+)", README + LEARN, re.M)
     assert shown
     monkeypatch.chdir(ROOT)
     for argv, expected in shown:
         words = shlex.split(argv, comments=True)
         code, out, _ = command_line(importlib.import_module("sample"), monkeypatch, capsys, *words)
         assert (code, untimed(out)) == (0, untimed(expected))
+
+
+def test_what_learn_names_is_there():
+    """[file.py](../file.py) `name`, `Class.method`: each is defined in this file."""
+    found = re.findall(r"\(\.\./([\w/]+\.py)\):?((?:,? `[\w.]+`)+)", LEARN)
+    assert len(found) > 30
+    for file, names in found:
+        text = (ROOT / file).read_text()
+        for name, method in re.findall(r"`(\w+)\.?(\w*)`", names):
+            [rest] = re.findall(rf"^(?:def |class )?{name}\b(.*)", text, re.M | re.S)
+            assert not method or f"    def {method}(" in rest, (file, name, method)
+
+
+def test_exercises_on_tiny_print_the_rows_that_learn_shows(monkeypatch, capsys):
+    """After 3 steps in place of 700, so that only the names of the rows are the same."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    names = lambda text: re.findall(r"^(.*?)(?:  |: )", text, re.M)  # noqa: E731
+    start, *exercises = re.findall(r"```python\n(.*?)```(?:\n```\n(.*?)```)?", LEARN, re.S)
+    for code, table in exercises[:4]:
+        monkeypatch.setitem(sys.modules, "tiny", tiny := types.ModuleType("tiny"))
+        exec((ROOT / "tiny.py").read_text().replace("700", "3"), tiny.__dict__)
+        exec(start[0] + code, {})
+        assert names(capsys.readouterr().out) == names(table) != []
