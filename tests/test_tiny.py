@@ -84,21 +84,14 @@ def test_three_words_above_the_gate_may_be_the_least_likely_phrase_by_hand(monke
     tea = {"tea milk sugar lemon": 6, "tea milk sugar no": 8, "tea milk no lemon": 8, "tea no sugar lemon": 8}
     for name, value in zip(("TOKENS", "PHRASES", "TEXT", "HOLES"), tiny.toy(tea), strict=True):
         monkeypatch.setattr(tiny, name, value)
-    for how, phrase, forwards, p in (
-        ((0.7, 0), "tea milk sugar lemon", 1.0, (11 / 15) ** 3),
-        ((-1, 3, True), "tea milk sugar no", 1.5, 6 / 30),
-    ):
+    for how, phrase, forwards in (((0.7, 0), "lemon", 1.0), ((-1, 3, True), "no", 1.5)):
         z, found, _ = tiny.decode(Truth(), tiny.HOLES, *how)
-        assert (words(z[0]), found) == (phrase, forwards)
-        assert tiny.decode(Truth(), tiny.HOLES, *how, phrases=tiny.PHRASES)[2][0].item() == approx(p)
+        assert (words(z[0]), found) == (f"tea milk sugar {phrase}", forwards)
 
 
-def test_decoding_ends_even_if_masks_are_written():
-    class Silent(Truth):
-        def logits(self, h: Tensor) -> Tensor:
-            return torch.eye(V)[tiny.MASK].expand_as(h)
-
-    z, forwards, _ = tiny.decode(Silent(), tiny.HOLES, 1.0, 0)
+def test_decoding_ends_even_if_masks_are_written(monkeypatch):
+    monkeypatch.setattr(Truth, "logits", lambda _, h: torch.eye(V)[tiny.MASK].expand_as(h))
+    z, forwards, _ = tiny.decode(Truth(), tiny.HOLES, 1.0, 0)
     assert torch.equal(z, tiny.HOLES) and forwards <= 2
 
 
@@ -123,13 +116,13 @@ def twins(monkeypatch, seed: int, kind: type[Model], T: int, n_last: int, K: int
     ))  # fmt: skip
 
     # the full model's names of the same weights; its norms are ones, as tiny's have no weights
-    state = {name: torch.ones_like(p) for name, p in full.state_dict().items() if "norm" in name}
+    state = {name: torch.ones(p.shape) for name, p in full.state_dict().items() if "norm" in name}
     for name, value in small.state_dict().items():
         name = re.sub(r"\.(qkv|proj)\.", r".attn.\1.", re.sub(r"\.(gate_up|down)\.", r".mlp.\1.", name))
         if kind is CausalModel or name != "show":
             state[name] = value
     full.begin_from(state)
-    full.load_state_dict(state)
+    full.load_state_dict(state, assign=True)
     return small, full
 
 
