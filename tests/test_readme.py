@@ -57,10 +57,12 @@ def test_links_lead_somewhere():
 
 
 def test_quoted_code_is_the_code():
-    """Each block of the README is consecutive lines of one file, but for blanks."""
+    """Each block of README, and each class in learn, is consecutive lines of one file, but for blanks."""
     plain = lambda text: "\n".join(" ".join(line.split()) for line in text.splitlines())  # noqa: E731
-    sources = [plain(path.read_text()) for path in ROOT.glob("*.py")]
-    for block in re.findall(r"```python\n(.*?)```", README, re.S):
+    sources = [plain(path.read_text()) for path in [*ROOT.glob("*.py"), *ROOT.glob("tests/*_own.py")]]
+    blocks = re.findall(r"```python\n(.*?)```", README, re.S) + re.findall(r"```python\n(class .*?)```", LEARN, re.S)
+    assert len(blocks) > 1
+    for block in blocks:
         assert any(plain(block) in source for source in sources), block
 
 
