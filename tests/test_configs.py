@@ -13,6 +13,7 @@ import pytest
 from common import ROOT, command_line
 
 import base
+import settings
 import train
 
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -23,7 +24,7 @@ SMALL = ["--max_iters", "4", "--eval_interval", "3", "--batch_size", "4", "--seq
 def test_what_a_config_says_is_what_runs(path, monkeypatch):
     """By the command in its head. Flags win over the config, and the config over defaults."""
     found = []
-    monkeypatch.setattr(train, "settle", lambda args: None)
+    monkeypatch.setattr(settings, "settle", lambda args: None)
     monkeypatch.setattr(train, "run", lambda args, *step: found.append(vars(args) | {"run_id": ""}))
     monkeypatch.chdir(ROOT)
     script, flags = re.search(rf"python (train|base)\.py (.*configs/{path.name}.*)", path.read_text()).groups()
