@@ -14,6 +14,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import train
+from config import Config
 from corrupt import M, kinds_apart, three_term_loss
 from decoding import SETTINGS
 from lib.rows import Batch
@@ -60,7 +61,7 @@ def main() -> None:
     args = read_arguments(parser)
     if args.resume and "one_by_one" not in read_json(Path(args.out_dir) / "train.json", "training run"):
         fail(f"{args.out_dir} is a run of train.py: resume it with train.py")
-    if args.stage_b != "paper":
+    if args.stage_b != Config.stage_b:
         fail("a base has no Stage B: leave out --stage_b, and give it to train.py")
     if args.init_from != "scratch":
         fail("a base is trained from scratch: leave out --init_from")
