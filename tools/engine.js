@@ -1,11 +1,9 @@
 "use strict";
-// The model in a page: what model.py and sample.generate compute, for one row.
+// The model in a page: what model.py, causal.py and sample.generate compute, for one row.
 //
 //   const h = prefix(model, z, ctx);                               // first L - n layers, shared by both stages
 //   const a = logits(model, lastN(model, h, ctx));                 // Stage A: factorised
 //   logits(model, coordinate(model, h, bundle, ctx, K));           // Stage B: marked, the last n layers again
-//
-// Causal Stage B has functions of its own: causalCoordinate, causalDenoise.
 //
 // States are rows: an array with one Float32Array of C numbers for each of the T positions of the current block.
 // Finished blocks are keys and values in ctx.past: no block attends to a later one, so they never change.
@@ -60,9 +58,12 @@ const sigmoid = (value) => 1 / (1 + Math.exp(-value));
 const silu = (value) => value * sigmoid(value);
 
 function dot(W, first, x) {
-  let sum = 0;
-  for (let i = 0; i < x.length; i++) sum += W[first + i] * x[i];
-  return sum;
+  let [sum, other, i] = [0, 0, 0];
+  for (; i + 1 < x.length; i += 2) { // two sums, for a processor adds both at a time
+    sum += W[first + i] * x[i];
+    other += W[first + i + 1] * x[i + 1];
+  }
+  return i < x.length ? sum + other + W[first + i] * x[i] : sum + other;
 }
 
 // y = W x + bias for each row, W (out, in).
@@ -109,10 +110,11 @@ function place(model, name, ofHead, position) {
   return normed;
 }
 
-// A block sees itself, in both directions, and every finished block. `slot`: whose finished keys and values.
+// A block sees itself, in both directions, and the finished blocks in the window of training, whose keys and values are
+// kept. `slot`: whose finished keys and values.
 // In causal Stage B (ctx.bundle) only its positions see the bundle: each itself and those on its left.
 function attention(model, name, rows, ctx, slot) {
-  const {n_head: H, n_kv_head: G, head_dim: D} = model.cfg;
+  const {n_head: H, n_kv_head: G, head_dim: D, block_length: B, window} = model.cfg;
   const {tensors} = model;
   const qkv = linear(rows, tensors[name + ".qkv.weight"], tensors[name + ".qkv.bias"]);
   const q = qkv.map((row, t) => place(model, name + ".q_norm", heads(model, row, 0, H), ctx.start + t));
@@ -123,7 +125,8 @@ function attention(model, name, rows, ctx, slot) {
   const past = ctx.past[slot] ?? {k: [], v: []};
   const k = past.k.concat(newK);
   const v = past.v.concat(newV);
-  if (ctx.keep) ctx.past[slot] = {k, v};
+  const first = window ? Math.max(0, k.length - (Math.ceil(window / B) - 1) * B) : 0; // that the next block sees
+  if (ctx.keep) ctx.past[slot] = {k: k.slice(first), v: v.slice(first)};
   const sees = (t, s) => !ctx.bundle?.includes(s) || (ctx.bundle.includes(t) && s <= t);
   // H / G query heads share one head of keys and values
   const mixed = q.map((ofHead, t) => {
@@ -315,7 +318,7 @@ function largest(values, k) {
 const shares = (row, {temperature}) => softmax(temperature > 0 ? row.map((value) => value / temperature) : row);
 
 // Each row's token and its probability: the likeliest, the first of equals; or, with temperature, the one in whose
-// share u[t] falls, where the likeliest come first.
+// share u[t] falls.
 function candidates(logits, u, d) {
   const p = logits.map((row) => shares(row, d));
   const likeliest = (row) => row.indexOf(row.reduce((a, b) => Math.max(a, b)));
@@ -325,27 +328,75 @@ function candidates(logits, u, d) {
 
 // p: the probabilities of one row; u in [0, 1).
 function drawn(p, u) {
-  const order = largest(p, p.length).filter((token) => p[token] > 0);
-  const mass = order.reduce((sum, token) => sum + p[token], 0);
+  const mass = p.reduce((sum, value) => sum + value);
   let sum = 0;
-  return order.find((token) => (sum += p[token]) > u * mass) ?? order.at(-1); // rounding: not past the last one
+  const place = p.findIndex((value) => (sum += value) > u * mass);
+  return place < 0 ? p.findLastIndex((value) => value > 0) : place; // rounding: not past the last one
 }
 
-// Numbers in [0, 1), the same ones for the same seed (mulberry32).
-function generator(seed) {
-  let state = seed;
-  return () => {
-    state = (state + 0x6d2b79f5) | 0;
-    let bits = Math.imul(state ^ (state >>> 15), state | 1);
-    bits ^= bits + Math.imul(bits ^ (bits >>> 7), bits | 61);
-    return ((bits ^ (bits >>> 14)) >>> 0) / 2 ** 32;
+// The numbers by which sample.py draws with this --seed: n, a step -> B in [0, 1) for each stage.
+function numbersOf(seed, prompt, B) {
+  const next = generator(`(${seed}, 'sample', (${prompt.join(", ")}${prompt.length > 1 ? "" : ","}), 0)`);
+  const numbers = [];
+  return (n) => {
+    while (numbers.length <= n) numbers.push([0, 1].map(() => Array.from({length: B}, next)));
+    return numbers[n];
   };
 }
 
+// lib.util.generator: a function of the key alone, whose SHA-256 is the seed of torch's Mersenne twister.
+function generator(key) {
+  const [high, low] = sha256(key);
+  const state = [(high << 24) | (low >>> 8)];
+  const next = (word, i) => (Math.imul(1812433253, word ^ (word >>> 30)) + i) | 0;
+  while (state.length < 624) state.push(next(state.at(-1), state.length));
+  let at = 0; // the word that is drawn next, and in its place that of the next round
+  return () => {
+    const both = (state[at] & 0x80000000) | (state[(at + 1) % 624] & 0x7fffffff);
+    state[at] = state[(at + 397) % 624] ^ (both >>> 1) ^ (both & 1 ? 0x9908b0df : 0);
+    let bits = state[at];
+    at = (at + 1) % 624;
+    bits ^= bits >>> 11;
+    bits ^= (bits << 7) & 0x9d2c5680;
+    bits ^= (bits << 15) & 0xefc60000;
+    return ((bits ^ (bits >>> 18)) & 0xffffff) / 2 ** 24; // a float32 has 24 bits
+  };
+}
+
+// SHA-256 of ASCII text -> eight words. Its constants are digits of the roots of the first primes.
+function sha256(text) {
+  const primes = [];
+  for (let n = 2; primes.length < 64; n++) if (primes.every((p) => n % p)) primes.push(n);
+  const digits = (root) => primes.map((p) => ((root(p) % 1) * 2 ** 32) | 0);
+  const K = digits(Math.cbrt);
+  const turn = (word, ...by) => by.reduce((sum, n) => sum ^ ((word >>> n) | (word << (32 - n))), 0);
+
+  const words = new Int32Array(Math.ceil((text.length + 9) / 64) * 16); // the text, a bit, and the length at the end
+  [...text, "\x80"].forEach((letter, i) => (words[i >> 2] |= letter.charCodeAt(0) << (24 - 8 * (i % 4))));
+  words[words.length - 1] = 8 * text.length;
+  let hash = digits(Math.sqrt).slice(0, 8);
+  for (let first = 0; first < words.length; first += 16) {
+    const w = [...words.subarray(first, first + 16)];
+    let [a, b, c, d, e, f, g, h] = hash;
+    for (let t = 0; t < 64; t++) {
+      const [x, y] = [w[t - 15], w[t - 2]];
+      if (t > 15) w[t] = (w[t - 16] + w[t - 7] + (turn(x, 7, 18) ^ (x >>> 3)) + (turn(y, 17, 19) ^ (y >>> 10))) | 0;
+      const one = h + turn(e, 6, 11, 25) + ((e & f) ^ (~e & g)) + K[t] + w[t];
+      const two = turn(a, 2, 13, 22) + ((a & b) ^ (a & c) ^ (b & c));
+      [a, b, c, d, e, f, g, h] = [(one + two) | 0, a, b, c, (d + one) | 0, e, f, g];
+    }
+    hash = [a, b, c, d, e, f, g, h].map((word, i) => (word + hash[i]) | 0);
+  }
+  return hash;
+}
+
+// The logarithm of what the probability of a run of tokens must exceed, where tau_m2t is about runs; -1: of all.
+const logGate = ({tau_m2t}) => (tau_m2t > 0 ? Math.log(tau_m2t) : -Infinity);
+
 // The leftmost masks whose probabilities have a product above tau_m2t, and at least one -> positions in the block.
-function fromTheLeft(conf, masked, {tau_m2t}) {
+function fromTheLeft(conf, masked, d) {
   let run = 0;
-  return masked.filter((t, i) => (run += Math.log(conf[t])) > Math.log(tau_m2t) || i === 0);
+  return masked.filter((t, i) => (run += Math.log(conf[t])) > logGate(d) || i === 0);
 }
 
 // The masks that pass tau_m2t, or the surest one where none does.
@@ -388,42 +439,33 @@ function denoise(model, z, ctx, d, u, given) {
   return {before: z, after, bundle, edited, token, conf, token_a, conf_a, partial, passes: []};
 }
 
-// Causal Stage B's step: all masks are its bundle. It takes passes until every token has read final ones, and writes the
-// longest run from the left whose probabilities have a product above tau_m2t, and at least one token. passes: after
-// each one the block's tokens, their probabilities, and which are final. Both stages draw by the same numbers, u[1].
+// Causal Stage B's step: all masks are its bundle. Passes read the whole block until every token that may be written is
+// final; the longest run from the left above the gate is written, and at least one token. passes: after each one the
+// block's tokens, their probabilities, and which are final. Both stages draw by the same numbers, u[1].
 function causalDenoise(model, z, ctx, d, u) {
   const masked = masksOf(model, z);
-  const gate = Math.log(d.tau_m2t);
-  const sum = (conf, places) => places.reduce((total, t) => total + Math.log(conf[t]), 0);
-
-  // Stage A's tokens are the first drafts
   const h = prefix(model, z, ctx);
   const logitsA = neverMask(model, logits(model, lastN(model, h, ctx)));
   const {token: token_a, conf: conf_a} = candidates(logitsA, u[1], d);
-  const drafts = z.map((id, t) => (masked.includes(t) ? token_a[t] : id));
-  let now = {token: drafts, conf: conf_a, final: z.map((_, t) => !masked.includes(t))};
 
-  // take passes until all is final, or what is final falls below the gate
+  // Stage A's tokens are the first drafts. The first token that differs from its draft is final, and all before it
   const passes = [];
-  const isFinal = (t) => now.final[t];
-  while (!now.final.every(Boolean) && (!passes.length || sum(now.conf, masked.filter(isFinal)) > gate)) {
-    const states = causalCoordinate(model, h, masked, ctx, now.token);
+  let [drafts, conf, run] = [z.map((id, t) => (masked.includes(t) ? token_a[t] : id)), conf_a, []];
+  const sure = () => run.reduce((sum, t) => sum + Math.log(conf[t]), 0) > logGate(d); // else no more may be written
+  while (run.length < masked.length && (!passes.length || sure())) {
+    const states = causalCoordinate(model, h, masked, ctx, drafts);
     const found = candidates(neverMask(model, logits(model, states)), u[1], d);
-    const token = z.map((_, t) => (isFinal(t) ? now : found).token[t]);
-    const conf = z.map((_, t) => (isFinal(t) ? now : found).conf[t]);
-
-    // what has read nothing but final tokens is final: all up to and with the first that differs from its draft
-    const differs = z.findIndex((_, t) => token[t] !== now.token[t]);
-    const final = z.map((_, t) => isFinal(t) || differs < 0 || t <= differs);
-    now = {token, conf, final};
-    passes.push(now);
+    const token = z.map((id, t) => (masked.includes(t) ? found.token[t] : id));
+    const differs = token.findIndex((id, t) => id !== drafts[t]);
+    const final = z.map((_, t) => differs < 0 || t <= differs);
+    run = masked.filter((t) => final[t]);
+    passes.push({token, conf: found.conf, final});
+    [drafts, conf] = [token, found.conf];
   }
 
-  const {token, conf} = now;
-  const surer = (t, i) => isFinal(t) && sum(conf, masked.slice(0, i + 1)) > gate;
-  const bundle = masked.filter((t, i) => i === 0 || surer(t, i));
-  const after = z.map((id, t) => (bundle.includes(t) ? token[t] : id));
-  return {before: z, after, bundle, edited: [], token, conf, token_a, conf_a, partial: passes.length, passes};
+  const bundle = fromTheLeft(conf, run, d);
+  const after = z.map((id, t) => (bundle.includes(t) ? drafts[t] : id));
+  return {before: z, after, bundle, edited: [], token: drafts, conf, token_a, conf_a, partial: passes.length, passes};
 }
 
 // A finished block leaves its keys and values in every round (there it is unmarked), and the next one stands behind it.
