@@ -5,13 +5,20 @@
 const isObject = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
 const ownAlone = (key, value) => (isObject(value) ? Object.assign(Object.create(null), value) : value);
 const data = JSON.parse($("data").textContent, ownAlone);
-const GATES = Object.keys(data.gates); // the sliders
+const GATES = { // the fields of decoding.Decoding that sliders set: the value in each place, and what it does
+  tau_m2t: [(place) => (place > 0 ? place : -1), "masks surer than this are written together, or else the surest"],
+  tau_t2t: [(place) => (place < 1 ? place : null), "a written token is replaced by another that is surer than this"],
+  temperature: [(place) => place, "a token is drawn from its probabilities, sharper below 1; 0: the likeliest"],
+};
+const OF_CAUSAL = "a step writes a whole block (all), or its leftmost tokens as long as they are together surer than " +
+  "this. Then Stage A reads again, which costs forwards, and on names it wrote fewer that exist";
+const sliders = new Map(); // label -> slider, such as "paper tau_m2t"
 let base; // the model without an adapter
 let decoders; // the page's, each with its model
 let known; // of a model of names: name -> code point, of every character
-let byHand; // of each decoder: {number of a step: {at, token}}
-let sharesAt = ""; // the gates of the table of shares
-let seed = 1; // of the numbers by which tokens are drawn
+let counts; // of each decoder, in the held-out beginnings: how many it has completed, to names, in how many forwards
+let sharesAt = ""; // the gates of these shares
+let seed = 0; // of the numbers by which tokens are drawn
 
 // --- what the page holds
 
@@ -55,21 +62,13 @@ function verdict(name) {
 
 // --- decoding
 
-const gates = () => Object.fromEntries(GATES.map((gate) => [gate, Number($(gate).value)]));
+// The value that a slider sets.
+const valueOf = (label) => GATES[label.split(" ").at(-1)][0](Number(sliders.get(label).value));
 
-// The numbers by which both stages draw in step n: a function of the seed, of the step and, in the table, of the
-// beginning's number.
-function draws(n, beginning = 0) {
-  const next = generator((seed * MAX_STEPS + beginning) * MAX_STEPS + n);
-  return [0, 1].map(() => Array.from({length: base.cfg.block_length}, next));
-}
-
-// The engine's settings for a decoder, whose gates may be the names of the page's; and the tokens {number of a step:
-// {at, token}} that are written by hand: such a step asks the model nothing.
-function decoding({n_rounds, ...own}, hand = {}) {
-  const chosen = {...gates(), tau_t2t: gates().tau_t2t < 1 ? gates().tau_t2t : null};
-  const settings = Object.fromEntries(Object.entries(own).map(([name, value]) =>
-    [name, GATES.includes(value) ? chosen[value] : value]));
+// The engine's settings of a decoder for a beginning; and the tokens {number of a step: {at, token}} that are written
+// by hand: such a step asks the model nothing.
+function decoding(decoder, prompt, hand = {}) {
+  const moved = decoder.gates.map((field) => [field, valueOf(`${decoder.kind} ${field}`)]);
   const byHand = (z, start, n) => {
     if (!Object.hasOwn(hand, n)) return undefined;
     const at = hand[n].at - start;
@@ -78,8 +77,8 @@ function decoding({n_rounds, ...own}, hand = {}) {
     const said = {token: after, conf, token_a: after, conf_a: conf, passes: []};
     return {...said, before: z, after, bundle: [at], edited: [], partial: 0, byHand: true};
   };
-  return {...settings, n_rounds, byHand, draws,
-    max_post_steps: 16, gen_length: data.gen_length, eos_early_stop: true};
+  const draws = numbersOf(seed, prompt, base.cfg.block_length);
+  return {...decoder, ...Object.fromEntries(moved), temperature: valueOf("temperature"), byHand, draws};
 }
 
 // One of the engine's steps, with absolute positions of what it wrote.
@@ -91,13 +90,13 @@ function stepRecord(s) {
   return {...s, fill, edit};
 }
 
-// One decoder's run, as the viewer takes it.
-function recordOf(asked, run) {
-  const {name: label, about, model} = decoders[run];
-  const {prompt, tokens, nfe, steps} = generateOne(model, asked, decoding(decoders[run], byHand[run]));
+// A decoder's run, as the viewer takes it.
+function recordOf(decoder, asked, hand = {}) {
+  const {name: label, about, model} = decoder;
+  const {prompt, tokens, nfe, steps} = generateOne(model, asked, decoding(decoder, asked, hand));
   const {mask_id, block_length: B} = model.cfg;
   const text = decode(model, [...prompt, ...tokens]);
-  return {label, about, asked, prompt, tokens, text, verdict: verdict(text), mask_id, B, nfe,
+  return {decoder, hand, label, about, asked, prompt, tokens, text, verdict: verdict(text), mask_id, B, nfe,
     pieces: model.tokenizer.pieces, steps: steps.map(stepRecord)};
 }
 
@@ -107,26 +106,24 @@ function encodeWithHoles(text) {
   return parts.flatMap((ids, i) => (i ? [base.cfg.mask_id, ...ids] : ids));
 }
 
-function promptOf(text) {
+// What is wrong with a beginning.
+function wrongWith(prompt) {
   const {block_length: B, max_len} = base.cfg;
-  const prompt = encodeWithHoles(text);
-  const need = Math.ceil((prompt.length + data.gen_length) / B) * B;
-  if (!prompt.length) return {wrong: "The model continues a text: type at least one letter."};
-  if (need > max_len) return {wrong: "This beginning is too long for the model."};
-  return {prompt};
+  const need = Math.ceil((prompt.length + decoders[0].gen_length) / B) * B;
+  if (!prompt.length) return "The model continues a text: type at least one letter.";
+  return need > max_len ? "This beginning is too long for the model." : "";
 }
 
-// Completes what stands in the prompt box, and shows it at `step` (the last one, if not given).
+// Completes what stands in the prompt box (names stand between commas), and shows it at `step` (left out: the last).
 function ask(step = Infinity) {
   const text = asTyped($("prompt").value);
   $("prompt").value = text;
-  const {prompt, wrong} = promptOf(text);
-  $("wrong").textContent = wrong ?? "";
-  if (wrong) return;
+  const prompts = (known ? text.split(",").map((name) => name.trim()) : [text]).map(encodeWithHoles);
+  $("wrong").textContent = prompts.map(wrongWith).find(Boolean) ?? "";
+  if ($("wrong").textContent) return;
   toLink(known ? text.replaceAll("▒", "_") : text);
   chosen = null;
-  byHand = decoders.map(() => ({}));
-  present(decoders.map((_, run) => recordOf(prompt, run)), step);
+  present(decoders.flatMap((decoder) => prompts.map((prompt) => recordOf(decoder, prompt))), step);
 }
 
 // The address tells the prompt. A page inside another page (srcdoc) has no address that it may change.
@@ -136,45 +133,43 @@ function toLink(prompt) {
   } catch {} // the page works all the same
 }
 
-// Names are in upper case and on one line, and have no underscore: that is a mask.
+// What is asked: names are in upper case and on one line, and have no underscore, which is a mask.
 const asTyped = (text) => (known ? text.toUpperCase().replaceAll("_", "▒").replaceAll("\n", " ") : text);
 
-// Shows one record for each decoder.
+// Shows the records: those of the first decoder, then those of the next.
 function present(records, step) {
   summarise(records);
   show(records, step);
 }
 
-// Forwards for each byte that was written, in the holes of the prompt too: what stood there has no bytes.
-function aByte({asked, prompt, tokens, nfe}) {
-  const bytes = (ids) => ids.reduce((sum, id) => sum + base.tokenizer.bytes[id].length, 0);
-  return rounded(nfe.all / Math.max(1, bytes([...prompt, ...tokens]) - bytes(asked)));
-}
-
-// A line for each run: what it wrote, and what that is.
+// A row for each decoder: what it wrote, what that is, and what it cost; and its shares of the held-out beginnings.
 function summarise(records) {
   const body = $("seen").tBodies[0];
   body.replaceChildren();
-  for (const t of records) {
-    const there = known?.has(t.text);
-    const said = known ? `${there ? "✓" : "✗"} ${t.verdict.replace(/\((no.*)\)/, "$1")}` : "";
+  for (const decoder of decoders) {
     const row = make(body, "tr", "");
-    const head = make(row, "th", "", t.label);
-    head.scope = "row";
-    make(head, "span", "", ` ${known ? `${rounded(t.nfe.all)} forwards` : `${aByte(t)} forwards a byte`}`);
+    make(row, "th", "", decoder.name).scope = "row";
     const cell = make(row, "td", "");
-    make(cell, "span", "written", t.text);
-    make(cell, "span", there ? "verdict yes" : "verdict", said);
+    for (const t of records.filter((t) => t.decoder === decoder)) {
+      const there = known?.has(t.text);
+      const line = make(cell, "div", "line");
+      const whole = known || t.asked.includes(base.cfg.mask_id);
+      make(line, "span", "written", whole ? t.text : decode(base, t.tokens).trim());
+      if (known) make(line, "span", there ? "verdict yes" : "verdict", `${there ? "✓" : "✗"} ${t.verdict}`);
+      make(line, "span", "cost", `forwards: ${rounded(t.nfe.all)}`);
+    }
+    if (known) for (const part of ["share", "share"]) make(row, "td", part);
   }
+  drawShares();
 }
 
 // --- the panel: what both stages would write at a mask, and a token put there by hand
 
 // Probabilities of every token at position `at` of block b as it stands: {a, b}, by Stage A and, where the decoder has
 // it, by Stage B. The bundle is the gate's and `at`; a causal one is all masks, and reads the final tokens.
-function answersAt(decoder, t, b, at) {
-  const {model, n_rounds} = decoder;
-  const d = decoding(decoder);
+function answersAt(t, b, at) {
+  const d = decoding(t.decoder, t.asked);
+  const {model, n_rounds} = d;
   const ctx = newContext();
   const finished = t.blocks.filter((block) => block.start < b.start);
   for (const block of finished) finishBlock(model, look(t, block, now).ids, ctx, n_rounds);
@@ -186,9 +181,9 @@ function answersAt(decoder, t, b, at) {
   const stageA = logits(model, lastN(model, h, ctx));
   const a = shares(stageA[here], d);
   if (!n_rounds) return {a};
-  const u = draws(Math.max(now, b.first - 1)); // as the step from here on draws
+  const u = d.draws(Math.max(now, b.first - 1)); // as the step from here on draws
   if (model.stage_b === "causal") {
-    const {token} = causalDenoise(model, z, ctx, {...d, tau_m2t: 0}, u);
+    const {token} = causalDenoise(model, z, ctx, {...d, tau_m2t: -1}, u);
     const states = causalCoordinate(model, h, masked, ctx, token);
     return {a, b: shares(neverMask(model, logits(model, states))[here], d)};
   }
@@ -203,12 +198,11 @@ function whatElse(panel, t, b, at, v) {
     make(panel, "p", "counts", "Step back until this token is a mask to see what else could stand here.");
     return;
   }
-  const run = traces.indexOf(t);
-  const answers = answersAt(decoders[run], t, b, at);
+  const answers = answersAt(t, b, at);
   const lists = make(panel, "div", "lists");
-  const write = (token) => writeByHand(run, at, token);
+  const write = (token) => writeByHand(traces.indexOf(t), at, token);
   list(lists, "Stage A", "this position by itself", answers.a, write);
-  const sees = decoders[run].model.stage_b === "causal" ? "after the tokens before it" : "with the rest of the bundle";
+  const sees = t.decoder.model.stage_b === "causal" ? "after the tokens before it" : "with the rest of the bundle";
   if (answers.b) list(lists, "Stage B", sees, answers.b, write);
 }
 
@@ -230,9 +224,10 @@ function list(parent, title, about, p, write) {
 function writeByHand(run, at, token) {
   play(false);
   const k = Math.min(now, traces[run].steps.length);
-  const before = Object.entries(byHand[run]).filter(([step]) => step < k);
-  byHand[run] = {...Object.fromEntries(before), [k]: {at, token}};
-  const records = traces.map((t, i) => (i === run ? recordOf(t.asked, run) : t));
+  const {decoder, asked, hand} = traces[run];
+  const before = Object.entries(hand).filter(([step]) => step < k);
+  const record = recordOf(decoder, asked, {...Object.fromEntries(before), [k]: {at, token}});
+  const records = traces.with(run, record);
   const {start, after} = records[run].steps[k];
   const left = after.indexOf(base.cfg.mask_id);
   chosen = {run, at: left < 0 ? at : start + left};
@@ -241,64 +236,72 @@ function writeByHand(run, at, token) {
 
 // --- the experiment: how many names exist, and the forwards that they took, over held-out beginnings
 
-// One beginning after the other, each by every decoder of the table.
+// One beginning after the other, each by every decoder.
 async function runAll() {
   $("run").disabled = true;
-  const rows = decoders.filter((decoder) => decoder.in_table);
-  const sums = rows.map((decoder) => ({decoder, d: decoding(decoder), found: 0, forwards: 0, tokens: 0}));
+  const all = data.beginnings.map((prompt) => decoders.map((decoder) => decoding(decoder, prompt)));
+  counts = decoders.map(() => ({n: 0, found: 0, forwards: 0}));
   sharesAt = gateText();
   showGates();
   for (const [i, prompt] of data.beginnings.entries()) {
-    for (const sum of sums) {
-      const d = {...sum.d, draws: (n) => draws(n, i + 1)};
-      const {tokens, nfe} = generateOne(sum.decoder.model, prompt, d);
-      sum.found += known.has(decode(base, [...prompt, ...tokens])) ? 1 : 0;
-      sum.forwards += nfe.all;
-      sum.tokens += tokens.length;
+    for (const [run, {model}] of decoders.entries()) {
+      const {tokens, nfe} = generateOne(model, prompt, all[i][run]);
+      counts[run].n++;
+      counts[run].found += known.has(decode(base, [...prompt, ...tokens])) ? 1 : 0;
+      counts[run].forwards += nfe.all;
     }
-    drawShares(sums, i + 1);
+    $("run").textContent = `${i + 1} of ${data.beginnings.length}`;
+    drawShares();
     await new Promise((resume) => setTimeout(resume));
   }
   $("run").disabled = false;
 }
 
-function drawShares(sums, n) {
-  $("run").textContent = `${n} of ${data.beginnings.length}`;
-  $("shares").hidden = false;
-  const body = $("shares").tBodies[0];
-  body.replaceChildren();
-  for (const {decoder, found, forwards, tokens} of sums) {
-    const row = make(body, "tr", "");
-    make(row, "th", "", decoder.name).scope = "row";
-    make(row, "td", "", `${((100 * found) / n).toFixed(0)} %`);
-    make(row, "td", "", (forwards / n).toFixed(2));
-    make(row, "td", "", (forwards / tokens).toFixed(3));
+function drawShares() {
+  for (const [run, {n, found, forwards}] of (counts ?? []).entries()) {
+    const [exist, each] = $("seen").tBodies[0].rows[run].querySelectorAll(".share");
+    exist.textContent = `${((100 * found) / n).toFixed(0)} % exist`;
+    each.textContent = `${(forwards / n).toFixed(2)} forwards a name`;
   }
 }
 
 // --- what one can touch
 
-// In words; of what is drawn also by which seed.
-function gateText() {
-  const {temperature, ...others} = gates();
-  const said = Object.entries(others).map(([gate, value]) => `${gate} ${value.toFixed(2)}`);
-  if (temperature > 0) said.push(`temperature ${temperature.toFixed(2)}, seed ${seed}`);
-  return said.join(", ");
+// A slider for every gate that the decoders of a kind share.
+function buildSliders() {
+  const add = (label, opens, about) => {
+    if (sliders.has(label)) return;
+    const box = make($("sliders"), "label", "gate");
+    make(box, "b", "", label);
+    box.append(": " + about);
+    const slider = make(box, "input", "");
+    Object.assign(slider, {type: "range", min: 0, max: label === "temperature" ? 1.5 : 1, step: 0.05, value: opens});
+    slider.addEventListener("input", showGates);
+    slider.addEventListener("change", () => { play(false); ask(); });
+    sliders.set(label, slider);
+  };
+  for (const {gates, kind, ...opens} of decoders)
+    for (const gate of gates)
+      add(`${kind} ${gate}`, opens[gate] ?? 1, kind === "causal" ? OF_CAUSAL : GATES[gate][1]);
+  add("temperature", decoders[0].temperature, GATES.temperature[1]);
 }
 
-// What the sliders say; a table of other gates is old.
+// In words; of what is drawn also by which seed.
+function gateText() {
+  const words = (value) => (value === null ? "none" : value < 0 ? "all" : String(value));
+  const said = [...sliders.keys()].map((label) => `${label} ${words(valueOf(label))}`);
+  return said.concat(valueOf("temperature") > 0 ? `seed ${seed}` : []).join(", ");
+}
+
+// What the sliders say; shares at other gates are old.
 function showGates() {
-  const old = sharesAt !== "" && sharesAt !== gateText();
   $("gate_values").textContent = gateText();
-  $("again").hidden = gates().temperature === 0;
-  $("shares").classList.toggle("old", old);
-  $("stale").textContent = old ? `These numbers are old: they are of ${sharesAt}.` : "";
+  $("again").hidden = valueOf("temperature") === 0;
+  $("seen").classList.toggle("old", sharesAt !== gateText());
 }
 
 // A held-out beginning.
-function beginning(number) {
-  return data.beginnings.length ? decode(base, data.beginnings[number]) : "";
-}
+const beginning = (number) => decode(base, data.beginnings[number] ?? []);
 
 // Completes the prompt and plays it from the start.
 function begin() {
@@ -307,10 +310,11 @@ function begin() {
   if (!$("wrong").textContent) play(true);
 }
 
-// A link's prompt (?prompt=... or #prompt=...), or the first beginning.
+// A link's prompt (?prompt=... or #prompt=...), or the first beginnings: two names, or one text.
 function fromLink() {
   const linked = (part) => new URLSearchParams(part.slice(1)).get("prompt");
-  $("prompt").value = linked(location.hash) ?? linked(location.search) ?? beginning(0);
+  $("prompt").value = linked(location.hash) ?? linked(location.search) ??
+    (known ? [0, 1].map(beginning).join(", ") : beginning(0));
   begin();
 }
 
@@ -318,16 +322,13 @@ async function start() {
   const models = await readModels();
   decoders = data.decoders.map((decoder) => ({...decoder, model: models[decoder.number]}));
   if (data.names) known = await readNames();
-  for (const gate of GATES) {
-    $(gate).value = data.gates[gate];
-    $(gate).parentElement.hidden = !decoders.some((decoder) => Object.values(decoder).includes(gate));
-  }
-  $("asked").textContent = `a beginning; ${known ? "_" : "▒"} is one token to fill`;
-  $("of_names").hidden = $("experiment").hidden = !known;
+  buildSliders();
+  $("asked").textContent = known ? "beginnings, between commas; _ is one token to fill"
+    : "a beginning; ▒ is one token to fill";
+  for (const id of ["of_names", "run", "held_out"]) $(id).hidden = !known;
   $("surprise").hidden = !data.beginnings.length;
   $("prompt").rows = known ? 1 : 4;
-  $("of_text").hidden = Boolean(known);
-  $("of_drawn").hidden = !($("gates").open = data.gates.temperature > 0);
+  for (const id of ["of_text", "of_drawn"]) $(id).hidden = Boolean(known);
   showGates();
   fromLink();
 }
@@ -335,13 +336,6 @@ async function start() {
 $("ask").addEventListener("submit", (e) => {
   e.preventDefault();
   begin();
-});
-$("prompt").addEventListener("input", (e) => {
-  const {value, selectionStart: place} = e.target;
-  if (e.isComposing || asTyped(value) === value) return;
-  e.target.value = asTyped(value);
-  const after = asTyped(value.slice(0, place)).length;
-  e.target.setSelectionRange(after, after);
 });
 // A name ends with Enter; a text may have several lines. The Enter that ends the composition of a character is no end:
 // Safari gives it the code 229, and says that nothing is composed.
@@ -360,9 +354,5 @@ $("again").addEventListener("click", () => {
   begin();
 });
 addEventListener("hashchange", fromLink);
-for (const gate of GATES) {
-  $(gate).addEventListener("input", showGates);
-  $(gate).addEventListener("change", () => { play(false); ask(); });
-}
 $("run").addEventListener("click", runAll);
 const ready = start().catch((e) => ($("wrong").textContent = `This browser cannot run the page: ${e.message}`));

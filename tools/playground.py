@@ -1,11 +1,11 @@
 """The model in a browser: one HTML page that completes what a user types, and needs no other file and no server.
 
 The page has the weights, the tokenizer and an engine in JavaScript (tools/engine.js, which computes what model.py and
-sample.generate do). It shows several decoders on the same beginning, step by step. A click on a mask shows what Stage A
-and Stage B would write there, and lets the user write a token. For names the page also says whether a name exists, and
-counts how many of a hundred held-out beginnings a decoder completes to a name. A model of plain text draws every token.
+sample.generate do). It shows several decoders on the same beginning, step by step, as sample.py decodes. A click on a
+mask shows what Stage A and Stage B would write there, and lets the user write a token. For names the page also says
+whether a name exists, and counts how many of 100 held-out beginnings become a name. A model of text draws every token.
 
-    python -m tools.playground                                         # the shipped base and its two adapters
+    python -m tools.playground                                         # two pages: Shakespeare, and names
     python -m tools.playground --ckpt out/names --out out/mine.html    # your own, or several adapters of one base
 """
 
@@ -16,13 +16,14 @@ import re
 import sys
 import unicodedata
 import zlib
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from checkpoint import about_adapter, base_of, check_same_tokens, judge_of, load_model, read_config
+from checkpoint import about_adapter, adapter_tensors, base_of, check_same_tokens, judge_of, load_model, read_config
+from decoding import SETTINGS, settings_of
 from lib.names import draw_names
 from lib.rows import Rows, read_meta
 from lib.run import setting_of_run
@@ -33,62 +34,54 @@ from tools.watch import piece
 
 HERE = Path(__file__).parent
 SCRIPTS = ("engine.js", "viewer.js", "playground.js")
-SHIPPED = [Path("assets/names/paper"), Path("assets/names/causal")]
+NAMES, TEXT = [[Path("assets", of, kind) for kind in ("paper", "causal")] for of in ("names", "shakespeare")]
 TITLE = b"<title>Words that are written together should agree</title>"
 BEGINNINGS = 100  # held-out names to complete, or held-out texts to continue
 BEGINNING = 56  # the most tokens of such a text that are given
 
-# the gates when the page opens. Plain text is drawn, in whole blocks, without edits, which would draw tokens again
-GATES = dict(tau_m2t=0.7, tau_t2t=0.0, tau_run=0.5, temperature=0.0)
-GATES_OF_TEXT = GATES | dict(tau_t2t=1.0, tau_run=0.0, temperature=1.0)
-
-# the decoders, by the fields of decoding.Decoding. A gate is a number, or the name of the slider that sets it; with
-# in_table the page's table counts it
-BY_GATES = dict(
-    n_rounds=0, select="confidence", tau_m2t="tau_m2t", tau_t2t="tau_t2t", temperature="temperature", in_table=True
-)  # fmt: skip
-BY_RUNS = BY_GATES | dict(select="left", tau_m2t="tau_run", tau_t2t=None)
-ONE_AT_A_TIME = BY_RUNS | dict(
-    name="base, one at a time", tau_m2t=1.0, about="The leftmost mask; then the model reads again.",
-)  # fmt: skip
-RUN = "From the left, while the joint probability is above tau_run."
-GATED = "All masks above tau_m2t, each by itself; edits above 0.5."
-OF_BASE = [
-    ONE_AT_A_TIME,
-    BY_RUNS | dict(name="base, longest run", about=RUN),
-    BY_GATES | dict(name="base, edits gated", tau_t2t=0.5, in_table=False, about=GATED),
-]
-OF_DRAWN_BASE = [
-    BY_RUNS | dict(name="base, all at once", tau_m2t=0.0, about="A whole block, each mask by itself."),
-    ONE_AT_A_TIME,
-]
-OFF = "All masks above tau_m2t, each by itself, by its Stage A alone."
-ON = "The same masks are marked, and read once more by Stage B."
-ON_DRAWN = "The masks above tau_m2t are marked, and read once more by Stage B. Drawn here; sample.py is greedy."
+LEFT = "The leftmost mask; then the model reads again."
+GATED = "All masks above tau_m2t, each by itself, by Stage A alone."
+AT_ONCE = "All masks of a block, each by itself."
+ON = "The masks above tau_m2t are marked, and read once more by Stage B."
+ON_AT_ONCE = "All masks of a block are marked, and read once more by Stage B."
 CAUSAL = "Stage A drafts (A); a pass (1, 2 ...) of Stage B reads the drafts on the left; ✓ is final."
 
 
-def with_stage_b(model: Model, draws: bool) -> list[dict]:
-    """The decoders that the page shows for a model with a Stage B; if it was not trained there are none."""
-    if not model.trained_b:
-        return []
-    on = dict(n_rounds=model.cfg.n_rounds)
-    if model.cfg.stage_b == "causal":
-        return [BY_RUNS | on | dict(name="causal Stage B", about=CAUSAL)]
+def decoders_of(model: Model, with_b: bool, draws: bool) -> list[dict]:
+    """The decoders that the page shows for a model, with Stage B or as a base: the fields of a decoding.Decoding each,
+    and `gates`, those that have a slider. Its own settings are sample.py's, which edits nothing if a token is drawn."""
+    kind = model.cfg.stage_b if with_b else "base"
+    own = replace(settings_of(model), n_rounds=model.cfg.n_rounds) if with_b else SETTINGS[model.cfg.decoder]
+    own = replace(own, tau_t2t=None if draws else own.tau_t2t)
+    off = replace(own, n_rounds=0)
+    at_once = replace(own, tau_m2t=-1.0, tau_t2t=None)
+    shown = {
+        "base": {
+            "base, one at a time": (LEFT, SETTINGS["left"]),
+            "base, gates": (GATED, own),
+            "base, all at once": (AT_ONCE, at_once),
+        },
+        "paper": {
+            "paper, Stage B off": (GATED, off),
+            "paper, Stage B": (ON, own),
+            "paper, all at once": (ON_AT_ONCE, at_once),
+        },
+        "causal": {"causal Stage B": (CAUSAL, own)},
+    }[kind]
+    if own == SETTINGS["left"]:
+        del shown["base, gates"]
     if draws:
-        return [BY_GATES | on | dict(name="paper, Stage B", about=ON_DRAWN)]
-    off = BY_GATES | dict(name="paper, Stage B off", about=OFF)
-    return [off, off | on | dict(name="paper, Stage B on", about=ON)]
+        shown.pop("paper, Stage B off", None)  # to be quicker
+    decoders = []
+    for name, (about, d) in shown.items():
+        fixed = name.endswith(("at a time", "at once"))
+        gates = [gate for gate in ("tau_m2t", "tau_t2t") if not fixed and getattr(d, gate) is not None]
+        d = replace(d, temperature=float(draws), gen_length=48 if draws else 32)
+        decoders.append(asdict(d) | dict(name=name, about=about, kind=kind, gates=gates))
+    return decoders
 
 
 # --- what the page holds
-def half(model: Model) -> Model:
-    """Round the model's parameters to bfloat16, as they are in the page. The experts' biases are not rounded."""
-    for p in model.parameters():
-        p.data = p.data.bfloat16().float()
-    return model
-
-
 def packed(content: bytes) -> str:
     return base64.b64encode(zlib.compress(content, 9)).decode()
 
@@ -127,7 +120,7 @@ def page_data(folders: list[Path]) -> dict:
         read_config(folder)  # it must be a model's folder, or an adapter's
         if base_of(folder).resolve() != base.resolve():
             fail(f"{folder} has the base {base_of(folder)}, and {folders[0]} has {base}: give adapters of one base")
-    models = {folder: half(load_model(folder, "cpu", torch.float32)) for folder in dict.fromkeys([base, *folders])}
+    models = {folder: load_model(folder, "cpu", torch.float32) for folder in dict.fromkeys([base, *folders])}
     tokenizer = load_tokenizer(base)
     if tokenizer is None:
         fail(f"{base} has no tokenizer (a toy's tokens are numbers): give a model of names or of text")
@@ -141,27 +134,25 @@ def page_data(folders: list[Path]) -> dict:
     draws = not of_names  # the most probable text repeats itself
 
     # of an adapter the page has what was learned; the rest is the base's
-    decoders = [decoder | dict(number=0) for decoder in (OF_DRAWN_BASE if draws else OF_BASE)]
+    decoders = [decoder | dict(number=0) for decoder in decoders_of(models[base], False, draws)]
     tensors = []
     about_models = []
     for number, (folder, model) in enumerate(models.items()):
         about = about_adapter(folder)
-        own = model.learned() if about else model.state_dict()
+        own = adapter_tensors(model) if about else model.state_dict()
         sizes = {name: tensor.numel() for name, tensor in own.items()}
         kind = {"lora_r": about.get("lora_r"), "stage_b": model.cfg.stage_b}
         about_models.append({"cfg": asdict(model.cfg), "sizes": sizes} | kind)
         tensors += own.values()
-        if folder in folders:
-            decoders += [decoder | dict(number=number) for decoder in with_stage_b(model, draws)]
+        if folder in folders and model.trained_b:
+            decoders += [decoder | dict(number=number) for decoder in decoders_of(model, True, draws)]
 
     held_out = list(draw_names(BEGINNINGS, "held out", tokenizer).values()) if of_names else held_out_texts(base)
     return {
         "models": about_models,
         "weights": weights_data(tensors),
-        "decoders": decoders,
-        "gates": GATES_OF_TEXT if draws else GATES,
+        "decoders": decoders[::-1],  # Stage B comes first
         "tokenizer": tokenizer_data(tokenizer, models[base].cfg.vocab_size),
-        "gen_length": 32 if of_names else 64,
         "names": names_data() if of_names else None,
         "beginnings": held_out,
     }
@@ -179,11 +170,12 @@ def held_out_texts(base: Path) -> list[list[int]]:
     return [rows[i][: min(BEGINNING, math.ceil(len(rows[i]) / 3))].tolist() for i in places]
 
 
-def page(folders: list[Path]) -> str:
-    """The HTML of the page for a model's folder, or for adapters of one base."""
+def page(folders: list[Path], beside: str = "") -> str:
+    """The HTML of the page for a model's folder, or for adapters of one base. beside: the file of another page."""
     read = lambda name: (HERE / name).read_text(encoding="utf-8")  # noqa: E731
     html = read("playground.html").replace("@STYLE@", read("playground.css"))
     html = html.replace("@SCRIPT@", "\n".join(map(read, SCRIPTS)))
+    html = html.replace("@BESIDE@", f' <a href="{beside}">The page of another model.</a>' if beside else "")
 
     # inside <script> a "<" could end the element, so it is written as an escape, which means the same in JSON
     return html.replace("@DATA@", json.dumps(page_data(folders)).replace("<", "\\u003c"))
@@ -193,15 +185,21 @@ def page(folders: list[Path]) -> str:
 def main() -> None:
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("--ckpt", type=Path, nargs="+", default=SHIPPED, help="a model's folder, or those of adapters of one base")
+    add("--ckpt", type=Path, nargs="+", help="a model's folder, or those of adapters of one base (default: the shipped "
+        "ones of Shakespeare, and of names on a second page)")  # fmt: skip
     add("--out", type=Path, default=Path("playground.html"), help="the page to write")
     args = parser.parse_args()
-    # a slip of the hand would cost a model: only an earlier page is written again
-    if args.out.exists() and not (args.out.is_file() and TITLE in args.out.read_bytes()):
-        fail(f"--out {args.out} is there already, and is not an earlier page")
-    html = page(args.ckpt)
-    replace_file(args.out, lambda path: path.write_text(html, encoding="utf-8"))
-    print(f"wrote {printable(args.out)} ({len(html.encode()) / 1e6:.1f} MB)")
+    second = args.out.with_stem(args.out.stem + "_names")
+    pages = [(args.out, args.ckpt, "")]
+    if not args.ckpt:
+        pages = [(args.out, TEXT, second.name), (second, NAMES, args.out.name)]
+    for out, folders, beside in pages:
+        # a slip of the hand would cost a model: only an earlier page is written again
+        if out.exists() and not (out.is_file() and TITLE in out.read_bytes()):
+            fail(f"--out {out} is there already, and is not an earlier page")
+        html = page(folders, beside)
+        replace_file(out, lambda path, html=html: path.write_text(html, encoding="utf-8"))
+        print(f"wrote {printable(out)} ({len(html.encode()) / 1e6:.1f} MB)")
 
 
 if __name__ == "__main__":

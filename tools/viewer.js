@@ -171,10 +171,11 @@ function show(records, step) {
   $("runs").replaceChildren();
   traces.forEach((t, run) => {
     t.blocks = blocksOf(t);
-    const box = make($("runs"), "article", "run");
+    const again = run > 0 && traces[run - 1].decoder === t.decoder; // the same decoder, on another beginning
+    const box = again ? $("runs").lastChild : make($("runs"), "article", "run");
     const head = make(box, "div", "head");
-    make(head, "h2", "", t.label);
-    make(head, "p", "counts", t.about);
+    make(head, "h2", "", again ? "" : t.label);
+    make(head, "p", "counts", again ? "" : t.about);
     const decode = make(box, "div", "");
     const blocks = make(decode, "div", "blocks");
     for (const b of t.blocks) buildBlock(blocks, t, b, run);

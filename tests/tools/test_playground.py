@@ -17,33 +17,29 @@ import torch
 from common import ROOT, caller, merged_spec, names_folder, random_adapter, random_ids
 
 from checkpoint import load_model
-from decoding import RELEASED, Decoding, Step, in_full
+from decoding import Decoding, Step, decoding_of, in_full
+from evaluate import BASE_ROWS, rows_of
 from lib.names import draw_names, exists, verdict
 from lib.rows import read_meta, write_meta
 from lib.tokenizer import load_tokenizer
 from lib.util import read_json
 from model import Model
-from sample import generate, step_of
+from sample import build_parser, generate
 from tools import playground
 
 BASE = ROOT / "assets" / "names"
-SHIPPED = [ROOT / folder for folder in playground.SHIPPED]
+SHIPPED = [ROOT / folder for folder in playground.NAMES]
 TOKENIZER = load_tokenizer(BASE)
 HOSTILE = '</script><!--<b>&"'
 
-# each decoder of the shipped page, in order: its name, the number of its model, its settings as it opens
-FACTORISED = replace(RELEASED, gen_length=32)
-STAGE_B_OFF = replace(FACTORISED, tau_t2t=0.0)
-LONGEST_RUN = replace(FACTORISED, tau_t2t=None, select="left", tau_m2t=0.5)
-ONE_AT_A_TIME = replace(LONGEST_RUN, tau_m2t=1.0)
+# each decoder of a page: the number of its model, and the flags by which sample.py decodes so
+AT_ONCE = "--tau_m2t all --tau_t2t none"
 SHOWN = {
-    "base, one at a time": (0, ONE_AT_A_TIME),
-    "base, longest run": (0, LONGEST_RUN),
-    "base, edits gated": (0, FACTORISED),
-    "paper, Stage B off": (1, STAGE_B_OFF),
-    "paper, Stage B on": (1, replace(STAGE_B_OFF, n_rounds=1)),
-    "causal Stage B": (2, replace(LONGEST_RUN, n_rounds=1)),
-}
+    "base, one at a time": (0, "--n_rounds 0 --select left --tau_m2t 1 --tau_t2t none"),
+    "base, gates": (0, "--n_rounds 0"), "base, all at once": (0, "--n_rounds 0 " + AT_ONCE),
+    "paper, Stage B off": (1, "--n_rounds 0 --tau_t2t 0"),
+    "paper, Stage B": (1, ""), "paper, all at once": (1, AT_ONCE), "causal Stage B": (2, ""),
+}  # fmt: skip
 
 FOUND = filter(None, map(shutil.which, ("google-chrome", "chromium", "chrome")))
 BROWSER = next((path for path in FOUND if not path.startswith("/snap/")), None)  # a snap cannot read these folders
@@ -53,18 +49,23 @@ in_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium: apt instal
 
 
 def small_models(folder: Path, spec: dict | None = None) -> list[Path]:
-    """A random base with this tokenizer (left out: that of names), and adapters: the paper's, with two rounds, and a
-    causal one."""
+    """A random base with this tokenizer (left out: that of names) and a window of two blocks, and adapters: the
+    paper's, with two rounds, and a causal one."""
     spec = spec or read_json(BASE / "tokenizer.json", "tokenizer")
-    base = names_folder(folder / "base", spec, vocab_size=1024)
+    base = names_folder(folder / "base", spec, vocab_size=1024, window=16)
     random_adapter(folder / "paper", base)
     random_adapter(folder / "causal", base, "causal", n_last=3, n_rounds=1)
     return [base, folder / "paper", folder / "causal"]
 
 
 def read(folder: Path) -> Model:
-    """The model with the numbers that a page has."""
-    return playground.half(load_model(folder, "cpu", torch.float32))
+    return load_model(folder, "cpu", torch.float32)
+
+
+def asked(name: str, models: list[Model], *flags: str) -> tuple[Model, Decoding]:
+    """What sample.py decodes by, for the decoder of this name on the page."""
+    number, own = SHOWN[name]
+    return models[number], decoding_of(build_parser().parse_args([*own.split(), *flags]), models[number])
 
 
 def answer(folder: Path, page: str, script: str, **given) -> object:
@@ -93,44 +94,38 @@ def answer(folder: Path, page: str, script: str, **given) -> object:
 # --- the engine
 # decodes of each model by every setting, in steps
 DECODE = """
-    return given.cases.map(({number, prompts, settings, numbers}) => {
+    return given.cases.map(({number, prompts, settings}) => {
         const {model} = decoders.find((decoder) => decoder.number === number);
-        return settings.map((d, i) => prompts.map((asked, j) => {
-            const draws = (n) => numbers[i][j][n];
+        return settings.map((d) => prompts.map((asked) => {
+            const draws = numbersOf(given.seed, asked, model.cfg.block_length);
             const {prompt, tokens, nfe, steps} = generateOne(model, asked, {...d, draws});
-            const {full, partial, refresh} = nfe;
             const drafts = (s) => s.bundle.map((t) => s.token_a[t]);
-            return [prompt, tokens, full, partial, refresh,
+            return [prompt, tokens, nfe.full, nfe.partial, nfe.refresh,
                 steps.map((s) => [s.before, s.after, s.bundle, s.edited, drafts(s), s.partial])];
         }));
     });
 """
+SEED = 4
 
 
-def decoded(model: Model, prompt: list[int], d: Decoding) -> tuple[list, list]:
-    """The same by PyTorch, and the numbers by which each step drew."""
+def decoded(model: Model, prompt: list[int], d: Decoding) -> list:
+    """The same by PyTorch."""
     steps = []
-    numbers = []
-    step_of_model = step_of(model, d)
-
-    def watched(engine, z, given, u, d) -> Step:
-        numbers.append(u[0].tolist())
-        return step_of_model(engine, z, given, u, d)
 
     def add(rows: list, step: Step) -> None:
         places = [tensor[0].nonzero()[:, 0].tolist() for tensor in (step.bundle, step.edited)]
         drafts = step.token_a[step.bundle].tolist()
         steps.append([step.z[0].tolist(), step.after[0].tolist(), *places, drafts, float(step.partial)])
 
-    [output] = generate(model, [prompt], d, step=watched, on_step=add)
-    return [output.prompt, output.tokens, *output.nfe.values(), steps], numbers
+    [output] = generate(model, [prompt], d, SEED, on_step=add)
+    return [output.prompt, output.tokens, *output.nfe.values(), steps]
 
 
 def settings_of(folder: Path, model: Model) -> list[Decoding]:
     """Greedy and drawn: the paper's gates and edits, Stage B off, everything at once, the longest run."""
     d = Decoding(gen_length=12, tau_m2t=0.4, tau_t2t=None, n_rounds=model.cfg.n_rounds, holes=True)
     if folder.name == "causal":
-        runs = [replace(d, tau_m2t=tau) for tau in (0.0, 0.1, 1.0)]
+        runs = [replace(d, tau_m2t=tau) for tau in (-1.0, 0.1, 1.0)]
         return [*runs, *(replace(run, temperature=1.5) for run in runs[:2])]
     edits = replace(d, tau_t2t=0.0, max_post_steps=2)
     return [
@@ -145,23 +140,21 @@ def settings_of(folder: Path, model: Model) -> list[Decoding]:
 @in_browser
 def test_it_decodes_as_generate_does(tmp_path):
     """Step by step: experts in groups, LoRA, two rounds, a copy of the last layers, passes, edits, holes, blocks before
-    the current one; and tokens drawn by the same numbers."""
-    # with these no two experts, or tokens that are written, are so close that rounding decides
-    prompts = [random_ids(1, n, 600 + n, 1000)[0].tolist() for n in (3, 8, 21)]
+    the current one, of which some are outside the window; and tokens drawn by the numbers of sample.py's --seed."""
+    # with these, and this seed, no two experts or tokens that are written are so close that rounding decides
+    prompts = [random_ids(1, n, 600 + n, 1000)[0].tolist() for n in (1, 3, 8, 45)]
     # every third token of the longer ones is to be filled
-    prompts[1:] = [[1023 if i % 3 == 1 else token for i, token in enumerate(prompt)] for prompt in prompts[1:]]
+    prompts[2:] = [[1023 if i % 3 == 1 else token for i, token in enumerate(prompt)] for prompt in prompts[2:]]
     _, *adapters = small_models(tmp_path)
     given = []
     expected = []
     for number, folder in enumerate(adapters, 1):
         model = read(folder)
         settings = settings_of(folder, model)
-        by_torch = [[decoded(model, prompt, d) for prompt in prompts] for d in settings]
-        numbers = [[numbers for _, numbers in decodes] for decodes in by_torch]
-        given.append(dict(number=number, prompts=prompts, settings=list(map(asdict, settings)), numbers=numbers))
-        expected.append([[decode for decode, _ in decodes] for decodes in by_torch])
+        given.append(dict(number=number, prompts=prompts, settings=list(map(asdict, settings))))
+        expected.append([[decoded(model, prompt, d) for prompt in prompts] for d in settings])
 
-    found = answer(tmp_path, playground.page(adapters), DECODE, cases=given)
+    found = answer(tmp_path, playground.page(adapters), DECODE, cases=given, seed=SEED)
     for case, here, there in zip(given, found, expected, strict=True):
         for d, one, other in zip(case["settings"], here, there, strict=True):
             assert one == other, d
@@ -199,33 +192,41 @@ def test_the_pages_tokenizer_and_judge_are_the_models(tmp_path):
 # --- pages
 @in_browser
 def test_a_page_of_text_draws(tmp_path, monkeypatch):
-    """It opens at temperature 1 with the first held-out beginning, which may have several lines. Another seed is
-    another text."""
+    """It opens at temperature 1 and seed 0 with the first held-out beginning, which may have several lines, and draws
+    what sample.py draws. Another seed is another text."""
     base, *adapters = small_models(tmp_path, merged_spec())
     write_meta(base, replace(read_meta(base), judge=None))
-    begins = "ROMEO:\nA rose"
-    monkeypatch.setattr(playground, "held_out_texts", lambda base: [load_tokenizer(base).encode(begins)])
+    prompt = load_tokenizer(base).encode("ROMEO:\nA rose")
+    monkeypatch.setattr(playground, "held_out_texts", lambda base: [prompt])
     script = """
-        const drawn = () => traces.map((t) => t.tokens);
+        const drawn = () => Object.fromEntries(traces.map((t) => [t.label, t.tokens]));
         const opened = [$("prompt").value, text("gate_values"), drawn()];
         $("again").click();
         return [...opened, drawn()];
     """
-    page = playground.page(adapters).replace('"gen_length": 64', '"gen_length": 16')  # to be quick
+    page = playground.page(adapters).replace('"gen_length": 48', '"gen_length": 16')  # to be quick
     found, gates, first, other = answer(tmp_path, page, script)
-    assert found == begins
-    assert gates == "tau_m2t 0.70, tau_t2t 1.00, tau_run 0.00, temperature 1.00, seed 1"
-    assert len(first) == 4 and all(one != two for one, two in zip(first, other, strict=True))
+    assert found == "ROMEO:\nA rose"
+    assert gates == "causal tau_m2t all, paper tau_m2t 0.7, base tau_m2t 0.7, temperature 1, seed 0"
+    models = list(map(read, [base, *adapters]))
+    for name in first:
+        model, d = asked(name, models, "--temperature", "1", "--gen_length", "16")
+        texts = [generate(model, [prompt], d, seed)[0].tokens for seed in (0, 1)]
+        assert [first[name], other[name]] == texts and texts[0] != texts[1], name
 
 
 @in_browser
-def test_the_shipped_page_opens_on_the_first_held_out_beginning(tmp_path):
-    """Each decoder writes what the Python one writes. What is typed is upper case, with _ for a mask, and is in the
-    address. The Enter that ends a composition submits nothing. And the page works inside another one, as srcdoc."""
-    [prompt] = draw_names(1, "held out", TOKENIZER).values()
+def test_the_shipped_page_opens_with_two_held_out_names_and_agrees_with_sample_and_evaluate(tmp_path):
+    """Each decoder writes what sample.py writes, in as many forwards, and counts what a row of evaluate.py counts. What
+    is typed is upper case, with _ for a mask, and is in the address. The Enter that ends a composition submits nothing.
+    And the page works inside another one, as srcdoc."""
+    prompts = draw_names(4, "held out", TOKENIZER)
     script = """
-        const seen = [...document.querySelectorAll("#seen tr")].map((row) => row.textContent);
-        const asked = traces[0].asked;
+        const seen = [...document.querySelectorAll("#seen tbody tr")].map((row) =>
+            [row.cells[0], ...row.querySelectorAll(".line")].map((part) => part.textContent));
+        data.beginnings.length = given.n;
+        $("run").click();
+        while ($("run").disabled) await new Promise((resume) => setTimeout(resume, 50));
         const type = (value) => {
             $("prompt").value = value;
             $("ask").requestSubmit();
@@ -235,37 +236,40 @@ def test_the_shipped_page_opens_on_the_first_held_out_beginning(tmp_path):
         const bold = document.querySelectorAll("main b").length;
         type("box _ a");
         const typed = [$("prompt").value, location.hash, traces[0].asked.includes(1023)];
-
         const before = traces;
         for (const how of [{keyCode: 229}, {isComposing: true}])
             $("prompt").dispatchEvent(new KeyboardEvent("keydown", {key: "Enter", cancelable: true, ...how}));
         const submitted = traces !== before;
-
         const frame = document.createElement("iframe");
         frame.srcdoc = given.inside;
         document.body.append(frame);
         await new Promise((resume) => frame.addEventListener("load", resume));
         const of = (id) => frame.contentDocument.getElementById(id);
-        while (!of("wrong").textContent && !of("seen").rows.length)
+        while (!of("wrong").textContent && of("seen").rows.length < 2)
             await new Promise((resume) => setTimeout(resume, 50));
         const framed = [of("wrong").textContent, of("seen").rows.length];
-        return {asked, seen, bold, typed, submitted, framed};
+        const {bottom} = $("run").getBoundingClientRect();
+        return {seen, counts, bottom, bold, typed, submitted, framed};
     """
     page = playground.page(SHIPPED)
     assert len(page.encode()) <= 7e6
     inside = playground.page(small_models(tmp_path)[:1])
-    found = answer(tmp_path, page, script, hostile=HOSTILE, inside=inside)
+    found = answer(tmp_path, page, script, hostile=HOSTILE, inside=inside, n=len(prompts))
     models = list(map(read, [BASE, *SHIPPED]))
-    assert found["asked"] == prompt
-    for line, (way, (number, d)) in zip(found["seen"], SHOWN.items(), strict=True):
-        [out] = generate(models[number], [prompt], d)
-        name = TOKENIZER.decode(prompt + out.tokens)
-        forwards = math.floor(100 * in_full(out.nfe, models[number].partial_cost) + 0.5) / 100  # as toFixed(2)
-        said = "✓ " + verdict(name) if exists(name) else "✗ " + verdict(name).strip("()")
-        assert line == f"{way} {forwards:g} forwards{name}{said}"
+    for [name, *lines], counts in zip(found["seen"], found["counts"], strict=True):
+        model, d = asked(name, models)
+        assert d in [*BASE_ROWS.values(), *rows_of(model).values()]
+        outputs = generate(model, list(prompts.values()), replace(d, gen_length=32))
+        names = [TOKENIZER.decode(out.prompt + out.tokens) for out in outputs]
+        forwards = [in_full(out.nfe, model.partial_cost) for out in outputs]
+        assert counts == dict(n=len(names), found=sum(map(bool, map(exists, names))), forwards=sum(forwards)), name
+        for line, written, cost in zip(lines, names[:2], forwards[:2], strict=True):
+            cost = math.floor(100 * cost + 0.5) / 100  # as toFixed(2)
+            assert line == f"{written}{'✓' if exists(written) else '✗'} {verdict(written)}forwards: {cost:g}", name
+    assert len(found["seen"]) == len(SHOWN) and found["bottom"] < 800
     assert found["bold"] == 0 and not found["submitted"]
     assert found["typed"] == ["BOX ▒ A", "#prompt=BOX+_+A", True]
-    assert found["framed"] == ["", 5]
+    assert found["framed"] == ["", 7]
 
 
 def test_one_command_writes_one_page_that_asks_nothing_of_a_network(tmp_path, monkeypatch, capsys):
