@@ -34,7 +34,7 @@ import numpy as np
 
 from checkpoint import base_of
 from lib.rows import Meta, refuse_full, write_meta, write_rows
-from lib.tokenizer import Tokenizer, bpe_tokenizer, byte_spec
+from lib.tokenizer import Tokenizer, bpe_tokenizer, byte_spec, ids_beside, load_tokenizer
 from lib.util import Parser, alone_in, bounded, command, fail, progress, quoted, read_json, reading, write_json
 
 NAMES = Path(__file__).parent / "data" / "names"
@@ -199,7 +199,7 @@ def prepare_text(sources: list[Path], folder: Path, like: Path | None, max_docs:
     if file.is_dir():
         file = file / "tokenizer.json"
     spec = read_json(file, "tokenizer") if like or names else byte_spec()
-    tokenizer = bpe_tokenizer(file, spec)
+    tokenizer = bpe_tokenizer(file, spec, *ids_beside(file))
 
     # a run that was killed may have left the same tokenizer there
     theirs = folder / "tokenizer.json"
@@ -238,8 +238,10 @@ def next_command(folder: Path, like: Path | None, names: bool) -> str:
     # rows with the tokens of a checkpoint train an adapter on it
     if like and (like / "config.json").exists():
         config = "" if names else " --config configs/text.toml"
-        if "<role>" in bpe_tokenizer(like / "tokenizer.json").special:
-            config = " --config configs/llada.toml"  # the chat template's tokens: these are the released weights
+        # the tokens of a chat template: these are released weights
+        special = load_tokenizer(like).special
+        for token, name in (("<role>", "llada"), ("<|im_start|>", "tiny_a2d")):
+            config = f" --config configs/{name}.toml" if token in special else config
         return f"python train.py {rows}{config} --init_from {quoted(like)}"
 
     # names have a base, and other text needs one first

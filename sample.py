@@ -383,7 +383,7 @@ def write(args: Namespace, ckpt: Path) -> None:
             print(f"warning: {output.warning}", file=sys.stderr)
 
         # the text, or a toy's numbers; of a chat, the answer without the question
-        asked = tokenizer and output.prompt[-1] == tokenizer.special.get("</role>")
+        asked = tokenizer and tokenizer.turns & {*output.prompt}
         shown = output.tokens if asked else output.prompt + output.tokens
         text = tokenizer.decode(shown) if tokenizer else ""
         said = ["  " + names.verdict(text)] if of_names else []

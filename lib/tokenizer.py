@@ -1,10 +1,12 @@
 """Tokenizers: text to ids and back. All are byte-level BPEs in a `tokenizer.json`, bytes too, which have no merges.
 
-tiktoken reads the released tokenizer, those of this project (bytes, and the BPE of data/names), and BPEs with the
+tiktoken reads the released tokenizers, those of this project (bytes, and the BPE of data/names), and BPEs with the
 pattern of GPT-2. Any other byte-level BPE is read by `tokenizers`, the library that writes such files.
 """
 
 import json
+import re
+import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,17 +14,23 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from lib.util import WALK, fail, read_json, reading
+from lib.util import WALK, checked_entry, fail, read_json, reading
 
-# the released names, which every tokenizer.json has
+# the names of the token that ends a text, and of the mask, if nothing says their ids
 EOS_TOKEN = "<|endoftext|>"
-MASK_TOKEN = "<|mask|>"
+MASK_TOKENS = MASK_TOKEN, *_ = ("<|mask|>", "<|MASK|>", "<MASK>")
+TURNS = {"<role>", "<|im_start|>"}  # special tokens that begin a turn of a chat
 
 # the patterns by which tiktoken splits text into words: that of this project (the blank before a word belongs to
-# it), that of GPT-2, which is ByteLevel's own, and the released one
+# it), that of GPT-2, which is ByteLevel's own, and those of LLaDA and of Qwen
 WORDS = r" ?\S+|\s+"
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 RELEASED = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# Blanks but the last before a word. The second form finds the same, but goes back by at most 64 blanks: the first one
+# would overflow tiktoken's stack at a million
+BLANKS = r"\s+(?!\S)"
+FEW_BACK = r"(?:\s\s)??(?:\s{64})*+\s+(?!\S)"
 
 Reader = Callable[[str, bool], list[int]]  # text to ids; true: the name of a special token becomes that token
 
@@ -33,11 +41,12 @@ class Tokenizer:
     pattern: str | None  # the pattern that splits text into words, if tiktoken reads it
     special: dict[str, int]
     token_bytes: dict[int, bytes]  # special and unused ids have no entry
+    eos_id: int
+    mask_id: int
 
     def __post_init__(self) -> None:
         self.vocab_size = 1 + max(*self.token_bytes, *self.special.values())
-        self.eos_id = self.special[EOS_TOKEN]
-        self.mask_id = self.special[MASK_TOKEN]
+        self.turns = {i for name, i in self.special.items() if name in TURNS}
 
     def encode(self, text: str) -> list[int]:
         """Text to ids. The name of a special token becomes that token."""
@@ -57,7 +66,7 @@ class Tokenizer:
 def load_tokenizer(folder: Path) -> Tokenizer | None:
     """The tokenizer of a checkpoint or of a folder of rows; None if its ids are no text, as of a toy."""
     path = folder / "tokenizer.json"
-    return bpe_tokenizer(path) if path.exists() else None
+    return bpe_tokenizer(path, None, *ids_beside(path)) if path.exists() else None
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -92,8 +101,11 @@ def byte_alphabet() -> list[str]:
     return alphabet
 
 
-def bpe_tokenizer(path: Path, spec: dict | None = None) -> Tokenizer:
-    """The tokenizer of a `tokenizer.json`. spec: the file's content, if known."""
+def bpe_tokenizer(
+    path: Path, spec: dict | None = None, eos_id: int | None = None, mask_id: int | None = None, add_mask: bool = False
+) -> Tokenizer:
+    """The tokenizer of a `tokenizer.json`. spec: the file's content, if known. eos_id, mask_id: what ends a text, and
+    the mask (left out: by name). add_mask: if there is no mask, the first free id is one."""
     spec = spec or read_json(path, "tokenizer")
     with reading(path, "tokenizer", WALK):
         if spec["model"]["type"] != "BPE" or spec["decoder"]["type"] != "ByteLevel":
@@ -102,14 +114,13 @@ def bpe_tokenizer(path: Path, spec: dict | None = None) -> Tokenizer:
         # the tokens that were added to the vocabulary, in plain text: special ones, and words
         added = {token["content"]: token["id"] for token in spec["added_tokens"]}
         special = {token["content"]: token["id"] for token in spec["added_tokens"] if token.get("special")}
-        for name in (EOS_TOKEN, MASK_TOKEN):
-            if name not in special:
-                fail(f"{path}: there is no {name} among its special tokens, so no text could end or be masked: add it "
-                     "by add_special_tokens of `tokenizers`")  # fmt: skip
-
-        ids = (spec["model"]["vocab"] | added).values()
+        ids = [*(spec["model"]["vocab"] | added).values()]
         if not all(type(i) is int and 0 <= i < 2**20 for i in ids) or len(set(ids)) < len(ids):
             raise ValueError("its ids are not different numbers in 0..1,048,575")
+
+        if add_mask and mask_id is None and not special.keys() & {*MASK_TOKENS}:
+            mask_id = 1 + max(ids)
+        eos_id, mask_id = end_and_mask(path, ids, special, eos_id, mask_id)
 
         # the others, in characters that stand for bytes
         vocab = {token: i for token, i in spec["model"]["vocab"].items() if token not in added}
@@ -122,15 +133,47 @@ def bpe_tokenizer(path: Path, spec: dict | None = None) -> Tokenizer:
 
         pattern = known_pattern(spec, vocab)
         if pattern is None:
-            return Tokenizer(read_by_library(path, spec, added), None, special, token_bytes)
+            read = read_by_library(path, spec, added)
+        else:
+            ranks = {token_bytes[i]: i for i in vocab.values()}
+            bpe = tiktoken.Encoding("bpe", pat_str=pattern.replace(BLANKS, FEW_BACK), mergeable_ranks=ranks,
+                                    special_tokens={})  # fmt: skip
+            read = read_by_tiktoken(bpe, added | special, special, nfc=bool(spec.get("normalizer")))
+        return Tokenizer(read, pattern, special, token_bytes, eos_id, mask_id)
 
-        ranks = {token: i for i, token in token_bytes.items()}
-        bpe = tiktoken.Encoding("bpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
-        def read(text: str, names: bool) -> list[int]:
-            return bpe.encode(text, allowed_special="all" if names else set(), disallowed_special=())
+def ids_beside(path: Path) -> tuple[int | None, int | None]:
+    """The ids of eos and of the mask, if the model's or the rows' folder of this tokenizer.json says them."""
+    for name in ("config.json", "meta.json"):
+        if (path.parent / name).exists():
+            about = read_json(path.parent / name, "checkpoint or folder of rows")
+            if "mask_id" in about:
+                return tuple(checked_entry(about, key, int, path.parent / name) for key in ("eos_id", "mask_id"))
+    return None, None
 
-        return Tokenizer(read, pattern, special, token_bytes)
+
+def end_and_mask(
+    path: Path, ids: list[int], special: dict[str, int], eos_id: int | None, mask_id: int | None
+) -> tuple[int, int]:
+    """The token that ends a text, and the mask, by name where no id is given. A mask that the file lacks is added to
+    `special`."""
+    named = next((special[name] for name in MASK_TOKENS if name in special), mask_id)
+    if eos_id is None:
+        eos_id = special.get(EOS_TOKEN)
+    if mask_id is None:
+        mask_id = named
+    elif mask_id not in ids:
+        special.setdefault(MASK_TOKEN, mask_id)
+
+    for name, i in ((EOS_TOKEN, eos_id), (MASK_TOKEN, mask_id)):
+        if i is None:
+            fail(f"{path}: there is no {name} among its special tokens, so no text could end or be masked: add it "
+                 "by add_special_tokens of `tokenizers`")  # fmt: skip
+        if i not in special.values():
+            fail(f"{path}: token {i}, which should be {name}, is not among its special tokens")
+    if mask_id != named:
+        fail(f"{path}: its mask is token {named}, and {mask_id} was said to be the mask")
+    return eos_id, mask_id
 
 
 def known_pattern(spec: dict, vocab: dict[str, int]) -> str | None:
@@ -141,7 +184,7 @@ def known_pattern(spec: dict, vocab: dict[str, int]) -> str | None:
                 {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
                 {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
             ]
-        } if pattern in (WORDS, RELEASED):
+        } if pattern in (WORDS, RELEASED, QWEN):
             pass
         case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
             pattern = GPT2
@@ -149,9 +192,13 @@ def known_pattern(spec: dict, vocab: dict[str, int]) -> str | None:
             return None
 
     of_bpe = ("dropout", "byte_fallback", "ignore_merges", "continuing_subword_prefix", "end_of_word_suffix")
-    options = [spec.get("normalizer"), *(spec["model"].get(option) for option in of_bpe)]
+    options = [spec["model"].get(option) for option in of_bpe]
     for token in spec["added_tokens"]:
-        options += [not token.get("special"), *(token.get(option) for option in ("lstrip", "rstrip", "single_word"))]
+        options += [token.get(option) for option in ("lstrip", "rstrip", "single_word")]
+    # NFC is applied between added tokens, so these must be looked for in the text as it is
+    normalizer = spec.get("normalizer")
+    if normalizer:
+        options += [normalizer != {"type": "NFC"}, *(token.get("normalized") for token in spec["added_tokens"])]
     if any(options):
         return None
 
@@ -160,6 +207,30 @@ def known_pattern(spec: dict, vocab: dict[str, int]) -> str | None:
     ids = [vocab[token] for token in merged]
     in_order = ids == sorted(set(ids)) and vocab.keys() == {*byte_alphabet(), *merged}
     return pattern if in_order else None
+
+
+def read_by_tiktoken(bpe: tiktoken.Encoding, added: dict[str, int], special: dict[str, int], nfc: bool) -> Reader:
+    """tiktoken reads what stands between added tokens. Words among these are found in documents, too."""
+    words = {name: i for name, i in added.items() if name not in special}
+    found = [(words, split_at(words)), (added, split_at(added))]
+
+    def read(text: str, names: bool) -> list[int]:
+        ids = []
+        tokens, split = found[names]
+        for part in split(text):
+            if part in tokens:
+                ids.append(tokens[part])
+            elif part:
+                ids += bpe.encode_ordinary(unicodedata.normalize("NFC", part) if nfc else part)
+        return ids
+
+    return read
+
+
+def split_at(names: dict[str, int]) -> Callable[[str], list[str]]:
+    """Cut a text into these names, where the longest counts, and what stands between them."""
+    longest_first = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    return re.compile(f"({longest_first})").split if names else lambda text: [text]
 
 
 def read_by_library(path: Path, spec: dict, added: dict[str, int]) -> Reader:

@@ -7,7 +7,7 @@
 Copy the released code (modeling_*.py) from the released folder yourself. If the command was interrupted, run it again.
 """
 
-from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -18,27 +18,42 @@ import checkpoint
 import convert_weights
 from checkpoint import about_adapter, base_of
 from config import Config
-from convert_weights import Plan, copies, plan, survey, write_checkpoint
+from convert_weights import (
+    BESIDE,
+    LLADA,
+    Family,
+    Plan,
+    copies,
+    our_config,
+    plan,
+    read_released,
+    survey,
+    write_checkpoint,
+)
 from layers import LORA_SCALE
-from lib.util import Parser, command, copy_file, fail, read_json, write_json
+from lib.util import Parser, command, copy_file, fail, write_json
 
 
-def config_file(base: Path, cfg: Config) -> Callable[[Path], None]:
-    """What writes config.json: the released one, byte for byte, if there is one. Sizes that it lacks are added."""
+def released_config(src: Path, base: Path, cfg: Config) -> tuple[dict, Family]:
+    """config.json of the released layout, and its family: the released one, if there is one, with what is different."""
     original = base / "released_config.json"
     if original.exists():
-        raw = read_json(original, "released config")
+        raw, family = read_released(original)
     else:
-        raw = convert_weights.MUST_BE | {name: getattr(cfg, field) for name, field in convert_weights.FIELDS.items()}
-        raw |= {"partial_rotary_factor": cfg.rotary_dim / cfg.head_dim, "rotary_dim": cfg.rotary_dim}
+        family = LLADA
+        raw = family.must_be | {name: getattr(cfg, field) for name, field in family.fields.items()}
+        raw |= {"model_type": "llada2_moe", "partial_rotary_factor": cfg.rotary_dim / cfg.head_dim}
         raw |= {"pad_token_id": cfg.eos_id, "use_cache": False}
 
-    assumed = convert_weights.assumed_sizes(cfg.n_layer)
-    sizes = {name: getattr(cfg, name) for name in assumed}
-    added = {name: value for name, value in sizes.items() if value != raw.get(name, assumed[name])}
-    if original.exists() and not added:
-        return partial(copy_file, original)
-    return partial(write_json, value=raw | added)
+    # convert_weights.py must read the same sizes. What a released config has no place for stands beside its fields
+    place = {ours: name for name, ours in family.fields.items() if name in raw} | {name: name for name in BESIDE}
+    read = our_config(base, raw, family)
+    for name, value in asdict(cfg).items():
+        if value != getattr(read, name):
+            if name not in place:
+                fail(f"{src}: the released layout has no place for its {name}, {value!r}")
+            raw = raw | {place[name]: value}
+    return raw, family
 
 
 def released_tensors(found: dict[str, Tensor], shard: list[Plan], adapter: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -51,7 +66,9 @@ def released_tensors(found: dict[str, Tensor], shard: list[Plan], adapter: dict[
             # added in float32, then rounded
             delta = LORA_SCALE * adapter[f"{name}lora_B"].float() @ adapter[f"{name}lora_A"].float()
             whole = (whole.float() + delta).to(whole.dtype)
-        tensors |= zip(planned.released, whole.view(-1, *planned.part), strict=True)
+        shapes = planned.released.values()
+        parts = whole.split([len(whole)]) if len(shapes) == 1 else whole.flatten(0, -2).split([n for n, _ in shapes])
+        tensors |= zip(planned.released, parts, strict=True)
     return tensors
 
 
@@ -60,16 +77,13 @@ def to_hf(src: Path, out: Path) -> None:
     base = base_of(src)
     about = about_adapter(src)
     cfg = checkpoint.read_config(src)
-    if cfg.stage_b != "paper":
-        fail(f"{src}: its Stage B is not the paper's, and the released layout has no place for it")
-    if cfg.router != Config.router:
-        fail(f"{src}: the released layout has no place for its router, {cfg.router!r}")
+    raw, family = released_config(src, base, cfg)
     adapter = {}
     if about:
         checkpoint.check_base(src, checkpoint.base_hash(base))
         adapter = checkpoint.attach(checkpoint.empty_model(cfg), src)  # of the base shapes alone, which take no memory
     found = survey(base)
-    shards = plan(cfg)
+    shards = plan(cfg, family)
     expected = {planned.name: torch.empty(planned.shape, device="meta") for planned in sum(shards, [])}
     dropped = {
         "lm_head.weight": "tied to the embedding",
@@ -83,7 +97,10 @@ def to_hf(src: Path, out: Path) -> None:
     if markers is not None:
         made_for = {"n_last": str(cfg.n_last)}
         files["markers.safetensors"] = partial(checkpoint.save_tensors, tensors={"markers": markers}, metadata=made_for)
-    files["config.json"] = config_file(base, cfg)
+    files["config.json"] = partial(write_json, value=raw)
+    original = base / "released_config.json"
+    if original.exists() and read_released(original)[0] == raw:
+        files["config.json"] = partial(copy_file, original)  # byte for byte
 
     write_checkpoint(out, [partial(released_tensors, found, shard, adapter) for shard in shards], files)
 

@@ -23,7 +23,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from checkpoint import DTYPES, base_of, load_model
-from decoding import check_prompt
+from decoding import SETTINGS, check_prompt
 from lib.tokenizer import load_tokenizer
 from lib.util import (
     Parser,
@@ -41,7 +41,7 @@ from lib.util import (
     write_json,
 )
 from prepare import read_records
-from released.ablation import MECHANISM, decoder_of, row_of
+from released.ablation import BASE, MECHANISM, decoder_of, row_of
 from released.chat import chat
 from released.tables import HEAD, TASKS, Run, digest, measured, read_runs
 from sample import generate
@@ -85,6 +85,8 @@ class CoCommit(LM):
         self.text = load_tokenizer(base)
         row = row_of(self.model, row, decode)
         d, self.step = decoder_of(row, self.model.cfg.n_rounds)
+        if row == BASE:
+            d = replace(SETTINGS[self.model.cfg.decoder], holes=False)  # as the base was made for
         self.d = replace(d, gen_length=gen_length)
 
         # what may change an answer on one device; the places of files do not
@@ -105,9 +107,9 @@ class CoCommit(LM):
         return str(self.ckpt)
 
     def apply_chat_template(self, chat_history: list[dict], add_generation_prompt: bool = True) -> str:
-        """The chat template around one question, or around a system message and one question."""
+        """The model's chat template around one question, or around a system message and one question."""
         *system, user = [turn["content"] for turn in chat_history]
-        return chat(user, *system)
+        return chat(user, *system, decoder=self.model.cfg.decoder)
 
     def loglikelihood(self, requests: list) -> list:
         fail("this decoder has no log-likelihoods: choose a task whose output_type is generate_until")

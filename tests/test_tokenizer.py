@@ -5,13 +5,14 @@ installed.
 """
 
 import json
+import random
 import sys
 from pathlib import Path
 
 import pytest
-from common import merged_spec
+from common import GOLDEN, merged_spec
 
-from lib.tokenizer import GPT2, MASK_TOKEN, WORDS, Tokenizer, bpe_tokenizer, byte_tokenizer
+from lib.tokenizer import GPT2, MASK_TOKEN, QWEN, RELEASED, WORDS, Tokenizer, bpe_tokenizer, byte_tokenizer
 from lib.util import Mistake
 
 # a byte-level BPE that the `tokenizers` library (0.23.3) trained on lib/*.py and saved; and 60 random texts, each with
@@ -42,6 +43,55 @@ def test_merges_worked_by_hand():
     assert bpe_tokenizer(Path("older"), spec).encode("aaa ab") == [258, 259]
 
 
+def test_nfc_and_added_words_worked_by_hand():
+    spec = merged_spec()
+    word(spec, normalized=False)
+    spec["normalizer"] = {"type": "NFC"}
+    t = bpe_tokenizer(Path("by hand"), spec)
+
+    # an added word is found in a document, too
+    assert t.encode("a b<|mask|>") == [262, 261] and t.vocab_size == 263
+    assert t.encode_document("xa b<|mask|>").tolist() == [120, 262, *b"<|mask|>"] and t.decode([262, 97]) == "a ba"
+
+    # marks in both orders are one text, but a mark is not joined with what stands before an added token
+    both = t.encode("e\u0301\u0323"), t.encode("e\u0323\u0301")
+    assert both == (list("ẹ\u0301".encode()),) * 2 and t.encode("\u1112\u1161\u11ab") == list("한".encode())
+    assert t.encode("e<|mask|>\u0301") == [101, 261, *"\u0301".encode()]
+
+
+@pytest.mark.parametrize("pattern", [GPT2, RELEASED, QWEN])
+def test_blanks_go_to_the_word_behind_them_however_many_there_are(pattern):
+    """The last blank belongs to the word, and the others are tokens of their own: here of one and of two blanks."""
+    spec = merged_spec()
+    spec["model"]["merges"].append(["Ġ", "Ġ"])
+    spec["model"]["vocab"] |= {"ĠĠ": 262}
+    if pattern == GPT2:
+        spec["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    else:
+        spec["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = pattern
+    t = bpe_tokenizer(Path("blanks"), spec)
+    for n in (*range(1, 200), 10**6, 10**6 + 1):
+        blanks = [262] * ((n - 1) // 2) + [32] * ((n - 1) % 2)
+        assert t.encode(" " * n + "ab") == [*blanks, 259]
+        assert t.encode("x" + " " * n) == [120] + [262] * (n // 2) + [32] * (n % 2)
+
+
+def test_ids_of_odd_strings_are_those_of_the_library():
+    """With Qwen's pattern and NFC; the recorded ones are in test_golden_families.py."""
+    tokenizers = pytest.importorskip("tokenizers")
+    path = GOLDEN.parent / "golden_sdar" / "tokenizer.json"
+    ours, library = bpe_tokenizer(path), tokenizers.Tokenizer.from_file(str(path))
+    odd = [
+        *"aA sStLE'' \t\r\n09½.!\xa0\u2028\u0301\u0323é한\u1112\u1161\u11ab\u212b\ufb01ſ\u200d",
+        "😀",
+        "<MASK>",
+        "<|im_end|>",
+    ]
+    draw = random.Random(0)
+    for text in ("".join(draw.choices(odd, k=30)) for _ in range(2000)):
+        assert ours.encode(text) == library.encode(text, add_special_tokens=False).ids, text
+
+
 def test_ids_of_a_plain_bpe_are_those_of_the_library_that_made_it():
     """The ids of random texts are those that were recorded: in prompts the names of special tokens are tokens, and in
     documents they are text."""
@@ -53,10 +103,14 @@ def test_ids_of_a_plain_bpe_are_those_of_the_library_that_made_it():
 
 
 # --- what tiktoken would read otherwise
+def word(spec: dict, **how) -> None:
+    spec["added_tokens"].append({"id": 262, "content": "a b", "special": False, "normalized": True} | how)
+
+
 OTHERS = {
     "another pattern": lambda s: s["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex=r"\d|\D+"),
-    "a normaliser": lambda s: s.update(normalizer={"type": "NFC"}),
-    "a word": lambda s: s["added_tokens"].append({"id": 262, "content": "a b", "special": False, "normalized": True}),
+    "a normaliser": lambda s: s.update(normalizer={"type": "NFKC"}),
+    "a normal word": lambda s: (word(s), s.update(normalizer={"type": "NFC"})),
     "merges by other ids": lambda s: s["model"]["vocab"].update(aa=257, ab=256),
     "a token that nothing makes": lambda s: s["model"]["vocab"].update(aab=262),
 }
@@ -87,13 +141,8 @@ def test_ids_of_the_library_worked_by_hand():
     t = read(OTHERS["another pattern"])
     assert t.encode("aaa 1ab<|mask|>") == [258, 32, 49, 257, 261] and t.decode([258, 259, 261]) == "aaa ab"
     assert t.encode_document("ab<|mask|>").tolist() == [257, *b"<|mask|>"]
-    assert read(OTHERS["a normaliser"]).encode("e\u0301") == list("é".encode())
+    assert read(OTHERS["a normaliser"]).encode("\ufb01") == list(b"fi")
     assert read(OTHERS["merges by other ids"]).encode("aa ab") == [257, 259]
-
-    # an added word is found in a document, too
-    t = read(OTHERS["a word"])
-    assert t.encode("a b<|mask|>") == [262, 261] and t.vocab_size == 263
-    assert t.encode_document("xa b<|mask|>").tolist() == [120, 262, *b"<|mask|>"] and t.decode([262, 97]) == "a ba"
 
 
 # --- what is no tokenizer of ours

@@ -1,15 +1,17 @@
 """Export: a model of ours, and merged adapters. (There and back: test_convert.) `pytest tests/released`"""
 
+from dataclasses import asdict, fields
 from functools import partial
 
 import pytest
 import torch
-from common import caller, names_folder, random_adapter, tiny_model
+from common import byte_model, caller, merged_spec, random_adapter
 from safetensors import safe_open
 from test_convert import GOLDEN, bits
 
 import convert_weights
 from checkpoint import load_model, read_tensors, save_model, save_tensors
+from config import Config
 from layers import ROUTERS
 from lib.util import read_json, write_json
 from released import export
@@ -24,14 +26,29 @@ def run(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_a_model_trained_here_exports_and_converts_back(run, tmp_path):
-    ours = names_folder(tmp_path / "ours")  # its sizes are not those that a released config stands for
-    run(ours)
+@pytest.mark.parametrize("name", [field.name for field in fields(Config)])
+def test_every_field_of_config_comes_back_or_is_refused(name, run, tmp_path, monkeypatch):
+    """A model trained here whose config has another value in this field."""
+    monkeypatch.setitem(ROUTERS, "mine", ROUTERS[Config.router])
+    other = dict(n_layer=5, n_head=8, n_kv_head=4, n_embd=72, head_dim=24, vocab_size=288, d_dense=40, n_dense=4)
+    other |= dict(d_expert=24, n_expert=12, n_active=3, n_group=2, topk_group=1, n_shared=2, routed_scaling=1.5)
+    other |= dict(eos_id=262, mask_id=261, rope_theta=7.0, rotary_dim=6, norm_eps=1e-5, max_len=96, window=64)
+    other |= dict(block_length=4, qkv_bias=True, proj_bias=True, tied=True, n_last=1, n_rounds=1, decoder="left")
+    other |= dict(router="mine", stage_b="causal", int8=True)
+    spec = merged_spec()
+    spec["added_tokens"].append(spec["added_tokens"][0] | {"id": 262, "content": "[END]"})
+    model = byte_model(**dict(eos_id=260, mask_id=261) | ({} if name in ("stage_b", "int8") else {name: other[name]}))
+    save_model(model, tmp_path / "ours")
+    write_json(tmp_path / "ours" / "tokenizer.json", spec)
+    if name in ("router", "stage_b", "int8"):
+        write_json(tmp_path / "ours" / "config.json", asdict(model.cfg) | {name: other[name]})
+        assert f"no place for its {name}, {other[name]!r}" in run.fails(tmp_path / "ours")
+        return
+    run(tmp_path / "ours")
     convert_weights.convert(tmp_path / "hf", tmp_path / "back")
-    model, back = (load_model(folder, "cpu", torch.float32) for folder in (ours, tmp_path / "back"))
+    back = load_model(tmp_path / "back", "cpu", torch.float32)
     assert back.cfg == model.cfg
-    for k, v in model.state_dict().items():
-        assert k == "markers" or torch.equal(v, back.state_dict()[k]), k
+    assert all(torch.equal(v, back.state_dict()[k]) for k, v in model.state_dict().items() if k != "markers")
 
 
 def test_lora_is_merged_and_nothing_else_changes(run, golden, tmp_path):
@@ -54,12 +71,9 @@ def test_lora_is_merged_and_nothing_else_changes(run, golden, tmp_path):
 
 
 def test_what_is_not_exported(run, golden, tmp_path, monkeypatch):
-    """A Stage B or a router that is not the paper's, an adapter of another base, and one that would not load."""
+    """A Stage B that is not the paper's, an adapter of another base, and one that would not load."""
     random_adapter(tmp_path / "causal", golden, "causal", n_last=2, n_rounds=1)
-    assert "its Stage B is not the paper's" in run.fails(tmp_path / "causal")
-    monkeypatch.setitem(ROUTERS, "mine", None)
-    save_model(tiny_model(router="mine"), tmp_path / "routed")
-    assert "no place for its router, 'mine'" in run.fails(tmp_path / "routed")
+    assert "no place for its stage_b, 'causal'" in run.fails(tmp_path / "causal")
 
     random_adapter(tmp_path / "adapter", golden)
     path = tmp_path / "adapter" / "adapter.safetensors"
