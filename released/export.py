@@ -20,7 +20,7 @@ from checkpoint import about_adapter, base_of
 from config import Config
 from convert_weights import (
     BESIDE,
-    LLADA,
+    FAMILIES,
     Family,
     Plan,
     copies,
@@ -40,9 +40,10 @@ def released_config(src: Path, base: Path, cfg: Config) -> tuple[dict, Family]:
     if original.exists():
         raw, family = read_released(original)
     else:
-        family = LLADA
+        kind = next((kind for kind, family in FAMILIES.items() if family.decoder == cfg.decoder), "llada2_moe")
+        family = FAMILIES[kind]
         raw = family.must_be | {name: getattr(cfg, field) for name, field in family.fields.items()}
-        raw |= {"model_type": "llada2_moe", "partial_rotary_factor": cfg.rotary_dim / cfg.head_dim}
+        raw |= {"model_type": kind, "partial_rotary_factor": cfg.rotary_dim / cfg.head_dim}
         raw |= {"pad_token_id": cfg.eos_id, "use_cache": False}
 
     # convert_weights.py must read the same sizes. What a released config has no place for stands beside its fields
