@@ -78,15 +78,17 @@ def denoise(engine: Engine, z: Tensor, given: Tensor, u: Tensor, d: Decoding) ->
     # which masks are written now
     bundle = SELECT[d.select](logits, conf_a, masked, d)
 
-    # Stage B runs with the bundle marked (Eq. 4); a row without a bundle keeps Stage A's tokens
+    # Stage B runs with the bundle marked (Eq. 4); a row without a bundle keeps Stage A's tokens. Without edits only the
+    # bundle's logits are asked for: with 152 k tokens those of a block cost more than the last n layers
     token = token_a
     conf = conf_a
     coordinated = bundle.any(-1, keepdim=True) & (d.n_rounds > 0)
     if coordinated.any():
         states = engine.stage_b(h, bundle, torch.where(bundle, token_a, z))
-        token_b, conf_b = candidates(model.logits(states), u[:, 1], d)
-        token = torch.where(coordinated, token_b, token_a)
-        conf = torch.where(coordinated, conf_b, conf_a)
+        asked = coordinated & (bundle | (d.tau_t2t is not None))
+        token_b, conf_b = candidates(model.logits(states[asked]), u[:, 1][asked], d)
+        token = token_a.masked_scatter(asked, token_b)
+        conf = conf_a.masked_scatter(asked, conf_b)
 
     # fill the bundle (Eq. 2), and edit tokens that stand already (Eq. 3); both look at z as it was
     edited = visible & (conf > d.edit_gate) & (token != z)
