@@ -39,10 +39,10 @@ for d in cpu $device; do
   row "golden_a: losses of ten steps on $d" "$(grep -o '"loss": [0-9.]*' "$out/run$n/log.jsonl" | cut -c 9-15 | paste -s)"
 done
 
-# random weights of a large geometry: decode a token a step, train, decode by both stages
+# random weights of a large geometry (untied, or a mask would write itself): decode a token a step, train, decode by both stages
 python -c "if True:
     from checkpoint import *; cfg = Config(n_layer=$LAYERS, n_embd=$WIDTH, d_dense=3 * $WIDTH, n_dense=$LAYERS, n_head=16, n_kv_head=8, head_dim=128,
-                 rotary_dim=128, rope_theta=1e6, vocab_size=151936, eos_id=305, mask_id=308, n_last=2, tied=True)
+                 rotary_dim=128, rope_theta=1e6, vocab_size=151936, eos_id=305, mask_id=308, n_last=2)
     model = new_model(cfg, torch.Generator()); model.compute_dtype = DTYPES['$DTYPE']
     save_model(model, Path('$out/large'))"
 cp "$out/golden_a/tokenizer.json" "$out/large"
