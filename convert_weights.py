@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import check_fit, check_floats, read_tensors, save_tensors, stored, weight_files
+from checkpoint import check_fit, check_floats, read_tensors, refuse_nan, save_tensors, stored, weight_files
 from config import Config, check_config
 from lib.tokenizer import EOS_TOKEN, bpe_tokenizer
 from lib.util import Parser, alone_in, bounded, checked_entry, command, copy_file, fail, progress, read_json, write_json
@@ -303,6 +303,8 @@ def write_checkpoint(
             fail(f"--out {out} already holds a checkpoint: choose another folder, or delete this one first")
         for name, shard in zip(progress(names, "write"), shards, strict=True):
             tensors = shard()
+            for tensor in tensors:
+                refuse_nan(f"what goes into {out}", tensor, tensors[tensor])
             save(out / name, tensors)
             weight_map |= dict.fromkeys(tensors, name)
             size += sum(tensor.nbytes for tensor in tensors.values())
